@@ -1,0 +1,24 @@
+"""rowmax: exact attention for PyTorch, tile by tile, with every derivative."""
+
+from .attention import attention, attention_varlen
+from .explain import Explanation, explain
+from .mask import Causal, Documents, Mask, PrefixLengths, Window
+from .primitives import logsumexp, softmax
+from .reference.online import merge
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Causal",
+    "Documents",
+    "Explanation",
+    "Mask",
+    "PrefixLengths",
+    "Window",
+    "attention",
+    "attention_varlen",
+    "explain",
+    "logsumexp",
+    "merge",
+    "softmax",
+]

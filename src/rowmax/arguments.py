@@ -1,0 +1,351 @@
+"""The checks of every public function: what is wrong, in the user's own terms.
+
+Each check names the argument, what came and what is wanted, and runs before any work. What
+passes here is never checked again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .mask import Mask
+from .problem import Options, Tensors
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+MAX_HEAD_DIM = 512
+
+
+def checked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask,
+    bias: Tensor | None,
+    alibi: Tensor | None,
+    scale: float | None,
+    softcap: float,
+    sink: Tensor | None,
+    dropout_p: float,
+    seed: int | Tensor | None,
+    deterministic: bool,
+    backend: str | None,
+    cu_seqlens: tuple[Tensor, Tensor] | None = None,
+    max_seqlens: tuple[int | None, int | None] = (None, None),
+) -> tuple[Tensors, Options]:
+    """The arguments of a call in the form that operators take, or an error."""
+    packed = cu_seqlens is not None
+    want = "[total, H, D]" if packed else "[B, N, H, D]"
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, t, 3 if packed else 4, want)
+    check_like_q(q, k, v)
+    if packed:
+        q, k, v = q[None], k[None], v[None]
+    _check_heads(q, k, v, packed)
+    batch, nq, nk = q.shape[0], q.shape[1], k.shape[1]
+    cu_q = cu_k = None
+    max_q = max_k = 0
+    if packed:
+        cu_q, cu_k = _checked_offsets(q, k, cu_seqlens)
+        batch = cu_q.shape[0] - 1
+        max_q = nq = _longest("max_seqlen_q", max_seqlens[0], cu_q, nq)
+        max_k = nk = _longest("max_seqlen_k", max_seqlens[1], cu_k, nk)
+    hq = q.shape[2]
+    shape = (batch, hq, nq, nk)
+    q_ids, k_ids = _checked_documents(q, mask, shape, packed)
+    dropout_p = _number("dropout_p", dropout_p)
+    if not 0.0 <= dropout_p < 1.0:
+        raise bad("dropout_p", dropout_p, "a probability in [0, 1)")
+    _check_flag("deterministic", deterministic)
+    return Tensors(
+        q=q,
+        k=k,
+        v=v,
+        bias=_checked_bias(q, bias, shape),
+        sink=_per_head("sink", sink, q),
+        alibi=_per_head("alibi", alibi, q, gradient=False),
+        allowed=_checked_allowed(q, mask.allowed, shape),
+        q_ids=q_ids,
+        k_ids=k_ids,
+        lengths=_checked_lengths(q, mask.lengths, batch),
+        cu_seqlens_q=cu_q,
+        cu_seqlens_k=cu_k,
+        seed=_checked_seed(seed, dropout_p, q.device),
+    ), Options(
+        scale=_checked_scale(scale, q.shape[3]),
+        softcap=_checked_softcap(softcap),
+        dropout_p=dropout_p,
+        left=mask.left,
+        right=mask.right,
+        max_q=max_q,
+        max_k=max_k,
+        deterministic=deterministic,
+        backend=_checked_backend(backend),
+    )
+
+
+def bad(argument: str, got: Any, want: str) -> ValueError:
+    return ValueError(f"{argument}: got {got}; want {want}")
+
+
+def wrong_type(argument: str, got: Any, want: str) -> TypeError:
+    return TypeError(f"{argument}: got {got}; want {want}")
+
+
+# --- q, k, v -----------------------------------------------------------------------------------
+
+
+def check_tensor(name: str, t: object, dims: int, want: str) -> None:
+    if not isinstance(t, Tensor):
+        raise wrong_type(name, type(t).__name__, f"a tensor {want}")
+    if t.dim() != dims:
+        raise bad(name, f"shape {list(t.shape)}", f"a {dims}-D tensor {want}")
+    if t.dtype not in DTYPES:
+        raise wrong_type(name, t.dtype, "float32, float16, bfloat16 or float64")
+    if t.layout != torch.strided:
+        raise wrong_type(name, f"layout {t.layout}", "a dense (strided) tensor")
+
+
+def check_like_q(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, t in (("k", k), ("v", v)):
+        if t.dtype != q.dtype:
+            raise wrong_type(name, t.dtype, f"the dtype of q, {q.dtype}")
+        check_device(name, t, q)
+
+
+def check_device(name: str, t: Tensor, q: Tensor) -> None:
+    if t.device != q.device:
+        raise bad(name, f"a tensor on {t.device}", f"one on {q.device}, as q is")
+
+
+def _check_heads(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
+    b, _, hq, d = q.shape
+    _, _, hk, dk = k.shape
+    axes = "[total, H, D]" if packed else "[B, N, H, D]"
+    if k.shape[0] != b:
+        raise bad("k", f"batch {k.shape[0]}", f"the batch of q, {b}")
+    if dk != d:
+        raise bad("k", f"head size {dk}", f"the head size of q, {d}")
+    if v.shape[:3] != k.shape[:3]:
+        got, want = list(v.shape[packed:]), list(k.shape[packed:-1])
+        raise bad("v", f"shape {got}", f"{axes} with the leading sizes of k, {want}")
+    if hk == 0 or hq == 0 or hq % hk:
+        raise bad("q", f"{hq} heads", f"a multiple of the {hk} heads of k and v, at least one")
+    for name, size in (("q", d), ("v", v.shape[3])):
+        if not 1 <= size <= MAX_HEAD_DIM:
+            raise bad(name, f"head size {size}", f"1 to {MAX_HEAD_DIM}")
+
+
+# --- packed sequences --------------------------------------------------------------------------
+
+
+def _checked_offsets(q: Tensor, k: Tensor, cu_seqlens: Any) -> tuple[Tensor, Tensor]:
+    cu_q, cu_k = cu_seqlens
+    for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
+        check_integers(name, cu, 1)
+        check_device(name, cu, q)
+        if cu.shape[0] < 1:
+            raise bad(name, "no offsets", "one more than there are sequences")
+    if cu_q.shape != cu_k.shape:
+        want = f"as many offsets as cu_seqlens_q, {cu_q.shape[0]}"
+        raise bad("cu_seqlens_k", f"{cu_k.shape[0]} offsets", want)
+    if values_are_readable(cu_q):
+        _check_offset_values("cu_seqlens_q", cu_q, q.shape[1])
+        _check_offset_values("cu_seqlens_k", cu_k, k.shape[1])
+    return cu_q.to(torch.int32).contiguous(), cu_k.to(torch.int32).contiguous()
+
+
+def _check_offset_values(name: str, cu: Tensor, total: int) -> None:
+    values = cu.tolist()
+    if values[0] != 0:
+        raise bad(name, f"first offset {values[0]}", "0")
+    for n, (a, b) in enumerate(pairwise(values)):
+        if b < a:
+            raise bad(name, f"{b} after {a} at {n + 1}", "offsets that never fall")
+    if values[-1] != total:
+        raise bad(name, f"last offset {values[-1]}", f"the packed length, {total}")
+
+
+def values_are_readable(t: Tensor) -> bool:
+    """Whether values can be looked at for free: not on a GPU (a wait), not while tracing."""
+    return (
+        t.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and type(t) in (Tensor, torch.nn.Parameter)
+    )
+
+
+def _longest(name: str, given: int | None, cu: Tensor, total: int) -> int:
+    if given is not None:
+        if isinstance(given, bool) or not isinstance(given, (int, torch.SymInt)):
+            raise wrong_type(name, repr(given), "an int, or None")
+        if given < 0:
+            raise bad(name, given, "0 or more")
+    if not values_are_readable(cu):
+        return total if given is None else given
+    longest = int(cu.diff().max()) if cu.shape[0] > 1 else 0
+    if given is None:
+        return longest
+    if given < longest:
+        raise bad(name, given, f"at least the longest sequence, {longest}")
+    return given
+
+
+# --- masks -------------------------------------------------------------------------------------
+
+
+def _checked_documents(q: Tensor, mask: Mask, shape: Sequence[int], packed: bool):
+    if mask.k_ids is None:
+        return None, None
+    if packed:
+        raise bad("mask", "Documents in a packed call", "none: cu_seqlens already separates")
+    batch, _, nq, nk = shape
+    k_ids = _ids("mask: Documents(ids=)", mask.k_ids, batch, nk, "keys", q)
+    if mask.q_ids is not None:
+        return _ids("mask: Documents(q_ids=)", mask.q_ids, batch, nq, "queries", q), k_ids
+    if nq > nk:
+        raise bad("mask", f"Documents without q_ids, {nq} queries, {nk} keys", "q_ids as well")
+    return k_ids[:, nk - nq :], k_ids
+
+
+def _ids(name: str, ids: Tensor, batch: int, n: int, of: str, q: Tensor) -> Tensor:
+    check_device(name, ids, q)
+    ids = ids[None] if ids.dim() == 1 else ids
+    if ids.shape[0] not in (1, batch) or ids.shape[1] != n:
+        raise bad(name, f"shape {list(ids.shape)}", f"[{n}] or [{batch}, {n}], one id for all {of}")
+    return ids.to(torch.int32)
+
+
+def _checked_lengths(q: Tensor, lengths: Tensor | None, batch: int) -> Tensor | None:
+    if lengths is None:
+        return None
+    name = "mask: PrefixLengths(lengths=)"
+    check_device(name, lengths, q)
+    if lengths.shape[0] != batch:
+        raise bad(name, f"{lengths.shape[0]} lengths", f"one for each of {batch} sequences")
+    if values_are_readable(lengths) and bool((lengths < 0).any()):
+        raise bad(name, lengths.tolist(), "lengths of 0 or more")
+    return lengths.to(torch.int32)
+
+
+def _checked_allowed(q: Tensor, allowed: Tensor | None, shape: Sequence[int]) -> Tensor | None:
+    if allowed is None:
+        return None
+    check_device("mask", allowed, q)
+    return _broadcastable("mask", allowed, shape)
+
+
+def _broadcastable(name: str, t: Tensor, shape: Sequence[int]) -> Tensor:
+    """t with leading ones up to four dimensions, each 1 or the size it broadcasts to."""
+    if t.dim() > 4:
+        raise bad(name, f"shape {list(t.shape)}", f"one that broadcasts to {list(shape)}")
+    full = t[(None,) * (4 - t.dim())]
+    if any(a not in (1, b) for a, b in zip(full.shape, shape, strict=True)):
+        want = f"one that broadcasts to [B, Hq, Nq, Nk] = {list(shape)}"
+        raise bad(name, f"shape {list(t.shape)}", want)
+    return full
+
+
+# --- score terms -------------------------------------------------------------------------------
+
+
+def _checked_bias(q: Tensor, bias: Tensor | None, shape: Sequence[int]) -> Tensor | None:
+    if bias is None:
+        return None
+    if not isinstance(bias, Tensor):
+        raise wrong_type("bias", type(bias).__name__, "a tensor, or None")
+    if bias.dtype == torch.bool:
+        raise wrong_type("bias", "torch.bool", "numbers to add to the scores (mask= takes bools)")
+    if bias.dtype not in (q.dtype, torch.float32):
+        raise wrong_type("bias", bias.dtype, f"the dtype of q, {q.dtype}, or float32")
+    check_device("bias", bias, q)
+    return _broadcastable("bias", bias, shape)
+
+
+def _per_head(name: str, t: Tensor | None, q: Tensor, gradient: bool = True) -> Tensor | None:
+    if t is None:
+        return None
+    if not isinstance(t, Tensor):
+        raise wrong_type(name, type(t).__name__, "a tensor [Hq], or None")
+    if not t.is_floating_point():
+        raise wrong_type(name, t.dtype, "floating-point numbers")
+    check_device(name, t, q)
+    if t.shape != (q.shape[2],):
+        raise bad(name, f"shape {list(t.shape)}", f"[Hq] = [{q.shape[2]}]")
+    if not gradient and t.requires_grad:
+        raise bad(name, "slopes that require a gradient", "constants (bias= has a gradient)")
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return t.to(wide)
+
+
+def _checked_scale(scale: float | None, d: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(d)
+    scale = _number("scale", scale)
+    if not math.isfinite(scale) or scale < 0.0:
+        raise bad("scale", scale, "a finite number of 0 or more, or None for 1/sqrt(D)")
+    return scale
+
+
+def _checked_softcap(softcap: float) -> float:
+    softcap = _number("softcap", softcap)
+    if not math.isfinite(softcap) or softcap < 0.0:
+        raise bad("softcap", softcap, "a finite number of 0 or more (0 turns it off)")
+    return softcap
+
+
+def _checked_seed(seed: Any, p: float, device: torch.device) -> Tensor | None:
+    """The generator's key as an int64 scalar on the device, drawn from torch's own if None."""
+    if isinstance(seed, Tensor):
+        if seed.dtype != torch.int64 or seed.dim() != 0:
+            raise bad("seed", f"{seed.dtype} {list(seed.shape)}", "an int, or an int64 scalar")
+        if seed.device != device:
+            raise bad("seed", f"a tensor on {seed.device}", f"one on {device}, as q is")
+    elif seed is not None:
+        if isinstance(seed, bool) or not isinstance(seed, (int, torch.SymInt)):
+            raise wrong_type("seed", type(seed).__name__, "an int, an int64 scalar, or None")
+        if not -(2**63) <= seed < 2**63:
+            raise bad("seed", seed, "an integer of 64 bits")
+    if p == 0.0:
+        return None
+    if seed is None:
+        return torch.randint(2**63 - 1, (), dtype=torch.int64, device=device)
+    return seed if isinstance(seed, Tensor) else torch.full((), seed, device=device)
+
+
+def _checked_backend(backend: str | None) -> str | None:
+    from .backend import NAMES
+
+    if backend is None or backend in NAMES:
+        return backend
+    raise bad("backend", repr(backend), "None, or one of " + ", ".join(map(repr, NAMES)))
+
+
+# --- small checks ------------------------------------------------------------------------------
+
+
+def check_integers(name: str, t: object, dims: int) -> None:
+    if not isinstance(t, Tensor):
+        raise wrong_type(name, type(t).__name__, "a tensor of int32 or int64")
+    if t.dtype not in (torch.int32, torch.int64):
+        raise wrong_type(name, t.dtype, "int32 or int64")
+    if t.dim() != dims:
+        raise bad(name, f"shape {list(t.shape)}", f"a {dims}-D tensor")
+
+
+def _number(name: str, x: Any) -> float:
+    if isinstance(x, bool) or not isinstance(x, (int, float)):
+        raise wrong_type(name, type(x).__name__, "a Python number")
+    return float(x)
+
+
+def _check_flag(name: str, x: Any) -> None:
+    if not isinstance(x, bool):
+        raise wrong_type(name, repr(x), "True or False")

@@ -1,0 +1,178 @@
+"""The public calls: check the arguments, then one operator."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .arguments import checked
+from .mask import Causal, Mask, as_mask
+from .operators import attend
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    mask: Mask | Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact softmax attention, tile by tile: ``softmax(scale q k^T + bias) v``.
+
+    The score matrix is never held, forward or backward. Differentiable in q, k, v, bias and
+    sink, through out and through lse.
+
+    Args:
+        q: ``[B, Nq, Hq, D]``, float32, float16, bfloat16 or float64, any strides, D <= 512.
+        k: ``[B, Nk, Hk, D]``. Hq is a multiple of Hk: query head h reads head ``h // (Hq/Hk)``.
+        v: ``[B, Nk, Hk, Dv]``.
+        causal: query i sees keys ``j <= i + Nk - Nq`` (aligned bottom-right).
+        mask: which pairs may attend: ``Causal()``, ``Window(left, right)``,
+            ``Documents(ids)``, ``PrefixLengths(lengths)``, their intersections ``a & b``, or a
+            boolean tensor that broadcasts to ``[B, Hq, Nq, Nk]``, True may attend.
+        bias: added to the scores; broadcasts to ``[B, Hq, Nq, Nk]``, q's dtype or float32.
+        alibi: slopes ``[Hq]``; adds ``-slope |i + Nk - Nq - j|``. Constants: no gradient.
+        scale: of the scores, ``1/sqrt(D)`` if None.
+        softcap: c > 0 bends scores to ``c tanh(score / c)``, before bias; 0 is off.
+        sink: ``[Hq]``, a logit a head that takes part in the softmax with value 0.
+        dropout_p: the probability of dropping a weight, in [0, 1), to 1/65536.
+        seed: of the dropout; drawn from torch's generator if None. The same seed keeps the
+            same weights on every device and backend.
+        return_lse: also return lse ``[B, Hq, Nq]``, ``log sum exp`` of each row's scores, in
+            float32 (float64 for float64 inputs).
+        deterministic: only backends whose gradients are bitwise equal from run to run.
+        backend: a name, to force one; see ``explain``.
+
+    Returns:
+        out ``[B, Nq, Hq, Dv]`` in q's dtype, or (out, lse). A row that may see no key has
+        out 0 and lse -inf (with a sink, lse = sink).
+
+    Raises:
+        TypeError, ValueError: naming the argument, what came and what is wanted.
+        NotImplementedError: forward-mode and second derivatives.
+
+    The formulas are those of FlashAttention-2 (Dao, arXiv:2307.08691) over the online softmax
+    of Milakov and Gimelshein (arXiv:1805.02867).
+
+    >>> import torch, rowmax
+    >>> q, k, v = (torch.randn(1, 128, 4, 64) for _ in range(3))
+    >>> rowmax.attention(q, k, v, causal=True).shape
+    torch.Size([1, 128, 4, 64])
+    """
+    q, k, v = _autocast(q, k, v)
+    tensors, options = checked(
+        q,
+        k,
+        v,
+        mask=_mask(mask, causal),
+        bias=bias,
+        alibi=alibi,
+        scale=scale,
+        softcap=softcap,
+        sink=sink,
+        dropout_p=dropout_p,
+        seed=seed,
+        deterministic=deterministic,
+        backend=backend,
+    )
+    out, lse = attend(tensors, options)
+    return (out, lse) if return_lse else out
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    causal: bool = False,
+    mask: Mask | Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention within each of S sequences that lie packed, one after the other, unpadded.
+
+    Every argument of ``attention`` means here what it means there for one sequence of the
+    batch: b counts sequences, positions are within one, and each is aligned bottom-right.
+
+    Args:
+        q: ``[total_q, Hq, D]``; k ``[total_k, Hk, D]``; v ``[total_k, Hk, Dv]``.
+        cu_seqlens_q: ``[S + 1]`` int32 or int64, where each sequence's queries start: 0 first,
+            never falling, total_q last. Read on the device: on a GPU its values are not
+            checked (that would wait for the device), only kept in range.
+        cu_seqlens_k: the same for keys and values.
+        max_seqlen_q, max_seqlen_k: the longest sequence, or a bound; found if None on a CPU,
+            total_q and total_k on a GPU.
+        mask: bands, ``PrefixLengths`` ``[S]``, or a boolean tensor that broadcasts to
+            ``[S, Hq, max_seqlen_q, max_seqlen_k]``, as bias does.
+
+    Returns:
+        out ``[total_q, Hq, Dv]``, or (out, lse ``[Hq, total_q]``).
+
+    Raises:
+        TypeError, ValueError: naming the argument, what came and what is wanted.
+
+    >>> import torch, rowmax
+    >>> q, cu = torch.randn(10, 2, 16), torch.tensor([0, 3, 10])
+    >>> rowmax.attention_varlen(q, q, q, cu, cu, causal=True).shape
+    torch.Size([10, 2, 16])
+    """
+    q, k, v = _autocast(q, k, v)
+    tensors, options = checked(
+        q,
+        k,
+        v,
+        mask=_mask(mask, causal),
+        bias=bias,
+        alibi=alibi,
+        scale=scale,
+        softcap=softcap,
+        sink=sink,
+        dropout_p=dropout_p,
+        seed=seed,
+        deterministic=deterministic,
+        backend=backend,
+        cu_seqlens=(cu_seqlens_q, cu_seqlens_k),
+        max_seqlens=(max_seqlen_q, max_seqlen_k),
+    )
+    out, lse = attend(tensors, options)
+    return (out[0], lse[0]) if return_lse else out[0]
+
+
+def _mask(mask: Mask | Tensor | None, causal: bool) -> Mask:
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal: got {causal!r}; want True or False")
+    mask = as_mask(mask)
+    return mask & Causal() if causal else mask
+
+
+def _autocast(*inputs: Tensor) -> tuple[Tensor, ...]:
+    """q, k and v in autocast's dtype where it is on, as for torch's own attention."""
+    first = inputs[0]
+    if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
+        return inputs
+    dtype = torch.get_autocast_dtype(first.device.type)
+    wide = (torch.float32, torch.float16, torch.bfloat16)
+    return tuple(t.to(dtype) if isinstance(t, Tensor) and t.dtype in wide else t for t in inputs)

@@ -1,0 +1,240 @@
+"""Problem: all there is to know of a call but its numbers; Tensors: its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Shape4 = tuple[int, int, int, int]
+
+
+class Tensors(NamedTuple):
+    """The inputs of one call, always with a batch dimension.
+
+    A call over packed sequences has ``q [1, total_q, Hq, D]`` and carries ``cu_seqlens``.
+    """
+
+    q: Tensor  # [B, Nq, Hq, D]
+    k: Tensor  # [B, Nk, Hk, D]
+    v: Tensor  # [B, Nk, Hk, Dv]
+    bias: Tensor | None = None  # [B|1, Hq|1, Nq|1, Nk|1]
+    sink: Tensor | None = None  # [Hq]
+    alibi: Tensor | None = None  # [Hq] slopes
+    allowed: Tensor | None = None  # bool [B|1, Hq|1, Nq|1, Nk|1], True may attend
+    q_ids: Tensor | None = None  # int32 [B|1, Nq], the document of each query
+    k_ids: Tensor | None = None  # int32 [B|1, Nk], the document of each key
+    lengths: Tensor | None = None  # int32 [B], keys at or past it are masked
+    cu_seqlens_q: Tensor | None = None  # int32 [B + 1], where each packed sequence starts
+    cu_seqlens_k: Tensor | None = None
+    seed: Tensor | None = None  # int64 [], the key of the dropout generator
+
+
+class Options(NamedTuple):
+    """The numbers of a call that are not tensors, as the operators carry them."""
+
+    scale: float
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    left: int | None = None
+    right: int | None = None
+    max_q: int = 0  # longest sequence of a packed call, or an upper bound; 0 otherwise
+    max_k: int = 0
+    deterministic: bool = False
+    backend: str | None = None
+
+
+class Gradients(NamedTuple):
+    """What a backward returns. A gradient that was not wanted is None."""
+
+    q: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+    bias: Tensor | None = None
+    sink: Tensor | None = None
+
+
+class Wanted(NamedTuple):
+    """Which gradients a backward is asked for."""
+
+    q: bool
+    k: bool
+    v: bool
+    bias: bool
+    sink: bool
+
+
+class Problem(NamedTuple):
+    """Shapes, dtypes and features of one call: hashable, so that plans can be kept by it.
+
+    In a packed call ``batch`` counts the sequences and ``nq``, ``nk`` bound their lengths;
+    ``total_q`` and ``total_k`` are the packed lengths. Otherwise the totals equal ``nq``, ``nk``.
+    """
+
+    device: str
+    dtype: torch.dtype
+    batch: int
+    nq: int
+    nk: int
+    hq: int
+    hk: int
+    d: int
+    dv: int
+    scale: float
+    softcap: float
+    dropout_p: float
+    left: int | None
+    right: int | None
+    documents: bool
+    prefix: bool
+    allowed: Shape4 | None
+    bias: Shape4 | None
+    bias_dtype: torch.dtype | None
+    alibi: bool
+    sink: bool
+    varlen: bool
+    total_q: int
+    total_k: int
+    deterministic: bool
+    first: int = 0  # the number of the first sequence, where a packed call is taken apart
+
+    @property
+    def offset(self) -> int:
+        """Positions are aligned bottom-right: query i stands at key position i + offset."""
+        return self.nk - self.nq
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one kv head."""
+        return self.hq // self.hk
+
+    @property
+    def accumulator(self) -> torch.dtype:
+        """The dtype of lse and of every running sum."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    @property
+    def masked(self) -> bool:
+        return (
+            self.left is not None
+            or self.right is not None
+            or self.documents
+            or self.prefix
+            or self.allowed is not None
+        )
+
+    @property
+    def dropout_threshold(self) -> int:
+        """A 16-bit draw below this is dropped; 0 when nothing is (see ``dropout.py``)."""
+        if self.dropout_p == 0.0:
+            return 0
+        return min(65535, max(1, round(self.dropout_p * 65536)))
+
+    @property
+    def keep_scale(self) -> float:
+        """The factor of what is kept: the inverse of the exact probability of keeping it."""
+        return 65536.0 / (65536 - self.dropout_threshold)
+
+    @property
+    def out_shape(self) -> Shape4:
+        """[B, Nq, Hq, Dv]; of a packed call [1, total_q, Hq, Dv]."""
+        return (1 if self.varlen else self.batch, self.total_q, self.hq, self.dv)
+
+    @property
+    def lse_shape(self) -> tuple[int, int, int]:
+        """[B, Hq, Nq]; of a packed call [1, Hq, total_q]."""
+        return (1 if self.varlen else self.batch, self.hq, self.total_q)
+
+
+def problem_of(tensors: Tensors, options: Options) -> Problem:
+    """The problem that these (already checked) arguments pose."""
+    q, k, v, bias, allowed, cu = (
+        tensors.q,
+        tensors.k,
+        tensors.v,
+        tensors.bias,
+        tensors.allowed,
+        tensors.cu_seqlens_q,
+    )
+    b, total_q, hq, d = q.shape
+    total_k, _, dv = v.shape[1:]
+    varlen = cu is not None
+    return Problem(
+        device=q.device.type,
+        dtype=q.dtype,
+        batch=cu.shape[0] - 1 if cu is not None else b,
+        nq=options.max_q if varlen else total_q,
+        nk=options.max_k if varlen else total_k,
+        hq=hq,
+        hk=k.shape[2],
+        d=d,
+        dv=dv,
+        scale=options.scale,
+        softcap=options.softcap,
+        dropout_p=options.dropout_p,
+        left=options.left,
+        right=options.right,
+        documents=tensors.k_ids is not None,
+        prefix=tensors.lengths is not None,
+        allowed=tuple(allowed.shape) if allowed is not None else None,  # pyright: ignore
+        bias=tuple(bias.shape) if bias is not None else None,  # pyright: ignore
+        bias_dtype=bias.dtype if bias is not None else None,
+        alibi=tensors.alibi is not None,
+        sink=tensors.sink is not None,
+        varlen=varlen,
+        total_q=total_q,
+        total_k=total_k,
+        deterministic=options.deterministic,
+    )
+
+
+def each_sequence(
+    problem: Problem, tensors: Tensors
+) -> Iterator[tuple[slice, slice, Problem, Tensors]]:
+    """The sequences of a packed call as dense calls of batch 1: (queries, keys, problem, tensors).
+
+    Reads the offsets, so it waits for the device they are on.
+    """
+    assert tensors.cu_seqlens_q is not None
+    assert tensors.cu_seqlens_k is not None
+    starts_q, starts_k = tensors.cu_seqlens_q.tolist(), tensors.cu_seqlens_k.tolist()
+    for b in range(problem.batch):
+        rows, cols = slice(*starts_q[b : b + 2]), slice(*starts_k[b : b + 2])
+        nq, nk = rows.stop - rows.start, cols.stop - cols.start
+        one = tensors._replace(
+            q=tensors.q[:, rows],
+            k=tensors.k[:, cols],
+            v=tensors.v[:, cols],
+            bias=_of_sequence(tensors.bias, b, nq, nk),
+            allowed=_of_sequence(tensors.allowed, b, nq, nk),
+            lengths=None if tensors.lengths is None else tensors.lengths[b : b + 1],
+            cu_seqlens_q=None,
+            cu_seqlens_k=None,
+        )
+        yield (
+            rows,
+            cols,
+            problem._replace(
+                batch=1,
+                nq=nq,
+                nk=nk,
+                total_q=nq,
+                total_k=nk,
+                varlen=False,
+                first=b,
+                bias=None if one.bias is None else tuple(one.bias.shape),
+                allowed=None if one.allowed is None else tuple(one.allowed.shape),
+            ),
+            one,
+        )
+
+
+def _of_sequence(t: Tensor | None, b: int, nq: int, nk: int) -> Tensor | None:
+    """The part of a ``[S|1, Hq|1, Nq|1, Nk|1]`` term that falls to sequence b."""
+    if t is None:
+        return None
+    t = t if t.shape[0] == 1 else t[b : b + 1]
+    t = t if t.shape[2] == 1 else t[:, :, :nq]
+    return t if t.shape[3] == 1 else t[:, :, :, :nk]

@@ -1,0 +1,44 @@
+"""The dense definition where a backend is asked for by name: quadratic memory, for comparison."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..problem import Gradients, Problem, Tensors, Wanted
+from .dense import attention
+
+
+def supports(problem: Problem, call: str) -> str | None:
+    return None
+
+
+def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    out, lse = attention(problem, tensors, problem.accumulator)
+    return out.to(problem.dtype).contiguous(), lse.contiguous()
+
+
+def backward(
+    problem: Problem,
+    tensors: Tensors,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    wanted: Wanted,
+) -> Gradients:
+    with torch.enable_grad():
+        leaves = {
+            name: getattr(tensors, name).detach().requires_grad_()
+            for name, want in wanted._asdict().items()
+            if want
+        }
+        o, e = attention(problem, tensors._replace(**leaves), problem.accumulator)
+        outputs = [o, e] if dlse is not None else [o]
+        cotangents = [dout.to(o.dtype), dlse][: len(outputs)]
+        grads = torch.autograd.grad(outputs, list(leaves.values()), cotangents, allow_unused=True)
+    shaped = (
+        torch.zeros_like(x) if g is None else g.contiguous()
+        for g, x in zip(grads, leaves.values(), strict=True)
+    )
+    return Gradients(**dict(zip(leaves, shaped, strict=True)))
