@@ -1,0 +1,46 @@
+"""How many floating-point operations a call is worth: one count, for every report of a speed.
+
+Counted are the matrix products over the pairs (query, key) that the band (causal, window) allows,
+two operations a multiplication and addition, as papers and profilers count. What documents,
+lengths or a boolean tensor forbid depends on values, not on the problem, and is counted in full.
+"""
+
+from __future__ import annotations
+
+from .problem import Problem
+
+
+def forward_flops(problem: Problem) -> int:
+    """``q k^T`` and ``P v``."""
+    return 2 * _pairs(problem) * (problem.d + problem.dv)
+
+
+def backward_flops(problem: Problem) -> int:
+    """``q k^T`` again, ``dO v^T``, and the products of dV, dQ and dK."""
+    return 2 * _pairs(problem) * (3 * problem.d + 2 * problem.dv)
+
+
+def _pairs(problem: Problem) -> int:
+    """Allowed pairs of all heads and sequences.
+
+    Of a packed call the lengths are values on the device: the count takes every sequence at
+    ``nq`` and ``nk``, which is exact when they are equally long and a bound when they are not.
+    """
+    n, nk = problem.nq, problem.nk
+    upto_right = n * nk if problem.right is None else _below(problem, problem.right + 1)
+    before_left = 0 if problem.left is None else _below(problem, -problem.left)
+    return problem.batch * problem.hq * max(0, upto_right - before_left)
+
+
+def _below(problem: Problem, shift: int) -> int:
+    """Pairs with ``j < i + offset + shift``: ``clamp(i + offset + shift, 0, nk)`` over rows."""
+    first = problem.offset + shift
+    return _ramp(first + problem.nq - 1, problem.nk) - _ramp(first - 1, problem.nk)
+
+
+def _ramp(x: int, top: int) -> int:
+    """``clamp(t, 0, top)`` summed over all t up to x."""
+    if x <= 0:
+        return 0
+    under = min(x, top)
+    return under * (under + 1) // 2 + (x - under) * top
