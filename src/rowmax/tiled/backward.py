@@ -1,0 +1,218 @@
+"""The backward: the weights of each tile again, from lse, and the formulas of the gradient."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..problem import Gradients, Problem, Tensors, Wanted, each_sequence
+from .scores import (
+    LN2,
+    LOG2E,
+    all_finite,
+    bias_tile,
+    factor,
+    folded,
+    hidden,
+    kept,
+    product,
+    scores,
+    unfolded,
+)
+from .strips import Strip, strips
+
+
+class _Rows(NamedTuple):
+    """What a strip of rows brings to each of its tiles, ``[pairs, group * rows, ...]``."""
+
+    q: Tensor  # times factor
+    do: Tensor
+    lse: Tensor  # in base 2; +inf for a row that sees nothing, whose weights are then 0
+    delta: Tensor  # Delta - dLSE
+
+
+def backward(
+    problem: Problem,
+    tensors: Tensors,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    wanted: Wanted,
+) -> Gradients:
+    sums = _zeros(problem, tensors, wanted)
+    with torch.autocast(dout.device.type, enabled=False):
+        if not problem.varlen:
+            _add(problem, tensors, out, lse, dout, dlse, sums)
+        else:
+            for n, (rows, cols, one, parts) in enumerate(each_sequence(problem, tensors)):
+                _add(
+                    one,
+                    parts,
+                    out[:, rows],
+                    lse[:, :, rows],
+                    dout[:, rows],
+                    None if dlse is None else dlse[:, :, rows],
+                    _sums_of_sequence(sums, n, rows, cols, one),
+                )
+    return Gradients(
+        **{
+            name: g.to(getattr(tensors, name).dtype)
+            for name, g in sums._asdict().items()
+            if g is not None
+        }
+    )
+
+
+def _zeros(problem: Problem, tensors: Tensors, wanted: Wanted) -> Gradients:
+    """Where the wanted gradients are summed."""
+    inputs = {name: getattr(tensors, name) for name, want in wanted._asdict().items() if want}
+    return Gradients(
+        **{
+            name: torch.zeros(t.shape, dtype=_sum_dtype(problem, name, t), device=t.device)
+            for name, t in inputs.items()
+        }
+    )
+
+
+def _sum_dtype(problem: Problem, name: str, t: Tensor) -> torch.dtype:
+    """The accumulator; t's own where each element is written once, as q and a whole bias are."""
+    pairs = (problem.batch, problem.hq, problem.nq, problem.nk)
+    once = name == "q" or (name == "bias" and t.shape == pairs)
+    return t.dtype if once else problem.accumulator
+
+
+def _sums_of_sequence(sums: Gradients, n: int, rows: slice, cols: slice, one: Problem) -> Gradients:
+    """The views of the gradients that sequence n of a packed call adds to."""
+    q, k, v, bias, sink = sums
+    if bias is not None:
+        assert one.bias is not None
+        bias = bias if bias.shape[0] == 1 else bias[n : n + 1]
+        bias = bias[:, :, : one.bias[2], : one.bias[3]]
+    return Gradients(
+        q=None if q is None else q[:, rows],
+        k=None if k is None else k[:, cols],
+        v=None if v is None else v[:, cols],
+        bias=bias,
+        sink=sink,
+    )
+
+
+def _add(
+    problem: Problem,
+    tensors: Tensors,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    sums: Gradients,
+) -> None:
+    """Add the gradients of one dense call."""
+    finite = not problem.masked or all_finite(tensors.q, tensors.k, dout)
+    group = problem.group
+    for strip in strips(problem, tensors):
+        rows = _rows(problem, tensors, strip, out, lse, dout, dlse)
+        if sums.sink is not None:
+            _add_sink(problem, tensors, strip, rows, sums.sink)
+        dQ = torch.zeros_like(rows.q)
+        for cols, full in strip.tiles:
+            _tile(problem, tensors, strip, cols, full, finite, rows, dQ, sums)
+        if sums.q is not None:
+            b, h, g, n = strip.size(group)
+            dQ = dQ.mul_(problem.scale).view(b, h, g, n, -1)
+            strip.rows_of(sums.q, group).copy_(dQ.permute(0, 3, 1, 2, 4))
+
+
+def _rows(
+    problem: Problem,
+    tensors: Tensors,
+    strip: Strip,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+) -> _Rows:
+    dtype, group = problem.accumulator, problem.group
+    e = strip.row_numbers(lse, group).unsqueeze(-1)
+    e = folded(problem, strip, e)
+    empty = e == -torch.inf  # nothing flows through these, whatever dout and dlse hold
+    do = strip.queries(dout, group, dtype).masked_fill(empty, 0.0)
+    delta = (do * strip.queries(out, group, dtype)).sum(-1, keepdim=True)
+    if dlse is not None:
+        delta -= folded(problem, strip, strip.row_numbers(dlse, group).unsqueeze(-1))
+    return _Rows(
+        q=strip.queries(tensors.q, group, dtype) * factor(problem),
+        do=do,
+        lse=(e * LOG2E).masked_fill(empty, torch.inf),
+        delta=delta.masked_fill(empty, 0.0),
+    )
+
+
+def _tile(
+    problem: Problem,
+    tensors: Tensors,
+    strip: Strip,
+    cols: slice,
+    full: bool,
+    finite: bool,
+    rows: _Rows,
+    dQ: Tensor,
+    sums: Gradients,
+) -> None:
+    """Add one tile's part to dQ and to the other gradients."""
+    k = strip.keys(tensors.k, cols, dQ.dtype)
+    S, tanh = scores(problem, tensors, strip, cols, rows.q, k)
+    P = S.sub_(rows.lse).exp2_()
+    R = kept(problem, tensors, strip, cols) if problem.dropout_threshold else None
+    unseen = None if full else hidden(problem, tensors, strip, cols)
+    if unseen is not None:
+        unfolded(problem, strip, P).masked_fill_(unseen, 0.0)
+    apart = None if unseen is None or finite else folded(problem, strip, unseen)
+    apart_t = None if apart is None else apart.transpose(1, 2)
+
+    if sums.q is not None or sums.k is not None or sums.bias is not None:
+        v = strip.keys(tensors.v, cols, dQ.dtype)
+        dS = torch.bmm(rows.do, v.transpose(1, 2))
+        if R is not None:
+            dS.mul_(R)
+        dS.sub_(rows.delta).mul_(P)
+        if unseen is not None:
+            unfolded(problem, strip, dS).masked_fill_(unseen, 0.0)
+        if sums.bias is not None:
+            part = bias_tile(sums.bias, problem, strip, cols)
+            part += unfolded(problem, strip, dS).flatten(1, 2).sum_to_size(part.shape)
+        dX = dS if tanh is None else _through_softcap(problem, strip, dS, tanh, unseen)
+        if sums.q is not None:
+            dQ += product(dX, k, apart)
+        if sums.k is not None:
+            # rows.q carries factor, of which scale is to stay
+            rest = LN2 if tanh is None else problem.softcap
+            _add_keys(strip, sums.k, cols, product(dX.transpose(1, 2), rows.q, apart_t) * rest)
+    if sums.v is not None:
+        PR = P if R is None else P.mul_(R)
+        _add_keys(strip, sums.v, cols, product(PR.transpose(1, 2), rows.do, apart_t))
+
+
+def _through_softcap(
+    problem: Problem, strip: Strip, dS: Tensor, tanh: Tensor, unseen: Tensor | None
+) -> Tensor:
+    """dX = dS (1 - (t / c)^2)"""
+    if unseen is not None:
+        unfolded(problem, strip, tanh).masked_fill_(unseen, 0.0)
+    return tanh.square_().neg_().add_(1.0).mul_(dS)
+
+
+def _add_keys(strip: Strip, sums: Tensor, cols: slice, part: Tensor) -> None:
+    view = sums[strip.batch, cols, strip.heads].transpose(1, 2)
+    view += part.view(view.shape)
+
+
+def _add_sink(problem: Problem, tensors: Tensors, strip: Strip, rows: _Rows, sums: Tensor) -> None:
+    """dsigma = sum of exp(sigma - LSE) (dLSE - Delta)"""
+    assert tensors.sink is not None
+    sink = tensors.sink.unflatten(0, (-1, problem.group))[strip.heads, :, None, None]
+    weight = torch.exp2(folded(problem, strip, sink * LOG2E) - rows.lse)
+    terms = (weight * rows.delta).view(strip.size(problem.group))
+    sums[strip.q_heads(problem.group)] -= terms.sum((0, 3)).flatten()

@@ -1,0 +1,78 @@
+"""The forward: a running max and sum for each strip of rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..problem import Problem, Tensors, each_sequence
+from .scores import LN2, LOG2E, all_finite, factor, folded, hidden, kept, product, scores, unfolded
+from .strips import Strip, strips
+
+
+def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    out = tensors.q.new_zeros(problem.out_shape)
+    lse = out.new_full(problem.lse_shape, -torch.inf, dtype=problem.accumulator)
+    with torch.autocast(tensors.q.device.type, enabled=False):
+        if problem.varlen:
+            for rows, _, one, parts in each_sequence(problem, tensors):
+                _fill(one, parts, out[:, rows], lse[:, :, rows])
+        else:
+            _fill(problem, tensors, out, lse)
+    return out, lse
+
+
+def _fill(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None:
+    """Write out and lse (views of them) of one dense call."""
+    finite = not problem.masked or all_finite(tensors.v)
+    for strip in strips(problem, tensors):
+        O, e = _strip(problem, tensors, strip, finite)
+        b, h, g, rows = strip.size(problem.group)
+        strip.rows_of(out, g).copy_(O.view(b, h, g, rows, -1).permute(0, 3, 1, 2, 4))
+        strip.row_numbers(lse, g).copy_(e.view(b, h, g, rows))
+
+
+def _strip(problem: Problem, tensors: Tensors, strip: Strip, finite: bool) -> tuple[Tensor, Tensor]:
+    """(out ``[pairs, group * rows, Dv]``, lse ``[pairs, group * rows, 1]``) of a strip."""
+    dtype = problem.accumulator
+    q = strip.queries(tensors.q, problem.group, dtype) * factor(problem)
+    m, l = _start(problem, tensors, strip, q)
+    O = q.new_zeros(*q.shape[:2], problem.dv)
+    for cols, full in strip.tiles:
+        k = strip.keys(tensors.k, cols, dtype)
+        S, _ = scores(problem, tensors, strip, cols, q, k)
+        unseen = None
+        if not full:
+            unseen = hidden(problem, tensors, strip, cols)
+            unfolded(problem, strip, S).masked_fill_(unseen, -torch.inf)
+        m_new = torch.maximum(m, S.amax(-1, keepdim=True))
+        shift = _shift(m_new)
+        P = S.sub_(shift).exp2_()
+        delta = torch.exp2(m - shift)
+        l = delta * l + P.sum(-1, keepdim=True)
+        if problem.dropout_threshold:
+            P.mul_(kept(problem, tensors, strip, cols))
+        if unseen is not None:
+            unseen = None if finite else folded(problem, strip, unseen)
+        v = strip.keys(tensors.v, cols, dtype)
+        O = O.mul_(delta).add_(product(P, v, unseen))
+        m = m_new
+    empty = m == -torch.inf
+    l = l.masked_fill(empty, 1.0)
+    e = (m * LN2 + torch.log(l)).masked_fill(empty, -torch.inf)
+    return O.div_(l), e
+
+
+def _start(problem: Problem, tensors: Tensors, strip: Strip, q: Tensor) -> tuple[Tensor, Tensor]:
+    """m and l before any key: nothing, or the sink."""
+    if tensors.sink is None:
+        m = q.new_full((*q.shape[:2], 1), -torch.inf)
+        return m, torch.zeros_like(m)
+    sink = tensors.sink.unflatten(0, (-1, problem.group))[strip.heads, :, None, None]
+    m = folded(problem, strip, sink.to(q.dtype)) * LOG2E
+    return m, torch.exp2(m - _shift(m))
+
+
+def _shift(m: Tensor) -> Tensor:
+    """The max to subtract: 0 for a row that has seen nothing, so that exp2 gives 0, not NaN."""
+    return m.masked_fill(m == -torch.inf, 0.0)

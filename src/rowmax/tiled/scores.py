@@ -1,0 +1,151 @@
+"""The scores of one tile, each rule of the definition in one place.
+
+Scores are in base 2: log2(e) is folded into the factor of q, so that a weight is an ``exp2``.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .. import mask
+from ..dropout import keep_tile
+from ..problem import Problem, Tensors
+from .strips import Strip
+
+LOG2E = math.log2(math.e)
+LN2 = math.log(2.0)
+
+
+def factor(problem: Problem) -> float:
+    """What q is multiplied by before it meets k."""
+    if problem.softcap > 0:
+        return problem.scale / problem.softcap
+    return problem.scale * LOG2E
+
+
+def scores(
+    problem: Problem, tensors: Tensors, strip: Strip, cols: slice, q: Tensor, k: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """(scores of ``factor * q`` and k before the mask, ``[pairs, group * rows, cols]``,
+    the tanh of a softcap)."""
+    S = torch.bmm(q, k.transpose(1, 2))
+    tanh = None
+    if problem.softcap > 0:
+        tanh = S.tanh_()
+        S = tanh * (problem.softcap * LOG2E)
+    s = unfolded(problem, strip, S)
+    if tensors.bias is not None:
+        s.add_(_heads_split(bias_tile(tensors.bias, problem, strip, cols), problem), alpha=LOG2E)
+    if tensors.alibi is not None:
+        slopes = tensors.alibi.unflatten(0, (-1, problem.group))[strip.heads, :, None, None]
+        i, j = _positions(strip, cols, S)
+        s.addcmul_(slopes, (i + problem.offset - j).abs().to(S.dtype), value=-LOG2E)
+    return S, tanh
+
+
+def unfolded(problem: Problem, strip: Strip, S: Tensor) -> Tensor:
+    """The view ``[sequences, kv heads, group, rows, cols]`` of a tile."""
+    return S.view(*strip.size(problem.group), S.shape[2])
+
+
+def hidden(problem: Problem, tensors: Tensors, strip: Strip, cols: slice) -> Tensor:
+    """True where a pair of the tile may not attend; broadcasts against ``unfolded``.
+
+    The tile is posed as a problem of its own whose band is moved to where it stands, so that
+    the rule is the one of ``mask.dense``.
+    """
+    part = problem._replace(nq=strip.rows.stop - strip.rows.start, nk=cols.stop - cols.start)
+    moved = strip.rows.start + problem.offset - cols.start - part.offset
+    part = part._replace(
+        left=None if problem.left is None else problem.left - moved,
+        right=None if problem.right is None else problem.right + moved,
+    )
+    lengths, q_ids, k_ids = tensors.lengths, tensors.q_ids, tensors.k_ids
+    seen = mask.dense(
+        part,
+        tensors._replace(
+            lengths=None if lengths is None else lengths[strip.batch] - cols.start,
+            q_ids=None if q_ids is None else _of_batch(q_ids, strip)[:, strip.rows],
+            k_ids=None if k_ids is None else _of_batch(k_ids, strip)[:, cols],
+            allowed=None
+            if tensors.allowed is None
+            else bias_tile(tensors.allowed, problem, strip, cols),
+        ),
+    )
+    return _heads_split(~seen, problem)
+
+
+def kept(problem: Problem, tensors: Tensors, strip: Strip, cols: slice) -> Tensor:
+    """R of the definition on the tile, ``[pairs, group * rows, cols]``."""
+    assert tensors.seed is not None
+    device = tensors.seed.device
+    heads = strip.q_heads(problem.group)
+    b = torch.arange(strip.batch.start, strip.batch.stop, device=device) + problem.first
+    h = torch.arange(heads.start, heads.stop, device=device)
+    i = torch.arange(strip.rows.start, strip.rows.stop, device=device)
+    j = torch.arange(cols.start, cols.stop, device=device)
+    keep = keep_tile(
+        tensors.seed,
+        b[:, None, None, None],
+        h[:, None, None],
+        i[:, None],
+        j,
+        problem.dropout_threshold,
+    )
+    R = keep.to(problem.accumulator).mul_(problem.keep_scale)
+    pairs = R.shape[0] * (R.shape[1] // problem.group)
+    return R.view(pairs, problem.group * R.shape[2], R.shape[3])
+
+
+def bias_tile(t: Tensor, problem: Problem, strip: Strip, cols: slice) -> Tensor:
+    """The view of a ``[B|1, Hq|1, Nq|1, Nk|1]`` that falls to the tile, same broadcast."""
+    parts = (strip.batch, strip.q_heads(problem.group), strip.rows, cols)
+    whole = slice(None)
+    return t[tuple(whole if n == 1 else p for n, p in zip(t.shape, parts, strict=True))]
+
+
+def product(A: Tensor, X: Tensor, unseen: Tensor | None) -> Tensor:
+    """``A @ X``, in which a row of X has no part where ``unseen`` says so.
+
+    A is 0 there, which is enough while X is finite. Rows of X that hold an inf or a NaN are
+    added one by one: they are rare, and 0 times NaN must stay out.
+    """
+    if unseen is None:
+        return torch.bmm(A, X)
+    ill = ~torch.isfinite(X).all(-1)  # [pairs, rows of X]
+    total = torch.bmm(A, X.masked_fill(ill[..., None], 0.0))
+    for row in ill.any(0).nonzero().flatten().tolist():
+        term = A[:, :, row, None] * X[:, None, row]
+        total += term.masked_fill((unseen[:, :, row] | ~ill[:, row, None])[..., None], 0.0)
+    return total
+
+
+def folded(problem: Problem, strip: Strip, tile: Tensor) -> Tensor:
+    """A term that broadcasts against ``unfolded`` as ``[pairs, group * rows, cols]``."""
+    b, h, g, rows = strip.size(problem.group)
+    return tile.expand(b, h, g, rows, -1).reshape(b * h, g * rows, -1)
+
+
+def all_finite(*inputs: Tensor) -> bool:
+    """False if any number is inf or NaN (or the sum overflows, which costs only time)."""
+    wide = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+    sums = [t.sum(dtype=wide.get(t.dtype, t.dtype)) for t in inputs]
+    return bool(torch.isfinite(torch.stack(sums)).all())
+
+
+def _heads_split(t: Tensor, problem: Problem) -> Tensor:
+    """``[b, heads, rows, cols]`` as ``[b, kv heads, group, rows, cols]``; a 1 stays 1, 1."""
+    return t.unflatten(1, (-1, problem.group)) if t.shape[1] > 1 else t.unsqueeze(1)
+
+
+def _positions(strip: Strip, cols: slice, like: Tensor) -> tuple[Tensor, Tensor]:
+    i = torch.arange(strip.rows.start, strip.rows.stop, device=like.device)
+    j = torch.arange(cols.start, cols.stop, device=like.device)
+    return i[:, None], j[None, :]
+
+
+def _of_batch(ids: Tensor, strip: Strip) -> Tensor:
+    return ids if ids.shape[0] == 1 else ids[strip.batch]

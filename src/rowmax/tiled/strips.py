@@ -1,0 +1,129 @@
+"""Which tiles are visited, and in what portions.
+
+A strip is a block of query rows of some sequences and some kv heads, with the key tiles that
+any of these rows sees. The query heads of a kv head are folded into the rows, so that k and v
+are never repeated: a strip's scores are ``[pairs, group * rows, cols]``, a pair being one
+sequence and one kv head.
+
+Memory: the scores of a tile are at most ``TILE`` numbers of the accumulator (unless one row of
+one group needs more), whatever the sizes of the problem; a forward holds two such tiles at a
+time, a backward four.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import mask
+from ..problem import Problem, Tensors
+
+TILE = 1 << 20
+ROWS = 256  # of one pair, its whole group counted
+COLS = 512
+
+
+class Strip(NamedTuple):
+    batch: slice
+    heads: slice  # kv heads
+    rows: slice
+    tiles: list[tuple[slice, bool]]  # columns, and whether every pair of the tile may attend
+
+    def size(self, group: int) -> tuple[int, int, int, int]:
+        """[sequences, kv heads, group, rows]"""
+        return (_length(self.batch), _length(self.heads), group, _length(self.rows))
+
+    def q_heads(self, group: int) -> slice:
+        return slice(self.heads.start * group, self.heads.stop * group)
+
+    def keys(self, t: Tensor, cols: slice, dtype: torch.dtype) -> Tensor:
+        """k or v of these columns, ``[pairs, cols, D]``."""
+        tile = t[self.batch, cols, self.heads].transpose(1, 2).to(dtype)
+        return tile.reshape(-1, *tile.shape[2:])
+
+    def queries(self, t: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+        """These rows of q, out or dout, ``[pairs, group * rows, D]``."""
+        tile = self.rows_of(t, group).permute(0, 2, 3, 1, 4).to(dtype)
+        return tile.reshape(tile.shape[0] * tile.shape[1], -1, tile.shape[4])
+
+    def rows_of(self, t: Tensor, group: int) -> Tensor:
+        """The view ``[sequences, rows, kv heads, group, D]`` of a ``[B, Nq, Hq, D]``."""
+        return t.unflatten(2, (-1, group))[self.batch, self.rows, self.heads]
+
+    def row_numbers(self, t: Tensor, group: int) -> Tensor:
+        """The view ``[sequences, kv heads, group, rows]`` of a ``[B, Hq, Nq]``, such as lse."""
+        return t.unflatten(1, (-1, group))[self.batch, self.heads, :, self.rows]
+
+
+def strips(problem: Problem, tensors: Tensors) -> Iterator[Strip]:
+    """All strips that have rows; tiles with no allowed pair are left out."""
+    if 0 in (problem.batch, problem.nq):
+        return
+    block_q = min(problem.nq, max(1, ROWS // problem.group))
+    rows = problem.group * block_q
+    block_k = max(1, min(problem.nk, max(COLS, ROWS * COLS // rows)))
+    states = None
+    if problem.masked and problem.nk:
+        states = mask.tile_states(problem, tensors, block_q, block_k).cpu()
+    for batch, heads in _portions(problem, states, max(1, TILE // (rows * block_k))):
+        seen = None if states is None else _states_of(states, batch, heads, problem.group)
+        for n, i in enumerate(range(0, problem.nq, block_q)):
+            row = slice(i, min(i + block_q, problem.nq))
+            cols = range(0, problem.nk, block_k)
+            tiles = [
+                (_narrowed(problem, row, slice(j, min(j + block_k, problem.nk)), full), full)
+                for j, (some, full) in zip(
+                    cols, seen[n] if seen else [(True, True)] * len(cols), strict=True
+                )
+                if some
+            ]
+            yield Strip(batch, heads, row, tiles)
+
+
+def _portions(problem: Problem, states: Tensor | None, pairs: int) -> Iterator[tuple[slice, slice]]:
+    """Sequences and kv heads in portions of at most ``pairs``.
+
+    Sequences whose tiles differ go one by one, so that each skips its own.
+    """
+    heads = min(problem.hk, pairs)
+    batch = max(1, pairs // problem.hk)
+    if states is not None and states.shape[0] > 1 and states[0, 0].numel() > 1:
+        batch = 1
+    for b in range(0, problem.batch, batch):
+        for h in range(0, problem.hk, heads):
+            yield (
+                slice(b, min(b + batch, problem.batch)),
+                slice(h, min(h + heads, problem.hk)),
+            )
+
+
+def _states_of(
+    states: Tensor, batch: slice, heads: slice, group: int
+) -> list[list[tuple[bool, bool]]]:
+    """(some pair may attend, every pair may), for each tile of a portion."""
+    if states.shape[0] > 1:
+        states = states[batch]
+    if states.shape[1] > 1:
+        states = states[:, heads.start * group : heads.stop * group]
+    some = (states.amax((0, 1)) != mask.SKIP).tolist()
+    every = (states.amin((0, 1)) == mask.FULL).tolist()
+    return [list(zip(a, b, strict=True)) for a, b in zip(some, every, strict=True)]
+
+
+def _narrowed(problem: Problem, rows: slice, cols: slice, full: bool) -> slice:
+    """The columns of a partial tile that lie inside the band of its rows."""
+    if full:
+        return cols
+    start, stop = cols.start, cols.stop
+    if problem.left is not None:
+        start = max(start, rows.start + problem.offset - problem.left)
+    if problem.right is not None:
+        stop = min(stop, rows.stop + problem.offset + problem.right)
+    return slice(start, stop)
+
+
+def _length(s: slice) -> int:
+    return s.stop - s.start
