@@ -19,9 +19,11 @@ def attention(
     """(out ``[B, Nq, Hq, Dv]``, lse ``[B, Hq, Nq]``), every step of it in ``dtype``."""
     if problem.varlen:
         parts = [attention(p, t, dtype) for _, _, p, t in each_sequence(problem, tensors)]
+        if not parts:  # q holds nothing; its empty sum keeps autograd's thread
+            zero = tensors.q.to(dtype).sum()
+            return zero.expand(problem.out_shape), zero.expand(problem.lse_shape)
         outs, lses = [out for out, _ in parts], [lse for _, lse in parts]
-        out = torch.cat(outs, 1) if outs else tensors.q.new_zeros(problem.out_shape, dtype=dtype)
-        return out, torch.cat(lses, 2) if lses else out.new_zeros(problem.lse_shape)
+        return torch.cat(outs, 1), torch.cat(lses, 2)
 
     seen = mask.dense(problem, tensors)
     q, k, v = (t.to(dtype).transpose(1, 2) for t in (tensors.q, tensors.k, tensors.v))
