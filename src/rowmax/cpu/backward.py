@@ -1,0 +1,328 @@
+"""The backward: a task owns kv heads and every n-th tile of queries, so nothing is shared.
+
+P is recomputed from lse, tile by tile. dK and dV of a head gather in the task's own scratch; dQ
+of a tile of queries is finished before the next. Where heads are few, several tasks (slices)
+take a head's tiles of queries in turn, and their dK and dV are added at the end: in the same
+order each time, so gradients are bitwise equal from run to run.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from ..flops import backward_flops
+from ..mask import FULL, SKIP
+from ..problem import Gradients, Problem, Tensors, Wanted
+from .call import LOG2E, Call
+from .forward import columns, key_range, score_tile, set_outputs, tile_row
+from .kernel import kernel, launch
+from .pack import aligned, pack_columns, pack_panels, sparse_product
+from .products import from_columns, from_rows, span
+from .scores import SUMS, array, exp2, keep_row, number, query_scale, score_row
+from .vector import TILE_K, TILE_Q, fetch_add
+
+
+def backward(
+    problem: Problem,
+    tensors: Tensors,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    wanted: Wanted,
+) -> Gradients:
+    call = Call(problem, tensors)
+    call.rows("dout", dout)
+    set_outputs(call, out.to(call.dtype).contiguous(), lse.to(call.dtype).contiguous())
+    if dlse is not None:
+        b, h, q = dlse.stride()
+        dlse = dlse.to(call.dtype)
+        b, h, q = dlse.stride()
+        call.set(dlse=call.keep(dlse), dlse_b=0 if problem.varlen else b, dlse_h=h, dlse_q=q)
+    groups, order = _owners(problem, wanted.bias)
+    slices = _slices(problem, len(groups) - 1)
+    grads = _outputs(call, tensors, wanted, slices)
+    arguments = (call.record, call.sequences, call.states, groups, order, call.like)
+    tasks = (len(groups) - 1) * slices
+    launch(backward_worker, *arguments, tasks=tasks, flops=backward_flops(problem))
+    inputs = {name: getattr(tensors, name) for name in Gradients._fields}
+    done = {name: _finished(g, inputs[name]) for name, g in grads.items()}
+    if wanted.sink:
+        done["sink"] = _sink_gradient(tensors, out, lse, dout, dlse)
+    return Gradients(**done)
+
+
+def _owners(problem: Problem, bias_wanted: bool) -> tuple[np.ndarray, np.ndarray]:
+    """(where each owner's part of the order starts, the (sequence, kv head) pairs in order).
+
+    Pairs that add to the same elements of dbias have one owner.
+    """
+    s, h = np.divmod(np.arange(problem.batch * problem.hk), problem.hk)
+    owner = np.arange(s.size)
+    if bias_wanted and problem.bias is not None:
+        owner = (s if problem.bias[0] > 1 else 0 * s) * problem.hk
+        owner = owner + (h if problem.bias[1] > 1 else 0)
+    sorting = np.argsort(owner, kind="stable")
+    order = np.stack([s, h], 1)[sorting].astype(np.int64)
+    starts = np.flatnonzero(np.diff(owner[sorting], prepend=-1))
+    return np.append(starts, s.size).astype(np.int64), order
+
+
+def _slices(problem: Problem, owners: int) -> int:
+    """Tasks for each owner: as few as keep every thread busy."""
+    threads = torch.get_num_threads()
+    if owners == 0 or owners % threads == 0 or owners >= 4 * threads:
+        return 1
+    return max(1, min(-(-threads // owners), -(-problem.nq // TILE_Q)))
+
+
+def _outputs(call: Call, tensors: Tensors, wanted: Wanted, slices: int) -> dict[str, Tensor]:
+    """The accumulator's gradients, a slice of each but dq (whose rows have one writer each)."""
+    grads: dict[str, Tensor] = {}
+    call.set(slices=slices, packed=call.problem.varlen)
+    if wanted.q:
+        grads["q"] = torch.empty(1, *tensors.q.shape, dtype=call.dtype)
+        call.set(dq=call.keep(grads["q"]))
+    for name, step in (("k", "slice_k"), ("v", "slice_v")):
+        if getattr(wanted, name):
+            grads[name] = torch.empty(slices, *getattr(tensors, name).shape, dtype=call.dtype)
+            call.set(**{f"d{name}": call.keep(grads[name]), step: grads[name][0].numel()})
+    if wanted.bias:
+        assert tensors.bias is not None
+        shape = tensors.bias.shape
+        parts = slices if shape[2] == 1 else 1  # tiles of queries meet only in a shared row
+        grads["bias"] = torch.zeros(parts, *shape, dtype=call.dtype)
+        call.scores("dbias", grads["bias"][0])
+        p = call.problem
+        alone = tuple(shape) == (p.batch, p.hq, p.nq, p.nk)
+        call.set(slice_bias=grads["bias"][0].numel() if parts > 1 else 0, store_bias=alone)
+    return grads
+
+
+def _finished(parts: Tensor, like: Tensor) -> Tensor:
+    whole = parts[0] if parts.shape[0] == 1 else parts.sum(0)
+    return whole.to(like.dtype)
+
+
+def _sink_gradient(
+    tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> Tensor:
+    """``dsigma_h = sum exp(sigma_h - LSE_i) (dLSE_i - Delta_i)``."""
+    assert tensors.sink is not None
+    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2)
+    e = -delta if dlse is None else dlse.to(lse.dtype) - delta
+    weight = torch.exp(tensors.sink.detach()[:, None].to(lse.dtype) - lse)
+    weight = weight.masked_fill(lse == -torch.inf, 0.0)
+    return (weight * e).sum((0, 2)).to(tensors.sink.dtype)
+
+
+@kernel
+def backward_worker(calls, sequences, states, groups, order, like, counters):
+    call = calls[0]
+    size = like.itemsize
+    longest = (call.longest_k + TILE_K - 1) // TILE_K * TILE_K
+    heads, of_heads = aligned(longest * (call.d + call.dv_size + call.d_wide + call.dv_wide), like)
+    k_panels = of_heads
+    v_panels = k_panels + size * longest * call.d
+    dk = v_panels + size * longest * call.dv_size
+    dv = dk + size * longest * call.d_wide
+    wide = call.d + call.dv_size + call.d_wide + 2 * TILE_K + 2
+    tiles, scratch = aligned(TILE_Q * wide, like)
+    factor = np.empty(TILE_Q * TILE_K if call.softcap > 0 else 0, like.dtype)
+    kept = np.empty(TILE_K if call.threshold else 0, np.uint8)
+    finite = np.empty(longest // TILE_K, np.bool_)
+    while True:
+        t = fetch_add(counters.ctypes.data, 1)
+        if t >= (len(groups) - 1) * call.slices:
+            break
+        group, part = t // call.slices, t % call.slices
+        for pair in range(groups[group], groups[group + 1]):
+            s, hk = order[pair]
+            seq = sequences[s]
+            pack_head(call, seq, s, hk, k_panels, v_panels, finite, like)
+            array(dk, seq[3] * call.d_wide, like)[:] = like.dtype.type(0)
+            array(dv, seq[3] * call.dv_wide, like)[:] = like.dtype.type(0)
+            count = (seq[1] + TILE_Q - 1) // TILE_Q
+            for h in range(hk * call.group, (hk + 1) * call.group):
+                for tile in range(part, count, call.slices):
+                    state = tile_row(states, s, h, tile)
+                    backward_tile(
+                        call,
+                        seq,
+                        state,
+                        finite,
+                        (s, h, hk, tile, part),
+                        (k_panels, v_panels, dk, dv, scratch),
+                        factor,
+                        kept,
+                        like,
+                    )
+            first_k = seq[2] if call.packed else s * seq[3]
+            if call.dk:
+                to = call.dk + size * call.slice_k * part
+                write_rows(to, call.hk, hk, first_k, seq[3], call.d, dk, call.d_wide, like)
+            if call.dv:
+                to = call.dv + size * call.slice_v * part
+                write_rows(to, call.hk, hk, first_k, seq[3], call.dv_size, dv, call.dv_wide, like)
+    return heads.size + tiles.size
+
+
+@njit
+def pack_head(call, seq, s, h, k_panels, v_panels, finite, like):
+    """A kv head's keys and values as panels, and which tiles of keys are finite."""
+    size, nk = like.itemsize, seq[3]
+    k = call.k + size * (call.k_b * s + call.k_n * seq[2] + call.k_h * h)
+    v = call.v + size * (call.v_b * s + call.v_n * seq[2] + call.v_h * h)
+    for j0 in range(0, nk, TILE_K):
+        finite[j0 // TILE_K] = pack_panels(k_panels, k, call.k_n, j0, j0 + TILE_K, nk, call.d, like)
+        pack_panels(v_panels, v, call.v_n, j0, j0 + TILE_K, nk, call.dv_size, like)
+
+
+@njit
+def write_rows(to, heads, h, first, n, d, rows, wide, like):
+    """Scratch rows, padded to whole vectors, to rows [first, ...) of a ``[rows, heads, d]``."""
+    size = like.itemsize
+    for j in range(n):
+        out = array(to + size * ((first + j) * heads + h) * d, d, like)
+        row = array(rows + size * j * wide, d, like)
+        for x in range(d):
+            out[x] = row[x]
+
+
+@njit
+def backward_tile(call, seq, state, finite, place, memory, factor, kept, like):
+    """One tile of queries against all of its keys: adds to dK and dV, finishes dQ."""
+    s, h, hk, tile, part = place
+    k_panels, v_panels, dk, dv, scratch = memory
+    size, step, zero = like.itemsize, span(like), like.dtype.type(0)
+    i0 = tile * TILE_Q
+    n = min(TILE_Q, seq[1] - i0)
+    queries = scratch
+    douts = queries + size * TILE_Q * call.d
+    S = douts + size * TILE_Q * call.dv_size
+    dP = S + size * TILE_Q * TILE_K
+    dq = dP + size * TILE_Q * TILE_K
+    numbers = array(dq + size * TILE_Q * call.d_wide, 2 * TILE_Q, like)
+    delta, shift = numbers[:TILE_Q], numbers[TILE_Q:]
+    array(dq, TILE_Q * call.d_wide, like)[:] = zero
+
+    q = call.q + size * (call.q_b * s + call.q_n * (seq[0] + i0) + call.q_h * h)
+    do = call.dout + size * (call.dout_b * s + call.dout_n * (seq[0] + i0) + call.dout_h * h)
+    k = call.k + size * (call.k_b * s + call.k_n * seq[2] + call.k_h * hk)
+    clean = pack_columns(queries, TILE_Q, q, call.q_n, n, call.d, query_scale(call), like)
+    clean &= pack_columns(douts, TILE_Q, do, call.dout_n, n, call.dv_size, 1.0, like)
+    row_terms(call, seq, s, h, i0, n, do, delta, shift, like)
+
+    low, high = key_range(call, seq, s, i0, i0 + n)
+    for j0 in range(low - low % TILE_K, high, TILE_K):
+        if state.size and state[j0 // TILE_K] == SKIP:
+            continue
+        start, stop = columns(low, high, j0, step)
+        partial = state.size > 0 and state[j0 // TILE_K] != FULL
+        score_tile(S, queries, k_panels, j0, start, stop, n, call.d, like)
+        score_tile(dP, douts, v_panels, j0, start, stop, n, call.dv_size, like)
+        for r in range(n):
+            p = array(S + size * r * TILE_K, stop, like)
+            ds = array(dP + size * r * TILE_K, stop, like)
+            f = factor[r * TILE_K : (r + 1) * TILE_K] if factor.size else factor
+            score_row(p, f, start, stop, partial, call, seq, s, h, i0 + r, j0)
+            if call.threshold:
+                keep_row(kept, start, stop, call, s, h, i0 + r, j0)
+            gradient_row(p, ds, kept, start, stop, shift[r], delta[r], call.keep_scale)
+            if call.dbias:
+                keys = min(stop, seq[3] - j0)
+                add_to_bias(call, ds, start, keys, s, h, i0 + r, j0, part)
+            through_cap(ds, f, start, stop, call.scale)
+        m, keys = stop - start, min(stop, high - j0) - start
+        a, b = S + size * start, dP + size * start
+        to_v, to_k = dv + size * call.dv_wide * (j0 + start), dk + size * call.d_wide * (j0 + start)
+        keys_at = k + size * call.k_n * (j0 + start)
+        if clean and finite[j0 // TILE_K]:
+            from_columns(
+                like, m, call.dv_wide, n, to_v, call.dv_wide, a, TILE_K, do, call.dout_n, 1
+            )
+            from_columns(like, m, call.d_wide, n, to_k, call.d_wide, b, TILE_K, q, call.q_n, 1)
+            from_rows(like, n, call.d_wide, keys, dq, call.d_wide, b, keys_at, call.k_n, 1)
+        else:
+            w, x = call.dv_wide, call.d_wide
+            sparse_product(to_v, w, m, a, 1, TILE_K, n, do, call.dout_n, w, like)
+            sparse_product(to_k, x, m, b, 1, TILE_K, n, q, call.q_n, x, like)
+            sparse_product(dq, x, n, b, TILE_K, 1, keys, keys_at, call.k_n, x, like)
+    if call.dq:
+        first = i0 + (seq[0] if call.packed else s * seq[1])
+        write_rows(call.dq, call.hq, h, first, n, call.d, dq, call.d_wide, like)
+
+
+@njit(fastmath=SUMS)
+def row_terms(call, seq, s, h, i0, n, do, delta, shift, like):
+    """Each row's ``Delta_i - dLSE_i``, and lse in base 2 (0 where there is nothing)."""
+    size = like.itemsize
+    lse = array(call.lse + size * (call.lse_b * s + call.lse_h * h + seq[0] + i0), n, like)
+    for r in range(n):
+        at = call.out_b * s + call.out_n * (seq[0] + i0 + r) + call.out_h * h
+        o = array(call.out + size * at, call.dv_size, like)
+        g = array(do + size * r * call.dout_n, call.dv_size, like)
+        total = like.dtype.type(0)
+        for x in range(call.dv_size):
+            total += o[x] * g[x]
+        if call.dlse:
+            at = call.dlse_b * s + call.dlse_h * h + call.dlse_q * (seq[0] + i0 + r)
+            total -= array(call.dlse + size * at, 1, like)[0]
+        delta[r] = total
+        shift[r] = lse[r] * like.dtype.type(LOG2E) if lse[r] > -np.inf else like.dtype.type(0)
+
+
+@njit(fastmath={"contract", "nsz"})
+def gradient_row(p, ds, kept, start, stop, shift, delta, keep_scale):
+    """On entry scores and ``dO . v``; on exit ``P R`` and ``dS = P (R (dO . v) - Delta)``.
+
+    A weight of 0 has no gradient, whatever the value it stands by.
+    """
+    zero = number(0, shift)
+    if kept.size:
+        scale = p.dtype.type(keep_scale)
+        for j in range(start, stop):
+            w = exp2(p[j] - shift)
+            keep = scale if kept[j] else zero
+            ds[j] = zero if w == zero else w * (ds[j] * keep - delta)
+            p[j] = w * keep
+    else:
+        for j in range(start, stop):
+            w = exp2(p[j] - shift)
+            ds[j] = zero if w == zero else w * (ds[j] - delta)
+            p[j] = w
+
+
+@njit(fastmath={"contract", "nsz"})
+def through_cap(ds, factor, start, stop, scale):
+    """dS to ``scale dX``: what both dQ and dK are made of."""
+    unit = ds.dtype.type(scale)
+    if factor.size:
+        for j in range(start, stop):
+            ds[j] *= factor[j] * unit
+    else:
+        for j in range(start, stop):
+            ds[j] *= unit
+
+
+@njit(fastmath=SUMS)
+def add_to_bias(call, ds, start, stop, s, h, i, j0, part):
+    """dbias += dS, summed along whatever dimensions the bias broadcasts over."""
+    at = call.dbias_b * s + call.dbias_h * h + call.dbias_q * i + call.dbias_k * j0
+    address = call.dbias + ds.itemsize * (at + call.slice_bias * part)
+    if call.dbias_k == 0:
+        total = ds.dtype.type(0)
+        for j in range(start, stop):
+            total += ds[j]
+        array(address, 1, ds)[0] += total
+        return
+    to = array(address, stop, ds)
+    if call.store_bias:
+        for j in range(start, stop):
+            to[j] = ds[j]
+    else:
+        for j in range(start, stop):
+            to[j] += ds[j]

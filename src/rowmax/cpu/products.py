@@ -1,0 +1,117 @@
+"""The two matrix products of attention, over scratch tiles, in register tiles.
+
+``from_rows``: A lies row by row in a tile of TILE_K columns (P and dS as they were made);
+``from_columns``: A lies column by column (Q and dO transposed, or P and dS taken as P^T, dS^T).
+B is always read along its rows. Arguments are addresses and steps in elements.
+"""
+
+from __future__ import annotations
+
+import math
+
+from llvmlite import ir
+from numba import types
+from numba.extending import overload, register_jitable
+
+from .vector import MR, NV, TILE_K, W, product
+
+
+def _kind(dtype) -> tuple[int, ir.Type, int]:
+    """Lanes of a vector, LLVM's type and bytes of a number."""
+    if dtype == types.float64:
+        return max(2, W // 2), ir.DoubleType(), 8
+    return W, ir.FloatType(), 4
+
+
+def lanes(like):  # pyright: ignore
+    """Numbers of ``like``'s dtype in a vector: head sizes are padded to a multiple of it."""
+
+
+@overload(lanes)
+def _lanes(like):
+    w = _kind(like.dtype)[0]
+    return lambda like: w
+
+
+def panel(like):  # pyright: ignore
+    """Columns of a register tile."""
+
+
+@overload(panel)
+def _panel(like):
+    nr = NV * _kind(like.dtype)[0]
+    return lambda like: nr
+
+
+def span(like):  # pyright: ignore
+    """Columns of a tile are worked on in multiples of this: whole register tiles either way."""
+
+
+@overload(span)
+def _span(like):
+    step = math.lcm(MR, NV * _kind(like.dtype)[0])
+    return lambda like: step
+
+
+def _tiled(full, single, w, size, row_step):
+    """``C[m, n] (+)= A[m, k] B[k, n]``; m is rounded up to MR, n is a multiple of a vector."""
+
+    @register_jitable
+    def multiply(like, m, n, k, c, c_row, a, a_step, b, b_step, add):
+        whole = n - n % (NV * w)
+        for col in range(0, whole, NV * w):
+            for row in range(0, m, MR):
+                full(
+                    c + size * (row * c_row + col),
+                    c_row,
+                    a + size * row * row_step,
+                    a_step,
+                    b + size * col,
+                    b_step,
+                    k,
+                    add,
+                )
+        for col in range(whole, n, w):
+            for row in range(0, m, MR):
+                single(
+                    c + size * (row * c_row + col),
+                    c_row,
+                    a + size * row * row_step,
+                    a_step,
+                    b + size * col,
+                    b_step,
+                    k,
+                    add,
+                )
+
+    return multiply
+
+
+def _multiply(dtype, row_step):
+    w, kind, size = _kind(dtype)
+    full, single = (product(w, MR, nv, row_step, kind) for nv in (NV, 1))
+    return _tiled(full, single, w, size, row_step)
+
+
+def from_rows(like, m, n, k, c, c_row, a, b, b_step, add):  # pyright: ignore
+    """C (+)= A B, A[r, i] at ``r TILE_K + i``."""
+
+
+@overload(from_rows)
+def _from_rows(like, m, n, k, c, c_row, a, b, b_step, add):
+    multiply = _multiply(like.dtype, TILE_K)
+    return lambda like, m, n, k, c, c_row, a, b, b_step, add: multiply(
+        like, m, n, k, c, c_row, a, 1, b, b_step, add
+    )
+
+
+def from_columns(like, m, n, k, c, c_row, a, a_step, b, b_step, add):  # pyright: ignore
+    """C (+)= A B, A[r, i] at ``r + i a_step``."""
+
+
+@overload(from_columns)
+def _from_columns(like, m, n, k, c, c_row, a, a_step, b, b_step, add):
+    multiply = _multiply(like.dtype, 1)
+    return lambda like, m, n, k, c, c_row, a, a_step, b, b_step, add: multiply(
+        like, m, n, k, c, c_row, a, a_step, b, b_step, add
+    )

@@ -1,0 +1,287 @@
+"""The steps of one row of one tile: its scores, their exponentials, what dropout keeps.
+
+A row is a stretch of the score tile in base-2 units: ``s log2(e)``, -inf where masked. Each loop
+here is over the columns of a row and becomes vector code.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray, njit, types
+from numba.extending import overload, register_jitable
+
+from ..dropout import INCREMENTS, MULTIPLIERS, ROUNDS
+from .call import LOG2E
+from .vector import pointer_to
+
+# ``(2^f - 1) / f`` on [-1/2, 1/2], by the Remez algorithm: relative errors 1.1e-8 and 1.8e-17.
+_EXP2_32 = (
+    0.69314718792669302455,
+    0.24022649794962323386,
+    0.055503574336428407857,
+    0.0096182374948951896772,
+    0.0013390735477510891682,
+    0.00015403512372125907769,
+)
+_EXP2_64 = (
+    0.6931471805599453112,
+    0.24022650695910097888,
+    0.055504108664821236534,
+    0.0096181291076070656695,
+    0.0013333558146531632846,
+    0.00015403530441480679679,
+    0.00001525273370121467249,
+    1.3215442724231275498e-6,
+    1.0178121299157636101e-7,
+    7.0725617019006722852e-9,
+    4.4455372295661199996e-10,
+)
+
+STRICT = {"contract", "nsz"}  # keeps NaN, inf and the order of additions
+SUMS = {"contract", "nsz", "reassoc"}  # lets a sum be kept in the lanes of a vector
+# The maximum may ignore NaN: a NaN score still makes its own exponential, and so its row, NaN.
+MAXIMA = {"nnan", "nsz", "reassoc"}
+
+
+def array(address, n, like):  # pyright: ignore
+    """The n numbers at an address, of ``like``'s dtype."""
+
+
+@overload(array, inline="always")
+def _array(address, n, like):
+    return lambda address, n, like: carray(pointer_to(address, like), n)
+
+
+def number(value, x):  # pyright: ignore
+    """The constant in the type of x: a bare one would make the arithmetic double."""
+
+
+@overload(number, inline="always")
+def _number(value, x):
+    real = np.float64 if x == types.float64 else np.float32
+    return lambda value, x: real(value)
+
+
+def exponential(x):  # pyright: ignore
+    """(2^r, g) with ``2^x = 2^r + 2^r g``, g = 2^(x - r) - 1 small; 0 from -127 (-1023) down."""
+
+
+@overload(exponential)
+def _exponential(x):
+    return _exponential64 if x == types.float64 else _exponential32
+
+
+@register_jitable
+def _exponential32(x):
+    x = np.float32(-127) if x < np.float32(-127) else x  # in this order a NaN stays
+    x = np.float32(128) if x > np.float32(128) else x
+    r = np.floor(x + np.float32(0.5))
+    f = x - r
+    g = np.float32(_EXP2_32[5])
+    g = g * f + np.float32(_EXP2_32[4])
+    g = g * f + np.float32(_EXP2_32[3])
+    g = g * f + np.float32(_EXP2_32[2])
+    g = g * f + np.float32(_EXP2_32[1])
+    g = g * f + np.float32(_EXP2_32[0])
+    power = np.int32((np.int32(r) + np.int32(127)) << np.int32(23))  # int32 sums are int64 here
+    return power.view(np.float32), g * f
+
+
+@register_jitable
+def _exponential64(x):
+    x = -1023.0 if x < -1023.0 else x
+    x = 1024.0 if x > 1024.0 else x
+    r = np.floor(x + 0.5)
+    f = x - r
+    g = _EXP2_64[10]
+    for n in range(9, -1, -1):
+        g = g * f + _EXP2_64[n]
+    power = np.int64((np.int64(r) + np.int64(1023)) << np.int64(52))
+    return power.view(np.float64), g * f
+
+
+@njit(fastmath=STRICT)
+def exp2(x):
+    power, g = exponential(x)
+    return power + power * g
+
+
+@njit(fastmath=STRICT)
+def tanh(x):
+    """Accurate near 0 as well: ``(e^2x - 1) / (e^2x + 1)`` from ``e^2x - 1`` itself."""
+    one = number(1, x)
+    power, g = exponential(x * number(2 * LOG2E, x))
+    minus1 = (power - one) + power * g
+    return one if x > number(20, x) else minus1 / (minus1 + number(2, x))
+
+
+@njit(fastmath=MAXIMA)
+def row_max(row, start, stop):
+    m = row[start]
+    for j in range(start, stop):
+        m = max(m, row[j])
+    return m
+
+
+@njit(fastmath=SUMS)
+def exponentials(row, start, stop, shift):
+    """Each score s becomes ``2^(s - shift)``; returns their sum."""
+    total = number(0, shift)
+    for j in range(start, stop):
+        p = exp2(row[j] - shift)
+        row[j] = p
+        total += p
+    return total
+
+
+@njit(fastmath=STRICT)
+def cap(row, factor, start, stop, softcap):
+    """x/c becomes ``c tanh(x/c)`` in base 2; factor, if wanted, ``1 - tanh^2``."""
+    unit = row.dtype.type(softcap * LOG2E)
+    one = row.dtype.type(1)
+    if factor.size:
+        for j in range(start, stop):
+            y = tanh(row[j])
+            factor[j] = one - y * y
+            row[j] = y * unit
+    else:
+        for j in range(start, stop):
+            row[j] = tanh(row[j]) * unit
+
+
+@njit
+def bfloat_to_float(bits):
+    return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
+
+
+@njit(fastmath=STRICT)
+def half_to_float(bits):
+    """A float16 by its bits: subnormals come out right, inf and NaN are widened by hand."""
+    magnitude = np.uint32(np.uint32(bits & np.uint16(0x7FFF)) << np.uint32(13))
+    value = magnitude.view(np.float32) * np.float32(2.0**112)
+    special = np.uint32(magnitude | np.uint32(0x7F800000)).view(np.float32)
+    value = special if magnitude >= np.uint32(0x0F800000) else value
+    return -value if bits & np.uint16(0x8000) else value
+
+
+@njit(fastmath=STRICT)
+def add_bias(row, start, stop, address, kind, step):
+    """Adds ``bias log2(e)``; kind is the bias's dtype, step 0 where it broadcasts along keys."""
+    unit = row.dtype.type(LOG2E)
+    if kind == 0:
+        b32 = carray(pointer_to(address, np.empty(0, np.float32)), stop * max(step, 1))
+        if step == 1:
+            for j in range(start, stop):
+                row[j] += b32[j] * unit
+        else:
+            for j in range(start, stop):
+                row[j] += b32[j * step] * unit
+    elif kind == 1:
+        b64 = carray(pointer_to(address, np.empty(0, np.float64)), stop * max(step, 1))
+        for j in range(start, stop):
+            row[j] += row.dtype.type(b64[j * step]) * unit
+    elif kind == 2:
+        bf = carray(pointer_to(address, np.empty(0, np.uint16)), stop * max(step, 1))
+        for j in range(start, stop):
+            row[j] += bfloat_to_float(bf[j * step]) * unit
+    else:
+        half = carray(pointer_to(address, np.empty(0, np.uint16)), stop * max(step, 1))
+        for j in range(start, stop):
+            row[j] += half_to_float(half[j * step]) * unit
+
+
+@njit(fastmath=STRICT)
+def score_row(row, factor, start, stop, partial, call, seq, s, h, i, j0):
+    """The scores of query i of sequence s, head h, in the tile whose first key is j0.
+
+    On entry columns [start, stop) of the row hold ``q . k`` times the factor of ``query_scale``.
+    """
+    nq, nk = seq[1], seq[3]
+    offset = nk - nq
+    if call.softcap > 0:
+        cap(row, factor, start, stop, call.softcap)
+    keys = min(stop, nk - j0)  # the columns that exist
+    if call.bias:
+        width = 2 if call.bias_kind >= 2 else 4 * (1 + call.bias_kind)
+        at = call.bias_b * s + call.bias_h * h + call.bias_q * i + call.bias_k * j0
+        add_bias(row, start, keys, call.bias + width * at, call.bias_kind, call.bias_k)
+    if call.alibi:
+        slope = row.dtype.type(array(call.alibi, call.hq, row)[h] * LOG2E)
+        for j in range(start, stop):
+            row[j] -= slope * row.dtype.type(abs(i + offset - j0 - j))
+    low, high = visible(call, seq, s, i, j0, start, keys)
+    nothing = row.dtype.type(-np.inf)
+    for j in range(start, low):
+        row[j] = nothing
+    for j in range(high, stop):
+        row[j] = nothing
+    if partial:
+        mask_row(row, low, high, call, s, h, i, j0)
+
+
+@njit
+def visible(call, seq, s, i, j0, start, stop):
+    """The columns [low, high) that band and lengths let query i see, within [start, stop)."""
+    at = i + seq[3] - seq[1] - j0  # the column at which the query stands
+    high = min(stop, at + call.right + 1)
+    if call.lengths:
+        high = min(high, carray(pointer_to(call.lengths, np.empty(0, np.int32)), s + 1)[s] - j0)
+    high = max(high, start)
+    return min(max(start, at - call.left), high), high
+
+
+@njit
+def mask_row(row, low, high, call, s, h, i, j0):
+    """-inf where documents or the boolean tensor forbid."""
+    nothing = row.dtype.type(-np.inf)
+    if call.k_ids:
+        ints = np.empty(0, np.int32)
+        q_id = carray(pointer_to(call.q_ids + 4 * (call.q_ids_b * s + i), ints), 1)[0]
+        k_ids = carray(pointer_to(call.k_ids + 4 * (call.k_ids_b * s + j0), ints), high)
+        for j in range(low, high):
+            row[j] = row[j] if k_ids[j] == q_id else nothing
+    if call.allowed:
+        at = call.allowed_b * s + call.allowed_h * h + call.allowed_q * i + call.allowed_k * j0
+        step = call.allowed_k
+        allowed = carray(pointer_to(call.allowed + at, np.empty(0, np.uint8)), high * max(step, 1))
+        if step == 1:
+            for j in range(low, high):
+                row[j] = row[j] if allowed[j] else nothing
+        else:
+            for j in range(low, high):
+                row[j] = row[j] if allowed[j * step] else nothing
+
+
+@njit
+def query_scale(call):
+    """What Q is multiplied by before the product: scores come out in base 2, or over c."""
+    return call.scale / call.softcap if call.softcap > 0 else call.scale * LOG2E
+
+
+_M0, _M1 = np.uint64(MULTIPLIERS[0]), np.uint64(MULTIPLIERS[1])
+_K0, _K1 = np.uint64(INCREMENTS[0]), np.uint64(INCREMENTS[1])
+_WORD, _32 = np.uint64(0xFFFFFFFF), np.uint64(32)
+
+
+@njit
+def draws(kept, seed, s, h, i, j, threshold):
+    """1 or 0 for the 64 keys from j on (see dropout.py); j is a multiple of 64."""
+    for r in range(8):
+        c0, c1 = np.uint64(j // 8 + r), np.uint64(i)
+        c2, c3 = np.uint64(h), np.uint64(s)
+        k0, k1 = np.uint64(seed) & _WORD, np.uint64(seed) >> _32
+        for _ in range(ROUNDS):
+            p0, p1 = _M0 * c0, _M1 * c2
+            c0, c1, c2, c3 = (p1 >> _32) ^ c1 ^ k0, p1 & _WORD, (p0 >> _32) ^ c3 ^ k1, p0 & _WORD
+            k0, k1 = (k0 + _K0) & _WORD, (k1 + _K1) & _WORD
+        for lane in range(4):
+            word = c0 if lane == 0 else c1 if lane == 1 else c2 if lane == 2 else c3
+            kept[8 * lane + r] = (word & np.uint64(0xFFFF)) >= np.uint64(threshold)
+            kept[8 * (lane + 4) + r] = (word >> np.uint64(16)) >= np.uint64(threshold)
+
+
+@njit
+def keep_row(kept, start, stop, call, s, h, i, j0):
+    """What dropout keeps of columns [start, stop), as 1 and 0."""
+    for j in range(start - start % 64, stop, 64):
+        draws(kept[j : j + 64], call.seed, s + call.first, h, i, j0 + j, call.threshold)
