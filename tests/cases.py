@@ -87,9 +87,7 @@ class Call:
         named = dict(zip("qkv", self.inputs, strict=False))
         first = tuple(leaves.get(name, t) for name, t in named.items())
         others = {name: t for name, t in leaves.items() if name not in named}
-        return replace(
-            self, inputs=first + self.inputs[3:], keywords={**self.keywords, **others}
-        )
+        return replace(self, inputs=first + self.inputs[3:], keywords={**self.keywords, **others})
 
     def problem(self) -> tuple[Problem, Tensors]:
         """What a backend is given, always with a batch dimension."""
@@ -273,9 +271,7 @@ def pairwise(factors: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
     choice = random.Random(0)
     names = list(factors)
     index = {name: range(len(factors[name])) for name in names}
-    missing = {
-        (a, x, b, y) for a, b in combinations(names, 2) for x in index[a] for y in index[b]
-    }
+    missing = {(a, x, b, y) for a, b in combinations(names, 2) for x in index[a] for y in index[b]}
     rows = []
     while missing:
         a, x, b, y = min(missing)
@@ -284,9 +280,7 @@ def pairwise(factors: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
         choice.shuffle(others)
         for name in others:
             row[name] = max(index[name], key=lambda v: _meets(missing, names, row, name, v))
-        missing -= {
-            (a, row[a], b, row[b]) for a, b in combinations(names, 2)
-        }
+        missing -= {(a, row[a], b, row[b]) for a, b in combinations(names, 2)}
         rows.append({name: factors[name][value] for name, value in row.items()})
     return rows
 
@@ -294,7 +288,9 @@ def pairwise(factors: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
 def _meets(missing: set, names: list[str], row: dict[str, int], name: str, value: int) -> int:
     """How many missing pairs a value would meet in a row that is being filled."""
     pairs = (
-        (name, value, other, v) if names.index(name) < names.index(other) else (other, v, name, value)
+        (name, value, other, v)
+        if names.index(name) < names.index(other)
+        else (other, v, name, value)
         for other, v in row.items()
     )
     return sum(pair in missing for pair in pairs)
@@ -457,12 +453,17 @@ PACKED = [
     Case("packed-unequal-sink", sequences=_UNEQUAL, sink=True),
     Case("packed-window", sequences=_RAGGED, left=20, right=4),
     Case("packed-bound", sequences=_UNEQUAL, max_given=True, causal=True),
-    *(_named({"sequences": _UNEQUAL, "bias": p}, "packed") for p in ("bhqk", "1hqk", "b11k", "1h11")),
+    *(
+        _named({"sequences": _UNEQUAL, "bias": p}, "packed")
+        for p in ("bhqk", "1hqk", "b11k", "1h11")
+    ),
     Case("packed-mask", sequences=_UNEQUAL, allowed="b1qk", empty_rows=True),
     Case("packed-lengths", sequences=_UNEQUAL, lengths=(0.5, 1.0, 0.0)),
     Case("packed-dropout", sequences=_UNEQUAL, dropout=0.3, causal=True),
     Case("packed-alibi", sequences=_UNEQUAL, alibi=True),
-    Case("packed-many-small", sequences=tuple((n % 5, (n * 3) % 7) for n in range(40)), causal=True),
+    Case(
+        "packed-many-small", sequences=tuple((n % 5, (n * 3) % 7) for n in range(40)), causal=True
+    ),
     Case("packed-one", sequences=((150, 150),), causal=True),
     Case("packed-empty-ones", sequences=((0, 0), (0, 0))),
     Case("packed-none", sequences=()),
