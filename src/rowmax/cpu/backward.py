@@ -21,7 +21,7 @@ from .forward import columns, key_range, score_tile, set_outputs, tile_row
 from .kernel import kernel, launch
 from .pack import aligned, pack_columns, pack_panels, sparse_product
 from .products import from_columns, from_rows, span
-from .scores import SUMS, array, exp2, keep_row, number, query_scale, score_row
+from .scores import STRICT, SUMS, array, exp2, keep_row, number, query_scale, score_row
 from .vector import TILE_K, TILE_Q, fetch_add
 
 
@@ -131,8 +131,8 @@ def backward_worker(calls, sequences, states, groups, order, like, counters):
     dv = dk + size * longest * call.d_wide
     wide = call.d + call.dv_size + call.d_wide + 2 * TILE_K + 2
     tiles, scratch = aligned(TILE_Q * wide, like)
-    factor = np.empty(TILE_Q * TILE_K if call.softcap > 0 else 0, like.dtype)
-    kept = np.empty(TILE_K if call.threshold else 0, np.uint8)
+    factor = np.empty(TILE_K if call.softcap > 0 else 0, like.dtype)
+    kept = np.empty(TILE_K + 64 if call.threshold else 0, np.uint8)
     finite = np.empty(longest // TILE_K, np.bool_)
     while True:
         t = fetch_add(counters.ctypes.data, 1)
@@ -217,40 +217,36 @@ def backward_tile(call, seq, state, finite, place, memory, factor, kept, like):
     row_terms(call, seq, s, h, i0, n, do, delta, shift, like)
 
     low, high = key_range(call, seq, s, i0, i0 + n)
-    for j0 in range(low - low % TILE_K, high, TILE_K):
-        if state.size and state[j0 // TILE_K] == SKIP:
+    for tile_k in range(low // TILE_K, (high + TILE_K - 1) // TILE_K):
+        if state.size and state[tile_k] == SKIP:
             continue
-        start, stop = columns(low, high, j0, step)
-        partial = state.size > 0 and state[j0 // TILE_K] != FULL
-        score_tile(S, queries, k_panels, j0, start, stop, n, call.d, like)
-        score_tile(dP, douts, v_panels, j0, start, stop, n, call.dv_size, like)
+        partial = state.size > 0 and state[tile_k] != FULL
+        j0, width = columns(low, high, tile_k, step)
+        score_tile(S, queries, k_panels, j0, width, n, call.d, like)
+        score_tile(dP, douts, v_panels, j0, width, n, call.dv_size, like)
         for r in range(n):
-            p = array(S + size * r * TILE_K, stop, like)
-            ds = array(dP + size * r * TILE_K, stop, like)
-            f = factor[r * TILE_K : (r + 1) * TILE_K] if factor.size else factor
-            score_row(p, f, start, stop, partial, call, seq, s, h, i0 + r, j0)
+            p = array(S + size * r * TILE_K, width, like)
+            ds = array(dP + size * r * TILE_K, width, like)
+            f = factor[:width]
+            score_row(p, f, partial, call, seq, s, h, i0 + r, j0)
+            keep = kept
             if call.threshold:
-                keep_row(kept, start, stop, call, s, h, i0 + r, j0)
-            gradient_row(p, ds, kept, start, stop, shift[r], delta[r], call.keep_scale)
+                keep = keep_row(kept, width, call, s, h, i0 + r, j0)
+            gradient_row(p, ds, keep, shift[r], delta[r], call.keep_scale)
             if call.dbias:
-                keys = min(stop, seq[3] - j0)
-                add_to_bias(call, ds, start, keys, s, h, i0 + r, j0, part)
-            through_cap(ds, f, start, stop, call.scale)
-        m, keys = stop - start, min(stop, high - j0) - start
-        a, b = S + size * start, dP + size * start
-        to_v, to_k = dv + size * call.dv_wide * (j0 + start), dk + size * call.d_wide * (j0 + start)
-        keys_at = k + size * call.k_n * (j0 + start)
-        if clean and finite[j0 // TILE_K]:
-            from_columns(
-                like, m, call.dv_wide, n, to_v, call.dv_wide, a, TILE_K, do, call.dout_n, 1
-            )
-            from_columns(like, m, call.d_wide, n, to_k, call.d_wide, b, TILE_K, q, call.q_n, 1)
-            from_rows(like, n, call.d_wide, keys, dq, call.d_wide, b, keys_at, call.k_n, 1)
+                add_to_bias(call, ds[: seq[3] - j0], s, h, i0 + r, j0, part)
+            through_cap(ds, f, call.scale)
+        count, k_at = min(width, high - j0), k + size * call.k_n * j0
+        w, x = call.dv_wide, call.d_wide
+        to_v, to_k = dv + size * w * j0, dk + size * x * j0
+        if clean and finite[tile_k]:
+            from_columns(like, width, w, n, to_v, w, S, TILE_K, do, call.dout_n, 1)
+            from_columns(like, width, x, n, to_k, x, dP, TILE_K, q, call.q_n, 1)
+            from_rows(like, n, x, count, dq, x, dP, k_at, call.k_n, 1)
         else:
-            w, x = call.dv_wide, call.d_wide
-            sparse_product(to_v, w, m, a, 1, TILE_K, n, do, call.dout_n, w, like)
-            sparse_product(to_k, x, m, b, 1, TILE_K, n, q, call.q_n, x, like)
-            sparse_product(dq, x, n, b, TILE_K, 1, keys, keys_at, call.k_n, x, like)
+            sparse_product(to_v, w, width, S, 1, TILE_K, n, do, call.dout_n, w, like)
+            sparse_product(to_k, x, width, dP, 1, TILE_K, n, q, call.q_n, x, like)
+            sparse_product(dq, x, n, dP, TILE_K, 1, count, k_at, call.k_n, x, like)
     if call.dq:
         first = i0 + (seq[0] if call.packed else s * seq[1])
         write_rows(call.dq, call.hq, h, first, n, call.d, dq, call.d_wide, like)
@@ -275,8 +271,8 @@ def row_terms(call, seq, s, h, i0, n, do, delta, shift, like):
         shift[r] = lse[r] * like.dtype.type(LOG2E) if lse[r] > -np.inf else like.dtype.type(0)
 
 
-@njit(fastmath={"contract", "nsz"})
-def gradient_row(p, ds, kept, start, stop, shift, delta, keep_scale):
+@njit(fastmath=STRICT)
+def gradient_row(p, ds, kept, shift, delta, keep_scale):
     """On entry scores and ``dO . v``; on exit ``P R`` and ``dS = P (R (dO . v) - Delta)``.
 
     A weight of 0 has no gradient, whatever the value it stands by.
@@ -284,45 +280,45 @@ def gradient_row(p, ds, kept, start, stop, shift, delta, keep_scale):
     zero = number(0, shift)
     if kept.size:
         scale = p.dtype.type(keep_scale)
-        for j in range(start, stop):
+        for j in range(p.size):
             w = exp2(p[j] - shift)
             keep = scale if kept[j] else zero
             ds[j] = zero if w == zero else w * (ds[j] * keep - delta)
             p[j] = w * keep
     else:
-        for j in range(start, stop):
+        for j in range(p.size):
             w = exp2(p[j] - shift)
             ds[j] = zero if w == zero else w * (ds[j] - delta)
             p[j] = w
 
 
-@njit(fastmath={"contract", "nsz"})
-def through_cap(ds, factor, start, stop, scale):
+@njit(fastmath=STRICT)
+def through_cap(ds, factor, scale):
     """dS to ``scale dX``: what both dQ and dK are made of."""
     unit = ds.dtype.type(scale)
     if factor.size:
-        for j in range(start, stop):
+        for j in range(ds.size):
             ds[j] *= factor[j] * unit
     else:
-        for j in range(start, stop):
+        for j in range(ds.size):
             ds[j] *= unit
 
 
 @njit(fastmath=SUMS)
-def add_to_bias(call, ds, start, stop, s, h, i, j0, part):
+def add_to_bias(call, ds, s, h, i, j0, part):
     """dbias += dS, summed along whatever dimensions the bias broadcasts over."""
     at = call.dbias_b * s + call.dbias_h * h + call.dbias_q * i + call.dbias_k * j0
     address = call.dbias + ds.itemsize * (at + call.slice_bias * part)
     if call.dbias_k == 0:
         total = ds.dtype.type(0)
-        for j in range(start, stop):
+        for j in range(ds.size):
             total += ds[j]
         array(address, 1, ds)[0] += total
         return
-    to = array(address, stop, ds)
+    to = array(address, ds.size, ds)
     if call.store_bias:
-        for j in range(start, stop):
+        for j in range(ds.size):
             to[j] = ds[j]
     else:
-        for j in range(start, stop):
+        for j in range(ds.size):
             to[j] += ds[j]

@@ -21,6 +21,7 @@ from .scores import (
     exp2,
     exponentials,
     keep_row,
+    number,
     query_scale,
     row_max,
     score_row,
@@ -128,20 +129,22 @@ def key_range(call, seq, s, i0, i1):
 
 
 @njit
-def columns(low, high, j0, step):
-    """The columns [start, stop) of the tile at j0 to work on: whole register tiles."""
-    start = max(low - j0, 0)
-    stop = min(high - j0, TILE_K)
-    return start - start % step, min(TILE_K, (stop + step - 1) // step * step)
+def columns(low, high, tile, step):
+    """(first key, width) of the part of a tile that holds keys [low, high), in whole steps."""
+    first = tile * TILE_K
+    start = max(low - first, 0)
+    start -= start % step
+    stop = min(high - first, TILE_K)
+    return first + start, (stop - start + step - 1) // step * step
 
 
 @njit
-def score_tile(to, queries, keys, j0, start, stop, n, d, like):
-    """``Q K^T`` of n queries and columns [start, stop) of the tile at j0, from packed operands."""
-    size, width = like.itemsize, panel(like)
-    for j in range(start, stop, width):
+def score_tile(to, queries, keys, j0, width, n, d, like):
+    """``Q K^T`` of n queries and ``width`` keys from j0 on, from packed operands."""
+    size, step = like.itemsize, panel(like)
+    for j in range(0, width, step):
         b = keys + size * (j0 + j) * d
-        from_columns(like, n, width, d, to + size * j, TILE_K, queries, TILE_Q, b, width, 0)
+        from_columns(like, n, step, d, to + size * j, TILE_K, queries, TILE_Q, b, step, 0)
 
 
 @njit
@@ -160,51 +163,47 @@ def forward_tile(call, seq, state, finite, s, h, tile, keys, scratch, none, like
     rows = call.q + size * (call.q_b * s + call.q_n * (seq[0] + i0) + call.q_h * h)
     pack_columns(queries, TILE_Q, rows, call.q_n, n, call.d, query_scale(call), like)
     values = call.v + size * (call.v_b * s + call.v_n * seq[2] + call.v_h * (h // call.group))
-    kept = np.empty(TILE_K if call.threshold else 0, np.uint8)
+    kept = np.empty(TILE_K + 64 if call.threshold else 0, np.uint8)
 
     low, high = key_range(call, seq, s, i0, i0 + n)
-    for j0 in range(low - low % TILE_K, high, TILE_K):
-        if state.size and state[j0 // TILE_K] == SKIP:
+    for tile_k in range(low // TILE_K, (high + TILE_K - 1) // TILE_K):
+        if state.size and state[tile_k] == SKIP:
             continue
-        start, stop = columns(low, high, j0, step)
-        partial = state.size > 0 and state[j0 // TILE_K] != FULL
-        score_tile(S, queries, keys, j0, start, stop, n, call.d, like)
+        partial = state.size > 0 and state[tile_k] != FULL
+        j0, width = columns(low, high, tile_k, step)
+        score_tile(S, queries, keys, j0, width, n, call.d, like)
         for r in range(n):
-            row = array(S + size * r * TILE_K, stop, like)
-            score_row(row, none, start, stop, partial, call, seq, s, h, i0 + r, j0)
+            row = array(S + size * r * TILE_K, width, like)
+            score_row(row, none, partial, call, seq, s, h, i0 + r, j0)
             average = array(O + size * r * call.dv_wide, call.dv_wide, like)
-            softmax_step(row, start, stop, m, l, r, average)
+            softmax_step(row, m, l, r, average)
             if call.threshold:
-                keep_row(kept, start, stop, call, s, h, i0 + r, j0)
-                for j in range(start, stop):
-                    row[j] *= kept[j]
-        k = min(stop, high - j0) - start
-        a, b = S + size * start, values + size * call.v_n * (j0 + start)
-        if finite[j0 // TILE_K]:
-            from_rows(like, n, call.dv_wide, k, O, call.dv_wide, a, b, call.v_n, 1)
+                kept_row = keep_row(kept, width, call, s, h, i0 + r, j0)
+                for j in range(width):
+                    row[j] *= kept_row[j]
+        count, v = min(width, high - j0), values + size * call.v_n * j0
+        if finite[tile_k]:
+            from_rows(like, n, call.dv_wide, count, O, call.dv_wide, S, v, call.v_n, 1)
         else:
-            sparse_product(O, call.dv_wide, n, a, TILE_K, 1, k, b, call.v_n, call.dv_wide, like)
+            w = call.dv_wide
+            sparse_product(O, w, n, S, TILE_K, 1, count, v, call.v_n, w, like)
     finish_rows(call, seq, s, h, i0, n, O, m, l, like)
 
 
 @njit
-def softmax_step(row, start, stop, m, l, r, average):
+def softmax_step(row, m, l, r, average):
     """The recurrence: scores become exponentials under the new maximum, what was summed before
     is rescaled by ``delta = 2^(m - m')``."""
-    nothing = row.dtype.type(-np.inf)
-    m_new = max(m[r], row_max(row, start, stop))
-    if m_new == nothing:
-        for j in range(start, stop):  # a row of nothing so far: its weights are 0
-            row[j] = exp2(row[j])
-            l[r] += row[j]
-        return
-    if m_new != m[r]:
+    m_new = max(m[r], row_max(row))
+    if m_new == -np.inf:  # a row of nothing so far: its weights are 0, its NaN stays
+        m_new = number(0, m_new)
+    elif m_new != m[r]:
         delta = exp2(m[r] - m_new)
         l[r] *= delta
         for x in range(average.size):
             average[x] *= delta
         m[r] = m_new
-    l[r] += exponentials(row, start, stop, m_new)
+    l[r] += exponentials(row, m_new)
 
 
 @njit

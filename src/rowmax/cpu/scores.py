@@ -116,18 +116,18 @@ def tanh(x):
 
 
 @njit(fastmath=MAXIMA)
-def row_max(row, start, stop):
-    m = row[start]
-    for j in range(start, stop):
-        m = max(m, row[j])
+def row_max(row):
+    m = row[0]
+    for j in range(row.size):
+        m = row[j] if row[j] > m else m
     return m
 
 
 @njit(fastmath=SUMS)
-def exponentials(row, start, stop, shift):
+def exponentials(row, shift):
     """Each score s becomes ``2^(s - shift)``; returns their sum."""
     total = number(0, shift)
-    for j in range(start, stop):
+    for j in range(row.size):
         p = exp2(row[j] - shift)
         row[j] = p
         total += p
@@ -135,17 +135,17 @@ def exponentials(row, start, stop, shift):
 
 
 @njit(fastmath=STRICT)
-def cap(row, factor, start, stop, softcap):
+def cap(row, factor, softcap):
     """x/c becomes ``c tanh(x/c)`` in base 2; factor, if wanted, ``1 - tanh^2``."""
     unit = row.dtype.type(softcap * LOG2E)
     one = row.dtype.type(1)
     if factor.size:
-        for j in range(start, stop):
+        for j in range(row.size):
             y = tanh(row[j])
             factor[j] = one - y * y
             row[j] = y * unit
     else:
-        for j in range(start, stop):
+        for j in range(row.size):
             row[j] = tanh(row[j]) * unit
 
 
@@ -165,90 +165,87 @@ def half_to_float(bits):
 
 
 @njit(fastmath=STRICT)
-def add_bias(row, start, stop, address, kind, step):
+def add_bias(row, address, kind, step):
     """Adds ``bias log2(e)``; kind is the bias's dtype, step 0 where it broadcasts along keys."""
-    unit = row.dtype.type(LOG2E)
+    n, unit = row.size, row.dtype.type(LOG2E)
+    reach = max(1, 1 + (n - 1) * step)
     if kind == 0:
-        b32 = carray(pointer_to(address, np.empty(0, np.float32)), stop * max(step, 1))
+        b32 = array(address, reach, np.empty(0, np.float32))
         if step == 1:
-            for j in range(start, stop):
+            for j in range(n):
                 row[j] += b32[j] * unit
         else:
-            for j in range(start, stop):
+            for j in range(n):
                 row[j] += b32[j * step] * unit
     elif kind == 1:
-        b64 = carray(pointer_to(address, np.empty(0, np.float64)), stop * max(step, 1))
-        for j in range(start, stop):
+        b64 = array(address, reach, np.empty(0, np.float64))
+        for j in range(n):
             row[j] += row.dtype.type(b64[j * step]) * unit
     elif kind == 2:
-        bf = carray(pointer_to(address, np.empty(0, np.uint16)), stop * max(step, 1))
-        for j in range(start, stop):
-            row[j] += bfloat_to_float(bf[j * step]) * unit
+        brain = array(address, reach, np.empty(0, np.uint16))
+        for j in range(n):
+            row[j] += bfloat_to_float(brain[j * step]) * unit
     else:
-        half = carray(pointer_to(address, np.empty(0, np.uint16)), stop * max(step, 1))
-        for j in range(start, stop):
+        half = array(address, reach, np.empty(0, np.uint16))
+        for j in range(n):
             row[j] += half_to_float(half[j * step]) * unit
 
 
 @njit(fastmath=STRICT)
-def score_row(row, factor, start, stop, partial, call, seq, s, h, i, j0):
-    """The scores of query i of sequence s, head h, in the tile whose first key is j0.
+def score_row(row, factor, partial, call, seq, s, h, i, j0):
+    """The scores of query i of sequence s, head h, and the keys from j0 on.
 
-    On entry columns [start, stop) of the row hold ``q . k`` times the factor of ``query_scale``.
+    On entry the row holds ``q . k`` times ``query_scale``. It may reach past the last key.
     """
-    nq, nk = seq[1], seq[3]
-    offset = nk - nq
+    offset = seq[3] - seq[1]
     if call.softcap > 0:
-        cap(row, factor, start, stop, call.softcap)
-    keys = min(stop, nk - j0)  # the columns that exist
+        cap(row, factor, call.softcap)
+    keys = min(row.size, seq[3] - j0)
     if call.bias:
         width = 2 if call.bias_kind >= 2 else 4 * (1 + call.bias_kind)
         at = call.bias_b * s + call.bias_h * h + call.bias_q * i + call.bias_k * j0
-        add_bias(row, start, keys, call.bias + width * at, call.bias_kind, call.bias_k)
+        add_bias(row[:keys], call.bias + width * at, call.bias_kind, call.bias_k)
     if call.alibi:
         slope = row.dtype.type(array(call.alibi, call.hq, row)[h] * LOG2E)
-        for j in range(start, stop):
+        for j in range(row.size):
             row[j] -= slope * row.dtype.type(abs(i + offset - j0 - j))
-    low, high = visible(call, seq, s, i, j0, start, keys)
-    nothing = row.dtype.type(-np.inf)
-    for j in range(start, low):
-        row[j] = nothing
-    for j in range(high, stop):
-        row[j] = nothing
+    low, high = visible(call, seq, s, i, j0, keys)
+    row[:low] = -np.inf
+    row[high:] = -np.inf
     if partial:
-        mask_row(row, low, high, call, s, h, i, j0)
+        mask_row(row[low:high], call, s, h, i, j0 + low)
 
 
 @njit
-def visible(call, seq, s, i, j0, start, stop):
-    """The columns [low, high) that band and lengths let query i see, within [start, stop)."""
+def visible(call, seq, s, i, j0, keys):
+    """The columns [low, high) of ``keys`` from j0 on that band and lengths let query i see."""
     at = i + seq[3] - seq[1] - j0  # the column at which the query stands
-    high = min(stop, at + call.right + 1)
+    high = min(keys, at + call.right + 1)
     if call.lengths:
-        high = min(high, carray(pointer_to(call.lengths, np.empty(0, np.int32)), s + 1)[s] - j0)
-    high = max(high, start)
-    return min(max(start, at - call.left), high), high
+        high = min(high, array(call.lengths, s + 1, np.empty(0, np.int32))[s] - j0)
+    high = max(high, 0)
+    return min(max(0, at - call.left), high), high
 
 
 @njit
-def mask_row(row, low, high, call, s, h, i, j0):
+def mask_row(row, call, s, h, i, j0):
     """-inf where documents or the boolean tensor forbid."""
-    nothing = row.dtype.type(-np.inf)
+    n, nothing = row.size, row.dtype.type(-np.inf)
     if call.k_ids:
         ints = np.empty(0, np.int32)
-        q_id = carray(pointer_to(call.q_ids + 4 * (call.q_ids_b * s + i), ints), 1)[0]
-        k_ids = carray(pointer_to(call.k_ids + 4 * (call.k_ids_b * s + j0), ints), high)
-        for j in range(low, high):
+        q_id = array(call.q_ids + 4 * (call.q_ids_b * s + i), 1, ints)[0]
+        k_ids = array(call.k_ids + 4 * (call.k_ids_b * s + j0), n, ints)
+        for j in range(n):
             row[j] = row[j] if k_ids[j] == q_id else nothing
     if call.allowed:
         at = call.allowed_b * s + call.allowed_h * h + call.allowed_q * i + call.allowed_k * j0
         step = call.allowed_k
-        allowed = carray(pointer_to(call.allowed + at, np.empty(0, np.uint8)), high * max(step, 1))
+        allowed = array(call.allowed + at, max(1, n * step), np.empty(0, np.uint8))
         if step == 1:
-            for j in range(low, high):
+            for j in range(n):
                 row[j] = row[j] if allowed[j] else nothing
         else:
-            for j in range(low, high):
+            for j in range(n):
                 row[j] = row[j] if allowed[j * step] else nothing
 
 
@@ -281,7 +278,9 @@ def draws(kept, seed, s, h, i, j, threshold):
 
 
 @njit
-def keep_row(kept, start, stop, call, s, h, i, j0):
-    """What dropout keeps of columns [start, stop), as 1 and 0."""
-    for j in range(start - start % 64, stop, 64):
-        draws(kept[j : j + 64], call.seed, s + call.first, h, i, j0 + j, call.threshold)
+def keep_row(kept, n, call, s, h, i, j0):
+    """What dropout keeps of the n keys from j0 on, as 1 and 0: a part of the scratch ``kept``."""
+    before = j0 % 64
+    for j in range(0, before + n, 64):
+        draws(kept[j : j + 64], call.seed, s + call.first, h, i, j0 - before + j, call.threshold)
+    return kept[before : before + n]
