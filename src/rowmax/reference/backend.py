@@ -34,8 +34,9 @@ def backward(
             if want
         }
         o, e = attention(problem, tensors._replace(**leaves), problem.accumulator)
-        outputs = [o, e] if dlse is not None else [o]
-        cotangents = [dout.to(o.dtype), dlse][: len(outputs)]
+        pairs = [(o, dout.to(o.dtype)), (e, dlse)]  # lse does not depend on v
+        used = [(x, g) for x, g in pairs if g is not None and x.requires_grad]
+        outputs, cotangents = zip(*used, strict=True)
         grads = torch.autograd.grad(outputs, list(leaves.values()), cotangents, allow_unused=True)
     shaped = (
         torch.zeros_like(x) if g is None else g.contiguous()

@@ -1,0 +1,134 @@
+"""Every backend that a CPU can run, over the whole table, forward and backward.
+
+GPU backends meet the same table in ``tests/gpu``.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from rowmax.backend import refusal
+from rowmax.problem import Problem
+
+from .cases import CASES, COVERING, Call, Case, make
+from .tolerance import Answer, Expected, answer, complaints, cotangents, expected, poisoned
+
+BACKENDS = ("reference", "torch", "cpu")
+
+HALF_AND_DOUBLE = [
+    *COVERING,
+    *(c for c in CASES if c.name in ("plain", "causal-deeper", "bias-float32", "packed-none")),
+    *(c for c in CASES if c.name.startswith(("bias-float32-", "rows-nq=1-nk=1", "strides"))),
+]
+
+
+@cache
+def _expected(case: Case, dtype: torch.dtype) -> tuple[Call, tuple, Expected]:
+    call = make(case, dtype=dtype)
+    grads = cotangents(call)
+    return call, grads, expected(call, *grads)
+
+
+def _want_support(backend: str, problem: Problem) -> None:
+    """Skip where the backend says why it cannot; these must be able."""
+    for call in ("forward", "backward"):
+        reason = refusal(backend, problem, call)
+        if reason is not None:
+            assert reason in EXPECTED_REFUSALS, f"{backend} refuses: {reason}"
+            pytest.skip(f"{backend}: {reason}")
+
+
+#: what may be missing: Numba is an extra
+EXPECTED_REFUSALS = ("numba is not installed", "rowmax.cpu is not installed")
+
+
+def _right(got: Answer, want: Expected) -> None:
+    wrong = complaints(got, want)
+    assert not wrong, "\n".join(wrong)
+
+
+def _check(case: Case, backend: str, dtype: torch.dtype) -> None:
+    call, grads, want = _expected(case, dtype)
+    _want_support(backend, call.problem()[0])
+    with poisoned():
+        got = answer(call, *grads, backend=backend)
+    _right(got, want)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_float32(case: Case, backend: str) -> None:
+    _check(case, backend, torch.float32)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", HALF_AND_DOUBLE, ids=str)
+def test_other_dtypes(case: Case, dtype: torch.dtype, backend: str) -> None:
+    _check(case, backend, dtype)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", [c for c in COVERING if c.sink or c.bias], ids=str)
+def test_gradient_through_out_alone(case: Case, backend: str) -> None:
+    call = make(case)
+    dout, _ = cotangents(call)
+    _want_support(backend, call.problem()[0])
+    with poisoned():
+        got = answer(call, dout, None, backend=backend)
+    _right(got, expected(call, dout, None))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "sink"])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_one_gradient_alone(name: str, backend: str, packed: bool) -> None:
+    """Each gradient is what it is beside the others, whichever others are wanted."""
+    options = {"bias": "1hqk", "sink": True, "softcap": 2.0, "causal": True, "hk": 2}
+    options |= {"sequences": ((40, 90), (70, 20))} if packed else {}
+    call = make(Case("one", **options))
+    dout, dlse = cotangents(call)
+    _want_support(backend, call.problem()[0])
+    everything = answer(call, dout, dlse, backend=backend).gradients[name]
+    leaf = call.leaves[name].detach().requires_grad_()
+    with poisoned():
+        out, lse = call.with_leaves({name: leaf})(backend=backend)
+        alone = torch.autograd.grad([out, lse], [leaf], [dout, dlse])[0]
+    torch.testing.assert_close(alone, everything, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_twice_the_same(backend: str) -> None:
+    """Asked to be deterministic, two runs agree to the bit."""
+    case = Case("twice", b=2, nq=200, hq=4, hk=2, causal=True, bias="11qk", dropout=0.1, sink=True)
+    call = make(case)
+    grads = cotangents(call)
+    _want_support(backend, call.problem()[0]._replace(deterministic=True))
+    first, again = (answer(call, *grads, backend=backend, deterministic=True) for _ in range(2))
+    for (name, a, _), (_, b, _) in zip(first.items(), again.items(), strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_bad_numbers_that_are_seen_propagate(backend: str, bad: float) -> None:
+    """NaN and infinity in what a row may see are not hidden; other rows are clean."""
+    call = make(Case("bad", b=1, nq=100, hq=2, d=16, causal=True))
+    _, k, v = (t.clone() for t in call.inputs)
+    v[0, 50, 0, 3] = bad
+    _want_support(backend, call.problem()[0])
+    out, lse = call.with_leaves({"v": v})(backend=backend)
+    assert not out[0, 50:, 0, 3].isfinite().any()
+    clean = torch.ones_like(out, dtype=torch.bool)
+    clean[0, 50:, 0, 3] = False
+    assert out[clean].isfinite().all()
+    assert lse.isfinite().all()
+    k[0, 60, 1, 0] = float("nan")
+    out, lse = call.with_leaves({"k": k})(backend=backend)
+    assert out[0, 60:, 1].isnan().all()
+    assert lse[0, 1, 60:].isnan().all()
+    assert out[0, :60].isfinite().all()
+    assert out[0, :, 0].isfinite().all()
