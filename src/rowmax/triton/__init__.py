@@ -1,0 +1,19 @@
+"""Attention in plain Triton, for every GPU that Triton serves."""
+
+from __future__ import annotations
+
+import torch
+
+from ..problem import Problem
+from .backward import backward
+from .forward import forward
+
+__all__ = ["backward", "forward", "supports"]
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def supports(problem: Problem, call: str) -> str | None:
+    if problem.dtype not in _DTYPES:
+        return f"it computes in float32, float16 and bfloat16, not in {problem.dtype}"
+    return None

@@ -1,0 +1,243 @@
+"""The backward: Delta, then dK and dV, then dQ, each written once by one program.
+
+Nothing is added to by more than one program, so that every gradient is bitwise the same from run
+to run. Where a bias broadcasts, its gradient is a sum: over queries or keys within the kernels
+that pass over them, over the batch and heads in a kernel of its own or by torch on O(N) partial
+sums.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..problem import Gradients, Problem, Tensors, Wanted
+from .bias_gradient import bias_gradient_kernel
+from .bundles import (
+    Pointers,
+    constants,
+    contiguous_steps,
+    dense_batch,
+    numbers,
+    pointers,
+    precision_of,
+    prepared,
+    slots,
+    steps,
+    strides_of,
+)
+from .key_gradients import key_gradients_kernel
+from .launch import Job, planned
+from .maps import listed, order_steps, state_steps, tile_order, tile_states
+from .query_gradients import delta_kernel, query_gradients_kernel
+from .tiles import Tiles
+
+
+def backward(
+    problem: Problem,
+    tensors: Tensors,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    wanted: Wanted,
+    tiles: Tiles | None = None,
+) -> Gradients:
+    """The wanted gradients; ``tiles`` overrides the tables."""
+    tensors = prepared(tensors)
+    out, dout = (
+        x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in (out, dout)
+    )
+    if not lse.numel() or not any(wanted):
+        return Gradients(
+            *(torch.zeros_like(x) if w else None for w, x in zip(wanted, tensors, strict=False))  # pyright: ignore
+        )
+    t = pointers(tensors)._replace(lse=lse.contiguous(), dout=dout)
+    delta, dsink = _delta(problem, tensors, t, out, dlse, wanted.sink, tiles)
+    t = t._replace(delta=delta)
+    how = bias_sum(problem) if wanted.bias else None
+    dk = dv = cols = None
+    if wanted.k or wanted.v or how == "cols":
+        dk, dv, cols = _key_gradients(problem, tensors, t, how, tiles)
+    dq = dbias = rows = None
+    if wanted.q or how in ("direct", "rows"):
+        dq, dbias, rows = _query_gradients(problem, tensors, t, how, tiles)
+    if how == "tiles":
+        dbias = _bias_gradient(problem, tensors, t, tiles)
+    elif how == "rows" and rows is not None:
+        dbias = _summed(rows.unsqueeze(3), tensors.bias)
+    elif how == "cols" and cols is not None:
+        dbias = _summed(cols.unsqueeze(2), tensors.bias)
+    return Gradients(
+        dq if wanted.q else None,
+        dk if wanted.k else None,
+        dv if wanted.v else None,
+        dbias,
+        dsink,
+    )
+
+
+def bias_sum(problem: Problem) -> str:
+    """How the gradient of the bias is summed over what it broadcasts over.
+
+    "direct": over nothing; "rows": over keys, "cols": over queries, with partial sums for each
+    head and sequence; "tiles": over the batch or the heads alone.
+    """
+    assert problem.bias is not None
+    b, h, i, j = problem.bias
+    if j != problem.nk:
+        return "rows"
+    if i != problem.nq:
+        return "cols"
+    whole = b == problem.batch and h == problem.hq
+    return "direct" if whole else "tiles"
+
+
+def _summed(parts: Tensor, bias: Tensor | None) -> Tensor:
+    assert bias is not None
+    over = [d for d in range(4) if bias.shape[d] == 1 and parts.shape[d] != 1]
+    return (parts.sum(over, keepdim=True) if over else parts).to(bias.dtype)
+
+
+# --- delta -------------------------------------------------------------------------------------
+
+
+def _delta(
+    problem: Problem,
+    tensors: Tensors,
+    t: Pointers,
+    out: Tensor,
+    dlse: Tensor | None,
+    want_sink: bool,
+    tiles: Tiles | None,
+) -> tuple[Tensor, Tensor | None]:
+    job = planned("delta", problem, tensors, tiles, plan_delta, out, t.dout)
+    parts = None
+    if want_sink:
+        shape = (dense_batch(problem), problem.hq, job.n.tiles)
+        parts = out.new_empty(shape, dtype=torch.float32)
+    delta = torch.empty_like(t.lse)
+    none = Pointers(q=tensors.q, k=None, v=None)
+    job.run(
+        none._replace(
+            out=out,
+            dout=t.dout,
+            lse=t.lse,
+            dlse=None if dlse is None else dlse.contiguous(),
+            delta=delta,
+            sink=tensors.sink if want_sink else None,
+            dsink=parts,
+        ),
+        want_sink,
+    )
+    return delta, None if parts is None else parts.sum((0, 2))
+
+
+def plan_delta(problem: Problem, tensors: Tensors, tiles: Tiles, out: Tensor, dout: Tensor) -> Job:
+    given = {"out": steps(out), "dout": steps(dout)}
+    stride, align, bias_align = strides_of(problem, tensors, given)
+    n = numbers(problem, stride)._replace(tiles=-(-problem.total_q // tiles.block_q))
+    c = constants(problem, tiles, align, bias_align, False, precision_of(tensors))
+    return Job(delta_kernel, n, c, tiles, heads=problem.hq * dense_batch(problem))
+
+
+# --- dK and dV ---------------------------------------------------------------------------------
+
+
+def _key_gradients(
+    problem: Problem, tensors: Tensors, t: Pointers, how: str | None, tiles: Tiles | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    q = tensors.q
+    dk, dv = q.new_empty(tensors.k.shape), q.new_empty(tensors.v.shape)
+    cols = None
+    if how == "cols":
+        shape = (problem.batch, problem.hq, problem.nk)
+        cols = q.new_zeros(shape, dtype=torch.float32)
+    if dk.numel():
+        job = planned("key_gradients", problem, tensors, tiles, plan_key_gradients, t.dout)
+        t = t._replace(dk=dk, dv=dv, dbias_cols=cols)
+        if listed(problem):
+            order, counts = tile_order(problem, tensors, job.tiles, over="queries")
+            t = t._replace(order=order, counts=counts)
+        job.run(t)
+    return dk, dv, cols
+
+
+def plan_key_gradients(problem: Problem, tensors: Tensors, tiles: Tiles, dout: Tensor) -> Job:
+    found = {
+        "dout": steps(dout),
+        "dk": contiguous_steps(tensors.k.shape),
+        "dv": contiguous_steps(tensors.v.shape),
+    }
+    stride, align, bias_align = strides_of(problem, tensors, found)
+    if listed(problem):
+        stride = stride._replace(order=order_steps(problem, tensors, tiles, over="queries"))
+    n = numbers(problem, stride)._replace(tiles=slots(problem, tiles.block_k, "keys"))
+    uneven = problem.nq % tiles.block_q != 0 or problem.nk % tiles.block_k != 0
+    edges = problem.varlen or problem.masked or uneven
+    c = constants(problem, tiles, align, bias_align, edges, precision_of(tensors))
+    return Job(key_gradients_kernel, n, c, tiles, heads=problem.hk * dense_batch(problem))
+
+
+# --- dQ ----------------------------------------------------------------------------------------
+
+
+def _query_gradients(
+    problem: Problem, tensors: Tensors, t: Pointers, how: str | None, tiles: Tiles | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    q, bias = tensors.q, tensors.bias
+    dq = q.new_empty(q.shape)
+    dbias = rows = None
+    if how == "direct":
+        assert bias is not None
+        gaps = problem.masked or problem.varlen  # tiles that no program visits
+        dbias = bias.new_zeros(bias.shape) if gaps else bias.new_empty(bias.shape)
+    if how == "rows":
+        rows = q.new_zeros((problem.batch, problem.hq, problem.nq), dtype=torch.float32)
+    job = planned("query_gradients", problem, tensors, tiles, plan_query_gradients, t.dout)
+    t = t._replace(dq=dq, dbias=dbias, dbias_rows=rows)
+    if listed(problem):
+        order, counts = tile_order(problem, tensors, job.tiles, over="keys")
+        t = t._replace(order=order, counts=counts)
+    job.run(t, how)
+    return dq, dbias, rows
+
+
+def plan_query_gradients(problem: Problem, tensors: Tensors, tiles: Tiles, dout: Tensor) -> Job:
+    found = {"dout": steps(dout), "dq": contiguous_steps(tensors.q.shape)}
+    stride, align, bias_align = strides_of(problem, tensors, found)
+    if listed(problem):
+        stride = stride._replace(order=order_steps(problem, tensors, tiles, over="keys"))
+    n = numbers(problem, stride)._replace(tiles=slots(problem, tiles.block_q, "queries"))
+    edges = problem.varlen or problem.masked or problem.nk % tiles.block_k != 0
+    c = constants(problem, tiles, align, bias_align, edges, precision_of(tensors))
+    return Job(query_gradients_kernel, n, c, tiles, heads=problem.hq * dense_batch(problem))
+
+
+# --- dbias -------------------------------------------------------------------------------------
+
+
+def _bias_gradient(problem: Problem, tensors: Tensors, t: Pointers, tiles: Tiles | None) -> Tensor:
+    bias = tensors.bias
+    assert bias is not None
+    dbias = bias.new_empty(bias.shape)
+    if dbias.numel():
+        job = planned("bias_gradient", problem, tensors, tiles, plan_bias_gradient, t.dout)
+        states = None
+        if listed(problem):
+            states = tile_states(problem, tensors, job.tiles).contiguous()
+        job.run(t._replace(dbias=dbias, states=states))
+    return dbias
+
+
+def plan_bias_gradient(problem: Problem, tensors: Tensors, tiles: Tiles, dout: Tensor) -> Job:
+    assert problem.bias is not None
+    stride, align, bias_align = strides_of(problem, tensors, {"dout": steps(dout)})
+    if listed(problem):
+        stride = stride._replace(states=state_steps(problem, tensors, tiles))
+    b, h, i, j = problem.bias
+    n = numbers(problem, stride)._replace(
+        tiles=-(-i // tiles.block_q) * -(-j // tiles.block_k), bias_batch=b, bias_heads=h
+    )
+    c = constants(problem, tiles, align, bias_align, True, precision_of(tensors))
+    return Job(bias_gradient_kernel, n, c, tiles, heads=b * h)

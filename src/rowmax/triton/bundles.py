@@ -1,0 +1,260 @@
+"""What every kernel takes: three bundles, ``t`` of pointers, ``n`` of numbers, ``c`` of constants.
+
+``None`` in a bundle is a compile-time constant: a term that a problem lacks is ``None`` in ``t``
+or ``n``, and the code for it is not compiled.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+
+from ..problem import Problem, Tensors
+from .tiles import Tiles, padded
+
+LOG2E = math.log2(math.e)
+
+
+class Pointers(NamedTuple):
+    """``t``: what a kernel reads and writes."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any = None
+    lse: Any = None
+    bias: Any = None
+    sink: Any = None
+    alibi: Any = None
+    allowed: Any = None
+    q_ids: Any = None
+    k_ids: Any = None
+    lengths: Any = None
+    cu_q: Any = None
+    cu_k: Any = None
+    seed: Any = None
+    order: Any = None  # int32, a row's tiles by number: full ones, then partial ones
+    counts: Any = None  # int32 [..., 2], how many of each
+    dout: Any = None
+    dlse: Any = None
+    delta: Any = None  # float32 [B, Hq, Nq], Delta - dlse
+    dq: Any = None
+    dk: Any = None
+    dv: Any = None
+    dbias: Any = None  # as bias
+    dbias_rows: Any = None  # float32 [B, Hq, Nq], dS summed over keys
+    dbias_cols: Any = None  # float32 [B, Hq, Nk], dS summed over queries
+    states: Any = None  # uint8, a map of tiles
+    dsink: Any = None  # float32 [B, Hq, tiles], of each tile of rows
+
+
+class Strides(NamedTuple):
+    """Steps (batch, row, head) in units of ``c.ALIGN`` elements, and of the four-index terms."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any = None
+    dout: Any = None
+    dq: Any = None
+    dk: Any = None
+    dv: Any = None
+    bias: Any = None  # (b, h, i, j), the first three in units of c.BIAS_ALIGN; j None is 1
+    dbias: Any = None
+    allowed: Any = None  # (b, h, i, j)
+    q_ids: Any = None  # of the batch
+    k_ids: Any = None
+    order: Any = None  # (b, h) steps in fixed tiles, and how long the list of one is
+    states: Any = None  # (b, h, tile of queries)
+
+
+class Numbers(NamedTuple):
+    """``n``: sizes, scalars and strides, none of which a kernel is compiled anew for."""
+
+    batch: Any
+    total_q: Any
+    total_k: Any
+    longest_q: Any
+    longest_k: Any
+    tiles: Any  # of the fixed dimension, a head
+    scale: Any
+    scale2: Any  # scale * log2(e)
+    cap2: Any  # softcap * log2(e)
+    scale_cap: Any  # scale / softcap
+    left: Any
+    right: Any
+    threshold: Any
+    keep_scale: Any
+    first: Any
+    stride: Any
+    bias_batch: Any = None
+    bias_heads: Any = None
+
+
+class Constants(NamedTuple):
+    """``c``: what a kernel is compiled for."""
+
+    HQ: Any
+    GROUP: Any
+    D: Any
+    DV: Any
+    BLOCK_D: Any
+    BLOCK_DV: Any
+    BLOCK_Q: Any
+    BLOCK_K: Any
+    ALIGN: Any
+    BIAS_ALIGN: Any
+    EDGES: Any  # tiles that need masking code can occur
+    MASKS: Any  # pairs inside the matrix can be masked
+    FOLDED: Any  # scores are q.k alone, so that the scale folds into the exponent
+    PRECISION: Any  # of float32 products
+
+
+def pointers(tensors: Tensors) -> Pointers:
+    """The inputs of a call; a kernel's outputs and intermediates are for it to add."""
+    q, k, v, bias, sink, alibi, allowed, q_ids, k_ids, lengths, cu_q, cu_k, seed = tensors
+    return Pointers(
+        q, k, v, None, None, bias, sink, alibi, allowed, q_ids, k_ids, lengths, cu_q, cu_k, seed
+    )
+
+
+def prepared(tensors: Tensors) -> Tensors:
+    """Tensors as the kernels read them: a last dimension without gaps, small ones contiguous."""
+    fixed = {}
+    for name in ("q", "k", "v", "q_ids", "k_ids"):
+        x = getattr(tensors, name)
+        if x is not None and x.stride(-1) != 1 and x.shape[-1] > 1:
+            fixed[name] = x.contiguous()
+    for name in ("sink", "alibi", "lengths"):
+        x = getattr(tensors, name)
+        if x is not None and not x.is_contiguous():
+            fixed[name] = x.contiguous()
+    return tensors._replace(**fixed) if fixed else tensors
+
+
+def steps(x: torch.Tensor) -> tuple[int, ...]:
+    """Strides with 0 where a dimension has one element, which nothing then steps over."""
+    return tuple(s if size > 1 else 0 for s, size in zip(x.stride(), x.shape, strict=True))
+
+
+def contiguous_steps(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """What ``steps`` gives of a contiguous tensor of this shape."""
+    found, step = [], 1
+    for size in reversed(shape):
+        found.append(step if size > 1 else 0)
+        step *= size
+    return tuple(reversed(found))
+
+
+def strides_of(
+    problem: Problem, tensors: Tensors, matrices: dict[str, tuple[int, ...]]
+) -> tuple[Strides, int, int]:
+    """(strides, ALIGN, BIAS_ALIGN) of the inputs and of further ``[B, N, H, D]`` matrices."""
+    found = {name: steps(getattr(tensors, name))[:3] for name in ("q", "k", "v")}
+    found |= {name: s[:3] for name, s in matrices.items()}
+    align = common_align(list(found.values()), 16 // tensors.q.element_size())
+    found = {name: tuple(s // align for s in m) for name, m in found.items()}
+    bias, bias_align = None, 1
+    if tensors.bias is not None:
+        bias = steps(tensors.bias)
+        both = [bias[:3], contiguous_steps(tensors.bias.shape)[:3]]
+        bias_align = common_align(both, 16 // tensors.bias.element_size())
+    return (
+        Strides(
+            **found,
+            bias=None if bias is None else pair_strides(bias, bias_align),
+            dbias=None
+            if tensors.bias is None
+            else pair_strides(contiguous_steps(tensors.bias.shape), bias_align),
+            allowed=None if tensors.allowed is None else pair_strides(steps(tensors.allowed)),
+            q_ids=None if tensors.q_ids is None else steps(tensors.q_ids)[0],
+            k_ids=None if tensors.k_ids is None else steps(tensors.k_ids)[0],
+        ),
+        align,
+        bias_align,
+    )
+
+
+def common_align(matrices: list[tuple[int, ...]], width: int) -> int:
+    """``width`` (16 bytes of elements) if it divides every stride, else 1."""
+    return width if all(s % width == 0 for m in matrices for s in m) else 1
+
+
+def pair_strides(steps: tuple[int, ...], align: int = 1) -> tuple[int | None, ...]:
+    b, h, i, j = steps
+    return b // align, h // align, i // align, None if j == 1 else j
+
+
+def dense_batch(problem: Problem) -> int:
+    """How often a head's tiles are launched: packed sequences share theirs."""
+    return 1 if problem.varlen else problem.batch
+
+
+def slots(problem: Problem, block: int, of: str) -> int:
+    """Tiles a head: of one sequence, or of all that are packed with one more for what is left."""
+    n, total = (problem.nq, problem.total_q) if of == "queries" else (problem.nk, problem.total_k)
+    return total // block + problem.batch + 1 if problem.varlen else -(-n // block)
+
+
+def numbers(problem: Problem, stride: Strides) -> Numbers:
+    capped, dropped = problem.softcap > 0, problem.dropout_threshold > 0
+    reach = problem.total_q + problem.total_k  # a limit past it limits nothing
+    indexed = problem.bias is not None or problem.allowed is not None
+    return Numbers(
+        batch=problem.batch,
+        total_q=problem.total_q,
+        total_k=problem.total_k,
+        longest_q=problem.nq if indexed else problem.total_q,
+        longest_k=problem.nk if indexed else problem.total_k,
+        tiles=0,
+        scale=problem.scale,
+        scale2=problem.scale * LOG2E,
+        cap2=problem.softcap * LOG2E if capped else None,
+        scale_cap=problem.scale / problem.softcap if capped else None,
+        left=None if problem.left is None else min(problem.left, reach),
+        right=None if problem.right is None else min(problem.right, reach),
+        threshold=problem.dropout_threshold if dropped else None,
+        keep_scale=problem.keep_scale if dropped else None,
+        first=problem.first if dropped else None,
+        stride=stride,
+    )
+
+
+def constants(
+    problem: Problem, tiles: Tiles, align: int, bias_align: int, edges: bool, precision: str
+) -> Constants:
+    values = (
+        problem.hq,
+        problem.group,
+        problem.d,
+        problem.dv,
+        padded(problem.d),
+        padded(problem.dv),
+        tiles.block_q,
+        tiles.block_k,
+        align,
+        bias_align,
+        edges,
+        problem.masked,
+        folded(problem),
+        precision,
+    )
+    return Constants(*map(tl.constexpr, values))
+
+
+def folded(problem: Problem) -> bool:
+    return (
+        problem.softcap == 0 and problem.bias is None and not problem.alibi and problem.scale != 0
+    )
+
+
+def precision_of(tensors: Tensors) -> str:
+    """Products of float32 keep float32's accuracy: three tf32 ones where there are such units."""
+    if tensors.q.dtype != torch.float32:
+        return "tf32"  # no part in 16-bit products
+    if not tensors.q.is_cuda or torch.version.hip is not None:
+        return "ieee"
+    return "tf32x3" if torch.cuda.get_device_capability(tensors.q.device) >= (8, 0) else "ieee"

@@ -1,0 +1,189 @@
+"""The forward: a tile of queries stays, tiles of keys pass by it.
+
+``m' = max(m, rowmax S)``, ``alpha = exp(m - m')``, ``l' = alpha l + rowsum exp(S - m')``,
+``O' = alpha O + exp(S - m') V``, and at the end ``O / l`` and ``LSE = m + log l``. Exponentials
+are in base 2, with ``scale log2(e)`` folded in.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..problem import Problem, Tensors
+from .bundles import (
+    constants,
+    contiguous_steps,
+    dense_batch,
+    numbers,
+    pointers,
+    precision_of,
+    prepared,
+    slots,
+    strides_of,
+)
+from .launch import Job, planned
+from .maps import listed, order_steps, tile_order
+from .scores import LN2, LOG2E, kept, scored, seen
+from .steps import (
+    count_tiles,
+    has_nan,
+    keys_in_use,
+    load_tile,
+    matrix,
+    nth_tile,
+    plan_tiles,
+    seen_product,
+    sequence_of_slot,
+    sizes,
+    store_tile,
+    vector,
+)
+from .tiles import Tiles
+
+
+@triton.jit
+def attend_tiles(
+    m, l, acc, q, k_base, v_base, t, n, c, b, head, row, plan, nq, nk, used, offset,
+    KIND: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """The recurrence over the tiles of a kind; m is in units of log 2."""
+    BLOCK_K: tl.constexpr = c.BLOCK_K
+    PARTIAL: tl.constexpr = KIND != "full"
+    j = tl.arange(0, BLOCK_K)
+    for i in tl.range(0, count_tiles(plan, KIND)):
+        j0 = nth_tile(i, t, plan, KIND) * BLOCK_K
+        col = j0 + j[None, :]
+        k = load_tile(k_base, n.stride.k, j0, used, BLOCK_K, c.D, c.BLOCK_D, c.ALIGN, PARTIAL)
+        s = tl.dot(q, tl.trans(k), input_precision=c.PRECISION)
+        s, _ = scored(s, t, n, c, b, head, row, col, nq, nk, offset, PARTIAL)
+        if PARTIAL:
+            ok = seen(t, n, b, head, row, col, nq, used, offset)
+            s = tl.where(ok, s, float("-inf"))
+        if c.FOLDED:
+            m_new = tl.maximum(m, tl.max(s, 1) * n.scale2)
+            safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+            p = tl.exp2(s * n.scale2 - safe[:, None])
+        else:
+            m_new = tl.maximum(m, tl.max(s, 1))
+            safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+            p = tl.exp2(s - safe[:, None])
+        alpha = tl.exp2(m - safe)
+        l = l * alpha + tl.sum(p, 1)
+        m = m_new
+        acc = acc * alpha[:, None]
+        if t.seed is not None:
+            p = tl.where(kept(t, n, b, head, row, j0, j[None, :], BLOCK_K), p, 0.0)
+        if EXACT:
+            acc = seen_product(
+                acc, p, ok, v_base, n.stride.v, j0, used, BLOCK_K, c.DV, c.BLOCK_DV, c.ALIGN
+            )
+        else:
+            v = load_tile(v_base, n.stride.v, j0, used, BLOCK_K, c.DV, c.BLOCK_DV, c.ALIGN, PARTIAL)
+            acc = tl.dot(p.to(v.dtype), v, acc, input_precision=c.PRECISION)
+    return m, l, acc
+
+
+@triton.jit
+def begin(t, c, head):
+    """m, l and O of no keys, or of the sink alone."""
+    if t.sink is not None:
+        sink = tl.load(t.sink + head).to(tl.float32) * LOG2E
+        m = tl.zeros([c.BLOCK_Q], tl.float32) + sink
+        l = tl.zeros([c.BLOCK_Q], tl.float32) + tl.where(sink == float("-inf"), 0.0, 1.0)
+    else:
+        m = tl.full([c.BLOCK_Q], float("-inf"), tl.float32)
+        l = tl.zeros([c.BLOCK_Q], tl.float32)
+    return m, l, tl.zeros([c.BLOCK_Q, c.BLOCK_DV], tl.float32)
+
+
+@triton.jit(do_not_specialize=["n"])
+def forward_kernel(t, n, c):
+    PACKED: tl.constexpr = t.cu_q is not None
+    BLOCK_Q: tl.constexpr = c.BLOCK_Q
+    tile = tl.program_id(0) % n.tiles
+    head = tl.program_id(0) // n.tiles
+    b = head // c.HQ
+    head = head % c.HQ
+    if PACKED:
+        b, tile = sequence_of_slot(t.cu_q, tile, n.batch, n.total_q, BLOCK_Q)
+    elif n.right is not None:
+        tile = n.tiles - 1 - tile  # the longest first
+    q_start, nq, k_start, nk = sizes(t, n, b, False)
+    i0 = tile * BLOCK_Q
+    if i0 >= nq:
+        return
+    used = keys_in_use(t, b, nk, n)
+    offset = nk - nq
+    kv_head = head // c.GROUP
+    q_base = matrix(t.q, n.stride.q, b, head, q_start, PACKED, c.ALIGN)
+    k_base = matrix(t.k, n.stride.k, b, kv_head, k_start, PACKED, c.ALIGN)
+    v_base = matrix(t.v, n.stride.v, b, kv_head, k_start, PACKED, c.ALIGN)
+
+    row = i0 + tl.arange(0, BLOCK_Q)
+    q = load_tile(q_base, n.stride.q, i0, nq, BLOCK_Q, c.D, c.BLOCK_D, c.ALIGN, True)
+    i1 = tl.minimum(i0 + BLOCK_Q, nq) - 1
+    plan = plan_tiles(
+        t, n, b, head, tile, i0, i1, offset, n.left, n.right, used, c.BLOCK_K
+    )  # fmt: skip
+
+    m, l, acc = begin(t, c, head)
+    m, l, acc = attend_tiles(
+        m, l, acc, q, k_base, v_base, t, n, c, b, head, row[:, None], plan, nq, nk, used, offset,
+        "full", False,
+    )  # fmt: skip
+    if c.EDGES:
+        m, l, acc = attend_tiles(
+            m, l, acc, q, k_base, v_base, t, n, c, b, head, row[:, None], plan, nq, nk, used,
+            offset, "partial", False,
+        )  # fmt: skip
+    if c.MASKS:
+        if has_nan(acc):
+            m, l, acc = begin(t, c, head)
+            m, l, acc = attend_tiles(
+                m, l, acc, q, k_base, v_base, t, n, c, b, head, row[:, None], plan, nq, nk, used,
+                offset, "any", True,
+            )  # fmt: skip
+
+    empty = l == 0.0
+    l = tl.where(empty, 1.0, l)
+    if t.seed is not None:
+        acc = acc * n.keep_scale
+    acc = acc / l[:, None]
+    lse = tl.where(empty, float("-inf"), (m + tl.log2(l)) * LN2)
+    out = matrix(t.out, n.stride.out, b, head, q_start, PACKED, c.ALIGN)
+    store_tile(out, n.stride.out, i0, nq, acc, BLOCK_Q, c.DV, c.BLOCK_DV, c.ALIGN)
+    to = vector(t.lse, b, head, q_start, n.total_q, c.HQ, PACKED)
+    tl.store(to + row, lse, mask=row < nq)
+
+
+def forward(
+    problem: Problem, tensors: Tensors, tiles: Tiles | None = None
+) -> tuple[Tensor, Tensor]:
+    """(out ``[B, Nq, Hq, Dv]``, lse ``[B, Hq, Nq]``); ``tiles`` overrides the tables."""
+    tensors = prepared(tensors)
+    q = tensors.q
+    out = q.new_empty(problem.out_shape)
+    lse = q.new_empty(problem.lse_shape, dtype=torch.float32)
+    if not lse.numel():
+        return out, lse
+    job = planned("forward", problem, tensors, tiles, plan_forward)
+    t = pointers(tensors)._replace(out=out, lse=lse)
+    if listed(problem):
+        order, counts = tile_order(problem, tensors, job.tiles, over="keys")
+        t = t._replace(order=order, counts=counts)
+    job.run(t)
+    return out, lse
+
+
+def plan_forward(problem: Problem, tensors: Tensors, tiles: Tiles) -> Job:
+    out = contiguous_steps(problem.out_shape)
+    stride, align, bias_align = strides_of(problem, tensors, {"out": out})
+    if listed(problem):
+        stride = stride._replace(order=order_steps(problem, tensors, tiles, over="keys"))
+    n = numbers(problem, stride)._replace(tiles=slots(problem, tiles.block_q, "queries"))
+    edges = problem.varlen or problem.masked or problem.nk % tiles.block_k != 0
+    c = constants(problem, tiles, align, bias_align, edges, precision_of(tensors))
+    return Job(forward_kernel, n, c, tiles, heads=problem.hq * dense_batch(problem))

@@ -1,0 +1,156 @@
+"""Delta and dQ: a tile of queries stays, tiles of keys pass by it.
+
+``Delta_i = dO_i . o_i`` and ``dQ_i = scale sum_j dX_ij k_j``. Here too the gradient of a bias
+that broadcasts over nothing is stored, tile by tile, and that of one that broadcasts over keys
+is summed.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .scores import LOG2E, dropped, load_lse2, load_rows, weights
+from .steps import (
+    at_pair,
+    count_tiles,
+    has_nan,
+    keys_in_use,
+    load_tile,
+    matrix,
+    nth_tile,
+    plan_tiles,
+    seen_product,
+    sequence_of_slot,
+    sizes,
+    store_tile,
+    vector,
+)
+
+
+@triton.jit(do_not_specialize=["n"])
+def delta_kernel(t, n, c):
+    """``Delta_i - dLSE_i`` of a tile of rows, and the tile's part of the sink's gradient.
+
+    Sequences play no part: packed rows are one sequence here.
+    """
+    BLOCK_Q: tl.constexpr = c.BLOCK_Q
+    tile = tl.program_id(0) % n.tiles
+    head = tl.program_id(0) // n.tiles
+    b = head // c.HQ
+    head = head % c.HQ
+    i0 = tile * BLOCK_Q
+    row = i0 + tl.arange(0, BLOCK_Q)
+    end = n.total_q
+    o = matrix(t.out, n.stride.out, b, head, 0, False, c.ALIGN)
+    o = load_tile(o, n.stride.out, i0, end, BLOCK_Q, c.DV, c.BLOCK_DV, c.ALIGN, True)
+    do = matrix(t.dout, n.stride.dout, b, head, 0, False, c.ALIGN)
+    do = load_tile(do, n.stride.dout, i0, end, BLOCK_Q, c.DV, c.BLOCK_DV, c.ALIGN, True)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    if t.dlse is not None:
+        delta -= load_rows(vector(t.dlse, b, head, 0, end, c.HQ, False), row, end, 0.0)
+    tl.store(vector(t.delta, b, head, 0, end, c.HQ, False) + row, delta, mask=row < end)
+    if t.dsink is not None:
+        sink = tl.load(t.sink + head).to(tl.float32) * LOG2E
+        lse2 = load_lse2(vector(t.lse, b, head, 0, end, c.HQ, False), row, end)
+        part = tl.sum(tl.where(row < end, tl.exp2(sink - lse2) * delta, 0.0), 0)
+        tl.store(t.dsink + tl.program_id(0), -part)
+
+
+@triton.jit
+def add_keys(
+    dq, sums, q, do, lse2, delta, k_base, v_base, t, n, c, b, head, row, plan, nq, nk, used,
+    offset, KIND: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    BLOCK_K: tl.constexpr = c.BLOCK_K
+    PARTIAL: tl.constexpr = KIND != "full"
+    j = tl.arange(0, BLOCK_K)[None, :]
+    for index in tl.range(0, count_tiles(plan, KIND)):
+        j0 = nth_tile(index, t, plan, KIND) * BLOCK_K
+        k = load_tile(k_base, n.stride.k, j0, used, BLOCK_K, c.D, c.BLOCK_D, c.ALIGN, PARTIAL)
+        x = tl.dot(q, tl.trans(k), input_precision=c.PRECISION)
+        v = load_tile(v_base, n.stride.v, j0, used, BLOCK_K, c.DV, c.BLOCK_DV, c.ALIGN, PARTIAL)
+        dp = tl.dot(do, tl.trans(v), input_precision=c.PRECISION)
+        p, y, ok = weights(
+            x, lse2[:, None], t, n, c, b, head, row, j0 + j, nq, nk, used, offset, PARTIAL
+        )
+        _, dp = dropped(p, dp, t, n, b, head, row, j0, j, BLOCK_K)
+        ds = p * (dp - delta[:, None])
+        if t.dbias is not None:
+            at = at_pair(t.dbias, n.stride.dbias, b, head, row, j0 + j, c.BIAS_ALIGN)
+            inside = row < nq
+            if PARTIAL:
+                inside = inside & (j0 + j < nk)
+                ds = tl.where(ok, ds, 0.0)
+            tl.store(at, ds.to(t.dbias.dtype.element_ty), mask=inside)
+        if t.dbias_rows is not None:
+            sums += tl.sum(tl.where(ok, ds, 0.0), 1)
+        if n.cap2 is not None:
+            ds = ds * (1.0 - y * y)
+        if EXACT:
+            dq = seen_product(
+                dq, ds, ok, k_base, n.stride.k, j0, used, BLOCK_K, c.D, c.BLOCK_D, c.ALIGN
+            )  # fmt: skip
+        else:
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=c.PRECISION)
+    return dq, sums
+
+
+@triton.jit(do_not_specialize=["n"])
+def query_gradients_kernel(t, n, c):
+    PACKED: tl.constexpr = t.cu_q is not None
+    BLOCK_Q: tl.constexpr = c.BLOCK_Q
+    tile = tl.program_id(0) % n.tiles
+    head = tl.program_id(0) // n.tiles
+    b = head // c.HQ
+    head = head % c.HQ
+    if PACKED:
+        b, tile = sequence_of_slot(t.cu_q, tile, n.batch, n.total_q, BLOCK_Q)
+    elif n.right is not None:
+        tile = n.tiles - 1 - tile  # the longest first
+    q_start, nq, k_start, nk = sizes(t, n, b, False)
+    i0 = tile * BLOCK_Q
+    if i0 >= nq:
+        return
+    used = keys_in_use(t, b, nk, n)
+    offset = nk - nq
+    kv_head = head // c.GROUP
+    q_base = matrix(t.q, n.stride.q, b, head, q_start, PACKED, c.ALIGN)
+    do_base = matrix(t.dout, n.stride.dout, b, head, q_start, PACKED, c.ALIGN)
+    k_base = matrix(t.k, n.stride.k, b, kv_head, k_start, PACKED, c.ALIGN)
+    v_base = matrix(t.v, n.stride.v, b, kv_head, k_start, PACKED, c.ALIGN)
+
+    row = i0 + tl.arange(0, BLOCK_Q)
+    q = load_tile(q_base, n.stride.q, i0, nq, BLOCK_Q, c.D, c.BLOCK_D, c.ALIGN, True)
+    do = load_tile(do_base, n.stride.dout, i0, nq, BLOCK_Q, c.DV, c.BLOCK_DV, c.ALIGN, True)
+    lse2 = load_lse2(vector(t.lse, b, head, q_start, n.total_q, c.HQ, PACKED), row, nq)
+    delta = load_rows(vector(t.delta, b, head, q_start, n.total_q, c.HQ, PACKED), row, nq, 0.0)
+    i1 = tl.minimum(i0 + BLOCK_Q, nq) - 1
+    plan = plan_tiles(
+        t, n, b, head, tile, i0, i1, offset, n.left, n.right, used, c.BLOCK_K
+    )  # fmt: skip
+
+    dq = tl.zeros([BLOCK_Q, c.BLOCK_D], tl.float32)
+    sums = tl.zeros([BLOCK_Q], tl.float32)
+    dq, sums = add_keys(
+        dq, sums, q, do, lse2, delta, k_base, v_base, t, n, c, b, head, row[:, None], plan,
+        nq, nk, used, offset, "full", False,
+    )  # fmt: skip
+    if c.EDGES:
+        dq, sums = add_keys(
+            dq, sums, q, do, lse2, delta, k_base, v_base, t, n, c, b, head, row[:, None], plan,
+            nq, nk, used, offset, "partial", False,
+        )  # fmt: skip
+    if c.MASKS:
+        if has_nan(dq):
+            dq = tl.zeros([BLOCK_Q, c.BLOCK_D], tl.float32)
+            sums = tl.zeros([BLOCK_Q], tl.float32)
+            dq, sums = add_keys(
+                dq, sums, q, do, lse2, delta, k_base, v_base, t, n, c, b, head, row[:, None],
+                plan, nq, nk, used, offset, "any", True,
+            )  # fmt: skip
+    to = matrix(t.dq, n.stride.dq, b, head, q_start, PACKED, c.ALIGN)
+    store_tile(to, n.stride.dq, i0, nq, dq * n.scale, BLOCK_Q, c.D, c.BLOCK_D, c.ALIGN)
+    if t.dbias_rows is not None:
+        to = vector(t.dbias_rows, b, head, 0, n.longest_q, c.HQ, False)
+        tl.store(to + row, sums, mask=row < tl.where(b < n.batch, nq, 0))

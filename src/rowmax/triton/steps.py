@@ -1,0 +1,241 @@
+"""The steps that kernels are made of: which sequence, which tiles, tiles in memory.
+
+Kernels pass the bundles of ``bundles.py``. Each rule is in one place, here or in ``scores.py``.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+# --- where a program works ---------------------------------------------------------------------
+
+
+@triton.jit
+def sequence(cu, b, batch, total, longest):
+    """(start, length) of packed sequence b, kept in range whatever the offsets say.
+
+    What lies past the last sequence is one more, number ``batch``.
+    """
+    start = tl.minimum(tl.maximum(tl.load(cu + b), 0), total)
+    end = tl.load(cu + tl.minimum(b + 1, batch))
+    end = tl.minimum(tl.maximum(end, start), total)
+    length = tl.where(b < batch, tl.minimum(end - start, longest), total - start)
+    return start, length
+
+
+@triton.jit
+def sequence_of_slot(cu, slot, batch, total, BLOCK: tl.constexpr):
+    """(b, tile) of the slot-th of ``total // BLOCK + batch + 1`` slots.
+
+    Sequence b has the slots from ``cu[b] // BLOCK + b`` on: at least as many as it has tiles.
+    """
+    before = 0
+    for s in tl.range(0, batch + 1, 256):
+        b = s + tl.arange(0, 256)
+        start = tl.load(cu + b, mask=b <= batch, other=0)
+        start = tl.minimum(tl.maximum(start, 0), total)
+        before += tl.sum(((start // BLOCK + b <= slot) & (b <= batch)).to(tl.int32), 0)
+    b = tl.maximum(before - 1, 0)
+    start = tl.minimum(tl.maximum(tl.load(cu + b), 0), total)
+    return b, slot - (start // BLOCK + b)
+
+
+@triton.jit
+def sizes(t, n, b, KEYS: tl.constexpr):
+    """(q_start, nq, k_start, nk) of sequence b; dense sequences all start at 0.
+
+    What lies past the packed sequences are queries without keys, or KEYS without queries.
+    """
+    if t.cu_q is not None:
+        q_start, nq = sequence(t.cu_q, b, n.batch, n.total_q, n.longest_q)
+        k_start, nk = sequence(t.cu_k, b, n.batch, n.total_k, n.longest_k)
+        if KEYS:
+            nq = tl.where(b < n.batch, nq, 0)
+        else:
+            nk = tl.where(b < n.batch, nk, 0)
+        return q_start, nq, k_start, nk
+    else:
+        return 0, n.total_q, 0, n.total_k
+
+
+@triton.jit
+def keys_in_use(t, b, nk, n):
+    """The keys before this one may be seen, nk or the length of the prefix."""
+    if t.lengths is not None:
+        length = tl.load(t.lengths + tl.minimum(b, n.batch - 1))
+        return tl.maximum(tl.minimum(nk, length), 0)
+    else:
+        return nk
+
+
+@triton.jit
+def matrix(x, stride, b, head, start, PACKED: tl.constexpr, ALIGN: tl.constexpr):
+    """Where the rows of (b, head) start."""
+    offset = tl.cast(head, tl.int64) * stride[2]
+    if PACKED:
+        offset += tl.cast(start, tl.int64) * stride[1]
+    else:
+        offset += tl.cast(b, tl.int64) * stride[0]
+    return x + offset * ALIGN
+
+
+@triton.jit
+def vector(x, b, head, start, total, HEADS: tl.constexpr, PACKED: tl.constexpr):
+    """Where (b, head) starts in a contiguous ``[B, H, N]``, or ``[1, H, total]``."""
+    if PACKED:
+        return x + tl.cast(head, tl.int64) * total + start
+    else:
+        return x + (tl.cast(b, tl.int64) * HEADS + head) * total
+
+
+# --- tiles in memory ---------------------------------------------------------------------------
+
+
+@triton.jit
+def load_tile(
+    x, stride, i0, end,
+    ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr,
+    RAGGED: tl.constexpr,
+):  # fmt: skip
+    """``[ROWS, BLOCK_D]`` from row i0; zeros past D and, if the tile is ragged, past ``end``."""
+    i = i0 + tl.arange(0, ROWS)
+    d = tl.arange(0, BLOCK_D)
+    step = tl.cast(stride[1], tl.int64) * ALIGN
+    at = x + i0 * step + (tl.arange(0, ROWS) * step)[:, None] + d[None, :]
+    if RAGGED:
+        if BLOCK_D == D:
+            return tl.load(at, mask=(i < end)[:, None], other=0.0)
+        else:
+            return tl.load(at, mask=(i < end)[:, None] & (d < D)[None, :], other=0.0)
+    else:
+        if BLOCK_D == D:
+            return tl.load(at)
+        else:
+            return tl.load(at, mask=(d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def store_tile(
+    x, stride, i0, end, value,
+    ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    i = i0 + tl.arange(0, ROWS)
+    d = tl.arange(0, BLOCK_D)
+    step = tl.cast(stride[1], tl.int64) * ALIGN
+    at = x + i0 * step + (tl.arange(0, ROWS) * step)[:, None] + d[None, :]
+    tl.store(at, value.to(x.dtype.element_ty), mask=(i < end)[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def at_pair(x, stride, b, head, row, col, ALIGN: tl.constexpr):
+    """Pointers to (b, head, row, col) of a term with four indices."""
+    base = tl.cast(b, tl.int64) * stride[0] + tl.cast(head, tl.int64) * stride[1]
+    at = x + base * ALIGN + row.to(tl.int64) * (stride[2] * ALIGN)
+    if stride[3] is None:
+        return at + col
+    else:
+        return at + col.to(tl.int64) * stride[3]
+
+
+# --- which tiles -------------------------------------------------------------------------------
+
+
+@triton.jit
+def band(x0, x1, shift, back, ahead, end, BLOCK: tl.constexpr):
+    """Tiles of y in [0, end) that some x in [x0, x1] sees: ``-back <= y - (x + shift) <= ahead``.
+
+    Returns (first, full, full_end, last): tiles first to last hold something, those from full to
+    full_end nothing but seen pairs. A limit that is None does not limit.
+    """
+    low = 0
+    low_all = 0
+    high = end
+    high_all = end
+    if back is not None:
+        low = tl.maximum(x0 + shift - back, 0)
+        low_all = tl.maximum(x1 + shift - back, 0)
+    if ahead is not None:
+        high = tl.minimum(end, x1 + shift + ahead + 1)
+        high_all = tl.minimum(end, x0 + shift + ahead + 1)
+    first = low // BLOCK
+    last = tl.maximum((tl.maximum(high, 0) + BLOCK - 1) // BLOCK, first)
+    full = tl.minimum((low_all + BLOCK - 1) // BLOCK, last)
+    full_end = tl.minimum(tl.maximum(tl.maximum(high_all, 0) // BLOCK, full), last)
+    return first, full, full_end, last
+
+
+@triton.jit
+def plan_tiles(t, n, b, head, tile, x0, x1, shift, back, ahead, end, BLOCK: tl.constexpr):
+    """The tiles to visit, as ``nth_tile`` takes them; the last two count full and partial ones."""
+    if t.order is not None:
+        stride = n.stride.order
+        number = tl.cast(tl.minimum(b, n.batch - 1), tl.int64) * stride[0]
+        number += tl.cast(head, tl.int64) * stride[1] + tile
+        counts = t.counts + 2 * number
+        order = t.order + number * stride[2]
+        return order, order, 0, tl.load(counts), tl.load(counts + 1)
+    else:
+        first, full, full_end, last = band(x0, x1, shift, back, ahead, end, BLOCK)
+        n_full = full_end - full
+        return first, full, full - first, n_full, last - first - n_full
+
+
+@triton.jit
+def nth_tile(i, t, plan, KIND: tl.constexpr):
+    """The i-th tile of a kind: "full", "partial" or "any"."""
+    first, full, n_left, n_full, _ = plan
+    if t.order is not None:
+        if KIND == "partial":
+            return tl.load(first + n_full + i)
+        else:
+            return tl.load(first + i)
+    else:
+        if KIND == "full":
+            return full + i
+        elif KIND == "partial":
+            return first + i + tl.where(i < n_left, 0, n_full)
+        else:
+            return first + i
+
+
+@triton.jit
+def count_tiles(plan, KIND: tl.constexpr):
+    if KIND == "full":
+        return plan[3]
+    elif KIND == "partial":
+        return plan[4]
+    else:
+        return plan[3] + plan[4]
+
+
+# --- sums --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def has_nan(x):
+    return tl.max(tl.max((x != x).to(tl.int32), 1), 0) > 0
+
+
+@triton.jit
+def seen_product(
+    acc, a, ok, x, stride, x0, end,
+    ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """``acc + sum_r a[:, r] x[r]`` over the r that each row sees: 0 times NaN has no part in it.
+
+    A matrix product cannot leave out a pair, so this one goes a row of x at a time. It runs only
+    where a product came out as NaN.
+    """
+    r = tl.arange(0, ROWS)
+    d = tl.arange(0, BLOCK_D)
+    step = tl.cast(stride[1], tl.int64) * ALIGN
+    for i in tl.range(0, ROWS, num_stages=1):
+        inside = (d < D) & (x0 + i < end)
+        x_i = tl.load(x + (x0 + i) * step + d, mask=inside, other=0.0).to(tl.float32)
+        here = (r == i)[None, :]
+        a_i = tl.sum(tl.where(here, a, 0.0), 1)
+        ok_i = tl.sum((here & ok).to(tl.int32), 1) > 0
+        acc += tl.where(ok_i[:, None], a_i[:, None] * x_i[None, :], 0.0)
+    return acc
