@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 
 from .arguments import DTYPES, bad, wrong_type
 
@@ -44,7 +46,7 @@ def softmax(x: Tensor, dim: int = -1, *, block: int = BLOCK) -> Tensor:
     _check(x, dim, block)
     if x.dim() == 0:
         return softmax(x[None], 0, block=block)[0]
-    return _rule(_Softmax, _SoftmaxBothModes).apply(x, dim % x.dim(), block)
+    return _softmax(x, dim % x.dim(), block)
 
 
 def logsumexp(x: Tensor, dim: int = -1, keepdim: bool = False, *, block: int = BLOCK) -> Tensor:
@@ -74,8 +76,7 @@ def logsumexp(x: Tensor, dim: int = -1, keepdim: bool = False, *, block: int = B
         raise wrong_type("keepdim", repr(keepdim), "True or False")
     if x.dim() == 0:
         return logsumexp(x[None], 0, block=block)
-    e = _rule(_Logsumexp, _LogsumexpBothModes).apply(x, dim % x.dim(), block)
-    e = e.to(x.dtype)
+    e = _logsumexp(x, dim % x.dim(), block).to(x.dtype)
     return e if keepdim else e.squeeze(dim)
 
 
@@ -96,6 +97,52 @@ def _check(x: object, dim: Any, block: Any) -> None:
         raise bad("block", block, "1 or more")
 
 
+# --- which way ---------------------------------------------------------------------------------
+
+
+def _softmax(x: Tensor, dim: int, block: int) -> Tensor:
+    if not _plainly():
+        return _Softmax.apply(x, dim, block)  # pyright: ignore
+    weights, l, _ = _plain(x, dim)
+    return (weights / l).to(x.dtype)
+
+
+def _logsumexp(x: Tensor, dim: int, block: int) -> Tensor:
+    if not _plainly():
+        return _Logsumexp.apply(x, dim, block)  # pyright: ignore
+    _, l, m = _plain(x, dim)
+    return _log(m, l)
+
+
+def _plainly() -> bool:
+    """Whether to use plain operations, which the caller tiles or differentiates itself.
+
+    A compiler fuses them better than blocks, and torch's functions with rules of their own
+    have tangents that do not nest: forward mode over forward mode would be silently wrong.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    levels = retrieve_all_functorch_interpreters()
+    return sum(level.key() == TransformType.Jvp for level in levels) > 1
+
+
+def _plain(x: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(``exp(x - m)``, its sum l, m) of whole rows; l is 1 and m -inf for a row of -inf."""
+    x = x.to(_wide(x))
+    shape = [1 if d == dim else n for d, n in enumerate(x.shape)]
+    m = x.detach().amax(dim, keepdim=True) if x.shape[dim] else x.new_full(shape, -torch.inf)
+    weights = torch.exp(x - _shift(m))
+    l = weights.sum(dim, keepdim=True)
+    return weights, l.masked_fill(m == -torch.inf, 1.0), m
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """The dtype of sums."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
 # --- the passes --------------------------------------------------------------------------------
 
 
@@ -110,7 +157,7 @@ def _max_and_sum(x: Tensor, dim: int, block: int) -> tuple[Tensor, Tensor]:
 
     The m of a row of -inf is given as 0, so that its exponentials are 0 and not NaN.
     """
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide = _wide(x)
     shape = [1 if d == dim else n for d, n in enumerate(x.shape)]
     m = x.new_full(shape, -torch.inf, dtype=wide)
     l = torch.zeros_like(m)
@@ -124,6 +171,11 @@ def _max_and_sum(x: Tensor, dim: int, block: int) -> tuple[Tensor, Tensor]:
 
 def _shift(m: Tensor) -> Tensor:
     return m.masked_fill(m == -torch.inf, 0.0)
+
+
+def _log(m: Tensor, l: Tensor) -> Tensor:
+    """The logsumexp; of a row that holds inf it is inf, although l is NaN there."""
+    return (m + torch.log(l)).masked_fill(m == torch.inf, torch.inf)
 
 
 # --- softmax -----------------------------------------------------------------------------------
@@ -154,8 +206,6 @@ class _Softmax(torch.autograd.Function):
         (y,) = ctx.saved_tensors
         return _through_softmax(y, grads[0], ctx.dim, ctx.block), None, None
 
-
-class _SoftmaxBothModes(_Softmax):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         (y,) = ctx.saved_tensors
@@ -166,7 +216,7 @@ def _through_softmax(y: Tensor, g: Tensor, dim: int, block: int) -> Tensor:
     """``y (g - sum(y g))``: the Jacobian, which is symmetric, times g."""
     if y.shape[dim] == 0:
         return torch.zeros_like(y)
-    wide = torch.float64 if y.dtype == torch.float64 else torch.float32
+    wide = _wide(y)
     pairs = list(zip(_blocks(y, dim, block), _blocks(g, dim, block), strict=True))
     dots = [(y_j.to(wide) * g_j).sum(dim, keepdim=True) for y_j, g_j in pairs]
     dot = torch.stack(dots).sum(0)
@@ -184,7 +234,7 @@ class _Logsumexp(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, dim: int, block: int) -> Tensor:
         m, l = _max_and_sum(x, dim, block)
-        return m + torch.log(l)  # log 0 = -inf
+        return _log(m, l)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -195,18 +245,10 @@ class _Logsumexp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (x,) = ctx.saved_tensors
-        return (softmax(x, ctx.dim, block=ctx.block) * grads[0]).to(x.dtype), None, None
+        return (_softmax(x, ctx.dim, ctx.block) * grads[0]).to(x.dtype), None, None
 
-
-class _LogsumexpBothModes(_Logsumexp):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         (x,) = ctx.saved_tensors
-        y = softmax(x, ctx.dim, block=ctx.block)
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        return (y.to(wide) * tangents[0]).sum(ctx.dim, keepdim=True)
-
-
-def _rule(reverse: Any, both: Any) -> Any:
-    """Dynamo does not trace a function that has a jvp."""
-    return reverse if torch.compiler.is_compiling() else both
+        y = _softmax(x, ctx.dim, ctx.block)
+        return (y.to(_wide(x)) * tangents[0]).sum(ctx.dim, keepdim=True)
