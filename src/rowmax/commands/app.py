@@ -1,0 +1,88 @@
+"""The commands and their options; what they do is in the modules beside this one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+import rowmax
+
+app = typer.Typer(
+    name="rowmax",
+    help="Exact attention for PyTorch, tile by tile, with every derivative.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+
+DTYPES = ("float32", "float16", "bfloat16", "float64")
+
+Device = Annotated[
+    str | None, typer.Option(help="Where to run: cpu, cuda, cuda:1. By default a GPU if any.")
+]
+Backend = Annotated[
+    str | None, typer.Option(help="Force one backend by name instead of the best that can.")
+]
+Seed = Annotated[int, typer.Option(help="Of every random number.")]
+
+
+@app.callback(invoke_without_command=True)
+def _version(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        console.print(f"rowmax {rowmax.__version__}, torch {torch.__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.command()
+def demo(
+    device: Device = None,
+    backend: Backend = None,
+    steps: Annotated[
+        int | None, typer.Option(min=25, help="Training steps. By default 350 on a CPU.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Everything small, in seconds.")] = False,
+    report: Annotated[Path, typer.Option(help="Where the HTML report goes.")] = Path("report.html"),
+    seed: Seed = 0,
+) -> None:
+    """Check the installation, train a small GPT, run a long sequence; write a report."""
+    from .demo import Options, run
+
+    options = Options(_device(device), _backend(backend), steps, quick, report, seed)
+    raise typer.Exit(0 if run(options, console) else 1)
+
+
+@app.command()
+def check(device: Device = None, backend: Backend = None, seed: Seed = 0) -> None:
+    """Check every feature against the float64 definition, on every backend that runs here."""
+    from .demo import check_installation
+
+    checks = check_installation(_device(device), _backend(backend), seed, console)
+    raise typer.Exit(0 if checks.ok else 1)
+
+
+def _device(name: str | None) -> torch.device:
+    """The device asked for, or the best there is."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise typer.BadParameter(f"{name!r}: {reason}", param_hint="--device") from None
+    return device
+
+
+def _backend(name: str | None) -> str | None:
+    from ..backend import NAMES
+
+    if name is None or name in NAMES:
+        return name
+    raise typer.BadParameter(f"{name!r}; want one of {', '.join(NAMES)}", param_hint="--backend")

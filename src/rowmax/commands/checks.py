@@ -1,0 +1,190 @@
+"""The installation checked: each feature, on each backend, against the float64 definition.
+
+Outputs, lse and every gradient are held to the rule of ``reference/tolerance.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import rowmax
+
+from .. import backend as backends
+from ..arguments import checked
+from ..mask import Causal, as_mask
+from ..problem import Problem, Tensors, problem_of
+from ..reference import dense, tolerance
+from .features import FEATURES, Call, Feature, Maker
+
+Values = dict[str, Tensor]  # out, lse, dq, dk, dv, and dbias, dsink where there are such
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of one feature on one backend."""
+
+    forward: float = 0.0  # |x - ref| / |ref|, the worst of out and lse
+    gradients: float = 0.0  # of the gradients
+    wrong: tuple[str, ...] = ()  # a sentence for each tensor that breaks the rule
+    refusal: str | None = None  # why the backend does not take it
+
+    @property
+    def ok(self) -> bool:
+        return not self.wrong
+
+
+@dataclass(frozen=True)
+class Checks:
+    """The table: a row a feature, a column a backend."""
+
+    device: str
+    dtype: str
+    backends: tuple[str, ...]
+    absent: dict[str, str]  # backends that do not run here, and why
+    rows: dict[str, dict[str, Result]]
+
+    @property
+    def ok(self) -> bool:
+        return all(result.ok for row in self.rows.values() for result in row.values())
+
+    @property
+    def count(self) -> tuple[int, int]:
+        """(right, checked); what a backend refuses is not checked."""
+        results = [r for row in self.rows.values() for r in row.values() if r.refusal is None]
+        return sum(r.ok for r in results), len(results)
+
+
+def usual_dtype(device: torch.device) -> torch.dtype:
+    """The dtype in which features are checked: what attention is mostly run in there."""
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
+def here(device: torch.device) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The backends that run on a device, and those that do not with the reason."""
+    call = FEATURES[0].make(Maker(device, usual_dtype(device), 0))
+    problem, _ = posed(call, call.leaves())
+    candidates = [name for name in backends.NAMES if name != "reference"]
+    reasons = {name: backends.refusal(name, problem, "forward") for name in candidates}
+    absent = {name: reason for name, reason in reasons.items() if reason is not None}
+    return tuple(name for name in candidates if name not in absent), absent
+
+
+def run(
+    device: torch.device,
+    names: tuple[str, ...] | None = None,
+    seed: int = 0,
+    on_feature: Callable[[str], None] = lambda name: None,
+    features: tuple[Feature, ...] = FEATURES,
+) -> Checks:
+    """Check every feature on the backends named (by default, all that run here)."""
+    usual = usual_dtype(device)
+    found, absent = here(device)
+    found = names if names is not None else found
+    rows = {}
+    for feature in features:
+        on_feature(feature.name)
+        maker = Maker(device, feature.dtype or usual, seed)
+        rows[feature.name] = check(feature.make(maker), maker, found)
+    return Checks(str(device), str(usual).removeprefix("torch."), found, absent, rows)
+
+
+def check(call: Call, maker: Maker, names: tuple[str, ...]) -> dict[str, Result]:
+    """One call on each backend."""
+    dtype = call.q.dtype
+    dout = maker.normal(*call.q.shape[:-1], call.v.shape[-1])
+    dlse = maker.normal(*call.q.shape[:-3], call.q.shape[-2], call.q.shape[-3], wide=True)
+    ref = _definition(call, dout, dlse, torch.float64)
+    std = _definition(call, dout, dlse, torch.float32 if dtype == torch.float64 else dtype)
+    problem, tensors = posed(call, call.leaves())
+    given = (ref["out"], ref["lse"], dout, dlse)
+    given = tuple(t[None] for t in given) if problem.varlen else given
+    noise = tolerance.noise(problem, tensors, *given)
+    results = {}
+    for name in names:
+        refusal = backends.refusal(name, problem, "forward")
+        refusal = refusal or backends.refusal(name, problem, "backward")
+        if refusal is None:
+            results[name] = judged(_computed(call, dout, dlse, name), ref, std, noise, dtype)
+        else:
+            results[name] = Result(refusal=refusal)
+    return results
+
+
+def judged(
+    got: Values, ref: Values, std: Values, noise: dict[str, float], dtype: torch.dtype
+) -> Result:
+    """Hold what was computed to the rule."""
+    errors, wrong = {"forward": [], "gradients": []}, []
+    for name, x in got.items():
+        kind = "forward" if name in ("out", "lse") else "gradients"
+        factor = tolerance.OUTPUT if kind == "forward" else tolerance.GRADIENT
+        text = tolerance.complaint(x, ref[name], std[name], dtype, factor, noise[name])
+        if text is not None:
+            wrong.append(f"{name}: {text}")
+        errors[kind].append(tolerance.relative_error(x, ref[name]))
+    return Result(_worst(errors["forward"]), _worst(errors["gradients"]), tuple(wrong))
+
+
+def _worst(errors: list[float]) -> float:
+    return math.nan if any(map(math.isnan, errors)) else max(errors)
+
+
+# --- the three answers -------------------------------------------------------------------------
+
+
+def posed(call: Call, leaves: Values) -> tuple[Problem, Tensors]:
+    """What a backend is given for a call over these leaves."""
+    options = {
+        "mask": None,
+        "bias": None,
+        "alibi": None,
+        "scale": None,
+        "softcap": 0.0,
+        "sink": None,
+        "dropout_p": 0.0,
+        "seed": None,
+        "deterministic": False,
+        "backend": None,
+        **call.options,
+    }
+    options |= {name: t for name, t in leaves.items() if name in options}
+    mask = as_mask(options.pop("mask"))
+    if options.pop("causal", False):
+        mask = mask & Causal()
+    q, k, v = (leaves[name] for name in "qkv")
+    tensors, found = checked(q, k, v, mask=mask, cu_seqlens=call.offsets, **options)
+    return problem_of(tensors, found), tensors
+
+
+def _definition(call: Call, dout: Tensor, dlse: Tensor, dtype: torch.dtype) -> Values:
+    """The dense definition, every step of it in ``dtype``."""
+    leaves = call.leaves(dtype)
+    problem, tensors = posed(call, leaves)
+    out, lse = dense.attention(problem, tensors, dtype)
+    if call.offsets is not None:
+        out, lse = out[0], lse[0]
+    return _with_gradients(out, lse, leaves, dout, dlse)
+
+
+def _computed(call: Call, dout: Tensor, dlse: Tensor, name: str) -> Values:
+    """What rowmax gives."""
+    leaves = call.leaves()
+    options = {**call.options, **leaves, "return_lse": True, "backend": name}
+    if call.offsets is None:
+        out, lse = rowmax.attention(**options)
+    else:
+        first, second = call.offsets
+        out, lse = rowmax.attention_varlen(cu_seqlens_q=first, cu_seqlens_k=second, **options)
+    return _with_gradients(out, lse, leaves, dout, dlse)
+
+
+def _with_gradients(out: Tensor, lse: Tensor, leaves: Values, dout: Tensor, dlse: Tensor) -> Values:
+    cotangents = [dout.to(out.dtype), dlse.to(lse.dtype)]
+    gradients = torch.autograd.grad([out, lse], list(leaves.values()), cotangents)
+    named = zip(leaves, gradients, strict=True)
+    return {"out": out.detach(), "lse": lse.detach()} | {f"d{n}": g for n, g in named}

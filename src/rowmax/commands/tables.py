@@ -1,0 +1,106 @@
+"""What the demo prints."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from .checks import Checks, Result
+from .findings import Findings
+from .long import Long
+from .training import Training
+from .words import count, duration, printable, size
+
+
+def of_checks(checks: Checks) -> RenderableType:
+    """A row a feature, two columns a backend, then what is wrong and what is not here."""
+    table = Table(
+        title=f"1. Against the float64 definition ({checks.dtype} unless said)",
+        title_justify="left",
+        caption="Relative errors; every one is held to the tolerance rule.",
+        caption_justify="left",
+    )
+    table.add_column("Feature")
+    for name in checks.backends:
+        table.add_column(f"{name}\nforward", justify="right")
+        table.add_column("\ngradients", justify="right")
+    notes = []
+    for feature, row in checks.rows.items():
+        cells: list[RenderableType] = []
+        for name in checks.backends:
+            cells += _cells(row[name])
+            notes += [f"{feature}, {name}: {text}" for text in row[name].wrong]
+        table.add_row(feature, *cells)
+    right, all_of_them = checks.count
+    style = "green" if checks.ok else "bold red"
+    lines: list[RenderableType] = [table]
+    lines += [Text(note, style="red") for note in notes]
+    lines += [Text(f"{name}: {why}", style="dim") for name, why in checks.absent.items()]
+    lines.append(Text(f"{right} of {all_of_them} right", style=style))
+    return Group(*lines, "")
+
+
+def _cells(result: Result) -> list[RenderableType]:
+    if result.refusal is not None:
+        return [Text("refused", style="dim"), Text("")]
+    style = "green" if result.ok else "bold red"
+    mark = "" if result.ok else "wrong "
+    return [
+        Text(f"{mark}{result.forward:.1e}", style=style),
+        Text(f"{result.gradients:.1e}", style=style),
+    ]
+
+
+def of_training(training: Training) -> RenderableType:
+    """Both runs side by side, whether they agree, and what the model writes."""
+    plan = training.plan
+    table = Table(
+        title=f"2. A GPT of {count(training.parameters)} parameters, {plan.steps} steps of "
+        f"{plan.rows} x {plan.size.context} bytes of Python's standard library",
+        title_justify="left",
+    )
+    table.add_column("Attention")
+    for name in ("first loss", "last loss", "held-out loss", "tokens a second"):
+        table.add_column(name, justify="right")
+    speeds = training.tokens_per_second
+    for name, curve in training.curves.items():
+        numbers = (curve.losses[0], curve.smooth[-1], curve.held_out)
+        table.add_row(name, *(f"{x:.3f}" for x in numbers), f"{speeds[name]:,.0f}")
+    words = "The curves agree" if training.ok else "The curves do not agree"
+    agreement = (
+        f"{words}: the first losses within {training.near:.2%} of each other (allowed "
+        f"{plan.near:.1%}), the running means within {training.apart:.2%} ({plan.apart:.0%})."
+    )
+    style = "green" if training.ok else "bold red"
+    sample = Panel(escape(printable(training.sample)), title="It writes", title_align="left")
+    return Group(table, Text(agreement, style=style), sample, "")
+
+
+def of_long(long: Long) -> RenderableType:
+    """Time and memory beside the matrix that is never held."""
+    shape = long.shape
+    table = Table(
+        title=f"3. {shape.n:,} positions, causal, H {shape.heads}, D {shape.d}, {shape.dtype}",
+        title_justify="left",
+        show_header=False,
+    )
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_row("forward", duration(long.forward))
+    table.add_row("backward", duration(long.backward))
+    table.add_row("peak memory beyond the inputs", size(long.memory))
+    table.add_row("  of which out, lse, dq, dk and dv", size(long.results))
+    table.add_row("the score matrix would take", size(shape.matrix_bytes))
+    worst = max(long.errors.values())
+    words = "agree with" if long.ok else "differ from"
+    checked = f"Rows and keys taken from it {words} the float64 definition: {worst:.1e}"
+    return Group(table, Text(checked, style="green" if long.ok else "bold red"), "")
+
+
+def verdict(findings: Findings) -> RenderableType:
+    if findings.ok:
+        return Text(f"All of it holds, in {duration(findings.seconds)}.", style="bold green")
+    return Text(f"Not everything holds: see {findings.failed}.", style="bold red")

@@ -1,0 +1,205 @@
+"""Two copies of one model, trained on the same batches, one with rowmax, one with SDPA.
+
+The copies take turns within each step (and take turns at being first), so that whatever else
+the machine does falls on both alike.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import rowmax
+
+from .gpt import GPT, Attend, Corpus, Size, write
+
+NAMES = ("rowmax", "SDPA")
+SMOOTHING = 20  # steps
+
+
+class Plan(NamedTuple):
+    """What is trained, for how long, and how far apart the two curves may be.
+
+    Rounding alone drives two runs apart: not at once, but more with every step. ``near`` bounds
+    the relative difference of the first losses (one by one), ``apart`` that of the whole curves
+    (each the running mean of ``SMOOTHING`` steps).
+    """
+
+    size: Size
+    rows: int
+    steps: int
+    bfloat16: bool = False  # by autocast
+    near: float = 2e-3
+    apart: float = 1e-2
+
+
+@dataclass
+class Curve:
+    """What one of the models went through."""
+
+    losses: list[float]
+    seconds: list[float]  # of each step
+    held_out: float = 0.0
+
+    @property
+    def smooth(self) -> list[float]:
+        """Running mean of the losses."""
+        n = min(SMOOTHING, len(self.losses))
+        return torch.tensor(self.losses).unfold(0, n, 1).mean(-1).tolist()
+
+
+@dataclass
+class Training:
+    """Both curves, and what the rowmax model writes."""
+
+    plan: Plan
+    parameters: int
+    corpus_bytes: int
+    files: int
+    curves: dict[str, Curve]
+    sample: str = ""
+    first_call: float = 0.0  # seconds of rowmax's first step, with what is compiled in it
+
+    @property
+    def tokens_per_second(self) -> dict[str, float]:
+        """By the median step; the first two of each are not counted."""
+        tokens = self.plan.rows * self.plan.size.context
+        return {n: tokens / statistics.median(c.seconds[2:]) for n, c in self.curves.items()}
+
+    @property
+    def near(self) -> float:
+        """The largest relative difference of the first losses."""
+        ours, theirs = (self.curves[name].losses[:SMOOTHING] for name in NAMES)
+        return max(abs(a - b) / b for a, b in zip(ours, theirs, strict=True))
+
+    @property
+    def apart(self) -> float:
+        """The largest relative difference of the running means."""
+        ours, theirs = (self.curves[name].smooth for name in NAMES)
+        return max(abs(a - b) / b for a, b in zip(ours, theirs, strict=True))
+
+    @property
+    def ok(self) -> bool:
+        """Whether the curves agree; a NaN does not."""
+        return self.near <= self.plan.near and self.apart <= self.plan.apart
+
+
+def plan_for(device: torch.device, steps: int | None, quick: bool) -> Plan:
+    """Sized for its device: about 80 seconds on two cores."""
+    if quick:
+        return Plan(Size(2, 2, 64, 128), rows=4, steps=steps or 30)
+    if device.type == "cpu":
+        return Plan(Size(4, 2, 128, 512), rows=4, steps=steps or 350)
+    return Plan(
+        Size(6, 4, 256, 2048), rows=8, steps=steps or 500, bfloat16=True, near=1e-2, apart=2e-2
+    )
+
+
+def rowmax_attention(backend: str | None) -> Attend:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = rowmax.attention(q, k, v, causal=True, backend=backend)
+        assert isinstance(out, Tensor)
+        return out
+
+    return attend
+
+
+def standard_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+def train(
+    plan: Plan,
+    corpus: Corpus,
+    device: torch.device,
+    ours: Attend,
+    theirs: Attend = standard_attention,
+    seed: int = 0,
+    on_step: Callable[[int, dict[str, Curve]], None] = lambda step, curves: None,
+) -> Training:
+    """Train both; deterministic by the seed (as far as their attention is)."""
+    torch.manual_seed(seed)
+    first = GPT(plan.size, ours)
+    models = {"rowmax": first.to(device), "SDPA": copy.deepcopy(first).use(theirs).to(device)}
+    learners = {name: Learner(model, plan) for name, model in models.items()}
+    curves = {name: Curve([], []) for name in NAMES}
+    generator = torch.Generator().manual_seed(seed)
+    for step in range(plan.steps):
+        batch = [t.to(device) for t in corpus.batch(plan.rows, plan.size.context, generator)]
+        for name in NAMES if step % 2 == 0 else NAMES[::-1]:
+            loss, seconds = learners[name].step(step, *batch)
+            curves[name].losses.append(loss)
+            curves[name].seconds.append(seconds)
+        on_step(step, curves)
+    held_out = [t.to(device) for t in corpus.held_out_batch(4 * plan.rows, plan.size.context)]
+    for name in NAMES:
+        with torch.no_grad():
+            curves[name].held_out = learners[name].loss(*held_out).item()
+    return Training(
+        plan,
+        first.parameter_count,
+        corpus.train.shape[0],
+        corpus.files,
+        curves,
+        sample=write(models["rowmax"], "def ", 400, seed),
+        first_call=curves["rowmax"].seconds[0],
+    )
+
+
+class Learner:
+    """A model and its optimizers: Muon for the matrices within, AdamW for the rest."""
+
+    def __init__(self, model: GPT, plan: Plan) -> None:
+        self.model, self.plan = model, plan
+        self.device = model.embed.weight.device
+        within = [p for p in model.blocks.parameters() if p.dim() == 2]
+        known = {id(p) for p in within}
+        rest = [p for p in model.parameters() if id(p) not in known]
+        self.optimizers: list[tuple[torch.optim.Optimizer, float]] = [
+            (torch.optim.Muon(within, lr=2e-2, weight_decay=0.0), 2e-2),
+            (torch.optim.AdamW(rest, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0), 1e-2),
+        ]
+
+    def step(self, step: int, x: Tensor, y: Tensor) -> tuple[float, float]:
+        """(loss, seconds) of one step."""
+        self.wait()
+        start = time.perf_counter()
+        for optimizer, rate in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate * pace(step, self.plan.steps)
+            optimizer.zero_grad()
+        loss = self.loss(x, y)
+        loss.backward()
+        for optimizer, _ in self.optimizers:
+            optimizer.step()
+        self.wait()
+        return loss.item(), time.perf_counter() - start
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        with self.precision():
+            logits = self.model(x)
+        return F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
+
+    def precision(self) -> AbstractContextManager:
+        if not self.plan.bfloat16:
+            return nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16)
+
+    def wait(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+
+def pace(step: int, steps: int) -> float:
+    """The share of the learning rate: up in ten steps, down to nothing over the last 60%."""
+    return min(1.0, (step + 1) / 10, (steps - step) / (0.6 * steps))

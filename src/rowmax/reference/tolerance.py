@@ -1,0 +1,143 @@
+"""The rule by which an answer is right.
+
+``ref`` is the dense definition in float64 and ``std`` the dense definition in the dtype of the
+inputs, which is what standard attention would have given. An answer x is right when
+
+    max |x - ref| <= factor max |std - ref| + 2 ulp(max |ref|) + noise   factor 2; gradients 3
+    norm(x - ref) <= limit norm(ref)                                     limit by dtype
+
+and it is infinite exactly where ref is. NaN is never right.
+
+``noise`` is what the tile recurrence cannot avoid and standard attention may. Tiles hold
+``P = exp(s - lse)`` and not ``exp(s - m) / l``, so one rounding of s and one of lse, each by up
+to u of its size in the accumulator, move P by ``u (|s| + |lse|)`` of itself; another ``2 u`` is
+that of the exponential and the product after it. And dS is a difference, ``dP - Delta + dLSE``,
+whose terms carry these errors also where they cancel. So x may be off by the sum that defines
+it, taken over absolute values and weighed with ``u (2 + |s| + |lse|)``. In float32 this is of
+the size of std's own error; for half precision it vanishes beside it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..problem import Problem, Tensors, each_sequence
+from . import dense
+
+OUTPUT, GRADIENT = 2.0, 3.0
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}
+#: to first order a rounding error is proportional to the unit roundoff, so what float64 may do
+#: is what float32 may do, scaled; its std is computed in float32
+TO_FLOAT64 = 2.0**-29
+LIMITS[torch.float64] = LIMITS[torch.float32] * TO_FLOAT64
+
+
+def complaint(
+    x: Tensor,
+    ref: Tensor,
+    std: Tensor,
+    dtype: torch.dtype,
+    factor: float = OUTPUT,
+    noise: float = 0.0,
+) -> str | None:
+    """What is wrong with x by the rule, or None."""
+    if x.shape != ref.shape:
+        return f"shape {list(x.shape)}, want {list(ref.shape)}"
+    x, ref, std = x.detach().double(), ref.double(), std.double()
+    if x.isnan().any():
+        where = x.isnan().nonzero()[0].tolist()
+        return f"{int(x.isnan().sum())} of {x.numel()} are NaN, the first at {where}"
+    finite = ref.isfinite()
+    if not torch.equal(x.isfinite(), finite) or not torch.equal(x[~finite], ref[~finite]):
+        return "not infinite where the definition is"
+    x, ref, std = x[finite], ref[finite], std[finite]
+    if x.numel() == 0:
+        return None
+    scale = TO_FLOAT64 if dtype == torch.float64 else 1.0
+    error, theirs = (x - ref).abs().max().item(), (std - ref).abs().max().item() * scale
+    allowed = factor * theirs + 2 * ulp(ref.abs().max().item(), dtype) + noise
+    if not error <= allowed:
+        return f"max error {error:.3g}, allowed {allowed:.3g} (std has {theirs:.3g})"
+    size, off = ref.norm().item(), (x - ref).norm().item()
+    # Where std itself is past the limit (what cancels, such as dS of a row that sees one key,
+    # has noise for a value), no answer of this dtype could keep it: the factor rules instead.
+    limit = max(LIMITS[dtype] * size, factor * (std - ref).norm().item() * scale)
+    if not off <= limit:
+        return f"norm of the error {off:.3g}, allowed {limit:.3g}, of the answer {size:.3g}"
+    return None
+
+
+def relative_error(x: Tensor, ref: Tensor) -> float:
+    """``norm(x - ref) / norm(ref)`` where ref is finite."""
+    finite = ref.isfinite()
+    off, size = (x.double() - ref)[finite].norm().item(), ref[finite].norm().item()
+    return off / size if size else off
+
+
+def ulp(value: float, dtype: torch.dtype) -> float:
+    """The spacing of ``dtype``'s numbers at a value."""
+    if value == 0:
+        return 0.0
+    info = torch.finfo(dtype)
+    return max(info.eps * 2.0 ** math.floor(math.log2(value)), info.tiny)
+
+
+def noise(
+    problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> dict[str, float]:
+    """The noise of out, lse and each gradient: see above. The letters are the backward's.
+
+    All with a batch dimension, out and lse as the definition has them. What is not finite in k
+    and v is taken for masked.
+    """
+    q, k, v, dO, o = (
+        t.detach().double().nan_to_num(0.0, 0.0, 0.0).abs().transpose(1, 2)
+        for t in (tensors.q, tensors.k, tensors.v, dout, out)
+    )
+    k, v = (t.repeat_interleave(problem.group, 1) for t in (k, v))
+    dL = torch.zeros_like(lse) if dlse is None else dlse.double().abs()
+    P = _weights(problem._replace(dropout_p=0.0), tensors)
+    PR = _weights(problem, tensors) if problem.dropout_p else P
+    size = lse.masked_fill(lse.isinf(), 0.0)[..., None]
+    s = (size + P.log()).masked_fill(P == 0, 0.0)
+    weight = 2 + s.abs() + size.abs()
+    row = (dO * o).sum(-1, keepdim=True) + dL[..., None]
+    PR = PR * weight
+    dP = PR * (dO @ v.transpose(2, 3))
+    dS = dP + P * dP.sum(-1, keepdim=True) + P * weight * row
+    sums = {"out": PR @ v, "lse": (P * weight).sum(-1), "dv": PR.transpose(2, 3) @ dO}
+    sums["dq"] = problem.scale * dS @ k
+    sums["dk"] = problem.scale * dS.transpose(2, 3) @ q
+    for name in ("dk", "dv"):
+        sums[name] = sums[name].unflatten(1, (problem.hk, problem.group)).sum(2)
+    if tensors.bias is not None:
+        dS = _by_sequence(problem, tensors, dS) if problem.varlen else dS
+        over = [n for n in range(4) if tensors.bias.shape[n] == 1]
+        sums["dbias"] = dS.sum(over) if over else dS
+    if tensors.sink is not None:
+        sigma = tensors.sink.detach().double()[:, None]
+        P_sink = (2 + sigma.abs() + lse.abs()) * (sigma - lse).exp()
+        sums["dsink"] = (P_sink * (row[..., 0] + dP.sum(-1))).sum((0, 2))
+    u = torch.finfo(problem.accumulator).eps / 2
+    return {name: u * t.max().item() if t.numel() else 0.0 for name, t in sums.items()}
+
+
+def _weights(problem: Problem, tensors: Tensors) -> Tensor:
+    """P R, ``[B, Hq, Nq, Nk]``: what attention gives when each value stands for its own key."""
+    n = tensors.k.shape[1]
+    each = torch.eye(n, dtype=torch.float64, device=tensors.q.device)[None, :, None]
+    each = each.expand(tensors.k.shape[0], n, problem.hk, n)
+    with torch.no_grad():
+        out, _ = dense.attention(problem._replace(dv=n), tensors._replace(v=each))
+    return out.transpose(1, 2)
+
+
+def _by_sequence(problem: Problem, tensors: Tensors, dS: Tensor) -> Tensor:
+    """``[1, Hq, total_q, total_k]`` -> ``[S, Hq, Nq, Nk]``, zero where there is no pair."""
+    parts = dS.new_zeros(problem.batch, problem.hq, problem.nq, problem.nk)
+    for b, (rows, cols, one, _) in enumerate(each_sequence(problem, tensors)):
+        parts[b, :, : one.nq, : one.nk] = dS[0, :, rows, cols]
+    return parts
