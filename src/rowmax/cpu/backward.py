@@ -19,7 +19,7 @@ from ..problem import Gradients, Problem, Tensors, Wanted
 from .call import LOG2E, Call
 from .forward import columns, key_range, score_tile, set_outputs, tile_row
 from .kernel import kernel, launch
-from .pack import aligned, pack_columns, pack_panels, sparse_product
+from .pack import aligned, pack_columns, pack_panels, rows_are_finite, sparse_product
 from .products import from_columns, from_rows, span
 from .scores import STRICT, SUMS, array, exp2, keep_row, number, query_scale, score_row
 from .vector import TILE_K, TILE_Q, fetch_add
@@ -177,7 +177,9 @@ def pack_head(call, seq, s, h, k_panels, v_panels, finite, like):
     k = call.k + size * (call.k_b * s + call.k_n * seq[2] + call.k_h * h)
     v = call.v + size * (call.v_b * s + call.v_n * seq[2] + call.v_h * h)
     for j0 in range(0, nk, TILE_K):
-        finite[j0 // TILE_K] = pack_panels(k_panels, k, call.k_n, j0, j0 + TILE_K, nk, call.d, like)
+        n, rows = min(TILE_K, nk - j0), k + size * call.k_n * j0
+        finite[j0 // TILE_K] = rows_are_finite(rows, call.k_n, n, call.d, like)
+        pack_panels(k_panels, k, call.k_n, j0, j0 + TILE_K, nk, call.d, like)
         pack_panels(v_panels, v, call.v_n, j0, j0 + TILE_K, nk, call.dv_size, like)
 
 
@@ -212,8 +214,10 @@ def backward_tile(call, seq, state, finite, place, memory, factor, kept, like):
     q = call.q + size * (call.q_b * s + call.q_n * (seq[0] + i0) + call.q_h * h)
     do = call.dout + size * (call.dout_b * s + call.dout_n * (seq[0] + i0) + call.dout_h * h)
     k = call.k + size * (call.k_b * s + call.k_n * seq[2] + call.k_h * hk)
-    clean = pack_columns(queries, TILE_Q, q, call.q_n, n, call.d, query_scale(call), like)
-    clean &= pack_columns(douts, TILE_Q, do, call.dout_n, n, call.dv_size, 1.0, like)
+    clean = rows_are_finite(q, call.q_n, n, call.d, like)
+    clean &= rows_are_finite(do, call.dout_n, n, call.dv_size, like)
+    pack_columns(queries, TILE_Q, q, call.q_n, n, call.d, query_scale(call), like)
+    pack_columns(douts, TILE_Q, do, call.dout_n, n, call.dv_size, 1.0, like)
     row_terms(call, seq, s, h, i0, n, do, delta, shift, like)
 
     low, high = key_range(call, seq, s, i0, i0 + n)

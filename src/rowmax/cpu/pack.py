@@ -6,52 +6,59 @@ import numpy as np
 from numba import njit
 
 from .products import panel
-from .scores import STRICT, array
+from .scores import STRICT, SUMS, array
 
 
 @njit(fastmath=STRICT)
 def pack_panels(to, rows, row_step, first, last, n, d, like):
-    """Rows [first, last) as panels ``[n / panel, d, panel]``, zero past n: returns finiteness.
+    """Rows [first, last) as panels ``[n / panel, d, panel]``, zero past n.
 
-    ``to`` and ``rows`` are addresses of the whole head's panels and rows.
+    ``to`` and ``rows`` are addresses of the whole head's panels and rows. A panel is written
+    eight rows at a time: their cache lines stay at hand while its own are filled in turn.
     """
     size, width = like.itemsize, panel(like)
-    zero = like.dtype.type(0)
-    probe = zero
     for j0 in range(first, last, width):
-        out = array(to + size * j0 * d, width * d, like)
         real = max(0, min(width, n - j0))
-        for j in range(real):
+        out = array(to + size * j0 * d, width * d, like)
+        if real < width:
+            out[:] = like.dtype.type(0)
+        for j in range(0, real - real % 8, 8):
+            pack_eight(out, j, width, rows + size * (j0 + j) * row_step, row_step, d, like)
+        for j in range(real - real % 8, real):
             row = array(rows + size * (j0 + j) * row_step, d, like)
             for c in range(d):
                 out[c * width + j] = row[c]
-                probe += row[c] * zero
-        for j in range(real, width):
-            for c in range(d):
-                out[c * width + j] = zero
-    return probe == zero
+
+
+@njit(fastmath=STRICT)
+def pack_eight(out, j, width, rows, row_step, d, like):
+    step = like.itemsize * row_step
+    a, b = array(rows, d, like), array(rows + step, d, like)
+    e, f = array(rows + 2 * step, d, like), array(rows + 3 * step, d, like)
+    g, h = array(rows + 4 * step, d, like), array(rows + 5 * step, d, like)
+    k, l = array(rows + 6 * step, d, like), array(rows + 7 * step, d, like)
+    for c in range(d):
+        at = c * width + j
+        out[at], out[at + 1], out[at + 2], out[at + 3] = a[c], b[c], e[c], f[c]
+        out[at + 4], out[at + 5], out[at + 6], out[at + 7] = g[c], h[c], k[c], l[c]
 
 
 @njit(fastmath=STRICT)
 def pack_columns(to, width, rows, row_step, n, d, factor, like):
-    """``[d, width]``, the n rows as columns, times factor, zero past n: returns finiteness."""
+    """``[d, width]``: the n rows as columns, times factor, zero past n."""
     size = like.itemsize
     out = array(to, d * width, like)
-    zero = like.dtype.type(0)
-    scale = like.dtype.type(factor)
-    probe = zero
+    zero, scale = like.dtype.type(0), like.dtype.type(factor)
     for i in range(n):
         row = array(rows + size * i * row_step, d, like)
         for c in range(d):
             out[c * width + i] = row[c] * scale
-            probe += row[c] * zero
     for i in range(n, width):
         for c in range(d):
             out[c * width + i] = zero
-    return probe == zero
 
 
-@njit(fastmath=STRICT)
+@njit(fastmath=SUMS)
 def rows_are_finite(rows, row_step, n, d, like):
     zero = like.dtype.type(0)
     probe = zero

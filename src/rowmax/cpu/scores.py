@@ -39,8 +39,6 @@ _EXP2_64 = (
 
 STRICT = {"contract", "nsz"}  # keeps NaN, inf and the order of additions
 SUMS = {"contract", "nsz", "reassoc"}  # lets a sum be kept in the lanes of a vector
-# The maximum may ignore NaN: a NaN score still makes its own exponential, and so its row, NaN.
-MAXIMA = {"nnan", "nsz", "reassoc"}
 
 
 def array(address, n, like):  # pyright: ignore
@@ -115,12 +113,37 @@ def tanh(x):
     return one if x > number(20, x) else minus1 / (minus1 + number(2, x))
 
 
-@njit(fastmath=MAXIMA)
-def row_max(row):
-    m = row[0]
-    for j in range(row.size):
-        m = row[j] if row[j] > m else m
-    return m
+def ordered(x):  # pyright: ignore
+    """A float as an integer of the same order, and back: it is its own inverse."""
+
+
+@overload(ordered, inline="always")
+def _ordered(x):
+    if x == types.int64:
+        return lambda x: np.int64(x ^ ((x >> np.int64(63)) & np.int64(0x7FFFFFFFFFFFFFFF)))
+    return lambda x: np.int32(x ^ np.int32(np.int32(x >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+
+
+def row_max(row):  # pyright: ignore
+    """The greatest score. Compared as integers, which the compiler takes a vector at a time
+    (it will not do that to floats, whose maximum is not associative where there is NaN)."""
+
+
+@overload(row_max)
+def _row_max(row):
+    double = row.dtype == types.float64
+    whole, real = (np.int64, np.float64) if double else (np.int32, np.float32)
+    least = -(2**63) if double else -(2**31)
+
+    def compute(row):
+        bits = row.view(whole)
+        m = whole(least)
+        for j in range(bits.size):
+            x = ordered(bits[j])
+            m = x if x > m else m
+        return whole(ordered(m)).view(real)
+
+    return compute
 
 
 @njit(fastmath=SUMS)
@@ -210,8 +233,11 @@ def score_row(row, factor, partial, call, seq, s, h, i, j0):
         for j in range(row.size):
             row[j] -= slope * row.dtype.type(abs(i + offset - j0 - j))
     low, high = visible(call, seq, s, i, j0, keys)
-    row[:low] = -np.inf
-    row[high:] = -np.inf
+    nothing = row.dtype.type(-np.inf)
+    for j in range(low):
+        row[j] = nothing
+    for j in range(row.size - high):
+        row[high + j] = nothing
     if partial:
         mask_row(row[low:high], call, s, h, i, j0 + low)
 
