@@ -1,4 +1,257 @@
-class Explanation: ...
+"""What a call would do and what it would cost, without making it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import backend as backends
+from . import mask as masks
+from .arguments import checked, wrong_type
+from .attention import _autocast, _mask
+from .mask import Mask
+from .problem import Problem, Tensors, each_sequence, problem_of
+
+TILE = 128
 
 
-def explain(): ...
+class Choice(NamedTuple):
+    """Who takes a call, and why the others do not."""
+
+    backend: str | None  # None: the one that was named refuses, and the call would raise
+    others: Mapping[str, str]
+
+
+class Tiles(NamedTuple):
+    """Tiles of ``TILE`` by ``TILE`` pairs, over all sequences and query heads."""
+
+    skipped: int
+    partial: int
+    full: int
+    pairs: int  # in the partial and the full ones
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What ``explain`` found; ``str`` of it is a text to read.
+
+    Attributes:
+        problem: shapes, dtypes and features, as backends see them.
+        forward, backward: the backend of each, and why each other one is not it.
+        tiles: skipped, partial and full tiles of 128 by 128, and the pairs in those visited.
+        forward_flops, backward_flops: of the matrix products in the tiles that are visited.
+        output_bytes: of out and lse.
+        dense_bytes: of the score matrix that is never made, in q's dtype.
+    """
+
+    problem: Problem
+    forward: Choice
+    backward: Choice
+    tiles: Tiles
+    forward_flops: int
+    backward_flops: int
+    output_bytes: int
+    dense_bytes: int
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:<9} {text}".rstrip() for name, text in _lines(self))
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    causal: bool = False,
+    mask: Mask | Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str | None = None,
+) -> Explanation:
+    """Which backend takes a call and why, how many tiles it visits, its work and its memory.
+
+    Takes the arguments of ``attention``, or those of ``attention_varlen``, and computes no
+    attention. Reads masks and packed offsets, so on a GPU it waits for the device.
+
+    Returns:
+        An ``Explanation``: print it, or read its attributes.
+
+    Raises:
+        TypeError, ValueError: as the call itself would, but for a backend that refuses:
+            that is explained.
+
+    >>> import torch, rowmax
+    >>> q = torch.randn(1, 256, 4, 64)
+    >>> rowmax.explain(q, q, q, causal=True).tiles
+    Tiles(skipped=4, partial=8, full=4, pairs=196608)
+    """
+    cu_seqlens = None
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        cu_seqlens = cu_seqlens_q, cu_seqlens_k
+    elif cu_seqlens_q is not None or cu_seqlens_k is not None:
+        missing = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
+        raise wrong_type(missing, "None", "a tensor: packed calls have both offsets")
+    q, k, v = _autocast(q, k, v)
+    tensors, options = checked(
+        q,
+        k,
+        v,
+        mask=_mask(mask, causal),
+        bias=bias,
+        alibi=alibi,
+        scale=scale,
+        softcap=softcap,
+        sink=sink,
+        dropout_p=dropout_p,
+        seed=0 if seed is None else seed,  # none is drawn: torch's generator stays as it is
+        deterministic=deterministic,
+        backend=backend,
+        cu_seqlens=cu_seqlens,
+        max_seqlens=(max_seqlen_q, max_seqlen_k),
+    )
+    problem = problem_of(tensors, options)
+    tiles = _tiles(problem, tensors)
+    size = problem.dtype.itemsize
+    rows = problem.out_shape[0] * problem.total_q * problem.hq
+    return Explanation(
+        problem=problem,
+        forward=_choice(problem, "forward", backend),
+        backward=_choice(problem, "backward", backend),
+        tiles=tiles,
+        forward_flops=2 * tiles.pairs * (problem.d + problem.dv),
+        backward_flops=2 * tiles.pairs * (3 * problem.d + 2 * problem.dv),
+        output_bytes=rows * (problem.dv * size + problem.accumulator.itemsize),
+        dense_bytes=sum(p.batch * p.hq * p.nq * p.nk for p, _ in _dense(problem, tensors)) * size,
+    )
+
+
+def _choice(problem: Problem, call: backends.Call, name: str | None) -> Choice:
+    """As ``backend.choose`` decides, with a reason for every other."""
+    try:
+        module = backends.choose(problem, call, name)
+        chosen = next(n for n, path in backends._MODULES.items() if path == module.__name__)  # pyright: ignore
+    except ValueError:
+        chosen = None
+    first = f"backend={name!r} is asked for" if name else f"{chosen} comes first"
+    others = {}
+    for other in backends.NAMES:
+        if other == chosen:
+            continue
+        by_name = other in backends._BY_NAME_ONLY and other != name
+        reason = "taken only by name: it holds the score matrix" if by_name else None
+        others[other] = reason or backends.refusal(other, problem, call) or f"able, but {first}"
+    return Choice(chosen, others)
+
+
+def _dense(problem: Problem, tensors: Tensors) -> Iterator[tuple[Problem, Tensors]]:
+    if not problem.varlen:
+        yield problem, tensors
+        return
+    for _, _, one, parts in each_sequence(problem, tensors):
+        yield one, parts
+
+
+def _tiles(problem: Problem, tensors: Tensors) -> Tiles:
+    totals = [0, 0, 0, 0]
+    for one, parts in _dense(problem, tensors):
+        if 0 in (one.batch, one.nq, one.nk):
+            continue
+        states = masks.tile_states(one, parts, TILE, TILE)
+        times = one.batch * one.hq // (states.shape[0] * states.shape[1])  # 1 is broadcast
+        rows = _extents(one.nq, states)[:, None]
+        cols = _extents(one.nk, states)[None, :]
+        for state in (masks.SKIP, masks.PARTIAL, masks.FULL):
+            totals[state] += times * int((states == state).sum())
+        totals[3] += times * int(((states != masks.SKIP) * rows * cols).sum())
+    return Tiles(*totals)
+
+
+def _extents(n: int, like: Tensor) -> Tensor:
+    """How many of n each tile along a dimension holds."""
+    starts = torch.arange(0, n, TILE, device=like.device)
+    return (n - starts).clamp(max=TILE)
+
+
+# --- the text ----------------------------------------------------------------------------------
+
+
+def _lines(e: Explanation) -> Iterator[tuple[str, str]]:
+    p = e.problem
+    yield "call", f"{p.device}, {str(p.dtype).removeprefix('torch.')}, {_shapes(p)}"
+    yield "features", ", ".join(_features(p)) or "none"
+    for call, choice in (("forward", e.forward), ("backward", e.backward)):
+        yield call, choice.backend or "no backend: the call would raise"
+        if call == "forward" or choice != e.forward:
+            for other, reason in choice.others.items():
+                yield "", f"  not {other}: {reason}"
+    t = e.tiles
+    yield (
+        "tiles",
+        f"of {TILE} x {TILE}: {t.skipped:,} skipped, {t.partial:,} partial, {t.full:,} full",
+    )
+    yield (
+        "work",
+        f"forward {_scaled(e.forward_flops, 1000, 'FLOP')}, "
+        f"backward {_scaled(e.backward_flops, 1000, 'FLOP')}, in the tiles visited",
+    )
+    yield (
+        "memory",
+        f"out and lse {_scaled(e.output_bytes, 1024, 'B')}; "
+        f"a dense score matrix would be {_scaled(e.dense_bytes, 1024, 'B')}",
+    )
+
+
+def _shapes(p: Problem) -> str:
+    if p.varlen:
+        packed = f", {p.batch} packed sequences of at most {p.nq} queries and {p.nk} keys"
+        q, k = [p.total_q, p.hq, p.d], [p.total_k, p.hk, p.d]
+        v = [p.total_k, p.hk, p.dv]
+    else:
+        packed = ""
+        q, k = [p.batch, p.nq, p.hq, p.d], [p.batch, p.nk, p.hk, p.d]
+        v = [p.batch, p.nk, p.hk, p.dv]
+    return f"q {q}, k {k}, v {v}{packed}"
+
+
+def _features(p: Problem) -> Iterator[str]:
+    if p.left is None and p.right == 0:
+        yield "causal"
+    elif p.left is not None or p.right is not None:
+        yield f"window (left {p.left}, right {p.right})"
+    for name in ("documents", "prefix", "alibi", "sink", "deterministic"):
+        if getattr(p, name):
+            yield "prefix lengths" if name == "prefix" else name
+    if p.allowed is not None:
+        yield f"boolean mask {list(p.allowed)}"
+    if p.bias is not None:
+        yield f"bias {list(p.bias)} {str(p.bias_dtype).removeprefix('torch.')}"
+    if p.softcap:
+        yield f"softcap {p.softcap:g}"
+    if p.dropout_p:
+        yield f"dropout {p.dropout_p:g}"
+    if p.group > 1:
+        yield f"{p.group} query heads a kv head"
+
+
+def _scaled(n: int, base: int, unit: str) -> str:
+    """5_000_000 FLOP -> 5 MFLOP; 2048 B -> 2 KiB."""
+    value, prefixes = float(n), iter("KMGTPE" if base == 1024 else "kMGTPE")
+    prefix = ""
+    while value >= base and prefix != "E":
+        value, prefix = value / base, next(prefixes)
+    return f"{value:.3g} {prefix}{'i' if base == 1024 and prefix else ''}{unit}"

@@ -1,0 +1,174 @@
+"""rowmax.explain: it says what a call would do, and makes none."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+import rowmax
+from rowmax import backend as backends
+from rowmax import mask as masks
+from rowmax.explain import TILE
+
+from .cases import CASES, make
+
+
+def tensors(b=1, nq=300, nk=400, hq=4, hk=2, d=16, dv=8, dtype=torch.float32):
+    return (
+        torch.randn(b, nq, hq, d, dtype=dtype),
+        torch.randn(b, nk, hk, d, dtype=dtype),
+        torch.randn(b, nk, hk, dv, dtype=dtype),
+    )
+
+
+@pytest.mark.parametrize("call", [rowmax.attention, rowmax.attention_varlen])
+def test_takes_the_arguments_of_the_call(call):
+    ours = inspect.signature(rowmax.explain).parameters
+    theirs = inspect.signature(call).parameters
+    assert set(theirs) <= set(ours)
+    for name, parameter in theirs.items():
+        if parameter.kind == inspect.Parameter.KEYWORD_ONLY:
+            assert ours[name] == parameter
+    positional = [n for n, p in theirs.items() if p.kind != inspect.Parameter.KEYWORD_ONLY]
+    assert positional == list(ours)[: len(positional)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_tiles_are_those_of_the_mask(case):
+    """Counted against the dense mask: nothing allowed is skipped, nothing full is masked."""
+    call = make(case)
+    keywords = {name: value for name, value in call.keywords.items() if name != "return_lse"}
+    found = rowmax.explain(*call.inputs, **keywords)
+    whole, inputs = call.problem()
+    assert found.problem == whole
+    parts = [(whole, inputs)]
+    if whole.varlen:
+        parts = [(p, t) for _, _, p, t in rowmax.problem.each_sequence(whole, inputs)]
+    tiles, pairs, dense, full, some = 0, 0, 0, 0, 0
+    for problem, t in parts:
+        shape = (problem.batch, problem.hq, problem.nq, problem.nk)
+        seen = masks.dense(problem, t).expand(shape)
+        dense += seen.numel()
+        for i in range(0, problem.nq, TILE):
+            for j in range(0, problem.nk, TILE):
+                tile = seen[:, :, i : i + TILE, j : j + TILE].flatten(2)
+                any_seen = tile.any(-1)
+                tiles += any_seen.numel()
+                some += int(any_seen.sum())
+                full += int(tile.all(-1).sum())
+                pairs += int(any_seen.sum()) * tile.shape[2]
+    assert sum(found.tiles[:3]) == tiles
+    assert found.tiles.skipped <= tiles - some
+    assert found.tiles.full <= full
+    assert found.tiles.pairs >= pairs
+    if not case.documents:  # by documents a tile may be visited without need
+        assert found.tiles.skipped == tiles - some or case.allowed or case.lengths
+        assert found.tiles.pairs == pairs or case.allowed or case.lengths
+    assert found.dense_bytes == dense * whole.dtype.itemsize
+
+
+@given(nq=st.integers(0, 400), nk=st.integers(0, 400), causal=st.booleans())
+def test_work_and_memory(nq, nk, causal):
+    q, k, v = tensors(b=2, nq=nq, nk=nk, dtype=torch.bfloat16)
+    found = rowmax.explain(q, k, v, causal=causal)
+    pairs = found.tiles.pairs
+    if not causal:
+        assert pairs == 2 * 4 * nq * nk
+    assert found.forward_flops == 2 * pairs * (16 + 8)
+    assert found.backward_flops == 2 * pairs * (3 * 16 + 2 * 8)
+    out, lse = rowmax.attention(q, k, v, causal=causal, return_lse=True)
+    assert found.output_bytes == out.nbytes + lse.nbytes
+    assert found.dense_bytes == 2 * 4 * nq * nk * 2
+    assert str(found)
+
+
+def test_the_backend_is_the_one_that_is_chosen():
+    q, k, v = tensors()
+    found = rowmax.explain(q, k, v, causal=True)
+    for call, choice in (("forward", found.forward), ("backward", found.backward)):
+        taken = backends.choose(found.problem, call)
+        assert choice.backend is not None
+        assert backends._MODULES[choice.backend] == taken.__name__
+        assert set(choice.others) == set(backends.NAMES) - {choice.backend}
+        assert "the tensors are on cpu" in choice.others["triton"]
+        assert "score matrix" in choice.others["reference"]
+
+
+@pytest.mark.parametrize("name", ["torch", "reference"])
+def test_a_backend_that_is_named(name):
+    found = rowmax.explain(*tensors(), backend=name)
+    assert found.forward.backend == found.backward.backend == name
+
+
+def test_a_named_backend_that_refuses_is_explained():
+    found = rowmax.explain(*tensors(), backend="triton")
+    assert found.forward.backend is None
+    assert "the tensors are on cpu" in found.forward.others["triton"]
+    assert "the call would raise" in str(found)
+    with pytest.raises(ValueError, match="the tensors are on cpu"):
+        rowmax.attention(*tensors(), backend="triton")
+
+
+def test_the_text():
+    q, k, v = tensors(b=2)
+    text = str(
+        rowmax.explain(
+            q,
+            k,
+            v,
+            mask=rowmax.Window(64, 0) & rowmax.PrefixLengths(torch.tensor([9, 400])),
+            bias=torch.zeros(4, 1, 400),
+            sink=torch.zeros(4),
+            dropout_p=0.25,
+            backend="torch",
+        )
+    )
+    for words in (
+        "call      cpu, float32, q [2, 300, 4, 16], k [2, 400, 2, 16], v [2, 400, 2, 8]",
+        "window (left 64, right 0), prefix lengths, sink, bias [1, 4, 1, 400] float32, "
+        "dropout 0.25, 2 query heads a kv head",
+        "forward   torch",
+        "backward  torch",
+        "not triton: it runs on cuda or xpu, the tensors are on cpu",
+        "tiles     of 128 x 128: ",
+        "a dense score matrix would be 3.66 MiB",
+    ):
+        assert words in text
+
+
+def test_packed():
+    q, k, v = (t[0] for t in tensors(nq=300, nk=400))
+    cu_q, cu_k = torch.tensor([0, 100, 100, 300]), torch.tensor([0, 0, 150, 400])
+    found = rowmax.explain(q, k, v, cu_q, cu_k)
+    assert found.tiles == (0, 0, 4 * 2 * 2, 4 * 200 * 250)
+    assert found.dense_bytes == 4 * 4 * 200 * 250
+    out, lse = rowmax.attention_varlen(q, k, v, cu_q, cu_k, return_lse=True)
+    assert found.output_bytes == out.nbytes + lse.nbytes
+    assert "3 packed sequences of at most 200 queries and 250 keys" in str(found)
+    with pytest.raises(TypeError, match="cu_seqlens_k: got None"):
+        rowmax.explain(q, k, v, cu_q)
+
+
+def test_computes_nothing_and_draws_nothing():
+    q, k, v = tensors()
+    state = torch.get_rng_state()
+    with FlopCounterMode(display=False) as counter:
+        found = rowmax.explain(q, k, v, dropout_p=0.5, backend="torch")
+    assert counter.get_total_flops() == 0
+    assert torch.equal(torch.get_rng_state(), state)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.forward_flops = 0  # pyright: ignore
+
+
+def test_errors_are_those_of_the_call():
+    q, k, v = tensors()
+    with pytest.raises(ValueError, match=r"dropout_p: got 1\.0"):
+        rowmax.explain(q, k, v, dropout_p=1.0)
+    with pytest.raises(TypeError, match="causal: got 1"):
+        rowmax.explain(q, k, v, causal=1)  # pyright: ignore
