@@ -1,3 +1,4 @@
+# ruff: noqa: RET505  (what is compiled and what runs are told apart by else)
 """dbias of a bias that broadcasts over the batch or the heads: a tile of it stays, they pass by.
 
 ``dbias_ij = sum dS_ij`` over what broadcasts, in one order, in registers: no memory beyond the

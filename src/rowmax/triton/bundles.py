@@ -126,13 +126,18 @@ def prepared(tensors: Tensors) -> Tensors:
     fixed = {}
     for name in ("q", "k", "v", "q_ids", "k_ids"):
         x = getattr(tensors, name)
-        if x is not None and x.stride(-1) != 1 and x.shape[-1] > 1:
+        if x is not None and without_gaps(x) is not x:
             fixed[name] = x.contiguous()
     for name in ("sink", "alibi", "lengths"):
         x = getattr(tensors, name)
         if x is not None and not x.is_contiguous():
             fixed[name] = x.contiguous()
     return tensors._replace(**fixed) if fixed else tensors
+
+
+def without_gaps(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy whose last dimension is contiguous."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def steps(x: torch.Tensor) -> tuple[int, ...]:

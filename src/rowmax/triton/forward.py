@@ -1,3 +1,4 @@
+# ruff: noqa: SIM102  (what is compiled and what runs are told apart by else)
 """The forward: a tile of queries stays, tiles of keys pass by it.
 
 ``m' = max(m, rowmax S)``, ``alpha = exp(m - m')``, ``l' = alpha l + rowsum exp(S - m')``,

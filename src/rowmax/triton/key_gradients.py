@@ -1,3 +1,4 @@
+# ruff: noqa: SIM102  (what is compiled and what runs are told apart by else)
 """dK and dV: a tile of keys stays, tiles of queries pass by it, for each head of its group.
 
 ``dV_j = sum_i P_ij R_ij dO_i`` and ``dK_j = scale sum_i dX_ij q_i``. Scores are held with keys

@@ -76,12 +76,10 @@ def planned(
     ``plan(problem, tensors, tiles, *more)`` makes it where there is none yet.
     """
     q, k, v, bias, _, _, allowed, q_ids, k_ids, *_ = tensors
-    key = (name, problem, q.device.index, tiles, q.stride(), k.stride(), v.stride()) + tuple(
-        [
-            None if x is None else (x.stride(), x.shape[0])
-            for x in (bias, allowed, q_ids, k_ids, *more)
-        ]
-    )
+    given = (q, k, v, bias, allowed, q_ids, k_ids, *more)
+    strides = [None if x is None else x.stride() for x in given]
+    batches = [None if x is None else x.shape[0] for x in (q_ids, k_ids)]
+    key = (name, problem, q.device.index, tiles, *strides, *batches)
     job = _jobs.get(key)
     if job is None:
         if len(_jobs) >= _LIMIT:

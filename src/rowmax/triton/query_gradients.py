@@ -1,3 +1,4 @@
+# ruff: noqa: SIM102  (what is compiled and what runs are told apart by else)
 """Delta and dQ: a tile of queries stays, tiles of keys pass by it.
 
 ``Delta_i = dO_i . o_i`` and ``dQ_i = scale sum_j dX_ij k_j``. Here too the gradient of a bias

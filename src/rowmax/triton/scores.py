@@ -1,3 +1,4 @@
+# ruff: noqa: RET505, SIM108  (what is compiled and what runs are told apart by else)
 """Scores, masks and dropout of a tile, and the weights that a backward makes of them again.
 
 ``row`` and ``col`` are query and key positions within a sequence, shaped to broadcast: a kernel

@@ -1,3 +1,4 @@
+# ruff: noqa: RET505  (what is compiled and what runs are told apart by else)
 """The steps that kernels are made of: which sequence, which tiles, tiles in memory.
 
 Kernels pass the bundles of ``bundles.py``. Each rule is in one place, here or in ``scores.py``.
@@ -7,7 +8,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
 
 # --- where a program works ---------------------------------------------------------------------
 

@@ -1,8 +1,17 @@
-"""Tile shapes as data: a table for devices that were measured, a rule for the rest."""
+"""Tile shapes as data: a table for what was measured, a rule from memory for the rest.
+
+Nothing is tried out at a user's call. ``rowmax tune`` measures candidates on the user's own
+device and keeps the winners in the user's cache directory, where they come before the table.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
 
 import torch
 
@@ -19,10 +28,159 @@ class Tiles:
     stages: int
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What a choice of tiles depends on: the job, the width of an element, the head sizes."""
+
+    job: str
+    bytes: int
+    d: int  # as padded
+    dv: int
+    masked: bool
+    scored: bool  # terms beside q.k
+
+    def __str__(self) -> str:
+        marks = "".join(c for c, on in (("m", self.masked), ("s", self.scored)) if on)
+        return f"{self.job}-{8 * self.bytes}-{self.d}x{self.dv}{'-' + marks if marks else ''}"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a device gives a program, in bytes and in 32-bit registers a thread."""
+
+    name: str
+    shared: int
+    lanes: int  # of a warp
+
+
 def padded(d: int) -> int:
     """The tile width of a head size: a power of two, 16 at least."""
     return max(16, 1 << (d - 1).bit_length())
 
 
+def kind_of(job: str, problem: Problem) -> Kind:
+    scored = problem.bias is not None or problem.alibi or problem.softcap > 0
+    return Kind(
+        job=job,
+        bytes=problem.dtype.itemsize,
+        d=padded(problem.d),
+        dv=padded(problem.dv),
+        masked=problem.masked,
+        scored=scored or problem.dropout_threshold > 0,
+    )
+
+
 def tiles_for(job: str, problem: Problem, device: torch.device) -> Tiles:
-    return Tiles(64, 64, 4, 2)
+    """The tiles for a job: the user's, the table's, or the rule's, cut down to short sequences."""
+    kind, limits = kind_of(job, problem), limits_of(device)
+    tiles = user_tiles(limits.name).get(str(kind)) or table(kind, limits)
+    if tiles is None:
+        tiles = next(candidates(kind, limits))
+    return shortened(tiles, problem)
+
+
+def shortened(tiles: Tiles, problem: Problem) -> Tiles:
+    """No dimension longer than it need be."""
+    return replace(
+        tiles,
+        block_q=min(tiles.block_q, padded(max(problem.nq, 1))),
+        block_k=min(tiles.block_k, padded(max(problem.nk, 1))),
+    )
+
+
+# --- the device --------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=64)
+def limits_of(device: torch.device) -> Limits:
+    if device.type != "cuda":
+        return Limits(device.type, 64 << 10, 32)
+    found = torch.cuda.get_device_properties(device)
+    shared = getattr(found, "shared_memory_per_block_optin", 64 << 10)
+    return Limits(found.name, shared or 64 << 10, getattr(found, "warp_size", 32))
+
+
+# --- measured ----------------------------------------------------------------------------------
+
+_H200: dict[tuple[str, int, int], Tiles] = {}
+
+
+def table(kind: Kind, limits: Limits) -> Tiles | None:
+    """What was measured best on a device like this one."""
+    if "H200" not in limits.name and "H100" not in limits.name:
+        return None
+    return _H200.get((kind.job, kind.bytes, max(kind.d, kind.dv)))
+
+
+# --- the rule ----------------------------------------------------------------------------------
+
+_SHAPES = {
+    "forward": ((128, 128, 8), (128, 64, 8), (128, 64, 4), (64, 64, 4), (64, 32, 4), (32, 32, 4)),
+    "key_gradients": ((64, 128, 8), (64, 64, 8), (64, 64, 4), (32, 64, 4), (32, 32, 4)),
+    "query_gradients": ((128, 64, 8), (64, 64, 8), (64, 64, 4), (64, 32, 4), (32, 32, 4)),
+    "bias_gradient": ((128, 64, 8), (64, 64, 4), (32, 64, 4), (32, 32, 4)),
+    "delta": ((64, 16, 4), (32, 16, 4), (16, 16, 4)),
+}
+_LAST = ((32, 16, 4), (16, 32, 4), (16, 16, 4), (16, 16, 8))
+
+
+def candidates(kind: Kind, limits: Limits) -> Iterator[Tiles]:
+    """Tiles that fit the device, the rule's own choice first; the last resort comes regardless."""
+    for block_q, block_k, warps in _SHAPES[kind.job] + _LAST:
+        for stages in (2, 3, 1):
+            tiles = Tiles(block_q, block_k, warps, stages)
+            if fits(kind, tiles, limits):
+                yield tiles
+    yield Tiles(16, 16, 4, 1)
+
+
+def fits(kind: Kind, tiles: Tiles, limits: Limits) -> bool:
+    """Whether shared memory holds the tiles and registers hold the sums, with room to work."""
+    bq, bk, both = tiles.block_q, tiles.block_k, kind.d + kind.dv
+    moving, fixed, sums = {
+        "forward": (bk * both, bq * kind.d, bq * kind.dv),
+        "key_gradients": (bq * both, bk * both, bk * both),
+        "query_gradients": (bk * both, bq * both, bq * kind.d),
+        "bias_gradient": (bq * both + bk * both, 0, bq * bk),
+        "delta": (0, 0, 2 * bq * kind.dv),
+    }[kind.job]
+    scores = bq * bk * (1 if kind.job in ("forward", "delta") else 2)
+    threads = tiles.warps * limits.lanes
+    shared = kind.bytes * (fixed + max(1, tiles.stages) * moving + bq * bk)
+    return shared <= limits.shared and (sums + scores) / threads <= 200
+
+
+# --- the user's own ----------------------------------------------------------------------------
+
+
+def cache_file() -> Path:
+    """Where tuned tiles are kept: ``$ROWMAX_CACHE``, or the user's cache directory."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("ROWMAX_CACHE") or Path(home) / "rowmax") / "tiles.json"
+
+
+@lru_cache(maxsize=8)
+def user_tiles(device: str) -> dict[str, Tiles]:
+    """What ``rowmax tune`` found for the device of this name."""
+    try:
+        found = json.loads(cache_file().read_text())
+    except (OSError, ValueError):
+        return {}
+    return {kind: Tiles(*shape) for kind, shape in found.get(device, {}).items()}
+
+
+def keep(device: str, found: dict[str, Tiles]) -> Path:
+    """Store tiles, beside those of other devices and kinds; later calls in any process use them."""
+    path = cache_file()
+    try:
+        everything = json.loads(path.read_text())
+    except (OSError, ValueError):
+        everything = {}
+    shapes = {kind: [t.block_q, t.block_k, t.warps, t.stages] for kind, t in found.items()}
+    everything[device] = {**everything.get(device, {}), **shapes}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}")
+    part.write_text(json.dumps(everything, indent=1, sort_keys=True))
+    part.replace(path)
+    user_tiles.cache_clear()
+    return path
