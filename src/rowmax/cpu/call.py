@@ -18,20 +18,58 @@ UNLIMITED = 1 << 40  # a band's side that has no limit
 
 _STRIDED = ("q", "k", "v", "out", "dout")  # rows of numbers: steps along b, n and h
 _SCORE = ("bias", "allowed", "dbias")  # [B|1, Hq|1, Nq|1, Nk|1]: steps along b, h, q and k
-_INTEGERS = (
-    [*_STRIDED, *(f"{name}_{axis}" for name in _STRIDED for axis in "bnh")]
-    + [*_SCORE, *(f"{name}_{axis}" for name in _SCORE for axis in "bhqk")]
-    + ["lse", "lse_b", "lse_h", "dlse", "dlse_b", "dlse_h", "dlse_q"]
-    + ["q_ids", "q_ids_b", "k_ids", "k_ids_b", "lengths", "sink", "alibi"]
-    + ["panels", "dq", "dk", "dv", "slice_k", "slice_v", "slice_bias", "slices", "store_bias"]
-    + ["hq", "hk", "group", "d", "dv_size", "d_wide", "dv_wide", "left", "right", "offset_bias"]
-    + ["bias_kind", "mapped", "seed", "threshold", "first", "longest_k", "packed"]
-)
+_STEPS = [f"{name}_{axis}" for name in _STRIDED for axis in "bnh"]
+_STEPS += [f"{name}_{axis}" for name in _SCORE for axis in "bhqk"]
+_TERMS = [
+    "lse",
+    "lse_b",
+    "lse_h",
+    "dlse",
+    "dlse_b",
+    "dlse_h",
+    "dlse_q",
+    "q_ids",
+    "q_ids_b",
+    "k_ids",
+    "k_ids_b",
+    "lengths",
+    "sink",
+    "alibi",
+]
+_RESULTS = [
+    "panels",
+    "dq",
+    "dk",
+    "dv",
+    "slice_k",
+    "slice_v",
+    "slice_bias",
+    "slices",
+    "store_bias",
+    "bias_kind",
+]
+_SIZES = [
+    "hq",
+    "hk",
+    "group",
+    "d",
+    "dv_size",
+    "d_wide",
+    "dv_wide",
+    "left",
+    "right",
+    "seed",
+    "threshold",
+    "first",
+    "longest_k",
+    "packed",
+]
 _NUMBERS = ["scale", "softcap", "keep_scale"]
 
 #: the kernels' view of a call; an address of 0 is a tensor that is not there
 CALL = np.dtype(
-    [(name, np.int64) for name in _INTEGERS] + [(name, np.float64) for name in _NUMBERS]
+    [(name, np.int64) for name in [*_STRIDED, *_SCORE, *_STEPS, *_TERMS, *_RESULTS, *_SIZES]]
+    + [(name, np.float64) for name in _NUMBERS]
 )
 
 _BIAS_KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -47,13 +85,13 @@ class Call:
         self.record = np.zeros(1, CALL)
         self._kept: list[Tensor] = []
         self._set_sizes(problem)
-        q, k, v = (self.rows(name, getattr(tensors, name)) for name in ("q", "k", "v"))
-        self.set(d_wide=q.shape[3], dv_wide=v.shape[3])
+        self.set(d_wide=self.rows("q", tensors.q).shape[3])
+        self.set(dv_wide=self.rows("v", tensors.v).shape[3])
+        self.rows("k", tensors.k)
         self._set_terms(problem, tensors)
         self.sequences = _sequences(problem, tensors)
         self.set(longest_k=int(self.sequences[:, 3].max(initial=0)))
         self.states = _tile_map(problem, tensors)
-        self.set(mapped=self.states.size > 0)
 
     def set(self, **fields: float) -> None:
         for name, value in fields.items():
@@ -155,5 +193,7 @@ def query_tasks(call: Call) -> np.ndarray:
     p = call.problem
     if not p.varlen:
         return _head_tasks(p.batch, p.hq, p.nq)
-    parts = [_head_tasks(1, p.hq, int(n)) + [s, 0, 0] for s, n in enumerate(call.sequences[:, 1])]
-    return np.ascontiguousarray(np.concatenate([_head_tasks(0, 1, 0), *parts]))
+    parts = [_head_tasks(1, p.hq, int(n)) for n in call.sequences[:, 1]]
+    tasks = np.concatenate([_head_tasks(0, 1, 0), *parts])
+    tasks[:, 0] = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    return tasks

@@ -8,6 +8,7 @@ B is always read along its rows. Arguments are addresses and steps in elements.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from llvmlite import ir
 from numba import types
@@ -23,7 +24,7 @@ def _kind(dtype) -> tuple[int, ir.Type, int]:
     return W, ir.FloatType(), 4
 
 
-def lanes(like):  # pyright: ignore
+def lanes(like) -> Any:
     """Numbers of ``like``'s dtype in a vector: head sizes are padded to a multiple of it."""
 
 
@@ -33,7 +34,7 @@ def _lanes(like):
     return lambda like: w
 
 
-def panel(like):  # pyright: ignore
+def panel(like) -> Any:
     """Columns of a register tile."""
 
 
@@ -43,7 +44,7 @@ def _panel(like):
     return lambda like: nr
 
 
-def span(like):  # pyright: ignore
+def span(like) -> Any:
     """Columns of a tile are worked on in multiples of this: whole register tiles either way."""
 
 
@@ -93,7 +94,7 @@ def _multiply(dtype, row_step):
     return _tiled(full, single, w, size, row_step)
 
 
-def from_rows(like, m, n, k, c, c_row, a, b, b_step, add):  # pyright: ignore
+def from_rows(like, m, n, k, c, c_row, a, b, b_step, add) -> Any:
     """C (+)= A B, A[r, i] at ``r TILE_K + i``."""
 
 
@@ -105,7 +106,7 @@ def _from_rows(like, m, n, k, c, c_row, a, b, b_step, add):
     )
 
 
-def from_columns(like, m, n, k, c, c_row, a, a_step, b, b_step, add):  # pyright: ignore
+def from_columns(like, m, n, k, c, c_row, a, a_step, b, b_step, add) -> Any:
     """C (+)= A B, A[r, i] at ``r + i a_step``."""
 
 

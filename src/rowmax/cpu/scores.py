@@ -6,8 +6,14 @@ here is over the columns of a row and becomes vector code.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
-from numba import carray, njit, types
+from numba import (
+    carray,  # pyright: ignore[reportPrivateImportUsage]
+    njit,
+    types,
+)
 from numba.extending import overload, register_jitable
 
 from ..dropout import INCREMENTS, MULTIPLIERS, ROUNDS
@@ -41,7 +47,7 @@ STRICT = {"contract", "nsz"}  # keeps NaN, inf and the order of additions
 SUMS = {"contract", "nsz", "reassoc"}  # lets a sum be kept in the lanes of a vector
 
 
-def array(address, n, like):  # pyright: ignore
+def array(address, n, like) -> Any:
     """The n numbers at an address, of ``like``'s dtype."""
 
 
@@ -50,7 +56,7 @@ def _array(address, n, like):
     return lambda address, n, like: carray(pointer_to(address, like), n)
 
 
-def number(value, x):  # pyright: ignore
+def number(value, x) -> Any:
     """The constant in the type of x: a bare one would make the arithmetic double."""
 
 
@@ -60,7 +66,7 @@ def _number(value, x):
     return lambda value, x: real(value)
 
 
-def exponential(x):  # pyright: ignore
+def exponential(x) -> Any:
     """(2^r, g) with ``2^x = 2^r + 2^r g``, g = 2^(x - r) - 1 small; 0 from -127 (-1023) down."""
 
 
@@ -113,7 +119,7 @@ def tanh(x):
     return one if x > number(20, x) else minus1 / (minus1 + number(2, x))
 
 
-def ordered(x):  # pyright: ignore
+def ordered(x) -> Any:
     """A float as an integer of the same order, and back: it is its own inverse."""
 
 
@@ -124,7 +130,7 @@ def _ordered(x):
     return lambda x: np.int32(x ^ np.int32(np.int32(x >> np.int32(31)) & np.int32(0x7FFFFFFF)))
 
 
-def row_max(row):  # pyright: ignore
+def row_max(row) -> Any:
     """The greatest score. Compared as integers, which the compiler takes a vector at a time
     (it will not do that to floats, whose maximum is not associative where there is NaN)."""
 

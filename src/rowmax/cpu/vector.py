@@ -9,38 +9,48 @@ shape is the only thing that differs from machine to machine.
 from __future__ import annotations
 
 import platform
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import llvmlite.binding as llvm
 from llvmlite import ir
-from numba import types
+from numba import config, types
 from numba.extending import intrinsic
 
 
-class Registers(NamedTuple):
-    """The register tile of a float32 product: MR x (NV vectors of W)."""
+class Machine(NamedTuple):
+    """The register tile of a float32 product, MR x (NV vectors of W), and the tiles of scores.
+
+    Tiles are multiples of the register tile, and a tile of keys of dropout's blocks of 64. They
+    were chosen by measurement: the scores of a tile stay in the second cache.
+    """
 
     w: int
     mr: int
     nv: int
+    tile_q: int
+    tile_k: int
 
 
-def _registers() -> Registers:
-    features = llvm.get_host_cpu_features()
-    if features.get("avx512f"):  # 32 registers of 512 bits
-        return Registers(w=16, mr=8, nv=2)
-    if features.get("avx2") and features.get("fma"):  # 16 of 256
-        return Registers(w=8, mr=6, nv=2)
+def _machine() -> Machine:
+    features = _features()
+    if {"avx512f", "avx512dq", "avx512vl"} <= features:  # 32 registers of 512 bits
+        return Machine(w=16, mr=8, nv=2, tile_q=64, tile_k=256)
+    if {"avx2", "fma"} <= features:  # 16 of 256
+        return Machine(w=8, mr=6, nv=2, tile_q=96, tile_k=192)
     if platform.machine().lower() in ("arm64", "aarch64"):  # 32 of 128
-        return Registers(w=4, mr=6, nv=4)
-    return Registers(w=4, mr=4, nv=2)
+        return Machine(w=4, mr=6, nv=4, tile_q=96, tile_k=192)
+    return Machine(w=4, mr=4, nv=2, tile_q=64, tile_k=256)
 
 
-REGISTERS = _registers()
-W, MR, NV = REGISTERS
+def _features() -> set[str]:
+    """What Numba compiles for: the host, or what its NUMBA_CPU_FEATURES says."""
+    told = config.CPU_FEATURES  # pyright: ignore
+    if told is not None:
+        return {f[1:] for f in told.split(",") if f.startswith("+")}
+    return {name for name, there in llvm.get_host_cpu_features().items() if there}
 
-TILE_Q = 96  # multiples of every register tile above; TILE_K of dropout's blocks of 64, too
-TILE_K = 192
+
+W, MR, NV, TILE_Q, TILE_K = _machine()
 
 _I64 = ir.IntType(64)
 _I32 = ir.IntType(32)
@@ -126,8 +136,7 @@ def product(width: int, mr: int, nv: int, a_row: int, kind: ir.Type):
     return tile_product
 
 
-@intrinsic
-def fetch_add(typing, address, n):
+def _fetch_add(typing, address, n):
     """Adds n to the int64 at an address, atomically, and returns what it was."""
 
     def emit(context, builder, signature, arguments):
@@ -137,11 +146,15 @@ def fetch_add(typing, address, n):
     return types.int64(types.int64, types.int64), emit
 
 
-@intrinsic
-def pointer_to(typing, address, like):
+def _pointer_to(typing, address, like):
     """The address as a pointer to numbers of ``like``'s dtype."""
 
     def emit(context, builder, signature, arguments):
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
     return types.CPointer(like.dtype)(types.int64, like), emit
+
+
+# Numba gives an intrinsic's first parameter itself: what is called has one fewer.
+fetch_add: Any = intrinsic(_fetch_add)
+pointer_to: Any = intrinsic(_pointer_to)
