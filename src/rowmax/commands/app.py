@@ -21,6 +21,7 @@ app = typer.Typer(
 console = Console()
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
+PATTERN = "Letters of bhqk, or 1 where it broadcasts: 1hqk."
 
 Device = Annotated[
     str | None, typer.Option(help="Where to run: cpu, cuda, cuda:1. By default a GPU if any.")
@@ -65,6 +66,67 @@ def check(device: Device = None, backend: Backend = None, seed: Seed = 0) -> Non
 
     checks = check_installation(_device(device), _backend(backend), seed, console)
     raise typer.Exit(0 if checks.ok else 1)
+
+
+@app.command()
+def explain(
+    batch: Annotated[int, typer.Option("--batch", "-b")] = 1,
+    queries: Annotated[int, typer.Option("--queries", "-n", help="Nq.")] = 2048,
+    keys: Annotated[int | None, typer.Option("--keys", help="Nk, if not Nq.")] = None,
+    heads: Annotated[int, typer.Option("--heads", help="Of q.")] = 8,
+    kv_heads: Annotated[int | None, typer.Option(help="Of k and v, if not as many.")] = None,
+    d: Annotated[int, typer.Option("-d", "--head-dim", help="Of q and k.")] = 64,
+    dv: Annotated[int | None, typer.Option("--value-dim", help="Of v, if not the same.")] = None,
+    dtype: Annotated[str, typer.Option(help=", ".join(DTYPES) + ".")] = "float32",
+    device: Device = None,
+    causal: Annotated[bool, typer.Option("--causal")] = False,
+    window: Annotated[str | None, typer.Option(help="left,right; none for no limit.")] = None,
+    documents: Annotated[int, typer.Option(min=0, help="That many, of equal length.")] = 0,
+    lengths: Annotated[str | None, typer.Option(help="Keys of each sequence: 100,250.")] = None,
+    mask: Annotated[str | None, typer.Option(help="A boolean mask. " + PATTERN)] = None,
+    bias: Annotated[str | None, typer.Option(help="Added to the scores. " + PATTERN)] = None,
+    alibi: Annotated[bool, typer.Option("--alibi")] = False,
+    sink: Annotated[bool, typer.Option("--sink")] = False,
+    softcap: float = 0.0,
+    dropout: float = 0.0,
+    deterministic: Annotated[bool, typer.Option("--deterministic")] = False,
+    packed: Annotated[str | None, typer.Option(help="Lengths of packed sequences: 9,70.")] = None,
+    backend: Backend = None,
+) -> None:
+    """Say which backend would take a call and why, its tiles, its work and its memory."""
+    from .described import Described
+
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"{dtype!r}; want {', '.join(DTYPES)}", param_hint="--dtype")
+    described = Described(
+        batch=batch,
+        queries=queries,
+        keys=queries if keys is None else keys,
+        heads=heads,
+        kv_heads=heads if kv_heads is None else kv_heads,
+        d=d,
+        dv=d if dv is None else dv,
+        dtype=getattr(torch, dtype),
+        device=_device(device),
+        causal=causal,
+        window=window,
+        documents=documents,
+        lengths=lengths,
+        allowed=mask,
+        bias=bias,
+        alibi=alibi,
+        sink=sink,
+        softcap=softcap,
+        dropout=dropout,
+        deterministic=deterministic,
+        packed=packed,
+        backend=_backend(backend),
+    )
+    try:
+        found = rowmax.explain(**described.arguments())
+    except (TypeError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from None
+    print(found)
 
 
 def _device(name: str | None) -> torch.device:

@@ -1,0 +1,51 @@
+# make demo    check the installation, train a small model, run a long sequence, write report.html
+# make test    lint, types, imports, tests
+#
+# Both make their environment in .venv the first time and use it from then on. PYTHON=... picks
+# another Python, ARGS=... goes to the demo (make demo ARGS=--quick) or to pytest.
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+CANDIDATES := python3 python3.14 python3.13 python3.12 python3.11 python3.10 python
+MODERN := import sys; sys.exit(sys.version_info < (3, 10))
+PYTHON ?= $(shell for p in $(CANDIDATES); do \
+	$$p -c '$(MODERN)' >/dev/null 2>&1 && { echo $$p; break; }; done)
+ARGS ?=
+
+.PHONY: demo test lint unit doctest clean
+.DELETE_ON_ERROR:
+
+demo: $(STAMP)
+	$(BIN)/rowmax demo $(ARGS)
+
+test: lint unit doctest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+
+unit: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+doctest: $(STAMP)
+	$(BIN)/python -m pytest --doctest-modules src
+
+# A Python that was built without ensurepip (Debian's, without python3-venv) makes no pip in the
+# environment; then its own pip installs there.
+$(STAMP): pyproject.toml constraints.txt
+	@$(if $(PYTHON),,echo "rowmax needs Python 3.10 or newer, and found none of: $(CANDIDATES)" \
+		"(make PYTHON=/path/to/python3 names one)" >&2; exit 1)
+	@$(PYTHON) -c '$(MODERN)' || { echo "rowmax needs Python 3.10 or newer; $(PYTHON) is" \
+		"`$(PYTHON) --version 2>&1`" >&2; exit 1; }
+	@echo "Making $(VENV) with `$(PYTHON) --version` (once; torch is a large download)"
+	@$(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || $(PYTHON) -m venv --without-pip $(VENV)
+	@if $(BIN)/python -m pip --version >/dev/null 2>&1; then pip="$(BIN)/python -m pip"; \
+		else pip="$(PYTHON) -m pip --python $(BIN)/python"; fi; \
+		$$pip install --quiet --constraint constraints.txt --editable '.[cpu,cli,dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) report.html build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
