@@ -7,25 +7,32 @@ lengths or a boolean tensor forbid depends on values, not on the problem, and is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from .problem import Problem
 
-
-def forward_flops(problem: Problem) -> int:
-    """``q k^T`` and ``P v``."""
-    return 2 * _pairs(problem) * (problem.d + problem.dv)
+Lengths = Sequence[tuple[int, int]]
 
 
-def backward_flops(problem: Problem) -> int:
-    """``q k^T`` again, ``dO v^T``, and the products of dV, dQ and dK."""
-    return 2 * _pairs(problem) * (3 * problem.d + 2 * problem.dv)
+def forward_flops(problem: Problem, lengths: Lengths | None = None) -> int:
+    """``q k^T`` and ``P v``.
 
-
-def _pairs(problem: Problem) -> int:
-    """Allowed pairs of all heads and sequences.
-
-    Of a packed call the lengths are values on the device: the count takes every sequence at
-    ``nq`` and ``nk``, which is exact when they are equally long and a bound when they are not.
+    ``lengths`` are those (of queries, of keys) of each sequence of a packed call. Without them
+    every sequence counts with the longest lengths: exact when all are equal, else a bound.
     """
+    return 2 * _pairs(problem, lengths) * (problem.d + problem.dv)
+
+
+def backward_flops(problem: Problem, lengths: Lengths | None = None) -> int:
+    """``q k^T`` again, ``dO v^T``, and the products of dV, dQ and dK."""
+    return 2 * _pairs(problem, lengths) * (3 * problem.d + 2 * problem.dv)
+
+
+def _pairs(problem: Problem, lengths: Lengths | None) -> int:
+    """Allowed pairs of all heads and sequences."""
+    if lengths is not None:
+        each = (problem._replace(batch=1, nq=nq, nk=nk) for nq, nk in lengths)
+        return sum(_pairs(one, None) for one in each)
     n, nk = problem.nq, problem.nk
     upto_right = n * nk if problem.right is None else _below(problem, problem.right + 1)
     before_left = 0 if problem.left is None else _below(problem, -problem.left)

@@ -1,17 +1,26 @@
-"""What PyTorch sees: two operators, their fake kernels, autograd and vmap.
+"""What PyTorch sees: two operators, their fake kernels and their autograd.
 
-Eager calls go through an ``autograd.Function`` around the operators, which composes with every
-``torch.func`` transform; a call that is being compiled goes to the operator itself, whose
-registered autograd is made of the same two steps.
+The autograd kernels are our own. ``torch.library.register_autograd`` would make ones that lose
+tangents (forward mode would silently give zero) and that fail under ``torch.func`` while
+compiling; these refuse what they cannot do, wherever they run: eager, traced or exported.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKeySet
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+from torch.autograd.forward_ad import _set_fwd_grad_enabled
+from torch.autograd.function import _SingleLevelFunction
+from torch.utils.flop_counter import register_flop_formula
 
+from . import batching, flops
 from .backend import choose
 from .problem import Gradients, Options, Problem, Tensors, Wanted, problem_of
 
@@ -34,9 +43,7 @@ _library.define(
 
 def attend(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
     """(out, lse) of checked arguments, differentiable."""
-    if torch.compiler.is_compiling():
-        return torch.ops.rowmax.forward(*tensors, *options)
-    return _Attention.apply(*tensors, *options)  # pyright: ignore
+    return torch.ops.rowmax.forward(*tensors, *options)
 
 
 def _split(inputs: tuple[Any, ...]) -> tuple[Tensors, Options]:
@@ -84,6 +91,35 @@ def _(
     )
 
 
+torch.library.register_vmap("rowmax::forward", batching.forward, lib=_library)
+torch.library.register_vmap("rowmax::backward", batching.backward, lib=_library)
+
+
+# --- work ---------------------------------------------------------------------------------------
+
+
+@register_flop_formula(torch.ops.rowmax.forward, get_raw=True)
+def _(*inputs: Any, out_val: Any = None) -> int:
+    return flops.forward_flops(*_measured(inputs))
+
+
+@register_flop_formula(torch.ops.rowmax.backward, get_raw=True)
+def _(
+    dout: Tensor, dlse: Any, out: Any, lse: Any, wanted: Any, *inputs: Any, out_val: Any = None
+) -> int:
+    return flops.backward_flops(*_measured(inputs))
+
+
+def _measured(inputs: tuple[Any, ...]) -> tuple[Problem, flops.Lengths | None]:
+    """The problem and, packed, the lengths, where there are values to read them from."""
+    tensors, options = _split(inputs)
+    problem = problem_of(tensors, options)
+    cu = [t for t in (tensors.cu_seqlens_q, tensors.cu_seqlens_k) if t is not None]
+    if not cu or any(isinstance(t, FakeTensor) or t.is_meta for t in cu):
+        return problem, None
+    return problem, list(zip(*(t.diff().tolist() for t in cu), strict=True))
+
+
 # --- autograd ----------------------------------------------------------------------------------
 
 _NO_TANGENT = (
@@ -96,62 +132,48 @@ _NO_SECOND = (
 )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:_TENSORS], *output)
-    ctx.options = inputs[_TENSORS:]
-
-
-def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    """One gradient for each input of the forward."""
-    saved = ctx.saved_tensors
-    tensors, (out, lse) = saved[:_TENSORS], saved[_TENSORS:]
-    nothing = (None,) * (_TENSORS + len(ctx.options))
-    if dout is None and dlse is None:
-        return nothing
-    if dout is None:
-        dout = torch.zeros_like(out)
-    wanted = list(ctx.needs_input_grad[:_DIFFERENTIABLE])
-    arguments = (dout, dlse, out, lse, wanted, *tensors, *ctx.options)
-    if torch.compiler.is_compiling():
-        gradients = torch.ops.rowmax.backward(*arguments)
-    else:
-        gradients = _AttentionBackward.apply(*arguments)
-    kept = tuple(g if want else None for g, want in zip(gradients, wanted, strict=True))  # pyright: ignore
-    return kept + nothing[_DIFFERENTIABLE:]
-
-
-torch.library.register_autograd("rowmax::forward", _gradients, setup_context=_setup_context)
-
-
-class _Attention(torch.autograd.Function):
-    generate_vmap_rule = True
+class _Attention(_SingleLevelFunction):
+    """The forward operator between autograd and the kernels below it."""
 
     @staticmethod
-    def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
-        return torch.ops.rowmax.forward(*inputs)
-
-    setup_context = staticmethod(_setup_context)
+    def forward(ctx: Any, below: DispatchKeySet, *inputs: Any) -> tuple[Tensor, Tensor]:
+        out, lse = _redispatch(_forward_operator, below, inputs)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[:_TENSORS], out, lse)
+        ctx.options = inputs[_TENSORS:]
+        return out, lse
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        return _gradients(ctx, *grads)
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        nothing = (None,) * (1 + _TENSORS + len(ctx.options))
+        if dout is None and dlse is None:
+            return nothing
+        saved = ctx.saved_tensors
+        tensors, (out, lse) = saved[:_TENSORS], saved[_TENSORS:]
+        wanted = list(ctx.needs_input_grad[1 : 1 + _DIFFERENTIABLE])
+        gradients = torch.ops.rowmax.backward(
+            torch.zeros_like(out) if dout is None else dout,
+            dlse,
+            out,
+            lse,
+            wanted,
+            *tensors,
+            *ctx.options,
+        )
+        kept = (g if want else None for g, want in zip(gradients, wanted, strict=True))
+        return (None, *kept, *nothing[1 + _DIFFERENTIABLE :])
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         raise NotImplementedError(_NO_TANGENT)
 
 
-class _AttentionBackward(torch.autograd.Function):
-    generate_vmap_rule = True
+class _AttentionBackward(_SingleLevelFunction):
+    """The backward operator, likewise; its own derivative is not there yet."""
 
     @staticmethod
-    def forward(*inputs: Any) -> tuple[Tensor, ...]:
-        return torch.ops.rowmax.backward(*inputs)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
+    def forward(ctx: Any, below: DispatchKeySet, *inputs: Any) -> tuple[Tensor, ...]:
+        return _redispatch(_backward_operator, below, inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
@@ -160,3 +182,39 @@ class _AttentionBackward(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         raise NotImplementedError(_NO_TANGENT)
+
+
+def _redispatch(operator: Any, below: DispatchKeySet, inputs: tuple[Any, ...]) -> Any:
+    """What lies under this level's autograd: the kernel or, in a ``grad(grad)``, the next level.
+
+    A Function's forward runs with gradients off. That is meant for its own level, not the next.
+    """
+    if not torch._C._are_functorch_transforms_active():
+        return operator.redispatch(below, *inputs)
+    with torch.enable_grad(), _set_fwd_grad_enabled(True):
+        return operator.redispatch(below, *inputs)
+
+
+def _autograd(operator: Any, function: type[_SingleLevelFunction]) -> Callable[..., Any]:
+    """An autograd kernel that records ``function``, at the level that is being differentiated.
+
+    Under ``torch.func`` the dispatcher calls it once for each level, which is what a
+    single-level function is for.
+    """
+
+    def kernel(keys: DispatchKeySet, *inputs: Any) -> Any:
+        below = keys & torch._C._after_autograd_keyset
+        if not torch.is_grad_enabled() and forward_ad._current_level < 0:
+            return operator.redispatch(below, *inputs)
+        with enable_single_level_autograd_function():
+            return function.apply(below, *inputs)
+
+    return kernel
+
+
+_forward_operator = torch.ops.rowmax.forward.default
+_backward_operator = torch.ops.rowmax.backward.default
+_library.impl("forward", _autograd(_forward_operator, _Attention), "Autograd", with_keyset=True)
+_library.impl(
+    "backward", _autograd(_backward_operator, _AttentionBackward), "Autograd", with_keyset=True
+)

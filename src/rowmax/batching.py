@@ -1,0 +1,111 @@
+"""The operators under ``torch.vmap``: one call over a larger batch where that is the same thing.
+
+The vmapped dimension joins the batch, V slices of B sequences becoming V B sequences, unless
+something in the call is not per sequence: dropout (its draws are by batch index), packed offsets,
+a sink or slopes of each slice's own, a gradient that is summed over the batch, or a bias or
+boolean mask that would have to be copied to join. Then the slices are taken one by one, which is
+always right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .problem import Tensors, Wanted
+
+_N = len(Tensors._fields)
+#: what has a row for each sequence, or one row for all of them
+_PER_SEQUENCE = ("q", "k", "v", "lengths", "q_ids", "k_ids")
+
+
+def forward(info: Any, in_dims: Sequence[Any], *inputs: Any) -> tuple[Any, Any]:
+    """``rowmax::forward`` over the vmapped dimension: (results, their vmapped dimensions)."""
+    slices, options = _leading(inputs[:_N], in_dims[:_N]), inputs[_N:]
+    folded = _folded(info.batch_size, Tensors(*slices), Tensors(*in_dims[:_N]), None)
+    if folded is None:
+        return _one_by_one(info.batch_size, torch.ops.rowmax.forward, in_dims, inputs)
+    results = torch.ops.rowmax.forward(*folded, *options)
+    return tuple(_apart(info.batch_size, r) for r in results), (0, 0)
+
+
+def backward(info: Any, in_dims: Sequence[Any], *inputs: Any) -> tuple[Any, Any]:
+    """``rowmax::backward`` likewise; its first inputs are dout, dlse, out, lse and wanted."""
+    size, wanted, dims = info.batch_size, Wanted(*inputs[4]), Tensors(*in_dims[5 : 5 + _N])
+    tensors = Tensors(*_leading(inputs[5 : 5 + _N], dims))
+    folded = _folded(size, tensors, dims, wanted)
+    if folded is None:
+        return _one_by_one(size, torch.ops.rowmax.backward, in_dims, inputs)
+    rows = _leading(inputs[:4], in_dims[:4])
+    rows = [_joined(size, t, d is not None) for t, d in zip(rows, in_dims[:4], strict=True)]
+    results = torch.ops.rowmax.backward(*rows, inputs[4], *folded, *inputs[5 + _N :])
+    apart = (_apart(size, r) if want else r for r, want in zip(results, wanted, strict=True))
+    return tuple(apart), tuple(0 if want else None for want in wanted)
+
+
+def _leading(tensors: Sequence[Tensor | None], dims: Sequence[int | None]) -> list[Tensor | None]:
+    """Each tensor with its vmapped dimension, if it has one, in front."""
+    return [
+        t if t is None or d is None else t.movedim(d, 0) for t, d in zip(tensors, dims, strict=True)
+    ]
+
+
+def _folded(size: int, t: Tensors, dims: Tensors, wanted: Wanted | None) -> Tensors | None:
+    """The inputs of one call over all slices, or None where there is no such call."""
+    per_call = (t.seed, t.cu_seqlens_q)  # never in a folded call
+    shared = (dims.sink, dims.alibi)  # the same for all slices
+    if any(x is not None for x in (*per_call, *shared)) or (wanted is not None and wanted.sink):
+        return None
+    batch = t.q.shape[0 if dims.q is None else 1]
+    large = {}
+    for name in ("bias", "allowed"):
+        x, batched = getattr(t, name), getattr(dims, name) is not None
+        if x is None:
+            continue
+        if batched and x.shape[1] == batch:
+            large[name] = x.flatten(0, 1)
+        elif batched or x.shape[0] != 1:
+            return None
+        elif name == "bias" and wanted is not None and wanted.bias:
+            if batch != 1:
+                return None
+            large[name] = x.expand(size, -1, -1, -1)  # each slice has a gradient of its own
+    small = {}
+    for name in _PER_SEQUENCE:
+        x, batched = getattr(t, name), getattr(dims, name) is not None
+        if x is None or (not batched and name.endswith("ids") and x.shape[0] == 1):
+            continue
+        if batched and name.endswith("ids"):
+            x = x.expand(-1, batch, -1)
+        small[name] = _joined(size, x, batched)
+    return t._replace(**large, **small)
+
+
+def _joined(size: int, t: Tensor | None, batched: bool) -> Tensor | None:
+    """``[V, B, ...]`` or, the same for every slice, ``[B, ...]`` -> ``[V B, ...]``."""
+    if t is None:
+        return None
+    return (t if batched else t.expand(size, *t.shape)).flatten(0, 1)
+
+
+def _apart(size: int, t: Tensor) -> Tensor:
+    return t.unflatten(0, (size, t.shape[0] // size))
+
+
+def _one_by_one(
+    size: int, operator: Callable[..., tuple[Tensor, ...]], in_dims: Sequence[Any], inputs: Any
+) -> tuple[Any, Any]:
+    calls = [
+        operator(
+            *(
+                x.select(d, n) if isinstance(x, Tensor) and d is not None else x
+                for x, d in zip(inputs, in_dims, strict=True)
+            )
+        )
+        for n in range(size)
+    ]
+    results = tuple(torch.stack(parts) for parts in zip(*calls, strict=True))
+    return results, (0,) * len(results)
