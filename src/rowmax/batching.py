@@ -24,19 +24,19 @@ _PER_SEQUENCE = ("q", "k", "v", "lengths", "q_ids", "k_ids")
 
 def forward(info: Any, in_dims: Sequence[Any], *inputs: Any) -> tuple[Any, Any]:
     """``rowmax::forward`` over the vmapped dimension: (results, their vmapped dimensions)."""
-    slices, options = _leading(inputs[:_N], in_dims[:_N]), inputs[_N:]
-    folded = _folded(info.batch_size, Tensors(*slices), Tensors(*in_dims[:_N]), None)
+    slices = Tensors(*_leading(inputs[:_N], in_dims[:_N]))
+    folded = _folded(info.batch_size, slices, _names(in_dims[:_N]), None)
     if folded is None:
         return _one_by_one(info.batch_size, torch.ops.rowmax.forward, in_dims, inputs)
-    results = torch.ops.rowmax.forward(*folded, *options)
+    results = torch.ops.rowmax.forward(*folded, *inputs[_N:])
     return tuple(_apart(info.batch_size, r) for r in results), (0, 0)
 
 
 def backward(info: Any, in_dims: Sequence[Any], *inputs: Any) -> tuple[Any, Any]:
     """``rowmax::backward`` likewise; its first inputs are dout, dlse, out, lse and wanted."""
-    size, wanted, dims = info.batch_size, Wanted(*inputs[4]), Tensors(*in_dims[5 : 5 + _N])
-    tensors = Tensors(*_leading(inputs[5 : 5 + _N], dims))
-    folded = _folded(size, tensors, dims, wanted)
+    size, wanted, dims = info.batch_size, Wanted(*inputs[4]), in_dims[5 : 5 + _N]
+    slices = Tensors(*_leading(inputs[5 : 5 + _N], dims))
+    folded = _folded(size, slices, _names(dims), wanted)
     if folded is None:
         return _one_by_one(size, torch.ops.rowmax.backward, in_dims, inputs)
     rows = _leading(inputs[:4], in_dims[:4])
@@ -46,28 +46,33 @@ def backward(info: Any, in_dims: Sequence[Any], *inputs: Any) -> tuple[Any, Any]
     return tuple(apart), tuple(0 if want else None for want in wanted)
 
 
-def _leading(tensors: Sequence[Tensor | None], dims: Sequence[int | None]) -> list[Tensor | None]:
+def _names(dims: Sequence[Any]) -> set[str]:
+    """Which inputs have a vmapped dimension."""
+    return {name for name, d in zip(Tensors._fields, dims, strict=True) if d is not None}
+
+
+def _leading(tensors: Sequence[Any], dims: Sequence[Any]) -> list[Any]:
     """Each tensor with its vmapped dimension, if it has one, in front."""
     return [
         t if t is None or d is None else t.movedim(d, 0) for t, d in zip(tensors, dims, strict=True)
     ]
 
 
-def _folded(size: int, t: Tensors, dims: Tensors, wanted: Wanted | None) -> Tensors | None:
+def _folded(size: int, t: Tensors, batched: set[str], wanted: Wanted | None) -> Tensors | None:
     """The inputs of one call over all slices, or None where there is no such call."""
-    per_call = (t.seed, t.cu_seqlens_q)  # never in a folded call
-    shared = (dims.sink, dims.alibi)  # the same for all slices
-    if any(x is not None for x in (*per_call, *shared)) or (wanted is not None and wanted.sink):
+    if t.seed is not None or t.cu_seqlens_q is not None or batched & {"sink", "alibi"}:
         return None
-    batch = t.q.shape[0 if dims.q is None else 1]
+    if wanted is not None and wanted.sink:
+        return None
+    batch = t.q.shape[1 if "q" in batched else 0]
     large = {}
     for name in ("bias", "allowed"):
-        x, batched = getattr(t, name), getattr(dims, name) is not None
+        x = getattr(t, name)
         if x is None:
             continue
-        if batched and x.shape[1] == batch:
+        if name in batched and x.shape[1] == batch:
             large[name] = x.flatten(0, 1)
-        elif batched or x.shape[0] != 1:
+        elif name in batched or x.shape[0] != 1:
             return None
         elif name == "bias" and wanted is not None and wanted.bias:
             if batch != 1:
@@ -75,12 +80,11 @@ def _folded(size: int, t: Tensors, dims: Tensors, wanted: Wanted | None) -> Tens
             large[name] = x.expand(size, -1, -1, -1)  # each slice has a gradient of its own
     small = {}
     for name in _PER_SEQUENCE:
-        x, batched = getattr(t, name), getattr(dims, name) is not None
-        if x is None or (not batched and name.endswith("ids") and x.shape[0] == 1):
-            continue
-        if batched and name.endswith("ids"):
-            x = x.expand(-1, batch, -1)
-        small[name] = _joined(size, x, batched)
+        x, ids = getattr(t, name), name.endswith("ids")
+        if x is None or (ids and name not in batched and x.shape[0] == 1):
+            continue  # one row for all, of all slices too
+        x = x.expand(-1, batch, -1) if ids and name in batched else x
+        small[name] = _joined(size, x, name in batched)
     return t._replace(**large, **small)
 
 

@@ -144,7 +144,8 @@ class _Attention(_SingleLevelFunction):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        dout, dlse = grads
         nothing = (None,) * (1 + _TENSORS + len(ctx.options))
         if dout is None and dlse is None:
             return nothing
@@ -207,7 +208,7 @@ def _autograd(operator: Any, function: type[_SingleLevelFunction]) -> Callable[.
         if not torch.is_grad_enabled() and forward_ad._current_level < 0:
             return operator.redispatch(below, *inputs)
         with enable_single_level_autograd_function():
-            return function.apply(below, *inputs)
+            return function.apply(below, *inputs)  # pyright: ignore
 
     return kernel
 
