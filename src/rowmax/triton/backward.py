@@ -52,9 +52,8 @@ def backward(
         return Gradients(
             *(torch.zeros_like(x) if w else None for w, x in zip(wanted, tensors, strict=False))  # pyright: ignore
         )
-    t = pointers(tensors)._replace(lse=lse.contiguous(), dout=dout)
-    delta, dsink = _delta(problem, tensors, t, out, dlse, wanted.sink, tiles)
-    t = t._replace(delta=delta)
+    lse2, delta, dsink = _delta(problem, tensors, out, lse, dout, dlse, wanted.sink, tiles)
+    t = pointers(tensors)._replace(dout=dout, lse2=lse2, delta=delta)
     how = bias_sum(problem) if wanted.bias else None
     dk = dv = cols = None
     if wanted.k or wanted.v or how == "cols":
@@ -105,32 +104,26 @@ def _summed(parts: Tensor, bias: Tensor | None) -> Tensor:
 def _delta(
     problem: Problem,
     tensors: Tensors,
-    t: Pointers,
     out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
     dlse: Tensor | None,
     want_sink: bool,
     tiles: Tiles | None,
-) -> tuple[Tensor, Tensor | None]:
-    job = planned("delta", problem, tensors, tiles, plan_delta, out, t.dout)
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(lse in units of log 2, Delta - dlse, dsink)."""
+    job = planned("delta", problem, tensors, tiles, plan_delta, out, dout)
+    lse = lse.contiguous()
+    lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
     parts = None
     if want_sink:
         shape = (dense_batch(problem), problem.hq, job.n.tiles)
         parts = out.new_empty(shape, dtype=torch.float32)
-    delta = torch.empty_like(t.lse)
-    none = Pointers(q=tensors.q, k=None, v=None)
-    job.run(
-        none._replace(
-            out=out,
-            dout=t.dout,
-            lse=t.lse,
-            dlse=None if dlse is None else dlse.contiguous(),
-            delta=delta,
-            sink=tensors.sink if want_sink else None,
-            dsink=parts,
-        ),
-        want_sink,
-    )
-    return delta, None if parts is None else parts.sum((0, 2))
+    t = Pointers(q=tensors.q, k=None, v=None, out=out, dout=dout, lse=lse, lse2=lse2, delta=delta)
+    t = t._replace(dlse=None if dlse is None else dlse.contiguous())
+    t = t._replace(sink=tensors.sink if want_sink else None, dsink=parts)
+    job.run(t, (want_sink, dlse is None))
+    return lse2, delta, None if parts is None else parts.sum((0, 2))
 
 
 def plan_delta(problem: Problem, tensors: Tensors, tiles: Tiles, out: Tensor, dout: Tensor) -> Job:

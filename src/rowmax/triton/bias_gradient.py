@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .scores import dropped, load_lse2, load_rows, weights
+from .scores import dropped, load_rows, weights
 from .steps import at_pair, band, keys_in_use, load_tile, matrix, sizes, vector
 
 
@@ -46,8 +46,10 @@ def score_gradient(t, n, c, b, head, i0, j0, q_start, nq, k_start, nk, used, off
     dp = tl.dot(do, tl.trans(v), input_precision=c.PRECISION)
     row = i0 + tl.arange(0, BLOCK_Q)
     j = tl.arange(0, BLOCK_K)[None, :]
-    lse2 = load_lse2(vector(t.lse, b, head, q_start, n.total_q, c.HQ, PACKED), row, nq)
-    delta = load_rows(vector(t.delta, b, head, q_start, n.total_q, c.HQ, PACKED), row, nq, 0.0)
+    lse2 = vector(t.lse2, b, head, q_start, n.total_q, c.HQ, PACKED)
+    lse2 = load_rows(lse2, row, nq, float("inf"), True)
+    delta = vector(t.delta, b, head, q_start, n.total_q, c.HQ, PACKED)
+    delta = load_rows(delta, row, nq, 0.0, True)
     row = row[:, None]
     p, _, ok = weights(
         x, lse2[:, None], t, n, c, b, head, row, j0 + j, nq, nk, used, offset, True

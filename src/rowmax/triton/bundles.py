@@ -40,6 +40,7 @@ class Pointers(NamedTuple):
     counts: Any = None  # int32 [..., 2], how many of each
     dout: Any = None
     dlse: Any = None
+    lse2: Any = None  # float32 [B, Hq, Nq], lse in units of log 2, +inf where it is -inf
     delta: Any = None  # float32 [B, Hq, Nq], Delta - dlse
     dq: Any = None
     dk: Any = None

@@ -123,7 +123,7 @@ def forward_kernel(t, n, c):
     k_base = matrix(t.k, n.stride.k, b, kv_head, k_start, PACKED, c.ALIGN)
     v_base = matrix(t.v, n.stride.v, b, kv_head, k_start, PACKED, c.ALIGN)
 
-    row = i0 + tl.arange(0, BLOCK_Q)
+    row = tl.minimum(i0 + tl.arange(0, BLOCK_Q), nq - 1)  # those past the end copy the last
     q = load_tile(q_base, n.stride.q, i0, nq, BLOCK_Q, c.D, c.BLOCK_D, c.ALIGN, True)
     i1 = tl.minimum(i0 + BLOCK_Q, nq) - 1
     plan = plan_tiles(
@@ -157,6 +157,7 @@ def forward_kernel(t, n, c):
     out = matrix(t.out, n.stride.out, b, head, q_start, PACKED, c.ALIGN)
     store_tile(out, n.stride.out, i0, nq, acc, BLOCK_Q, c.DV, c.BLOCK_DV, c.ALIGN)
     to = vector(t.lse, b, head, q_start, n.total_q, c.HQ, PACKED)
+    row = i0 + tl.arange(0, BLOCK_Q)
     tl.store(to + row, lse, mask=row < nq)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .scores import dropped, load_lse2, load_rows, weights
+from .scores import dropped, load_rows, weights
 from .steps import (
     count_tiles,
     has_nan,
@@ -30,7 +30,7 @@ from .steps import (
 
 @triton.jit
 def add_queries(
-    dk, dv, cols, k, v, q_base, do_base, lse, delta, t, n, c, b, head, j0, plan, nq, nk, used,
+    dk, dv, cols, k, v, q_base, do_base, lse2_base, delta_base, t, n, c, b, head, j0, plan, nq, nk, used,
     offset, KIND: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     BLOCK_Q: tl.constexpr = c.BLOCK_Q
@@ -41,16 +41,16 @@ def add_queries(
         row = i0 + tl.arange(0, BLOCK_Q)
         q = load_tile(q_base, n.stride.q, i0, nq, BLOCK_Q, c.D, c.BLOCK_D, c.ALIGN, PARTIAL)
         x = tl.dot(k, tl.trans(q), input_precision=c.PRECISION)
-        lse2 = load_lse2(lse, row, nq)[None, :]
+        lse2 = load_rows(lse2_base, row, nq, float("inf"), PARTIAL)
         p, y, ok = weights(
-            x, lse2, t, n, c, b, head, row[None, :], j0 + j, nq, nk, used, offset, PARTIAL
+            x, lse2[None, :], t, n, c, b, head, row[None, :], j0 + j, nq, nk, used, offset, PARTIAL
         )
         do = load_tile(
             do_base, n.stride.dout, i0, nq, BLOCK_Q, c.DV, c.BLOCK_DV, c.ALIGN, PARTIAL
         )  # fmt: skip
         dp = tl.dot(v, tl.trans(do), input_precision=c.PRECISION)
         pr, dp = dropped(p, dp, t, n, b, head, row[None, :], j0, j, c.BLOCK_K)
-        ds = p * (dp - load_rows(delta, row, nq, 0.0)[None, :])
+        ds = p * (dp - load_rows(delta_base, row, nq, 0.0, PARTIAL)[None, :])
         if t.dbias_cols is not None:
             cols += tl.sum(tl.where(ok, ds, 0.0), 1)
         if n.cap2 is not None:
@@ -78,8 +78,8 @@ def add_group(
         head = kv_head * c.GROUP + g
         q_base = matrix(t.q, n.stride.q, b, head, q_start, PACKED, c.ALIGN)
         do_base = matrix(t.dout, n.stride.dout, b, head, q_start, PACKED, c.ALIGN)
-        lse = vector(t.lse, b, head, q_start, n.total_q, c.HQ, PACKED)
-        delta = vector(t.delta, b, head, q_start, n.total_q, c.HQ, PACKED)
+        lse2_base = vector(t.lse2, b, head, q_start, n.total_q, c.HQ, PACKED)
+        delta_base = vector(t.delta, b, head, q_start, n.total_q, c.HQ, PACKED)
         j1 = tl.minimum(j0 + c.BLOCK_K, used) - 1
         first, full, n_left, n_full, n_partial = plan_tiles(
             t, n, b, head, tile, j0, j1, -offset, n.right, n.left, nq, c.BLOCK_Q
@@ -95,17 +95,17 @@ def add_group(
         cols = tl.zeros([c.BLOCK_K], tl.float32)
         if EXACT:
             dk, dv, cols = add_queries(
-                dk, dv, cols, k, v, q_base, do_base, lse, delta, t, n, c, b, head, j0, plan,
+                dk, dv, cols, k, v, q_base, do_base, lse2_base, delta_base, t, n, c, b, head, j0, plan,
                 nq, nk, used, offset, "any", True,
             )  # fmt: skip
         else:
             dk, dv, cols = add_queries(
-                dk, dv, cols, k, v, q_base, do_base, lse, delta, t, n, c, b, head, j0, plan,
+                dk, dv, cols, k, v, q_base, do_base, lse2_base, delta_base, t, n, c, b, head, j0, plan,
                 nq, nk, used, offset, "full", False,
             )  # fmt: skip
             if c.EDGES:
                 dk, dv, cols = add_queries(
-                    dk, dv, cols, k, v, q_base, do_base, lse, delta, t, n, c, b, head, j0, plan,
+                    dk, dv, cols, k, v, q_base, do_base, lse2_base, delta_base, t, n, c, b, head, j0, plan,
                     nq, nk, used, offset, "partial", False,
                 )  # fmt: skip
         if t.dbias_cols is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .scores import LOG2E, dropped, load_lse2, load_rows, weights
+from .scores import LOG2E, dropped, load_rows, weights
 from .steps import (
     at_pair,
     count_tiles,
@@ -33,6 +33,7 @@ from .steps import (
 def delta_kernel(t, n, c):
     """``Delta_i - dLSE_i`` of a tile of rows, and the tile's part of the sink's gradient.
 
+    Also LSE in units of log 2, +inf for a row that sees nothing: its weights then come out as 0.
     Sequences play no part: packed rows are one sequence here.
     """
     BLOCK_Q: tl.constexpr = c.BLOCK_Q
@@ -49,18 +50,20 @@ def delta_kernel(t, n, c):
     do = load_tile(do, n.stride.dout, i0, end, BLOCK_Q, c.DV, c.BLOCK_DV, c.ALIGN, True)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     if t.dlse is not None:
-        delta -= load_rows(vector(t.dlse, b, head, 0, end, c.HQ, False), row, end, 0.0)
+        delta -= load_rows(vector(t.dlse, b, head, 0, end, c.HQ, False), row, end, 0.0, True)
+    lse = load_rows(vector(t.lse, b, head, 0, end, c.HQ, False), row, end, float("inf"), True)
+    lse2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+    tl.store(vector(t.lse2, b, head, 0, end, c.HQ, False) + row, lse2, mask=row < end)
     tl.store(vector(t.delta, b, head, 0, end, c.HQ, False) + row, delta, mask=row < end)
     if t.dsink is not None:
         sink = tl.load(t.sink + head).to(tl.float32) * LOG2E
-        lse2 = load_lse2(vector(t.lse, b, head, 0, end, c.HQ, False), row, end)
         part = tl.sum(tl.where(row < end, tl.exp2(sink - lse2) * delta, 0.0), 0)
         tl.store(t.dsink + tl.program_id(0), -part)
 
 
 @triton.jit
 def add_keys(
-    dq, sums, q, do, lse2, delta, k_base, v_base, t, n, c, b, head, row, plan, nq, nk, used,
+    dq, sums, q, do, lse2, delta, k_base, v_base, t, n, c, b, head, row, inside, plan, nq, nk, used,
     offset, KIND: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     BLOCK_K: tl.constexpr = c.BLOCK_K
@@ -79,11 +82,11 @@ def add_keys(
         ds = p * (dp - delta[:, None])
         if t.dbias is not None:
             at = at_pair(t.dbias, n.stride.dbias, b, head, row, j0 + j, c.BIAS_ALIGN)
-            inside = row < nq
             if PARTIAL:
-                inside = inside & (j0 + j < nk)
                 ds = tl.where(ok, ds, 0.0)
-            tl.store(at, ds.to(t.dbias.dtype.element_ty), mask=inside)
+                tl.store(at, ds.to(t.dbias.dtype.element_ty), mask=inside & (j0 + j < nk))
+            else:
+                tl.store(at, ds.to(t.dbias.dtype.element_ty), mask=inside)
         if t.dbias_rows is not None:
             sums += tl.sum(tl.where(ok, ds, 0.0), 1)
         if n.cap2 is not None:
@@ -124,8 +127,12 @@ def query_gradients_kernel(t, n, c):
     row = i0 + tl.arange(0, BLOCK_Q)
     q = load_tile(q_base, n.stride.q, i0, nq, BLOCK_Q, c.D, c.BLOCK_D, c.ALIGN, True)
     do = load_tile(do_base, n.stride.dout, i0, nq, BLOCK_Q, c.DV, c.BLOCK_DV, c.ALIGN, True)
-    lse2 = load_lse2(vector(t.lse, b, head, q_start, n.total_q, c.HQ, PACKED), row, nq)
-    delta = load_rows(vector(t.delta, b, head, q_start, n.total_q, c.HQ, PACKED), row, nq, 0.0)
+    lse2 = vector(t.lse2, b, head, q_start, n.total_q, c.HQ, PACKED)
+    lse2 = load_rows(lse2, row, nq, float("inf"), True)
+    delta = vector(t.delta, b, head, q_start, n.total_q, c.HQ, PACKED)
+    delta = load_rows(delta, row, nq, 0.0, True)
+    inside = row < nq  # what follows may compute rows past the end, as copies of the last one
+    row = tl.minimum(row, nq - 1)
     i1 = tl.minimum(i0 + BLOCK_Q, nq) - 1
     plan = plan_tiles(
         t, n, b, head, tile, i0, i1, offset, n.left, n.right, used, c.BLOCK_K
@@ -134,13 +141,13 @@ def query_gradients_kernel(t, n, c):
     dq = tl.zeros([BLOCK_Q, c.BLOCK_D], tl.float32)
     sums = tl.zeros([BLOCK_Q], tl.float32)
     dq, sums = add_keys(
-        dq, sums, q, do, lse2, delta, k_base, v_base, t, n, c, b, head, row[:, None], plan,
-        nq, nk, used, offset, "full", False,
+        dq, sums, q, do, lse2, delta, k_base, v_base, t, n, c, b, head, row[:, None],
+        inside[:, None], plan, nq, nk, used, offset, "full", False,
     )  # fmt: skip
     if c.EDGES:
         dq, sums = add_keys(
-            dq, sums, q, do, lse2, delta, k_base, v_base, t, n, c, b, head, row[:, None], plan,
-            nq, nk, used, offset, "partial", False,
+            dq, sums, q, do, lse2, delta, k_base, v_base, t, n, c, b, head, row[:, None],
+            inside[:, None], plan, nq, nk, used, offset, "partial", False,
         )  # fmt: skip
     if c.MASKS:
         if has_nan(dq):
@@ -148,10 +155,11 @@ def query_gradients_kernel(t, n, c):
             sums = tl.zeros([BLOCK_Q], tl.float32)
             dq, sums = add_keys(
                 dq, sums, q, do, lse2, delta, k_base, v_base, t, n, c, b, head, row[:, None],
-                plan, nq, nk, used, offset, "any", True,
+                inside[:, None], plan, nq, nk, used, offset, "any", True,
             )  # fmt: skip
     to = matrix(t.dq, n.stride.dq, b, head, q_start, PACKED, c.ALIGN)
     store_tile(to, n.stride.dq, i0, nq, dq * n.scale, BLOCK_Q, c.D, c.BLOCK_D, c.ALIGN)
     if t.dbias_rows is not None:
         to = vector(t.dbias_rows, b, head, 0, n.longest_q, c.HQ, False)
+        row = i0 + tl.arange(0, BLOCK_Q)
         tl.store(to + row, sums, mask=row < tl.where(b < n.batch, nq, 0))

@@ -35,7 +35,8 @@ def tanh(x, PRECISE: tl.constexpr):
 def scored(x, t, n, c, b, head, row, col, nq, nk, offset, RAGGED: tl.constexpr):
     """(s, y) of ``x = q.k``: every term but the mask; y is ``t / c`` where scores are capped.
 
-    Where ``c.FOLDED`` there are no terms, and s is x as it came, still to be scaled.
+    Where ``c.FOLDED`` there are no terms, and s is x as it came, still to be scaled. Every
+    position must be within the matrix, unless the tile is ragged.
     """
     y = x
     if c.FOLDED:
@@ -47,10 +48,11 @@ def scored(x, t, n, c, b, head, row, col, nq, nk, offset, RAGGED: tl.constexpr):
         s = x * n.scale2
     if t.bias is not None:
         at = at_pair(t.bias, n.stride.bias, b, head, row, col, c.BIAS_ALIGN)
-        inside = row < nq
         if RAGGED:
-            inside = inside & (col < nk)
-        s += tl.load(at, mask=inside, other=0.0).to(tl.float32) * LOG2E
+            bias = tl.load(at, mask=(row < nq) & (col < nk), other=0.0)
+        else:
+            bias = tl.load(at)
+        s += bias.to(tl.float32) * LOG2E
     if t.alibi is not None:
         slope = tl.load(t.alibi + head).to(tl.float32) * LOG2E
         s -= slope * tl.abs(row + offset - col).to(tl.float32)
@@ -124,13 +126,13 @@ def kept(t, n, b, head, row, j0, j, BLOCK: tl.constexpr):
 def weights(
     x, lse2, t, n, c, b, head, row, col, nq, nk, used, offset, RAGGED: tl.constexpr
 ):  # fmt: skip
-    """(P, y, ok) of ``x = q.k`` once LSE is known; ok is of use in a ragged tile only."""
+    """(P, y, ok) of ``x = q.k`` once LSE is known, in units of log 2; ok counts if ragged."""
     s, y = scored(x, t, n, c, b, head, row, col, nq, nk, offset, RAGGED)
     if c.FOLDED:
         p = tl.exp2(s * n.scale2 - lse2)
     else:
         p = tl.exp2(s - lse2)
-    ok = row < nq
+    ok = row >= 0
     if RAGGED:
         ok = seen(t, n, b, head, row, col, nq, used, offset)
         p = tl.where(ok, p, 0.0)
@@ -148,12 +150,8 @@ def dropped(p, dp, t, n, b, head, row, j0, j, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_rows(x, row, nq, other):
-    return tl.load(x + row, mask=row < nq, other=other)
-
-
-@triton.jit
-def load_lse2(x, row, nq):
-    """LSE in units of log 2, +inf where a row sees nothing or is none: its weights are 0."""
-    lse = tl.load(x + row, mask=row < nq, other=float("inf"))
-    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+def load_rows(x, row, nq, other, RAGGED: tl.constexpr):
+    if RAGGED:
+        return tl.load(x + row, mask=row < nq, other=other)
+    else:
+        return tl.load(x + row)
