@@ -56,6 +56,24 @@ def keep_tile(seed: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, threshol
     return ((word >> (16 * (lane // 4))) & 0xFFFF) >= threshold
 
 
+def keep_columns(
+    seed: Tensor, b: Tensor, h: Tensor, i: Tensor, columns: range, threshold: int
+) -> Tensor:
+    """``keep_tile`` of consecutive columns, ``[..., columns]``, at eight draws a call.
+
+    b, h and i broadcast together and end in a dimension of 1 for the columns.
+    """
+    seed = seed.to(torch.int64)
+    first, last = columns.start // 64, -(-columns.stop // 64)  # whole blocks of 64
+    column = torch.arange(8 * first, 8 * last, device=seed.device)
+    counter = tuple(torch.broadcast_tensors(column, i, h, b))
+    words = torch.stack(philox(counter, (seed & WORD, (seed >> 32) & WORD)), -1)  # pyright: ignore
+    lanes = torch.cat([words & 0xFFFF, words >> 16], -1)  # [..., 8 a + r, lane]
+    draws = lanes.unflatten(-2, (-1, 8)).transpose(-1, -2).flatten(-3)
+    start = columns.start - 64 * first
+    return draws[..., start : start + len(columns)] >= threshold
+
+
 def dense(problem: Problem, tensors: Tensors) -> Tensor:
     """R of the definition, ``[B, Hq, Nq, Nk]``: keep_scale where kept, 0 where dropped."""
     assert tensors.seed is not None

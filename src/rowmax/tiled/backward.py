@@ -11,14 +11,15 @@ from ..problem import Gradients, Problem, Tensors, Wanted, each_sequence
 from .scores import (
     LN2,
     LOG2E,
-    all_finite,
     bias_tile,
     factor,
     folded,
     hidden,
+    hide,
     kept,
     product,
     scores,
+    tame,
     unfolded,
 )
 from .strips import Strip, strips
@@ -110,7 +111,7 @@ def _add(
     sums: Gradients,
 ) -> None:
     """Add the gradients of one dense call."""
-    finite = not problem.masked or all_finite(tensors.q, tensors.k, dout)
+    exact = problem.masked and not tame(problem, tensors, lse, dout, dlse)
     group = problem.group
     for strip in strips(problem, tensors):
         rows = _rows(problem, tensors, strip, out, lse, dout, dlse)
@@ -118,7 +119,7 @@ def _add(
             _add_sink(problem, tensors, strip, rows, sums.sink)
         dQ = torch.zeros_like(rows.q)
         for cols, full in strip.tiles:
-            _tile(problem, tensors, strip, cols, full, finite, rows, dQ, sums)
+            _tile(problem, tensors, strip, cols, full, exact, rows, dQ, sums)
         if sums.q is not None:
             b, h, g, n = strip.size(group)
             dQ = dQ.mul_(problem.scale).view(b, h, g, n, -1)
@@ -156,7 +157,7 @@ def _tile(
     strip: Strip,
     cols: slice,
     full: bool,
-    finite: bool,
+    exact: bool,
     rows: _Rows,
     dQ: Tensor,
     sums: Gradients,
@@ -164,13 +165,15 @@ def _tile(
     """Add one tile's part to dQ and to the other gradients."""
     k = strip.keys(tensors.k, cols, dQ.dtype)
     S, tanh = scores(problem, tensors, strip, cols, rows.q, k)
-    P = S.sub_(rows.lse).exp2_()
-    R = kept(problem, tensors, strip, cols) if problem.dropout_threshold else None
     unseen = None if full else hidden(problem, tensors, strip, cols)
-    if unseen is not None:
-        unfolded(problem, strip, P).masked_fill_(unseen, 0.0)
-    apart = None if unseen is None or finite else folded(problem, strip, unseen)
+    apart = folded(problem, strip, unseen) if unseen is not None and exact else None
     apart_t = None if apart is None else apart.transpose(1, 2)
+    if unseen is not None and not exact:
+        hide(problem, strip, S, unseen)
+    P = S.sub_(rows.lse).exp2_()
+    if apart is not None:
+        P.masked_fill_(apart, 0.0)
+    R = kept(problem, tensors, strip, cols) if problem.dropout_threshold else None
 
     if sums.q is not None or sums.k is not None or sums.bias is not None:
         v = strip.keys(tensors.v, cols, dQ.dtype)
@@ -178,12 +181,12 @@ def _tile(
         if R is not None:
             dS.mul_(R)
         dS.sub_(rows.delta).mul_(P)
-        if unseen is not None:
-            unfolded(problem, strip, dS).masked_fill_(unseen, 0.0)
+        if apart is not None:
+            dS.masked_fill_(apart, 0.0)
         if sums.bias is not None:
             part = bias_tile(sums.bias, problem, strip, cols)
             part += unfolded(problem, strip, dS).flatten(1, 2).sum_to_size(part.shape)
-        dX = dS if tanh is None else _through_softcap(problem, strip, dS, tanh, unseen)
+        dX = dS if tanh is None else _through_softcap(dS, tanh, apart)
         if sums.q is not None:
             dQ += product(dX, k, apart)
         if sums.k is not None:
@@ -195,12 +198,10 @@ def _tile(
         _add_keys(strip, sums.v, cols, product(PR.transpose(1, 2), rows.do, apart_t))
 
 
-def _through_softcap(
-    problem: Problem, strip: Strip, dS: Tensor, tanh: Tensor, unseen: Tensor | None
-) -> Tensor:
+def _through_softcap(dS: Tensor, tanh: Tensor, apart: Tensor | None) -> Tensor:
     """dX = dS (1 - (t / c)^2)"""
-    if unseen is not None:
-        unfolded(problem, strip, tanh).masked_fill_(unseen, 0.0)
+    if apart is not None:
+        tanh.masked_fill_(apart, 0.0)
     return tanh.square_().neg_().add_(1.0).mul_(dS)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..problem import Problem, Tensors, each_sequence
-from .scores import LN2, LOG2E, all_finite, factor, folded, hidden, kept, product, scores, unfolded
+from .scores import LN2, LOG2E, factor, folded, hidden, hide, kept, product, scores, tame, unfolded
 from .strips import Strip, strips
 
 
@@ -24,15 +24,15 @@ def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
 
 def _fill(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None:
     """Write out and lse (views of them) of one dense call."""
-    finite = not problem.masked or all_finite(tensors.v)
+    exact = problem.masked and not tame(problem, tensors)
     for strip in strips(problem, tensors):
-        O, e = _strip(problem, tensors, strip, finite)
+        O, e = _strip(problem, tensors, strip, exact)
         b, h, g, rows = strip.size(problem.group)
         strip.rows_of(out, g).copy_(O.view(b, h, g, rows, -1).permute(0, 3, 1, 2, 4))
         strip.row_numbers(lse, g).copy_(e.view(b, h, g, rows))
 
 
-def _strip(problem: Problem, tensors: Tensors, strip: Strip, finite: bool) -> tuple[Tensor, Tensor]:
+def _strip(problem: Problem, tensors: Tensors, strip: Strip, exact: bool) -> tuple[Tensor, Tensor]:
     """(out ``[pairs, group * rows, Dv]``, lse ``[pairs, group * rows, 1]``) of a strip."""
     dtype = problem.accumulator
     q = strip.queries(tensors.q, problem.group, dtype) * factor(problem)
@@ -41,9 +41,10 @@ def _strip(problem: Problem, tensors: Tensors, strip: Strip, finite: bool) -> tu
     for cols, full in strip.tiles:
         k = strip.keys(tensors.k, cols, dtype)
         S, _ = scores(problem, tensors, strip, cols, q, k)
-        unseen = None
-        if not full:
-            unseen = hidden(problem, tensors, strip, cols)
+        unseen = None if full else hidden(problem, tensors, strip, cols)
+        if unseen is not None and not exact:
+            hide(problem, strip, S, unseen)
+        elif unseen is not None:
             unfolded(problem, strip, S).masked_fill_(unseen, -torch.inf)
         m_new = torch.maximum(m, S.amax(-1, keepdim=True))
         shift = _shift(m_new)
@@ -52,10 +53,9 @@ def _strip(problem: Problem, tensors: Tensors, strip: Strip, finite: bool) -> tu
         l = delta * l + P.sum(-1, keepdim=True)
         if problem.dropout_threshold:
             P.mul_(kept(problem, tensors, strip, cols))
-        if unseen is not None:
-            unseen = None if finite else folded(problem, strip, unseen)
+        apart = folded(problem, strip, unseen) if unseen is not None and exact else None
         v = strip.keys(tensors.v, cols, dtype)
-        O = O.mul_(delta).add_(product(P, v, unseen))
+        O = O.mul_(delta).add_(product(P, v, apart))
         m = m_new
     empty = m == -torch.inf
     l = l.masked_fill(empty, 1.0)

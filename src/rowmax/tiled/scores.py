@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import mask
-from ..dropout import keep_tile
+from ..dropout import keep_columns
 from ..problem import Problem, Tensors
 from .strips import Strip
 
@@ -86,13 +86,12 @@ def kept(problem: Problem, tensors: Tensors, strip: Strip, cols: slice) -> Tenso
     b = torch.arange(strip.batch.start, strip.batch.stop, device=device) + problem.first
     h = torch.arange(heads.start, heads.stop, device=device)
     i = torch.arange(strip.rows.start, strip.rows.stop, device=device)
-    j = torch.arange(cols.start, cols.stop, device=device)
-    keep = keep_tile(
+    keep = keep_columns(
         tensors.seed,
         b[:, None, None, None],
         h[:, None, None],
         i[:, None],
-        j,
+        range(cols.start, cols.stop),
         problem.dropout_threshold,
     )
     R = keep.to(problem.accumulator).mul_(problem.keep_scale)
@@ -129,11 +128,34 @@ def folded(problem: Problem, strip: Strip, tile: Tensor) -> Tensor:
     return tile.expand(b, h, g, rows, -1).reshape(b * h, g * rows, -1)
 
 
-def all_finite(*inputs: Tensor) -> bool:
-    """False if any number is inf or NaN (or the sum overflows, which costs only time)."""
-    wide = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-    sums = [t.sum(dtype=wide.get(t.dtype, t.dtype)) for t in inputs]
-    return bool(torch.isfinite(torch.stack(sums)).all())
+def hide(problem: Problem, strip: Strip, S: Tensor, unseen: Tensor) -> None:
+    """-inf where a pair may not attend, by adding it: right where ``tame``.
+
+    1 - 1 / seen is 0 or -inf. On a CPU this is vector code, which filling by a mask is not.
+    """
+    unfolded(problem, strip, S).add_((~unseen).to(S.dtype).reciprocal_().neg_().add_(1.0))
+
+
+def tame(
+    problem: Problem,
+    tensors: Tensors,
+    lse: Tensor | None = None,
+    dout: Tensor | None = None,
+    dlse: Tensor | None = None,
+) -> bool:
+    """Whether all is finite and no product can overflow (by Cauchy and Schwarz).
+
+    Then 0 times anything is 0, and what a row may not see is kept out by arithmetic alone.
+    Otherwise it is kept out pair by pair, which is exact and slow. -inf in a bias or in lse
+    does no harm.
+    """
+    bounded = [t for t in (tensors.q, tensors.k, tensors.v, dout, dlse) if t is not None]
+    added = [t for t in (tensors.bias, tensors.alibi, lse) if t is not None]
+    dtype = problem.accumulator
+    norms = [torch.linalg.vector_norm(t, dtype=dtype) for t in bounded]
+    sums = [t.sum(dtype=dtype) for t in added]
+    below = [torch.stack(norms).amax() < 1e15, *(x < torch.inf for x in sums)]
+    return factor(problem) < 1e6 and bool(torch.stack(below).all())
 
 
 def _heads_split(t: Tensor, problem: Problem) -> Tensor:

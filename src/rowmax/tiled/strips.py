@@ -5,9 +5,10 @@ any of these rows sees. The query heads of a kv head are folded into the rows, s
 are never repeated: a strip's scores are ``[pairs, group * rows, cols]``, a pair being one
 sequence and one kv head.
 
-Memory: the scores of a tile are at most ``TILE`` numbers of the accumulator (unless one row of
-one group needs more), whatever the sizes of the problem; a forward holds two such tiles at a
-time, a backward four.
+Memory: the scores of a tile are at most ``Sizes.tile`` numbers of the accumulator (or the group
+of one kv head by ``Sizes.cols``, where that is more), whatever the sizes of the problem. A
+forward holds at most four arrays of this size at a time, a backward six; drawing dropout's mask
+takes some ten more.
 """
 
 from __future__ import annotations
@@ -21,9 +22,18 @@ from torch import Tensor
 from .. import mask
 from ..problem import Problem, Tensors
 
-TILE = 1 << 20
-ROWS = 256  # of one pair, its whole group counted
-COLS = 512
+
+class Sizes(NamedTuple):
+    """How large tiles are."""
+
+    rows: int  # of one pair, its whole group counted
+    cols: int  # more where there are fewer rows
+    tile: int  # numbers in a tile, all its pairs counted
+
+
+#: on a CPU a tile stays in the cache; elsewhere it is worth the launch of its operations
+SIZES = {"cpu": Sizes(128, 256, 1 << 18)}
+OTHER_SIZES = Sizes(512, 1024, 1 << 22)
 
 
 class Strip(NamedTuple):
@@ -62,13 +72,14 @@ def strips(problem: Problem, tensors: Tensors) -> Iterator[Strip]:
     """All strips that have rows; tiles with no allowed pair are left out."""
     if 0 in (problem.batch, problem.nq):
         return
-    block_q = min(problem.nq, max(1, ROWS // problem.group))
+    sizes = SIZES.get(problem.device, OTHER_SIZES)
+    block_q = min(problem.nq, max(1, sizes.rows // problem.group))
     rows = problem.group * block_q
-    block_k = max(1, min(problem.nk, max(COLS, ROWS * COLS // rows)))
+    block_k = max(1, min(problem.nk, max(sizes.cols, sizes.rows * sizes.cols // rows)))
     states = None
     if problem.masked and problem.nk:
         states = mask.tile_states(problem, tensors, block_q, block_k).cpu()
-    for batch, heads in _portions(problem, states, max(1, TILE // (rows * block_k))):
+    for batch, heads in _portions(problem, states, max(1, sizes.tile // (rows * block_k))):
         seen = None if states is None else _states_of(states, batch, heads, problem.group)
         for n, i in enumerate(range(0, problem.nq, block_q)):
             row = slice(i, min(i + block_q, problem.nq))
