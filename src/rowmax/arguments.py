@@ -289,14 +289,14 @@ def _checked_scale(scale: float | None, d: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(d)
     scale = _number("scale", scale)
-    if not math.isfinite(scale) or scale < 0.0:
+    if not 0.0 <= scale < math.inf:  # comparisons alone: what is traced may be symbolic
         raise bad("scale", scale, "a finite number of 0 or more, or None for 1/sqrt(D)")
     return scale
 
 
 def _checked_softcap(softcap: float) -> float:
     softcap = _number("softcap", softcap)
-    if not math.isfinite(softcap) or softcap < 0.0:
+    if not 0.0 <= softcap < math.inf:
         raise bad("softcap", softcap, "a finite number of 0 or more (0 turns it off)")
     return softcap
 

@@ -171,7 +171,9 @@ def _mask(mask: Mask | Tensor | None, causal: bool) -> Mask:
 def _autocast(*inputs: Tensor) -> tuple[Tensor, ...]:
     """q, k and v in autocast's dtype where it is on, as for torch's own attention."""
     first = inputs[0]
-    if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
+    if not isinstance(first, Tensor) or first.is_meta:
+        return inputs
+    if not torch.is_autocast_enabled(first.device.type):
         return inputs
     dtype = torch.get_autocast_dtype(first.device.type)
     wide = (torch.float32, torch.float16, torch.bfloat16)
