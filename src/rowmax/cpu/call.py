@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -107,11 +108,18 @@ class Call:
         contiguous and padded to whole vectors. Most float32 tensors are taken as they are."""
         t = t.detach().to(self.dtype)
         lanes = W if self.dtype == torch.float32 else max(2, W // 2)
-        if t.shape[3] % lanes or (t.stride(3) != 1 and t.shape[3] > 1):
+        if t.shape[3] % lanes:
             t = torch.nn.functional.pad(t, (0, -t.shape[3] % lanes))
-        b, n, h, _ = t.stride()
-        self.set(**{name: self.keep(t), f"{name}_b": b, f"{name}_n": n, f"{name}_h": h})
+        if t.stride(3) != 1:
+            t = t.contiguous()
+        self.set(**{name: self.keep(t)})
+        self.steps(name, t.stride())
         return t
+
+    def steps(self, name: str, stride: Sequence[int]) -> None:
+        """Steps along b, n and h; packed sequences lie in one batch, each from its offset on."""
+        b, n, h, _ = stride
+        self.set(**{f"{name}_b": 0 if self.problem.varlen else b, f"{name}_n": n, f"{name}_h": h})
 
     def scores(self, name: str, t: Tensor) -> None:
         """A term of the score matrix's shape; a dimension that broadcasts has step 0."""

@@ -50,8 +50,8 @@ def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
 
 def set_outputs(call: Call, out: Tensor, lse: Tensor) -> None:
     """The steps of out and lse, made contiguous."""
-    b, n, h, _ = out.stride()
-    call.set(out=call.keep(out), out_b=0 if call.problem.varlen else b, out_n=n, out_h=h)
+    call.set(out=call.keep(out))
+    call.steps("out", out.stride())
     b, h, _ = lse.stride()
     call.set(lse=call.keep(lse), lse_b=0 if call.problem.varlen else b, lse_h=h)
 
