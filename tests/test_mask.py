@@ -1,0 +1,294 @@
+"""Masks: what each allows, how they compose, which tiles they skip, what they refuse."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import rowmax
+from rowmax import Causal, Documents, PrefixLengths, Window
+from rowmax.arguments import checked
+from rowmax.mask import FULL, PARTIAL, SKIP, Mask, as_mask, dense, tile_states
+from rowmax.problem import Problem, Tensors, problem_of
+
+
+def posed(mask: Mask | Tensor, b: int, h: int, nq: int, nk: int) -> tuple[Problem, Tensors]:
+    q, k = torch.zeros(b, nq, h, 4), torch.zeros(b, nk, h, 4)
+    defaults = {"bias": None, "alibi": None, "scale": None, "softcap": 0.0, "sink": None}
+    defaults |= {"dropout_p": 0.0, "seed": None, "deterministic": False, "backend": None}
+    tensors, options = checked(q, k, k, mask=as_mask(mask), **defaults)  # pyright: ignore
+    return problem_of(tensors, options), tensors
+
+
+def allowed(mask: Mask | Tensor, b: int, h: int, nq: int, nk: int) -> Tensor:
+    return dense(*posed(mask, b, h, nq, nk)).expand(b, h, nq, nk)
+
+
+# --- hypothesis: any mask ----------------------------------------------------------------------
+
+sizes = st.integers(1, 40)
+limits = st.none() | st.integers(0, 45)
+
+
+def _ids(draw: st.DrawFn, *shape: int) -> Tensor:
+    values = st.lists(st.integers(-2, 2), min_size=math.prod(shape), max_size=math.prod(shape))
+    ids = torch.tensor(draw(values), dtype=torch.int64).view(shape)
+    return ids.sort(-1)[0] if draw(st.booleans()) else ids
+
+
+@st.composite
+def masks(draw: st.DrawFn) -> tuple[Mask, tuple[int, int, int, int]]:
+    """A mask of any composition, and the sizes that it fits."""
+    b, h, nq, nk = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(sizes), draw(sizes)
+    mask = Mask()
+    if draw(st.booleans()):
+        mask = mask & Window(draw(limits), draw(limits))
+    if draw(st.booleans()):
+        mask = mask & Causal()
+    for _ in range(draw(st.integers(0, 2))):
+        batched = draw(st.booleans())
+        ids, q_ids = (_ids(draw, *((b,) if batched else ()), n) for n in (nk, nq))
+        mask = mask & Documents(ids, q_ids=q_ids)
+    if draw(st.booleans()):
+        lengths = draw(st.lists(st.integers(0, nk + 3), min_size=b, max_size=b))
+        mask = mask & PrefixLengths(torch.tensor(lengths))
+    if draw(st.booleans()):
+        shape = [n if draw(st.booleans()) else 1 for n in (b, h, nq, nk)]
+        generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+        mask = mask & (torch.rand(shape, generator=generator) < draw(st.sampled_from([0.03, 0.97])))
+    return mask, (b, h, nq, nk)
+
+
+def _by_tile(seen: Tensor, block_q: int, block_k: int) -> list[tuple[int, int, Tensor]]:
+    rows, cols = seen.split(block_q, 2), None
+    tiles = []
+    for i, strip in enumerate(rows):
+        cols = strip.split(block_k, 3)
+        tiles += [(i, j, tile) for j, tile in enumerate(cols)]
+    return tiles
+
+
+@given(masks(), st.sampled_from([1, 3, 8, 16, 64]), st.sampled_from([1, 4, 8, 16, 64]))
+def test_tile_states_are_sound(any_mask: tuple, block_q: int, block_k: int) -> None:
+    """A skipped tile holds no allowed pair, a full one nothing else."""
+    mask, (b, h, nq, nk) = any_mask
+    problem, tensors = posed(mask, b, h, nq, nk)
+    seen = dense(problem, tensors).expand(b, h, nq, nk)
+    states = tile_states(problem, tensors, block_q, block_k)
+    assert states.dtype == torch.uint8
+    assert states.shape[2:] == (math.ceil(nq / block_q), math.ceil(nk / block_k))
+    states = states.expand(b, h, -1, -1)
+    for i, j, tile in _by_tile(seen, block_q, block_k):
+        state = states[:, :, i, j]
+        assert not tile.flatten(2).any(2)[state == SKIP].any()
+        assert tile.flatten(2).all(2)[state == FULL].all()
+
+
+@given(
+    nq=sizes,
+    nk=sizes,
+    left=limits,
+    right=limits,
+    block_q=st.sampled_from([1, 3, 8, 64]),
+    block_k=st.sampled_from([1, 4, 16]),
+)
+def test_tile_states_of_a_band_are_exact(nq, nk, left, right, block_q, block_k) -> None:
+    problem, tensors = posed(Window(left, right), 1, 1, nq, nk)
+    states = tile_states(problem, tensors, block_q, block_k)[0, 0]
+    for i, j, tile in _by_tile(dense(problem, tensors), block_q, block_k):
+        exact = FULL if tile.all() else PARTIAL if tile.any() else SKIP
+        # rows that stand left of every key or right of every one make a corner of a tile empty
+        assert states[i, j] == exact or (states[i, j] == PARTIAL and exact == SKIP)
+
+
+def test_tiles_are_skipped_where_they_should_be() -> None:
+    """Not sound alone: the maps of the common masks skip and fill all that they can."""
+
+    def states(mask: Mask | Tensor, n: int = 64) -> list[list[int]]:
+        problem, tensors = posed(mask, 1, 1, n, n)
+        return tile_states(problem, tensors, 16, 16)[0, 0].tolist()
+
+    assert states(Causal()) == [[1, 0, 0, 0], [2, 1, 0, 0], [2, 2, 1, 0], [2, 2, 2, 1]]
+    assert states(Mask()) == [[FULL] * 4] * 4
+    assert states(Window(15, 0)) == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+    four = torch.arange(64) // 16
+    eye = [[FULL if i == j else SKIP for j in range(4)] for i in range(4)]
+    assert states(Documents(four)) == eye
+    assert states(Documents(four[torch.tensor([3, 1, 0, 2])].repeat_interleave(16))) != []
+    assert states(PrefixLengths(torch.tensor([33]))) == [[2, 2, 1, 0]] * 4
+    block = torch.ones(64, 64, dtype=torch.bool)
+    block[:, 16:32] = False
+    block[0, 0] = False
+    assert states(block) == [[1, 0, 2, 2]] + [[2, 0, 2, 2]] * 3
+
+
+@given(masks(), st.integers(0, 2**31))
+def test_intersection_allows_what_both_allow(any_mask: tuple, seed: int) -> None:
+    mask, (b, h, nq, nk) = any_mask
+    torch.manual_seed(seed)
+    other = torch.rand(b, 1, nq, nk) < 0.5
+    seen, alone = allowed(mask & other, b, h, nq, nk), allowed(mask, b, h, nq, nk)
+    assert torch.equal(seen, alone & other)
+    assert torch.equal(allowed(other & mask, b, h, nq, nk), seen)  # pyright: ignore
+    assert torch.equal(allowed(mask & mask, b, h, nq, nk), alone)
+    assert torch.equal(allowed(mask & Mask(), b, h, nq, nk), alone)
+
+
+# --- each mask by its definition ---------------------------------------------------------------
+
+
+def by_definition(rule, nq: int, nk: int) -> Tensor:
+    return torch.tensor([[bool(rule(i, j)) for j in range(nk)] for i in range(nq)])
+
+
+@pytest.mark.parametrize(("nq", "nk"), [(5, 5), (3, 8), (8, 3), (1, 6), (6, 1)])
+def test_bands(nq: int, nk: int) -> None:
+    o = nk - nq
+    rules = [
+        (Causal(), lambda i, j: j <= i + o),
+        (Window(), lambda i, j: True),
+        (Window(2, 1), lambda i, j: i + o - 2 <= j <= i + o + 1),
+        (Window(left=1), lambda i, j: i + o - 1 <= j),
+        (Window(right=1), lambda i, j: j <= i + o + 1),
+        (Window(3, None) & Causal(), lambda i, j: i + o - 3 <= j <= i + o),
+        (Window(3, 4) & Window(1, 9), lambda i, j: i + o - 1 <= j <= i + o + 4),
+    ]
+    for mask, rule in rules:
+        assert torch.equal(allowed(mask, 1, 1, nq, nk)[0, 0], by_definition(rule, nq, nk)), mask
+
+
+def test_documents() -> None:
+    ids = torch.tensor([4, 4, 9, 4, 9])
+    same = by_definition(lambda i, j: ids[i] == ids[j], 5, 5)
+    assert torch.equal(allowed(Documents(ids), 1, 1, 5, 5)[0, 0], same)
+    # fewer queries stand at the last positions
+    assert torch.equal(allowed(Documents(ids), 1, 1, 2, 5)[0, 0], same[3:])
+    cu = torch.tensor([0, 2, 2, 5])
+    by_cu = allowed(Documents(cu_seqlens=cu), 1, 1, 5, 5)
+    assert torch.equal(by_cu, allowed(Documents(torch.tensor([0, 0, 2, 2, 2])), 1, 1, 5, 5))
+    q_ids = torch.tensor([[9], [7]])
+    own = allowed(Documents(ids, q_ids=q_ids), 2, 1, 1, 5)
+    assert own[0, 0, 0].tolist() == [False, False, True, False, True]
+    assert not own[1].any()
+    two = torch.tensor([[0, 0, 1], [0, 1, 1]])
+    seen = allowed(Documents(two), 2, 1, 3, 3)
+    for b in range(2):
+        assert torch.equal(seen[b, 0], two[b][:, None] == two[b][None, :])
+
+
+def test_documents_compose_in_every_form() -> None:
+    a, b = torch.tensor([0, 0, 1, 1, 2]), torch.tensor([[0, 1, 1, 1, 1], [5, 5, 5, 6, 6]])
+    both = allowed(Documents(a) & Documents(b), 2, 1, 5, 5)
+    apart = allowed(Documents(a), 2, 1, 5, 5) & allowed(Documents(b), 2, 1, 5, 5)
+    assert torch.equal(both, apart)
+    q_ids = torch.tensor([0, 1])
+    own = Documents(a, q_ids=q_ids) & Documents(b, q_ids=q_ids)
+    apart = [allowed(Documents(ids, q_ids=q_ids), 2, 1, 2, 5) for ids in (a, b)]
+    assert torch.equal(allowed(own, 2, 1, 2, 5), apart[0] & apart[1])
+    with pytest.raises(ValueError, match="give q_ids to both or to neither"):
+        _ = Documents(a) & Documents(a, q_ids=q_ids)
+
+
+def test_lengths() -> None:
+    seen = allowed(PrefixLengths(torch.tensor([0, 2, 9])), 3, 1, 2, 4)
+    assert seen[:, 0, 0].tolist() == [[False] * 4, [True, True, False, False], [True] * 4]
+    fewer = PrefixLengths(torch.tensor([3, 1])) & PrefixLengths(torch.tensor([2, 4]))
+    assert allowed(fewer, 2, 1, 1, 4).sum((1, 2, 3)).tolist() == [2, 1]
+
+
+@pytest.mark.parametrize("shape", [(3,), (4, 3), (4, 1), (2, 4, 3), (2, 2, 1, 1), (2, 1, 4, 3)])
+def test_boolean_tensors_broadcast(shape: tuple[int, ...]) -> None:
+    mask = torch.rand(shape) < 0.5
+    assert torch.equal(allowed(mask, 2, 2, 4, 3), mask.expand(2, 2, 4, 3))
+
+
+# --- forms and errors --------------------------------------------------------------------------
+
+
+def test_repr() -> None:
+    assert repr(Causal()) == "Mask(right=0)"
+    ids = torch.zeros(5, dtype=torch.int64)
+    text = repr(
+        Window(3, 4) & Documents(ids) & PrefixLengths(torch.tensor([1])) & torch.ones(5) > 0
+    )
+    assert text == "Mask(left=3, right=4, k_ids=[5], lengths=[1], allowed=[5])"
+    assert repr(Mask()) == "Mask()"
+
+
+def test_masks_are_left_as_they_are() -> None:
+    a, b = Window(5, 5), Causal()
+    _ = a & b
+    assert (a.left, a.right, b.left, b.right) == (5, 5, None, 0)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: Window(-1), ValueError, r"Window\(left=\): got -1"),
+        (lambda: Window(0, -3), ValueError, r"Window\(right=\): got -3"),
+        (lambda: Window(1.5), TypeError, r"Window\(left=\): got 1.5"),
+        (lambda: Window(True), TypeError, r"Window\(left=\): got True"),
+        (lambda: Documents(), TypeError, "Documents: want either ids or cu_seqlens"),
+        (
+            lambda: Documents(torch.zeros(3), cu_seqlens=torch.zeros(3)),
+            TypeError,
+            "Documents: want either ids or cu_seqlens",
+        ),
+        (lambda: Documents(torch.zeros(3)), TypeError, r"Documents\(ids=\): got torch.float32"),
+        (lambda: Documents([0, 1]), TypeError, r"Documents\(ids=\): got list"),
+        (
+            lambda: Documents(torch.zeros(1, 2, 3, dtype=torch.int64)),
+            ValueError,
+            r"Documents\(ids=\): got shape \[1, 2, 3\]",
+        ),
+        (
+            lambda: Documents(torch.zeros(3, dtype=torch.int64), q_ids=torch.zeros(3)),
+            TypeError,
+            r"Documents\(q_ids=\): got torch.float32",
+        ),
+        (
+            lambda: Documents(cu_seqlens=torch.tensor([1, 3])),
+            ValueError,
+            r"Documents\(cu_seqlens=\): got \[1, 3\]",
+        ),
+        (
+            lambda: Documents(cu_seqlens=torch.tensor([0, 3, 2])),
+            ValueError,
+            r"Documents\(cu_seqlens=\): got \[0, 3, 2\]",
+        ),
+        (
+            lambda: Documents(cu_seqlens=torch.tensor([[0, 3]])),
+            ValueError,
+            r"Documents\(cu_seqlens=\): got shape",
+        ),
+        (
+            lambda: PrefixLengths(torch.tensor([1.0])),
+            TypeError,
+            r"PrefixLengths\(lengths=\): got torch.float32",
+        ),
+        (
+            lambda: PrefixLengths(torch.tensor(1)),
+            ValueError,
+            r"PrefixLengths\(lengths=\): got shape \[\]",
+        ),
+        (lambda: as_mask(torch.zeros(3)), TypeError, "mask: got a tensor of torch.float32"),
+        (lambda: as_mask("causal"), TypeError, "mask: got str"),
+        (lambda: Causal() & 3, TypeError, "mask: got int"),
+    ],
+)
+def test_errors(make, error: type, text: str) -> None:
+    with pytest.raises(error, match=text):
+        make()
+
+
+def test_masks_of_other_masks_sizes_do_not_compose() -> None:
+    with pytest.raises((RuntimeError, ValueError)):
+        _ = torch.ones(3, 4, dtype=torch.bool) & as_mask(torch.ones(3, 5, dtype=torch.bool))
+    with pytest.raises((RuntimeError, ValueError)):
+        _ = PrefixLengths(torch.tensor([1, 2])) & PrefixLengths(torch.tensor([1, 2, 3]))
+    assert rowmax.Mask is Mask
