@@ -105,6 +105,8 @@ def write(model: GPT, prompt: str, length: int, seed: int, temperature: float = 
     for _ in range(length):
         logits = model(text[:, -model.size.context :])[0, -1].float()
         chances = torch.softmax(logits / temperature, -1)
+        if not chances.isfinite().all():
+            break  # the model is broken, and that shows elsewhere
         text = torch.cat([text, torch.multinomial(chances, 1, generator=generator)[None]], 1)
     return bytes(text[0].tolist()).decode(errors="replace")
 

@@ -69,11 +69,9 @@ def of_training(training: Training) -> RenderableType:
     for name, curve in training.curves.items():
         numbers = (curve.losses[0], curve.smooth[-1], curve.held_out)
         table.add_row(name, *(f"{x:.3f}" for x in numbers), f"{speeds[name]:,.0f}")
-    words = "The curves agree" if training.ok else "The curves do not agree"
-    agreement = (
-        f"{words}: the first losses within {training.near:.2%} of each other (allowed "
-        f"{plan.near:.1%}), the running means within {training.apart:.2%} ({plan.apart:.0%})."
-    )
+    words = "They agree" if training.ok else "They do not agree"
+    parts = (f"{k} {a:.1e} (allowed {b:.0e})" for k, (a, b) in training.agreement.items())
+    agreement = f"{words}. Relative differences: {', '.join(parts)}."
     style = "green" if training.ok else "bold red"
     sample = Panel(escape(printable(training.sample)), title="It writes", title_align="left")
     return Group(table, Text(agreement, style=style), sample, "")
