@@ -63,21 +63,7 @@ def checked(
     if not 0.0 <= dropout_p < 1.0:
         raise bad("dropout_p", dropout_p, "a probability in [0, 1)")
     _check_flag("deterministic", deterministic)
-    return Tensors(
-        q=q,
-        k=k,
-        v=v,
-        bias=_checked_bias(q, bias, shape),
-        sink=_per_head("sink", sink, q),
-        alibi=_per_head("alibi", alibi, q, gradient=False),
-        allowed=_checked_allowed(q, mask.allowed, shape),
-        q_ids=q_ids,
-        k_ids=k_ids,
-        lengths=_checked_lengths(q, mask.lengths, batch),
-        cu_seqlens_q=cu_q,
-        cu_seqlens_k=cu_k,
-        seed=_checked_seed(seed, dropout_p, q.device),
-    ), Options(
+    options = Options(
         scale=_checked_scale(scale, q.shape[3]),
         softcap=_checked_softcap(softcap),
         dropout_p=dropout_p,
@@ -88,6 +74,23 @@ def checked(
         deterministic=deterministic,
         backend=_checked_backend(backend),
     )
+    tensors = Tensors(
+        q=q,
+        k=k,
+        v=v,
+        bias=_checked_bias(q, bias, shape),
+        sink=_per_head("sink", sink, q),
+        alibi=_per_head("alibi", alibi, q, gradient=False),
+        allowed=_checked_allowed(q, mask.allowed, shape),
+        q_ids=q_ids,
+        k_ids=k_ids,
+        lengths=_checked_lengths(q, mask.lengths, batch, nk),
+        cu_seqlens_q=cu_q,
+        cu_seqlens_k=cu_k,
+        # last of all, for it may draw: a call that fails leaves the generator as it was
+        seed=_checked_seed(seed, dropout_p, q.device),
+    )
+    return tensors, options
 
 
 def bad(argument: str, got: Any, want: str) -> ValueError:
@@ -220,10 +223,14 @@ def _ids(name: str, ids: Tensor, batch: int, n: int, of: str, q: Tensor) -> Tens
     ids = ids[None] if ids.dim() == 1 else ids
     if ids.shape[0] not in (1, batch) or ids.shape[1] != n:
         raise bad(name, f"shape {list(ids.shape)}", f"[{n}] or [{batch}, {n}], one id for all {of}")
+    if ids.dtype == torch.int64 and ids.numel() and values_are_readable(ids):
+        low, high = (int(x) for x in ids.aminmax())
+        if low < -(2**31) or high >= 2**31:
+            raise bad(name, f"ids from {low} to {high}", "ids of 32 bits")
     return ids.to(torch.int32)
 
 
-def _checked_lengths(q: Tensor, lengths: Tensor | None, batch: int) -> Tensor | None:
+def _checked_lengths(q: Tensor, lengths: Tensor | None, batch: int, nk: int) -> Tensor | None:
     if lengths is None:
         return None
     name = "mask: PrefixLengths(lengths=)"
@@ -232,7 +239,9 @@ def _checked_lengths(q: Tensor, lengths: Tensor | None, batch: int) -> Tensor | 
         raise bad(name, f"{lengths.shape[0]} lengths", f"one for each of {batch} sequences")
     if values_are_readable(lengths) and bool((lengths < 0).any()):
         raise bad(name, lengths.tolist(), "lengths of 0 or more")
-    return lengths.to(torch.int32)
+    if lengths.dtype == torch.int32:
+        return lengths
+    return lengths.clamp(max=nk).to(torch.int32)  # what is past 32 bits is past every key
 
 
 def _checked_allowed(q: Tensor, allowed: Tensor | None, shape: Sequence[int]) -> Tensor | None:
@@ -317,7 +326,9 @@ def _checked_seed(seed: Any, p: float, device: torch.device) -> Tensor | None:
         return None
     if seed is None:
         return torch.randint(2**63 - 1, (), dtype=torch.int64, device=device)
-    return seed if isinstance(seed, Tensor) else torch.full((), seed, device=device)
+    return (
+        seed if isinstance(seed, Tensor) else torch.full((), seed, dtype=torch.int64, device=device)
+    )  # pyright: ignore
 
 
 def _checked_backend(backend: str | None) -> str | None:
