@@ -326,9 +326,9 @@ def _checked_seed(seed: Any, p: float, device: torch.device) -> Tensor | None:
         return None
     if seed is None:
         return torch.randint(2**63 - 1, (), dtype=torch.int64, device=device)
-    return (
-        seed if isinstance(seed, Tensor) else torch.full((), seed, dtype=torch.int64, device=device)
-    )  # pyright: ignore
+    if isinstance(seed, Tensor):
+        return seed
+    return torch.full((), seed, dtype=torch.int64, device=device)  # pyright: ignore
 
 
 def _checked_backend(backend: str | None) -> str | None:
