@@ -38,7 +38,6 @@ def backward(
     call.rows("dout", dout)
     set_outputs(call, out.to(call.dtype).contiguous(), lse.to(call.dtype).contiguous())
     if dlse is not None:
-        b, h, q = dlse.stride()
         dlse = dlse.to(call.dtype)
         b, h, q = dlse.stride()
         call.set(dlse=call.keep(dlse), dlse_b=0 if problem.varlen else b, dlse_h=h, dlse_q=q)

@@ -37,7 +37,7 @@ def run(body: Callable[[], None], threads: int) -> None:
         except BaseException as error:
             errors.append(error)
 
-    parallel = _openmp()
+    parallel = None if _forked else _openmp()
     if parallel is not None:
         parallel(_BODY(guarded), None, threads, 0)
     else:
@@ -47,6 +47,19 @@ def run(body: Callable[[], None], threads: int) -> None:
             other.result()
     if errors:
         raise errors[0]
+
+
+_forked = False
+
+
+def _after_fork() -> None:
+    """OpenMP's threads stayed behind in the parent, and GNU's would be waited for."""
+    global _forked
+    _forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 @lru_cache(maxsize=1)

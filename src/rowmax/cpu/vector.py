@@ -74,7 +74,8 @@ def product(width: int, mr: int, nv: int, a_row: int, kind: ir.Type):
     def tile_product(typing, c, c_row, a, a_step, b, b_step, k, add):
         def emit(context, builder, signature, arguments):
             c, c_row, a, a_step, b, b_step, k, add = arguments
-            name = f"llvm.fma.{suffix}"
+            # LLVM makes this one instruction where the machine has it, two where it has not
+            name = f"llvm.fmuladd.{suffix}"
             fma = builder.module.globals.get(name) or ir.Function(
                 builder.module, ir.FunctionType(vector, [vector] * 3), name
             )
