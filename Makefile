@@ -1,8 +1,9 @@
 # make demo    check the installation, train a small model, run a long sequence, write report.html
 # make test    lint, types, imports, tests
+# make bench   time against PyTorch's own attention; writes benchmarks/results/cpu.csv
 #
-# Both make their environment in .venv the first time and use it from then on. PYTHON=... picks
-# another Python, ARGS=... goes to the demo (make demo ARGS=--quick) or to pytest.
+# All make their environment in .venv the first time and use it from then on. PYTHON=... picks
+# another Python, ARGS=... goes to what is run (make demo ARGS=--quick).
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -13,7 +14,7 @@ PYTHON ?= $(shell for p in $(CANDIDATES); do \
 	$$p -c '$(MODERN)' >/dev/null 2>&1 && { echo $$p; break; }; done)
 ARGS ?=
 
-.PHONY: demo test lint unit doctest clean
+.PHONY: demo test lint unit doctest bench clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -33,6 +34,9 @@ unit: $(STAMP)
 doctest: $(STAMP)
 	$(BIN)/python -m pytest --doctest-modules src
 
+bench: $(STAMP)
+	$(BIN)/python benchmarks/cpu.py --csv benchmarks/results/cpu.csv $(ARGS)
+
 # A Python that was built without ensurepip (Debian's, without python3-venv) makes no pip in the
 # environment; then its own pip installs there.
 $(STAMP): pyproject.toml constraints.txt
@@ -44,7 +48,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || $(PYTHON) -m venv --without-pip $(VENV)
 	@if $(BIN)/python -m pip --version >/dev/null 2>&1; then pip="$(BIN)/python -m pip"; \
 		else pip="$(PYTHON) -m pip --python $(BIN)/python"; fi; \
-		$$pip install --quiet --constraint constraints.txt --editable '.[cpu,cli,dev]'
+		$$pip install --disable-pip-version-check --constraint constraints.txt --editable '.[cpu,cli,dev]'
 	@touch $@
 
 clean:

@@ -1,0 +1,68 @@
+"""What the README says is so."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rowmax
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", TEXT, flags=re.M | re.S)
+
+
+@pytest.mark.parametrize("code", blocks("python"))
+def test_the_example_runs(code: str):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code + "\nassert bias.grad.shape == bias.shape"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "float32" in done.stdout
+
+
+def test_there_is_an_example():
+    assert len(blocks("python")) == 1
+
+
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\(([^)#:]+)\)", TEXT))))
+def test_links_lead_somewhere(target: str):
+    assert (ROOT / target).exists()
+
+
+def test_the_commands_exist():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"`?make (\w+)", TEXT):
+        assert re.search(rf"^{target}:", makefile, flags=re.M), target
+
+
+def test_the_command_line_takes_what_is_shown():
+    pytest.importorskip("typer")
+    from typer.testing import CliRunner
+
+    from rowmax.commands.app import app
+
+    shown = re.findall(r"^\$ rowmax (.*?)\s*(?:#.*)?$", "\n".join(blocks("console")), flags=re.M)
+    assert shown
+    for line in shown:
+        words = line.split()
+        extra = ["--device", "cpu"] if words[0] == "explain" else ["--help"]
+        result = CliRunner().invoke(app, [*words, *extra])
+        assert result.exit_code == 0, result.output
+
+
+def test_every_public_name_is_mentioned():
+    for name in rowmax.__all__:
+        if name not in ("Mask", "Explanation"):
+            assert name in TEXT, name
