@@ -1,0 +1,80 @@
+"""The forward for Hopper (sm_90a) in Gluon: TMA, asynchronous wgmma, specialised warps.
+
+It takes what is listed in ``supports``; the rest, and every backward, is the Triton backend's.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..problem import Gradients, Problem, Tensors, Wanted
+
+__all__ = ["backward", "forward", "supports"]
+
+
+def supports(problem: Problem, call: str) -> str | None:
+    """None, or the sentence that says why not."""
+    if call != "forward":
+        return "the Hopper backend has a forward only"
+    return _refused(problem) or _missing()
+
+
+def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    from .launch import forward
+
+    return forward(problem, tensors)
+
+
+def backward(
+    problem: Problem,
+    tensors: Tensors,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    wanted: Wanted,
+) -> Gradients:
+    raise NotImplementedError(supports(problem, "backward"))
+
+
+def _refused(p: Problem) -> str | None:
+    """What the kernels do not do."""
+    if p.dtype not in (torch.float16, torch.bfloat16):
+        return f"it takes float16 and bfloat16, the tensors are {p.dtype}"
+    if max(p.d, p.dv) > 256:
+        return f"it takes head sizes up to 256, these are {p.d} and {p.dv}"
+    if p.d % 8 or p.dv % 8:
+        return f"it takes head sizes that are multiples of 8, these are {p.d} and {p.dv}"
+    if p.scale == 0.0:
+        return "it takes a scale above 0"
+    for name, present in (
+        ("dropout", p.dropout_p > 0),
+        ("boolean masks", p.allowed is not None),
+        ("documents", p.documents),
+        ("prefix lengths", p.prefix),
+        ("packed sequences", p.varlen),
+        ("a bias", p.bias is not None),
+        ("ALiBi", p.alibi),
+        ("a softcap", p.softcap > 0),
+        ("a sink", p.sink),
+    ):
+        if present:
+            return f"it does not take {name}"
+    return None
+
+
+@lru_cache(maxsize=1)
+def _missing() -> str | None:
+    """What this machine lacks."""
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return "there is no CUDA device"
+    if torch.cuda.get_device_capability() != (9, 0):
+        return "the device is not of compute capability 9.0 (Hopper)"
+    try:
+        from . import kernel  # noqa: F401
+    except ImportError as error:
+        return f"triton's Gluon is missing or of another release ({error})"
+    return None

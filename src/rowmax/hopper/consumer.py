@@ -1,0 +1,276 @@
+"""A consumer's side: 64 query rows, their scores, softmax and output, tile after tile.
+
+Within a warpgroup the product of one tile's weights and values runs under the softmax of the
+next. The chain does not break where a query tile ends: its last product runs under the first
+softmax of the query tile that follows.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .gluon_compat import mbarrier, reinterpret, warpgroup_mma, warpgroup_mma_wait
+from .layouts import matrix, output_layout, score_layout, value_layout, weight_layout
+from .pipeline import phase, slot
+from .schedule import full_tiles, row_at, tile_of
+from .softmax import LOWEST, along_row, by_lane, rounded, softmax_step
+
+
+@gluon.jit
+def issue_scores(C: gl.constexpr, q0, q1, ks0, ks1, s):
+    """S = Q K^T, on its way."""
+    SL: gl.constexpr = score_layout(C)
+    z = gl.full([64, C.BLOCK_K], 0.0, gl.float32, SL)
+    k0 = reinterpret(ks0.index(s), ks0.dtype, [C.BLOCK_K, C.D0], matrix(C.BLOCK_K, C.D0, ks0.dtype))
+    S = warpgroup_mma(q0, k0.permute((1, 0)), z, use_acc=False, is_async=True)
+    if C.D1:
+        k1 = reinterpret(
+            ks1.index(s), ks1.dtype, [C.BLOCK_K, C.D1], matrix(C.BLOCK_K, C.D1, ks1.dtype)
+        )
+        S = warpgroup_mma(q1, k1.permute((1, 0)), S, is_async=True)
+    return S
+
+
+@gluon.jit
+def issue_output(C: gl.constexpr, p, o0, o1, vs0, vs1, s, use_acc):
+    """O += P V, on its way."""
+    v0 = reinterpret(vs0.index(s), vs0.dtype, [C.BLOCK_K, C.DV0], matrix(C.BLOCK_K, C.DV0, vs0.dtype))
+    P0 = gl.convert_layout(p, weight_layout(C.DV0))
+    o0 = warpgroup_mma(P0, v0, o0, use_acc=use_acc, is_async=True)
+    if C.DV1:
+        v1 = reinterpret(
+            vs1.index(s), vs1.dtype, [C.BLOCK_K, C.DV1], matrix(C.BLOCK_K, C.DV1, vs1.dtype)
+        )
+        P1 = gl.convert_layout(p, weight_layout(C.DV1))
+        o1 = warpgroup_mma(P1, v1, o1, use_acc=use_acc, is_async=True)
+    return o0, o1
+
+
+@gluon.jit
+def wait_output(C: gl.constexpr, o0, o1):
+    if C.DV1:
+        o0, o1 = warpgroup_mma_wait(0, deps=[o0, o1])
+    else:
+        o0 = warpgroup_mma_wait(0, deps=[o0])
+    return o0, o1
+
+
+@gluon.jit
+def scale_rows(o, r):
+    """o ``[64, D]`` times r ``[64, 4]``, row by row."""
+    o4 = by_lane(o)
+    r4 = gl.convert_layout(r, gl.SliceLayout(1, gl.SliceLayout(3, o4.type.layout)))
+    return gl.convert_layout((o4 * along_row(r4)).reshape(o.shape), o.type.layout)
+
+
+@gluon.jit
+def masked(C: gl.constexpr, S, j, first, tile, sizes):
+    """Scores ``[64, BLOCK_K/8, 4, 2]`` of key tile j, -inf where a pair may not see each other.
+
+    A thread's columns are constants but for its lane and the tile, so these move to the other
+    side of the comparison: two limits a thread, and no register for a column.
+    """
+    token, head, b, q_row, k_row, nq, nk, offset, lo, hi = tile
+    nq_, nk_, left, right = sizes
+    L: gl.constexpr = S.type.layout
+    rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, L))  # [64, 4]
+    eights = gl.arange(0, C.BLOCK_K // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))
+    pairs = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, L))))
+    col = 8 * eights.expand_dims(0).expand_dims(2).expand_dims(3)
+    col = col + pairs.expand_dims(0).expand_dims(0).expand_dims(0)
+    before = j * C.BLOCK_K + 2 * gl.arange(0, 4, gl.SliceLayout(0, rows))[None, :]
+    at = (first + gl.arange(0, 64, gl.SliceLayout(1, rows)) // C.GROUP)[:, None] + offset
+    if C.RIGHT:
+        limit = gl.minimum(at + right + 1, nk) - before
+    else:
+        limit = nk - before
+    seen = col < along_row(limit)
+    if C.LEFT:
+        seen = seen & (col >= along_row(at - left - before))
+    return gl.where(seen, S, float("-inf"))
+
+
+@gluon.jit
+def weights(C: gl.constexpr, LATE: gl.constexpr, S, m, l, scale, dtype: gl.constexpr):
+    """(P, rounded for the product unless LATE, m, l, alpha)."""
+    p, m, l, alpha = softmax_step(S, m, l, scale)
+    if not LATE:
+        p = rounded(p, dtype)
+    return p.reshape([64, C.BLOCK_K]), m, l, alpha
+
+
+@gluon.jit
+def step(C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, j, use, turn, state, buffers, bars, first, tile, sizes, scale, more):
+    """One key tile: its scores, and the output of the one before under its softmax."""
+    o0, o1, p, m, l, alpha = state
+    qs0, qs1, ks0, ks1, vs0, vs1 = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    q0, q1 = queries(C, qs0, qs1, c, turn, use)
+    s = slot(use, C.STAGES)
+    S = issue_scores(C, q0, q1, ks0, ks1, s)
+    if C.RESCALE_FIRST:
+        o0 = scale_rows(o0, alpha)
+        if C.DV1:
+            o1 = scale_rows(o1, alpha)
+    before = use - 1
+    sv = slot(before, C.STAGES)
+    mbarrier.wait(v_full.index(sv), phase(before, C.STAGES))
+    o0, o1 = issue_output(C, p, o0, o1, vs0, vs1, sv, True)
+    S = warpgroup_mma_wait(1, deps=[S])
+    mbarrier.arrive(k_empty.index(s), count=1)
+    if C.Q_STAGES == 1:
+        mbarrier.arrive(q_empty.index(c), count=1, pred=j == tile[8])
+    S = by_lane(S)
+    if MASKED:
+        S = masked(C, S, j, first, tile, sizes)
+    p, m, l, alpha = weights(C, C.ROUND_LATE, S, m, l, scale, vs0.dtype)
+    # A wait begins a new basic block: without one here ptxas sinks the softmax below the wait
+    # for the product that it is to run under.
+    use += 1
+    mbarrier.wait(k_full.index(slot(use, C.STAGES)), phase(use, C.STAGES), pred=(j > tile[8]) | more)
+    o0, o1 = wait_output(C, o0, o1)
+    mbarrier.arrive(v_empty.index(sv), count=1)
+    p = p.to(vs0.dtype)
+    if not C.RESCALE_FIRST:
+        o0 = scale_rows(o0, alpha)
+        if C.DV1:
+            o1 = scale_rows(o1, alpha)
+    return use, (o0, o1, p, m, l, alpha)
+
+
+@gluon.jit
+def first_weights(C: gl.constexpr, S, first, tile, sizes, scale, dtype: gl.constexpr):
+    """The softmax step that begins a query tile: its last key tile, where every bound is met."""
+    S = masked(C, by_lane(S), tile[9] - 1, first, tile, sizes)
+    PL: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, S.type.layout))
+    m = gl.full([64, 4], LOWEST, gl.float32, PL)
+    l = gl.full([64, 4], 0.0, gl.float32, PL)
+    return weights(C, False, S, m, l, scale, dtype)
+
+
+@gluon.jit
+def consumer(C: gl.constexpr, c: gl.constexpr, out, lse, buffers, bars, table, ends, sizes, seqs, scale, hq, total_q):
+    """Warpgroup c: rows ``64 c`` to ``64 c + 63`` of every tile of this block."""
+    qs0, qs1, ks0, ks1, vs0, vs1 = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    dtype: gl.constexpr = vs0.dtype
+    OL0: gl.constexpr = value_layout(C.DV0)
+    OL1: gl.constexpr = value_layout(C.DV1 if C.DV1 else 16)
+    n = gl.program_id(0)
+    end = gl.load(ends + n)
+    blocks = gl.num_programs(0)
+    tile = tile_of(C, row_at(n, table), sizes, seqs)
+    turn = 0
+    use = 0
+
+    mbarrier.wait(q_full.index(c * C.Q_STAGES), 0)
+    mbarrier.wait(k_full.index(0), 0)
+    q0, q1 = queries(C, qs0, qs1, c, 0, 0)
+    S = warpgroup_mma_wait(0, deps=[issue_scores(C, q0, q1, ks0, ks1, 0)])
+    mbarrier.arrive(k_empty.index(0), count=1)
+    if C.Q_STAGES == 1:
+        mbarrier.arrive(q_empty.index(c), count=1, pred=tile[8] + 1 == tile[9])
+    p, m, l, alpha = first_weights(C, S, tile[0] + c * C.TOKENS, tile, sizes, scale, dtype)
+    use += 1
+    mbarrier.wait(k_full.index(slot(use, C.STAGES)), phase(use, C.STAGES), pred=(tile[8] + 1 < tile[9]) | (n + blocks < end))
+
+    while n < end:
+        n += blocks
+        more = n < end
+        ahead = row_at(gl.where(more, n, n - blocks), table)
+        lo = tile[8]
+        hi = tile[9]
+        first = tile[0] + c * C.TOKENS
+        z, a = full_tiles(C, first, first + C.TOKENS - 1, tile, sizes)
+        o0 = gl.full([64, C.DV0], 0.0, gl.float32, OL0)
+        o1 = gl.full([64, C.DV1 if C.DV1 else 16], 0.0, gl.float32, OL1)
+        state = (o0, o1, p, m, l, alpha)
+        if C.RIGHT:
+            for i in range(a, hi - 1):
+                use, state = step(C, True, c, hi - 2 - i + a, use, turn, state, buffers, bars, first, tile, sizes, scale, more)
+        for i in range(z, a):
+            use, state = step(C, False, c, a - 1 - i + z, use, turn, state, buffers, bars, first, tile, sizes, scale, more)
+        if C.LEFT:
+            for i in range(lo, z):
+                use, state = step(C, True, c, z - 1 - i + lo, use, turn, state, buffers, bars, first, tile, sizes, scale, more)
+        o0, o1, p, m, l, alpha = state
+
+        # The last product of this tile, under the first scores and softmax of the next. When
+        # there is no next, what they are made of is stale, and what they give is not used.
+        if C.Q_STAGES > 1:
+            mbarrier.arrive(q_empty.index(c * C.Q_STAGES + slot(turn, C.Q_STAGES)), count=1)
+        turn += 1
+        mbarrier.wait(q_full.index(c * C.Q_STAGES + slot(turn, C.Q_STAGES)), phase(turn, C.Q_STAGES), pred=more)
+        q0, q1 = queries(C, qs0, qs1, c, turn, use)
+        s = slot(use, C.STAGES)
+        S = issue_scores(C, q0, q1, ks0, ks1, s)
+        after = tile_of(C, ahead, sizes, seqs)
+        if C.RESCALE_FIRST:
+            o0 = scale_rows(o0, alpha)
+            if C.DV1:
+                o1 = scale_rows(o1, alpha)
+        before = use - 1
+        sv = slot(before, C.STAGES)
+        mbarrier.wait(v_full.index(sv), phase(before, C.STAGES))
+        o0, o1 = issue_output(C, p, o0, o1, vs0, vs1, sv, True)
+        S = warpgroup_mma_wait(1, deps=[S])
+        mbarrier.arrive(k_empty.index(s), count=1, pred=more)
+        if C.Q_STAGES == 1:
+            mbarrier.arrive(q_empty.index(c), count=1, pred=more & (after[8] + 1 == after[9]))
+        m_done = m
+        l_done = l
+        p, m, l, alpha = first_weights(C, S, after[0] + c * C.TOKENS, after, sizes, scale, dtype)
+        use += 1
+        mbarrier.wait(k_full.index(slot(use, C.STAGES)), phase(use, C.STAGES), pred=more & ((after[8] + 1 < after[9]) | (n + blocks < end)))
+        o0, o1 = wait_output(C, o0, o1)
+        mbarrier.arrive(v_empty.index(sv), count=1)
+        finish(C, c, o0, o1, m_done, l_done, out, lse, tile, hq, total_q)
+        tile = after
+
+
+@gluon.jit
+def queries(C: gl.constexpr, qs0, qs1, c: gl.constexpr, turn, use):
+    """The buffer of Q. ``use >> 30`` is zero, which the compiler cannot know: an address that
+    is the same in two loops ptxas (12.8) may compute on the way to the first alone, and the
+    second loop goes without it when the first is empty."""
+    i = c * C.Q_STAGES + slot(turn + (use >> 30), C.Q_STAGES)
+    q0 = reinterpret(qs0.index(i), qs0.dtype, [64, C.D0], matrix(64, C.D0, qs0.dtype))
+    q1 = q0
+    if C.D1:
+        q1 = reinterpret(qs1.index(i), qs1.dtype, [64, C.D1], matrix(64, C.D1, qs1.dtype))
+    return q0, q1
+
+
+@gluon.jit
+def finish(C: gl.constexpr, c: gl.constexpr, o0, o1, m, l, out, lse, tile, hq, total_q):
+    """out = O / l and lse = log sum exp of a finished tile, row by row."""
+    token, head, b, q_row, k_row, nq, nk, offset, lo, hi = tile
+    first = token + c * C.TOKENS
+    m = gl.max(m, 1)
+    l = gl.sum(l, 1)
+    inverse = gl.where(l > 0.0, 1.0 / l, 0.0)
+    value = gl.where(l > 0.0, (m + gl.log2(l)) * 0.6931471805599453, float("-inf"))
+    r = gl.arange(0, 64, l.type.layout)
+    row = first + r // C.GROUP
+    h = head * C.GROUP + r % C.GROUP
+    at = (b * hq + h).to(gl.int64) * total_q + q_row + row
+    gl.store(lse + at, value, mask=row < nq)
+    base = out + ((b * nq + q_row + first).to(gl.int64) * hq + head * C.GROUP) * C.DV_OUT
+    store_output(C, o0, inverse, base, 0, nq - first, hq)
+    if C.DV1:
+        store_output(C, o1, inverse, base, C.DV0, nq - first, hq)
+
+
+@gluon.jit
+def store_output(C: gl.constexpr, o, inverse, base, column: gl.constexpr, tokens, hq):
+    WL: gl.constexpr = output_layout(o.shape[1])
+    inverse = gl.convert_layout(inverse, gl.SliceLayout(1, o.type.layout))
+    x = gl.convert_layout((o * inverse[:, None]).to(base.dtype.element_ty), WL)
+    r = gl.arange(0, 64, gl.SliceLayout(1, WL))
+    d = column + gl.arange(0, o.shape[1], gl.SliceLayout(0, WL))
+    at = ((r // C.GROUP) * hq + r % C.GROUP)[:, None] * C.DV_OUT + d[None, :]
+    seen = (r // C.GROUP < tokens)[:, None]
+    if C.DV_OUT != C.DV:
+        seen = seen & (d < C.DV_OUT)[None, :]
+    gl.store(base + at, x, mask=seen)

@@ -1,0 +1,61 @@
+"""The forward kernel: consumers and one producer in a persistent block."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .consumer import consumer
+from .pipeline import pipeline, producer
+
+
+@gluon.jit
+def consumer0(C: gl.constexpr, out, lse, buffers, bars, table, ends, sizes, seqs, scale, hq, total_q):
+    consumer(C, 0, out, lse, buffers, bars, table, ends, sizes, seqs, scale, hq, total_q)
+
+
+@gluon.jit
+def consumer1(C: gl.constexpr, out, lse, buffers, bars, table, ends, sizes, seqs, scale, hq, total_q):
+    consumer(C, 1, out, lse, buffers, bars, table, ends, sizes, seqs, scale, hq, total_q)
+
+
+@gluon.jit
+def consumer2(C: gl.constexpr, out, lse, buffers, bars, table, ends, sizes, seqs, scale, hq, total_q):
+    consumer(C, 2, out, lse, buffers, bars, table, ends, sizes, seqs, scale, hq, total_q)
+
+
+@gluon.jit
+def blocks_of(desc, n: gl.constexpr):
+    """n buffers in shared memory for what the descriptor copies."""
+    return gl.allocate_shared_memory(desc.dtype, [n] + desc.block_type.shape, desc.layout)
+
+
+@gluon.jit
+def forward(
+    q0, q1, k0, k1, v0, v1, out, lse, table, ends, nq, nk, left, right, hq, ratio, total_q, scale,
+    C: gl.constexpr, R0: gl.constexpr, R1: gl.constexpr,
+):
+    qs0 = blocks_of(q0, C.WARPGROUPS * C.Q_STAGES)
+    ks0 = blocks_of(k0, C.STAGES)
+    vs0 = blocks_of(v0, C.STAGES)
+    qs1 = qs0
+    ks1 = ks0
+    vs1 = vs0
+    if C.D1:
+        qs1 = blocks_of(q1, C.WARPGROUPS * C.Q_STAGES)
+        ks1 = blocks_of(k1, C.STAGES)
+    if C.DV1:
+        vs1 = blocks_of(v1, C.STAGES)
+    bars = pipeline(C)
+    buffers = (qs0, qs1, ks0, ks1, vs0, vs1)
+    descs = (q0, q1, k0, k1, v0, v1)
+    sizes = (nq, nk, left, right)
+    seqs = (nq, nk)
+    if C.WARPGROUPS == 2:
+        gl.warp_specialize([(consumer0, (C, out, lse, buffers, bars, table, ends, sizes, seqs, scale, hq, total_q)), (consumer1, (C, out, lse, buffers, bars, table, ends, sizes, seqs, scale, hq, total_q)), (producer, (C, descs, buffers, bars, table, ends, sizes, seqs, ratio))], [4, 1], [R0, R1])
+    else:
+        gl.warp_specialize(
+            [(consumer0, (C, out, lse, buffers, bars, table, ends, sizes, seqs, scale, hq, total_q)), (consumer1, (C, out, lse, buffers, bars, table, ends, sizes, seqs, scale, hq, total_q)), (consumer2, (C, out, lse, buffers, bars, table, ends, sizes, seqs, scale, hq, total_q)), (producer, (C, descs, buffers, bars, table, ends, sizes, seqs, ratio))],
+            [4, 4, 1],
+            [R0, R0, R1],
+        )

@@ -1,0 +1,118 @@
+"""The producer's side: queries, keys and values by TMA into shared memory, tile after tile.
+
+Every buffer has two barriers, ``full`` (the copy has landed) and ``empty`` (every warpgroup
+that reads it has let go). Use n of a ring of S buffers takes buffer ``n % S`` in phase
+``(n // S) & 1``; both sides count uses alone, and nothing else is agreed between them.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .gluon_compat import fence_async_shared, mbarrier, tma_load
+from .schedule import row_at, tile_of
+
+
+@gluon.jit
+def slot(n, STAGES: gl.constexpr):
+    """The buffer that use n of a ring takes."""
+    if STAGES == 1:
+        s = 0
+    elif STAGES & (STAGES - 1):
+        s = n % STAGES
+    else:
+        s = n & (STAGES - 1)
+    return s
+
+
+@gluon.jit
+def phase(n, STAGES: gl.constexpr):
+    """The phase that use n of a ring takes its buffer in."""
+    return (n // STAGES) & 1 if STAGES & (STAGES - 1) else (n >> (STAGES // 2)) & 1
+
+
+@gluon.jit
+def barriers(n: gl.constexpr, count: gl.constexpr):
+    """n barriers, each of which completes a phase after ``count`` arrivals."""
+    bars = gl.allocate_shared_memory(gl.int64, [n, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(n):
+        mbarrier.init(bars.index(i), count=count)
+    return bars
+
+
+@gluon.jit
+def pipeline(C: gl.constexpr):
+    """The barriers: of Q (one pair a warpgroup and buffer), of K and of V."""
+    bars = (
+        barriers(C.WARPGROUPS * C.Q_STAGES, 1),
+        barriers(C.WARPGROUPS * C.Q_STAGES, 1),
+        barriers(C.STAGES, 1),
+        barriers(C.STAGES, C.WARPGROUPS),
+        barriers(C.STAGES, 1),
+        barriers(C.STAGES, C.WARPGROUPS),
+    )
+    fence_async_shared()
+    return bars
+
+
+@gluon.jit
+def load_rows(desc0, desc1, b, row, head, W0: gl.constexpr, W1: gl.constexpr, bar, to0, to1):
+    """BLOCK_K rows of keys or values, in one part or two (a head size of 96 is 64 + 32)."""
+    if W1:
+        mbarrier.expect(bar, desc0.block_type.nbytes + desc1.block_type.nbytes)
+        tma_load(desc0, [b, row, head, 0], bar, to0)
+        tma_load(desc1, [b, row, head, W0], bar, to1)
+    else:
+        mbarrier.expect(bar, desc0.block_type.nbytes)
+        tma_load(desc0, [b, row, head, 0], bar, to0)
+
+
+@gluon.jit
+def load_queries(C: gl.constexpr, descs, b, row, head, bar, to0, to1):
+    """64 rows of queries: TOKENS positions of each of the GROUP heads that share the tile."""
+    q0, q1 = descs
+    if C.D1:
+        mbarrier.expect(bar, q0.block_type.nbytes + q1.block_type.nbytes)
+        tma_load(q0, [b, row, head, 0, 0], bar, to0)
+        tma_load(q1, [b, row, head, 0, C.D0], bar, to1)
+    else:
+        mbarrier.expect(bar, q0.block_type.nbytes)
+        tma_load(q0, [b, row, head, 0, 0], bar, to0)
+
+
+@gluon.jit
+def producer(C: gl.constexpr, descs, buffers, bars, table, ends, sizes, seqs, ratio):
+    """One warp: every copy of every tile of this block."""
+    q0, q1, k0, k1, v0, v1 = descs
+    qs0, qs1, ks0, ks1, vs0, vs1 = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    n = gl.program_id(0)
+    end = gl.load(ends + n)
+    turn = 0
+    use = 0
+    ahead = row_at(n, table)
+    while n < end:
+        n += gl.num_programs(0)
+        token, head, b, q_row, k_row, nq, nk, offset, lo, hi = tile_of(C, ahead, sizes, seqs)
+        if n < end:  # asked for long before it is needed
+            ahead = row_at(n, table)
+        at = phase(turn, C.Q_STAGES) ^ 1
+        for c in gl.static_range(C.WARPGROUPS):
+            i = c * C.Q_STAGES + slot(turn, C.Q_STAGES)
+            mbarrier.wait(q_empty.index(i), at)
+            row = q_row + token + c * C.TOKENS
+            load_queries(C, (q0, q1), b, row, head, q_full.index(i), qs0.index(i), qs1.index(i))
+        kv_head = head // ratio
+        for i in range(lo, hi):
+            row = k_row + (hi - 1 - i + lo) * C.BLOCK_K
+            s = slot(use, C.STAGES)
+            at = phase(use, C.STAGES) ^ 1
+            bar = k_full.index(s)
+            mbarrier.wait(k_empty.index(s), at)
+            load_rows(k0, k1, b, row, kv_head, C.D0, C.D1, bar, ks0.index(s), ks1.index(s))
+            bar = v_full.index(s)
+            mbarrier.wait(v_empty.index(s), at)
+            load_rows(v0, v1, b, row, kv_head, C.DV0, C.DV1, bar, vs0.index(s), vs1.index(s))
+            use += 1
+        turn += 1

@@ -1,0 +1,126 @@
+"""Which tile is computed where and when, and which key tiles it needs.
+
+The order is data, made once for a shape and kept on the device: one row a tile, (first token,
+head, sequence, 0). Block n takes rows n, n + blocks, n + 2 blocks, ... up to its own end.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heapreplace
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def row_at(n, table):
+    """Row n of the table: first token, head, sequence."""
+    return gl.load(table + 4 * n), gl.load(table + 4 * n + 1), gl.load(table + 4 * n + 2)
+
+
+@gluon.jit
+def tile_of(C: gl.constexpr, row, sizes, seqs):
+    """The tile of a row: (token, head, batch, query row, key row, nq, nk, offset, lo, hi).
+
+    ``query row`` and ``key row`` are where its sequence begins; ``lo`` and ``hi`` bound its key
+    tiles. There is always one, wholly masked where nothing is to be seen, so that every tile
+    takes the same path through the barriers.
+    """
+    token, head, b = row
+    nq, nk, left, right = sizes
+    q_row, k_row = 0, 0
+    offset = nk - nq
+    last = gl.minimum(token + C.WARPGROUPS * C.TOKENS, nq) - 1
+    hi_col = nk
+    if C.RIGHT:
+        hi_col = gl.minimum(nk, last + offset + right + 1)
+    hi = gl.maximum((hi_col + C.BLOCK_K - 1) // C.BLOCK_K, 1)
+    lo = 0
+    if C.LEFT:
+        lo = gl.minimum(gl.maximum(token + offset - left, 0) // C.BLOCK_K, hi - 1)
+    return token, head, b, q_row, k_row, nq, nk, offset, lo, hi
+
+
+@gluon.jit
+def full_tiles(C: gl.constexpr, first, last, tile, sizes):
+    """Where the key tiles ``lo <= j < hi - 1`` change: partial from a up, full from z to a.
+
+    ``first`` and ``last`` are a warpgroup's own query tokens. Below z they are partial again.
+    """
+    token, head, b, q_row, k_row, nq, nk, offset, lo, hi = tile
+    nq_, nk_, left, right = sizes
+    a = hi - 1
+    z = lo
+    if C.RIGHT:
+        a = gl.minimum(gl.maximum((first + offset + right + 1) // C.BLOCK_K, lo), hi - 1)
+    if C.LEFT:
+        z = (gl.maximum(last + offset - left, 0) + C.BLOCK_K - 1) // C.BLOCK_K
+        z = gl.minimum(gl.maximum(z, lo), a)
+    return z, a
+
+
+# --- the table ---------------------------------------------------------------------------------
+
+#: what a tile costs beside its key tiles, in key tiles
+OVERHEAD = 1.0
+#: keys and values of the heads in flight should stay in the L2 cache; half of it is for them
+SECTION_BYTES = 32 << 20
+
+
+def steps_of(tokens: int, block_k: int, nq: int, nk: int, left: int | None, right: int | None):
+    """The number of key tiles of each query tile of ``tokens`` positions, top to bottom."""
+    first = torch.arange(0, nq, tokens)
+    last = (first + tokens).clamp(max=nq) - 1
+    offset = nk - nq
+    hi = torch.full_like(first, nk) if right is None else (last + offset + right + 1).clamp(max=nk)
+    hi = ((hi + block_k - 1) // block_k).clamp(min=1)
+    if left is None:
+        return hi
+    lo = (first + offset - left).clamp(min=0) // block_k
+    return hi - torch.minimum(lo, hi - 1)
+
+
+def dense_table(
+    steps: Tensor, tokens: int, batch: int, heads: int, section: int, blocks: int
+) -> tuple[Tensor, Tensor]:
+    """(rows, each block's end) for ``batch x heads`` heads with the same query tiles.
+
+    Where tiles differ, each section of heads goes longest tile first, every tile to the block
+    that is free first: what a counter would do, known ahead. Where they do not, the tiles of a
+    head go side by side, for the cache.
+    """
+    n = steps.shape[0]
+    head = torch.arange(batch * heads)
+    if bool((steps == steps[0]).all()):
+        m, h = torch.arange(n).repeat(batch * heads), head.repeat_interleave(n)
+        order = torch.arange(n * batch * heads)
+        ends = order.new_tensor([len(order[i::blocks]) for i in range(blocks)])
+        ends = torch.arange(blocks) + ends * blocks
+        return _rows(m[order] * tokens, h[order], heads), ends.int()
+    longest = steps.argsort(descending=True, stable=True)
+    parts = head.split(section)
+    m = torch.cat([longest.repeat_interleave(part.shape[0]) for part in parts])
+    h = torch.cat([part.repeat(n) for part in parts])
+    place, ends = _first_free((steps[m] + OVERHEAD).tolist(), blocks)
+    rows = torch.zeros(int(max(ends)), 4, dtype=torch.int32)
+    rows[place] = _rows(m * tokens, h, heads)
+    return rows, torch.tensor(ends, dtype=torch.int32)
+
+
+def _rows(token: Tensor, head: Tensor, heads: int) -> Tensor:
+    return torch.stack([token, head % heads, head // heads, torch.zeros_like(head)], 1).int()
+
+
+def _first_free(costs: list[float], blocks: int) -> tuple[list[int], list[int]]:
+    """The row of each tile, and where each block ends."""
+    free = [(0.0, block, block) for block in range(blocks)]  # (time, block, next row)
+    heapify(free)
+    place = []
+    for cost in costs:
+        time, block, row = free[0]
+        place.append(row)
+        heapreplace(free, (time + cost, block, row + blocks))
+    ends = {block: row for _, block, row in free}
+    return place, [ends[block] for block in range(blocks)]
