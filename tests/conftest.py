@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -20,3 +21,11 @@ def _seeded() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_rng_state(state)
+
+
+@pytest.fixture(scope="session", params=["reference", "torch", "cpu"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """Every backend that runs on a CPU."""
+    if request.param == "cpu" and find_spec("numba") is None:
+        pytest.skip("the cpu backend needs numba, an extra")
+    return request.param

@@ -15,9 +15,6 @@ from rowmax.problem import each_sequence
 
 from .cases import Call, Case, make
 
-BACKENDS = ("reference", "torch", "cpu")
-
-
 # --- the generator -----------------------------------------------------------------------------
 
 
@@ -106,7 +103,6 @@ _SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", _SHAPES, ids=str)
 def test_every_backend_keeps_the_same(case: Case, backend: str) -> None:
     call = make(case)
@@ -120,7 +116,6 @@ def test_every_backend_keeps_the_same(case: Case, backend: str) -> None:
     torch.testing.assert_close(kept(call, backend), want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_causal_rows_keep_what_full_ones_do(backend: str) -> None:
     """Nothing about which tiles are visited enters."""
     full = make(Case("full", b=1, nq=150, hq=2, d=8, dropout=0.5))
@@ -131,7 +126,6 @@ def test_causal_rows_keep_what_full_ones_do(backend: str) -> None:
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_packed_keeps_what_a_batch_does(backend: str) -> None:
     """b is the number of the sequence, i and j are positions within it."""
     q = torch.randn(3, 40, 2, 8)

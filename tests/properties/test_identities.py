@@ -7,7 +7,6 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +19,6 @@ from ..cases import Call, Case, make
 from ..tolerance import Answer, answer, cotangents
 
 inf, nan = math.inf, math.nan
-BACKENDS = pytest.mark.parametrize("backend", ["reference", "torch", "cpu"])
 DOUBLE = torch.float64
 
 lengths = st.integers(1, 90)
@@ -73,7 +71,6 @@ def unmasked(call: Call) -> Call:
 # --- splitting and merging ---------------------------------------------------------------------
 
 
-@BACKENDS
 @given(data=st.data())
 def test_any_split_merges_to_the_whole(backend: str, data: st.DataObject) -> None:
     """Attention over parts of the keys, merged, is attention over all; gradients too."""
@@ -95,7 +92,6 @@ def test_any_split_merges_to_the_whole(backend: str, data: st.DataObject) -> Non
 # --- what is masked has no part ----------------------------------------------------------------
 
 
-@BACKENDS
 @given(data=st.data(), bad=st.sampled_from([nan, inf, -inf, 1e300]))
 def test_a_masked_key_never_matters(backend: str, data: st.DataObject, bad: float) -> None:
     """Whatever a key and value hold that no row may see: not in out, not in any gradient."""
@@ -125,7 +121,6 @@ def test_a_masked_key_never_matters(backend: str, data: st.DataObject, bad: floa
     assert not got.gradients["v"][gone].any()
 
 
-@BACKENDS
 @given(data=st.data(), bad=st.sampled_from([nan, inf]))
 def test_a_row_never_meets_what_it_may_not_see(
     backend: str, data: st.DataObject, bad: float
@@ -151,7 +146,6 @@ def test_a_row_never_meets_what_it_may_not_see(
     assert (b, nq) == dq.shape[:2]
 
 
-@BACKENDS
 @given(data=st.data(), bad=st.sampled_from([nan, inf]))
 def test_a_row_that_sees_nothing_never_matters(
     backend: str, data: st.DataObject, bad: float
@@ -173,7 +167,6 @@ def test_a_row_that_sees_nothing_never_matters(
     assert not got.gradients["q"][:, rows].any()
 
 
-@BACKENDS
 @given(data=st.data(), value=st.sampled_from([nan, inf, 7.0]))
 def test_bias_of_a_masked_pair_never_matters(
     backend: str, data: st.DataObject, value: float
@@ -192,7 +185,6 @@ def test_bias_of_a_masked_pair_never_matters(
     assert not got.gradients["bias"][~allowed].any()
 
 
-@BACKENDS
 @given(data=st.data())
 def test_bias_of_minus_infinity_is_a_mask(backend: str, data: st.DataObject) -> None:
     call = data.draw(calls(bias="bhqk"))
@@ -209,7 +201,6 @@ def test_bias_of_minus_infinity_is_a_mask(backend: str, data: st.DataObject) -> 
 # --- symmetries --------------------------------------------------------------------------------
 
 
-@BACKENDS
 @given(data=st.data())
 def test_permuting_keys_changes_nothing(backend: str, data: st.DataObject) -> None:
     """Without positions, keys are a set."""
@@ -227,7 +218,6 @@ def test_permuting_keys_changes_nothing(backend: str, data: st.DataObject) -> No
     same(got, want)
 
 
-@BACKENDS
 @given(data=st.data())
 def test_heads_and_sequences_are_apart(backend: str, data: st.DataObject) -> None:
     """Each sequence and each kv head's group is as it is alone."""
@@ -259,7 +249,6 @@ def test_heads_and_sequences_are_apart(backend: str, data: st.DataObject) -> Non
     same(got, part, skip=("dsink",))  # which is a sum over the batch
 
 
-@BACKENDS
 @given(data=st.data())
 def test_gqa_is_repeated_heads(backend: str, data: st.DataObject) -> None:
     call = data.draw(calls())
@@ -274,7 +263,6 @@ def test_gqa_is_repeated_heads(backend: str, data: st.DataObject) -> None:
     same(got, want)
 
 
-@BACKENDS
 @given(data=st.data(), shift=st.floats(-5, 5))
 def test_a_constant_added_to_a_row_moves_lse_alone(
     backend: str, data: st.DataObject, shift: float
@@ -294,7 +282,6 @@ def _lengths(draw: st.DrawFn | Any) -> list[int]:
     return draw(st.lists(st.integers(0, 40), min_size=1, max_size=5))
 
 
-@BACKENDS
 @given(data=st.data())
 def test_documents_are_separate_calls(backend: str, data: st.DataObject) -> None:
     """Equal documents of q and k, causal or windowed: each is attention on its own."""
@@ -316,7 +303,6 @@ def test_documents_are_separate_calls(backend: str, data: st.DataObject) -> None
     same(got, Answer(out.detach(), lse.detach(), dict(zip("qkv", each, strict=True))))
 
 
-@BACKENDS
 @given(data=st.data())
 def test_packed_is_separate_calls(backend: str, data: st.DataObject) -> None:
     """Unequal and empty sequences, every term: packed is each call on its own."""

@@ -1,0 +1,114 @@
+"""The rule itself: it passes what standard attention gives and catches what is wrong."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from .cases import CASES, COVERING, Case, make, pairwise
+from .tolerance import Answer, Expected, answer, complaints, cotangents, expected, poisoned
+
+CASE = Case("rule", causal=True, bias="1hqk", sink=True, allowed="11qk", empty_rows=True)
+
+
+def _given(dtype: torch.dtype, case: Case = CASE) -> tuple[Answer, Expected]:
+    call = make(case, dtype=dtype)
+    grads = cotangents(call)
+    return answer(call, *grads, backend="reference"), expected(call, *grads)
+
+
+def _with(got: Answer, name: str, t: Tensor) -> Answer:
+    if name in ("out", "lse"):
+        return replace(got, **{name: t})
+    return replace(got, gradients={**got.gradients, name[1:]: t})
+
+
+NAMES = ("out", "lse", "dq", "dk", "dv", "dbias", "dsink")
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_wrong_numbers_are_caught(name: str, dtype: torch.dtype) -> None:
+    got, want = _given(dtype)
+    assert complaints(got, want) == []
+    x = {n: t for n, t, _ in got.items()}[name]
+    spoilt = x.clone()
+    spoilt.view(-1)[-1] = math.nan
+    assert "NaN" in complaints(_with(got, name, spoilt), want)[0]
+    spoilt.view(-1)[-1] = math.inf
+    assert "infinite" in complaints(_with(got, name, spoilt), want)[0]
+    finite = x.isfinite()
+    relative = {torch.float64: 1e-12, torch.float32: 1e-4}.get(dtype, 3e-2)
+    assert complaints(_with(got, name, x * (1 + relative)), want)
+    one = x.clone()
+    place = finite.view(-1).nonzero()[0]
+    one.view(-1)[place] += 10 * relative * x[finite].abs().max()
+    assert complaints(_with(got, name, one), want)
+    assert "shape" in complaints(_with(got, name, x[..., None]), want)[0]
+
+
+def test_a_row_of_nothing_must_be_minus_infinity() -> None:
+    got, want = _given(torch.float32)
+    assert (got.lse == -math.inf).sum() == 0  # there is a sink
+    got, want = _given(torch.float32, replace(CASE, sink=False))
+    assert (got.lse == -math.inf).any()
+    finite = got.lse.nan_to_num(neginf=-1e9)
+    assert "infinite" in complaints(replace(got, lse=finite), want)[0]
+
+
+def test_float32_is_not_tf32() -> None:
+    """What rounds its operands to ten bits is not float32."""
+    got, want = _given(torch.float32, Case("plain"))
+    call = make(Case("plain"))
+    rounded = {n: t.half().float() for n, t in call.leaves.items()}
+    coarse = answer(call.with_leaves(rounded), *cotangents(call), backend="reference")
+    assert len(complaints(coarse, want)) == 5
+    assert complaints(got, want) == []
+
+
+def test_poison() -> None:
+    with poisoned():
+        for t in (torch.empty(3), torch.zeros(3).new_empty(3), torch.empty_like(torch.zeros(3))):
+            assert t.isnan().all()
+        assert torch.empty_strided((2,), (1,)).isnan().all()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+# --- the table ---------------------------------------------------------------------------------
+
+
+def test_pairwise_meets_every_pair() -> None:
+    factors = {"a": (1, 2, 3), "b": "xy", "c": (None, True), "d": (0.1, 0.2, 0.3, 0.4)}
+    rows = pairwise({name: tuple(values) for name, values in factors.items()})
+    for a in factors:
+        for b in factors:
+            if a < b:
+                met = {(row[a], row[b]) for row in rows}
+                assert met == {(x, y) for x in factors[a] for y in factors[b]}
+    assert len(rows) <= 16
+
+
+def test_the_same_numbers_for_the_same_seed() -> None:
+    one, same, other = (make(CASE, generator=seed).inputs[0] for seed in (0, 0, 1))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+
+
+def test_sizes_scale() -> None:
+    for case in CASES:
+        problem, _ = make(case, size=2).problem()
+        small, _ = make(case).problem()
+        assert (problem.total_q, problem.total_k) == (2 * small.total_q, 2 * small.total_k)
+        assert (problem.hq, problem.d, problem.batch) == (small.hq, small.d, small.batch)
+
+
+def test_every_feature_is_in_the_covering_part() -> None:
+    default = Case("")
+    for name in vars(default):
+        if name not in ("name", "bias_float32"):
+            assert any(getattr(c, name) != getattr(default, name) for c in COVERING), name
