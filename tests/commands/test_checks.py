@@ -73,6 +73,30 @@ def test_a_refusal_is_told_and_is_no_failure(monkeypatch: pytest.MonkeyPatch):
     assert found.count == (0, 0)
 
 
+def test_a_backend_without_backward_is_checked_forward(monkeypatch: pytest.MonkeyPatch):
+    def supports(problem, call):
+        return None if call == "forward" else "forward only"
+
+    monkeypatch.setattr("rowmax.tiled.supports", supports)
+    found = checks.run(CPU, ("torch",), features=FEW)
+    assert found.ok
+    assert found.count == (len(FEW), len(FEW))
+    result = found.rows["causal"]["torch"]
+    assert result.forward is not None
+    assert result.gradients is None
+    assert result.refusal == "forward only"
+
+
+def test_a_backend_that_breaks_does_not_end_the_check(monkeypatch: pytest.MonkeyPatch):
+    def breaks(problem, tensors):
+        raise RuntimeError("out of shared memory")
+
+    monkeypatch.setattr("rowmax.tiled.forward", breaks)
+    found = checks.run(CPU, ("torch",), features=FEW)
+    assert not found.ok
+    assert set(_complaints(found)) == {"RuntimeError: out of shared memory"}
+
+
 def test_the_table_shows_what_is_wrong():
     right = checks.Result(1e-7, 2e-7)
     wrong = checks.Result(1e-7, 2e-2, ("dq: max error 0.02",))

@@ -71,12 +71,12 @@ def test_training_is_deterministic(corpus):
 
 def test_agreement_is_measured_at_the_worst_place():
     ours, theirs = [2.0] * 60, [2.0] * 60
-    ours[40:] = [2.1] * 20
+    ours[40:] = [2.2] * 20
     found = Training(
         SMALL, 1, 1, 1, {"rowmax": Curve(ours, [1.0] * 60), "SDPA": Curve(theirs, [1.0] * 60)}
     )
     assert found.near == 0
-    assert found.apart == pytest.approx(0.05)
+    assert found.apart == pytest.approx(0.1)
     assert not found.ok
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,10 +28,10 @@ Values = dict[str, Tensor]  # out, lse, dq, dk, dv, and dbias, dsink where there
 class Result:
     """What came of one feature on one backend."""
 
-    forward: float = 0.0  # |x - ref| / |ref|, the worst of out and lse
-    gradients: float = 0.0  # of the gradients
+    forward: float | None = None  # |x - ref| / |ref|, the worst of out and lse; None if refused
+    gradients: float | None = None  # of the gradients
     wrong: tuple[str, ...] = ()  # a sentence for each tensor that breaks the rule
-    refusal: str | None = None  # why the backend does not take it
+    refusal: str | None = None  # why the backend does not take it, or not its backward
 
     @property
     def ok(self) -> bool:
@@ -55,7 +55,7 @@ class Checks:
     @property
     def count(self) -> tuple[int, int]:
         """(right, checked); what a backend refuses is not checked."""
-        results = [r for row in self.rows.values() for r in row.values() if r.refusal is None]
+        results = [r for row in self.rows.values() for r in row.values() if r.forward is not None]
         return sum(r.ok for r in results), len(results)
 
 
@@ -106,12 +106,18 @@ def check(call: Call, maker: Maker, names: tuple[str, ...]) -> dict[str, Result]
     noise = tolerance.noise(problem, tensors, *given)
     results = {}
     for name in names:
-        refusal = backends.refusal(name, problem, "forward")
-        refusal = refusal or backends.refusal(name, problem, "backward")
-        if refusal is None:
-            results[name] = judged(_computed(call, dout, dlse, name), ref, std, noise, dtype)
+        forward, backward = (backends.refusal(name, problem, c) for c in ("forward", "backward"))
+        if forward is not None:
+            results[name] = Result(refusal=forward)
+            continue
+        try:
+            got = _computed(call, dout, dlse, name, backward=backward is None)
+        except Exception as error:  # whatever it is, the other checks go on and the table tells it
+            wrong = (f"{type(error).__name__}: {error}",)
+            results[name] = Result(math.nan, math.nan, wrong)
         else:
-            results[name] = Result(refusal=refusal)
+            found = judged(got, ref, std, noise, dtype)
+            results[name] = replace(found, refusal=backward)
     return results
 
 
@@ -130,7 +136,9 @@ def judged(
     return Result(_worst(errors["forward"]), _worst(errors["gradients"]), tuple(wrong))
 
 
-def _worst(errors: list[float]) -> float:
+def _worst(errors: list[float]) -> float | None:
+    if not errors:
+        return None
     return math.nan if any(map(math.isnan, errors)) else max(errors)
 
 
@@ -171,8 +179,8 @@ def _definition(call: Call, dout: Tensor, dlse: Tensor, dtype: torch.dtype) -> V
     return _with_gradients(out, lse, leaves, dout, dlse)
 
 
-def _computed(call: Call, dout: Tensor, dlse: Tensor, name: str) -> Values:
-    """What rowmax gives."""
+def _computed(call: Call, dout: Tensor, dlse: Tensor, name: str, backward: bool) -> Values:
+    """What rowmax gives; without gradients where there is no backward."""
     leaves = call.leaves()
     options = {**call.options, **leaves, "return_lse": True, "backend": name}
     if call.offsets is None:
@@ -180,6 +188,8 @@ def _computed(call: Call, dout: Tensor, dlse: Tensor, name: str) -> Values:
     else:
         first, second = call.offsets
         out, lse = rowmax.attention_varlen(cu_seqlens_q=first, cu_seqlens_k=second, **options)
+    if not backward:
+        return {"out": out.detach(), "lse": lse.detach()}
     return _with_gradients(out, lse, leaves, dout, dlse)
 
 

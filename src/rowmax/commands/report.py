@@ -213,10 +213,12 @@ attention in the same dtype, three times for gradients.</p>
 
 
 def _cells(result: Result) -> list[str]:
-    if result.refusal is not None:
-        return [f'<span class="soft" title="{escape(result.refusal)}">refused</span>', ""]
     kind = "good" if result.ok else "bad"
-    return [f'<span class="{kind}">{x:.1e}</span>' for x in (result.forward, result.gradients)]
+    refused = f'<span class="soft" title="{escape(result.refusal or "")}">refused</span>'
+    return [
+        refused if x is None else f'<span class="{kind}">{x:.1e}</span>'
+        for x in (result.forward, result.gradients)
+    ]
 
 
 def _table(rows: list[tuple[str, ...]], escaped: bool = False) -> str:

@@ -44,13 +44,11 @@ def of_checks(checks: Checks) -> RenderableType:
 
 
 def _cells(result: Result) -> list[RenderableType]:
-    if result.refusal is not None:
-        return [Text("refused", style="dim"), Text("")]
     style = "green" if result.ok else "bold red"
     mark = "" if result.ok else "wrong "
     return [
-        Text(f"{mark}{result.forward:.1e}", style=style),
-        Text(f"{result.gradients:.1e}", style=style),
+        Text("refused", style="dim") if x is None else Text(f"{mark}{x:.1e}", style=style)
+        for x in (result.forward, result.gradients)
     ]
 
 
