@@ -17,11 +17,28 @@ from ..flops import backward_flops
 from ..mask import FULL, SKIP
 from ..problem import Gradients, Problem, Tensors, Wanted
 from .call import LOG2E, Call
-from .forward import columns, key_range, score_tile, set_outputs, tile_row
+from .forward import set_outputs
 from .kernel import kernel, launch
-from .pack import aligned, pack_columns, pack_panels, rows_are_finite, sparse_product
-from .products import from_columns, from_rows, span
+from .operands import (
+    HALF_K,
+    HALF_Q,
+    aligned,
+    dot,
+    fold_row,
+    fold_rows,
+    pack_columns,
+    pack_pairs,
+    pack_panels,
+    paired,
+    rescale,
+    row_size,
+    rows_are_finite,
+    sparse_product,
+    steps,
+)
+from .products import from_columns, from_rows
 from .scores import STRICT, SUMS, array, exp2, keep_row, number, query_scale, score_row
+from .tiles import columns, key_range, score_tile, tile_row
 from .vector import TILE_K, TILE_Q, fetch_add
 
 
@@ -34,7 +51,7 @@ def backward(
     dlse: Tensor | None,
     wanted: Wanted,
 ) -> Gradients:
-    call = Call(problem, tensors)
+    call = Call(problem, tensors, dout)
     call.rows("dout", dout)
     set_outputs(call, out.to(call.dtype).contiguous(), lse.to(call.dtype).contiguous())
     if dlse is not None:
@@ -44,7 +61,7 @@ def backward(
     groups, order = _owners(problem, wanted.bias)
     slices = _slices(problem, len(groups) - 1)
     grads = _outputs(call, tensors, wanted, slices)
-    arguments = (call.record, call.sequences, call.states, groups, order, call.like)
+    arguments = (call.record, call.sequences, call.states, groups, order, call.like, call.of)
     tasks = (len(groups) - 1) * slices
     launch(backward_worker, *arguments, tasks=tasks, flops=backward_flops(problem))
     inputs = {name: getattr(tensors, name) for name in Gradients._fields}
@@ -119,16 +136,17 @@ def _sink_gradient(
 
 
 @kernel
-def backward_worker(calls, sequences, states, groups, order, like, counters):
+def backward_worker(calls, sequences, states, groups, order, like, of, counters):
     call = calls[0]
     size = like.itemsize
+    x, w = call.d_wide, call.dv_wide
     longest = (call.longest_k + TILE_K - 1) // TILE_K * TILE_K
-    heads, of_heads = aligned(longest * (call.d + call.dv_size + call.d_wide + call.dv_wide), like)
-    k_panels = of_heads
-    v_panels = k_panels + size * longest * call.d
-    dk = v_panels + size * longest * call.dv_size
-    dv = dk + size * longest * call.d_wide
-    wide = call.d + call.dv_size + call.d_wide + 2 * TILE_K + 2
+    heads, k_panels = aligned(longest * (call.d_whole + call.dv_whole + 2 * x + w), like)
+    v_panels = k_panels + size * longest * call.d_whole
+    dk = v_panels + size * longest * call.dv_whole
+    dv = dk + size * longest * x
+    k_pairs = dv + size * longest * w
+    wide = call.d_whole + call.dv_whole + 3 * TILE_K + 2 * x + w + 2
     tiles, scratch = aligned(TILE_Q * wide, like)
     factor = np.empty(TILE_K if call.softcap > 0 else 0, like.dtype)
     kept = np.empty(TILE_K + 64 if call.threshold else 0, np.uint8)
@@ -141,45 +159,41 @@ def backward_worker(calls, sequences, states, groups, order, like, counters):
         for pair in range(groups[group], groups[group + 1]):
             s, hk = order[pair]
             seq = sequences[s]
-            pack_head(call, seq, s, hk, k_panels, v_panels, finite, like)
-            array(dk, seq[3] * call.d_wide, like)[:] = like.dtype.type(0)
-            array(dv, seq[3] * call.dv_wide, like)[:] = like.dtype.type(0)
+            pack_head(call, seq, s, hk, k_panels, v_panels, k_pairs, finite, of)
+            array(dk, seq[3] * x, like)[:] = like.dtype.type(0)
+            array(dv, seq[3] * w, like)[:] = like.dtype.type(0)
             count = (seq[1] + TILE_Q - 1) // TILE_Q
             for h in range(hk * call.group, (hk + 1) * call.group):
                 for tile in range(part, count, call.slices):
                     state = tile_row(states, s, h, tile)
-                    backward_tile(
-                        call,
-                        seq,
-                        state,
-                        finite,
-                        (s, h, hk, tile, part),
-                        (k_panels, v_panels, dk, dv, scratch),
-                        factor,
-                        kept,
-                        like,
-                    )
-            first_k = seq[2] if call.packed else s * seq[3]
+                    place = (s, h, hk, tile, part)
+                    memory = (k_panels, v_panels, k_pairs, dk, dv, scratch)
+                    backward_tile(call, seq, state, finite, place, memory, factor, kept, like, of)
+            first = seq[2] if call.packed else s * seq[3]
             if call.dk:
                 to = call.dk + size * call.slice_k * part
-                write_rows(to, call.hk, hk, first_k, seq[3], call.d, dk, call.d_wide, like)
+                write_rows(to, call.hk, hk, first, seq[3], call.d, dk, x, like)
             if call.dv:
                 to = call.dv + size * call.slice_v * part
-                write_rows(to, call.hk, hk, first_k, seq[3], call.dv_size, dv, call.dv_wide, like)
+                write_rows(to, call.hk, hk, first, seq[3], call.dv_size, dv, w, like)
     return heads.size + tiles.size
 
 
 @njit
-def pack_head(call, seq, s, h, k_panels, v_panels, finite, like):
+def pack_head(call, seq, s, h, k_panels, v_panels, k_pairs, finite, of):
     """A kv head's keys and values as panels, and which tiles of keys are finite."""
-    size, nk = like.itemsize, seq[3]
-    k = call.k + size * (call.k_b * s + call.k_n * seq[2] + call.k_h * h)
-    v = call.v + size * (call.v_b * s + call.v_n * seq[2] + call.v_h * h)
-    for j0 in range(0, nk, TILE_K):
-        n, rows = min(TILE_K, nk - j0), k + size * call.k_n * j0
-        finite[j0 // TILE_K] = rows_are_finite(rows, call.k_n, n, call.d, like)
-        pack_panels(k_panels, k, call.k_n, j0, j0 + TILE_K, nk, call.d, like)
-        pack_panels(v_panels, v, call.v_n, j0, j0 + TILE_K, nk, call.dv_size, like)
+    size, row, nk = of.itemsize, row_size(of), seq[3]
+    k = call.k + row * (call.k_b * s + call.k_n * seq[2] + call.k_h * h)
+    v = call.v + row * (call.v_b * s + call.v_n * seq[2] + call.v_h * h)
+    step_k, step_v = row * call.k_n, row * call.v_n
+    for tile in range((nk + TILE_K - 1) // TILE_K):
+        j0 = tile * TILE_K
+        n, j1, rows = min(TILE_K, nk - j0), j0 + TILE_K, k + step_k * j0
+        finite[tile] = rows_are_finite(of, rows, step_k, n, call.d)
+        pack_panels(of, k_panels, k, step_k, j0, j1, nk, call.d_whole)
+        pack_panels(of, v_panels, v, step_v, j0, j1, nk, call.dv_whole)
+        to = k_pairs + size * HALF_K * call.d_wide * tile
+        pack_pairs(of, to, call.d_wide, rows, step_k, n, HALF_K, call.d)
 
 
 @njit
@@ -194,43 +208,50 @@ def write_rows(to, heads, h, first, n, d, rows, wide, like):
 
 
 @njit
-def backward_tile(call, seq, state, finite, place, memory, factor, kept, like):
+def backward_tile(call, seq, state, finite, place, memory, factor, kept, like, of):
     """One tile of queries against all of its keys: adds to dK and dV, finishes dQ."""
     s, h, hk, tile, part = place
-    k_panels, v_panels, dk, dv, scratch = memory
-    size, step, zero = like.itemsize, span(like), like.dtype.type(0)
+    k_panels, v_panels, k_pairs, dk, dv, scratch = memory
+    size, row_bytes, w, x = like.itemsize, row_size(of), call.dv_wide, call.d_wide
     i0 = tile * TILE_Q
     n = min(TILE_Q, seq[1] - i0)
     queries = scratch
-    douts = queries + size * TILE_Q * call.d
-    S = douts + size * TILE_Q * call.dv_size
+    douts = queries + size * TILE_Q * call.d_whole
+    S = douts + size * TILE_Q * call.dv_whole
     dP = S + size * TILE_Q * TILE_K
-    dq = dP + size * TILE_Q * TILE_K
-    numbers = array(dq + size * TILE_Q * call.d_wide, 2 * TILE_Q, like)
+    dS = dP + size * TILE_Q * TILE_K  # of pairs: dS once more, in pairs of keys
+    dq = dS + size * TILE_Q * TILE_K
+    q_pairs = dq + size * TILE_Q * x
+    do_pairs = q_pairs + size * HALF_Q * x
+    numbers = array(do_pairs + size * HALF_Q * w, 2 * TILE_Q, like)
     delta, shift = numbers[:TILE_Q], numbers[TILE_Q:]
-    array(dq, TILE_Q * call.d_wide, like)[:] = zero
+    array(dq, TILE_Q * x, like)[:] = like.dtype.type(0)
 
-    q = call.q + size * (call.q_b * s + call.q_n * (seq[0] + i0) + call.q_h * h)
-    do = call.dout + size * (call.dout_b * s + call.dout_n * (seq[0] + i0) + call.dout_h * h)
-    k = call.k + size * (call.k_b * s + call.k_n * seq[2] + call.k_h * hk)
-    clean = rows_are_finite(q, call.q_n, n, call.d, like)
-    clean &= rows_are_finite(do, call.dout_n, n, call.dv_size, like)
-    pack_columns(queries, TILE_Q, q, call.q_n, n, call.d, query_scale(call), like)
-    pack_columns(douts, TILE_Q, do, call.dout_n, n, call.dv_size, 1.0, like)
-    row_terms(call, seq, s, h, i0, n, do, delta, shift, like)
+    q = call.q + row_bytes * (call.q_b * s + call.q_n * (seq[0] + i0) + call.q_h * h)
+    do = call.dout + row_bytes * (call.dout_b * s + call.dout_n * (seq[0] + i0) + call.dout_h * h)
+    k = call.k + row_bytes * (call.k_b * s + call.k_n * seq[2] + call.k_h * hk)
+    step_q, step_do = row_bytes * call.q_n, row_bytes * call.dout_n
+    clean = rows_are_finite(of, q, step_q, n, call.d)
+    clean &= rows_are_finite(of, do, step_do, n, call.dv_size)
+    pack_columns(of, queries, q, step_q, n, call.d_whole, query_scale(call))
+    pack_columns(of, douts, do, step_do, n, call.dv_whole, 1.0)
+    pack_pairs(of, q_pairs, x, q, step_q, n, HALF_Q, call.d)
+    pack_pairs(of, do_pairs, w, do, step_do, n, HALF_Q, call.dv_size)
+    row_terms(call, seq, s, h, i0, n, do, delta, shift, like, of)
 
     low, high = key_range(call, seq, s, i0, i0 + n)
     for tile_k in range(low // TILE_K, (high + TILE_K - 1) // TILE_K):
         if state.size and state[tile_k] == SKIP:
             continue
         partial = state.size > 0 and state[tile_k] != FULL
-        j0, width = columns(low, high, tile_k, step)
-        score_tile(S, queries, k_panels, j0, width, n, call.d, like)
-        score_tile(dP, douts, v_panels, j0, width, n, call.dv_size, like)
+        j0, width = columns(of, low, high, tile_k)
+        score_tile(of, S, queries, k_panels, j0, width, n, call.d_whole)
+        score_tile(of, dP, douts, v_panels, j0, width, n, call.dv_whole)
         for r in range(n):
             p = array(S + size * r * TILE_K, width, like)
             ds = array(dP + size * r * TILE_K, width, like)
             f = factor[:width]
+            rescale(of, p, query_scale(call))
             score_row(p, f, partial, call, seq, s, h, i0 + r, j0)
             keep = kept
             if call.threshold:
@@ -239,38 +260,40 @@ def backward_tile(call, seq, state, finite, place, memory, factor, kept, like):
             if call.dbias:
                 add_to_bias(call, ds[: seq[3] - j0], s, h, i0 + r, j0, part)
             through_cap(ds, f, call.scale)
-        count, k_at = min(width, high - j0), k + size * call.k_n * j0
-        w, x = call.dv_wide, call.d_wide
+            fold_row(of, dS + size * r * TILE_K, ds)
+        fold_rows(of, S, n, width)
+        fold_rows(of, dP, n, width)
         to_v, to_k = dv + size * w * j0, dk + size * x * j0
-        if clean and finite[tile_k]:
-            from_columns(like, width, w, n, to_v, w, S, TILE_K, do, call.dout_n, 1)
-            from_columns(like, width, x, n, to_k, x, dP, TILE_K, q, call.q_n, 1)
-            from_rows(like, n, x, count, dq, x, dP, k_at, call.k_n, 1)
+        count, rows = min(width, high - j0), k + row_bytes * call.k_n * j0
+        if paired(of):
+            pairs = k_pairs + size * HALF_K * x * tile_k
+            from_columns(of, width, w, min(n, HALF_Q), to_v, w, S, TILE_K, do_pairs, w, 1)
+            from_columns(of, width, x, min(n, HALF_Q), to_k, x, dP, TILE_K, q_pairs, x, 1)
+            from_rows(of, n, x, steps(of, count, HALF_K), dq, x, dS, pairs, x, 1)
+        elif clean and finite[tile_k]:
+            from_columns(of, width, w, n, to_v, w, S, TILE_K, do, call.dout_n, 1)
+            from_columns(of, width, x, n, to_k, x, dP, TILE_K, q, call.q_n, 1)
+            from_rows(of, n, x, count, dq, x, dP, rows, call.k_n, 1)
         else:
             sparse_product(to_v, w, width, S, 1, TILE_K, n, do, call.dout_n, w, like)
             sparse_product(to_k, x, width, dP, 1, TILE_K, n, q, call.q_n, x, like)
-            sparse_product(dq, x, n, dP, TILE_K, 1, count, k_at, call.k_n, x, like)
+            sparse_product(dq, x, n, dP, TILE_K, 1, count, rows, call.k_n, x, like)
     if call.dq:
         first = i0 + (seq[0] if call.packed else s * seq[1])
-        write_rows(call.dq, call.hq, h, first, n, call.d, dq, call.d_wide, like)
+        write_rows(call.dq, call.hq, h, first, n, call.d, dq, x, like)
 
 
-@njit(fastmath=SUMS)
-def row_terms(call, seq, s, h, i0, n, do, delta, shift, like):
+@njit
+def row_terms(call, seq, s, h, i0, n, do, delta, shift, like, of):
     """Each row's ``Delta_i - dLSE_i``, and lse in base 2 (0 where there is nothing)."""
-    size = like.itemsize
+    size, step = like.itemsize, row_size(of) * call.dout_n
     lse = array(call.lse + size * (call.lse_b * s + call.lse_h * h + seq[0] + i0), n, like)
     for r in range(n):
         at = call.out_b * s + call.out_n * (seq[0] + i0 + r) + call.out_h * h
-        o = array(call.out + size * at, call.dv_size, like)
-        g = array(do + size * r * call.dout_n, call.dv_size, like)
-        total = like.dtype.type(0)
-        for x in range(call.dv_size):
-            total += o[x] * g[x]
+        delta[r] = dot(of, call.out + size * at, do + step * r, call.dv_size, like)
         if call.dlse:
             at = call.dlse_b * s + call.dlse_h * h + call.dlse_q * (seq[0] + i0 + r)
-            total -= array(call.dlse + size * at, 1, like)[0]
-        delta[r] = total
+            delta[r] -= array(call.dlse + size * at, 1, like)[0]
         shift[r] = lse[r] * like.dtype.type(LOG2E) if lse[r] > -np.inf else like.dtype.type(0)
 
 

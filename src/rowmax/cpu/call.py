@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..mask import tile_states
 from ..problem import Problem, Tensors
-from .vector import TILE_K, TILE_Q, W
+from .vector import PAIRS, TILE_K, TILE_Q, W
 
 LOG2E = math.log2(math.e)
 UNLIMITED = 1 << 40  # a band's side that has no limit
@@ -39,6 +39,7 @@ _TERMS = [
 ]
 _RESULTS = [
     "panels",
+    "pairs",
     "dq",
     "dk",
     "dv",
@@ -55,6 +56,8 @@ _SIZES = [
     "group",
     "d",
     "dv_size",
+    "d_whole",
+    "dv_whole",
     "d_wide",
     "dv_wide",
     "left",
@@ -79,16 +82,17 @@ _BIAS_KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.floa
 class Call:
     """The record, and what it points at (kept alive as long as the record is)."""
 
-    def __init__(self, problem: Problem, tensors: Tensors) -> None:
+    def __init__(self, problem: Problem, tensors: Tensors, *more: Tensor) -> None:
         self.problem = problem
         self.dtype = problem.accumulator
         self.like = np.empty(0, np.float64 if self.dtype == torch.float64 else np.float32)
+        self.paired = PAIRS and _all_finite(torch.bfloat16, *tensors[:3], *more)
+        self.of = np.empty(0, np.uint32) if self.paired else self.like
         self.record = np.zeros(1, CALL)
         self._kept: list[Tensor] = []
         self._set_sizes(problem)
-        self.set(d_wide=self.rows("q", tensors.q).shape[3])
-        self.set(dv_wide=self.rows("v", tensors.v).shape[3])
-        self.rows("k", tensors.k)
+        for name in ("q", "k", "v"):
+            self.rows(name, getattr(tensors, name))
         self._set_terms(problem, tensors)
         self.sequences = _sequences(problem, tensors)
         self.set(longest_k=int(self.sequences[:, 3].max(initial=0)))
@@ -103,18 +107,25 @@ class Call:
         self._kept.append(t)
         return t.data_ptr()
 
-    def rows(self, name: str, t: Tensor) -> Tensor:
-        """``[B, N, H, D]`` as the products read it: in the accumulator's dtype, each row
-        contiguous and padded to whole vectors. Most float32 tensors are taken as they are."""
-        t = t.detach().to(self.dtype)
-        lanes = W if self.dtype == torch.float32 else max(2, W // 2)
-        if t.shape[3] % lanes:
-            t = torch.nn.functional.pad(t, (0, -t.shape[3] % lanes))
+    def room(self, name: str, numbers: int) -> None:
+        """Memory for the kernels to fill, of the accumulator's dtype or as large."""
+        self.set(**{name: self.keep(torch.empty(numbers, dtype=self.dtype))})
+
+    def rows(self, name: str, t: Tensor) -> None:
+        """``[B, N, H, D]`` as the kernels read it: each row contiguous, and in whole vectors of
+        the accumulator's dtype or, paired, in whole pairs. Most tensors are taken as they are."""
+        t = t.detach() if self.paired else t.detach().to(self.dtype)
+        whole = 2 if self.paired else self.lanes
+        if t.shape[3] % whole:
+            t = torch.nn.functional.pad(t, (0, -t.shape[3] % whole))
         if t.stride(3) != 1:
             t = t.contiguous()
         self.set(**{name: self.keep(t)})
         self.steps(name, t.stride())
-        return t
+
+    @property
+    def lanes(self) -> int:
+        return W if self.dtype == torch.float32 else max(2, W // 2)
 
     def steps(self, name: str, stride: Sequence[int]) -> None:
         """Steps along b, n and h; packed sequences lie in one batch, each from its offset on."""
@@ -134,6 +145,10 @@ class Call:
             group=p.group,
             d=p.d,
             dv_size=p.dv,
+            d_whole=p.d + p.d % 2 if self.paired else p.d,
+            dv_whole=p.dv + p.dv % 2 if self.paired else p.dv,
+            d_wide=-(-p.d // self.lanes) * self.lanes,
+            dv_wide=-(-p.dv // self.lanes) * self.lanes,
             left=UNLIMITED if p.left is None else p.left,
             right=UNLIMITED if p.right is None else p.right,
             threshold=p.dropout_threshold,
@@ -160,6 +175,13 @@ class Call:
                 self.set(**{name: self.keep(x.detach().to(self.dtype).contiguous())})
         if t.seed is not None:
             self.set(seed=int(t.seed))
+
+
+def _all_finite(dtype: torch.dtype, *rows: Tensor) -> bool:
+    """Whether all are of the dtype and hold neither inf nor NaN (nor add up to it)."""
+    return all(
+        t.dtype == dtype and bool(torch.isfinite(t.detach().sum(dtype=torch.float32))) for t in rows
+    )
 
 
 def _sequences(problem: Problem, tensors: Tensors) -> np.ndarray:

@@ -12,20 +12,25 @@ from torch import Tensor
 from ..flops import forward_flops
 from ..mask import FULL, SKIP
 from ..problem import Problem, Tensors
-from .call import LOG2E, UNLIMITED, Call, query_tasks
+from .call import LOG2E, Call, query_tasks
 from .kernel import kernel, launch
-from .pack import aligned, pack_columns, pack_panels, rows_are_finite, sparse_product
-from .products import from_columns, from_rows, panel, span
-from .scores import (
-    array,
-    exp2,
-    exponentials,
-    keep_row,
-    number,
-    query_scale,
-    row_max,
-    score_row,
+from .operands import (
+    HALF_K,
+    aligned,
+    fold_row,
+    pack_columns,
+    pack_pairs,
+    pack_panels,
+    paired,
+    rescale,
+    row_size,
+    rows_are_finite,
+    sparse_product,
+    steps,
 )
+from .products import from_rows
+from .scores import array, exp2, exponentials, keep_row, number, query_scale, row_max, score_row
+from .tiles import columns, key_range, score_tile, tile_row
 from .vector import TILE_K, TILE_Q, fetch_add
 
 PACK, PACKED, NEXT = 0, 1, 2  # counters: tiles of keys begun, and finished; tasks begun
@@ -38,13 +43,15 @@ def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
     set_outputs(call, out, lse)
     key_tiles = -(-call.sequences[:, 3] // TILE_K)
     first_tile = np.concatenate([[0], np.cumsum(key_tiles)]).astype(np.int64)
-    panels = torch.empty(problem.hk * int(first_tile[-1]) * TILE_K * problem.d, dtype=call.dtype)
-    finite = np.empty(problem.hk * int(first_tile[-1]), np.bool_)
-    call.set(panels=call.keep(panels))
+    count = problem.hk * int(first_tile[-1])
+    finite = np.empty(count, np.bool_)
+    call.room("panels", count * TILE_K * problem.d)
+    if call.paired:
+        call.room("pairs", count * HALF_K * int(call.record["dv_wide"][0]))
     tasks = query_tasks(call)
-    arguments = (call.record, call.sequences, call.states, tasks, first_tile, finite, call.like)
+    arguments = (call.record, call.sequences, call.states, tasks, first_tile, finite)
     flops = forward_flops(problem)
-    launch(forward_worker, *arguments, tasks=len(tasks), flops=flops)
+    launch(forward_worker, *arguments, call.like, call.of, tasks=len(tasks), flops=flops)
     return out.to(problem.dtype), lse
 
 
@@ -57,11 +64,11 @@ def set_outputs(call: Call, out: Tensor, lse: Tensor) -> None:
 
 
 @kernel
-def forward_worker(calls, sequences, states, tasks, first_tile, finite, like, counters):
+def forward_worker(calls, sequences, states, tasks, first_tile, finite, like, of, counters):
     call = calls[0]
     size = like.itemsize
-    pack_keys(call, sequences, first_tile, finite, like, counters.ctypes.data)
-    owner, scratch = aligned(scratch_size(call), like)
+    pack_keys(call, sequences, first_tile, finite, of, counters.ctypes.data)
+    owner, scratch = aligned(TILE_Q * (call.d_whole + TILE_K + call.dv_wide + 2), like)
     none = np.empty(0, like.dtype)
     next_task = counters.ctypes.data + 8 * NEXT
     while True:
@@ -69,100 +76,62 @@ def forward_worker(calls, sequences, states, tasks, first_tile, finite, like, co
         if t >= len(tasks):
             break
         s, h, tile = tasks[t]
-        seq = sequences[s]
         head = (h // call.group) * first_tile[-1] + first_tile[s]
         keys = call.panels + size * head * TILE_K * call.d
+        pairs = call.pairs + 4 * head * HALF_K * call.dv_wide
         state = tile_row(states, s, h, tile)
-        forward_tile(call, seq, state, finite[head:], s, h, tile, keys, scratch, none, like)
+        place, memory = (s, h, tile), (keys, pairs, scratch)
+        forward_tile(call, sequences[s], state, finite[head:], place, memory, none, like, of)
     return owner.size
 
 
 @njit
-def scratch_size(call):
-    return TILE_Q * (call.d + TILE_K + call.dv_wide + 2)
-
-
-@njit
-def pack_keys(call, sequences, first_tile, finite, like, counters):
+def pack_keys(call, sequences, first_tile, finite, of, counters):
     """Every head's keys as panels, shared out by tiles; returns when all of them are done."""
-    size = like.itemsize
+    size, row = of.itemsize, row_size(of)
     per_head = first_tile[-1]
-    n = call.hk * per_head
+    count = call.hk * per_head
     while True:
         t = fetch_add(counters + 8 * PACK, 1)
-        if t >= n:
+        if t >= count:
             break
         h, tile = t // per_head, t % per_head
         s = np.searchsorted(first_tile, tile, side="right") - 1
-        local = tile - first_tile[s]
-        nk = sequences[s, 3]
-        start, stop = local * TILE_K, min(nk, (local + 1) * TILE_K)
-        rows = call.k + size * (call.k_b * s + call.k_n * sequences[s, 2] + call.k_h * h)
+        first, nk = sequences[s, 2], sequences[s, 3]
+        start = (tile - first_tile[s]) * TILE_K
+        stop = start + TILE_K
+        n = min(nk - start, TILE_K)
+        keys = call.k + row * (call.k_b * s + call.k_n * first + call.k_h * h)
         head = call.panels + size * (h * per_head + first_tile[s]) * TILE_K * call.d
-        pack_panels(head, rows, call.k_n, start, start + TILE_K, nk, call.d, like)
-        values = call.v + size * (
-            call.v_b * s + call.v_n * (sequences[s, 2] + start) + call.v_h * h
-        )
-        finite[t] = rows_are_finite(values, call.v_n, stop - start, call.dv_size, like)
+        pack_panels(of, head, keys, row * call.k_n, start, stop, nk, call.d_whole)
+        values = call.v + row * (call.v_b * s + call.v_n * (first + start) + call.v_h * h)
+        finite[t] = rows_are_finite(of, values, row * call.v_n, n, call.dv_size)
+        pairs = call.pairs + 4 * t * HALF_K * call.dv_wide
+        pack_pairs(of, pairs, call.dv_wide, values, row * call.v_n, n, HALF_K, call.dv_size)
         fetch_add(counters + 8 * PACKED, 1)
-    while fetch_add(counters + 8 * PACKED, 0) < n:
+    while fetch_add(counters + 8 * PACKED, 0) < count:
         pass
 
 
 @njit
-def tile_row(states, s, h, tile):
-    """The states of the tiles of keys for one tile of queries; empty when there is no map."""
-    if states.size == 0:
-        return states.reshape(0)
-    return states[min(s, states.shape[0] - 1), min(h, states.shape[1] - 1), tile]
-
-
-@njit
-def key_range(call, seq, s, i0, i1):
-    """Keys [low, high) that band and lengths let any of queries [i0, i1) see."""
-    offset = seq[3] - seq[1]
-    high = min(seq[3], i1 + offset + call.right) if call.right < UNLIMITED else seq[3]
-    if call.lengths:
-        high = min(high, array(call.lengths, s + 1, np.empty(0, np.int32))[s])
-    low = max(0, i0 + offset - call.left) if call.left < UNLIMITED else 0
-    return low, max(low, high)
-
-
-@njit
-def columns(low, high, tile, step):
-    """(first key, width) of the part of a tile that holds keys [low, high), in whole steps."""
-    first = tile * TILE_K
-    start = max(low - first, 0)
-    start -= start % step
-    stop = min(high - first, TILE_K)
-    return first + start, (stop - start + step - 1) // step * step
-
-
-@njit
-def score_tile(to, queries, keys, j0, width, n, d, like):
-    """``Q K^T`` of n queries and ``width`` keys from j0 on, from packed operands."""
-    size, step = like.itemsize, panel(like)
-    for j in range(0, width, step):
-        b = keys + size * (j0 + j) * d
-        from_columns(like, n, step, d, to + size * j, TILE_K, queries, TILE_Q, b, step, 0)
-
-
-@njit
-def forward_tile(call, seq, state, finite, s, h, tile, keys, scratch, none, like):
-    size, step, zero = like.itemsize, span(like), like.dtype.type(0)
+def forward_tile(call, seq, state, finite, place, memory, none, like, of):
+    s, h, tile = place
+    keys, pairs, scratch = memory
+    size, row_bytes, w = like.itemsize, row_size(of), call.dv_wide
     i0 = tile * TILE_Q
     n = min(TILE_Q, seq[1] - i0)
     queries = scratch
-    S = queries + size * TILE_Q * call.d
+    S = queries + size * TILE_Q * call.d_whole
     O = S + size * TILE_Q * TILE_K
-    sums = array(O + size * TILE_Q * call.dv_wide, 2 * TILE_Q, like)
+    sums = array(O + size * TILE_Q * w, 2 * TILE_Q, like)
     m, l = sums[:TILE_Q], sums[TILE_Q:]
     m[:] = -np.inf
-    l[:] = zero
-    array(O, TILE_Q * call.dv_wide, like)[:] = zero
-    rows = call.q + size * (call.q_b * s + call.q_n * (seq[0] + i0) + call.q_h * h)
-    pack_columns(queries, TILE_Q, rows, call.q_n, n, call.d, query_scale(call), like)
-    values = call.v + size * (call.v_b * s + call.v_n * seq[2] + call.v_h * (h // call.group))
+    l[:] = like.dtype.type(0)
+    array(O, TILE_Q * w, like)[:] = like.dtype.type(0)
+    q = call.q + row_bytes * (call.q_b * s + call.q_n * (seq[0] + i0) + call.q_h * h)
+    factor = query_scale(call)
+    pack_columns(of, queries, q, row_bytes * call.q_n, n, call.d_whole, factor)
+    head = call.v_b * s + call.v_n * seq[2] + call.v_h * (h // call.group)
     kept = np.empty(TILE_K + 64 if call.threshold else 0, np.uint8)
 
     low, high = key_range(call, seq, s, i0, i0 + n)
@@ -170,23 +139,26 @@ def forward_tile(call, seq, state, finite, s, h, tile, keys, scratch, none, like
         if state.size and state[tile_k] == SKIP:
             continue
         partial = state.size > 0 and state[tile_k] != FULL
-        j0, width = columns(low, high, tile_k, step)
-        score_tile(S, queries, keys, j0, width, n, call.d, like)
+        j0, width = columns(of, low, high, tile_k)
+        score_tile(of, S, queries, keys, j0, width, n, call.d_whole)
         for r in range(n):
             row = array(S + size * r * TILE_K, width, like)
+            rescale(of, row, factor)
             score_row(row, none, partial, call, seq, s, h, i0 + r, j0)
-            average = array(O + size * r * call.dv_wide, call.dv_wide, like)
-            softmax_step(row, m, l, r, average)
+            softmax_step(row, m, l, r, array(O + size * r * w, w, like))
             if call.threshold:
                 kept_row = keep_row(kept, width, call, s, h, i0 + r, j0)
                 for j in range(width):
                     row[j] *= kept_row[j]
-        count, v = min(width, high - j0), values + size * call.v_n * j0
+            fold_row(of, S + size * r * TILE_K, row)
+        count = min(width, high - j0)
+        values, step = call.v + size * (head + call.v_n * j0), call.v_n
+        if paired(of):
+            values, step = pairs + 4 * tile_k * HALF_K * w, w
         if finite[tile_k]:
-            from_rows(like, n, call.dv_wide, count, O, call.dv_wide, S, v, call.v_n, 1)
+            from_rows(of, n, w, steps(of, count, HALF_K), O, w, S, values, step, 1)
         else:
-            w = call.dv_wide
-            sparse_product(O, w, n, S, TILE_K, 1, count, v, call.v_n, w, like)
+            sparse_product(O, w, n, S, TILE_K, 1, count, values, step, w, like)
     finish_rows(call, seq, s, h, i0, n, O, m, l, like)
 
 

@@ -3,6 +3,9 @@
 ``from_rows``: A lies row by row in a tile of TILE_K columns (P and dS as they were made);
 ``from_columns``: A lies column by column (Q and dO transposed, or P and dS taken as P^T, dS^T).
 B is always read along its rows. Arguments are addresses and steps in elements.
+
+``of`` is an array of the operands' dtype: float32, float64, or uint32 for pairs of bfloat16,
+each two steps of k.
 """
 
 from __future__ import annotations
@@ -17,48 +20,38 @@ from numba.extending import overload, register_jitable
 from .vector import MR, NV, TILE_K, W, product
 
 
-def _kind(dtype) -> tuple[int, ir.Type, int]:
-    """Lanes of a vector, LLVM's type and bytes of a number."""
+def _kind(dtype) -> tuple[int, ir.Type, ir.Type, int]:
+    """Lanes of a vector, LLVM's types of sums and operands, and bytes of either."""
     if dtype == types.float64:
-        return max(2, W // 2), ir.DoubleType(), 8
-    return W, ir.FloatType(), 4
+        return max(2, W // 2), ir.DoubleType(), ir.DoubleType(), 8
+    return W, ir.FloatType(), ir.IntType(32) if dtype == types.uint32 else ir.FloatType(), 4
 
 
-def lanes(like) -> Any:
-    """Numbers of ``like``'s dtype in a vector: head sizes are padded to a multiple of it."""
-
-
-@overload(lanes)
-def _lanes(like):
-    w = _kind(like.dtype)[0]
-    return lambda like: w
-
-
-def panel(like) -> Any:
+def panel(of) -> Any:
     """Columns of a register tile."""
 
 
 @overload(panel)
-def _panel(like):
-    nr = NV * _kind(like.dtype)[0]
-    return lambda like: nr
+def _panel(of):
+    nr = NV * _kind(of.dtype)[0]
+    return lambda of: nr
 
 
-def span(like) -> Any:
+def span(of) -> Any:
     """Columns of a tile are worked on in multiples of this: whole register tiles either way."""
 
 
 @overload(span)
-def _span(like):
-    step = math.lcm(MR, NV * _kind(like.dtype)[0])
-    return lambda like: step
+def _span(of):
+    step = math.lcm(MR, NV * _kind(of.dtype)[0])
+    return lambda of: step
 
 
 def _tiled(full, single, w, size, row_step):
     """``C[m, n] (+)= A[m, k] B[k, n]``; m is rounded up to MR, n is a multiple of a vector."""
 
     @register_jitable
-    def multiply(like, m, n, k, c, c_row, a, a_step, b, b_step, add):
+    def multiply(m, n, k, c, c_row, a, a_step, b, b_step, add):
         whole = n - n % (NV * w)
         for col in range(0, whole, NV * w):
             for row in range(0, m, MR):
@@ -89,30 +82,30 @@ def _tiled(full, single, w, size, row_step):
 
 
 def _multiply(dtype, row_step):
-    w, kind, size = _kind(dtype)
-    full, single = (product(w, MR, nv, row_step, kind) for nv in (NV, 1))
+    w, sums, operands, size = _kind(dtype)
+    full, single = (product(w, MR, nv, row_step, sums, operands) for nv in (NV, 1))
     return _tiled(full, single, w, size, row_step)
 
 
-def from_rows(like, m, n, k, c, c_row, a, b, b_step, add) -> Any:
+def from_rows(of, m, n, k, c, c_row, a, b, b_step, add) -> Any:
     """C (+)= A B, A[r, i] at ``r TILE_K + i``."""
 
 
 @overload(from_rows)
-def _from_rows(like, m, n, k, c, c_row, a, b, b_step, add):
-    multiply = _multiply(like.dtype, TILE_K)
-    return lambda like, m, n, k, c, c_row, a, b, b_step, add: multiply(
-        like, m, n, k, c, c_row, a, 1, b, b_step, add
+def _from_rows(of, m, n, k, c, c_row, a, b, b_step, add):
+    multiply = _multiply(of.dtype, TILE_K)
+    return lambda of, m, n, k, c, c_row, a, b, b_step, add: multiply(
+        m, n, k, c, c_row, a, 1, b, b_step, add
     )
 
 
-def from_columns(like, m, n, k, c, c_row, a, a_step, b, b_step, add) -> Any:
+def from_columns(of, m, n, k, c, c_row, a, a_step, b, b_step, add) -> Any:
     """C (+)= A B, A[r, i] at ``r + i a_step``."""
 
 
 @overload(from_columns)
-def _from_columns(like, m, n, k, c, c_row, a, a_step, b, b_step, add):
-    multiply = _multiply(like.dtype, 1)
-    return lambda like, m, n, k, c, c_row, a, a_step, b, b_step, add: multiply(
-        like, m, n, k, c, c_row, a, a_step, b, b_step, add
+def _from_columns(of, m, n, k, c, c_row, a, a_step, b, b_step, add):
+    multiply = _multiply(of.dtype, 1)
+    return lambda of, m, n, k, c, c_row, a, a_step, b, b_step, add: multiply(
+        m, n, k, c, c_row, a, a_step, b, b_step, add
     )

@@ -29,12 +29,14 @@ class Machine(NamedTuple):
     nv: int
     tile_q: int
     tile_k: int
+    pairs: bool = False  # products of bfloat16 pairs, summed in float32
 
 
 def _machine() -> Machine:
     features = _features()
     if {"avx512f", "avx512dq", "avx512vl"} <= features:  # 32 registers of 512 bits
-        return Machine(w=16, mr=8, nv=2, tile_q=64, tile_k=256)
+        pairs = "avx512bf16" in features
+        return Machine(w=16, mr=8, nv=2, tile_q=64, tile_k=256, pairs=pairs)
     if {"avx2", "fma"} <= features:  # 16 of 256
         return Machine(w=8, mr=6, nv=2, tile_q=96, tile_k=192)
     if platform.machine().lower() in ("arm64", "aarch64"):  # 32 of 128
@@ -50,22 +52,24 @@ def _features() -> set[str]:
     return {name for name, there in llvm.get_host_cpu_features().items() if there}
 
 
-W, MR, NV, TILE_Q, TILE_K = _machine()
+W, MR, NV, TILE_Q, TILE_K, PAIRS = _machine()
+if PAIRS:
+    llvm.initialize_native_asmparser()  # their instruction is named in assembly below
 
 _I64 = ir.IntType(64)
 _I32 = ir.IntType(32)
 
 
-def product(width: int, mr: int, nv: int, a_row: int, kind: ir.Type):
+def product(width: int, mr: int, nv: int, a_row: int, sums: ir.Type, operands: ir.Type):
     """An intrinsic for ``C[mr, nv * width] (+)= A[mr, k] B[k, nv * width]``.
 
     Arguments are addresses, steps in elements, k >= 1, and whether C is added to:
     ``(C, c_row, A, a_step, B, b_step, k, add)``. ``A[r, i]`` is at ``r a_row + i a_step``; a_row
-    is a constant, so that the whole of A is reached from one moving pointer.
+    is a constant, so that the whole of A is reached from one moving pointer. Operands of int32
+    are pairs of bfloat16, two steps of k each.
     """
-    vector = ir.VectorType(kind, width)
-    size = 4 if isinstance(kind, ir.FloatType) else 8
-    suffix = f"v{width}f{8 * size}"
+    vector, words = ir.VectorType(sums, width), ir.VectorType(operands, width)
+    size = 8 if isinstance(sums, ir.DoubleType) else 4
 
     def n(value: int) -> ir.Constant:
         return ir.Constant(_I64, value)
@@ -74,28 +78,24 @@ def product(width: int, mr: int, nv: int, a_row: int, kind: ir.Type):
     def tile_product(typing, c, c_row, a, a_step, b, b_step, k, add):
         def emit(context, builder, signature, arguments):
             c, c_row, a, a_step, b, b_step, k, add = arguments
-            # LLVM makes this one instruction where the machine has it, two where it has not
-            name = f"llvm.fmuladd.{suffix}"
-            fma = builder.module.globals.get(name) or ir.Function(
-                builder.module, ir.FunctionType(vector, [vector] * 3), name
-            )
-            pointer, wide = kind.as_pointer(), vector.as_pointer()
-            c, a, b = (builder.inttoptr(x, pointer) for x in (c, a, b))
+            multiply_add = _multiply_add(builder, vector, words)
+            c = builder.inttoptr(c, sums.as_pointer())
+            a, b = (builder.inttoptr(x, operands.as_pointer()) for x in (a, b))
             zero, load, loop, done = (
                 builder.append_basic_block(label) for label in ("zero", "load", "loop", "done")
             )
 
             def tile(r: int, v: int) -> ir.Value:
                 at = builder.add(builder.mul(c_row, n(r)), n(v * width))
-                return builder.bitcast(builder.gep(c, [at]), wide)
+                return builder.bitcast(builder.gep(c, [at]), vector.as_pointer())
 
             def lanes(address: ir.Value, v: int) -> ir.Value:
                 at = builder.gep(address, [n(v * width)])
-                return builder.load(builder.bitcast(at, wide), align=size)
+                return builder.load(builder.bitcast(at, words.as_pointer()), align=size)
 
             def spread(address: ir.Value, r: int) -> ir.Value:
                 one = builder.load(builder.gep(address, [n(r * a_row)]))
-                blank = ir.Constant(vector, ir.Undefined)
+                blank = ir.Constant(words, ir.Undefined)
                 first = builder.insert_element(blank, one, ir.Constant(_I32, 0))
                 zeros = ir.Constant(ir.VectorType(_I32, width), [0] * width)
                 return builder.shuffle_vector(first, blank, zeros)
@@ -109,21 +109,22 @@ def product(width: int, mr: int, nv: int, a_row: int, kind: ir.Type):
             builder.branch(loop)
 
             builder.position_at_end(loop)
-            i, pa, pb = builder.phi(_I64), builder.phi(pointer), builder.phi(pointer)
-            sums = [builder.phi(vector) for _ in cells]
+            i = builder.phi(_I64)
+            pa, pb = builder.phi(operands.as_pointer()), builder.phi(operands.as_pointer())
+            running = [builder.phi(vector) for _ in cells]
             for block in (zero, load):
                 for phi, start in ((i, n(0)), (pa, a), (pb, b)):
                     phi.add_incoming(start, block)
-            for phi, start in zip(sums, before, strict=True):
+            for phi, start in zip(running, before, strict=True):
                 phi.add_incoming(ir.Constant(vector, [0.0] * width), zero)
                 phi.add_incoming(start, load)
             row = [lanes(pb, v) for v in range(nv)]
             after = []
             for r in range(mr):
                 x = spread(pa, r)
-                after += [builder.call(fma, [x, row[v], sums[r * nv + v]]) for v in range(nv)]
+                after += [multiply_add(x, row[v], running[r * nv + v]) for v in range(nv)]
             steps = (builder.add(i, n(1)), builder.gep(pa, [a_step]), builder.gep(pb, [b_step]))
-            for phi, new in zip((i, pa, pb, *sums), (*steps, *after), strict=True):
+            for phi, new in zip((i, pa, pb, *running), (*steps, *after), strict=True):
                 phi.add_incoming(new, loop)
             builder.cbranch(builder.icmp_signed("<", steps[0], k), loop, done)
 
@@ -135,6 +136,20 @@ def product(width: int, mr: int, nv: int, a_row: int, kind: ir.Type):
         return types.void(*[types.int64] * 8), emit
 
     return tile_product
+
+
+def _multiply_add(builder: ir.IRBuilder, vector: ir.VectorType, words: ir.VectorType):
+    """``(a, b, c) -> a b + c``, lane by lane."""
+    if isinstance(words.element, ir.IntType):  # pairs of bfloat16: AVX512-BF16's own instruction
+        kind = ir.FunctionType(vector, [vector, words, words])
+        pairs = ir.InlineAsm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v")
+        return lambda a, b, c: builder.call(pairs, [c, a, b])
+    # LLVM makes this one instruction where the machine has it, two where it has not
+    name = f"llvm.fmuladd.v{words.count}f{64 if isinstance(words.element, ir.DoubleType) else 32}"
+    fma = builder.module.globals.get(name) or ir.Function(
+        builder.module, ir.FunctionType(vector, [vector] * 3), name
+    )
+    return lambda a, b, c: builder.call(fma, [a, b, c])
 
 
 def _fetch_add(typing, address, n):
