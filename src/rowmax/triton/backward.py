@@ -30,7 +30,7 @@ from .key_gradients import key_gradients_kernel
 from .launch import Job, planned
 from .maps import listed, order_steps, state_steps, tile_order, tile_states
 from .query_gradients import delta_kernel, query_gradients_kernel
-from .tiles import Tiles
+from .tiles import BOTH_UP_TO, Tiles
 
 
 def backward(
@@ -122,7 +122,7 @@ def _delta(
     t = Pointers(q=tensors.q, k=None, v=None, out=out, dout=dout, lse=lse, lse2=lse2, delta=delta)
     t = t._replace(dlse=None if dlse is None else dlse.contiguous())
     t = t._replace(sink=tensors.sink if want_sink else None, dsink=parts)
-    job.run(t, (want_sink, dlse is None))
+    job.run(t)
     return lse2, delta, None if parts is None else parts.sum((0, 2))
 
 
@@ -146,9 +146,11 @@ def _key_gradients(
     if how == "cols":
         shape = (problem.batch, problem.hq, problem.nk)
         cols = q.new_zeros(shape, dtype=torch.float32)
-    if dk.numel():
-        job = planned("key_gradients", problem, tensors, tiles, plan_key_gradients, t.dout)
-        t = t._replace(dk=dk, dv=dv, dbias_cols=cols)
+    wide = max(problem.d, problem.dv) > BOTH_UP_TO
+    passes = [("dk", dk, None), ("dv", None, dv)] if wide else [("key_gradients", dk, dv)]
+    for name, one, other in passes if dk.numel() else ():
+        job = planned(name, problem, tensors, tiles, plan_key_gradients, t.dout)
+        t = t._replace(dk=one, dv=other, dbias_cols=None if name == "dv" else cols)
         if listed(problem):
             order, counts = tile_order(problem, tensors, job.tiles, over="queries")
             t = t._replace(order=order, counts=counts)
@@ -192,7 +194,7 @@ def _query_gradients(
     if listed(problem):
         order, counts = tile_order(problem, tensors, job.tiles, over="keys")
         t = t._replace(order=order, counts=counts)
-    job.run(t, how)
+    job.run(t)
     return dq, dbias, rows
 
 

@@ -53,7 +53,10 @@ class Pointers(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Steps (batch, row, head) in units of ``c.ALIGN`` elements, and of the four-index terms."""
+    """Steps (batch, row, head) in units of ``c.ALIGN`` elements, and of the four-index terms.
+
+    That of a row is a constant, all others are numbers.
+    """
 
     q: Any
     k: Any
@@ -73,7 +76,7 @@ class Strides(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """``n``: sizes, scalars and strides, none of which a kernel is compiled anew for."""
+    """``n``: sizes, scalars and strides. But for row strides no kernel is compiled anew for them."""
 
     batch: Any
     total_q: Any
@@ -162,7 +165,10 @@ def strides_of(
     found = {name: steps(getattr(tensors, name))[:3] for name in ("q", "k", "v")}
     found |= {name: s[:3] for name, s in matrices.items()}
     align = common_align(list(found.values()), 16 // tensors.q.element_size())
-    found = {name: tuple(s // align for s in m) for name, m in found.items()}
+    found = {
+        name: (batch // align, tl.constexpr(row // align), head // align)
+        for name, (batch, row, head) in found.items()
+    }
     bias, bias_align = None, 1
     if tensors.bias is not None:
         bias = steps(tensors.bias)

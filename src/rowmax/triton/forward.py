@@ -32,14 +32,15 @@ from .steps import (
     count_tiles,
     has_nan,
     keys_in_use,
+    load_row,
     load_tile,
     matrix,
     nth_tile,
     plan_tiles,
-    seen_product,
     sequence_of_slot,
     sizes,
     store_tile,
+    times_row,
     vector,
 )
 from .tiles import Tiles
@@ -48,14 +49,13 @@ from .tiles import Tiles
 @triton.jit
 def attend_tiles(
     m, l, acc, q, k_base, v_base, t, n, c, b, head, row, plan, nq, nk, used, offset,
-    KIND: tl.constexpr, EXACT: tl.constexpr,
+    PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """The recurrence over the tiles of a kind; m is in units of log 2."""
+    """The recurrence over the full or the partial tiles; m is in units of log 2."""
     BLOCK_K: tl.constexpr = c.BLOCK_K
-    PARTIAL: tl.constexpr = KIND != "full"
     j = tl.arange(0, BLOCK_K)
-    for i in tl.range(0, count_tiles(plan, KIND)):
-        j0 = nth_tile(i, t, plan, KIND) * BLOCK_K
+    for i in tl.range(0, count_tiles(plan, PARTIAL)):
+        j0 = nth_tile(i, t, plan, PARTIAL) * BLOCK_K
         col = j0 + j[None, :]
         k = load_tile(k_base, n.stride.k, j0, used, BLOCK_K, c.D, c.BLOCK_D, c.ALIGN, PARTIAL)
         s = tl.dot(q, tl.trans(k), input_precision=c.PRECISION)
@@ -77,14 +77,31 @@ def attend_tiles(
         acc = acc * alpha[:, None]
         if t.seed is not None:
             p = tl.where(kept(t, n, b, head, row, j0, j[None, :], BLOCK_K), p, 0.0)
-        if EXACT:
-            acc = seen_product(
-                acc, p, ok, v_base, n.stride.v, j0, used, BLOCK_K, c.DV, c.BLOCK_DV, c.ALIGN
-            )
-        else:
-            v = load_tile(v_base, n.stride.v, j0, used, BLOCK_K, c.DV, c.BLOCK_DV, c.ALIGN, PARTIAL)
-            acc = tl.dot(p.to(v.dtype), v, acc, input_precision=c.PRECISION)
+        v = load_tile(v_base, n.stride.v, j0, used, BLOCK_K, c.DV, c.BLOCK_DV, c.ALIGN, PARTIAL)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=c.PRECISION)
     return m, l, acc
+
+
+@triton.jit
+def average_key_by_key(
+    m, q, k_base, v_base, t, n, c, b, head, row, nq, nk, used, offset
+):  # fmt: skip
+    """O once m is known, of the keys that each row sees and no others."""
+    acc = tl.zeros([c.BLOCK_Q, c.BLOCK_DV], tl.float32)
+    for j in tl.range(0, used, num_stages=1):
+        j0 = j // 16 * 16
+        column = tl.full([1, 1], 0, tl.int32) + (j - j0)
+        x = times_row(q, load_row(k_base, n.stride.k, j, c.D, c.BLOCK_D, c.ALIGN))
+        s, _ = scored(x, t, n, c, b, head, row, j0 + column, nq, nk, offset, True)
+        if c.FOLDED:
+            s = s * n.scale2
+        p = tl.exp2(s - tl.where(m == float("-inf"), 0.0, m)[:, None])
+        if t.seed is not None:
+            p = tl.where(kept(t, n, b, head, row, j0, column, 16), p, 0.0)
+        ok = seen(t, n, b, head, row, j0 + column, nq, used, offset)
+        v = load_row(v_base, n.stride.v, j, c.DV, c.BLOCK_DV, c.ALIGN)
+        acc += tl.where(ok, p * v, 0.0)
+    return acc
 
 
 @triton.jit
@@ -133,20 +150,18 @@ def forward_kernel(t, n, c):
     m, l, acc = begin(t, c, head)
     m, l, acc = attend_tiles(
         m, l, acc, q, k_base, v_base, t, n, c, b, head, row[:, None], plan, nq, nk, used, offset,
-        "full", False,
+        False,
     )  # fmt: skip
     if c.EDGES:
         m, l, acc = attend_tiles(
             m, l, acc, q, k_base, v_base, t, n, c, b, head, row[:, None], plan, nq, nk, used,
-            offset, "partial", False,
+            offset, True,
         )  # fmt: skip
     if c.MASKS:
         if has_nan(acc):
-            m, l, acc = begin(t, c, head)
-            m, l, acc = attend_tiles(
-                m, l, acc, q, k_base, v_base, t, n, c, b, head, row[:, None], plan, nq, nk, used,
-                offset, "any", True,
-            )  # fmt: skip
+            acc = average_key_by_key(
+                m, q, k_base, v_base, t, n, c, b, head, row[:, None], nq, nk, used, offset
+            )
 
     empty = l == 0.0
     l = tl.where(empty, 1.0, l)

@@ -3,7 +3,8 @@
 
 ``dV_j = sum_i P_ij R_ij dO_i`` and ``dK_j = scale sum_i dX_ij q_i``. Scores are held with keys
 down and queries across, so that P and dS are left operands as they lie. No atomics: one program
-makes the whole of its rows, in one order.
+makes the whole of its rows, in one order. A launch makes both, or one where ``t.dk`` or ``t.dv``
+is None: wide heads have no registers for the sums of both.
 """
 
 from __future__ import annotations
@@ -16,28 +17,29 @@ from .steps import (
     count_tiles,
     has_nan,
     keys_in_use,
+    load_row,
     load_tile,
     matrix,
     nth_tile,
     plan_tiles,
-    seen_product,
     sequence_of_slot,
     sizes,
     store_tile,
+    times_row,
     vector,
 )
 
 
 @triton.jit
 def add_queries(
-    dk, dv, cols, k, v, q_base, do_base, lse2_base, delta_base, t, n, c, b, head, j0, plan, nq, nk, used,
-    offset, KIND: tl.constexpr, EXACT: tl.constexpr,
+    dk, dv, cols, k, v, q_base, do_base, lse2_base, delta_base, t, n, c, b, head, j0, plan, nq, nk,
+    used, offset, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     BLOCK_Q: tl.constexpr = c.BLOCK_Q
-    PARTIAL: tl.constexpr = KIND != "full"
+    SCORES: tl.constexpr = t.dk is not None or t.dbias_cols is not None  # whether dS is wanted
     j = tl.arange(0, c.BLOCK_K)[:, None]
-    for index in tl.range(0, count_tiles(plan, KIND)):
-        i0 = nth_tile(index, t, plan, KIND) * BLOCK_Q
+    for index in tl.range(0, count_tiles(plan, PARTIAL)):
+        i0 = nth_tile(index, t, plan, PARTIAL) * BLOCK_Q
         row = i0 + tl.arange(0, BLOCK_Q)
         q = load_tile(q_base, n.stride.q, i0, nq, BLOCK_Q, c.D, c.BLOCK_D, c.ALIGN, PARTIAL)
         x = tl.dot(k, tl.trans(q), input_precision=c.PRECISION)
@@ -48,71 +50,61 @@ def add_queries(
         do = load_tile(
             do_base, n.stride.dout, i0, nq, BLOCK_Q, c.DV, c.BLOCK_DV, c.ALIGN, PARTIAL
         )  # fmt: skip
-        dp = tl.dot(v, tl.trans(do), input_precision=c.PRECISION)
+        dp = p
+        if SCORES:
+            dp = tl.dot(v, tl.trans(do), input_precision=c.PRECISION)
         pr, dp = dropped(p, dp, t, n, b, head, row[None, :], j0, j, c.BLOCK_K)
-        ds = p * (dp - load_rows(delta_base, row, nq, 0.0, PARTIAL)[None, :])
-        if t.dbias_cols is not None:
-            cols += tl.sum(tl.where(ok, ds, 0.0), 1)
-        if n.cap2 is not None:
-            ds = ds * (1.0 - y * y)
-        if EXACT:
-            dv = seen_product(
-                dv, pr, ok, do_base, n.stride.dout, i0, nq, BLOCK_Q, c.DV, c.BLOCK_DV, c.ALIGN
-            )  # fmt: skip
-            dk = seen_product(
-                dk, ds, ok, q_base, n.stride.q, i0, nq, BLOCK_Q, c.D, c.BLOCK_D, c.ALIGN
-            )  # fmt: skip
-        else:
+        if t.dv is not None:
             dv = tl.dot(pr.to(do.dtype), do, dv, input_precision=c.PRECISION)
-            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=c.PRECISION)
+        if SCORES:
+            ds = p * (dp - load_rows(delta_base, row, nq, 0.0, PARTIAL)[None, :])
+            if t.dbias_cols is not None:
+                cols += tl.sum(tl.where(ok, ds, 0.0), 1)
+            if n.cap2 is not None:
+                ds = ds * (1.0 - y * y)
+            if t.dk is not None:
+                dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=c.PRECISION)
     return dk, dv, cols
 
 
 @triton.jit
-def add_group(
-    dk, dv, k, v, t, n, c, b, kv_head, tile, j0, q_start, nq, nk, used, offset,
-    PACKED: tl.constexpr, EXACT: tl.constexpr,
+def add_query_by_query(
+    dk, dv, k, v, q_base, do_base, lse2_base, delta_base, t, n, c, b, head, j0, nq, nk, used, offset
 ):  # fmt: skip
-    """Every query head that reads this kv head, one after the other."""
-    for g in tl.range(0, c.GROUP, num_stages=1):
-        head = kv_head * c.GROUP + g
-        q_base = matrix(t.q, n.stride.q, b, head, q_start, PACKED, c.ALIGN)
-        do_base = matrix(t.dout, n.stride.dout, b, head, q_start, PACKED, c.ALIGN)
-        lse2_base = vector(t.lse2, b, head, q_start, n.total_q, c.HQ, PACKED)
-        delta_base = vector(t.delta, b, head, q_start, n.total_q, c.HQ, PACKED)
-        j1 = tl.minimum(j0 + c.BLOCK_K, used) - 1
-        first, full, n_left, n_full, n_partial = plan_tiles(
-            t, n, b, head, tile, j0, j1, -offset, n.right, n.left, nq, c.BLOCK_Q
-        )
-        # a tile of keys that is not whole has no full tiles, one past the keys in use has none
-        whole = j0 + c.BLOCK_K <= used
-        if t.order is not None:
-            plan = (first, full, n_left, n_full, n_partial)
-        else:
-            every = tl.where(j0 < used, n_full + n_partial, 0)
-            n_full = tl.where(whole, n_full, 0)
-            plan = (first, full, n_left, n_full, every - n_full)
-        cols = tl.zeros([c.BLOCK_K], tl.float32)
-        if EXACT:
-            dk, dv, cols = add_queries(
-                dk, dv, cols, k, v, q_base, do_base, lse2_base, delta_base, t, n, c, b, head, j0, plan,
-                nq, nk, used, offset, "any", True,
-            )  # fmt: skip
-        else:
-            dk, dv, cols = add_queries(
-                dk, dv, cols, k, v, q_base, do_base, lse2_base, delta_base, t, n, c, b, head, j0, plan,
-                nq, nk, used, offset, "full", False,
-            )  # fmt: skip
-            if c.EDGES:
-                dk, dv, cols = add_queries(
-                    dk, dv, cols, k, v, q_base, do_base, lse2_base, delta_base, t, n, c, b, head, j0, plan,
-                    nq, nk, used, offset, "partial", False,
-                )  # fmt: skip
-        if t.dbias_cols is not None:
-            col = j0 + tl.arange(0, c.BLOCK_K)
-            to = vector(t.dbias_cols, b, head, 0, n.longest_k, c.HQ, False)
-            tl.store(to + col, cols, mask=col < tl.where(b < n.batch, nk, 0))
+    """The same, of the queries that see each key and no others."""
+    j = tl.arange(0, c.BLOCK_K)[:, None]
+    for i in tl.range(0, nq, num_stages=1):
+        row = tl.full([1, 1], 0, tl.int32) + i
+        q = load_row(q_base, n.stride.q, i, c.D, c.BLOCK_D, c.ALIGN)
+        do = load_row(do_base, n.stride.dout, i, c.DV, c.BLOCK_DV, c.ALIGN)
+        p, y, ok = weights(
+            times_row(k, q), tl.load(lse2_base + i), t, n, c, b, head, row, j0 + j, nq, nk, used,
+            offset, True,
+        )  # fmt: skip
+        dp = times_row(v, do)
+        pr, dp = dropped(p, dp, t, n, b, head, row, j0, j, c.BLOCK_K)
+        ds = p * (dp - tl.load(delta_base + i))
+        if n.cap2 is not None:
+            ds = ds * (1.0 - y * y)
+        if t.dv is not None:
+            dv += tl.where(ok, pr * do, 0.0)
+        if t.dk is not None:
+            dk += tl.where(ok, ds * q, 0.0)
     return dk, dv
+
+
+@triton.jit
+def plan_queries(t, n, c, b, head, tile, j0, nq, used, offset):
+    """The query tiles that a key tile meets. One that is not whole meets none as a full one."""
+    j1 = tl.minimum(j0 + c.BLOCK_K, used) - 1
+    first, full, n_left, n_full, n_partial = plan_tiles(
+        t, n, b, head, tile, j0, j1, -offset, n.right, n.left, nq, c.BLOCK_Q
+    )
+    if t.order is None:
+        every = tl.where(j0 < used, n_full + n_partial, 0)
+        n_full = tl.where(j0 + c.BLOCK_K <= used, n_full, 0)
+        n_partial = every - n_full
+    return first, full, n_left, n_full, n_partial
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -139,20 +131,46 @@ def key_gradients_kernel(t, n, c):
 
     dk = tl.zeros([BLOCK_K, c.BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_K, c.BLOCK_DV], tl.float32)
-    dk, dv = add_group(
-        dk, dv, k, v, t, n, c, b, kv_head, tile, j0, q_start, nq, nk, used, offset, PACKED, False
-    )  # fmt: skip
+    for g in tl.range(0, c.GROUP, num_stages=1):
+        head = kv_head * c.GROUP + g
+        q_base = matrix(t.q, n.stride.q, b, head, q_start, PACKED, c.ALIGN)
+        do_base = matrix(t.dout, n.stride.dout, b, head, q_start, PACKED, c.ALIGN)
+        lse2 = vector(t.lse2, b, head, q_start, n.total_q, c.HQ, PACKED)
+        delta = vector(t.delta, b, head, q_start, n.total_q, c.HQ, PACKED)
+        plan = plan_queries(t, n, c, b, head, tile, j0, nq, used, offset)
+        cols = tl.zeros([BLOCK_K], tl.float32)
+        dk, dv, cols = add_queries(
+            dk, dv, cols, k, v, q_base, do_base, lse2, delta, t, n, c, b, head, j0, plan,
+            nq, nk, used, offset, False,
+        )  # fmt: skip
+        if c.EDGES:
+            dk, dv, cols = add_queries(
+                dk, dv, cols, k, v, q_base, do_base, lse2, delta, t, n, c, b, head, j0, plan,
+                nq, nk, used, offset, True,
+            )  # fmt: skip
+        if t.dbias_cols is not None:
+            col = j0 + tl.arange(0, BLOCK_K)
+            to = vector(t.dbias_cols, b, head, 0, n.longest_k, c.HQ, False)
+            tl.store(to + col, cols, mask=col < tl.where(b < n.batch, nk, 0))
     if c.MASKS:
         if has_nan(dk) | has_nan(dv):
             dk = tl.zeros([BLOCK_K, c.BLOCK_D], tl.float32)
             dv = tl.zeros([BLOCK_K, c.BLOCK_DV], tl.float32)
-            dk, dv = add_group(
-                dk, dv, k, v, t, n, c, b, kv_head, tile, j0, q_start, nq, nk, used, offset,
-                PACKED, True,
-            )  # fmt: skip
-    if t.seed is not None:
-        dv = dv * n.keep_scale
-    dk_base = matrix(t.dk, n.stride.dk, b, kv_head, k_start, PACKED, c.ALIGN)
-    dv_base = matrix(t.dv, n.stride.dv, b, kv_head, k_start, PACKED, c.ALIGN)
-    store_tile(dk_base, n.stride.dk, j0, nk, dk * n.scale, BLOCK_K, c.D, c.BLOCK_D, c.ALIGN)
-    store_tile(dv_base, n.stride.dv, j0, nk, dv, BLOCK_K, c.DV, c.BLOCK_DV, c.ALIGN)
+            for g in tl.range(0, c.GROUP, num_stages=1):
+                head = kv_head * c.GROUP + g
+                q_base = matrix(t.q, n.stride.q, b, head, q_start, PACKED, c.ALIGN)
+                do_base = matrix(t.dout, n.stride.dout, b, head, q_start, PACKED, c.ALIGN)
+                lse2 = vector(t.lse2, b, head, q_start, n.total_q, c.HQ, PACKED)
+                delta = vector(t.delta, b, head, q_start, n.total_q, c.HQ, PACKED)
+                dk, dv = add_query_by_query(
+                    dk, dv, k, v, q_base, do_base, lse2, delta, t, n, c, b, head, j0, nq, nk, used,
+                    offset,
+                )  # fmt: skip
+    if t.dk is not None:
+        to = matrix(t.dk, n.stride.dk, b, kv_head, k_start, PACKED, c.ALIGN)
+        store_tile(to, n.stride.dk, j0, nk, dk * n.scale, BLOCK_K, c.D, c.BLOCK_D, c.ALIGN)
+    if t.dv is not None:
+        if t.seed is not None:
+            dv = dv * n.keep_scale
+        to = matrix(t.dv, n.stride.dv, b, kv_head, k_start, PACKED, c.ALIGN)
+        store_tile(to, n.stride.dv, j0, nk, dv, BLOCK_K, c.DV, c.BLOCK_DV, c.ALIGN)

@@ -26,34 +26,32 @@ class Job:
         self.c = c
         self.grid = (n.tiles * heads, 1, 1)
         self.tiles = tiles
-        self._compiled: dict[Any, Any] = {}
+        self._compiled: dict[int, Any] = {}
 
-    def run(self, t: Pointers, variant: Any = None) -> None:
-        """Launch on the current stream of the pointers' device.
-
-        ``variant`` tells apart calls of one job with different pointers missing.
-        """
+    def run(self, t: Pointers) -> None:
+        """Launch on the current stream of the pointers' device."""
         if not t.q.is_cuda:  # the interpreter, or another kind of device
             self._compile_and_run(t)
         elif t.q.device.index != torch.cuda.current_device():
             with torch.cuda.device(t.q.device):
-                self._run(t, variant)
+                self._run(t)
         else:
-            self._run(t, variant)
+            self._run(t)
 
-    def _run(self, t: Pointers, variant: Any) -> None:
-        # Triton compiles for pointers of 16-byte alignment or for any. The handle of a compiled
-        # kernel skips the look-up of which, a large part of a launch's time on the host.
-        bits = 0
-        for x in t:
+    def _run(self, t: Pointers) -> None:
+        # Triton compiles anew where a pointer is None or is not aligned to 16 bytes. The handle
+        # of a compiled kernel skips the look-up of which, much of a launch's time on the host.
+        bits = present = 0
+        for n, x in enumerate(t):
             if x is not None:
                 bits |= x.data_ptr()
+                present |= 1 << n
         if bits & 15 or torch.version.hip is not None:
             self._compile_and_run(t)
             return
-        compiled = self._compiled.get(variant)
+        compiled = self._compiled.get(present)
         if compiled is None:
-            self._compiled[variant] = self._compile_and_run(t)
+            self._compiled[present] = self._compile_and_run(t)
         else:
             compiled[self.grid](t, self.n, self.c)
 

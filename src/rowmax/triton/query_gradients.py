@@ -17,14 +17,15 @@ from .steps import (
     count_tiles,
     has_nan,
     keys_in_use,
+    load_row,
     load_tile,
     matrix,
     nth_tile,
     plan_tiles,
-    seen_product,
     sequence_of_slot,
     sizes,
     store_tile,
+    times_row,
     vector,
 )
 
@@ -64,13 +65,12 @@ def delta_kernel(t, n, c):
 @triton.jit
 def add_keys(
     dq, sums, q, do, lse2, delta, k_base, v_base, t, n, c, b, head, row, inside, plan, nq, nk, used,
-    offset, KIND: tl.constexpr, EXACT: tl.constexpr,
+    offset, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     BLOCK_K: tl.constexpr = c.BLOCK_K
-    PARTIAL: tl.constexpr = KIND != "full"
     j = tl.arange(0, BLOCK_K)[None, :]
-    for index in tl.range(0, count_tiles(plan, KIND)):
-        j0 = nth_tile(index, t, plan, KIND) * BLOCK_K
+    for index in tl.range(0, count_tiles(plan, PARTIAL)):
+        j0 = nth_tile(index, t, plan, PARTIAL) * BLOCK_K
         k = load_tile(k_base, n.stride.k, j0, used, BLOCK_K, c.D, c.BLOCK_D, c.ALIGN, PARTIAL)
         x = tl.dot(q, tl.trans(k), input_precision=c.PRECISION)
         v = load_tile(v_base, n.stride.v, j0, used, BLOCK_K, c.DV, c.BLOCK_DV, c.ALIGN, PARTIAL)
@@ -91,13 +91,31 @@ def add_keys(
             sums += tl.sum(tl.where(ok, ds, 0.0), 1)
         if n.cap2 is not None:
             ds = ds * (1.0 - y * y)
-        if EXACT:
-            dq = seen_product(
-                dq, ds, ok, k_base, n.stride.k, j0, used, BLOCK_K, c.D, c.BLOCK_D, c.ALIGN
-            )  # fmt: skip
-        else:
-            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=c.PRECISION)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=c.PRECISION)
     return dq, sums
+
+
+@triton.jit
+def sum_key_by_key(
+    q, do, lse2, delta, k_base, v_base, t, n, c, b, head, row, nq, nk, used, offset
+):  # fmt: skip
+    """dQ of the keys that each row sees and no others."""
+    dq = tl.zeros([c.BLOCK_Q, c.BLOCK_D], tl.float32)
+    for j in tl.range(0, used, num_stages=1):
+        j0 = j // 16 * 16
+        column = tl.full([1, 1], 0, tl.int32) + (j - j0)
+        k = load_row(k_base, n.stride.k, j, c.D, c.BLOCK_D, c.ALIGN)
+        v = load_row(v_base, n.stride.v, j, c.DV, c.BLOCK_DV, c.ALIGN)
+        p, y, ok = weights(
+            times_row(q, k), lse2[:, None], t, n, c, b, head, row, j0 + column, nq, nk, used,
+            offset, True,
+        )  # fmt: skip
+        _, dp = dropped(p, times_row(do, v), t, n, b, head, row, j0, column, 16)
+        ds = p * (dp - delta[:, None])
+        if n.cap2 is not None:
+            ds = ds * (1.0 - y * y)
+        dq += tl.where(ok, ds * k, 0.0)
+    return dq
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -142,20 +160,18 @@ def query_gradients_kernel(t, n, c):
     sums = tl.zeros([BLOCK_Q], tl.float32)
     dq, sums = add_keys(
         dq, sums, q, do, lse2, delta, k_base, v_base, t, n, c, b, head, row[:, None],
-        inside[:, None], plan, nq, nk, used, offset, "full", False,
+        inside[:, None], plan, nq, nk, used, offset, False,
     )  # fmt: skip
     if c.EDGES:
         dq, sums = add_keys(
             dq, sums, q, do, lse2, delta, k_base, v_base, t, n, c, b, head, row[:, None],
-            inside[:, None], plan, nq, nk, used, offset, "partial", False,
+            inside[:, None], plan, nq, nk, used, offset, True,
         )  # fmt: skip
     if c.MASKS:
         if has_nan(dq):
-            dq = tl.zeros([BLOCK_Q, c.BLOCK_D], tl.float32)
-            sums = tl.zeros([BLOCK_Q], tl.float32)
-            dq, sums = add_keys(
-                dq, sums, q, do, lse2, delta, k_base, v_base, t, n, c, b, head, row[:, None],
-                inside[:, None], plan, nq, nk, used, offset, "any", True,
+            dq = sum_key_by_key(
+                q, do, lse2, delta, k_base, v_base, t, n, c, b, head, row[:, None], nq, nk, used,
+                offset,
             )  # fmt: skip
     to = matrix(t.dq, n.stride.dq, b, head, q_start, PACKED, c.ALIGN)
     store_tile(to, n.stride.dq, i0, nq, dq * n.scale, BLOCK_Q, c.D, c.BLOCK_D, c.ALIGN)

@@ -109,8 +109,8 @@ def kept(t, n, b, head, row, j0, j, BLOCK: tl.constexpr):
     else:
         lane = ((j0 >> 3) + (j >> 3)) & 7
         block = j0 // 64 + 0 * j
-    c0 = (block * 8 + (j & 7)).to(tl.uint32) + (row * 0).to(tl.uint32)
-    c1 = row.to(tl.uint32) + (j * 0).to(tl.uint32)
+    c0 = (block * 8 + (j & 7) + row * 0).to(tl.uint32)
+    c1 = (row + j * 0).to(tl.uint32)
     c2 = c0 * 0 + tl.cast(head, tl.uint32)
     c3 = c0 * 0 + tl.cast(b + n.first, tl.uint32)
     k0 = c0 * 0 + (seed & 0xFFFFFFFF).to(tl.uint32)

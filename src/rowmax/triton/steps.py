@@ -94,16 +94,29 @@ def vector(x, b, head, start, total, HEADS: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
+def tile_pointers(
+    x, stride, i0,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """``[ROWS, BLOCK_D]`` pointers from row i0 on.
+
+    The step of a row is a constant: a thread's addresses are then one register and immediates.
+    """
+    STEP: tl.constexpr = stride[1] * ALIGN
+    r = tl.arange(0, ROWS).to(tl.int64)[:, None] * STEP
+    return x + tl.cast(i0, tl.int64) * STEP + (r + tl.arange(0, BLOCK_D).to(tl.int64)[None, :])
+
+
+@triton.jit
 def load_tile(
     x, stride, i0, end,
     ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr,
     RAGGED: tl.constexpr,
 ):  # fmt: skip
     """``[ROWS, BLOCK_D]`` from row i0; zeros past D and, if the tile is ragged, past ``end``."""
+    at = tile_pointers(x, stride, i0, ROWS, BLOCK_D, ALIGN)
     i = i0 + tl.arange(0, ROWS)
     d = tl.arange(0, BLOCK_D)
-    step = tl.cast(stride[1], tl.int64) * ALIGN
-    at = x + i0 * step + (tl.arange(0, ROWS) * step)[:, None] + d[None, :]
     if RAGGED:
         if BLOCK_D == D:
             return tl.load(at, mask=(i < end)[:, None], other=0.0)
@@ -121,10 +134,9 @@ def store_tile(
     x, stride, i0, end, value,
     ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
+    at = tile_pointers(x, stride, i0, ROWS, BLOCK_D, ALIGN)
     i = i0 + tl.arange(0, ROWS)
     d = tl.arange(0, BLOCK_D)
-    step = tl.cast(stride[1], tl.int64) * ALIGN
-    at = x + i0 * step + (tl.arange(0, ROWS) * step)[:, None] + d[None, :]
     tl.store(at, value.to(x.dtype.element_ty), mask=(i < end)[:, None] & (d < D)[None, :])
 
 
@@ -183,34 +195,34 @@ def plan_tiles(t, n, b, head, tile, x0, x1, shift, back, ahead, end, BLOCK: tl.c
 
 
 @triton.jit
-def nth_tile(i, t, plan, KIND: tl.constexpr):
-    """The i-th tile of a kind: "full", "partial" or "any"."""
+def nth_tile(i, t, plan, PARTIAL: tl.constexpr):
+    """The i-th tile of the full ones, or of the partial ones."""
     first, full, n_left, n_full, _ = plan
     if t.order is not None:
-        if KIND == "partial":
+        if PARTIAL:
             return tl.load(first + n_full + i)
         else:
             return tl.load(first + i)
     else:
-        if KIND == "full":
-            return full + i
-        elif KIND == "partial":
+        if PARTIAL:
             return first + i + tl.where(i < n_left, 0, n_full)
         else:
-            return first + i
+            return full + i
 
 
 @triton.jit
-def count_tiles(plan, KIND: tl.constexpr):
-    if KIND == "full":
-        return plan[3]
-    elif KIND == "partial":
+def count_tiles(plan, PARTIAL: tl.constexpr):
+    if PARTIAL:
         return plan[4]
     else:
-        return plan[3] + plan[4]
+        return plan[3]
 
 
-# --- sums --------------------------------------------------------------------------------------
+# --- what a matrix product cannot do ------------------------------------------------------------
+#
+# A pair that may not attend has weight 0 and no part in a sum, whatever its numbers: but in a
+# product of tiles 0 times NaN is NaN. Where a sum came out as NaN it is made again, a row of the
+# other side at a time, with only the pairs that are seen.
 
 
 @triton.jit
@@ -219,23 +231,14 @@ def has_nan(x):
 
 
 @triton.jit
-def seen_product(
-    acc, a, ok, x, stride, x0, end,
-    ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr,
-):  # fmt: skip
-    """``acc + sum_r a[:, r] x[r]`` over the r that each row sees: 0 times NaN has no part in it.
-
-    A matrix product cannot leave out a pair, so this one goes a row of x at a time. It runs only
-    where a product came out as NaN.
-    """
-    r = tl.arange(0, ROWS)
+def load_row(x, stride, i, D: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr):
+    """Row i as float32, ``[1, BLOCK_D]``."""
+    STEP: tl.constexpr = stride[1] * ALIGN
     d = tl.arange(0, BLOCK_D)
-    step = tl.cast(stride[1], tl.int64) * ALIGN
-    for i in tl.range(0, ROWS, num_stages=1):
-        inside = (d < D) & (x0 + i < end)
-        x_i = tl.load(x + (x0 + i) * step + d, mask=inside, other=0.0).to(tl.float32)
-        here = (r == i)[None, :]
-        a_i = tl.sum(tl.where(here, a, 0.0), 1)
-        ok_i = tl.sum((here & ok).to(tl.int32), 1) > 0
-        acc += tl.where(ok_i[:, None], a_i[:, None] * x_i[None, :], 0.0)
-    return acc
+    return tl.load(x + tl.cast(i, tl.int64) * STEP + d, mask=d < D, other=0.0).to(tl.float32)[None]
+
+
+@triton.jit
+def times_row(tile, row):
+    """``tile @ row^T`` as a column, in float32."""
+    return tl.sum(tile.to(tl.float32) * row, 1)[:, None]

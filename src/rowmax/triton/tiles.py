@@ -53,6 +53,10 @@ class Limits:
     lanes: int  # of a warp
 
 
+#: the widest head for which one kernel holds the sums of dK and of dV
+BOTH_UP_TO = 128
+
+
 def padded(d: int) -> int:
     """The tile width of a head size: a power of two, 16 at least."""
     return max(16, 1 << (d - 1).bit_length())
@@ -117,6 +121,8 @@ def table(kind: Kind, limits: Limits) -> Tiles | None:
 _SHAPES = {
     "forward": ((128, 128, 8), (128, 64, 8), (128, 64, 4), (64, 64, 4), (64, 32, 4), (32, 32, 4)),
     "key_gradients": ((64, 128, 8), (64, 64, 8), (64, 64, 4), (32, 64, 4), (32, 32, 4)),
+    "dk": ((64, 64, 4), (32, 64, 4), (32, 32, 4)),
+    "dv": ((64, 64, 4), (32, 64, 4), (32, 32, 4)),
     "query_gradients": ((128, 64, 8), (64, 64, 8), (64, 64, 4), (64, 32, 4), (32, 32, 4)),
     "bias_gradient": ((128, 64, 8), (64, 64, 4), (32, 64, 4), (32, 32, 4)),
     "delta": ((64, 16, 4), (32, 16, 4), (16, 16, 4)),
@@ -140,11 +146,13 @@ def fits(kind: Kind, tiles: Tiles, limits: Limits) -> bool:
     moving, fixed, sums = {
         "forward": (bk * both, bq * kind.d, bq * kind.dv),
         "key_gradients": (bq * both, bk * both, bk * both),
+        "dk": (bq * both, bk * both, bk * kind.d),
+        "dv": (bq * both, bk * kind.d, bk * kind.dv),
         "query_gradients": (bk * both, bq * both, bq * kind.d),
         "bias_gradient": (bq * both + bk * both, 0, bq * bk),
         "delta": (0, 0, 2 * bq * kind.dv),
     }[kind.job]
-    scores = bq * bk * (1 if kind.job in ("forward", "delta") else 2)
+    scores = bq * bk * (1 if kind.job in ("forward", "delta", "dv") else 2)
     threads = tiles.warps * limits.lanes
     shared = kind.bytes * (fixed + max(1, tiles.stages) * moving + bq * bk)
     return shared <= limits.shared and (sums + scores) / threads <= 200

@@ -1,0 +1,194 @@
+"""The whole table on a GPU, and what only a GPU can show. One script runs it all.
+
+    python -m tests.gpu.check --backend triton --out result.csv
+
+Each case runs forward and backward in a process of its own pool, against the dense definition in
+float64 on the same device, by the rule of ``tests/tolerance.py``, over memory that was filled
+with NaN. Then: 200 repeats that must agree to the bit, odd lengths, tensors of more than 2^31
+elements, CUDA graphs and streams. The result is a CSV, a row for each check.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+import warnings
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.cases import CASES, COVERING, Case, make
+from tests.tolerance import answer, complaints, cotangents, expected, poisoned
+
+#: (case, dtype, times the table's lengths)
+Item = tuple[Case, str, int]
+
+ODD_LENGTHS = (
+    (1, 1),
+    (3, 3),
+    (64, 1),
+    (239, 1),
+    (799, 3),
+    (113, 203),
+    (108, 256),
+    (1023, 1024),
+    (1024, 1023),
+    (4224, 4224),
+)
+
+
+def odd_lengths() -> list[Case]:
+    return [
+        Case(f"odd-{nq}-{nk}-{d}{'-causal' * c}", b=1, nq=nq, nk=nk, hq=4, hk=2, d=d, causal=c)
+        for nq, nk in ODD_LENGTHS
+        for d in (64, 128)
+        for c in (False, True)
+    ]
+
+
+def repeated() -> list[Case]:
+    """Each way that a gradient is summed."""
+    more: dict[str, Any] = {"b": 4, "nq": 1000, "nk": 1100, "hq": 8, "hk": 2, "d": 64}
+    return [
+        Case("repeat-causal", causal=True, **more),
+        Case("repeat-dropout", dropout=0.1, sink=True, **more),
+        Case("repeat-bias", bias="1hqk", causal=True, **more),
+        Case("repeat-bias-row", bias="b11k", **more),
+        Case("repeat-bias-column", bias="1hq1", **more),
+        Case("repeat-documents", documents="batched", causal=True, **more),
+        Case("repeat-packed", sequences=((300, 300), (0, 7), (1500, 1700)), causal=True, hk=2),
+        Case("repeat-wide", d=256, causal=True, **{k: v for k, v in more.items() if k != "d"}),
+    ]
+
+
+def items(quick: bool) -> list[Item]:
+    # Heads of 512 need sums that a reference in the same dtype has no memory problem with, so
+    # every case of the table runs at its own size and at eight times that.
+    table: list[Item] = [(c, "bfloat16", 8) for c in (COVERING if quick else CASES)]
+    table += [(c, d, 1) for c in COVERING for d in ("float32", "float16")]
+    if not quick:
+        table += [(c, "float32", 1) for c in CASES if c not in COVERING]
+        table += [(c, "bfloat16", 1) for c in odd_lengths()]
+    return table
+
+
+def check(item: Item, backend: str) -> list[str]:
+    """What is wrong with one case; nothing, if all is well."""
+    case, dtype, size = item
+    torch.backends.cuda.matmul.allow_tf32 = False
+    call = make(case, "cuda", getattr(torch, dtype), size=size)
+    grads = cotangents(call)
+    want = expected(call, *grads)
+    with poisoned():
+        got = answer(call, *grads, backend=backend)
+    return complaints(got, want)
+
+
+def check_repeats(case: Case, backend: str, times: int = 200) -> list[str]:
+    call = make(case, "cuda", torch.bfloat16)
+    grads = cotangents(call)
+    first = answer(call, *grads, backend=backend)
+    for n in range(times):
+        again = answer(call, *grads, backend=backend)
+        for (name, a, _), (_, b, _) in zip(first.items(), again.items(), strict=True):
+            if not torch.equal(a, b):
+                return [f"{name} differs in repeat {n}"]
+    return []
+
+
+def run(job: tuple[str, Any, str]) -> tuple[str, str, int, list[str], float]:
+    """(name, dtype, size, complaints, seconds) of one job, in a worker."""
+    warnings.simplefilter("ignore")
+    kind, item, backend = job
+    start = time.perf_counter()
+    name, dtype, size = str(item[0]) if kind == "case" else str(item), "bfloat16", 1
+    try:
+        if kind == "case":
+            _, dtype, size = item
+            wrong = check(item, backend)
+        elif kind == "repeat":
+            wrong = check_repeats(item, backend)
+        else:
+            from tests.gpu import extremes
+
+            wrong = getattr(extremes, item)(backend)
+    except Exception:
+        wrong = [traceback.format_exc(limit=-3)[-700:]]
+    torch.cuda.empty_cache()
+    return name, dtype, size, wrong, time.perf_counter() - start
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--backend", default="triton")
+    parser.add_argument("--out", type=Path, default=Path("gpu_check.csv"))
+    parser.add_argument("--quick", action="store_true", help="the covering cases alone")
+    parser.add_argument("--processes", type=int, default=min(14, os.cpu_count() or 1))
+    given = parser.parse_args()
+    from tests.gpu import extremes
+
+    jobs = [("case", item, given.backend) for item in items(given.quick)]
+    jobs += [("repeat", case, given.backend) for case in repeated()]
+    large = [("extreme", name, given.backend) for name in extremes.LARGE]
+    jobs += [("extreme", name, given.backend) for name in extremes.SMALL]
+    rows, bad = [], 0
+    context = multiprocessing.get_context("spawn")
+    start = time.perf_counter()
+    with ProcessPoolExecutor(given.processes, mp_context=context) as pool:
+        # the large ones one after the other, so that they do not share the memory
+        rest = [pool.submit(run, job) for job in jobs]
+        first = pool.submit(_in_turn, large)
+        for done in as_completed([*rest, first]):
+            for row in done.result() if done is first else [done.result()]:
+                rows.append(row)
+                if row[3]:
+                    bad += 1
+                    print("WRONG", *row[:3], *row[3], flush=True)
+    _write(given.out, rows)
+    print(f"{len(rows)} checks, {bad} wrong, {time.perf_counter() - start:.0f} s")
+    return 1 if bad else 0
+
+
+def _in_turn(jobs: list[tuple[str, Any, str]]) -> list[tuple]:
+    return [run(job) for job in jobs]
+
+
+def _write(path: Path, rows: list[tuple]) -> None:
+    import triton
+
+    about = (
+        torch.cuda.get_device_name(),
+        torch.__version__,
+        triton.__version__,
+        datetime.date.today().isoformat(),
+    )
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(
+            [
+                "check",
+                "dtype",
+                "times_length",
+                "result",
+                "seconds",
+                "device",
+                "torch",
+                "triton",
+                "date",
+            ]
+        )
+        for name, dtype, size, wrong, seconds in sorted(rows, key=lambda r: r[:3]):
+            result = "; ".join(wrong) if wrong else "right"
+            writer.writerow([name, dtype, size, result, f"{seconds:.2f}", *about])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

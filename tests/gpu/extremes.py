@@ -1,0 +1,178 @@
+"""What no table of small cases shows: sizes past 2^31, graphs, streams, NaN beside masks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import rowmax
+
+LARGE = ("more_elements_than_31_bits", "bias_of_more_elements_than_31_bits", "linear_memory")
+SMALL = (
+    "cuda_graph",
+    "another_stream",
+    "unseen_nan",
+    "padding_after_the_last_sequence",
+    "float32_is_not_tf32",
+)
+
+
+def _normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cuda", dtype=dtype)
+
+
+def _far(name: str, got: Tensor, want: Tensor, limit: float = 5e-3) -> list[str]:
+    off = ((got.double() - want.double()).norm() / want.double().norm()).item()
+    return [] if off <= limit else [f"{name}: relative error {off:.3g}, allowed {limit:.3g}"]
+
+
+def more_elements_than_31_bits(backend: str) -> list[str]:
+    """q, k, v, out and gradients of 2^31 elements and more; the last rows against the dense."""
+    n, h, d, w, some = 131_200, 128, 128, 200, 300
+    q, k, v = (_normal(1, n, h, d, seed=s).requires_grad_() for s in range(3))
+    dout = _normal(1, n, h, d, seed=3)
+    assert q.numel() > 2**31
+    mask = rowmax.Window(w, 0)
+    out = rowmax.attention(q, k, v, mask=mask, backend=backend)
+    got = (out, *torch.autograd.grad(out, (q, k, v), dout))
+    wrong = []
+    for head in (0, h - 1):
+        # the last rows see the last some + w keys; of those, the last some are seen by no others
+        part = [t[:, -some - w :, head : head + 1].detach().float() for t in (q, k, v)]
+        part = [t.requires_grad_() for t in part]
+        o = rowmax.attention(*part, mask=mask, backend="reference")
+        g = dout[:, -some - w :, head : head + 1].float()
+        want = (o, *torch.autograd.grad(o, part, g))
+        for name, x, y in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
+            x = x[:, -some:, head : head + 1]
+            wrong += _far(f"{name} of head {head}", x, y[:, -some:])
+    return wrong
+
+
+def bias_of_more_elements_than_31_bits(backend: str) -> list[str]:
+    n, h, d, some = 16_640, 8, 64, 128
+    q, k, v = (_normal(1, n, h, d, seed=s).requires_grad_() for s in range(3))
+    bias = _normal(1, h, n, n, seed=4).requires_grad_()
+    dout = _normal(1, n, h, d, seed=3)
+    assert bias.numel() > 2**31
+    out = rowmax.attention(q, k, v, bias=bias, backend=backend)
+    dbias = torch.autograd.grad(out, bias, dout)[0]
+    head = slice(h - 1, h)
+    last = [t[:, :, head].detach().float() for t in (q[:, -some:], k, v)]
+    part = bias[:, head, -some:].detach().float().requires_grad_()
+    o = rowmax.attention(*last, bias=part, backend="reference")
+    want = torch.autograd.grad(o, part, dout[:, -some:, head].float())[0]
+    return [
+        *_far("out", out[:, -some:, head], o),
+        *_far("dbias", dbias[:, head, -some:], want),
+    ]
+
+
+def linear_memory(backend: str) -> list[str]:
+    """At N = 64k, where one head's scores would be 8 GiB, no more than a few rows of floats."""
+    n, h, d = 65_536, 2, 64
+    q, k, v = (_normal(1, n, h, d, seed=s).requires_grad_() for s in range(3))
+    dout = _normal(1, n, h, d, seed=3)
+    out = rowmax.attention(q, k, v, causal=True, backend=backend)
+    torch.autograd.grad(out, (q, k, v), dout)
+    del out
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = rowmax.attention(q, k, v, causal=True, backend=backend)
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    extra = torch.cuda.max_memory_allocated() - before
+    size = q.numel() * q.element_size()
+    beyond = extra - size * (1 + len(grads))
+    allowed = 8 * h * n * 4  # eight floats a row and head
+    if beyond > allowed:
+        return [f"{beyond} bytes beyond out and the gradients, allowed {allowed}"]
+    return []
+
+
+def cuda_graph(backend: str) -> list[str]:
+    q, k, v = (_normal(2, 500, 4, 64, seed=s) for s in range(3))
+    cu = torch.tensor([0, 130, 500, 1000], device="cuda", dtype=torch.int32)
+    flat = [t.flatten(0, 1) for t in (q, k, v)]
+    seed = torch.tensor(7, device="cuda")
+
+    def both() -> tuple[Tensor, ...]:
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        out = rowmax.attention(*leaves, causal=True, dropout_p=0.1, seed=seed, backend=backend)
+        grads = torch.autograd.grad(out, leaves, q)
+        packed = rowmax.attention_varlen(*flat, cu, cu, causal=True, backend=backend)
+        return (out, *grads, packed)  # pyright: ignore
+
+    both()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        both()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = both()
+    for t in (q, k, v):
+        t.copy_(_normal(*t.shape, seed=int(t.numel()) + 5))
+    cu.copy_(torch.tensor([0, 400, 410, 1000]))
+    graph.replay()
+    torch.cuda.synchronize()
+    return [
+        f"output {n} of a replay differs from a call"
+        for n, (a, b) in enumerate(zip(captured, both(), strict=True))
+        if not torch.equal(a, b)
+    ]
+
+
+def another_stream(backend: str) -> list[str]:
+    q, k, v = (_normal(2, 2000, 8, 64, seed=s) for s in range(3))
+    want = rowmax.attention(q, k, v, backend=backend)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        late = q * 1.0  # ready only after the sleep, and only on this stream
+        got = rowmax.attention(late, k, v, backend=backend)
+    torch.cuda.current_stream().wait_stream(side)
+    return [] if torch.equal(got, want) else ["the launch was not on the current stream"]  # pyright: ignore
+
+
+def unseen_nan(backend: str) -> list[str]:
+    """What a row may not see does not matter, whatever it holds, forward and backward."""
+    wrong = []
+    n, at = 700, 451
+    for bad in (float("nan"), float("inf")):
+        q, k, v, dout = (_normal(1, n, 2, 64, seed=s) for s in range(4))
+        clean = [t.clone() for t in (q, k, v)]
+        k[0, at:, 0], v[0, at:, 1] = bad, bad
+        leaves = [t.requires_grad_() for t in (q, k, v)]
+        out = rowmax.attention(*leaves, causal=True, backend=backend)
+        dq = torch.autograd.grad(out, leaves[0], dout)[0]
+        want = [t.requires_grad_() for t in clean]
+        right = rowmax.attention(*want, causal=True, backend=backend)
+        dq_right = torch.autograd.grad(right, want[0], dout)[0]
+        for name, x, y in (("out", out, right), ("dq", dq, dq_right)):
+            if not torch.allclose(x[:, :at].float(), y[:, :at].float(), rtol=2e-2, atol=2e-2):
+                wrong.append(f"{name} of rows before the {bad} differs")
+            if x[0, at:, 0].isfinite().all():
+                wrong.append(f"{name} of rows after the {bad} hides it")
+    return wrong
+
+
+def padding_after_the_last_sequence(backend: str) -> list[str]:
+    """Tokens past the last offset: no keys, so zeros, in gradients too."""
+    q = _normal(300, 4, 64).requires_grad_()
+    cu = torch.tensor([0, 100, 217], device="cuda", dtype=torch.int32)
+    out, lse = rowmax.attention_varlen(q, q, q, cu, cu, return_lse=True, backend=backend)
+    dq = torch.autograd.grad(out, q, torch.ones_like(out))[0]
+    wrong = [n for n, x in (("out", out), ("dq", dq)) if x[217:].count_nonzero()]
+    if not (lse[:, 217:] == -torch.inf).all():
+        wrong.append("lse")
+    return [f"{name} past the last sequence is not that of no keys" for name in wrong]
+
+
+def float32_is_not_tf32(backend: str) -> list[str]:
+    q, k, v = (_normal(1, 1024, 4, 128, seed=s, dtype=torch.float32) for s in range(3))
+    got = rowmax.attention(q, k, v, backend=backend)
+    want = rowmax.attention(q.double(), k.double(), v.double(), backend="reference")
+    return _far("out", got, want, 2e-6)  # pyright: ignore
