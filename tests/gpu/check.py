@@ -19,7 +19,6 @@ import sys
 import time
 import traceback
 import warnings
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,10 @@ from tests.tolerance import answer, complaints, cotangents, expected, poisoned
 
 #: (case, dtype, times the table's lengths)
 Item = tuple[Case, str, int]
+#: ("case", Item), ("repeat", Case) or ("extreme", its name), and the backend
+Job = tuple[str, Any, str]
+#: (name, dtype, times the table's lengths, complaints, seconds)
+Row = tuple[str, str, int, list[str], float]
 
 ODD_LENGTHS = (
     (1, 1),
@@ -104,15 +107,14 @@ def check_repeats(case: Case, backend: str, times: int = 200) -> list[str]:
     return []
 
 
-def run(job: tuple[str, Any, str]) -> tuple[str, str, int, list[str], float]:
+def run(job: Job) -> Row:
     """(name, dtype, size, complaints, seconds) of one job, in a worker."""
     warnings.simplefilter("ignore")
     kind, item, backend = job
     start = time.perf_counter()
-    name, dtype, size = str(item[0]) if kind == "case" else str(item), "bfloat16", 1
+    dtype, size = ("bfloat16", 1) if kind != "case" else item[1:]
     try:
         if kind == "case":
-            _, dtype, size = item
             wrong = check(item, backend)
         elif kind == "repeat":
             wrong = check_repeats(item, backend)
@@ -120,48 +122,85 @@ def run(job: tuple[str, Any, str]) -> tuple[str, str, int, list[str], float]:
             from tests.gpu import extremes
 
             wrong = getattr(extremes, item)(backend)
+        torch.cuda.synchronize()
     except Exception:
         wrong = [traceback.format_exc(limit=-3)[-700:]]
-    torch.cuda.empty_cache()
-    return name, dtype, size, wrong, time.perf_counter() - start
+    return name_of(job), dtype, size, wrong, time.perf_counter() - start
+
+
+def name_of(job: Job) -> str:
+    kind, item, _ = job
+    return item if kind == "extreme" else str(item[0] if kind == "case" else item)
+
+
+def work(jobs: Any, rows: Any) -> None:
+    """A worker: jobs until there are none, or until one breaks the device's context."""
+    while (job := jobs.get()) is not None:
+        row = run(job)
+        rows.put(row)
+        try:
+            torch.cuda.empty_cache()
+        except RuntimeError:
+            break
+    rows.put(None)
+
+
+def run_all(jobs: list[Job], processes: int) -> list[Row]:
+    """Every job, in processes of their own; one that breaks its process gets another started."""
+    context = multiprocessing.get_context("spawn")
+    todo, rows = context.Queue(), context.Queue()
+    for job in [*jobs, *[None] * processes]:
+        todo.put(job)
+
+    def start() -> None:
+        context.Process(target=work, args=(todo, rows), daemon=True).start()
+
+    for _ in range(processes):
+        start()
+    found: list[Row] = []
+    running = processes
+    while running:
+        row = rows.get()
+        if row is None:
+            running -= 1
+            if len(found) < len(jobs) and not running:
+                start()
+                running = 1
+            continue
+        found.append(row)
+        if row[3]:
+            print("WRONG", *row[:3], *row[3], flush=True)
+            if "CUDA error" in row[3][0]:
+                start()
+                running += 1
+    return found
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--backend", default="triton")
     parser.add_argument("--out", type=Path, default=Path("gpu_check.csv"))
     parser.add_argument("--quick", action="store_true", help="the covering cases alone")
+    parser.add_argument("--only", default="", help="names that hold this text")
     parser.add_argument("--processes", type=int, default=min(14, os.cpu_count() or 1))
     given = parser.parse_args()
     from tests.gpu import extremes
 
-    jobs = [("case", item, given.backend) for item in items(given.quick)]
+    jobs: list[Job] = [("extreme", name, given.backend) for name in extremes.SMALL]
     jobs += [("repeat", case, given.backend) for case in repeated()]
-    large = [("extreme", name, given.backend) for name in extremes.LARGE]
-    jobs += [("extreme", name, given.backend) for name in extremes.SMALL]
-    rows, bad = [], 0
-    context = multiprocessing.get_context("spawn")
+    jobs += [("case", item, given.backend) for item in items(given.quick)]
+    large: list[Job] = [("extreme", name, given.backend) for name in extremes.LARGE]
+    jobs, large = ([job for job in part if given.only in name_of(job)] for part in (jobs, large))
     start = time.perf_counter()
-    with ProcessPoolExecutor(given.processes, mp_context=context) as pool:
-        # the large ones one after the other, so that they do not share the memory
-        rest = [pool.submit(run, job) for job in jobs]
-        first = pool.submit(_in_turn, large)
-        for done in as_completed([*rest, first]):
-            for row in done.result() if done is first else [done.result()]:
-                rows.append(row)
-                if row[3]:
-                    bad += 1
-                    print("WRONG", *row[:3], *row[3], flush=True)
+    rows = run_all(jobs, min(given.processes, max(len(jobs), 1)))
+    rows += run_all(large, 1)  # one after the other, so that they do not share the memory
+    bad = sum(bool(row[3]) for row in rows)
     _write(given.out, rows)
     print(f"{len(rows)} checks, {bad} wrong, {time.perf_counter() - start:.0f} s")
-    return 1 if bad else 0
+    return 1 if bad or len(rows) < len(jobs) + len(large) else 0
 
 
-def _in_turn(jobs: list[tuple[str, Any, str]]) -> list[tuple]:
-    return [run(job) for job in jobs]
-
-
-def _write(path: Path, rows: list[tuple]) -> None:
+def _write(path: Path, rows: list[Row]) -> None:
     import triton
 
     about = (

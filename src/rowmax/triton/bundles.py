@@ -76,7 +76,7 @@ class Strides(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """``n``: sizes, scalars and strides. But for row strides no kernel is compiled anew for them."""
+    """``n``: sizes, scalars and strides. Only for new row strides is a kernel compiled anew."""
 
     batch: Any
     total_q: Any
