@@ -205,7 +205,8 @@ def _autograd(operator: Any, function: type[_SingleLevelFunction]) -> Callable[.
 
     def kernel(keys: DispatchKeySet, *inputs: Any) -> Any:
         below = keys & torch._C._after_autograd_keyset
-        if not torch.is_grad_enabled() and forward_ad._current_level < 0:
+        reverse = torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)
+        if not reverse and forward_ad._current_level < 0:
             return operator.redispatch(below, *inputs)
         with enable_single_level_autograd_function():
             return function.apply(below, *inputs)  # pyright: ignore
