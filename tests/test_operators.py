@@ -219,6 +219,15 @@ def test_compiled_func_grad() -> None:
     torch.testing.assert_close(compiled(q), gradient(q))
 
 
+def test_compiled_vmap() -> None:
+    torch._dynamo.reset()
+    (q, _, _) = inputs(3, 2, 9)
+    gradient = torch.func.grad(lambda q: attention(q, q, q, causal=True).square().sum())
+    for function in (torch.vmap(_self), torch.vmap(gradient)):
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(q), function(q))
+
+
 def test_jacrev() -> None:
     q, k, v = inputs(1, 3)
     jacobian = torch.func.jacrev(lambda q: attention(q, k, v))(q)
@@ -323,6 +332,10 @@ def test_vmap_nested_and_empty() -> None:
     out, lse = torch.vmap(_with_lse)(*inputs(3, 0, 10))
     assert out.shape == (3, 0, 10, 2, 8)
     assert lse.shape == (3, 0, 2, 10)
+    for keywords in ({}, {"dropout_p": 0.5, "seed": 1}):
+        out, lse = torch.vmap(functools.partial(_with_lse, **keywords))(*inputs(0, 3, 10))
+        assert out.shape == (0, 3, 10, 2, 8)
+        assert lse.shape == (0, 3, 2, 10)
 
 
 def test_vmap_keeps_dropout() -> None:

@@ -29,7 +29,8 @@ def forward(info: Any, in_dims: Sequence[Any], *inputs: Any) -> tuple[Any, Any]:
     if folded is None:
         return _one_by_one(info.batch_size, torch.ops.rowmax.forward, in_dims, inputs)
     results = torch.ops.rowmax.forward(*folded, *inputs[_N:])
-    return tuple(_apart(info.batch_size, r) for r in results), (0, 0)
+    batch = slices.q.shape[0 if in_dims[0] is None else 1]
+    return tuple(r.unflatten(0, (info.batch_size, batch)) for r in results), (0, 0)
 
 
 def backward(info: Any, in_dims: Sequence[Any], *inputs: Any) -> tuple[Any, Any]:
@@ -42,7 +43,10 @@ def backward(info: Any, in_dims: Sequence[Any], *inputs: Any) -> tuple[Any, Any]
     rows = _leading(inputs[:4], in_dims[:4])
     rows = [_joined(size, t, d is not None) for t, d in zip(rows, in_dims[:4], strict=True)]
     results = torch.ops.rowmax.backward(*rows, inputs[4], *folded, *inputs[5 + _N :])
-    apart = (_apart(size, r) if want else r for r, want in zip(results, wanted, strict=True))
+    apart = (
+        r.unflatten(0, (size, x.shape[0 if d is None else 1])) if want else r
+        for r, want, x, d in zip(results, wanted, list[Any](slices), dims, strict=False)
+    )
     return tuple(apart), tuple(0 if want else None for want in wanted)
 
 
@@ -95,21 +99,19 @@ def _joined(size: int, t: Tensor | None, batched: bool) -> Tensor | None:
     return (t if batched else t.expand(size, *t.shape)).flatten(0, 1)
 
 
-def _apart(size: int, t: Tensor) -> Tensor:
-    return t.unflatten(0, (size, t.shape[0] // size))
-
-
 def _one_by_one(
     size: int, operator: Callable[..., tuple[Tensor, ...]], in_dims: Sequence[Any], inputs: Any
 ) -> tuple[Any, Any]:
+    def part(x: Any, d: int | None, n: int) -> Any:
+        if not isinstance(x, Tensor) or d is None:
+            return x
+        if size == 0:  # of no slices, one of the right shape
+            return x.new_zeros(x.movedim(d, 0).shape[1:])
+        return x.select(d, n)
+
     calls = [
-        operator(
-            *(
-                x.select(d, n) if isinstance(x, Tensor) and d is not None else x
-                for x, d in zip(inputs, in_dims, strict=True)
-            )
-        )
-        for n in range(size)
+        operator(*(part(x, d, n) for x, d in zip(inputs, in_dims, strict=True)))
+        for n in range(max(size, 1))
     ]
-    results = tuple(torch.stack(parts) for parts in zip(*calls, strict=True))
+    results = tuple(torch.stack(parts)[:size] for parts in zip(*calls, strict=True))
     return results, (0,) * len(results)
