@@ -10,8 +10,8 @@ from functools import cache
 import pytest
 import torch
 
-from rowmax.backend import refusal
-from rowmax.problem import Problem
+from rowmax.backend import choose, refusal
+from rowmax.problem import Problem, Wanted
 
 from .cases import CASES, COVERING, Call, Case, make
 from .tolerance import Answer, Expected, answer, complaints, cotangents, expected, poisoned
@@ -117,3 +117,25 @@ def test_bad_numbers_that_are_seen_propagate(backend: str, bad: float) -> None:
     assert lse[0, 1, 60:].isnan().all()
     assert out[0, :60].isfinite().all()
     assert out[0, :, 0].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", COVERING, ids=str)
+def test_results_are_as_promised(case: Case, dtype: torch.dtype, backend: str) -> None:
+    """Contiguous, of the promised shapes and dtypes: the fake kernels tell the compiler so."""
+    problem, tensors = make(case, dtype=dtype).problem()
+    chosen = choose(problem, "forward", backend)
+    out, lse = chosen.forward(problem, tensors)
+    assert (out.shape, out.dtype) == (problem.out_shape, problem.dtype)
+    assert (lse.shape, lse.dtype) == (problem.lse_shape, problem.accumulator)
+    assert out.is_contiguous()
+    assert lse.is_contiguous()
+    wanted = Wanted(*(getattr(tensors, name) is not None for name in Wanted._fields))
+    dout = torch.randn(1, dtype=dtype).expand(out.shape)  # as the gradient of a sum comes
+    gradients = chosen.backward(problem, tensors, out, lse, dout, None, wanted)
+    for name, gradient in gradients._asdict().items():
+        x = getattr(tensors, name)
+        assert (gradient is None) == (x is None)
+        if gradient is not None:
+            assert (gradient.shape, gradient.dtype) == (x.shape, x.dtype), name
+            assert gradient.is_contiguous(), name
