@@ -14,7 +14,8 @@ def supports(problem: Problem, call: str) -> str | None:
 
 
 def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
-    out, lse = attention(problem, tensors, problem.accumulator)
+    with torch.autocast(problem.device, enabled=False):  # its products are the definition's
+        out, lse = attention(problem, tensors, problem.accumulator)
     return out.to(problem.dtype).contiguous(), lse.contiguous()
 
 
@@ -27,7 +28,7 @@ def backward(
     dlse: Tensor | None,
     wanted: Wanted,
 ) -> Gradients:
-    with torch.enable_grad():
+    with torch.enable_grad(), torch.autocast(problem.device, enabled=False):
         leaves = {
             name: getattr(tensors, name).detach().requires_grad_()
             for name, want in wanted._asdict().items()

@@ -1,0 +1,140 @@
+"""What is the CPU backend's own: its threads, its kinds of machine, its memory, its cache."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import rowmax
+from rowmax.commands.memory import Memory
+
+pytest.importorskip("numba")
+
+
+def _gradients(q: torch.Tensor, **options: object) -> tuple[torch.Tensor, ...]:
+    leaves = [q.detach().requires_grad_() for _ in range(3)]
+    out = rowmax.attention(*leaves, backend="cpu", **options)  # pyright: ignore
+    assert isinstance(out, torch.Tensor)
+    return (out.detach(), *torch.autograd.grad(out.square().sum(), leaves))
+
+
+def _child(text: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(text)],
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("heads", [1, 3, 8])
+def test_same_bits_every_time(heads: int) -> None:
+    q = torch.randn(1, 700, heads, 32)
+    first = _gradients(q, causal=True)
+    for _ in range(20):
+        assert all(
+            torch.equal(a, b) for a, b in zip(first, _gradients(q, causal=True), strict=True)
+        )
+
+
+def test_same_bits_from_many_threads_at_once() -> None:
+    q = torch.randn(1, 300, 4, 32)
+    first = _gradients(q, causal=True)
+    with ThreadPoolExecutor(4) as pool:
+        for again in pool.map(lambda _: _gradients(q, causal=True), range(24)):
+            assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_the_bits_of_a_head_do_not_depend_on_the_other_heads() -> None:
+    q = torch.randn(2, 300, 8, 32)
+    whole = rowmax.attention(q, q, q, causal=True, backend="cpu")
+    one = q[1:, :, 5:6]
+    assert torch.equal(
+        whole[1:, :, 5:6], rowmax.attention(one, one, one, causal=True, backend="cpu")
+    )
+
+
+def test_torchs_thread_count_is_obeyed_and_left_alone() -> None:
+    q, threads = torch.randn(1, 512, 8, 32), torch.get_num_threads()
+    try:
+        for n in (1, 2, 5):
+            torch.set_num_threads(n)
+            out = rowmax.attention(q, q, q, backend="cpu")
+            torch.testing.assert_close(out, rowmax.attention(q, q, q, backend="reference"))
+            assert torch.get_num_threads() == n
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_in_a_forked_child() -> None:
+    """The parent's OpenMP threads are not there; waiting for them would never end."""
+    text = """
+        import os, torch, rowmax
+        q = torch.randn(1, 512, 8, 64)
+        want = rowmax.attention(q, q, q, backend="cpu").numpy()
+        child = os.fork()
+        got = rowmax.attention(q, q, q, backend="cpu").numpy()
+        assert (got == want).all()
+        if child:
+            assert os.waitpid(child, 0)[1] == 0
+            print("both")
+    """
+    assert _child(text) == "both\n"
+
+
+MACHINES = {
+    "avx2": ("haswell", "+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2", 8),
+    "without fma": ("nehalem", "+sse4.2,+popcnt", 4),
+}
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or os.uname().machine != "x86_64", reason="x86-64 names"
+)
+@pytest.mark.parametrize("name", MACHINES)
+def test_on_lesser_machines(name: str) -> None:
+    """The kernels as they are compiled for processors that this one can stand in for."""
+    cpu, features, lanes = MACHINES[name]
+    text = f"""
+        import torch, rowmax
+        from rowmax.cpu.vector import W
+        assert W == {lanes}, W
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(2, n, h, 40) for n, h in ((130, 4), (300, 2), (300, 2)))
+        bias, sink = torch.randn(4, 130, 300), torch.randn(4)
+        leaves = [t.requires_grad_() for t in (q, k, v, bias, sink)]
+        answers = []
+        for backend in ("cpu", "reference"):
+            out = rowmax.attention(
+                q, k, v, causal=True, bias=bias, sink=sink, softcap=2.0, dropout_p=0.2, seed=3,
+                backend=backend,
+            )
+            answers.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+        for a, b in zip(*answers):
+            assert (a - b).norm() <= 1e-5 * b.norm(), (a - b).norm() / b.norm()
+        print("right")
+    """
+    assert _child(text, NUMBA_CPU_NAME=cpu, NUMBA_CPU_FEATURES=features) == "right\n"
+
+
+def test_memory_is_linear() -> None:
+    """Forward and backward at N 8192: out and gradients are 64 MiB, one score matrix 256."""
+    _gradients(torch.randn(1, 64, 8, 64), causal=True)
+    q = torch.randn(1, 8192, 8, 64)
+    memory = Memory(torch.device("cpu"))
+    kept = _gradients(q, causal=True)
+    peak = memory.peak()
+    assert peak is not None
+    assert len(kept) == 4
+    assert peak < 100 * 2**20 + 3 * q.nbytes  # the three leaves and the squared sum are the test's
