@@ -239,6 +239,8 @@ def backward_tile(call, seq, state, finite, place, memory, factor, kept, like, o
     pack_pairs(of, do_pairs, w, do, step_do, n, HALF_Q, call.dv_size)
     row_terms(call, seq, s, h, i0, n, do, delta, shift, like, of)
 
+    # where nothing else is to be done to dS, it is made with the scale in it
+    unit = 1.0 if call.dbias or factor.size else call.scale
     low, high = key_range(call, seq, s, i0, i0 + n)
     for tile_k in range(low // TILE_K, (high + TILE_K - 1) // TILE_K):
         if state.size and state[tile_k] == SKIP:
@@ -256,10 +258,11 @@ def backward_tile(call, seq, state, finite, place, memory, factor, kept, like, o
             keep = kept
             if call.threshold:
                 keep = keep_row(kept, width, call, s, h, i0 + r, j0)
-            gradient_row(p, ds, keep, shift[r], delta[r], call.keep_scale)
+            gradient_row(p, ds, keep, shift[r], delta[r], call.keep_scale, unit)
             if call.dbias:
                 add_to_bias(call, ds[: seq[3] - j0], s, h, i0 + r, j0, part)
-            through_cap(ds, f, call.scale)
+            if unit == 1.0:
+                through_cap(ds, f, call.scale)
             fold_row(of, dS + size * r * TILE_K, ds)
         fold_rows(of, S, n, width)
         fold_rows(of, dP, n, width)
@@ -298,23 +301,23 @@ def row_terms(call, seq, s, h, i0, n, do, delta, shift, like, of):
 
 
 @njit(fastmath=STRICT)
-def gradient_row(p, ds, kept, shift, delta, keep_scale):
-    """On entry scores and ``dO . v``; on exit ``P R`` and ``dS = P (R (dO . v) - Delta)``.
+def gradient_row(p, ds, kept, shift, delta, keep_scale, unit):
+    """On entry scores and ``dO . v``; on exit ``P R`` and ``unit P (R (dO . v) - Delta)``.
 
     A weight of 0 has no gradient, whatever the value it stands by.
     """
-    zero = number(0, shift)
+    zero, unit = number(0, shift), number(unit, shift)
     if kept.size:
         scale = p.dtype.type(keep_scale)
         for j in range(p.size):
             w = exp2(p[j] - shift)
             keep = scale if kept[j] else zero
-            ds[j] = zero if w == zero else w * (ds[j] * keep - delta)
+            ds[j] = zero if w == zero else unit * w * (ds[j] * keep - delta)
             p[j] = w * keep
     else:
         for j in range(p.size):
             w = exp2(p[j] - shift)
-            ds[j] = zero if w == zero else w * (ds[j] - delta)
+            ds[j] = zero if w == zero else unit * w * (ds[j] - delta)
             p[j] = w
 
 
