@@ -1,4 +1,4 @@
-"""What PyTorch does with the operators: checks, tracing, transforms, checkpoints, modes."""
+"""What PyTorch does with the operators: checks, compile, export, autograd, modes, work."""
 
 from __future__ import annotations
 
@@ -11,22 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import rowmax
 
 from .cases import CASES, Case, make
+from .plain import BACKEND, Layer, attention, inputs, with_lse
 from .tolerance import answer, cotangents
 
 pytestmark = [  # torch's own, of torch's own
     pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.*:FutureWarning"),
 ]
-
-BACKEND = "torch"  # the one that is always there; what is tested here lies above it
-attention = functools.partial(rowmax.attention, backend=BACKEND)
 
 _CHOSEN = {
     "causal",
@@ -48,11 +45,6 @@ SAMPLE = [case for case in CASES if case.name in _CHOSEN]
 
 def test_sample_is_whole() -> None:
     assert {case.name for case in SAMPLE} == _CHOSEN
-
-
-def inputs(*sizes: int, grad: bool = False, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """q, k and v ``[..., N, 2, 8]`` of any leading sizes."""
-    return [torch.randn(*sizes, 2, 8, dtype=dtype, requires_grad=grad) for _ in range(3)]
 
 
 # --- opcheck -----------------------------------------------------------------------------------
@@ -165,18 +157,8 @@ def test_compile_draws_dropout_anew() -> None:
     assert not torch.equal(compiled(q), compiled(q))
 
 
-class _Layer(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = torch.nn.Linear(16, 48)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).unbind(2)
-        return attention(q, k, v, causal=True).flatten(2)
-
-
 def test_export() -> None:
-    layer, x = _Layer(), torch.randn(2, 10, 16)
+    layer, x = Layer(), torch.randn(2, 10, 16)
     dynamic = {"x": {1: torch.export.Dim("n", min=2, max=512)}}
     program = torch.export.export(layer, (x,), dynamic_shapes=dynamic)
     longer = torch.randn(2, 37, 16)
@@ -189,279 +171,6 @@ def test_meta_and_fake_tensors_have_shapes() -> None:
     out, lse = rowmax.attention(q, q[:, :, :2], q[:, :, :2, :8], return_lse=True)
     assert (out.shape, out.dtype) == ((2, 10, 4, 8), torch.bfloat16)
     assert (lse.shape, lse.dtype) == ((2, 4, 10), torch.float32)
-
-
-# --- torch.func --------------------------------------------------------------------------------
-
-
-def test_func_grad() -> None:
-    q, k, v = inputs(2, 10)
-
-    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, lse = attention(q, k, v, causal=True, return_lse=True)
-        return out.square().sum() + lse.sin().sum()
-
-    got = torch.func.grad(loss, argnums=(0, 1, 2))(q, k, v)
-    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    want = torch.autograd.grad(loss(*leaves), leaves)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b)
-    _, pull = torch.func.vjp(loss, q, k, v)
-    for a, b in zip(pull(torch.tensor(1.0, dtype=q.dtype)), want, strict=True):
-        torch.testing.assert_close(a, b)
-
-
-def test_compiled_func_grad() -> None:
-    torch._dynamo.reset()
-    q, k, v = inputs(1, 9)
-    gradient = torch.func.grad(lambda q: attention(q, k, v, causal=True).square().sum())
-    compiled = torch.compile(gradient, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(q), gradient(q))
-
-
-def test_compiled_vmap() -> None:
-    torch._dynamo.reset()
-    (q, _, _) = inputs(3, 2, 9)
-    gradient = torch.func.grad(lambda q: attention(q, q, q, causal=True).square().sum())
-    for function in (torch.vmap(_self), torch.vmap(gradient)):
-        compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
-        torch.testing.assert_close(compiled(q), function(q))
-
-
-def test_jacrev() -> None:
-    q, k, v = inputs(1, 3)
-    jacobian = torch.func.jacrev(lambda q: attention(q, k, v))(q)
-    want = torch.autograd.functional.jacobian(lambda q: attention(q, k, v), q)
-    torch.testing.assert_close(jacobian, want)
-
-
-def _slices(function: Callable[..., Any], in_dims: tuple[int | None, ...], *arguments: Tensor):
-    """What vmap means: a call for each slice, stacked."""
-    size = next(t.shape[d] for t, d in zip(arguments, in_dims, strict=True) if d is not None)
-    results = []
-    for n in range(size):
-        picked = [
-            t if d is None else t.select(d, n) for t, d in zip(arguments, in_dims, strict=True)
-        ]
-        result = function(*picked)
-        results.append(result if isinstance(result, tuple) else (result,))
-    return tuple(torch.stack(parts) for parts in zip(*results, strict=True))
-
-
-def _vmap_agrees(function: Callable[..., Any], in_dims: tuple, *arguments: Tensor) -> None:
-    got = torch.vmap(function, in_dims)(*arguments)
-    got = got if isinstance(got, tuple) else (got,)
-    for a, b in zip(got, _slices(function, in_dims, *arguments), strict=True):
-        torch.testing.assert_close(a, b)
-
-
-def _with_lse(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Any:
-    return attention(q, k, v, return_lse=True, **keywords)
-
-
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, None), (None, 0, 0), (0, 0, None)])
-def test_vmap(in_dims: tuple, batch: int) -> None:
-    tensors = inputs(3, batch, 10)
-    arguments = [t if d == 0 else t[0] for t, d in zip(tensors, in_dims, strict=True)]
-    _vmap_agrees(functools.partial(_with_lse, causal=True), in_dims, *arguments)
-    gradient = torch.func.grad(
-        lambda q, k, v: attention(q, k, v, causal=True).square().sum(), argnums=(0, 1, 2)
-    )
-    _vmap_agrees(gradient, in_dims, *arguments)
-
-
-def test_vmap_other_dimensions() -> None:
-    q, k, v = inputs(3, 2, 10)
-    moved = (q.movedim(0, 2), k.movedim(0, 4), v.movedim(0, 1))
-    _vmap_agrees(_with_lse, (2, 4, 1), *moved)
-
-
-_TERMS: dict[str, tuple[Callable[..., dict[str, Any]], Callable[[], Tensor]]] = {
-    "bias": (lambda t: {"bias": t}, lambda: torch.randn(3, 2, 2, 10, 10, dtype=torch.float64)),
-    "bias-heads": (lambda t: {"bias": t}, lambda: torch.randn(3, 2, 1, 1, dtype=torch.float64)),
-    "sink": (lambda t: {"sink": t}, lambda: torch.randn(3, 2, dtype=torch.float64)),
-    "alibi": (lambda t: {"alibi": t}, lambda: torch.rand(3, 2, dtype=torch.float64)),
-    "mask": (lambda t: {"mask": t}, lambda: torch.rand(3, 1, 1, 10, 10) < 0.5),
-    "lengths": (
-        lambda t: {"mask": rowmax.PrefixLengths(t)},
-        lambda: torch.tensor([[3, 10], [0, 5], [10, 1]]),
-    ),
-    "documents": (lambda t: {"mask": rowmax.Documents(t)}, lambda: torch.randint(3, (3, 10))),
-    "documents-batched": (
-        lambda t: {"mask": rowmax.Documents(t)},
-        lambda: torch.randint(3, (3, 2, 10)),
-    ),
-}
-
-
-@pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("term", _TERMS)
-def test_vmap_of_terms(term: str, batch: int, shared: bool) -> None:
-    keywords, draw = _TERMS[term]
-    q, k, v = inputs(3, batch, 10)
-    extra = draw()
-    if term in ("bias", "lengths", "documents-batched"):
-        extra = extra[:, :batch]
-    extra = extra[0] if shared else extra
-    in_dims = (0, 0, 0, None if shared else 0)
-
-    def call(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Any:
-        return _with_lse(q, k, v, **keywords(t))
-
-    _vmap_agrees(call, in_dims, q, k, v, extra)
-    floating = term in ("bias", "bias-heads", "sink")
-    gradient = torch.func.grad(
-        lambda *a: call(*a)[0].square().sum() + call(*a)[1].clamp(-9).sum(),
-        argnums=(0, 1, 2, 3) if floating else (0, 1, 2),
-    )
-    _vmap_agrees(gradient, in_dims, q, k, v, extra)
-
-
-def test_vmap_nested_and_empty() -> None:
-    q, k, v = inputs(3, 4, 1, 10)
-    got = torch.vmap(torch.vmap(_with_lse, (1, 1, None)), (0, 0, None))(
-        q.transpose(1, 2).unsqueeze(3).squeeze(3).movedim(2, 2), k.movedim(1, 2), v[0, 0]
-    )
-    for i in range(3):
-        for j in range(4):
-            want = _with_lse(q[i, j], k[i, j], v[0, 0])
-            torch.testing.assert_close(got[0][i, j], want[0])
-            torch.testing.assert_close(got[1][i, j], want[1])
-    out, lse = torch.vmap(_with_lse)(*inputs(3, 0, 10))
-    assert out.shape == (3, 0, 10, 2, 8)
-    assert lse.shape == (3, 0, 2, 10)
-    for keywords in ({}, {"dropout_p": 0.5, "seed": 1}):
-        out, lse = torch.vmap(functools.partial(_with_lse, **keywords))(*inputs(0, 3, 10))
-        assert out.shape == (0, 3, 10, 2, 8)
-        assert lse.shape == (0, 3, 2, 10)
-
-
-def test_vmap_keeps_dropout() -> None:
-    """Each slice keeps what a call of its own would keep."""
-    q, k, v = inputs(3, 2, 20)
-    dropped = functools.partial(_with_lse, dropout_p=0.5, seed=7)
-    _vmap_agrees(dropped, (0, 0, 0), q, k, v)
-    seeds = torch.tensor([1, 2, 3])
-    _vmap_agrees(lambda q, s: attention(q, q, q, dropout_p=0.5, seed=s), (0, 0), q, seeds)
-    same = q[:1].expand(3, -1, -1, -1, -1)
-    drawn = functools.partial(attention, k=k[0], v=v[0], dropout_p=0.5)
-    one, two, _ = torch.vmap(drawn, randomness="same")(same)
-    assert torch.equal(one, two)
-    one, two, _ = torch.vmap(drawn, randomness="different")(same)
-    assert not torch.equal(one, two)
-
-
-def test_vmap_packed() -> None:
-    q, k, v = (torch.randn(3, 12, 2, 8, dtype=torch.float64) for _ in range(3))
-    cu = torch.tensor([0, 5, 5, 12])
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return rowmax.attention_varlen(q, k, v, cu, cu, causal=True, backend=BACKEND)
-
-    _vmap_agrees(call, (0, 0, 0), q, k, v)
-    _vmap_agrees(torch.func.grad(lambda *a: call(*a).square().sum(), (0, 1, 2)), (0, 0, 0), q, k, v)
-
-
-def test_grad_of_vmap() -> None:
-    q, k, v = inputs(3, 2, 10)
-
-    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.vmap(attention, (0, 0, None))(q, k, v).square().sum()
-
-    got = torch.func.grad(loss, (0, 1, 2))(q, k, v[0])
-    leaves = [t.clone().requires_grad_() for t in (q, k, v[0])]
-    out = torch.stack([attention(a, b, leaves[2]) for a, b in zip(*leaves[:2], strict=True)])
-    want = torch.autograd.grad(out.square().sum(), leaves)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b)
-
-
-def test_per_sample_gradients() -> None:
-    layer, x = _Layer().double(), torch.randn(4, 9, 16, dtype=torch.float64)
-    parameters = {name: p.detach() for name, p in layer.named_parameters()}
-
-    def loss(parameters: dict[str, Tensor], sample: Tensor) -> Tensor:
-        out = torch.func.functional_call(layer, parameters, (sample[None],))
-        return out.square().sum()
-
-    got = torch.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
-    for n in range(4):
-        layer.zero_grad()
-        layer(x[n : n + 1]).square().sum().backward()
-        for name, p in layer.named_parameters():
-            torch.testing.assert_close(got[name][n], p.grad)
-
-
-# --- what is refused ---------------------------------------------------------------------------
-
-
-def _self(q: Tensor) -> Tensor:
-    return attention(q, q, q, causal=True)
-
-
-def _dual(function: Callable[[Tensor], Tensor], q: Tensor) -> Any:
-    with forward_ad.dual_level():
-        return forward_ad.unpack_dual(function(forward_ad.make_dual(q, torch.ones_like(q))))
-
-
-def _second(function: Callable[[Tensor], Tensor], q: Tensor) -> Any:
-    q = q.clone().requires_grad_()
-    (dq,) = torch.autograd.grad(function(q).square().sum(), q, create_graph=True)
-    return torch.autograd.grad(dq.square().sum(), q)
-
-
-def _total(q: Tensor) -> Tensor:
-    return _self(q).sum()
-
-
-def _jvp(q: Tensor) -> Any:
-    return torch.func.jvp(_self, (q,), (torch.ones_like(q),))
-
-
-#: ways to ask for what is not there yet; each a function of q and, maybe, a compiler
-_REFUSED: dict[str, Callable[[Tensor, Callable], Any]] = {
-    "jvp": lambda q, c: c(_jvp)(q),
-    "jvp-of-compiled": lambda q, c: torch.func.jvp(c(_self), (q,), (torch.ones_like(q),)),
-    "dual": lambda q, c: _dual(c(_self), q),
-    "dual-inside": lambda q, c: c(functools.partial(_dual, _self))(q),
-    "jacfwd": lambda q, c: c(torch.func.jacfwd(_self))(q),
-    "linearize": lambda q, c: torch.func.linearize(c(_self), q),
-    "double-backward": lambda q, c: _second(c(_self), q),
-    "grad-of-grad": lambda q, c: c(
-        torch.func.grad(lambda q: torch.func.grad(_total)(q).square().sum())
-    )(q),
-    "hessian": lambda q, c: c(torch.func.hessian(_total))(q),
-    "jacrev-of-grad": lambda q, c: c(torch.func.jacrev(torch.func.grad(_total)))(q),
-    "vmap-of-jvp": lambda q, c: c(torch.vmap(_jvp))(q[None]),
-}
-
-
-@pytest.mark.parametrize("compiler", [None, "eager", "aot_eager"])
-@pytest.mark.parametrize("way", _REFUSED)
-def test_no_silent_zero(way: str, compiler: str | None) -> None:
-    """Forward mode and second derivatives raise, however they are asked for."""
-    torch._dynamo.reset()
-    q = torch.randn(1, 6, 2, 8)
-    if compiler is None:
-        with pytest.raises(NotImplementedError, match=r"rowmax: (forward-mode|second) derivatives"):
-            _REFUSED[way](q, lambda f: f)
-        return
-    # a graph that cannot be traced raises torch's error around ours
-    errors = (NotImplementedError, RuntimeError, torch._dynamo.exc.TorchDynamoException)
-    with pytest.raises(errors):
-        _REFUSED[way](q, functools.partial(torch.compile, backend=compiler, fullgraph=True))
-
-
-def test_tangents_of_other_tensors_pass() -> None:
-    """A level of forward mode that attention has no part in is nobody's error."""
-    q, k, v = inputs(1, 6)
-    x = torch.ones(6, dtype=q.dtype)
-    value, tangent = torch.func.jvp(
-        lambda x: attention(q, k, v).sum() * x.sum(), (x,), (torch.ones_like(x),)
-    )
-    torch.testing.assert_close(tangent * 6, value * 6)
 
 
 # --- autograd ----------------------------------------------------------------------------------
@@ -523,7 +232,7 @@ def test_non_contiguous_gradients(name: str) -> None:
         "transposed": torch.randn(2, 2, 12, 8, dtype=q.dtype).transpose(1, 2),
         "strided": torch.randn(2, 12, 2, 16, dtype=q.dtype)[..., ::2],
     }[name]
-    out, lse = _with_lse(q, k, v)
+    out, lse = with_lse(q, k, v)
     dlse = torch.randn(12, 2, 2, dtype=q.dtype).permute(1, 2, 0)
     got = torch.autograd.grad([out, lse], (q, k, v), [dout, dlse], retain_graph=True)
     want = torch.autograd.grad([out, lse], (q, k, v), [dout.contiguous(), dlse.contiguous()])
@@ -533,7 +242,7 @@ def test_non_contiguous_gradients(name: str) -> None:
 
 def test_lse_alone() -> None:
     q, k, v = inputs(1, 12, grad=True)
-    _, lse = _with_lse(q, k, v)
+    _, lse = with_lse(q, k, v)
     dq, dk, dv = torch.autograd.grad(lse.sum(), (q, k, v), allow_unused=True)
     scores = torch.einsum("bihd,bjhd->bhij", q, k) / 8**0.5
     want = torch.autograd.grad(scores.logsumexp(-1).sum(), (q, k))
