@@ -323,11 +323,14 @@ def gradient_row(p, ds, kept, shift, delta, keep_scale, unit):
 
 @njit(fastmath=STRICT)
 def through_cap(ds, factor, scale):
-    """dS to ``scale dX``: what both dQ and dK are made of."""
-    unit = ds.dtype.type(scale)
+    """dS to ``scale dX``: what both dQ and dK are made of.
+
+    A dS of 0 stays 0: under a masked pair the factor may be that of a key that is NaN.
+    """
+    unit, zero = ds.dtype.type(scale), ds.dtype.type(0)
     if factor.size:
         for j in range(ds.size):
-            ds[j] *= factor[j] * unit
+            ds[j] = zero if ds[j] == zero else ds[j] * (factor[j] * unit)
     else:
         for j in range(ds.size):
             ds[j] *= unit
