@@ -23,9 +23,9 @@ def supports(problem: Problem, call: str) -> str | None:
 
 
 def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
-    from .launch import forward
+    from . import launch
 
-    return forward(problem, tensors)
+    return launch.forward(problem, tensors)
 
 
 def backward(
@@ -50,19 +50,12 @@ def _refused(p: Problem) -> str | None:
         return f"it takes head sizes that are multiples of 8, these are {p.d} and {p.dv}"
     if p.scale == 0.0:
         return "it takes a scale above 0"
-    for name, present in (
-        ("dropout", p.dropout_p > 0),
-        ("boolean masks", p.allowed is not None),
-        ("documents", p.documents),
-        ("prefix lengths", p.prefix),
-        ("packed sequences", p.varlen),
-        ("a bias", p.bias is not None),
-        ("ALiBi", p.alibi),
-        ("a softcap", p.softcap > 0),
-        ("a sink", p.sink),
-    ):
-        if present:
-            return f"it does not take {name}"
+    if p.dropout_p > 0:
+        return "it does not take dropout"
+    if p.allowed is not None:
+        return "it does not take boolean masks"
+    if p.varlen and p.documents:
+        return "it does not take documents within packed sequences"
     return None
 
 

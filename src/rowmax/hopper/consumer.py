@@ -13,8 +13,9 @@ from triton.experimental.gluon import language as gl
 from .gluon_compat import mbarrier, reinterpret, warpgroup_mma, warpgroup_mma_wait
 from .layouts import matrix, output_layout, score_layout, value_layout, weight_layout
 from .pipeline import phase, slot
-from .schedule import full_tiles, row_at, tile_of
+from .schedule import first_place, full_tiles, next_place, row_at, tile_of
 from .softmax import LOWEST, along_row, by_lane, rounded, softmax_step
+from .terms import masked, partial, with_terms
 
 
 @gluon.jit
@@ -65,54 +66,41 @@ def scale_rows(o, r):
 
 
 @gluon.jit
-def masked(C: gl.constexpr, S, j, first, tile, sizes):
-    """Scores ``[64, BLOCK_K/8, 4, 2]`` of key tile j, -inf where a pair may not see each other.
-
-    A thread's columns are constants but for its lane and the tile, so these move to the other
-    side of the comparison: two limits a thread, and no register for a column.
-    """
-    token, head, b, q_row, k_row, nq, nk, offset, lo, hi = tile
-    nq_, nk_, left, right = sizes
-    L: gl.constexpr = S.type.layout
-    rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, L))  # [64, 4]
-    eights = gl.arange(0, C.BLOCK_K // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))
-    pairs = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, L))))
-    col = 8 * eights.expand_dims(0).expand_dims(2).expand_dims(3)
-    col = col + pairs.expand_dims(0).expand_dims(0).expand_dims(0)
-    before = j * C.BLOCK_K + 2 * gl.arange(0, 4, gl.SliceLayout(0, rows))[None, :]
-    at = (first + gl.arange(0, 64, gl.SliceLayout(1, rows)) // C.GROUP)[:, None] + offset
-    if C.RIGHT:
-        limit = gl.minimum(at + right + 1, nk) - before
-    else:
-        limit = nk - before
-    seen = col < along_row(limit)
-    if C.LEFT:
-        seen = seen & (col >= along_row(at - left - before))
-    return gl.where(seen, S, float("-inf"))
-
-
-@gluon.jit
 def weights(C: gl.constexpr, LATE: gl.constexpr, S, m, l, scale, dtype: gl.constexpr):
     """(P, rounded for the product unless LATE, m, l, alpha)."""
-    p, m, l, alpha = softmax_step(S, m, l, scale)
+    p, m, l, alpha = softmax_step(S, m, l, 1.0 if C.ADDED else scale)
     if not LATE:
         p = rounded(p, dtype)
     return p.reshape([64, C.BLOCK_K]), m, l, alpha
 
 
 @gluon.jit
-def step(C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, j, use, turn, state, buffers, bars, first, tile, sizes, scale, more):
+def scores(C: gl.constexpr, c: gl.constexpr, S, j, use, live, first, tile, shared, terms, scale, dtype: gl.constexpr):
+    """All of a score but the mask, from the product."""
+    biases, b_full, b_empty = shared
+    S = by_lane(S)
+    copied = 0
+    if C.BIAS == "copied":
+        mbarrier.wait(b_full.index(0), phase(use, 1), pred=live)
+        mine = reinterpret(biases.index(c), biases.dtype, [64, C.BLOCK_K], matrix(64, C.BLOCK_K, biases.dtype))
+        copied = by_lane(mine.load(score_layout(C)))
+        mbarrier.arrive(b_empty.index(0), count=1, pred=live)
+    return with_terms(C, S, copied, j, first, tile, terms, scale, dtype)
+
+
+@gluon.jit
+def step(
+    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, j, use, turn, state, buffers, bars, shared, first, tile,
+    sizes, terms, scale, more,
+):
     """One key tile: its scores, and the output of the one before under its softmax."""
     o0, o1, p, m, l, alpha = state
     qs0, qs1, ks0, ks1, vs0, vs1 = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    dtype: gl.constexpr = vs0.dtype
     q0, q1 = queries(C, qs0, qs1, c, turn, use)
     s = slot(use, C.STAGES)
     S = issue_scores(C, q0, q1, ks0, ks1, s)
-    if C.RESCALE_FIRST:
-        o0 = scale_rows(o0, alpha)
-        if C.DV1:
-            o1 = scale_rows(o1, alpha)
     before = use - 1
     sv = slot(before, C.STAGES)
     mbarrier.wait(v_full.index(sv), phase(before, C.STAGES))
@@ -121,48 +109,66 @@ def step(C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, j, use, turn, s
     mbarrier.arrive(k_empty.index(s), count=1)
     if C.Q_STAGES == 1:
         mbarrier.arrive(q_empty.index(c), count=1, pred=j == tile[8])
-    S = by_lane(S)
+    S = scores(C, c, S, j, use, True, first, tile, shared, terms, scale, dtype)
     if MASKED:
-        S = masked(C, S, j, first, tile, sizes)
-    p, m, l, alpha = weights(C, C.ROUND_LATE, S, m, l, scale, vs0.dtype)
+        if C.DOCUMENTS:
+            if partial(C, j, first, tile, sizes, terms):
+                S = masked(C, S, j, first, tile, sizes, terms)
+        else:
+            S = masked(C, S, j, first, tile, sizes, terms)
+    p, m, l, alpha = weights(C, C.ROUND_LATE, S, m, l, scale, dtype)
     # A wait begins a new basic block: without one here ptxas sinks the softmax below the wait
     # for the product that it is to run under.
     use += 1
     mbarrier.wait(k_full.index(slot(use, C.STAGES)), phase(use, C.STAGES), pred=(j > tile[8]) | more)
     o0, o1 = wait_output(C, o0, o1)
     mbarrier.arrive(v_empty.index(sv), count=1)
-    p = p.to(vs0.dtype)
-    if not C.RESCALE_FIRST:
-        o0 = scale_rows(o0, alpha)
-        if C.DV1:
-            o1 = scale_rows(o1, alpha)
+    p = p.to(dtype)
+    o0 = scale_rows(o0, alpha)
+    if C.DV1:
+        o1 = scale_rows(o1, alpha)
     return use, (o0, o1, p, m, l, alpha)
 
 
 @gluon.jit
-def first_weights(C: gl.constexpr, S, first, tile, sizes, scale, dtype: gl.constexpr):
+def first_weights(
+    C: gl.constexpr, c: gl.constexpr, S, use, live, tile, sizes, shared, terms, scale, dtype: gl.constexpr
+):
     """The softmax step that begins a query tile: its last key tile, where every bound is met."""
-    S = masked(C, by_lane(S), tile[9] - 1, first, tile, sizes)
-    PL: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, S.type.layout))
-    m = gl.full([64, 4], LOWEST, gl.float32, PL)
-    l = gl.full([64, 4], 0.0, gl.float32, PL)
+    first = tile[0] + c * C.TOKENS
+    S = scores(C, c, S, tile[9] - 1, use, live, first, tile, shared, terms, scale, dtype)
+    S = masked(C, S, tile[9] - 1, first, tile, sizes, terms)
+    rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, S.type.layout))
+    m = gl.full([64, 4], LOWEST, gl.float32, rows)
+    l = gl.full([64, 4], 0.0, gl.float32, rows)
     return weights(C, False, S, m, l, scale, dtype)
 
 
 @gluon.jit
-def consumer(C: gl.constexpr, c: gl.constexpr, out, lse, buffers, bars, table, ends, sizes, seqs, scale, hq, total_q):
+def consumer(
+    C: gl.constexpr, c: gl.constexpr, out, lse, buffers, bars, shared, order, sizes, seqs, terms, scale, hq, total_q
+):
     """Warpgroup c: rows ``64 c`` to ``64 c + 63`` of every tile of this block."""
+    table, ends, heads = order
+    n, end = first_place(C, ends, heads)
+    if n < end:
+        tiles_of(C, c, out, lse, buffers, bars, shared, table, n, end, heads, sizes, seqs, terms, scale, hq, total_q)
+
+
+@gluon.jit
+def tiles_of(
+    C: gl.constexpr, c: gl.constexpr, out, lse, buffers, bars, shared, table, n, end, heads, sizes, seqs, terms,
+    scale, hq, total_q,
+):
     qs0, qs1, ks0, ks1, vs0, vs1 = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     dtype: gl.constexpr = vs0.dtype
     OL0: gl.constexpr = value_layout(C.DV0)
     OL1: gl.constexpr = value_layout(C.DV1 if C.DV1 else 16)
-    n = gl.program_id(0)
-    end = gl.load(ends + n)
-    blocks = gl.num_programs(0)
-    tile = tile_of(C, row_at(n, table), sizes, seqs)
+    tile = tile_of(C, row_at(C, n, table, heads), sizes, seqs)
     turn = 0
     use = 0
+    after_n = next_place(C, n, turn)
 
     mbarrier.wait(q_full.index(c * C.Q_STAGES), 0)
     mbarrier.wait(k_full.index(0), 0)
@@ -171,14 +177,17 @@ def consumer(C: gl.constexpr, c: gl.constexpr, out, lse, buffers, bars, table, e
     mbarrier.arrive(k_empty.index(0), count=1)
     if C.Q_STAGES == 1:
         mbarrier.arrive(q_empty.index(c), count=1, pred=tile[8] + 1 == tile[9])
-    p, m, l, alpha = first_weights(C, S, tile[0] + c * C.TOKENS, tile, sizes, scale, dtype)
+    p, m, l, alpha = first_weights(C, c, S, use, True, tile, sizes, shared, terms, scale, dtype)
     use += 1
-    mbarrier.wait(k_full.index(slot(use, C.STAGES)), phase(use, C.STAGES), pred=(tile[8] + 1 < tile[9]) | (n + blocks < end))
+    mbarrier.wait(
+        k_full.index(slot(use, C.STAGES)), phase(use, C.STAGES), pred=(tile[8] + 1 < tile[9]) | (after_n < end)
+    )
 
     while n < end:
-        n += blocks
+        here = n
+        n = next_place(C, n, turn)
         more = n < end
-        ahead = row_at(gl.where(more, n, n - blocks), table)
+        ahead = row_at(C, gl.where(more, n, here), table, heads)
         lo = tile[8]
         hi = tile[9]
         first = tile[0] + c * C.TOKENS
@@ -186,14 +195,24 @@ def consumer(C: gl.constexpr, c: gl.constexpr, out, lse, buffers, bars, table, e
         o0 = gl.full([64, C.DV0], 0.0, gl.float32, OL0)
         o1 = gl.full([64, C.DV1 if C.DV1 else 16], 0.0, gl.float32, OL1)
         state = (o0, o1, p, m, l, alpha)
-        if C.RIGHT:
+        if C.RIGHT or C.DOCUMENTS:
             for i in range(a, hi - 1):
-                use, state = step(C, True, c, hi - 2 - i + a, use, turn, state, buffers, bars, first, tile, sizes, scale, more)
-        for i in range(z, a):
-            use, state = step(C, False, c, a - 1 - i + z, use, turn, state, buffers, bars, first, tile, sizes, scale, more)
-        if C.LEFT:
+                use, state = step(
+                    C, True, c, hi - 2 - i + a, use, turn, state, buffers, bars, shared, first, tile, sizes, terms,
+                    scale, more,
+                )
+        if not C.DOCUMENTS:
+            for i in range(z, a):
+                use, state = step(
+                    C, False, c, a - 1 - i + z, use, turn, state, buffers, bars, shared, first, tile, sizes, terms,
+                    scale, more,
+                )
+        if C.LEFT and not C.DOCUMENTS:
             for i in range(lo, z):
-                use, state = step(C, True, c, z - 1 - i + lo, use, turn, state, buffers, bars, first, tile, sizes, scale, more)
+                use, state = step(
+                    C, True, c, z - 1 - i + lo, use, turn, state, buffers, bars, shared, first, tile, sizes, terms,
+                    scale, more,
+                )
         o0, o1, p, m, l, alpha = state
 
         # The last product of this tile, under the first scores and softmax of the next. When
@@ -206,10 +225,6 @@ def consumer(C: gl.constexpr, c: gl.constexpr, out, lse, buffers, bars, table, e
         s = slot(use, C.STAGES)
         S = issue_scores(C, q0, q1, ks0, ks1, s)
         after = tile_of(C, ahead, sizes, seqs)
-        if C.RESCALE_FIRST:
-            o0 = scale_rows(o0, alpha)
-            if C.DV1:
-                o1 = scale_rows(o1, alpha)
         before = use - 1
         sv = slot(before, C.STAGES)
         mbarrier.wait(v_full.index(sv), phase(before, C.STAGES))
@@ -220,12 +235,13 @@ def consumer(C: gl.constexpr, c: gl.constexpr, out, lse, buffers, bars, table, e
             mbarrier.arrive(q_empty.index(c), count=1, pred=more & (after[8] + 1 == after[9]))
         m_done = m
         l_done = l
-        p, m, l, alpha = first_weights(C, S, after[0] + c * C.TOKENS, after, sizes, scale, dtype)
+        p, m, l, alpha = first_weights(C, c, S, use, more, after, sizes, shared, terms, scale, dtype)
         use += 1
-        mbarrier.wait(k_full.index(slot(use, C.STAGES)), phase(use, C.STAGES), pred=more & ((after[8] + 1 < after[9]) | (n + blocks < end)))
+        again = (after[8] + 1 < after[9]) | (next_place(C, n, turn) < end)
+        mbarrier.wait(k_full.index(slot(use, C.STAGES)), phase(use, C.STAGES), pred=more & again)
         o0, o1 = wait_output(C, o0, o1)
         mbarrier.arrive(v_empty.index(sv), count=1)
-        finish(C, c, o0, o1, m_done, l_done, out, lse, tile, hq, total_q)
+        finish(C, c, o0, o1, m_done, l_done, out, lse, tile, terms, hq, total_q)
         tile = after
 
 
@@ -243,20 +259,33 @@ def queries(C: gl.constexpr, qs0, qs1, c: gl.constexpr, turn, use):
 
 
 @gluon.jit
-def finish(C: gl.constexpr, c: gl.constexpr, o0, o1, m, l, out, lse, tile, hq, total_q):
+def finish(C: gl.constexpr, c: gl.constexpr, o0, o1, m, l, out, lse, tile, terms, hq, total_q):
     """out = O / l and lse = log sum exp of a finished tile, row by row."""
     token, head, b, q_row, k_row, nq, nk, offset, lo, hi = tile
     first = token + c * C.TOKENS
     m = gl.max(m, 1)
     l = gl.sum(l, 1)
-    inverse = gl.where(l > 0.0, 1.0 / l, 0.0)
-    value = gl.where(l > 0.0, (m + gl.log2(l)) * 0.6931471805599453, float("-inf"))
     r = gl.arange(0, 64, l.type.layout)
     row = first + r // C.GROUP
     h = head * C.GROUP + r % C.GROUP
-    at = (b * hq + h).to(gl.int64) * total_q + q_row + row
+    if C.SINK:
+        sink = gl.load(terms[7] + h) * 1.4426950408889634
+        top = gl.maximum(m, sink)
+        shrink = gl.exp2(m - top)
+        l = l * shrink + gl.exp2(sink - top)
+        m = top
+        inverse = gl.where(l > 0.0, shrink / l, 0.0)
+    else:
+        inverse = gl.where(l > 0.0, 1.0 / l, 0.0)
+    value = gl.where(l > 0.0, (m + gl.log2(l)) * 0.6931471805599453, float("-inf"))
+    row_0 = q_row + first
+    if C.VARLEN:
+        at = h.to(gl.int64) * total_q + q_row + row
+    else:
+        at = (b * hq + h).to(gl.int64) * total_q + row
+        row_0 = row_0 + b * nq
     gl.store(lse + at, value, mask=row < nq)
-    base = out + ((b * nq + q_row + first).to(gl.int64) * hq + head * C.GROUP) * C.DV_OUT
+    base = out + (row_0.to(gl.int64) * hq + head * C.GROUP) * C.DV_OUT
     store_output(C, o0, inverse, base, 0, nq - first, hq)
     if C.DV1:
         store_output(C, o1, inverse, base, C.DV0, nq - first, hq)

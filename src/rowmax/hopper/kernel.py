@@ -6,22 +6,22 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .consumer import consumer
-from .pipeline import pipeline, producer
+from .pipeline import barriers, pipeline, producer
 
 
 @gluon.jit
-def consumer0(C: gl.constexpr, out, lse, buffers, bars, table, ends, sizes, seqs, scale, hq, total_q):
-    consumer(C, 0, out, lse, buffers, bars, table, ends, sizes, seqs, scale, hq, total_q)
+def consumer0(C: gl.constexpr, out, lse, buffers, bars, shared, order, sizes, seqs, terms, scale, hq, total_q):
+    consumer(C, 0, out, lse, buffers, bars, shared, order, sizes, seqs, terms, scale, hq, total_q)
 
 
 @gluon.jit
-def consumer1(C: gl.constexpr, out, lse, buffers, bars, table, ends, sizes, seqs, scale, hq, total_q):
-    consumer(C, 1, out, lse, buffers, bars, table, ends, sizes, seqs, scale, hq, total_q)
+def consumer1(C: gl.constexpr, out, lse, buffers, bars, shared, order, sizes, seqs, terms, scale, hq, total_q):
+    consumer(C, 1, out, lse, buffers, bars, shared, order, sizes, seqs, terms, scale, hq, total_q)
 
 
 @gluon.jit
-def consumer2(C: gl.constexpr, out, lse, buffers, bars, table, ends, sizes, seqs, scale, hq, total_q):
-    consumer(C, 2, out, lse, buffers, bars, table, ends, sizes, seqs, scale, hq, total_q)
+def consumer2(C: gl.constexpr, out, lse, buffers, bars, shared, order, sizes, seqs, terms, scale, hq, total_q):
+    consumer(C, 2, out, lse, buffers, bars, shared, order, sizes, seqs, terms, scale, hq, total_q)
 
 
 @gluon.jit
@@ -30,9 +30,18 @@ def blocks_of(desc, n: gl.constexpr):
     return gl.allocate_shared_memory(desc.dtype, [n] + desc.block_type.shape, desc.layout)
 
 
+# fmt: off
 @gluon.jit
 def forward(
-    q0, q1, k0, k1, v0, v1, out, lse, table, ends, nq, nk, left, right, hq, ratio, total_q, scale,
+    q0, q1, k0, k1, v0, v1, bias_tiles,  # what copies each; the second parts and the bias may be idle
+    out, lse,
+    table, ends, heads,  # the order of the tiles
+    nq, nk, left, right,
+    cu_q, cu_k, lengths, spans,
+    inner, alibi, bias, bias_b, bias_h, bias_q, bias_k, sink,
+    q_ids, k_ids, ids_q, ids_k, q_range, k_range,
+    each_b, each_h,  # 0 where the copied bias is one for all sequences, all heads
+    scale, hq, ratio, total_q,
     C: gl.constexpr, R0: gl.constexpr, R1: gl.constexpr,
 ):
     qs0 = blocks_of(q0, C.WARPGROUPS * C.Q_STAGES)
@@ -46,16 +55,39 @@ def forward(
         ks1 = blocks_of(k1, C.STAGES)
     if C.DV1:
         vs1 = blocks_of(v1, C.STAGES)
+    biases = qs0
+    b_full = barriers(1, 1)
+    b_empty = barriers(1, C.WARPGROUPS)
+    if C.BIAS == "copied":
+        biases = blocks_of(bias_tiles, C.WARPGROUPS)
     bars = pipeline(C)
     buffers = (qs0, qs1, ks0, ks1, vs0, vs1)
-    descs = (q0, q1, k0, k1, v0, v1)
+    shared = (biases, b_full, b_empty)
+    descs = (q0, q1, k0, k1, v0, v1, bias_tiles)
+    order = (table, ends, heads)
     sizes = (nq, nk, left, right)
-    seqs = (nq, nk)
+    seqs = (cu_q, cu_k, lengths, spans)
+    terms = (inner, alibi, bias, bias_b, bias_h, bias_q, bias_k, sink, q_ids, k_ids, ids_q, ids_k, q_range, k_range)
+    spread = (each_b, each_h)
     if C.WARPGROUPS == 2:
-        gl.warp_specialize([(consumer0, (C, out, lse, buffers, bars, table, ends, sizes, seqs, scale, hq, total_q)), (consumer1, (C, out, lse, buffers, bars, table, ends, sizes, seqs, scale, hq, total_q)), (producer, (C, descs, buffers, bars, table, ends, sizes, seqs, ratio))], [4, 1], [R0, R1])
+        gl.warp_specialize(
+            [
+                (consumer0, (C, out, lse, buffers, bars, shared, order, sizes, seqs, terms, scale, hq, total_q)),
+                (consumer1, (C, out, lse, buffers, bars, shared, order, sizes, seqs, terms, scale, hq, total_q)),
+                (producer, (C, descs, buffers, bars, shared, order, sizes, seqs, spread, ratio)),
+            ],
+            [4, 1],
+            [R0, R1],
+        )
     else:
         gl.warp_specialize(
-            [(consumer0, (C, out, lse, buffers, bars, table, ends, sizes, seqs, scale, hq, total_q)), (consumer1, (C, out, lse, buffers, bars, table, ends, sizes, seqs, scale, hq, total_q)), (consumer2, (C, out, lse, buffers, bars, table, ends, sizes, seqs, scale, hq, total_q)), (producer, (C, descs, buffers, bars, table, ends, sizes, seqs, ratio))],
+            [
+                (consumer0, (C, out, lse, buffers, bars, shared, order, sizes, seqs, terms, scale, hq, total_q)),
+                (consumer1, (C, out, lse, buffers, bars, shared, order, sizes, seqs, terms, scale, hq, total_q)),
+                (consumer2, (C, out, lse, buffers, bars, shared, order, sizes, seqs, terms, scale, hq, total_q)),
+                (producer, (C, descs, buffers, bars, shared, order, sizes, seqs, spread, ratio)),
+            ],
             [4, 4, 1],
             [R0, R0, R1],
         )
+# fmt: on

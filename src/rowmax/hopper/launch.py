@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -11,14 +12,15 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from ..problem import Problem, Tensors
+from . import packed
+from .documents import spans_of
 from .gluon_compat import TensorDescriptor
 from .kernel import forward as kernel
 from .schedule import SECTION_BYTES, dense_table, steps_of
-from .tiles import ROWS, TILES, Config, Constants, Tile, padded
+from .tiles import ROWS, Constants, Tile, bias_fits, config_for, packed_heads, tile_for
 
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 _LOG2E = math.log2(math.e)
-_PLANS: OrderedDict[Any, Plan] = OrderedDict()
 _MOST_PLANS = 256
 
 
@@ -27,9 +29,14 @@ class Plan(NamedTuple):
 
     tile: Tile
     constants: Constants
-    rows: Tensor  # the order of the tiles
-    ends: Tensor
+    blocks: int
+    heads: int  # of a tile: query heads, or kv heads where a tile holds all that share one
+    rows: Tensor | None  # the order of the tiles, and each block's end; packed calls make theirs
+    ends: Tensor | None
     layouts: tuple[Any, ...]
+
+
+_PLANS: OrderedDict[Any, Plan] = OrderedDict()
 
 
 def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
@@ -37,115 +44,160 @@ def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
     q = tensors.q
     out = q.new_empty(problem.out_shape)
     lse = q.new_empty(problem.lse_shape, dtype=torch.float32)
-    if out.numel() == 0 or problem.nk == 0:
-        return out.zero_(), lse.fill_(-math.inf)
-    launch(plan_of(problem, q.device), problem, tensors, out, lse)
+    if out.numel() == 0 or problem.total_k == 0 or problem.nq == 0:
+        lse.fill_(-math.inf)
+        if tensors.sink is not None:
+            lse.copy_(tensors.sink[:, None].expand_as(lse))
+        return out.zero_(), lse
+    bias = how_bias_comes(problem, tensors)
+    launch(plan_of(problem, q.device, bias), problem, tensors, out, lse)
     return out, lse
 
 
+def how_bias_comes(problem: Problem, tensors: Tensors) -> str:
+    """By TMA where it can: a full row of columns at a time, each row on 16 bytes."""
+    bias = tensors.bias
+    if bias is None:
+        return ""
+    full = bias.shape[2] == problem.nq and bias.shape[3] == problem.nk
+    return "copied" if full and bias_fits(problem) and takes(bias) else "gathered"
+
+
 def launch(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None:
-    q, k, v = (copyable(t) for t in (tensors.q, tensors.k, tensors.v))
-    C = plan.constants.config
-    parts = plan.constants
-    group = C.GROUP
-    widths = [w.value for w in (parts.D0, parts.D1, parts.DV0, parts.DV1)]
-    d0, d1, dv0, dv1 = widths
-    q_box = [1, ROWS // group, 1, group]
-    k_box = [1, C.BLOCK_K, 1]
+    C, group = plan.constants.config, plan.constants.config.GROUP
+    q, k, v = (t if takes(t) else t.clone(memory_format=torch.contiguous_format) for t in tensors[:3])
     b, n, h, d = q.shape
     sb, sn, sh, _ = strides(q)
-    q_shape, q_strides = [b, n, h // group, group, d], [sb, sn, sh * group, sh, 1]
-    lay = plan.layouts
-    q0 = TensorDescriptor(q, q_shape, q_strides, [*q_box, d0], lay[0])
-    q1 = TensorDescriptor(q, q_shape, q_strides, [*q_box, d1], lay[1]) if d1 else q0
-    k0, k1 = rows_of(k, k_box, d0, d1, lay[2:4])
-    v0, v1 = rows_of(v, k_box, dv0, dv1, lay[4:6])
-    kernel[(plan.ends.shape[0],)](
-        q0, q1, k0, k1, v0, v1, out, lse, plan.rows, plan.ends,
+    q_view = ([b, n, h // group, group, d], [sb, sn, sh * group, sh, 1])
+    q0, q1 = copies(q, q_view, [1, ROWS // group, 1, group], plan.layouts[0])
+    k0, k1 = copies(k, (list(k.shape), strides(k)), [1, C.BLOCK_K, 1], plan.layouts[1])
+    v0, v1 = copies(v, (list(v.shape), strides(v)), [1, C.BLOCK_K, 1], plan.layouts[2])
+
+    none = lse  # a pointer that is not looked at
+    bias, bias_tiles, bias_strides, each = none, q0, (0, 0, 0, 0), (0, 0)
+    if tensors.bias is not None:
+        bias = tensors.bias
+        each = tuple(int(size > 1) for size in bias.shape[:2])
+        bias_strides = tuple(s if size > 1 else 0 for s, size in zip(bias.stride(), bias.shape, strict=True))
+        if C.BIAS == "copied":
+            bias_tiles, _ = copies(bias, (list(bias.shape), strides(bias)), [1, 1, ROWS], plan.layouts[3])
+
+    rows, ends = plan.rows, plan.ends
+    cu_q = cu_k = none
+    if problem.varlen:
+        assert tensors.cu_seqlens_q is not None
+        assert tensors.cu_seqlens_k is not None
+        cu_q, cu_k = tensors.cu_seqlens_q, tensors.cu_seqlens_k
+        rows, ends = packed.order(problem, cu_q, cu_k, plan.tile.warpgroups * ROWS // group)
+    spans, q_range, k_range, ids = none, none, none, (0, 0)
+    if problem.documents:
+        assert tensors.q_ids is not None
+        assert tensors.k_ids is not None
+        spans, q_range, k_range = spans_of(
+            problem, tensors, C.WARPGROUPS, ROWS // group, C.BLOCK_K
+        )
+        ids = tuple(t.stride(0) if t.shape[0] > 1 else 0 for t in (tensors.q_ids, tensors.k_ids))
+    cap = problem.softcap
+    scale, inner = (cap, problem.scale / cap) if cap > 0 else (problem.scale, 0.0)
+
+    def or_none(t: Tensor | None) -> Tensor:
+        return none if t is None else t
+
+    kernel[(plan.blocks,)](
+        q0, q1, k0, k1, v0, v1, bias_tiles,
+        out, lse,
+        rows, ends, plan.heads,
         problem.nq, problem.nk, problem.left or 0, problem.right or 0,
-        problem.hq, 1 if group > 1 else problem.group, problem.total_q,
-        problem.scale * _LOG2E,
+        cu_q, cu_k, or_none(tensors.lengths), spans,
+        inner, or_none(tensors.alibi), bias, *bias_strides, or_none(tensors.sink),
+        or_none(tensors.q_ids), or_none(tensors.k_ids), *ids, q_range, k_range,
+        *each,
+        scale * _LOG2E, problem.hq, 1 if group > 1 else problem.group, problem.total_q,
         plan.constants, *plan.tile.registers, num_warps=4,
     )  # fmt: skip
 
 
-def rows_of(t: Tensor, box: list[int], w0: int, w1: int, layouts: Any) -> tuple[Any, Any]:
-    """What copies blocks of rows of keys or values, in one part or two."""
-    shape, stride = list(t.shape), strides(t)
-    first = TensorDescriptor(t, shape, stride, [*box, w0], layouts[0])
-    return first, TensorDescriptor(t, shape, stride, [*box, w1], layouts[1]) if w1 else first
+# --- what the copy engine is told --------------------------------------------------------------
+
+
+def copies(t: Tensor, view: Any, box: list[int], layouts: Any) -> tuple[Any, Any]:
+    """What copies blocks of t, in one part or two (a head size of 96 is 64 + 32)."""
+    (w0, l0), (w1, l1) = layouts
+    first = TensorDescriptor(t, *view, [*box, w0], l0)
+    return first, TensorDescriptor(t, *view, [*box, w1], l1) if w1 else first
 
 
 def strides(t: Tensor) -> list[int]:
-    """The strides of t, with one that the copy engine takes where the size is one."""
+    """The strides of t, with one that the engine takes where the size is one."""
     row = t.shape[-1] + -t.shape[-1] % 8
     return [s if n > 1 else row for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True)] + [1]
 
 
-def copyable(t: Tensor) -> Tensor:
-    """t, or a copy where the copy engine cannot take it: rows must begin on 16 bytes."""
-    aligned = t.data_ptr() % 16 == 0 and t.stride(-1) == 1
-    inner = zip(t.shape[:-1], t.stride()[:-1], strict=True)
-    if aligned and all(n == 1 or (s > 0 and s % 8 == 0) for n, s in inner):
-        return t
-    return t.clone(memory_format=torch.contiguous_format)
+def takes(t: Tensor) -> bool:
+    """Whether every row begins on 16 bytes."""
+    if t.data_ptr() % 16 or (t.stride(-1) != 1 and t.shape[-1] > 1):
+        return False
+    each = 16 // t.element_size()
+    return all(n == 1 or (s > 0 and s % each == 0) for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True))
 
 
-def plan_of(problem: Problem, device: torch.device) -> Plan:
-    key = (problem, device)
-    plan = _PLANS.get(key)
-    if plan is None:
-        plan = made(problem, device)
-        if not torch.cuda.is_current_stream_capturing():
-            _PLANS[key] = plan
-            if len(_PLANS) > _MOST_PLANS:
-                _PLANS.popitem(last=False)
-    else:
-        _PLANS.move_to_end(key)
-    return plan
+def layouts_of(constants: Constants, problem: Problem) -> tuple[Any, ...]:
+    """(width, layout) of both parts of q, k, v and the bias."""
+    C, dtype = constants.config, _DTYPES[problem.dtype]
+    q_box, k_box = [1, ROWS // C.GROUP, 1, C.GROUP], [1, C.BLOCK_K, 1]
 
+    def parts(box: list[int], w0: int, w1: int, dtype: Any) -> tuple[Any, Any]:
+        return tuple(
+            (w, gl.NVMMASharedLayout.get_default_for([*box, w], dtype) if w else None) for w in (w0, w1)
+        )  # pyright: ignore
 
-def config_of(problem: Problem) -> tuple[Tile, Config]:
-    d, dv = padded(problem.d), padded(problem.dv)
-    d = dv = max(d, dv) if (d, dv) not in TILES else 0
-    d, dv = (d, dv) if d else (padded(problem.d), padded(problem.dv))
-    tile = TILES[(d, dv)]
-    return tile, Config(
-        D=d,
-        DV=dv,
-        DV_OUT=problem.dv,
-        BLOCK_K=tile.block_k,
-        STAGES=tile.stages,
-        Q_STAGES=tile.q_stages,
-        WARPGROUPS=tile.warpgroups,
-        LEFT=problem.left is not None,
-        RIGHT=problem.right is not None,
+    w = [constants.D0.value, constants.D1.value, constants.DV0.value, constants.DV1.value]  # pyright: ignore
+    bias = ((0, None), (0, None))
+    if C.BIAS == "copied":
+        assert problem.bias_dtype is not None
+        bias = parts([1, 1, ROWS], C.BLOCK_K, 0, _DTYPES[problem.bias_dtype])
+    return (
+        parts(q_box, w[0], w[1], dtype),
+        parts(k_box, w[0], w[1], dtype),
+        parts(k_box, w[2], w[3], dtype),
+        bias,
     )
 
 
-def made(problem: Problem, device: torch.device, tile: Tile | None = None, **options: Any) -> Plan:
-    standard, config = config_of(problem)
-    tile = tile or standard
-    import dataclasses
+# --- plans -------------------------------------------------------------------------------------
 
-    config = dataclasses.replace(
-        config, BLOCK_K=tile.block_k, STAGES=tile.stages, Q_STAGES=tile.q_stages,
-        WARPGROUPS=tile.warpgroups, **options,
-    )  # fmt: skip
-    group = config.GROUP
-    heads = problem.hq // group
+
+def plan_of(problem: Problem, device: torch.device, bias: str) -> Plan:
+    key = (problem, device, bias)
+    plan = _PLANS.get(key)
+    if plan is not None:
+        _PLANS.move_to_end(key)
+        return plan
+    plan = made(problem, device, bias)
+    if not torch.cuda.is_current_stream_capturing():
+        _PLANS[key] = plan
+        if len(_PLANS) > _MOST_PLANS:
+            _PLANS.popitem(last=False)
+    return plan
+
+
+def made(
+    p: Problem, device: torch.device, bias: str = "", tile: Tile | None = None, **options: Any
+) -> Plan:
+    """The plan of a problem, or with another tile and other constants, to measure those."""
+    tile = tile or tile_for(p, bias)
+    group = packed_heads(p, bias)
+    constants = Constants(replace(config_for(p, tile, bias, group), **options))
+    heads = p.hq // group
     tokens = tile.warpgroups * ROWS // group
-    steps = steps_of(tokens, tile.block_k, problem.nq, problem.nk, problem.left, problem.right)
-    of_one_head = problem.nk * (problem.d + problem.dv) * 2
-    ratio = 1 if group > 1 else problem.group
-    section = max(1, SECTION_BYTES // of_one_head) * ratio
-    tiles = steps.shape[0] * problem.batch * heads
-    blocks = min(tiles, torch.cuda.get_device_properties(device).multi_processor_count)
-    rows, ends = dense_table(steps, tokens, problem.batch, heads, section, blocks)
-    constants = Constants(config)
-    dtype = _DTYPES[problem.dtype]
-    w = [x.value for x in (constants.D0, constants.D1, constants.DV0, constants.DV1)]
-    q_box, k_box = [1, ROWS // group, 1, group], [1, config.BLOCK_K, 1]
-    boxes = [[*q_box, w[0]], [*q_box, w[1]], [*k_box, w[0]], [*k_box, w[1]], [*k_box, w[2]], [*k_box, w[3]]]
-    layouts = tuple(gl.NVMMASharedLayout.get_default_for(b, dtype) if b[-1] else None for b in boxes)
-    return Plan(tile, constants, rows.to(device), ends.to(device), layouts)
+    most = torch.cuda.get_device_properties(device).multi_processor_count
+    layouts = layouts_of(constants, p)
+    if p.varlen:
+        blocks = max(1, min(most, packed.most_tiles(p, tokens) * heads))
+        return Plan(tile, constants, blocks, heads, None, None, layouts)
+    steps = steps_of(tokens, tile.block_k, p.nq, p.nk, p.left, p.right)
+    of_one_head = p.nk * (p.d + p.dv) * 2
+    section = max(1, SECTION_BYTES // of_one_head) * (heads // p.hk)
+    blocks = min(most, steps.shape[0] * p.batch * heads)
+    rows, ends = dense_table(steps, tokens, p.batch, heads, section, blocks)
+    return Plan(tile, constants, blocks, heads, rows.to(device), ends.to(device), layouts)

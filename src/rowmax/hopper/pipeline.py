@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .gluon_compat import fence_async_shared, mbarrier, tma_load
-from .schedule import row_at, tile_of
+from .schedule import first_place, next_place, row_at, tile_of
 
 
 @gluon.jit
@@ -82,37 +82,52 @@ def load_queries(C: gl.constexpr, descs, b, row, head, bar, to0, to1):
 
 
 @gluon.jit
-def producer(C: gl.constexpr, descs, buffers, bars, table, ends, sizes, seqs, ratio):
+def load_bias(C: gl.constexpr, bias, biases, bar, b, head, token, column, spread):
+    """A tile of the bias, a part for each warpgroup. ``spread`` is 0 where it is one for all."""
+    each_b, each_h = spread
+    mbarrier.expect(bar, bias.block_type.nbytes * C.WARPGROUPS)
+    for c in gl.static_range(C.WARPGROUPS):
+        tma_load(bias, [b * each_b, head * each_h, token + 64 * c, column], bar, biases.index(c))
+
+
+@gluon.jit
+def producer(C: gl.constexpr, descs, buffers, bars, shared, order, sizes, seqs, spread, ratio):
     """One warp: every copy of every tile of this block."""
-    q0, q1, k0, k1, v0, v1 = descs
+    q0, q1, k0, k1, v0, v1, bias = descs
     qs0, qs1, ks0, ks1, vs0, vs1 = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    n = gl.program_id(0)
-    end = gl.load(ends + n)
+    biases, b_full, b_empty = shared
+    table, ends, heads = order
+    n, end = first_place(C, ends, heads)
     turn = 0
     use = 0
-    ahead = row_at(n, table)
+    ahead = row_at(C, gl.where(n < end, n, 0), table, heads)
     while n < end:
-        n += gl.num_programs(0)
+        n = next_place(C, n, turn)
         token, head, b, q_row, k_row, nq, nk, offset, lo, hi = tile_of(C, ahead, sizes, seqs)
         if n < end:  # asked for long before it is needed
-            ahead = row_at(n, table)
+            ahead = row_at(C, n, table, heads)
+        part = 0 if C.VARLEN else b
         at = phase(turn, C.Q_STAGES) ^ 1
         for c in gl.static_range(C.WARPGROUPS):
             i = c * C.Q_STAGES + slot(turn, C.Q_STAGES)
             mbarrier.wait(q_empty.index(i), at)
             row = q_row + token + c * C.TOKENS
-            load_queries(C, (q0, q1), b, row, head, q_full.index(i), qs0.index(i), qs1.index(i))
+            load_queries(C, (q0, q1), part, row, head, q_full.index(i), qs0.index(i), qs1.index(i))
         kv_head = head // ratio
         for i in range(lo, hi):
-            row = k_row + (hi - 1 - i + lo) * C.BLOCK_K
+            j = hi - 1 - i + lo
+            row = k_row + j * C.BLOCK_K
             s = slot(use, C.STAGES)
             at = phase(use, C.STAGES) ^ 1
             bar = k_full.index(s)
             mbarrier.wait(k_empty.index(s), at)
-            load_rows(k0, k1, b, row, kv_head, C.D0, C.D1, bar, ks0.index(s), ks1.index(s))
+            load_rows(k0, k1, part, row, kv_head, C.D0, C.D1, bar, ks0.index(s), ks1.index(s))
+            if C.BIAS == "copied":
+                mbarrier.wait(b_empty.index(0), phase(use, 1) ^ 1)
+                load_bias(C, bias, biases, b_full.index(0), b, head, token, j * C.BLOCK_K, spread)
             bar = v_full.index(s)
             mbarrier.wait(v_empty.index(s), at)
-            load_rows(v0, v1, b, row, kv_head, C.DV0, C.DV1, bar, vs0.index(s), vs1.index(s))
+            load_rows(v0, v1, part, row, kv_head, C.DV0, C.DV1, bar, vs0.index(s), vs1.index(s))
             use += 1
         turn += 1

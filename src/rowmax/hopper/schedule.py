@@ -15,31 +15,79 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def row_at(n, table):
-    """Row n of the table: first token, head, sequence."""
-    return gl.load(table + 4 * n), gl.load(table + 4 * n + 1), gl.load(table + 4 * n + 2)
+def first_place(C: gl.constexpr, ends, heads):
+    """(this block's first place in the order, its end)."""
+    n = gl.program_id(0)
+    if C.VARLEN:
+        end = gl.load(ends) * heads
+    else:
+        end = gl.load(ends + n)
+    return n, end
+
+
+@gluon.jit
+def next_place(C: gl.constexpr, n, turn):
+    """The place after n. Where the device has made the order, longest first, blocks take it to
+    and fro; where the host has, it has also seen to it that they end together."""
+    blocks = gl.num_programs(0)
+    if C.VARLEN:
+        n = (2 * turn + 2) * blocks - 1 - n
+    else:
+        n = n + blocks
+    return n
+
+
+@gluon.jit
+def row_at(C: gl.constexpr, n, table, heads):
+    """The tile at place n: first token, head, sequence."""
+    if C.VARLEN:
+        at = n // heads
+        token = gl.load(table + 2 * at)
+        b = gl.load(table + 2 * at + 1)
+        head = n - at * heads
+    else:
+        token = gl.load(table + 4 * n)
+        head = gl.load(table + 4 * n + 1)
+        b = gl.load(table + 4 * n + 2)
+    return token, head, b
 
 
 @gluon.jit
 def tile_of(C: gl.constexpr, row, sizes, seqs):
-    """The tile of a row: (token, head, batch, query row, key row, nq, nk, offset, lo, hi).
+    """The tile of a row: (token, head, sequence, query row, key row, nq, nk, offset, lo, hi).
 
-    ``query row`` and ``key row`` are where its sequence begins; ``lo`` and ``hi`` bound its key
-    tiles. There is always one, wholly masked where nothing is to be seen, so that every tile
-    takes the same path through the barriers.
+    ``query row`` and ``key row`` are where a packed sequence begins; ``lo`` and ``hi`` bound the
+    key tiles. There is always one, wholly masked where nothing is to be seen, so that every
+    tile takes the same path through the barriers.
     """
     token, head, b = row
     nq, nk, left, right = sizes
+    cu_q, cu_k, lengths, spans = seqs
     q_row, k_row = 0, 0
+    if C.VARLEN:
+        q_row = gl.load(cu_q + b)
+        k_row = gl.load(cu_k + b)
+        nq = gl.load(cu_q + b + 1) - q_row
+        nk = gl.load(cu_k + b + 1) - k_row
     offset = nk - nq
+    if C.PREFIX:
+        nk = gl.minimum(nk, gl.load(lengths + b))
     last = gl.minimum(token + C.WARPGROUPS * C.TOKENS, nq) - 1
     hi_col = nk
+    lo_col = 0
     if C.RIGHT:
         hi_col = gl.minimum(nk, last + offset + right + 1)
+    if C.LEFT:
+        lo_col = gl.maximum(token + offset - left, 0)
+    if C.DOCUMENTS:
+        tiles = (sizes[0] + C.WARPGROUPS * C.TOKENS - 1) // (C.WARPGROUPS * C.TOKENS)
+        at = spans + 2 * (b * tiles + token // (C.WARPGROUPS * C.TOKENS))
+        lo_col = gl.maximum(lo_col, gl.load(at))
+        hi_col = gl.minimum(hi_col, gl.load(at + 1))
     hi = gl.maximum((hi_col + C.BLOCK_K - 1) // C.BLOCK_K, 1)
     lo = 0
-    if C.LEFT:
-        lo = gl.minimum(gl.maximum(token + offset - left, 0) // C.BLOCK_K, hi - 1)
+    if C.LEFT or C.DOCUMENTS:
+        lo = gl.minimum(lo_col // C.BLOCK_K, hi - 1)
     return token, head, b, q_row, k_row, nq, nk, offset, lo, hi
 
 
@@ -53,9 +101,11 @@ def full_tiles(C: gl.constexpr, first, last, tile, sizes):
     nq_, nk_, left, right = sizes
     a = hi - 1
     z = lo
-    if C.RIGHT:
+    if C.DOCUMENTS:  # any tile may be partial: each is looked at
+        a = lo
+    elif C.RIGHT:
         a = gl.minimum(gl.maximum((first + offset + right + 1) // C.BLOCK_K, lo), hi - 1)
-    if C.LEFT:
+    if C.LEFT and not C.DOCUMENTS:
         z = (gl.maximum(last + offset - left, 0) + C.BLOCK_K - 1) // C.BLOCK_K
         z = gl.minimum(gl.maximum(z, lo), a)
     return z, a

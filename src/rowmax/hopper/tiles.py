@@ -2,44 +2,47 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
+import torch
 from triton.experimental.gluon import language as gl
 
+from ..problem import Problem
+
 ROWS = 64  # query rows of one warpgroup: the height of a wgmma
+SHARED = 227 * 1024  # bytes of shared memory a block may have
+#: what a warpgroup needs of it to turn its output round, and all the barriers
+SCRATCH = 2304
 
 
 @dataclass(frozen=True)
 class Tile:
     """How a head size is cut.
 
-    ``block_q = 64 warpgroups`` rows by ``block_k`` keys; ``stages`` buffers each of K and V,
-    ``q_stages`` of Q. Registers are those of a consumer and of the producer.
+    ``64 warpgroups`` rows by ``block_k`` keys; ``stages`` buffers each of K and V,
+    ``q_stages`` of Q. Registers are those of a consumer's thread and of the producer's.
     """
 
     warpgroups: int
     block_k: int
     stages: int
     q_stages: int
-    registers: tuple[int, int]
+    registers: tuple[int, int] = (240, 24)
 
 
-#: by (D, Dv), both padded to a size below
+#: by (D, Dv), both padded to one of the sizes below
 TILES = {
-    (64, 64): Tile(3, 128, 2, 2, (160, 32)),
-    (96, 96): Tile(2, 128, 2, 2, (240, 24)),
-    (128, 128): Tile(2, 128, 2, 2, (240, 24)),
-    (192, 128): Tile(2, 128, 2, 1, (240, 24)),
-    (192, 192): Tile(2, 64, 2, 2, (240, 24)),
-    (256, 256): Tile(2, 64, 2, 1, (240, 24)),
+    (64, 64): Tile(2, 128, 4, 2),
+    (96, 96): Tile(2, 128, 2, 2),
+    (128, 128): Tile(2, 128, 2, 2),
+    (192, 128): Tile(2, 128, 2, 1),
+    (192, 192): Tile(2, 64, 2, 2),
+    (256, 256): Tile(2, 64, 2, 1),
 }
-
 SIZES = (64, 96, 128, 192, 256)
-
-
-def padded(d: int) -> int:
-    """The head size whose tile holds a head of size d; what is missing reads as zero."""
-    return next(size for size in SIZES if size >= d)
+#: head size 64 without score terms: three warpgroups, which waste more of short rows of tiles
+LONG_64 = Tile(3, 128, 4, 2, (160, 32))
+LONG_64_KEYS = 1536
 
 
 @dataclass(frozen=True)
@@ -48,21 +51,22 @@ class Config:
 
     D: int  # head sizes of the tile
     DV: int
+    DV_OUT: int  # the head size of the output, DV or less
     BLOCK_K: int
     STAGES: int
     Q_STAGES: int
     WARPGROUPS: int
-    DV_OUT: int  # the head size of the output, DV or less
     GROUP: int = 1  # query heads of a kv head that share a tile
     LEFT: bool = False  # the band has a left limit
     RIGHT: bool = False
-    RESCALE_FIRST: bool = False  # rescale O under the product of scores, before its own
+    VARLEN: bool = False
+    PREFIX: bool = False
+    DOCUMENTS: bool = False
+    SOFTCAP: bool = False
+    ALIBI: bool = False
+    SINK: bool = False
+    BIAS: str = ""  # "copied" through shared memory, "gathered" from global memory, or none
     ROUND_LATE: bool = False  # round the weights after the product that they were made under
-
-
-def first_part(d: int) -> int:
-    """The largest power of two in d: shapes are powers of two, so 96 is 64 + 32."""
-    return 1 << (d.bit_length() - 1)
 
 
 class Constants:
@@ -72,8 +76,15 @@ class Constants:
         self.config = config
         given = {f.name: getattr(config, f.name) for f in fields(config)}
         d0, dv0 = first_part(config.D), first_part(config.DV)
-        parts = {"D0": d0, "D1": config.D - d0, "DV0": dv0, "DV1": config.DV - dv0}
-        for name, value in (given | parts | {"TOKENS": ROWS // config.GROUP}).items():
+        more = {
+            "D0": d0,
+            "D1": config.D - d0,
+            "DV0": dv0,
+            "DV1": config.DV - dv0,
+            "TOKENS": ROWS // config.GROUP,  # query positions of one warpgroup
+            "ADDED": config.ALIBI or bool(config.BIAS),  # terms that scores do not scale
+        }
+        for name, value in (given | more).items():
             setattr(self, name, gl.constexpr(value))
 
     def __repr__(self) -> str:
@@ -84,3 +95,77 @@ class Constants:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Constants) and self.config == other.config
+
+
+def first_part(d: int) -> int:
+    """The largest power of two in d: shapes are powers of two, so 96 is 64 + 32."""
+    return 1 << (d.bit_length() - 1)
+
+
+def sizes_of(d: int, dv: int) -> tuple[int, int]:
+    """The head sizes of the tile that holds (d, dv); what is missing reads as zero."""
+    big, big_v = (next(size for size in SIZES if size >= n) for n in (d, dv))
+    return (big, big_v) if (big, big_v) in TILES else (max(big, big_v),) * 2
+
+
+def tile_for(p: Problem, bias: str) -> Tile:
+    """The tile of a problem whose bias (if any) comes in as ``bias`` says."""
+    d, dv = sizes_of(p.d, p.dv)
+    tile = TILES[d, dv]
+    if not bias and not p.alibi and not p.documents and d == 64 and p.nk > LONG_64_KEYS:
+        return LONG_64
+    if bias != "copied":
+        return tile
+    assert p.bias_dtype is not None
+    for choice in (tile, replace(tile, q_stages=1), replace(tile, q_stages=1, block_k=64)):
+        if shared_bytes(choice, d, dv, p.bias_dtype) <= SHARED:
+            return choice
+    raise AssertionError("a bias that does not fit is gathered")
+
+
+def bias_fits(p: Problem) -> bool:
+    """Whether tiles of the bias have room in shared memory."""
+    assert p.bias_dtype is not None
+    d, dv = sizes_of(p.d, p.dv)
+    return shared_bytes(replace(TILES[d, dv], q_stages=1, block_k=64), d, dv, p.bias_dtype) <= SHARED
+
+
+def shared_bytes(tile: Tile, d: int, dv: int, bias: torch.dtype | None = None) -> int:
+    rows = tile.warpgroups * ROWS
+    q = tile.q_stages * rows * d * 2
+    kv = tile.stages * tile.block_k * (d + dv) * 2
+    terms = rows * tile.block_k * bias.itemsize if bias is not None else 0
+    return q + kv + terms + tile.warpgroups * SCRATCH
+
+
+def config_for(p: Problem, tile: Tile, bias: str, group: int) -> Config:
+    d, dv = sizes_of(p.d, p.dv)
+    return Config(
+        D=d,
+        DV=dv,
+        DV_OUT=p.dv,
+        BLOCK_K=tile.block_k,
+        STAGES=tile.stages,
+        Q_STAGES=tile.q_stages,
+        WARPGROUPS=tile.warpgroups,
+        GROUP=group,
+        LEFT=p.left is not None,
+        RIGHT=p.right is not None,
+        VARLEN=p.varlen,
+        PREFIX=p.prefix,
+        DOCUMENTS=p.documents,
+        SOFTCAP=p.softcap > 0,
+        ALIBI=p.alibi,
+        SINK=p.sink,
+        BIAS=bias,
+        ROUND_LATE=tile.warpgroups == 3,
+    )
+
+
+def packed_heads(p: Problem, bias: str) -> int:
+    """How many query heads of a kv head share a tile: all, where one head would leave it bare."""
+    group, tokens = p.group, TILES[sizes_of(p.d, p.dv)].warpgroups * ROWS
+    if bias == "copied" or group == 1 or group > ROWS or group & (group - 1):
+        return 1
+    filled = p.nq / (-(-p.nq // tokens) * tokens)
+    return group if filled < 0.9 and p.nq < 4 * tokens else 1
