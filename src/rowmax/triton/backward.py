@@ -15,6 +15,7 @@ from ..problem import Gradients, Problem, Tensors, Wanted
 from .bias_gradient import bias_gradient_kernel
 from .bundles import (
     Pointers,
+    aligned,
     constants,
     contiguous_steps,
     dense_batch,
@@ -27,8 +28,8 @@ from .bundles import (
     strides_of,
 )
 from .key_gradients import key_gradients_kernel
-from .launch import Job, planned
-from .maps import listed, order_steps, state_steps, tile_order, tile_states
+from .launch import Job, launch
+from .maps import listed, order_steps, state_steps, tile_states, with_order
 from .query_gradients import delta_kernel, query_gradients_kernel
 from .tiles import BOTH_UP_TO, Tiles
 
@@ -45,9 +46,7 @@ def backward(
 ) -> Gradients:
     """The wanted gradients; ``tiles`` overrides the tables."""
     tensors = prepared(tensors)
-    out, dout = (
-        x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in (out, dout)
-    )
+    out, dout = out.contiguous(), aligned(dout)
     if not lse.numel() or not any(wanted):
         return Gradients(
             *(torch.zeros_like(x) if w else None for w, x in zip(wanted, tensors, strict=False))  # pyright: ignore
@@ -112,25 +111,28 @@ def _delta(
     tiles: Tiles | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(lse in units of log 2, Delta - dlse, dsink)."""
-    job = planned("delta", problem, tensors, tiles, plan_delta, out, dout)
     lse = lse.contiguous()
-    lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
-    parts = None
-    if want_sink:
-        shape = (dense_batch(problem), problem.hq, job.n.tiles)
-        parts = out.new_empty(shape, dtype=torch.float32)
-    t = Pointers(q=tensors.q, k=None, v=None, out=out, dout=dout, lse=lse, lse2=lse2, delta=delta)
+    t = Pointers(tensors.q, None, None, out, lse, dout=dout)
+    t = t._replace(lse2=torch.empty_like(lse), delta=torch.empty_like(lse))
     t = t._replace(dlse=None if dlse is None else dlse.contiguous())
-    t = t._replace(sink=tensors.sink if want_sink else None, dsink=parts)
-    job.run(t)
-    return lse2, delta, None if parts is None else parts.sum((0, 2))
+    parts: list[Tensor] = []
+
+    def complete(job: Job) -> Pointers:
+        if not want_sink:
+            return t
+        shape = (dense_batch(problem), problem.hq, job.n.tiles)
+        parts[:] = [out.new_empty(shape, dtype=torch.float32)]
+        return t._replace(sink=tensors.sink, dsink=parts[0])
+
+    launch("delta", problem, tensors, tiles, plan_delta, complete, dout)
+    return t.lse2, t.delta, parts[0].sum((0, 2)) if parts else None
 
 
-def plan_delta(problem: Problem, tensors: Tensors, tiles: Tiles, out: Tensor, dout: Tensor) -> Job:
-    given = {"out": steps(out), "dout": steps(dout)}
-    stride, align, bias_align = strides_of(problem, tensors, given)
+def plan_delta(problem: Problem, tensors: Tensors, tiles: Tiles, dout: Tensor) -> Job:
+    given = {"out": contiguous_steps(problem.out_shape), "dout": steps(dout)}
+    stride, *aligns = strides_of(problem, tensors, given)
     n = numbers(problem, stride)._replace(tiles=-(-problem.total_q // tiles.block_q))
-    c = constants(problem, tiles, align, bias_align, False, precision_of(tensors))
+    c = constants(problem, tiles, aligns, False, precision_of(tensors))
     return Job(delta_kernel, n, c, tiles, heads=problem.hq * dense_batch(problem))
 
 
@@ -149,12 +151,12 @@ def _key_gradients(
     wide = max(problem.d, problem.dv) > BOTH_UP_TO
     passes = [("dk", dk, None), ("dv", None, dv)] if wide else [("key_gradients", dk, dv)]
     for name, one, other in passes if dk.numel() else ():
-        job = planned(name, problem, tensors, tiles, plan_key_gradients, t.dout)
-        t = t._replace(dk=one, dv=other, dbias_cols=None if name == "dv" else cols)
-        if listed(problem):
-            order, counts = tile_order(problem, tensors, job.tiles, over="queries")
-            t = t._replace(order=order, counts=counts)
-        job.run(t)
+        to = t._replace(dk=one, dv=other, dbias_cols=None if name == "dv" else cols)
+
+        def complete(job: Job, to: Pointers = to) -> Pointers:
+            return with_order(to, problem, tensors, job.tiles, over="queries")
+
+        launch(name, problem, tensors, tiles, plan_key_gradients, complete, t.dout)
     return dk, dv, cols
 
 
@@ -164,13 +166,13 @@ def plan_key_gradients(problem: Problem, tensors: Tensors, tiles: Tiles, dout: T
         "dk": contiguous_steps(tensors.k.shape),
         "dv": contiguous_steps(tensors.v.shape),
     }
-    stride, align, bias_align = strides_of(problem, tensors, found)
+    stride, *aligns = strides_of(problem, tensors, found)
     if listed(problem):
         stride = stride._replace(order=order_steps(problem, tensors, tiles, over="queries"))
     n = numbers(problem, stride)._replace(tiles=slots(problem, tiles.block_k, "keys"))
     uneven = problem.nq % tiles.block_q != 0 or problem.nk % tiles.block_k != 0
     edges = problem.varlen or problem.masked or uneven
-    c = constants(problem, tiles, align, bias_align, edges, precision_of(tensors))
+    c = constants(problem, tiles, aligns, edges, precision_of(tensors))
     return Job(key_gradients_kernel, n, c, tiles, heads=problem.hk * dense_batch(problem))
 
 
@@ -189,23 +191,23 @@ def _query_gradients(
         dbias = bias.new_zeros(bias.shape) if gaps else bias.new_empty(bias.shape)
     if how == "rows":
         rows = q.new_zeros((problem.batch, problem.hq, problem.nq), dtype=torch.float32)
-    job = planned("query_gradients", problem, tensors, tiles, plan_query_gradients, t.dout)
-    t = t._replace(dq=dq, dbias=dbias, dbias_rows=rows)
-    if listed(problem):
-        order, counts = tile_order(problem, tensors, job.tiles, over="keys")
-        t = t._replace(order=order, counts=counts)
-    job.run(t)
+    to = t._replace(dq=dq, dbias=dbias, dbias_rows=rows)
+
+    def complete(job: Job) -> Pointers:
+        return with_order(to, problem, tensors, job.tiles, over="keys")
+
+    launch("query_gradients", problem, tensors, tiles, plan_query_gradients, complete, t.dout)
     return dq, dbias, rows
 
 
 def plan_query_gradients(problem: Problem, tensors: Tensors, tiles: Tiles, dout: Tensor) -> Job:
     found = {"dout": steps(dout), "dq": contiguous_steps(tensors.q.shape)}
-    stride, align, bias_align = strides_of(problem, tensors, found)
+    stride, *aligns = strides_of(problem, tensors, found)
     if listed(problem):
         stride = stride._replace(order=order_steps(problem, tensors, tiles, over="keys"))
     n = numbers(problem, stride)._replace(tiles=slots(problem, tiles.block_q, "queries"))
     edges = problem.varlen or problem.masked or problem.nk % tiles.block_k != 0
-    c = constants(problem, tiles, align, bias_align, edges, precision_of(tensors))
+    c = constants(problem, tiles, aligns, edges, precision_of(tensors))
     return Job(query_gradients_kernel, n, c, tiles, heads=problem.hq * dense_batch(problem))
 
 
@@ -216,23 +218,26 @@ def _bias_gradient(problem: Problem, tensors: Tensors, t: Pointers, tiles: Tiles
     bias = tensors.bias
     assert bias is not None
     dbias = bias.new_empty(bias.shape)
+    to = t._replace(dbias=dbias)
+
+    def complete(job: Job) -> Pointers:
+        if not listed(problem):
+            return to
+        return to._replace(states=tile_states(problem, tensors, job.tiles).contiguous())
+
     if dbias.numel():
-        job = planned("bias_gradient", problem, tensors, tiles, plan_bias_gradient, t.dout)
-        states = None
-        if listed(problem):
-            states = tile_states(problem, tensors, job.tiles).contiguous()
-        job.run(t._replace(dbias=dbias, states=states))
+        launch("bias_gradient", problem, tensors, tiles, plan_bias_gradient, complete, t.dout)
     return dbias
 
 
 def plan_bias_gradient(problem: Problem, tensors: Tensors, tiles: Tiles, dout: Tensor) -> Job:
     assert problem.bias is not None
-    stride, align, bias_align = strides_of(problem, tensors, {"dout": steps(dout)})
+    stride, *aligns = strides_of(problem, tensors, {"dout": steps(dout)})
     if listed(problem):
         stride = stride._replace(states=state_steps(problem, tensors, tiles))
     b, h, i, j = problem.bias
     n = numbers(problem, stride)._replace(
         tiles=-(-i // tiles.block_q) * -(-j // tiles.block_k), bias_batch=b, bias_heads=h
     )
-    c = constants(problem, tiles, align, bias_align, True, precision_of(tensors))
+    c = constants(problem, tiles, aligns, True, precision_of(tensors))
     return Job(bias_gradient_kernel, n, c, tiles, heads=b * h)

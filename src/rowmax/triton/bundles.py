@@ -7,6 +7,7 @@ or ``n``, and the code for it is not compiled.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -53,7 +54,7 @@ class Pointers(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Steps (batch, row, head) in units of ``c.ALIGN`` elements, and of the four-index terms.
+    """Steps (batch, row, head) in units of ``c.ALIGN`` or, of outputs, ``c.OUT_ALIGN`` elements.
 
     That of a row is a constant, all others are numbers.
     """
@@ -110,6 +111,7 @@ class Constants(NamedTuple):
     BLOCK_Q: Any
     BLOCK_K: Any
     ALIGN: Any
+    OUT_ALIGN: Any
     BIAS_ALIGN: Any
     EDGES: Any  # tiles that need masking code can occur
     MASKS: Any  # pairs inside the matrix can be masked
@@ -117,31 +119,44 @@ class Constants(NamedTuple):
     PRECISION: Any  # of float32 products
 
 
-def pointers(tensors: Tensors) -> Pointers:
-    """The inputs of a call; a kernel's outputs and intermediates are for it to add."""
+def pointers(
+    tensors: Tensors, out: torch.Tensor | None = None, lse: torch.Tensor | None = None
+) -> Pointers:
+    """The inputs of a call; what else a kernel needs is for it to add."""
     q, k, v, bias, sink, alibi, allowed, q_ids, k_ids, lengths, cu_q, cu_k, seed = tensors
     return Pointers(
-        q, k, v, None, None, bias, sink, alibi, allowed, q_ids, k_ids, lengths, cu_q, cu_k, seed
+        q, k, v, out, lse, bias, sink, alibi, allowed, q_ids, k_ids, lengths, cu_q, cu_k, seed
     )
 
 
 def prepared(tensors: Tensors) -> Tensors:
-    """Tensors as the kernels read them: a last dimension without gaps, small ones contiguous."""
-    fixed = {}
-    for name in ("q", "k", "v", "q_ids", "k_ids"):
-        x = getattr(tensors, name)
-        if x is not None and without_gaps(x) is not x:
+    """Tensors as the kernels read them: q, k and v aligned, small ones without gaps."""
+    q, k, v, _, sink, alibi, _, q_ids, k_ids, lengths, *_ = tensors
+    fixed: dict[str, torch.Tensor] = {}
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        y = aligned(x)
+        if y is not x:
+            fixed[name] = y
+    for name, x in (("q_ids", q_ids), ("k_ids", k_ids), ("sink", sink), ("alibi", alibi)):
+        if x is not None and x.stride(-1) != 1:
             fixed[name] = x.contiguous()
-    for name in ("sink", "alibi", "lengths"):
-        x = getattr(tensors, name)
-        if x is not None and not x.is_contiguous():
-            fixed[name] = x.contiguous()
+    if lengths is not None and not lengths.is_contiguous():
+        fixed["lengths"] = lengths.contiguous()
     return tensors._replace(**fixed) if fixed else tensors
 
 
-def without_gaps(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy whose last dimension is contiguous."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy, such that rows start at multiples of 16 bytes and have no gaps.
+
+    Other rows would be read an element at a time, which costs more than the copy.
+    """
+    unit = 16 // x.element_size()
+    b, n, h, d = x.stride()
+    whole = (d == 1 or x.shape[3] == 1) and x.data_ptr() % 16 == 0
+    if whole and ((b | n | h) % unit == 0 or not any(s % unit for s in steps(x)[:3])):
+        return x
+    *sizes, width = x.shape
+    return x.new_empty(*sizes, -(-width // unit) * unit)[..., :width].copy_(x)
 
 
 def steps(x: torch.Tensor) -> tuple[int, ...]:
@@ -160,34 +175,38 @@ def contiguous_steps(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def strides_of(
     problem: Problem, tensors: Tensors, matrices: dict[str, tuple[int, ...]]
-) -> tuple[Strides, int, int]:
-    """(strides, ALIGN, BIAS_ALIGN) of the inputs and of further ``[B, N, H, D]`` matrices."""
-    found = {name: steps(getattr(tensors, name))[:3] for name in ("q", "k", "v")}
-    found |= {name: s[:3] for name, s in matrices.items()}
-    align = common_align(list(found.values()), 16 // tensors.q.element_size())
-    found = {
-        name: (batch // align, tl.constexpr(row // align), head // align)
-        for name, (batch, row, head) in found.items()
-    }
+) -> tuple[Strides, int, int, int]:
+    """(strides, ALIGN, OUT_ALIGN, BIAS_ALIGN) of the inputs and of ``matrices``.
+
+    ``dout`` is given, and read as q is; the others are contiguous.
+    """
+    unit = 16 // tensors.q.element_size()
+    read = {name: steps(getattr(tensors, name))[:3] for name in ("q", "k", "v")}
+    made = {name: s[:3] for name, s in matrices.items()}
+    if "dout" in made:
+        read["dout"] = made.pop("dout")
+    align, out_align = unit, common_align(list(made.values()), unit)
     bias, bias_align = None, 1
     if tensors.bias is not None:
         bias = steps(tensors.bias)
         both = [bias[:3], contiguous_steps(tensors.bias.shape)[:3]]
         bias_align = common_align(both, 16 // tensors.bias.element_size())
-    return (
-        Strides(
-            **found,
-            bias=None if bias is None else pair_strides(bias, bias_align),
-            dbias=None
-            if tensors.bias is None
-            else pair_strides(contiguous_steps(tensors.bias.shape), bias_align),
-            allowed=None if tensors.allowed is None else pair_strides(steps(tensors.allowed)),
-            q_ids=None if tensors.q_ids is None else steps(tensors.q_ids)[0],
-            k_ids=None if tensors.k_ids is None else steps(tensors.k_ids)[0],
-        ),
-        align,
-        bias_align,
+    dbias = None if bias is None else contiguous_steps(tensors.bias.shape)  # pyright: ignore
+    found = Strides(
+        **{name: _rows(s, align) for name, s in read.items()},
+        **{name: _rows(s, out_align) for name, s in made.items()},
+        bias=None if bias is None else pair_strides(bias, bias_align),
+        dbias=None if dbias is None else pair_strides(dbias, bias_align),
+        allowed=None if tensors.allowed is None else pair_strides(steps(tensors.allowed)),
+        q_ids=None if tensors.q_ids is None else steps(tensors.q_ids)[0],
+        k_ids=None if tensors.k_ids is None else steps(tensors.k_ids)[0],
     )
+    return found, align, out_align, bias_align
+
+
+def _rows(steps: tuple[int, ...], align: int) -> tuple[Any, ...]:
+    batch, row, head = steps
+    return batch // align, tl.constexpr(row // align), head // align
 
 
 def common_align(matrices: list[tuple[int, ...]], width: int) -> int:
@@ -236,7 +255,7 @@ def numbers(problem: Problem, stride: Strides) -> Numbers:
 
 
 def constants(
-    problem: Problem, tiles: Tiles, align: int, bias_align: int, edges: bool, precision: str
+    problem: Problem, tiles: Tiles, aligns: Iterable[int], edges: bool, precision: str
 ) -> Constants:
     values = (
         problem.hq,
@@ -247,8 +266,7 @@ def constants(
         padded(problem.dv),
         tiles.block_q,
         tiles.block_k,
-        align,
-        bias_align,
+        *aligns,
         edges,
         problem.masked,
         folded(problem),

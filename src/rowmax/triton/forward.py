@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..problem import Problem, Tensors
 from .bundles import (
+    Pointers,
     constants,
     contiguous_steps,
     dense_batch,
@@ -25,8 +26,8 @@ from .bundles import (
     slots,
     strides_of,
 )
-from .launch import Job, planned
-from .maps import listed, order_steps, tile_order
+from .launch import Job, launch
+from .maps import listed, order_steps, with_order
 from .scores import LN2, LOG2E, kept, scored, seen
 from .steps import (
     count_tiles,
@@ -169,8 +170,8 @@ def forward_kernel(t, n, c):
         acc = acc * n.keep_scale
     acc = acc / l[:, None]
     lse = tl.where(empty, float("-inf"), (m + tl.log2(l)) * LN2)
-    out = matrix(t.out, n.stride.out, b, head, q_start, PACKED, c.ALIGN)
-    store_tile(out, n.stride.out, i0, nq, acc, BLOCK_Q, c.DV, c.BLOCK_DV, c.ALIGN)
+    out = matrix(t.out, n.stride.out, b, head, q_start, PACKED, c.OUT_ALIGN)
+    store_tile(out, n.stride.out, i0, nq, acc, BLOCK_Q, c.DV, c.BLOCK_DV, c.OUT_ALIGN)
     to = vector(t.lse, b, head, q_start, n.total_q, c.HQ, PACKED)
     row = i0 + tl.arange(0, BLOCK_Q)
     tl.store(to + row, lse, mask=row < nq)
@@ -186,21 +187,21 @@ def forward(
     lse = q.new_empty(problem.lse_shape, dtype=torch.float32)
     if not lse.numel():
         return out, lse
-    job = planned("forward", problem, tensors, tiles, plan_forward)
-    t = pointers(tensors)._replace(out=out, lse=lse)
-    if listed(problem):
-        order, counts = tile_order(problem, tensors, job.tiles, over="keys")
-        t = t._replace(order=order, counts=counts)
-    job.run(t)
+    t = pointers(tensors, out=out, lse=lse)
+
+    def complete(job: Job) -> Pointers:
+        return with_order(t, problem, tensors, job.tiles, over="keys")
+
+    launch("forward", problem, tensors, tiles, plan_forward, complete)
     return out, lse
 
 
 def plan_forward(problem: Problem, tensors: Tensors, tiles: Tiles) -> Job:
     out = contiguous_steps(problem.out_shape)
-    stride, align, bias_align = strides_of(problem, tensors, {"out": out})
+    stride, *aligns = strides_of(problem, tensors, {"out": out})
     if listed(problem):
         stride = stride._replace(order=order_steps(problem, tensors, tiles, over="keys"))
     n = numbers(problem, stride)._replace(tiles=slots(problem, tiles.block_q, "queries"))
     edges = problem.varlen or problem.masked or problem.nk % tiles.block_k != 0
-    c = constants(problem, tiles, align, bias_align, edges, precision_of(tensors))
+    c = constants(problem, tiles, aligns, edges, precision_of(tensors))
     return Job(forward_kernel, n, c, tiles, heads=problem.hq * dense_batch(problem))

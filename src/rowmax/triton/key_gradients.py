@@ -167,10 +167,10 @@ def key_gradients_kernel(t, n, c):
                     offset,
                 )  # fmt: skip
     if t.dk is not None:
-        to = matrix(t.dk, n.stride.dk, b, kv_head, k_start, PACKED, c.ALIGN)
-        store_tile(to, n.stride.dk, j0, nk, dk * n.scale, BLOCK_K, c.D, c.BLOCK_D, c.ALIGN)
+        to = matrix(t.dk, n.stride.dk, b, kv_head, k_start, PACKED, c.OUT_ALIGN)
+        store_tile(to, n.stride.dk, j0, nk, dk * n.scale, BLOCK_K, c.D, c.BLOCK_D, c.OUT_ALIGN)
     if t.dv is not None:
         if t.seed is not None:
             dv = dv * n.keep_scale
-        to = matrix(t.dv, n.stride.dv, b, kv_head, k_start, PACKED, c.ALIGN)
-        store_tile(to, n.stride.dv, j0, nk, dv, BLOCK_K, c.DV, c.BLOCK_DV, c.ALIGN)
+        to = matrix(t.dv, n.stride.dv, b, kv_head, k_start, PACKED, c.OUT_ALIGN)
+        store_tile(to, n.stride.dv, j0, nk, dv, BLOCK_K, c.DV, c.BLOCK_DV, c.OUT_ALIGN)

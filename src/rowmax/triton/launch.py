@@ -3,22 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+from triton.compiler import ASTSource
+from triton.runtime.errors import OutOfResources
 
 from ..problem import Problem, Tensors
 from .bundles import Constants, Numbers, Pointers
-from .tiles import Tiles, tiles_for
+from .tiles import Tiles, smaller, tiles_for
+
+_TYPES = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.uint8: "*u8",
+    torch.bool: "*i1",
+}
 
 #: jobs kept, by everything that they depend on
 _jobs: dict[Any, Job] = {}
 _LIMIT = 4096
 
 
+class Signature(NamedTuple):
+    """What a kernel is compiled for, as Triton wants it told."""
+
+    types: dict[str, Any]
+    constants: dict[tuple[int, ...], Any]
+    attributes: dict[tuple[int, ...], Any]
+
+
 class Job:
-    """A kernel with its numbers, constants and grid; only pointers are missing."""
+    """A kernel with its numbers, constants and grid; only pointers are missing.
+
+    Kernels are compiled here and not by calling them, which would compile anew for every number
+    that is 1 or a multiple of 16, and looks all of that up at every launch.
+    """
 
     def __init__(self, kernel: Any, n: Numbers, c: Constants, tiles: Tiles, heads: int) -> None:
         self.kernel = kernel
@@ -26,12 +52,18 @@ class Job:
         self.c = c
         self.grid = (n.tiles * heads, 1, 1)
         self.tiles = tiles
-        self._compiled: dict[int, Any] = {}
+        self.options = {
+            "num_warps": tiles.warps,
+            "num_stages": tiles.stages,
+            "enable_fp_fusion": True,
+        }
+        self._compiled: dict[tuple[int, int], Any] = {}
 
     def run(self, t: Pointers) -> None:
         """Launch on the current stream of the pointers' device."""
         if not t.q.is_cuda:  # the interpreter, or another kind of device
-            self._compile_and_run(t)
+            options = {k: v for k, v in self.options.items() if k != "enable_fp_fusion"}
+            self.kernel[self.grid](t, self.n, self.c, **options)
         elif t.q.device.index != torch.cuda.current_device():
             with torch.cuda.device(t.q.device):
                 self._run(t)
@@ -39,39 +71,63 @@ class Job:
             self._run(t)
 
     def _run(self, t: Pointers) -> None:
-        # Triton compiles anew where a pointer is None or is not aligned to 16 bytes. The handle
-        # of a compiled kernel skips the look-up of which, much of a launch's time on the host.
-        bits = present = 0
-        for n, x in enumerate(t):
+        present = odd = 0
+        bit = 1
+        for x in t:
             if x is not None:
-                bits |= x.data_ptr()
-                present |= 1 << n
-        if bits & 15 or torch.version.hip is not None:
-            self._compile_and_run(t)
-            return
-        compiled = self._compiled.get(present)
-        if compiled is None:
-            self._compiled[present] = self._compile_and_run(t)
-        else:
-            compiled[self.grid](t, self.n, self.c)
+                present |= bit
+                if x.data_ptr() & 15:
+                    odd |= bit
+            bit += bit
+        ready = self._compiled.get((present, odd))
+        if ready is None:
+            ready = self.compile(t)[self.grid]
+            self._compiled[present, odd] = ready
+        ready(t, self.n, self.c)
 
-    def _compile_and_run(self, t: Pointers) -> Any:
-        return self.kernel[self.grid](
-            t, self.n, self.c, num_warps=self.tiles.warps, num_stages=self.tiles.stages
-        )
+    def compile(self, t: Pointers, target: Any = None) -> Any:
+        """The kernel for these pointers, on the current device or for another target."""
+        types, constants, attributes = self.signature(t)
+        source = ASTSource(self.kernel, types, constants, attributes)  # pyright: ignore
+        return triton.compile(source, target=target, options=self.options)
+
+    def signature(self, t: Pointers) -> Signature:
+        found = Signature({}, {}, {})
+        for i, (name, bundle) in enumerate((("t", t), ("n", self.n), ("c", self.c))):
+            found.types[name] = _described(bundle, (i,), found)
+        return found
 
 
-def planned(
+def _described(x: Any, path: tuple[int, ...], found: Signature) -> Any:
+    """The type of an argument, or of each in a bundle; constants and alignments go to found."""
+    if x is None or isinstance(x, tl.constexpr):
+        found.constants[path] = None if x is None else x.value
+        return "constexpr"
+    if isinstance(x, Tensor):
+        if x.data_ptr() % 16 == 0:
+            found.attributes[path] = [["tt.divisibility", 16]]
+        return _TYPES[x.dtype]
+    if isinstance(x, float):
+        return "fp32"
+    if isinstance(x, int):
+        return "i32" if -(2**31) <= x < 2**31 else "i64"
+    parts = [_described(y, (*path, i), found) for i, y in enumerate(x)]
+    return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
+
+
+def launch(
     name: str,
     problem: Problem,
     tensors: Tensors,
     tiles: Tiles | None,
     plan: Callable[..., Job],
+    pointers: Callable[[Job], Pointers],
     *more: Tensor,
-) -> Job:
-    """The job of this name for calls like this one: same problem, device, strides and tiles.
+) -> None:
+    """Run the job of this name with ``pointers(job)``; with smaller tiles if it does not fit.
 
-    ``plan(problem, tensors, tiles, *more)`` makes it where there is none yet.
+    The job, made by ``plan(problem, tensors, tiles, *more)``, serves every call with the same
+    problem, device, strides and tiles.
     """
     q, k, v, bias, _, _, allowed, q_ids, k_ids, *_ = tensors
     given = (q, k, v, bias, allowed, q_ids, k_ids, *more)
@@ -79,9 +135,21 @@ def planned(
     batches = [None if x is None else x.shape[0] for x in (q_ids, k_ids)]
     key = (name, problem, q.device.index, tiles, *strides, *batches)
     job = _jobs.get(key)
-    if job is None:
+    if job is not None:
+        job.run(pointers(job))
+        return
+    chosen = tiles or tiles_for(name, problem, q.device)
+    while True:
+        job = plan(problem, tensors, chosen, *more)
+        try:
+            job.run(pointers(job))
+        except OutOfResources:
+            less = None if tiles else smaller(chosen)
+            if less is None:
+                raise
+            chosen = less
+            continue
         if len(_jobs) >= _LIMIT:
             _jobs.clear()
-        job = plan(problem, tensors, tiles or tiles_for(name, problem, q.device), *more)
         _jobs[key] = job
-    return job
+        return

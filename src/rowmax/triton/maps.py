@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .. import mask
 from ..problem import Problem, Tensors
+from .bundles import Pointers
 from .tiles import Tiles
 
 
@@ -29,6 +30,16 @@ def tile_order(problem: Problem, tensors: Tensors, tiles: Tiles, over: str) -> t
     full, partial = (states == kind for kind in (mask.FULL, mask.PARTIAL))
     counts = torch.stack([full.sum(-1), partial.sum(-1)], -1)
     return order.to(torch.int32), counts.to(torch.int32)
+
+
+def with_order(
+    t: Pointers, problem: Problem, tensors: Tensors, tiles: Tiles, over: str
+) -> Pointers:
+    """The pointers, with those of the list if the problem has one."""
+    if not listed(problem):
+        return t
+    order, counts = tile_order(problem, tensors, tiles, over)
+    return t._replace(order=order, counts=counts)
 
 
 def tile_states(problem: Problem, tensors: Tensors, tiles: Tiles) -> Tensor:

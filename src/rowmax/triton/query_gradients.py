@@ -45,8 +45,8 @@ def delta_kernel(t, n, c):
     i0 = tile * BLOCK_Q
     row = i0 + tl.arange(0, BLOCK_Q)
     end = n.total_q
-    o = matrix(t.out, n.stride.out, b, head, 0, False, c.ALIGN)
-    o = load_tile(o, n.stride.out, i0, end, BLOCK_Q, c.DV, c.BLOCK_DV, c.ALIGN, True)
+    o = matrix(t.out, n.stride.out, b, head, 0, False, c.OUT_ALIGN)
+    o = load_tile(o, n.stride.out, i0, end, BLOCK_Q, c.DV, c.BLOCK_DV, c.OUT_ALIGN, True)
     do = matrix(t.dout, n.stride.dout, b, head, 0, False, c.ALIGN)
     do = load_tile(do, n.stride.dout, i0, end, BLOCK_Q, c.DV, c.BLOCK_DV, c.ALIGN, True)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
@@ -173,8 +173,8 @@ def query_gradients_kernel(t, n, c):
                 q, do, lse2, delta, k_base, v_base, t, n, c, b, head, row[:, None], nq, nk, used,
                 offset,
             )  # fmt: skip
-    to = matrix(t.dq, n.stride.dq, b, head, q_start, PACKED, c.ALIGN)
-    store_tile(to, n.stride.dq, i0, nq, dq * n.scale, BLOCK_Q, c.D, c.BLOCK_D, c.ALIGN)
+    to = matrix(t.dq, n.stride.dq, b, head, q_start, PACKED, c.OUT_ALIGN)
+    store_tile(to, n.stride.dq, i0, nq, dq * n.scale, BLOCK_Q, c.D, c.BLOCK_D, c.OUT_ALIGN)
     if t.dbias_rows is not None:
         to = vector(t.dbias_rows, b, head, 0, n.longest_q, c.HQ, False)
         row = i0 + tl.arange(0, BLOCK_Q)

@@ -158,6 +158,17 @@ def fits(kind: Kind, tiles: Tiles, limits: Limits) -> bool:
     return shared <= limits.shared and (sums + scores) / threads <= 200
 
 
+def smaller(tiles: Tiles) -> Tiles | None:
+    """What to try where tiles did not fit after all: fewer stages, then half of the longer side."""
+    if tiles.stages > 1:
+        return replace(tiles, stages=tiles.stages - 1)
+    if max(tiles.block_q, tiles.block_k) <= 16:
+        return None
+    if tiles.block_q >= tiles.block_k:
+        return replace(tiles, block_q=tiles.block_q // 2, stages=2)
+    return replace(tiles, block_k=tiles.block_k // 2, stages=2)
+
+
 # --- the user's own ----------------------------------------------------------------------------
 
 
