@@ -223,11 +223,16 @@ def _ids(name: str, ids: Tensor, batch: int, n: int, of: str, q: Tensor) -> Tens
     ids = ids[None] if ids.dim() == 1 else ids
     if ids.shape[0] not in (1, batch) or ids.shape[1] != n:
         raise bad(name, f"shape {list(ids.shape)}", f"[{n}] or [{batch}, {n}], one id for all {of}")
-    if ids.dtype == torch.int64 and ids.numel() and values_are_readable(ids):
-        low, high = (int(x) for x in ids.aminmax())
-        if low < -(2**31) or high >= 2**31:
-            raise bad(name, f"ids from {low} to {high}", "ids of 32 bits")
-    return ids.to(torch.int32)
+    short = ids.to(torch.int32)
+    if ids.dtype == torch.int64 and ids.numel():
+        if values_are_readable(ids):
+            low, high = (int(x) for x in ids.aminmax())
+            if low < -(2**31) or high >= 2**31:
+                raise bad(name, f"ids from {low} to {high}", "ids of 32 bits")
+        elif not torch._C._are_functorch_transforms_active():
+            # the device itself says so, later, where its values cannot be looked at now
+            torch._assert_async((ids == short).all(), f"{name}: want ids of 32 bits")  # pyright: ignore
+    return short
 
 
 def _checked_lengths(q: Tensor, lengths: Tensor | None, batch: int, nk: int) -> Tensor | None:
