@@ -46,7 +46,7 @@ def demo(
     device: Device = None,
     backend: Backend = None,
     steps: Annotated[
-        int | None, typer.Option(min=25, help="Training steps. By default 350 on a CPU.")
+        int | None, typer.Option(min=25, help="Training steps. By default 300 on a CPU.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Everything small, in seconds.")] = False,
     report: Annotated[Path, typer.Option(help="Where the HTML report goes.")] = Path("report.html"),

@@ -51,6 +51,7 @@ svg .value { fill: var(--ink); font-weight: 600; }
 svg .curve { fill: none; stroke-width: 2; stroke-linejoin: round; }
 svg .curve.s0 { stroke: var(--s0); stroke-width: 5; stroke-opacity: .55; }
 svg .curve.s1 { stroke: var(--s1); stroke-width: 1.6; }
+.single svg .curve.s0 { stroke-width: 2; stroke-opacity: 1; }
 svg .bar.s0 { fill: var(--s2); } svg .bar.s1 { fill: var(--s0); } svg .bar.s2 { fill: var(--s0);
   fill-opacity: .45; }
 .wide { overflow-x: auto; }
@@ -151,7 +152,7 @@ standard attention (SDPA). Their steps took turns.</p>
 <figure>{charts.lines(smooth, "step", "loss, nats a byte", first)}
 <figcaption>Loss in nats a byte, running mean of {SMOOTHING} steps. The thin line lies on the
 broad one where they agree.</figcaption></figure>
-<figure>{charts.lines({"difference": apart}, "step", "difference, %", first, 180, "{:g}%", limit)}
+<figure class="single">{charts.lines({"difference": apart}, "step", "difference, %", first, 180, "{:g}%", limit)}
 <figcaption>Their difference. Rounding drives two runs apart with every step; more than the
 allowed share would be an error of attention or of its gradients.</figcaption></figure>
 {_table(agreement)}

@@ -113,15 +113,13 @@ def _largest_difference(ours: list[float], theirs: list[float]) -> float:
 
 
 def plan_for(device: torch.device, steps: int | None, quick: bool) -> Plan:
-    """Sized for its device: about 80 seconds on two cores."""
+    """Sized for its device: about 70 seconds on two cores."""
     if quick:
         return Plan(Size(2, 2, 64, 128), rows=4, steps=steps or 30)
     if device.type == "cpu":
-        return Plan(Size(4, 2, 128, 512), rows=4, steps=steps or 350)
+        return Plan(Size(4, 2, 128, 512), rows=4, steps=steps or 300)
     size = Size(6, 4, 256, 2048)
-    return Plan(
-        size, rows=8, steps=steps or 500, bfloat16=True, near=1e-2, gradient=3e-2
-    )
+    return Plan(size, rows=8, steps=steps or 500, bfloat16=True, near=1e-2, gradient=3e-2)
 
 
 def rowmax_attention(backend: str | None) -> Attend:
