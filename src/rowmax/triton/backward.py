@@ -49,7 +49,7 @@ def backward(
     out, dout = out.contiguous(), aligned(dout)
     if not lse.numel() or not any(wanted):
         return Gradients(
-            *(torch.zeros_like(x) if w else None for w, x in zip(wanted, tensors, strict=False))  # pyright: ignore
+            *(x.new_zeros(x.shape) if w else None for w, x in zip(wanted, tensors, strict=False))  # pyright: ignore
         )
     lse2, delta, dsink = _delta(problem, tensors, out, lse, dout, dlse, wanted.sink, tiles)
     t = pointers(tensors)._replace(dout=dout, lse2=lse2, delta=delta)
@@ -132,7 +132,7 @@ def plan_delta(problem: Problem, tensors: Tensors, tiles: Tiles, dout: Tensor) -
     given = {"out": contiguous_steps(problem.out_shape), "dout": steps(dout)}
     stride, *aligns = strides_of(problem, tensors, given)
     n = numbers(problem, stride)._replace(tiles=-(-problem.total_q // tiles.block_q))
-    c = constants(problem, tiles, aligns, False, precision_of(tensors))
+    c = constants(problem, tiles, aligns, precision_of(tensors))
     return Job(delta_kernel, n, c, tiles, heads=problem.hq * dense_batch(problem))
 
 
@@ -170,9 +170,7 @@ def plan_key_gradients(problem: Problem, tensors: Tensors, tiles: Tiles, dout: T
     if listed(problem):
         stride = stride._replace(order=order_steps(problem, tensors, tiles, over="queries"))
     n = numbers(problem, stride)._replace(tiles=slots(problem, tiles.block_k, "keys"))
-    uneven = problem.nq % tiles.block_q != 0 or problem.nk % tiles.block_k != 0
-    edges = problem.varlen or problem.masked or uneven
-    c = constants(problem, tiles, aligns, edges, precision_of(tensors))
+    c = constants(problem, tiles, aligns, precision_of(tensors))
     return Job(key_gradients_kernel, n, c, tiles, heads=problem.hk * dense_batch(problem))
 
 
@@ -206,8 +204,7 @@ def plan_query_gradients(problem: Problem, tensors: Tensors, tiles: Tiles, dout:
     if listed(problem):
         stride = stride._replace(order=order_steps(problem, tensors, tiles, over="keys"))
     n = numbers(problem, stride)._replace(tiles=slots(problem, tiles.block_q, "queries"))
-    edges = problem.varlen or problem.masked or problem.nk % tiles.block_k != 0
-    c = constants(problem, tiles, aligns, edges, precision_of(tensors))
+    c = constants(problem, tiles, aligns, precision_of(tensors))
     return Job(query_gradients_kernel, n, c, tiles, heads=problem.hq * dense_batch(problem))
 
 
@@ -239,5 +236,5 @@ def plan_bias_gradient(problem: Problem, tensors: Tensors, tiles: Tiles, dout: T
     n = numbers(problem, stride)._replace(
         tiles=-(-i // tiles.block_q) * -(-j // tiles.block_k), bias_batch=b, bias_heads=h
     )
-    c = constants(problem, tiles, aligns, True, precision_of(tensors))
+    c = constants(problem, tiles, aligns, precision_of(tensors))
     return Job(bias_gradient_kernel, n, c, tiles, heads=b * h)

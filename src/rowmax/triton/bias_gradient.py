@@ -1,4 +1,4 @@
-# ruff: noqa: RET505  (what is compiled and what runs are told apart by else)
+# ruff: noqa: RET505, SIM102, SIM108, RUF100  (code that is compiled tells its branches apart by else)
 """dbias of a bias that broadcasts over the batch or the heads: a tile of it stays, they pass by.
 
 ``dbias_ij = sum dS_ij`` over what broadcasts, in one order, in registers: no memory beyond the
@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .scores import dropped, load_rows, weights
+from .scores import dropped, load_rows, seen, weights
 from .steps import at_pair, band, keys_in_use, load_tile, matrix, sizes, vector
 
 
@@ -51,10 +51,11 @@ def score_gradient(t, n, c, b, head, i0, j0, q_start, nq, k_start, nk, used, off
     delta = vector(t.delta, b, head, q_start, n.total_q, c.HQ, PACKED)
     delta = load_rows(delta, row, nq, 0.0, True)
     row = row[:, None]
-    p, _, ok = weights(
-        x, lse2[:, None], t, n, c, b, head, row, j0 + j, nq, nk, used, offset, True
+    p, _ = weights(
+        x, lse2[:, None], t, n, c, b, head, row, j0 + j, nq, nk, used, offset, False
     )  # fmt: skip
     _, dp = dropped(p, dp, t, n, b, head, row, j0, j, BLOCK_K)
+    ok = seen(t, n, b, head, row, j0 + j, nq, used, offset)
     return tl.where(ok, p * (dp - delta[:, None]), 0.0)
 
 

@@ -113,6 +113,8 @@ class Constants(NamedTuple):
     ALIGN: Any
     OUT_ALIGN: Any
     BIAS_ALIGN: Any
+    RAGGED_Q: Any  # tiles of queries can run past the end
+    RAGGED_K: Any  # tiles of keys can run past those in use
     EDGES: Any  # tiles that need masking code can occur
     MASKS: Any  # pairs inside the matrix can be masked
     FOLDED: Any  # scores are q.k alone, so that the scale folds into the exponent
@@ -254,9 +256,9 @@ def numbers(problem: Problem, stride: Strides) -> Numbers:
     )
 
 
-def constants(
-    problem: Problem, tiles: Tiles, aligns: Iterable[int], edges: bool, precision: str
-) -> Constants:
+def constants(problem: Problem, tiles: Tiles, aligns: Iterable[int], precision: str) -> Constants:
+    ragged_q = problem.varlen or problem.nq % tiles.block_q != 0
+    ragged_k = problem.varlen or problem.prefix or problem.nk % tiles.block_k != 0
     values = (
         problem.hq,
         problem.group,
@@ -267,7 +269,9 @@ def constants(
         tiles.block_q,
         tiles.block_k,
         *aligns,
-        edges,
+        ragged_q,
+        ragged_k,
+        problem.masked or ragged_k,
         problem.masked,
         folded(problem),
         precision,

@@ -1,4 +1,4 @@
-# ruff: noqa: SIM102  (what is compiled and what runs are told apart by else)
+# ruff: noqa: RET505, SIM102, SIM108, RUF100  (code that is compiled tells its branches apart by else)
 """The forward: a tile of queries stays, tiles of keys pass by it.
 
 ``m' = max(m, rowmax S)``, ``alpha = exp(m - m')``, ``l' = alpha l + rowsum exp(S - m')``,
@@ -30,7 +30,6 @@ from .launch import Job, launch
 from .maps import listed, order_steps, with_order
 from .scores import LN2, LOG2E, kept, scored, seen
 from .steps import (
-    count_tiles,
     has_nan,
     keys_in_use,
     load_row,
@@ -49,21 +48,21 @@ from .tiles import Tiles
 
 @triton.jit
 def attend_tiles(
-    m, l, acc, q, k_base, v_base, t, n, c, b, head, row, plan, nq, nk, used, offset,
-    PARTIAL: tl.constexpr,
+    m, l, acc, q, k_base, v_base, t, n, c, b, head, row, plan, nq, nk, used, offset
 ):  # fmt: skip
-    """The recurrence over the full or the partial tiles; m is in units of log 2."""
+    """The recurrence over the tiles that hold something to see; m is in units of log 2."""
     BLOCK_K: tl.constexpr = c.BLOCK_K
-    j = tl.arange(0, BLOCK_K)
-    for i in tl.range(0, count_tiles(plan, PARTIAL)):
-        j0 = nth_tile(i, t, plan, PARTIAL) * BLOCK_K
-        col = j0 + j[None, :]
-        k = load_tile(k_base, n.stride.k, j0, used, BLOCK_K, c.D, c.BLOCK_D, c.ALIGN, PARTIAL)
+    j = tl.arange(0, BLOCK_K)[None, :]
+    for i in tl.range(0, plan[0]):
+        tile, partial = nth_tile(i, t, plan)
+        j0 = tile * BLOCK_K
+        k = load_tile(k_base, n.stride.k, j0, used, BLOCK_K, c.D, c.BLOCK_D, c.ALIGN, c.RAGGED_K)
         s = tl.dot(q, tl.trans(k), input_precision=c.PRECISION)
-        s, _ = scored(s, t, n, c, b, head, row, col, nq, nk, offset, PARTIAL)
-        if PARTIAL:
-            ok = seen(t, n, b, head, row, col, nq, used, offset)
-            s = tl.where(ok, s, float("-inf"))
+        s, _ = scored(s, t, n, c, b, head, row, j0 + j, nq, nk, offset)
+        if c.EDGES:
+            if partial:
+                ok = seen(t, n, b, head, row, j0 + j, nq, used, offset)
+                s = tl.where(ok, s, float("-inf"))
         if c.FOLDED:
             m_new = tl.maximum(m, tl.max(s, 1) * n.scale2)
             safe = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -77,8 +76,8 @@ def attend_tiles(
         m = m_new
         acc = acc * alpha[:, None]
         if t.seed is not None:
-            p = tl.where(kept(t, n, b, head, row, j0, j[None, :], BLOCK_K), p, 0.0)
-        v = load_tile(v_base, n.stride.v, j0, used, BLOCK_K, c.DV, c.BLOCK_DV, c.ALIGN, PARTIAL)
+            p = tl.where(kept(t, n, b, head, row, j0, j, BLOCK_K), p, 0.0)
+        v = load_tile(v_base, n.stride.v, j0, used, BLOCK_K, c.DV, c.BLOCK_DV, c.ALIGN, c.RAGGED_K)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=c.PRECISION)
     return m, l, acc
 
@@ -93,7 +92,7 @@ def average_key_by_key(
         j0 = j // 16 * 16
         column = tl.full([1, 1], 0, tl.int32) + (j - j0)
         x = times_row(q, load_row(k_base, n.stride.k, j, c.D, c.BLOCK_D, c.ALIGN))
-        s, _ = scored(x, t, n, c, b, head, row, j0 + column, nq, nk, offset, True)
+        s, _ = scored(x, t, n, c, b, head, row, j0 + column, nq, nk, offset)
         if c.FOLDED:
             s = s * n.scale2
         p = tl.exp2(s - tl.where(m == float("-inf"), 0.0, m)[:, None])
@@ -150,16 +149,12 @@ def forward_kernel(t, n, c):
 
     m, l, acc = begin(t, c, head)
     m, l, acc = attend_tiles(
-        m, l, acc, q, k_base, v_base, t, n, c, b, head, row[:, None], plan, nq, nk, used, offset,
-        False,
+        m, l, acc, q, k_base, v_base, t, n, c, b, head, row[:, None], plan, nq, nk, used, offset
     )  # fmt: skip
-    if c.EDGES:
-        m, l, acc = attend_tiles(
-            m, l, acc, q, k_base, v_base, t, n, c, b, head, row[:, None], plan, nq, nk, used,
-            offset, True,
-        )  # fmt: skip
     if c.MASKS:
         if has_nan(acc):
+            # loaded again: kept in registers until here, it would cost the loop its own
+            q = load_tile(q_base, n.stride.q, i0, nq, BLOCK_Q, c.D, c.BLOCK_D, c.ALIGN, True)
             acc = average_key_by_key(
                 m, q, k_base, v_base, t, n, c, b, head, row[:, None], nq, nk, used, offset
             )
@@ -202,6 +197,5 @@ def plan_forward(problem: Problem, tensors: Tensors, tiles: Tiles) -> Job:
     if listed(problem):
         stride = stride._replace(order=order_steps(problem, tensors, tiles, over="keys"))
     n = numbers(problem, stride)._replace(tiles=slots(problem, tiles.block_q, "queries"))
-    edges = problem.varlen or problem.masked or problem.nk % tiles.block_k != 0
-    c = constants(problem, tiles, aligns, edges, precision_of(tensors))
+    c = constants(problem, tiles, aligns, precision_of(tensors))
     return Job(forward_kernel, n, c, tiles, heads=problem.hq * dense_batch(problem))

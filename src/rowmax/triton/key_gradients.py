@@ -1,4 +1,4 @@
-# ruff: noqa: SIM102  (what is compiled and what runs are told apart by else)
+# ruff: noqa: RET505, SIM102, SIM108, RUF100  (code that is compiled tells its branches apart by else)
 """dK and dV: a tile of keys stays, tiles of queries pass by it, for each head of its group.
 
 ``dV_j = sum_i P_ij R_ij dO_i`` and ``dK_j = scale sum_i dX_ij q_i``. Scores are held with keys
@@ -12,9 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .scores import dropped, load_rows, weights
+from .scores import dropped, load_rows, only_seen, seen, weights
 from .steps import (
-    count_tiles,
     has_nan,
     keys_in_use,
     load_row,
@@ -33,33 +32,36 @@ from .steps import (
 @triton.jit
 def add_queries(
     dk, dv, cols, k, v, q_base, do_base, lse2_base, delta_base, t, n, c, b, head, j0, plan, nq, nk,
-    used, offset, PARTIAL: tl.constexpr,
+    used, offset,
 ):  # fmt: skip
     BLOCK_Q: tl.constexpr = c.BLOCK_Q
     SCORES: tl.constexpr = t.dk is not None or t.dbias_cols is not None  # whether dS is wanted
     j = tl.arange(0, c.BLOCK_K)[:, None]
-    for index in tl.range(0, count_tiles(plan, PARTIAL)):
-        i0 = nth_tile(index, t, plan, PARTIAL) * BLOCK_Q
-        row = i0 + tl.arange(0, BLOCK_Q)
-        q = load_tile(q_base, n.stride.q, i0, nq, BLOCK_Q, c.D, c.BLOCK_D, c.ALIGN, PARTIAL)
+    for i in tl.range(0, plan[0]):
+        tile, partial = nth_tile(i, t, plan)
+        if t.lengths is not None:
+            partial = partial | (j0 + c.BLOCK_K > used)
+        i0 = tile * BLOCK_Q
+        rows = i0 + tl.arange(0, BLOCK_Q)
+        row = rows[None, :]
+        q = load_tile(q_base, n.stride.q, i0, nq, BLOCK_Q, c.D, c.BLOCK_D, c.ALIGN, c.RAGGED_Q)
         x = tl.dot(k, tl.trans(q), input_precision=c.PRECISION)
-        lse2 = load_rows(lse2_base, row, nq, float("inf"), PARTIAL)
-        p, y, ok = weights(
-            x, lse2[None, :], t, n, c, b, head, row[None, :], j0 + j, nq, nk, used, offset, PARTIAL
-        )
+        lse2 = load_rows(lse2_base, rows, nq, float("inf"), c.RAGGED_Q)[None, :]
+        p, y = weights(x, lse2, t, n, c, b, head, row, j0 + j, nq, nk, used, offset, partial)
         do = load_tile(
-            do_base, n.stride.dout, i0, nq, BLOCK_Q, c.DV, c.BLOCK_DV, c.ALIGN, PARTIAL
+            do_base, n.stride.dout, i0, nq, BLOCK_Q, c.DV, c.BLOCK_DV, c.ALIGN, c.RAGGED_Q
         )  # fmt: skip
         dp = p
         if SCORES:
             dp = tl.dot(v, tl.trans(do), input_precision=c.PRECISION)
-        pr, dp = dropped(p, dp, t, n, b, head, row[None, :], j0, j, c.BLOCK_K)
+        pr, dp = dropped(p, dp, t, n, b, head, row, j0, j, c.BLOCK_K)
         if t.dv is not None:
             dv = tl.dot(pr.to(do.dtype), do, dv, input_precision=c.PRECISION)
         if SCORES:
-            ds = p * (dp - load_rows(delta_base, row, nq, 0.0, PARTIAL)[None, :])
+            ds = p * (dp - load_rows(delta_base, rows, nq, 0.0, c.RAGGED_Q)[None, :])
             if t.dbias_cols is not None:
-                cols += tl.sum(tl.where(ok, ds, 0.0), 1)
+                ds = only_seen(ds, t, n, c, b, head, row, j0 + j, nq, used, offset, partial)
+                cols += tl.sum(ds, 1)
             if n.cap2 is not None:
                 ds = ds * (1.0 - y * y)
             if t.dk is not None:
@@ -77,10 +79,11 @@ def add_query_by_query(
         row = tl.full([1, 1], 0, tl.int32) + i
         q = load_row(q_base, n.stride.q, i, c.D, c.BLOCK_D, c.ALIGN)
         do = load_row(do_base, n.stride.dout, i, c.DV, c.BLOCK_DV, c.ALIGN)
-        p, y, ok = weights(
+        p, y = weights(
             times_row(k, q), tl.load(lse2_base + i), t, n, c, b, head, row, j0 + j, nq, nk, used,
-            offset, True,
+            offset, False,
         )  # fmt: skip
+        ok = seen(t, n, b, head, row, j0 + j, nq, used, offset)
         dp = times_row(v, do)
         pr, dp = dropped(p, dp, t, n, b, head, row, j0, j, c.BLOCK_K)
         ds = p * (dp - tl.load(delta_base + i))
@@ -91,20 +94,6 @@ def add_query_by_query(
         if t.dk is not None:
             dk += tl.where(ok, ds * q, 0.0)
     return dk, dv
-
-
-@triton.jit
-def plan_queries(t, n, c, b, head, tile, j0, nq, used, offset):
-    """The query tiles that a key tile meets. One that is not whole meets none as a full one."""
-    j1 = tl.minimum(j0 + c.BLOCK_K, used) - 1
-    first, full, n_left, n_full, n_partial = plan_tiles(
-        t, n, b, head, tile, j0, j1, -offset, n.right, n.left, nq, c.BLOCK_Q
-    )
-    if t.order is None:
-        every = tl.where(j0 < used, n_full + n_partial, 0)
-        n_full = tl.where(j0 + c.BLOCK_K <= used, n_full, 0)
-        n_partial = every - n_full
-    return first, full, n_left, n_full, n_partial
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -128,6 +117,7 @@ def key_gradients_kernel(t, n, c):
     k = load_tile(k_base, n.stride.k, j0, used, BLOCK_K, c.D, c.BLOCK_D, c.ALIGN, True)
     v = load_tile(v_base, n.stride.v, j0, used, BLOCK_K, c.DV, c.BLOCK_DV, c.ALIGN, True)
     offset = nk - nq
+    j1 = tl.minimum(j0 + BLOCK_K, used) - 1
 
     dk = tl.zeros([BLOCK_K, c.BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_K, c.BLOCK_DV], tl.float32)
@@ -137,23 +127,24 @@ def key_gradients_kernel(t, n, c):
         do_base = matrix(t.dout, n.stride.dout, b, head, q_start, PACKED, c.ALIGN)
         lse2 = vector(t.lse2, b, head, q_start, n.total_q, c.HQ, PACKED)
         delta = vector(t.delta, b, head, q_start, n.total_q, c.HQ, PACKED)
-        plan = plan_queries(t, n, c, b, head, tile, j0, nq, used, offset)
+        end = nq if t.lengths is None else tl.where(j0 < used, nq, 0)
+        plan = plan_tiles(
+            t, n, b, head, tile, j0, j1, -offset, n.right, n.left, end, c.BLOCK_Q
+        )  # fmt: skip
         cols = tl.zeros([BLOCK_K], tl.float32)
         dk, dv, cols = add_queries(
             dk, dv, cols, k, v, q_base, do_base, lse2, delta, t, n, c, b, head, j0, plan,
-            nq, nk, used, offset, False,
+            nq, nk, used, offset,
         )  # fmt: skip
-        if c.EDGES:
-            dk, dv, cols = add_queries(
-                dk, dv, cols, k, v, q_base, do_base, lse2, delta, t, n, c, b, head, j0, plan,
-                nq, nk, used, offset, True,
-            )  # fmt: skip
         if t.dbias_cols is not None:
             col = j0 + tl.arange(0, BLOCK_K)
             to = vector(t.dbias_cols, b, head, 0, n.longest_k, c.HQ, False)
             tl.store(to + col, cols, mask=col < tl.where(b < n.batch, nk, 0))
     if c.MASKS:
         if has_nan(dk) | has_nan(dv):
+            # loaded again: kept in registers until here, they would cost the loop its own
+            k = load_tile(k_base, n.stride.k, j0, used, BLOCK_K, c.D, c.BLOCK_D, c.ALIGN, True)
+            v = load_tile(v_base, n.stride.v, j0, used, BLOCK_K, c.DV, c.BLOCK_DV, c.ALIGN, True)
             dk = tl.zeros([BLOCK_K, c.BLOCK_D], tl.float32)
             dv = tl.zeros([BLOCK_K, c.BLOCK_DV], tl.float32)
             for g in tl.range(0, c.GROUP, num_stages=1):

@@ -1,4 +1,4 @@
-# ruff: noqa: SIM102  (what is compiled and what runs are told apart by else)
+# ruff: noqa: RET505, SIM102, SIM108, RUF100  (code that is compiled tells its branches apart by else)
 """Delta and dQ: a tile of queries stays, tiles of keys pass by it.
 
 ``Delta_i = dO_i . o_i`` and ``dQ_i = scale sum_j dX_ij k_j``. Here too the gradient of a bias
@@ -11,10 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .scores import LOG2E, dropped, load_rows, weights
+from .scores import LOG2E, dropped, load_rows, only_seen, seen, weights
 from .steps import (
     at_pair,
-    count_tiles,
     has_nan,
     keys_in_use,
     load_row,
@@ -65,30 +64,32 @@ def delta_kernel(t, n, c):
 @triton.jit
 def add_keys(
     dq, sums, q, do, lse2, delta, k_base, v_base, t, n, c, b, head, row, inside, plan, nq, nk, used,
-    offset, PARTIAL: tl.constexpr,
+    offset,
 ):  # fmt: skip
     BLOCK_K: tl.constexpr = c.BLOCK_K
     j = tl.arange(0, BLOCK_K)[None, :]
-    for index in tl.range(0, count_tiles(plan, PARTIAL)):
-        j0 = nth_tile(index, t, plan, PARTIAL) * BLOCK_K
-        k = load_tile(k_base, n.stride.k, j0, used, BLOCK_K, c.D, c.BLOCK_D, c.ALIGN, PARTIAL)
+    for i in tl.range(0, plan[0]):
+        tile, partial = nth_tile(i, t, plan)
+        j0 = tile * BLOCK_K
+        k = load_tile(k_base, n.stride.k, j0, used, BLOCK_K, c.D, c.BLOCK_D, c.ALIGN, c.RAGGED_K)
         x = tl.dot(q, tl.trans(k), input_precision=c.PRECISION)
-        v = load_tile(v_base, n.stride.v, j0, used, BLOCK_K, c.DV, c.BLOCK_DV, c.ALIGN, PARTIAL)
+        v = load_tile(v_base, n.stride.v, j0, used, BLOCK_K, c.DV, c.BLOCK_DV, c.ALIGN, c.RAGGED_K)
         dp = tl.dot(do, tl.trans(v), input_precision=c.PRECISION)
-        p, y, ok = weights(
-            x, lse2[:, None], t, n, c, b, head, row, j0 + j, nq, nk, used, offset, PARTIAL
+        p, y = weights(
+            x, lse2[:, None], t, n, c, b, head, row, j0 + j, nq, nk, used, offset, partial
         )
         _, dp = dropped(p, dp, t, n, b, head, row, j0, j, BLOCK_K)
         ds = p * (dp - delta[:, None])
         if t.dbias is not None:
+            ds = only_seen(ds, t, n, c, b, head, row, j0 + j, nq, used, offset, partial)
             at = at_pair(t.dbias, n.stride.dbias, b, head, row, j0 + j, c.BIAS_ALIGN)
-            if PARTIAL:
-                ds = tl.where(ok, ds, 0.0)
+            if c.RAGGED_K:
                 tl.store(at, ds.to(t.dbias.dtype.element_ty), mask=inside & (j0 + j < nk))
             else:
                 tl.store(at, ds.to(t.dbias.dtype.element_ty), mask=inside)
         if t.dbias_rows is not None:
-            sums += tl.sum(tl.where(ok, ds, 0.0), 1)
+            ds = only_seen(ds, t, n, c, b, head, row, j0 + j, nq, used, offset, partial)
+            sums += tl.sum(ds, 1)
         if n.cap2 is not None:
             ds = ds * (1.0 - y * y)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=c.PRECISION)
@@ -106,14 +107,15 @@ def sum_key_by_key(
         column = tl.full([1, 1], 0, tl.int32) + (j - j0)
         k = load_row(k_base, n.stride.k, j, c.D, c.BLOCK_D, c.ALIGN)
         v = load_row(v_base, n.stride.v, j, c.DV, c.BLOCK_DV, c.ALIGN)
-        p, y, ok = weights(
+        p, y = weights(
             times_row(q, k), lse2[:, None], t, n, c, b, head, row, j0 + column, nq, nk, used,
-            offset, True,
+            offset, False,
         )  # fmt: skip
         _, dp = dropped(p, times_row(do, v), t, n, b, head, row, j0, column, 16)
         ds = p * (dp - delta[:, None])
         if n.cap2 is not None:
             ds = ds * (1.0 - y * y)
+        ok = seen(t, n, b, head, row, j0 + column, nq, used, offset)
         dq += tl.where(ok, ds * k, 0.0)
     return dq
 
@@ -160,15 +162,15 @@ def query_gradients_kernel(t, n, c):
     sums = tl.zeros([BLOCK_Q], tl.float32)
     dq, sums = add_keys(
         dq, sums, q, do, lse2, delta, k_base, v_base, t, n, c, b, head, row[:, None],
-        inside[:, None], plan, nq, nk, used, offset, False,
+        inside[:, None], plan, nq, nk, used, offset,
     )  # fmt: skip
-    if c.EDGES:
-        dq, sums = add_keys(
-            dq, sums, q, do, lse2, delta, k_base, v_base, t, n, c, b, head, row[:, None],
-            inside[:, None], plan, nq, nk, used, offset, True,
-        )  # fmt: skip
     if c.MASKS:
         if has_nan(dq):
+            # loaded again: kept in registers until here, they would cost the loop its own
+            q = load_tile(q_base, n.stride.q, i0, nq, BLOCK_Q, c.D, c.BLOCK_D, c.ALIGN, True)
+            do = load_tile(
+                do_base, n.stride.dout, i0, nq, BLOCK_Q, c.DV, c.BLOCK_DV, c.ALIGN, True
+            )  # fmt: skip
             dq = sum_key_by_key(
                 q, do, lse2, delta, k_base, v_base, t, n, c, b, head, row[:, None], nq, nk, used,
                 offset,

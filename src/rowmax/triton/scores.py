@@ -1,4 +1,4 @@
-# ruff: noqa: RET505, SIM108  (what is compiled and what runs are told apart by else)
+# ruff: noqa: RET505, SIM102, SIM108, RUF100  (code that is compiled tells its branches apart by else)
 """Scores, masks and dropout of a tile, and the weights that a backward makes of them again.
 
 ``row`` and ``col`` are query and key positions within a sequence, shaped to broadcast: a kernel
@@ -32,11 +32,10 @@ def tanh(x, PRECISE: tl.constexpr):
 
 
 @triton.jit
-def scored(x, t, n, c, b, head, row, col, nq, nk, offset, RAGGED: tl.constexpr):
+def scored(x, t, n, c, b, head, row, col, nq, nk, offset):
     """(s, y) of ``x = q.k``: every term but the mask; y is ``t / c`` where scores are capped.
 
-    Where ``c.FOLDED`` there are no terms, and s is x as it came, still to be scaled. Every
-    position must be within the matrix, unless the tile is ragged.
+    Where ``c.FOLDED`` there are no terms, and s is x as it came, still to be scaled.
     """
     y = x
     if c.FOLDED:
@@ -48,8 +47,10 @@ def scored(x, t, n, c, b, head, row, col, nq, nk, offset, RAGGED: tl.constexpr):
         s = x * n.scale2
     if t.bias is not None:
         at = at_pair(t.bias, n.stride.bias, b, head, row, col, c.BIAS_ALIGN)
-        if RAGGED:
+        if c.RAGGED_K:
             bias = tl.load(at, mask=(row < nq) & (col < nk), other=0.0)
+        elif c.RAGGED_Q:
+            bias = tl.load(at, mask=row < nq, other=0.0)
         else:
             bias = tl.load(at)
         s += bias.to(tl.float32) * LOG2E
@@ -123,20 +124,26 @@ def kept(t, n, b, head, row, j0, j, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def weights(
-    x, lse2, t, n, c, b, head, row, col, nq, nk, used, offset, RAGGED: tl.constexpr
-):  # fmt: skip
-    """(P, y, ok) of ``x = q.k`` once LSE is known, in units of log 2; ok counts if ragged."""
-    s, y = scored(x, t, n, c, b, head, row, col, nq, nk, offset, RAGGED)
+def weights(x, lse2, t, n, c, b, head, row, col, nq, nk, used, offset, partial):
+    """(P, y) of ``x = q.k`` once LSE is known, in units of log 2."""
+    s, y = scored(x, t, n, c, b, head, row, col, nq, nk, offset)
     if c.FOLDED:
         p = tl.exp2(s * n.scale2 - lse2)
     else:
         p = tl.exp2(s - lse2)
-    ok = row >= 0
-    if RAGGED:
-        ok = seen(t, n, b, head, row, col, nq, used, offset)
-        p = tl.where(ok, p, 0.0)
-    return p, y, ok
+    if c.EDGES:
+        if partial:
+            p = tl.where(seen(t, n, b, head, row, col, nq, used, offset), p, 0.0)
+    return p, y
+
+
+@triton.jit
+def only_seen(x, t, n, c, b, head, row, col, nq, used, offset, partial):
+    """x, with 0 for the pairs of a partial tile that are not seen."""
+    if c.EDGES:
+        if partial:
+            x = tl.where(seen(t, n, b, head, row, col, nq, used, offset), x, 0.0)
+    return x
 
 
 @triton.jit

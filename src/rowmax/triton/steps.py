@@ -1,4 +1,4 @@
-# ruff: noqa: RET505  (what is compiled and what runs are told apart by else)
+# ruff: noqa: RET505, SIM102, SIM108, RUF100  (code that is compiled tells its branches apart by else)
 """The steps that kernels are made of: which sequence, which tiles, tiles in memory.
 
 Kernels pass the bundles of ``bundles.py``. Each rule is in one place, here or in ``scores.py``.
@@ -180,42 +180,27 @@ def band(x0, x1, shift, back, ahead, end, BLOCK: tl.constexpr):
 
 @triton.jit
 def plan_tiles(t, n, b, head, tile, x0, x1, shift, back, ahead, end, BLOCK: tl.constexpr):
-    """The tiles to visit, as ``nth_tile`` takes them; the last two count full and partial ones."""
+    """(count, first, full, full_end): how many tiles to visit and what ``nth_tile`` asks."""
     if t.order is not None:
         stride = n.stride.order
         number = tl.cast(tl.minimum(b, n.batch - 1), tl.int64) * stride[0]
         number += tl.cast(head, tl.int64) * stride[1] + tile
-        counts = t.counts + 2 * number
-        order = t.order + number * stride[2]
-        return order, order, 0, tl.load(counts), tl.load(counts + 1)
+        n_full = tl.load(t.counts + 2 * number)
+        n_partial = tl.load(t.counts + 2 * number + 1)
+        return n_full + n_partial, t.order + number * stride[2], 0, n_full
     else:
         first, full, full_end, last = band(x0, x1, shift, back, ahead, end, BLOCK)
-        n_full = full_end - full
-        return first, full, full - first, n_full, last - first - n_full
+        return last - first, first, full, full_end
 
 
 @triton.jit
-def nth_tile(i, t, plan, PARTIAL: tl.constexpr):
-    """The i-th tile of the full ones, or of the partial ones."""
-    first, full, n_left, n_full, _ = plan
+def nth_tile(i, t, plan):
+    """(tile, partial): the i-th tile to visit and whether it holds a pair that is not seen."""
+    _, first, full, full_end = plan
     if t.order is not None:
-        if PARTIAL:
-            return tl.load(first + n_full + i)
-        else:
-            return tl.load(first + i)
+        return tl.load(first + i), i >= full_end
     else:
-        if PARTIAL:
-            return first + i + tl.where(i < n_left, 0, n_full)
-        else:
-            return full + i
-
-
-@triton.jit
-def count_tiles(plan, PARTIAL: tl.constexpr):
-    if PARTIAL:
-        return plan[4]
-    else:
-        return plan[3]
+        return first + i, (first + i < full) | (first + i >= full_end)
 
 
 # --- what a matrix product cannot do ------------------------------------------------------------
