@@ -152,7 +152,8 @@ standard attention (SDPA). Their steps took turns.</p>
 <figure>{charts.lines(smooth, "step", "loss, nats a byte", first)}
 <figcaption>Loss in nats a byte, running mean of {SMOOTHING} steps. The thin line lies on the
 broad one where they agree.</figcaption></figure>
-<figure class="single">{charts.lines({"difference": apart}, "step", "difference, %", first, 180, "{:g}%", limit)}
+<figure class="single">
+{charts.lines({"difference": apart}, "step", "difference, %", first, 180, "{:g}%", limit)}
 <figcaption>Their difference. Rounding drives two runs apart with every step; more than the
 allowed share would be an error of attention or of its gradients.</figcaption></figure>
 {_table(agreement)}
