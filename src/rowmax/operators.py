@@ -7,6 +7,7 @@ compiling; these refuse what they cannot do, wherever they run: eager, traced or
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import _SingleLevelFunction
-from torch.utils.flop_counter import register_flop_formula
 
 from . import batching, flops
 from .backend import choose
@@ -43,6 +43,8 @@ _library.define(
 
 def attend(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
     """(out, lse) of checked arguments, differentiable."""
+    if not torch.compiler.is_compiling():
+        _tell_flop_counter()
     return torch.ops.rowmax.forward(*tensors, *options)
 
 
@@ -75,6 +77,7 @@ _library.impl("backward", _backward, "CompositeExplicitAutograd")
 
 @torch.library.register_fake("rowmax::forward")
 def _(*inputs: Any) -> tuple[Tensor, Tensor]:
+    _tell_flop_counter()
     tensors, options = _split(inputs)
     problem: Problem = problem_of(tensors, options)
     out = tensors.q.new_empty(problem.out_shape)
@@ -98,13 +101,23 @@ torch.library.register_vmap("rowmax::backward", batching.backward, lib=_library)
 # --- work ---------------------------------------------------------------------------------------
 
 
-@register_flop_formula(torch.ops.rowmax.forward, get_raw=True)
-def _(*inputs: Any, out_val: Any = None) -> int:
+def _tell_flop_counter() -> None:
+    """Tell torch's counter of operations what ours are worth, once it is imported.
+
+    Not before: importing it imports Triton. Who counts has imported it before the call.
+    """
+    counter = sys.modules.get("torch.utils.flop_counter")
+    if counter is None or torch.ops.rowmax.forward in counter.flop_registry:
+        return
+    for operator, worth in (("forward", _forward_flops), ("backward", _backward_flops)):
+        counter.register_flop_formula(getattr(torch.ops.rowmax, operator), get_raw=True)(worth)
+
+
+def _forward_flops(*inputs: Any, out_val: Any = None) -> int:
     return flops.forward_flops(*_measured(inputs))
 
 
-@register_flop_formula(torch.ops.rowmax.backward, get_raw=True)
-def _(
+def _backward_flops(
     dout: Tensor, dlse: Any, out: Any, lse: Any, wanted: Any, *inputs: Any, out_val: Any = None
 ) -> int:
     return flops.backward_flops(*_measured(inputs))
