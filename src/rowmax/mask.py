@@ -100,6 +100,7 @@ class Window(Mask):
     Raises:
         TypeError, ValueError: a limit that is not an int, or is negative.
 
+    >>> import rowmax
     >>> rowmax.Window(left=128, right=0)
     Mask(left=128, right=0)
     """
@@ -126,6 +127,7 @@ class Documents(Mask):
         cu_seqlens: instead of ids, ``[documents + 1]`` offsets, 0 first, N last.
         q_ids: the documents of the queries, ``[Nq]`` or ``[B, Nq]``, where they are their own.
 
+    >>> import torch, rowmax
     >>> rowmax.Documents(torch.tensor([0, 0, 1, 1, 1]))
     Mask(k_ids=[5])
     """
@@ -157,6 +159,7 @@ class PrefixLengths(Mask):
     Args:
         lengths: integers ``[B]``.
 
+    >>> import torch, rowmax
     >>> rowmax.PrefixLengths(torch.tensor([3, 5]))
     Mask(lengths=[2])
     """
