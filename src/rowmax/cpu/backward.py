@@ -16,7 +16,7 @@ from torch import Tensor
 from ..flops import backward_flops
 from ..mask import FULL, SKIP
 from ..problem import Gradients, Problem, Tensors, Wanted
-from .call import LOG2E, Call
+from .call import Call
 from .forward import set_outputs
 from .kernel import kernel, launch
 from .operands import (
@@ -35,9 +35,10 @@ from .operands import (
     rows_are_finite,
     sparse_product,
     steps,
+    store,
 )
 from .products import from_columns, from_rows
-from .scores import STRICT, SUMS, array, exp2, keep_row, number, query_scale, score_row
+from .scores import LOG2E, STRICT, SUMS, array, exp2, keep_row, number, query_scale, score_row
 from .tiles import columns, key_range, score_tile, tile_row
 from .vector import TILE_K, TILE_Q, fetch_add
 
@@ -53,7 +54,7 @@ def backward(
 ) -> Gradients:
     call = Call(problem, tensors, dout)
     call.rows("dout", dout)
-    set_outputs(call, out.to(call.dtype).contiguous(), lse.to(call.dtype).contiguous())
+    set_outputs(call, out.to(call.row_dtype).contiguous(), lse.to(call.dtype).contiguous())
     if dlse is not None:
         dlse = dlse.to(call.dtype)
         b, h, q = dlse.stride()
@@ -100,11 +101,12 @@ def _outputs(call: Call, tensors: Tensors, wanted: Wanted, slices: int) -> dict[
     grads: dict[str, Tensor] = {}
     call.set(slices=slices, packed=call.problem.varlen)
     if wanted.q:
-        grads["q"] = torch.empty(1, *tensors.q.shape, dtype=call.dtype)
+        grads["q"] = torch.empty(1, *tensors.q.shape, dtype=call.row_dtype)
         call.set(dq=call.keep(grads["q"]))
     for name, step in (("k", "slice_k"), ("v", "slice_v")):
         if getattr(wanted, name):
-            grads[name] = torch.empty(slices, *getattr(tensors, name).shape, dtype=call.dtype)
+            dtype = call.row_dtype if slices == 1 else call.dtype  # parts are still to be added
+            grads[name] = torch.empty(slices, *getattr(tensors, name).shape, dtype=dtype)
             call.set(**{f"d{name}": call.keep(grads[name]), step: grads[name][0].numel()})
     if wanted.bias:
         assert tensors.bias is not None
@@ -171,11 +173,14 @@ def backward_worker(calls, sequences, states, groups, order, like, of, counters)
                     backward_tile(call, seq, state, finite, place, memory, factor, kept, like, of)
             first = seq[2] if call.packed else s * seq[3]
             if call.dk:
-                to = call.dk + size * call.slice_k * part
-                write_rows(to, call.hk, hk, first, seq[3], call.d, dk, x, like)
+                write_parts(
+                    call.dk, call.slice_k, part, call, hk, first, seq, call.d, dk, x, like, of
+                )
             if call.dv:
-                to = call.dv + size * call.slice_v * part
-                write_rows(to, call.hk, hk, first, seq[3], call.dv_size, dv, w, like)
+                size_v = call.dv_size
+                write_parts(
+                    call.dv, call.slice_v, part, call, hk, first, seq, size_v, dv, w, like, of
+                )
     return heads.size + tiles.size
 
 
@@ -197,14 +202,22 @@ def pack_head(call, seq, s, h, k_panels, v_panels, k_pairs, finite, of):
 
 
 @njit
-def write_rows(to, heads, h, first, n, d, rows, wide, like):
+def write_parts(to, step, part, call, h, first, seq, d, rows, wide, like, of):
+    """A head's dK or dV: the gradient itself, or one of the parts that are added at the end."""
+    if call.slices == 1:
+        write_rows(to, call.hk, h, first, seq[3], d, rows, wide, like, of)
+    else:
+        to += like.itemsize * step * part
+        write_rows(to, call.hk, h, first, seq[3], d, rows, wide, like, like)
+
+
+@njit
+def write_rows(to, heads, h, first, n, d, rows, wide, like, of):
     """Scratch rows, padded to whole vectors, to rows [first, ...) of a ``[rows, heads, d]``."""
-    size = like.itemsize
+    one = like.dtype.type(1)
     for j in range(n):
-        out = array(to + size * ((first + j) * heads + h) * d, d, like)
-        row = array(rows + size * j * wide, d, like)
-        for x in range(d):
-            out[x] = row[x]
+        row = array(rows + like.itemsize * j * wide, d, like)
+        store(of, to + row_size(of) * ((first + j) * heads + h) * d, row, one)
 
 
 @njit
@@ -283,17 +296,18 @@ def backward_tile(call, seq, state, finite, place, memory, factor, kept, like, o
             sparse_product(dq, x, n, dP, TILE_K, 1, count, rows, call.k_n, x, like)
     if call.dq:
         first = i0 + (seq[0] if call.packed else s * seq[1])
-        write_rows(call.dq, call.hq, h, first, n, call.d, dq, x, like)
+        write_rows(call.dq, call.hq, h, first, n, call.d, dq, x, like, of)
 
 
 @njit
 def row_terms(call, seq, s, h, i0, n, do, delta, shift, like, of):
     """Each row's ``Delta_i - dLSE_i``, and lse in base 2 (0 where there is nothing)."""
-    size, step = like.itemsize, row_size(of) * call.dout_n
+    size, row_bytes = like.itemsize, row_size(of)
     lse = array(call.lse + size * (call.lse_b * s + call.lse_h * h + seq[0] + i0), n, like)
     for r in range(n):
         at = call.out_b * s + call.out_n * (seq[0] + i0 + r) + call.out_h * h
-        delta[r] = dot(of, call.out + size * at, do + step * r, call.dv_size, like)
+        o, g = call.out + row_bytes * at, do + row_bytes * call.dout_n * r
+        delta[r] = dot(of, o, g, call.dv_size)
         if call.dlse:
             at = call.dlse_b * s + call.dlse_h * h + call.dlse_q * (seq[0] + i0 + r)
             delta[r] -= array(call.dlse + size * at, 1, like)[0]

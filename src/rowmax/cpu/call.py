@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -12,9 +11,9 @@ from torch import Tensor
 
 from ..mask import tile_states
 from ..problem import Problem, Tensors
+from .operands import bfloats_are_finite
 from .vector import PAIRS, TILE_K, TILE_Q, W
 
-LOG2E = math.log2(math.e)
 UNLIMITED = 1 << 40  # a band's side that has no limit
 
 _STRIDED = ("q", "k", "v", "out", "dout")  # rows of numbers: steps along b, n and h
@@ -86,8 +85,10 @@ class Call:
         self.problem = problem
         self.dtype = problem.accumulator
         self.like = np.empty(0, np.float64 if self.dtype == torch.float64 else np.float32)
-        self.paired = PAIRS and _all_finite(torch.bfloat16, *tensors[:3], *more)
+        self.paired = PAIRS and _finite_bfloats(*tensors[:3], *more)
         self.of = np.empty(0, np.uint32) if self.paired else self.like
+        #: of the caller's rows as the kernels read and write them
+        self.row_dtype = torch.bfloat16 if self.paired else self.dtype
         self.record = np.zeros(1, CALL)
         self._kept: list[Tensor] = []
         self._set_sizes(problem)
@@ -114,7 +115,7 @@ class Call:
     def rows(self, name: str, t: Tensor) -> None:
         """``[B, N, H, D]`` as the kernels read it: each row contiguous, and in whole vectors of
         the accumulator's dtype or, paired, in whole pairs. Most tensors are taken as they are."""
-        t = t.detach() if self.paired else t.detach().to(self.dtype)
+        t = t.detach().to(self.row_dtype)
         whole = 2 if self.paired else self.lanes
         if t.shape[3] % whole:
             t = torch.nn.functional.pad(t, (0, -t.shape[3] % whole))
@@ -177,10 +178,13 @@ class Call:
             self.set(seed=int(t.seed))
 
 
-def _all_finite(dtype: torch.dtype, *rows: Tensor) -> bool:
-    """Whether all are of the dtype and hold neither inf nor NaN (nor add up to it)."""
+def _finite_bfloats(*rows: Tensor) -> bool:
+    """Whether all are bfloat16 and hold neither inf nor NaN."""
     return all(
-        t.dtype == dtype and bool(torch.isfinite(t.detach().sum(dtype=torch.float32))) for t in rows
+        t.dtype == torch.bfloat16
+        and t.stride(3) == 1
+        and bool(bfloats_are_finite(t.data_ptr(), tuple(t.shape), *t.stride()[:3]))
+        for t in rows
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..flops import forward_flops
 from ..mask import FULL, SKIP
 from ..problem import Problem, Tensors
-from .call import LOG2E, Call, query_tasks
+from .call import Call, query_tasks
 from .kernel import kernel, launch
 from .operands import (
     HALF_K,
@@ -27,9 +27,20 @@ from .operands import (
     rows_are_finite,
     sparse_product,
     steps,
+    store,
 )
 from .products import from_rows
-from .scores import array, exp2, exponentials, keep_row, number, query_scale, row_max, score_row
+from .scores import (
+    LOG2E,
+    array,
+    exp2,
+    exponentials,
+    keep_row,
+    number,
+    query_scale,
+    row_max,
+    score_row,
+)
 from .tiles import columns, key_range, score_tile, tile_row
 from .vector import TILE_K, TILE_Q, fetch_add
 
@@ -38,7 +49,7 @@ PACK, PACKED, NEXT = 0, 1, 2  # counters: tiles of keys begun, and finished; tas
 
 def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
     call = Call(problem, tensors)
-    out = torch.empty(problem.out_shape, dtype=call.dtype)
+    out = torch.empty(problem.out_shape, dtype=call.row_dtype)
     lse = torch.empty(problem.lse_shape, dtype=call.dtype)
     set_outputs(call, out, lse)
     key_tiles = -(-call.sequences[:, 3] // TILE_K)
@@ -159,7 +170,7 @@ def forward_tile(call, seq, state, finite, place, memory, none, like, of):
             from_rows(of, n, w, steps(of, count, HALF_K), O, w, S, values, step, 1)
         else:
             sparse_product(O, w, n, S, TILE_K, 1, count, values, step, w, like)
-    finish_rows(call, seq, s, h, i0, n, O, m, l, like)
+    finish_rows(call, seq, s, h, i0, n, O, m, l, like, of)
 
 
 @njit
@@ -179,7 +190,7 @@ def softmax_step(row, m, l, r, average):
 
 
 @njit
-def finish_rows(call, seq, s, h, i0, n, O, m, l, like):
+def finish_rows(call, seq, s, h, i0, n, O, m, l, like, of):
     """Adds the sink, divides by l, and writes out and ``LSE = m + log l`` in natural units."""
     size, zero, one = like.itemsize, like.dtype.type(0), like.dtype.type(1)
     lse_at = call.lse_b * s + call.lse_h * h + seq[0] + i0
@@ -199,8 +210,8 @@ def finish_rows(call, seq, s, h, i0, n, O, m, l, like):
         empty = l[r] == zero
         share = zero if empty else one * like.dtype.type(call.keep_scale) / l[r]
         at = call.out_b * s + call.out_n * (seq[0] + i0 + r) + call.out_h * h
-        to = array(call.out + size * at, call.dv_size, like)
         average = array(O + size * r * call.dv_wide, call.dv_size, like)
-        for x in range(call.dv_size):
-            to[x] = zero if empty else average[x] * share
+        if empty:
+            average[:] = zero
+        store(of, call.out + row_size(of) * at, average, share)
         lse[r] = -np.inf if empty else (m[r] + math.log2(l[r])) / LOG2E

@@ -16,6 +16,7 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
+from .kernel import kernel
 from .products import panel
 from .scores import STRICT, SUMS, array, bfloat_to_float
 from .vector import TILE_K, TILE_Q
@@ -201,6 +202,21 @@ def _pack_pairs(of, to, wide, rows, row_bytes, n, half, d):
     return pack
 
 
+@kernel
+def bfloats_are_finite(address, sizes, step_b, step_n, step_h):
+    """Of rows ``[b, n, h, d]`` of bfloat16: no exponent is the one of inf and NaN."""
+    b, n, h, d = sizes
+    bits = np.empty(0, np.uint16)
+    bad = np.uint16(0)
+    for i in range(b):
+        for j in range(n):
+            for k in range(h):
+                row = array(address + 2 * (i * step_b + j * step_n + k * step_h), d, bits)
+                for c in range(d):
+                    bad |= np.uint16((row[c] & np.uint16(0x7F80)) == np.uint16(0x7F80))
+    return bad == 0
+
+
 # --- rows as they are --------------------------------------------------------------------------
 
 
@@ -220,33 +236,57 @@ def _rescale(of, row, factor):
     return scale
 
 
-def dot(of, a, b, n, like) -> Any:
-    """``a . b`` of a row of sums and one of the caller's, by their addresses."""
+def dot(of, a, b, n) -> Any:
+    """``a . b`` of two of the caller's rows, by their addresses."""
 
 
 @overload(dot)
-def _dot(of, a, b, n, like):
+def _dot(of, a, b, n):
     if of.dtype == types.uint32:
-        return lambda of, a, b, n, like: _dot_pairs(a, b, n, like)
-    return lambda of, a, b, n, like: _dot_plain(a, b, n, like)
+        return lambda of, a, b, n: _dot_pairs(a, b, n)
+    return lambda of, a, b, n: _dot_plain(of, a, b, n)
 
 
 @njit(fastmath=SUMS)
-def _dot_plain(a, b, n, like):
-    x, y = array(a, n, like), array(b, n, like)
-    total = like.dtype.type(0)
+def _dot_plain(of, a, b, n):
+    x, y = array(a, n, of), array(b, n, of)
+    total = of.dtype.type(0)
     for c in range(n):
         total += x[c] * y[c]
     return total
 
 
 @njit(fastmath=SUMS)
-def _dot_pairs(a, b, n, like):
-    x, y = array(a, n, like), array(b, n, np.empty(0, np.uint16))
-    total = like.dtype.type(0)
+def _dot_pairs(a, b, n):
+    bits = np.empty(0, np.uint16)
+    x, y = array(a, n, bits), array(b, n, bits)
+    total = np.float32(0)
     for c in range(n):
-        total += x[c] * bfloat_to_float(y[c])
+        total += bfloat_to_float(x[c]) * bfloat_to_float(y[c])
     return total
+
+
+def store(of, to, row, factor) -> Any:
+    """A row of sums, times factor, in the caller's dtype, at the address ``to``."""
+
+
+@overload(store)
+def _store(of, to, row, factor):
+    if of.dtype != types.uint32:
+
+        def plain(of, to, row, factor):
+            out = array(to, row.size, of)
+            for c in range(row.size):
+                out[c] = row[c] * factor
+
+        return plain
+
+    def rounded(of, to, row, factor):
+        out = array(to, row.size, np.empty(0, np.uint16))
+        for c in range(row.size):
+            out[c] = np.uint16(_bfloat(row[c] * factor))
+
+    return rounded
 
 
 def rows_are_finite(of, rows, row_bytes, n, d) -> Any:

@@ -6,6 +6,7 @@ here is over the columns of a row and becomes vector code.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,6 @@ from numba import (
 from numba.extending import overload, register_jitable
 
 from ..dropout import INCREMENTS, MULTIPLIERS, ROUNDS
-from .call import LOG2E
 from .vector import pointer_to
 
 # ``(2^f - 1) / f`` on [-1/2, 1/2], by the Remez algorithm: relative errors 1.1e-8 and 1.8e-17.
@@ -42,6 +42,8 @@ _EXP2_64 = (
     7.0725617019006722852e-9,
     4.4455372295661199996e-10,
 )
+
+LOG2E = math.log2(math.e)
 
 STRICT = {"contract", "nsz"}  # keeps NaN, inf and the order of additions
 SUMS = {"contract", "nsz", "reassoc"}  # lets a sum be kept in the lanes of a vector
