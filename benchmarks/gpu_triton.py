@@ -14,6 +14,7 @@ import csv
 import datetime
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # of [B, N, H, D]
 
 
 def median_ms(call: Callable[[], Any]) -> float:
-    return triton.testing.do_bench(call, warmup=30, rep=150, return_mode="median")  # pyright: ignore
+    return triton.testing.do_bench(call, warmup=15, rep=100, return_mode="median")  # pyright: ignore
 
 
 def heads_first(call: Attention) -> Attention:
@@ -92,23 +93,27 @@ def window_mask(b: Any, h: Any, i: Any, j: Any) -> Any:
 
 
 def main_table() -> Iterator[tuple[Row, Callable[[], Row]]]:
-    for d in (64, 128, 256):
-        for causal in (False, True):
-            for n in LENGTHS:
-                b, h = TOKENS // n, WIDTH // d
-                flops = 4 * b * h * n * n * d * (0.5 if causal else 1.0)
-                makers = {
-                    "rowmax": lambda c=causal: ours(causal=c),
-                    "flex": lambda c=causal, n=n: flex(n, causal_mask if c else None),
-                    "cudnn": lambda c=causal: sdpa(SDPBackend.CUDNN_ATTENTION, c),
-                    "flash2": lambda c=causal: sdpa(SDPBackend.FLASH_ATTENTION, c),
-                }
-                for name, make in makers.items():
-                    about = {"case": "causal" if causal else "full", "n": n, "d": d, "h": h, "b": b}
+    makers: dict[str, Callable[[int, bool], Attention]] = {
+        "rowmax": lambda n, causal: ours(causal=causal),
+        "flex": lambda n, causal: flex(n, causal_mask if causal else None),
+        "cudnn": lambda n, causal: sdpa(SDPBackend.CUDNN_ATTENTION, causal),
+        "flash2": lambda n, causal: sdpa(SDPBackend.FLASH_ATTENTION, causal),
+    }
+    for name, make in makers.items():
+        for d in (128, 256, 64):
+            for causal in (False, True):
+                for n in reversed(LENGTHS):
+                    b, h = TOKENS // n, WIDTH // d
+                    flops = 4 * b * h * n * n * d * (0.5 if causal else 1.0)
+                    case = "causal" if causal else "full"
                     yield (
-                        {**about, "name": name},
-                        lambda m=make, s=(b, n, h, d), f=flops: measured(m(), s, f),
+                        {"case": case, "n": n, "d": d, "h": h, "b": b, "name": name},
+                        partial(_run, partial(make, n, causal), (b, n, h, d), flops),
                     )
+
+
+def _run(make: Callable[[], Attention], shape: tuple[int, ...], flops: float) -> Row:
+    return measured(make(), shape, flops)
 
 
 def feature_table() -> Iterator[tuple[Row, Callable[[], Row]]]:
@@ -166,7 +171,7 @@ def host_time() -> Iterator[tuple[Row, Callable[[], Row]]]:
     yield about, lambda: each(causal=True)
 
 
-PARTS = {"main": main_table, "features": feature_table, "host": host_time}
+PARTS = {"features": feature_table, "host": host_time, "main": main_table}
 COLUMNS = (
     "case", "name", "b", "n", "h", "d", "forward_tflops", "backward_tflops", "both_tflops",
     "forward_ms", "backward_ms", "peak_mib", "host_us", "device", "torch", "triton", "date",

@@ -9,11 +9,13 @@ sums.
 from __future__ import annotations
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from ..problem import Gradients, Problem, Tensors, Wanted
 from .bias_gradient import bias_gradient_kernel
 from .bundles import (
+    ROW_UNIT,
     Pointers,
     aligned,
     constants,
@@ -113,7 +115,8 @@ def _delta(
     """(lse in units of log 2, Delta - dlse, dsink)."""
     lse = lse.contiguous()
     t = Pointers(tensors.q, None, None, out, lse, dout=dout)
-    t = t._replace(lse2=torch.empty_like(lse), delta=torch.empty_like(lse))
+    shape = (*lse.shape[:2], -(-problem.total_q // ROW_UNIT) * ROW_UNIT)
+    t = t._replace(lse2=lse.new_empty(shape), delta=lse.new_empty(shape))
     t = t._replace(dlse=None if dlse is None else dlse.contiguous())
     parts: list[Tensor] = []
 
@@ -130,9 +133,9 @@ def _delta(
 
 def plan_delta(problem: Problem, tensors: Tensors, tiles: Tiles, dout: Tensor) -> Job:
     given = {"out": contiguous_steps(problem.out_shape), "dout": steps(dout)}
-    stride, *aligns = strides_of(problem, tensors, given)
+    stride, fixed = strides_of(problem, tensors, given)
     n = numbers(problem, stride)._replace(tiles=-(-problem.total_q // tiles.block_q))
-    c = constants(problem, tiles, aligns, precision_of(tensors))
+    c = constants(problem, tiles, fixed, precision_of(tensors))
     return Job(delta_kernel, n, c, tiles, heads=problem.hq * dense_batch(problem))
 
 
@@ -166,11 +169,11 @@ def plan_key_gradients(problem: Problem, tensors: Tensors, tiles: Tiles, dout: T
         "dk": contiguous_steps(tensors.k.shape),
         "dv": contiguous_steps(tensors.v.shape),
     }
-    stride, *aligns = strides_of(problem, tensors, found)
+    stride, fixed = strides_of(problem, tensors, found)
     if listed(problem):
         stride = stride._replace(order=order_steps(problem, tensors, tiles, over="queries"))
     n = numbers(problem, stride)._replace(tiles=slots(problem, tiles.block_k, "keys"))
-    c = constants(problem, tiles, aligns, precision_of(tensors))
+    c = constants(problem, tiles, fixed, precision_of(tensors))
     return Job(key_gradients_kernel, n, c, tiles, heads=problem.hk * dense_batch(problem))
 
 
@@ -200,11 +203,11 @@ def _query_gradients(
 
 def plan_query_gradients(problem: Problem, tensors: Tensors, tiles: Tiles, dout: Tensor) -> Job:
     found = {"dout": steps(dout), "dq": contiguous_steps(tensors.q.shape)}
-    stride, *aligns = strides_of(problem, tensors, found)
+    stride, fixed = strides_of(problem, tensors, found)
     if listed(problem):
         stride = stride._replace(order=order_steps(problem, tensors, tiles, over="keys"))
     n = numbers(problem, stride)._replace(tiles=slots(problem, tiles.block_q, "queries"))
-    c = constants(problem, tiles, aligns, precision_of(tensors))
+    c = constants(problem, tiles, fixed, precision_of(tensors))
     return Job(query_gradients_kernel, n, c, tiles, heads=problem.hq * dense_batch(problem))
 
 
@@ -229,12 +232,13 @@ def _bias_gradient(problem: Problem, tensors: Tensors, t: Pointers, tiles: Tiles
 
 def plan_bias_gradient(problem: Problem, tensors: Tensors, tiles: Tiles, dout: Tensor) -> Job:
     assert problem.bias is not None
-    stride, *aligns = strides_of(problem, tensors, {"dout": steps(dout)})
+    stride, fixed = strides_of(problem, tensors, {"dout": steps(dout)})
     if listed(problem):
         stride = stride._replace(states=state_steps(problem, tensors, tiles))
     b, h, i, j = problem.bias
     n = numbers(problem, stride)._replace(
         tiles=-(-i // tiles.block_q) * -(-j // tiles.block_k), bias_batch=b, bias_heads=h
     )
-    c = constants(problem, tiles, aligns, precision_of(tensors))
-    return Job(bias_gradient_kernel, n, c, tiles, heads=b * h)
+    c = constants(problem, tiles, fixed, precision_of(tensors))
+    width = tl.constexpr(max(c.BLOCK_D.value, c.BLOCK_DV.value))  # one width: see ``tiles.smaller``
+    return Job(bias_gradient_kernel, n, c._replace(BLOCK_D=width, BLOCK_DV=width), tiles, b * h)

@@ -34,25 +34,25 @@ def score_gradient(t, n, c, b, head, i0, j0, q_start, nq, k_start, nk, used, off
     BLOCK_Q: tl.constexpr = c.BLOCK_Q
     BLOCK_K: tl.constexpr = c.BLOCK_K
     kv_head = head // c.GROUP
-    q = matrix(t.q, n.stride.q, b, head, q_start, PACKED, c.ALIGN)
-    k = matrix(t.k, n.stride.k, b, kv_head, k_start, PACKED, c.ALIGN)
-    v = matrix(t.v, n.stride.v, b, kv_head, k_start, PACKED, c.ALIGN)
-    do = matrix(t.dout, n.stride.dout, b, head, q_start, PACKED, c.ALIGN)
-    q = load_tile(q, n.stride.q, i0, nq, BLOCK_Q, c.D, c.BLOCK_D, c.ALIGN, True)
-    k = load_tile(k, n.stride.k, j0, used, BLOCK_K, c.D, c.BLOCK_D, c.ALIGN, True)
+    q = matrix(t.q, n.stride.q, b, head, q_start, c.ROW_Q, PACKED, c.ALIGN)
+    k = matrix(t.k, n.stride.k, b, kv_head, k_start, c.ROW_K, PACKED, c.ALIGN)
+    v = matrix(t.v, n.stride.v, b, kv_head, k_start, c.ROW_V, PACKED, c.ALIGN)
+    do = matrix(t.dout, n.stride.dout, b, head, q_start, c.ROW_DOUT, PACKED, c.ALIGN)
+    q = load_tile(q, c.ROW_Q, i0, nq, BLOCK_Q, c.D, c.BLOCK_D, True)
+    k = load_tile(k, c.ROW_K, j0, used, BLOCK_K, c.D, c.BLOCK_D, True)
     x = tl.dot(q, tl.trans(k), input_precision=c.PRECISION)
-    v = load_tile(v, n.stride.v, j0, used, BLOCK_K, c.DV, c.BLOCK_DV, c.ALIGN, True)
-    do = load_tile(do, n.stride.dout, i0, nq, BLOCK_Q, c.DV, c.BLOCK_DV, c.ALIGN, True)
+    v = load_tile(v, c.ROW_V, j0, used, BLOCK_K, c.DV, c.BLOCK_DV, True)
+    do = load_tile(do, c.ROW_DOUT, i0, nq, BLOCK_Q, c.DV, c.BLOCK_DV, True)
     dp = tl.dot(do, tl.trans(v), input_precision=c.PRECISION)
     row = i0 + tl.arange(0, BLOCK_Q)
     j = tl.arange(0, BLOCK_K)[None, :]
-    lse2 = vector(t.lse2, b, head, q_start, n.total_q, c.HQ, PACKED)
+    lse2 = vector(t.lse2, b, head, q_start, n.rows * 16, c.HQ, PACKED)
     lse2 = load_rows(lse2, row, nq, float("inf"), True)
-    delta = vector(t.delta, b, head, q_start, n.total_q, c.HQ, PACKED)
+    delta = vector(t.delta, b, head, q_start, n.rows * 16, c.HQ, PACKED)
     delta = load_rows(delta, row, nq, 0.0, True)
     row = row[:, None]
     p, _ = weights(
-        x, lse2[:, None], t, n, c, b, head, row, j0 + j, nq, nk, used, offset, False
+        x, lse2[:, None], t, n, c, b, head, row, j0 + j, nq, nk, used, offset, False, "full"
     )  # fmt: skip
     _, dp = dropped(p, dp, t, n, b, head, row, j0, j, BLOCK_K)
     ok = seen(t, n, b, head, row, j0 + j, nq, used, offset)

@@ -7,7 +7,6 @@ or ``n``, and the code for it is not compiled.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,8 @@ from ..problem import Problem, Tensors
 from .tiles import Tiles, padded
 
 LOG2E = math.log2(math.e)
+#: rows of lse2 and delta start at multiples of as many, so that they are read in pairs
+ROW_UNIT = 16
 
 
 class Pointers(NamedTuple):
@@ -54,10 +55,7 @@ class Pointers(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Steps (batch, row, head) in units of ``c.ALIGN`` or, of outputs, ``c.OUT_ALIGN`` elements.
-
-    That of a row is a constant, all others are numbers.
-    """
+    """Steps (batch, head) in units of ``c.ALIGN`` or, of outputs, ``c.OUT_ALIGN`` elements."""
 
     q: Any
     k: Any
@@ -77,7 +75,7 @@ class Strides(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """``n``: sizes, scalars and strides. Only for new row strides is a kernel compiled anew."""
+    """``n``: sizes, scalars and strides. No kernel is compiled anew for them."""
 
     batch: Any
     total_q: Any
@@ -85,6 +83,7 @@ class Numbers(NamedTuple):
     longest_q: Any
     longest_k: Any
     tiles: Any  # of the fixed dimension, a head
+    rows: Any  # of lse2 and delta, a head, in units of ROW_UNIT
     scale: Any
     scale2: Any  # scale * log2(e)
     cap2: Any  # softcap * log2(e)
@@ -113,8 +112,17 @@ class Constants(NamedTuple):
     ALIGN: Any
     OUT_ALIGN: Any
     BIAS_ALIGN: Any
+    ROW_Q: Any  # the step from row to row, in elements, a constant for the sake of registers
+    ROW_K: Any
+    ROW_V: Any
+    ROW_OUT: Any
+    ROW_DOUT: Any
+    ROW_DQ: Any
+    ROW_DK: Any
+    ROW_DV: Any
     RAGGED_Q: Any  # tiles of queries can run past the end
     RAGGED_K: Any  # tiles of keys can run past those in use
+    SPLIT: Any  # full and partial tiles in loops of their own
     EDGES: Any  # tiles that need masking code can occur
     MASKS: Any  # pairs inside the matrix can be masked
     FOLDED: Any  # scores are q.k alone, so that the scale folds into the exponent
@@ -177,8 +185,8 @@ def contiguous_steps(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def strides_of(
     problem: Problem, tensors: Tensors, matrices: dict[str, tuple[int, ...]]
-) -> tuple[Strides, int, int, int]:
-    """(strides, ALIGN, OUT_ALIGN, BIAS_ALIGN) of the inputs and of ``matrices``.
+) -> tuple[Strides, dict[str, int]]:
+    """The strides of the inputs and of ``matrices``, and those that are constants.
 
     ``dout`` is given, and read as q is; the others are contiguous.
     """
@@ -195,20 +203,16 @@ def strides_of(
         bias_align = common_align(both, 16 // tensors.bias.element_size())
     dbias = None if bias is None else contiguous_steps(tensors.bias.shape)  # pyright: ignore
     found = Strides(
-        **{name: _rows(s, align) for name, s in read.items()},
-        **{name: _rows(s, out_align) for name, s in made.items()},
+        **{name: (b // align, h // align) for name, (b, _, h) in read.items()},
+        **{name: (b // out_align, h // out_align) for name, (b, _, h) in made.items()},
         bias=None if bias is None else pair_strides(bias, bias_align),
         dbias=None if dbias is None else pair_strides(dbias, bias_align),
         allowed=None if tensors.allowed is None else pair_strides(steps(tensors.allowed)),
         q_ids=None if tensors.q_ids is None else steps(tensors.q_ids)[0],
         k_ids=None if tensors.k_ids is None else steps(tensors.k_ids)[0],
     )
-    return found, align, out_align, bias_align
-
-
-def _rows(steps: tuple[int, ...], align: int) -> tuple[Any, ...]:
-    batch, row, head = steps
-    return batch // align, tl.constexpr(row // align), head // align
+    fixed = {"ALIGN": align, "OUT_ALIGN": out_align, "BIAS_ALIGN": bias_align}
+    return found, fixed | {f"ROW_{n.upper()}": s[1] for n, s in (read | made).items()}
 
 
 def common_align(matrices: list[tuple[int, ...]], width: int) -> int:
@@ -243,6 +247,7 @@ def numbers(problem: Problem, stride: Strides) -> Numbers:
         longest_q=problem.nq if indexed else problem.total_q,
         longest_k=problem.nk if indexed else problem.total_k,
         tiles=0,
+        rows=-(-problem.total_q // ROW_UNIT),
         scale=problem.scale,
         scale2=problem.scale * LOG2E,
         cap2=problem.softcap * LOG2E if capped else None,
@@ -256,27 +261,28 @@ def numbers(problem: Problem, stride: Strides) -> Numbers:
     )
 
 
-def constants(problem: Problem, tiles: Tiles, aligns: Iterable[int], precision: str) -> Constants:
+def constants(problem: Problem, tiles: Tiles, fixed: dict[str, int], precision: str) -> Constants:
     ragged_q = problem.varlen or problem.nq % tiles.block_q != 0
     ragged_k = problem.varlen or problem.prefix or problem.nk % tiles.block_k != 0
-    values = (
-        problem.hq,
-        problem.group,
-        problem.d,
-        problem.dv,
-        padded(problem.d),
-        padded(problem.dv),
-        tiles.block_q,
-        tiles.block_k,
-        *aligns,
-        ragged_q,
-        ragged_k,
-        problem.masked or ragged_k,
-        problem.masked,
-        folded(problem),
-        precision,
-    )
-    return Constants(*map(tl.constexpr, values))
+    values = dict.fromkeys(Constants._fields, 0) | {
+        "HQ": problem.hq,
+        "GROUP": problem.group,
+        "D": problem.d,
+        "DV": problem.dv,
+        "BLOCK_D": padded(problem.d),
+        "BLOCK_DV": padded(problem.dv),
+        "BLOCK_Q": tiles.block_q,
+        "BLOCK_K": tiles.block_k,
+        **fixed,
+        "RAGGED_Q": ragged_q,
+        "RAGGED_K": ragged_k,
+        "SPLIT": tiles.split and problem.masked and not problem.prefix,
+        "EDGES": problem.masked or ragged_k,
+        "MASKS": problem.masked,
+        "FOLDED": folded(problem),
+        "PRECISION": precision,
+    }
+    return Constants(**{name: tl.constexpr(value) for name, value in values.items()})
 
 
 def folded(problem: Problem) -> bool:

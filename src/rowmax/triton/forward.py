@@ -54,9 +54,9 @@ def attend_tiles(
     BLOCK_K: tl.constexpr = c.BLOCK_K
     j = tl.arange(0, BLOCK_K)[None, :]
     for i in tl.range(0, plan[0]):
-        tile, partial = nth_tile(i, t, plan)
+        tile, partial = nth_tile(i, t, plan, "any")
         j0 = tile * BLOCK_K
-        k = load_tile(k_base, n.stride.k, j0, used, BLOCK_K, c.D, c.BLOCK_D, c.ALIGN, c.RAGGED_K)
+        k = load_tile(k_base, c.ROW_K, j0, used, BLOCK_K, c.D, c.BLOCK_D, c.RAGGED_K)
         s = tl.dot(q, tl.trans(k), input_precision=c.PRECISION)
         s, _ = scored(s, t, n, c, b, head, row, j0 + j, nq, nk, offset)
         if c.EDGES:
@@ -77,7 +77,7 @@ def attend_tiles(
         acc = acc * alpha[:, None]
         if t.seed is not None:
             p = tl.where(kept(t, n, b, head, row, j0, j, BLOCK_K), p, 0.0)
-        v = load_tile(v_base, n.stride.v, j0, used, BLOCK_K, c.DV, c.BLOCK_DV, c.ALIGN, c.RAGGED_K)
+        v = load_tile(v_base, c.ROW_V, j0, used, BLOCK_K, c.DV, c.BLOCK_DV, c.RAGGED_K)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=c.PRECISION)
     return m, l, acc
 
@@ -91,7 +91,7 @@ def average_key_by_key(
     for j in tl.range(0, used, num_stages=1):
         j0 = j // 16 * 16
         column = tl.full([1, 1], 0, tl.int32) + (j - j0)
-        x = times_row(q, load_row(k_base, n.stride.k, j, c.D, c.BLOCK_D, c.ALIGN))
+        x = times_row(q, load_row(k_base, c.ROW_K, j, c.D, c.BLOCK_D))
         s, _ = scored(x, t, n, c, b, head, row, j0 + column, nq, nk, offset)
         if c.FOLDED:
             s = s * n.scale2
@@ -99,7 +99,7 @@ def average_key_by_key(
         if t.seed is not None:
             p = tl.where(kept(t, n, b, head, row, j0, column, 16), p, 0.0)
         ok = seen(t, n, b, head, row, j0 + column, nq, used, offset)
-        v = load_row(v_base, n.stride.v, j, c.DV, c.BLOCK_DV, c.ALIGN)
+        v = load_row(v_base, c.ROW_V, j, c.DV, c.BLOCK_DV)
         acc += tl.where(ok, p * v, 0.0)
     return acc
 
@@ -136,12 +136,12 @@ def forward_kernel(t, n, c):
     used = keys_in_use(t, b, nk, n)
     offset = nk - nq
     kv_head = head // c.GROUP
-    q_base = matrix(t.q, n.stride.q, b, head, q_start, PACKED, c.ALIGN)
-    k_base = matrix(t.k, n.stride.k, b, kv_head, k_start, PACKED, c.ALIGN)
-    v_base = matrix(t.v, n.stride.v, b, kv_head, k_start, PACKED, c.ALIGN)
+    q_base = matrix(t.q, n.stride.q, b, head, q_start, c.ROW_Q, PACKED, c.ALIGN)
+    k_base = matrix(t.k, n.stride.k, b, kv_head, k_start, c.ROW_K, PACKED, c.ALIGN)
+    v_base = matrix(t.v, n.stride.v, b, kv_head, k_start, c.ROW_V, PACKED, c.ALIGN)
 
     row = tl.minimum(i0 + tl.arange(0, BLOCK_Q), nq - 1)  # those past the end copy the last
-    q = load_tile(q_base, n.stride.q, i0, nq, BLOCK_Q, c.D, c.BLOCK_D, c.ALIGN, True)
+    q = load_tile(q_base, c.ROW_Q, i0, nq, BLOCK_Q, c.D, c.BLOCK_D, True)
     i1 = tl.minimum(i0 + BLOCK_Q, nq) - 1
     plan = plan_tiles(
         t, n, b, head, tile, i0, i1, offset, n.left, n.right, used, c.BLOCK_K
@@ -154,7 +154,7 @@ def forward_kernel(t, n, c):
     if c.MASKS:
         if has_nan(acc):
             # loaded again: kept in registers until here, it would cost the loop its own
-            q = load_tile(q_base, n.stride.q, i0, nq, BLOCK_Q, c.D, c.BLOCK_D, c.ALIGN, True)
+            q = load_tile(q_base, c.ROW_Q, i0, nq, BLOCK_Q, c.D, c.BLOCK_D, True)
             acc = average_key_by_key(
                 m, q, k_base, v_base, t, n, c, b, head, row[:, None], nq, nk, used, offset
             )
@@ -165,8 +165,8 @@ def forward_kernel(t, n, c):
         acc = acc * n.keep_scale
     acc = acc / l[:, None]
     lse = tl.where(empty, float("-inf"), (m + tl.log2(l)) * LN2)
-    out = matrix(t.out, n.stride.out, b, head, q_start, PACKED, c.OUT_ALIGN)
-    store_tile(out, n.stride.out, i0, nq, acc, BLOCK_Q, c.DV, c.BLOCK_DV, c.OUT_ALIGN)
+    out = matrix(t.out, n.stride.out, b, head, q_start, c.ROW_OUT, PACKED, c.OUT_ALIGN)
+    store_tile(out, c.ROW_OUT, i0, nq, acc, BLOCK_Q, c.DV, c.BLOCK_DV)
     to = vector(t.lse, b, head, q_start, n.total_q, c.HQ, PACKED)
     row = i0 + tl.arange(0, BLOCK_Q)
     tl.store(to + row, lse, mask=row < nq)
@@ -193,9 +193,9 @@ def forward(
 
 def plan_forward(problem: Problem, tensors: Tensors, tiles: Tiles) -> Job:
     out = contiguous_steps(problem.out_shape)
-    stride, *aligns = strides_of(problem, tensors, {"out": out})
+    stride, fixed = strides_of(problem, tensors, {"out": out})
     if listed(problem):
         stride = stride._replace(order=order_steps(problem, tensors, tiles, over="keys"))
     n = numbers(problem, stride)._replace(tiles=slots(problem, tiles.block_q, "queries"))
-    c = constants(problem, tiles, aligns, precision_of(tensors))
+    c = constants(problem, tiles, fixed, precision_of(tensors))
     return Job(forward_kernel, n, c, tiles, heads=problem.hq * dense_batch(problem))

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from .scores import dropped, load_rows, only_seen, seen, weights
 from .steps import (
+    count_tiles,
     has_nan,
     keys_in_use,
     load_row,
@@ -32,24 +33,25 @@ from .steps import (
 @triton.jit
 def add_queries(
     dk, dv, cols, k, v, q_base, do_base, lse2_base, delta_base, t, n, c, b, head, j0, plan, nq, nk,
-    used, offset,
+    used, offset, KIND: tl.constexpr,
 ):  # fmt: skip
     BLOCK_Q: tl.constexpr = c.BLOCK_Q
     SCORES: tl.constexpr = t.dk is not None or t.dbias_cols is not None  # whether dS is wanted
     j = tl.arange(0, c.BLOCK_K)[:, None]
-    for i in tl.range(0, plan[0]):
-        tile, partial = nth_tile(i, t, plan)
+    cut = j0 + c.BLOCK_K > used  # the tile of keys has some that are not in use
+    for i in tl.range(0, count_tiles(plan, KIND)):
+        tile, partial = nth_tile(i, t, plan, KIND)
         if t.lengths is not None:
-            partial = partial | (j0 + c.BLOCK_K > used)
+            partial = partial | cut
         i0 = tile * BLOCK_Q
         rows = i0 + tl.arange(0, BLOCK_Q)
         row = rows[None, :]
-        q = load_tile(q_base, n.stride.q, i0, nq, BLOCK_Q, c.D, c.BLOCK_D, c.ALIGN, c.RAGGED_Q)
+        q = load_tile(q_base, c.ROW_Q, i0, nq, BLOCK_Q, c.D, c.BLOCK_D, c.RAGGED_Q)
         x = tl.dot(k, tl.trans(q), input_precision=c.PRECISION)
         lse2 = load_rows(lse2_base, rows, nq, float("inf"), c.RAGGED_Q)[None, :]
-        p, y = weights(x, lse2, t, n, c, b, head, row, j0 + j, nq, nk, used, offset, partial)
+        p, y = weights(x, lse2, t, n, c, b, head, row, j0 + j, nq, nk, used, offset, partial, KIND)
         do = load_tile(
-            do_base, n.stride.dout, i0, nq, BLOCK_Q, c.DV, c.BLOCK_DV, c.ALIGN, c.RAGGED_Q
+            do_base, c.ROW_DOUT, i0, nq, BLOCK_Q, c.DV, c.BLOCK_DV, c.RAGGED_Q
         )  # fmt: skip
         dp = p
         if SCORES:
@@ -60,7 +62,7 @@ def add_queries(
         if SCORES:
             ds = p * (dp - load_rows(delta_base, rows, nq, 0.0, c.RAGGED_Q)[None, :])
             if t.dbias_cols is not None:
-                ds = only_seen(ds, t, n, c, b, head, row, j0 + j, nq, used, offset, partial)
+                ds = only_seen(ds, t, n, c, b, head, row, j0 + j, nq, used, offset, partial, KIND)
                 cols += tl.sum(ds, 1)
             if n.cap2 is not None:
                 ds = ds * (1.0 - y * y)
@@ -77,11 +79,11 @@ def add_query_by_query(
     j = tl.arange(0, c.BLOCK_K)[:, None]
     for i in tl.range(0, nq, num_stages=1):
         row = tl.full([1, 1], 0, tl.int32) + i
-        q = load_row(q_base, n.stride.q, i, c.D, c.BLOCK_D, c.ALIGN)
-        do = load_row(do_base, n.stride.dout, i, c.DV, c.BLOCK_DV, c.ALIGN)
+        q = load_row(q_base, c.ROW_Q, i, c.D, c.BLOCK_D)
+        do = load_row(do_base, c.ROW_DOUT, i, c.DV, c.BLOCK_DV)
         p, y = weights(
             times_row(k, q), tl.load(lse2_base + i), t, n, c, b, head, row, j0 + j, nq, nk, used,
-            offset, False,
+            offset, False, "full",
         )  # fmt: skip
         ok = seen(t, n, b, head, row, j0 + j, nq, used, offset)
         dp = times_row(v, do)
@@ -112,10 +114,10 @@ def key_gradients_kernel(t, n, c):
     if j0 >= nk:
         return
     used = keys_in_use(t, b, nk, n)
-    k_base = matrix(t.k, n.stride.k, b, kv_head, k_start, PACKED, c.ALIGN)
-    v_base = matrix(t.v, n.stride.v, b, kv_head, k_start, PACKED, c.ALIGN)
-    k = load_tile(k_base, n.stride.k, j0, used, BLOCK_K, c.D, c.BLOCK_D, c.ALIGN, True)
-    v = load_tile(v_base, n.stride.v, j0, used, BLOCK_K, c.DV, c.BLOCK_DV, c.ALIGN, True)
+    k_base = matrix(t.k, n.stride.k, b, kv_head, k_start, c.ROW_K, PACKED, c.ALIGN)
+    v_base = matrix(t.v, n.stride.v, b, kv_head, k_start, c.ROW_V, PACKED, c.ALIGN)
+    k = load_tile(k_base, c.ROW_K, j0, used, BLOCK_K, c.D, c.BLOCK_D, True)
+    v = load_tile(v_base, c.ROW_V, j0, used, BLOCK_K, c.DV, c.BLOCK_DV, True)
     offset = nk - nq
     j1 = tl.minimum(j0 + BLOCK_K, used) - 1
 
@@ -123,19 +125,29 @@ def key_gradients_kernel(t, n, c):
     dv = tl.zeros([BLOCK_K, c.BLOCK_DV], tl.float32)
     for g in tl.range(0, c.GROUP, num_stages=1):
         head = kv_head * c.GROUP + g
-        q_base = matrix(t.q, n.stride.q, b, head, q_start, PACKED, c.ALIGN)
-        do_base = matrix(t.dout, n.stride.dout, b, head, q_start, PACKED, c.ALIGN)
-        lse2 = vector(t.lse2, b, head, q_start, n.total_q, c.HQ, PACKED)
-        delta = vector(t.delta, b, head, q_start, n.total_q, c.HQ, PACKED)
+        q_base = matrix(t.q, n.stride.q, b, head, q_start, c.ROW_Q, PACKED, c.ALIGN)
+        do_base = matrix(t.dout, n.stride.dout, b, head, q_start, c.ROW_DOUT, PACKED, c.ALIGN)
+        lse2 = vector(t.lse2, b, head, q_start, n.rows * 16, c.HQ, PACKED)
+        delta = vector(t.delta, b, head, q_start, n.rows * 16, c.HQ, PACKED)
         end = nq if t.lengths is None else tl.where(j0 < used, nq, 0)
         plan = plan_tiles(
             t, n, b, head, tile, j0, j1, -offset, n.right, n.left, end, c.BLOCK_Q
         )  # fmt: skip
         cols = tl.zeros([BLOCK_K], tl.float32)
-        dk, dv, cols = add_queries(
-            dk, dv, cols, k, v, q_base, do_base, lse2, delta, t, n, c, b, head, j0, plan,
-            nq, nk, used, offset,
-        )  # fmt: skip
+        if c.SPLIT:
+            dk, dv, cols = add_queries(
+                dk, dv, cols, k, v, q_base, do_base, lse2, delta, t, n, c, b, head, j0, plan,
+                nq, nk, used, offset, "full",
+            )  # fmt: skip
+            dk, dv, cols = add_queries(
+                dk, dv, cols, k, v, q_base, do_base, lse2, delta, t, n, c, b, head, j0, plan,
+                nq, nk, used, offset, "partial",
+            )  # fmt: skip
+        else:
+            dk, dv, cols = add_queries(
+                dk, dv, cols, k, v, q_base, do_base, lse2, delta, t, n, c, b, head, j0, plan,
+                nq, nk, used, offset, "any",
+            )  # fmt: skip
         if t.dbias_cols is not None:
             col = j0 + tl.arange(0, BLOCK_K)
             to = vector(t.dbias_cols, b, head, 0, n.longest_k, c.HQ, False)
@@ -143,25 +155,27 @@ def key_gradients_kernel(t, n, c):
     if c.MASKS:
         if has_nan(dk) | has_nan(dv):
             # loaded again: kept in registers until here, they would cost the loop its own
-            k = load_tile(k_base, n.stride.k, j0, used, BLOCK_K, c.D, c.BLOCK_D, c.ALIGN, True)
-            v = load_tile(v_base, n.stride.v, j0, used, BLOCK_K, c.DV, c.BLOCK_DV, c.ALIGN, True)
+            k = load_tile(k_base, c.ROW_K, j0, used, BLOCK_K, c.D, c.BLOCK_D, True)
+            v = load_tile(v_base, c.ROW_V, j0, used, BLOCK_K, c.DV, c.BLOCK_DV, True)
             dk = tl.zeros([BLOCK_K, c.BLOCK_D], tl.float32)
             dv = tl.zeros([BLOCK_K, c.BLOCK_DV], tl.float32)
             for g in tl.range(0, c.GROUP, num_stages=1):
                 head = kv_head * c.GROUP + g
-                q_base = matrix(t.q, n.stride.q, b, head, q_start, PACKED, c.ALIGN)
-                do_base = matrix(t.dout, n.stride.dout, b, head, q_start, PACKED, c.ALIGN)
-                lse2 = vector(t.lse2, b, head, q_start, n.total_q, c.HQ, PACKED)
-                delta = vector(t.delta, b, head, q_start, n.total_q, c.HQ, PACKED)
+                q_base = matrix(t.q, n.stride.q, b, head, q_start, c.ROW_Q, PACKED, c.ALIGN)
+                do_base = matrix(
+                    t.dout, n.stride.dout, b, head, q_start, c.ROW_DOUT, PACKED, c.ALIGN
+                )
+                lse2 = vector(t.lse2, b, head, q_start, n.rows * 16, c.HQ, PACKED)
+                delta = vector(t.delta, b, head, q_start, n.rows * 16, c.HQ, PACKED)
                 dk, dv = add_query_by_query(
                     dk, dv, k, v, q_base, do_base, lse2, delta, t, n, c, b, head, j0, nq, nk, used,
                     offset,
                 )  # fmt: skip
     if t.dk is not None:
-        to = matrix(t.dk, n.stride.dk, b, kv_head, k_start, PACKED, c.OUT_ALIGN)
-        store_tile(to, n.stride.dk, j0, nk, dk * n.scale, BLOCK_K, c.D, c.BLOCK_D, c.OUT_ALIGN)
+        to = matrix(t.dk, n.stride.dk, b, kv_head, k_start, c.ROW_DK, PACKED, c.OUT_ALIGN)
+        store_tile(to, c.ROW_DK, j0, nk, dk * n.scale, BLOCK_K, c.D, c.BLOCK_D)
     if t.dv is not None:
         if t.seed is not None:
             dv = dv * n.keep_scale
-        to = matrix(t.dv, n.stride.dv, b, kv_head, k_start, PACKED, c.OUT_ALIGN)
-        store_tile(to, n.stride.dv, j0, nk, dv, BLOCK_K, c.DV, c.BLOCK_DV, c.OUT_ALIGN)
+        to = matrix(t.dv, n.stride.dv, b, kv_head, k_start, c.ROW_DV, PACKED, c.OUT_ALIGN)
+        store_tile(to, c.ROW_DV, j0, nk, dv, BLOCK_K, c.DV, c.BLOCK_DV)

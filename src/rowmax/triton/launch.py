@@ -71,19 +71,20 @@ class Job:
             self._run(t)
 
     def _run(self, t: Pointers) -> None:
+        addresses = [None if x is None else x.data_ptr() for x in t]
         present = odd = 0
         bit = 1
-        for x in t:
-            if x is not None:
+        for address in addresses:
+            if address is not None:
                 present |= bit
-                if x.data_ptr() & 15:
+                if address & 15:
                     odd |= bit
             bit += bit
         ready = self._compiled.get((present, odd))
         if ready is None:
             ready = self.compile(t)[self.grid]
             self._compiled[present, odd] = ready
-        ready(t, self.n, self.c)
+        ready(tuple(addresses), self.n, self.c)
 
     def compile(self, t: Pointers, target: Any = None) -> Any:
         """The kernel for these pointers, on the current device or for another target."""

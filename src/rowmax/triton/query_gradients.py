@@ -14,6 +14,7 @@ import triton.language as tl
 from .scores import LOG2E, dropped, load_rows, only_seen, seen, weights
 from .steps import (
     at_pair,
+    count_tiles,
     has_nan,
     keys_in_use,
     load_row,
@@ -44,17 +45,17 @@ def delta_kernel(t, n, c):
     i0 = tile * BLOCK_Q
     row = i0 + tl.arange(0, BLOCK_Q)
     end = n.total_q
-    o = matrix(t.out, n.stride.out, b, head, 0, False, c.OUT_ALIGN)
-    o = load_tile(o, n.stride.out, i0, end, BLOCK_Q, c.DV, c.BLOCK_DV, c.OUT_ALIGN, True)
-    do = matrix(t.dout, n.stride.dout, b, head, 0, False, c.ALIGN)
-    do = load_tile(do, n.stride.dout, i0, end, BLOCK_Q, c.DV, c.BLOCK_DV, c.ALIGN, True)
+    o = matrix(t.out, n.stride.out, b, head, 0, c.ROW_OUT, False, c.OUT_ALIGN)
+    o = load_tile(o, c.ROW_OUT, i0, end, BLOCK_Q, c.DV, c.BLOCK_DV, True)
+    do = matrix(t.dout, n.stride.dout, b, head, 0, c.ROW_DOUT, False, c.ALIGN)
+    do = load_tile(do, c.ROW_DOUT, i0, end, BLOCK_Q, c.DV, c.BLOCK_DV, True)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     if t.dlse is not None:
         delta -= load_rows(vector(t.dlse, b, head, 0, end, c.HQ, False), row, end, 0.0, True)
     lse = load_rows(vector(t.lse, b, head, 0, end, c.HQ, False), row, end, float("inf"), True)
     lse2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
-    tl.store(vector(t.lse2, b, head, 0, end, c.HQ, False) + row, lse2, mask=row < end)
-    tl.store(vector(t.delta, b, head, 0, end, c.HQ, False) + row, delta, mask=row < end)
+    tl.store(vector(t.lse2, b, head, 0, n.rows * 16, c.HQ, False) + row, lse2, mask=row < end)
+    tl.store(vector(t.delta, b, head, 0, n.rows * 16, c.HQ, False) + row, delta, mask=row < end)
     if t.dsink is not None:
         sink = tl.load(t.sink + head).to(tl.float32) * LOG2E
         part = tl.sum(tl.where(row < end, tl.exp2(sink - lse2) * delta, 0.0), 0)
@@ -64,31 +65,31 @@ def delta_kernel(t, n, c):
 @triton.jit
 def add_keys(
     dq, sums, q, do, lse2, delta, k_base, v_base, t, n, c, b, head, row, inside, plan, nq, nk, used,
-    offset,
+    offset, KIND: tl.constexpr,
 ):  # fmt: skip
     BLOCK_K: tl.constexpr = c.BLOCK_K
     j = tl.arange(0, BLOCK_K)[None, :]
-    for i in tl.range(0, plan[0]):
-        tile, partial = nth_tile(i, t, plan)
+    for i in tl.range(0, count_tiles(plan, KIND)):
+        tile, partial = nth_tile(i, t, plan, KIND)
         j0 = tile * BLOCK_K
-        k = load_tile(k_base, n.stride.k, j0, used, BLOCK_K, c.D, c.BLOCK_D, c.ALIGN, c.RAGGED_K)
+        k = load_tile(k_base, c.ROW_K, j0, used, BLOCK_K, c.D, c.BLOCK_D, c.RAGGED_K)
         x = tl.dot(q, tl.trans(k), input_precision=c.PRECISION)
-        v = load_tile(v_base, n.stride.v, j0, used, BLOCK_K, c.DV, c.BLOCK_DV, c.ALIGN, c.RAGGED_K)
+        v = load_tile(v_base, c.ROW_V, j0, used, BLOCK_K, c.DV, c.BLOCK_DV, c.RAGGED_K)
         dp = tl.dot(do, tl.trans(v), input_precision=c.PRECISION)
         p, y = weights(
-            x, lse2[:, None], t, n, c, b, head, row, j0 + j, nq, nk, used, offset, partial
+            x, lse2[:, None], t, n, c, b, head, row, j0 + j, nq, nk, used, offset, partial, KIND
         )
         _, dp = dropped(p, dp, t, n, b, head, row, j0, j, BLOCK_K)
         ds = p * (dp - delta[:, None])
         if t.dbias is not None:
-            ds = only_seen(ds, t, n, c, b, head, row, j0 + j, nq, used, offset, partial)
+            ds = only_seen(ds, t, n, c, b, head, row, j0 + j, nq, used, offset, partial, KIND)
             at = at_pair(t.dbias, n.stride.dbias, b, head, row, j0 + j, c.BIAS_ALIGN)
             if c.RAGGED_K:
                 tl.store(at, ds.to(t.dbias.dtype.element_ty), mask=inside & (j0 + j < nk))
             else:
                 tl.store(at, ds.to(t.dbias.dtype.element_ty), mask=inside)
         if t.dbias_rows is not None:
-            ds = only_seen(ds, t, n, c, b, head, row, j0 + j, nq, used, offset, partial)
+            ds = only_seen(ds, t, n, c, b, head, row, j0 + j, nq, used, offset, partial, KIND)
             sums += tl.sum(ds, 1)
         if n.cap2 is not None:
             ds = ds * (1.0 - y * y)
@@ -105,11 +106,11 @@ def sum_key_by_key(
     for j in tl.range(0, used, num_stages=1):
         j0 = j // 16 * 16
         column = tl.full([1, 1], 0, tl.int32) + (j - j0)
-        k = load_row(k_base, n.stride.k, j, c.D, c.BLOCK_D, c.ALIGN)
-        v = load_row(v_base, n.stride.v, j, c.DV, c.BLOCK_DV, c.ALIGN)
+        k = load_row(k_base, c.ROW_K, j, c.D, c.BLOCK_D)
+        v = load_row(v_base, c.ROW_V, j, c.DV, c.BLOCK_DV)
         p, y = weights(
             times_row(q, k), lse2[:, None], t, n, c, b, head, row, j0 + column, nq, nk, used,
-            offset, False,
+            offset, False, "full",
         )  # fmt: skip
         _, dp = dropped(p, times_row(do, v), t, n, b, head, row, j0, column, 16)
         ds = p * (dp - delta[:, None])
@@ -139,17 +140,17 @@ def query_gradients_kernel(t, n, c):
     used = keys_in_use(t, b, nk, n)
     offset = nk - nq
     kv_head = head // c.GROUP
-    q_base = matrix(t.q, n.stride.q, b, head, q_start, PACKED, c.ALIGN)
-    do_base = matrix(t.dout, n.stride.dout, b, head, q_start, PACKED, c.ALIGN)
-    k_base = matrix(t.k, n.stride.k, b, kv_head, k_start, PACKED, c.ALIGN)
-    v_base = matrix(t.v, n.stride.v, b, kv_head, k_start, PACKED, c.ALIGN)
+    q_base = matrix(t.q, n.stride.q, b, head, q_start, c.ROW_Q, PACKED, c.ALIGN)
+    do_base = matrix(t.dout, n.stride.dout, b, head, q_start, c.ROW_DOUT, PACKED, c.ALIGN)
+    k_base = matrix(t.k, n.stride.k, b, kv_head, k_start, c.ROW_K, PACKED, c.ALIGN)
+    v_base = matrix(t.v, n.stride.v, b, kv_head, k_start, c.ROW_V, PACKED, c.ALIGN)
 
     row = i0 + tl.arange(0, BLOCK_Q)
-    q = load_tile(q_base, n.stride.q, i0, nq, BLOCK_Q, c.D, c.BLOCK_D, c.ALIGN, True)
-    do = load_tile(do_base, n.stride.dout, i0, nq, BLOCK_Q, c.DV, c.BLOCK_DV, c.ALIGN, True)
-    lse2 = vector(t.lse2, b, head, q_start, n.total_q, c.HQ, PACKED)
+    q = load_tile(q_base, c.ROW_Q, i0, nq, BLOCK_Q, c.D, c.BLOCK_D, True)
+    do = load_tile(do_base, c.ROW_DOUT, i0, nq, BLOCK_Q, c.DV, c.BLOCK_DV, True)
+    lse2 = vector(t.lse2, b, head, q_start, n.rows * 16, c.HQ, PACKED)
     lse2 = load_rows(lse2, row, nq, float("inf"), True)
-    delta = vector(t.delta, b, head, q_start, n.total_q, c.HQ, PACKED)
+    delta = vector(t.delta, b, head, q_start, n.rows * 16, c.HQ, PACKED)
     delta = load_rows(delta, row, nq, 0.0, True)
     inside = row < nq  # what follows may compute rows past the end, as copies of the last one
     row = tl.minimum(row, nq - 1)
@@ -160,23 +161,33 @@ def query_gradients_kernel(t, n, c):
 
     dq = tl.zeros([BLOCK_Q, c.BLOCK_D], tl.float32)
     sums = tl.zeros([BLOCK_Q], tl.float32)
-    dq, sums = add_keys(
-        dq, sums, q, do, lse2, delta, k_base, v_base, t, n, c, b, head, row[:, None],
-        inside[:, None], plan, nq, nk, used, offset,
-    )  # fmt: skip
+    if c.SPLIT:
+        dq, sums = add_keys(
+            dq, sums, q, do, lse2, delta, k_base, v_base, t, n, c, b, head, row[:, None],
+            inside[:, None], plan, nq, nk, used, offset, "full",
+        )  # fmt: skip
+        dq, sums = add_keys(
+            dq, sums, q, do, lse2, delta, k_base, v_base, t, n, c, b, head, row[:, None],
+            inside[:, None], plan, nq, nk, used, offset, "partial",
+        )  # fmt: skip
+    else:
+        dq, sums = add_keys(
+            dq, sums, q, do, lse2, delta, k_base, v_base, t, n, c, b, head, row[:, None],
+            inside[:, None], plan, nq, nk, used, offset, "any",
+        )  # fmt: skip
     if c.MASKS:
         if has_nan(dq):
             # loaded again: kept in registers until here, they would cost the loop its own
-            q = load_tile(q_base, n.stride.q, i0, nq, BLOCK_Q, c.D, c.BLOCK_D, c.ALIGN, True)
+            q = load_tile(q_base, c.ROW_Q, i0, nq, BLOCK_Q, c.D, c.BLOCK_D, True)
             do = load_tile(
-                do_base, n.stride.dout, i0, nq, BLOCK_Q, c.DV, c.BLOCK_DV, c.ALIGN, True
+                do_base, c.ROW_DOUT, i0, nq, BLOCK_Q, c.DV, c.BLOCK_DV, True
             )  # fmt: skip
             dq = sum_key_by_key(
                 q, do, lse2, delta, k_base, v_base, t, n, c, b, head, row[:, None], nq, nk, used,
                 offset,
             )  # fmt: skip
-    to = matrix(t.dq, n.stride.dq, b, head, q_start, PACKED, c.OUT_ALIGN)
-    store_tile(to, n.stride.dq, i0, nq, dq * n.scale, BLOCK_Q, c.D, c.BLOCK_D, c.OUT_ALIGN)
+    to = matrix(t.dq, n.stride.dq, b, head, q_start, c.ROW_DQ, PACKED, c.OUT_ALIGN)
+    store_tile(to, c.ROW_DQ, i0, nq, dq * n.scale, BLOCK_Q, c.D, c.BLOCK_D)
     if t.dbias_rows is not None:
         to = vector(t.dbias_rows, b, head, 0, n.longest_q, c.HQ, False)
         row = i0 + tl.arange(0, BLOCK_Q)

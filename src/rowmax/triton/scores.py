@@ -124,23 +124,27 @@ def kept(t, n, b, head, row, j0, j, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def weights(x, lse2, t, n, c, b, head, row, col, nq, nk, used, offset, partial):
+def weights(
+    x, lse2, t, n, c, b, head, row, col, nq, nk, used, offset, partial, KIND: tl.constexpr
+):  # fmt: skip
     """(P, y) of ``x = q.k`` once LSE is known, in units of log 2."""
     s, y = scored(x, t, n, c, b, head, row, col, nq, nk, offset)
     if c.FOLDED:
         p = tl.exp2(s * n.scale2 - lse2)
     else:
         p = tl.exp2(s - lse2)
-    if c.EDGES:
+    if c.EDGES and KIND != "full":
         if partial:
             p = tl.where(seen(t, n, b, head, row, col, nq, used, offset), p, 0.0)
     return p, y
 
 
 @triton.jit
-def only_seen(x, t, n, c, b, head, row, col, nq, used, offset, partial):
+def only_seen(
+    x, t, n, c, b, head, row, col, nq, used, offset, partial, KIND: tl.constexpr
+):  # fmt: skip
     """x, with 0 for the pairs of a partial tile that are not seen."""
-    if c.EDGES:
+    if c.EDGES and KIND != "full":
         if partial:
             x = tl.where(seen(t, n, b, head, row, col, nq, used, offset), x, 0.0)
     return x

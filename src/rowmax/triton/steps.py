@@ -71,14 +71,15 @@ def keys_in_use(t, b, nk, n):
 
 
 @triton.jit
-def matrix(x, stride, b, head, start, PACKED: tl.constexpr, ALIGN: tl.constexpr):
+def matrix(
+    x, stride, b, head, start, ROW: tl.constexpr, PACKED: tl.constexpr, ALIGN: tl.constexpr
+):  # fmt: skip
     """Where the rows of (b, head) start."""
-    offset = tl.cast(head, tl.int64) * stride[2]
+    offset = tl.cast(head, tl.int64) * stride[1]
     if PACKED:
-        offset += tl.cast(start, tl.int64) * stride[1]
+        return x + offset * ALIGN + tl.cast(start, tl.int64) * ROW
     else:
-        offset += tl.cast(b, tl.int64) * stride[0]
-    return x + offset * ALIGN
+        return x + (offset + tl.cast(b, tl.int64) * stride[0]) * ALIGN
 
 
 @triton.jit
@@ -94,27 +95,22 @@ def vector(x, b, head, start, total, HEADS: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
-def tile_pointers(
-    x, stride, i0,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr,
-):  # fmt: skip
+def tile_pointers(x, i0, ROW: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     """``[ROWS, BLOCK_D]`` pointers from row i0 on.
 
-    The step of a row is a constant: a thread's addresses are then one register and immediates.
+    ROW, the step from row to row, is a constant: that saves registers and arithmetic.
     """
-    STEP: tl.constexpr = stride[1] * ALIGN
-    r = tl.arange(0, ROWS).to(tl.int64)[:, None] * STEP
-    return x + tl.cast(i0, tl.int64) * STEP + (r + tl.arange(0, BLOCK_D).to(tl.int64)[None, :])
+    r = tl.arange(0, ROWS).to(tl.int64)[:, None] * ROW
+    return x + tl.cast(i0, tl.int64) * ROW + (r + tl.arange(0, BLOCK_D).to(tl.int64)[None, :])
 
 
 @triton.jit
 def load_tile(
-    x, stride, i0, end,
-    ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr,
-    RAGGED: tl.constexpr,
+    x, ROW: tl.constexpr, i0, end,
+    ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     """``[ROWS, BLOCK_D]`` from row i0; zeros past D and, if the tile is ragged, past ``end``."""
-    at = tile_pointers(x, stride, i0, ROWS, BLOCK_D, ALIGN)
+    at = tile_pointers(x, i0, ROW, ROWS, BLOCK_D)
     i = i0 + tl.arange(0, ROWS)
     d = tl.arange(0, BLOCK_D)
     if RAGGED:
@@ -131,10 +127,10 @@ def load_tile(
 
 @triton.jit
 def store_tile(
-    x, stride, i0, end, value,
-    ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr,
+    x, ROW: tl.constexpr, i0, end, value,
+    ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    at = tile_pointers(x, stride, i0, ROWS, BLOCK_D, ALIGN)
+    at = tile_pointers(x, i0, ROW, ROWS, BLOCK_D)
     i = i0 + tl.arange(0, ROWS)
     d = tl.arange(0, BLOCK_D)
     tl.store(at, value.to(x.dtype.element_ty), mask=(i < end)[:, None] & (d < D)[None, :])
@@ -180,27 +176,53 @@ def band(x0, x1, shift, back, ahead, end, BLOCK: tl.constexpr):
 
 @triton.jit
 def plan_tiles(t, n, b, head, tile, x0, x1, shift, back, ahead, end, BLOCK: tl.constexpr):
-    """(count, first, full, full_end): how many tiles to visit and what ``nth_tile`` asks."""
+    """(count, n_full, first, full): how many tiles to visit and what ``nth_tile`` asks."""
     if t.order is not None:
         stride = n.stride.order
         number = tl.cast(tl.minimum(b, n.batch - 1), tl.int64) * stride[0]
         number += tl.cast(head, tl.int64) * stride[1] + tile
         n_full = tl.load(t.counts + 2 * number)
         n_partial = tl.load(t.counts + 2 * number + 1)
-        return n_full + n_partial, t.order + number * stride[2], 0, n_full
+        return n_full + n_partial, n_full, t.order + number * stride[2], 0
     else:
         first, full, full_end, last = band(x0, x1, shift, back, ahead, end, BLOCK)
-        return last - first, first, full, full_end
+        return last - first, full_end - full, first, full
 
 
 @triton.jit
-def nth_tile(i, t, plan):
-    """(tile, partial): the i-th tile to visit and whether it holds a pair that is not seen."""
-    _, first, full, full_end = plan
-    if t.order is not None:
-        return tl.load(first + i), i >= full_end
+def count_tiles(plan, KIND: tl.constexpr):
+    if KIND == "full":
+        return plan[1]
+    elif KIND == "partial":
+        return plan[0] - plan[1]
     else:
-        return first + i, (first + i < full) | (first + i >= full_end)
+        return plan[0]
+
+
+@triton.jit
+def nth_tile(i, t, plan, KIND: tl.constexpr):
+    """(tile, partial): the i-th "full", "partial" or "any" tile, and if it has an unseen pair.
+
+    One loop over any tile asks of each whether it is partial; two loops, over the full ones and
+    over the partial ones, need not, and take twice the code and its start.
+    """
+    _, n_full, first, full = plan
+    if KIND == "full":
+        if t.order is not None:
+            return tl.load(first + i), False
+        else:
+            return full + i, False
+    elif KIND == "partial":
+        if t.order is not None:
+            return tl.load(first + n_full + i), True
+        else:
+            return first + i + tl.where(first + i < full, 0, n_full), True
+    else:
+        if t.order is not None:
+            return tl.load(first + i), i >= n_full
+        else:
+            tile = first + i
+            return tile, (tile < full) | (tile >= full + n_full)
 
 
 # --- what a matrix product cannot do ------------------------------------------------------------
@@ -216,11 +238,10 @@ def has_nan(x):
 
 
 @triton.jit
-def load_row(x, stride, i, D: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr):
+def load_row(x, ROW: tl.constexpr, i, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Row i as float32, ``[1, BLOCK_D]``."""
-    STEP: tl.constexpr = stride[1] * ALIGN
     d = tl.arange(0, BLOCK_D)
-    return tl.load(x + tl.cast(i, tl.int64) * STEP + d, mask=d < D, other=0.0).to(tl.float32)[None]
+    return tl.load(x + tl.cast(i, tl.int64) * ROW + d, mask=d < D, other=0.0).to(tl.float32)[None]
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -26,6 +26,7 @@ class Tiles:
     block_k: int
     warps: int
     stages: int
+    split: bool = False  # in a backward: full and partial tiles in loops of their own
 
 
 @dataclass(frozen=True)
@@ -111,12 +112,12 @@ _H200 = {
     ("forward", 64): (Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 4)),
     ("forward", 128): (Tiles(64, 64, 4, 3), Tiles(128, 64, 8, 3)),
     ("forward", 256): (Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 2)),
-    ("key_gradients", 64): (Tiles(128, 64, 4, 2), Tiles(64, 64, 4, 3)),
-    ("key_gradients", 128): (Tiles(64, 128, 8, 3), Tiles(64, 64, 4, 2)),
+    ("key_gradients", 64): (Tiles(128, 64, 4, 2), Tiles(128, 64, 4, 2)),
+    ("key_gradients", 128): (Tiles(64, 128, 8, 3), Tiles(64, 64, 4, 2, split=True)),
     ("dk", 256): (Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
     ("dv", 256): (Tiles(32, 128, 8, 3), Tiles(64, 128, 8, 2)),
-    ("query_gradients", 64): (Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 3)),
-    ("query_gradients", 128): (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3)),
+    ("query_gradients", 64): (Tiles(128, 64, 8, 3), Tiles(128, 64, 4, 3)),
+    ("query_gradients", 128): (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3, split=True)),
     ("query_gradients", 256): (Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 3)),
 }
 
@@ -147,11 +148,11 @@ _LAST = ((32, 16, 4), (16, 32, 4), (16, 16, 4), (16, 16, 8))
 def candidates(kind: Kind, limits: Limits) -> Iterator[Tiles]:
     """Tiles that fit the device, the rule's own choice first; the last resort comes regardless."""
     for block_q, block_k, warps in _SHAPES[kind.job] + _LAST:
-        for stages in (2, 3, 1):
+        for stages in (2, 3):
             tiles = Tiles(block_q, block_k, warps, stages)
             if fits(kind, tiles, limits):
                 yield tiles
-    yield Tiles(16, 16, 4, 1)
+    yield Tiles(16, 16, 4, 2)
 
 
 def fits(kind: Kind, tiles: Tiles, limits: Limits) -> bool:
@@ -168,14 +169,19 @@ def fits(kind: Kind, tiles: Tiles, limits: Limits) -> bool:
     }[kind.job]
     scores = bq * bk * (1 if kind.job in ("forward", "delta", "dv") else 2)
     threads = tiles.warps * limits.lanes
-    pairs = 4 * kind.scored * max(1, tiles.stages) + kind.bytes  # a bias is loaded ahead too
-    shared = kind.bytes * (fixed + max(1, tiles.stages) * moving) + pairs * bq * bk
+    pairs = 4 * kind.scored * tiles.stages + kind.bytes  # a bias is loaded ahead too
+    shared = kind.bytes * (fixed + tiles.stages * moving) + pairs * bq * bk
     return shared <= limits.shared and (sums + scores) / threads <= 200
 
 
 def smaller(tiles: Tiles) -> Tiles | None:
-    """What to try where tiles did not fit after all: fewer stages, then half of the longer side."""
-    if tiles.stages > 1:
+    """What to try where tiles did not fit after all: fewer stages, then half of the longer side.
+
+    Never one stage. Tiles that are not loaded ahead share memory, and where those of keys and
+    values differ in width, triton 3.6.0 lets one overwrite the other while it is read (seen on
+    an H200: wrong results).
+    """
+    if tiles.stages > 2:
         return replace(tiles, stages=tiles.stages - 1)
     if max(tiles.block_q, tiles.block_k) <= 16:
         return None
@@ -210,7 +216,7 @@ def keep(device: str, found: dict[str, Tiles]) -> Path:
         everything = json.loads(path.read_text())
     except (OSError, ValueError):
         everything = {}
-    shapes = {kind: [t.block_q, t.block_k, t.warps, t.stages] for kind, t in found.items()}
+    shapes = {kind: list(astuple(t)) for kind, t in found.items()}
     everything[device] = {**everything.get(device, {}), **shapes}
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}")
