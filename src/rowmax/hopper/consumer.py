@@ -12,10 +12,10 @@ from triton.experimental.gluon import language as gl
 
 from .gluon_compat import mbarrier, reinterpret, warpgroup_mma, warpgroup_mma_wait
 from .layouts import matrix, output_layout, score_layout, value_layout, weight_layout
-from .pipeline import phase, slot
-from .schedule import first_place, full_tiles, next_place, row_at, tile_of
+from .pipeline import phase, slot, told
+from .schedule import full_tiles
 from .softmax import LOWEST, along_row, by_lane, rounded, softmax_step
-from .terms import masked, partial, with_terms
+from .terms import masked, partial, settled, with_terms
 
 
 @gluon.jit
@@ -68,7 +68,7 @@ def scale_rows(o, r):
 @gluon.jit
 def weights(C: gl.constexpr, LATE: gl.constexpr, S, m, l, scale, dtype: gl.constexpr):
     """(P, rounded for the product unless LATE, m, l, alpha)."""
-    p, m, l, alpha = softmax_step(S, m, l, 1.0 if C.ADDED else scale)
+    p, m, l, alpha = softmax_step(S, m, l, 1.4426950408889634 if C.ADDED else scale)
     if not LATE:
         p = rounded(p, dtype)
     return p.reshape([64, C.BLOCK_K]), m, l, alpha
@@ -83,7 +83,7 @@ def scores(C: gl.constexpr, c: gl.constexpr, S, j, use, live, first, tile, share
     if C.BIAS == "copied":
         mbarrier.wait(b_full.index(0), phase(use, 1), pred=live)
         mine = reinterpret(biases.index(c), biases.dtype, [64, C.BLOCK_K], matrix(64, C.BLOCK_K, biases.dtype))
-        copied = by_lane(mine.load(score_layout(C)))
+        copied = by_lane(settled(mine.load(score_layout(C))))
         mbarrier.arrive(b_empty.index(0), count=1, pred=live)
     return with_terms(C, S, copied, j, first, tile, terms, scale, dtype)
 
@@ -91,7 +91,7 @@ def scores(C: gl.constexpr, c: gl.constexpr, S, j, use, live, first, tile, share
 @gluon.jit
 def step(
     C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, j, use, turn, state, buffers, bars, shared, first, tile,
-    sizes, terms, scale, more,
+    sizes, terms, scale,
 ):
     """One key tile: its scores, and the output of the one before under its softmax."""
     o0, o1, p, m, l, alpha = state
@@ -120,7 +120,7 @@ def step(
     # A wait begins a new basic block: without one here ptxas sinks the softmax below the wait
     # for the product that it is to run under.
     use += 1
-    mbarrier.wait(k_full.index(slot(use, C.STAGES)), phase(use, C.STAGES), pred=(j > tile[8]) | more)
+    mbarrier.wait(k_full.index(slot(use, C.STAGES)), phase(use, C.STAGES), pred=j > tile[8])
     o0, o1 = wait_output(C, o0, o1)
     mbarrier.arrive(v_empty.index(sv), count=1)
     p = p.to(dtype)
@@ -146,29 +146,27 @@ def first_weights(
 
 @gluon.jit
 def consumer(
-    C: gl.constexpr, c: gl.constexpr, out, lse, buffers, bars, shared, order, sizes, seqs, terms, scale, hq, total_q
+    C: gl.constexpr, c: gl.constexpr, out, lse, buffers, bars, shared, mail, sizes, terms, scale, hq, total_q
 ):
     """Warpgroup c: rows ``64 c`` to ``64 c + 63`` of every tile of this block."""
-    table, ends, heads = order
-    n, end = first_place(C, ends, heads)
-    if n < end:
-        tiles_of(C, c, out, lse, buffers, bars, shared, table, n, end, heads, sizes, seqs, terms, scale, hq, total_q)
+    messages, m_full, m_empty = mail
+    tile, live = told(C, 0, messages, m_full, m_empty)
+    if live:
+        work(C, c, tile, out, lse, buffers, bars, shared, mail, sizes, terms, scale, hq, total_q)
 
 
 @gluon.jit
-def tiles_of(
-    C: gl.constexpr, c: gl.constexpr, out, lse, buffers, bars, shared, table, n, end, heads, sizes, seqs, terms,
-    scale, hq, total_q,
+def work(
+    C: gl.constexpr, c: gl.constexpr, tile, out, lse, buffers, bars, shared, mail, sizes, terms, scale, hq, total_q
 ):
     qs0, qs1, ks0, ks1, vs0, vs1 = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    messages, m_full, m_empty = mail
     dtype: gl.constexpr = vs0.dtype
     OL0: gl.constexpr = value_layout(C.DV0)
     OL1: gl.constexpr = value_layout(C.DV1 if C.DV1 else 16)
-    tile = tile_of(C, row_at(C, n, table, heads), sizes, seqs)
     turn = 0
     use = 0
-    after_n = next_place(C, n, turn)
 
     mbarrier.wait(q_full.index(c * C.Q_STAGES), 0)
     mbarrier.wait(k_full.index(0), 0)
@@ -179,15 +177,9 @@ def tiles_of(
         mbarrier.arrive(q_empty.index(c), count=1, pred=tile[8] + 1 == tile[9])
     p, m, l, alpha = first_weights(C, c, S, use, True, tile, sizes, shared, terms, scale, dtype)
     use += 1
-    mbarrier.wait(
-        k_full.index(slot(use, C.STAGES)), phase(use, C.STAGES), pred=(tile[8] + 1 < tile[9]) | (after_n < end)
-    )
 
-    while n < end:
-        here = n
-        n = next_place(C, n, turn)
-        more = n < end
-        ahead = row_at(C, gl.where(more, n, here), table, heads)
+    live = True
+    while live:
         lo = tile[8]
         hi = tile[9]
         first = tile[0] + c * C.TOKENS
@@ -195,23 +187,24 @@ def tiles_of(
         o0 = gl.full([64, C.DV0], 0.0, gl.float32, OL0)
         o1 = gl.full([64, C.DV1 if C.DV1 else 16], 0.0, gl.float32, OL1)
         state = (o0, o1, p, m, l, alpha)
+        mbarrier.wait(k_full.index(slot(use, C.STAGES)), phase(use, C.STAGES), pred=lo + 1 < hi)
         if C.RIGHT or C.DOCUMENTS:
             for i in range(a, hi - 1):
                 use, state = step(
                     C, True, c, hi - 2 - i + a, use, turn, state, buffers, bars, shared, first, tile, sizes, terms,
-                    scale, more,
+                    scale,
                 )
         if not C.DOCUMENTS:
             for i in range(z, a):
                 use, state = step(
                     C, False, c, a - 1 - i + z, use, turn, state, buffers, bars, shared, first, tile, sizes, terms,
-                    scale, more,
+                    scale,
                 )
         if C.LEFT and not C.DOCUMENTS:
             for i in range(lo, z):
                 use, state = step(
                     C, True, c, z - 1 - i + lo, use, turn, state, buffers, bars, shared, first, tile, sizes, terms,
-                    scale, more,
+                    scale,
                 )
         o0, o1, p, m, l, alpha = state
 
@@ -220,11 +213,12 @@ def tiles_of(
         if C.Q_STAGES > 1:
             mbarrier.arrive(q_empty.index(c * C.Q_STAGES + slot(turn, C.Q_STAGES)), count=1)
         turn += 1
+        after, more = told(C, turn, messages, m_full, m_empty)
+        mbarrier.wait(k_full.index(slot(use, C.STAGES)), phase(use, C.STAGES), pred=more)
         mbarrier.wait(q_full.index(c * C.Q_STAGES + slot(turn, C.Q_STAGES)), phase(turn, C.Q_STAGES), pred=more)
         q0, q1 = queries(C, qs0, qs1, c, turn, use)
         s = slot(use, C.STAGES)
         S = issue_scores(C, q0, q1, ks0, ks1, s)
-        after = tile_of(C, ahead, sizes, seqs)
         before = use - 1
         sv = slot(before, C.STAGES)
         mbarrier.wait(v_full.index(sv), phase(before, C.STAGES))
@@ -237,12 +231,13 @@ def tiles_of(
         l_done = l
         p, m, l, alpha = first_weights(C, c, S, use, more, after, sizes, shared, terms, scale, dtype)
         use += 1
-        again = (after[8] + 1 < after[9]) | (next_place(C, n, turn) < end)
-        mbarrier.wait(k_full.index(slot(use, C.STAGES)), phase(use, C.STAGES), pred=more & again)
+        # begins a basic block, as in step
+        mbarrier.wait(v_full.index(sv), phase(before, C.STAGES))
         o0, o1 = wait_output(C, o0, o1)
         mbarrier.arrive(v_empty.index(sv), count=1)
         finish(C, c, o0, o1, m_done, l_done, out, lse, tile, terms, hq, total_q)
         tile = after
+        live = more
 
 
 @gluon.jit

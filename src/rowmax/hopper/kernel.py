@@ -10,18 +10,18 @@ from .pipeline import barriers, pipeline, producer
 
 
 @gluon.jit
-def consumer0(C: gl.constexpr, out, lse, buffers, bars, shared, order, sizes, seqs, terms, scale, hq, total_q):
-    consumer(C, 0, out, lse, buffers, bars, shared, order, sizes, seqs, terms, scale, hq, total_q)
+def consumer0(C: gl.constexpr, out, lse, buffers, bars, shared, mail, sizes, terms, scale, hq, total_q):
+    consumer(C, 0, out, lse, buffers, bars, shared, mail, sizes, terms, scale, hq, total_q)
 
 
 @gluon.jit
-def consumer1(C: gl.constexpr, out, lse, buffers, bars, shared, order, sizes, seqs, terms, scale, hq, total_q):
-    consumer(C, 1, out, lse, buffers, bars, shared, order, sizes, seqs, terms, scale, hq, total_q)
+def consumer1(C: gl.constexpr, out, lse, buffers, bars, shared, mail, sizes, terms, scale, hq, total_q):
+    consumer(C, 1, out, lse, buffers, bars, shared, mail, sizes, terms, scale, hq, total_q)
 
 
 @gluon.jit
-def consumer2(C: gl.constexpr, out, lse, buffers, bars, shared, order, sizes, seqs, terms, scale, hq, total_q):
-    consumer(C, 2, out, lse, buffers, bars, shared, order, sizes, seqs, terms, scale, hq, total_q)
+def consumer2(C: gl.constexpr, out, lse, buffers, bars, shared, mail, sizes, terms, scale, hq, total_q):
+    consumer(C, 2, out, lse, buffers, bars, shared, mail, sizes, terms, scale, hq, total_q)
 
 
 @gluon.jit
@@ -35,9 +35,9 @@ def blocks_of(desc, n: gl.constexpr):
 def forward(
     q0, q1, k0, k1, v0, v1, bias_tiles,  # what copies each; the second parts and the bias may be idle
     out, lse,
-    table, ends, heads,  # the order of the tiles
+    table, ends, counter, heads, kv_heads, keys,  # the order of the tiles
     nq, nk, left, right,
-    cu_q, cu_k, lengths, spans,
+    cu_q, cu_k, batch, lengths, spans,
     inner, alibi, bias, bias_b, bias_h, bias_q, bias_k, sink,
     q_ids, k_ids, ids_q, ids_k, q_range, k_range,
     each_b, each_h,  # 0 where the copied bias is one for all sequences, all heads
@@ -60,21 +60,23 @@ def forward(
     b_empty = barriers(1, C.WARPGROUPS)
     if C.BIAS == "copied":
         biases = blocks_of(bias_tiles, C.WARPGROUPS)
+    messages = gl.allocate_shared_memory(gl.int32, [2, 16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    mail = (messages, barriers(2, 1), barriers(2, C.WARPGROUPS))
     bars = pipeline(C)
     buffers = (qs0, qs1, ks0, ks1, vs0, vs1)
     shared = (biases, b_full, b_empty)
     descs = (q0, q1, k0, k1, v0, v1, bias_tiles)
-    order = (table, ends, heads)
+    order = (table, ends, counter, heads, kv_heads, keys)
     sizes = (nq, nk, left, right)
-    seqs = (cu_q, cu_k, lengths, spans)
+    seqs = (cu_q, cu_k, batch, spans)
     terms = (inner, alibi, bias, bias_b, bias_h, bias_q, bias_k, sink, q_ids, k_ids, ids_q, ids_k, q_range, k_range)
     spread = (each_b, each_h)
     if C.WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (consumer0, (C, out, lse, buffers, bars, shared, order, sizes, seqs, terms, scale, hq, total_q)),
-                (consumer1, (C, out, lse, buffers, bars, shared, order, sizes, seqs, terms, scale, hq, total_q)),
-                (producer, (C, descs, buffers, bars, shared, order, sizes, seqs, spread, ratio)),
+                (consumer0, (C, out, lse, buffers, bars, shared, mail, sizes, terms, scale, hq, total_q)),
+                (consumer1, (C, out, lse, buffers, bars, shared, mail, sizes, terms, scale, hq, total_q)),
+                (producer, (C, descs, buffers, bars, shared, mail, order, sizes, seqs, lengths, spread, ratio)),
             ],
             [4, 1],
             [R0, R1],
@@ -82,10 +84,10 @@ def forward(
     else:
         gl.warp_specialize(
             [
-                (consumer0, (C, out, lse, buffers, bars, shared, order, sizes, seqs, terms, scale, hq, total_q)),
-                (consumer1, (C, out, lse, buffers, bars, shared, order, sizes, seqs, terms, scale, hq, total_q)),
-                (consumer2, (C, out, lse, buffers, bars, shared, order, sizes, seqs, terms, scale, hq, total_q)),
-                (producer, (C, descs, buffers, bars, shared, order, sizes, seqs, spread, ratio)),
+                (consumer0, (C, out, lse, buffers, bars, shared, mail, sizes, terms, scale, hq, total_q)),
+                (consumer1, (C, out, lse, buffers, bars, shared, mail, sizes, terms, scale, hq, total_q)),
+                (consumer2, (C, out, lse, buffers, bars, shared, mail, sizes, terms, scale, hq, total_q)),
+                (producer, (C, descs, buffers, bars, shared, mail, order, sizes, seqs, lengths, spread, ratio)),
             ],
             [4, 4, 1],
             [R0, R0, R1],

@@ -82,13 +82,14 @@ def launch(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: Ten
         if C.BIAS == "copied":
             bias_tiles, _ = copies(bias, (list(bias.shape), strides(bias)), [1, 1, ROWS], plan.layouts[3])
 
-    rows, ends = plan.rows, plan.ends
+    rows, ends, counter = plan.rows, plan.ends, none
     cu_q = cu_k = none
     if problem.varlen:
         assert tensors.cu_seqlens_q is not None
         assert tensors.cu_seqlens_k is not None
         cu_q, cu_k = tensors.cu_seqlens_q, tensors.cu_seqlens_k
-        rows, ends = packed.order(problem, cu_q, cu_k, plan.tile.warpgroups * ROWS // group)
+        counter = packed.order(problem, cu_q, plan.tile.warpgroups * ROWS // group)
+        rows, ends = counter[packed.HEADER :], counter[1:]
     spans, q_range, k_range, ids = none, none, none, (0, 0)
     if problem.documents:
         assert tensors.q_ids is not None
@@ -96,6 +97,7 @@ def launch(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: Ten
         spans, q_range, k_range = spans_of(
             problem, tensors, C.WARPGROUPS, ROWS // group, C.BLOCK_K
         )
+        counter = torch.zeros(1, dtype=torch.int32, device=q.device)
         ids = tuple(t.stride(0) if t.shape[0] > 1 else 0 for t in (tensors.q_ids, tensors.k_ids))
     cap = problem.softcap
     scale, inner = (cap, problem.scale / cap) if cap > 0 else (problem.scale, 0.0)
@@ -106,13 +108,13 @@ def launch(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: Ten
     kernel[(plan.blocks,)](
         q0, q1, k0, k1, v0, v1, bias_tiles,
         out, lse,
-        rows, ends, plan.heads,
+        rows, ends, counter, plan.heads, problem.hk, SECTION_BYTES // (2 * (problem.d + problem.dv)),
         problem.nq, problem.nk, problem.left or 0, problem.right or 0,
-        cu_q, cu_k, or_none(tensors.lengths), spans,
+        cu_q, cu_k, problem.batch, or_none(tensors.lengths), spans,
         inner, or_none(tensors.alibi), bias, *bias_strides, or_none(tensors.sink),
         or_none(tensors.q_ids), or_none(tensors.k_ids), *ids, q_range, k_range,
         *each,
-        scale * _LOG2E, problem.hq, 1 if group > 1 else problem.group, problem.total_q,
+        scale if plan.constants.ADDED.value else scale * _LOG2E, problem.hq, 1 if group > 1 else problem.group, problem.total_q,
         plan.constants, *plan.tile.registers, num_warps=4,
     )  # fmt: skip
 
@@ -196,8 +198,12 @@ def made(
         blocks = max(1, min(most, packed.most_tiles(p, tokens) * heads))
         return Plan(tile, constants, blocks, heads, None, None, layouts)
     steps = steps_of(tokens, tile.block_k, p.nq, p.nk, p.left, p.right)
+    if p.documents:  # how long its tiles are only the device knows
+        steps = torch.ones_like(steps)
     of_one_head = p.nk * (p.d + p.dv) * 2
     section = max(1, SECTION_BYTES // of_one_head) * (heads // p.hk)
     blocks = min(most, steps.shape[0] * p.batch * heads)
     rows, ends = dense_table(steps, tokens, p.batch, heads, section, blocks)
+    if p.documents:
+        ends = ends.new_tensor([steps.shape[0] * p.batch * heads])
     return Plan(tile, constants, blocks, heads, rows.to(device), ends.to(device), layouts)

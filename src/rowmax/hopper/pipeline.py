@@ -91,22 +91,78 @@ def load_bias(C: gl.constexpr, bias, biases, bar, b, head, token, column, spread
 
 
 @gluon.jit
-def producer(C: gl.constexpr, descs, buffers, bars, shared, order, sizes, seqs, spread, ratio):
-    """One warp: every copy of every tile of this block."""
+def post(C: gl.constexpr, tile, live, turn, messages, m_full, m_empty):
+    """Tell the consumers of a tile, or that there are no more."""
+    L: gl.constexpr = gl.BlockedLayout([16], [32], [gl.num_warps()], [0])
+    at = gl.arange(0, 16, L)
+    words = gl.full([16], 0, gl.int32, L) + live.to(gl.int32)
+    for i in gl.static_range(10):
+        words = gl.where(at == i + 1, tile[i], words)
+    s = slot(turn, 2)
+    mbarrier.wait(m_empty.index(s), phase(turn, 2) ^ 1)
+    messages.index(s).store(words)
+    mbarrier.arrive(m_full.index(s), count=1)
+
+
+@gluon.jit
+def word(words, at, i: gl.constexpr):
+    return gl.sum(gl.where(at == i, words, 0), 0)
+
+
+@gluon.jit
+def told(C: gl.constexpr, turn, messages, m_full, m_empty):
+    """(tile, whether it is one) as posted for a turn."""
+    L: gl.constexpr = gl.BlockedLayout([16], [32], [gl.num_warps()], [0])
+    s = slot(turn, 2)
+    mbarrier.wait(m_full.index(s), phase(turn, 2))
+    words = messages.index(s).load(L)
+    mbarrier.arrive(m_empty.index(s), count=1)
+    at = gl.arange(0, 16, L)
+    tile = (
+        word(words, at, 1), word(words, at, 2), word(words, at, 3), word(words, at, 4), word(words, at, 5),
+        word(words, at, 6), word(words, at, 7), word(words, at, 8), word(words, at, 9), word(words, at, 10),
+    )  # fmt: skip
+    return tile, word(words, at, 0) != 0
+
+
+@gluon.jit
+def load_keys(C: gl.constexpr, descs, buffers, bars, shared, where, j, use, spread):
+    """Key tile j, keys and values and bias, as use ``use`` of the rings."""
     q0, q1, k0, k1, v0, v1, bias = descs
     qs0, qs1, ks0, ks1, vs0, vs1 = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     biases, b_full, b_empty = shared
-    table, ends, heads = order
-    n, end = first_place(C, ends, heads)
+    part, k_row, kv_head, b, head, token = where
+    row = k_row + j * C.BLOCK_K
+    s = slot(use, C.STAGES)
+    at = phase(use, C.STAGES) ^ 1
+    bar = k_full.index(s)
+    mbarrier.wait(k_empty.index(s), at)
+    load_rows(k0, k1, part, row, kv_head, C.D0, C.D1, bar, ks0.index(s), ks1.index(s))
+    if C.BIAS == "copied":
+        mbarrier.wait(b_empty.index(0), phase(use, 1) ^ 1)
+        load_bias(C, bias, biases, b_full.index(0), b, head, token, j * C.BLOCK_K, spread)
+    bar = v_full.index(s)
+    mbarrier.wait(v_empty.index(s), at)
+    load_rows(v0, v1, part, row, kv_head, C.DV0, C.DV1, bar, vs0.index(s), vs1.index(s))
+
+
+@gluon.jit
+def producer(C: gl.constexpr, descs, buffers, bars, shared, mail, order, sizes, seqs, lengths, spread, ratio):
+    """One warp: every copy of every tile of this block."""
+    q0, q1 = descs[:2]
+    qs0, qs1 = buffers[:2]
+    q_full, q_empty = bars[:2]
+    messages, m_full, m_empty = mail
+    n, end = first_place(C, order)
     turn = 0
     use = 0
-    ahead = row_at(C, gl.where(n < end, n, 0), table, heads)
+    # where the host has set the order down every block has a tile
+    here = gl.where(n < end, n, 0) if C.DRAWN else n
+    tile = tile_of(C, row_at(C, here, order, sizes, seqs), sizes, seqs, lengths)
+    post(C, tile, n < end, 0, messages, m_full, m_empty)
     while n < end:
-        n = next_place(C, n, turn)
-        token, head, b, q_row, k_row, nq, nk, offset, lo, hi = tile_of(C, ahead, sizes, seqs)
-        if n < end:  # asked for long before it is needed
-            ahead = row_at(C, n, table, heads)
+        token, head, b, q_row, k_row, nq, nk, offset, lo, hi = tile
         part = 0 if C.VARLEN else b
         at = phase(turn, C.Q_STAGES) ^ 1
         for c in gl.static_range(C.WARPGROUPS):
@@ -114,20 +170,16 @@ def producer(C: gl.constexpr, descs, buffers, bars, shared, order, sizes, seqs, 
             mbarrier.wait(q_empty.index(i), at)
             row = q_row + token + c * C.TOKENS
             load_queries(C, (q0, q1), part, row, head, q_full.index(i), qs0.index(i), qs1.index(i))
-        kv_head = head // ratio
-        for i in range(lo, hi):
-            j = hi - 1 - i + lo
-            row = k_row + j * C.BLOCK_K
-            s = slot(use, C.STAGES)
-            at = phase(use, C.STAGES) ^ 1
-            bar = k_full.index(s)
-            mbarrier.wait(k_empty.index(s), at)
-            load_rows(k0, k1, part, row, kv_head, C.D0, C.D1, bar, ks0.index(s), ks1.index(s))
-            if C.BIAS == "copied":
-                mbarrier.wait(b_empty.index(0), phase(use, 1) ^ 1)
-                load_bias(C, bias, biases, b_full.index(0), b, head, token, j * C.BLOCK_K, spread)
-            bar = v_full.index(s)
-            mbarrier.wait(v_empty.index(s), at)
-            load_rows(v0, v1, part, row, kv_head, C.DV0, C.DV1, bar, vs0.index(s), vs1.index(s))
+        where = (part, k_row, head // ratio, b, head, token)
+        load_keys(C, descs, buffers, bars, shared, where, hi - 1, use, spread)
+        # the next tile is looked up and told of long before anyone needs it
+        here = n
+        n = next_place(C, n, order)
+        ahead = row_at(C, gl.where(n < end, n, here), order, sizes, seqs)
+        tile = tile_of(C, ahead, sizes, seqs, lengths)
+        post(C, tile, n < end, turn + 1, messages, m_full, m_empty)
+        use += 1
+        for i in range(lo + 1, hi):
+            load_keys(C, descs, buffers, bars, shared, where, hi - 1 - i + lo, use, spread)
             use += 1
         turn += 1

@@ -15,36 +15,54 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def first_place(C: gl.constexpr, ends, heads):
+def first_place(C: gl.constexpr, order):
     """(this block's first place in the order, its end)."""
+    table, ends, counter, heads, kv_heads, keys = order
     n = gl.program_id(0)
     if C.VARLEN:
         end = gl.load(ends) * heads
+    elif C.DRAWN:
+        end = gl.load(ends)
     else:
         end = gl.load(ends + n)
     return n, end
 
 
 @gluon.jit
-def next_place(C: gl.constexpr, n, turn):
-    """The place after n. Where the device has made the order, longest first, blocks take it to
-    and fro; where the host has, it has also seen to it that they end together."""
-    blocks = gl.num_programs(0)
-    if C.VARLEN:
-        n = (2 * turn + 2) * blocks - 1 - n
+def next_place(C: gl.constexpr, n, order):
+    """The place after n: one drawn from the counter, or what the host has set down."""
+    table, ends, counter, heads, kv_heads, keys = order
+    if C.DRAWN:
+        n = gl.num_programs(0) + gl.atomic_add(counter, 1)
     else:
-        n = n + blocks
+        n = n + gl.num_programs(0)
     return n
 
 
 @gluon.jit
-def row_at(C: gl.constexpr, n, table, heads):
+def row_at(C: gl.constexpr, n, order, sizes, seqs):
     """The tile at place n: first token, head, sequence."""
+    table, ends, counter, heads, kv_heads, keys = order
     if C.VARLEN:
-        at = n // heads
-        token = gl.load(table + 2 * at)
-        b = gl.load(table + 2 * at + 1)
-        head = n - at * heads
+        # packed.py: where sequences begin, then the sequence of each tile of one head
+        cu_q, cu_k, batch, spans = seqs
+        b = gl.load(table + batch + n // heads)
+        begin = gl.load(table + b)
+        block: gl.constexpr = C.WARPGROUPS * C.TOKENS
+        tiles = (gl.load(cu_q + b + 1) - gl.load(cu_q + b) + block - 1) // block
+        nk = gl.load(cu_k + b + 1) - gl.load(cu_k + b)
+        # as many heads side by side as have their keys and values in the cache
+        many = gl.minimum(gl.maximum(keys // gl.maximum(nk, 1), 1), kv_heads) * (heads // kv_heads)
+        place = n - begin * heads
+        section = place // (many * tiles)
+        place = place - section * many * tiles
+        head = section * many
+        wide = gl.minimum(many, heads - head)
+        m = place // wide
+        head = head + place - m * wide
+        if C.RIGHT:
+            m = tiles - 1 - m
+        token = m * block
     else:
         token = gl.load(table + 4 * n)
         head = gl.load(table + 4 * n + 1)
@@ -53,7 +71,7 @@ def row_at(C: gl.constexpr, n, table, heads):
 
 
 @gluon.jit
-def tile_of(C: gl.constexpr, row, sizes, seqs):
+def tile_of(C: gl.constexpr, row, sizes, seqs, lengths):
     """The tile of a row: (token, head, sequence, query row, key row, nq, nk, offset, lo, hi).
 
     ``query row`` and ``key row`` are where a packed sequence begins; ``lo`` and ``hi`` bound the
@@ -62,7 +80,7 @@ def tile_of(C: gl.constexpr, row, sizes, seqs):
     """
     token, head, b = row
     nq, nk, left, right = sizes
-    cu_q, cu_k, lengths, spans = seqs
+    cu_q, cu_k, batch, spans = seqs
     q_row, k_row = 0, 0
     if C.VARLEN:
         q_row = gl.load(cu_q + b)

@@ -2,7 +2,7 @@
 
 Scores are seen as the softmax sees them, ``[64, BLOCK_K/8, 4, 2]`` (softmax.py). They stay as
 the product left them, to be scaled by the exponential, unless something is added to them:
-then they are brought to powers of two here, scale and log2(e) and all.
+then they are scaled here, but for the log2(e) that the exponential is to take in.
 """
 
 from __future__ import annotations
@@ -24,6 +24,61 @@ def tanh(x, dtype: gl.constexpr):
         )
     else:
         y = 1.0 - 2.0 / (gl.exp2(x * (2 * _LOG2E)) + 1.0)
+    return y
+
+
+_SETTLED = gl.constexpr(
+    """{
+    .reg .pred p;
+    .reg .b32 a, b, c, d, e, f, g, h;
+    mov.b32 a, $8;
+    mov.b32 b, $9;
+    mov.b32 c, $10;
+    mov.b32 d, $11;
+    mov.b32 e, $12;
+    mov.b32 f, $13;
+    mov.b32 g, $14;
+    mov.b32 h, $15;
+    or.b32 a, a, b;
+    or.b32 c, c, d;
+    or.b32 e, e, f;
+    or.b32 g, g, h;
+    or.b32 a, a, c;
+    or.b32 e, e, g;
+    or.b32 a, a, e;
+    setp.eq.b32 p, a, 0xffffffff;
+    @p nanosleep.u32 1;
+    mov.b32 $0, $8;
+    mov.b32 $1, $9;
+    mov.b32 $2, $10;
+    mov.b32 $3, $11;
+    mov.b32 $4, $12;
+    mov.b32 $5, $13;
+    mov.b32 $6, $14;
+    mov.b32 $7, $15;
+    }"""
+)
+
+
+@gluon.jit
+def settled(x):
+    """x, once all of it has arrived from shared memory.
+
+    A barrier waits for loads to be issued, not for what they bring, and the copy engine does not
+    queue behind them: a buffer is free only when something has looked at every register.
+    """
+    if x.dtype == gl.float32:
+        y = gl.inline_asm_elementwise(
+            _SETTLED, "=f,=f,=f,=f,=f,=f,=f,=f,f,f,f,f,f,f,f,f", [x], gl.float32, is_pure=False, pack=8
+        )
+    elif x.dtype == gl.float16:
+        y = gl.inline_asm_elementwise(
+            _SETTLED, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r", [x], gl.float16, is_pure=False, pack=16
+        )
+    else:
+        y = gl.inline_asm_elementwise(
+            _SETTLED, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r", [x], gl.bfloat16, is_pure=False, pack=16
+        )
     return y
 
 
@@ -62,7 +117,7 @@ def with_terms(C: gl.constexpr, S, copied, j, first, tile, terms, scale, dtype: 
     if C.ADDED:
         S = S * scale
     if C.BIAS == "copied":
-        S = S + copied.to(gl.float32) * _LOG2E
+        S = S + copied.to(gl.float32)
     if C.BIAS == "gathered":
         r = rows_of(L)
         col = columns(C, L) + along_row(lanes(L))
@@ -72,10 +127,10 @@ def with_terms(C: gl.constexpr, S, copied, j, first, tile, terms, scale, dtype: 
         at = at + (j * C.BLOCK_K).to(gl.int64) * bias_k
         there = (first + row < nq) & (col < nk - j * C.BLOCK_K)
         more = gl.load(at + (h * bias_h + row * bias_q + col * bias_k), mask=there, other=0.0)
-        S = S + more.to(gl.float32) * _LOG2E
+        S = S + more.to(gl.float32)
     if C.ALIBI:
         r = rows_of(L)
-        slope = gl.load(alibi + head * C.GROUP + r % C.GROUP) * _LOG2E
+        slope = gl.load(alibi + head * C.GROUP + r % C.GROUP)
         here = (first + offset + r // C.GROUP - j * C.BLOCK_K - lanes(L)).to(gl.float32)
         S = S - along_row(slope + 0.0 * here) * gl.abs(along_row(here) - columns(C, L).to(gl.float32))
     return S

@@ -40,9 +40,10 @@ TILES = {
     (256, 256): Tile(2, 64, 2, 1),
 }
 SIZES = (64, 96, 128, 192, 256)
-#: head size 64 without score terms: three warpgroups, which waste more of short rows of tiles
+#: head size 64 without score terms, beyond so many keys: three warpgroups, whose taller tiles
+#: waste more where a sequence or a diagonal ends
 LONG_64 = Tile(3, 128, 4, 2, (160, 32))
-LONG_64_KEYS = 1536
+LONG_64_KEYS = {"full": 1536, "causal": 4096}
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,8 @@ class Constants:
             "DV0": dv0,
             "DV1": config.DV - dv0,
             "TOKENS": ROWS // config.GROUP,  # query positions of one warpgroup
+            # blocks draw their tiles, where only the device knows how long they are
+            "DRAWN": config.VARLEN or config.DOCUMENTS,
             "ADDED": config.ALIBI or bool(config.BIAS),  # terms that scores do not scale
         }
         for name, value in (given | more).items():
@@ -112,7 +115,8 @@ def tile_for(p: Problem, bias: str) -> Tile:
     """The tile of a problem whose bias (if any) comes in as ``bias`` says."""
     d, dv = sizes_of(p.d, p.dv)
     tile = TILES[d, dv]
-    if not bias and not p.alibi and not p.documents and d == 64 and p.nk > LONG_64_KEYS:
+    plain = not (bias or p.alibi or p.documents or p.softcap > 0)
+    if plain and d == 64 and p.nk > LONG_64_KEYS["full" if p.right is None else "causal"]:
         return LONG_64
     if bias != "copied":
         return tile
