@@ -175,20 +175,21 @@ def machine() -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one second a cell, N up to 2048")
+    parser.add_argument("--only", default="", help="cells of this case or dtype")
     parser.add_argument("--csv", type=Path)
     options = parser.parse_args()
     torch.manual_seed(0)
     rows: list[dict[str, object]] = []
     for cell in CELLS:
-        if options.quick and cell.n > 2048:
+        if options.quick and cell.n > 2048 or options.only not in f"{cell.case} {cell.dtype}":
             continue
-        for row in measure(cell, 1.0 if options.quick else 6.0):
+        for row in measure(cell, 1.0 if options.quick else 4.0):
             rows.append(row | machine())
             print("{case:32} {dtype:9} N {n:<5} D {d:<4} {direction:19}".format(**row), end="")
             print(
                 "torch {torch_ms:>8} rowmax {rowmax_ms:>8} ms  x {ratio}".format(**row), flush=True
             )
-    if not options.quick:
+    if not options.quick and not options.only:
         for cell in (Cell(8192, 64, causal=True), Cell(4096, 64, bias=True)):
             peaks = {who: memory(cell, who) for who in ("torch", "rowmax")}
             texts = {f"{who}_mib": f"{mib:.0f}" for who, mib in peaks.items()}
