@@ -181,7 +181,7 @@ def main() -> None:
     torch.manual_seed(0)
     rows: list[dict[str, object]] = []
     for cell in CELLS:
-        if options.quick and cell.n > 2048 or options.only not in f"{cell.case} {cell.dtype}":
+        if (options.quick and cell.n > 2048) or options.only not in f"{cell.case} {cell.dtype}":
             continue
         for row in measure(cell, 1.0 if options.quick else 4.0):
             rows.append(row | machine())
