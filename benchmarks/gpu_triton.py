@@ -185,6 +185,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="names of implementations, with commas")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after as long")
     given = parser.parse_args()
+    torch._functorch.config.donated_buffer = False  # pyright: ignore  # backward runs often
     torch._dynamo.config.recompile_limit = 256  # pyright: ignore
     torch._dynamo.config.accumulated_recompile_limit = 4096  # pyright: ignore
     about = {

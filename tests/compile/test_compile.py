@@ -1,0 +1,61 @@
+"""Every kind of kernel compiles for every GPU that is served, without one at hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).parents[2]
+TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
+
+#: One store a tile, in the fastest of what was measured by a fifth.
+ALLOWED_SPILLS = {("256-causal", "forward_kernel"): 1}
+
+
+def compiled(target: str, what: str) -> list[dict[str, Any]]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.compile.compile_kernels", target, what],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("target", TARGETS)
+def test_features(target: str) -> None:
+    found = compiled(target, "features")
+    kernels = {f["kernel"] for f in found}
+    assert len(kernels) == 5, kernels
+    for fact in found:
+        assert fact["binary"] > 0
+        assert fact["shared"] <= fact["limit"], fact
+
+
+@pytest.mark.skipif(
+    not version("triton").startswith("3.6."), reason="the table was measured with triton 3.6"
+)
+@pytest.mark.timeout(900)
+def test_tuned_kernels_do_not_spill() -> None:
+    """No register of a loop over tiles goes to memory, with the tiles of the table.
+
+    What runs only where NaN met a mask is no such loop, and may.
+    """
+    for fact in compiled("sm_90", "tuned"):
+        allowed = ALLOWED_SPILLS.get((fact["case"], fact["kernel"]), 0)
+        assert fact["spills"] <= allowed, fact

@@ -1,0 +1,166 @@
+"""The Triton kernels under Triton's interpreter, over the shared table, on the CPU.
+
+Every pointer that a kernel follows is checked against the tensors that it was given. bfloat16
+products are wrong in the interpreter, so the dtypes are float32 and float16.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from rowmax import backend as backends
+from tests.cases import CASES, COVERING, Case, make
+from tests.tolerance import answer, complaints, cotangents, expected, poisoned
+
+interpreter = importlib.import_module("triton.runtime.interpreter")
+forward = importlib.import_module("rowmax.triton.forward")
+launch = importlib.import_module("rowmax.triton.launch")
+tiles = importlib.import_module("rowmax.triton.tiles")
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # the interpreter's own, of numpy
+    pytest.mark.skipif(
+        not isinstance(forward.forward_kernel, interpreter.InterpretedFunction),
+        reason="the kernels were imported without TRITON_INTERPRET=1",
+    ),
+]
+
+CHOSEN = (
+    "plain",
+    "causal",
+    "window-both",
+    "lengths",
+    "scale-zero",
+    "sink",
+    "softcap-large",
+    "mqa",
+    "documents-queries",
+    "empty",
+    "rows-nq=1-",
+    "rows-nq=113",
+    "head-d=33",
+    "head-d=192",
+    "bias-b1q1",
+    "bias-1h1k",
+    "bias-11qk",
+    "strides-layout=sliced",
+    "strides-layout=strided",
+    "packed-unequal-causal",
+    "packed-mask",
+    "packed-bound",
+    "packed-empty",
+    "packed-none",
+)
+SINGLES = [c for c in CASES if c not in COVERING and c.name.startswith(CHOSEN)]
+
+
+class Watched:
+    """The interpreter's memory, with every access checked against the pointers of the launch."""
+
+    def __init__(self, real: Any) -> None:
+        self.real = real
+        self.ranges: list[tuple[int, int, str]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+    def load(self, pointers: Any, mask: Any, other: Any, dtype: Any) -> Any:
+        self._check(pointers, mask, np.dtype(dtype).itemsize)
+        return self.real.load(pointers, mask, other, dtype)
+
+    def store(self, pointers: Any, value: Any, mask: Any) -> Any:
+        self._check(pointers, mask, value.dtype.itemsize)
+        return self.real.store(pointers, value, mask)
+
+    def _check(self, pointers: Any, mask: Any, size: int) -> None:
+        at = np.asarray(pointers).astype(np.int64)[np.asarray(mask).astype(bool)]
+        inside = np.zeros(at.shape, bool)
+        for low, high, _ in self.ranges:
+            inside |= (at >= low) & (at + size <= high)
+        assert inside.all(), f"{(~inside).sum()} accesses outside of {[r[2] for r in self.ranges]}"
+
+
+@pytest.fixture(autouse=True)
+def _watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    watched = Watched(interpreter._interpreter)
+    run = launch.Job.run
+
+    def checked_run(job: Any, t: Any) -> None:
+        named = {name: x for name, x in t._asdict().items() if x is not None}
+        storages = {name: x.untyped_storage() for name, x in named.items()}
+        watched.ranges = [
+            (s.data_ptr(), s.data_ptr() + s.nbytes(), name) for name, s in storages.items()
+        ]
+        run(job, t)
+
+    monkeypatch.setattr(interpreter, "_interpreter", watched)
+    monkeypatch.setattr(launch.Job, "run", checked_run)
+    monkeypatch.setitem(backends._DEVICES, "triton", ("cpu", "cuda", "xpu"))
+    backends.choose.cache_clear()
+    launch._jobs.clear()
+    yield
+    backends.choose.cache_clear()
+    launch._jobs.clear()
+
+
+def _check(case: Case, dtype: torch.dtype) -> None:
+    call = make(case, dtype=dtype)
+    grads = cotangents(call)
+    want = expected(call, *grads)
+    with poisoned():
+        got = answer(call, *grads, backend="triton")
+    wrong = complaints(got, want)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("case", COVERING[::2] + SINGLES[1::2], ids=str)
+def test_float32(case: Case) -> None:
+    _check(case, torch.float32)
+
+
+@pytest.mark.parametrize("case", COVERING[1::2] + SINGLES[::2], ids=str)
+def test_float16(case: Case) -> None:
+    _check(case, torch.float16)
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (16, 64), (64, 32)], ids=str)
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("causal", b=1, nq=70, nk=90, hq=2, causal=True, dropout=0.2),
+        Case("window", b=1, nq=100, hq=2, left=33, right=5, bias="bhqk"),
+        Case("mask", b=1, nq=70, nk=60, hq=2, allowed="11qk", documents="unsorted"),
+        Case("packed", hq=2, hk=1, sequences=((20, 37), (0, 5), (50, 41)), causal=True),
+    ],
+    ids=str,
+)
+def test_tiles_of_any_shape(
+    case: Case, shape: tuple[int, int], split: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = tiles.Tiles(*shape, 4, 2, split)
+    monkeypatch.setattr(launch, "tiles_for", lambda *_: chosen)
+    _check(case, torch.float32)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_unseen_nan_does_not_matter(name: str, bad: float) -> None:
+    """A key that a row may not see has no part in it, forward and backward, whatever it holds."""
+    call = make(Case("nan", b=1, nq=50, hq=1, d=16, causal=True))
+    dout, dlse = cotangents(call)
+    clean = answer(call, dout, dlse, backend="triton")
+    leaf = call.leaves[name].clone()
+    leaf[0, 30:, 0] = bad
+    got = answer(call.with_leaves({**call.leaves, name: leaf}), dout, dlse, backend="triton")
+    for x, y in ((got.out, clean.out), (got.gradients["q"], clean.gradients["q"])):
+        torch.testing.assert_close(x[:, :30], y[:, :30])
+    assert not got.out[:, 30:].isfinite().any()
