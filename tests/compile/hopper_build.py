@@ -41,7 +41,11 @@ class Built(NamedTuple):
         return sum(bool(re.search(pattern, line.text)) for line in self.lines)
 
     def loops(self) -> list[list[Line]]:
-        """The innermost loops that issue products, from branches that go back."""
+        """The loops over key tiles: of the branches that go back the innermost with products.
+
+        (What waits at a barrier is moved out of line and branches back too, around the stores of
+        a finished tile among others.)
+        """
         spans = []
         for line in self.lines:
             target = re.search(r"\bBRA (?:\S+, )?(0x[0-9a-f]+)", line.text)
@@ -49,11 +53,13 @@ class Built(NamedTuple):
                 spans.append((int(target[1], 16), line.address))
         bodies = [[x for x in self.lines if a <= x.address <= b] for a, b in spans]
         bodies = [b for b in bodies if any("HGMMA" in x.text for x in b)]
-        return [
-            b
-            for b in bodies
-            if not any(o is not b and b[0].address <= o[0].address and o[-1].address <= b[-1].address for o in bodies)
-        ]
+        bodies = [b for b in bodies if not any("STG" in x.text for x in b)]
+        return [b for b in bodies if not any(_within(other, b) for other in bodies)]
+
+
+def _within(a: list[Line], b: list[Line]) -> bool:
+    inside = b[0].address <= a[0].address and a[-1].address <= b[-1].address
+    return inside and a is not b
 
 
 def config(d: int, dv: int, tile: Tile, **features: Any) -> Config:
@@ -79,9 +85,15 @@ def build(c: Config, registers: tuple[int, int], dtype: str = "bf16", bias: str 
         forward,
         {n: kinds.get(n, "constexpr") for n in names},
         {(names.index(n),): v for n, v in constants.items()},
-        {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if kinds.get(n, "")[:1] == "*"},
+        {
+            (i,): [["tt.divisibility", 16]]
+            for i, n in enumerate(names)
+            if kinds.get(n, "")[:1] == "*"
+        },
     )
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    made = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "enable_fp_fusion": True}
+    )
     return _read(made.asm["cubin"], made.metadata.shared)
 
 

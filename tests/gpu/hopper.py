@@ -26,7 +26,17 @@ from rowmax.reference import dense
 from tests.cases import CASES, Case, make
 from tests.tolerance import complaint, poisoned
 
-LENGTHS = ((1, 1), (3, 3), (64, 1), (239, 1), (799, 3), (113, 203), (108, 256), (1023, 1024), (1024, 1023))
+LENGTHS = (
+    (1, 1),
+    (3, 3),
+    (64, 1),
+    (239, 1),
+    (799, 3),
+    (113, 203),
+    (108, 256),
+    (1023, 1024),
+    (1024, 1023),
+)
 SIZES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (80, 72), (40, 40))
 FEATURES = (
     {},

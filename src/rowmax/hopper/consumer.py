@@ -36,7 +36,9 @@ def issue_scores(C: gl.constexpr, q0, q1, ks0, ks1, s):
 @gluon.jit
 def issue_output(C: gl.constexpr, p, o0, o1, vs0, vs1, s, use_acc):
     """O += P V, on its way."""
-    v0 = reinterpret(vs0.index(s), vs0.dtype, [C.BLOCK_K, C.DV0], matrix(C.BLOCK_K, C.DV0, vs0.dtype))
+    v0 = reinterpret(
+        vs0.index(s), vs0.dtype, [C.BLOCK_K, C.DV0], matrix(C.BLOCK_K, C.DV0, vs0.dtype)
+    )
     P0 = gl.convert_layout(p, weight_layout(C.DV0))
     o0 = warpgroup_mma(P0, v0, o0, use_acc=use_acc, is_async=True)
     if C.DV1:
@@ -75,14 +77,29 @@ def weights(C: gl.constexpr, LATE: gl.constexpr, S, m, l, scale, dtype: gl.const
 
 
 @gluon.jit
-def scores(C: gl.constexpr, c: gl.constexpr, S, j, use, live, first, tile, shared, terms, scale, dtype: gl.constexpr):
+def scores(
+    C: gl.constexpr,
+    c: gl.constexpr,
+    S,
+    j,
+    use,
+    live,
+    first,
+    tile,
+    shared,
+    terms,
+    scale,
+    dtype: gl.constexpr,
+):
     """All of a score but the mask, from the product."""
     biases, b_full, b_empty = shared
     S = by_lane(S)
     copied = 0
     if C.BIAS == "copied":
         mbarrier.wait(b_full.index(0), phase(use, 1), pred=live)
-        mine = reinterpret(biases.index(c), biases.dtype, [64, C.BLOCK_K], matrix(64, C.BLOCK_K, biases.dtype))
+        mine = reinterpret(
+            biases.index(c), biases.dtype, [64, C.BLOCK_K], matrix(64, C.BLOCK_K, biases.dtype)
+        )
         copied = by_lane(settled(mine.load(score_layout(C))))
         mbarrier.arrive(b_empty.index(0), count=1, pred=live)
     return with_terms(C, S, copied, j, first, tile, terms, scale, dtype)
@@ -90,8 +107,21 @@ def scores(C: gl.constexpr, c: gl.constexpr, S, j, use, live, first, tile, share
 
 @gluon.jit
 def step(
-    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, j, use, turn, state, buffers, bars, shared, first, tile,
-    sizes, terms, scale,
+    C: gl.constexpr,
+    MASKED: gl.constexpr,
+    c: gl.constexpr,
+    j,
+    use,
+    turn,
+    state,
+    buffers,
+    bars,
+    shared,
+    first,
+    tile,
+    sizes,
+    terms,
+    scale,
 ):
     """One key tile: its scores, and the output of the one before under its softmax."""
     o0, o1, p, m, l, alpha = state
@@ -132,7 +162,17 @@ def step(
 
 @gluon.jit
 def first_weights(
-    C: gl.constexpr, c: gl.constexpr, S, use, live, tile, sizes, shared, terms, scale, dtype: gl.constexpr
+    C: gl.constexpr,
+    c: gl.constexpr,
+    S,
+    use,
+    live,
+    tile,
+    sizes,
+    shared,
+    terms,
+    scale,
+    dtype: gl.constexpr,
 ):
     """The softmax step that begins a query tile: its last key tile, where every bound is met."""
     first = tile[0] + c * C.TOKENS
@@ -146,22 +186,34 @@ def first_weights(
 
 @gluon.jit
 def consumer(
-    C: gl.constexpr, c: gl.constexpr, out, lse, buffers, bars, shared, mail, sizes, terms, scale, hq, total_q
+    C: gl.constexpr, c: gl.constexpr, out, lse, buffers, bars, shared, mail, sizes, terms, rest
 ):
     """Warpgroup c: rows ``64 c`` to ``64 c + 63`` of every tile of this block."""
     messages, m_full, m_empty = mail
     tile, live = told(C, 0, messages, m_full, m_empty)
     if live:
-        work(C, c, tile, out, lse, buffers, bars, shared, mail, sizes, terms, scale, hq, total_q)
+        work(C, c, tile, out, lse, buffers, bars, shared, mail, sizes, terms, rest)
 
 
 @gluon.jit
 def work(
-    C: gl.constexpr, c: gl.constexpr, tile, out, lse, buffers, bars, shared, mail, sizes, terms, scale, hq, total_q
+    C: gl.constexpr,
+    c: gl.constexpr,
+    tile,
+    out,
+    lse,
+    buffers,
+    bars,
+    shared,
+    mail,
+    sizes,
+    terms,
+    rest,
 ):
     qs0, qs1, ks0, ks1, vs0, vs1 = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     messages, m_full, m_empty = mail
+    scale, hq, total_q = rest
     dtype: gl.constexpr = vs0.dtype
     OL0: gl.constexpr = value_layout(C.DV0)
     OL1: gl.constexpr = value_layout(C.DV1 if C.DV1 else 16)
@@ -191,19 +243,58 @@ def work(
         if C.RIGHT or C.DOCUMENTS:
             for i in range(a, hi - 1):
                 use, state = step(
-                    C, True, c, hi - 2 - i + a, use, turn, state, buffers, bars, shared, first, tile, sizes, terms,
+                    C,
+                    True,
+                    c,
+                    hi - 2 - i + a,
+                    use,
+                    turn,
+                    state,
+                    buffers,
+                    bars,
+                    shared,
+                    first,
+                    tile,
+                    sizes,
+                    terms,
                     scale,
                 )
         if not C.DOCUMENTS:
             for i in range(z, a):
                 use, state = step(
-                    C, False, c, a - 1 - i + z, use, turn, state, buffers, bars, shared, first, tile, sizes, terms,
+                    C,
+                    False,
+                    c,
+                    a - 1 - i + z,
+                    use,
+                    turn,
+                    state,
+                    buffers,
+                    bars,
+                    shared,
+                    first,
+                    tile,
+                    sizes,
+                    terms,
                     scale,
                 )
         if C.LEFT and not C.DOCUMENTS:
             for i in range(lo, z):
                 use, state = step(
-                    C, True, c, z - 1 - i + lo, use, turn, state, buffers, bars, shared, first, tile, sizes, terms,
+                    C,
+                    True,
+                    c,
+                    z - 1 - i + lo,
+                    use,
+                    turn,
+                    state,
+                    buffers,
+                    bars,
+                    shared,
+                    first,
+                    tile,
+                    sizes,
+                    terms,
                     scale,
                 )
         o0, o1, p, m, l, alpha = state
@@ -215,7 +306,11 @@ def work(
         turn += 1
         after, more = told(C, turn, messages, m_full, m_empty)
         mbarrier.wait(k_full.index(slot(use, C.STAGES)), phase(use, C.STAGES), pred=more)
-        mbarrier.wait(q_full.index(c * C.Q_STAGES + slot(turn, C.Q_STAGES)), phase(turn, C.Q_STAGES), pred=more)
+        mbarrier.wait(
+            q_full.index(c * C.Q_STAGES + slot(turn, C.Q_STAGES)),
+            phase(turn, C.Q_STAGES),
+            pred=more,
+        )
         q0, q1 = queries(C, qs0, qs1, c, turn, use)
         s = slot(use, C.STAGES)
         S = issue_scores(C, q0, q1, ks0, ks1, s)
@@ -229,7 +324,9 @@ def work(
             mbarrier.arrive(q_empty.index(c), count=1, pred=more & (after[8] + 1 == after[9]))
         m_done = m
         l_done = l
-        p, m, l, alpha = first_weights(C, c, S, use, more, after, sizes, shared, terms, scale, dtype)
+        p, m, l, alpha = first_weights(
+            C, c, S, use, more, after, sizes, shared, terms, scale, dtype
+        )
         use += 1
         # begins a basic block, as in step
         mbarrier.wait(v_full.index(sv), phase(before, C.STAGES))

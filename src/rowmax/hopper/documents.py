@@ -27,7 +27,9 @@ def spans_of(p: Problem, t: Tensors, warpgroups: int, tokens: int, block_k: int)
     q_range = torch.stack(_tile_range(t.q_ids, tokens), -1)
     k_range = torch.stack(_tile_range(t.k_ids, block_k), -1)
     low, high = _tile_range(t.q_ids, tokens * warpgroups)
-    meet = (low[:, :, None] <= k_range[:, None, :, 1]) & (k_range[:, None, :, 0] <= high[:, :, None])
+    meet = (low[:, :, None] <= k_range[:, None, :, 1]) & (
+        k_range[:, None, :, 0] <= high[:, :, None]
+    )
     n = meet.shape[2]
     column = torch.arange(n, device=meet.device)
     begin = torch.where(meet, column, n).amin(2) * block_k

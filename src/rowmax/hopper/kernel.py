@@ -10,18 +10,18 @@ from .pipeline import barriers, pipeline, producer
 
 
 @gluon.jit
-def consumer0(C: gl.constexpr, out, lse, buffers, bars, shared, mail, sizes, terms, scale, hq, total_q):
-    consumer(C, 0, out, lse, buffers, bars, shared, mail, sizes, terms, scale, hq, total_q)
+def consumer0(C: gl.constexpr, out, lse, buffers, bars, shared, mail, sizes, terms, rest):
+    consumer(C, 0, out, lse, buffers, bars, shared, mail, sizes, terms, rest)
 
 
 @gluon.jit
-def consumer1(C: gl.constexpr, out, lse, buffers, bars, shared, mail, sizes, terms, scale, hq, total_q):
-    consumer(C, 1, out, lse, buffers, bars, shared, mail, sizes, terms, scale, hq, total_q)
+def consumer1(C: gl.constexpr, out, lse, buffers, bars, shared, mail, sizes, terms, rest):
+    consumer(C, 1, out, lse, buffers, bars, shared, mail, sizes, terms, rest)
 
 
 @gluon.jit
-def consumer2(C: gl.constexpr, out, lse, buffers, bars, shared, mail, sizes, terms, scale, hq, total_q):
-    consumer(C, 2, out, lse, buffers, bars, shared, mail, sizes, terms, scale, hq, total_q)
+def consumer2(C: gl.constexpr, out, lse, buffers, bars, shared, mail, sizes, terms, rest):
+    consumer(C, 2, out, lse, buffers, bars, shared, mail, sizes, terms, rest)
 
 
 @gluon.jit
@@ -33,7 +33,7 @@ def blocks_of(desc, n: gl.constexpr):
 # fmt: off
 @gluon.jit
 def forward(
-    q0, q1, k0, k1, v0, v1, bias_tiles,  # what copies each; the second parts and the bias may be idle
+    q0, q1, k0, k1, v0, v1, bias_tiles,  # what copies each; second parts and bias may be idle
     out, lse,
     table, ends, counter, heads, kv_heads, keys,  # the order of the tiles
     nq, nk, left, right,
@@ -69,14 +69,18 @@ def forward(
     order = (table, ends, counter, heads, kv_heads, keys)
     sizes = (nq, nk, left, right)
     seqs = (cu_q, cu_k, batch, spans)
-    terms = (inner, alibi, bias, bias_b, bias_h, bias_q, bias_k, sink, q_ids, k_ids, ids_q, ids_k, q_range, k_range)
-    spread = (each_b, each_h)
+    terms = (
+        inner, alibi, bias, bias_b, bias_h, bias_q, bias_k, sink,
+        q_ids, k_ids, ids_q, ids_k, q_range, k_range,
+    )
+    rest = (scale, hq, total_q)
+    more = (lengths, each_b, each_h, ratio)
     if C.WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (consumer0, (C, out, lse, buffers, bars, shared, mail, sizes, terms, scale, hq, total_q)),
-                (consumer1, (C, out, lse, buffers, bars, shared, mail, sizes, terms, scale, hq, total_q)),
-                (producer, (C, descs, buffers, bars, shared, mail, order, sizes, seqs, lengths, spread, ratio)),
+                (consumer0, (C, out, lse, buffers, bars, shared, mail, sizes, terms, rest)),
+                (consumer1, (C, out, lse, buffers, bars, shared, mail, sizes, terms, rest)),
+                (producer, (C, descs, buffers, bars, shared, mail, order, sizes, seqs, more)),
             ],
             [4, 1],
             [R0, R1],
@@ -84,10 +88,10 @@ def forward(
     else:
         gl.warp_specialize(
             [
-                (consumer0, (C, out, lse, buffers, bars, shared, mail, sizes, terms, scale, hq, total_q)),
-                (consumer1, (C, out, lse, buffers, bars, shared, mail, sizes, terms, scale, hq, total_q)),
-                (consumer2, (C, out, lse, buffers, bars, shared, mail, sizes, terms, scale, hq, total_q)),
-                (producer, (C, descs, buffers, bars, shared, mail, order, sizes, seqs, lengths, spread, ratio)),
+                (consumer0, (C, out, lse, buffers, bars, shared, mail, sizes, terms, rest)),
+                (consumer1, (C, out, lse, buffers, bars, shared, mail, sizes, terms, rest)),
+                (consumer2, (C, out, lse, buffers, bars, shared, mail, sizes, terms, rest)),
+                (producer, (C, descs, buffers, bars, shared, mail, order, sizes, seqs, more)),
             ],
             [4, 4, 1],
             [R0, R0, R1],

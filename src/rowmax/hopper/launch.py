@@ -50,7 +50,8 @@ def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
             lse.copy_(tensors.sink[:, None].expand_as(lse))
         return out.zero_(), lse
     bias = how_bias_comes(problem, tensors)
-    launch(plan_of(problem, q.device, bias), problem, tensors, out, lse)
+    with torch.cuda.device(q.device):
+        launch(plan_of(problem, q.device, bias), problem, tensors, out, lse)
     return out, lse
 
 
@@ -65,7 +66,9 @@ def how_bias_comes(problem: Problem, tensors: Tensors) -> str:
 
 def launch(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None:
     C, group = plan.constants.config, plan.constants.config.GROUP
-    q, k, v = (t if takes(t) else t.clone(memory_format=torch.contiguous_format) for t in tensors[:3])
+    q, k, v = (
+        t if takes(t) else t.clone(memory_format=torch.contiguous_format) for t in tensors[:3]
+    )
     b, n, h, d = q.shape
     sb, sn, sh, _ = strides(q)
     q_view = ([b, n, h // group, group, d], [sb, sn, sh * group, sh, 1])
@@ -78,9 +81,13 @@ def launch(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: Ten
     if tensors.bias is not None:
         bias = tensors.bias
         each = tuple(int(size > 1) for size in bias.shape[:2])
-        bias_strides = tuple(s if size > 1 else 0 for s, size in zip(bias.stride(), bias.shape, strict=True))
+        bias_strides = tuple(
+            s if size > 1 else 0 for s, size in zip(bias.stride(), bias.shape, strict=True)
+        )
         if C.BIAS == "copied":
-            bias_tiles, _ = copies(bias, (list(bias.shape), strides(bias)), [1, 1, ROWS], plan.layouts[3])
+            bias_tiles, _ = copies(
+                bias, (list(bias.shape), strides(bias)), [1, 1, ROWS], plan.layouts[3]
+            )
 
     rows, ends, counter = plan.rows, plan.ends, none
     cu_q = cu_k = none
@@ -94,28 +101,29 @@ def launch(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: Ten
     if problem.documents:
         assert tensors.q_ids is not None
         assert tensors.k_ids is not None
-        spans, q_range, k_range = spans_of(
-            problem, tensors, C.WARPGROUPS, ROWS // group, C.BLOCK_K
-        )
+        spans, q_range, k_range = spans_of(problem, tensors, C.WARPGROUPS, ROWS // group, C.BLOCK_K)
         counter = torch.zeros(1, dtype=torch.int32, device=q.device)
-        ids = tuple(t.stride(0) if t.shape[0] > 1 else 0 for t in (tensors.q_ids, tensors.k_ids))
+        ids = tuple(t.shape[1] if t.shape[0] > 1 else 0 for t in (tensors.q_ids, tensors.k_ids))
     cap = problem.softcap
     scale, inner = (cap, problem.scale / cap) if cap > 0 else (problem.scale, 0.0)
+    if not plan.constants.ADDED.value:  # the exponential takes both in at once
+        scale *= _LOG2E
 
     def or_none(t: Tensor | None) -> Tensor:
-        return none if t is None else t
+        return none if t is None else t.contiguous()
 
     kernel[(plan.blocks,)](
         q0, q1, k0, k1, v0, v1, bias_tiles,
         out, lse,
-        rows, ends, counter, plan.heads, problem.hk, SECTION_BYTES // (2 * (problem.d + problem.dv)),
+        rows, ends, counter,
+        plan.heads, problem.hk, SECTION_BYTES // (2 * (problem.d + problem.dv)),
         problem.nq, problem.nk, problem.left or 0, problem.right or 0,
         cu_q, cu_k, problem.batch, or_none(tensors.lengths), spans,
         inner, or_none(tensors.alibi), bias, *bias_strides, or_none(tensors.sink),
         or_none(tensors.q_ids), or_none(tensors.k_ids), *ids, q_range, k_range,
         *each,
-        scale if plan.constants.ADDED.value else scale * _LOG2E, problem.hq, 1 if group > 1 else problem.group, problem.total_q,
-        plan.constants, *plan.tile.registers, num_warps=4,
+        scale, problem.hq, 1 if group > 1 else problem.group, problem.total_q,
+        plan.constants, *plan.tile.registers, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -140,7 +148,10 @@ def takes(t: Tensor) -> bool:
     if t.data_ptr() % 16 or (t.stride(-1) != 1 and t.shape[-1] > 1):
         return False
     each = 16 // t.element_size()
-    return all(n == 1 or (s > 0 and s % each == 0) for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True))
+    return all(
+        n == 1 or (s > 0 and s % each == 0)
+        for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True)
+    )
 
 
 def layouts_of(constants: Constants, problem: Problem) -> tuple[Any, ...]:
@@ -150,7 +161,8 @@ def layouts_of(constants: Constants, problem: Problem) -> tuple[Any, ...]:
 
     def parts(box: list[int], w0: int, w1: int, dtype: Any) -> tuple[Any, Any]:
         return tuple(
-            (w, gl.NVMMASharedLayout.get_default_for([*box, w], dtype) if w else None) for w in (w0, w1)
+            (w, gl.NVMMASharedLayout.get_default_for([*box, w], dtype) if w else None)
+            for w in (w0, w1)
         )  # pyright: ignore
 
     w = [constants.D0.value, constants.D1.value, constants.DV0.value, constants.DV1.value]  # pyright: ignore

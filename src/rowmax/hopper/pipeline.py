@@ -119,8 +119,9 @@ def told(C: gl.constexpr, turn, messages, m_full, m_empty):
     mbarrier.arrive(m_empty.index(s), count=1)
     at = gl.arange(0, 16, L)
     tile = (
-        word(words, at, 1), word(words, at, 2), word(words, at, 3), word(words, at, 4), word(words, at, 5),
-        word(words, at, 6), word(words, at, 7), word(words, at, 8), word(words, at, 9), word(words, at, 10),
+        word(words, at, 1), word(words, at, 2), word(words, at, 3), word(words, at, 4),
+        word(words, at, 5), word(words, at, 6), word(words, at, 7), word(words, at, 8),
+        word(words, at, 9), word(words, at, 10),
     )  # fmt: skip
     return tile, word(words, at, 0) != 0
 
@@ -148,12 +149,14 @@ def load_keys(C: gl.constexpr, descs, buffers, bars, shared, where, j, use, spre
 
 
 @gluon.jit
-def producer(C: gl.constexpr, descs, buffers, bars, shared, mail, order, sizes, seqs, lengths, spread, ratio):
+def producer(C: gl.constexpr, descs, buffers, bars, shared, mail, order, sizes, seqs, more):
     """One warp: every copy of every tile of this block."""
     q0, q1 = descs[:2]
     qs0, qs1 = buffers[:2]
     q_full, q_empty = bars[:2]
     messages, m_full, m_empty = mail
+    lengths, each_b, each_h, ratio = more
+    spread = (each_b, each_h)
     n, end = first_place(C, order)
     turn = 0
     use = 0

@@ -6,7 +6,8 @@ reduction over the second and the last dimension stays within a thread, and what
 row, ``[64, 4]``, is one number a lane: m agrees across the four, l is a partial sum.
 
 m is not the running maximum but a reference that follows it: it moves, and O is rescaled, only
-where a maximum has passed it by more than 2^8, so that weights stay below that. The result is exact for any reference.
+where a maximum has passed it by more than 2^8, so that weights stay below that. The result is
+exact for any reference.
 """
 
 from __future__ import annotations

@@ -69,15 +69,30 @@ def settled(x):
     """
     if x.dtype == gl.float32:
         y = gl.inline_asm_elementwise(
-            _SETTLED, "=f,=f,=f,=f,=f,=f,=f,=f,f,f,f,f,f,f,f,f", [x], gl.float32, is_pure=False, pack=8
+            _SETTLED,
+            "=f,=f,=f,=f,=f,=f,=f,=f,f,f,f,f,f,f,f,f",
+            [x],
+            gl.float32,
+            is_pure=False,
+            pack=8,
         )
     elif x.dtype == gl.float16:
         y = gl.inline_asm_elementwise(
-            _SETTLED, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r", [x], gl.float16, is_pure=False, pack=16
+            _SETTLED,
+            "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r",
+            [x],
+            gl.float16,
+            is_pure=False,
+            pack=16,
         )
     else:
         y = gl.inline_asm_elementwise(
-            _SETTLED, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r", [x], gl.bfloat16, is_pure=False, pack=16
+            _SETTLED,
+            "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r",
+            [x],
+            gl.bfloat16,
+            is_pure=False,
+            pack=16,
         )
     return y
 
@@ -122,17 +137,21 @@ def with_terms(C: gl.constexpr, S, copied, j, first, tile, terms, scale, dtype: 
         r = rows_of(L)
         col = columns(C, L) + along_row(lanes(L))
         row = along_row(r // C.GROUP)
-        h = head * C.GROUP + along_row(r % C.GROUP)
-        at = bias + b.to(gl.int64) * bias_b + first.to(gl.int64) * bias_q
-        at = at + (j * C.BLOCK_K).to(gl.int64) * bias_k
+        at = bias + b.to(gl.int64) * bias_b + (head * C.GROUP).to(gl.int64) * bias_h
+        at = at + first.to(gl.int64) * bias_q + (j * C.BLOCK_K).to(gl.int64) * bias_k
+        within = row * bias_q + col * bias_k
+        if C.GROUP > 1:
+            within = within + along_row(r % C.GROUP).to(gl.int64) * bias_h
         there = (first + row < nq) & (col < nk - j * C.BLOCK_K)
-        more = gl.load(at + (h * bias_h + row * bias_q + col * bias_k), mask=there, other=0.0)
+        more = gl.load(at + within, mask=there, other=0.0)
         S = S + more.to(gl.float32)
     if C.ALIBI:
         r = rows_of(L)
         slope = gl.load(alibi + head * C.GROUP + r % C.GROUP)
         here = (first + offset + r // C.GROUP - j * C.BLOCK_K - lanes(L)).to(gl.float32)
-        S = S - along_row(slope + 0.0 * here) * gl.abs(along_row(here) - columns(C, L).to(gl.float32))
+        S = S - along_row(slope + 0.0 * here) * gl.abs(
+            along_row(here) - columns(C, L).to(gl.float32)
+        )
     return S
 
 
@@ -173,7 +192,9 @@ def partial(C: gl.constexpr, j, first, tile, sizes, terms):
     nq_, nk_, left, right = sizes
     q_ids, k_ids, ids_q, ids_k, q_range, k_range = terms[8:14]
     # ranges are kept for each sequence where ids are, else once for all
-    q_at = q_range + 2 * ((b if ids_q else 0) * ((nq + C.TOKENS - 1) // C.TOKENS) + first // C.TOKENS)
+    q_at = q_range + 2 * (
+        (b if ids_q else 0) * ((nq + C.TOKENS - 1) // C.TOKENS) + first // C.TOKENS
+    )
     k_at = k_range + 2 * ((b if ids_k else 0) * ((nk_ + C.BLOCK_K - 1) // C.BLOCK_K) + j)
     begin = j * C.BLOCK_K
     here = first < nq

@@ -108,7 +108,8 @@ def first_part(d: int) -> int:
 def sizes_of(d: int, dv: int) -> tuple[int, int]:
     """The head sizes of the tile that holds (d, dv); what is missing reads as zero."""
     big, big_v = (next(size for size in SIZES if size >= n) for n in (d, dv))
-    return (big, big_v) if (big, big_v) in TILES else (max(big, big_v),) * 2
+    both = max(big, big_v)
+    return (big, big_v) if (big, big_v) in TILES else (both, both)
 
 
 def tile_for(p: Problem, bias: str) -> Tile:
@@ -131,7 +132,9 @@ def bias_fits(p: Problem) -> bool:
     """Whether tiles of the bias have room in shared memory."""
     assert p.bias_dtype is not None
     d, dv = sizes_of(p.d, p.dv)
-    return shared_bytes(replace(TILES[d, dv], q_stages=1, block_k=64), d, dv, p.bias_dtype) <= SHARED
+    return (
+        shared_bytes(replace(TILES[d, dv], q_stages=1, block_k=64), d, dv, p.bias_dtype) <= SHARED
+    )
 
 
 def shared_bytes(tile: Tile, d: int, dv: int, bias: torch.dtype | None = None) -> int:
