@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 from triton.backends.compiler import GPUTarget
 
-import triton
 from rowmax.problem import Wanted
 from tests.cases import Case, make
 
