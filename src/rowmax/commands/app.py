@@ -129,6 +129,27 @@ def explain(
     print(found)
 
 
+@app.command()
+def tune(
+    heads: Annotated[str, typer.Option(help="Head sizes, with commas.")] = "64,128,256",
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES[:3])}.")] = "bfloat16",
+    device: Device = None,
+) -> None:
+    """Measure tile shapes on this machine's GPU and keep the fastest for later calls."""
+    from .tune import run
+
+    where = _device(device)
+    if where.type != "cuda":
+        raise typer.BadParameter(f"{where}; want a GPU", param_hint="--device")
+    if dtype not in DTYPES[:3]:
+        raise typer.BadParameter(f"{dtype!r}; want {', '.join(DTYPES[:3])}", param_hint="--dtype")
+    if not all(d.isdigit() and 1 <= int(d) <= 512 for d in heads.split(",")):
+        raise typer.BadParameter(f"{heads!r}; want numbers from 1 to 512", param_hint="--heads")
+    sizes = tuple(int(d) for d in heads.split(","))
+    if run(console, sizes, getattr(torch, dtype), where) is None:
+        raise typer.Exit(1)
+
+
 def _device(name: str | None) -> torch.device:
     """The device asked for, or the best there is."""
     if name is None:

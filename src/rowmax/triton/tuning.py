@@ -1,0 +1,93 @@
+"""Measuring tiles on the device at hand: what ``rowmax tune`` does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+
+from ..problem import Options, Problem, Tensors, problem_of
+from .backward import plan_key_gradients, plan_query_gradients
+from .bundles import ROW_UNIT, pointers
+from .forward import forward
+from .launch import launch
+from .tiles import BOTH_UP_TO, Kind, Tiles, candidates, kind_of, limits_of
+
+#: of each job, in the rule's order
+CANDIDATES = 10
+
+
+class Trial(NamedTuple):
+    """One measurement: the tiles of a kind and their median time, None where they do not run."""
+
+    kind: Kind
+    tiles: Tiles
+    ms: float | None
+
+
+def trials(
+    d: int, dtype: torch.dtype, causal: bool, tokens: int = 16384, device: str = "cuda"
+) -> list[tuple[Kind, Tiles, Callable[[], Any]]]:
+    """Every candidate of every job of one head size, each with a call that runs it."""
+    n = 4096
+    shape = (max(1, tokens // n), n, max(1, 2048 // d), d)
+    q, k, v, dout = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
+    tensors = Tensors(q, k, v)
+    problem = problem_of(tensors, Options(scale=d**-0.5, right=0 if causal else None))
+    jobs = ["dk", "dv"] if d > BOTH_UP_TO else ["key_gradients"]
+    found = []
+    for job in ("forward", *jobs, "query_gradients"):
+        kind, limits = kind_of(job, problem), limits_of(q.device)
+        for tiles in islice(candidates(kind, limits), CANDIDATES):
+            both = (tiles, replace(tiles, split=True))
+            found += [
+                (kind, one, _runner(job, problem, tensors, dout, one))
+                for one in (both if causal and job != "forward" else both[:1])
+            ]
+    return found
+
+
+def _runner(
+    job: str, problem: Problem, tensors: Tensors, dout: Tensor, tiles: Tiles
+) -> Callable[[], Any]:
+    """A call of one job with these tiles, over numbers of the size that they have in use."""
+    if job == "forward":
+        return lambda: forward(problem, tensors, tiles)
+    b, h, n = problem.lse_shape
+    rows = dout.new_empty((b, h, -(-n // ROW_UNIT) * ROW_UNIT), dtype=torch.float32)
+    t = pointers(tensors)._replace(
+        dout=dout,
+        lse2=torch.full_like(rows, 13.0),
+        delta=torch.zeros_like(rows),
+        dq=torch.empty_like(tensors.q) if job == "query_gradients" else None,
+        dk=torch.empty_like(tensors.k) if job in ("key_gradients", "dk") else None,
+        dv=torch.empty_like(tensors.v) if job in ("key_gradients", "dv") else None,
+    )
+    plan = plan_query_gradients if job == "query_gradients" else plan_key_gradients
+    return lambda: launch(job, problem, tensors, tiles, plan, lambda _: t, dout)
+
+
+def measure(kind: Kind, tiles: Tiles, call: Callable[[], Any]) -> Trial:
+    """The median time of a candidate, compiled first."""
+    try:
+        call()
+        ms = triton.testing.do_bench(call, warmup=10, rep=50, return_mode="median")  # pyright: ignore
+    except (OutOfResources, RuntimeError):
+        return Trial(kind, tiles, None)
+    return Trial(kind, tiles, float(ms))  # pyright: ignore
+
+
+def winners(done: list[Trial]) -> dict[str, Tiles]:
+    """The fastest tiles of each kind."""
+    best: dict[str, Trial] = {}
+    for trial in done:
+        name = str(trial.kind)
+        if trial.ms is not None and (name not in best or trial.ms < (best[name].ms or 0.0)):
+            best[name] = trial
+    return {name: trial.tiles for name, trial in best.items()}
