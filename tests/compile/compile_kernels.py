@@ -48,6 +48,21 @@ FEATURES = [
 ]
 
 
+#: every feature for one target of each compiler back end; the others need only be reached
+THOROUGH = ("sm_80", "sm_90", "gfx942")
+
+
+def features(name: str) -> list[tuple[Case, torch.dtype]]:
+    """What to compile for a target; the widest head where shared memory is scarcest."""
+    some = [(FEATURES[0], torch.bfloat16), (FEATURES[1], torch.bfloat16)]
+    if name in THOROUGH:
+        some += [(case, torch.bfloat16) for case in FEATURES[2:4]]
+        some.append((FEATURES[0], torch.float32))
+    if name == "sm_89":
+        some.append((FEATURES[4], torch.bfloat16))
+    return some
+
+
 def recorded(case: Case, dtype: torch.dtype) -> list[tuple[Any, Any]]:
     """The launches of a call and its backward, which do not happen."""
     jobs: list[tuple[Any, Any]] = []
@@ -127,11 +142,10 @@ def main() -> None:
     device = "NVIDIA H200" if what == "tuned" else name
     lanes = 64 if name.startswith("gfx") else 32
     tiles.limits_of = lambda _: tiles.Limits(device, shared, lanes)
-    for case in tuned() if what == "tuned" else FEATURES:
-        dtypes = [torch.bfloat16] if what == "tuned" else [torch.bfloat16, torch.float32]
-        for dtype in dtypes if case.name in ("causal",) else dtypes[:1]:
-            for job, t in recorded(case, dtype):
-                print(json.dumps({"case": case.name, **facts(job, t, name)}), flush=True)
+    table = [(case, torch.bfloat16) for case in tuned()]
+    for case, dtype in table if what == "tuned" else features(name):
+        for job, t in recorded(case, dtype):
+            print(json.dumps({"case": case.name, **facts(job, t, name)}), flush=True)
 
 
 if __name__ == "__main__":
