@@ -293,8 +293,6 @@ def folded(problem: Problem) -> bool:
 
 def precision_of(tensors: Tensors) -> str:
     """Products of float32 keep float32's accuracy: three tf32 ones where there are such units."""
-    if tensors.q.dtype != torch.float32:
-        return "tf32"  # no part in 16-bit products
-    if not tensors.q.is_cuda or torch.version.hip is not None:
-        return "ieee"
+    if tensors.q.dtype != torch.float32 or not tensors.q.is_cuda or torch.version.hip is not None:
+        return "ieee"  # which 16-bit products pay no heed to
     return "tf32x3" if torch.cuda.get_device_capability(tensors.q.device) >= (8, 0) else "ieee"
