@@ -16,4 +16,11 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def supports(problem: Problem, call: str) -> str | None:
     if problem.dtype not in _DTYPES:
         return f"it computes in float32, float16 and bfloat16, not in {problem.dtype}"
+    if problem.device == "cuda" and torch.version.hip is None and torch.cuda.is_available():
+        have, want = torch.cuda.get_device_capability(), (7, 0)
+        if problem.dtype == torch.bfloat16:
+            want = (8, 0)
+        if have < want:
+            wanted = ".".join(map(str, want))
+            return f"{problem.dtype} needs a GPU of compute capability {wanted} or more"
     return None
