@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 import torch
+import triton
 from triton.experimental.gluon import language as gl
 
 from ..problem import Problem
@@ -41,8 +42,8 @@ TILES = {
 }
 SIZES = (64, 96, 128, 192, 256)
 #: head size 64 without score terms, beyond so many keys: three warpgroups, whose taller tiles
-#: waste more where a sequence or a diagonal ends
-LONG_64 = Tile(3, 128, 4, 2, (160, 32))
+#: waste more where a sequence or a diagonal ends. Triton 3.9 overflows their 160 registers.
+LONG_64 = Tile(3, 128, 4, 2, (160, 32)) if triton.__version__.startswith("3.6.") else None
 LONG_64_KEYS = {"full": 1536, "causal": 4096}
 
 
@@ -117,7 +118,8 @@ def tile_for(p: Problem, bias: str) -> Tile:
     d, dv = sizes_of(p.d, p.dv)
     tile = TILES[d, dv]
     plain = not (bias or p.alibi or p.documents or p.softcap > 0)
-    if plain and d == 64 and p.nk > LONG_64_KEYS["full" if p.right is None else "causal"]:
+    long = p.nk > LONG_64_KEYS["full" if p.right is None else "causal"]
+    if LONG_64 and plain and d == 64 and long:
         return LONG_64
     if bias != "copied":
         return tile
