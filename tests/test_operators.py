@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import shutil
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -271,6 +273,62 @@ def test_modes_without_gradients() -> None:
         out = attention(q, k, v)
     assert out.is_inference()
     assert torch.equal(out, want)
+
+
+class _Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_whoever_listens_sees_the_operator(grad: bool) -> None:
+    """A call that nobody listens to goes past the dispatcher; its answer is the same."""
+    q, k, v = inputs(2, 24, grad=grad)
+    alone = attention(q, k, v, causal=True)
+    with _Seen() as dispatched:
+        a = attention(q, k, v, causal=True)
+    assert "rowmax.forward.default" in dispatched.names
+    with _Functions() as functions:
+        b = attention(q, k, v, causal=True)
+    assert any("rowmax" in name for name in functions.names)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        c = attention(q, k, v, causal=True)
+    assert "rowmax::forward" in {event.name for event in profile.events() or ()}
+    for out in (a, b, c):
+        assert torch.equal(out, alone)
+        assert out.requires_grad == alone.requires_grad == grad
+
+
+def test_a_tensors_subclass_goes_through_the_dispatcher() -> None:
+    class Tagged(Tensor):
+        seen: ClassVar[list[str]] = []
+
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            cls.seen.append(str(func))
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    q, k, v = inputs(1, 8)
+    out = attention(q.as_subclass(Tagged), k, v)
+    assert isinstance(out, Tagged)
+    assert any("rowmax" in name for name in Tagged.seen)
 
 
 def test_backward_twice_and_changed_inputs() -> None:

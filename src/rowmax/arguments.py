@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .backend import NAMES
 from .mask import Mask
 from .problem import Options, Tensors
 
@@ -129,18 +130,19 @@ def check_device(name: str, t: Tensor, q: Tensor) -> None:
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
     b, _, hq, d = q.shape
-    _, _, hk, dk = k.shape
-    axes = "[total, H, D]" if packed else "[B, N, H, D]"
-    if k.shape[0] != b:
-        raise bad("k", f"batch {k.shape[0]}", f"the batch of q, {b}")
+    bk, nk, hk, dk = k.shape
+    bv, nv, hv, dv = v.shape
+    if bk != b:
+        raise bad("k", f"batch {bk}", f"the batch of q, {b}")
     if dk != d:
         raise bad("k", f"head size {dk}", f"the head size of q, {d}")
-    if v.shape[:3] != k.shape[:3]:
+    if bv != bk or nv != nk or hv != hk:
+        axes = "[total, H, D]" if packed else "[B, N, H, D]"
         got, want = list(v.shape[packed:]), list(k.shape[packed:-1])
         raise bad("v", f"shape {got}", f"{axes} with the leading sizes of k, {want}")
     if hk == 0 or hq == 0 or hq % hk:
         raise bad("q", f"{hq} heads", f"a multiple of the {hk} heads of k and v, at least one")
-    for name, size in (("q", d), ("v", v.shape[3])):
+    for name, size in (("q", d), ("v", dv)):
         if not 1 <= size <= MAX_HEAD_DIM:
             raise bad(name, f"head size {size}", f"1 to {MAX_HEAD_DIM}")
 
@@ -337,8 +339,6 @@ def _checked_seed(seed: Any, p: float, device: torch.device) -> Tensor | None:
 
 
 def _checked_backend(backend: str | None) -> str | None:
-    from .backend import NAMES
-
     if backend is None or backend in NAMES:
         return backend
     raise bad("backend", repr(backend), "None, or one of " + ", ".join(map(repr, NAMES)))

@@ -161,11 +161,15 @@ def attention_varlen(
     return (out[0], lse[0]) if return_lse else out[0]
 
 
+_NOTHING, _CAUSAL = Mask(), Causal()
+
+
 def _mask(mask: Mask | Tensor | None, causal: bool) -> Mask:
     if not isinstance(causal, bool):
         raise TypeError(f"causal: got {causal!r}; want True or False")
-    mask = as_mask(mask)
-    return mask & Causal() if causal else mask
+    if mask is None:
+        return _CAUSAL if causal else _NOTHING
+    return as_mask(mask) & _CAUSAL if causal else as_mask(mask)
 
 
 def _autocast(*inputs: Tensor) -> tuple[Tensor, ...]:

@@ -44,8 +44,30 @@ _library.define(
 def attend(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
     """(out, lse) of checked arguments, differentiable."""
     if not torch.compiler.is_compiling():
+        if _alone(tensors):
+            if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
+                return _Attention.apply(None, *tensors, *options)  # pyright: ignore
+            return _computed(tensors, options)
         _tell_flop_counter()
     return torch.ops.rowmax.forward(*tensors, *options)
+
+
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
+
+
+def _alone(tensors: Tensors) -> bool:
+    """Whether nobody is between this call and its kernel: no tracer, transform, mode, subclass or
+    profiler. The dispatcher would then change nothing, and take a third of a small call's time.
+    """
+    return not (
+        torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._get_tracing_state()
+        or torch.autograd._profiler_enabled()
+        or forward_ad._current_level >= 0
+        or tensors.q.is_meta
+    ) and _PLAIN.issuperset(map(type, tensors))
 
 
 def _split(inputs: tuple[Any, ...]) -> tuple[Tensors, Options]:
@@ -56,7 +78,10 @@ def _split(inputs: tuple[Any, ...]) -> tuple[Tensors, Options]:
 
 
 def _forward(*inputs: Any) -> tuple[Tensor, Tensor]:
-    tensors, options = _split(inputs)
+    return _computed(*_split(inputs))
+
+
+def _computed(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
     problem = problem_of(tensors, options)
     return choose(problem, "forward", options.backend).forward(problem, tensors)
 
@@ -149,8 +174,11 @@ class _Attention(_SingleLevelFunction):
     """The forward operator between autograd and the kernels below it."""
 
     @staticmethod
-    def forward(ctx: Any, below: DispatchKeySet, *inputs: Any) -> tuple[Tensor, Tensor]:
-        out, lse = _redispatch(_forward_operator, below, inputs)
+    def forward(ctx: Any, below: DispatchKeySet | None, *inputs: Any) -> tuple[Tensor, Tensor]:
+        if below is None:  # called past the dispatcher
+            out, lse = _forward(*inputs)
+        else:
+            out, lse = _redispatch(_forward_operator, below, inputs)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs[:_TENSORS], out, lse)
         ctx.options = inputs[_TENSORS:]
