@@ -253,6 +253,19 @@ def test_lse_alone() -> None:
     assert dv is None or not dv.any()
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias"])
+def test_a_negation_put_off_is_done(name: str, backend: str) -> None:
+    """``z.conj().imag`` is a view that says that its numbers are to be negated when read."""
+    tensors = dict(zip("qkv", inputs(1, 12), strict=True)) | {"bias": torch.randn(12, 12).double()}
+    lazy = torch.complex(torch.zeros_like(tensors[name]), -tensors[name]).conj().imag
+    assert lazy.is_neg()
+    for grad in (False, True):
+        given = {**tensors, name: lazy.detach().requires_grad_(grad)}
+        out = rowmax.attention(**given, backend=backend)
+        want = rowmax.attention(**tensors, backend=backend)
+        torch.testing.assert_close(out.detach(), want)
+
+
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_gradient_of_one_input(name: str) -> None:
     tensors = dict(zip("qkv", inputs(1, 12), strict=True))
