@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -140,14 +141,53 @@ def test_compile_dynamic_lengths() -> None:
 def test_compile_builds_masks_inside() -> None:
     torch._dynamo.reset()
 
-    def masked(q: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:
+    def masked(q: Tensor, ids: Tensor, lengths: Tensor, cu: Tensor, allowed: Tensor) -> Tensor:
         mask = rowmax.Documents(ids) & rowmax.PrefixLengths(lengths) & rowmax.Window(4, 0)
+        mask = allowed & (mask & allowed) & rowmax.Documents(cu_seqlens=cu)
         return attention(q, q, q, mask=mask)
 
-    q = torch.randn(2, 12, 2, 8)
-    arguments = (q, torch.randint(3, (12,)), torch.tensor([12, 5]))
+    q, allowed = torch.randn(2, 12, 2, 8), torch.rand(12, 12) < 0.8
+    arguments = (q, torch.randint(3, (12,)), torch.tensor([12, 5]), torch.tensor([0, 3, 12]))
     compiled = torch.compile(masked, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(*arguments), masked(*arguments))
+    torch.testing.assert_close(compiled(*arguments, allowed), masked(*arguments, allowed))
+    with pytest.raises(RuntimeError, match="want offsets from 0 to the number of keys"):
+        compiled(*arguments[:3], torch.tensor([0, 3, 11]), allowed)
+
+
+@pytest.mark.parametrize("through", ["compile", "vmap"])
+def test_offsets_are_checked_when_their_values_are_there(through: str, backend: str) -> None:
+    """Kernels go where they say, out of the tensors if need be."""
+    torch._dynamo.reset()
+    q, bias = torch.randn(12, 2, 8), torch.zeros(9, 9)
+
+    def packed(cu: Tensor) -> Any:
+        return rowmax.attention_varlen(q, q, q, cu, cu, 9, 9, bias=bias, backend=backend)
+
+    traced = {
+        "compile": torch.compile(packed, backend="aot_eager", fullgraph=True),
+        "vmap": lambda cu: torch.vmap(packed)(cu[None])[0],
+    }[through]
+    good = torch.tensor([0, 3, 12])
+    torch.testing.assert_close(traced(good), packed(good))
+    for values, text in (
+        ((0, 3, 10**6), "cu_seqlens_q: got last offset 1000000; want the packed length, 12"),
+        ((0, 15, 12), "cu_seqlens_q: got 12 after 15"),
+        ((2, 3, 12), "cu_seqlens_q: got first offset 2"),
+        ((0, 2, 12), "max_seqlen_q: got 9; want at least the longest sequence, 10"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            traced(torch.tensor(values))
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_make_fx(mode: str) -> None:
+    q, cu = torch.randn(12, 2, 8), torch.tensor([0, 3, 12])
+
+    def packed(q: Tensor, cu: Tensor) -> Any:
+        return rowmax.attention_varlen(q, q, q, cu, cu, causal=True, backend=BACKEND)
+
+    traced = make_fx(packed, tracing_mode=mode)(q, cu)
+    torch.testing.assert_close(traced(q, cu), packed(q, cu))
 
 
 def test_compile_draws_dropout_anew() -> None:

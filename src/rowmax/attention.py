@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .arguments import checked
+from .arguments import check_flag, checked
 from .mask import Causal, Mask, as_mask
 from .operators import attend
 
@@ -70,6 +70,7 @@ def attention(
     >>> rowmax.attention(q, k, v, causal=True).shape
     torch.Size([1, 128, 4, 64])
     """
+    check_flag("return_lse", return_lse)
     q, k, v = _autocast(q, k, v)
     tensors, options = checked(
         q,
@@ -139,6 +140,7 @@ def attention_varlen(
     >>> rowmax.attention_varlen(q, q, q, cu, cu, causal=True).shape
     torch.Size([10, 2, 16])
     """
+    check_flag("return_lse", return_lse)
     q, k, v = _autocast(q, k, v)
     tensors, options = checked(
         q,
@@ -165,8 +167,7 @@ _NOTHING, _CAUSAL = Mask(), Causal()
 
 
 def _mask(mask: Mask | Tensor | None, causal: bool) -> Mask:
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal: got {causal!r}; want True or False")
+    check_flag("causal", causal)
     if mask is None:
         return _CAUSAL if causal else _NOTHING
     return as_mask(mask) & _CAUSAL if causal else as_mask(mask)

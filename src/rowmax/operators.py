@@ -21,6 +21,7 @@ from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import _SingleLevelFunction
 
 from . import batching, flops
+from .arguments import check_packed_values
 from .backend import choose
 from .problem import Gradients, Options, Problem, Tensors, Wanted, problem_of
 
@@ -65,7 +66,7 @@ def _alone(tensors: Tensors) -> bool:
         or torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
         or torch._C._get_tracing_state()
-        or torch.autograd._profiler_enabled()
+        or torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
         or forward_ad._current_level >= 0
         or tensors.q.is_meta
         or any(t is not None and t.is_neg() for t in tensors)
@@ -80,7 +81,9 @@ def _split(inputs: tuple[Any, ...]) -> tuple[Tensors, Options]:
 
 
 def _forward(*inputs: Any) -> tuple[Tensor, Tensor]:
-    return _computed(*_split(inputs))
+    tensors, options = _split(inputs)
+    check_packed_values(tensors, options)
+    return _computed(tensors, options)
 
 
 def _computed(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
@@ -178,7 +181,7 @@ class _Attention(_SingleLevelFunction):
     @staticmethod
     def forward(ctx: Any, below: DispatchKeySet | None, *inputs: Any) -> tuple[Tensor, Tensor]:
         if below is None:  # called past the dispatcher
-            out, lse = _forward(*inputs)
+            out, lse = _computed(*_split(inputs))
         else:
             out, lse = _redispatch(_forward_operator, below, inputs)
         ctx.set_materialize_grads(False)
