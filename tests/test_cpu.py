@@ -128,6 +128,24 @@ def test_on_lesser_machines(name: str) -> None:
     assert _child(text, NUMBA_CPU_NAME=cpu, NUMBA_CPU_FEATURES=features) == "right\n"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_rows_between_a_window_and_a_length_read_nothing(dtype: torch.dtype) -> None:
+    """The window begins past the last key, in the middle of a tile of keys. What an earlier call
+    left in the memory of scores must not come in."""
+    mask = rowmax.Window(1, 0) & rowmax.PrefixLengths(torch.tensor([154]))
+    q, k = torch.randn(1, 64, 2, 16, dtype=dtype), torch.randn(1, 513, 2, 16, dtype=dtype)
+    for _ in range(3):
+        before = [torch.full_like(t, torch.nan).requires_grad_() for t in (q, k)]
+        rowmax.attention(*before, before[1], backend="cpu").sum().backward()  # pyright: ignore
+        leaves = [t.clone().requires_grad_() for t in (q, k, k)]
+        sink = torch.zeros(2)
+        out = rowmax.attention(*leaves, mask=mask, sink=sink, backend="cpu")  # pyright: ignore
+        assert isinstance(out, torch.Tensor)
+        out.sum().backward()
+        assert not out.any()
+        assert all(t.grad is not None and not t.grad.any() for t in leaves)
+
+
 def test_memory_is_linear() -> None:
     """Forward and backward at N 8192: out and gradients are 64 MiB, one score matrix 256."""
     _gradients(torch.randn(1, 64, 8, 64), causal=True)
