@@ -193,10 +193,10 @@ def pack_head(call, seq, s, h, k_panels, v_panels, k_pairs, finite, of):
     step_k, step_v = row * call.k_n, row * call.v_n
     for tile in range((nk + TILE_K - 1) // TILE_K):
         j0 = tile * TILE_K
-        n, j1, rows = min(TILE_K, nk - j0), j0 + TILE_K, k + step_k * j0
+        n, rows = min(TILE_K, nk - j0), k + step_k * j0
         finite[tile] = rows_are_finite(of, rows, step_k, n, call.d)
-        pack_panels(of, k_panels, k, step_k, j0, j1, nk, call.d_whole)
-        pack_panels(of, v_panels, v, step_v, j0, j1, nk, call.dv_whole)
+        pack_panels(of, k_panels, k, step_k, j0, nk, call.d_whole)
+        pack_panels(of, v_panels, v, step_v, j0, nk, call.dv_whole)
         to = k_pairs + size * HALF_K * call.d_wide * tile
         pack_pairs(of, to, call.d_wide, rows, step_k, n, HALF_K, call.d)
 

@@ -17,7 +17,7 @@ from numba import njit, types
 from numba.extending import overload
 
 from .kernel import kernel
-from .products import panel
+from .products import panel, span
 from .scores import STRICT, SUMS, array, bfloat_to_float
 from .vector import TILE_K, TILE_Q
 
@@ -56,13 +56,16 @@ def steps(of, count, half):
 
 
 @njit
-def pack_panels(of, to, rows, row_bytes, first, last, n, d):
-    """Rows [first, last) as panels ``[n / panel, d, panel]``, zero past n.
+def pack_panels(of, to, rows, row_bytes, first, n, d):
+    """The tile of rows that begins at first as panels ``[rows / panel, d, panel]``, zero past n,
+    as far as a step of columns reaches.
 
     ``to`` and ``rows`` are addresses of the whole head's panels and rows. A panel is written
     eight rows at a time: their cache lines stay at hand while its own are filled in turn.
     """
     size, width, d = of.itemsize, panel(of), depth(of, d)
+    step = span(of)
+    last = min(first + TILE_K, (n + step - 1) // step * step)
     for j0 in range(first, last, width):
         real = max(0, min(width, n - j0))
         out = array(to + size * j0 * d, width * d, of)
