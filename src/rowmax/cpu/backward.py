@@ -291,9 +291,9 @@ def backward_tile(call, seq, state, finite, place, memory, factor, kept, like, o
             from_columns(of, width, x, n, to_k, x, dP, TILE_K, q, call.q_n, 1)
             from_rows(of, n, x, count, dq, x, dP, rows, call.k_n, 1)
         else:
-            sparse_product(to_v, w, width, S, 1, TILE_K, n, do, call.dout_n, w, like)
-            sparse_product(to_k, x, width, dP, 1, TILE_K, n, q, call.q_n, x, like)
-            sparse_product(dq, x, n, dP, TILE_K, 1, count, rows, call.k_n, x, like)
+            sparse_product(to_v, w, width, S, 1, TILE_K, n, do, call.dout_n, w, 0, like)
+            sparse_product(to_k, x, width, dP, 1, TILE_K, n, q, call.q_n, x, 0, like)
+            sparse_product(dq, x, n, dP, TILE_K, 1, count, rows, call.k_n, x, 0, like)
     if call.dq:
         first = i0 + (seq[0] if call.packed else s * seq[1])
         write_rows(call.dq, call.hq, h, first, n, call.d, dq, x, like, of)

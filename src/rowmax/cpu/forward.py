@@ -35,6 +35,7 @@ from .scores import (
     array,
     exp2,
     exponentials,
+    hide,
     keep_row,
     number,
     query_scale,
@@ -183,7 +184,11 @@ def forward_tile(call, seq, state, finite, place, memory, none, like, of):
         if finite[tile_k]:
             from_rows(of, n, w, steps(of, count, HALF_K), O, w, S, values, step, 1)
         else:
-            sparse_product(O, w, n, S, TILE_K, 1, count, values, step, w, like)
+            unseen = like.dtype.type(-1)  # which no weight is
+            for r in range(n):
+                row = array(S + size * r * TILE_K, width, like)
+                hide(row, unseen, partial, call, seq, s, h, i0 + r, j0)
+            sparse_product(O, w, n, S, TILE_K, 1, count, values, step, w, unseen, like)
     finish_rows(call, seq, s, h, i0, n, O, m, l, like, of)
 
 
@@ -222,10 +227,8 @@ def finish_rows(call, seq, s, h, i0, n, O, m, l, like, of):
             if sigma > -np.inf:
                 l[r] += exp2(sigma - m[r])
         empty = l[r] == zero
-        share = zero if empty else one * like.dtype.type(call.keep_scale) / l[r]
+        share = one if empty else one * like.dtype.type(call.keep_scale) / l[r]
         at = call.out_b * s + call.out_n * (seq[0] + i0 + r) + call.out_h * h
         average = array(O + size * r * call.dv_wide, call.dv_size, like)
-        if empty:
-            average[:] = zero
         store(of, call.out + row_size(of) * at, average, share)
         lse[r] = -np.inf if empty else (m[r] + math.log2(l[r])) / LOG2E

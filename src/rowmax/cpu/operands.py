@@ -315,8 +315,8 @@ def _plain_rows_are_finite(of, rows, row_bytes, n, d):
 
 
 @njit(fastmath=STRICT)
-def sparse_product(c, c_row, m, a, a_row, a_step, k, b, b_row, n, like):
-    """``C += A B`` in which a weight of exactly 0 takes nothing, not even NaN or inf, from B.
+def sparse_product(c, c_row, m, a, a_row, a_step, k, b, b_row, n, skip, like):
+    """``C += A B`` in which a weight of ``skip`` takes nothing, not even NaN or inf, from B.
 
     The slow way, for tiles in which B is not finite: A[r, i] at ``r a_row + i a_step``.
     """
@@ -326,7 +326,7 @@ def sparse_product(c, c_row, m, a, a_row, a_step, k, b, b_row, n, like):
         out = array(c + size * r * c_row, n, like)
         for i in range(k):
             weight = weights[r * a_row + i * a_step]
-            if weight != 0:
+            if weight != skip:
                 row = array(b + size * i * b_row, n, like)
                 for x in range(n):
                     out[x] += weight * row[x]
