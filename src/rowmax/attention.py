@@ -124,7 +124,8 @@ def attention_varlen(
         q: ``[total_q, Hq, D]``; k ``[total_k, Hk, D]``; v ``[total_k, Hk, Dv]``.
         cu_seqlens_q: ``[S + 1]`` int32 or int64, where each sequence's queries start: 0 first,
             never falling, total_q last. Read on the device: on a GPU its values are not
-            checked (that would wait for the device), only kept in range.
+            checked (that would wait for the device), only kept in range. Of a compiled call
+            on a CPU they are checked when it runs.
         cu_seqlens_k: the same for keys and values.
         max_seqlen_q, max_seqlen_k: the longest sequence, or a bound; found if None on a CPU,
             total_q and total_k on a GPU.
