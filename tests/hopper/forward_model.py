@@ -68,7 +68,8 @@ def check(case: Case, seed: int) -> list[str]:
     torch.manual_seed(seed)
     prepare(random.choice((1, 1, 2, 3, 64)))
     problem, tensors = make(case, dtype=torch.float16).problem()
-    if _refused(problem):
+    # prefix lengths are refused for the sake of padding that is not a number; here it is
+    if _refused(problem._replace(prefix=False)):
         return ["refused"]
     ref = dense.attention(problem, tensors, torch.float64)
     std = dense.attention(problem, tensors, problem.dtype)
