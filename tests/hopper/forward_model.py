@@ -48,6 +48,7 @@ MORE = [
     Case("deep-256", b=1, nq=200, nk=600, hq=2, d=256),
     Case("deep-bias", b=1, nq=256, nk=640, hq=1, d=128, bias="bhqk"),
     Case("long", b=1, nq=300, nk=2000, hq=1, d=64, left=700, right=0),
+    Case("far", b=1, nq=150, nk=270, hq=1, d=64, left=2**31, right=2**32 - 1),
     Case("grouped", b=2, nq=20, nk=300, hq=8, hk=2, d=64, causal=True, sink=True),
     Case(
         "packed", hq=4, hk=2, d=64, causal=True, sequences=((5, 90), (0, 17), (150, 270), (33, 0))

@@ -65,11 +65,14 @@ def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
 
 def launch(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None:
     q, k, v, bias = tensors[:4]
-    plan = _PLANS.get(key_of(problem, tensors))
+    key = key_of(problem, tensors)
+    plan = _PLANS.get(key)
     if plan is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
         q, k, v = taken(q), taken(k), taken(v)
         tensors = tensors._replace(q=q, k=k, v=v)
         plan = plan_of(problem, tensors)
+    else:
+        _PLANS.move_to_end(key)
     t = pointers(plan, problem, tensors, out, lse)
     plan.launch(over(plan.copies, q, k, v, bias), t, plan.last)
 
@@ -168,6 +171,7 @@ def numbers(p: Problem, tensors: Tensors, c: Config, heads: int) -> Numbers:
     scale, inner = (cap, p.scale / cap) if cap > 0 else (p.scale, 0.0)
     if not c.ADDED:  # the exponential takes both in at once
         scale *= _LOG2E
+    reach = p.total_q + p.total_k  # a limit past it limits nothing, and may be past 32 bits
     steps, each = (0, 0, 0, 0), (0, 0)
     if tensors.bias is not None:
         sizes = tensors.bias.shape
@@ -181,8 +185,8 @@ def numbers(p: Problem, tensors: Tensors, c: Config, heads: int) -> Numbers:
         SECTION_BYTES // (2 * (p.d + p.dv)),
         p.nq,
         p.nk,
-        p.left or 0,
-        p.right or 0,
+        min(p.left or 0, reach),
+        min(p.right or 0, reach),
         p.batch,
         scale,
         inner,
