@@ -81,9 +81,10 @@ def blocks_of(desc, n: gl.constexpr):
 
 @gluon.jit
 def forward(
-    q0, q1, k0, k1, v0, v1, bias_tiles, t, n, C: gl.constexpr, R0: gl.constexpr, R1: gl.constexpr
+    q0, q1, k0, k1, v0, v1, bias_tiles, out_tiles, t, n,
+    C: gl.constexpr, R0: gl.constexpr, R1: gl.constexpr,
 ):  # fmt: skip
-    """Seven to tell the copy engine what to copy, the bundles, what is compiled in, and the
+    """Eight to tell the copy engine what to copy, the bundles, what is compiled in, and the
     registers of a consumer's thread and of the producer's. What a problem lacks is None."""
     qs0 = blocks_of(q0, C.WARPGROUPS * C.Q_STAGES)
     ks0 = blocks_of(k0, C.STAGES)
@@ -116,7 +117,11 @@ def forward(
     )  # fmt: skip
     rest = (n.scale, n.hq, n.total_q)
     more = (t.lengths, n.each_b, n.each_h, n.ratio)
-    out, lse = t.out, t.lse
+    outs = qs0
+    if C.STAGED:
+        outs = blocks_of(out_tiles, C.WARPGROUPS)
+    out = (t.out, out_tiles, outs)
+    lse = t.lse
     if C.WARPGROUPS == 2:
         gl.warp_specialize(
             [

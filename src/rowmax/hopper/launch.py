@@ -69,9 +69,9 @@ def launch(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None
     if plan is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
         q, k, v = taken(q), taken(k), taken(v)
         tensors = tensors._replace(q=q, k=k, v=v)
-        plan = plan_of(problem, tensors)
+        plan = plan_of(problem, tensors, out)
     t = pointers(plan, problem, tensors, out, lse)
-    plan.launch(over(plan.copies, q, k, v, bias), t, plan.last)
+    plan.launch(over(plan.copies, q, k, v, bias, out), t, plan.last)
 
 
 def pointers(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> Pointers:
@@ -121,12 +121,12 @@ def key_of(problem: Problem, tensors: Tensors) -> tuple[Any, ...]:
     return (problem, q.device.index, q.stride(), k.stride(), v.stride(), more, *batches)
 
 
-def plan_of(problem: Problem, tensors: Tensors) -> Plan:
+def plan_of(problem: Problem, tensors: Tensors, out: Tensor) -> Plan:
     """The plan of tensors that the copy engine takes."""
     key = key_of(problem, tensors)
     plan = _PLANS.get(key)
     if plan is None:
-        plan = made(problem, tensors)
+        plan = made(problem, tensors, out)
         if not torch.cuda.is_current_stream_capturing():
             _PLANS[key] = plan
             if len(_PLANS) > _MOST_PLANS:
@@ -142,7 +142,9 @@ def how_bias_comes(problem: Problem, bias: Tensor | None) -> str:
     return "copied" if full and bias_fits(problem) and takes(bias) else "gathered"
 
 
-def made(p: Problem, tensors: Tensors, tile: Tile | None = None, **options: Any) -> Plan:
+def made(
+    p: Problem, tensors: Tensors, out: Tensor, tile: Tile | None = None, **options: Any
+) -> Plan:
     """The plan of a problem, or with another tile and other constants, to measure those."""
     q, k, v, bias = tensors[:4]
     how = how_bias_comes(p, bias)
@@ -157,7 +159,7 @@ def made(p: Problem, tensors: Tensors, tile: Tile | None = None, **options: Any)
         gl.constexpr(constants),
         *map(gl.constexpr, tile.registers),
     )
-    copies = copies_of(p, constants, q, k, v, bias)
+    copies = copies_of(p, constants, q, k, v, bias, out)
     options = {"num_warps": 4, "enable_fp_fusion": True}
     launch = GluonLaunch(kernel, (blocks, 1, 1), options)
     return Plan(tile, constants, rows, ends, copies, last, launch)

@@ -110,13 +110,12 @@ def word(words, at, i: gl.constexpr):
 
 
 @gluon.jit
-def told(C: gl.constexpr, turn, messages, m_full, m_empty):
-    """(tile, whether it is one) as posted for a turn."""
+def told(C: gl.constexpr, turn, messages, m_full):
+    """(tile, whether it is one) as posted for a turn, whose slot is then to be let go."""
     L: gl.constexpr = gl.BlockedLayout([16], [32], [gl.num_warps()], [0])
     s = slot(turn, 2)
     mbarrier.wait(m_full.index(s), phase(turn, 2))
     words = messages.index(s).load(L)
-    mbarrier.arrive(m_empty.index(s), count=1)
     at = gl.arange(0, 16, L)
     tile = (
         word(words, at, 1), word(words, at, 2), word(words, at, 3), word(words, at, 4),

@@ -14,6 +14,7 @@ ROWS = 64  # query rows of one warpgroup: the height of a wgmma
 SHARED = 227 * 1024  # bytes of shared memory a block may have
 #: what a warpgroup needs of it to turn its output round, and all the barriers
 SCRATCH = 2304
+BARRIERS = 1024
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ class Config:
     ALIBI: bool = False
     SINK: bool = False
     BIAS: str = ""  # "copied" through shared memory, "gathered" from global memory, or none
+    EVEN_K: bool = False  # key tiles fill every sequence's keys
+    STAGED: int = 0  # columns of the output that go through shared memory at a time; 0 for none
     ROUND_LATE: bool = False  # round the weights after the product that they were made under
 
 
@@ -167,8 +170,21 @@ def config_for(p: Problem, tile: Tile, bias: str, group: int) -> Config:
         ALIBI=p.alibi,
         SINK=p.sink,
         BIAS=bias,
+        EVEN_K=not (p.varlen or p.prefix) and p.nk % tile.block_k == 0,
+        STAGED=staged_columns(p, tile, bias),
         ROUND_LATE=tile.warpgroups == 3,
     )
+
+
+def staged_columns(p: Problem, tile: Tile, bias: str) -> int:
+    """How much of a row of the output has room in shared memory, to be stored from there."""
+    d, dv = sizes_of(p.d, p.dv)
+    columns = min(dv, 128)
+    if dv % columns or dv != first_part(dv):
+        return 0
+    used = shared_bytes(tile, d, dv, p.bias_dtype if bias == "copied" else None)
+    more = tile.warpgroups * (ROWS * columns * 2 - SCRATCH) + BARRIERS
+    return columns if used + more <= SHARED else 0
 
 
 def packed_heads(p: Problem, bias: str) -> int:
