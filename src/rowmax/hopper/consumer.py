@@ -85,32 +85,36 @@ def weights(C: gl.constexpr, LATE: gl.constexpr, S, m, l, scale, dtype: gl.const
 
 
 @gluon.jit
-def scores(
-    C: gl.constexpr,
-    c: gl.constexpr,
-    S,
-    j,
-    use,
-    live,
-    first,
-    tile,
-    shared,
-    terms,
-    scale,
-    dtype: gl.constexpr,
-):
-    """All of a score but the mask, from the product."""
+def bias_tile(C: gl.constexpr, c: gl.constexpr, use, live, shared):
+    """The tile of a copied bias, taken while the product that it is added to runs."""
     biases, b_full, b_empty = shared
-    S = by_lane(S)
     copied = 0
     if C.BIAS == "copied":
         mbarrier.wait(b_full.index(0), phase(use, 1), pred=live)
         mine = reinterpret(
             biases.index(c), biases.dtype, [64, C.BLOCK_K], matrix(64, C.BLOCK_K, biases.dtype)
         )
-        copied = by_lane(settled(mine.load(score_layout(C))))
+        copied = settled(mine.load(score_layout(C)))
         mbarrier.arrive(b_empty.index(0), count=1, pred=live)
-    return with_terms(C, S, copied, j, first, tile, terms, scale, dtype)
+    return copied
+
+
+@gluon.jit
+def scores(
+    C: gl.constexpr,
+    S,
+    copied,
+    j,
+    first,
+    tile,
+    terms,
+    scale,
+    dtype: gl.constexpr,
+):
+    """All of a score but the mask, from the product."""
+    if C.BIAS == "copied":
+        copied = by_lane(copied)
+    return with_terms(C, by_lane(S), copied, j, first, tile, terms, scale, dtype)
 
 
 @gluon.jit
@@ -143,11 +147,12 @@ def step(
     sv = slot(before, C.STAGES)
     mbarrier.wait(v_full.index(sv), phase(before, C.STAGES))
     o0, o1 = issue_output(C, p, o0, o1, vs0, vs1, sv, True)
+    copied = bias_tile(C, c, use, True, shared)
     S = warpgroup_mma_wait(1, deps=[S])
     mbarrier.arrive(k_empty.index(s), count=1)
     if C.Q_STAGES == 1:
         mbarrier.arrive(q_empty.index(c), count=1, pred=j == tile[8])
-    S = scores(C, c, S, j, use, True, first, tile, shared, terms, scale, dtype)
+    S = scores(C, S, copied, j, first, tile, terms, scale, dtype)
     if MASKED:
         if C.DOCUMENTS:
             if partial(C, j, first, tile, sizes, terms):
@@ -173,18 +178,16 @@ def first_weights(
     C: gl.constexpr,
     c: gl.constexpr,
     S,
-    use,
-    live,
+    copied,
     tile,
     sizes,
-    shared,
     terms,
     scale,
     dtype: gl.constexpr,
 ):
     """The softmax step that begins a query tile: its last key tile, where every bound is met."""
     first = tile[0] + c * C.TOKENS
-    S = scores(C, c, S, tile[9] - 1, use, live, first, tile, shared, terms, scale, dtype)
+    S = scores(C, S, copied, tile[9] - 1, first, tile, terms, scale, dtype)
     if C.RIGHT or C.LEFT or C.DOCUMENTS or not C.EVEN_K:
         S = masked(C, S, tile[9] - 1, first, tile, sizes, terms)
     rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, S.type.layout))
@@ -237,7 +240,8 @@ def work(
     mbarrier.arrive(k_empty.index(0), count=1)
     if C.Q_STAGES == 1:
         mbarrier.arrive(q_empty.index(c), count=1, pred=tile[8] + 1 == tile[9])
-    p, m, l, alpha = first_weights(C, c, S, use, True, tile, sizes, shared, terms, scale, dtype)
+    copied = bias_tile(C, c, use, True, shared)
+    p, m, l, alpha = first_weights(C, c, S, copied, tile, sizes, terms, scale, dtype)
     use += 1
 
     live = True
@@ -330,21 +334,23 @@ def work(
         mbarrier.arrive(m_empty.index(slot(turn, 2)), count=1)
         if C.Q_STAGES > 1:
             mbarrier.arrive(q_empty.index(c * C.Q_STAGES + slot(turn - 1, C.Q_STAGES)), count=1)
+        copied = bias_tile(C, c, use, more, shared)
         S = warpgroup_mma_wait(1, deps=[S])
         mbarrier.arrive(k_empty.index(s), count=1, pred=more)
         if C.Q_STAGES == 1:
             mbarrier.arrive(q_empty.index(c), count=1, pred=more & (after[8] + 1 == after[9]))
         m_done = m
         l_done = l
-        p, m, l, alpha = first_weights(
-            C, c, S, use, more, after, sizes, shared, terms, scale, dtype
-        )
+        p, m, l, alpha = first_weights(C, c, S, copied, after, sizes, terms, scale, dtype)
         use += 1
-        inverse = store_lse(C, c, m_done, l_done, lse, tile, terms, hq, total_q)
+        if C.WARPGROUPS == 2:
+            inverse = store_lse(C, c, m_done, l_done, lse, tile, terms, hq, total_q)
         # begins a basic block, as in step
         mbarrier.wait(v_full.index(sv), phase(before, C.STAGES))
         o0, o1 = wait_output(C, o0, o1)
         mbarrier.arrive(v_empty.index(sv), count=1)
+        if C.WARPGROUPS == 3:
+            inverse = store_lse(C, c, m_done, l_done, lse, tile, terms, hq, total_q)
         store_output(C, c, o0, o1, inverse, out, tile, hq)
         tile = after
         live = more
@@ -450,7 +456,8 @@ def stage_output(C: gl.constexpr, c: gl.constexpr, o, inverse, desc, stages, b, 
 @gluon.jit
 def store_rows(C: gl.constexpr, o, inverse, base, column: gl.constexpr, tokens, hq):
     """O / l by the threads themselves, no further than the sequence goes."""
-    WL: gl.constexpr = output_layout(o.shape[1])
+    # where rows are staged this is for the end of a sequence, and not worth a detour
+    WL: gl.constexpr = o.type.layout if C.STAGED else output_layout(o.shape[1])
     inverse = gl.convert_layout(inverse, gl.SliceLayout(1, o.type.layout))
     x = gl.convert_layout((o * inverse[:, None]).to(base.dtype.element_ty), WL)
     r = gl.arange(0, 64, gl.SliceLayout(1, WL))
