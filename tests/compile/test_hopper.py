@@ -35,6 +35,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "alibi": {"alibi": True, "causal": True},
     "sink-grouped": {"sink": True, "hk": 1, "nq": 40},
     "bias": {"bias": "bhqk", "nq": 256},
+    "bias-row": {"bias": "bh1k", "nq": 256},
+    "bias-column": {"bias": "bhq1", "nq": 256},
+    "bias-gathered": {"bias": "bhqk", "nq": 251},
+    "even": {"nq": 256},
 }
 #: every size plainly, every feature at the size of most models and at the widest
 CASES = [

@@ -105,7 +105,7 @@ def pointers(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: T
         k_ids,
         alibi,
         sink,
-        bias if C.BIAS == "gathered" else None,
+        bias if C.BIAS != "copied" else None,
     )
 
 
@@ -135,11 +135,16 @@ def plan_of(problem: Problem, tensors: Tensors, out: Tensor) -> Plan:
 
 
 def how_bias_comes(problem: Problem, bias: Tensor | None) -> str:
-    """By TMA where it can: a full row of columns at a time, each row on 16 bytes."""
+    """ "copied" by TMA where each row of columns begins on 16 bytes; else read from global memory,
+    as a "row" for all queries, a "column" for all keys, or "gathered" one by one."""
     if bias is None:
         return ""
-    full = bias.shape[2] == problem.nq and bias.shape[3] == problem.nk
-    return "copied" if full and bias_fits(problem) and takes(bias) else "gathered"
+    _, _, i, j = bias.shape
+    if i != problem.nq or not bias.stride(2):
+        return "row"
+    if j != problem.nk or not bias.stride(3):
+        return "column"
+    return "copied" if bias_fits(problem) and takes(bias) else "gathered"
 
 
 def made(

@@ -68,7 +68,7 @@ class Config:
     SOFTCAP: bool = False
     ALIBI: bool = False
     SINK: bool = False
-    BIAS: str = ""  # "copied" through shared memory, "gathered" from global memory, or none
+    BIAS: str = ""  # how it comes (launch.how_bias_comes), or none
     EVEN_K: bool = False  # key tiles fill every sequence's keys
     STAGED: int = 0  # columns of the output that go through shared memory at a time; 0 for none
     ROUND_LATE: bool = False  # round the weights after the product that they were made under
@@ -124,6 +124,8 @@ def tile_for(p: Problem, bias: str) -> Tile:
     long = p.nk > LONG_64_KEYS["full" if p.right is None else "causal"]
     if LONG_64 and plain and d == 64 and long:
         return LONG_64
+    if bias in ("row", "gathered"):  # numbers on their way take registers of their own
+        return replace(tile, block_k=64 if dv <= 128 else 32)
     if bias != "copied":
         return tile
     assert p.bias_dtype is not None
@@ -190,7 +192,7 @@ def staged_columns(p: Problem, tile: Tile, bias: str) -> int:
 def packed_heads(p: Problem, bias: str) -> int:
     """How many query heads of a kv head share a tile: all, where one head would leave it bare."""
     group, tokens = p.group, TILES[sizes_of(p.d, p.dv)].warpgroups * ROWS
-    if bias == "copied" or group == 1 or group > ROWS or group & (group - 1):
+    if bias in ("copied", "row") or group == 1 or group > ROWS or group & (group - 1):
         return 1
     filled = p.nq / (-(-p.nq // tokens) * tokens)
     return group if filled < 0.9 and p.nq < 4 * tokens else 1
