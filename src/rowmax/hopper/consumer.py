@@ -343,7 +343,7 @@ def work(
         l_done = l
         p, m, l, alpha = first_weights(C, c, S, copied, after, sizes, terms, scale, dtype)
         use += 1
-        if C.WARPGROUPS == 2:
+        if C.WARPGROUPS < 3:
             inverse = store_lse(C, c, m_done, l_done, lse, tile, terms, hq, total_q)
         # begins a basic block, as in step
         mbarrier.wait(v_full.index(sv), phase(before, C.STAGES))

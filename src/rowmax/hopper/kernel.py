@@ -122,7 +122,16 @@ def forward(
         outs = blocks_of(out_tiles, C.WARPGROUPS)
     out = (t.out, out_tiles, outs)
     lse = t.lse
-    if C.WARPGROUPS == 2:
+    if C.WARPGROUPS == 1:
+        gl.warp_specialize(
+            [
+                (consumer0, (C, out, lse, buffers, bars, shared, mail, sizes, terms, rest)),
+                (producer, (C, descs, buffers, bars, shared, mail, order, sizes, seqs, more)),
+            ],
+            [1],
+            [R1],
+        )
+    elif C.WARPGROUPS == 2:
         gl.warp_specialize(
             [
                 (consumer0, (C, out, lse, buffers, bars, shared, mail, sizes, terms, rest)),

@@ -153,7 +153,7 @@ def made(
     """The plan of a problem, or with another tile and other constants, to measure those."""
     q, k, v, bias = tensors[:4]
     how = how_bias_comes(p, bias)
-    tile = tile or tile_for(p, how)
+    tile = tile or tile_for(p, how, processors(q.device))
     group = packed_heads(p, how)
     constants = Constants(replace(config_for(p, tile, how, group), **options))
     heads = p.hq // group

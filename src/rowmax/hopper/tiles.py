@@ -41,6 +41,16 @@ TILES = {
     (192, 192): Tile(2, 64, 2, 2),
     (256, 256): Tile(2, 64, 2, 1),
 }
+#: where one warpgroup's rows a processor are all there is: alone it is done sooner, and with more
+#: buffers fewer loads wait for others
+FEW = {
+    (64, 64): Tile(1, 128, 4, 1),
+    (96, 96): Tile(1, 128, 4, 1),
+    (128, 128): Tile(1, 128, 3, 1),
+    (192, 128): Tile(1, 128, 2, 1),
+    (192, 192): Tile(1, 64, 4, 1),
+    (256, 256): Tile(1, 64, 3, 1),
+}
 SIZES = (64, 96, 128, 192, 256)
 #: head size 64 without score terms, beyond so many keys: three warpgroups, whose taller tiles
 #: waste more where a sequence or a diagonal ends. Triton 3.9 overflows their 160 registers.
@@ -116,10 +126,13 @@ def sizes_of(d: int, dv: int) -> tuple[int, int]:
     return (big, big_v) if (big, big_v) in TILES else (both, both)
 
 
-def tile_for(p: Problem, bias: str) -> Tile:
+def tile_for(p: Problem, bias: str, processors: int) -> Tile:
     """The tile of a problem whose bias (if any) comes in as ``bias`` says."""
     d, dv = sizes_of(p.d, p.dv)
     tile = TILES[d, dv]
+    rows = p.total_q // ROWS + p.batch if p.varlen else -(-p.nq // ROWS) * p.batch
+    if rows * p.hq <= processors:
+        tile = FEW[d, dv]
     plain = not (bias or p.alibi or p.documents or p.softcap > 0)
     long = p.nk > LONG_64_KEYS["full" if p.right is None else "causal"]
     if LONG_64 and plain and d == 64 and long:
@@ -129,7 +142,8 @@ def tile_for(p: Problem, bias: str) -> Tile:
     if bias != "copied":
         return tile
     assert p.bias_dtype is not None
-    for choice in (tile, replace(tile, q_stages=1), replace(tile, q_stages=1, block_k=64)):
+    one = replace(tile, q_stages=1)
+    for choice in (tile, one, replace(one, stages=2), replace(one, stages=2, block_k=64)):
         if shared_bytes(choice, d, dv, p.bias_dtype) <= SHARED:
             return choice
     raise AssertionError("a bias that does not fit is gathered")
