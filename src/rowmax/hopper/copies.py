@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from ..problem import Problem
 from .gluon_compat import TensorDescriptor
-from .tiles import ROWS, Constants
+from .tiles import ROWS, Config
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 #: q0, q1, k0, k1, v0, v1, bias, out: a head size of 96 is copied as 64 + 32, another in one part
@@ -18,26 +18,23 @@ Copies = tuple[Any, ...]
 
 
 def copies_of(
-    problem: Problem, c: Constants, q: Tensor, k: Tensor, v: Tensor, bias: Any, out: Tensor
+    problem: Problem, C: Config, q: Tensor, k: Tensor, v: Tensor, bias: Any, out: Tensor
 ) -> Copies:
     """Descriptions that lack their tensors; None for a part that is not copied."""
-    C: Any = c
-    group = C.config.GROUP
+    group = C.GROUP
     q_view = _grouped(q, group)
-    q_box, k_box = [1, ROWS // group, 1, group], [1, C.config.BLOCK_K, 1]
+    q_box, k_box = [1, ROWS // group, 1, group], [1, C.BLOCK_K, 1]
     bias_copy = None
-    if C.config.BIAS == "copied":
+    if C.BIAS == "copied":
         view = (list(bias.shape), strides(bias))
-        bias_copy = _copy(bias, view, [1, 1, ROWS, C.config.BLOCK_K], _DTYPES[bias.dtype])
+        bias_copy = _copy(bias, view, [1, 1, ROWS, C.BLOCK_K], _DTYPES[bias.dtype])
     dtype = _DTYPES[problem.dtype]
     return (
-        *_two(q, q_view, q_box, (C.D0.value, C.D1.value), dtype),
-        *_two(k, (list(k.shape), strides(k)), k_box, (C.D0.value, C.D1.value), dtype),
-        *_two(v, (list(v.shape), strides(v)), k_box, (C.DV0.value, C.DV1.value), dtype),
+        *_two(q, q_view, q_box, (C.D0, C.D1), dtype),
+        *_two(k, (list(k.shape), strides(k)), k_box, (C.D0, C.D1), dtype),
+        *_two(v, (list(v.shape), strides(v)), k_box, (C.DV0, C.DV1), dtype),
         bias_copy,
-        _copy(out, _grouped(out, group), [*q_box, C.config.STAGED], dtype)
-        if C.config.STAGED
-        else None,
+        _copy(out, _grouped(out, group), [*q_box, C.STAGED], dtype) if C.STAGED else None,
     )
 
 

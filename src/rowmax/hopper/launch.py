@@ -20,7 +20,7 @@ from .documents import spans_of
 from .kernel import Numbers, Pointers
 from .kernel import forward as kernel
 from .schedule import SECTION_BYTES, dense_table, steps_of
-from .tiles import ROWS, Constants, Tile, bias_fits, config_for, packed_heads, tile_for
+from .tiles import ROWS, Config, Constants, Tile, bias_fits, config_for, packed_heads, tile_for
 
 _LOG2E = math.log2(math.e)
 _MOST_PLANS = 256
@@ -160,20 +160,20 @@ def made(
     tokens = tile.warpgroups * ROWS // group
     blocks, rows, ends = order_of(p, tokens, tile.block_k, heads, q.device)
     last = (
-        numbers(p, tensors, constants, heads),
+        numbers(p, tensors, constants.config, heads),
         gl.constexpr(constants),
         *map(gl.constexpr, tile.registers),
     )
-    copies = copies_of(p, constants, q, k, v, bias, out)
+    copies = copies_of(p, constants.config, q, k, v, bias, out)
     options = {"num_warps": 4, "enable_fp_fusion": True}
     launch = GluonLaunch(kernel, (blocks, 1, 1), options)
     return Plan(tile, constants, rows, ends, copies, last, launch)
 
 
-def numbers(p: Problem, tensors: Tensors, c: Constants, heads: int) -> Numbers:
+def numbers(p: Problem, tensors: Tensors, c: Config, heads: int) -> Numbers:
     cap, ids = p.softcap, (tensors.q_ids, tensors.k_ids)
     scale, inner = (cap, p.scale / cap) if cap > 0 else (p.scale, 0.0)
-    if not c.ADDED.value:  # pyright: ignore  # the exponential takes both in at once
+    if not c.ADDED:  # the exponential takes both in at once
         scale *= _LOG2E
     steps, each = (0, 0, 0, 0), (0, 0)
     if tensors.bias is not None:
@@ -197,7 +197,7 @@ def numbers(p: Problem, tensors: Tensors, c: Constants, heads: int) -> Numbers:
         *(0 if x is None or x.shape[0] == 1 else x.shape[1] for x in ids),
         *each,
         p.hq,
-        1 if c.config.GROUP > 1 else p.group,
+        1 if c.GROUP > 1 else p.group,
         p.total_q,
     )
 

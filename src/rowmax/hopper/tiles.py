@@ -1,3 +1,4 @@
+# ruff: noqa: N802  (what kernels read is in capitals)
 """Tile shapes for an H100 or H200, as data, and what is compiled into a kernel."""
 
 from __future__ import annotations
@@ -83,26 +84,48 @@ class Config:
     STAGED: int = 0  # columns of the output that go through shared memory at a time; 0 for none
     ROUND_LATE: bool = False  # round the weights after the product that they were made under
 
+    @property
+    def D0(self) -> int:
+        return first_part(self.D)
+
+    @property
+    def D1(self) -> int:
+        return self.D - self.D0
+
+    @property
+    def DV0(self) -> int:
+        return first_part(self.DV)
+
+    @property
+    def DV1(self) -> int:
+        return self.DV - self.DV0
+
+    @property
+    def TOKENS(self) -> int:
+        """Query positions of one warpgroup."""
+        return ROWS // self.GROUP
+
+    @property
+    def DRAWN(self) -> bool:
+        """Whether blocks draw their tiles: where only the device knows how long they are."""
+        return self.VARLEN or self.DOCUMENTS
+
+    @property
+    def ADDED(self) -> bool:
+        """Whether there are terms that scores do not scale."""
+        return self.ALIBI or bool(self.BIAS)
+
+
+_DERIVED = [name for name, x in vars(Config).items() if isinstance(x, property)]
+
 
 class Constants:
     """A Config as kernels read it: every field, and what follows from them, a constexpr."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        given = {f.name: getattr(config, f.name) for f in fields(config)}
-        d0, dv0 = first_part(config.D), first_part(config.DV)
-        more = {
-            "D0": d0,
-            "D1": config.D - d0,
-            "DV0": dv0,
-            "DV1": config.DV - dv0,
-            "TOKENS": ROWS // config.GROUP,  # query positions of one warpgroup
-            # blocks draw their tiles, where only the device knows how long they are
-            "DRAWN": config.VARLEN or config.DOCUMENTS,
-            "ADDED": config.ALIBI or bool(config.BIAS),  # terms that scores do not scale
-        }
-        for name, value in (given | more).items():
-            setattr(self, name, gl.constexpr(value))
+        for name in (*(f.name for f in fields(config)), *_DERIVED):
+            setattr(self, name, gl.constexpr(getattr(config, name)))
 
     def __repr__(self) -> str:
         return repr(self.config)
