@@ -61,9 +61,9 @@ def prepare(processors: int) -> None:
 
 def check(case: Case, seed: int) -> list[str]:
     """What is wrong with a case, on a machine of few processors."""
-    random.seed(seed)
+    random.seed(f"{case.name} {seed}")
     torch.manual_seed(seed)
-    prepare(random.choice((1, 2, 5, 64)))
+    prepare(random.choice((1, 1, 2, 3, 64)))
     problem, tensors = make(case, dtype=torch.float16).problem()
     if _refused(problem):
         return ["refused"]
