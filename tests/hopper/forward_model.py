@@ -44,6 +44,9 @@ MORE = [
         for pattern in ("bhqk", "1hqk", "b11k", "1hq1", "1h1k", "1111")
         for nk in (160, 163)
     ),
+    Case("deep-128", b=1, nq=300, nk=900, hq=2, d=128, causal=True),
+    Case("deep-256", b=1, nq=200, nk=600, hq=2, d=256),
+    Case("deep-bias", b=1, nq=256, nk=640, hq=1, d=128, bias="bhqk"),
     Case("long", b=1, nq=300, nk=2000, hq=1, d=64, left=700, right=0),
     Case("grouped", b=2, nq=20, nk=300, hq=8, hk=2, d=64, causal=True, sink=True),
     Case(
