@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,6 +94,22 @@ def test_in_a_forked_child() -> None:
     assert _child(text) == "both\n"
 
 
+def test_kernels_from_different_processes_get_along(tmp_path: Path) -> None:
+    """What one process compiled for a dtype and another for a second, a third takes from the
+    cache: no name may stand for the code of both."""
+    text = """
+        import torch, rowmax
+        for name in {names}:
+            q = torch.randn(1, 40, 1, 16, dtype=getattr(torch, name))
+            out, want = (rowmax.attention(q, q, q, backend=b) for b in ("cpu", "reference"))
+            torch.testing.assert_close(out, want)
+        print("right")
+    """
+    for names in (["float32"], ["float64"], ["float32", "float64"], ["float64", "float32"]):
+        child = _child(text.format(names=names), NUMBA_CACHE_DIR=str(tmp_path))
+        assert child == "right\n"
+
+
 MACHINES = {
     "avx2": ("haswell", "+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2", 8),
     "without fma": ("nehalem", "+sse4.2,+popcnt", 4),
@@ -156,3 +173,23 @@ def test_memory_is_linear() -> None:
     assert peak is not None
     assert len(kept) == 4
     assert peak < 100 * 2**20 + 3 * q.nbytes  # the three leaves and the squared sum are the test's
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_of_many_short_sequences_is_linear(dtype: torch.dtype) -> None:
+    """2048 of 16 keys each, 16 MiB of float32: in tiles of 256 their keys would be 256."""
+    q, cu = torch.randn(2048 * 16, 4, 32, dtype=dtype), torch.arange(0, 2048 * 16 + 1, 16)
+
+    def run() -> torch.Tensor:
+        out = rowmax.attention_varlen(q, q, q, cu, cu, backend="cpu")
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    want = run()
+    memory = Memory(torch.device("cpu"))
+    assert torch.equal(run(), want)
+    peak = memory.peak()
+    assert peak is not None
+    assert peak < 100 * 2**20
+    apart = rowmax.attention(*(q.view(2048, 16, 4, 32) for _ in "qkv"), backend="torch")
+    torch.testing.assert_close(want.view(2048, 16, 4, 32), apart, rtol=1e-2, atol=1e-2)

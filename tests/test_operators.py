@@ -247,6 +247,12 @@ def test_autocast() -> None:
     assert all(g.dtype == torch.float32 and g.abs().sum() > 0 for g in grads)
     want = attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), bias=bias)
     assert torch.equal(out, want)
+    # a module that holds its bias in the other half, and inputs of several dtypes
+    halves = bias.detach().half().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attention(q, k.bfloat16(), v.half(), bias=halves)
+    (dbias,) = torch.autograd.grad(out.float().square().sum(), halves)
+    assert (out.dtype, dbias.dtype) == (torch.bfloat16, torch.float16)
 
 
 def test_saved_tensor_hooks() -> None:

@@ -20,6 +20,7 @@ from .problem import Options, Tensors
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 MAX_HEAD_DIM = 512
+LARGEST = 1e30  # of scale and softcap: their quotient and product with a score are to be float32
 
 
 def checked(
@@ -340,15 +341,16 @@ def _checked_scale(scale: float | None, d: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(d)
     scale = _number("scale", scale)
-    if not 0.0 <= scale < math.inf:  # comparisons alone: what is traced may be symbolic
-        raise bad("scale", scale, "a finite number of 0 or more, or None for 1/sqrt(D)")
+    if not 0.0 <= scale <= LARGEST:  # comparisons alone: what is traced may be symbolic
+        raise bad("scale", scale, f"a finite number from 0 to {LARGEST:g}, or None for 1/sqrt(D)")
     return scale
 
 
 def _checked_softcap(softcap: float) -> float:
     softcap = _number("softcap", softcap)
-    if not 0.0 <= softcap < math.inf:
-        raise bad("softcap", softcap, "a finite number of 0 or more (0 turns it off)")
+    if not (softcap == 0.0 or 1 / LARGEST <= softcap <= LARGEST):
+        want = f"0 (which turns it off) or a finite number from {1 / LARGEST:g} to {LARGEST:g}"
+        raise bad("softcap", softcap, want)
     return softcap
 
 

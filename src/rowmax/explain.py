@@ -107,7 +107,7 @@ def explain(
         missing = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
         raise wrong_type(missing, "None", "a tensor: packed calls have both offsets")
     check_flag("return_lse", return_lse)
-    q, k, v = _autocast(q, k, v)
+    q, k, v, bias = _autocast(q, k, v, bias)
     tensors, options = checked(
         q,
         k,
