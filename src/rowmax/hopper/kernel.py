@@ -30,6 +30,8 @@ class Pointers(NamedTuple):
     alibi: Any = None
     sink: Any = None
     bias: Any = None  # where it is gathered
+    k: Any = None  # to be touched
+    v: Any = None
 
 
 class Numbers(NamedTuple):
@@ -56,6 +58,12 @@ class Numbers(NamedTuple):
     hq: Any
     ratio: Any  # heads of a tile that read one kv head
     total_q: Any
+    k_b: Any
+    k_n: Any
+    k_h: Any
+    v_b: Any
+    v_n: Any
+    v_h: Any
 
 
 @gluon.jit
@@ -116,7 +124,8 @@ def forward(
         t.q_ids, t.k_ids, n.ids_q, n.ids_k, t.q_range, t.k_range,
     )  # fmt: skip
     rest = (n.scale, n.hq, n.total_q)
-    more = (t.lengths, n.each_b, n.each_h, n.ratio)
+    source = (t.k, n.k_b, n.k_n, n.k_h, t.v, n.v_b, n.v_n, n.v_h)
+    more = (t.lengths, n.each_b, n.each_h, n.ratio, source)
     outs = qs0
     if C.STAGED:
         outs = blocks_of(out_tiles, C.WARPGROUPS)

@@ -106,6 +106,8 @@ def pointers(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: T
         alibi,
         sink,
         bias if C.BIAS != "copied" else None,
+        tensors.k if C.TOUCHED else None,
+        tensors.v if C.TOUCHED else None,
     )
 
 
@@ -199,6 +201,8 @@ def numbers(p: Problem, tensors: Tensors, c: Config, heads: int) -> Numbers:
         p.hq,
         1 if c.GROUP > 1 else p.group,
         p.total_q,
+        *tensors.k.stride()[:3],
+        *tensors.v.stride()[:3],
     )
 
 

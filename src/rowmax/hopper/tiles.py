@@ -65,7 +65,8 @@ class Config:
 
     D: int  # head sizes of the tile
     DV: int
-    DV_OUT: int  # the head size of the output, DV or less
+    D_IN: int  # the head size of queries and keys, D or less
+    DV_OUT: int  # of values and the output, DV or less
     BLOCK_K: int
     STAGES: int
     Q_STAGES: int
@@ -82,6 +83,7 @@ class Config:
     BIAS: str = ""  # how it comes (launch.how_bias_comes), or none
     EVEN_K: bool = False  # key tiles fill every sequence's keys
     STAGED: int = 0  # columns of the output that go through shared memory at a time; 0 for none
+    TOUCHED: int = 0  # key tiles of the next tile that are brought into the L2 cache ahead
     ROUND_LATE: bool = False  # round the weights after the product that they were made under
 
     @property
@@ -194,6 +196,7 @@ def config_for(p: Problem, tile: Tile, bias: str, group: int) -> Config:
     return Config(
         D=d,
         DV=dv,
+        D_IN=p.d,
         DV_OUT=p.dv,
         BLOCK_K=tile.block_k,
         STAGES=tile.stages,
