@@ -14,6 +14,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 #: 3.8 renamed the copies, 3.9 dropped the old names
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+tma_store_wait = tma.store_wait
 
 #: 3.9 made it public
 reinterpret = (
@@ -28,6 +30,8 @@ __all__ = [
     "mbarrier",
     "reinterpret",
     "tma_load",
+    "tma_store",
+    "tma_store_wait",
     "warpgroup_mma",
     "warpgroup_mma_wait",
 ]
