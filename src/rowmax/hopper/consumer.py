@@ -90,12 +90,13 @@ def bias_tile(C: gl.constexpr, c: gl.constexpr, use, live, shared):
     biases, b_full, b_empty = shared
     copied = 0
     if C.BIAS == "copied":
-        mbarrier.wait(b_full.index(0), phase(use, 1), pred=live)
+        i = c * C.B_STAGES + slot(use, C.B_STAGES)
+        mbarrier.wait(b_full.index(i), phase(use, C.B_STAGES), pred=live)
         mine = reinterpret(
-            biases.index(c), biases.dtype, [64, C.BLOCK_K], matrix(64, C.BLOCK_K, biases.dtype)
+            biases.index(i), biases.dtype, [64, C.BLOCK_K], matrix(64, C.BLOCK_K, biases.dtype)
         )
         copied = settled(mine.load(score_layout(C)))
-        mbarrier.arrive(b_empty.index(0), count=1, pred=live)
+        mbarrier.arrive(b_empty.index(i), count=1, pred=live)
     return copied
 
 
@@ -141,11 +142,11 @@ def step(
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     dtype: gl.constexpr = vs0.dtype
     q0, q1 = queries(C, qs0, qs1, c, turn, use)
-    s = slot(use, C.STAGES)
+    s = slot(use, C.K_STAGES)
     S = issue_scores(C, q0, q1, ks0, ks1, s)
     before = use - 1
-    sv = slot(before, C.STAGES)
-    mbarrier.wait(v_full.index(sv), phase(before, C.STAGES))
+    sv = slot(before, C.V_STAGES)
+    mbarrier.wait(v_full.index(sv), phase(before, C.V_STAGES))
     o0, o1 = issue_output(C, p, o0, o1, vs0, vs1, sv, True)
     copied = bias_tile(C, c, use, True, shared)
     S = warpgroup_mma_wait(1, deps=[S])
@@ -163,7 +164,7 @@ def step(
     # A wait begins a new basic block: without one here ptxas sinks the softmax below the wait
     # for the product that it is to run under.
     use += 1
-    mbarrier.wait(k_full.index(slot(use, C.STAGES)), phase(use, C.STAGES), pred=j > tile[8])
+    mbarrier.wait(k_full.index(slot(use, C.K_STAGES)), phase(use, C.K_STAGES), pred=j > tile[8])
     o0, o1 = wait_output(C, o0, o1)
     mbarrier.arrive(v_empty.index(sv), count=1)
     p = p.to(dtype)
@@ -253,7 +254,7 @@ def work(
         o0 = gl.full([64, C.DV0], 0.0, gl.float32, OL0)
         o1 = gl.full([64, C.DV1 if C.DV1 else 16], 0.0, gl.float32, OL1)
         state = (o0, o1, p, m, l, alpha)
-        mbarrier.wait(k_full.index(slot(use, C.STAGES)), phase(use, C.STAGES), pred=lo + 1 < hi)
+        mbarrier.wait(k_full.index(slot(use, C.K_STAGES)), phase(use, C.K_STAGES), pred=lo + 1 < hi)
         if C.RIGHT or C.DOCUMENTS:
             for i in range(a, hi - 1):
                 use, state = step(
@@ -317,18 +318,18 @@ def work(
         # there is no next, what they are made of is stale, and what they give is not used.
         turn += 1
         after, more = told(C, turn, messages, m_full)
-        mbarrier.wait(k_full.index(slot(use, C.STAGES)), phase(use, C.STAGES), pred=more)
+        mbarrier.wait(k_full.index(slot(use, C.K_STAGES)), phase(use, C.K_STAGES), pred=more)
         mbarrier.wait(
             q_full.index(c * C.Q_STAGES + slot(turn, C.Q_STAGES)),
             phase(turn, C.Q_STAGES),
             pred=more,
         )
         q0, q1 = queries(C, qs0, qs1, c, turn, use)
-        s = slot(use, C.STAGES)
+        s = slot(use, C.K_STAGES)
         S = issue_scores(C, q0, q1, ks0, ks1, s)
         before = use - 1
-        sv = slot(before, C.STAGES)
-        mbarrier.wait(v_full.index(sv), phase(before, C.STAGES))
+        sv = slot(before, C.V_STAGES)
+        mbarrier.wait(v_full.index(sv), phase(before, C.V_STAGES))
         o0, o1 = issue_output(C, p, o0, o1, vs0, vs1, sv, True)
         # let go of late, for each of these waits for the four warps
         mbarrier.arrive(m_empty.index(slot(turn, 2)), count=1)
@@ -346,7 +347,7 @@ def work(
         if C.WARPGROUPS < 3:
             inverse = store_lse(C, c, m_done, l_done, lse, tile, terms, hq, total_q)
         # begins a basic block, as in step
-        mbarrier.wait(v_full.index(sv), phase(before, C.STAGES))
+        mbarrier.wait(v_full.index(sv), phase(before, C.V_STAGES))
         o0, o1 = wait_output(C, o0, o1)
         mbarrier.arrive(v_empty.index(sv), count=1)
         if C.WARPGROUPS == 3:

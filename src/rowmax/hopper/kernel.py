@@ -30,8 +30,6 @@ class Pointers(NamedTuple):
     alibi: Any = None
     sink: Any = None
     bias: Any = None  # where it is gathered
-    k: Any = None  # to be touched
-    v: Any = None
 
 
 class Numbers(NamedTuple):
@@ -58,12 +56,6 @@ class Numbers(NamedTuple):
     hq: Any
     ratio: Any  # heads of a tile that read one kv head
     total_q: Any
-    k_b: Any
-    k_n: Any
-    k_h: Any
-    v_b: Any
-    v_n: Any
-    v_h: Any
 
 
 @gluon.jit
@@ -95,21 +87,21 @@ def forward(
     """Eight to tell the copy engine what to copy, the bundles, what is compiled in, and the
     registers of a consumer's thread and of the producer's. What a problem lacks is None."""
     qs0 = blocks_of(q0, C.WARPGROUPS * C.Q_STAGES)
-    ks0 = blocks_of(k0, C.STAGES)
-    vs0 = blocks_of(v0, C.STAGES)
+    ks0 = blocks_of(k0, C.K_STAGES)
+    vs0 = blocks_of(v0, C.V_STAGES)
     qs1 = qs0
     ks1 = ks0
     vs1 = vs0
     if C.D1:
         qs1 = blocks_of(q1, C.WARPGROUPS * C.Q_STAGES)
-        ks1 = blocks_of(k1, C.STAGES)
+        ks1 = blocks_of(k1, C.K_STAGES)
     if C.DV1:
-        vs1 = blocks_of(v1, C.STAGES)
+        vs1 = blocks_of(v1, C.V_STAGES)
     biases = qs0
-    b_full = barriers(1, 1)
-    b_empty = barriers(1, C.WARPGROUPS)
+    b_full = barriers(C.WARPGROUPS * C.B_STAGES, 1)
+    b_empty = barriers(C.WARPGROUPS * C.B_STAGES, 1)
     if C.BIAS == "copied":
-        biases = blocks_of(bias_tiles, C.WARPGROUPS)
+        biases = blocks_of(bias_tiles, C.WARPGROUPS * C.B_STAGES)
     messages = gl.allocate_shared_memory(gl.int32, [2, 16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     mail = (messages, barriers(2, 1), barriers(2, C.WARPGROUPS))
     bars = pipeline(C)
@@ -124,8 +116,7 @@ def forward(
         t.q_ids, t.k_ids, n.ids_q, n.ids_k, t.q_range, t.k_range,
     )  # fmt: skip
     rest = (n.scale, n.hq, n.total_q)
-    source = (t.k, n.k_b, n.k_n, n.k_h, t.v, n.v_b, n.v_n, n.v_h)
-    more = (t.lengths, n.each_b, n.each_h, n.ratio, source)
+    more = (t.lengths, n.each_b, n.each_h, n.ratio)
     outs = qs0
     if C.STAGED:
         outs = blocks_of(out_tiles, C.WARPGROUPS)

@@ -109,8 +109,6 @@ def pointers(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: T
         alibi,
         sink,
         bias if C.BIAS != "copied" else None,
-        tensors.k if C.TOUCHED else None,
-        tensors.v if C.TOUCHED else None,
     )
 
 
@@ -205,8 +203,6 @@ def numbers(p: Problem, tensors: Tensors, c: Config, heads: int) -> Numbers:
         p.hq,
         1 if c.GROUP > 1 else p.group,
         p.total_q,
-        *tensors.k.stride()[:3],
-        *tensors.v.stride()[:3],
     )
 
 

@@ -47,10 +47,10 @@ def pipeline(C: gl.constexpr):
     bars = (
         barriers(C.WARPGROUPS * C.Q_STAGES, 1),
         barriers(C.WARPGROUPS * C.Q_STAGES, 1),
-        barriers(C.STAGES, 1),
-        barriers(C.STAGES, C.WARPGROUPS),
-        barriers(C.STAGES, 1),
-        barriers(C.STAGES, C.WARPGROUPS),
+        barriers(C.K_STAGES, 1),
+        barriers(C.K_STAGES, C.WARPGROUPS),
+        barriers(C.V_STAGES, 1),
+        barriers(C.V_STAGES, C.WARPGROUPS),
     )
     fence_async_shared()
     return bars
@@ -79,15 +79,6 @@ def load_queries(C: gl.constexpr, descs, b, row, head, bar, to0, to1):
     else:
         mbarrier.expect(bar, q0.block_type.nbytes)
         tma_load(q0, [b, row, head, 0, 0], bar, to0)
-
-
-@gluon.jit
-def load_bias(C: gl.constexpr, bias, biases, bar, b, head, token, column, spread):
-    """A tile of the bias, a part for each warpgroup. ``spread`` is 0 where it is one for all."""
-    each_b, each_h = spread
-    mbarrier.expect(bar, bias.block_type.nbytes * C.WARPGROUPS)
-    for c in gl.static_range(C.WARPGROUPS):
-        tma_load(bias, [b * each_b, head * each_h, token + 64 * c, column], bar, biases.index(c))
 
 
 @gluon.jit
@@ -127,67 +118,50 @@ def told(C: gl.constexpr, turn, messages, m_full):
 
 @gluon.jit
 def load_keys(C: gl.constexpr, descs, buffers, bars, shared, where, j, use, spread):
-    """Key tile j, keys and values and bias, as use ``use`` of the rings."""
-    q0, q1, k0, k1, v0, v1, bias = descs
-    qs0, qs1, ks0, ks1, vs0, vs1 = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    """Keys of tile j, and its bias, as use ``use`` of their rings."""
+    k0, k1, bias = descs[2], descs[3], descs[6]
+    ks0, ks1 = buffers[2:4]
+    k_full, k_empty = bars[2:4]
     biases, b_full, b_empty = shared
     part, k_row, kv_head, b, head, token = where
-    row = k_row + j * C.BLOCK_K
-    s = slot(use, C.STAGES)
-    at = phase(use, C.STAGES) ^ 1
+    s = slot(use, C.K_STAGES)
     bar = k_full.index(s)
-    mbarrier.wait(k_empty.index(s), at)
+    mbarrier.wait(k_empty.index(s), phase(use, C.K_STAGES) ^ 1)
+    row = k_row + j * C.BLOCK_K
     load_rows(k0, k1, part, row, kv_head, C.D0, C.D1, bar, ks0.index(s), ks1.index(s))
     if C.BIAS == "copied":
-        mbarrier.wait(b_empty.index(0), phase(use, 1) ^ 1)
-        load_bias(C, bias, biases, b_full.index(0), b, head, token, j * C.BLOCK_K, spread)
+        at = phase(use, C.B_STAGES) ^ 1
+        for c in gl.static_range(C.WARPGROUPS):
+            i = c * C.B_STAGES + slot(use, C.B_STAGES)
+            mbarrier.wait(b_empty.index(i), at)
+            corner = [b * spread[0], head * spread[1], token + 64 * c, j * C.BLOCK_K]
+            mbarrier.expect(b_full.index(i), bias.block_type.nbytes)
+            tma_load(bias, corner, b_full.index(i), biases.index(i))
+
+
+@gluon.jit
+def load_values(C: gl.constexpr, descs, buffers, bars, where, j, use):
+    """Values of tile j, as use ``use`` of their ring."""
+    v0, v1 = descs[4:6]
+    vs0, vs1 = buffers[4:6]
+    v_full, v_empty = bars[4:6]
+    part, k_row, kv_head = where
+    s = slot(use, C.V_STAGES)
     bar = v_full.index(s)
-    mbarrier.wait(v_empty.index(s), at)
+    mbarrier.wait(v_empty.index(s), phase(use, C.V_STAGES) ^ 1)
+    row = k_row + j * C.BLOCK_K
     load_rows(v0, v1, part, row, kv_head, C.DV0, C.DV1, bar, vs0.index(s), vs1.index(s))
 
 
 @gluon.jit
-def touch(rows, width: gl.constexpr):
-    """Bring rows of ``width`` elements (a pointer a lane) as near as the L2 cache."""
-    for line in gl.static_range((width * 2 + 127) // 128):
-        gl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [rows + line * 64],
-            gl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@gluon.jit
-def touch_keys(C: gl.constexpr, tile, ratio, source):
-    """The first keys and values of a tile whose turn is next, from memory into the L2 cache: a
-    load of them will then be there in time, for which the rings alone are too short."""
-    k, k_b, k_n, k_h, v, v_b, v_n, v_h = source
-    token, head, b, q_row, k_row, nq, nk, offset, lo, hi = tile
-    part = b * 0 if C.VARLEN else b
-    kv_head = head // ratio
-    k = k + part.to(gl.int64) * k_b + kv_head.to(gl.int64) * k_h
-    v = v + part.to(gl.int64) * v_b + kv_head.to(gl.int64) * v_h
-    L: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    lane = gl.arange(0, 32, L)
-    first = gl.maximum(hi - C.TOUCHED, lo) * C.BLOCK_K
-    for row in range(first, gl.minimum(hi * C.BLOCK_K, nk), 32):
-        at = (k_row + gl.minimum(row + lane, nk - 1)).to(gl.int64)
-        touch(k + at * k_n, C.D_IN)
-        touch(v + at * v_n, C.DV_OUT)
-
-
-@gluon.jit
 def producer(C: gl.constexpr, descs, buffers, bars, shared, mail, order, sizes, seqs, more):
-    """One warp: every copy of every tile of this block."""
+    """One warp: every copy of every tile of this block, in the order in which room is made:
+    keys are done with a softmax and a product before the values of the key tile before."""
     q0, q1 = descs[:2]
     qs0, qs1 = buffers[:2]
     q_full, q_empty = bars[:2]
     messages, m_full, m_empty = mail
-    lengths, each_b, each_h, ratio, source = more
+    lengths, each_b, each_h, ratio = more
     spread = (each_b, each_h)
     n, end = first_place(C, order)
     turn = 0
@@ -195,28 +169,48 @@ def producer(C: gl.constexpr, descs, buffers, bars, shared, mail, order, sizes, 
     # where the host has set the order down every block has a tile
     here = gl.where(n < end, n, 0) if C.DRAWN else n
     tile = tile_of(C, row_at(C, here, order, sizes, seqs), sizes, seqs, lengths)
+    # of the tile after this: known long before it is needed, for memory is far
+    coming = row_at(C, after(C, n, end), order, sizes, seqs) if not C.DRAWN else 0
     post(C, tile, n < end, 0, messages, m_full, m_empty)
+    behind = (0, 0, 0)  # the values that are still to come of the tile before, and where
+    last = 0
     while n < end:
         token, head, b, q_row, k_row, nq, nk, offset, lo, hi = tile
-        part = 0 if C.VARLEN else b
+        part = b * 0 if C.VARLEN else b
+        where = (part, k_row, head // ratio, b, head, token)
+        load_keys(C, descs, buffers, bars, shared, where, hi - 1, use, spread)
+        if turn:
+            load_values(C, descs, buffers, bars, behind, last, use - 1)
         at = phase(turn, C.Q_STAGES) ^ 1
         for c in gl.static_range(C.WARPGROUPS):
             i = c * C.Q_STAGES + slot(turn, C.Q_STAGES)
             mbarrier.wait(q_empty.index(i), at)
             row = q_row + token + c * C.TOKENS
             load_queries(C, (q0, q1), part, row, head, q_full.index(i), qs0.index(i), qs1.index(i))
-        where = (part, k_row, head // ratio, b, head, token)
-        load_keys(C, descs, buffers, bars, shared, where, hi - 1, use, spread)
-        # the next tile is looked up and told of long before anyone needs it
+        # the next tile is told of long before anyone needs it
         here = n
         n = next_place(C, n, order)
-        ahead = row_at(C, gl.where(n < end, n, here), order, sizes, seqs)
-        tile = tile_of(C, ahead, sizes, seqs, lengths)
+        if C.DRAWN:
+            coming = row_at(C, gl.where(n < end, n, here), order, sizes, seqs)
+        tile = tile_of(C, coming, sizes, seqs, lengths)
         post(C, tile, n < end, turn + 1, messages, m_full, m_empty)
-        if C.TOUCHED and (tile[1] // ratio != head // ratio) | (tile[2] != b):
-            touch_keys(C, tile, ratio, source)
+        if not C.DRAWN:
+            coming = row_at(C, after(C, n, end), order, sizes, seqs)
+        behind = (part, k_row, head // ratio)
+        last = lo
         use += 1
         for i in range(lo + 1, hi):
-            load_keys(C, descs, buffers, bars, shared, where, hi - 1 - i + lo, use, spread)
+            j = hi - 1 - i + lo
+            load_keys(C, descs, buffers, bars, shared, where, j, use, spread)
+            load_values(C, descs, buffers, bars, behind, j + 1, use - 1)
             use += 1
         turn += 1
+    if turn:
+        load_values(C, descs, buffers, bars, behind, last, use - 1)
+
+
+@gluon.jit
+def after(C: gl.constexpr, n, end):
+    """The place after n where blocks take them in strides; past the end, any that is one."""
+    following = n + gl.num_programs(0)
+    return gl.where(following < end, following, gl.program_id(0))

@@ -22,40 +22,43 @@ BARRIERS = 1024
 class Tile:
     """How a head size is cut.
 
-    ``64 warpgroups`` rows by ``block_k`` keys; ``stages`` buffers each of K and V,
-    ``q_stages`` of Q. Registers are those of a consumer's thread and of the producer's.
+    ``64 warpgroups`` rows by ``block_k`` keys; ``k_stages`` buffers of K, ``v_stages`` of V,
+    ``q_stages`` of Q, ``b_stages`` of a bias that is copied. Registers are those of a consumer's
+    thread and of the producer's.
     """
 
     warpgroups: int
     block_k: int
-    stages: int
+    k_stages: int
+    v_stages: int
     q_stages: int
+    b_stages: int = 1
     registers: tuple[int, int] = (240, 24)
 
 
 #: by (D, Dv), both padded to one of the sizes below
 TILES = {
-    (64, 64): Tile(2, 128, 4, 2),
-    (96, 96): Tile(2, 128, 2, 2),
-    (128, 128): Tile(2, 128, 2, 2),
-    (192, 128): Tile(2, 128, 2, 1),
-    (192, 192): Tile(2, 64, 2, 2),
-    (256, 256): Tile(2, 64, 2, 1),
+    (64, 64): Tile(2, 128, 4, 4, 2),
+    (96, 96): Tile(2, 128, 2, 2, 2),
+    (128, 128): Tile(2, 128, 2, 2, 2),
+    (192, 128): Tile(2, 128, 2, 2, 1),
+    (192, 192): Tile(2, 64, 2, 2, 2),
+    (256, 256): Tile(2, 64, 2, 2, 1),
 }
 #: where one warpgroup's rows a processor are all there is: alone it is done sooner, and with more
 #: buffers fewer loads wait for others
 FEW = {
-    (64, 64): Tile(1, 128, 4, 1),
-    (96, 96): Tile(1, 128, 4, 1),
-    (128, 128): Tile(1, 128, 3, 1),
-    (192, 128): Tile(1, 128, 2, 1),
-    (192, 192): Tile(1, 64, 4, 1),
-    (256, 256): Tile(1, 64, 3, 1),
+    (64, 64): Tile(1, 128, 4, 4, 1),
+    (96, 96): Tile(1, 128, 4, 4, 1),
+    (128, 128): Tile(1, 128, 3, 3, 1),
+    (192, 128): Tile(1, 128, 2, 2, 1),
+    (192, 192): Tile(1, 64, 4, 4, 1),
+    (256, 256): Tile(1, 64, 3, 3, 1),
 }
 SIZES = (64, 96, 128, 192, 256)
 #: head size 64 without score terms, beyond so many keys: three warpgroups, whose taller tiles
 #: waste more where a sequence or a diagonal ends. Triton 3.9 overflows their 160 registers.
-LONG_64 = Tile(3, 128, 4, 2, (160, 32)) if triton.__version__.startswith("3.6.") else None
+LONG_64 = Tile(3, 128, 4, 4, 2, registers=(160, 32)) if triton.__version__.startswith("3.6.") else None
 LONG_64_KEYS = {"full": 1536, "causal": 4096}
 
 
@@ -68,7 +71,8 @@ class Config:
     D_IN: int  # the head size of queries and keys, D or less
     DV_OUT: int  # of values and the output, DV or less
     BLOCK_K: int
-    STAGES: int
+    K_STAGES: int
+    V_STAGES: int
     Q_STAGES: int
     WARPGROUPS: int
     GROUP: int = 1  # query heads of a kv head that share a tile
@@ -81,9 +85,9 @@ class Config:
     ALIBI: bool = False
     SINK: bool = False
     BIAS: str = ""  # how it comes (launch.how_bias_comes), or none
+    B_STAGES: int = 1  # of a copied one
     EVEN_K: bool = False  # key tiles fill every sequence's keys
     STAGED: int = 0  # columns of the output that go through shared memory at a time; 0 for none
-    TOUCHED: int = 0  # key tiles of the next tile that are brought into the L2 cache ahead
     ROUND_LATE: bool = False  # round the weights after the product that they were made under
 
     @property
@@ -167,8 +171,9 @@ def tile_for(p: Problem, bias: str, processors: int) -> Tile:
     if bias != "copied":
         return tile
     assert p.bias_dtype is not None
-    one = replace(tile, q_stages=1)
-    for choice in (tile, one, replace(one, stages=2), replace(one, stages=2, block_k=64)):
+    one = replace(tile, q_stages=1, b_stages=2)
+    two = replace(one, k_stages=2, v_stages=2)
+    for choice in (replace(tile, b_stages=2), one, two, replace(two, block_k=64, b_stages=1)):
         if shared_bytes(choice, d, dv, p.bias_dtype) <= SHARED:
             return choice
     raise AssertionError("a bias that does not fit is gathered")
@@ -179,15 +184,21 @@ def bias_fits(p: Problem) -> bool:
     assert p.bias_dtype is not None
     d, dv = sizes_of(p.d, p.dv)
     return (
-        shared_bytes(replace(TILES[d, dv], q_stages=1, block_k=64), d, dv, p.bias_dtype) <= SHARED
+        shared_bytes(
+            replace(TILES[d, dv], k_stages=2, v_stages=2, q_stages=1, block_k=64),
+            d,
+            dv,
+            p.bias_dtype,
+        )
+        <= SHARED
     )
 
 
 def shared_bytes(tile: Tile, d: int, dv: int, bias: torch.dtype | None = None) -> int:
     rows = tile.warpgroups * ROWS
     q = tile.q_stages * rows * d * 2
-    kv = tile.stages * tile.block_k * (d + dv) * 2
-    terms = rows * tile.block_k * bias.itemsize if bias is not None else 0
+    kv = tile.block_k * (tile.k_stages * d + tile.v_stages * dv) * 2
+    terms = tile.b_stages * rows * tile.block_k * bias.itemsize if bias is not None else 0
     return q + kv + terms + tile.warpgroups * SCRATCH
 
 
@@ -199,7 +210,8 @@ def config_for(p: Problem, tile: Tile, bias: str, group: int) -> Config:
         D_IN=p.d,
         DV_OUT=p.dv,
         BLOCK_K=tile.block_k,
-        STAGES=tile.stages,
+        K_STAGES=tile.k_stages,
+        V_STAGES=tile.v_stages,
         Q_STAGES=tile.q_stages,
         WARPGROUPS=tile.warpgroups,
         GROUP=group,
@@ -212,6 +224,7 @@ def config_for(p: Problem, tile: Tile, bias: str, group: int) -> Config:
         ALIBI=p.alibi,
         SINK=p.sink,
         BIAS=bias,
+        B_STAGES=tile.b_stages if bias == "copied" else 1,
         EVEN_K=not (p.varlen or p.prefix) and p.nk % tile.block_k == 0,
         STAGED=staged_columns(p, tile, bias),
         ROUND_LATE=tile.warpgroups == 3,
