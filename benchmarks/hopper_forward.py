@@ -158,6 +158,8 @@ def main() -> None:
                 ratios.append(speeds["rowmax"] / bar)
                 print(f"  {ratios[-1]:.3f} of {bar:.0f}", end="")
             print(flush=True)
+        if not ratios:
+            return
         mean = math.exp(statistics.fmean(map(math.log, ratios)))
         print(f"{len(ratios)} cells: geometric mean {mean:.3f}, least {min(ratios):.3f}")
 

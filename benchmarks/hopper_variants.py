@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,20 +18,28 @@ import triton
 
 from rowmax.hopper import launch
 from rowmax.hopper.copies import over
+from rowmax.hopper.tiles import tile_for
 from rowmax.problem import Options, Tensors, problem_of
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "shipped": {},
-    "stores by threads": {"STAGED": 0},
-    "touched": {"TOUCHED": 4},
-    "always masked": {"EVEN_K": False},
+#: by head size: what is changed of the tile, and of what is compiled in
+VARIANTS: dict[int, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
+    64: {
+        "a product ahead": ({"warpgroups": 2, "ahead": True, "registers": (240, 24)}, {}),
+        "at once": ({"warpgroups": 2, "ahead": False, "registers": (240, 24)}, {}),
+    },
+    128: {
+        "three V": ({"v_stages": 3}, {"STAGED": 0}),
+        "three V, one Q": ({"v_stages": 3, "q_stages": 1}, {}),
+        "three K, one Q": ({"k_stages": 3, "q_stages": 1}, {}),
+    },
+    256: {"a product ahead": ({"ahead": True}, {})},
 }
 CELLS = [
-    f"{d}/{n}/{m}" for d in (64, 128, 256) for n in (512, 1024, 4096) for m in ("full", "causal")
+    f"{d}/{n}/{m}" for d in VARIANTS for n in (512, 1024, 4096, 16384) for m in ("full", "causal")
 ]
 
 
-def runner(cell: str, options: dict[str, Any]) -> tuple[Any, float]:
+def runner(cell: str, changes: dict[str, Any], options: dict[str, Any]) -> tuple[Any, float]:
     d, n, mask = cell.split("/")
     d, n = int(d), int(n)
     b, h = 16384 // n, 2048 // d
@@ -38,7 +47,8 @@ def runner(cell: str, options: dict[str, Any]) -> tuple[Any, float]:
     tensors = Tensors(q, k, v)
     problem = problem_of(tensors, Options(scale=d**-0.5, right=0 if mask == "causal" else None))
     out, lse = torch.empty_like(q), torch.empty(problem.lse_shape, device="cuda")
-    plan = launch.made(problem, tensors, out, **options)
+    tile = replace(tile_for(problem, "", launch.processors(q.device)), **changes)
+    plan = launch.made(problem, tensors, out, tile, **options)
     copies = over(plan.copies, q, k, v, None, out)
     t = launch.pointers(plan, problem, tensors, out, lse)
     flops = 4 * b * h * n * n * d / (2 if mask == "causal" else 1)
@@ -52,7 +62,8 @@ def main() -> None:
     options = parser.parse_args()
     print(torch.cuda.get_device_name(), torch.__version__, triton.__version__)
     for cell in options.cells:
-        runs = {name: runner(cell, x) for name, x in VARIANTS.items()}
+        variants = {"shipped": ({}, {})} | VARIANTS[int(cell.split("/")[0])]
+        runs = {name: runner(cell, *changes) for name, changes in variants.items()}
         for run, _ in runs.values():
             run()
         torch.cuda.synchronize()

@@ -198,18 +198,6 @@ def first_weights(
 
 
 @gluon.jit
-def consumer(
-    C: gl.constexpr, c: gl.constexpr, out, lse, buffers, bars, shared, mail, sizes, terms, rest
-):
-    """Warpgroup c: rows ``64 c`` to ``64 c + 63`` of every tile of this block."""
-    messages, m_full, m_empty = mail
-    tile, live = told(C, 0, messages, m_full)
-    mbarrier.arrive(m_empty.index(0), count=1)
-    if live:
-        work(C, c, tile, out, lse, buffers, bars, shared, mail, sizes, terms, rest)
-
-
-@gluon.jit
 def work(
     C: gl.constexpr,
     c: gl.constexpr,

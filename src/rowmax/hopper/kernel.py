@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .consumer import consumer
-from .pipeline import barriers, pipeline, producer
+from .ahead import work as work_ahead
+from .consumer import work
+from .gluon_compat import mbarrier
+from .pipeline import barriers, pipeline, producer, told
 
 
 class Pointers(NamedTuple):
@@ -56,6 +58,21 @@ class Numbers(NamedTuple):
     hq: Any
     ratio: Any  # heads of a tile that read one kv head
     total_q: Any
+
+
+@gluon.jit
+def consumer(
+    C: gl.constexpr, c: gl.constexpr, out, lse, buffers, bars, shared, mail, sizes, terms, rest
+):
+    """Warpgroup c: rows ``64 c`` to ``64 c + 63`` of every tile of this block."""
+    messages, m_full, m_empty = mail
+    tile, live = told(C, 0, messages, m_full)
+    mbarrier.arrive(m_empty.index(0), count=1)
+    if live:
+        if C.AHEAD:
+            work_ahead(C, c, tile, out, lse, buffers, bars, shared, mail, sizes, terms, rest)
+        else:
+            work(C, c, tile, out, lse, buffers, bars, shared, mail, sizes, terms, rest)
 
 
 @gluon.jit

@@ -33,6 +33,7 @@ class Tile:
     v_stages: int
     q_stages: int
     b_stages: int = 1
+    ahead: bool = False
     registers: tuple[int, int] = (240, 24)
 
 
@@ -88,6 +89,7 @@ class Config:
     B_STAGES: int = 1  # of a copied one
     EVEN_K: bool = False  # key tiles fill every sequence's keys
     STAGED: int = 0  # columns of the output that go through shared memory at a time; 0 for none
+    AHEAD: bool = False  # scores of the next key tile run under a softmax (ahead.py)
     ROUND_LATE: bool = False  # round the weights after the product that they were made under
 
     @property
@@ -227,6 +229,7 @@ def config_for(p: Problem, tile: Tile, bias: str, group: int) -> Config:
         B_STAGES=tile.b_stages if bias == "copied" else 1,
         EVEN_K=not (p.varlen or p.prefix) and p.nk % tile.block_k == 0,
         STAGED=staged_columns(p, tile, bias),
+        AHEAD=tile.ahead,
         ROUND_LATE=tile.warpgroups == 3,
     )
 
