@@ -23,16 +23,12 @@ from rowmax.problem import Options, Tensors, problem_of
 
 #: by head size: what is changed of the tile, and of what is compiled in
 VARIANTS: dict[int, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
-    64: {
-        "a product ahead": ({"warpgroups": 2, "ahead": True, "registers": (240, 24)}, {}),
-        "at once": ({"warpgroups": 2, "ahead": False, "registers": (240, 24)}, {}),
-    },
+    64: {"two warpgroups": ({"warpgroups": 2, "registers": (240, 24)}, {})},
     128: {
-        "three V": ({"v_stages": 3}, {"STAGED": 0}),
         "three V, one Q": ({"v_stages": 3, "q_stages": 1}, {}),
         "three K, one Q": ({"k_stages": 3, "q_stages": 1}, {}),
     },
-    256: {"a product ahead": ({"ahead": True}, {})},
+    256: {"stores by threads": ({}, {"STAGED": 0})},
 }
 CELLS = [
     f"{d}/{n}/{m}" for d in VARIANTS for n in (512, 1024, 4096, 16384) for m in ("full", "causal")

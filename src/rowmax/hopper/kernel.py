@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .ahead import work as work_ahead
 from .consumer import work
 from .gluon_compat import mbarrier
 from .pipeline import barriers, pipeline, producer, told
@@ -69,10 +68,7 @@ def consumer(
     tile, live = told(C, 0, messages, m_full)
     mbarrier.arrive(m_empty.index(0), count=1)
     if live:
-        if C.AHEAD:
-            work_ahead(C, c, tile, out, lse, buffers, bars, shared, mail, sizes, terms, rest)
-        else:
-            work(C, c, tile, out, lse, buffers, bars, shared, mail, sizes, terms, rest)
+        work(C, c, tile, out, lse, buffers, bars, shared, mail, sizes, terms, rest)
 
 
 @gluon.jit

@@ -170,7 +170,9 @@ def producer(C: gl.constexpr, descs, buffers, bars, shared, mail, order, sizes, 
     here = gl.where(n < end, n, 0) if C.DRAWN else n
     tile = tile_of(C, row_at(C, here, order, sizes, seqs), sizes, seqs, lengths)
     # of the tile after this: known long before it is needed, for memory is far
-    coming = row_at(C, after(C, n, end), order, sizes, seqs) if not C.DRAWN else 0
+    coming = (tile[0], tile[1], tile[2])
+    if not C.DRAWN:
+        coming = row_at(C, after(C, n, end), order, sizes, seqs)
     post(C, tile, n < end, 0, messages, m_full, m_empty)
     behind = (0, 0, 0)  # the values that are still to come of the tile before, and where
     last = 0

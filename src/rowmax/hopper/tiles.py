@@ -33,7 +33,6 @@ class Tile:
     v_stages: int
     q_stages: int
     b_stages: int = 1
-    ahead: bool = False
     registers: tuple[int, int] = (240, 24)
 
 
@@ -59,7 +58,8 @@ FEW = {
 SIZES = (64, 96, 128, 192, 256)
 #: head size 64 without score terms, beyond so many keys: three warpgroups, whose taller tiles
 #: waste more where a sequence or a diagonal ends. Triton 3.9 overflows their 160 registers.
-LONG_64 = Tile(3, 128, 4, 4, 2, registers=(160, 32)) if triton.__version__.startswith("3.6.") else None
+_THREE = Tile(3, 128, 4, 4, 2, registers=(160, 32))
+LONG_64 = _THREE if triton.__version__.startswith("3.6.") else None
 LONG_64_KEYS = {"full": 1536, "causal": 4096}
 
 
@@ -89,7 +89,6 @@ class Config:
     B_STAGES: int = 1  # of a copied one
     EVEN_K: bool = False  # key tiles fill every sequence's keys
     STAGED: int = 0  # columns of the output that go through shared memory at a time; 0 for none
-    AHEAD: bool = False  # scores of the next key tile run under a softmax (ahead.py)
     ROUND_LATE: bool = False  # round the weights after the product that they were made under
 
     @property
@@ -229,7 +228,6 @@ def config_for(p: Problem, tile: Tile, bias: str, group: int) -> Config:
         B_STAGES=tile.b_stages if bias == "copied" else 1,
         EVEN_K=not (p.varlen or p.prefix) and p.nk % tile.block_k == 0,
         STAGED=staged_columns(p, tile, bias),
-        AHEAD=tile.ahead,
         ROUND_LATE=tile.warpgroups == 3,
     )
 
