@@ -23,6 +23,7 @@ machine.install()
 from rowmax.hopper import _refused, launch  # noqa: E402
 from rowmax.reference import dense  # noqa: E402
 from tests.cases import CASES, Case, make  # noqa: E402
+from tests.spoiled import padding_matters  # noqa: E402
 from tests.tolerance import complaint, poisoned  # noqa: E402
 
 #: what the table of all backends does not have: lengths that meet tiles in every way, few and
@@ -69,8 +70,7 @@ def check(case: Case, seed: int) -> list[str]:
     torch.manual_seed(seed)
     prepare(random.choice((1, 1, 2, 3, 64)))
     problem, tensors = make(case, dtype=torch.float16).problem()
-    # prefix lengths are refused for the sake of padding that is not a number; here it is
-    if _refused(problem._replace(prefix=False)):
+    if _refused(problem):
         return ["refused"]
     ref = dense.attention(problem, tensors, torch.float64)
     std = dense.attention(problem, tensors, problem.dtype)
@@ -80,6 +80,7 @@ def check(case: Case, seed: int) -> list[str]:
         complaint(name, *three, problem.dtype)
         for name, *three in zip(("out", "lse"), got, ref, std, strict=True)
     ]
+    found.append(padding_matters(problem, tensors, launch.forward, got))
     return [text for text in found if text]
 
 

@@ -231,9 +231,27 @@ class Shared:
 
 
 def reinterpret(buffer: Shared, dtype: DType, shape: list[int], layout: Any) -> Shared:
+    if shape[-1] < buffer.a.shape[-1]:
+        return Strips(buffer, shape)  # pyright: ignore
     a = buffer.a.reshape(shape)
     assert np.shares_memory(a, buffer.a)
     return Shared(a, dtype)
+
+
+class Strips:
+    """A block by rows as they lie in memory: columns of 64 at a time, one under the other."""
+
+    def __init__(self, buffer: Shared, shape: list[int]) -> None:
+        width = shape[-1]
+        parts = buffer.a.shape[-1] // width
+        rows = buffer.a.reshape(-1, parts, width).transpose(1, 0, 2)
+        self.a = rows.reshape(parts, shape[0] // parts, *shape[1:])
+        assert np.shares_memory(self.a, buffer.a)
+        self.dtype = buffer.dtype
+
+    def index(self, i: Any) -> Shared:
+        part, n = divmod(int(raw(i)), self.a.shape[1])
+        return Shared(self.a[part, n], self.dtype)
 
 
 class Bar:
@@ -606,7 +624,7 @@ def language() -> types.ModuleType:
     gl.shared_memory_descriptor = types.SimpleNamespace(reinterpret=reinterpret)
     gl.allocate_shared_memory = _allocate
     gl.full, gl.arange, gl.where, gl.sum, gl.max = _full, _arange, _where, _sum, _max
-    gl.zeros = lambda shape, dtype: _full(shape, 0, dtype)
+    gl.zeros = lambda shape, dtype, layout=None: _full(shape, 0, dtype)
     gl.maximum, gl.minimum = _elementwise(np.maximum), _elementwise(np.minimum)
     gl.exp2, gl.abs, gl.log2 = _elementwise(np.exp2), _elementwise(np.abs), _elementwise(np.log2)
     gl.load, gl.store = load, store

@@ -20,7 +20,7 @@ from .gluon_compat import (
     warpgroup_mma_wait,
 )
 from .layouts import matrix, output_layout, score_layout, value_layout, weight_layout
-from .pipeline import phase, slot, told
+from .pipeline import clear_padding, phase, slot, told
 from .schedule import full_tiles
 from .softmax import LOWEST, along_row, by_lane, rounded, softmax_step
 from .terms import masked, partial, settled, with_terms
@@ -147,6 +147,9 @@ def step(
     before = use - 1
     sv = slot(before, C.V_STAGES)
     mbarrier.wait(v_full.index(sv), phase(before, C.V_STAGES))
+    if C.PADDED:
+        if j + 2 == tile[9]:
+            clear_padding(C, vs0, vs1, sv, tile)
     o0, o1 = issue_output(C, p, o0, o1, vs0, vs1, sv, True)
     copied = bias_tile(C, c, use, True, shared)
     S = warpgroup_mma_wait(1, deps=[S])
@@ -318,6 +321,9 @@ def work(
         before = use - 1
         sv = slot(before, C.V_STAGES)
         mbarrier.wait(v_full.index(sv), phase(before, C.V_STAGES))
+        if C.PADDED:
+            if lo + 1 == hi:
+                clear_padding(C, vs0, vs1, sv, tile)
         o0, o1 = issue_output(C, p, o0, o1, vs0, vs1, sv, True)
         # let go of late, for each of these waits for the four warps
         mbarrier.arrive(m_empty.index(slot(turn, 2)), count=1)

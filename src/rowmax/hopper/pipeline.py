@@ -10,7 +10,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .gluon_compat import fence_async_shared, mbarrier, tma_load
+from .gluon_compat import fence_async_shared, mbarrier, reinterpret, tma_load
 from .schedule import first_place, next_place, row_at, tile_of
 
 
@@ -151,6 +151,40 @@ def load_values(C: gl.constexpr, descs, buffers, bars, where, j, use):
     mbarrier.wait(v_empty.index(s), phase(use, C.V_STAGES) ^ 1)
     row = k_row + j * C.BLOCK_K
     load_rows(v0, v1, part, row, kv_head, C.DV0, C.DV1, bar, vs0.index(s), vs1.index(s))
+
+
+@gluon.jit
+def clear_rows(buffer, BLOCK_K: gl.constexpr, width: gl.constexpr, begin):
+    """Zeros in rows ``begin`` and up of a block. The swizzle moves what is in a row about within
+    its 128 bytes, and wider blocks are as many columns of these side by side."""
+    W: gl.constexpr = min(width, 64)
+    parts: gl.constexpr = width // W
+    eights: gl.constexpr = BLOCK_K // 8
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    single = reinterpret(buffer, buffer.dtype, [parts * BLOCK_K, W], plain)
+    eight = reinterpret(buffer, buffer.dtype, [parts * eights, 8, W], flat)
+    row: gl.constexpr = gl.BlockedLayout([W // 32], [32], [gl.num_warps()], [0])
+    rows: gl.constexpr = gl.BlockedLayout([1, W // 16], [2, 16], [gl.num_warps(), 1], [1, 0])
+    for part in gl.static_range(parts):
+        for r in range(begin, gl.minimum((begin + 7) // 8 * 8, BLOCK_K)):
+            single.index(part * BLOCK_K + r).store(gl.zeros([W], buffer.dtype, row))
+        for i in range((begin + 7) // 8, eights):
+            eight.index(part * eights + i).store(gl.zeros([8, W], buffer.dtype, rows))
+
+
+@gluon.jit
+def clear_padding(C: gl.constexpr, vs0, vs1, s, tile):
+    """Values past the end of a sequence, in its last key tile: their weights are 0, but 0 times
+    what is no number, or another sequence's infinity, is not. Every warpgroup clears them all
+    before its own product, so none waits for another."""
+    token, head, b, q_row, k_row, nq, nk, offset, lo, hi = tile
+    begin = gl.maximum(nk - (hi - 1) * C.BLOCK_K, 0)
+    if begin < C.BLOCK_K:
+        clear_rows(vs0.index(s), C.BLOCK_K, C.DV0, begin)
+        if C.DV1:
+            clear_rows(vs1.index(s), C.BLOCK_K, C.DV1, begin)
+        fence_async_shared()
 
 
 @gluon.jit

@@ -113,6 +113,11 @@ class Config:
         return ROWS // self.GROUP
 
     @property
+    def PADDED(self) -> bool:
+        """Whether a key tile may end in values that are no one's, or another sequence's."""
+        return self.VARLEN or self.PREFIX
+
+    @property
     def DRAWN(self) -> bool:
         """Whether blocks draw their tiles: where only the device knows how long they are."""
         return self.VARLEN or self.DOCUMENTS
