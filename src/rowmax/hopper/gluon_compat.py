@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+from triton._C.libtriton import ir
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 #: 3.8 renamed the copies, 3.9 dropped the old names
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
+tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+tma_store_wait = tma.store_wait
+
+if hasattr(tma, "async_atomic_add"):
+    tma_add = tma.async_atomic_add
+else:  # 3.6 has the operation, and no name for it
+
+    @builtin
+    def tma_add(tensor_desc, coord, src, _semantic=None):
+        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+        add = ir.DESCRIPTOR_REDUCE_KIND.ADD
+        _semantic.builder.create_async_tma_reduce(add, tensor_desc.handle, coord, src.handle)
+
 
 #: 3.9 made it public
 reinterpret = (
@@ -27,7 +44,11 @@ __all__ = [
     "fence_async_shared",
     "mbarrier",
     "reinterpret",
+    "tma_add",
     "tma_load",
+    "tma_store",
+    "tma_store_wait",
     "warpgroup_mma",
+    "warpgroup_mma_init",
     "warpgroup_mma_wait",
 ]

@@ -60,7 +60,7 @@ def row_at(C: gl.constexpr, n, order, sizes, seqs):
         wide = gl.minimum(many, heads - head)
         m = place // wide
         head = head + place - m * wide
-        if C.RIGHT:
+        if C.LAST_FIRST:
             m = tiles - 1 - m
         token = m * block
     else:

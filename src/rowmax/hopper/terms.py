@@ -98,10 +98,10 @@ def settled(x):
 
 
 @gluon.jit
-def columns(C: gl.constexpr, L: gl.constexpr):
+def columns(N: gl.constexpr, L: gl.constexpr):
     """8 a + e, the part of a column that is the same in every thread."""
     slices: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L)))
-    eights = gl.arange(0, C.BLOCK_K // 8, slices)
+    eights = gl.arange(0, N // 8, slices)
     pairs = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, L))))
     col = 8 * eights.expand_dims(0).expand_dims(2).expand_dims(3)
     return col + pairs.expand_dims(0).expand_dims(0).expand_dims(0)
@@ -135,7 +135,7 @@ def with_terms(C: gl.constexpr, S, copied, j, first, tile, terms, scale, dtype: 
         S = S + copied.to(gl.float32)
     if C.BIAS == "gathered":
         r = rows_of(L)
-        col = columns(C, L) + along_row(lanes(L))
+        col = columns(C.BLOCK_K, L) + along_row(lanes(L))
         row = along_row(r // C.GROUP)
         at = bias + b.to(gl.int64) * bias_b + (head * C.GROUP).to(gl.int64) * bias_h
         at = at + first.to(gl.int64) * bias_q + (j * C.BLOCK_K).to(gl.int64) * bias_k
@@ -150,7 +150,7 @@ def with_terms(C: gl.constexpr, S, copied, j, first, tile, terms, scale, dtype: 
         slope = gl.load(alibi + head * C.GROUP + r % C.GROUP)
         here = (first + offset + r // C.GROUP - j * C.BLOCK_K - lanes(L)).to(gl.float32)
         S = S - along_row(slope + 0.0 * here) * gl.abs(
-            along_row(here) - columns(C, L).to(gl.float32)
+            along_row(here) - columns(C.BLOCK_K, L).to(gl.float32)
         )
     return S
 
@@ -165,7 +165,7 @@ def masked(C: gl.constexpr, S, j, first, tile, sizes, terms):
     token, head, b, q_row, k_row, nq, nk, offset, lo, hi = tile
     nq_, nk_, left, right = sizes
     L: gl.constexpr = S.type.layout
-    col = columns(C, L)
+    col = columns(C.BLOCK_K, L)
     before = j * C.BLOCK_K + lanes(L)
     at = first + rows_of(L) // C.GROUP + offset
     if C.RIGHT:

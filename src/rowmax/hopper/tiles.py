@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 import triton
@@ -74,11 +75,15 @@ class Config:
 class Constants:
     """A Config as kernels read it: every field, and what follows from them, a constexpr."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Any) -> None:
         self.config = config
         given = {f.name: getattr(config, f.name) for f in fields(config)}
+        for name, value in (given | self.derived(config)).items():
+            setattr(self, name, gl.constexpr(value))
+
+    def derived(self, config: Any) -> dict[str, Any]:
         d0, dv0 = first_part(config.D), first_part(config.DV)
-        more = {
+        return {
             "D0": d0,
             "D1": config.D - d0,
             "DV0": dv0,
@@ -87,9 +92,8 @@ class Constants:
             # blocks draw their tiles, where only the device knows how long they are
             "DRAWN": config.VARLEN or config.DOCUMENTS,
             "ADDED": config.ALIBI or bool(config.BIAS),  # terms that scores do not scale
+            "LAST_FIRST": config.RIGHT,  # the last tile of a sequence is the longest
         }
-        for name, value in (given | more).items():
-            setattr(self, name, gl.constexpr(value))
 
     def __repr__(self) -> str:
         return repr(self.config)

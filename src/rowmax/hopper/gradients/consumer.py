@@ -1,0 +1,240 @@
+"""A consumer's side: 64 keys, their scores with tile after tile of queries, dK, dV and half of dQ.
+
+Scores are held with keys down and queries across, ``S^T = K Q^T`` and ``dP^T = V dO^T``, so that
+P^T and dS^T are left operands of dV and dK as they lie in registers. dQ alone needs what the
+other warpgroup has: dS goes through shared memory, and each makes half of dQ from the whole.
+
+One step, tensor core above, threads below:
+
+    dK of the last, dP | dV         | dQ      | S of the next
+    P = exp2(S)        | dS, stored | meet    | dQ out
+
+so that products run under all that the threads do. At the end of a step nothing is in flight:
+the assembler would make products wait for one another that are. What a first step has in the
+place of the last one's dK is overwritten by what the second makes; the scores that a last step
+makes for a next one are not used.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..gluon_compat import (
+    fence_async_shared,
+    mbarrier,
+    reinterpret,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from ..layouts import matrix, output_layout, value_layout, weight_layout
+from ..pipeline import phase, slot, told
+from ..softmax import rounded
+from .layouts import column_layout, score_layout
+from .schedule import full_tiles
+from .terms import weights
+
+
+@gluon.jit
+def meet():
+    """Both warpgroups here: what one has stored the other may read."""
+    gl.inline_asm_elementwise(
+        "bar.sync 9, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def block(buffers, s, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """Buffer s as ``[ROWS, WIDTH]``."""
+    return reinterpret(
+        buffers.index(s), buffers.dtype, [ROWS, WIDTH], matrix(ROWS, WIDTH, buffers.dtype)
+    )
+
+
+@gluon.jit
+def own(buffers, zero, c: gl.constexpr, C: gl.constexpr, WIDTH: gl.constexpr):
+    """This warpgroup's rows of K or V. ``zero`` is one that the compiler cannot see: what it
+    knows to be the same in every step it keeps in registers that are not there."""
+    return block(buffers, zero, C.BLOCK_K, WIDTH).slice(c * C.TOKENS, C.TOKENS, dim=0)
+
+
+@gluon.jit
+def issue_scores(C: gl.constexpr, c: gl.constexpr, ks, qs, use):
+    """S^T = K Q^T, on its way."""
+    z = gl.full([C.TOKENS, C.BLOCK_Q], 0.0, gl.float32, score_layout(C))
+    q = block(qs, slot(use, C.Q_STAGES), C.BLOCK_Q, C.D)
+    k = own(ks, use >> 30, c, C, C.D)
+    return warpgroup_mma(k, q.permute((1, 0)), z, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def issue_dk(C: gl.constexpr, c: gl.constexpr, dk, dss, qs, use, use_acc):
+    """dK += dS^T Q of a use, on its way."""
+    ds = dss.index(use & 1).slice(c * C.TOKENS, C.TOKENS, dim=0)
+    q = block(qs, slot(use, C.Q_STAGES), C.BLOCK_Q, C.D)
+    return warpgroup_mma(ds, q, dk, use_acc=use_acc, is_async=True)
+
+
+@gluon.jit
+def issue_dq(C: gl.constexpr, c: gl.constexpr, dss, ks, use):
+    """This warpgroup's half of dQ = dS K, on its way."""
+    z = gl.full([C.DQ_ROWS, C.DQ_COLS], 0.0, gl.float32, value_layout(C.DQ_COLS))
+    ds = dss.index(use & 1)
+    k = block(ks, use >> 30, C.BLOCK_K, C.D)
+    if C.BY_ROWS:
+        ds = ds.slice(c * C.DQ_ROWS, C.DQ_ROWS, dim=1)
+    else:
+        k = k.slice(c * C.DQ_COLS, C.DQ_COLS, dim=1)
+    return warpgroup_mma(ds.permute((1, 0)), k, z, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def row_numbers(C: gl.constexpr, stats, s, i: gl.constexpr):
+    """lse (i = 0) or delta (1) of a step's queries, one a column of S^T."""
+    both = reinterpret(
+        stats.index(s), stats.dtype, [2, C.BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    return both.index(i).load(column_layout(C))
+
+
+@gluon.jit
+def step(
+    C: gl.constexpr,
+    MASKED: gl.constexpr,
+    c: gl.constexpr,
+    m,
+    head,
+    use,
+    span,
+    state,
+    buffers,
+    bars,
+    tile,
+    sizes,
+    terms,
+    scale,
+):
+    """One tile of queries; ``span`` are the first use and the end of the uses of this tile."""
+    S, dk, dv = state
+    qs, dos, stats, ks, vs, dss, dqs = buffers
+    q_full, q_empty, do_full, do_empty, k_full, v_full, kv_empty, dq_full, dq_empty = bars
+    dtype: gl.constexpr = qs.dtype
+    begin, end = span
+    before = gl.maximum(use - 1, 0)
+    after = use + 1
+
+    dk = issue_dk(C, c, dk, dss, qs, before, before > begin)
+    s = slot(use, C.DO_STAGES)
+    mbarrier.wait(do_full.index(s), phase(use, C.DO_STAGES))
+    do = block(dos, s, C.BLOCK_Q, C.DV)
+    v = own(vs, use >> 30, c, C, C.DV)
+    z = gl.full([C.TOKENS, C.BLOCK_Q], 0.0, gl.float32, score_layout(C))
+    dp = warpgroup_mma(v, do.permute((1, 0)), z, use_acc=False, is_async=True)
+    lse = row_numbers(C, stats, slot(use, C.Q_STAGES), 0)
+    p, w = weights(C, MASKED, c, S, lse, m, head, tile, sizes, terms, scale, dtype)
+    P = rounded(p, dtype)
+    # A wait begins a new basic block: without one here ptxas sinks the exponentials below the
+    # wait for the products that they are to run beside.
+    mbarrier.wait(
+        q_full.index(slot(after, C.Q_STAGES)), phase(after, C.Q_STAGES), pred=after < end
+    )
+    dp, dk = warpgroup_mma_wait(0, deps=[dp, dk])
+    mbarrier.arrive(q_empty.index(slot(before, C.Q_STAGES)), count=1, pred=use > begin)
+
+    dv = warpgroup_mma(gl.convert_layout(P, weight_layout(C.DV)), do, dv, is_async=True)
+    delta = row_numbers(C, stats, slot(use, C.Q_STAGES), 1)
+    ds = rounded(w * (dp - delta[None, :]), dtype)
+    dss.index(use & 1).slice(c * C.TOKENS, C.TOKENS, dim=0).store(ds)
+    fence_async_shared()
+    meet()
+    dq = issue_dq(C, c, dss, ks, use)
+    S = issue_scores(C, c, ks, qs, after)
+    dq, dv = warpgroup_mma_wait(1, deps=[dq, dv])
+    mbarrier.arrive(do_empty.index(s), count=1)
+    mbarrier.wait(dq_empty.index(c), phase(use, 1) ^ 1)
+    block(dqs, c, C.DQ_ROWS, C.DQ_COLS).store(dq)
+    fence_async_shared()
+    mbarrier.arrive(dq_full.index(c), count=1)
+    return after, (warpgroup_mma_wait(0, deps=[S]), dk, dv)
+
+
+@gluon.jit
+def consumer(
+    C: gl.constexpr, c: gl.constexpr, dk, dv, buffers, bars, mail, sizes, terms, rest
+):
+    """Warpgroup c: keys ``64 c`` to ``64 c + 63`` of every tile of this block."""
+    messages, m_full, m_empty = mail
+    qs, dos, stats, ks, vs, dss, dqs = buffers
+    q_full, q_empty, do_full, do_empty, k_full, v_full, kv_empty, dq_full, dq_empty = bars
+    scale, out_scale, group, hk = rest
+    turn = 0
+    use = 0
+    kept = 0
+    tile, live = told(C, 0, messages, m_full, m_empty)
+    while live:
+        first, kv_head, b, q_row, k_row, nq, used, offset, lo, hi = tile
+        a, z = full_tiles(C, first + c * C.TOKENS, tile, sizes)
+        some = lo < hi
+        span = (use, use + (hi - lo) * group)
+        mbarrier.wait(k_full.index(0), phase(kept, 1), pred=some)
+        s = slot(use, C.Q_STAGES)
+        mbarrier.wait(q_full.index(s), phase(use, C.Q_STAGES), pred=some)
+        S = warpgroup_mma_wait(0, deps=[issue_scores(C, c, ks, qs, use)])
+        mbarrier.wait(v_full.index(0), phase(kept, 1), pred=some)
+        dk_sum = gl.full([C.TOKENS, C.D], 0.0, gl.float32, value_layout(C.D))
+        dv_sum = gl.full([C.TOKENS, C.DV], 0.0, gl.float32, value_layout(C.DV))
+        state = (S, dk_sum, dv_sum)
+        for g in range(group):
+            head = kv_head * group + g
+            if C.LEFT:
+                for i in range(z, hi):
+                    use, state = step(
+                        C, True, c, hi - 1 - i + z, head, use, span, state, buffers, bars, tile,
+                        sizes, terms, scale,
+                    )  # fmt: skip
+            if not C.DOCUMENTS:
+                for i in range(a, z):
+                    use, state = step(
+                        C, False, c, z - 1 - i + a, head, use, span, state, buffers, bars, tile,
+                        sizes, terms, scale,
+                    )  # fmt: skip
+            if C.MASKS:
+                for i in range(lo, a):
+                    use, state = step(
+                        C, True, c, a - 1 - i + lo, head, use, span, state, buffers, bars, tile,
+                        sizes, terms, scale,
+                    )  # fmt: skip
+        S, dk_sum, dv_sum = state
+        begin, end = span
+        last = gl.maximum(end - 1, 0)
+        dk_sum = issue_dk(C, c, dk_sum, dss, qs, last, last > begin)
+        dk_sum = warpgroup_mma_wait(0, deps=[dk_sum])
+        if not some:  # made of what is stale
+            dk_sum = gl.full([C.TOKENS, C.D], 0.0, gl.float32, value_layout(C.D))
+        mbarrier.arrive(q_empty.index(slot(last, C.Q_STAGES)), count=1, pred=some)
+        mbarrier.arrive(kv_empty.index(0), count=1, pred=some)
+        kept += some.to(gl.int32)
+        turn += 1
+        after, live = told(C, turn, messages, m_full, m_empty)
+        # rows of all sequences, dense or packed, lie one after the other
+        row = k_row + first + c * C.TOKENS
+        if not C.VARLEN:
+            row = row + b * (nq + offset)
+        left = nq + offset - first - c * C.TOKENS
+        at = row.to(gl.int64) * hk + kv_head
+        store_rows(dk_sum * out_scale, dk + at * C.D_OUT, hk * C.D_OUT, left, C.D, C.D_OUT)
+        store_rows(dv_sum, dv + at * C.DV_OUT, hk * C.DV_OUT, left, C.DV, C.DV_OUT)
+        tile = after
+
+
+@gluon.jit
+def store_rows(x, to, stride, rows, WIDTH: gl.constexpr, OUT: gl.constexpr):
+    """The first ``rows`` of 64 rows x, in stores of 16 bytes."""
+    WL: gl.constexpr = output_layout(WIDTH)
+    x = gl.convert_layout(x.to(to.dtype.element_ty), WL)
+    r = gl.arange(0, 64, gl.SliceLayout(1, WL))
+    d = gl.arange(0, WIDTH, gl.SliceLayout(0, WL))
+    there = (r < rows)[:, None]
+    if OUT != WIDTH:
+        there = there & (d < OUT)[None, :]
+    gl.store(to + (r * stride)[:, None] + d[None, :], x, mask=there)

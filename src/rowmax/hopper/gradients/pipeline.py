@@ -1,0 +1,201 @@
+"""Who carries what: Q, dO, K and V into shared memory, dQ out of it.
+
+One warp brings, one warp takes away, two warpgroups work in between. What they agree on, for a
+block (arrivals that complete a phase; a use n of a ring of S takes buffer n % S in phase
+(n // S) & 1, and both sides count uses):
+
+    barrier       arrivals                              waited for by
+    q_full[s]     producer's expect + bytes of Q, rows  consumers, before S of the use
+    do_full[s]    producer's expect + bytes of dO       consumers, before dP of the use
+    q_empty[s]    each consumer, when dK of the use is  producer, before it fills s again
+    do_empty[s]   each consumer, when dV of the use is  producer, likewise
+    k_full        producer's expect + bytes of K        consumers, before a tile's first S
+    v_full        producer's expect + bytes of V        consumers, before a tile's first dP
+    kv_empty      each consumer, after a tile's last    producer, before the next tile's K
+    dq_full[c]    consumer c, dQ of the use is there    writer, once a use
+    dq_empty[c]   writer, its copy has been read        consumer c, before its next dQ
+    m_full[t]     producer, a tile is announced         consumers and writer, once a turn
+    m_empty[t]    each consumer and the writer          producer, two turns later
+
+A use is a step: one tile of queries of one head of the group. A tile of keys that no query sees
+has none: it takes a turn (m_full, m_empty) and touches no other barrier, on any side. All sides
+read lo, hi and the size of the group from the same message, so they count the same uses.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..gluon_compat import fence_async_shared, mbarrier, tma_add, tma_load, tma_store_wait
+from ..pipeline import barriers, phase, post, slot, told
+from ..schedule import row_at
+from .schedule import band, draw, draw_next, plane_of, tile_of
+
+
+@gluon.jit
+def all_barriers(C: gl.constexpr):
+    bars = (
+        barriers(C.Q_STAGES, 1),
+        barriers(C.Q_STAGES, C.WARPGROUPS),
+        barriers(C.DO_STAGES, 1),
+        barriers(C.DO_STAGES, C.WARPGROUPS),
+        barriers(1, 1),
+        barriers(1, 1),
+        barriers(1, C.WARPGROUPS),
+        barriers(C.WARPGROUPS, 1),
+        barriers(C.WARPGROUPS, 1),
+    )
+    fence_async_shared()
+    return bars
+
+
+@gluon.jit
+def load_step(C: gl.constexpr, descs, buffers, bars, where, m, g, use):
+    """Q, its rows' lse and delta, and dO of one step."""
+    q, do, rows, k, v = descs
+    qs, dos, stats, ks, vs = buffers
+    q_full, q_empty, do_full, do_empty = bars[:4]
+    part, b, kv_head, q_row, group, hq = where
+    head = kv_head * group + g
+    plane, row = plane_of(C, b, head, q_row, hq)
+    i = m * C.BLOCK_Q
+    s = slot(use, C.Q_STAGES)
+    bar = q_full.index(s)
+    mbarrier.wait(q_empty.index(s), phase(use, C.Q_STAGES) ^ 1)
+    mbarrier.expect(bar, q.block_type.nbytes + rows.block_type.nbytes)
+    tma_load(q, [part, q_row + i, head, 0], bar, qs.index(s))
+    tma_load(rows, [plane, 0, row + i], bar, stats.index(s))
+    s = slot(use, C.DO_STAGES)
+    bar = do_full.index(s)
+    mbarrier.wait(do_empty.index(s), phase(use, C.DO_STAGES) ^ 1)
+    mbarrier.expect(bar, do.block_type.nbytes)
+    tma_load(do, [part, q_row + i, head, 0], bar, dos.index(s))
+
+
+@gluon.jit
+def load_keys(C: gl.constexpr, descs, buffers, bars, where, row, kept):
+    q, do, rows, k, v = descs
+    qs, dos, stats, ks, vs = buffers
+    k_full, v_full, kv_empty = bars[4:7]
+    part, b, kv_head, q_row, group, hq = where
+    mbarrier.wait(kv_empty.index(0), phase(kept, 1) ^ 1)
+    mbarrier.expect(k_full.index(0), k.block_type.nbytes)
+    tma_load(k, [part, row, kv_head, 0], k_full.index(0), ks.index(0))
+    mbarrier.expect(v_full.index(0), v.block_type.nbytes)
+    tma_load(v, [part, row, kv_head, 0], v_full.index(0), vs.index(0))
+
+
+@gluon.jit
+def producer(C: gl.constexpr, descs, buffers, bars, mail, order, sizes, seqs, lengths, group, hq):
+    """One warp: every copy into shared memory for every tile of this block."""
+    messages, m_full, m_empty = mail
+    n, end = draw(C, order)
+    turn = 0
+    use = 0
+    kept = 0
+    here = gl.where(n < end, n, 0) if C.DRAWN else n
+    tile = tile_of(C, row_at(C, here, order, sizes, seqs), sizes, seqs, lengths)
+    post(C, tile, n < end, 0, messages, m_full, m_empty)
+    while n < end:
+        first, kv_head, b, q_row, k_row, nq, used, offset, lo, hi = tile
+        where = (0 if C.VARLEN else b, b, kv_head, q_row, group, hq)
+        if lo < hi:
+            # the rings have room for the first step while K and V of the last tile are in use
+            load_step(C, descs, buffers, bars, where, hi - 1, 0, use)
+            load_keys(C, descs, buffers, bars, where, k_row + first, kept)
+            kept += 1
+        here = n
+        n = draw_next(C, n, order)
+        ahead = row_at(C, gl.where(n < end, n, here), order, sizes, seqs)
+        tile = tile_of(C, ahead, sizes, seqs, lengths)
+        post(C, tile, n < end, turn + 1, messages, m_full, m_empty)
+        steps = hi - lo
+        for i in range(1, steps * group):
+            g = i // steps
+            load_step(C, descs, buffers, bars, where, hi - 1 - i + g * steps, g, use + i)
+        use += steps * group
+        turn += 1
+
+
+@gluon.jit
+def flushed():
+    """When the copies that this thread has begun are in memory, for every thread to see."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; fence.proxy.async; fence.acq_rel.gpu; bar.warp.sync -1; "
+        "mov.u32 $0, 0;",
+        "=r",
+        [],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def turn_of(C: gl.constexpr, i, plane, row, tile, turns, sizes, tiles):
+    """(place, turn): where it says whose turn it is to add to the tile of dQ of step i, and what
+    it says when it is ours; -1, which is always past, for the first tile of keys to meet it."""
+    first, kv_head, b, q_row, k_row, nq, used, offset, lo, hi = tile
+    g = i // (hi - lo)
+    m = hi - 1 - i + g * (hi - lo)
+    before_lo, before_hi = band(C, first - C.BLOCK_K, nq, used, offset, sizes)
+    after_another = (first > 0) & (m >= before_lo) & (m < before_hi)
+    place = turns + (plane.to(gl.int64) * tiles + row // C.BLOCK_Q)
+    return place, gl.where(after_another, first // C.BLOCK_K, -1)
+
+
+@gluon.jit
+def row_of(C: gl.constexpr, i, tile, group, hq):
+    """(plane, row) of step i of a tile."""
+    first, kv_head, b, q_row, k_row, nq, used, offset, lo, hi = tile
+    g = i // (hi - lo)
+    plane, row = plane_of(C, b, kv_head * group + g, q_row, hq)
+    return plane, row + (hi - 1 - i + g * (hi - lo)) * C.BLOCK_Q
+
+
+@gluon.jit
+def writer(C: gl.constexpr, dq, dqs, bars, mail, turns, sizes, tiles, group, hq):
+    """One warp: dQ of every step added to memory, both halves.
+
+    ORDERED: a tile of dQ takes what each tile of keys adds in the order of the keys. ``turns``
+    says, tile by tile of queries, which tile of keys is next. A block waits for the tile of keys
+    before its own and for no other; that was drawn before its own, so it is done or in hand.
+    """
+    messages, m_full, m_empty = mail
+    dq_full, dq_empty = bars[7:9]
+    turn = 0
+    use = 0
+    seen = -1
+    tile, live = told(C, 0, messages, m_full, m_empty)
+    while live:
+        first, kv_head, b, q_row, k_row, nq, used, offset, lo, hi = tile
+        end = (hi - lo) * group
+        for i in range(0, end):
+            plane, row = row_of(C, i, tile, group, hq)
+            for c in gl.static_range(C.WARPGROUPS):
+                mbarrier.wait(dq_full.index(c), phase(use, 1))
+            if C.ORDERED:
+                place, ours = turn_of(C, i, plane, row, tile, turns, sizes, tiles)
+                while seen < ours:
+                    seen = gl.atomic_add(place, 0)
+            for c in gl.static_range(C.WARPGROUPS):
+                if C.BY_ROWS:
+                    tma_add(dq, [plane, row + c * C.DQ_ROWS, 0], dqs.index(c))
+                else:
+                    tma_add(dq, [plane, row, c * C.DQ_COLS], dqs.index(c))
+            tma_store_wait(0)
+            for c in gl.static_range(C.WARPGROUPS):
+                mbarrier.arrive(dq_empty.index(c), count=1)
+            if C.ORDERED:
+                # a first look at the next turn while what was added travels
+                seen = -1
+                if i + 1 < end:
+                    plane, row = row_of(C, i + 1, tile, group, hq)
+                    after, _ = turn_of(C, i + 1, plane, row, tile, turns, sizes, tiles)
+                    seen = gl.atomic_add(after, 0)
+                flushed()
+                gl.atomic_xchg(place, first // C.BLOCK_K + 1)
+            use += 1
+        turn += 1
+        tile, live = told(C, turn, messages, m_full, m_empty)

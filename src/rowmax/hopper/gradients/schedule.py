@@ -1,0 +1,129 @@
+"""Which tile of keys is worked on where and when, and which tiles of queries pass by it."""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def draw(C: gl.constexpr, order):
+    """(this block's first place in the order, its end).
+
+    Drawn from a counter, the first place too: then every tile before a drawn one is done or in
+    the hands of a block that runs, and a block may wait for it (``pipeline.writer``).
+    """
+    table, ends, counter, heads, kv_heads, rows = order
+    if C.DRAWN:
+        n = gl.atomic_add(counter, 1)
+        end = gl.load(ends)
+        if C.VARLEN:
+            end = end * heads
+    else:
+        n = gl.program_id(0)
+        end = gl.load(ends + n)
+    return n, end
+
+
+@gluon.jit
+def draw_next(C: gl.constexpr, n, order):
+    table, ends, counter, heads, kv_heads, rows = order
+    if C.DRAWN:
+        n = gl.atomic_add(counter, 1)
+    else:
+        n = n + gl.num_programs(0)
+    return n
+
+
+@gluon.jit
+def band(C: gl.constexpr, first, nq, used, offset, sizes):
+    """The tiles of queries ``lo <= m < hi`` that see some of 128 keys from ``first`` on."""
+    nq_, nk_, left, right = sizes
+    lo = 0
+    end = nq
+    if C.RIGHT:
+        lo = gl.maximum(first - offset - right, 0) // C.BLOCK_Q
+    if C.LEFT:
+        last = gl.minimum(first + C.BLOCK_K, used) - 1
+        end = gl.minimum(nq, last - offset + left + 1)
+    hi = (gl.maximum(end, 0) + C.BLOCK_Q - 1) // C.BLOCK_Q
+    return lo, gl.where(first < used, gl.maximum(hi, lo), lo)
+
+
+@gluon.jit
+def tile_of(C: gl.constexpr, row, sizes, seqs, lengths):
+    """The tile of a row: (first key, kv head, sequence, query row, key row, nq, keys in use,
+    offset, lo, hi). The last two bound the tiles of queries that it meets, of each head of its
+    group; there may be none. ``nq + offset`` is the number of keys, in use or not.
+    """
+    first, head, b = row
+    nq, nk, left, right = sizes
+    cu_k, cu_q, batch, spans = seqs
+    q_row, k_row = 0, 0
+    if C.VARLEN:
+        q_row = gl.load(cu_q + b)
+        k_row = gl.load(cu_k + b)
+        nq = gl.load(cu_q + b + 1) - q_row
+        nk = gl.load(cu_k + b + 1) - k_row
+    offset = nk - nq
+    used = nk
+    if C.PREFIX:
+        used = gl.maximum(gl.minimum(nk, gl.load(lengths + b)), 0)
+    lo, hi = band(C, first, nq, used, offset, sizes)
+    return first, head, b, q_row, k_row, nq, used, offset, lo, hi
+
+
+@gluon.jit
+def full_tiles(C: gl.constexpr, first, tile, sizes):
+    """Where the tiles ``lo <= m < hi`` change for 64 keys from ``first`` on: partial from z up,
+    full from a to z, partial again below a."""
+    key, head, b, q_row, k_row, nq, used, offset, lo, hi = tile
+    nq_, nk_, left, right = sizes
+    last = first + C.TOKENS - 1
+    a = lo
+    z = hi
+    if C.RIGHT:
+        a = gl.maximum(last - offset - right + C.BLOCK_Q - 1, 0) // C.BLOCK_Q
+    if C.RAGGED:
+        a = gl.where(last < used, a, hi)
+    if C.LEFT:
+        z = gl.maximum(first - offset + left + 1, 0) // C.BLOCK_Q
+    if C.DOCUMENTS:
+        a = hi
+    a = gl.minimum(gl.maximum(a, lo), hi)
+    z = gl.minimum(gl.maximum(z, a), hi)
+    return a, z
+
+
+@gluon.jit
+def plane_of(C: gl.constexpr, b, head, q_row, hq):
+    """(plane, first row) of a query head in what is kept row by row: lse, delta and dq.
+
+    Rows are padded to whole tiles. Packed sequences share a plane: sequence b begins at row
+    ``(cu // BLOCK_Q + b) BLOCK_Q``, which leaves each of them room for its last tile.
+    """
+    plane = b * hq + head
+    row = 0
+    if C.VARLEN:
+        plane = head
+        row = (q_row // C.BLOCK_Q + b) * C.BLOCK_Q
+    return plane, row
+
+
+def padded_rows(block_q: int, nq: int, total_q: int, batch: int, varlen: bool) -> int:
+    """The rows of a plane."""
+    return (total_q // block_q + batch) * block_q if varlen else -(-nq // block_q) * block_q
+
+
+def steps_of(
+    block_q: int, block_k: int, nq: int, nk: int, left: int | None, right: int | None
+) -> torch.Tensor:
+    """How many tiles of queries each tile of keys meets."""
+    first = torch.arange(0, nk, block_k)
+    last = (first + block_k).clamp(max=nk) - 1
+    offset = nk - nq
+    lo = torch.zeros_like(first) if right is None else (first - offset - right).clamp(min=0)
+    end = torch.full_like(first, nq) if left is None else (last - offset + left + 1).clamp(max=nq)
+    lo = lo // block_q
+    return ((end.clamp(min=0) + block_q - 1) // block_q - lo).clamp(min=0)

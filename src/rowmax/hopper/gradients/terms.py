@@ -1,0 +1,57 @@
+"""P from S^T, and what dP - Delta is to be multiplied with: softcap, bias, ALiBi and masks.
+
+Scores are in units of log 2 throughout, as lse is. With a softcap ``dX = P (1 - (t/c)^2) (dP -
+Delta)``, and that product of the first two is all that is kept of them beside P, rounded.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..softmax import along_row, by_lane
+from ..terms import columns, lanes, rows_of, tanh
+
+
+@gluon.jit
+def seen(C: gl.constexpr, p, first, m, tile, sizes):
+    """Which pairs of 64 keys from ``first`` on and tile m of queries may see each other."""
+    key, head, b, q_row, k_row, nq, used, offset, lo, hi = tile
+    nq_, nk_, left, right = sizes
+    L: gl.constexpr = p.type.layout
+    # limits of the column, less the lane's own part of it: what is left of it is a constant
+    at = first + rows_of(L)
+    here = at - offset - m * C.BLOCK_Q - lanes(L)
+    col = columns(C.BLOCK_Q, L)
+    low = here + 0 * here
+    if C.RIGHT:
+        low = here - right
+    else:
+        low = 0 * here
+    if C.RAGGED:
+        low = gl.where(at < used, low, C.BLOCK_Q)
+    ok = col >= along_row(low)
+    if C.LEFT:
+        ok = ok & (col <= along_row(here + left))
+    return ok
+
+
+@gluon.jit
+def weights(
+    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, S, lse, m, head, tile, sizes, terms,
+    scale, dtype: gl.constexpr,
+):  # fmt: skip
+    """(P, w): the weights, and what dP - Delta is to be multiplied with to give dX."""
+    inner = terms[0]
+    y = S
+    if C.SOFTCAP:
+        y = tanh(S * inner, dtype)
+    p = gl.exp2(y * scale - lse[None, :])
+    if MASKED:
+        p4 = by_lane(p)
+        ok = seen(C, p4, tile[0] + c * C.TOKENS, m, tile, sizes)
+        p = gl.convert_layout(gl.where(ok, p4, 0.0).reshape(p.shape), p.type.layout)
+    w = p
+    if C.SOFTCAP:
+        w = p * (1.0 - y * y)
+    return p, w

@@ -1,0 +1,74 @@
+"""Tile shapes of the backward, as data, and what is compiled into its kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..tiles import Constants
+
+ROWS = 64  # keys of one warpgroup: the height of a wgmma
+WARPGROUPS = 2
+
+
+@dataclass(frozen=True)
+class GradientTile:
+    """How a head size is cut: ``block_q`` queries by 128 keys, so many buffers of Q and of dO.
+
+    A step holds its own Q and the next one's until half of it is done; dO it holds alone.
+    """
+
+    block_q: int
+    q_stages: int
+    do_stages: int
+    registers: tuple[int, int] = (240, 24)
+
+
+#: by (D, Dv), both padded to one of these
+TILES = {
+    (64, 64): GradientTile(64, 4, 3),
+    (128, 128): GradientTile(64, 3, 2),
+}
+SIZES = (64, 128)
+
+
+@dataclass(frozen=True)
+class GradientConfig:
+    """What is compiled into one kernel, under the names that the kernel uses."""
+
+    D: int  # head sizes of the tile
+    DV: int
+    D_OUT: int  # of the tensors, D or less
+    DV_OUT: int
+    BLOCK_Q: int
+    Q_STAGES: int
+    DO_STAGES: int
+    LEFT: bool = False  # the band has a left limit
+    RIGHT: bool = False
+    RAGGED: bool = False  # a tile of keys may run past those in use
+    VARLEN: bool = False
+    PREFIX: bool = False
+    DOCUMENTS: bool = False
+    SOFTCAP: bool = False
+    ALIBI: bool = False
+    BIAS: bool = False
+    ORDERED: bool = False  # dQ is added up in the order of the keys
+
+
+class GradientConstants(Constants):
+    """A GradientConfig as kernels read it."""
+
+    def derived(self, config: GradientConfig) -> dict[str, object]:
+        by_rows = config.BLOCK_Q == WARPGROUPS * ROWS
+        return {
+            "WARPGROUPS": WARPGROUPS,
+            "TOKENS": ROWS,  # keys of a warpgroup
+            "BLOCK_K": WARPGROUPS * ROWS,
+            # the part of dQ that one warpgroup makes: half of the rows, or half of the columns
+            "DQ_ROWS": ROWS if by_rows else config.BLOCK_Q,
+            "DQ_COLS": config.D if by_rows else config.D // WARPGROUPS,
+            "BY_ROWS": by_rows,
+            "DRAWN": config.ORDERED or config.VARLEN or config.DOCUMENTS,
+            "LAST_FIRST": False,
+            "MASKS": config.RIGHT or config.LEFT or config.RAGGED or config.DOCUMENTS,
+            "ADDED": config.ALIBI or config.BIAS,
+        }
