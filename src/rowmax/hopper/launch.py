@@ -19,7 +19,7 @@ from .kernel import forward as kernel
 from .schedule import SECTION_BYTES, dense_table, steps_of
 from .tiles import ROWS, Constants, Tile, bias_fits, config_for, packed_heads, tile_for
 
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 _LOG2E = math.log2(math.e)
 _MOST_PLANS = 256
 
@@ -95,7 +95,9 @@ def launch(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: Ten
         assert tensors.cu_seqlens_q is not None
         assert tensors.cu_seqlens_k is not None
         cu_q, cu_k = tensors.cu_seqlens_q, tensors.cu_seqlens_k
-        counter = packed.order(problem, cu_q, plan.tile.warpgroups * ROWS // group)
+        tokens = plan.tile.warpgroups * ROWS // group
+        most = packed.most_tiles(problem.total_q, problem.nq, problem.batch, tokens)
+        counter = packed.order(cu_q, problem.batch, most, tokens)
         rows, ends = counter[packed.HEADER :], counter[1:]
     spans, q_range, k_range, ids = none, none, none, (0, 0)
     if problem.documents:
@@ -156,7 +158,7 @@ def takes(t: Tensor) -> bool:
 
 def layouts_of(constants: Constants, problem: Problem) -> tuple[Any, ...]:
     """(width, layout) of both parts of q, k, v and the bias."""
-    C, dtype = constants.config, _DTYPES[problem.dtype]
+    C, dtype = constants.config, DTYPES[problem.dtype]
     q_box, k_box = [1, ROWS // C.GROUP, 1, C.GROUP], [1, C.BLOCK_K, 1]
 
     def parts(box: list[int], w0: int, w1: int, dtype: Any) -> tuple[Any, Any]:
@@ -169,7 +171,7 @@ def layouts_of(constants: Constants, problem: Problem) -> tuple[Any, ...]:
     bias = ((0, None), (0, None))
     if C.BIAS == "copied":
         assert problem.bias_dtype is not None
-        bias = parts([1, 1, ROWS], C.BLOCK_K, 0, _DTYPES[problem.bias_dtype])
+        bias = parts([1, 1, ROWS], C.BLOCK_K, 0, DTYPES[problem.bias_dtype])
     return (
         parts(q_box, w[0], w[1], dtype),
         parts(k_box, w[0], w[1], dtype),
@@ -207,7 +209,7 @@ def made(
     most = torch.cuda.get_device_properties(device).multi_processor_count
     layouts = layouts_of(constants, p)
     if p.varlen:
-        blocks = max(1, min(most, packed.most_tiles(p, tokens) * heads))
+        blocks = max(1, min(most, packed.most_tiles(p.total_q, p.nq, p.batch, tokens) * heads))
         return Plan(tile, constants, blocks, heads, None, None, layouts)
     steps = steps_of(tokens, tile.block_k, p.nq, p.nk, p.left, p.right)
     if p.documents:  # how long its tiles are only the device knows

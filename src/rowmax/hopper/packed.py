@@ -12,8 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..problem import Problem
-
 #: the counter, the number of tiles of one head, and (from here) where each sequence's begin
 HEADER = 2
 _CHUNK = 128
@@ -45,13 +43,13 @@ def _place(order, cu_q, batch, TOKENS: tl.constexpr, HEADER: tl.constexpr, CHUNK
         tl.store(rows + m, b + 0 * m, m < tiles)
 
 
-def most_tiles(p: Problem, tokens: int) -> int:
+def most_tiles(total: int, longest: int, batch: int, tokens: int) -> int:
     """No fewer than there can be: every sequence ends in a tile that may be bare."""
-    return min(p.total_q // tokens + p.batch, p.batch * -(-p.nq // tokens))
+    return min(total // tokens + batch, batch * -(-longest // tokens))
 
 
-def order(p: Problem, cu_q: Tensor, tokens: int) -> Tensor:
-    size = HEADER + p.batch + most_tiles(p, tokens)
-    made = torch.empty(size, dtype=torch.int32, device=cu_q.device)
-    _place[(p.batch,)](made, cu_q, p.batch, tokens, HEADER, _CHUNK)
+def order(cu: Tensor, batch: int, most: int, tokens: int) -> Tensor:
+    """Sequences that begin at ``cu``, in ``most`` tiles at most of ``tokens`` positions."""
+    made = torch.empty(HEADER + batch + most, dtype=torch.int32, device=cu.device)
+    _place[(batch,)](made, cu, batch, tokens, HEADER, _CHUNK)
     return made

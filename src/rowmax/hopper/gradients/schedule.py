@@ -6,6 +6,8 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..schedule import dense_table, table_rows
+
 
 @gluon.jit
 def draw(C: gl.constexpr, order):
@@ -112,8 +114,8 @@ def plane_of(C: gl.constexpr, b, head, q_row, hq):
 
 
 def padded_rows(block_q: int, nq: int, total_q: int, batch: int, varlen: bool) -> int:
-    """The rows of a plane."""
-    return (total_q // block_q + batch) * block_q if varlen else -(-nq // block_q) * block_q
+    """The rows of a plane. What lies past the last packed sequence has the last of them."""
+    return (total_q // block_q + batch + 1) * block_q if varlen else -(-nq // block_q) * block_q
 
 
 def steps_of(
@@ -127,3 +129,22 @@ def steps_of(
     end = torch.full_like(first, nq) if left is None else (last - offset + left + 1).clamp(max=nq)
     lo = lo // block_q
     return ((end.clamp(min=0) + block_q - 1) // block_q - lo).clamp(min=0)
+
+
+def order_of(
+    steps: torch.Tensor, batch: int, heads: int, section: int, blocks: int, drawn: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows, ends) as of ``dense_table``; of tiles that are drawn, how many there are.
+
+    Those are ordered by keys first and heads second, within sections that the cache holds: then
+    a block seldom waits for the tile of keys before its own.
+    """
+    tokens = 128
+    if not drawn:
+        return dense_table(steps, tokens, batch, heads, section, blocks)
+    n = steps.shape[0]
+    parts = torch.arange(batch * heads).split(section)
+    m = torch.cat([torch.arange(n).repeat_interleave(part.shape[0]) for part in parts])
+    h = torch.cat([part.repeat(n) for part in parts])
+    rows = table_rows(m * tokens, h, heads)
+    return rows, torch.tensor([rows.shape[0]], dtype=torch.int32)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+from ...problem import Problem
 from ..tiles import Constants
 
 ROWS = 64  # keys of one warpgroup: the height of a wgmma
@@ -14,7 +16,7 @@ WARPGROUPS = 2
 class GradientTile:
     """How a head size is cut: ``block_q`` queries by 128 keys, so many buffers of Q and of dO.
 
-    A step holds its own Q and the next one's until half of it is done; dO it holds alone.
+    A step waits for the next one's Q before it lets go of the last one's: three of Q at least.
     """
 
     block_q: int
@@ -57,7 +59,7 @@ class GradientConfig:
 class GradientConstants(Constants):
     """A GradientConfig as kernels read it."""
 
-    def derived(self, config: GradientConfig) -> dict[str, object]:
+    def derived(self, config: GradientConfig) -> dict[str, Any]:
         by_rows = config.BLOCK_Q == WARPGROUPS * ROWS
         return {
             "WARPGROUPS": WARPGROUPS,
@@ -72,3 +74,33 @@ class GradientConstants(Constants):
             "MASKS": config.RIGHT or config.LEFT or config.RAGGED or config.DOCUMENTS,
             "ADDED": config.ALIBI or config.BIAS,
         }
+
+
+def sizes_of(d: int, dv: int) -> tuple[int, int]:
+    """The head sizes of the tile that holds (d, dv); what is missing reads as zero."""
+    both = next(size for size in SIZES if size >= max(d, dv))
+    return both, both
+
+
+def config_for(p: Problem, tile: GradientTile, **options: Any) -> GradientConfig:
+    d, dv = sizes_of(p.d, p.dv)
+    config = GradientConfig(
+        D=d,
+        DV=dv,
+        D_OUT=p.d,
+        DV_OUT=p.dv,
+        BLOCK_Q=tile.block_q,
+        Q_STAGES=tile.q_stages,
+        DO_STAGES=tile.do_stages,
+        LEFT=p.left is not None,
+        RIGHT=p.right is not None,
+        RAGGED=p.varlen or p.prefix or p.nk % (WARPGROUPS * ROWS) > 0,
+        VARLEN=p.varlen,
+        PREFIX=p.prefix,
+        DOCUMENTS=p.documents,
+        SOFTCAP=p.softcap > 0,
+        ALIBI=p.alibi,
+        BIAS=p.bias is not None,
+        ORDERED=p.deterministic,
+    )
+    return replace(config, **options)

@@ -1,0 +1,568 @@
+"""A machine on which the Hopper kernels run without a GPU: slow, and as unkind as it may be.
+
+``install`` puts it in the place of Triton's Gluon, before anything of ``rowmax.hopper`` is
+imported; a kernel is then Python that runs on numpy. Every partition of every block is a thread.
+Copies land late and in any order; a product is made when it is waited for, from what its operands
+hold by then; memory begins as NaN. A barrier that gets too many arrivals, a number that is read
+before its product was waited for, or a thread that waits for too long is an error.
+
+What it cannot show is what the compiler makes of layouts, and fences.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import time
+import types
+from typing import Any
+
+import numpy as np
+
+LIMIT = 60.0  # seconds that a thread may wait
+_here = threading.local()
+_lock = threading.Condition()
+_failed: list[BaseException] = []
+
+
+class Stuck(RuntimeError):
+    pass
+
+
+def _until(ready: Any, what: str) -> None:
+    end = time.monotonic() + LIMIT
+    with _lock:
+        while not ready():
+            if _failed:
+                raise Stuck("another thread failed")
+            if time.monotonic() > end:
+                raise Stuck(f"{threading.current_thread().name} waits for {what}")
+            _lock.wait(0.5)
+
+
+def _dawdle() -> None:
+    if random.random() < 0.02:
+        time.sleep(random.random() * 1e-3)
+
+
+# --- numbers -----------------------------------------------------------------------------------
+
+
+class DType:
+    def __init__(self, name: str, kind: Any) -> None:
+        self.name, self.kind = name, np.dtype(kind)
+
+    primitive_bitwidth = property(lambda self: 8 * self.kind.itemsize)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+float32, float16 = DType("fp32", np.float32), DType("fp16", np.float16)
+bfloat16 = DType("bf16", np.float32)
+int32, int64, int1 = DType("i32", np.int32), DType("i64", np.int64), DType("i1", np.bool_)
+_OF = {d.kind: d for d in (float16, int32, int64, int1, float32)}
+
+
+def raw(x: Any) -> Any:
+    return x.a if isinstance(x, Tensor) else x
+
+
+class Tensor:
+    """A tensor or a scalar: what operators, casts and shapes need."""
+
+    def __init__(self, a: Any) -> None:
+        self.a = np.asarray(a)
+        if self.a.dtype == np.float64:
+            self.a = self.a.astype(np.float32)
+
+    dtype = property(lambda self: _OF[self.a.dtype])
+    shape = property(lambda self: list(self.a.shape))
+    type = property(lambda self: types.SimpleNamespace(layout=None))
+
+    def to(self, dtype: DType) -> Tensor:
+        with np.errstate(all="ignore"):
+            return Tensor(self.a.astype(dtype.kind))
+
+    def reshape(self, *shape: Any) -> Tensor:
+        return Tensor(self.a.reshape(*shape))
+
+    def expand_dims(self, axis: int) -> Tensor:
+        return Tensor(np.expand_dims(self.a, axis))
+
+    def __getitem__(self, at: Any) -> Tensor:
+        return Tensor(self.a[at])
+
+    def __bool__(self) -> bool:
+        return bool(self.a)
+
+    def __index__(self) -> int:
+        return int(self.a)
+
+    def __invert__(self) -> Tensor:
+        return Tensor(~self.a)
+
+    def __neg__(self) -> Tensor:
+        return Tensor(-self.a)
+
+
+def _operator(f: Any) -> Any:
+    def run(a: Any, b: Any) -> Any:
+        if isinstance(b, Pointer):
+            return NotImplemented
+        with np.errstate(all="ignore"):
+            return Tensor(f(_same(raw(a), raw(b)), _same(raw(b), raw(a))))
+
+    return run
+
+
+def _same(a: Any, b: Any) -> Any:
+    """Python numbers take the type of the other side, as they do in Triton."""
+    if isinstance(a, (bool, int, float)) and isinstance(b, np.ndarray) and b.dtype.kind != "b":
+        kind = b.dtype if isinstance(a, int) or b.dtype.kind == "f" else np.float32
+        return np.asarray(a, kind)
+    return a
+
+
+def _quotient(a: Any, b: Any) -> Any:  # toward zero, as the hardware has it
+    return np.where((a < 0) != (b < 0), -(abs(a) // abs(b)), abs(a) // abs(b)).astype(
+        np.result_type(a, b)
+    )
+
+
+_OPERATORS = {
+    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b,
+    "truediv": lambda a, b: a / b, "floordiv": _quotient,
+    "mod": lambda a, b: a - b * _quotient(a, b), "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b, "rshift": lambda a, b: a >> b,
+    "lshift": lambda a, b: a << b,
+}  # fmt: skip
+for _name, _f in _OPERATORS.items():
+    setattr(Tensor, f"__{_name}__", _operator(_f))
+    setattr(Tensor, f"__r{_name}__", (lambda g: lambda b, a: g(a, b))(_operator(_f)))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(Tensor, f"__{_name}__", _operator(getattr(np.ndarray, f"__{_name}__")))
+Tensor.__hash__ = None  # pyright: ignore
+
+
+class Pointer:
+    def __init__(self, memory: np.ndarray, at: Any = 0) -> None:
+        assert memory.ndim == 1
+        self.memory, self.at = memory, np.asarray(at, np.int64)
+
+    def __add__(self, other: Any) -> Pointer:
+        return Pointer(self.memory, self.at + np.asarray(raw(other), np.int64))
+
+    __radd__ = __add__
+
+    @property
+    def dtype(self) -> Any:
+        return types.SimpleNamespace(element_ty=_OF[self.memory.dtype])
+
+
+def load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Tensor:
+    at = pointer.at
+    if mask is None:
+        assert (at >= 0).all(), "a load before its tensor"
+        return Tensor(pointer.memory[at])
+    at, ok = np.broadcast_arrays(at, raw(mask))
+    found = np.full(at.shape, other, pointer.memory.dtype)
+    found[ok] = pointer.memory[at[ok]]
+    assert (at[ok] >= 0).all(), "a load before its tensor"
+    return Tensor(found)
+
+
+def store(pointer: Pointer, value: Any, mask: Any = True) -> None:
+    at, ok, x = np.broadcast_arrays(pointer.at, raw(mask), raw(value))
+    assert (at[ok] >= 0).all(), "a store before its tensor"
+    pointer.memory[at[ok]] = x[ok]
+
+
+def atomic(change: Any) -> Any:
+    def run(pointer: Pointer, value: Any, **_: Any) -> Tensor:
+        time.sleep(random.random() * 2e-4)
+        with _lock:
+            if _failed:
+                raise Stuck("another thread failed")
+            before = pointer.memory[pointer.at].copy()
+            pointer.memory[pointer.at] = change(before, raw(value))
+            return Tensor(before)
+
+    return run
+
+
+# --- shared memory, barriers, copies -----------------------------------------------------------
+
+
+class Shared:
+    def __init__(self, a: np.ndarray, dtype: DType) -> None:
+        self.a, self.dtype = a, dtype
+
+    shape = property(lambda self: list(self.a.shape))
+
+    def index(self, i: Any) -> Shared:
+        i = int(raw(i))
+        assert 0 <= i < self.a.shape[0], f"buffer {i} of {self.a.shape[0]}"
+        return Shared(self.a[i], self.dtype)
+
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        at = [slice(None)] * self.a.ndim
+        at[dim] = slice(start, start + length)
+        return Shared(self.a[tuple(at)], self.dtype)
+
+    def permute(self, order: Any) -> Shared:
+        return Shared(self.a.transpose(order), self.dtype)
+
+    def load(self, layout: Any) -> Tensor:
+        _dawdle()
+        return Tensor(self.a.copy())
+
+    def store(self, value: Tensor) -> None:
+        _dawdle()
+        assert value.a.dtype == self.a.dtype, (value.a.dtype, self.a.dtype)
+        self.a[...] = value.a
+
+
+def reinterpret(buffer: Shared, dtype: DType, shape: list[int], layout: Any) -> Shared:
+    a = buffer.a.reshape(shape)
+    assert np.shares_memory(a, buffer.a)
+    return Shared(a, dtype)
+
+
+class Bar:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def settle(self) -> None:
+        assert self.pending >= 0, "too many arrivals"
+        if self.pending == 0 and self.bytes == 0:
+            self.phase ^= 1
+            self.pending = self.count
+            _lock.notify_all()
+
+
+class Bars:
+    def __init__(self, n: int) -> None:
+        self.bars = [Bar() for _ in range(n)]
+
+    def index(self, i: Any) -> Bar:
+        i = int(raw(i))
+        assert 0 <= i < len(self.bars)
+        return self.bars[i]
+
+
+class mbarrier:  # noqa: N801
+    class MBarrierLayout:
+        pass
+
+    @staticmethod
+    def init(bar: Bar, count: int) -> None:
+        bar.count = bar.pending = count
+        bar.phase = bar.bytes = 0
+
+    @staticmethod
+    def expect(bar: Bar, size: int, pred: Any = True) -> None:
+        if bool(pred):
+            with _lock:
+                bar.bytes += size
+                bar.pending -= 1
+                bar.settle()
+
+    @staticmethod
+    def arrive(bar: Bar, *, count: int = 1, pred: Any = True) -> None:
+        _dawdle()
+        if bool(pred):
+            with _lock:
+                bar.pending -= count
+                bar.settle()
+
+    @staticmethod
+    def wait(bar: Bar, phase: Any, pred: Any = True) -> None:
+        if bool(pred):
+            parity = int(raw(phase))
+            assert parity in (0, 1)
+            _until(lambda: bar.phase != parity, f"a barrier, phase {parity}")
+
+
+class Descriptor:
+    """What copies boxes of a numpy array of any rank."""
+
+    def __init__(self, a: np.ndarray, box: list[int]) -> None:
+        assert a.ndim == len(box)
+        self.a, self.box, self.dtype, self.layout = a, box, _OF[a.dtype], None
+        size = int(np.prod(box)) * a.dtype.itemsize
+        self.block_type = types.SimpleNamespace(nbytes=size, shape=box)
+
+    def region(self, at: list[int]) -> tuple[Any, Any]:
+        """(where in the array, where in the box)."""
+        whole, part = [], []
+        for n, size, i in zip(self.a.shape, self.box, at, strict=True):
+            assert i >= 0, "a copy from before its tensor"
+            m = max(0, min(size, n - i))
+            whole.append(slice(i, i + m) if m else slice(0, 0))
+            part.append(slice(0, m))
+        return tuple(whole), tuple(part)
+
+
+def _coordinates(at: Any) -> list[int]:
+    return [int(raw(i)) for i in at]
+
+
+def tma_load(desc: Descriptor, at: Any, bar: Bar, to: Shared) -> None:
+    assert list(to.a.shape) == list(desc.box)
+    at = _coordinates(at)
+    to.a[...] = np.nan  # what is there may be gone at once
+
+    def land() -> None:
+        time.sleep(random.random() * 1e-3)
+        box = np.zeros(desc.box, desc.a.dtype)
+        whole, part = desc.region(at)
+        box[part] = desc.a[whole]
+        with _lock:
+            to.a[...] = box
+            bar.bytes -= desc.block_type.nbytes
+            bar.settle()
+
+    threading.Thread(target=land, daemon=True).start()
+
+
+def tma_add(desc: Descriptor, at: Any, source: Shared) -> None:
+    pending = _here.__dict__.setdefault("adds", [])
+    pending.append((desc, _coordinates(at), source))
+
+
+def tma_store_wait(n: int) -> None:
+    """Copies are made as late as this, from what their buffers hold by now."""
+    assert n == 0
+    time.sleep(random.random() * 5e-4)
+    for desc, at, source in _here.__dict__.pop("adds", []):
+        whole, part = desc.region(at)
+        with _lock:
+            desc.a[whole] += source.a.reshape(desc.box)[part]
+
+
+# --- products ----------------------------------------------------------------------------------
+
+
+class Flying:
+    """The accumulator of a product that was not waited for."""
+
+    def __init__(self, a: Any, b: Any, acc: Any, use_acc: Any) -> None:
+        self.given = a, b, acc, bool(use_acc)
+        self.made: Tensor | None = None
+
+    def make(self) -> None:
+        if self.made is None:
+            a, b, acc, use_acc = self.given
+            if isinstance(acc, Flying):
+                acc.make()
+                acc = acc.made
+            with np.errstate(all="ignore"):
+                x = a.a.astype(np.float32) @ b.a.astype(np.float32)
+                self.made = Tensor(x + acc.a if use_acc else x)
+
+
+def warpgroup_mma(a: Any, b: Shared, acc: Any, use_acc: Any = True, is_async: bool = False) -> Any:
+    assert is_async
+    flying = Flying(a, b, acc, use_acc)
+    queue = _here.__dict__.setdefault("products", [])
+    queue.append(flying)
+    if random.random() < 0.5:  # or as soon as this
+        for one in queue:
+            one.make()
+    return flying
+
+
+def warpgroup_mma_wait(n: int, deps: list[Any]) -> Any:
+    queue = _here.__dict__.setdefault("products", [])
+    while len(queue) > n:
+        queue.pop(0).make()
+    found = []
+    for x in deps:
+        if isinstance(x, Flying):
+            assert x not in queue, "a product is used before it was waited for"
+            x = x.made
+        found.append(x)
+    return found[0] if len(found) == 1 else tuple(found)
+
+
+# --- a block -----------------------------------------------------------------------------------
+
+
+class Block:
+    def __init__(self, pid: int, programs: int) -> None:
+        self.pid, self.programs = pid, programs
+        self.meeting = threading.Barrier(2)
+
+
+def inline_asm(text: str, constraints: str, args: list[Any], dtype: Any, **_: Any) -> Any:
+    if text.startswith("bar.sync 9"):
+        _dawdle()
+        _here.block.meeting.wait(LIMIT)
+        return None
+    if text.startswith("cvt.rn"):
+        return args[0].to(dtype)
+    if text.startswith("tanh"):
+        return Tensor(np.tanh(args[0].a))
+    if text.startswith("cp.async.bulk.wait_group"):
+        return None
+    raise NotImplementedError(text)
+
+
+def warp_specialize(partitions: list[Any], warps: Any, registers: Any) -> None:
+    threads = []
+    for f, args in partitions:
+        threads.append(threading.Thread(target=_guarded, args=(f, args, _here.block), daemon=True))
+        threads[-1].name = f"{f.__name__} of block {_here.block.pid}"
+        threads[-1].start()
+    for thread in threads:
+        thread.join()
+
+
+def _guarded(f: Any, args: tuple[Any, ...], block: Block) -> None:
+    _here.block = block
+    try:
+        f(*args)
+        assert not _here.__dict__.get("products"), "a product was never waited for"
+        assert not _here.__dict__.get("adds"), "a copy was never waited for"
+    except BaseException as error:  # noqa: BLE001
+        with _lock:
+            _failed.append(error)
+            _lock.notify_all()
+        block.meeting.abort()
+
+
+def run(kernel: Any, programs: int, *args: Any) -> None:
+    """Run a kernel over a grid; all blocks at once."""
+    _failed.clear()
+
+    def one(pid: int) -> None:
+        _guarded(lambda: kernel(*args), (), Block(pid, programs))
+
+    threads = [threading.Thread(target=one, args=(pid,)) for pid in range(programs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    real = [e for e in _failed if not isinstance(e, (Stuck, threading.BrokenBarrierError))]
+    if real or _failed:
+        raise (real or _failed)[0]
+
+
+def scalar(x: Any) -> Tensor:
+    return Tensor(np.asarray(x, np.int32 if isinstance(x, int) else np.float32))
+
+
+# --- in the place of Gluon ---------------------------------------------------------------------
+
+
+class _Layout:
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    @staticmethod
+    def get_default_for(*_: Any, **__: Any) -> None:
+        return None
+
+
+def _allocate(dtype: DType, shape: list[int], layout: Any) -> Any:
+    if isinstance(layout, mbarrier.MBarrierLayout):
+        return Bars(shape[0])
+    empty = np.nan if dtype.kind.kind == "f" else -1
+    return Shared(np.full(shape, empty, dtype.kind), dtype)
+
+
+def _elementwise(f: Any) -> Any:
+    def run(*args: Any) -> Tensor:
+        with np.errstate(all="ignore"):
+            first = next((a for a in args if isinstance(a, Tensor)), None)
+            other = raw(first) if first is not None else 0
+            return Tensor(f(*(_same(raw(a), other) for a in args)))
+
+    return run
+
+
+def _where(c: Any, x: Any, y: Any) -> Tensor:
+    x, y = _same(raw(x), raw(y)), _same(raw(y), raw(x))
+    return Tensor(np.where(raw(c), x, y).astype(np.result_type(x, y)))
+
+
+def _full(shape: list[int], value: Any, dtype: DType, layout: Any = None) -> Tensor:
+    return Tensor(np.full(shape, value, dtype.kind))
+
+
+def _arange(start: int, end: int, layout: Any = None) -> Tensor:
+    return Tensor(np.arange(start, end, dtype=np.int32))
+
+
+def _sum(x: Tensor, axis: int) -> Tensor:
+    return Tensor(x.a.sum(axis, dtype=x.a.dtype))
+
+
+def language() -> types.ModuleType:
+    gl: Any = types.ModuleType("triton.experimental.gluon.language")
+    gl.constexpr = lambda x: x
+    for name in (
+        "NVMMADistributedLayout", "NVMMASharedLayout", "SwizzledSharedLayout", "BlockedLayout",
+        "SliceLayout", "DotOperandLayout", "DistributedLinearLayout",
+    ):  # fmt: skip
+        setattr(gl, name, _Layout)
+    for d in (float32, float16, bfloat16, int32, int64):
+        setattr(gl, {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}.get(
+            d.name, d.name.replace("i", "int")), d)  # fmt: skip
+    gl.shared_memory_descriptor = types.SimpleNamespace(reinterpret=reinterpret)
+    gl.allocate_shared_memory = _allocate
+    gl.full, gl.arange, gl.where, gl.sum = _full, _arange, _where, _sum
+    gl.maximum, gl.minimum = _elementwise(np.maximum), _elementwise(np.minimum)
+    gl.exp2, gl.abs, gl.log2 = _elementwise(np.exp2), _elementwise(np.abs), _elementwise(np.log2)
+    gl.load, gl.store = load, store
+    gl.atomic_add, gl.atomic_xchg = atomic(lambda a, b: a + b), atomic(lambda a, b: b)
+    gl.convert_layout = lambda x, layout: x
+    gl.static_range = range
+    gl.inline_asm_elementwise = inline_asm
+    gl.program_id = lambda axis: scalar(_here.block.pid)
+    gl.num_programs = lambda axis: scalar(_here.block.programs)
+    gl.num_warps = lambda: 4
+    gl.warp_specialize = warp_specialize
+    return gl
+
+
+def install() -> None:
+    """Make ``import triton`` find this machine."""
+
+    def module(name: str, **content: Any) -> types.ModuleType:
+        made = types.ModuleType(name)
+        made.__dict__.update(content)
+        made.__path__ = []
+        sys.modules[name] = made
+        return made
+
+    def same(f: Any = None, **_: Any) -> Any:
+        return f if f is not None else same
+
+    gl = language()
+    hopper = {
+        "fence_async_shared": lambda: None,
+        "mbarrier": mbarrier,
+        "tma": types.SimpleNamespace(
+            async_load=tma_load, async_store=None, async_atomic_add=tma_add,
+            store_wait=tma_store_wait,
+        ),
+        "warpgroup_mma": warpgroup_mma,
+        "warpgroup_mma_init": lambda x: x,
+        "warpgroup_mma_wait": warpgroup_mma_wait,
+    }  # fmt: skip
+    module("triton", jit=same, __version__="3.6.0")
+    module("triton._C")
+    module("triton._C.libtriton", ir=None)
+    module("triton.language", constexpr=lambda x: x)
+    module("triton.experimental")
+    module("triton.experimental.gluon", jit=same, constexpr_function=same, language=gl)
+    sys.modules["triton.experimental.gluon.language"] = gl
+    gl.__path__ = []  # pyright: ignore
+    module("triton.experimental.gluon.language._core", builtin=same)
+    module("triton.experimental.gluon.language.nvidia")
+    module("triton.experimental.gluon.language.nvidia.hopper", **hopper)
+    module("triton.experimental.gluon.nvidia")
+    module("triton.experimental.gluon.nvidia.hopper", TensorDescriptor=Descriptor)
