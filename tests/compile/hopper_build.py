@@ -1,4 +1,4 @@
-"""Compile the Hopper forward for sm_90a with no GPU in sight, and read what came of it."""
+"""Compile the Hopper kernels for sm_90a with no GPU in sight, and read what came of it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from rowmax.hopper.gradients.kernel import backward
+from rowmax.hopper.gradients.tiles import GradientConfig, GradientConstants, GradientTile
 from rowmax.hopper.kernel import forward
 from rowmax.hopper.tiles import ROWS, Config, Constants, Tile
 
@@ -78,11 +80,32 @@ def config(d: int, dv: int, tile: Tile, **features: Any) -> Config:
 
 @lru_cache
 def build(c: Config, registers: tuple[int, int], dtype: str = "bf16", bias: str = "bf16") -> Built:
-    names = forward.arg_names
-    kinds = _signature(c, dtype, bias)
-    constants = {"C": Constants(c), "R0": registers[0], "R1": registers[1]}
+    return _built(forward, _signature(c, dtype, bias), Constants(c), registers)
+
+
+def gradient_config(d: int, dv: int, tile: GradientTile, **features: Any) -> GradientConfig:
+    return GradientConfig(
+        D=d,
+        DV=dv,
+        D_OUT=d,
+        DV_OUT=dv,
+        BLOCK_Q=tile.block_q,
+        Q_STAGES=tile.q_stages,
+        DO_STAGES=tile.do_stages,
+        **features,
+    )
+
+
+@lru_cache
+def build_backward(c: GradientConfig, registers: tuple[int, int], dtype: str = "bf16") -> Built:
+    return _built(backward, _backward_signature(c, dtype), GradientConstants(c), registers)
+
+
+def _built(kernel: Any, kinds: dict[str, str], c: Any, registers: tuple[int, int]) -> Built:
+    names = kernel.arg_names
+    constants = {"C": c, "R0": registers[0], "R1": registers[1]}
     source = GluonASTSource(
-        forward,
+        kernel,
         {n: kinds.get(n, "constexpr") for n in names},
         {(names.index(n),): v for n, v in constants.items()},
         {
@@ -97,13 +120,32 @@ def build(c: Config, registers: tuple[int, int], dtype: str = "bf16", bias: str 
     return _read(made.asm["cubin"], made.metadata.shared)
 
 
+def copied(kind: str, *box: int) -> str:
+    layout = gl.NVMMASharedLayout.get_default_for(list(box), _DTYPES[kind])
+    return f"tensordesc<{kind}[{', '.join(map(str, box))}],{layout!r}>"
+
+
+def _backward_signature(c: GradientConfig, dtype: str) -> dict[str, str]:
+    k = GradientConstants(c)
+    kinds = dict.fromkeys(backward.arg_names, "i32")
+    kinds |= {
+        "q": copied(dtype, 1, c.BLOCK_Q, 1, c.D),
+        "do": copied(dtype, 1, c.BLOCK_Q, 1, c.DV),
+        "rows": copied("fp32", 1, 2, c.BLOCK_Q),
+        "k": copied(dtype, 1, k.BLOCK_K.value, 1, c.D),
+        "v": copied(dtype, 1, k.BLOCK_K.value, 1, c.DV),
+        "dq": copied("fp32", 1, k.DQ_ROWS.value, k.DQ_COLS.value),
+    }
+    kinds |= dict.fromkeys(("table", "ends", "counter", "turns", "cu_q", "cu_k"), "*i32")
+    kinds |= {"lengths": "*i32", "dk": "*" + dtype, "dv": "*" + dtype}
+    kinds |= dict.fromkeys(("inner", "scale", "out_scale"), "fp32")
+    for name in ("C", "R0", "R1"):
+        del kinds[name]
+    return kinds
+
+
 def _signature(c: Config, dtype: str, bias: str) -> dict[str, str]:
     k = Constants(c)
-
-    def copied(kind: str, *box: int) -> str:
-        layout = gl.NVMMASharedLayout.get_default_for(list(box), _DTYPES[kind])
-        return f"tensordesc<{kind}[{', '.join(map(str, box))}],{layout!r}>"
-
     kinds = dict.fromkeys(forward.arg_names, "i32")
     q_box, k_box = (1, ROWS // c.GROUP, 1, c.GROUP), (1, c.BLOCK_K, 1)
     for name, box, width in (("q", q_box, "D"), ("k", k_box, "D"), ("v", k_box, "DV")):

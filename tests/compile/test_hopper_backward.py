@@ -1,0 +1,72 @@
+"""What the Hopper backward must compile to, for every head size and feature. Needs no GPU."""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+if find_spec("triton") is None or sys.platform != "linux":
+    pytest.skip("compiling for a GPU needs triton, on Linux", allow_module_level=True)
+
+from rowmax.hopper.gradients.tiles import TILES
+from rowmax.hopper.tiles import SHARED
+
+from .hopper_build import Built, build_backward, gradient_config
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "ragged": {"RAGGED": True},
+    "causal": {"RIGHT": True},
+    "ordered": {"RIGHT": True, "ORDERED": True},
+    "window": {"LEFT": True, "RIGHT": True},
+    "lengths": {"PREFIX": True, "RAGGED": True},
+    "packed": {"VARLEN": True, "RAGGED": True, "RIGHT": True},
+    "packed-ordered": {"VARLEN": True, "RAGGED": True, "RIGHT": True, "ORDERED": True},
+    "softcap": {"SOFTCAP": True, "RIGHT": True},
+}
+CONFIGS = [
+    pytest.param(size, tile, features, id=f"{size[0]}x{size[1]}-{name}")
+    for size, tile in TILES.items()
+    for name, features in FEATURES.items()
+]
+#: bytes of scalars that a thread may put by, out of the loops of the products
+STACK = 160
+
+
+def built(size: tuple[int, int], tile: Any, features: dict[str, Any], dtype: str) -> Built:
+    return build_backward(gradient_config(*size, tile, **features), tile.registers, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(("size", "tile", "features"), CONFIGS)
+def test_loops_keep_to_registers(size, tile, features, dtype):
+    kernel = built(size, tile, features, dtype)
+    loops = kernel.loops()
+    assert len(loops) >= 2
+    for loop in loops:
+        assert not [line for line in loop if re.search(r"\b(LDL|STL)\b", line.text)]
+    assert kernel.stack <= STACK
+    assert kernel.shared <= SHARED
+
+
+@pytest.mark.parametrize(("size", "tile", "features"), CONFIGS)
+def test_products_are_not_serialised(size, tile, features):
+    """Three waits in a step; one after each HGMMA otherwise."""
+    for loop in built(size, tile, features, "bf16").loops():
+        waits = [line for line in loop if "WARPGROUP.DEPBAR" in line.text]
+        assert len(waits) == 3
+
+
+@pytest.mark.parametrize(("size", "tile", "features"), CONFIGS)
+def test_weights_are_made_beside_products(size, tile, features):
+    """The exponentials come before the first wait, which is for dK and dP."""
+    for loop in built(size, tile, features, "bf16").loops():
+        texts = [line.text for line in loop]
+        wait = next(n for n, text in enumerate(texts) if "WARPGROUP.DEPBAR" in text)
+        after = sum("MUFU.EX2" in text for text in texts[wait:])
+        assert sum("MUFU.EX2" in text for text in texts[:wait]) + after >= tile.block_q // 2
+        assert after <= 4
