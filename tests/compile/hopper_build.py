@@ -55,7 +55,7 @@ class Built(NamedTuple):
                 spans.append((int(target[1], 16), line.address))
         bodies = [[x for x in self.lines if a <= x.address <= b] for a, b in spans]
         bodies = [b for b in bodies if any("HGMMA" in x.text for x in b)]
-        bodies = [b for b in bodies if not any("STG" in x.text for x in b)]
+        bodies = [b for b in bodies if not any(re.search(r"\bSTG\b", x.text) for x in b)]
         return [b for b in bodies if not any(_within(other, b) for other in bodies)]
 
 
@@ -135,9 +135,11 @@ def _backward_signature(c: GradientConfig, dtype: str) -> dict[str, str]:
         "k": copied(dtype, 1, k.BLOCK_K.value, 1, c.D),
         "v": copied(dtype, 1, k.BLOCK_K.value, 1, c.DV),
         "dq": copied("fp32", 1, k.DQ_ROWS.value, k.DQ_COLS.value),
+        "bias": copied(dtype, 1, 1, c.BLOCK_Q, k.BLOCK_K.value),
+        "dbias": copied(dtype, 1, 1, c.BLOCK_Q, k.TOKENS.value),
     }
     kinds |= dict.fromkeys(("table", "ends", "counter", "turns", "cu_q", "cu_k"), "*i32")
-    kinds |= {"lengths": "*i32", "dk": "*" + dtype, "dv": "*" + dtype}
+    kinds |= {"lengths": "*i32", "alibi": "*fp32", "dk": "*" + dtype, "dv": "*" + dtype}
     kinds |= dict.fromkeys(("inner", "scale", "out_scale"), "fp32")
     for name in ("C", "R0", "R1"):
         del kinds[name]

@@ -42,6 +42,8 @@ class Case:
     left: int | None = None
     right: int | None = None
     softcap: float = 0.0
+    alibi: bool = False
+    bias: tuple[int, int] | None = None  # its sequences and heads, 1 where it is one for all
     lengths: tuple[int, ...] | None = None
     sequences: tuple[tuple[int, int], ...] | None = None
     block_q: int = 64
@@ -73,6 +75,14 @@ def cases() -> list[Case]:
             Case(f"window-longer-queries{tag}", 500, 130, left=40, right=3, options=o, blocks=3),
             Case(f"lengths{tag}", 100, 300, b=4, lengths=(300, 0, 130, 1), right=0, options=o),
             Case(f"softcap{tag}", 130, 200, softcap=1.5, right=0, options=o),
+            Case(f"alibi{tag}", 130, 200, hq=2, hk=1, alibi=True, right=0, options=o),
+            Case(f"bias{tag}", 130, 200, b=2, hq=2, hk=1, bias=(2, 2), options=o | {"DBIAS": True}),
+            Case(f"bias-1h{tag}", 200, 300, b=2, hq=2, hk=2, bias=(1, 2), right=0, options=o),
+            Case(f"bias-b1{tag}", 300, 200, b=2, hq=2, hk=2, bias=(2, 1), blocks=1, options=o),
+            Case(
+                f"bias-causal{tag}", 300, 300, hq=2, hk=2, bias=(1, 2), right=0,
+                options=o | {"DBIAS": True},
+            ),
             Case(f"rows-128{tag}", 300, 300, right=0, block_q=128, options=o),
             Case(f"stages{tag}", 300, 300, stages=(3, 1), options=o),
             Case(f"stages-four{tag}", 300, 300, stages=(4, 3), right=5, options=o),
@@ -108,8 +118,11 @@ def sequences_of(case: Case) -> list[tuple[slice, slice]]:
     return [(slice(a, c), slice(b, d)) for (a, b), (c, d) in zip(cu[:-1], cu[1:], strict=True)]
 
 
-def definition(case: Case, q: Any, k: Any, v: Any, do: Any, dlse: Any, scale: float) -> Any:
-    """(lse, delta - dlse, dq, dk, dv) in float64."""
+def definition(
+    case: Case, q: Any, k: Any, v: Any, do: Any, dlse: Any, scale: float, bias: Any, alibi: Any
+) -> Any:
+    """(lse, delta - dlse, dq, dk, dv, dbias) in float64."""
+    dbias = np.zeros((case.b, case.hq, case.nq, case.nk))
     lse = np.full(dlse.shape, -np.inf)
     delta = np.zeros(dlse.shape)
     dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
@@ -125,7 +138,13 @@ def definition(case: Case, q: Any, k: Any, v: Any, do: Any, dlse: Any, scale: fl
             K, V = (x[b, cols, h // group].astype(float) for x in (k, v))
             x = scale * Q @ K.T
             t = case.softcap * np.tanh(x / case.softcap) if case.softcap else x
-            s = np.where(ok, t, -np.inf)
+            s = t
+            if case.alibi:
+                i, j = np.arange(nq)[:, None] + nk - nq, np.arange(nk)[None]
+                s = s - alibi[h] * abs(i - j)
+            if case.bias:
+                s = s + bias[n if case.bias[0] > 1 else 0, h if case.bias[1] > 1 else 0]
+            s = np.where(ok, s, -np.inf)
             top = np.maximum(s.max(1, keepdims=True), -1e30)
             e = np.exp(s - top)
             total = e.sum(1, keepdims=True)
@@ -136,11 +155,13 @@ def definition(case: Case, q: Any, k: Any, v: Any, do: Any, dlse: Any, scale: fl
             row = (dO * O).sum(1) - dlse[b, h, rows]
             delta[b, h, rows] = row
             dS = P * (dO @ V.T - row[:, None])
+            if case.bias:
+                dbias[b, h] = dS
             dX = dS * (1 - (t / case.softcap) ** 2) if case.softcap else dS
             dq[b, rows, h] += scale * dX @ K
             dk[b, cols, h // group] += scale * dX.T @ Q
             dv[b, cols, h // group] += P.T @ dO
-    return lse, delta, dq, dk, dv
+    return lse, delta, dq, dk, dv, dbias
 
 
 def packed_order(cu: np.ndarray) -> np.ndarray:
@@ -174,14 +195,17 @@ def check(case: Case, seed: int) -> str | None:
     k, v = normal(planes_b, total_k, case.hk, case.d), normal(planes_b, total_k, case.hk, case.dv)
     dlse = rng.standard_normal((planes_b, case.hq, total_q))
     scale = 0.3
-    lse, delta, *want = definition(case, q, k, v, do, dlse, scale)
+    bias = normal(*(case.bias or (1, 1)), nq, nk)
+    alibi = (2.0 ** -np.arange(1, case.hq + 1)).astype(np.float32)
+    lse, delta, *want = definition(case, q, k, v, do, dlse, scale, bias, alibi)
 
     config = GradientConfig(
         D=case.d, DV=case.dv, D_OUT=case.d, DV_OUT=case.dv, BLOCK_Q=case.block_q,
         Q_STAGES=case.stages[0], DO_STAGES=case.stages[1],
         LEFT=case.left is not None, RIGHT=case.right is not None,
         RAGGED=packed or case.lengths is not None or nk % BLOCK_K > 0,
-        VARLEN=packed, PREFIX=case.lengths is not None, SOFTCAP=case.softcap > 0, **case.options,
+        VARLEN=packed, PREFIX=case.lengths is not None, SOFTCAP=case.softcap > 0,
+        ALIBI=case.alibi, BIAS=case.bias is not None, **case.options,
     )  # fmt: skip
     C: Any = GradientConstants(config)
     rows = padded_rows(case.block_q, nq, total_q, batch, packed)
@@ -215,6 +239,7 @@ def check(case: Case, seed: int) -> str | None:
         )
         counter = np.zeros(1, np.int32)
         case = Case(**(case.__dict__ | {"blocks": blocks}))
+    dbias = np.zeros((case.b, case.hq, nq, nk), np.float16)
     lengths = np.array(case.lengths or (0,), np.int32)
     s, f = machine.scalar, lambda x: machine.scalar(float(x))
     P = machine.Pointer  # noqa: N806
@@ -228,10 +253,11 @@ def check(case: Case, seed: int) -> str | None:
         copies(stats, 1, 2, case.block_q),
         copies(k, 1, BLOCK_K, 1, case.d), copies(v, 1, BLOCK_K, 1, case.dv),
         copies(sums, 1, C.DQ_ROWS, C.DQ_COLS),
+        copies(bias, 1, 1, case.block_q, BLOCK_K), copies(dbias, 1, 1, case.block_q, 64),
         P(dk), P(dv), P(table), P(ends), P(counter), s(case.hk), s(256), P(turns), s(tiles),
         s(nq), s(nk), s(case.left or 0), s(case.right or 0), P(cu_q), P(cu_k), s(batch),
-        P(lengths),
-        f(scale / case.softcap if case.softcap else 0.0),
+        P(lengths), *(s(int(n > 1)) for n in case.bias or (1, 1)),
+        f(scale / case.softcap if case.softcap else 0.0), P(alibi),
         f((case.softcap or scale) * LOG2E), f(scale), s(case.hq), s(case.hq // case.hk),
         C, 240, 24,
     )  # fmt: skip
@@ -239,8 +265,10 @@ def check(case: Case, seed: int) -> str | None:
     for b, r, start in places:
         for h in range(case.hq):
             dq[b, r, h] = scale * sums[b * case.hq + h, start : start + r.stop - r.start]
-    got = (dq, dk.reshape(k.shape), dv.reshape(v.shape))
-    for name, x, y in zip(("dq", "dk", "dv"), got, want, strict=True):
+    got = (dq, dk.reshape(k.shape), dv.reshape(v.shape), dbias)
+    for name, x, y in zip(("dq", "dk", "dv", "dbias"), got, want, strict=True):
+        if name == "dbias" and not C.DBIAS:
+            continue
         if np.isnan(x).any():
             return f"{name}: {int(np.isnan(x).sum())} of {x.size} are NaN"
         off, size = np.linalg.norm(x.astype(float) - y), np.linalg.norm(y)
@@ -269,8 +297,9 @@ def main() -> int:
             done += 1
             bad += text is not None
             if text or options.only:
-                print(case.name, seed, text or "right", f"{time.monotonic() - begin:.1f} s", flush=True)
-            if text and text.startswith("Stuck"):
+                took = f"{time.monotonic() - begin:.1f} s"
+                print(case.name, seed, text or "right", took, flush=True)
+            if text and text.startswith("StuckError"):
                 return 1
     print(f"{done - bad} right, {bad} wrong")
     return int(bad > 0)

@@ -26,7 +26,7 @@ _lock = threading.Condition()
 _failed: list[BaseException] = []
 
 
-class Stuck(RuntimeError):
+class StuckError(RuntimeError):
     pass
 
 
@@ -35,9 +35,9 @@ def _until(ready: Any, what: str) -> None:
     with _lock:
         while not ready():
             if _failed:
-                raise Stuck("another thread failed")
+                raise StuckError("another thread failed")
             if time.monotonic() > end:
-                raise Stuck(f"{threading.current_thread().name} waits for {what}")
+                raise StuckError(f"{threading.current_thread().name} waits for {what}")
             _lock.wait(0.5)
 
 
@@ -184,7 +184,7 @@ def atomic(change: Any) -> Any:
         time.sleep(random.random() * 2e-4)
         with _lock:
             if _failed:
-                raise Stuck("another thread failed")
+                raise StuckError("another thread failed")
             before = pointer.memory[pointer.at].copy()
             pointer.memory[pointer.at] = change(before, raw(value))
             return Tensor(before)
@@ -332,6 +332,11 @@ def tma_add(desc: Descriptor, at: Any, source: Shared) -> None:
     pending.append((desc, _coordinates(at), source))
 
 
+def tma_store(desc: Descriptor, at: Any, source: Shared) -> None:
+    pending = _here.__dict__.setdefault("stores", [])
+    pending.append((desc, _coordinates(at), source))
+
+
 def tma_store_wait(n: int) -> None:
     """Copies are made as late as this, from what their buffers hold by now."""
     assert n == 0
@@ -340,6 +345,9 @@ def tma_store_wait(n: int) -> None:
         whole, part = desc.region(at)
         with _lock:
             desc.a[whole] += source.a.reshape(desc.box)[part]
+    for desc, at, source in _here.__dict__.pop("stores", []):
+        whole, part = desc.region(at)
+        desc.a[whole] = source.a.reshape(desc.box)[part]
 
 
 # --- products ----------------------------------------------------------------------------------
@@ -426,7 +434,8 @@ def _guarded(f: Any, args: tuple[Any, ...], block: Block) -> None:
         f(*args)
         assert not _here.__dict__.get("products"), "a product was never waited for"
         assert not _here.__dict__.get("adds"), "a copy was never waited for"
-    except BaseException as error:  # noqa: BLE001
+        assert not _here.__dict__.get("stores"), "a copy was never waited for"
+    except BaseException as error:
         with _lock:
             _failed.append(error)
             _lock.notify_all()
@@ -445,7 +454,7 @@ def run(kernel: Any, programs: int, *args: Any) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    real = [e for e in _failed if not isinstance(e, (Stuck, threading.BrokenBarrierError))]
+    real = [e for e in _failed if not isinstance(e, (StuckError, threading.BrokenBarrierError))]
     if real or _failed:
         raise (real or _failed)[0]
 
@@ -546,7 +555,7 @@ def install() -> None:
         "fence_async_shared": lambda: None,
         "mbarrier": mbarrier,
         "tma": types.SimpleNamespace(
-            async_load=tma_load, async_store=None, async_atomic_add=tma_add,
+            async_load=tma_load, async_store=tma_store, async_atomic_add=tma_add,
             store_wait=tma_store_wait,
         ),
         "warpgroup_mma": warpgroup_mma,

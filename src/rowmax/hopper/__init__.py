@@ -68,8 +68,13 @@ def _refused_backward(p: Problem) -> str | None:
         return f"its backward takes head sizes up to 128, these are {p.d} and {p.dv}"
     if p.documents:
         return "its backward does not take documents"
-    if p.bias is not None or p.alibi:
-        return "its backward does not take bias or ALiBi"
+    if p.bias is not None:
+        if p.bias[2:] != (p.nq, p.nk) or p.varlen:
+            return "its backward takes a bias with a row for each query and a column for each key"
+        if p.bias_dtype != p.dtype:
+            return f"its backward takes a bias of {p.dtype}, this one is {p.bias_dtype}"
+        if p.nk % 8:
+            return f"its backward takes a bias for a multiple of 8 keys, these are {p.nk}"
     return None
 
 

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from .softmax import along_row
 
-_LOG2E = gl.constexpr(1.4426950408889634)
+LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
@@ -23,7 +23,7 @@ def tanh(x, dtype: gl.constexpr):
             "tanh.approx.f32 $0, $1;", "=f,f", [x], gl.float32, is_pure=True, pack=1
         )
     else:
-        y = 1.0 - 2.0 / (gl.exp2(x * (2 * _LOG2E)) + 1.0)
+        y = 1.0 - 2.0 / (gl.exp2(x * (2 * LOG2E)) + 1.0)
     return y
 
 

@@ -24,6 +24,8 @@ from ..gluon_compat import (
     fence_async_shared,
     mbarrier,
     reinterpret,
+    tma_store,
+    tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -59,6 +61,13 @@ def own(buffers, zero, c: gl.constexpr, C: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
+def of_keys(dss, use, c: gl.constexpr, C: gl.constexpr):
+    """This warpgroup's part of the tile of dS of a use, keys down. In memory queries are down,
+    as they are in a bias: matrices of 8 by 8 are turned on their way to and from registers."""
+    return dss.index(use & 1).permute((1, 0)).slice(c * C.TOKENS, C.TOKENS, dim=0)
+
+
+@gluon.jit
 def issue_scores(C: gl.constexpr, c: gl.constexpr, ks, qs, use):
     """S^T = K Q^T, on its way."""
     z = gl.full([C.TOKENS, C.BLOCK_Q], 0.0, gl.float32, score_layout(C))
@@ -70,7 +79,7 @@ def issue_scores(C: gl.constexpr, c: gl.constexpr, ks, qs, use):
 @gluon.jit
 def issue_dk(C: gl.constexpr, c: gl.constexpr, dk, dss, qs, use, use_acc):
     """dK += dS^T Q of a use, on its way."""
-    ds = dss.index(use & 1).slice(c * C.TOKENS, C.TOKENS, dim=0)
+    ds = of_keys(dss, use, c, C)
     q = block(qs, slot(use, C.Q_STAGES), C.BLOCK_Q, C.D)
     return warpgroup_mma(ds, q, dk, use_acc=use_acc, is_async=True)
 
@@ -82,10 +91,10 @@ def issue_dq(C: gl.constexpr, c: gl.constexpr, dss, ks, use):
     ds = dss.index(use & 1)
     k = block(ks, use >> 30, C.BLOCK_K, C.D)
     if C.BY_ROWS:
-        ds = ds.slice(c * C.DQ_ROWS, C.DQ_ROWS, dim=1)
+        ds = ds.slice(c * C.DQ_ROWS, C.DQ_ROWS, dim=0)
     else:
         k = k.slice(c * C.DQ_COLS, C.DQ_COLS, dim=1)
-    return warpgroup_mma(ds.permute((1, 0)), k, z, use_acc=False, is_async=True)
+    return warpgroup_mma(ds, k, z, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -95,6 +104,16 @@ def row_numbers(C: gl.constexpr, stats, s, i: gl.constexpr):
         stats.index(s), stats.dtype, [2, C.BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
     return both.index(i).load(column_layout(C))
+
+
+@gluon.jit
+def let_go(C: gl.constexpr, use, was, q_empty, b_empty):
+    """When dK of a use is made (and dbias stored): its Q, and its tile of dS or of the bias."""
+    if C.DBIAS:
+        tma_store_wait(0)
+    mbarrier.arrive(q_empty.index(slot(use, C.Q_STAGES)), count=1, pred=was)
+    if C.BIAS:
+        mbarrier.arrive(b_empty.index(use & 1), count=1, pred=was)
 
 
 @gluon.jit
@@ -112,12 +131,14 @@ def step(
     tile,
     sizes,
     terms,
+    dbias,
     scale,
 ):
     """One tile of queries; ``span`` are the first use and the end of the uses of this tile."""
     S, dk, dv = state
     qs, dos, stats, ks, vs, dss, dqs = buffers
-    q_full, q_empty, do_full, do_empty, k_full, v_full, kv_empty, dq_full, dq_empty = bars
+    q_full, q_empty, do_full, do_empty, k_full, v_full, kv_empty, dq_full, dq_empty = bars[:9]
+    b_full, b_empty = bars[9:]
     dtype: gl.constexpr = qs.dtype
     begin, end = span
     before = gl.maximum(use - 1, 0)
@@ -131,7 +152,11 @@ def step(
     z = gl.full([C.TOKENS, C.BLOCK_Q], 0.0, gl.float32, score_layout(C))
     dp = warpgroup_mma(v, do.permute((1, 0)), z, use_acc=False, is_async=True)
     lse = row_numbers(C, stats, slot(use, C.Q_STAGES), 0)
-    p, w = weights(C, MASKED, c, S, lse, m, head, tile, sizes, terms, scale, dtype)
+    bias = 0
+    if C.BIAS:
+        mbarrier.wait(b_full.index(use & 1), phase(use, 2))
+        bias = of_keys(dss, use, c, C).load(score_layout(C))
+    p, w = weights(C, MASKED, c, S, lse, bias, m, head, tile, sizes, terms, scale, dtype)
     P = rounded(p, dtype)
     # A wait begins a new basic block: without one here ptxas sinks the exponentials below the
     # wait for the products that they are to run beside.
@@ -139,14 +164,19 @@ def step(
         q_full.index(slot(after, C.Q_STAGES)), phase(after, C.Q_STAGES), pred=after < end
     )
     dp, dk = warpgroup_mma_wait(0, deps=[dp, dk])
-    mbarrier.arrive(q_empty.index(slot(before, C.Q_STAGES)), count=1, pred=use > begin)
+    let_go(C, before, use > begin, q_empty, b_empty)
 
     dv = warpgroup_mma(gl.convert_layout(P, weight_layout(C.DV)), do, dv, is_async=True)
     delta = row_numbers(C, stats, slot(use, C.Q_STAGES), 1)
     ds = rounded(w * (dp - delta[None, :]), dtype)
-    dss.index(use & 1).slice(c * C.TOKENS, C.TOKENS, dim=0).store(ds)
+    of_keys(dss, use, c, C).store(ds)
     fence_async_shared()
     meet()
+    if C.DBIAS:
+        i = m * C.BLOCK_Q
+        j = tile[0] + c * C.TOKENS
+        half = dss.index(use & 1).slice(c * C.TOKENS, C.TOKENS, dim=1)
+        tma_store(dbias, [tile[2], head, i, j], half)
     dq = issue_dq(C, c, dss, ks, use)
     S = issue_scores(C, c, ks, qs, after)
     dq, dv = warpgroup_mma_wait(1, deps=[dq, dv])
@@ -160,12 +190,13 @@ def step(
 
 @gluon.jit
 def consumer(
-    C: gl.constexpr, c: gl.constexpr, dk, dv, buffers, bars, mail, sizes, terms, rest
+    C: gl.constexpr, c: gl.constexpr, dk, dv, dbias, buffers, bars, mail, sizes, terms, rest
 ):
     """Warpgroup c: keys ``64 c`` to ``64 c + 63`` of every tile of this block."""
     messages, m_full, m_empty = mail
     qs, dos, stats, ks, vs, dss, dqs = buffers
-    q_full, q_empty, do_full, do_empty, k_full, v_full, kv_empty, dq_full, dq_empty = bars
+    q_full, q_empty, do_full, do_empty, k_full, v_full, kv_empty, dq_full, dq_empty = bars[:9]
+    b_full, b_empty = bars[9:]
     scale, out_scale, group, hk = rest
     turn = 0
     use = 0
@@ -190,19 +221,19 @@ def consumer(
                 for i in range(z, hi):
                     use, state = step(
                         C, True, c, hi - 1 - i + z, head, use, span, state, buffers, bars, tile,
-                        sizes, terms, scale,
+                        sizes, terms, dbias, scale,
                     )  # fmt: skip
             if not C.DOCUMENTS:
                 for i in range(a, z):
                     use, state = step(
                         C, False, c, z - 1 - i + a, head, use, span, state, buffers, bars, tile,
-                        sizes, terms, scale,
+                        sizes, terms, dbias, scale,
                     )  # fmt: skip
             if C.MASKS:
                 for i in range(lo, a):
                     use, state = step(
                         C, True, c, a - 1 - i + lo, head, use, span, state, buffers, bars, tile,
-                        sizes, terms, scale,
+                        sizes, terms, dbias, scale,
                     )  # fmt: skip
         S, dk_sum, dv_sum = state
         begin, end = span
@@ -211,7 +242,7 @@ def consumer(
         dk_sum = warpgroup_mma_wait(0, deps=[dk_sum])
         if not some:  # made of what is stale
             dk_sum = gl.full([C.TOKENS, C.D], 0.0, gl.float32, value_layout(C.D))
-        mbarrier.arrive(q_empty.index(slot(last, C.Q_STAGES)), count=1, pred=some)
+        let_go(C, last, some, q_empty, b_empty)
         mbarrier.arrive(kv_empty.index(0), count=1, pred=some)
         kept += some.to(gl.int32)
         turn += 1

@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from ...problem import Gradients, Problem, Tensors, Wanted
+from ...triton import backward as plain
 from .. import packed
 from ..gluon_compat import TensorDescriptor
 from ..launch import DTYPES, strides, takes
@@ -18,7 +19,7 @@ from ..schedule import SECTION_BYTES
 from . import rows
 from .kernel import backward as kernel
 from .schedule import order_of, padded_rows, steps_of
-from .tiles import TILES, GradientConstants, GradientTile, config_for, sizes_of
+from .tiles import ROWS, TILES, GradientConstants, GradientTile, config_for, sizes_of
 
 _LOG2E = math.log2(math.e)
 _MOST_PLANS = 256
@@ -49,14 +50,21 @@ def backward(
     wanted: Wanted,
 ) -> Gradients:
     """The wanted gradients of a problem that ``supports`` has passed."""
-    if not any(wanted) or not (problem.nq and problem.nk and problem.total_q and problem.total_k):
-        from ...triton import backward as plain  # which knows what of nothing is nothing
-
-        return plain(problem, tensors, out, lse, dout, dlse, wanted)
+    given = (problem, tensors, out, lse, dout, dlse)
+    some = problem.nq and problem.nk and problem.total_q and problem.total_k
+    if not (any(wanted) and some) or (tensors.bias is not None and not takes(tensors.bias)):
+        return plain(*given, wanted)
+    here = wanted.bias and stores_dbias(problem)
     with torch.cuda.device(tensors.q.device):
-        return launch(
-            plan_of(problem, tensors.q.device), problem, tensors, out, lse, dout, dlse, wanted
-        )
+        found = launch(plan_of(problem, tensors.q.device, here), *given, wanted)
+    if wanted.bias and not here:
+        found = found._replace(bias=plain(*given, Wanted(False, False, False, True, False)).bias)
+    return found
+
+
+def stores_dbias(p: Problem) -> bool:
+    """Whether the kernel stores dbias: it is dS, where nothing is summed over."""
+    return p.bias is not None and p.bias[:2] == (p.batch, p.hq) and p.softcap == 0
 
 
 def launch(
@@ -81,6 +89,17 @@ def launch(
     sums = q.new_zeros((plan.planes, plan.rows, C.D), dtype=torch.float32)
 
     none = lse  # a pointer that is not looked at
+    q_tiles = copies(q, [1, C.BLOCK_Q, 1, C.D])
+    bias_tiles = dbias_tiles = q_tiles
+    dbias, each = None, (0, 0)
+    if tensors.bias is not None:
+        each = tuple(int(size > 1) for size in tensors.bias.shape[:2])
+        bias_tiles = copies(tensors.bias, [1, 1, C.BLOCK_Q, _BLOCK_K])
+    if C.DBIAS:
+        assert tensors.bias is not None
+        new_bias = q.new_zeros if problem.masked else q.new_empty  # tiles that none visits
+        dbias = new_bias(tensors.bias.shape)
+        dbias_tiles = copies(dbias, [1, 1, C.BLOCK_Q, ROWS])
     table, ends, counter, turns = plan.table, plan.ends, none, none
     if C.ORDERED:
         zeros = torch.zeros(
@@ -98,19 +117,21 @@ def launch(
     k_view = [1, _BLOCK_K, 1]
 
     kernel[(plan.blocks,)](
-        copies(q, [1, C.BLOCK_Q, 1, C.D]),
+        q_tiles,
         copies(dout, [1, C.BLOCK_Q, 1, C.DV]),
         copies(stats, [1, 2, C.BLOCK_Q]),
         copies(k, [*k_view, C.D]),
         copies(v, [*k_view, C.DV]),
         copies(sums, [1, plan.constants.DQ_ROWS.value, plan.constants.DQ_COLS.value]),
+        bias_tiles, dbias_tiles,
         dk, dv,
         table, ends, counter, problem.hk, SECTION_BYTES // query_bytes(problem),
         turns, plan.rows // C.BLOCK_Q,
         problem.nq, problem.nk, min(problem.left or 0, reach), min(problem.right or 0, reach),
         none if cu_q is None else cu_q, none if cu_k is None else cu_k, problem.batch,
         none if tensors.lengths is None else tensors.lengths.contiguous(),
-        inner, scale * _LOG2E, problem.scale, problem.hq, problem.group,
+        *each,
+        inner, none if tensors.alibi is None else tensors.alibi.contiguous(), scale * _LOG2E, problem.scale, problem.hq, problem.group,
         plan.constants, *plan.tile.registers, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     dq = None
@@ -121,7 +142,7 @@ def launch(
             sums, dq, cu_q, problem.batch, problem.total_q, problem.hq, tiles, problem.scale,
             D=problem.d, BLOCK_D=C.D, ROWS=C.BLOCK_Q,
         )  # fmt: skip
-    return Gradients(dq, dk if wanted.k else None, dv if wanted.v else None, None, dsink)
+    return Gradients(dq, dk if wanted.k else None, dv if wanted.v else None, dbias, dsink)
 
 
 def prepared(
@@ -166,13 +187,13 @@ def copies(t: Tensor, box: list[int]) -> TensorDescriptor:
 _BLOCK_K = 128
 
 
-def plan_of(problem: Problem, device: torch.device) -> Plan:
-    key = (problem, device)
+def plan_of(problem: Problem, device: torch.device, dbias: bool = False) -> Plan:
+    key = (problem, device, dbias)
     plan = _PLANS.get(key)
     if plan is not None:
         _PLANS.move_to_end(key)
         return plan
-    plan = made(problem, device)
+    plan = made(problem, device, DBIAS=dbias)
     if not torch.cuda.is_current_stream_capturing():
         _PLANS[key] = plan
         if len(_PLANS) > _MOST_PLANS:

@@ -12,6 +12,8 @@ block (arrivals that complete a phase; a use n of a ring of S takes buffer n % S
     k_full        producer's expect + bytes of K        consumers, before a tile's first S
     v_full        producer's expect + bytes of V        consumers, before a tile's first dP
     kv_empty      each consumer, after a tile's last    producer, before the next tile's K
+    b_full[t]     producer's expect + bytes of the bias  consumers, before P of the use
+    b_empty[t]    each consumer, when dK of the use is  producer, before a bias two uses later
     dq_full[c]    consumer c, dQ of the use is there    writer, once a use
     dq_empty[c]   writer, its copy has been read        consumer c, before its next dQ
     m_full[t]     producer, a tile is announced         consumers and writer, once a turn
@@ -27,7 +29,14 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..gluon_compat import fence_async_shared, mbarrier, tma_add, tma_load, tma_store_wait
+from ..gluon_compat import (
+    fence_async_shared,
+    mbarrier,
+    reinterpret,
+    tma_add,
+    tma_load,
+    tma_store_wait,
+)
 from ..pipeline import barriers, phase, post, slot, told
 from ..schedule import row_at
 from .schedule import band, draw, draw_next, plane_of, tile_of
@@ -45,6 +54,8 @@ def all_barriers(C: gl.constexpr):
         barriers(1, C.WARPGROUPS),
         barriers(C.WARPGROUPS, 1),
         barriers(C.WARPGROUPS, 1),
+        barriers(2, 1),
+        barriers(2, C.WARPGROUPS),
     )
     fence_async_shared()
     return bars
@@ -52,11 +63,13 @@ def all_barriers(C: gl.constexpr):
 
 @gluon.jit
 def load_step(C: gl.constexpr, descs, buffers, bars, where, m, g, use):
-    """Q, its rows' lse and delta, and dO of one step."""
-    q, do, rows, k, v = descs
-    qs, dos, stats, ks, vs = buffers
+    """Q, its rows' lse and delta, dO and the bias of one step."""
+    q, do, rows, k, v, bias = descs
+    qs, dos, stats, ks, vs, dss = buffers
     q_full, q_empty, do_full, do_empty = bars[:4]
-    part, b, kv_head, q_row, group, hq = where
+    b_full, b_empty = bars[9:]
+    part, b, kv_head, first, q_row, spread = where
+    group, hq, each_b, each_h = spread
     head = kv_head * group + g
     plane, row = plane_of(C, b, head, q_row, hq)
     i = m * C.BLOCK_Q
@@ -71,14 +84,23 @@ def load_step(C: gl.constexpr, descs, buffers, bars, where, m, g, use):
     mbarrier.wait(do_empty.index(s), phase(use, C.DO_STAGES) ^ 1)
     mbarrier.expect(bar, do.block_type.nbytes)
     tma_load(do, [part, q_row + i, head, 0], bar, dos.index(s))
+    if C.BIAS:  # its tile lies where dS of the step will be put
+        s = use & 1
+        bar = b_full.index(s)
+        mbarrier.wait(b_empty.index(s), phase(use, 2) ^ 1)
+        mbarrier.expect(bar, bias.block_type.nbytes)
+        to = reinterpret(
+            dss.index(s), dss.dtype, [1, 1, C.BLOCK_Q, C.BLOCK_K], bias.layout
+        )
+        tma_load(bias, [b * each_b, head * each_h, i, first], bar, to)
 
 
 @gluon.jit
 def load_keys(C: gl.constexpr, descs, buffers, bars, where, row, kept):
-    q, do, rows, k, v = descs
-    qs, dos, stats, ks, vs = buffers
+    q, do, rows, k, v, bias = descs
+    qs, dos, stats, ks, vs, dss = buffers
     k_full, v_full, kv_empty = bars[4:7]
-    part, b, kv_head, q_row, group, hq = where
+    part, b, kv_head, first, q_row, spread = where
     mbarrier.wait(kv_empty.index(0), phase(kept, 1) ^ 1)
     mbarrier.expect(k_full.index(0), k.block_type.nbytes)
     tma_load(k, [part, row, kv_head, 0], k_full.index(0), ks.index(0))
@@ -87,9 +109,10 @@ def load_keys(C: gl.constexpr, descs, buffers, bars, where, row, kept):
 
 
 @gluon.jit
-def producer(C: gl.constexpr, descs, buffers, bars, mail, order, sizes, seqs, lengths, group, hq):
+def producer(C: gl.constexpr, descs, buffers, bars, mail, order, sizes, seqs, lengths, spread):
     """One warp: every copy into shared memory for every tile of this block."""
     messages, m_full, m_empty = mail
+    group, hq, each_b, each_h = spread
     n, end = draw(C, order)
     turn = 0
     use = 0
@@ -99,7 +122,7 @@ def producer(C: gl.constexpr, descs, buffers, bars, mail, order, sizes, seqs, le
     post(C, tile, n < end, 0, messages, m_full, m_empty)
     while n < end:
         first, kv_head, b, q_row, k_row, nq, used, offset, lo, hi = tile
-        where = (0 if C.VARLEN else b, b, kv_head, q_row, group, hq)
+        where = (0 if C.VARLEN else b, b, kv_head, first, q_row, spread)
         if lo < hi:
             # the rings have room for the first step while K and V of the last tile are in use
             load_step(C, descs, buffers, bars, where, hi - 1, 0, use)

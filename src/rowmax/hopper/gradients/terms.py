@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..softmax import along_row, by_lane
-from ..terms import columns, lanes, rows_of, tanh
+from ..terms import LOG2E, columns, lanes, rows_of, tanh
 
 
 @gluon.jit
@@ -37,19 +37,37 @@ def seen(C: gl.constexpr, p, first, m, tile, sizes):
 
 
 @gluon.jit
+def distance(C: gl.constexpr, S, first, m, tile):
+    """``|i + offset - j|`` of every pair, as S lies."""
+    key, head, b, q_row, k_row, nq, used, offset, lo, hi = tile
+    S4 = by_lane(S)
+    L: gl.constexpr = S4.type.layout
+    at = first + rows_of(L) - offset - m * C.BLOCK_Q - lanes(L)
+    far = gl.abs(columns(C.BLOCK_Q, L).to(gl.float32) - along_row(at.to(gl.float32)))
+    return gl.convert_layout(far.reshape(S.shape), S.type.layout)
+
+
+@gluon.jit
 def weights(
-    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, S, lse, m, head, tile, sizes, terms,
-    scale, dtype: gl.constexpr,
+    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, S, lse, bias, m, head, tile, sizes,
+    terms, scale, dtype: gl.constexpr,
 ):  # fmt: skip
     """(P, w): the weights, and what dP - Delta is to be multiplied with to give dX."""
-    inner = terms[0]
+    inner, alibi = terms
     y = S
     if C.SOFTCAP:
         y = tanh(S * inner, dtype)
-    p = gl.exp2(y * scale - lse[None, :])
+    first = tile[0] + c * C.TOKENS
+    less = lse[None, :]
+    if C.BIAS:
+        less = less - bias.to(gl.float32) * LOG2E
+    if C.ALIBI:
+        far = distance(C, S, first, m, tile)
+        less = less + far * (gl.load(alibi + head) * LOG2E)
+    p = gl.exp2(y * scale - less)
     if MASKED:
         p4 = by_lane(p)
-        ok = seen(C, p4, tile[0] + c * C.TOKENS, m, tile, sizes)
+        ok = seen(C, p4, first, m, tile, sizes)
         p = gl.convert_layout(gl.where(ok, p4, 0.0).reshape(p.shape), p.type.layout)
     w = p
     if C.SOFTCAP:

@@ -53,6 +53,7 @@ class GradientConfig:
     SOFTCAP: bool = False
     ALIBI: bool = False
     BIAS: bool = False
+    DBIAS: bool = False  # stored tile by tile: the bias broadcasts over nothing
     ORDERED: bool = False  # dQ is added up in the order of the keys
 
 
