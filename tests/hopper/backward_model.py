@@ -12,7 +12,7 @@ import math
 import random
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,9 @@ machine.install()
 from rowmax.hopper.gradients.kernel import backward  # noqa: E402
 from rowmax.hopper.gradients.schedule import order_of, padded_rows, steps_of  # noqa: E402
 from rowmax.hopper.gradients.tiles import GradientConfig, GradientConstants  # noqa: E402
+from rowmax.hopper.gradients.wide_kernel import wide  # noqa: E402
+from rowmax.hopper.schedule import dense_table  # noqa: E402
+from rowmax.hopper.schedule import steps_of as steps_of_queries  # noqa: E402
 
 LOG2E = math.log2(math.e)
 BLOCK_K = 128
@@ -50,6 +53,7 @@ class Case:
     stages: tuple[int, int] = (3, 2)
     blocks: int = 2
     options: dict[str, Any] = field(default_factory=dict)
+    wide: bool = False  # dq, dk and dv in launches of their own
 
 
 def cases() -> list[Case]:
@@ -95,6 +99,12 @@ def cases() -> list[Case]:
                 sequences=((130, 130), (64, 128), (1, 1), (0, 0), (129, 257)),
             ),
         ]  # fmt: skip
+    plain = [c for c in found if not c.options["ORDERED"] and not c.bias and c.block_q == 64]
+    found += [
+        replace(c, name="wide-" + c.name, wide=True)
+        for c in plain
+        if c.stages == (3, 2)
+    ]
     return found
 
 
@@ -247,6 +257,14 @@ def check(case: Case, seed: int) -> str | None:
     def copies(a: np.ndarray, *box: int) -> machine.Descriptor:
         return machine.Descriptor(a, list(box))
 
+    if case.wide:
+        given = (q, do, k, v, stats, lengths, cu_q, cu_k, alibi)
+        sizes = (nq, nk, batch, rows, packed)
+        dq = run_wide(case, config, "dq", given, sizes, scale, np.full(q.size, np.nan, np.float16))
+        dk = run_wide(case, config, "dk", given, sizes, scale, dk)
+        dv = run_wide(case, config, "dv", given, sizes, scale, dv)
+        return compared((dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)), want)
+
     machine.run(
         backward, case.blocks,
         copies(q, 1, case.block_q, 1, case.d), copies(do, 1, case.block_q, 1, case.dv),
@@ -265,10 +283,56 @@ def check(case: Case, seed: int) -> str | None:
     for b, r, start in places:
         for h in range(case.hq):
             dq[b, r, h] = scale * sums[b * case.hq + h, start : start + r.stop - r.start]
-    got = (dq, dk.reshape(k.shape), dv.reshape(v.shape), dbias)
-    for name, x, y in zip(("dq", "dk", "dv", "dbias"), got, want, strict=True):
-        if name == "dbias" and not C.DBIAS:
-            continue
+    got = (dq, dk.reshape(k.shape), dv.reshape(v.shape), *([dbias] if C.DBIAS else []))
+    return compared(got, want)
+
+
+def run_wide(
+    case: Case, config: Any, kind: str, given: Any, sizes: Any, scale: float, out: np.ndarray
+) -> np.ndarray:
+    q, do, k, v, stats, lengths, cu_q, cu_k, alibi = given
+    nq, nk, batch, rows, packed = sizes
+    C: Any = GradientConstants(replace(config, KIND=kind))  # noqa: N806
+    of_queries = kind == "dq"
+    heads = case.hq if of_queries else case.hk
+    if packed:
+        made = packed_order(cu_q if of_queries else cu_k)
+        counter, ends, table = made, made[1:], made[2:]
+        blocks = case.blocks
+    else:
+        if of_queries:
+            steps = steps_of_queries(128, case.block_q, nq, nk, case.left, case.right)
+        else:
+            steps = steps_of(case.block_q, BLOCK_K, nq, nk, case.left, case.right)
+        blocks = min(case.blocks, steps.shape[0] * case.b * heads)
+        made = dense_table(steps, 128, case.b, heads, 2 * heads // case.hk, blocks)
+        table, ends = (t.numpy().reshape(-1) for t in made)
+        counter = np.zeros(1, np.int32)
+    s, f, P = machine.scalar, lambda x: machine.scalar(float(x)), machine.Pointer  # noqa: N806
+
+    def copies(a: np.ndarray, tokens: int) -> machine.Descriptor:
+        return machine.Descriptor(a, [1, tokens, 1, a.shape[-1]])
+
+    stays, passes = ((q, do), (k, v)) if of_queries else ((k, v), (q, do))
+    group = case.hq // case.hk
+    machine.run(
+        wide, blocks,
+        *(copies(a, 128) for a in stays), *(copies(a, case.block_q) for a in passes),
+        machine.Descriptor(stats, [1, 2, case.block_q]),
+        P(out), P(stats.reshape(-1)),
+        P(table), P(ends), P(counter), s(heads), s(256),
+        s(nq), s(nk), s(case.left or 0), s(case.right or 0), P(cu_q), P(cu_k), s(batch),
+        P(lengths),
+        f(scale / case.softcap if case.softcap else 0.0), P(alibi),
+        f((case.softcap or scale) * LOG2E), f(1.0 if kind == "dv" else scale), s(case.hq), s(rows),
+        s(1 if of_queries else group), s(group),
+        C, 240, 24,
+    )  # fmt: skip
+    return out
+
+
+def compared(got: tuple[np.ndarray, ...], want: Any) -> str | None:
+    for name, x, y in zip(("dq", "dk", "dv", "dbias"), got, want, strict=False):
         if np.isnan(x).any():
             return f"{name}: {int(np.isnan(x).sum())} of {x.size} are NaN"
         off, size = np.linalg.norm(x.astype(float) - y), np.linalg.norm(y)

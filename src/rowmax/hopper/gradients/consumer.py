@@ -151,7 +151,7 @@ def step(
     v = own(vs, use >> 30, c, C, C.DV)
     z = gl.full([C.TOKENS, C.BLOCK_Q], 0.0, gl.float32, score_layout(C))
     dp = warpgroup_mma(v, do.permute((1, 0)), z, use_acc=False, is_async=True)
-    lse = row_numbers(C, stats, slot(use, C.Q_STAGES), 0)
+    lse = row_numbers(C, stats, slot(use, C.Q_STAGES), 0)[None, :]
     bias = 0
     if C.BIAS:
         mbarrier.wait(b_full.index(use & 1), phase(use, 2))

@@ -99,6 +99,56 @@ def full_tiles(C: gl.constexpr, first, tile, sizes):
 
 
 @gluon.jit
+def query_tile_of(C: gl.constexpr, row, sizes, seqs, lengths):
+    """The same of a tile of 128 queries: (first query, head, ...), and the tiles of BLOCK_Q keys
+    that it meets."""
+    first, head, b = row
+    nq, nk, left, right = sizes
+    cu_q, cu_k, batch, spans = seqs
+    q_row, k_row = 0, 0
+    if C.VARLEN:
+        q_row = gl.load(cu_q + b)
+        k_row = gl.load(cu_k + b)
+        nq = gl.load(cu_q + b + 1) - q_row
+        nk = gl.load(cu_k + b + 1) - k_row
+    offset = nk - nq
+    used = nk
+    if C.PREFIX:
+        used = gl.maximum(gl.minimum(nk, gl.load(lengths + b)), 0)
+    lo = 0
+    end = used
+    if C.LEFT:
+        lo = gl.maximum(first + offset - left, 0) // C.BLOCK_Q
+    if C.RIGHT:
+        last = gl.minimum(first + C.BLOCK_K, nq) - 1
+        end = gl.minimum(used, last + offset + right + 1)
+    hi = (gl.maximum(end, 0) + C.BLOCK_Q - 1) // C.BLOCK_Q
+    return first, head, b, q_row, k_row, nq, used, offset, lo, gl.maximum(hi, lo)
+
+
+@gluon.jit
+def full_range(C: gl.constexpr, first, tile, sizes):
+    """The tiles that are full for 64 rows from ``first`` on; partial ones lie on both sides."""
+    row, head, b, q_row, k_row, nq, used, offset, lo, hi = tile
+    nq_, nk_, left, right = sizes
+    if C.KIND == "dq":
+        a = lo
+        z = hi
+        if C.LEFT:
+            last = first + C.TOKENS - 1 + offset
+            a = gl.maximum(last - left + C.BLOCK_Q - 1, 0) // C.BLOCK_Q
+        if C.RIGHT:
+            z = gl.maximum(first + offset + right + 1, 0) // C.BLOCK_Q
+        if C.RAGGED:
+            z = gl.minimum(z, used // C.BLOCK_Q)
+        a = gl.minimum(gl.maximum(a, lo), hi)
+        z = gl.minimum(gl.maximum(z, a), hi)
+    else:
+        a, z = full_tiles(C, first, tile, sizes)
+    return a, z
+
+
+@gluon.jit
 def plane_of(C: gl.constexpr, b, head, q_row, hq):
     """(plane, first row) of a query head in what is kept row by row: lse, delta and dq.
 

@@ -15,24 +15,33 @@ from ..terms import LOG2E, columns, lanes, rows_of, tanh
 
 @gluon.jit
 def seen(C: gl.constexpr, p, first, m, tile, sizes):
-    """Which pairs of 64 keys from ``first`` on and tile m of queries may see each other."""
+    """Which pairs of 64 rows from ``first`` on and tile m of the other side may see each other.
+    Rows are keys and columns queries but where C.KIND is dq."""
     key, head, b, q_row, k_row, nq, used, offset, lo, hi = tile
     nq_, nk_, left, right = sizes
     L: gl.constexpr = p.type.layout
     # limits of the column, less the lane's own part of it: what is left of it is a constant
     at = first + rows_of(L)
-    here = at - offset - m * C.BLOCK_Q - lanes(L)
+    before = m * C.BLOCK_Q + lanes(L)
     col = columns(C.BLOCK_Q, L)
-    low = here + 0 * here
-    if C.RIGHT:
-        low = here - right
+    if C.KIND == "dq":
+        at = at + offset - before
+        end = used - before + 0 * at
+        if C.RIGHT:
+            end = gl.minimum(at + right + 1, end)
+        ok = col < along_row(end)
+        if C.LEFT:
+            ok = ok & (col >= along_row(at - left))
     else:
+        here = at - offset - before
         low = 0 * here
-    if C.RAGGED:
-        low = gl.where(at < used, low, C.BLOCK_Q)
-    ok = col >= along_row(low)
-    if C.LEFT:
-        ok = ok & (col <= along_row(here + left))
+        if C.RIGHT:
+            low = here - right
+        if C.RAGGED:
+            low = gl.where(at < used, low, C.BLOCK_Q)
+        ok = col >= along_row(low)
+        if C.LEFT:
+            ok = ok & (col <= along_row(here + left))
     return ok
 
 
@@ -42,23 +51,25 @@ def distance(C: gl.constexpr, S, first, m, tile):
     key, head, b, q_row, k_row, nq, used, offset, lo, hi = tile
     S4 = by_lane(S)
     L: gl.constexpr = S4.type.layout
-    at = first + rows_of(L) - offset - m * C.BLOCK_Q - lanes(L)
+    at = first + rows_of(L) - m * C.BLOCK_Q - lanes(L)
+    at = at + offset if C.KIND == "dq" else at - offset
     far = gl.abs(columns(C.BLOCK_Q, L).to(gl.float32) - along_row(at.to(gl.float32)))
     return gl.convert_layout(far.reshape(S.shape), S.type.layout)
 
 
 @gluon.jit
 def weights(
-    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, S, lse, bias, m, head, tile, sizes,
+    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, S, less, bias, m, head, tile, sizes,
     terms, scale, dtype: gl.constexpr,
 ):  # fmt: skip
-    """(P, w): the weights, and what dP - Delta is to be multiplied with to give dX."""
+    """(P, w): the weights, and what dP - Delta is to be multiplied with to give dX.
+
+    ``less`` is lse, against S."""
     inner, alibi = terms
     y = S
     if C.SOFTCAP:
         y = tanh(S * inner, dtype)
     first = tile[0] + c * C.TOKENS
-    less = lse[None, :]
     if C.BIAS:
         less = less - bias.to(gl.float32) * LOG2E
     if C.ALIBI:

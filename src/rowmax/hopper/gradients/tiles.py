@@ -55,6 +55,7 @@ class GradientConfig:
     BIAS: bool = False
     DBIAS: bool = False  # stored tile by tile: the bias broadcasts over nothing
     ORDERED: bool = False  # dQ is added up in the order of the keys
+    KIND: str = "all"  # or the one gradient that is made: dq, dk, dv (wide.py)
 
 
 class GradientConstants(Constants):
@@ -70,8 +71,11 @@ class GradientConstants(Constants):
             "DQ_ROWS": ROWS if by_rows else config.BLOCK_Q,
             "DQ_COLS": config.D if by_rows else config.D // WARPGROUPS,
             "BY_ROWS": by_rows,
+            "OUT": config.DV_OUT if config.KIND == "dv" else config.D_OUT,
+            "LOW_MASKED": config.LEFT if config.KIND == "dq" else config.RIGHT or config.RAGGED,
+            "HIGH_MASKED": config.RIGHT or config.RAGGED if config.KIND == "dq" else config.LEFT,
             "DRAWN": config.ORDERED or config.VARLEN or config.DOCUMENTS,
-            "LAST_FIRST": False,
+            "LAST_FIRST": config.KIND == "dq" and config.RIGHT,
             "MASKS": config.RIGHT or config.LEFT or config.RAGGED or config.DOCUMENTS,
             "ADDED": config.ALIBI or config.BIAS,
         }
