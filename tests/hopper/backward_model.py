@@ -100,11 +100,7 @@ def cases() -> list[Case]:
             ),
         ]  # fmt: skip
     plain = [c for c in found if not c.options["ORDERED"] and not c.bias and c.block_q == 64]
-    found += [
-        replace(c, name="wide-" + c.name, wide=True)
-        for c in plain
-        if c.stages == (3, 2)
-    ]
+    found += [replace(c, name="wide-" + c.name, wide=True) for c in plain if c.stages == (3, 2)]
     return found
 
 
@@ -193,9 +189,7 @@ def check(case: Case, seed: int) -> str | None:
     packed = case.sequences is not None
     batch = len(case.sequences) if case.sequences else case.b
     planes_b = 1 if packed else case.b
-    total_q, total_k = (
-        np.sum(case.sequences, 0).tolist() if case.sequences else (case.nq, case.nk)
-    )
+    total_q, total_k = np.sum(case.sequences, 0).tolist() if case.sequences else (case.nq, case.nk)
     nq, nk = np.max(case.sequences, 0).tolist() if case.sequences else (case.nq, case.nk)
 
     def normal(*shape: int) -> np.ndarray:
@@ -244,8 +238,7 @@ def check(case: Case, seed: int) -> str | None:
         steps = steps_of(case.block_q, BLOCK_K, nq, nk, case.left, case.right)
         blocks = min(case.blocks, steps.shape[0] * case.b * case.hk)
         table, ends = (
-            t.numpy().reshape(-1)
-            for t in order_of(steps, case.b, case.hk, 2, blocks, C.DRAWN)
+            t.numpy().reshape(-1) for t in order_of(steps, case.b, case.hk, 2, blocks, C.DRAWN)
         )
         counter = np.zeros(1, np.int32)
         case = Case(**(case.__dict__ | {"blocks": blocks}))

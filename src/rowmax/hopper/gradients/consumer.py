@@ -160,9 +160,7 @@ def step(
     P = rounded(p, dtype)
     # A wait begins a new basic block: without one here ptxas sinks the exponentials below the
     # wait for the products that they are to run beside.
-    mbarrier.wait(
-        q_full.index(slot(after, C.Q_STAGES)), phase(after, C.Q_STAGES), pred=after < end
-    )
+    mbarrier.wait(q_full.index(slot(after, C.Q_STAGES)), phase(after, C.Q_STAGES), pred=after < end)
     dp, dk = warpgroup_mma_wait(0, deps=[dp, dk])
     let_go(C, before, use > begin, q_empty, b_empty)
 

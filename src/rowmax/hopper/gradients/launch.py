@@ -16,25 +16,44 @@ from .. import packed
 from ..gluon_compat import TensorDescriptor
 from ..launch import DTYPES, strides, takes
 from ..schedule import SECTION_BYTES
+from ..schedule import steps_of as steps_of_queries
 from . import rows
 from .kernel import backward as kernel
 from .schedule import order_of, padded_rows, steps_of
-from .tiles import ROWS, TILES, GradientConstants, GradientTile, config_for, sizes_of
+from .tiles import (
+    ROWS,
+    TILES,
+    WIDE,
+    GradientConfig,
+    GradientConstants,
+    GradientTile,
+    config_for,
+    sizes_of,
+)
+from .wide_kernel import wide
 
 _LOG2E = math.log2(math.e)
 _MOST_PLANS = 256
+BLOCK_K = 128
+
+
+class Work(NamedTuple):
+    """One launch: its kernel's constants, and which tile is worked on where."""
+
+    constants: GradientConstants
+    registers: tuple[int, int]
+    blocks: int
+    table: Tensor | None  # the order of the tiles, and each block's end; packed calls make theirs
+    ends: Tensor | None
 
 
 class Plan(NamedTuple):
-    """All of a launch that its shape decides."""
+    """All of a backward that its shape decides."""
 
-    tile: GradientTile
-    constants: GradientConstants
-    blocks: int
+    config: GradientConfig  # what all launches have in common
     rows: int  # of a plane of lse, delta and dq
     planes: int
-    table: Tensor | None  # the order of the tiles, and each block's end; packed calls make theirs
-    ends: Tensor | None
+    works: tuple[Work, ...]  # one for all gradients, or one for each: dq, dk and dv
 
 
 _PLANS: OrderedDict[Any, Plan] = OrderedDict()
@@ -77,72 +96,160 @@ def launch(
     dlse: Tensor | None,
     wanted: Wanted,
 ) -> Gradients:
-    C = plan.constants.config
     q, k, v, dout = (
         t if takes(t) else t.clone(memory_format=torch.contiguous_format)
         for t in (*tensors[:3], dout)
     )
-    cu_q, cu_k = tensors.cu_seqlens_q, tensors.cu_seqlens_k
+    tensors = tensors._replace(q=q, k=k, v=v)
     stats, dsink = prepared(plan, problem, tensors, out, lse, dout, dlse, wanted.sink)
+    if len(plan.works) > 1:
+        dq, dk, dv = apart(plan, problem, tensors, dout, stats, wanted)
+        return Gradients(dq, dk, dv, None, dsink)
+    dq, dk, dv, dbias = together(plan, problem, tensors, dout, stats, wanted.q)
+    return Gradients(dq, dk if wanted.k else None, dv if wanted.v else None, dbias, dsink)
+
+
+def together(
+    plan: Plan, problem: Problem, tensors: Tensors, dout: Tensor, stats: Tensor, want_q: bool
+) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
+    """dq, dk, dv and dbias in one launch, and dq rounded in another."""
+    q, k, v = tensors[:3]
+    work = plan.works[0]
+    C, constants = work.constants.config, work.constants
     new = q.new_zeros if problem.varlen else q.new_empty  # what lies past the last sequence
     dk, dv = new(k.shape), new(v.shape)
     sums = q.new_zeros((plan.planes, plan.rows, C.D), dtype=torch.float32)
-
-    none = lse  # a pointer that is not looked at
     q_tiles = copies(q, [1, C.BLOCK_Q, 1, C.D])
     bias_tiles = dbias_tiles = q_tiles
     dbias, each = None, (0, 0)
     if tensors.bias is not None:
         each = tuple(int(size > 1) for size in tensors.bias.shape[:2])
-        bias_tiles = copies(tensors.bias, [1, 1, C.BLOCK_Q, _BLOCK_K])
+        bias_tiles = copies(tensors.bias, [1, 1, C.BLOCK_Q, BLOCK_K])
     if C.DBIAS:
         assert tensors.bias is not None
         new_bias = q.new_zeros if problem.masked else q.new_empty  # tiles that none visits
         dbias = new_bias(tensors.bias.shape)
         dbias_tiles = copies(dbias, [1, 1, C.BLOCK_Q, ROWS])
-    table, ends, counter, turns = plan.table, plan.ends, none, none
+    order, turns = (
+        order_for(work, problem, tensors.cu_seqlens_k, problem.nk, problem.total_k),
+        stats,
+    )
+    tiles = plan.rows // C.BLOCK_Q
     if C.ORDERED:
-        zeros = torch.zeros(
-            16 + plan.planes * plan.rows // C.BLOCK_Q, dtype=torch.int32, device=q.device
-        )
-        counter, turns = zeros, zeros[16:]
-    if problem.varlen:
-        assert cu_k is not None
-        most = packed.most_tiles(problem.total_k, problem.nk, problem.batch, _BLOCK_K)
-        counter = packed.order(cu_k, problem.batch, most, _BLOCK_K)
-        table, ends = counter[packed.HEADER :], counter[1:]
-    cap = problem.softcap
-    scale, inner = (cap, problem.scale / cap) if cap > 0 else (problem.scale, 0.0)
-    reach = problem.total_q + problem.total_k  # a limit past it limits nothing
-    k_view = [1, _BLOCK_K, 1]
-
-    kernel[(plan.blocks,)](
+        zeros = torch.zeros(16 + plan.planes * tiles, dtype=torch.int32, device=q.device)
+        turns = zeros[16:]
+        if not problem.varlen:
+            order = (*order[:2], zeros)
+    inner, scale = score_scales(problem)
+    kernel[(work.blocks,)](
         q_tiles,
         copies(dout, [1, C.BLOCK_Q, 1, C.DV]),
         copies(stats, [1, 2, C.BLOCK_Q]),
-        copies(k, [*k_view, C.D]),
-        copies(v, [*k_view, C.DV]),
-        copies(sums, [1, plan.constants.DQ_ROWS.value, plan.constants.DQ_COLS.value]),
+        copies(k, [1, BLOCK_K, 1, C.D]),
+        copies(v, [1, BLOCK_K, 1, C.DV]),
+        copies(sums, [1, constants.DQ_ROWS.value, constants.DQ_COLS.value]),
         bias_tiles, dbias_tiles,
         dk, dv,
-        table, ends, counter, problem.hk, SECTION_BYTES // query_bytes(problem),
-        turns, plan.rows // C.BLOCK_Q,
-        problem.nq, problem.nk, min(problem.left or 0, reach), min(problem.right or 0, reach),
-        none if cu_q is None else cu_q, none if cu_k is None else cu_k, problem.batch,
-        none if tensors.lengths is None else tensors.lengths.contiguous(),
+        *order, problem.hk, SECTION_BYTES // query_bytes(problem),
+        turns, tiles,
+        *sizes_and_sequences(problem, tensors, stats),
         *each,
-        inner, none if tensors.alibi is None else tensors.alibi.contiguous(), scale * _LOG2E, problem.scale, problem.hq, problem.group,
-        plan.constants, *plan.tile.registers, num_warps=4, enable_fp_fusion=True,
+        inner, or_none(tensors.alibi, stats), scale, problem.scale, problem.hq, problem.group,
+        constants, *work.registers, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
-    dq = None
-    if wanted.q:
-        dq = q.new_empty(q.shape)
-        tiles = plan.rows // C.BLOCK_Q
-        rows.finish[(tiles * plan.planes,)](
-            sums, dq, cu_q, problem.batch, problem.total_q, problem.hq, tiles, problem.scale,
-            D=problem.d, BLOCK_D=C.D, ROWS=C.BLOCK_Q,
+    if not want_q:
+        return None, dk, dv, dbias
+    dq = q.new_empty(q.shape)
+    rows.finish[(tiles * plan.planes,)](
+        sums, dq, tensors.cu_seqlens_q, problem.batch, problem.total_q, problem.hq, tiles,
+        problem.scale, D=problem.d, BLOCK_D=C.D, ROWS=C.BLOCK_Q,
+    )  # fmt: skip
+    return dq, dk, dv, dbias
+
+
+def apart(
+    plan: Plan, problem: Problem, tensors: Tensors, dout: Tensor, stats: Tensor, wanted: Wanted
+) -> list[Tensor | None]:
+    """dq, dk and dv, as far as they are wanted, each in a launch of its own."""
+    q, k, v = tensors[:3]
+    cu_q, cu_k = tensors.cu_seqlens_q, tensors.cu_seqlens_k
+    new = q.new_zeros if problem.varlen else q.new_empty  # what lies past the last sequence
+    inner, scale = score_scales(problem)
+    found: list[Tensor | None] = []
+    for work, like, want in zip(plan.works, (q, k, v), wanted[:3], strict=True):
+        if not want:
+            found.append(None)
+            continue
+        C, to = work.constants.config, new(like.shape)
+        if C.KIND == "dq":
+            stays, passes, heads, group = (q, dout), (k, v), problem.hq, 1
+            order = order_for(work, problem, cu_q, problem.nq, problem.total_q)
+            bytes_passing = 2 * (problem.d + problem.dv)
+        else:
+            stays, passes, heads, group = (k, v), (q, dout), problem.hk, problem.group
+            order = order_for(work, problem, cu_k, problem.nk, problem.total_k)
+            bytes_passing = query_bytes(problem)
+        wide[(work.blocks,)](
+            copies(stays[0], [1, BLOCK_K, 1, C.D]),
+            copies(stays[1], [1, BLOCK_K, 1, C.DV]),
+            copies(passes[0], [1, C.BLOCK_Q, 1, C.D]),
+            copies(passes[1], [1, C.BLOCK_Q, 1, C.DV]),
+            copies(stats, [1, 2, C.BLOCK_Q]),
+            to, stats,
+            *order, heads, SECTION_BYTES // bytes_passing,
+            *sizes_and_sequences(problem, tensors, stats),
+            inner, or_none(tensors.alibi, stats), scale,
+            1.0 if C.KIND == "dv" else problem.scale,
+            problem.hq, plan.rows, group, problem.group,
+            work.constants, *work.registers, num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
-    return Gradients(dq, dk if wanted.k else None, dv if wanted.v else None, dbias, dsink)
+        found.append(to)
+    return found
+
+
+# --- what kernels are told ---------------------------------------------------------------------
+
+
+def order_for(
+    work: Work, problem: Problem, cu: Tensor | None, longest: int, total: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(table, ends, counter) of a launch whose tiles are cut from sequences at ``cu``."""
+    if not problem.varlen:
+        assert work.table is not None
+        assert work.ends is not None
+        return work.table, work.ends, work.ends
+    assert cu is not None
+    most = packed.most_tiles(total, longest, problem.batch, BLOCK_K)
+    made = packed.order(cu, problem.batch, most, BLOCK_K)
+    return made[packed.HEADER :], made[1:], made
+
+
+def score_scales(problem: Problem) -> tuple[float, float]:
+    """(what goes into the softcap, what makes a score of what comes out, in units of log 2)."""
+    cap = problem.softcap
+    if cap > 0:
+        return problem.scale / cap, cap * _LOG2E
+    return 0.0, problem.scale * _LOG2E
+
+
+def sizes_and_sequences(problem: Problem, tensors: Tensors, none: Tensor) -> tuple[Any, ...]:
+    """nq, nk, left, right, cu_q, cu_k, batch and lengths."""
+    reach = problem.total_q + problem.total_k  # a limit past it limits nothing
+    return (
+        problem.nq,
+        problem.nk,
+        min(problem.left or 0, reach),
+        min(problem.right or 0, reach),
+        or_none(tensors.cu_seqlens_q, none),
+        or_none(tensors.cu_seqlens_k, none),
+        problem.batch,
+        or_none(tensors.lengths, none),
+    )
+
+
+def or_none(t: Tensor | None, none: Tensor) -> Tensor:
+    """t, or a pointer that is not looked at."""
+    return none if t is None else t.contiguous()
 
 
 def prepared(
@@ -156,7 +263,7 @@ def prepared(
     want_sink: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """lse and delta of every row ``[planes, 2, rows]``, and dsink."""
-    C = plan.constants.config
+    C = plan.config
     tiles = plan.rows // C.BLOCK_Q
     stats = lse.new_empty((plan.planes, 2, plan.rows))
     parts = sink = None
@@ -184,8 +291,6 @@ def copies(t: Tensor, box: list[int]) -> TensorDescriptor:
 
 # --- plans -------------------------------------------------------------------------------------
 
-_BLOCK_K = 128
-
 
 def plan_of(problem: Problem, device: torch.device, dbias: bool = False) -> Plan:
     key = (problem, device, dbias)
@@ -205,19 +310,35 @@ def made(
     p: Problem, device: torch.device, tile: GradientTile | None = None, **options: Any
 ) -> Plan:
     """The plan of a problem, or with another tile and other constants, to measure those."""
-    tile = tile or TILES[sizes_of(p.d, p.dv)]
-    constants = GradientConstants(config_for(p, tile, **options))
+    sizes = sizes_of(p.d, p.dv)
+    tiles = WIDE[sizes] if sizes in WIDE else {"all": tile or TILES[sizes]}
+    configs = {kind: config_for(p, tile, KIND=kind, **options) for kind, tile in tiles.items()}
+    works = tuple(work_of(p, c, tiles[kind].registers, device) for kind, c in configs.items())
+    config = next(iter(configs.values()))
+    rows = padded_rows(config.BLOCK_Q, p.nq, p.total_q, p.batch, p.varlen)
+    return Plan(config, rows, p.hq if p.varlen else p.batch * p.hq, works)
+
+
+def work_of(
+    p: Problem, config: GradientConfig, registers: tuple[int, int], device: torch.device
+) -> Work:
+    constants = GradientConstants(config)
     most = torch.cuda.get_device_properties(device).multi_processor_count
-    rows = padded_rows(tile.block_q, p.nq, p.total_q, p.batch, p.varlen)
-    planes = p.hq if p.varlen else p.batch * p.hq
+    of_queries = config.KIND == "dq"
+    heads, total, longest = (p.hq, p.total_q, p.nq) if of_queries else (p.hk, p.total_k, p.nk)
     if p.varlen:
-        tiles = packed.most_tiles(p.total_k, p.nk, p.batch, _BLOCK_K) * p.hk
-        return Plan(tile, constants, max(1, min(most, tiles)), rows, planes, None, None)
-    steps = steps_of(tile.block_q, _BLOCK_K, p.nq, p.nk, p.left, p.right) * p.group
-    blocks = min(most, steps.shape[0] * p.batch * p.hk)
-    section = max(1, SECTION_BYTES // (query_bytes(p) * p.nq))
-    table, ends = order_of(steps, p.batch, p.hk, section, blocks, constants.DRAWN.value)
-    return Plan(tile, constants, blocks, rows, planes, table.to(device), ends.to(device))
+        tiles = packed.most_tiles(total, longest, p.batch, BLOCK_K) * heads
+        return Work(constants, registers, max(1, min(most, tiles)), None, None)
+    if of_queries:
+        steps = steps_of_queries(BLOCK_K, config.BLOCK_Q, p.nq, p.nk, p.left, p.right)
+        section = SECTION_BYTES // (p.nk * 2 * (p.d + p.dv)) * p.group
+    else:
+        steps = steps_of(config.BLOCK_Q, BLOCK_K, p.nq, p.nk, p.left, p.right) * p.group
+        section = SECTION_BYTES // (query_bytes(p) * p.nq)
+    blocks = min(most, steps.shape[0] * p.batch * heads)
+    drawn = constants.DRAWN.value
+    table, ends = order_of(steps, p.batch, heads, max(1, section), blocks, drawn)
+    return Work(constants, registers, blocks, table.to(device), ends.to(device))
 
 
 def query_bytes(p: Problem) -> int:

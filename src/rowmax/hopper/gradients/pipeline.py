@@ -89,9 +89,7 @@ def load_step(C: gl.constexpr, descs, buffers, bars, where, m, g, use):
         bar = b_full.index(s)
         mbarrier.wait(b_empty.index(s), phase(use, 2) ^ 1)
         mbarrier.expect(bar, bias.block_type.nbytes)
-        to = reinterpret(
-            dss.index(s), dss.dtype, [1, 1, C.BLOCK_Q, C.BLOCK_K], bias.layout
-        )
+        to = reinterpret(dss.index(s), dss.dtype, [1, 1, C.BLOCK_Q, C.BLOCK_K], bias.layout)
         tma_load(bias, [b * each_b, head * each_h, i, first], bar, to)
 
 
@@ -194,7 +192,7 @@ def writer(C: gl.constexpr, dq, dqs, bars, mail, turns, sizes, tiles, group, hq)
     while live:
         first, kv_head, b, q_row, k_row, nq, used, offset, lo, hi = tile
         end = (hi - lo) * group
-        for i in range(0, end):
+        for i in range(end):
             plane, row = row_of(C, i, tile, group, hq)
             for c in gl.static_range(C.WARPGROUPS):
                 mbarrier.wait(dq_full.index(c), phase(use, 1))

@@ -19,9 +19,13 @@ def place(cu_q, tile, plane, batch, total, hq, ROWS: tl.constexpr, PACKED: tl.co
     if PACKED:
         b, tile = sequence_of_slot(cu_q, tile, batch, total, ROWS)
         start, n = sequence(cu_q, b, batch, total, total)
-        return b, plane, start, n, tile * ROWS
+        head = plane
     else:
-        return plane // hq, plane % hq, 0, total, tile * ROWS
+        b = plane // hq
+        head = plane % hq
+        start = 0
+        n = total
+    return b, head, start, n, tile * ROWS
 
 
 @triton.jit(do_not_specialize=["batch", "total", "tiles"])

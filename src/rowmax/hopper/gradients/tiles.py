@@ -16,7 +16,8 @@ WARPGROUPS = 2
 class GradientTile:
     """How a head size is cut: ``block_q`` queries by 128 keys, so many buffers of Q and of dO.
 
-    A step waits for the next one's Q before it lets go of the last one's: three of Q at least.
+    In the launch that makes all gradients a step waits for the next one's Q before it lets go of
+    the last one's: three of Q at least. In the launch for dq alone, keys and queries change places.
     """
 
     block_q: int
@@ -30,7 +31,20 @@ TILES = {
     (64, 64): GradientTile(64, 4, 3),
     (128, 128): GradientTile(64, 3, 2),
 }
-SIZES = (64, 128)
+#: by (D, Dv) and by gradient: heads for which one launch has no registers (wide.py)
+WIDE = {
+    (256, 128): {
+        "dq": GradientTile(64, 2, 2),
+        "dk": GradientTile(64, 2, 2),
+        "dv": GradientTile(64, 2, 2),
+    },
+    (256, 256): {
+        "dq": GradientTile(64, 2, 1),
+        "dk": GradientTile(64, 2, 1),
+        "dv": GradientTile(64, 2, 2),
+    },
+}
+SIZES = (64, 128, 256)
 
 
 @dataclass(frozen=True)
@@ -83,8 +97,9 @@ class GradientConstants(Constants):
 
 def sizes_of(d: int, dv: int) -> tuple[int, int]:
     """The head sizes of the tile that holds (d, dv); what is missing reads as zero."""
-    both = next(size for size in SIZES if size >= max(d, dv))
-    return both, both
+    big, big_v = (next(size for size in SIZES if size >= n) for n in (d, dv))
+    both = max(big, big_v)
+    return (big, big_v) if (big, big_v) in WIDE else (both, both)
 
 
 def config_for(p: Problem, tile: GradientTile, **options: Any) -> GradientConfig:
@@ -106,6 +121,6 @@ def config_for(p: Problem, tile: GradientTile, **options: Any) -> GradientConfig
         SOFTCAP=p.softcap > 0,
         ALIBI=p.alibi,
         BIAS=p.bias is not None,
-        ORDERED=p.deterministic,
+        ORDERED=p.deterministic and (d, dv) in TILES,
     )
     return replace(config, **options)
