@@ -16,6 +16,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from rowmax.hopper.gradients.kernel import backward
 from rowmax.hopper.gradients.tiles import GradientConfig, GradientConstants, GradientTile
+from rowmax.hopper.gradients.wide_kernel import wide
 from rowmax.hopper.kernel import forward
 from rowmax.hopper.tiles import ROWS, Config, Constants, Tile
 
@@ -98,7 +99,12 @@ def gradient_config(d: int, dv: int, tile: GradientTile, **features: Any) -> Gra
 
 @lru_cache
 def build_backward(c: GradientConfig, registers: tuple[int, int], dtype: str = "bf16") -> Built:
-    return _built(backward, _backward_signature(c, dtype), GradientConstants(c), registers)
+    kernel, kinds = (
+        (backward, _backward_signature(c, dtype))
+        if c.KIND == "all"
+        else (wide, _wide_signature(c, dtype))
+    )
+    return _built(kernel, kinds, GradientConstants(c), registers)
 
 
 def _built(kernel: Any, kinds: dict[str, str], c: Any, registers: tuple[int, int]) -> Built:
@@ -140,6 +146,21 @@ def _backward_signature(c: GradientConfig, dtype: str) -> dict[str, str]:
     }
     kinds |= dict.fromkeys(("table", "ends", "counter", "turns", "cu_q", "cu_k"), "*i32")
     kinds |= {"lengths": "*i32", "alibi": "*fp32", "dk": "*" + dtype, "dv": "*" + dtype}
+    kinds |= dict.fromkeys(("inner", "scale", "out_scale"), "fp32")
+    for name in ("C", "R0", "R1"):
+        del kinds[name]
+    return kinds
+
+
+def _wide_signature(c: GradientConfig, dtype: str) -> dict[str, str]:
+    k = GradientConstants(c)
+    kinds = dict.fromkeys(wide.arg_names, "i32")
+    for name, rows in (("a", k.BLOCK_K.value), ("b", c.BLOCK_Q)):
+        kinds[name + "0"] = copied(dtype, 1, rows, 1, c.D)
+        kinds[name + "1"] = copied(dtype, 1, rows, 1, c.DV)
+    kinds["row_tiles"] = copied("fp32", 1, 2, c.BLOCK_Q)
+    kinds |= dict.fromkeys(("table", "ends", "counter", "cu_q", "cu_k", "lengths"), "*i32")
+    kinds |= {"out": "*" + dtype, "rows": "*fp32", "alibi": "*fp32"}
     kinds |= dict.fromkeys(("inner", "scale", "out_scale"), "fp32")
     for name in ("C", "R0", "R1"):
         del kinds[name]

@@ -154,6 +154,14 @@ def flushed():
 
 
 @gluon.jit
+def after_others():
+    """Copies begun after this come after what others have said is in memory."""
+    gl.inline_asm_elementwise(
+        "fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def turn_of(C: gl.constexpr, i, plane, row, tile, turns, sizes, tiles):
     """(place, turn): where it says whose turn it is to add to the tile of dQ of step i, and what
     it says when it is ours; -1, which is always past, for the first tile of keys to meet it."""
@@ -200,6 +208,7 @@ def writer(C: gl.constexpr, dq, dqs, bars, mail, turns, sizes, tiles, group, hq)
                 place, ours = turn_of(C, i, plane, row, tile, turns, sizes, tiles)
                 while seen < ours:
                     seen = gl.atomic_add(place, 0)
+                after_others()
             for c in gl.static_range(C.WARPGROUPS):
                 if C.BY_ROWS:
                     tma_add(dq, [plane, row + c * C.DQ_ROWS, 0], dqs.index(c))
