@@ -16,11 +16,11 @@ from pathlib import Path
 
 import torch
 import triton
-from hopper_forward import LENGTHS, TOKENS, WIDTH, Run, measured, normal
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import rowmax
+from hopper_forward import LENGTHS, TOKENS, WIDTH, Run, measured, normal
 
 KINDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
 

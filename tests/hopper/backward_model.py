@@ -13,6 +13,7 @@ import random
 import sys
 import time
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -63,11 +64,11 @@ def cases() -> list[Case]:
     for ordered in (False, True):
         o = {"ORDERED": ordered}
         tag = "-ordered" * ordered
-        for n, m in lengths:
-            for right in (None, 0):
-                found.append(
-                    Case(f"{n}-{m}{'-causal' * (right == 0)}{tag}", n, m, right=right, options=o)
-                )
+        found += [
+            Case(f"{n}-{m}{'-causal' * (right == 0)}{tag}", n, m, right=right, options=o)
+            for n, m in lengths
+            for right in (None, 0)
+        ]
         found += [
             Case(f"heads{tag}", 130, 260, b=2, hq=4, hk=2, right=0, blocks=3, options=o),
             Case(f"many-blocks{tag}", 200, 520, hq=2, hk=2, blocks=7, options=o),
@@ -100,7 +101,11 @@ def cases() -> list[Case]:
             ),
         ]  # fmt: skip
     plain = [c for c in found if not c.options["ORDERED"] and not c.bias and c.block_q == 64]
-    found += [replace(c, name="wide-" + c.name, wide=True) for c in plain if c.stages == (3, 2)]
+    found += [
+        replace(c, name="wide-" + c.name, wide=True, stages=(2, 1))
+        for c in plain
+        if c.stages == (3, 2)
+    ]
     return found
 
 
@@ -121,7 +126,7 @@ def sequences_of(case: Case) -> list[tuple[slice, slice]]:
     if case.sequences is None:
         return [(slice(0, case.nq), slice(0, case.nk))] * case.b
     cu = np.cumsum([(0, 0), *case.sequences], 0)
-    return [(slice(a, c), slice(b, d)) for (a, b), (c, d) in zip(cu[:-1], cu[1:], strict=True)]
+    return [(slice(a, c), slice(b, d)) for (a, b), (c, d) in pairwise(cu.tolist())]
 
 
 def definition(
@@ -157,7 +162,7 @@ def definition(
             P = np.divide(e, total, out=np.zeros_like(e), where=total > 0)
             with np.errstate(divide="ignore"):
                 lse[b, h, rows] = (top + np.log(total))[:, 0]
-            O = P @ V  # noqa: N806
+            O = P @ V
             row = (dO * O).sum(1) - dlse[b, h, rows]
             delta[b, h, rows] = row
             dS = P * (dO @ V.T - row[:, None])
@@ -230,7 +235,8 @@ def check(case: Case, seed: int) -> str | None:
     dk, dv = (np.full(x.size, np.nan, np.float16) for x in (k, v))
     tiles = rows // case.block_q
     turns = np.zeros(planes * tiles, np.int32)
-    cu_q, cu_k = (np.cumsum([0, *x]).astype(np.int32) for x in zip(*(case.sequences or [(0, 0)])))
+    cu = np.cumsum([(0, 0), *(case.sequences or ())], 0, dtype=np.int32)
+    cu_q, cu_k = np.ascontiguousarray(cu.T)
     if packed:
         made = packed_order(cu_k)
         counter, ends, table = made, made[1:], made[2:]
@@ -245,7 +251,7 @@ def check(case: Case, seed: int) -> str | None:
     dbias = np.zeros((case.b, case.hq, nq, nk), np.float16)
     lengths = np.array(case.lengths or (0,), np.int32)
     s, f = machine.scalar, lambda x: machine.scalar(float(x))
-    P = machine.Pointer  # noqa: N806
+    P = machine.Pointer
 
     def copies(a: np.ndarray, *box: int) -> machine.Descriptor:
         return machine.Descriptor(a, list(box))
@@ -285,7 +291,7 @@ def run_wide(
 ) -> np.ndarray:
     q, do, k, v, stats, lengths, cu_q, cu_k, alibi = given
     nq, nk, batch, rows, packed = sizes
-    C: Any = GradientConstants(replace(config, KIND=kind))  # noqa: N806
+    C: Any = GradientConstants(replace(config, KIND=kind))
     of_queries = kind == "dq"
     heads = case.hq if of_queries else case.hk
     if packed:
@@ -301,7 +307,7 @@ def run_wide(
         made = dense_table(steps, 128, case.b, heads, 2 * heads // case.hk, blocks)
         table, ends = (t.numpy().reshape(-1) for t in made)
         counter = np.zeros(1, np.int32)
-    s, f, P = machine.scalar, lambda x: machine.scalar(float(x)), machine.Pointer  # noqa: N806
+    s, f, P = machine.scalar, lambda x: machine.scalar(float(x)), machine.Pointer
 
     def copies(a: np.ndarray, tokens: int) -> machine.Descriptor:
         return machine.Descriptor(a, [1, tokens, 1, a.shape[-1]])
@@ -347,7 +353,7 @@ def main() -> int:
             begin = time.monotonic()
             try:
                 text = check(case, seed)
-            except Exception as error:  # noqa: BLE001
+            except Exception as error:
                 if options.only:
                     raise
                 text = f"{type(error).__name__}: {error}"

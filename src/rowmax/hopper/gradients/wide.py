@@ -173,6 +173,6 @@ def store_rows(C: gl.constexpr, x, to, stride, rows):
     r = gl.arange(0, x.shape[0], gl.SliceLayout(1, L))
     d = gl.arange(0, x.shape[1], gl.SliceLayout(0, L))
     there = (r < rows)[:, None]
-    if C.OUT != x.shape[1]:
+    if x.shape[1] != C.OUT:
         there = there & (d < C.OUT)[None, :]
     gl.store(to + (r * stride)[:, None] + d[None, :], x.to(to.dtype.element_ty), mask=there)
