@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from triton._C.libtriton import ir
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
@@ -26,7 +28,7 @@ if hasattr(tma, "async_atomic_add"):
 else:  # 3.6 has the operation, and no name for it
 
     @builtin
-    def tma_add(tensor_desc, coord, src, _semantic=None):
+    def tma_add(tensor_desc, coord, src, _semantic: Any = None):
         coord = _semantic._convert_to_ir_values(coord, require_i64=False)
         add = ir.DESCRIPTOR_REDUCE_KIND.ADD
         _semantic.builder.create_async_tma_reduce(add, tensor_desc.handle, coord, src.handle)
