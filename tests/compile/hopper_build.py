@@ -93,6 +93,7 @@ def gradient_config(d: int, dv: int, tile: GradientTile, **features: Any) -> Gra
         BLOCK_Q=tile.block_q,
         Q_STAGES=tile.q_stages,
         DO_STAGES=tile.do_stages,
+        HELD=tile.held,
         **features,
     )
 

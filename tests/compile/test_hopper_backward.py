@@ -23,7 +23,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "full": {},
     "ragged": {"RAGGED": True},
     "causal": {"RIGHT": True},
-    "ordered": {"RIGHT": True, "ORDERED": True},
+    "ordered": {"RIGHT": True, "ORDERED": True, "FRESH": True},
     "window": {"LEFT": True, "RIGHT": True},
     "lengths": {"PREFIX": True, "RAGGED": True},
     "packed": {"VARLEN": True, "RAGGED": True, "RIGHT": True},

@@ -89,6 +89,9 @@ def cases() -> list[Case]:
                 options=o | {"DBIAS": True},
             ),
             Case(f"rows-128{tag}", 300, 300, right=0, block_q=128, options=o),
+            Case(f"held{tag}", 300, 300, hq=2, right=0, options=o | {"HELD": True}),
+            Case(f"fresh{tag}", 300, 400, hq=2, right=0, options=o | {"FRESH": ordered}),
+            Case(f"fresh-full{tag}", 200, 700, b=2, blocks=3, options=o | {"FRESH": ordered}),
             Case(f"stages{tag}", 300, 300, stages=(3, 1), options=o),
             Case(f"stages-four{tag}", 300, 300, stages=(4, 3), right=5, options=o),
             Case(
@@ -221,7 +224,7 @@ def check(case: Case, seed: int) -> str | None:
     planes = case.hq if packed else case.b * case.hq
     stats = np.full((planes, 2, rows), np.inf, np.float32)
     stats[:, 1] = 0
-    sums = np.zeros((planes, rows, case.d), np.float32)
+    sums = np.full((planes, rows, case.d), np.nan if C.FRESH else 0.0, np.float32)
     places = []  # (sequence's rows, its first row in a plane, of the batch)
     for n, (r, _) in enumerate(sequences_of(case)):
         start = (r.start // case.block_q + n) * case.block_q if packed else 0

@@ -32,7 +32,7 @@ from ..gluon_compat import (
 from ..layouts import matrix, output_layout, value_layout, weight_layout
 from ..pipeline import phase, slot, told
 from ..softmax import rounded
-from .layouts import column_layout, score_layout
+from .layouts import column_layout, held_layout, score_layout
 from .schedule import full_tiles
 from .terms import weights
 
@@ -61,6 +61,16 @@ def own(buffers, zero, c: gl.constexpr, C: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
+def held(C: gl.constexpr, buffers, c: gl.constexpr, WIDTH: gl.constexpr):
+    """This warpgroup's rows of K or V as left operands in registers, where those have room: half
+    of what S and dP ask of shared memory."""
+    x = 0
+    if C.HELD:
+        x = own(buffers, 0, c, C, WIDTH).load(held_layout(C))
+    return x
+
+
+@gluon.jit
 def of_keys(dss, use, c: gl.constexpr, C: gl.constexpr):
     """This warpgroup's part of the tile of dS of a use, keys down. In memory queries are down,
     as they are in a bias: matrices of 8 by 8 are turned on their way to and from registers."""
@@ -68,11 +78,12 @@ def of_keys(dss, use, c: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def issue_scores(C: gl.constexpr, c: gl.constexpr, ks, qs, use):
+def issue_scores(C: gl.constexpr, c: gl.constexpr, k, ks, qs, use):
     """S^T = K Q^T, on its way."""
     z = gl.full([C.TOKENS, C.BLOCK_Q], 0.0, gl.float32, score_layout(C))
     q = block(qs, slot(use, C.Q_STAGES), C.BLOCK_Q, C.D)
-    k = own(ks, use >> 30, c, C, C.D)
+    if not C.HELD:
+        k = own(ks, use >> 30, c, C, C.D)
     return warpgroup_mma(k, q.permute((1, 0)), z, use_acc=False, is_async=True)
 
 
@@ -125,6 +136,7 @@ def step(
     head,
     use,
     span,
+    left,
     state,
     buffers,
     bars,
@@ -134,7 +146,8 @@ def step(
     dbias,
     scale,
 ):
-    """One tile of queries; ``span`` are the first use and the end of the uses of this tile."""
+    """One tile of queries. ``span`` are the first use and the end of the uses of this tile of
+    keys, ``left`` are K and V where they are held."""
     S, dk, dv = state
     qs, dos, stats, ks, vs, dss, dqs = buffers
     q_full, q_empty, do_full, do_empty, k_full, v_full, kv_empty, dq_full, dq_empty = bars[:9]
@@ -148,7 +161,9 @@ def step(
     s = slot(use, C.DO_STAGES)
     mbarrier.wait(do_full.index(s), phase(use, C.DO_STAGES))
     do = block(dos, s, C.BLOCK_Q, C.DV)
-    v = own(vs, use >> 30, c, C, C.DV)
+    k, v = left
+    if not C.HELD:
+        v = own(vs, use >> 30, c, C, C.DV)
     z = gl.full([C.TOKENS, C.BLOCK_Q], 0.0, gl.float32, score_layout(C))
     dp = warpgroup_mma(v, do.permute((1, 0)), z, use_acc=False, is_async=True)
     lse = row_numbers(C, stats, slot(use, C.Q_STAGES), 0)[None, :]
@@ -176,7 +191,7 @@ def step(
         half = dss.index(use & 1).slice(c * C.TOKENS, C.TOKENS, dim=1)
         tma_store(dbias, [tile[2], head, i, j], half)
     dq = issue_dq(C, c, dss, ks, use)
-    S = issue_scores(C, c, ks, qs, after)
+    S = issue_scores(C, c, k, ks, qs, after)
     dq, dv = warpgroup_mma_wait(1, deps=[dq, dv])
     mbarrier.arrive(do_empty.index(s), count=1)
     mbarrier.wait(dq_empty.index(c), phase(use, 1) ^ 1)
@@ -208,8 +223,10 @@ def consumer(
         mbarrier.wait(k_full.index(0), phase(kept, 1), pred=some)
         s = slot(use, C.Q_STAGES)
         mbarrier.wait(q_full.index(s), phase(use, C.Q_STAGES), pred=some)
-        S = warpgroup_mma_wait(0, deps=[issue_scores(C, c, ks, qs, use)])
+        k = held(C, ks, c, C.D)
+        S = warpgroup_mma_wait(0, deps=[issue_scores(C, c, k, ks, qs, use)])
         mbarrier.wait(v_full.index(0), phase(kept, 1), pred=some)
+        left = (k, held(C, vs, c, C.DV))
         dk_sum = gl.full([C.TOKENS, C.D], 0.0, gl.float32, value_layout(C.D))
         dv_sum = gl.full([C.TOKENS, C.DV], 0.0, gl.float32, value_layout(C.DV))
         state = (S, dk_sum, dv_sum)
@@ -218,19 +235,22 @@ def consumer(
             if C.LEFT:
                 for i in range(z, hi):
                     use, state = step(
-                        C, True, c, hi - 1 - i + z, head, use, span, state, buffers, bars, tile,
+                        C, True, c, hi - 1 - i + z, head, use, span, left, state, buffers, bars,
+                        tile,
                         sizes, terms, dbias, scale,
                     )  # fmt: skip
             if not C.DOCUMENTS:
                 for i in range(a, z):
                     use, state = step(
-                        C, False, c, z - 1 - i + a, head, use, span, state, buffers, bars, tile,
+                        C, False, c, z - 1 - i + a, head, use, span, left, state, buffers, bars,
+                        tile,
                         sizes, terms, dbias, scale,
                     )  # fmt: skip
             if C.MASKS:
                 for i in range(lo, a):
                     use, state = step(
-                        C, True, c, a - 1 - i + lo, head, use, span, state, buffers, bars, tile,
+                        C, True, c, a - 1 - i + lo, head, use, span, left, state, buffers, bars,
+                        tile,
                         sizes, terms, dbias, scale,
                     )  # fmt: skip
         S, dk_sum, dv_sum = state
@@ -249,10 +269,10 @@ def consumer(
         row = k_row + first + c * C.TOKENS
         if not C.VARLEN:
             row = row + b * (nq + offset)
-        left = nq + offset - first - c * C.TOKENS
+        there = nq + offset - first - c * C.TOKENS
         at = row.to(gl.int64) * hk + kv_head
-        store_rows(dk_sum * out_scale, dk + at * C.D_OUT, hk * C.D_OUT, left, C.D, C.D_OUT)
-        store_rows(dv_sum, dv + at * C.DV_OUT, hk * C.DV_OUT, left, C.DV, C.DV_OUT)
+        store_rows(dk_sum * out_scale, dk + at * C.D_OUT, hk * C.D_OUT, there, C.D, C.D_OUT)
+        store_rows(dv_sum, dv + at * C.DV_OUT, hk * C.DV_OUT, there, C.DV, C.DV_OUT)
         tile = after
 
 

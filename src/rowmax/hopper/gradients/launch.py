@@ -118,7 +118,8 @@ def together(
     C, constants = work.constants.config, work.constants
     new = q.new_zeros if problem.varlen else q.new_empty  # what lies past the last sequence
     dk, dv = new(k.shape), new(v.shape)
-    sums = q.new_zeros((plan.planes, plan.rows, C.D), dtype=torch.float32)
+    new_sums = q.new_empty if C.FRESH else q.new_zeros
+    sums = new_sums((plan.planes, plan.rows, C.D), dtype=torch.float32)
     q_tiles = copies(q, [1, C.BLOCK_Q, 1, C.D])
     bias_tiles = dbias_tiles = q_tiles
     dbias, each = None, (0, 0)

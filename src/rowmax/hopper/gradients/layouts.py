@@ -16,3 +16,9 @@ def score_layout(C):
 def column_layout(C):
     """One number a query, where its column is."""
     return gl.SliceLayout(0, score_layout(C))
+
+
+@gluon.constexpr_function
+def held_layout(C):
+    """K or V ``[64, D]`` as a product takes it from registers."""
+    return gl.DotOperandLayout(operand_index=0, parent=score_layout(C), k_width=2)

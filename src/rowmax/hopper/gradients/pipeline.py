@@ -35,6 +35,7 @@ from ..gluon_compat import (
     reinterpret,
     tma_add,
     tma_load,
+    tma_store,
     tma_store_wait,
 )
 from ..pipeline import barriers, phase, post, slot, told
@@ -184,6 +185,20 @@ def row_of(C: gl.constexpr, i, tile, group, hq):
 
 
 @gluon.jit
+def send_dq(C: gl.constexpr, FIRST: gl.constexpr, dq, dqs, plane, row):
+    """Both halves of a tile of dQ to memory: added to what is there, or in its place."""
+    for c in gl.static_range(C.WARPGROUPS):
+        if C.BY_ROWS:
+            at = [plane, row + c * C.DQ_ROWS, 0]
+        else:
+            at = [plane, row, c * C.DQ_COLS]
+        if FIRST:
+            tma_store(dq, at, dqs.index(c))
+        else:
+            tma_add(dq, at, dqs.index(c))
+
+
+@gluon.jit
 def writer(C: gl.constexpr, dq, dqs, bars, mail, turns, sizes, tiles, group, hq):
     """One warp: dQ of every step added to memory, both halves.
 
@@ -209,11 +224,13 @@ def writer(C: gl.constexpr, dq, dqs, bars, mail, turns, sizes, tiles, group, hq)
                 while seen < ours:
                     seen = gl.atomic_add(place, 0)
                 after_others()
-            for c in gl.static_range(C.WARPGROUPS):
-                if C.BY_ROWS:
-                    tma_add(dq, [plane, row + c * C.DQ_ROWS, 0], dqs.index(c))
+            if C.FRESH:
+                if ours < 0:
+                    send_dq(C, True, dq, dqs, plane, row)
                 else:
-                    tma_add(dq, [plane, row, c * C.DQ_COLS], dqs.index(c))
+                    send_dq(C, False, dq, dqs, plane, row)
+            else:
+                send_dq(C, False, dq, dqs, plane, row)
             tma_store_wait(0)
             for c in gl.static_range(C.WARPGROUPS):
                 mbarrier.arrive(dq_empty.index(c), count=1)

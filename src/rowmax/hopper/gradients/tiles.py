@@ -23,12 +23,13 @@ class GradientTile:
     block_q: int
     q_stages: int
     do_stages: int
+    held: bool = False  # K and V in registers as well
     registers: tuple[int, int] = (240, 24)
 
 
 #: by (D, Dv), both padded to one of these
 TILES = {
-    (64, 64): GradientTile(64, 4, 3),
+    (64, 64): GradientTile(64, 4, 3, True),
     (128, 128): GradientTile(64, 3, 2),
 }
 #: by (D, Dv) and by gradient: heads for which one launch has no registers (wide.py)
@@ -58,6 +59,7 @@ class GradientConfig:
     BLOCK_Q: int
     Q_STAGES: int
     DO_STAGES: int
+    HELD: bool = False
     LEFT: bool = False  # the band has a left limit
     RIGHT: bool = False
     RAGGED: bool = False  # a tile of keys may run past those in use
@@ -69,6 +71,7 @@ class GradientConfig:
     BIAS: bool = False
     DBIAS: bool = False  # stored tile by tile: the bias broadcasts over nothing
     ORDERED: bool = False  # dQ is added up in the order of the keys
+    FRESH: bool = False  # ... and the first to add to a tile of it writes it
     KIND: str = "all"  # or the one gradient that is made: dq, dk, dv (wide.py)
 
 
@@ -104,6 +107,7 @@ def sizes_of(d: int, dv: int) -> tuple[int, int]:
 
 def config_for(p: Problem, tile: GradientTile, **options: Any) -> GradientConfig:
     d, dv = sizes_of(p.d, p.dv)
+    ordered = p.deterministic and (d, dv) in TILES
     config = GradientConfig(
         D=d,
         DV=dv,
@@ -112,6 +116,7 @@ def config_for(p: Problem, tile: GradientTile, **options: Any) -> GradientConfig
         BLOCK_Q=tile.block_q,
         Q_STAGES=tile.q_stages,
         DO_STAGES=tile.do_stages,
+        HELD=tile.held,
         LEFT=p.left is not None,
         RIGHT=p.right is not None,
         RAGGED=p.varlen or p.prefix or p.nk % (WARPGROUPS * ROWS) > 0,
@@ -121,6 +126,14 @@ def config_for(p: Problem, tile: GradientTile, **options: Any) -> GradientConfig
         SOFTCAP=p.softcap > 0,
         ALIBI=p.alibi,
         BIAS=p.bias is not None,
-        ORDERED=p.deterministic and (d, dv) in TILES,
+        ORDERED=ordered,
+        FRESH=ordered and every_query_sees(p),
     )
     return replace(config, **options)
+
+
+def every_query_sees(p: Problem) -> bool:
+    """Whether every query sees a key whatever the numbers are: then every tile of dq is met."""
+    if p.varlen or p.prefix or p.documents or p.left is not None:
+        return False
+    return p.right is None or p.offset + p.right >= 0
