@@ -26,6 +26,9 @@ _INTEGERS = (
     "table", "ends", "counter", "cu_q", "cu_k", "lengths", "spans", "q_ids", "k_ids",
     "q_range", "k_range",
 )  # fmt: skip
+_GRADIENT_INTEGERS = (
+    "table", "ends", "counter", "cu_q", "cu_k", "lengths", "spans", "q_ids", "k_ids",
+)  # fmt: skip
 
 
 class Line(NamedTuple):
@@ -145,8 +148,8 @@ def _backward_signature(c: GradientConfig, dtype: str) -> dict[str, str]:
         "bias": copied(dtype, 1, 1, c.BLOCK_Q, k.BLOCK_K.value),
         "dbias": copied(dtype, 1, 1, c.BLOCK_Q, k.TOKENS.value),
     }
-    kinds |= dict.fromkeys(("table", "ends", "counter", "turns", "cu_q", "cu_k"), "*i32")
-    kinds |= {"lengths": "*i32", "alibi": "*fp32", "dk": "*" + dtype, "dv": "*" + dtype}
+    kinds |= dict.fromkeys(("turns", *_GRADIENT_INTEGERS), "*i32")
+    kinds |= {"alibi": "*fp32", "dk": "*" + dtype, "dv": "*" + dtype}
     kinds |= dict.fromkeys(("inner", "scale", "out_scale"), "fp32")
     for name in ("C", "R0", "R1"):
         del kinds[name]
@@ -160,7 +163,7 @@ def _wide_signature(c: GradientConfig, dtype: str) -> dict[str, str]:
         kinds[name + "0"] = copied(dtype, 1, rows, 1, c.D)
         kinds[name + "1"] = copied(dtype, 1, rows, 1, c.DV)
     kinds["row_tiles"] = copied("fp32", 1, 2, c.BLOCK_Q)
-    kinds |= dict.fromkeys(("table", "ends", "counter", "cu_q", "cu_k", "lengths"), "*i32")
+    kinds |= dict.fromkeys(_GRADIENT_INTEGERS, "*i32")
     kinds |= {"out": "*" + dtype, "rows": "*fp32", "alibi": "*fp32"}
     kinds |= dict.fromkeys(("inner", "scale", "out_scale"), "fp32")
     for name in ("C", "R0", "R1"):

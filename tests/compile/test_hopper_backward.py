@@ -28,6 +28,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "lengths": {"PREFIX": True, "RAGGED": True},
     "packed": {"VARLEN": True, "RAGGED": True, "RIGHT": True},
     "packed-ordered": {"VARLEN": True, "RAGGED": True, "RIGHT": True, "ORDERED": True},
+    "documents": {"DOCUMENTS": True, "RIGHT": True},
     "softcap": {"SOFTCAP": True, "RIGHT": True},
     "alibi": {"ALIBI": True, "RIGHT": True},
     "bias": {"BIAS": True},

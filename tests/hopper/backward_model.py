@@ -17,16 +17,17 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import torch
 
 from tests.hopper import machine
 
 machine.install()
 
+from rowmax.hopper.documents import tile_spans  # noqa: E402
 from rowmax.hopper.gradients.kernel import backward  # noqa: E402
 from rowmax.hopper.gradients.schedule import order_of, padded_rows, steps_of  # noqa: E402
 from rowmax.hopper.gradients.tiles import GradientConfig, GradientConstants  # noqa: E402
 from rowmax.hopper.gradients.wide_kernel import wide  # noqa: E402
-from rowmax.hopper.schedule import dense_table  # noqa: E402
 from rowmax.hopper.schedule import steps_of as steps_of_queries  # noqa: E402
 
 LOG2E = math.log2(math.e)
@@ -49,6 +50,7 @@ class Case:
     alibi: bool = False
     bias: tuple[int, int] | None = None  # its sequences and heads, 1 where it is one for all
     lengths: tuple[int, ...] | None = None
+    documents: str = ""  # sorted, unsorted
     sequences: tuple[tuple[int, int], ...] | None = None
     block_q: int = 64
     stages: tuple[int, int] = (3, 2)
@@ -79,6 +81,12 @@ def cases() -> list[Case]:
             Case(f"window-longer-keys{tag}", 70, 500, left=40, right=0, options=o, blocks=3),
             Case(f"window-longer-queries{tag}", 500, 130, left=40, right=3, options=o, blocks=3),
             Case(f"lengths{tag}", 100, 300, b=4, lengths=(300, 0, 130, 1), right=0, options=o),
+            Case(
+                f"documents{tag}", 300, 500, b=2, hq=2, hk=2, documents="sorted", right=0,
+                blocks=3, options=o,
+            ),
+            Case(f"documents-full{tag}", 500, 300, documents="sorted", blocks=3, options=o),
+            Case(f"documents-any{tag}", 300, 300, documents="unsorted", left=90, options=o),
             Case(f"softcap{tag}", 130, 200, softcap=1.5, right=0, options=o),
             Case(f"alibi{tag}", 130, 200, hq=2, hk=1, alibi=True, right=0, options=o),
             Case(f"bias{tag}", 130, 200, b=2, hq=2, hk=1, bias=(2, 2), options=o | {"DBIAS": True}),
@@ -112,6 +120,16 @@ def cases() -> list[Case]:
     return found
 
 
+def ids_of(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """Documents of queries and of keys, of each of the batch."""
+    rng = np.random.default_rng(5)
+    ids = rng.integers(0, 5, (case.b, case.nk)).astype(np.int32)
+    ids = np.sort(ids, 1) if case.documents == "sorted" else ids
+    at = np.clip(np.arange(case.nq) + case.nk - case.nq, 0, None)
+    of_queries = np.where(np.arange(case.nq) + case.nk - case.nq < 0, 9, ids[:, at])
+    return of_queries.astype(np.int32), ids
+
+
 def seen(case: Case, b: int, nq: int, nk: int) -> np.ndarray:
     i, j = np.arange(nq)[:, None] + nk - nq, np.arange(nk)[None]
     ok = np.ones((nq, nk), bool)
@@ -119,6 +137,9 @@ def seen(case: Case, b: int, nq: int, nk: int) -> np.ndarray:
         ok &= j >= i - case.left
     if case.right is not None:
         ok &= j <= i + case.right
+    if case.documents:
+        of_queries, of_keys = ids_of(case)
+        ok &= of_queries[b][:, None] == of_keys[b][None]
     if case.lengths is not None:
         ok &= j < case.lengths[b]
     return ok
@@ -217,7 +238,8 @@ def check(case: Case, seed: int) -> str | None:
         LEFT=case.left is not None, RIGHT=case.right is not None,
         RAGGED=packed or case.lengths is not None or nk % BLOCK_K > 0,
         VARLEN=packed, PREFIX=case.lengths is not None, SOFTCAP=case.softcap > 0,
-        ALIBI=case.alibi, BIAS=case.bias is not None, **case.options,
+        DOCUMENTS=bool(case.documents), ALIBI=case.alibi, BIAS=case.bias is not None,
+        **case.options,
     )  # fmt: skip
     C: Any = GradientConstants(config)
     rows = padded_rows(case.block_q, nq, total_q, batch, packed)
@@ -276,7 +298,7 @@ def check(case: Case, seed: int) -> str | None:
         copies(bias, 1, 1, case.block_q, BLOCK_K), copies(dbias, 1, 1, case.block_q, 64),
         P(dk), P(dv), P(table), P(ends), P(counter), s(case.hk), s(256), P(turns), s(tiles),
         s(nq), s(nk), s(case.left or 0), s(case.right or 0), P(cu_q), P(cu_k), s(batch),
-        P(lengths), *(s(int(n > 1)) for n in case.bias or (1, 1)),
+        P(lengths), *documents_of(case, C), *(s(int(n > 1)) for n in case.bias or (1, 1)),
         f(scale / case.softcap if case.softcap else 0.0), P(alibi),
         f((case.softcap or scale) * LOG2E), f(scale), s(case.hq), s(case.hq // case.hk),
         C, 240, 24,
@@ -287,6 +309,22 @@ def check(case: Case, seed: int) -> str | None:
             dq[b, r, h] = scale * sums[b * case.hq + h, start : start + r.stop - r.start]
     got = (dq, dk.reshape(k.shape), dv.reshape(v.shape), *([dbias] if C.DBIAS else []))
     return compared(got, want)
+
+
+def documents_of(case: Case, C: Any) -> tuple[Any, ...]:
+    """spans, the ids of queries and keys, and their steps."""
+    P, s = machine.Pointer, machine.scalar
+    none = np.zeros(1, np.int32)
+    if not case.documents:
+        return P(none), P(none), P(none), s(0), s(0)
+    both = ids_of(case)
+    stays, passes = both if C.KIND == "dq" else both[::-1]
+    spans = tile_spans(
+        torch.from_numpy(stays), torch.from_numpy(passes), BLOCK_K, C.BLOCK_Q, case.b
+    )
+    q_ids, k_ids = (x.reshape(-1) for x in both)
+    steps = (s(case.nq), s(case.nk)) if case.b > 1 else (s(0), s(0))
+    return P(spans.numpy().reshape(-1)), P(q_ids), P(k_ids), *steps
 
 
 def run_wide(
@@ -307,7 +345,7 @@ def run_wide(
         else:
             steps = steps_of(case.block_q, BLOCK_K, nq, nk, case.left, case.right)
         blocks = min(case.blocks, steps.shape[0] * case.b * heads)
-        made = dense_table(steps, 128, case.b, heads, 2 * heads // case.hk, blocks)
+        made = order_of(steps, case.b, heads, 2 * heads // case.hk, blocks, C.DRAWN)
         table, ends = (t.numpy().reshape(-1) for t in made)
         counter = np.zeros(1, np.int32)
     s, f, P = machine.scalar, lambda x: machine.scalar(float(x)), machine.Pointer
@@ -324,7 +362,7 @@ def run_wide(
         P(out), P(stats.reshape(-1)),
         P(table), P(ends), P(counter), s(heads), s(256),
         s(nq), s(nk), s(case.left or 0), s(case.right or 0), P(cu_q), P(cu_k), s(batch),
-        P(lengths),
+        P(lengths), *documents_of(case, C),
         f(scale / case.softcap if case.softcap else 0.0), P(alibi),
         f((case.softcap or scale) * LOG2E), f(1.0 if kind == "dv" else scale), s(case.hq), s(rows),
         s(1 if of_queries else group), s(group),

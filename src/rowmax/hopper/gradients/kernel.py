@@ -29,7 +29,7 @@ def backward(
     table, ends, counter, heads, keys,  # the order of the tiles
     turns, tiles,  # whose turn it is to add to a tile of dq; tiles of a plane
     nq, nk, left, right,
-    cu_q, cu_k, batch, lengths,
+    cu_q, cu_k, batch, lengths, spans, q_ids, k_ids, ids_q, ids_k,
     each_b, each_h,  # 0 where the bias is one for all sequences, all heads
     inner, alibi, scale, out_scale, hq, group,
     C: gl.constexpr, R0: gl.constexpr, R1: gl.constexpr,
@@ -48,9 +48,9 @@ def backward(
     buffers = (qs, dos, stats, ks, vs, dss, dqs)
     descs = (q, do, rows, k, v, bias)
     order = (table, ends, counter, heads, heads, keys)
-    sizes = (nq, nk, left, right)
+    sizes = (nq, nk, left, right, spans)
     seqs = (cu_k, cu_q, batch, lengths)
-    terms = (inner, alibi)
+    terms = (inner, alibi, q_ids, k_ids, ids_q, ids_k)
     rest = (scale, out_scale, group, heads)
     spread = (group, hq, each_b, each_h)
     gl.warp_specialize(

@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from ...problem import Gradients, Problem, Tensors, Wanted
 from ...triton import backward as plain
 from .. import packed
+from ..documents import tile_spans
 from ..gluon_compat import TensorDescriptor
 from ..launch import DTYPES, strides, takes
 from ..schedule import SECTION_BYTES
@@ -139,8 +140,6 @@ def together(
     if C.ORDERED:
         zeros = torch.zeros(16 + plan.planes * tiles, dtype=torch.int32, device=q.device)
         turns = zeros[16:]
-        if not problem.varlen:
-            order = (*order[:2], zeros)
     inner, scale = score_scales(problem)
     kernel[(work.blocks,)](
         q_tiles,
@@ -153,7 +152,7 @@ def together(
         dk, dv,
         *order, problem.hk, SECTION_BYTES // query_bytes(problem),
         turns, tiles,
-        *sizes_and_sequences(problem, tensors, stats),
+        *sizes_and_sequences(C, problem, tensors, stats),
         *each,
         inner, or_none(tensors.alibi, stats), scale, problem.scale, problem.hq, problem.group,
         constants, *work.registers, num_warps=4, enable_fp_fusion=True,
@@ -198,7 +197,7 @@ def apart(
             copies(stats, [1, 2, C.BLOCK_Q]),
             to, stats,
             *order, heads, SECTION_BYTES // bytes_passing,
-            *sizes_and_sequences(problem, tensors, stats),
+            *sizes_and_sequences(C, problem, tensors, stats),
             inner, or_none(tensors.alibi, stats), scale,
             1.0 if C.KIND == "dv" else problem.scale,
             problem.hq, plan.rows, group, problem.group,
@@ -218,7 +217,8 @@ def order_for(
     if not problem.varlen:
         assert work.table is not None
         assert work.ends is not None
-        return work.table, work.ends, work.ends
+        drawn = work.constants.DRAWN.value
+        return work.table, work.ends, torch.zeros_like(work.ends) if drawn else work.ends
     assert cu is not None
     most = packed.most_tiles(total, longest, problem.batch, BLOCK_K)
     made = packed.order(cu, problem.batch, most, BLOCK_K)
@@ -233,8 +233,16 @@ def score_scales(problem: Problem) -> tuple[float, float]:
     return 0.0, problem.scale * _LOG2E
 
 
-def sizes_and_sequences(problem: Problem, tensors: Tensors, none: Tensor) -> tuple[Any, ...]:
-    """nq, nk, left, right, cu_q, cu_k, batch and lengths."""
+def sizes_and_sequences(
+    C: GradientConfig, problem: Problem, tensors: Tensors, none: Tensor
+) -> tuple[Any, ...]:
+    """nq, nk, left, right, cu_q, cu_k, batch, lengths and documents."""
+    spans, ids = none, (0, 0)
+    if tensors.q_ids is not None and tensors.k_ids is not None:
+        both = (tensors.q_ids, tensors.k_ids)
+        ids = tuple(t.shape[1] if t.shape[0] > 1 else 0 for t in both)
+        stays, passes = both if C.KIND == "dq" else both[::-1]
+        spans = tile_spans(stays, passes, BLOCK_K, C.BLOCK_Q, problem.batch)
     reach = problem.total_q + problem.total_k  # a limit past it limits nothing
     return (
         problem.nq,
@@ -245,6 +253,10 @@ def sizes_and_sequences(problem: Problem, tensors: Tensors, none: Tensor) -> tup
         or_none(tensors.cu_seqlens_k, none),
         problem.batch,
         or_none(tensors.lengths, none),
+        spans,
+        or_none(tensors.q_ids, none),
+        or_none(tensors.k_ids, none),
+        *ids,
     )
 
 

@@ -169,7 +169,7 @@ def turn_of(C: gl.constexpr, i, plane, row, tile, turns, sizes, tiles):
     first, kv_head, b, q_row, k_row, nq, used, offset, lo, hi = tile
     g = i // (hi - lo)
     m = hi - 1 - i + g * (hi - lo)
-    before_lo, before_hi = band(C, first - C.BLOCK_K, nq, used, offset, sizes)
+    before_lo, before_hi = band(C, first - C.BLOCK_K, b, nq, used, offset, sizes)
     after_another = (first > 0) & (m >= before_lo) & (m < before_hi)
     place = turns + (plane.to(gl.int64) * tiles + row // C.BLOCK_Q)
     return place, gl.where(after_another, first // C.BLOCK_K, -1)

@@ -39,9 +39,20 @@ def draw_next(C: gl.constexpr, n, order):
 
 
 @gluon.jit
-def band(C: gl.constexpr, first, nq, used, offset, sizes):
+def in_documents(C: gl.constexpr, lo, hi, first, b, n, spans):
+    """Of tiles from lo to hi those that may share a document with the one at ``first`` of n."""
+    if C.DOCUMENTS:
+        tiles = (n + C.BLOCK_K - 1) // C.BLOCK_K
+        at = spans + 2 * (b * tiles + gl.maximum(first, 0) // C.BLOCK_K)
+        lo = gl.maximum(lo, gl.load(at))
+        hi = gl.minimum(hi, gl.load(at + 1))
+    return lo, hi
+
+
+@gluon.jit
+def band(C: gl.constexpr, first, b, nq, used, offset, sizes):
     """The tiles of queries ``lo <= m < hi`` that see some of 128 keys from ``first`` on."""
-    nq_, nk_, left, right = sizes
+    nq_, nk_, left, right, spans = sizes
     lo = 0
     end = nq
     if C.RIGHT:
@@ -50,6 +61,7 @@ def band(C: gl.constexpr, first, nq, used, offset, sizes):
         last = gl.minimum(first + C.BLOCK_K, used) - 1
         end = gl.minimum(nq, last - offset + left + 1)
     hi = (gl.maximum(end, 0) + C.BLOCK_Q - 1) // C.BLOCK_Q
+    lo, hi = in_documents(C, lo, hi, first, b, nk_, spans)
     return lo, gl.where(first < used, gl.maximum(hi, lo), lo)
 
 
@@ -60,8 +72,8 @@ def tile_of(C: gl.constexpr, row, sizes, seqs, lengths):
     group; there may be none. ``nq + offset`` is the number of keys, in use or not.
     """
     first, head, b = row
-    nq, nk, left, right = sizes
-    cu_k, cu_q, batch, spans = seqs
+    nq, nk, left, right, spans = sizes
+    cu_k, cu_q, batch, lengths_ = seqs
     q_row, k_row = 0, 0
     if C.VARLEN:
         q_row = gl.load(cu_q + b)
@@ -72,7 +84,7 @@ def tile_of(C: gl.constexpr, row, sizes, seqs, lengths):
     used = nk
     if C.PREFIX:
         used = gl.maximum(gl.minimum(nk, gl.load(lengths + b)), 0)
-    lo, hi = band(C, first, nq, used, offset, sizes)
+    lo, hi = band(C, first, b, nq, used, offset, sizes)
     return first, head, b, q_row, k_row, nq, used, offset, lo, hi
 
 
@@ -81,7 +93,7 @@ def full_tiles(C: gl.constexpr, first, tile, sizes):
     """Where the tiles ``lo <= m < hi`` change for 64 keys from ``first`` on: partial from z up,
     full from a to z, partial again below a."""
     key, head, b, q_row, k_row, nq, used, offset, lo, hi = tile
-    nq_, nk_, left, right = sizes
+    nq_, nk_, left, right, spans = sizes
     last = first + C.TOKENS - 1
     a = lo
     z = hi
@@ -103,8 +115,8 @@ def query_tile_of(C: gl.constexpr, row, sizes, seqs, lengths):
     """The same of a tile of 128 queries: (first query, head, ...), and the tiles of BLOCK_Q keys
     that it meets."""
     first, head, b = row
-    nq, nk, left, right = sizes
-    cu_q, cu_k, batch, spans = seqs
+    nq, nk, left, right, spans = sizes
+    cu_q, cu_k, batch, lengths_ = seqs
     q_row, k_row = 0, 0
     if C.VARLEN:
         q_row = gl.load(cu_q + b)
@@ -123,6 +135,7 @@ def query_tile_of(C: gl.constexpr, row, sizes, seqs, lengths):
         last = gl.minimum(first + C.BLOCK_K, nq) - 1
         end = gl.minimum(used, last + offset + right + 1)
     hi = (gl.maximum(end, 0) + C.BLOCK_Q - 1) // C.BLOCK_Q
+    lo, hi = in_documents(C, lo, hi, first, b, sizes[0], spans)
     return first, head, b, q_row, k_row, nq, used, offset, lo, gl.maximum(hi, lo)
 
 
@@ -130,7 +143,7 @@ def query_tile_of(C: gl.constexpr, row, sizes, seqs, lengths):
 def full_range(C: gl.constexpr, first, tile, sizes):
     """The tiles that are full for 64 rows from ``first`` on; partial ones lie on both sides."""
     row, head, b, q_row, k_row, nq, used, offset, lo, hi = tile
-    nq_, nk_, left, right = sizes
+    nq_, nk_, left, right, spans = sizes
     if C.KIND == "dq":
         a = lo
         z = hi
@@ -141,6 +154,8 @@ def full_range(C: gl.constexpr, first, tile, sizes):
             z = gl.maximum(first + offset + right + 1, 0) // C.BLOCK_Q
         if C.RAGGED:
             z = gl.minimum(z, used // C.BLOCK_Q)
+        if C.DOCUMENTS:
+            a = hi
         a = gl.minimum(gl.maximum(a, lo), hi)
         z = gl.minimum(gl.maximum(z, a), hi)
     else:

@@ -14,11 +14,11 @@ from ..terms import LOG2E, columns, lanes, rows_of, tanh
 
 
 @gluon.jit
-def seen(C: gl.constexpr, p, first, m, tile, sizes):
+def seen(C: gl.constexpr, p, first, m, tile, sizes, terms):
     """Which pairs of 64 rows from ``first`` on and tile m of the other side may see each other.
     Rows are keys and columns queries but where C.KIND is dq."""
     key, head, b, q_row, k_row, nq, used, offset, lo, hi = tile
-    nq_, nk_, left, right = sizes
+    n_queries, n_keys, left, right, spans = sizes
     L: gl.constexpr = p.type.layout
     # limits of the column, less the lane's own part of it: what is left of it is a constant
     at = first + rows_of(L)
@@ -42,6 +42,17 @@ def seen(C: gl.constexpr, p, first, m, tile, sizes):
         ok = col >= along_row(low)
         if C.LEFT:
             ok = ok & (col <= along_row(here + left))
+    if C.DOCUMENTS:
+        q_ids, k_ids, ids_q, ids_k = terms[2:]
+        row = first + rows_of(L)
+        other = col + along_row(before)
+        if C.KIND == "dq":
+            of_row = gl.load(q_ids + b * ids_q + row, mask=row < n_queries, other=0)
+            of_other = gl.load(k_ids + b * ids_k + other, mask=other < n_keys, other=0)
+        else:
+            of_row = gl.load(k_ids + b * ids_k + row, mask=row < n_keys, other=0)
+            of_other = gl.load(q_ids + b * ids_q + other, mask=other < n_queries, other=0)
+        ok = ok & (of_other == along_row(of_row))
     return ok
 
 
@@ -65,7 +76,7 @@ def weights(
     """(P, w): the weights, and what dP - Delta is to be multiplied with to give dX.
 
     ``less`` is lse, against S."""
-    inner, alibi = terms
+    inner, alibi = terms[:2]
     y = S
     if C.SOFTCAP:
         y = tanh(S * inner, dtype)
@@ -78,7 +89,7 @@ def weights(
     p = gl.exp2(y * scale - less)
     if MASKED:
         p4 = by_lane(p)
-        ok = seen(C, p4, first, m, tile, sizes)
+        ok = seen(C, p4, first, m, tile, sizes, terms)
         p = gl.convert_layout(gl.where(ok, p4, 0.0).reshape(p.shape), p.type.layout)
     w = p
     if C.SOFTCAP:

@@ -89,7 +89,8 @@ class GradientConstants(Constants):
             "DQ_COLS": config.D if by_rows else config.D // WARPGROUPS,
             "BY_ROWS": by_rows,
             "OUT": config.DV_OUT if config.KIND == "dv" else config.D_OUT,
-            "LOW_MASKED": config.LEFT if config.KIND == "dq" else config.RIGHT or config.RAGGED,
+            "LOW_MASKED": config.DOCUMENTS
+            or (config.LEFT if config.KIND == "dq" else config.RIGHT or config.RAGGED),
             "HIGH_MASKED": config.RIGHT or config.RAGGED if config.KIND == "dq" else config.LEFT,
             "DRAWN": config.ORDERED or config.VARLEN or config.DOCUMENTS,
             "LAST_FIRST": config.KIND == "dq" and config.RIGHT,

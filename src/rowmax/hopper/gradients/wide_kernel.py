@@ -119,7 +119,7 @@ def wide(
     out, rows,  # rows are lse and delta once more, for dq
     table, ends, counter, heads, keys,  # the order of the tiles
     nq, nk, left, right,
-    cu_q, cu_k, batch, lengths,
+    cu_q, cu_k, batch, lengths, spans, q_ids, k_ids, ids_q, ids_k,
     inner, alibi, scale, out_scale, hq, padded, group, ratio,
     C: gl.constexpr, R0: gl.constexpr, R1: gl.constexpr,
 ):
@@ -142,14 +142,14 @@ def wide(
     fence_async_shared()
     buffers = (as0, as1, bs0, bs1, stats)
     descs = (a0, a1, b0, b1, row_tiles)
-    sizes = (nq, nk, left, right)
+    sizes = (nq, nk, left, right, spans)
     if C.KIND == "dq":
         seqs = (cu_q, cu_k, batch, lengths)
         order = (table, ends, counter, heads, heads // ratio, keys)
     else:
         seqs = (cu_k, cu_q, batch, lengths)
         order = (table, ends, counter, heads, heads, keys)
-    terms = (inner, alibi)
+    terms = (inner, alibi, q_ids, k_ids, ids_q, ids_k)
     rest = (scale, out_scale, group, heads)
     planes = (hq, padded)
     spread = (group, ratio, hq)
