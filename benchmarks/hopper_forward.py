@@ -1,11 +1,12 @@
 """The Hopper forward beside what torch has, on the same tensors in one run.
 
-    python benchmarks/hopper_forward.py --out results.csv [--flex] [--rounds 3]
+    python benchmarks/hopper_forward.py --out results.csv [--flex] [--rounds 3] [--sizes 64 128]
 
 36 cells: bfloat16, 16k tokens, H D = 2048, N from 512 to 16k, D 64, 128 and 256, full and causal.
 Then features. Every cell is timed in turns, a fifth of a second apart, since the card slows down
 as it warms; the median of the turns is kept. FLOPs: 4 B H N N D, half of it for causal; for
-windows, documents and packed sequences, the pairs that are seen.
+windows, documents and packed sequences, the pairs that are seen. Each of the 36 is set beside the
+better of cuDNN in the same run and FlashAttention-4 in a run of its own (results/fa4.csv).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from itertools import chain
+from math import isnan
 from pathlib import Path
 
 import torch
@@ -64,13 +67,21 @@ def of_flex(q, k, v, causal: bool) -> Run:
 
     n = q.shape[1]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    flex = torch.compile(flex_attention)
+    torch._dynamo.config.recompile_limit = 256  # past it, it would hold the matrix
+    flex = torch.compile(flex_attention, dynamic=False)
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, n, n) if causal else None
     return lambda: flex(q, k, v, block_mask=mask)
 
 
-def plain_cells(flex: bool):
-    for d in (64, 128, 256):
+def fa4() -> dict[str, float]:
+    """FlashAttention-4's forward, by cell."""
+    with (Path(__file__).parent / "results/fa4.csv").open() as file:
+        rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
+    return {f"D{r['D']} N{r['N']} {r['mask']}": float(r["forward"]) for r in rows}
+
+
+def plain_cells(sizes: list[int], flex: bool):
+    for d in sizes:
         for n in LENGTHS:
             for causal in (False, True):
                 b, h = TOKENS // n, WIDTH // d
@@ -122,6 +133,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("hopper_forward.csv"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--flex", action="store_true")
+    parser.add_argument("--sizes", type=int, nargs="*", default=[64, 128, 256])
+    parser.add_argument("--plain", action="store_true", help="the 36 cells alone")
     options = parser.parse_args()
     versions = f"torch {torch.__version__} triton {triton.__version__}"
     a = normal(8192, 8192)
@@ -132,12 +145,21 @@ def main() -> None:
         about = [torch.cuda.get_device_name(), versions, datetime.date.today().isoformat()]
         rows.writerow(["matmul 8192", "cublas", f"{ceiling:.0f}", *about])
         print(f"{about}, matmul {ceiling:.0f} TFLOP/s")
-        for cells in (plain_cells(options.flex), feature_cells()):
-            for name, runs, flops in cells:
-                speeds = measured(runs, flops, options.rounds)
-                print(f"{name:28}", *(f"{n} {x:.0f}" for n, x in speeds.items()), flush=True)
-                for n, x in speeds.items():
-                    rows.writerow([name, n, f"{x:.0f}", *about])
+        others, ratios = fa4(), []
+        features = () if options.plain else feature_cells()
+        for name, runs, flops in chain(plain_cells(options.sizes, options.flex), features):
+            speeds = measured(runs, flops, options.rounds)
+            print(f"{name:28}", *(f"{n} {x:.0f}" for n, x in speeds.items()), end="")
+            for n, x in speeds.items():
+                rows.writerow([name, n, f"{x:.0f}", *about])
+            file.flush()
+            if "fa2" in speeds:
+                bar = max(others.get(name, 0.0), 0.0 if isnan(speeds["cudnn"]) else speeds["cudnn"])
+                ratios.append(speeds["rowmax"] / bar)
+                print(f"  {ratios[-1]:.3f} of {bar:.0f}", end="")
+            print(flush=True)
+        mean = math.exp(statistics.fmean(map(math.log, ratios)))
+        print(f"{len(ratios)} cells: geometric mean {mean:.3f}, least {min(ratios):.3f}")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from functools import cache
 import pytest
 import torch
 
+import rowmax
 from rowmax.backend import choose, refusal
 from rowmax.problem import Problem, Wanted
 
@@ -139,3 +140,19 @@ def test_results_are_as_promised(case: Case, dtype: torch.dtype, backend: str) -
         if gradient is not None:
             assert (gradient.shape, gradient.dtype) == (x.shape, x.dtype), name
             assert gradient.is_contiguous(), name
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_value_that_may_be_seen_counts_even_with_weight_0(backend: str, value: float) -> None:
+    """As in the definition: 0 times it is NaN, dropped, underflown or under a bias of -inf."""
+    q, k, v = (torch.randn(1, n, 1, 8) for n in (5, 300, 300))
+    v[0, 7, 0, 2] = value
+    bias = torch.zeros(5, 300)
+    bias[2, 7], bias[3] = -1e9, -torch.inf
+    mask = torch.ones(5, 300, dtype=torch.bool)
+    mask[1, 7] = False
+    for keywords in ({"bias": bias}, {"dropout_p": 0.97, "seed": 3}):
+        out = rowmax.attention(q, k, v, mask=mask, **keywords, backend=backend)  # pyright: ignore
+        assert out[0, 1].isfinite().all()
+        assert not out[0, [0, 2, 3, 4], 0, 2].isfinite().any()
+        assert out[..., [0, 1, 3, 4, 5, 6, 7]].isfinite().all()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,6 +94,22 @@ def test_in_a_forked_child() -> None:
     assert _child(text) == "both\n"
 
 
+def test_kernels_from_different_processes_get_along(tmp_path: Path) -> None:
+    """What one process compiled for a dtype and another for a second, a third takes from the
+    cache: no name may stand for the code of both."""
+    text = """
+        import torch, rowmax
+        for name in {names}:
+            q = torch.randn(1, 40, 1, 16, dtype=getattr(torch, name))
+            out, want = (rowmax.attention(q, q, q, backend=b) for b in ("cpu", "reference"))
+            torch.testing.assert_close(out, want)
+        print("right")
+    """
+    for names in (["float32"], ["float64"], ["float32", "float64"], ["float64", "float32"]):
+        child = _child(text.format(names=names), NUMBA_CACHE_DIR=str(tmp_path))
+        assert child == "right\n"
+
+
 MACHINES = {
     "avx2": ("haswell", "+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2", 8),
     "without fma": ("nehalem", "+sse4.2,+popcnt", 4),
@@ -128,6 +145,24 @@ def test_on_lesser_machines(name: str) -> None:
     assert _child(text, NUMBA_CPU_NAME=cpu, NUMBA_CPU_FEATURES=features) == "right\n"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_rows_between_a_window_and_a_length_read_nothing(dtype: torch.dtype) -> None:
+    """The window begins past the last key, in the middle of a tile of keys. What an earlier call
+    left in the memory of scores must not come in."""
+    mask = rowmax.Window(1, 0) & rowmax.PrefixLengths(torch.tensor([154]))
+    q, k = torch.randn(1, 64, 2, 16, dtype=dtype), torch.randn(1, 513, 2, 16, dtype=dtype)
+    for _ in range(3):
+        before = [torch.full_like(t, torch.nan).requires_grad_() for t in (q, k)]
+        rowmax.attention(*before, before[1], backend="cpu").sum().backward()  # pyright: ignore
+        leaves = [t.clone().requires_grad_() for t in (q, k, k)]
+        sink = torch.zeros(2)
+        out = rowmax.attention(*leaves, mask=mask, sink=sink, backend="cpu")  # pyright: ignore
+        assert isinstance(out, torch.Tensor)
+        out.sum().backward()
+        assert not out.any()
+        assert all(t.grad is not None and not t.grad.any() for t in leaves)
+
+
 def test_memory_is_linear() -> None:
     """Forward and backward at N 8192: out and gradients are 64 MiB, one score matrix 256."""
     _gradients(torch.randn(1, 64, 8, 64), causal=True)
@@ -138,3 +173,23 @@ def test_memory_is_linear() -> None:
     assert peak is not None
     assert len(kept) == 4
     assert peak < 100 * 2**20 + 3 * q.nbytes  # the three leaves and the squared sum are the test's
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_of_many_short_sequences_is_linear(dtype: torch.dtype) -> None:
+    """2048 of 16 keys each, 16 MiB of float32: in tiles of 256 their keys would be 256."""
+    q, cu = torch.randn(2048 * 16, 4, 32, dtype=dtype), torch.arange(0, 2048 * 16 + 1, 16)
+
+    def run() -> torch.Tensor:
+        out = rowmax.attention_varlen(q, q, q, cu, cu, backend="cpu")
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    want = run()
+    memory = Memory(torch.device("cpu"))
+    assert torch.equal(run(), want)
+    peak = memory.peak()
+    assert peak is not None
+    assert peak < 100 * 2**20
+    apart = rowmax.attention(*(q.view(2048, 16, 4, 32) for _ in "qkv"), backend="torch")
+    torch.testing.assert_close(want.view(2048, 16, 4, 32), apart, rtol=1e-2, atol=1e-2)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
+import sys
 
 import pytest
 import torch
@@ -10,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import rowmax
 from rowmax import Causal, Documents, PrefixLengths, Window
 from rowmax.arguments import checked
 from rowmax.mask import FULL, PARTIAL, SKIP, Mask, as_mask, dense, tile_states
@@ -190,8 +192,13 @@ def test_documents_compose_in_every_form() -> None:
     own = Documents(a, q_ids=q_ids) & Documents(b, q_ids=q_ids)
     apart = [allowed(Documents(ids, q_ids=q_ids), 2, 1, 2, 5) for ids in (a, b)]
     assert torch.equal(allowed(own, 2, 1, 2, 5), apart[0] & apart[1])
-    with pytest.raises(ValueError, match="give q_ids to both or to neither"):
-        _ = Documents(a) & Documents(a, q_ids=q_ids)
+    # of any kinds: each finds its own ids, offsets theirs where the number of keys is known
+    cu = torch.tensor([0, 1, 5])
+    one, two, three = Documents(a), Documents(b[1], q_ids=q_ids + 5), Documents(cu_seqlens=cu)
+    apart = [allowed(mask, 2, 1, 2, 5) for mask in (one, two, three)]
+    assert torch.equal(allowed(one & two & three, 2, 1, 2, 5), apart[0] & apart[1] & apart[2])
+    for mask in (one, three, one & three, three & three):
+        assert allowed(mask, 1, 1, 0, 5).shape == (1, 1, 0, 5)
 
 
 def test_lengths() -> None:
@@ -214,8 +221,33 @@ def test_repr() -> None:
     assert repr(Causal()) == "Mask(right=0)"
     ids = torch.zeros(5, dtype=torch.int64)
     mask = Window(3, 4) & Documents(ids) & PrefixLengths(torch.tensor([1])) & (ids == 0)
-    assert repr(mask) == "Mask(left=3, right=4, k_ids=[5], lengths=[1], allowed=[5])"
+    assert repr(mask) == "Mask(left=3, right=4, ids=[5], lengths=[1], allowed=[5])"
+    assert repr(Documents(cu_seqlens=torch.tensor([0, 5]))) == "Mask(cu_seqlens=[2])"
     assert repr(Mask()) == "Mask()"
+
+
+@pytest.mark.parametrize("limit", [2**31, 2**40, 2**62, sys.maxsize, 2**70])
+def test_a_limit_past_every_length_is_none(limit: int) -> None:
+    assert allowed(Window(limit, limit), 1, 1, 5, 7).all()
+    assert torch.equal(allowed(Window(limit, 0), 1, 1, 5, 7), allowed(Causal(), 1, 1, 5, 7))
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (1, 0), (0, 0), (2, 1, 0, 1), (0, 2, 3, 4)])
+def test_tiles_of_an_empty_boolean_tensor(shape: tuple[int, ...]) -> None:
+    b, h, nq, nk = (2, 2, *shape[-2:])[-4:] if len(shape) == 2 else (shape[0], 2, *shape[2:])
+    problem, tensors = posed(torch.ones(shape, dtype=torch.bool), b, h, nq, nk)
+    states = tile_states(problem, tensors, 2, 2)
+    assert states.shape[2:] == (math.ceil(nq / 2), math.ceil(nk / 2))
+
+
+def test_the_map_of_an_expanded_boolean_tensor_reads_it_once() -> None:
+    mask = (torch.rand(37, 50) < 0.5).expand(3, 2, 37, 50)
+    problem, tensors = posed(mask, 3, 2, 37, 50)
+    states = tile_states(problem, tensors, 8, 8)
+    assert states.shape[:2] == (1, 1)
+    for i, j, tile in _by_tile(mask[:1, :1], 8, 8):
+        exact = FULL if tile.all() else PARTIAL if tile.any() else SKIP
+        assert states[0, 0, i, j] == exact
 
 
 def test_masks_are_left_as_they_are() -> None:
@@ -255,6 +287,16 @@ def test_masks_are_left_as_they_are() -> None:
             r"Documents\(cu_seqlens=\): got \[1, 3\]",
         ),
         (
+            lambda: Documents(cu_seqlens=torch.tensor([0])),
+            ValueError,
+            r"Documents\(cu_seqlens=\): got 1 offsets; want one more than documents",
+        ),
+        (
+            lambda: PrefixLengths(torch.ones(3, dtype=torch.int64).to_sparse()),
+            TypeError,
+            r"PrefixLengths\(lengths=\): got layout torch.sparse_coo",
+        ),
+        (
             lambda: Documents(cu_seqlens=torch.tensor([0, 3, 2])),
             ValueError,
             r"Documents\(cu_seqlens=\): got \[0, 3, 2\]",
@@ -284,9 +326,24 @@ def test_errors(make, error: type, text: str) -> None:
         make()
 
 
-def test_masks_of_other_masks_sizes_do_not_compose() -> None:
-    with pytest.raises((RuntimeError, ValueError)):
+def test_masks_of_other_sizes_do_not_compose() -> None:
+    def lengths(*values: int) -> Mask:
+        return PrefixLengths(torch.tensor(values))
+
+    with pytest.raises(ValueError, match=r"mask & mask: got \[3, 5\] on cpu and \[3, 4\] on cpu"):
         _ = torch.ones(3, 4, dtype=torch.bool) & as_mask(torch.ones(3, 5, dtype=torch.bool))
-    with pytest.raises((RuntimeError, ValueError)):
-        _ = PrefixLengths(torch.tensor([1, 2])) & PrefixLengths(torch.tensor([1, 2, 3]))
-    assert rowmax.Mask is Mask
+    with pytest.raises(ValueError, match=r"PrefixLengths & PrefixLengths: got \[2\] on cpu"):
+        _ = lengths(1, 2) & lengths(1, 2, 3)
+    with pytest.raises(ValueError, match=r"PrefixLengths & PrefixLengths: got \[1\] on cpu"):
+        _ = lengths(1) & lengths(1, 2)  # one length is for a batch of one
+    with pytest.raises(ValueError, match=r"mask & mask: .* on meta"):
+        _ = as_mask(torch.ones(3, 4, dtype=torch.bool, device="meta")) & (torch.ones(3, 4) > 0)
+
+
+def test_a_mask_is_copied_and_sent() -> None:
+    """As to the workers of a data loader."""
+    ids, q_ids = torch.tensor([0, 1, 1]), torch.tensor([1, 0, 0])
+    mask = Window(3, 1) & Documents(ids, q_ids=q_ids) & PrefixLengths(torch.tensor([2]))
+    for same in (copy.deepcopy(mask), copy.copy(mask), pickle.loads(pickle.dumps(mask))):
+        assert torch.equal(allowed(same, 1, 1, 3, 3), allowed(mask, 1, 1, 3, 3))
+    assert isinstance(pickle.loads(pickle.dumps(Causal())), Causal)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import shutil
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -138,14 +141,53 @@ def test_compile_dynamic_lengths() -> None:
 def test_compile_builds_masks_inside() -> None:
     torch._dynamo.reset()
 
-    def masked(q: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:
+    def masked(q: Tensor, ids: Tensor, lengths: Tensor, cu: Tensor, allowed: Tensor) -> Tensor:
         mask = rowmax.Documents(ids) & rowmax.PrefixLengths(lengths) & rowmax.Window(4, 0)
+        mask = allowed & (mask & allowed) & rowmax.Documents(cu_seqlens=cu)
         return attention(q, q, q, mask=mask)
 
-    q = torch.randn(2, 12, 2, 8)
-    arguments = (q, torch.randint(3, (12,)), torch.tensor([12, 5]))
+    q, allowed = torch.randn(2, 12, 2, 8), torch.rand(12, 12) < 0.8
+    arguments = (q, torch.randint(3, (12,)), torch.tensor([12, 5]), torch.tensor([0, 3, 12]))
     compiled = torch.compile(masked, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(*arguments), masked(*arguments))
+    torch.testing.assert_close(compiled(*arguments, allowed), masked(*arguments, allowed))
+    with pytest.raises(RuntimeError, match="want offsets from 0 to the number of keys"):
+        compiled(*arguments[:3], torch.tensor([0, 3, 11]), allowed)
+
+
+@pytest.mark.parametrize("through", ["compile", "vmap"])
+def test_offsets_are_checked_when_their_values_are_there(through: str, backend: str) -> None:
+    """Kernels go where they say, out of the tensors if need be."""
+    torch._dynamo.reset()
+    q, bias = torch.randn(12, 2, 8), torch.zeros(9, 9)
+
+    def packed(cu: Tensor) -> Any:
+        return rowmax.attention_varlen(q, q, q, cu, cu, 9, 9, bias=bias, backend=backend)
+
+    traced = {
+        "compile": torch.compile(packed, backend="aot_eager", fullgraph=True),
+        "vmap": lambda cu: torch.vmap(packed)(cu[None])[0],
+    }[through]
+    good = torch.tensor([0, 3, 12])
+    torch.testing.assert_close(traced(good), packed(good))
+    for values, text in (
+        ((0, 3, 10**6), "cu_seqlens_q: got last offset 1000000; want the packed length, 12"),
+        ((0, 15, 12), "cu_seqlens_q: got 12 after 15"),
+        ((2, 3, 12), "cu_seqlens_q: got first offset 2"),
+        ((0, 2, 12), "max_seqlen_q: got 9; want at least the longest sequence, 10"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            traced(torch.tensor(values))
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_make_fx(mode: str) -> None:
+    q, cu = torch.randn(12, 2, 8), torch.tensor([0, 3, 12])
+
+    def packed(q: Tensor, cu: Tensor) -> Any:
+        return rowmax.attention_varlen(q, q, q, cu, cu, causal=True, backend=BACKEND)
+
+    traced = make_fx(packed, tracing_mode=mode)(q, cu)
+    torch.testing.assert_close(traced(q, cu), packed(q, cu))
 
 
 def test_compile_draws_dropout_anew() -> None:
@@ -205,6 +247,12 @@ def test_autocast() -> None:
     assert all(g.dtype == torch.float32 and g.abs().sum() > 0 for g in grads)
     want = attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), bias=bias)
     assert torch.equal(out, want)
+    # a module that holds its bias in the other half, and inputs of several dtypes
+    halves = bias.detach().half().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attention(q, k.bfloat16(), v.half(), bias=halves)
+    (dbias,) = torch.autograd.grad(out.float().square().sum(), halves)
+    assert (out.dtype, dbias.dtype) == (torch.bfloat16, torch.float16)
 
 
 def test_saved_tensor_hooks() -> None:
@@ -251,6 +299,19 @@ def test_lse_alone() -> None:
     assert dv is None or not dv.any()
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias"])
+def test_a_negation_put_off_is_done(name: str, backend: str) -> None:
+    """``z.conj().imag`` is a view that says that its numbers are to be negated when read."""
+    tensors = dict(zip("qkv", inputs(1, 12), strict=True)) | {"bias": torch.randn(12, 12).double()}
+    lazy = torch.complex(torch.zeros_like(tensors[name]), -tensors[name]).conj().imag
+    assert lazy.is_neg()
+    for grad in (False, True):
+        given = {**tensors, name: lazy.detach().requires_grad_(grad)}
+        out = rowmax.attention(**given, backend=backend)
+        want = rowmax.attention(**tensors, backend=backend)
+        torch.testing.assert_close(out.detach(), want)
+
+
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_gradient_of_one_input(name: str) -> None:
     tensors = dict(zip("qkv", inputs(1, 12), strict=True))
@@ -271,6 +332,62 @@ def test_modes_without_gradients() -> None:
         out = attention(q, k, v)
     assert out.is_inference()
     assert torch.equal(out, want)
+
+
+class _Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_whoever_listens_sees_the_operator(grad: bool) -> None:
+    """A call that nobody listens to goes past the dispatcher; its answer is the same."""
+    q, k, v = inputs(2, 24, grad=grad)
+    alone = attention(q, k, v, causal=True)
+    with _Seen() as dispatched:
+        a = attention(q, k, v, causal=True)
+    assert "rowmax.forward.default" in dispatched.names
+    with _Functions() as functions:
+        b = attention(q, k, v, causal=True)
+    assert any("rowmax" in name for name in functions.names)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        c = attention(q, k, v, causal=True)
+    assert "rowmax::forward" in {event.name for event in profile.events() or ()}
+    for out in (a, b, c):
+        assert torch.equal(out, alone)
+        assert out.requires_grad == alone.requires_grad == grad
+
+
+def test_a_tensors_subclass_goes_through_the_dispatcher() -> None:
+    class Tagged(Tensor):
+        seen: ClassVar[list[str]] = []
+
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            cls.seen.append(str(func))
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    q, k, v = inputs(1, 8)
+    out = attention(q.as_subclass(Tagged), k, v)
+    assert isinstance(out, Tagged)
+    assert any("rowmax" in name for name in Tagged.seen)
 
 
 def test_backward_twice_and_changed_inputs() -> None:

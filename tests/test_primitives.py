@@ -208,6 +208,11 @@ def test_compiled_edges():
         ({"x": [1.0]}, TypeError, "x: got list"),
         ({"x": torch.zeros(2, 2, dtype=torch.int64)}, TypeError, "x: got torch.int64"),
         ({"x": torch.eye(2).to_sparse()}, TypeError, "x: got layout"),
+        (
+            {"x": torch.nested.as_nested_tensor([torch.ones(2)], layout=torch.jagged)},
+            TypeError,
+            "x: got a nested tensor",
+        ),
         ({"dim": 2}, ValueError, "dim: got 2; want -2 to 1"),
         ({"dim": (0, 1)}, TypeError, "dim: got"),
         ({"dim": True}, TypeError, "dim: got True"),

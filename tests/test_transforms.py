@@ -117,6 +117,14 @@ _TERMS: dict[str, tuple[Callable[..., dict[str, Any]], Callable[[], Tensor]]] = 
         lambda t: {"mask": rowmax.Documents(t)},
         lambda: torch.randint(3, (3, 2, 10)),
     ),
+    "documents-offsets": (
+        lambda t: {"mask": rowmax.Documents(cu_seqlens=t)},
+        lambda: torch.tensor([[0, 3, 10], [0, 0, 10], [0, 9, 10]]),
+    ),
+    "documents-both": (
+        lambda t: {"mask": rowmax.Documents(t) & rowmax.Documents(t.flip(-1))},
+        lambda: torch.randint(3, (3, 10)),
+    ),
 }
 
 

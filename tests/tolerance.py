@@ -1,26 +1,8 @@
-"""The rule by which an answer is right, and the answers that it is measured by.
-
-``ref`` is the dense definition in float64 and ``std`` the dense definition in the dtype of the
-inputs, which is what standard attention would have given. An answer x is right when
-
-    max |x - ref| <= factor max |std - ref| + 2 ulp(max |ref|) + noise   (factor 2; gradients 3)
-    norm(x - ref) <= limit norm(ref)                                     (limit by dtype)
-
-and when it is infinite exactly where ref is. NaN is never right.
-
-``noise`` is what the tile recurrence cannot avoid and standard attention may. Tiles hold
-``P = exp(s - lse)`` and not ``exp(s - m) / l``, so one rounding of s and one of lse, each by up
-to u of its size in the accumulator, move P by ``u (|s| + |lse|)`` of itself; another ``2 u`` is
-that of the exponential and the product after it. And dS is a difference, ``dP - Delta + dLSE``,
-whose terms carry these errors also where they cancel. So x may be off by the sum that defines it,
-taken over absolute values and weighed with ``u (2 + |s| + |lse|)``. In float32 this is of the
-size of std's own error; for half precision it vanishes beside it.
-"""
+"""The answers that a case is measured by; the rule is ``rowmax.reference.tolerance``."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,16 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rowmax.problem import Problem, Tensors, each_sequence
-from rowmax.reference import dense
+from rowmax.reference import dense, tolerance
+from rowmax.reference.tolerance import GRADIENT, OUTPUT
 
 from .cases import Call
-
-OUTPUT, GRADIENT = 2.0, 3.0
-LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}
-#: to first order a rounding error is proportional to the unit roundoff, so what float64 may do
-#: is what float32 may do, scaled
-LIMITS[torch.float64] = LIMITS[torch.float32] * 2.0**-29
 
 
 @dataclass(frozen=True)
@@ -125,57 +101,11 @@ def expected(call: Call, dout: Tensor, dlse: Tensor | None) -> Expected:
 
 
 def _noise(call: Call, dout: Tensor, dlse: Tensor | None, ref: Answer) -> dict[str, float]:
-    """The noise of each tensor: see above. The letters are those of the backward's formulas."""
-    problem, tensors = call.problem()
-    packed, group = call.case.packed, problem.group
-    q, k, v, dO, o = (
-        (t[None] if packed else t).double().abs().transpose(1, 2)
-        for t in (*call.inputs[:3], dout, ref.out)
-    )
-    k, v = (t.repeat_interleave(group, 1) for t in (k, v))
-    lse = ref.lse[None] if packed else ref.lse
-    dL = torch.zeros_like(lse) if dlse is None else (dlse[None] if packed else dlse).double().abs()
-    P = _weights(problem._replace(dropout_p=0.0), tensors)
-    PR = _weights(problem, tensors) if problem.dropout_p else P
-    size = lse.masked_fill(lse.isinf(), 0.0)[..., None]
-    s = (size + P.log()).masked_fill(P == 0, 0.0)
-    weight = 2 + s.abs() + size.abs()
-    row = (dO * o).sum(-1, keepdim=True) + dL[..., None]
-    PR = PR * weight
-    dP = PR * (dO @ v.transpose(2, 3))
-    dS = dP + P * dP.sum(-1, keepdim=True) + P * weight * row
-    sums = {"out": PR @ v, "lse": (P * weight).sum(-1), "dv": PR.transpose(2, 3) @ dO}
-    sums["dq"] = problem.scale * dS @ k
-    sums["dk"] = problem.scale * dS.transpose(2, 3) @ q
-    for name in ("dk", "dv"):
-        sums[name] = sums[name].unflatten(1, (problem.hk, group)).sum(2)
-    if tensors.bias is not None:
-        dS = _by_sequence(problem, tensors, dS) if packed else dS
-        over = [n for n in range(4) if tensors.bias.shape[n] == 1]
-        sums["dbias"] = dS.sum(over) if over else dS
-    if tensors.sink is not None:
-        sigma = tensors.sink.double()[:, None]
-        P_sink = (2 + sigma.abs() + lse.abs()) * (sigma - lse).exp()
-        sums["dsink"] = (P_sink * (row[..., 0] + dP.sum(-1))).sum((0, 2))
-    u = torch.finfo(problem.accumulator).eps / 2
-    return {name: u * t.max().item() if t.numel() else 0.0 for name, t in sums.items()}
-
-
-def _weights(problem: Problem, tensors: Tensors) -> Tensor:
-    """P R, ``[B, Hq, Nq, Nk]``: what attention gives when each value stands for its own key."""
-    n = tensors.k.shape[1]
-    each = torch.eye(n, dtype=torch.float64, device=tensors.q.device)[None, :, None]
-    each = each.expand(tensors.k.shape[0], n, problem.hk, n)
-    out, _ = dense.attention(problem._replace(dv=n), tensors._replace(v=each))
-    return out.transpose(1, 2)
-
-
-def _by_sequence(problem: Problem, tensors: Tensors, dS: Tensor) -> Tensor:
-    """``[1, Hq, total_q, total_k]`` -> ``[S, Hq, Nq, Nk]``, zero where there is no pair."""
-    parts = dS.new_zeros(problem.batch, problem.hq, problem.nq, problem.nk)
-    for b, (rows, cols, one, _) in enumerate(each_sequence(problem, tensors)):
-        parts[b, :, : one.nq, : one.nk] = dS[0, :, rows, cols]
-    return parts
+    """The noise of each tensor; the rule knows rows with a batch alone."""
+    rows = (ref.out, ref.lse, dout, dlse)
+    if call.case.packed:
+        rows = (t if t is None else t[None] for t in rows)
+    return tolerance.noise(*call.problem(), *rows)  # pyright: ignore
 
 
 def complaints(got: Answer, want: Expected) -> list[str]:
@@ -199,39 +129,8 @@ def complaint(
     noise: float = 0.0,
 ) -> str | None:
     """What is wrong with x by the rule, or None."""
-    if x.shape != ref.shape:
-        return f"{name}: shape {list(x.shape)}, want {list(ref.shape)}"
-    x, ref, std = x.detach().double(), ref.double(), std.double()
-    if x.isnan().any():
-        where = x.isnan().nonzero()[0].tolist()
-        return f"{name}: {int(x.isnan().sum())} of {x.numel()} are NaN, the first at {where}"
-    finite = ref.isfinite()
-    if not torch.equal(x.isfinite(), finite) or not torch.equal(x[~finite], ref[~finite]):
-        return f"{name}: not infinite where the definition is"
-    x, ref, std = x[finite], ref[finite], std[finite]
-    if x.numel() == 0:
-        return None
-    scale = 2.0**-29 if dtype == torch.float64 else 1.0
-    error, theirs = (x - ref).abs().max().item(), (std - ref).abs().max().item() * scale
-    allowed = factor * theirs + 2 * _ulp(ref.abs().max().item(), dtype) + noise
-    if not error <= allowed:
-        return f"{name}: max error {error:.3g}, allowed {allowed:.3g} (std has {theirs:.3g})"
-    size, off = ref.norm().item(), (x - ref).norm().item()
-    # Where std itself is past the limit (what cancels, such as dS of a row that sees one key,
-    # has noise for a value), no answer of this dtype could keep it: the factor rules instead.
-    limit = max(LIMITS[dtype] * size, factor * (std - ref).norm().item() * scale)
-    if not off <= limit:
-        return f"{name}: norm of the error {off:.3g}, allowed {limit:.3g}, of the answer {size:.3g}"
-    return None
-
-
-def _ulp(value: float, dtype: torch.dtype) -> float:
-    """The spacing of ``dtype``'s numbers at a value."""
-    if value == 0:
-        return 0.0
-    return max(
-        torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(value)), torch.finfo(dtype).tiny
-    )
+    text = tolerance.complaint(x, ref, std, dtype, factor, noise)
+    return text if text is None else f"{name}: {text}"
 
 
 @contextlib.contextmanager

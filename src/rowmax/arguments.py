@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .mask import Mask
+from .backend import NAMES
+from .mask import Ids, Mask, both_documents, ids_of_offsets, values_are_readable
 from .problem import Options, Tensors
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 MAX_HEAD_DIM = 512
+LARGEST = 1e30  # of scale and softcap: their quotient and product with a score are to be float32
 
 
 def checked(
@@ -62,7 +64,7 @@ def checked(
     dropout_p = _number("dropout_p", dropout_p)
     if not 0.0 <= dropout_p < 1.0:
         raise bad("dropout_p", dropout_p, "a probability in [0, 1)")
-    _check_flag("deterministic", deterministic)
+    check_flag("deterministic", deterministic)
     options = Options(
         scale=_checked_scale(scale, q.shape[3]),
         softcap=_checked_softcap(softcap),
@@ -107,12 +109,11 @@ def wrong_type(argument: str, got: Any, want: str) -> TypeError:
 def check_tensor(name: str, t: object, dims: int, want: str) -> None:
     if not isinstance(t, Tensor):
         raise wrong_type(name, type(t).__name__, f"a tensor {want}")
+    check_dense(name, t)
     if t.dim() != dims:
         raise bad(name, f"shape {list(t.shape)}", f"a {dims}-D tensor {want}")
     if t.dtype not in DTYPES:
         raise wrong_type(name, t.dtype, "float32, float16, bfloat16 or float64")
-    if t.layout != torch.strided:
-        raise wrong_type(name, f"layout {t.layout}", "a dense (strided) tensor")
 
 
 def check_like_q(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -129,18 +130,19 @@ def check_device(name: str, t: Tensor, q: Tensor) -> None:
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
     b, _, hq, d = q.shape
-    _, _, hk, dk = k.shape
-    axes = "[total, H, D]" if packed else "[B, N, H, D]"
-    if k.shape[0] != b:
-        raise bad("k", f"batch {k.shape[0]}", f"the batch of q, {b}")
+    bk, nk, hk, dk = k.shape
+    bv, nv, hv, dv = v.shape
+    if bk != b:
+        raise bad("k", f"batch {bk}", f"the batch of q, {b}")
     if dk != d:
         raise bad("k", f"head size {dk}", f"the head size of q, {d}")
-    if v.shape[:3] != k.shape[:3]:
+    if bv != bk or nv != nk or hv != hk:
+        axes = "[total, H, D]" if packed else "[B, N, H, D]"
         got, want = list(v.shape[packed:]), list(k.shape[packed:-1])
         raise bad("v", f"shape {got}", f"{axes} with the leading sizes of k, {want}")
     if hk == 0 or hq == 0 or hq % hk:
         raise bad("q", f"{hq} heads", f"a multiple of the {hk} heads of k and v, at least one")
-    for name, size in (("q", d), ("v", v.shape[3])):
+    for name, size in (("q", d), ("v", dv)):
         if not 1 <= size <= MAX_HEAD_DIM:
             raise bad(name, f"head size {size}", f"1 to {MAX_HEAD_DIM}")
 
@@ -159,30 +161,31 @@ def _checked_offsets(q: Tensor, k: Tensor, cu_seqlens: Any) -> tuple[Tensor, Ten
         want = f"as many offsets as cu_seqlens_q, {cu_q.shape[0]}"
         raise bad("cu_seqlens_k", f"{cu_k.shape[0]} offsets", want)
     if values_are_readable(cu_q):
-        _check_offset_values("cu_seqlens_q", cu_q, q.shape[1])
-        _check_offset_values("cu_seqlens_k", cu_k, k.shape[1])
+        _check_offset_values("cu_seqlens_q", cu_q, "the packed length", q.shape[1])
+        _check_offset_values("cu_seqlens_k", cu_k, "the packed length", k.shape[1])
     return cu_q.to(torch.int32).contiguous(), cu_k.to(torch.int32).contiguous()
 
 
-def _check_offset_values(name: str, cu: Tensor, total: int) -> None:
+def _check_offset_values(name: str, cu: Tensor, what: str, last: int) -> None:
     values = cu.tolist()
     if values[0] != 0:
         raise bad(name, f"first offset {values[0]}", "0")
-    for n, (a, b) in enumerate(pairwise(values)):
-        if b < a:
-            raise bad(name, f"{b} after {a} at {n + 1}", "offsets that never fall")
-    if values[-1] != total:
-        raise bad(name, f"last offset {values[-1]}", f"the packed length, {total}")
+    if values != sorted(values):
+        n, (a, b) = next((n, pair) for n, pair in enumerate(pairwise(values)) if pair[1] < pair[0])
+        raise bad(name, f"{b} after {a} at {n + 1}", "offsets that never fall")
+    if values[-1] != last:
+        raise bad(name, f"last offset {values[-1]}", f"{what}, {last}")
 
 
-def values_are_readable(t: Tensor) -> bool:
-    """Whether values can be looked at for free: not on a GPU (a wait), not while tracing."""
-    return (
-        t.device.type == "cpu"
-        and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-        and type(t) in (Tensor, torch.nn.Parameter)
-    )
+def check_packed_values(tensors: Tensors, options: Options) -> None:
+    """What a traced call could not look at, once it runs on a CPU: kernels go where offsets say."""
+    for axis, rows, cu, longest in (
+        ("q", tensors.q, tensors.cu_seqlens_q, options.max_q),
+        ("k", tensors.k, tensors.cu_seqlens_k, options.max_k),
+    ):
+        if cu is not None and cu.device.type == "cpu":
+            _check_offset_values(f"cu_seqlens_{axis}", cu, "the packed length", rows.shape[1])
+            _check_bound(f"max_seqlen_{axis}", longest, _longest_of(cu))
 
 
 def _longest(name: str, given: int | None, cu: Tensor, total: int) -> int:
@@ -193,29 +196,61 @@ def _longest(name: str, given: int | None, cu: Tensor, total: int) -> int:
             raise bad(name, given, "0 or more")
     if not values_are_readable(cu):
         return total if given is None else given
-    longest = int(cu.diff().max()) if cu.shape[0] > 1 else 0
+    longest = _longest_of(cu)
     if given is None:
         return longest
+    _check_bound(name, given, longest)
+    return given
+
+
+def _longest_of(cu: Tensor) -> int:
+    return int(cu.diff().max()) if cu.shape[0] > 1 else 0
+
+
+def _check_bound(name: str, given: int, longest: int) -> None:
     if given < longest:
         raise bad(name, given, f"at least the longest sequence, {longest}")
-    return given
 
 
 # --- masks -------------------------------------------------------------------------------------
 
 
-def _checked_documents(q: Tensor, mask: Mask, shape: Sequence[int], packed: bool):
-    if mask.k_ids is None:
+def _checked_documents(
+    q: Tensor, mask: Mask, shape: Sequence[int], packed: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    if not mask.documents:
         return None, None
     if packed:
         raise bad("mask", "Documents in a packed call", "none: cu_seqlens already separates")
     batch, _, nq, nk = shape
-    k_ids = _ids("mask: Documents(ids=)", mask.k_ids, batch, nk, "keys", q)
-    if mask.q_ids is not None:
-        return _ids("mask: Documents(q_ids=)", mask.q_ids, batch, nq, "queries", q), k_ids
+    q_ids, k_ids = _ids_of(mask.documents[0], batch, nq, nk, q)
+    for other in mask.documents[1:]:
+        q_ids, k_ids = both_documents((q_ids, k_ids), _ids_of(other, batch, nq, nk, q))
+    return q_ids, k_ids
+
+
+def _ids_of(given: Ids, batch: int, nq: int, nk: int, q: Tensor) -> tuple[Tensor, Tensor]:
+    """(q_ids ``[B|1, Nq]``, k_ids ``[B|1, Nk]``), int32, of one ``Documents``."""
+    if given.ids is not None:
+        k_ids = _ids("mask: Documents(ids=)", given.ids, batch, nk, "keys", q)
+    else:
+        assert given.cu_seqlens is not None
+        k_ids = _offset_ids("mask: Documents(cu_seqlens=)", given.cu_seqlens, nk, q)
+    if given.q_ids is not None:
+        return _ids("mask: Documents(q_ids=)", given.q_ids, batch, nq, "queries", q), k_ids
     if nq > nk:
         raise bad("mask", f"Documents without q_ids, {nq} queries, {nk} keys", "q_ids as well")
     return k_ids[:, nk - nq :], k_ids
+
+
+def _offset_ids(name: str, cu: Tensor, nk: int, q: Tensor) -> Tensor:
+    check_device(name, cu, q)
+    if values_are_readable(cu):
+        _check_offset_values(name, cu, "the number of keys", nk)
+    elif cu.device.type == "cpu" and not torch._C._are_functorch_transforms_active():
+        good = (cu[0] == 0) & (cu.diff() >= 0).all() & (cu[-1] == nk)
+        torch._assert_async(good, f"{name}: want offsets from 0 to the number of keys")  # pyright: ignore
+    return ids_of_offsets(cu, nk)
 
 
 def _ids(name: str, ids: Tensor, batch: int, n: int, of: str, q: Tensor) -> Tensor:
@@ -252,6 +287,7 @@ def _checked_lengths(q: Tensor, lengths: Tensor | None, batch: int, nk: int) -> 
 def _checked_allowed(q: Tensor, allowed: Tensor | None, shape: Sequence[int]) -> Tensor | None:
     if allowed is None:
         return None
+    check_dense("mask", allowed)
     check_device("mask", allowed, q)
     return _broadcastable("mask", allowed, shape)
 
@@ -275,6 +311,7 @@ def _checked_bias(q: Tensor, bias: Tensor | None, shape: Sequence[int]) -> Tenso
         return None
     if not isinstance(bias, Tensor):
         raise wrong_type("bias", type(bias).__name__, "a tensor, or None")
+    check_dense("bias", bias)
     if bias.dtype == torch.bool:
         raise wrong_type("bias", "torch.bool", "numbers to add to the scores (mask= takes bools)")
     if bias.dtype not in (q.dtype, torch.float32):
@@ -288,6 +325,7 @@ def _per_head(name: str, t: Tensor | None, q: Tensor, gradient: bool = True) -> 
         return None
     if not isinstance(t, Tensor):
         raise wrong_type(name, type(t).__name__, "a tensor [Hq], or None")
+    check_dense(name, t)
     if not t.is_floating_point():
         raise wrong_type(name, t.dtype, "floating-point numbers")
     check_device(name, t, q)
@@ -303,15 +341,16 @@ def _checked_scale(scale: float | None, d: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(d)
     scale = _number("scale", scale)
-    if not 0.0 <= scale < math.inf:  # comparisons alone: what is traced may be symbolic
-        raise bad("scale", scale, "a finite number of 0 or more, or None for 1/sqrt(D)")
+    if not 0.0 <= scale <= LARGEST:  # comparisons alone: what is traced may be symbolic
+        raise bad("scale", scale, f"a finite number from 0 to {LARGEST:g}, or None for 1/sqrt(D)")
     return scale
 
 
 def _checked_softcap(softcap: float) -> float:
     softcap = _number("softcap", softcap)
-    if not 0.0 <= softcap < math.inf:
-        raise bad("softcap", softcap, "a finite number of 0 or more (0 turns it off)")
+    if not (softcap == 0.0 or 1 / LARGEST <= softcap <= LARGEST):
+        want = f"0 (which turns it off) or a finite number from {1 / LARGEST:g} to {LARGEST:g}"
+        raise bad("softcap", softcap, want)
     return softcap
 
 
@@ -337,8 +376,6 @@ def _checked_seed(seed: Any, p: float, device: torch.device) -> Tensor | None:
 
 
 def _checked_backend(backend: str | None) -> str | None:
-    from .backend import NAMES
-
     if backend is None or backend in NAMES:
         return backend
     raise bad("backend", repr(backend), "None, or one of " + ", ".join(map(repr, NAMES)))
@@ -347,11 +384,18 @@ def _checked_backend(backend: str | None) -> str | None:
 # --- small checks ------------------------------------------------------------------------------
 
 
+def check_dense(name: str, t: Tensor) -> None:
+    if t.layout != torch.strided or t.is_nested:
+        kind = "a nested tensor" if t.is_nested else f"layout {t.layout}"
+        raise wrong_type(name, kind, "a dense (strided) tensor")
+
+
 def check_integers(name: str, t: object, dims: int) -> None:
     if not isinstance(t, Tensor):
         raise wrong_type(name, type(t).__name__, "a tensor of int32 or int64")
     if t.dtype not in (torch.int32, torch.int64):
         raise wrong_type(name, t.dtype, "int32 or int64")
+    check_dense(name, t)
     if t.dim() != dims:
         raise bad(name, f"shape {list(t.shape)}", f"a {dims}-D tensor")
 
@@ -359,9 +403,12 @@ def check_integers(name: str, t: object, dims: int) -> None:
 def _number(name: str, x: Any) -> float:
     if isinstance(x, bool) or not isinstance(x, (int, float)):
         raise wrong_type(name, type(x).__name__, "a Python number")
-    return float(x)
+    try:
+        return float(x)
+    except OverflowError:
+        return math.inf if x > 0 else -math.inf  # refused like any that is not finite
 
 
-def _check_flag(name: str, x: Any) -> None:
+def check_flag(name: str, x: Any) -> None:
     if not isinstance(x, bool):
         raise wrong_type(name, repr(x), "True or False")

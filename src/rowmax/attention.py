@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from .arguments import checked
+from .arguments import check_flag, checked
 from .mask import Causal, Mask, as_mask
 from .operators import attend
 
@@ -70,7 +72,8 @@ def attention(
     >>> rowmax.attention(q, k, v, causal=True).shape
     torch.Size([1, 128, 4, 64])
     """
-    q, k, v = _autocast(q, k, v)
+    check_flag("return_lse", return_lse)
+    q, k, v, bias = _autocast(q, k, v, bias)
     tensors, options = checked(
         q,
         k,
@@ -121,7 +124,8 @@ def attention_varlen(
         q: ``[total_q, Hq, D]``; k ``[total_k, Hk, D]``; v ``[total_k, Hk, Dv]``.
         cu_seqlens_q: ``[S + 1]`` int32 or int64, where each sequence's queries start: 0 first,
             never falling, total_q last. Read on the device: on a GPU its values are not
-            checked (that would wait for the device), only kept in range.
+            checked (that would wait for the device), only kept in range. Of a compiled call
+            on a CPU they are checked when it runs.
         cu_seqlens_k: the same for keys and values.
         max_seqlen_q, max_seqlen_k: the longest sequence, or a bound; found if None on a CPU,
             total_q and total_k on a GPU.
@@ -139,7 +143,8 @@ def attention_varlen(
     >>> rowmax.attention_varlen(q, q, q, cu, cu, causal=True).shape
     torch.Size([10, 2, 16])
     """
-    q, k, v = _autocast(q, k, v)
+    check_flag("return_lse", return_lse)
+    q, k, v, bias = _autocast(q, k, v, bias)
     tensors, options = checked(
         q,
         k,
@@ -161,20 +166,28 @@ def attention_varlen(
     return (out[0], lse[0]) if return_lse else out[0]
 
 
+_NOTHING, _CAUSAL = Mask(), Causal()
+
+
 def _mask(mask: Mask | Tensor | None, causal: bool) -> Mask:
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal: got {causal!r}; want True or False")
-    mask = as_mask(mask)
-    return mask & Causal() if causal else mask
+    check_flag("causal", causal)
+    if mask is None:
+        return _CAUSAL if causal else _NOTHING
+    return as_mask(mask) & _CAUSAL if causal else as_mask(mask)
 
 
-def _autocast(*inputs: Tensor) -> tuple[Tensor, ...]:
-    """q, k and v in autocast's dtype where it is on, as for torch's own attention."""
-    first = inputs[0]
-    if not isinstance(first, Tensor) or first.is_meta:
-        return inputs
-    if not torch.is_autocast_enabled(first.device.type):
-        return inputs
-    dtype = torch.get_autocast_dtype(first.device.type)
-    wide = (torch.float32, torch.float16, torch.bfloat16)
-    return tuple(t.to(dtype) if isinstance(t, Tensor) and t.dtype in wide else t for t in inputs)
+def _autocast(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """q, k and v in autocast's dtype where it is on, as for torch's own attention; a bias in it,
+    too, but for one that is wider and may stay so."""
+    if not isinstance(q, Tensor) or q.is_meta or not torch.is_autocast_enabled(q.device.type):
+        return q, k, v, bias
+    dtype = torch.get_autocast_dtype(q.device.type)
+    halves = (torch.float16, torch.bfloat16)
+
+    def cast(t: Any, dtypes: tuple[torch.dtype, ...]) -> Any:
+        return t.to(dtype) if isinstance(t, Tensor) and t.dtype in dtypes else t
+
+    q, k, v = (cast(t, (*halves, torch.float32)) for t in (q, k, v))
+    return q, k, v, cast(bias, halves)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import backend as backends
 from . import mask as masks
-from .arguments import checked, wrong_type
+from .arguments import check_flag, checked, wrong_type
 from .attention import _autocast, _mask
 from .mask import Mask
 from .problem import Problem, Tensors, each_sequence, problem_of
@@ -106,7 +106,8 @@ def explain(
     elif cu_seqlens_q is not None or cu_seqlens_k is not None:
         missing = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
         raise wrong_type(missing, "None", "a tensor: packed calls have both offsets")
-    q, k, v = _autocast(q, k, v)
+    check_flag("return_lse", return_lse)
+    q, k, v, bias = _autocast(q, k, v, bias)
     tensors, options = checked(
         q,
         k,

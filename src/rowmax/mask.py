@@ -10,7 +10,8 @@ Positions are aligned bottom-right: query ``i`` of ``Nq`` stands at key position
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,58 +22,74 @@ from .problem import Problem, Tensors
 SKIP, PARTIAL, FULL = 0, 1, 2
 
 
+_INTERSECTIONS = ("and_", "bitwise_and", "iand", "__and__", "__rand__", "__iand__")
+
+
+class Ids(NamedTuple):
+    """The documents of one ``Documents``, as they were given: ids or offsets of the keys."""
+
+    ids: Tensor | None = None  # [N] or [B, N]
+    cu_seqlens: Tensor | None = None  # [documents + 1]
+    q_ids: Tensor | None = None  # [Nq] or [B, Nq]; None: of the position where a query stands
+
+
 class Mask:
     """Which pairs (query, key) may attend; immutable, composed with ``&``.
 
     Fields (``None`` forbids nothing):
         left, right: the band ``-left <= j - (i + offset) <= right``.
-        k_ids, q_ids: int32 ``[N]`` or ``[B, N]``, equal ids may attend; without ``q_ids`` a
-            query has the id of the key position at which it stands.
-        lengths: int32 ``[B]``, key ``j < lengths[b]``.
+        documents: each an ``Ids``; a pair has equal ids in all of them. Ids of offsets are made
+            where the number of keys is known, with the other arguments of a call.
+        lengths: integers ``[B]``, key ``j < lengths[b]``.
         allowed: bool, broadcast to ``[B, Hq, Nq, Nk]``; True may attend.
     """
 
-    __slots__ = ("allowed", "k_ids", "left", "lengths", "q_ids", "right")
+    __slots__ = ("allowed", "documents", "left", "lengths", "right")
 
     def __init__(
         self,
         left: int | None = None,
         right: int | None = None,
-        k_ids: Tensor | None = None,
-        q_ids: Tensor | None = None,
+        documents: tuple[Ids, ...] = (),
         lengths: Tensor | None = None,
         allowed: Tensor | None = None,
     ) -> None:
         self.left = left
         self.right = right
-        self.k_ids = k_ids
-        self.q_ids = q_ids
+        self.documents = documents
         self.lengths = lengths
         self.allowed = allowed
 
     def __and__(self, other: Mask | Tensor) -> Mask:
         other = as_mask(other)
-        k_ids, q_ids = _both_documents(self, other)
         return Mask(
             left=_least(self.left, other.left),
             right=_least(self.right, other.right),
-            k_ids=k_ids,
-            q_ids=q_ids,
-            lengths=_both(self.lengths, other.lengths, torch.minimum),
-            allowed=_both(self.allowed, other.allowed, torch.logical_and),
+            documents=self.documents + other.documents,
+            lengths=_both("PrefixLengths", self.lengths, other.lengths, torch.minimum),
+            allowed=_both("mask", self.allowed, other.allowed, torch.logical_and),
         )
 
     __rand__ = __and__
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """``&`` with a tensor comes this way, too, where a compiler traces it; nothing else may."""
+        if getattr(func, "__name__", None) not in _INTERSECTIONS:
+            return NotImplemented
+        a, b = args
+        return a.__and__(b) if isinstance(a, Mask) else b.__and__(a)
+
     def __repr__(self) -> str:
-        numbers = [f"{n}={getattr(self, n)}" for n in ("left", "right")]
-        tensors = [
-            f"{n}={list(t.shape)}"
-            for n in ("k_ids", "q_ids", "lengths", "allowed")
-            if (t := getattr(self, n)) is not None
-        ]
-        parts = [text for text in numbers if not text.endswith("=None")] + tensors
-        return f"Mask({', '.join(parts)})"
+        fields = [("left", self.left), ("right", self.right)]
+        fields += [field for one in self.documents for field in one._asdict().items()]
+        fields += [("lengths", self.lengths), ("allowed", self.allowed)]
+        texts = (
+            f"{name}={list(x.shape) if isinstance(x, Tensor) else x}"
+            for name, x in fields
+            if x is not None
+        )
+        return f"Mask({', '.join(texts)})"
 
 
 class Causal(Mask):
@@ -115,6 +132,8 @@ class Window(Mask):
                 raise TypeError(f"Window({name}=): got {n!r}; want an int of 0 or more, or None")
             if n < 0:
                 raise ValueError(f"Window({name}=): got {n}; want 0 or more, or None for no limit")
+        # what is past 32 bits is past every key, and would not add to a position in 64
+        left, right = (None if n is None or n >= 2**32 else n for n in (left, right))
         super().__init__(left=left, right=right)
 
 
@@ -124,12 +143,16 @@ class Documents(Mask):
     Args:
         ids: integers ``[N]`` or ``[B, N]``, the document of each key position (in any order).
             A query has the id of the position at which it stands.
-        cu_seqlens: instead of ids, ``[documents + 1]`` offsets, 0 first, N last.
+        cu_seqlens: instead of ids, ``[documents + 1]`` offsets, 0 first, never falling, N last.
+            On a GPU its values are not checked (that would wait for the device).
         q_ids: the documents of the queries, ``[Nq]`` or ``[B, Nq]``, where they are their own.
+
+    Raises:
+        TypeError, ValueError: what is not integers, of another rank, or falls.
 
     >>> import torch, rowmax
     >>> rowmax.Documents(torch.tensor([0, 0, 1, 1, 1]))
-    Mask(k_ids=[5])
+    Mask(ids=[5])
     """
 
     __slots__ = ()
@@ -145,12 +168,12 @@ class Documents(Mask):
             raise TypeError("Documents: want either ids or cu_seqlens, got both or neither")
         if cu_seqlens is not None:
             _want_integers("Documents(cu_seqlens=)", cu_seqlens, (1,))
-            ids = _ids_of_offsets(cu_seqlens)
-        assert ids is not None
-        _want_integers("Documents(ids=)", ids, (1, 2))
+            _want_offsets(cu_seqlens)
+        else:
+            _want_integers("Documents(ids=)", ids, (1, 2))
         if q_ids is not None:
             _want_integers("Documents(q_ids=)", q_ids, (1, 2))
-        super().__init__(k_ids=ids, q_ids=q_ids)
+        super().__init__(documents=(Ids(ids, cu_seqlens, q_ids),))
 
 
 class PrefixLengths(Mask):
@@ -262,18 +285,25 @@ def _tile_any_all(
     problem: Problem, allowed: Tensor, block_q: int, block_k: int
 ) -> tuple[Tensor, Tensor]:
     """Whether any and whether all of a boolean tensor's pairs are allowed, tile by tile."""
-    for dim, block in ((2, block_q), (3, block_k)):
-        if allowed.shape[dim] == 1:
-            continue  # broadcast along this dimension: each tile sees the one value
-        pad = -allowed.shape[dim] % block
-        last = allowed.narrow(dim, allowed.shape[dim] - 1, 1)
-        repeat = [-1, -1, -1, -1]
-        repeat[dim] = pad
-        allowed = torch.cat([allowed, last.expand(repeat)], dim) if pad else allowed
-    n_q = -(-problem.nq // block_q) if allowed.shape[2] > 1 else 1
-    n_k = -(-problem.nk // block_k) if allowed.shape[3] > 1 else 1
-    tiles = allowed.unflatten(3, (n_k, -1)).unflatten(2, (n_q, -1))  # [B, H, n_q, bq, n_k, bk]
-    return tiles.any(5).any(3), tiles.all(5).all(3)
+    # a dimension that the caller expanded holds one slice, which is looked at once
+    once = (slice(0, 1) if step == 0 else slice(None) for step in allowed.stride())
+    allowed = allowed[tuple(once)]
+    return (
+        _by_blocks(_by_blocks(allowed, 3, block_k, torch.any), 2, block_q, torch.any),
+        _by_blocks(_by_blocks(allowed, 3, block_k, torch.all), 2, block_q, torch.all),
+    )
+
+
+def _by_blocks(t: Tensor, dim: int, block: int, reduce: Callable[..., Tensor]) -> Tensor:
+    """Each block along a dimension reduced to one; a dimension of 1 broadcasts and stays."""
+    n = t.shape[dim]
+    if n == 1:
+        return t
+    whole = n - n % block
+    parts = reduce(t.narrow(dim, 0, whole).unflatten(dim, (-1, block)), dim + 1)
+    if whole == n:
+        return parts
+    return torch.cat([parts, reduce(t.narrow(dim, whole, n - whole), dim, keepdim=True)], dim)
 
 
 # --- building records --------------------------------------------------------------------------
@@ -285,48 +315,73 @@ def _least(a: int | None, b: int | None) -> int | None:
     return min(a, b)
 
 
-def _both(a: Tensor | None, b: Tensor | None, combine: Any) -> Tensor | None:
+def _both(
+    name: str, a: Tensor | None, b: Tensor | None, combine: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor | None:
     if a is None or b is None:
         return b if a is None else a
+    sizes = zip(reversed(a.shape), reversed(b.shape), strict=False)
+    fit = all(m == n or 1 in (m, n) for m, n in sizes) if name == "mask" else a.shape == b.shape
+    if not fit or a.device != b.device:
+        one, other = (f"{list(t.shape)} on {t.device}" for t in (a, b))
+        raise ValueError(f"{name} & {name}: got {one} and {other}; want what fits together")
     return combine(a, b)
 
 
-def _both_documents(a: Mask, b: Mask) -> tuple[Tensor | None, Tensor | None]:
-    """Ids that are equal exactly where both masks' ids are."""
-    if a.k_ids is None or b.k_ids is None:
-        one = a if b.k_ids is None else b
-        return one.k_ids, one.q_ids
-    if (a.q_ids is None) != (b.q_ids is None):
-        raise ValueError("Documents & Documents: give q_ids to both or to neither")
-    k_ids = torch.broadcast_tensors(a.k_ids, b.k_ids)
-    pairs = torch.stack(k_ids, -1)
-    if a.q_ids is None or b.q_ids is None:
-        return torch.unique(pairs.flatten(0, -2), dim=0, return_inverse=True)[1].view(
-            pairs.shape[:-1]
-        ), None
-    q_pairs = torch.stack(torch.broadcast_tensors(a.q_ids, b.q_ids), -1)
-    both = torch.cat([pairs.flatten(0, -2), q_pairs.flatten(0, -2)])
-    number = torch.unique(both, dim=0, return_inverse=True)[1]
-    n = pairs.shape[:-1].numel()
-    return number[:n].view(pairs.shape[:-1]), number[n:].view(q_pairs.shape[:-1])
+def ids_of_offsets(cu_seqlens: Tensor, n: int) -> Tensor:
+    """The document of each of n positions, ``[1, n]``: [0, 2, 5] -> [0, 0, 1, 1, 1]."""
+    starts = cu_seqlens[1:].clamp(0, n).to(torch.int64)
+    begun = torch.zeros(n + 1, dtype=torch.int32, device=cu_seqlens.device)
+    begun = begun.scatter_add(0, starts, torch.ones_like(starts, dtype=torch.int32))
+    return begun.cumsum(0, dtype=torch.int32)[None, :n]
 
 
-def _ids_of_offsets(cu_seqlens: Tensor) -> Tensor:
-    """The document of each position: [0, 2, 5] -> [0, 0, 1, 1, 1]."""
-    lengths = cu_seqlens.diff()
-    if cu_seqlens.shape[0] < 2 or int(cu_seqlens[0]) != 0 or bool((lengths < 0).any()):
+def both_documents(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Of two int32 (q_ids, k_ids): ids that are equal exactly where both are.
+
+    A pair's new id is its rank among the pairs of its sequence. Shapes do not depend on values,
+    so that it is traced like everything else and waits for no device.
+    """
+    q_pairs, k_pairs = ((x.to(torch.int64) << 32) + y for x, y in zip(a, b, strict=True))
+    batch = max(q_pairs.shape[0], k_pairs.shape[0])
+    pairs = torch.cat([t.expand(batch, -1) for t in (q_pairs, k_pairs)], 1)
+    values, order = pairs.sort(1)
+    rank = torch.nn.functional.pad((values.diff(dim=1) != 0).cumsum(1), (1, 0))
+    ids = torch.zeros_like(pairs).scatter(1, order, rank).to(torch.int32)
+    nq = q_pairs.shape[1]
+    return ids[:, :nq], ids[:, nq:]
+
+
+def values_are_readable(t: Tensor) -> bool:
+    """Whether values can be looked at for free: not on a GPU (a wait), not while tracing."""
+    return (
+        t.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None  # make_fx
+        and type(t) in (Tensor, torch.nn.Parameter)
+    )
+
+
+def _want_offsets(cu_seqlens: Tensor) -> None:
+    if cu_seqlens.shape[0] < 2:
+        got = f"{cu_seqlens.shape[0]} offsets"
+        raise ValueError(f"Documents(cu_seqlens=): got {got}; want one more than documents")
+    if not values_are_readable(cu_seqlens):
+        return
+    values = cu_seqlens.tolist()
+    if values[0] != 0 or values != sorted(values):
         raise ValueError(
-            f"Documents(cu_seqlens=): got {cu_seqlens.tolist()}; want offsets that start at 0 "
-            "and never fall"
+            f"Documents(cu_seqlens=): got {values}; want offsets that start at 0 and never fall"
         )
-    number = torch.arange(lengths.shape[0], device=cu_seqlens.device, dtype=torch.int32)
-    return number.repeat_interleave(lengths)
 
 
 def _want_integers(name: str, t: object, dims: tuple[int, ...]) -> None:
     if not isinstance(t, Tensor) or t.dtype not in (torch.int32, torch.int64):
         got = t.dtype if isinstance(t, Tensor) else type(t).__name__
         raise TypeError(f"{name}: got {got}; want a tensor of int32 or int64")
+    if t.layout != torch.strided or t.is_nested:
+        raise TypeError(f"{name}: got layout {t.layout}; want a dense (strided) tensor")
     if t.dim() not in dims:
         want = " or ".join(f"{n}-D" for n in dims)
         raise ValueError(f"{name}: got shape {list(t.shape)}; want a {want} tensor")

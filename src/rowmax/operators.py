@@ -21,6 +21,7 @@ from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import _SingleLevelFunction
 
 from . import batching, flops
+from .arguments import check_packed_values
 from .backend import choose
 from .problem import Gradients, Options, Problem, Tensors, Wanted, problem_of
 
@@ -44,8 +45,32 @@ _library.define(
 def attend(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
     """(out, lse) of checked arguments, differentiable."""
     if not torch.compiler.is_compiling():
+        if _alone(tensors):
+            if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
+                return _Attention.apply(None, *tensors, *options)  # pyright: ignore
+            return _computed(tensors, options)
         _tell_flop_counter()
     return torch.ops.rowmax.forward(*tensors, *options)
+
+
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
+
+
+def _alone(tensors: Tensors) -> bool:
+    """Whether nobody is between this call and its kernel: no tracer, transform, mode, subclass or
+    profiler, and no tensor whose negation is still to be done. The dispatcher would then change
+    nothing, and take a third of a small call's time.
+    """
+    return not (
+        torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._get_tracing_state()
+        or torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
+        or forward_ad._current_level >= 0
+        or tensors.q.is_meta
+        or any(t is not None and t.is_neg() for t in tensors)
+    ) and _PLAIN.issuperset(map(type, tensors))
 
 
 def _split(inputs: tuple[Any, ...]) -> tuple[Tensors, Options]:
@@ -57,6 +82,11 @@ def _split(inputs: tuple[Any, ...]) -> tuple[Tensors, Options]:
 
 def _forward(*inputs: Any) -> tuple[Tensor, Tensor]:
     tensors, options = _split(inputs)
+    check_packed_values(tensors, options)
+    return _computed(tensors, options)
+
+
+def _computed(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
     problem = problem_of(tensors, options)
     return choose(problem, "forward", options.backend).forward(problem, tensors)
 
@@ -149,8 +179,11 @@ class _Attention(_SingleLevelFunction):
     """The forward operator between autograd and the kernels below it."""
 
     @staticmethod
-    def forward(ctx: Any, below: DispatchKeySet, *inputs: Any) -> tuple[Tensor, Tensor]:
-        out, lse = _redispatch(_forward_operator, below, inputs)
+    def forward(ctx: Any, below: DispatchKeySet | None, *inputs: Any) -> tuple[Tensor, Tensor]:
+        if below is None:  # called past the dispatcher
+            out, lse = _computed(*_split(inputs))
+        else:
+            out, lse = _redispatch(_forward_operator, below, inputs)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs[:_TENSORS], out, lse)
         ctx.options = inputs[_TENSORS:]

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 
-from .arguments import DTYPES, bad, wrong_type
+from .arguments import DTYPES, bad, check_dense, wrong_type
 
 BLOCK = 1024
 
@@ -85,8 +85,7 @@ def _check(x: object, dim: Any, block: Any) -> None:
         raise wrong_type("x", type(x).__name__, "a tensor")
     if x.dtype not in DTYPES:
         raise wrong_type("x", x.dtype, "float32, float16, bfloat16 or float64")
-    if x.layout != torch.strided:
-        raise wrong_type("x", f"layout {x.layout}", "a dense (strided) tensor")
+    check_dense("x", x)
     for name, n in (("dim", dim), ("block", block)):
         if isinstance(n, bool) or not isinstance(n, (int, torch.SymInt)):
             raise wrong_type(name, repr(n), "an int")

@@ -19,30 +19,35 @@ if find_spec("triton") is None or sys.platform != "linux":
 
 import triton
 
-from rowmax.hopper.tiles import LONG_64, SHARED, TILES, Tile, shared_bytes
+from rowmax.hopper.tiles import LONG_64, SHARED, TILES
+from tests.cases import Case
 
-from .hopper_build import Built, build, config
+from .hopper_build import build
 
 FEATURES: dict[str, dict[str, Any]] = {
     "full": {},
-    "causal": {"RIGHT": True},
-    "window": {"LEFT": True, "RIGHT": True},
-    "lengths": {"PREFIX": True},
-    "packed": {"VARLEN": True, "RIGHT": True},
-    "documents": {"DOCUMENTS": True, "RIGHT": True},
-    "softcap": {"SOFTCAP": True, "RIGHT": True},
-    "alibi": {"ALIBI": True, "RIGHT": True},
-    "sink-grouped": {"SINK": True, "GROUP": 4},
-    "bias": {"BIAS": "copied"},
+    "causal": {"causal": True},
+    "window": {"left": 100, "right": 0},
+    "lengths": {"lengths": (0.5,)},
+    "packed": {"sequences": ((100, 100), (28, 60)), "causal": True},
+    "documents": {"documents": "sorted", "causal": True},
+    "softcap": {"softcap": 2.0, "causal": True},
+    "alibi": {"alibi": True, "causal": True},
+    "sink-grouped": {"sink": True, "hk": 1, "nq": 40},
+    "bias": {"bias": "bhqk", "nq": 256},
 }
-TABLE = [*TILES.items(), *([((64, 64), LONG_64)] if LONG_64 else [])]
 #: every size plainly, every feature at the size of most models and at the widest
-CONFIGS = [
-    pytest.param(size, tile, features, id=f"{size[0]}x{size[1]}w{tile.warpgroups}-{name}")
-    for size, tile in TABLE
+CASES = [
+    Case(f"{d}x{dv}-{name}", b=1, d=d, dv=dv, **features)
+    for d, dv in TILES
     for name, features in FEATURES.items()
-    if name in ("full", "causal") or size in ((128, 128), (256, 256))
+    if name in ("full", "causal") or (d, dv) in ((128, 128), (256, 256))
 ]
+if LONG_64:
+    CASES += [
+        Case(f"64x64-long-{name}", b=1, hq=1, nq=8, nk=5000, d=64, **FEATURES[name])
+        for name in ("full", "causal")
+    ]
 #: none with the triton that torch 2.11 pins; 3.9 puts by a scalar a key tile where registers
 #: are fewest (head size 256 with a window)
 SPILLS = 0 if triton.__version__.startswith("3.6.") else 1
@@ -50,48 +55,36 @@ SPILLS = 0 if triton.__version__.startswith("3.6.") else 1
 STACK = 160
 
 
-def built(size: tuple[int, int], tile: Tile, features: dict[str, Any]) -> Built:
-    if features.get("BIAS") == "copied":
-        import torch
-
-        small = Tile(tile.warpgroups, 64, tile.stages, 1)
-        tile = Tile(tile.warpgroups, tile.block_k, tile.stages, 1)
-        tile = tile if shared_bytes(tile, *size, torch.bfloat16) <= SHARED else small
-    return build(config(*size, tile, **features), tile.registers)
-
-
-@pytest.mark.parametrize(("size", "tile", "features"), CONFIGS)
-def test_loops_keep_to_registers(size, tile, features):
-    kernel = built(size, tile, features)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_loops_keep_to_registers(case):
+    kernel = build(case)
     loops = kernel.loops()
-    assert len(loops) >= tile.warpgroups
+    assert len(loops) >= kernel.plan.tile.warpgroups
     for loop in loops:
         assert len([line for line in loop if re.search(r"\b(LDL|STL)\b", line.text)]) <= SPILLS
     assert kernel.stack <= STACK
     assert kernel.shared <= SHARED
 
 
-@pytest.mark.parametrize(("size", "tile", "features"), CONFIGS)
-def test_products_are_not_serialised(size, tile, features):
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_products_are_not_serialised(case):
     """One wait for scores and one for the output in a loop; one after each HGMMA otherwise."""
-    for loop in built(size, tile, features).loops():
+    for loop in build(case).loops():
         waits = [line for line in loop if "WARPGROUP.DEPBAR" in line.text]
         assert len(waits) == 2
 
 
-@pytest.mark.parametrize(("size", "tile", "features"), CONFIGS)
-def test_softmax_runs_under_the_output(size, tile, features):
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_softmax_runs_under_the_output(case):
     """All exponentials of the weights come before the wait for the product that hides them."""
-    for loop in built(size, tile, features).loops():
+    kernel = build(case)
+    # the weights of a tile that one thread makes: 64 rows by the columns, over 128 threads
+    weights = kernel.plan.tile.block_k // 2
+    for loop in kernel.loops():
         texts = [line.text for line in loop]
         waits = [n for n, text in enumerate(texts) if "WARPGROUP.DEPBAR" in text]
         ends = waits[-1]
         after = sum("MUFU.EX2" in text for text in texts[ends:])
         before = sum("MUFU.EX2" in text for text in texts[waits[0] : ends])
-        assert before >= tile_columns(size, tile, features)
+        assert before >= weights
         assert after <= 2  # what O is scaled by may come late
-
-
-def tile_columns(size: tuple[int, int], tile: Tile, features: dict[str, Any]) -> int:
-    """The weights of a tile that one thread makes: 64 rows by the columns, over 128 threads."""
-    return 32 if features.get("BIAS") == "copied" else tile.block_k // 2

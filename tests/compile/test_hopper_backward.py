@@ -17,7 +17,8 @@ import triton
 from rowmax.hopper.gradients.tiles import TILES, WIDE
 from rowmax.hopper.tiles import SHARED
 
-from .hopper_build import Built, build_backward, gradient_config
+from .hopper_backward_build import build, config
+from .hopper_build import Built
 
 FEATURES: dict[str, dict[str, Any]] = {
     "full": {},
@@ -54,7 +55,7 @@ STACK = 160
 
 
 def built(size: tuple[int, int], tile: Any, features: dict[str, Any], dtype: str) -> Built:
-    return build_backward(gradient_config(*size, tile, **features), tile.registers, dtype)
+    return build(config(*size, tile, **features), tile.registers, dtype)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

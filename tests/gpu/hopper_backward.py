@@ -22,9 +22,10 @@ from torch import Tensor
 
 from rowmax import hopper, triton
 from rowmax.problem import Gradients, Wanted
+from rowmax.reference.tolerance import GRADIENT, LIMITS
 from tests.cases import CASES, LEAVES, Case, make
 from tests.gpu import children
-from tests.tolerance import GRADIENT, LIMITS, complaint, cotangents, expected, poisoned
+from tests.tolerance import complaint, cotangents, expected, poisoned
 
 LENGTHS = (
     (1, 1),

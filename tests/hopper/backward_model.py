@@ -26,9 +26,10 @@ machine.install()
 from rowmax.hopper.documents import tile_spans  # noqa: E402
 from rowmax.hopper.gradients.kernel import backward  # noqa: E402
 from rowmax.hopper.gradients.schedule import order_of, padded_rows, steps_of  # noqa: E402
-from rowmax.hopper.gradients.tiles import GradientConfig, GradientConstants  # noqa: E402
+from rowmax.hopper.gradients.tiles import GradientConfig  # noqa: E402
 from rowmax.hopper.gradients.wide_kernel import wide  # noqa: E402
 from rowmax.hopper.schedule import steps_of as steps_of_queries  # noqa: E402
+from rowmax.hopper.tiles import Constants  # noqa: E402
 
 LOG2E = math.log2(math.e)
 BLOCK_K = 128
@@ -241,7 +242,7 @@ def check(case: Case, seed: int) -> str | None:
         DOCUMENTS=bool(case.documents), ALIBI=case.alibi, BIAS=case.bias is not None,
         **case.options,
     )  # fmt: skip
-    C: Any = GradientConstants(config)
+    C: Any = Constants(config)
     rows = padded_rows(case.block_q, nq, total_q, batch, packed)
     planes = case.hq if packed else case.b * case.hq
     stats = np.full((planes, 2, rows), np.inf, np.float32)
@@ -332,7 +333,7 @@ def run_wide(
 ) -> np.ndarray:
     q, do, k, v, stats, lengths, cu_q, cu_k, alibi = given
     nq, nk, batch, rows, packed = sizes
-    C: Any = GradientConstants(replace(config, KIND=kind))
+    C: Any = Constants(replace(config, KIND=kind))
     of_queries = kind == "dq"
     heads = case.hq if of_queries else case.hk
     if packed:
@@ -403,7 +404,7 @@ def main() -> int:
             if text or options.only:
                 took = f"{time.monotonic() - begin:.1f} s"
                 print(case.name, seed, text or "right", took, flush=True)
-            if text and text.startswith("StuckError"):
+            if text and text.startswith("Stuck"):
                 return 1
     print(f"{done - bad} right, {bad} wrong")
     return int(bad > 0)

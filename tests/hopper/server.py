@@ -18,8 +18,9 @@ from tests.hopper import machine
 machine.install()
 
 from rowmax.hopper.gradients.kernel import backward  # noqa: E402
-from rowmax.hopper.gradients.tiles import GradientConfig, GradientConstants  # noqa: E402
+from rowmax.hopper.gradients.tiles import GradientConfig  # noqa: E402
 from rowmax.hopper.gradients.wide_kernel import wide  # noqa: E402
+from rowmax.hopper.tiles import Constants  # noqa: E402
 
 KERNELS = {"backward": backward, "wide": wide}
 
@@ -35,7 +36,7 @@ def made(argument: Any, arrays: list[np.ndarray]) -> Any:
         view = np.lib.stride_tricks.as_strided(arrays[array][start:], shape, steps)
         return machine.Descriptor(view, box)
     if kind == "config":
-        return GradientConstants(GradientConfig(**of[0]))
+        return Constants(GradientConfig(**of[0]))
     return machine.scalar(of[0])
 
 

@@ -25,7 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rowmax import hopper, triton
 from rowmax.hopper.gradients import launch
-from rowmax.hopper.gradients.tiles import GradientConstants
+from rowmax.hopper.tiles import Constants
 from tests.gpu import hopper_backward as device
 
 BLOCKS = 5
@@ -62,7 +62,7 @@ class Elsewhere:
                 )
             elif isinstance(x, Tensor):
                 arguments.append(("pointer", *number(x)))
-            elif isinstance(x, GradientConstants):
+            elif isinstance(x, Constants):
                 arguments.append(("config", asdict(x.config)))
             else:
                 assert isinstance(x, (int, float)), (name, x)

@@ -70,13 +70,15 @@ def check(device: Device = None, backend: Backend = None, seed: Seed = 0) -> Non
 
 @app.command()
 def explain(
-    batch: Annotated[int, typer.Option("--batch", "-b")] = 1,
-    queries: Annotated[int, typer.Option("--queries", "-n", help="Nq.")] = 2048,
-    keys: Annotated[int | None, typer.Option("--keys", help="Nk, if not Nq.")] = None,
-    heads: Annotated[int, typer.Option("--heads", help="Of q.")] = 8,
-    kv_heads: Annotated[int | None, typer.Option(help="Of k and v, if not as many.")] = None,
-    d: Annotated[int, typer.Option("-d", "--head-dim", help="Of q and k.")] = 64,
-    dv: Annotated[int | None, typer.Option("--value-dim", help="Of v, if not the same.")] = None,
+    batch: Annotated[int, typer.Option("--batch", "-b", min=0)] = 1,
+    queries: Annotated[int, typer.Option("--queries", "-n", min=0, help="Nq.")] = 2048,
+    keys: Annotated[int | None, typer.Option("--keys", min=0, help="Nk, if not Nq.")] = None,
+    heads: Annotated[int, typer.Option("--heads", min=1, help="Of q.")] = 8,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="Of k and v, if not as many.")] = None,
+    d: Annotated[int, typer.Option("-d", "--head-dim", min=1, help="Of q and k.")] = 64,
+    dv: Annotated[
+        int | None, typer.Option("--value-dim", min=1, help="Of v, if not the same.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help=", ".join(DTYPES) + ".")] = "float32",
     device: Device = None,
     causal: Annotated[bool, typer.Option("--causal")] = False,

@@ -106,9 +106,12 @@ class Described:
 
 def _integers(option: str, text: str) -> list[int]:
     try:
-        return [int(part) for part in text.split(",")]
+        numbers = [int(part) for part in text.split(",")]
     except ValueError:
         raise ValueError(f"{option}: got {text!r}; want integers, such as 100,250") from None
+    if min(numbers) < 0:
+        raise ValueError(f"{option}: got {text!r}; want integers of 0 or more")
+    return numbers
 
 
 def _limits(text: str) -> tuple[int | None, int | None]:

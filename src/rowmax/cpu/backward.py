@@ -193,10 +193,10 @@ def pack_head(call, seq, s, h, k_panels, v_panels, k_pairs, finite, of):
     step_k, step_v = row * call.k_n, row * call.v_n
     for tile in range((nk + TILE_K - 1) // TILE_K):
         j0 = tile * TILE_K
-        n, j1, rows = min(TILE_K, nk - j0), j0 + TILE_K, k + step_k * j0
+        n, rows = min(TILE_K, nk - j0), k + step_k * j0
         finite[tile] = rows_are_finite(of, rows, step_k, n, call.d)
-        pack_panels(of, k_panels, k, step_k, j0, j1, nk, call.d_whole)
-        pack_panels(of, v_panels, v, step_v, j0, j1, nk, call.dv_whole)
+        pack_panels(of, k_panels, k, step_k, j0, nk, call.d_whole)
+        pack_panels(of, v_panels, v, step_v, j0, nk, call.dv_whole)
         to = k_pairs + size * HALF_K * call.d_wide * tile
         pack_pairs(of, to, call.d_wide, rows, step_k, n, HALF_K, call.d)
 
@@ -291,9 +291,9 @@ def backward_tile(call, seq, state, finite, place, memory, factor, kept, like, o
             from_columns(of, width, x, n, to_k, x, dP, TILE_K, q, call.q_n, 1)
             from_rows(of, n, x, count, dq, x, dP, rows, call.k_n, 1)
         else:
-            sparse_product(to_v, w, width, S, 1, TILE_K, n, do, call.dout_n, w, like)
-            sparse_product(to_k, x, width, dP, 1, TILE_K, n, q, call.q_n, x, like)
-            sparse_product(dq, x, n, dP, TILE_K, 1, count, rows, call.k_n, x, like)
+            sparse_product(to_v, w, width, S, 1, TILE_K, n, do, call.dout_n, w, 0, like)
+            sparse_product(to_k, x, width, dP, 1, TILE_K, n, q, call.q_n, x, 0, like)
+            sparse_product(dq, x, n, dP, TILE_K, 1, count, rows, call.k_n, x, 0, like)
     if call.dq:
         first = i0 + (seq[0] if call.packed else s * seq[1])
         write_rows(call.dq, call.hq, h, first, n, call.d, dq, x, like, of)

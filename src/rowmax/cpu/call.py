@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from ..mask import tile_states
 from ..problem import Problem, Tensors
 from .operands import bfloats_are_finite
-from .vector import PAIRS, TILE_K, TILE_Q, W
+from .vector import MR, NV, PAIRS, TILE_K, TILE_Q, W
 
 UNLIMITED = 1 << 40  # a band's side that has no limit
 
@@ -127,6 +128,11 @@ class Call:
     @property
     def lanes(self) -> int:
         return W if self.dtype == torch.float32 else max(2, W // 2)
+
+    @property
+    def span(self) -> int:
+        """Columns of a step of scores, as ``products.span`` of the kernels has it."""
+        return math.lcm(MR, NV * self.lanes)
 
     def steps(self, name: str, stride: Sequence[int]) -> None:
         """Steps along b, n and h; packed sequences lie in one batch, each from its offset on."""

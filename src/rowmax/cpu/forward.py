@@ -35,6 +35,7 @@ from .scores import (
     array,
     exp2,
     exponentials,
+    hide,
     keep_row,
     number,
     query_scale,
@@ -52,18 +53,27 @@ def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
     out = torch.empty(problem.out_shape, dtype=call.row_dtype)
     lse = torch.empty(problem.lse_shape, dtype=call.dtype)
     set_outputs(call, out, lse)
-    key_tiles = -(-call.sequences[:, 3] // TILE_K)
-    first_tile = np.concatenate([[0], np.cumsum(key_tiles)]).astype(np.int64)
-    count = problem.hk * int(first_tile[-1])
-    finite = np.empty(count, np.bool_)
-    call.room("panels", count * TILE_K * problem.d)
+    firsts = _firsts(call)
+    tiles, rows, pair_rows = (problem.hk * int(n) for n in firsts[-1])
+    finite = np.empty(tiles, np.bool_)
+    call.room("panels", rows * problem.d)
     if call.paired:
-        call.room("pairs", count * HALF_K * int(call.record["dv_wide"][0]))
+        call.room("pairs", pair_rows * int(call.record["dv_wide"][0]))
     tasks = query_tasks(call)
-    arguments = (call.record, call.sequences, call.states, tasks, first_tile, finite)
+    arguments = (call.record, call.sequences, call.states, tasks, firsts, finite)
     flops = forward_flops(problem)
     launch(forward_worker, *arguments, call.like, call.of, tasks=len(tasks), flops=flops)
     return out.to(problem.dtype), lse
+
+
+def _firsts(call: Call) -> np.ndarray:
+    """int64 ``[sequences + 1, 3]``: where each sequence's tiles of keys, rows of panels and rows of
+    pairs begin, of one kv head. Short sequences take no more rows than a step is wide."""
+    nk = call.sequences[:, 3]
+    rows = -(-nk // call.span) * call.span
+    pair_rows = nk // TILE_K * HALF_K + np.minimum(nk % TILE_K, HALF_K)
+    counts = np.stack([-(-nk // TILE_K), rows, pair_rows], 1)
+    return np.concatenate([np.zeros((1, 3), np.int64), np.cumsum(counts, 0)])
 
 
 def set_outputs(call: Call, out: Tensor, lse: Tensor) -> None:
@@ -75,10 +85,9 @@ def set_outputs(call: Call, out: Tensor, lse: Tensor) -> None:
 
 
 @kernel
-def forward_worker(calls, sequences, states, tasks, first_tile, finite, like, of, counters):
+def forward_worker(calls, sequences, states, tasks, firsts, finite, like, of, counters):
     call = calls[0]
-    size = like.itemsize
-    pack_keys(call, sequences, first_tile, finite, of, counters.ctypes.data)
+    pack_keys(call, sequences, firsts, finite, of, counters.ctypes.data)
     owner, scratch = aligned(TILE_Q * (call.d_whole + TILE_K + call.dv_wide + 2), like)
     none = np.empty(0, like.dtype)
     next_task = counters.ctypes.data + 8 * NEXT
@@ -87,9 +96,7 @@ def forward_worker(calls, sequences, states, tasks, first_tile, finite, like, of
         if t >= len(tasks):
             break
         s, h, tile = tasks[t]
-        head = (h // call.group) * first_tile[-1] + first_tile[s]
-        keys = call.panels + size * head * TILE_K * call.d
-        pairs = call.pairs + 4 * head * HALF_K * call.dv_wide
+        head, keys, pairs = packed_head(call, firsts, s, h // call.group, of)
         state = tile_row(states, s, h, tile)
         place, memory = (s, h, tile), (keys, pairs, scratch)
         forward_tile(call, sequences[s], state, finite[head:], place, memory, none, like, of)
@@ -97,9 +104,18 @@ def forward_worker(calls, sequences, states, tasks, first_tile, finite, like, of
 
 
 @njit
-def pack_keys(call, sequences, first_tile, finite, of, counters):
+def packed_head(call, firsts, s, h, of):
+    """Of sequence s and kv head h: the number of its first tile, where its panels and pairs are."""
+    at, all_of = firsts[s], firsts[-1]
+    keys = call.panels + of.itemsize * (h * all_of[1] + at[1]) * call.d
+    pairs = call.pairs + 4 * (h * all_of[2] + at[2]) * call.dv_wide
+    return h * all_of[0] + at[0], keys, pairs
+
+
+@njit
+def pack_keys(call, sequences, firsts, finite, of, counters):
     """Every head's keys as panels, shared out by tiles; returns when all of them are done."""
-    size, row = of.itemsize, row_size(of)
+    row, first_tile = row_size(of), firsts[:, 0]
     per_head = first_tile[-1]
     count = call.hk * per_head
     while True:
@@ -110,14 +126,13 @@ def pack_keys(call, sequences, first_tile, finite, of, counters):
         s = np.searchsorted(first_tile, tile, side="right") - 1
         first, nk = sequences[s, 2], sequences[s, 3]
         start = (tile - first_tile[s]) * TILE_K
-        stop = start + TILE_K
         n = min(nk - start, TILE_K)
         keys = call.k + row * (call.k_b * s + call.k_n * first + call.k_h * h)
-        head = call.panels + size * (h * per_head + first_tile[s]) * TILE_K * call.d
-        pack_panels(of, head, keys, row * call.k_n, start, stop, nk, call.d_whole)
+        _, panels, pairs = packed_head(call, firsts, s, h, of)
+        pack_panels(of, panels, keys, row * call.k_n, start, nk, call.d_whole)
         values = call.v + row * (call.v_b * s + call.v_n * (first + start) + call.v_h * h)
         finite[t] = rows_are_finite(of, values, row * call.v_n, n, call.dv_size)
-        pairs = call.pairs + 4 * t * HALF_K * call.dv_wide
+        pairs += 4 * (tile - first_tile[s]) * HALF_K * call.dv_wide
         pack_pairs(of, pairs, call.dv_wide, values, row * call.v_n, n, HALF_K, call.dv_size)
         fetch_add(counters + 8 * PACKED, 1)
     while fetch_add(counters + 8 * PACKED, 0) < count:
@@ -169,7 +184,11 @@ def forward_tile(call, seq, state, finite, place, memory, none, like, of):
         if finite[tile_k]:
             from_rows(of, n, w, steps(of, count, HALF_K), O, w, S, values, step, 1)
         else:
-            sparse_product(O, w, n, S, TILE_K, 1, count, values, step, w, like)
+            unseen = like.dtype.type(-1)  # which no weight is
+            for r in range(n):
+                row = array(S + size * r * TILE_K, width, like)
+                hide(row, unseen, partial, call, seq, s, h, i0 + r, j0)
+            sparse_product(O, w, n, S, TILE_K, 1, count, values, step, w, unseen, like)
     finish_rows(call, seq, s, h, i0, n, O, m, l, like, of)
 
 
@@ -208,10 +227,8 @@ def finish_rows(call, seq, s, h, i0, n, O, m, l, like, of):
             if sigma > -np.inf:
                 l[r] += exp2(sigma - m[r])
         empty = l[r] == zero
-        share = zero if empty else one * like.dtype.type(call.keep_scale) / l[r]
+        share = one if empty else one * like.dtype.type(call.keep_scale) / l[r]
         at = call.out_b * s + call.out_n * (seq[0] + i0 + r) + call.out_h * h
         average = array(O + size * r * call.dv_wide, call.dv_size, like)
-        if empty:
-            average[:] = zero
         store(of, call.out + row_size(of) * at, average, share)
         lse[r] = -np.inf if empty else (m[r] + math.log2(l[r])) / LOG2E

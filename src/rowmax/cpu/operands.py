@@ -17,7 +17,7 @@ from numba import njit, types
 from numba.extending import overload
 
 from .kernel import kernel
-from .products import panel
+from .products import panel, span
 from .scores import STRICT, SUMS, array, bfloat_to_float
 from .vector import TILE_K, TILE_Q
 
@@ -56,13 +56,16 @@ def steps(of, count, half):
 
 
 @njit
-def pack_panels(of, to, rows, row_bytes, first, last, n, d):
-    """Rows [first, last) as panels ``[n / panel, d, panel]``, zero past n.
+def pack_panels(of, to, rows, row_bytes, first, n, d):
+    """The tile of rows that begins at first as panels ``[rows / panel, d, panel]``, zero past n,
+    as far as a step of columns reaches.
 
     ``to`` and ``rows`` are addresses of the whole head's panels and rows. A panel is written
     eight rows at a time: their cache lines stay at hand while its own are filled in turn.
     """
     size, width, d = of.itemsize, panel(of), depth(of, d)
+    step = span(of)
+    last = min(first + TILE_K, (n + step - 1) // step * step)
     for j0 in range(first, last, width):
         real = max(0, min(width, n - j0))
         out = array(to + size * j0 * d, width * d, of)
@@ -312,8 +315,8 @@ def _plain_rows_are_finite(of, rows, row_bytes, n, d):
 
 
 @njit(fastmath=STRICT)
-def sparse_product(c, c_row, m, a, a_row, a_step, k, b, b_row, n, like):
-    """``C += A B`` in which a weight of exactly 0 takes nothing, not even NaN or inf, from B.
+def sparse_product(c, c_row, m, a, a_row, a_step, k, b, b_row, n, skip, like):
+    """``C += A B`` in which a weight of ``skip`` takes nothing, not even NaN or inf, from B.
 
     The slow way, for tiles in which B is not finite: A[r, i] at ``r a_row + i a_step``.
     """
@@ -323,7 +326,7 @@ def sparse_product(c, c_row, m, a, a_row, a_step, k, b, b_row, n, like):
         out = array(c + size * r * c_row, n, like)
         for i in range(k):
             weight = weights[r * a_row + i * a_step]
-            if weight != 0:
+            if weight != skip:
                 row = array(b + size * i * b_row, n, like)
                 for x in range(n):
                     out[x] += weight * row[x]

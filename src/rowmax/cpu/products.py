@@ -47,10 +47,13 @@ def _span(of):
     return lambda of: step
 
 
-def _tiled(full, single, w, size, row_step):
-    """``C[m, n] (+)= A[m, k] B[k, n]``; m is rounded up to MR, n is a multiple of a vector."""
+def _tiled(name, full, single, w, size, row_step):
+    """``C[m, n] (+)= A[m, k] B[k, n]``; m is rounded up to MR, n is a multiple of a vector.
 
-    @register_jitable
+    The types of its arguments do not tell one from another, so each has a name of its own: Numba
+    keeps apart what is compiled in one process, but not what comes from its cache on disk.
+    """
+
     def multiply(m, n, k, c, c_row, a, a_step, b, b_step, add):
         whole = n - n % (NV * w)
         for col in range(0, whole, NV * w):
@@ -78,13 +81,14 @@ def _tiled(full, single, w, size, row_step):
                     add,
                 )
 
-    return multiply
+    multiply.__qualname__ = name
+    return register_jitable(multiply)
 
 
 def _multiply(dtype, row_step):
     w, sums, operands, size = _kind(dtype)
     full, single = (product(w, MR, nv, row_step, sums, operands) for nv in (NV, 1))
-    return _tiled(full, single, w, size, row_step)
+    return _tiled(f"multiply_{dtype}_{row_step}", full, single, w, size, row_step)
 
 
 def from_rows(of, m, n, k, c, c_row, a, b, b_step, add) -> Any:

@@ -240,14 +240,19 @@ def score_row(row, factor, partial, call, seq, s, h, i, j0):
         slope = row.dtype.type(array(call.alibi, call.hq, row)[h] * LOG2E)
         for j in range(row.size):
             row[j] -= slope * row.dtype.type(abs(i + offset - j0 - j))
-    low, high = visible(call, seq, s, i, j0, keys)
-    nothing = row.dtype.type(-np.inf)
+    hide(row, row.dtype.type(-np.inf), partial, call, seq, s, h, i, j0)
+
+
+@njit(inline="always")
+def hide(row, nothing, partial, call, seq, s, h, i, j0):
+    """Writes ``nothing`` where query i may not see the key; the row may reach past the last."""
+    low, high = visible(call, seq, s, i, j0, min(row.size, seq[3] - j0))
     for j in range(low):
         row[j] = nothing
     for j in range(row.size - high):
         row[high + j] = nothing
     if partial:
-        mask_row(row[low:high], call, s, h, i, j0 + low)
+        mask_row(row[low:high], nothing, call, s, h, i, j0 + low)
 
 
 @njit
@@ -262,9 +267,9 @@ def visible(call, seq, s, i, j0, keys):
 
 
 @njit
-def mask_row(row, call, s, h, i, j0):
-    """-inf where documents or the boolean tensor forbid."""
-    n, nothing = row.size, row.dtype.type(-np.inf)
+def mask_row(row, nothing, call, s, h, i, j0):
+    """``nothing`` where documents or the boolean tensor forbid."""
+    n = row.size
     if call.k_ids:
         ints = np.empty(0, np.int32)
         q_id = array(call.q_ids + 4 * (call.q_ids_b * s + i), 1, ints)[0]

@@ -22,13 +22,13 @@ def tile_row(states, s, h, tile):
 
 @njit
 def key_range(call, seq, s, i0, i1):
-    """Keys [low, high) that band and lengths let any of queries [i0, i1) see."""
+    """Keys [low, high) that band and lengths let any of queries [i0, i1) see; [0, 0) for none."""
     offset = seq[3] - seq[1]
     high = min(seq[3], i1 + offset + call.right) if call.right < UNLIMITED else seq[3]
     if call.lengths:
         high = min(high, array(call.lengths, s + 1, np.empty(0, np.int32))[s])
     low = max(0, i0 + offset - call.left) if call.left < UNLIMITED else 0
-    return low, max(low, high)
+    return (low, high) if low < high else (0, 0)
 
 
 @njit

@@ -2,11 +2,60 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .consumer import consumer
 from .pipeline import barriers, pipeline, producer
+
+
+class Pointers(NamedTuple):
+    """``t``: what the kernel reads and writes beside what is copied."""
+
+    out: Any
+    lse: Any
+    table: Any  # the order of the tiles (schedule.py), where each block's tiles end
+    ends: Any
+    counter: Any = None  # what tiles are drawn from
+    cu_q: Any = None
+    cu_k: Any = None
+    lengths: Any = None
+    spans: Any = None  # of documents (documents.py), as are the ranges
+    q_range: Any = None
+    k_range: Any = None
+    q_ids: Any = None
+    k_ids: Any = None
+    alibi: Any = None
+    sink: Any = None
+    bias: Any = None  # where it is gathered
+
+
+class Numbers(NamedTuple):
+    """``n``. No kernel is compiled anew for them."""
+
+    heads: Any  # of a tile: query heads, or kv heads where a tile holds all that share one
+    kv_heads: Any
+    keys: Any  # whose keys and values fill what the L2 cache has for them
+    nq: Any
+    nk: Any
+    left: Any
+    right: Any
+    batch: Any
+    scale: Any  # what the exponential takes scores times
+    inner: Any  # what scores are times inside a softcap
+    bias_b: Any
+    bias_h: Any
+    bias_q: Any
+    bias_k: Any
+    ids_q: Any  # 0 where ids are the same in all sequences, else how many a sequence has
+    ids_k: Any
+    each_b: Any  # 0 where the copied bias is one for all sequences, all heads
+    each_h: Any
+    hq: Any
+    ratio: Any  # heads of a tile that read one kv head
+    total_q: Any
 
 
 @gluon.jit
@@ -30,20 +79,12 @@ def blocks_of(desc, n: gl.constexpr):
     return gl.allocate_shared_memory(desc.dtype, [n] + desc.block_type.shape, desc.layout)
 
 
-# fmt: off
 @gluon.jit
 def forward(
-    q0, q1, k0, k1, v0, v1, bias_tiles,  # what copies each; second parts and bias may be idle
-    out, lse,
-    table, ends, counter, heads, kv_heads, keys,  # the order of the tiles
-    nq, nk, left, right,
-    cu_q, cu_k, batch, lengths, spans,
-    inner, alibi, bias, bias_b, bias_h, bias_q, bias_k, sink,
-    q_ids, k_ids, ids_q, ids_k, q_range, k_range,
-    each_b, each_h,  # 0 where the copied bias is one for all sequences, all heads
-    scale, hq, ratio, total_q,
-    C: gl.constexpr, R0: gl.constexpr, R1: gl.constexpr,
-):
+    q0, q1, k0, k1, v0, v1, bias_tiles, t, n, C: gl.constexpr, R0: gl.constexpr, R1: gl.constexpr
+):  # fmt: skip
+    """Seven to tell the copy engine what to copy, the bundles, what is compiled in, and the
+    registers of a consumer's thread and of the producer's. What a problem lacks is None."""
     qs0 = blocks_of(q0, C.WARPGROUPS * C.Q_STAGES)
     ks0 = blocks_of(k0, C.STAGES)
     vs0 = blocks_of(v0, C.STAGES)
@@ -66,15 +107,16 @@ def forward(
     buffers = (qs0, qs1, ks0, ks1, vs0, vs1)
     shared = (biases, b_full, b_empty)
     descs = (q0, q1, k0, k1, v0, v1, bias_tiles)
-    order = (table, ends, counter, heads, kv_heads, keys)
-    sizes = (nq, nk, left, right)
-    seqs = (cu_q, cu_k, batch, spans)
+    order = (t.table, t.ends, t.counter, n.heads, n.kv_heads, n.keys)
+    sizes = (n.nq, n.nk, n.left, n.right)
+    seqs = (t.cu_q, t.cu_k, n.batch, t.spans)
     terms = (
-        inner, alibi, bias, bias_b, bias_h, bias_q, bias_k, sink,
-        q_ids, k_ids, ids_q, ids_k, q_range, k_range,
-    )
-    rest = (scale, hq, total_q)
-    more = (lengths, each_b, each_h, ratio)
+        n.inner, t.alibi, t.bias, n.bias_b, n.bias_h, n.bias_q, n.bias_k, t.sink,
+        t.q_ids, t.k_ids, n.ids_q, n.ids_k, t.q_range, t.k_range,
+    )  # fmt: skip
+    rest = (n.scale, n.hq, n.total_q)
+    more = (t.lengths, n.each_b, n.each_h, n.ratio)
+    out, lse = t.out, t.lse
     if C.WARPGROUPS == 2:
         gl.warp_specialize(
             [
@@ -96,4 +138,3 @@ def forward(
             [4, 4, 1],
             [R0, R0, R1],
         )
-# fmt: on

@@ -1,3 +1,4 @@
+# ruff: noqa: N802  (what kernels read is in capitals)
 """Tile shapes for an H100 or H200, as data, and what is compiled into a kernel."""
 
 from __future__ import annotations
@@ -71,29 +72,51 @@ class Config:
     BIAS: str = ""  # "copied" through shared memory, "gathered" from global memory, or none
     ROUND_LATE: bool = False  # round the weights after the product that they were made under
 
+    @property
+    def D0(self) -> int:
+        return first_part(self.D)
+
+    @property
+    def D1(self) -> int:
+        return self.D - self.D0
+
+    @property
+    def DV0(self) -> int:
+        return first_part(self.DV)
+
+    @property
+    def DV1(self) -> int:
+        return self.DV - self.DV0
+
+    @property
+    def TOKENS(self) -> int:
+        """Query positions of one warpgroup."""
+        return ROWS // self.GROUP
+
+    @property
+    def DRAWN(self) -> bool:
+        """Whether blocks draw their tiles: where only the device knows how long they are."""
+        return self.VARLEN or self.DOCUMENTS
+
+    @property
+    def LAST_FIRST(self) -> bool:
+        """Whether the last tile of a sequence is the longest."""
+        return self.RIGHT
+
+    @property
+    def ADDED(self) -> bool:
+        """Whether there are terms that scores do not scale."""
+        return self.ALIBI or bool(self.BIAS)
+
 
 class Constants:
-    """A Config as kernels read it: every field, and what follows from them, a constexpr."""
+    """A config as kernels read it: every field, and what follows from them, a constexpr."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
-        given = {f.name: getattr(config, f.name) for f in fields(config)}
-        for name, value in (given | self.derived(config)).items():
-            setattr(self, name, gl.constexpr(value))
-
-    def derived(self, config: Any) -> dict[str, Any]:
-        d0, dv0 = first_part(config.D), first_part(config.DV)
-        return {
-            "D0": d0,
-            "D1": config.D - d0,
-            "DV0": dv0,
-            "DV1": config.DV - dv0,
-            "TOKENS": ROWS // config.GROUP,  # query positions of one warpgroup
-            # blocks draw their tiles, where only the device knows how long they are
-            "DRAWN": config.VARLEN or config.DOCUMENTS,
-            "ADDED": config.ALIBI or bool(config.BIAS),  # terms that scores do not scale
-            "LAST_FIRST": config.RIGHT,  # the last tile of a sequence is the longest
-        }
+        derived = [name for name, x in vars(type(config)).items() if isinstance(x, property)]
+        for name in (*(f.name for f in fields(config)), *derived):
+            setattr(self, name, gl.constexpr(getattr(config, name)))
 
     def __repr__(self) -> str:
         return repr(self.config)

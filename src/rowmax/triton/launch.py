@@ -3,48 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.compiler import ASTSource
 from triton.runtime.errors import OutOfResources
 
 from ..problem import Problem, Tensors
 from .bundles import Constants, Numbers, Pointers
+from .compiled import Launch
 from .tiles import Tiles, smaller, tiles_for
-
-_TYPES = {
-    torch.float32: "*fp32",
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.int64: "*i64",
-    torch.int32: "*i32",
-    torch.uint8: "*u8",
-    torch.bool: "*i1",
-}
 
 #: jobs kept, by everything that they depend on
 _jobs: dict[Any, Job] = {}
 _LIMIT = 4096
 
 
-class Signature(NamedTuple):
-    """What a kernel is compiled for, as Triton wants it told."""
-
-    types: dict[str, Any]
-    constants: dict[tuple[int, ...], Any]
-    attributes: dict[tuple[int, ...], Any]
-
-
 class Job:
-    """A kernel with its numbers, constants and grid; only pointers are missing.
-
-    Kernels are compiled here and not by calling them, which would compile anew for every number
-    that is 1 or a multiple of 16, and looks all of that up at every launch.
-    """
+    """A kernel with its numbers, constants and grid; only pointers are missing."""
 
     def __init__(self, kernel: Any, n: Numbers, c: Constants, tiles: Tiles, heads: int) -> None:
         self.kernel = kernel
@@ -52,68 +28,22 @@ class Job:
         self.c = c
         self.grid = (n.tiles * heads, 1, 1)
         self.tiles = tiles
-        self.options = {
-            "num_warps": tiles.warps,
-            "num_stages": tiles.stages,
-            "enable_fp_fusion": True,
-        }
-        self._compiled: dict[tuple[int, int], Any] = {}
+        self.options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+        self.launch = Launch(kernel, self.grid, {**self.options, "enable_fp_fusion": True})
 
     def run(self, t: Pointers) -> None:
         """Launch on the current stream of the pointers' device."""
         if not t.q.is_cuda:  # the interpreter, or another kind of device
-            options = {k: v for k, v in self.options.items() if k != "enable_fp_fusion"}
-            self.kernel[self.grid](t, self.n, self.c, **options)
+            self.kernel[self.grid](t, self.n, self.c, **self.options)
         elif t.q.device.index != torch.cuda.current_device():
             with torch.cuda.device(t.q.device):
-                self._run(t)
+                self.launch((), t, (self.n, self.c))
         else:
-            self._run(t)
+            self.launch((), t, (self.n, self.c))
 
-    def _run(self, t: Pointers) -> None:
-        addresses = [None if x is None else x.data_ptr() for x in t]
-        present = odd = 0
-        bit = 1
-        for address in addresses:
-            if address is not None:
-                present |= bit
-                if address & 15:
-                    odd |= bit
-            bit += bit
-        ready = self._compiled.get((present, odd))
-        if ready is None:
-            ready = self.compile(t)[self.grid]
-            self._compiled[present, odd] = ready
-        ready(tuple(addresses), self.n, self.c)
-
-    def compile(self, t: Pointers, target: Any = None) -> Any:
-        """The kernel for these pointers, on the current device or for another target."""
-        types, constants, attributes = self.signature(t)
-        source = ASTSource(self.kernel, types, constants, attributes)  # pyright: ignore
-        return triton.compile(source, target=target, options=self.options)
-
-    def signature(self, t: Pointers) -> Signature:
-        found = Signature({}, {}, {})
-        for i, (name, bundle) in enumerate((("t", t), ("n", self.n), ("c", self.c))):
-            found.types[name] = _described(bundle, (i,), found)
-        return found
-
-
-def _described(x: Any, path: tuple[int, ...], found: Signature) -> Any:
-    """The type of an argument, or of each in a bundle; constants and alignments go to found."""
-    if x is None or isinstance(x, tl.constexpr):
-        found.constants[path] = None if x is None else x.value
-        return "constexpr"
-    if isinstance(x, Tensor):
-        if x.data_ptr() % 16 == 0:
-            found.attributes[path] = [["tt.divisibility", 16]]
-        return _TYPES[x.dtype]
-    if isinstance(x, float):
-        return "fp32"
-    if isinstance(x, int):
-        return "i32" if -(2**31) <= x < 2**31 else "i64"
-    parts = [_described(y, (*path, i), found) for i, y in enumerate(x)]
-    return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
+    def compile(self, t: Pointers, target: Any) -> Any:
+        """The kernel for these pointers and another target."""
+        return self.launch.compile(t, self.n, self.c, target=target)
 
 
 def launch(

@@ -13,11 +13,12 @@ from triton.experimental.gluon import language as gl
 from ...problem import Gradients, Problem, Tensors, Wanted
 from ...triton import backward as plain
 from .. import packed
+from ..copies import DTYPES, strides, taken, takes
 from ..documents import tile_spans
 from ..gluon_compat import TensorDescriptor
-from ..launch import DTYPES, strides, takes
 from ..schedule import SECTION_BYTES
 from ..schedule import steps_of as steps_of_queries
+from ..tiles import Constants
 from . import rows
 from .kernel import backward as kernel
 from .schedule import order_of, padded_rows, steps_of
@@ -26,7 +27,6 @@ from .tiles import (
     TILES,
     WIDE,
     GradientConfig,
-    GradientConstants,
     GradientTile,
     config_for,
     sizes_of,
@@ -41,7 +41,7 @@ BLOCK_K = 128
 class Work(NamedTuple):
     """One launch: its kernel's constants, and which tile is worked on where."""
 
-    constants: GradientConstants
+    constants: Constants
     registers: tuple[int, int]
     blocks: int
     table: Tensor | None  # the order of the tiles, and each block's end; packed calls make theirs
@@ -97,10 +97,7 @@ def launch(
     dlse: Tensor | None,
     wanted: Wanted,
 ) -> Gradients:
-    q, k, v, dout = (
-        t if takes(t) else t.clone(memory_format=torch.contiguous_format)
-        for t in (*tensors[:3], dout)
-    )
+    q, k, v, dout = (taken(t) for t in (*tensors[:3], dout))
     tensors = tensors._replace(q=q, k=k, v=v)
     stats, dsink = prepared(plan, problem, tensors, out, lse, dout, dlse, wanted.sink)
     if len(plan.works) > 1:
@@ -147,7 +144,7 @@ def together(
         copies(stats, [1, 2, C.BLOCK_Q]),
         copies(k, [1, BLOCK_K, 1, C.D]),
         copies(v, [1, BLOCK_K, 1, C.DV]),
-        copies(sums, [1, constants.DQ_ROWS.value, constants.DQ_COLS.value]),
+        copies(sums, [1, C.DQ_ROWS, C.DQ_COLS]),
         bias_tiles, dbias_tiles,
         dk, dv,
         *order, problem.hk, SECTION_BYTES // query_bytes(problem),
@@ -217,7 +214,7 @@ def order_for(
     if not problem.varlen:
         assert work.table is not None
         assert work.ends is not None
-        drawn = work.constants.DRAWN.value
+        drawn = work.constants.config.DRAWN
         return work.table, work.ends, torch.zeros_like(work.ends) if drawn else work.ends
     assert cu is not None
     most = packed.most_tiles(total, longest, problem.batch, BLOCK_K)
@@ -335,7 +332,7 @@ def made(
 def work_of(
     p: Problem, config: GradientConfig, registers: tuple[int, int], device: torch.device
 ) -> Work:
-    constants = GradientConstants(config)
+    constants = Constants(config)
     most = torch.cuda.get_device_properties(device).multi_processor_count
     of_queries = config.KIND == "dq"
     heads, total, longest = (p.hq, p.total_q, p.nq) if of_queries else (p.hk, p.total_k, p.nk)
@@ -349,7 +346,7 @@ def work_of(
         steps = steps_of(config.BLOCK_Q, BLOCK_K, p.nq, p.nk, p.left, p.right) * p.group
         section = SECTION_BYTES // (query_bytes(p) * p.nq)
     blocks = min(most, steps.shape[0] * p.batch * heads)
-    drawn = constants.DRAWN.value
+    drawn = config.DRAWN
     table, ends = order_of(steps, p.batch, heads, max(1, section), blocks, drawn)
     return Work(constants, registers, blocks, table.to(device), ends.to(device))
 

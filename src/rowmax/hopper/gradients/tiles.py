@@ -1,3 +1,4 @@
+# ruff: noqa: N802  (what kernels read is in capitals)
 """Tile shapes of the backward, as data, and what is compiled into its kernels."""
 
 from __future__ import annotations
@@ -6,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...problem import Problem
-from ..tiles import Constants
 
 ROWS = 64  # keys of one warpgroup: the height of a wgmma
 WARPGROUPS = 2
@@ -74,29 +74,62 @@ class GradientConfig:
     FRESH: bool = False  # ... and the first to add to a tile of it writes it
     KIND: str = "all"  # or the one gradient that is made: dq, dk, dv (wide.py)
 
+    # what follows, for the kernels
 
-class GradientConstants(Constants):
-    """A GradientConfig as kernels read it."""
+    @property
+    def WARPGROUPS(self) -> int:
+        return WARPGROUPS
 
-    def derived(self, config: GradientConfig) -> dict[str, Any]:
-        by_rows = config.BLOCK_Q == WARPGROUPS * ROWS
-        return {
-            "WARPGROUPS": WARPGROUPS,
-            "TOKENS": ROWS,  # keys of a warpgroup
-            "BLOCK_K": WARPGROUPS * ROWS,
-            # the part of dQ that one warpgroup makes: half of the rows, or half of the columns
-            "DQ_ROWS": ROWS if by_rows else config.BLOCK_Q,
-            "DQ_COLS": config.D if by_rows else config.D // WARPGROUPS,
-            "BY_ROWS": by_rows,
-            "OUT": config.DV_OUT if config.KIND == "dv" else config.D_OUT,
-            "LOW_MASKED": config.DOCUMENTS
-            or (config.LEFT if config.KIND == "dq" else config.RIGHT or config.RAGGED),
-            "HIGH_MASKED": config.RIGHT or config.RAGGED if config.KIND == "dq" else config.LEFT,
-            "DRAWN": config.ORDERED or config.VARLEN or config.DOCUMENTS,
-            "LAST_FIRST": config.KIND == "dq" and config.RIGHT,
-            "MASKS": config.RIGHT or config.LEFT or config.RAGGED or config.DOCUMENTS,
-            "ADDED": config.ALIBI or config.BIAS,
-        }
+    @property
+    def TOKENS(self) -> int:
+        """Rows of one warpgroup."""
+        return ROWS
+
+    @property
+    def BLOCK_K(self) -> int:
+        return WARPGROUPS * ROWS
+
+    @property
+    def BY_ROWS(self) -> bool:
+        """Whether a warpgroup makes half of the rows of dQ, or half of its columns."""
+        return self.BLOCK_Q == WARPGROUPS * ROWS
+
+    @property
+    def DQ_ROWS(self) -> int:
+        return ROWS if self.BY_ROWS else self.BLOCK_Q
+
+    @property
+    def DQ_COLS(self) -> int:
+        return self.D if self.BY_ROWS else self.D // WARPGROUPS
+
+    @property
+    def OUT(self) -> int:
+        """The head size of the one gradient that is made."""
+        return self.DV_OUT if self.KIND == "dv" else self.D_OUT
+
+    @property
+    def MASKS(self) -> bool:
+        return self.RIGHT or self.LEFT or self.RAGGED or self.DOCUMENTS
+
+    @property
+    def LOW_MASKED(self) -> bool:
+        """Whether there are partial tiles before the full ones."""
+        band = self.LEFT if self.KIND == "dq" else self.RIGHT or self.RAGGED
+        return self.DOCUMENTS or band
+
+    @property
+    def HIGH_MASKED(self) -> bool:
+        return self.RIGHT or self.RAGGED if self.KIND == "dq" else self.LEFT
+
+    @property
+    def DRAWN(self) -> bool:
+        """Whether blocks draw their tiles from a counter."""
+        return self.ORDERED or self.VARLEN or self.DOCUMENTS
+
+    @property
+    def LAST_FIRST(self) -> bool:
+        """Whether the last tile of a sequence is the longest."""
+        return self.KIND == "dq" and self.RIGHT
 
 
 def sizes_of(d: int, dv: int) -> tuple[int, int]:

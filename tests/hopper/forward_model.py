@@ -1,0 +1,111 @@
+"""The Hopper forward, host's side and kernel, on the machine of ``machine.py``.
+
+    python -m tests.hopper.forward_model [--only NAME] [--seeds 3]
+
+Against the definition in float64, by the rule of ``tests/tolerance.py``, over memory that begins
+as NaN; in float16, for numpy has no bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+
+import torch
+import torch._dynamo  # looks for triton, so before the machine takes its place
+
+from tests.hopper import machine
+
+machine.install()
+
+from rowmax.hopper import _refused, launch  # noqa: E402
+from rowmax.reference import dense  # noqa: E402
+from tests.cases import CASES, Case, make  # noqa: E402
+from tests.tolerance import complaint, poisoned  # noqa: E402
+
+#: what the table of all backends does not have: lengths that meet tiles in every way, few and
+#: many tiles, every way for a bias to come, every head size of a tile
+LENGTHS = ((1, 1), (3, 3), (64, 1), (239, 1), (113, 203), (256, 256), (128, 384), (255, 257))
+SIZES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (80, 72), (256, 64))
+MORE = [
+    *(
+        Case(f"odd-{n}-{m}{'-causal' * causal}", b=1, nq=n, nk=m, hq=2, d=64, causal=causal)
+        for n, m in LENGTHS
+        for causal in (False, True)
+    ),
+    *(
+        Case(f"size-{d}-{dv}", b=1, nq=140, nk=270, hq=2, d=d, dv=dv, causal=True)
+        for d, dv in SIZES
+    ),
+    *(
+        Case(f"bias-{pattern}-{nk}", b=2, nq=150, nk=nk, hq=2, d=64, bias=pattern, causal=True)
+        for pattern in ("bhqk", "1hqk", "b11k", "1hq1", "1h1k", "1111")
+        for nk in (160, 163)
+    ),
+    Case("deep-128", b=1, nq=300, nk=900, hq=2, d=128, causal=True),
+    Case("deep-256", b=1, nq=200, nk=600, hq=2, d=256),
+    Case("deep-bias", b=1, nq=256, nk=640, hq=1, d=128, bias="bhqk"),
+    Case("long", b=1, nq=300, nk=2000, hq=1, d=64, left=700, right=0),
+    Case("grouped", b=2, nq=20, nk=300, hq=8, hk=2, d=64, causal=True, sink=True),
+    Case(
+        "packed", hq=4, hk=2, d=64, causal=True, sequences=((5, 90), (0, 17), (150, 270), (33, 0))
+    ),
+]
+
+
+def prepare(processors: int) -> None:
+    launch.processors = lambda _: processors
+    launch._PLANS.clear()
+    torch.cuda.current_device = lambda: None  # pyright: ignore
+    torch.cuda.is_current_stream_capturing = lambda: False
+
+
+def check(case: Case, seed: int) -> list[str]:
+    """What is wrong with a case, on a machine of few processors."""
+    random.seed(f"{case.name} {seed}")
+    torch.manual_seed(seed)
+    prepare(random.choice((1, 1, 2, 3, 64)))
+    problem, tensors = make(case, dtype=torch.float16).problem()
+    if _refused(problem):
+        return ["refused"]
+    ref = dense.attention(problem, tensors, torch.float64)
+    std = dense.attention(problem, tensors, problem.dtype)
+    with poisoned():
+        got = launch.forward(problem, tensors)
+    found = [
+        complaint(name, *three, problem.dtype)
+        for name, *three in zip(("out", "lse"), got, ref, std, strict=True)
+    ]
+    return [text for text in found if text]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--every", type=int, default=1, help="take one case in so many")
+    options = parser.parse_args()
+    wrong = right = refused = 0
+    for case in [c for c in (*MORE, *CASES) if options.only in c.name][:: options.every]:
+        for seed in range(options.seeds):
+            begin = time.monotonic()
+            try:
+                found = check(case, seed)
+            except Exception as error:
+                found = [f"{type(error).__name__}: {error}"]
+            if found == ["refused"]:
+                refused += 1
+            elif found:
+                wrong += 1
+                print(f"{case.name} seed {seed}: {'; '.join(found)}", flush=True)
+            else:
+                right += 1
+                print(f"{case.name} {time.monotonic() - begin:.1f} s", flush=True)
+    print(f"{right} right, {wrong} wrong, {refused} refused")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
