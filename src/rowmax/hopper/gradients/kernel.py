@@ -21,8 +21,15 @@ def consumer1(C: gl.constexpr, dk, dv, dbias, buffers, bars, mail, sizes, terms,
     consumer(C, 1, dk, dv, dbias, buffers, bars, mail, sizes, terms, rest)
 
 
+#: no kernel is compiled anew for these
+NUMBERS = [
+    "heads", "keys", "tiles", "nq", "nk", "left", "right", "batch", "ids_q", "ids_k", "each_b",
+    "each_h", "hq", "group",
+]  # fmt: skip
+
+
 # fmt: off
-@gluon.jit
+@gluon.jit(do_not_specialize=NUMBERS)
 def backward(
     q, do, rows, k, v, dq, bias, dbias,  # what copies each; rows are lse and delta
     dk, dv,

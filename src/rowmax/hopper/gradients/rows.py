@@ -28,7 +28,7 @@ def place(cu_q, tile, plane, batch, total, hq, ROWS: tl.constexpr, PACKED: tl.co
     return b, head, start, n, tile * ROWS
 
 
-@triton.jit(do_not_specialize=["batch", "total", "tiles"])
+@triton.jit(do_not_specialize=["batch", "total", "hq", "tiles"])
 def prepare(
     out, dout, lse, dlse, sink, stats, dsink, cu_q, batch, total, hq, tiles, b_step, n_step, h_step,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr,
@@ -69,7 +69,7 @@ def prepare(
         tl.store(dsink + tl.program_id(0), -tl.sum(tl.where(here, p * delta, 0.0), 0))
 
 
-@triton.jit(do_not_specialize=["batch", "total", "tiles"])
+@triton.jit(do_not_specialize=["batch", "total", "hq", "tiles"])
 def finish(
     sums, dq, cu_q, batch, total, hq, tiles, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,

@@ -112,8 +112,15 @@ def consumer1(C: gl.constexpr, out, rows, planes, buffers, bars, mail, sizes, te
     consumer(C, 1, out, rows, planes, buffers, bars, mail, sizes, terms, rest)
 
 
+#: no kernel is compiled anew for these
+NUMBERS = [
+    "heads", "keys", "nq", "nk", "left", "right", "batch", "ids_q", "ids_k", "hq", "padded",
+    "group", "ratio",
+]  # fmt: skip
+
+
 # fmt: off
-@gluon.jit
+@gluon.jit(do_not_specialize=NUMBERS)
 def wide(
     a0, a1, b0, b1, row_tiles,  # what copies what stays, what passes by, lse and delta
     out, rows,  # rows are lse and delta once more, for dq
