@@ -1,10 +1,12 @@
 """The Hopper backward beside what torch has, on the same tensors in one run.
 
     python benchmarks/hopper_backward.py --out results.csv [--flex] [--rounds 3] [--only TEXT]
+    python benchmarks/hopper_backward.py --tries [--only TEXT]
 
 The 36 cells of ``hopper_forward.py``, then features; all that a backward launches is counted.
 Every cell is timed in turns, a fifth of a second apart, since the card slows down as it warms;
-the median of the turns is kept. FLOPs: 2.5 times the forward's.
+the median of the turns is kept. FLOPs: 2.5 times the forward's. ``--tries`` measures our own
+kernels with other tiles and options instead.
 """
 
 from __future__ import annotations
@@ -21,7 +23,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import rowmax
 from hopper_forward import LENGTHS, TOKENS, WIDTH, Run, measured, normal
+from rowmax import hopper
+from rowmax.hopper.gradients import launch
+from rowmax.hopper.gradients.tiles import GradientTile
+from rowmax.problem import Options, Tensors, Wanted, problem_of
 
+WANTED = Wanted(True, True, True, False, False)
 KINDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
 
 
@@ -119,11 +126,57 @@ def feature_cells(only: str):
             yield name, runs, 10 * b * h * n * n * d
 
 
+#: by head size: (tile, options) of what may be faster
+TRIES = {
+    64: {
+        "as it is": (None, {}),
+        "not held": (None, {"HELD": False}),
+        "less ahead": (GradientTile(64, 3, 2, True), {}),
+        "in order": (None, {"ORDERED": True, "FRESH": True}),
+        "in order, zeroed": (None, {"ORDERED": True}),
+    },
+    128: {
+        "as it is": (None, {}),
+        "one dO": (GradientTile(64, 3, 1), {}),
+        "in order": (None, {"ORDERED": True, "FRESH": True}),
+        "in order, zeroed": (None, {"ORDERED": True}),
+    },
+    256: {"as it is": (None, {})},
+}
+
+
+def tries(only: str):
+    for d, options in TRIES.items():
+        for n in (512, 4096, 16384):
+            for causal in (False, True):
+                name = f"D{d} N{n} {'causal' if causal else 'full'}"
+                if only not in name:
+                    continue
+                b, h = TOKENS // n, WIDTH // d
+                q, k, v, dout = (normal(b, n, h, d) for _ in range(4))
+                tensors = Tensors(q, k, v)
+                problem = problem_of(tensors, Options(d**-0.5, right=0 if causal else None))
+                out, lse = hopper.forward(problem, tensors)
+                given = (problem, tensors, out, lse, dout, None, WANTED)
+                runs = {}
+                for label, (tile, more) in options.items():
+                    plan = launch.made(problem, q.device, tile, **more)
+                    runs[label] = lambda plan=plan, given=given: launch.launch(plan, *given)
+                plan = launch.made(problem, q.device)
+                runs["rows before"] = lambda p=plan, g=given: launch.prepared(p, *g[:6], False)
+                if d < 256:  # without what comes before and after
+                    stats = launch.prepared(plan, *given[:6], False)[0]
+                    args = (problem, tensors, dout, stats, False)
+                    runs["main alone"] = lambda p=plan, a=args: launch.together(p, *a)
+                yield name, runs, 10 * b * h * n * n * d / (2 if causal else 1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("hopper_backward.csv"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--flex", action="store_true")
+    parser.add_argument("--tries", action="store_true")
     parser.add_argument("--only", default="", help="cells whose name has this in it")
     options = parser.parse_args()
     versions = f"torch {torch.__version__} triton {triton.__version__}"
@@ -135,7 +188,10 @@ def main() -> None:
         about = [torch.cuda.get_device_name(), versions, datetime.date.today().isoformat()]
         rows.writerow(["matmul 8192", "cublas", f"{ceiling:.0f}", *about])
         print(f"{about}, matmul {ceiling:.0f} TFLOP/s")
-        for cells in (plain_cells(options.flex, options.only), feature_cells(options.only)):
+        every = (tries(options.only),)
+        if not options.tries:
+            every = (plain_cells(options.flex, options.only), feature_cells(options.only))
+        for cells in every:
             for name, runs, flops in cells:
                 speeds = measured(runs, flops, options.rounds)
                 print(f"{name:40}", *(f"{n} {x:.0f}" for n, x in speeds.items()), flush=True)

@@ -48,8 +48,8 @@ CONFIGS = [
 #: none with the triton that torch 2.11 pins; 3.9 puts by scalars where registers are fewest
 OLDEST = triton.__version__.startswith("3.6.")
 SPILLS = 0 if OLDEST else 50
-#: where dbias is stored too, and beside the widest sums, a few scalars
-SPILLS_MORE = 8 if OLDEST else 50
+#: where dbias is stored too a few scalars; distances beside the widest sums more than that
+SPILLS_DBIAS, SPILLS_ALIBI = (8, 40) if OLDEST else (50, 80)
 #: bytes of scalars that a thread may put by, out of the loops of the products
 STACK = 160
 
@@ -64,8 +64,9 @@ def test_loops_keep_to_registers(size, tile, features, dtype):
     kernel = built(size, tile, features, dtype)
     loops = kernel.loops()
     assert len(loops) >= 2
-    more = features.get("DBIAS") or (features.get("ALIBI") and size[0] == 256)
-    most = SPILLS_MORE if more else SPILLS
+    most = SPILLS_DBIAS if features.get("DBIAS") else SPILLS
+    if features.get("ALIBI") and size[0] == 256:
+        most = SPILLS_ALIBI
     for loop in loops:
         assert len([line for line in loop if re.search(r"\b(LDL|STL)\b", line.text)]) <= most
     assert kernel.stack <= STACK
@@ -91,4 +92,4 @@ def test_weights_are_made_beside_products(size, tile, features):
         wait = waits[0 if features["KIND"] == "all" else 1]
         after = sum("MUFU.EX2" in text for text in texts[wait:])
         assert sum("MUFU.EX2" in text for text in texts[:wait]) + after >= tile.block_q // 2
-        assert after <= 8
+        assert after <= (12 if features.get("SOFTCAP") else 8)
