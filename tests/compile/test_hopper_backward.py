@@ -53,7 +53,7 @@ SPILLS_DBIAS, SPILLS_ALIBI = (8, 40) if OLDEST else (50, 80)
 #: bytes of scalars that a thread may put by, out of the loops of the products
 STACK = 160 if OLDEST else 192
 #: exponentials that may come after the wait for the product beside them, of 32
-LATE = 8 if OLDEST else 16
+LATE = 8 if OLDEST else 24
 
 
 def built(size: tuple[int, int], tile: Any, features: dict[str, Any], dtype: str) -> Built:
@@ -67,11 +67,12 @@ def test_loops_keep_to_registers(size, tile, features, dtype):
     loops = kernel.loops()
     assert len(loops) >= 2
     most = SPILLS_DBIAS if features.get("DBIAS") else SPILLS
+    stack = STACK
     if features.get("ALIBI") and size[0] == 256:
-        most = SPILLS_ALIBI
+        most, stack = SPILLS_ALIBI, 256
     for loop in loops:
         assert len([line for line in loop if re.search(r"\b(LDL|STL)\b", line.text)]) <= most
-    assert kernel.stack <= STACK
+    assert kernel.stack <= stack
     assert kernel.shared <= SHARED
 
 
