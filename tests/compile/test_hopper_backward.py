@@ -49,7 +49,7 @@ CONFIGS = [
 OLDEST = triton.__version__.startswith("3.6.")
 SPILLS = 0 if OLDEST else 50
 #: where dbias is stored too a few scalars; distances beside the widest sums more than that
-SPILLS_DBIAS, SPILLS_ALIBI = (8, 40) if OLDEST else (50, 80)
+SPILLS_DBIAS, SPILLS_ALIBI = (12, 40) if OLDEST else (50, 80)
 #: bytes of scalars that a thread may put by, out of the loops of the products
 STACK = 160 if OLDEST else 192
 #: exponentials that may come after the wait for the product beside them, of 32
