@@ -259,8 +259,8 @@ def check(case: Case, seed: int) -> str | None:
             stats[b * case.hq + h, 0, to] = np.where(np.isinf(value), np.inf, value * LOG2E)
             stats[b * case.hq + h, 1, to] = delta[b, h, r]
     dk, dv = (np.full(x.size, np.nan, np.float16) for x in (k, v))
-    tiles = rows // case.block_q
-    turns = np.zeros(planes * tiles, np.int32)
+    tiles = total_k // BLOCK_K + batch if packed else -(-nk // BLOCK_K)
+    turns = np.zeros((1 if packed else case.b) * case.hk * tiles, np.int32)
     cu = np.cumsum([(0, 0), *(case.sequences or ())], 0, dtype=np.int32)
     cu_q, cu_k = np.ascontiguousarray(cu.T)
     if packed:
@@ -270,7 +270,7 @@ def check(case: Case, seed: int) -> str | None:
         steps = steps_of(case.block_q, BLOCK_K, nq, nk, case.left, case.right)
         blocks = min(case.blocks, steps.shape[0] * case.b * case.hk)
         table, ends = (
-            t.numpy().reshape(-1) for t in order_of(steps, case.b, case.hk, 2, blocks, C.DRAWN)
+            t.numpy().reshape(-1) for t in order_of(steps, case.b, case.hk, 2, blocks, C.DRAWN, C.UP)
         )
         counter = np.zeros(1, np.int32)
         case = Case(**(case.__dict__ | {"blocks": blocks}))

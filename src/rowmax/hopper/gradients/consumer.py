@@ -33,7 +33,7 @@ from ..layouts import matrix, output_layout, value_layout, weight_layout
 from ..pipeline import phase, slot, told
 from ..softmax import rounded
 from .layouts import column_layout, held_layout, score_layout
-from .schedule import full_tiles
+from .schedule import full_tiles, passing
 from .terms import weights
 
 
@@ -232,6 +232,13 @@ def consumer(
         state = (S, dk_sum, dv_sum)
         for g in range(group):
             head = kv_head * group + g
+            if C.UP:
+                for i in range(lo, a):
+                    use, state = step(
+                        C, True, c, i, head, use, span, left, state, buffers, bars,
+                        tile,
+                        sizes, terms, dbias, scale,
+                    )  # fmt: skip
             if C.LEFT:
                 for i in range(z, hi):
                     use, state = step(
@@ -242,11 +249,11 @@ def consumer(
             if not C.DOCUMENTS:
                 for i in range(a, z):
                     use, state = step(
-                        C, False, c, z - 1 - i + a, head, use, span, left, state, buffers, bars,
+                        C, False, c, passing(C, i - a, a, z), head, use, span, left, state, buffers, bars,
                         tile,
                         sizes, terms, dbias, scale,
                     )  # fmt: skip
-            if C.MASKS:
+            if C.MASKS and not C.UP:
                 for i in range(lo, a):
                     use, state = step(
                         C, True, c, a - 1 - i + lo, head, use, span, left, state, buffers, bars,

@@ -34,7 +34,7 @@ def backward(
     q, do, rows, k, v, dq, bias, dbias,  # what copies each; rows are lse and delta
     dk, dv,
     table, ends, counter, heads, keys,  # the order of the tiles
-    turns, tiles,  # whose turn it is to add to a tile of dq; tiles of a plane
+    turns, tiles,  # how many steps each tile of keys has done; tiles of a head
     nq, nk, left, right,
     cu_q, cu_k, batch, lengths, spans, q_ids, k_ids, ids_q, ids_k,
     each_b, each_h,  # 0 where the bias is one for all sequences, all heads
@@ -65,7 +65,7 @@ def backward(
             (consumer0, (C, dk, dv, dbias, buffers, bars, mail, sizes, terms, rest)),
             (consumer1, (C, dk, dv, dbias, buffers, bars, mail, sizes, terms, rest)),
             (producer, (C, descs, buffers[:6], bars, mail, order, sizes, seqs, lengths, spread)),
-            (writer, (C, dq, dqs, bars, mail, turns, sizes, tiles, group, hq)),
+            (writer, (C, dq, dqs, bars, mail, turns, sizes, tiles, heads, group, hq)),
         ],
         [4, 1, 1],
         [R0, R1, R1],

@@ -36,6 +36,8 @@ from .wide_kernel import wide
 _LOG2E = math.log2(math.e)
 _MOST_PLANS = 256
 BLOCK_K = 128
+#: blocks that work on one head at once, where each is to follow another (``schedule.py``)
+FOLLOWERS, FOLLOWERS_UP = 4, 8
 
 
 class Work(NamedTuple):
@@ -134,9 +136,10 @@ def together(
         stats,
     )
     tiles = plan.rows // C.BLOCK_Q
+    key_tiles = turns_of_head(problem)
     if C.ORDERED:
-        zeros = torch.zeros(16 + plan.planes * tiles, dtype=torch.int32, device=q.device)
-        turns = zeros[16:]
+        planes = problem.hk if problem.varlen else problem.batch * problem.hk
+        turns = torch.zeros(planes * key_tiles, dtype=torch.int32, device=q.device)
     inner, scale = score_scales(problem)
     kernel[(work.blocks,)](
         q_tiles,
@@ -148,7 +151,7 @@ def together(
         bias_tiles, dbias_tiles,
         dk, dv,
         *order, problem.hk, SECTION_BYTES // query_bytes(problem),
-        turns, tiles,
+        turns, key_tiles,
         *sizes_and_sequences(C, problem, tensors, stats),
         *each,
         inner, or_none(tensors.alibi, stats), scale, problem.scale, problem.hq, problem.group,
@@ -205,6 +208,11 @@ def apart(
 
 
 # --- what kernels are told ---------------------------------------------------------------------
+
+
+def turns_of_head(p: Problem) -> int:
+    """Tiles of keys of a head. Packed sequence b has those from ``cu // BLOCK_K + b`` on."""
+    return p.total_k // BLOCK_K + p.batch if p.varlen else -(-p.nk // BLOCK_K)
 
 
 def order_for(
@@ -345,9 +353,11 @@ def work_of(
     else:
         steps = steps_of(config.BLOCK_Q, BLOCK_K, p.nq, p.nk, p.left, p.right) * p.group
         section = SECTION_BYTES // (query_bytes(p) * p.nq)
+        if config.ORDERED:
+            section = max(section, most // (FOLLOWERS_UP if config.UP else FOLLOWERS))
     blocks = min(most, steps.shape[0] * p.batch * heads)
     drawn = config.DRAWN
-    table, ends = order_of(steps, p.batch, heads, max(1, section), blocks, drawn)
+    table, ends = order_of(steps, p.batch, heads, max(1, section), blocks, drawn, config.UP)
     return Work(constants, registers, blocks, table.to(device), ends.to(device))
 
 

@@ -40,7 +40,7 @@ from ..gluon_compat import (
 )
 from ..pipeline import barriers, phase, post, slot, told
 from ..schedule import row_at
-from .schedule import band, draw, draw_next, plane_of, tile_of
+from .schedule import draw, draw_next, neighbour_of, passing, plane_of, tile_of, turns_before
 
 
 @gluon.jit
@@ -108,6 +108,18 @@ def load_keys(C: gl.constexpr, descs, buffers, bars, where, row, kept):
 
 
 @gluon.jit
+def told_of(C: gl.constexpr, n, end, turn, mail, order, sizes, seqs, lengths):
+    """The place after n and its tile, which all are told of."""
+    messages, m_full, m_empty = mail
+    here = n
+    n = draw_next(C, n, order)
+    ahead = row_at(C, gl.where(n < end, n, here), order, sizes, seqs)
+    tile = tile_of(C, ahead, sizes, seqs, lengths)
+    post(C, tile, n < end, turn, messages, m_full, m_empty)
+    return n, tile
+
+
+@gluon.jit
 def producer(C: gl.constexpr, descs, buffers, bars, mail, order, sizes, seqs, lengths, spread):
     """One warp: every copy into shared memory for every tile of this block."""
     messages, m_full, m_empty = mail
@@ -124,30 +136,31 @@ def producer(C: gl.constexpr, descs, buffers, bars, mail, order, sizes, seqs, le
         where = (0 if C.VARLEN else b, b, kv_head, first, q_row, spread)
         if lo < hi:
             # the rings have room for the first step while K and V of the last tile are in use
-            load_step(C, descs, buffers, bars, where, hi - 1, 0, use)
+            load_step(C, descs, buffers, bars, where, passing(C, 0, lo, hi), 0, use)
             load_keys(C, descs, buffers, bars, where, k_row + first, kept)
             kept += 1
-        here = n
-        n = draw_next(C, n, order)
-        ahead = row_at(C, gl.where(n < end, n, here), order, sizes, seqs)
-        tile = tile_of(C, ahead, sizes, seqs, lengths)
-        post(C, tile, n < end, turn + 1, messages, m_full, m_empty)
+        if not C.ORDERED:
+            n, tile = told_of(C, n, end, turn + 1, mail, order, sizes, seqs, lengths)
         steps = hi - lo
         for i in range(1, steps * group):
             g = i // steps
-            load_step(C, descs, buffers, bars, where, hi - 1 - i + g * steps, g, use + i)
+            m = passing(C, i - g * steps, lo, hi)
+            load_step(C, descs, buffers, bars, where, m, g, use + i)
         use += steps * group
+        if C.ORDERED:  # not before its time: others are to follow what is drawn
+            n, tile = told_of(C, n, end, turn + 1, mail, order, sizes, seqs, lengths)
         turn += 1
 
 
 @gluon.jit
-def flushed():
-    """When the copies that this thread has begun are in memory, for every thread to see."""
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; fence.proxy.async; fence.acq_rel.gpu; bar.warp.sync -1; "
-        "mov.u32 $0, 0;",
-        "=r",
-        [],
+def looked_up(place):
+    """How many steps are done, as ``told_others`` has put it: copies begun after this come after
+    what those steps have added."""
+    return gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.b32 $0, [$1]; shfl.sync.idx.b32 $0, $0, 0, 31, 0xffffffff; "
+        "fence.proxy.async;",
+        "=r,l",
+        [place],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
@@ -155,33 +168,33 @@ def flushed():
 
 
 @gluon.jit
-def after_others():
-    """Copies begun after this come after what others have said is in memory."""
+def told_others(C: gl.constexpr, place, steps, FLYING: gl.constexpr):
+    """Tell that so many steps are done, when the copies of all but the last FLYING are in memory:
+    each half of dQ is a copy."""
+    WAIT: gl.constexpr = "cp.async.bulk.wait_group " + ("2; " if FLYING else "0; ")
     gl.inline_asm_elementwise(
-        "fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        WAIT + "fence.proxy.async; bar.warp.sync 0xffffffff; { .reg .pred p; .reg .b32 lane; "
+        "mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; @p st.release.gpu.global.b32 [$1], $2; } "
+        "mov.u32 $0, 0;",
+        "=r,l,r",
+        [place, steps],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 
 @gluon.jit
-def turn_of(C: gl.constexpr, i, plane, row, tile, turns, sizes, tiles):
-    """(place, turn): where it says whose turn it is to add to the tile of dQ of step i, and what
-    it says when it is ours; -1, which is always past, for the first tile of keys to meet it."""
+def place_of(C: gl.constexpr, tile, turns, tiles, heads):
+    """Where a tile of keys tells how many steps it has done; its neighbours' are beside it."""
     first, kv_head, b, q_row, k_row, nq, used, offset, lo, hi = tile
-    g = i // (hi - lo)
-    m = hi - 1 - i + g * (hi - lo)
-    before_lo, before_hi = band(C, first - C.BLOCK_K, b, nq, used, offset, sizes)
-    after_another = (first > 0) & (m >= before_lo) & (m < before_hi)
-    place = turns + (plane.to(gl.int64) * tiles + row // C.BLOCK_Q)
-    return place, gl.where(after_another, first // C.BLOCK_K, -1)
-
-
-@gluon.jit
-def row_of(C: gl.constexpr, i, tile, group, hq):
-    """(plane, row) of step i of a tile."""
-    first, kv_head, b, q_row, k_row, nq, used, offset, lo, hi = tile
-    g = i // (hi - lo)
-    plane, row = plane_of(C, b, kv_head * group + g, q_row, hq)
-    return plane, row + (hi - 1 - i + g * (hi - lo)) * C.BLOCK_Q
+    at = first // C.BLOCK_K
+    if C.VARLEN:
+        plane = kv_head
+        at += k_row // C.BLOCK_K + b
+    else:
+        plane = b * heads + kv_head
+    return turns + (plane * tiles + at)
 
 
 @gluon.jit
@@ -199,33 +212,45 @@ def send_dq(C: gl.constexpr, FIRST: gl.constexpr, dq, dqs, plane, row):
 
 
 @gluon.jit
-def writer(C: gl.constexpr, dq, dqs, bars, mail, turns, sizes, tiles, group, hq):
+def writer(C: gl.constexpr, dq, dqs, bars, mail, turns, sizes, tiles, heads, group, hq):
     """One warp: dQ of every step added to memory, both halves.
 
-    ORDERED: a tile of dQ takes what each tile of keys adds in the order of the keys. ``turns``
-    says, tile by tile of queries, which tile of keys is next. A block waits for the tile of keys
-    before its own and for no other; that was drawn before its own, so it is done or in hand.
+    ORDERED: a tile of dQ takes what each tile of keys adds in the order of ``schedule.py``. Each
+    tile of keys tells in ``turns`` how many steps it has done, and reads there how far the one
+    that it follows has come: once for many steps where that one is well ahead. To be done is to
+    be in memory. To wait for that would take longer than a step, so a step is told of when the
+    next one has been sent, or when there is nothing else to do.
     """
     messages, m_full, m_empty = mail
     dq_full, dq_empty = bars[7:9]
     turn = 0
     use = 0
-    seen = -1
     tile, live = told(C, 0, messages, m_full, m_empty)
     while live:
         first, kv_head, b, q_row, k_row, nq, used, offset, lo, hi = tile
-        end = (hi - lo) * group
+        steps = hi - lo
+        end = steps * group
+        seen = 0
+        if C.ORDERED:
+            place = place_of(C, tile, turns, tiles, heads)
+            before = neighbour_of(C, tile, sizes)
         for i in range(end):
-            plane, row = row_of(C, i, tile, group, hq)
+            g = i // steps
+            m = passing(C, i - g * steps, lo, hi)
+            plane, row = plane_of(C, b, kv_head * group + g, q_row, hq)
+            row += m * C.BLOCK_Q
+            if C.ORDERED:
+                ours = turns_before(C, g, m, before)
+                if seen < ours:
+                    seen = looked_up(place + C.NEIGHBOUR)
+                    if seen < ours:
+                        told_others(C, place, i, 0)
+                        while seen < ours:
+                            seen = looked_up(place + C.NEIGHBOUR)
             for c in gl.static_range(C.WARPGROUPS):
                 mbarrier.wait(dq_full.index(c), phase(use, 1))
-            if C.ORDERED:
-                place, ours = turn_of(C, i, plane, row, tile, turns, sizes, tiles)
-                while seen < ours:
-                    seen = gl.atomic_add(place, 0)
-                after_others()
             if C.FRESH:
-                if ours < 0:
+                if ours == 0:
                     send_dq(C, True, dq, dqs, plane, row)
                 else:
                     send_dq(C, False, dq, dqs, plane, row)
@@ -235,14 +260,9 @@ def writer(C: gl.constexpr, dq, dqs, bars, mail, turns, sizes, tiles, group, hq)
             for c in gl.static_range(C.WARPGROUPS):
                 mbarrier.arrive(dq_empty.index(c), count=1)
             if C.ORDERED:
-                # a first look at the next turn while what was added travels
-                seen = -1
-                if i + 1 < end:
-                    plane, row = row_of(C, i + 1, tile, group, hq)
-                    after, _ = turn_of(C, i + 1, plane, row, tile, turns, sizes, tiles)
-                    seen = gl.atomic_add(after, 0)
-                flushed()
-                gl.atomic_xchg(place, first // C.BLOCK_K + 1)
+                told_others(C, place, i, 1)
             use += 1
+        if C.ORDERED:
+            told_others(C, place, end, 0)
         turn += 1
         tile, live = told(C, turn, messages, m_full, m_empty)

@@ -1,4 +1,19 @@
-"""Which tile of keys is worked on where and when, and which tiles of queries pass by it."""
+"""Which tile of keys is worked on where and when, and which tiles of queries pass by it.
+
+Where dQ is to be the same in every run (ORDERED), a tile of it takes what the tiles of keys of a
+head add in the order in which those are drawn. Each follows one neighbour and waits for no other
+(``pipeline.writer``); who was drawn before is done or runs, so nobody waits for ever, however
+many blocks there are. That nobody waits for long is left to the order:
+
+- Under a diagonal, tiles of queries pass by from the diagonal on, and the last tile of keys is
+  drawn first (UP). All of a head may begin at once: each begins two tiles before the one that it
+  follows, and meets that one's first tile when it is two tiles on.
+- In a window they pass by from the other end, and the first tile of keys is drawn first: the same
+  picture upside down.
+- Where all tiles of keys begin at the same tile of queries each has to begin a little after the
+  one before. Blocks are then spread over many heads, so that few follow one another, and keep
+  their distance from then on.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +58,8 @@ def in_documents(C: gl.constexpr, lo, hi, first, b, n, spans):
     """Of tiles from lo to hi those that may share a document with the one at ``first`` of n."""
     if C.DOCUMENTS:
         tiles = (n + C.BLOCK_K - 1) // C.BLOCK_K
-        at = spans + 2 * (b * tiles + gl.maximum(first, 0) // C.BLOCK_K)
+        m = gl.minimum(gl.maximum(first, 0) // C.BLOCK_K, tiles - 1)
+        at = spans + 2 * (b * tiles + m)
         lo = gl.maximum(lo, gl.load(at))
         hi = gl.minimum(hi, gl.load(at + 1))
     return lo, hi
@@ -89,6 +105,16 @@ def tile_of(C: gl.constexpr, row, sizes, seqs, lengths):
 
 
 @gluon.jit
+def passing(C: gl.constexpr, i, lo, hi):
+    """The tile of queries from lo to hi that is the i-th to pass by."""
+    if C.UP:
+        m = lo + i
+    else:
+        m = hi - 1 - i
+    return m
+
+
+@gluon.jit
 def full_tiles(C: gl.constexpr, first, tile, sizes):
     """Where the tiles ``lo <= m < hi`` change for 64 keys from ``first`` on: partial from z up,
     full from a to z, partial again below a."""
@@ -108,6 +134,31 @@ def full_tiles(C: gl.constexpr, first, tile, sizes):
     a = gl.minimum(gl.maximum(a, lo), hi)
     z = gl.minimum(gl.maximum(z, a), hi)
     return a, z
+
+
+@gluon.jit
+def neighbour_of(C: gl.constexpr, tile, sizes):
+    """The tiles of queries that the tile of keys meets that this one follows; maybe none.
+
+    Bounds do not fall from one tile of keys to the next, so that a tile of queries that this one
+    meets and the neighbour does not is met by nobody before.
+    """
+    first, head, b, q_row, k_row, nq, used, offset, lo, hi = tile
+    first += C.NEIGHBOUR * C.BLOCK_K
+    before_lo, before_hi = band(C, first, b, nq, used, offset, sizes)
+    return before_lo, gl.where(first >= 0, before_hi, before_lo)
+
+
+@gluon.jit
+def turns_before(C: gl.constexpr, g, m, before):
+    """How many steps the neighbour has made when it has added to tile m of head g; 0 where it
+    does not meet that tile: then this one is the first."""
+    lo, hi = before
+    if C.UP:
+        step = m - lo + 1
+    else:
+        step = hi - m
+    return gl.where((m >= lo) & (m < hi), g * (hi - lo) + step, 0)
 
 
 @gluon.jit
@@ -197,19 +248,25 @@ def steps_of(
 
 
 def order_of(
-    steps: torch.Tensor, batch: int, heads: int, section: int, blocks: int, drawn: bool
+    steps: torch.Tensor,
+    batch: int,
+    heads: int,
+    section: int,
+    blocks: int,
+    drawn: bool,
+    up: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(rows, ends) as of ``dense_table``; of tiles that are drawn, how many there are.
 
-    Those are ordered by keys first and heads second, within sections that the cache holds: then
-    a block seldom waits for the tile of keys before its own.
+    Those are ordered by keys first, from the last if ``up``, and heads second, within sections.
     """
     tokens = 128
     if not drawn:
         return dense_table(steps, tokens, batch, heads, section, blocks)
     n = steps.shape[0]
     parts = torch.arange(batch * heads).split(section)
-    m = torch.cat([torch.arange(n).repeat_interleave(part.shape[0]) for part in parts])
+    keys = torch.arange(n).flip(0) if up else torch.arange(n)
+    m = torch.cat([keys.repeat_interleave(part.shape[0]) for part in parts])
     h = torch.cat([part.repeat(n) for part in parts])
     rows = table_rows(m * tokens, h, heads)
     return rows, torch.tensor([rows.shape[0]], dtype=torch.int32)

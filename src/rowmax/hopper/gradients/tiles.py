@@ -70,7 +70,7 @@ class GradientConfig:
     ALIBI: bool = False
     BIAS: bool = False
     DBIAS: bool = False  # stored tile by tile: the bias broadcasts over nothing
-    ORDERED: bool = False  # dQ is added up in the order of the keys
+    ORDERED: bool = False  # dQ is added up tile of keys by tile of keys, in a fixed order
     FRESH: bool = False  # ... and the first to add to a tile of it writes it
     KIND: str = "all"  # or the one gradient that is made: dq, dk, dv (wide.py)
 
@@ -127,9 +127,20 @@ class GradientConfig:
         return self.ORDERED or self.VARLEN or self.DOCUMENTS
 
     @property
+    def UP(self) -> bool:
+        """Whether tiles of queries pass by from the first to the last, and the last tile of keys
+        is drawn first: the order in which turns come by themselves (``schedule.py``)."""
+        return self.ORDERED and self.RIGHT and not self.LEFT
+
+    @property
     def LAST_FIRST(self) -> bool:
-        """Whether the last tile of a sequence is the longest."""
-        return self.KIND == "dq" and self.RIGHT
+        """Whether the last tile of a sequence is drawn first: where it is the longest, or UP."""
+        return self.UP or (self.KIND == "dq" and self.RIGHT)
+
+    @property
+    def NEIGHBOUR(self) -> int:
+        """From a tile of keys to the one that adds to dQ just before it."""
+        return 1 if self.UP else -1
 
 
 def sizes_of(d: int, dv: int) -> tuple[int, int]:
@@ -168,6 +179,6 @@ def config_for(p: Problem, tile: GradientTile, **options: Any) -> GradientConfig
 
 def every_query_sees(p: Problem) -> bool:
     """Whether every query sees a key whatever the numbers are: then every tile of dq is met."""
-    if p.varlen or p.prefix or p.documents or p.left is not None:
+    if p.varlen or p.prefix or p.documents or (p.left or 0) < 0:
         return False
     return p.right is None or p.offset + p.right >= 0
