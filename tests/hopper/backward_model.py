@@ -101,6 +101,11 @@ def cases() -> list[Case]:
             Case(f"held{tag}", 300, 300, hq=2, right=0, options=o | {"HELD": True}),
             Case(f"fresh{tag}", 300, 400, hq=2, right=0, options=o | {"FRESH": ordered}),
             Case(f"fresh-full{tag}", 200, 700, b=2, blocks=3, options=o | {"FRESH": ordered}),
+            Case(
+                f"fresh-window{tag}", 500, 600, hq=2, left=70, right=0, blocks=5,
+                options=o | {"FRESH": ordered},
+            ),
+            Case(f"followers{tag}", 400, 1500, right=700, blocks=9, options=o),
             Case(f"stages{tag}", 300, 300, stages=(3, 1), options=o),
             Case(f"stages-four{tag}", 300, 300, stages=(4, 3), right=5, options=o),
             Case(
@@ -213,9 +218,20 @@ def packed_order(cu: np.ndarray) -> np.ndarray:
     return np.array([0, len(order), *begin, *order], np.int32)
 
 
-def check(case: Case, seed: int) -> str | None:
+def twice(case: Case, seed: int) -> str | None:
+    """A check, and another with the same numbers and other luck: the order is to be the same."""
+    sums: list[np.ndarray] = []
+    text = check(case, seed, seed, sums)
+    if text or not case.options.get("ORDERED"):
+        return text
+    text = check(case, seed, seed + 1000, sums)
+    same = np.array_equal(*sums, equal_nan=True)
+    return text or (None if same else "dq: not the same twice")
+
+
+def check(case: Case, seed: int, luck: int, kept: list[np.ndarray]) -> str | None:
     rng = np.random.default_rng(seed)
-    random.seed(seed)
+    random.seed(luck)
     packed = case.sequences is not None
     batch = len(case.sequences) if case.sequences else case.b
     planes_b = 1 if packed else case.b
@@ -269,9 +285,8 @@ def check(case: Case, seed: int) -> str | None:
     else:
         steps = steps_of(case.block_q, BLOCK_K, nq, nk, case.left, case.right)
         blocks = min(case.blocks, steps.shape[0] * case.b * case.hk)
-        table, ends = (
-            t.numpy().reshape(-1) for t in order_of(steps, case.b, case.hk, 2, blocks, C.DRAWN, C.UP)
-        )
+        made = order_of(steps, case.b, case.hk, 2, blocks, C.DRAWN, C.UP)
+        table, ends = (t.numpy().reshape(-1) for t in made)
         counter = np.zeros(1, np.int32)
         case = Case(**(case.__dict__ | {"blocks": blocks}))
     dbias = np.zeros((case.b, case.hq, nq, nk), np.float16)
@@ -304,6 +319,7 @@ def check(case: Case, seed: int) -> str | None:
         f((case.softcap or scale) * LOG2E), f(scale), s(case.hq), s(case.hq // case.hk),
         C, 240, 24,
     )  # fmt: skip
+    kept.append(sums)
     dq = np.zeros(q.shape)
     for b, r, start in places:
         for h in range(case.hq):
@@ -394,7 +410,7 @@ def main() -> int:
         for seed in range(options.seeds):
             begin = time.monotonic()
             try:
-                text = check(case, seed)
+                text = twice(case, seed)
             except Exception as error:
                 if options.only:
                     raise

@@ -32,6 +32,11 @@ def test_kernels():
     run("tests.hopper.backward_model")
 
 
+def test_turns():
+    pytest.importorskip("numpy")
+    run("tests.hopper.turns_model")
+
+
 @pytest.mark.skipif(
     find_spec("triton") is None or sys.platform != "linux", reason="needs triton, on Linux"
 )

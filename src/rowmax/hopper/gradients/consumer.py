@@ -249,8 +249,8 @@ def consumer(
             if not C.DOCUMENTS:
                 for i in range(a, z):
                     use, state = step(
-                        C, False, c, passing(C, i - a, a, z), head, use, span, left, state, buffers, bars,
-                        tile,
+                        C, False, c, passing(C, i - a, a, z), head, use, span, left, state, buffers,
+                        bars, tile,
                         sizes, terms, dbias, scale,
                     )  # fmt: skip
             if C.MASKS and not C.UP:

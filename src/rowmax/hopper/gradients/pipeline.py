@@ -155,10 +155,11 @@ def producer(C: gl.constexpr, descs, buffers, bars, mail, order, sizes, seqs, le
 @gluon.jit
 def looked_up(place):
     """How many steps are done, as ``told_others`` has put it: copies begun after this come after
-    what those steps have added."""
+    what those steps have added. (A fence of the proxies that does not say which memory it is
+    about is one of all memory of the device, which takes as long as a copy.)"""
     return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.b32 $0, [$1]; shfl.sync.idx.b32 $0, $0, 0, 31, 0xffffffff; "
-        "fence.proxy.async;",
+        "fence.proxy.async.global;",
         "=r,l",
         [place],
         dtype=gl.int32,
@@ -173,7 +174,8 @@ def told_others(C: gl.constexpr, place, steps, FLYING: gl.constexpr):
     each half of dQ is a copy."""
     WAIT: gl.constexpr = "cp.async.bulk.wait_group " + ("2; " if FLYING else "0; ")
     gl.inline_asm_elementwise(
-        WAIT + "fence.proxy.async; bar.warp.sync 0xffffffff; { .reg .pred p; .reg .b32 lane; "
+        WAIT
+        + "fence.proxy.async.global; bar.warp.sync 0xffffffff; { .reg .pred p; .reg .b32 lane; "
         "mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; @p st.release.gpu.global.b32 [$1], $2; } "
         "mov.u32 $0, 0;",
         "=r,l,r",
