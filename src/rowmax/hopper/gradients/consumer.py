@@ -33,7 +33,7 @@ from ..layouts import matrix, output_layout, value_layout, weight_layout
 from ..pipeline import phase, slot, told
 from ..softmax import rounded
 from .layouts import column_layout, held_layout, score_layout
-from .schedule import full_tiles, passing
+from .schedule import full_tiles
 from .terms import weights
 
 
@@ -248,9 +248,12 @@ def consumer(
                     )  # fmt: skip
             if not C.DOCUMENTS:
                 for i in range(a, z):
+                    m = z - 1 - i + a
+                    if C.UP:
+                        m = i
                     use, state = step(
-                        C, False, c, passing(C, i - a, a, z), head, use, span, left, state, buffers,
-                        bars, tile,
+                        C, False, c, m, head, use, span, left, state, buffers, bars,
+                        tile,
                         sizes, terms, dbias, scale,
                     )  # fmt: skip
             if C.MASKS and not C.UP:
