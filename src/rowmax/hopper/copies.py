@@ -13,16 +13,16 @@ from .gluon_compat import TensorDescriptor
 from .tiles import ROWS, Config
 
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
-#: q0, q1, k0, k1, v0, v1, bias: a head size of 96 is copied as 64 + 32, another in one part
+#: q0, q1, k0, k1, v0, v1, bias, out: a head size of 96 is copied as 64 + 32, another in one part
 Copies = tuple[Any, ...]
 
 
-def copies_of(problem: Problem, C: Config, q: Tensor, k: Tensor, v: Tensor, bias: Any) -> Copies:
+def copies_of(
+    problem: Problem, C: Config, q: Tensor, k: Tensor, v: Tensor, bias: Any, out: Tensor
+) -> Copies:
     """Descriptions that lack their tensors; None for a part that is not copied."""
     group = C.GROUP
-    b, n, h, d = q.shape
-    sb, sn, sh, _ = strides(q)
-    q_view = ([b, n, h // group, group, d], [sb, sn, sh * group, sh, 1])
+    q_view = _grouped(q, group)
     q_box, k_box = [1, ROWS // group, 1, group], [1, C.BLOCK_K, 1]
     bias_copy = None
     if C.BIAS == "copied":
@@ -34,15 +34,25 @@ def copies_of(problem: Problem, C: Config, q: Tensor, k: Tensor, v: Tensor, bias
         *_two(k, (list(k.shape), strides(k)), k_box, (C.D0, C.D1), dtype),
         *_two(v, (list(v.shape), strides(v)), k_box, (C.DV0, C.DV1), dtype),
         bias_copy,
+        _copy(out, _grouped(out, group), [*q_box, C.STAGED], dtype) if C.STAGED else None,
     )
 
 
-def over(copies: Copies, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Copies:
+def _grouped(t: Tensor, group: int) -> tuple[list[int], list[int]]:
+    """t with the query heads of a kv head as a dimension of their own."""
+    b, n, h, d = t.shape
+    sb, sn, sh, _ = strides(t)
+    return [b, n, h // group, group, d], [sb, sn, sh * group, sh, 1]
+
+
+def over(
+    copies: Copies, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor
+) -> Copies:
     """The descriptions with the tensors of a call."""
     return tuple(
         [
             None if x is None else _with(x, t)
-            for x, t in zip(copies, (q, q, k, k, v, v, bias), strict=True)
+            for x, t in zip(copies, (q, q, k, k, v, v, bias, out), strict=True)
         ]
     )
 

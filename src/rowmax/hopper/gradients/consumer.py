@@ -214,7 +214,8 @@ def consumer(
     turn = 0
     use = 0
     kept = 0
-    tile, live = told(C, 0, messages, m_full, m_empty)
+    tile, live = told(C, 0, messages, m_full)
+    mbarrier.arrive(m_empty.index(0), count=1)
     while live:
         first, kv_head, b, q_row, k_row, nq, used, offset, lo, hi = tile
         a, z = full_tiles(C, first + c * C.TOKENS, tile, sizes)
@@ -264,7 +265,8 @@ def consumer(
         mbarrier.arrive(kv_empty.index(0), count=1, pred=some)
         kept += some.to(gl.int32)
         turn += 1
-        after, live = told(C, turn, messages, m_full, m_empty)
+        after, live = told(C, turn, messages, m_full)
+        mbarrier.arrive(m_empty.index(slot(turn, 2)), count=1)
         # rows of all sequences, dense or packed, lie one after the other
         row = k_row + first + c * C.TOKENS
         if not C.VARLEN:

@@ -211,7 +211,8 @@ def writer(C: gl.constexpr, dq, dqs, bars, mail, turns, sizes, tiles, group, hq)
     turn = 0
     use = 0
     seen = -1
-    tile, live = told(C, 0, messages, m_full, m_empty)
+    tile, live = told(C, 0, messages, m_full)
+    mbarrier.arrive(m_empty.index(0), count=1)
     while live:
         first, kv_head, b, q_row, k_row, nq, used, offset, lo, hi = tile
         end = (hi - lo) * group
@@ -245,4 +246,5 @@ def writer(C: gl.constexpr, dq, dqs, bars, mail, turns, sizes, tiles, group, hq)
                 gl.atomic_xchg(place, first // C.BLOCK_K + 1)
             use += 1
         turn += 1
-        tile, live = told(C, turn, messages, m_full, m_empty)
+        tile, live = told(C, turn, messages, m_full)
+        mbarrier.arrive(m_empty.index(slot(turn, 2)), count=1)
