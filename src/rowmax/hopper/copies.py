@@ -49,12 +49,17 @@ def over(
     copies: Copies, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor
 ) -> Copies:
     """The descriptions with the tensors of a call."""
-    return tuple(
-        [
-            None if x is None else _with(x, t)
-            for x, t in zip(copies, (q, q, k, k, v, v, bias, out), strict=True)
-        ]
-    )
+    return placed(copies, (q, q, k, k, v, v, bias, out))
+
+
+def placed(copies: Copies, tensors: tuple[Any, ...]) -> Copies:
+    """Each description with its tensor."""
+    return tuple([None if x is None else _with(x, t) for x, t in zip(copies, tensors, strict=True)])
+
+
+def blocks(dtype: torch.dtype, shape: Any, strides: Any, box: list[int]) -> Any:
+    """The description, without its tensor, of one that is copied in blocks of ``box``."""
+    return _copy(_Like(dtype), (list(shape), list(strides)), box, DTYPES[dtype])
 
 
 def _with(template: Any, t: Any) -> Any:
@@ -68,7 +73,7 @@ def _two(t: Tensor, view: Any, box: list[int], widths: tuple[int, int], dtype: A
     return tuple(_copy(t, view, [*box, w], dtype) if w else None for w in widths)
 
 
-def _copy(t: Tensor, view: Any, box: list[int], dtype: Any) -> Any:
+def _copy(t: Any, view: Any, box: list[int], dtype: Any) -> Any:
     layout = gl.NVMMASharedLayout.get_default_for(box, dtype)
     return _with(TensorDescriptor(t, *view, box, layout), _Like(t.dtype))
 
@@ -78,6 +83,9 @@ class _Like:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
+
+    def data_ptr(self) -> int:
+        return 0
 
 
 def strides(t: Tensor) -> list[int]:
