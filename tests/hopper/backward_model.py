@@ -113,11 +113,16 @@ def cases() -> list[Case]:
                 sequences=((130, 130), (64, 128), (1, 1), (0, 0), (129, 257)),
             ),
         ]  # fmt: skip
+    found += [
+        replace(c, name="late-" + c.name, options=c.options | {"LATE": True})
+        for c in found
+        if not c.bias
+    ]
     plain = [c for c in found if not c.options["ORDERED"] and not c.bias and c.block_q == 64]
     found += [
         replace(c, name="wide-" + c.name, wide=True, stages=(2, 1))
         for c in plain
-        if c.stages == (3, 2)
+        if c.stages == (3, 2) and "LATE" not in c.options
     ]
     return found
 

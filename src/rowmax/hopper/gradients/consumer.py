@@ -151,7 +151,7 @@ def step(
     S, dk, dv = state
     qs, dos, stats, ks, vs, dss, dqs = buffers
     q_full, q_empty, do_full, do_empty, k_full, v_full, kv_empty, dq_full, dq_empty = bars[:9]
-    b_full, b_empty = bars[9:]
+    b_full, b_empty = bars[9:11]
     dtype: gl.constexpr = qs.dtype
     begin, end = span
     before = gl.maximum(use - 1, 0)
@@ -202,6 +202,88 @@ def step(
 
 
 @gluon.jit
+def send(C: gl.constexpr, c: gl.constexpr, dq, dqs, dq_full, dq_empty, use, real):
+    """This warpgroup's half of dQ of a use to the one that takes it away; nothing that is not
+    ``real``, where a use is the next one of the buffer."""
+    mbarrier.wait(dq_empty.index(c), phase(use, 1) ^ 1)
+    block(dqs, c, C.DQ_ROWS, C.DQ_COLS).store(dq)
+    fence_async_shared()
+    mbarrier.arrive(dq_full.index(c), count=1, pred=real)
+
+
+@gluon.jit
+def late_step(
+    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, m, head, use, span, left, state,
+    buffers, bars, tile, sizes, terms, scale,
+):  # fmt: skip
+    """One tile of queries, with dQ of the one before: what that needs of the other warpgroup was
+    stored a while ago, so that neither waits for the other and one's products run beside the
+    other's exponentials.
+
+        dK of the last, dP, dQ of the last | dV, S of the next
+        P = exp2(S)                        | dS, stored, dQ of the last out
+    """
+    S, dk, dv = state
+    qs, dos, stats, ks, vs, dss, dqs = buffers
+    q_full, q_empty, do_full, do_empty, k_full, v_full, kv_empty, dq_full, dq_empty = bars[:9]
+    ds_full = bars[11]
+    dtype: gl.constexpr = qs.dtype
+    begin, end = span
+    before = gl.maximum(use - 1, 0)
+    after = use + 1
+    was = use > begin
+
+    s = slot(use, C.DO_STAGES)
+    mbarrier.wait(do_full.index(s), phase(use, C.DO_STAGES))
+    do = block(dos, s, C.BLOCK_Q, C.DV)
+    k, v = left
+    if not C.HELD:
+        v = own(vs, use >> 30, c, C, C.DV)
+    z = gl.full([C.TOKENS, C.BLOCK_Q], 0.0, gl.float32, score_layout(C))
+    dp = warpgroup_mma(v, do.permute((1, 0)), z, use_acc=False, is_async=True)
+    dk = issue_dk(C, c, dk, dss, qs, before, before > begin)
+    lse = row_numbers(C, stats, slot(use, C.Q_STAGES), 0)[None, :]
+    p, w = weights(C, MASKED, c, S, lse, 0, m, head, tile, sizes, terms, scale, dtype)
+    P = rounded(p, dtype)
+    # begins a basic block, so that the exponentials stay beside the products
+    mbarrier.wait(ds_full.index(before & 1), phase(before, 2), pred=was)
+    dq = issue_dq(C, c, dss, ks, before)
+    mbarrier.wait(q_full.index(slot(after, C.Q_STAGES)), phase(after, C.Q_STAGES), pred=after < end)
+    dp, dk = warpgroup_mma_wait(1, deps=[dp, dk])
+    mbarrier.arrive(q_empty.index(slot(before, C.Q_STAGES)), count=1, pred=was)
+
+    dv = warpgroup_mma(gl.convert_layout(P, weight_layout(C.DV)), do, dv, is_async=True)
+    S = issue_scores(C, c, k, ks, qs, after)
+    delta = row_numbers(C, stats, slot(use, C.Q_STAGES), 1)
+    ds = rounded(w * (dp - delta[None, :]), dtype)
+    of_keys(dss, use, c, C).store(ds)
+    fence_async_shared()
+    dq = warpgroup_mma_wait(2, deps=[dq])
+    mbarrier.arrive(ds_full.index(use & 1), count=1)
+    send(C, c, dq, dqs, dq_full, dq_empty, gl.where(was, before, use), was)
+    dv, S = warpgroup_mma_wait(0, deps=[dv, S])
+    mbarrier.arrive(do_empty.index(s), count=1)
+    return after, (S, dk, dv)
+
+
+@gluon.jit
+def one_step(
+    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, m, head, use, span, left, state,
+    buffers, bars, tile, sizes, terms, dbias, scale,
+):  # fmt: skip
+    if C.LATE:
+        use, state = late_step(
+            C, MASKED, c, m, head, use, span, left, state, buffers, bars, tile, sizes, terms, scale
+        )
+    else:
+        use, state = step(
+            C, MASKED, c, m, head, use, span, left, state, buffers, bars, tile, sizes, terms,
+            dbias, scale,
+        )  # fmt: skip
+    return use, state
+
+
+@gluon.jit
 def consumer(
     C: gl.constexpr, c: gl.constexpr, dk, dv, dbias, buffers, bars, mail, sizes, terms, rest
 ):
@@ -209,7 +291,7 @@ def consumer(
     messages, m_full, m_empty = mail
     qs, dos, stats, ks, vs, dss, dqs = buffers
     q_full, q_empty, do_full, do_empty, k_full, v_full, kv_empty, dq_full, dq_empty = bars[:9]
-    b_full, b_empty = bars[9:]
+    b_full, b_empty = bars[9:11]
     scale, out_scale, group, hk = rest
     turn = 0
     use = 0
@@ -235,21 +317,21 @@ def consumer(
             head = kv_head * group + g
             if C.LEFT:
                 for i in range(z, hi):
-                    use, state = step(
+                    use, state = one_step(
                         C, True, c, hi - 1 - i + z, head, use, span, left, state, buffers, bars,
                         tile,
                         sizes, terms, dbias, scale,
                     )  # fmt: skip
             if not C.DOCUMENTS:
                 for i in range(a, z):
-                    use, state = step(
+                    use, state = one_step(
                         C, False, c, z - 1 - i + a, head, use, span, left, state, buffers, bars,
                         tile,
                         sizes, terms, dbias, scale,
                     )  # fmt: skip
             if C.MASKS:
                 for i in range(lo, a):
-                    use, state = step(
+                    use, state = one_step(
                         C, True, c, a - 1 - i + lo, head, use, span, left, state, buffers, bars,
                         tile,
                         sizes, terms, dbias, scale,
@@ -258,7 +340,14 @@ def consumer(
         begin, end = span
         last = gl.maximum(end - 1, 0)
         dk_sum = issue_dk(C, c, dk_sum, dss, qs, last, last > begin)
-        dk_sum = warpgroup_mma_wait(0, deps=[dk_sum])
+        if C.LATE:
+            mbarrier.wait(bars[11].index(last & 1), phase(last, 2), pred=some)
+            dq = issue_dq(C, c, dss, ks, last)
+            dq, dk_sum = warpgroup_mma_wait(0, deps=[dq, dk_sum])
+            if some:
+                send(C, c, dq, dqs, dq_full, dq_empty, last, some)
+        else:
+            dk_sum = warpgroup_mma_wait(0, deps=[dk_sum])
         if not some:  # made of what is stale
             dk_sum = gl.full([C.TOKENS, C.D], 0.0, gl.float32, value_layout(C.D))
         let_go(C, last, some, q_empty, b_empty)

@@ -16,6 +16,7 @@ block (arrivals that complete a phase; a use n of a ring of S takes buffer n % S
     b_empty[t]    each consumer, when dK of the use is  producer, before a bias two uses later
     dq_full[c]    consumer c, dQ of the use is there    writer, once a use
     dq_empty[c]   writer, its copy has been read        consumer c, before its next dQ
+    ds_full[t]    each consumer, dS of the use is there  consumers, before dQ of the use (LATE)
     m_full[t]     producer, a tile is announced         consumers and writer, once a turn
     m_empty[t]    each consumer and the writer          producer, two turns later
 
@@ -57,6 +58,7 @@ def all_barriers(C: gl.constexpr):
         barriers(C.WARPGROUPS, 1),
         barriers(2, 1),
         barriers(2, C.WARPGROUPS),
+        barriers(2, C.WARPGROUPS),
     )
     fence_async_shared()
     return bars
@@ -68,7 +70,7 @@ def load_step(C: gl.constexpr, descs, buffers, bars, where, m, g, use):
     q, do, rows, k, v, bias = descs
     qs, dos, stats, ks, vs, dss = buffers
     q_full, q_empty, do_full, do_empty = bars[:4]
-    b_full, b_empty = bars[9:]
+    b_full, b_empty = bars[9:11]
     part, b, kv_head, first, q_row, spread = where
     group, hq, each_b, each_h = spread
     head = kv_head * group + g
