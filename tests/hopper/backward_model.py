@@ -114,7 +114,8 @@ def cases() -> list[Case]:
             ),
         ]  # fmt: skip
     found += [
-        replace(c, name="late-" + c.name, options=c.options | {"LATE": True})
+        replace(c, name=f"late-{n}-" + c.name, options=c.options | {"LATE": n})
+        for n in (1, 2, 3)
         for c in found
         if not c.bias
     ]

@@ -246,22 +246,40 @@ def late_step(
     p, w = weights(C, MASKED, c, S, lse, 0, m, head, tile, sizes, terms, scale, dtype)
     P = rounded(p, dtype)
     # begins a basic block, so that the exponentials stay beside the products
-    mbarrier.wait(ds_full.index(before & 1), phase(before, 2), pred=was)
-    dq = issue_dq(C, c, dss, ks, before)
+    if C.LATE == 1:
+        mbarrier.wait(ds_full.index(before & 1), phase(before, 2), pred=was)
+        dq = issue_dq(C, c, dss, ks, before)
     mbarrier.wait(q_full.index(slot(after, C.Q_STAGES)), phase(after, C.Q_STAGES), pred=after < end)
-    dp, dk = warpgroup_mma_wait(1, deps=[dp, dk])
+    dp, dk = warpgroup_mma_wait(1 if C.LATE == 1 else 0, deps=[dp, dk])
     mbarrier.arrive(q_empty.index(slot(before, C.Q_STAGES)), count=1, pred=was)
 
     dv = warpgroup_mma(gl.convert_layout(P, weight_layout(C.DV)), do, dv, is_async=True)
-    S = issue_scores(C, c, k, ks, qs, after)
+    if C.LATE < 3:
+        S = issue_scores(C, c, k, ks, qs, after)
+    if C.LATE > 1:
+        mbarrier.wait(ds_full.index(before & 1), phase(before, 2), pred=was)
+    if C.LATE == 2:
+        dq = issue_dq(C, c, dss, ks, before)
     delta = row_numbers(C, stats, slot(use, C.Q_STAGES), 1)
     ds = rounded(w * (dp - delta[None, :]), dtype)
     of_keys(dss, use, c, C).store(ds)
     fence_async_shared()
-    dq = warpgroup_mma_wait(2, deps=[dq])
-    mbarrier.arrive(ds_full.index(use & 1), count=1)
-    send(C, c, dq, dqs, dq_full, dq_empty, gl.where(was, before, use), was)
-    dv, S = warpgroup_mma_wait(0, deps=[dv, S])
+    if C.LATE == 1:
+        dq = warpgroup_mma_wait(2, deps=[dq])
+        mbarrier.arrive(ds_full.index(use & 1), count=1)
+        send(C, c, dq, dqs, dq_full, dq_empty, gl.where(was, before, use), was)
+        dv, S = warpgroup_mma_wait(0, deps=[dv, S])
+    elif C.LATE == 3:
+        dq = issue_dq(C, c, dss, ks, before)
+        S = issue_scores(C, c, k, ks, qs, after)
+        dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])
+        mbarrier.arrive(ds_full.index(use & 1), count=1)
+        send(C, c, dq, dqs, dq_full, dq_empty, gl.where(was, before, use), was)
+        S = warpgroup_mma_wait(0, deps=[S])
+    else:
+        dv, S, dq = warpgroup_mma_wait(0, deps=[dv, S, dq])
+        mbarrier.arrive(ds_full.index(use & 1), count=1)
+        send(C, c, dq, dqs, dq_full, dq_empty, gl.where(was, before, use), was)
     mbarrier.arrive(do_empty.index(s), count=1)
     return after, (S, dk, dv)
 

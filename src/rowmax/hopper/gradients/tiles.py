@@ -24,7 +24,7 @@ class GradientTile:
     q_stages: int
     do_stages: int
     held: bool = False  # K and V in registers as well
-    late: bool = False  # dQ one step late, where dS is no tile of a bias
+    late: int = 0  # 1 to 3: dQ one step late, where dS is no tile of a bias
     registers: tuple[int, int] = (240, 24)
 
 
@@ -73,7 +73,7 @@ class GradientConfig:
     DBIAS: bool = False  # stored tile by tile: the bias broadcasts over nothing
     ORDERED: bool = False  # dQ is added up in the order of the keys
     FRESH: bool = False  # ... and the first to add to a tile of it writes it
-    LATE: bool = False  # dQ of a step is made in the next one (consumer.late_step)
+    LATE: int = 0  # 1 to 3: dQ of a step is made in the next one (consumer.late_step)
     KIND: str = "all"  # or the one gradient that is made: dq, dk, dv (wide.py)
 
     # what follows, for the kernels
@@ -153,7 +153,7 @@ def config_for(p: Problem, tile: GradientTile, **options: Any) -> GradientConfig
         Q_STAGES=tile.q_stages,
         DO_STAGES=tile.do_stages,
         HELD=tile.held,
-        LATE=tile.late and p.bias is None,
+        LATE=0 if p.bias is not None else tile.late,
         LEFT=p.left is not None,
         RIGHT=p.right is not None,
         RAGGED=p.varlen or p.prefix or p.nk % (WARPGROUPS * ROWS) > 0,
