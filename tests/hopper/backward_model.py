@@ -119,6 +119,11 @@ def cases() -> list[Case]:
         for c in found
         if not c.bias
     ]
+    found += [
+        replace(c, name=f"two-{c.name}", options=c.options | {"KV_STAGES": 2, "LATE": 2})
+        for c in found
+        if not c.bias and "LATE" not in c.options
+    ]
     plain = [c for c in found if not c.options["ORDERED"] and not c.bias and c.block_q == 64]
     found += [
         replace(c, name="wide-" + c.name, wide=True, stages=(2, 1))

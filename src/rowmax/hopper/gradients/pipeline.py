@@ -9,9 +9,9 @@ block (arrivals that complete a phase; a use n of a ring of S takes buffer n % S
     do_full[s]    producer's expect + bytes of dO       consumers, before dP of the use
     q_empty[s]    each consumer, when dK of the use is  producer, before it fills s again
     do_empty[s]   each consumer, when dV of the use is  producer, likewise
-    k_full        producer's expect + bytes of K        consumers, before a tile's first S
-    v_full        producer's expect + bytes of V        consumers, before a tile's first dP
-    kv_empty      each consumer, after a tile's last    producer, before the next tile's K
+    k_full[s]     producer's expect + bytes of K        consumers, before a tile's first S
+    v_full[s]     producer's expect + bytes of V        consumers, before a tile's first dP
+    kv_empty[s]   each consumer, after a tile's last    producer, before K of a later tile
     b_full[t]     producer's expect + bytes of the bias  consumers, before P of the use
     b_empty[t]    each consumer, when dK of the use is  producer, before a bias two uses later
     dq_full[c]    consumer c, dQ of the use is there    writer, once a use
@@ -51,9 +51,9 @@ def all_barriers(C: gl.constexpr):
         barriers(C.Q_STAGES, C.WARPGROUPS),
         barriers(C.DO_STAGES, 1),
         barriers(C.DO_STAGES, C.WARPGROUPS),
-        barriers(1, 1),
-        barriers(1, 1),
-        barriers(1, C.WARPGROUPS),
+        barriers(C.KV_STAGES, 1),
+        barriers(C.KV_STAGES, 1),
+        barriers(C.KV_STAGES, C.WARPGROUPS),
         barriers(C.WARPGROUPS, 1),
         barriers(C.WARPGROUPS, 1),
         barriers(2, 1),
@@ -102,11 +102,12 @@ def load_keys(C: gl.constexpr, descs, buffers, bars, where, row, kept):
     qs, dos, stats, ks, vs, dss = buffers
     k_full, v_full, kv_empty = bars[4:7]
     part, b, kv_head, first, q_row, spread = where
-    mbarrier.wait(kv_empty.index(0), phase(kept, 1) ^ 1)
-    mbarrier.expect(k_full.index(0), k.block_type.nbytes)
-    tma_load(k, [part, row, kv_head, 0], k_full.index(0), ks.index(0))
-    mbarrier.expect(v_full.index(0), v.block_type.nbytes)
-    tma_load(v, [part, row, kv_head, 0], v_full.index(0), vs.index(0))
+    s = slot(kept, C.KV_STAGES)
+    mbarrier.wait(kv_empty.index(s), phase(kept, C.KV_STAGES) ^ 1)
+    mbarrier.expect(k_full.index(s), k.block_type.nbytes)
+    tma_load(k, [part, row, kv_head, 0], k_full.index(s), ks.index(s))
+    mbarrier.expect(v_full.index(s), v.block_type.nbytes)
+    tma_load(v, [part, row, kv_head, 0], v_full.index(s), vs.index(s))
 
 
 @gluon.jit
@@ -129,13 +130,18 @@ def producer(C: gl.constexpr, descs, buffers, bars, mail, order, sizes, seqs, le
             load_step(C, descs, buffers, bars, where, hi - 1, 0, use)
             load_keys(C, descs, buffers, bars, where, k_row + first, kept)
             kept += 1
+        steps = hi - lo
+        # as many steps as there is room for, since to look up the next tile takes a while
+        some = gl.minimum(steps * group, C.DO_STAGES)
+        for i in range(1, some):
+            g = i // steps
+            load_step(C, descs, buffers, bars, where, hi - 1 - i + g * steps, g, use + i)
         here = n
         n = draw_next(C, n, order)
         ahead = row_at(C, gl.where(n < end, n, here), order, sizes, seqs)
         tile = tile_of(C, ahead, sizes, seqs, lengths)
         post(C, tile, n < end, turn + 1, messages, m_full, m_empty)
-        steps = hi - lo
-        for i in range(1, steps * group):
+        for i in range(gl.maximum(some, 1), steps * group):
             g = i // steps
             load_step(C, descs, buffers, bars, where, hi - 1 - i + g * steps, g, use + i)
         use += steps * group

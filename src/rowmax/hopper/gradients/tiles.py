@@ -24,6 +24,7 @@ class GradientTile:
     q_stages: int
     do_stages: int
     held: bool = False  # K and V in registers as well
+    kv_stages: int = 1
     late: int = 0  # 1 to 3: dQ one step late, where dS is no tile of a bias
     registers: tuple[int, int] = (240, 24)
 
@@ -74,6 +75,7 @@ class GradientConfig:
     ORDERED: bool = False  # dQ is added up in the order of the keys
     FRESH: bool = False  # ... and the first to add to a tile of it writes it
     LATE: int = 0  # 1 to 3: dQ of a step is made in the next one (consumer.late_step)
+    KV_STAGES: int = 1  # 2: K and V of the next tile come while this one is worked on
     KIND: str = "all"  # or the one gradient that is made: dq, dk, dv (wide.py)
 
     # what follows, for the kernels
@@ -153,6 +155,7 @@ def config_for(p: Problem, tile: GradientTile, **options: Any) -> GradientConfig
         Q_STAGES=tile.q_stages,
         DO_STAGES=tile.do_stages,
         HELD=tile.held,
+        KV_STAGES=tile.kv_stages,
         LATE=0 if p.bias is not None else tile.late,
         LEFT=p.left is not None,
         RIGHT=p.right is not None,
