@@ -34,6 +34,8 @@ def config(d: int, dv: int, tile: GradientTile, **features: Any) -> GradientConf
         Q_STAGES=tile.q_stages,
         DO_STAGES=tile.do_stages,
         HELD=tile.held,
+        KV_STAGES=tile.kv_stages,
+        LATE=0 if features.get("BIAS") else tile.late,
         **features,
     )
 

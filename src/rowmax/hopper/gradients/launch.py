@@ -213,9 +213,7 @@ def together(
     return dbias
 
 
-def apart(
-    plan: Plan, problem: Problem, tensors: Tensors, dout: Tensor, t: RowPointers
-) -> None:
+def apart(plan: Plan, problem: Problem, tensors: Tensors, dout: Tensor, t: RowPointers) -> None:
     """dq, dk and dv, as far as they are wanted, each in a launch of its own."""
     q, k, v = tensors[:3]
     for n, (work, to) in enumerate(zip(plan.works, (t.dq, t.dk, t.dv), strict=True)):
@@ -366,9 +364,7 @@ def work_of(
     return Work(config, table, ends, copies, last, GluonLaunch(run, (blocks_, 1, 1), _OPTIONS))
 
 
-def copies_of(
-    c: GradientConfig, tensors: Tensors, dout: Tensor, planes: int, rows_: int
-) -> Copies:
+def copies_of(c: GradientConfig, tensors: Tensors, dout: Tensor, planes: int, rows_: int) -> Copies:
     """Descriptions that lack their tensors; None for what is not copied."""
     q, k, v, bias = tensors[:4]
 

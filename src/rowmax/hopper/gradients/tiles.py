@@ -31,8 +31,8 @@ class GradientTile:
 
 #: by (D, Dv), both padded to one of these
 TILES = {
-    (64, 64): GradientTile(64, 4, 3, True),
-    (128, 128): GradientTile(64, 3, 2),
+    (64, 64): GradientTile(64, 4, 3, kv_stages=2, late=2),
+    (128, 128): GradientTile(64, 3, 2, late=3),
 }
 #: by (D, Dv) and by gradient: heads for which one launch has no registers (wide.py)
 WIDE = {

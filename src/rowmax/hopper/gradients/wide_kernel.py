@@ -127,9 +127,12 @@ def wide(a0, a1, b0, b1, row_tiles, t, n, C: gl.constexpr, R0: gl.constexpr, R1:
     messages = gl.allocate_shared_memory(gl.int32, [2, 16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     mail = (messages, barriers(2, 1), barriers(2, C.WARPGROUPS))
     bars = (
-        barriers(1, 1), barriers(1, C.WARPGROUPS),
-        barriers(C.Q_STAGES, 1), barriers(C.Q_STAGES, C.WARPGROUPS),
-        barriers(C.DO_STAGES, 1), barriers(C.DO_STAGES, C.WARPGROUPS),
+        barriers(1, 1),
+        barriers(1, C.WARPGROUPS),
+        barriers(C.Q_STAGES, 1),
+        barriers(C.Q_STAGES, C.WARPGROUPS),
+        barriers(C.DO_STAGES, 1),
+        barriers(C.DO_STAGES, C.WARPGROUPS),
     )
     fence_async_shared()
     buffers = (as0, as1, bs0, bs1, stats)
