@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config
 import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -127,19 +127,24 @@ def feature_cells(only: str):
 
 
 #: by head size: (tile, options) of what may be faster
+LATE = {"LATE": 2, "HELD": False, "KV_STAGES": 2}
 TRIES = {
     64: {
         "as it is": (None, {}),
-        "not held": (None, {"HELD": False}),
-        "less ahead": (GradientTile(64, 3, 2, True), {}),
-        "in order": (None, {"ORDERED": True, "FRESH": True}),
-        "in order, zeroed": (None, {"ORDERED": True}),
+        "meet": (None, {"LATE": 0, "HELD": True, "KV_STAGES": 1}),
+        "late 1": (None, LATE | {"LATE": 1}),
+        "late 2": (None, LATE),
+        "late 3": (None, LATE | {"LATE": 3}),
+        "late 2, held": (None, LATE | {"HELD": True}),
+        "late 3, held": (None, LATE | {"LATE": 3, "HELD": True}),
+        "late 2, one K": (None, LATE | {"KV_STAGES": 1}),
+        "late 2, less ahead": (GradientTile(64, 3, 2), LATE),
     },
     128: {
         "as it is": (None, {}),
-        "one dO": (GradientTile(64, 3, 1), {}),
-        "in order": (None, {"ORDERED": True, "FRESH": True}),
-        "in order, zeroed": (None, {"ORDERED": True}),
+        "meet": (None, {"LATE": 0}),
+        "late 3": (None, {"LATE": 3}),
+        "late 3, one dO": (GradientTile(64, 3, 1), {"LATE": 3}),
     },
     256: {"as it is": (None, {})},
 }
@@ -160,14 +165,16 @@ def tries(only: str):
                 given = (problem, tensors, out, lse, dout, None, WANTED)
                 runs = {}
                 for label, (tile, more) in options.items():
-                    plan = launch.made(problem, q.device, tile, **more)
+                    plan = launch.made(problem, tensors, dout, tile, **more)
                     runs[label] = lambda plan=plan, given=given: launch.launch(plan, *given)
-                plan = launch.made(problem, q.device)
-                runs["rows before"] = lambda p=plan, g=given: launch.prepared(p, *g[:6], False)
-                if d < 256:  # without what comes before and after
-                    stats = launch.prepared(plan, *given[:6], False)[0]
-                    args = (problem, tensors, dout, stats, False)
-                    runs["main alone"] = lambda p=plan, a=args: launch.together(p, *a)
+                plan = launch.made(problem, tensors, dout)
+                grads = tuple(torch.empty_like(t) for t in (q, k, v))
+                args = (*given, grads)
+                runs["rows before"] = lambda p=plan, a=args: launch.prepared(p, *a)
+                if plan.together:  # without what comes before and after
+                    t, _ = launch.prepared(plan, *args)
+                    more = (problem, tensors, dout, t)
+                    runs["main alone"] = lambda p=plan, a=more: launch.together(p, *a)
                 yield name, runs, 10 * b * h * n * n * d / (2 if causal else 1)
 
 

@@ -5,23 +5,23 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-import triton
+import torch
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
 
+from rowmax.hopper.copies import Copies
+from rowmax.hopper.gradients.bundles import Numbers, Pointers
 from rowmax.hopper.gradients.kernel import backward
+from rowmax.hopper.gradients.launch import copies_of
 from rowmax.hopper.gradients.tiles import GradientConfig, GradientTile
 from rowmax.hopper.gradients.wide_kernel import wide
+from rowmax.hopper.launch import GluonLaunch
 from rowmax.hopper.tiles import Constants
+from rowmax.problem import Tensors
 
 from .hopper_build import Built, _read
 
-_DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
-_INTEGERS = (
-    "table", "ends", "counter", "turns", "cu_q", "cu_k", "lengths", "spans", "q_ids", "k_ids",
-)  # fmt: skip
-_FLOATS = ("inner", "scale", "out_scale")
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def config(d: int, dv: int, tile: GradientTile, **features: Any) -> GradientConfig:
@@ -34,52 +34,52 @@ def config(d: int, dv: int, tile: GradientTile, **features: Any) -> GradientConf
         Q_STAGES=tile.q_stages,
         DO_STAGES=tile.do_stages,
         HELD=tile.held,
+        KV_STAGES=tile.kv_stages,
+        LATE=0 if features.get("BIAS") else tile.late,
         **features,
     )
 
 
 @lru_cache
 def build(c: GradientConfig, registers: tuple[int, int], dtype: str = "bf16") -> Built:
-    kernel = backward if c.KIND == "all" else wide
-    names = kernel.arg_names
-    kinds = dict.fromkeys(names, "i32") | _copies(c, dtype)
-    kinds |= dict.fromkeys(_INTEGERS, "*i32") | dict.fromkeys(_FLOATS, "fp32")
-    kinds |= dict.fromkeys(("dk", "dv", "out"), "*" + dtype) | dict.fromkeys(
-        ("rows", "alibi"), "*fp32"
+    like = dict.fromkeys(Numbers._fields, 1) | {"inner": 1.0, "scale": 1.0, "out_scale": 1.0}
+    launch = GluonLaunch(
+        backward if c.KIND == "all" else wide,
+        (1, 1, 1),
+        {"num_warps": 4, "enable_fp_fusion": True},
     )
-    if c.KIND == "all":
-        kinds["rows"] = _copied("fp32", 1, 2, c.BLOCK_Q)
-    constants = {"C": Constants(c), "R0": registers[0], "R1": registers[1]}
-    source = GluonASTSource(
-        kernel,
-        {n: "constexpr" if n in constants else kinds[n] for n in names},
-        {(names.index(n),): v for n, v in constants.items()},
-        {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if kinds[n][:1] == "*"},
-    )
-    made = triton.compile(
-        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "enable_fp_fusion": True}
+    made = launch.compile(
+        *_copies(c, _DTYPES[dtype]),
+        _pointers(c, _DTYPES[dtype]),
+        Numbers(**like),
+        *(gl.constexpr(x) for x in (Constants(c), *registers)),
+        target=GPUTarget("cuda", 90, 32),
     )
     return _read(None, made.asm["cubin"], made.metadata.shared)  # pyright: ignore
 
 
-def _copies(c: GradientConfig, dtype: str) -> dict[str, str]:
-    """The descriptors of both kernels, by the names of their parameters."""
-    stays, passes = c.BLOCK_K, c.BLOCK_Q
-    found = {"row_tiles": _copied("fp32", 1, 2, passes)}
-    for names, rows, width in (
-        (("q", "b0"), passes, c.D),
-        (("do", "b1"), passes, c.DV),
-        (("k", "a0"), stays, c.D),
-        (("v", "a1"), stays, c.DV),
-    ):
-        found |= dict.fromkeys(names, _copied(dtype, 1, rows, 1, width))
-    return found | {
-        "dq": _copied("fp32", 1, c.DQ_ROWS, c.DQ_COLS),
-        "bias": _copied(dtype, 1, 1, passes, stays),
-        "dbias": _copied(dtype, 1, 1, passes, c.TOKENS),
-    }
+def _pointers(c: GradientConfig, dtype: torch.dtype) -> Pointers:
+    """One of each that a problem with these features has."""
+    words, number = torch.empty(4, dtype=torch.int32), torch.empty(4)
+    return Pointers(
+        out=torch.empty(8, dtype=dtype),
+        dv=torch.empty(8, dtype=dtype) if c.KIND == "all" else None,
+        rows=number if c.KIND == "dq" else None,
+        table=words,
+        ends=words,
+        counter=words if c.DRAWN else None,
+        turns=words if c.ORDERED else None,
+        cu_q=words if c.VARLEN else None,
+        cu_k=words if c.VARLEN else None,
+        lengths=words if c.PREFIX else None,
+        spans=words if c.DOCUMENTS else None,
+        q_ids=words if c.DOCUMENTS else None,
+        k_ids=words if c.DOCUMENTS else None,
+        alibi=number if c.ALIBI else None,
+    )
 
 
-def _copied(kind: str, *box: int) -> str:
-    layout = gl.NVMMASharedLayout.get_default_for(list(box), _DTYPES[kind])
-    return f"tensordesc<{kind}[{', '.join(map(str, box))}],{layout!r}>"
+def _copies(c: GradientConfig, dtype: torch.dtype) -> Copies:
+    q, dout, k, v = (torch.empty(1, 256, 1, d, dtype=dtype) for d in (c.D, c.DV) * 2)
+    bias = torch.empty(1, 1, 256, 256, dtype=dtype) if c.BIAS else None
+    return copies_of(c, Tensors(q, k, v, bias), dout, 1, 256)

@@ -66,9 +66,9 @@ def build(case: Case, dtype: torch.dtype = torch.bfloat16) -> Built:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "processors", lambda _: 132)
         patch.setattr(launch.packed, "order", lambda *_: torch.zeros(64, dtype=torch.int32))
-        plan = launch.made(problem, tensors)
+        plan = launch.made(problem, tensors, out)
         t = launch.pointers(plan, problem, tensors, out, lse)
-    first = over(plan.copies, *tensors[:4])
+    first = over(plan.copies, *tensors[:4], out)
     made = plan.launch.compile(*first, t, *plan.last, target=GPUTarget("cuda", 90, 32))
     return _read(plan, made.asm["cubin"], made.metadata.shared)
 

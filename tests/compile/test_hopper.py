@@ -35,17 +35,22 @@ FEATURES: dict[str, dict[str, Any]] = {
     "alibi": {"alibi": True, "causal": True},
     "sink-grouped": {"sink": True, "hk": 1, "nq": 40},
     "bias": {"bias": "bhqk", "nq": 256},
+    "bias-row": {"bias": "bh1k", "nq": 256},
+    "bias-column": {"bias": "bhq1", "nq": 256},
+    "bias-gathered": {"bias": "bhqk", "nq": 251},
+    "even": {"nq": 256},
 }
 #: every size plainly, every feature at the size of most models and at the widest
 CASES = [
-    Case(f"{d}x{dv}-{name}", b=1, d=d, dv=dv, **features)
+    Case(f"{d}x{dv}-{name}", **{"b": 1, "hq": 64, "d": d, "dv": dv, **features})
     for d, dv in TILES
     for name, features in FEATURES.items()
     if name in ("full", "causal") or (d, dv) in ((128, 128), (256, 256))
 ]
+CASES += [Case(f"{d}x{dv}-few", b=1, d=d, dv=dv, causal=True) for d, dv in TILES]
 if LONG_64:
     CASES += [
-        Case(f"64x64-long-{name}", b=1, hq=1, nq=8, nk=5000, d=64, **FEATURES[name])
+        Case(f"64x64-long-{name}", b=200, hq=1, nq=8, nk=5000, d=64, **FEATURES[name])
         for name in ("full", "causal")
     ]
 #: none with the triton that torch 2.11 pins; 3.9 puts by a scalar a key tile where registers

@@ -78,10 +78,12 @@ def test_loops_keep_to_registers(size, tile, features, dtype):
 
 @pytest.mark.parametrize(("size", "tile", "features"), CONFIGS)
 def test_products_are_not_serialised(size, tile, features):
-    """Three waits in a step (of dV alone two); one after each HGMMA otherwise."""
+    """Three waits in a step (of dV alone two, as where dQ is made beside the next scores); one
+    after each HGMMA otherwise."""
+    two = features["KIND"] == "dv" or (tile.late == 2 and not features.get("BIAS"))
     for loop in built(size, tile, features, "bf16").loops():
         waits = [line for line in loop if "WARPGROUP.DEPBAR" in line.text]
-        assert len(waits) == (2 if features["KIND"] == "dv" else 3)
+        assert len(waits) == (2 if two else 3)
 
 
 @pytest.mark.parametrize(("size", "tile", "features"), CONFIGS)

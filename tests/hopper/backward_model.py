@@ -24,6 +24,7 @@ from tests.hopper import machine
 machine.install()
 
 from rowmax.hopper.documents import tile_spans  # noqa: E402
+from rowmax.hopper.gradients.bundles import Numbers, Pointers  # noqa: E402
 from rowmax.hopper.gradients.kernel import backward  # noqa: E402
 from rowmax.hopper.gradients.schedule import order_of, padded_rows, steps_of  # noqa: E402
 from rowmax.hopper.gradients.tiles import GradientConfig  # noqa: E402
@@ -117,11 +118,22 @@ def cases() -> list[Case]:
                 sequences=((130, 130), (64, 128), (1, 1), (0, 0), (129, 257)),
             ),
         ]  # fmt: skip
+    found += [
+        replace(c, name=f"late-{n}-" + c.name, options=c.options | {"LATE": n})
+        for n in (1, 2, 3)
+        for c in found
+        if not c.bias
+    ]
+    found += [
+        replace(c, name=f"two-{c.name}", options=c.options | {"KV_STAGES": 2, "LATE": 2})
+        for c in found
+        if not c.bias and "LATE" not in c.options
+    ]
     plain = [c for c in found if not c.options["ORDERED"] and not c.bias and c.block_q == 64]
     found += [
         replace(c, name="wide-" + c.name, wide=True, stages=(2, 1))
         for c in plain
-        if c.stages == (3, 2)
+        if c.stages == (3, 2) and "LATE" not in c.options
     ]
     return found
 
@@ -291,7 +303,6 @@ def check(case: Case, seed: int, luck: int, kept: list[np.ndarray]) -> str | Non
         case = Case(**(case.__dict__ | {"blocks": blocks}))
     dbias = np.zeros((case.b, case.hq, nq, nk), np.float16)
     lengths = np.array(case.lengths or (0,), np.int32)
-    s, f = machine.scalar, lambda x: machine.scalar(float(x))
     P = machine.Pointer
 
     def copies(a: np.ndarray, *box: int) -> machine.Descriptor:
@@ -305,6 +316,7 @@ def check(case: Case, seed: int, luck: int, kept: list[np.ndarray]) -> str | Non
         dv = run_wide(case, config, "dv", given, sizes, scale, dv)
         return compared((dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)), want)
 
+    documents, ids = documents_of(case, C)
     machine.run(
         backward, case.blocks,
         copies(q, 1, case.block_q, 1, case.d), copies(do, 1, case.block_q, 1, case.dv),
@@ -312,11 +324,16 @@ def check(case: Case, seed: int, luck: int, kept: list[np.ndarray]) -> str | Non
         copies(k, 1, BLOCK_K, 1, case.d), copies(v, 1, BLOCK_K, 1, case.dv),
         copies(sums, 1, C.DQ_ROWS, C.DQ_COLS),
         copies(bias, 1, 1, case.block_q, BLOCK_K), copies(dbias, 1, 1, case.block_q, 64),
-        P(dk), P(dv), P(table), P(ends), P(counter), s(case.hk), s(256), P(turns), s(tiles),
-        s(nq), s(nk), s(case.left or 0), s(case.right or 0), P(cu_q), P(cu_k), s(batch),
-        P(lengths), *documents_of(case, C), *(s(int(n > 1)) for n in case.bias or (1, 1)),
-        f(scale / case.softcap if case.softcap else 0.0), P(alibi),
-        f((case.softcap or scale) * LOG2E), f(scale), s(case.hq), s(case.hq // case.hk),
+        Pointers(
+            P(dk), P(dv), None, P(table), P(ends), P(counter), P(turns), P(cu_q), P(cu_k),
+            P(lengths), *documents, P(alibi),
+        ),
+        machine.given(Numbers(
+            case.hk, 256, rows, nq, nk, case.left or 0, case.right or 0, batch,
+            *ids, *(int(n > 1) for n in case.bias or (1, 1)),
+            scale / case.softcap if case.softcap else 0.0, (case.softcap or scale) * LOG2E,
+            scale, case.hq, case.hq // case.hk, case.hq // case.hk,
+        )),
         C, 240, 24,
     )  # fmt: skip
     kept.append(sums)
@@ -328,20 +345,19 @@ def check(case: Case, seed: int, luck: int, kept: list[np.ndarray]) -> str | Non
     return compared(got, want)
 
 
-def documents_of(case: Case, C: Any) -> tuple[Any, ...]:
-    """spans, the ids of queries and keys, and their steps."""
-    P, s = machine.Pointer, machine.scalar
-    none = np.zeros(1, np.int32)
+def documents_of(case: Case, C: Any) -> tuple[Any, Any]:
+    """Spans with the ids of queries and keys, and the steps of those."""
+    P = machine.Pointer
     if not case.documents:
-        return P(none), P(none), P(none), s(0), s(0)
+        return (None, None, None), (0, 0)
     both = ids_of(case)
     stays, passes = both if C.KIND == "dq" else both[::-1]
     spans = tile_spans(
         torch.from_numpy(stays), torch.from_numpy(passes), BLOCK_K, C.BLOCK_Q, case.b
     )
     q_ids, k_ids = (x.reshape(-1) for x in both)
-    steps = (s(case.nq), s(case.nk)) if case.b > 1 else (s(0), s(0))
-    return P(spans.numpy().reshape(-1)), P(q_ids), P(k_ids), *steps
+    steps = (case.nq, case.nk) if case.b > 1 else (0, 0)
+    return (P(spans.numpy().reshape(-1)), P(q_ids), P(k_ids)), steps
 
 
 def run_wide(
@@ -365,24 +381,27 @@ def run_wide(
         made = order_of(steps, case.b, heads, 2 * heads // case.hk, blocks, C.DRAWN)
         table, ends = (t.numpy().reshape(-1) for t in made)
         counter = np.zeros(1, np.int32)
-    s, f, P = machine.scalar, lambda x: machine.scalar(float(x)), machine.Pointer
+    P = machine.Pointer
 
     def copies(a: np.ndarray, tokens: int) -> machine.Descriptor:
         return machine.Descriptor(a, [1, tokens, 1, a.shape[-1]])
 
     stays, passes = ((q, do), (k, v)) if of_queries else ((k, v), (q, do))
     group = case.hq // case.hk
+    documents, ids = documents_of(case, C)
     machine.run(
         wide, blocks,
         *(copies(a, 128) for a in stays), *(copies(a, case.block_q) for a in passes),
         machine.Descriptor(stats, [1, 2, case.block_q]),
-        P(out), P(stats.reshape(-1)),
-        P(table), P(ends), P(counter), s(heads), s(256),
-        s(nq), s(nk), s(case.left or 0), s(case.right or 0), P(cu_q), P(cu_k), s(batch),
-        P(lengths), *documents_of(case, C),
-        f(scale / case.softcap if case.softcap else 0.0), P(alibi),
-        f((case.softcap or scale) * LOG2E), f(1.0 if kind == "dv" else scale), s(case.hq), s(rows),
-        s(1 if of_queries else group), s(group),
+        Pointers(
+            P(out), None, P(stats.reshape(-1)), P(table), P(ends), P(counter), None, P(cu_q),
+            P(cu_k), P(lengths), *documents, P(alibi),
+        ),
+        machine.given(Numbers(
+            heads, 256, rows, nq, nk, case.left or 0, case.right or 0, batch, *ids, 0, 0,
+            scale / case.softcap if case.softcap else 0.0, (case.softcap or scale) * LOG2E,
+            1.0 if kind == "dv" else scale, case.hq, 1 if of_queries else group, group,
+        )),
         C, 240, 24,
     )  # fmt: skip
     return out

@@ -17,11 +17,13 @@ from tests.hopper import machine
 
 machine.install()
 
+from rowmax.hopper.gradients.bundles import Numbers, Pointers  # noqa: E402
 from rowmax.hopper.gradients.kernel import backward  # noqa: E402
 from rowmax.hopper.gradients.tiles import GradientConfig  # noqa: E402
 from rowmax.hopper.gradients.wide_kernel import wide  # noqa: E402
 from rowmax.hopper.tiles import Constants  # noqa: E402
 
+BUNDLES = {"Pointers": Pointers, "Numbers": Numbers}
 KERNELS = {"backward": backward, "wide": wide}
 
 
@@ -35,6 +37,10 @@ def made(argument: Any, arrays: list[np.ndarray]) -> Any:
         steps = [size * n for n in strides]
         view = np.lib.stride_tricks.as_strided(arrays[array][start:], shape, steps)
         return machine.Descriptor(view, box)
+    if kind == "none":
+        return None
+    if kind == "bundle":
+        return BUNDLES[of[0]](*(made(x, arrays) for x in of[1]))
     if kind == "config":
         return Constants(GradientConfig(**of[0]))
     return machine.scalar(of[0])

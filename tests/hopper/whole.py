@@ -20,10 +20,12 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rowmax import hopper, triton
+from rowmax.hopper import packed
 from rowmax.hopper.gradients import launch
 from rowmax.hopper.tiles import Constants
 from tests.gpu import hopper_backward as device
@@ -34,14 +36,12 @@ BLOCKS = 5
 class Elsewhere:
     """A kernel that is run by the server."""
 
-    def __init__(self, name: str, parameters: list[str], server: subprocess.Popen) -> None:
-        self.name, self.parameters, self.server = name, parameters, server
+    server: subprocess.Popen
 
-    def __getitem__(self, grid: tuple[int]) -> Any:
-        return lambda *given, **_: self.run(grid[0], given)
+    def __init__(self, kernel: Any, grid: tuple[int, ...], options: dict[str, Any]) -> None:
+        self.name, self.blocks = kernel.fn.__name__, grid[0]
 
-    def run(self, blocks: int, given: tuple[Any, ...]) -> None:
-        assert len(given) == len(self.parameters), (len(given), self.parameters)
+    def __call__(self, first: tuple[Any, ...], t: Any, last: tuple[Any, ...]) -> None:
         storages: dict[int, tuple[int, Tensor]] = {}
 
         def number(t: Tensor) -> tuple[int, int]:
@@ -53,23 +53,27 @@ class Elsewhere:
             assert whole.dtype == t.dtype
             return n, t.storage_offset()
 
-        arguments = []
-        for name, x in zip(self.parameters, given, strict=True):
+        def told(x: Any) -> tuple[Any, ...]:
+            if isinstance(x, tl.constexpr):
+                x = x.value
+            if x is None:
+                return ("none",)
             if isinstance(x, TensorDescriptor):
                 shape = [int(n) for n in x.shape]
-                arguments.append(
-                    ("descriptor", *number(x.base), shape, list(x.strides), x.block_shape)
-                )
-            elif isinstance(x, Tensor):
-                arguments.append(("pointer", *number(x)))
-            elif isinstance(x, Constants):
-                arguments.append(("config", asdict(x.config)))
-            else:
-                assert isinstance(x, (int, float)), (name, x)
-                arguments.append(("number", x))
+                return ("descriptor", *number(x.base), shape, list(x.strides), x.block_shape)
+            if isinstance(x, Tensor):
+                return ("pointer", *number(x))
+            if isinstance(x, Constants):
+                return ("config", asdict(x.config))
+            if isinstance(x, tuple):
+                return ("bundle", type(x).__name__, [told(y) for y in x])
+            assert isinstance(x, (int, float)), x
+            return ("number", x)
+
+        arguments = [told(x) for x in (*first, t, *last)]
         wholes = [whole for _, whole in storages.values()]
         arrays = [whole.numpy() for whole in wholes]
-        job = (self.name, blocks, arrays, arguments, random.randrange(1 << 30))
+        job = (self.name, self.blocks, arrays, arguments, random.randrange(1 << 30))
         pickle.dump(job, self.server.stdin)  # pyright: ignore
         self.server.stdin.flush()  # pyright: ignore
         answer = pickle.load(self.server.stdout)  # pyright: ignore
@@ -79,6 +83,16 @@ class Elsewhere:
             whole.copy_(torch.from_numpy(array))
 
 
+class Interpreted:
+    """A kernel that Triton's interpreter runs."""
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], options: dict[str, Any]) -> None:
+        self.kernel, self.grid = kernel, grid
+
+    def __call__(self, first: tuple[Any, ...], t: Any, last: tuple[Any, ...]) -> None:
+        self.kernel[self.grid](*first, t, *last)
+
+
 def prepare() -> None:
     """Make the device's checks run here."""
     server = subprocess.Popen(
@@ -86,11 +100,13 @@ def prepare() -> None:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
-    launch.kernel = Elsewhere("backward", launch.kernel.arg_names, server)  # pyright: ignore
-    launch.wide = Elsewhere("wide", launch.wide.arg_names, server)  # pyright: ignore
+    Elsewhere.server = server
+    launch.GluonLaunch = Elsewhere  # pyright: ignore
+    launch.Launch = packed.Launch = Interpreted  # pyright: ignore
     cuda: Any = torch.cuda
     cuda.device = lambda _: contextlib.nullcontext()
     cuda.get_device_properties = lambda _: types.SimpleNamespace(multi_processor_count=BLOCKS)
+    cuda.current_device = lambda: None
     cuda.is_current_stream_capturing = lambda: False
     cuda.synchronize = lambda: None
     hopper._missing = lambda: None  # pyright: ignore

@@ -57,6 +57,8 @@ def _refused(p: Problem) -> str | None:
         return "it does not take dropout"
     if p.allowed is not None:
         return "it does not take boolean masks"
+    if p.prefix:
+        return "it does not take prefix lengths: a NaN in the padding would reach what is seen"
     if p.varlen and p.documents:
         return "it does not take documents within packed sequences"
     return None

@@ -10,7 +10,15 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .gluon_compat import mbarrier, reinterpret, warpgroup_mma, warpgroup_mma_wait
+from .gluon_compat import (
+    fence_async_shared,
+    mbarrier,
+    reinterpret,
+    tma_store,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from .layouts import matrix, output_layout, score_layout, value_layout, weight_layout
 from .pipeline import phase, slot, told
 from .schedule import full_tiles
@@ -77,32 +85,36 @@ def weights(C: gl.constexpr, LATE: gl.constexpr, S, m, l, scale, dtype: gl.const
 
 
 @gluon.jit
-def scores(
-    C: gl.constexpr,
-    c: gl.constexpr,
-    S,
-    j,
-    use,
-    live,
-    first,
-    tile,
-    shared,
-    terms,
-    scale,
-    dtype: gl.constexpr,
-):
-    """All of a score but the mask, from the product."""
+def bias_tile(C: gl.constexpr, c: gl.constexpr, use, live, shared):
+    """The tile of a copied bias, taken while the product that it is added to runs."""
     biases, b_full, b_empty = shared
-    S = by_lane(S)
     copied = 0
     if C.BIAS == "copied":
         mbarrier.wait(b_full.index(0), phase(use, 1), pred=live)
         mine = reinterpret(
             biases.index(c), biases.dtype, [64, C.BLOCK_K], matrix(64, C.BLOCK_K, biases.dtype)
         )
-        copied = by_lane(settled(mine.load(score_layout(C))))
+        copied = settled(mine.load(score_layout(C)))
         mbarrier.arrive(b_empty.index(0), count=1, pred=live)
-    return with_terms(C, S, copied, j, first, tile, terms, scale, dtype)
+    return copied
+
+
+@gluon.jit
+def scores(
+    C: gl.constexpr,
+    S,
+    copied,
+    j,
+    first,
+    tile,
+    terms,
+    scale,
+    dtype: gl.constexpr,
+):
+    """All of a score but the mask, from the product."""
+    if C.BIAS == "copied":
+        copied = by_lane(copied)
+    return with_terms(C, by_lane(S), copied, j, first, tile, terms, scale, dtype)
 
 
 @gluon.jit
@@ -135,11 +147,12 @@ def step(
     sv = slot(before, C.STAGES)
     mbarrier.wait(v_full.index(sv), phase(before, C.STAGES))
     o0, o1 = issue_output(C, p, o0, o1, vs0, vs1, sv, True)
+    copied = bias_tile(C, c, use, True, shared)
     S = warpgroup_mma_wait(1, deps=[S])
     mbarrier.arrive(k_empty.index(s), count=1)
     if C.Q_STAGES == 1:
         mbarrier.arrive(q_empty.index(c), count=1, pred=j == tile[8])
-    S = scores(C, c, S, j, use, True, first, tile, shared, terms, scale, dtype)
+    S = scores(C, S, copied, j, first, tile, terms, scale, dtype)
     if MASKED:
         if C.DOCUMENTS:
             if partial(C, j, first, tile, sizes, terms):
@@ -165,19 +178,18 @@ def first_weights(
     C: gl.constexpr,
     c: gl.constexpr,
     S,
-    use,
-    live,
+    copied,
     tile,
     sizes,
-    shared,
     terms,
     scale,
     dtype: gl.constexpr,
 ):
     """The softmax step that begins a query tile: its last key tile, where every bound is met."""
     first = tile[0] + c * C.TOKENS
-    S = scores(C, c, S, tile[9] - 1, use, live, first, tile, shared, terms, scale, dtype)
-    S = masked(C, S, tile[9] - 1, first, tile, sizes, terms)
+    S = scores(C, S, copied, tile[9] - 1, first, tile, terms, scale, dtype)
+    if C.RIGHT or C.LEFT or C.DOCUMENTS or not C.EVEN_K:
+        S = masked(C, S, tile[9] - 1, first, tile, sizes, terms)
     rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, S.type.layout))
     m = gl.full([64, 4], LOWEST, gl.float32, rows)
     l = gl.full([64, 4], 0.0, gl.float32, rows)
@@ -190,7 +202,8 @@ def consumer(
 ):
     """Warpgroup c: rows ``64 c`` to ``64 c + 63`` of every tile of this block."""
     messages, m_full, m_empty = mail
-    tile, live = told(C, 0, messages, m_full, m_empty)
+    tile, live = told(C, 0, messages, m_full)
+    mbarrier.arrive(m_empty.index(0), count=1)
     if live:
         work(C, c, tile, out, lse, buffers, bars, shared, mail, sizes, terms, rest)
 
@@ -227,7 +240,8 @@ def work(
     mbarrier.arrive(k_empty.index(0), count=1)
     if C.Q_STAGES == 1:
         mbarrier.arrive(q_empty.index(c), count=1, pred=tile[8] + 1 == tile[9])
-    p, m, l, alpha = first_weights(C, c, S, use, True, tile, sizes, shared, terms, scale, dtype)
+    copied = bias_tile(C, c, use, True, shared)
+    p, m, l, alpha = first_weights(C, c, S, copied, tile, sizes, terms, scale, dtype)
     use += 1
 
     live = True
@@ -301,10 +315,8 @@ def work(
 
         # The last product of this tile, under the first scores and softmax of the next. When
         # there is no next, what they are made of is stale, and what they give is not used.
-        if C.Q_STAGES > 1:
-            mbarrier.arrive(q_empty.index(c * C.Q_STAGES + slot(turn, C.Q_STAGES)), count=1)
         turn += 1
-        after, more = told(C, turn, messages, m_full, m_empty)
+        after, more = told(C, turn, messages, m_full)
         mbarrier.wait(k_full.index(slot(use, C.STAGES)), phase(use, C.STAGES), pred=more)
         mbarrier.wait(
             q_full.index(c * C.Q_STAGES + slot(turn, C.Q_STAGES)),
@@ -318,23 +330,32 @@ def work(
         sv = slot(before, C.STAGES)
         mbarrier.wait(v_full.index(sv), phase(before, C.STAGES))
         o0, o1 = issue_output(C, p, o0, o1, vs0, vs1, sv, True)
+        # let go of late, for each of these waits for the four warps
+        mbarrier.arrive(m_empty.index(slot(turn, 2)), count=1)
+        if C.Q_STAGES > 1:
+            mbarrier.arrive(q_empty.index(c * C.Q_STAGES + slot(turn - 1, C.Q_STAGES)), count=1)
+        copied = bias_tile(C, c, use, more, shared)
         S = warpgroup_mma_wait(1, deps=[S])
         mbarrier.arrive(k_empty.index(s), count=1, pred=more)
         if C.Q_STAGES == 1:
             mbarrier.arrive(q_empty.index(c), count=1, pred=more & (after[8] + 1 == after[9]))
         m_done = m
         l_done = l
-        p, m, l, alpha = first_weights(
-            C, c, S, use, more, after, sizes, shared, terms, scale, dtype
-        )
+        p, m, l, alpha = first_weights(C, c, S, copied, after, sizes, terms, scale, dtype)
         use += 1
+        if C.WARPGROUPS < 3:
+            inverse = store_lse(C, c, m_done, l_done, lse, tile, terms, hq, total_q)
         # begins a basic block, as in step
         mbarrier.wait(v_full.index(sv), phase(before, C.STAGES))
         o0, o1 = wait_output(C, o0, o1)
         mbarrier.arrive(v_empty.index(sv), count=1)
-        finish(C, c, o0, o1, m_done, l_done, out, lse, tile, terms, hq, total_q)
+        if C.WARPGROUPS == 3:
+            inverse = store_lse(C, c, m_done, l_done, lse, tile, terms, hq, total_q)
+        store_output(C, c, o0, o1, inverse, out, tile, hq)
         tile = after
         live = more
+    if C.STAGED:
+        tma_store_wait(0)
 
 
 @gluon.jit
@@ -351,8 +372,8 @@ def queries(C: gl.constexpr, qs0, qs1, c: gl.constexpr, turn, use):
 
 
 @gluon.jit
-def finish(C: gl.constexpr, c: gl.constexpr, o0, o1, m, l, out, lse, tile, terms, hq, total_q):
-    """out = O / l and lse = log sum exp of a finished tile, row by row."""
+def store_lse(C: gl.constexpr, c: gl.constexpr, m, l, lse, tile, terms, hq, total_q):
+    """lse = log sum exp of a finished tile, row by row; what O is to be multiplied by."""
     token, head, b, q_row, k_row, nq, nk, offset, lo, hi = tile
     first = token + c * C.TOKENS
     m = gl.max(m, 1)
@@ -370,22 +391,73 @@ def finish(C: gl.constexpr, c: gl.constexpr, o0, o1, m, l, out, lse, tile, terms
     else:
         inverse = gl.where(l > 0.0, 1.0 / l, 0.0)
     value = gl.where(l > 0.0, (m + gl.log2(l)) * 0.6931471805599453, float("-inf"))
-    row_0 = q_row + first
     if C.VARLEN:
         at = h.to(gl.int64) * total_q + q_row + row
     else:
         at = (b * hq + h).to(gl.int64) * total_q + row
-        row_0 = row_0 + b * nq
     gl.store(lse + at, value, mask=row < nq)
-    base = out + (row_0.to(gl.int64) * hq + head * C.GROUP) * C.DV_OUT
-    store_output(C, o0, inverse, base, 0, nq - first, hq)
-    if C.DV1:
-        store_output(C, o1, inverse, base, C.DV0, nq - first, hq)
+    return inverse
 
 
 @gluon.jit
-def store_output(C: gl.constexpr, o, inverse, base, column: gl.constexpr, tokens, hq):
-    WL: gl.constexpr = output_layout(o.shape[1])
+def store_output(C: gl.constexpr, c: gl.constexpr, o0, o1, inverse, out, tile, hq):
+    """out = O / l of a finished tile."""
+    token, head, b, q_row, k_row, nq, nk, offset, lo, hi = tile
+    first = token + c * C.TOKENS
+    pointer, desc, stages = out
+    row_0 = q_row + first
+    if not C.VARLEN:
+        row_0 = row_0 + b * nq
+    base = pointer + (row_0.to(gl.int64) * hq + head * C.GROUP) * C.DV_OUT
+    if C.STAGED:
+        # a packed sequence's rows past its end are the next one's
+        part = 0 if C.VARLEN else b
+        at = q_row + first if C.VARLEN else first
+        whole = first + C.TOKENS <= nq
+        if C.VARLEN:
+            if whole:
+                stage_output(C, c, o0, inverse, desc, stages, part, at, head)
+            else:
+                store_rows(C, o0, inverse, base, 0, nq - first, hq)
+        else:
+            stage_output(C, c, o0, inverse, desc, stages, part, at, head)
+    else:
+        store_rows(C, o0, inverse, base, 0, nq - first, hq)
+        if C.DV1:
+            store_rows(C, o1, inverse, base, C.DV0, nq - first, hq)
+
+
+@gluon.jit
+def stage_output(C: gl.constexpr, c: gl.constexpr, o, inverse, desc, stages, b, row, head):
+    """O / l by way of shared memory, from where the copy engine stores it while work goes on."""
+    W: gl.constexpr = C.STAGED
+    dtype: gl.constexpr = stages.dtype
+    stage = stages.index(c)
+    flat = reinterpret(stage, dtype, [64, W], matrix(64, W, dtype))
+    inverse = gl.convert_layout(inverse, gl.SliceLayout(1, o.type.layout))
+    x = (o * inverse[:, None]).to(dtype)
+    if C.DV == W:
+        tma_store_wait(0)
+        flat.store(x)
+        fence_async_shared()
+        tma_store(desc, [b, row, head, 0, 0], stage)
+    else:
+        x0, x1 = x.reshape([64, 2, W]).permute((0, 2, 1)).split()
+        tma_store_wait(0)
+        flat.store(x0)
+        fence_async_shared()
+        tma_store(desc, [b, row, head, 0, 0], stage)
+        tma_store_wait(0)
+        flat.store(x1)
+        fence_async_shared()
+        tma_store(desc, [b, row, head, 0, W], stage)
+
+
+@gluon.jit
+def store_rows(C: gl.constexpr, o, inverse, base, column: gl.constexpr, tokens, hq):
+    """O / l by the threads themselves, no further than the sequence goes."""
+    # where rows are staged this is for the end of a sequence, and not worth a detour
+    WL: gl.constexpr = o.type.layout if C.STAGED else output_layout(o.shape[1])
     inverse = gl.convert_layout(inverse, gl.SliceLayout(1, o.type.layout))
     x = gl.convert_layout((o * inverse[:, None]).to(base.dtype.element_ty), WL)
     r = gl.arange(0, 64, gl.SliceLayout(1, WL))

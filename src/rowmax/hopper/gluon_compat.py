@@ -19,7 +19,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 #: 3.8 renamed the copies, 3.9 dropped the old names
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait
 

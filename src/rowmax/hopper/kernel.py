@@ -30,6 +30,8 @@ class Pointers(NamedTuple):
     alibi: Any = None
     sink: Any = None
     bias: Any = None  # where it is gathered
+    k: Any = None  # to be touched
+    v: Any = None
 
 
 class Numbers(NamedTuple):
@@ -56,6 +58,12 @@ class Numbers(NamedTuple):
     hq: Any
     ratio: Any  # heads of a tile that read one kv head
     total_q: Any
+    k_b: Any
+    k_n: Any
+    k_h: Any
+    v_b: Any
+    v_n: Any
+    v_h: Any
 
 
 @gluon.jit
@@ -81,9 +89,10 @@ def blocks_of(desc, n: gl.constexpr):
 
 @gluon.jit
 def forward(
-    q0, q1, k0, k1, v0, v1, bias_tiles, t, n, C: gl.constexpr, R0: gl.constexpr, R1: gl.constexpr
+    q0, q1, k0, k1, v0, v1, bias_tiles, out_tiles, t, n,
+    C: gl.constexpr, R0: gl.constexpr, R1: gl.constexpr,
 ):  # fmt: skip
-    """Seven to tell the copy engine what to copy, the bundles, what is compiled in, and the
+    """Eight to tell the copy engine what to copy, the bundles, what is compiled in, and the
     registers of a consumer's thread and of the producer's. What a problem lacks is None."""
     qs0 = blocks_of(q0, C.WARPGROUPS * C.Q_STAGES)
     ks0 = blocks_of(k0, C.STAGES)
@@ -115,9 +124,23 @@ def forward(
         t.q_ids, t.k_ids, n.ids_q, n.ids_k, t.q_range, t.k_range,
     )  # fmt: skip
     rest = (n.scale, n.hq, n.total_q)
-    more = (t.lengths, n.each_b, n.each_h, n.ratio)
-    out, lse = t.out, t.lse
-    if C.WARPGROUPS == 2:
+    source = (t.k, n.k_b, n.k_n, n.k_h, t.v, n.v_b, n.v_n, n.v_h)
+    more = (t.lengths, n.each_b, n.each_h, n.ratio, source)
+    outs = qs0
+    if C.STAGED:
+        outs = blocks_of(out_tiles, C.WARPGROUPS)
+    out = (t.out, out_tiles, outs)
+    lse = t.lse
+    if C.WARPGROUPS == 1:
+        gl.warp_specialize(
+            [
+                (consumer0, (C, out, lse, buffers, bars, shared, mail, sizes, terms, rest)),
+                (producer, (C, descs, buffers, bars, shared, mail, order, sizes, seqs, more)),
+            ],
+            [1],
+            [R1],
+        )
+    elif C.WARPGROUPS == 2:
         gl.warp_specialize(
             [
                 (consumer0, (C, out, lse, buffers, bars, shared, mail, sizes, terms, rest)),

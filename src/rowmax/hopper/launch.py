@@ -65,13 +65,16 @@ def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
 
 def launch(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None:
     q, k, v, bias = tensors[:4]
-    plan = _PLANS.get(key_of(problem, tensors))
+    key = key_of(problem, tensors)
+    plan = _PLANS.get(key)
     if plan is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
         q, k, v = taken(q), taken(k), taken(v)
         tensors = tensors._replace(q=q, k=k, v=v)
-        plan = plan_of(problem, tensors)
+        plan = plan_of(problem, tensors, out)
+    else:
+        _PLANS.move_to_end(key)
     t = pointers(plan, problem, tensors, out, lse)
-    plan.launch(over(plan.copies, q, k, v, bias), t, plan.last)
+    plan.launch(over(plan.copies, q, k, v, bias, out), t, plan.last)
 
 
 def pointers(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> Pointers:
@@ -107,7 +110,9 @@ def pointers(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: T
         k_ids,
         alibi,
         sink,
-        bias if C.BIAS == "gathered" else None,
+        bias if C.BIAS != "copied" else None,
+        tensors.k if C.TOUCHED else None,
+        tensors.v if C.TOUCHED else None,
     )
 
 
@@ -123,12 +128,12 @@ def key_of(problem: Problem, tensors: Tensors) -> tuple[Any, ...]:
     return (problem, q.device.index, q.stride(), k.stride(), v.stride(), more, *batches)
 
 
-def plan_of(problem: Problem, tensors: Tensors) -> Plan:
+def plan_of(problem: Problem, tensors: Tensors, out: Tensor) -> Plan:
     """The plan of tensors that the copy engine takes."""
     key = key_of(problem, tensors)
     plan = _PLANS.get(key)
     if plan is None:
-        plan = made(problem, tensors)
+        plan = made(problem, tensors, out)
         if not torch.cuda.is_current_stream_capturing():
             _PLANS[key] = plan
             if len(_PLANS) > _MOST_PLANS:
@@ -137,18 +142,25 @@ def plan_of(problem: Problem, tensors: Tensors) -> Plan:
 
 
 def how_bias_comes(problem: Problem, bias: Tensor | None) -> str:
-    """By TMA where it can: a full row of columns at a time, each row on 16 bytes."""
+    """ "copied" by TMA where each row of columns begins on 16 bytes; else read from global memory,
+    as a "row" for all queries, a "column" for all keys, or "gathered" one by one."""
     if bias is None:
         return ""
-    full = bias.shape[2] == problem.nq and bias.shape[3] == problem.nk
-    return "copied" if full and bias_fits(problem) and takes(bias) else "gathered"
+    _, _, i, j = bias.shape
+    if i != problem.nq or not bias.stride(2):
+        return "row"
+    if j != problem.nk or not bias.stride(3):
+        return "column"
+    return "copied" if bias_fits(problem) and takes(bias) else "gathered"
 
 
-def made(p: Problem, tensors: Tensors, tile: Tile | None = None, **options: Any) -> Plan:
+def made(
+    p: Problem, tensors: Tensors, out: Tensor, tile: Tile | None = None, **options: Any
+) -> Plan:
     """The plan of a problem, or with another tile and other constants, to measure those."""
     q, k, v, bias = tensors[:4]
     how = how_bias_comes(p, bias)
-    tile = tile or tile_for(p, how)
+    tile = tile or tile_for(p, how, processors(q.device))
     group = packed_heads(p, how)
     constants = Constants(replace(config_for(p, tile, how, group), **options))
     heads = p.hq // group
@@ -159,7 +171,7 @@ def made(p: Problem, tensors: Tensors, tile: Tile | None = None, **options: Any)
         gl.constexpr(constants),
         *map(gl.constexpr, tile.registers),
     )
-    copies = copies_of(p, constants.config, q, k, v, bias)
+    copies = copies_of(p, constants.config, q, k, v, bias, out)
     options = {"num_warps": 4, "enable_fp_fusion": True}
     launch = GluonLaunch(kernel, (blocks, 1, 1), options)
     return Plan(tile, constants, rows, ends, copies, last, launch)
@@ -170,6 +182,7 @@ def numbers(p: Problem, tensors: Tensors, c: Config, heads: int) -> Numbers:
     scale, inner = (cap, p.scale / cap) if cap > 0 else (p.scale, 0.0)
     if not c.ADDED:  # the exponential takes both in at once
         scale *= _LOG2E
+    reach = p.total_q + p.total_k  # a limit past it limits nothing, and may be past 32 bits
     steps, each = (0, 0, 0, 0), (0, 0)
     if tensors.bias is not None:
         sizes = tensors.bias.shape
@@ -183,8 +196,8 @@ def numbers(p: Problem, tensors: Tensors, c: Config, heads: int) -> Numbers:
         SECTION_BYTES // (2 * (p.d + p.dv)),
         p.nq,
         p.nk,
-        p.left or 0,
-        p.right or 0,
+        min(p.left or 0, reach),
+        min(p.right or 0, reach),
         p.batch,
         scale,
         inner,
@@ -194,6 +207,8 @@ def numbers(p: Problem, tensors: Tensors, c: Config, heads: int) -> Numbers:
         p.hq,
         1 if c.GROUP > 1 else p.group,
         p.total_q,
+        *tensors.k.stride()[:3],
+        *tensors.v.stride()[:3],
     )
 
 

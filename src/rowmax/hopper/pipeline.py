@@ -110,13 +110,12 @@ def word(words, at, i: gl.constexpr):
 
 
 @gluon.jit
-def told(C: gl.constexpr, turn, messages, m_full, m_empty):
-    """(tile, whether it is one) as posted for a turn."""
+def told(C: gl.constexpr, turn, messages, m_full):
+    """(tile, whether it is one) as posted for a turn, whose slot is then to be let go."""
     L: gl.constexpr = gl.BlockedLayout([16], [32], [gl.num_warps()], [0])
     s = slot(turn, 2)
     mbarrier.wait(m_full.index(s), phase(turn, 2))
     words = messages.index(s).load(L)
-    mbarrier.arrive(m_empty.index(s), count=1)
     at = gl.arange(0, 16, L)
     tile = (
         word(words, at, 1), word(words, at, 2), word(words, at, 3), word(words, at, 4),
@@ -149,13 +148,46 @@ def load_keys(C: gl.constexpr, descs, buffers, bars, shared, where, j, use, spre
 
 
 @gluon.jit
+def touch(rows, width: gl.constexpr):
+    """Bring rows of ``width`` elements (a pointer a lane) as near as the L2 cache."""
+    for line in gl.static_range((width * 2 + 127) // 128):
+        gl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [rows + line * 64],
+            gl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@gluon.jit
+def touch_keys(C: gl.constexpr, tile, ratio, source):
+    """The first keys and values of a tile whose turn is next, from memory into the L2 cache: a
+    load of them will then be there in time, for which the rings alone are too short."""
+    k, k_b, k_n, k_h, v, v_b, v_n, v_h = source
+    token, head, b, q_row, k_row, nq, nk, offset, lo, hi = tile
+    part = b * 0 if C.VARLEN else b
+    kv_head = head // ratio
+    k = k + part.to(gl.int64) * k_b + kv_head.to(gl.int64) * k_h
+    v = v + part.to(gl.int64) * v_b + kv_head.to(gl.int64) * v_h
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    lane = gl.arange(0, 32, L)
+    first = gl.maximum(hi - C.TOUCHED, lo) * C.BLOCK_K
+    for row in range(first, gl.minimum(hi * C.BLOCK_K, nk), 32):
+        at = (k_row + gl.minimum(row + lane, nk - 1)).to(gl.int64)
+        touch(k + at * k_n, C.D_IN)
+        touch(v + at * v_n, C.DV_OUT)
+
+
+@gluon.jit
 def producer(C: gl.constexpr, descs, buffers, bars, shared, mail, order, sizes, seqs, more):
     """One warp: every copy of every tile of this block."""
     q0, q1 = descs[:2]
     qs0, qs1 = buffers[:2]
     q_full, q_empty = bars[:2]
     messages, m_full, m_empty = mail
-    lengths, each_b, each_h, ratio = more
+    lengths, each_b, each_h, ratio, source = more
     spread = (each_b, each_h)
     n, end = first_place(C, order)
     turn = 0
@@ -181,6 +213,8 @@ def producer(C: gl.constexpr, descs, buffers, bars, shared, mail, order, sizes, 
         ahead = row_at(C, gl.where(n < end, n, here), order, sizes, seqs)
         tile = tile_of(C, ahead, sizes, seqs, lengths)
         post(C, tile, n < end, turn + 1, messages, m_full, m_empty)
+        if C.TOUCHED and (tile[1] // ratio != head // ratio) | (tile[2] != b):
+            touch_keys(C, tile, ratio, source)
         use += 1
         for i in range(lo + 1, hi):
             load_keys(C, descs, buffers, bars, shared, where, hi - 1 - i + lo, use, spread)

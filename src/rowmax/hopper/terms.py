@@ -125,7 +125,7 @@ def rows_of(L: gl.constexpr):
 def with_terms(C: gl.constexpr, S, copied, j, first, tile, terms, scale, dtype: gl.constexpr):
     """Scores with all but the mask. ``copied`` is the tile of a bias that came by TMA."""
     token, head, b, q_row, k_row, nq, nk, offset, lo, hi = tile
-    inner, alibi, bias, bias_b, bias_h, bias_q, bias_k = terms[:7]
+    inner, alibi = terms[:2]
     L: gl.constexpr = S.type.layout
     if C.SOFTCAP:
         S = tanh(S * inner, dtype)
@@ -133,18 +133,8 @@ def with_terms(C: gl.constexpr, S, copied, j, first, tile, terms, scale, dtype: 
         S = S * scale
     if C.BIAS == "copied":
         S = S + copied.to(gl.float32)
-    if C.BIAS == "gathered":
-        r = rows_of(L)
-        col = columns(C.BLOCK_K, L) + along_row(lanes(L))
-        row = along_row(r // C.GROUP)
-        at = bias + b.to(gl.int64) * bias_b + (head * C.GROUP).to(gl.int64) * bias_h
-        at = at + first.to(gl.int64) * bias_q + (j * C.BLOCK_K).to(gl.int64) * bias_k
-        within = row * bias_q + col * bias_k
-        if C.GROUP > 1:
-            within = within + along_row(r % C.GROUP).to(gl.int64) * bias_h
-        there = (first + row < nq) & (col < nk - j * C.BLOCK_K)
-        more = gl.load(at + within, mask=there, other=0.0)
-        S = S + more.to(gl.float32)
+    elif C.BIAS != "":
+        S = S + gathered(C, L, j, first, tile, terms).to(gl.float32)
     if C.ALIBI:
         r = rows_of(L)
         slope = gl.load(alibi + head * C.GROUP + r % C.GROUP)
@@ -153,6 +143,30 @@ def with_terms(C: gl.constexpr, S, copied, j, first, tile, terms, scale, dtype: 
             along_row(here) - columns(C.BLOCK_K, L).to(gl.float32)
         )
     return S
+
+
+@gluon.jit
+def gathered(C: gl.constexpr, L: gl.constexpr, j, first, tile, terms):
+    """A bias from global memory, each number once for as many scores as share it in a thread."""
+    token, head, b, q_row, k_row, nq, nk, offset, lo, hi = tile
+    bias, bias_b, bias_h, bias_q, bias_k = terms[2:7]
+    row = rows_of(L)
+    column = columns(C.BLOCK_K, L) + along_row(lanes(L))
+    at = bias + b.to(gl.int64) * bias_b + (head * C.GROUP).to(gl.int64) * bias_h
+    if C.BIAS == "row":  # one for all queries
+        at = at + (j * C.BLOCK_K).to(gl.int64) * bias_k
+        x = gl.load(at + column * bias_k, mask=column < nk - j * C.BLOCK_K, other=0.0)
+    else:
+        at = at + first.to(gl.int64) * bias_q
+        within = row // C.GROUP * bias_q + (row % C.GROUP).to(gl.int64) * bias_h
+        seen = first + row // C.GROUP < nq
+        if C.BIAS == "column":  # one for all keys
+            x = along_row(gl.load(at + within, mask=seen, other=0.0))
+        else:
+            at = at + (j * C.BLOCK_K).to(gl.int64) * bias_k
+            seen = along_row(seen) & (column < nk - j * C.BLOCK_K)
+            x = gl.load(at + along_row(within) + column * bias_k, mask=seen, other=0.0)
+    return x
 
 
 @gluon.jit

@@ -16,6 +16,7 @@ ROWS = 64  # query rows of one warpgroup: the height of a wgmma
 SHARED = 227 * 1024  # bytes of shared memory a block may have
 #: what a warpgroup needs of it to turn its output round, and all the barriers
 SCRATCH = 2304
+BARRIERS = 1024
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,16 @@ TILES = {
     (192, 192): Tile(2, 64, 2, 2),
     (256, 256): Tile(2, 64, 2, 1),
 }
+#: where one warpgroup's rows a processor are all there is: alone it is done sooner, and with more
+#: buffers fewer loads wait for others
+FEW = {
+    (64, 64): Tile(1, 128, 4, 1),
+    (96, 96): Tile(1, 128, 4, 1),
+    (128, 128): Tile(1, 128, 3, 1),
+    (192, 128): Tile(1, 128, 2, 1),
+    (192, 192): Tile(1, 64, 4, 1),
+    (256, 256): Tile(1, 64, 3, 1),
+}
 SIZES = (64, 96, 128, 192, 256)
 #: head size 64 without score terms, beyond so many keys: three warpgroups, whose taller tiles
 #: waste more where a sequence or a diagonal ends. Triton 3.9 overflows their 160 registers.
@@ -55,7 +66,8 @@ class Config:
 
     D: int  # head sizes of the tile
     DV: int
-    DV_OUT: int  # the head size of the output, DV or less
+    D_IN: int  # the head size of queries and keys, D or less
+    DV_OUT: int  # of values and the output, DV or less
     BLOCK_K: int
     STAGES: int
     Q_STAGES: int
@@ -69,7 +81,10 @@ class Config:
     SOFTCAP: bool = False
     ALIBI: bool = False
     SINK: bool = False
-    BIAS: str = ""  # "copied" through shared memory, "gathered" from global memory, or none
+    BIAS: str = ""  # how it comes (launch.how_bias_comes), or none
+    EVEN_K: bool = False  # key tiles fill every sequence's keys
+    STAGED: int = 0  # columns of the output that go through shared memory at a time; 0 for none
+    TOUCHED: int = 0  # key tiles of the next tile that are brought into the L2 cache ahead
     ROUND_LATE: bool = False  # round the weights after the product that they were made under
 
     @property
@@ -140,18 +155,24 @@ def sizes_of(d: int, dv: int) -> tuple[int, int]:
     return (big, big_v) if (big, big_v) in TILES else (both, both)
 
 
-def tile_for(p: Problem, bias: str) -> Tile:
+def tile_for(p: Problem, bias: str, processors: int) -> Tile:
     """The tile of a problem whose bias (if any) comes in as ``bias`` says."""
     d, dv = sizes_of(p.d, p.dv)
     tile = TILES[d, dv]
+    rows = p.total_q // ROWS + p.batch if p.varlen else -(-p.nq // ROWS) * p.batch
+    if rows * p.hq <= processors:
+        tile = FEW[d, dv]
     plain = not (bias or p.alibi or p.documents or p.softcap > 0)
     long = p.nk > LONG_64_KEYS["full" if p.right is None else "causal"]
     if LONG_64 and plain and d == 64 and long:
         return LONG_64
+    if bias in ("row", "gathered"):  # numbers on their way take registers of their own
+        return replace(tile, block_k=64 if dv <= 128 else 32)
     if bias != "copied":
         return tile
     assert p.bias_dtype is not None
-    for choice in (tile, replace(tile, q_stages=1), replace(tile, q_stages=1, block_k=64)):
+    one = replace(tile, q_stages=1)
+    for choice in (tile, one, replace(one, stages=2), replace(one, stages=2, block_k=64)):
         if shared_bytes(choice, d, dv, p.bias_dtype) <= SHARED:
             return choice
     raise AssertionError("a bias that does not fit is gathered")
@@ -179,6 +200,7 @@ def config_for(p: Problem, tile: Tile, bias: str, group: int) -> Config:
     return Config(
         D=d,
         DV=dv,
+        D_IN=p.d,
         DV_OUT=p.dv,
         BLOCK_K=tile.block_k,
         STAGES=tile.stages,
@@ -194,14 +216,27 @@ def config_for(p: Problem, tile: Tile, bias: str, group: int) -> Config:
         ALIBI=p.alibi,
         SINK=p.sink,
         BIAS=bias,
+        EVEN_K=not (p.varlen or p.prefix) and p.nk % tile.block_k == 0,
+        STAGED=staged_columns(p, tile, bias),
         ROUND_LATE=tile.warpgroups == 3,
     )
+
+
+def staged_columns(p: Problem, tile: Tile, bias: str) -> int:
+    """How much of a row of the output has room in shared memory, to be stored from there."""
+    d, dv = sizes_of(p.d, p.dv)
+    columns = min(dv, 128)
+    if dv % columns or dv != first_part(dv):
+        return 0
+    used = shared_bytes(tile, d, dv, p.bias_dtype if bias == "copied" else None)
+    more = tile.warpgroups * (ROWS * columns * 2 - SCRATCH) + BARRIERS
+    return columns if used + more <= SHARED else 0
 
 
 def packed_heads(p: Problem, bias: str) -> int:
     """How many query heads of a kv head share a tile: all, where one head would leave it bare."""
     group, tokens = p.group, TILES[sizes_of(p.d, p.dv)].warpgroups * ROWS
-    if bias == "copied" or group == 1 or group > ROWS or group & (group - 1):
+    if bias in ("copied", "row") or group == 1 or group > ROWS or group & (group - 1):
         return 1
     filled = p.nq / (-(-p.nq // tokens) * tokens)
     return group if filled < 0.9 and p.nq < 4 * tokens else 1

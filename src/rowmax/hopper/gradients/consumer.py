@@ -54,19 +54,20 @@ def block(buffers, s, ROWS: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def own(buffers, zero, c: gl.constexpr, C: gl.constexpr, WIDTH: gl.constexpr):
-    """This warpgroup's rows of K or V. ``zero`` is one that the compiler cannot see: what it
-    knows to be the same in every step it keeps in registers that are not there."""
-    return block(buffers, zero, C.BLOCK_K, WIDTH).slice(c * C.TOKENS, C.TOKENS, dim=0)
+def own(buffers, at, c: gl.constexpr, C: gl.constexpr, WIDTH: gl.constexpr):
+    """This warpgroup's rows of K or V in buffer ``at``. To that a zero is added that the compiler
+    cannot see: what it knows to be the same in every step it keeps in registers that are not
+    there."""
+    return block(buffers, at, C.BLOCK_K, WIDTH).slice(c * C.TOKENS, C.TOKENS, dim=0)
 
 
 @gluon.jit
-def held(C: gl.constexpr, buffers, c: gl.constexpr, WIDTH: gl.constexpr):
+def held(C: gl.constexpr, buffers, at, c: gl.constexpr, WIDTH: gl.constexpr):
     """This warpgroup's rows of K or V as left operands in registers, where those have room: half
     of what S and dP ask of shared memory."""
     x = 0
     if C.HELD:
-        x = own(buffers, 0, c, C, WIDTH).load(held_layout(C))
+        x = own(buffers, at, c, C, WIDTH).load(held_layout(C))
     return x
 
 
@@ -78,12 +79,12 @@ def of_keys(dss, use, c: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def issue_scores(C: gl.constexpr, c: gl.constexpr, k, ks, qs, use):
+def issue_scores(C: gl.constexpr, c: gl.constexpr, k, ks, at, qs, use):
     """S^T = K Q^T, on its way."""
     z = gl.full([C.TOKENS, C.BLOCK_Q], 0.0, gl.float32, score_layout(C))
     q = block(qs, slot(use, C.Q_STAGES), C.BLOCK_Q, C.D)
     if not C.HELD:
-        k = own(ks, use >> 30, c, C, C.D)
+        k = own(ks, at + (use >> 30), c, C, C.D)
     return warpgroup_mma(k, q.permute((1, 0)), z, use_acc=False, is_async=True)
 
 
@@ -96,11 +97,11 @@ def issue_dk(C: gl.constexpr, c: gl.constexpr, dk, dss, qs, use, use_acc):
 
 
 @gluon.jit
-def issue_dq(C: gl.constexpr, c: gl.constexpr, dss, ks, use):
+def issue_dq(C: gl.constexpr, c: gl.constexpr, dss, ks, at, use):
     """This warpgroup's half of dQ = dS K, on its way."""
     z = gl.full([C.DQ_ROWS, C.DQ_COLS], 0.0, gl.float32, value_layout(C.DQ_COLS))
     ds = dss.index(use & 1)
-    k = block(ks, use >> 30, C.BLOCK_K, C.D)
+    k = block(ks, at + (use >> 30), C.BLOCK_K, C.D)
     if C.BY_ROWS:
         ds = ds.slice(c * C.DQ_ROWS, C.DQ_ROWS, dim=0)
     else:
@@ -151,7 +152,7 @@ def step(
     S, dk, dv = state
     qs, dos, stats, ks, vs, dss, dqs = buffers
     q_full, q_empty, do_full, do_empty, k_full, v_full, kv_empty, dq_full, dq_empty = bars[:9]
-    b_full, b_empty = bars[9:]
+    b_full, b_empty = bars[9:11]
     dtype: gl.constexpr = qs.dtype
     begin, end = span
     before = gl.maximum(use - 1, 0)
@@ -161,9 +162,9 @@ def step(
     s = slot(use, C.DO_STAGES)
     mbarrier.wait(do_full.index(s), phase(use, C.DO_STAGES))
     do = block(dos, s, C.BLOCK_Q, C.DV)
-    k, v = left
+    k, v, at = left
     if not C.HELD:
-        v = own(vs, use >> 30, c, C, C.DV)
+        v = own(vs, at + (use >> 30), c, C, C.DV)
     z = gl.full([C.TOKENS, C.BLOCK_Q], 0.0, gl.float32, score_layout(C))
     dp = warpgroup_mma(v, do.permute((1, 0)), z, use_acc=False, is_async=True)
     lse = row_numbers(C, stats, slot(use, C.Q_STAGES), 0)[None, :]
@@ -190,8 +191,8 @@ def step(
         j = tile[0] + c * C.TOKENS
         half = dss.index(use & 1).slice(c * C.TOKENS, C.TOKENS, dim=1)
         tma_store(dbias, [tile[2], head, i, j], half)
-    dq = issue_dq(C, c, dss, ks, use)
-    S = issue_scores(C, c, k, ks, qs, after)
+    dq = issue_dq(C, c, dss, ks, at, use)
+    S = issue_scores(C, c, k, ks, at, qs, after)
     dq, dv = warpgroup_mma_wait(1, deps=[dq, dv])
     mbarrier.arrive(do_empty.index(s), count=1)
     mbarrier.wait(dq_empty.index(c), phase(use, 1) ^ 1)
@@ -202,6 +203,106 @@ def step(
 
 
 @gluon.jit
+def send(C: gl.constexpr, c: gl.constexpr, dq, dqs, dq_full, dq_empty, use, real):
+    """This warpgroup's half of dQ of a use to the one that takes it away; nothing that is not
+    ``real``, where a use is the next one of the buffer."""
+    mbarrier.wait(dq_empty.index(c), phase(use, 1) ^ 1)
+    block(dqs, c, C.DQ_ROWS, C.DQ_COLS).store(dq)
+    fence_async_shared()
+    mbarrier.arrive(dq_full.index(c), count=1, pred=real)
+
+
+@gluon.jit
+def late_step(
+    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, m, head, use, span, left, state,
+    buffers, bars, tile, sizes, terms, scale,
+):  # fmt: skip
+    """One tile of queries, with dQ of the one before: what that needs of the other warpgroup was
+    stored a while ago, so that neither waits for the other and one's products run beside the
+    other's exponentials.
+
+        dK of the last, dP, dQ of the last | dV, S of the next
+        P = exp2(S)                        | dS, stored, dQ of the last out
+    """
+    S, dk, dv = state
+    qs, dos, stats, ks, vs, dss, dqs = buffers
+    q_full, q_empty, do_full, do_empty, k_full, v_full, kv_empty, dq_full, dq_empty = bars[:9]
+    ds_full = bars[11]
+    dtype: gl.constexpr = qs.dtype
+    begin, end = span
+    before = gl.maximum(use - 1, 0)
+    after = use + 1
+    was = use > begin
+
+    s = slot(use, C.DO_STAGES)
+    mbarrier.wait(do_full.index(s), phase(use, C.DO_STAGES))
+    do = block(dos, s, C.BLOCK_Q, C.DV)
+    k, v, at = left
+    if not C.HELD:
+        v = own(vs, at + (use >> 30), c, C, C.DV)
+    z = gl.full([C.TOKENS, C.BLOCK_Q], 0.0, gl.float32, score_layout(C))
+    dp = warpgroup_mma(v, do.permute((1, 0)), z, use_acc=False, is_async=True)
+    dk = issue_dk(C, c, dk, dss, qs, before, before > begin)
+    lse = row_numbers(C, stats, slot(use, C.Q_STAGES), 0)[None, :]
+    p, w = weights(C, MASKED, c, S, lse, 0, m, head, tile, sizes, terms, scale, dtype)
+    P = rounded(p, dtype)
+    # begins a basic block, so that the exponentials stay beside the products
+    if C.LATE == 1:
+        mbarrier.wait(ds_full.index(before & 1), phase(before, 2), pred=was)
+        dq = issue_dq(C, c, dss, ks, at, before)
+    mbarrier.wait(q_full.index(slot(after, C.Q_STAGES)), phase(after, C.Q_STAGES), pred=after < end)
+    dp, dk = warpgroup_mma_wait(1 if C.LATE == 1 else 0, deps=[dp, dk])
+    mbarrier.arrive(q_empty.index(slot(before, C.Q_STAGES)), count=1, pred=was)
+
+    dv = warpgroup_mma(gl.convert_layout(P, weight_layout(C.DV)), do, dv, is_async=True)
+    if C.LATE < 3:
+        S = issue_scores(C, c, k, ks, at, qs, after)
+    if C.LATE > 1:
+        mbarrier.wait(ds_full.index(before & 1), phase(before, 2), pred=was)
+    if C.LATE == 2:
+        dq = issue_dq(C, c, dss, ks, at, before)
+    delta = row_numbers(C, stats, slot(use, C.Q_STAGES), 1)
+    ds = rounded(w * (dp - delta[None, :]), dtype)
+    of_keys(dss, use, c, C).store(ds)
+    fence_async_shared()
+    if C.LATE == 1:
+        dq = warpgroup_mma_wait(2, deps=[dq])
+        mbarrier.arrive(ds_full.index(use & 1), count=1)
+        send(C, c, dq, dqs, dq_full, dq_empty, gl.where(was, before, use), was)
+        dv, S = warpgroup_mma_wait(0, deps=[dv, S])
+    elif C.LATE == 3:
+        dq = issue_dq(C, c, dss, ks, at, before)
+        S = issue_scores(C, c, k, ks, at, qs, after)
+        dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])
+        mbarrier.arrive(ds_full.index(use & 1), count=1)
+        send(C, c, dq, dqs, dq_full, dq_empty, gl.where(was, before, use), was)
+        S = warpgroup_mma_wait(0, deps=[S])
+    else:
+        dv, S, dq = warpgroup_mma_wait(0, deps=[dv, S, dq])
+        mbarrier.arrive(ds_full.index(use & 1), count=1)
+        send(C, c, dq, dqs, dq_full, dq_empty, gl.where(was, before, use), was)
+    mbarrier.arrive(do_empty.index(s), count=1)
+    return after, (S, dk, dv)
+
+
+@gluon.jit
+def one_step(
+    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, m, head, use, span, left, state,
+    buffers, bars, tile, sizes, terms, dbias, scale,
+):  # fmt: skip
+    if C.LATE:
+        use, state = late_step(
+            C, MASKED, c, m, head, use, span, left, state, buffers, bars, tile, sizes, terms, scale
+        )
+    else:
+        use, state = step(
+            C, MASKED, c, m, head, use, span, left, state, buffers, bars, tile, sizes, terms,
+            dbias, scale,
+        )  # fmt: skip
+    return use, state
+
+
+@gluon.jit
 def consumer(
     C: gl.constexpr, c: gl.constexpr, dk, dv, dbias, buffers, bars, mail, sizes, terms, rest
 ):
@@ -209,24 +310,26 @@ def consumer(
     messages, m_full, m_empty = mail
     qs, dos, stats, ks, vs, dss, dqs = buffers
     q_full, q_empty, do_full, do_empty, k_full, v_full, kv_empty, dq_full, dq_empty = bars[:9]
-    b_full, b_empty = bars[9:]
+    b_full, b_empty = bars[9:11]
     scale, out_scale, group, hk = rest
     turn = 0
     use = 0
     kept = 0
-    tile, live = told(C, 0, messages, m_full, m_empty)
+    tile, live = told(C, 0, messages, m_full)
+    mbarrier.arrive(m_empty.index(0), count=1)
     while live:
         first, kv_head, b, q_row, k_row, nq, used, offset, lo, hi = tile
         a, z = full_tiles(C, first + c * C.TOKENS, tile, sizes)
         some = lo < hi
         span = (use, use + (hi - lo) * group)
-        mbarrier.wait(k_full.index(0), phase(kept, 1), pred=some)
+        at = slot(kept, C.KV_STAGES)
+        mbarrier.wait(k_full.index(at), phase(kept, C.KV_STAGES), pred=some)
         s = slot(use, C.Q_STAGES)
         mbarrier.wait(q_full.index(s), phase(use, C.Q_STAGES), pred=some)
-        k = held(C, ks, c, C.D)
-        S = warpgroup_mma_wait(0, deps=[issue_scores(C, c, k, ks, qs, use)])
-        mbarrier.wait(v_full.index(0), phase(kept, 1), pred=some)
-        left = (k, held(C, vs, c, C.DV))
+        k = held(C, ks, at, c, C.D)
+        S = warpgroup_mma_wait(0, deps=[issue_scores(C, c, k, ks, at, qs, use)])
+        mbarrier.wait(v_full.index(at), phase(kept, C.KV_STAGES), pred=some)
+        left = (k, held(C, vs, at, c, C.DV), at)
         dk_sum = gl.full([C.TOKENS, C.D], 0.0, gl.float32, value_layout(C.D))
         dv_sum = gl.full([C.TOKENS, C.DV], 0.0, gl.float32, value_layout(C.DV))
         state = (S, dk_sum, dv_sum)
@@ -234,14 +337,14 @@ def consumer(
             head = kv_head * group + g
             if C.UP:
                 for i in range(lo, a):
-                    use, state = step(
+                    use, state = one_step(
                         C, True, c, i, head, use, span, left, state, buffers, bars,
                         tile,
                         sizes, terms, dbias, scale,
                     )  # fmt: skip
             if C.LEFT:
                 for i in range(z, hi):
-                    use, state = step(
+                    use, state = one_step(
                         C, True, c, hi - 1 - i + z, head, use, span, left, state, buffers, bars,
                         tile,
                         sizes, terms, dbias, scale,
@@ -251,14 +354,14 @@ def consumer(
                     m = z - 1 - i + a
                     if C.UP:
                         m = i
-                    use, state = step(
+                    use, state = one_step(
                         C, False, c, m, head, use, span, left, state, buffers, bars,
                         tile,
                         sizes, terms, dbias, scale,
                     )  # fmt: skip
             if C.MASKS and not C.UP:
                 for i in range(lo, a):
-                    use, state = step(
+                    use, state = one_step(
                         C, True, c, a - 1 - i + lo, head, use, span, left, state, buffers, bars,
                         tile,
                         sizes, terms, dbias, scale,
@@ -267,22 +370,30 @@ def consumer(
         begin, end = span
         last = gl.maximum(end - 1, 0)
         dk_sum = issue_dk(C, c, dk_sum, dss, qs, last, last > begin)
-        dk_sum = warpgroup_mma_wait(0, deps=[dk_sum])
+        if C.LATE:
+            mbarrier.wait(bars[11].index(last & 1), phase(last, 2), pred=some)
+            dq = issue_dq(C, c, dss, ks, at, last)
+            dq, dk_sum = warpgroup_mma_wait(0, deps=[dq, dk_sum])
+            if some:
+                send(C, c, dq, dqs, dq_full, dq_empty, last, some)
+        else:
+            dk_sum = warpgroup_mma_wait(0, deps=[dk_sum])
         if not some:  # made of what is stale
             dk_sum = gl.full([C.TOKENS, C.D], 0.0, gl.float32, value_layout(C.D))
         let_go(C, last, some, q_empty, b_empty)
-        mbarrier.arrive(kv_empty.index(0), count=1, pred=some)
+        mbarrier.arrive(kv_empty.index(at), count=1, pred=some)
         kept += some.to(gl.int32)
         turn += 1
-        after, live = told(C, turn, messages, m_full, m_empty)
+        after, live = told(C, turn, messages, m_full)
+        mbarrier.arrive(m_empty.index(slot(turn, 2)), count=1)
         # rows of all sequences, dense or packed, lie one after the other
         row = k_row + first + c * C.TOKENS
         if not C.VARLEN:
             row = row + b * (nq + offset)
         there = nq + offset - first - c * C.TOKENS
-        at = row.to(gl.int64) * hk + kv_head
-        store_rows(dk_sum * out_scale, dk + at * C.D_OUT, hk * C.D_OUT, there, C.D, C.D_OUT)
-        store_rows(dv_sum, dv + at * C.DV_OUT, hk * C.DV_OUT, there, C.DV, C.DV_OUT)
+        place = row.to(gl.int64) * hk + kv_head
+        store_rows(dk_sum * out_scale, dk + place * C.D_OUT, hk * C.D_OUT, there, C.D, C.D_OUT)
+        store_rows(dv_sum, dv + place * C.DV_OUT, hk * C.DV_OUT, there, C.DV, C.DV_OUT)
         tile = after
 
 

@@ -21,31 +21,18 @@ def consumer1(C: gl.constexpr, dk, dv, dbias, buffers, bars, mail, sizes, terms,
     consumer(C, 1, dk, dv, dbias, buffers, bars, mail, sizes, terms, rest)
 
 
-#: no kernel is compiled anew for these
-NUMBERS = [
-    "heads", "keys", "tiles", "nq", "nk", "left", "right", "batch", "ids_q", "ids_k", "each_b",
-    "each_h", "hq", "group",
-]  # fmt: skip
-
-
-# fmt: off
-@gluon.jit(do_not_specialize=NUMBERS)
+@gluon.jit
 def backward(
-    q, do, rows, k, v, dq, bias, dbias,  # what copies each; rows are lse and delta
-    dk, dv,
-    table, ends, counter, heads, keys,  # the order of the tiles
-    turns, tiles,  # how many steps each tile of keys has done; tiles of a head
-    nq, nk, left, right,
-    cu_q, cu_k, batch, lengths, spans, q_ids, k_ids, ids_q, ids_k,
-    each_b, each_h,  # 0 where the bias is one for all sequences, all heads
-    inner, alibi, scale, out_scale, hq, group,
+    q, do, rows, k, v, dq, bias, dbias, t, n,
     C: gl.constexpr, R0: gl.constexpr, R1: gl.constexpr,
-):
+):  # fmt: skip
+    """What tells the copy engine what to copy (rows are lse and delta), the bundles, what is
+    compiled in, and registers: a consumer's thread's, then the others'."""
     qs = blocks_of(q, C.Q_STAGES)
     dos = blocks_of(do, C.DO_STAGES)
     stats = blocks_of(rows, C.Q_STAGES)
-    ks = blocks_of(k, 1)
-    vs = blocks_of(v, 1)
+    ks = blocks_of(k, C.KV_STAGES)
+    vs = blocks_of(v, C.KV_STAGES)
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.BLOCK_Q, C.BLOCK_K], q.dtype)
     dss = gl.allocate_shared_memory(q.dtype, [2, C.BLOCK_Q, C.BLOCK_K], DS)
     dqs = blocks_of(dq, C.WARPGROUPS)
@@ -54,20 +41,22 @@ def backward(
     bars = all_barriers(C)
     buffers = (qs, dos, stats, ks, vs, dss, dqs)
     descs = (q, do, rows, k, v, bias)
-    order = (table, ends, counter, heads, heads, keys)
-    sizes = (nq, nk, left, right, spans)
-    seqs = (cu_k, cu_q, batch, lengths)
-    terms = (inner, alibi, q_ids, k_ids, ids_q, ids_k)
-    rest = (scale, out_scale, group, heads)
-    spread = (group, hq, each_b, each_h)
+    order = (t.table, t.ends, t.counter, n.heads, n.heads, n.keys)
+    sizes = (n.nq, n.nk, n.left, n.right, t.spans)
+    seqs = (t.cu_k, t.cu_q, n.batch, t.lengths)
+    terms = (n.inner, t.alibi, t.q_ids, t.k_ids, n.ids_q, n.ids_k)
+    rest = (n.scale, n.out_scale, n.group, n.heads)
+    spread = (n.group, n.hq, n.each_b, n.each_h)
+    tiles = (n.nk + C.BLOCK_K - 1) // C.BLOCK_K  # of keys, a head
+    if C.ORDERED and C.VARLEN:
+        tiles = gl.load(t.cu_k + n.batch) // C.BLOCK_K + n.batch
     gl.warp_specialize(
         [
-            (consumer0, (C, dk, dv, dbias, buffers, bars, mail, sizes, terms, rest)),
-            (consumer1, (C, dk, dv, dbias, buffers, bars, mail, sizes, terms, rest)),
-            (producer, (C, descs, buffers[:6], bars, mail, order, sizes, seqs, lengths, spread)),
-            (writer, (C, dq, dqs, bars, mail, turns, sizes, tiles, heads, group, hq)),
+            (consumer0, (C, t.out, t.dv, dbias, buffers, bars, mail, sizes, terms, rest)),
+            (consumer1, (C, t.out, t.dv, dbias, buffers, bars, mail, sizes, terms, rest)),
+            (producer, (C, descs, buffers[:6], bars, mail, order, sizes, seqs, t.lengths, spread)),
+            (writer, (C, dq, dqs, bars, mail, t.turns, sizes, tiles, n.heads, n.group, n.hq)),
         ],
         [4, 1, 1],
         [R0, R1, R1],
     )
-# fmt: on

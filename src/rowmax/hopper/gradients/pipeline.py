@@ -9,13 +9,14 @@ block (arrivals that complete a phase; a use n of a ring of S takes buffer n % S
     do_full[s]    producer's expect + bytes of dO       consumers, before dP of the use
     q_empty[s]    each consumer, when dK of the use is  producer, before it fills s again
     do_empty[s]   each consumer, when dV of the use is  producer, likewise
-    k_full        producer's expect + bytes of K        consumers, before a tile's first S
-    v_full        producer's expect + bytes of V        consumers, before a tile's first dP
-    kv_empty      each consumer, after a tile's last    producer, before the next tile's K
+    k_full[s]     producer's expect + bytes of K        consumers, before a tile's first S
+    v_full[s]     producer's expect + bytes of V        consumers, before a tile's first dP
+    kv_empty[s]   each consumer, after a tile's last    producer, before K of a later tile
     b_full[t]     producer's expect + bytes of the bias  consumers, before P of the use
     b_empty[t]    each consumer, when dK of the use is  producer, before a bias two uses later
     dq_full[c]    consumer c, dQ of the use is there    writer, once a use
     dq_empty[c]   writer, its copy has been read        consumer c, before its next dQ
+    ds_full[t]    each consumer, dS of the use is there  consumers, before dQ of the use (LATE)
     m_full[t]     producer, a tile is announced         consumers and writer, once a turn
     m_empty[t]    each consumer and the writer          producer, two turns later
 
@@ -50,12 +51,13 @@ def all_barriers(C: gl.constexpr):
         barriers(C.Q_STAGES, C.WARPGROUPS),
         barriers(C.DO_STAGES, 1),
         barriers(C.DO_STAGES, C.WARPGROUPS),
-        barriers(1, 1),
-        barriers(1, 1),
-        barriers(1, C.WARPGROUPS),
+        barriers(C.KV_STAGES, 1),
+        barriers(C.KV_STAGES, 1),
+        barriers(C.KV_STAGES, C.WARPGROUPS),
         barriers(C.WARPGROUPS, 1),
         barriers(C.WARPGROUPS, 1),
         barriers(2, 1),
+        barriers(2, C.WARPGROUPS),
         barriers(2, C.WARPGROUPS),
     )
     fence_async_shared()
@@ -68,7 +70,7 @@ def load_step(C: gl.constexpr, descs, buffers, bars, where, m, g, use):
     q, do, rows, k, v, bias = descs
     qs, dos, stats, ks, vs, dss = buffers
     q_full, q_empty, do_full, do_empty = bars[:4]
-    b_full, b_empty = bars[9:]
+    b_full, b_empty = bars[9:11]
     part, b, kv_head, first, q_row, spread = where
     group, hq, each_b, each_h = spread
     head = kv_head * group + g
@@ -100,11 +102,12 @@ def load_keys(C: gl.constexpr, descs, buffers, bars, where, row, kept):
     qs, dos, stats, ks, vs, dss = buffers
     k_full, v_full, kv_empty = bars[4:7]
     part, b, kv_head, first, q_row, spread = where
-    mbarrier.wait(kv_empty.index(0), phase(kept, 1) ^ 1)
-    mbarrier.expect(k_full.index(0), k.block_type.nbytes)
-    tma_load(k, [part, row, kv_head, 0], k_full.index(0), ks.index(0))
-    mbarrier.expect(v_full.index(0), v.block_type.nbytes)
-    tma_load(v, [part, row, kv_head, 0], v_full.index(0), vs.index(0))
+    s = slot(kept, C.KV_STAGES)
+    mbarrier.wait(kv_empty.index(s), phase(kept, C.KV_STAGES) ^ 1)
+    mbarrier.expect(k_full.index(s), k.block_type.nbytes)
+    tma_load(k, [part, row, kv_head, 0], k_full.index(s), ks.index(s))
+    mbarrier.expect(v_full.index(s), v.block_type.nbytes)
+    tma_load(v, [part, row, kv_head, 0], v_full.index(s), vs.index(s))
 
 
 @gluon.jit
@@ -139,10 +142,16 @@ def producer(C: gl.constexpr, descs, buffers, bars, mail, order, sizes, seqs, le
             load_step(C, descs, buffers, bars, where, passing(C, 0, lo, hi), 0, use)
             load_keys(C, descs, buffers, bars, where, k_row + first, kept)
             kept += 1
+        steps = hi - lo
+        # as many steps as there is room for, since to look up the next tile takes a while
+        some = gl.minimum(steps * group, C.DO_STAGES)
+        for i in range(1, some):
+            g = i // steps
+            m = passing(C, i - g * steps, lo, hi)
+            load_step(C, descs, buffers, bars, where, m, g, use + i)
         if not C.ORDERED:
             n, tile = told_of(C, n, end, turn + 1, mail, order, sizes, seqs, lengths)
-        steps = hi - lo
-        for i in range(1, steps * group):
+        for i in range(gl.maximum(some, 1), steps * group):
             g = i // steps
             m = passing(C, i - g * steps, lo, hi)
             load_step(C, descs, buffers, bars, where, m, g, use + i)
@@ -227,7 +236,8 @@ def writer(C: gl.constexpr, dq, dqs, bars, mail, turns, sizes, tiles, heads, gro
     dq_full, dq_empty = bars[7:9]
     turn = 0
     use = 0
-    tile, live = told(C, 0, messages, m_full, m_empty)
+    tile, live = told(C, 0, messages, m_full)
+    mbarrier.arrive(m_empty.index(0), count=1)
     while live:
         first, kv_head, b, q_row, k_row, nq, used, offset, lo, hi = tile
         steps = hi - lo
@@ -267,4 +277,5 @@ def writer(C: gl.constexpr, dq, dqs, bars, mail, turns, sizes, tiles, heads, gro
         if C.ORDERED:
             told_others(C, place, end, 0)
         turn += 1
-        tile, live = told(C, turn, messages, m_full, m_empty)
+        tile, live = told(C, turn, messages, m_full)
+        mbarrier.arrive(m_empty.index(slot(turn, 2)), count=1)

@@ -14,78 +14,99 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def place(cu_q, tile, plane, batch, total, hq, ROWS: tl.constexpr, PACKED: tl.constexpr):
-    """(sequence, head, its first row, its length, first row of the tile within it)."""
-    if PACKED:
-        b, tile = sequence_of_slot(cu_q, tile, batch, total, ROWS)
-        start, n = sequence(cu_q, b, batch, total, total)
+def place(t, n, c):
+    """(program's tile, plane, sequence, head, its first row, its length, the tile's first row)."""
+    tile = tl.program_id(0) % n.tiles
+    plane = tl.program_id(0) // n.tiles
+    i0 = tile
+    if t.cu_q is not None:
+        b, i0 = sequence_of_slot(t.cu_q, tile, n.batch, n.total_q, c.ROWS)
+        start, size = sequence(t.cu_q, b, n.batch, n.total_q, n.total_q)
         head = plane
     else:
-        b = plane // hq
-        head = plane % hq
+        b = plane // n.hq
+        head = plane % n.hq
         start = 0
-        n = total
-    return b, head, start, n, tile * ROWS
+        size = n.total_q
+    return tile, plane, b, head, start, size, i0 * c.ROWS
 
 
-@triton.jit(do_not_specialize=["batch", "total", "hq", "tiles"])
-def prepare(
-    out, dout, lse, dlse, sink, stats, dsink, cu_q, batch, total, hq, tiles, b_step, n_step, h_step,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """lse in units of log 2 and ``Delta - dLSE`` of a tile of rows, and its part of dsink.
+@triton.jit
+def clear_rest(x, cu, batch, total, width):
+    """Zeros in the rows past the last packed sequence, shared out among all programs."""
+    end = total.to(tl.int64) * width
+    first = tl.load(cu + batch).to(tl.int64) * width + tl.program_id(0) * 1024
+    at = tl.arange(0, 1024)
+    while first < end:
+        tl.store(x + first + at, tl.zeros([1024], x.dtype.element_ty), mask=first + at < end)
+        first += tl.num_programs(0) * 1024
+
+
+@triton.jit
+def prepare(t, n, c):
+    """lse in units of log 2 and ``Delta - dLSE`` of a tile of rows, and its part of dsink; zeros
+    in what the kernel adds to.
 
     Rows that see nothing, and those that pad a tile, have an lse of +inf: weights of 0.
     """
-    PACKED: tl.constexpr = cu_q is not None
-    tile = tl.program_id(0) % tiles
-    plane = tl.program_id(0) // tiles
-    b, head, start, n, i0 = place(cu_q, tile, plane, batch, total, hq, ROWS, PACKED)
-    n = tl.where(b < batch, n, 0)
-    r = tl.arange(0, ROWS)
-    here = i0 + r < n
-    d = tl.arange(0, BLOCK_DV)
-    there = here[:, None] & (d < DV)[None, :]
+    tile, plane, b, head, start, size, i0 = place(t, n, c)
+    size = tl.where(b < n.batch, size, 0)
+    r = tl.arange(0, c.ROWS)
+    here = i0 + r < size
+    d = tl.arange(0, c.BLOCK_DV)
+    there = here[:, None] & (d < c.DV)[None, :]
     row = (start + i0 + r).to(tl.int64)
-    if not PACKED:
-        row += b.to(tl.int64) * total
-    at = (row * hq + head) * DV
-    o = tl.load(out + at[:, None] + d[None, :], mask=there, other=0.0).to(tl.float32)
-    at = (start + i0 + r).to(tl.int64) * n_step + head.to(tl.int64) * h_step
-    if not PACKED:
-        at += b.to(tl.int64) * b_step
-    do = tl.load(dout + at[:, None] + d[None, :], mask=there, other=0.0).to(tl.float32)
+    if t.cu_q is None:
+        row += b.to(tl.int64) * n.total_q
+    at = (row * n.hq + head) * c.DV
+    o = tl.load(t.out + at[:, None] + d[None, :], mask=there, other=0.0).to(tl.float32)
+    at = (start + i0 + r).to(tl.int64) * n.n_step + head.to(tl.int64) * n.h_step
+    if t.cu_q is None:
+        at += b.to(tl.int64) * n.b_step
+    do = tl.load(t.dout + (8 * at)[:, None] + d[None, :], mask=there, other=0.0).to(tl.float32)
     delta = tl.sum(o * do, 1)
-    at = plane.to(tl.int64) * total + start + i0 + r
-    value = tl.load(lse + at, mask=here, other=float("-inf"))
-    if dlse is not None:
-        delta -= tl.load(dlse + at, mask=here, other=0.0)
+    at = plane.to(tl.int64) * n.total_q + start + i0 + r
+    value = tl.load(t.lse + at, mask=here, other=float("-inf"))
+    if t.dlse is not None:
+        delta -= tl.load(t.dlse + at, mask=here, other=0.0)
     lse2 = tl.where(value == float("-inf"), float("inf"), value * _LOG2E)
-    to = stats + plane.to(tl.int64) * (2 * tiles * ROWS) + tile * ROWS + r
+    rows = n.tiles * c.ROWS
+    to = t.stats + plane.to(tl.int64) * (2 * rows) + tile * c.ROWS + r
     tl.store(to, lse2)
-    tl.store(to + tiles * ROWS, delta)
-    if dsink is not None:
-        p = tl.exp2(tl.load(sink + head).to(tl.float32) * _LOG2E - lse2)
-        tl.store(dsink + tl.program_id(0), -tl.sum(tl.where(here, p * delta, 0.0), 0))
+    tl.store(to + rows, delta)
+    if t.dsink is not None:
+        p = tl.exp2(tl.load(t.sink + head).to(tl.float32) * _LOG2E - lse2)
+        tl.store(t.dsink + tl.program_id(0), -tl.sum(tl.where(here, p * delta, 0.0), 0))
+    if t.sums is not None:
+        w = tl.arange(0, c.BLOCK_D)
+        to = t.sums + tl.program_id(0).to(tl.int64) * (c.ROWS * c.BLOCK_D)
+        zeros = tl.zeros([c.ROWS, c.BLOCK_D], tl.float32)
+        tl.store(to + (r * c.BLOCK_D)[:, None] + w[None, :], zeros)
+    if t.turns is not None:
+        for i in range(tl.program_id(0), n.turns, tl.num_programs(0)):
+            tl.store(t.turns + i, 0)
+    if t.counters is not None and tl.program_id(0) == 0:
+        tl.store(t.counters + tl.arange(0, 16), tl.zeros([16], tl.int32))
+    if t.cu_q is not None:
+        if t.dq is not None:
+            clear_rest(t.dq, t.cu_q, n.batch, n.total_q, n.hq * c.D)
+        if t.dk is not None:
+            clear_rest(t.dk, t.cu_k, n.batch, n.total_k, n.hk * c.D)
+        if t.dv is not None:
+            clear_rest(t.dv, t.cu_k, n.batch, n.total_k, n.hk * c.DV)
 
 
-@triton.jit(do_not_specialize=["batch", "total", "hq", "tiles"])
-def finish(
-    sums, dq, cu_q, batch, total, hq, tiles, scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+@triton.jit
+def finish(t, n, c):
     """``dq = scale sums`` of a tile of rows, in the dtype of q; 0 past the last sequence."""
-    PACKED: tl.constexpr = cu_q is not None
-    tile = tl.program_id(0) % tiles
-    plane = tl.program_id(0) // tiles
-    b, head, start, n, i0 = place(cu_q, tile, plane, batch, total, hq, ROWS, PACKED)
-    r = tl.arange(0, ROWS)
-    d = tl.arange(0, BLOCK_D)
-    there = (i0 + r < n)[:, None] & (d < D)[None, :]
-    at = (plane.to(tl.int64) * tiles + tile) * ROWS + r
-    x = tl.load(sums + at[:, None] * BLOCK_D + d[None, :], mask=there, other=0.0) * scale
+    tile, plane, b, head, start, size, i0 = place(t, n, c)
+    r = tl.arange(0, c.ROWS)
+    d = tl.arange(0, c.BLOCK_D)
+    there = (i0 + r < size)[:, None] & (d < c.D)[None, :]
+    at = (plane.to(tl.int64) * n.tiles + tile) * c.ROWS + r
+    x = tl.load(t.sums + at[:, None] * c.BLOCK_D + d[None, :], mask=there, other=0.0) * n.scale
     row = (start + i0 + r).to(tl.int64)
-    if not PACKED:
-        row += b.to(tl.int64) * total
-    at = (row * hq + head) * D
-    tl.store(dq + at[:, None] + d[None, :], x.to(dq.dtype.element_ty), mask=there)
+    if t.cu_q is None:
+        row += b.to(tl.int64) * n.total_q
+    at = (row * n.hq + head) * c.D
+    tl.store(t.dq + at[:, None] + d[None, :], x.to(t.dq.dtype.element_ty), mask=there)

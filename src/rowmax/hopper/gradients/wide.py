@@ -116,7 +116,8 @@ def consumer(
     turn = 0
     use = 0
     kept = 0
-    tile, live = told(C, 0, messages, m_full, m_empty)
+    tile, live = told(C, 0, messages, m_full)
+    mbarrier.arrive(m_empty.index(0), count=1)
     while live:
         first, head, b, q_row, k_row, nq, used, offset, lo, hi = tile
         y, z = full_range(C, first + c * C.TOKENS, tile, sizes)
@@ -150,7 +151,8 @@ def consumer(
         mbarrier.arrive(a_empty.index(0), count=1, pred=some)
         kept += some.to(gl.int32)
         turn += 1
-        after, live = told(C, turn, messages, m_full, m_empty)
+        after, live = told(C, turn, messages, m_full)
+        mbarrier.arrive(m_empty.index(slot(turn, 2)), count=1)
         if C.KIND == "dq":
             n = nq
             row = q_row

@@ -112,24 +112,9 @@ def consumer1(C: gl.constexpr, out, rows, planes, buffers, bars, mail, sizes, te
     consumer(C, 1, out, rows, planes, buffers, bars, mail, sizes, terms, rest)
 
 
-#: no kernel is compiled anew for these
-NUMBERS = [
-    "heads", "keys", "nq", "nk", "left", "right", "batch", "ids_q", "ids_k", "hq", "padded",
-    "group", "ratio",
-]  # fmt: skip
-
-
-# fmt: off
-@gluon.jit(do_not_specialize=NUMBERS)
-def wide(
-    a0, a1, b0, b1, row_tiles,  # what copies what stays, what passes by, lse and delta
-    out, rows,  # rows are lse and delta once more, for dq
-    table, ends, counter, heads, keys,  # the order of the tiles
-    nq, nk, left, right,
-    cu_q, cu_k, batch, lengths, spans, q_ids, k_ids, ids_q, ids_k,
-    inner, alibi, scale, out_scale, hq, padded, group, ratio,
-    C: gl.constexpr, R0: gl.constexpr, R1: gl.constexpr,
-):
+@gluon.jit
+def wide(a0, a1, b0, b1, row_tiles, t, n, C: gl.constexpr, R0: gl.constexpr, R1: gl.constexpr):
+    """What copies what stays, what passes by, lse and delta; the rest as of ``backward``."""
     as0 = blocks_of(a0, 1)
     as1 = as0
     if C.KIND != "dv":
@@ -142,31 +127,33 @@ def wide(
     messages = gl.allocate_shared_memory(gl.int32, [2, 16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     mail = (messages, barriers(2, 1), barriers(2, C.WARPGROUPS))
     bars = (
-        barriers(1, 1), barriers(1, C.WARPGROUPS),
-        barriers(C.Q_STAGES, 1), barriers(C.Q_STAGES, C.WARPGROUPS),
-        barriers(C.DO_STAGES, 1), barriers(C.DO_STAGES, C.WARPGROUPS),
+        barriers(1, 1),
+        barriers(1, C.WARPGROUPS),
+        barriers(C.Q_STAGES, 1),
+        barriers(C.Q_STAGES, C.WARPGROUPS),
+        barriers(C.DO_STAGES, 1),
+        barriers(C.DO_STAGES, C.WARPGROUPS),
     )
     fence_async_shared()
     buffers = (as0, as1, bs0, bs1, stats)
     descs = (a0, a1, b0, b1, row_tiles)
-    sizes = (nq, nk, left, right, spans)
+    sizes = (n.nq, n.nk, n.left, n.right, t.spans)
     if C.KIND == "dq":
-        seqs = (cu_q, cu_k, batch, lengths)
-        order = (table, ends, counter, heads, heads // ratio, keys)
+        seqs = (t.cu_q, t.cu_k, n.batch, t.lengths)
+        order = (t.table, t.ends, t.counter, n.heads, n.heads // n.ratio, n.keys)
     else:
-        seqs = (cu_k, cu_q, batch, lengths)
-        order = (table, ends, counter, heads, heads, keys)
-    terms = (inner, alibi, q_ids, k_ids, ids_q, ids_k)
-    rest = (scale, out_scale, group, heads)
-    planes = (hq, padded)
-    spread = (group, ratio, hq)
+        seqs = (t.cu_k, t.cu_q, n.batch, t.lengths)
+        order = (t.table, t.ends, t.counter, n.heads, n.heads, n.keys)
+    terms = (n.inner, t.alibi, t.q_ids, t.k_ids, n.ids_q, n.ids_k)
+    rest = (n.scale, n.out_scale, n.group, n.heads)
+    planes = (n.hq, n.rows)
+    spread = (n.group, n.ratio, n.hq)
     gl.warp_specialize(
         [
-            (consumer0, (C, out, rows, planes, buffers, bars, mail, sizes, terms, rest)),
-            (consumer1, (C, out, rows, planes, buffers, bars, mail, sizes, terms, rest)),
-            (producer, (C, descs, buffers, bars, mail, order, sizes, seqs, lengths, spread)),
+            (consumer0, (C, t.out, t.rows, planes, buffers, bars, mail, sizes, terms, rest)),
+            (consumer1, (C, t.out, t.rows, planes, buffers, bars, mail, sizes, terms, rest)),
+            (producer, (C, descs, buffers, bars, mail, order, sizes, seqs, t.lengths, spread)),
         ],
         [4, 1],
         [R0, R1],
     )
-# fmt: on
