@@ -48,7 +48,7 @@ class Built(NamedTuple):
                 spans.append((int(target[1], 16), line.address))
         bodies = [[x for x in self.lines if a <= x.address <= b] for a, b in spans]
         bodies = [b for b in bodies if any("HGMMA" in x.text for x in b)]
-        bodies = [b for b in bodies if not any("STG" in x.text for x in b)]
+        bodies = [b for b in bodies if not any(re.search(r"\bSTG\b", x.text) for x in b)]
         return [b for b in bodies if not any(_within(other, b) for other in bodies)]
 
 

@@ -362,16 +362,28 @@ def tma_store(desc: Descriptor, at: Any, source: Shared) -> None:
 
 
 def tma_store_wait(n: int) -> None:
-    """Copies are made as late as this, from what their buffers hold by now."""
+    """Buffers are read as late as this, by what is known to the program."""
     assert n == 0
     time.sleep(random.random() * 5e-4)
-    for desc, at, source in _here.__dict__.pop("adds", []):
+    flying = _here.__dict__.setdefault("flying", [])
+    for kind in ("adds", "stores"):
+        for desc, at, source in _here.__dict__.pop(kind, []):
+            flying.append((kind, desc, at, source.a.reshape(desc.box).copy()))
+    if random.random() < 0.3:  # in memory at once, or when that is waited for
+        _land(0)
+
+
+def _land(n: int) -> None:
+    """All copies but the last n are in memory."""
+    flying = _here.__dict__.setdefault("flying", [])
+    while len(flying) > n:
+        kind, desc, at, box = flying.pop(0)
         whole, part = desc.region(at)
         with _lock:
-            desc.a[whole] += source.a.reshape(desc.box)[part]
-    for desc, at, source in _here.__dict__.pop("stores", []):
-        whole, part = desc.region(at)
-        desc.a[whole] = source.a.reshape(desc.box)[part]
+            if kind == "adds":
+                desc.a[whole] += box[part]
+            else:
+                desc.a[whole] = box[part]
 
 
 # --- products ----------------------------------------------------------------------------------
@@ -437,8 +449,18 @@ def inline_asm(text: str, constraints: str, args: list[Any], dtype: Any, **_: An
         return args[0].to(dtype)
     if text.startswith("tanh"):
         return Tensor(np.tanh(args[0].a))
-    if text.startswith("cp.async.bulk.wait_group"):
+    if text.startswith("cp.async.bulk.wait_group"):  # then says so to other blocks
+        _land(int(text.split()[1].rstrip(";")))
+        place, value = args
+        with _lock:
+            place.memory[place.at] = raw(value)
         return None
+    if text.startswith("ld.acquire"):
+        time.sleep(random.random() * 2e-4)
+        with _lock:
+            if _failed:
+                raise Stuck("another thread failed")
+            return Tensor(args[0].memory[args[0].at].copy())
     if text.startswith("prefetch"):
         at = args[0].at
         assert ((at >= 0) & (at < args[0].memory.size)).all(), "a touch outside its tensor"
@@ -469,6 +491,7 @@ def _guarded(f: Any, args: tuple[Any, ...], block: Block) -> None:
         assert not _here.__dict__.get("products"), "a product was never waited for"
         assert not _here.__dict__.get("adds"), "a copy was never waited for"
         assert not _here.__dict__.get("stores"), "a copy was never waited for"
+        _land(0)
     except BaseException as error:
         with _lock:
             _failed.append(error)

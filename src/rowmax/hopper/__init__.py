@@ -1,6 +1,6 @@
-"""The forward for Hopper (sm_90a) in Gluon: TMA, asynchronous wgmma, specialised warps.
+"""Attention for Hopper (sm_90a) in Gluon: TMA, asynchronous wgmma, specialised warps.
 
-It takes what is listed in ``supports``; the rest, and every backward, is the Triton backend's.
+It takes what is listed in ``supports``; the rest is the Triton backend's.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ __all__ = ["backward", "forward", "supports"]
 
 def supports(problem: Problem, call: str) -> str | None:
     """None, or the sentence that says why not."""
-    if call != "forward":
-        return "the Hopper backend has a forward only"
-    return _refused(problem) or _missing()
+    reason = _refused(problem)
+    if call == "backward":
+        reason = reason or _refused_backward(problem)
+    return reason or _missing()
 
 
 def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
@@ -37,7 +38,9 @@ def backward(
     dlse: Tensor | None,
     wanted: Wanted,
 ) -> Gradients:
-    raise NotImplementedError(supports(problem, "backward"))
+    from .gradients import launch
+
+    return launch.backward(problem, tensors, out, lse, dout, dlse, wanted)
 
 
 def _refused(p: Problem) -> str | None:
@@ -56,6 +59,20 @@ def _refused(p: Problem) -> str | None:
         return "it does not take boolean masks"
     if p.varlen and p.documents:
         return "it does not take documents within packed sequences"
+    return None
+
+
+def _refused_backward(p: Problem) -> str | None:
+    """What the kernels of the backward do not do beside."""
+    if p.bias is not None:
+        if max(p.d, p.dv) > 128:
+            return f"its backward takes a bias up to head size 128, these are {p.d} and {p.dv}"
+        if p.bias[2:] != (p.nq, p.nk) or p.varlen:
+            return "its backward takes a bias with a row for each query and a column for each key"
+        if p.bias_dtype != p.dtype:
+            return f"its backward takes a bias of {p.dtype}, this one is {p.bias_dtype}"
+        if p.nk % 8:
+            return f"its backward takes a bias for a multiple of 8 keys, these are {p.nk}"
     return None
 
 

@@ -12,7 +12,7 @@ from ..problem import Problem
 from .gluon_compat import TensorDescriptor
 from .tiles import ROWS, Config
 
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 #: q0, q1, k0, k1, v0, v1, bias, out: a head size of 96 is copied as 64 + 32, another in one part
 Copies = tuple[Any, ...]
 
@@ -27,8 +27,8 @@ def copies_of(
     bias_copy = None
     if C.BIAS == "copied":
         view = (list(bias.shape), strides(bias))
-        bias_copy = _copy(bias, view, [1, 1, ROWS, C.BLOCK_K], _DTYPES[bias.dtype])
-    dtype = _DTYPES[problem.dtype]
+        bias_copy = _copy(bias, view, [1, 1, ROWS, C.BLOCK_K], DTYPES[bias.dtype])
+    dtype = DTYPES[problem.dtype]
     return (
         *_two(q, q_view, q_box, (C.D0, C.D1), dtype),
         *_two(k, (list(k.shape), strides(k)), k_box, (C.D0, C.D1), dtype),
@@ -49,12 +49,17 @@ def over(
     copies: Copies, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor
 ) -> Copies:
     """The descriptions with the tensors of a call."""
-    return tuple(
-        [
-            None if x is None else _with(x, t)
-            for x, t in zip(copies, (q, q, k, k, v, v, bias, out), strict=True)
-        ]
-    )
+    return placed(copies, (q, q, k, k, v, v, bias, out))
+
+
+def placed(copies: Copies, tensors: tuple[Any, ...]) -> Copies:
+    """Each description with its tensor."""
+    return tuple([None if x is None else _with(x, t) for x, t in zip(copies, tensors, strict=True)])
+
+
+def blocks(dtype: torch.dtype, shape: Any, strides: Any, box: list[int]) -> Any:
+    """The description, without its tensor, of one that is copied in blocks of ``box``."""
+    return _copy(_Like(dtype), (list(shape), list(strides)), box, DTYPES[dtype])
 
 
 def _with(template: Any, t: Any) -> Any:
@@ -68,7 +73,7 @@ def _two(t: Tensor, view: Any, box: list[int], widths: tuple[int, int], dtype: A
     return tuple(_copy(t, view, [*box, w], dtype) if w else None for w in widths)
 
 
-def _copy(t: Tensor, view: Any, box: list[int], dtype: Any) -> Any:
+def _copy(t: Any, view: Any, box: list[int], dtype: Any) -> Any:
     layout = gl.NVMMASharedLayout.get_default_for(box, dtype)
     return _with(TensorDescriptor(t, *view, box, layout), _Like(t.dtype))
 
@@ -78,6 +83,9 @@ class _Like:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
+
+    def data_ptr(self) -> int:
+        return 0
 
 
 def strides(t: Tensor) -> list[int]:

@@ -21,6 +21,24 @@ class Spans(NamedTuple):
     k_range: Tensor  # int32 [B|1, key tiles, 2]
 
 
+def tile_spans(stays: Tensor, passes: Tensor, block: int, block_passing: int, batch: int) -> Tensor:
+    """int32 ``[B, tiles of what stays, 2]``: from which to which tile of what passes by it meets.
+
+    ``stays`` and ``passes`` are ids, ``[B|1, N]``. Neither bound ever falls from one tile to the
+    next, so that what meets a tile of the other side is an interval too.
+    """
+    low, high = _tile_range(stays, block)
+    low_passing, high_passing = _tile_range(passes, block_passing)
+    meet = (low[:, :, None] <= high_passing[:, None]) & (low_passing[:, None] <= high[:, :, None])
+    n = meet.shape[2]
+    tile = torch.arange(n, device=meet.device)
+    begin = torch.where(meet, tile, n).amin(2)
+    end = torch.where(meet, tile + 1, 0).amax(2)
+    begin = begin.flip(1).cummin(1)[0].flip(1)
+    end = end.cummax(1)[0]
+    return torch.stack([begin, end], -1).int().expand(batch, -1, -1).contiguous()
+
+
 def spans_of(p: Problem, t: Tensors, warpgroups: int, tokens: int, block_k: int) -> Spans:
     assert t.q_ids is not None
     assert t.k_ids is not None

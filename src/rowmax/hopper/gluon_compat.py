@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from triton._C.libtriton import ir
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -16,6 +21,17 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait
+
+if hasattr(tma, "async_atomic_add"):
+    tma_add = tma.async_atomic_add
+else:  # 3.6 has the operation, and no name for it
+
+    @builtin
+    def tma_add(tensor_desc, coord, src, _semantic: Any = None):
+        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+        add = ir.DESCRIPTOR_REDUCE_KIND.ADD
+        _semantic.builder.create_async_tma_reduce(add, tensor_desc.handle, coord, src.handle)
+
 
 #: 3.9 made it public
 reinterpret = (
@@ -29,9 +45,11 @@ __all__ = [
     "fence_async_shared",
     "mbarrier",
     "reinterpret",
+    "tma_add",
     "tma_load",
     "tma_store",
     "tma_store_wait",
     "warpgroup_mma",
+    "warpgroup_mma_init",
     "warpgroup_mma_wait",
 ]

@@ -83,7 +83,9 @@ def pointers(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: T
     spans = q_range = k_range = None
     if problem.varlen:
         assert cu_q is not None
-        counter = packed.order(problem, cu_q, C.WARPGROUPS * ROWS // C.GROUP)
+        tokens = C.WARPGROUPS * ROWS // C.GROUP
+        most = packed.most_tiles(problem.total_q, problem.nq, problem.batch, tokens)
+        counter = packed.order(cu_q, problem.batch, most, tokens)
         table, ends = counter[packed.HEADER :], counter[1:]
     if problem.documents:
         spans, q_range, k_range = spans_of(
@@ -212,7 +214,8 @@ def order_of(
     """(blocks, the order of the tiles, each block's end)."""
     most = processors(device)
     if p.varlen:
-        return max(1, min(most, packed.most_tiles(p, tokens) * heads)), None, None
+        tiles = packed.most_tiles(p.total_q, p.nq, p.batch, tokens) * heads
+        return max(1, min(most, tiles)), None, None
     steps = steps_of(tokens, block_k, p.nq, p.nk, p.left, p.right)
     if p.documents:  # how long its tiles are only the device knows
         steps = torch.ones_like(steps)

@@ -7,21 +7,30 @@ tiles from a counter, since only the device knows how long they are.
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..problem import Problem
+from ..triton.compiled import Launch
 
 #: the counter, the number of tiles of one head, and (from here) where each sequence's begin
 HEADER = 2
 _CHUNK = 128
 
 
+class Pointers(NamedTuple):
+    order: Any
+    cu: Any
+
+
 @triton.jit
-def _place(order, cu_q, batch, TOKENS: tl.constexpr, HEADER: tl.constexpr, CHUNK: tl.constexpr):
+def _place(t, batch, TOKENS: tl.constexpr, HEADER: tl.constexpr, CHUNK: tl.constexpr):
     """Program b writes the number b in the rows of its sequence."""
+    order, cu_q = t.order, t.cu
     b = tl.program_id(0)
     length = tl.load(cu_q + b + 1) - tl.load(cu_q + b)
     before = tl.zeros([CHUNK], tl.int32)
@@ -45,13 +54,20 @@ def _place(order, cu_q, batch, TOKENS: tl.constexpr, HEADER: tl.constexpr, CHUNK
         tl.store(rows + m, b + 0 * m, m < tiles)
 
 
-def most_tiles(p: Problem, tokens: int) -> int:
+def most_tiles(total: int, longest: int, batch: int, tokens: int) -> int:
     """No fewer than there can be: every sequence ends in a tile that may be bare."""
-    return min(p.total_q // tokens + p.batch, p.batch * -(-p.nq // tokens))
+    return min(total // tokens + batch, batch * -(-longest // tokens))
 
 
-def order(p: Problem, cu_q: Tensor, tokens: int) -> Tensor:
-    size = HEADER + p.batch + most_tiles(p, tokens)
-    made = torch.empty(size, dtype=torch.int32, device=cu_q.device)
-    _place[(p.batch,)](made, cu_q, p.batch, tokens, HEADER, _CHUNK)
+@lru_cache(maxsize=256)
+def _placing(batch: int, tokens: int) -> tuple[Launch, tuple[Any, ...]]:
+    launch = Launch(_place, (batch, 1, 1), {"num_warps": 4, "enable_fp_fusion": True})
+    return launch, (batch, *map(tl.constexpr, (tokens, HEADER, _CHUNK)))
+
+
+def order(cu: Tensor, batch: int, most: int, tokens: int) -> Tensor:
+    """Sequences that begin at ``cu``, in ``most`` tiles at most of ``tokens`` positions."""
+    made = torch.empty(HEADER + batch + most, dtype=torch.int32, device=cu.device)
+    launch, numbers = _placing(batch, tokens)
+    launch((), Pointers(made, cu), numbers)
     return made

@@ -60,7 +60,7 @@ def row_at(C: gl.constexpr, n, order, sizes, seqs):
         wide = gl.minimum(many, heads - head)
         m = place // wide
         head = head + place - m * wide
-        if C.RIGHT:
+        if C.LAST_FIRST:
             m = tiles - 1 - m
         token = m * block
     else:
@@ -166,18 +166,18 @@ def dense_table(
         order = torch.arange(n * batch * heads)
         ends = order.new_tensor([len(order[i::blocks]) for i in range(blocks)])
         ends = torch.arange(blocks) + ends * blocks
-        return _rows(m[order] * tokens, h[order], heads), ends.int()
+        return table_rows(m[order] * tokens, h[order], heads), ends.int()
     longest = steps.argsort(descending=True, stable=True)
     parts = head.split(section)
     m = torch.cat([longest.repeat_interleave(part.shape[0]) for part in parts])
     h = torch.cat([part.repeat(n) for part in parts])
     place, ends = _first_free((steps[m] + OVERHEAD).tolist(), blocks)
     rows = torch.zeros(int(max(ends)), 4, dtype=torch.int32)
-    rows[place] = _rows(m * tokens, h, heads)
+    rows[place] = table_rows(m * tokens, h, heads)
     return rows, torch.tensor(ends, dtype=torch.int32)
 
 
-def _rows(token: Tensor, head: Tensor, heads: int) -> Tensor:
+def table_rows(token: Tensor, head: Tensor, heads: int) -> Tensor:
     return torch.stack([token, head % heads, head // heads, torch.zeros_like(head)], 1).int()
 
 

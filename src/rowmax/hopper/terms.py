@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from .softmax import along_row
 
-_LOG2E = gl.constexpr(1.4426950408889634)
+LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
@@ -23,7 +23,7 @@ def tanh(x, dtype: gl.constexpr):
             "tanh.approx.f32 $0, $1;", "=f,f", [x], gl.float32, is_pure=True, pack=1
         )
     else:
-        y = 1.0 - 2.0 / (gl.exp2(x * (2 * _LOG2E)) + 1.0)
+        y = 1.0 - 2.0 / (gl.exp2(x * (2 * LOG2E)) + 1.0)
     return y
 
 
@@ -98,10 +98,10 @@ def settled(x):
 
 
 @gluon.jit
-def columns(C: gl.constexpr, L: gl.constexpr):
+def columns(N: gl.constexpr, L: gl.constexpr):
     """8 a + e, the part of a column that is the same in every thread."""
     slices: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L)))
-    eights = gl.arange(0, C.BLOCK_K // 8, slices)
+    eights = gl.arange(0, N // 8, slices)
     pairs = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, L))))
     col = 8 * eights.expand_dims(0).expand_dims(2).expand_dims(3)
     return col + pairs.expand_dims(0).expand_dims(0).expand_dims(0)
@@ -140,7 +140,7 @@ def with_terms(C: gl.constexpr, S, copied, j, first, tile, terms, scale, dtype: 
         slope = gl.load(alibi + head * C.GROUP + r % C.GROUP)
         here = (first + offset + r // C.GROUP - j * C.BLOCK_K - lanes(L)).to(gl.float32)
         S = S - along_row(slope + 0.0 * here) * gl.abs(
-            along_row(here) - columns(C, L).to(gl.float32)
+            along_row(here) - columns(C.BLOCK_K, L).to(gl.float32)
         )
     return S
 
@@ -151,7 +151,7 @@ def gathered(C: gl.constexpr, L: gl.constexpr, j, first, tile, terms):
     token, head, b, q_row, k_row, nq, nk, offset, lo, hi = tile
     bias, bias_b, bias_h, bias_q, bias_k = terms[2:7]
     row = rows_of(L)
-    column = columns(C, L) + along_row(lanes(L))
+    column = columns(C.BLOCK_K, L) + along_row(lanes(L))
     at = bias + b.to(gl.int64) * bias_b + (head * C.GROUP).to(gl.int64) * bias_h
     if C.BIAS == "row":  # one for all queries
         at = at + (j * C.BLOCK_K).to(gl.int64) * bias_k
@@ -179,7 +179,7 @@ def masked(C: gl.constexpr, S, j, first, tile, sizes, terms):
     token, head, b, q_row, k_row, nq, nk, offset, lo, hi = tile
     nq_, nk_, left, right = sizes
     L: gl.constexpr = S.type.layout
-    col = columns(C, L)
+    col = columns(C.BLOCK_K, L)
     before = j * C.BLOCK_K + lanes(L)
     at = first + rows_of(L) // C.GROUP + offset
     if C.RIGHT:

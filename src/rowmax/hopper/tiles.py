@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 import triton
@@ -123,20 +124,23 @@ class Config:
         return self.VARLEN or self.DOCUMENTS
 
     @property
+    def LAST_FIRST(self) -> bool:
+        """Whether the last tile of a sequence is the longest."""
+        return self.RIGHT
+
+    @property
     def ADDED(self) -> bool:
         """Whether there are terms that scores do not scale."""
         return self.ALIBI or bool(self.BIAS)
 
 
-_DERIVED = [name for name, x in vars(Config).items() if isinstance(x, property)]
-
-
 class Constants:
-    """A Config as kernels read it: every field, and what follows from them, a constexpr."""
+    """A config as kernels read it: every field, and what follows from them, a constexpr."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Any) -> None:
         self.config = config
-        for name in (*(f.name for f in fields(config)), *_DERIVED):
+        derived = [name for name, x in vars(type(config)).items() if isinstance(x, property)]
+        for name in (*(f.name for f in fields(config)), *derived):
             setattr(self, name, gl.constexpr(getattr(config, name)))
 
     def __repr__(self) -> str:

@@ -1,0 +1,211 @@
+"""The Hopper backward beside what torch has, on the same tensors in one run.
+
+    python benchmarks/hopper_backward.py --out results.csv [--flex] [--rounds 3] [--only TEXT]
+    python benchmarks/hopper_backward.py --tries [--only TEXT]
+
+The 36 cells of ``hopper_forward.py``, then features; all that a backward launches is counted.
+Every cell is timed in turns, a fifth of a second apart, since the card slows down as it warms;
+the median of the turns is kept. FLOPs: 2.5 times the forward's. ``--tries`` measures our own
+kernels with other tiles and options instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+from pathlib import Path
+
+import torch
+import triton
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import rowmax
+from hopper_forward import LENGTHS, TOKENS, WIDTH, Run, measured, normal
+from rowmax import hopper
+from rowmax.hopper.gradients import launch
+from rowmax.hopper.gradients.tiles import GradientTile
+from rowmax.problem import Options, Tensors, Wanted, problem_of
+
+WANTED = Wanted(True, True, True, False, False)
+KINDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
+
+
+def backward_of(out: torch.Tensor, leaves: tuple[torch.Tensor, ...]) -> Run:
+    dout = torch.randn_like(out)
+    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+
+def ours(*tensors, function=rowmax.attention, modes=(False, True), **options) -> dict[str, Run]:
+    """Both modes; a bias is a leaf as well."""
+    leaves = [t.requires_grad_() for t in tensors if t.is_floating_point()]
+    if "bias" in options:
+        leaves.append(options["bias"].requires_grad_())
+    runs = {}
+    for deterministic in modes:
+        out = function(*tensors, deterministic=deterministic, **options)
+        name = "rowmax deterministic" if deterministic else "rowmax"
+        runs[name] = backward_of(out, tuple(leaves))
+    return runs
+
+
+def of_torch(kind: SDPBackend, q, k, v, **options) -> Run:
+    """The backward of a call in the layout that torch wants; fails when it is run."""
+    leaves = tuple(t.detach().transpose(1, 2).requires_grad_() for t in (q, k, v))
+    try:
+        with sdpa_kernel(kind):
+            return backward_of(scaled_dot_product_attention(*leaves, **options), leaves)
+    except RuntimeError as error:
+        text = str(error)
+
+        def fails() -> None:
+            raise RuntimeError(text)
+
+        return fails
+
+
+def of_flex(q, k, v, causal: bool, **options) -> Run:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    n = q.shape[1]
+    leaves = tuple(t.detach().transpose(1, 2).requires_grad_() for t in (q, k, v))
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, n, n) if causal else None
+    return backward_of(torch.compile(flex_attention)(*leaves, block_mask=mask, **options), leaves)
+
+
+def plain_cells(flex: bool, only: str):
+    for d in (64, 128, 256):
+        for n in LENGTHS:
+            for causal in (False, True):
+                name = f"D{d} N{n} {'causal' if causal else 'full'}"
+                if only not in name:
+                    continue
+                b, h = TOKENS // n, WIDTH // d
+                q, k, v = (normal(b, n, h, d) for _ in range(3))
+                runs = ours(q, k, v, causal=causal)
+                for other, kind in KINDS.items():
+                    runs[other] = of_torch(kind, q, k, v, is_causal=causal)
+                if flex:
+                    runs["flex"] = of_flex(q, k, v, causal)
+                yield name, runs, 10 * b * h * n * n * d / (2 if causal else 1)
+
+
+def feature_cells(only: str):
+    n, d = 16384, 128
+
+    def grouped(name: str, flops: float, **options):
+        if only in name:
+            q, k, v = normal(1, n, 32, d), normal(1, n, 8, d), normal(1, n, 8, d)
+            yield name, ours(q, k, v, **options), flops
+
+    half = 10 * 32 * n * n * d / 2
+    pairs = 1024 * n - 1024 * 1023 // 2 + n
+    window = rowmax.Window(left=1024, right=0)
+    yield from grouped("GQA 32/8 causal N16384", half, causal=True)
+    yield from grouped("GQA 32/8 causal N16384, softcap 30", half, causal=True, softcap=30.0)
+    yield from grouped("GQA 32/8 N16384, window 1024", 10 * 32 * pairs * d, mask=window)
+    if only in "packed causal, 16 x 2048":
+        q, k, v = (normal(32768, 16, d) for _ in range(3))
+        cu = torch.arange(0, 32769, 2048, device="cuda", dtype=torch.int32)
+
+        def packed(q, k, v, **options):
+            return rowmax.attention_varlen(q, k, v, cu, cu, 2048, 2048, causal=True, **options)
+
+        flops = 10 * 16 * 16 * 2048 * 2048 * d / 2
+        yield "packed causal, 16 x 2048", ours(q, k, v, function=packed), flops
+    for b, n, h, d in ((1, 4096, 16, 128), (4, 2048, 32, 64)):
+        name = f"bias and dbias (1, {h}, {n}, {n}), B{b} D{d}"
+        if only in name:
+            q, k, v = (normal(b, n, h, d) for _ in range(3))
+            bias = normal(1, h, n, n)
+            runs = ours(q, k, v, bias=bias)
+            # without the gradient of the bias, which it does not have
+            cudnn = SDPBackend.CUDNN_ATTENTION
+            runs["cudnn"] = of_torch(cudnn, q, k, v, attn_mask=bias.detach())
+            yield name, runs, 10 * b * h * n * n * d
+
+
+#: by head size: (tile, options) of what may be faster
+LATE = {"LATE": 2, "HELD": False, "KV_STAGES": 2}
+TRIES = {
+    64: {
+        "as it is": (None, {}),
+        "meet": (None, {"LATE": 0, "HELD": True, "KV_STAGES": 1}),
+        "late 1": (None, LATE | {"LATE": 1}),
+        "late 2": (None, LATE),
+        "late 3": (None, LATE | {"LATE": 3}),
+        "late 2, held": (None, LATE | {"HELD": True}),
+        "late 3, held": (None, LATE | {"LATE": 3, "HELD": True}),
+        "late 2, one K": (None, LATE | {"KV_STAGES": 1}),
+        "late 2, less ahead": (GradientTile(64, 3, 2), LATE),
+    },
+    128: {
+        "as it is": (None, {}),
+        "meet": (None, {"LATE": 0}),
+        "late 3": (None, {"LATE": 3}),
+        "late 3, one dO": (GradientTile(64, 3, 1), {"LATE": 3}),
+    },
+    256: {"as it is": (None, {})},
+}
+
+
+def tries(only: str):
+    for d, options in TRIES.items():
+        for n in (512, 4096, 16384):
+            for causal in (False, True):
+                name = f"D{d} N{n} {'causal' if causal else 'full'}"
+                if only not in name:
+                    continue
+                b, h = TOKENS // n, WIDTH // d
+                q, k, v, dout = (normal(b, n, h, d) for _ in range(4))
+                tensors = Tensors(q, k, v)
+                problem = problem_of(tensors, Options(d**-0.5, right=0 if causal else None))
+                out, lse = hopper.forward(problem, tensors)
+                given = (problem, tensors, out, lse, dout, None, WANTED)
+                runs = {}
+                for label, (tile, more) in options.items():
+                    plan = launch.made(problem, tensors, dout, tile, **more)
+                    runs[label] = lambda plan=plan, given=given: launch.launch(plan, *given)
+                plan = launch.made(problem, tensors, dout)
+                grads = tuple(torch.empty_like(t) for t in (q, k, v))
+                args = (*given, grads)
+                runs["rows before"] = lambda p=plan, a=args: launch.prepared(p, *a)
+                if plan.together:  # without what comes before and after
+                    t, _ = launch.prepared(plan, *args)
+                    more = (problem, tensors, dout, t)
+                    runs["main alone"] = lambda p=plan, a=more: launch.together(p, *a)
+                yield name, runs, 10 * b * h * n * n * d / (2 if causal else 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("hopper_backward.csv"))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--flex", action="store_true")
+    parser.add_argument("--tries", action="store_true")
+    parser.add_argument("--only", default="", help="cells whose name has this in it")
+    options = parser.parse_args()
+    versions = f"torch {torch.__version__} triton {triton.__version__}"
+    a = normal(8192, 8192)
+    ceiling = measured({"matmul": lambda: a @ a}, 2 * 8192**3, options.rounds)["matmul"]
+    with options.out.open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["case", "implementation", "tflops", "device", "versions", "date"])
+        about = [torch.cuda.get_device_name(), versions, datetime.date.today().isoformat()]
+        rows.writerow(["matmul 8192", "cublas", f"{ceiling:.0f}", *about])
+        print(f"{about}, matmul {ceiling:.0f} TFLOP/s")
+        every = (tries(options.only),)
+        if not options.tries:
+            every = (plain_cells(options.flex, options.only), feature_cells(options.only))
+        for cells in every:
+            for name, runs, flops in cells:
+                speeds = measured(runs, flops, options.rounds)
+                print(f"{name:40}", *(f"{n} {x:.0f}" for n, x in speeds.items()), flush=True)
+                for n, x in speeds.items():
+                    rows.writerow([name, n, f"{x:.0f}", *about])
+                file.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The backward for Hopper: a tile of keys stays, tiles of queries pass by it."""

@@ -1,0 +1,97 @@
+"""What the kernels of the backward take beside what copies tiles: pointers and numbers.
+
+``None`` among the pointers is a compile-time constant: the code for what a problem lacks is not
+compiled. No kernel is compiled anew for a number.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Pointers(NamedTuple):
+    """``t`` of the kernels that make gradients."""
+
+    out: Any  # dk, or the one gradient that is made
+    dv: Any = None
+    rows: Any = None  # lse and delta, where they are not copied alone
+    table: Any = None  # the order of the tiles, and where it ends
+    ends: Any = None
+    counter: Any = None  # what tiles are drawn from
+    turns: Any = None  # whose turn it is to add to a tile of dq
+    cu_q: Any = None
+    cu_k: Any = None
+    lengths: Any = None
+    spans: Any = None  # of documents
+    q_ids: Any = None
+    k_ids: Any = None
+    alibi: Any = None
+
+
+class Numbers(NamedTuple):
+    """``n`` of the kernels that make gradients."""
+
+    heads: Any  # of what stays
+    keys: Any  # how many positions of what passes by the cache has room for
+    rows: Any  # of a plane of lse, delta and dq
+    nq: Any
+    nk: Any
+    left: Any
+    right: Any
+    batch: Any
+    ids_q: Any  # 0 where ids are the same in all sequences, else how many a sequence has
+    ids_k: Any
+    each_b: Any  # 0 where the bias is one for all sequences, all heads
+    each_h: Any
+    inner: Any  # what scores are times inside a softcap
+    scale: Any  # what makes scores of them, in units of log 2
+    out_scale: Any
+    hq: Any
+    group: Any  # heads that pass by one that stays
+    ratio: Any  # query heads of a kv head
+
+
+class RowPointers(NamedTuple):
+    """``t`` of what is done row by row."""
+
+    out: Any = None
+    dout: Any = None
+    lse: Any = None
+    dlse: Any = None
+    sink: Any = None
+    stats: Any = None  # float32 [planes, 2, rows], lse in units of log 2, and delta
+    dsink: Any = None  # float32, of each tile of rows
+    cu_q: Any = None
+    cu_k: Any = None
+    sums: Any = None  # float32 [planes, rows, D], of dq
+    turns: Any = None
+    counters: Any = None
+    dq: Any = None
+    dk: Any = None
+    dv: Any = None
+
+
+class RowNumbers(NamedTuple):
+    """``n`` of what is done row by row."""
+
+    batch: Any
+    total_q: Any
+    total_k: Any
+    hq: Any
+    hk: Any
+    tiles: Any  # of rows, a plane
+    turns: Any  # words, one a tile of keys
+    b_step: Any  # of dout, in units of 8
+    n_step: Any
+    h_step: Any
+    scale: Any
+
+
+class RowConstants(NamedTuple):
+    """``c`` of what is done row by row."""
+
+    D: Any
+    DV: Any
+    BLOCK_D: Any
+    BLOCK_DV: Any
+    ROWS: Any

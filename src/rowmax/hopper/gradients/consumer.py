@@ -1,0 +1,410 @@
+"""A consumer's side: 64 keys, their scores with tile after tile of queries, dK, dV and half of dQ.
+
+Scores are held with keys down and queries across, ``S^T = K Q^T`` and ``dP^T = V dO^T``, so that
+P^T and dS^T are left operands of dV and dK as they lie in registers. dQ alone needs what the
+other warpgroup has: dS goes through shared memory, and each makes half of dQ from the whole.
+
+One step, tensor core above, threads below:
+
+    dK of the last, dP | dV         | dQ      | S of the next
+    P = exp2(S)        | dS, stored | meet    | dQ out
+
+so that products run under all that the threads do. At the end of a step nothing is in flight:
+the assembler would make products wait for one another that are. What a first step has in the
+place of the last one's dK is overwritten by what the second makes; the scores that a last step
+makes for a next one are not used.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..gluon_compat import (
+    fence_async_shared,
+    mbarrier,
+    reinterpret,
+    tma_store,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from ..layouts import matrix, output_layout, value_layout, weight_layout
+from ..pipeline import phase, slot, told
+from ..softmax import rounded
+from .layouts import column_layout, held_layout, score_layout
+from .schedule import full_tiles
+from .terms import weights
+
+
+@gluon.jit
+def meet():
+    """Both warpgroups here: what one has stored the other may read."""
+    gl.inline_asm_elementwise(
+        "bar.sync 9, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def block(buffers, s, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """Buffer s as ``[ROWS, WIDTH]``."""
+    return reinterpret(
+        buffers.index(s), buffers.dtype, [ROWS, WIDTH], matrix(ROWS, WIDTH, buffers.dtype)
+    )
+
+
+@gluon.jit
+def own(buffers, at, c: gl.constexpr, C: gl.constexpr, WIDTH: gl.constexpr):
+    """This warpgroup's rows of K or V in buffer ``at``. To that a zero is added that the compiler
+    cannot see: what it knows to be the same in every step it keeps in registers that are not
+    there."""
+    return block(buffers, at, C.BLOCK_K, WIDTH).slice(c * C.TOKENS, C.TOKENS, dim=0)
+
+
+@gluon.jit
+def held(C: gl.constexpr, buffers, at, c: gl.constexpr, WIDTH: gl.constexpr):
+    """This warpgroup's rows of K or V as left operands in registers, where those have room: half
+    of what S and dP ask of shared memory."""
+    x = 0
+    if C.HELD:
+        x = own(buffers, at, c, C, WIDTH).load(held_layout(C))
+    return x
+
+
+@gluon.jit
+def of_keys(dss, use, c: gl.constexpr, C: gl.constexpr):
+    """This warpgroup's part of the tile of dS of a use, keys down. In memory queries are down,
+    as they are in a bias: matrices of 8 by 8 are turned on their way to and from registers."""
+    return dss.index(use & 1).permute((1, 0)).slice(c * C.TOKENS, C.TOKENS, dim=0)
+
+
+@gluon.jit
+def issue_scores(C: gl.constexpr, c: gl.constexpr, k, ks, at, qs, use):
+    """S^T = K Q^T, on its way."""
+    z = gl.full([C.TOKENS, C.BLOCK_Q], 0.0, gl.float32, score_layout(C))
+    q = block(qs, slot(use, C.Q_STAGES), C.BLOCK_Q, C.D)
+    if not C.HELD:
+        k = own(ks, at + (use >> 30), c, C, C.D)
+    return warpgroup_mma(k, q.permute((1, 0)), z, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def issue_dk(C: gl.constexpr, c: gl.constexpr, dk, dss, qs, use, use_acc):
+    """dK += dS^T Q of a use, on its way."""
+    ds = of_keys(dss, use, c, C)
+    q = block(qs, slot(use, C.Q_STAGES), C.BLOCK_Q, C.D)
+    return warpgroup_mma(ds, q, dk, use_acc=use_acc, is_async=True)
+
+
+@gluon.jit
+def issue_dq(C: gl.constexpr, c: gl.constexpr, dss, ks, at, use):
+    """This warpgroup's half of dQ = dS K, on its way."""
+    z = gl.full([C.DQ_ROWS, C.DQ_COLS], 0.0, gl.float32, value_layout(C.DQ_COLS))
+    ds = dss.index(use & 1)
+    k = block(ks, at + (use >> 30), C.BLOCK_K, C.D)
+    if C.BY_ROWS:
+        ds = ds.slice(c * C.DQ_ROWS, C.DQ_ROWS, dim=0)
+    else:
+        k = k.slice(c * C.DQ_COLS, C.DQ_COLS, dim=1)
+    return warpgroup_mma(ds, k, z, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def row_numbers(C: gl.constexpr, stats, s, i: gl.constexpr):
+    """lse (i = 0) or delta (1) of a step's queries, one a column of S^T."""
+    both = reinterpret(
+        stats.index(s), stats.dtype, [2, C.BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    return both.index(i).load(column_layout(C))
+
+
+@gluon.jit
+def let_go(C: gl.constexpr, use, was, q_empty, b_empty):
+    """When dK of a use is made (and dbias stored): its Q, and its tile of dS or of the bias."""
+    if C.DBIAS:
+        tma_store_wait(0)
+    mbarrier.arrive(q_empty.index(slot(use, C.Q_STAGES)), count=1, pred=was)
+    if C.BIAS:
+        mbarrier.arrive(b_empty.index(use & 1), count=1, pred=was)
+
+
+@gluon.jit
+def step(
+    C: gl.constexpr,
+    MASKED: gl.constexpr,
+    c: gl.constexpr,
+    m,
+    head,
+    use,
+    span,
+    left,
+    state,
+    buffers,
+    bars,
+    tile,
+    sizes,
+    terms,
+    dbias,
+    scale,
+):
+    """One tile of queries. ``span`` are the first use and the end of the uses of this tile of
+    keys, ``left`` are K and V where they are held."""
+    S, dk, dv = state
+    qs, dos, stats, ks, vs, dss, dqs = buffers
+    q_full, q_empty, do_full, do_empty, k_full, v_full, kv_empty, dq_full, dq_empty = bars[:9]
+    b_full, b_empty = bars[9:11]
+    dtype: gl.constexpr = qs.dtype
+    begin, end = span
+    before = gl.maximum(use - 1, 0)
+    after = use + 1
+
+    dk = issue_dk(C, c, dk, dss, qs, before, before > begin)
+    s = slot(use, C.DO_STAGES)
+    mbarrier.wait(do_full.index(s), phase(use, C.DO_STAGES))
+    do = block(dos, s, C.BLOCK_Q, C.DV)
+    k, v, at = left
+    if not C.HELD:
+        v = own(vs, at + (use >> 30), c, C, C.DV)
+    z = gl.full([C.TOKENS, C.BLOCK_Q], 0.0, gl.float32, score_layout(C))
+    dp = warpgroup_mma(v, do.permute((1, 0)), z, use_acc=False, is_async=True)
+    lse = row_numbers(C, stats, slot(use, C.Q_STAGES), 0)[None, :]
+    bias = 0
+    if C.BIAS:
+        mbarrier.wait(b_full.index(use & 1), phase(use, 2))
+        bias = of_keys(dss, use, c, C).load(score_layout(C))
+    p, w = weights(C, MASKED, c, S, lse, bias, m, head, tile, sizes, terms, scale, dtype)
+    P = rounded(p, dtype)
+    # A wait begins a new basic block: without one here ptxas sinks the exponentials below the
+    # wait for the products that they are to run beside.
+    mbarrier.wait(q_full.index(slot(after, C.Q_STAGES)), phase(after, C.Q_STAGES), pred=after < end)
+    dp, dk = warpgroup_mma_wait(0, deps=[dp, dk])
+    let_go(C, before, use > begin, q_empty, b_empty)
+
+    dv = warpgroup_mma(gl.convert_layout(P, weight_layout(C.DV)), do, dv, is_async=True)
+    delta = row_numbers(C, stats, slot(use, C.Q_STAGES), 1)
+    ds = rounded(w * (dp - delta[None, :]), dtype)
+    of_keys(dss, use, c, C).store(ds)
+    fence_async_shared()
+    meet()
+    if C.DBIAS:
+        i = m * C.BLOCK_Q
+        j = tile[0] + c * C.TOKENS
+        half = dss.index(use & 1).slice(c * C.TOKENS, C.TOKENS, dim=1)
+        tma_store(dbias, [tile[2], head, i, j], half)
+    dq = issue_dq(C, c, dss, ks, at, use)
+    S = issue_scores(C, c, k, ks, at, qs, after)
+    dq, dv = warpgroup_mma_wait(1, deps=[dq, dv])
+    mbarrier.arrive(do_empty.index(s), count=1)
+    mbarrier.wait(dq_empty.index(c), phase(use, 1) ^ 1)
+    block(dqs, c, C.DQ_ROWS, C.DQ_COLS).store(dq)
+    fence_async_shared()
+    mbarrier.arrive(dq_full.index(c), count=1)
+    return after, (warpgroup_mma_wait(0, deps=[S]), dk, dv)
+
+
+@gluon.jit
+def send(C: gl.constexpr, c: gl.constexpr, dq, dqs, dq_full, dq_empty, use, real):
+    """This warpgroup's half of dQ of a use to the one that takes it away; nothing that is not
+    ``real``, where a use is the next one of the buffer."""
+    mbarrier.wait(dq_empty.index(c), phase(use, 1) ^ 1)
+    block(dqs, c, C.DQ_ROWS, C.DQ_COLS).store(dq)
+    fence_async_shared()
+    mbarrier.arrive(dq_full.index(c), count=1, pred=real)
+
+
+@gluon.jit
+def late_step(
+    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, m, head, use, span, left, state,
+    buffers, bars, tile, sizes, terms, scale,
+):  # fmt: skip
+    """One tile of queries, with dQ of the one before: what that needs of the other warpgroup was
+    stored a while ago, so that neither waits for the other and one's products run beside the
+    other's exponentials.
+
+        dK of the last, dP, dQ of the last | dV, S of the next
+        P = exp2(S)                        | dS, stored, dQ of the last out
+    """
+    S, dk, dv = state
+    qs, dos, stats, ks, vs, dss, dqs = buffers
+    q_full, q_empty, do_full, do_empty, k_full, v_full, kv_empty, dq_full, dq_empty = bars[:9]
+    ds_full = bars[11]
+    dtype: gl.constexpr = qs.dtype
+    begin, end = span
+    before = gl.maximum(use - 1, 0)
+    after = use + 1
+    was = use > begin
+
+    s = slot(use, C.DO_STAGES)
+    mbarrier.wait(do_full.index(s), phase(use, C.DO_STAGES))
+    do = block(dos, s, C.BLOCK_Q, C.DV)
+    k, v, at = left
+    if not C.HELD:
+        v = own(vs, at + (use >> 30), c, C, C.DV)
+    z = gl.full([C.TOKENS, C.BLOCK_Q], 0.0, gl.float32, score_layout(C))
+    dp = warpgroup_mma(v, do.permute((1, 0)), z, use_acc=False, is_async=True)
+    dk = issue_dk(C, c, dk, dss, qs, before, before > begin)
+    lse = row_numbers(C, stats, slot(use, C.Q_STAGES), 0)[None, :]
+    p, w = weights(C, MASKED, c, S, lse, 0, m, head, tile, sizes, terms, scale, dtype)
+    P = rounded(p, dtype)
+    # begins a basic block, so that the exponentials stay beside the products
+    if C.LATE == 1:
+        mbarrier.wait(ds_full.index(before & 1), phase(before, 2), pred=was)
+        dq = issue_dq(C, c, dss, ks, at, before)
+    mbarrier.wait(q_full.index(slot(after, C.Q_STAGES)), phase(after, C.Q_STAGES), pred=after < end)
+    dp, dk = warpgroup_mma_wait(1 if C.LATE == 1 else 0, deps=[dp, dk])
+    mbarrier.arrive(q_empty.index(slot(before, C.Q_STAGES)), count=1, pred=was)
+
+    dv = warpgroup_mma(gl.convert_layout(P, weight_layout(C.DV)), do, dv, is_async=True)
+    if C.LATE < 3:
+        S = issue_scores(C, c, k, ks, at, qs, after)
+    if C.LATE > 1:
+        mbarrier.wait(ds_full.index(before & 1), phase(before, 2), pred=was)
+    if C.LATE == 2:
+        dq = issue_dq(C, c, dss, ks, at, before)
+    delta = row_numbers(C, stats, slot(use, C.Q_STAGES), 1)
+    ds = rounded(w * (dp - delta[None, :]), dtype)
+    of_keys(dss, use, c, C).store(ds)
+    fence_async_shared()
+    if C.LATE == 1:
+        dq = warpgroup_mma_wait(2, deps=[dq])
+        mbarrier.arrive(ds_full.index(use & 1), count=1)
+        send(C, c, dq, dqs, dq_full, dq_empty, gl.where(was, before, use), was)
+        dv, S = warpgroup_mma_wait(0, deps=[dv, S])
+    elif C.LATE == 3:
+        dq = issue_dq(C, c, dss, ks, at, before)
+        S = issue_scores(C, c, k, ks, at, qs, after)
+        dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])
+        mbarrier.arrive(ds_full.index(use & 1), count=1)
+        send(C, c, dq, dqs, dq_full, dq_empty, gl.where(was, before, use), was)
+        S = warpgroup_mma_wait(0, deps=[S])
+    else:
+        dv, S, dq = warpgroup_mma_wait(0, deps=[dv, S, dq])
+        mbarrier.arrive(ds_full.index(use & 1), count=1)
+        send(C, c, dq, dqs, dq_full, dq_empty, gl.where(was, before, use), was)
+    mbarrier.arrive(do_empty.index(s), count=1)
+    return after, (S, dk, dv)
+
+
+@gluon.jit
+def one_step(
+    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, m, head, use, span, left, state,
+    buffers, bars, tile, sizes, terms, dbias, scale,
+):  # fmt: skip
+    if C.LATE:
+        use, state = late_step(
+            C, MASKED, c, m, head, use, span, left, state, buffers, bars, tile, sizes, terms, scale
+        )
+    else:
+        use, state = step(
+            C, MASKED, c, m, head, use, span, left, state, buffers, bars, tile, sizes, terms,
+            dbias, scale,
+        )  # fmt: skip
+    return use, state
+
+
+@gluon.jit
+def consumer(
+    C: gl.constexpr, c: gl.constexpr, dk, dv, dbias, buffers, bars, mail, sizes, terms, rest
+):
+    """Warpgroup c: keys ``64 c`` to ``64 c + 63`` of every tile of this block."""
+    messages, m_full, m_empty = mail
+    qs, dos, stats, ks, vs, dss, dqs = buffers
+    q_full, q_empty, do_full, do_empty, k_full, v_full, kv_empty, dq_full, dq_empty = bars[:9]
+    b_full, b_empty = bars[9:11]
+    scale, out_scale, group, hk = rest
+    turn = 0
+    use = 0
+    kept = 0
+    tile, live = told(C, 0, messages, m_full)
+    mbarrier.arrive(m_empty.index(0), count=1)
+    while live:
+        first, kv_head, b, q_row, k_row, nq, used, offset, lo, hi = tile
+        a, z = full_tiles(C, first + c * C.TOKENS, tile, sizes)
+        some = lo < hi
+        span = (use, use + (hi - lo) * group)
+        at = slot(kept, C.KV_STAGES)
+        mbarrier.wait(k_full.index(at), phase(kept, C.KV_STAGES), pred=some)
+        s = slot(use, C.Q_STAGES)
+        mbarrier.wait(q_full.index(s), phase(use, C.Q_STAGES), pred=some)
+        k = held(C, ks, at, c, C.D)
+        S = warpgroup_mma_wait(0, deps=[issue_scores(C, c, k, ks, at, qs, use)])
+        mbarrier.wait(v_full.index(at), phase(kept, C.KV_STAGES), pred=some)
+        left = (k, held(C, vs, at, c, C.DV), at)
+        dk_sum = gl.full([C.TOKENS, C.D], 0.0, gl.float32, value_layout(C.D))
+        dv_sum = gl.full([C.TOKENS, C.DV], 0.0, gl.float32, value_layout(C.DV))
+        state = (S, dk_sum, dv_sum)
+        for g in range(group):
+            head = kv_head * group + g
+            if C.UP:
+                for i in range(lo, a):
+                    use, state = one_step(
+                        C, True, c, i, head, use, span, left, state, buffers, bars,
+                        tile,
+                        sizes, terms, dbias, scale,
+                    )  # fmt: skip
+            if C.LEFT:
+                for i in range(z, hi):
+                    use, state = one_step(
+                        C, True, c, hi - 1 - i + z, head, use, span, left, state, buffers, bars,
+                        tile,
+                        sizes, terms, dbias, scale,
+                    )  # fmt: skip
+            if not C.DOCUMENTS:
+                for i in range(a, z):
+                    m = z - 1 - i + a
+                    if C.UP:
+                        m = i
+                    use, state = one_step(
+                        C, False, c, m, head, use, span, left, state, buffers, bars,
+                        tile,
+                        sizes, terms, dbias, scale,
+                    )  # fmt: skip
+            if C.MASKS and not C.UP:
+                for i in range(lo, a):
+                    use, state = one_step(
+                        C, True, c, a - 1 - i + lo, head, use, span, left, state, buffers, bars,
+                        tile,
+                        sizes, terms, dbias, scale,
+                    )  # fmt: skip
+        S, dk_sum, dv_sum = state
+        begin, end = span
+        last = gl.maximum(end - 1, 0)
+        dk_sum = issue_dk(C, c, dk_sum, dss, qs, last, last > begin)
+        if C.LATE:
+            mbarrier.wait(bars[11].index(last & 1), phase(last, 2), pred=some)
+            dq = issue_dq(C, c, dss, ks, at, last)
+            dq, dk_sum = warpgroup_mma_wait(0, deps=[dq, dk_sum])
+            if some:
+                send(C, c, dq, dqs, dq_full, dq_empty, last, some)
+        else:
+            dk_sum = warpgroup_mma_wait(0, deps=[dk_sum])
+        if not some:  # made of what is stale
+            dk_sum = gl.full([C.TOKENS, C.D], 0.0, gl.float32, value_layout(C.D))
+        let_go(C, last, some, q_empty, b_empty)
+        mbarrier.arrive(kv_empty.index(at), count=1, pred=some)
+        kept += some.to(gl.int32)
+        turn += 1
+        after, live = told(C, turn, messages, m_full)
+        mbarrier.arrive(m_empty.index(slot(turn, 2)), count=1)
+        # rows of all sequences, dense or packed, lie one after the other
+        row = k_row + first + c * C.TOKENS
+        if not C.VARLEN:
+            row = row + b * (nq + offset)
+        there = nq + offset - first - c * C.TOKENS
+        place = row.to(gl.int64) * hk + kv_head
+        store_rows(dk_sum * out_scale, dk + place * C.D_OUT, hk * C.D_OUT, there, C.D, C.D_OUT)
+        store_rows(dv_sum, dv + place * C.DV_OUT, hk * C.DV_OUT, there, C.DV, C.DV_OUT)
+        tile = after
+
+
+@gluon.jit
+def store_rows(x, to, stride, rows, WIDTH: gl.constexpr, OUT: gl.constexpr):
+    """The first ``rows`` of 64 rows x, in stores of 16 bytes."""
+    WL: gl.constexpr = output_layout(WIDTH)
+    x = gl.convert_layout(x.to(to.dtype.element_ty), WL)
+    r = gl.arange(0, 64, gl.SliceLayout(1, WL))
+    d = gl.arange(0, WIDTH, gl.SliceLayout(0, WL))
+    there = (r < rows)[:, None]
+    if OUT != WIDTH:
+        there = there & (d < OUT)[None, :]
+    gl.store(to + (r * stride)[:, None] + d[None, :], x, mask=there)

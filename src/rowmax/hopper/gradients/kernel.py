@@ -1,0 +1,62 @@
+"""The backward kernel: two consumers, one that brings and one that takes away."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..kernel import blocks_of
+from ..pipeline import barriers
+from .consumer import consumer
+from .pipeline import all_barriers, producer, writer
+
+
+@gluon.jit
+def consumer0(C: gl.constexpr, dk, dv, dbias, buffers, bars, mail, sizes, terms, rest):
+    consumer(C, 0, dk, dv, dbias, buffers, bars, mail, sizes, terms, rest)
+
+
+@gluon.jit
+def consumer1(C: gl.constexpr, dk, dv, dbias, buffers, bars, mail, sizes, terms, rest):
+    consumer(C, 1, dk, dv, dbias, buffers, bars, mail, sizes, terms, rest)
+
+
+@gluon.jit
+def backward(
+    q, do, rows, k, v, dq, bias, dbias, t, n,
+    C: gl.constexpr, R0: gl.constexpr, R1: gl.constexpr,
+):  # fmt: skip
+    """What tells the copy engine what to copy (rows are lse and delta), the bundles, what is
+    compiled in, and registers: a consumer's thread's, then the others'."""
+    qs = blocks_of(q, C.Q_STAGES)
+    dos = blocks_of(do, C.DO_STAGES)
+    stats = blocks_of(rows, C.Q_STAGES)
+    ks = blocks_of(k, C.KV_STAGES)
+    vs = blocks_of(v, C.KV_STAGES)
+    DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.BLOCK_Q, C.BLOCK_K], q.dtype)
+    dss = gl.allocate_shared_memory(q.dtype, [2, C.BLOCK_Q, C.BLOCK_K], DS)
+    dqs = blocks_of(dq, C.WARPGROUPS)
+    messages = gl.allocate_shared_memory(gl.int32, [2, 16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    mail = (messages, barriers(2, 1), barriers(2, C.WARPGROUPS + 1))
+    bars = all_barriers(C)
+    buffers = (qs, dos, stats, ks, vs, dss, dqs)
+    descs = (q, do, rows, k, v, bias)
+    order = (t.table, t.ends, t.counter, n.heads, n.heads, n.keys)
+    sizes = (n.nq, n.nk, n.left, n.right, t.spans)
+    seqs = (t.cu_k, t.cu_q, n.batch, t.lengths)
+    terms = (n.inner, t.alibi, t.q_ids, t.k_ids, n.ids_q, n.ids_k)
+    rest = (n.scale, n.out_scale, n.group, n.heads)
+    spread = (n.group, n.hq, n.each_b, n.each_h)
+    tiles = (n.nk + C.BLOCK_K - 1) // C.BLOCK_K  # of keys, a head
+    if C.ORDERED and C.VARLEN:
+        tiles = gl.load(t.cu_k + n.batch) // C.BLOCK_K + n.batch
+    gl.warp_specialize(
+        [
+            (consumer0, (C, t.out, t.dv, dbias, buffers, bars, mail, sizes, terms, rest)),
+            (consumer1, (C, t.out, t.dv, dbias, buffers, bars, mail, sizes, terms, rest)),
+            (producer, (C, descs, buffers[:6], bars, mail, order, sizes, seqs, t.lengths, spread)),
+            (writer, (C, dq, dqs, bars, mail, t.turns, sizes, tiles, n.heads, n.group, n.hq)),
+        ],
+        [4, 1, 1],
+        [R0, R1, R1],
+    )

@@ -1,0 +1,24 @@
+"""Where scores lie in the backward: keys down, queries across."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.constexpr_function
+def score_layout(C):
+    """S^T ``[64, BLOCK_Q]`` as the product leaves it."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_Q, 16])
+
+
+@gluon.constexpr_function
+def column_layout(C):
+    """One number a query, where its column is."""
+    return gl.SliceLayout(0, score_layout(C))
+
+
+@gluon.constexpr_function
+def held_layout(C):
+    """K or V ``[64, D]`` as a product takes it from registers."""
+    return gl.DotOperandLayout(operand_index=0, parent=score_layout(C), k_width=2)

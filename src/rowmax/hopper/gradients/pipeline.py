@@ -1,0 +1,281 @@
+"""Who carries what: Q, dO, K and V into shared memory, dQ out of it.
+
+One warp brings, one warp takes away, two warpgroups work in between. What they agree on, for a
+block (arrivals that complete a phase; a use n of a ring of S takes buffer n % S in phase
+(n // S) & 1, and both sides count uses):
+
+    barrier       arrivals                              waited for by
+    q_full[s]     producer's expect + bytes of Q, rows  consumers, before S of the use
+    do_full[s]    producer's expect + bytes of dO       consumers, before dP of the use
+    q_empty[s]    each consumer, when dK of the use is  producer, before it fills s again
+    do_empty[s]   each consumer, when dV of the use is  producer, likewise
+    k_full[s]     producer's expect + bytes of K        consumers, before a tile's first S
+    v_full[s]     producer's expect + bytes of V        consumers, before a tile's first dP
+    kv_empty[s]   each consumer, after a tile's last    producer, before K of a later tile
+    b_full[t]     producer's expect + bytes of the bias  consumers, before P of the use
+    b_empty[t]    each consumer, when dK of the use is  producer, before a bias two uses later
+    dq_full[c]    consumer c, dQ of the use is there    writer, once a use
+    dq_empty[c]   writer, its copy has been read        consumer c, before its next dQ
+    ds_full[t]    each consumer, dS of the use is there  consumers, before dQ of the use (LATE)
+    m_full[t]     producer, a tile is announced         consumers and writer, once a turn
+    m_empty[t]    each consumer and the writer          producer, two turns later
+
+A use is a step: one tile of queries of one head of the group. A tile of keys that no query sees
+has none: it takes a turn (m_full, m_empty) and touches no other barrier, on any side. All sides
+read lo, hi and the size of the group from the same message, so they count the same uses.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..gluon_compat import (
+    fence_async_shared,
+    mbarrier,
+    reinterpret,
+    tma_add,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+)
+from ..pipeline import barriers, phase, post, slot, told
+from ..schedule import row_at
+from .schedule import draw, draw_next, neighbour_of, passing, plane_of, tile_of, turns_before
+
+
+@gluon.jit
+def all_barriers(C: gl.constexpr):
+    bars = (
+        barriers(C.Q_STAGES, 1),
+        barriers(C.Q_STAGES, C.WARPGROUPS),
+        barriers(C.DO_STAGES, 1),
+        barriers(C.DO_STAGES, C.WARPGROUPS),
+        barriers(C.KV_STAGES, 1),
+        barriers(C.KV_STAGES, 1),
+        barriers(C.KV_STAGES, C.WARPGROUPS),
+        barriers(C.WARPGROUPS, 1),
+        barriers(C.WARPGROUPS, 1),
+        barriers(2, 1),
+        barriers(2, C.WARPGROUPS),
+        barriers(2, C.WARPGROUPS),
+    )
+    fence_async_shared()
+    return bars
+
+
+@gluon.jit
+def load_step(C: gl.constexpr, descs, buffers, bars, where, m, g, use):
+    """Q, its rows' lse and delta, dO and the bias of one step."""
+    q, do, rows, k, v, bias = descs
+    qs, dos, stats, ks, vs, dss = buffers
+    q_full, q_empty, do_full, do_empty = bars[:4]
+    b_full, b_empty = bars[9:11]
+    part, b, kv_head, first, q_row, spread = where
+    group, hq, each_b, each_h = spread
+    head = kv_head * group + g
+    plane, row = plane_of(C, b, head, q_row, hq)
+    i = m * C.BLOCK_Q
+    s = slot(use, C.Q_STAGES)
+    bar = q_full.index(s)
+    mbarrier.wait(q_empty.index(s), phase(use, C.Q_STAGES) ^ 1)
+    mbarrier.expect(bar, q.block_type.nbytes + rows.block_type.nbytes)
+    tma_load(q, [part, q_row + i, head, 0], bar, qs.index(s))
+    tma_load(rows, [plane, 0, row + i], bar, stats.index(s))
+    s = slot(use, C.DO_STAGES)
+    bar = do_full.index(s)
+    mbarrier.wait(do_empty.index(s), phase(use, C.DO_STAGES) ^ 1)
+    mbarrier.expect(bar, do.block_type.nbytes)
+    tma_load(do, [part, q_row + i, head, 0], bar, dos.index(s))
+    if C.BIAS:  # its tile lies where dS of the step will be put
+        s = use & 1
+        bar = b_full.index(s)
+        mbarrier.wait(b_empty.index(s), phase(use, 2) ^ 1)
+        mbarrier.expect(bar, bias.block_type.nbytes)
+        to = reinterpret(dss.index(s), dss.dtype, [1, 1, C.BLOCK_Q, C.BLOCK_K], bias.layout)
+        tma_load(bias, [b * each_b, head * each_h, i, first], bar, to)
+
+
+@gluon.jit
+def load_keys(C: gl.constexpr, descs, buffers, bars, where, row, kept):
+    q, do, rows, k, v, bias = descs
+    qs, dos, stats, ks, vs, dss = buffers
+    k_full, v_full, kv_empty = bars[4:7]
+    part, b, kv_head, first, q_row, spread = where
+    s = slot(kept, C.KV_STAGES)
+    mbarrier.wait(kv_empty.index(s), phase(kept, C.KV_STAGES) ^ 1)
+    mbarrier.expect(k_full.index(s), k.block_type.nbytes)
+    tma_load(k, [part, row, kv_head, 0], k_full.index(s), ks.index(s))
+    mbarrier.expect(v_full.index(s), v.block_type.nbytes)
+    tma_load(v, [part, row, kv_head, 0], v_full.index(s), vs.index(s))
+
+
+@gluon.jit
+def told_of(C: gl.constexpr, n, end, turn, mail, order, sizes, seqs, lengths):
+    """The place after n and its tile, which all are told of."""
+    messages, m_full, m_empty = mail
+    here = n
+    n = draw_next(C, n, order)
+    ahead = row_at(C, gl.where(n < end, n, here), order, sizes, seqs)
+    tile = tile_of(C, ahead, sizes, seqs, lengths)
+    post(C, tile, n < end, turn, messages, m_full, m_empty)
+    return n, tile
+
+
+@gluon.jit
+def producer(C: gl.constexpr, descs, buffers, bars, mail, order, sizes, seqs, lengths, spread):
+    """One warp: every copy into shared memory for every tile of this block."""
+    messages, m_full, m_empty = mail
+    group, hq, each_b, each_h = spread
+    n, end = draw(C, order)
+    turn = 0
+    use = 0
+    kept = 0
+    here = gl.where(n < end, n, 0) if C.DRAWN else n
+    tile = tile_of(C, row_at(C, here, order, sizes, seqs), sizes, seqs, lengths)
+    post(C, tile, n < end, 0, messages, m_full, m_empty)
+    while n < end:
+        first, kv_head, b, q_row, k_row, nq, used, offset, lo, hi = tile
+        where = (0 if C.VARLEN else b, b, kv_head, first, q_row, spread)
+        if lo < hi:
+            # the rings have room for the first step while K and V of the last tile are in use
+            load_step(C, descs, buffers, bars, where, passing(C, 0, lo, hi), 0, use)
+            load_keys(C, descs, buffers, bars, where, k_row + first, kept)
+            kept += 1
+        steps = hi - lo
+        # as many steps as there is room for, since to look up the next tile takes a while
+        some = gl.minimum(steps * group, C.DO_STAGES)
+        for i in range(1, some):
+            g = i // steps
+            m = passing(C, i - g * steps, lo, hi)
+            load_step(C, descs, buffers, bars, where, m, g, use + i)
+        if not C.ORDERED:
+            n, tile = told_of(C, n, end, turn + 1, mail, order, sizes, seqs, lengths)
+        for i in range(gl.maximum(some, 1), steps * group):
+            g = i // steps
+            m = passing(C, i - g * steps, lo, hi)
+            load_step(C, descs, buffers, bars, where, m, g, use + i)
+        use += steps * group
+        if C.ORDERED:  # not before its time: others are to follow what is drawn
+            n, tile = told_of(C, n, end, turn + 1, mail, order, sizes, seqs, lengths)
+        turn += 1
+
+
+@gluon.jit
+def looked_up(place):
+    """How many steps are done, as ``told_others`` has put it: copies begun after this come after
+    what those steps have added. (A fence of the proxies that does not say which memory it is
+    about is one of all memory of the device, which takes as long as a copy.)"""
+    return gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.b32 $0, [$1]; shfl.sync.idx.b32 $0, $0, 0, 31, 0xffffffff; "
+        "fence.proxy.async.global;",
+        "=r,l",
+        [place],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def told_others(C: gl.constexpr, place, steps, FLYING: gl.constexpr):
+    """Tell that so many steps are done, when the copies of all but the last FLYING are in memory:
+    each half of dQ is a copy."""
+    WAIT: gl.constexpr = "cp.async.bulk.wait_group " + ("2; " if FLYING else "0; ")
+    gl.inline_asm_elementwise(
+        WAIT
+        + "fence.proxy.async.global; bar.warp.sync 0xffffffff; { .reg .pred p; .reg .b32 lane; "
+        "mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; @p st.release.gpu.global.b32 [$1], $2; } "
+        "mov.u32 $0, 0;",
+        "=r,l,r",
+        [place, steps],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def place_of(C: gl.constexpr, tile, turns, tiles, heads):
+    """Where a tile of keys tells how many steps it has done; its neighbours' are beside it."""
+    first, kv_head, b, q_row, k_row, nq, used, offset, lo, hi = tile
+    at = first // C.BLOCK_K
+    if C.VARLEN:
+        plane = kv_head
+        at += k_row // C.BLOCK_K + b
+    else:
+        plane = b * heads + kv_head
+    return turns + (plane * tiles + at)
+
+
+@gluon.jit
+def send_dq(C: gl.constexpr, FIRST: gl.constexpr, dq, dqs, plane, row):
+    """Both halves of a tile of dQ to memory: added to what is there, or in its place."""
+    for c in gl.static_range(C.WARPGROUPS):
+        if C.BY_ROWS:
+            at = [plane, row + c * C.DQ_ROWS, 0]
+        else:
+            at = [plane, row, c * C.DQ_COLS]
+        if FIRST:
+            tma_store(dq, at, dqs.index(c))
+        else:
+            tma_add(dq, at, dqs.index(c))
+
+
+@gluon.jit
+def writer(C: gl.constexpr, dq, dqs, bars, mail, turns, sizes, tiles, heads, group, hq):
+    """One warp: dQ of every step added to memory, both halves.
+
+    ORDERED: a tile of dQ takes what each tile of keys adds in the order of ``schedule.py``. Each
+    tile of keys tells in ``turns`` how many steps it has done, and reads there how far the one
+    that it follows has come: once for many steps where that one is well ahead. To be done is to
+    be in memory. To wait for that would take longer than a step, so a step is told of when the
+    next one has been sent, or when there is nothing else to do.
+    """
+    messages, m_full, m_empty = mail
+    dq_full, dq_empty = bars[7:9]
+    turn = 0
+    use = 0
+    tile, live = told(C, 0, messages, m_full)
+    mbarrier.arrive(m_empty.index(0), count=1)
+    while live:
+        first, kv_head, b, q_row, k_row, nq, used, offset, lo, hi = tile
+        steps = hi - lo
+        end = steps * group
+        seen = 0
+        if C.ORDERED:
+            place = place_of(C, tile, turns, tiles, heads)
+            before = neighbour_of(C, tile, sizes)
+        for i in range(end):
+            g = i // steps
+            m = passing(C, i - g * steps, lo, hi)
+            plane, row = plane_of(C, b, kv_head * group + g, q_row, hq)
+            row += m * C.BLOCK_Q
+            if C.ORDERED:
+                ours = turns_before(C, g, m, before)
+                if seen < ours:
+                    seen = looked_up(place + C.NEIGHBOUR)
+                    if seen < ours:
+                        told_others(C, place, i, 0)
+                        while seen < ours:
+                            seen = looked_up(place + C.NEIGHBOUR)
+            for c in gl.static_range(C.WARPGROUPS):
+                mbarrier.wait(dq_full.index(c), phase(use, 1))
+            if C.FRESH:
+                if ours == 0:
+                    send_dq(C, True, dq, dqs, plane, row)
+                else:
+                    send_dq(C, False, dq, dqs, plane, row)
+            else:
+                send_dq(C, False, dq, dqs, plane, row)
+            tma_store_wait(0)
+            for c in gl.static_range(C.WARPGROUPS):
+                mbarrier.arrive(dq_empty.index(c), count=1)
+            if C.ORDERED:
+                told_others(C, place, i, 1)
+            use += 1
+        if C.ORDERED:
+            told_others(C, place, end, 0)
+        turn += 1
+        tile, live = told(C, turn, messages, m_full)
+        mbarrier.arrive(m_empty.index(slot(turn, 2)), count=1)

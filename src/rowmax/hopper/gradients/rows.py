@@ -1,0 +1,112 @@
+"""What is done row by row, before and after: delta and lse for the kernel, dq from its sums.
+
+Both passes cut rows into the tiles of queries of the kernel, padded alike (``plane_of``).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...triton.steps import sequence, sequence_of_slot
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def place(t, n, c):
+    """(program's tile, plane, sequence, head, its first row, its length, the tile's first row)."""
+    tile = tl.program_id(0) % n.tiles
+    plane = tl.program_id(0) // n.tiles
+    i0 = tile
+    if t.cu_q is not None:
+        b, i0 = sequence_of_slot(t.cu_q, tile, n.batch, n.total_q, c.ROWS)
+        start, size = sequence(t.cu_q, b, n.batch, n.total_q, n.total_q)
+        head = plane
+    else:
+        b = plane // n.hq
+        head = plane % n.hq
+        start = 0
+        size = n.total_q
+    return tile, plane, b, head, start, size, i0 * c.ROWS
+
+
+@triton.jit
+def clear_rest(x, cu, batch, total, width):
+    """Zeros in the rows past the last packed sequence, shared out among all programs."""
+    end = total.to(tl.int64) * width
+    first = tl.load(cu + batch).to(tl.int64) * width + tl.program_id(0) * 1024
+    at = tl.arange(0, 1024)
+    while first < end:
+        tl.store(x + first + at, tl.zeros([1024], x.dtype.element_ty), mask=first + at < end)
+        first += tl.num_programs(0) * 1024
+
+
+@triton.jit
+def prepare(t, n, c):
+    """lse in units of log 2 and ``Delta - dLSE`` of a tile of rows, and its part of dsink; zeros
+    in what the kernel adds to.
+
+    Rows that see nothing, and those that pad a tile, have an lse of +inf: weights of 0.
+    """
+    tile, plane, b, head, start, size, i0 = place(t, n, c)
+    size = tl.where(b < n.batch, size, 0)
+    r = tl.arange(0, c.ROWS)
+    here = i0 + r < size
+    d = tl.arange(0, c.BLOCK_DV)
+    there = here[:, None] & (d < c.DV)[None, :]
+    row = (start + i0 + r).to(tl.int64)
+    if t.cu_q is None:
+        row += b.to(tl.int64) * n.total_q
+    at = (row * n.hq + head) * c.DV
+    o = tl.load(t.out + at[:, None] + d[None, :], mask=there, other=0.0).to(tl.float32)
+    at = (start + i0 + r).to(tl.int64) * n.n_step + head.to(tl.int64) * n.h_step
+    if t.cu_q is None:
+        at += b.to(tl.int64) * n.b_step
+    do = tl.load(t.dout + (8 * at)[:, None] + d[None, :], mask=there, other=0.0).to(tl.float32)
+    delta = tl.sum(o * do, 1)
+    at = plane.to(tl.int64) * n.total_q + start + i0 + r
+    value = tl.load(t.lse + at, mask=here, other=float("-inf"))
+    if t.dlse is not None:
+        delta -= tl.load(t.dlse + at, mask=here, other=0.0)
+    lse2 = tl.where(value == float("-inf"), float("inf"), value * _LOG2E)
+    rows = n.tiles * c.ROWS
+    to = t.stats + plane.to(tl.int64) * (2 * rows) + tile * c.ROWS + r
+    tl.store(to, lse2)
+    tl.store(to + rows, delta)
+    if t.dsink is not None:
+        p = tl.exp2(tl.load(t.sink + head).to(tl.float32) * _LOG2E - lse2)
+        tl.store(t.dsink + tl.program_id(0), -tl.sum(tl.where(here, p * delta, 0.0), 0))
+    if t.sums is not None:
+        w = tl.arange(0, c.BLOCK_D)
+        to = t.sums + tl.program_id(0).to(tl.int64) * (c.ROWS * c.BLOCK_D)
+        zeros = tl.zeros([c.ROWS, c.BLOCK_D], tl.float32)
+        tl.store(to + (r * c.BLOCK_D)[:, None] + w[None, :], zeros)
+    if t.turns is not None:
+        for i in range(tl.program_id(0), n.turns, tl.num_programs(0)):
+            tl.store(t.turns + i, 0)
+    if t.counters is not None and tl.program_id(0) == 0:
+        tl.store(t.counters + tl.arange(0, 16), tl.zeros([16], tl.int32))
+    if t.cu_q is not None:
+        if t.dq is not None:
+            clear_rest(t.dq, t.cu_q, n.batch, n.total_q, n.hq * c.D)
+        if t.dk is not None:
+            clear_rest(t.dk, t.cu_k, n.batch, n.total_k, n.hk * c.D)
+        if t.dv is not None:
+            clear_rest(t.dv, t.cu_k, n.batch, n.total_k, n.hk * c.DV)
+
+
+@triton.jit
+def finish(t, n, c):
+    """``dq = scale sums`` of a tile of rows, in the dtype of q; 0 past the last sequence."""
+    tile, plane, b, head, start, size, i0 = place(t, n, c)
+    r = tl.arange(0, c.ROWS)
+    d = tl.arange(0, c.BLOCK_D)
+    there = (i0 + r < size)[:, None] & (d < c.D)[None, :]
+    at = (plane.to(tl.int64) * n.tiles + tile) * c.ROWS + r
+    x = tl.load(t.sums + at[:, None] * c.BLOCK_D + d[None, :], mask=there, other=0.0) * n.scale
+    row = (start + i0 + r).to(tl.int64)
+    if t.cu_q is None:
+        row += b.to(tl.int64) * n.total_q
+    at = (row * n.hq + head) * c.D
+    tl.store(t.dq + at[:, None] + d[None, :], x.to(t.dq.dtype.element_ty), mask=there)

@@ -1,0 +1,97 @@
+"""P from S^T, and what dP - Delta is to be multiplied with: softcap, bias, ALiBi and masks.
+
+Scores are in units of log 2 throughout, as lse is. With a softcap ``dX = P (1 - (t/c)^2) (dP -
+Delta)``, and that product of the first two is all that is kept of them beside P, rounded.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..softmax import along_row, by_lane
+from ..terms import LOG2E, columns, lanes, rows_of, tanh
+
+
+@gluon.jit
+def seen(C: gl.constexpr, p, first, m, tile, sizes, terms):
+    """Which pairs of 64 rows from ``first`` on and tile m of the other side may see each other.
+    Rows are keys and columns queries but where C.KIND is dq."""
+    key, head, b, q_row, k_row, nq, used, offset, lo, hi = tile
+    n_queries, n_keys, left, right, spans = sizes
+    L: gl.constexpr = p.type.layout
+    # limits of the column, less the lane's own part of it: what is left of it is a constant
+    at = first + rows_of(L)
+    before = m * C.BLOCK_Q + lanes(L)
+    col = columns(C.BLOCK_Q, L)
+    if C.KIND == "dq":
+        at = at + offset - before
+        end = used - before + 0 * at
+        if C.RIGHT:
+            end = gl.minimum(at + right + 1, end)
+        ok = col < along_row(end)
+        if C.LEFT:
+            ok = ok & (col >= along_row(at - left))
+    else:
+        here = at - offset - before
+        low = 0 * here
+        if C.RIGHT:
+            low = here - right
+        if C.RAGGED:
+            low = gl.where(at < used, low, C.BLOCK_Q)
+        ok = col >= along_row(low)
+        if C.LEFT:
+            ok = ok & (col <= along_row(here + left))
+    if C.DOCUMENTS:
+        q_ids, k_ids, ids_q, ids_k = terms[2:]
+        row = first + rows_of(L)
+        other = col + along_row(before)
+        if C.KIND == "dq":
+            of_row = gl.load(q_ids + b * ids_q + row, mask=row < n_queries, other=0)
+            of_other = gl.load(k_ids + b * ids_k + other, mask=other < n_keys, other=0)
+        else:
+            of_row = gl.load(k_ids + b * ids_k + row, mask=row < n_keys, other=0)
+            of_other = gl.load(q_ids + b * ids_q + other, mask=other < n_queries, other=0)
+        ok = ok & (of_other == along_row(of_row))
+    return ok
+
+
+@gluon.jit
+def distance(C: gl.constexpr, S, first, m, tile):
+    """``|i + offset - j|`` of every pair, as S lies."""
+    key, head, b, q_row, k_row, nq, used, offset, lo, hi = tile
+    S4 = by_lane(S)
+    L: gl.constexpr = S4.type.layout
+    at = first + rows_of(L) - m * C.BLOCK_Q - lanes(L)
+    at = at + offset if C.KIND == "dq" else at - offset
+    far = gl.abs(columns(C.BLOCK_Q, L).to(gl.float32) - along_row(at.to(gl.float32)))
+    return gl.convert_layout(far.reshape(S.shape), S.type.layout)
+
+
+@gluon.jit
+def weights(
+    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, S, less, bias, m, head, tile, sizes,
+    terms, scale, dtype: gl.constexpr,
+):  # fmt: skip
+    """(P, w): the weights, and what dP - Delta is to be multiplied with to give dX.
+
+    ``less`` is lse, against S."""
+    inner, alibi = terms[:2]
+    y = S
+    if C.SOFTCAP:
+        y = tanh(S * inner, dtype)
+    first = tile[0] + c * C.TOKENS
+    if C.BIAS:
+        less = less - bias.to(gl.float32) * LOG2E
+    if C.ALIBI:
+        far = distance(C, S, first, m, tile)
+        less = less + far * (gl.load(alibi + head) * LOG2E)
+    p = gl.exp2(y * scale - less)
+    if MASKED:
+        p4 = by_lane(p)
+        ok = seen(C, p4, first, m, tile, sizes, terms)
+        p = gl.convert_layout(gl.where(ok, p4, 0.0).reshape(p.shape), p.type.layout)
+    w = p
+    if C.SOFTCAP:
+        w = p * (1.0 - y * y)
+    return p, w

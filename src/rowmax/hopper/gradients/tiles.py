@@ -1,0 +1,190 @@
+# ruff: noqa: N802  (what kernels read is in capitals)
+"""Tile shapes of the backward, as data, and what is compiled into its kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...problem import Problem
+
+ROWS = 64  # keys of one warpgroup: the height of a wgmma
+WARPGROUPS = 2
+
+
+@dataclass(frozen=True)
+class GradientTile:
+    """How a head size is cut: ``block_q`` queries by 128 keys, so many buffers of Q and of dO.
+
+    In the launch that makes all gradients a step waits for the next one's Q before it lets go of
+    the last one's: three of Q at least. In the launch for dq alone, keys and queries change places.
+    """
+
+    block_q: int
+    q_stages: int
+    do_stages: int
+    held: bool = False  # K and V in registers as well
+    kv_stages: int = 1
+    late: int = 0  # 1 to 3: dQ one step late, where dS is no tile of a bias
+    registers: tuple[int, int] = (240, 24)
+
+
+#: by (D, Dv), both padded to one of these
+TILES = {
+    (64, 64): GradientTile(64, 4, 3, kv_stages=2, late=2),
+    (128, 128): GradientTile(64, 3, 2, late=3),
+}
+#: by (D, Dv) and by gradient: heads for which one launch has no registers (wide.py)
+WIDE = {
+    (256, 128): {
+        "dq": GradientTile(64, 2, 2),
+        "dk": GradientTile(64, 2, 2),
+        "dv": GradientTile(64, 2, 2),
+    },
+    (256, 256): {
+        "dq": GradientTile(64, 2, 1),
+        "dk": GradientTile(64, 2, 1),
+        "dv": GradientTile(64, 2, 2),
+    },
+}
+SIZES = (64, 128, 256)
+
+
+@dataclass(frozen=True)
+class GradientConfig:
+    """What is compiled into one kernel, under the names that the kernel uses."""
+
+    D: int  # head sizes of the tile
+    DV: int
+    D_OUT: int  # of the tensors, D or less
+    DV_OUT: int
+    BLOCK_Q: int
+    Q_STAGES: int
+    DO_STAGES: int
+    HELD: bool = False
+    LEFT: bool = False  # the band has a left limit
+    RIGHT: bool = False
+    RAGGED: bool = False  # a tile of keys may run past those in use
+    VARLEN: bool = False
+    PREFIX: bool = False
+    DOCUMENTS: bool = False
+    SOFTCAP: bool = False
+    ALIBI: bool = False
+    BIAS: bool = False
+    DBIAS: bool = False  # stored tile by tile: the bias broadcasts over nothing
+    ORDERED: bool = False  # dQ is added up tile of keys by tile of keys, in a fixed order
+    FRESH: bool = False  # ... and the first to add to a tile of it writes it
+    LATE: int = 0  # 1 to 3: dQ of a step is made in the next one (consumer.late_step)
+    KV_STAGES: int = 1  # 2: K and V of the next tile come while this one is worked on
+    KIND: str = "all"  # or the one gradient that is made: dq, dk, dv (wide.py)
+
+    # what follows, for the kernels
+
+    @property
+    def WARPGROUPS(self) -> int:
+        return WARPGROUPS
+
+    @property
+    def TOKENS(self) -> int:
+        """Rows of one warpgroup."""
+        return ROWS
+
+    @property
+    def BLOCK_K(self) -> int:
+        return WARPGROUPS * ROWS
+
+    @property
+    def BY_ROWS(self) -> bool:
+        """Whether a warpgroup makes half of the rows of dQ, or half of its columns."""
+        return self.BLOCK_Q == WARPGROUPS * ROWS
+
+    @property
+    def DQ_ROWS(self) -> int:
+        return ROWS if self.BY_ROWS else self.BLOCK_Q
+
+    @property
+    def DQ_COLS(self) -> int:
+        return self.D if self.BY_ROWS else self.D // WARPGROUPS
+
+    @property
+    def OUT(self) -> int:
+        """The head size of the one gradient that is made."""
+        return self.DV_OUT if self.KIND == "dv" else self.D_OUT
+
+    @property
+    def MASKS(self) -> bool:
+        return self.RIGHT or self.LEFT or self.RAGGED or self.DOCUMENTS
+
+    @property
+    def LOW_MASKED(self) -> bool:
+        """Whether there are partial tiles before the full ones."""
+        band = self.LEFT if self.KIND == "dq" else self.RIGHT or self.RAGGED
+        return self.DOCUMENTS or band
+
+    @property
+    def HIGH_MASKED(self) -> bool:
+        return self.RIGHT or self.RAGGED if self.KIND == "dq" else self.LEFT
+
+    @property
+    def DRAWN(self) -> bool:
+        """Whether blocks draw their tiles from a counter."""
+        return self.ORDERED or self.VARLEN or self.DOCUMENTS
+
+    @property
+    def UP(self) -> bool:
+        """Whether tiles of queries pass by from the first to the last, and the last tile of keys
+        is drawn first: the order in which turns come by themselves (``schedule.py``)."""
+        return self.ORDERED and self.RIGHT and not self.LEFT
+
+    @property
+    def LAST_FIRST(self) -> bool:
+        """Whether the last tile of a sequence is drawn first: where it is the longest, or UP."""
+        return self.UP or (self.KIND == "dq" and self.RIGHT)
+
+    @property
+    def NEIGHBOUR(self) -> int:
+        """From a tile of keys to the one that adds to dQ just before it."""
+        return 1 if self.UP else -1
+
+
+def sizes_of(d: int, dv: int) -> tuple[int, int]:
+    """The head sizes of the tile that holds (d, dv); what is missing reads as zero."""
+    big, big_v = (next(size for size in SIZES if size >= n) for n in (d, dv))
+    both = max(big, big_v)
+    return (big, big_v) if (big, big_v) in WIDE else (both, both)
+
+
+def config_for(p: Problem, tile: GradientTile, **options: Any) -> GradientConfig:
+    d, dv = sizes_of(p.d, p.dv)
+    ordered = p.deterministic and (d, dv) in TILES
+    config = GradientConfig(
+        D=d,
+        DV=dv,
+        D_OUT=p.d,
+        DV_OUT=p.dv,
+        BLOCK_Q=tile.block_q,
+        Q_STAGES=tile.q_stages,
+        DO_STAGES=tile.do_stages,
+        HELD=tile.held,
+        KV_STAGES=tile.kv_stages,
+        LATE=0 if p.bias is not None else tile.late,
+        LEFT=p.left is not None,
+        RIGHT=p.right is not None,
+        RAGGED=p.varlen or p.prefix or p.nk % (WARPGROUPS * ROWS) > 0,
+        VARLEN=p.varlen,
+        PREFIX=p.prefix,
+        DOCUMENTS=p.documents,
+        SOFTCAP=p.softcap > 0,
+        ALIBI=p.alibi,
+        BIAS=p.bias is not None,
+        ORDERED=ordered,
+        FRESH=ordered and every_query_sees(p),
+    )
+    return replace(config, **options)
+
+
+def every_query_sees(p: Problem) -> bool:
+    """Whether every query sees a key whatever the numbers are: then every tile of dq is met."""
+    if p.varlen or p.prefix or p.documents or (p.left or 0) < 0:
+        return False
+    return p.right is None or p.offset + p.right >= 0

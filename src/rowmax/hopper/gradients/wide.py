@@ -1,0 +1,180 @@
+"""Heads too wide for five products at once: three launches, one for each of dQ, dK and dV.
+
+The sums of two gradients of 256 columns do not fit in registers beside the scores, and float32
+sums of dQ in memory are more than memory takes in. So each launch makes one gradient, from start
+to end in registers: 64 rows a warpgroup stay, tiles of the other side pass by. It costs eight
+products where five would do, and no addition to memory: the result is the same in every run.
+
+    KIND   stays    passes    scores, then      sum
+    dq     Q, dO    K, V      S, dP, dS         dQ += dS K
+    dk     K, V     Q, dO     S^T, dP^T, dS^T   dK += dS^T Q
+    dv     K        Q, dO     S^T               dV += P^T dO
+
+The two warpgroups agree on nothing but the buffers of what passes: while one is at its
+exponentials the other has the tensor core.
+
+Barriers of a block (see ``pipeline.py``): a_full (producer's expect + bytes), a_empty (each
+consumer, once a tile that has steps), b0_full[s], b1_full[s] (producer), b0_empty[s],
+b1_empty[s] (each consumer, once a step), m_full[t], m_empty[t] as there, with two readers.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..gluon_compat import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from ..layouts import value_layout, weight_layout
+from ..pipeline import phase, slot, told
+from ..softmax import rounded
+from .consumer import block, row_numbers
+from .layouts import score_layout
+from .schedule import full_range, plane_of
+from .terms import weights
+
+
+@gluon.jit
+def product(C: gl.constexpr, c: gl.constexpr, stays, passes, s, zero, WIDTH: gl.constexpr):
+    """A tile of what stays times one of what passes by, on its way."""
+    z = gl.full([C.TOKENS, C.BLOCK_Q], 0.0, gl.float32, score_layout(C))
+    a = block(stays, zero, C.BLOCK_K, WIDTH).slice(c * C.TOKENS, C.TOKENS, dim=0)
+    b = block(passes, s, C.BLOCK_Q, WIDTH)
+    return warpgroup_mma(a, b.permute((1, 0)), z, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def step(
+    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, t, head, use, end, x, of_rows, buffers,
+    bars, tile, sizes, terms, scale,
+):  # fmt: skip
+    """x, the sum, with one tile of what passes by. ``of_rows`` are lse and delta of dq's rows."""
+    a0, a1, b0, b1, stats = buffers
+    a_full, a_empty, b0_full, b0_empty, b1_full, b1_empty = bars
+    dtype: gl.constexpr = a0.dtype
+    s = slot(use, C.Q_STAGES)
+    u = slot(use, C.DO_STAGES)
+    # use >> 30 is a zero that the compiler cannot see
+    S = product(C, c, a0, b0, s, use >> 30, C.D)
+    mbarrier.wait(b1_full.index(u), phase(use, C.DO_STAGES))
+    if C.KIND == "dv":
+        S = warpgroup_mma_wait(0, deps=[S])
+    else:
+        dp = product(C, c, a1, b1, u, use >> 30, C.DV)
+        S = warpgroup_mma_wait(1, deps=[S])
+    if C.KIND == "dq":
+        less = of_rows[0][:, None]
+    else:
+        less = row_numbers(C, stats, s, 0)[None, :]
+    p, w = weights(C, MASKED, c, S, less, 0, t, head, tile, sizes, terms, scale, dtype)
+    after = use + 1
+    b0_next = b0_full.index(slot(after, C.Q_STAGES))
+    if C.KIND == "dv":
+        mbarrier.arrive(b0_empty.index(s), count=1)
+        P = gl.convert_layout(rounded(p, dtype), weight_layout(C.DV))
+        x = warpgroup_mma(P, block(b1, u, C.BLOCK_Q, C.DV), x, is_async=True)
+        mbarrier.wait(b0_next, phase(after, C.Q_STAGES), pred=after < end)
+        x = warpgroup_mma_wait(0, deps=[x])
+        mbarrier.arrive(b1_empty.index(u), count=1)
+    else:
+        # begins a basic block, so that the exponentials stay beside the product
+        mbarrier.wait(b0_next, phase(after, C.Q_STAGES), pred=after < end)
+        dp = warpgroup_mma_wait(0, deps=[dp])
+        mbarrier.arrive(b1_empty.index(u), count=1)
+        if C.KIND == "dq":
+            delta = of_rows[1][:, None]
+        else:
+            delta = row_numbers(C, stats, s, 1)[None, :]
+        ds = gl.convert_layout(rounded(w * (dp - delta), dtype), weight_layout(C.D))
+        x = warpgroup_mma(ds, block(b0, s, C.BLOCK_Q, C.D), x, is_async=True)
+        x = warpgroup_mma_wait(0, deps=[x])
+        mbarrier.arrive(b0_empty.index(s), count=1)
+    return after, x
+
+
+@gluon.jit
+def rows_of_tile(C: gl.constexpr, c: gl.constexpr, rows, tile, planes):
+    """lse and delta of the 64 queries of a warpgroup; +inf and 0 where there are none."""
+    first, head, b, q_row, k_row, nq, used, offset, lo, hi = tile
+    hq, padded = planes
+    plane, row = plane_of(C, b, head, q_row, hq)
+    L: gl.constexpr = gl.SliceLayout(1, score_layout(C))
+    r = first + c * C.TOKENS + gl.arange(0, C.TOKENS, L)
+    at = rows + (plane.to(gl.int64) * 2 * padded + row) + r
+    lse = gl.load(at, mask=r < nq, other=float("inf"))
+    return lse, gl.load(at + padded, mask=r < nq, other=0.0)
+
+
+@gluon.jit
+def consumer(
+    C: gl.constexpr, c: gl.constexpr, out, rows, planes, buffers, bars, mail, sizes, terms, rest
+):
+    """Warpgroup c: rows ``64 c`` to ``64 c + 63`` of every tile of this block."""
+    messages, m_full, m_empty = mail
+    a_full, a_empty, b0_full, b0_empty, b1_full, b1_empty = bars
+    scale, out_scale, group, heads = rest
+    WIDTH: gl.constexpr = C.DV if C.KIND == "dv" else C.D
+    turn = 0
+    use = 0
+    kept = 0
+    tile, live = told(C, 0, messages, m_full)
+    mbarrier.arrive(m_empty.index(0), count=1)
+    while live:
+        first, head, b, q_row, k_row, nq, used, offset, lo, hi = tile
+        y, z = full_range(C, first + c * C.TOKENS, tile, sizes)
+        some = lo < hi
+        end = use + (hi - lo) * group
+        mbarrier.wait(a_full.index(0), phase(kept, 1), pred=some)
+        mbarrier.wait(b0_full.index(slot(use, C.Q_STAGES)), phase(use, C.Q_STAGES), pred=some)
+        of_rows = (0, 0)
+        if C.KIND == "dq":
+            of_rows = rows_of_tile(C, c, rows, tile, planes)
+        x = gl.full([C.TOKENS, WIDTH], 0.0, gl.float32, value_layout(WIDTH))
+        for g in range(group):
+            q_head = head * group + g
+            if C.LOW_MASKED:
+                for t in range(lo, y):
+                    use, x = step(
+                        C, True, c, t, q_head, use, end, x, of_rows, buffers, bars, tile, sizes,
+                        terms, scale,
+                    )  # fmt: skip
+            for t in range(y, z):
+                use, x = step(
+                    C, False, c, t, q_head, use, end, x, of_rows, buffers, bars, tile, sizes,
+                    terms, scale,
+                )  # fmt: skip
+            if C.HIGH_MASKED:
+                for t in range(z, hi):
+                    use, x = step(
+                        C, True, c, t, q_head, use, end, x, of_rows, buffers, bars, tile, sizes,
+                        terms, scale,
+                    )  # fmt: skip
+        mbarrier.arrive(a_empty.index(0), count=1, pred=some)
+        kept += some.to(gl.int32)
+        turn += 1
+        after, live = told(C, turn, messages, m_full)
+        mbarrier.arrive(m_empty.index(slot(turn, 2)), count=1)
+        if C.KIND == "dq":
+            n = nq
+            row = q_row
+        else:
+            n = nq + offset
+            row = k_row
+        if not C.VARLEN:
+            row = row + b * n
+        row = row + first + c * C.TOKENS
+        at = row.to(gl.int64) * heads + head
+        to = out + at * C.OUT
+        store_rows(C, x * out_scale, to, heads * C.OUT, n - first - c * C.TOKENS)
+        tile = after
+
+
+@gluon.jit
+def store_rows(C: gl.constexpr, x, to, stride, rows):
+    """The first ``rows`` of 64 rows x, as they lie: shared memory has no room to turn them."""
+    L: gl.constexpr = x.type.layout
+    r = gl.arange(0, x.shape[0], gl.SliceLayout(1, L))
+    d = gl.arange(0, x.shape[1], gl.SliceLayout(0, L))
+    there = (r < rows)[:, None]
+    if x.shape[1] != C.OUT:
+        there = there & (d < C.OUT)[None, :]
+    gl.store(to + (r * stride)[:, None] + d[None, :], x.to(to.dtype.element_ty), mask=there)

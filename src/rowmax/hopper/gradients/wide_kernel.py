@@ -1,0 +1,159 @@
+"""The kernel of wide heads: two consumers, and one warp that brings what stays and what passes."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..gluon_compat import fence_async_shared, mbarrier, tma_load
+from ..kernel import blocks_of
+from ..pipeline import barriers, phase, post, slot
+from ..schedule import row_at
+from .schedule import draw, draw_next, plane_of, query_tile_of, tile_of
+from .wide import consumer
+
+
+@gluon.jit
+def load_step(C: gl.constexpr, descs, buffers, bars, where, t, g, use):
+    """What passes by in one step."""
+    a0, a1, b0, b1, rows = descs
+    bs0, bs1, stats = buffers[2:]
+    b0_full, b0_empty, b1_full, b1_empty = bars[2:]
+    part, b, head, q_row, k_row, spread = where
+    group, ratio, hq = spread
+    i = t * C.BLOCK_Q
+    s = slot(use, C.Q_STAGES)
+    bar = b0_full.index(s)
+    mbarrier.wait(b0_empty.index(s), phase(use, C.Q_STAGES) ^ 1)
+    if C.KIND == "dq":
+        row = k_row + i
+        of = head // ratio
+        mbarrier.expect(bar, b0.block_type.nbytes)
+    else:
+        row = q_row + i
+        of = head * group + g
+        plane, at = plane_of(C, b, of, q_row, hq)
+        mbarrier.expect(bar, b0.block_type.nbytes + rows.block_type.nbytes)
+        tma_load(rows, [plane, 0, at + i], bar, stats.index(s))
+    tma_load(b0, [part, row, of, 0], bar, bs0.index(s))
+    u = slot(use, C.DO_STAGES)
+    bar = b1_full.index(u)
+    mbarrier.wait(b1_empty.index(u), phase(use, C.DO_STAGES) ^ 1)
+    mbarrier.expect(bar, b1.block_type.nbytes)
+    tma_load(b1, [part, row, of, 0], bar, bs1.index(u))
+
+
+@gluon.jit
+def load_rows(C: gl.constexpr, descs, buffers, bars, part, row, head, kept):
+    """What stays for a tile."""
+    a0, a1 = descs[:2]
+    as0, as1 = buffers[:2]
+    a_full, a_empty = bars[:2]
+    bar = a_full.index(0)
+    mbarrier.wait(a_empty.index(0), phase(kept, 1) ^ 1)
+    if C.KIND == "dv":
+        mbarrier.expect(bar, a0.block_type.nbytes)
+    else:
+        mbarrier.expect(bar, a0.block_type.nbytes + a1.block_type.nbytes)
+        tma_load(a1, [part, row, head, 0], bar, as1.index(0))
+    tma_load(a0, [part, row, head, 0], bar, as0.index(0))
+
+
+@gluon.jit
+def tile_at(C: gl.constexpr, n, order, sizes, seqs, lengths):
+    row = row_at(C, n, order, sizes, seqs)
+    if C.KIND == "dq":
+        tile = query_tile_of(C, row, sizes, seqs, lengths)
+    else:
+        tile = tile_of(C, row, sizes, seqs, lengths)
+    return tile
+
+
+@gluon.jit
+def producer(C: gl.constexpr, descs, buffers, bars, mail, order, sizes, seqs, lengths, spread):
+    """One warp: every copy into shared memory for every tile of this block."""
+    messages, m_full, m_empty = mail
+    group, ratio, hq = spread
+    n, end = draw(C, order)
+    turn = 0
+    use = 0
+    kept = 0
+    here = gl.where(n < end, n, 0) if C.DRAWN else n
+    tile = tile_at(C, here, order, sizes, seqs, lengths)
+    post(C, tile, n < end, 0, messages, m_full, m_empty)
+    while n < end:
+        first, head, b, q_row, k_row, nq, used, offset, lo, hi = tile
+        part = 0 if C.VARLEN else b
+        where = (part, b, head, q_row, k_row, spread)
+        if lo < hi:
+            row = (q_row if C.KIND == "dq" else k_row) + first
+            load_rows(C, descs, buffers, bars, part, row, head, kept)
+            load_step(C, descs, buffers, bars, where, lo, 0, use)
+            kept += 1
+        here = n
+        n = draw_next(C, n, order)
+        tile = tile_at(C, gl.where(n < end, n, here), order, sizes, seqs, lengths)
+        post(C, tile, n < end, turn + 1, messages, m_full, m_empty)
+        steps = hi - lo
+        for i in range(1, steps * group):
+            g = i // steps
+            load_step(C, descs, buffers, bars, where, lo + i - g * steps, g, use + i)
+        use += steps * group
+        turn += 1
+
+
+@gluon.jit
+def consumer0(C: gl.constexpr, out, rows, planes, buffers, bars, mail, sizes, terms, rest):
+    consumer(C, 0, out, rows, planes, buffers, bars, mail, sizes, terms, rest)
+
+
+@gluon.jit
+def consumer1(C: gl.constexpr, out, rows, planes, buffers, bars, mail, sizes, terms, rest):
+    consumer(C, 1, out, rows, planes, buffers, bars, mail, sizes, terms, rest)
+
+
+@gluon.jit
+def wide(a0, a1, b0, b1, row_tiles, t, n, C: gl.constexpr, R0: gl.constexpr, R1: gl.constexpr):
+    """What copies what stays, what passes by, lse and delta; the rest as of ``backward``."""
+    as0 = blocks_of(a0, 1)
+    as1 = as0
+    if C.KIND != "dv":
+        as1 = blocks_of(a1, 1)
+    bs0 = blocks_of(b0, C.Q_STAGES)
+    bs1 = blocks_of(b1, C.DO_STAGES)
+    stats = bs0
+    if C.KIND != "dq":
+        stats = blocks_of(row_tiles, C.Q_STAGES)
+    messages = gl.allocate_shared_memory(gl.int32, [2, 16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    mail = (messages, barriers(2, 1), barriers(2, C.WARPGROUPS))
+    bars = (
+        barriers(1, 1),
+        barriers(1, C.WARPGROUPS),
+        barriers(C.Q_STAGES, 1),
+        barriers(C.Q_STAGES, C.WARPGROUPS),
+        barriers(C.DO_STAGES, 1),
+        barriers(C.DO_STAGES, C.WARPGROUPS),
+    )
+    fence_async_shared()
+    buffers = (as0, as1, bs0, bs1, stats)
+    descs = (a0, a1, b0, b1, row_tiles)
+    sizes = (n.nq, n.nk, n.left, n.right, t.spans)
+    if C.KIND == "dq":
+        seqs = (t.cu_q, t.cu_k, n.batch, t.lengths)
+        order = (t.table, t.ends, t.counter, n.heads, n.heads // n.ratio, n.keys)
+    else:
+        seqs = (t.cu_k, t.cu_q, n.batch, t.lengths)
+        order = (t.table, t.ends, t.counter, n.heads, n.heads, n.keys)
+    terms = (n.inner, t.alibi, t.q_ids, t.k_ids, n.ids_q, n.ids_k)
+    rest = (n.scale, n.out_scale, n.group, n.heads)
+    planes = (n.hq, n.rows)
+    spread = (n.group, n.ratio, n.hq)
+    gl.warp_specialize(
+        [
+            (consumer0, (C, t.out, t.rows, planes, buffers, bars, mail, sizes, terms, rest)),
+            (consumer1, (C, t.out, t.rows, planes, buffers, bars, mail, sizes, terms, rest)),
+            (producer, (C, descs, buffers, bars, mail, order, sizes, seqs, t.lengths, spread)),
+        ],
+        [4, 1],
+        [R0, R1],
+    )

@@ -1,0 +1,449 @@
+"""The backward kernel on the machine of ``machine.py``, beside the definition in float64.
+
+    python -m tests.hopper.backward_model [--only NAME] [--seeds 3]
+
+Its barriers, its indices and its arithmetic; every length, mask and mode of the table below.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import sys
+import time
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.hopper import machine
+
+machine.install()
+
+from rowmax.hopper.documents import tile_spans  # noqa: E402
+from rowmax.hopper.gradients.bundles import Numbers, Pointers  # noqa: E402
+from rowmax.hopper.gradients.kernel import backward  # noqa: E402
+from rowmax.hopper.gradients.schedule import order_of, padded_rows, steps_of  # noqa: E402
+from rowmax.hopper.gradients.tiles import GradientConfig  # noqa: E402
+from rowmax.hopper.gradients.wide_kernel import wide  # noqa: E402
+from rowmax.hopper.schedule import steps_of as steps_of_queries  # noqa: E402
+from rowmax.hopper.tiles import Constants  # noqa: E402
+
+LOG2E = math.log2(math.e)
+BLOCK_K = 128
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    nq: int = 64
+    nk: int = 128
+    b: int = 1
+    hq: int = 1
+    hk: int = 1
+    d: int = 16
+    dv: int = 16
+    left: int | None = None
+    right: int | None = None
+    softcap: float = 0.0
+    alibi: bool = False
+    bias: tuple[int, int] | None = None  # its sequences and heads, 1 where it is one for all
+    lengths: tuple[int, ...] | None = None
+    documents: str = ""  # sorted, unsorted
+    sequences: tuple[tuple[int, int], ...] | None = None
+    block_q: int = 64
+    stages: tuple[int, int] = (3, 2)
+    blocks: int = 2
+    options: dict[str, Any] = field(default_factory=dict)
+    wide: bool = False  # dq, dk and dv in launches of their own
+
+
+def cases() -> list[Case]:
+    lengths = ((1, 1), (3, 3), (64, 1), (239, 1), (399, 3), (1, 300), (113, 203), (108, 256),
+               (255, 256), (256, 255), (64, 128), (192, 384))  # fmt: skip
+    found = []
+    for ordered in (False, True):
+        o = {"ORDERED": ordered}
+        tag = "-ordered" * ordered
+        found += [
+            Case(f"{n}-{m}{'-causal' * (right == 0)}{tag}", n, m, right=right, options=o)
+            for n, m in lengths
+            for right in (None, 0)
+        ]
+        found += [
+            Case(f"heads{tag}", 130, 260, b=2, hq=4, hk=2, right=0, blocks=3, options=o),
+            Case(f"many-blocks{tag}", 200, 520, hq=2, hk=2, blocks=7, options=o),
+            Case(f"one-block{tag}", 200, 520, hq=2, hk=1, blocks=1, options=o),
+            Case(f"window{tag}", 300, 400, left=70, right=30, options=o, blocks=3),
+            Case(f"window-left{tag}", 300, 300, left=100, options=o, blocks=3),
+            Case(f"window-narrow{tag}", 400, 400, left=0, right=0, options=o, blocks=3),
+            Case(f"window-longer-keys{tag}", 70, 500, left=40, right=0, options=o, blocks=3),
+            Case(f"window-longer-queries{tag}", 500, 130, left=40, right=3, options=o, blocks=3),
+            Case(f"lengths{tag}", 100, 300, b=4, lengths=(300, 0, 130, 1), right=0, options=o),
+            Case(
+                f"documents{tag}", 300, 500, b=2, hq=2, hk=2, documents="sorted", right=0,
+                blocks=3, options=o,
+            ),
+            Case(f"documents-full{tag}", 500, 300, documents="sorted", blocks=3, options=o),
+            Case(f"documents-any{tag}", 300, 300, documents="unsorted", left=90, options=o),
+            Case(f"softcap{tag}", 130, 200, softcap=1.5, right=0, options=o),
+            Case(f"alibi{tag}", 130, 200, hq=2, hk=1, alibi=True, right=0, options=o),
+            Case(f"bias{tag}", 130, 200, b=2, hq=2, hk=1, bias=(2, 2), options=o | {"DBIAS": True}),
+            Case(f"bias-1h{tag}", 200, 300, b=2, hq=2, hk=2, bias=(1, 2), right=0, options=o),
+            Case(f"bias-b1{tag}", 300, 200, b=2, hq=2, hk=2, bias=(2, 1), blocks=1, options=o),
+            Case(
+                f"bias-causal{tag}", 300, 300, hq=2, hk=2, bias=(1, 2), right=0,
+                options=o | {"DBIAS": True},
+            ),
+            Case(f"rows-128{tag}", 300, 300, right=0, block_q=128, options=o),
+            Case(f"held{tag}", 300, 300, hq=2, right=0, options=o | {"HELD": True}),
+            Case(f"fresh{tag}", 300, 400, hq=2, right=0, options=o | {"FRESH": ordered}),
+            Case(f"fresh-full{tag}", 200, 700, b=2, blocks=3, options=o | {"FRESH": ordered}),
+            Case(
+                f"fresh-window{tag}", 500, 600, hq=2, left=70, right=0, blocks=5,
+                options=o | {"FRESH": ordered},
+            ),
+            Case(f"followers{tag}", 400, 1500, right=700, blocks=9, options=o),
+            Case(f"stages{tag}", 300, 300, stages=(3, 1), options=o),
+            Case(f"stages-four{tag}", 300, 300, stages=(4, 3), right=5, options=o),
+            Case(
+                f"packed{tag}", hq=4, hk=2, right=0, blocks=3, options=o,
+                sequences=((5, 90), (0, 17), (150, 270), (33, 0), (1, 40), (200, 200)),
+            ),
+            Case(
+                f"packed-window{tag}", hq=2, hk=2, left=40, right=10, blocks=2, options=o,
+                sequences=((130, 130), (64, 128), (1, 1), (0, 0), (129, 257)),
+            ),
+        ]  # fmt: skip
+    found += [
+        replace(c, name=f"late-{n}-" + c.name, options=c.options | {"LATE": n})
+        for n in (1, 2, 3)
+        for c in found
+        if not c.bias
+    ]
+    found += [
+        replace(c, name=f"two-{c.name}", options=c.options | {"KV_STAGES": 2, "LATE": 2})
+        for c in found
+        if not c.bias and "LATE" not in c.options
+    ]
+    plain = [c for c in found if not c.options["ORDERED"] and not c.bias and c.block_q == 64]
+    found += [
+        replace(c, name="wide-" + c.name, wide=True, stages=(2, 1))
+        for c in plain
+        if c.stages == (3, 2) and "LATE" not in c.options
+    ]
+    return found
+
+
+def ids_of(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """Documents of queries and of keys, of each of the batch."""
+    rng = np.random.default_rng(5)
+    ids = rng.integers(0, 5, (case.b, case.nk)).astype(np.int32)
+    ids = np.sort(ids, 1) if case.documents == "sorted" else ids
+    at = np.clip(np.arange(case.nq) + case.nk - case.nq, 0, None)
+    of_queries = np.where(np.arange(case.nq) + case.nk - case.nq < 0, 9, ids[:, at])
+    return of_queries.astype(np.int32), ids
+
+
+def seen(case: Case, b: int, nq: int, nk: int) -> np.ndarray:
+    i, j = np.arange(nq)[:, None] + nk - nq, np.arange(nk)[None]
+    ok = np.ones((nq, nk), bool)
+    if case.left is not None:
+        ok &= j >= i - case.left
+    if case.right is not None:
+        ok &= j <= i + case.right
+    if case.documents:
+        of_queries, of_keys = ids_of(case)
+        ok &= of_queries[b][:, None] == of_keys[b][None]
+    if case.lengths is not None:
+        ok &= j < case.lengths[b]
+    return ok
+
+
+def sequences_of(case: Case) -> list[tuple[slice, slice]]:
+    """(rows, columns) of each sequence in what is packed, or of each of the batch."""
+    if case.sequences is None:
+        return [(slice(0, case.nq), slice(0, case.nk))] * case.b
+    cu = np.cumsum([(0, 0), *case.sequences], 0)
+    return [(slice(a, c), slice(b, d)) for (a, b), (c, d) in pairwise(cu.tolist())]
+
+
+def definition(
+    case: Case, q: Any, k: Any, v: Any, do: Any, dlse: Any, scale: float, bias: Any, alibi: Any
+) -> Any:
+    """(lse, delta - dlse, dq, dk, dv, dbias) in float64."""
+    dbias = np.zeros((case.b, case.hq, case.nq, case.nk))
+    lse = np.full(dlse.shape, -np.inf)
+    delta = np.zeros(dlse.shape)
+    dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
+    group = case.hq // case.hk
+    for n, (rows, cols) in enumerate(sequences_of(case)):
+        b = 0 if case.sequences else n
+        nq, nk = rows.stop - rows.start, cols.stop - cols.start
+        if not nq or not nk:
+            continue
+        ok = seen(case, n, nq, nk)
+        for h in range(case.hq):
+            Q, dO = (x[b, rows, h].astype(float) for x in (q, do))
+            K, V = (x[b, cols, h // group].astype(float) for x in (k, v))
+            x = scale * Q @ K.T
+            t = case.softcap * np.tanh(x / case.softcap) if case.softcap else x
+            s = t
+            if case.alibi:
+                i, j = np.arange(nq)[:, None] + nk - nq, np.arange(nk)[None]
+                s = s - alibi[h] * abs(i - j)
+            if case.bias:
+                s = s + bias[n if case.bias[0] > 1 else 0, h if case.bias[1] > 1 else 0]
+            s = np.where(ok, s, -np.inf)
+            top = np.maximum(s.max(1, keepdims=True), -1e30)
+            e = np.exp(s - top)
+            total = e.sum(1, keepdims=True)
+            P = np.divide(e, total, out=np.zeros_like(e), where=total > 0)
+            with np.errstate(divide="ignore"):
+                lse[b, h, rows] = (top + np.log(total))[:, 0]
+            O = P @ V
+            row = (dO * O).sum(1) - dlse[b, h, rows]
+            delta[b, h, rows] = row
+            dS = P * (dO @ V.T - row[:, None])
+            if case.bias:
+                dbias[b, h] = dS
+            dX = dS * (1 - (t / case.softcap) ** 2) if case.softcap else dS
+            dq[b, rows, h] += scale * dX @ K
+            dk[b, cols, h // group] += scale * dX.T @ Q
+            dv[b, cols, h // group] += P.T @ dO
+    return lse, delta, dq, dk, dv, dbias
+
+
+def packed_order(cu: np.ndarray) -> np.ndarray:
+    """What ``packed.order`` writes: a counter, the number of tiles, where sequences begin, and
+    the sequence of each tile, the longest first."""
+    tiles = -(-np.diff(cu) // BLOCK_K)
+    by_length = sorted(range(len(tiles)), key=lambda b: (-np.diff(cu)[b], b))
+    begin = np.zeros(len(tiles), np.int32)
+    order: list[int] = []
+    for b in by_length:
+        begin[b] = len(order)
+        order += [b] * tiles[b]
+    return np.array([0, len(order), *begin, *order], np.int32)
+
+
+def twice(case: Case, seed: int) -> str | None:
+    """A check, and another with the same numbers and other luck: the order is to be the same."""
+    sums: list[np.ndarray] = []
+    text = check(case, seed, seed, sums)
+    if text or not case.options.get("ORDERED"):
+        return text
+    text = check(case, seed, seed + 1000, sums)
+    same = np.array_equal(*sums, equal_nan=True)
+    return text or (None if same else "dq: not the same twice")
+
+
+def check(case: Case, seed: int, luck: int, kept: list[np.ndarray]) -> str | None:
+    rng = np.random.default_rng(seed)
+    random.seed(luck)
+    packed = case.sequences is not None
+    batch = len(case.sequences) if case.sequences else case.b
+    planes_b = 1 if packed else case.b
+    total_q, total_k = np.sum(case.sequences, 0).tolist() if case.sequences else (case.nq, case.nk)
+    nq, nk = np.max(case.sequences, 0).tolist() if case.sequences else (case.nq, case.nk)
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape).astype(np.float16)
+
+    q, do = normal(planes_b, total_q, case.hq, case.d), normal(planes_b, total_q, case.hq, case.dv)
+    k, v = normal(planes_b, total_k, case.hk, case.d), normal(planes_b, total_k, case.hk, case.dv)
+    dlse = rng.standard_normal((planes_b, case.hq, total_q))
+    scale = 0.3
+    bias = normal(*(case.bias or (1, 1)), nq, nk)
+    alibi = (2.0 ** -np.arange(1, case.hq + 1)).astype(np.float32)
+    lse, delta, *want = definition(case, q, k, v, do, dlse, scale, bias, alibi)
+
+    config = GradientConfig(
+        D=case.d, DV=case.dv, D_OUT=case.d, DV_OUT=case.dv, BLOCK_Q=case.block_q,
+        Q_STAGES=case.stages[0], DO_STAGES=case.stages[1],
+        LEFT=case.left is not None, RIGHT=case.right is not None,
+        RAGGED=packed or case.lengths is not None or nk % BLOCK_K > 0,
+        VARLEN=packed, PREFIX=case.lengths is not None, SOFTCAP=case.softcap > 0,
+        DOCUMENTS=bool(case.documents), ALIBI=case.alibi, BIAS=case.bias is not None,
+        **case.options,
+    )  # fmt: skip
+    C: Any = Constants(config)
+    rows = padded_rows(case.block_q, nq, total_q, batch, packed)
+    planes = case.hq if packed else case.b * case.hq
+    stats = np.full((planes, 2, rows), np.inf, np.float32)
+    stats[:, 1] = 0
+    sums = np.full((planes, rows, case.d), np.nan if C.FRESH else 0.0, np.float32)
+    places = []  # (sequence's rows, its first row in a plane, of the batch)
+    for n, (r, _) in enumerate(sequences_of(case)):
+        start = (r.start // case.block_q + n) * case.block_q if packed else 0
+        places.append((0 if packed else n, r, start))
+    for b, r, start in places:
+        for h in range(case.hq):
+            to = slice(start, start + r.stop - r.start)
+            value = lse[b, h, r]
+            stats[b * case.hq + h, 0, to] = np.where(np.isinf(value), np.inf, value * LOG2E)
+            stats[b * case.hq + h, 1, to] = delta[b, h, r]
+    dk, dv = (np.full(x.size, np.nan, np.float16) for x in (k, v))
+    tiles = total_k // BLOCK_K + batch if packed else -(-nk // BLOCK_K)
+    turns = np.zeros((1 if packed else case.b) * case.hk * tiles, np.int32)
+    cu = np.cumsum([(0, 0), *(case.sequences or ())], 0, dtype=np.int32)
+    cu_q, cu_k = np.ascontiguousarray(cu.T)
+    if packed:
+        made = packed_order(cu_k)
+        counter, ends, table = made, made[1:], made[2:]
+    else:
+        steps = steps_of(case.block_q, BLOCK_K, nq, nk, case.left, case.right)
+        blocks = min(case.blocks, steps.shape[0] * case.b * case.hk)
+        made = order_of(steps, case.b, case.hk, 2, blocks, C.DRAWN, C.UP)
+        table, ends = (t.numpy().reshape(-1) for t in made)
+        counter = np.zeros(1, np.int32)
+        case = Case(**(case.__dict__ | {"blocks": blocks}))
+    dbias = np.zeros((case.b, case.hq, nq, nk), np.float16)
+    lengths = np.array(case.lengths or (0,), np.int32)
+    P = machine.Pointer
+
+    def copies(a: np.ndarray, *box: int) -> machine.Descriptor:
+        return machine.Descriptor(a, list(box))
+
+    if case.wide:
+        given = (q, do, k, v, stats, lengths, cu_q, cu_k, alibi)
+        sizes = (nq, nk, batch, rows, packed)
+        dq = run_wide(case, config, "dq", given, sizes, scale, np.full(q.size, np.nan, np.float16))
+        dk = run_wide(case, config, "dk", given, sizes, scale, dk)
+        dv = run_wide(case, config, "dv", given, sizes, scale, dv)
+        return compared((dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)), want)
+
+    documents, ids = documents_of(case, C)
+    machine.run(
+        backward, case.blocks,
+        copies(q, 1, case.block_q, 1, case.d), copies(do, 1, case.block_q, 1, case.dv),
+        copies(stats, 1, 2, case.block_q),
+        copies(k, 1, BLOCK_K, 1, case.d), copies(v, 1, BLOCK_K, 1, case.dv),
+        copies(sums, 1, C.DQ_ROWS, C.DQ_COLS),
+        copies(bias, 1, 1, case.block_q, BLOCK_K), copies(dbias, 1, 1, case.block_q, 64),
+        Pointers(
+            P(dk), P(dv), None, P(table), P(ends), P(counter), P(turns), P(cu_q), P(cu_k),
+            P(lengths), *documents, P(alibi),
+        ),
+        machine.given(Numbers(
+            case.hk, 256, rows, nq, nk, case.left or 0, case.right or 0, batch,
+            *ids, *(int(n > 1) for n in case.bias or (1, 1)),
+            scale / case.softcap if case.softcap else 0.0, (case.softcap or scale) * LOG2E,
+            scale, case.hq, case.hq // case.hk, case.hq // case.hk,
+        )),
+        C, 240, 24,
+    )  # fmt: skip
+    kept.append(sums)
+    dq = np.zeros(q.shape)
+    for b, r, start in places:
+        for h in range(case.hq):
+            dq[b, r, h] = scale * sums[b * case.hq + h, start : start + r.stop - r.start]
+    got = (dq, dk.reshape(k.shape), dv.reshape(v.shape), *([dbias] if C.DBIAS else []))
+    return compared(got, want)
+
+
+def documents_of(case: Case, C: Any) -> tuple[Any, Any]:
+    """Spans with the ids of queries and keys, and the steps of those."""
+    P = machine.Pointer
+    if not case.documents:
+        return (None, None, None), (0, 0)
+    both = ids_of(case)
+    stays, passes = both if C.KIND == "dq" else both[::-1]
+    spans = tile_spans(
+        torch.from_numpy(stays), torch.from_numpy(passes), BLOCK_K, C.BLOCK_Q, case.b
+    )
+    q_ids, k_ids = (x.reshape(-1) for x in both)
+    steps = (case.nq, case.nk) if case.b > 1 else (0, 0)
+    return (P(spans.numpy().reshape(-1)), P(q_ids), P(k_ids)), steps
+
+
+def run_wide(
+    case: Case, config: Any, kind: str, given: Any, sizes: Any, scale: float, out: np.ndarray
+) -> np.ndarray:
+    q, do, k, v, stats, lengths, cu_q, cu_k, alibi = given
+    nq, nk, batch, rows, packed = sizes
+    C: Any = Constants(replace(config, KIND=kind))
+    of_queries = kind == "dq"
+    heads = case.hq if of_queries else case.hk
+    if packed:
+        made = packed_order(cu_q if of_queries else cu_k)
+        counter, ends, table = made, made[1:], made[2:]
+        blocks = case.blocks
+    else:
+        if of_queries:
+            steps = steps_of_queries(128, case.block_q, nq, nk, case.left, case.right)
+        else:
+            steps = steps_of(case.block_q, BLOCK_K, nq, nk, case.left, case.right)
+        blocks = min(case.blocks, steps.shape[0] * case.b * heads)
+        made = order_of(steps, case.b, heads, 2 * heads // case.hk, blocks, C.DRAWN)
+        table, ends = (t.numpy().reshape(-1) for t in made)
+        counter = np.zeros(1, np.int32)
+    P = machine.Pointer
+
+    def copies(a: np.ndarray, tokens: int) -> machine.Descriptor:
+        return machine.Descriptor(a, [1, tokens, 1, a.shape[-1]])
+
+    stays, passes = ((q, do), (k, v)) if of_queries else ((k, v), (q, do))
+    group = case.hq // case.hk
+    documents, ids = documents_of(case, C)
+    machine.run(
+        wide, blocks,
+        *(copies(a, 128) for a in stays), *(copies(a, case.block_q) for a in passes),
+        machine.Descriptor(stats, [1, 2, case.block_q]),
+        Pointers(
+            P(out), None, P(stats.reshape(-1)), P(table), P(ends), P(counter), None, P(cu_q),
+            P(cu_k), P(lengths), *documents, P(alibi),
+        ),
+        machine.given(Numbers(
+            heads, 256, rows, nq, nk, case.left or 0, case.right or 0, batch, *ids, 0, 0,
+            scale / case.softcap if case.softcap else 0.0, (case.softcap or scale) * LOG2E,
+            1.0 if kind == "dv" else scale, case.hq, 1 if of_queries else group, group,
+        )),
+        C, 240, 24,
+    )  # fmt: skip
+    return out
+
+
+def compared(got: tuple[np.ndarray, ...], want: Any) -> str | None:
+    for name, x, y in zip(("dq", "dk", "dv", "dbias"), got, want, strict=False):
+        if np.isnan(x).any():
+            return f"{name}: {int(np.isnan(x).sum())} of {x.size} are NaN"
+        off, size = np.linalg.norm(x.astype(float) - y), np.linalg.norm(y)
+        if off > 3e-3 * size + 1e-3:
+            return f"{name}: error {off:.3g} of {size:.3g}"
+    return None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="")
+    parser.add_argument("--seeds", type=int, default=1)
+    options = parser.parse_args()
+    bad = done = 0
+    for case in cases():
+        if options.only not in case.name:
+            continue
+        for seed in range(options.seeds):
+            begin = time.monotonic()
+            try:
+                text = twice(case, seed)
+            except Exception as error:
+                if options.only:
+                    raise
+                text = f"{type(error).__name__}: {error}"
+            done += 1
+            bad += text is not None
+            if text or options.only:
+                took = f"{time.monotonic() - begin:.1f} s"
+                print(case.name, seed, text or "right", took, flush=True)
+            if text and text.startswith("Stuck"):
+                return 1
+    print(f"{done - bad} right, {bad} wrong")
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""The whole Hopper backward without a GPU: its host's side as it is, what is plain Triton under
+Triton's interpreter, and the Gluon kernels on the machine of ``machine.py``.
+
+    TRITON_INTERPRET=1 python -m tests.hopper.whole [--only NAME] [--seconds 600]
+
+The cases are those of the GPU's checks, in float16, by the rule of ``tests/tolerance.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import pickle
+import random
+import subprocess
+import sys
+import time
+import types
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from rowmax import hopper, triton
+from rowmax.hopper import packed
+from rowmax.hopper.gradients import launch
+from rowmax.hopper.tiles import Constants
+from tests.gpu import hopper_backward as device
+
+BLOCKS = 5
+
+
+class Elsewhere:
+    """A kernel that is run by the server."""
+
+    server: subprocess.Popen
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], options: dict[str, Any]) -> None:
+        self.name, self.blocks = kernel.fn.__name__, grid[0]
+
+    def __call__(self, first: tuple[Any, ...], t: Any, last: tuple[Any, ...]) -> None:
+        storages: dict[int, tuple[int, Tensor]] = {}
+
+        def number(t: Tensor) -> tuple[int, int]:
+            key = t.untyped_storage().data_ptr()
+            if key not in storages:
+                whole = torch.empty(0, dtype=t.dtype).set_(t.untyped_storage())
+                storages[key] = (len(storages), whole)
+            n, whole = storages[key]
+            assert whole.dtype == t.dtype
+            return n, t.storage_offset()
+
+        def told(x: Any) -> tuple[Any, ...]:
+            if isinstance(x, tl.constexpr):
+                x = x.value
+            if x is None:
+                return ("none",)
+            if isinstance(x, TensorDescriptor):
+                shape = [int(n) for n in x.shape]
+                return ("descriptor", *number(x.base), shape, list(x.strides), x.block_shape)
+            if isinstance(x, Tensor):
+                return ("pointer", *number(x))
+            if isinstance(x, Constants):
+                return ("config", asdict(x.config))
+            if isinstance(x, tuple):
+                return ("bundle", type(x).__name__, [told(y) for y in x])
+            assert isinstance(x, (int, float)), x
+            return ("number", x)
+
+        arguments = [told(x) for x in (*first, t, *last)]
+        wholes = [whole for _, whole in storages.values()]
+        arrays = [whole.numpy() for whole in wholes]
+        job = (self.name, self.blocks, arrays, arguments, random.randrange(1 << 30))
+        pickle.dump(job, self.server.stdin)  # pyright: ignore
+        self.server.stdin.flush()  # pyright: ignore
+        answer = pickle.load(self.server.stdout)  # pyright: ignore
+        if isinstance(answer, str):
+            raise RuntimeError(answer)
+        for whole, array in zip(wholes, answer, strict=True):
+            whole.copy_(torch.from_numpy(array))
+
+
+class Interpreted:
+    """A kernel that Triton's interpreter runs."""
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], options: dict[str, Any]) -> None:
+        self.kernel, self.grid = kernel, grid
+
+    def __call__(self, first: tuple[Any, ...], t: Any, last: tuple[Any, ...]) -> None:
+        self.kernel[self.grid](*first, t, *last)
+
+
+def prepare() -> None:
+    """Make the device's checks run here."""
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.hopper.server"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    Elsewhere.server = server
+    launch.GluonLaunch = Elsewhere  # pyright: ignore
+    launch.Launch = packed.Launch = Interpreted  # pyright: ignore
+    cuda: Any = torch.cuda
+    cuda.device = lambda _: contextlib.nullcontext()
+    cuda.get_device_properties = lambda _: types.SimpleNamespace(multi_processor_count=BLOCKS)
+    cuda.current_device = lambda: None
+    cuda.is_current_stream_capturing = lambda: False
+    cuda.synchronize = lambda: None
+    hopper._missing = lambda: None  # pyright: ignore
+    launch.plain = fallback  # pyright: ignore
+    triton.backward = fallback  # the twin is not asked
+    real = device.make
+    device.make = lambda case, where, dtype: real(case, "cpu", dtype)
+
+
+def fallback(problem, tensors, out, lse, dout, dlse, wanted):
+    from rowmax import reference
+
+    return reference.backward(problem, tensors, out, lse, dout, dlse, wanted)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="")
+    parser.add_argument("--seconds", type=float, default=600)
+    options = parser.parse_args()
+    prepare()
+    chosen = [c for c in [*device.first(), *device.cases()] if options.only in c.name]
+    chosen = [c for c in chosen if c.nq * (c.nk or c.nq) * c.hq * c.b <= 4e6]
+    end = time.monotonic() + options.seconds
+    counts = {"right": 0, "wrong": 0, "refused": 0}
+    for case in chosen:
+        for deterministic in (False, True):
+            if time.monotonic() > end:
+                break
+            try:
+                found = device.check(case, "float16", deterministic, 0)
+            except Exception as error:
+                if options.only:
+                    raise
+                found = [f"{type(error).__name__}: {str(error)[:300]}"]
+            if found and found[0].startswith("refused"):
+                kind = "refused"
+            else:
+                kind = "wrong" if found else "right"
+            counts[kind] += 1
+            if found or options.only:
+                print(case.name, "deterministic" * deterministic, *(found or ["right"]), flush=True)
+    print(counts)
+    return int(counts["wrong"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
