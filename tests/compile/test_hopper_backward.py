@@ -70,6 +70,8 @@ def test_loops_keep_to_registers(size, tile, features, dtype):
     stack = STACK
     if features.get("ALIBI") and size[0] == 256:
         most, stack = SPILLS_ALIBI, 256
+    elif features.get("ALIBI") and size[0] == 128:
+        most = SPILLS_DBIAS
     for loop in loops:
         assert len([line for line in loop if re.search(r"\b(LDL|STL)\b", line.text)]) <= most
     assert kernel.stack <= stack
