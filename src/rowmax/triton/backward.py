@@ -28,6 +28,7 @@ from .bundles import (
     slots,
     steps,
     strides_of,
+    together,
 )
 from .key_gradients import key_gradients_kernel
 from .launch import Job, launch
@@ -134,7 +135,10 @@ def _delta(
 def plan_delta(problem: Problem, tensors: Tensors, tiles: Tiles, dout: Tensor) -> Job:
     given = {"out": contiguous_steps(problem.out_shape), "dout": steps(dout)}
     stride, fixed = strides_of(problem, tensors, given)
-    n = numbers(problem, stride)._replace(tiles=-(-problem.total_q // tiles.block_q))
+    # heads in turns: their rows are neighbours in memory
+    n = numbers(problem, stride)._replace(
+        tiles=-(-problem.total_q // tiles.block_q), together=problem.hq
+    )
     c = constants(problem, tiles, fixed, precision_of(tensors))
     return Job(delta_kernel, n, c, tiles, heads=problem.hq * dense_batch(problem))
 
@@ -172,7 +176,9 @@ def plan_key_gradients(problem: Problem, tensors: Tensors, tiles: Tiles, dout: T
     stride, fixed = strides_of(problem, tensors, found)
     if listed(problem):
         stride = stride._replace(order=order_steps(problem, tensors, tiles, over="queries"))
-    n = numbers(problem, stride)._replace(tiles=slots(problem, tiles.block_k, "keys"))
+    n = numbers(problem, stride)._replace(
+        tiles=slots(problem, tiles.block_k, "keys"), together=together(problem, "keys")
+    )
     c = constants(problem, tiles, fixed, precision_of(tensors))
     return Job(key_gradients_kernel, n, c, tiles, heads=problem.hk * dense_batch(problem))
 
@@ -206,7 +212,9 @@ def plan_query_gradients(problem: Problem, tensors: Tensors, tiles: Tiles, dout:
     stride, fixed = strides_of(problem, tensors, found)
     if listed(problem):
         stride = stride._replace(order=order_steps(problem, tensors, tiles, over="keys"))
-    n = numbers(problem, stride)._replace(tiles=slots(problem, tiles.block_q, "queries"))
+    n = numbers(problem, stride)._replace(
+        tiles=slots(problem, tiles.block_q, "queries"), together=together(problem, "queries")
+    )
     c = constants(problem, tiles, fixed, precision_of(tensors))
     return Job(query_gradients_kernel, n, c, tiles, heads=problem.hq * dense_batch(problem))
 

@@ -18,6 +18,8 @@ from .tiles import Tiles, padded
 LOG2E = math.log2(math.e)
 #: rows of lse2 and delta start at multiples of as many, so that they are read in pairs
 ROW_UNIT = 16
+#: what heads whose tiles are taken in turns may pass over together
+TOGETHER_BYTES = 32 << 20
 
 
 class Pointers(NamedTuple):
@@ -96,6 +98,7 @@ class Numbers(NamedTuple):
     stride: Any
     bias_batch: Any = None
     bias_heads: Any = None
+    together: Any = 1  # heads whose tiles are taken in turns
 
 
 class Constants(NamedTuple):
@@ -234,6 +237,20 @@ def slots(problem: Problem, block: int, of: str) -> int:
     """Tiles a head: of one sequence, or of all that are packed with one more for what is left."""
     n, total = (problem.nq, problem.total_q) if of == "queries" else (problem.nk, problem.total_k)
     return total // block + problem.batch + 1 if problem.varlen else -(-n // block)
+
+
+def together(problem: Problem, of: str) -> int:
+    """How many heads have their tiles taken in turns, the longest first.
+
+    Causal tiles are of all lengths. Head by head the last heads' longest tiles would start late,
+    and most of the device wait for them; in turns, short ones come last. No more heads than L2 can
+    hold what they pass over.
+    """
+    if problem.varlen or problem.right is None or problem.left is not None:
+        return 1
+    rows = problem.nq * problem.group if of == "keys" else problem.nk
+    passed = rows * (problem.d + problem.dv) * problem.dtype.itemsize
+    return max(1, TOGETHER_BYTES // max(passed, 1))
 
 
 def numbers(problem: Problem, stride: Strides) -> Numbers:

@@ -20,6 +20,7 @@ from .steps import (
     load_row,
     load_tile,
     matrix,
+    nth_program,
     nth_tile,
     plan_tiles,
     sequence_of_slot,
@@ -103,8 +104,7 @@ def key_gradients_kernel(t, n, c):
     PACKED: tl.constexpr = t.cu_q is not None
     BLOCK_K: tl.constexpr = c.BLOCK_K
     HK: tl.constexpr = c.HQ // c.GROUP
-    tile = tl.program_id(0) % n.tiles
-    kv_head = tl.program_id(0) // n.tiles
+    tile, kv_head = nth_program(n.tiles, n.together)
     b = kv_head // HK
     kv_head = kv_head % HK
     if PACKED:

@@ -20,6 +20,7 @@ from .steps import (
     load_row,
     load_tile,
     matrix,
+    nth_program,
     nth_tile,
     plan_tiles,
     sequence_of_slot,
@@ -38,8 +39,8 @@ def delta_kernel(t, n, c):
     Sequences play no part: packed rows are one sequence here.
     """
     BLOCK_Q: tl.constexpr = c.BLOCK_Q
-    tile = tl.program_id(0) % n.tiles
-    head = tl.program_id(0) // n.tiles
+    tile, head = nth_program(n.tiles, n.together)
+    part = head * n.tiles + tile
     b = head // c.HQ
     head = head % c.HQ
     i0 = tile * BLOCK_Q
@@ -58,8 +59,8 @@ def delta_kernel(t, n, c):
     tl.store(vector(t.delta, b, head, 0, n.rows * 16, c.HQ, False) + row, delta, mask=row < end)
     if t.dsink is not None:
         sink = tl.load(t.sink + head).to(tl.float32) * LOG2E
-        part = tl.sum(tl.where(row < end, tl.exp2(sink - lse2) * delta, 0.0), 0)
-        tl.store(t.dsink + tl.program_id(0), -part)
+        dsink = -tl.sum(tl.where(row < end, tl.exp2(sink - lse2) * delta, 0.0), 0)
+        tl.store(t.dsink + part, dsink)
 
 
 @triton.jit
@@ -125,8 +126,7 @@ def sum_key_by_key(
 def query_gradients_kernel(t, n, c):
     PACKED: tl.constexpr = t.cu_q is not None
     BLOCK_Q: tl.constexpr = c.BLOCK_Q
-    tile = tl.program_id(0) % n.tiles
-    head = tl.program_id(0) // n.tiles
+    tile, head = nth_program(n.tiles, n.together)
     b = head // c.HQ
     head = head % c.HQ
     if PACKED:
