@@ -13,6 +13,7 @@ that a kernel makes, causal half. A last table has the means over short and over
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
 import multiprocessing
 import os
@@ -29,16 +30,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.errors import OutOfResources
 
 from rowmax.problem import Options, Problem, Tensors, Wanted, problem_of
-from rowmax.triton.backward import (
-    backward,
-    plan_delta,
-    plan_key_gradients,
-    plan_query_gradients,
-)
 from rowmax.triton.bundles import ROW_UNIT, Pointers, pointers
 from rowmax.triton.forward import forward
 from rowmax.triton.launch import Job
 from rowmax.triton.tiles import BOTH_UP_TO, Tiles, tiles_for
+
+module: Any = importlib.import_module("rowmax.triton.backward")  # the package has its function
 
 TOKENS, WIDTH = 16384, 2048
 
@@ -59,7 +56,7 @@ CANDIDATES = {
         "64,32,4,3 64,32,4,4 64,64,4,2 128,32,8,2 128,32,8,3 64,32,4,3,a | 128,32,8,3,s"
     ),
 }
-PLANS = {"delta": plan_delta, "query_gradients": plan_query_gradients}
+PLANS = {"delta": module.plan_delta, "query_gradients": module.plan_query_gradients}
 PRODUCTS = {"delta": 0, "key_gradients": 4, "dk": 3, "dv": 2, "query_gradients": 3}
 
 
@@ -124,7 +121,7 @@ class Cell:
         }[job]
 
     def plan(self, job: str, choice: Choice) -> Job:
-        plan = PLANS.get(job, plan_key_gradients)
+        plan = PLANS.get(job, module.plan_key_gradients)
         planned = plan(self.problem, self.tensors, choice.tiles, self.dout)
         if choice.together:
             planned.n = planned.n._replace(together=choice.together)
@@ -160,7 +157,13 @@ class Cell:
 
     def whole(self) -> None:
         wanted = Wanted(True, True, True, False, False)
-        backward(self.problem, self.tensors, self.out, self.lse, self.dout, None, wanted)
+        module.backward(self.problem, self.tensors, self.out, self.lse, self.dout, None, wanted)
+
+    def one_by_one(self) -> None:
+        """The same with dQ after dK and dV, not beside them."""
+        fork, module.fork = module.fork, lambda _: None
+        self.whole()
+        module.fork = fork
 
 
 def same(job: str, x: Tiles, y: Tiles) -> bool:
@@ -275,9 +278,11 @@ def main() -> None:
                 for name, x in ms.items():
                     named = ratios.setdefault((d, causal, job), {}).setdefault(name, {})
                     named[n] = ms[shipped] / x
-        both = statistics.median(timed(cell.whole, options.runs))
+        ms = measured({"beside": cell.whole, "in turn": cell.one_by_one}, options)
         print(
-            f"{cell.name} whole backward {both:.4f} ms, its kernels alone {total:.4f}", flush=True
+            f"{cell.name} whole backward: {ms['beside']:.4f} ms, its kernels one after the other"
+            f" {ms['in turn']:.4f}, the sum of those alone {total:.4f}",
+            flush=True,
         )
     summary(ratios)
     print(f"{time.time() - start:.0f} s in all")
