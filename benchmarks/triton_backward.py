@@ -6,8 +6,9 @@ bfloat16, 16k tokens, H * D = 2048. Candidates are compiled ahead, in processes 
 take turns on the device; the L2 cache is flushed before each run. A line is a kernel at one
 length: the shipped tiles' time, speed and rank, then all candidates, best first, each with how
 many times faster than the shipped ones it is. Tiles are written BLOCK_Q,BLOCK_K,warps,stages;
-"s" is split, "a" ahead, "/4" that four heads' tiles are taken in turns. TFLOP/s count the products
-that a kernel makes, causal half. A last table has the means over short and over long sequences.
+"s" is split, "a" ahead; "none", "fewer" and "more" are of how many heads tiles are taken in turns.
+TFLOP/s count the products that a kernel makes, causal half. A last table has the means over short
+and over long sequences.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ from triton.runtime.errors import OutOfResources
 
 from rowmax.problem import Options, Problem, Tensors, Wanted, problem_of
 from rowmax.triton.bundles import ROW_UNIT, Pointers, pointers
-from rowmax.triton.forward import forward
 from rowmax.triton.launch import Job
 from rowmax.triton.tiles import BOTH_UP_TO, Tiles, tiles_for
 
@@ -43,17 +43,22 @@ TOKENS, WIDTH = 16384, 2048
 CANDIDATES = {
     ("delta", 128): "16,16,4,2 32,16,4,2 64,16,4,2 64,16,8,2 128,16,8,2",
     ("delta", 256): "16,16,4,2 32,16,4,2 64,16,4,2 32,16,8,2 64,16,8,2",
-    ("key_gradients", 128): "64,128,8,3 64,128,8,4 64,128,8,2 32,128,8,4 64,64,4,2 | 64,128,8,3,s",
+    (
+        "key_gradients",
+        128,
+    ): "64,128,8,3 64,128,8,4 64,128,8,2 32,128,8,4,a 64,64,4,2 | 64,128,8,3,s",
     ("query_gradients", 128): (
-        "128,64,8,3 128,64,8,4 128,64,8,3,a 128,64,8,2,a 128,32,8,4 128,32,8,4,a 64,64,4,2 |"
-        " 128,64,8,3,s 128,64,8,2,s,a"
+        "128,64,8,3 128,64,8,4 128,64,8,3,a 128,64,8,2,a 128,32,8,4,a 64,64,4,2 |"
+        " 128,64,8,3,s 128,64,8,3,s,a 128,64,8,2,s,a"
     ),
-    ("dk", 256): "32,128,8,2 32,128,8,3 64,64,4,2 32,64,4,3 32,64,4,4",
+    ("dk", 256): "32,128,8,2 32,128,8,3 32,128,8,2,a 64,64,4,2 32,64,4,3 32,64,4,4",
     ("dv", 256): (
-        "32,128,8,3 32,128,8,4 32,128,8,5 64,128,8,2 32,128,8,2,a 32,128,8,3,a 64,64,4,2 32,64,4,2"
+        "32,128,8,3 32,128,8,4 32,128,8,5 64,128,8,2 32,128,8,3,a 32,128,8,4,a 32,128,8,5,a"
+        " 64,64,4,2"
     ),
     ("query_gradients", 256): (
-        "64,32,4,3 64,32,4,4 64,64,4,2 128,32,8,2 128,32,8,3 64,32,4,3,a | 128,32,8,3,s"
+        "64,32,4,3 64,32,4,4 64,64,4,2 128,32,8,3 128,32,8,2,a 64,32,4,2,a |"
+        " 128,32,8,3,s 128,32,8,2,s,a"
     ),
 }
 PLANS = {"delta": module.plan_delta, "query_gradients": module.plan_query_gradients}
@@ -62,16 +67,16 @@ PRODUCTS = {"delta": 0, "key_gradients": 4, "dk": 3, "dv": 2, "query_gradients":
 
 @dataclass(frozen=True)
 class Choice:
-    """Tiles, and how many heads' tiles are taken in turns if not as many as is shipped."""
+    """Tiles, and of how many heads they are taken in turns if not as shipped."""
 
     tiles: Tiles
-    together: int | None = None
+    turns: str = ""  # "none", "fewer" or "more"
 
     def __str__(self) -> str:
         t = self.tiles
         marks = [m for m, on in (("s", t.split), ("a", t.ahead)) if on]
         shape = map(str, (t.block_q, t.block_k, t.warps, t.stages))
-        return ",".join([*shape, *marks]) + (f"/{self.together}" if self.together else "")
+        return ",".join([*shape, *marks]) + (f" ({self.turns})" if self.turns else "")
 
 
 def candidates(job: str, d: int, causal: bool) -> list[Tiles]:
@@ -100,10 +105,11 @@ class Cell:
         self.flops = 2.0 * shape[0] * shape[2] * n * n * d * (0.5 if causal else 1.0)
         self.name = f"D{d} {'causal' if causal else 'full'} N{n}"
         b, h, _ = self.problem.lse_shape
-        if device == "cuda":
-            self.out, self.lse = forward(self.problem, self.tensors)
-        else:
-            self.out, self.lse = torch.empty_like(q), torch.empty((b, h, n))
+        seen = (
+            torch.arange(1, n + 1, device=device) if causal else torch.full((n,), n, device=device)
+        )
+        self.lse = (seen.float().log() + 0.5).expand(b, h, n).contiguous()  # about what it is
+        self.out = make(shape, device=device, dtype=torch.bfloat16)
         rows = [self.lse.new_empty((b, h, -(-n // ROW_UNIT) * ROW_UNIT)) for _ in ("lse2", "delta")]
         self.made = [torch.empty_like(x) for x in (q, k, v)]
         self.delta = Pointers(q, None, None, self.out, self.lse, dout=self.dout)
@@ -123,29 +129,29 @@ class Cell:
     def plan(self, job: str, choice: Choice) -> Job:
         plan = PLANS.get(job, module.plan_key_gradients)
         planned = plan(self.problem, self.tensors, choice.tiles, self.dout)
-        if choice.together:
-            planned.n = planned.n._replace(together=choice.together)
+        if choice.turns:
+            heads = planned.n.together
+            heads = {"none": None, "fewer": max(1, heads // 4), "more": 4 * heads}[choice.turns]
+            planned.n = planned.n._replace(together=heads)
         return planned
 
-    def choices(self, job: str, causal: bool) -> list[Choice]:
+    def choices(self, job: str, causal: bool, device: torch.device) -> list[Choice]:
         """The shipped one first; orders of tiles are tried on it alone."""
-        shipped = tiles_for(job, self.problem, self.dout.device)
+        shipped = tiles_for(job, self.problem, device)
         found = [Choice(shipped)]
         found += [
             Choice(t) for t in candidates(job, self.problem.d, causal) if not same(job, t, shipped)
         ]
-        together = self.plan(job, found[0]).n.together
-        if job == "delta":
-            found.append(Choice(shipped, 1))
-        elif causal:
-            orders = {1, max(1, together // 4), together * 4} - {together}
-            found += [Choice(shipped, order) for order in sorted(orders)]
+        if job == "delta" or causal:
+            found.append(Choice(shipped, "none"))
+        if job != "delta" and causal:
+            found += [Choice(shipped, "fewer"), Choice(shipped, "more")]
         return found
 
     def runs(self, job: str, causal: bool) -> dict[str, Callable[[], Any]]:
         """What runs each choice that the device has room for, all run once."""
         found: dict[str, Callable[[], Any]] = {}
-        for choice in self.choices(job, causal):
+        for choice in self.choices(job, causal, self.dout.device):
             planned, t = self.plan(job, choice), self.pointers(job)
             try:
                 planned.run(t)
@@ -171,14 +177,14 @@ def same(job: str, x: Tiles, y: Tiles) -> bool:
     return (x.block_q, x.warps) == (y.block_q, y.warps) if job == "delta" else x == y
 
 
-def compile_one(what: tuple[str, int, bool, Tiles]) -> None:
+def compile_one(what: tuple[str, int, bool, Choice]) -> None:
     """Into Triton's cache on disk, for a device that this process does not see."""
-    job, d, causal, tiles = what
+    job, d, causal, choice = what
     cell = Cell(d, 4096, causal, "cpu")
     try:
-        cell.plan(job, Choice(tiles)).compile(cell.pointers(job), GPUTarget("cuda", 90, 32))
+        cell.plan(job, choice).compile(cell.pointers(job), GPUTarget("cuda", 90, 32))
     except Exception as problem:  # the device run meets it again
-        print(f"{job} D{d} {tiles}: {type(problem).__name__}", flush=True)
+        print(f"{job} D{d} {choice}: {type(problem).__name__}", flush=True)
 
 
 def timed(call: Callable[[], Any], count: int) -> list[float]:
@@ -250,13 +256,13 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     options = parser.parse_args()
     cases = list(product(options.d, [case == "causal" for case in options.case]))
-    work = [
-        (job, d, causal, tiles)
-        for d, causal in cases
-        for job in jobs_of(d)
-        if job in options.jobs
-        for tiles in candidates(job, d, causal)
-    ]
+    work = []
+    for d, causal in cases:
+        cell = Cell(d, 4096, causal, "cpu")
+        for job in jobs_of(d):
+            if job in options.jobs:
+                choices = cell.choices(job, causal, torch.device("cuda", 0))
+                work += [(job, d, causal, choice) for choice in choices]
     start = time.time()
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
         pool.map(compile_one, sorted(work, key=lambda w: not w[2]), chunksize=1)
@@ -267,7 +273,7 @@ def main() -> None:
     ratios: dict[tuple[int, bool, str], dict[str, dict[int, float]]] = {}
     for (d, causal), n in product(cases, options.n):
         cell = Cell(d, n, causal, "cuda")
-        cell.plan("delta", cell.choices("delta", causal)[0]).run(cell.delta)
+        cell.plan("delta", cell.choices("delta", causal, cell.dout.device)[0]).run(cell.delta)
         total = 0.0
         for job in jobs_of(d):
             if job in options.jobs:
