@@ -189,7 +189,7 @@ def compile_one(what: tuple[str, int, bool, Choice]) -> None:
 
 def timed(call: Callable[[], Any], count: int) -> list[float]:
     """Milliseconds of each of ``count`` runs, as ``triton.testing.do_bench`` takes them."""
-    driver = triton.runtime.driver.active
+    driver: Any = triton.runtime.driver.active
     cache = driver.get_empty_cache_for_benchmark()
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(count)] for _ in range(2)]
     call()
@@ -255,7 +255,9 @@ def main() -> None:
     parser.add_argument("--sleep", type=float, default=0.2, help="seconds before each")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     options = parser.parse_args()
-    cases = list(product(options.d, [case == "causal" for case in options.case]))
+    cases: list[tuple[int, bool]] = list(
+        product(options.d, [case == "causal" for case in options.case])
+    )
     work = []
     for d, causal in cases:
         cell = Cell(d, 4096, causal, "cpu")
@@ -271,7 +273,8 @@ def main() -> None:
         f" {len(work)} kernels compiled in {time.time() - start:.0f} s"
     )
     ratios: dict[tuple[int, bool, str], dict[str, dict[int, float]]] = {}
-    for (d, causal), n in product(cases, options.n):
+    lengths: list[int] = options.n
+    for (d, causal), n in product(cases, lengths):
         cell = Cell(d, n, causal, "cuda")
         cell.plan("delta", cell.choices("delta", causal, cell.dout.device)[0]).run(cell.delta)
         total = 0.0

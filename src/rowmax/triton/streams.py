@@ -19,7 +19,11 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 def fork(x: Tensor) -> torch.cuda.Event | None:
     """The point that the current stream of x's device has reached."""
-    return torch.cuda.current_stream(x.device).record_event() if x.is_cuda else None
+    if not x.is_cuda:
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(x.device))
+    return event
 
 
 @contextmanager
