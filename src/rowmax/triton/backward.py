@@ -28,11 +28,13 @@ from .bundles import (
     slots,
     steps,
     strides_of,
+    together,
 )
 from .key_gradients import key_gradients_kernel
 from .launch import Job, launch
 from .maps import listed, order_steps, state_steps, tile_states, with_order
 from .query_gradients import delta_kernel, query_gradients_kernel
+from .streams import beside, fork
 from .tiles import BOTH_UP_TO, Tiles
 
 
@@ -56,12 +58,15 @@ def backward(
     lse2, delta, dsink = _delta(problem, tensors, out, lse, dout, dlse, wanted.sink, tiles)
     t = pointers(tensors)._replace(dout=dout, lse2=lse2, delta=delta)
     how = bias_sum(problem) if wanted.bias else None
+    over_queries = wanted.k or wanted.v or how == "cols"
+    over_keys = wanted.q or how in ("direct", "rows")
+    since = fork(tensors.q) if over_queries and over_keys else None
     dk = dv = cols = None
-    if wanted.k or wanted.v or how == "cols":
+    if over_queries:
         dk, dv, cols = _key_gradients(problem, tensors, t, how, tiles)
     dq = dbias = rows = None
-    if wanted.q or how in ("direct", "rows"):
-        dq, dbias, rows = _query_gradients(problem, tensors, t, how, tiles)
+    if over_keys:
+        dq, dbias, rows = _query_gradients(problem, tensors, t, how, tiles, since)
     if how == "tiles":
         dbias = _bias_gradient(problem, tensors, t, tiles)
     elif how == "rows" and rows is not None:
@@ -134,7 +139,10 @@ def _delta(
 def plan_delta(problem: Problem, tensors: Tensors, tiles: Tiles, dout: Tensor) -> Job:
     given = {"out": contiguous_steps(problem.out_shape), "dout": steps(dout)}
     stride, fixed = strides_of(problem, tensors, given)
-    n = numbers(problem, stride)._replace(tiles=-(-problem.total_q // tiles.block_q))
+    # heads in turns: their rows are neighbours in memory
+    n = numbers(problem, stride)._replace(
+        tiles=-(-problem.total_q // tiles.block_q), together=problem.hq
+    )
     c = constants(problem, tiles, fixed, precision_of(tensors))
     return Job(delta_kernel, n, c, tiles, heads=problem.hq * dense_batch(problem))
 
@@ -172,7 +180,9 @@ def plan_key_gradients(problem: Problem, tensors: Tensors, tiles: Tiles, dout: T
     stride, fixed = strides_of(problem, tensors, found)
     if listed(problem):
         stride = stride._replace(order=order_steps(problem, tensors, tiles, over="queries"))
-    n = numbers(problem, stride)._replace(tiles=slots(problem, tiles.block_k, "keys"))
+    n = numbers(problem, stride)._replace(
+        tiles=slots(problem, tiles.block_k, "keys"), together=together(problem, "keys")
+    )
     c = constants(problem, tiles, fixed, precision_of(tensors))
     return Job(key_gradients_kernel, n, c, tiles, heads=problem.hk * dense_batch(problem))
 
@@ -181,7 +191,12 @@ def plan_key_gradients(problem: Problem, tensors: Tensors, tiles: Tiles, dout: T
 
 
 def _query_gradients(
-    problem: Problem, tensors: Tensors, t: Pointers, how: str | None, tiles: Tiles | None
+    problem: Problem,
+    tensors: Tensors,
+    t: Pointers,
+    how: str | None,
+    tiles: Tiles | None,
+    since: torch.cuda.Event | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     q, bias = tensors.q, tensors.bias
     dq = q.new_empty(q.shape)
@@ -197,7 +212,8 @@ def _query_gradients(
     def complete(job: Job) -> Pointers:
         return with_order(to, problem, tensors, job.tiles, over="keys")
 
-    launch("query_gradients", problem, tensors, tiles, plan_query_gradients, complete, t.dout)
+    with beside(q, since):
+        launch("query_gradients", problem, tensors, tiles, plan_query_gradients, complete, t.dout)
     return dq, dbias, rows
 
 
@@ -206,7 +222,9 @@ def plan_query_gradients(problem: Problem, tensors: Tensors, tiles: Tiles, dout:
     stride, fixed = strides_of(problem, tensors, found)
     if listed(problem):
         stride = stride._replace(order=order_steps(problem, tensors, tiles, over="keys"))
-    n = numbers(problem, stride)._replace(tiles=slots(problem, tiles.block_q, "queries"))
+    n = numbers(problem, stride)._replace(
+        tiles=slots(problem, tiles.block_q, "queries"), together=together(problem, "queries")
+    )
     c = constants(problem, tiles, fixed, precision_of(tensors))
     return Job(query_gradients_kernel, n, c, tiles, heads=problem.hq * dense_batch(problem))
 

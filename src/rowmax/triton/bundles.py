@@ -18,6 +18,8 @@ from .tiles import Tiles, padded
 LOG2E = math.log2(math.e)
 #: rows of lse2 and delta start at multiples of as many, so that they are read in pairs
 ROW_UNIT = 16
+#: what heads whose tiles are taken in turns may pass over together
+TOGETHER_BYTES = 32 << 20
 
 
 class Pointers(NamedTuple):
@@ -96,6 +98,7 @@ class Numbers(NamedTuple):
     stride: Any
     bias_batch: Any = None
     bias_heads: Any = None
+    together: Any = None  # heads whose tiles are taken in turns; None is one after the other
 
 
 class Constants(NamedTuple):
@@ -122,6 +125,7 @@ class Constants(NamedTuple):
     ROW_DV: Any
     RAGGED_Q: Any  # tiles of queries can run past the end
     RAGGED_K: Any  # tiles of keys can run past those in use
+    AHEAD: Any  # the scores of the next tile are made while those of this one are at work
     SPLIT: Any  # full and partial tiles in loops of their own
     EDGES: Any  # tiles that need masking code can occur
     MASKS: Any  # pairs inside the matrix can be masked
@@ -236,6 +240,20 @@ def slots(problem: Problem, block: int, of: str) -> int:
     return total // block + problem.batch + 1 if problem.varlen else -(-n // block)
 
 
+def together(problem: Problem, of: str) -> int | None:
+    """How many heads have their tiles taken in turns, the longest first.
+
+    Causal tiles are of all lengths. Head by head the last heads' longest tiles would start late,
+    and most of the device wait for them; in turns, short ones come last. No more heads than L2 can
+    hold what they pass over.
+    """
+    if problem.varlen or problem.right is None or problem.left is not None:
+        return None
+    rows = problem.nq * problem.group if of == "keys" else problem.nk
+    passed = rows * (problem.d + problem.dv) * problem.dtype.itemsize
+    return max(1, TOGETHER_BYTES // max(passed, 1))
+
+
 def numbers(problem: Problem, stride: Strides) -> Numbers:
     capped, dropped = problem.softcap > 0, problem.dropout_threshold > 0
     reach = problem.total_q + problem.total_k  # a limit past it limits nothing
@@ -276,6 +294,7 @@ def constants(problem: Problem, tiles: Tiles, fixed: dict[str, int], precision: 
         **fixed,
         "RAGGED_Q": ragged_q,
         "RAGGED_K": ragged_k,
+        "AHEAD": tiles.ahead,
         "SPLIT": tiles.split and problem.masked and not problem.prefix,
         "EDGES": problem.masked or ragged_k,
         "MASKS": problem.masked,

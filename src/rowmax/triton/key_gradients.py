@@ -20,6 +20,7 @@ from .steps import (
     load_row,
     load_tile,
     matrix,
+    nth_program,
     nth_tile,
     plan_tiles,
     sequence_of_slot,
@@ -31,6 +32,16 @@ from .steps import (
 
 
 @triton.jit
+def products(k, q_base, i, t, c, plan, nq, KIND: tl.constexpr):
+    """``k @ q^T`` of the i-th tile of queries, which is loaded for it."""
+    tile, _ = nth_tile(i, t, plan, KIND)
+    q = load_tile(
+        q_base, c.ROW_Q, tile * c.BLOCK_Q, nq, c.BLOCK_Q, c.D, c.BLOCK_D, c.RAGGED_Q
+    )  # fmt: skip
+    return tl.dot(k, tl.trans(q), input_precision=c.PRECISION)
+
+
+@triton.jit
 def add_queries(
     dk, dv, cols, k, v, q_base, do_base, lse2_base, delta_base, t, n, c, b, head, j0, plan, nq, nk,
     used, offset, KIND: tl.constexpr,
@@ -39,7 +50,12 @@ def add_queries(
     SCORES: tl.constexpr = t.dk is not None or t.dbias_cols is not None  # whether dS is wanted
     j = tl.arange(0, c.BLOCK_K)[:, None]
     cut = j0 + c.BLOCK_K > used  # the tile of keys has some that are not in use
-    for i in tl.range(0, count_tiles(plan, KIND)):
+    count = count_tiles(plan, KIND)
+    if c.AHEAD:
+        x = tl.zeros([c.BLOCK_K, BLOCK_Q], tl.float32)
+        if count > 0:
+            x = products(k, q_base, 0, t, c, plan, nq, KIND)
+    for i in tl.range(0, count):
         tile, partial = nth_tile(i, t, plan, KIND)
         if t.lengths is not None:
             partial = partial | cut
@@ -47,7 +63,8 @@ def add_queries(
         rows = i0 + tl.arange(0, BLOCK_Q)
         row = rows[None, :]
         q = load_tile(q_base, c.ROW_Q, i0, nq, BLOCK_Q, c.D, c.BLOCK_D, c.RAGGED_Q)
-        x = tl.dot(k, tl.trans(q), input_precision=c.PRECISION)
+        if not c.AHEAD:
+            x = tl.dot(k, tl.trans(q), input_precision=c.PRECISION)
         lse2 = load_rows(lse2_base, rows, nq, float("inf"), c.RAGGED_Q)[None, :]
         p, y = weights(x, lse2, t, n, c, b, head, row, j0 + j, nq, nk, used, offset, partial, KIND)
         do = load_tile(
@@ -56,6 +73,9 @@ def add_queries(
         dp = p
         if SCORES:
             dp = tl.dot(v, tl.trans(do), input_precision=c.PRECISION)
+        if c.AHEAD:
+            # the tile of queries is loaded again in its own turn, an iteration later
+            x = products(k, q_base, tl.minimum(i + 1, count - 1), t, c, plan, nq, KIND)
         pr, dp = dropped(p, dp, t, n, b, head, row, j0, j, c.BLOCK_K)
         if t.dv is not None:
             dv = tl.dot(pr.to(do.dtype), do, dv, input_precision=c.PRECISION)
@@ -103,8 +123,7 @@ def key_gradients_kernel(t, n, c):
     PACKED: tl.constexpr = t.cu_q is not None
     BLOCK_K: tl.constexpr = c.BLOCK_K
     HK: tl.constexpr = c.HQ // c.GROUP
-    tile = tl.program_id(0) % n.tiles
-    kv_head = tl.program_id(0) // n.tiles
+    tile, kv_head = nth_program(n.tiles, n.together)
     b = kv_head // HK
     kv_head = kv_head % HK
     if PACKED:

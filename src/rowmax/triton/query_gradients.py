@@ -20,6 +20,7 @@ from .steps import (
     load_row,
     load_tile,
     matrix,
+    nth_program,
     nth_tile,
     plan_tiles,
     sequence_of_slot,
@@ -38,8 +39,8 @@ def delta_kernel(t, n, c):
     Sequences play no part: packed rows are one sequence here.
     """
     BLOCK_Q: tl.constexpr = c.BLOCK_Q
-    tile = tl.program_id(0) % n.tiles
-    head = tl.program_id(0) // n.tiles
+    tile, head = nth_program(n.tiles, n.together)
+    part = head * n.tiles + tile
     b = head // c.HQ
     head = head % c.HQ
     i0 = tile * BLOCK_Q
@@ -58,8 +59,18 @@ def delta_kernel(t, n, c):
     tl.store(vector(t.delta, b, head, 0, n.rows * 16, c.HQ, False) + row, delta, mask=row < end)
     if t.dsink is not None:
         sink = tl.load(t.sink + head).to(tl.float32) * LOG2E
-        part = tl.sum(tl.where(row < end, tl.exp2(sink - lse2) * delta, 0.0), 0)
-        tl.store(t.dsink + tl.program_id(0), -part)
+        dsink = -tl.sum(tl.where(row < end, tl.exp2(sink - lse2) * delta, 0.0), 0)
+        tl.store(t.dsink + part, dsink)
+
+
+@triton.jit
+def products(q, k_base, i, t, c, plan, used, KIND: tl.constexpr):
+    """``q @ k^T`` of the i-th tile of keys, which is loaded for it."""
+    tile, _ = nth_tile(i, t, plan, KIND)
+    k = load_tile(
+        k_base, c.ROW_K, tile * c.BLOCK_K, used, c.BLOCK_K, c.D, c.BLOCK_D, c.RAGGED_K
+    )  # fmt: skip
+    return tl.dot(q, tl.trans(k), input_precision=c.PRECISION)
 
 
 @triton.jit
@@ -69,16 +80,25 @@ def add_keys(
 ):  # fmt: skip
     BLOCK_K: tl.constexpr = c.BLOCK_K
     j = tl.arange(0, BLOCK_K)[None, :]
-    for i in tl.range(0, count_tiles(plan, KIND)):
+    count = count_tiles(plan, KIND)
+    if c.AHEAD:
+        x = tl.zeros([c.BLOCK_Q, BLOCK_K], tl.float32)
+        if count > 0:
+            x = products(q, k_base, 0, t, c, plan, used, KIND)
+    for i in tl.range(0, count):
         tile, partial = nth_tile(i, t, plan, KIND)
         j0 = tile * BLOCK_K
         k = load_tile(k_base, c.ROW_K, j0, used, BLOCK_K, c.D, c.BLOCK_D, c.RAGGED_K)
-        x = tl.dot(q, tl.trans(k), input_precision=c.PRECISION)
-        v = load_tile(v_base, c.ROW_V, j0, used, BLOCK_K, c.DV, c.BLOCK_DV, c.RAGGED_K)
-        dp = tl.dot(do, tl.trans(v), input_precision=c.PRECISION)
+        if not c.AHEAD:
+            x = tl.dot(q, tl.trans(k), input_precision=c.PRECISION)
         p, y = weights(
             x, lse2[:, None], t, n, c, b, head, row, j0 + j, nq, nk, used, offset, partial, KIND
         )
+        v = load_tile(v_base, c.ROW_V, j0, used, BLOCK_K, c.DV, c.BLOCK_DV, c.RAGGED_K)
+        dp = tl.dot(do, tl.trans(v), input_precision=c.PRECISION)
+        if c.AHEAD:
+            # the tile of keys is loaded again in its own turn, an iteration later
+            x = products(q, k_base, tl.minimum(i + 1, count - 1), t, c, plan, used, KIND)
         _, dp = dropped(p, dp, t, n, b, head, row, j0, j, BLOCK_K)
         ds = p * (dp - delta[:, None])
         if t.dbias is not None:
@@ -125,8 +145,7 @@ def sum_key_by_key(
 def query_gradients_kernel(t, n, c):
     PACKED: tl.constexpr = t.cu_q is not None
     BLOCK_Q: tl.constexpr = c.BLOCK_Q
-    tile = tl.program_id(0) % n.tiles
-    head = tl.program_id(0) // n.tiles
+    tile, head = nth_program(n.tiles, n.together)
     b = head // c.HQ
     head = head % c.HQ
     if PACKED:

@@ -13,6 +13,19 @@ import triton.language as tl
 
 
 @triton.jit
+def nth_program(tiles, together):
+    """(tile, head) of this program: ``together`` heads, of any batch, take turns tile by tile."""
+    if together is None:
+        return tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    else:
+        heads = tl.num_programs(0) // tiles
+        first = tl.program_id(0) // (tiles * together) * together
+        left = tl.program_id(0) - tiles * first
+        group = tl.minimum(together, heads - first)
+        return left // group, first + left % group
+
+
+@triton.jit
 def sequence(cu, b, batch, total, longest):
     """(start, length) of packed sequence b, kept in range whatever the offsets say.
 
