@@ -148,8 +148,7 @@ def step(
     sv = slot(before, C.V_STAGES)
     mbarrier.wait(v_full.index(sv), phase(before, C.V_STAGES))
     if C.PADDED:
-        if j + 2 == tile[9]:
-            clear_padding(C, vs0, vs1, sv, tile)
+        clear_padding(C, vs0, vs1, sv, j + 1, tile)
     o0, o1 = issue_output(C, p, o0, o1, vs0, vs1, sv, True)
     copied = bias_tile(C, c, use, True, shared)
     S = warpgroup_mma_wait(1, deps=[S])
@@ -322,8 +321,7 @@ def work(
         sv = slot(before, C.V_STAGES)
         mbarrier.wait(v_full.index(sv), phase(before, C.V_STAGES))
         if C.PADDED:
-            if lo + 1 == hi:
-                clear_padding(C, vs0, vs1, sv, tile)
+            clear_padding(C, vs0, vs1, sv, lo, tile)
         o0, o1 = issue_output(C, p, o0, o1, vs0, vs1, sv, True)
         # let go of late, for each of these waits for the four warps
         mbarrier.arrive(m_empty.index(slot(turn, 2)), count=1)

@@ -174,12 +174,12 @@ def clear_rows(buffer, BLOCK_K: gl.constexpr, width: gl.constexpr, begin):
 
 
 @gluon.jit
-def clear_padding(C: gl.constexpr, vs0, vs1, s, tile):
-    """Values past the end of a sequence, in its last key tile: their weights are 0, but 0 times
-    what is no number, or another sequence's infinity, is not. Every warpgroup clears them all
-    before its own product, so none waits for another."""
-    token, head, b, q_row, k_row, nq, nk, offset, lo, hi = tile
-    begin = gl.maximum(nk - (hi - 1) * C.BLOCK_K, 0)
+def clear_padding(C: gl.constexpr, vs0, vs1, s, j, tile):
+    """Values of key tile j past the end of its sequence: their weights are 0, but 0 times what
+    is no number, or another sequence's infinity, is not. Every warpgroup clears them all before
+    its own product, so none waits for another."""
+    nk = tile[6]
+    begin = gl.maximum(nk - j * C.BLOCK_K, 0)
     if begin < C.BLOCK_K:
         clear_rows(vs0.index(s), C.BLOCK_K, C.DV0, begin)
         if C.DV1:
