@@ -21,17 +21,32 @@ from rowmax.hopper.copies import over
 from rowmax.hopper.tiles import tile_for
 from rowmax.problem import Options, Tensors, problem_of
 
-#: by head size: what is changed of the tile, and of what is compiled in
-VARIANTS: dict[int, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
-    64: {"two warpgroups": ({"warpgroups": 2, "registers": (240, 24)}, {})},
-    128: {
-        "three V, one Q": ({"v_stages": 3, "q_stages": 1}, {}),
-        "three K, one Q": ({"k_stages": 3, "q_stages": 1}, {}),
+#: by head size, and mask where that matters: what is changed of the tile, and of what is compiled in
+VARIANTS: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
+    "64": {"two warpgroups": ({"warpgroups": 2, "registers": (240, 24)}, {})},
+    "128": {"three V, one Q": ({"v_stages": 3, "q_stages": 1}, {})},
+    "256": {"stores by threads": ({}, {"STAGED": 0})},
+    "64/bias": {
+        "one, four": ({"b_stages": 1, "k_stages": 4, "v_stages": 4, "q_stages": 2}, {}),
+        "two, two": ({"b_stages": 2, "k_stages": 2, "v_stages": 2, "q_stages": 2}, {}),
+        "keys 64": ({"b_stages": 3, "block_k": 64, "k_stages": 4, "v_stages": 4}, {}),
     },
-    256: {"stores by threads": ({}, {"STAGED": 0})},
+    "128/bias": {
+        "one": ({"b_stages": 1, "q_stages": 2}, {}),
+        "one, one Q": ({"b_stages": 1, "q_stages": 1}, {}),
+        "keys 64": ({"b_stages": 2, "block_k": 64, "k_stages": 3, "v_stages": 3}, {}),
+        "keys 64, four": ({"b_stages": 4, "block_k": 64, "k_stages": 3, "v_stages": 3}, {}),
+    },
+    "256/bias": {"one": ({"b_stages": 1}, {})},
 }
 CELLS = [
-    f"{d}/{n}/{m}" for d in VARIANTS for n in (512, 1024, 4096, 16384) for m in ("full", "causal")
+    *(
+        f"{d}/{n}/{m}"
+        for d in (64, 128, 256)
+        for n in (512, 1024, 4096, 16384)
+        for m in ("full", "causal")
+    ),
+    *("64/2048/bias", "128/4096/bias", "256/2048/bias"),
 ]
 
 
@@ -39,16 +54,26 @@ def runner(cell: str, changes: dict[str, Any], options: dict[str, Any]) -> tuple
     d, n, mask = cell.split("/")
     d, n = int(d), int(n)
     b, h = 16384 // n, 2048 // d
+    bias = None
+    if mask == "bias":
+        b = (4096 // n) ** 2
+        bias = torch.randn(1, h, n, n, device="cuda", dtype=torch.bfloat16)
     q, k, v = (torch.randn(b, n, h, d, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    tensors = Tensors(q, k, v)
+    tensors = Tensors(q, k, v, bias)
     problem = problem_of(tensors, Options(scale=d**-0.5, right=0 if mask == "causal" else None))
     out, lse = torch.empty_like(q), torch.empty(problem.lse_shape, device="cuda")
-    tile = replace(tile_for(problem, "", launch.processors(q.device)), **changes)
+    how = launch.how_bias_comes(problem, bias)
+    tile = replace(tile_for(problem, how, launch.processors(q.device)), **changes)
     plan = launch.made(problem, tensors, out, tile, **options)
-    copies = over(plan.copies, q, k, v, None, out)
+    copies = over(plan.copies, q, k, v, bias, out)
     t = launch.pointers(plan, problem, tensors, out, lse)
     flops = 4 * b * h * n * n * d / (2 if mask == "causal" else 1)
     return lambda: plan.launch(copies, t, plan.last), flops
+
+
+def variants_of(cell: str) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    d, _, mask = cell.split("/")
+    return VARIANTS.get(f"{d}/{mask}") or VARIANTS[d]
 
 
 def main() -> None:
@@ -58,7 +83,7 @@ def main() -> None:
     options = parser.parse_args()
     print(torch.cuda.get_device_name(), torch.__version__, triton.__version__)
     for cell in options.cells:
-        variants = {"shipped": ({}, {})} | VARIANTS[int(cell.split("/")[0])]
+        variants = {"shipped": ({}, {})} | variants_of(cell)
         runs = {name: runner(cell, *changes) for name, changes in variants.items()}
         for run, _ in runs.values():
             run()

@@ -449,8 +449,7 @@ def stage_output(C: gl.constexpr, c: gl.constexpr, o, inverse, desc, stages, b, 
 @gluon.jit
 def store_rows(C: gl.constexpr, o, inverse, base, column: gl.constexpr, tokens, hq):
     """O / l by the threads themselves, no further than the sequence goes."""
-    # where rows are staged this is for the end of a sequence, and not worth a detour
-    WL: gl.constexpr = o.type.layout if C.STAGED else output_layout(o.shape[1])
+    WL: gl.constexpr = output_layout(o.shape[1]) if C.TURNED else o.type.layout
     inverse = gl.convert_layout(inverse, gl.SliceLayout(1, o.type.layout))
     x = gl.convert_layout((o * inverse[:, None]).to(base.dtype.element_ty), WL)
     r = gl.arange(0, 64, gl.SliceLayout(1, WL))

@@ -114,6 +114,12 @@ class Config:
         return ROWS // self.GROUP
 
     @property
+    def TURNED(self) -> bool:
+        """Whether rows that threads store are turned round for it: not where few are stored so,
+        at the ends of sequences, nor where a bias leaves no memory for it."""
+        return not (self.STAGED or self.BIAS == "copied")
+
+    @property
     def PADDED(self) -> bool:
         """Whether a key tile may end in values that are no one's, or another sequence's."""
         return self.VARLEN or self.PREFIX
@@ -181,9 +187,10 @@ def tile_for(p: Problem, bias: str, processors: int) -> Tile:
     if bias != "copied":
         return tile
     assert p.bias_dtype is not None
-    one = replace(tile, q_stages=1, b_stages=2)
+    one = replace(tile, q_stages=1)
     two = replace(one, k_stages=2, v_stages=2)
-    for choice in (replace(tile, b_stages=2), one, two, replace(two, block_k=64, b_stages=1)):
+    every = [replace(t, b_stages=n) for n in (2, 1) for t in (tile, one, two)]
+    for choice in (*every, replace(two, block_k=64)):
         if shared_bytes(choice, d, dv, p.bias_dtype) <= SHARED:
             return choice
     raise AssertionError("a bias that does not fit is gathered")
@@ -193,23 +200,22 @@ def bias_fits(p: Problem) -> bool:
     """Whether tiles of the bias have room in shared memory."""
     assert p.bias_dtype is not None
     d, dv = sizes_of(p.d, p.dv)
-    return (
-        shared_bytes(
-            replace(TILES[d, dv], k_stages=2, v_stages=2, q_stages=1, block_k=64),
-            d,
-            dv,
-            p.bias_dtype,
-        )
-        <= SHARED
-    )
+    least = replace(TILES[d, dv], block_k=64, k_stages=2, v_stages=2, q_stages=1)
+    return shared_bytes(least, d, dv, p.bias_dtype) <= SHARED
 
 
-def shared_bytes(tile: Tile, d: int, dv: int, bias: torch.dtype | None = None) -> int:
+def shared_bytes(
+    tile: Tile, d: int, dv: int, bias: torch.dtype | None = None, staged: int = 0
+) -> int:
+    """What a block takes, with a bias that is copied, and columns of the output (STAGED)."""
     rows = tile.warpgroups * ROWS
     q = tile.q_stages * rows * d * 2
     kv = tile.block_k * (tile.k_stages * d + tile.v_stages * dv) * 2
     terms = tile.b_stages * rows * tile.block_k * bias.itemsize if bias is not None else 0
-    return q + kv + terms + tile.warpgroups * SCRATCH
+    out = rows * staged * 2
+    if not (staged or terms):
+        out = tile.warpgroups * SCRATCH
+    return q + kv + terms + out + BARRIERS
 
 
 def config_for(p: Problem, tile: Tile, bias: str, group: int) -> Config:
@@ -247,9 +253,8 @@ def staged_columns(p: Problem, tile: Tile, bias: str) -> int:
     columns = min(dv, 128)
     if dv % columns or dv != first_part(dv):
         return 0
-    used = shared_bytes(tile, d, dv, p.bias_dtype if bias == "copied" else None)
-    more = tile.warpgroups * (ROWS * columns * 2 - SCRATCH) + BARRIERS
-    return columns if used + more <= SHARED else 0
+    copied = p.bias_dtype if bias == "copied" else None
+    return columns if shared_bytes(tile, d, dv, copied, columns) <= SHARED else 0
 
 
 def packed_heads(p: Problem, bias: str) -> int:
