@@ -98,7 +98,7 @@ class Numbers(NamedTuple):
     stride: Any
     bias_batch: Any = None
     bias_heads: Any = None
-    together: Any = None  # heads whose tiles are taken in turns; None is one after the other
+    together: Any = 1  # heads whose tiles are taken in turns
 
 
 class Constants(NamedTuple):
@@ -240,7 +240,7 @@ def slots(problem: Problem, block: int, of: str) -> int:
     return total // block + problem.batch + 1 if problem.varlen else -(-n // block)
 
 
-def together(problem: Problem, of: str) -> int | None:
+def together(problem: Problem, of: str) -> int:
     """How many heads have their tiles taken in turns, the longest first.
 
     Causal tiles are of all lengths. Head by head the last heads' longest tiles would start late,
@@ -248,7 +248,7 @@ def together(problem: Problem, of: str) -> int | None:
     hold what they pass over.
     """
     if problem.varlen or problem.right is None or problem.left is not None:
-        return None
+        return 1
     rows = problem.nq * problem.group if of == "keys" else problem.nk
     passed = rows * (problem.d + problem.dv) * problem.dtype.itemsize
     return max(1, TOGETHER_BYTES // max(passed, 1))
@@ -294,7 +294,7 @@ def constants(problem: Problem, tiles: Tiles, fixed: dict[str, int], precision: 
         **fixed,
         "RAGGED_Q": ragged_q,
         "RAGGED_K": ragged_k,
-        "AHEAD": tiles.ahead,
+        "AHEAD": tiles.ahead and not problem.documents and problem.allowed is None,
         "SPLIT": tiles.split and problem.masked and not problem.prefix,
         "EDGES": problem.masked or ragged_k,
         "MASKS": problem.masked,

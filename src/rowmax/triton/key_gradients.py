@@ -32,16 +32,6 @@ from .steps import (
 
 
 @triton.jit
-def products(k, q_base, i, t, c, plan, nq, KIND: tl.constexpr):
-    """``k @ q^T`` of the i-th tile of queries, which is loaded for it."""
-    tile, _ = nth_tile(i, t, plan, KIND)
-    q = load_tile(
-        q_base, c.ROW_Q, tile * c.BLOCK_Q, nq, c.BLOCK_Q, c.D, c.BLOCK_D, c.RAGGED_Q
-    )  # fmt: skip
-    return tl.dot(k, tl.trans(q), input_precision=c.PRECISION)
-
-
-@triton.jit
 def add_queries(
     dk, dv, cols, k, v, q_base, do_base, lse2_base, delta_base, t, n, c, b, head, j0, plan, nq, nk,
     used, offset, KIND: tl.constexpr,
@@ -52,9 +42,10 @@ def add_queries(
     cut = j0 + c.BLOCK_K > used  # the tile of keys has some that are not in use
     count = count_tiles(plan, KIND)
     if c.AHEAD:
-        x = tl.zeros([c.BLOCK_K, BLOCK_Q], tl.float32)
-        if count > 0:
-            x = products(k, q_base, 0, t, c, plan, nq, KIND)
+        tile, partial = nth_tile(0, t, plan, KIND)
+        end = tl.where(count > 0, nq, 0)
+        q = load_tile(q_base, c.ROW_Q, tile * BLOCK_Q, end, BLOCK_Q, c.D, c.BLOCK_D, True)
+        x = tl.dot(k, tl.trans(q), input_precision=c.PRECISION)
     for i in tl.range(0, count):
         tile, partial = nth_tile(i, t, plan, KIND)
         if t.lengths is not None:
@@ -74,8 +65,12 @@ def add_queries(
         if SCORES:
             dp = tl.dot(v, tl.trans(do), input_precision=c.PRECISION)
         if c.AHEAD:
-            # the tile of queries is loaded again in its own turn, an iteration later
-            x = products(k, q_base, tl.minimum(i + 1, count - 1), t, c, plan, nq, KIND)
+            # loaded twice: as its own, a tile is used an iteration later
+            after, _ = nth_tile(tl.minimum(i + 1, count - 1), t, plan, KIND)
+            q1 = load_tile(
+                q_base, c.ROW_Q, after * BLOCK_Q, nq, BLOCK_Q, c.D, c.BLOCK_D, c.RAGGED_Q
+            )  # fmt: skip
+            x = tl.dot(k, tl.trans(q1), input_precision=c.PRECISION)
         pr, dp = dropped(p, dp, t, n, b, head, row, j0, j, c.BLOCK_K)
         if t.dv is not None:
             dv = tl.dot(pr.to(do.dtype), do, dv, input_precision=c.PRECISION)

@@ -64,16 +64,6 @@ def delta_kernel(t, n, c):
 
 
 @triton.jit
-def products(q, k_base, i, t, c, plan, used, KIND: tl.constexpr):
-    """``q @ k^T`` of the i-th tile of keys, which is loaded for it."""
-    tile, _ = nth_tile(i, t, plan, KIND)
-    k = load_tile(
-        k_base, c.ROW_K, tile * c.BLOCK_K, used, c.BLOCK_K, c.D, c.BLOCK_D, c.RAGGED_K
-    )  # fmt: skip
-    return tl.dot(q, tl.trans(k), input_precision=c.PRECISION)
-
-
-@triton.jit
 def add_keys(
     dq, sums, q, do, lse2, delta, k_base, v_base, t, n, c, b, head, row, inside, plan, nq, nk, used,
     offset, KIND: tl.constexpr,
@@ -82,9 +72,10 @@ def add_keys(
     j = tl.arange(0, BLOCK_K)[None, :]
     count = count_tiles(plan, KIND)
     if c.AHEAD:
-        x = tl.zeros([c.BLOCK_Q, BLOCK_K], tl.float32)
-        if count > 0:
-            x = products(q, k_base, 0, t, c, plan, used, KIND)
+        tile, partial = nth_tile(0, t, plan, KIND)
+        end = tl.where(count > 0, used, 0)
+        k = load_tile(k_base, c.ROW_K, tile * BLOCK_K, end, BLOCK_K, c.D, c.BLOCK_D, True)
+        x = tl.dot(q, tl.trans(k), input_precision=c.PRECISION)
     for i in tl.range(0, count):
         tile, partial = nth_tile(i, t, plan, KIND)
         j0 = tile * BLOCK_K
@@ -97,8 +88,12 @@ def add_keys(
         v = load_tile(v_base, c.ROW_V, j0, used, BLOCK_K, c.DV, c.BLOCK_DV, c.RAGGED_K)
         dp = tl.dot(do, tl.trans(v), input_precision=c.PRECISION)
         if c.AHEAD:
-            # the tile of keys is loaded again in its own turn, an iteration later
-            x = products(q, k_base, tl.minimum(i + 1, count - 1), t, c, plan, used, KIND)
+            # loaded twice: as its own, a tile is used an iteration later
+            after, _ = nth_tile(tl.minimum(i + 1, count - 1), t, plan, KIND)
+            k1 = load_tile(
+                k_base, c.ROW_K, after * BLOCK_K, used, BLOCK_K, c.D, c.BLOCK_D, c.RAGGED_K
+            )  # fmt: skip
+            x = tl.dot(q, tl.trans(k1), input_precision=c.PRECISION)
         _, dp = dropped(p, dp, t, n, b, head, row, j0, j, BLOCK_K)
         ds = p * (dp - delta[:, None])
         if t.dbias is not None:

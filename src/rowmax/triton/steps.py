@@ -15,14 +15,11 @@ import triton.language as tl
 @triton.jit
 def nth_program(tiles, together):
     """(tile, head) of this program: ``together`` heads, of any batch, take turns tile by tile."""
-    if together is None:
-        return tl.program_id(0) % tiles, tl.program_id(0) // tiles
-    else:
-        heads = tl.num_programs(0) // tiles
-        first = tl.program_id(0) // (tiles * together) * together
-        left = tl.program_id(0) - tiles * first
-        group = tl.minimum(together, heads - first)
-        return left // group, first + left % group
+    heads = tl.num_programs(0) // tiles
+    first = tl.program_id(0) // (tiles * together) * together
+    left = tl.program_id(0) - tiles * first
+    group = tl.minimum(together, heads - first)
+    return left // group, first + left % group
 
 
 @triton.jit
