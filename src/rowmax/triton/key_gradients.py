@@ -40,13 +40,7 @@ def add_queries(
     SCORES: tl.constexpr = t.dk is not None or t.dbias_cols is not None  # whether dS is wanted
     j = tl.arange(0, c.BLOCK_K)[:, None]
     cut = j0 + c.BLOCK_K > used  # the tile of keys has some that are not in use
-    count = count_tiles(plan, KIND)
-    if c.AHEAD:
-        tile, partial = nth_tile(0, t, plan, KIND)
-        end = tl.where(count > 0, nq, 0)
-        q = load_tile(q_base, c.ROW_Q, tile * BLOCK_Q, end, BLOCK_Q, c.D, c.BLOCK_D, True)
-        x = tl.dot(k, tl.trans(q), input_precision=c.PRECISION)
-    for i in tl.range(0, count):
+    for i in tl.range(0, count_tiles(plan, KIND)):
         tile, partial = nth_tile(i, t, plan, KIND)
         if t.lengths is not None:
             partial = partial | cut
@@ -54,8 +48,7 @@ def add_queries(
         rows = i0 + tl.arange(0, BLOCK_Q)
         row = rows[None, :]
         q = load_tile(q_base, c.ROW_Q, i0, nq, BLOCK_Q, c.D, c.BLOCK_D, c.RAGGED_Q)
-        if not c.AHEAD:
-            x = tl.dot(k, tl.trans(q), input_precision=c.PRECISION)
+        x = tl.dot(k, tl.trans(q), input_precision=c.PRECISION)
         lse2 = load_rows(lse2_base, rows, nq, float("inf"), c.RAGGED_Q)[None, :]
         p, y = weights(x, lse2, t, n, c, b, head, row, j0 + j, nq, nk, used, offset, partial, KIND)
         do = load_tile(
@@ -64,13 +57,6 @@ def add_queries(
         dp = p
         if SCORES:
             dp = tl.dot(v, tl.trans(do), input_precision=c.PRECISION)
-        if c.AHEAD:
-            # loaded twice: as its own, a tile is used an iteration later
-            after, _ = nth_tile(tl.minimum(i + 1, count - 1), t, plan, KIND)
-            q1 = load_tile(
-                q_base, c.ROW_Q, after * BLOCK_Q, nq, BLOCK_Q, c.D, c.BLOCK_D, c.RAGGED_Q
-            )  # fmt: skip
-            x = tl.dot(k, tl.trans(q1), input_precision=c.PRECISION)
         pr, dp = dropped(p, dp, t, n, b, head, row, j0, j, c.BLOCK_K)
         if t.dv is not None:
             dv = tl.dot(pr.to(do.dtype), do, dv, input_precision=c.PRECISION)
