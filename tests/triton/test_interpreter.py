@@ -133,7 +133,6 @@ def test_float16(case: Case) -> None:
 
 @pytest.mark.parametrize("shape", [(16, 16), (16, 64), (64, 32)], ids=str)
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(
     "case",
     [
@@ -145,9 +144,9 @@ def test_float16(case: Case) -> None:
     ids=str,
 )
 def test_tiles_of_any_shape(
-    case: Case, shape: tuple[int, int], split: bool, ahead: bool, monkeypatch: pytest.MonkeyPatch
+    case: Case, shape: tuple[int, int], split: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chosen = tiles.Tiles(*shape, 4, 2, split, ahead)
+    chosen = tiles.Tiles(*shape, 4, 2, split)
     monkeypatch.setattr(launch, "tiles_for", lambda *_: chosen)
     _check(case, torch.float32)
 

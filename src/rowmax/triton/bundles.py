@@ -125,7 +125,6 @@ class Constants(NamedTuple):
     ROW_DV: Any
     RAGGED_Q: Any  # tiles of queries can run past the end
     RAGGED_K: Any  # tiles of keys can run past those in use
-    AHEAD: Any  # the scores of the next tile are made while those of this one are at work
     SPLIT: Any  # full and partial tiles in loops of their own
     EDGES: Any  # tiles that need masking code can occur
     MASKS: Any  # pairs inside the matrix can be masked
@@ -294,7 +293,6 @@ def constants(problem: Problem, tiles: Tiles, fixed: dict[str, int], precision: 
         **fixed,
         "RAGGED_Q": ragged_q,
         "RAGGED_K": ragged_k,
-        "AHEAD": tiles.ahead and not problem.documents and problem.allowed is None,
         "SPLIT": tiles.split and problem.masked and not problem.prefix,
         "EDGES": problem.masked or ragged_k,
         "MASKS": problem.masked,

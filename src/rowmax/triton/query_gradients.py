@@ -70,30 +70,16 @@ def add_keys(
 ):  # fmt: skip
     BLOCK_K: tl.constexpr = c.BLOCK_K
     j = tl.arange(0, BLOCK_K)[None, :]
-    count = count_tiles(plan, KIND)
-    if c.AHEAD:
-        tile, partial = nth_tile(0, t, plan, KIND)
-        end = tl.where(count > 0, used, 0)
-        k = load_tile(k_base, c.ROW_K, tile * BLOCK_K, end, BLOCK_K, c.D, c.BLOCK_D, True)
-        x = tl.dot(q, tl.trans(k), input_precision=c.PRECISION)
-    for i in tl.range(0, count):
+    for i in tl.range(0, count_tiles(plan, KIND)):
         tile, partial = nth_tile(i, t, plan, KIND)
         j0 = tile * BLOCK_K
         k = load_tile(k_base, c.ROW_K, j0, used, BLOCK_K, c.D, c.BLOCK_D, c.RAGGED_K)
-        if not c.AHEAD:
-            x = tl.dot(q, tl.trans(k), input_precision=c.PRECISION)
+        x = tl.dot(q, tl.trans(k), input_precision=c.PRECISION)
+        v = load_tile(v_base, c.ROW_V, j0, used, BLOCK_K, c.DV, c.BLOCK_DV, c.RAGGED_K)
+        dp = tl.dot(do, tl.trans(v), input_precision=c.PRECISION)
         p, y = weights(
             x, lse2[:, None], t, n, c, b, head, row, j0 + j, nq, nk, used, offset, partial, KIND
         )
-        v = load_tile(v_base, c.ROW_V, j0, used, BLOCK_K, c.DV, c.BLOCK_DV, c.RAGGED_K)
-        dp = tl.dot(do, tl.trans(v), input_precision=c.PRECISION)
-        if c.AHEAD:
-            # loaded twice: as its own, a tile is used an iteration later
-            after, _ = nth_tile(tl.minimum(i + 1, count - 1), t, plan, KIND)
-            k1 = load_tile(
-                k_base, c.ROW_K, after * BLOCK_K, used, BLOCK_K, c.D, c.BLOCK_D, c.RAGGED_K
-            )  # fmt: skip
-            x = tl.dot(q, tl.trans(k1), input_precision=c.PRECISION)
         _, dp = dropped(p, dp, t, n, b, head, row, j0, j, BLOCK_K)
         ds = p * (dp - delta[:, None])
         if t.dbias is not None:

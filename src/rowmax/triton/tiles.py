@@ -27,7 +27,6 @@ class Tiles:
     warps: int
     stages: int
     split: bool = False  # in a backward: full and partial tiles in loops of their own
-    ahead: bool = False  # in a backward: the next tile's scores while this one's are at work
 
 
 @dataclass(frozen=True)
