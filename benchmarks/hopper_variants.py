@@ -21,7 +21,7 @@ from rowmax.hopper.copies import over
 from rowmax.hopper.tiles import tile_for
 from rowmax.problem import Options, Tensors, problem_of
 
-#: by head size, and mask where that matters: what is changed of the tile, and of what is compiled in
+#: by head size, and mask where that matters: changes of the tile, and of what is compiled in
 VARIANTS: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
     "64": {"two warpgroups": ({"warpgroups": 2, "registers": (240, 24)}, {})},
     "128": {"three V, one Q": ({"v_stages": 3, "q_stages": 1}, {})},

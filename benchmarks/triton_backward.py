@@ -6,7 +6,7 @@ bfloat16, 16k tokens, H * D = 2048. Candidates are compiled ahead, in processes 
 take turns on the device; the L2 cache is flushed before each run. A line is a kernel at one
 length: the shipped tiles' time, speed and rank, then all candidates, best first, each with how
 many times faster than the shipped ones it is. Tiles are written BLOCK_Q,BLOCK_K,warps,stages;
-"s" is split, "a" ahead; "none", "fewer" and "more" are of how many heads tiles are taken in turns.
+"s" is split; "none", "fewer" and "more" are of how many heads tiles are taken in turns.
 TFLOP/s count the products that a kernel makes, causal half. A last table has the means over short
 and over long sequences.
 """
@@ -43,23 +43,11 @@ TOKENS, WIDTH = 16384, 2048
 CANDIDATES = {
     ("delta", 128): "16,16,4,2 32,16,4,2 64,16,4,2 64,16,8,2 128,16,8,2",
     ("delta", 256): "16,16,4,2 32,16,4,2 64,16,4,2 32,16,8,2 64,16,8,2",
-    (
-        "key_gradients",
-        128,
-    ): "64,128,8,3 64,128,8,4 64,128,8,2 32,128,8,4,a 64,64,4,2 | 64,128,8,3,s",
-    ("query_gradients", 128): (
-        "128,64,8,3 128,64,8,4 128,64,8,3,a 128,64,8,2,a 128,32,8,4,a 64,64,4,2 |"
-        " 128,64,8,3,s 128,64,8,3,s,a 128,64,8,2,s,a"
-    ),
-    ("dk", 256): "32,128,8,2 32,128,8,3 32,128,8,2,a 64,64,4,2 32,64,4,3 32,64,4,4",
-    ("dv", 256): (
-        "32,128,8,3 32,128,8,4 32,128,8,5 64,128,8,2 32,128,8,3,a 32,128,8,4,a 32,128,8,5,a"
-        " 64,64,4,2"
-    ),
-    ("query_gradients", 256): (
-        "64,32,4,3 64,32,4,4 64,64,4,2 128,32,8,3 128,32,8,2,a 64,32,4,2,a |"
-        " 128,32,8,3,s 128,32,8,2,s,a"
-    ),
+    ("key_gradients", 128): "64,128,8,3 64,128,8,4 64,128,8,2 64,64,4,2 | 64,128,8,3,s",
+    ("query_gradients", 128): "128,64,8,3 128,64,8,4 64,64,4,2 | 128,64,8,3,s",
+    ("dk", 256): "32,128,8,2 32,128,8,3 64,64,4,2 32,64,4,3 32,64,4,4",
+    ("dv", 256): "32,128,8,3 32,128,8,4 32,128,8,5 64,128,8,2 64,64,4,2",
+    ("query_gradients", 256): "64,32,4,3 64,32,4,4 64,64,4,2 128,32,8,3 | 128,32,8,3,s",
 }
 PLANS = {"delta": module.plan_delta, "query_gradients": module.plan_query_gradients}
 PRODUCTS = {"delta": 0, "key_gradients": 4, "dk": 3, "dv": 2, "query_gradients": 3}
@@ -74,7 +62,7 @@ class Choice:
 
     def __str__(self) -> str:
         t = self.tiles
-        marks = [m for m, on in (("s", t.split), ("a", t.ahead)) if on]
+        marks = ["s"] if t.split else []
         shape = map(str, (t.block_q, t.block_k, t.warps, t.stages))
         return ",".join([*shape, *marks]) + (f" ({self.turns})" if self.turns else "")
 
@@ -84,7 +72,7 @@ def candidates(job: str, d: int, causal: bool) -> list[Tiles]:
     found = []
     for text in (always + (more if causal else "")).split():
         shape, marks = text.split(",")[:4], text.split(",")[4:]
-        found.append(Tiles(*map(int, shape), split="s" in marks, ahead="a" in marks))
+        found.append(Tiles(*map(int, shape), split="s" in marks))
     return found
 
 

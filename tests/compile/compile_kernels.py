@@ -80,12 +80,13 @@ def tuned() -> list[Case]:
     """Calls that meet every entry of the table."""
     more: dict[str, Any] = {"b": 1, "nq": 512, "hq": 1}
     return [
-        Case(f"{d}-{name}", d=d, **options, **more)
+        Case(f"{d}-{name}", **{"d": d, **more, **options})
         for d in (64, 128, 256)
         for name, options in (
             ("full", {}),
             ("causal", {"causal": True}),
             ("bias", {"bias": "bhqk"}),
+            ("long-causal", {"causal": True, "nq": 4096}),
         )
     ]
 

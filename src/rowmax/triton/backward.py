@@ -37,6 +37,9 @@ from .query_gradients import delta_kernel, query_gradients_kernel
 from .streams import beside, fork
 from .tiles import BOTH_UP_TO, Tiles
 
+#: the longest sequences whose kernels run beside each other; longer ones want the L2 cache alone
+BESIDE_UP_TO = 8192
+
 
 def backward(
     problem: Problem,
@@ -60,7 +63,8 @@ def backward(
     how = bias_sum(problem) if wanted.bias else None
     over_queries = wanted.k or wanted.v or how == "cols"
     over_keys = wanted.q or how in ("direct", "rows")
-    since = fork(tensors.q) if over_queries and over_keys else None
+    short = max(problem.nq, problem.nk) <= BESIDE_UP_TO
+    since = fork(tensors.q) if over_queries and over_keys and short else None
     dk = dv = cols = None
     if over_queries:
         dk, dv, cols = _key_gradients(problem, tensors, t, how, tiles)

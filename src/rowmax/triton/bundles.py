@@ -19,7 +19,7 @@ LOG2E = math.log2(math.e)
 #: rows of lse2 and delta start at multiples of as many, so that they are read in pairs
 ROW_UNIT = 16
 #: what heads whose tiles are taken in turns may pass over together
-TOGETHER_BYTES = 32 << 20
+TOGETHER_BYTES = 8 << 20
 
 
 class Pointers(NamedTuple):

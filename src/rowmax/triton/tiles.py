@@ -39,9 +39,11 @@ class Kind:
     dv: int
     masked: bool
     scored: bool  # terms beside q.k
+    long: bool = False
 
     def __str__(self) -> str:
-        marks = "".join(c for c, on in (("m", self.masked), ("s", self.scored)) if on)
+        on = (("m", self.masked), ("s", self.scored), ("l", self.long))
+        marks = "".join(c for c, there in on if there)
         return f"{self.job}-{8 * self.bytes}-{self.d}x{self.dv}{'-' + marks if marks else ''}"
 
 
@@ -54,6 +56,8 @@ class Limits:
     lanes: int  # of a warp
 
 
+#: longer sequences may have tiles of their own
+LONG = 2048
 #: the widest head for which one kernel holds the sums of dK and of dV
 BOTH_UP_TO = 128
 
@@ -72,6 +76,7 @@ def kind_of(job: str, problem: Problem) -> Kind:
         dv=padded(problem.dv),
         masked=problem.masked,
         scored=scored or problem.dropout_threshold > 0,
+        long=max(problem.nq, problem.nk) > LONG,
     )
 
 
@@ -116,7 +121,7 @@ _H200 = {
     ("forward", 256): (Tiles(128, 64, 8, 2),) * 3,
     ("key_gradients", 64): (Tiles(64, 64, 4, 3), Tiles(128, 64, 4, 2), Tiles(64, 64, 4, 3)),
     ("key_gradients", 128): (Tiles(64, 128, 8, 3),) * 3,
-    ("dk", 256): (Tiles(32, 128, 8, 2),) * 3,
+    ("dk", 256): (Tiles(32, 128, 8, 3), Tiles(32, 128, 8, 3), Tiles(32, 128, 8, 2)),
     ("dv", 256): (Tiles(32, 128, 8, 3), Tiles(64, 128, 8, 2), Tiles(32, 128, 8, 2)),
     ("query_gradients", 64): (Tiles(128, 64, 8, 3), Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 3)),
     ("query_gradients", 128): (
@@ -124,8 +129,14 @@ _H200 = {
         Tiles(128, 64, 8, 3, split=True),
         Tiles(128, 64, 8, 3),
     ),
-    ("query_gradients", 256): (Tiles(64, 32, 4, 3),) * 3,
+    ("query_gradients", 256): (
+        Tiles(128, 32, 8, 3),
+        Tiles(128, 32, 8, 3, split=True),
+        Tiles(64, 32, 4, 3),
+    ),
 }
+#: what is better beyond ``LONG``, in the place of the middle one
+_H200_LONG = {("key_gradients", 128): Tiles(64, 128, 8, 3, split=True)}
 
 
 def table(kind: Kind, limits: Limits) -> Tiles | None:
@@ -134,7 +145,11 @@ def table(kind: Kind, limits: Limits) -> Tiles | None:
         return None
     width = max(kind.d, kind.dv, 64)
     found = _H200.get((kind.job, width))
-    return None if found is None else found[2 if kind.scored else kind.masked]
+    if found is None or kind.scored:
+        return found and found[2]
+    if kind.masked and kind.long:
+        return _H200_LONG.get((kind.job, width), found[1])
+    return found[kind.masked]
 
 
 # --- the rule ----------------------------------------------------------------------------------

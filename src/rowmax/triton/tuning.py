@@ -17,10 +17,12 @@ from .backward import plan_key_gradients, plan_query_gradients
 from .bundles import ROW_UNIT, pointers
 from .forward import forward
 from .launch import launch
-from .tiles import BOTH_UP_TO, Kind, Tiles, candidates, kind_of, limits_of
+from .tiles import BOTH_UP_TO, Kind, Limits, Tiles, candidates, kind_of, limits_of, table
 
 #: of each job, in the rule's order
 CANDIDATES = 10
+#: of the sequences that candidates are measured on
+LENGTHS = (1024, 4096)
 
 
 class Trial(NamedTuple):
@@ -34,23 +36,30 @@ class Trial(NamedTuple):
 def trials(
     d: int, dtype: torch.dtype, causal: bool, tokens: int = 16384, device: str = "cuda"
 ) -> list[tuple[Kind, Tiles, Callable[[], Any]]]:
-    """Every candidate of every job of one head size, each with a call that runs it."""
-    n = 4096
-    shape = (max(1, tokens // n), n, max(1, 2048 // d), d)
-    q, k, v, dout = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
-    tensors = Tensors(q, k, v)
-    problem = problem_of(tensors, Options(scale=d**-0.5, right=0 if causal else None))
-    jobs = ["dk", "dv"] if d > BOTH_UP_TO else ["key_gradients"]
+    """Every candidate of every job of one head size, short and long, each with a call of it."""
     found = []
-    for job in ("forward", *jobs, "query_gradients"):
-        kind, limits = kind_of(job, problem), limits_of(q.device)
-        for tiles in islice(candidates(kind, limits), CANDIDATES):
-            both = (tiles, replace(tiles, split=True))
+    for n in LENGTHS:
+        shape = (max(1, tokens // n), n, max(1, 2048 // d), d)
+        q, k, v, dout = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
+        tensors = Tensors(q, k, v)
+        problem = problem_of(tensors, Options(scale=d**-0.5, right=0 if causal else None))
+        jobs = ["dk", "dv"] if d > BOTH_UP_TO else ["key_gradients"]
+        for job in ("forward", *jobs, "query_gradients"):
+            kind = kind_of(job, problem)
             found += [
                 (kind, one, _runner(job, problem, tensors, dout, one))
-                for one in (both if causal and job != "forward" else both[:1])
+                for one in tried(kind, limits_of(q.device), causal and job != "forward")
             ]
     return found
+
+
+def tried(kind: Kind, limits: Limits, split: bool) -> list[Tiles]:
+    """What is in use, then the rule's candidates; with loops of their own for full tiles too."""
+    shipped = table(kind, limits)
+    every = [*([shipped] if shipped else []), *islice(candidates(kind, limits), CANDIDATES)]
+    if split:
+        every = [replace(tiles, split=x) for tiles in every for x in (False, True)]
+    return list(dict.fromkeys(every))
 
 
 def _runner(
