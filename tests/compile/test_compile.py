@@ -17,8 +17,13 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
 
-#: One store a tile, in the fastest of what was measured by a fifth.
-ALLOWED_SPILLS = {("256-causal", "forward_kernel"): 1}
+#: What is faster all the same than all that was measured and keeps to registers: one store a
+#: tile, by a fifth; a few numbers that a loop does not change, by 3 to 7 %.
+ALLOWED_SPILLS = {
+    ("256-causal", "forward_kernel"): 1,
+    ("256-long-causal", "forward_kernel"): 1,
+    ("128-long-causal", "key_gradients_kernel"): 8,
+}
 
 
 def compiled(target: str, what: str) -> list[dict[str, Any]]:
