@@ -109,8 +109,11 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--only", default="", help="names that hold one of these, with commas")
     options = parser.parse_args()
-    todo = [(case, dtype) for case in cases() for dtype in ("bfloat16", "float16")]
+    names = options.only.split(",")
+    chosen = [case for case in cases() if any(name in case.name for name in names)]
+    todo = [(case, dtype) for case in chosen for dtype in ("bfloat16", "float16")]
     random.Random(0).shuffle(todo)
     end = time.monotonic() + 60 * options.minutes
     rows, bad = [], 0
