@@ -95,9 +95,19 @@ def bias_tile(C: gl.constexpr, c: gl.constexpr, use, live, shared):
         mine = reinterpret(
             biases.index(i), biases.dtype, [64, C.BLOCK_K], matrix(64, C.BLOCK_K, biases.dtype)
         )
-        copied = settled(mine.load(score_layout(C)))
-        mbarrier.arrive(b_empty.index(i), count=1, pred=live)
+        copied = mine.load(score_layout(C))
+        if C.B_STAGES == 1:  # the next is waited for
+            copied = settled(copied)
+            mbarrier.arrive(b_empty.index(i), count=1, pred=live)
     return copied
+
+
+@gluon.jit
+def bias_done(C: gl.constexpr, c: gl.constexpr, use, live, shared):
+    """Let go of it after the softmax: no number of it can then still be on its way."""
+    if C.BIAS == "copied" and C.B_STAGES > 1:
+        i = c * C.B_STAGES + slot(use, C.B_STAGES)
+        mbarrier.arrive(shared[2].index(i), count=1, pred=live)
 
 
 @gluon.jit
@@ -169,6 +179,7 @@ def step(
     mbarrier.wait(k_full.index(slot(use, C.K_STAGES)), phase(use, C.K_STAGES), pred=j > tile[8])
     o0, o1 = wait_output(C, o0, o1)
     mbarrier.arrive(v_empty.index(sv), count=1)
+    bias_done(C, c, use - 1, True, shared)
     p = p.to(dtype)
     o0 = scale_rows(o0, alpha)
     if C.DV1:
@@ -233,6 +244,9 @@ def work(
         mbarrier.arrive(q_empty.index(c), count=1, pred=tile[8] + 1 == tile[9])
     copied = bias_tile(C, c, use, True, shared)
     p, m, l, alpha = first_weights(C, c, S, copied, tile, sizes, terms, scale, dtype)
+    # begins a basic block, as in step; these values stay until their product
+    mbarrier.wait(v_full.index(0), 0)
+    bias_done(C, c, use, True, shared)
     use += 1
 
     live = True
@@ -342,6 +356,7 @@ def work(
         mbarrier.wait(v_full.index(sv), phase(before, C.V_STAGES))
         o0, o1 = wait_output(C, o0, o1)
         mbarrier.arrive(v_empty.index(sv), count=1)
+        bias_done(C, c, use - 1, more, shared)
         if C.WARPGROUPS == 3:
             inverse = store_lse(C, c, m_done, l_done, lse, tile, terms, hq, total_q)
         store_output(C, c, o0, o1, inverse, out, tile, hq)
