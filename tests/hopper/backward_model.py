@@ -125,7 +125,9 @@ def cases() -> list[Case]:
         if not c.bias
     ]
     found += [
-        replace(c, name=f"two-{c.name}", options=c.options | {"KV_STAGES": 2, "LATE": 2})
+        replace(
+            c, name=f"two-{c.name}", options=c.options | {"KV_STAGES": 2, "LATE": 3, "HELD": True}
+        )
         for c in found
         if not c.bias and "LATE" not in c.options
     ]

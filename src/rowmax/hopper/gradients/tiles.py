@@ -23,7 +23,7 @@ class GradientTile:
     block_q: int
     q_stages: int
     do_stages: int
-    held: bool = False  # K and V in registers as well
+    held: bool = False  # K and V in registers as well, where no bias needs those
     kv_stages: int = 1
     late: int = 0  # 1 to 3: dQ one step late, where dS is no tile of a bias
     registers: tuple[int, int] = (240, 24)
@@ -31,7 +31,7 @@ class GradientTile:
 
 #: by (D, Dv), both padded to one of these
 TILES = {
-    (64, 64): GradientTile(64, 4, 3, kv_stages=2, late=2),
+    (64, 64): GradientTile(64, 4, 3, held=True, kv_stages=2, late=3),
     (128, 128): GradientTile(64, 3, 2, late=3),
 }
 #: by (D, Dv) and by gradient: heads for which one launch has no registers (wide.py)
@@ -165,7 +165,7 @@ def config_for(p: Problem, tile: GradientTile, **options: Any) -> GradientConfig
         BLOCK_Q=tile.block_q,
         Q_STAGES=tile.q_stages,
         DO_STAGES=tile.do_stages,
-        HELD=tile.held,
+        HELD=tile.held and p.bias is None,
         KV_STAGES=tile.kv_stages,
         LATE=0 if p.bias is not None else tile.late,
         LEFT=p.left is not None,
