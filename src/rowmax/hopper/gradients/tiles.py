@@ -112,6 +112,22 @@ class GradientConfig:
         return self.DV_OUT if self.KIND == "dv" else self.D_OUT
 
     @property
+    def PADDED(self) -> bool:
+        """Whether a tile of keys may end in what is no one's, or another sequence's."""
+        return self.VARLEN or self.PREFIX
+
+    @property
+    def PASSES_SHORT(self) -> bool:
+        """The same of a tile of what passes by in a launch for one gradient."""
+        return self.PADDED if self.KIND == "dq" else self.VARLEN
+
+    @property
+    def STAYS_SHORT(self) -> bool:
+        """Whether what stays there is to be cleared: it has rows of the sum of its own, so only
+        where those are stored, past prefix lengths, and are made of what V holds."""
+        return self.PREFIX and self.KIND == "dk"
+
+    @property
     def MASKS(self) -> bool:
         return self.RIGHT or self.LEFT or self.RAGGED or self.DOCUMENTS
 
