@@ -33,7 +33,7 @@ def config(d: int, dv: int, tile: GradientTile, **features: Any) -> GradientConf
         BLOCK_Q=tile.block_q,
         Q_STAGES=tile.q_stages,
         DO_STAGES=tile.do_stages,
-        HELD=tile.held,
+        HELD=tile.held and not features.get("BIAS"),
         KV_STAGES=tile.kv_stages,
         LATE=0 if features.get("BIAS") else tile.late,
         **features,

@@ -25,6 +25,7 @@ from rowmax.problem import Gradients, Wanted
 from rowmax.reference.tolerance import GRADIENT, LIMITS
 from tests.cases import CASES, LEAVES, Case, make
 from tests.gpu import children
+from tests.spoiled import padding_matters_backward
 from tests.tolerance import complaint, cotangents, expected, poisoned
 
 LENGTHS = (
@@ -121,6 +122,17 @@ def check(case: Case, dtype: str, deterministic: bool, repeats: int) -> list[str
         got = hopper.backward(*given)
     torch.cuda.synchronize()
     found = judged(call, got, want)
+    wide = max(problem.d, problem.dv) > 128
+    reached = padding_matters_backward(
+        problem,
+        tensors,
+        (out, lse, dout, dlse),
+        wanted,
+        hopper.backward,
+        got,
+        lambda name: deterministic or wide or name != "q",
+    )
+    found += [reached] if reached else []
     twin = triton.backward(*given)
     for name, x, y in zip(LEAVES, got, twin, strict=True):
         if x is None or y is None:

@@ -64,8 +64,6 @@ def _refused(p: Problem) -> str | None:
 
 def _refused_backward(p: Problem) -> str | None:
     """What the kernels of the backward do not do beside."""
-    if p.prefix:
-        return "its backward does not take prefix lengths: a NaN in the padding would spread"
     if p.bias is not None:
         if max(p.d, p.dv) > 128:
             return f"its backward takes a bias up to head size 128, these are {p.d} and {p.dv}"

@@ -20,6 +20,9 @@ block (arrivals that complete a phase; a use n of a ring of S takes buffer n % S
     m_full[t]     producer, a tile is announced         consumers and writer, once a turn
     m_empty[t]    each consumer and the writer          producer, two turns later
 
+A tile that a sequence ends in has a barrier for its copy alone (``padding.py``), and *_full of the
+buffer when it is cleared.
+
 A use is a step: one tile of queries of one head of the group. A tile of keys that no query sees
 has none: it takes a turn (m_full, m_empty) and touches no other barrier, on any side. All sides
 read lo, hi and the size of the group from the same message, so they count the same uses.
@@ -41,18 +44,19 @@ from ..gluon_compat import (
 )
 from ..pipeline import barriers, phase, post, slot, told
 from ..schedule import row_at
+from .padding import cleared, full_barriers, landing
 from .schedule import draw, draw_next, neighbour_of, passing, plane_of, tile_of, turns_before
 
 
 @gluon.jit
 def all_barriers(C: gl.constexpr):
     bars = (
-        barriers(C.Q_STAGES, 1),
+        full_barriers(C.Q_STAGES, C.VARLEN),
         barriers(C.Q_STAGES, C.WARPGROUPS),
-        barriers(C.DO_STAGES, 1),
+        full_barriers(C.DO_STAGES, C.VARLEN),
         barriers(C.DO_STAGES, C.WARPGROUPS),
-        barriers(C.KV_STAGES, 1),
-        barriers(C.KV_STAGES, 1),
+        full_barriers(C.KV_STAGES, C.PADDED),
+        full_barriers(C.KV_STAGES, C.PADDED),
         barriers(C.KV_STAGES, C.WARPGROUPS),
         barriers(C.WARPGROUPS, 1),
         barriers(C.WARPGROUPS, 1),
@@ -65,28 +69,32 @@ def all_barriers(C: gl.constexpr):
 
 
 @gluon.jit
-def load_step(C: gl.constexpr, descs, buffers, bars, where, m, g, use):
-    """Q, its rows' lse and delta, dO and the bias of one step."""
+def load_step(C: gl.constexpr, descs, buffers, bars, where, m, g, use, nth):
+    """Q, its rows' lse and delta, dO and the bias of one step. ``nth`` counts tiles that are cut
+    short, before and after."""
     q, do, rows, k, v, bias = descs
     qs, dos, stats, ks, vs, dss = buffers
     q_full, q_empty, do_full, do_empty = bars[:4]
     b_full, b_empty = bars[9:11]
-    part, b, kv_head, first, q_row, spread = where
+    part, b, kv_head, first, q_row, nq, spread = where
     group, hq, each_b, each_h = spread
     head = kv_head * group + g
     plane, row = plane_of(C, b, head, q_row, hq)
     i = m * C.BLOCK_Q
+    short = nq - i < C.BLOCK_Q
     s = slot(use, C.Q_STAGES)
-    bar = q_full.index(s)
+    bar = landing(q_full, s, C.Q_STAGES, C.VARLEN, short)
     mbarrier.wait(q_empty.index(s), phase(use, C.Q_STAGES) ^ 1)
     mbarrier.expect(bar, q.block_type.nbytes + rows.block_type.nbytes)
     tma_load(q, [part, q_row + i, head, 0], bar, qs.index(s))
     tma_load(rows, [plane, 0, row + i], bar, stats.index(s))
-    s = slot(use, C.DO_STAGES)
-    bar = do_full.index(s)
-    mbarrier.wait(do_empty.index(s), phase(use, C.DO_STAGES) ^ 1)
+    if C.VARLEN:  # before there need be room for dO
+        cleared(q_full, s, C.Q_STAGES, qs.index(s), C.BLOCK_Q, C.D, nq - i, nth)
+    u = slot(use, C.DO_STAGES)
+    bar = landing(do_full, u, C.DO_STAGES, C.VARLEN, short)
+    mbarrier.wait(do_empty.index(u), phase(use, C.DO_STAGES) ^ 1)
     mbarrier.expect(bar, do.block_type.nbytes)
-    tma_load(do, [part, q_row + i, head, 0], bar, dos.index(s))
+    tma_load(do, [part, q_row + i, head, 0], bar, dos.index(u))
     if C.BIAS:  # its tile lies where dS of the step will be put
         s = use & 1
         bar = b_full.index(s)
@@ -94,20 +102,33 @@ def load_step(C: gl.constexpr, descs, buffers, bars, where, m, g, use):
         mbarrier.expect(bar, bias.block_type.nbytes)
         to = reinterpret(dss.index(s), dss.dtype, [1, 1, C.BLOCK_Q, C.BLOCK_K], bias.layout)
         tma_load(bias, [b * each_b, head * each_h, i, first], bar, to)
+    if C.VARLEN:
+        cleared(do_full, u, C.DO_STAGES, dos.index(u), C.BLOCK_Q, C.DV, nq - i, nth)
+        nth += short.to(gl.int32)
+    return nth
 
 
 @gluon.jit
-def load_keys(C: gl.constexpr, descs, buffers, bars, where, row, kept):
+def load_keys(C: gl.constexpr, descs, buffers, bars, where, row, kept, rest, nth):
+    """K and V of a tile of which ``rest`` keys are in use. ``nth`` as of ``load_step``."""
     q, do, rows, k, v, bias = descs
     qs, dos, stats, ks, vs, dss = buffers
     k_full, v_full, kv_empty = bars[4:7]
-    part, b, kv_head, first, q_row, spread = where
+    part, b, kv_head, first, q_row, nq, spread = where
+    short = rest < C.BLOCK_K
     s = slot(kept, C.KV_STAGES)
     mbarrier.wait(kv_empty.index(s), phase(kept, C.KV_STAGES) ^ 1)
-    mbarrier.expect(k_full.index(s), k.block_type.nbytes)
-    tma_load(k, [part, row, kv_head, 0], k_full.index(s), ks.index(s))
-    mbarrier.expect(v_full.index(s), v.block_type.nbytes)
-    tma_load(v, [part, row, kv_head, 0], v_full.index(s), vs.index(s))
+    bar = landing(k_full, s, C.KV_STAGES, C.PADDED, short)
+    mbarrier.expect(bar, k.block_type.nbytes)
+    tma_load(k, [part, row, kv_head, 0], bar, ks.index(s))
+    bar = landing(v_full, s, C.KV_STAGES, C.PADDED, short)
+    mbarrier.expect(bar, v.block_type.nbytes)
+    tma_load(v, [part, row, kv_head, 0], bar, vs.index(s))
+    if C.PADDED:
+        cleared(k_full, s, C.KV_STAGES, ks.index(s), C.BLOCK_K, C.D, rest, nth)
+        cleared(v_full, s, C.KV_STAGES, vs.index(s), C.BLOCK_K, C.DV, rest, nth)
+        nth += short.to(gl.int32)
+    return nth
 
 
 @gluon.jit
@@ -131,16 +152,20 @@ def producer(C: gl.constexpr, descs, buffers, bars, mail, order, sizes, seqs, le
     turn = 0
     use = 0
     kept = 0
+    cut_q = 0
+    cut_k = 0
     here = gl.where(n < end, n, 0) if C.DRAWN else n
     tile = tile_of(C, row_at(C, here, order, sizes, seqs), sizes, seqs, lengths)
     post(C, tile, n < end, 0, messages, m_full, m_empty)
     while n < end:
         first, kv_head, b, q_row, k_row, nq, used, offset, lo, hi = tile
-        where = (0 if C.VARLEN else b, b, kv_head, first, q_row, spread)
+        where = (0 if C.VARLEN else b, b, kv_head, first, q_row, nq, spread)
         if lo < hi:
             # the rings have room for the first step while K and V of the last tile are in use
-            load_step(C, descs, buffers, bars, where, passing(C, 0, lo, hi), 0, use)
-            load_keys(C, descs, buffers, bars, where, k_row + first, kept)
+            m = passing(C, 0, lo, hi)
+            cut_q = load_step(C, descs, buffers, bars, where, m, 0, use, cut_q)
+            row = k_row + first
+            cut_k = load_keys(C, descs, buffers, bars, where, row, kept, used - first, cut_k)
             kept += 1
         steps = hi - lo
         # as many steps as there is room for, since to look up the next tile takes a while
@@ -148,13 +173,13 @@ def producer(C: gl.constexpr, descs, buffers, bars, mail, order, sizes, seqs, le
         for i in range(1, some):
             g = i // steps
             m = passing(C, i - g * steps, lo, hi)
-            load_step(C, descs, buffers, bars, where, m, g, use + i)
+            cut_q = load_step(C, descs, buffers, bars, where, m, g, use + i, cut_q)
         if not C.ORDERED:
             n, tile = told_of(C, n, end, turn + 1, mail, order, sizes, seqs, lengths)
         for i in range(gl.maximum(some, 1), steps * group):
             g = i // steps
             m = passing(C, i - g * steps, lo, hi)
-            load_step(C, descs, buffers, bars, where, m, g, use + i)
+            cut_q = load_step(C, descs, buffers, bars, where, m, g, use + i, cut_q)
         use += steps * group
         if C.ORDERED:  # not before its time: others are to follow what is drawn
             n, tile = told_of(C, n, end, turn + 1, mail, order, sizes, seqs, lengths)

@@ -23,7 +23,7 @@ class GradientTile:
     block_q: int
     q_stages: int
     do_stages: int
-    held: bool = False  # K and V in registers as well
+    held: bool = False  # K and V in registers as well, where no bias needs those
     kv_stages: int = 1
     late: int = 0  # 1 to 3: dQ one step late, where dS is no tile of a bias
     registers: tuple[int, int] = (240, 24)
@@ -31,7 +31,7 @@ class GradientTile:
 
 #: by (D, Dv), both padded to one of these
 TILES = {
-    (64, 64): GradientTile(64, 4, 3, kv_stages=2, late=2),
+    (64, 64): GradientTile(64, 4, 3, held=True, kv_stages=2, late=3),
     (128, 128): GradientTile(64, 3, 2, late=3),
 }
 #: by (D, Dv) and by gradient: heads for which one launch has no registers (wide.py)
@@ -112,6 +112,22 @@ class GradientConfig:
         return self.DV_OUT if self.KIND == "dv" else self.D_OUT
 
     @property
+    def PADDED(self) -> bool:
+        """Whether a tile of keys may end in what is no one's, or another sequence's."""
+        return self.VARLEN or self.PREFIX
+
+    @property
+    def PASSES_SHORT(self) -> bool:
+        """The same of a tile of what passes by in a launch for one gradient."""
+        return self.PADDED if self.KIND == "dq" else self.VARLEN
+
+    @property
+    def STAYS_SHORT(self) -> bool:
+        """Whether what stays there is to be cleared: it has rows of the sum of its own, so only
+        where those are stored, past prefix lengths, and are made of what V holds."""
+        return self.PREFIX and self.KIND == "dk"
+
+    @property
     def MASKS(self) -> bool:
         return self.RIGHT or self.LEFT or self.RAGGED or self.DOCUMENTS
 
@@ -165,7 +181,7 @@ def config_for(p: Problem, tile: GradientTile, **options: Any) -> GradientConfig
         BLOCK_Q=tile.block_q,
         Q_STAGES=tile.q_stages,
         DO_STAGES=tile.do_stages,
-        HELD=tile.held,
+        HELD=tile.held and p.bias is None,
         KV_STAGES=tile.kv_stages,
         LATE=0 if p.bias is not None else tile.late,
         LEFT=p.left is not None,

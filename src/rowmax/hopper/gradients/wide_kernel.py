@@ -7,23 +7,26 @@ from triton.experimental.gluon import language as gl
 
 from ..gluon_compat import fence_async_shared, mbarrier, tma_load
 from ..kernel import blocks_of
-from ..pipeline import barriers, phase, post, slot
+from ..pipeline import barriers, clear_rows, phase, post, slot
 from ..schedule import row_at
+from .padding import cleared, full_barriers, landing
 from .schedule import draw, draw_next, plane_of, query_tile_of, tile_of
 from .wide import consumer
 
 
 @gluon.jit
-def load_step(C: gl.constexpr, descs, buffers, bars, where, t, g, use):
-    """What passes by in one step."""
+def load_step(C: gl.constexpr, descs, buffers, bars, where, t, g, use, nth):
+    """What passes by in one step. ``nth`` counts tiles that are cut short, before and after."""
     a0, a1, b0, b1, rows = descs
     bs0, bs1, stats = buffers[2:]
     b0_full, b0_empty, b1_full, b1_empty = bars[2:]
-    part, b, head, q_row, k_row, spread = where
+    part, b, head, q_row, k_row, n, spread = where
     group, ratio, hq = spread
     i = t * C.BLOCK_Q
+    rest = n - i
+    short = rest < C.BLOCK_Q
     s = slot(use, C.Q_STAGES)
-    bar = b0_full.index(s)
+    bar = landing(b0_full, s, C.Q_STAGES, C.PASSES_SHORT, short)
     mbarrier.wait(b0_empty.index(s), phase(use, C.Q_STAGES) ^ 1)
     if C.KIND == "dq":
         row = k_row + i
@@ -36,20 +39,27 @@ def load_step(C: gl.constexpr, descs, buffers, bars, where, t, g, use):
         mbarrier.expect(bar, b0.block_type.nbytes + rows.block_type.nbytes)
         tma_load(rows, [plane, 0, at + i], bar, stats.index(s))
     tma_load(b0, [part, row, of, 0], bar, bs0.index(s))
+    if C.PASSES_SHORT:  # before there need be room for the other
+        cleared(b0_full, s, C.Q_STAGES, bs0.index(s), C.BLOCK_Q, C.D, rest, nth)
     u = slot(use, C.DO_STAGES)
-    bar = b1_full.index(u)
+    bar = landing(b1_full, u, C.DO_STAGES, C.PASSES_SHORT, short)
     mbarrier.wait(b1_empty.index(u), phase(use, C.DO_STAGES) ^ 1)
     mbarrier.expect(bar, b1.block_type.nbytes)
     tma_load(b1, [part, row, of, 0], bar, bs1.index(u))
+    if C.PASSES_SHORT:
+        cleared(b1_full, u, C.DO_STAGES, bs1.index(u), C.BLOCK_Q, C.DV, rest, nth)
+        nth += short.to(gl.int32)
+    return nth
 
 
 @gluon.jit
-def load_rows(C: gl.constexpr, descs, buffers, bars, part, row, head, kept):
-    """What stays for a tile."""
+def load_rows(C: gl.constexpr, descs, buffers, bars, part, row, head, kept, rest, nth):
+    """What stays for a tile. Rows past the ``rest`` are cleared where they are stored as well."""
     a0, a1 = descs[:2]
     as0, as1 = buffers[:2]
     a_full, a_empty = bars[:2]
-    bar = a_full.index(0)
+    short = rest < C.BLOCK_K
+    bar = landing(a_full, 0, 1, C.STAYS_SHORT, short)
     mbarrier.wait(a_empty.index(0), phase(kept, 1) ^ 1)
     if C.KIND == "dv":
         mbarrier.expect(bar, a0.block_type.nbytes)
@@ -57,6 +67,15 @@ def load_rows(C: gl.constexpr, descs, buffers, bars, part, row, head, kept):
         mbarrier.expect(bar, a0.block_type.nbytes + a1.block_type.nbytes)
         tma_load(a1, [part, row, head, 0], bar, as1.index(0))
     tma_load(a0, [part, row, head, 0], bar, as0.index(0))
+    if C.STAYS_SHORT:
+        if short:
+            mbarrier.wait(a_full.index(1), nth & 1)
+            clear_rows(as0.index(0), C.BLOCK_K, C.D, rest)
+            clear_rows(as1.index(0), C.BLOCK_K, C.DV, rest)
+            fence_async_shared()
+            mbarrier.arrive(a_full.index(0), count=1)
+        nth += short.to(gl.int32)
+    return nth
 
 
 @gluon.jit
@@ -78,17 +97,20 @@ def producer(C: gl.constexpr, descs, buffers, bars, mail, order, sizes, seqs, le
     turn = 0
     use = 0
     kept = 0
+    cut = 0
+    cut_rows = 0
     here = gl.where(n < end, n, 0) if C.DRAWN else n
     tile = tile_at(C, here, order, sizes, seqs, lengths)
     post(C, tile, n < end, 0, messages, m_full, m_empty)
     while n < end:
         first, head, b, q_row, k_row, nq, used, offset, lo, hi = tile
         part = 0 if C.VARLEN else b
-        where = (part, b, head, q_row, k_row, spread)
+        where = (part, b, head, q_row, k_row, used if C.KIND == "dq" else nq, spread)
         if lo < hi:
             row = (q_row if C.KIND == "dq" else k_row) + first
-            load_rows(C, descs, buffers, bars, part, row, head, kept)
-            load_step(C, descs, buffers, bars, where, lo, 0, use)
+            rest = used - first
+            cut_rows = load_rows(C, descs, buffers, bars, part, row, head, kept, rest, cut_rows)
+            cut = load_step(C, descs, buffers, bars, where, lo, 0, use, cut)
             kept += 1
         here = n
         n = draw_next(C, n, order)
@@ -97,7 +119,8 @@ def producer(C: gl.constexpr, descs, buffers, bars, mail, order, sizes, seqs, le
         steps = hi - lo
         for i in range(1, steps * group):
             g = i // steps
-            load_step(C, descs, buffers, bars, where, lo + i - g * steps, g, use + i)
+            t = lo + i - g * steps
+            cut = load_step(C, descs, buffers, bars, where, t, g, use + i, cut)
         use += steps * group
         turn += 1
 
@@ -127,11 +150,11 @@ def wide(a0, a1, b0, b1, row_tiles, t, n, C: gl.constexpr, R0: gl.constexpr, R1:
     messages = gl.allocate_shared_memory(gl.int32, [2, 16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     mail = (messages, barriers(2, 1), barriers(2, C.WARPGROUPS))
     bars = (
-        barriers(1, 1),
+        full_barriers(1, C.STAYS_SHORT),
         barriers(1, C.WARPGROUPS),
-        barriers(C.Q_STAGES, 1),
+        full_barriers(C.Q_STAGES, C.PASSES_SHORT),
         barriers(C.Q_STAGES, C.WARPGROUPS),
-        barriers(C.DO_STAGES, 1),
+        full_barriers(C.DO_STAGES, C.PASSES_SHORT),
         barriers(C.DO_STAGES, C.WARPGROUPS),
     )
     fence_async_shared()
