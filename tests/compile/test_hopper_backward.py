@@ -50,7 +50,7 @@ def cases():
     """(head sizes, features, dtype): every size plainly, every feature at the size of most models,
     and at others what is heaviest there."""
     for size in TILES:
-        names = FEATURES if size == (128, 128) else ("full", "causal", "ordered", "packed", "dbias")
+        names = FEATURES if size == (128, 128) else ("full", "causal", "packed", "dbias")
         for name in names:
             yield size, "all", name, "bf16"
         yield size, "all", "causal", "fp16"

@@ -42,5 +42,5 @@ def test_turns():
 )
 def test_host_and_kernels():
     pytest.importorskip("numpy")
-    for only in ("first-64", "empty-batch"):
+    for only in ("first-64", "first-lengths", "empty-batch"):
         run("tests.hopper.whole", "--only", only, TRITON_INTERPRET="1")
