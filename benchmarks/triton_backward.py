@@ -153,12 +153,6 @@ class Cell:
         wanted = Wanted(True, True, True, False, False)
         module.backward(self.problem, self.tensors, self.out, self.lse, self.dout, None, wanted)
 
-    def one_by_one(self) -> None:
-        """The same with dQ after dK and dV, not beside them."""
-        fork, module.fork = module.fork, lambda _: None
-        self.whole()
-        module.fork = fork
-
 
 def same(job: str, x: Tiles, y: Tiles) -> bool:
     """Delta has no tiles of keys and no loop."""
@@ -275,12 +269,8 @@ def main() -> None:
                 for name, x in ms.items():
                     named = ratios.setdefault((d, causal, job), {}).setdefault(name, {})
                     named[n] = ms[shipped] / x
-        ms = measured({"beside": cell.whole, "in turn": cell.one_by_one}, options)
-        print(
-            f"{cell.name} whole backward: {ms['beside']:.4f} ms, its kernels one after the other"
-            f" {ms['in turn']:.4f}, the sum of those alone {total:.4f}",
-            flush=True,
-        )
+        ms = measured({"whole": cell.whole}, options)["whole"]
+        print(f"{cell.name} whole backward: {ms:.4f} ms, the sum of its kernels {total:.4f}")
     summary(ratios)
     print(f"{time.time() - start:.0f} s in all")
 

@@ -16,7 +16,8 @@ def run(
     """Measure every candidate and store the fastest; the file, or None where nothing ran."""
     from ..triton import tiles, tuning
 
-    torch.cuda.set_device(device)
+    if device.index is not None:
+        torch.cuda.set_device(device)
     done = []
     columns = (
         TextColumn("{task.description}"),

@@ -34,11 +34,7 @@ from .key_gradients import key_gradients_kernel
 from .launch import Job, launch
 from .maps import listed, order_steps, state_steps, tile_states, with_order
 from .query_gradients import delta_kernel, query_gradients_kernel
-from .streams import beside, fork
 from .tiles import BOTH_UP_TO, Tiles
-
-#: the longest sequences whose kernels run beside each other; longer ones want the L2 cache alone
-BESIDE_UP_TO = 8192
 
 
 def backward(
@@ -61,16 +57,12 @@ def backward(
     lse2, delta, dsink = _delta(problem, tensors, out, lse, dout, dlse, wanted.sink, tiles)
     t = pointers(tensors)._replace(dout=dout, lse2=lse2, delta=delta)
     how = bias_sum(problem) if wanted.bias else None
-    over_queries = wanted.k or wanted.v or how == "cols"
-    over_keys = wanted.q or how in ("direct", "rows")
-    short = max(problem.nq, problem.nk) <= BESIDE_UP_TO
-    since = fork(tensors.q) if over_queries and over_keys and short else None
     dk = dv = cols = None
-    if over_queries:
+    if wanted.k or wanted.v or how == "cols":
         dk, dv, cols = _key_gradients(problem, tensors, t, how, tiles)
     dq = dbias = rows = None
-    if over_keys:
-        dq, dbias, rows = _query_gradients(problem, tensors, t, how, tiles, since)
+    if wanted.q or how in ("direct", "rows"):
+        dq, dbias, rows = _query_gradients(problem, tensors, t, how, tiles)
     if how == "tiles":
         dbias = _bias_gradient(problem, tensors, t, tiles)
     elif how == "rows" and rows is not None:
@@ -143,10 +135,7 @@ def _delta(
 def plan_delta(problem: Problem, tensors: Tensors, tiles: Tiles, dout: Tensor) -> Job:
     given = {"out": contiguous_steps(problem.out_shape), "dout": steps(dout)}
     stride, fixed = strides_of(problem, tensors, given)
-    # heads in turns: their rows are neighbours in memory
-    n = numbers(problem, stride)._replace(
-        tiles=-(-problem.total_q // tiles.block_q), together=problem.hq
-    )
+    n = numbers(problem, stride)._replace(tiles=-(-problem.total_q // tiles.block_q))
     c = constants(problem, tiles, fixed, precision_of(tensors))
     return Job(delta_kernel, n, c, tiles, heads=problem.hq * dense_batch(problem))
 
@@ -195,12 +184,7 @@ def plan_key_gradients(problem: Problem, tensors: Tensors, tiles: Tiles, dout: T
 
 
 def _query_gradients(
-    problem: Problem,
-    tensors: Tensors,
-    t: Pointers,
-    how: str | None,
-    tiles: Tiles | None,
-    since: torch.cuda.Event | None,
+    problem: Problem, tensors: Tensors, t: Pointers, how: str | None, tiles: Tiles | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     q, bias = tensors.q, tensors.bias
     dq = q.new_empty(q.shape)
@@ -216,8 +200,7 @@ def _query_gradients(
     def complete(job: Job) -> Pointers:
         return with_order(to, problem, tensors, job.tiles, over="keys")
 
-    with beside(q, since):
-        launch("query_gradients", problem, tensors, tiles, plan_query_gradients, complete, t.dout)
+    launch("query_gradients", problem, tensors, tiles, plan_query_gradients, complete, t.dout)
     return dq, dbias, rows
 
 
