@@ -119,7 +119,7 @@ class Cell:
         planned = plan(self.problem, self.tensors, choice.tiles, self.dout)
         if choice.turns:
             heads = planned.n.together
-            heads = {"none": None, "fewer": max(1, heads // 4), "more": 4 * heads}[choice.turns]
+            heads = {"none": 1, "fewer": max(1, heads // 4), "more": 4 * heads}[choice.turns]
             planned.n = planned.n._replace(together=heads)
         return planned
 
