@@ -333,3 +333,22 @@ def test_good_packed_input_passes() -> None:
 def test_merge(parts: list, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=f"^{text}"):
         rowmax.merge(*parts)
+
+
+def test_the_global_flag_asks_for_determinism(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    choose = backends.choose
+
+    def watched(problem: Any, *rest: Any) -> Any:
+        asked.append(problem.deterministic)
+        return choose(problem, *rest)
+
+    monkeypatch.setattr("rowmax.operators.choose", watched)
+    before = torch.are_deterministic_algorithms_enabled()
+    try:
+        for on in (False, True):
+            torch.use_deterministic_algorithms(on)
+            rowmax.attention(**tensors())
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert asked == [False, True]

@@ -73,7 +73,7 @@ def checked(
         right=mask.right,
         max_q=max_q,
         max_k=max_k,
-        deterministic=deterministic,
+        deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
         backend=_checked_backend(backend),
     )
     tensors = Tensors(

@@ -53,7 +53,8 @@ def attention(
             same weights on every device and backend.
         return_lse: also return lse ``[B, Hq, Nq]``, ``log sum exp`` of each row's scores, in
             float32 (float64 for float64 inputs).
-        deterministic: only backends whose gradients are bitwise equal from run to run.
+        deterministic: gradients that are bitwise equal from run to run;
+            ``torch.use_deterministic_algorithms(True)`` asks for them too.
         backend: a name, to force one; see ``explain``.
 
     Returns:
