@@ -53,9 +53,9 @@ if LONG_64:
         Case(f"64x64-long-{name}", b=200, hq=1, nq=8, nk=5000, d=64, **FEATURES[name])
         for name in ("full", "causal")
     ]
-#: none with the triton that torch 2.11 pins; 3.9 puts by a scalar a key tile where registers
-#: are fewest (head size 256 with a window)
-SPILLS = 0 if triton.__version__.startswith("3.6.") else 1
+#: none with the triton that torch 2.11 pins; 3.9 puts by up to three scalars a key tile where
+#: registers are fewest (head size 256 with a window, ALiBi or a bias for each query)
+SPILLS = 0 if triton.__version__.startswith("3.6.") else 3
 #: bytes of scalars that a thread may put by once a query tile, out of the loops
 STACK = 160
 

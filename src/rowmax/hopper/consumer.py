@@ -20,7 +20,7 @@ from .gluon_compat import (
     warpgroup_mma_wait,
 )
 from .layouts import matrix, output_layout, score_layout, value_layout, weight_layout
-from .pipeline import clear_padding, phase, slot, told
+from .pipeline import phase, slot, told
 from .schedule import full_tiles
 from .softmax import LOWEST, along_row, by_lane, rounded, softmax_step
 from .terms import masked, partial, settled, with_terms
@@ -157,8 +157,6 @@ def step(
     before = use - 1
     sv = slot(before, C.V_STAGES)
     mbarrier.wait(v_full.index(sv), phase(before, C.V_STAGES))
-    if C.PADDED:
-        clear_padding(C, vs0, vs1, sv, j + 1, tile)
     o0, o1 = issue_output(C, p, o0, o1, vs0, vs1, sv, True)
     copied = bias_tile(C, c, use, True, shared)
     S = warpgroup_mma_wait(1, deps=[S])
@@ -244,9 +242,10 @@ def work(
         mbarrier.arrive(q_empty.index(c), count=1, pred=tile[8] + 1 == tile[9])
     copied = bias_tile(C, c, use, True, shared)
     p, m, l, alpha = first_weights(C, c, S, copied, tile, sizes, terms, scale, dtype)
-    # begins a basic block, as in step; these values stay until their product
-    mbarrier.wait(v_full.index(0), 0)
-    bias_done(C, c, use, True, shared)
+    if C.BIAS == "copied":
+        # begins a basic block, as in step; these values stay until their product
+        mbarrier.wait(v_full.index(0), 0)
+        bias_done(C, c, use, True, shared)
     use += 1
 
     live = True
@@ -334,8 +333,6 @@ def work(
         before = use - 1
         sv = slot(before, C.V_STAGES)
         mbarrier.wait(v_full.index(sv), phase(before, C.V_STAGES))
-        if C.PADDED:
-            clear_padding(C, vs0, vs1, sv, lo, tile)
         o0, o1 = issue_output(C, p, o0, o1, vs0, vs1, sv, True)
         # let go of late, for each of these waits for the four warps
         mbarrier.arrive(m_empty.index(slot(turn, 2)), count=1)

@@ -10,7 +10,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .gluon_compat import fence_async_shared, mbarrier, reinterpret, tma_load
+from .gluon_compat import fence_async_shared, mbarrier, tma_load
+from .padding import barriers, clear_rows, full_barriers, landing
 from .schedule import first_place, next_place, row_at, tile_of
 
 
@@ -33,15 +34,6 @@ def phase(n, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def barriers(n: gl.constexpr, count: gl.constexpr):
-    """n barriers, each of which completes a phase after ``count`` arrivals."""
-    bars = gl.allocate_shared_memory(gl.int64, [n, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(n):
-        mbarrier.init(bars.index(i), count=count)
-    return bars
-
-
-@gluon.jit
 def pipeline(C: gl.constexpr):
     """The barriers: of Q (one pair a warpgroup and buffer), of K and of V."""
     bars = (
@@ -49,7 +41,7 @@ def pipeline(C: gl.constexpr):
         barriers(C.WARPGROUPS * C.Q_STAGES, 1),
         barriers(C.K_STAGES, 1),
         barriers(C.K_STAGES, C.WARPGROUPS),
-        barriers(C.V_STAGES, 1),
+        full_barriers(C.V_STAGES, C.PADDED),
         barriers(C.V_STAGES, C.WARPGROUPS),
     )
     fence_async_shared()
@@ -140,51 +132,29 @@ def load_keys(C: gl.constexpr, descs, buffers, bars, shared, where, j, use, spre
 
 
 @gluon.jit
-def load_values(C: gl.constexpr, descs, buffers, bars, where, j, use):
-    """Values of tile j, as use ``use`` of their ring."""
+def load_values(C: gl.constexpr, descs, buffers, bars, where, j, use, cut):
+    """Values of tile j, as use ``use`` of their ring; how many tiles were ``cut`` short by then."""
     v0, v1 = descs[4:6]
     vs0, vs1 = buffers[4:6]
     v_full, v_empty = bars[4:6]
-    part, k_row, kv_head = where
+    part, k_row, kv_head, nk = where
     s = slot(use, C.V_STAGES)
-    bar = v_full.index(s)
+    rows = gl.maximum(nk - j * C.BLOCK_K, 0)
+    short = rows < C.BLOCK_K
+    bar = landing(v_full, s, C.V_STAGES, C.PADDED, short)
     mbarrier.wait(v_empty.index(s), phase(use, C.V_STAGES) ^ 1)
     row = k_row + j * C.BLOCK_K
     load_rows(v0, v1, part, row, kv_head, C.DV0, C.DV1, bar, vs0.index(s), vs1.index(s))
-
-
-@gluon.jit
-def clear_rows(buffer, BLOCK_K: gl.constexpr, width: gl.constexpr, begin):
-    """Zeros in rows ``begin`` and up of a block. The swizzle moves what is in a row about within
-    its 128 bytes, and wider blocks are as many columns of these side by side."""
-    W: gl.constexpr = min(width, 64)
-    parts: gl.constexpr = width // W
-    eights: gl.constexpr = BLOCK_K // 8
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    single = reinterpret(buffer, buffer.dtype, [parts * BLOCK_K, W], plain)
-    eight = reinterpret(buffer, buffer.dtype, [parts * eights, 8, W], flat)
-    row: gl.constexpr = gl.BlockedLayout([W // 32], [32], [gl.num_warps()], [0])
-    rows: gl.constexpr = gl.BlockedLayout([1, W // 16], [2, 16], [gl.num_warps(), 1], [1, 0])
-    for part in gl.static_range(parts):
-        for r in range(begin, gl.minimum((begin + 7) // 8 * 8, BLOCK_K)):
-            single.index(part * BLOCK_K + r).store(gl.zeros([W], buffer.dtype, row))
-        for i in range((begin + 7) // 8, eights):
-            eight.index(part * eights + i).store(gl.zeros([8, W], buffer.dtype, rows))
-
-
-@gluon.jit
-def clear_padding(C: gl.constexpr, vs0, vs1, s, j, tile):
-    """Values of key tile j past the end of its sequence: their weights are 0, but 0 times what
-    is no number, or another sequence's infinity, is not. Every warpgroup clears them all before
-    its own product, so none waits for another."""
-    nk = tile[6]
-    begin = gl.maximum(nk - j * C.BLOCK_K, 0)
-    if begin < C.BLOCK_K:
-        clear_rows(vs0.index(s), C.BLOCK_K, C.DV0, begin)
-        if C.DV1:
-            clear_rows(vs1.index(s), C.BLOCK_K, C.DV1, begin)
-        fence_async_shared()
+    if C.PADDED:
+        if short:
+            mbarrier.wait(v_full.index(C.V_STAGES), cut & 1)
+            clear_rows(vs0.index(s), C.BLOCK_K, C.DV0, rows)
+            if C.DV1:
+                clear_rows(vs1.index(s), C.BLOCK_K, C.DV1, rows)
+            fence_async_shared()
+            mbarrier.arrive(v_full.index(s), count=1)
+        cut += short.to(gl.int32)
+    return cut
 
 
 @gluon.jit
@@ -208,7 +178,8 @@ def producer(C: gl.constexpr, descs, buffers, bars, shared, mail, order, sizes, 
     if not C.DRAWN:
         coming = row_at(C, after(C, n, end), order, sizes, seqs)
     post(C, tile, n < end, 0, messages, m_full, m_empty)
-    behind = (0, 0, 0)  # the values that are still to come of the tile before, and where
+    cut = 0
+    behind = (0, 0, 0, 0)  # the values that are still to come of the tile before, and where
     last = 0
     while n < end:
         token, head, b, q_row, k_row, nq, nk, offset, lo, hi = tile
@@ -216,7 +187,7 @@ def producer(C: gl.constexpr, descs, buffers, bars, shared, mail, order, sizes, 
         where = (part, k_row, head // ratio, b, head, token)
         load_keys(C, descs, buffers, bars, shared, where, hi - 1, use, spread)
         if turn:
-            load_values(C, descs, buffers, bars, behind, last, use - 1)
+            cut = load_values(C, descs, buffers, bars, behind, last, use - 1, cut)
         at = phase(turn, C.Q_STAGES) ^ 1
         for c in gl.static_range(C.WARPGROUPS):
             i = c * C.Q_STAGES + slot(turn, C.Q_STAGES)
@@ -232,17 +203,17 @@ def producer(C: gl.constexpr, descs, buffers, bars, shared, mail, order, sizes, 
         post(C, tile, n < end, turn + 1, messages, m_full, m_empty)
         if not C.DRAWN:
             coming = row_at(C, after(C, n, end), order, sizes, seqs)
-        behind = (part, k_row, head // ratio)
+        behind = (part, k_row, head // ratio, nk)
         last = lo
         use += 1
         for i in range(lo + 1, hi):
             j = hi - 1 - i + lo
             load_keys(C, descs, buffers, bars, shared, where, j, use, spread)
-            load_values(C, descs, buffers, bars, behind, j + 1, use - 1)
+            cut = load_values(C, descs, buffers, bars, behind, j + 1, use - 1, cut)
             use += 1
         turn += 1
     if turn:
-        load_values(C, descs, buffers, bars, behind, last, use - 1)
+        load_values(C, descs, buffers, bars, behind, last, use - 1, cut)
 
 
 @gluon.jit

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..kernel import blocks_of
-from ..pipeline import barriers
+from ..padding import barriers
 from .consumer import consumer
 from .pipeline import all_barriers, producer, writer
 

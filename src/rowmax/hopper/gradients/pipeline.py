@@ -42,9 +42,9 @@ from ..gluon_compat import (
     tma_store,
     tma_store_wait,
 )
-from ..pipeline import barriers, phase, post, slot, told
+from ..padding import barriers, cleared, full_barriers, landing
+from ..pipeline import phase, post, slot, told
 from ..schedule import row_at
-from .padding import cleared, full_barriers, landing
 from .schedule import draw, draw_next, neighbour_of, passing, plane_of, tile_of, turns_before
 
 

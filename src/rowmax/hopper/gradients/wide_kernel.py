@@ -7,9 +7,9 @@ from triton.experimental.gluon import language as gl
 
 from ..gluon_compat import fence_async_shared, mbarrier, tma_load
 from ..kernel import blocks_of
-from ..pipeline import barriers, clear_rows, phase, post, slot
+from ..padding import barriers, clear_rows, cleared, full_barriers, landing
+from ..pipeline import phase, post, slot
 from ..schedule import row_at
-from .padding import cleared, full_barriers, landing
 from .schedule import draw, draw_next, plane_of, query_tile_of, tile_of
 from .wide import consumer
 
