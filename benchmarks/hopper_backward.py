@@ -127,24 +127,18 @@ def feature_cells(only: str):
 
 
 #: by head size: (tile, options) of what may be faster
-LATE = {"LATE": 2, "HELD": False, "KV_STAGES": 2}
 TRIES = {
     64: {
         "as it is": (None, {}),
-        "meet": (None, {"LATE": 0, "HELD": True, "KV_STAGES": 1}),
-        "late 1": (None, LATE | {"LATE": 1}),
-        "late 2": (None, LATE),
-        "late 3": (None, LATE | {"LATE": 3}),
-        "late 2, held": (None, LATE | {"HELD": True}),
-        "late 3, held": (None, LATE | {"LATE": 3, "HELD": True}),
-        "late 2, one K": (None, LATE | {"KV_STAGES": 1}),
-        "late 2, less ahead": (GradientTile(64, 3, 2), LATE),
+        "meet": (None, {"LATE": False, "KV_STAGES": 1}),
+        "not held": (None, {"HELD": False}),
+        "in order": (None, {"ORDERED": True, "FRESH": True}),
     },
     128: {
         "as it is": (None, {}),
-        "meet": (None, {"LATE": 0}),
-        "late 3": (None, {"LATE": 3}),
-        "late 3, one dO": (GradientTile(64, 3, 1), {"LATE": 3}),
+        "meet": (None, {"LATE": False}),
+        "one dO": (GradientTile(64, 3, 1, late=True), {}),
+        "in order": (None, {"ORDERED": True, "FRESH": True}),
     },
     256: {"as it is": (None, {})},
 }

@@ -35,7 +35,7 @@ def config(d: int, dv: int, tile: GradientTile, **features: Any) -> GradientConf
         DO_STAGES=tile.do_stages,
         HELD=tile.held and not features.get("BIAS"),
         KV_STAGES=tile.kv_stages,
-        LATE=0 if features.get("BIAS") else tile.late,
+        LATE=tile.late and not features.get("BIAS"),
         **features,
     )
 

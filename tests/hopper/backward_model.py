@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.hopper import machine
+from tests.hopper import language, machine
 
-machine.install()
+language.install()
 
 from rowmax.hopper.documents import tile_spans  # noqa: E402
 from rowmax.hopper.gradients.bundles import Numbers, Pointers  # noqa: E402
@@ -119,14 +119,15 @@ def cases() -> list[Case]:
             ),
         ]  # fmt: skip
     found += [
-        replace(c, name=f"late-{n}-" + c.name, options=c.options | {"LATE": n})
-        for n, some in ((1, found[::9]), (2, found[1::9]), (3, found[::3]))
-        for c in some
+        replace(c, name="late-" + c.name, options=c.options | {"LATE": True})
+        for c in found[::3]
         if not c.bias
     ]
     found += [
         replace(
-            c, name=f"two-{c.name}", options=c.options | {"KV_STAGES": 2, "LATE": 3, "HELD": True}
+            c,
+            name=f"two-{c.name}",
+            options=c.options | {"KV_STAGES": 2, "LATE": True, "HELD": True},
         )
         for c in found
         if not c.bias and "LATE" not in c.options

@@ -16,9 +16,9 @@ import time
 import torch
 import torch._dynamo  # looks for triton, so before the machine takes its place
 
-from tests.hopper import machine
+from tests.hopper import language
 
-machine.install()
+language.install()
 
 from rowmax.hopper import _refused, launch  # noqa: E402
 from rowmax.reference import dense  # noqa: E402

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from tests.hopper import machine
+from tests.hopper import language, machine
 
-machine.install()
+language.install()
 
 from rowmax.hopper.gradients.bundles import Numbers, Pointers  # noqa: E402
 from rowmax.hopper.gradients.kernel import backward  # noqa: E402

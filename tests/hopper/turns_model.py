@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.hopper import machine
+from tests.hopper import language, machine
 
-machine.install()
+language.install()
 
 from rowmax.hopper.documents import tile_spans  # noqa: E402
 from rowmax.hopper.gradients.schedule import (  # noqa: E402

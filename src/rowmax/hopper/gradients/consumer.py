@@ -89,6 +89,18 @@ def issue_scores(C: gl.constexpr, c: gl.constexpr, k, ks, at, qs, use):
 
 
 @gluon.jit
+def issue_dp(C: gl.constexpr, c: gl.constexpr, v, vs, at, dos, do_full, use):
+    """(dO of a use, dP^T = V dO^T, on its way)."""
+    s = slot(use, C.DO_STAGES)
+    mbarrier.wait(do_full.index(s), phase(use, C.DO_STAGES))
+    do = block(dos, s, C.BLOCK_Q, C.DV)
+    if not C.HELD:
+        v = own(vs, at + (use >> 30), c, C, C.DV)
+    z = gl.full([C.TOKENS, C.BLOCK_Q], 0.0, gl.float32, score_layout(C))
+    return do, warpgroup_mma(v, do.permute((1, 0)), z, use_acc=False, is_async=True)
+
+
+@gluon.jit
 def issue_dk(C: gl.constexpr, c: gl.constexpr, dk, dss, qs, use, use_acc):
     """dK += dS^T Q of a use, on its way."""
     ds = of_keys(dss, use, c, C)
@@ -159,14 +171,8 @@ def step(
     after = use + 1
 
     dk = issue_dk(C, c, dk, dss, qs, before, before > begin)
-    s = slot(use, C.DO_STAGES)
-    mbarrier.wait(do_full.index(s), phase(use, C.DO_STAGES))
-    do = block(dos, s, C.BLOCK_Q, C.DV)
     k, v, at = left
-    if not C.HELD:
-        v = own(vs, at + (use >> 30), c, C, C.DV)
-    z = gl.full([C.TOKENS, C.BLOCK_Q], 0.0, gl.float32, score_layout(C))
-    dp = warpgroup_mma(v, do.permute((1, 0)), z, use_acc=False, is_async=True)
+    do, dp = issue_dp(C, c, v, vs, at, dos, do_full, use)
     lse = row_numbers(C, stats, slot(use, C.Q_STAGES), 0)[None, :]
     bias = 0
     if C.BIAS:
@@ -194,11 +200,8 @@ def step(
     dq = issue_dq(C, c, dss, ks, at, use)
     S = issue_scores(C, c, k, ks, at, qs, after)
     dq, dv = warpgroup_mma_wait(1, deps=[dq, dv])
-    mbarrier.arrive(do_empty.index(s), count=1)
-    mbarrier.wait(dq_empty.index(c), phase(use, 1) ^ 1)
-    block(dqs, c, C.DQ_ROWS, C.DQ_COLS).store(dq)
-    fence_async_shared()
-    mbarrier.arrive(dq_full.index(c), count=1)
+    mbarrier.arrive(do_empty.index(slot(use, C.DO_STAGES)), count=1)
+    send(C, c, dq, dqs, dq_full, dq_empty, use, True)
     return after, (warpgroup_mma_wait(0, deps=[S]), dk, dv)
 
 
@@ -221,8 +224,8 @@ def late_step(
     stored a while ago, so that neither waits for the other and one's products run beside the
     other's exponentials.
 
-        dK of the last, dP, dQ of the last | dV, S of the next
-        P = exp2(S)                        | dS, stored, dQ of the last out
+        dP, dK of the last | dV, dQ of the last, S of the next
+        P = exp2(S)        | dS, stored, dQ of the last out
     """
     S, dk, dv = state
     qs, dos, stats, ks, vs, dss, dqs = buffers
@@ -234,54 +237,30 @@ def late_step(
     after = use + 1
     was = use > begin
 
-    s = slot(use, C.DO_STAGES)
-    mbarrier.wait(do_full.index(s), phase(use, C.DO_STAGES))
-    do = block(dos, s, C.BLOCK_Q, C.DV)
     k, v, at = left
-    if not C.HELD:
-        v = own(vs, at + (use >> 30), c, C, C.DV)
-    z = gl.full([C.TOKENS, C.BLOCK_Q], 0.0, gl.float32, score_layout(C))
-    dp = warpgroup_mma(v, do.permute((1, 0)), z, use_acc=False, is_async=True)
+    do, dp = issue_dp(C, c, v, vs, at, dos, do_full, use)
     dk = issue_dk(C, c, dk, dss, qs, before, before > begin)
     lse = row_numbers(C, stats, slot(use, C.Q_STAGES), 0)[None, :]
     p, w = weights(C, MASKED, c, S, lse, 0, m, head, tile, sizes, terms, scale, dtype)
     P = rounded(p, dtype)
     # begins a basic block, so that the exponentials stay beside the products
-    if C.LATE == 1:
-        mbarrier.wait(ds_full.index(before & 1), phase(before, 2), pred=was)
-        dq = issue_dq(C, c, dss, ks, at, before)
     mbarrier.wait(q_full.index(slot(after, C.Q_STAGES)), phase(after, C.Q_STAGES), pred=after < end)
-    dp, dk = warpgroup_mma_wait(1 if C.LATE == 1 else 0, deps=[dp, dk])
+    dp, dk = warpgroup_mma_wait(0, deps=[dp, dk])
     mbarrier.arrive(q_empty.index(slot(before, C.Q_STAGES)), count=1, pred=was)
 
     dv = warpgroup_mma(gl.convert_layout(P, weight_layout(C.DV)), do, dv, is_async=True)
-    if C.LATE < 3:
-        S = issue_scores(C, c, k, ks, at, qs, after)
-    if C.LATE > 1:
-        mbarrier.wait(ds_full.index(before & 1), phase(before, 2), pred=was)
-    if C.LATE == 2:
-        dq = issue_dq(C, c, dss, ks, at, before)
+    mbarrier.wait(ds_full.index(before & 1), phase(before, 2), pred=was)
     delta = row_numbers(C, stats, slot(use, C.Q_STAGES), 1)
     ds = rounded(w * (dp - delta[None, :]), dtype)
     of_keys(dss, use, c, C).store(ds)
     fence_async_shared()
-    if C.LATE == 1:
-        dq = warpgroup_mma_wait(2, deps=[dq])
-        mbarrier.arrive(ds_full.index(use & 1), count=1)
-        send(C, c, dq, dqs, dq_full, dq_empty, gl.where(was, before, use), was)
-        dv, S = warpgroup_mma_wait(0, deps=[dv, S])
-    elif C.LATE == 3:
-        dq = issue_dq(C, c, dss, ks, at, before)
-        S = issue_scores(C, c, k, ks, at, qs, after)
-        dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])
-        mbarrier.arrive(ds_full.index(use & 1), count=1)
-        send(C, c, dq, dqs, dq_full, dq_empty, gl.where(was, before, use), was)
-        S = warpgroup_mma_wait(0, deps=[S])
-    else:
-        dv, S, dq = warpgroup_mma_wait(0, deps=[dv, S, dq])
-        mbarrier.arrive(ds_full.index(use & 1), count=1)
-        send(C, c, dq, dqs, dq_full, dq_empty, gl.where(was, before, use), was)
-    mbarrier.arrive(do_empty.index(s), count=1)
+    dq = issue_dq(C, c, dss, ks, at, before)
+    S = issue_scores(C, c, k, ks, at, qs, after)
+    dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])
+    mbarrier.arrive(ds_full.index(use & 1), count=1)
+    send(C, c, dq, dqs, dq_full, dq_empty, gl.where(was, before, use), was)
+    S = warpgroup_mma_wait(0, deps=[S])
+    mbarrier.arrive(do_empty.index(slot(use, C.DO_STAGES)), count=1)
     return after, (S, dk, dv)
 
 

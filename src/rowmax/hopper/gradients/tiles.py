@@ -25,14 +25,14 @@ class GradientTile:
     do_stages: int
     held: bool = False  # K and V in registers as well, where no bias needs those
     kv_stages: int = 1
-    late: int = 0  # 1 to 3: dQ one step late, where dS is no tile of a bias
+    late: bool = False  # dQ one step late, where dS is no tile of a bias
     registers: tuple[int, int] = (240, 24)
 
 
 #: by (D, Dv), both padded to one of these
 TILES = {
-    (64, 64): GradientTile(64, 4, 3, held=True, kv_stages=2, late=3),
-    (128, 128): GradientTile(64, 3, 2, late=3),
+    (64, 64): GradientTile(64, 4, 3, held=True, kv_stages=2, late=True),
+    (128, 128): GradientTile(64, 3, 2, late=True),
 }
 #: by (D, Dv) and by gradient: heads for which one launch has no registers (wide.py)
 WIDE = {
@@ -74,7 +74,7 @@ class GradientConfig:
     DBIAS: bool = False  # stored tile by tile: the bias broadcasts over nothing
     ORDERED: bool = False  # dQ is added up tile of keys by tile of keys, in a fixed order
     FRESH: bool = False  # ... and the first to add to a tile of it writes it
-    LATE: int = 0  # 1 to 3: dQ of a step is made in the next one (consumer.late_step)
+    LATE: bool = False  # dQ of a step is made in the next one (consumer.late_step)
     KV_STAGES: int = 1  # 2: K and V of the next tile come while this one is worked on
     KIND: str = "all"  # or the one gradient that is made: dq, dk, dv (wide.py)
 
@@ -183,7 +183,7 @@ def config_for(p: Problem, tile: GradientTile, **options: Any) -> GradientConfig
         DO_STAGES=tile.do_stages,
         HELD=tile.held and p.bias is None,
         KV_STAGES=tile.kv_stages,
-        LATE=0 if p.bias is not None else tile.late,
+        LATE=tile.late and p.bias is None,
         LEFT=p.left is not None,
         RIGHT=p.right is not None,
         RAGGED=p.varlen or p.prefix or p.nk % (WARPGROUPS * ROWS) > 0,
