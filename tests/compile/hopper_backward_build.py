@@ -36,6 +36,8 @@ def config(d: int, dv: int, tile: GradientTile, **features: Any) -> GradientConf
         HELD=tile.held and not features.get("BIAS"),
         KV_STAGES=tile.kv_stages,
         LATE=tile.late and not features.get("BIAS"),
+        EAGER=tile.eager and not features.get("BIAS"),
+        DQ_STAGES=tile.dq_stages,
         **features,
     )
 

@@ -87,7 +87,7 @@ def test_compiles_to(size, kind, name, dtype):
         texts = [line.text for line in loop]
         waits = [n for n, text in enumerate(texts) if "WARPGROUP.DEPBAR" in text]
         # in a step; one after each HGMMA where products wait for one another
-        assert len(waits) == (2 if kind == "dv" else 3)
+        assert len(waits) == {"all": 4, "dv": 2}.get(kind, 3)
         if kind != "dv":  # which has no other product in flight
             made_beside_products(texts, waits[0 if kind == "all" else 1], tile.block_q, features)
 

@@ -98,7 +98,6 @@ def cases() -> list[Case]:
                 f"bias-causal{tag}", 300, 300, hq=2, hk=2, bias=(1, 2), right=0,
                 options=o | {"DBIAS": True},
             ),
-            Case(f"rows-128{tag}", 300, 300, right=0, block_q=128, options=o),
             Case(f"held{tag}", 300, 300, hq=2, right=0, options=o | {"HELD": True}),
             Case(f"fresh{tag}", 300, 400, hq=2, right=0, options=o | {"FRESH": ordered}),
             Case(f"fresh-full{tag}", 200, 700, b=2, blocks=3, options=o | {"FRESH": ordered}),
@@ -127,7 +126,8 @@ def cases() -> list[Case]:
         replace(
             c,
             name=f"two-{c.name}",
-            options=c.options | {"KV_STAGES": 2, "LATE": True, "HELD": True},
+            options=c.options
+            | {"KV_STAGES": 2, "LATE": True, "HELD": True, "EAGER": True, "DQ_STAGES": 2},
         )
         for c in found
         if not c.bias and "LATE" not in c.options
@@ -358,7 +358,7 @@ def check(
         copies(q, 1, case.block_q, 1, case.d), copies(do, 1, case.block_q, 1, case.dv),
         copies(stats, 1, 2, case.block_q),
         copies(k, 1, BLOCK_K, 1, case.d), copies(v, 1, BLOCK_K, 1, case.dv),
-        copies(sums, 1, C.DQ_ROWS, C.DQ_COLS),
+        copies(sums, 1, C.BLOCK_Q, C.D),
         copies(bias, 1, 1, case.block_q, BLOCK_K), copies(dbias, 1, 1, case.block_q, 64),
         Pointers(
             P(dk), P(dv), None, P(table), P(ends), P(counter), P(turns), P(cu_q), P(cu_k),

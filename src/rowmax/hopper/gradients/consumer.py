@@ -1,8 +1,10 @@
-"""A consumer's side: 64 keys, their scores with tile after tile of queries, dK, dV and half of dQ.
+"""A consumer's side: 64 keys, their scores with tile after tile of queries, dK, dV, every other dQ.
 
 Scores are held with keys down and queries across, ``S^T = K Q^T`` and ``dP^T = V dO^T``, so that
 P^T and dS^T are left operands of dV and dK as they lie in registers. dQ alone needs what the
-other warpgroup has: dS goes through shared memory, and each makes half of dQ from the whole.
+other warpgroup has: dS goes through shared memory, and the warpgroups take turns at making dQ of a
+step from the whole of it. (Half of dQ each reads dS twice, and products of fewer columns read more
+for what they do: shared memory, and the power that it takes, are what a step is short of.)
 
 One step, tensor core above, threads below:
 
@@ -109,16 +111,22 @@ def issue_dk(C: gl.constexpr, c: gl.constexpr, dk, dss, qs, use, use_acc):
 
 
 @gluon.jit
-def issue_dq(C: gl.constexpr, c: gl.constexpr, dss, ks, at, use):
-    """This warpgroup's half of dQ = dS K, on its way."""
-    z = gl.full([C.DQ_ROWS, C.DQ_COLS], 0.0, gl.float32, value_layout(C.DQ_COLS))
-    ds = dss.index(use & 1)
+def issue_dq(C: gl.constexpr, dss, ks, at, use):
+    """dQ = dS K of a use, on its way."""
+    z = gl.full([C.BLOCK_Q, C.D], 0.0, gl.float32, value_layout(C.D))
     k = block(ks, at + (use >> 30), C.BLOCK_K, C.D)
-    if C.BY_ROWS:
-        ds = ds.slice(c * C.DQ_ROWS, C.DQ_ROWS, dim=0)
-    else:
-        k = k.slice(c * C.DQ_COLS, C.DQ_COLS, dim=1)
-    return warpgroup_mma(ds, k, z, use_acc=False, is_async=True)
+    return warpgroup_mma(dss.index(use & 1), k, z, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def make_dq(C: gl.constexpr, dss, ks, at, dqs, dq_full, dq_empty, use):
+    """dQ of a use, to the one that takes it away. Waits for all products on their way."""
+    dq = warpgroup_mma_wait(0, deps=[issue_dq(C, dss, ks, at, use)])
+    s = slot(use, C.DQ_STAGES)
+    mbarrier.wait(dq_empty.index(s), phase(use, C.DQ_STAGES) ^ 1)
+    block(dqs, s, C.BLOCK_Q, C.D).store(dq)
+    fence_async_shared()
+    mbarrier.arrive(dq_full.index(s), count=1)
 
 
 @gluon.jit
@@ -197,22 +205,12 @@ def step(
         j = tile[0] + c * C.TOKENS
         half = dss.index(use & 1).slice(c * C.TOKENS, C.TOKENS, dim=1)
         tma_store(dbias, [tile[2], head, i, j], half)
-    dq = issue_dq(C, c, dss, ks, at, use)
+    if (use & 1) == c:
+        make_dq(C, dss, ks, at, dqs, dq_full, dq_empty, use)
     S = issue_scores(C, c, k, ks, at, qs, after)
-    dq, dv = warpgroup_mma_wait(1, deps=[dq, dv])
+    dv = warpgroup_mma_wait(1, deps=[dv])
     mbarrier.arrive(do_empty.index(slot(use, C.DO_STAGES)), count=1)
-    send(C, c, dq, dqs, dq_full, dq_empty, use, True)
     return after, (warpgroup_mma_wait(0, deps=[S]), dk, dv)
-
-
-@gluon.jit
-def send(C: gl.constexpr, c: gl.constexpr, dq, dqs, dq_full, dq_empty, use, real):
-    """This warpgroup's half of dQ of a use to the one that takes it away; nothing that is not
-    ``real``, where a use is the next one of the buffer."""
-    mbarrier.wait(dq_empty.index(c), phase(use, 1) ^ 1)
-    block(dqs, c, C.DQ_ROWS, C.DQ_COLS).store(dq)
-    fence_async_shared()
-    mbarrier.arrive(dq_full.index(c), count=1, pred=real)
 
 
 @gluon.jit
@@ -224,8 +222,11 @@ def late_step(
     stored a while ago, so that neither waits for the other and one's products run beside the
     other's exponentials.
 
-        dP, dK of the last | dV, dQ of the last, S of the next
-        P = exp2(S)        | dS, stored, dQ of the last out
+        dP, dK of the last | dV | dQ of the last, every other step | S of the next
+        P = exp2(S)        | dS, stored           | dQ out
+
+    EAGER, where registers are more: dK of this step beside dV, with dS from registers, and S of
+    the next before dQ.
     """
     S, dk, dv = state
     qs, dos, stats, ks, vs, dss, dqs = buffers
@@ -239,14 +240,18 @@ def late_step(
 
     k, v, at = left
     do, dp = issue_dp(C, c, v, vs, at, dos, do_full, use)
-    dk = issue_dk(C, c, dk, dss, qs, before, before > begin)
+    if not C.EAGER:
+        dk = issue_dk(C, c, dk, dss, qs, before, before > begin)
     lse = row_numbers(C, stats, slot(use, C.Q_STAGES), 0)[None, :]
     p, w = weights(C, MASKED, c, S, lse, 0, m, head, tile, sizes, terms, scale, dtype)
     P = rounded(p, dtype)
     # begins a basic block, so that the exponentials stay beside the products
     mbarrier.wait(q_full.index(slot(after, C.Q_STAGES)), phase(after, C.Q_STAGES), pred=after < end)
-    dp, dk = warpgroup_mma_wait(0, deps=[dp, dk])
-    mbarrier.arrive(q_empty.index(slot(before, C.Q_STAGES)), count=1, pred=was)
+    if C.EAGER:
+        dp = warpgroup_mma_wait(0, deps=[dp])
+    else:
+        dp, dk = warpgroup_mma_wait(0, deps=[dp, dk])
+        mbarrier.arrive(q_empty.index(slot(before, C.Q_STAGES)), count=1, pred=was)
 
     dv = warpgroup_mma(gl.convert_layout(P, weight_layout(C.DV)), do, dv, is_async=True)
     mbarrier.wait(ds_full.index(before & 1), phase(before, 2), pred=was)
@@ -254,11 +259,19 @@ def late_step(
     ds = rounded(w * (dp - delta[None, :]), dtype)
     of_keys(dss, use, c, C).store(ds)
     fence_async_shared()
-    dq = issue_dq(C, c, dss, ks, at, before)
-    S = issue_scores(C, c, k, ks, at, qs, after)
-    dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])
-    mbarrier.arrive(ds_full.index(use & 1), count=1)
-    send(C, c, dq, dqs, dq_full, dq_empty, gl.where(was, before, use), was)
+    if C.EAGER:
+        q = block(qs, slot(use, C.Q_STAGES), C.BLOCK_Q, C.D)
+        dk = warpgroup_mma(gl.convert_layout(ds, weight_layout(C.D)), q, dk, is_async=True)
+        S = issue_scores(C, c, k, ks, at, qs, after)
+    if was & ((before & 1) == c):
+        make_dq(C, dss, ks, at, dqs, dq_full, dq_empty, before)
+    if C.EAGER:
+        dv, dk = warpgroup_mma_wait(1, deps=[dv, dk])
+        mbarrier.arrive(q_empty.index(slot(use, C.Q_STAGES)), count=1)
+    else:
+        S = issue_scores(C, c, k, ks, at, qs, after)
+        dv = warpgroup_mma_wait(1, deps=[dv])
+    mbarrier.arrive(ds_full.index(use & 1), count=1)  # and dQ of the last is made
     S = warpgroup_mma_wait(0, deps=[S])
     mbarrier.arrive(do_empty.index(slot(use, C.DO_STAGES)), count=1)
     return after, (S, dk, dv)
@@ -348,18 +361,17 @@ def consumer(
         S, dk_sum, dv_sum = state
         begin, end = span
         last = gl.maximum(end - 1, 0)
-        dk_sum = issue_dk(C, c, dk_sum, dss, qs, last, last > begin)
+        if not C.EAGER:
+            dk_sum = issue_dk(C, c, dk_sum, dss, qs, last, last > begin)
         if C.LATE:
             mbarrier.wait(bars[11].index(last & 1), phase(last, 2), pred=some)
-            dq = issue_dq(C, c, dss, ks, at, last)
-            dq, dk_sum = warpgroup_mma_wait(0, deps=[dq, dk_sum])
-            if some:
-                send(C, c, dq, dqs, dq_full, dq_empty, last, some)
-        else:
+            if some & ((last & 1) == c):
+                make_dq(C, dss, ks, at, dqs, dq_full, dq_empty, last)
+        if not C.EAGER:
             dk_sum = warpgroup_mma_wait(0, deps=[dk_sum])
-        if not some:  # made of what is stale
-            dk_sum = gl.full([C.TOKENS, C.D], 0.0, gl.float32, value_layout(C.D))
-        let_go(C, last, some, q_empty, b_empty)
+            if not some:  # made of what is stale
+                dk_sum = gl.full([C.TOKENS, C.D], 0.0, gl.float32, value_layout(C.D))
+            let_go(C, last, some, q_empty, b_empty)
         mbarrier.arrive(kv_empty.index(at), count=1, pred=some)
         kept += some.to(gl.int32)
         turn += 1

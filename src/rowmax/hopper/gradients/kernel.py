@@ -35,7 +35,7 @@ def backward(
     vs = blocks_of(v, C.KV_STAGES)
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.BLOCK_Q, C.BLOCK_K], q.dtype)
     dss = gl.allocate_shared_memory(q.dtype, [2, C.BLOCK_Q, C.BLOCK_K], DS)
-    dqs = blocks_of(dq, C.WARPGROUPS)
+    dqs = blocks_of(dq, C.DQ_STAGES)
     messages = gl.allocate_shared_memory(gl.int32, [2, 16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     mail = (messages, barriers(2, 1), barriers(2, C.WARPGROUPS + 1))
     bars = all_barriers(C)

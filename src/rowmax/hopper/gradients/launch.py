@@ -43,8 +43,8 @@ _LOG2E = math.log2(math.e)
 _MOST_PLANS = 256
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 BLOCK_K = 128
-#: blocks that work on one head at once, where each is to follow another (``schedule.py``)
-FOLLOWERS, FOLLOWERS_UP = 4, 8
+#: blocks that work on one head at most, where each is to follow another (``schedule.py``)
+FOLLOWERS = 66
 
 
 class Work(NamedTuple):
@@ -406,7 +406,7 @@ def copies_of(c: GradientConfig, tensors: Tensors, dout: Tensor, planes: int, ro
         stats,
         cut(k, BLOCK_K, c.D),
         cut(v, BLOCK_K, c.DV),
-        blocks(f32, (planes, rows_, c.D), (rows_ * c.D, c.D, 1), [1, c.DQ_ROWS, c.DQ_COLS]),
+        blocks(f32, (planes, rows_, c.D), (rows_ * c.D, c.D, 1), [1, c.BLOCK_Q, c.D]),
         tiles,
         dtiles,
     )
@@ -447,7 +447,7 @@ def order_for(
         steps = steps_of(config.BLOCK_Q, BLOCK_K, p.nq, p.nk, p.left, p.right) * p.group
         section = SECTION_BYTES // (query_bytes(p) * p.nq)
         if config.ORDERED:
-            section = max(section, most // (FOLLOWERS_UP if config.UP else FOLLOWERS))
+            section = max(section, most // FOLLOWERS)
     many = min(most, steps.shape[0] * p.batch * heads)
     table, ends = order_of(steps, p.batch, heads, max(1, section), many, config.DRAWN, config.UP)
     return many, table.to(device), ends.to(device)

@@ -14,8 +14,8 @@ block (arrivals that complete a phase; a use n of a ring of S takes buffer n % S
     kv_empty[s]   each consumer, after a tile's last    producer, before K of a later tile
     b_full[t]     producer's expect + bytes of the bias  consumers, before P of the use
     b_empty[t]    each consumer, when dK of the use is  producer, before a bias two uses later
-    dq_full[c]    consumer c, dQ of the use is there    writer, once a use
-    dq_empty[c]   writer, its copy has been read        consumer c, before its next dQ
+    dq_full[s]    the consumer that makes dQ of the use  writer, once a use
+    dq_empty[s]   writer, its copy has been read        who fills s next, before that
     ds_full[t]    each consumer, dS of the use is there  consumers, before dQ of the use (LATE)
     m_full[t]     producer, a tile is announced         consumers and writer, once a turn
     m_empty[t]    each consumer and the writer          producer, two turns later
@@ -58,8 +58,8 @@ def all_barriers(C: gl.constexpr):
         full_barriers(C.KV_STAGES, C.PADDED),
         full_barriers(C.KV_STAGES, C.PADDED),
         barriers(C.KV_STAGES, C.WARPGROUPS),
-        barriers(C.WARPGROUPS, 1),
-        barriers(C.WARPGROUPS, 1),
+        barriers(C.DQ_STAGES, 1),
+        barriers(C.DQ_STAGES, 1),
         barriers(2, 1),
         barriers(2, C.WARPGROUPS),
         barriers(2, C.WARPGROUPS),
@@ -204,9 +204,9 @@ def looked_up(place):
 
 @gluon.jit
 def told_others(C: gl.constexpr, place, steps, FLYING: gl.constexpr):
-    """Tell that so many steps are done, when the copies of all but the last FLYING are in memory:
-    each half of dQ is a copy."""
-    WAIT: gl.constexpr = "cp.async.bulk.wait_group " + ("2; " if FLYING else "0; ")
+    """Tell that so many steps are done, when the copies of all but the last FLYING are in
+    memory."""
+    WAIT: gl.constexpr = "cp.async.bulk.wait_group " + ("1; " if FLYING else "0; ")
     gl.inline_asm_elementwise(
         WAIT
         + "fence.proxy.async.global; bar.warp.sync 0xffffffff; { .reg .pred p; .reg .b32 lane; "
@@ -234,22 +234,8 @@ def place_of(C: gl.constexpr, tile, turns, tiles, heads):
 
 
 @gluon.jit
-def send_dq(C: gl.constexpr, FIRST: gl.constexpr, dq, dqs, plane, row):
-    """Both halves of a tile of dQ to memory: added to what is there, or in its place."""
-    for c in gl.static_range(C.WARPGROUPS):
-        if C.BY_ROWS:
-            at = [plane, row + c * C.DQ_ROWS, 0]
-        else:
-            at = [plane, row, c * C.DQ_COLS]
-        if FIRST:
-            tma_store(dq, at, dqs.index(c))
-        else:
-            tma_add(dq, at, dqs.index(c))
-
-
-@gluon.jit
 def writer(C: gl.constexpr, dq, dqs, bars, mail, turns, sizes, tiles, heads, group, hq):
-    """One warp: dQ of every step added to memory, both halves.
+    """One warp: dQ of every step added to memory.
 
     ORDERED: a tile of dQ takes what each tile of keys adds in the order of ``schedule.py``. Each
     tile of keys tells in ``turns`` how many steps it has done, and reads there how far the one
@@ -284,18 +270,17 @@ def writer(C: gl.constexpr, dq, dqs, bars, mail, turns, sizes, tiles, heads, gro
                         told_others(C, place, i, 0)
                         while seen < ours:
                             seen = looked_up(place + C.NEIGHBOUR)
-            for c in gl.static_range(C.WARPGROUPS):
-                mbarrier.wait(dq_full.index(c), phase(use, 1))
+            s = slot(use, C.DQ_STAGES)
+            mbarrier.wait(dq_full.index(s), phase(use, C.DQ_STAGES))
             if C.FRESH:
                 if ours == 0:
-                    send_dq(C, True, dq, dqs, plane, row)
+                    tma_store(dq, [plane, row, 0], dqs.index(s))
                 else:
-                    send_dq(C, False, dq, dqs, plane, row)
+                    tma_add(dq, [plane, row, 0], dqs.index(s))
             else:
-                send_dq(C, False, dq, dqs, plane, row)
+                tma_add(dq, [plane, row, 0], dqs.index(s))
             tma_store_wait(0)
-            for c in gl.static_range(C.WARPGROUPS):
-                mbarrier.arrive(dq_empty.index(c), count=1)
+            mbarrier.arrive(dq_empty.index(s), count=1)
             if C.ORDERED:
                 told_others(C, place, i, 1)
             use += 1

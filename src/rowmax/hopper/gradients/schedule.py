@@ -11,8 +11,10 @@ many blocks there are. That nobody waits for long is left to the order:
 - In a window they pass by from the other end, and the first tile of keys is drawn first: the same
   picture upside down.
 - Where all tiles of keys begin at the same tile of queries each has to begin a little after the
-  one before. Blocks are then spread over many heads, so that few follow one another, and keep
-  their distance from then on.
+  one before, once, and keeps its distance from then on. Two heads at once halve that wait.
+
+More heads at once would wait less still, but blocks that follow one another share what they bring
+and add to, and too many heads do not fit in L2: every block then has to have it from memory.
 """
 
 from __future__ import annotations

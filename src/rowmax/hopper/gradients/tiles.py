@@ -25,13 +25,15 @@ class GradientTile:
     do_stages: int
     held: bool = False  # K and V in registers as well, where no bias needs those
     kv_stages: int = 1
+    dq_stages: int = 1
     late: bool = False  # dQ one step late, where dS is no tile of a bias
+    eager: bool = False  # ... and registers for dK at once, and for S of the next step beside dQ
     registers: tuple[int, int] = (240, 24)
 
 
 #: by (D, Dv), both padded to one of these
 TILES = {
-    (64, 64): GradientTile(64, 4, 3, held=True, kv_stages=2, late=True),
+    (64, 64): GradientTile(64, 4, 3, held=True, kv_stages=2, dq_stages=2, late=True, eager=True),
     (128, 128): GradientTile(64, 3, 2, late=True),
 }
 #: by (D, Dv) and by gradient: heads for which one launch has no registers (wide.py)
@@ -75,6 +77,8 @@ class GradientConfig:
     ORDERED: bool = False  # dQ is added up tile of keys by tile of keys, in a fixed order
     FRESH: bool = False  # ... and the first to add to a tile of it writes it
     LATE: bool = False  # dQ of a step is made in the next one (consumer.late_step)
+    EAGER: bool = False  # ... and dK from registers, in the step itself
+    DQ_STAGES: int = 1
     KV_STAGES: int = 1  # 2: K and V of the next tile come while this one is worked on
     KIND: str = "all"  # or the one gradient that is made: dq, dk, dv (wide.py)
 
@@ -92,19 +96,6 @@ class GradientConfig:
     @property
     def BLOCK_K(self) -> int:
         return WARPGROUPS * ROWS
-
-    @property
-    def BY_ROWS(self) -> bool:
-        """Whether a warpgroup makes half of the rows of dQ, or half of its columns."""
-        return self.BLOCK_Q == WARPGROUPS * ROWS
-
-    @property
-    def DQ_ROWS(self) -> int:
-        return ROWS if self.BY_ROWS else self.BLOCK_Q
-
-    @property
-    def DQ_COLS(self) -> int:
-        return self.D if self.BY_ROWS else self.D // WARPGROUPS
 
     @property
     def OUT(self) -> int:
@@ -184,6 +175,8 @@ def config_for(p: Problem, tile: GradientTile, **options: Any) -> GradientConfig
         HELD=tile.held and p.bias is None,
         KV_STAGES=tile.kv_stages,
         LATE=tile.late and p.bias is None,
+        EAGER=tile.eager and p.bias is None,
+        DQ_STAGES=tile.dq_stages,
         LEFT=p.left is not None,
         RIGHT=p.right is not None,
         RAGGED=p.varlen or p.prefix or p.nk % (WARPGROUPS * ROWS) > 0,
