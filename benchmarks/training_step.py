@@ -6,8 +6,8 @@ The byte-level model of the demo: 12 layers, heads of 128, N 8192, causal; autoc
 over float32 weights, fused AdamW, text of Python's standard library. A step is forward, loss,
 backward and optimizer; tokens a second. Every attention has a copy of the model of its own, and
 all take the same steps. They take turns, with pauses between, since the card slows down as it
-warms; the median of the turns is kept. "none" hands v on: what is faster than that, no attention
-can be, and what a step takes beyond it is the attention's share.
+warms; the median of the turns is kept. "none" hands v on and costs nothing: no attention can be
+faster, and what a step takes beyond it is the attention's share.
 
 All must learn the same: the losses of every step agree to ``NEAR``, and the gradients of what makes
 q, k and v in one of the trained models, by any attention, to ``GRADIENT``; both are relative to
