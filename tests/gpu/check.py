@@ -1,11 +1,12 @@
 """The whole table on a GPU, and what only a GPU can show. One script runs it all.
 
-    python -m tests.gpu.check --backend triton --out result.csv
+    python -m tests.gpu.check --backend triton --out result.csv [--minutes 5]
 
 Each case runs forward and backward in a process of its own pool, against the dense definition in
 float64 on the same device, by the rule of ``tests/tolerance.py``, over memory that was filled
 with NaN. Then: 200 repeats that must agree to the bit, odd lengths, tensors of more than 2^31
-elements, CUDA graphs and streams. The result is a CSV, a row for each check.
+elements, CUDA graphs and streams. The result is a CSV, a row for each check, written anew with
+every line of progress; what was not started after ``--minutes`` is left out.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import csv
 import datetime
 import multiprocessing
 import os
+import queue
 import sys
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,10 @@ Item = tuple[Case, str, int]
 Job = tuple[str, Any, str]
 #: (name, dtype, times the table's lengths, complaints, seconds)
 Row = tuple[str, str, int, list[str], float]
+
+EVERY = 20  # seconds, a line of progress
+PATIENCE = 60  # seconds, for what began before the end
+MOST_RESTARTS = 50
 
 ODD_LENGTHS = (
     (1, 1),
@@ -133,46 +140,60 @@ def name_of(job: Job) -> str:
     return item if kind == "extreme" else str(item[0] if kind == "case" else item)
 
 
-def work(jobs: Any, rows: Any) -> None:
-    """A worker: jobs until there are none, or until one breaks the device's context."""
-    while (job := jobs.get()) is not None:
-        row = run(job)
-        rows.put(row)
+def work(jobs: Any, rows: Any, end: float) -> None:
+    """A worker: jobs until there are none or the time is over; one that breaks the device's
+    context ends it with a status of 1."""
+    while (job := jobs.get()) is not None and time.time() < end:
+        rows.put(run(job))
         try:
             torch.cuda.empty_cache()
         except RuntimeError:
-            break
-    rows.put(None)
+            sys.exit(1)
 
 
-def run_all(jobs: list[Job], processes: int) -> list[Row]:
-    """Every job, in processes of their own; one that breaks its process gets another started."""
+def run_all(
+    jobs: list[Job], processes: int, end: float, progress: Callable[[list[Row]], None]
+) -> list[Row]:
+    """Every job that begins before ``end``, in processes of their own.
+
+    One that breaks its process, or has it killed, gets another started for those that follow.
+    Who is not done a while after the end hangs, and is not waited for.
+    """
     context = multiprocessing.get_context("spawn")
     todo, rows = context.Queue(), context.Queue()
     for job in [*jobs, *[None] * processes]:
         todo.put(job)
 
-    def start() -> None:
-        context.Process(target=work, args=(todo, rows), daemon=True).start()
+    def started() -> Any:
+        process = context.Process(target=work, args=(todo, rows, end), daemon=True)
+        process.start()
+        return process
 
-    for _ in range(processes):
-        start()
+    workers = [started() for _ in range(processes)]
     found: list[Row] = []
-    running = processes
-    while running:
-        row = rows.get()
-        if row is None:
-            running -= 1
-            if len(found) < len(jobs) and not running:
-                start()
-                running = 1
-            continue
-        found.append(row)
-        if row[3]:
-            print("WRONG", *row[:3], *row[3], flush=True)
-            if "CUDA error" in row[3][0]:
-                start()
-                running += 1
+    told, restarts = time.time(), 0
+    while time.time() < end + PATIENCE:
+        for n, process in enumerate(workers):
+            if process.exitcode not in (None, 0) and restarts < MOST_RESTARTS:
+                restarts += 1
+                print(f"a process ended with {process.exitcode}", flush=True)
+                workers[n] = started()
+        alive = any(p.is_alive() for p in workers)  # asked first: what it said last is read below
+        try:
+            row = rows.get(timeout=1.0)
+        except queue.Empty:
+            if not alive:
+                break
+        else:
+            found.append(row)
+            if row[3]:
+                print("WRONG", *row[:3], *row[3], flush=True)
+        if time.time() > told + EVERY:
+            told = time.time()
+            progress(found)
+    todo.cancel_join_thread()  # nobody takes what is left
+    for process in workers:
+        process.kill()
     return found
 
 
@@ -180,6 +201,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--backend", default="triton")
     parser.add_argument("--out", type=Path, default=Path("gpu_check.csv"))
+    parser.add_argument("--minutes", type=float, default=20.0, help="then no check is started")
     parser.add_argument("--quick", action="store_true", help="the covering cases alone")
     parser.add_argument("--only", default="", help="names that hold this text")
     parser.add_argument("--processes", type=int, default=min(14, os.cpu_count() or 1))
@@ -191,13 +213,22 @@ def main() -> int:
     jobs += [("case", item, given.backend) for item in items(given.quick)]
     large: list[Job] = [("extreme", name, given.backend) for name in extremes.LARGE]
     jobs, large = ([job for job in part if given.only in name_of(job)] for part in (jobs, large))
-    start = time.perf_counter()
-    rows = run_all(jobs, min(given.processes, max(len(jobs), 1)))
-    rows += run_all(large, 1)  # one after the other, so that they do not share the memory
-    bad = sum(bool(row[3]) for row in rows)
+    start, every = time.time(), len(jobs) + len(large)
+    rows: list[Row] = []
+
+    def progress(more: list[Row]) -> None:
+        done = [*rows, *more]
+        _write(given.out, done)
+        bad = sum(bool(row[3]) for row in done)
+        print(f"{len(done)} of {every}, {bad} wrong, {time.time() - start:.0f} s", flush=True)
+
+    end = start + 60 * given.minutes
+    rows += run_all(jobs, min(given.processes, max(len(jobs), 1)), end, progress)
+    rows += run_all(large, 1, end, progress)  # one after the other: they do not share the memory
+    bad, left = sum(bool(row[3]) for row in rows), every - len(rows)
     _write(given.out, rows)
-    print(f"{len(rows)} checks, {bad} wrong, {time.perf_counter() - start:.0f} s")
-    return 1 if bad or len(rows) < len(jobs) + len(large) else 0
+    print(f"{len(rows)} checks, {bad} wrong, {left} not run, {time.time() - start:.0f} s")
+    return 1 if bad or left else 0
 
 
 def _write(path: Path, rows: list[Row]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -23,6 +25,8 @@ from .tiles import BOTH_UP_TO, Kind, Limits, Tiles, candidates, kind_of, limits_
 CANDIDATES = 10
 #: of the sequences that candidates are measured on
 LENGTHS = (1024, 4096)
+#: how candidates fail that a device cannot run
+_REFUSALS = (OutOfResources, RuntimeError)
 
 
 class Trial(NamedTuple):
@@ -45,9 +49,9 @@ def trials(
         problem = problem_of(tensors, Options(scale=d**-0.5, right=0 if causal else None))
         jobs = ["dk", "dv"] if d > BOTH_UP_TO else ["key_gradients"]
         for job in ("forward", *jobs, "query_gradients"):
-            kind = kind_of(job, problem)
+            kind, run = kind_of(job, problem), _runner(job, problem, tensors, dout)
             found += [
-                (kind, one, _runner(job, problem, tensors, dout, one))
+                (kind, one, partial(run, one))
                 for one in tried(kind, limits_of(q.device), causal and job != "forward")
             ]
     return found
@@ -62,12 +66,10 @@ def tried(kind: Kind, limits: Limits, split: bool) -> list[Tiles]:
     return list(dict.fromkeys(every))
 
 
-def _runner(
-    job: str, problem: Problem, tensors: Tensors, dout: Tensor, tiles: Tiles
-) -> Callable[[], Any]:
-    """A call of one job with these tiles, over numbers of the size that they have in use."""
+def _runner(job: str, problem: Problem, tensors: Tensors, dout: Tensor) -> Callable[[Tiles], Any]:
+    """A call of one job by its tiles, over numbers of the size that they have in use."""
     if job == "forward":
-        return lambda: forward(problem, tensors, tiles)
+        return lambda tiles: forward(problem, tensors, tiles)
     b, h, n = problem.lse_shape
     rows = dout.new_empty((b, h, -(-n // ROW_UNIT) * ROW_UNIT), dtype=torch.float32)
     t = pointers(tensors)._replace(
@@ -79,15 +81,34 @@ def _runner(
         dv=torch.empty_like(tensors.v) if job in ("key_gradients", "dv") else None,
     )
     plan = plan_query_gradients if job == "query_gradients" else plan_key_gradients
-    return lambda: launch(job, problem, tensors, tiles, plan, lambda _: t, dout)
+    return lambda tiles: launch(job, problem, tensors, tiles, plan, lambda _: t, dout)
+
+
+def compiled(calls: Iterable[Callable[[], Any]], device: torch.device) -> Iterator[None]:
+    """Call all once, many at a time; yields when one is done, whether it can run or not.
+
+    Compiling takes longer than measuring, and most of it leaves Python's lock alone.
+    """
+    ready, given = None, ()
+    if device.type == "cuda":
+        triton.runtime.driver.active.get_current_target()  # made at its first use: not by many
+        ready, given = torch.cuda.set_device, (device,)
+    pool = ThreadPoolExecutor(initializer=ready, initargs=given)
+    try:
+        for done in as_completed([pool.submit(call) for call in calls]):
+            if not isinstance(done.exception(), _REFUSALS):
+                done.result()
+            yield
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def measure(kind: Kind, tiles: Tiles, call: Callable[[], Any]) -> Trial:
-    """The median time of a candidate, compiled first."""
+    """The median time of a candidate, compiled first if need be."""
     try:
         call()
         ms = triton.testing.do_bench(call, warmup=10, rep=50, return_mode="median")  # pyright: ignore
-    except (OutOfResources, RuntimeError):
+    except _REFUSALS:
         return Trial(kind, tiles, None)
     return Trial(kind, tiles, float(ms))  # pyright: ignore
 
