@@ -5,7 +5,7 @@
 
 The 36 cells of ``hopper_forward.py``, then features; all that a backward launches is counted.
 Every cell is timed in turns, a fifth of a second apart, since the card slows down as it warms;
-the median of the turns is kept. FLOPs: 2.5 times the forward's. ``--tries`` measures our own
+the median of the turns is kept. FLOPs: 2.5 times the forward's. The bar of each cell is as there. ``--tries`` measures our own
 kernels with other tiles and options instead.
 """
 
@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import rowmax
-from hopper_forward import LENGTHS, TOKENS, WIDTH, Run, measured, normal
+from hopper_forward import LENGTHS, TOKENS, WIDTH, Bars, Run, measured, normal
 from rowmax import hopper
 from rowmax.hopper.gradients import launch
 from rowmax.hopper.gradients.tiles import GradientTile
@@ -189,16 +189,19 @@ def main() -> None:
         about = [torch.cuda.get_device_name(), versions, datetime.date.today().isoformat()]
         rows.writerow(["matmul 8192", "cublas", f"{ceiling:.0f}", *about])
         print(f"{about}, matmul {ceiling:.0f} TFLOP/s")
-        every = (tries(options.only),)
+        every, bars = (tries(options.only),), Bars("backward")
         if not options.tries:
             every = (plain_cells(options.flex, options.only), feature_cells(options.only))
         for cells in every:
             for name, runs, flops in cells:
                 speeds = measured(runs, flops, options.rounds)
-                print(f"{name:40}", *(f"{n} {x:.0f}" for n, x in speeds.items()), flush=True)
+                ratio = bars.ratio(name, speeds) if "fa2" in speeds else ""
+                print(f"{name:40}", *(f"{n} {x:.0f}" for n, x in speeds.items()), ratio, flush=True)
                 for n, x in speeds.items():
                     rows.writerow([name, n, f"{x:.0f}", *about])
                 file.flush()
+        if bars.ratios:
+            print(bars.mean())
 
 
 if __name__ == "__main__":

@@ -80,11 +80,27 @@ def of_flex(q, k, v, causal: bool) -> Run:
     return lambda: flex(q, k, v, block_mask=mask)
 
 
-def fa4() -> dict[str, float]:
-    """FlashAttention-4's forward, by cell."""
+def fa4(part: str) -> dict[str, float]:
+    """FlashAttention-4's speed by cell, ``forward`` or ``backward``."""
     with (Path(__file__).parent / "results/fa4.csv").open() as file:
         rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
-    return {f"D{r['D']} N{r['N']} {r['mask']}": float(r["forward"]) for r in rows}
+    return {f"D{r['D']} N{r['N']} {r['mask']}": float(r[part]) for r in rows}
+
+
+class Bars:
+    """The 36 cells beside the better of cuDNN in the same run and FlashAttention-4."""
+
+    def __init__(self, part: str) -> None:
+        self.others, self.ratios = fa4(part), []
+
+    def ratio(self, name: str, speeds: dict[str, float]) -> str:
+        bar = max(self.others.get(name, 0.0), 0.0 if isnan(speeds["cudnn"]) else speeds["cudnn"])
+        self.ratios.append(speeds["rowmax"] / bar)
+        return f"  {self.ratios[-1]:.3f} of {bar:.0f}"
+
+    def mean(self) -> str:
+        mean = math.exp(statistics.fmean(map(math.log, self.ratios)))
+        return f"{len(self.ratios)} cells: geometric mean {mean:.3f}, least {min(self.ratios):.3f}"
 
 
 def plain_cells(sizes: list[int], flex: bool):
@@ -152,7 +168,7 @@ def main() -> None:
         about = [torch.cuda.get_device_name(), versions, datetime.date.today().isoformat()]
         rows.writerow(["matmul 8192", "cublas", f"{ceiling:.0f}", *about])
         print(f"{about}, matmul {ceiling:.0f} TFLOP/s")
-        others, ratios = fa4(), []
+        bars = Bars("forward")
         features = () if options.plain else feature_cells()
         for name, runs, flops in chain(plain_cells(options.sizes, options.flex), features):
             speeds = measured(runs, flops, options.rounds)
@@ -161,14 +177,10 @@ def main() -> None:
                 rows.writerow([name, n, f"{x:.0f}", *about])
             file.flush()
             if "fa2" in speeds:
-                bar = max(others.get(name, 0.0), 0.0 if isnan(speeds["cudnn"]) else speeds["cudnn"])
-                ratios.append(speeds["rowmax"] / bar)
-                print(f"  {ratios[-1]:.3f} of {bar:.0f}", end="")
+                print(bars.ratio(name, speeds), end="")
             print(flush=True)
-        if not ratios:
-            return
-        mean = math.exp(statistics.fmean(map(math.log, ratios)))
-        print(f"{len(ratios)} cells: geometric mean {mean:.3f}, least {min(ratios):.3f}")
+        if bars.ratios:
+            print(bars.mean())
 
 
 if __name__ == "__main__":
