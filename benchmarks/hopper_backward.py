@@ -25,7 +25,7 @@ import rowmax
 from hopper_forward import LENGTHS, TOKENS, WIDTH, Run, measured, normal
 from rowmax import hopper
 from rowmax.hopper.gradients import launch
-from rowmax.hopper.gradients.tiles import GradientTile
+from rowmax.hopper.gradients.tiles import APART, GradientTile
 from rowmax.problem import Options, Tensors, Wanted, problem_of
 
 WANTED = Wanted(True, True, True, False, False)
@@ -126,7 +126,7 @@ def feature_cells(only: str):
             yield name, runs, 10 * b * h * n * n * d
 
 
-#: by head size: (tile, options) of what may be faster
+#: by head size: (tiles, options) of what may be faster
 TRIES = {
     64: {
         "as it is": (None, {}),
@@ -137,10 +137,10 @@ TRIES = {
     128: {
         "as it is": (None, {}),
         "meet": (None, {"LATE": False}),
-        "one dO": (GradientTile(64, 3, 1, late=True), {}),
+        "one dO": ({"all": GradientTile(64, 3, 1, late=True)}, {}),
         "in order": (None, {"ORDERED": True, "FRESH": True}),
     },
-    256: {"as it is": (None, {})},
+    256: {"pair": (None, {}), "apart": (APART[256, 256], {})},
 }
 
 
@@ -158,8 +158,8 @@ def tries(only: str):
                 out, lse = hopper.forward(problem, tensors)
                 given = (problem, tensors, out, lse, dout, None, WANTED)
                 runs = {}
-                for label, (tile, more) in options.items():
-                    plan = launch.made(problem, tensors, dout, tile, **more)
+                for label, (tiles, more) in options.items():
+                    plan = launch.made(problem, tensors, dout, tiles, **more)
                     runs[label] = lambda plan=plan, given=given: launch.launch(plan, *given)
                 plan = launch.made(problem, tensors, dout)
                 grads = tuple(torch.empty_like(t) for t in (q, k, v))

@@ -63,7 +63,7 @@ def _pointers(c: GradientConfig, dtype: torch.dtype) -> Pointers:
     words, number = torch.empty(4, dtype=torch.int32), torch.empty(4)
     return Pointers(
         out=torch.empty(8, dtype=dtype),
-        dv=torch.empty(8, dtype=dtype) if c.KIND == "all" else None,
+        dv=torch.empty(8, dtype=dtype) if c.KIND in ("all", "pair") else None,
         rows=number if c.KIND == "dq" else None,
         table=words,
         ends=words,

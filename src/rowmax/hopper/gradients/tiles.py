@@ -34,8 +34,13 @@ TILES = {
     (64, 64): GradientTile(64, 4, 3, held=True, kv_stages=2, late=True),
     (128, 128): GradientTile(64, 3, 2, late=True),
 }
-#: by (D, Dv) and by gradient: heads for which one launch has no registers (wide.py)
+#: by (D, Dv) and by gradient, or two: heads for which one launch has no registers (wide.py)
 WIDE = {
+    (256, 128): {"dq": GradientTile(64, 2, 2), "pair": GradientTile(64, 3, 2)},
+    (256, 256): {"dq": GradientTile(64, 2, 1), "pair": GradientTile(64, 2, 2)},
+}
+#: the same with dk and dv in a launch each
+APART = {
     (256, 128): {
         "dq": GradientTile(64, 2, 2),
         "dk": GradientTile(64, 2, 2),
@@ -48,6 +53,12 @@ WIDE = {
     },
 }
 SIZES = (64, 128, 256)
+#: by what a launch makes
+Tiles = dict[str, GradientTile]
+
+
+def tiles_of(sizes: tuple[int, int]) -> Tiles:
+    return WIDE[sizes] if sizes in WIDE else {"all": TILES[sizes]}
 
 
 @dataclass(frozen=True)
@@ -76,7 +87,7 @@ class GradientConfig:
     FRESH: bool = False  # ... and the first to add to a tile of it writes it
     LATE: bool = False  # dQ of a step is made in the next one (consumer.late_step)
     KV_STAGES: int = 1  # 2: K and V of the next tile come while this one is worked on
-    KIND: str = "all"  # or the one gradient that is made: dq, dk, dv (wide.py)
+    KIND: str = "all"  # or the one gradient that is made: dq, dk, dv (wide.py); or dk and dv: pair
 
     # what follows, for the kernels
 
@@ -91,7 +102,13 @@ class GradientConfig:
 
     @property
     def BLOCK_K(self) -> int:
-        return WARPGROUPS * ROWS
+        """Keys of a tile, or queries where those stay."""
+        return ROWS if self.KIND == "pair" else WARPGROUPS * ROWS
+
+    @property
+    def TILE(self) -> int:
+        """Positions of what is worked on at a time."""
+        return self.BLOCK_K
 
     @property
     def BY_ROWS(self) -> bool:
@@ -125,7 +142,7 @@ class GradientConfig:
     def STAYS_SHORT(self) -> bool:
         """Whether what stays there is to be cleared: it has rows of the sum of its own, so only
         where those are stored, past prefix lengths, and are made of what V holds."""
-        return self.PREFIX and self.KIND == "dk"
+        return self.PREFIX and self.KIND in ("dk", "pair")
 
     @property
     def MASKS(self) -> bool:

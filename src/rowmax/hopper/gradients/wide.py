@@ -164,17 +164,17 @@ def consumer(
         row = row + first + c * C.TOKENS
         at = row.to(gl.int64) * heads + head
         to = out + at * C.OUT
-        store_rows(C, x * out_scale, to, heads * C.OUT, n - first - c * C.TOKENS)
+        store_rows(x * out_scale, to, heads * C.OUT, n - first - c * C.TOKENS, C.OUT)
         tile = after
 
 
 @gluon.jit
-def store_rows(C: gl.constexpr, x, to, stride, rows):
+def store_rows(x, to, stride, rows, OUT: gl.constexpr):
     """The first ``rows`` of 64 rows x, as they lie: shared memory has no room to turn them."""
     L: gl.constexpr = x.type.layout
     r = gl.arange(0, x.shape[0], gl.SliceLayout(1, L))
     d = gl.arange(0, x.shape[1], gl.SliceLayout(0, L))
     there = (r < rows)[:, None]
-    if x.shape[1] != C.OUT:
-        there = there & (d < C.OUT)[None, :]
+    if x.shape[1] != OUT:
+        there = there & (d < OUT)[None, :]
     gl.store(to + (r * stride)[:, None] + d[None, :], x.to(to.dtype.element_ty), mask=there)

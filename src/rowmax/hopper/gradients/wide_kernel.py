@@ -10,6 +10,7 @@ from ..kernel import blocks_of
 from ..padding import barriers, clear_rows, cleared, full_barriers, landing
 from ..pipeline import phase, post, slot
 from ..schedule import row_at
+from .pair import handing_over, keys, values
 from .schedule import draw, draw_next, plane_of, query_tile_of, tile_of
 from .wide import consumer
 
@@ -171,12 +172,24 @@ def wide(a0, a1, b0, b1, row_tiles, t, n, C: gl.constexpr, R0: gl.constexpr, R1:
     rest = (n.scale, n.out_scale, n.group, n.heads)
     planes = (n.hq, n.rows)
     spread = (n.group, n.ratio, n.hq)
-    gl.warp_specialize(
-        [
-            (consumer0, (C, t.out, t.rows, planes, buffers, bars, mail, sizes, terms, rest)),
-            (consumer1, (C, t.out, t.rows, planes, buffers, bars, mail, sizes, terms, rest)),
-            (producer, (C, descs, buffers, bars, mail, order, sizes, seqs, t.lengths, spread)),
-        ],
-        [4, 1],
-        [R0, R1],
-    )
+    if C.KIND == "pair":
+        over = handing_over(C)
+        gl.warp_specialize(
+            [
+                (values, (C, t.dv, buffers, bars, over, mail, sizes, terms, rest)),
+                (keys, (C, t.out, buffers, bars, over, mail, sizes, terms, rest)),
+                (producer, (C, descs, buffers, bars, mail, order, sizes, seqs, t.lengths, spread)),
+            ],
+            [4, 1],
+            [R0, R1],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consumer0, (C, t.out, t.rows, planes, buffers, bars, mail, sizes, terms, rest)),
+                (consumer1, (C, t.out, t.rows, planes, buffers, bars, mail, sizes, terms, rest)),
+                (producer, (C, descs, buffers, bars, mail, order, sizes, seqs, t.lengths, spread)),
+            ],
+            [4, 1],
+            [R0, R1],
+        )

@@ -1,0 +1,168 @@
+"""dK and dV of wide heads in one launch: each of the two warpgroups makes one of them.
+
+64 keys stay, tiles of 64 queries pass by. The sum of one gradient of 64 keys, 256 columns wide, is
+all that a warpgroup has registers for, and the weights that both need are made by one of them.
+
+    warpgroup   scores           then                      sum
+    values      S^T = K Q^T      P; w to the other         dV += P^T dO
+    keys        dP^T = V dO^T    dS^T = w (dP - delta)     dK += dS^T Q
+
+w (``terms.weights``; P, but for a softcap) goes through shared memory as float32: it is no operand
+of a product, and rounding it would be felt in dS. Both hold it alike, so that in memory it lies by
+threads: stores and loads of 16 bytes, each of which meets every bank once.
+
+With two buffers of w ``keys`` may be a step behind, and whatever one does between its products runs
+beside those of the other.
+
+Barriers of a block: as of ``wide.py``, and
+
+    w_full[i]     values, w of the use is there         keys, before dS of the use
+    w_empty[i]    keys, when dS of the use is           values, before w two uses later
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..gluon_compat import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from ..layouts import value_layout, weight_layout
+from ..padding import barriers
+from ..pipeline import phase, slot, told
+from ..softmax import rounded
+from .consumer import block, row_numbers
+from .layouts import by_thread, score_layout
+from .schedule import full_range
+from .terms import weights
+from .wide import product, store_rows
+
+
+@gluon.jit
+def handing_over(C: gl.constexpr):
+    """Two buffers for w, and their barriers."""
+    ws = gl.allocate_shared_memory(gl.float32, [2, C.BLOCK_K, C.BLOCK_Q], by_thread(C))
+    return ws, barriers(2, 1), barriers(2, 1)
+
+
+@gluon.jit
+def step_of_values(
+    C: gl.constexpr, MASKED: gl.constexpr, m, head, use, x, buffers, bars, over, tile, sizes,
+    terms, scale,
+):  # fmt: skip
+    """x, the sum of dV, with one tile of queries."""
+    a0, a1, b0, b1, stats = buffers
+    a_full, a_empty, b0_full, b0_empty, b1_full, b1_empty = bars
+    ws, w_full, w_empty = over
+    dtype: gl.constexpr = a0.dtype
+    s = slot(use, C.Q_STAGES)
+    u = slot(use, C.DO_STAGES)
+    mbarrier.wait(b0_full.index(s), phase(use, C.Q_STAGES))
+    # use >> 30 is a zero that the compiler cannot see
+    S = product(C, 0, a0, b0, s, use >> 30, C.D)
+    lse = row_numbers(C, stats, s, 0)[None, :]
+    S = warpgroup_mma_wait(0, deps=[S])
+    p, w = weights(C, MASKED, 0, S, lse, 0, m, head, tile, sizes, terms, scale, dtype)
+    P = gl.convert_layout(rounded(p, dtype), weight_layout(C.DV))
+    mbarrier.arrive(b0_empty.index(s), count=1)
+    mbarrier.wait(b1_full.index(u), phase(use, C.DO_STAGES))
+    x = warpgroup_mma(P, block(b1, u, C.BLOCK_Q, C.DV), x, is_async=True)
+    mbarrier.wait(w_empty.index(use & 1), phase(use, 2) ^ 1)
+    ws.index(use & 1).store(w)
+    mbarrier.arrive(w_full.index(use & 1), count=1)
+    x = warpgroup_mma_wait(0, deps=[x])
+    mbarrier.arrive(b1_empty.index(u), count=1)
+    return use + 1, x
+
+
+@gluon.jit
+def step_of_keys(C: gl.constexpr, use, x, buffers, bars, over):
+    """x, the sum of dK, with one tile of queries."""
+    a0, a1, b0, b1, stats = buffers
+    a_full, a_empty, b0_full, b0_empty, b1_full, b1_empty = bars
+    ws, w_full, w_empty = over
+    dtype: gl.constexpr = a0.dtype
+    s = slot(use, C.Q_STAGES)
+    u = slot(use, C.DO_STAGES)
+    mbarrier.wait(b1_full.index(u), phase(use, C.DO_STAGES))
+    dp = product(C, 0, a1, b1, u, use >> 30, C.DV)
+    mbarrier.wait(b0_full.index(s), phase(use, C.Q_STAGES))
+    delta = row_numbers(C, stats, s, 1)[None, :]
+    mbarrier.wait(w_full.index(use & 1), phase(use, 2))
+    w = ws.index(use & 1).load(score_layout(C))
+    dp = warpgroup_mma_wait(0, deps=[dp])
+    mbarrier.arrive(b1_empty.index(u), count=1)
+    ds = gl.convert_layout(rounded(w * (dp - delta), dtype), weight_layout(C.D))
+    x = warpgroup_mma(ds, block(b0, s, C.BLOCK_Q, C.D), x, is_async=True)
+    mbarrier.arrive(w_empty.index(use & 1), count=1)
+    x = warpgroup_mma_wait(0, deps=[x])
+    mbarrier.arrive(b0_empty.index(s), count=1)
+    return use + 1, x
+
+
+@gluon.jit
+def consumer(
+    C: gl.constexpr, c: gl.constexpr, out, buffers, bars, over, mail, sizes, terms, rest
+):
+    """Warpgroup c: the gradient of values (0) or keys (1) of every tile of this block."""
+    messages, m_full, m_empty = mail
+    a_full, a_empty = bars[:2]
+    scale, out_scale, group, heads = rest
+    WIDTH: gl.constexpr = C.D if c else C.DV
+    OUT: gl.constexpr = C.D_OUT if c else C.DV_OUT
+    turn = 0
+    use = 0
+    kept = 0
+    tile, live = told(C, 0, messages, m_full)
+    mbarrier.arrive(m_empty.index(0), count=1)
+    while live:
+        first, head, b, q_row, k_row, nq, used, offset, lo, hi = tile
+        some = lo < hi
+        mbarrier.wait(a_full.index(0), phase(kept, 1), pred=some)
+        x = gl.full([C.BLOCK_K, WIDTH], 0.0, gl.float32, value_layout(WIDTH))
+        if c:
+            for _ in range((hi - lo) * group):
+                use, x = step_of_keys(C, use, x, buffers, bars, over)
+            x = x * out_scale
+        else:
+            y, z = full_range(C, first, tile, sizes)
+            for g in range(group):
+                q_head = head * group + g
+                if C.LOW_MASKED:
+                    for m in range(lo, y):
+                        use, x = step_of_values(
+                            C, True, m, q_head, use, x, buffers, bars, over, tile, sizes, terms,
+                            scale,
+                        )  # fmt: skip
+                for m in range(y, z):
+                    use, x = step_of_values(
+                        C, False, m, q_head, use, x, buffers, bars, over, tile, sizes, terms,
+                        scale,
+                    )  # fmt: skip
+                if C.HIGH_MASKED:
+                    for m in range(z, hi):
+                        use, x = step_of_values(
+                            C, True, m, q_head, use, x, buffers, bars, over, tile, sizes, terms,
+                            scale,
+                        )  # fmt: skip
+        mbarrier.arrive(a_empty.index(0), count=1, pred=some)
+        kept += some.to(gl.int32)
+        turn += 1
+        after, live = told(C, turn, messages, m_full)
+        mbarrier.arrive(m_empty.index(slot(turn, 2)), count=1)
+        n = nq + offset
+        row = k_row + first
+        if not C.VARLEN:
+            row = row + b * n
+        to = out + (row.to(gl.int64) * heads + head) * OUT
+        store_rows(x, to, heads * OUT, n - first, OUT)
+        tile = after
+
+
+@gluon.jit
+def values(C: gl.constexpr, dv, buffers, bars, over, mail, sizes, terms, rest):
+    consumer(C, 0, dv, buffers, bars, over, mail, sizes, terms, rest)
+
+
+@gluon.jit
+def keys(C: gl.constexpr, dk, buffers, bars, over, mail, sizes, terms, rest):
+    consumer(C, 1, dk, buffers, bars, over, mail, sizes, terms, rest)
