@@ -34,6 +34,8 @@ def config(d: int, dv: int, tile: GradientTile, **features: Any) -> GradientConf
         Q_STAGES=tile.q_stages,
         DO_STAGES=tile.do_stages,
         HELD=tile.held and not features.get("BIAS"),
+        HELD_K=tile.held_k,
+        HELD_V=tile.held_v,
         KV_STAGES=tile.kv_stages,
         LATE=tile.late and not features.get("BIAS"),
         **features,

@@ -134,12 +134,13 @@ def cases() -> list[Case]:
     ]
     plain = [c for c in found if not c.options["ORDERED"] and not c.bias and c.block_q == 64]
     found += [
-        replace(c, name=f"{name}-{c.name}", kinds=kinds, stages=stages)
+        replace(c, name=f"{name}-{c.name}", kinds=kinds, stages=stages, options=c.options | more)
         for c in plain
         if c.stages == (3, 2) and "LATE" not in c.options
-        for name, kinds, stages in (
-            ("wide", ("dq", "dk", "dv"), (2, 1)),
-            ("pair", ("pair",), (2, 2)),
+        for name, kinds, stages, more in (
+            ("wide", ("dq", "dk", "dv"), (2, 1), {}),
+            ("pair", ("pair",), (2, 2), {"HELD_K": 8, "HELD_V": 16}),
+            ("pair-bare", ("pair",), (3, 2), {}),
         )
     ]
     return found

@@ -31,10 +31,10 @@ from ..padding import barriers
 from ..pipeline import phase, slot, told
 from ..softmax import rounded
 from .consumer import block, row_numbers
-from .layouts import by_thread, score_layout
+from .layouts import by_thread, held_layout, score_layout
 from .schedule import full_range
 from .terms import weights
-from .wide import product, store_rows
+from .wide import store_rows
 
 
 @gluon.jit
@@ -45,9 +45,38 @@ def handing_over(C: gl.constexpr):
 
 
 @gluon.jit
+def in_registers(stays, HELD: gl.constexpr, C: gl.constexpr, WIDTH: gl.constexpr):
+    """The first HELD columns of K or V as a left operand."""
+    x = 0
+    if HELD:
+        x = block(stays, 0, C.BLOCK_K, WIDTH).slice(0, HELD, dim=1).load(held_layout(C))
+    return x
+
+
+@gluon.jit
+def product(
+    C: gl.constexpr, HELD: gl.constexpr, held, stays, passes, s, zero, WIDTH: gl.constexpr
+):
+    """What stays times a tile of what passes by, on its way: as many columns at a time as are held
+    in registers."""
+    EACH: gl.constexpr = HELD if HELD else WIDTH
+    a = block(stays, zero, C.BLOCK_K, WIDTH)
+    b = block(passes, s, C.BLOCK_Q, WIDTH)
+    x = gl.full([C.BLOCK_K, C.BLOCK_Q], 0.0, gl.float32, score_layout(C))
+    for i in gl.static_range(WIDTH // EACH):
+        part = b.slice(i * EACH, EACH, dim=1).permute((1, 0))
+        if HELD and i == 0:
+            x = warpgroup_mma(held, part, x, use_acc=False, is_async=True)
+        else:
+            left = a.slice(i * EACH, EACH, dim=1)
+            x = warpgroup_mma(left, part, x, use_acc=i > 0, is_async=True)
+    return x
+
+
+@gluon.jit
 def step_of_values(
-    C: gl.constexpr, MASKED: gl.constexpr, m, head, use, x, buffers, bars, over, tile, sizes,
-    terms, scale,
+    C: gl.constexpr, MASKED: gl.constexpr, m, head, use, held, x, buffers, bars, over, tile,
+    sizes, terms, scale,
 ):  # fmt: skip
     """x, the sum of dV, with one tile of queries."""
     a0, a1, b0, b1, stats = buffers
@@ -58,24 +87,24 @@ def step_of_values(
     u = slot(use, C.DO_STAGES)
     mbarrier.wait(b0_full.index(s), phase(use, C.Q_STAGES))
     # use >> 30 is a zero that the compiler cannot see
-    S = product(C, 0, a0, b0, s, use >> 30, C.D)
+    S = product(C, C.HELD_K, held, a0, b0, s, use >> 30, C.D)
     lse = row_numbers(C, stats, s, 0)[None, :]
     S = warpgroup_mma_wait(0, deps=[S])
     p, w = weights(C, MASKED, 0, S, lse, 0, m, head, tile, sizes, terms, scale, dtype)
     P = gl.convert_layout(rounded(p, dtype), weight_layout(C.DV))
-    mbarrier.arrive(b0_empty.index(s), count=1)
     mbarrier.wait(b1_full.index(u), phase(use, C.DO_STAGES))
     x = warpgroup_mma(P, block(b1, u, C.BLOCK_Q, C.DV), x, is_async=True)
     mbarrier.wait(w_empty.index(use & 1), phase(use, 2) ^ 1)
     ws.index(use & 1).store(w)
     mbarrier.arrive(w_full.index(use & 1), count=1)
+    mbarrier.arrive(b0_empty.index(s), count=1)
     x = warpgroup_mma_wait(0, deps=[x])
     mbarrier.arrive(b1_empty.index(u), count=1)
     return use + 1, x
 
 
 @gluon.jit
-def step_of_keys(C: gl.constexpr, use, x, buffers, bars, over):
+def step_of_keys(C: gl.constexpr, use, held, x, buffers, bars, over):
     """x, the sum of dK, with one tile of queries."""
     a0, a1, b0, b1, stats = buffers
     a_full, a_empty, b0_full, b0_empty, b1_full, b1_empty = bars
@@ -84,15 +113,15 @@ def step_of_keys(C: gl.constexpr, use, x, buffers, bars, over):
     s = slot(use, C.Q_STAGES)
     u = slot(use, C.DO_STAGES)
     mbarrier.wait(b1_full.index(u), phase(use, C.DO_STAGES))
-    dp = product(C, 0, a1, b1, u, use >> 30, C.DV)
+    dp = product(C, C.HELD_V, held, a1, b1, u, use >> 30, C.DV)
     mbarrier.wait(b0_full.index(s), phase(use, C.Q_STAGES))
-    delta = row_numbers(C, stats, s, 1)[None, :]
     mbarrier.wait(w_full.index(use & 1), phase(use, 2))
     w = ws.index(use & 1).load(score_layout(C))
     dp = warpgroup_mma_wait(0, deps=[dp])
-    mbarrier.arrive(b1_empty.index(u), count=1)
+    delta = row_numbers(C, stats, s, 1)[None, :]
     ds = gl.convert_layout(rounded(w * (dp - delta), dtype), weight_layout(C.D))
     x = warpgroup_mma(ds, block(b0, s, C.BLOCK_Q, C.D), x, is_async=True)
+    mbarrier.arrive(b1_empty.index(u), count=1)
     mbarrier.arrive(w_empty.index(use & 1), count=1)
     x = warpgroup_mma_wait(0, deps=[x])
     mbarrier.arrive(b0_empty.index(s), count=1)
@@ -120,28 +149,30 @@ def consumer(
         mbarrier.wait(a_full.index(0), phase(kept, 1), pred=some)
         x = gl.full([C.BLOCK_K, WIDTH], 0.0, gl.float32, value_layout(WIDTH))
         if c:
+            held = in_registers(buffers[1], C.HELD_V, C, C.DV)
             for _ in range((hi - lo) * group):
-                use, x = step_of_keys(C, use, x, buffers, bars, over)
+                use, x = step_of_keys(C, use, held, x, buffers, bars, over)
             x = x * out_scale
         else:
+            held = in_registers(buffers[0], C.HELD_K, C, C.D)
             y, z = full_range(C, first, tile, sizes)
             for g in range(group):
                 q_head = head * group + g
                 if C.LOW_MASKED:
                     for m in range(lo, y):
                         use, x = step_of_values(
-                            C, True, m, q_head, use, x, buffers, bars, over, tile, sizes, terms,
+                            C, True, m, q_head, use, held, x, buffers, bars, over, tile, sizes, terms,
                             scale,
                         )  # fmt: skip
                 for m in range(y, z):
                     use, x = step_of_values(
-                        C, False, m, q_head, use, x, buffers, bars, over, tile, sizes, terms,
+                        C, False, m, q_head, use, held, x, buffers, bars, over, tile, sizes, terms,
                         scale,
                     )  # fmt: skip
                 if C.HIGH_MASKED:
                     for m in range(z, hi):
                         use, x = step_of_values(
-                            C, True, m, q_head, use, x, buffers, bars, over, tile, sizes, terms,
+                            C, True, m, q_head, use, held, x, buffers, bars, over, tile, sizes, terms,
                             scale,
                         )  # fmt: skip
         mbarrier.arrive(a_empty.index(0), count=1, pred=some)
