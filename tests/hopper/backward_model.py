@@ -139,7 +139,7 @@ def cases() -> list[Case]:
         if c.stages == (3, 2) and "LATE" not in c.options
         for name, kinds, stages, more in (
             ("wide", ("dq", "dk", "dv"), (2, 1), {}),
-            ("pair", ("pair",), (2, 2), {"HELD_K": 8, "HELD_V": 16}),
+            ("pair", ("pair",), (2, 2), {"HELD_0": 8, "HELD_1": 16}),
             ("pair-bare", ("pair",), (3, 2), {}),
         )
     ]

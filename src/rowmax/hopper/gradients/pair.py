@@ -31,10 +31,10 @@ from ..padding import barriers
 from ..pipeline import phase, slot, told
 from ..softmax import rounded
 from .consumer import block, row_numbers
-from .layouts import by_thread, held_layout, score_layout
+from .layouts import by_thread, score_layout
 from .schedule import full_range
 from .terms import weights
-from .wide import store_rows
+from .wide import in_registers, product, store_rows
 
 
 @gluon.jit
@@ -42,35 +42,6 @@ def handing_over(C: gl.constexpr):
     """Two buffers for w, and their barriers."""
     ws = gl.allocate_shared_memory(gl.float32, [2, C.BLOCK_K, C.BLOCK_Q], by_thread(C))
     return ws, barriers(2, 1), barriers(2, 1)
-
-
-@gluon.jit
-def in_registers(stays, HELD: gl.constexpr, C: gl.constexpr, WIDTH: gl.constexpr):
-    """The first HELD columns of K or V as a left operand."""
-    x = 0
-    if HELD:
-        x = block(stays, 0, C.BLOCK_K, WIDTH).slice(0, HELD, dim=1).load(held_layout(C))
-    return x
-
-
-@gluon.jit
-def product(
-    C: gl.constexpr, HELD: gl.constexpr, held, stays, passes, s, zero, WIDTH: gl.constexpr
-):
-    """What stays times a tile of what passes by, on its way: as many columns at a time as are held
-    in registers."""
-    EACH: gl.constexpr = HELD if HELD else WIDTH
-    a = block(stays, zero, C.BLOCK_K, WIDTH)
-    b = block(passes, s, C.BLOCK_Q, WIDTH)
-    x = gl.full([C.BLOCK_K, C.BLOCK_Q], 0.0, gl.float32, score_layout(C))
-    for i in gl.static_range(WIDTH // EACH):
-        part = b.slice(i * EACH, EACH, dim=1).permute((1, 0))
-        if HELD and i == 0:
-            x = warpgroup_mma(held, part, x, use_acc=False, is_async=True)
-        else:
-            left = a.slice(i * EACH, EACH, dim=1)
-            x = warpgroup_mma(left, part, x, use_acc=i > 0, is_async=True)
-    return x
 
 
 @gluon.jit
@@ -87,7 +58,7 @@ def step_of_values(
     u = slot(use, C.DO_STAGES)
     mbarrier.wait(b0_full.index(s), phase(use, C.Q_STAGES))
     # use >> 30 is a zero that the compiler cannot see
-    S = product(C, C.HELD_K, held, a0, b0, s, use >> 30, C.D)
+    S = product(C, 0, C.HELD_0, held, a0, b0, s, use >> 30, C.D)
     lse = row_numbers(C, stats, s, 0)[None, :]
     S = warpgroup_mma_wait(0, deps=[S])
     p, w = weights(C, MASKED, 0, S, lse, 0, m, head, tile, sizes, terms, scale, dtype)
@@ -113,7 +84,7 @@ def step_of_keys(C: gl.constexpr, use, held, x, buffers, bars, over):
     s = slot(use, C.Q_STAGES)
     u = slot(use, C.DO_STAGES)
     mbarrier.wait(b1_full.index(u), phase(use, C.DO_STAGES))
-    dp = product(C, C.HELD_V, held, a1, b1, u, use >> 30, C.DV)
+    dp = product(C, 0, C.HELD_1, held, a1, b1, u, use >> 30, C.DV)
     mbarrier.wait(b0_full.index(s), phase(use, C.Q_STAGES))
     mbarrier.wait(w_full.index(use & 1), phase(use, 2))
     w = ws.index(use & 1).load(score_layout(C))
@@ -149,12 +120,12 @@ def consumer(
         mbarrier.wait(a_full.index(0), phase(kept, 1), pred=some)
         x = gl.full([C.BLOCK_K, WIDTH], 0.0, gl.float32, value_layout(WIDTH))
         if c:
-            held = in_registers(buffers[1], C.HELD_V, C, C.DV)
+            held = in_registers(C, 0, C.HELD_1, buffers[1], C.DV)
             for _ in range((hi - lo) * group):
                 use, x = step_of_keys(C, use, held, x, buffers, bars, over)
             x = x * out_scale
         else:
-            held = in_registers(buffers[0], C.HELD_K, C, C.D)
+            held = in_registers(C, 0, C.HELD_0, buffers[0], C.D)
             y, z = full_range(C, first, tile, sizes)
             for g in range(group):
                 q_head = head * group + g

@@ -26,8 +26,8 @@ class GradientTile:
     held: bool = False  # K and V in registers as well, where no bias needs those
     kv_stages: int = 1
     late: bool = False  # dQ one step late, where dS is no tile of a bias
-    held_k: int = 0  # columns of K and V that are in registers as well (pair.py)
-    held_v: int = 0
+    held_0: int = 0  # columns of what stays that are in registers as well (wide.py): Q or K,
+    held_1: int = 0  # dO or V
     registers: tuple[int, int] = (240, 24)
 
 
@@ -38,8 +38,8 @@ TILES = {
 }
 #: by (D, Dv) and by gradient, or two: heads for which one launch has no registers (wide.py)
 WIDE = {
-    (256, 128): {"dq": GradientTile(64, 2, 2), "pair": GradientTile(64, 3, 2, held_k=256, held_v=128)},
-    (256, 256): {"dq": GradientTile(64, 2, 1), "pair": GradientTile(64, 2, 2, held_k=128, held_v=128)},
+    (256, 128): {"dq": GradientTile(64, 2, 2), "pair": GradientTile(64, 3, 2, held_0=256, held_1=128)},
+    (256, 256): {"dq": GradientTile(64, 2, 1), "pair": GradientTile(64, 2, 2, held_0=128, held_1=128)},
 }
 #: the same with dk and dv in a launch each
 APART = {
@@ -88,8 +88,8 @@ class GradientConfig:
     ORDERED: bool = False  # dQ is added up tile of keys by tile of keys, in a fixed order
     FRESH: bool = False  # ... and the first to add to a tile of it writes it
     LATE: bool = False  # dQ of a step is made in the next one (consumer.late_step)
-    HELD_K: int = 0  # columns that are (pair.py)
-    HELD_V: int = 0
+    HELD_0: int = 0  # columns of what stays that are (wide.py)
+    HELD_1: int = 0
     KV_STAGES: int = 1  # 2: K and V of the next tile come while this one is worked on
     KIND: str = "all"  # or the one gradient that is made: dq, dk, dv (wide.py); or dk and dv: pair
 
@@ -203,8 +203,8 @@ def config_for(p: Problem, tile: GradientTile, **options: Any) -> GradientConfig
         Q_STAGES=tile.q_stages,
         DO_STAGES=tile.do_stages,
         HELD=tile.held and p.bias is None,
-        HELD_K=tile.held_k,
-        HELD_V=tile.held_v,
+        HELD_0=tile.held_0,
+        HELD_1=tile.held_1,
         KV_STAGES=tile.kv_stages,
         LATE=tile.late and p.bias is None,
         LEFT=p.left is not None,
