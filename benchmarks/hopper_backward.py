@@ -25,7 +25,7 @@ import rowmax
 from hopper_forward import LENGTHS, TOKENS, WIDTH, Run, measured, normal
 from rowmax import hopper
 from rowmax.hopper.gradients import launch
-from rowmax.hopper.gradients.tiles import APART, GradientTile
+from rowmax.hopper.gradients.tiles import APART, WIDE, GradientTile, Tiles
 from rowmax.problem import Options, Tensors, Wanted, problem_of
 
 WANTED = Wanted(True, True, True, False, False)
@@ -126,6 +126,10 @@ def feature_cells(only: str):
             yield name, runs, 10 * b * h * n * n * d
 
 
+def wide(pair: GradientTile) -> Tiles:
+    return WIDE[256, 256] | {"pair": pair}
+
+
 #: by head size: (tiles, options) of what may be faster
 TRIES = {
     64: {
@@ -140,7 +144,13 @@ TRIES = {
         "one dO": ({"all": GradientTile(64, 3, 1, late=True)}, {}),
         "in order": (None, {"ORDERED": True, "FRESH": True}),
     },
-    256: {"pair": (None, {}), "apart": (APART[256, 256], {})},
+    256: {
+        "pair": (None, {}),
+        "pair, two of Q": (wide(GradientTile(64, 2, 2, held_0=128, held_1=128)), {}),
+        "pair, not held": (wide(GradientTile(64, 2, 2)), {}),
+        "pair, dq held": (WIDE[256, 256] | {"dq": GradientTile(64, 2, 1, held_0=64)}, {}),
+        "apart": (APART[256, 256], {}),
+    },
 }
 
 

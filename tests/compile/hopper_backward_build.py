@@ -36,6 +36,7 @@ def config(d: int, dv: int, tile: GradientTile, **features: Any) -> GradientConf
         HELD=tile.held and not features.get("BIAS"),
         HELD_0=tile.held_0,
         HELD_1=tile.held_1,
+        ALONE=tile.alone,
         KV_STAGES=tile.kv_stages,
         LATE=tile.late and not features.get("BIAS"),
         **features,

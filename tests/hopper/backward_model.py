@@ -141,6 +141,7 @@ def cases() -> list[Case]:
             ("wide", ("dq", "dk", "dv"), (2, 1), {}),
             ("pair", ("pair",), (2, 2), {"HELD_0": 8, "HELD_1": 16}),
             ("pair-bare", ("pair",), (3, 2), {}),
+            ("pair-alone", ("pair",), (3, 2), {"HELD_0": 8, "HELD_1": 8, "ALONE": True}),
         )
     ]
     return found
@@ -427,19 +428,20 @@ def run_wide(
         counter = np.zeros(1, np.int32)
     P = machine.Pointer
 
-    def copies(a: np.ndarray, tokens: int) -> machine.Descriptor:
-        return machine.Descriptor(a, [1, tokens, 1, a.shape[-1]])
+    def copies(a: np.ndarray, tokens: int, parts: int = 1) -> machine.Descriptor:
+        return machine.Descriptor(a, [1, tokens, 1, a.shape[-1] // parts])
 
     stays, passes = ((q, do), (k, v)) if of_queries else ((k, v), (q, do))
     group = case.hq // case.hk
     documents, ids = documents_of(case, C)
     machine.run(
         wide, blocks,
-        *(copies(a, C.BLOCK_K) for a in stays), *(copies(a, case.block_q) for a in passes),
+        *(copies(a, C.BLOCK_K, 1 + C.ALONE) for a in stays),
+        *(copies(a, case.block_q) for a in passes),
         machine.Descriptor(stats, [1, 2, case.block_q]),
         Pointers(
-            P(out), None if dv is None else P(dv), P(stats.reshape(-1)), P(table), P(ends), P(counter), None, P(cu_q),
-            P(cu_k), P(lengths), *documents, P(alibi),
+            P(out), None if dv is None else P(dv), P(stats.reshape(-1)), P(table), P(ends),
+            P(counter), None, P(cu_q), P(cu_k), P(lengths), *documents, P(alibi),
         ),
         machine.given(Numbers(
             heads, 256, rows, nq, nk, case.left or 0, case.right or 0, batch, *ids, 0, 0,

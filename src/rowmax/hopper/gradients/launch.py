@@ -393,8 +393,9 @@ def copies_of(c: GradientConfig, tensors: Tensors, dout: Tensor, planes: int, ro
     if c.KIND != "all":
         both = (q, dout), (k, v)
         stays, passes = both if c.KIND == "dq" else both[::-1]
+        widths = (c.D // 2, c.DV // 2) if c.ALONE else (c.D, c.DV)
         return (
-            *(cut(t, c.BLOCK_K, width) for t, width in zip(stays, (c.D, c.DV), strict=True)),
+            *(cut(t, c.BLOCK_K, width) for t, width in zip(stays, widths, strict=True)),
             *(cut(t, c.BLOCK_Q, width) for t, width in zip(passes, (c.D, c.DV), strict=True)),
             stats,
         )

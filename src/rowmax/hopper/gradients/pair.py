@@ -8,16 +8,24 @@ all that a warpgroup has registers for, and the weights that both need are made 
     keys        dP^T = V dO^T    dS^T = w (dP - delta)     dK += dS^T Q
 
 w (``terms.weights``; P, but for a softcap) goes through shared memory as float32: it is no operand
-of a product, and rounding it would be felt in dS. Both hold it alike, so that in memory it lies by
-threads: stores and loads of 16 bytes, each of which meets every bank once.
+of a product, and to round it would double the error of dS, which is rounded anyway. Both hold it
+alike, so in memory it lies by threads: stores and loads of 16 bytes that meet no bank twice.
 
-With two buffers of w ``keys`` may be a step behind, and whatever one does between its products runs
+With two buffers of w ``keys`` may be a step behind, and what one does between its products runs
 beside those of the other.
+
+Scores of 64 by 64 ask as much of shared memory as they take of the tensor core's time, and w and
+the copies come on top. So half of K and half of V are in registers as well, and where memory is
+short nowhere else (ALONE): they come by a buffer of Q, which leaves room for a third of those. Q
+is in use from S in one warpgroup to dK in the other, for longer than a step.
 
 Barriers of a block: as of ``wide.py``, and
 
     w_full[i]     values, w of the use is there         keys, before dS of the use
     w_empty[i]    keys, when dS of the use is           values, before w two uses later
+
+Where K and V come by a buffer of Q its ring has one use more for each tile that has steps, ahead of
+those: K and V are there at b0_full, and b0_empty tells that they are in registers.
 """
 
 from __future__ import annotations
@@ -30,8 +38,9 @@ from ..layouts import value_layout, weight_layout
 from ..padding import barriers
 from ..pipeline import phase, slot, told
 from ..softmax import rounded
+from ..terms import settled
 from .consumer import block, row_numbers
-from .layouts import by_thread, score_layout
+from .layouts import by_thread, held_layout, score_layout
 from .schedule import full_range
 from .terms import weights
 from .wide import in_registers, product, store_rows
@@ -40,23 +49,47 @@ from .wide import in_registers, product, store_rows
 @gluon.jit
 def handing_over(C: gl.constexpr):
     """Two buffers for w, and their barriers."""
-    ws = gl.allocate_shared_memory(gl.float32, [2, C.BLOCK_K, C.BLOCK_Q], by_thread(C))
-    return ws, barriers(2, 1), barriers(2, 1)
+    over = (0, 0, 0)
+    if C.KIND == "pair":
+        ws = gl.allocate_shared_memory(gl.float32, [2, C.BLOCK_K, C.BLOCK_Q], by_thread(C))
+        over = (ws, barriers(2, 1), barriers(2, 1))
+    return over
+
+
+@gluon.jit
+def held_columns(C: gl.constexpr, c: gl.constexpr, use, some, buffers, bars):
+    """The columns of K (0) or V (1) that are held. In registers alone, they come by a buffer of Q:
+    those of K to the left, those of V beside them."""
+    a0, a1, b0, b1, stats = buffers
+    a_full, a_empty, b0_full, b0_empty, b1_full, b1_empty = bars
+    HELD: gl.constexpr = C.HELD_1 if c else C.HELD_0
+    if C.ALONE:
+        s = slot(use, C.Q_STAGES)
+        mbarrier.wait(b0_full.index(s), phase(use, C.Q_STAGES), pred=some)
+        both = block(b0, s, C.BLOCK_Q, C.D)
+        x = settled(both.slice(c * C.HELD_0, HELD, dim=1).load(held_layout(C)))
+        mbarrier.arrive(b0_empty.index(s), count=1, pred=some)
+    elif c:
+        x = in_registers(C, 0, HELD, a1, C.DV)
+    else:
+        x = in_registers(C, 0, HELD, a0, C.D)
+    return x
 
 
 @gluon.jit
 def step_of_values(
-    C: gl.constexpr, MASKED: gl.constexpr, m, head, use, held, x, buffers, bars, over, tile,
+    C: gl.constexpr, MASKED: gl.constexpr, m, head, use, left, x, buffers, bars, over, tile,
     sizes, terms, scale,
 ):  # fmt: skip
     """x, the sum of dV, with one tile of queries."""
     a0, a1, b0, b1, stats = buffers
     a_full, a_empty, b0_full, b0_empty, b1_full, b1_empty = bars
     ws, w_full, w_empty = over
+    held, shift = left
     dtype: gl.constexpr = a0.dtype
-    s = slot(use, C.Q_STAGES)
+    s = slot(use + shift, C.Q_STAGES)
     u = slot(use, C.DO_STAGES)
-    mbarrier.wait(b0_full.index(s), phase(use, C.Q_STAGES))
+    mbarrier.wait(b0_full.index(s), phase(use + shift, C.Q_STAGES))
     # use >> 30 is a zero that the compiler cannot see
     S = product(C, 0, C.HELD_0, held, a0, b0, s, use >> 30, C.D)
     lse = row_numbers(C, stats, s, 0)[None, :]
@@ -75,17 +108,18 @@ def step_of_values(
 
 
 @gluon.jit
-def step_of_keys(C: gl.constexpr, use, held, x, buffers, bars, over):
+def step_of_keys(C: gl.constexpr, use, left, x, buffers, bars, over):
     """x, the sum of dK, with one tile of queries."""
     a0, a1, b0, b1, stats = buffers
     a_full, a_empty, b0_full, b0_empty, b1_full, b1_empty = bars
     ws, w_full, w_empty = over
+    held, shift = left
     dtype: gl.constexpr = a0.dtype
-    s = slot(use, C.Q_STAGES)
+    s = slot(use + shift, C.Q_STAGES)
     u = slot(use, C.DO_STAGES)
     mbarrier.wait(b1_full.index(u), phase(use, C.DO_STAGES))
     dp = product(C, 0, C.HELD_1, held, a1, b1, u, use >> 30, C.DV)
-    mbarrier.wait(b0_full.index(s), phase(use, C.Q_STAGES))
+    mbarrier.wait(b0_full.index(s), phase(use + shift, C.Q_STAGES))
     mbarrier.wait(w_full.index(use & 1), phase(use, 2))
     w = ws.index(use & 1).load(score_layout(C))
     dp = warpgroup_mma_wait(0, deps=[dp])
@@ -100,9 +134,7 @@ def step_of_keys(C: gl.constexpr, use, held, x, buffers, bars, over):
 
 
 @gluon.jit
-def consumer(
-    C: gl.constexpr, c: gl.constexpr, out, buffers, bars, over, mail, sizes, terms, rest
-):
+def consumer(C: gl.constexpr, c: gl.constexpr, out, buffers, bars, over, mail, sizes, terms, rest):
     """Warpgroup c: the gradient of values (0) or keys (1) of every tile of this block."""
     messages, m_full, m_empty = mail
     a_full, a_empty = bars[:2]
@@ -118,33 +150,35 @@ def consumer(
         first, head, b, q_row, k_row, nq, used, offset, lo, hi = tile
         some = lo < hi
         mbarrier.wait(a_full.index(0), phase(kept, 1), pred=some)
+        shift = 0  # from a step's use to that of the ring of Q
+        if C.ALONE:
+            shift = kept + 1
+        left = (held_columns(C, c, use + kept, some, buffers, bars), shift)
         x = gl.full([C.BLOCK_K, WIDTH], 0.0, gl.float32, value_layout(WIDTH))
         if c:
-            held = in_registers(C, 0, C.HELD_1, buffers[1], C.DV)
             for _ in range((hi - lo) * group):
-                use, x = step_of_keys(C, use, held, x, buffers, bars, over)
+                use, x = step_of_keys(C, use, left, x, buffers, bars, over)
             x = x * out_scale
         else:
-            held = in_registers(C, 0, C.HELD_0, buffers[0], C.D)
             y, z = full_range(C, first, tile, sizes)
             for g in range(group):
                 q_head = head * group + g
                 if C.LOW_MASKED:
                     for m in range(lo, y):
                         use, x = step_of_values(
-                            C, True, m, q_head, use, held, x, buffers, bars, over, tile, sizes, terms,
-                            scale,
+                            C, True, m, q_head, use, left, x, buffers, bars, over, tile, sizes,
+                            terms, scale,
                         )  # fmt: skip
                 for m in range(y, z):
                     use, x = step_of_values(
-                        C, False, m, q_head, use, held, x, buffers, bars, over, tile, sizes, terms,
+                        C, False, m, q_head, use, left, x, buffers, bars, over, tile, sizes, terms,
                         scale,
                     )  # fmt: skip
                 if C.HIGH_MASKED:
                     for m in range(z, hi):
                         use, x = step_of_values(
-                            C, True, m, q_head, use, held, x, buffers, bars, over, tile, sizes, terms,
-                            scale,
+                            C, True, m, q_head, use, left, x, buffers, bars, over, tile, sizes,
+                            terms, scale,
                         )  # fmt: skip
         mbarrier.arrive(a_empty.index(0), count=1, pred=some)
         kept += some.to(gl.int32)

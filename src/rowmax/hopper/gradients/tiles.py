@@ -28,6 +28,7 @@ class GradientTile:
     late: bool = False  # dQ one step late, where dS is no tile of a bias
     held_0: int = 0  # columns of what stays that are in registers as well (wide.py): Q or K,
     held_1: int = 0  # dO or V
+    alone: bool = False  # half of K and half of V, and these nowhere else (pair.py)
     registers: tuple[int, int] = (240, 24)
 
 
@@ -36,10 +37,16 @@ TILES = {
     (64, 64): GradientTile(64, 4, 3, held=True, kv_stages=2, late=True),
     (128, 128): GradientTile(64, 3, 2, late=True),
 }
-#: by (D, Dv) and by gradient, or two: heads for which one launch has no registers (wide.py)
+#: by (D, Dv) and by what a launch makes: heads for which one has no registers (wide.py, pair.py)
 WIDE = {
-    (256, 128): {"dq": GradientTile(64, 2, 2), "pair": GradientTile(64, 3, 2, held_0=256, held_1=128)},
-    (256, 256): {"dq": GradientTile(64, 2, 1), "pair": GradientTile(64, 2, 2, held_0=128, held_1=128)},
+    (256, 128): {
+        "dq": GradientTile(64, 2, 2),
+        "pair": GradientTile(64, 3, 2, held_0=256, held_1=128),
+    },
+    (256, 256): {
+        "dq": GradientTile(64, 2, 1),
+        "pair": GradientTile(64, 3, 2, held_0=128, held_1=128, alone=True),
+    },
 }
 #: the same with dk and dv in a launch each
 APART = {
@@ -90,6 +97,7 @@ class GradientConfig:
     LATE: bool = False  # dQ of a step is made in the next one (consumer.late_step)
     HELD_0: int = 0  # columns of what stays that are (wide.py)
     HELD_1: int = 0
+    ALONE: bool = False  # and nowhere else (pair.py)
     KV_STAGES: int = 1  # 2: K and V of the next tile come while this one is worked on
     KIND: str = "all"  # or the one gradient that is made: dq, dk, dv (wide.py); or dk and dv: pair
 
@@ -205,6 +213,7 @@ def config_for(p: Problem, tile: GradientTile, **options: Any) -> GradientConfig
         HELD=tile.held and p.bias is None,
         HELD_0=tile.held_0,
         HELD_1=tile.held_1,
+        ALONE=tile.alone,
         KV_STAGES=tile.kv_stages,
         LATE=tile.late and p.bias is None,
         LEFT=p.left is not None,

@@ -1,9 +1,10 @@
-"""Heads too wide for five products at once: three launches, one for each of dQ, dK and dV.
+"""Heads too wide for five products at once: a launch for dQ, and one for dK with dV (``pair.py``).
 
 The sums of two gradients of 256 columns do not fit in registers beside the scores, and float32
-sums of dQ in memory are more than memory takes in. So each launch makes one gradient, from start
-to end in registers: 64 rows a warpgroup stay, tiles of the other side pass by. It costs eight
-products where five would do, and no addition to memory: the result is the same in every run.
+sums of dQ in memory are more than memory takes in. So here each launch makes one gradient, from
+start to end in registers: 64 rows a warpgroup stay, tiles of the other side pass by. With a pair
+that is seven products where five would do (eight with a launch for each), and no addition to
+memory: the result is the same in every run.
 
     KIND   stays    passes    scores, then      sum
     dq     Q, dO    K, V      S, dP, dS         dQ += dS K
@@ -40,9 +41,7 @@ def own(C: gl.constexpr, c: gl.constexpr, stays, at, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def in_registers(
-    C: gl.constexpr, c: gl.constexpr, HELD: gl.constexpr, stays, WIDTH: gl.constexpr
-):
+def in_registers(C: gl.constexpr, c: gl.constexpr, HELD: gl.constexpr, stays, WIDTH: gl.constexpr):
     """The first HELD columns of those rows as a left operand."""
     x = 0
     if HELD:
@@ -58,7 +57,8 @@ def product(
     """A tile of what stays times one of what passes by, on its way: as many columns at a time as
     are in registers."""
     EACH: gl.constexpr = HELD if HELD else WIDTH
-    a = own(C, c, stays, zero, WIDTH)
+    FROM: gl.constexpr = HELD if C.ALONE else 0  # the first column in shared memory
+    a = own(C, c, stays, zero, WIDTH - FROM)
     b = block(passes, s, C.BLOCK_Q, WIDTH)
     x = gl.full([C.TOKENS, C.BLOCK_Q], 0.0, gl.float32, score_layout(C))
     for i in gl.static_range(WIDTH // EACH):
@@ -66,7 +66,7 @@ def product(
         if HELD and i == 0:
             x = warpgroup_mma(held, part, x, use_acc=False, is_async=True)
         else:
-            left = a.slice(i * EACH, EACH, dim=1)
+            left = a.slice(i * EACH - FROM, EACH, dim=1)
             x = warpgroup_mma(left, part, x, use_acc=i > 0, is_async=True)
     return x
 
