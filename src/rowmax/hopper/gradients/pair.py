@@ -11,8 +11,8 @@ w (``terms.weights``; P, but for a softcap) goes through shared memory as float3
 of a product, and to round it would double the error of dS, which is rounded anyway. Both hold it
 alike, so in memory it lies by threads: stores and loads of 16 bytes that meet no bank twice.
 
-With two buffers of w ``keys`` may be a step behind, and what one does between its products runs
-beside those of the other.
+There are as many buffers of w as of dO, two: ``keys`` may be a step behind, and what one does
+between its products runs beside those of the other.
 
 Scores of 64 by 64 ask as much of shared memory as they take of the tensor core's time, and w and
 the copies come on top. So half of K and half of V are in registers as well, and where memory is
@@ -21,8 +21,10 @@ is in use from S in one warpgroup to dK in the other, for longer than a step.
 
 Barriers of a block: as of ``wide.py``, and
 
-    w_full[i]     values, w of the use is there         keys, before dS of the use
-    w_empty[i]    keys, when dS of the use is           values, before w two uses later
+    w_full[s]     values, w of the use is there         keys, before dS of the use
+
+Nobody need tell that w has been read: ``keys`` lets go of dO when dS of the use is made, and
+``values`` puts w into the same buffer of its ring when it has waited for the next dO there.
 
 Where K and V come by a buffer of Q its ring has one use more for each tile that has steps, ahead of
 those: K and V are there at b0_full, and b0_empty tells that they are in registers.
@@ -48,11 +50,14 @@ from .wide import in_registers, product, store_rows
 
 @gluon.jit
 def handing_over(C: gl.constexpr):
-    """Two buffers for w, and their barriers."""
-    over = (0, 0, 0)
+    """Buffers for w, and barriers that say that it is there."""
+    over = (0, 0)
     if C.KIND == "pair":
-        ws = gl.allocate_shared_memory(gl.float32, [2, C.BLOCK_K, C.BLOCK_Q], by_thread(C))
-        over = (ws, barriers(2, 1), barriers(2, 1))
+        shape: gl.constexpr = [C.DO_STAGES, C.BLOCK_K, C.BLOCK_Q]
+        over = (
+            gl.allocate_shared_memory(gl.float32, shape, by_thread(C)),
+            barriers(C.DO_STAGES, 1),
+        )
     return over
 
 
@@ -84,7 +89,7 @@ def step_of_values(
     """x, the sum of dV, with one tile of queries."""
     a0, a1, b0, b1, stats = buffers
     a_full, a_empty, b0_full, b0_empty, b1_full, b1_empty = bars
-    ws, w_full, w_empty = over
+    ws, w_full = over
     held, shift = left
     dtype: gl.constexpr = a0.dtype
     s = slot(use + shift, C.Q_STAGES)
@@ -98,9 +103,8 @@ def step_of_values(
     P = gl.convert_layout(rounded(p, dtype), weight_layout(C.DV))
     mbarrier.wait(b1_full.index(u), phase(use, C.DO_STAGES))
     x = warpgroup_mma(P, block(b1, u, C.BLOCK_Q, C.DV), x, is_async=True)
-    mbarrier.wait(w_empty.index(use & 1), phase(use, 2) ^ 1)
-    ws.index(use & 1).store(w)
-    mbarrier.arrive(w_full.index(use & 1), count=1)
+    ws.index(u).store(w)
+    mbarrier.arrive(w_full.index(u), count=1)
     mbarrier.arrive(b0_empty.index(s), count=1)
     x = warpgroup_mma_wait(0, deps=[x])
     mbarrier.arrive(b1_empty.index(u), count=1)
@@ -112,7 +116,7 @@ def step_of_keys(C: gl.constexpr, use, left, x, buffers, bars, over):
     """x, the sum of dK, with one tile of queries."""
     a0, a1, b0, b1, stats = buffers
     a_full, a_empty, b0_full, b0_empty, b1_full, b1_empty = bars
-    ws, w_full, w_empty = over
+    ws, w_full = over
     held, shift = left
     dtype: gl.constexpr = a0.dtype
     s = slot(use + shift, C.Q_STAGES)
@@ -120,14 +124,13 @@ def step_of_keys(C: gl.constexpr, use, left, x, buffers, bars, over):
     mbarrier.wait(b1_full.index(u), phase(use, C.DO_STAGES))
     dp = product(C, 0, C.HELD_1, held, a1, b1, u, use >> 30, C.DV)
     mbarrier.wait(b0_full.index(s), phase(use + shift, C.Q_STAGES))
-    mbarrier.wait(w_full.index(use & 1), phase(use, 2))
-    w = ws.index(use & 1).load(score_layout(C))
+    mbarrier.wait(w_full.index(u), phase(use, C.DO_STAGES))
+    w = ws.index(u).load(score_layout(C))
     dp = warpgroup_mma_wait(0, deps=[dp])
     delta = row_numbers(C, stats, s, 1)[None, :]
     ds = gl.convert_layout(rounded(w * (dp - delta), dtype), weight_layout(C.D))
     x = warpgroup_mma(ds, block(b0, s, C.BLOCK_Q, C.D), x, is_async=True)
     mbarrier.arrive(b1_empty.index(u), count=1)
-    mbarrier.arrive(w_empty.index(use & 1), count=1)
     x = warpgroup_mma_wait(0, deps=[x])
     mbarrier.arrive(b0_empty.index(s), count=1)
     return use + 1, x
