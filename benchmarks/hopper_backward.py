@@ -175,10 +175,15 @@ def tries(only: str):
                 grads = tuple(torch.empty_like(t) for t in (q, k, v))
                 args = (*given, grads)
                 runs["rows before"] = lambda p=plan, a=args: launch.prepared(p, *a)
-                if plan.together:  # without what comes before and after
-                    t, _ = launch.prepared(plan, *args)
-                    more = (problem, tensors, dout, t)
+                t, _ = launch.prepared(plan, *args)  # then without what comes before and after
+                more = (problem, tensors, dout, t)
+                if plan.together:
                     runs["main alone"] = lambda p=plan, a=more: launch.together(p, *a)
+                else:
+                    for work in plan.works:
+                        one = plan._replace(works=(work,))
+                        name_ = f"{work.config.KIND} alone"
+                        runs[name_] = lambda p=one, a=more: launch.apart(p, *a)
                 yield name, runs, 10 * b * h * n * n * d / (2 if causal else 1)
 
 
