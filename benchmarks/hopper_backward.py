@@ -25,7 +25,7 @@ import rowmax
 from hopper_forward import LENGTHS, TOKENS, WIDTH, Bars, Run, measured, normal
 from rowmax import hopper
 from rowmax.hopper.gradients import launch
-from rowmax.hopper.gradients.tiles import GradientTile
+from rowmax.hopper.gradients.tiles import APART, WIDE, GradientTile, Tiles
 from rowmax.problem import Options, Tensors, Wanted, problem_of
 
 WANTED = Wanted(True, True, True, False, False)
@@ -126,7 +126,11 @@ def feature_cells(only: str):
             yield name, runs, 10 * b * h * n * n * d
 
 
-#: by head size: (tile, options) of what may be faster
+def wide(pair: GradientTile) -> Tiles:
+    return WIDE[256, 256] | {"pair": pair}
+
+
+#: by head size: (tiles, options) of what may be faster
 TRIES = {
     64: {
         "as it is": (None, {}),
@@ -137,10 +141,16 @@ TRIES = {
     128: {
         "as it is": (None, {}),
         "meet": (None, {"LATE": False}),
-        "one dO": (GradientTile(64, 3, 1, late=True), {}),
+        "one dO": ({"all": GradientTile(64, 3, 1, late=True)}, {}),
         "in order": (None, {"ORDERED": True, "FRESH": True}),
     },
-    256: {"as it is": (None, {})},
+    256: {
+        "pair": (None, {}),
+        "pair, two of Q": (wide(GradientTile(64, 2, 2, held_0=128, held_1=128)), {}),
+        "pair, not held": (wide(GradientTile(64, 2, 2)), {}),
+        "pair, dq held": (WIDE[256, 256] | {"dq": GradientTile(64, 2, 1, held_0=64)}, {}),
+        "apart": (APART[256, 256], {}),
+    },
 }
 
 
@@ -158,17 +168,22 @@ def tries(only: str):
                 out, lse = hopper.forward(problem, tensors)
                 given = (problem, tensors, out, lse, dout, None, WANTED)
                 runs = {}
-                for label, (tile, more) in options.items():
-                    plan = launch.made(problem, tensors, dout, tile, **more)
+                for label, (tiles, more) in options.items():
+                    plan = launch.made(problem, tensors, dout, tiles, **more)
                     runs[label] = lambda plan=plan, given=given: launch.launch(plan, *given)
                 plan = launch.made(problem, tensors, dout)
                 grads = tuple(torch.empty_like(t) for t in (q, k, v))
                 args = (*given, grads)
                 runs["rows before"] = lambda p=plan, a=args: launch.prepared(p, *a)
-                if plan.together:  # without what comes before and after
-                    t, _ = launch.prepared(plan, *args)
-                    more = (problem, tensors, dout, t)
+                t, _ = launch.prepared(plan, *args)  # then without what comes before and after
+                more = (problem, tensors, dout, t)
+                if plan.together:
                     runs["main alone"] = lambda p=plan, a=more: launch.together(p, *a)
+                else:
+                    for work in plan.works:
+                        one = plan._replace(works=(work,))
+                        name_ = f"{work.config.KIND} alone"
+                        runs[name_] = lambda p=one, a=more: launch.apart(p, *a)
                 yield name, runs, 10 * b * h * n * n * d / (2 if causal else 1)
 
 

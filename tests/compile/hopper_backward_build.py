@@ -34,6 +34,9 @@ def config(d: int, dv: int, tile: GradientTile, **features: Any) -> GradientConf
         Q_STAGES=tile.q_stages,
         DO_STAGES=tile.do_stages,
         HELD=tile.held and not features.get("BIAS"),
+        HELD_0=tile.held_0,
+        HELD_1=tile.held_1,
+        ALONE=tile.alone,
         KV_STAGES=tile.kv_stages,
         LATE=tile.late and not features.get("BIAS"),
         EAGER=tile.eager and not features.get("BIAS"),
@@ -65,7 +68,7 @@ def _pointers(c: GradientConfig, dtype: torch.dtype) -> Pointers:
     words, number = torch.empty(4, dtype=torch.int32), torch.empty(4)
     return Pointers(
         out=torch.empty(8, dtype=dtype),
-        dv=torch.empty(8, dtype=dtype) if c.KIND == "all" else None,
+        dv=torch.empty(8, dtype=dtype) if c.KIND in ("all", "pair") else None,
         rows=number if c.KIND == "dq" else None,
         table=words,
         ends=words,

@@ -19,7 +19,7 @@ if find_spec("triton") is None or sys.platform != "linux":
 
 import triton
 
-from rowmax.hopper.gradients.tiles import TILES, WIDE
+from rowmax.hopper.gradients.tiles import APART, TILES, WIDE
 from rowmax.hopper.tiles import SHARED
 
 from .hopper_backward_build import build, config
@@ -43,7 +43,9 @@ WIDE_FEATURES = {
     "dq": ("lengths", "alibi"),
     "dk": ("packed", "alibi"),
     "dv": ("window", "documents"),
+    "pair": ("window", "lengths", "packed", "documents", "softcap", "alibi"),
 }
+LAUNCHES = {size: APART[size] | WIDE[size] for size in WIDE}
 
 
 def cases():
@@ -54,7 +56,7 @@ def cases():
         for name in names:
             yield size, "all", name, "bf16"
         yield size, "all", "causal", "fp16"
-    for size, tiles in WIDE.items():
+    for size, tiles in LAUNCHES.items():
         for kind in tiles:
             more = WIDE_FEATURES[kind] if size == (256, 256) else ()
             for name in ("full", "causal", *more):
@@ -77,7 +79,7 @@ LATE = 8 if OLDEST else 24
     [pytest.param(*case, id=f"{case[0][0]}x{case[0][1]}-{'-'.join(case[1:])}") for case in cases()],
 )
 def test_compiles_to(size, kind, name, dtype):
-    tile = TILES[size] if kind == "all" else WIDE[size][kind]
+    tile = TILES[size] if kind == "all" else LAUNCHES[size][kind]
     features = FEATURES[name]
     kernel = build(config(*size, tile, KIND=kind, **features), tile.registers, dtype)
     loops = kernel.loops()
@@ -87,8 +89,8 @@ def test_compiles_to(size, kind, name, dtype):
         texts = [line.text for line in loop]
         waits = [n for n, text in enumerate(texts) if "WARPGROUP.DEPBAR" in text]
         # in a step; one after each HGMMA where products wait for one another
-        assert len(waits) == {"all": 4, "dv": 2}.get(kind, 3)
-        if kind != "dv":  # which has no other product in flight
+        assert len(waits) == {"all": 4, "dv": 2, "pair": 2}.get(kind, 3)
+        if kind not in ("dv", "pair"):  # which have no other product in flight
             made_beside_products(texts, waits[0 if kind == "all" else 1], tile.block_q, features)
 
 

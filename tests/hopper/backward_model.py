@@ -58,7 +58,7 @@ class Case:
     stages: tuple[int, int] = (3, 2)
     blocks: int = 2
     options: dict[str, Any] = field(default_factory=dict)
-    wide: bool = False  # dq, dk and dv in launches of their own
+    kinds: tuple[str, ...] = ()  # launches of one gradient, or of two
 
 
 def cases() -> list[Case]:
@@ -134,9 +134,15 @@ def cases() -> list[Case]:
     ]
     plain = [c for c in found if not c.options["ORDERED"] and not c.bias and c.block_q == 64]
     found += [
-        replace(c, name="wide-" + c.name, wide=True, stages=(2, 1))
+        replace(c, name=f"{name}-{c.name}", kinds=kinds, stages=stages, options=c.options | more)
         for c in plain
         if c.stages == (3, 2) and "LATE" not in c.options
+        for name, kinds, stages, more in (
+            ("wide", ("dq", "dk", "dv"), (2, 1), {}),
+            ("pair", ("pair",), (2, 2), {"HELD_0": 8, "HELD_1": 16}),
+            ("pair-bare", ("pair",), (3, 2), {}),
+            ("pair-alone", ("pair",), (3, 2), {"HELD_0": 8, "HELD_1": 8, "ALONE": True}),
+        )
     ]
     return found
 
@@ -220,10 +226,10 @@ def definition(
     return lse, delta, dq, dk, dv, dbias
 
 
-def packed_order(cu: np.ndarray) -> np.ndarray:
+def packed_order(cu: np.ndarray, block: int = BLOCK_K) -> np.ndarray:
     """What ``packed.order`` writes: a counter, the number of tiles, where sequences begin, and
     the sequence of each tile, the longest first."""
-    tiles = -(-np.diff(cu) // BLOCK_K)
+    tiles = -(-np.diff(cu) // block)
     by_length = sorted(range(len(tiles)), key=lambda b: (-np.diff(cu)[b], b))
     begin = np.zeros(len(tiles), np.int32)
     order: list[int] = []
@@ -241,7 +247,7 @@ def twice(case: Case, seed: int) -> str | None:
         return text
     second, text = check(case, seed, seed + 1000, True)
     of_q, of_k = asked(case, 0), asked(case, 1)
-    fixed = case.wide or case.options.get("ORDERED")
+    fixed = case.kinds or case.options.get("ORDERED")
     for name, x, y, of in zip(("dq", "dk", "dv"), first, second, (of_q, of_k, of_k), strict=False):
         if not text and (fixed or name != "dq") and not np.array_equal(x[:, of], y[:, of]):
             text = f"{name}: not the same twice"
@@ -343,12 +349,15 @@ def check(
     def copies(a: np.ndarray, *box: int) -> machine.Descriptor:
         return machine.Descriptor(a, list(box))
 
-    if case.wide:
+    if case.kinds:
         given = (q, do, k, v, stats, lengths, cu_q, cu_k, alibi)
         sizes = (nq, nk, batch, rows, packed)
-        dq = run_wide(case, config, "dq", given, sizes, scale, np.full(q.size, np.nan, np.float16))
-        dk = run_wide(case, config, "dk", given, sizes, scale, dk)
-        dv = run_wide(case, config, "dv", given, sizes, scale, dv)
+        dq = np.full(q.size, np.nan, np.float16)
+        for kind in case.kinds:
+            to = {"dq": (dq, None), "dk": (dk, None), "dv": (dv, None), "pair": (dk, dv)}[kind]
+            run_wide(case, config, kind, given, sizes, scale, *to)
+        if "dq" not in case.kinds:
+            dq = want[0]
         got = (dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape))
         return got, compared(case if spoiled else None, got, want)
 
@@ -388,7 +397,7 @@ def documents_of(case: Case, C: Any) -> tuple[Any, Any]:
     both = ids_of(case)
     stays, passes = both if C.KIND == "dq" else both[::-1]
     spans = tile_spans(
-        torch.from_numpy(stays), torch.from_numpy(passes), BLOCK_K, C.BLOCK_Q, case.b
+        torch.from_numpy(stays), torch.from_numpy(passes), C.BLOCK_K, C.BLOCK_Q, case.b
     )
     q_ids, k_ids = (x.reshape(-1) for x in both)
     steps = (case.nq, case.nk) if case.b > 1 else (0, 0)
@@ -396,41 +405,43 @@ def documents_of(case: Case, C: Any) -> tuple[Any, Any]:
 
 
 def run_wide(
-    case: Case, config: Any, kind: str, given: Any, sizes: Any, scale: float, out: np.ndarray
-) -> np.ndarray:
+    case: Case, config: Any, kind: str, given: Any, sizes: Any, scale: float, out: Any, dv: Any
+) -> None:
     q, do, k, v, stats, lengths, cu_q, cu_k, alibi = given
     nq, nk, batch, rows, packed = sizes
     C: Any = Constants(replace(config, KIND=kind))
     of_queries = kind == "dq"
     heads = case.hq if of_queries else case.hk
     if packed:
-        made = packed_order(cu_q if of_queries else cu_k)
+        made = packed_order(cu_q if of_queries else cu_k, C.BLOCK_K)
         counter, ends, table = made, made[1:], made[2:]
         blocks = case.blocks
     else:
         if of_queries:
-            steps = steps_of_queries(128, case.block_q, nq, nk, case.left, case.right)
+            steps = steps_of_queries(C.BLOCK_K, case.block_q, nq, nk, case.left, case.right)
         else:
-            steps = steps_of(case.block_q, BLOCK_K, nq, nk, case.left, case.right)
+            steps = steps_of(case.block_q, C.BLOCK_K, nq, nk, case.left, case.right)
         blocks = min(case.blocks, steps.shape[0] * case.b * heads)
-        made = order_of(steps, case.b, heads, 2 * heads // case.hk, blocks, C.DRAWN)
+        section = 2 * heads // case.hk
+        made = order_of(steps, case.b, heads, section, blocks, C.DRAWN, False, C.BLOCK_K)
         table, ends = (t.numpy().reshape(-1) for t in made)
         counter = np.zeros(1, np.int32)
     P = machine.Pointer
 
-    def copies(a: np.ndarray, tokens: int) -> machine.Descriptor:
-        return machine.Descriptor(a, [1, tokens, 1, a.shape[-1]])
+    def copies(a: np.ndarray, tokens: int, parts: int = 1) -> machine.Descriptor:
+        return machine.Descriptor(a, [1, tokens, 1, a.shape[-1] // parts])
 
     stays, passes = ((q, do), (k, v)) if of_queries else ((k, v), (q, do))
     group = case.hq // case.hk
     documents, ids = documents_of(case, C)
     machine.run(
         wide, blocks,
-        *(copies(a, 128) for a in stays), *(copies(a, case.block_q) for a in passes),
+        *(copies(a, C.BLOCK_K, 1 + C.ALONE) for a in stays),
+        *(copies(a, case.block_q) for a in passes),
         machine.Descriptor(stats, [1, 2, case.block_q]),
         Pointers(
-            P(out), None, P(stats.reshape(-1)), P(table), P(ends), P(counter), None, P(cu_q),
-            P(cu_k), P(lengths), *documents, P(alibi),
+            P(out), None if dv is None else P(dv), P(stats.reshape(-1)), P(table), P(ends),
+            P(counter), None, P(cu_q), P(cu_k), P(lengths), *documents, P(alibi),
         ),
         machine.given(Numbers(
             heads, 256, rows, nq, nk, case.left or 0, case.right or 0, batch, *ids, 0, 0,
@@ -439,7 +450,6 @@ def run_wide(
         )),
         C, 240, 24,
     )  # fmt: skip
-    return out
 
 
 def compared(spoiled: Case | None, got: tuple[np.ndarray, ...], want: Any) -> str | None:

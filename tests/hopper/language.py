@@ -93,7 +93,7 @@ def language() -> types.ModuleType:
     gl.constexpr = lambda x: x
     for name in (
         "NVMMADistributedLayout", "NVMMASharedLayout", "SwizzledSharedLayout", "BlockedLayout",
-        "SliceLayout", "DotOperandLayout", "DistributedLinearLayout",
+        "SliceLayout", "DotOperandLayout", "DistributedLinearLayout", "SharedLinearLayout",
     ):  # fmt: skip
         setattr(gl, name, _Layout)
     for d in (float32, float16, bfloat16, int32, int64):

@@ -48,7 +48,7 @@ def row_at(C: gl.constexpr, n, order, sizes, seqs):
         cu_q, cu_k, batch, spans = seqs
         b = gl.load(table + batch + n // heads)
         begin = gl.load(table + b)
-        block: gl.constexpr = C.WARPGROUPS * C.TOKENS
+        block: gl.constexpr = C.TILE
         tiles = (gl.load(cu_q + b + 1) - gl.load(cu_q + b) + block - 1) // block
         nk = gl.load(cu_k + b + 1) - gl.load(cu_k + b)
         # as many heads side by side as have their keys and values in the cache

@@ -114,6 +114,11 @@ class Config:
         return ROWS // self.GROUP
 
     @property
+    def TILE(self) -> int:
+        """Query positions of all of them."""
+        return self.WARPGROUPS * self.TOKENS
+
+    @property
     def TURNED(self) -> bool:
         """Whether rows that threads store are turned round for it: not where few are stored so,
         at the ends of sequences, nor where a bias leaves no memory for it."""

@@ -1,7 +1,7 @@
 """The host's side of the backward: a plan for each shape, then three launches.
 
 Before: lse and delta of every row, and zeros in what is added to. Then all gradients at once, or
-each in a launch of its own (wide.py). After, where dq was added up in float32: dq, rounded.
+one or two in a launch (wide.py, pair.py). After, where dq was added up in float32: dq, rounded.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ from .kernel import backward as kernel
 from .schedule import order_of, padded_rows, steps_of
 from .tiles import (
     ROWS,
-    TILES,
-    WIDE,
     GradientConfig,
-    GradientTile,
+    Tiles,
     config_for,
     sizes_of,
+    tiles_of,
 )
 from .wide_kernel import wide
 
@@ -65,13 +64,17 @@ class Plan(NamedTuple):
     stats: tuple[int, ...]  # sizes of lse and delta, and of the sums of dq
     sums: tuple[int, ...]
     before: Launch
-    works: tuple[Work, ...]  # one for all gradients, or one for each: dq, dk and dv
+    works: tuple[Work, ...]  # one for all gradients, or one for each, or two: dk with dv
     after: Launch
     of_rows: tuple[Any, ...]  # the arguments of those before and after that follow the pointers
 
     @property
     def together(self) -> bool:
         return len(self.works) == 1
+
+    @property
+    def paired(self) -> bool:
+        return self.works[-1].config.KIND == "pair"
 
     @property
     def tiles(self) -> int:
@@ -135,9 +138,10 @@ def launch(
     """The wanted gradients of tensors that the copy engine takes."""
     q, k, v = tensors[:3]
     dq = q.new_empty(q.shape) if wanted.q else None
-    # one launch for all gradients makes dk and dv, wanted or not
-    dk = q.new_empty(k.shape) if wanted.k or plan.together else None
-    dv = q.new_empty(v.shape) if wanted.v or plan.together else None
+    # one launch for all gradients makes dk and dv, wanted or not; one for these two likewise
+    both = plan.together or (plan.paired and (wanted.k or wanted.v))
+    dk = q.new_empty(k.shape) if wanted.k or both else None
+    dv = q.new_empty(v.shape) if wanted.v or both else None
     t, dsink = prepared(plan, problem, tensors, out, lse, dout, dlse, wanted, (dq, dk, dv))
     dbias = None
     if plan.together:
@@ -216,15 +220,17 @@ def together(
 
 
 def apart(plan: Plan, problem: Problem, tensors: Tensors, dout: Tensor, t: RowPointers) -> None:
-    """dq, dk and dv, as far as they are wanted, each in a launch of its own."""
+    """dq, dk and dv, as far as they are wanted, in a launch for each or for one and two."""
     q, k, v = tensors[:3]
-    for n, (work, to) in enumerate(zip(plan.works, (t.dq, t.dk, t.dv), strict=True)):
-        if to is None:
+    made = {"dq": (t.dq, None), "dk": (t.dk, None), "dv": (t.dv, None), "pair": (t.dk, t.dv)}
+    for n, work in enumerate(plan.works):
+        to = made[work.config.KIND]
+        if to[0] is None:
             continue
         both = (q, dout), (k, v)
         stays, passes = both if work.config.KIND == "dq" else both[::-1]
         copies = placed(work.copies, (*stays, *passes, t.stats))
-        work.launch(copies, pointers(work, problem, tensors, t, to, None, n), work.last)
+        work.launch(copies, pointers(work, problem, tensors, t, *to, n), work.last)
 
 
 def pointers(
@@ -245,8 +251,8 @@ def pointers(
         longest, total = (
             (problem.nq, problem.total_q) if of_queries else (problem.nk, problem.total_k)
         )
-        most = packed.most_tiles(total, longest, problem.batch, BLOCK_K)
-        counter = packed.order(cu, problem.batch, most, BLOCK_K)
+        most = packed.most_tiles(total, longest, problem.batch, C.BLOCK_K)
+        counter = packed.order(cu, problem.batch, most, C.BLOCK_K)
         table, ends = counter[packed.HEADER :], counter[1:]
     elif C.DRAWN:
         assert t.counters is not None
@@ -254,7 +260,7 @@ def pointers(
     if q_ids is not None and k_ids is not None:
         q_ids, k_ids = q_ids.contiguous(), k_ids.contiguous()
         stays, passes = (q_ids, k_ids) if C.KIND == "dq" else (k_ids, q_ids)
-        spans = tile_spans(stays, passes, BLOCK_K, C.BLOCK_Q, problem.batch)
+        spans = tile_spans(stays, passes, C.BLOCK_K, C.BLOCK_Q, problem.batch)
     return Pointers(
         out,
         dv,
@@ -299,11 +305,10 @@ def plan_of(problem: Problem, tensors: Tensors, dout: Tensor, dbias: bool = Fals
 
 
 def made(
-    p: Problem, tensors: Tensors, dout: Tensor, tile: GradientTile | None = None, **options: Any
+    p: Problem, tensors: Tensors, dout: Tensor, tiles: Tiles | None = None, **options: Any
 ) -> Plan:
-    """The plan of a problem, or with another tile and other constants, to measure those."""
-    sizes = sizes_of(p.d, p.dv)
-    tiles = WIDE[sizes] if sizes in WIDE else {"all": tile or TILES[sizes]}
+    """The plan of a problem, or with other tiles and other constants, to measure those."""
+    tiles = tiles or tiles_of(sizes_of(p.d, p.dv))
     configs = {kind: config_for(p, tile, KIND=kind, **options) for kind, tile in tiles.items()}
     config = next(iter(configs.values()))
     rows_ = padded_rows(config.BLOCK_Q, p.nq, p.total_q, p.batch, p.varlen)
@@ -325,7 +330,8 @@ def made(
 
 
 def turns_of(p: Problem) -> int:
-    """Tiles of keys of all heads. Packed sequence b has those from ``cu // BLOCK_K + b`` on."""
+    """Tiles of keys of all heads, where they take turns. Packed sequence b has those from
+    ``cu // BLOCK_K + b`` on."""
     if p.varlen:
         return p.hk * (p.total_k // BLOCK_K + p.batch)
     return p.batch * p.hk * -(-p.nk // BLOCK_K)
@@ -387,8 +393,9 @@ def copies_of(c: GradientConfig, tensors: Tensors, dout: Tensor, planes: int, ro
     if c.KIND != "all":
         both = (q, dout), (k, v)
         stays, passes = both if c.KIND == "dq" else both[::-1]
+        widths = (c.D // 2, c.DV // 2) if c.ALONE else (c.D, c.DV)
         return (
-            *(cut(t, BLOCK_K, width) for t, width in zip(stays, (c.D, c.DV), strict=True)),
+            *(cut(t, c.BLOCK_K, width) for t, width in zip(stays, widths, strict=True)),
             *(cut(t, c.BLOCK_Q, width) for t, width in zip(passes, (c.D, c.DV), strict=True)),
             stats,
         )
@@ -396,7 +403,7 @@ def copies_of(c: GradientConfig, tensors: Tensors, dout: Tensor, planes: int, ro
     if c.BIAS:
         assert bias is not None
         b, h, i, j = bias.shape
-        tiles = blocks(bias.dtype, bias.shape, strides(bias), [1, 1, c.BLOCK_Q, BLOCK_K])
+        tiles = blocks(bias.dtype, bias.shape, strides(bias), [1, 1, c.BLOCK_Q, c.BLOCK_K])
         if c.DBIAS:
             steps = (h * i * j, i * j, j, 1)
             dtiles = blocks(bias.dtype, bias.shape, steps, [1, 1, c.BLOCK_Q, ROWS])
@@ -404,8 +411,8 @@ def copies_of(c: GradientConfig, tensors: Tensors, dout: Tensor, planes: int, ro
         cut(q, c.BLOCK_Q, c.D),
         cut(dout, c.BLOCK_Q, c.DV),
         stats,
-        cut(k, BLOCK_K, c.D),
-        cut(v, BLOCK_K, c.DV),
+        cut(k, c.BLOCK_K, c.D),
+        cut(v, c.BLOCK_K, c.DV),
         blocks(f32, (planes, rows_, c.D), (rows_ * c.D, c.D, 1), [1, c.BLOCK_Q, c.D]),
         tiles,
         dtiles,
@@ -438,18 +445,20 @@ def order_for(
     of_queries = config.KIND == "dq"
     heads, total, longest = (p.hq, p.total_q, p.nq) if of_queries else (p.hk, p.total_k, p.nk)
     if p.varlen:
-        tiles = packed.most_tiles(total, longest, p.batch, BLOCK_K) * heads
+        tiles = packed.most_tiles(total, longest, p.batch, config.BLOCK_K) * heads
         return max(1, min(most, tiles)), None, None
     if of_queries:
-        steps = steps_of_queries(BLOCK_K, config.BLOCK_Q, p.nq, p.nk, p.left, p.right)
+        steps = steps_of_queries(config.BLOCK_K, config.BLOCK_Q, p.nq, p.nk, p.left, p.right)
         section = SECTION_BYTES // (p.nk * 2 * (p.d + p.dv)) * p.group
     else:
-        steps = steps_of(config.BLOCK_Q, BLOCK_K, p.nq, p.nk, p.left, p.right) * p.group
+        steps = steps_of(config.BLOCK_Q, config.BLOCK_K, p.nq, p.nk, p.left, p.right) * p.group
         section = SECTION_BYTES // (query_bytes(p) * p.nq)
         if config.ORDERED:
             section = max(section, most // FOLLOWERS)
     many = min(most, steps.shape[0] * p.batch * heads)
-    table, ends = order_of(steps, p.batch, heads, max(1, section), many, config.DRAWN, config.UP)
+    table, ends = order_of(
+        steps, p.batch, heads, max(1, section), many, config.DRAWN, config.UP, config.BLOCK_K
+    )
     return many, table.to(device), ends.to(device)
 
 

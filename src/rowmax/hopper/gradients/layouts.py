@@ -22,3 +22,13 @@ def column_layout(C):
 def held_layout(C):
     """K or V ``[64, D]`` as a product takes it from registers."""
     return gl.DotOperandLayout(operand_index=0, parent=score_layout(C), k_width=2)
+
+
+@gluon.constexpr_function
+def by_thread(C):
+    """Numbers as ``score_layout`` has them in shared memory: the first four of each thread, then
+    the next four of each."""
+    near = [[0, 1], [8, 0]]
+    threads = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0]]
+    far = [[0, n] for n in (8, 16, 32, 64) if n < C.BLOCK_Q]
+    return gl.SharedLinearLayout(offset_bases=near + threads + far)

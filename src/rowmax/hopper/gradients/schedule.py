@@ -69,7 +69,7 @@ def in_documents(C: gl.constexpr, lo, hi, first, b, n, spans):
 
 @gluon.jit
 def band(C: gl.constexpr, first, b, nq, used, offset, sizes):
-    """The tiles of queries ``lo <= m < hi`` that see some of 128 keys from ``first`` on."""
+    """The tiles of queries ``lo <= m < hi`` that see some of a tile of keys from ``first`` on."""
     nq_, nk_, left, right, spans = sizes
     lo = 0
     end = nq
@@ -257,12 +257,13 @@ def order_of(
     blocks: int,
     drawn: bool,
     up: bool = False,
+    tokens: int = 128,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows, ends) as of ``dense_table``; of tiles that are drawn, how many there are.
+    """(rows, ends) as of ``dense_table`` for tiles of so many keys; how many there are, where they
+    are drawn.
 
     Those are ordered by keys first, from the last if ``up``, and heads second, within sections.
     """
-    tokens = 128
     if not drawn:
         return dense_table(steps, tokens, batch, heads, section, blocks)
     n = steps.shape[0]

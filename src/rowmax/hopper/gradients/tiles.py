@@ -28,6 +28,9 @@ class GradientTile:
     dq_stages: int = 1
     late: bool = False  # dQ one step late, where dS is no tile of a bias
     eager: bool = False  # ... and registers for dK at once, and for S of the next step beside dQ
+    held_0: int = 0  # columns of what stays that are in registers as well (wide.py): Q or K,
+    held_1: int = 0  # dO or V
+    alone: bool = False  # half of K and half of V, and these nowhere else (pair.py)
     registers: tuple[int, int] = (240, 24)
 
 
@@ -36,8 +39,19 @@ TILES = {
     (64, 64): GradientTile(64, 4, 3, held=True, kv_stages=2, dq_stages=2, late=True, eager=True),
     (128, 128): GradientTile(64, 3, 2, late=True),
 }
-#: by (D, Dv) and by gradient: heads for which one launch has no registers (wide.py)
+#: by (D, Dv) and by what a launch makes: heads for which one has no registers (wide.py, pair.py)
 WIDE = {
+    (256, 128): {
+        "dq": GradientTile(64, 2, 2),
+        "pair": GradientTile(64, 3, 2, held_0=256, held_1=128),
+    },
+    (256, 256): {
+        "dq": GradientTile(64, 2, 1),
+        "pair": GradientTile(64, 3, 2, held_0=128, held_1=128, alone=True),
+    },
+}
+#: the same with dk and dv in a launch each
+APART = {
     (256, 128): {
         "dq": GradientTile(64, 2, 2),
         "dk": GradientTile(64, 2, 2),
@@ -50,6 +64,14 @@ WIDE = {
     },
 }
 SIZES = (64, 128, 256)
+#: keys up to which dQ is added up in order anyway
+IN_ORDER = 1024
+#: by what a launch makes
+Tiles = dict[str, GradientTile]
+
+
+def tiles_of(sizes: tuple[int, int]) -> Tiles:
+    return WIDE[sizes] if sizes in WIDE else {"all": TILES[sizes]}
 
 
 @dataclass(frozen=True)
@@ -79,8 +101,11 @@ class GradientConfig:
     LATE: bool = False  # dQ of a step is made in the next one (consumer.late_step)
     EAGER: bool = False  # ... and dK from registers, in the step itself
     DQ_STAGES: int = 1
+    HELD_0: int = 0  # columns of what stays that are (wide.py)
+    HELD_1: int = 0
+    ALONE: bool = False  # and nowhere else (pair.py)
     KV_STAGES: int = 1  # 2: K and V of the next tile come while this one is worked on
-    KIND: str = "all"  # or the one gradient that is made: dq, dk, dv (wide.py)
+    KIND: str = "all"  # or the one gradient that is made: dq, dk, dv (wide.py); or dk and dv: pair
 
     # what follows, for the kernels
 
@@ -95,7 +120,13 @@ class GradientConfig:
 
     @property
     def BLOCK_K(self) -> int:
-        return WARPGROUPS * ROWS
+        """Keys of a tile, or queries where those stay."""
+        return ROWS if self.KIND == "pair" else WARPGROUPS * ROWS
+
+    @property
+    def TILE(self) -> int:
+        """Positions of what is worked on at a time."""
+        return self.BLOCK_K
 
     @property
     def OUT(self) -> int:
@@ -116,7 +147,7 @@ class GradientConfig:
     def STAYS_SHORT(self) -> bool:
         """Whether what stays there is to be cleared: it has rows of the sum of its own, so only
         where those are stored, past prefix lengths, and are made of what V holds."""
-        return self.PREFIX and self.KIND == "dk"
+        return self.PREFIX and self.KIND in ("dk", "pair")
 
     @property
     def MASKS(self) -> bool:
@@ -163,7 +194,7 @@ def sizes_of(d: int, dv: int) -> tuple[int, int]:
 
 def config_for(p: Problem, tile: GradientTile, **options: Any) -> GradientConfig:
     d, dv = sizes_of(p.d, p.dv)
-    ordered = p.deterministic and (d, dv) in TILES
+    ordered = (d, dv) in TILES and (p.deterministic or soon_in_order(p, d))
     config = GradientConfig(
         D=d,
         DV=dv,
@@ -173,6 +204,9 @@ def config_for(p: Problem, tile: GradientTile, **options: Any) -> GradientConfig
         Q_STAGES=tile.q_stages,
         DO_STAGES=tile.do_stages,
         HELD=tile.held and p.bias is None,
+        HELD_0=tile.held_0,
+        HELD_1=tile.held_1,
+        ALONE=tile.alone,
         KV_STAGES=tile.kv_stages,
         LATE=tile.late and p.bias is None,
         EAGER=tile.eager and p.bias is None,
@@ -190,6 +224,12 @@ def config_for(p: Problem, tile: GradientTile, **options: Any) -> GradientConfig
         FRESH=ordered and every_query_sees(p),
     )
     return replace(config, **options)
+
+
+def soon_in_order(p: Problem, d: int) -> bool:
+    """Whether to add to dQ in order is faster than as it comes: where sequences are short, to zero
+    dQ takes longer than to wait for turns."""
+    return d == 128 and p.nk <= IN_ORDER and p.bias is None and every_query_sees(p)
 
 
 def every_query_sees(p: Problem) -> bool:

@@ -1,9 +1,10 @@
-"""Heads too wide for five products at once: three launches, one for each of dQ, dK and dV.
+"""Heads too wide for five products at once: a launch for dQ, and one for dK with dV (``pair.py``).
 
 The sums of two gradients of 256 columns do not fit in registers beside the scores, and float32
-sums of dQ in memory are more than memory takes in. So each launch makes one gradient, from start
-to end in registers: 64 rows a warpgroup stay, tiles of the other side pass by. It costs eight
-products where five would do, and no addition to memory: the result is the same in every run.
+sums of dQ in memory are more than memory takes in. So here each launch makes one gradient, from
+start to end in registers: 64 rows a warpgroup stay, tiles of the other side pass by. With a pair
+that is seven products where five would do (eight with a launch for each), and no addition to
+memory: the result is the same in every run.
 
     KIND   stays    passes    scores, then      sum
     dq     Q, dO    K, V      S, dP, dS         dQ += dS K
@@ -28,24 +29,52 @@ from ..layouts import value_layout, weight_layout
 from ..pipeline import phase, slot, told
 from ..softmax import rounded
 from .consumer import block, row_numbers
-from .layouts import score_layout
+from .layouts import held_layout, score_layout
 from .schedule import full_range, plane_of
 from .terms import weights
 
 
 @gluon.jit
-def product(C: gl.constexpr, c: gl.constexpr, stays, passes, s, zero, WIDTH: gl.constexpr):
-    """A tile of what stays times one of what passes by, on its way."""
-    z = gl.full([C.TOKENS, C.BLOCK_Q], 0.0, gl.float32, score_layout(C))
-    a = block(stays, zero, C.BLOCK_K, WIDTH).slice(c * C.TOKENS, C.TOKENS, dim=0)
+def own(C: gl.constexpr, c: gl.constexpr, stays, at, WIDTH: gl.constexpr):
+    """A warpgroup's rows of what stays."""
+    return block(stays, at, C.BLOCK_K, WIDTH).slice(c * C.TOKENS, C.TOKENS, dim=0)
+
+
+@gluon.jit
+def in_registers(C: gl.constexpr, c: gl.constexpr, HELD: gl.constexpr, stays, WIDTH: gl.constexpr):
+    """The first HELD columns of those rows as a left operand."""
+    x = 0
+    if HELD:
+        x = own(C, c, stays, 0, WIDTH).slice(0, HELD, dim=1).load(held_layout(C))
+    return x
+
+
+@gluon.jit
+def product(
+    C: gl.constexpr, c: gl.constexpr, HELD: gl.constexpr, held, stays, passes, s, zero,
+    WIDTH: gl.constexpr,
+):  # fmt: skip
+    """A tile of what stays times one of what passes by, on its way: as many columns at a time as
+    are in registers."""
+    EACH: gl.constexpr = HELD if HELD else WIDTH
+    FROM: gl.constexpr = HELD if C.ALONE else 0  # the first column in shared memory
+    a = own(C, c, stays, zero, WIDTH - FROM)
     b = block(passes, s, C.BLOCK_Q, WIDTH)
-    return warpgroup_mma(a, b.permute((1, 0)), z, use_acc=False, is_async=True)
+    x = gl.full([C.TOKENS, C.BLOCK_Q], 0.0, gl.float32, score_layout(C))
+    for i in gl.static_range(WIDTH // EACH):
+        part = b.slice(i * EACH, EACH, dim=1).permute((1, 0))
+        if HELD and i == 0:
+            x = warpgroup_mma(held, part, x, use_acc=False, is_async=True)
+        else:
+            left = a.slice(i * EACH - FROM, EACH, dim=1)
+            x = warpgroup_mma(left, part, x, use_acc=i > 0, is_async=True)
+    return x
 
 
 @gluon.jit
 def step(
-    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, t, head, use, end, x, of_rows, buffers,
-    bars, tile, sizes, terms, scale,
+    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, t, head, use, end, held, x, of_rows,
+    buffers, bars, tile, sizes, terms, scale,
 ):  # fmt: skip
     """x, the sum, with one tile of what passes by. ``of_rows`` are lse and delta of dq's rows."""
     a0, a1, b0, b1, stats = buffers
@@ -54,12 +83,12 @@ def step(
     s = slot(use, C.Q_STAGES)
     u = slot(use, C.DO_STAGES)
     # use >> 30 is a zero that the compiler cannot see
-    S = product(C, c, a0, b0, s, use >> 30, C.D)
+    S = product(C, c, C.HELD_0, held[0], a0, b0, s, use >> 30, C.D)
     mbarrier.wait(b1_full.index(u), phase(use, C.DO_STAGES))
     if C.KIND == "dv":
         S = warpgroup_mma_wait(0, deps=[S])
     else:
-        dp = product(C, c, a1, b1, u, use >> 30, C.DV)
+        dp = product(C, c, C.HELD_1, held[1], a1, b1, u, use >> 30, C.DV)
         S = warpgroup_mma_wait(1, deps=[S])
     if C.KIND == "dq":
         less = of_rows[0][:, None]
@@ -125,6 +154,10 @@ def consumer(
         end = use + (hi - lo) * group
         mbarrier.wait(a_full.index(0), phase(kept, 1), pred=some)
         mbarrier.wait(b0_full.index(slot(use, C.Q_STAGES)), phase(use, C.Q_STAGES), pred=some)
+        held = (
+            in_registers(C, c, C.HELD_0, buffers[0], C.D),
+            in_registers(C, c, C.HELD_1, buffers[1], C.DV),
+        )
         of_rows = (0, 0)
         if C.KIND == "dq":
             of_rows = rows_of_tile(C, c, rows, tile, planes)
@@ -134,19 +167,19 @@ def consumer(
             if C.LOW_MASKED:
                 for t in range(lo, y):
                     use, x = step(
-                        C, True, c, t, q_head, use, end, x, of_rows, buffers, bars, tile, sizes,
-                        terms, scale,
+                        C, True, c, t, q_head, use, end, held, x, of_rows, buffers, bars, tile,
+                        sizes, terms, scale,
                     )  # fmt: skip
             for t in range(y, z):
                 use, x = step(
-                    C, False, c, t, q_head, use, end, x, of_rows, buffers, bars, tile, sizes,
-                    terms, scale,
+                    C, False, c, t, q_head, use, end, held, x, of_rows, buffers, bars, tile,
+                    sizes, terms, scale,
                 )  # fmt: skip
             if C.HIGH_MASKED:
                 for t in range(z, hi):
                     use, x = step(
-                        C, True, c, t, q_head, use, end, x, of_rows, buffers, bars, tile, sizes,
-                        terms, scale,
+                        C, True, c, t, q_head, use, end, held, x, of_rows, buffers, bars, tile,
+                        sizes, terms, scale,
                     )  # fmt: skip
         mbarrier.arrive(a_empty.index(0), count=1, pred=some)
         kept += some.to(gl.int32)
@@ -164,17 +197,17 @@ def consumer(
         row = row + first + c * C.TOKENS
         at = row.to(gl.int64) * heads + head
         to = out + at * C.OUT
-        store_rows(C, x * out_scale, to, heads * C.OUT, n - first - c * C.TOKENS)
+        store_rows(x * out_scale, to, heads * C.OUT, n - first - c * C.TOKENS, C.OUT)
         tile = after
 
 
 @gluon.jit
-def store_rows(C: gl.constexpr, x, to, stride, rows):
+def store_rows(x, to, stride, rows, OUT: gl.constexpr):
     """The first ``rows`` of 64 rows x, as they lie: shared memory has no room to turn them."""
     L: gl.constexpr = x.type.layout
     r = gl.arange(0, x.shape[0], gl.SliceLayout(1, L))
     d = gl.arange(0, x.shape[1], gl.SliceLayout(0, L))
     there = (r < rows)[:, None]
-    if x.shape[1] != C.OUT:
-        there = there & (d < C.OUT)[None, :]
+    if x.shape[1] != OUT:
+        there = there & (d < OUT)[None, :]
     gl.store(to + (r * stride)[:, None] + d[None, :], x.to(to.dtype.element_ty), mask=there)

@@ -5,18 +5,20 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..gluon_compat import fence_async_shared, mbarrier, tma_load
+from ..gluon_compat import fence_async_shared, mbarrier, reinterpret, tma_load
 from ..kernel import blocks_of
 from ..padding import barriers, clear_rows, cleared, full_barriers, landing
 from ..pipeline import phase, post, slot
 from ..schedule import row_at
+from .pair import handing_over, keys, values
 from .schedule import draw, draw_next, plane_of, query_tile_of, tile_of
 from .wide import consumer
 
 
 @gluon.jit
-def load_step(C: gl.constexpr, descs, buffers, bars, where, t, g, use, nth):
-    """What passes by in one step. ``nth`` counts tiles that are cut short, before and after."""
+def load_step(C: gl.constexpr, descs, buffers, bars, where, t, g, first_use, use, nth):
+    """What passes by in one step: as uses of two rings, since the first may have carried more.
+    ``nth`` counts tiles that are cut short, before and after."""
     a0, a1, b0, b1, rows = descs
     bs0, bs1, stats = buffers[2:]
     b0_full, b0_empty, b1_full, b1_empty = bars[2:]
@@ -25,9 +27,9 @@ def load_step(C: gl.constexpr, descs, buffers, bars, where, t, g, use, nth):
     i = t * C.BLOCK_Q
     rest = n - i
     short = rest < C.BLOCK_Q
-    s = slot(use, C.Q_STAGES)
+    s = slot(first_use, C.Q_STAGES)
     bar = landing(b0_full, s, C.Q_STAGES, C.PASSES_SHORT, short)
-    mbarrier.wait(b0_empty.index(s), phase(use, C.Q_STAGES) ^ 1)
+    mbarrier.wait(b0_empty.index(s), phase(first_use, C.Q_STAGES) ^ 1)
     if C.KIND == "dq":
         row = k_row + i
         of = head // ratio
@@ -79,6 +81,50 @@ def load_rows(C: gl.constexpr, descs, buffers, bars, part, row, head, kept, rest
 
 
 @gluon.jit
+def load_halves(C: gl.constexpr, descs, buffers, bars, part, row, head, use, kept, rest, nth):
+    """The same of K and V where half of each comes by a buffer of Q (``pair.held_columns``)."""
+    k, v = descs[:2]
+    ks, vs, bs0 = buffers[:3]
+    a_full, a_empty, b0_full, b0_empty = bars[:4]
+    s = slot(use, C.Q_STAGES)
+    each: gl.constexpr = k.block_type.nbytes + v.block_type.nbytes
+    left = reinterpret(bs0.index(s), bs0.dtype, [2] + k.block_type.shape, k.layout)
+    mbarrier.wait(b0_empty.index(s), phase(use, C.Q_STAGES) ^ 1)
+    short = rest < C.BLOCK_K
+    if C.STAYS_SHORT:
+        if short:
+            bar = a_full.index(1)
+            mbarrier.wait(a_empty.index(0), phase(kept, 1) ^ 1)
+            mbarrier.expect(bar, 2 * each)
+            load_both(k, v, part, row, head, 0, 0, bar, left.index(0), left.index(1))
+            load_both(k, v, part, row, head, C.D // 2, C.DV // 2, bar, ks.index(0), vs.index(0))
+            mbarrier.wait(bar, nth & 1)
+            for half in gl.static_range(2):
+                clear_rows(left.index(half), C.BLOCK_K, C.D // 2, rest)
+            clear_rows(ks.index(0), C.BLOCK_K, C.D // 2, rest)
+            clear_rows(vs.index(0), C.BLOCK_K, C.DV // 2, rest)
+            fence_async_shared()
+            mbarrier.arrive(b0_full.index(s), count=1)
+            mbarrier.arrive(a_full.index(0), count=1)
+        nth += short.to(gl.int32)
+    if not (C.STAYS_SHORT and short):
+        bar = b0_full.index(s)
+        mbarrier.expect(bar, each)
+        load_both(k, v, part, row, head, 0, 0, bar, left.index(0), left.index(1))
+        bar = a_full.index(0)
+        mbarrier.wait(a_empty.index(0), phase(kept, 1) ^ 1)
+        mbarrier.expect(bar, each)
+        load_both(k, v, part, row, head, C.D // 2, C.DV // 2, bar, ks.index(0), vs.index(0))
+    return nth
+
+
+@gluon.jit
+def load_both(k, v, part, row, head, column_k, column_v, bar, to_k, to_v):
+    tma_load(k, [part, row, head, column_k], bar, to_k)
+    tma_load(v, [part, row, head, column_v], bar, to_v)
+
+
+@gluon.jit
 def tile_at(C: gl.constexpr, n, order, sizes, seqs, lengths):
     row = row_at(C, n, order, sizes, seqs)
     if C.KIND == "dq":
@@ -109,9 +155,15 @@ def producer(C: gl.constexpr, descs, buffers, bars, mail, order, sizes, seqs, le
         if lo < hi:
             row = (q_row if C.KIND == "dq" else k_row) + first
             rest = used - first
-            cut_rows = load_rows(C, descs, buffers, bars, part, row, head, kept, rest, cut_rows)
-            cut = load_step(C, descs, buffers, bars, where, lo, 0, use, cut)
+            if C.ALONE:
+                cut_rows = load_halves(
+                    C, descs, buffers, bars, part, row, head, use + kept, kept, rest, cut_rows
+                )
+            else:
+                cut_rows = load_rows(C, descs, buffers, bars, part, row, head, kept, rest, cut_rows)
             kept += 1
+            first_use = use + kept if C.ALONE else use
+            cut = load_step(C, descs, buffers, bars, where, lo, 0, first_use, use, cut)
         here = n
         n = draw_next(C, n, order)
         tile = tile_at(C, gl.where(n < end, n, here), order, sizes, seqs, lengths)
@@ -120,7 +172,8 @@ def producer(C: gl.constexpr, descs, buffers, bars, mail, order, sizes, seqs, le
         for i in range(1, steps * group):
             g = i // steps
             t = lo + i - g * steps
-            cut = load_step(C, descs, buffers, bars, where, t, g, use + i, cut)
+            first_use = use + kept if C.ALONE else use
+            cut = load_step(C, descs, buffers, bars, where, t, g, first_use + i, use + i, cut)
         use += steps * group
         turn += 1
 
@@ -157,6 +210,7 @@ def wide(a0, a1, b0, b1, row_tiles, t, n, C: gl.constexpr, R0: gl.constexpr, R1:
         full_barriers(C.DO_STAGES, C.PASSES_SHORT),
         barriers(C.DO_STAGES, C.WARPGROUPS),
     )
+    over = handing_over(C)
     fence_async_shared()
     buffers = (as0, as1, bs0, bs1, stats)
     descs = (a0, a1, b0, b1, row_tiles)
@@ -171,12 +225,23 @@ def wide(a0, a1, b0, b1, row_tiles, t, n, C: gl.constexpr, R0: gl.constexpr, R1:
     rest = (n.scale, n.out_scale, n.group, n.heads)
     planes = (n.hq, n.rows)
     spread = (n.group, n.ratio, n.hq)
-    gl.warp_specialize(
-        [
-            (consumer0, (C, t.out, t.rows, planes, buffers, bars, mail, sizes, terms, rest)),
-            (consumer1, (C, t.out, t.rows, planes, buffers, bars, mail, sizes, terms, rest)),
-            (producer, (C, descs, buffers, bars, mail, order, sizes, seqs, t.lengths, spread)),
-        ],
-        [4, 1],
-        [R0, R1],
-    )
+    if C.KIND == "pair":
+        gl.warp_specialize(
+            [
+                (values, (C, t.dv, buffers, bars, over, mail, sizes, terms, rest)),
+                (keys, (C, t.out, buffers, bars, over, mail, sizes, terms, rest)),
+                (producer, (C, descs, buffers, bars, mail, order, sizes, seqs, t.lengths, spread)),
+            ],
+            [4, 1],
+            [R0, R1],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consumer0, (C, t.out, t.rows, planes, buffers, bars, mail, sizes, terms, rest)),
+                (consumer1, (C, t.out, t.rows, planes, buffers, bars, mail, sizes, terms, rest)),
+                (producer, (C, descs, buffers, bars, mail, order, sizes, seqs, t.lengths, spread)),
+            ],
+            [4, 1],
+            [R0, R1],
+        )

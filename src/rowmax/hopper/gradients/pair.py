@@ -1,0 +1,207 @@
+"""dK and dV of wide heads in one launch: each of the two warpgroups makes one of them.
+
+64 keys stay, tiles of 64 queries pass by. The sum of one gradient of 64 keys, 256 columns wide, is
+all that a warpgroup has registers for, and the weights that both need are made by one of them.
+
+    warpgroup   scores           then                      sum
+    values      S^T = K Q^T      P; w to the other         dV += P^T dO
+    keys        dP^T = V dO^T    dS^T = w (dP - delta)     dK += dS^T Q
+
+w (``terms.weights``; P, but for a softcap) goes through shared memory as float32: it is no operand
+of a product, and to round it would double the error of dS, which is rounded anyway. Both hold it
+alike, so in memory it lies by threads: stores and loads of 16 bytes that meet no bank twice.
+
+There are as many buffers of w as of dO, two: ``keys`` may be a step behind, and what one does
+between its products runs beside those of the other.
+
+Scores of 64 by 64 ask as much of shared memory as they take of the tensor core's time, and w and
+the copies come on top. So half of K and half of V are in registers as well, and where memory is
+short nowhere else (ALONE): they come by a buffer of Q, which leaves room for a third of those. Q
+is in use from S in one warpgroup to dK in the other, for longer than a step.
+
+Barriers of a block: as of ``wide.py``, and
+
+    w_full[s]     values, w of the use is there         keys, before dS of the use
+
+Nobody need tell that w has been read: ``keys`` lets go of dO when dS of the use is made, and
+``values`` puts w into the same buffer of its ring when it has waited for the next dO there.
+
+Where K and V come by a buffer of Q its ring has one use more for each tile that has steps, ahead of
+those: K and V are there at b0_full, and b0_empty tells that they are in registers.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..gluon_compat import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from ..layouts import value_layout, weight_layout
+from ..padding import barriers
+from ..pipeline import phase, slot, told
+from ..softmax import rounded
+from ..terms import settled
+from .consumer import block, row_numbers
+from .layouts import by_thread, held_layout, score_layout
+from .schedule import full_range
+from .terms import weights
+from .wide import in_registers, product, store_rows
+
+
+@gluon.jit
+def handing_over(C: gl.constexpr):
+    """Buffers for w, and barriers that say that it is there."""
+    over = (0, 0)
+    if C.KIND == "pair":
+        shape: gl.constexpr = [C.DO_STAGES, C.BLOCK_K, C.BLOCK_Q]
+        over = (
+            gl.allocate_shared_memory(gl.float32, shape, by_thread(C)),
+            barriers(C.DO_STAGES, 1),
+        )
+    return over
+
+
+@gluon.jit
+def held_columns(C: gl.constexpr, c: gl.constexpr, use, some, buffers, bars):
+    """The columns of K (0) or V (1) that are held. In registers alone, they come by a buffer of Q:
+    those of K to the left, those of V beside them."""
+    a0, a1, b0, b1, stats = buffers
+    a_full, a_empty, b0_full, b0_empty, b1_full, b1_empty = bars
+    HELD: gl.constexpr = C.HELD_1 if c else C.HELD_0
+    if C.ALONE:
+        s = slot(use, C.Q_STAGES)
+        mbarrier.wait(b0_full.index(s), phase(use, C.Q_STAGES), pred=some)
+        both = block(b0, s, C.BLOCK_Q, C.D)
+        x = settled(both.slice(c * C.HELD_0, HELD, dim=1).load(held_layout(C)))
+        mbarrier.arrive(b0_empty.index(s), count=1, pred=some)
+    elif c:
+        x = in_registers(C, 0, HELD, a1, C.DV)
+    else:
+        x = in_registers(C, 0, HELD, a0, C.D)
+    return x
+
+
+@gluon.jit
+def step_of_values(
+    C: gl.constexpr, MASKED: gl.constexpr, m, head, use, left, x, buffers, bars, over, tile,
+    sizes, terms, scale,
+):  # fmt: skip
+    """x, the sum of dV, with one tile of queries."""
+    a0, a1, b0, b1, stats = buffers
+    a_full, a_empty, b0_full, b0_empty, b1_full, b1_empty = bars
+    ws, w_full = over
+    held, shift = left
+    dtype: gl.constexpr = a0.dtype
+    s = slot(use + shift, C.Q_STAGES)
+    u = slot(use, C.DO_STAGES)
+    mbarrier.wait(b0_full.index(s), phase(use + shift, C.Q_STAGES))
+    # use >> 30 is a zero that the compiler cannot see
+    S = product(C, 0, C.HELD_0, held, a0, b0, s, use >> 30, C.D)
+    lse = row_numbers(C, stats, s, 0)[None, :]
+    S = warpgroup_mma_wait(0, deps=[S])
+    p, w = weights(C, MASKED, 0, S, lse, 0, m, head, tile, sizes, terms, scale, dtype)
+    P = gl.convert_layout(rounded(p, dtype), weight_layout(C.DV))
+    mbarrier.wait(b1_full.index(u), phase(use, C.DO_STAGES))
+    x = warpgroup_mma(P, block(b1, u, C.BLOCK_Q, C.DV), x, is_async=True)
+    ws.index(u).store(w)
+    mbarrier.arrive(w_full.index(u), count=1)
+    mbarrier.arrive(b0_empty.index(s), count=1)
+    x = warpgroup_mma_wait(0, deps=[x])
+    mbarrier.arrive(b1_empty.index(u), count=1)
+    return use + 1, x
+
+
+@gluon.jit
+def step_of_keys(C: gl.constexpr, use, left, x, buffers, bars, over):
+    """x, the sum of dK, with one tile of queries."""
+    a0, a1, b0, b1, stats = buffers
+    a_full, a_empty, b0_full, b0_empty, b1_full, b1_empty = bars
+    ws, w_full = over
+    held, shift = left
+    dtype: gl.constexpr = a0.dtype
+    s = slot(use + shift, C.Q_STAGES)
+    u = slot(use, C.DO_STAGES)
+    mbarrier.wait(b1_full.index(u), phase(use, C.DO_STAGES))
+    dp = product(C, 0, C.HELD_1, held, a1, b1, u, use >> 30, C.DV)
+    mbarrier.wait(b0_full.index(s), phase(use + shift, C.Q_STAGES))
+    mbarrier.wait(w_full.index(u), phase(use, C.DO_STAGES))
+    w = ws.index(u).load(score_layout(C))
+    dp = warpgroup_mma_wait(0, deps=[dp])
+    delta = row_numbers(C, stats, s, 1)[None, :]
+    ds = gl.convert_layout(rounded(w * (dp - delta), dtype), weight_layout(C.D))
+    x = warpgroup_mma(ds, block(b0, s, C.BLOCK_Q, C.D), x, is_async=True)
+    mbarrier.arrive(b1_empty.index(u), count=1)
+    x = warpgroup_mma_wait(0, deps=[x])
+    mbarrier.arrive(b0_empty.index(s), count=1)
+    return use + 1, x
+
+
+@gluon.jit
+def consumer(C: gl.constexpr, c: gl.constexpr, out, buffers, bars, over, mail, sizes, terms, rest):
+    """Warpgroup c: the gradient of values (0) or keys (1) of every tile of this block."""
+    messages, m_full, m_empty = mail
+    a_full, a_empty = bars[:2]
+    scale, out_scale, group, heads = rest
+    WIDTH: gl.constexpr = C.D if c else C.DV
+    OUT: gl.constexpr = C.D_OUT if c else C.DV_OUT
+    turn = 0
+    use = 0
+    kept = 0
+    tile, live = told(C, 0, messages, m_full)
+    mbarrier.arrive(m_empty.index(0), count=1)
+    while live:
+        first, head, b, q_row, k_row, nq, used, offset, lo, hi = tile
+        some = lo < hi
+        mbarrier.wait(a_full.index(0), phase(kept, 1), pred=some)
+        shift = 0  # from a step's use to that of the ring of Q
+        if C.ALONE:
+            shift = kept + 1
+        left = (held_columns(C, c, use + kept, some, buffers, bars), shift)
+        x = gl.full([C.BLOCK_K, WIDTH], 0.0, gl.float32, value_layout(WIDTH))
+        if c:
+            for _ in range((hi - lo) * group):
+                use, x = step_of_keys(C, use, left, x, buffers, bars, over)
+            x = x * out_scale
+        else:
+            y, z = full_range(C, first, tile, sizes)
+            for g in range(group):
+                q_head = head * group + g
+                if C.LOW_MASKED:
+                    for m in range(lo, y):
+                        use, x = step_of_values(
+                            C, True, m, q_head, use, left, x, buffers, bars, over, tile, sizes,
+                            terms, scale,
+                        )  # fmt: skip
+                for m in range(y, z):
+                    use, x = step_of_values(
+                        C, False, m, q_head, use, left, x, buffers, bars, over, tile, sizes, terms,
+                        scale,
+                    )  # fmt: skip
+                if C.HIGH_MASKED:
+                    for m in range(z, hi):
+                        use, x = step_of_values(
+                            C, True, m, q_head, use, left, x, buffers, bars, over, tile, sizes,
+                            terms, scale,
+                        )  # fmt: skip
+        mbarrier.arrive(a_empty.index(0), count=1, pred=some)
+        kept += some.to(gl.int32)
+        turn += 1
+        after, live = told(C, turn, messages, m_full)
+        mbarrier.arrive(m_empty.index(slot(turn, 2)), count=1)
+        n = nq + offset
+        row = k_row + first
+        if not C.VARLEN:
+            row = row + b * n
+        to = out + (row.to(gl.int64) * heads + head) * OUT
+        store_rows(x, to, heads * OUT, n - first, OUT)
+        tile = after
+
+
+@gluon.jit
+def values(C: gl.constexpr, dv, buffers, bars, over, mail, sizes, terms, rest):
+    consumer(C, 0, dv, buffers, bars, over, mail, sizes, terms, rest)
+
+
+@gluon.jit
+def keys(C: gl.constexpr, dk, buffers, bars, over, mail, sizes, terms, rest):
+    consumer(C, 1, dk, buffers, bars, over, mail, sizes, terms, rest)
