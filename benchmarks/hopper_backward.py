@@ -25,7 +25,7 @@ import rowmax
 from hopper_forward import LENGTHS, TOKENS, WIDTH, Bars, Run, measured, normal
 from rowmax import hopper
 from rowmax.hopper.gradients import launch
-from rowmax.hopper.gradients.tiles import APART, WIDE, GradientTile, Tiles
+from rowmax.hopper.gradients.tiles import WIDE, GradientTile
 from rowmax.problem import Options, Tensors, Wanted, problem_of
 
 WANTED = Wanted(True, True, True, False, False)
@@ -126,30 +126,22 @@ def feature_cells(only: str):
             yield name, runs, 10 * b * h * n * n * d
 
 
-def wide(pair: GradientTile) -> Tiles:
-    return WIDE[256, 256] | {"pair": pair}
-
-
 #: by head size: (tiles, options) of what may be faster
 TRIES = {
     64: {
         "as it is": (None, {}),
-        "meet": (None, {"LATE": False, "KV_STAGES": 1}),
-        "not held": (None, {"HELD": False}),
+        "meet": (None, {"LATE": False, "EAGER": False, "KV_STAGES": 1}),
         "in order": (None, {"ORDERED": True, "FRESH": True}),
     },
     128: {
         "as it is": (None, {}),
         "meet": (None, {"LATE": False}),
-        "one dO": ({"all": GradientTile(64, 3, 1, late=True)}, {}),
+        "as it comes": (None, {"ORDERED": False, "FRESH": False}),
         "in order": (None, {"ORDERED": True, "FRESH": True}),
     },
     256: {
-        "pair": (None, {}),
-        "pair, two of Q": (wide(GradientTile(64, 2, 2, held_0=128, held_1=128)), {}),
-        "pair, not held": (wide(GradientTile(64, 2, 2)), {}),
-        "pair, dq held": (WIDE[256, 256] | {"dq": GradientTile(64, 2, 1, held_0=64)}, {}),
-        "apart": (APART[256, 256], {}),
+        "as it is": (None, {}),
+        "two of Q": (WIDE[256, 256] | {"pair": GradientTile(64, 2, 2, held_0=128, held_1=128)}, {}),
     },
 }
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 class Pointers(NamedTuple):
     """``t`` of the kernels that make gradients."""
 
-    out: Any  # dk, or the one gradient that is made
+    out: Any  # dk, or dq where that is made alone
     dv: Any = None
     rows: Any = None  # lse and delta, where they are not copied alone
     table: Any = None  # the order of the tiles, and where it ends

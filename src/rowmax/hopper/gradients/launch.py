@@ -1,7 +1,8 @@
 """The host's side of the backward: a plan for each shape, then three launches.
 
-Before: lse and delta of every row, and zeros in what is added to. Then all gradients at once, or
-one or two in a launch (wide.py, pair.py). After, where dq was added up in float32: dq, rounded.
+Before: lse and delta of every row, and zeros in what is added to. Then all gradients at once; of
+wide heads dq, and dk with dv (wide.py, pair.py). After, where dq was added up in float32: dq,
+rounded.
 """
 
 from __future__ import annotations
@@ -64,17 +65,13 @@ class Plan(NamedTuple):
     stats: tuple[int, ...]  # sizes of lse and delta, and of the sums of dq
     sums: tuple[int, ...]
     before: Launch
-    works: tuple[Work, ...]  # one for all gradients, or one for each, or two: dk with dv
+    works: tuple[Work, ...]  # one for all gradients, or two: dq, and dk with dv
     after: Launch
     of_rows: tuple[Any, ...]  # the arguments of those before and after that follow the pointers
 
     @property
     def together(self) -> bool:
         return len(self.works) == 1
-
-    @property
-    def paired(self) -> bool:
-        return self.works[-1].config.KIND == "pair"
 
     @property
     def tiles(self) -> int:
@@ -138,10 +135,10 @@ def launch(
     """The wanted gradients of tensors that the copy engine takes."""
     q, k, v = tensors[:3]
     dq = q.new_empty(q.shape) if wanted.q else None
-    # one launch for all gradients makes dk and dv, wanted or not; one for these two likewise
-    both = plan.together or (plan.paired and (wanted.k or wanted.v))
-    dk = q.new_empty(k.shape) if wanted.k or both else None
-    dv = q.new_empty(v.shape) if wanted.v or both else None
+    # what makes one of dk and dv makes both, and what makes all gradients these as well
+    both = plan.together or wanted.k or wanted.v
+    dk = q.new_empty(k.shape) if both else None
+    dv = q.new_empty(v.shape) if both else None
     t, dsink = prepared(plan, problem, tensors, out, lse, dout, dlse, wanted, (dq, dk, dv))
     dbias = None
     if plan.together:
@@ -220,9 +217,9 @@ def together(
 
 
 def apart(plan: Plan, problem: Problem, tensors: Tensors, dout: Tensor, t: RowPointers) -> None:
-    """dq, dk and dv, as far as they are wanted, in a launch for each or for one and two."""
+    """dq, and dk with dv, as far as they are wanted, in a launch each."""
     q, k, v = tensors[:3]
-    made = {"dq": (t.dq, None), "dk": (t.dk, None), "dv": (t.dv, None), "pair": (t.dk, t.dv)}
+    made = {"dq": (t.dq, None), "pair": (t.dk, t.dv)}
     for n, work in enumerate(plan.works):
         to = made[work.config.KIND]
         if to[0] is None:
@@ -370,7 +367,7 @@ def work_of(
         *steps_of_ids(tensors),
         *((0, 0) if p.bias is None else (int(size > 1) for size in p.bias[:2])),
         *score_scales(p),
-        1.0 if config.KIND == "dv" else p.scale,
+        p.scale,
         p.hq,
         1 if of_queries else p.group,
         p.group,

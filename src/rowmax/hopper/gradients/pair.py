@@ -45,7 +45,7 @@ from .consumer import block, row_numbers
 from .layouts import by_thread, held_layout, score_layout
 from .schedule import full_range
 from .terms import weights
-from .wide import in_registers, product, store_rows
+from .wide import store_rows
 
 
 @gluon.jit
@@ -62,9 +62,27 @@ def handing_over(C: gl.constexpr):
 
 
 @gluon.jit
+def product(C: gl.constexpr, HELD: gl.constexpr, held, stays, passes, s, zero, WIDTH: gl.constexpr):
+    """A tile of what stays, of which HELD columns are held, times one of what passes by, on its
+    way: as many columns at a time as are held."""
+    FROM: gl.constexpr = HELD if C.ALONE else 0  # the first column in shared memory
+    a = block(stays, zero, C.BLOCK_K, WIDTH - FROM)
+    b = block(passes, s, C.BLOCK_Q, WIDTH)
+    x = gl.full([C.BLOCK_K, C.BLOCK_Q], 0.0, gl.float32, score_layout(C))
+    for i in gl.static_range(WIDTH // HELD):
+        part = b.slice(i * HELD, HELD, dim=1).permute((1, 0))
+        if i == 0:
+            x = warpgroup_mma(held, part, x, use_acc=False, is_async=True)
+        else:
+            left = a.slice(i * HELD - FROM, HELD, dim=1)
+            x = warpgroup_mma(left, part, x, use_acc=True, is_async=True)
+    return x
+
+
+@gluon.jit
 def held_columns(C: gl.constexpr, c: gl.constexpr, use, some, buffers, bars):
-    """The columns of K (0) or V (1) that are held. In registers alone, they come by a buffer of Q:
-    those of K to the left, those of V beside them."""
+    """The first columns of K (0) or V (1), as a left operand in registers. Where these are nowhere
+    else they come by a buffer of Q: those of K to the left, those of V beside them."""
     a0, a1, b0, b1, stats = buffers
     a_full, a_empty, b0_full, b0_empty, b1_full, b1_empty = bars
     HELD: gl.constexpr = C.HELD_1 if c else C.HELD_0
@@ -75,9 +93,9 @@ def held_columns(C: gl.constexpr, c: gl.constexpr, use, some, buffers, bars):
         x = settled(both.slice(c * C.HELD_0, HELD, dim=1).load(held_layout(C)))
         mbarrier.arrive(b0_empty.index(s), count=1, pred=some)
     elif c:
-        x = in_registers(C, 0, HELD, a1, C.DV)
+        x = block(a1, 0, C.BLOCK_K, C.DV).slice(0, HELD, dim=1).load(held_layout(C))
     else:
-        x = in_registers(C, 0, HELD, a0, C.D)
+        x = block(a0, 0, C.BLOCK_K, C.D).slice(0, HELD, dim=1).load(held_layout(C))
     return x
 
 
@@ -96,7 +114,7 @@ def step_of_values(
     u = slot(use, C.DO_STAGES)
     mbarrier.wait(b0_full.index(s), phase(use + shift, C.Q_STAGES))
     # use >> 30 is a zero that the compiler cannot see
-    S = product(C, 0, C.HELD_0, held, a0, b0, s, use >> 30, C.D)
+    S = product(C, C.HELD_0, held, a0, b0, s, use >> 30, C.D)
     lse = row_numbers(C, stats, s, 0)[None, :]
     S = warpgroup_mma_wait(0, deps=[S])
     p, w = weights(C, MASKED, 0, S, lse, 0, m, head, tile, sizes, terms, scale, dtype)
@@ -122,7 +140,7 @@ def step_of_keys(C: gl.constexpr, use, left, x, buffers, bars, over):
     s = slot(use + shift, C.Q_STAGES)
     u = slot(use, C.DO_STAGES)
     mbarrier.wait(b1_full.index(u), phase(use, C.DO_STAGES))
-    dp = product(C, 0, C.HELD_1, held, a1, b1, u, use >> 30, C.DV)
+    dp = product(C, C.HELD_1, held, a1, b1, u, use >> 30, C.DV)
     mbarrier.wait(b0_full.index(s), phase(use + shift, C.Q_STAGES))
     mbarrier.wait(w_full.index(u), phase(use, C.DO_STAGES))
     w = ws.index(u).load(score_layout(C))

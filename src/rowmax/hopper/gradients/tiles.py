@@ -17,7 +17,8 @@ class GradientTile:
     """How a head size is cut: ``block_q`` queries by 128 keys, so many buffers of Q and of dO.
 
     In the launch that makes all gradients a step waits for the next one's Q before it lets go of
-    the last one's: three of Q at least. In the launch for dq alone, keys and queries change places.
+    the last one's: three of Q at least. In the launch for dq alone (wide.py) keys and queries
+    change places; in that for dk and dv (pair.py) 64 keys stay.
     """
 
     block_q: int
@@ -28,9 +29,9 @@ class GradientTile:
     dq_stages: int = 1
     late: bool = False  # dQ one step late, where dS is no tile of a bias
     eager: bool = False  # ... and registers for dK at once, and for S of the next step beside dQ
-    held_0: int = 0  # columns of what stays that are in registers as well (wide.py): Q or K,
-    held_1: int = 0  # dO or V
-    alone: bool = False  # half of K and half of V, and these nowhere else (pair.py)
+    held_0: int = 0  # columns of K that are in registers as well (pair.py)
+    held_1: int = 0  # of V
+    alone: bool = False  # half of K and half of V, and these nowhere else
     registers: tuple[int, int] = (240, 24)
 
 
@@ -48,19 +49,6 @@ WIDE = {
     (256, 256): {
         "dq": GradientTile(64, 2, 1),
         "pair": GradientTile(64, 3, 2, held_0=128, held_1=128, alone=True),
-    },
-}
-#: the same with dk and dv in a launch each
-APART = {
-    (256, 128): {
-        "dq": GradientTile(64, 2, 2),
-        "dk": GradientTile(64, 2, 2),
-        "dv": GradientTile(64, 2, 2),
-    },
-    (256, 256): {
-        "dq": GradientTile(64, 2, 1),
-        "dk": GradientTile(64, 2, 1),
-        "dv": GradientTile(64, 2, 2),
     },
 }
 SIZES = (64, 128, 256)
@@ -101,11 +89,11 @@ class GradientConfig:
     LATE: bool = False  # dQ of a step is made in the next one (consumer.late_step)
     EAGER: bool = False  # ... and dK from registers, in the step itself
     DQ_STAGES: int = 1
-    HELD_0: int = 0  # columns of what stays that are (wide.py)
-    HELD_1: int = 0
-    ALONE: bool = False  # and nowhere else (pair.py)
+    HELD_0: int = 0  # columns of K that are in registers as well (pair.py)
+    HELD_1: int = 0  # of V
+    ALONE: bool = False  # and nowhere else
     KV_STAGES: int = 1  # 2: K and V of the next tile come while this one is worked on
-    KIND: str = "all"  # or the one gradient that is made: dq, dk, dv (wide.py); or dk and dv: pair
+    KIND: str = "all"  # what is made; or dq alone (wide.py), or dk and dv: pair (pair.py)
 
     # what follows, for the kernels
 
@@ -129,25 +117,20 @@ class GradientConfig:
         return self.BLOCK_K
 
     @property
-    def OUT(self) -> int:
-        """The head size of the one gradient that is made."""
-        return self.DV_OUT if self.KIND == "dv" else self.D_OUT
-
-    @property
     def PADDED(self) -> bool:
         """Whether a tile of keys may end in what is no one's, or another sequence's."""
         return self.VARLEN or self.PREFIX
 
     @property
     def PASSES_SHORT(self) -> bool:
-        """The same of a tile of what passes by in a launch for one gradient."""
+        """The same of a tile of what passes by wide heads: keys, or queries."""
         return self.PADDED if self.KIND == "dq" else self.VARLEN
 
     @property
     def STAYS_SHORT(self) -> bool:
         """Whether what stays there is to be cleared: it has rows of the sum of its own, so only
         where those are stored, past prefix lengths, and are made of what V holds."""
-        return self.PREFIX and self.KIND in ("dk", "pair")
+        return self.PREFIX and self.KIND == "pair"
 
     @property
     def MASKS(self) -> bool:

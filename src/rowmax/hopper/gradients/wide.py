@@ -1,18 +1,16 @@
 """Heads too wide for five products at once: a launch for dQ, and one for dK with dV (``pair.py``).
 
 The sums of two gradients of 256 columns do not fit in registers beside the scores, and float32
-sums of dQ in memory are more than memory takes in. So here each launch makes one gradient, from
-start to end in registers: 64 rows a warpgroup stay, tiles of the other side pass by. With a pair
-that is seven products where five would do (eight with a launch for each), and no addition to
-memory: the result is the same in every run.
+sums of dQ in memory are more than memory takes in. So here every gradient is made from start to
+end in registers: 64 rows a warpgroup stay, tiles of the other side pass by. That is seven products
+where five would do, and no addition to memory: the result is the same in every run.
 
     KIND   stays    passes    scores, then      sum
     dq     Q, dO    K, V      S, dP, dS         dQ += dS K
-    dk     K, V     Q, dO     S^T, dP^T, dS^T   dK += dS^T Q
-    dv     K        Q, dO     S^T               dV += P^T dO
+    pair   K, V     Q, dO     S^T | dP^T, dS^T  dV += P^T dO | dK += dS^T Q
 
-The two warpgroups agree on nothing but the buffers of what passes: while one is at its
-exponentials the other has the tensor core.
+For dQ, which is here, the two warpgroups agree on nothing but the buffers of what passes: while one
+is at its exponentials the other has the tensor core.
 
 Barriers of a block (see ``pipeline.py``): a_full (producer's expect + bytes), a_empty (each
 consumer, once a tile that has steps), b0_full[s], b1_full[s] (producer), b0_empty[s],
@@ -28,95 +26,50 @@ from ..gluon_compat import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from ..layouts import value_layout, weight_layout
 from ..pipeline import phase, slot, told
 from ..softmax import rounded
-from .consumer import block, row_numbers
-from .layouts import held_layout, score_layout
+from .consumer import block
+from .layouts import score_layout
 from .schedule import full_range, plane_of
 from .terms import weights
 
 
 @gluon.jit
-def own(C: gl.constexpr, c: gl.constexpr, stays, at, WIDTH: gl.constexpr):
-    """A warpgroup's rows of what stays."""
-    return block(stays, at, C.BLOCK_K, WIDTH).slice(c * C.TOKENS, C.TOKENS, dim=0)
-
-
-@gluon.jit
-def in_registers(C: gl.constexpr, c: gl.constexpr, HELD: gl.constexpr, stays, WIDTH: gl.constexpr):
-    """The first HELD columns of those rows as a left operand."""
-    x = 0
-    if HELD:
-        x = own(C, c, stays, 0, WIDTH).slice(0, HELD, dim=1).load(held_layout(C))
-    return x
-
-
-@gluon.jit
-def product(
-    C: gl.constexpr, c: gl.constexpr, HELD: gl.constexpr, held, stays, passes, s, zero,
-    WIDTH: gl.constexpr,
-):  # fmt: skip
-    """A tile of what stays times one of what passes by, on its way: as many columns at a time as
-    are in registers."""
-    EACH: gl.constexpr = HELD if HELD else WIDTH
-    FROM: gl.constexpr = HELD if C.ALONE else 0  # the first column in shared memory
-    a = own(C, c, stays, zero, WIDTH - FROM)
-    b = block(passes, s, C.BLOCK_Q, WIDTH)
+def product(C: gl.constexpr, c: gl.constexpr, stays, passes, s, zero, WIDTH: gl.constexpr):
+    """A warpgroup's rows of what stays times a tile of what passes by, on its way."""
+    a = block(stays, zero, C.BLOCK_K, WIDTH).slice(c * C.TOKENS, C.TOKENS, dim=0)
+    b = block(passes, s, C.BLOCK_Q, WIDTH).permute((1, 0))
     x = gl.full([C.TOKENS, C.BLOCK_Q], 0.0, gl.float32, score_layout(C))
-    for i in gl.static_range(WIDTH // EACH):
-        part = b.slice(i * EACH, EACH, dim=1).permute((1, 0))
-        if HELD and i == 0:
-            x = warpgroup_mma(held, part, x, use_acc=False, is_async=True)
-        else:
-            left = a.slice(i * EACH - FROM, EACH, dim=1)
-            x = warpgroup_mma(left, part, x, use_acc=i > 0, is_async=True)
-    return x
+    return warpgroup_mma(a, b, x, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def step(
-    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, t, head, use, end, held, x, of_rows,
+    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, t, head, use, end, x, of_rows,
     buffers, bars, tile, sizes, terms, scale,
 ):  # fmt: skip
-    """x, the sum, with one tile of what passes by. ``of_rows`` are lse and delta of dq's rows."""
+    """x, the sum, with one tile of keys. ``of_rows`` are lse and delta of the queries."""
     a0, a1, b0, b1, stats = buffers
     a_full, a_empty, b0_full, b0_empty, b1_full, b1_empty = bars
+    lse, delta = of_rows
     dtype: gl.constexpr = a0.dtype
     s = slot(use, C.Q_STAGES)
     u = slot(use, C.DO_STAGES)
     # use >> 30 is a zero that the compiler cannot see
-    S = product(C, c, C.HELD_0, held[0], a0, b0, s, use >> 30, C.D)
+    S = product(C, c, a0, b0, s, use >> 30, C.D)
     mbarrier.wait(b1_full.index(u), phase(use, C.DO_STAGES))
-    if C.KIND == "dv":
-        S = warpgroup_mma_wait(0, deps=[S])
-    else:
-        dp = product(C, c, C.HELD_1, held[1], a1, b1, u, use >> 30, C.DV)
-        S = warpgroup_mma_wait(1, deps=[S])
-    if C.KIND == "dq":
-        less = of_rows[0][:, None]
-    else:
-        less = row_numbers(C, stats, s, 0)[None, :]
+    dp = product(C, c, a1, b1, u, use >> 30, C.DV)
+    S = warpgroup_mma_wait(1, deps=[S])
+    less = lse[:, None]
     p, w = weights(C, MASKED, c, S, less, 0, t, head, tile, sizes, terms, scale, dtype)
     after = use + 1
     b0_next = b0_full.index(slot(after, C.Q_STAGES))
-    if C.KIND == "dv":
-        mbarrier.arrive(b0_empty.index(s), count=1)
-        P = gl.convert_layout(rounded(p, dtype), weight_layout(C.DV))
-        x = warpgroup_mma(P, block(b1, u, C.BLOCK_Q, C.DV), x, is_async=True)
-        mbarrier.wait(b0_next, phase(after, C.Q_STAGES), pred=after < end)
-        x = warpgroup_mma_wait(0, deps=[x])
-        mbarrier.arrive(b1_empty.index(u), count=1)
-    else:
-        # begins a basic block, so that the exponentials stay beside the product
-        mbarrier.wait(b0_next, phase(after, C.Q_STAGES), pred=after < end)
-        dp = warpgroup_mma_wait(0, deps=[dp])
-        mbarrier.arrive(b1_empty.index(u), count=1)
-        if C.KIND == "dq":
-            delta = of_rows[1][:, None]
-        else:
-            delta = row_numbers(C, stats, s, 1)[None, :]
-        ds = gl.convert_layout(rounded(w * (dp - delta), dtype), weight_layout(C.D))
-        x = warpgroup_mma(ds, block(b0, s, C.BLOCK_Q, C.D), x, is_async=True)
-        x = warpgroup_mma_wait(0, deps=[x])
-        mbarrier.arrive(b0_empty.index(s), count=1)
+    # begins a basic block, so that the exponentials stay beside the product
+    mbarrier.wait(b0_next, phase(after, C.Q_STAGES), pred=after < end)
+    dp = warpgroup_mma_wait(0, deps=[dp])
+    mbarrier.arrive(b1_empty.index(u), count=1)
+    ds = gl.convert_layout(rounded(w * (dp - delta[:, None]), dtype), weight_layout(C.D))
+    x = warpgroup_mma(ds, block(b0, s, C.BLOCK_Q, C.D), x, is_async=True)
+    x = warpgroup_mma_wait(0, deps=[x])
+    mbarrier.arrive(b0_empty.index(s), count=1)
     return after, x
 
 
@@ -134,14 +87,13 @@ def rows_of_tile(C: gl.constexpr, c: gl.constexpr, rows, tile, planes):
 
 
 @gluon.jit
-def consumer(
+def queries(
     C: gl.constexpr, c: gl.constexpr, out, rows, planes, buffers, bars, mail, sizes, terms, rest
 ):
-    """Warpgroup c: rows ``64 c`` to ``64 c + 63`` of every tile of this block."""
+    """Warpgroup c: queries ``64 c`` to ``64 c + 63`` of every tile of this block."""
     messages, m_full, m_empty = mail
     a_full, a_empty, b0_full, b0_empty, b1_full, b1_empty = bars
     scale, out_scale, group, heads = rest
-    WIDTH: gl.constexpr = C.DV if C.KIND == "dv" else C.D
     turn = 0
     use = 0
     kept = 0
@@ -154,50 +106,38 @@ def consumer(
         end = use + (hi - lo) * group
         mbarrier.wait(a_full.index(0), phase(kept, 1), pred=some)
         mbarrier.wait(b0_full.index(slot(use, C.Q_STAGES)), phase(use, C.Q_STAGES), pred=some)
-        held = (
-            in_registers(C, c, C.HELD_0, buffers[0], C.D),
-            in_registers(C, c, C.HELD_1, buffers[1], C.DV),
-        )
-        of_rows = (0, 0)
-        if C.KIND == "dq":
-            of_rows = rows_of_tile(C, c, rows, tile, planes)
-        x = gl.full([C.TOKENS, WIDTH], 0.0, gl.float32, value_layout(WIDTH))
-        for g in range(group):
-            q_head = head * group + g
+        of_rows = rows_of_tile(C, c, rows, tile, planes)
+        x = gl.full([C.TOKENS, C.D], 0.0, gl.float32, value_layout(C.D))
+        for g in range(group):  # a group of one: heads of queries stay
+            of = head * group + g
             if C.LOW_MASKED:
                 for t in range(lo, y):
                     use, x = step(
-                        C, True, c, t, q_head, use, end, held, x, of_rows, buffers, bars, tile,
-                        sizes, terms, scale,
+                        C, True, c, t, of, use, end, x, of_rows, buffers, bars, tile, sizes, terms,
+                        scale,
                     )  # fmt: skip
             for t in range(y, z):
                 use, x = step(
-                    C, False, c, t, q_head, use, end, held, x, of_rows, buffers, bars, tile,
-                    sizes, terms, scale,
+                    C, False, c, t, of, use, end, x, of_rows, buffers, bars, tile, sizes, terms,
+                    scale,
                 )  # fmt: skip
             if C.HIGH_MASKED:
                 for t in range(z, hi):
                     use, x = step(
-                        C, True, c, t, q_head, use, end, held, x, of_rows, buffers, bars, tile,
-                        sizes, terms, scale,
+                        C, True, c, t, of, use, end, x, of_rows, buffers, bars, tile, sizes, terms,
+                        scale,
                     )  # fmt: skip
         mbarrier.arrive(a_empty.index(0), count=1, pred=some)
         kept += some.to(gl.int32)
         turn += 1
         after, live = told(C, turn, messages, m_full)
         mbarrier.arrive(m_empty.index(slot(turn, 2)), count=1)
-        if C.KIND == "dq":
-            n = nq
-            row = q_row
-        else:
-            n = nq + offset
-            row = k_row
+        row = q_row
         if not C.VARLEN:
-            row = row + b * n
+            row = row + b * nq
         row = row + first + c * C.TOKENS
-        at = row.to(gl.int64) * heads + head
-        to = out + at * C.OUT
-        store_rows(x * out_scale, to, heads * C.OUT, n - first - c * C.TOKENS, C.OUT)
+        to = out + (row.to(gl.int64) * heads + head) * C.D_OUT
+        store_rows(x * out_scale, to, heads * C.D_OUT, nq - first - c * C.TOKENS, C.D_OUT)
         tile = after
 
 

@@ -12,7 +12,7 @@ from ..pipeline import phase, post, slot
 from ..schedule import row_at
 from .pair import handing_over, keys, values
 from .schedule import draw, draw_next, plane_of, query_tile_of, tile_of
-from .wide import consumer
+from .wide import queries
 
 
 @gluon.jit
@@ -63,11 +63,8 @@ def load_rows(C: gl.constexpr, descs, buffers, bars, part, row, head, kept, rest
     short = rest < C.BLOCK_K
     bar = landing(a_full, 0, 1, C.STAYS_SHORT, short)
     mbarrier.wait(a_empty.index(0), phase(kept, 1) ^ 1)
-    if C.KIND == "dv":
-        mbarrier.expect(bar, a0.block_type.nbytes)
-    else:
-        mbarrier.expect(bar, a0.block_type.nbytes + a1.block_type.nbytes)
-        tma_load(a1, [part, row, head, 0], bar, as1.index(0))
+    mbarrier.expect(bar, a0.block_type.nbytes + a1.block_type.nbytes)
+    tma_load(a1, [part, row, head, 0], bar, as1.index(0))
     tma_load(a0, [part, row, head, 0], bar, as0.index(0))
     if C.STAYS_SHORT:
         if short:
@@ -180,25 +177,23 @@ def producer(C: gl.constexpr, descs, buffers, bars, mail, order, sizes, seqs, le
 
 @gluon.jit
 def consumer0(C: gl.constexpr, out, rows, planes, buffers, bars, mail, sizes, terms, rest):
-    consumer(C, 0, out, rows, planes, buffers, bars, mail, sizes, terms, rest)
+    queries(C, 0, out, rows, planes, buffers, bars, mail, sizes, terms, rest)
 
 
 @gluon.jit
 def consumer1(C: gl.constexpr, out, rows, planes, buffers, bars, mail, sizes, terms, rest):
-    consumer(C, 1, out, rows, planes, buffers, bars, mail, sizes, terms, rest)
+    queries(C, 1, out, rows, planes, buffers, bars, mail, sizes, terms, rest)
 
 
 @gluon.jit
 def wide(a0, a1, b0, b1, row_tiles, t, n, C: gl.constexpr, R0: gl.constexpr, R1: gl.constexpr):
     """What copies what stays, what passes by, lse and delta; the rest as of ``backward``."""
     as0 = blocks_of(a0, 1)
-    as1 = as0
-    if C.KIND != "dv":
-        as1 = blocks_of(a1, 1)
+    as1 = blocks_of(a1, 1)
     bs0 = blocks_of(b0, C.Q_STAGES)
     bs1 = blocks_of(b1, C.DO_STAGES)
     stats = bs0
-    if C.KIND != "dq":
+    if C.KIND == "pair":
         stats = blocks_of(row_tiles, C.Q_STAGES)
     messages = gl.allocate_shared_memory(gl.int32, [2, 16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     mail = (messages, barriers(2, 1), barriers(2, C.WARPGROUPS))
