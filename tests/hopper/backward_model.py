@@ -118,8 +118,9 @@ def cases() -> list[Case]:
             ),
         ]  # fmt: skip
     found += [
-        replace(c, name="late-" + c.name, options=c.options | {"LATE": True})
-        for c in found[::3]
+        replace(c, name=name + c.name, options=c.options | {"LATE": True, "EAGER": name == "eager-"})
+        for n, name in enumerate(("late-", "eager-"))
+        for c in found[n::3]
         if not c.bias
     ]
     found += [
@@ -127,7 +128,8 @@ def cases() -> list[Case]:
             c,
             name=f"two-{c.name}",
             options=c.options
-            | {"KV_STAGES": 2, "LATE": True, "HELD": True, "EAGER": True, "DQ_STAGES": 2},
+            | dict.fromkeys(("LATE", "HELD", "EAGER", "AHEAD"), True)
+            | {"KV_STAGES": 2, "DQ_STAGES": 2},
         )
         for c in found
         if not c.bias and "LATE" not in c.options
@@ -368,7 +370,7 @@ def check(
         copies(q, 1, case.block_q, 1, case.d), copies(do, 1, case.block_q, 1, case.dv),
         copies(stats, 1, 2, case.block_q),
         copies(k, 1, BLOCK_K, 1, case.d), copies(v, 1, BLOCK_K, 1, case.dv),
-        copies(sums, 1, C.BLOCK_Q, C.D),
+        copies(sums.reshape(planes, -1, 32), 1, 2 * C.D, 32),
         copies(bias, 1, 1, case.block_q, BLOCK_K), copies(dbias, 1, 1, case.block_q, 64),
         Pointers(
             P(dk), P(dv), None, P(table), P(ends), P(counter), P(turns), P(cu_q), P(cu_k),
@@ -383,6 +385,9 @@ def check(
         C, 240, 24,
     )  # fmt: skip
     dq = np.zeros(q.shape)
+    # from the order of layouts.by_threads
+    sums = sums.reshape(planes, -1, 4, case.d // 8, 8, 4, 2, 2).transpose(0, 1, 2, 6, 4, 3, 5, 7)
+    sums = sums.reshape(planes, rows, case.d)
     for b, r, start in places:
         for h in range(case.hq):
             dq[b, r, h] = scale * sums[b * case.hq + h, start : start + r.stop - r.start]

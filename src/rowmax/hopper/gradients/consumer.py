@@ -34,7 +34,7 @@ from ..gluon_compat import (
 from ..layouts import matrix, output_layout, value_layout, weight_layout
 from ..pipeline import phase, slot, told
 from ..softmax import rounded
-from .layouts import column_layout, held_layout, score_layout
+from .layouts import by_threads, column_layout, held_layout, score_layout
 from .schedule import full_tiles
 from .terms import weights
 
@@ -124,7 +124,7 @@ def make_dq(C: gl.constexpr, dss, ks, at, dqs, dq_full, dq_empty, use):
     dq = warpgroup_mma_wait(0, deps=[issue_dq(C, dss, ks, at, use)])
     s = slot(use, C.DQ_STAGES)
     mbarrier.wait(dq_empty.index(s), phase(use, C.DQ_STAGES) ^ 1)
-    block(dqs, s, C.BLOCK_Q, C.D).store(dq)
+    block(dqs, s, 2 * C.D, 32).store(by_threads(dq, C.D))
     fence_async_shared()
     mbarrier.arrive(dq_full.index(s), count=1)
 
@@ -225,8 +225,8 @@ def late_step(
         dP, dK of the last | dV | dQ of the last, every other step | S of the next
         P = exp2(S)        | dS, stored           | dQ out
 
-    EAGER, where registers are more: dK of this step beside dV, with dS from registers, and S of
-    the next before dQ.
+    EAGER: dK of this step, with dS from registers. AHEAD, where those are more: S of the next
+    before dQ.
     """
     S, dk, dv = state
     qs, dos, stats, ks, vs, dss, dqs = buffers
@@ -262,14 +262,18 @@ def late_step(
     if C.EAGER:
         q = block(qs, slot(use, C.Q_STAGES), C.BLOCK_Q, C.D)
         dk = warpgroup_mma(gl.convert_layout(ds, weight_layout(C.D)), q, dk, is_async=True)
+    if C.AHEAD:
         S = issue_scores(C, c, k, ks, at, qs, after)
+    elif C.EAGER:  # the registers of P are dQ's
+        dv = warpgroup_mma_wait(1, deps=[dv])
     if was & ((before & 1) == c):
         make_dq(C, dss, ks, at, dqs, dq_full, dq_empty, before)
+    if not C.AHEAD:
+        S = issue_scores(C, c, k, ks, at, qs, after)
     if C.EAGER:
         dv, dk = warpgroup_mma_wait(1, deps=[dv, dk])
         mbarrier.arrive(q_empty.index(slot(use, C.Q_STAGES)), count=1)
     else:
-        S = issue_scores(C, c, k, ks, at, qs, after)
         dv = warpgroup_mma_wait(1, deps=[dv])
     mbarrier.arrive(ds_full.index(use & 1), count=1)  # and dQ of the last is made
     S = warpgroup_mma_wait(0, deps=[S])

@@ -318,7 +318,7 @@ def made(
     return Plan(
         config,
         (planes, 2, rows_),
-        (planes, rows_, config.D),
+        (planes, rows_ // config.BLOCK_Q, config.BLOCK_Q * config.D),
         Launch(rows.prepare, (every, 1, 1), _OPTIONS),
         works,
         Launch(rows.finish, (every, 1, 1), _OPTIONS),
@@ -410,7 +410,8 @@ def copies_of(c: GradientConfig, tensors: Tensors, dout: Tensor, planes: int, ro
         stats,
         cut(k, c.BLOCK_K, c.D),
         cut(v, c.BLOCK_K, c.DV),
-        blocks(f32, (planes, rows_, c.D), (rows_ * c.D, c.D, 1), [1, c.BLOCK_Q, c.D]),
+        # a tile of dQ, in the order of ``by_threads``, is 32 numbers wide
+        blocks(f32, (planes, rows_ * c.D // 32, 32), (rows_ * c.D, 32, 1), [1, 2 * c.D, 32]),
         tiles,
         dtiles,
     )

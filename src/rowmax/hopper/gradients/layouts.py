@@ -32,3 +32,15 @@ def by_thread(C):
     threads = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0]]
     far = [[0, n] for n in (8, 16, 32, 64) if n < C.BLOCK_Q]
     return gl.SharedLinearLayout(offset_bases=near + threads + far)
+
+
+@gluon.jit
+def by_threads(x, WIDTH: gl.constexpr):
+    """``[64, WIDTH]`` as a product leaves it, as ``[2 WIDTH, 32]``: four numbers of each thread
+    after the other, so that each stores 16 bytes at a time and all of them to banks of their own.
+
+    Rows are 16 w + 8 i + r and columns 8 n + 2 c + j, in the order of (w, n, r, c, i, j): w is the
+    warp, r and c are the thread of it.
+    """
+    x = x.reshape([4, 2, 8, WIDTH // 8, 4, 2])
+    return x.permute((0, 3, 2, 4, 1, 5)).reshape([2 * WIDTH, 32])

@@ -261,7 +261,7 @@ def writer(C: gl.constexpr, dq, dqs, bars, mail, turns, sizes, tiles, heads, gro
             g = i // steps
             m = passing(C, i - g * steps, lo, hi)
             plane, row = plane_of(C, b, kv_head * group + g, q_row, hq)
-            row += m * C.BLOCK_Q
+            row = (row // C.BLOCK_Q + m) * (2 * C.D)  # of 32 numbers (layouts.by_threads)
             if C.ORDERED:
                 ours = turns_before(C, g, m, before)
                 if seen < ours:

@@ -103,8 +103,11 @@ def finish(t, n, c):
     r = tl.arange(0, c.ROWS)
     d = tl.arange(0, c.BLOCK_D)
     there = (i0 + r < size)[:, None] & (d < c.D)[None, :]
-    at = (plane.to(tl.int64) * n.tiles + tile) * c.ROWS + r
-    x = tl.load(t.sums + at[:, None] * c.BLOCK_D + d[None, :], mask=there, other=0.0) * n.scale
+    at = tl.program_id(0).to(tl.int64) * (c.ROWS * c.BLOCK_D)
+    x = tl.load(t.sums + at + tl.arange(0, c.ROWS * c.BLOCK_D))
+    # from the order in which threads hold it (layouts.by_threads)
+    x = tl.reshape(x, [4, c.BLOCK_D // 8, 8, 4, 2, 2])
+    x = tl.reshape(tl.permute(x, (0, 4, 2, 1, 3, 5)), [c.ROWS, c.BLOCK_D]) * n.scale
     row = (start + i0 + r).to(tl.int64)
     if t.cu_q is None:
         row += b.to(tl.int64) * n.total_q

@@ -28,7 +28,8 @@ class GradientTile:
     kv_stages: int = 1
     dq_stages: int = 1
     late: bool = False  # dQ one step late, where dS is no tile of a bias
-    eager: bool = False  # ... and registers for dK at once, and for S of the next step beside dQ
+    eager: bool = False  # ... and registers for dS, of which dK is made at once
+    ahead: bool = False  # ... and for S of the next step beside dQ
     held_0: int = 0  # columns of K that are in registers as well (pair.py)
     held_1: int = 0  # of V
     alone: bool = False  # half of K and half of V, and these nowhere else
@@ -37,8 +38,10 @@ class GradientTile:
 
 #: by (D, Dv), both padded to one of these
 TILES = {
-    (64, 64): GradientTile(64, 4, 3, held=True, kv_stages=2, dq_stages=2, late=True, eager=True),
-    (128, 128): GradientTile(64, 3, 2, late=True),
+    (64, 64): GradientTile(
+        64, 4, 3, held=True, kv_stages=2, dq_stages=2, late=True, eager=True, ahead=True
+    ),
+    (128, 128): GradientTile(64, 3, 2, late=True, eager=True),
 }
 #: by (D, Dv) and by what a launch makes: heads for which one has no registers (wide.py, pair.py)
 WIDE = {
@@ -88,6 +91,7 @@ class GradientConfig:
     FRESH: bool = False  # ... and the first to add to a tile of it writes it
     LATE: bool = False  # dQ of a step is made in the next one (consumer.late_step)
     EAGER: bool = False  # ... and dK from registers, in the step itself
+    AHEAD: bool = False  # ... and S of the next step is made before dQ
     DQ_STAGES: int = 1
     HELD_0: int = 0  # columns of K that are in registers as well (pair.py)
     HELD_1: int = 0  # of V
@@ -193,6 +197,7 @@ def config_for(p: Problem, tile: GradientTile, **options: Any) -> GradientConfig
         KV_STAGES=tile.kv_stages,
         LATE=tile.late and p.bias is None,
         EAGER=tile.eager and p.bias is None,
+        AHEAD=tile.ahead and p.bias is None,
         DQ_STAGES=tile.dq_stages,
         LEFT=p.left is not None,
         RIGHT=p.right is not None,
