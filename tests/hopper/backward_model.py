@@ -118,7 +118,9 @@ def cases() -> list[Case]:
             ),
         ]  # fmt: skip
     found += [
-        replace(c, name=name + c.name, options=c.options | {"LATE": True, "EAGER": name == "eager-"})
+        replace(
+            c, name=name + c.name, options=c.options | {"LATE": True, "EAGER": name == "eager-"}
+        )
         for n, name in enumerate(("late-", "eager-"))
         for c in found[n::3]
         if not c.bias

@@ -444,6 +444,8 @@ def inline_asm(text: str, constraints: str, args: list[Any], dtype: Any, **_: An
         _dawdle()
         _here.block.meeting.wait(LIMIT)
         return None
+    if text.startswith("griddepcontrol"):
+        return None
     if text.startswith("cvt.rn"):
         return args[0].to(dtype)
     if text.startswith("tanh"):

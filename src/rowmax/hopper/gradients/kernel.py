@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from ..kernel import blocks_of
 from ..padding import barriers
 from .consumer import consumer
-from .pipeline import all_barriers, producer, writer
+from .pipeline import all_barriers, follow, producer, writer
 
 
 @gluon.jit
@@ -47,6 +47,7 @@ def backward(
     terms = (n.inner, t.alibi, t.q_ids, t.k_ids, n.ids_q, n.ids_k)
     rest = (n.scale, n.out_scale, n.group, n.heads)
     spread = (n.group, n.hq, n.each_b, n.each_h)
+    follow()
     tiles = (n.nk + C.BLOCK_K - 1) // C.BLOCK_K  # of keys, a head
     if C.ORDERED and C.VARLEN:
         tiles = gl.load(t.cu_k + n.batch) // C.BLOCK_K + n.batch

@@ -22,7 +22,7 @@ from .. import packed
 from ..copies import Copies, blocks, placed, strides, taken, takes
 from ..documents import tile_spans
 from ..launch import GluonLaunch, processors
-from ..schedule import SECTION_BYTES
+from ..schedule import SECTION_BYTES, blocks_for
 from ..schedule import steps_of as steps_of_queries
 from ..tiles import Constants
 from . import rows
@@ -42,6 +42,8 @@ from .wide_kernel import wide
 _LOG2E = math.log2(math.e)
 _MOST_PLANS = 256
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
+#: of a launch that begins beside the end of the one before (pipeline.follow)
+_FOLLOWS = _OPTIONS | {"launch_pdl": True}
 BLOCK_K = 128
 #: blocks that work on one head at most, where each is to follow another (``schedule.py``)
 FOLLOWERS = 66
@@ -321,7 +323,7 @@ def made(
         (planes, rows_ // config.BLOCK_Q, config.BLOCK_Q * config.D),
         Launch(rows.prepare, (every, 1, 1), _OPTIONS),
         works,
-        Launch(rows.finish, (every, 1, 1), _OPTIONS),
+        Launch(rows.finish, (every, 1, 1), _FOLLOWS),
         of_rows(p, config, dout, rows_ // config.BLOCK_Q),
     )
 
@@ -375,7 +377,7 @@ def work_of(
     last = (numbers, gl.constexpr(Constants(config)), *map(gl.constexpr, registers))
     copies = copies_of(config, tensors, dout, planes, rows_)
     run = kernel if config.KIND == "all" else wide
-    return Work(config, table, ends, copies, last, GluonLaunch(run, (blocks_, 1, 1), _OPTIONS))
+    return Work(config, table, ends, copies, last, GluonLaunch(run, (blocks_, 1, 1), _FOLLOWS))
 
 
 def copies_of(c: GradientConfig, tensors: Tensors, dout: Tensor, planes: int, rows_: int) -> Copies:
@@ -453,7 +455,7 @@ def order_for(
         section = SECTION_BYTES // (query_bytes(p) * p.nq)
         if config.ORDERED:
             section = max(section, most // FOLLOWERS)
-    many = min(most, steps.shape[0] * p.batch * heads)
+    many = blocks_for(steps, p.batch * heads, most)
     table, ends = order_of(
         steps, p.batch, heads, max(1, section), many, config.DRAWN, config.UP, config.BLOCK_K
     )

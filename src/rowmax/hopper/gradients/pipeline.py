@@ -69,6 +69,20 @@ def all_barriers(C: gl.constexpr):
 
 
 @gluon.jit
+def follow():
+    """Wait until the launch before is done and what it wrote is there; what comes before this runs
+    beside its end. The launch after may do the same."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, 0;",
+        "=r",
+        [],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def load_step(C: gl.constexpr, descs, buffers, bars, where, m, g, use, nth):
     """Q, its rows' lse and delta, dO and the bias of one step. ``nth`` counts tiles that are cut
     short, before and after."""

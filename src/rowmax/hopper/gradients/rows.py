@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...triton.steps import sequence, sequence_of_slot
 
@@ -49,6 +50,7 @@ def prepare(t, n, c):
 
     Rows that see nothing, and those that pad a tile, have an lse of +inf: weights of 0.
     """
+    gdc_launch_dependents()
     tile, plane, b, head, start, size, i0 = place(t, n, c)
     size = tl.where(b < n.batch, size, 0)
     r = tl.arange(0, c.ROWS)
@@ -99,6 +101,7 @@ def prepare(t, n, c):
 @triton.jit
 def finish(t, n, c):
     """``dq = scale sums`` of a tile of rows, in the dtype of q; 0 past the last sequence."""
+    gdc_wait()
     tile, plane, b, head, start, size, i0 = place(t, n, c)
     r = tl.arange(0, c.ROWS)
     d = tl.arange(0, c.BLOCK_D)

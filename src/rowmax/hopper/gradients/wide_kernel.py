@@ -11,6 +11,7 @@ from ..padding import barriers, clear_rows, cleared, full_barriers, landing
 from ..pipeline import phase, post, slot
 from ..schedule import row_at
 from .pair import handing_over, keys, values
+from .pipeline import follow
 from .schedule import draw, draw_next, plane_of, query_tile_of, tile_of
 from .wide import queries
 
@@ -220,6 +221,7 @@ def wide(a0, a1, b0, b1, row_tiles, t, n, C: gl.constexpr, R0: gl.constexpr, R1:
     rest = (n.scale, n.out_scale, n.group, n.heads)
     planes = (n.hq, n.rows)
     spread = (n.group, n.ratio, n.hq)
+    follow()
     if C.KIND == "pair":
         gl.warp_specialize(
             [
