@@ -331,6 +331,9 @@ def check(
             stats[b * case.hq + h, 1, to] = delta[b, h, r]
     if spoiled:
         spoil(case, q, k, v, do, stats, places)
+    # in the order of layouts.by_columns
+    stats = stats.reshape(planes, 2, -1, 2, 4, 2).transpose(0, 1, 2, 4, 3, 5)
+    stats = np.ascontiguousarray(stats).reshape(planes, 2, rows)
     dk, dv = (np.full(x.size, np.nan, np.float16) for x in (k, v))
     tiles = total_k // BLOCK_K + batch if packed else -(-nk // BLOCK_K)
     turns = np.zeros((1 if packed else case.b) * case.hk * tiles, np.int32)

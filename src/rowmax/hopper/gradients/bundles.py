@@ -59,7 +59,7 @@ class RowPointers(NamedTuple):
     lse: Any = None
     dlse: Any = None
     sink: Any = None
-    stats: Any = None  # float32 [planes, 2, rows], lse in units of log 2, and delta
+    stats: Any = None  # float32 [planes, 2, rows], lse (of 2) and delta (layouts.by_columns)
     dsink: Any = None  # float32, of each tile of rows
     cu_q: Any = None
     cu_k: Any = None

@@ -34,7 +34,7 @@ from ..gluon_compat import (
 from ..layouts import matrix, output_layout, value_layout, weight_layout
 from ..pipeline import phase, slot, told
 from ..softmax import rounded
-from .layouts import by_threads, column_layout, held_layout, score_layout
+from .layouts import by_columns, by_threads, held_layout, row_layout, score_layout
 from .schedule import full_tiles
 from .terms import weights
 
@@ -135,7 +135,7 @@ def row_numbers(C: gl.constexpr, stats, s, i: gl.constexpr):
     both = reinterpret(
         stats.index(s), stats.dtype, [2, C.BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
-    return both.index(i).load(column_layout(C))
+    return by_columns(both.index(i).load(row_layout(C)), C)
 
 
 @gluon.jit

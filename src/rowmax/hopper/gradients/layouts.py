@@ -19,6 +19,32 @@ def column_layout(C):
 
 
 @gluon.constexpr_function
+def row_layout(C):
+    """The same numbers as they lie in memory: four of each thread, one after the other."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[1], [2], *([n] for n in (16, 32, 64) if n < C.BLOCK_Q)],
+        lane_bases=[[4], [8], [0], [0], [0]],
+        warp_bases=[[0], [0]],
+        block_bases=[],
+        shape=[C.BLOCK_Q],
+    )
+
+
+@gluon.jit
+def by_columns(x, C: gl.constexpr):
+    """From there to where the columns are: query 16 n + 8 i + 2 c + j is in the order of
+    (n, c, i, j), and c is the thread."""
+    x = x.reshape([C.BLOCK_Q // 16, 4, 2, 2]).permute((0, 2, 1, 3)).reshape([C.BLOCK_Q])
+    return gl.convert_layout(x, column_layout(C))
+
+
+@gluon.jit
+def in_columns(r):
+    """The place of query r in the order of ``by_columns``."""
+    return (r & -16) | ((r & 6) << 1) | ((r & 8) >> 2) | (r & 1)
+
+
+@gluon.constexpr_function
 def held_layout(C):
     """K or V ``[64, D]`` as a product takes it from registers."""
     return gl.DotOperandLayout(operand_index=0, parent=score_layout(C), k_width=2)

@@ -33,6 +33,12 @@ def place(t, n, c):
 
 
 @triton.jit
+def in_columns(x, ROWS: tl.constexpr):
+    """Rows in the order of ``layouts.by_columns``."""
+    return tl.reshape(tl.permute(tl.reshape(x, [ROWS // 16, 2, 4, 2]), (0, 2, 1, 3)), [ROWS])
+
+
+@triton.jit
 def clear_rest(x, cu, batch, total, width):
     """Zeros in the rows past the last packed sequence, shared out among all programs."""
     end = total.to(tl.int64) * width
@@ -74,8 +80,8 @@ def prepare(t, n, c):
     lse2 = tl.where(value == float("-inf"), float("inf"), value * _LOG2E)
     rows = n.tiles * c.ROWS
     to = t.stats + plane.to(tl.int64) * (2 * rows) + tile * c.ROWS + r
-    tl.store(to, lse2)
-    tl.store(to + rows, delta)
+    tl.store(to, in_columns(lse2, c.ROWS))
+    tl.store(to + rows, in_columns(delta, c.ROWS))
     if t.dsink is not None:
         p = tl.exp2(tl.load(t.sink + head).to(tl.float32) * _LOG2E - lse2)
         tl.store(t.dsink + tl.program_id(0), -tl.sum(tl.where(here, p * delta, 0.0), 0))

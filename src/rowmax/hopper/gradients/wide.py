@@ -27,7 +27,7 @@ from ..layouts import value_layout, weight_layout
 from ..pipeline import phase, slot, told
 from ..softmax import rounded
 from .consumer import block
-from .layouts import score_layout
+from .layouts import in_columns, score_layout
 from .schedule import full_range, plane_of
 from .terms import weights
 
@@ -81,7 +81,7 @@ def rows_of_tile(C: gl.constexpr, c: gl.constexpr, rows, tile, planes):
     plane, row = plane_of(C, b, head, q_row, hq)
     L: gl.constexpr = gl.SliceLayout(1, score_layout(C))
     r = first + c * C.TOKENS + gl.arange(0, C.TOKENS, L)
-    at = rows + (plane.to(gl.int64) * 2 * padded + row) + r
+    at = rows + (plane.to(gl.int64) * 2 * padded + row) + in_columns(r)
     lse = gl.load(at, mask=r < nq, other=float("inf"))
     return lse, gl.load(at + padded, mask=r < nq, other=0.0)
 
