@@ -45,6 +45,9 @@ _OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 BLOCK_K = 128
 #: blocks that work on one head at most, where each is to follow another (``schedule.py``)
 FOLLOWERS = 66
+#: where tiles of keys begin with the same queries: how many steps each comes behind the one that
+#: it follows, and the part of all steps of a block that those begun at once may wait for that
+BEHIND, IDLE = 2, 0.03
 
 
 class Work(NamedTuple):
@@ -452,6 +455,9 @@ def order_for(
         section = SECTION_BYTES // (query_bytes(p) * p.nq)
         if config.ORDERED:
             section = max(section, most // FOLLOWERS)
+            if p.left is None and not config.UP:
+                share = int(steps.sum()) * p.batch * heads / most
+                section = max(section, int(BEHIND * most / max(IDLE * share, 1)))
     many = min(most, steps.shape[0] * p.batch * heads)
     table, ends = order_of(
         steps, p.batch, heads, max(1, section), many, config.DRAWN, config.UP, config.BLOCK_K
