@@ -47,7 +47,7 @@ BLOCK_K = 128
 FOLLOWERS = 66
 #: where tiles of keys begin with the same queries: how many steps each comes behind the one that
 #: it follows, and the part of all steps of a block that those begun at once may wait for that
-BEHIND, IDLE = 2, 0.03
+BEHIND, IDLE = 2, 1 / 30
 
 
 class Work(NamedTuple):
@@ -457,7 +457,7 @@ def order_for(
             section = max(section, most // FOLLOWERS)
             if p.left is None and not config.UP:
                 share = int(steps.sum()) * p.batch * heads / most
-                section = max(section, int(BEHIND * most / max(IDLE * share, 1)))
+                section = max(section, round(BEHIND * most / max(IDLE * share, 1)))
     many = min(most, steps.shape[0] * p.batch * heads)
     table, ends = order_of(
         steps, p.batch, heads, max(1, section), many, config.DRAWN, config.UP, config.BLOCK_K
