@@ -30,6 +30,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "ragged": {"RAGGED": True},
     "causal": {"RIGHT": True},
     "ordered": {"RIGHT": True, "ORDERED": True, "FRESH": True},
+    "abreast": {"RIGHT": True, "ORDERED": True, "FRESH": True, "ABREAST": True},
     "window": {"LEFT": True, "RIGHT": True},
     "lengths": {"PREFIX": True, "RAGGED": True},
     "packed": {"VARLEN": True, "RAGGED": True, "RIGHT": True},

@@ -105,6 +105,31 @@ def cases() -> list[Case]:
                 f"fresh-window{tag}", 500, 600, hq=2, left=70, right=0, blocks=5,
                 options=o | {"FRESH": ordered},
             ),
+            Case(
+                f"abreast{tag}", 300, 500, b=2, hq=6, hk=2, right=0, blocks=3,
+                options=o | {"ABREAST": True, "FRESH": ordered},
+            ),
+            Case(
+                f"abreast-longer-queries{tag}", 500, 300, hq=4, hk=2, right=0, alibi=True,
+                blocks=5, options=o | {"ABREAST": True},
+            ),
+            Case(
+                f"abreast-bias{tag}", 300, 300, hq=4, hk=2, bias=(1, 4), right=0, blocks=3,
+                options=o | {"ABREAST": True, "DBIAS": True},
+            ),
+            Case(
+                f"abreast-documents{tag}", 300, 500, hq=2, hk=1, documents="sorted", right=0,
+                blocks=3, options=o | {"ABREAST": True},
+            ),
+            Case(
+                f"abreast-lengths{tag}", 100, 300, b=4, hq=2, lengths=(300, 0, 130, 1), right=0,
+                options=o | {"ABREAST": True},
+            ),
+            Case(
+                f"abreast-packed{tag}", hq=4, hk=2, right=0, blocks=3,
+                options=o | {"ABREAST": True},
+                sequences=((5, 90), (0, 17), (150, 270), (33, 0), (1, 40), (200, 200)),
+            ),
             Case(f"followers{tag}", 400, 1500, right=700, blocks=9, options=o),
             Case(f"stages{tag}", 300, 300, stages=(3, 1), options=o),
             Case(f"stages-four{tag}", 300, 300, stages=(4, 3), right=5, options=o),
@@ -140,7 +165,7 @@ def cases() -> list[Case]:
     found += [
         replace(c, name=f"{name}-{c.name}", kind=kind, stages=stages, options=c.options | more)
         for c in plain
-        if c.stages == (3, 2) and "LATE" not in c.options
+        if c.stages == (3, 2) and not c.options.keys() & {"LATE", "ABREAST"}
         for name, kind, stages, more in (
             ("dq", "dq", (2, 1), {}),
             ("pair", "pair", (2, 2), {"HELD_0": 8, "HELD_1": 16}),

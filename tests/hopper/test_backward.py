@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,3 +45,40 @@ def test_host_and_kernels():
     pytest.importorskip("numpy")
     for only in ("first-64", "first-lengths", "empty-batch"):
         run("tests.hopper.whole", "--only", only, TRITON_INTERPRET="1")
+
+
+@pytest.mark.skipif(
+    find_spec("triton") is None or sys.platform != "linux", reason="needs triton, on Linux"
+)
+@pytest.mark.parametrize(
+    ("batch", "tokens", "heads", "kv_heads", "right", "section"),
+    [
+        (1, 16384, 16, 16, None, 2),  # FOLLOWERS
+        (1, 16384, 16, 16, 0, 2),
+        (4, 4096, 16, 16, None, 8),  # what fits in the cache
+        (1, 4096, 16, 16, None, 16),  # short: all heads at once
+        (1, 16384, 32, 8, 0, 2),
+        (4, 4096, 32, 8, 0, 8),
+    ],
+)
+def test_heads_at_once(monkeypatch, batch, tokens, heads, kv_heads, right, section):
+    from rowmax.hopper.gradients import launch
+    from rowmax.hopper.gradients.tiles import TILES, config_for
+    from rowmax.problem import Problem
+
+    problem = Problem(
+        "cuda", torch.bfloat16, batch, tokens, tokens, heads, kv_heads, 128, 128, 1.0, 0.0, 0.0,
+        None, right, False, False, None, None, None, False, False, False, tokens, tokens, True,
+    )  # fmt: skip
+    config = config_for(problem, TILES[128, 128])
+    assert config.ABREAST is (right is not None and heads > kv_heads)
+    monkeypatch.setattr(launch, "processors", lambda device: 132)
+    _, rows, _ = launch.order_for(problem, config, torch.device("cpu"))
+    assert rows is not None
+    first = rows[:, 0] == rows[0, 0]
+    assert len(rows[: int((~first).int().argmax())]) == section
+    # a tile of keys comes after the one that it follows
+    place = {tuple(row[:3]): n for n, row in enumerate(rows.tolist())}
+    step = 128 * config.NEIGHBOUR
+    for (token, head, b), n in place.items():
+        assert place.get((token + step, head, b), -1) < n

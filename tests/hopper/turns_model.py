@@ -48,6 +48,7 @@ class Case:
     heads: int = 3
     group: int = 1
     section: int = 2
+    abreast: bool = False
 
 
 CASES = [
@@ -67,6 +68,13 @@ CASES = [
     Case(1000, 700, documents="sorted"),
     Case(600, 900, documents="unsorted"),
     Case(900, 900, documents="unsorted", right=0, left=300),
+    Case(1000, 1000, right=0, group=3, abreast=True),
+    Case(300, 900, right=0, group=2, abreast=True),
+    Case(900, 300, right=0, group=2, section=1, abreast=True),
+    Case(200, 1500, right=900, heads=1, group=4, abreast=True),
+    Case(400, 900, used=500, right=0, group=2, abreast=True),
+    Case(1000, 1000, documents="sorted", right=0, group=2, abreast=True),
+    Case(600, 900, documents="unsorted", right=0, group=2, abreast=True),
 ]
 
 
@@ -82,7 +90,7 @@ def played(case: Case, blocks: int, dice: random.Random) -> dict[Any, list[int]]
     C = GradientConfig(
         D=64, DV=64, D_OUT=64, DV_OUT=64, BLOCK_Q=BLOCK_Q, Q_STAGES=3, DO_STAGES=2,
         ORDERED=True, LEFT=case.left is not None, RIGHT=case.right is not None,
-        PREFIX=case.used is not None, DOCUMENTS=bool(case.documents),
+        PREFIX=case.used is not None, DOCUMENTS=bool(case.documents), ABREAST=case.abreast,
     )  # fmt: skip
     spans = machine.Pointer(spans_of(case))
     sizes = (case.nq, case.nk, case.left or 0, case.right or 0, spans)
@@ -116,9 +124,8 @@ def played(case: Case, blocks: int, dice: random.Random) -> dict[Any, list[int]]
             told[block.tile] = block.step
             running[n] = None
             return True
-        g, i = divmod(block.step, hi - lo)
-        m = int(passing(C, i, lo, hi))
-        ours = int(turns_before(C, g, m, before[key]))
+        m, g = (int(n) for n in passing(C, block.step, lo, hi, case.group))
+        ours = int(turns_before(C, g, m, before[key], case.group))
         if block.seen < ours:
             block.seen = told[key + C.NEIGHBOUR, head]
             if block.seen < ours:

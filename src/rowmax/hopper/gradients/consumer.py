@@ -35,7 +35,7 @@ from ..layouts import matrix, output_layout, value_layout, weight_layout
 from ..pipeline import phase, slot, told
 from ..softmax import rounded
 from .layouts import by_columns, by_threads, held_layout, row_layout, score_layout
-from .schedule import full_tiles
+from .schedule import counted, full_tiles
 from .terms import weights
 
 
@@ -329,7 +329,10 @@ def consumer(
         dk_sum = gl.full([C.TOKENS, C.D], 0.0, gl.float32, value_layout(C.D))
         dv_sum = gl.full([C.TOKENS, C.DV], 0.0, gl.float32, value_layout(C.DV))
         state = (S, dk_sum, dv_sum)
-        for g in range(group):
+        rounds, abreast = group, 1
+        if C.ABREAST:
+            rounds, abreast = 1, group
+        for g in range(rounds):
             head = kv_head * group + g
             if C.UP:
                 for i in range(lo, a):
@@ -346,7 +349,9 @@ def consumer(
                         sizes, terms, dbias, scale,
                     )  # fmt: skip
             if not C.DOCUMENTS:
-                for i in range(a, z):
+                for n in range(a * abreast, z * abreast):
+                    i, head = counted(C, n, g, group)
+                    head += kv_head * group
                     m = z - 1 - i + a
                     if C.UP:
                         m = i
@@ -356,7 +361,9 @@ def consumer(
                         sizes, terms, dbias, scale,
                     )  # fmt: skip
             if C.MASKS and not C.UP:
-                for i in range(lo, a):
+                for n in range(lo * abreast, a * abreast):
+                    i, head = counted(C, n, g, group)
+                    head += kv_head * group
                     use, state = one_step(
                         C, True, c, a - 1 - i + lo, head, use, span, left, state, buffers, bars,
                         tile,

@@ -47,6 +47,9 @@ _FOLLOWS = _OPTIONS | {"launch_pdl": True}
 BLOCK_K = 128
 #: blocks that work on one head at most, where each is to follow another (``schedule.py``)
 FOLLOWERS = 66
+#: where tiles of keys begin with the same queries: how many steps each comes behind the one that
+#: it follows, and the part of all steps of a block that those begun at once may wait for that
+BEHIND, IDLE = 2, 1 / 30
 
 
 class Work(NamedTuple):
@@ -455,6 +458,9 @@ def order_for(
         section = SECTION_BYTES // (query_bytes(p) * p.nq)
         if config.ORDERED:
             section = max(section, most // FOLLOWERS)
+            if p.left is None and not config.UP:
+                share = int(steps.sum()) * p.batch * heads / most
+                section = max(section, round(BEHIND * most / max(IDLE * share, 1)))
     many = blocks_for(steps, p.batch * heads, most)
     table, ends = order_of(
         steps, p.batch, heads, max(1, section), many, config.DRAWN, config.UP, config.BLOCK_K

@@ -176,8 +176,8 @@ def producer(C: gl.constexpr, descs, buffers, bars, mail, order, sizes, seqs, le
         where = (0 if C.VARLEN else b, b, kv_head, first, q_row, nq, spread)
         if lo < hi:
             # the rings have room for the first step while K and V of the last tile are in use
-            m = passing(C, 0, lo, hi)
-            cut_q = load_step(C, descs, buffers, bars, where, m, 0, use, cut_q)
+            m, g = passing(C, 0, lo, hi, group)
+            cut_q = load_step(C, descs, buffers, bars, where, m, g, use, cut_q)
             row = k_row + first
             cut_k = load_keys(C, descs, buffers, bars, where, row, kept, used - first, cut_k)
             kept += 1
@@ -185,14 +185,12 @@ def producer(C: gl.constexpr, descs, buffers, bars, mail, order, sizes, seqs, le
         # as many steps as there is room for, since to look up the next tile takes a while
         some = gl.minimum(steps * group, C.DO_STAGES)
         for i in range(1, some):
-            g = i // steps
-            m = passing(C, i - g * steps, lo, hi)
+            m, g = passing(C, i, lo, hi, group)
             cut_q = load_step(C, descs, buffers, bars, where, m, g, use + i, cut_q)
         if not C.ORDERED:
             n, tile = told_of(C, n, end, turn + 1, mail, order, sizes, seqs, lengths)
         for i in range(gl.maximum(some, 1), steps * group):
-            g = i // steps
-            m = passing(C, i - g * steps, lo, hi)
+            m, g = passing(C, i, lo, hi, group)
             cut_q = load_step(C, descs, buffers, bars, where, m, g, use + i, cut_q)
         use += steps * group
         if C.ORDERED:  # not before its time: others are to follow what is drawn
@@ -272,12 +270,11 @@ def writer(C: gl.constexpr, dq, dqs, bars, mail, turns, sizes, tiles, heads, gro
             place = place_of(C, tile, turns, tiles, heads)
             before = neighbour_of(C, tile, sizes)
         for i in range(end):
-            g = i // steps
-            m = passing(C, i - g * steps, lo, hi)
+            m, g = passing(C, i, lo, hi, group)
             plane, row = plane_of(C, b, kv_head * group + g, q_row, hq)
             row = (row // C.BLOCK_Q + m) * (2 * C.D)  # of 32 numbers (layouts.by_threads)
             if C.ORDERED:
-                ours = turns_before(C, g, m, before)
+                ours = turns_before(C, g, m, before, group)
                 if seen < ours:
                     seen = looked_up(place + C.NEIGHBOUR)
                     if seen < ours:

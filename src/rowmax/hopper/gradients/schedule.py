@@ -12,6 +12,10 @@ many blocks there are. That nobody waits for long is left to the order:
   picture upside down.
 - Where all tiles of keys begin at the same tile of queries each has to begin a little after the
   one before, once, and keeps its distance from then on. Two heads at once halve that wait.
+- Under a diagonal where heads share keys, UP would draw tiles of a whole group's length last, and
+  tiles of keys that follow one another would be further apart from head to head of the group.
+  There tiles pass by from the last to the diagonal, each of all heads before the next (ABREAST):
+  all tiles of keys begin at the same one, and the longest are drawn first.
 
 More heads at once would wait less still, but blocks that follow one another share what they bring
 and add to, and too many heads do not fit in L2: every block then has to have it from memory.
@@ -107,13 +111,27 @@ def tile_of(C: gl.constexpr, row, sizes, seqs, lengths):
 
 
 @gluon.jit
-def passing(C: gl.constexpr, i, lo, hi):
-    """The tile of queries from lo to hi that is the i-th to pass by."""
-    if C.UP:
-        m = lo + i
+def counted(C: gl.constexpr, i, g, group):
+    """(tile, head of the group) of a count of steps: i of head g, or i of all heads abreast."""
+    if C.ABREAST:
+        g = i % group
+        i = i // group
+    return i, g
+
+
+@gluon.jit
+def passing(C: gl.constexpr, i, lo, hi, group):
+    """(tile of queries from lo to hi, head of the group) that is the i-th to pass by."""
+    if C.ABREAST:
+        m, g = counted(C, i, 0, group)
     else:
-        m = hi - 1 - i
-    return m
+        g = i // (hi - lo)
+        m = i - g * (hi - lo)
+    if C.UP:
+        m = lo + m
+    else:
+        m = hi - 1 - m
+    return m, g
 
 
 @gluon.jit
@@ -152,7 +170,7 @@ def neighbour_of(C: gl.constexpr, tile, sizes):
 
 
 @gluon.jit
-def turns_before(C: gl.constexpr, g, m, before):
+def turns_before(C: gl.constexpr, g, m, before, group):
     """How many steps the neighbour has made when it has added to tile m of head g; 0 where it
     does not meet that tile: then this one is the first."""
     lo, hi = before
@@ -160,7 +178,11 @@ def turns_before(C: gl.constexpr, g, m, before):
         step = m - lo + 1
     else:
         step = hi - m
-    return gl.where((m >= lo) & (m < hi), g * (hi - lo) + step, 0)
+    if C.ABREAST:
+        step = (step - 1) * group + g + 1
+    else:
+        step = g * (hi - lo) + step
+    return gl.where((m >= lo) & (m < hi), step, 0)
 
 
 @gluon.jit

@@ -89,6 +89,7 @@ class GradientConfig:
     DBIAS: bool = False  # stored tile by tile: the bias broadcasts over nothing
     ORDERED: bool = False  # dQ is added up tile of keys by tile of keys, in a fixed order
     FRESH: bool = False  # ... and the first to add to a tile of it writes it
+    ABREAST: bool = False  # tile m of every head of a group passes by before the next tile does
     LATE: bool = False  # dQ of a step is made in the next one (consumer.late_step)
     EAGER: bool = False  # ... and dK from registers, in the step itself
     AHEAD: bool = False  # ... and S of the next step is made before dQ
@@ -159,7 +160,7 @@ class GradientConfig:
     def UP(self) -> bool:
         """Whether tiles of queries pass by from the first to the last, and the last tile of keys
         is drawn first: the order in which turns come by themselves (``schedule.py``)."""
-        return self.ORDERED and self.RIGHT and not self.LEFT
+        return self.ORDERED and self.RIGHT and not self.LEFT and not self.ABREAST
 
     @property
     def LAST_FIRST(self) -> bool:
@@ -210,6 +211,7 @@ def config_for(p: Problem, tile: GradientTile, **options: Any) -> GradientConfig
         BIAS=p.bias is not None,
         ORDERED=ordered,
         FRESH=ordered and every_query_sees(p),
+        ABREAST=ordered and p.group > 1 and p.right is not None and p.left is None,
     )
     return replace(config, **options)
 
