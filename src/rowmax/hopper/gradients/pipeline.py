@@ -218,7 +218,7 @@ def looked_up(place):
 def told_others(C: gl.constexpr, place, steps, FLYING: gl.constexpr):
     """Tell that so many steps are done, when the copies of all but the last FLYING are in
     memory."""
-    WAIT: gl.constexpr = "cp.async.bulk.wait_group " + ("1; " if FLYING else "0; ")
+    WAIT: gl.constexpr = "cp.async.bulk.wait_group " + ("0; ", "1; ", "2; ")[FLYING]
     gl.inline_asm_elementwise(
         WAIT
         + "fence.proxy.async.global; bar.warp.sync 0xffffffff; { .reg .pred p; .reg .b32 lane; "
@@ -293,7 +293,7 @@ def writer(C: gl.constexpr, dq, dqs, bars, mail, turns, sizes, tiles, heads, gro
             tma_store_wait(0)
             mbarrier.arrive(dq_empty.index(s), count=1)
             if C.ORDERED:
-                told_others(C, place, i, 1)
+                told_others(C, place, i + 1 - C.FLYING, C.FLYING)
             use += 1
         if C.ORDERED:
             told_others(C, place, end, 0)

@@ -16,9 +16,14 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def place(t, n, c):
-    """(program's tile, plane, sequence, head, its first row, its length, the tile's first row)."""
-    tile = tl.program_id(0) % n.tiles
-    plane = tl.program_id(0) // n.tiles
+    """(program, its tile, plane, sequence, head, its first row, its length, the tile's first row).
+
+    The last tile first: what is made last lies in L2 for whoever begins with the first, as the
+    kernel between does, and what that has made last is there for the pass after it.
+    """
+    i = tl.num_programs(0) - 1 - tl.program_id(0)
+    tile = i % n.tiles
+    plane = i // n.tiles
     i0 = tile
     if t.cu_q is not None:
         b, i0 = sequence_of_slot(t.cu_q, tile, n.batch, n.total_q, c.ROWS)
@@ -29,7 +34,7 @@ def place(t, n, c):
         head = plane % n.hq
         start = 0
         size = n.total_q
-    return tile, plane, b, head, start, size, i0 * c.ROWS
+    return i, tile, plane, b, head, start, size, i0 * c.ROWS
 
 
 @triton.jit
@@ -57,7 +62,7 @@ def prepare(t, n, c):
     Rows that see nothing, and those that pad a tile, have an lse of +inf: weights of 0.
     """
     gdc_launch_dependents()
-    tile, plane, b, head, start, size, i0 = place(t, n, c)
+    i, tile, plane, b, head, start, size, i0 = place(t, n, c)
     size = tl.where(b < n.batch, size, 0)
     r = tl.arange(0, c.ROWS)
     here = i0 + r < size
@@ -84,16 +89,16 @@ def prepare(t, n, c):
     tl.store(to + rows, in_columns(delta, c.ROWS))
     if t.dsink is not None:
         p = tl.exp2(tl.load(t.sink + head).to(tl.float32) * _LOG2E - lse2)
-        tl.store(t.dsink + tl.program_id(0), -tl.sum(tl.where(here, p * delta, 0.0), 0))
+        tl.store(t.dsink + i, -tl.sum(tl.where(here, p * delta, 0.0), 0))
     if t.sums is not None:
         w = tl.arange(0, c.BLOCK_D)
-        to = t.sums + tl.program_id(0).to(tl.int64) * (c.ROWS * c.BLOCK_D)
+        to = t.sums + i.to(tl.int64) * (c.ROWS * c.BLOCK_D)
         zeros = tl.zeros([c.ROWS, c.BLOCK_D], tl.float32)
         tl.store(to + (r * c.BLOCK_D)[:, None] + w[None, :], zeros)
     if t.turns is not None:
-        for i in range(tl.program_id(0), n.turns, tl.num_programs(0)):
-            tl.store(t.turns + i, 0)
-    if t.counters is not None and tl.program_id(0) == 0:
+        for turn in range(i, n.turns, tl.num_programs(0)):
+            tl.store(t.turns + turn, 0)
+    if t.counters is not None and i == 0:
         tl.store(t.counters + tl.arange(0, 16), tl.zeros([16], tl.int32))
     if t.cu_q is not None:
         if t.dq is not None:
@@ -108,17 +113,17 @@ def prepare(t, n, c):
 def finish(t, n, c):
     """``dq = scale sums`` of a tile of rows, in the dtype of q; 0 past the last sequence."""
     gdc_wait()
-    tile, plane, b, head, start, size, i0 = place(t, n, c)
+    i, tile, plane, b, head, start, size, i0 = place(t, n, c)
     r = tl.arange(0, c.ROWS)
     d = tl.arange(0, c.BLOCK_D)
     there = (i0 + r < size)[:, None] & (d < c.D)[None, :]
-    at = tl.program_id(0).to(tl.int64) * (c.ROWS * c.BLOCK_D)
-    x = tl.load(t.sums + at + tl.arange(0, c.ROWS * c.BLOCK_D))
+    at = i.to(tl.int64) * (c.ROWS * c.BLOCK_D) + tl.arange(0, c.ROWS * c.BLOCK_D)
+    x = (tl.load(t.sums + at) * n.scale).to(t.dq.dtype.element_ty)
     # from the order in which threads hold it (layouts.by_threads)
-    x = tl.reshape(x, [4, c.BLOCK_D // 8, 8, 4, 2, 2])
-    x = tl.reshape(tl.permute(x, (0, 4, 2, 1, 3, 5)), [c.ROWS, c.BLOCK_D]) * n.scale
+    x = tl.permute(tl.reshape(x, [4, c.BLOCK_D // 8, 8, 4, 2, 2]), (0, 4, 2, 1, 3, 5))
+    x = tl.reshape(x, [c.ROWS, c.BLOCK_D])
     row = (start + i0 + r).to(tl.int64)
     if t.cu_q is None:
         row += b.to(tl.int64) * n.total_q
     at = (row * n.hq + head) * c.D
-    tl.store(t.dq + at[:, None] + d[None, :], x.to(t.dq.dtype.element_ty), mask=there)
+    tl.store(t.dq + at[:, None] + d[None, :], x, mask=there)

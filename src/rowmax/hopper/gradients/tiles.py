@@ -94,6 +94,7 @@ class GradientConfig:
     EAGER: bool = False  # ... and dK from registers, in the step itself
     AHEAD: bool = False  # ... and S of the next step is made before dQ
     DQ_STAGES: int = 1
+    FLYING: int = 1  # tiles of dQ on their way to memory, where they are told of in order
     HELD_0: int = 0  # columns of K that are in registers as well (pair.py)
     HELD_1: int = 0  # of V
     ALONE: bool = False  # and nowhere else
