@@ -130,12 +130,11 @@ def feature_cells(only: str):
 TRIES = {
     64: {
         "as it is": (None, {}),
-        "meet": (None, {"LATE": False, "EAGER": False, "KV_STAGES": 1}),
+        "not held": (None, {"HELD": False}),
         "in order": (None, {"ORDERED": True, "FRESH": True}),
     },
     128: {
         "as it is": (None, {}),
-        "meet": (None, {"LATE": False}),
         "as it comes": (None, {"ORDERED": False, "FRESH": False}),
         "in order": (None, {"ORDERED": True, "FRESH": True}),
     },

@@ -38,9 +38,7 @@ def config(d: int, dv: int, tile: GradientTile, **features: Any) -> GradientConf
         HELD_1=tile.held_1,
         ALONE=tile.alone,
         KV_STAGES=tile.kv_stages,
-        LATE=tile.late and not features.get("BIAS"),
-        EAGER=tile.eager and not features.get("BIAS"),
-        AHEAD=tile.ahead and not features.get("BIAS"),
+        AHEAD=tile.ahead,
         DQ_STAGES=tile.dq_stages,
         **features,
     )

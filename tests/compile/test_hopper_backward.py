@@ -85,14 +85,14 @@ def test_compiles_to(size, kind, name, dtype):
         texts = [line.text for line in loop]
         waits = [n for n, text in enumerate(texts) if "WARPGROUP.DEPBAR" in text]
         # in a step; one after each HGMMA where products wait for one another
-        assert len(waits) == {"all": 4, "dq": 3, "pair": 2}[kind] + waits_for_dv(tile, name)
+        assert len(waits) == {"all": 4, "dq": 3, "pair": 2}[kind] + waits_for_dv(kind, tile)
         if kind != "pair":  # which has no other product in flight
             made_beside_products(texts, waits[0 if kind == "all" else 1], tile.block_q)
 
 
-def waits_for_dv(tile: GradientTile, name: str) -> bool:
-    """Whether dQ has to wait for the registers of P (consumer.late_step)."""
-    return tile.eager and not tile.ahead and "BIAS" not in FEATURES[name]
+def waits_for_dv(kind: str, tile: GradientTile) -> bool:
+    """Whether dQ has to wait for the registers of P (consumer.step)."""
+    return kind == "all" and not tile.ahead
 
 
 def stays_in_registers(kernel: Built, kind: str, name: str) -> None:

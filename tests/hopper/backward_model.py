@@ -144,28 +144,18 @@ def cases() -> list[Case]:
         ]  # fmt: skip
     found += [
         replace(
-            c, name=name + c.name, options=c.options | {"LATE": True, "EAGER": name == "eager-"}
-        )
-        for n, name in enumerate(("late-", "eager-"))
-        for c in found[n::3]
-        if not c.bias
-    ]
-    found += [
-        replace(
             c,
             name=f"two-{c.name}",
             options=c.options
-            | dict.fromkeys(("LATE", "HELD", "EAGER", "AHEAD"), True)
-            | {"KV_STAGES": 2, "DQ_STAGES": 2},
+            | {"KV_STAGES": 2, "HELD": not c.bias, "AHEAD": True, "DQ_STAGES": 2, "FLYING": 2},
         )
         for c in found
-        if not c.bias and "LATE" not in c.options
     ]
     plain = [c for c in found if not c.options["ORDERED"] and not c.bias and c.block_q == 64]
     found += [
         replace(c, name=f"{name}-{c.name}", kind=kind, stages=stages, options=c.options | more)
         for c in plain
-        if c.stages == (3, 2) and not c.options.keys() & {"LATE", "ABREAST"}
+        if c.stages == (3, 2) and not c.options.keys() & {"AHEAD", "ABREAST"}
         for name, kind, stages, more in (
             ("dq", "dq", (2, 1), {}),
             ("pair", "pair", (2, 2), {"HELD_0": 8, "HELD_1": 16}),

@@ -6,15 +6,16 @@ other warpgroup has: dS goes through shared memory, and the warpgroups take turn
 step from the whole of it. (Half of dQ each reads dS twice, and products of fewer columns read more
 for what they do: shared memory, and the power that it takes, are what a step is short of.)
 
+dQ of a step is made in the next one: what it needs of the other warpgroup was stored a while ago,
+so that neither waits for the other and one's products run beside the other's exponentials.
+
 One step, tensor core above, threads below:
 
-    dK of the last, dP | dV         | dQ      | S of the next
-    P = exp2(S)        | dS, stored | meet    | dQ out
+    dP          | dV, then dK | dQ of the last, every other step | S of the next
+    P = exp2(S) | dS, stored  | dQ out
 
-so that products run under all that the threads do. At the end of a step nothing is in flight:
-the assembler would make products wait for one another that are. What a first step has in the
-place of the last one's dK is overwritten by what the second makes; the scores that a last step
-makes for a next one are not used.
+At the end of a step nothing is in flight: the assembler would make products wait for one another
+that are. The scores that a last step makes for a next one are not used.
 """
 
 from __future__ import annotations
@@ -34,17 +35,16 @@ from ..gluon_compat import (
 from ..layouts import matrix, output_layout, value_layout, weight_layout
 from ..pipeline import phase, slot, told
 from ..softmax import rounded
-from .layouts import by_columns, by_threads, held_layout, row_layout, score_layout
+from .layouts import (
+    by_columns,
+    by_threads,
+    held_layout,
+    row_layout,
+    score_layout,
+    store_rows,
+)
 from .schedule import counted, full_tiles
 from .terms import weights
-
-
-@gluon.jit
-def meet():
-    """Both warpgroups here: what one has stored the other may read."""
-    gl.inline_asm_elementwise(
-        "bar.sync 9, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit
@@ -77,7 +77,7 @@ def held(C: gl.constexpr, buffers, at, c: gl.constexpr, WIDTH: gl.constexpr):
 def of_keys(dss, use, c: gl.constexpr, C: gl.constexpr):
     """This warpgroup's part of the tile of dS of a use, keys down. In memory queries are down,
     as they are in a bias: matrices of 8 by 8 are turned on their way to and from registers."""
-    return dss.index(use & 1).permute((1, 0)).slice(c * C.TOKENS, C.TOKENS, dim=0)
+    return dss.index(slot(use, C.DS_STAGES)).permute((1, 0)).slice(c * C.TOKENS, C.TOKENS, dim=0)
 
 
 @gluon.jit
@@ -103,19 +103,12 @@ def issue_dp(C: gl.constexpr, c: gl.constexpr, v, vs, at, dos, do_full, use):
 
 
 @gluon.jit
-def issue_dk(C: gl.constexpr, c: gl.constexpr, dk, dss, qs, use, use_acc):
-    """dK += dS^T Q of a use, on its way."""
-    ds = of_keys(dss, use, c, C)
-    q = block(qs, slot(use, C.Q_STAGES), C.BLOCK_Q, C.D)
-    return warpgroup_mma(ds, q, dk, use_acc=use_acc, is_async=True)
-
-
-@gluon.jit
 def issue_dq(C: gl.constexpr, dss, ks, at, use):
     """dQ = dS K of a use, on its way."""
     z = gl.full([C.BLOCK_Q, C.D], 0.0, gl.float32, value_layout(C.D))
     k = block(ks, at + (use >> 30), C.BLOCK_K, C.D)
-    return warpgroup_mma(dss.index(use & 1), k, z, use_acc=False, is_async=True)
+    ds = dss.index(slot(use, C.DS_STAGES))
+    return warpgroup_mma(ds, k, z, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -139,13 +132,12 @@ def row_numbers(C: gl.constexpr, stats, s, i: gl.constexpr):
 
 
 @gluon.jit
-def let_go(C: gl.constexpr, use, was, q_empty, b_empty):
-    """When dK of a use is made (and dbias stored): its Q, and its tile of dS or of the bias."""
-    if C.DBIAS:
-        tma_store_wait(0)
-    mbarrier.arrive(q_empty.index(slot(use, C.Q_STAGES)), count=1, pred=was)
-    if C.BIAS:
-        mbarrier.arrive(b_empty.index(use & 1), count=1, pred=was)
+def store_dbias(C: gl.constexpr, c: gl.constexpr, dbias, dss, use, m, head, tile):
+    """This warpgroup's half of dS of a use to where it belongs in dbias, when the last one has left
+    its buffer."""
+    tma_store_wait(0)
+    half = dss.index(slot(use, C.DS_STAGES)).slice(c * C.TOKENS, C.TOKENS, dim=1)
+    tma_store(dbias, [tile[2], head, m * C.BLOCK_Q, tile[0] + c * C.TOKENS], half)
 
 
 @gluon.jit
@@ -168,70 +160,14 @@ def step(
     scale,
 ):
     """One tile of queries. ``span`` are the first use and the end of the uses of this tile of
-    keys, ``left`` are K and V where they are held."""
-    S, dk, dv = state
-    qs, dos, stats, ks, vs, dss, dqs = buffers
-    q_full, q_empty, do_full, do_empty, k_full, v_full, kv_empty, dq_full, dq_empty = bars[:9]
-    b_full, b_empty = bars[9:11]
-    dtype: gl.constexpr = qs.dtype
-    begin, end = span
-    before = gl.maximum(use - 1, 0)
-    after = use + 1
+    keys, ``left`` are K and V where they are held.
 
-    dk = issue_dk(C, c, dk, dss, qs, before, before > begin)
-    k, v, at = left
-    do, dp = issue_dp(C, c, v, vs, at, dos, do_full, use)
-    lse = row_numbers(C, stats, slot(use, C.Q_STAGES), 0)[None, :]
-    bias = 0
-    if C.BIAS:
-        mbarrier.wait(b_full.index(use & 1), phase(use, 2))
-        bias = of_keys(dss, use, c, C).load(score_layout(C))
-    p, w = weights(C, MASKED, c, S, lse, bias, m, head, tile, sizes, terms, scale, dtype)
-    P = rounded(p, dtype)
-    # A wait begins a new basic block: without one here ptxas sinks the exponentials below the
-    # wait for the products that they are to run beside.
-    mbarrier.wait(q_full.index(slot(after, C.Q_STAGES)), phase(after, C.Q_STAGES), pred=after < end)
-    dp, dk = warpgroup_mma_wait(0, deps=[dp, dk])
-    let_go(C, before, use > begin, q_empty, b_empty)
-
-    dv = warpgroup_mma(gl.convert_layout(P, weight_layout(C.DV)), do, dv, is_async=True)
-    delta = row_numbers(C, stats, slot(use, C.Q_STAGES), 1)
-    ds = rounded(w * (dp - delta[None, :]), dtype)
-    of_keys(dss, use, c, C).store(ds)
-    fence_async_shared()
-    meet()
-    if C.DBIAS:
-        i = m * C.BLOCK_Q
-        j = tile[0] + c * C.TOKENS
-        half = dss.index(use & 1).slice(c * C.TOKENS, C.TOKENS, dim=1)
-        tma_store(dbias, [tile[2], head, i, j], half)
-    if (use & 1) == c:
-        make_dq(C, dss, ks, at, dqs, dq_full, dq_empty, use)
-    S = issue_scores(C, c, k, ks, at, qs, after)
-    dv = warpgroup_mma_wait(1, deps=[dv])
-    mbarrier.arrive(do_empty.index(slot(use, C.DO_STAGES)), count=1)
-    return after, (warpgroup_mma_wait(0, deps=[S]), dk, dv)
-
-
-@gluon.jit
-def late_step(
-    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, m, head, use, span, left, state,
-    buffers, bars, tile, sizes, terms, scale,
-):  # fmt: skip
-    """One tile of queries, with dQ of the one before: what that needs of the other warpgroup was
-    stored a while ago, so that neither waits for the other and one's products run beside the
-    other's exponentials.
-
-        dP, dK of the last | dV | dQ of the last, every other step | S of the next
-        P = exp2(S)        | dS, stored           | dQ out
-
-    EAGER: dK of this step, with dS from registers. AHEAD, where those are more: S of the next
-    before dQ.
+    AHEAD, where there are registers for it: S of the next step is made before dQ.
     """
     S, dk, dv = state
     qs, dos, stats, ks, vs, dss, dqs = buffers
     q_full, q_empty, do_full, do_empty, k_full, v_full, kv_empty, dq_full, dq_empty = bars[:9]
-    ds_full = bars[11]
+    b_full, b_empty, ds_full = bars[9:]
     dtype: gl.constexpr = qs.dtype
     begin, end = span
     before = gl.maximum(use - 1, 0)
@@ -240,18 +176,18 @@ def late_step(
 
     k, v, at = left
     do, dp = issue_dp(C, c, v, vs, at, dos, do_full, use)
-    if not C.EAGER:
-        dk = issue_dk(C, c, dk, dss, qs, before, before > begin)
     lse = row_numbers(C, stats, slot(use, C.Q_STAGES), 0)[None, :]
-    p, w = weights(C, MASKED, c, S, lse, 0, m, head, tile, sizes, terms, scale, dtype)
+    bias = 0
+    if C.BIAS:
+        s = slot(use, C.DS_STAGES)
+        mbarrier.wait(b_full.index(s), phase(use, C.DS_STAGES))
+        bias = of_keys(dss, use, c, C).load(score_layout(C))
+    p, w = weights(C, MASKED, c, S, lse, bias, m, head, tile, sizes, terms, scale, dtype)
     P = rounded(p, dtype)
-    # begins a basic block, so that the exponentials stay beside the products
+    # A wait begins a new basic block: without one here ptxas sinks the exponentials below the
+    # wait for the products that they are to run beside.
     mbarrier.wait(q_full.index(slot(after, C.Q_STAGES)), phase(after, C.Q_STAGES), pred=after < end)
-    if C.EAGER:
-        dp = warpgroup_mma_wait(0, deps=[dp])
-    else:
-        dp, dk = warpgroup_mma_wait(0, deps=[dp, dk])
-        mbarrier.arrive(q_empty.index(slot(before, C.Q_STAGES)), count=1, pred=was)
+    dp = warpgroup_mma_wait(0, deps=[dp])
 
     dv = warpgroup_mma(gl.convert_layout(P, weight_layout(C.DV)), do, dv, is_async=True)
     mbarrier.wait(ds_full.index(before & 1), phase(before, 2), pred=was)
@@ -259,43 +195,26 @@ def late_step(
     ds = rounded(w * (dp - delta[None, :]), dtype)
     of_keys(dss, use, c, C).store(ds)
     fence_async_shared()
-    if C.EAGER:
-        q = block(qs, slot(use, C.Q_STAGES), C.BLOCK_Q, C.D)
-        dk = warpgroup_mma(gl.convert_layout(ds, weight_layout(C.D)), q, dk, is_async=True)
+    if C.DBIAS:
+        store_dbias(C, c, dbias, dss, use, m, head, tile)
+    q = block(qs, slot(use, C.Q_STAGES), C.BLOCK_Q, C.D)
+    dk = warpgroup_mma(gl.convert_layout(ds, weight_layout(C.D)), q, dk, is_async=True)
     if C.AHEAD:
         S = issue_scores(C, c, k, ks, at, qs, after)
-    elif C.EAGER:  # the registers of P are dQ's
+    else:  # the registers of P are dQ's
         dv = warpgroup_mma_wait(1, deps=[dv])
     if was & ((before & 1) == c):
         make_dq(C, dss, ks, at, dqs, dq_full, dq_empty, before)
     if not C.AHEAD:
         S = issue_scores(C, c, k, ks, at, qs, after)
-    if C.EAGER:
-        dv, dk = warpgroup_mma_wait(1, deps=[dv, dk])
-        mbarrier.arrive(q_empty.index(slot(use, C.Q_STAGES)), count=1)
-    else:
-        dv = warpgroup_mma_wait(1, deps=[dv])
+    dv, dk = warpgroup_mma_wait(1, deps=[dv, dk])
+    mbarrier.arrive(q_empty.index(slot(use, C.Q_STAGES)), count=1)
+    if C.BIAS:
+        mbarrier.arrive(b_empty.index(slot(before, C.DS_STAGES)), count=1, pred=was)
     mbarrier.arrive(ds_full.index(use & 1), count=1)  # and dQ of the last is made
     S = warpgroup_mma_wait(0, deps=[S])
     mbarrier.arrive(do_empty.index(slot(use, C.DO_STAGES)), count=1)
     return after, (S, dk, dv)
-
-
-@gluon.jit
-def one_step(
-    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, m, head, use, span, left, state,
-    buffers, bars, tile, sizes, terms, dbias, scale,
-):  # fmt: skip
-    if C.LATE:
-        use, state = late_step(
-            C, MASKED, c, m, head, use, span, left, state, buffers, bars, tile, sizes, terms, scale
-        )
-    else:
-        use, state = step(
-            C, MASKED, c, m, head, use, span, left, state, buffers, bars, tile, sizes, terms,
-            dbias, scale,
-        )  # fmt: skip
-    return use, state
 
 
 @gluon.jit
@@ -306,7 +225,7 @@ def consumer(
     messages, m_full, m_empty = mail
     qs, dos, stats, ks, vs, dss, dqs = buffers
     q_full, q_empty, do_full, do_empty, k_full, v_full, kv_empty, dq_full, dq_empty = bars[:9]
-    b_full, b_empty = bars[9:11]
+    b_full, b_empty, ds_full = bars[9:]
     scale, out_scale, group, hk = rest
     turn = 0
     use = 0
@@ -336,14 +255,14 @@ def consumer(
             head = kv_head * group + g
             if C.UP:
                 for i in range(lo, a):
-                    use, state = one_step(
+                    use, state = step(
                         C, True, c, i, head, use, span, left, state, buffers, bars,
                         tile,
                         sizes, terms, dbias, scale,
                     )  # fmt: skip
             if C.LEFT:
                 for i in range(z, hi):
-                    use, state = one_step(
+                    use, state = step(
                         C, True, c, hi - 1 - i + z, head, use, span, left, state, buffers, bars,
                         tile,
                         sizes, terms, dbias, scale,
@@ -355,7 +274,7 @@ def consumer(
                     m = z - 1 - i + a
                     if C.UP:
                         m = i
-                    use, state = one_step(
+                    use, state = step(
                         C, False, c, m, head, use, span, left, state, buffers, bars,
                         tile,
                         sizes, terms, dbias, scale,
@@ -364,7 +283,7 @@ def consumer(
                 for n in range(lo * abreast, a * abreast):
                     i, head = counted(C, n, g, group)
                     head += kv_head * group
-                    use, state = one_step(
+                    use, state = step(
                         C, True, c, a - 1 - i + lo, head, use, span, left, state, buffers, bars,
                         tile,
                         sizes, terms, dbias, scale,
@@ -372,17 +291,13 @@ def consumer(
         S, dk_sum, dv_sum = state
         begin, end = span
         last = gl.maximum(end - 1, 0)
-        if not C.EAGER:
-            dk_sum = issue_dk(C, c, dk_sum, dss, qs, last, last > begin)
-        if C.LATE:
-            mbarrier.wait(bars[11].index(last & 1), phase(last, 2), pred=some)
-            if some & ((last & 1) == c):
-                make_dq(C, dss, ks, at, dqs, dq_full, dq_empty, last)
-        if not C.EAGER:
-            dk_sum = warpgroup_mma_wait(0, deps=[dk_sum])
-            if not some:  # made of what is stale
-                dk_sum = gl.full([C.TOKENS, C.D], 0.0, gl.float32, value_layout(C.D))
-            let_go(C, last, some, q_empty, b_empty)
+        mbarrier.wait(ds_full.index(last & 1), phase(last, 2), pred=some)
+        if some & ((last & 1) == c):
+            make_dq(C, dss, ks, at, dqs, dq_full, dq_empty, last)
+        if C.BIAS:
+            if C.DBIAS:
+                tma_store_wait(0)
+            mbarrier.arrive(b_empty.index(slot(last, C.DS_STAGES)), count=1, pred=some)
         mbarrier.arrive(kv_empty.index(at), count=1, pred=some)
         kept += some.to(gl.int32)
         turn += 1
@@ -394,19 +309,15 @@ def consumer(
             row = row + b * (nq + offset)
         there = nq + offset - first - c * C.TOKENS
         place = row.to(gl.int64) * hk + kv_head
-        store_rows(dk_sum * out_scale, dk + place * C.D_OUT, hk * C.D_OUT, there, C.D, C.D_OUT)
-        store_rows(dv_sum, dv + place * C.DV_OUT, hk * C.DV_OUT, there, C.DV, C.DV_OUT)
+        store(C, dk_sum * out_scale, dk + place * C.D_OUT, hk * C.D_OUT, there, C.D, C.D_OUT)
+        store(C, dv_sum, dv + place * C.DV_OUT, hk * C.DV_OUT, there, C.DV, C.DV_OUT)
         tile = after
 
 
 @gluon.jit
-def store_rows(x, to, stride, rows, WIDTH: gl.constexpr, OUT: gl.constexpr):
-    """The first ``rows`` of 64 rows x, in stores of 16 bytes."""
-    WL: gl.constexpr = output_layout(WIDTH)
-    x = gl.convert_layout(x.to(to.dtype.element_ty), WL)
-    r = gl.arange(0, 64, gl.SliceLayout(1, WL))
-    d = gl.arange(0, WIDTH, gl.SliceLayout(0, WL))
-    there = (r < rows)[:, None]
-    if OUT != WIDTH:
-        there = there & (d < OUT)[None, :]
-    gl.store(to + (r * stride)[:, None] + d[None, :], x, mask=there)
+def store(C: gl.constexpr, x, to, stride, rows, WIDTH: gl.constexpr, OUT: gl.constexpr):
+    """The first ``rows`` of 64 rows x, in stores of 16 bytes where shared memory has room to turn
+    them."""
+    if not C.BIAS:
+        x = gl.convert_layout(x.to(to.dtype.element_ty), output_layout(WIDTH))
+    store_rows(x, to, stride, rows, OUT)

@@ -34,7 +34,7 @@ def backward(
     ks = blocks_of(k, C.KV_STAGES)
     vs = blocks_of(v, C.KV_STAGES)
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.BLOCK_Q, C.BLOCK_K], q.dtype)
-    dss = gl.allocate_shared_memory(q.dtype, [2, C.BLOCK_Q, C.BLOCK_K], DS)
+    dss = gl.allocate_shared_memory(q.dtype, [C.DS_STAGES, C.BLOCK_Q, C.BLOCK_K], DS)
     dqs = blocks_of(dq, C.DQ_STAGES)
     messages = gl.allocate_shared_memory(gl.int32, [2, 16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     mail = (messages, barriers(2, 1), barriers(2, C.WARPGROUPS + 1))

@@ -70,3 +70,15 @@ def by_threads(x, WIDTH: gl.constexpr):
     """
     x = x.reshape([4, 2, 8, WIDTH // 8, 4, 2])
     return x.permute((0, 3, 2, 4, 1, 5)).reshape([2 * WIDTH, 32])
+
+
+@gluon.jit
+def store_rows(x, to, stride, rows, OUT: gl.constexpr):
+    """The first ``rows`` of rows x, as they lie in registers."""
+    L: gl.constexpr = x.type.layout
+    r = gl.arange(0, x.shape[0], gl.SliceLayout(1, L))
+    d = gl.arange(0, x.shape[1], gl.SliceLayout(0, L))
+    there = (r < rows)[:, None]
+    if x.shape[1] != OUT:
+        there = there & (d < OUT)[None, :]
+    gl.store(to + (r * stride)[:, None] + d[None, :], x.to(to.dtype.element_ty), mask=there)

@@ -42,10 +42,9 @@ from ..pipeline import phase, slot, told
 from ..softmax import rounded
 from ..terms import settled
 from .consumer import block, row_numbers
-from .layouts import by_thread, held_layout, score_layout
+from .layouts import by_thread, held_layout, score_layout, store_rows
 from .schedule import full_range
 from .terms import weights
-from .wide import store_rows
 
 
 @gluon.jit

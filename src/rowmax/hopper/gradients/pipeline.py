@@ -13,10 +13,10 @@ block (arrivals that complete a phase; a use n of a ring of S takes buffer n % S
     v_full[s]     producer's expect + bytes of V        consumers, before a tile's first dP
     kv_empty[s]   each consumer, after a tile's last    producer, before K of a later tile
     b_full[t]     producer's expect + bytes of the bias  consumers, before P of the use
-    b_empty[t]    each consumer, when dK of the use is  producer, before a bias two uses later
+    b_empty[t]    each consumer, when dQ of the use is  producer, before a bias three uses later
     dq_full[s]    the consumer that makes dQ of the use  writer, once a use
     dq_empty[s]   writer, its copy has been read        who fills s next, before that
-    ds_full[t]    each consumer, dS of the use is there  consumers, before dQ of the use (LATE)
+    ds_full[t]    each consumer, dS of the use is there  consumers, before dQ of the use
     m_full[t]     producer, a tile is announced         consumers and writer, once a turn
     m_empty[t]    each consumer and the writer          producer, two turns later
 
@@ -60,8 +60,8 @@ def all_barriers(C: gl.constexpr):
         barriers(C.KV_STAGES, C.WARPGROUPS),
         barriers(C.DQ_STAGES, 1),
         barriers(C.DQ_STAGES, 1),
-        barriers(2, 1),
-        barriers(2, C.WARPGROUPS),
+        barriers(C.DS_STAGES, 1),
+        barriers(C.DS_STAGES, C.WARPGROUPS),
         barriers(2, C.WARPGROUPS),
     )
     fence_async_shared()
@@ -110,9 +110,9 @@ def load_step(C: gl.constexpr, descs, buffers, bars, where, m, g, use, nth):
     mbarrier.expect(bar, do.block_type.nbytes)
     tma_load(do, [part, q_row + i, head, 0], bar, dos.index(u))
     if C.BIAS:  # its tile lies where dS of the step will be put
-        s = use & 1
+        s = slot(use, C.DS_STAGES)
         bar = b_full.index(s)
-        mbarrier.wait(b_empty.index(s), phase(use, 2) ^ 1)
+        mbarrier.wait(b_empty.index(s), phase(use, C.DS_STAGES) ^ 1)
         mbarrier.expect(bar, bias.block_type.nbytes)
         to = reinterpret(dss.index(s), dss.dtype, [1, 1, C.BLOCK_Q, C.BLOCK_K], bias.layout)
         tma_load(bias, [b * each_b, head * each_h, i, first], bar, to)

@@ -27,9 +27,7 @@ class GradientTile:
     held: bool = False  # K and V in registers as well, where no bias needs those
     kv_stages: int = 1
     dq_stages: int = 1
-    late: bool = False  # dQ one step late, where dS is no tile of a bias
-    eager: bool = False  # ... and registers for dS, of which dK is made at once
-    ahead: bool = False  # ... and for S of the next step beside dQ
+    ahead: bool = False  # registers for S of the next step beside dQ
     held_0: int = 0  # columns of K that are in registers as well (pair.py)
     held_1: int = 0  # of V
     alone: bool = False  # half of K and half of V, and these nowhere else
@@ -38,10 +36,8 @@ class GradientTile:
 
 #: by (D, Dv), both padded to one of these
 TILES = {
-    (64, 64): GradientTile(
-        64, 4, 3, held=True, kv_stages=2, dq_stages=2, late=True, eager=True, ahead=True
-    ),
-    (128, 128): GradientTile(64, 3, 2, late=True, eager=True),
+    (64, 64): GradientTile(64, 4, 3, held=True, kv_stages=2, dq_stages=2, ahead=True),
+    (128, 128): GradientTile(64, 3, 2),
 }
 #: by (D, Dv) and by what a launch makes: heads for which one has no registers (wide.py, pair.py)
 WIDE = {
@@ -90,9 +86,7 @@ class GradientConfig:
     ORDERED: bool = False  # dQ is added up tile of keys by tile of keys, in a fixed order
     FRESH: bool = False  # ... and the first to add to a tile of it writes it
     ABREAST: bool = False  # tile m of every head of a group passes by before the next tile does
-    LATE: bool = False  # dQ of a step is made in the next one (consumer.late_step)
-    EAGER: bool = False  # ... and dK from registers, in the step itself
-    AHEAD: bool = False  # ... and S of the next step is made before dQ
+    AHEAD: bool = False  # S of the next step is made before dQ
     DQ_STAGES: int = 1
     FLYING: int = 1  # tiles of dQ on their way to memory, where they are told of in order
     HELD_0: int = 0  # columns of K that are in registers as well (pair.py)
@@ -137,6 +131,12 @@ class GradientConfig:
         """Whether what stays there is to be cleared: it has rows of the sum of its own, so only
         where those are stored, past prefix lengths, and are made of what V holds."""
         return self.PREFIX and self.KIND == "pair"
+
+    @property
+    def DS_STAGES(self) -> int:
+        """Buffers of dS. A tile of a bias is brought to where dS of its step will lie, while dS of
+        the step before and of that before it are in use."""
+        return 3 if self.BIAS else 2
 
     @property
     def MASKS(self) -> bool:
@@ -197,9 +197,7 @@ def config_for(p: Problem, tile: GradientTile, **options: Any) -> GradientConfig
         HELD_1=tile.held_1,
         ALONE=tile.alone,
         KV_STAGES=tile.kv_stages,
-        LATE=tile.late and p.bias is None,
-        EAGER=tile.eager and p.bias is None,
-        AHEAD=tile.ahead and p.bias is None,
+        AHEAD=tile.ahead,
         DQ_STAGES=tile.dq_stages,
         LEFT=p.left is not None,
         RIGHT=p.right is not None,

@@ -27,7 +27,7 @@ from ..layouts import value_layout, weight_layout
 from ..pipeline import phase, slot, told
 from ..softmax import rounded
 from .consumer import block
-from .layouts import in_columns, score_layout
+from .layouts import in_columns, score_layout, store_rows
 from .schedule import full_range, plane_of
 from .terms import weights
 
@@ -139,15 +139,3 @@ def queries(
         to = out + (row.to(gl.int64) * heads + head) * C.D_OUT
         store_rows(x * out_scale, to, heads * C.D_OUT, nq - first - c * C.TOKENS, C.D_OUT)
         tile = after
-
-
-@gluon.jit
-def store_rows(x, to, stride, rows, OUT: gl.constexpr):
-    """The first ``rows`` of 64 rows x, as they lie: shared memory has no room to turn them."""
-    L: gl.constexpr = x.type.layout
-    r = gl.arange(0, x.shape[0], gl.SliceLayout(1, L))
-    d = gl.arange(0, x.shape[1], gl.SliceLayout(0, L))
-    there = (r < rows)[:, None]
-    if x.shape[1] != OUT:
-        there = there & (d < OUT)[None, :]
-    gl.store(to + (r * stride)[:, None] + d[None, :], x.to(to.dtype.element_ty), mask=there)
