@@ -182,9 +182,12 @@ def _autocast(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """q, k and v in autocast's dtype where it is on, as for torch's own attention; a bias in it,
     too, but for one that is wider and may stay so."""
-    if not isinstance(q, Tensor) or q.is_meta or not torch.is_autocast_enabled(q.device.type):
+    if not isinstance(q, Tensor) or q.is_meta:
         return q, k, v, bias
-    dtype = torch.get_autocast_dtype(q.device.type)
+    device = "cuda" if q.is_cuda else q.device.type  # a string that torch makes anew each time
+    if not torch.is_autocast_enabled(device):
+        return q, k, v, bias
+    dtype = torch.get_autocast_dtype(device)
     halves = (torch.float16, torch.bfloat16)
 
     def cast(t: Any, dtypes: tuple[torch.dtype, ...]) -> Any:

@@ -47,14 +47,14 @@ class Launch:
         self.kernel = kernel
         self.grid = grid
         self.options = options
-        #: by which pointers there are and which are aligned
+        #: what launches and the numbers that it takes, by which pointers there are and are aligned
         self._ready: dict[tuple[bool | None, ...], tuple[Callable[..., None], tuple[Any, ...]]] = {}
 
     def __call__(self, first: tuple[Any, ...], t: Any, last: tuple[Any, ...]) -> None:
         """Launch with the arguments ``(*first, t, *last)`` on the current stream.
 
-        ``t`` holds tensors, or None where a term is missing; the others do not change from call
-        to call but for what they point to.
+        ``t`` holds tensors, or None where a term is missing, and so does ``first`` descriptions of
+        tensors; ``last`` is the same at every call.
         """
         kind = tuple([None if x is None else x.data_ptr() & 15 == 0 for x in t])
         found = self._ready.get(kind)
