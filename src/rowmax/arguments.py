@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .backend import NAMES
 from .mask import Ids, Mask, both_documents, ids_of_offsets, values_are_readable
-from .problem import Options, Tensors
+from .problem import Options, Problem, Tensors, problem_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 MAX_HEAD_DIM = 512
@@ -26,8 +26,8 @@ LARGEST = 1e30  # of scale and softcap: their quotient and product with a score 
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
 #: of other arguments; not bool, for True is equal to 1 and not as good
 _USUAL = frozenset((float, int, str, type(None)))
-#: the options of calls that have passed, by their ``_signature``
-_passed: dict[Any, Options] = {}
+#: what calls that have passed came to, by their ``_signature``
+_passed: dict[Any, tuple[Options, Problem]] = {}
 _LIMIT = 4096
 
 
@@ -48,8 +48,11 @@ def checked(
     backend: str | None,
     cu_seqlens: tuple[Tensor, Tensor] | None = None,
     max_seqlens: tuple[int | None, int | None] = (None, None),
-) -> tuple[Tensors, Options]:
-    """The arguments of a call in the form that operators take, or an error."""
+) -> tuple[Tensors, Options, Problem | None]:
+    """The arguments of a call in the form that operators take, or an error.
+
+    With the problem that they pose, if that is known from a call like this one.
+    """
     signature = passed = None
     if bias is None and alibi is None and sink is None and cu_seqlens is None:
         numbers = scale, softcap, dropout_p
@@ -57,7 +60,8 @@ def checked(
     if signature is not None:
         passed = _passed.get(signature)
     if passed is not None:
-        return Tensors(q, k, v, seed=_checked_seed(seed, passed.dropout_p, q.device)), passed
+        seed = _checked_seed(seed, passed[0].dropout_p, q.device)
+        return Tensors(q, k, v, seed=seed), *passed
     packed = cu_seqlens is not None
     want = "[total, H, D]" if packed else "[B, N, H, D]"
     for name, t in (("q", q), ("k", k), ("v", v)):
@@ -111,8 +115,8 @@ def checked(
     if signature is not None:
         if len(_passed) >= _LIMIT:
             _passed.clear()
-        _passed[signature] = options
-    return tensors, options
+        _passed[signature] = options, problem_of(tensors, options)
+    return tensors, options, None
 
 
 def _signature(
@@ -132,17 +136,28 @@ def _signature(
         or mask.documents
         or mask.lengths is not None
         or mask.allowed is not None
-        or q.is_nested
+        or q.is_nested  # which has no sizes
         or k.is_nested
         or v.is_nested
-        or not q.layout is k.layout is v.layout is torch.strided
-        or not q.dtype is k.dtype is v.dtype
-        or not q.device == k.device == v.device
     ):
         return None
-    always = torch.are_deterministic_algorithms_enabled()
-    sizes = q.size(), k.size(), v.size()
-    return (q.dtype, q.device, *sizes, deterministic, always, *others)
+    return (
+        q.dtype,
+        k.dtype,
+        v.dtype,
+        q.layout,
+        k.layout,
+        v.layout,
+        q.device,
+        k.device,
+        v.device,
+        q.size(),
+        k.size(),
+        v.size(),
+        deterministic,
+        torch.are_deterministic_algorithms_enabled(),
+        *others,
+    )
 
 
 def bad(argument: str, got: Any, want: str) -> ValueError:

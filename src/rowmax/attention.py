@@ -75,7 +75,7 @@ def attention(
     """
     check_flag("return_lse", return_lse)
     q, k, v, bias = _autocast(q, k, v, bias)
-    tensors, options = checked(
+    tensors, options, problem = checked(
         q,
         k,
         v,
@@ -90,7 +90,7 @@ def attention(
         deterministic=deterministic,
         backend=backend,
     )
-    out, lse = attend(tensors, options)
+    out, lse = attend(tensors, options, problem)
     return (out, lse) if return_lse else out
 
 
@@ -146,7 +146,7 @@ def attention_varlen(
     """
     check_flag("return_lse", return_lse)
     q, k, v, bias = _autocast(q, k, v, bias)
-    tensors, options = checked(
+    tensors, options, problem = checked(
         q,
         k,
         v,
@@ -163,7 +163,7 @@ def attention_varlen(
         cu_seqlens=(cu_seqlens_q, cu_seqlens_k),
         max_seqlens=(max_seqlen_q, max_seqlen_k),
     )
-    out, lse = attend(tensors, options)
+    out, lse = attend(tensors, options, problem)
     return (out[0], lse[0]) if return_lse else out[0]
 
 

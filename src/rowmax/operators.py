@@ -42,13 +42,13 @@ _library.define(
 )
 
 
-def attend(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
+def attend(tensors: Tensors, options: Options, problem: Problem | None) -> tuple[Tensor, Tensor]:
     """(out, lse) of checked arguments, differentiable."""
     if not torch.compiler.is_compiling():
         if _alone(tensors):
             if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
                 return _Attention.apply(None, *tensors, *options)  # pyright: ignore
-            return _computed(tensors, options)
+            return _computed(tensors, options, problem)
         _tell_flop_counter()
     return torch.ops.rowmax.forward(*tensors, *options)
 
@@ -84,8 +84,10 @@ def _forward(*inputs: Any) -> tuple[Tensor, Tensor]:
     return _computed(tensors, options)
 
 
-def _computed(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
-    problem = known_problem(tensors, options)
+def _computed(
+    tensors: Tensors, options: Options, problem: Problem | None = None
+) -> tuple[Tensor, Tensor]:
+    problem = problem or known_problem(tensors, options)
     return choose(problem, "forward", options.backend).forward(problem, tensors)
 
 

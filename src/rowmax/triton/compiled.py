@@ -37,6 +37,10 @@ class Signature(NamedTuple):
     constants: dict[tuple[int, ...], Any]
     attributes: dict[tuple[int, ...], Any]
 
+    def taken(self) -> list[Any]:
+        """The types of what the compiled kernel takes, one by one."""
+        return [x for x in _leaves(self.types.values()) if x != "constexpr"]
+
 
 class Launch:
     """A kernel with a grid and all of its arguments but a bundle of pointers."""
@@ -53,8 +57,8 @@ class Launch:
     def __call__(self, first: tuple[Any, ...], t: Any, last: tuple[Any, ...]) -> None:
         """Launch with the arguments ``(*first, t, *last)`` on the current stream.
 
-        ``t`` holds tensors, or None where a term is missing, and so does ``first`` descriptions of
-        tensors; ``last`` is the same at every call.
+        ``t`` holds tensors, or None where a term is missing; ``first`` holds descriptions of
+        tensors, or None, always in the same places; ``last`` does not change from call to call.
         """
         kind = tuple([None if x is None else x.data_ptr() & 15 == 0 for x in t])
         found = self._ready.get(kind)
@@ -77,9 +81,9 @@ class Launch:
         found = _kernels.get(key)
         if found is None:
             found = _kernels[key] = self.compile(*args)
-            # what Triton makes its launcher from: to be given no bundles and no constants
-            leaves = [x for x in _leaves(signature.types.values()) if x != "constexpr"]
-            found.src.signature = dict(enumerate(leaves))
+            # from which Triton makes its launcher, then given neither bundles nor constants: it
+            # would take each apart at every launch
+            found.src.signature = dict(enumerate(signature.taken()))
         return found
 
     def compile(self, *args: Any, target: Any = None) -> Any:

@@ -36,7 +36,7 @@ class Job:
         q = t.q
         if not q.is_cuda:  # the interpreter, or another kind of device
             self.kernel[self.grid](t, self.n, self.c, **self.options)
-        elif q.get_device() != torch.cuda.current_device():
+        elif q.get_device() != torch._C._cuda_getDevice():
             with torch.cuda.device(q.device):
                 self.launch((), t, (self.n, self.c))
         else:
