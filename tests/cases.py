@@ -96,7 +96,7 @@ class Call:
         mask = mask & rowmax.Causal() if given.pop("causal") else mask
         if self.case.packed:
             given |= {"cu_seqlens": self.inputs[3:5], "max_seqlens": self.inputs[5:7]}
-        tensors, options = checked(*self.inputs[:3], mask=mask, **given)
+        tensors, options, _ = checked(*self.inputs[:3], mask=mask, **given)
         return problem_of(tensors, options), tensors
 
 

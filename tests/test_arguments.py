@@ -240,6 +240,39 @@ def test_attention_varlen(changed: dict[str, Any], error: type[Exception], text:
         rowmax.attention_varlen(**packed(**changed))
 
 
+@pytest.mark.parametrize(("changed", "error", "text"), BAD)
+def test_a_good_call_excuses_none_after_it(
+    changed: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    for options in ({}, {"scale": 1, "softcap": 1, "deterministic": True}, {"dropout_p": 0.5}):
+        rowmax.attention(**tensors(), **options)
+        with pytest.raises(error, match=f"^{text}"):
+            rowmax.attention(**(tensors() | options | tensors(**changed)))
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        ({"scale": 1.0}, {"scale": True}),
+        ({"softcap": 1.0}, {"softcap": True}),
+        ({"dropout_p": 0.0}, {"dropout_p": False}),
+        ({"deterministic": True}, {"deterministic": 1}),
+        ({"backend": None}, {"backend": []}),
+        ({"scale": 1.0}, {"scale": torch.tensor(1.0)}),
+    ],
+)
+def test_an_equal_value_of_another_type_is_refused(good: Any, bad: Any) -> None:
+    rowmax.attention(**tensors(), **good)
+    with pytest.raises((TypeError, ValueError), match=f"^{next(iter(bad))}: got"):
+        rowmax.attention(**tensors(), **bad)
+
+
+def test_every_call_draws_a_seed_of_its_own() -> None:
+    good = tensors()
+    first, second = (rowmax.attention(**good, dropout_p=0.5) for _ in range(2))
+    assert not torch.equal(first, second)
+
+
 def test_a_bad_call_draws_no_seed() -> None:
     good = tensors()
     before = torch.get_rng_state()

@@ -23,7 +23,7 @@ def posed(mask: Mask | Tensor, b: int, h: int, nq: int, nk: int) -> tuple[Proble
     q, k = torch.zeros(b, nq, h, 4), torch.zeros(b, nk, h, 4)
     defaults = {"bias": None, "alibi": None, "scale": None, "softcap": 0.0, "sink": None}
     defaults |= {"dropout_p": 0.0, "seed": None, "deterministic": False, "backend": None}
-    tensors, options = checked(q, k, k, mask=as_mask(mask), **defaults)  # pyright: ignore
+    tensors, options, _ = checked(q, k, k, mask=as_mask(mask), **defaults)  # pyright: ignore
     return problem_of(tensors, options), tensors
 
 

@@ -75,7 +75,7 @@ def attention(
     """
     check_flag("return_lse", return_lse)
     q, k, v, bias = _autocast(q, k, v, bias)
-    tensors, options = checked(
+    tensors, options, problem = checked(
         q,
         k,
         v,
@@ -90,7 +90,7 @@ def attention(
         deterministic=deterministic,
         backend=backend,
     )
-    out, lse = attend(tensors, options)
+    out, lse = attend(tensors, options, problem)
     return (out, lse) if return_lse else out
 
 
@@ -146,7 +146,7 @@ def attention_varlen(
     """
     check_flag("return_lse", return_lse)
     q, k, v, bias = _autocast(q, k, v, bias)
-    tensors, options = checked(
+    tensors, options, problem = checked(
         q,
         k,
         v,
@@ -163,7 +163,7 @@ def attention_varlen(
         cu_seqlens=(cu_seqlens_q, cu_seqlens_k),
         max_seqlens=(max_seqlen_q, max_seqlen_k),
     )
-    out, lse = attend(tensors, options)
+    out, lse = attend(tensors, options, problem)
     return (out[0], lse[0]) if return_lse else out[0]
 
 
@@ -182,9 +182,12 @@ def _autocast(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """q, k and v in autocast's dtype where it is on, as for torch's own attention; a bias in it,
     too, but for one that is wider and may stay so."""
-    if not isinstance(q, Tensor) or q.is_meta or not torch.is_autocast_enabled(q.device.type):
+    if not isinstance(q, Tensor) or q.is_meta:
         return q, k, v, bias
-    dtype = torch.get_autocast_dtype(q.device.type)
+    device = "cuda" if q.is_cuda else q.device.type  # a string that torch makes anew each time
+    if not torch.is_autocast_enabled(device):
+        return q, k, v, bias
+    dtype = torch.get_autocast_dtype(device)
     halves = (torch.float16, torch.bfloat16)
 
     def cast(t: Any, dtypes: tuple[torch.dtype, ...]) -> Any:

@@ -108,7 +108,7 @@ def explain(
         raise wrong_type(missing, "None", "a tensor: packed calls have both offsets")
     check_flag("return_lse", return_lse)
     q, k, v, bias = _autocast(q, k, v, bias)
-    tensors, options = checked(
+    tensors, options, _ = checked(
         q,
         k,
         v,

@@ -21,9 +21,9 @@ from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import _SingleLevelFunction
 
 from . import batching, flops
-from .arguments import check_packed_values
+from .arguments import PLAIN, check_packed_values
 from .backend import choose
-from .problem import Gradients, Options, Problem, Tensors, Wanted, problem_of
+from .problem import Gradients, Options, Problem, Tensors, Wanted, known_problem, problem_of
 
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sink, Tensor? alibi, Tensor? allowed, "
@@ -42,18 +42,15 @@ _library.define(
 )
 
 
-def attend(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
+def attend(tensors: Tensors, options: Options, problem: Problem | None) -> tuple[Tensor, Tensor]:
     """(out, lse) of checked arguments, differentiable."""
     if not torch.compiler.is_compiling():
         if _alone(tensors):
             if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
                 return _Attention.apply(None, *tensors, *options)  # pyright: ignore
-            return _computed(tensors, options)
+            return _computed(tensors, options, problem)
         _tell_flop_counter()
     return torch.ops.rowmax.forward(*tensors, *options)
-
-
-_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
 def _alone(tensors: Tensors) -> bool:
@@ -61,7 +58,7 @@ def _alone(tensors: Tensors) -> bool:
     profiler, and no tensor whose negation is still to be done. The dispatcher would then change
     nothing, and take a third of a small call's time.
     """
-    return not (
+    if (
         torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
@@ -69,8 +66,9 @@ def _alone(tensors: Tensors) -> bool:
         or torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
         or forward_ad._current_level >= 0
         or tensors.q.is_meta
-        or any(t is not None and t.is_neg() for t in tensors)
-    ) and _PLAIN.issuperset(map(type, tensors))
+    ):
+        return False
+    return not [t for t in tensors if t is not None and (type(t) not in PLAIN or t.is_neg())]
 
 
 def _split(inputs: tuple[Any, ...]) -> tuple[Tensors, Options]:
@@ -86,8 +84,10 @@ def _forward(*inputs: Any) -> tuple[Tensor, Tensor]:
     return _computed(tensors, options)
 
 
-def _computed(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
-    problem = problem_of(tensors, options)
+def _computed(
+    tensors: Tensors, options: Options, problem: Problem | None = None
+) -> tuple[Tensor, Tensor]:
+    problem = problem or known_problem(tensors, options)
     return choose(problem, "forward", options.backend).forward(problem, tensors)
 
 
@@ -95,7 +95,7 @@ def _backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, wanted: list[bool], *inputs: Any
 ) -> tuple[Tensor, ...]:
     tensors, options = _split(inputs)
-    problem = problem_of(tensors, options)
+    problem = known_problem(tensors, options)
     backend = choose(problem, "backward", options.backend)
     gradients = backend.backward(problem, tensors, out, lse, dout, dlse, Wanted(*wanted))
     return tuple(dout.new_empty(0) if g is None else g for g in gradients)

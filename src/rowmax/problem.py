@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -188,6 +188,23 @@ def problem_of(tensors: Tensors, options: Options) -> Problem:
         total_k=total_k,
         deterministic=options.deterministic,
     )
+
+
+_problems: dict[Any, Problem] = {}
+_LIMIT = 4096
+
+
+def known_problem(tensors: Tensors, options: Options) -> Problem:
+    """As ``problem_of``, made once for tensors of the same kind; no size may be symbolic."""
+    q, bias = tensors.q, tensors.bias
+    sizes = [None if x is None else x.size() for x in tensors]
+    key = (options, q.device, q.dtype, None if bias is None else bias.dtype, *sizes)
+    found = _problems.get(key)
+    if found is None:
+        if len(_problems) >= _LIMIT:
+            _problems.clear()
+        found = _problems[key] = problem_of(tensors, options)
+    return found
 
 
 def each_sequence(

@@ -117,6 +117,13 @@ def loops_with_products(cubin: bytes) -> list[str]:
     return loops
 
 
+def width(taken: str) -> str:
+    """A type of Triton's, as PTX has it among a kernel's parameters."""
+    if taken.startswith("*"):
+        return "u64"
+    return {"i32": "u32", "i64": "u64", "fp32": "f32"}[taken]
+
+
 def facts(job: Any, t: Any, name: str) -> dict[str, Any]:
     target, limit = TARGETS[name]
     kernel = job.compile(t, target)
@@ -127,8 +134,12 @@ def facts(job: Any, t: Any, name: str) -> dict[str, Any]:
         "limit": limit,
         "binary": len(kernel.asm.get("cubin") or kernel.asm["hsaco"]),
         "spills": 0,
+        "given": [width(x) for x in job.launch.signature(t, job.n, job.c).taken()],
     }
+    found["taken"] = found["given"]
     if "cubin" in kernel.asm:
+        taken = re.findall(r"\.param \.(?:align \d+ \.)?(\w+)", kernel.asm["ptx"])
+        found["taken"] = taken[: len(found["given"])]  # what follows is Triton's own
         loops = loops_with_products(kernel.asm["cubin"])
         found["spills"] = max(
             (len(re.findall(r"\b(LDL|STL)\b", loop)) for loop in loops), default=0

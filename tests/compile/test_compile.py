@@ -50,6 +50,7 @@ def test_features(target: str) -> None:
     for fact in found:
         assert fact["binary"] > 0
         assert fact["shared"] <= fact["limit"], fact
+        assert fact["given"] == fact["taken"], fact
 
 
 @pytest.mark.skipif(

@@ -165,7 +165,7 @@ def posed(call: Call, leaves: Values) -> tuple[Problem, Tensors]:
     if options.pop("causal", False):
         mask = mask & Causal()
     q, k, v = (leaves[name] for name in "qkv")
-    tensors, found = checked(q, k, v, mask=mask, cu_seqlens=call.offsets, **options)
+    tensors, found, _ = checked(q, k, v, mask=mask, cu_seqlens=call.offsets, **options)
     return problem_of(tensors, found), tensors
 
 

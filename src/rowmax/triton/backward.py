@@ -121,7 +121,7 @@ def _delta(
     t = t._replace(dlse=None if dlse is None else dlse.contiguous())
     parts: list[Tensor] = []
 
-    def complete(job: Job) -> Pointers:
+    def complete(job: Job, tensors: Tensors) -> Pointers:
         if not want_sink:
             return t
         shape = (dense_batch(problem), problem.hq, job.n.tiles)
@@ -157,7 +157,7 @@ def _key_gradients(
     for name, one, other in passes if dk.numel() else ():
         to = t._replace(dk=one, dv=other, dbias_cols=None if name == "dv" else cols)
 
-        def complete(job: Job, to: Pointers = to) -> Pointers:
+        def complete(job: Job, tensors: Tensors, to: Pointers = to) -> Pointers:
             return with_order(to, problem, tensors, job.tiles, over="queries")
 
         launch(name, problem, tensors, tiles, plan_key_gradients, complete, t.dout)
@@ -197,7 +197,7 @@ def _query_gradients(
         rows = q.new_zeros((problem.batch, problem.hq, problem.nq), dtype=torch.float32)
     to = t._replace(dq=dq, dbias=dbias, dbias_rows=rows)
 
-    def complete(job: Job) -> Pointers:
+    def complete(job: Job, tensors: Tensors) -> Pointers:
         return with_order(to, problem, tensors, job.tiles, over="keys")
 
     launch("query_gradients", problem, tensors, tiles, plan_query_gradients, complete, t.dout)
@@ -225,7 +225,7 @@ def _bias_gradient(problem: Problem, tensors: Tensors, t: Pointers, tiles: Tiles
     dbias = bias.new_empty(bias.shape)
     to = t._replace(dbias=dbias)
 
-    def complete(job: Job) -> Pointers:
+    def complete(job: Job, tensors: Tensors) -> Pointers:
         if not listed(problem):
             return to
         return to._replace(states=tile_states(problem, tensors, job.tiles).contiguous())

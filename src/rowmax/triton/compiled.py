@@ -6,7 +6,7 @@ out at every launch what all of its arguments are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +37,10 @@ class Signature(NamedTuple):
     constants: dict[tuple[int, ...], Any]
     attributes: dict[tuple[int, ...], Any]
 
+    def taken(self) -> list[Any]:
+        """The types of what the compiled kernel takes, one by one."""
+        return [x for x in _leaves(self.types.values()) if x != "constexpr"]
+
 
 class Launch:
     """A kernel with a grid and all of its arguments but a bundle of pointers."""
@@ -47,26 +51,27 @@ class Launch:
         self.kernel = kernel
         self.grid = grid
         self.options = options
-        #: by which pointers there are and which are aligned
-        self._ready: dict[tuple[bool | None, ...], Callable[..., None]] = {}
+        #: what launches and the numbers that it takes, by which pointers there are and are aligned
+        self._ready: dict[tuple[bool | None, ...], tuple[Callable[..., None], tuple[Any, ...]]] = {}
 
     def __call__(self, first: tuple[Any, ...], t: Any, last: tuple[Any, ...]) -> None:
         """Launch with the arguments ``(*first, t, *last)`` on the current stream.
 
-        ``t`` holds tensors, or None where a term is missing; the others do not change from call
-        to call but for what they point to.
+        ``t`` holds tensors, or None where a term is missing; ``first`` holds descriptions of
+        tensors, or None, always in the same places; ``last`` does not change from call to call.
         """
-        addresses = tuple([None if x is None else x.data_ptr() for x in t])
-        kind = tuple([x if x is None else x & 15 == 0 for x in addresses])
-        ready = self._ready.get(kind)
-        if ready is None:
-            ready = launcher(self.loaded(*first, t, *last), self.grid)
-            self._ready[kind] = ready
-        ready(*first, addresses, *last)
+        kind = tuple([None if x is None else x.data_ptr() & 15 == 0 for x in t])
+        found = self._ready.get(kind)
+        if found is None:
+            found = launcher(self.loaded(*first, t, *last), self.grid), tuple(_given(last))
+            self._ready[kind] = found
+        ready, numbers = found
+        copies = [x for x in first if x is not None]
+        ready(*copies, *[x.data_ptr() for x in t if x is not None], *numbers)
 
     def loaded(self, *args: Any) -> Any:
         """The kernel for these arguments on the current device, compiled once for all launches."""
-        types, constants, attributes = signature = self.signature(*args)
+        signature = self.signature(*args)
         key = (
             self.kernel,
             torch.cuda.current_device(),
@@ -76,6 +81,9 @@ class Launch:
         found = _kernels.get(key)
         if found is None:
             found = _kernels[key] = self.compile(*args)
+            # from which Triton makes its launcher, then given neither bundles nor constants: it
+            # would take each apart at every launch
+            found.src.signature = dict(enumerate(signature.taken()))
         return found
 
     def compile(self, *args: Any, target: Any = None) -> Any:
@@ -110,6 +118,20 @@ def launcher(compiled: Any, grid: tuple[int, int, int]) -> Callable[..., None]:
             run(*grid, stream, function, metadata, None, None, None, *args)
 
     return ready
+
+
+def _leaves(x: Any) -> Iterator[Any]:
+    """What is in a bundle, and in those within it."""
+    for y in x:
+        if isinstance(y, tuple):
+            yield from _leaves(y)
+        else:
+            yield y
+
+
+def _given(last: tuple[Any, ...]) -> list[Any]:
+    """The numbers among the last arguments, which alone a compiled kernel takes."""
+    return [x for x in _leaves(last) if x is not None and not isinstance(x, tl.constexpr)]
 
 
 def _described(x: Any, path: tuple[int, ...], found: Signature) -> Any:

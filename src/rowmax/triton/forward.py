@@ -22,7 +22,6 @@ from .bundles import (
     numbers,
     pointers,
     precision_of,
-    prepared,
     slots,
     strides_of,
 )
@@ -176,15 +175,14 @@ def forward(
     problem: Problem, tensors: Tensors, tiles: Tiles | None = None
 ) -> tuple[Tensor, Tensor]:
     """(out ``[B, Nq, Hq, Dv]``, lse ``[B, Hq, Nq]``); ``tiles`` overrides the tables."""
-    tensors = prepared(tensors)
     q = tensors.q
-    out = q.new_empty(problem.out_shape)
-    lse = q.new_empty(problem.lse_shape, dtype=torch.float32)
+    out = q.new_empty(*problem.out_shape)
+    lse = q.new_empty(*problem.lse_shape, dtype=torch.float32)
     if not lse.numel():
         return out, lse
-    t = pointers(tensors, out=out, lse=lse)
 
-    def complete(job: Job) -> Pointers:
+    def complete(job: Job, tensors: Tensors) -> Pointers:
+        t = pointers(tensors, out=out, lse=lse)
         return with_order(t, problem, tensors, job.tiles, over="keys")
 
     launch("forward", problem, tensors, tiles, plan_forward, complete)

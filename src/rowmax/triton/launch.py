@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from ..problem import Problem, Tensors
-from .bundles import Constants, Numbers, Pointers
+from .bundles import Constants, Numbers, Pointers, prepared
 from .compiled import Launch
 from .tiles import Tiles, smaller, tiles_for
 
@@ -33,10 +33,11 @@ class Job:
 
     def run(self, t: Pointers) -> None:
         """Launch on the current stream of the pointers' device."""
-        if not t.q.is_cuda:  # the interpreter, or another kind of device
+        q = t.q
+        if not q.is_cuda:  # the interpreter, or another kind of device
             self.kernel[self.grid](t, self.n, self.c, **self.options)
-        elif t.q.device.index != torch.cuda.current_device():
-            with torch.cuda.device(t.q.device):
+        elif q.get_device() != torch._C._cuda_getDevice():
+            with torch.cuda.device(q.device):
                 self.launch((), t, (self.n, self.c))
         else:
             self.launch((), t, (self.n, self.c))
@@ -52,28 +53,31 @@ def launch(
     tensors: Tensors,
     tiles: Tiles | None,
     plan: Callable[..., Job],
-    pointers: Callable[[Job], Pointers],
+    pointers: Callable[[Job, Tensors], Pointers],
     *more: Tensor,
 ) -> None:
-    """Run the job of this name with ``pointers(job)``; with smaller tiles if it does not fit.
+    """Run the job of this name; with smaller tiles if it does not fit.
 
     The job, made by ``plan(problem, tensors, tiles, *more)``, serves every call with the same
-    problem, device, strides and tiles.
+    problem, device, strides and tiles. It is run on ``pointers(job, tensors)``, for tensors as
+    kernels read them (``prepared``).
     """
-    q, k, v, bias, _, _, allowed, q_ids, k_ids, *_ = tensors
-    given = (q, k, v, bias, allowed, q_ids, k_ids, *more)
-    strides = [None if x is None else x.stride() for x in given]
-    batches = [None if x is None else x.shape[0] for x in (q_ids, k_ids)]
-    key = (name, problem, q.device.index, tiles, *strides, *batches)
+    key = _key(name, problem, tensors, tiles, more)
     job = _jobs.get(key)
+    q, k, v = tensors[:3]
+    if job is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+        # strides for which there is a job are such as ``prepared`` leaves alone
+        tensors = prepared(tensors)
+        key = _key(name, problem, tensors, tiles, more)
+        job = _jobs.get(key)
     if job is not None:
-        job.run(pointers(job))
+        job.run(pointers(job, tensors))
         return
     chosen = tiles or tiles_for(name, problem, q.device)
     while True:
         job = plan(problem, tensors, chosen, *more)
         try:
-            job.run(pointers(job))
+            job.run(pointers(job, tensors))
         except OutOfResources:
             less = None if tiles else smaller(chosen)
             if less is None:
@@ -84,3 +88,26 @@ def launch(
             _jobs.clear()
         _jobs[key] = job
         return
+
+
+def _key(
+    name: str,
+    problem: Problem,
+    tensors: Tensors,
+    tiles: Tiles | None,
+    more: tuple[Tensor, ...],
+) -> tuple[Any, ...]:
+    """All that a job depends on. Which tensors there are the problem says."""
+    strides = [x.stride() for x in tensors if x is not None]
+    batches = ()
+    if problem.documents:
+        batches = [x.shape[0] for x in (tensors.q_ids, tensors.k_ids) if x is not None]
+    return (
+        name,
+        problem,
+        tensors.q.get_device(),
+        tiles,
+        *strides,
+        *[x.stride() for x in more],
+        *batches,
+    )

@@ -81,7 +81,7 @@ def _runner(job: str, problem: Problem, tensors: Tensors, dout: Tensor) -> Calla
         dv=torch.empty_like(tensors.v) if job in ("key_gradients", "dv") else None,
     )
     plan = plan_query_gradients if job == "query_gradients" else plan_key_gradients
-    return lambda tiles: launch(job, problem, tensors, tiles, plan, lambda _: t, dout)
+    return lambda tiles: launch(job, problem, tensors, tiles, plan, lambda *_: t, dout)
 
 
 def compiled(calls: Iterable[Callable[[], Any]], device: torch.device) -> Iterator[None]:
