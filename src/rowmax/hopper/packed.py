@@ -60,7 +60,8 @@ def most_tiles(total: int, longest: int, batch: int, tokens: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def _placing(batch: int, tokens: int) -> tuple[Launch, tuple[Any, ...]]:
+def _placing(batch: int, tokens: int, device: torch.device) -> tuple[Launch, tuple[Any, ...]]:
+    # of the device as well: a launch keeps what it has loaded
     launch = Launch(_place, (batch, 1, 1), {"num_warps": 4, "enable_fp_fusion": True})
     return launch, (batch, *map(tl.constexpr, (tokens, HEADER, _CHUNK)))
 
@@ -68,6 +69,6 @@ def _placing(batch: int, tokens: int) -> tuple[Launch, tuple[Any, ...]]:
 def order(cu: Tensor, batch: int, most: int, tokens: int) -> Tensor:
     """Sequences that begin at ``cu``, in ``most`` tiles at most of ``tokens`` positions."""
     made = torch.empty(HEADER + batch + most, dtype=torch.int32, device=cu.device)
-    launch, numbers = _placing(batch, tokens)
+    launch, numbers = _placing(batch, tokens, cu.device)
     launch((), Pointers(made, cu), numbers)
     return made
