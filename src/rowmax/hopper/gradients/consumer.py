@@ -166,8 +166,7 @@ def step(
     """
     S, dk, dv = state
     qs, dos, stats, ks, vs, dss, dqs = buffers
-    q_full, q_empty, do_full, do_empty, k_full, v_full, kv_empty, dq_full, dq_empty = bars[:9]
-    b_full, b_empty, ds_full = bars[9:]
+    q_full, do_full, done, k_full, v_full, kv_empty, dq_full, dq_empty, b_full = bars
     dtype: gl.constexpr = qs.dtype
     begin, end = span
     before = gl.maximum(use - 1, 0)
@@ -190,7 +189,7 @@ def step(
     dp = warpgroup_mma_wait(0, deps=[dp])
 
     dv = warpgroup_mma(gl.convert_layout(P, weight_layout(C.DV)), do, dv, is_async=True)
-    mbarrier.wait(ds_full.index(before & 1), phase(before, 2), pred=was)
+    mbarrier.wait(done.index(slot(before, C.Q_STAGES)), phase(before, C.Q_STAGES), pred=was)
     delta = row_numbers(C, stats, slot(use, C.Q_STAGES), 1)
     ds = rounded(w * (dp - delta[None, :]), dtype)
     of_keys(dss, use, c, C).store(ds)
@@ -208,13 +207,8 @@ def step(
     if not C.AHEAD:
         S = issue_scores(C, c, k, ks, at, qs, after)
     dv, dk = warpgroup_mma_wait(1, deps=[dv, dk])
-    mbarrier.arrive(q_empty.index(slot(use, C.Q_STAGES)), count=1)
-    if C.BIAS:
-        mbarrier.arrive(b_empty.index(slot(before, C.DS_STAGES)), count=1, pred=was)
-    mbarrier.arrive(ds_full.index(use & 1), count=1)  # and dQ of the last is made
-    S = warpgroup_mma_wait(0, deps=[S])
-    mbarrier.arrive(do_empty.index(slot(use, C.DO_STAGES)), count=1)
-    return after, (S, dk, dv)
+    mbarrier.arrive(done.index(slot(use, C.Q_STAGES)), count=1)
+    return after, (warpgroup_mma_wait(0, deps=[S]), dk, dv)
 
 
 @gluon.jit
@@ -224,8 +218,7 @@ def consumer(
     """Warpgroup c: keys ``64 c`` to ``64 c + 63`` of every tile of this block."""
     messages, m_full, m_empty = mail
     qs, dos, stats, ks, vs, dss, dqs = buffers
-    q_full, q_empty, do_full, do_empty, k_full, v_full, kv_empty, dq_full, dq_empty = bars[:9]
-    b_full, b_empty, ds_full = bars[9:]
+    q_full, do_full, done, k_full, v_full, kv_empty, dq_full, dq_empty, b_full = bars
     scale, out_scale, group, hk = rest
     turn = 0
     use = 0
@@ -291,13 +284,9 @@ def consumer(
         S, dk_sum, dv_sum = state
         begin, end = span
         last = gl.maximum(end - 1, 0)
-        mbarrier.wait(ds_full.index(last & 1), phase(last, 2), pred=some)
+        mbarrier.wait(done.index(slot(last, C.Q_STAGES)), phase(last, C.Q_STAGES), pred=some)
         if some & ((last & 1) == c):
             make_dq(C, dss, ks, at, dqs, dq_full, dq_empty, last)
-        if C.BIAS:
-            if C.DBIAS:
-                tma_store_wait(0)
-            mbarrier.arrive(b_empty.index(slot(last, C.DS_STAGES)), count=1, pred=some)
         mbarrier.arrive(kv_empty.index(at), count=1, pred=some)
         kept += some.to(gl.int32)
         turn += 1
@@ -312,6 +301,8 @@ def consumer(
         store(C, dk_sum * out_scale, dk + place * C.D_OUT, hk * C.D_OUT, there, C.D, C.D_OUT)
         store(C, dv_sum, dv + place * C.DV_OUT, hk * C.DV_OUT, there, C.DV, C.DV_OUT)
         tile = after
+    if C.DBIAS:
+        tma_store_wait(0)
 
 
 @gluon.jit

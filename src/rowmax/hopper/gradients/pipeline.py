@@ -7,16 +7,15 @@ block (arrivals that complete a phase; a use n of a ring of S takes buffer n % S
     barrier       arrivals                              waited for by
     q_full[s]     producer's expect + bytes of Q, rows  consumers, before S of the use
     do_full[s]    producer's expect + bytes of dO       consumers, before dP of the use
-    q_empty[s]    each consumer, when dK of the use is  producer, before it fills s again
-    do_empty[s]   each consumer, when dV of the use is  producer, likewise
+    done[s]       each consumer, dS of the use is       consumers, before dQ of the use;
+                  there, dK and dV and dQ of the last   producer, before it fills s again
+                  are made
     k_full[s]     producer's expect + bytes of K        consumers, before a tile's first S
     v_full[s]     producer's expect + bytes of V        consumers, before a tile's first dP
     kv_empty[s]   each consumer, after a tile's last    producer, before K of a later tile
     b_full[t]     producer's expect + bytes of the bias  consumers, before P of the use
-    b_empty[t]    each consumer, when dQ of the use is  producer, before a bias three uses later
     dq_full[s]    the consumer that makes dQ of the use  writer, once a use
     dq_empty[s]   writer, its copy has been read        who fills s next, before that
-    ds_full[t]    each consumer, dS of the use is there  consumers, before dQ of the use
     m_full[t]     producer, a tile is announced         consumers and writer, once a turn
     m_empty[t]    each consumer and the writer          producer, two turns later
 
@@ -52,17 +51,14 @@ from .schedule import draw, draw_next, neighbour_of, passing, plane_of, tile_of,
 def all_barriers(C: gl.constexpr):
     bars = (
         full_barriers(C.Q_STAGES, C.VARLEN),
-        barriers(C.Q_STAGES, C.WARPGROUPS),
         full_barriers(C.DO_STAGES, C.VARLEN),
-        barriers(C.DO_STAGES, C.WARPGROUPS),
+        barriers(C.Q_STAGES, C.WARPGROUPS),
         full_barriers(C.KV_STAGES, C.PADDED),
         full_barriers(C.KV_STAGES, C.PADDED),
         barriers(C.KV_STAGES, C.WARPGROUPS),
         barriers(C.DQ_STAGES, 1),
         barriers(C.DQ_STAGES, 1),
         barriers(C.DS_STAGES, 1),
-        barriers(C.DS_STAGES, C.WARPGROUPS),
-        barriers(2, C.WARPGROUPS),
     )
     fence_async_shared()
     return bars
@@ -83,13 +79,20 @@ def follow():
 
 
 @gluon.jit
+def wait_done(C: gl.constexpr, done, use):
+    """Until the consumers are done with a use, one of the last Q_STAGES; there may not be it."""
+    at = gl.maximum(use, 0)
+    mbarrier.wait(done.index(slot(at, C.Q_STAGES)), phase(at, C.Q_STAGES), pred=use >= 0)
+
+
+@gluon.jit
 def load_step(C: gl.constexpr, descs, buffers, bars, where, m, g, use, nth):
     """Q, its rows' lse and delta, dO and the bias of one step. ``nth`` counts tiles that are cut
     short, before and after."""
     q, do, rows, k, v, bias = descs
     qs, dos, stats, ks, vs, dss = buffers
-    q_full, q_empty, do_full, do_empty = bars[:4]
-    b_full, b_empty = bars[9:11]
+    q_full, do_full, done = bars[:3]
+    b_full = bars[8]
     part, b, kv_head, first, q_row, nq, spread = where
     group, hq, each_b, each_h = spread
     head = kv_head * group + g
@@ -98,7 +101,7 @@ def load_step(C: gl.constexpr, descs, buffers, bars, where, m, g, use, nth):
     short = nq - i < C.BLOCK_Q
     s = slot(use, C.Q_STAGES)
     bar = landing(q_full, s, C.Q_STAGES, C.VARLEN, short)
-    mbarrier.wait(q_empty.index(s), phase(use, C.Q_STAGES) ^ 1)
+    wait_done(C, done, use - C.Q_STAGES)
     mbarrier.expect(bar, q.block_type.nbytes + rows.block_type.nbytes)
     tma_load(q, [part, q_row + i, head, 0], bar, qs.index(s))
     tma_load(rows, [plane, 0, row + i], bar, stats.index(s))
@@ -106,13 +109,13 @@ def load_step(C: gl.constexpr, descs, buffers, bars, where, m, g, use, nth):
         cleared(q_full, s, C.Q_STAGES, qs.index(s), C.BLOCK_Q, C.D, nq - i, nth)
     u = slot(use, C.DO_STAGES)
     bar = landing(do_full, u, C.DO_STAGES, C.VARLEN, short)
-    mbarrier.wait(do_empty.index(u), phase(use, C.DO_STAGES) ^ 1)
+    wait_done(C, done, use - C.DO_STAGES)
     mbarrier.expect(bar, do.block_type.nbytes)
     tma_load(do, [part, q_row + i, head, 0], bar, dos.index(u))
     if C.BIAS:  # its tile lies where dS of the step will be put
         s = slot(use, C.DS_STAGES)
         bar = b_full.index(s)
-        mbarrier.wait(b_empty.index(s), phase(use, C.DS_STAGES) ^ 1)
+        wait_done(C, done, use - C.DS_STAGES + 1)  # with dQ of the one before it
         mbarrier.expect(bar, bias.block_type.nbytes)
         to = reinterpret(dss.index(s), dss.dtype, [1, 1, C.BLOCK_Q, C.BLOCK_K], bias.layout)
         tma_load(bias, [b * each_b, head * each_h, i, first], bar, to)
@@ -127,7 +130,7 @@ def load_keys(C: gl.constexpr, descs, buffers, bars, where, row, kept, rest, nth
     """K and V of a tile of which ``rest`` keys are in use. ``nth`` as of ``load_step``."""
     q, do, rows, k, v, bias = descs
     qs, dos, stats, ks, vs, dss = buffers
-    k_full, v_full, kv_empty = bars[4:7]
+    k_full, v_full, kv_empty = bars[3:6]
     part, b, kv_head, first, q_row, nq, spread = where
     short = rest < C.BLOCK_K
     s = slot(kept, C.KV_STAGES)
@@ -256,7 +259,7 @@ def writer(C: gl.constexpr, dq, dqs, bars, mail, turns, sizes, tiles, heads, gro
     next one has been sent, or when there is nothing else to do.
     """
     messages, m_full, m_empty = mail
-    dq_full, dq_empty = bars[7:9]
+    dq_full, dq_empty = bars[6:8]
     turn = 0
     use = 0
     tile, live = told(C, 0, messages, m_full)
