@@ -48,7 +48,7 @@ def measured(runs: dict[str, Run], flops: float, rounds: int) -> dict[str, float
     time.sleep(1.0)
     for turn in range(rounds):
         for name, run in runs.items():
-            if turn and name in ("fa2", "flex", "rowmax deterministic"):
+            if turn and name in ("fa2", "flex"):
                 continue
             time.sleep(0.3)
             try:

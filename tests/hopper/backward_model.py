@@ -147,7 +147,7 @@ def cases() -> list[Case]:
             c,
             name=f"two-{c.name}",
             options=c.options
-            | {"KV_STAGES": 2, "HELD": not c.bias, "AHEAD": True, "DQ_STAGES": 2, "FLYING": 2},
+            | {"KV_STAGES": 2, "HELD": not c.bias, "AHEAD": True, "DQ_STAGES": 2, "EVERY": 1},
         )
         for c in found
     ]

@@ -150,18 +150,6 @@ def steps_of(tokens: int, block_k: int, nq: int, nk: int, left: int | None, righ
     return hi - torch.minimum(lo, hi - 1)
 
 
-def blocks_for(steps: Tensor, heads: int, most: int) -> int:
-    """How many blocks share the tiles of so many heads.
-
-    Where tiles are alike, no more than it takes for as many rounds: the rest would only have
-    drawn power, and put tiles of one more head beside those of a round.
-    """
-    tiles = steps.shape[0] * heads
-    if tiles > most and bool((steps == steps[0]).all()):
-        most = -(-tiles // -(-tiles // most))
-    return min(most, tiles)
-
-
 def dense_table(
     steps: Tensor, tokens: int, batch: int, heads: int, section: int, blocks: int
 ) -> tuple[Tensor, Tensor]:

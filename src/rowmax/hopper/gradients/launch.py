@@ -22,7 +22,7 @@ from .. import packed
 from ..copies import Copies, blocks, placed, strides, taken, takes
 from ..documents import tile_spans
 from ..launch import GluonLaunch, processors
-from ..schedule import SECTION_BYTES, blocks_for
+from ..schedule import SECTION_BYTES
 from ..schedule import steps_of as steps_of_queries
 from ..tiles import Constants
 from . import rows
@@ -461,7 +461,7 @@ def order_for(
             if p.left is None and not config.UP:
                 share = int(steps.sum()) * p.batch * heads / most
                 section = max(section, round(BEHIND * most / max(IDLE * share, 1)))
-    many = blocks_for(steps, p.batch * heads, most)
+    many = min(most, steps.shape[0] * p.batch * heads)
     table, ends = order_of(
         steps, p.batch, heads, max(1, section), many, config.DRAWN, config.UP, config.BLOCK_K
     )

@@ -218,15 +218,12 @@ def looked_up(place):
 
 
 @gluon.jit
-def told_others(C: gl.constexpr, place, steps, FLYING: gl.constexpr):
-    """Tell that so many steps are done, when the copies of all but the last FLYING are in
-    memory."""
-    WAIT: gl.constexpr = "cp.async.bulk.wait_group " + ("0; ", "1; ", "2; ")[FLYING]
+def told_others(place, steps):
+    """Tell that so many steps are done, when the copies of all of them are in memory."""
     gl.inline_asm_elementwise(
-        WAIT
-        + "fence.proxy.async.global; bar.warp.sync 0xffffffff; { .reg .pred p; .reg .b32 lane; "
-        "mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; @p st.release.gpu.global.b32 [$1], $2; } "
-        "mov.u32 $0, 0;",
+        "cp.async.bulk.wait_group 0; fence.proxy.async.global; bar.warp.sync 0xffffffff; "
+        "{ .reg .pred p; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; "
+        "@p st.release.gpu.global.b32 [$1], $2; } mov.u32 $0, 0;",
         "=r,l,r",
         [place, steps],
         dtype=gl.int32,
@@ -255,8 +252,8 @@ def writer(C: gl.constexpr, dq, dqs, bars, mail, turns, sizes, tiles, heads, gro
     ORDERED: a tile of dQ takes what each tile of keys adds in the order of ``schedule.py``. Each
     tile of keys tells in ``turns`` how many steps it has done, and reads there how far the one
     that it follows has come: once for many steps where that one is well ahead. To be done is to
-    be in memory. To wait for that would take longer than a step, so a step is told of when the
-    next one has been sent, or when there is nothing else to do.
+    be in memory, and to tell so takes about as long as half a step: it is done every few steps,
+    and where this one has to wait itself.
     """
     messages, m_full, m_empty = mail
     dq_full, dq_empty = bars[6:8]
@@ -281,7 +278,7 @@ def writer(C: gl.constexpr, dq, dqs, bars, mail, turns, sizes, tiles, heads, gro
                 if seen < ours:
                     seen = looked_up(place + C.NEIGHBOUR)
                     if seen < ours:
-                        told_others(C, place, i, 0)
+                        told_others(place, i)
                         while seen < ours:
                             seen = looked_up(place + C.NEIGHBOUR)
             s = slot(use, C.DQ_STAGES)
@@ -296,10 +293,12 @@ def writer(C: gl.constexpr, dq, dqs, bars, mail, turns, sizes, tiles, heads, gro
             tma_store_wait(0)
             mbarrier.arrive(dq_empty.index(s), count=1)
             if C.ORDERED:
-                told_others(C, place, i + 1 - C.FLYING, C.FLYING)
+                due = (i + 1) % C.EVERY == 0
+                if due:
+                    told_others(place, i + 1)
             use += 1
         if C.ORDERED:
-            told_others(C, place, end, 0)
+            told_others(place, end)
         turn += 1
         tile, live = told(C, turn, messages, m_full)
         mbarrier.arrive(m_empty.index(slot(turn, 2)), count=1)

@@ -88,7 +88,7 @@ class GradientConfig:
     ABREAST: bool = False  # tile m of every head of a group passes by before the next tile does
     AHEAD: bool = False  # S of the next step is made before dQ
     DQ_STAGES: int = 1
-    FLYING: int = 1  # tiles of dQ on their way to memory, where they are told of in order
+    EVERY: int = 2  # steps after which others are told how many are done (pipeline.writer)
     HELD_0: int = 0  # columns of K that are in registers as well (pair.py)
     HELD_1: int = 0  # of V
     ALONE: bool = False  # and nowhere else
