@@ -1,12 +1,13 @@
 """The whole table on a GPU, and what only a GPU can show. One script runs it all.
 
-    python -m tests.gpu.check --backend triton --out result.csv [--minutes 5]
+    python -m tests.gpu.check --backend triton --out result.csv [--minutes 5] [--after result.csv]
 
 Each case runs forward and backward in a process of its own pool, against the dense definition in
 float64 on the same device, by the rule of ``tests/tolerance.py``, over memory that was filled
 with NaN. Then: 200 repeats that must agree to the bit, odd lengths, tensors of more than 2^31
 elements, CUDA graphs and streams. The result is a CSV, a row for each check, written anew with
-every line of progress; what was not started after ``--minutes`` is left out.
+every line of progress; what was not started after ``--minutes`` is left out, and what an earlier
+result has right (``--after``) is taken from there.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ def run(job: Job) -> Row:
     warnings.simplefilter("ignore")
     kind, item, backend = job
     start = time.perf_counter()
-    dtype, size = ("bfloat16", 1) if kind != "case" else item[1:]
+    key = key_of(job)
     try:
         if kind == "case":
             wrong = check(item, backend)
@@ -132,7 +133,13 @@ def run(job: Job) -> Row:
         torch.cuda.synchronize()
     except Exception:
         wrong = [traceback.format_exc(limit=-3)[-700:]]
-    return name_of(job), dtype, size, wrong, time.perf_counter() - start
+    return *key, wrong, time.perf_counter() - start
+
+
+def key_of(job: Job) -> tuple[str, str, int]:
+    """(name, dtype, size)"""
+    kind, item, _ = job
+    return name_of(job), *(item[1:] if kind == "case" else ("bfloat16", 1))
 
 
 def name_of(job: Job) -> str:
@@ -205,6 +212,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="the covering cases alone")
     parser.add_argument("--only", default="", help="names that hold this text")
     parser.add_argument("--processes", type=int, default=min(14, os.cpu_count() or 1))
+    parser.add_argument("--after", type=Path, help="a result to go on from")
     given = parser.parse_args()
     from tests.gpu import extremes
 
@@ -212,9 +220,13 @@ def main() -> int:
     jobs += [("repeat", case, given.backend) for case in repeated()]
     jobs += [("case", item, given.backend) for item in items(given.quick)]
     large: list[Job] = [("extreme", name, given.backend) for name in extremes.LARGE]
-    jobs, large = ([job for job in part if given.only in name_of(job)] for part in (jobs, large))
-    start, every = time.time(), len(jobs) + len(large)
-    rows: list[Row] = []
+    rows = right_before(given.after) if given.after else []
+    known = {row[:3] for row in rows}
+    jobs, large = (
+        [job for job in part if given.only in name_of(job) and key_of(job) not in known]
+        for part in (jobs, large)
+    )
+    start, every = time.time(), len(rows) + len(jobs) + len(large)
 
     def progress(more: list[Row]) -> None:
         done = [*rows, *more]
@@ -229,6 +241,15 @@ def main() -> int:
     _write(given.out, rows)
     print(f"{len(rows)} checks, {bad} wrong, {left} not run, {time.time() - start:.0f} s")
     return 1 if bad or left else 0
+
+
+def right_before(path: Path) -> list[Row]:
+    with path.open(newline="") as file:
+        return [
+            (row["check"], row["dtype"], int(row["times_length"]), [], float(row["seconds"]))
+            for row in csv.DictReader(file)
+            if row["result"] == "right"
+        ]
 
 
 def _write(path: Path, rows: list[Row]) -> None:

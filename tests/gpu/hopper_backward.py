@@ -176,6 +176,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=60.0, help="seconds a case may take")
     parser.add_argument("--first", action="store_true")
     parser.add_argument("--only", default="")
+    parser.add_argument("--seed", type=int, default=0, help="of the order")
     options = parser.parse_args()
     chosen = [c for c in (first() if options.first else cases()) if options.only in c.name]
     jobs = [
@@ -185,7 +186,7 @@ def main() -> int:
         for deterministic in (False, True)
     ]
     if not options.first:
-        random.Random(0).shuffle(jobs)
+        random.Random(options.seed).shuffle(jobs)
     begin = time.monotonic()
     rows, bad = [], 0
     for job, found in children.run(

@@ -47,9 +47,6 @@ _FOLLOWS = _OPTIONS | {"launch_pdl": True}
 BLOCK_K = 128
 #: blocks that work on one head at most, where each is to follow another (``schedule.py``)
 FOLLOWERS = 66
-#: where tiles of keys begin with the same queries: how many steps each comes behind the one that
-#: it follows, and the part of all steps of a block that those begun at once may wait for that
-BEHIND, IDLE = 2, 1 / 30
 
 
 class Work(NamedTuple):
@@ -323,7 +320,7 @@ def made(
     return Plan(
         config,
         (planes, 2, rows_),
-        (planes, rows_ // config.BLOCK_Q, config.BLOCK_Q * config.D),
+        (planes, config.CHAINS, rows_ // config.BLOCK_Q, config.BLOCK_Q * config.D),
         Launch(rows.prepare, (every, 1, 1), _OPTIONS),
         works,
         Launch(rows.finish, (every, 1, 1), _FOLLOWS),
@@ -345,7 +342,7 @@ def of_rows(p: Problem, c: GradientConfig, dout: Tensor, tiles: int) -> tuple[An
     numbers = RowNumbers(
         p.batch, p.total_q, p.total_k, p.hq, p.hk, tiles, turns_of(p), *steps, p.scale
     )
-    return numbers, RowConstants(*map(gl.constexpr, (p.d, p.dv, c.D, c.DV, c.BLOCK_Q)))
+    return numbers, RowConstants(*map(gl.constexpr, (p.d, p.dv, c.D, c.DV, c.BLOCK_Q, c.CHAINS)))
 
 
 def work_of(
@@ -416,7 +413,9 @@ def copies_of(c: GradientConfig, tensors: Tensors, dout: Tensor, planes: int, ro
         cut(k, c.BLOCK_K, c.D),
         cut(v, c.BLOCK_K, c.DV),
         # a tile of dQ, in the order of ``by_threads``, is 32 numbers wide
-        blocks(f32, (planes, rows_ * c.D // 32, 32), (rows_ * c.D, 32, 1), [1, 2 * c.D, 32]),
+        blocks(
+            f32, (planes * c.CHAINS, rows_ * c.D // 32, 32), (rows_ * c.D, 32, 1), [1, 2 * c.D, 32]
+        ),
         tiles,
         dtiles,
     )
@@ -458,9 +457,6 @@ def order_for(
         section = SECTION_BYTES // (query_bytes(p) * p.nq)
         if config.ORDERED:
             section = max(section, most // FOLLOWERS)
-            if p.left is None and not config.UP:
-                share = int(steps.sum()) * p.batch * heads / most
-                section = max(section, round(BEHIND * most / max(IDLE * share, 1)))
     many = min(most, steps.shape[0] * p.batch * heads)
     table, ends = order_of(
         steps, p.batch, heads, max(1, section), many, config.DRAWN, config.UP, config.BLOCK_K
