@@ -84,6 +84,33 @@ def check(case: Case, seed: int) -> list[str]:
     return [text for text in found if text]
 
 
+def past_the_last(sink: bool) -> list[str]:
+    """Rows past the last packed sequence see nothing, and those before them do not see those."""
+    prepare(3)
+    case = Case("", hq=4, hk=2, d=64, causal=True, sink=sink, sequences=((5, 90), (0, 17), (99, 3)))
+    problem, tensors = make(case, dtype=torch.float16).problem()
+    want = launch.forward(problem, tensors)
+    n = 2100
+    more = {
+        name: torch.cat([x, torch.full_like(x[:, :1], torch.nan).expand(-1, n, -1, -1)], 1)
+        for name, x in zip("qkv", tensors, strict=False)
+    }
+    longer = problem._replace(total_q=problem.total_q + n, total_k=problem.total_k + n)
+    with poisoned():
+        out, lse = launch.forward(longer, tensors._replace(**more))
+    of_nothing = torch.full_like(lse[0], -torch.inf)
+    if tensors.sink is not None:
+        of_nothing = tensors.sink[:, None].expand_as(lse[0])
+    at = problem.total_q
+    wrong = {
+        "out": not torch.equal(out[:, :at], want[0]),
+        "lse": not torch.equal(lse[..., :at], want[1]),
+        "out past the last": out[:, at:].count_nonzero() > 0,
+        "lse past the last": not torch.equal(lse[0, :, at:], of_nothing[:, at:]),
+    }
+    return [name for name, bad in wrong.items() if bad]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="")
@@ -106,6 +133,11 @@ def main() -> int:
             else:
                 right += 1
                 print(f"{case.name} {time.monotonic() - begin:.1f} s", flush=True)
+    for sink in (False, True):
+        found = past_the_last(sink)
+        right, wrong = right + (not found), wrong + bool(found)
+        if found:
+            print(f"past the last, sink {sink}, seed 0: {'; '.join(found)}", flush=True)
     print(f"{right} right, {wrong} wrong, {refused} refused")
     return int(wrong > 0)
 

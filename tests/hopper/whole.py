@@ -28,7 +28,11 @@ from rowmax import hopper, triton
 from rowmax.hopper import packed
 from rowmax.hopper.gradients import launch, rows
 from rowmax.hopper.tiles import Constants
+from rowmax.problem import Wanted
+from rowmax.reference import dense
+from tests.cases import Case, make
 from tests.gpu import hopper_backward as device
+from tests.tolerance import poisoned
 
 BLOCKS = 5
 
@@ -123,6 +127,37 @@ def fallback(problem, tensors, out, lse, dout, dlse, wanted):
     return reference.backward(problem, tensors, out, lse, dout, dlse, wanted)
 
 
+def past_the_last(d: int) -> list[str]:
+    """Rows past the last packed sequence have no gradient, and change no other's."""
+    case = Case("", hq=4, hk=2, d=d, causal=True, sequences=((5, 90), (0, 17), (99, 133)))
+    problem, tensors = make(case, dtype=torch.float16).problem()
+    out, lse = dense.attention(problem, tensors, torch.float32)
+    out, wanted = out.half(), Wanted(True, True, True, False, False)
+    dout = torch.randn_like(out)
+    want = hopper.backward(problem, tensors, out, lse.float(), dout, None, wanted)
+    n = 150
+
+    def longer(x: Tensor) -> Tensor:
+        return torch.cat([x, torch.full_like(x[:, :1], torch.nan).expand(-1, n, -1, -1)], 1)
+
+    given = tensors._replace(q=longer(tensors.q), k=longer(tensors.k), v=longer(tensors.v))
+    bigger = problem._replace(total_q=problem.total_q + n, total_k=problem.total_k + n)
+    more = torch.full_like(lse[..., :1], -torch.inf).expand(-1, -1, n)
+    lse = torch.cat([lse, more], -1).float()
+    with poisoned():
+        got = hopper.backward(bigger, given, longer(out), lse, longer(dout), None, wanted)
+    found = []
+    for name, x, y in zip("qkv", want[:3], got[:3], strict=True):
+        assert x is not None
+        assert y is not None
+        at = x.shape[1]
+        if not torch.allclose(x, y[:, :at], atol=2e-3):  # dq is added up as it comes
+            found.append(f"d{name} differs")
+        if y[:, at:].count_nonzero():
+            found.append(f"d{name} past the last sequence")
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="")
@@ -150,6 +185,11 @@ def main() -> int:
             counts[kind] += 1
             if found or options.only:
                 print(case.name, "deterministic" * deterministic, *(found or ["right"]), flush=True)
+    for d in (64, 256):
+        found = past_the_last(d)
+        counts["wrong" if found else "right"] += 1
+        if found:
+            print("past the last", d, *found, flush=True)
     print(counts)
     return int(counts["wrong"] > 0)
 

@@ -80,20 +80,20 @@ def launch(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None
 def pointers(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> Pointers:
     _, _, _, bias, sink, alibi, _, q_ids, k_ids, lengths, cu_q, cu_k, _ = tensors
     C, table, ends, counter = plan.constants.config, plan.rows, plan.ends, None
+    small = (x if x is None else x.contiguous() for x in (q_ids, k_ids, alibi, sink, lengths))
+    q_ids, k_ids, alibi, sink, lengths = small
     spans = q_range = k_range = None
     if problem.varlen:
         assert cu_q is not None
         tokens = C.WARPGROUPS * ROWS // C.GROUP
         most = packed.most_tiles(problem.total_q, problem.nq, problem.batch, tokens)
-        counter = packed.order(cu_q, problem.batch, most, tokens)
+        counter = packed.order(cu_q, problem.batch, most, tokens, out, lse, sink)
         table, ends = counter[packed.HEADER :], counter[1:]
     if problem.documents:
         spans, q_range, k_range = spans_of(
             problem, tensors, C.WARPGROUPS, ROWS // C.GROUP, C.BLOCK_K
         )
         counter = torch.zeros(1, dtype=torch.int32, device=out.device)
-    small = (x if x is None else x.contiguous() for x in (q_ids, k_ids, alibi, sink, lengths))
-    q_ids, k_ids, alibi, sink, lengths = small
     return Pointers(
         out,
         lse,

@@ -10,6 +10,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...triton.steps import sequence, sequence_of_slot
+from ..packed import clear_rest
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -41,17 +42,6 @@ def place(t, n, c):
 def in_columns(x, ROWS: tl.constexpr):
     """Rows in the order of ``layouts.by_columns``."""
     return tl.reshape(tl.permute(tl.reshape(x, [ROWS // 16, 2, 4, 2]), (0, 2, 1, 3)), [ROWS])
-
-
-@triton.jit
-def clear_rest(x, cu, batch, total, width):
-    """Zeros in the rows past the last packed sequence, shared out among all programs."""
-    end = total.to(tl.int64) * width
-    first = tl.load(cu + batch).to(tl.int64) * width + tl.program_id(0) * 1024
-    at = tl.arange(0, 1024)
-    while first < end:
-        tl.store(x + first + at, tl.zeros([1024], x.dtype.element_ty), mask=first + at < end)
-        first += tl.num_programs(0) * 1024
 
 
 @triton.jit

@@ -51,8 +51,10 @@ WIDE = {
     },
 }
 SIZES = (64, 128, 256)
-#: keys up to which dQ is added up in order anyway, where there are so many tiles of keys
-IN_ORDER, MANY = 1024, 512
+#: keys up to which dQ is added up in order anyway, by (head size, whether there is a diagonal),
+#: where there are so many tiles of keys
+IN_ORDER = {(64, False): 1024, (64, True): 512, (128, False): 1024, (128, True): 1024}
+MANY = 512
 #: by what a launch makes
 Tiles = dict[str, GradientTile]
 
@@ -219,10 +221,10 @@ def config_for(p: Problem, tile: GradientTile, **options: Any) -> GradientConfig
 
 def soon_in_order(p: Problem, d: int) -> bool:
     """Whether to add to dQ in order is faster than as it comes: where sequences are short, to zero
-    dQ takes longer than to wait for turns, if others' tiles fill the wait."""
-    faster = d == 128 or p.right is None
-    tiles = p.batch * p.hk * -(-p.nk // (WARPGROUPS * ROWS))
-    return faster and p.nk <= IN_ORDER and tiles >= MANY and p.bias is None and every_query_sees(p)
+    dQ takes longer than to wait for turns, if there are others' tiles to do meanwhile."""
+    few = p.batch * p.hk * -(-p.nk // (WARPGROUPS * ROWS)) < MANY
+    long = p.nk > IN_ORDER[d, p.right is not None]
+    return not (few or long) and p.bias is None and every_query_sees(p)
 
 
 def long_wait(p: Problem) -> bool:
