@@ -65,7 +65,7 @@ def cases():
 OLDEST = triton.__version__.startswith("3.6.")
 #: LDL and STL in a loop, and bytes that a thread may put by out of loops: the most that was
 #: measured, which with the oldest is none in a loop, but for dbias and for ALiBi's distances
-PUT_BY = (0, 144) if OLDEST else (6, 144)
+PUT_BY = (0, 144) if OLDEST else (6, 208)
 MORE = {("all", "dbias"): (4, 128), ("dq", "alibi"): (36, 216)}
 #: exponentials that may come after the wait for the product beside them, of 32
 LATE = 7 if OLDEST else 9

@@ -142,12 +142,6 @@ def cases() -> list[Case]:
                 sequences=((130, 130), (64, 128), (1, 1), (0, 0), (129, 257)),
             ),
         ]  # fmt: skip
-    chains = {"ORDERED": True, "FRESH": True, "CHAINS": 2}
-    found += [
-        Case("chains", 200, 700, b=2, hq=2, blocks=3, options=chains),
-        Case("chains-bias", 300, 520, hq=2, hk=1, bias=(1, 2), options=chains | {"DBIAS": True}),
-        Case("chains-ragged", 130, 129, blocks=2, options=chains),
-    ]
     found += [
         replace(
             c,
@@ -339,8 +333,7 @@ def check(
     planes = case.hq if packed else case.b * case.hq
     stats = np.full((planes, 2, rows), np.inf, np.float32)
     stats[:, 1] = 0
-    empty = np.nan if C.FRESH else 0.0
-    sums = np.full((planes * C.CHAINS, rows, case.d), empty, np.float32)
+    sums = np.full((planes, rows, case.d), np.nan if C.FRESH else 0.0, np.float32)
     places = []  # (sequence's rows, its first row in a plane, of the batch)
     for n, (r, _) in enumerate(sequences_of(case)):
         start = (r.start // case.block_q + n) * case.block_q if packed else 0
@@ -397,7 +390,7 @@ def check(
         copies(q, 1, case.block_q, 1, case.d), copies(do, 1, case.block_q, 1, case.dv),
         copies(stats, 1, 2, case.block_q),
         copies(k, 1, BLOCK_K, 1, case.d), copies(v, 1, BLOCK_K, 1, case.dv),
-        copies(sums.reshape(planes * C.CHAINS, -1, 32), 1, 2 * C.D, 32),
+        copies(sums.reshape(planes, -1, 32), 1, 2 * C.D, 32),
         copies(bias, 1, 1, case.block_q, BLOCK_K), copies(dbias, 1, 1, case.block_q, 64),
         Pointers(
             P(dk), P(dv), None, P(table), P(ends), P(counter), P(turns), P(cu_q), P(cu_k),
@@ -413,8 +406,8 @@ def check(
     )  # fmt: skip
     dq = np.zeros(q.shape)
     # from the order of layouts.by_threads
-    sums = sums.reshape(planes, C.CHAINS, -1, 4, case.d // 8, 8, 4, 2, 2).sum(1)
-    sums = sums.transpose(0, 1, 2, 6, 4, 3, 5, 7).reshape(planes, rows, case.d)
+    sums = sums.reshape(planes, -1, 4, case.d // 8, 8, 4, 2, 2).transpose(0, 1, 2, 6, 4, 3, 5, 7)
+    sums = sums.reshape(planes, rows, case.d)
     for b, r, start in places:
         for h in range(case.hq):
             dq[b, r, h] = scale * sums[b * case.hq + h, start : start + r.stop - r.start]

@@ -63,9 +63,7 @@ class RowPointers(NamedTuple):
     dsink: Any = None  # float32, of each tile of rows
     cu_q: Any = None
     cu_k: Any = None
-    sums: Any = (
-        None  # float32 [planes, CHAINS, tiles, BLOCK_Q D], of dq, as layouts.by_threads has it
-    )
+    sums: Any = None  # float32 [planes, tiles, BLOCK_Q D], of dq, as layouts.by_threads has it
     turns: Any = None
     counters: Any = None
     dq: Any = None
@@ -97,4 +95,3 @@ class RowConstants(NamedTuple):
     BLOCK_D: Any
     BLOCK_DV: Any
     ROWS: Any
-    CHAINS: Any

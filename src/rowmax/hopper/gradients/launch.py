@@ -320,7 +320,7 @@ def made(
     return Plan(
         config,
         (planes, 2, rows_),
-        (planes, config.CHAINS, rows_ // config.BLOCK_Q, config.BLOCK_Q * config.D),
+        (planes, rows_ // config.BLOCK_Q, config.BLOCK_Q * config.D),
         Launch(rows.prepare, (every, 1, 1), _OPTIONS),
         works,
         Launch(rows.finish, (every, 1, 1), _FOLLOWS),
@@ -342,7 +342,7 @@ def of_rows(p: Problem, c: GradientConfig, dout: Tensor, tiles: int) -> tuple[An
     numbers = RowNumbers(
         p.batch, p.total_q, p.total_k, p.hq, p.hk, tiles, turns_of(p), *steps, p.scale
     )
-    return numbers, RowConstants(*map(gl.constexpr, (p.d, p.dv, c.D, c.DV, c.BLOCK_Q, c.CHAINS)))
+    return numbers, RowConstants(*map(gl.constexpr, (p.d, p.dv, c.D, c.DV, c.BLOCK_Q)))
 
 
 def work_of(
@@ -413,9 +413,7 @@ def copies_of(c: GradientConfig, tensors: Tensors, dout: Tensor, planes: int, ro
         cut(k, c.BLOCK_K, c.D),
         cut(v, c.BLOCK_K, c.DV),
         # a tile of dQ, in the order of ``by_threads``, is 32 numbers wide
-        blocks(
-            f32, (planes * c.CHAINS, rows_ * c.D // 32, 32), (rows_ * c.D, 32, 1), [1, 2 * c.D, 32]
-        ),
+        blocks(f32, (planes, rows_ * c.D // 32, 32), (rows_ * c.D, 32, 1), [1, 2 * c.D, 32]),
         tiles,
         dtiles,
     )

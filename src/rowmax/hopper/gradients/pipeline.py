@@ -272,7 +272,6 @@ def writer(C: gl.constexpr, dq, dqs, bars, mail, turns, sizes, tiles, heads, gro
         for i in range(end):
             m, g = passing(C, i, lo, hi, group)
             plane, row = plane_of(C, b, kv_head * group + g, q_row, hq)
-            plane = plane * C.CHAINS + first // C.BLOCK_K % C.CHAINS
             row = (row // C.BLOCK_Q + m) * (2 * C.D)  # of 32 numbers (layouts.by_threads)
             if C.ORDERED:
                 ours = turns_before(C, g, m, before, group)

@@ -107,12 +107,8 @@ def finish(t, n, c):
     r = tl.arange(0, c.ROWS)
     d = tl.arange(0, c.BLOCK_D)
     there = (i0 + r < size)[:, None] & (d < c.D)[None, :]
-    at = tl.arange(0, c.ROWS * c.BLOCK_D)
-    x = tl.zeros([c.ROWS * c.BLOCK_D], tl.float32)
-    for chain in tl.static_range(c.CHAINS):
-        of = (plane.to(tl.int64) * c.CHAINS + chain) * n.tiles + tile
-        x += tl.load(t.sums + of * (c.ROWS * c.BLOCK_D) + at)
-    x = (x * n.scale).to(t.dq.dtype.element_ty)
+    at = i.to(tl.int64) * (c.ROWS * c.BLOCK_D) + tl.arange(0, c.ROWS * c.BLOCK_D)
+    x = (tl.load(t.sums + at) * n.scale).to(t.dq.dtype.element_ty)
     # from the order in which threads hold it (layouts.by_threads)
     x = tl.permute(tl.reshape(x, [4, c.BLOCK_D // 8, 8, 4, 2, 2]), (0, 4, 2, 1, 3, 5))
     x = tl.reshape(x, [c.ROWS, c.BLOCK_D])

@@ -87,7 +87,6 @@ class GradientConfig:
     DBIAS: bool = False  # stored tile by tile: the bias broadcasts over nothing
     ORDERED: bool = False  # dQ is added up tile of keys by tile of keys, in a fixed order
     FRESH: bool = False  # ... and the first to add to a tile of it writes it
-    CHAINS: int = 1  # sums of dQ: every second tile of keys adds to one of two
     ABREAST: bool = False  # tile m of every head of a group passes by before the next tile does
     AHEAD: bool = False  # S of the next step is made before dQ
     DQ_STAGES: int = 1
@@ -174,7 +173,7 @@ class GradientConfig:
     @property
     def NEIGHBOUR(self) -> int:
         """From a tile of keys to the one that adds to dQ just before it."""
-        return 1 if self.UP else -self.CHAINS
+        return 1 if self.UP else -1
 
 
 def sizes_of(d: int, dv: int) -> tuple[int, int]:
@@ -213,7 +212,6 @@ def config_for(p: Problem, tile: GradientTile, **options: Any) -> GradientConfig
         BIAS=p.bias is not None,
         ORDERED=ordered,
         FRESH=ordered and every_query_sees(p),
-        CHAINS=2 if ordered and long_wait(p) else 1,
         ABREAST=ordered and p.group > 1 and p.right is not None and p.left is None,
     )
     return replace(config, **options)
@@ -225,14 +223,6 @@ def soon_in_order(p: Problem, d: int) -> bool:
     few = p.batch * p.hk * -(-p.nk // (WARPGROUPS * ROWS)) < MANY
     long = p.nk > IN_ORDER[d, p.right is not None]
     return not (few or long) and p.bias is None and every_query_sees(p)
-
-
-def long_wait(p: Problem) -> bool:
-    """Whether tiles of keys, which all begin with the same queries, would wait too long for one
-    another: two chains wait half of it. (A step with a bias takes longest, and has fewest beside
-    it.)"""
-    band = p.left is not None or p.right is not None
-    return p.bias is not None and not band and every_query_sees(p) and p.nk > WARPGROUPS * ROWS
 
 
 def every_query_sees(p: Problem) -> bool:
