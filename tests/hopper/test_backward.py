@@ -56,9 +56,9 @@ def test_host_and_kernels():
         (1, 16384, 16, 16, None, 2),  # FOLLOWERS
         (1, 16384, 16, 16, 0, 2),
         (4, 4096, 16, 16, None, 8),  # what fits in the cache
-        (1, 4096, 16, 16, None, 16),  # short: all heads at once
+        (1, 4096, 16, 16, None, 8),
         (1, 16384, 32, 8, 0, 2),
-        (4, 4096, 32, 8, 0, 8),
+        (4, 4096, 32, 8, 0, 2),
     ],
 )
 def test_heads_at_once(monkeypatch, batch, tokens, heads, kv_heads, right, section):
