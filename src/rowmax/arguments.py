@@ -26,6 +26,8 @@ LARGEST = 1e30  # of scale and softcap: their quotient and product with a score 
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
 #: of other arguments; not bool, for True is equal to 1 and not as good
 _USUAL = frozenset((float, int, str, type(None)))
+#: of limits, for which 1.0 is not as good as 1
+_WHOLE = frozenset((int, type(None)))
 #: what calls that have passed came to, by their ``_signature``
 _passed: dict[Any, tuple[Options, Problem]] = {}
 _LIMIT = 4096
@@ -58,7 +60,10 @@ def checked(
         numbers = scale, softcap, dropout_p
         signature = _signature(q, k, v, mask, numbers, deterministic, backend)
     if signature is not None:
-        passed = _passed.get(signature)
+        try:
+            passed = _passed.get(signature)
+        except TypeError:  # a size is symbolic, as one of a meta tensor may be, and has no hash
+            signature = None
     if passed is not None:
         seed = _checked_seed(seed, passed[0].dropout_p, q.device)
         return Tensors(q, k, v, seed=seed), *passed
@@ -89,8 +94,8 @@ def checked(
         scale=_checked_scale(scale, q.shape[3]),
         softcap=_checked_softcap(softcap),
         dropout_p=dropout_p,
-        left=mask.left,
-        right=mask.right,
+        left=_checked_limit("left", mask.left),
+        right=_checked_limit("right", mask.right),
         max_q=max_q,
         max_k=max_k,
         deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
@@ -125,13 +130,15 @@ def _signature(
     """All that the checks read of a call whose only tensors are q, k and v (and the seed's, which
     is looked at each time). None of a call that is traced or transformed, or is not a usual one.
     """
-    others = (*numbers, mask.left, mask.right, backend)
+    limits = mask.left, mask.right
+    others = *numbers, backend
     if (
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None
         or torch._C._are_functorch_transforms_active()
         or not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN)
         or not _USUAL.issuperset(map(type, others))
+        or not _WHOLE.issuperset(map(type, limits))
         or type(deterministic) is not bool
         or mask.documents
         or mask.lengths is not None
@@ -156,6 +163,7 @@ def _signature(
         v.size(),
         deterministic,
         torch.are_deterministic_algorithms_enabled(),
+        *limits,
         *others,
     )
 
@@ -278,6 +286,12 @@ def _check_bound(name: str, given: int, longest: int) -> None:
 
 
 # --- masks -------------------------------------------------------------------------------------
+
+
+def _checked_limit(name: str, n: int | None) -> int | None:
+    if n is not None and (isinstance(n, bool) or not isinstance(n, (int, torch.SymInt))):
+        raise wrong_type(f"mask: Mask({name}=)", repr(n), "an int, or None")
+    return n
 
 
 def _checked_documents(

@@ -76,14 +76,15 @@ class Launch:
             self.kernel,
             torch.cuda.current_device(),
             *(tuple(x.items()) for x in signature),
-            *self.options.values(),
+            *self.options.items(),
         )
         found = _kernels.get(key)
         if found is None:
-            found = _kernels[key] = self.compile(*args)
+            found = self.compile(*args)
             # from which Triton makes its launcher, then given neither bundles nor constants: it
-            # would take each apart at every launch
+            # would take each apart at every launch. Before other threads find the kernel
             found.src.signature = dict(enumerate(signature.taken()))
+            _kernels[key] = found
         return found
 
     def compile(self, *args: Any, target: Any = None) -> Any:

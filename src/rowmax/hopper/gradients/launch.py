@@ -96,7 +96,7 @@ def backward(
     """The wanted gradients of a problem that ``supports`` has passed."""
     given = (problem, tensors, out, lse, dout, dlse)
     q, k, v, bias = tensors[:4]
-    some = any(wanted) and out.numel() and q.numel() and k.numel()
+    some = any(wanted) and out.numel() and q.numel() and k.numel() and problem.batch
     if not some or (bias is not None and not takes(bias)):
         return plain(*given, wanted)
     stored = wanted.bias and stores_dbias(problem)
@@ -107,7 +107,10 @@ def backward(
         tensors = tensors._replace(q=q, k=k, v=v)
         plan = plan_of(problem, tensors, dout, stored)
     else:
-        _PLANS.move_to_end(key)
+        try:  # noqa: SIM105  (suppress takes longer)
+            _PLANS.move_to_end(key)
+        except KeyError:  # another thread has let go of it: it serves this call all the same
+            pass
     given = (problem, tensors, out, lse, dout, dlse)
     if q.device.index != torch.cuda.current_device():
         with torch.cuda.device(q.device):

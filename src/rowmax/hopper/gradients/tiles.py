@@ -229,4 +229,6 @@ def every_query_sees(p: Problem) -> bool:
     """Whether every query sees a key whatever the numbers are: then every tile of dq is met."""
     if p.varlen or p.prefix or p.documents or (p.left or 0) < 0:
         return False
+    if p.left is not None and p.right is not None and p.left + p.right < 0:
+        return False
     return p.right is None or p.offset + p.right >= 0

@@ -1,0 +1,80 @@
+"""The host's side of the Hopper kernels, without them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+
+from rowmax.problem import Options, Problem, Tensors, Wanted, problem_of
+
+forward = importlib.import_module("rowmax.hopper.launch")
+backward = importlib.import_module("rowmax.hopper.gradients.launch")
+tiles = importlib.import_module("rowmax.hopper.gradients.tiles")
+
+
+def posed(*, nq: int = 64, nk: int = 256, **options: Any) -> tuple[Problem, Tensors]:
+    q, k = (torch.zeros(2, n, 4, 64, dtype=torch.float16) for n in (nq, nk))
+    tensors = Tensors(q, k, k)
+    return problem_of(tensors, Options(scale=0.125, **options)), tensors
+
+
+class Crowded(dict):
+    """Plans of which other threads make so many that one is gone once it is found."""
+
+    def move_to_end(self, key: Any) -> None:
+        raise KeyError(key)
+
+
+@pytest.mark.parametrize("module", [forward, backward])
+def test_a_plan_that_is_let_go_of_serves_the_call(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem, tensors = posed()
+    plan, done = object(), []
+    q = tensors.q
+    # q, k and v begin on 16 bytes
+    assert not any(t.data_ptr() & 15 for t in tensors[:3])
+    if module is forward:
+        key = forward.key_of(problem, tensors)
+        monkeypatch.setattr(forward, "pointers", lambda plan, *_: done.append(plan))
+        monkeypatch.setattr(forward, "over", lambda *_: ())
+        plan = type("Plan", (), {"copies": (), "last": (), "launch": lambda *_: None})()
+    else:
+        key = backward.key_of(problem, tensors, q, False)
+        monkeypatch.setattr(backward, "launch", lambda plan, *_: done.append(plan))
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: q.device.index)
+    monkeypatch.setattr(module, "_PLANS", Crowded({key: plan}))
+    if module is forward:
+        forward.launch(problem, tensors, q, q)
+    else:
+        wanted = Wanted(True, True, True, False, False)
+        backward.backward(problem, tensors, q, q, q, None, wanted)
+    assert done == [plan]
+
+
+def test_no_sequences_are_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offsets say so on a device, where none looks at them, beside rows."""
+    x, cu = torch.ones(1, 9, 2, 64, dtype=torch.float16), torch.zeros(1, dtype=torch.int32)
+    tensors = Tensors(x, x, x, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    problem = problem_of(tensors, Options(scale=0.125, max_q=9, max_k=9))
+    out, lse = forward.forward(problem, tensors)
+    assert not out.count_nonzero()
+    assert torch.equal(lse, torch.full((1, 2, 9), -torch.inf))
+    asked = []
+    monkeypatch.setattr(backward, "plain", lambda *given: asked.append(given))
+    backward.backward(problem, tensors, out, lse, x, None, Wanted(True, True, True, False, False))
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "sees"),
+    [(None, None, True), (5, 0, True), (0, 0, True), (0, -1, False), (3, -3, True), (2, -3, False)],
+)
+def test_a_band_may_be_empty(left: int | None, right: int | None, sees: bool) -> None:
+    problem, _ = posed(left=left, right=right)
+    assert tiles.every_query_sees(problem) is sees
