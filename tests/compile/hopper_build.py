@@ -65,7 +65,8 @@ def build(case: Case, dtype: torch.dtype = torch.bfloat16) -> Built:
     lse = torch.empty(problem.lse_shape)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "processors", lambda _: 132)
-        patch.setattr(launch.packed, "order", lambda *_: torch.zeros(64, dtype=torch.int32))
+        words = torch.zeros(64, dtype=torch.int32)
+        patch.setattr(launch.packed, "order", lambda *_: launch.packed.Order(*[words] * 5))
         plan = launch.made(problem, tensors, out)
         t = launch.pointers(plan, problem, tensors, out, lse)
     first = over(plan.copies, *tensors[:4], out)

@@ -111,6 +111,26 @@ def past_the_last(sink: bool) -> list[str]:
     return [name for name, bad in wrong.items() if bad]
 
 
+def out_of_range(seed: int) -> list[str]:
+    """Offsets that fall, or lie outside, are as if they had risen to the most before them."""
+    torch.manual_seed(seed)
+    prepare(3)
+    n = int(torch.randint(1, 300, ()))
+    case = Case("", hq=2, hk=2, d=64, causal=True, sequences=((100, 200), *[(0, 0)] * n, (99, 3)))
+    problem, tensors = make(case, dtype=torch.float16).problem()
+    cu = torch.randint(-50, 300, (2, n + 3), dtype=torch.int32)
+    cu[:, torch.randint(n + 3, ())] = torch.tensor([2**31 - 1, -(2**31)])
+    right = cu.clone()
+    right[:, 0] = 0
+    right = [x.clamp(0, t).cummax(0).values for x, t in zip(right, (199, 203), strict=True)]
+    got = []
+    for q, k in (cu, right):
+        some = tensors._replace(cu_seqlens_q=q.int(), cu_seqlens_k=k.int())
+        with poisoned():
+            got.append(launch.forward(problem._replace(nq=199, nk=203), some))
+    return [n for n, x, y in zip(("out", "lse"), *got, strict=True) if not torch.equal(x, y)]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="")
@@ -138,6 +158,11 @@ def main() -> int:
         right, wrong = right + (not found), wrong + bool(found)
         if found:
             print(f"past the last, sink {sink}, seed 0: {'; '.join(found)}", flush=True)
+    for seed in range(4):
+        found = out_of_range(seed)
+        right, wrong = right + (not found), wrong + bool(found)
+        if found:
+            print(f"out of range, seed {seed}: {'; '.join(found)}", flush=True)
     print(f"{right} right, {wrong} wrong, {refused} refused")
     return int(wrong > 0)
 

@@ -88,10 +88,10 @@ def pointers(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: T
     spans = q_range = k_range = None
     if problem.varlen:
         assert cu_q is not None
+        assert cu_k is not None
         tokens = C.WARPGROUPS * ROWS // C.GROUP
-        most = packed.most_tiles(problem.total_q, problem.nq, problem.batch, tokens)
-        counter = packed.order(cu_q, problem.batch, most, tokens, out, lse, sink)
-        table, ends = counter[packed.HEADER :], counter[1:]
+        totals = (problem.total_q, problem.total_k)
+        counter, ends, table, cu_q, cu_k = packed.order(cu_q, cu_k, totals, tokens, out, lse, sink)
     if problem.documents:
         spans, q_range, k_range = spans_of(
             problem, tensors, C.WARPGROUPS, ROWS // C.GROUP, C.BLOCK_K

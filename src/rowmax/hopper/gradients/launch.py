@@ -247,15 +247,15 @@ def pointers(
     _, _, _, _, _, alibi, _, q_ids, k_ids, lengths, cu_q, cu_k, _ = tensors
     C, table, ends, counter, spans = work.config, work.table, work.ends, None, None
     if problem.varlen:
-        of_queries = C.KIND == "dq"
-        cu = cu_q if of_queries else cu_k
-        assert cu is not None
-        longest, total = (
-            (problem.nq, problem.total_q) if of_queries else (problem.nk, problem.total_k)
-        )
-        most = packed.most_tiles(total, longest, problem.batch, C.BLOCK_K)
-        counter = packed.order(cu, problem.batch, most, C.BLOCK_K)
-        table, ends = counter[packed.HEADER :], counter[1:]
+        assert cu_q is not None
+        assert cu_k is not None
+        totals = (problem.total_q, problem.total_k)
+        if C.KIND == "dq":
+            order = packed.order(cu_q, cu_k, totals, C.BLOCK_K)
+            counter, ends, table, cu_q, cu_k = order
+        else:
+            order = packed.order(cu_k, cu_q, totals[::-1], C.BLOCK_K)
+            counter, ends, table, cu_k, cu_q = order
     elif C.DRAWN:
         assert t.counters is not None
         counter = t.counters[nth:] if nth else t.counters

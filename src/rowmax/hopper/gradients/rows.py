@@ -91,12 +91,14 @@ def prepare(t, n, c):
     if t.counters is not None and i == 0:
         tl.store(t.counters + tl.arange(0, 16), tl.zeros([16], tl.int32))
     if t.cu_q is not None:
+        rest_q = tl.maximum(tl.load(t.cu_q + n.batch), 0)
+        rest_k = tl.maximum(tl.load(t.cu_k + n.batch), 0)
         if t.dq is not None:
-            clear_rest(t.dq, t.cu_q, n.batch, n.total_q, n.hq * c.D)
+            clear_rest(t.dq, rest_q, n.total_q, n.hq * c.D)
         if t.dk is not None:
-            clear_rest(t.dk, t.cu_k, n.batch, n.total_k, n.hk * c.D)
+            clear_rest(t.dk, rest_k, n.total_k, n.hk * c.D)
         if t.dv is not None:
-            clear_rest(t.dv, t.cu_k, n.batch, n.total_k, n.hk * c.DV)
+            clear_rest(t.dv, rest_k, n.total_k, n.hk * c.DV)
 
 
 @triton.jit
