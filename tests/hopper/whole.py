@@ -158,6 +158,22 @@ def past_the_last(d: int) -> list[str]:
     return found
 
 
+def out_of_range(d: int, deterministic: bool) -> list[str]:
+    """Offsets that fall, or lie outside: no gradient is right, but nothing waits for ever, and
+    nothing lies outside its tensor, which the machine would not let pass."""
+    case = Case("", hq=4, hk=2, d=d, causal=True, sequences=((5, 90), (0, 17), (99, 133)))
+    problem, tensors = make(case, dtype=torch.float16).problem()
+    out, lse = dense.attention(problem, tensors, torch.float32)
+    cu = torch.randint(-300, 400, (2, 4), dtype=torch.int32)
+    cu[0, 1], cu[1, 2] = 2**31 - 1, -(2**31)
+    given = tensors._replace(cu_seqlens_q=cu[0], cu_seqlens_k=cu[1])
+    problem = problem._replace(deterministic=deterministic)
+    wanted = Wanted(True, True, True, False, False)
+    with poisoned():
+        got = hopper.backward(problem, given, out.half(), lse.float(), out.half(), None, wanted)
+    return [f"d{name} is missing" for name, x in zip("qkv", got, strict=False) if x is None]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="")
@@ -187,6 +203,7 @@ def main() -> int:
                 print(case.name, "deterministic" * deterministic, *(found or ["right"]), flush=True)
     for d in (64, 256):
         found = past_the_last(d)
+        found += [text for flag in (False, True) for text in out_of_range(d, flag)]
         counts["wrong" if found else "right"] += 1
         if found:
             print("past the last", d, *found, flush=True)
