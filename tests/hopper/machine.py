@@ -369,13 +369,13 @@ def tma_store_wait(n: int) -> None:
         for desc, at, source in _here.__dict__.pop(kind, []):
             flying.append((kind, desc, at, source.a.reshape(desc.box).copy()))
     if random.random() < 0.3:  # in memory at once, or when that is waited for
-        _land(0)
+        _land()
 
 
-def _land(n: int) -> None:
-    """All copies but the last n are in memory."""
+def _land() -> None:
+    """All copies are in memory."""
     flying = _here.__dict__.setdefault("flying", [])
-    while len(flying) > n:
+    while flying:
         kind, desc, at, box = flying.pop(0)
         whole, part = desc.region(at)
         with _lock:
@@ -436,14 +436,9 @@ def warpgroup_mma_wait(n: int, deps: list[Any]) -> Any:
 class Block:
     def __init__(self, pid: int, programs: int) -> None:
         self.pid, self.programs = pid, programs
-        self.meeting = threading.Barrier(2)
 
 
 def inline_asm(text: str, constraints: str, args: list[Any], dtype: Any, **_: Any) -> Any:
-    if text.startswith("bar.sync 9"):
-        _dawdle()
-        _here.block.meeting.wait(LIMIT)
-        return None
     if text.startswith("griddepcontrol"):
         return None
     if text.startswith("cvt.rn"):
@@ -451,7 +446,7 @@ def inline_asm(text: str, constraints: str, args: list[Any], dtype: Any, **_: An
     if text.startswith("tanh"):
         return Tensor(np.tanh(args[0].a))
     if text.startswith("cp.async.bulk.wait_group"):  # then says so to other blocks
-        _land(int(text.split()[1].rstrip(";")))
+        _land()
         place, value = args
         with _lock:
             place.memory[place.at] = raw(value)
@@ -488,12 +483,11 @@ def _guarded(f: Any, args: tuple[Any, ...], block: Block) -> None:
         assert not _here.__dict__.get("products"), "a product was never waited for"
         assert not _here.__dict__.get("adds"), "a copy was never waited for"
         assert not _here.__dict__.get("stores"), "a copy was never waited for"
-        _land(0)
+        _land()
     except BaseException as error:
         with _lock:
             _failed.append(error)
             _lock.notify_all()
-        block.meeting.abort()
 
 
 def run(kernel: Any, programs: int, *args: Any) -> None:
@@ -508,7 +502,7 @@ def run(kernel: Any, programs: int, *args: Any) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    real = [e for e in _failed if not isinstance(e, (Stuck, threading.BrokenBarrierError))]
+    real = [e for e in _failed if not isinstance(e, Stuck)]
     if real or _failed:
         raise (real or _failed)[0]
 

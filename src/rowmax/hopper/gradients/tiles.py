@@ -17,8 +17,8 @@ class GradientTile:
     """How a head size is cut: ``block_q`` queries by 128 keys, so many buffers of Q and of dO.
 
     In the launch that makes all gradients a step waits for the next one's Q before it lets go of
-    the last one's: three of Q at least. In the launch for dq alone (wide.py) keys and queries
-    change places; in that for dk and dv (pair.py) 64 keys stay.
+    its own: two of Q at least, and no fewer than of dO (pipeline.wait_done). In the launch for dq
+    alone (wide.py) keys and queries change places; in that for dk and dv (pair.py) 64 keys stay.
     """
 
     block_q: int
