@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -139,6 +140,9 @@ def launch(
 ) -> Gradients:
     """The wanted gradients of tensors that the copy engine takes."""
     q, k, v = tensors[:3]
+    orders: list[packed.Order] = []
+    if problem.varlen:
+        orders, tensors = in_order(plan, problem, tensors)
     dq = q.new_empty(q.shape) if wanted.q else None
     # what makes one of dk and dv makes both, and what makes all gradients these as well
     both = plan.together or wanted.k or wanted.v
@@ -147,12 +151,30 @@ def launch(
     t, dsink = prepared(plan, problem, tensors, out, lse, dout, dlse, wanted, (dq, dk, dv))
     dbias = None
     if plan.together:
-        dbias = together(plan, problem, tensors, dout, t)
+        dbias = together(plan, problem, tensors, dout, t, orders)
         if dq is not None:
             plan.after((), RowPointers(sums=t.sums, dq=dq, cu_q=t.cu_q), plan.of_rows)
     else:
-        apart(plan, problem, tensors, dout, t)
+        apart(plan, problem, tensors, dout, t, orders)
     return Gradients(dq, dk if wanted.k else None, dv if wanted.v else None, dbias, dsink)
+
+
+def in_order(plan: Plan, problem: Problem, tensors: Tensors) -> tuple[list[packed.Order], Tensors]:
+    """The order of the packed tiles of each work, and offsets in range for all launches to read."""
+    cu_q, cu_k = tensors.cu_seqlens_q, tensors.cu_seqlens_k
+    assert cu_q is not None
+    assert cu_k is not None
+    totals = (problem.total_q, problem.total_k)
+    orders = []
+    for work in plan.works:
+        if work.config.KIND == "dq":
+            order = packed.order(cu_q, cu_k, totals, work.config.BLOCK_K)
+            cu_q, cu_k = order.cu, order.other
+        else:
+            order = packed.order(cu_k, cu_q, totals[::-1], work.config.BLOCK_K)
+            cu_k, cu_q = order.cu, order.other
+        orders.append(order)
+    return orders, tensors._replace(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
 
 
 def prepared(
@@ -205,7 +227,12 @@ def prepared(
 
 
 def together(
-    plan: Plan, problem: Problem, tensors: Tensors, dout: Tensor, t: RowPointers
+    plan: Plan,
+    problem: Problem,
+    tensors: Tensors,
+    dout: Tensor,
+    t: RowPointers,
+    orders: Sequence[packed.Order] = (),
 ) -> Tensor | None:
     """dk, dv and the sums of dq in one launch; dbias as well, where it stores that."""
     work = plan.works[0]
@@ -217,11 +244,18 @@ def together(
         new = q.new_zeros if problem.masked else q.new_empty  # tiles that none visits
         dbias = new(bias.shape)
     copies = placed(work.copies, (q, dout, t.stats, k, v, t.sums, bias, dbias))
-    work.launch(copies, pointers(work, problem, tensors, t, t.dk, t.dv), work.last)
+    work.launch(copies, pointers(work, problem, tensors, t, (t.dk, t.dv), 0, orders), work.last)
     return dbias
 
 
-def apart(plan: Plan, problem: Problem, tensors: Tensors, dout: Tensor, t: RowPointers) -> None:
+def apart(
+    plan: Plan,
+    problem: Problem,
+    tensors: Tensors,
+    dout: Tensor,
+    t: RowPointers,
+    orders: Sequence[packed.Order] = (),
+) -> None:
     """dq, and dk with dv, as far as they are wanted, in a launch each."""
     q, k, v = tensors[:3]
     made = {"dq": (t.dq, None), "pair": (t.dk, t.dv)}
@@ -232,7 +266,7 @@ def apart(plan: Plan, problem: Problem, tensors: Tensors, dout: Tensor, t: RowPo
         both = (q, dout), (k, v)
         stays, passes = both if work.config.KIND == "dq" else both[::-1]
         copies = placed(work.copies, (*stays, *passes, t.stats))
-        work.launch(copies, pointers(work, problem, tensors, t, *to, n), work.last)
+        work.launch(copies, pointers(work, problem, tensors, t, to, n, orders), work.last)
 
 
 def pointers(
@@ -240,22 +274,15 @@ def pointers(
     problem: Problem,
     tensors: Tensors,
     t: RowPointers,
-    out: Tensor | None,
-    dv: Tensor | None,
-    nth: int = 0,
+    made: tuple[Tensor | None, Tensor | None],
+    nth: int,
+    orders: Sequence[packed.Order],
 ) -> Pointers:
+    """Of the nth work, which fills what is ``made``."""
     _, _, _, _, _, alibi, _, q_ids, k_ids, lengths, cu_q, cu_k, _ = tensors
     C, table, ends, counter, spans = work.config, work.table, work.ends, None, None
-    if problem.varlen:
-        assert cu_q is not None
-        assert cu_k is not None
-        totals = (problem.total_q, problem.total_k)
-        if C.KIND == "dq":
-            order = packed.order(cu_q, cu_k, totals, C.BLOCK_K)
-            counter, ends, table, cu_q, cu_k = order
-        else:
-            order = packed.order(cu_k, cu_q, totals[::-1], C.BLOCK_K)
-            counter, ends, table, cu_k, cu_q = order
+    if orders:
+        counter, ends, table = orders[nth][:3]
     elif C.DRAWN:
         assert t.counters is not None
         counter = t.counters[nth:] if nth else t.counters
@@ -264,8 +291,7 @@ def pointers(
         stays, passes = (q_ids, k_ids) if C.KIND == "dq" else (k_ids, q_ids)
         spans = tile_spans(stays, passes, C.BLOCK_K, C.BLOCK_Q, problem.batch)
     return Pointers(
-        out,
-        dv,
+        *made,
         t.stats if C.KIND == "dq" else None,
         table,
         ends,
