@@ -55,6 +55,9 @@ FEATURES = (
     {"bias": "b11k"},
     {"hk": 1, "causal": True},
     {"hk": 2, "layout": "bhnd"},
+    {"hk": 2, "bias": "b1qk", "causal": True},
+    {"hk": 2, "bias": "11qk", "left": 100, "right": 30},
+    {"hk": 2, "bias": "1hqk", "causal": True, "softcap": 20.0, "alibi": True},
 )
 PACKED = ((5, 90), (0, 17), (300, 270), (33, 0), (1, 40), (700, 700))
 
