@@ -13,6 +13,7 @@ from rowmax.hopper.copies import Copies
 from rowmax.hopper.gradients.bundles import Numbers, Pointers
 from rowmax.hopper.gradients.kernel import backward
 from rowmax.hopper.gradients.launch import copies_of
+from rowmax.hopper.gradients.shared_bias import shared_bias
 from rowmax.hopper.gradients.tiles import GradientConfig, GradientTile
 from rowmax.hopper.gradients.wide_kernel import wide
 from rowmax.hopper.launch import GluonLaunch
@@ -48,7 +49,7 @@ def config(d: int, dv: int, tile: GradientTile, **features: Any) -> GradientConf
 def build(c: GradientConfig, registers: tuple[int, int], dtype: str = "bf16") -> Built:
     like = dict.fromkeys(Numbers._fields, 1) | {"inner": 1.0, "scale": 1.0, "out_scale": 1.0}
     launch = GluonLaunch(
-        backward if c.KIND == "all" else wide,
+        {"all": backward, "dbias": shared_bias}.get(c.KIND, wide),
         (1, 1, 1),
         {"num_warps": 4, "enable_fp_fusion": True},
     )
@@ -68,7 +69,7 @@ def _pointers(c: GradientConfig, dtype: torch.dtype) -> Pointers:
     return Pointers(
         out=torch.empty(8, dtype=dtype),
         dv=torch.empty(8, dtype=dtype) if c.KIND in ("all", "pair") else None,
-        rows=number if c.KIND == "dq" else None,
+        rows=number if c.QUERIES_DOWN else None,
         table=words,
         ends=words,
         counter=words if c.DRAWN else None,

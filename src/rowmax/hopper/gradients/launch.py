@@ -30,8 +30,10 @@ from . import rows
 from .bundles import Numbers, Pointers, RowConstants, RowNumbers, RowPointers
 from .kernel import backward as kernel
 from .schedule import order_of, padded_rows, steps_of
+from .shared_bias import shared_bias
 from .tiles import (
     ROWS,
+    SHARED_BIAS,
     GradientConfig,
     Tiles,
     config_for,
@@ -68,6 +70,7 @@ class Plan(NamedTuple):
     stats: tuple[int, ...]  # sizes of lse and delta, and of the sums of dq
     sums: tuple[int, ...]
     before: Launch
+    shared: Work | None  # dbias of a bias that sequences or heads share
     works: tuple[Work, ...]  # one for all gradients, or two: dq, and dk with dv
     after: Launch
     of_rows: tuple[Any, ...]  # the arguments of those before and after that follow the pointers
@@ -100,13 +103,13 @@ def backward(
     some = any(wanted) and out.numel() and q.numel() and k.numel() and problem.batch
     if not some or (bias is not None and not takes(bias)):
         return plain(*given, wanted)
-    stored = wanted.bias and stores_dbias(problem)
-    key = key_of(problem, tensors, dout, stored)
+    here = wanted.bias and (stores_dbias(problem) or sums_dbias(problem))
+    key = key_of(problem, tensors, dout, here)
     plan = _PLANS.get(key)
     if plan is None or (q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr()) & 15:
         q, k, v, dout = (taken(t) for t in (q, k, v, dout))
         tensors = tensors._replace(q=q, k=k, v=v)
-        plan = plan_of(problem, tensors, dout, stored)
+        plan = plan_of(problem, tensors, dout, here)
     else:
         try:  # noqa: SIM105  (suppress takes longer)
             _PLANS.move_to_end(key)
@@ -118,14 +121,19 @@ def backward(
             found = launch(plan, *given, wanted)
     else:
         found = launch(plan, *given, wanted)
-    if wanted.bias and not stored:
+    if wanted.bias and not here:
         found = found._replace(bias=plain(*given, Wanted(False, False, False, True, False)).bias)
     return found
 
 
 def stores_dbias(p: Problem) -> bool:
-    """Whether the kernel stores dbias: it is dS, where nothing is summed over."""
+    """Whether the kernel of all gradients stores dbias: it is dS, where nothing is summed over."""
     return p.bias is not None and p.bias[:2] == (p.batch, p.hq) and p.softcap == 0
+
+
+def sums_dbias(p: Problem) -> bool:
+    """Whether a kernel here makes the gradient of a bias that is shared, where it is."""
+    return not (p.prefix or p.documents)
 
 
 def launch(
@@ -150,8 +158,11 @@ def launch(
     dv = q.new_empty(v.shape) if both else None
     t, dsink = prepared(plan, problem, tensors, out, lse, dout, dlse, wanted, (dq, dk, dv))
     dbias = None
+    if plan.shared is not None:
+        dbias = of_shared_bias(plan.shared, problem, tensors, dout, t)
     if plan.together:
-        dbias = together(plan, problem, tensors, dout, t, orders)
+        stored = together(plan, problem, tensors, dout, t, orders)
+        dbias = stored if dbias is None else dbias
         if dq is not None:
             plan.after((), RowPointers(sums=t.sums, dq=dq, cu_q=t.cu_q), plan.of_rows)
     else:
@@ -248,6 +259,18 @@ def together(
     return dbias
 
 
+def of_shared_bias(
+    work: Work, problem: Problem, tensors: Tensors, dout: Tensor, t: RowPointers
+) -> Tensor:
+    """dbias, summed over the sequences and heads that share the bias."""
+    q, k, v, bias = tensors[:4]
+    assert bias is not None
+    dbias = q.new_empty(bias.shape)
+    copies = placed(work.copies, (q, dout, k, v, bias, dbias))
+    work.launch(copies, pointers(work, problem, tensors, t, (None, None), 0, ()), work.last)
+    return dbias
+
+
 def apart(
     plan: Plan,
     problem: Problem,
@@ -292,7 +315,7 @@ def pointers(
         spans = tile_spans(stays, passes, C.BLOCK_K, C.BLOCK_Q, problem.batch)
     return Pointers(
         *made,
-        t.stats if C.KIND == "dq" else None,
+        t.stats if C.QUERIES_DOWN else None,
         table,
         ends,
         counter,
@@ -324,7 +347,7 @@ def plan_of(problem: Problem, tensors: Tensors, dout: Tensor, dbias: bool = Fals
     key = key_of(problem, tensors, dout, dbias)
     plan = _PLANS.get(key)
     if plan is None:
-        plan = made(problem, tensors, dout, DBIAS=dbias)
+        plan = made(problem, tensors, dout, dbias=dbias)
         if not torch.cuda.is_current_stream_capturing():
             _PLANS[key] = plan
             if len(_PLANS) > _MOST_PLANS:
@@ -333,14 +356,26 @@ def plan_of(problem: Problem, tensors: Tensors, dout: Tensor, dbias: bool = Fals
 
 
 def made(
-    p: Problem, tensors: Tensors, dout: Tensor, tiles: Tiles | None = None, **options: Any
+    p: Problem,
+    tensors: Tensors,
+    dout: Tensor,
+    tiles: Tiles | None = None,
+    dbias: bool = False,
+    **options: Any,
 ) -> Plan:
     """The plan of a problem, or with other tiles and other constants, to measure those."""
     tiles = tiles or tiles_of(sizes_of(p.d, p.dv))
+    stored = dbias and stores_dbias(p)
+    options = {"DBIAS": stored} | options
     configs = {kind: config_for(p, tile, KIND=kind, **options) for kind, tile in tiles.items()}
     config = next(iter(configs.values()))
     rows_ = padded_rows(config.BLOCK_Q, p.nq, p.total_q, p.batch, p.varlen)
     planes = p.hq if p.varlen else p.batch * p.hq
+    shared = None
+    if dbias and not stored:
+        tile = SHARED_BIAS[sizes_of(p.d, p.dv)]
+        c = config_for(p, tile, KIND="dbias", ORDERED=False, FRESH=False, ABREAST=False)
+        shared = work_of(p, c, tile.registers, tensors, dout, planes, rows_)
     works = tuple(
         work_of(p, c, tiles[kind].registers, tensors, dout, planes, rows_)
         for kind, c in configs.items()
@@ -351,6 +386,7 @@ def made(
         (planes, 2, rows_),
         (planes, rows_ // config.BLOCK_Q, config.BLOCK_Q * config.D),
         Launch(rows.prepare, (every, 1, 1), _OPTIONS),
+        shared,
         works,
         Launch(rows.finish, (every, 1, 1), _FOLLOWS),
         of_rows(p, config, dout, rows_ // config.BLOCK_Q),
@@ -383,7 +419,7 @@ def work_of(
     planes: int,
     rows_: int,
 ) -> Work:
-    of_queries = config.KIND == "dq"
+    of_queries = config.QUERIES_DOWN
     blocks_, table, ends = order_for(p, config, tensors.q.device)
     heads = p.hq if of_queries else p.hk
     passing = 2 * (p.d + p.dv) if of_queries else query_bytes(p)
@@ -405,7 +441,7 @@ def work_of(
     )
     last = (numbers, gl.constexpr(Constants(config)), *map(gl.constexpr, registers))
     copies = copies_of(config, tensors, dout, planes, rows_)
-    run = kernel if config.KIND == "all" else wide
+    run = {"all": kernel, "dbias": shared_bias}.get(config.KIND, wide)
     return Work(config, table, ends, copies, last, GluonLaunch(run, (blocks_, 1, 1), _FOLLOWS))
 
 
@@ -416,25 +452,26 @@ def copies_of(c: GradientConfig, tensors: Tensors, dout: Tensor, planes: int, ro
     def cut(t: Tensor, tokens: int, width: int) -> Any:
         return blocks(t.dtype, t.shape, strides(t), [1, tokens, 1, width])
 
+    def of_bias(box: list[int], dbox: list[int] | None) -> Copies:
+        if bias is None:
+            return None, None
+        _, h, i, j = bias.shape
+        steps = (h * i * j, i * j, j, 1)
+        tiles = blocks(bias.dtype, bias.shape, strides(bias), [1, 1, *box])
+        return tiles, blocks(bias.dtype, bias.shape, steps, [1, 1, *dbox]) if dbox else None
+
     f32 = torch.float32
     stats = blocks(f32, (planes, 2, rows_), (2 * rows_, rows_, 1), [1, 2, c.BLOCK_Q])
     if c.KIND != "all":
         both = (q, dout), (k, v)
-        stays, passes = both if c.KIND == "dq" else both[::-1]
+        stays, passes = both if c.QUERIES_DOWN else both[::-1]
         widths = (c.D // 2, c.DV // 2) if c.ALONE else (c.D, c.DV)
+        last = (stats,) if c.KIND != "dbias" else of_bias([ROWS, c.BLOCK_Q], [ROWS, c.BLOCK_Q])
         return (
             *(cut(t, c.BLOCK_K, width) for t, width in zip(stays, widths, strict=True)),
             *(cut(t, c.BLOCK_Q, width) for t, width in zip(passes, (c.D, c.DV), strict=True)),
-            stats,
+            *last,
         )
-    tiles = dtiles = None
-    if c.BIAS:
-        assert bias is not None
-        b, h, i, j = bias.shape
-        tiles = blocks(bias.dtype, bias.shape, strides(bias), [1, 1, c.BLOCK_Q, c.BLOCK_K])
-        if c.DBIAS:
-            steps = (h * i * j, i * j, j, 1)
-            dtiles = blocks(bias.dtype, bias.shape, steps, [1, 1, c.BLOCK_Q, ROWS])
     return (
         cut(q, c.BLOCK_Q, c.D),
         cut(dout, c.BLOCK_Q, c.DV),
@@ -443,8 +480,7 @@ def copies_of(c: GradientConfig, tensors: Tensors, dout: Tensor, planes: int, ro
         cut(v, c.BLOCK_K, c.DV),
         # a tile of dQ, in the order of ``by_threads``, is 32 numbers wide
         blocks(f32, (planes, rows_ * c.D // 32, 32), (rows_ * c.D, 32, 1), [1, 2 * c.D, 32]),
-        tiles,
-        dtiles,
+        *of_bias([c.BLOCK_Q, c.BLOCK_K], [c.BLOCK_Q, ROWS] if c.DBIAS else None),
     )
 
 
@@ -471,6 +507,10 @@ def order_for(
 ) -> tuple[int, Tensor | None, Tensor | None]:
     """(blocks, the order of the tiles, each block's end)."""
     most = processors(device)
+    if config.KIND == "dbias":
+        assert p.bias is not None
+        b, h, i, j = p.bias
+        return min(most, b * h * -(-i // config.BLOCK_K) * -(-j // config.BLOCK_Q)), None, None
     of_queries = config.KIND == "dq"
     heads, total, longest = (p.hq, p.total_q, p.nq) if of_queries else (p.hk, p.total_k, p.nk)
     if p.varlen:

@@ -219,7 +219,7 @@ def full_range(C: gl.constexpr, first, tile, sizes):
     """The tiles that are full for 64 rows from ``first`` on; partial ones lie on both sides."""
     row, head, b, q_row, k_row, nq, used, offset, lo, hi = tile
     nq_, nk_, left, right, spans = sizes
-    if C.KIND == "dq":
+    if C.QUERIES_DOWN:
         a = lo
         z = hi
         if C.LEFT:

@@ -16,7 +16,7 @@ from ..terms import LOG2E, columns, lanes, rows_of, tanh
 @gluon.jit
 def seen(C: gl.constexpr, p, first, m, tile, sizes, terms):
     """Which pairs of 64 rows from ``first`` on and tile m of the other side may see each other.
-    Rows are keys and columns queries but where C.KIND is dq."""
+    Rows are keys and columns queries but where C.QUERIES_DOWN."""
     key, head, b, q_row, k_row, nq, used, offset, lo, hi = tile
     n_queries, n_keys, left, right, spans = sizes
     L: gl.constexpr = p.type.layout
@@ -24,7 +24,7 @@ def seen(C: gl.constexpr, p, first, m, tile, sizes, terms):
     at = first + rows_of(L)
     before = m * C.BLOCK_Q + lanes(L)
     col = columns(C.BLOCK_Q, L)
-    if C.KIND == "dq":
+    if C.QUERIES_DOWN:
         at = at + offset - before
         end = used - before + 0 * at
         if C.RIGHT:
@@ -46,7 +46,7 @@ def seen(C: gl.constexpr, p, first, m, tile, sizes, terms):
         q_ids, k_ids, ids_q, ids_k = terms[2:]
         row = first + rows_of(L)
         other = col + along_row(before)
-        if C.KIND == "dq":
+        if C.QUERIES_DOWN:
             of_row = gl.load(q_ids + b * ids_q + row, mask=row < n_queries, other=0)
             of_other = gl.load(k_ids + b * ids_k + other, mask=other < n_keys, other=0)
         else:
@@ -63,7 +63,7 @@ def distance(C: gl.constexpr, S, first, m, tile):
     S4 = by_lane(S)
     L: gl.constexpr = S4.type.layout
     at = first + rows_of(L) - m * C.BLOCK_Q - lanes(L)
-    at = at + offset if C.KIND == "dq" else at - offset
+    at = at + offset if C.QUERIES_DOWN else at - offset
     far = gl.abs(columns(C.BLOCK_Q, L).to(gl.float32) - along_row(at.to(gl.float32)))
     return gl.convert_layout(far.reshape(S.shape), S.type.layout)
 

@@ -50,6 +50,8 @@ WIDE = {
         "pair": GradientTile(64, 3, 2, held_0=128, held_1=128, alone=True),
     },
 }
+#: by the same: 128 queries of a bias that is shared, by so many keys (shared_bias.py)
+SHARED_BIAS = {(64, 64): GradientTile(128, 3, 3), (128, 128): GradientTile(128, 2, 1)}
 SIZES = (64, 128, 256)
 #: keys up to which dQ is added up in order anyway, by (head size, whether there is a diagonal),
 #: where there are so many tiles of keys
@@ -95,7 +97,8 @@ class GradientConfig:
     HELD_1: int = 0  # of V
     ALONE: bool = False  # and nowhere else
     KV_STAGES: int = 1  # 2: K and V of the next tile come while this one is worked on
-    KIND: str = "all"  # what is made; or dq alone (wide.py), or dk and dv: pair (pair.py)
+    #: what is made; or dq alone (wide.py), dk and dv: pair (pair.py), or dbias (shared_bias.py)
+    KIND: str = "all"
 
     # what follows, for the kernels
 
@@ -107,6 +110,11 @@ class GradientConfig:
     def TOKENS(self) -> int:
         """Rows of one warpgroup."""
         return ROWS
+
+    @property
+    def QUERIES_DOWN(self) -> bool:
+        """Whether rows of a tile of scores are queries and columns keys."""
+        return self.KIND in ("dq", "dbias")
 
     @property
     def BLOCK_K(self) -> int:
@@ -126,7 +134,7 @@ class GradientConfig:
     @property
     def PASSES_SHORT(self) -> bool:
         """The same of a tile of what passes by wide heads: keys, or queries."""
-        return self.PADDED if self.KIND == "dq" else self.VARLEN
+        return self.PADDED if self.QUERIES_DOWN else self.VARLEN
 
     @property
     def STAYS_SHORT(self) -> bool:
@@ -147,12 +155,12 @@ class GradientConfig:
     @property
     def LOW_MASKED(self) -> bool:
         """Whether there are partial tiles before the full ones."""
-        band = self.LEFT if self.KIND == "dq" else self.RIGHT or self.RAGGED
+        band = self.LEFT if self.QUERIES_DOWN else self.RIGHT or self.RAGGED
         return self.DOCUMENTS or band
 
     @property
     def HIGH_MASKED(self) -> bool:
-        return self.RIGHT or self.RAGGED if self.KIND == "dq" else self.LEFT
+        return self.RIGHT or self.RAGGED if self.QUERIES_DOWN else self.LEFT
 
     @property
     def DRAWN(self) -> bool:

@@ -1,0 +1,244 @@
+"""dbias of a bias that sequences or heads share: a tile of it stays, and all of them pass by.
+
+``dbias_ij = sum P_ij (dP_ij - Delta_i)`` over what shares it, added up in registers in one order:
+S and dP are made once more, which is two products for the five of the other launch, and no float32
+sum is ever in memory. (To add to one there, from the launch that makes all gradients, was slower.)
+
+A block holds 128 queries by 128 keys of the bias, 64 queries a warpgroup. For each sequence and
+head that shares it Q and K come in one ring of buffers, V and dO in another:
+
+    barrier      arrivals                          waited for by
+    a_full[s]    producer's expect + bytes of Q, K  consumers, before S of the use
+    a_empty[s]   each consumer, S is made           producer, before it fills s again
+    b_full[s]    producer's expect + bytes of V, dO consumers, before dP of the use
+    b_empty[s]   each consumer, dP is made          producer, before it fills s again
+    full         producer's expect + bytes of bias  consumers, once a tile
+    empty        each consumer, dbias has left      producer, before the next tile of the bias
+
+dbias goes out by the very buffer that the bias came in.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..gluon_compat import (
+    fence_async_shared,
+    mbarrier,
+    reinterpret,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+    warpgroup_mma_wait,
+)
+from ..kernel import blocks_of
+from ..padding import barriers
+from ..pipeline import phase, slot
+from .consumer import issue_dp, issue_scores
+from .layouts import score_layout
+from .pipeline import follow
+from .schedule import full_range, query_tile_of
+from .terms import weights
+from .wide import rows_of_tile
+
+
+@gluon.jit
+def tile_of(C: gl.constexpr, i, sizes, bias):
+    """(the i-th tile, its plane, its tile of keys): of the first that shares it, the tiles of keys
+    that its queries see among it."""
+    heads, each, planes, over = bias
+    nq, nk, left, right, spans = sizes
+    across = (nk + C.BLOCK_Q - 1) // C.BLOCK_Q
+    down = (nq + C.BLOCK_K - 1) // C.BLOCK_K
+    row = (i // across % down * C.BLOCK_K, 0, 0)
+    seqs = (None, None, 0, None)
+    return query_tile_of(C, row, sizes, seqs, None), i // across // down, i % across
+
+
+@gluon.jit
+def tiles(C: gl.constexpr, sizes, bias):
+    """How many there are."""
+    heads, each, planes, over = bias
+    nq, nk, left, right, spans = sizes
+    across = (nk + C.BLOCK_Q - 1) // C.BLOCK_Q
+    return (nq + C.BLOCK_K - 1) // C.BLOCK_K * across * planes
+
+
+@gluon.jit
+def sharer(plane, s, bias):
+    """(sequence, head) that is the s-th to share a plane."""
+    heads, each, planes, over = bias
+    return plane // heads + s // each, plane % heads + s % each
+
+
+@gluon.jit
+def step(
+    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, s, t, plane, use, state, buffers, bars,
+    rows, tile, sizes, terms, bias, scale,
+):  # fmt: skip
+    """The sum with one more that shares the bias. The numbers of the rows of the next are asked
+    for first."""
+    x, lse, delta = state
+    qs, ks, vs, dos, tiles_ = buffers
+    a_full, a_empty, b_full, b_empty = bars[:4]
+    over = bias[3]
+    first, _, _, q_row, k_row, nq, used, offset, lo, hi = tile
+    b, head = sharer(plane, gl.minimum(s + 1, over - 1), bias)
+    next_tile = (first, head, b, q_row, k_row, nq, used, offset, lo, hi)
+    of_next = rows_of_tile(C, c, rows[0], next_tile, rows[1])
+    b, head = sharer(plane, s, bias)
+    a = slot(use, C.Q_STAGES)
+    S = issue_scores(C, c, 0, qs, a, ks, use)
+    at = slot(use, C.DO_STAGES)
+    _, dp = issue_dp(C, c, 0, dos, at, vs, b_full, use)
+    S = warpgroup_mma_wait(1, deps=[S])
+    mbarrier.arrive(a_empty.index(a), count=1)
+    tile_of_bias = tiles_.index(c + (use >> 30)).load(score_layout(C))
+    p, _ = weights(
+        C, MASKED, c, S, lse[:, None], tile_of_bias, t, head, tile, sizes, terms, scale, qs.dtype
+    )
+    after = use + 1
+    # begins a basic block, so that the exponentials stay beside the product
+    mbarrier.wait(
+        a_full.index(slot(after, C.Q_STAGES)), phase(after, C.Q_STAGES), pred=s + 1 < over
+    )
+    dp = warpgroup_mma_wait(0, deps=[dp])
+    mbarrier.arrive(b_empty.index(at), count=1)
+    lse, less = of_next
+    return after, (x + p * (dp - delta[:, None]), lse, less)
+
+
+@gluon.jit
+def consumer(
+    C: gl.constexpr, c: gl.constexpr, dbias, buffers, bars, rows, sizes, terms, bias, scale
+):
+    """Warpgroup c: queries ``64 c`` to ``64 c + 63`` of every tile of this block."""
+    a_full, a_empty, b_full, b_empty, full, empty = bars
+    heads, each, planes, over = bias
+    tiles_ = buffers[4]
+    use = 0
+    turn = 0
+    end = tiles(C, sizes, bias)
+    for i in range(gl.program_id(0), end, gl.num_programs(0)):
+        tile, plane, t = tile_of(C, i, sizes, bias)
+        lo, hi = tile[8], tile[9]
+        seen = (t >= lo) & (t < hi)
+        mbarrier.wait(full.index(0), phase(turn, 1))
+        mbarrier.wait(a_full.index(slot(use, C.Q_STAGES)), phase(use, C.Q_STAGES), pred=seen)
+        b, head = sharer(plane, 0, bias)
+        first, _, _, q_row, k_row, nq, used, offset, lo, hi = tile
+        of_first = (first, head, b, q_row, k_row, nq, used, offset, lo, hi)
+        lse, delta = rows_of_tile(C, c, rows[0], of_first, rows[1])
+        state = (gl.full([C.TOKENS, C.BLOCK_Q], 0.0, gl.float32, score_layout(C)), lse, delta)
+        y, z = full_range(C, first + c * C.TOKENS, tile, sizes)
+        whole = (t >= y) & (t < z)
+        if C.MASKS:
+            for s in range(gl.where(seen & (whole == 0), over, 0)):
+                use, state = step(
+                    C, True, c, s, t, plane, use, state, buffers, bars, rows, tile, sizes, terms,
+                    bias, scale,
+                )  # fmt: skip
+        for s in range(gl.where(seen & whole, over, 0)):
+            use, state = step(
+                C, False, c, s, t, plane, use, state, buffers, bars, rows, tile, sizes, terms, bias,
+                scale,
+            )  # fmt: skip
+        mine = tiles_.index(c)
+        mine.store(state[0].to(dbias.dtype))
+        fence_async_shared()
+        to = [plane // heads, plane % heads, first + c * C.TOKENS, t * C.BLOCK_Q]
+        tma_store(dbias, to, reinterpret(mine, dbias.dtype, dbias.block_type.shape, dbias.layout))
+        tma_store_wait(0)
+        mbarrier.arrive(empty.index(0), count=1)
+        turn += 1
+
+
+@gluon.jit
+def consumer0(C: gl.constexpr, dbias, buffers, bars, rows, sizes, terms, bias, scale):
+    consumer(C, 0, dbias, buffers, bars, rows, sizes, terms, bias, scale)
+
+
+@gluon.jit
+def consumer1(C: gl.constexpr, dbias, buffers, bars, rows, sizes, terms, bias, scale):
+    consumer(C, 1, dbias, buffers, bars, rows, sizes, terms, bias, scale)
+
+
+@gluon.jit
+def producer(C: gl.constexpr, descs, buffers, bars, sizes, bias, ratio):
+    """One warp: every copy into shared memory for every tile of this block."""
+    q, do, k, v, bias_tiles = descs
+    qs, ks, vs, dos, tiles_ = buffers
+    a_full, a_empty, b_full, b_empty, full, empty = bars
+    heads, each, planes, over = bias
+    use = 0
+    turn = 0
+    end = tiles(C, sizes, bias)
+    for i in range(gl.program_id(0), end, gl.num_programs(0)):
+        tile, plane, t = tile_of(C, i, sizes, bias)
+        first, lo, hi = tile[0], tile[8], tile[9]
+        mbarrier.wait(empty.index(0), phase(turn, 1) ^ 1)
+        mbarrier.expect(full.index(0), C.WARPGROUPS * bias_tiles.block_type.nbytes)
+        for c in gl.static_range(C.WARPGROUPS):
+            at = [plane // heads, plane % heads, first + c * C.TOKENS, t * C.BLOCK_Q]
+            to = reinterpret(
+                tiles_.index(c), q.dtype, bias_tiles.block_type.shape, bias_tiles.layout
+            )
+            tma_load(bias_tiles, at, full.index(0), to)
+        turn += 1
+        for s in range(gl.where((t >= lo) & (t < hi), over, 0)):
+            b, head = sharer(plane, s, bias)
+            a = slot(use, C.Q_STAGES)
+            bar = a_full.index(a)
+            mbarrier.wait(a_empty.index(a), phase(use, C.Q_STAGES) ^ 1)
+            mbarrier.expect(bar, q.block_type.nbytes + k.block_type.nbytes)
+            tma_load(q, [b, first, head, 0], bar, qs.index(a))
+            tma_load(k, [b, t * C.BLOCK_Q, head // ratio, 0], bar, ks.index(a))
+            u = slot(use, C.DO_STAGES)
+            bar = b_full.index(u)
+            mbarrier.wait(b_empty.index(u), phase(use, C.DO_STAGES) ^ 1)
+            mbarrier.expect(bar, v.block_type.nbytes + do.block_type.nbytes)
+            tma_load(v, [b, t * C.BLOCK_Q, head // ratio, 0], bar, vs.index(u))
+            tma_load(do, [b, first, head, 0], bar, dos.index(u))
+            use += 1
+
+
+@gluon.jit
+def shared_bias(
+    q, do, k, v, bias, dbias, t, n, C: gl.constexpr, R0: gl.constexpr, R1: gl.constexpr
+):
+    """As of ``backward``; n.each_b and n.each_h say whether each sequence and head has its own."""
+    DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.TOKENS, C.BLOCK_Q], q.dtype)
+    buffers = (
+        blocks_of(q, C.Q_STAGES),
+        blocks_of(k, C.Q_STAGES),
+        blocks_of(v, C.DO_STAGES),
+        blocks_of(do, C.DO_STAGES),
+        gl.allocate_shared_memory(q.dtype, [C.WARPGROUPS, C.TOKENS, C.BLOCK_Q], DS),
+    )
+    bars = (
+        barriers(C.Q_STAGES, 1),
+        barriers(C.Q_STAGES, C.WARPGROUPS),
+        barriers(C.DO_STAGES, 1),
+        barriers(C.DO_STAGES, C.WARPGROUPS),
+        barriers(1, 1),
+        barriers(1, C.WARPGROUPS),
+    )
+    fence_async_shared()
+    heads = n.each_h * (n.hq - 1) + 1
+    batch = n.each_b * (n.batch - 1) + 1
+    each = n.hq // heads
+    planes = (heads, each, heads * batch, each * (n.batch // batch))
+    sizes = (n.nq, n.nk, n.left, n.right, t.spans)
+    terms = (n.inner, t.alibi, t.q_ids, t.k_ids, n.ids_q, n.ids_k)
+    rows = (t.rows, (n.hq, n.rows))
+    follow()
+    gl.warp_specialize(
+        [
+            (consumer0, (C, dbias, buffers, bars, rows, sizes, terms, planes, n.scale)),
+            (consumer1, (C, dbias, buffers, bars, rows, sizes, terms, planes, n.scale)),
+            (producer, (C, (q, do, k, v, bias), buffers, bars, sizes, planes, n.ratio)),
+        ],
+        [4, 1],
+        [R0, R1],
+    )
