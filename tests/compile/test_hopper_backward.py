@@ -19,7 +19,7 @@ if find_spec("triton") is None or sys.platform != "linux":
 
 import triton
 
-from rowmax.hopper.gradients.tiles import TILES, WIDE, GradientTile
+from rowmax.hopper.gradients.tiles import SHARED_BIAS, TILES, WIDE, GradientTile
 from rowmax.hopper.tiles import SHARED
 
 from .hopper_backward_build import build, config
@@ -38,6 +38,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "softcap": {"SOFTCAP": True, "RIGHT": True},
     "alibi": {"ALIBI": True, "RIGHT": True},
     "dbias": {"BIAS": True, "DBIAS": True, "RIGHT": True},
+    "bias": {"BIAS": True},
+    "causal bias": {"BIAS": True, "RIGHT": True},
 }
 #: what wide heads are compiled with beside
 WIDE_FEATURES = {
@@ -49,8 +51,9 @@ WIDE_FEATURES = {
 def cases():
     """(head sizes, features, dtype): every size plainly, every feature at the size of most models,
     and at others what is heaviest there."""
+    of_all = [name for name in FEATURES if "bias" not in name or name == "dbias"]
     for size in TILES:
-        names = FEATURES if size == (128, 128) else ("full", "causal", "packed", "dbias")
+        names = of_all if size == (128, 128) else ("full", "causal", "packed", "dbias")
         for name in names:
             yield size, "all", name, "bf16"
         yield size, "all", "causal", "fp16"
@@ -59,6 +62,9 @@ def cases():
             more = WIDE_FEATURES[kind] if size == (256, 256) else ()
             for name in ("full", "causal", *more):
                 yield size, kind, name, "bf16"
+    for size in SHARED_BIAS:
+        for name in ("bias", "causal bias"):
+            yield size, "dbias", name, "bf16"
 
 
 #: the triton that torch 2.11 pins
@@ -66,7 +72,7 @@ OLDEST = triton.__version__.startswith("3.6.")
 #: LDL and STL in a loop, and bytes that a thread may put by out of loops: the most that was
 #: measured, which with the oldest is none in a loop, but for dbias and for ALiBi's distances
 PUT_BY = (0, 144) if OLDEST else (6, 208)
-MORE = {("all", "dbias"): (4, 128), ("dq", "alibi"): (36, 216)}
+MORE = {("all", "dbias"): (4, 128), ("dq", "alibi"): (36, 216), ("dbias", "causal bias"): (3, 40)}
 #: exponentials that may come after the wait for the product beside them, of 32
 LATE = 7 if OLDEST else 9
 
@@ -76,7 +82,7 @@ LATE = 7 if OLDEST else 9
     [pytest.param(*case, id=f"{case[0][0]}x{case[0][1]}-{'-'.join(case[1:])}") for case in cases()],
 )
 def test_compiles_to(size, kind, name, dtype):
-    tile = TILES[size] if kind == "all" else WIDE[size][kind]
+    tile = {"all": TILES, "dbias": SHARED_BIAS}[kind][size] if size in TILES else WIDE[size][kind]
     kernel = build(config(*size, tile, KIND=kind, **FEATURES[name]), tile.registers, dtype)
     loops = kernel.loops()
     assert len(loops) >= 2
@@ -85,7 +91,9 @@ def test_compiles_to(size, kind, name, dtype):
         texts = [line.text for line in loop]
         waits = [n for n, text in enumerate(texts) if "WARPGROUP.DEPBAR" in text]
         # in a step; one after each HGMMA where products wait for one another
-        assert len(waits) == {"all": 4, "dq": 3, "pair": 2}[kind] + waits_for_dv(kind, tile)
+        assert len(waits) == {"all": 4, "dq": 3, "pair": 2, "dbias": 2}[kind] + waits_for_dv(
+            kind, tile
+        )
         if kind != "pair":  # which has no other product in flight
             made_beside_products(texts, waits[0 if kind == "all" else 1], tile.block_q)
 

@@ -44,10 +44,10 @@ from .wide import rows_of_tile
 
 
 @gluon.jit
-def tile_of(C: gl.constexpr, i, sizes, bias):
+def tile_of(C: gl.constexpr, i, sizes, shared):
     """(the i-th tile, its plane, its tile of keys): of the first that shares it, the tiles of keys
     that its queries see among it."""
-    heads, each, planes, over = bias
+    heads, each, planes, over = shared
     nq, nk, left, right, spans = sizes
     across = (nk + C.BLOCK_Q - 1) // C.BLOCK_Q
     down = (nq + C.BLOCK_K - 1) // C.BLOCK_K
@@ -57,47 +57,58 @@ def tile_of(C: gl.constexpr, i, sizes, bias):
 
 
 @gluon.jit
-def tiles(C: gl.constexpr, sizes, bias):
+def tiles(C: gl.constexpr, sizes, shared):
     """How many there are."""
-    heads, each, planes, over = bias
+    heads, each, planes, over = shared
     nq, nk, left, right, spans = sizes
     across = (nk + C.BLOCK_Q - 1) // C.BLOCK_Q
     return (nq + C.BLOCK_K - 1) // C.BLOCK_K * across * planes
 
 
 @gluon.jit
-def sharer(plane, s, bias):
+def sharer(plane, s, shared):
     """(sequence, head) that is the s-th to share a plane."""
-    heads, each, planes, over = bias
+    heads, each, planes, over = shared
     return plane // heads + s // each, plane % heads + s % each
+
+
+@gluon.jit
+def rows_of_sharer(C: gl.constexpr, c: gl.constexpr, s, plane, rows, tile, shared):
+    """lse and delta of the warpgroup's queries, of the s-th."""
+    first, _, _, q_row, k_row, nq, used, offset, lo, hi = tile
+    b, head = sharer(plane, s, shared)
+    of = (first, head, b, q_row, k_row, nq, used, offset, lo, hi)
+    return rows_of_tile(C, c, rows[0], of, rows[1])
+
+
+@gluon.jit
+def is_seen(t, tile):
+    """Whether the queries of the tile see keys of the t-th."""
+    return (t >= tile[8]) & (t < tile[9])
 
 
 @gluon.jit
 def step(
     C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, s, t, plane, use, state, buffers, bars,
-    rows, tile, sizes, terms, bias, scale,
+    rows, tile, sizes, terms, shared, scale,
 ):  # fmt: skip
     """The sum with one more that shares the bias. The numbers of the rows of the next are asked
     for first."""
     x, lse, delta = state
-    qs, ks, vs, dos, tiles_ = buffers
+    qs, ks, vs, dos, biases = buffers
     a_full, a_empty, b_full, b_empty = bars[:4]
-    over = bias[3]
-    first, _, _, q_row, k_row, nq, used, offset, lo, hi = tile
-    b, head = sharer(plane, gl.minimum(s + 1, over - 1), bias)
-    next_tile = (first, head, b, q_row, k_row, nq, used, offset, lo, hi)
-    of_next = rows_of_tile(C, c, rows[0], next_tile, rows[1])
-    b, head = sharer(plane, s, bias)
+    over = shared[3]
+    of_next = rows_of_sharer(C, c, gl.minimum(s + 1, over - 1), plane, rows, tile, shared)
+    b, head = sharer(plane, s, shared)
     a = slot(use, C.Q_STAGES)
     S = issue_scores(C, c, 0, qs, a, ks, use)
     at = slot(use, C.DO_STAGES)
     _, dp = issue_dp(C, c, 0, dos, at, vs, b_full, use)
     S = warpgroup_mma_wait(1, deps=[S])
     mbarrier.arrive(a_empty.index(a), count=1)
-    tile_of_bias = tiles_.index(c + (use >> 30)).load(score_layout(C))
-    p, _ = weights(
-        C, MASKED, c, S, lse[:, None], tile_of_bias, t, head, tile, sizes, terms, scale, qs.dtype
-    )
+    # use >> 30 is a zero that the compiler cannot see: it has no registers to keep the tile in
+    own = biases.index(c + (use >> 30)).load(score_layout(C))
+    p, _ = weights(C, MASKED, c, S, lse[:, None], own, t, head, tile, sizes, terms, scale, qs.dtype)
     after = use + 1
     # begins a basic block, so that the exponentials stay beside the product
     mbarrier.wait(
@@ -111,83 +122,81 @@ def step(
 
 @gluon.jit
 def consumer(
-    C: gl.constexpr, c: gl.constexpr, dbias, buffers, bars, rows, sizes, terms, bias, scale
+    C: gl.constexpr, c: gl.constexpr, dbias, buffers, bars, rows, sizes, terms, shared, scale
 ):
     """Warpgroup c: queries ``64 c`` to ``64 c + 63`` of every tile of this block."""
     a_full, a_empty, b_full, b_empty, full, empty = bars
-    heads, each, planes, over = bias
-    tiles_ = buffers[4]
+    heads, each, planes, over = shared
+    biases = buffers[4]
     use = 0
     turn = 0
-    end = tiles(C, sizes, bias)
-    for i in range(gl.program_id(0), end, gl.num_programs(0)):
-        tile, plane, t = tile_of(C, i, sizes, bias)
-        lo, hi = tile[8], tile[9]
-        seen = (t >= lo) & (t < hi)
+    end = tiles(C, sizes, shared)
+    i = gl.program_id(0)
+    while i < end:
+        tile, plane, t = tile_of(C, i, sizes, shared)
+        seen = is_seen(t, tile)
         mbarrier.wait(full.index(0), phase(turn, 1))
         mbarrier.wait(a_full.index(slot(use, C.Q_STAGES)), phase(use, C.Q_STAGES), pred=seen)
-        b, head = sharer(plane, 0, bias)
-        first, _, _, q_row, k_row, nq, used, offset, lo, hi = tile
-        of_first = (first, head, b, q_row, k_row, nq, used, offset, lo, hi)
-        lse, delta = rows_of_tile(C, c, rows[0], of_first, rows[1])
+        lse, delta = rows_of_sharer(C, c, 0, plane, rows, tile, shared)
         state = (gl.full([C.TOKENS, C.BLOCK_Q], 0.0, gl.float32, score_layout(C)), lse, delta)
-        y, z = full_range(C, first + c * C.TOKENS, tile, sizes)
+        first = tile[0] + c * C.TOKENS
+        y, z = full_range(C, first, tile, sizes)
         whole = (t >= y) & (t < z)
         if C.MASKS:
             for s in range(gl.where(seen & (whole == 0), over, 0)):
                 use, state = step(
                     C, True, c, s, t, plane, use, state, buffers, bars, rows, tile, sizes, terms,
-                    bias, scale,
+                    shared, scale,
                 )  # fmt: skip
         for s in range(gl.where(seen & whole, over, 0)):
             use, state = step(
-                C, False, c, s, t, plane, use, state, buffers, bars, rows, tile, sizes, terms, bias,
-                scale,
+                C, False, c, s, t, plane, use, state, buffers, bars, rows, tile, sizes, terms,
+                shared, scale,
             )  # fmt: skip
-        mine = tiles_.index(c)
-        mine.store(state[0].to(dbias.dtype))
+        own = biases.index(c)
+        own.store(state[0].to(dbias.dtype))
         fence_async_shared()
-        to = [plane // heads, plane % heads, first + c * C.TOKENS, t * C.BLOCK_Q]
-        tma_store(dbias, to, reinterpret(mine, dbias.dtype, dbias.block_type.shape, dbias.layout))
+        to = [plane // heads, plane % heads, first, t * C.BLOCK_Q]
+        tma_store(dbias, to, reinterpret(own, dbias.dtype, dbias.block_type.shape, dbias.layout))
         tma_store_wait(0)
         mbarrier.arrive(empty.index(0), count=1)
         turn += 1
+        i += gl.num_programs(0)
 
 
 @gluon.jit
-def consumer0(C: gl.constexpr, dbias, buffers, bars, rows, sizes, terms, bias, scale):
-    consumer(C, 0, dbias, buffers, bars, rows, sizes, terms, bias, scale)
+def consumer0(C: gl.constexpr, dbias, buffers, bars, rows, sizes, terms, shared, scale):
+    consumer(C, 0, dbias, buffers, bars, rows, sizes, terms, shared, scale)
 
 
 @gluon.jit
-def consumer1(C: gl.constexpr, dbias, buffers, bars, rows, sizes, terms, bias, scale):
-    consumer(C, 1, dbias, buffers, bars, rows, sizes, terms, bias, scale)
+def consumer1(C: gl.constexpr, dbias, buffers, bars, rows, sizes, terms, shared, scale):
+    consumer(C, 1, dbias, buffers, bars, rows, sizes, terms, shared, scale)
 
 
 @gluon.jit
-def producer(C: gl.constexpr, descs, buffers, bars, sizes, bias, ratio):
+def producer(C: gl.constexpr, descs, buffers, bars, sizes, shared, ratio):
     """One warp: every copy into shared memory for every tile of this block."""
-    q, do, k, v, bias_tiles = descs
-    qs, ks, vs, dos, tiles_ = buffers
+    q, do, k, v, bias = descs
+    qs, ks, vs, dos, biases = buffers
     a_full, a_empty, b_full, b_empty, full, empty = bars
-    heads, each, planes, over = bias
+    heads, each, planes, over = shared
     use = 0
     turn = 0
-    end = tiles(C, sizes, bias)
-    for i in range(gl.program_id(0), end, gl.num_programs(0)):
-        tile, plane, t = tile_of(C, i, sizes, bias)
-        first, lo, hi = tile[0], tile[8], tile[9]
+    end = tiles(C, sizes, shared)
+    i = gl.program_id(0)
+    while i < end:
+        tile, plane, t = tile_of(C, i, sizes, shared)
+        first = tile[0]
         mbarrier.wait(empty.index(0), phase(turn, 1) ^ 1)
-        mbarrier.expect(full.index(0), C.WARPGROUPS * bias_tiles.block_type.nbytes)
+        mbarrier.expect(full.index(0), C.WARPGROUPS * bias.block_type.nbytes)
         for c in gl.static_range(C.WARPGROUPS):
             at = [plane // heads, plane % heads, first + c * C.TOKENS, t * C.BLOCK_Q]
-            to = reinterpret(
-                tiles_.index(c), q.dtype, bias_tiles.block_type.shape, bias_tiles.layout
-            )
-            tma_load(bias_tiles, at, full.index(0), to)
+            to = reinterpret(biases.index(c), q.dtype, bias.block_type.shape, bias.layout)
+            tma_load(bias, at, full.index(0), to)
         turn += 1
-        for s in range(gl.where((t >= lo) & (t < hi), over, 0)):
-            b, head = sharer(plane, s, bias)
+        for s in range(gl.where(is_seen(t, tile), over, 0)):
+            b, head = sharer(plane, s, shared)
             a = slot(use, C.Q_STAGES)
             bar = a_full.index(a)
             mbarrier.wait(a_empty.index(a), phase(use, C.Q_STAGES) ^ 1)
@@ -201,6 +210,7 @@ def producer(C: gl.constexpr, descs, buffers, bars, sizes, bias, ratio):
             tma_load(v, [b, t * C.BLOCK_Q, head // ratio, 0], bar, vs.index(u))
             tma_load(do, [b, first, head, 0], bar, dos.index(u))
             use += 1
+        i += gl.num_programs(0)
 
 
 @gluon.jit
@@ -228,16 +238,17 @@ def shared_bias(
     heads = n.each_h * (n.hq - 1) + 1
     batch = n.each_b * (n.batch - 1) + 1
     each = n.hq // heads
-    planes = (heads, each, heads * batch, each * (n.batch // batch))
+    # heads of the bias, heads that share one, planes of it, and how many share one
+    shared = (heads, each, heads * batch, each * (n.batch // batch))
     sizes = (n.nq, n.nk, n.left, n.right, t.spans)
     terms = (n.inner, t.alibi, t.q_ids, t.k_ids, n.ids_q, n.ids_k)
     rows = (t.rows, (n.hq, n.rows))
     follow()
     gl.warp_specialize(
         [
-            (consumer0, (C, dbias, buffers, bars, rows, sizes, terms, planes, n.scale)),
-            (consumer1, (C, dbias, buffers, bars, rows, sizes, terms, planes, n.scale)),
-            (producer, (C, (q, do, k, v, bias), buffers, bars, sizes, planes, n.ratio)),
+            (consumer0, (C, dbias, buffers, bars, rows, sizes, terms, shared, n.scale)),
+            (consumer1, (C, dbias, buffers, bars, rows, sizes, terms, shared, n.scale)),
+            (producer, (C, (q, do, k, v, bias), buffers, bars, sizes, shared, n.ratio)),
         ],
         [4, 1],
         [R0, R1],
