@@ -72,7 +72,14 @@ OLDEST = triton.__version__.startswith("3.6.")
 #: LDL and STL in a loop, and bytes that a thread may put by out of loops: the most that was
 #: measured, which with the oldest is none in a loop, but for dbias and for ALiBi's distances
 PUT_BY = (0, 144) if OLDEST else (6, 208)
-MORE = {("all", "dbias"): (4, 128), ("dq", "alibi"): (36, 216), ("dbias", "causal bias"): (3, 40)}
+MORE = {
+    ("all", "dbias"): (4, 128),
+    ("dq", "alibi"): (36, 216),
+    ("dbias", "bias"): (2, 40),
+    ("dbias", "causal bias"): (3, 40),
+}
+#: for products, in a step
+WAITS = {"all": 4, "dq": 3, "pair": 2, "dbias": 2}
 #: exponentials that may come after the wait for the product beside them, of 32
 LATE = 7 if OLDEST else 9
 
@@ -90,10 +97,8 @@ def test_compiles_to(size, kind, name, dtype):
     for loop in loops:
         texts = [line.text for line in loop]
         waits = [n for n, text in enumerate(texts) if "WARPGROUP.DEPBAR" in text]
-        # in a step; one after each HGMMA where products wait for one another
-        assert len(waits) == {"all": 4, "dq": 3, "pair": 2, "dbias": 2}[kind] + waits_for_dv(
-            kind, tile
-        )
+        # one after each HGMMA where products wait for one another
+        assert len(waits) == WAITS[kind] + waits_for_dv(kind, tile)
         if kind != "pair":  # which has no other product in flight
             made_beside_products(texts, waits[0 if kind == "all" else 1], tile.block_q)
 
