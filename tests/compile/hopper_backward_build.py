@@ -69,7 +69,7 @@ def _pointers(c: GradientConfig, dtype: torch.dtype) -> Pointers:
     return Pointers(
         out=torch.empty(8, dtype=dtype),
         dv=torch.empty(8, dtype=dtype) if c.KIND in ("all", "pair") else None,
-        rows=number if c.QUERIES_DOWN else None,
+        rows=number if c.KIND == "dq" else None,
         table=words,
         ends=words,
         counter=words if c.DRAWN else None,

@@ -266,7 +266,7 @@ def of_shared_bias(
     q, k, v, bias = tensors[:4]
     assert bias is not None
     dbias = q.new_empty(bias.shape)
-    copies = placed(work.copies, (q, dout, k, v, bias, dbias))
+    copies = placed(work.copies, (q, dout, k, v, t.stats, bias, dbias))
     work.launch(copies, pointers(work, problem, tensors, t, (None, None), 0, ()), work.last)
     return dbias
 
@@ -315,7 +315,7 @@ def pointers(
         spans = tile_spans(stays, passes, C.BLOCK_K, C.BLOCK_Q, problem.batch)
     return Pointers(
         *made,
-        t.stats if C.QUERIES_DOWN else None,
+        t.stats if C.KIND == "dq" else None,
         table,
         ends,
         counter,
@@ -461,16 +461,18 @@ def copies_of(c: GradientConfig, tensors: Tensors, dout: Tensor, planes: int, ro
         return tiles, blocks(bias.dtype, bias.shape, steps, [1, 1, *dbox]) if dbox else None
 
     f32 = torch.float32
-    stats = blocks(f32, (planes, 2, rows_), (2 * rows_, rows_, 1), [1, 2, c.BLOCK_Q])
+    queries = c.BLOCK_K if c.KIND == "dbias" else c.BLOCK_Q
+    stats = blocks(f32, (planes, 2, rows_), (2 * rows_, rows_, 1), [1, 2, queries])
     if c.KIND != "all":
         both = (q, dout), (k, v)
         stays, passes = both if c.QUERIES_DOWN else both[::-1]
         widths = (c.D // 2, c.DV // 2) if c.ALONE else (c.D, c.DV)
-        last = (stats,) if c.KIND != "dbias" else of_bias([ROWS, c.BLOCK_Q], [ROWS, c.BLOCK_Q])
+        more = of_bias([ROWS, c.BLOCK_Q], [ROWS, c.BLOCK_Q]) if c.KIND == "dbias" else ()
         return (
             *(cut(t, c.BLOCK_K, width) for t, width in zip(stays, widths, strict=True)),
             *(cut(t, c.BLOCK_Q, width) for t, width in zip(passes, (c.D, c.DV), strict=True)),
-            *last,
+            stats,
+            *more,
         )
     return (
         cut(q, c.BLOCK_Q, c.D),

@@ -38,6 +38,25 @@ def by_columns(x, C: gl.constexpr):
     return gl.convert_layout(x, column_layout(C))
 
 
+@gluon.constexpr_function
+def by_row_layout():
+    """Of the same order in memory, where those threads have them that hold the rows."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[2]],
+        lane_bases=[[0], [0], [1], [4], [8]],
+        warp_bases=[[16], [32]],
+        block_bases=[],
+        shape=[64],
+    )
+
+
+@gluon.jit
+def by_rows(x, C: gl.constexpr):
+    """64 numbers from there to where the rows of scores are."""
+    x = x.reshape([4, 4, 2, 2]).permute((0, 2, 1, 3)).reshape([64])
+    return gl.convert_layout(x, gl.SliceLayout(1, score_layout(C)))
+
+
 @gluon.jit
 def in_columns(r):
     """The place of query r in the order of ``by_columns``."""

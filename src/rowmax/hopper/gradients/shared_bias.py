@@ -7,13 +7,15 @@ sum is ever in memory. (To add to one there, from the launch that makes all grad
 A block holds 128 queries by 128 keys of the bias, 64 queries a warpgroup. For each sequence and
 head that shares it Q and K come in one ring of buffers, V and dO in another:
 
-    barrier      arrivals                          waited for by
-    a_full[s]    producer's expect + bytes of Q, K  consumers, before S of the use
-    a_empty[s]   each consumer, S is made           producer, before it fills s again
-    b_full[s]    producer's expect + bytes of V, dO consumers, before dP of the use
-    b_empty[s]   each consumer, dP is made          producer, before it fills s again
-    full         producer's expect + bytes of bias  consumers, once a tile
-    empty        each consumer, dbias has left      producer, before the next tile of the bias
+    barrier      arrivals                               waited for by
+    a_full[s]    producer's expect + bytes of Q, K,     consumers, before S of the use
+                 lse and delta
+    a_empty[s]   each consumer, S is made, lse and      producer, before it fills s again
+                 delta are read
+    b_full[s]    producer's expect + bytes of V and dO  consumers, before dP of the use
+    b_empty[s]   each consumer, dP is made              producer, before it fills s again
+    full[t]      producer's expect + bytes of the bias  consumers, once a tile
+    empty[t]     each consumer, dbias has left          producer, before it fills t again
 
 dbias goes out by the very buffer that the bias came in.
 """
@@ -36,11 +38,10 @@ from ..kernel import blocks_of
 from ..padding import barriers
 from ..pipeline import phase, slot
 from .consumer import issue_dp, issue_scores
-from .layouts import score_layout
+from .layouts import by_row_layout, by_rows, score_layout
 from .pipeline import follow
 from .schedule import full_range, query_tile_of
 from .terms import weights
-from .wide import rows_of_tile
 
 
 @gluon.jit
@@ -73,12 +74,19 @@ def sharer(plane, s, shared):
 
 
 @gluon.jit
-def rows_of_sharer(C: gl.constexpr, c: gl.constexpr, s, plane, rows, tile, shared):
-    """lse and delta of the warpgroup's queries, of the s-th."""
-    first, _, _, q_row, k_row, nq, used, offset, lo, hi = tile
-    b, head = sharer(plane, s, shared)
-    of = (first, head, b, q_row, k_row, nq, used, offset, lo, hi)
-    return rows_of_tile(C, c, rows[0], of, rows[1])
+def own_bias(C: gl.constexpr, c: gl.constexpr, biases, turn):
+    """The warpgroup's half of the tile of a turn."""
+    return biases.index(C.WARPGROUPS * slot(turn, C.KV_STAGES) + c)
+
+
+@gluon.jit
+def of_rows(C: gl.constexpr, c: gl.constexpr, stats, a):
+    """lse and delta of the warpgroup's queries, from buffer a."""
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    both = reinterpret(stats.index(a), stats.dtype, [2, C.BLOCK_K], flat)
+    lse = both.index(0).slice(c * C.TOKENS, C.TOKENS).load(by_row_layout())
+    delta = both.index(1).slice(c * C.TOKENS, C.TOKENS).load(by_row_layout())
+    return by_rows(lse, C), by_rows(delta, C)
 
 
 @gluon.jit
@@ -89,25 +97,23 @@ def is_seen(t, tile):
 
 @gluon.jit
 def step(
-    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, s, t, plane, use, state, buffers, bars,
-    rows, tile, sizes, terms, shared, scale,
+    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, s, t, plane, use, turn, x, buffers,
+    bars, tile, sizes, terms, shared, scale,
 ):  # fmt: skip
-    """The sum with one more that shares the bias. The numbers of the rows of the next are asked
-    for first."""
-    x, lse, delta = state
-    qs, ks, vs, dos, biases = buffers
+    """x, the sum, with one more that shares the bias."""
+    qs, ks, stats, vs, dos, biases = buffers
     a_full, a_empty, b_full, b_empty = bars[:4]
     over = shared[3]
-    of_next = rows_of_sharer(C, c, gl.minimum(s + 1, over - 1), plane, rows, tile, shared)
     b, head = sharer(plane, s, shared)
     a = slot(use, C.Q_STAGES)
     S = issue_scores(C, c, 0, qs, a, ks, use)
     at = slot(use, C.DO_STAGES)
     _, dp = issue_dp(C, c, 0, dos, at, vs, b_full, use)
+    lse, delta = of_rows(C, c, stats, a)
     S = warpgroup_mma_wait(1, deps=[S])
     mbarrier.arrive(a_empty.index(a), count=1)
     # use >> 30 is a zero that the compiler cannot see: it has no registers to keep the tile in
-    own = biases.index(c + (use >> 30)).load(score_layout(C))
+    own = own_bias(C, c, biases, turn + (use >> 30)).load(score_layout(C))
     p, _ = weights(C, MASKED, c, S, lse[:, None], own, t, head, tile, sizes, terms, scale, qs.dtype)
     after = use + 1
     # begins a basic block, so that the exponentials stay beside the product
@@ -116,18 +122,15 @@ def step(
     )
     dp = warpgroup_mma_wait(0, deps=[dp])
     mbarrier.arrive(b_empty.index(at), count=1)
-    lse, less = of_next
-    return after, (x + p * (dp - delta[:, None]), lse, less)
+    return after, x + p * (dp - delta[:, None])
 
 
 @gluon.jit
-def consumer(
-    C: gl.constexpr, c: gl.constexpr, dbias, buffers, bars, rows, sizes, terms, shared, scale
-):
+def consumer(C: gl.constexpr, c: gl.constexpr, dbias, buffers, bars, sizes, terms, shared, scale):
     """Warpgroup c: queries ``64 c`` to ``64 c + 63`` of every tile of this block."""
     a_full, a_empty, b_full, b_empty, full, empty = bars
     heads, each, planes, over = shared
-    biases = buffers[4]
+    biases = buffers[5]
     use = 0
     turn = 0
     end = tiles(C, sizes, shared)
@@ -135,50 +138,51 @@ def consumer(
     while i < end:
         tile, plane, t = tile_of(C, i, sizes, shared)
         seen = is_seen(t, tile)
-        mbarrier.wait(full.index(0), phase(turn, 1))
+        at = slot(turn, C.KV_STAGES)
+        mbarrier.wait(full.index(at), phase(turn, C.KV_STAGES))
         mbarrier.wait(a_full.index(slot(use, C.Q_STAGES)), phase(use, C.Q_STAGES), pred=seen)
-        lse, delta = rows_of_sharer(C, c, 0, plane, rows, tile, shared)
-        state = (gl.full([C.TOKENS, C.BLOCK_Q], 0.0, gl.float32, score_layout(C)), lse, delta)
+        x = gl.full([C.TOKENS, C.BLOCK_Q], 0.0, gl.float32, score_layout(C))
         first = tile[0] + c * C.TOKENS
         y, z = full_range(C, first, tile, sizes)
         whole = (t >= y) & (t < z)
         if C.MASKS:
             for s in range(gl.where(seen & (whole == 0), over, 0)):
-                use, state = step(
-                    C, True, c, s, t, plane, use, state, buffers, bars, rows, tile, sizes, terms,
+                use, x = step(
+                    C, True, c, s, t, plane, use, turn, x, buffers, bars, tile, sizes, terms,
                     shared, scale,
                 )  # fmt: skip
         for s in range(gl.where(seen & whole, over, 0)):
-            use, state = step(
-                C, False, c, s, t, plane, use, state, buffers, bars, rows, tile, sizes, terms,
-                shared, scale,
+            use, x = step(
+                C, False, c, s, t, plane, use, turn, x, buffers, bars, tile, sizes, terms, shared,
+                scale,
             )  # fmt: skip
-        own = biases.index(c)
-        own.store(state[0].to(dbias.dtype))
+        own = own_bias(C, c, biases, turn)
+        own.store(x.to(dbias.dtype))
         fence_async_shared()
         to = [plane // heads, plane % heads, first, t * C.BLOCK_Q]
         tma_store(dbias, to, reinterpret(own, dbias.dtype, dbias.block_type.shape, dbias.layout))
         tma_store_wait(0)
-        mbarrier.arrive(empty.index(0), count=1)
+        mbarrier.arrive(empty.index(at), count=1)
         turn += 1
         i += gl.num_programs(0)
 
 
 @gluon.jit
-def consumer0(C: gl.constexpr, dbias, buffers, bars, rows, sizes, terms, shared, scale):
-    consumer(C, 0, dbias, buffers, bars, rows, sizes, terms, shared, scale)
+def consumer0(C: gl.constexpr, dbias, buffers, bars, sizes, terms, shared, scale):
+    consumer(C, 0, dbias, buffers, bars, sizes, terms, shared, scale)
 
 
 @gluon.jit
-def consumer1(C: gl.constexpr, dbias, buffers, bars, rows, sizes, terms, shared, scale):
-    consumer(C, 1, dbias, buffers, bars, rows, sizes, terms, shared, scale)
+def consumer1(C: gl.constexpr, dbias, buffers, bars, sizes, terms, shared, scale):
+    consumer(C, 1, dbias, buffers, bars, sizes, terms, shared, scale)
 
 
 @gluon.jit
-def producer(C: gl.constexpr, descs, buffers, bars, sizes, shared, ratio):
+def producer(C: gl.constexpr, descs, buffers, bars, sizes, shared, spread):
     """One warp: every copy into shared memory for every tile of this block."""
-    q, do, k, v, bias = descs
-    qs, ks, vs, dos, biases = buffers
+    q, do, k, v, rows, bias = descs
+    qs, ks, stats, vs, dos, biases = buffers
+    ratio, hq = spread
     a_full, a_empty, b_full, b_empty, full, empty = bars
     heads, each, planes, over = shared
     use = 0
@@ -188,19 +192,23 @@ def producer(C: gl.constexpr, descs, buffers, bars, sizes, shared, ratio):
     while i < end:
         tile, plane, t = tile_of(C, i, sizes, shared)
         first = tile[0]
-        mbarrier.wait(empty.index(0), phase(turn, 1) ^ 1)
-        mbarrier.expect(full.index(0), C.WARPGROUPS * bias.block_type.nbytes)
+        at = slot(turn, C.KV_STAGES)
+        mbarrier.wait(empty.index(at), phase(turn, C.KV_STAGES) ^ 1)
+        mbarrier.expect(full.index(at), C.WARPGROUPS * bias.block_type.nbytes)
         for c in gl.static_range(C.WARPGROUPS):
-            at = [plane // heads, plane % heads, first + c * C.TOKENS, t * C.BLOCK_Q]
-            to = reinterpret(biases.index(c), q.dtype, bias.block_type.shape, bias.layout)
-            tma_load(bias, at, full.index(0), to)
+            to = own_bias(C, c, biases, turn)
+            to = reinterpret(to, q.dtype, bias.block_type.shape, bias.layout)
+            here = [plane // heads, plane % heads, first + c * C.TOKENS, t * C.BLOCK_Q]
+            tma_load(bias, here, full.index(at), to)
         turn += 1
         for s in range(gl.where(is_seen(t, tile), over, 0)):
             b, head = sharer(plane, s, shared)
             a = slot(use, C.Q_STAGES)
             bar = a_full.index(a)
             mbarrier.wait(a_empty.index(a), phase(use, C.Q_STAGES) ^ 1)
-            mbarrier.expect(bar, q.block_type.nbytes + k.block_type.nbytes)
+            both: gl.constexpr = q.block_type.nbytes + k.block_type.nbytes
+            mbarrier.expect(bar, both + rows.block_type.nbytes)
+            tma_load(rows, [b * hq + head, 0, first], bar, stats.index(a))
             tma_load(q, [b, first, head, 0], bar, qs.index(a))
             tma_load(k, [b, t * C.BLOCK_Q, head // ratio, 0], bar, ks.index(a))
             u = slot(use, C.DO_STAGES)
@@ -215,24 +223,25 @@ def producer(C: gl.constexpr, descs, buffers, bars, sizes, shared, ratio):
 
 @gluon.jit
 def shared_bias(
-    q, do, k, v, bias, dbias, t, n, C: gl.constexpr, R0: gl.constexpr, R1: gl.constexpr
+    q, do, k, v, rows, bias, dbias, t, n, C: gl.constexpr, R0: gl.constexpr, R1: gl.constexpr
 ):
     """As of ``backward``; n.each_b and n.each_h say whether each sequence and head has its own."""
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.TOKENS, C.BLOCK_Q], q.dtype)
     buffers = (
         blocks_of(q, C.Q_STAGES),
         blocks_of(k, C.Q_STAGES),
+        blocks_of(rows, C.Q_STAGES),
         blocks_of(v, C.DO_STAGES),
         blocks_of(do, C.DO_STAGES),
-        gl.allocate_shared_memory(q.dtype, [C.WARPGROUPS, C.TOKENS, C.BLOCK_Q], DS),
+        gl.allocate_shared_memory(q.dtype, [C.KV_STAGES * C.WARPGROUPS, C.TOKENS, C.BLOCK_Q], DS),
     )
     bars = (
         barriers(C.Q_STAGES, 1),
         barriers(C.Q_STAGES, C.WARPGROUPS),
         barriers(C.DO_STAGES, 1),
         barriers(C.DO_STAGES, C.WARPGROUPS),
-        barriers(1, 1),
-        barriers(1, C.WARPGROUPS),
+        barriers(C.KV_STAGES, 1),
+        barriers(C.KV_STAGES, C.WARPGROUPS),
     )
     fence_async_shared()
     heads = n.each_h * (n.hq - 1) + 1
@@ -242,13 +251,13 @@ def shared_bias(
     shared = (heads, each, heads * batch, each * (n.batch // batch))
     sizes = (n.nq, n.nk, n.left, n.right, t.spans)
     terms = (n.inner, t.alibi, t.q_ids, t.k_ids, n.ids_q, n.ids_k)
-    rows = (t.rows, (n.hq, n.rows))
+    descs = (q, do, k, v, rows, bias)
     follow()
     gl.warp_specialize(
         [
-            (consumer0, (C, dbias, buffers, bars, rows, sizes, terms, shared, n.scale)),
-            (consumer1, (C, dbias, buffers, bars, rows, sizes, terms, shared, n.scale)),
-            (producer, (C, (q, do, k, v, bias), buffers, bars, sizes, shared, n.ratio)),
+            (consumer0, (C, dbias, buffers, bars, sizes, terms, shared, n.scale)),
+            (consumer1, (C, dbias, buffers, bars, sizes, terms, shared, n.scale)),
+            (producer, (C, descs, buffers, bars, sizes, shared, (n.ratio, n.hq))),
         ],
         [4, 1],
         [R0, R1],

@@ -51,7 +51,10 @@ WIDE = {
     },
 }
 #: by the same: 128 queries of a bias that is shared, by so many keys (shared_bias.py)
-SHARED_BIAS = {(64, 64): GradientTile(128, 3, 3), (128, 128): GradientTile(128, 2, 1)}
+SHARED_BIAS = {
+    (64, 64): GradientTile(128, 2, 3, kv_stages=2),
+    (128, 128): GradientTile(128, 2, 1),
+}
 SIZES = (64, 128, 256)
 #: keys up to which dQ is added up in order anyway, by (head size, whether there is a diagonal),
 #: where there are so many tiles of keys
@@ -96,7 +99,7 @@ class GradientConfig:
     HELD_0: int = 0  # columns of K that are in registers as well (pair.py)
     HELD_1: int = 0  # of V
     ALONE: bool = False  # and nowhere else
-    KV_STAGES: int = 1  # 2: K and V of the next tile come while this one is worked on
+    KV_STAGES: int = 1  # 2: K and V (or a shared bias) of the next tile come under this one
     #: what is made; or dq alone (wide.py), dk and dv: pair (pair.py), or dbias (shared_bias.py)
     KIND: str = "all"
 
