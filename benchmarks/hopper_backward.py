@@ -24,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import rowmax
 from hopper_forward import LENGTHS, TOKENS, WIDTH, Bars, Run, measured, normal
 from rowmax import hopper
-from rowmax.hopper.gradients import launch
+from rowmax.hopper.gradients import launch, plans
 from rowmax.hopper.gradients.tiles import WIDE, GradientTile
 from rowmax.problem import Options, Tensors, Wanted, problem_of
 
@@ -160,9 +160,9 @@ def tries(only: str):
                 given = (problem, tensors, out, lse, dout, None, WANTED)
                 runs = {}
                 for label, (tiles, more) in options.items():
-                    plan = launch.made(problem, tensors, dout, tiles, **more)
+                    plan = plans.made(problem, tensors, dout, tiles, **more)
                     runs[label] = lambda plan=plan, given=given: launch.launch(plan, *given)
-                plan = launch.made(problem, tensors, dout)
+                plan = plans.made(problem, tensors, dout)
                 grads = tuple(torch.empty_like(t) for t in (q, k, v))
                 args = (*given, grads)
                 runs["rows before"] = lambda p=plan, a=args: launch.prepared(p, *a)

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from rowmax.hopper.copies import Copies
 from rowmax.hopper.gradients.bundles import Numbers, Pointers
 from rowmax.hopper.gradients.kernel import backward
-from rowmax.hopper.gradients.launch import copies_of
+from rowmax.hopper.gradients.plans import copies_of
 from rowmax.hopper.gradients.shared_bias import shared_bias
 from rowmax.hopper.gradients.tiles import GradientConfig, GradientTile
 from rowmax.hopper.gradients.wide_kernel import wide

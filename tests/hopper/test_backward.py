@@ -62,7 +62,7 @@ def test_host_and_kernels():
     ],
 )
 def test_heads_at_once(monkeypatch, batch, tokens, heads, kv_heads, right, section):
-    from rowmax.hopper.gradients import launch
+    from rowmax.hopper.gradients import plans
     from rowmax.hopper.gradients.tiles import TILES, config_for
     from rowmax.problem import Problem
 
@@ -72,8 +72,8 @@ def test_heads_at_once(monkeypatch, batch, tokens, heads, kv_heads, right, secti
     )  # fmt: skip
     config = config_for(problem, TILES[128, 128])
     assert config.ABREAST is (right is not None and heads > kv_heads)
-    monkeypatch.setattr(launch, "processors", lambda device: 132)
-    _, rows, _ = launch.order_for(problem, config, torch.device("cpu"))
+    monkeypatch.setattr(plans, "processors", lambda device: 132)
+    _, rows, _ = plans.order_for(problem, config, torch.device("cpu"))
     assert rows is not None
     first = rows[:, 0] == rows[0, 0]
     assert len(rows[: int((~first).int().argmax())]) == section

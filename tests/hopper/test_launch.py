@@ -48,7 +48,8 @@ def test_a_plan_that_is_let_go_of_serves_the_call(
         key = backward.key_of(problem, tensors, q, False)
         monkeypatch.setattr(backward, "launch", lambda plan, *_: done.append(plan))
         monkeypatch.setattr(torch.cuda, "current_device", lambda: q.device.index)
-    monkeypatch.setattr(module, "_PLANS", Crowded({key: plan}))
+    name = "_PLANS" if module is forward else "PLANS"
+    monkeypatch.setattr(module, name, Crowded({key: plan}))
     if module is forward:
         forward.launch(problem, tensors, q, q)
     else:

@@ -26,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rowmax import hopper, triton
 from rowmax.hopper import packed
-from rowmax.hopper.gradients import launch, rows
+from rowmax.hopper.gradients import launch, plans, rows
 from rowmax.hopper.tiles import Constants
 from rowmax.problem import Wanted
 from rowmax.reference import dense
@@ -105,8 +105,8 @@ def prepare() -> None:
         stdout=subprocess.PIPE,
     )
     Elsewhere.server = server
-    launch.GluonLaunch = Elsewhere  # pyright: ignore
-    launch.Launch = packed.Launch = Interpreted  # pyright: ignore
+    plans.GluonLaunch = Elsewhere  # pyright: ignore
+    plans.Launch = packed.Launch = Interpreted  # pyright: ignore
     cuda: Any = torch.cuda
     cuda.device = lambda _: contextlib.nullcontext()
     cuda.get_device_properties = lambda _: types.SimpleNamespace(multi_processor_count=BLOCKS)

@@ -1,91 +1,24 @@
-"""The host's side of the backward: a plan for each shape, then three launches.
+"""The host's side of the backward: its launches, one after the other.
 
-Before: lse and delta of every row, and zeros in what is added to. Then all gradients at once; of
-wide heads dq, and dk with dv (wide.py, pair.py). After, where dq was added up in float32: dq,
-rounded.
+Before: lse and delta of every row, and zeros in what is added to. Then dbias, of a bias that
+sequences or heads share (shared_bias.py); and all gradients at once, or of wide heads dq, and dk
+with dv (wide.py, pair.py). After, where dq was added up in float32: dq, rounded.
 """
 
 from __future__ import annotations
 
-import math
-from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 
 from ...problem import Gradients, Problem, Tensors, Wanted
 from ...triton import backward as plain
-from ...triton.compiled import Launch
 from .. import packed
-from ..copies import Copies, blocks, placed, strides, taken, takes
+from ..copies import placed, taken, takes
 from ..documents import tile_spans
-from ..launch import GluonLaunch, processors
-from ..schedule import SECTION_BYTES
-from ..schedule import steps_of as steps_of_queries
-from ..tiles import Constants
-from . import rows
-from .bundles import Numbers, Pointers, RowConstants, RowNumbers, RowPointers
-from .kernel import backward as kernel
-from .schedule import order_of, padded_rows, steps_of
-from .shared_bias import shared_bias
-from .tiles import (
-    ROWS,
-    SHARED_BIAS,
-    GradientConfig,
-    Tiles,
-    config_for,
-    sizes_of,
-    tiles_of,
-)
-from .wide_kernel import wide
-
-_LOG2E = math.log2(math.e)
-_MOST_PLANS = 256
-_OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
-#: of a launch that begins beside the end of the one before (pipeline.follow)
-_FOLLOWS = _OPTIONS | {"launch_pdl": True}
-BLOCK_K = 128
-#: blocks that work on one head at most, where each is to follow another (``schedule.py``)
-FOLLOWERS = 66
-
-
-class Work(NamedTuple):
-    """One launch that makes gradients."""
-
-    config: GradientConfig
-    table: Tensor | None  # the order of the tiles, and each block's end; packed calls make theirs
-    ends: Tensor | None
-    copies: Copies
-    last: tuple[Any, ...]  # the arguments after the pointers
-    launch: Launch
-
-
-class Plan(NamedTuple):
-    """All of a backward that its shape and its strides decide."""
-
-    config: GradientConfig  # what all works have in common
-    stats: tuple[int, ...]  # sizes of lse and delta, and of the sums of dq
-    sums: tuple[int, ...]
-    before: Launch
-    shared: Work | None  # dbias of a bias that sequences or heads share
-    works: tuple[Work, ...]  # one for all gradients, or two: dq, and dk with dv
-    after: Launch
-    of_rows: tuple[Any, ...]  # the arguments of those before and after that follow the pointers
-
-    @property
-    def together(self) -> bool:
-        return len(self.works) == 1
-
-    @property
-    def tiles(self) -> int:
-        """Tiles of rows, of all planes."""
-        return self.before.grid[0]
-
-
-_PLANS: OrderedDict[Any, Plan] = OrderedDict()
+from .bundles import Pointers, RowPointers
+from .plans import PLANS, Plan, Work, key_of, plan_of, stores_dbias, sums_dbias
 
 
 def backward(
@@ -105,14 +38,14 @@ def backward(
         return plain(*given, wanted)
     here = wanted.bias and (stores_dbias(problem) or sums_dbias(problem))
     key = key_of(problem, tensors, dout, here)
-    plan = _PLANS.get(key)
+    plan = PLANS.get(key)
     if plan is None or (q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr()) & 15:
         q, k, v, dout = (taken(t) for t in (q, k, v, dout))
         tensors = tensors._replace(q=q, k=k, v=v)
         plan = plan_of(problem, tensors, dout, here)
     else:
         try:  # noqa: SIM105  (suppress takes longer)
-            _PLANS.move_to_end(key)
+            PLANS.move_to_end(key)
         except KeyError:  # another thread has let go of it: it serves this call all the same
             pass
     given = (problem, tensors, out, lse, dout, dlse)
@@ -124,16 +57,6 @@ def backward(
     if wanted.bias and not here:
         found = found._replace(bias=plain(*given, Wanted(False, False, False, True, False)).bias)
     return found
-
-
-def stores_dbias(p: Problem) -> bool:
-    """Whether the kernel of all gradients stores dbias: it is dS, where nothing is summed over."""
-    return p.bias is not None and p.bias[:2] == (p.batch, p.hq) and p.softcap == 0
-
-
-def sums_dbias(p: Problem) -> bool:
-    """Whether a kernel here makes the gradient of a bias that is shared, where it is."""
-    return not (p.prefix or p.documents)
 
 
 def launch(
@@ -207,7 +130,7 @@ def prepared(
         dq = None  # the launch after writes all of it
         sums = lse.new_empty(plan.sums)
     if C.ORDERED:
-        turns = lse.new_empty(turns_of(problem), dtype=torch.int32)
+        turns = lse.new_empty(plan.turns, dtype=torch.int32)
     if C.DRAWN:
         counters = lse.new_empty(16, dtype=torch.int32)
     if wanted.sink:
@@ -328,211 +251,3 @@ def pointers(
         k_ids,
         None if alibi is None else alibi.contiguous(),
     )
-
-
-# --- plans -------------------------------------------------------------------------------------
-
-
-def key_of(problem: Problem, tensors: Tensors, dout: Tensor, dbias: bool) -> tuple[Any, ...]:
-    q, k, v, bias, _, _, _, q_ids, k_ids, *_ = tensors
-    strides = (q.stride(), k.stride(), v.stride(), dout.stride())
-    batches = [None if x is None else x.shape[0] for x in (q_ids, k_ids)]
-    return (
-        problem, q.device.index, dbias, *strides, None if bias is None else bias.stride(), *batches
-    )  # fmt: skip
-
-
-def plan_of(problem: Problem, tensors: Tensors, dout: Tensor, dbias: bool = False) -> Plan:
-    """The plan of tensors that the copy engine takes."""
-    key = key_of(problem, tensors, dout, dbias)
-    plan = _PLANS.get(key)
-    if plan is None:
-        plan = made(problem, tensors, dout, dbias=dbias)
-        if not torch.cuda.is_current_stream_capturing():
-            _PLANS[key] = plan
-            if len(_PLANS) > _MOST_PLANS:
-                _PLANS.popitem(last=False)
-    return plan
-
-
-def made(
-    p: Problem,
-    tensors: Tensors,
-    dout: Tensor,
-    tiles: Tiles | None = None,
-    dbias: bool = False,
-    **options: Any,
-) -> Plan:
-    """The plan of a problem, or with other tiles and other constants, to measure those."""
-    tiles = tiles or tiles_of(sizes_of(p.d, p.dv))
-    stored = dbias and stores_dbias(p)
-    options = {"DBIAS": stored} | options
-    configs = {kind: config_for(p, tile, KIND=kind, **options) for kind, tile in tiles.items()}
-    config = next(iter(configs.values()))
-    rows_ = padded_rows(config.BLOCK_Q, p.nq, p.total_q, p.batch, p.varlen)
-    planes = p.hq if p.varlen else p.batch * p.hq
-    shared = None
-    if dbias and not stored:
-        tile = SHARED_BIAS[sizes_of(p.d, p.dv)]
-        c = config_for(p, tile, KIND="dbias", ORDERED=False, FRESH=False, ABREAST=False)
-        shared = work_of(p, c, tile.registers, tensors, dout, planes, rows_)
-    works = tuple(
-        work_of(p, c, tiles[kind].registers, tensors, dout, planes, rows_)
-        for kind, c in configs.items()
-    )
-    every = planes * (rows_ // config.BLOCK_Q)
-    return Plan(
-        config,
-        (planes, 2, rows_),
-        (planes, rows_ // config.BLOCK_Q, config.BLOCK_Q * config.D),
-        Launch(rows.prepare, (every, 1, 1), _OPTIONS),
-        shared,
-        works,
-        Launch(rows.finish, (every, 1, 1), _FOLLOWS),
-        of_rows(p, config, dout, rows_ // config.BLOCK_Q),
-    )
-
-
-def turns_of(p: Problem) -> int:
-    """Tiles of keys of all heads, where they take turns. Packed sequence b has those from
-    ``cu // BLOCK_K + b`` on."""
-    if p.varlen:
-        return p.hk * (p.total_k // BLOCK_K + p.batch)
-    return p.batch * p.hk * -(-p.nk // BLOCK_K)
-
-
-def of_rows(p: Problem, c: GradientConfig, dout: Tensor, tiles: int) -> tuple[Any, ...]:
-    """What is told to the launches before and after beside pointers."""
-    steps = (s // 8 for s in strides(dout)[:3])
-    numbers = RowNumbers(
-        p.batch, p.total_q, p.total_k, p.hq, p.hk, tiles, turns_of(p), *steps, p.scale
-    )
-    return numbers, RowConstants(*map(gl.constexpr, (p.d, p.dv, c.D, c.DV, c.BLOCK_Q)))
-
-
-def work_of(
-    p: Problem,
-    config: GradientConfig,
-    registers: tuple[int, int],
-    tensors: Tensors,
-    dout: Tensor,
-    planes: int,
-    rows_: int,
-) -> Work:
-    of_queries = config.QUERIES_DOWN
-    blocks_, table, ends = order_for(p, config, tensors.q.device)
-    heads = p.hq if of_queries else p.hk
-    passing = 2 * (p.d + p.dv) if of_queries else query_bytes(p)
-    numbers = Numbers(
-        heads,
-        SECTION_BYTES // passing,
-        rows_,
-        p.nq,
-        p.nk,
-        *limits(p),
-        p.batch,
-        *steps_of_ids(tensors),
-        *((0, 0) if p.bias is None else (int(size > 1) for size in p.bias[:2])),
-        *score_scales(p),
-        p.scale,
-        p.hq,
-        1 if of_queries else p.group,
-        p.group,
-    )
-    last = (numbers, gl.constexpr(Constants(config)), *map(gl.constexpr, registers))
-    copies = copies_of(config, tensors, dout, planes, rows_)
-    run = {"all": kernel, "dbias": shared_bias}.get(config.KIND, wide)
-    return Work(config, table, ends, copies, last, GluonLaunch(run, (blocks_, 1, 1), _FOLLOWS))
-
-
-def copies_of(c: GradientConfig, tensors: Tensors, dout: Tensor, planes: int, rows_: int) -> Copies:
-    """Descriptions that lack their tensors; None for what is not copied."""
-    q, k, v, bias = tensors[:4]
-
-    def cut(t: Tensor, tokens: int, width: int) -> Any:
-        return blocks(t.dtype, t.shape, strides(t), [1, tokens, 1, width])
-
-    def of_bias(box: list[int], dbox: list[int] | None) -> Copies:
-        if bias is None:
-            return None, None
-        _, h, i, j = bias.shape
-        steps = (h * i * j, i * j, j, 1)
-        tiles = blocks(bias.dtype, bias.shape, strides(bias), [1, 1, *box])
-        return tiles, blocks(bias.dtype, bias.shape, steps, [1, 1, *dbox]) if dbox else None
-
-    f32 = torch.float32
-    queries = c.BLOCK_K if c.KIND == "dbias" else c.BLOCK_Q
-    stats = blocks(f32, (planes, 2, rows_), (2 * rows_, rows_, 1), [1, 2, queries])
-    if c.KIND != "all":
-        both = (q, dout), (k, v)
-        stays, passes = both if c.QUERIES_DOWN else both[::-1]
-        widths = (c.D // 2, c.DV // 2) if c.ALONE else (c.D, c.DV)
-        more = of_bias([ROWS, c.BLOCK_Q], [ROWS, c.BLOCK_Q]) if c.KIND == "dbias" else ()
-        return (
-            *(cut(t, c.BLOCK_K, width) for t, width in zip(stays, widths, strict=True)),
-            *(cut(t, c.BLOCK_Q, width) for t, width in zip(passes, (c.D, c.DV), strict=True)),
-            stats,
-            *more,
-        )
-    return (
-        cut(q, c.BLOCK_Q, c.D),
-        cut(dout, c.BLOCK_Q, c.DV),
-        stats,
-        cut(k, c.BLOCK_K, c.D),
-        cut(v, c.BLOCK_K, c.DV),
-        # a tile of dQ, in the order of ``by_threads``, is 32 numbers wide
-        blocks(f32, (planes, rows_ * c.D // 32, 32), (rows_ * c.D, 32, 1), [1, 2 * c.D, 32]),
-        *of_bias([c.BLOCK_Q, c.BLOCK_K], [c.BLOCK_Q, ROWS] if c.DBIAS else None),
-    )
-
-
-def limits(p: Problem) -> tuple[int, int]:
-    reach = p.total_q + p.total_k  # a limit past it limits nothing, and may be past 32 bits
-    return min(p.left or 0, reach), min(p.right or 0, reach)
-
-
-def steps_of_ids(tensors: Tensors) -> tuple[int, ...]:
-    both = (tensors.q_ids, tensors.k_ids)
-    return tuple(0 if t is None or t.shape[0] == 1 else t.shape[1] for t in both)
-
-
-def score_scales(problem: Problem) -> tuple[float, float]:
-    """(what goes into the softcap, what makes a score of what comes out, in units of log 2)."""
-    cap = problem.softcap
-    if cap > 0:
-        return problem.scale / cap, cap * _LOG2E
-    return 0.0, problem.scale * _LOG2E
-
-
-def order_for(
-    p: Problem, config: GradientConfig, device: torch.device
-) -> tuple[int, Tensor | None, Tensor | None]:
-    """(blocks, the order of the tiles, each block's end)."""
-    most = processors(device)
-    if config.KIND == "dbias":
-        assert p.bias is not None
-        b, h, i, j = p.bias
-        return min(most, b * h * -(-i // config.BLOCK_K) * -(-j // config.BLOCK_Q)), None, None
-    of_queries = config.KIND == "dq"
-    heads, total, longest = (p.hq, p.total_q, p.nq) if of_queries else (p.hk, p.total_k, p.nk)
-    if p.varlen:
-        tiles = packed.most_tiles(total, longest, p.batch, config.BLOCK_K) * heads
-        return max(1, min(most, tiles)), None, None
-    if of_queries:
-        steps = steps_of_queries(config.BLOCK_K, config.BLOCK_Q, p.nq, p.nk, p.left, p.right)
-        section = SECTION_BYTES // (p.nk * 2 * (p.d + p.dv)) * p.group
-    else:
-        steps = steps_of(config.BLOCK_Q, config.BLOCK_K, p.nq, p.nk, p.left, p.right) * p.group
-        section = SECTION_BYTES // (query_bytes(p) * p.nq)
-        if config.ORDERED:
-            section = max(section, most // FOLLOWERS)
-    many = min(most, steps.shape[0] * p.batch * heads)
-    table, ends = order_of(
-        steps, p.batch, heads, max(1, section), many, config.DRAWN, config.UP, config.BLOCK_K
-    )
-    return many, table.to(device), ends.to(device)
-
-
-def query_bytes(p: Problem) -> int:
-    """What a step brings of a query position, and adds to, of all heads that share a kv head."""
-    return p.group * (2 * (p.d + p.dv) + 4 * p.d)
