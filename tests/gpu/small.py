@@ -24,7 +24,7 @@ CASES = [
     Case("d64-long", b=80, nq=8, nk=4500, hq=2, d=64, causal=True),
     Case("d128-window", b=1, nq=400, hq=2, d=128, left=100, right=20, softcap=20.0, sink=True),
     Case("d128-bias", b=1, nq=256, hq=2, d=128, bias="1hqk"),
-    Case("d64-bias", b=1, nq=256, hq=2, d=64, bias="1hqk", causal=True),
+    Case("d64-shared-bias", b=2, nq=256, hq=2, d=64, bias="1hqk", causal=True),
     Case("d128-packed", hq=4, hk=2, d=128, causal=True, sequences=PACKED),
     Case("d64-documents", b=2, nq=300, hq=2, d=64, causal=True, documents="sorted"),
     Case("d128-lengths", b=2, nq=100, nk=300, hq=2, d=128, lengths=(0.4, 0.0), alibi=True),
