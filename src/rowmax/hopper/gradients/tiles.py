@@ -52,7 +52,7 @@ WIDE = {
 }
 #: by the same: 128 queries of a bias that is shared, by so many keys (shared_bias.py)
 SHARED_BIAS = {
-    (64, 64): GradientTile(128, 2, 3, kv_stages=2),
+    (64, 64): GradientTile(128, 2, 2, kv_stages=2),
     (128, 128): GradientTile(128, 2, 1),
 }
 SIZES = (64, 128, 256)
