@@ -35,6 +35,11 @@ class Built(NamedTuple):
     def count(self, pattern: str) -> int:
         return sum(bool(re.search(pattern, line.text)) for line in self.lines)
 
+    def barriers(self) -> list[str]:
+        """Where in shared memory they are."""
+        made = (re.search(r"SYNCS\.EXCH\.64 URZ, \[([^]]+)\]", line.text) for line in self.lines)
+        return [re.sub(r"U?R\d+\+?|URZ\+?", "", found[1]) for found in made if found]
+
     def loops(self) -> list[list[Line]]:
         """The loops over key tiles: of the branches that go back the innermost with products.
 

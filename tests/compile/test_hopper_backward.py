@@ -114,6 +114,8 @@ def stays_in_registers(kernel: Built, kind: str, name: str) -> None:
         assert len([line for line in loop if re.search(r"\b(LDL|STL)\b", line.text)]) <= most
     assert kernel.stack <= stack
     assert kernel.shared <= SHARED
+    # one that nobody uses would lie where something else does
+    assert len(set(kernel.barriers())) == len(kernel.barriers()) > 0
 
 
 def made_beside_products(texts: list[str], wait: int, block_q: int) -> None:

@@ -110,16 +110,15 @@ def forward(
         ks1 = blocks_of(k1, C.K_STAGES)
     if C.DV1:
         vs1 = blocks_of(v1, C.V_STAGES)
-    biases = qs0
-    b_full = barriers(C.WARPGROUPS * C.B_STAGES, 1)
-    b_empty = barriers(C.WARPGROUPS * C.B_STAGES, 1)
+    # barriers that nobody uses would lie where something else does
+    shared = (None, None, None)
     if C.BIAS == "copied":
-        biases = blocks_of(bias_tiles, C.WARPGROUPS * C.B_STAGES)
+        each: gl.constexpr = C.WARPGROUPS * C.B_STAGES
+        shared = (blocks_of(bias_tiles, each), barriers(each, 1), barriers(each, 1))
     messages = gl.allocate_shared_memory(gl.int32, [2, 16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     mail = (messages, barriers(2, 1), barriers(2, C.WARPGROUPS))
     bars = pipeline(C)
     buffers = (qs0, qs1, ks0, ks1, vs0, vs1)
-    shared = (biases, b_full, b_empty)
     descs = (q0, q1, k0, k1, v0, v1, bias_tiles)
     order = (t.table, t.ends, t.counter, n.heads, n.kv_heads, n.keys)
     sizes = (n.nq, n.nk, n.left, n.right)

@@ -49,8 +49,12 @@ from .schedule import draw, draw_next, neighbour_of, passing, plane_of, tile_of,
 
 @gluon.jit
 def all_barriers(C: gl.constexpr):
+    q_full = full_barriers(C.Q_STAGES, C.VARLEN)
+    b_full = q_full  # what nobody uses would lie where something else does
+    if C.BIAS:
+        b_full = barriers(C.DS_STAGES, 1)
     bars = (
-        full_barriers(C.Q_STAGES, C.VARLEN),
+        q_full,
         full_barriers(C.DO_STAGES, C.VARLEN),
         barriers(C.Q_STAGES, C.WARPGROUPS),
         full_barriers(C.KV_STAGES, C.PADDED),
@@ -58,7 +62,7 @@ def all_barriers(C: gl.constexpr):
         barriers(C.KV_STAGES, C.WARPGROUPS),
         barriers(C.DQ_STAGES, 1),
         barriers(C.DQ_STAGES, 1),
-        barriers(C.DS_STAGES, 1),
+        b_full,
     )
     fence_async_shared()
     return bars
