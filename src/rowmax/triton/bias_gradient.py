@@ -2,9 +2,9 @@
 """dbias of a bias that broadcasts over the batch or the heads: a tile of it stays, they pass by.
 
 ``dbias_ij = sum dS_ij`` over what broadcasts, in one order, in registers: no memory beyond the
-gradient itself. Those that share a tile, and of each some columns of its heads after others, are
-one loop without a condition, so that what it reads next is on its way. Only some columns: whole
-heads of all four operands, twice, are more than shared memory holds.
+gradient itself. Those that share a tile pass in one loop that reads without a condition, so that
+Triton reads ahead. A step of it reads a part of the columns of Q, K, V and dO: of a wide head,
+shared memory has no room for all of them of this step and of the next.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def load_columns(
     ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
     RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """``[ROWS, WIDTH]`` from row i0 and column d0; zeros past D and past ``end`` if ragged."""
+    """``[ROWS, WIDTH]`` from row i0, column d0; zeros past D and, if ragged, past ``end``."""
     at = tile_pointers(x + d0, i0, ROW, ROWS, WIDTH)
     inside = (i0 + tl.arange(0, ROWS) < end)[:, None]
     within = (tl.arange(0, WIDTH) < D - d0)[None, :]
@@ -70,7 +70,7 @@ def load_columns(
 
 @triton.jit
 def add_sharers(acc, bias, first, end, t, n, c, b0, head0, tile_q, tile_k):
-    """acc and the dS of the sharers from ``first`` to ``end``."""
+    """acc and dS of the sharers from ``first`` to ``end``."""
     PACKED: tl.constexpr = t.cu_q is not None
     BLOCK_Q: tl.constexpr = c.BLOCK_Q
     BLOCK_K: tl.constexpr = c.BLOCK_K
@@ -81,8 +81,10 @@ def add_sharers(acc, bias, first, end, t, n, c, b0, head0, tile_q, tile_k):
     rows = i0 + tl.arange(0, BLOCK_Q)
     row = rows[:, None]
     j = tl.arange(0, BLOCK_K)[None, :]
-    x = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
-    dp = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
+    # From part to part sums go as bits. As numbers Triton would leave the products under way until
+    # the branch that uses them, and of products that end in a branch ptxas runs one at a time.
+    x_bits = tl.zeros([BLOCK_Q, BLOCK_K], tl.int32)
+    dp_bits = tl.zeros([BLOCK_Q, BLOCK_K], tl.int32)
     for step in tl.range(first * PARTS, end * PARTS):
         i = step // PARTS
         part = step - i * PARTS
@@ -101,8 +103,12 @@ def add_sharers(acc, bias, first, end, t, n, c, b0, head0, tile_q, tile_k):
         lse2 = load_rows(lse2, rows, nq, float("inf"), c.RAGGED_Q)
         delta = vector(t.delta, b, head, q_start, n.rows * 16, c.HQ, PACKED)
         delta = load_rows(delta, rows, nq, 0.0, c.RAGGED_Q)
+        x = x_bits.to(tl.float32, bitcast=True)
         x = tl.dot(q, tl.trans(k), x, input_precision=c.PRECISION)
+        dp = dp_bits.to(tl.float32, bitcast=True)
         dp = tl.dot(do, tl.trans(v), dp, input_precision=c.PRECISION)
+        x_bits = x.to(tl.int32, bitcast=True)
+        dp_bits = dp.to(tl.int32, bitcast=True)
         if part == PARTS - 1:
             p, _ = weights(
                 x, lse2[:, None], t, n, c, b, head, row, j0 + j, nq, nk, used, offset, False,
@@ -116,14 +122,14 @@ def add_sharers(acc, bias, first, end, t, n, c, b0, head0, tile_q, tile_k):
                     ds, t, n, c, b, head, row, j0 + j, nq, used, offset, partial, "any"
                 )  # fmt: skip
             acc += ds
-            x = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
-            dp = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
+            x_bits = tl.zeros([BLOCK_Q, BLOCK_K], tl.int32)
+            dp_bits = tl.zeros([BLOCK_Q, BLOCK_K], tl.int32)
     return acc
 
 
 @triton.jit(do_not_specialize=["n"])
 def bias_gradient_kernel(t, n, c):
-    # whether some sharers see the tile and others do not
+    # some sharers may see the tile and others not
     VARIES: tl.constexpr = t.states is not None or t.lengths is not None or t.cu_q is not None
     BLOCK_Q: tl.constexpr = c.BLOCK_Q
     BLOCK_K: tl.constexpr = c.BLOCK_K
@@ -145,7 +151,7 @@ def bias_gradient_kernel(t, n, c):
         for i in tl.range(0, over, num_stages=1):
             b, head, _, nq, _, _, used, offset = sharer(i, t, n, c, b0, head0)
             unseen = tile_state(t, n, c, b, head, tile_q, tile_k, nq, used, offset) == 0
-            if unseen | (i == over - 1):  # all from the first to this one see it
+            if unseen | (i == over - 1):  # those from the first on, up to this one, see it
                 end = tl.where(unseen, i, over)
                 acc = add_sharers(acc, bias, first, end, t, n, c, b0, head0, tile_q, tile_k)
                 first = i + 1

@@ -195,7 +195,8 @@ def fits(kind: Kind, tiles: Tiles, limits: Limits) -> bool:
     }[kind.job]
     scores = bq * bk * (1 if kind.job in ("forward", "delta", "dv") else 2)
     threads = tiles.warps * limits.lanes
-    pairs = 4 * kind.scored * tiles.stages + kind.bytes  # a bias is loaded ahead too
+    ahead = kind.scored and kind.job != "bias_gradient"  # a bias is loaded ahead too
+    pairs = 4 * ahead * tiles.stages + kind.bytes
     shared = kind.bytes * (fixed + tiles.stages * moving) + pairs * bq * bk
     return shared <= limits.shared and (sums + scores) / threads <= 200
 
