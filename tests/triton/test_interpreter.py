@@ -166,8 +166,9 @@ SHARED = [
 ]
 
 
-@pytest.mark.parametrize("sizes", [(32, 32), (80, 72), (64, 128)], ids=str)
-@pytest.mark.parametrize("bias", ["1hqk", "b1qk", "11qk"])
+@pytest.mark.parametrize(
+    ("bias", "sizes"), [("1hqk", (80, 72)), ("b1qk", (64, 128)), ("11qk", (32, 32))], ids=str
+)
 @pytest.mark.parametrize("case", SHARED, ids=str)
 def test_bias_that_is_shared(case: Case, bias: str, sizes: tuple[int, int]) -> None:
     """Heads of one part, of several, and of several in one of which only V goes on."""
