@@ -242,8 +242,10 @@ def plan_bias_gradient(problem: Problem, tensors: Tensors, tiles: Tiles, dout: T
         stride = stride._replace(states=state_steps(problem, tensors, tiles))
     b, h, i, j = problem.bias
     n = numbers(problem, stride)._replace(
-        tiles=-(-i // tiles.block_q) * -(-j // tiles.block_k), bias_batch=b, bias_heads=h
+        tiles=-(-i // tiles.block_q) * -(-j // tiles.block_k), bias_batch=b
     )
     c = constants(problem, tiles, fixed, precision_of(tensors))
     width = tl.constexpr(columns(kind_of("bias_gradient", problem)))
-    return Job(bias_gradient_kernel, n, c._replace(BLOCK_D=width, BLOCK_DV=width), tiles, b * h)
+    sharing = tl.constexpr(problem.hq // h)
+    c = c._replace(BLOCK_D=width, BLOCK_DV=width, SHARING=sharing)
+    return Job(bias_gradient_kernel, n, c, tiles, heads=b * h)

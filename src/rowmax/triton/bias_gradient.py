@@ -22,9 +22,9 @@ def sharer(i, t, n, c, b0, head0):
 
     Heads come before sequences: those next to each other share keys and values, too.
     """
-    heads = c.HQ // n.bias_heads
-    b = b0 + i // heads
-    head = head0 + i % heads
+    turn = i // c.SHARING
+    b = b0 + turn
+    head = head0 + i - turn * c.SHARING
     q_start, nq, k_start, nk = sizes(t, n, b, False)
     return b, head, q_start, nq, k_start, nk, keys_in_use(t, b, nk, n), nk - nq
 
@@ -131,6 +131,7 @@ def add_sharers(acc, bias, first, end, t, n, c, b0, head0, tile_q, tile_k):
 def bias_gradient_kernel(t, n, c):
     # some sharers may see the tile and others not
     VARIES: tl.constexpr = t.states is not None or t.lengths is not None or t.cu_q is not None
+    HEADS: tl.constexpr = c.HQ // c.SHARING
     BLOCK_Q: tl.constexpr = c.BLOCK_Q
     BLOCK_K: tl.constexpr = c.BLOCK_K
     tiles_k = tl.cdiv(n.longest_k, BLOCK_K)
@@ -138,14 +139,14 @@ def bias_gradient_kernel(t, n, c):
     matrix_number = tl.program_id(0) // n.tiles
     tile_q = tile // tiles_k
     tile_k = tile % tiles_k
-    b0 = matrix_number // n.bias_heads
-    head0 = matrix_number % n.bias_heads
+    b0 = matrix_number // HEADS
+    head0 = matrix_number % HEADS
     row = tile_q * BLOCK_Q + tl.arange(0, BLOCK_Q)[:, None]
     col = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
 
     bias = load_bias(t, n, c, b0, head0, row, col, n.longest_q, n.longest_k)
     acc = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
-    over = c.HQ // n.bias_heads * (n.batch // n.bias_batch)
+    over = c.SHARING * (n.batch // n.bias_batch)
     if VARIES:
         first = 0
         for i in tl.range(0, over, num_stages=1):
