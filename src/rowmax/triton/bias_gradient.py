@@ -2,9 +2,9 @@
 """dbias of a bias that broadcasts over the batch or the heads: a tile of it stays, they pass by.
 
 ``dbias_ij = sum dS_ij`` over what broadcasts, in one order, in registers: no memory beyond the
-gradient itself. Those that share a tile pass in one loop that reads without a condition, so that
-Triton reads ahead. A step of it reads a part of the columns of Q, K, V and dO: of a wide head,
-shared memory has no room for all of them of this step and of the next.
+gradient itself. Where all that share a tile see it they pass in one loop that reads without a
+condition, so that Triton reads ahead. A step of it reads a part of the columns of Q, K, V and dO:
+of a wide head, shared memory has no room for all of them of this step and of the next.
 """
 
 from __future__ import annotations
@@ -148,14 +148,12 @@ def bias_gradient_kernel(t, n, c):
     acc = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
     over = c.SHARING * (n.batch // n.bias_batch)
     if VARIES:
-        first = 0
+        # One by one: of runs of those that see the tile, with a begin that the loop carries along,
+        # triton 3.6.0 makes code that begins with the first of all every time.
         for i in tl.range(0, over, num_stages=1):
             b, head, _, nq, _, _, used, offset = sharer(i, t, n, c, b0, head0)
-            unseen = tile_state(t, n, c, b, head, tile_q, tile_k, nq, used, offset) == 0
-            if unseen | (i == over - 1):  # those from the first on, up to this one, see it
-                end = tl.where(unseen, i, over)
-                acc = add_sharers(acc, bias, first, end, t, n, c, b0, head0, tile_q, tile_k)
-                first = i + 1
+            if tile_state(t, n, c, b, head, tile_q, tile_k, nq, used, offset) > 0:
+                acc = add_sharers(acc, bias, i, i + 1, t, n, c, b0, head0, tile_q, tile_k)
     else:
         _, _, _, nq, _, _, used, offset = sharer(0, t, n, c, b0, head0)
         state = tile_state(t, n, c, b0, head0, tile_q, tile_k, nq, used, offset)

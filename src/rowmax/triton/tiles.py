@@ -139,6 +139,8 @@ _H200 = {
         Tiles(128, 32, 8, 3, split=True),
         Tiles(64, 32, 4, 3),
     ),
+    ("bias_gradient", 64): (Tiles(64, 64, 4, 3),) * 3,
+    ("bias_gradient", 128): (Tiles(64, 64, 4, 3),) * 3,
 }
 #: what is better beyond ``LONG``, in the place of the middle one
 _H200_LONG = {("key_gradients", 128): Tiles(64, 128, 8, 3, split=True)}
