@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -149,6 +150,31 @@ def test_tiles_of_any_shape(
     chosen = tiles.Tiles(*shape, 4, 2, split)
     monkeypatch.setattr(launch, "tiles_for", lambda *_: chosen)
     _check(case, torch.float32)
+
+
+#: what may differ from one to the next of those that share a tile of the bias
+SHARED = [
+    Case("causal", causal=True),
+    Case("window", left=33, right=5, softcap=1.5),
+    Case("queries-past-keys", nq=130, nk=50, causal=True),
+    Case("lengths", b=4, lengths=(0.3, 1.0, 0.0, 0.6), dropout=0.2),
+    Case("documents", b=3, documents="batched", alibi=True),
+    Case("documents-of-all", documents="sorted", causal=True),
+    Case("mask", allowed="bhqk", empty_rows=True),
+    Case("packed", sequences=((64, 90), (0, 17), (70, 37), (33, 0), (5, 40)), causal=True),
+    Case("packed-mask", sequences=((64, 90), (70, 37)), allowed="1hqk", lengths=(0.5, 1.0)),
+]
+
+
+@pytest.mark.parametrize(
+    ("bias", "sizes"), [("1hqk", (80, 72)), ("b1qk", (64, 128)), ("11qk", (32, 32))], ids=str
+)
+@pytest.mark.parametrize("case", SHARED, ids=str)
+def test_bias_that_is_shared(case: Case, bias: str, sizes: tuple[int, int]) -> None:
+    """Heads of one part, of several, and of several in one of which only V goes on."""
+    d, dv = sizes
+    nq = case.nq if case.nq != 150 else 100
+    _check(replace(case, nq=nq, hq=4, hk=2, d=d, dv=dv, bias=bias), torch.float16)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

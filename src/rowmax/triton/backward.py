@@ -34,7 +34,7 @@ from .key_gradients import key_gradients_kernel
 from .launch import Job, launch
 from .maps import listed, order_steps, state_steps, tile_states, with_order
 from .query_gradients import delta_kernel, query_gradients_kernel
-from .tiles import BOTH_UP_TO, Tiles
+from .tiles import BOTH_UP_TO, Tiles, columns, kind_of
 
 
 def backward(
@@ -242,8 +242,10 @@ def plan_bias_gradient(problem: Problem, tensors: Tensors, tiles: Tiles, dout: T
         stride = stride._replace(states=state_steps(problem, tensors, tiles))
     b, h, i, j = problem.bias
     n = numbers(problem, stride)._replace(
-        tiles=-(-i // tiles.block_q) * -(-j // tiles.block_k), bias_batch=b, bias_heads=h
+        tiles=-(-i // tiles.block_q) * -(-j // tiles.block_k), bias_batch=b
     )
     c = constants(problem, tiles, fixed, precision_of(tensors))
-    width = tl.constexpr(max(c.BLOCK_D.value, c.BLOCK_DV.value))  # one width: see ``tiles.smaller``
-    return Job(bias_gradient_kernel, n, c._replace(BLOCK_D=width, BLOCK_DV=width), tiles, b * h)
+    width = tl.constexpr(columns(kind_of("bias_gradient", problem)))
+    sharing = tl.constexpr(problem.hq // h)
+    c = c._replace(BLOCK_D=width, BLOCK_DV=width, SHARING=sharing)
+    return Job(bias_gradient_kernel, n, c, tiles, heads=b * h)

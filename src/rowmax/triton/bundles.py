@@ -97,7 +97,6 @@ class Numbers(NamedTuple):
     first: Any
     stride: Any
     bias_batch: Any = None
-    bias_heads: Any = None
     together: Any = 1  # heads whose tiles are taken in turns
 
 
@@ -130,6 +129,7 @@ class Constants(NamedTuple):
     MASKS: Any  # pairs inside the matrix can be masked
     FOLDED: Any  # scores are q.k alone, so that the scale folds into the exponent
     PRECISION: Any  # of float32 products
+    SHARING: Any  # heads that share a tile of the bias
 
 
 def pointers(

@@ -32,10 +32,23 @@ def tanh(x, PRECISE: tl.constexpr):
 
 
 @triton.jit
-def scored(x, t, n, c, b, head, row, col, nq, nk, offset):
+def load_bias(t, n, c, b, head, row, col, nq, nk):
+    """A tile of the bias, 0 past its end."""
+    at = at_pair(t.bias, n.stride.bias, b, head, row, col, c.BIAS_ALIGN)
+    if c.RAGGED_K:
+        return tl.load(at, mask=(row < nq) & (col < nk), other=0.0)
+    elif c.RAGGED_Q:
+        return tl.load(at, mask=row < nq, other=0.0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
+def scored(x, t, n, c, b, head, row, col, nq, nk, offset, bias=None):
     """(s, y) of ``x = q.k``: every term but the mask; y is ``t / c`` where scores are capped.
 
-    Where ``c.FOLDED`` there are no terms, and s is x as it came, still to be scaled.
+    Where ``c.FOLDED`` there are no terms, and s is x as it came, still to be scaled. The tile of
+    the bias is loaded unless it is given.
     """
     y = x
     if c.FOLDED:
@@ -46,13 +59,8 @@ def scored(x, t, n, c, b, head, row, col, nq, nk, offset):
     else:
         s = x * n.scale2
     if t.bias is not None:
-        at = at_pair(t.bias, n.stride.bias, b, head, row, col, c.BIAS_ALIGN)
-        if c.RAGGED_K:
-            bias = tl.load(at, mask=(row < nq) & (col < nk), other=0.0)
-        elif c.RAGGED_Q:
-            bias = tl.load(at, mask=row < nq, other=0.0)
-        else:
-            bias = tl.load(at)
+        if bias is None:
+            bias = load_bias(t, n, c, b, head, row, col, nq, nk)
         s += bias.to(tl.float32) * LOG2E
     if t.alibi is not None:
         slope = tl.load(t.alibi + head).to(tl.float32) * LOG2E
@@ -125,10 +133,11 @@ def kept(t, n, b, head, row, j0, j, BLOCK: tl.constexpr):
 
 @triton.jit
 def weights(
-    x, lse2, t, n, c, b, head, row, col, nq, nk, used, offset, partial, KIND: tl.constexpr
+    x, lse2, t, n, c, b, head, row, col, nq, nk, used, offset, partial, KIND: tl.constexpr,
+    bias=None,
 ):  # fmt: skip
     """(P, y) of ``x = q.k`` once LSE is known, in units of log 2."""
-    s, y = scored(x, t, n, c, b, head, row, col, nq, nk, offset)
+    s, y = scored(x, t, n, c, b, head, row, col, nq, nk, offset, bias)
     if c.FOLDED:
         p = tl.exp2(s * n.scale2 - lse2)
     else:

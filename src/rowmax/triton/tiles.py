@@ -80,6 +80,11 @@ def kind_of(job: str, problem: Problem) -> Kind:
     )
 
 
+def columns(kind: Kind) -> int:
+    """How many columns of its heads the gradient of a bias reads at once: 128 bytes of each."""
+    return min(max(kind.d, kind.dv), 128 // kind.bytes)
+
+
 def tiles_for(job: str, problem: Problem, device: torch.device) -> Tiles:
     """The tiles for a job: the user's, the table's, or the rule's, cut down to short sequences."""
     kind, limits = kind_of(job, problem), limits_of(device)
@@ -134,6 +139,8 @@ _H200 = {
         Tiles(128, 32, 8, 3, split=True),
         Tiles(64, 32, 4, 3),
     ),
+    ("bias_gradient", 64): (Tiles(64, 64, 4, 3),) * 3,
+    ("bias_gradient", 128): (Tiles(64, 64, 4, 3),) * 3,
 }
 #: what is better beyond ``LONG``, in the place of the middle one
 _H200_LONG = {("key_gradients", 128): Tiles(64, 128, 8, 3, split=True)}
@@ -185,12 +192,13 @@ def fits(kind: Kind, tiles: Tiles, limits: Limits) -> bool:
         "dk": (bq * both, bk * both, bk * kind.d),
         "dv": (bq * both, bk * kind.d, bk * kind.dv),
         "query_gradients": (bk * both, bq * both, bq * kind.d),
-        "bias_gradient": (bq * both + bk * both, 0, bq * bk),
+        "bias_gradient": (2 * (bq + bk) * columns(kind), 0, bq * bk),
         "delta": (0, 0, 2 * bq * kind.dv),
     }[kind.job]
     scores = bq * bk * (1 if kind.job in ("forward", "delta", "dv") else 2)
     threads = tiles.warps * limits.lanes
-    pairs = 4 * kind.scored * tiles.stages + kind.bytes  # a bias is loaded ahead too
+    ahead = kind.scored and kind.job != "bias_gradient"  # a bias is loaded ahead too
+    pairs = 4 * ahead * tiles.stages + kind.bytes
     shared = kind.bytes * (fixed + tiles.stages * moving) + pairs * bq * bk
     return shared <= limits.shared and (sums + scores) / threads <= 200
 
