@@ -32,6 +32,15 @@ WANTED = Wanted(True, True, True, False, False)
 KINDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
 
 
+#: lengths of packed sequences; those that differ are of random cuts
+PACKED = {
+    "packed causal, 16 x 2048": [2048] * 16,
+    "packed causal, 16 of 73 to 6306": [
+        73, 1980, 328, 850, 361, 511, 375, 1682, 219, 1580, 1174, 5864, 2613, 5035, 6306, 3817,
+    ],
+}  # fmt: skip
+
+
 def backward_of(out: torch.Tensor, leaves: tuple[torch.Tensor, ...]) -> Run:
     dout = torch.randn_like(out)
     return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
@@ -105,16 +114,20 @@ def feature_cells(only: str):
     yield from grouped("GQA 32/8 causal N16384", half, causal=True)
     yield from grouped("GQA 32/8 causal N16384, softcap 30", half, causal=True, softcap=30.0)
     yield from grouped("GQA 32/8 N16384, window 1024", 10 * 32 * pairs * d, mask=window)
-    if only in "packed causal, 16 x 2048":
+    for name, lengths in PACKED.items():
+        if only not in name:
+            continue
         q, k, v = (normal(32768, 16, d) for _ in range(3))
-        cu = torch.arange(0, 32769, 2048, device="cuda", dtype=torch.int32)
+        cu = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
 
-        def packed(q, k, v, **options):
-            return rowmax.attention_varlen(q, k, v, cu, cu, 2048, 2048, causal=True, **options)
+        def packed(q, k, v, cu=cu, longest=max(lengths), **options):
+            return rowmax.attention_varlen(
+                q, k, v, cu, cu, longest, longest, causal=True, **options
+            )
 
-        flops = 10 * 16 * 16 * 2048 * 2048 * d / 2
-        yield "packed causal, 16 x 2048", ours(q, k, v, function=packed), flops
-    for b, n, h, d in ((1, 4096, 16, 128), (4, 2048, 32, 64)):
+        flops = 10 * 16 * sum(n * n for n in lengths) * d / 2
+        yield name, ours(q, k, v, function=packed), flops
+    for b, n, h, d in ((1, 4096, 16, 128), (4, 2048, 32, 64), (4, 2048, 16, 128)):
         name = f"bias and dbias (1, {h}, {n}, {n}), B{b} D{d}"
         if only in name:
             q, k, v = (normal(b, n, h, d) for _ in range(3))
