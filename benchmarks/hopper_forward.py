@@ -41,18 +41,19 @@ def normal(*shape: int) -> torch.Tensor:
 def measured(runs: dict[str, Run], flops: float, rounds: int) -> dict[str, float]:
     """TFLOP/s of each, the median of its turns; nan where one cannot run.
 
-    The card slows down with heat and is given time to lose it; ours and cuDNN's, which the bar
-    is, take as many turns, the others one.
+    The card slows down with heat and is given time to lose it; who comes after whom changes from
+    turn to turn. Ours and cuDNN's, which the bar is, take as many turns, the others one.
     """
     speeds: dict[str, list[float]] = {name: [] for name in runs}
+    names = list(runs)
     time.sleep(1.0)
     for turn in range(rounds):
-        for name, run in runs.items():
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
             if turn and name in ("fa2", "flex"):
                 continue
             time.sleep(0.3)
             try:
-                ms = triton.testing.do_bench(run, warmup=10, rep=40, return_mode="median")
+                ms = triton.testing.do_bench(runs[name], warmup=10, rep=40, return_mode="median")
             except RuntimeError:
                 ms = math.nan
             speeds[name].append(flops / ms / 1e9)
