@@ -101,6 +101,7 @@ def first() -> list[Case]:
         Case("first-window", nq=1000, nk=1100, hq=4, d=64, left=100, right=20),
         Case("first-lengths", b=2, nq=300, nk=500, d=128, lengths=(0.4, 0.0)),
         Case("first-packed", d=64, sequences=PACKED, causal=True, hk=2),
+        Case("first-shared-bias", nq=300, nk=328, hq=4, hk=2, d=64, bias="1hqk", causal=True),
         Case("first-softcap-sink", nq=500, d=128, softcap=20.0, sink=True, causal=True),
     ]
 

@@ -43,7 +43,7 @@ def test_turns():
 )
 def test_host_and_kernels():
     pytest.importorskip("numpy")
-    for only in ("first-64", "first-lengths", "empty-batch"):
+    for only in ("first-64", "first-lengths", "first-shared-bias", "empty-batch"):
         run("tests.hopper.whole", "--only", only, TRITON_INTERPRET="1")
 
 
