@@ -167,7 +167,11 @@ SHARED = [
 
 
 @pytest.mark.parametrize(
-    ("bias", "sizes"), [("1hqk", (80, 72)), ("b1qk", (64, 128)), ("11qk", (32, 32))], ids=str
+    ("bias", "sizes"),
+    [
+        pytest.param(bias, sizes, id=f"shared-{bias}")
+        for bias, sizes in (("1hqk", (80, 72)), ("b1qk", (64, 128)), ("11qk", (32, 32)))
+    ],
 )
 @pytest.mark.parametrize("case", SHARED, ids=str)
 def test_bias_that_is_shared(case: Case, bias: str, sizes: tuple[int, int]) -> None:
