@@ -2,16 +2,19 @@
 size, the Triton backend's answers to the same, and repeats that must agree to the bit.
 
     python -m tests.gpu.hopper_backward --out result.csv --minutes 5 [--first] [--only NAME]
+        [--after result.csv]
 
 Each case runs in a process that is killed after a time limit, over memory filled with NaN, by the
 rule of ``tests/tolerance.py``. ``--first`` runs a dozen small cases that touch every barrier.
-Cases that the backend refuses are listed with its reason.
+Cases that the backend refuses are listed with its reason; what an earlier result has right
+(``--after``) is taken from there.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import datetime
 import random
 import sys
 import time
@@ -19,6 +22,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from triton import __version__ as triton_version
 
 from rowmax import hopper, triton
 from rowmax.problem import Gradients, Wanted
@@ -59,6 +63,7 @@ FEATURES = (
     {"hk": 2, "bias": "11qk", "left": 100, "right": 30},
     {"hk": 2, "bias": "1hqk", "causal": True, "softcap": 20.0, "alibi": True},
 )
+COLUMNS = ("case", "dtype", "deterministic", "complaints", "device", "torch", "triton", "date")
 PACKED = ((5, 90), (0, 17), (300, 270), (33, 0), (1, 40), (700, 700))
 
 
@@ -181,6 +186,7 @@ def main() -> int:
     parser.add_argument("--first", action="store_true")
     parser.add_argument("--only", default="")
     parser.add_argument("--seed", type=int, default=0, help="of the order")
+    parser.add_argument("--after", type=Path, help="a result to go on from")
     options = parser.parse_args()
     chosen = [c for c in (first() if options.first else cases()) if options.only in c.name]
     jobs = [
@@ -191,25 +197,39 @@ def main() -> int:
     ]
     if not options.first:
         random.Random(options.seed).shuffle(jobs)
+    rows, bad = right_before(options.after) if options.after else [], 0
+    known = {tuple(row[:3]) for row in rows}
+    jobs = [job for job in jobs if (job[0].name, job[1], str(job[2])) not in known]
     begin = time.monotonic()
-    rows, bad = [], 0
+    about = (
+        torch.cuda.get_device_name(),
+        torch.__version__,
+        triton_version,
+        datetime.date.today().isoformat(),
+    )
     for job, found in children.run(
         check, jobs, options.workers, options.limit, 60 * options.minutes
     ):
         case, dtype, deterministic, _ = job
         wrong = [text for text in found if not text.startswith("refused")]
-        rows.append((case.name, dtype, deterministic, "; ".join(found)))
+        rows.append((case.name, dtype, str(deterministic), "; ".join(found), *about))
         bad += bool(wrong)
         if wrong:
             print(case.name, dtype, "deterministic" * deterministic, *wrong, flush=True)
     with options.out.open("w", newline="") as file:
-        csv.writer(file).writerows([("case", "dtype", "deterministic", "complaints"), *rows])
+        csv.writer(file).writerows([COLUMNS, *sorted(rows)])
     refused = sum(row[3].startswith("refused") for row in rows)
     print(
         f"{len(rows) - bad - refused} right, {bad} wrong, {refused} refused, "
-        f"{len(jobs) - len(rows)} not run, {time.monotonic() - begin:.0f} s"
+        f"{len(jobs) + len(known) - len(rows)} not run, {time.monotonic() - begin:.0f} s"
     )
-    return int(bad > 0 or len(rows) < len(jobs))
+    return int(bad > 0 or len(rows) < len(jobs) + len(known))
+
+
+def right_before(path: Path) -> list[tuple[str, ...]]:
+    with path.open(newline="") as file:
+        rows = [tuple(row[name] for name in COLUMNS) for row in csv.DictReader(file)]
+    return [row for row in rows if not row[3] or row[3].startswith("refused")]
 
 
 if __name__ == "__main__":
