@@ -81,6 +81,8 @@ def _pointers(c: GradientConfig, dtype: torch.dtype) -> Pointers:
         q_ids=words if c.DOCUMENTS else None,
         k_ids=words if c.DOCUMENTS else None,
         alibi=number if c.ALIBI else None,
+        bias=torch.empty(8, dtype=dtype) if c.BIAS and c.KIND == "dq" else None,
+        dbias=torch.empty(8, dtype=dtype) if c.DBIAS and c.KIND == "dq" else None,
     )
 
 

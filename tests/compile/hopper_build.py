@@ -40,8 +40,9 @@ class Built(NamedTuple):
         made = (re.search(r"SYNCS\.EXCH\.64 URZ, \[([^]]+)\]", line.text) for line in self.lines)
         return [re.sub(r"U?R\d+\+?|URZ\+?", "", found[1]) for found in made if found]
 
-    def loops(self) -> list[list[Line]]:
-        """The loops over key tiles: of the branches that go back the innermost with products.
+    def loops(self, stores: int = 0) -> list[list[Line]]:
+        """The loops over key tiles: of the branches that go back the innermost with products, and
+        with as many stores as a step makes.
 
         (What waits at a barrier is moved out of line and branches back too, around the stores of
         a finished tile among others.)
@@ -53,8 +54,12 @@ class Built(NamedTuple):
                 spans.append((int(target[1], 16), line.address))
         bodies = [[x for x in self.lines if a <= x.address <= b] for a, b in spans]
         bodies = [b for b in bodies if any("HGMMA" in x.text for x in b)]
-        bodies = [b for b in bodies if not any(re.search(r"\bSTG\b", x.text) for x in b)]
+        bodies = [b for b in bodies if count(b, "STG") == stores]
         return [b for b in bodies if not any(_within(other, b) for other in bodies)]
+
+
+def count(body: list[Line], text: str) -> int:
+    return sum(re.search(rf"\b{text}\b", x.text) is not None for x in body)
 
 
 def _within(a: list[Line], b: list[Line]) -> bool:

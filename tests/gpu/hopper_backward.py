@@ -107,6 +107,8 @@ def first() -> list[Case]:
         Case("first-lengths", b=2, nq=300, nk=500, d=128, lengths=(0.4, 0.0)),
         Case("first-packed", d=64, sequences=PACKED, causal=True, hk=2),
         Case("first-shared-bias", nq=300, nk=328, hq=4, hk=2, d=64, bias="1hqk", causal=True),
+        Case("first-own-bias", nq=300, nk=328, hq=4, hk=2, d=128, bias="bhqk", causal=True),
+        Case("first-own-bias-lengths", nq=200, nk=328, hq=2, d=64, bias="bhqk", lengths=(0.4, 0.0)),
         Case("first-softcap-sink", nq=500, d=128, softcap=20.0, sink=True, causal=True),
     ]
 

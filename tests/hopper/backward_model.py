@@ -92,7 +92,7 @@ def cases() -> list[Case]:
             Case(f"softcap{tag}", 130, 200, softcap=1.5, right=0, options=o),
             Case(f"alibi{tag}", 130, 200, hq=2, hk=1, alibi=True, right=0, options=o),
             Case(f"bias{tag}", 130, 200, b=2, hq=2, hk=1, bias=(2, 2), options=o | {"DBIAS": True}),
-            Case(f"bias-1h{tag}", 200, 300, b=2, hq=2, hk=2, bias=(1, 2), right=0, options=o),
+            Case(f"bias-1h{tag}", 200, 304, b=2, hq=2, hk=2, bias=(1, 2), right=0, options=o),
             Case(f"bias-b1{tag}", 300, 200, b=2, hq=2, hk=2, bias=(2, 1), blocks=1, options=o),
             Case(
                 f"bias-causal{tag}", 300, 300, hq=2, hk=2, bias=(1, 2), right=0,
@@ -142,6 +142,8 @@ def cases() -> list[Case]:
                 sequences=((130, 130), (64, 128), (1, 1), (0, 0), (129, 257)),
             ),
         ]  # fmt: skip
+    no_dq = {"DBIAS": True, "DQ": False, "ORDERED": False}
+    found.append(Case("no-dq", 300, 330, hq=2, hk=1, bias=(1, 2), right=0, options=no_dq))
     found += [
         replace(
             c,
@@ -151,11 +153,16 @@ def cases() -> list[Case]:
         )
         for c in found
     ]
-    plain = [c for c in found if not c.options["ORDERED"] and not c.bias and c.block_q == 64]
+    own = ("DBIAS", "DQ", "AHEAD", "ABREAST")
+    plain = [c for c in found if not c.options["ORDERED"] and c.block_q == 64]
+    plain += [
+        Case("bias-lengths", 100, 304, b=3, hq=2, bias=(3, 1), lengths=(304, 0, 130)),
+        Case("bias-window", 300, 400, hq=4, hk=2, bias=(1, 4), left=70, right=30, blocks=3),
+    ]
     found += [
         replace(c, name=f"{name}-{c.name}", kind=kind, stages=stages, options=c.options | more)
         for c in plain
-        if c.stages == (3, 2) and not c.options.keys() & {"AHEAD", "ABREAST"}
+        if c.stages == (3, 2) and not c.options.keys() & own
         for name, kind, stages, more in (
             ("dq", "dq", (2, 1), {}),
             ("pair", "pair", (2, 2), {"HELD_0": 8, "HELD_1": 16}),
@@ -163,6 +170,9 @@ def cases() -> list[Case]:
             ("pair-alone", "pair", (3, 2), {"HELD_0": 8, "HELD_1": 8, "ALONE": True}),
         )
     ]
+    more = {"b": 2, "hq": 2, "bias": (2, 2), "stages": (2, 1), "options": {"DBIAS": True}}
+    for n, (left, right) in enumerate(((None, None), (None, 0), (40, 90))):
+        found.append(Case(f"dq-dbias-{n}", 300, 304, left=left, right=right, kind="dq", **more))
     return found
 
 
@@ -372,14 +382,14 @@ def check(
         return machine.Descriptor(a, list(box))
 
     if case.kind != "all":
-        given = (q, do, k, v, stats, lengths, cu_q, cu_k, alibi)
+        given = (q, do, k, v, stats, bias, lengths, cu_q, cu_k, alibi)
         sizes = (nq, nk, batch, rows, packed)
         dq = np.full(q.size, np.nan, np.float16)
         to = (dq, None) if case.kind == "dq" else (dk, dv)
-        run_wide(case, config, case.kind, given, sizes, scale, *to)
+        run_wide(case, config, case.kind, given, sizes, scale, dbias, *to)
         # the others are another launch's
         if case.kind == "dq":
-            got = (dq.reshape(q.shape), *want[1:3])
+            got = (dq.reshape(q.shape), *want[1:3], *([dbias] if C.DBIAS else []))
         else:
             got = (want[0], dk.reshape(k.shape), dv.reshape(v.shape))
         return got, compared(case if spoiled else None, got, want)
@@ -390,7 +400,7 @@ def check(
         copies(q, 1, case.block_q, 1, case.d), copies(do, 1, case.block_q, 1, case.dv),
         copies(stats, 1, 2, case.block_q),
         copies(k, 1, BLOCK_K, 1, case.d), copies(v, 1, BLOCK_K, 1, case.dv),
-        copies(sums.reshape(planes, -1, 32), 1, 2 * C.D, 32),
+        copies(sums.reshape(planes, -1, 32), 1, 2 * C.D, 32) if C.DQ else None,
         copies(bias, 1, 1, case.block_q, BLOCK_K), copies(dbias, 1, 1, case.block_q, 64),
         Pointers(
             P(dk), P(dv), None, P(table), P(ends), P(counter), P(turns), P(cu_q), P(cu_k),
@@ -400,7 +410,7 @@ def check(
             case.hk, 256, rows, nq, nk, case.left or 0, case.right or 0, batch,
             *ids, *(int(n > 1) for n in case.bias or (1, 1)),
             scale / case.softcap if case.softcap else 0.0, (case.softcap or scale) * LOG2E,
-            scale, case.hq, case.hq // case.hk, case.hq // case.hk,
+            scale, case.hq, case.hq // case.hk, case.hq // case.hk, *steps_of_bias(bias),
         )),
         C, 240, 24,
     )  # fmt: skip
@@ -411,8 +421,17 @@ def check(
     for b, r, start in places:
         for h in range(case.hq):
             dq[b, r, h] = scale * sums[b * case.hq + h, start : start + r.stop - r.start]
+    dq = dq if C.DQ else want[0]  # another launch's
     got = (dq, dk.reshape(k.shape), dv.reshape(v.shape), *([dbias] if C.DBIAS else []))
     return got, compared(case if spoiled else None, got, want)
+
+
+def steps_of_bias(bias: np.ndarray) -> tuple[int, ...]:
+    """As of ``plans.steps_of_bias``."""
+    return tuple(
+        n // bias.itemsize // 8 if size > 1 else 0
+        for n, size in zip(bias.strides[:3], bias.shape, strict=False)
+    )
 
 
 def documents_of(case: Case, C: Any) -> tuple[Any, Any]:
@@ -431,9 +450,10 @@ def documents_of(case: Case, C: Any) -> tuple[Any, Any]:
 
 
 def run_wide(
-    case: Case, config: Any, kind: str, given: Any, sizes: Any, scale: float, out: Any, dv: Any
-) -> None:
-    q, do, k, v, stats, lengths, cu_q, cu_k, alibi = given
+    case: Case, config: Any, kind: str, given: Any, sizes: Any, scale: float, dbias: Any, out: Any,
+    dv: Any,
+) -> None:  # fmt: skip
+    q, do, k, v, stats, bias, lengths, cu_q, cu_k, alibi = given
     nq, nk, batch, rows, packed = sizes
     C: Any = Constants(replace(config, KIND=kind))
     of_queries = kind == "dq"
@@ -465,14 +485,20 @@ def run_wide(
         *(copies(a, C.BLOCK_K, 1 + C.ALONE) for a in stays),
         *(copies(a, case.block_q) for a in passes),
         machine.Descriptor(stats, [1, 2, case.block_q]),
+        None if of_queries or not case.bias else machine.Descriptor(
+            bias, [1, 1, case.block_q, C.BLOCK_K]
+        ),
         Pointers(
             P(out), None if dv is None else P(dv), P(stats.reshape(-1)), P(table), P(ends),
             P(counter), None, P(cu_q), P(cu_k), P(lengths), *documents, P(alibi),
+            P(bias.reshape(-1)) if of_queries and case.bias else None,
+            P(dbias.reshape(-1)) if C.DBIAS else None,
         ),
         machine.given(Numbers(
-            heads, 256, rows, nq, nk, case.left or 0, case.right or 0, batch, *ids, 0, 0,
+            heads, 256, rows, nq, nk, case.left or 0, case.right or 0, batch, *ids,
+            *(int(n > 1) for n in case.bias or (1, 1)),
             scale / case.softcap if case.softcap else 0.0, (case.softcap or scale) * LOG2E,
-            scale, case.hq, 1 if of_queries else group, group,
+            scale, case.hq, 1 if of_queries else group, group, *steps_of_bias(bias),
         )),
         C, 240, 24,
     )  # fmt: skip

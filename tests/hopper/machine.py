@@ -230,6 +230,10 @@ class Shared:
 
 
 def reinterpret(buffer: Shared, dtype: DType, shape: list[int], layout: Any) -> Shared:
+    if dtype.kind != buffer.a.dtype:
+        a = buffer.a.view(dtype.kind).reshape(shape)
+        assert np.shares_memory(a, buffer.a)
+        return Shared(a, dtype)
     if shape[-1] < buffer.a.shape[-1]:
         return Strips(buffer, shape)  # pyright: ignore
     a = buffer.a.reshape(shape)

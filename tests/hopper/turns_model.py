@@ -3,7 +3,7 @@
     python -m tests.hopper.turns_model [--seeds 3]
 
 Blocks draw tiles of keys and make their steps one at a time, whichever the dice choose; what a
-block has done others may learn late, as far as ``pipeline.writer`` may tell late. Nobody waits
+block has done others may learn late, as far as ``pipeline.take_away`` may tell late. Nobody waits
 for ever, and a tile of dQ takes what is added to it in one order, whoever adds and when.
 """
 

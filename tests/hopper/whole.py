@@ -26,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rowmax import hopper, triton
 from rowmax.hopper import packed
-from rowmax.hopper.gradients import launch, plans, rows
+from rowmax.hopper.gradients import dq_of_dbias, launch, plans, rows
 from rowmax.hopper.tiles import Constants
 from rowmax.problem import Wanted
 from rowmax.reference import dense
@@ -114,7 +114,7 @@ def prepare() -> None:
     cuda.is_current_stream_capturing = lambda: False
     cuda.synchronize = lambda: None
     hopper._missing = lambda: None  # pyright: ignore
-    rows.gdc_wait = rows.gdc_launch_dependents = lambda: None  # pyright: ignore
+    rows.gdc_wait = rows.gdc_launch_dependents = dq_of_dbias.gdc_wait = lambda: None  # pyright: ignore
     launch.plain = fallback  # pyright: ignore
     triton.backward = fallback  # the twin is not asked
     real = device.make

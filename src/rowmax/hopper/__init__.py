@@ -65,8 +65,6 @@ def _refused(p: Problem) -> str | None:
 def _refused_backward(p: Problem) -> str | None:
     """What the kernels of the backward do not do beside."""
     if p.bias is not None:
-        if max(p.d, p.dv) > 128:
-            return f"its backward takes a bias up to head size 128, these are {p.d} and {p.dv}"
         if p.bias[2:] != (p.nq, p.nk) or p.varlen:
             return "its backward takes a bias with a row for each query and a column for each key"
         if p.bias_dtype != p.dtype:

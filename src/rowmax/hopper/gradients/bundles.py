@@ -26,6 +26,8 @@ class Pointers(NamedTuple):
     q_ids: Any = None
     k_ids: Any = None
     alibi: Any = None
+    bias: Any = None  # where it is not copied, nor its gradient
+    dbias: Any = None
 
 
 class Numbers(NamedTuple):
@@ -49,6 +51,9 @@ class Numbers(NamedTuple):
     hq: Any
     group: Any  # heads that pass by one that stays
     ratio: Any  # query heads of a kv head
+    bias_b: Any  # steps of the bias, in units of 8; 0 where it is one for all
+    bias_h: Any
+    bias_q: Any
 
 
 class RowPointers(NamedTuple):
@@ -95,3 +100,40 @@ class RowConstants(NamedTuple):
     BLOCK_D: Any
     BLOCK_DV: Any
     ROWS: Any
+
+
+class DbiasPointers(NamedTuple):
+    """``t`` of what makes dq of dbias."""
+
+    dbias: Any = None
+    k: Any = None
+    dq: Any = None
+    lengths: Any = None
+
+
+class DbiasNumbers(NamedTuple):
+    """``n`` of what makes dq of dbias."""
+
+    nq: Any
+    nk: Any
+    left: Any
+    right: Any
+    hq: Any
+    ratio: Any  # query heads of a kv head
+    tiles: Any  # of queries, a head
+    q_step: Any  # of dbias, in units of 8
+    b_step: Any  # of k, in units of 8
+    n_step: Any
+    h_step: Any
+    scale: Any
+
+
+class DbiasConstants(NamedTuple):
+    """``c`` of what makes dq of dbias."""
+
+    D: Any
+    BLOCK_D: Any
+    ROWS: Any
+    COLUMNS: Any
+    LEFT: Any
+    RIGHT: Any

@@ -189,7 +189,8 @@ def step(
     dp = warpgroup_mma_wait(0, deps=[dp])
 
     dv = warpgroup_mma(gl.convert_layout(P, weight_layout(C.DV)), do, dv, is_async=True)
-    mbarrier.wait(done.index(slot(before, C.Q_STAGES)), phase(before, C.Q_STAGES), pred=was)
+    if C.DQ:
+        mbarrier.wait(done.index(slot(before, C.Q_STAGES)), phase(before, C.Q_STAGES), pred=was)
     delta = row_numbers(C, stats, slot(use, C.Q_STAGES), 1)
     ds = rounded(w * (dp - delta[None, :]), dtype)
     of_keys(dss, use, c, C).store(ds)
@@ -200,10 +201,11 @@ def step(
     dk = warpgroup_mma(gl.convert_layout(ds, weight_layout(C.D)), q, dk, is_async=True)
     if C.AHEAD:
         S = issue_scores(C, c, k, ks, at, qs, after)
-    else:  # the registers of P are dQ's
-        dv = warpgroup_mma_wait(1, deps=[dv])
-    if was & ((before & 1) == c):
-        make_dq(C, dss, ks, at, dqs, dq_full, dq_empty, before)
+    if C.DQ:
+        if not C.AHEAD:  # the registers of P are dQ's
+            dv = warpgroup_mma_wait(1, deps=[dv])
+        if was & ((before & 1) == c):
+            make_dq(C, dss, ks, at, dqs, dq_full, dq_empty, before)
     if not C.AHEAD:
         S = issue_scores(C, c, k, ks, at, qs, after)
     dv, dk = warpgroup_mma_wait(1, deps=[dv, dk])
@@ -282,11 +284,12 @@ def consumer(
                         sizes, terms, dbias, scale,
                     )  # fmt: skip
         S, dk_sum, dv_sum = state
-        begin, end = span
-        last = gl.maximum(end - 1, 0)
-        mbarrier.wait(done.index(slot(last, C.Q_STAGES)), phase(last, C.Q_STAGES), pred=some)
-        if some & ((last & 1) == c):
-            make_dq(C, dss, ks, at, dqs, dq_full, dq_empty, last)
+        if C.DQ:
+            begin, end = span
+            last = gl.maximum(end - 1, 0)
+            mbarrier.wait(done.index(slot(last, C.Q_STAGES)), phase(last, C.Q_STAGES), pred=some)
+            if some & ((last & 1) == c):
+                make_dq(C, dss, ks, at, dqs, dq_full, dq_empty, last)
         mbarrier.arrive(kv_empty.index(at), count=1, pred=some)
         kept += some.to(gl.int32)
         turn += 1

@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from ..kernel import blocks_of
 from ..padding import barriers
 from .consumer import consumer
-from .pipeline import all_barriers, follow, producer, writer
+from .pipeline import all_barriers, follow, producer, take_away
 
 
 @gluon.jit
@@ -19,6 +19,12 @@ def consumer0(C: gl.constexpr, dk, dv, dbias, buffers, bars, mail, sizes, terms,
 @gluon.jit
 def consumer1(C: gl.constexpr, dk, dv, dbias, buffers, bars, mail, sizes, terms, rest):
     consumer(C, 1, dk, dv, dbias, buffers, bars, mail, sizes, terms, rest)
+
+
+@gluon.jit
+def writer(C: gl.constexpr, dq, dqs, bars, mail, turns, sizes, tiles, heads, group, hq):
+    if C.DQ:
+        take_away(C, dq, dqs, bars, mail, turns, sizes, tiles, heads, group, hq)
 
 
 @gluon.jit
@@ -35,9 +41,11 @@ def backward(
     vs = blocks_of(v, C.KV_STAGES)
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.BLOCK_Q, C.BLOCK_K], q.dtype)
     dss = gl.allocate_shared_memory(q.dtype, [C.DS_STAGES, C.BLOCK_Q, C.BLOCK_K], DS)
-    dqs = blocks_of(dq, C.DQ_STAGES)
+    dqs = dss  # nobody's, where dQ is not made here
+    if C.DQ:
+        dqs = blocks_of(dq, C.DQ_STAGES)
     messages = gl.allocate_shared_memory(gl.int32, [2, 16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    mail = (messages, barriers(2, 1), barriers(2, C.WARPGROUPS + 1))
+    mail = (messages, barriers(2, 1), barriers(2, C.READERS))
     bars = all_barriers(C)
     buffers = (qs, dos, stats, ks, vs, dss, dqs)
     descs = (q, do, rows, k, v, bias)

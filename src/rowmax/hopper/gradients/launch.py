@@ -17,7 +17,7 @@ from ...triton import backward as plain
 from .. import packed
 from ..copies import placed, taken, takes
 from ..documents import tile_spans
-from .bundles import Pointers, RowPointers
+from .bundles import DbiasPointers, Pointers, RowPointers
 from .plans import PLANS, Plan, Work, key_of, plan_of, stores_dbias, sums_dbias
 
 
@@ -74,7 +74,8 @@ def launch(
     orders: list[packed.Order] = []
     if problem.varlen:
         orders, tensors = in_order(plan, problem, tensors)
-    dq = q.new_empty(q.shape) if wanted.q else None
+    stores = plan.config.DBIAS  # it is the launch for dq, or for all, that does
+    dq = q.new_empty(q.shape) if wanted.q or stores else None
     # what makes one of dk and dv makes both, and what makes all gradients these as well
     both = plan.together or wanted.k or wanted.v
     dk = q.new_empty(k.shape) if both else None
@@ -83,13 +84,21 @@ def launch(
     dbias = None
     if plan.shared is not None:
         dbias = of_shared_bias(plan.shared, problem, tensors, dout, t)
+    elif stores:
+        assert tensors.bias is not None
+        new = q.new_zeros if problem.masked else q.new_empty  # tiles that none visits
+        dbias = new(tensors.bias.shape)
     if plan.together:
-        stored = together(plan, problem, tensors, dout, t, orders)
-        dbias = stored if dbias is None else dbias
+        together(plan, problem, tensors, dout, t, orders, dbias if stores else None)
         if dq is not None:
-            plan.after((), RowPointers(sums=t.sums, dq=dq, cu_q=t.cu_q), plan.of_rows)
+            of_sums = RowPointers(sums=t.sums, dq=dq, cu_q=t.cu_q)
+            lengths = tensors.lengths
+            lengths = None if lengths is None else lengths.contiguous()
+            of_dbias = DbiasPointers(dbias, tensors.k, dq, lengths)
+            plan.after((), of_sums if plan.config.DQ else of_dbias, plan.of_after)
     else:
-        apart(plan, problem, tensors, dout, t, orders)
+        apart(plan, problem, tensors, dout, t, orders, dbias if stores else None)
+    dq = dq if wanted.q else None
     return Gradients(dq, dk if wanted.k else None, dv if wanted.v else None, dbias, dsink)
 
 
@@ -128,7 +137,7 @@ def prepared(
     parts = sink = sums = turns = counters = None
     if plan.together:
         dq = None  # the launch after writes all of it
-        sums = lse.new_empty(plan.sums)
+        sums = lse.new_empty(plan.sums) if C.DQ else None
     if C.ORDERED:
         turns = lse.new_empty(plan.turns, dtype=torch.int32)
     if C.DRAWN:
@@ -167,19 +176,13 @@ def together(
     dout: Tensor,
     t: RowPointers,
     orders: Sequence[packed.Order] = (),
-) -> Tensor | None:
+    dbias: Tensor | None = None,
+) -> None:
     """dk, dv and the sums of dq in one launch; dbias as well, where it stores that."""
     work = plan.works[0]
-    C = work.config
     q, k, v, bias = tensors[:4]
-    dbias = None
-    if C.DBIAS:
-        assert bias is not None
-        new = q.new_zeros if problem.masked else q.new_empty  # tiles that none visits
-        dbias = new(bias.shape)
     copies = placed(work.copies, (q, dout, t.stats, k, v, t.sums, bias, dbias))
     work.launch(copies, pointers(work, problem, tensors, t, (t.dk, t.dv), 0, orders), work.last)
-    return dbias
 
 
 def of_shared_bias(
@@ -201,8 +204,9 @@ def apart(
     dout: Tensor,
     t: RowPointers,
     orders: Sequence[packed.Order] = (),
+    dbias: Tensor | None = None,
 ) -> None:
-    """dq, and dk with dv, as far as they are wanted, in a launch each."""
+    """dq, maybe with dbias, and dk with dv, as far as they are wanted, in a launch each."""
     q, k, v = tensors[:3]
     made = {"dq": (t.dq, None), "pair": (t.dk, t.dv)}
     for n, work in enumerate(plan.works):
@@ -211,8 +215,9 @@ def apart(
             continue
         both = (q, dout), (k, v)
         stays, passes = both if work.config.KIND == "dq" else both[::-1]
-        copies = placed(work.copies, (*stays, *passes, t.stats))
-        work.launch(copies, pointers(work, problem, tensors, t, to, n, orders), work.last)
+        copies = placed(work.copies, (*stays, *passes, t.stats, tensors.bias))
+        t_ = pointers(work, problem, tensors, t, to, n, orders)
+        work.launch(copies, t_._replace(dbias=dbias) if to[1] is None else t_, work.last)
 
 
 def pointers(
@@ -225,7 +230,7 @@ def pointers(
     orders: Sequence[packed.Order],
 ) -> Pointers:
     """Of the nth work, which fills what is ``made``."""
-    _, _, _, _, _, alibi, _, q_ids, k_ids, lengths, cu_q, cu_k, _ = tensors
+    _, _, _, bias, _, alibi, _, q_ids, k_ids, lengths, cu_q, cu_k, _ = tensors
     C, table, ends, counter, spans = work.config, work.table, work.ends, None, None
     if orders:
         counter, ends, table = orders[nth][:3]
@@ -250,4 +255,5 @@ def pointers(
         q_ids,
         k_ids,
         None if alibi is None else alibi.contiguous(),
+        bias if C.KIND == "dq" else None,
     )

@@ -72,11 +72,12 @@ def held_layout(C):
 @gluon.constexpr_function
 def by_thread(C):
     """Numbers as ``score_layout`` has them in shared memory: the first four of each thread, then
-    the next four of each."""
+    the next four of each. The copy engine brings tiles of a bias there as well."""
     near = [[0, 1], [8, 0]]
     threads = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0]]
     far = [[0, n] for n in (8, 16, 32, 64) if n < C.BLOCK_Q]
-    return gl.SharedLinearLayout(offset_bases=near + threads + far)
+    alignment = 1024 if C.BIAS else 16
+    return gl.SharedLinearLayout(offset_bases=near + threads + far, alignment=alignment)
 
 
 @gluon.jit

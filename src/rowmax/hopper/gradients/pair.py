@@ -35,8 +35,14 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..gluon_compat import mbarrier, warpgroup_mma, warpgroup_mma_wait
-from ..layouts import value_layout, weight_layout
+from ..gluon_compat import (
+    fence_async_shared,
+    mbarrier,
+    reinterpret,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from ..layouts import matrix, value_layout, weight_layout
 from ..padding import barriers
 from ..pipeline import phase, slot, told
 from ..softmax import rounded
@@ -116,9 +122,16 @@ def step_of_values(
     S = product(C, C.HELD_0, held, a0, b0, s, use >> 30, C.D)
     lse = row_numbers(C, stats, s, 0)[None, :]
     S = warpgroup_mma_wait(0, deps=[S])
-    p, w = weights(C, MASKED, 0, S, lse, 0, m, head, tile, sizes, terms, scale, dtype)
+    bias = 0
+    if C.BIAS:  # its tile came with dO, to the first half of where w will be put
+        mbarrier.wait(b1_full.index(u), phase(use, C.DO_STAGES))
+        layout: gl.constexpr = matrix(C.BLOCK_Q, C.BLOCK_K, dtype)
+        halves = reinterpret(ws.index(u), dtype, [2, C.BLOCK_Q, C.BLOCK_K], layout)
+        bias = halves.index(0).permute((1, 0)).load(score_layout(C))
+    p, w = weights(C, MASKED, 0, S, lse, bias, m, head, tile, sizes, terms, scale, dtype)
     P = gl.convert_layout(rounded(p, dtype), weight_layout(C.DV))
-    mbarrier.wait(b1_full.index(u), phase(use, C.DO_STAGES))
+    if not C.BIAS:
+        mbarrier.wait(b1_full.index(u), phase(use, C.DO_STAGES))
     x = warpgroup_mma(P, block(b1, u, C.BLOCK_Q, C.DV), x, is_async=True)
     ws.index(u).store(w)
     mbarrier.arrive(w_full.index(u), count=1)
@@ -143,6 +156,8 @@ def step_of_keys(C: gl.constexpr, use, left, x, buffers, bars, over):
     mbarrier.wait(b0_full.index(s), phase(use + shift, C.Q_STAGES))
     mbarrier.wait(w_full.index(u), phase(use, C.DO_STAGES))
     w = ws.index(u).load(score_layout(C))
+    if C.BIAS:  # which comes to where w lay
+        fence_async_shared()
     dp = warpgroup_mma_wait(0, deps=[dp])
     delta = row_numbers(C, stats, s, 1)[None, :]
     ds = gl.convert_layout(rounded(w * (dp - delta), dtype), weight_layout(C.D))

@@ -60,8 +60,8 @@ def all_barriers(C: gl.constexpr):
         full_barriers(C.KV_STAGES, C.PADDED),
         full_barriers(C.KV_STAGES, C.PADDED),
         barriers(C.KV_STAGES, C.WARPGROUPS),
-        barriers(C.DQ_STAGES, 1),
-        barriers(C.DQ_STAGES, 1),
+        barriers(C.DQ_STAGES, 1) if C.DQ else q_full,
+        barriers(C.DQ_STAGES, 1) if C.DQ else q_full,
         b_full,
     )
     fence_async_shared()
@@ -250,7 +250,7 @@ def place_of(C: gl.constexpr, tile, turns, tiles, heads):
 
 
 @gluon.jit
-def writer(C: gl.constexpr, dq, dqs, bars, mail, turns, sizes, tiles, heads, group, hq):
+def take_away(C: gl.constexpr, dq, dqs, bars, mail, turns, sizes, tiles, heads, group, hq):
     """One warp: dQ of every step added to memory.
 
     ORDERED: a tile of dQ takes what each tile of keys adds in the order of ``schedule.py``. Each

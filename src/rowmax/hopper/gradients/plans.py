@@ -19,11 +19,21 @@ from ..schedule import SECTION_BYTES
 from ..schedule import steps_of as steps_of_queries
 from ..tiles import Constants
 from . import rows
-from .bundles import Numbers, RowConstants, RowNumbers
+from .bundles import DbiasConstants, DbiasNumbers, Numbers, RowConstants, RowNumbers
+from .dq_of_dbias import dq_of_dbias
 from .kernel import backward as kernel
 from .schedule import order_of, padded_rows, steps_of
 from .shared_bias import shared_bias
-from .tiles import ROWS, SHARED_BIAS, GradientConfig, Tiles, config_for, sizes_of, tiles_of
+from .tiles import (
+    DQ_OF_DBIAS,
+    ROWS,
+    SHARED_BIAS,
+    GradientConfig,
+    Tiles,
+    config_for,
+    sizes_of,
+    tiles_of,
+)
 from .wide_kernel import wide
 
 _LOG2E = math.log2(math.e)
@@ -56,9 +66,10 @@ class Plan(NamedTuple):
     before: Launch
     shared: Work | None  # dbias of a bias that sequences or heads share
     works: tuple[Work, ...]  # one for all gradients, or two: dq, and dk with dv
-    after: Launch
+    after: Launch  # dq, of its sums or of dbias
     turns: int  # counts of steps, where blocks tell each other
-    of_rows: tuple[Any, ...]  # the arguments of those before and after that follow the pointers
+    of_rows: tuple[Any, ...]  # the arguments of the launch before that follow the pointers
+    of_after: tuple[Any, ...]
 
     @property
     def together(self) -> bool:
@@ -106,21 +117,32 @@ def made(
     """The plan of a problem, or with other tiles and other constants, to measure those."""
     tiles = tiles or tiles_of(sizes_of(p.d, p.dv))
     stored = dbias and stores_dbias(p)
-    options = {"DBIAS": stored} | options
-    configs = {kind: config_for(p, tile, KIND=kind, **options) for kind, tile in tiles.items()}
+    by_kind = {
+        "all": {"DBIAS": stored, "DQ": not (stored and p.deterministic)},
+        "dq": {"DBIAS": stored},
+        "pair": {},
+    }
+    configs = {
+        kind: config_for(p, tile, **({"KIND": kind} | by_kind[kind] | options))
+        for kind, tile in tiles.items()
+    }
     config = next(iter(configs.values()))
     rows_ = padded_rows(config.BLOCK_Q, p.nq, p.total_q, p.batch, p.varlen)
     planes = p.hq if p.varlen else p.batch * p.hq
     shared = None
     if dbias and not stored:
         tile = SHARED_BIAS[sizes_of(p.d, p.dv)]
-        c = config_for(p, tile, KIND="dbias", ORDERED=False, FRESH=False, ABREAST=False)
+        c = config_for(p, tile, KIND="dbias")
         shared = work_of(p, c, tile.registers, tensors, dout, planes, rows_)
     works = tuple(
         work_of(p, c, tiles[kind].registers, tensors, dout, planes, rows_)
         for kind, c in configs.items()
     )
     every = planes * (rows_ // config.BLOCK_Q)
+    before = of_rows(p, config, dout, rows_ // config.BLOCK_Q)
+    after, of_after = Launch(rows.finish, (every, 1, 1), _FOLLOWS), before
+    if not config.DQ:
+        after, of_after = of_dbias(p, config, tensors.k)
     return Plan(
         config,
         (planes, 2, rows_),
@@ -128,9 +150,10 @@ def made(
         Launch(rows.prepare, (every, 1, 1), _OPTIONS),
         shared,
         works,
-        Launch(rows.finish, (every, 1, 1), _FOLLOWS),
+        after,
         turns_of(p),
-        of_rows(p, config, dout, rows_ // config.BLOCK_Q),
+        before,
+        of_after,
     )
 
 
@@ -143,12 +166,26 @@ def turns_of(p: Problem) -> int:
 
 
 def of_rows(p: Problem, c: GradientConfig, dout: Tensor, tiles: int) -> tuple[Any, ...]:
-    """What is told to the launches before and after beside pointers."""
+    """What is told to the launches before and after, by rows, beside pointers."""
     steps = (s // 8 for s in strides(dout)[:3])
     numbers = RowNumbers(
         p.batch, p.total_q, p.total_k, p.hq, p.hk, tiles, turns_of(p), *steps, p.scale
     )
     return numbers, RowConstants(*map(gl.constexpr, (p.d, p.dv, c.D, c.DV, c.BLOCK_Q)))
+
+
+def of_dbias(p: Problem, c: GradientConfig, k: Tensor) -> tuple[Launch, tuple[Any, ...]]:
+    """The launch that makes dq of dbias, and what it is told beside pointers."""
+    tile = DQ_OF_DBIAS
+    tiles = -(-p.nq // tile.rows)
+    steps = (s // 8 for s in strides(k)[:3])
+    numbers = DbiasNumbers(p.nq, p.nk, *limits(p), p.hq, p.group, tiles, p.nk // 8, *steps, p.scale)
+    constants = DbiasConstants(
+        *map(gl.constexpr, (p.d, c.D, tile.rows, tile.columns, c.LEFT, c.RIGHT))
+    )
+    options = _FOLLOWS | {"num_warps": tile.warps, "num_stages": tile.stages}
+    launch = Launch(dq_of_dbias, (p.batch * p.hq * tiles, 1, 1), options)
+    return launch, (numbers, constants)
 
 
 def work_of(
@@ -179,6 +216,7 @@ def work_of(
         p.hq,
         1 if of_queries else p.group,
         p.group,
+        *steps_of_bias(tensors.bias),
     )
     last = (numbers, gl.constexpr(Constants(config)), *map(gl.constexpr, registers))
     copies = copies_of(config, tensors, dout, planes, rows_)
@@ -208,7 +246,11 @@ def copies_of(c: GradientConfig, tensors: Tensors, dout: Tensor, planes: int, ro
         both = (q, dout), (k, v)
         stays, passes = both if c.QUERIES_DOWN else both[::-1]
         widths = (c.D // 2, c.DV // 2) if c.ALONE else (c.D, c.DV)
-        more = of_bias([ROWS, c.BLOCK_Q], [ROWS, c.BLOCK_Q]) if c.KIND == "dbias" else ()
+        more = of_bias([ROWS, c.BLOCK_Q], [ROWS, c.BLOCK_Q])
+        if c.KIND == "pair":
+            more = of_bias([c.BLOCK_Q, c.BLOCK_K], None)[:1]
+        elif c.KIND == "dq":  # from global memory
+            more = (None,)
         return (
             *(cut(t, c.BLOCK_K, width) for t, width in zip(stays, widths, strict=True)),
             *(cut(t, c.BLOCK_Q, width) for t, width in zip(passes, (c.D, c.DV), strict=True)),
@@ -222,7 +264,9 @@ def copies_of(c: GradientConfig, tensors: Tensors, dout: Tensor, planes: int, ro
         cut(k, c.BLOCK_K, c.D),
         cut(v, c.BLOCK_K, c.DV),
         # a tile of dQ, in the order of ``by_threads``, is 32 numbers wide
-        blocks(f32, (planes, rows_ * c.D // 32, 32), (rows_ * c.D, 32, 1), [1, 2 * c.D, 32]),
+        blocks(f32, (planes, rows_ * c.D // 32, 32), (rows_ * c.D, 32, 1), [1, 2 * c.D, 32])
+        if c.DQ
+        else None,
         *of_bias([c.BLOCK_Q, c.BLOCK_K], [c.BLOCK_Q, ROWS] if c.DBIAS else None),
     )
 
@@ -235,6 +279,15 @@ def limits(p: Problem) -> tuple[int, int]:
 def steps_of_ids(tensors: Tensors) -> tuple[int, ...]:
     both = (tensors.q_ids, tensors.k_ids)
     return tuple(0 if t is None or t.shape[0] == 1 else t.shape[1] for t in both)
+
+
+def steps_of_bias(bias: Tensor | None) -> tuple[int, ...]:
+    """From one to the next, in units of 8; none where one is for all."""
+    if bias is None:
+        return 0, 0, 0
+    return tuple(
+        s // 8 if n > 1 else 0 for n, s in zip(bias.shape[:3], strides(bias)[:3], strict=True)
+    )
 
 
 def score_scales(problem: Problem) -> tuple[float, float]:
@@ -280,7 +333,7 @@ def query_bytes(p: Problem) -> int:
 
 
 def stores_dbias(p: Problem) -> bool:
-    """Whether the kernel of all gradients stores dbias: it is dS, where nothing is summed over."""
+    """Whether the kernel that makes dq stores dbias: it is dS, where nothing is summed over."""
     return p.bias is not None and p.bias[:2] == (p.batch, p.hq) and p.softcap == 0
 
 

@@ -2,7 +2,7 @@
 
 Where dQ is to be the same in every run (ORDERED), a tile of it takes what the tiles of keys of a
 head add in the order in which those are drawn. Each follows one neighbour and waits for no other
-(``pipeline.writer``); who was drawn before is done or runs, so nobody waits for ever, however
+(``pipeline.take_away``); who was drawn before is done or runs, so nobody waits for ever, however
 many blocks there are. That nobody waits for long is left to the order:
 
 - Under a diagonal, tiles of queries pass by from the diagonal on, and the last tile of keys is
@@ -35,7 +35,7 @@ def draw(C: gl.constexpr, order):
     """(this block's first place in the order, its end).
 
     Drawn from a counter, the first place too: then every tile before a drawn one is done or in
-    the hands of a block that runs, and a block may wait for it (``pipeline.writer``).
+    the hands of a block that runs, and a block may wait for it (``pipeline.take_away``).
     """
     table, ends, counter, heads, kv_heads, rows = order
     if C.DRAWN:

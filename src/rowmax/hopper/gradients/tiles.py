@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...problem import Problem
 
@@ -54,7 +54,21 @@ WIDE = {
 SHARED_BIAS = {
     (64, 64): GradientTile(128, 2, 2, kv_stages=2),
     (128, 128): GradientTile(128, 2, 1),
+    (256, 128): GradientTile(64, 1, 2, kv_stages=2),
+    (256, 256): GradientTile(64, 1, 1, kv_stages=2),
 }
+
+
+class ProductTile(NamedTuple):
+    """Queries and keys of a step of a plain product, warps, and how many steps are on their way."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+DQ_OF_DBIAS = ProductTile(128, 64, 8, 4)
 SIZES = (64, 128, 256)
 #: keys up to which dQ is added up in order anyway, by (head size, whether there is a diagonal),
 #: where there are so many tiles of keys
@@ -90,12 +104,13 @@ class GradientConfig:
     ALIBI: bool = False
     BIAS: bool = False
     DBIAS: bool = False  # stored tile by tile: the bias broadcasts over nothing
+    DQ: bool = True  # made as tiles pass by; else afterwards, of dbias (dq_of_dbias.py)
     ORDERED: bool = False  # dQ is added up tile of keys by tile of keys, in a fixed order
     FRESH: bool = False  # ... and the first to add to a tile of it writes it
     ABREAST: bool = False  # tile m of every head of a group passes by before the next tile does
     AHEAD: bool = False  # S of the next step is made before dQ
     DQ_STAGES: int = 1
-    EVERY: int = 2  # steps after which others are told how many are done (pipeline.writer)
+    EVERY: int = 2  # steps after which others are told how many are done (pipeline.take_away)
     HELD_0: int = 0  # columns of K that are in registers as well (pair.py)
     HELD_1: int = 0  # of V
     ALONE: bool = False  # and nowhere else
@@ -113,6 +128,11 @@ class GradientConfig:
     def TOKENS(self) -> int:
         """Rows of one warpgroup."""
         return ROWS
+
+    @property
+    def READERS(self) -> int:
+        """Who is told of a tile: consumers, and who takes dQ away."""
+        return WARPGROUPS + (self.KIND == "all" and self.DQ)
 
     @property
     def QUERIES_DOWN(self) -> bool:
@@ -196,7 +216,8 @@ def sizes_of(d: int, dv: int) -> tuple[int, int]:
 
 def config_for(p: Problem, tile: GradientTile, **options: Any) -> GradientConfig:
     d, dv = sizes_of(p.d, p.dv)
-    ordered = (d, dv) in TILES and (p.deterministic or soon_in_order(p, d))
+    adds = options.get("KIND", "all") == "all" and options.get("DQ", True)
+    ordered = adds and (p.deterministic or soon_in_order(p, d))
     config = GradientConfig(
         D=d,
         DV=dv,

@@ -20,11 +20,11 @@ from .wide import queries
 def load_step(C: gl.constexpr, descs, buffers, bars, where, t, g, first_use, use, nth):
     """What passes by in one step: as uses of two rings, since the first may have carried more.
     ``nth`` counts tiles that are cut short, before and after."""
-    a0, a1, b0, b1, rows = descs
-    bs0, bs1, stats = buffers[2:]
+    a0, a1, b0, b1, rows, bias = descs
+    bs0, bs1, stats, ws = buffers[2:]
     b0_full, b0_empty, b1_full, b1_empty = bars[2:]
-    part, b, head, q_row, k_row, n, spread = where
-    group, ratio, hq = spread
+    part, b, head, q_row, k_row, n, first, spread = where
+    group, ratio, hq, each_b, each_h = spread
     i = t * C.BLOCK_Q
     rest = n - i
     short = rest < C.BLOCK_Q
@@ -47,7 +47,12 @@ def load_step(C: gl.constexpr, descs, buffers, bars, where, t, g, first_use, use
     u = slot(use, C.DO_STAGES)
     bar = landing(b1_full, u, C.DO_STAGES, C.PASSES_SHORT, short)
     mbarrier.wait(b1_empty.index(u), phase(use, C.DO_STAGES) ^ 1)
-    mbarrier.expect(bar, b1.block_type.nbytes)
+    if C.KIND == "pair" and C.BIAS:
+        mbarrier.expect(bar, b1.block_type.nbytes + bias.block_type.nbytes)
+        halves = reinterpret(ws.index(u), b1.dtype, [2] + bias.block_type.shape, bias.layout)
+        tma_load(bias, [b * each_b, of * each_h, i, first], bar, halves.index(0))
+    else:
+        mbarrier.expect(bar, b1.block_type.nbytes)
     tma_load(b1, [part, row, of, 0], bar, bs1.index(u))
     if C.PASSES_SHORT:
         cleared(b1_full, u, C.DO_STAGES, bs1.index(u), C.BLOCK_Q, C.DV, rest, nth)
@@ -136,7 +141,7 @@ def tile_at(C: gl.constexpr, n, order, sizes, seqs, lengths):
 def producer(C: gl.constexpr, descs, buffers, bars, mail, order, sizes, seqs, lengths, spread):
     """One warp: every copy into shared memory for every tile of this block."""
     messages, m_full, m_empty = mail
-    group, ratio, hq = spread
+    group = spread[0]
     n, end = draw(C, order)
     turn = 0
     use = 0
@@ -149,7 +154,8 @@ def producer(C: gl.constexpr, descs, buffers, bars, mail, order, sizes, seqs, le
     while n < end:
         first, head, b, q_row, k_row, nq, used, offset, lo, hi = tile
         part = 0 if C.VARLEN else b
-        where = (part, b, head, q_row, k_row, used if C.KIND == "dq" else nq, spread)
+        n_passing = used if C.KIND == "dq" else nq
+        where = (part, b, head, q_row, k_row, n_passing, first, spread)
         if lo < hi:
             row = (q_row if C.KIND == "dq" else k_row) + first
             rest = used - first
@@ -177,18 +183,21 @@ def producer(C: gl.constexpr, descs, buffers, bars, mail, order, sizes, seqs, le
 
 
 @gluon.jit
-def consumer0(C: gl.constexpr, out, rows, planes, buffers, bars, mail, sizes, terms, rest):
-    queries(C, 0, out, rows, planes, buffers, bars, mail, sizes, terms, rest)
+def consumer0(C: gl.constexpr, out, rows, planes, bias, buffers, bars, mail, sizes, terms, rest):
+    queries(C, 0, out, rows, planes, bias, buffers, bars, mail, sizes, terms, rest)
 
 
 @gluon.jit
-def consumer1(C: gl.constexpr, out, rows, planes, buffers, bars, mail, sizes, terms, rest):
-    queries(C, 1, out, rows, planes, buffers, bars, mail, sizes, terms, rest)
+def consumer1(C: gl.constexpr, out, rows, planes, bias, buffers, bars, mail, sizes, terms, rest):
+    queries(C, 1, out, rows, planes, bias, buffers, bars, mail, sizes, terms, rest)
 
 
 @gluon.jit
-def wide(a0, a1, b0, b1, row_tiles, t, n, C: gl.constexpr, R0: gl.constexpr, R1: gl.constexpr):
-    """What copies what stays, what passes by, lse and delta; the rest as of ``backward``."""
+def wide(
+    a0, a1, b0, b1, row_tiles, bias, t, n, C: gl.constexpr, R0: gl.constexpr, R1: gl.constexpr
+):
+    """What copies what stays, what passes by, lse and delta, and a bias; the rest as of
+    ``backward``."""
     as0 = blocks_of(a0, 1)
     as1 = blocks_of(a1, 1)
     bs0 = blocks_of(b0, C.Q_STAGES)
@@ -209,7 +218,7 @@ def wide(a0, a1, b0, b1, row_tiles, t, n, C: gl.constexpr, R0: gl.constexpr, R1:
     over = handing_over(C)
     fence_async_shared()
     buffers = (as0, as1, bs0, bs1, stats)
-    descs = (a0, a1, b0, b1, row_tiles)
+    descs = (a0, a1, b0, b1, row_tiles, bias)
     sizes = (n.nq, n.nk, n.left, n.right, t.spans)
     if C.KIND == "dq":
         seqs = (t.cu_q, t.cu_k, n.batch, t.lengths)
@@ -218,26 +227,35 @@ def wide(a0, a1, b0, b1, row_tiles, t, n, C: gl.constexpr, R0: gl.constexpr, R1:
         seqs = (t.cu_k, t.cu_q, n.batch, t.lengths)
         order = (t.table, t.ends, t.counter, n.heads, n.heads, n.keys)
     terms = (n.inner, t.alibi, t.q_ids, t.k_ids, n.ids_q, n.ids_k)
-    rest = (n.scale, n.out_scale, n.group, n.heads)
     planes = (n.hq, n.rows)
-    spread = (n.group, n.ratio, n.hq)
+    spread = (n.group, n.ratio, n.hq, n.each_b, n.each_h)
+    filled = (as0, as1, bs0, bs1, stats, over[0])
     follow()
     if C.KIND == "pair":
+        rest = (n.scale, n.out_scale, n.group, n.heads)
         gl.warp_specialize(
             [
                 (values, (C, t.dv, buffers, bars, over, mail, sizes, terms, rest)),
                 (keys, (C, t.out, buffers, bars, over, mail, sizes, terms, rest)),
-                (producer, (C, descs, buffers, bars, mail, order, sizes, seqs, t.lengths, spread)),
+                (producer, (C, descs, filled, bars, mail, order, sizes, seqs, t.lengths, spread)),
             ],
             [4, 1],
             [R0, R1],
         )
     else:
+        rest = (n.scale, n.out_scale, n.group, n.heads)
+        at = (t.bias, n.bias_b, n.bias_h, n.bias_q, t.dbias)
         gl.warp_specialize(
             [
-                (consumer0, (C, t.out, t.rows, planes, buffers, bars, mail, sizes, terms, rest)),
-                (consumer1, (C, t.out, t.rows, planes, buffers, bars, mail, sizes, terms, rest)),
-                (producer, (C, descs, buffers, bars, mail, order, sizes, seqs, t.lengths, spread)),
+                (
+                    consumer0,
+                    (C, t.out, t.rows, planes, at, buffers, bars, mail, sizes, terms, rest),
+                ),
+                (
+                    consumer1,
+                    (C, t.out, t.rows, planes, at, buffers, bars, mail, sizes, terms, rest),
+                ),
+                (producer, (C, descs, filled, bars, mail, order, sizes, seqs, t.lengths, spread)),
             ],
             [4, 1],
             [R0, R1],
