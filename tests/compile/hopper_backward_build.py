@@ -81,9 +81,15 @@ def _pointers(c: GradientConfig, dtype: torch.dtype) -> Pointers:
         q_ids=words if c.DOCUMENTS else None,
         k_ids=words if c.DOCUMENTS else None,
         alibi=number if c.ALIBI else None,
-        bias=torch.empty(8, dtype=dtype) if c.BIAS and c.KIND == "dq" else None,
-        dbias=torch.empty(8, dtype=dtype) if c.DBIAS and c.KIND == "dq" else None,
+        bias=torch.empty(8, dtype=dtype) if c.ROW or (c.BIAS and c.KIND == "dq") else None,
+        dbias=_dbias(c, dtype),
     )
+
+
+def _dbias(c: GradientConfig, dtype: torch.dtype) -> torch.Tensor | None:
+    if c.DROW:
+        return torch.empty(4)
+    return torch.empty(8, dtype=dtype) if c.DBIAS and c.KIND == "dq" else None
 
 
 def _copies(c: GradientConfig, dtype: torch.dtype) -> Copies:

@@ -38,13 +38,14 @@ FEATURES: dict[str, dict[str, Any]] = {
     "alibi": {"ALIBI": True, "RIGHT": True},
     "dbias": {"BIAS": True, "DBIAS": True, "RIGHT": True},
     "dbias alone": {"BIAS": True, "DBIAS": True, "RIGHT": True, "DQ": False},
+    "row": {"ROW": True, "DROW": True, "RIGHT": True},
     "bias": {"BIAS": True},
     "causal bias": {"BIAS": True, "RIGHT": True},
 }
 #: what wide heads are compiled with beside
 WIDE_FEATURES = {
-    "dq": ("lengths", "packed", "alibi", "bias", "dbias"),
-    "pair": ("window", "lengths", "packed", "documents", "softcap", "alibi", "causal bias"),
+    "dq": ("lengths", "packed", "alibi", "bias", "dbias", "row"),
+    "pair": ("window", "lengths", "packed", "documents", "softcap", "alibi", "causal bias", "row"),
 }
 
 
@@ -53,7 +54,7 @@ def cases():
     and at others what is heaviest there."""
     of_all = [name for name in FEATURES if "bias" not in name or "dbias" in name]
     for size in TILES:
-        some = ("full", "causal", "packed", "dbias", "dbias alone")
+        some = ("full", "causal", "packed", "dbias", "dbias alone", "row")
         names = of_all if size == (128, 128) else some
         for name in names:
             yield size, "all", name, "bf16"
@@ -78,6 +79,8 @@ PUT_BY = (0, 144) if OLDEST else (6, 208)
 MORE = {
     ("all", "dbias"): ((4, 128), PUT_BY),
     ("all", "dbias alone"): ((8, 48), PUT_BY),
+    ("all", "row"): ((5, 144), (16, 208)),
+    ("pair", "row"): (PUT_BY, (9, 208)),
     ("dq", "alibi"): ((36, 216), PUT_BY),
     ("dq", "dbias"): ((21, 248), (22, 208)),
     ("dbias", "bias"): ((2, 40), (8, 40)),
@@ -87,6 +90,9 @@ MORE = {
 WAITS = {"all": 3, "dq": 3, "pair": 2, "dbias": 2}
 #: exponentials that may come after the wait for the product beside them, of 32
 LATE = 7 if OLDEST else 9
+#: a row of a bias arrives late: in one warpgroup of head size 64 they wait for it past that product
+#: (481 TFLOP/s, 485 without a bias)
+LATE_ROW = 31
 
 
 @pytest.mark.parametrize(
@@ -107,7 +113,9 @@ def test_compiles_to(size, kind, name, dtype):
         own_dq = kind == "all" and name != "dbias alone"
         assert len(waits) == WAITS[kind] + own_dq + (own_dq and not tile.ahead)
         if kind != "pair":  # which has no other product in flight
-            made_beside_products(texts, waits[0 if kind == "all" else 1], tile.block_q)
+            late = LATE_ROW if (size, kind, name) == ((64, 64), "all", "row") else LATE
+            wait = waits[0 if kind == "all" else 1]
+            made_beside_products(texts, wait, tile.block_q, late)
 
 
 def stays_in_registers(kernel: Built, loops: list[list[Line]], kind: str, name: str) -> None:
@@ -119,8 +127,8 @@ def stays_in_registers(kernel: Built, loops: list[list[Line]], kind: str, name: 
     assert len(set(kernel.barriers())) == len(kernel.barriers()) > 0
 
 
-def made_beside_products(texts: list[str], wait: int, block_q: int) -> None:
+def made_beside_products(texts: list[str], wait: int, block_q: int, late: int) -> None:
     """The exponentials come before the wait for dP (the first; the second of dQ alone)."""
     after = sum("MUFU.EX2" in text for text in texts[wait:])
     assert sum("MUFU.EX2" in text for text in texts[:wait]) + after >= block_q // 2
-    assert after <= LATE
+    assert after <= late

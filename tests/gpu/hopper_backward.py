@@ -109,6 +109,9 @@ def first() -> list[Case]:
         Case("first-shared-bias", nq=300, nk=328, hq=4, hk=2, d=64, bias="1hqk", causal=True),
         Case("first-own-bias", nq=300, nk=328, hq=4, hk=2, d=128, bias="bhqk", causal=True),
         Case("first-own-bias-lengths", nq=200, nk=328, hq=2, d=64, bias="bhqk", lengths=(0.4, 0.0)),
+        Case("first-row-bias", nq=300, nk=331, hq=4, hk=2, d=128, bias="b11k", causal=True),
+        Case("first-row-bias-wide", nq=150, nk=201, hq=2, d=256, bias="1h1k"),
+        Case("first-column-bias", nq=131, nk=201, hq=2, d=64, bias="1hq1", sink=True),
         Case("first-softcap-sink", nq=500, d=128, softcap=20.0, sink=True, causal=True),
     ]
 

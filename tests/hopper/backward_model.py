@@ -51,6 +51,7 @@ class Case:
     softcap: float = 0.0
     alibi: bool = False
     bias: tuple[int, int] | None = None  # its sequences and heads, 1 where it is one for all
+    row: bool = False  # it is one row for all queries
     lengths: tuple[int, ...] | None = None
     documents: str = ""  # sorted, unsorted
     sequences: tuple[tuple[int, int], ...] | None = None
@@ -98,6 +99,15 @@ def cases() -> list[Case]:
                 f"bias-causal{tag}", 300, 300, hq=2, hk=2, bias=(1, 2), right=0,
                 options=o | {"DBIAS": True},
             ),
+            Case(
+                f"row{tag}", 300, 333, b=2, hq=4, hk=2, bias=(2, 1), row=True, right=0,
+                options=o | {"DROW": True},
+            ),
+            Case(
+                f"row-1h{tag}", 130, 260, b=2, hq=2, hk=2, bias=(1, 2), row=True, softcap=1.5,
+                lengths=(260, 77), options=o | {"DROW": True},
+            ),
+            Case(f"row-heads{tag}", 130, 260, hq=4, hk=2, bias=(1, 4), row=True, options=o),
             Case(f"held{tag}", 300, 300, hq=2, right=0, options=o | {"HELD": True}),
             Case(f"fresh{tag}", 300, 400, hq=2, right=0, options=o | {"FRESH": ordered}),
             Case(f"fresh-full{tag}", 200, 700, b=2, blocks=3, options=o | {"FRESH": ordered}),
@@ -160,7 +170,15 @@ def cases() -> list[Case]:
         Case("bias-window", 300, 400, hq=4, hk=2, bias=(1, 4), left=70, right=30, blocks=3),
     ]
     found += [
-        replace(c, name=f"{name}-{c.name}", kind=kind, stages=stages, options=c.options | more)
+        replace(
+            c,
+            name=f"{name}-{c.name}",
+            kind=kind,
+            stages=stages,
+            options=c.options
+            | more
+            | {"DROW": bool(kind == "pair" and c.options.get("DROW") and not c.softcap)},
+        )
         for c in plain
         if c.stages == (3, 2) and not c.options.keys() & own
         for name, kind, stages, more in (
@@ -325,7 +343,7 @@ def check(
     k, v = normal(planes_b, total_k, case.hk, case.d), normal(planes_b, total_k, case.hk, case.dv)
     dlse = rng.standard_normal((planes_b, case.hq, total_q))
     scale = 0.3
-    bias = normal(*(case.bias or (1, 1)), nq, nk)
+    bias = normal(*(case.bias or (1, 1)), 1 if case.row else nq, nk)
     alibi = (2.0 ** -np.arange(1, case.hq + 1)).astype(np.float32)
     lse, delta, *want = definition(case, q, k, v, do, dlse, scale, bias, alibi)
 
@@ -335,7 +353,8 @@ def check(
         LEFT=case.left is not None, RIGHT=case.right is not None,
         RAGGED=packed or case.lengths is not None or nk % BLOCK_K > 0,
         VARLEN=packed, PREFIX=case.lengths is not None, SOFTCAP=case.softcap > 0,
-        DOCUMENTS=bool(case.documents), ALIBI=case.alibi, BIAS=case.bias is not None,
+        DOCUMENTS=bool(case.documents), ALIBI=case.alibi,
+        BIAS=case.bias is not None and not case.row, ROW=case.row,
         **case.options,
     )  # fmt: skip
     C: Any = Constants(config)
@@ -375,6 +394,9 @@ def check(
         counter = np.zeros(1, np.int32)
         case = Case(**(case.__dict__ | {"blocks": blocks}))
     dbias = np.zeros((case.b, case.hq, nq, nk), np.float16)
+    if C.DROW:
+        dbias = np.full((case.b, case.hk, nk), np.nan, np.float32)
+        want[3] = want[3].reshape(case.b, case.hk, -1, nq, nk).sum((2, 3))
     lengths = np.array(case.lengths or (0,), np.int32)
     P = machine.Pointer
 
@@ -388,10 +410,11 @@ def check(
         to = (dq, None) if case.kind == "dq" else (dk, dv)
         run_wide(case, config, case.kind, given, sizes, scale, dbias, *to)
         # the others are another launch's
+        more = [dbias] if C.DBIAS or C.DROW else []
         if case.kind == "dq":
-            got = (dq.reshape(q.shape), *want[1:3], *([dbias] if C.DBIAS else []))
+            got = (dq.reshape(q.shape), *want[1:3], *more)
         else:
-            got = (want[0], dk.reshape(k.shape), dv.reshape(v.shape))
+            got = (want[0], dk.reshape(k.shape), dv.reshape(v.shape), *more)
         return got, compared(case if spoiled else None, got, want)
 
     documents, ids = documents_of(case, C)
@@ -401,10 +424,12 @@ def check(
         copies(stats, 1, 2, case.block_q),
         copies(k, 1, BLOCK_K, 1, case.d), copies(v, 1, BLOCK_K, 1, case.dv),
         copies(sums.reshape(planes, -1, 32), 1, 2 * C.D, 32) if C.DQ else None,
-        copies(bias, 1, 1, case.block_q, BLOCK_K), copies(dbias, 1, 1, case.block_q, 64),
+        None if C.ROW else copies(bias, 1, 1, case.block_q, BLOCK_K),
+        None if C.ROW else copies(dbias, 1, 1, case.block_q, 64),
         Pointers(
             P(dk), P(dv), None, P(table), P(ends), P(counter), P(turns), P(cu_q), P(cu_k),
-            P(lengths), *documents, P(alibi),
+            P(lengths), *documents, P(alibi), P(bias.reshape(-1)) if C.ROW else None,
+            P(dbias.reshape(-1)) if C.DROW else None,
         ),
         machine.given(Numbers(
             case.hk, 256, rows, nq, nk, case.left or 0, case.right or 0, batch,
@@ -422,7 +447,7 @@ def check(
         for h in range(case.hq):
             dq[b, r, h] = scale * sums[b * case.hq + h, start : start + r.stop - r.start]
     dq = dq if C.DQ else want[0]  # another launch's
-    got = (dq, dk.reshape(k.shape), dv.reshape(v.shape), *([dbias] if C.DBIAS else []))
+    got = (dq, dk.reshape(k.shape), dv.reshape(v.shape), *([dbias] if C.DBIAS or C.DROW else []))
     return got, compared(case if spoiled else None, got, want)
 
 
@@ -485,14 +510,14 @@ def run_wide(
         *(copies(a, C.BLOCK_K, 1 + C.ALONE) for a in stays),
         *(copies(a, case.block_q) for a in passes),
         machine.Descriptor(stats, [1, 2, case.block_q]),
-        None if of_queries or not case.bias else machine.Descriptor(
+        None if of_queries or not C.BIAS else machine.Descriptor(
             bias, [1, 1, case.block_q, C.BLOCK_K]
         ),
         Pointers(
             P(out), None if dv is None else P(dv), P(stats.reshape(-1)), P(table), P(ends),
             P(counter), None, P(cu_q), P(cu_k), P(lengths), *documents, P(alibi),
-            P(bias.reshape(-1)) if of_queries and case.bias else None,
-            P(dbias.reshape(-1)) if C.DBIAS else None,
+            P(bias.reshape(-1)) if C.ROW or (of_queries and C.BIAS) else None,
+            P(dbias.reshape(-1)) if C.DBIAS or C.DROW else None,
         ),
         machine.given(Numbers(
             heads, 256, rows, nq, nk, case.left or 0, case.right or 0, batch, *ids,

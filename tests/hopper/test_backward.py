@@ -43,7 +43,8 @@ def test_turns():
 )
 def test_host_and_kernels():
     pytest.importorskip("numpy")
-    for only in ("first-64", "first-lengths", "first-shared-bias", "empty-batch"):
+    biases = ("first-shared-bias", "first-own-bias", "first-row-bias", "first-column-bias")
+    for only in ("first-64", "first-lengths", "empty-batch", *biases):
         run("tests.hopper.whole", "--only", only, TRITON_INTERPRET="1")
 
 

@@ -64,14 +64,11 @@ def _refused(p: Problem) -> str | None:
 
 def _refused_backward(p: Problem) -> str | None:
     """What the kernels of the backward do not do beside."""
-    if p.bias is not None:
-        if p.bias[2:] != (p.nq, p.nk) or p.varlen:
-            return "its backward takes a bias with a row for each query and a column for each key"
-        if p.bias_dtype != p.dtype:
-            return f"its backward takes a bias of {p.dtype}, this one is {p.bias_dtype}"
-        if p.nk % 8:
-            return f"its backward takes a bias for a multiple of 8 keys, these are {p.nk}"
-    return None
+    from .gradients.biases import kind_of, refused_tile
+
+    if p.bias is None or kind_of(p):
+        return None
+    return refused_tile(p)
 
 
 @lru_cache(maxsize=1)

@@ -27,7 +27,7 @@ class Pointers(NamedTuple):
     k_ids: Any = None
     alibi: Any = None
     bias: Any = None  # where it is not copied, nor its gradient
-    dbias: Any = None
+    dbias: Any = None  # of a row: sums [B, Hk, Nk] in float32
 
 
 class Numbers(NamedTuple):
@@ -74,6 +74,8 @@ class RowPointers(NamedTuple):
     dq: Any = None
     dk: Any = None
     dv: Any = None
+    column: Any = None  # a bias that is a number a query
+    dcolumn: Any = None  # float32 [B, Hq, Nq]
 
 
 class RowNumbers(NamedTuple):
@@ -90,6 +92,10 @@ class RowNumbers(NamedTuple):
     n_step: Any
     h_step: Any
     scale: Any
+    nq: Any
+    b_column: Any  # steps of a bias that is a number a query; 0 where one is for all
+    h_column: Any
+    q_column: Any
 
 
 class RowConstants(NamedTuple):

@@ -34,7 +34,7 @@ from ..gluon_compat import (
 )
 from ..layouts import matrix, output_layout, value_layout, weight_layout
 from ..pipeline import phase, slot, told
-from ..softmax import rounded
+from ..softmax import by_lane, rounded
 from .layouts import (
     by_columns,
     by_threads,
@@ -141,6 +141,20 @@ def store_dbias(C: gl.constexpr, c: gl.constexpr, dbias, dss, use, m, head, tile
 
 
 @gluon.jit
+def in_lanes(x):
+    """Sums of rows of x as far as a thread has them: ``[64, 4]``."""
+    return gl.sum(gl.sum(by_lane(x), 3), 1)
+
+
+@gluon.jit
+def store_row(x, to, rows):
+    """The first ``rows`` of the sums of rows that threads have parts of."""
+    x = gl.sum(x, 1)
+    r = gl.arange(0, x.shape[0], x.type.layout)
+    gl.store(to + r, x, mask=r < rows)
+
+
+@gluon.jit
 def step(
     C: gl.constexpr,
     MASKED: gl.constexpr,
@@ -164,7 +178,7 @@ def step(
 
     AHEAD, where there are registers for it: S of the next step is made before dQ.
     """
-    S, dk, dv = state
+    S, dk, dv, drow = state
     qs, dos, stats, ks, vs, dss, dqs = buffers
     q_full, do_full, done, k_full, v_full, kv_empty, dq_full, dq_empty, b_full = bars
     dtype: gl.constexpr = qs.dtype
@@ -192,7 +206,10 @@ def step(
     if C.DQ:
         mbarrier.wait(done.index(slot(before, C.Q_STAGES)), phase(before, C.Q_STAGES), pred=was)
     delta = row_numbers(C, stats, slot(use, C.Q_STAGES), 1)
-    ds = rounded(w * (dp - delta[None, :]), dtype)
+    dp = dp - delta[None, :]
+    ds = rounded(w * dp, dtype)
+    if C.DROW:
+        drow = drow + in_lanes(p * dp)
     of_keys(dss, use, c, C).store(ds)
     fence_async_shared()
     if C.DBIAS:
@@ -210,7 +227,7 @@ def step(
         S = issue_scores(C, c, k, ks, at, qs, after)
     dv, dk = warpgroup_mma_wait(1, deps=[dv, dk])
     mbarrier.arrive(done.index(slot(use, C.Q_STAGES)), count=1)
-    return after, (warpgroup_mma_wait(0, deps=[S]), dk, dv)
+    return after, (warpgroup_mma_wait(0, deps=[S]), dk, dv, drow)
 
 
 @gluon.jit
@@ -221,7 +238,7 @@ def consumer(
     messages, m_full, m_empty = mail
     qs, dos, stats, ks, vs, dss, dqs = buffers
     q_full, do_full, done, k_full, v_full, kv_empty, dq_full, dq_empty, b_full = bars
-    scale, out_scale, group, hk = rest
+    scale, out_scale, group, hk, sums = rest
     turn = 0
     use = 0
     kept = 0
@@ -242,7 +259,10 @@ def consumer(
         left = (k, held(C, vs, at, c, C.DV), at)
         dk_sum = gl.full([C.TOKENS, C.D], 0.0, gl.float32, value_layout(C.D))
         dv_sum = gl.full([C.TOKENS, C.DV], 0.0, gl.float32, value_layout(C.DV))
-        state = (S, dk_sum, dv_sum)
+        drow = 0
+        if C.DROW:
+            drow = in_lanes(gl.full([C.TOKENS, C.BLOCK_Q], 0.0, gl.float32, score_layout(C)))
+        state = (S, dk_sum, dv_sum, drow)
         rounds, abreast = group, 1
         if C.ABREAST:
             rounds, abreast = 1, group
@@ -283,7 +303,7 @@ def consumer(
                         tile,
                         sizes, terms, dbias, scale,
                     )  # fmt: skip
-        S, dk_sum, dv_sum = state
+        S, dk_sum, dv_sum, drow = state
         if C.DQ:
             begin, end = span
             last = gl.maximum(end - 1, 0)
@@ -302,6 +322,9 @@ def consumer(
         there = nq + offset - first - c * C.TOKENS
         place = row.to(gl.int64) * hk + kv_head
         store(C, dk_sum * out_scale, dk + place * C.D_OUT, hk * C.D_OUT, there, C.D, C.D_OUT)
+        if C.DROW:
+            to = sums + (b * hk + kv_head).to(gl.int64) * sizes[1] + first + c * C.TOKENS
+            store_row(drow, to, there)
         store(C, dv_sum, dv + place * C.DV_OUT, hk * C.DV_OUT, there, C.DV, C.DV_OUT)
         tile = after
     if C.DBIAS:

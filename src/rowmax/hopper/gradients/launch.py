@@ -17,8 +17,9 @@ from ...triton import backward as plain
 from .. import packed
 from ..copies import placed, taken, takes
 from ..documents import tile_spans
+from .biases import gradient_by, kind_of, made_of, room_for
 from .bundles import DbiasPointers, Pointers, RowPointers
-from .plans import PLANS, Plan, Work, key_of, plan_of, stores_dbias, sums_dbias
+from .plans import PLANS, Plan, Work, key_of, plan_of
 
 
 def backward(
@@ -34,9 +35,11 @@ def backward(
     given = (problem, tensors, out, lse, dout, dlse)
     q, k, v, bias = tensors[:4]
     some = any(wanted) and out.numel() and q.numel() and k.numel() and problem.batch
-    if not some or (bias is not None and not takes(bias)):
+    if not some or (bias is not None and kind_of(problem) == "tile" and not takes(bias)):
         return plain(*given, wanted)
-    here = wanted.bias and (stores_dbias(problem) or sums_dbias(problem))
+    if bias is not None and kind_of(problem) == "row":
+        tensors = tensors._replace(bias=bias.contiguous())
+    here = wanted.bias and gradient_by(problem) != ""
     key = key_of(problem, tensors, dout, here)
     plan = PLANS.get(key)
     if plan is None or (q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr()) & 15:
@@ -74,22 +77,19 @@ def launch(
     orders: list[packed.Order] = []
     if problem.varlen:
         orders, tensors = in_order(plan, problem, tensors)
-    stores = plan.config.DBIAS  # it is the launch for dq, or for all, that does
-    dq = q.new_empty(q.shape) if wanted.q or stores else None
-    # what makes one of dk and dv makes both, and what makes all gradients these as well
-    both = plan.together or wanted.k or wanted.v
+    # what makes one of dk and dv makes both, and what makes all gradients these as well; and what
+    # makes dbias on its way
+    dq = q.new_empty(q.shape) if wanted.q or plan.dbias == "stored" else None
+    both = plan.together or wanted.k or wanted.v or plan.dbias == "row"
     dk = q.new_empty(k.shape) if both else None
     dv = q.new_empty(v.shape) if both else None
-    t, dsink = prepared(plan, problem, tensors, out, lse, dout, dlse, wanted, (dq, dk, dv))
-    dbias = None
+    dbias = None if tensors.bias is None else room_for(plan.dbias, problem, tensors.bias, lse)
+    made = (dq, dk, dv, dbias)
+    t, dsink = prepared(plan, problem, tensors, out, lse, dout, dlse, wanted, made)
     if plan.shared is not None:
-        dbias = of_shared_bias(plan.shared, problem, tensors, dout, t)
-    elif stores:
-        assert tensors.bias is not None
-        new = q.new_zeros if problem.masked else q.new_empty  # tiles that none visits
-        dbias = new(tensors.bias.shape)
+        of_shared_bias(plan.shared, problem, tensors, dout, t, dbias)
     if plan.together:
-        together(plan, problem, tensors, dout, t, orders, dbias if stores else None)
+        together(plan, problem, tensors, dout, t, orders, dbias)
         if dq is not None:
             of_sums = RowPointers(sums=t.sums, dq=dq, cu_q=t.cu_q)
             lengths = tensors.lengths
@@ -97,9 +97,9 @@ def launch(
             of_dbias = DbiasPointers(dbias, tensors.k, dq, lengths)
             plan.after((), of_sums if plan.config.DQ else of_dbias, plan.of_after)
     else:
-        apart(plan, problem, tensors, dout, t, orders, dbias if stores else None)
-    dq = dq if wanted.q else None
-    return Gradients(dq, dk if wanted.k else None, dv if wanted.v else None, dbias, dsink)
+        apart(plan, problem, tensors, dout, t, orders, dbias)
+    dq, dk, dv = (x if w else None for x, w in zip((dq, dk, dv), wanted[:3], strict=True))
+    return Gradients(dq, dk, dv, made_of(dbias, tensors.bias), dsink)
 
 
 def in_order(plan: Plan, problem: Problem, tensors: Tensors) -> tuple[list[packed.Order], Tensors]:
@@ -131,9 +131,9 @@ def prepared(
     wanted: Wanted,
     made: tuple[Tensor | None, ...],
 ) -> tuple[RowPointers, Tensor | None]:
-    """(what the launch before has filled, dsink). ``made`` will hold dq, dk and dv."""
+    """(what the launch before has filled, dsink). ``made`` will hold dq, dk, dv and dbias."""
     C = plan.config
-    dq, dk, dv = made
+    dq, dk, dv, dbias = made
     parts = sink = sums = turns = counters = None
     if plan.together:
         dq = None  # the launch after writes all of it
@@ -142,10 +142,9 @@ def prepared(
         turns = lse.new_empty(plan.turns, dtype=torch.int32)
     if C.DRAWN:
         counters = lse.new_empty(16, dtype=torch.int32)
-    if wanted.sink:
-        assert tensors.sink is not None
+    if tensors.sink is not None and (wanted.sink or plan.dbias == "column"):
         sink = tensors.sink.contiguous()
-        parts = lse.new_empty(plan.tiles)
+        parts = lse.new_empty(plan.tiles) if wanted.sink else None
     t = RowPointers(
         out.contiguous(),
         dout,
@@ -162,6 +161,8 @@ def prepared(
         dq,
         dk,
         dv,
+        tensors.bias if kind_of(problem) == "column" else None,
+        dbias if plan.dbias == "column" else None,
     )
     plan.before((), t._replace(sums=None) if C.FRESH else t, plan.of_rows)
     if parts is None or sink is None:
@@ -182,19 +183,22 @@ def together(
     work = plan.works[0]
     q, k, v, bias = tensors[:4]
     copies = placed(work.copies, (q, dout, t.stats, k, v, t.sums, bias, dbias))
-    work.launch(copies, pointers(work, problem, tensors, t, (t.dk, t.dv), 0, orders), work.last)
+    to = (t.dk, t.dv, dbias if work.config.DROW else None)
+    work.launch(copies, pointers(work, problem, tensors, t, to, 0, orders), work.last)
 
 
 def of_shared_bias(
-    work: Work, problem: Problem, tensors: Tensors, dout: Tensor, t: RowPointers
-) -> Tensor:
+    work: Work,
+    problem: Problem,
+    tensors: Tensors,
+    dout: Tensor,
+    t: RowPointers,
+    dbias: Tensor | None,
+) -> None:
     """dbias, summed over the sequences and heads that share the bias."""
     q, k, v, bias = tensors[:4]
-    assert bias is not None
-    dbias = q.new_empty(bias.shape)
     copies = placed(work.copies, (q, dout, k, v, t.stats, bias, dbias))
-    work.launch(copies, pointers(work, problem, tensors, t, (None, None), 0, ()), work.last)
-    return dbias
+    work.launch(copies, pointers(work, problem, tensors, t, (None, None, None), 0, ()), work.last)
 
 
 def apart(
@@ -216,8 +220,9 @@ def apart(
         both = (q, dout), (k, v)
         stays, passes = both if work.config.KIND == "dq" else both[::-1]
         copies = placed(work.copies, (*stays, *passes, t.stats, tensors.bias))
-        t_ = pointers(work, problem, tensors, t, to, n, orders)
-        work.launch(copies, t_._replace(dbias=dbias) if to[1] is None else t_, work.last)
+        C = work.config
+        to = (*to, dbias if C.DBIAS or C.DROW else None)
+        work.launch(copies, pointers(work, problem, tensors, t, to, n, orders), work.last)
 
 
 def pointers(
@@ -225,11 +230,11 @@ def pointers(
     problem: Problem,
     tensors: Tensors,
     t: RowPointers,
-    made: tuple[Tensor | None, Tensor | None],
+    made: tuple[Tensor | None, Tensor | None, Tensor | None],
     nth: int,
     orders: Sequence[packed.Order],
 ) -> Pointers:
-    """Of the nth work, which fills what is ``made``."""
+    """Of the nth work, which fills what is ``made``: dk or dq, dv, and dbias if not by copies."""
     _, _, _, bias, _, alibi, _, q_ids, k_ids, lengths, cu_q, cu_k, _ = tensors
     C, table, ends, counter, spans = work.config, work.table, work.ends, None, None
     if orders:
@@ -241,8 +246,10 @@ def pointers(
         q_ids, k_ids = q_ids.contiguous(), k_ids.contiguous()
         stays, passes = (q_ids, k_ids) if C.KIND == "dq" else (k_ids, q_ids)
         spans = tile_spans(stays, passes, C.BLOCK_K, C.BLOCK_Q, problem.batch)
+    out, dv, dbias = made
     return Pointers(
-        *made,
+        out,
+        dv,
         t.stats if C.KIND == "dq" else None,
         table,
         ends,
@@ -255,5 +262,6 @@ def pointers(
         q_ids,
         k_ids,
         None if alibi is None else alibi.contiguous(),
-        bias if C.KIND == "dq" else None,
+        bias if C.ROW or (C.BIAS and C.KIND == "dq") else None,
+        dbias,
     )

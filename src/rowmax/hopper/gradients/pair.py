@@ -47,7 +47,7 @@ from ..padding import barriers
 from ..pipeline import phase, slot, told
 from ..softmax import rounded
 from ..terms import settled
-from .consumer import block, row_numbers
+from .consumer import block, in_lanes, row_numbers, store_row
 from .layouts import by_thread, held_layout, score_layout, store_rows
 from .schedule import full_range
 from .terms import weights
@@ -142,8 +142,8 @@ def step_of_values(
 
 
 @gluon.jit
-def step_of_keys(C: gl.constexpr, use, left, x, buffers, bars, over):
-    """x, the sum of dK, with one tile of queries."""
+def step_of_keys(C: gl.constexpr, use, left, x, drow, buffers, bars, over):
+    """x, the sum of dK, with one tile of queries; and the sums of rows of dS."""
     a0, a1, b0, b1, stats = buffers
     a_full, a_empty, b0_full, b0_empty, b1_full, b1_empty = bars
     ws, w_full = over
@@ -160,12 +160,15 @@ def step_of_keys(C: gl.constexpr, use, left, x, buffers, bars, over):
         fence_async_shared()
     dp = warpgroup_mma_wait(0, deps=[dp])
     delta = row_numbers(C, stats, s, 1)[None, :]
-    ds = gl.convert_layout(rounded(w * (dp - delta), dtype), weight_layout(C.D))
+    ds = w * (dp - delta)
+    if C.DROW:
+        drow = drow + in_lanes(ds)
+    ds = gl.convert_layout(rounded(ds, dtype), weight_layout(C.D))
     x = warpgroup_mma(ds, block(b0, s, C.BLOCK_Q, C.D), x, is_async=True)
     mbarrier.arrive(b1_empty.index(u), count=1)
     x = warpgroup_mma_wait(0, deps=[x])
     mbarrier.arrive(b0_empty.index(s), count=1)
-    return use + 1, x
+    return use + 1, x, drow
 
 
 @gluon.jit
@@ -173,7 +176,7 @@ def consumer(C: gl.constexpr, c: gl.constexpr, out, buffers, bars, over, mail, s
     """Warpgroup c: the gradient of values (0) or keys (1) of every tile of this block."""
     messages, m_full, m_empty = mail
     a_full, a_empty = bars[:2]
-    scale, out_scale, group, heads = rest
+    scale, out_scale, group, heads, sums = rest
     WIDTH: gl.constexpr = C.D if c else C.DV
     OUT: gl.constexpr = C.D_OUT if c else C.DV_OUT
     turn = 0
@@ -191,9 +194,15 @@ def consumer(C: gl.constexpr, c: gl.constexpr, out, buffers, bars, over, mail, s
         left = (held_columns(C, c, use + kept, some, buffers, bars), shift)
         x = gl.full([C.BLOCK_K, WIDTH], 0.0, gl.float32, value_layout(WIDTH))
         if c:
+            drow = 0
+            if C.DROW:
+                drow = in_lanes(gl.full([C.BLOCK_K, C.BLOCK_Q], 0.0, gl.float32, score_layout(C)))
             for _ in range((hi - lo) * group):
-                use, x = step_of_keys(C, use, left, x, buffers, bars, over)
+                use, x, drow = step_of_keys(C, use, left, x, drow, buffers, bars, over)
             x = x * out_scale
+            if C.DROW:
+                place = (b * heads + head).to(gl.int64) * sizes[1] + first
+                store_row(drow, sums + place, nq + offset - first)
         else:
             y, z = full_range(C, first, tile, sizes)
             for g in range(group):

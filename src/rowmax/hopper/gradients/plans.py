@@ -19,6 +19,7 @@ from ..schedule import SECTION_BYTES
 from ..schedule import steps_of as steps_of_queries
 from ..tiles import Constants
 from . import rows
+from .biases import gradient_by, kind_of
 from .bundles import DbiasConstants, DbiasNumbers, Numbers, RowConstants, RowNumbers
 from .dq_of_dbias import dq_of_dbias
 from .kernel import backward as kernel
@@ -64,6 +65,7 @@ class Plan(NamedTuple):
     stats: tuple[int, ...]  # sizes of lse and delta, and of the sums of dq
     sums: tuple[int, ...]
     before: Launch
+    dbias: str  # what makes it (biases.gradient_by); "" where nothing here does
     shared: Work | None  # dbias of a bias that sequences or heads share
     works: tuple[Work, ...]  # one for all gradients, or two: dq, and dk with dv
     after: Launch  # dq, of its sums or of dbias
@@ -116,30 +118,25 @@ def made(
 ) -> Plan:
     """The plan of a problem, or with other tiles and other constants, to measure those."""
     tiles = tiles or tiles_of(sizes_of(p.d, p.dv))
-    stored = dbias and stores_dbias(p)
-    by_kind = {
-        "all": {"DBIAS": stored, "DQ": not (stored and p.deterministic)},
-        "dq": {"DBIAS": stored},
-        "pair": {},
-    }
+    by = gradient_by(p) if dbias else ""
     configs = {
-        kind: config_for(p, tile, **({"KIND": kind} | by_kind[kind] | options))
+        kind: config_for(p, tile, **(bias_options(p, kind, by) | options))
         for kind, tile in tiles.items()
     }
     config = next(iter(configs.values()))
     rows_ = padded_rows(config.BLOCK_Q, p.nq, p.total_q, p.batch, p.varlen)
     planes = p.hq if p.varlen else p.batch * p.hq
     shared = None
-    if dbias and not stored:
+    if by == "shared":
         tile = SHARED_BIAS[sizes_of(p.d, p.dv)]
-        c = config_for(p, tile, KIND="dbias")
+        c = config_for(p, tile, KIND="dbias", BIAS=True)
         shared = work_of(p, c, tile.registers, tensors, dout, planes, rows_)
     works = tuple(
         work_of(p, c, tiles[kind].registers, tensors, dout, planes, rows_)
         for kind, c in configs.items()
     )
     every = planes * (rows_ // config.BLOCK_Q)
-    before = of_rows(p, config, dout, rows_ // config.BLOCK_Q)
+    before = of_rows(p, config, tensors, dout, rows_ // config.BLOCK_Q)
     after, of_after = Launch(rows.finish, (every, 1, 1), _FOLLOWS), before
     if not config.DQ:
         after, of_after = of_dbias(p, config, tensors.k)
@@ -148,6 +145,7 @@ def made(
         (planes, 2, rows_),
         (planes, rows_ // config.BLOCK_Q, config.BLOCK_Q * config.D),
         Launch(rows.prepare, (every, 1, 1), _OPTIONS),
+        by,
         shared,
         works,
         after,
@@ -155,6 +153,19 @@ def made(
         before,
         of_after,
     )
+
+
+def bias_options(p: Problem, kind: str, by: str) -> dict[str, Any]:
+    """What a bias, and who makes its gradient, decide of a launch."""
+    stored = by == "stored" and kind != "pair"
+    return {
+        "KIND": kind,
+        "BIAS": kind_of(p) == "tile",
+        "DBIAS": stored,
+        "DQ": not (stored and kind == "all" and p.deterministic),
+        "ROW": kind_of(p) == "row",
+        "DROW": by == "row" and kind != "dq",
+    }
 
 
 def turns_of(p: Problem) -> int:
@@ -165,12 +176,22 @@ def turns_of(p: Problem) -> int:
     return p.batch * p.hk * -(-p.nk // BLOCK_K)
 
 
-def of_rows(p: Problem, c: GradientConfig, dout: Tensor, tiles: int) -> tuple[Any, ...]:
+def of_rows(
+    p: Problem, c: GradientConfig, tensors: Tensors, dout: Tensor, tiles: int
+) -> tuple[Any, ...]:
     """What is told to the launches before and after, by rows, beside pointers."""
     steps = (s // 8 for s in strides(dout)[:3])
+    column = (0, 0, 0)
+    if kind_of(p) == "column":
+        assert tensors.bias is not None
+        column = (
+            s if n > 1 else 0
+            for n, s in zip(tensors.bias.shape[:3], tensors.bias.stride(), strict=False)
+        )
     numbers = RowNumbers(
-        p.batch, p.total_q, p.total_k, p.hq, p.hk, tiles, turns_of(p), *steps, p.scale
-    )
+        p.batch, p.total_q, p.total_k, p.hq, p.hk, tiles, turns_of(p), *steps, p.scale, p.nq,
+        *column,
+    )  # fmt: skip
     return numbers, RowConstants(*map(gl.constexpr, (p.d, p.dv, c.D, c.DV, c.BLOCK_Q)))
 
 
@@ -216,7 +237,7 @@ def work_of(
         p.hq,
         1 if of_queries else p.group,
         p.group,
-        *steps_of_bias(tensors.bias),
+        *steps_of_bias(tensors.bias if kind_of(p) == "tile" else None),
     )
     last = (numbers, gl.constexpr(Constants(config)), *map(gl.constexpr, registers))
     copies = copies_of(config, tensors, dout, planes, rows_)
@@ -226,7 +247,8 @@ def work_of(
 
 def copies_of(c: GradientConfig, tensors: Tensors, dout: Tensor, planes: int, rows_: int) -> Copies:
     """Descriptions that lack their tensors; None for what is not copied."""
-    q, k, v, bias = tensors[:4]
+    q, k, v = tensors[:3]
+    bias = tensors.bias if c.BIAS else None
 
     def cut(t: Tensor, tokens: int, width: int) -> Any:
         return blocks(t.dtype, t.shape, strides(t), [1, tokens, 1, width])
@@ -330,13 +352,3 @@ def order_for(
 def query_bytes(p: Problem) -> int:
     """What a step brings of a query position, and adds to, of all heads that share a kv head."""
     return p.group * (2 * (p.d + p.dv) + 4 * p.d)
-
-
-def stores_dbias(p: Problem) -> bool:
-    """Whether the kernel that makes dq stores dbias: it is dS, where nothing is summed over."""
-    return p.bias is not None and p.bias[:2] == (p.batch, p.hq) and p.softcap == 0
-
-
-def sums_dbias(p: Problem) -> bool:
-    """Whether a kernel here makes the gradient of a bias that is shared, where it is."""
-    return not (p.prefix or p.documents)

@@ -67,19 +67,30 @@ def prepare(t, n, c):
     if t.cu_q is None:
         at += b.to(tl.int64) * n.b_step
     do = tl.load(t.dout + (8 * at)[:, None] + d[None, :], mask=there, other=0.0).to(tl.float32)
-    delta = tl.sum(o * do, 1)
+    of_output = tl.sum(o * do, 1)  # sum P dP
+    delta = of_output
     at = plane.to(tl.int64) * n.total_q + start + i0 + r
     value = tl.load(t.lse + at, mask=here, other=float("-inf"))
     if t.dlse is not None:
         delta -= tl.load(t.dlse + at, mask=here, other=0.0)
     lse2 = tl.where(value == float("-inf"), float("inf"), value * _LOG2E)
+    shift = 0.0
+    if t.column is not None:  # what is added to all scores of a row may be taken from its lse
+        at = b.to(tl.int64) * n.b_column + head * n.h_column + (i0 + r) * n.q_column
+        shift = tl.load(t.column + at, mask=here, other=0.0).to(tl.float32) * _LOG2E
     rows = n.tiles * c.ROWS
     to = t.stats + plane.to(tl.int64) * (2 * rows) + tile * c.ROWS + r
-    tl.store(to, in_columns(lse2, c.ROWS))
+    tl.store(to, in_columns(lse2 - shift, c.ROWS))
     tl.store(to + rows, in_columns(delta, c.ROWS))
-    if t.dsink is not None:
+    total = tl.where(lse2 < float("inf"), 1.0, 0.0)  # of the weights of a row
+    if t.sink is not None:
         p = tl.exp2(tl.load(t.sink + head).to(tl.float32) * _LOG2E - lse2)
-        tl.store(t.dsink + i, -tl.sum(tl.where(here, p * delta, 0.0), 0))
+        total -= p
+        if t.dsink is not None:
+            tl.store(t.dsink + i, -tl.sum(tl.where(here, p * delta, 0.0), 0))
+    if t.dcolumn is not None:
+        at = (b.to(tl.int64) * n.hq + head) * n.nq + i0 + r
+        tl.store(t.dcolumn + at, of_output - delta * total, mask=here)
     if t.sums is not None:
         w = tl.arange(0, c.BLOCK_D)
         to = t.sums + i.to(tl.int64) * (c.ROWS * c.BLOCK_D)

@@ -43,7 +43,7 @@ def seen(C: gl.constexpr, p, first, m, tile, sizes, terms):
         if C.LEFT:
             ok = ok & (col <= along_row(here + left))
     if C.DOCUMENTS:
-        q_ids, k_ids, ids_q, ids_k = terms[2:]
+        q_ids, k_ids, ids_q, ids_k = terms[2:6]
         row = first + rows_of(L)
         other = col + along_row(before)
         if C.QUERIES_DOWN:
@@ -69,6 +69,22 @@ def distance(C: gl.constexpr, S, first, m, tile):
 
 
 @gluon.jit
+def row_bias(C: gl.constexpr, S, first, m, head, tile, terms):
+    """A number a key, against a tile of scores."""
+    L: gl.constexpr = S.type.layout
+    bias, each_b, each_h, heads, keys = terms[6]
+    plane = tile[2] * each_b * heads + head * each_h
+    start = bias + plane.to(gl.int64) * keys
+    if C.QUERIES_DOWN:
+        j = m * C.BLOCK_Q + gl.arange(0, C.BLOCK_Q, gl.SliceLayout(0, L))
+        x = gl.load(start + j, mask=j < keys, other=0.0)[None, :]
+    else:
+        j = first + gl.arange(0, C.TOKENS, gl.SliceLayout(1, L))
+        x = gl.load(start + j, mask=j < keys, other=0.0)[:, None]
+    return x
+
+
+@gluon.jit
 def weights(
     C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, S, less, bias, m, head, tile, sizes,
     terms, scale, dtype: gl.constexpr,
@@ -81,7 +97,9 @@ def weights(
     if C.SOFTCAP:
         y = tanh(S * inner, dtype)
     first = tile[0] + c * C.TOKENS
-    if C.BIAS:
+    if C.ROW:
+        bias = row_bias(C, S, first, m, head, tile, terms)
+    if C.BIAS or C.ROW:
         less = less - bias.to(gl.float32) * LOG2E
     if C.ALIBI:
         far = distance(C, S, first, m, tile)

@@ -104,6 +104,8 @@ class GradientConfig:
     ALIBI: bool = False
     BIAS: bool = False
     DBIAS: bool = False  # stored tile by tile: the bias broadcasts over nothing
+    ROW: bool = False  # the bias is a number a key
+    DROW: bool = False  # and its gradient is added up over queries
     DQ: bool = True  # made as tiles pass by; else afterwards, of dbias (dq_of_dbias.py)
     ORDERED: bool = False  # dQ is added up tile of keys by tile of keys, in a fixed order
     FRESH: bool = False  # ... and the first to add to a tile of it writes it
@@ -226,7 +228,7 @@ def config_for(p: Problem, tile: GradientTile, **options: Any) -> GradientConfig
         BLOCK_Q=tile.block_q,
         Q_STAGES=tile.q_stages,
         DO_STAGES=tile.do_stages,
-        HELD=tile.held and p.bias is None,
+        HELD=tile.held and not options.get("BIAS"),
         HELD_0=tile.held_0,
         HELD_1=tile.held_1,
         ALONE=tile.alone,
@@ -241,7 +243,6 @@ def config_for(p: Problem, tile: GradientTile, **options: Any) -> GradientConfig
         DOCUMENTS=p.documents,
         SOFTCAP=p.softcap > 0,
         ALIBI=p.alibi,
-        BIAS=p.bias is not None,
         ORDERED=ordered,
         FRESH=ordered and every_query_sees(p),
         ABREAST=ordered and p.group > 1 and p.right is not None and p.left is None,

@@ -226,13 +226,14 @@ def wide(
     else:
         seqs = (t.cu_k, t.cu_q, n.batch, t.lengths)
         order = (t.table, t.ends, t.counter, n.heads, n.heads, n.keys)
-    terms = (n.inner, t.alibi, t.q_ids, t.k_ids, n.ids_q, n.ids_k)
+    row = (t.bias, n.each_b, n.each_h, n.each_h * (n.hq - 1) + 1, n.nk)
+    terms = (n.inner, t.alibi, t.q_ids, t.k_ids, n.ids_q, n.ids_k, row)
     planes = (n.hq, n.rows)
     spread = (n.group, n.ratio, n.hq, n.each_b, n.each_h)
     filled = (as0, as1, bs0, bs1, stats, over[0])
     follow()
     if C.KIND == "pair":
-        rest = (n.scale, n.out_scale, n.group, n.heads)
+        rest = (n.scale, n.out_scale, n.group, n.heads, t.dbias)
         gl.warp_specialize(
             [
                 (values, (C, t.dv, buffers, bars, over, mail, sizes, terms, rest)),
