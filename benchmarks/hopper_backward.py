@@ -41,6 +41,17 @@ PACKED = {
 }  # fmt: skip
 
 
+#: (sequences, tokens, heads, head size, the bias): of each pair, shared, and of each key
+BIASES = (
+    (1, 4096, 16, 128, (1, 16, 4096, 4096)),
+    (4, 2048, 32, 64, (1, 32, 2048, 2048)),
+    (4, 2048, 16, 128, (1, 16, 2048, 2048)),
+    (1, 4096, 8, 256, (1, 8, 4096, 4096)),
+    (4, 2048, 8, 256, (1, 8, 2048, 2048)),
+    (4, 2048, 16, 128, (4, 1, 1, 2048)),
+)
+
+
 def backward_of(out: torch.Tensor, leaves: tuple[torch.Tensor, ...]) -> Run:
     dout = torch.randn_like(out)
     return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
@@ -127,11 +138,11 @@ def feature_cells(only: str):
 
         flops = 10 * 16 * sum(n * n for n in lengths) * d / 2
         yield name, ours(q, k, v, function=packed), flops
-    for b, n, h, d in ((1, 4096, 16, 128), (4, 2048, 32, 64), (4, 2048, 16, 128)):
-        name = f"bias and dbias (1, {h}, {n}, {n}), B{b} D{d}"
+    for b, n, h, d, shape in BIASES:
+        name = f"bias and dbias {shape}, B{b} D{d}"
         if only in name:
             q, k, v = (normal(b, n, h, d) for _ in range(3))
-            bias = normal(1, h, n, n)
+            bias = normal(*shape)
             runs = ours(q, k, v, bias=bias)
             # without the gradient of the bias, which it does not have
             cudnn = SDPBackend.CUDNN_ATTENTION
