@@ -1,11 +1,13 @@
 """The Hopper backward beside what torch has, on the same tensors in one run.
 
     python benchmarks/hopper_backward.py --out results.csv [--flex] [--rounds 3] [--only TEXT]
+        [--rested]
     python benchmarks/hopper_backward.py --tries [--only TEXT]
 
 The 36 cells of ``hopper_forward.py``, then features; all that a backward launches is counted.
 Every cell is timed in turns, a fifth of a second apart, since the card slows down as it warms;
 the median of the turns is kept. FLOPs: 2.5 times the forward's; the bar of a cell is as there.
+``--rested``: each turn begins with 15 ms of rest, which the cap on power allows to be faster.
 ``--tries`` measures our own kernels with other tiles and options instead.
 """
 
@@ -22,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import rowmax
-from hopper_forward import LENGTHS, TOKENS, WIDTH, Bars, Run, measured, normal
+from hopper_forward import LENGTHS, TOKENS, WIDTH, Bars, Run, measured, normal, rested, sustained
 from rowmax import hopper
 from rowmax.hopper.gradients import launch, plans
 from rowmax.hopper.gradients.tiles import WIDE, GradientTile
@@ -208,8 +210,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--flex", action="store_true")
     parser.add_argument("--tries", action="store_true")
+    parser.add_argument("--rested", action="store_true", help="after 15 ms of rest")
     parser.add_argument("--only", default="", help="cells whose name has this in it")
     options = parser.parse_args()
+    timer = rested if options.rested else sustained
     versions = f"torch {torch.__version__} triton {triton.__version__}"
     a = normal(8192, 8192)
     ceiling = measured({"matmul": lambda: a @ a}, 2 * 8192**3, options.rounds)["matmul"]
@@ -224,7 +228,7 @@ def main() -> None:
             every = (plain_cells(options.flex, options.only), feature_cells(options.only))
         for cells in every:
             for name, runs, flops in cells:
-                speeds = measured(runs, flops, options.rounds)
+                speeds = measured(runs, flops, options.rounds, timer)
                 ratio = bars.ratio(name, speeds) if "fa2" in speeds else ""
                 print(f"{name:40}", *(f"{n} {x:.0f}" for n, x in speeds.items()), ratio, flush=True)
                 for n, x in speeds.items():

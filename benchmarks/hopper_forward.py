@@ -38,7 +38,37 @@ def normal(*shape: int) -> torch.Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
 
-def measured(runs: dict[str, Run], flops: float, rounds: int) -> dict[str, float]:
+def sustained(run: Run) -> float:
+    """The median of some 40 ms of runs, after about as long, as FlashAttention-4's were timed."""
+    return triton.testing.do_bench(run, warmup=10, rep=40, return_mode="median")
+
+
+def rested(run: Run) -> float:
+    """The median of some 40 ms of runs after 15 ms of rest: what the card does before its cap on
+    power slows it down. All are in the queue before the first begins, so that it is the device's
+    time, however late the host may be. Each begins with an empty cache, as with ``do_bench``."""
+    run()
+    torch.cuda.synchronize()
+    cache = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
+
+    def times(count: int) -> list[float]:
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+        torch.cuda._sleep(25_000_000)  # clocks, about 15 ms
+        for start, end in events:
+            cache.zero_()
+            start.record()
+            run()
+            end.record()
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) for start, end in events]
+
+    each = statistics.median(times(3))
+    return statistics.median(times(max(4, min(100, int(40 / each)))))
+
+
+def measured(
+    runs: dict[str, Run], flops: float, rounds: int, timer: Callable[[Run], float] = sustained
+) -> dict[str, float]:
     """TFLOP/s of each, the median of its turns; nan where one cannot run.
 
     The card slows down with heat and is given time to lose it; who comes after whom changes from
@@ -53,7 +83,7 @@ def measured(runs: dict[str, Run], flops: float, rounds: int) -> dict[str, float
                 continue
             time.sleep(0.3)
             try:
-                ms = triton.testing.do_bench(runs[name], warmup=10, rep=40, return_mode="median")
+                ms = timer(runs[name])
             except RuntimeError:
                 ms = math.nan
             speeds[name].append(flops / ms / 1e9)
