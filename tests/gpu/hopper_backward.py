@@ -109,6 +109,8 @@ def first() -> list[Case]:
         Case("first-shared-bias", nq=300, nk=328, hq=4, hk=2, d=64, bias="1hqk", causal=True),
         Case("first-own-bias", nq=300, nk=328, hq=4, hk=2, d=128, bias="bhqk", causal=True),
         Case("first-own-bias-lengths", nq=200, nk=328, hq=2, d=64, bias="bhqk", lengths=(0.4, 0.0)),
+        Case("first-own-bias-window", nq=300, nk=328, hq=2, d=64, bias="bhqk", left=90, right=20),
+        Case("first-own-bias-documents", nq=200, hq=2, d=64, bias="bhqk", documents="sorted"),
         Case("first-row-bias", nq=300, nk=331, hq=4, hk=2, d=128, bias="b11k", causal=True),
         Case("first-row-bias-wide", nq=150, nk=201, hq=2, d=256, bias="1h1k"),
         Case("first-column-bias", nq=131, nk=201, hq=2, d=64, bias="1hq1", sink=True),

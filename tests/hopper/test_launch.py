@@ -10,11 +10,13 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
+from rowmax import hopper
 from rowmax.problem import Options, Problem, Tensors, Wanted, problem_of
 
 forward = importlib.import_module("rowmax.hopper.launch")
 backward = importlib.import_module("rowmax.hopper.gradients.launch")
 tiles = importlib.import_module("rowmax.hopper.gradients.tiles")
+biases = importlib.import_module("rowmax.hopper.gradients.biases")
 
 
 def posed(*, nq: int = 64, nk: int = 256, **options: Any) -> tuple[Problem, Tensors]:
@@ -79,3 +81,44 @@ def test_no_sequences_are_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_band_may_be_empty(left: int | None, right: int | None, sees: bool) -> None:
     problem, _ = posed(left=left, right=right)
     assert tiles.every_query_sees(problem) is sees
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "kind", "by"),
+    [
+        ((2, 4, 64, 256), {}, "tile", "stored"),
+        ((2, 4, 64, 256), {"softcap": 2.0}, "tile", "shared"),
+        ((1, 4, 64, 256), {}, "tile", "shared"),
+        ((2, 1, 1, 256), {}, "row", "row"),
+        ((2, 4, 1, 256), {}, "row", ""),  # of two heads that share keys and have rows of their own
+        ((2, 4, 64, 1), {}, "column", "column"),
+        ((1, 1, 1, 1), {}, "column", "column"),
+    ],
+)
+def test_what_makes_the_gradient_of_a_bias(
+    shape: tuple[int, ...], options: dict[str, Any], kind: str, by: str
+) -> None:
+    q, k = torch.zeros(2, 64, 4, 64).half(), torch.zeros(2, 256, 2, 64).half()
+    bias = torch.zeros(shape, dtype=torch.float16)
+    problem = problem_of(Tensors(q, k, k, bias), Options(scale=0.125, **options))
+    assert (biases.kind_of(problem), biases.gradient_by(problem)) == (kind, by)
+    room = biases.room_for(by, problem, bias, torch.empty(0))
+    if room is not None:
+        assert biases.made_of(room.zero_(), bias).shape == shape
+
+
+def test_a_bias_of_each_pair_is_copied_or_refused() -> None:
+    q, k = torch.zeros(2, 64, 4, 64).half(), torch.zeros(2, 100, 4, 64).half()
+    for bias, text in (
+        (torch.zeros(1, 1, 64, 100), "this one is torch.float32"),
+        (torch.zeros(1, 1, 64, 100).half(), "multiple of 8 keys, these are 100"),
+    ):
+        problem = problem_of(Tensors(q, k, k, bias), Options(scale=0.125))
+        assert text in (hopper.supports(problem, "backward") or "")
+
+
+def test_sums_are_over_what_shares_a_bias() -> None:
+    sums = torch.randn(2, 4, 1, 9)
+    made = biases.made_of(sums, torch.zeros(1, 4, 1, 9, dtype=torch.float16))
+    assert made.dtype == torch.float16
+    torch.testing.assert_close(made, sums.sum(0, keepdim=True).half())

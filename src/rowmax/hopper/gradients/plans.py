@@ -158,11 +158,13 @@ def made(
 def bias_options(p: Problem, kind: str, by: str) -> dict[str, Any]:
     """What a bias, and who makes its gradient, decide of a launch."""
     stored = by == "stored" and kind != "pair"
+    # of documents that product would meet keys that the query's tile sees nothing of
+    product = stored and kind == "all" and p.deterministic and not p.documents
     return {
         "KIND": kind,
         "BIAS": kind_of(p) == "tile",
         "DBIAS": stored,
-        "DQ": not (stored and kind == "all" and p.deterministic),
+        "DQ": not product,
         "ROW": kind_of(p) == "row",
         "DROW": by == "row" and kind != "dq",
     }
