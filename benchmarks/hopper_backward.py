@@ -7,7 +7,7 @@
 The 36 cells of ``hopper_forward.py``, then features; all that a backward launches is counted.
 Every cell is timed in turns, a fifth of a second apart, since the card slows down as it warms;
 the median of the turns is kept. FLOPs: 2.5 times the forward's; the bar of a cell is as there.
-``--rested``: each turn begins with 15 ms of rest, which the cap on power allows to be faster.
+``--rested``: each turn begins with 15 ms of rest (``hopper_forward.rested``).
 ``--tries`` measures our own kernels with other tiles and options instead.
 """
 

@@ -39,14 +39,13 @@ def normal(*shape: int) -> torch.Tensor:
 
 
 def sustained(run: Run) -> float:
-    """The median of some 40 ms of runs, after about as long, as FlashAttention-4's were timed."""
+    """The median of some 40 ms of runs, after about as long."""
     return triton.testing.do_bench(run, warmup=10, rep=40, return_mode="median")
 
 
 def rested(run: Run) -> float:
-    """The median of some 40 ms of runs after 15 ms of rest: what the card does before its cap on
-    power slows it down. All are in the queue before the first begins, so that it is the device's
-    time, however late the host may be. Each begins with an empty cache, as with ``do_bench``."""
+    """The median of some 40 ms of runs after 15 ms of rest, in which the host gets ahead. Each
+    begins with an empty cache, as with ``do_bench``."""
     run()
     torch.cuda.synchronize()
     cache = torch.empty(256 << 20, dtype=torch.int8, device="cuda")

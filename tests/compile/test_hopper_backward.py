@@ -90,9 +90,9 @@ MORE = {
 WAITS = {"all": 3, "dq": 3, "pair": 2, "dbias": 2}
 #: exponentials that may come after the wait for the product beside them, of 32
 LATE = 7 if OLDEST else 9
-#: a row of a bias arrives late: in one warpgroup of head size 64 they wait for it past that product
-#: (481 TFLOP/s, 485 without a bias)
-LATE_ROW = 31
+#: a row of a bias arrives late: one of the two warpgroups puts its exponentials off until after the
+#: product (481 TFLOP/s on an H200, 485 without a bias), the other does not
+ONE_IN_TIME = ((64, 64), "all", "row")
 
 
 @pytest.mark.parametrize(
@@ -105,6 +105,7 @@ def test_compiles_to(size, kind, name, dtype):
     loops = kernel.loops(16 if (kind, name) == ("dq", "dbias") else 0)  # which are of two numbers
     assert len(loops) >= 2
     stays_in_registers(kernel, loops, kind, name)
+    late = []
     for loop in loops:
         texts = [line.text for line in loop]
         waits = [n for n, text in enumerate(texts) if "WARPGROUP.DEPBAR" in text]
@@ -113,9 +114,11 @@ def test_compiles_to(size, kind, name, dtype):
         own_dq = kind == "all" and name != "dbias alone"
         assert len(waits) == WAITS[kind] + own_dq + (own_dq and not tile.ahead)
         if kind != "pair":  # which has no other product in flight
-            late = LATE_ROW if (size, kind, name) == ((64, 64), "all", "row") else LATE
             wait = waits[0 if kind == "all" else 1]
-            made_beside_products(texts, wait, tile.block_q, late)
+            late.append(exponentials_after(texts, wait, tile.block_q))
+    if (size, kind, name) == ONE_IN_TIME:
+        late = sorted(late)[: len(late) // 2]
+    assert all(n <= LATE for n in late)
 
 
 def stays_in_registers(kernel: Built, loops: list[list[Line]], kind: str, name: str) -> None:
@@ -127,8 +130,9 @@ def stays_in_registers(kernel: Built, loops: list[list[Line]], kind: str, name: 
     assert len(set(kernel.barriers())) == len(kernel.barriers()) > 0
 
 
-def made_beside_products(texts: list[str], wait: int, block_q: int, late: int) -> None:
-    """The exponentials come before the wait for dP (the first; the second of dQ alone)."""
+def exponentials_after(texts: list[str], wait: int, block_q: int) -> int:
+    """How many come after the wait for dP (the first; the second of dQ alone), that is not beside
+    the product."""
     after = sum("MUFU.EX2" in text for text in texts[wait:])
     assert sum("MUFU.EX2" in text for text in texts[:wait]) + after >= block_q // 2
-    assert after <= late
+    return after

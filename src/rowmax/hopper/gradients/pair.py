@@ -26,6 +26,9 @@ Barriers of a block: as of ``wide.py``, and
 Nobody need tell that w has been read: ``keys`` lets go of dO when dS of the use is made, and
 ``values`` puts w into the same buffer of its ring when it has waited for the next dO there.
 
+A tile of a bias comes with dO (b1_full) into the first half of the buffer of w of the same use, in
+which ``values`` puts w when it has read it.
+
 Where K and V come by a buffer of Q its ring has one use more for each tile that has steps, ahead of
 those: K and V are there at b0_full, and b0_empty tells that they are in registers.
 """

@@ -19,6 +19,8 @@ block (arrivals that complete a phase; a use n of a ring of S takes buffer n % S
     m_full[t]     producer, a tile is announced         consumers and writer, once a turn
     m_empty[t]    each consumer and the writer          producer, two turns later
 
+Where dQ is made of dbias, afterwards, there is no writer, and no dq_full and dq_empty.
+
 A tile that a sequence ends in has a barrier for its copy alone (``padding.py``), and *_full of the
 buffer when it is cleared.
 

@@ -4,8 +4,8 @@
 S and dP are made once more, which is two products for the five of the other launch, and no float32
 sum is ever in memory. (To add to one there, from the launch that makes all gradients, was slower.)
 
-A block holds 128 queries by 128 keys of the bias, 64 queries a warpgroup. For each sequence and
-head that shares it Q and K come in one ring of buffers, V and dO in another:
+A block holds 128 queries by 128 keys of the bias (64 of wide heads), 64 queries a warpgroup. For
+each sequence and head that shares it Q and K come in one ring of buffers, V and dO in another:
 
     barrier      arrivals                               waited for by
     a_full[s]    producer's expect + bytes of Q, K,     consumers, before S of the use

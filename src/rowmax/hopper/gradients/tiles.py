@@ -50,7 +50,7 @@ WIDE = {
         "pair": GradientTile(64, 3, 2, held_0=128, held_1=128, alone=True),
     },
 }
-#: by the same: 128 queries of a bias that is shared, by so many keys (shared_bias.py)
+#: by (D, Dv): 128 queries of a bias that is shared, by so many keys (shared_bias.py)
 SHARED_BIAS = {
     (64, 64): GradientTile(128, 2, 2, kv_stages=2),
     (128, 128): GradientTile(128, 2, 1),
