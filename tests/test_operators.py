@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -373,6 +375,26 @@ def test_whoever_listens_sees_the_operator(grad: bool) -> None:
         assert out.requires_grad == alone.requires_grad == grad
 
 
+def test_whoever_listens_sees_the_backward() -> None:
+    q, k, v = inputs(2, 24, grad=True)
+    out = attention(q, k, v, causal=True)
+    dout = torch.randn_like(out)
+
+    def gradients() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+
+    alone = gradients()
+    with _Seen() as dispatched:
+        a = gradients()
+    assert "rowmax.backward.default" in dispatched.names
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        b = gradients()
+    assert "rowmax::backward" in {event.name for event in profile.events() or ()}
+    for got in (a, b):
+        for x, y in zip(got, alone, strict=True):
+            assert torch.equal(x, y)
+
+
 def test_a_tensors_subclass_goes_through_the_dispatcher() -> None:
     class Tagged(Tensor):
         seen: ClassVar[list[str]] = []
@@ -429,6 +451,30 @@ def test_flops_are_counted() -> None:
     with FlopCounterMode(display=False) as counter:
         rowmax.attention_varlen(q[0], k[0], v[0], cu, cu, backend=BACKEND)
     assert counter.get_total_flops() == 2 * 2 * 2 * (9 + 49) * 8
+
+
+_FIRST = """
+import sys, torch, rowmax
+from contextlib import nullcontext
+from torch.utils.flop_counter import FlopCounterMode
+what = sys.argv[1]
+q, k, v = (torch.randn(1, 10, 2, 8, requires_grad=True) for _ in range(3))
+counter = FlopCounterMode(display=False)
+with counter if what != "backward" else nullcontext(), torch.inference_mode(what == "inference"):
+    out = rowmax.attention(q, k, v)
+if what == "backward":
+    with counter:
+        out.sum().backward()
+print(counter.get_total_flops())
+"""
+
+
+@pytest.mark.parametrize(("what", "products"), [("forward", 2), ("inference", 2), ("backward", 5)])
+def test_flops_of_the_first_call_are_counted(what: str, products: int) -> None:
+    """A counter keeps a copy of the registry, made before our operators were told to it."""
+    command = [sys.executable, "-c", _FIRST, what]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert int(done.stdout) == products * 2 * 2 * 10 * 10 * 8
 
 
 @pytest.mark.parametrize("nq", [0, 1, 7, 12])

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import _SingleLevelFunction
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from . import batching, flops
 from .arguments import PLAIN, check_packed_values
@@ -53,7 +54,7 @@ def attend(tensors: Tensors, options: Options, problem: Problem | None) -> tuple
     return torch.ops.rowmax.forward(*tensors, *options)
 
 
-def _alone(tensors: Tensors) -> bool:
+def _alone(tensors: tuple[Tensor | None, ...]) -> bool:
     """Whether nobody is between this call and its kernel: no tracer, transform, mode, subclass or
     profiler, and no tensor whose negation is still to be done. The dispatcher would then change
     nothing, and take a third of a small call's time.
@@ -65,10 +66,11 @@ def _alone(tensors: Tensors) -> bool:
         or torch._C._get_tracing_state()
         or torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
         or forward_ad._current_level >= 0
-        or tensors.q.is_meta
     ):
         return False
-    return not [t for t in tensors if t is not None and (type(t) not in PLAIN or t.is_neg())]
+    return not [
+        t for t in tensors if t is not None and (type(t) not in PLAIN or t.is_neg() or t.is_meta)
+    ]
 
 
 def _split(inputs: tuple[Any, ...]) -> tuple[Tensors, Options]:
@@ -134,13 +136,18 @@ torch.library.register_vmap("rowmax::backward", batching.backward, lib=_library)
 def _tell_flop_counter() -> None:
     """Tell torch's counter of operations what ours are worth, once it is imported.
 
-    Not before: importing it imports Triton. Who counts has imported it before the call.
+    Not before: importing it imports Triton. A counter copies the registry when it is made, which
+    may be before our first call: those that are counting now are told as well.
     """
-    counter = sys.modules.get("torch.utils.flop_counter")
-    if counter is None or torch.ops.rowmax.forward in counter.flop_registry:
+    module = sys.modules.get("torch.utils.flop_counter")
+    if module is None:
         return
-    for operator, worth in (("forward", _forward_flops), ("backward", _backward_flops)):
-        counter.register_flop_formula(getattr(torch.ops.rowmax, operator), get_raw=True)(worth)
+    counting = (getattr(mode, "counter", mode) for mode in _get_current_dispatch_mode_stack())
+    for counter in (module, *counting):
+        registry = getattr(counter, "flop_registry", None)
+        if registry is not None:
+            registry.setdefault(torch.ops.rowmax.forward, _forward_flops)
+            registry.setdefault(torch.ops.rowmax.backward, _backward_flops)
 
 
 def _forward_flops(*inputs: Any, out_val: Any = None) -> int:
@@ -198,15 +205,14 @@ class _Attention(_SingleLevelFunction):
         saved = ctx.saved_tensors
         tensors, (out, lse) = saved[:_TENSORS], saved[_TENSORS:]
         wanted = list(ctx.needs_input_grad[1 : 1 + _DIFFERENTIABLE])
-        gradients = torch.ops.rowmax.backward(
-            torch.zeros_like(out) if dout is None else dout,
-            dlse,
-            out,
-            lse,
-            wanted,
-            *tensors,
-            *ctx.options,
-        )
+        dout = torch.zeros_like(out) if dout is None else dout
+        given = (dout, dlse, out, lse, wanted, *tensors, *ctx.options)
+        if not (torch.is_grad_enabled() or torch.compiler.is_compiling()) and _alone(
+            (*tensors, dout, dlse)
+        ):
+            gradients = _backward(*given)
+        else:
+            gradients = torch.ops.rowmax.backward(*given)
         kept = (g if want else None for g, want in zip(gradients, wanted, strict=True))
         return (None, *kept, *nothing[1 + _DIFFERENTIABLE :])
 
@@ -250,6 +256,7 @@ def _autograd(operator: Any, function: type[_SingleLevelFunction]) -> Callable[.
     """
 
     def kernel(keys: DispatchKeySet, *inputs: Any) -> Any:
+        _tell_flop_counter()
         below = keys & torch._C._after_autograd_keyset
         reverse = torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)
         if not reverse and forward_ad._current_level < 0:
