@@ -40,6 +40,33 @@ class Built(NamedTuple):
         made = (re.search(r"SYNCS\.EXCH\.64 URZ, \[([^]]+)\]", line.text) for line in self.lines)
         return [re.sub(r"U?R\d+\+?|URZ\+?", "", found[1]) for found in made if found]
 
+    def partitions(self) -> list[list[Line]]:
+        """The code of each partition of a block: all threads meet before and after."""
+        found: list[list[Line]] = [[]]
+        for line in self.lines:
+            found[-1].append(line)
+            if re.search(r"\bBAR\.SYNC\S* 0x1\b", line.text):
+                found.append([])
+        return found
+
+    def too_early(self) -> list[Line]:
+        """Where one thread arrives at a barrier for a warpgroup whose other threads may still be
+        at shared memory: nothing brought them together since they read or wrote it."""
+        parts = [part for part in self.partitions() if count(part, "HGMMA")]
+        assert parts  # the others are warps, whose lanes go together
+        found = []
+        for part in parts:
+            busy = False
+            assert count(part, "SYNCS.ARRIVE") > 0
+            for line in part:
+                if re.search(r"\b(LDS|LDSM|STS|STSM)\b", line.text):
+                    busy = True
+                elif "BAR.SYNC" in line.text:
+                    busy = False
+                elif busy and "SYNCS.ARRIVE" in line.text:
+                    found.append(line)
+        return found
+
     def loops(self, stores: int = 0) -> list[list[Line]]:
         """The loops over key tiles: of the branches that go back the innermost with products, and
         with as many stores as a step makes.

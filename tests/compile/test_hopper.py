@@ -1,8 +1,9 @@
 """What the Hopper forward must compile to, for every head size and feature. Needs no GPU.
 
-Three things that no test of results would notice: registers that overflow into memory in a loop
-over key tiles, products that the assembler makes wait for one another, and a softmax that it
-moves from under the product that hides it to after it.
+Things that no test of results would notice: registers that overflow into memory in a loop over key
+tiles, products that the assembler makes wait for one another, a softmax that it moves from under
+the product that hides it to after it, and a thread that arrives at a barrier before the others of
+its warpgroup have read what it gives away.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ def test_loops_keep_to_registers(case):
     assert kernel.shared <= SHARED
     # one that nobody uses would lie where something else does
     assert len(set(kernel.barriers())) == len(kernel.barriers()) > 0
+    assert kernel.too_early() == []
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -1,8 +1,9 @@
 """What the Hopper backward must compile to, for every head size and feature. Needs no GPU.
 
-Three things that no test of results would notice: registers that overflow into memory in a loop
-over tiles, products that the assembler makes wait for one another, and exponentials that it moves
-from under the product that hides them to after it.
+Things that no test of results would notice: registers that overflow into memory in a loop over
+tiles, products that the assembler makes wait for one another, exponentials that it moves from under
+the product that hides them to after it, and a thread that arrives at a barrier before the others
+of its warpgroup have read what it gives away.
 """
 
 from __future__ import annotations
@@ -105,6 +106,7 @@ def test_compiles_to(size, kind, name, dtype):
     loops = kernel.loops(16 if (kind, name) == ("dq", "dbias") else 0)  # which are of two numbers
     assert len(loops) >= 2
     stays_in_registers(kernel, loops, kind, name)
+    assert kernel.too_early() == []
     late = []
     for loop in loops:
         texts = [line.text for line in loop]
