@@ -53,6 +53,12 @@ BIASES = (
     (4, 2048, 16, 128, (4, 1, 1, 2048)),
 )
 
+#: (sequences, tokens, heads, head size, keys of each) under a bias that they share
+SHORT = (
+    (4, 2048, 32, 64, (2048, 1500, 1100, 600)),
+    (4, 2048, 16, 128, (2048, 1500, 1100, 600)),
+)
+
 
 def backward_of(out: torch.Tensor, leaves: tuple[torch.Tensor, ...]) -> Run:
     dout = torch.randn_like(out)
@@ -150,6 +156,16 @@ def feature_cells(only: str):
             cudnn = SDPBackend.CUDNN_ATTENTION
             runs["cudnn"] = of_torch(cudnn, q, k, v, attn_mask=bias.detach())
             yield name, runs, 10 * b * h * n * n * d
+    for b, n, h, d, lengths in SHORT:
+        name = f"the same (1, {h}, {n}, {n}), {b} sequences of {min(lengths)} to {n} keys, D{d}"
+        if only in name:
+            q, k, v = (normal(b, n, h, d) for _ in range(3))
+            bias = normal(1, h, n, n)
+            mask = rowmax.PrefixLengths(torch.tensor(lengths, device="cuda"))
+            runs = ours(q, k, v, bias=bias, mask=mask)
+            plain = ours(q, k, v, bias=bias, mask=mask, modes=(False,), backend="triton")
+            runs["rowmax triton"] = plain["rowmax"]
+            yield name, runs, 10 * h * n * sum(lengths) * d
 
 
 #: by head size: (tiles, options) of what may be faster

@@ -42,6 +42,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "row": {"ROW": True, "DROW": True, "RIGHT": True},
     "bias": {"BIAS": True},
     "causal bias": {"BIAS": True, "RIGHT": True},
+    "bias lengths": {"BIAS": True, "PREFIX": True, "RAGGED": True},
+    "bias documents": {"BIAS": True, "DOCUMENTS": True, "RIGHT": True},
 }
 #: what wide heads are compiled with beside
 WIDE_FEATURES = {
@@ -66,8 +68,9 @@ def cases():
             for name in ("full", "causal", *more):
                 yield size, kind, name, "bf16"
     for size in SHARED_BIAS:
-        for name in ("bias", "causal bias"):
+        for name in ("bias", "causal bias", "bias lengths"):
             yield size, "dbias", name, "bf16"
+    yield (128, 128), "dbias", "bias documents", "bf16"
 
 
 #: the triton that torch 2.11 pins
@@ -86,6 +89,8 @@ MORE = {
     ("dq", "dbias"): ((21, 248), (22, 208)),
     ("dbias", "bias"): ((2, 40), (8, 40)),
     ("dbias", "causal bias"): ((3, 40), (16, 40)),
+    ("dbias", "bias lengths"): ((2, 40), (27, 56)),
+    ("dbias", "bias documents"): ((40, 168), (51, 152)),
 }
 #: for products, in a step
 WAITS = {"all": 3, "dq": 3, "pair": 2, "dbias": 2}

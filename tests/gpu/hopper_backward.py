@@ -62,6 +62,9 @@ FEATURES = (
     {"hk": 2, "bias": "b1qk", "causal": True},
     {"hk": 2, "bias": "11qk", "left": 100, "right": 30},
     {"hk": 2, "bias": "1hqk", "causal": True, "softcap": 20.0, "alibi": True},
+    {"hk": 2, "bias": "1hqk", "lengths": (0.7, 0.2), "causal": True},
+    {"hk": 2, "bias": "11qk", "documents": "sorted", "left": 100},
+    {"bias": "b1qk", "lengths": (0.0, 0.7)},
 )
 COLUMNS = ("case", "dtype", "deterministic", "complaints", "device", "torch", "triton", "date")
 PACKED = ((5, 90), (0, 17), (300, 270), (33, 0), (1, 40), (700, 700))
@@ -107,6 +110,22 @@ def first() -> list[Case]:
         Case("first-lengths", b=2, nq=300, nk=500, d=128, lengths=(0.4, 0.0)),
         Case("first-packed", d=64, sequences=PACKED, causal=True, hk=2),
         Case("first-shared-bias", nq=300, nk=328, hq=4, hk=2, d=64, bias="1hqk", causal=True),
+        Case(
+            "first-shared-bias-lengths", nq=200, nk=328, hq=2, d=64, bias="1hqk", lengths=(0.7, 0.2)
+        ),
+        Case(
+            "first-shared-bias-heads", nq=200, nk=328, hq=2, d=128, bias="b1qk", lengths=(0.0, 0.7)
+        ),
+        Case(
+            "first-shared-bias-documents",
+            nq=328,
+            hq=4,
+            hk=2,
+            d=64,
+            bias="11qk",
+            documents="sorted",
+            causal=True,
+        ),
         Case("first-own-bias", nq=300, nk=328, hq=4, hk=2, d=128, bias="bhqk", causal=True),
         Case("first-own-bias-lengths", nq=200, nk=328, hq=2, d=64, bias="bhqk", lengths=(0.4, 0.0)),
         Case("first-own-bias-window", nq=300, nk=328, hq=2, d=64, bias="bhqk", left=90, right=20),

@@ -32,6 +32,10 @@ CASES = [
     Case("d192-128-bias", nq=200, nk=328, hq=2, d=192, dv=128, bias="bhqk", left=90, right=20),
     Case("d64-shared-bias", b=2, nq=256, hq=2, d=64, bias="1hqk", causal=True),
     Case("d256-shared-bias", b=2, nq=200, nk=328, hq=2, hk=1, d=256, bias="1hqk"),
+    Case(
+        "d64-shared-bias-lengths", b=2, nq=200, nk=328, hq=2, d=64, bias="1hqk", lengths=(0.7, 0.2)
+    ),
+    Case("d128-shared-bias-documents", b=2, nq=264, hq=2, d=128, bias="11qk", documents="sorted"),
     Case("d128-row-bias", nq=300, nk=331, hq=4, hk=2, d=128, bias="b11k", causal=True),
     Case("d256-row-bias", nq=150, nk=201, hq=2, d=256, bias="1h1k"),
     Case("d64-column-bias", nq=131, nk=201, hq=2, d=64, bias="1hq1", sink=True),

@@ -44,7 +44,7 @@ def gradient_by(p: Problem) -> str:
     if kind == "tile":
         if p.bias[:2] == (p.batch, p.hq) and p.softcap == 0:
             return "stored"
-        return "" if p.prefix or p.documents else "shared"
+        return "shared"
     if kind == "row":
         # of all heads of a group at once, and of dS, which with a softcap wide heads do not make
         apart = p.bias[1] > 1 and p.group > 1

@@ -244,7 +244,7 @@ def pointers(
         counter = t.counters[nth:] if nth else t.counters
     if q_ids is not None and k_ids is not None:
         q_ids, k_ids = q_ids.contiguous(), k_ids.contiguous()
-        stays, passes = (q_ids, k_ids) if C.KIND == "dq" else (k_ids, q_ids)
+        stays, passes = (q_ids, k_ids) if C.QUERIES_DOWN else (k_ids, q_ids)
         spans = tile_spans(stays, passes, C.BLOCK_K, C.BLOCK_Q, problem.batch)
     out, dv, dbias = made
     return Pointers(

@@ -45,32 +45,35 @@ from .terms import weights
 
 
 @gluon.jit
-def tile_of(C: gl.constexpr, i, sizes, shared):
-    """(the i-th tile, its plane, its tile of keys): of the first that shares it, the tiles of keys
-    that its queries see among it."""
-    heads, each, planes, over = shared
+def place_of(C: gl.constexpr, i, sizes):
+    """(first query, plane, tile of keys) of the i-th tile."""
     nq, nk, left, right, spans = sizes
     across = (nk + C.BLOCK_Q - 1) // C.BLOCK_Q
     down = (nq + C.BLOCK_K - 1) // C.BLOCK_K
-    row = (i // across % down * C.BLOCK_K, 0, 0)
-    seqs = (None, None, 0, None)
-    return query_tile_of(C, row, sizes, seqs, None), i // across // down, i % across
+    return i // across % down * C.BLOCK_K, i // across // down, i % across
 
 
 @gluon.jit
 def tiles(C: gl.constexpr, sizes, shared):
     """How many there are."""
-    heads, each, planes, over = shared
+    planes = shared[2]
     nq, nk, left, right, spans = sizes
     across = (nk + C.BLOCK_Q - 1) // C.BLOCK_Q
     return (nq + C.BLOCK_K - 1) // C.BLOCK_K * across * planes
 
 
 @gluon.jit
-def sharer(plane, s, shared):
-    """(sequence, head) that is the s-th to share a plane."""
-    heads, each, planes, over = shared
-    return plane // heads + s // each, plane % heads + s % each
+def tile_of(C: gl.constexpr, first, plane, run, sizes, shared, lengths):
+    """The tile as those of a run see it, with the tiles of keys that they see."""
+    row = (first, 0, plane // shared[0] + run)
+    return query_tile_of(C, row, sizes, (None, None, 0, None), lengths)
+
+
+@gluon.jit
+def sharer(plane, run, s, shared):
+    """(sequence, head) that is the s-th of a run to share a plane."""
+    heads, each, planes, runs, over = shared
+    return plane // heads + run + s // each, plane % heads + s % each
 
 
 @gluon.jit
@@ -97,14 +100,12 @@ def is_seen(t, tile):
 
 @gluon.jit
 def step(
-    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, s, t, plane, use, turn, x, buffers,
-    bars, tile, sizes, terms, shared, scale,
+    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, s, t, head, use, turn, x, buffers,
+    bars, tile, sizes, terms, over, scale,
 ):  # fmt: skip
     """x, the sum, with one more that shares the bias."""
     qs, ks, stats, vs, dos, biases = buffers
     a_full, a_empty, b_full, b_empty = bars[:4]
-    over = shared[3]
-    b, head = sharer(plane, s, shared)
     a = slot(use, C.Q_STAGES)
     S = issue_scores(C, c, 0, qs, a, ks, use)
     at = slot(use, C.DO_STAGES)
@@ -122,40 +123,48 @@ def step(
     )
     dp = warpgroup_mma_wait(0, deps=[dp])
     mbarrier.arrive(b_empty.index(at), count=1)
-    return after, x + p * (dp - delta[:, None])
+    ds = p * (dp - delta[:, None])
+    if MASKED and C.PREFIX:  # past a length values may be anything
+        ds = gl.where(p == 0.0, 0.0, ds)
+    return after, x + ds
 
 
 @gluon.jit
-def consumer(C: gl.constexpr, c: gl.constexpr, dbias, buffers, bars, sizes, terms, shared, scale):
+def consumer(C: gl.constexpr, c: gl.constexpr, dbias, buffers, bars, sizes, terms, shared, rest):
     """Warpgroup c: queries ``64 c`` to ``64 c + 63`` of every tile of this block."""
     a_full, a_empty, b_full, b_empty, full, empty = bars
-    heads, each, planes, over = shared
+    heads, each, planes, runs, over = shared
+    lengths, scale = rest
     biases = buffers[5]
     use = 0
     turn = 0
     end = tiles(C, sizes, shared)
     i = gl.program_id(0)
     while i < end:
-        tile, plane, t = tile_of(C, i, sizes, shared)
-        seen = is_seen(t, tile)
+        top, plane, t = place_of(C, i, sizes)
+        first = top + c * C.TOKENS
         at = slot(turn, C.KV_STAGES)
         mbarrier.wait(full.index(at), phase(turn, C.KV_STAGES))
-        mbarrier.wait(a_full.index(slot(use, C.Q_STAGES)), phase(use, C.Q_STAGES), pred=seen)
         x = gl.full([C.TOKENS, C.BLOCK_Q], 0.0, gl.float32, score_layout(C))
-        first = tile[0] + c * C.TOKENS
-        y, z = full_range(C, first, tile, sizes)
-        whole = (t >= y) & (t < z)
-        if C.MASKS:
-            for s in range(gl.where(seen & (whole == 0), over, 0)):
+        for run in range(runs):
+            tile = tile_of(C, top, plane, run, sizes, shared, lengths)
+            seen = is_seen(t, tile)
+            mbarrier.wait(a_full.index(slot(use, C.Q_STAGES)), phase(use, C.Q_STAGES), pred=seen)
+            y, z = full_range(C, first, tile, sizes)
+            whole = (t >= y) & (t < z)
+            if C.MASKS:
+                for s in range(gl.where(seen & (whole == 0), over, 0)):
+                    b, head = sharer(plane, run, s, shared)
+                    use, x = step(
+                        C, True, c, s, t, head, use, turn, x, buffers, bars, tile, sizes, terms,
+                        over, scale,
+                    )  # fmt: skip
+            for s in range(gl.where(seen & whole, over, 0)):
+                b, head = sharer(plane, run, s, shared)
                 use, x = step(
-                    C, True, c, s, t, plane, use, turn, x, buffers, bars, tile, sizes, terms,
-                    shared, scale,
+                    C, False, c, s, t, head, use, turn, x, buffers, bars, tile, sizes, terms, over,
+                    scale,
                 )  # fmt: skip
-        for s in range(gl.where(seen & whole, over, 0)):
-            use, x = step(
-                C, False, c, s, t, plane, use, turn, x, buffers, bars, tile, sizes, terms, shared,
-                scale,
-            )  # fmt: skip
         own = own_bias(C, c, biases, turn)
         own.store(x.to(dbias.dtype))
         fence_async_shared()
@@ -168,30 +177,29 @@ def consumer(C: gl.constexpr, c: gl.constexpr, dbias, buffers, bars, sizes, term
 
 
 @gluon.jit
-def consumer0(C: gl.constexpr, dbias, buffers, bars, sizes, terms, shared, scale):
-    consumer(C, 0, dbias, buffers, bars, sizes, terms, shared, scale)
+def consumer0(C: gl.constexpr, dbias, buffers, bars, sizes, terms, shared, rest):
+    consumer(C, 0, dbias, buffers, bars, sizes, terms, shared, rest)
 
 
 @gluon.jit
-def consumer1(C: gl.constexpr, dbias, buffers, bars, sizes, terms, shared, scale):
-    consumer(C, 1, dbias, buffers, bars, sizes, terms, shared, scale)
+def consumer1(C: gl.constexpr, dbias, buffers, bars, sizes, terms, shared, rest):
+    consumer(C, 1, dbias, buffers, bars, sizes, terms, shared, rest)
 
 
 @gluon.jit
-def producer(C: gl.constexpr, descs, buffers, bars, sizes, shared, spread):
+def producer(C: gl.constexpr, descs, buffers, bars, sizes, shared, lengths, spread):
     """One warp: every copy into shared memory for every tile of this block."""
     q, do, k, v, rows, bias = descs
     qs, ks, stats, vs, dos, biases = buffers
     ratio, hq = spread
     a_full, a_empty, b_full, b_empty, full, empty = bars
-    heads, each, planes, over = shared
+    heads, each, planes, runs, over = shared
     use = 0
     turn = 0
     end = tiles(C, sizes, shared)
     i = gl.program_id(0)
     while i < end:
-        tile, plane, t = tile_of(C, i, sizes, shared)
-        first = tile[0]
+        first, plane, t = place_of(C, i, sizes)
         at = slot(turn, C.KV_STAGES)
         mbarrier.wait(empty.index(at), phase(turn, C.KV_STAGES) ^ 1)
         mbarrier.expect(full.index(at), C.WARPGROUPS * bias.block_type.nbytes)
@@ -201,23 +209,25 @@ def producer(C: gl.constexpr, descs, buffers, bars, sizes, shared, spread):
             here = [plane // heads, plane % heads, first + c * C.TOKENS, t * C.BLOCK_Q]
             tma_load(bias, here, full.index(at), to)
         turn += 1
-        for s in range(gl.where(is_seen(t, tile), over, 0)):
-            b, head = sharer(plane, s, shared)
-            a = slot(use, C.Q_STAGES)
-            bar = a_full.index(a)
-            mbarrier.wait(a_empty.index(a), phase(use, C.Q_STAGES) ^ 1)
-            both: gl.constexpr = q.block_type.nbytes + k.block_type.nbytes
-            mbarrier.expect(bar, both + rows.block_type.nbytes)
-            tma_load(rows, [b * hq + head, 0, first], bar, stats.index(a))
-            tma_load(q, [b, first, head, 0], bar, qs.index(a))
-            tma_load(k, [b, t * C.BLOCK_Q, head // ratio, 0], bar, ks.index(a))
-            u = slot(use, C.DO_STAGES)
-            bar = b_full.index(u)
-            mbarrier.wait(b_empty.index(u), phase(use, C.DO_STAGES) ^ 1)
-            mbarrier.expect(bar, v.block_type.nbytes + do.block_type.nbytes)
-            tma_load(v, [b, t * C.BLOCK_Q, head // ratio, 0], bar, vs.index(u))
-            tma_load(do, [b, first, head, 0], bar, dos.index(u))
-            use += 1
+        for run in range(runs):
+            tile = tile_of(C, first, plane, run, sizes, shared, lengths)
+            for s in range(gl.where(is_seen(t, tile), over, 0)):
+                b, head = sharer(plane, run, s, shared)
+                a = slot(use, C.Q_STAGES)
+                bar = a_full.index(a)
+                mbarrier.wait(a_empty.index(a), phase(use, C.Q_STAGES) ^ 1)
+                both: gl.constexpr = q.block_type.nbytes + k.block_type.nbytes
+                mbarrier.expect(bar, both + rows.block_type.nbytes)
+                tma_load(rows, [b * hq + head, 0, first], bar, stats.index(a))
+                tma_load(q, [b, first, head, 0], bar, qs.index(a))
+                tma_load(k, [b, t * C.BLOCK_Q, head // ratio, 0], bar, ks.index(a))
+                u = slot(use, C.DO_STAGES)
+                bar = b_full.index(u)
+                mbarrier.wait(b_empty.index(u), phase(use, C.DO_STAGES) ^ 1)
+                mbarrier.expect(bar, v.block_type.nbytes + do.block_type.nbytes)
+                tma_load(v, [b, t * C.BLOCK_Q, head // ratio, 0], bar, vs.index(u))
+                tma_load(do, [b, first, head, 0], bar, dos.index(u))
+                use += 1
         i += gl.num_programs(0)
 
 
@@ -247,17 +257,22 @@ def shared_bias(
     heads = n.each_h * (n.hq - 1) + 1
     batch = n.each_b * (n.batch - 1) + 1
     each = n.hq // heads
-    # heads of the bias, heads that share one, planes of it, and how many share one
-    shared = (heads, each, heads * batch, each * (n.batch // batch))
+    many = n.batch // batch
+    # heads of the bias, heads that share one, planes of it; runs of those that share one: all in
+    # one where all see the same, else of each sequence its own; how many a run has
+    if C.PREFIX or C.DOCUMENTS:
+        shared = (heads, each, heads * batch, many, each)
+    else:
+        shared = (heads, each, heads * batch, 1, each * many)
     sizes = (n.nq, n.nk, n.left, n.right, t.spans)
     terms = (n.inner, t.alibi, t.q_ids, t.k_ids, n.ids_q, n.ids_k)
     descs = (q, do, k, v, rows, bias)
     follow()
     gl.warp_specialize(
         [
-            (consumer0, (C, dbias, buffers, bars, sizes, terms, shared, n.scale)),
-            (consumer1, (C, dbias, buffers, bars, sizes, terms, shared, n.scale)),
-            (producer, (C, descs, buffers, bars, sizes, shared, (n.ratio, n.hq))),
+            (consumer0, (C, dbias, buffers, bars, sizes, terms, shared, (t.lengths, n.scale))),
+            (consumer1, (C, dbias, buffers, bars, sizes, terms, shared, (t.lengths, n.scale))),
+            (producer, (C, descs, buffers, bars, sizes, shared, t.lengths, (n.ratio, n.hq))),
         ],
         [4, 1],
         [R0, R1],
