@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo import compiled_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
@@ -433,6 +434,20 @@ def test_one_tensor_for_all_three() -> None:
     leaves = [x.detach().clone().requires_grad_() for _ in range(3)]
     parts = torch.autograd.grad(attention(*leaves).square().sum(), leaves)
     torch.testing.assert_close(got, sum(parts))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_the_backward_compiles_as_it_runs() -> None:
+    """One graph for all calls of a shape would not do: the second differs in an option alone."""
+    q, k, v = inputs(2, 12, grad=True)
+    for causal in (True, False):
+        want = torch.autograd.grad(attention(q, k, v, causal=causal).square().sum(), (q, k, v))
+        for x in (q, k, v):
+            x.grad = None
+        with compiled_autograd._enable(torch.compile(backend="eager")):
+            attention(q, k, v, causal=causal).square().sum().backward()
+        for x, grad in zip((q, k, v), want, strict=True):
+            torch.testing.assert_close(x.grad, grad, rtol=0, atol=0)
 
 
 # --- work --------------------------------------------------------------------------------------

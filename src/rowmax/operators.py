@@ -220,6 +220,12 @@ class _Attention(_SingleLevelFunction):
     def jvp(ctx: Any, *tangents: Any) -> Any:
         raise NotImplementedError(_NO_TANGENT)
 
+    @staticmethod
+    def _compiled_autograd_key(ctx: Any) -> tuple[int, ...]:
+        """As of ``torch.autograd.Function``, for whoever compiles the backward as it runs. (What
+        else the backward depends on, dynamo guards.)"""
+        return (ctx._autograd_function_id,)
+
 
 class _AttentionBackward(_SingleLevelFunction):
     """The backward operator, likewise; its own derivative is not there yet."""
