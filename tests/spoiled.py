@@ -50,11 +50,14 @@ def padding_matters_backward(
         t[:, end:] = torch.nan
     lse[..., end:], dlse[..., end:] = torch.nan, torch.nan
     again = backward(problem, tensors._replace(q=q), out, lse, dout, dlse, wanted)
-    for name, rows in (("q", end), ("k", begin), ("v", begin)):
+    rows = {"q": end, "k": begin, "v": begin}
+    if not problem.varlen:  # else the bias may have been that sequence's too
+        rows["bias"] = None
+    for name, some in rows.items():
         x, y = getattr(again, name), getattr(got, name)
         if x is None or y is None:
             continue
-        x, y = x[:, :rows].double(), y[:, :rows].double()
+        x, y = x[:, :some].double(), y[:, :some].double()
         off, size = (x - y).norm().item(), y.norm().item()
         if not (torch.equal(x, y) if exact(name) else off <= 1e-2 * size + 1e-6 * y.numel() ** 0.5):
             return f"d{name}: what is past the end of a sequence reaches it"

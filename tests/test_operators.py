@@ -396,6 +396,79 @@ def test_whoever_listens_sees_the_backward() -> None:
             assert torch.equal(x, y)
 
 
+def test_a_profiler_of_all_threads_sees_the_operators() -> None:
+    q, k, v = inputs(2, 24, grad=True)
+    every = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], experimental_config=every
+    ) as profile:
+        attention(q, k, v).sum().backward()
+    names = {event.name for event in profile.events() or ()}
+    assert {"rowmax::forward", "rowmax::backward"} <= names
+
+
+def test_cotangents_in_batches() -> None:
+    """By the older ``vmap``, whose tensors look plain."""
+    q, k, v = inputs(2, 12, grad=True)
+    out = attention(q, k, v, causal=True)
+    douts = torch.randn(3, *out.shape, dtype=out.dtype)
+    got = torch.autograd.grad(out, (q, k, v), douts, is_grads_batched=True, retain_graph=True)
+    each = [torch.autograd.grad(out, (q, k, v), d, retain_graph=True) for d in douts]
+    for x, *parts in zip(got, *each, strict=True):
+        torch.testing.assert_close(x, torch.stack(parts), rtol=0, atol=0)
+
+    def summed(q: Tensor) -> Tensor:
+        return attention(q, k, v, causal=True).sum((-1, -2))
+
+    rows, plain = (
+        torch.autograd.functional.jacobian(summed, q, vectorize=v) for v in (True, False)
+    )
+    torch.testing.assert_close(rows, plain, rtol=0, atol=0)
+
+
+def test_a_cotangent_of_zeros_that_are_not_written() -> None:
+    q, k, v = inputs(2, 12, grad=True)
+    out = attention(q, k, v)
+    dout = torch._efficientzerotensor(out.shape, dtype=out.dtype)
+    for grad in torch.autograd.grad(out, (q, k, v), dout):
+        assert not grad.count_nonzero()
+
+
+def test_what_was_saved_may_come_back_as_another_kind_of_tensor() -> None:
+    class Wrapped(Tensor):
+        seen: ClassVar[list[str]] = []
+        held: Tensor
+
+        @staticmethod
+        def __new__(cls, held: Tensor) -> Wrapped:
+            made = Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)
+            made.held = held
+            return made
+
+        @classmethod
+        def __torch_dispatch__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            cls.seen.append(str(func))
+            plain = [x.held if isinstance(x, Wrapped) else x for x in args]
+            out = func(*plain, **(kwargs or {}))
+            return cls(out) if func is torch.ops.aten.detach.default else out
+
+    q, k, v = inputs(1, 12, grad=True)
+    want = torch.autograd.grad(attention(q, k, v).sum(), (q, k, v))
+    leaves = {x.data_ptr() for x in (q, k, v)}
+
+    def unpack(t: Tensor) -> Tensor:
+        return t if t.data_ptr() in leaves else Wrapped(t)
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+        out = attention(q, k, v)
+    got = torch.autograd.grad(out.sum(), (q, k, v))
+    assert "rowmax.backward.default" in Wrapped.seen
+    for x, y in zip(got, want, strict=True):
+        assert torch.equal(x, y)
+
+
 def test_a_tensors_subclass_goes_through_the_dispatcher() -> None:
     class Tagged(Tensor):
         seen: ClassVar[list[str]] = []
@@ -439,6 +512,7 @@ def test_one_tensor_for_all_three() -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_the_backward_compiles_as_it_runs() -> None:
     """One graph for all calls of a shape would not do: the second differs in an option alone."""
+    torch._dynamo.reset()
     q, k, v = inputs(2, 12, grad=True)
     for causal in (True, False):
         want = torch.autograd.grad(attention(q, k, v, causal=causal).square().sum(), (q, k, v))
@@ -448,6 +522,12 @@ def test_the_backward_compiles_as_it_runs() -> None:
             attention(q, k, v, causal=causal).square().sum().backward()
         for x, grad in zip((q, k, v), want, strict=True):
             torch.testing.assert_close(x.grad, grad, rtol=0, atol=0)
+    first = torch.autograd.grad(attention(q, k, v).square().sum(), q, create_graph=True)[0]
+    with (
+        compiled_autograd._enable(torch.compile(backend="eager")),
+        pytest.raises(NotImplementedError, match="second derivatives"),
+    ):
+        first.sum().backward()
 
 
 # --- work --------------------------------------------------------------------------------------

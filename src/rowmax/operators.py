@@ -55,9 +55,10 @@ def attend(tensors: Tensors, options: Options, problem: Problem | None) -> tuple
 
 
 def _alone(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether nobody is between this call and its kernel: no tracer, transform, mode, subclass or
-    profiler, and no tensor whose negation is still to be done. The dispatcher would then change
-    nothing, and take a third of a small call's time.
+    """Whether nobody is between this call and its kernel: no tracer, transform, mode or profiler
+    (an execution trace's observer, which cannot be seen from here, misses the call), and no tensor
+    but plain ones. The dispatcher would then change nothing, and take a third of a small call's
+    time.
     """
     if (
         torch._C._are_functorch_transforms_active()
@@ -65,12 +66,29 @@ def _alone(tensors: tuple[Tensor | None, ...]) -> bool:
         or torch._C._len_torch_function_stack()
         or torch._C._get_tracing_state()
         or torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
+        or torch.autograd.profiler._is_profiler_enabled  # one of all threads
         or forward_ad._current_level >= 0
     ):
         return False
-    return not [
-        t for t in tensors if t is not None and (type(t) not in PLAIN or t.is_neg() or t.is_meta)
-    ]
+    return not [t for t in tensors if t is not None and not _is_plain(t)]
+
+
+#: dispatch keys of tensors that are numbers on a device and nothing else
+_plain_keys: set[int] = set()
+
+
+def _is_plain(t: Tensor) -> bool:
+    """Whether it is numbers on a device: no subclass, no batch of ``vmap`` old or new, no zeros or
+    negation still to be written, no meta tensor."""
+    if type(t) not in PLAIN:
+        return False
+    keys = torch._C._dispatch_keys(t).raw_repr()
+    if keys not in _plain_keys and not t.is_meta:
+        for inference in (False, True):
+            with torch.inference_mode(inference):
+                plain = torch.empty(0, device=t.device)
+            _plain_keys.add(torch._C._dispatch_keys(plain).raw_repr())
+    return keys in _plain_keys
 
 
 def _split(inputs: tuple[Any, ...]) -> tuple[Tensors, Options]:
@@ -182,7 +200,19 @@ _NO_SECOND = (
 )
 
 
-class _Attention(_SingleLevelFunction):
+class _Function(_SingleLevelFunction):
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(_NO_TANGENT)
+
+    @staticmethod
+    def _compiled_autograd_key(ctx: Any) -> tuple[int, ...]:
+        """As of ``torch.autograd.Function``, for whoever compiles the backward as it runs. (What
+        else the backward depends on, dynamo guards.)"""
+        return (ctx._autograd_function_id,)
+
+
+class _Attention(_Function):
     """The forward operator between autograd and the kernels below it."""
 
     @staticmethod
@@ -207,27 +237,16 @@ class _Attention(_SingleLevelFunction):
         wanted = list(ctx.needs_input_grad[1 : 1 + _DIFFERENTIABLE])
         dout = torch.zeros_like(out) if dout is None else dout
         given = (dout, dlse, out, lse, wanted, *tensors, *ctx.options)
-        if not (torch.is_grad_enabled() or torch.compiler.is_compiling()) and _alone(
-            (*tensors, dout, dlse)
-        ):
+        listened = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        if not listened and _alone((*saved, dout, dlse)):
             gradients = _backward(*given)
         else:
             gradients = torch.ops.rowmax.backward(*given)
         kept = (g if want else None for g, want in zip(gradients, wanted, strict=True))
         return (None, *kept, *nothing[1 + _DIFFERENTIABLE :])
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise NotImplementedError(_NO_TANGENT)
 
-    @staticmethod
-    def _compiled_autograd_key(ctx: Any) -> tuple[int, ...]:
-        """As of ``torch.autograd.Function``, for whoever compiles the backward as it runs. (What
-        else the backward depends on, dynamo guards.)"""
-        return (ctx._autograd_function_id,)
-
-
-class _AttentionBackward(_SingleLevelFunction):
+class _AttentionBackward(_Function):
     """The backward operator, likewise; its own derivative is not there yet."""
 
     @staticmethod
@@ -237,10 +256,6 @@ class _AttentionBackward(_SingleLevelFunction):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         raise NotImplementedError(_NO_SECOND)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise NotImplementedError(_NO_TANGENT)
 
 
 def _redispatch(operator: Any, below: DispatchKeySet, inputs: tuple[Any, ...]) -> Any:

@@ -49,11 +49,12 @@ class Built(NamedTuple):
                 found.append([])
         return found
 
-    def too_early(self) -> list[Line]:
-        """Where one thread arrives at a barrier for a warpgroup whose other threads may still be
-        at shared memory: nothing brought them together since they read or wrote it."""
+    def too_early(self, consumers: int) -> list[Line]:
+        """Where one thread arrives at a barrier for a warpgroup whose other threads may not have
+        come to where they read or write shared memory: since then, in the order of addresses,
+        nothing brought them together."""
         parts = [part for part in self.partitions() if count(part, "HGMMA")]
-        assert parts  # the others are warps, whose lanes go together
+        assert len(parts) == consumers  # the others are warps, whose lanes go together
         found = []
         for part in parts:
             busy = False

@@ -63,7 +63,7 @@ FEATURES = (
     {"hk": 2, "bias": "11qk", "left": 100, "right": 30},
     {"hk": 2, "bias": "1hqk", "causal": True, "softcap": 20.0, "alibi": True},
     {"hk": 2, "bias": "1hqk", "lengths": (0.7, 0.2), "causal": True},
-    {"hk": 2, "bias": "11qk", "documents": "sorted", "left": 100},
+    {"hk": 2, "bias": "11qk", "documents": "batched", "left": 100},
     {"bias": "b1qk", "lengths": (0.0, 0.7)},
 )
 COLUMNS = ("case", "dtype", "deterministic", "complaints", "device", "torch", "triton", "date")
@@ -118,13 +118,15 @@ def first() -> list[Case]:
         ),
         Case(
             "first-shared-bias-documents",
-            nq=328,
+            b=3,
+            nq=200,
+            nk=328,
             hq=4,
             hk=2,
             d=64,
-            bias="11qk",
-            documents="sorted",
+            bias="1hqk",
             causal=True,
+            documents="batched",
         ),
         Case("first-own-bias", nq=300, nk=328, hq=4, hk=2, d=128, bias="bhqk", causal=True),
         Case("first-own-bias-lengths", nq=200, nk=328, hq=2, d=64, bias="bhqk", lengths=(0.4, 0.0)),

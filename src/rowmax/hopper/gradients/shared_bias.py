@@ -259,7 +259,7 @@ def shared_bias(
     each = n.hq // heads
     many = n.batch // batch
     # heads of the bias, heads that share one, planes of it; runs of those that share one: all in
-    # one where all see the same, else of each sequence its own; how many a run has
+    # one, but of each sequence its own where those may see other keys; how many a run has
     if C.PREFIX or C.DOCUMENTS:
         shared = (heads, each, heads * batch, many, each)
     else:
