@@ -5,8 +5,8 @@
     python benchmarks/hopper_backward.py --tries [--only TEXT]
 
 The 36 cells of ``hopper_forward.py``, then features; all that a backward launches is counted.
-Every cell is timed in turns, a fifth of a second apart, since the card slows down as it warms;
-the median of the turns is kept. FLOPs: 2.5 times the forward's; the bar of a cell is as there.
+Every cell is timed in turns, of which the median is kept (``hopper_forward.measured``). FLOPs: 2.5
+times the forward's; the bar of a cell is as there.
 ``--rested``: each turn begins with 15 ms of rest (``hopper_forward.rested``).
 ``--tries`` measures our own kernels with other tiles and options instead.
 """
@@ -43,20 +43,18 @@ PACKED = {
 }  # fmt: skip
 
 
-#: (sequences, tokens, heads, head size, the bias): of each pair, shared, and of each key
+#: keys of four sequences
+SHORT = (2048, 1500, 1100, 600)
+#: (tokens, heads, head size, the bias, keys of each sequence): of each pair, shared, of each key
 BIASES = (
-    (1, 4096, 16, 128, (1, 16, 4096, 4096)),
-    (4, 2048, 32, 64, (1, 32, 2048, 2048)),
-    (4, 2048, 16, 128, (1, 16, 2048, 2048)),
-    (1, 4096, 8, 256, (1, 8, 4096, 4096)),
-    (4, 2048, 8, 256, (1, 8, 2048, 2048)),
-    (4, 2048, 16, 128, (4, 1, 1, 2048)),
-)
-
-#: (sequences, tokens, heads, head size, keys of each) under a bias that they share
-SHORT = (
-    (4, 2048, 32, 64, (2048, 1500, 1100, 600)),
-    (4, 2048, 16, 128, (2048, 1500, 1100, 600)),
+    (4096, 16, 128, (1, 16, 4096, 4096), (4096,)),
+    (2048, 32, 64, (1, 32, 2048, 2048), (2048,) * 4),
+    (2048, 16, 128, (1, 16, 2048, 2048), (2048,) * 4),
+    (4096, 8, 256, (1, 8, 4096, 4096), (4096,)),
+    (2048, 8, 256, (1, 8, 2048, 2048), (2048,) * 4),
+    (2048, 16, 128, (4, 1, 1, 2048), (2048,) * 4),
+    (2048, 32, 64, (1, 32, 2048, 2048), SHORT),
+    (2048, 16, 128, (1, 16, 2048, 2048), SHORT),
 )
 
 
@@ -146,26 +144,25 @@ def feature_cells(only: str):
 
         flops = 10 * 16 * sum(n * n for n in lengths) * d / 2
         yield name, ours(q, k, v, function=packed), flops
-    for b, n, h, d, shape in BIASES:
-        name = f"bias and dbias {shape}, B{b} D{d}"
-        if only in name:
-            q, k, v = (normal(b, n, h, d) for _ in range(3))
-            bias = normal(*shape)
-            runs = ours(q, k, v, bias=bias)
-            # without the gradient of the bias, which it does not have
-            cudnn = SDPBackend.CUDNN_ATTENTION
-            runs["cudnn"] = of_torch(cudnn, q, k, v, attn_mask=bias.detach())
-            yield name, runs, 10 * b * h * n * n * d
-    for b, n, h, d, lengths in SHORT:
-        name = f"the same (1, {h}, {n}, {n}), {b} sequences of {min(lengths)} to {n} keys, D{d}"
-        if only in name:
-            q, k, v = (normal(b, n, h, d) for _ in range(3))
-            bias = normal(1, h, n, n)
+    for n, h, d, shape, lengths in BIASES:
+        b, least = len(lengths), min(lengths)
+        short = f", {least} to {n} keys" if least < n else ""
+        name = f"bias and dbias {shape}, B{b} D{d}{short}"
+        if only not in name:
+            continue
+        q, k, v = (normal(b, n, h, d) for _ in range(3))
+        bias = normal(*shape)
+        if short:
             mask = rowmax.PrefixLengths(torch.tensor(lengths, device="cuda"))
             runs = ours(q, k, v, bias=bias, mask=mask)
             plain = ours(q, k, v, bias=bias, mask=mask, modes=(False,), backend="triton")
             runs["rowmax triton"] = plain["rowmax"]
-            yield name, runs, 10 * h * n * sum(lengths) * d
+        else:
+            runs = ours(q, k, v, bias=bias)
+            # without the gradient of the bias, which it does not have
+            cudnn = SDPBackend.CUDNN_ATTENTION
+            runs["cudnn"] = of_torch(cudnn, q, k, v, attn_mask=bias.detach())
+        yield name, runs, 10 * h * n * sum(lengths) * d
 
 
 #: by head size: (tiles, options) of what may be faster

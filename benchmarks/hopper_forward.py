@@ -70,8 +70,8 @@ def measured(
 ) -> dict[str, float]:
     """TFLOP/s of each, the median of its turns; nan where one cannot run.
 
-    The card slows down with heat and is given time to lose it; who comes after whom changes from
-    turn to turn. Ours and cuDNN's, which the bar is, take as many turns, the others one.
+    Some tenths of a second lie between turns; who comes after whom changes from turn to turn. Ours
+    and cuDNN's, which the bar is, take as many turns, the others one.
     """
     speeds: dict[str, list[float]] = {name: [] for name in runs}
     names = list(runs)

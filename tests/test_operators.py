@@ -1,13 +1,11 @@
-"""What PyTorch does with the operators: checks, compile, export, autograd, modes, work."""
+"""What PyTorch does with the operators: checks, compile, export, autograd."""
 
 from __future__ import annotations
 
 import functools
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +13,7 @@ from torch import Tensor
 from torch._dynamo import compiled_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
 import rowmax
 
@@ -302,19 +297,6 @@ def test_lse_alone() -> None:
     assert dv is None or not dv.any()
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v", "bias"])
-def test_a_negation_put_off_is_done(name: str, backend: str) -> None:
-    """``z.conj().imag`` is a view that says that its numbers are to be negated when read."""
-    tensors = dict(zip("qkv", inputs(1, 12), strict=True)) | {"bias": torch.randn(12, 12).double()}
-    lazy = torch.complex(torch.zeros_like(tensors[name]), -tensors[name]).conj().imag
-    assert lazy.is_neg()
-    for grad in (False, True):
-        given = {**tensors, name: lazy.detach().requires_grad_(grad)}
-        out = rowmax.attention(**given, backend=backend)
-        want = rowmax.attention(**tensors, backend=backend)
-        torch.testing.assert_close(out.detach(), want)
-
-
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_gradient_of_one_input(name: str) -> None:
     tensors = dict(zip("qkv", inputs(1, 12), strict=True))
@@ -335,155 +317,6 @@ def test_modes_without_gradients() -> None:
         out = attention(q, k, v)
     assert out.is_inference()
     assert torch.equal(out, want)
-
-
-class _Seen(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-class _Functions(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("grad", [False, True])
-def test_whoever_listens_sees_the_operator(grad: bool) -> None:
-    """A call that nobody listens to goes past the dispatcher; its answer is the same."""
-    q, k, v = inputs(2, 24, grad=grad)
-    alone = attention(q, k, v, causal=True)
-    with _Seen() as dispatched:
-        a = attention(q, k, v, causal=True)
-    assert "rowmax.forward.default" in dispatched.names
-    with _Functions() as functions:
-        b = attention(q, k, v, causal=True)
-    assert any("rowmax" in name for name in functions.names)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        c = attention(q, k, v, causal=True)
-    assert "rowmax::forward" in {event.name for event in profile.events() or ()}
-    for out in (a, b, c):
-        assert torch.equal(out, alone)
-        assert out.requires_grad == alone.requires_grad == grad
-
-
-def test_whoever_listens_sees_the_backward() -> None:
-    q, k, v = inputs(2, 24, grad=True)
-    out = attention(q, k, v, causal=True)
-    dout = torch.randn_like(out)
-
-    def gradients() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
-
-    alone = gradients()
-    with _Seen() as dispatched:
-        a = gradients()
-    assert "rowmax.backward.default" in dispatched.names
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        b = gradients()
-    assert "rowmax::backward" in {event.name for event in profile.events() or ()}
-    for got in (a, b):
-        for x, y in zip(got, alone, strict=True):
-            assert torch.equal(x, y)
-
-
-def test_a_profiler_of_all_threads_sees_the_operators() -> None:
-    q, k, v = inputs(2, 24, grad=True)
-    every = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], experimental_config=every
-    ) as profile:
-        attention(q, k, v).sum().backward()
-    names = {event.name for event in profile.events() or ()}
-    assert {"rowmax::forward", "rowmax::backward"} <= names
-
-
-def test_cotangents_in_batches() -> None:
-    """By the older ``vmap``, whose tensors look plain."""
-    q, k, v = inputs(2, 12, grad=True)
-    out = attention(q, k, v, causal=True)
-    douts = torch.randn(3, *out.shape, dtype=out.dtype)
-    got = torch.autograd.grad(out, (q, k, v), douts, is_grads_batched=True, retain_graph=True)
-    each = [torch.autograd.grad(out, (q, k, v), d, retain_graph=True) for d in douts]
-    for x, *parts in zip(got, *each, strict=True):
-        torch.testing.assert_close(x, torch.stack(parts), rtol=0, atol=0)
-
-    def summed(q: Tensor) -> Tensor:
-        return attention(q, k, v, causal=True).sum((-1, -2))
-
-    rows, plain = (
-        torch.autograd.functional.jacobian(summed, q, vectorize=v) for v in (True, False)
-    )
-    torch.testing.assert_close(rows, plain, rtol=0, atol=0)
-
-
-def test_a_cotangent_of_zeros_that_are_not_written() -> None:
-    q, k, v = inputs(2, 12, grad=True)
-    out = attention(q, k, v)
-    dout = torch._efficientzerotensor(out.shape, dtype=out.dtype)
-    for grad in torch.autograd.grad(out, (q, k, v), dout):
-        assert not grad.count_nonzero()
-
-
-def test_what_was_saved_may_come_back_as_another_kind_of_tensor() -> None:
-    class Wrapped(Tensor):
-        seen: ClassVar[list[str]] = []
-        held: Tensor
-
-        @staticmethod
-        def __new__(cls, held: Tensor) -> Wrapped:
-            made = Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)
-            made.held = held
-            return made
-
-        @classmethod
-        def __torch_dispatch__(
-            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            cls.seen.append(str(func))
-            plain = [x.held if isinstance(x, Wrapped) else x for x in args]
-            out = func(*plain, **(kwargs or {}))
-            return cls(out) if func is torch.ops.aten.detach.default else out
-
-    q, k, v = inputs(1, 12, grad=True)
-    want = torch.autograd.grad(attention(q, k, v).sum(), (q, k, v))
-    leaves = {x.data_ptr() for x in (q, k, v)}
-
-    def unpack(t: Tensor) -> Tensor:
-        return t if t.data_ptr() in leaves else Wrapped(t)
-
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
-        out = attention(q, k, v)
-    got = torch.autograd.grad(out.sum(), (q, k, v))
-    assert "rowmax.backward.default" in Wrapped.seen
-    for x, y in zip(got, want, strict=True):
-        assert torch.equal(x, y)
-
-
-def test_a_tensors_subclass_goes_through_the_dispatcher() -> None:
-    class Tagged(Tensor):
-        seen: ClassVar[list[str]] = []
-
-        @classmethod
-        def __torch_function__(
-            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            cls.seen.append(str(func))
-            return super().__torch_function__(func, types, args, kwargs or {})
-
-    q, k, v = inputs(1, 8)
-    out = attention(q.as_subclass(Tagged), k, v)
-    assert isinstance(out, Tagged)
-    assert any("rowmax" in name for name in Tagged.seen)
 
 
 def test_backward_twice_and_changed_inputs() -> None:
@@ -528,56 +361,3 @@ def test_the_backward_compiles_as_it_runs() -> None:
         pytest.raises(NotImplementedError, match="second derivatives"),
     ):
         first.sum().backward()
-
-
-# --- work --------------------------------------------------------------------------------------
-
-
-def test_flops_are_counted() -> None:
-    q, k, v = inputs(2, 10, grad=True)
-    with FlopCounterMode(display=False) as counter:
-        attention(q, k, v).sum().backward()
-    product = 2 * 2 * 2 * 10 * 10 * 8
-    assert counter.get_total_flops() == 7 * product
-    with FlopCounterMode(display=False) as counter:
-        attention(q, k, v, causal=True)
-    assert counter.get_total_flops() == 2 * product * 55 // 100
-    cu = torch.tensor([0, 3, 10])
-    with FlopCounterMode(display=False) as counter:
-        rowmax.attention_varlen(q[0], k[0], v[0], cu, cu, backend=BACKEND)
-    assert counter.get_total_flops() == 2 * 2 * 2 * (9 + 49) * 8
-
-
-_FIRST = """
-import sys, torch, rowmax
-from contextlib import nullcontext
-from torch.utils.flop_counter import FlopCounterMode
-what = sys.argv[1]
-q, k, v = (torch.randn(1, 10, 2, 8, requires_grad=True) for _ in range(3))
-counter = FlopCounterMode(display=False)
-with counter if what != "backward" else nullcontext(), torch.inference_mode(what == "inference"):
-    out = rowmax.attention(q, k, v)
-if what == "backward":
-    with counter:
-        out.sum().backward()
-print(counter.get_total_flops())
-"""
-
-
-@pytest.mark.parametrize(("what", "products"), [("forward", 2), ("inference", 2), ("backward", 5)])
-def test_flops_of_the_first_call_are_counted(what: str, products: int) -> None:
-    """A counter keeps a copy of the registry, made before our operators were told to it."""
-    command = [sys.executable, "-c", _FIRST, what]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert int(done.stdout) == products * 2 * 2 * 10 * 10 * 8
-
-
-@pytest.mark.parametrize("nq", [0, 1, 7, 12])
-@pytest.mark.parametrize("nk", [0, 1, 4, 11])
-@pytest.mark.parametrize("band", [(None, None), (None, 0), (2, 0), (0, 3), (20, 30), (5, None)])
-def test_flops_count_the_band(nq: int, nk: int, band: tuple[int | None, int | None]) -> None:
-    call = make(Case("band", b=2, nq=nq, nk=nk, hq=3, d=5, dv=4, left=band[0], right=band[1]))
-    problem, tensors = call.problem()
-    pairs = int(rowmax.mask.dense(problem, tensors).sum()) * 2 * 3
-    assert rowmax.flops.forward_flops(problem) == 2 * pairs * (5 + 4)
-    assert rowmax.flops.backward_flops(problem) == 2 * pairs * (3 * 5 + 2 * 4)
