@@ -16,6 +16,8 @@ from torch import Tensor
 from triton import knobs
 from triton.compiler import ASTSource
 
+from .assembler import assembling
+
 _TYPES = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",
@@ -90,7 +92,9 @@ class Launch:
     def compile(self, *args: Any, target: Any = None) -> Any:
         """The kernel for these arguments, for the current device or for another target."""
         source = self.source(self.kernel, *self.signature(*args))
-        return triton.compile(source, target=target, options=self.options)
+        target = target or triton.runtime.driver.active.get_current_target()
+        with assembling(target.arch) as more:
+            return triton.compile(source, target=target, options={**self.options, **more})
 
     def signature(self, *args: Any) -> Signature:
         found = Signature({}, {}, {})

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from ..problem import Problem
+from . import assembler
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,13 @@ class Limits:
     name: str
     shared: int
     lanes: int  # of a warp
+    no_wgmma: bool = False  # for float32: no ptxas that builds its descriptors right is at hand
 
 
 #: longer sequences may have tiles of their own
 LONG = 2048
+#: least rows of a product that is wgmma
+WGMMA_ROWS = 64
 #: the widest head for which one kernel holds the sums of dK and of dV
 BOTH_UP_TO = 128
 
@@ -89,9 +93,18 @@ def tiles_for(job: str, problem: Problem, device: torch.device) -> Tiles:
     """The tiles for a job: the user's, the table's, or the rule's, cut down to short sequences."""
     kind, limits = kind_of(job, problem), limits_of(device)
     tiles = user_tiles(limits.name).get(str(kind)) or table(kind, limits)
-    if tiles is None:
+    if tiles is None or not allowed(kind, tiles, limits):
         tiles = next(candidates(kind, limits))
     return shortened(tiles, problem)
+
+
+def allowed(kind: Kind, tiles: Tiles, limits: Limits) -> bool:
+    """False where tiles make wgmma of float32 on a device for which that is not assembled right.
+
+    Triton takes wgmma for products of 64 rows or more, by warps in groups of four.
+    """
+    wide = max(tiles.block_q, tiles.block_k) >= WGMMA_ROWS and tiles.warps % 4 == 0
+    return not (limits.no_wgmma and kind.bytes == 4 and wide)
 
 
 def shortened(tiles: Tiles, problem: Problem) -> Tiles:
@@ -112,7 +125,9 @@ def limits_of(device: torch.device) -> Limits:
         return Limits(device.type, 64 << 10, 32)
     found = torch.cuda.get_device_properties(device)
     shared = getattr(found, "shared_memory_per_block_optin", 64 << 10)
-    return Limits(found.name, shared or 64 << 10, getattr(found, "warp_size", 32))
+    hopper = torch.version.hip is None and (found.major, found.minor) == (9, 0)
+    no_wgmma = hopper and assembler.choice().taken is None
+    return Limits(found.name, shared or 64 << 10, getattr(found, "warp_size", 32), no_wgmma)
 
 
 # --- measured ----------------------------------------------------------------------------------
@@ -178,7 +193,7 @@ def candidates(kind: Kind, limits: Limits) -> Iterator[Tiles]:
     for block_q, block_k, warps in _SHAPES[kind.job] + _LAST:
         for stages in (2, 3):
             tiles = Tiles(block_q, block_k, warps, stages)
-            if fits(kind, tiles, limits):
+            if fits(kind, tiles, limits) and allowed(kind, tiles, limits):
                 yield tiles
     yield Tiles(16, 16, 4, 2)
 
