@@ -36,8 +36,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 #: of B Hq max(Nq, Nk) Nk: what the float64 definition has room for on a GPU, and is soon done
 #: with on a CPU
 GPU_BUDGET, CPU_BUDGET = 32_000_000, 40_000
-#: elements of q, k or v per unit of the budget, at least one thousand
-_WIDTH = 0.125
+#: elements that q, k and v may have each whatever the budget; beyond, an eighth of it
+_WIDTH = 60_000
 _TRIES = 40
 #: calls with other numbers that are asked where one seems wrong
 MORE = 7
@@ -366,7 +366,7 @@ def alike(rng: random.Random, n: int) -> int:
 
 def within(case: Case, budget: int) -> Case:
     """The case, with shorter lengths, fewer sequences and heads if the budget asks for it."""
-    while (over := _size(case) / budget) > 1:
+    while (over := _over(case, budget)) > 1:
         b, nq, nk, hq, hk, *_ = sizes_of(case)
         if case.sequences is not None:
             kept = case.sequences[: max(1, len(case.sequences) * 2 // 3)]
@@ -387,17 +387,18 @@ def within(case: Case, budget: int) -> Case:
     return case
 
 
-def _size(case: Case) -> float:
+def _over(case: Case, budget: int) -> float:
+    """How many times over the budget a case is."""
     b, nq, nk, hq, hk, d, dv = sizes_of(case)
     rows, cols, n = nq, nk, b
     if case.sequences is not None:
         rows, cols, n = sum(n for n, _ in case.sequences), sum(n for _, n in case.sequences), 1
         most = max((max(i, j) * j for i, j in case.sequences), default=0)
-        scores = max(most * hq * max(len(case.sequences) // 2, 1), rows * cols * hq)
+        scores = max(most * hq * max(len(case.sequences) // 2, 1), max(rows, cols) * cols * hq)
     else:
         scores = b * hq * max(nq, nk) * nk
     width = n * max(rows * hq * max(d, dv), cols * hk * max(d, dv))
-    return max(scores, width / _WIDTH)
+    return max(scores / budget, width / max(_WIDTH, budget // 8))
 
 
 def problem_of(case: Case, dtype: str, device: str = "cuda") -> Problem:
@@ -411,7 +412,7 @@ def problem_of(case: Case, dtype: str, device: str = "cuda") -> Problem:
         if not (case.max_given or case.bias or case.allowed):
             nq, nk = total_q, total_k
     wide = torch.float64 if kind == torch.float64 else torch.float32
-    right = case.right
+    left, right = (None if n is not None and n >= 2**32 else n for n in (case.left, case.right))
     if case.causal:
         right = 0 if right is None else min(right, 0)
     return Problem(
@@ -427,7 +428,7 @@ def problem_of(case: Case, dtype: str, device: str = "cuda") -> Problem:
         scale=d**-0.5 if case.scale is None else case.scale,
         softcap=case.softcap,
         dropout_p=case.dropout,
-        left=case.left,
+        left=left,
         right=right,
         documents=case.documents is not None,
         prefix=case.lengths is not None,
