@@ -498,8 +498,8 @@ def _simpler(drawn: Drawn) -> Iterator[Drawn]:
 
 
 def _smaller(n: int) -> list[int]:
-    """Powers of two below it, from the least on that is not much less."""
-    return [m for m in (1 << ((n - 1).bit_length() - 1), n // 2) if 1 <= m < n]
+    """Half of it, and the power of two below it."""
+    return [] if n == 1 else sorted({1 << ((n - 1).bit_length() - 1), n // 2})
 
 
 def _fewer_sequences(case: Case) -> list[dict[str, Any]]:

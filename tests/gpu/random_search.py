@@ -2,6 +2,7 @@
 
     python -m tests.gpu.random_search --minutes 8 --processes 14 --seed 0 --out random_search.csv
     python -m tests.gpu.random_search --shrink failures.txt --processes 8 --minutes 6
+    python -m tests.gpu.random_search --cells failures.txt --processes 8
     python -m tests.gpu.random_search --memcheck 300 --processes 12 --out memcheck.csv
 
 Everything that a call can vary is drawn (``tests/drawn.py``). Compiling takes the time, so calls
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import math
 import multiprocessing
 import os
 import random
@@ -233,7 +235,7 @@ class Search:
         end = self.begun + 60 * given.minutes
         told = time.time()
         try:
-            while time.time() < end:
+            while time.time() < end and not self.done:
                 while len(workers) < given.processes:
                     workers.append(self.started())
                 for worker in [w for w in workers if not self.heard(w)]:
@@ -247,7 +249,7 @@ class Search:
             pass
         finally:
             for worker in workers:
-                worker.process.kill()
+                worker.end()
             self.tell()
 
     def started(self) -> Worker:
@@ -327,6 +329,11 @@ class Search:
         print("  " + "\n  ".join(parts), flush=True)
 
     @property
+    def done(self) -> bool:
+        """True once every dtype and backend has had as many calls as were asked for."""
+        return all(c.calls >= self.given.calls for c in self.counts.values())
+
+    @property
     def bad(self) -> int:
         return sum(c["wrong"] + c["fault"] for c in self.counts.values())
 
@@ -398,16 +405,39 @@ def in_a_child(drawn: Drawn, backend: str, device: str, limit: float) -> str:
     return words
 
 
-def shrink(given: argparse.Namespace) -> None:
-    """The smallest calls that fail as the first failure of each group in a file does."""
-    groups: dict[str, tuple[str, Drawn]] = {}
-    key = ""
-    for line in given.shrink.read_text().splitlines():
+def listed(path: Path) -> list[tuple[str, str, Drawn]]:
+    """(group, backend, call) of each failure in a file."""
+    found, key = [], ""
+    for line in path.read_text().splitlines():
         if line.startswith("# group "):
             key = line
         elif line.startswith("# drawn "):
             _, _, backend, text = line.split(" ", 3)
-            groups.setdefault(key, (backend, from_json(text)))
+            found.append((key, backend, from_json(text)))
+    return found
+
+
+def cells(given: argparse.Namespace) -> int:
+    """Run every call of a file of failures again, each in a process of its own."""
+    every = listed(given.cells)
+
+    def said(item: tuple[str, str, Drawn]) -> str:
+        return in_a_child(item[2], item[1], given.device, given.limit + COMPILE_LIMIT)
+
+    bad = 0
+    with ThreadPoolExecutor(given.processes) as pool:
+        for (_, backend, drawn), words in zip(every, pool.map(said, every), strict=True):
+            bad += not words.startswith("right")
+            print(f"{words}\n{drawn.snippet(backend, given.device)}", flush=True)
+    print(f"{len(every)} calls, {bad} not right")
+    return int(bad > 0)
+
+
+def shrink(given: argparse.Namespace) -> None:
+    """The smallest calls that fail as the first failure of each group in a file does."""
+    groups: dict[str, tuple[str, Drawn]] = {}
+    for key, backend, drawn in listed(given.shrink):
+        groups.setdefault(key, (backend, drawn))
     end = time.time() + 60 * given.minutes
 
     def reduce(item: tuple[str, tuple[str, Drawn]]) -> None:
@@ -522,15 +552,18 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32,bfloat16,float16", dest="dtypes")
     parser.add_argument("--backend", default="triton,hopper", dest="backends")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--calls", type=float, default=math.inf, help="of each kind, then end")
     parser.add_argument("--per-group", type=int, default=32, help="calls that share kernels")
     parser.add_argument("--budget", type=int, help="scores of a call")
-    parser.add_argument("--limit", type=float, default=120.0, help="seconds a call, compiling aside")
+    parser.add_argument(
+        "--limit", type=float, default=120.0, help="seconds a call, compiling aside"
+    )
     parser.add_argument("--every", type=float, default=EVERY, help="seconds from line to line")
     parser.add_argument("--out", type=Path, default=Path("random_search.csv"))
     parser.add_argument("--failures", type=Path, default=Path("failures.txt"))
     parser.add_argument("--one", help="a call, as the lines '# drawn' of failures have it")
     parser.add_argument("--shrink", type=Path, help="failures to make small")
-    parser.add_argument("--cells", action="store_true", help="run tests.gpu.known_faults")
+    parser.add_argument("--cells", type=Path, help="failures to run again, one by one")
     parser.add_argument("--sanitize", type=int, help="so many small calls in this process")
     parser.add_argument("--memcheck", type=int, help="so many in processes under a sanitizer")
     parser.add_argument("--sanitizer", default="compute-sanitizer")
@@ -553,10 +586,8 @@ def main() -> int:
     given = arguments()
     if given.one is not None:
         return one(given.backends[0], given.device, given.one)
-    if given.cells:
-        from tests.gpu import known_faults
-
-        return known_faults.run(given.device, given.processes, given.limit)
+    if given.cells is not None:
+        return cells(given)
     if given.shrink is not None:
         shrink(given)
         return 0
