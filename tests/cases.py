@@ -286,7 +286,7 @@ def _mask(
             parts.append(rowmax.Documents(k_ids, q_ids=q_ids))
     if case.lengths is not None:
         taken = [round(nk * case.lengths[n % len(case.lengths)]) for n in range(b)]
-        parts.append(rowmax.PrefixLengths(torch.tensor(taken, device=device)))
+        parts.append(rowmax.PrefixLengths(torch.tensor(taken, dtype=torch.int64, device=device)))
     if case.allowed is not None:
 
         def allow(*sizes: int) -> Tensor:

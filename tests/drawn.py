@@ -62,6 +62,14 @@ _PATTERNS = (
 _HOPPER_PATTERNS = ("bhqk", "1hqk", "b1qk", "11qk", "b11k", "111k", "bh1k", "bhq1", "1hq1")
 
 
+class RefusedError(ValueError):
+    """A backend does not take a call."""
+
+
+class UnpreparedError(Exception):
+    """A call could not be made, or its references: no fault of the backend's."""
+
+
 @dataclass(frozen=True)
 class Drawn:
     """A call: what it is, its dtype, and the seed of its numbers."""
@@ -117,7 +125,8 @@ def wrong(
     all taken together. An error that no rounding makes stays the largest of them all.
 
     Raises:
-        ValueError: the backend does not take the call.
+        RefusedError: the backend does not take the call.
+        UnpreparedError: the call could not be made, or its references.
     """
     found = [_compared(drawn, backend, device, reference)]
     texts = complaints(*found[0])
@@ -157,11 +166,29 @@ def _compared(
 ) -> tuple[Answer, Expected]:
     """What a backend gives, and what it is held to."""
     torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        call, grads, want = _prepared(drawn, backend, device, reference)
+    except (RefusedError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise UnpreparedError(f"{type(error).__name__}: {error}") from error
+    with poisoned(drawn.case.deterministic):
+        got = answer(call, *grads, backend=backend)
+    if reference is not None:
+        moved = {n: t.to(reference) for n, t in got.gradients.items()}
+        got = replace(got, out=got.out.to(reference), lse=got.lse.to(reference), gradients=moved)
+    return got, want
+
+
+def _prepared(
+    drawn: Drawn, backend: str, device: str, reference: str | None
+) -> tuple[Call, tuple[torch.Tensor, torch.Tensor | None], Expected]:
+    """The call, its cotangents, and what its answer is held to."""
     call = drawn.call(device)
     for kind in ("forward", "backward"):
         reason = refusal(backend, call.problem()[0], kind) if call.leaves or kind[0] == "f" else ""
         if reason:
-            raise ValueError(reason)
+            raise RefusedError(reason)
     grads = given_cotangents(call, drawn.seed)
     if reference is None:
         want = expected(call, *grads)
@@ -170,12 +197,7 @@ def _compared(
         want = expected(same, *given_cotangents(same, drawn.seed))
     if device != "cpu":  # an error from here on is not the reference's
         torch.cuda.synchronize()
-    with poisoned(drawn.case.deterministic):
-        got = answer(call, *grads, backend=backend)
-    if reference is not None:
-        moved = {n: t.to(reference) for n, t in got.gradients.items()}
-        got = replace(got, out=got.out.to(reference), lse=got.lse.to(reference), gradients=moved)
-    return got, want
+    return call, grads, want
 
 
 def given_cotangents(call: Call, seed: int) -> tuple[torch.Tensor, torch.Tensor | None]:

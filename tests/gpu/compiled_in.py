@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from rowmax.problem import Problem, Wanted
-from rowmax.triton import tiles as plain
 from rowmax.triton import backward, forward
+from rowmax.triton import tiles as plain
 from rowmax.triton.backward import bias_sum
 from rowmax.triton.bundles import folded
 from rowmax.triton.maps import listed

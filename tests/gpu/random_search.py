@@ -38,7 +38,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests.drawn import CPU_BUDGET, GPU_BUDGET, Drawn, from_json, group, reduced, varied, wrong
+from tests.drawn import (
+    CPU_BUDGET,
+    GPU_BUDGET,
+    Drawn,
+    RefusedError,
+    UnpreparedError,
+    from_json,
+    group,
+    reduced,
+    varied,
+    wrong,
+)
 
 EVERY = 20.0  # seconds, a line of progress
 COMPILE_LIMIT = 300.0  # seconds that kernels of one call may take to compile
@@ -47,7 +58,7 @@ MOST_WRITTEN = 2000  # failures in full
 BYTES_A_SCORE = 200
 SUMMARY = "searched:"
 
-#: (drawn, backend, device) -> what is wrong; ValueError if the backend does not take the call
+#: (drawn, backend, device) -> what is wrong; RefusedError, UnpreparedError
 Check = Callable[[Drawn, str, str], list[str]]
 
 
@@ -63,7 +74,8 @@ class Job(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Of one call. ``kind``: right, wrong, fault, refused, or no memory for the references."""
+    """Of one call. ``kind``: right, wrong, fault, refused, no memory for the references, or
+    unprepared, which is a mistake of the search's own."""
 
     kind: str
     drawn: Drawn
@@ -116,10 +128,10 @@ def judged(drawn: Drawn, backend: str, device: str, check: Check) -> tuple[str, 
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
         return "no memory", []
-    except ValueError as error:
-        if "backend" not in str(error) and not str(error).startswith(("it ", "its ")):
-            return "fault", [traceback.format_exc(limit=-4)[-1500:]]
+    except RefusedError as error:
         return "refused", [str(error)]
+    except UnpreparedError:
+        return "unprepared", [traceback.format_exc(limit=-4)[-1500:]]
     except Exception:
         return "fault", [traceback.format_exc(limit=-4)[-1500:]]
     return ("wrong" if texts else "right"), texts
@@ -141,7 +153,7 @@ def serve(pipe: Connection, clock: Any, check: Check, fraction: float) -> None:
             pipe.send(drawn)
             kind, texts = judged(drawn, job.backend, job.device, check)
             pipe.send(Report(kind, drawn, texts, int(clock[3])))
-            if kind == "fault" and not _context_lives(job.device):
+            if kind in ("fault", "unprepared") and not _context_lives(job.device):
                 os._exit(1)
         pipe.send(None)
 
@@ -305,7 +317,7 @@ class Search:
         job = worker.job
         self.counts[job.dtype, job.backend].add(report.kind)
         self.ended[str(worker.process.pid)] = report.kernels
-        if report.kind in ("wrong", "fault"):
+        if report.kind in ("wrong", "fault", "unprepared"):
             first = all(f[0] != f"{job.seed} {report.kind}" for f in self.failed)
             self.failed.append(
                 (f"{job.seed} {report.kind}", job.backend, report.drawn, report.texts)
@@ -320,7 +332,8 @@ class Search:
         write_failures(given.failures, self.failed, given.device)
         parts = [
             f"{d} {b}: {c.calls} calls, {c['wrong']} wrong, {c['fault']} faults, "
-            f"{c['refused']} refused, {c['no memory']} without memory"
+            f"{c['refused']} refused, {c['no memory']} without memory, "
+            f"{c['unprepared']} unprepared"
             for (d, b), c in self.counts.items()
         ]
         calls, kernels = sum(c.calls for c in self.counts.values()), sum(self.ended.values())
@@ -335,7 +348,7 @@ class Search:
 
     @property
     def bad(self) -> int:
-        return sum(c["wrong"] + c["fault"] for c in self.counts.values())
+        return sum(c["wrong"] + c["fault"] + c["unprepared"] for c in self.counts.values())
 
 
 def _may(dtype: str, backend: str) -> bool:
@@ -400,7 +413,7 @@ def in_a_child(drawn: Drawn, backend: str, device: str, limit: float) -> str:
     except subprocess.TimeoutExpired:
         return f"fault hangs: not done in {limit:.0f} s"
     words = found.stdout.strip()
-    if not words.startswith(("right", "wrong", "fault", "refused", "no memory")):
+    if not words.startswith(("right", "wrong", "fault", "refused", "no memory", "unprepared")):
         return f"fault its process died ({found.returncode}) {found.stderr.strip()[-500:]}"
     return words
 
@@ -480,8 +493,8 @@ def sanitized(given: argparse.Namespace) -> int:
                 continue
             kind, texts = judged(drawn, backend, given.device, check)
             counts[dtype, backend].add(kind)
-            done += kind not in ("refused", "no memory")
-            if kind in ("wrong", "fault"):
+            done += kind in ("right", "wrong", "fault")
+            if kind in ("wrong", "fault", "unprepared"):
                 bad += 1
                 print(kind.upper(), *texts, drawn.snippet(backend, given.device), flush=True)
     for (dtype, backend), c in counts.items():
