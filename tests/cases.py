@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from itertools import combinations, product
 from typing import Any
 
@@ -40,9 +41,10 @@ class Case:
     causal: bool = False
     left: int | None = None
     right: int | None = None
-    documents: str | None = None  # sorted, unsorted, batched, queries (their own ids)
+    documents: str | None = None  # sorted, unsorted, batched, queries (their own ids), offsets
     lengths: tuple[float, ...] | None = None  # fractions of nk, taken in turn by the batch
-    allowed: str | None = None  # of "bhqk", 1 where it broadcasts; fewer letters, fewer dims
+    #: of "bhqk", 1 where it broadcasts, a capital where it is expanded; fewer letters, fewer dims
+    allowed: str | None = None
     empty_rows: bool = False  # the boolean mask forbids some rows (or sequences) everything
     bias: str | None = None  # as for allowed
     bias_float32: bool = False  # whatever the dtype of q
@@ -50,9 +52,17 @@ class Case:
     softcap: float = 0.0
     sink: bool = False
     dropout: float = 0.0
-    layout: str = "bnhd"  # bnhd, bhnd, sliced, interleaved, strided, expanded: the strides
+    #: bnhd, bhnd, sliced, interleaved, strided, expanded: the strides; "a/b/c" for q, k and v
+    layout: str = "bnhd"
+    dout: str = "bnhd"  # the layout of the cotangent of out
+    transposed: bool = False  # bias and boolean mask have queries, not keys, side by side
+    shift: int = 0  # elements by which q, k, v, bias, mask and sink lie off an aligned address
     sequences: tuple[tuple[int, int], ...] | None = None  # packed: (queries, keys) of each
     max_given: bool = False  # a packed call told a bound on its lengths, not the exact ones
+    wide_offsets: bool = False  # the packed offsets are int64
+    grads: tuple[str, ...] | None = None  # the leaves whose gradients are wanted; None for all
+    dlse: bool = True  # lse has a cotangent as well
+    deterministic: bool = False
 
     @property
     def packed(self) -> bool:
@@ -77,10 +87,11 @@ class Call:
 
     @property
     def leaves(self) -> dict[str, Tensor]:
-        """The inputs that have gradients."""
+        """The inputs whose gradients are wanted."""
         q, k, v = self.inputs[:3]
         named = {"q": q, "k": k, "v": v, **self.keywords}
-        return {name: named[name] for name in LEAVES if named.get(name) is not None}
+        wanted = LEAVES if self.case.grads is None else self.case.grads
+        return {n: named[n] for n in LEAVES if named.get(n) is not None and n in wanted}
 
     def with_leaves(self, leaves: dict[str, Tensor]) -> Call:
         """The same call over other tensors for some of its leaves."""
@@ -127,19 +138,22 @@ def make(
     if isinstance(generator, int):
         generator = torch.Generator().manual_seed(generator)
     case = _scaled(case, size)
-    b, nq, nk, hq, hk, d, dv = _sizes(case)
+    b, nq, nk, hq, hk, d, dv = sizes_of(case)
     shape = {"b": b, "h": hq, "q": nq, "k": nk}
 
     def normal(*sizes: int, dtype: torch.dtype = dtype) -> Tensor:
         t = torch.randn(sizes, generator=generator, device=generator.device)
-        return t.to(device=device, dtype=dtype)
+        return _shifted(t.to(device=device, dtype=dtype), case.shift)
 
     packed = case.sequences
     rows = (b, nq) if packed is None else (1, sum(n for n, _ in packed))
     cols = (b, nk) if packed is None else (1, sum(n for _, n in packed))
+    layouts = case.layout.split("/") if "/" in case.layout else [case.layout] * 3
     q, k, v = (
-        _laid_out(normal, case.layout, (*n, h, size))
-        for n, h, size in ((rows, hq, d), (cols, hk, d), (cols, hk, dv))
+        laid_out(normal, layout, (*n, h, size))
+        for layout, n, h, size in zip(
+            layouts, (rows, cols, cols), (hq, hk, hk), (d, d, dv), strict=True
+        )
     )
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     keywords: dict[str, Any] = {"causal": case.causal}
@@ -147,7 +161,7 @@ def make(
         keywords["scale"] = case.scale
     if case.bias is not None:
         kind = wide if case.bias_float32 else dtype
-        keywords["bias"] = normal(*_pattern(case.bias, shape), dtype=kind)
+        keywords["bias"] = _broadcast(partial(normal, dtype=kind), case.bias, shape, case)
     if case.alibi:
         slopes = 2.0 ** (-8.0 * torch.arange(1, hq + 1, dtype=torch.float64) / hq)
         keywords["alibi"] = slopes.to(device=device, dtype=wide)
@@ -158,13 +172,16 @@ def make(
     if case.dropout:
         seed = torch.randint(2**62, (), generator=generator, device=generator.device)
         keywords |= {"dropout_p": case.dropout, "seed": int(seed)}
+    if case.deterministic:
+        keywords["deterministic"] = True
     mask = _mask(case, generator, shape, device)
     if mask is not None:
         keywords["mask"] = mask
     if case.sequences is None:
         return Call(case, (q, k, v), keywords)
-    lengths = torch.tensor(((0, 0), *case.sequences), dtype=torch.int32)
-    cu = lengths.cumsum(0, dtype=torch.int32).to(device).unbind(1)
+    kind = torch.int64 if case.wide_offsets else torch.int32
+    lengths = torch.tensor(((0, 0), *case.sequences), dtype=kind)
+    cu = lengths.cumsum(0, dtype=kind).to(device).unbind(1)
     longest = (nq, nk) if case.max_given or case.bias or case.allowed else (None, None)
     return Call(case, (q[0], k[0], v[0], *cu, *longest), keywords)  # pyright: ignore
 
@@ -179,7 +196,7 @@ def _scaled(case: Case, size: int) -> Case:
     return replace(case, **values)
 
 
-def _sizes(case: Case) -> tuple[int, ...]:
+def sizes_of(case: Case) -> tuple[int, ...]:
     """b, nq, nk, hq, hk, d, dv; of a packed case the number of sequences and the longest."""
     b, nq, nk = case.b, case.nq, case.nq if case.nk is None else case.nk
     if case.sequences is not None:
@@ -192,7 +209,16 @@ def _sizes(case: Case) -> tuple[int, ...]:
     return b, nq, nk, case.hq, case.hq if case.hk is None else case.hk, case.d, dv
 
 
-def _laid_out(normal: Any, layout: str, shape: tuple[int, ...]) -> Tensor:
+def _shifted(t: Tensor, shift: int) -> Tensor:
+    """t, or a copy in a storage of its own that begins ``shift`` elements before it."""
+    if not shift:
+        return t
+    storage = t.new_zeros(t.numel() + shift)
+    storage[shift:] = t.flatten()
+    return storage[shift:].view(t.shape)
+
+
+def laid_out(normal: Any, layout: str, shape: tuple[int, ...]) -> Tensor:
     """Random ``[B, N, H, D]`` with the strides that the layout asks for."""
     b, n, h, d = shape
     if layout == "bhnd":
@@ -208,8 +234,29 @@ def _laid_out(normal: Any, layout: str, shape: tuple[int, ...]) -> Tensor:
     return normal(b, n, h, d)
 
 
-def _pattern(pattern: str, shape: dict[str, int]) -> list[int]:
-    return [1 if letter == "1" else shape[letter] for letter in pattern]
+def _broadcast(
+    fill: Any, pattern: str, shape: dict[str, int], case: Case, changed: Any = None
+) -> Tensor:
+    """``fill(*sizes)`` of a bias or a mask, then ``changed``: a 1 or a capital has one slice,
+    which a capital expands."""
+    sizes = [shape[letter] if letter.islower() else 1 for letter in pattern]
+    if case.transposed and len(sizes) >= 2:
+        sizes[-2:] = sizes[:-3:-1]
+        t = fill(*sizes).transpose(-1, -2)
+    else:
+        t = fill(*sizes)
+    t = t if changed is None else changed(t)
+    full = [1 if letter == "1" else shape[letter.lower()] for letter in pattern]
+    return t if full == list(t.shape) else t.expand(full)
+
+
+def shape_of(pattern: str | None, case: Case) -> tuple[int, int, int, int] | None:
+    """``[B|1, Hq|1, Nq|1, Nk|1]`` of a pattern."""
+    if pattern is None:
+        return None
+    b, nq, nk, hq, *_ = sizes_of(case)
+    full = {"b": b, "h": hq, "q": nq, "k": nk, "1": 1}
+    return tuple(full[letter.lower()] for letter in pattern.rjust(4, "1"))  # pyright: ignore
 
 
 def _mask(
@@ -223,21 +270,30 @@ def _mask(
         return t.to(device)
 
     if case.left is not None or case.right is not None:
-        parts.append(rowmax.Window(case.left, case.right))
+        parts.append(_window(case.left, case.right))
     if case.documents is not None:
-        several = {"sorted": (nk,), "unsorted": (nk,), "batched": (b, nk), "queries": (b, nk)}
-        k_ids = ids(3, *several[case.documents])
+        several = {"batched": (b, nk), "queries": (b, nk)}
+        k_ids = ids(3, *several.get(case.documents, (nk,)))
         if case.documents in ("sorted", "batched"):
             k_ids = k_ids.sort(-1)[0]
         own = case.documents == "queries" or nq > nk  # some have an id that no key has
-        parts.append(rowmax.Documents(k_ids, q_ids=ids(4, nq) if own else None))
+        q_ids = ids(4, nq) if own else None
+        if case.documents == "offsets":
+            cu = ids(nk + 1, 2).sort()[0]
+            cu = torch.cat([cu.new_zeros(1), cu, cu.new_full((1,), nk)])
+            parts.append(rowmax.Documents(cu_seqlens=cu, q_ids=q_ids))
+        else:
+            parts.append(rowmax.Documents(k_ids, q_ids=q_ids))
     if case.lengths is not None:
         taken = [round(nk * case.lengths[n % len(case.lengths)]) for n in range(b)]
-        parts.append(rowmax.PrefixLengths(torch.tensor(taken, device=device)))
+        parts.append(rowmax.PrefixLengths(torch.tensor(taken, dtype=torch.int64, device=device)))
     if case.allowed is not None:
-        sizes = _pattern(case.allowed, shape)
-        drawn = torch.rand(sizes, generator=generator, device=generator.device) < 0.7
-        allowed = _tiled(drawn, case).to(device)
+
+        def allow(*sizes: int) -> Tensor:
+            t = torch.rand(sizes, generator=generator, device=generator.device) < 0.7
+            return _shifted(t.to(device), case.shift)
+
+        allowed = _broadcast(allow, case.allowed, shape, case, partial(_tiled, case=case))
         if not parts:
             return allowed
         parts.append(allowed)
@@ -247,6 +303,12 @@ def _mask(
     for part in parts[1:]:
         mask = mask & part
     return mask
+
+
+def _window(left: int | None, right: int | None) -> Mask:
+    if any(n is not None and n < 0 for n in (left, right)):  # which ``Window`` does not take
+        return rowmax.Mask(left=left, right=right)
+    return rowmax.Window(left, right)
 
 
 def _tiled(allowed: Tensor, case: Case) -> Tensor:

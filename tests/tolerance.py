@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from rowmax.reference import dense, tolerance
-from rowmax.reference.tolerance import GRADIENT, OUTPUT
+from rowmax.reference.tolerance import GRADIENT, NO_NOISE, OUTPUT, Noise
 
-from .cases import Call
+from .cases import Call, laid_out
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,21 @@ def cotangents(call: Call, generator: torch.Generator | int = 1) -> tuple[Tensor
         t = torch.randn(shape, generator=generator, device=generator.device)
         return t.to(device=q.device, dtype=dtype)
 
-    return normal((*q.shape[:-1], v.shape[-1]), q.dtype), normal(rows, wide)
+    if call.case.dout == "bnhd":
+        dout = normal((*q.shape[:-1], v.shape[-1]), q.dtype)
+    else:
+        shape = (*(1,) * (4 - q.dim()), *q.shape[:-1], v.shape[-1])
+        dout = laid_out(lambda *sizes: normal(sizes, q.dtype), call.case.dout, shape)
+        dout = dout[0] if call.case.packed else dout
+    return dout, normal(rows, wide)
 
 
 def answer(call: Call, dout: Tensor, dlse: Tensor | None, **overrides: object) -> Answer:
     """What rowmax gives, forward and backward through autograd."""
     leaves = {name: t.detach().requires_grad_() for name, t in call.leaves.items()}
     out, lse = call.with_leaves(leaves)(**overrides)
+    if not leaves:
+        return Answer(out, lse, {})
     outputs, grads = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
     got = torch.autograd.grad(outputs, list(leaves.values()), grads)
     return Answer(out.detach(), lse.detach(), dict(zip(leaves, got, strict=True)))
@@ -60,21 +68,24 @@ def definition(call: Call, dout: Tensor, dlse: Tensor | None, dtype: torch.dtype
     """What the dense definition gives, every step of it in ``dtype``."""
     leaves = {name: t.detach().to(dtype).requires_grad_() for name, t in call.leaves.items()}
     problem, tensors = call.problem()
-    q, k, v = (leaves[n][None] if call.case.packed else leaves[n] for n in "qkv")
-    named = {name: leaves[name] for name in ("bias", "sink") if name in leaves}
+    named = dict(leaves)
+    for name in "qkv":
+        if call.case.packed and name in named:
+            named[name] = named[name][None]
     if "bias" in named and tensors.bias is not None:
         named["bias"] = named["bias"].view(tensors.bias.shape)
-    tensors = tensors._replace(q=q, k=k, v=v, **named)
+    tensors = tensors._replace(**named)
     out, lse = dense.attention(problem, tensors, dtype)
     if call.case.packed:
         out, lse = out[0], lse[0]
-    outputs, grads = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
-    got = torch.autograd.grad(
-        outputs,
-        list(leaves.values()),
-        [g.to(dtype) for g in grads],
-        allow_unused=True,
-    )
+    if not leaves:
+        return Answer(out, lse, {})
+    pairs = [(out, dout)] if dlse is None else [(out, dout), (lse, dlse)]
+    pairs = [(x, g.to(dtype)) for x, g in pairs if x.requires_grad]  # lse is not of v
+    got: tuple[Tensor | None, ...] = (None,) * len(leaves)
+    if pairs:
+        outputs, grads = zip(*pairs, strict=True)
+        got = torch.autograd.grad(outputs, list(leaves.values()), grads, allow_unused=True)
     gradients = {
         name: torch.zeros_like(t) if g is None else g
         for (name, t), g in zip(leaves.items(), got, strict=True)
@@ -89,7 +100,7 @@ class Expected:
     dtype: torch.dtype
     ref: Answer
     std: Answer
-    noise: dict[str, float]
+    noise: dict[str, Noise]
 
 
 def expected(call: Call, dout: Tensor, dlse: Tensor | None) -> Expected:
@@ -100,7 +111,7 @@ def expected(call: Call, dout: Tensor, dlse: Tensor | None) -> Expected:
     return Expected(dtype, ref, std, _noise(call, dout, dlse, ref))
 
 
-def _noise(call: Call, dout: Tensor, dlse: Tensor | None, ref: Answer) -> dict[str, float]:
+def _noise(call: Call, dout: Tensor, dlse: Tensor | None, ref: Answer) -> dict[str, Noise]:
     """The noise of each tensor; the rule knows rows with a batch alone."""
     rows = (ref.out, ref.lse, dout, dlse)
     if call.case.packed:
@@ -126,7 +137,7 @@ def complaint(
     std: Tensor,
     dtype: torch.dtype,
     factor: float = OUTPUT,
-    noise: float = 0.0,
+    noise: Noise = NO_NOISE,
 ) -> str | None:
     """What is wrong with x by the rule, or None."""
     text = tolerance.complaint(x, ref, std, dtype, factor, noise)
@@ -134,21 +145,28 @@ def complaint(
 
 
 @contextlib.contextmanager
-def poisoned() -> Iterator[None]:
+def poisoned(deterministic: bool = True) -> Iterator[None]:
     """Memory that torch hands out uninitialised is full of NaN (integers: the largest).
 
     What forgets to write a part of its result is seen at once. Covers ``torch.empty``,
     ``empty_like``, ``new_empty``, ``empty_strided``, on every device; not numpy's ``empty``.
+
+    torch fills memory only while it is told to be deterministic. A call that is not to be reads
+    otherwise: ``deterministic=False``.
     """
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # pyright: ignore
+    asked = torch.are_deterministic_algorithms_enabled
+    if not deterministic:
+        torch.are_deterministic_algorithms_enabled = lambda: False  # what rowmax asks
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*deterministic.*")
             yield
     finally:
+        torch.are_deterministic_algorithms_enabled = asked
         torch.utils.deterministic.fill_uninitialized_memory = fill  # pyright: ignore
         torch.use_deterministic_algorithms(before, warn_only=warn_only)

@@ -122,7 +122,7 @@ def check(call: Call, maker: Maker, names: tuple[str, ...]) -> dict[str, Result]
 
 
 def judged(
-    got: Values, ref: Values, std: Values, noise: dict[str, float], dtype: torch.dtype
+    got: Values, ref: Values, std: Values, noise: dict[str, tolerance.Noise], dtype: torch.dtype
 ) -> Result:
     """Hold what was computed to the rule."""
     errors, wrong = {"forward": [], "gradients": []}, []

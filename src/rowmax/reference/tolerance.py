@@ -4,7 +4,7 @@
 inputs, which is what standard attention would have given. An answer x is right when
 
     max |x - ref| <= factor max |std - ref| + 2 ulp(max |ref|) + noise   factor 2; gradients 3
-    norm(x - ref) <= limit norm(ref)                                     limit by dtype
+    norm(x - ref) <= max(limit norm(ref), norm(noise))                   limit by dtype
 
 and it is infinite exactly where ref is. NaN is never right.
 
@@ -14,12 +14,15 @@ to u of its size in the accumulator, move P by ``u (|s| + |lse|)`` of itself; an
 that of the exponential and the product after it. And dS is a difference, ``dP - Delta + dLSE``,
 whose terms carry these errors also where they cancel. So x may be off by the sum that defines
 it, taken over absolute values and weighed with ``u (2 + |s| + |lse|)``. In float32 this is of
-the size of std's own error; for half precision it vanishes beside it.
+the size of std's own error; for half precision it vanishes beside it. Where terms cancel
+exactly in std (dS of a row that sees one key), ref is 0 and noise is all that there is, so the
+second line has it too: an error of at most the noise in each element has at most its norm.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,13 +38,23 @@ TO_FLOAT64 = 2.0**-29
 LIMITS[torch.float64] = LIMITS[torch.float32] * TO_FLOAT64
 
 
+class Noise(NamedTuple):
+    """The noise of a tensor's elements: the largest, and the norm of all."""
+
+    largest: float
+    norm: float
+
+
+NO_NOISE = Noise(0.0, 0.0)
+
+
 def complaint(
     x: Tensor,
     ref: Tensor,
     std: Tensor,
     dtype: torch.dtype,
     factor: float = OUTPUT,
-    noise: float = 0.0,
+    noise: Noise = NO_NOISE,
 ) -> str | None:
     """What is wrong with x by the rule, or None."""
     if x.shape != ref.shape:
@@ -58,13 +71,13 @@ def complaint(
         return None
     scale = TO_FLOAT64 if dtype == torch.float64 else 1.0
     error, theirs = (x - ref).abs().max().item(), (std - ref).abs().max().item() * scale
-    allowed = factor * theirs + 2 * ulp(ref.abs().max().item(), dtype) + noise
+    allowed = factor * theirs + 2 * ulp(ref.abs().max().item(), dtype) + noise.largest
     if not error <= allowed:
         return f"max error {error:.3g}, allowed {allowed:.3g} (std has {theirs:.3g})"
     size, off = ref.norm().item(), (x - ref).norm().item()
     # Where std itself is past the limit (what cancels, such as dS of a row that sees one key,
     # has noise for a value), no answer of this dtype could keep it: the factor rules instead.
-    limit = max(LIMITS[dtype] * size, factor * (std - ref).norm().item() * scale)
+    limit = max(LIMITS[dtype] * size, factor * (std - ref).norm().item() * scale, noise.norm)
     if not off <= limit:
         return f"norm of the error {off:.3g}, allowed {limit:.3g}, of the answer {size:.3g}"
     return None
@@ -87,7 +100,7 @@ def ulp(value: float, dtype: torch.dtype) -> float:
 
 def noise(
     problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
-) -> dict[str, float]:
+) -> dict[str, Noise]:
     """The noise of out, lse and each gradient: see above. The letters are the backward's.
 
     All with a batch dimension, out and lse as the definition has them. What is not finite in k
@@ -122,7 +135,10 @@ def noise(
         P_sink = (2 + sigma.abs() + lse.abs()) * (sigma - lse).exp()
         sums["dsink"] = (P_sink * (row[..., 0] + dP.sum(-1))).sum((0, 2))
     u = torch.finfo(problem.accumulator).eps / 2
-    return {name: u * t.max().item() if t.numel() else 0.0 for name, t in sums.items()}
+    return {
+        name: Noise(u * t.max().item() if t.numel() else 0.0, u * t.norm().item())
+        for name, t in sums.items()
+    }
 
 
 def _weights(problem: Problem, tensors: Tensors) -> Tensor:

@@ -1,0 +1,155 @@
+"""What GPU kernels are compiled for, of a case: two cases of the same are served by the same
+kernels. Computed from the case alone, so that calls can be drawn that compile nothing new.
+
+    python -m tests.gpu.compiled_in --groups 40 --dtype float32
+
+counts on a CPU, with a stand-in for the compiler, how many Triton kernels the calls of the search
+need.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import warnings
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from rowmax.problem import Problem, Wanted
+from rowmax.triton import backward, forward
+from rowmax.triton import tiles as plain
+from rowmax.triton.backward import bias_sum
+from rowmax.triton.bundles import folded
+from rowmax.triton.maps import listed
+from tests.cases import Case
+from tests.drawn import Drawn, given_cotangents, problem_of
+
+#: where there is no GPU to ask
+H200 = plain.Limits("NVIDIA H200", 232448, 32)
+PROCESSORS = 132
+
+
+def compiled_in(case: Case, dtype: str, backend: str) -> Hashable:
+    """What of the numbers that ``drawn.varied`` changes is compiled in."""
+    p = problem_of(case, dtype)
+    if backend not in ("triton", "hopper"):
+        return None
+    # ids of queries that have none of their own begin among those of the keys
+    ids = case.documents is None or case.documents == "queries" or p.nq > p.nk or p.offset % 4 == 0
+    same = (p.hq, p.hk, p.left is None, p.right is None, ids)
+    if backend == "hopper":
+        return same, (_hopper(p, case), _triton(p) if p.bias is not None else None)
+    return same, _triton(p)
+
+
+def _triton(p: Problem) -> Hashable:
+    cuda = torch.cuda.is_available()
+    limits = plain.limits_of(torch.device("cuda", 0)) if cuda else H200
+    jobs = ["forward", "delta", "query_gradients"]
+    jobs += ["dk", "dv"] if max(p.d, p.dv) > plain.BOTH_UP_TO else ["key_gradients"]
+    found: list[Hashable] = [p.total_q == 0 or p.batch == 0, p.total_k == 0]
+    if p.bias is not None:
+        found += [min(p.batch, 2), bias_sum(p), p.hq // p.bias[1], p.nk % 8 == 0, p.nk % 4 == 0]
+        jobs.append("bias_gradient")
+    for job in jobs:
+        kind = plain.kind_of(job, p)
+        tiles = plain.user_tiles(limits.name).get(str(kind)) or plain.table(kind, limits)
+        tiles = plain.shortened(tiles or next(plain.candidates(kind, limits)), p)
+        found += [tiles, p.nq % tiles.block_q == 0, p.nk % tiles.block_k == 0]
+    # of one row there is no step to the next
+    found += [min(n, 2) for n in (p.nq, p.nk, p.total_q, p.total_k)]
+    return (*found, folded(p), listed(p))
+
+
+def _hopper(p: Problem, case: Case) -> Hashable:
+    from rowmax import hopper
+    from rowmax.hopper import launch
+    from rowmax.hopper import tiles as forward
+    from rowmax.hopper.gradients import biases, plans
+    from rowmax.hopper.gradients import tiles as gradients
+
+    refused = hopper._refused(p), hopper._refused_backward(p)
+    if any(refused) or not (p.total_k and p.total_q and p.batch):
+        return refused
+    bias = None
+    if p.bias is not None:
+        bias = torch.empty(p.bias, dtype=p.bias_dtype, device="meta")
+        bias = bias.transpose(2, 3).contiguous().transpose(2, 3) if case.transposed else bias
+    how = launch.how_bias_comes(p, bias)
+    cuda = torch.cuda.is_available()
+    processors = launch.processors(torch.device("cuda", 0)) if cuda else PROCESSORS
+    tile = forward.tile_for(p, how, processors)
+    found: list[Hashable] = [forward.config_for(p, tile, how, forward.packed_heads(p, how))]
+    by = biases.gradient_by(p) if p.bias is not None else ""
+    for kind, one in gradients.tiles_of(gradients.sizes_of(p.d, p.dv)).items():
+        found.append(gradients.config_for(p, one, **plans.bias_options(p, kind, by)))
+    return (*found, by)
+
+
+# --- counting ----------------------------------------------------------------------------------
+
+
+def kernels_of(drawn: Drawn, known: set[Hashable]) -> int:
+    """How many kernels a call would compile beside those that are known, which they join. Nothing
+    runs: the jobs are stopped before their launch, on tiles for an H200."""
+    launch = importlib.import_module("rowmax.triton.launch")
+    run, limits = launch.Job.run, plain.limits_of
+    before = len(known)
+
+    def note(job: Any, t: Any) -> None:
+        signature = job.launch.signature(t, job.n, job.c)
+        options = tuple(job.options.items())
+        known.add((id(job.kernel), *(tuple(x.items()) for x in signature), options))
+
+    launch.Job.run, plain.limits_of = note, lambda _: H200
+    try:
+        _stopped(drawn)
+    finally:
+        launch.Job.run, plain.limits_of = run, limits
+    return len(known) - before
+
+
+def _stopped(drawn: Drawn) -> None:
+    call = drawn.call()
+    problem, tensors = call.problem()
+    # lengths that a GPU does not read
+    found = problem_of(drawn.case, drawn.dtype, "cpu")
+    problem = problem._replace(nq=found.nq, nk=found.nk)
+    out, lse = forward(problem, tensors)
+    leaves = call.leaves
+    wanted = Wanted(*(name in leaves for name in Wanted._fields))
+    dout, dlse = given_cotangents(call, drawn.seed)
+    if call.case.packed:
+        dout, dlse = dout[None], None if dlse is None else dlse[None]
+    if any(wanted):
+        backward(problem, tensors, out, lse, dout, dlse, wanted)
+
+
+def main() -> None:
+    from tests.gpu.random_search import Job, calls_of
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--groups", type=int, default=40)
+    parser.add_argument("--per-group", type=int, default=32)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--budget", type=int, default=1_000_000)
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    known: set[Hashable] = set()
+    calls, late = 0, 0
+    for seed in range(given.groups):
+        job = Job(seed, given.dtype, "triton", "cpu", given.per_group, given.budget)
+        for n, drawn in enumerate(calls_of(job)):
+            more = kernels_of(drawn, known)
+            calls += 1
+            late += more if n else 0
+    print(
+        f"{given.dtype}: {calls} calls in {given.groups} groups, {len(known)} kernels, of which "
+        f"{late} after the first call of a group; {calls / max(len(known), 1):.1f} calls a kernel"
+    )
+
+
+if __name__ == "__main__":
+    main()
