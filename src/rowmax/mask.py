@@ -285,13 +285,19 @@ def _tile_any_all(
     problem: Problem, allowed: Tensor, block_q: int, block_k: int
 ) -> tuple[Tensor, Tensor]:
     """Whether any and whether all of a boolean tensor's pairs are allowed, tile by tile."""
-    # a dimension that the caller expanded holds one slice, which is looked at once
-    once = (slice(0, 1) if step == 0 else slice(None) for step in allowed.stride())
-    allowed = allowed[tuple(once)]
+    allowed = distinct(allowed)
     return (
         _by_blocks(_by_blocks(allowed, 3, block_k, torch.any), 2, block_q, torch.any),
         _by_blocks(_by_blocks(allowed, 3, block_k, torch.all), 2, block_q, torch.all),
     )
+
+
+def distinct(t: Tensor) -> Tensor:
+    """View of a tensor in which every dimension that was expanded has the size 1.
+
+    Maps of tiles are made of this view, so their shapes, and steps into them, follow it.
+    """
+    return t[tuple(slice(0, 1) if step == 0 else slice(None) for step in t.stride())]
 
 
 def _by_blocks(t: Tensor, dim: int, block: int, reduce: Callable[..., Tensor]) -> Tensor:

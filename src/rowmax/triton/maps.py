@@ -77,7 +77,9 @@ def state_steps(problem: Problem, tensors: Tensors, tiles: Tiles) -> tuple[int, 
 
 
 def _map_shape(problem: Problem, tensors: Tensors, tiles: Tiles) -> tuple[int, int, int, int]:
-    batch, heads = (1, 1) if problem.allowed is None else problem.allowed[:2]
+    batch, heads = (1, 1)
+    if tensors.allowed is not None:
+        batch, heads = mask.distinct(tensors.allowed).shape[:2]
     if not problem.varlen:
         for x in (tensors.lengths, tensors.q_ids, tensors.k_ids):
             batch = max(batch, 1 if x is None else x.shape[0])
