@@ -26,7 +26,7 @@ LARGEST = 1e30  # of scale and softcap: their quotient and product with a score 
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
 #: of other arguments; not bool, for True is equal to 1 and not as good
 _USUAL = frozenset((float, int, str, type(None)))
-#: of limits, for which 1.0 is not as good as 1
+#: of limits: a symbolic one has no hash
 _WHOLE = frozenset((int, type(None)))
 #: what calls that have passed came to, by their ``_signature``
 _passed: dict[Any, tuple[Options, Problem]] = {}
@@ -94,8 +94,8 @@ def checked(
         scale=_checked_scale(scale, q.shape[3]),
         softcap=_checked_softcap(softcap),
         dropout_p=dropout_p,
-        left=_checked_limit("left", mask.left),
-        right=_checked_limit("right", mask.right),
+        left=mask.left,
+        right=mask.right,
         max_q=max_q,
         max_k=max_k,
         deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
@@ -288,12 +288,6 @@ def _check_bound(name: str, given: int, longest: int) -> None:
 # --- masks -------------------------------------------------------------------------------------
 
 
-def _checked_limit(name: str, n: int | None) -> int | None:
-    if n is not None and (isinstance(n, bool) or not isinstance(n, (int, torch.SymInt))):
-        raise wrong_type(f"mask: Mask({name}=)", repr(n), "an int, or None")
-    return n
-
-
 def _checked_documents(
     q: Tensor, mask: Mask, shape: Sequence[int], packed: bool
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -366,7 +360,6 @@ def _checked_lengths(q: Tensor, lengths: Tensor | None, batch: int, nk: int) -> 
 def _checked_allowed(q: Tensor, allowed: Tensor | None, shape: Sequence[int]) -> Tensor | None:
     if allowed is None:
         return None
-    check_dense("mask", allowed)
     check_device("mask", allowed, q)
     return _broadcastable("mask", allowed, shape)
 

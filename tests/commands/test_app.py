@@ -46,7 +46,7 @@ def test_version():
         (("demo", "--steps", "3"), "--steps"),
         (("explain", "--dtype", "int8"), "want float32, float16, bfloat16, float64"),
         (("explain", "--window", "5"), "want left,right"),
-        (("explain", "--window", "5,-1"), "want 0 or more"),
+        (("explain", "--window", "5,1.5"), "want left,right"),
         (("explain", "--packed", "4,x"), "want integers"),
         (("explain", "--packed", "4,-9"), "want integers of 0 or more"),
         (("explain", "-n", "-3"), "Invalid value for '--queries'"),
