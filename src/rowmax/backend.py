@@ -29,6 +29,8 @@ _MODULES = {
 _DEVICES = {"hopper": ("cuda",), "triton": ("cuda", "xpu"), "cpu": ("cpu",)}
 #: the reference holds the whole score matrix, so it is used only where it is named
 _BY_NAME_ONLY = ("reference",)
+#: what is made of differentiable operations alone: autograd goes through it, as often as asked
+PLAIN_OPERATIONS = ("reference",)
 
 
 class Backend(Protocol):

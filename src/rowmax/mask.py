@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
 
 from .problem import Problem, Tensors
 
@@ -405,6 +406,15 @@ def values_are_readable(t: Tensor) -> bool:
         and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None  # make_fx
         and type(t) in (Tensor, torch.nn.Parameter)
     )
+
+
+def is_batched(t: Tensor | None) -> bool:
+    """True inside ``vmap`` for a tensor that has a value for each slice: none can be looked at."""
+    while t is not None and _functorch.is_functorch_wrapped_tensor(t):
+        if _functorch.is_batchedtensor(t):
+            return True
+        t = _functorch.get_unwrapped(t)
+    return False
 
 
 _ONE_OF_TWO = "Documents: want either ids or cu_seqlens, got both or neither"
