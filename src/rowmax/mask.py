@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
-from torch._C import _functorch
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
 
 from .problem import Problem, Tensors
 
@@ -410,10 +410,10 @@ def values_are_readable(t: Tensor) -> bool:
 
 def is_batched(t: Tensor | None) -> bool:
     """True inside ``vmap`` for a tensor that has a value for each slice: none can be looked at."""
-    while t is not None and _functorch.is_functorch_wrapped_tensor(t):
-        if _functorch.is_batchedtensor(t):
+    while t is not None and is_functorch_wrapped_tensor(t):
+        if is_batchedtensor(t):
             return True
-        t = _functorch.get_unwrapped(t)
+        t = get_unwrapped(t)
     return False
 
 
