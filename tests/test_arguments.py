@@ -116,7 +116,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     # masks
     ({"mask": "causal"}, TypeError, "mask: got str; want a rowmax mask or a boolean tensor"),
     ({"mask": torch.ones(6, 9)}, TypeError, "mask: got a tensor of torch.float32; want torch.bool"),
-    ({"mask": (4, 0)}, TypeError, r"mask: got tuple; .*, such as Window\(4, 0\)"),
+    ({"mask": [4, 0]}, TypeError, r"mask: got list; .*, such as Window\(4, 0\)"),
     ({"mask": rowmax.Causal}, TypeError, r"mask: got the class Causal; .*, such as Causal\(\)"),
     (
         {"mask": torch.ones(2, 9, dtype=torch.bool)},
