@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -36,6 +37,11 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"q": (6, 4, 8)}, ValueError, r"q: got shape \[6, 4, 8\]; want a 4-D tensor"),
     ({"k": (1, 2, 9, 2, 8)}, ValueError, "k: got shape"),
     ({"v": (2, 9, 8)}, ValueError, "v: got shape"),
+    (
+        {"q": (6, 4, 8)},
+        ValueError,
+        r"q: got .*; q\[None\] is a batch of one, attention_varlen takes",
+    ),
     ({"q": [1.0]}, TypeError, "q: got list; want a tensor"),
     ({"k": None}, TypeError, "k: got NoneType"),
     ({"v": "v"}, TypeError, "v: got str"),
@@ -49,7 +55,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"q": torch.nested.as_nested_tensor([torch.ones(6, 4, 8)], layout=torch.jagged)},
         TypeError,
-        "q: got a nested tensor; want a dense",
+        r"q: got a nested tensor; want a dense .*varlen\(nt.values\(\), .* nt.offsets\(\)",
     ),
     # sizes
     ({"k": (3, 9, 2, 8)}, ValueError, "k: got batch 3; want the batch of q, 2"),
@@ -57,6 +63,12 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"v": (2, 8, 2, 8)}, ValueError, r"v: got shape \[2, 8, 2, 8\]"),
     ({"v": (2, 9, 4, 8)}, ValueError, r"v: got shape \[2, 9, 4, 8\]"),
     ({"q": (2, 6, 3, 8)}, ValueError, "q: got 3 heads; want a multiple of the 2 heads"),
+    ({"q": (2, 6, 3, 8)}, ValueError, "q: .* of k and v, at least one$"),  # in no layout
+    (
+        {"q": (2, 8, 128, 64), "k": (2, 2, 300, 64), "v": (2, 2, 300, 64)},
+        ValueError,
+        r"q: got 128 heads; want a multiple of the 300 .* \[B, N, H, D\]: pass transpose\(1, 2\)",
+    ),
     ({"q": (2, 6, 0, 8)}, ValueError, "q: got 0 heads"),
     ({"k": (2, 9, 0, 8), "v": (2, 9, 0, 8)}, ValueError, "q: got 4 heads; want a multiple"),
     ({"q": (2, 6, 4, 0), "k": (2, 9, 2, 0)}, ValueError, "q: got head size 0; want 1 to 512"),
@@ -73,6 +85,11 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"scale": 10**400}, ValueError, "scale: got inf"),
     ({"scale": "1"}, TypeError, "scale: got str"),
     ({"scale": True}, TypeError, "scale: got bool"),
+    (
+        {"scale": torch.tensor(1.0)},
+        TypeError,
+        r"scale: got Tensor; want a Python number \(multiply q by a tensor\)",
+    ),
     ({"softcap": -1.0}, ValueError, "softcap: got -1.0"),
     ({"softcap": nan}, ValueError, "softcap: got nan"),
     ({"softcap": inf}, ValueError, "softcap: got inf"),
@@ -99,6 +116,13 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     # masks
     ({"mask": "causal"}, TypeError, "mask: got str; want a rowmax mask or a boolean tensor"),
     ({"mask": torch.ones(6, 9)}, TypeError, "mask: got a tensor of torch.float32; want torch.bool"),
+    ({"mask": [4, 0]}, TypeError, r"mask: got list; .*, such as Window\(4, 0\)"),
+    ({"mask": rowmax.Causal}, TypeError, r"mask: got the class Causal; .*, such as Causal\(\)"),
+    (
+        {"mask": torch.ones(2, 9, dtype=torch.bool)},
+        ValueError,
+        r"mask: got shape \[2, 9\]; .* ~key_padding_mask\[:, None, None, :\], or PrefixLengths",
+    ),
     (
         {"mask": torch.ones(6, 8, dtype=torch.bool)},
         ValueError,
@@ -161,6 +185,13 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         r"mask: PrefixLengths\(lengths=\): got \[1, -2\]",
     ),
+    # names of other libraries
+    ({"is_causal": True}, TypeError, r"attention\(\) got .* 'is_causal'; want causal=True"),
+    ({"attn_mask": None}, TypeError, r".* 'attn_mask'; want mask= for a boolean tensor, bias="),
+    ({"dropout": 0.1}, TypeError, ".* 'dropout'; want dropout_p="),
+    ({"softmax_scale": 0.1}, TypeError, ".* 'softmax_scale'; want scale="),
+    ({"window_size": (4, 0)}, TypeError, r".* 'window_size'; want mask=Window\(left, right\)"),
+    ({"casual": True}, TypeError, r"attention\(\) got an unexpected keyword argument 'casual'$"),
     # score terms
     ({"bias": 1.0}, TypeError, "bias: got float"),
     ({"bias": torch.ones(6, 9, dtype=torch.bool)}, TypeError, "bias: got torch.bool"),
@@ -240,6 +271,64 @@ def test_attention_varlen(changed: dict[str, Any], error: type[Exception], text:
         rowmax.attention_varlen(**packed(**changed))
 
 
+@pytest.mark.usefixtures("_no_work")
+def test_arguments_by_position() -> None:
+    q, k, v = tensors().values()
+    for more, text in (
+        ((True,), r"got True by position; want it by keyword, such as causal=True$"),
+        ((torch.ones(6, 9),), r"got a tensor by position; .* mask= or bias= \(attention_varlen"),
+        ((0.5, 1), r"got 0.5 by position; want it by keyword$"),
+    ):
+        with pytest.raises(TypeError, match=rf"^attention\(\): {text}"):
+            rowmax.attention(q, k, v, *more)
+    with pytest.raises(TypeError, match=r"^attention_varlen\(\): got False by .* causal=False$"):
+        rowmax.attention_varlen(*packed().values(), 4, 5, False)
+    with pytest.raises(TypeError, match=r"^attention_varlen\(\) got .*_scale'; want scale="):
+        rowmax.attention_varlen(**packed(), softmax_scale=1.0)
+
+
+@pytest.mark.parametrize("call", [rowmax.attention, rowmax.attention_varlen])
+def test_a_signature_has_what_is_taken_alone(call: Any) -> None:
+    kinds = {p.kind for p in inspect.signature(call).parameters.values()}
+    assert kinds == {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
+    assert "return_lse" in inspect.signature(call).parameters
+
+
+def test_the_hints_are_calls_that_work() -> None:
+    q, lengths = torch.randn(2, 6, 4, 8), offsets(3, 6)
+    want = rowmax.attention(q, q, q, mask=rowmax.PrefixLengths(lengths))
+    key_padding_mask = torch.arange(6) >= lengths[:, None]
+    got = rowmax.attention(q, q, q, mask=~key_padding_mask[:, None, None, :])
+    torch.testing.assert_close(got, want)
+    parts = [torch.randn(3, 4, 8), torch.randn(5, 4, 8)]
+    nt = torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+    out = rowmax.attention_varlen(*3 * (nt.values(),), *2 * (nt.offsets(),))
+    want = torch.cat([rowmax.attention(x[None], x[None], x[None])[0] for x in parts])
+    torch.testing.assert_close(out, want)
+
+
+def test_numbers_of_numpy() -> None:
+    """As Python's are, of any width; booleans are refused as Python's are."""
+    numpy = pytest.importorskip("numpy")
+    given = tensors()
+    want = rowmax.attention(**given, scale=0.5, softcap=2.0, dropout_p=0.25, seed=7)
+    numbers = {"scale": 0.5, "softcap": 2.0, "dropout_p": 0.25}
+    for real in (numpy.float32, numpy.float64, numpy.float16):
+        same = {name: real(x) for name, x in numbers.items()}
+        for _ in range(2):  # the second finds what the first left
+            out = rowmax.attention(**given, **same, seed=numpy.int64(7))
+            assert torch.equal(out, want)
+    one = rowmax.attention(**given, scale=1)
+    assert torch.equal(rowmax.attention(**given, scale=numpy.int64(1)), one)
+    for name in ("scale", "softcap", "dropout_p", "seed"):
+        with pytest.raises(TypeError, match=f"^{name}: got bool"):
+            rowmax.attention(**given, **{name: numpy.bool_(False)})
+    longest = {"max_seqlen_q": numpy.int32(4), "max_seqlen_k": numpy.int64(5)}
+    whole = packed()
+    got = rowmax.attention_varlen(**whole, **longest)
+    assert torch.equal(got, rowmax.attention_varlen(**whole, max_seqlen_q=4, max_seqlen_k=5))
+
+
 @pytest.mark.parametrize(("changed", "error", "text"), BAD)
 def test_a_good_call_excuses_none_after_it(
     changed: dict[str, Any], error: type[Exception], text: str
@@ -259,8 +348,6 @@ def test_a_good_call_excuses_none_after_it(
         ({"deterministic": True}, {"deterministic": 1}),
         ({"backend": None}, {"backend": []}),
         ({"scale": 1.0}, {"scale": torch.tensor(1.0)}),
-        ({"mask": rowmax.Mask(left=1)}, {"mask": rowmax.Mask(left=1.0)}),  # pyright: ignore
-        ({"mask": rowmax.Mask(right=1)}, {"mask": rowmax.Mask(right=True)}),
     ],
 )
 def test_an_equal_value_of_another_type_is_refused(good: Any, bad: Any) -> None:
@@ -344,7 +431,12 @@ def test_good_packed_input_passes() -> None:
     [
         ([], ValueError, "parts: got none"),
         ([torch.ones(1, 2, 3, 4)], TypeError, r"parts\[0\]: got Tensor; want a pair"),
-        ([(torch.ones(1, 2, 3, 4), None)], TypeError, r"parts\[0\]: got tuple"),
+        ([(torch.ones(1, 2, 3, 4), None)], TypeError, r"parts\[0\]: got tuple; .*lse\)$"),
+        (
+            [[(torch.ones(1, 2, 3, 4), torch.ones(1, 3, 2))] * 2],
+            TypeError,
+            r"parts\[0\]: got list; .* a list of pairs goes in as merge\(\*parts\)",
+        ),
         ([(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3))], ValueError, r"parts\[0\]: got out"),
         ([(torch.ones(4), torch.ones(4))], ValueError, r"parts\[0\]: got out"),
         (

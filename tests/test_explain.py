@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import sys
 
 import pytest
 import torch
@@ -172,3 +173,18 @@ def test_errors_are_those_of_the_call():
         rowmax.explain(q, k, v, dropout_p=1.0)
     with pytest.raises(TypeError, match="causal: got 1"):
         rowmax.explain(q, k, v, causal=1)  # pyright: ignore
+
+
+@pytest.mark.parametrize("missing", ["numba", "numpy"])
+def test_a_missing_library_comes_with_what_installs_it(missing, monkeypatch):
+    loaded = [n for n in sys.modules if n == "rowmax.cpu" or n.startswith("rowmax.cpu.")]
+    for name in loaded:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    backends.choose.cache_clear()
+    try:
+        reason = rowmax.explain(*tensors()).forward.others["cpu"]
+    finally:
+        backends.choose.cache_clear()
+    assert reason.startswith(f"{missing} is not installed: ")
+    assert 'pip install "rowmax[cpu]"' in reason

@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import rowmax
 from rowmax import Causal, Documents, PrefixLengths, Window
 from rowmax.arguments import checked
-from rowmax.mask import FULL, PARTIAL, SKIP, Mask, as_mask, dense, tile_states
+from rowmax.mask import FULL, PARTIAL, SKIP, Ids, Mask, as_mask, dense, tile_states
 from rowmax.problem import Problem, Tensors, problem_of
 
 
@@ -34,7 +35,7 @@ def allowed(mask: Mask | Tensor, b: int, h: int, nq: int, nk: int) -> Tensor:
 # --- hypothesis: any mask ----------------------------------------------------------------------
 
 sizes = st.integers(1, 40)
-limits = st.none() | st.integers(0, 45)
+limits = st.none() | st.integers(-45, 45)
 
 
 def _ids(draw: st.DrawFn, *shape: int) -> Tensor:
@@ -159,6 +160,11 @@ def test_bands(nq: int, nk: int) -> None:
         (Window(right=1), lambda i, j: j <= i + o + 1),
         (Window(3, None) & Causal(), lambda i, j: i + o - 3 <= j <= i + o),
         (Window(3, 4) & Window(1, 9), lambda i, j: i + o - 1 <= j <= i + o + 4),
+        (Window(right=-1), lambda i, j: j < i + o),
+        (Window(-2, None), lambda i, j: i + o + 2 <= j),
+        (Window(-1, 3), lambda i, j: i + o + 1 <= j <= i + o + 3),
+        (Window(4, -2), lambda i, j: i + o - 4 <= j <= i + o - 2),
+        (Window(-1, -1), lambda i, j: False),
     ]
     for mask, rule in rules:
         assert torch.equal(allowed(mask, 1, 1, nq, nk)[0, 0], by_definition(rule, nq, nk)), mask
@@ -232,6 +238,44 @@ def test_a_limit_past_every_length_is_none(limit: int) -> None:
     assert torch.equal(allowed(Window(limit, 0), 1, 1, 5, 7), allowed(Causal(), 1, 1, 5, 7))
 
 
+@pytest.mark.parametrize("limit", [2**31, 2**40, 2**62, sys.maxsize, 2**70])
+def test_a_limit_before_every_key_leaves_none(limit: int, backend: str) -> None:
+    q = torch.randn(1, 9, 2, 8)
+    for mask in (Window(right=-limit), Window(-limit, None), Window(-limit, limit)):
+        assert not allowed(mask, 1, 1, 5, 7).any()
+        out, lse = rowmax.attention(q, q, q, mask=mask, return_lse=True, backend=backend)
+        assert not out.any()
+        assert (lse == -math.inf).all()
+
+
+@pytest.mark.parametrize("sizes", [(70, 70), (20, 90), (90, 20), (1, 40)], ids=str)
+@pytest.mark.parametrize(
+    "limits", [(None, -1), (-1, None), (-3, 40), (70, -65), (-1, -1), (None, -50)], ids=str
+)
+def test_negative_limits(limits: tuple, sizes: tuple[int, int], backend: str) -> None:
+    """Forward and backward, against the same band as a boolean tensor."""
+    (nq, nk), window = sizes, Window(*limits)
+    q = torch.randn(2, nq, 4, 8, requires_grad=True)
+    k, v = (torch.randn(2, nk, 2, 8, requires_grad=True) for _ in "kv")
+    band, answers = allowed(window, 1, 1, nq, nk), []
+    assert not band.all()
+    for mask in (window, band):
+        out, lse = rowmax.attention(q, k, v, mask=mask, return_lse=True, backend=backend)
+        loss = out.square().sum() + lse.clamp(-9).sum()
+        answers.append((out, lse, *torch.autograd.grad(loss, (q, k, v))))
+    for got, want in zip(*answers, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_limits_of_numpy() -> None:
+    numpy = pytest.importorskip("numpy")
+    mask = Window(numpy.int64(3), numpy.int32(-1))
+    assert (mask.left, mask.right) == (3, -1)
+    assert [type(n) for n in (mask.left, mask.right)] == [int, int]
+    with pytest.raises(TypeError, match=r"Window\(left=\): got "):
+        Window(numpy.bool_(True))
+
+
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (1, 0), (0, 0), (2, 1, 0, 1), (0, 2, 3, 4)])
 def test_tiles_of_an_empty_boolean_tensor(shape: tuple[int, ...]) -> None:
     b, h, nq, nk = (2, 2, *shape[-2:])[-4:] if len(shape) == 2 else (shape[0], 2, *shape[2:])
@@ -254,14 +298,83 @@ def test_masks_are_left_as_they_are() -> None:
     a, b = Window(5, 5), Causal()
     _ = a & b
     assert (a.left, a.right, b.left, b.right) == (5, 5, None, 0)
+    for mask in (a, b, a & b):
+        for name in ("right", "allowed", "new"):
+            with pytest.raises(AttributeError, match=rf"^{name}: a mask cannot be changed"):
+                setattr(mask, name, 5)
+        with pytest.raises(AttributeError, match=r"^left: a mask cannot be changed"):
+            del mask.left
+    assert (a.left, a.right, b.left, b.right) == (5, 5, None, 0)
+
+
+def test_a_mask_has_no_truth_value() -> None:
+    """``Causal() and Window(1, None)`` would be the window alone."""
+    for mask in (Mask(), Causal(), Documents(torch.tensor([0, 1])) & Causal()):
+        with pytest.raises(TypeError, match="combine masks with &"):
+            _ = mask and Window(1, None)
+        with pytest.raises(TypeError, match="combine masks with &"):
+            _ = not mask
+
+
+def test_unions_say_what_works() -> None:
+    seen, causal = torch.ones(3, 3, dtype=torch.bool), Causal()
+    for union in (
+        lambda: causal | Window(1, None),
+        lambda: causal | seen,
+        lambda: seen | causal,
+        lambda: causal ^ seen,
+        lambda: ~causal,
+    ):
+        with pytest.raises(TypeError, match=r"mask=m1 \| m2.* merge\("):
+            union()
 
 
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
-        (lambda: Window(-1), ValueError, r"Window\(left=\): got -1"),
-        (lambda: Window(0, -3), ValueError, r"Window\(right=\): got -3"),
-        (lambda: Window(1.5), TypeError, r"Window\(left=\): got 1.5"),
+        (lambda: Window(1.5), TypeError, r"Window\(left=\): got 1.5; want an int, or None"),
+        (lambda: Window(0, 1.0), TypeError, r"Window\(right=\): got 1.0"),
+        (lambda: Window(torch.tensor(1)), TypeError, r"Window\(left=\): got tensor\(1\)"),
+        (lambda: Window(0, -(2.0**40)), TypeError, r"Window\(right=\): got -"),
+        # a record made by hand is held to the same
+        (lambda: Mask(left=1.0), TypeError, r"Mask\(left=\): got 1.0; want an int, or None"),
+        (lambda: Mask(right=True), TypeError, r"Mask\(right=\): got True"),
+        (
+            lambda: Mask(allowed=torch.rand(16, 16)),
+            TypeError,
+            r"Mask\(allowed=\): got a tensor of torch.float32; want torch.bool",
+        ),
+        (lambda: Mask(allowed=[True]), TypeError, r"Mask\(allowed=\): got list; want a boolean"),
+        (
+            lambda: Mask(allowed=(torch.ones(2, 2) > 0).to_sparse()),
+            TypeError,
+            r"Mask\(allowed=\): got layout torch.sparse_coo",
+        ),
+        (
+            lambda: Mask(lengths=torch.tensor([1.0])),
+            TypeError,
+            r"Mask\(lengths=\): got torch.float32; want a tensor of int32 or int64",
+        ),
+        (lambda: Mask(lengths=3), TypeError, r"Mask\(lengths=\): got int"),
+        (lambda: PrefixLengths(None), TypeError, r"PrefixLengths\(lengths=\): got None"),
+        (
+            lambda: Mask(documents=torch.zeros(3, dtype=torch.int64)),
+            TypeError,
+            r"Mask\(documents=\): got Tensor; want a tuple of Ids, as Documents\(ids\).documents",
+        ),
+        (lambda: Mask(documents=Ids(torch.zeros(3))), TypeError, r"Mask\(documents=\): got Ids"),
+        (lambda: Mask(documents=None), TypeError, r"Mask\(documents=\): got NoneType"),
+        (
+            lambda: Mask(documents=(Ids(torch.zeros(3)),)),
+            TypeError,
+            r"Documents\(ids=\): got torch.float32",
+        ),
+        (lambda: Mask(documents=(Ids(),)), TypeError, "Documents: want either ids or cu_seqlens"),
+        (
+            lambda: Mask(documents=(Ids(cu_seqlens=torch.tensor([1, 2])),)),
+            ValueError,
+            r"Documents\(cu_seqlens=\): got \[1, 2\]",
+        ),
         (lambda: Window(True), TypeError, r"Window\(left=\): got True"),
         (lambda: Documents(), TypeError, "Documents: want either ids or cu_seqlens"),
         (
@@ -317,7 +430,10 @@ def test_masks_are_left_as_they_are() -> None:
             r"PrefixLengths\(lengths=\): got shape \[\]",
         ),
         (lambda: as_mask(torch.zeros(3)), TypeError, "mask: got a tensor of torch.float32"),
-        (lambda: as_mask("causal"), TypeError, "mask: got str"),
+        (lambda: as_mask("causal"), TypeError, "mask: got str; want a rowmax mask or a bool.*r$"),
+        (lambda: as_mask((4, 0)), TypeError, r"mask: got tuple; .*, such as Window\(4, 0\)$"),
+        (lambda: as_mask(Causal), TypeError, r"mask: got the class Causal; .* as Causal\(\)$"),
+        (lambda: as_mask(Window), TypeError, r"mask: got the class Window; .* Window\(...\)$"),
         (lambda: Causal() & 3, TypeError, "mask: got int"),
     ],
 )
@@ -346,4 +462,6 @@ def test_a_mask_is_copied_and_sent() -> None:
     mask = Window(3, 1) & Documents(ids, q_ids=q_ids) & PrefixLengths(torch.tensor([2]))
     for same in (copy.deepcopy(mask), copy.copy(mask), pickle.loads(pickle.dumps(mask))):
         assert torch.equal(allowed(same, 1, 1, 3, 3), allowed(mask, 1, 1, 3, 3))
+        with pytest.raises(AttributeError):
+            same.left = 1
     assert isinstance(pickle.loads(pickle.dumps(Causal())), Causal)

@@ -152,6 +152,20 @@ def test_compile_builds_masks_inside() -> None:
         compiled(*arguments[:3], torch.tensor([0, 3, 11]), allowed)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_takes_masks_from_outside_and_limits_as_numbers(dynamic: bool) -> None:
+    torch._dynamo.reset()
+    outside = rowmax.Window(4, 0) & rowmax.PrefixLengths(torch.tensor([12, 5]))
+
+    def masked(q: Tensor, n: int) -> Tensor:
+        return attention(q, q, q, causal=True, mask=outside & rowmax.Window(n, -n))
+
+    q = torch.randn(2, 12, 2, 8)
+    compiled = torch.compile(masked, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for n in (3, 1, 2):
+        torch.testing.assert_close(compiled(q, n), masked(q, n))
+
+
 @pytest.mark.parametrize("through", ["compile", "vmap"])
 def test_offsets_are_checked_when_their_values_are_there(through: str, backend: str) -> None:
     """Kernels go where they say, out of the tensors if need be."""

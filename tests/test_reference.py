@@ -13,7 +13,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.nn.functional import scaled_dot_product_attention
 
 import rowmax
-from rowmax.reference import dense, online
+from rowmax.reference import online
 
 from .cases import CASES, Call, Case, make
 from .tolerance import answer, complaints, cotangents, expected
@@ -193,21 +193,63 @@ def test_gradcheck(term: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("term", _TERMS)
-def test_dense_in_both_modes_and_twice(term: str) -> None:
-    """The definition itself is differentiable by autograd in every way."""
-    call = _small(_TERMS[term], nq=3, nk=4)
-    problem, tensors = call.problem()
-    names = [n for n in ("q", "k", "v", "bias", "sink") if getattr(tensors, n) is not None]
-    leaves = [getattr(tensors, n).detach().clone().requires_grad_() for n in names]
-
-    def function(*given: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = dense.attention(
-            problem, tensors._replace(**dict(zip(names, given, strict=True)))
-        )
-        return out, lse.masked_fill(lse == -math.inf, 0.0)
-
+def test_in_both_modes_and_twice(term: str) -> None:
+    """The definition is differentiable in every way, through the public calls."""
+    function, leaves = _function(_small(_TERMS[term], nq=3, nk=4), "reference")
     assert gradcheck(function, leaves, check_forward_ad=True)
     assert gradgradcheck(function, leaves, fast_mode=True)
+    assert gradgradcheck(function, leaves, fast_mode=True, check_fwd_over_rev=True)
+
+
+def test_the_second_derivative_is_no_zero() -> None:
+    """By hand: one query, two keys, v = (1, 0) and D = 1: out is the logistic function."""
+    q = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    k = torch.tensor([1.0, 0.0], dtype=torch.float64).view(1, 2, 1, 1)
+    out, _ = attention(q.view(1, 1, 1, 1), k, k, scale=1.0)
+    (first,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    (second,) = torch.autograd.grad(first, q, create_graph=True)
+    (third,) = torch.autograd.grad(second, q)
+    p = torch.sigmoid(q.detach())
+    torch.testing.assert_close(first, p * (1 - p))
+    torch.testing.assert_close(second, p * (1 - p) * (1 - 2 * p))
+    torch.testing.assert_close(third, p * (1 - p) * (1 - 6 * p + 6 * p**2))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_derivatives_beside_a_masked_nan(bad: float) -> None:
+    """Of every slice of ``vmap``, too, whose values cannot be looked at."""
+    q, k, v = (normal(2, 1, 4, 1, 2) for _ in range(3))
+
+    def second(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def loss(q: Tensor) -> Tensor:
+            return attention(q, k, v, causal=True)[0][:, :3].square().sum()
+
+        return torch.func.hessian(loss)(q)
+
+    want = torch.stack([second(*slices) for slices in zip(q, k, v, strict=True)])
+    for t in (k, v):
+        t[:, :, 3] = bad  # which the last query alone may see
+    got = torch.stack([second(*slices) for slices in zip(q, k, v, strict=True)])
+    torch.testing.assert_close(got[:, :, :3], want[:, :, :3])
+    torch.testing.assert_close(torch.vmap(second)(q, k, v)[:, :, :3], want[:, :, :3])
+
+
+def test_compiled_it_has_first_derivatives_and_no_silent_zero() -> None:
+    torch._dynamo.reset()
+    q, k, v = (normal(1, 5, 2, 3, grad=True) for _ in range(3))
+
+    def total(q: Tensor) -> Tensor:
+        out, lse = attention(q, k, v, causal=True)
+        return out.square().sum() + lse.sum()
+
+    compiled = torch.compile(total, backend="aot_eager", fullgraph=True)
+    got, want = (torch.autograd.grad(f(q), (q, k, v)) for f in (compiled, total))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+    for transform in (torch.func.hessian, torch.func.jacfwd):
+        whole = torch.compile(transform(total), backend="eager", fullgraph=True)
+        with pytest.raises((NotImplementedError, torch._dynamo.exc.TorchDynamoException)):
+            whole(q.detach())
 
 
 def test_backend_gives_what_autograd_does() -> None:

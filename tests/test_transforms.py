@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils import _pytree as pytree
 
 import rowmax
 
@@ -278,13 +282,78 @@ def test_no_silent_zero(way: str, compiler: str | None) -> None:
     torch._dynamo.reset()
     q = torch.randn(1, 6, 2, 8)
     if compiler is None:
-        with pytest.raises(NotImplementedError, match=r"rowmax: (forward-mode|second) derivatives"):
+        text = (
+            r"rowmax: (forward-mode|second) derivatives .* not supported here; use .*"
+            r'backend="reference", neither compiled nor traced .* sdpa_kernel\(SDPBackend.MATH\)'
+        )
+        with pytest.raises(NotImplementedError, match=text):
             _REFUSED[way](q, lambda f: f)
         return
     # a graph that cannot be traced raises torch's error around ours
     errors = (NotImplementedError, RuntimeError, torch._dynamo.exc.TorchDynamoException)
     with pytest.raises(errors):
         _REFUSED[way](q, functools.partial(torch.compile, backend=compiler, fullgraph=True))
+
+
+@pytest.mark.parametrize("way", _REFUSED)
+def test_the_reference_has_every_derivative(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other backends refuse, it gives as torch's own composed attention does."""
+    q = torch.randn(1, 6, 2, 8, dtype=torch.float64)
+    here = sys.modules[__name__]
+    monkeypatch.setattr(here, "attention", functools.partial(rowmax.attention, backend="reference"))
+    if way == "linearize":  # it traces
+        with pytest.raises(NotImplementedError, match="neither compiled nor traced"):
+            _REFUSED[way](q, lambda f: f)
+        return
+    got = _REFUSED[way](q, lambda f: f)
+    monkeypatch.setattr(here, "attention", _composed)
+    want = _REFUSED[way](q, lambda f: f)
+    torch.testing.assert_close(got, want)
+    assert all(t.abs().max() > 1e-3 for t in pytree.tree_leaves(got))  # no silent zero
+
+
+def _composed(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    heads = (t.transpose(1, 2) for t in (q, k, v))
+    with sdpa_kernel(SDPBackend.MATH):
+        return scaled_dot_product_attention(*heads, is_causal=causal).transpose(1, 2)
+
+
+@pytest.mark.parametrize("transform", ["hessian", "jacfwd", "jacrev", "jvp", "grad"])
+@pytest.mark.parametrize("term", [None, *_TERMS])
+def test_vmap_of_the_references_derivatives(term: str | None, transform: str) -> None:
+    keywords, draw = _TERMS[term] if term else (lambda t: {}, lambda: torch.zeros(3))
+    q, extra = torch.randn(3, 1, 10, 2, 2, dtype=torch.float64), draw()
+    if term in ("bias", "lengths", "documents-batched"):
+        extra = extra[:, :1]
+    k, v = torch.randn(2, 1, 10, 2, 2, dtype=torch.float64)
+
+    def derivative(q: Tensor, t: Tensor) -> Any:
+        def loss(q: Tensor) -> Tensor:
+            out, lse = rowmax.attention(
+                q, k, v, **keywords(t), return_lse=True, backend="reference"
+            )
+            return out.square().sum() + lse.clamp(-9).square().sum()
+
+        if transform == "jvp":
+            return torch.func.jvp(loss, (q,), (torch.ones_like(q),))
+        return getattr(torch.func, transform)(loss)(q)
+
+    _vmap_agrees(derivative, (0, 0), q, extra)
+
+
+def test_vmap_of_the_references_dropout_and_packed_sequences() -> None:
+    q = torch.randn(3, 6, 2, 2, dtype=torch.float64)
+    seeds, cu = torch.tensor([1, 2, 3]), torch.tensor([0, 1, 1, 6])
+
+    def derivative(q: Tensor, seed: Tensor) -> Tensor:
+        def loss(q: Tensor) -> Tensor:
+            return rowmax.attention_varlen(
+                q, q, q, cu, cu, dropout_p=0.5, seed=seed, backend="reference"
+            ).square().sum()  # fmt: skip
+
+        return torch.func.hessian(loss)(q)
+
+    _vmap_agrees(derivative, (0, 0), q, seeds)
 
 
 def test_tangents_of_other_tensors_pass() -> None:

@@ -7,15 +7,16 @@ passes here is never checked again.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from numbers import Real
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from .backend import NAMES
-from .mask import Ids, Mask, both_documents, ids_of_offsets, values_are_readable
+from .mask import Ids, Mask, as_int, both_documents, ids_of_offsets, values_are_readable
 from .problem import Options, Problem, Tensors, problem_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -26,7 +27,7 @@ LARGEST = 1e30  # of scale and softcap: their quotient and product with a score 
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
 #: of other arguments; not bool, for True is equal to 1 and not as good
 _USUAL = frozenset((float, int, str, type(None)))
-#: of limits, for which 1.0 is not as good as 1
+#: of limits: a symbolic one has no hash
 _WHOLE = frozenset((int, type(None)))
 #: what calls that have passed came to, by their ``_signature``
 _passed: dict[Any, tuple[Options, Problem]] = {}
@@ -94,8 +95,8 @@ def checked(
         scale=_checked_scale(scale, q.shape[3]),
         softcap=_checked_softcap(softcap),
         dropout_p=dropout_p,
-        left=_checked_limit("left", mask.left),
-        right=_checked_limit("right", mask.right),
+        left=mask.left,
+        right=mask.right,
         max_q=max_q,
         max_k=max_k,
         deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
@@ -168,6 +169,36 @@ def _signature(
     )
 
 
+#: names of other libraries' arguments -> what says the same here
+_ELSEWHERE = {
+    "is_causal": "causal=True (aligned bottom-right: the last query sees every key)",
+    "attn_mask": "mask= for a boolean tensor, bias= for one that is added",
+    "key_padding_mask": "mask=~key_padding_mask[:, None, None, :], or mask=PrefixLengths(lengths)",
+    "enable_gqa": "no argument: q may have a multiple of the heads of k and v",
+    "dropout": "dropout_p=",
+    "softmax_scale": "scale=",
+    "window_size": "mask=Window(left, right), None for no limit",
+    "alibi_slopes": "alibi=",
+    "return_attn_probs": "return_lse=True",
+    "return_softmax_lse": "return_lse=True",
+}
+
+
+def refuse_unexpected(
+    function: str, more: tuple[Any, ...], unexpected: Mapping[str, Any]
+) -> NoReturn:
+    """Raise a TypeError for arguments that the call does not have, naming those it has."""
+    for name in unexpected:
+        want = _ELSEWHERE.get(name)
+        hint = f"; want {want}" if want else ""
+        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
+    if isinstance(more[0], Tensor):
+        got, hint = "a tensor", ", such as mask= or bias= (attention_varlen takes packed sequences)"
+    else:
+        got, hint = repr(more[0]), f", such as causal={more[0]}" * isinstance(more[0], bool)
+    raise TypeError(f"{function}(): got {got} by position; want it by keyword{hint}")
+
+
 def bad(argument: str, got: Any, want: str) -> ValueError:
     return ValueError(f"{argument}: got {got}; want {want}")
 
@@ -182,9 +213,17 @@ def wrong_type(argument: str, got: Any, want: str) -> TypeError:
 def check_tensor(name: str, t: object, dims: int, want: str) -> None:
     if not isinstance(t, Tensor):
         raise wrong_type(name, type(t).__name__, f"a tensor {want}")
+    if t.is_nested:
+        packed = "attention_varlen(nt.values(), ..., nt.offsets(), ...) for a jagged one, nt"
+        raise wrong_type(name, "a nested tensor", f"a dense (strided) tensor, or {packed}")
     check_dense(name, t)
     if t.dim() != dims:
-        raise bad(name, f"shape {list(t.shape)}", f"a {dims}-D tensor {want}")
+        hint = f"; {name}[None] is a batch of one, attention_varlen takes packed sequences"
+        raise bad(
+            name,
+            f"shape {list(t.shape)}",
+            f"a {dims}-D tensor {want}" + hint * (dims == 4 and t.dim() == 3),
+        )
     if t.dtype not in DTYPES:
         raise wrong_type(name, t.dtype, "float32, float16, bfloat16 or float64")
 
@@ -202,7 +241,7 @@ def check_device(name: str, t: Tensor, q: Tensor) -> None:
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
-    b, _, hq, d = q.shape
+    b, nq, hq, d = q.shape
     bk, nk, hk, dk = k.shape
     bv, nv, hv, dv = v.shape
     if bk != b:
@@ -214,7 +253,10 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
         got, want = list(v.shape[packed:]), list(k.shape[packed:-1])
         raise bad("v", f"shape {got}", f"{axes} with the leading sizes of k, {want}")
     if hk == 0 or hq == 0 or hq % hk:
-        raise bad("q", f"{hq} heads", f"a multiple of the {hk} heads of k and v, at least one")
+        want = f"a multiple of the {hk} heads of k and v, at least one"
+        if not packed and 0 < nk <= nq and nq % nk == 0:  # which would do as numbers of heads
+            want += "; the layout is [B, N, H, D]: pass transpose(1, 2) of q, k, v [B, H, N, D]"
+        raise bad("q", f"{hq} heads", want)
     for name, size in (("q", d), ("v", dv)):
         if not 1 <= size <= MAX_HEAD_DIM:
             raise bad(name, f"head size {size}", f"1 to {MAX_HEAD_DIM}")
@@ -263,10 +305,12 @@ def check_packed_values(tensors: Tensors, options: Options) -> None:
 
 def _longest(name: str, given: int | None, cu: Tensor, total: int) -> int:
     if given is not None:
-        if isinstance(given, bool) or not isinstance(given, (int, torch.SymInt)):
+        bound = as_int(given)
+        if bound is None:
             raise wrong_type(name, repr(given), "an int, or None")
-        if given < 0:
-            raise bad(name, given, "0 or more")
+        if bound < 0:
+            raise bad(name, bound, "0 or more")
+        given = bound
     if not values_are_readable(cu):
         return total if given is None else given
     longest = _longest_of(cu)
@@ -286,12 +330,6 @@ def _check_bound(name: str, given: int, longest: int) -> None:
 
 
 # --- masks -------------------------------------------------------------------------------------
-
-
-def _checked_limit(name: str, n: int | None) -> int | None:
-    if n is not None and (isinstance(n, bool) or not isinstance(n, (int, torch.SymInt))):
-        raise wrong_type(f"mask: Mask({name}=)", repr(n), "an int, or None")
-    return n
 
 
 def _checked_documents(
@@ -366,7 +404,6 @@ def _checked_lengths(q: Tensor, lengths: Tensor | None, batch: int, nk: int) -> 
 def _checked_allowed(q: Tensor, allowed: Tensor | None, shape: Sequence[int]) -> Tensor | None:
     if allowed is None:
         return None
-    check_dense("mask", allowed)
     check_device("mask", allowed, q)
     return _broadcastable("mask", allowed, shape)
 
@@ -378,6 +415,11 @@ def _broadcastable(name: str, t: Tensor, shape: Sequence[int]) -> Tensor:
     full = t[(None,) * (4 - t.dim())]
     if any(a not in (1, b) for a, b in zip(full.shape, shape, strict=True)):
         want = f"one that broadcasts to [B, Hq, Nq, Nk] = {list(shape)}"
+        if name == "mask" and t.shape == (shape[0], shape[3]):
+            want += (
+                "; one of padding [B, Nk] is mask[:, None, None, :], which is "
+                "~key_padding_mask[:, None, None, :], or PrefixLengths(lengths)"
+            )
         raise bad(name, f"shape {list(t.shape)}", want)
     return full
 
@@ -441,8 +483,9 @@ def _checked_seed(seed: Any, p: float, device: torch.device) -> Tensor | None:
         if seed.device != device:
             raise bad("seed", f"a tensor on {seed.device}", f"one on {device}, as q is")
     elif seed is not None:
-        if isinstance(seed, bool) or not isinstance(seed, (int, torch.SymInt)):
-            raise wrong_type("seed", type(seed).__name__, "an int, an int64 scalar, or None")
+        got, seed = seed, as_int(seed)
+        if seed is None:
+            raise wrong_type("seed", type(got).__name__, "an int, an int64 scalar, or None")
         if not -(2**63) <= seed < 2**63:
             raise bad("seed", seed, "an integer of 64 bits")
     if p == 0.0:
@@ -480,12 +523,15 @@ def check_integers(name: str, t: object, dims: int) -> None:
 
 
 def _number(name: str, x: Any) -> float:
-    if isinstance(x, bool) or not isinstance(x, (int, float)):
-        raise wrong_type(name, type(x).__name__, "a Python number")
+    """x as a float; any real number will do (NumPy's are), but for booleans."""
+    if isinstance(x, bool) or not isinstance(x, (int, float, Real)):
+        hint = " (multiply q by a tensor)" if name == "scale" and isinstance(x, Tensor) else ""
+        raise wrong_type(name, type(x).__name__, f"a Python number{hint}")
     try:
         return float(x)
     except OverflowError:
-        return math.inf if x > 0 else -math.inf  # refused like any that is not finite
+        # refused like any that is not finite
+        return math.inf if x > 0 else -math.inf  # pyright: ignore[reportOperatorIssue]
 
 
 def check_flag(name: str, x: Any) -> None:

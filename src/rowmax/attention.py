@@ -2,21 +2,61 @@
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
 
-from .arguments import check_flag, checked
+from .arguments import check_flag, checked, refuse_unexpected
 from .mask import Causal, Mask, as_mask
 from .operators import attend
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class _Options(TypedDict, total=False):
+    """The keywords that both calls have, for the overloads by ``return_lse``."""
+
+    causal: bool
+    mask: Mask | Tensor | None
+    bias: Tensor | None
+    alibi: Tensor | None
+    scale: float | None
+    softcap: float
+    sink: Tensor | None
+    dropout_p: float
+    seed: int | Tensor | None
+    deterministic: bool
+    backend: str | None
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[_Options],
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[_Options]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[_Options]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
+    *more: Any,
     causal: bool = False,
     mask: Mask | Tensor | None = None,
     bias: Tensor | None = None,
@@ -29,6 +69,7 @@ def attention(
     return_lse: bool = False,
     deterministic: bool = False,
     backend: str | None = None,
+    **unexpected: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact softmax attention, tile by tile: ``softmax(scale q k^T + bias) v``.
 
@@ -40,9 +81,10 @@ def attention(
         k: ``[B, Nk, Hk, D]``. Hq is a multiple of Hk: query head h reads head ``h // (Hq/Hk)``.
         v: ``[B, Nk, Hk, Dv]``.
         causal: query i sees keys ``j <= i + Nk - Nq`` (aligned bottom-right).
-        mask: which pairs may attend: ``Causal()``, ``Window(left, right)``,
-            ``Documents(ids)``, ``PrefixLengths(lengths)``, their intersections ``a & b``, or a
-            boolean tensor that broadcasts to ``[B, Hq, Nq, Nk]``, True may attend.
+        mask: which pairs may attend: ``Causal()``, ``Window(left, right)`` (limits of any sign:
+            ``right=-1`` hides a query's own position), ``Documents(ids)``,
+            ``PrefixLengths(lengths)``, their intersections ``a & b``, or a boolean tensor that
+            broadcasts to ``[B, Hq, Nq, Nk]``, True may attend.
         bias: added to the scores; broadcasts to ``[B, Hq, Nq, Nk]``, q's dtype or float32.
         alibi: slopes ``[Hq]``; adds ``-slope |i + Nk - Nq - j|``. Constants: no gradient.
         scale: of the scores, ``1/sqrt(D)`` if None.
@@ -55,7 +97,8 @@ def attention(
             float32 (float64 for float64 inputs).
         deterministic: gradients that are bitwise equal from run to run;
             ``torch.use_deterministic_algorithms(True)`` asks for them too.
-        backend: a name, to force one; see ``explain``.
+        backend: a name, to force one; see ``explain``. ``"reference"`` is dense and has
+            derivatives of every order, in both modes.
 
     Returns:
         out ``[B, Nq, Hq, Dv]`` in q's dtype, or (out, lse). A row that may see no key has
@@ -63,7 +106,8 @@ def attention(
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what is wanted.
-        NotImplementedError: forward-mode and second derivatives.
+        NotImplementedError: forward-mode and second derivatives, unless of
+            ``backend="reference"`` where it is neither compiled nor traced.
 
     The formulas are those of FlashAttention-2 (Dao, arXiv:2307.08691) over the online softmax
     of Milakov and Gimelshein (arXiv:1805.02867).
@@ -73,6 +117,8 @@ def attention(
     >>> rowmax.attention(q, k, v, causal=True).shape
     torch.Size([1, 128, 4, 64])
     """
+    if more or unexpected:
+        refuse_unexpected("attention", more, unexpected)
     check_flag("return_lse", return_lse)
     q, k, v, bias = _autocast(q, k, v, bias)
     tensors, options, problem = checked(
@@ -94,6 +140,45 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[_Options],
+) -> Tensor: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    *,
+    return_lse: bool,
+    **options: Unpack[_Options],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -102,7 +187,7 @@ def attention_varlen(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    *,
+    *more: Any,
     causal: bool = False,
     mask: Mask | Tensor | None = None,
     bias: Tensor | None = None,
@@ -115,6 +200,7 @@ def attention_varlen(
     return_lse: bool = False,
     deterministic: bool = False,
     backend: str | None = None,
+    **unexpected: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention within each of S sequences that lie packed, one after the other, unpadded.
 
@@ -144,6 +230,8 @@ def attention_varlen(
     >>> rowmax.attention_varlen(q, q, q, cu, cu, causal=True).shape
     torch.Size([10, 2, 16])
     """
+    if more or unexpected:
+        refuse_unexpected("attention_varlen", more, unexpected)
     check_flag("return_lse", return_lse)
     q, k, v, bias = _autocast(q, k, v, bias)
     tensors, options, problem = checked(
@@ -166,6 +254,17 @@ def attention_varlen(
     out, lse = attend(tensors, options, problem)
     return (out[0], lse[0]) if return_lse else out[0]
 
+
+def _hide_catches(function: Callable[..., Any]) -> None:
+    """Leave what is caught only to be refused out of the signature that others read."""
+    signature = inspect.signature(function)
+    caught = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    kept = [p for p in signature.parameters.values() if p.kind not in caught]
+    function.__signature__ = signature.replace(parameters=kept)  # pyright: ignore
+
+
+_hide_catches(attention)
+_hide_catches(attention_varlen)
 
 _NOTHING, _CAUSAL = Mask(), Causal()
 

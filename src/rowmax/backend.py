@@ -27,8 +27,12 @@ _MODULES = {
     "reference": "rowmax.reference",
 }
 _DEVICES = {"hopper": ("cuda",), "triton": ("cuda", "xpu"), "cpu": ("cpu",)}
+#: what brings the libraries of a backend that has some of its own
+_EXTRAS = {"cpu": "cpu"}
 #: the reference holds the whole score matrix, so it is used only where it is named
 _BY_NAME_ONLY = ("reference",)
+#: what is made of differentiable operations alone: autograd goes through it, as often as asked
+PLAIN_OPERATIONS = ("reference",)
 
 
 class Backend(Protocol):
@@ -83,7 +87,9 @@ def refusal(name: str, problem: Problem, call: Call) -> str | None:
     try:
         backend = _load(name)
     except ModuleNotFoundError as error:
-        return f"{error.name} is not installed"
+        extra = _EXTRAS.get(name)
+        hint = f': pip install "rowmax[{extra}]", in a checkout ".[{extra}]"' if extra else ""
+        return f"{error.name} is not installed{hint}"
     return backend.supports(problem, call)
 
 

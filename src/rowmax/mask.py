@@ -10,11 +10,14 @@ Positions are aligned bottom-right: query ``i`` of ``Nq`` stands at key position
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from numbers import Integral
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
 
 from .problem import Problem, Tensors
 
@@ -23,6 +26,12 @@ SKIP, PARTIAL, FULL = 0, 1, 2
 
 
 _INTERSECTIONS = ("and_", "bitwise_and", "iand", "__and__", "__rand__", "__iand__")
+_UNIONS = ("or_", "bitwise_or", "ior", "__or__", "__ror__", "__ior__")
+_INSTEAD_OF_UNIONS = (
+    "rowmax: masks have no |, ~ or ^; combine boolean tensors (mask=m1 | m2), or make a call for "
+    "each part of the keys and merge the parts: merge((out1, lse1), (out2, lse2))"
+)
+_MOST = 2**32  # no two positions are as far apart as this
 
 
 class Ids(NamedTuple):
@@ -36,15 +45,26 @@ class Ids(NamedTuple):
 class Mask:
     """Which pairs (query, key) may attend; immutable, composed with ``&``.
 
-    Fields (``None`` forbids nothing):
-        left, right: the band ``-left <= j - (i + offset) <= right``.
+    Args:
+        left, right: the band ``-left <= j - (i + offset) <= right``; see ``Window``.
         documents: each an ``Ids``; a pair has equal ids in all of them. Ids of offsets are made
             where the number of keys is known, with the other arguments of a call.
         lengths: integers ``[B]``, key ``j < lengths[b]``.
         allowed: bool, broadcast to ``[B, Hq, Nq, Nk]``; True may attend.
+
+    ``None`` forbids nothing.
+
+    Raises:
+        TypeError, ValueError: naming the field, what came and what is wanted.
     """
 
     __slots__ = ("allowed", "documents", "left", "lengths", "right")
+
+    left: int | None
+    right: int | None
+    documents: tuple[Ids, ...]
+    lengths: Tensor | None
+    allowed: Tensor | None
 
     def __init__(
         self,
@@ -54,11 +74,39 @@ class Mask:
         lengths: Tensor | None = None,
         allowed: Tensor | None = None,
     ) -> None:
-        self.left = left
-        self.right = right
-        self.documents = documents
-        self.lengths = lengths
-        self.allowed = allowed
+        name = type(self).__name__
+        if left is not None:
+            left = _limit(f"{name}(left=)", left)
+        if right is not None:
+            right = _limit(f"{name}(right=)", right)
+        _want_documents(name, documents)
+        if lengths is not None:
+            _want_integers(f"{name}(lengths=)", lengths, (1,))
+        if allowed is not None:
+            _want_booleans(f"{name}(allowed=)", allowed)
+        put = object.__setattr__
+        put(self, "left", left)
+        put(self, "right", right)
+        put(self, "documents", documents)
+        put(self, "lengths", lengths)
+        put(self, "allowed", allowed)
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"{name}: a mask cannot be changed; make another and combine with &")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"{name}: a mask cannot be changed; make another")
+
+    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
+        """Fill a copied or unpickled mask, which ``__init__`` has checked before."""
+        for name, value in state[1].items():
+            object.__setattr__(self, name, value)
+
+    def __bool__(self) -> NoReturn:
+        raise TypeError(
+            "rowmax: a mask is neither true nor false; combine masks with & (not with `and`), "
+            "and ask `mask is None` to find out whether there is one"
+        )
 
     def __and__(self, other: Mask | Tensor) -> Mask:
         other = as_mask(other)
@@ -72,10 +120,21 @@ class Mask:
 
     __rand__ = __and__
 
+    def __or__(self, other: object) -> NoReturn:
+        raise TypeError(_INSTEAD_OF_UNIONS)
+
+    __ror__ = __xor__ = __rxor__ = __or__
+
+    def __invert__(self) -> NoReturn:
+        raise TypeError(_INSTEAD_OF_UNIONS)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """``&`` with a tensor comes this way, too, where a compiler traces it; nothing else may."""
-        if getattr(func, "__name__", None) not in _INTERSECTIONS:
+        name = getattr(func, "__name__", None)
+        if name in _UNIONS:
+            raise TypeError(_INSTEAD_OF_UNIONS)
+        if name not in _INTERSECTIONS:
             return NotImplemented
         a, b = args
         return a.__and__(b) if isinstance(a, Mask) else b.__and__(a)
@@ -111,11 +170,15 @@ class Window(Mask):
     """A band: ``i + offset - left <= j <= i + offset + right``; ``None`` is no limit.
 
     Args:
-        left: keys before the query's position, 0 or more, or None for all.
-        right: keys after it; 0 makes the window causal.
+        left: keys before the query's position that it sees, or None for all. Negative: not even
+            its own position; -1 begins with the key after it.
+        right: keys after it. 0 makes the window causal, -1 strictly causal: a query sees what
+            came before its own position, which it does not see.
+
+    A band may be empty (``Window(-1, -1)``): every row is then one of nothing, out 0 and lse -inf.
 
     Raises:
-        TypeError, ValueError: a limit that is not an int, or is negative.
+        TypeError: a limit that is not an int.
 
     >>> import rowmax
     >>> rowmax.Window(left=128, right=0)
@@ -125,15 +188,6 @@ class Window(Mask):
     __slots__ = ()
 
     def __init__(self, left: int | None = None, right: int | None = None) -> None:
-        for name, n in (("left", left), ("right", right)):
-            if n is None:
-                continue
-            if isinstance(n, bool) or not isinstance(n, (int, torch.SymInt)):
-                raise TypeError(f"Window({name}=): got {n!r}; want an int of 0 or more, or None")
-            if n < 0:
-                raise ValueError(f"Window({name}=): got {n}; want 0 or more, or None for no limit")
-        # what is past 32 bits is past every key, and would not add to a position in 64
-        left, right = (None if n is None or n >= 2**32 else n for n in (left, right))
         super().__init__(left=left, right=right)
 
 
@@ -165,14 +219,7 @@ class Documents(Mask):
         q_ids: Tensor | None = None,
     ) -> None:
         if (ids is None) == (cu_seqlens is None):
-            raise TypeError("Documents: want either ids or cu_seqlens, got both or neither")
-        if cu_seqlens is not None:
-            _want_integers("Documents(cu_seqlens=)", cu_seqlens, (1,))
-            _want_offsets(cu_seqlens)
-        else:
-            _want_integers("Documents(ids=)", ids, (1, 2))
-        if q_ids is not None:
-            _want_integers("Documents(q_ids=)", q_ids, (1, 2))
+            raise TypeError(_ONE_OF_TWO)
         super().__init__(documents=(Ids(ids, cu_seqlens, q_ids),))
 
 
@@ -190,7 +237,8 @@ class PrefixLengths(Mask):
     __slots__ = ()
 
     def __init__(self, lengths: Tensor) -> None:
-        _want_integers("PrefixLengths(lengths=)", lengths, (1,))
+        if lengths is None:
+            raise TypeError("PrefixLengths(lengths=): got None; want a tensor of int32 or int64")
         super().__init__(lengths=lengths)
 
 
@@ -201,14 +249,11 @@ def as_mask(mask: Mask | Tensor | None, name: str = "mask") -> Mask:
     if isinstance(mask, Mask):
         return mask
     if not isinstance(mask, Tensor):
+        got = f"the class {mask.__name__}" if isinstance(mask, type) else type(mask).__name__
         raise TypeError(
-            f"{name}: got {type(mask).__name__}; want a rowmax mask or a boolean tensor"
+            f"{name}: got {got}; want a rowmax mask or a boolean tensor{_mask_hint(mask)}"
         )
-    if mask.dtype != torch.bool:
-        raise TypeError(
-            f"{name}: got a tensor of {mask.dtype}; want torch.bool, True where a query may "
-            "attend (an additive mask goes to bias=)"
-        )
+    _want_booleans(name, mask)
     return Mask(allowed=mask)
 
 
@@ -367,6 +412,78 @@ def values_are_readable(t: Tensor) -> bool:
         and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None  # make_fx
         and type(t) in (Tensor, torch.nn.Parameter)
     )
+
+
+def is_batched(t: Tensor | None) -> bool:
+    """True inside ``vmap`` for a tensor that has a value for each slice: none can be looked at."""
+    while t is not None and is_functorch_wrapped_tensor(t):
+        if is_batchedtensor(t):
+            return True
+        t = get_unwrapped(t)
+    return False
+
+
+_ONE_OF_TWO = "Documents: want either ids or cu_seqlens, got both or neither"
+
+
+def as_int(n: object) -> int | None:
+    """n as a Python int (symbolic ones stay as they are), or None where it is no whole number.
+
+    NumPy's integers are whole numbers. Booleans and tensors are not.
+    """
+    if isinstance(n, bool):
+        return None
+    if isinstance(n, (int, torch.SymInt)):
+        return n  # pyright: ignore
+    return operator.index(n) if isinstance(n, Integral) else None
+
+
+def _limit(name: str, n: object) -> int | None:
+    whole = as_int(n)
+    if whole is None:
+        raise TypeError(f"{name}: got {n!r}; want an int, or None for no limit")
+    if whole >= _MOST:  # past every key; added to a position it may not fit in 64 bits
+        return None
+    return -_MOST if whole < -_MOST else whole
+
+
+def _want_documents(name: str, documents: object) -> None:
+    if type(documents) is not tuple or not all(isinstance(one, Ids) for one in documents):
+        raise TypeError(
+            f"{name}(documents=): got {type(documents).__name__}; want a tuple of Ids, as "
+            "Documents(ids).documents is"
+        )
+    for ids, cu_seqlens, q_ids in documents:
+        if (ids is None) == (cu_seqlens is None):
+            raise TypeError(_ONE_OF_TWO)
+        if cu_seqlens is not None:
+            _want_integers("Documents(cu_seqlens=)", cu_seqlens, (1,))
+            _want_offsets(cu_seqlens)
+        else:
+            _want_integers("Documents(ids=)", ids, (1, 2))
+        if q_ids is not None:
+            _want_integers("Documents(q_ids=)", q_ids, (1, 2))
+
+
+def _want_booleans(name: str, t: object) -> None:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name}: got {type(t).__name__}; want a boolean tensor")
+    if t.dtype != torch.bool:
+        raise TypeError(
+            f"{name}: got a tensor of {t.dtype}; want torch.bool, True where a query may "
+            "attend (an additive mask goes to bias=)"
+        )
+    if t.layout != torch.strided or t.is_nested:
+        raise TypeError(f"{name}: got layout {t.layout}; want a dense (strided) tensor")
+
+
+def _mask_hint(x: object) -> str:
+    """The mask that the caller may have meant, to end an error with."""
+    if isinstance(x, type) and issubclass(x, Mask):
+        return f", such as {x.__name__}({'' if x is Causal else '...'})"
+    if isinstance(x, (tuple, list)) and len(x) == 2:
+        return f", such as Window({x[0]!r}, {x[1]!r})"
+    return ""
 
 
 def _want_offsets(cu_seqlens: Tensor) -> None:

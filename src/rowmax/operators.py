@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from . import batching, flops
 from .arguments import PLAIN, check_packed_values
-from .backend import choose
+from .backend import PLAIN_OPERATIONS, choose
+from .mask import is_batched
 from .problem import Gradients, Options, Problem, Tensors, Wanted, known_problem, problem_of
 
 _INPUTS = (
@@ -45,6 +46,8 @@ _library.define(
 
 def attend(tensors: Tensors, options: Options, problem: Problem | None) -> tuple[Tensor, Tensor]:
     """(out, lse) of checked arguments, differentiable."""
+    if options.backend in PLAIN_OPERATIONS and _values_are_there(tensors):
+        return _computed(tensors, options, problem)  # autograd sees every step of it
     if not torch.compiler.is_compiling():
         if _alone(tensors):
             if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
@@ -71,6 +74,20 @@ def _alone(tensors: tuple[Tensor | None, ...]) -> bool:
     ):
         return False
     return not [t for t in tensors if t is not None and not _is_plain(t)]
+
+
+def _values_are_there(tensors: Tensors) -> bool:
+    """True where a backend of plain operations can run as it is: no tracer is on, no tensor is
+    fake, and packed offsets are not a batch of ``vmap``, whose slices have shapes of their own.
+    """
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state()
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+        or any(isinstance(t, FakeTensor) or t.is_meta for t in tensors if t is not None)
+        or is_batched(tensors.cu_seqlens_q)
+        or is_batched(tensors.cu_seqlens_k)
+    )
 
 
 #: dispatch keys of tensors that are numbers on a device and nothing else
@@ -189,13 +206,17 @@ def _measured(inputs: tuple[Any, ...]) -> tuple[Problem, flops.Lengths | None]:
 
 # --- autograd ----------------------------------------------------------------------------------
 
+_WAY_OUT = (
+    'backend="reference", neither compiled nor traced (it is dense: memory for Nq x Nk scores), or '
+    "torch's own scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH)"
+)
 _NO_TANGENT = (
-    "rowmax: forward-mode derivatives (jvp, dual tensors) are not supported; use reverse mode "
-    "(backward, torch.func.grad or vjp)"
+    "rowmax: forward-mode derivatives (jvp, dual tensors) are not supported here; use reverse mode "
+    f"(backward, torch.func.grad or vjp), {_WAY_OUT}"
 )
 _NO_SECOND = (
     "rowmax: second derivatives (create_graph=True followed by a backward, hessian) are not "
-    "supported; use first derivatives"
+    f"supported here; use {_WAY_OUT}"
 )
 
 

@@ -17,6 +17,7 @@ from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 
 from .arguments import DTYPES, bad, check_dense, wrong_type
+from .mask import as_int
 
 BLOCK = 1024
 
@@ -87,7 +88,7 @@ def _check(x: object, dim: Any, block: Any) -> None:
         raise wrong_type("x", x.dtype, "float32, float16, bfloat16 or float64")
     check_dense("x", x)
     for name, n in (("dim", dim), ("block", block)):
-        if isinstance(n, bool) or not isinstance(n, (int, torch.SymInt)):
+        if as_int(n) is None:
             raise wrong_type(name, repr(n), "an int")
     n = max(x.dim(), 1)
     if not -n <= dim < n:

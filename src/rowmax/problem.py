@@ -126,6 +126,15 @@ class Problem(NamedTuple):
         )
 
     @property
+    def limits(self) -> tuple[int | None, int | None]:
+        """(left, right), cut to the length of the call: 32 bits hold them, and mean the same."""
+        reach = self.total_q + self.total_k
+        left, right = (
+            None if n is None else max(-reach, min(n, reach)) for n in (self.left, self.right)
+        )
+        return left, right
+
+    @property
     def dropout_threshold(self) -> int:
         """A 16-bit draw below this is dropped; 0 when nothing is (see ``dropout.py``)."""
         if self.dropout_p == 0.0:

@@ -46,7 +46,7 @@ def test_version():
         (("demo", "--steps", "3"), "--steps"),
         (("explain", "--dtype", "int8"), "want float32, float16, bfloat16, float64"),
         (("explain", "--window", "5"), "want left,right"),
-        (("explain", "--window", "5,-1"), "want 0 or more"),
+        (("explain", "--window", "5,1.5"), "want left,right"),
         (("explain", "--packed", "4,x"), "want integers"),
         (("explain", "--packed", "4,-9"), "want integers of 0 or more"),
         (("explain", "-n", "-3"), "Invalid value for '--queries'"),
@@ -62,6 +62,21 @@ def test_bad_options_are_named(arguments: tuple[str, ...], wanted: str):
     assert code == 2
     assert wanted in text
     assert "Traceback" not in text
+
+
+def test_a_device_that_torch_lacks_is_told_in_a_line():
+    code, text = invoke(
+        "explain", "--device", "mps" if not torch.backends.mps.is_available() else "hpu"
+    )
+    assert code == 2
+    assert "this build of torch cannot make a tensor there" in text
+    assert len(text) < 300
+
+
+def test_a_window_may_have_negative_limits():
+    code, text = invoke("explain", "--device", "cpu", "-n", "512", "--window", "5,-1")
+    assert code == 0
+    assert "window (left 5, right -1)" in text
 
 
 def test_explain_is_what_the_function_says():

@@ -159,6 +159,9 @@ def _device(name: str | None) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
+    except NotImplementedError:  # its text is a list of all that torch knows
+        reason = "this build of torch cannot make a tensor there"
+        raise typer.BadParameter(f"{name!r}: {reason}", param_hint="--device") from None
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise typer.BadParameter(f"{name!r}: {reason}", param_hint="--device") from None

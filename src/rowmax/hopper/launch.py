@@ -183,7 +183,7 @@ def numbers(p: Problem, tensors: Tensors, c: Config, heads: int) -> Numbers:
     scale, inner = (cap, p.scale / cap) if cap > 0 else (p.scale, 0.0)
     if not c.ADDED:  # the exponential takes both in at once
         scale *= _LOG2E
-    reach = p.total_q + p.total_k  # a limit past it limits nothing, and may be past 32 bits
+    left, right = p.limits
     steps, each = (0, 0, 0, 0), (0, 0)
     if tensors.bias is not None:
         sizes = tensors.bias.shape
@@ -197,8 +197,8 @@ def numbers(p: Problem, tensors: Tensors, c: Config, heads: int) -> Numbers:
         SECTION_BYTES // (2 * (p.d + p.dv)),
         p.nq,
         p.nk,
-        min(p.left or 0, reach),
-        min(p.right or 0, reach),
+        left or 0,
+        right or 0,
         p.batch,
         scale,
         inner,

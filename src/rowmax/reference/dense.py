@@ -55,7 +55,7 @@ def attention(
 
 def _scores(q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
     """``q_i . k_j``. What a pair may not see has no part in it, not even as 0 times NaN."""
-    if bool(torch.isfinite(q).all() & torch.isfinite(k).all()):
+    if _finite(q) and _finite(k):
         return q @ k.transpose(2, 3)
     queries = torch.where(seen[..., None], q[:, :, :, None], 0)
     keys = torch.where(seen[..., None], k[:, :, None], 0)
@@ -64,9 +64,14 @@ def _scores(q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
 
 def _average(P: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     """``sum_j P_ij v_j`` over the keys that row i may see."""
-    if bool(torch.isfinite(v).all()):
+    if _finite(v):
         return P @ v
     return (P[..., None] * torch.where(seen[..., None], v[:, :, None], 0)).sum(-2)
+
+
+def _finite(t: Tensor) -> bool:
+    """True if every value is known to be finite, which ``vmap`` lets nobody see."""
+    return not mask.is_batched(t) and bool(torch.isfinite(t).all())
 
 
 def _distance(problem: Problem, q: Tensor) -> Tensor:

@@ -130,7 +130,10 @@ def _check_parts(parts: tuple[tuple[Tensor, Tensor], ...]) -> None:
             and len(part) == 2
             and all(isinstance(t, Tensor) for t in part)
         ):
-            raise wrong_type(f"parts[{n}]", type(part).__name__, "a pair of tensors (out, lse)")
+            want = "a pair of tensors (out, lse)"
+            if isinstance(part, (tuple, list)) and any(isinstance(p, (tuple, list)) for p in part):
+                want += "; a list of pairs goes in as merge(*parts)"
+            raise wrong_type(f"parts[{n}]", type(part).__name__, want)
         out, lse = part
         rows = (*out.shape[:-3], out.shape[-2], out.shape[-3]) if out.dim() in (3, 4) else None
         if rows is None or lse.shape != rows:

@@ -255,7 +255,7 @@ def together(problem: Problem, of: str) -> int:
 
 def numbers(problem: Problem, stride: Strides) -> Numbers:
     capped, dropped = problem.softcap > 0, problem.dropout_threshold > 0
-    reach = problem.total_q + problem.total_k  # a limit past it limits nothing
+    left, right = problem.limits
     indexed = problem.bias is not None or problem.allowed is not None
     return Numbers(
         batch=problem.batch,
@@ -269,8 +269,8 @@ def numbers(problem: Problem, stride: Strides) -> Numbers:
         scale2=problem.scale * LOG2E,
         cap2=problem.softcap * LOG2E if capped else None,
         scale_cap=problem.scale / problem.softcap if capped else None,
-        left=None if problem.left is None else min(problem.left, reach),
-        right=None if problem.right is None else min(problem.right, reach),
+        left=left,
+        right=right,
         threshold=problem.dropout_threshold if dropped else None,
         keep_scale=problem.keep_scale if dropped else None,
         first=problem.first if dropped else None,

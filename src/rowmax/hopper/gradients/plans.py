@@ -296,8 +296,8 @@ def copies_of(c: GradientConfig, tensors: Tensors, dout: Tensor, planes: int, ro
 
 
 def limits(p: Problem) -> tuple[int, int]:
-    reach = p.total_q + p.total_k  # a limit past it limits nothing, and may be past 32 bits
-    return min(p.left or 0, reach), min(p.right or 0, reach)
+    left, right = p.limits
+    return left or 0, right or 0
 
 
 def steps_of_ids(tensors: Tensors) -> tuple[int, ...]:
