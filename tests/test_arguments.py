@@ -161,6 +161,14 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         r"mask: PrefixLengths\(lengths=\): got \[1, -2\]",
     ),
+    (
+        {
+            "mask": rowmax.Documents(offsets(*range(9)))
+            & rowmax.PrefixLengths(offsets(1, 2), align="lengths")
+        },
+        ValueError,
+        r'mask: got Documents without q_ids and PrefixLengths\(align="lengths"\); want q_ids',
+    ),
     # score terms
     ({"bias": 1.0}, TypeError, "bias: got float"),
     ({"bias": torch.ones(6, 9, dtype=torch.bool)}, TypeError, "bias: got torch.bool"),
