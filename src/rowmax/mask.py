@@ -92,10 +92,8 @@ class Mask:
     def __repr__(self) -> str:
         fields = [("left", self.left), ("right", self.right)]
         fields += [field for one in self.documents for field in one._asdict().items()]
-        fields.append(("lengths", self.lengths))
-        if self.align != "keys":
-            fields.append(("align", repr(self.align)))
-        fields.append(("allowed", self.allowed))
+        align = None if self.align == "keys" else repr(self.align)
+        fields += [("lengths", self.lengths), ("align", align), ("allowed", self.allowed)]
         texts = (
             f"{name}={list(x.shape) if isinstance(x, Tensor) else x}"
             for name, x in fields
