@@ -43,6 +43,7 @@ class Case:
     right: int | None = None
     documents: str | None = None  # sorted, unsorted, batched, queries (their own ids), offsets
     lengths: tuple[float, ...] | None = None  # fractions of nk, taken in turn by the batch
+    align: str = "keys"  # of positions, to the keys or to the lengths
     #: of "bhqk", 1 where it broadcasts, a capital where it is expanded; fewer letters, fewer dims
     allowed: str | None = None
     empty_rows: bool = False  # the boolean mask forbids some rows (or sequences) everything
@@ -276,7 +277,8 @@ def _mask(
         k_ids = ids(3, *several.get(case.documents, (nk,)))
         if case.documents in ("sorted", "batched"):
             k_ids = k_ids.sort(-1)[0]
-        own = case.documents == "queries" or nq > nk  # some have an id that no key has
+        own = case.documents == "queries" or nq > nk or case.align == "lengths"
+        # of queries with ids of their own some have one that no key has
         q_ids = ids(4, nq) if own else None
         if case.documents == "offsets":
             cu = ids(nk + 1, 2).sort()[0]
@@ -286,7 +288,8 @@ def _mask(
             parts.append(rowmax.Documents(k_ids, q_ids=q_ids))
     if case.lengths is not None:
         taken = [round(nk * case.lengths[n % len(case.lengths)]) for n in range(b)]
-        parts.append(rowmax.PrefixLengths(torch.tensor(taken, dtype=torch.int64, device=device)))
+        lengths = torch.tensor(taken, dtype=torch.int32, device=device)
+        parts.append(rowmax.PrefixLengths(lengths, align=case.align))
     if case.allowed is not None:
 
         def allow(*sizes: int) -> Tensor:
@@ -531,7 +534,38 @@ PACKED = [
     Case("packed-none", sequences=()),
 ]
 
-CASES = SINGLES + PAIRS + PACKED + PACKED_PAIRS
-COVERING = PAIRS + PACKED_PAIRS
+#: fractions of nk: fewer keys than queries, some, all, none, and more than there are
+_CACHED: dict[str, Any] = {"align": "lengths", "lengths": (0.2, 0.7, 1.0, 0.0, 1.3), "b": 5}
+_CACHES: dict[str, Any] = {**_CACHED, "nq": 70, "nk": 200, "hq": 2}
+
+ALIGNED = [
+    Case("aligned-causal", **_CACHES | {"hq": 4, "hk": 2}, causal=True, sink=True),
+    Case("aligned-window", **_CACHES, left=40, right=9, softcap=1.5),
+    Case("aligned-alibi", **_CACHES | {"hq": 4, "hk": 2}, alibi=True, right=3),
+    Case("aligned-bias", **_CACHES, causal=True, bias="1hqk"),
+    Case("aligned-dropout", **_CACHES, left=90, causal=True, dropout=0.2, bias="bhqk"),
+    Case("aligned-documents", **_CACHES, causal=True, documents="queries", allowed="b11k"),
+    Case("aligned-one-query", **_CACHES | {"nq": 1, "hq": 4, "hk": 1}, left=60, alibi=True),
+    Case(
+        "aligned-packed",
+        **_CACHED,
+        sequences=((40, 200), (64, 64), (5, 90), (9, 150), (100, 70)),
+        hk=2,
+        causal=True,
+        bias="1h1k",
+        alibi=True,
+    ),
+    Case(
+        "aligned-packed-window",
+        **_CACHED,
+        sequences=((40, 90), (0, 17), (33, 0), (70, 64), (20, 130)),
+        left=30,
+        right=4,
+        allowed="b1qk",
+    ),
+]
+
+CASES = SINGLES + PAIRS + PACKED + PACKED_PAIRS + ALIGNED
+COVERING = PAIRS + PACKED_PAIRS + ALIGNED
 
 assert len({case.name for case in CASES}) == len(CASES), "names are unique"

@@ -192,6 +192,14 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"softmax_scale": 0.1}, TypeError, ".* 'softmax_scale'; want scale="),
     ({"window_size": (4, 0)}, TypeError, r".* 'window_size'; want mask=Window\(left, right\)"),
     ({"casual": True}, TypeError, r"attention\(\) got an unexpected keyword argument 'casual'$"),
+    (
+        {
+            "mask": rowmax.Documents(offsets(*range(9)))
+            & rowmax.PrefixLengths(offsets(1, 2), align="lengths")
+        },
+        ValueError,
+        r'mask: got Documents without q_ids and PrefixLengths\(align="lengths"\); want q_ids',
+    ),
     # score terms
     ({"bias": 1.0}, TypeError, "bias: got float"),
     ({"bias": torch.ones(6, 9, dtype=torch.bool)}, TypeError, "bias: got torch.bool"),

@@ -5,7 +5,9 @@ GPU backends meet the same table in ``tests/gpu``.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -86,6 +88,35 @@ def test_one_gradient_alone(name: str, backend: str, packed: bool) -> None:
         out, lse = call.with_leaves({name: leaf})(backend=backend)
         alone = torch.autograd.grad([out, lse], [leaf], [dout, dlse])[0]
     torch.testing.assert_close(alone, everything, rtol=1e-6, atol=1e-6)
+
+
+_SEEN_FROM: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "window": {"left": 20, "right": 3},
+    "alibi": {"alibi": True},
+}
+
+
+@pytest.mark.parametrize("options", _SEEN_FROM.values(), ids=_SEEN_FROM)
+def test_aligned_to_lengths_is_cut_to_lengths(options: dict[str, Any], backend: str) -> None:
+    """On a cache that is filled in part, each sequence is as the call with its own keys alone."""
+    used, nk = (0, 40, 70, 100, 200, 230), 200
+    case = Case("cache", b=len(used), nq=70, nk=nk, hq=4, hk=2, d=16, **options)
+    call = make(case, dtype=torch.float64)
+    mask = rowmax.PrefixLengths(torch.tensor(used, dtype=torch.int32), align="lengths")
+    mask = mask & call.keywords.get("mask", rowmax.Mask())
+    dout, dlse = cotangents(call)
+    with poisoned():
+        got = answer(call, dout, dlse, backend=backend, mask=mask)
+    for b, n in enumerate(used):
+        rows, n = slice(b, b + 1), min(n, nk)
+        q, k, v = (t[rows] for t in call.inputs)
+        alone = replace(call, inputs=(q, k[:, :n], v[:, :n]))
+        want = answer(alone, dout[rows], dlse[rows], backend="reference")
+        for (name, x, _), (_, y, _) in zip(got.items(), want.items(), strict=True):
+            if name in ("dk", "dv"):
+                assert not x[rows, n:].any(), name  # nor NaN
+            torch.testing.assert_close(x[rows, : y.shape[1]], y, rtol=1e-9, atol=1e-9)
 
 
 def test_twice_the_same(backend: str) -> None:

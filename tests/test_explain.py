@@ -143,6 +143,17 @@ def test_the_text():
         assert words in text
 
 
+def test_positions_aligned_to_lengths():
+    q, k, v = tensors(b=2)
+    mask = rowmax.PrefixLengths(torch.tensor([9, 400]), align="lengths")
+    text = str(rowmax.explain(q, k, v, causal=True, mask=mask))
+    assert "causal, prefix lengths, aligned to them, 2 query heads" in text
+    assert "aligned" not in str(rowmax.explain(q, k, v, mask=mask))  # which nothing reads
+    found = rowmax.explain(q, k, v, causal=True, mask=mask).tiles
+    apart = [rowmax.explain(q[1:], k[1:, :n], v[1:, :n], causal=True).tiles for n in (9, 400)]
+    assert found.partial + found.full == sum(t.partial + t.full for t in apart)
+
+
 def test_packed():
     q, k, v = (t[0] for t in tensors(nq=300, nk=400))
     cu_q, cu_k = torch.tensor([0, 100, 100, 300]), torch.tensor([0, 0, 150, 400])

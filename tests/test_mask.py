@@ -16,7 +16,17 @@ from torch import Tensor
 import rowmax
 from rowmax import Causal, Documents, PrefixLengths, Window
 from rowmax.arguments import checked
-from rowmax.mask import FULL, PARTIAL, SKIP, Ids, Mask, as_mask, dense, tile_states
+from rowmax.mask import (
+    ALIGNMENTS,
+    FULL,
+    PARTIAL,
+    SKIP,
+    Ids,
+    Mask,
+    as_mask,
+    dense,
+    tile_states,
+)
 from rowmax.problem import Problem, Tensors, problem_of
 
 
@@ -59,7 +69,8 @@ def masks(draw: st.DrawFn) -> tuple[Mask, tuple[int, int, int, int]]:
         mask = mask & Documents(ids, q_ids=q_ids)
     if draw(st.booleans()):
         lengths = draw(st.lists(st.integers(0, nk + 3), min_size=b, max_size=b))
-        mask = mask & PrefixLengths(torch.tensor(lengths))
+        align = draw(st.sampled_from(ALIGNMENTS))
+        mask = mask & PrefixLengths(torch.tensor(lengths, dtype=torch.int32), align=align)
     if draw(st.booleans()):
         shape = [n if draw(st.booleans()) else 1 for n in (b, h, nq, nk)]
         generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
@@ -214,6 +225,38 @@ def test_lengths() -> None:
     assert allowed(fewer, 2, 1, 1, 4).sum((1, 2, 3)).tolist() == [2, 1]
 
 
+LENGTHS = (0, 3, 4, 10, 16, 19)  # of 16 keys and, among them, 4 queries
+
+
+@pytest.mark.parametrize("band", [Causal(), Window(3, 1), Window(None, 2), Window(0, None)])
+def test_positions_aligned_to_lengths(band: Mask) -> None:
+    """Each sequence sees what it would see if it had no more keys than its length."""
+    lengths = PrefixLengths(torch.tensor(LENGTHS, dtype=torch.int32), align="lengths")
+    for mask in (band & lengths, lengths & band):
+        seen = allowed(mask, len(LENGTHS), 1, 4, 16)
+        for b, n in enumerate(LENGTHS):
+            n = min(n, 16)
+            assert torch.equal(seen[b, :, :, :n], allowed(band, 1, 1, 4, n)[0])
+            assert not seen[b, :, :, n:].any()
+
+
+def test_tiles_are_skipped_where_positions_are_aligned_to_lengths() -> None:
+    mask = Causal() & PrefixLengths(torch.tensor([64, 33, 8, 0]), align="lengths")
+    found = tile_states(*posed(mask, 4, 1, 32, 64), 16, 16)[:, 0].tolist()
+    assert found[0] == [[2, 2, 1, 0], [2, 2, 2, 1]]
+    assert found[1] == [[1, 1, 0, 0], [2, 1, 1, 0]]
+    assert found[2] == [[0, 0, 0, 0], [1, 0, 0, 0]]
+    assert found[3] == [[0, 0, 0, 0], [0, 0, 0, 0]]
+
+
+def test_alignment_matters_only_to_what_reads_positions() -> None:
+    """A backend that is given no band and no slopes need not know of it."""
+    lengths = PrefixLengths(torch.tensor([3]), align="lengths")
+    assert posed(lengths, 1, 1, 2, 4)[0].align == "keys"
+    assert posed(lengths & Window(None, 3), 1, 1, 2, 4)[0].align == "lengths"
+    assert posed(lengths & Window(3, None), 1, 1, 2, 4)[0].align == "lengths"
+
+
 @pytest.mark.parametrize("shape", [(3,), (4, 3), (4, 1), (2, 4, 3), (2, 2, 1, 1), (2, 1, 4, 3)])
 def test_boolean_tensors_broadcast(shape: tuple[int, ...]) -> None:
     mask = torch.rand(shape) < 0.5
@@ -230,6 +273,8 @@ def test_repr() -> None:
     assert repr(mask) == "Mask(left=3, right=4, ids=[5], lengths=[1], allowed=[5])"
     assert repr(Documents(cu_seqlens=torch.tensor([0, 5]))) == "Mask(cu_seqlens=[2])"
     assert repr(Mask()) == "Mask()"
+    cache = Causal() & PrefixLengths(torch.tensor([1]), align="lengths") & (ids == 0)
+    assert repr(cache) == "Mask(right=0, lengths=[1], align='lengths', allowed=[5])"
 
 
 @pytest.mark.parametrize("limit", [2**31, 2**40, 2**62, sys.maxsize, 2**70])
@@ -429,6 +474,28 @@ def test_unions_say_what_works() -> None:
             ValueError,
             r"PrefixLengths\(lengths=\): got shape \[\]",
         ),
+        (
+            lambda: PrefixLengths(torch.tensor([1]), align="left"),
+            ValueError,
+            r"PrefixLengths\(align=\): got 'left'; want 'keys' or 'lengths'",
+        ),
+        (
+            lambda: PrefixLengths(torch.tensor([1]), align=True),  # pyright: ignore
+            TypeError,
+            r"PrefixLengths\(align=\): got True; want 'keys' or 'lengths'",
+        ),
+        (
+            lambda: Mask(left=3, align="lengths"),
+            ValueError,
+            r"Mask\(align=\): got 'lengths' and no lengths; want lengths, too",
+        ),
+        (
+            lambda: (
+                PrefixLengths(torch.tensor([1])) & PrefixLengths(torch.tensor([1]), align="lengths")
+            ),
+            ValueError,
+            "PrefixLengths & PrefixLengths: got align='keys' and align='lengths'; want the same",
+        ),
         (lambda: as_mask(torch.zeros(3)), TypeError, "mask: got a tensor of torch.float32"),
         (lambda: as_mask("causal"), TypeError, "mask: got str; want a rowmax mask or a bool.*r$"),
         (lambda: as_mask((4, 0)), TypeError, r"mask: got tuple; .*, such as Window\(4, 0\)$"),
@@ -459,8 +526,10 @@ def test_masks_of_other_sizes_do_not_compose() -> None:
 def test_a_mask_is_copied_and_sent() -> None:
     """As to the workers of a data loader."""
     ids, q_ids = torch.tensor([0, 1, 1]), torch.tensor([1, 0, 0])
-    mask = Window(3, 1) & Documents(ids, q_ids=q_ids) & PrefixLengths(torch.tensor([2]))
+    mask = Window(3, 1) & Documents(ids, q_ids=q_ids)
+    mask = mask & PrefixLengths(torch.tensor([2]), align="lengths")
     for same in (copy.deepcopy(mask), copy.copy(mask), pickle.loads(pickle.dumps(mask))):
+        assert same.align == "lengths"
         assert torch.equal(allowed(same, 1, 1, 3, 3), allowed(mask, 1, 1, 3, 3))
         with pytest.raises(AttributeError):
             same.left = 1

@@ -33,6 +33,7 @@ _CHOSEN = {
     "documents-queries",
     "lengths",
     "alibi",
+    "aligned-causal",
     "dropout-half-gqa",
     "strides-layout=strided-hk=2-causal",
     "rows-nq=113-nk=203-causal",
@@ -60,7 +61,7 @@ def _operands(case: Case, grad: bool) -> tuple[Any, ...]:
     )
     numbers = (problem.scale, problem.softcap, problem.dropout_p, problem.left, problem.right)
     longest = (problem.nq, problem.nk) if problem.varlen else (0, 0)
-    return (*tensors, *numbers, *longest, False, BACKEND)
+    return (*tensors, *numbers, problem.align, *longest, False, BACKEND)
 
 
 @pytest.mark.parametrize("case", SAMPLE, ids=str)
@@ -164,6 +165,29 @@ def test_compile_takes_masks_from_outside_and_limits_as_numbers(dynamic: bool) -
     compiled = torch.compile(masked, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     for n in (3, 1, 2):
         torch.testing.assert_close(compiled(q, n), masked(q, n))
+
+
+@pytest.mark.parametrize("through", ["compile", "export"])
+def test_positions_aligned_to_lengths_are_traced(through: str) -> None:
+    """With lengths as an input: one program for every fill of a cache."""
+    torch._dynamo.reset()
+
+    class Cached(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, lengths: Tensor) -> Tensor:
+            mask = rowmax.Causal() & rowmax.PrefixLengths(lengths, align="lengths")
+            return attention(q, k, k, mask=mask)
+
+    q, k = torch.randn(2, 3, 2, 8), torch.randn(2, 12, 2, 8)
+    traced: Any = torch.compile(Cached(), backend="aot_eager", fullgraph=True)
+    if through == "export":
+        traced = torch.export.export(Cached(), (q, k, torch.tensor([5, 9]))).module()
+    for lengths in ((5, 9), (2, 12), (0, 13)):
+        got = traced(q, k, torch.tensor(lengths))
+        for b, n in enumerate(lengths):
+            used = k[b : b + 1, :n]
+            torch.testing.assert_close(
+                got[b : b + 1], attention(q[b : b + 1], used, used, causal=True)
+            )
 
 
 @pytest.mark.parametrize("through", ["compile", "vmap"])

@@ -1,4 +1,4 @@
-"""What the README says is so."""
+"""What the README and the pages of docs say is so."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ import rowmax
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = sorted((ROOT / "docs").glob("*.md"))
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", TEXT, flags=re.M | re.S)
+def blocks(language: str, text: str = TEXT) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.M | re.S)
+
+
+def links(text: str) -> list[str]:
+    return sorted(set(re.findall(r"\]\(([^)#:]+)\)", text)))
 
 
 @pytest.mark.parametrize("code", blocks("python"))
@@ -36,9 +41,30 @@ def test_there_is_an_example():
     assert len(blocks("python")) == 1
 
 
-@pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\(([^)#:]+)\)", TEXT))))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_examples_of_a_page_run(page: Path):
+    """One after the other, as they are read."""
+    code = blocks("python", page.read_text(encoding="utf-8"))
+    assert code
+    command = [sys.executable, "-W", "error", "-c", "\n".join(code)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("target", links(TEXT))
 def test_links_lead_somewhere(target: str):
     assert (ROOT / target).exists()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_of_a_page_lead_somewhere(page: Path):
+    for target in links(page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), target
+
+
+def test_the_readme_links_every_page():
+    assert PAGES
+    assert {str(page.relative_to(ROOT)) for page in PAGES} <= set(links(TEXT))
 
 
 def test_the_commands_exist():

@@ -116,6 +116,10 @@ _TERMS: dict[str, tuple[Callable[..., dict[str, Any]], Callable[[], Tensor]]] = 
         lambda t: {"mask": rowmax.PrefixLengths(t)},
         lambda: torch.tensor([[3, 10], [0, 5], [10, 1]]),
     ),
+    "lengths-aligned": (
+        lambda t: {"mask": rowmax.PrefixLengths(t, align="lengths"), "causal": True},
+        lambda: torch.tensor([[3, 10], [0, 5], [11, 1]]),
+    ),
     "documents": (lambda t: {"mask": rowmax.Documents(t)}, lambda: torch.randint(3, (3, 10))),
     "documents-batched": (
         lambda t: {"mask": rowmax.Documents(t)},
@@ -139,7 +143,7 @@ def test_vmap_of_terms(term: str, batch: int, shared: bool) -> None:
     keywords, draw = _TERMS[term]
     q, k, v = inputs(3, batch, 10)
     extra = draw()
-    if term in ("bias", "lengths", "documents-batched"):
+    if term in ("bias", "lengths", "lengths-aligned", "documents-batched"):
         extra = extra[:, :batch]
     extra = extra[0] if shared else extra
     in_dims = (0, 0, 0, None if shared else 0)

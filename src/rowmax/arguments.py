@@ -91,12 +91,14 @@ def checked(
     if not 0.0 <= dropout_p < 1.0:
         raise bad("dropout_p", dropout_p, "a probability in [0, 1)")
     check_flag("deterministic", deterministic)
+    placed = mask.left is not None or mask.right is not None or alibi is not None
     options = Options(
         scale=_checked_scale(scale, q.shape[3]),
         softcap=_checked_softcap(softcap),
         dropout_p=dropout_p,
         left=mask.left,
         right=mask.right,
+        align=mask.align if placed else "keys",  # else nothing reads positions
         max_q=max_q,
         max_k=max_k,
         deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
@@ -340,6 +342,9 @@ def _checked_documents(
     if packed:
         raise bad("mask", "Documents in a packed call", "none: cu_seqlens already separates")
     batch, _, nq, nk = shape
+    if mask.align == "lengths" and any(one.q_ids is None for one in mask.documents):
+        got = 'Documents without q_ids and PrefixLengths(align="lengths")'
+        raise bad("mask", got, "q_ids as well: the id of each query")
     q_ids, k_ids = _ids_of(mask.documents[0], batch, nq, nk, q)
     for other in mask.documents[1:]:
         q_ids, k_ids = both_documents((q_ids, k_ids), _ids_of(other, batch, nq, nk, q))

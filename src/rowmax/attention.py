@@ -80,13 +80,15 @@ def attention(
         q: ``[B, Nq, Hq, D]``, float32, float16, bfloat16 or float64, any strides, D <= 512.
         k: ``[B, Nk, Hk, D]``. Hq is a multiple of Hk: query head h reads head ``h // (Hq/Hk)``.
         v: ``[B, Nk, Hk, Dv]``.
-        causal: query i sees keys ``j <= i + Nk - Nq`` (aligned bottom-right).
+        causal: query i sees keys ``j <= i + Nk - Nq`` (aligned bottom-right; with
+            ``PrefixLengths(lengths, align="lengths")`` ``j <= i + lengths[b] - Nq``).
         mask: which pairs may attend: ``Causal()``, ``Window(left, right)`` (limits of any sign:
             ``right=-1`` hides a query's own position), ``Documents(ids)``,
             ``PrefixLengths(lengths)``, their intersections ``a & b``, or a boolean tensor that
             broadcasts to ``[B, Hq, Nq, Nk]``, True may attend.
         bias: added to the scores; broadcasts to ``[B, Hq, Nq, Nk]``, q's dtype or float32.
-        alibi: slopes ``[Hq]``; adds ``-slope |i + Nk - Nq - j|``. Constants: no gradient.
+        alibi: slopes ``[Hq]``; adds ``-slope |i + Nk - Nq - j|``, from the same positions as
+            causal. Constants: no gradient.
         scale: of the scores, ``1/sqrt(D)`` if None.
         softcap: c > 0 bends scores to ``c tanh(score / c)``, before bias; 0 is off.
         sink: ``[Hq]``, a logit a head that takes part in the softmax with value 0.
@@ -205,7 +207,8 @@ def attention_varlen(
     """Attention within each of S sequences that lie packed, one after the other, unpadded.
 
     Every argument of ``attention`` means here what it means there for one sequence of the
-    batch: b counts sequences, positions are within one, and each is aligned bottom-right.
+    batch: b counts sequences, positions are within one, and each is aligned bottom-right: to its
+    own keys, or with ``PrefixLengths(lengths, align="lengths")`` to its own length.
 
     Args:
         q: ``[total_q, Hq, D]``; k ``[total_k, Hk, D]``; v ``[total_k, Hk, Dv]``.

@@ -236,7 +236,8 @@ def _features(p: Problem) -> Iterator[str]:
         yield f"window (left {p.left}, right {p.right})"
     for name in ("documents", "prefix", "alibi", "sink", "deterministic"):
         if getattr(p, name):
-            yield "prefix lengths" if name == "prefix" else name
+            aligned = ", aligned to them" if p.align == "lengths" else ""
+            yield f"prefix lengths{aligned}" if name == "prefix" else name
     if p.allowed is not None:
         yield f"boolean mask {list(p.allowed)}"
     if p.bias is not None:

@@ -2,7 +2,8 @@
 
 Counted are the matrix products over the pairs (query, key) that the band (causal, window) allows,
 two operations a multiplication and addition, as papers and profilers count. What documents,
-lengths or a boolean tensor forbid depends on values, not on the problem, and is counted in full.
+lengths or a boolean tensor forbid depends on values, not on the problem, and is counted in full:
+positions that are aligned to the lengths count as if every key were in use, which is the most.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ all of which must allow a pair. The classes fill in one part each and ``&`` inte
 so a backend meets one form only.
 
 Positions are aligned bottom-right: query ``i`` of ``Nq`` stands at key position
-``i + Nk - Nq``.
+``i + Nk - Nq`` or, aligned to the lengths, at ``i + min(lengths[b], Nk) - Nq``. ``offset`` has
+this rule.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from .problem import Problem, Tensors
 # What a backend does with a tile of (queries, keys).
 SKIP, PARTIAL, FULL = 0, 1, 2
 
+#: to which the positions of queries can be aligned
+ALIGNMENTS = ("keys", "lengths")
 
 _INTERSECTIONS = ("and_", "bitwise_and", "iand", "__and__", "__rand__", "__iand__")
 _UNIONS = ("or_", "bitwise_or", "ior", "__or__", "__ror__", "__ior__")
@@ -51,6 +54,8 @@ class Mask:
             where the number of keys is known, with the other arguments of a call.
         lengths: integers ``[B]``, key ``j < lengths[b]``.
         allowed: bool, broadcast to ``[B, Hq, Nq, Nk]``; True may attend.
+        align: the last query stands at the last key ("keys") or at the last key in use
+            ("lengths", which needs lengths).
 
     ``None`` forbids nothing.
 
@@ -58,12 +63,13 @@ class Mask:
         TypeError, ValueError: naming the field, what came and what is wanted.
     """
 
-    __slots__ = ("allowed", "documents", "left", "lengths", "right")
+    __slots__ = ("align", "allowed", "documents", "left", "lengths", "right")
 
     left: int | None
     right: int | None
     documents: tuple[Ids, ...]
     lengths: Tensor | None
+    align: str
     allowed: Tensor | None
 
     def __init__(
@@ -73,6 +79,7 @@ class Mask:
         documents: tuple[Ids, ...] = (),
         lengths: Tensor | None = None,
         allowed: Tensor | None = None,
+        align: str = "keys",
     ) -> None:
         name = type(self).__name__
         if left is not None:
@@ -84,12 +91,14 @@ class Mask:
             _want_integers(f"{name}(lengths=)", lengths, (1,))
         if allowed is not None:
             _want_booleans(f"{name}(allowed=)", allowed)
+        _want_alignment(type(self), align, lengths)
         put = object.__setattr__
         put(self, "left", left)
         put(self, "right", right)
         put(self, "documents", documents)
         put(self, "lengths", lengths)
         put(self, "allowed", allowed)
+        put(self, "align", align)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"{name}: a mask cannot be changed; make another and combine with &")
@@ -116,6 +125,7 @@ class Mask:
             documents=self.documents + other.documents,
             lengths=_both("PrefixLengths", self.lengths, other.lengths, torch.minimum),
             allowed=_both("mask", self.allowed, other.allowed, torch.logical_and),
+            align=_one_alignment(self, other),
         )
 
     __rand__ = __and__
@@ -142,7 +152,8 @@ class Mask:
     def __repr__(self) -> str:
         fields = [("left", self.left), ("right", self.right)]
         fields += [field for one in self.documents for field in one._asdict().items()]
-        fields += [("lengths", self.lengths), ("allowed", self.allowed)]
+        align = None if self.align == "keys" else repr(self.align)
+        fields += [("lengths", self.lengths), ("align", align), ("allowed", self.allowed)]
         texts = (
             f"{name}={list(x.shape) if isinstance(x, Tensor) else x}"
             for name, x in fields
@@ -152,7 +163,9 @@ class Mask:
 
 
 class Causal(Mask):
-    """A query sees its own position and what came before: ``j <= i + Nk - Nq``.
+    """A query sees its own position and what came before: ``j <= i + offset``.
+
+    The offset is ``Nk - Nq``, or what ``PrefixLengths(align="lengths")`` makes it.
 
     >>> import torch, rowmax
     >>> q = torch.randn(1, 8, 2, 16)
@@ -168,6 +181,8 @@ class Causal(Mask):
 
 class Window(Mask):
     """A band: ``i + offset - left <= j <= i + offset + right``; ``None`` is no limit.
+
+    The offset is ``Nk - Nq``, or what ``PrefixLengths(align="lengths")`` makes it.
 
     Args:
         left: keys before the query's position that it sees, or None for all. Negative: not even
@@ -196,10 +211,11 @@ class Documents(Mask):
 
     Args:
         ids: integers ``[N]`` or ``[B, N]``, the document of each key position (in any order).
-            A query has the id of the position at which it stands.
+            Without q_ids a query has the id of the key position ``i + Nk - Nq``.
         cu_seqlens: instead of ids, ``[documents + 1]`` offsets, 0 first, never falling, N last.
             On a GPU its values are not checked (that would wait for the device).
         q_ids: the documents of the queries, ``[Nq]`` or ``[B, Nq]``, where they are their own.
+            ``PrefixLengths(align="lengths")`` needs them.
 
     Raises:
         TypeError, ValueError: what is not integers, of another rank, or falls.
@@ -227,19 +243,35 @@ class PrefixLengths(Mask):
     """Sequence b of the batch has ``lengths[b]`` keys; those after are padding.
 
     Args:
-        lengths: integers ``[B]``.
+        lengths: integers ``[B]``. A length past Nk counts as Nk.
+        align: where queries stand among the keys, for causal, ``Window`` and ALiBi.
+            "keys": query i at ``i + Nk - Nq``, whatever the lengths. It suits a batch padded on
+            the right, whose queries have the same padding.
+            "lengths": query i of sequence b at ``i + lengths[b] - Nq``, so that the last query
+            stands at the last key in use. It suits a preallocated key-value cache: the result is
+            that of the call with ``k[b, :lengths[b]]`` and ``v[b, :lengths[b]]``. Queries before
+            position 0 see nothing under causal.
+
+    Raises:
+        TypeError, ValueError: lengths that are not integers ``[B]``, another align.
 
     >>> import torch, rowmax
     >>> rowmax.PrefixLengths(torch.tensor([3, 5]))
     Mask(lengths=[2])
+    >>> q, cache = torch.randn(1, 4, 2, 8), torch.randn(1, 16, 2, 8)
+    >>> mask = rowmax.PrefixLengths(torch.tensor([10]), align="lengths")
+    >>> out = rowmax.attention(q, cache, cache, causal=True, mask=mask)
+    >>> want = rowmax.attention(q, cache[:, :10], cache[:, :10], causal=True)
+    >>> torch.allclose(out, want, atol=1e-6)
+    True
     """
 
     __slots__ = ()
 
-    def __init__(self, lengths: Tensor) -> None:
+    def __init__(self, lengths: Tensor, *, align: str = "keys") -> None:
         if lengths is None:
             raise TypeError("PrefixLengths(lengths=): got None; want a tensor of int32 or int64")
-        super().__init__(lengths=lengths)
+        super().__init__(lengths=lengths, align=align)
 
 
 def as_mask(mask: Mask | Tensor | None, name: str = "mask") -> Mask:
@@ -260,10 +292,27 @@ def as_mask(mask: Mask | Tensor | None, name: str = "mask") -> Mask:
 # --- the rules ---------------------------------------------------------------------------------
 
 
-def dense(problem: Problem, tensors: Tensors) -> Tensor:
-    """Every pair's permission, bool ``[B|1, Hq|1, Nq, Nk]``: the definition of a mask."""
+def offset(problem: Problem, tensors: Tensors) -> int | Tensor:
+    """Return the key position of query 0; query i stands i further on.
+
+    An int, or ``[B, 1, 1, 1]`` where positions are aligned to the lengths. Not of packed calls,
+    whose sequences have offsets of their own.
+    """
+    if problem.align == "keys":
+        return problem.offset
+    assert tensors.lengths is not None
+    used = tensors.lengths.to(torch.int64).clamp(0, problem.nk)
+    return used[:, None, None, None] - problem.nq
+
+
+def dense(problem: Problem, tensors: Tensors, start: int | Tensor | None = None) -> Tensor:
+    """Every pair's permission, bool ``[B|1, Hq|1, Nq, Nk]``: the definition of a mask.
+
+    ``start`` is the key position of query 0; None: as ``offset`` says.
+    """
     device = tensors.q.device
-    i = torch.arange(problem.nq, device=device)[:, None] + problem.offset
+    start = offset(problem, tensors) if start is None else start
+    i = torch.arange(problem.nq, device=device)[:, None] + start
     j = torch.arange(problem.nk, device=device)[None, :]
     seen = torch.ones(1, 1, problem.nq, problem.nk, dtype=torch.bool, device=device)
     if problem.left is not None:
@@ -291,7 +340,8 @@ def tile_states(problem: Problem, tensors: Tensors, block_q: int, block_k: int) 
     j0 = torch.arange(0, nk, block_k, device=device)[None, :]
     i1 = (i0 + block_q).clamp(max=nq) - 1  # the last row and column of the tile
     j1 = (j0 + block_k).clamp(max=nk) - 1
-    low, high = i0 + problem.offset, i1 + problem.offset
+    start = offset(problem, tensors)
+    low, high = i0 + start, i1 + start
     some = torch.ones(1, 1, i0.shape[0], j0.shape[1], dtype=torch.bool, device=device)
     every = some.clone()
     if problem.left is not None:
@@ -364,6 +414,17 @@ def _least(a: int | None, b: int | None) -> int | None:
     if a is None or b is None:
         return b if a is None else a
     return min(a, b)
+
+
+def _one_alignment(a: Mask, b: Mask) -> str:
+    if a.lengths is None or b.lengths is None:
+        return b.align if a.lengths is None else a.align
+    if a.align != b.align:
+        raise ValueError(
+            f"PrefixLengths & PrefixLengths: got align={a.align!r} and align={b.align!r}; want "
+            "the same in both"
+        )
+    return a.align
 
 
 def _both(
@@ -497,6 +558,14 @@ def _want_offsets(cu_seqlens: Tensor) -> None:
         raise ValueError(
             f"Documents(cu_seqlens=): got {values}; want offsets that start at 0 and never fall"
         )
+
+
+def _want_alignment(of: type[Mask], align: object, lengths: Tensor | None) -> None:
+    if not isinstance(align, str) or align not in ALIGNMENTS:
+        error = ValueError if isinstance(align, str) else TypeError
+        raise error(f"{of.__name__}(align=): got {align!r}; want 'keys' or 'lengths'")
+    if align == "lengths" and lengths is None:
+        raise ValueError(f"{of.__name__}(align=): got 'lengths' and no lengths; want lengths, too")
 
 
 def _want_integers(name: str, t: object, dims: tuple[int, ...]) -> None:

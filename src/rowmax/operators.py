@@ -31,7 +31,7 @@ _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sink, Tensor? alibi, Tensor? allowed, "
     "Tensor? q_ids, Tensor? k_ids, Tensor? lengths, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
     "Tensor? seed, float scale, float softcap, float dropout_p, SymInt? left, SymInt? right, "
-    "SymInt max_q, SymInt max_k, bool deterministic, str? backend"
+    "str align, SymInt max_q, SymInt max_k, bool deterministic, str? backend"
 )
 _TENSORS = len(Tensors._fields)
 _DIFFERENTIABLE = len(Gradients._fields)  # the first inputs: q, k, v, bias, sink

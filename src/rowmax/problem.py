@@ -40,6 +40,7 @@ class Options(NamedTuple):
     dropout_p: float = 0.0
     left: int | None = None
     right: int | None = None
+    align: str = "keys"  # to which positions are aligned: "keys" or "lengths"
     max_q: int = 0  # longest sequence of a packed call, or an upper bound; 0 otherwise
     max_k: int = 0
     deterministic: bool = False
@@ -99,10 +100,14 @@ class Problem(NamedTuple):
     total_k: int
     deterministic: bool
     first: int = 0  # the number of the first sequence, where a packed call is taken apart
+    align: str = "keys"  # "lengths" only where a band or ALiBi reads positions
 
     @property
     def offset(self) -> int:
-        """Positions are aligned bottom-right: query i stands at key position i + offset."""
+        """Aligned to the keys, query i stands at key position ``i + offset``.
+
+        Aligned to the lengths, no query stands further on (see ``mask.offset``).
+        """
         return self.nk - self.nq
 
     @property
@@ -196,6 +201,7 @@ def problem_of(tensors: Tensors, options: Options) -> Problem:
         total_q=total_q,
         total_k=total_k,
         deterministic=options.deterministic,
+        align=options.align,
     )
 
 

@@ -42,7 +42,19 @@ TARGETS = {
 FEATURES = [
     Case("causal", b=1, nq=256, hq=2, d=128, causal=True),
     Case("terms", b=2, nq=200, hq=4, hk=2, d=64, documents="sorted", bias="1hqk", alibi=True),
-    Case("extras", b=2, nq=256, hq=2, d=64, softcap=2.0, sink=True, dropout=0.1, lengths=(0.5,)),
+    Case(
+        "extras",
+        b=2,
+        nq=256,
+        hq=2,
+        d=64,
+        causal=True,
+        softcap=2.0,
+        sink=True,
+        dropout=0.1,
+        lengths=(0.5,),
+        align="lengths",
+    ),
     Case("packed", hq=2, hk=1, d=80, sequences=((100, 100), (28, 60)), causal=True),
     Case("wide", b=1, nq=128, hq=1, d=512),
 ]

@@ -10,7 +10,9 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
+import rowmax
 from rowmax import hopper
+from rowmax.arguments import checked
 from rowmax.problem import Options, Problem, Tensors, Wanted, problem_of
 
 forward = importlib.import_module("rowmax.hopper.launch")
@@ -23,6 +25,30 @@ def posed(*, nq: int = 64, nk: int = 256, **options: Any) -> tuple[Problem, Tens
     q, k = (torch.zeros(2, n, 4, 64, dtype=torch.float16) for n in (nq, nk))
     tensors = Tensors(q, k, k)
     return problem_of(tensors, Options(scale=0.125, **options)), tensors
+
+
+@pytest.mark.parametrize(
+    ("options", "terms", "refused"),
+    [
+        ({"right": 0}, {}, True),
+        ({"left": 9}, {}, True),
+        ({}, {"alibi": torch.ones(4)}, True),
+        ({}, {}, False),
+    ],
+)
+def test_positions_are_aligned_to_the_keys(
+    options: dict[str, Any], terms: dict[str, Any], refused: bool
+) -> None:
+    """Tile orders are made for one offset. Where nothing reads positions there is none."""
+    q, k = (torch.zeros(2, n, 4, 64, dtype=torch.float16) for n in (64, 256))
+    given = {"bias": None, "alibi": None, "scale": None, "softcap": 0.0, "sink": None}
+    given |= {"dropout_p": 0.0, "seed": None, "deterministic": False, "backend": None, **terms}
+    lengths = rowmax.PrefixLengths(torch.tensor([256, 100]), align="lengths")
+    mask = lengths & rowmax.Mask(**options)
+    tensors, found, _ = checked(q, k, k, mask=mask, **given)
+    for call in ("forward", "backward"):
+        reason = hopper.supports(problem_of(tensors, found), call) or ""
+        assert reason.startswith("it aligns positions to the keys") is refused
 
 
 class Crowded(dict):

@@ -76,6 +76,11 @@ def _lengths(m: Maker) -> Call:
     return m.call(mask=rowmax.PrefixLengths(m.integers(130, 0)))
 
 
+def _cache(m: Maker) -> Call:
+    mask = rowmax.PrefixLengths(m.integers(130, 40), align="lengths")
+    return m.call(nq=70, causal=True, mask=mask)
+
+
 def _nothing_to_see(m: Maker) -> Call:
     mask = m.bools(B, 1, N, N)
     mask[:, :, ::3] = False
@@ -127,6 +132,7 @@ FEATURES = (
     Feature("window", lambda m: m.call(mask=rowmax.Window(50, 10))),
     Feature("documents, causal", _documents),
     Feature("prefix lengths, one of them 0", _lengths),
+    Feature("causal, aligned to prefix lengths", _cache),
     Feature("boolean mask", lambda m: m.call(mask=m.bools(B, 1, N, N))),
     Feature("rows that may see nothing", _nothing_to_see),
     Feature("NaN in masked keys and values", _padding_that_is_nan),

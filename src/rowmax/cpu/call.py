@@ -195,15 +195,22 @@ def _finite_bfloats(*rows: Tensor) -> bool:
 
 
 def _sequences(problem: Problem, tensors: Tensors) -> np.ndarray:
-    """int64 ``[sequences, 4]``: first query, queries, first key, keys.
+    """int64 ``[sequences, 5]``: first query, queries, first key, keys, offset.
 
-    Of a batch that is not packed the sequences start at 0, each a step of b further on.
+    Of a batch that is not packed the sequences start at 0, each a step of b further on. Query i
+    stands at key position ``i + offset``.
     """
+    found = np.empty((problem.batch, 5), np.int64)
     if tensors.cu_seqlens_q is None or tensors.cu_seqlens_k is None:
-        return np.tile(np.array([0, problem.nq, 0, problem.nk], np.int64), (problem.batch, 1))
-    starts = [np.asarray(cu, np.int64) for cu in (tensors.cu_seqlens_q, tensors.cu_seqlens_k)]
-    columns = [x for cu in starts for x in (cu[:-1], np.diff(cu))]
-    return np.ascontiguousarray(np.stack(columns, 1))
+        found[:, :4] = 0, problem.nq, 0, problem.nk
+    else:
+        starts = [np.asarray(cu, np.int64) for cu in (tensors.cu_seqlens_q, tensors.cu_seqlens_k)]
+        found[:, :4] = np.stack([x for cu in starts for x in (cu[:-1], np.diff(cu))], 1)
+    used = found[:, 3]
+    if problem.align == "lengths":
+        used = np.clip(np.asarray(tensors.lengths, np.int64), 0, used)
+    found[:, 4] = used - found[:, 1]
+    return found
 
 
 _NO_MAP = np.empty((0, 0, 0, 0), np.uint8)
@@ -213,7 +220,7 @@ def _tile_map(problem: Problem, tensors: Tensors) -> np.ndarray:
     """The states of tiles under documents and a boolean tensor; bands the kernels work out."""
     if tensors.k_ids is None and tensors.allowed is None:
         return _NO_MAP
-    unbanded = problem._replace(left=None, right=None)
+    unbanded = problem._replace(left=None, right=None, align="keys")
     return tile_states(unbanded, tensors._replace(lengths=None), TILE_Q, TILE_K).numpy()
 
 

@@ -228,7 +228,7 @@ def score_row(row, factor, partial, call, seq, s, h, i, j0):
 
     On entry the row holds ``q . k`` times ``query_scale``. It may reach past the last key.
     """
-    offset = seq[3] - seq[1]
+    offset = seq[4]
     if call.softcap > 0:
         cap(row, factor, call.softcap)
     keys = min(row.size, seq[3] - j0)
@@ -258,7 +258,7 @@ def hide(row, nothing, partial, call, seq, s, h, i, j0):
 @njit
 def visible(call, seq, s, i, j0, keys):
     """The columns [low, high) of ``keys`` from j0 on that band and lengths let query i see."""
-    at = i + seq[3] - seq[1] - j0  # the column at which the query stands
+    at = i + seq[4] - j0  # the column at which the query stands
     high = min(keys, at + call.right + 1)
     if call.lengths:
         high = min(high, array(call.lengths, s + 1, np.empty(0, np.int32))[s] - j0)

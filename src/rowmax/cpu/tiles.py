@@ -23,7 +23,7 @@ def tile_row(states, s, h, tile):
 @njit
 def key_range(call, seq, s, i0, i1):
     """Keys [low, high) that band and lengths let any of queries [i0, i1) see; [0, 0) for none."""
-    offset = seq[3] - seq[1]
+    offset = seq[4]
     high = min(seq[3], i1 + offset + call.right) if call.right < UNLIMITED else seq[3]
     if call.lengths:
         high = min(high, array(call.lengths, s + 1, np.empty(0, np.int32))[s])

@@ -57,6 +57,8 @@ def _refused(p: Problem) -> str | None:
         return "it does not take dropout"
     if p.allowed is not None:
         return "it does not take boolean masks"
+    if p.align == "lengths":
+        return "it aligns positions to the keys, not to prefix lengths"
     if p.varlen and p.documents:
         return "it does not take documents within packed sequences"
     return None

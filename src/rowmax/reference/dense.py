@@ -35,7 +35,7 @@ def attention(
     if tensors.bias is not None:
         s = s + tensors.bias.to(dtype)
     if tensors.alibi is not None:
-        s = s - tensors.alibi.to(dtype)[:, None, None] * _distance(problem, q)
+        s = s - tensors.alibi.to(dtype)[:, None, None] * _distance(problem, tensors, q)
     s = s.masked_fill(~seen, -torch.inf)
     sink = None if tensors.sink is None else tensors.sink.to(dtype)[:, None].expand(s.shape[:3])
 
@@ -74,7 +74,7 @@ def _finite(t: Tensor) -> bool:
     return not mask.is_batched(t) and bool(torch.isfinite(t).all())
 
 
-def _distance(problem: Problem, q: Tensor) -> Tensor:
+def _distance(problem: Problem, tensors: Tensors, q: Tensor) -> Tensor:
     i = torch.arange(problem.nq, device=q.device, dtype=q.dtype)[:, None]
     j = torch.arange(problem.nk, device=q.device, dtype=q.dtype)[None, :]
-    return (i + problem.offset - j).abs()
+    return (i + mask.offset(problem, tensors) - j).abs()

@@ -81,7 +81,7 @@ def complaint(
     size, off = ref.norm().item(), (x - ref).norm().item()
     # Where std itself is past the limit (what cancels, such as dS of a row that sees one key,
     # has noise for a value), no answer of this dtype could keep it: the factor rules instead.
-    limit = max(LIMITS[dtype] * size, factor * (std - ref).norm().item() * scale, noise.norm)
+    limit = max(LIMITS[dtype] * size, factor * their_norm, noise.norm)
     if not off <= limit:
         return f"norm of the error {off:.3g}, allowed {limit:.3g}, of the answer {size:.3g}"
     return None

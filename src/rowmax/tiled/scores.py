@@ -42,7 +42,8 @@ def scores(
     if tensors.alibi is not None:
         slopes = tensors.alibi.unflatten(0, (-1, problem.group))[strip.heads, :, None, None]
         i, j = _positions(strip, cols, S)
-        s.addcmul_(slopes, (i + problem.offset - j).abs().to(S.dtype), value=-LOG2E)
+        distance = (i[None, None] + strip.offset - j).abs().to(S.dtype)
+        s.addcmul_(slopes, _heads_split(distance, problem), value=-LOG2E)
     return S, tanh
 
 
@@ -54,15 +55,11 @@ def unfolded(problem: Problem, strip: Strip, S: Tensor) -> Tensor:
 def hidden(problem: Problem, tensors: Tensors, strip: Strip, cols: slice) -> Tensor:
     """True where a pair of the tile may not attend; broadcasts against ``unfolded``.
 
-    The tile is posed as a problem of its own whose band is moved to where it stands, so that
+    The tile is posed as a problem of its own whose first row stands where it does, so that
     the rule is the one of ``mask.dense``.
     """
     part = problem._replace(nq=strip.rows.stop - strip.rows.start, nk=cols.stop - cols.start)
-    moved = strip.rows.start + problem.offset - cols.start - part.offset
-    part = part._replace(
-        left=None if problem.left is None else problem.left - moved,
-        right=None if problem.right is None else problem.right + moved,
-    )
+    start = strip.rows.start + strip.offset - cols.start
     lengths, q_ids, k_ids = tensors.lengths, tensors.q_ids, tensors.k_ids
     seen = mask.dense(
         part,
@@ -74,6 +71,7 @@ def hidden(problem: Problem, tensors: Tensors, strip: Strip, cols: slice) -> Ten
             if tensors.allowed is None
             else bias_tile(tensors.allowed, problem, strip, cols),
         ),
+        start,
     )
     return _heads_split(~seen, problem)
 

@@ -40,6 +40,7 @@ class Strip(NamedTuple):
     batch: slice
     heads: slice  # kv heads
     rows: slice
+    offset: int | Tensor  # ``mask.offset`` of these sequences
     tiles: list[tuple[slice, bool]]  # columns, and whether every pair of the tile may attend
 
     def size(self, group: int) -> tuple[int, int, int, int]:
@@ -77,21 +78,27 @@ def strips(problem: Problem, tensors: Tensors) -> Iterator[Strip]:
     rows = problem.group * block_q
     block_k = max(1, min(problem.nk, max(sizes.cols, sizes.rows * sizes.cols // rows)))
     states = None
+    offset = mask.offset(problem, tensors)
+    starts = [] if isinstance(offset, int) else offset.flatten().tolist()
     if problem.masked and problem.nk:
         states = mask.tile_states(problem, tensors, block_q, block_k).cpu()
     for batch, heads in _portions(problem, states, max(1, sizes.tile // (rows * block_k))):
         seen = None if states is None else _states_of(states, batch, heads, problem.group)
+        if isinstance(offset, int):
+            here, reach = offset, (offset, offset)
+        else:
+            here, reach = offset[batch], (min(starts[batch]), max(starts[batch]))
         for n, i in enumerate(range(0, problem.nq, block_q)):
             row = slice(i, min(i + block_q, problem.nq))
             cols = range(0, problem.nk, block_k)
             tiles = [
-                (_narrowed(problem, row, slice(j, min(j + block_k, problem.nk)), full), full)
+                (_narrowed(problem, row, slice(j, min(j + block_k, problem.nk)), reach, full), full)
                 for j, (some, full) in zip(
                     cols, seen[n] if seen else [(True, True)] * len(cols), strict=True
                 )
                 if some
             ]
-            yield Strip(batch, heads, row, tiles)
+            yield Strip(batch, heads, row, here, tiles)
 
 
 def _portions(problem: Problem, states: Tensor | None, pairs: int) -> Iterator[tuple[slice, slice]]:
@@ -124,15 +131,20 @@ def _states_of(
     return [list(zip(a, b, strict=True)) for a, b in zip(some, every, strict=True)]
 
 
-def _narrowed(problem: Problem, rows: slice, cols: slice, full: bool) -> slice:
-    """The columns of a partial tile that lie inside the band of its rows."""
+def _narrowed(
+    problem: Problem, rows: slice, cols: slice, reach: tuple[int, int], full: bool
+) -> slice:
+    """The columns of a partial tile that lie inside the band of its rows.
+
+    ``reach``: the least and the greatest offset of its sequences.
+    """
     if full:
         return cols
     start, stop = cols.start, cols.stop
     if problem.left is not None:
-        start = max(start, rows.start + problem.offset - problem.left)
+        start = max(start, rows.start + reach[0] - problem.left)
     if problem.right is not None:
-        stop = min(stop, rows.stop + problem.offset + problem.right)
+        stop = min(stop, rows.stop + reach[1] + problem.right)
     return slice(start, stop)
 
 

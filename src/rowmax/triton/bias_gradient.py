@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from .scores import dropped, load_bias, load_rows, only_seen, weights
-from .steps import at_pair, band, keys_in_use, matrix, sizes, tile_pointers, vector
+from .steps import at_pair, band, keys_in_use, matrix, offset_of, sizes, tile_pointers, vector
 
 
 @triton.jit
@@ -26,7 +26,8 @@ def sharer(i, t, n, c, b0, head0):
     b = b0 + turn
     head = head0 + i - turn * c.SHARING
     q_start, nq, k_start, nk = sizes(t, n, b, False)
-    return b, head, q_start, nq, k_start, nk, keys_in_use(t, b, nk, n), nk - nq
+    used = keys_in_use(t, b, nk, n)
+    return b, head, q_start, nq, k_start, nk, used, offset_of(nq, nk, used, c)
 
 
 @triton.jit

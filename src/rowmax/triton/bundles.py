@@ -127,6 +127,7 @@ class Constants(NamedTuple):
     SPLIT: Any  # full and partial tiles in loops of their own
     EDGES: Any  # tiles that need masking code can occur
     MASKS: Any  # pairs inside the matrix can be masked
+    TO_LENGTHS: Any  # positions are aligned to the lengths, else to the keys
     FOLDED: Any  # scores are q.k alone, so that the scale folds into the exponent
     PRECISION: Any  # of float32 products
     SHARING: Any  # heads that share a tile of the bias
@@ -296,6 +297,7 @@ def constants(problem: Problem, tiles: Tiles, fixed: dict[str, int], precision: 
         "SPLIT": tiles.split and problem.masked and not problem.prefix,
         "EDGES": problem.masked or ragged_k,
         "MASKS": problem.masked,
+        "TO_LENGTHS": problem.align == "lengths",
         "FOLDED": folded(problem),
         "PRECISION": precision,
     }

@@ -35,6 +35,7 @@ from .steps import (
     load_tile,
     matrix,
     nth_tile,
+    offset_of,
     plan_tiles,
     sequence_of_slot,
     sizes,
@@ -133,7 +134,7 @@ def forward_kernel(t, n, c):
     if i0 >= nq:
         return
     used = keys_in_use(t, b, nk, n)
-    offset = nk - nq
+    offset = offset_of(nq, nk, used, c)
     kv_head = head // c.GROUP
     q_base = matrix(t.q, n.stride.q, b, head, q_start, c.ROW_Q, PACKED, c.ALIGN)
     k_base = matrix(t.k, n.stride.k, b, kv_head, k_start, c.ROW_K, PACKED, c.ALIGN)

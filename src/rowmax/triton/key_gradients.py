@@ -22,6 +22,7 @@ from .steps import (
     matrix,
     nth_program,
     nth_tile,
+    offset_of,
     plan_tiles,
     sequence_of_slot,
     sizes,
@@ -118,7 +119,7 @@ def key_gradients_kernel(t, n, c):
     v_base = matrix(t.v, n.stride.v, b, kv_head, k_start, c.ROW_V, PACKED, c.ALIGN)
     k = load_tile(k_base, c.ROW_K, j0, used, BLOCK_K, c.D, c.BLOCK_D, True)
     v = load_tile(v_base, c.ROW_V, j0, used, BLOCK_K, c.DV, c.BLOCK_DV, True)
-    offset = nk - nq
+    offset = offset_of(nq, nk, used, c)
     j1 = tl.minimum(j0 + BLOCK_K, used) - 1
 
     dk = tl.zeros([BLOCK_K, c.BLOCK_D], tl.float32)

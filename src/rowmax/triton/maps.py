@@ -50,7 +50,7 @@ def tile_states(problem: Problem, tensors: Tensors, tiles: Tiles) -> Tensor:
     """
     bq, bk = tiles.block_q, tiles.block_k
     if problem.varlen:
-        problem = problem._replace(left=None, right=None)
+        problem = problem._replace(left=None, right=None, align="keys")
         tensors = tensors._replace(lengths=None)
     states = mask.tile_states(problem, tensors, bq, bk)
     if problem.varlen:

@@ -22,6 +22,7 @@ from .steps import (
     matrix,
     nth_program,
     nth_tile,
+    offset_of,
     plan_tiles,
     sequence_of_slot,
     sizes,
@@ -138,7 +139,7 @@ def query_gradients_kernel(t, n, c):
     if i0 >= nq:
         return
     used = keys_in_use(t, b, nk, n)
-    offset = nk - nq
+    offset = offset_of(nq, nk, used, c)
     kv_head = head // c.GROUP
     q_base = matrix(t.q, n.stride.q, b, head, q_start, c.ROW_Q, PACKED, c.ALIGN)
     do_base = matrix(t.dout, n.stride.dout, b, head, q_start, c.ROW_DOUT, PACKED, c.ALIGN)

@@ -81,6 +81,15 @@ def keys_in_use(t, b, nk, n):
 
 
 @triton.jit
+def offset_of(nq, nk, used, c):
+    """Return the key position of query 0; query i stands i further on."""
+    if c.TO_LENGTHS:
+        return used - nq
+    else:
+        return nk - nq
+
+
+@triton.jit
 def matrix(
     x, stride, b, head, start, ROW: tl.constexpr, PACKED: tl.constexpr, ALIGN: tl.constexpr
 ):  # fmt: skip
