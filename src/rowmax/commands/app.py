@@ -148,7 +148,11 @@ def tune(
     if not all(d.isdigit() and 1 <= int(d) <= 512 for d in heads.split(",")):
         raise typer.BadParameter(f"{heads!r}; want numbers from 1 to 512", param_hint="--heads")
     sizes = tuple(int(d) for d in heads.split(","))
-    if run(console, sizes, getattr(torch, dtype), where) is None:
+    try:
+        found = run(console, sizes, getattr(torch, dtype), where)
+    except OSError as error:
+        raise typer.BadParameter(str(error), param_hint="ROWMAX_CACHE") from None
+    if found is None:
         raise typer.Exit(1)
 
 
