@@ -67,7 +67,7 @@ class _Notice(event.Listener):
 
     def on_start(self, event: event.Event) -> None:
         compiled = (event.data or {}).get("dispatcher")
-        if compiled not in _KERNELS:
+        if compiled is None or compiled not in _KERNELS:
             return
         where = "kept for later processes" if _KERNELS[compiled] else "not kept for later processes"
         logger.warning(
