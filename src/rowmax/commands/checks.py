@@ -23,6 +23,8 @@ from .clock import Clock
 from .compiling import Kernels
 from .features import FEATURES, NEEDED, TELLING, Call, Feature, Maker
 
+REST = 0.7  # the share of the time after which only needed features are waited for or checked
+
 Values = dict[str, Tensor]  # out, lse, dq, dk, dv, and dbias, dsink where there are such
 
 
@@ -107,27 +109,31 @@ def run(
     found = names if names is not None else found
     todo = dict.fromkeys(sorted(features, key=_place), found)
     rows: dict[str, dict[str, Result]] = {feature.name: {} for feature in features}
+    clock = Clock(math.inf) if clock is None else clock
+    soon = clock.until(REST)
     slowest, done, total = 0.0, 0, len(features) * len(found)
     while todo:
+        needed = any(feature.name in NEEDED for feature in todo)
         feature, ready = _next(todo, usual, kernels)
-        if feature is None:
-            if kernels is None or not kernels.running or (clock is not None and not clock.left):
+        if feature is not None:
+            end = clock if feature.name in NEEDED else soon
+            if end.fits(slowest * len(ready)):
+                on_check(f"{done} of {total} done; next: {feature.name}, on {' and '.join(ready)}")
+                start = clock.now()
+                maker = Maker(device, feature.dtype or usual, seed)
+                rows[feature.name] |= check(feature.make(maker), maker, ready)
+                slowest = max(slowest, (clock.now() - start) / len(ready))
+                done += len(ready)
+                todo[feature] = tuple(name for name in todo[feature] if name not in ready)
+                if not todo[feature]:
+                    del todo[feature]
+                continue
+            if not needed or feature.name in NEEDED:
                 break
-            on_check(f"{done} of {total} done; {kernels.describe()}")
-            kernels.wait()
-            continue
-        if clock is not None and not clock.fits(slowest * len(ready)):
+        if kernels is None or not kernels.running or not (clock if needed else soon).left:
             break
-        on_check(f"{done} of {total} done; next: {feature.name}, on {' and '.join(ready)}")
-        start = 0.0 if clock is None else clock.now()
-        maker = Maker(device, feature.dtype or usual, seed)
-        rows[feature.name] |= check(feature.make(maker), maker, ready)
-        if clock is not None:
-            slowest = max(slowest, (clock.now() - start) / len(ready))
-        done += len(ready)
-        todo[feature] = tuple(name for name in todo[feature] if name not in ready)
-        if not todo[feature]:
-            del todo[feature]
+        on_check(f"{done} of {total} done; {kernels.describe()}")
+        kernels.wait()
     for feature, left in todo.items():
         rows[feature.name] |= {name: Result(left_out=True) for name in left}
     return Checks(str(device), str(usual).removeprefix("torch."), found, absent, rows)

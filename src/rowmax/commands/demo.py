@@ -119,7 +119,7 @@ def train(
     """The second part: one model twice."""
     plans = [training.plan_for(options.device, options.steps, options.quick)]
     if not options.quick:
-        plans.append(training.plan_for(options.device, options.steps, quick=True))
+        plans.append(training.plan_for(options.device, plans[0].steps, quick=True))
     ours = training.rowmax_attention(backend)
     with Progress(console, clock, "Training: measuring a step of each model") as progress:
         plan = training.plan_within(tuple(plans), clock, options.device, ours)
