@@ -15,7 +15,7 @@ pytest.importorskip("typer")
 from rich.console import Console
 from typer.testing import CliRunner
 
-from rowmax.commands import checks, child, demo, gpt, long, report, training
+from rowmax.commands import checks, child, compiling, demo, gpt, long, report, training
 from rowmax.commands.app import app
 from rowmax.commands.clock import MARGIN, Clock, age, load_average
 from rowmax.commands.compiling import Kernels
@@ -123,7 +123,6 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., An
             return found[-1] if found else None
 
         corpus = gpt.standard_library()
-        monkeypatch.setattr(demo, "age", lambda: 0.0)
         monkeypatch.setattr(demo, "standard_library", lambda: corpus)
         monkeypatch.setattr(demo, "Kernels", Compiled)
         names = ("cpu", "torch") if cpu else ("torch",)
@@ -222,6 +221,12 @@ def test_kernels_that_do_not_compile_in_time_leave_the_work_to_torch(machine, mo
     assert (found.training, found.long, found.code) == (None, None, 3)
 
 
+def test_what_passed_before_the_demo_counts(machine):
+    fast, slow = machine(0.5)[1], machine(2.0, spent=100.0)[1]
+    assert fast < 170
+    assert slow < 75
+
+
 def test_a_failure_is_worse_than_too_little(machine):
     found, _, _ = machine(100.0)
     found.checks.rows["causal"]["torch"] = checks.Result(1.0, 1.0, ("dq: wrong",))
@@ -229,6 +234,50 @@ def test_a_failure_is_worse_than_too_little(machine):
     assert "Not everything holds: see the checks" in found.verdict
     assert isinstance(found, Findings)
     assert "Not everything holds" in report.page(found)
+
+
+class Compiler:
+    """A child that compiles when it is told to."""
+
+    def __init__(self, module: str, *names: str) -> None:
+        self.lines: list[Any] = []
+        self.running, self.wrong = True, None
+
+    def complaint(self) -> str | None:
+        return self.wrong
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(compiling, "Child", Compiler)
+    clock = Clock(100.0, Time())
+    assert Kernels(("torch",), clock).child is None
+    return Kernels(("cpu", "torch"), clock)
+
+
+def test_kernels_are_ready_once_they_are_compiled(compiler):
+    assert compiler.ready("torch", torch.float32)
+    assert not compiler.ready("cpu", torch.float32)
+    assert compiler.describe() == "compiling the CPU kernels for float32"
+    compiler.child.lines.append(["float32", 1000.0, True])
+    assert compiler.ready("cpu", torch.float32)
+    assert compiler.ready("cpu", torch.float16)
+    assert not compiler.ready("cpu", torch.float64)
+    compiler.child.running = False
+    assert not compiler.ready("cpu", torch.float64)
+
+
+def test_kernels_that_are_not_kept_have_to_fit_again(compiler):
+    compiler.child.lines += [["float32", 20.0, False], ["float64", 90.0, False]]
+    assert compiler.ready("cpu", torch.float32)
+    assert not compiler.ready("cpu", torch.float64)
+    compiler.clock.now.seconds = 95.0
+    assert compiler.ready("cpu", torch.float32), "this process has compiled it by now"
+
+
+def test_a_compiler_that_fails_does_so_in_the_checks(compiler):
+    compiler.child.running, compiler.child.wrong = False, "LLVM ERROR"
+    assert compiler.ready("cpu", torch.float32)
 
 
 # --- its pieces ----------------------------------------------------------------------------------

@@ -69,7 +69,13 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> tuple[Findings, str, P
         patch.setattr(report, "page", page)
         result = CliRunner().invoke(
             app,
-            ["demo", "--quick", "--device", "cpu", "--backend", "torch", "--report", str(path)],
+            # with time enough on a machine that other tests keep busy
+            [
+                "demo",
+                "--quick",
+                *["--device", "cpu", "--backend", "torch", "--seconds", "250", "--report"],
+                str(path),
+            ],
         )
     assert result.exit_code == 0, result.output
     return kept[0], result.output, path

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -44,6 +46,7 @@ def _version(
 
 @app.command()
 def demo(
+    context: typer.Context,
     device: Device = None,
     backend: Backend = None,
     steps: Annotated[
@@ -70,6 +73,8 @@ def demo(
         print(f"--report: {refusal}", file=sys.stderr)
         raise typer.Exit(2)
     options = Options(_device(device), _backend(backend), steps, quick, report, seed, seconds)
+    if context.obj is not None:  # when the process began: the import of torch counts, too
+        options = replace(options, spent=time.monotonic() - context.obj)
     raise typer.Exit(run(options, console).code)
 
 

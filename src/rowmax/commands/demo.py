@@ -16,7 +16,7 @@ from rich.console import Console
 
 from . import checks, long, report, tables, training
 from .busy import best_threads
-from .clock import Clock, age, load_average
+from .clock import Clock, load_average
 from .compiling import Kernels
 from .findings import Findings, Machine
 from .gpt import standard_library
@@ -37,6 +37,7 @@ class Options:
     report: Path = Path("report.html")
     seed: int = 0
     seconds: float | None = None  # for everything; None for the usual time
+    spent: float = 0.0  # seconds of them that have passed
 
 
 def refusal_of(path: Path) -> str | None:
@@ -57,7 +58,7 @@ def refusal_of(path: Path) -> str | None:
 def run(options: Options, console: Console, now: Callable[[], float] = time.monotonic) -> Findings:
     """Run everything that fits, and write the report."""
     usual = QUICK_SECONDS if options.quick else SECONDS
-    clock = Clock(options.seconds or usual, now, spent=age())
+    clock = Clock(options.seconds or usual, now, spent=options.spent)
     with best_threads():
         machine = Machine.here(options.device)
         console.print(str(machine), highlight=False, soft_wrap=True)
