@@ -58,7 +58,7 @@ def demo(
     seed: Seed = 0,
     seconds: Annotated[
         float | None,
-        typer.Option(min=10, help="Time for all of it. By default 170, or 55 with --quick."),
+        typer.Option(min=10, help="Time for all of it. By default 160, or 50 with --quick."),
     ] = None,
 ) -> None:
     """Check the installation, train a small GPT, run a long sequence; write a report.

@@ -23,7 +23,7 @@ from .clock import Clock
 from .compiling import Kernels
 from .features import FEATURES, NEEDED, TELLING, Call, Feature, Maker
 
-REST = 0.7  # the share of the time after which only needed features are waited for or checked
+REST = 0.7  # the share of the time after which all ends, unless needed features are left
 
 Values = dict[str, Tensor]  # out, lse, dq, dk, dv, and dbias, dsink where there are such
 
@@ -114,15 +114,16 @@ def run(
     slowest, done, total = 0.0, 0, len(features) * len(found)
     while todo:
         needed = any(feature.name in NEEDED for feature in todo)
+        end = clock if needed else soon
         feature, ready = _next(todo, usual, kernels)
         if feature is not None:
-            end = clock if feature.name in NEEDED else soon
             if end.fits(slowest * len(ready)):
                 on_check(f"{done} of {total} done; next: {feature.name}, on {' and '.join(ready)}")
                 start = clock.now()
                 maker = Maker(device, feature.dtype or usual, seed)
                 rows[feature.name] |= check(feature.make(maker), maker, ready)
-                slowest = max(slowest, (clock.now() - start) / len(ready))
+                # the first one also loads code, so that a slow one counts less and less
+                slowest = max(0.8 * slowest, (clock.now() - start) / len(ready))
                 done += len(ready)
                 todo[feature] = tuple(name for name in todo[feature] if name not in ready)
                 if not todo[feature]:
@@ -130,7 +131,7 @@ def run(
                 continue
             if not needed or feature.name in NEEDED:
                 break
-        if kernels is None or not kernels.running or not (clock if needed else soon).left:
+        if kernels is None or not kernels.running or not end.left:
             break
         on_check(f"{done} of {total} done; {kernels.describe()}")
         kernels.wait()

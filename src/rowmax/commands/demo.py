@@ -23,7 +23,7 @@ from .gpt import standard_library
 from .progress import Progress
 from .words import duration
 
-SECONDS, QUICK_SECONDS = 170.0, 55.0  # less than three minutes and one, with the start and the end
+SECONDS, QUICK_SECONDS = 160.0, 50.0  # three minutes and one, less what the end of a process takes
 #: where each part ends, as a share of all the time
 CHECKS, TRAINING, LONG = 0.7, 0.86, 0.97
 
