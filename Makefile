@@ -1,9 +1,6 @@
-# make demo    check the installation, train a small model, run a long sequence, write report.html
-# make test    lint, types, imports, tests
-# make bench   time against PyTorch's own attention; writes benchmarks/results/cpu.csv
-#
-# All make their environment in .venv the first time and use it from then on. PYTHON=... picks
-# another Python, ARGS=... goes to what is run (make demo ARGS=--quick).
+# "make help" lists the targets. All of them make their environment in .venv the first time and use
+# it from then on. PYTHON=... picks another Python, ARGS=... goes to what is run
+# (make demo ARGS=--quick).
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,15 +11,22 @@ PYTHON ?= $(shell for p in $(CANDIDATES); do \
 	$$p -c '$(MODERN)' >/dev/null 2>&1 && { echo $$p; break; }; done)
 ARGS ?=
 
-.PHONY: demo test lint unit doctest bench clean
+.PHONY: help demo test lint unit doctest bench clean
+.DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
-demo: $(STAMP)
+# The text behind two number signs is the help.
+help: ## list the targets
+	@echo "Usage: make TARGET [ARGS=...] [PYTHON=...]"
+	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | \
+		while IFS='|' read -r target text; do printf '  %-10s%s\n' "$$target" "$$text"; done
+
+demo: $(STAMP) ## check this machine, train a small GPT, run a long sequence; writes report.html
 	$(BIN)/rowmax demo $(ARGS)
 
-test: lint unit doctest
+test: lint unit doctest ## lint, unit and doctest
 
-lint: $(STAMP)
+lint: $(STAMP) ## style, types, and which module may import which
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
@@ -30,14 +34,14 @@ lint: $(STAMP)
 
 # Triton's interpreter has to be on before anything imports triton: a process of its own. It is
 # slow: float32 here, and a bias that all share; float16 and tiles of every shape without the -k.
-unit: $(STAMP)
+unit: $(STAMP) ## the tests
 	$(BIN)/python -m pytest --ignore tests/triton $(ARGS)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/triton -k "float32 or shared-11qk" $(ARGS)
 
-doctest: $(STAMP)
+doctest: $(STAMP) ## the examples in docstrings
 	$(BIN)/python -m pytest --doctest-modules src
 
-bench: $(STAMP)
+bench: $(STAMP) ## time against PyTorch's own attention; writes benchmarks/results/cpu.csv
 	$(BIN)/python benchmarks/cpu.py --csv benchmarks/results/cpu.csv $(ARGS)
 
 # A Python that was built without ensurepip (Debian's, without python3-venv) makes no pip in the
@@ -54,5 +58,5 @@ $(STAMP): pyproject.toml constraints.txt
 		$$pip install --disable-pip-version-check --constraint constraints.txt --editable '.[cpu,cli,dev]'
 	@touch $@
 
-clean:
+clean: ## remove .venv, the report and caches
 	rm -rf $(VENV) report.html build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -193,3 +193,69 @@ def test_memory_of_many_short_sequences_is_linear(dtype: torch.dtype) -> None:
     assert peak < 100 * 2**20
     apart = rowmax.attention(*(q.view(2048, 16, 4, 32) for _ in "qkv"), backend="torch")
     torch.testing.assert_close(want.view(2048, 16, 4, 32), apart, rtol=1e-2, atol=1e-2)
+
+
+# --- where compiled kernels are kept -------------------------------------------------------------
+
+_KERNEL = """
+from rowmax.cpu.kernel import kept, kernel
+
+def twice(x):
+    return 2 * x
+
+compiled = kernel(twice)
+assert compiled(21) == compiled(21) == 42
+print(kept())
+"""
+
+
+def _told(code: str, *options: str, **environment: str) -> tuple[str, str]:
+    """What a child prints, and what it says on stderr."""
+    done = subprocess.run(
+        [sys.executable, *options, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip(), done.stderr
+
+
+def test_without_a_folder_for_its_cache_it_compiles_and_warns_once() -> None:
+    """As in a container whose package and home are read-only."""
+    text = "from numba.core.caching import CacheImpl\nCacheImpl._locator_classes = []\n" + _KERNEL
+    out, said = _told(text)
+    assert out == "False"
+    assert said.count("RuntimeWarning") == 1
+    assert "NUMBA_CACHE_DIR" in said
+    assert said.count("rowmax: compiling") == 1
+    assert "not kept" in said
+
+
+def test_only_compiling_is_told_and_not_loading(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(_KERNEL)
+    given = {"NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(tmp_path)}
+    given["PYTHONPATH"] += os.pathsep + os.environ.get("PYTHONPATH", "")
+    out, said = _told("import own", **given)
+    assert out == "True"
+    assert said.count("rowmax: compiling twice for this processor") == 1
+    assert _told("import own", **given) == ("True", "")
+
+
+def test_a_numba_that_does_not_load_leaves_the_work_to_torch(tmp_path: Path) -> None:
+    (tmp_path / "numba.py").write_text("raise ImportError('Numba needs NumPy 2.9 or less')")
+    text = """
+        import torch, rowmax
+        q = torch.randn(1, 40, 1, 16)
+        out = rowmax.attention(q, q, q)
+        torch.testing.assert_close(out, rowmax.attention(q, q, q, backend="reference"))
+        rowmax.attention(q[:, :30], q, q)
+        print(rowmax.explain(q, q, q))
+    """
+    path = str(tmp_path) + os.pathsep + os.environ.get("PYTHONPATH", "")
+    out, said = _told(text, PYTHONPATH=path)
+    assert "forward   torch" in out
+    assert "not cpu: it cannot be loaded: ImportError: Numba needs NumPy 2.9 or less" in out
+    assert said.count("the cpu backend is left out") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +72,22 @@ def test_the_commands_exist():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"`?make (\w+)", TEXT):
         assert re.search(rf"^{target}:", makefile, flags=re.M), target
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_alone_lists_the_targets_and_starts_nothing():
+    done = [
+        subprocess.run(
+            ["make", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True
+        ).stdout
+        for arguments in (["help"], [])
+    ]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = re.search(r"^\.PHONY: (.*)", makefile, flags=re.M)
+    assert targets is not None
+    for text in done:
+        listed = re.findall(r"^  (\w+) +\w", text, flags=re.M)
+        assert sorted(listed) == sorted(targets[1].split())
 
 
 def test_the_command_line_takes_what_is_shown():

@@ -5,6 +5,7 @@ A backend is imported only when a problem on its kind of device asks for it.
 
 from __future__ import annotations
 
+import warnings
 from functools import lru_cache
 from importlib import import_module
 from typing import Literal, Protocol
@@ -90,7 +91,16 @@ def refusal(name: str, problem: Problem, call: Call) -> str | None:
         extra = _EXTRAS.get(name)
         hint = f': pip install "rowmax[{extra}]", in a checkout ".[{extra}]"' if extra else ""
         return f"{error.name} is not installed{hint}"
+    except (ImportError, OSError, RuntimeError) as error:
+        return _broken(name, f"it cannot be loaded: {type(error).__name__}: {error}")
     return backend.supports(problem, call)
+
+
+@lru_cache(maxsize=16)  # the warning comes once
+def _broken(name: str, reason: str) -> str:
+    """Warn that a backend that is installed does not work; return the reason."""
+    warnings.warn(f"rowmax: the {name} backend is left out: {reason}", RuntimeWarning, stacklevel=3)
+    return reason
 
 
 def _load(name: str) -> Backend:

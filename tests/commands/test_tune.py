@@ -94,3 +94,27 @@ def test_a_mistake_is_no_refusal() -> None:
     assert list(tuning.compiled([refused], CPU)) == [None]
     with pytest.raises(TypeError):
         list(tuning.compiled([refused, wrong], CPU))
+
+
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ROWMAX_CACHE", str(tmp_path / "file"))
+    with pytest.raises(OSError, match=r"tuned tiles cannot be kept: .*set ROWMAX_CACHE"):
+        tune.run(Console(file=io.StringIO()), (64,), torch.bfloat16, CPU)
+    assert calls == []
+
+
+def test_a_user_without_a_home_has_no_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("ROWMAX_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(tiles.Path, "home", nowhere)
+    tiles.user_tiles.cache_clear()
+    assert tiles.user_tiles("cpu") == {}
+    with pytest.raises(OSError, match=r"home directory.*set ROWMAX_CACHE"):
+        tiles.keep("cpu", {})
+    tiles.user_tiles.cache_clear()

@@ -19,7 +19,11 @@ from ..arguments import checked
 from ..mask import Causal, as_mask
 from ..problem import Problem, Tensors, problem_of
 from ..reference import dense, tolerance
-from .features import FEATURES, Call, Feature, Maker
+from .clock import Clock
+from .compiling import Kernels
+from .features import FEATURES, NEEDED, TELLING, Call, Feature, Maker
+
+REST = 0.7  # the share of the time after which all ends, unless needed features are left
 
 Values = dict[str, Tensor]  # out, lse, dq, dk, dv, and dbias, dsink where there are such
 
@@ -32,6 +36,7 @@ class Result:
     gradients: float | None = None  # of the gradients
     wrong: tuple[str, ...] = ()  # a sentence for each tensor that breaks the rule
     refusal: str | None = None  # why the backend does not take it, or not its backward
+    left_out: bool = False  # there was no time for it
 
     @property
     def ok(self) -> bool:
@@ -58,6 +63,17 @@ class Checks:
         results = [r for row in self.rows.values() for r in row.values() if r.forward is not None]
         return sum(r.ok for r in results), len(results)
 
+    @property
+    def left_out(self) -> int:
+        """Return how many checks did not fit into the time."""
+        return sum(result.left_out for row in self.rows.values() for result in row.values())
+
+    @property
+    def enough(self) -> bool:
+        """Return True if the needed features were checked on every backend."""
+        rows = [self.rows[name] for name in NEEDED if name in self.rows]
+        return not any(result.left_out for row in rows for result in row.values())
+
 
 def usual_dtype(device: torch.device) -> torch.dtype:
     """The dtype in which features are checked: what attention is mostly run in there."""
@@ -78,19 +94,67 @@ def run(
     device: torch.device,
     names: tuple[str, ...] | None = None,
     seed: int = 0,
-    on_feature: Callable[[str], None] = lambda name: None,
+    on_check: Callable[[str], None] = lambda text: None,
     features: tuple[Feature, ...] = FEATURES,
+    clock: Clock | None = None,
+    kernels: Kernels | None = None,
 ) -> Checks:
-    """Check every feature on the backends named (by default, all that run here)."""
+    """Check every feature on the backends named (by default, all that run here).
+
+    The most telling features come first. With a clock, checks that are predicted not to fit are
+    left out; with kernels, a backend is checked as soon as its kernels are compiled.
+    """
     usual = usual_dtype(device)
     found, absent = here(device)
     found = names if names is not None else found
-    rows = {}
-    for feature in features:
-        on_feature(feature.name)
-        maker = Maker(device, feature.dtype or usual, seed)
-        rows[feature.name] = check(feature.make(maker), maker, found)
+    todo = dict.fromkeys(sorted(features, key=_place), found)
+    rows: dict[str, dict[str, Result]] = {feature.name: {} for feature in features}
+    clock = Clock(math.inf) if clock is None else clock
+    soon = clock.until(REST)
+    slowest, done, total = 0.0, 0, len(features) * len(found)
+    while todo:
+        needed = any(feature.name in NEEDED for feature in todo)
+        end = clock if needed else soon
+        feature, ready = _next(todo, usual, kernels)
+        if feature is not None:
+            if end.fits(slowest * len(ready)):
+                on_check(f"{done} of {total} done; next: {feature.name}, on {' and '.join(ready)}")
+                start = clock.now()
+                maker = Maker(device, feature.dtype or usual, seed)
+                rows[feature.name] |= check(feature.make(maker), maker, ready)
+                # the first one also loads code, so that a slow one counts less and less
+                slowest = max(0.8 * slowest, (clock.now() - start) / len(ready))
+                done += len(ready)
+                todo[feature] = tuple(name for name in todo[feature] if name not in ready)
+                if not todo[feature]:
+                    del todo[feature]
+                continue
+            if not needed or feature.name in NEEDED:
+                break
+        if kernels is None or not kernels.running or not end.left:
+            break
+        on_check(f"{done} of {total} done; {kernels.describe()}")
+        kernels.wait()
+    for feature, left in todo.items():
+        rows[feature.name] |= {name: Result(left_out=True) for name in left}
     return Checks(str(device), str(usual).removeprefix("torch."), found, absent, rows)
+
+
+def _place(feature: Feature) -> int:
+    """Return where a feature comes in the order of checks."""
+    return TELLING.index(feature.name) if feature.name in TELLING else len(TELLING)
+
+
+def _next(
+    todo: dict[Feature, tuple[str, ...]], usual: torch.dtype, kernels: Kernels | None
+) -> tuple[Feature | None, tuple[str, ...]]:
+    """Return the first feature with backends that can be called now, and these backends."""
+    for feature, names in todo.items():
+        dtype = feature.dtype or usual
+        ready = tuple(n for n in names if kernels is None or kernels.ready(n, dtype))
+        if ready:
+            return feature, ready
+    return None, ()
 
 
 def check(call: Call, maker: Maker, names: tuple[str, ...]) -> dict[str, Result]:

@@ -152,3 +152,16 @@ FEATURES = (
     Feature("float16, all of it", _all_at_once, torch.float16),
     Feature("bfloat16, all of it", _all_at_once, torch.bfloat16),
 )
+
+#: the demo does not pass without these
+NEEDED = ("all of it at once", "every key", "causal")
+#: checked first, for a wrong kernel most likely fails one of them; the others follow in order
+TELLING = (
+    *NEEDED,
+    "boolean mask",
+    "bias [H, N, N] with gradient",
+    "grouped heads, 4 to 1",
+    "packed sequences, one empty",
+    "rows that may see nothing",
+    "NaN in masked keys and values",
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -12,8 +13,10 @@ import torch
 import rowmax
 
 from .checks import Checks
+from .clock import load_average
 from .long import Long
-from .training import Training
+from .training import NEEDED, Training
+from .words import duration
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,8 @@ class Machine:
     python: str
     rowmax: str
     threads: int
+    cores: int
+    load: float | None  # mean number of running tasks in the minute before
 
     @classmethod
     def here(cls, device: torch.device) -> Machine:
@@ -36,13 +41,16 @@ class Machine:
             python=platform.python_version(),
             rowmax=rowmax.__version__,
             threads=torch.get_num_threads() if device.type == "cpu" else 1,
+            cores=os.cpu_count() or 1,
+            load=load_average(),
         )
 
     def __str__(self) -> str:
-        threads = f" ({self.threads} threads)" if self.threads > 1 else ""
+        threads = f" ({self.threads} thread{'s' if self.threads > 1 else ''})"
+        load = "" if self.load is None else f", load {self.load:.1f} on {self.cores} cores"
         return (
             f"{self.device}{threads}, rowmax {self.rowmax}, torch {self.torch}, "
-            f"Python {self.python}, {self.date}"
+            f"Python {self.python}, {self.date}{load}"
         )
 
 
@@ -52,23 +60,73 @@ class Findings:
 
     machine: Machine
     checks: Checks
-    training: Training
-    long: Long
+    training: Training | None  # None where there was no time for it
+    long: Long | None
     seconds: float
+    allowed: float  # seconds
+    load: float | None = None  # at the end
 
     @property
     def ok(self) -> bool:
-        return self.checks.ok and self.training.ok and self.long.ok
+        """Return True if nothing that was run is wrong."""
+        return not self.failed
 
     @property
     def failed(self) -> str:
-        """The parts that do not hold."""
+        """Name the parts that are wrong."""
         parts = {
             "the checks": self.checks.ok,
-            "the training": self.training.ok,
-            "the long sequence": self.long.ok,
+            "the training": self.training is None or self.training.ok,
+            "the long sequence": self.long is None or self.long.ok,
         }
         return " and ".join(name for name, ok in parts.items() if not ok)
+
+    @property
+    def left_out(self) -> list[str]:
+        """Return a sentence for each thing that did not fit into the time."""
+        found = []
+        if self.checks.left_out:
+            total = sum(map(len, self.checks.rows.values()))
+            found.append(f"{self.checks.left_out} of {total} checks were not run.")
+        if self.training is None:
+            found.append("The training was not run.")
+        elif not self.training.complete:
+            found.append(f"The training ran {self.training.steps} of {self.training.asked} steps.")
+        if self.training is not None and self.training.smaller:
+            found.append("The training took a smaller model.")
+        if self.long is None:
+            found.append("The long sequence was not run.")
+        elif not self.long.complete:
+            ran, asked = self.long.shape.n, self.long.asked
+            found.append(f"The long sequence had {ran:,} of {asked:,} positions.")
+        return found
+
+    @property
+    def missing(self) -> str:
+        """Name the parts of which less was run than the demo needs to pass."""
+        parts = {
+            "the needed checks": self.checks.enough,
+            f"{NEEDED} steps of training": self.training is not None and self.training.enough,
+            "a long sequence": self.long is not None,
+        }
+        return ", ".join(name for name, enough in parts.items() if not enough)
+
+    @property
+    def code(self) -> int:
+        """Return the exit code: 1 if something is wrong, 3 if too little was run, else 0."""
+        return 1 if self.failed else 3 if self.missing else 0
+
+    @property
+    def verdict(self) -> str:
+        """Return the verdict in a sentence."""
+        if self.failed:
+            return f"Not everything holds: see {self.failed}."
+        took = f"in {duration(self.seconds)}"
+        if self.missing:
+            return f"Too little was run {took} to pass: not {self.missing}. What was run holds."
+        if self.left_out:
+            return f"What was run holds, {took}; some of it did not fit into the time."
+        return f"All of it holds, {took}."
 
 
 def _name(device: torch.device) -> str:

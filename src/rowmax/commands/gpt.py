@@ -97,12 +97,24 @@ def rotate(x: Tensor, turns: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def write(model: GPT, prompt: str, length: int, seed: int, temperature: float = 0.7) -> str:
-    """The prompt and ``length`` bytes that the model adds to it, drawn by the seed."""
+def write(
+    model: GPT,
+    prompt: str,
+    length: int,
+    seed: int,
+    going: Callable[[], bool] = lambda: True,
+    temperature: float = 0.7,
+) -> str:
+    """Return the prompt and the bytes that the model adds to it, drawn by the seed.
+
+    These are ``length`` bytes, or fewer where ``going`` returns False before.
+    """
     device = model.embed.weight.device
     generator = torch.Generator(device).manual_seed(seed)
     text = torch.tensor([list(prompt.encode())], device=device)
     for _ in range(length):
+        if not going():
+            break
         logits = model(text[:, -model.size.context :])[0, -1].float()
         chances = torch.softmax(logits / temperature, -1)
         if not chances.isfinite().all():

@@ -1,15 +1,15 @@
 """One long sequence, forward and backward: its time, its memory, and whether it is right.
 
 The measurement runs in a process of its own (``python -m rowmax.commands.long``), so that its
-peak of memory is its own as well.
+peak of memory is its own as well, and so that it can be stopped. It measures a short sequence,
+then longer ones as long as they are predicted to fit into the time.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import math
 import time
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -17,9 +17,13 @@ from torch import Tensor
 
 import rowmax
 
+from .child import Child, arguments, report
+from .clock import Clock, age
 from .memory import Memory
 
 CHECKED = 8  # rows and keys whose results are checked
+LEAP = 4  # a length is predicted from one that is at most so many times shorter
+FIRST = 2048  # the shortest length on a CPU
 
 
 class Shape(NamedTuple):
@@ -45,6 +49,11 @@ class Long(NamedTuple):
     results: int  # bytes of out, lse, dq, dk and dv, part of that
     errors: dict[str, float]  # of the rows and keys checked, relative to the definition's norm
     limit: float
+    asked: int  # the length that a machine with time for it runs
+
+    @property
+    def complete(self) -> bool:
+        return self.shape.n >= self.asked
 
     @property
     def ok(self) -> bool:
@@ -57,22 +66,68 @@ def shape_for(device: torch.device, quick: bool) -> Shape:
     return Shape(16384 if quick else 262144, 4, 128, "bfloat16")
 
 
-def run(shape: Shape, device: torch.device, backend: str | None, seed: int = 0) -> Long:
-    """Measure in a child process.
+def run(
+    shape: Shape,
+    device: torch.device,
+    backend: str | None,
+    seed: int = 0,
+    seconds: float | None = None,
+    on_length: Callable[[int], None] = lambda n: None,
+) -> Long | None:
+    """Measure in a child process; return the longest sequence that fits, or None if none does.
 
     Raises:
         RuntimeError: the child failed; with what it said.
     """
-    arguments = json.dumps([*shape, str(device), backend, seed])
-    command = [sys.executable, "-m", "rowmax.commands.long", arguments]
-    child = subprocess.run(command, capture_output=True, text=True, check=False)
-    if child.returncode:
-        raise RuntimeError(f"the long sequence failed:\n{child.stderr.strip()}")
-    found = json.loads(child.stdout.splitlines()[-1])
-    return Long(Shape(*found.pop("shape")), **found)
+
+    def on_line(line: dict | int) -> None:
+        if isinstance(line, int):
+            on_length(line)
+
+    given = (*shape, str(device), backend, seed, seconds)
+    with Child("rowmax.commands.long", *given, on_line=on_line) as child:
+        complaint = child.complaint() if child.wait(seconds) else None
+    if complaint is not None:
+        raise RuntimeError(f"the long sequence failed:\n{complaint}")
+    found = [line for line in child.lines if isinstance(line, dict)]
+    if not found:
+        return None
+    last = found[-1]
+    return Long(Shape(*last.pop("shape")), **last)
 
 
-def measure(shape: Shape, device: torch.device, backend: str | None, seed: int = 0) -> Long:
+def measured(
+    shape: Shape,
+    device: torch.device,
+    backend: str | None,
+    seed: int = 0,
+    clock: Clock | None = None,
+    before: Callable[[int], None] = lambda n: None,
+    measure: Callable[[Shape], Long] | None = None,
+) -> Iterator[Long]:
+    """Yield what is measured at growing lengths, the last of them that of the shape if it fits."""
+    clock = Clock(math.inf) if clock is None else clock
+    lengths = [shape.n]
+    while lengths[-1] % 2 == 0 and lengths[-1] > max(FIRST, shape.n // 16):
+        lengths.append(lengths[-1] // 2)
+    n = lengths[-1]
+    while True:
+        before(n)
+        start = clock.now()
+        if measure is None:
+            found = measure_once(shape._replace(n=n), device, backend, seed)
+        else:
+            found = measure(shape._replace(n=n))
+        yield found._replace(asked=shape.n)
+        times = (1 if device.type == "cpu" else 3) * (found.forward + found.backward)
+        rest = max(0.0, clock.now() - start - times)
+        longer = [m for m in lengths if n < m <= LEAP * n]
+        n = next((m for m in longer if clock.fits(times * (m / n) ** 2 + rest)), 0)
+        if not n:
+            return
+
+
+def measure_once(shape: Shape, device: torch.device, backend: str | None, seed: int = 0) -> Long:
     """Forward and backward once, after calls that compile what there is to compile."""
     q, k, v, dout = (_normal(shape, device, seed + n) for n in range(4))
     first = 512 if device.type == "cpu" else shape.n  # a GPU's kernels depend on the length
@@ -92,6 +147,7 @@ def measure(shape: Shape, device: torch.device, backend: str | None, seed: int =
         sum(t.numel() * t.itemsize for t in results),
         errors(q, k, v, dout, out, lse, gradients),
         limit,
+        shape.n,
     )
 
 
@@ -170,6 +226,8 @@ def _error(pairs: list[tuple[Tensor, Tensor]]) -> float:
 
 
 if __name__ == "__main__":
-    n, heads, d, dtype, device, backend, seed = json.loads(sys.argv[1])
-    result = measure(Shape(n, heads, d, dtype), torch.device(device), backend, seed)
-    print(json.dumps(result._asdict()))
+    n, heads, d, dtype, device, backend, seed, seconds = arguments()
+    clock = Clock(math.inf if seconds is None else seconds, spent=age())
+    shape = Shape(n, heads, d, dtype)
+    for found in measured(shape, torch.device(device), backend, seed, clock, before=report):
+        report(found._asdict())

@@ -15,12 +15,12 @@ STYLE = """
 :root {
   color-scheme: light dark;
   --ground: #fbfaf8; --card: #ffffff; --ink: #1d1c1a; --soft: #6a6660; --rule: #e4e0d9;
-  --good: #1f7a4a; --bad: #b3261e; --s0: #c2410c; --s1: #1d4ed8; --s2: #8a857c;
+  --good: #1f7a4a; --some: #8a5a00; --bad: #b3261e; --s0: #c2410c; --s1: #1d4ed8; --s2: #8a857c;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --ground: #161513; --card: #1f1d1b; --ink: #ece9e4; --soft: #a39d93; --rule: #37332e;
-    --good: #5cc98d; --bad: #ff8a80; --s0: #fb923c; --s1: #7aa2ff; --s2: #7d776d;
+    --good: #5cc98d; --some: #f0b429; --bad: #ff8a80; --s0: #fb923c; --s1: #7aa2ff; --s2: #7d776d;
   }
 }
 * { box-sizing: border-box; }
@@ -33,7 +33,8 @@ h1 { font-size: 2rem; line-height: 1.2; margin: 0 0 .25rem; letter-spacing: -.01
 h2 { font-size: 1.3rem; margin: 3rem 0 .5rem; letter-spacing: -.005em; }
 p { margin: .5rem 0; max-width: 46rem; }
 .soft { color: var(--soft); }
-.good { color: var(--good); } .bad { color: var(--bad); font-weight: 600; }
+.good { color: var(--good); } .some { color: var(--some); }
+.bad { color: var(--bad); font-weight: 600; }
 .tiles { display: grid; gap: .9rem; margin: 1.75rem 0 0;
   grid-template-columns: repeat(auto-fit, minmax(13rem, 1fr)); }
 .tile { background: var(--card); border: 1px solid var(--rule); border-radius: .6rem;
@@ -69,10 +70,8 @@ footer { margin-top: 3rem; color: var(--soft); font-size: .9rem; }
 
 def page(findings: Findings) -> str:
     """The whole page."""
-    if findings.ok:
-        verdict = f'<p class="good">All of it holds, in {duration(findings.seconds)}.</p>'
-    else:
-        verdict = f'<p class="bad">Not everything holds: see {escape(findings.failed)}.</p>'
+    kind = {0: "good", 1: "bad"}.get(findings.code, "some")
+    verdict = f'<p class="{kind}">{escape(findings.verdict)}</p>'
     sections = (
         _tiles(findings),
         _training(findings.training),
@@ -92,6 +91,7 @@ def page(findings: Findings) -> str:
 <h1>rowmax on this machine</h1>
 <p class="soft">{escape(str(findings.machine))}</p>
 {verdict}
+{_time(findings)}
 {"".join(sections)}
 <footer><p>Written by <code>rowmax demo</code>. Every figure on this page was measured on the
 machine and the day named at its head.</p></footer>
@@ -101,28 +101,41 @@ machine and the day named at its head.</p></footer>
 """
 
 
+def _time(findings: Findings) -> str:
+    """What was left out, and how busy the machine was."""
+    notes = "".join(f"<li>{escape(text)}</li>" for text in findings.left_out)
+    left_out = f'<ul class="some">{notes}</ul>' if notes else "<p>Nothing was left out.</p>"
+    loads = (findings.machine.load, findings.load)
+    load = ""
+    if None not in loads:
+        load = (
+            f" The load average was {loads[0]:.1f} at the start and {loads[1]:.1f} at the end, on "
+            f"{findings.machine.cores} cores; more than the cores can run makes all times longer."
+        )
+    took = f"{duration(findings.seconds)} of the {duration(findings.allowed)} allowed"
+    return f'{left_out}<p class="soft">It took {took}.{load}</p>'
+
+
 def _tiles(findings: Findings) -> str:
     right, checked = findings.checks.count
-    speeds = findings.training.tokens_per_second
-    ratio = speeds["rowmax"] / speeds["SDPA"]
-    long = findings.long
-    tiles = (
-        (f"{right} of {checked}", "checks against the float64 definition are right"),
-        (
-            f"{100 * findings.training.apart:.2f}%",
-            "is the most by which the two loss curves differ",
-        ),
-        (f"{ratio:.2f} times", "the tokens a second of the same model with SDPA"),
-        (
-            size(long.memory),
-            f"at the peak where the score matrix would take {size(long.shape.matrix_bytes)}",
-        ),
-    )
+    training, long = findings.training, findings.long
+    tiles = [(f"{right} of {checked}", "checks against the float64 definition are right")]
+    if training is not None:
+        speeds = training.tokens_per_second
+        ratio = speeds["rowmax"] / speeds["SDPA"]
+        apart = f"{100 * training.apart:.2f}%"
+        tiles.append((apart, "is the most by which the two loss curves differ"))
+        tiles.append((f"{ratio:.2f} times", "the tokens a second of the same model with SDPA"))
+    if long is not None:
+        matrix = size(long.shape.matrix_bytes)
+        tiles.append((size(long.memory), f"at the peak where the score matrix would take {matrix}"))
     cells = (f'<div class="tile"><b>{b}</b><span>{escape(text)}</span></div>' for b, text in tiles)
     return f'<div class="tiles">{"".join(cells)}</div>'
 
 
-def _training(training: Training) -> str:
+def _training(training: Training | None) -> str:
+    if training is None:
+        return '<h2>A small GPT, trained twice</h2><p class="some">Not run (time).</p>'
     plan, curves = training.plan, training.curves
     smooth = {name: curve.smooth for name, curve in curves.items()}
     ours, theirs = smooth.values()
@@ -147,7 +160,8 @@ def _training(training: Training) -> str:
 {plan.size.context} to a row and {plan.rows} rows to a step, in {precision}; the text is
 {training.files} files, {size(training.corpus_bytes)}, of Python's standard library. The same
 model from the same start saw the same batches twice: once with rowmax, once with PyTorch's
-standard attention (SDPA). Their steps took turns.</p>
+standard attention (SDPA). Their steps took turns: {training.steps} each, of {training.asked}
+where there is time.</p>
 <p class="{kind}">The two {words}.</p>
 <figure>{charts.lines(smooth, "step", "loss, nats a byte", first)}
 <figcaption>Loss in nats a byte, running mean of {SMOOTHING} steps. The thin line lies on the
@@ -168,7 +182,9 @@ median step. The first step of rowmax, with what is compiled in it, took
 <pre>{escape(printable(training.sample))}</pre>"""
 
 
-def _long(long: Long) -> str:
+def _long(long: Long | None) -> str:
+    if long is None:
+        return '<h2>A long sequence</h2><p class="some">Not run (time).</p>'
     shape = long.shape
     rows = {
         "the score matrix would take": (float(shape.matrix_bytes), size(shape.matrix_bytes)),
@@ -215,6 +231,8 @@ attention in the same dtype, three times for gradients.</p>
 
 
 def _cells(result: Result) -> list[str]:
+    if result.left_out:
+        return ['<span class="some">not run (time)</span>'] * 2
     kind = "good" if result.ok else "bad"
     refused = f'<span class="soft" title="{escape(result.refusal or "")}">refused</span>'
     return [

@@ -40,10 +40,14 @@ def of_checks(checks: Checks) -> RenderableType:
     lines += [Text(note, style="red") for note in notes]
     lines += [Text(f"{name}: {why}", style="dim") for name, why in checks.absent.items()]
     lines.append(Text(f"{right} of {all_of_them} right", style=style))
+    if checks.left_out:
+        lines.append(Text(f"{checks.left_out} not run (time)", style="yellow"))
     return Group(*lines, "")
 
 
 def _cells(result: Result) -> list[RenderableType]:
+    if result.left_out:
+        return [Text(words, style="yellow") for words in ("not run", "(time)")]
     style = "green" if result.ok else "bold red"
     mark = "" if result.ok else "wrong "
     return [
@@ -52,11 +56,16 @@ def _cells(result: Result) -> list[RenderableType]:
     ]
 
 
-def of_training(training: Training) -> RenderableType:
+def of_training(training: Training | None) -> RenderableType:
     """Both runs side by side, whether they agree, and what the model writes."""
+    if training is None:
+        return Text("2. The training was not run (time)\n", style="yellow")
     plan = training.plan
+    steps = f"{training.steps} steps"
+    if not training.complete:
+        steps = f"{training.steps} of {training.asked} steps (time)"
     table = Table(
-        title=f"2. A GPT of {count(training.parameters)} parameters, {plan.steps} steps of "
+        title=f"2. A GPT of {count(training.parameters)} parameters, {steps} of "
         f"{plan.rows} x {plan.size.context} bytes of Python's standard library",
         title_justify="left",
     )
@@ -75,11 +84,16 @@ def of_training(training: Training) -> RenderableType:
     return Group(table, Text(agreement, style=style), sample, "")
 
 
-def of_long(long: Long) -> RenderableType:
+def of_long(long: Long | None) -> RenderableType:
     """Time and memory beside the matrix that is never held."""
+    if long is None:
+        return Text("3. The long sequence was not run (time)\n", style="yellow")
     shape = long.shape
+    positions = f"{shape.n:,} positions"
+    if not long.complete:
+        positions = f"{shape.n:,} of {long.asked:,} positions (time)"
     table = Table(
-        title=f"3. {shape.n:,} positions, causal, H {shape.heads}, D {shape.d}, {shape.dtype}",
+        title=f"3. {positions}, causal, H {shape.heads}, D {shape.d}, {shape.dtype}",
         title_justify="left",
         show_header=False,
     )
@@ -97,6 +111,7 @@ def of_long(long: Long) -> RenderableType:
 
 
 def verdict(findings: Findings) -> RenderableType:
-    if findings.ok:
-        return Text(f"All of it holds, in {duration(findings.seconds)}.", style="bold green")
-    return Text(f"Not everything holds: see {findings.failed}.", style="bold red")
+    """What was left out, and the verdict."""
+    style = {0: "bold green", 1: "bold red"}.get(findings.code, "bold yellow")
+    lines = [Text(f"Time: {text}", style="yellow") for text in findings.left_out]
+    return Group(*lines, Text(findings.verdict, style=style))

@@ -22,12 +22,16 @@ def run(
     """Measure every candidate and store the fastest; the file, or None where nothing ran.
 
     What is found is told and kept kind by kind: a stop loses only the kind that is measured then.
+
+    Raises:
+        OSError: the file of tuned tiles cannot be written; before anything is measured.
     """
     from ..triton import tiles, tuning
 
     if device.type == "cuda":
         torch.cuda.set_device(torch.cuda.current_device() if device.index is None else device)
         device = torch.device("cuda", torch.cuda.current_device())
+    tiles.keep(tiles.limits_of(device).name, {})
     path = None
     columns = (
         TextColumn("{task.description}"),

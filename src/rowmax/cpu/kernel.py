@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import sys
-import threading
+import logging
+import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from numba import njit
+from numba.core import event
 
 from . import threads
 
-_PATIENCE = 1.0  # seconds of compiling before a line says so
+logger = logging.getLogger(__name__)
 
 
 @lru_cache(maxsize=1)
@@ -26,10 +27,60 @@ def _fingerprint() -> str:
     return hashlib.sha256(b"".join(texts)).hexdigest()[:12]
 
 
+#: each kernel, and True if its compiled code is kept on disk
+_KERNELS: dict[Callable, bool] = {}
+
+
 def kernel(function: Callable) -> Callable:
-    """Compiled at its first call for a dtype, then taken from Numba's cache on disk."""
+    """Compile at the first call for a dtype; later processes load it from Numba's cache on disk.
+
+    Where Numba finds no folder for its cache, each process compiles for itself.
+    """
     function.__qualname__ = f"{function.__name__}_{_fingerprint()}"
-    return njit(nogil=True, cache=True, error_model="numpy", boundscheck=False)(function)
+    compiled = njit(nogil=True, error_model="numpy", boundscheck=False)(function)
+    _KERNELS[compiled] = True
+    try:
+        compiled.enable_caching()
+    except RuntimeError:  # "no locator available": neither the package nor the home can be written
+        _KERNELS[compiled] = False
+        _warn_uncached()
+    return compiled
+
+
+def kept() -> bool:
+    """Return True if compiled kernels stay on disk for later processes."""
+    return all(_KERNELS.values())
+
+
+@lru_cache(maxsize=1)
+def _warn_uncached() -> None:
+    warnings.warn(
+        "rowmax: no folder can be written to keep the compiled CPU kernels in, so every process "
+        "compiles them anew; set NUMBA_CACHE_DIR to a folder that can be written",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+class _Notice(event.Listener):
+    """Log a line before a kernel is compiled. Loading from the cache raises no such event."""
+
+    def on_start(self, event: event.Event) -> None:
+        compiled = (event.data or {}).get("dispatcher")
+        if compiled is None or compiled not in _KERNELS:
+            return
+        where = "kept for later processes" if _KERNELS[compiled] else "not kept for later processes"
+        logger.warning(
+            "rowmax: compiling %s for this processor and dtype "
+            "(up to about 30 seconds of processor time; %s)",
+            *(compiled.__name__, where),
+        )
+
+    def on_end(self, event: event.Event) -> None:
+        """Nothing to say."""
+
+
+event.register("numba:compile", _Notice())
 
 
 def launch(worker: Callable, *arguments: object, tasks: int, flops: float) -> None:
@@ -38,25 +89,4 @@ def launch(worker: Callable, *arguments: object, tasks: int, flops: float) -> No
         return
     counters = np.zeros(8, np.int64)
     wanted = min(torch.get_num_threads(), tasks, 1 + int(flops / 2e6))
-    if not worker.signatures:  # pyright: ignore
-        with _Notice():
-            threads.run(lambda: worker(*arguments, counters), wanted)
-        return
     threads.run(lambda: worker(*arguments, counters), wanted)
-
-
-class _Notice:
-    """A line on stderr when compiling takes long enough for a user to wonder."""
-
-    def __enter__(self) -> None:
-        self.timer = threading.Timer(_PATIENCE, self._print)
-        self.timer.daemon = True
-        self.timer.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.timer.cancel()
-
-    @staticmethod
-    def _print() -> None:
-        text = "rowmax: compiling the CPU kernels for this machine (once, some seconds)"
-        print(text, file=sys.stderr, flush=True)

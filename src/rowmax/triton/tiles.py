@@ -239,8 +239,9 @@ def smaller(tiles: Tiles) -> Tiles | None:
 
 def cache_file() -> Path:
     """Where tuned tiles are kept: ``$ROWMAX_CACHE``, or the user's cache directory."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("ROWMAX_CACHE") or Path(home) / "rowmax") / "tiles.json"
+    given, home = os.environ.get("ROWMAX_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    folder = Path(given) if given else Path(home or Path.home() / ".cache") / "rowmax"
+    return folder / "tiles.json"
 
 
 @lru_cache(maxsize=8)
@@ -248,23 +249,36 @@ def user_tiles(device: str) -> dict[str, Tiles]:
     """What ``rowmax tune`` found for the device of this name."""
     try:
         found = json.loads(cache_file().read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RuntimeError):  # RuntimeError: this user has no home
         return {}
     return {kind: Tiles(*shape) for kind, shape in found.get(device, {}).items()}
 
 
 def keep(device: str, found: dict[str, Tiles]) -> Path:
-    """Store tiles, beside those of other devices and kinds; later calls in any process use them."""
-    path = cache_file()
+    """Store tiles, beside those of other devices and kinds; later calls in any process use them.
+
+    Raises:
+        OSError: the file cannot be written; with its name and how to choose another folder.
+    """
     try:
-        everything = json.loads(path.read_text())
-    except (OSError, ValueError):
-        everything = {}
-    shapes = {kind: list(astuple(t)) for kind, t in found.items()}
-    everything[device] = {**everything.get(device, {}), **shapes}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}")
-    part.write_text(json.dumps(everything, indent=1, sort_keys=True))
-    part.replace(path)
+        path = cache_file()
+        everything = _stored(path)
+        shapes = {kind: list(astuple(t)) for kind, t in found.items()}
+        everything[device] = {**everything.get(device, {}), **shapes}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}")
+        part.write_text(json.dumps(everything, indent=1, sort_keys=True))
+        part.replace(path)
+    except (OSError, RuntimeError) as error:
+        want = "set ROWMAX_CACHE to a folder that can be written"
+        raise OSError(f"tuned tiles cannot be kept: {error}; {want}") from error
     user_tiles.cache_clear()
     return path
+
+
+def _stored(path: Path) -> dict[str, dict[str, list]]:
+    """Return what the file holds; nothing if it is missing or damaged."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
