@@ -92,9 +92,10 @@ def test_the_backend_is_the_one_that_is_chosen():
     q, k, v = tensors()
     found = rowmax.explain(q, k, v, causal=True)
     for call, choice in (("forward", found.forward), ("backward", found.backward)):
-        taken = backends.choose(found.problem, call)
+        plan = backends.choose(found.problem, call)
+        assert choice.jobs == plan.jobs
         assert choice.backend is not None
-        assert backends._MODULES[choice.backend] == taken.__name__
+        assert backends._load(choice.backend) is plan.whole
         assert set(choice.others) == set(backends.NAMES) - {choice.backend}
         assert "the tensors are on cpu" in choice.others["triton"]
         assert "score matrix" in choice.others["reference"]

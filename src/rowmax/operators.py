@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from . import batching, flops
 from .arguments import PLAIN, check_packed_values
-from .backend import choose
+from .backend import check_wanted, choose, run_backward
 from .problem import Gradients, Options, Problem, Tensors, Wanted, known_problem, problem_of
 
 _INPUTS = (
@@ -108,7 +108,7 @@ def _computed(
     tensors: Tensors, options: Options, problem: Problem | None = None
 ) -> tuple[Tensor, Tensor]:
     problem = problem or known_problem(tensors, options)
-    return choose(problem, "forward", options.backend).forward(problem, tensors)
+    return choose(problem, "forward", options.backend).first.forward(problem, tensors)
 
 
 def _backward(
@@ -116,8 +116,8 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     tensors, options = _split(inputs)
     problem = known_problem(tensors, options)
-    backend = choose(problem, "backward", options.backend)
-    gradients = backend.backward(problem, tensors, out, lse, dout, dlse, Wanted(*wanted))
+    plan = choose(problem, "backward", options.backend)
+    gradients = run_backward(plan, problem, tensors, out, lse, dout, dlse, Wanted(*wanted))
     return tuple(dout.new_empty(0) if g is None else g for g in gradients)
 
 
@@ -213,11 +213,26 @@ class _Function(_SingleLevelFunction):
         return (ctx._autograd_function_id,)
 
 
+def _check_backward(inputs: tuple[Any, ...], wanted: tuple[bool, ...]) -> None:
+    """Raise now if the backend that is named will refuse the backward."""
+    tensors, options = _split(inputs)
+    problem = known_problem(tensors, options)
+    try:
+        plan = choose(problem, "backward", options.backend)
+    except ValueError:
+        choose(problem, "forward", options.backend)  # its own refusal comes first
+        raise
+    check_wanted(plan, Wanted(*wanted[:_DIFFERENTIABLE]))
+
+
 class _Attention(_Function):
     """The forward operator between autograd and the kernels below it."""
 
     @staticmethod
     def forward(ctx: Any, below: DispatchKeySet | None, *inputs: Any) -> tuple[Tensor, Tensor]:
+        # A traced or transformed call is left to its backward: its problem may not be what runs.
+        if inputs[-1] is not None and (below is None or _alone(inputs[:_TENSORS])):
+            _check_backward(inputs, ctx.needs_input_grad[1:])
         if below is None:  # called past the dispatcher
             out, lse = _computed(*_split(inputs))
         else:

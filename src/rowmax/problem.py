@@ -99,6 +99,7 @@ class Problem(NamedTuple):
     total_k: int
     deterministic: bool
     first: int = 0  # the number of the first sequence, where a packed call is taken apart
+    device_index: int | None = None  # of the device among those of its type; None: the current one
 
     @property
     def offset(self) -> int:
@@ -187,6 +188,7 @@ def problem_of(tensors: Tensors, options: Options) -> Problem:
         total_q=total_q,
         total_k=total_k,
         deterministic=options.deterministic,
+        device_index=q.device.index,
     )
 
 
