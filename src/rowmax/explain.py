@@ -233,7 +233,7 @@ def _made(choice: Choice) -> Iterator[str]:
     for job in choice.jobs:
         reason = f": {job.reason}" if job.reason else ""
         if job.backend is None:
-            yield f"no backend ({', '.join(job.results)}{reason}; to want it raises)"
+            yield f"no backend ({', '.join(job.results)}{reason}; the call raises if it is wanted)"
         elif len(choice.jobs) == 1:
             yield job.backend
         else:

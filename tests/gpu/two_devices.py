@@ -66,9 +66,8 @@ def on_stream(call: Call, grads: tuple[Tensor, ...], name: str | None) -> Answer
     device = call.leaves["q"].device
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        with torch.cuda.device(0):
-            got = answer(call, *grads, backend=name)
+    with torch.cuda.stream(stream), torch.cuda.device(0):
+        got = answer(call, *grads, backend=name)
     torch.cuda.current_stream(device).wait_stream(stream)
     return got
 

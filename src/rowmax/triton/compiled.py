@@ -41,10 +41,6 @@ class Kept:
         self.kernel = kernel
         self.device = device
         self.users: WeakSet[Launch] = WeakSet()
-        self.captured = False  # part of a CUDA graph, which may be replayed at any time
-
-    def capture(self) -> None:
-        self.captured = True
 
 
 #: by kernel, device, signature and options; the one used last is the last
@@ -55,8 +51,10 @@ _kernels_lock = threading.Lock()
 def _evicted() -> list[Kept]:
     """Remove the oldest kernels past the bound. One that a launch or a CUDA graph may still run
     stays: from triton 3.9 on, a kernel that nothing refers to is unloaded from its device."""
-    unused = [key for key, x in _kernels.items() if not x.users and not x.captured]
-    return [_kernels.pop(key) for key in unused[: max(0, len(_kernels) - _MOST_KERNELS)]]
+    if len(_kernels) <= _MOST_KERNELS or compat.graphs_exist():
+        return []
+    unused = [key for key, x in _kernels.items() if not x.users]
+    return [_kernels.pop(key) for key in unused[: len(_kernels) - _MOST_KERNELS]]
 
 
 def _unload(evicted: list[Kept]) -> None:
@@ -121,7 +119,7 @@ class Launch:
         ready = None
         if compat.is_compiled(self.kernel):
             kept = self.loaded(*args)
-            ready = compat.launcher(kept.kernel, self.grid, kept.device, kept.capture)
+            ready = compat.launcher(kept.kernel, self.grid, kept.device)
         found = ready, tuple(_given(last))
         if len(self._ready) >= _MOST_READY:
             self._ready.clear()
@@ -156,8 +154,7 @@ class Launch:
                 kept.users.add(self)
                 _kernels[key] = kept
                 _kernels.move_to_end(key)
-            # to unload a kernel while a stream is captured would end the capture
-            if new is not None and len(_kernels) > _MOST_KERNELS and not compat.capturing():
+            if new is not None:
                 evicted = _evicted()
         _unload(evicted)
         return kept
