@@ -213,16 +213,15 @@ class _Function(_SingleLevelFunction):
         return (ctx._autograd_function_id,)
 
 
-def _check_backward(inputs: tuple[Any, ...], wanted: tuple[bool, ...]) -> None:
+def _check_backward(problem: Problem, name: str, wanted: tuple[bool, ...]) -> None:
     """Raise now if the backend that is named will refuse the backward."""
-    tensors, options = _split(inputs)
-    problem = known_problem(tensors, options)
     try:
-        plan = choose(problem, "backward", options.backend)
+        plan = choose(problem, "backward", name)
     except ValueError:
-        choose(problem, "forward", options.backend)  # its own refusal comes first
+        choose(problem, "forward", name)  # its own refusal comes first
         raise
-    check_wanted(plan, Wanted(*wanted[:_DIFFERENTIABLE]))
+    if plan.whole is None:
+        check_wanted(plan, Wanted(*wanted))
 
 
 class _Attention(_Function):
@@ -230,12 +229,16 @@ class _Attention(_Function):
 
     @staticmethod
     def forward(ctx: Any, below: DispatchKeySet | None, *inputs: Any) -> tuple[Tensor, Tensor]:
-        # A traced or transformed call is left to its backward: its problem may not be what runs.
-        if inputs[-1] is not None and (below is None or _alone(inputs[:_TENSORS])):
-            _check_backward(inputs, ctx.needs_input_grad[1:])
         if below is None:  # called past the dispatcher
-            out, lse = _computed(*_split(inputs))
+            tensors, options = _split(inputs)
+            problem = known_problem(tensors, options)
+            if options.backend is not None:
+                wanted = ctx.needs_input_grad[1 : 1 + _DIFFERENTIABLE]
+                _check_backward(problem, options.backend, wanted)
+            out, lse = _computed(tensors, options, problem)
         else:
+            # Left to its backward to check: the problem of a traced or transformed call may not be
+            # the one that runs.
             out, lse = _redispatch(_forward_operator, below, inputs)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs[:_TENSORS], out, lse)
