@@ -156,7 +156,7 @@ def test_bad_numbers_that_are_seen_propagate(backend: str, bad: float) -> None:
 def test_results_are_as_promised(case: Case, dtype: torch.dtype, backend: str) -> None:
     """Contiguous, of the promised shapes and dtypes: the fake kernels tell the compiler so."""
     problem, tensors = make(case, dtype=dtype).problem()
-    chosen = choose(problem, "forward", backend)
+    chosen = choose(problem, "forward", backend).first
     out, lse = chosen.forward(problem, tensors)
     assert (out.shape, out.dtype) == (problem.out_shape, problem.dtype)
     assert (lse.shape, lse.dtype) == (problem.lse_shape, problem.accumulator)

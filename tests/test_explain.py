@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -93,9 +94,10 @@ def test_the_backend_is_the_one_that_is_chosen():
     q, k, v = tensors()
     found = rowmax.explain(q, k, v, causal=True)
     for call, choice in (("forward", found.forward), ("backward", found.backward)):
-        taken = backends.choose(found.problem, call)
+        plan = backends.choose(found.problem, call)
+        assert choice.jobs == plan.jobs
         assert choice.backend is not None
-        assert backends._MODULES[choice.backend] == taken.__name__
+        assert backends._load(choice.backend) is plan.whole
         assert set(choice.others) == set(backends.NAMES) - {choice.backend}
         assert "the tensors are on cpu" in choice.others["triton"]
         assert "score matrix" in choice.others["reference"]
@@ -199,3 +201,53 @@ def test_a_missing_library_comes_with_what_installs_it(missing, monkeypatch):
         backends.choose.cache_clear()
     assert reason.startswith(f"{missing} is not installed: ")
     assert 'pip install "rowmax[cpu]"' in reason
+
+
+WITHOUT = "it makes no dbias today"
+
+
+@pytest.fixture
+def _no_dbias(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A cpu backend that leaves dbias to another, and has something to say."""
+    cpu = pytest.importorskip("rowmax.cpu")
+
+    def lacks(problem, call):
+        return {"dbias": WITHOUT} if call == "backward" and problem.bias is not None else {}
+
+    monkeypatch.setattr(cpu, "lacks", lacks, raising=False)
+    monkeypatch.setattr(cpu, "notes", lambda p, job: [f"makes {job.results[0]}"], raising=False)
+    backends.choose.cache_clear()
+    yield
+    backends.choose.cache_clear()
+
+
+@pytest.mark.usefixtures("_no_dbias")
+def test_a_call_of_several_backends():
+    q, k, v = tensors()
+    found = rowmax.explain(q, k, v, bias=torch.zeros(300, 400), sink=torch.zeros(4))
+    assert found.forward.jobs == (("forward", ("out", "lse"), "cpu", None),)
+    assert found.backward.jobs == (
+        ("backward", ("dq", "dk", "dv", "dsink"), "cpu", None),
+        ("backward", ("dbias",), "torch", f"not cpu: {WITHOUT}"),
+    )
+    assert found.backward.backend == "cpu"
+    assert set(found.backward.others) == {"hopper", "triton", "reference"}
+    assert found.backward.notes == (("makes dq",), ())
+    lines = str(found).splitlines()
+    at = lines.index(f"backward  cpu (dq, dk, dv, dsink), torch (dbias: not cpu: {WITHOUT})")
+    assert lines[at + 1].strip() == "makes dq"
+    assert "forward   cpu" in lines
+    plain = rowmax.explain(q, k, v)
+    assert "backward  cpu" in str(plain).splitlines()
+
+
+@pytest.mark.usefixtures("_no_dbias")
+def test_a_named_backend_that_lacks_a_gradient_is_explained():
+    q, k, v = tensors()
+    found = rowmax.explain(q, k, v, bias=torch.zeros(300, 400), backend="cpu")
+    assert [job.backend for job in found.backward.jobs] == ["cpu", None]
+    assert found.backward.others["torch"] == "able, but backend='cpu' is asked for"
+    assert (
+        f"backward  cpu (dq, dk, dv), no backend (dbias: not cpu: {WITHOUT}; "
+        "the call raises if it is wanted)"
+    ) in str(found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from . import backend as backends
 from . import mask as masks
 from .arguments import check_flag, checked, wrong_type
 from .attention import _autocast, _mask
+from .backend import Job
 from .mask import Mask
 from .problem import Problem, Tensors, each_sequence, problem_of
 
@@ -20,10 +21,16 @@ TILE = 128
 
 
 class Choice(NamedTuple):
-    """Who takes a call, and why the others do not."""
+    """Who makes the results of a call, and why the other backends make none."""
 
-    backend: str | None  # None: the one that was named refuses, and the call would raise
+    jobs: tuple[Job, ...]  # none: the backend that was named refuses, and the call would raise
     others: Mapping[str, str]
+    notes: tuple[tuple[str, ...], ...] = ()  # of each job, from its backend
+
+    @property
+    def backend(self) -> str | None:
+        """The backend of the first job (of a backward: dq); None if the call would raise."""
+        return self.jobs[0].backend if self.jobs else None
 
 
 class Tiles(NamedTuple):
@@ -41,7 +48,7 @@ class Explanation:
 
     Attributes:
         problem: shapes, dtypes and features, as backends see them.
-        forward, backward: the backend of each, and why each other one is not it.
+        forward, backward: the jobs of each with their backends, and why others have none.
         tiles: skipped, partial and full tiles of 128 by 128, and the pairs in those visited.
         forward_flops, backward_flops: of the matrix products in the tiles that are visited.
         output_bytes: of out and lse.
@@ -144,19 +151,21 @@ def explain(
 def _choice(problem: Problem, call: backends.Call, name: str | None) -> Choice:
     """As ``backend.choose`` decides, with a reason for every other."""
     try:
-        module = backends.choose(problem, call, name)
-        chosen = next(n for n, path in backends._MODULES.items() if path == module.__name__)  # pyright: ignore
+        jobs = backends.choose(problem, call, name).jobs
     except ValueError:
-        chosen = None
-    first = f"backend={name!r} is asked for" if name else f"{chosen} comes first"
+        jobs = ()
+    chosen = [job.backend for job in jobs]
+    first = (
+        f"backend={name!r} is asked for" if name else f"{chosen[0] if jobs else None} comes first"
+    )
     others = {}
     for other in backends.NAMES:
-        if other == chosen:
+        if other in chosen:
             continue
         by_name = other in backends._BY_NAME_ONLY and other != name
         reason = "taken only by name: it holds the score matrix" if by_name else None
         others[other] = reason or backends.refusal(other, problem, call) or f"able, but {first}"
-    return Choice(chosen, others)
+    return Choice(jobs, others, tuple(backends.notes(problem, job) for job in jobs))
 
 
 def _dense(problem: Problem, tensors: Tensors) -> Iterator[tuple[Problem, Tensors]]:
@@ -196,8 +205,10 @@ def _lines(e: Explanation) -> Iterator[tuple[str, str]]:
     yield "call", f"{p.device}, {str(p.dtype).removeprefix('torch.')}, {_shapes(p)}"
     yield "features", ", ".join(_features(p)) or "none"
     for call, choice in (("forward", e.forward), ("backward", e.backward)):
-        yield call, choice.backend or "no backend: the call would raise"
-        if call == "forward" or choice != e.forward:
+        yield call, ", ".join(_made(choice)) or "no backend: the call would raise"
+        for text in (text for notes in choice.notes for text in notes):
+            yield "", f"  {text}"
+        if call == "forward" or _who(choice) != _who(e.forward):
             for other, reason in choice.others.items():
                 yield "", f"  not {other}: {reason}"
     t = e.tiles
@@ -215,6 +226,22 @@ def _lines(e: Explanation) -> Iterator[tuple[str, str]]:
         f"out and lse {_scaled(e.output_bytes, 1024, 'B')}; "
         f"a dense score matrix would be {_scaled(e.dense_bytes, 1024, 'B')}",
     )
+
+
+def _made(choice: Choice) -> Iterator[str]:
+    """Each job in words; of a single one its backend says all."""
+    for job in choice.jobs:
+        reason = f": {job.reason}" if job.reason else ""
+        if job.backend is None:
+            yield f"no backend ({', '.join(job.results)}{reason}; the call raises if it is wanted)"
+        elif len(choice.jobs) == 1:
+            yield job.backend
+        else:
+            yield f"{job.backend} ({', '.join(job.results)}{reason})"
+
+
+def _who(choice: Choice) -> tuple[Any, ...]:
+    return [job.backend for job in choice.jobs], choice.others
 
 
 def _shapes(p: Problem) -> str:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from . import batching, flops
 from .arguments import PLAIN, check_packed_values
-from .backend import PLAIN_OPERATIONS, choose
+from .backend import PLAIN_OPERATIONS, check_wanted, choose, run_backward
 from .mask import is_batched
 from .problem import Gradients, Options, Problem, Tensors, Wanted, known_problem, problem_of
 
@@ -125,7 +125,7 @@ def _computed(
     tensors: Tensors, options: Options, problem: Problem | None = None
 ) -> tuple[Tensor, Tensor]:
     problem = problem or known_problem(tensors, options)
-    return choose(problem, "forward", options.backend).forward(problem, tensors)
+    return choose(problem, "forward", options.backend).first.forward(problem, tensors)
 
 
 def _backward(
@@ -133,8 +133,8 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     tensors, options = _split(inputs)
     problem = known_problem(tensors, options)
-    backend = choose(problem, "backward", options.backend)
-    gradients = backend.backward(problem, tensors, out, lse, dout, dlse, Wanted(*wanted))
+    plan = choose(problem, "backward", options.backend)
+    gradients = run_backward(plan, problem, tensors, out, lse, dout, dlse, Wanted(*wanted))
     return tuple(dout.new_empty(0) if g is None else g for g in gradients)
 
 
@@ -234,14 +234,32 @@ class _Function(_SingleLevelFunction):
         return (ctx._autograd_function_id,)
 
 
+def _check_backward(problem: Problem, name: str, wanted: tuple[bool, ...]) -> None:
+    """Raise now if the backend that is named will refuse the backward."""
+    try:
+        plan = choose(problem, "backward", name)
+    except ValueError:
+        choose(problem, "forward", name)  # its own refusal comes first
+        raise
+    if plan.whole is None:
+        check_wanted(plan, Wanted(*wanted))
+
+
 class _Attention(_Function):
     """The forward operator between autograd and the kernels below it."""
 
     @staticmethod
     def forward(ctx: Any, below: DispatchKeySet | None, *inputs: Any) -> tuple[Tensor, Tensor]:
         if below is None:  # called past the dispatcher
-            out, lse = _computed(*_split(inputs))
+            tensors, options = _split(inputs)
+            problem = known_problem(tensors, options)
+            if options.backend is not None:
+                wanted = ctx.needs_input_grad[1 : 1 + _DIFFERENTIABLE]
+                _check_backward(problem, options.backend, wanted)
+            out, lse = _computed(tensors, options, problem)
         else:
+            # Left to its backward to check: the problem of a traced or transformed call may not be
+            # the one that runs.
             out, lse = _redispatch(_forward_operator, below, inputs)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs[:_TENSORS], out, lse)

@@ -101,6 +101,7 @@ class Problem(NamedTuple):
     deterministic: bool
     first: int = 0  # the number of the first sequence, where a packed call is taken apart
     align: str = "keys"  # "lengths" only where a band or ALiBi reads positions
+    device_index: int | None = None  # of the device among those of its type; None: the current one
 
     @property
     def offset(self) -> int:
@@ -202,6 +203,7 @@ def problem_of(tensors: Tensors, options: Options) -> Problem:
         total_k=total_k,
         deterministic=options.deterministic,
         align=options.align,
+        device_index=q.device.index,
     )
 
 

@@ -63,14 +63,16 @@ def complaints(case: Case, backward: bool) -> list[str]:
         dout, dlse = (
             t.cuda().view(s.shape) for t, s in zip(cotangents_there, (out, lse), strict=True)
         )
-        wanted = Wanted(*(name in call.leaves for name in LEAVES))
+        lacked = hopper.lacks(problem, "backward")
+        wanted = Wanted(*(name in call.leaves and f"d{name}" not in lacked for name in LEAVES))
         for deterministic in (False, True):
             given = problem._replace(deterministic=deterministic)
             if reason := hopper.supports(given, "backward"):
                 found.append(f"refused: {reason}")
                 continue
             got = hopper.backward(given, tensors, out, lse, dout, dlse, wanted)
-            found += judged(call, Gradients(*(g if g is None else g.cpu() for g in got)), want)
+            got = Gradients(*(g if g is None else g.cpu() for g in got))
+            found += judged(got, want, lacked)
     return [text for text in found if text]
 
 

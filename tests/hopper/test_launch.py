@@ -11,13 +11,15 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 import rowmax
-from rowmax import hopper
+from rowmax import backend as backends
+from rowmax import hopper, reference
 from rowmax.arguments import checked
 from rowmax.problem import Options, Problem, Tensors, Wanted, problem_of
 
 forward = importlib.import_module("rowmax.hopper.launch")
 backward = importlib.import_module("rowmax.hopper.gradients.launch")
 tiles = importlib.import_module("rowmax.hopper.gradients.tiles")
+copies = importlib.import_module("rowmax.hopper.copies")
 biases = importlib.import_module("rowmax.hopper.gradients.biases")
 
 
@@ -86,7 +88,7 @@ def test_a_plan_that_is_let_go_of_serves_the_call(
     assert done == [plan]
 
 
-def test_no_sequences_are_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_sequences_are_no_work() -> None:
     """Offsets say so on a device, where none looks at them, beside rows."""
     x, cu = torch.ones(1, 9, 2, 64, dtype=torch.float16), torch.zeros(1, dtype=torch.int32)
     tensors = Tensors(x, x, x, cu_seqlens_q=cu, cu_seqlens_k=cu)
@@ -94,10 +96,28 @@ def test_no_sequences_are_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     out, lse = forward.forward(problem, tensors)
     assert not out.count_nonzero()
     assert torch.equal(lse, torch.full((1, 2, 9), -torch.inf))
-    asked = []
-    monkeypatch.setattr(backward, "plain", lambda *given: asked.append(given))
-    backward.backward(problem, tensors, out, lse, x, None, Wanted(True, True, True, False, False))
-    assert len(asked) == 1
+    wanted = Wanted(True, True, True, False, False)
+    found = backward.backward(problem, tensors, out, lse, x, None, wanted)
+    assert [g is not None and not g.count_nonzero() for g in found] == list(wanted)
+
+
+@pytest.mark.parametrize(("b", "nq", "nk"), [(2, 0, 8), (2, 5, 0), (0, 5, 8), (2, 0, 0)])
+def test_calls_without_rows_or_keys(b: int, nq: int, nk: int) -> None:
+    """No kernel is there to launch; a sink is still the lse of rows without keys."""
+    q = torch.randn(b, nq, 4, 64).half()
+    k, v = torch.randn(b, nk, 2, 64).half(), torch.randn(b, nk, 2, 32).half()
+    tensors = Tensors(q, k, v, torch.randn(b, 4, nq, nk).half(), torch.randn(4))
+    problem = problem_of(tensors, Options(scale=0.125))
+    out, lse = forward.forward(problem, tensors)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    for wanted in (Wanted(*[True] * 5), Wanted(False, True, False, False, True)):
+        given = (problem, tensors, out, lse, dout, dlse, wanted)
+        got, want = backward.backward(*given), reference.backward(*given)
+        for name, x, y in zip(wanted._fields, got, want, strict=True):
+            assert (x is None) == (y is None) == (not getattr(wanted, name))
+            if x is not None:
+                assert x.dtype == getattr(tensors, name).dtype
+                torch.testing.assert_close(x, y)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +136,6 @@ def test_a_band_may_be_empty(left: int | None, right: int | None, sees: bool) ->
         ((2, 4, 64, 256), {"softcap": 2.0}, "tile", "shared"),
         ((1, 4, 64, 256), {}, "tile", "shared"),
         ((2, 1, 1, 256), {}, "row", "row"),
-        ((2, 4, 1, 256), {}, "row", ""),  # of two heads that share keys and have rows of their own
         ((2, 4, 64, 1), {}, "column", "column"),
         ((1, 1, 1, 1), {}, "column", "column"),
     ],
@@ -148,3 +167,107 @@ def test_sums_are_over_what_shares_a_bias() -> None:
     made = biases.made_of(sums, torch.zeros(1, 4, 1, 9, dtype=torch.float16))
     assert made.dtype == torch.float16
     torch.testing.assert_close(made, sums.sum(0, keepdim=True).half())
+
+
+OWN_ROWS = "query heads of a kv head share the row, here 2 have rows of their own"
+
+
+@pytest.mark.parametrize(
+    ("shape", "d", "softcap", "text"),
+    [
+        ((2, 4, 1, 256), 64, 0.0, OWN_ROWS),
+        ((1, 4, 1, 256), 64, 2.0, OWN_ROWS),
+        (
+            (2, 1, 1, 256),
+            256,
+            2.0,
+            "head sizes up to 128, these are 256 and 256",
+        ),
+        ((2, 1, 1, 256), 128, 2.0, None),
+        ((2, 1, 1, 256), 256, 0.0, None),
+        ((2, 4, 64, 1), 256, 2.0, None),
+        ((2, 4, 64, 256), 256, 2.0, None),
+        (None, 64, 0.0, None),
+    ],
+)
+def test_a_gradient_that_is_lacked_is_another_backends_job(
+    shape: tuple[int, ...] | None,
+    d: int,
+    softcap: float,
+    text: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hopper, "_missing", lambda _: None)
+    q, k = torch.zeros(2, 64, 4, d).half(), torch.zeros(2, 256, 2, d).half()
+    bias = None if shape is None else torch.zeros(shape, dtype=torch.float16)
+    tensors = Tensors(q, k, k, bias, torch.zeros(4))
+    problem = problem_of(tensors, Options(scale=0.125, softcap=softcap))._replace(device="cuda")
+    assert hopper.lacks(problem, "forward") == {}
+    everything = ("dq", "dk", "dv", *(("dbias",) if shape else ()), "dsink")
+    plan = backends.choose.__wrapped__(problem, "backward")
+    if text is None:
+        assert plan.jobs == (("backward", everything, "hopper", None),)
+        assert plan.whole is hopper
+        assert backends.choose.__wrapped__(problem, "backward", "hopper").whole is hopper
+        return
+    first, second = plan.jobs
+    assert first == ("backward", ("dq", "dk", "dv", "dsink"), "hopper", None)
+    assert second[:3] == ("backward", ("dbias",), "triton")
+    assert second.reason is not None
+    assert second.reason.startswith("not hopper: it makes dbias of a row of keys")
+    assert second.reason.endswith(text)
+    named = backends.choose.__wrapped__(problem, "backward", "hopper")
+    assert named.jobs == (first, second._replace(backend=None))
+    assert named.whole is None
+    backends.check_wanted(named, Wanted(True, True, True, False, True))
+    with pytest.raises(ValueError, match=r"^backend: got 'hopper'; it does not make dbias") as e:
+        backends.check_wanted(named, Wanted(True, False, False, True, False))
+    assert text in str(e.value)
+    assert "want None, or no gradient of bias" in str(e.value)
+
+
+@pytest.mark.parametrize("want_bias", [True, False])
+@pytest.mark.parametrize(
+    "layout", ["aligned", "offset", "narrowed", "transposed", "expanded", "rows", "columns"]
+)
+def test_a_bias_comes_as_the_copy_engine_takes_it(
+    layout: str, want_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its strides: it is no reason to hand the call to another backend. What is the same
+    over and over is not written out, but for a gradient, which is of that size itself."""
+    problem, tensors = posed()
+    q, shape = tensors.q, (2, 4, 64, 256)
+    strides = {
+        "aligned": (65536, 16384, 256, 1),
+        "offset": (65536, 16384, 256, 1),
+        "narrowed": (4 * 64 * 257, 64 * 257, 257, 1),
+        "transposed": (65536, 16384, 1, 64),
+        "expanded": (0, 0, 256, 1),
+        "rows": (256, 0, 0, 1),
+        "columns": (0, 0, 1, 0),
+    }[layout]
+    numbers = torch.randn(2 * 4 * 64 * 257 + 1).half()
+    bias = numbers.as_strided(shape, strides, int(layout == "offset"))
+    tensors = tensors._replace(bias=bias)
+    problem = problem_of(tensors, Options(scale=0.125))
+    seen: list[tuple[Problem, Tensors]] = []
+    monkeypatch.setattr(backward, "plan_of", lambda p, t, *_: seen.append((p, t)))
+    monkeypatch.setattr(backward, "launch", lambda plan, *_: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: q.device.index)
+    wanted = Wanted(True, False, False, want_bias, False)
+    backward.backward(problem, tensors, q, q, q, None, wanted)
+    ((found, given),) = seen
+    got = given.bias
+    assert got is not None
+    assert found.bias == tuple(got.shape)
+    assert torch.equal(got.expand(shape), bias)
+    kind = biases.kind_of(found)
+    assert kind in ("row", "column") or copies.takes(got)
+    if layout == "aligned":
+        assert got is bias
+    if want_bias:
+        assert found is problem
+        assert got.shape == shape
+    elif 0 in bias.stride():
+        assert kind == {"expanded": "tile", "rows": "row", "columns": "column"}[layout]
+        assert got.numel() <= bias.numel() // 8

@@ -2,21 +2,54 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
+from collections import OrderedDict
+from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+compat = importlib.import_module("rowmax.triton.compat")
 compiled = importlib.import_module("rowmax.triton.compiled")
+jobs = importlib.import_module("rowmax.triton.launch")
 tl = importlib.import_module("triton.language")
 
 
+class Compiled:
+    """A compiled kernel, and a driver that notes what it is given."""
+
+    unloaded: ClassVar[list[Compiled]] = []
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self, src: Any = None) -> None:
+        self.src = src
+        self.launches: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args: self.launches.append(("hooked", grid, args))
+
+    def run(self, gridX, gridY, gridZ, stream, function, *args) -> None:
+        self.launches.append((gridX, gridY, gridZ, stream, function, *args))
+
+    def __del__(self) -> None:
+        self.unloaded.append(self)
+
+
 class KERNEL:
+    """Stands for a kernel of Triton's; a launch of it in public is noted."""
+
     arg_names = ("t", "n", "C")
+    launches: ClassVar[list[Any]] = []
+
+    @classmethod
+    def __class_getitem__(cls, grid: Any) -> Any:
+        return lambda *args, **options: cls.launches.append((grid, args, options))
 
 
 @pytest.fixture
@@ -26,22 +59,22 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def compile(launch: Any, *args: Any) -> Any:
         found.append(launch.options)
-        return SimpleNamespace(src=SimpleNamespace(signature=launch.signature(*args).types))
+        return Compiled(SimpleNamespace(signature=launch.signature(*args).types))
 
     monkeypatch.setattr(compiled.Launch, "compile", compile)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(compiled, "_kernels", {})
+    monkeypatch.setattr(compiled, "_kernels", OrderedDict())
     return found
 
 
 def test_a_kernel_that_is_found_takes_what_launches_give(
     made: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Kernels(dict):
-        def __setitem__(self, key: Any, kernel: Any) -> None:
+    class Kernels(OrderedDict):
+        def __setitem__(self, key: Any, kept: Any) -> None:
             # from here on another thread may have its launcher made
-            assert list(kernel.src.signature.values()) == ["*fp32", "i32"]
-            super().__setitem__(key, kernel)
+            assert list(kept.kernel.src.signature.values()) == ["*fp32", "i32"]
+            super().__setitem__(key, kept)
 
     monkeypatch.setattr(compiled, "_kernels", Kernels())
     launch = compiled.Launch(KERNEL, (1, 1, 1), {"num_warps": 4})
@@ -55,3 +88,183 @@ def test_options_of_equal_values_are_not_the_same(made: list[Any]) -> None:
         launch = compiled.Launch(KERNEL, (1, 1, 1), options)
         launch.loaded((torch.zeros(4),), (3,), tl.constexpr(5))
         assert made[-1] is options
+
+
+ARGS = ((torch.zeros(4),), (3,), tl.constexpr(5))
+
+
+def launched(n: int) -> Any:
+    """A launch of a kernel of its own."""
+    launch = compiled.Launch(KERNEL, (1, 1, 1), {"num_warps": n})
+    launch.loaded(*ARGS)
+    return launch
+
+
+@pytest.fixture
+def _few(made: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for three kernels, on devices of which one may be waited for."""
+    monkeypatch.setattr(compiled, "_MOST_KERNELS", 3)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    Compiled.unloaded.clear()
+
+
+def kept() -> list[int]:
+    return [dict(x for x in key if isinstance(x, tuple) and len(x) == 2)["num_warps"]
+            for key in compiled._kernels]  # fmt: skip
+
+
+@pytest.mark.usefixtures("_few")
+def test_kernels_without_a_launch_are_unloaded_past_the_bound() -> None:
+    for n in range(10):
+        launched(n)
+    gc.collect()
+    assert kept() == [7, 8, 9]
+    assert len(Compiled.unloaded) == 7
+    launched(7)  # is found, and so is the last one used
+    launched(10)
+    assert kept() == [9, 7, 10]
+
+
+@pytest.mark.usefixtures("_few")
+def test_a_kernel_that_a_launch_uses_stays() -> None:
+    used = [launched(n) for n in range(5)]
+    for n in range(5, 10):
+        launched(n)
+    gc.collect()
+    assert kept() == [0, 1, 2, 3, 4, 9]  # the newest is never let go of by its own launch
+    assert len(Compiled.unloaded) == 4
+    del used
+    gc.collect()
+    launched(10)
+    assert kept() == [4, 9, 10]
+
+
+@pytest.mark.usefixtures("_few")
+def test_nothing_is_unloaded_while_there_is_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Graph:
+        pass
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    graph = Graph()
+    for n in range(5):
+        launched(n)
+    assert kept() == [0, 1, 2, 3, 4]
+    del graph
+    launched(5)
+    assert kept() == [3, 4, 5]
+
+
+def test_what_a_launch_keeps_is_bounded() -> None:
+    launch = compiled.Launch(KERNEL, (1, 1, 1), {})
+    x = torch.zeros(8)
+    for n in range(200):
+        t = [x[1:] if n >> bit & 1 else x for bit in range(8)]
+        launch((), t, ())
+    assert 0 < len(launch._ready) <= compiled._MOST_READY
+
+
+# --- how it is launched -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launch(made: list[Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A launch of a kernel that counts as one to compile."""
+    monkeypatch.setattr(compat, "is_compiled", lambda kernel: True)
+    monkeypatch.setattr(compat, "current_stream", lambda device: f"stream of {device}")
+    KERNEL.launches.clear()
+    return compiled.Launch(KERNEL, (7, 1, 1), {"num_warps": 4, "enable_fp_fusion": True})
+
+
+def driver_of(launch: Any) -> Compiled:
+    ((kept),) = compiled._kernels.values()
+    return kept.kernel
+
+
+is_compiled = compat.is_compiled
+X = torch.zeros(4)
+LAST = ((3, 0.5), tl.constexpr(5))
+
+
+def test_a_launch_goes_to_the_driver(launch: Any) -> None:
+    for _ in range(2):
+        launch((), (X, None), LAST)
+    place = (7, 1, 1, "stream of 0", "function", "metadata", None, None, None)
+    assert driver_of(launch).launches == [(*place, X.data_ptr(), 3, 0.5)] * 2
+    assert not KERNEL.launches
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+@pytest.mark.parametrize("chain", [False, True])
+def test_a_launch_hook_is_called(
+    launch: Any, name: str, chain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is installed later, too, alone (as before triton 3.6) or in a chain."""
+    launch((), (X, None), LAST)
+    hook = SimpleNamespace(calls=[print]) if chain else print
+    monkeypatch.setattr(compat.knobs, "runtime", SimpleNamespace(**dict.fromkeys(
+        ("launch_enter_hook", "launch_exit_hook")) | {name: hook}))  # fmt: skip
+    launch = compiled.Launch(KERNEL, (7, 1, 1), launch.options)
+    launch((), (X, None), LAST)
+    assert driver_of(launch).launches[1:] == [("hooked", (7, 1, 1), (X.data_ptr(), 3, 0.5))]
+
+
+def of_another_driver(self: Any, *args: Any, **options: Any) -> None:
+    raise AssertionError("launched past the public interface")
+
+
+def with_more(self: Any, gridX, gridY, gridZ, stream, function, cluster, *args: Any) -> None:
+    raise AssertionError("launched past the public interface")
+
+
+@pytest.mark.parametrize("run", [of_another_driver, with_more])
+def test_another_driver_is_launched_in_public(
+    launch: Any, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Compiled, "run", run)
+    for _ in range(2):
+        launch((), (X, None), LAST)
+    want = ((7, 1, 1), ((X, None), *LAST), {"num_warps": 4, "enable_fp_fusion": True})
+    assert KERNEL.launches == [want] * 2
+
+
+def test_a_kernel_of_the_interpreter_is_launched_in_public(
+    launch: Any, made: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on tensors of a GPU: ``Launch`` is what these come to."""
+    monkeypatch.setattr(compat, "is_compiled", is_compiled)
+    launch((), (X, None), LAST)
+    assert [args for _, args, _ in KERNEL.launches] == [((X, None), *LAST)]
+    assert not made
+
+
+@pytest.mark.parametrize("vendor", ["nvidia", "amd"])
+def test_the_drivers_of_this_triton_are_known(vendor: str) -> None:
+    module = importlib.import_module(f"triton.backends.{vendor}.driver")
+    launcher = {"nvidia": "CudaLauncher", "amd": "HIPLauncher"}[vendor]
+    kind = getattr(module, launcher)
+    assert compat.is_known(kind.__new__(kind))
+
+
+def test_every_job_has_the_same_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, on a GPU of another kind: rounding does not depend on how it is launched."""
+    KERNEL.launches.clear()
+    tiles = importlib.import_module("rowmax.triton.tiles").Tiles(16, 16, 4, 2)
+    job = jobs.Job(KERNEL, SimpleNamespace(tiles=2), (), tiles, 3)
+    entered: list[Any] = []
+
+    class Module:
+        @staticmethod
+        @contextlib.contextmanager
+        def device(device: Any) -> Iterator[None]:
+            entered.append(device)
+            yield
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
+    for kind in ("cpu", "xpu"):
+        device = SimpleNamespace(type=kind, index=1)
+        job.run(SimpleNamespace(q=SimpleNamespace(is_cuda=False, device=device)))
+    assert [device.type for device in entered] == ["xpu"]
+    want = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
+    assert [options for _, _, options in KERNEL.launches] == [want] * 2
+    assert job.launch.options == want

@@ -35,7 +35,7 @@ class Result:
     forward: float | None = None  # |x - ref| / |ref|, the worst of out and lse; None if refused
     gradients: float | None = None  # of the gradients
     wrong: tuple[str, ...] = ()  # a sentence for each tensor that breaks the rule
-    refusal: str | None = None  # why the backend does not take it, or not its backward
+    refusal: str | None = None  # why the backend does not take it, or not all of its backward
     left_out: bool = False  # there was no time for it
 
     @property
@@ -174,8 +174,13 @@ def check(call: Call, maker: Maker, names: tuple[str, ...]) -> dict[str, Result]
         if forward is not None:
             results[name] = Result(refusal=forward)
             continue
+        lacking = {} if backward is not None else backends.lacks(name, problem, "backward")
+        if lacking:
+            backward = "; ".join(f"no {result}: {reason}" for result, reason in lacking.items())
         try:
-            got = _computed(call, dout, dlse, name, backward=backward is None)
+            without = {"q", "k", "v", "bias", "sink"} if backward and not lacking else set()
+            without |= {result.removeprefix("d") for result in lacking}
+            got = _computed(call, dout, dlse, name, without)
         except Exception as error:  # whatever it is, the other checks go on and the table tells it
             wrong = (f"{type(error).__name__}: {error}",)
             results[name] = Result(math.nan, math.nan, wrong)
@@ -243,17 +248,18 @@ def _definition(call: Call, dout: Tensor, dlse: Tensor, dtype: torch.dtype) -> V
     return _with_gradients(out, lse, leaves, dout, dlse)
 
 
-def _computed(call: Call, dout: Tensor, dlse: Tensor, name: str, backward: bool) -> Values:
-    """What rowmax gives; without gradients where there is no backward."""
-    leaves = call.leaves()
+def _computed(call: Call, dout: Tensor, dlse: Tensor, name: str, without: set[str]) -> Values:
+    """What rowmax gives, without the gradients of these inputs."""
+    leaves = {n: t.detach() if n in without else t for n, t in call.leaves().items()}
     options = {**call.options, **leaves, "return_lse": True, "backend": name}
     if call.offsets is None:
         out, lse = rowmax.attention(**options)
     else:
         first, second = call.offsets
         out, lse = rowmax.attention_varlen(cu_seqlens_q=first, cu_seqlens_k=second, **options)
-    if not backward:
-        return {"out": out.detach(), "lse": lse.detach()}
+    leaves = {n: t for n, t in leaves.items() if t.requires_grad}
+    if not leaves:
+        return {"out": out, "lse": lse}
     return _with_gradients(out, lse, leaves, dout, dlse)
 
 

@@ -1,6 +1,6 @@
 """Attention for Hopper (sm_90a) in Gluon: TMA, asynchronous wgmma, specialised warps.
 
-It takes what is listed in ``supports``; the rest is the Triton backend's.
+``supports`` refuses calls that it does not take, ``lacks`` gradients that it does not make.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..problem import Gradients, Problem, Tensors, Wanted
 
-__all__ = ["backward", "forward", "supports"]
+__all__ = ["backward", "forward", "lacks", "supports"]
 
 
 def supports(problem: Problem, call: str) -> str | None:
@@ -20,7 +20,17 @@ def supports(problem: Problem, call: str) -> str | None:
     reason = _refused(problem)
     if call == "backward":
         reason = reason or _refused_backward(problem)
-    return reason or _missing()
+    return reason or _missing(problem.device_index)
+
+
+def lacks(problem: Problem, call: str) -> dict[str, str]:
+    """The results that it does not make of a problem that ``supports`` has passed."""
+    if call != "backward" or problem.bias is None:
+        return {}
+    from .gradients.biases import refused_gradient
+
+    reason = refused_gradient(problem)
+    return {} if reason is None else {"dbias": reason}
 
 
 def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
@@ -73,15 +83,23 @@ def _refused_backward(p: Problem) -> str | None:
     return refused_tile(p)
 
 
-@lru_cache(maxsize=1)
-def _missing() -> str | None:
-    """What this machine lacks."""
+def _missing(index: int | None) -> str | None:
+    """What this machine lacks, or its device of this index."""
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return "there is no CUDA device"
-    if torch.cuda.get_device_capability() != (9, 0):
+    if torch.cuda.get_device_capability(index) != (9, 0):
         return "the device is not of compute capability 9.0 (Hopper)"
+    return _without_gluon()
+
+
+@lru_cache(maxsize=1)
+def _without_gluon() -> str | None:
+    """Why the kernels cannot be imported, or None."""
     try:
-        from . import kernel  # noqa: F401
+        from ..triton.compat import is_compiled
+        from . import kernel, packed  # noqa: F401
     except ImportError as error:
         return f"triton's Gluon is missing or of another release ({error})"
+    if not is_compiled(packed._place):
+        return "Triton's interpreter is on (TRITON_INTERPRET=1), which does not run Gluon"
     return None

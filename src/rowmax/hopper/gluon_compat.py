@@ -6,6 +6,7 @@ from typing import Any
 
 from triton._C.libtriton import ir
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
@@ -41,6 +42,7 @@ reinterpret = (
 )
 
 __all__ = [
+    "GluonASTSource",
     "TensorDescriptor",
     "fence_async_shared",
     "mbarrier",

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
 
 from ..problem import Problem, Tensors
 from ..triton.compiled import Launch
 from . import packed
 from .copies import Copies, copies_of, over, taken, takes
 from .documents import spans_of
+from .gluon_compat import GluonASTSource
 from .kernel import Numbers, Pointers
 from .kernel import forward as kernel
 from .schedule import SECTION_BYTES, dense_table, steps_of

@@ -17,7 +17,7 @@ def supports(problem: Problem, call: str) -> str | None:
     if problem.dtype not in _DTYPES:
         return f"it computes in float32, float16 and bfloat16, not in {problem.dtype}"
     if problem.device == "cuda" and torch.version.hip is None and torch.cuda.is_available():
-        have, want = torch.cuda.get_device_capability(), (7, 0)
+        have, want = torch.cuda.get_device_capability(problem.device_index), (7, 0)
         if problem.dtype == torch.bfloat16:
             want = (8, 0)
         if have < want:

@@ -107,6 +107,14 @@ def _usual_path() -> str:
         return knobs.nvidia.ptxas.path
 
 
+def current_arch() -> int | None:
+    """Compute capability of the current CUDA device, times ten; None where there is none."""
+    if torch.version.hip is not None or not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability(torch.cuda.current_device())
+    return 10 * major + minor
+
+
 _lock = threading.Lock()
 _kept: dict[str, Any] = {}
 _within = 0

@@ -6,17 +6,20 @@ out at every launch what all of its arguments are.
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
 from triton.compiler import ASTSource
 
-from .assembler import assembling
+from . import compat
+from .assembler import assembling, current_arch
 
 _TYPES = {
     torch.float32: "*fp32",
@@ -28,8 +31,39 @@ _TYPES = {
     torch.bool: "*i1",
 }
 
-#: what was compiled and loaded, by kernel, signature, options and device
-_kernels: dict[Any, Any] = {}
+_MOST_KERNELS = 1024
+_MOST_READY = 64  # alignments of the pointers of one launch
+
+
+class Kept:
+    """A compiled kernel on one device, and the launches that use it."""
+
+    def __init__(self, kernel: Any, device: int) -> None:
+        self.kernel = kernel
+        self.device = device
+        self.users: WeakSet[Launch] = WeakSet()
+
+
+#: by kernel, device, signature and options; the one used last is the last
+_kernels: OrderedDict[Any, Kept] = OrderedDict()
+_kernels_lock = threading.Lock()
+
+
+def _evicted() -> list[Kept]:
+    """Remove the oldest kernels past the bound. One that a launch or a CUDA graph may still run
+    stays: from triton 3.9 on, a kernel that nothing refers to is unloaded from its device."""
+    if len(_kernels) <= _MOST_KERNELS or compat.graphs_exist():
+        return []
+    unused = [key for key, x in _kernels.items() if not x.users]
+    return [_kernels.pop(key) for key in unused[: len(_kernels) - _MOST_KERNELS]]
+
+
+def _unload(evicted: list[Kept]) -> None:
+    """Release kernels, each on its own device and once it has run."""
+    while evicted:
+        with torch.cuda.device(evicted[-1].device):
+            torch.cuda.synchronize()
+            evicted.pop()
 
 
 class Signature(NamedTuple):
@@ -53,8 +87,11 @@ class Launch:
         self.kernel = kernel
         self.grid = grid
         self.options = options
-        #: what launches and the numbers that it takes, by which pointers there are and are aligned
-        self._ready: dict[tuple[bool | None, ...], tuple[Callable[..., None], tuple[Any, ...]]] = {}
+        #: what launches (None: the public way) and its numbers, by which pointers there are and
+        #: are aligned
+        self._ready: dict[
+            tuple[bool | None, ...], tuple[Callable[..., None] | None, tuple[Any, ...]]
+        ] = {}
 
     def __call__(self, first: tuple[Any, ...], t: Any, last: tuple[Any, ...]) -> None:
         """Launch with the arguments ``(*first, t, *last)`` on the current stream.
@@ -65,29 +102,64 @@ class Launch:
         kind = tuple([None if x is None else x.data_ptr() & 15 == 0 for x in t])
         found = self._ready.get(kind)
         if found is None:
-            found = launcher(self.loaded(*first, t, *last), self.grid), tuple(_given(last))
-            self._ready[kind] = found
+            found = self._made_ready(kind, (*first, t, *last), last)
         ready, numbers = found
+        if ready is None:
+            self.public(*first, t, *last)
+            return
         copies = [x for x in first if x is not None]
         ready(*copies, *[x.data_ptr() for x in t if x is not None], *numbers)
 
-    def loaded(self, *args: Any) -> Any:
+    def public(self, *args: Any) -> None:
+        """Launch as users of Triton do: slower, but with nothing of Triton that is private."""
+        with assembling(current_arch() if compat.is_compiled(self.kernel) else None) as more:
+            self.kernel[self.grid](*args, **self.options, **more)
+
+    def _made_ready(
+        self, kind: tuple[bool | None, ...], args: tuple[Any, ...], last: tuple[Any, ...]
+    ) -> tuple[Callable[..., None] | None, tuple[Any, ...]]:
+        ready = None
+        if compat.is_compiled(self.kernel):
+            kept = self.loaded(*args)
+            ready = compat.launcher(kept.kernel, self.grid, kept.device)
+        found = ready, tuple(_given(last))
+        if len(self._ready) >= _MOST_READY:
+            self._ready.clear()
+        self._ready[kind] = found
+        return found
+
+    def loaded(self, *args: Any) -> Kept:
         """The kernel for these arguments on the current device, compiled once for all launches."""
         signature = self.signature(*args)
+        device = torch.cuda.current_device()
         key = (
             self.kernel,
-            torch.cuda.current_device(),
+            device,
             *(tuple(x.items()) for x in signature),
             *self.options.items(),
         )
-        found = _kernels.get(key)
-        if found is None:
-            found = self.compile(*args)
-            # from which Triton makes its launcher, then given neither bundles nor constants: it
-            # would take each apart at every launch. Before other threads find the kernel
-            found.src.signature = dict(enumerate(signature.taken()))
-            _kernels[key] = found
-        return found
+        kept = self._found(key)
+        if kept is not None:
+            return kept
+        kernel = self.compile(*args)
+        # from which Triton makes its launcher, then given neither bundles nor constants: it
+        # would take each apart at every launch. Before other threads find the kernel
+        kernel.src.signature = dict(enumerate(signature.taken()))
+        return self._found(key, Kept(kernel, device))
+
+    def _found(self, key: Any, new: Kept | None = None) -> Any:
+        """The kept kernel of a key, which this launch then uses; ``new`` where there is none."""
+        evicted: list[Kept] = []
+        with _kernels_lock:
+            kept = _kernels.get(key, new)
+            if kept is not None:
+                kept.users.add(self)
+                _kernels[key] = kept
+                _kernels.move_to_end(key)
+            if new is not None:
+                evicted = _evicted()
+        _unload(evicted)
+        return kept
 
     def compile(self, *args: Any, target: Any = None) -> Any:
         """The kernel for these arguments, for the current device or for another target."""
@@ -101,28 +173,6 @@ class Launch:
         for i, (name, x) in enumerate(zip(self.kernel.arg_names, args, strict=True)):
             found.types[name] = _described(x, (i,), found)
         return found
-
-
-def launcher(compiled: Any, grid: tuple[int, int, int]) -> Callable[..., None]:
-    """What launches a compiled kernel on the current stream of the device that is current now.
-
-    As ``compiled[grid]`` does, but that what a profiler of Triton's would be told is put together
-    only when one listens.
-    """
-    told = compiled[grid]
-    device = torch.cuda.current_device()
-    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-    hooks = knobs.runtime
-
-    def ready(*args: Any) -> None:
-        before, after = hooks.launch_enter_hook, hooks.launch_exit_hook
-        if getattr(before, "calls", before) or getattr(after, "calls", after):
-            told(*args)
-        else:
-            stream = torch._C._cuda_getCurrentRawStream(device)
-            run(*grid, stream, function, metadata, None, None, None, *args)
-
-    return ready
 
 
 def _leaves(x: Any) -> Iterator[Any]:

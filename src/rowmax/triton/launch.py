@@ -11,6 +11,7 @@ from triton.runtime.errors import OutOfResources
 
 from ..problem import Problem, Tensors
 from .bundles import Constants, Numbers, Pointers, prepared
+from .compat import current_device
 from .compiled import Launch
 from .tiles import Tiles, smaller, tiles_for
 
@@ -28,15 +29,23 @@ class Job:
         self.c = c
         self.grid = (n.tiles * heads, 1, 1)
         self.tiles = tiles
-        self.options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
-        self.launch = Launch(kernel, self.grid, {**self.options, "enable_fp_fusion": True})
+        self.options = {
+            "num_warps": tiles.warps,
+            "num_stages": tiles.stages,
+            "enable_fp_fusion": True,  # whatever is the default: of triton 3.10 it is off
+        }
+        self.launch = Launch(kernel, self.grid, self.options)
 
     def run(self, t: Pointers) -> None:
         """Launch on the current stream of the pointers' device."""
         q = t.q
-        if not q.is_cuda:  # the interpreter, or another kind of device
-            self.kernel[self.grid](t, self.n, self.c, **self.options)
-        elif q.get_device() != torch._C._cuda_getDevice():
+        if not q.is_cuda:
+            if q.device.type == "cpu":  # the interpreter
+                self.launch.public(t, self.n, self.c)
+            else:
+                with torch.get_device_module(q.device).device(q.device):
+                    self.launch.public(t, self.n, self.c)
+        elif q.get_device() != current_device():
             with torch.cuda.device(q.device):
                 self.launch((), t, (self.n, self.c))
         else:

@@ -119,10 +119,14 @@ def shortened(tiles: Tiles, problem: Problem) -> Tiles:
 # --- the device --------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=64)
 def limits_of(device: torch.device) -> Limits:
     if device.type != "cuda":
         return Limits(device.type, 64 << 10, 32)
+    return _limits(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@lru_cache(maxsize=64)
+def _limits(device: int) -> Limits:
     found = torch.cuda.get_device_properties(device)
     shared = getattr(found, "shared_memory_per_block_optin", 64 << 10)
     hopper = torch.version.hip is None and (found.major, found.minor) == (9, 0)

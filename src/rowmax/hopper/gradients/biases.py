@@ -37,20 +37,43 @@ def refused_tile(p: Problem) -> str | None:
 
 def gradient_by(p: Problem) -> str:
     """What makes it: "stored" by the launch for dq (it is dS, if nothing is summed over); a launch
-    of its own, "shared"; "row", sums over queries by the launch for dk; "column", by the one
-    before; or "", another backend."""
+    of its own, "shared"; "row", sums over queries by the launch for dk; or "column", by the one
+    before. Not for one that ``refused_gradient`` refuses."""
     kind = kind_of(p)
     assert p.bias is not None
     if kind == "tile":
         if p.bias[:2] == (p.batch, p.hq) and p.softcap == 0:
             return "stored"
         return "shared"
-    if kind == "row":
-        # of all heads of a group at once, and of dS, which with a softcap wide heads do not make
-        apart = p.bias[1] > 1 and p.group > 1
-        scaled = p.softcap > 0 and sizes_of(p.d, p.dv) not in TILES
-        return "" if apart or scaled else "row"
     return kind
+
+
+def refused_gradient(p: Problem) -> str | None:
+    """Why the gradient of a bias that comes in is not made here, or None."""
+    if kind_of(p) != "row":
+        return None
+    assert p.bias is not None
+    if p.bias[1] > 1 and p.group > 1:
+        # the sums over queries are of all heads of a group at once
+        return (
+            "it makes dbias of a row of keys only where query heads of a kv head share the row, "
+            f"here {p.group} have rows of their own"
+        )
+    if p.softcap > 0 and sizes_of(p.d, p.dv) not in TILES:
+        # the launch for dk of wide heads makes dX, and not dS
+        return (
+            "it makes dbias of a row of keys with a softcap for head sizes up to "
+            f"{max(map(max, TILES))}, these are {p.d} and {p.dv}"
+        )
+    return None
+
+
+def without_repeats(p: Problem, bias: Tensor) -> tuple[Problem, Tensor]:
+    """The bias with size 1 where its stride is 0, for a call that wants no gradient of it."""
+    for n, (size, stride) in enumerate(zip(bias.shape, bias.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            bias = bias.narrow(n, 0, 1)
+    return p._replace(bias=tuple(bias.shape)), bias
 
 
 def room_for(by: str, p: Problem, bias: Tensor, lse: Tensor) -> Tensor | None:

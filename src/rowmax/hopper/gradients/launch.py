@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from ...problem import Gradients, Problem, Tensors, Wanted
-from ...triton import backward as plain
 from .. import packed
 from ..copies import placed, taken, takes
 from ..documents import tile_spans
-from .biases import gradient_by, kind_of, made_of, room_for
+from .biases import kind_of, made_of, room_for, without_repeats
 from .bundles import DbiasPointers, Pointers, RowPointers
 from .plans import PLANS, Plan, Work, key_of, plan_of
 
@@ -31,21 +30,28 @@ def backward(
     dlse: Tensor | None,
     wanted: Wanted,
 ) -> Gradients:
-    """The wanted gradients of a problem that ``supports`` has passed."""
-    given = (problem, tensors, out, lse, dout, dlse)
+    """The wanted gradients of a problem that ``supports`` has passed, none that it ``lacks``."""
     q, k, v, bias = tensors[:4]
-    some = any(wanted) and out.numel() and q.numel() and k.numel() and problem.batch
-    if not some or (bias is not None and kind_of(problem) == "tile" and not takes(bias)):
-        return plain(*given, wanted)
-    if bias is not None and kind_of(problem) == "row":
-        tensors = tensors._replace(bias=bias.contiguous())
-    here = wanted.bias and gradient_by(problem) != ""
-    key = key_of(problem, tensors, dout, here)
+    if not (any(wanted) and out.numel() and q.numel() and k.numel() and problem.batch):
+        return of_nothing(tensors, dlse, wanted)
+    if bias is not None:
+        kind = kind_of(problem)
+        if kind == "tile" and not takes(bias):
+            if not wanted.bias:
+                problem, bias = without_repeats(problem, bias)
+                kind = kind_of(problem)
+            if kind == "tile":
+                bias = taken(bias)
+        if kind == "row":
+            bias = bias.contiguous()
+        if bias is not tensors.bias:
+            tensors = tensors._replace(bias=bias)
+    key = key_of(problem, tensors, dout, wanted.bias)
     plan = PLANS.get(key)
     if plan is None or (q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr()) & 15:
         q, k, v, dout = (taken(t) for t in (q, k, v, dout))
         tensors = tensors._replace(q=q, k=k, v=v)
-        plan = plan_of(problem, tensors, dout, here)
+        plan = plan_of(problem, tensors, dout, wanted.bias)
     else:
         try:  # noqa: SIM105  (suppress takes longer)
             PLANS.move_to_end(key)
@@ -54,11 +60,21 @@ def backward(
     given = (problem, tensors, out, lse, dout, dlse)
     if q.device.index != torch.cuda.current_device():
         with torch.cuda.device(q.device):
-            found = launch(plan, *given, wanted)
-    else:
-        found = launch(plan, *given, wanted)
-    if wanted.bias and not here:
-        found = found._replace(bias=plain(*given, Wanted(False, False, False, True, False)).bias)
+            return launch(plan, *given, wanted)
+    return launch(plan, *given, wanted)
+
+
+def of_nothing(tensors: Tensors, dlse: Tensor | None, wanted: Wanted) -> Gradients:
+    """The gradients of a call without rows, keys or sequences: zeros, but for a sink's, which is
+    then the lse of its rows."""
+    found = Gradients(
+        *(
+            x.new_zeros(x.shape) if want and x is not None else None
+            for want, x in zip(wanted, tensors[: len(wanted)], strict=True)
+        )
+    )
+    if found.sink is not None and dlse is not None:
+        found.sink.copy_(dlse.sum((0, 2)))
     return found
 
 

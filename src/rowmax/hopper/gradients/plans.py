@@ -19,7 +19,7 @@ from ..schedule import SECTION_BYTES
 from ..schedule import steps_of as steps_of_queries
 from ..tiles import Constants
 from . import rows
-from .biases import gradient_by, kind_of
+from .biases import gradient_by, kind_of, refused_gradient
 from .bundles import DbiasConstants, DbiasNumbers, Numbers, RowConstants, RowNumbers
 from .dq_of_dbias import dq_of_dbias
 from .kernel import backward as kernel
@@ -118,6 +118,7 @@ def made(
 ) -> Plan:
     """The plan of a problem, or with other tiles and other constants, to measure those."""
     tiles = tiles or tiles_of(sizes_of(p.d, p.dv))
+    assert not (dbias and refused_gradient(p))
     by = gradient_by(p) if dbias else ""
     configs = {
         kind: config_for(p, tile, **(bias_options(p, kind, by) | options))
