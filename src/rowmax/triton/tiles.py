@@ -168,6 +168,7 @@ _SHAPES = {
     "dv": ((64, 64, 4), (32, 64, 4), (32, 32, 4)),
     "query_gradients": ((128, 64, 8), (64, 64, 8), (64, 64, 4), (64, 32, 4), (32, 32, 4)),
     "bias_gradient": ((128, 64, 8), (64, 64, 4), (32, 64, 4), (32, 32, 4)),
+    "row_sums": ((128, 64, 8), (64, 64, 8), (64, 64, 4), (64, 32, 4), (32, 32, 4)),
     "delta": ((64, 16, 4), (32, 16, 4), (16, 16, 4)),
 }
 _LAST = ((32, 16, 4), (16, 32, 4), (16, 16, 4), (16, 16, 8))
@@ -193,9 +194,10 @@ def fits(kind: Kind, tiles: Tiles, limits: Limits) -> bool:
         "dv": (bq * both, bk * kind.d, bk * kind.dv),
         "query_gradients": (bk * both, bq * both, bq * kind.d),
         "bias_gradient": (2 * (bq + bk) * columns(kind), 0, bq * bk),
+        "row_sums": (bk * kind.d, bq * kind.d, 0),
         "delta": (0, 0, 2 * bq * kind.dv),
     }[kind.job]
-    scores = bq * bk * (1 if kind.job in ("forward", "delta", "dv") else 2)
+    scores = bq * bk * (1 if kind.job in ("forward", "row_sums", "delta", "dv") else 2)
     threads = tiles.warps * limits.lanes
     ahead = kind.scored and kind.job != "bias_gradient"  # a bias is loaded ahead too
     pairs = 4 * ahead * tiles.stages + kind.bytes
