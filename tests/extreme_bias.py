@@ -11,13 +11,15 @@ lse, and would allow anything.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rowmax.backend import refusal
+from rowmax.problem import Wanted
 
-from .cases import Call, Case, make
+from .cases import LEAVES, Call, Case, make
 from .tolerance import Answer, answer, cotangents, definition, poisoned
 
 _SHAPE = {"b": 2, "nq": 70, "nk": 96, "hq": 4, "hk": 2, "d": 64}
@@ -138,7 +140,28 @@ def row_complaints(got: Answer, ref: Answer, allowed: float) -> list[str]:
     """The same of each row of out, since none may hide behind the others."""
     x, y = got.out.double(), ref.out.double()
     bad = (x - y).norm(dim=-1) > allowed * y.norm(dim=-1)
-    return [f"out: {int(bad.sum())} rows, the first {bad.nonzero()[0].tolist()}"] if bad.any() else []
+    return (
+        [f"out: {int(bad.sum())} rows, the first {bad.nonzero()[0].tolist()}"] if bad.any() else []
+    )
+
+
+def check_backward(
+    case: Case, dtype: torch.dtype, bias_dtype: torch.dtype, device: str, backward: Any
+) -> list[str]:
+    """What a backend's backward gives for the definition's out and lse."""
+    call = extreme(case, dtype, bias_dtype, device)
+    problem, tensors = call.problem()
+    dout, dlse = cotangents(call)
+    ref = definition(call, dout, dlse, torch.float64)
+    rows = (ref.out.to(dtype), ref.lse.to(problem.accumulator), dout, dlse)
+    if case.packed:
+        rows = tuple(t[None] for t in rows)
+    wanted = Wanted(*(name in call.leaves for name in LEAVES))
+    with poisoned():
+        got = backward(problem, tensors, *rows, wanted)
+    gradients = {name: getattr(got, name).view(x.shape) for name, x in ref.gradients.items()}
+    allowed = limit(dtype, bias_dtype)
+    return complaints(Answer(ref.out, ref.lse, gradients), ref, allowed)
 
 
 def check(

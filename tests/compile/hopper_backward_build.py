@@ -82,7 +82,9 @@ def _pointers(c: GradientConfig, dtype: torch.dtype) -> Pointers:
         q_ids=words if c.DOCUMENTS else None,
         k_ids=words if c.DOCUMENTS else None,
         alibi=number if c.ALIBI else None,
-        bias=torch.empty(8, dtype=dtype) if c.ROW or c.COLUMN or (c.BIAS and c.KIND == "dq") else None,
+        bias=torch.empty(8, dtype=dtype)
+        if c.ROW or c.COLUMN or (c.BIAS and c.KIND == "dq")
+        else None,
         dbias=_dbias(c, dtype),
     )
 

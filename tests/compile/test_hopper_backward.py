@@ -49,7 +49,17 @@ FEATURES: dict[str, dict[str, Any]] = {
 #: what wide heads are compiled with beside
 WIDE_FEATURES = {
     "dq": ("lengths", "packed", "alibi", "bias", "dbias", "row", "column"),
-    "pair": ("window", "lengths", "packed", "documents", "softcap", "alibi", "causal bias", "row", "column"),
+    "pair": (
+        "window",
+        "lengths",
+        "packed",
+        "documents",
+        "softcap",
+        "alibi",
+        "causal bias",
+        "row",
+        "column",
+    ),
 }
 
 

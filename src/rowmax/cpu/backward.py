@@ -383,6 +383,7 @@ def sum_far_rows(call, seq, keys, place, panels, factor, shift, rest, like, of):
             rest[r] = math.log(rest[r]) if rest[r] > zero else zero
             to[r] = rest[r]
 
+
 @njit(fastmath=STRICT, inline="always")
 def weight(x, shift, rest, natural):
     """The weight of a score; ``rest`` is in base 2 and counts in natural units alone."""

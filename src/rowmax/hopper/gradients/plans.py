@@ -179,9 +179,7 @@ def turns_of(p: Problem) -> int:
     return p.batch * p.hk * -(-p.nk // BLOCK_K)
 
 
-def of_rows(
-    p: Problem, c: GradientConfig, dout: Tensor, tiles: int
-) -> tuple[Any, ...]:
+def of_rows(p: Problem, c: GradientConfig, dout: Tensor, tiles: int) -> tuple[Any, ...]:
     """What is told to the launches before and after, by rows, beside pointers."""
     steps = (s // 8 for s in strides(dout)[:3])
     numbers = RowNumbers(
