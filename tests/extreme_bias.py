@@ -1,8 +1,8 @@
 """Biases and sinks as large as their dtype goes, against the definition in float64.
 
-Every finite number is an ordinary input: a row whose biases are all ``finfo.min`` is the mean of the
-values it sees, and its gradients are those of that mean. ``checks`` runs every case on a backend,
-forward and backward, so that a GPU's script can as well.
+Every finite number is an ordinary input: a row whose biases are all ``finfo.min`` is the mean of
+the values it sees, and its gradients are those of that mean. ``checks`` runs every case on a
+backend, forward and backward, so that a GPU's script can as well.
 
 The rule of ``tests/tolerance.py`` has no part here. Its noise grows with the size of scores and of
 lse, and would allow anything.

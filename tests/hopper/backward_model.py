@@ -326,6 +326,7 @@ def run_wide(
     q, do, k, v, stats, bias, lengths, cu_q, cu_k, alibi = given
     nq, nk, batch, rows, packed = sizes
     C: Any = Constants(replace(config, KIND=kind))
+    unit = 1.0 if C.NATURAL else LOG2E
     of_queries = kind == "dq"
     heads = case.hq if of_queries else case.hk
     if packed:
@@ -367,7 +368,7 @@ def run_wide(
         machine.given(Numbers(
             heads, 256, rows, nq, nk, case.left or 0, case.right or 0, batch, *ids,
             *(int(n > 1) for n in case.bias or (1, 1)),
-            scale / case.softcap if case.softcap else 0.0, (case.softcap or scale) * (1.0 if C.NATURAL else LOG2E),
+            scale / case.softcap if case.softcap else 0.0, (case.softcap or scale) * unit,
             scale, case.hq, 1 if of_queries else group, group, *steps_of_bias(bias),
         )),
         C, 240, 24,

@@ -2,9 +2,9 @@
 
 P is recomputed from lse, tile by tile; where lse is so large that its rounding matters (``FAR``),
 the weights of the row are summed once more before. dK and dV of a head gather in the task's own
-scratch; dQ of a tile of queries is finished before the next. Where heads are few, several tasks (slices)
-take a head's tiles of queries in turn, and their dK and dV are added at the end: in the same
-order each time, so gradients are bitwise equal from run to run.
+scratch; dQ of a tile of queries is finished before the next. Where heads are few, several tasks
+(slices) take a head's tiles of queries in turn, and their dK and dV are added at the end: in the
+same order each time, so gradients are bitwise equal from run to run.
 """
 
 from __future__ import annotations

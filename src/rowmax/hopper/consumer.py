@@ -22,7 +22,7 @@ from .gluon_compat import (
 from .layouts import matrix, output_layout, score_layout, value_layout, weight_layout
 from .pipeline import phase, slot, told
 from .schedule import full_tiles
-from .softmax import LN2, LOG2E, LOWEST, LOWEST_NATURAL, by_lane, along_row, rounded, softmax_step
+from .softmax import LN2, LOG2E, LOWEST, LOWEST_NATURAL, along_row, by_lane, rounded, softmax_step
 from .terms import masked, partial, settled, with_terms
 
 

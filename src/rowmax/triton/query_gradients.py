@@ -36,7 +36,8 @@ def delta_kernel(t, n, c):
     """``Delta_i - dLSE_i`` of a tile of rows, and the tile's part of the sink's gradient.
 
     Also LSE in the units of the scores. It is +inf, so that weights come out as 0, for a row that
-    sees nothing: of -inf, or of a sink that is too low for units of log 2. Sequences play no part: packed rows are one sequence here.
+    sees nothing: of -inf, or of a sink that is too low for units of log 2.
+    Sequences play no part: packed rows are one sequence here.
     """
     BLOCK_Q: tl.constexpr = c.BLOCK_Q
     tile, head = nth_program(n.tiles, n.together)

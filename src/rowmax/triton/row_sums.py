@@ -1,5 +1,5 @@
 # ruff: noqa: RET505, SIM102, SIM108, RUF100  (code that is compiled tells its branches apart by else)
-"""The rest of LSE: for each row ``log2(sum_j exp(s_ij - LSE_i))``, what LSE lost when it was rounded.
+"""The rest of LSE, ``log2(sum_j exp(s_ij - LSE_i))``: what LSE lost when it was rounded.
 
 A backward makes weights from LSE. Of a row whose biases are all -1e9 it has lost log n, and the
 weights would sum to n. Such rows (``FAR``) are passed over once more here; for all others the
@@ -8,7 +8,6 @@ rest is 0 and a program ends after it has read its LSE.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -1,8 +1,8 @@
 """P from S^T, and what dP - Delta is to be multiplied with: softcap, bias, ALiBi and masks.
 
 Scores are in units of log 2, as lse is; with C.NATURAL both are in natural units, and only their
-difference is multiplied by log2(e) (``Problem.natural``). With a softcap ``dX = P (1 - (t/c)^2) (dP -
-Delta)``, and that product of the first two is all that is kept of them beside P, rounded.
+difference is multiplied by log2(e) (``Problem.natural``). With a softcap ``dX = P (1 - (t/c)^2)
+(dP - Delta)``, and that product of the first two is all that is kept of them beside P, rounded.
 """
 
 from __future__ import annotations
