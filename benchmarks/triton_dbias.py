@@ -47,7 +47,10 @@ def measure(d: int, pattern: str, causal: bool, options: argparse.Namespace) -> 
     problem = problem_of(tensors, Options(scale=d**-0.5, right=0 if causal else None))
     rows = q.new_empty((b, h, -(-n // ROW_UNIT) * ROW_UNIT), dtype=torch.float32)
     t = pointers(tensors)._replace(
-        dout=dout, lse2=torch.full_like(rows, 13.0), delta=torch.zeros_like(rows)
+        dout=dout,
+        lse2=torch.full_like(rows, 13.0),
+        rest=torch.zeros_like(rows),
+        delta=torch.zeros_like(rows),
     )
     shipped = tiles_for("bias_gradient", problem, q.device)
     every = [shipped, *map(tiles_of, options.tiles or TRIED[d].split())]

@@ -10,6 +10,10 @@ from torch import Tensor
 
 Shape4 = tuple[int, int, int, int]
 
+#: The lse of a row sums its weights to 1 up to a rounding error of 6e-8 of itself. From this size
+#: on a backward sums the weights again: at 3e38 all of log n is lost. 1024 leaves 6e-5.
+FAR = 1024.0
+
 
 class Tensors(NamedTuple):
     """The inputs of one call, always with a batch dimension.
@@ -120,6 +124,15 @@ class Problem(NamedTuple):
     def accumulator(self) -> torch.dtype:
         """The dtype of lse and of every running sum."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    @property
+    def natural(self) -> bool:
+        """True if scores and lse stay in natural units; otherwise they are in base 2.
+
+        A bias may be as large as its dtype goes, and times log2(e) it would overflow. So only the
+        difference from the row's maximum or lse is multiplied, which is small or decides nothing.
+        """
+        return self.bias is not None
 
     @property
     def masked(self) -> bool:

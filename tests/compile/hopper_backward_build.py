@@ -41,6 +41,7 @@ def config(d: int, dv: int, tile: GradientTile, **features: Any) -> GradientConf
         KV_STAGES=tile.kv_stages,
         AHEAD=tile.ahead,
         DQ_STAGES=tile.dq_stages,
+        NATURAL=any(features.get(name) for name in ("BIAS", "ROW", "COLUMN")),
         **features,
     )
 
@@ -81,7 +82,9 @@ def _pointers(c: GradientConfig, dtype: torch.dtype) -> Pointers:
         q_ids=words if c.DOCUMENTS else None,
         k_ids=words if c.DOCUMENTS else None,
         alibi=number if c.ALIBI else None,
-        bias=torch.empty(8, dtype=dtype) if c.ROW or (c.BIAS and c.KIND == "dq") else None,
+        bias=torch.empty(8, dtype=dtype)
+        if c.ROW or c.COLUMN or (c.BIAS and c.KIND == "dq")
+        else None,
         dbias=_dbias(c, dtype),
     )
 

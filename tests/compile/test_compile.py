@@ -46,7 +46,7 @@ def compiled(target: str, what: str) -> list[dict[str, Any]]:
 def test_features(target: str) -> None:
     found = compiled(target, "features")
     kernels = {f["kernel"] for f in found}
-    assert len(kernels) == 5, kernels
+    assert len(kernels) == 6, kernels
     for fact in found:
         assert fact["binary"] > 0
         assert fact["shared"] <= fact["limit"], fact

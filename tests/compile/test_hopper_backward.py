@@ -40,6 +40,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "dbias": {"BIAS": True, "DBIAS": True, "RIGHT": True},
     "dbias alone": {"BIAS": True, "DBIAS": True, "RIGHT": True, "DQ": False},
     "row": {"ROW": True, "DROW": True, "RIGHT": True},
+    "column": {"COLUMN": True, "RIGHT": True},
     "bias": {"BIAS": True},
     "causal bias": {"BIAS": True, "RIGHT": True},
     "bias lengths": {"BIAS": True, "PREFIX": True, "RAGGED": True},
@@ -47,8 +48,18 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 #: what wide heads are compiled with beside
 WIDE_FEATURES = {
-    "dq": ("lengths", "packed", "alibi", "bias", "dbias", "row"),
-    "pair": ("window", "lengths", "packed", "documents", "softcap", "alibi", "causal bias", "row"),
+    "dq": ("lengths", "packed", "alibi", "bias", "dbias", "row", "column"),
+    "pair": (
+        "window",
+        "lengths",
+        "packed",
+        "documents",
+        "softcap",
+        "alibi",
+        "causal bias",
+        "row",
+        "column",
+    ),
 }
 
 
@@ -57,7 +68,7 @@ def cases():
     and at others what is heaviest there."""
     of_all = [name for name in FEATURES if "bias" not in name or "dbias" in name]
     for size in TILES:
-        some = ("full", "causal", "packed", "dbias", "dbias alone", "row")
+        some = ("full", "causal", "packed", "dbias", "dbias alone", "row", "column")
         names = of_all if size == (128, 128) else some
         for name in names:
             yield size, "all", name, "bf16"

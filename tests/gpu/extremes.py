@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import rowmax
+from tests.extreme_bias import checks
 
 LARGE = ("more_elements_than_31_bits", "bias_of_more_elements_than_31_bits", "linear_memory")
 SMALL = (
@@ -17,6 +18,7 @@ SMALL = (
     "padding_after_the_last_sequence",
     "float32_is_not_tf32",
     "offsets_out_of_range",
+    "extreme_bias",
 )
 
 
@@ -28,6 +30,11 @@ def _normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> 
 def _far(name: str, got: Tensor, want: Tensor, limit: float = 5e-3) -> list[str]:
     off = ((got.double() - want.double()).norm() / want.double().norm()).item()
     return [] if off <= limit else [f"{name}: relative error {off:.3g}, allowed {limit:.3g}"]
+
+
+def extreme_bias(backend: str) -> list[str]:
+    """Biases and sinks as large as their dtype goes."""
+    return checks(backend, "cuda")
 
 
 def more_elements_than_31_bits(backend: str) -> list[str]:

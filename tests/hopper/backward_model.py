@@ -198,10 +198,11 @@ def check(
         RAGGED=packed or case.lengths is not None or nk % BLOCK_K > 0,
         VARLEN=packed, PREFIX=case.lengths is not None, SOFTCAP=case.softcap > 0,
         DOCUMENTS=bool(case.documents), ALIBI=case.alibi,
-        BIAS=case.bias is not None and not case.row, ROW=case.row,
+        BIAS=case.bias is not None and not case.row, ROW=case.row, NATURAL=case.bias is not None,
         **case.options,
     )  # fmt: skip
     C: Any = Constants(config)
+    unit = 1.0 if C.NATURAL else LOG2E
     rows = padded_rows(case.block_q, nq, total_q, batch, packed)
     planes = case.hq if packed else case.b * case.hq
     stats = np.full((planes, 2, rows), np.inf, np.float32)
@@ -215,7 +216,7 @@ def check(
         for h in range(case.hq):
             to = slice(start, start + r.stop - r.start)
             value = lse[b, h, r]
-            stats[b * case.hq + h, 0, to] = np.where(np.isinf(value), np.inf, value * LOG2E)
+            stats[b * case.hq + h, 0, to] = np.where(np.isinf(value), np.inf, value * unit)
             stats[b * case.hq + h, 1, to] = delta[b, h, r]
     if spoiled:
         spoil(case, q, k, v, do, stats, places)
@@ -278,7 +279,7 @@ def check(
         machine.given(Numbers(
             case.hk, 256, rows, nq, nk, case.left or 0, case.right or 0, batch,
             *ids, *(int(n > 1) for n in case.bias or (1, 1)),
-            scale / case.softcap if case.softcap else 0.0, (case.softcap or scale) * LOG2E,
+            scale / case.softcap if case.softcap else 0.0, (case.softcap or scale) * unit,
             scale, case.hq, case.hq // case.hk, case.hq // case.hk, *steps_of_bias(bias),
         )),
         C, 240, 24,
@@ -325,6 +326,7 @@ def run_wide(
     q, do, k, v, stats, bias, lengths, cu_q, cu_k, alibi = given
     nq, nk, batch, rows, packed = sizes
     C: Any = Constants(replace(config, KIND=kind))
+    unit = 1.0 if C.NATURAL else LOG2E
     of_queries = kind == "dq"
     heads = case.hq if of_queries else case.hk
     if packed:
@@ -366,7 +368,7 @@ def run_wide(
         machine.given(Numbers(
             heads, 256, rows, nq, nk, case.left or 0, case.right or 0, batch, *ids,
             *(int(n > 1) for n in case.bias or (1, 1)),
-            scale / case.softcap if case.softcap else 0.0, (case.softcap or scale) * LOG2E,
+            scale / case.softcap if case.softcap else 0.0, (case.softcap or scale) * unit,
             scale, case.hq, 1 if of_queries else group, group, *steps_of_bias(bias),
         )),
         C, 240, 24,

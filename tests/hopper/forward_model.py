@@ -23,8 +23,11 @@ language.install()
 from rowmax.hopper import _refused, launch  # noqa: E402
 from rowmax.reference import dense  # noqa: E402
 from tests.cases import CASES, Case, make  # noqa: E402
+from tests.extreme_bias import CASES as EXTREMES  # noqa: E402
+from tests.extreme_bias import complaints as extreme_complaints  # noqa: E402
+from tests.extreme_bias import extreme, limit, row_complaints  # noqa: E402
 from tests.spoiled import padding_matters  # noqa: E402
-from tests.tolerance import complaint, poisoned  # noqa: E402
+from tests.tolerance import Answer, complaint, poisoned  # noqa: E402
 
 #: what the table of all backends does not have: lengths that meet tiles in every way, few and
 #: many tiles, every way for a bias to come, every head size of a tile
@@ -82,6 +85,20 @@ def check(case: Case, seed: int) -> list[str]:
     ]
     found.append(padding_matters(problem, tensors, launch.forward, got))
     return [text for text in found if text]
+
+
+def check_extreme(case: Case, bias_dtype: torch.dtype) -> list[str]:
+    """Biases and sinks as large as their dtype goes."""
+    random.seed(case.name)
+    prepare(3)
+    problem, tensors = extreme(case, torch.float16, bias_dtype, "cpu").problem()
+    if _refused(problem):
+        return ["refused"]
+    want = Answer(*dense.attention(problem, tensors, torch.float64), {})
+    with poisoned():
+        got = Answer(*launch.forward(problem, tensors), {})
+    allowed = limit(torch.float16, bias_dtype)
+    return extreme_complaints(got, want, allowed) + row_complaints(got, want, allowed)
 
 
 def past_the_last(sink: bool) -> list[str]:
@@ -153,6 +170,13 @@ def main() -> int:
             else:
                 right += 1
                 print(f"{case.name} {time.monotonic() - begin:.1f} s", flush=True)
+    extremes = [(c, kind) for c in EXTREMES for kind in (torch.float16, torch.float32)]
+    for case, kind in extremes[:: options.every]:
+        found = check_extreme(case, kind)
+        refused, right = refused + (found == ["refused"]), right + (not found)
+        if found and found != ["refused"]:
+            wrong += 1
+            print(f"{case.name} {kind} seed 0: {'; '.join(found)}", flush=True)
     for sink in (False, True):
         found = past_the_last(sink)
         right, wrong = right + (not found), wrong + bool(found)

@@ -12,6 +12,7 @@ What it cannot show is what the compiler makes of layouts, and fences.
 from __future__ import annotations
 
 import random
+import re
 import threading
 import time
 import types
@@ -463,10 +464,12 @@ def inline_asm(text: str, constraints: str, args: list[Any], dtype: Any, **_: An
             return Tensor(args[0].memory[args[0].at].copy())
     if "nanosleep" in text:
         return args[0]
-    if "vote.sync" in text:  # a quad's maximum, where it has passed the reference by 8
+    if "vote.sync" in text:  # a quad's maximum, where it has passed the reference by as much
         peak, m = args[0].a, args[1].a
+        (bits,) = set(re.findall(r"0f([0-9a-f]{8})", text))
+        threshold = np.uint32(int(bits, 16)).view(np.float32)
         top = np.broadcast_to(peak.max(1, keepdims=True), m.shape)
-        return Tensor(np.where(top > m + np.float32(8), top, m))
+        return Tensor(np.where(top > m + threshold, top, m))
     raise NotImplementedError(text)
 
 

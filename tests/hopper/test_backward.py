@@ -41,6 +41,14 @@ def test_turns():
 @pytest.mark.skipif(
     find_spec("triton") is None or sys.platform != "linux", reason="needs triton, on Linux"
 )
+def test_extremes():
+    pytest.importorskip("numpy")
+    run("tests.hopper.whole", "--extremes", TRITON_INTERPRET="1")
+
+
+@pytest.mark.skipif(
+    find_spec("triton") is None or sys.platform != "linux", reason="needs triton, on Linux"
+)
 def test_host_and_kernels():
     pytest.importorskip("numpy")
     biases = ("first-shared-bias", "first-own-bias", "first-row-bias", "first-column-bias")

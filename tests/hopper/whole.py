@@ -30,6 +30,7 @@ from rowmax.hopper.gradients import dq_of_dbias, plans, rows
 from rowmax.hopper.tiles import Constants
 from rowmax.problem import Wanted
 from rowmax.reference import dense
+from tests import extreme_bias
 from tests.cases import Case, make
 from tests.gpu import hopper_backward as device
 from tests.tolerance import poisoned
@@ -184,12 +185,32 @@ def out_of_range(d: int, deterministic: bool) -> list[str]:
     ]
 
 
+def extremes(only: str) -> list[str]:
+    """Biases and sinks as large as their dtype goes (tests/extreme_bias.py)."""
+    found = []
+    half = torch.float16
+    for case in extreme_bias.CASES:
+        if only not in case.name:
+            continue
+        for pair in ((half, half), (half, torch.float32)):
+            problem = extreme_bias.extreme(case, *pair, "cpu").problem()[0]
+            if hopper.supports(problem, "backward") is not None:
+                continue
+            wrong = extreme_bias.check_backward(case, *pair, "cpu", hopper.backward)
+            found += [f"{case} {pair[0]} {pair[1]}: {text}" for text in wrong]
+            print(case, *pair, *(wrong or ["right"]), flush=True)
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="")
     parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--extremes", action="store_true", help="biases and sinks of any size")
     options = parser.parse_args()
     prepare()
+    if options.extremes:
+        return int(bool(extremes(options.only)))
     chosen = [c for c in [*device.first(), *device.cases()] if options.only in c.name]
     chosen = [c for c in chosen if c.nq * (c.nk or c.nq) * c.hq * c.b <= 4e6]
     end = time.monotonic() + options.seconds

@@ -19,6 +19,8 @@ pytest.importorskip("triton")
 
 from rowmax import backend as backends
 from tests.cases import CASES, COVERING, Case, make
+from tests.extreme_bias import CASES as EXTREMES
+from tests.extreme_bias import checks
 from tests.tolerance import answer, complaints, cotangents, expected, poisoned
 
 interpreter = importlib.import_module("triton.runtime.interpreter")
@@ -61,6 +63,10 @@ CHOSEN = (
     "packed-none",
 )
 SINGLES = [c for c in CASES if c not in COVERING and c.name.startswith(CHOSEN)]
+
+
+#: of cases of extreme biases: a full, shared, row and column bias, a sink, masks and packed calls
+ENDS = ("bhqk", "11qk", "sink", "causal", "lengths", "packed-full", "packed-row", "dropout")
 
 
 class Watched:
@@ -130,6 +136,15 @@ def test_float32(case: Case) -> None:
 @pytest.mark.parametrize("case", COVERING[1::2] + SINGLES[::2], ids=str)
 def test_float16(case: Case) -> None:
     _check(case, torch.float16)
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in EXTREMES if c.d == 64 and c.name.endswith(ENDS)], ids=str
+)
+def test_float32_of_any_size(case: Case) -> None:
+    """Biases and sinks as large as their dtype goes."""
+    wrong = checks("triton", "cpu", ((torch.float32, torch.float32),), [case])
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (16, 64), (64, 32)], ids=str)

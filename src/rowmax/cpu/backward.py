@@ -1,12 +1,15 @@
 """The backward: a task owns kv heads and every n-th tile of queries, so nothing is shared.
 
-P is recomputed from lse, tile by tile. dK and dV of a head gather in the task's own scratch; dQ
-of a tile of queries is finished before the next. Where heads are few, several tasks (slices)
-take a head's tiles of queries in turn, and their dK and dV are added at the end: in the same
-order each time, so gradients are bitwise equal from run to run.
+P is recomputed from lse, tile by tile; where lse is so large that its rounding matters (``FAR``),
+the weights of the row are summed once more before. dK and dV of a head gather in the task's own
+scratch; dQ of a tile of queries is finished before the next. Where heads are few, several tasks
+(slices) take a head's tiles of queries in turn, and their dK and dV are added at the end: in the
+same order each time, so gradients are bitwise equal from run to run.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import torch
@@ -15,7 +18,7 @@ from torch import Tensor
 
 from ..flops import backward_flops
 from ..mask import FULL, SKIP
-from ..problem import Gradients, Problem, Tensors, Wanted
+from ..problem import FAR, Gradients, Problem, Tensors, Wanted
 from .call import Call
 from .forward import set_outputs
 from .kernel import kernel, launch
@@ -38,7 +41,20 @@ from .operands import (
     store,
 )
 from .products import from_columns, from_rows
-from .scores import LOG2E, STRICT, SUMS, array, exp2, keep_row, number, query_scale, score_row
+from .scores import (
+    LOG2E,
+    STRICT,
+    SUMS,
+    array,
+    exp2,
+    exponentials,
+    keep_row,
+    log_unit,
+    number,
+    power,
+    query_scale,
+    score_row,
+)
 from .tiles import columns, key_range, score_tile, tile_row
 from .vector import TILE_K, TILE_Q, fetch_add
 
@@ -59,6 +75,9 @@ def backward(
         dlse = dlse.to(call.dtype)
         b, h, q = dlse.stride()
         call.set(dlse=call.keep(dlse), dlse_b=0 if problem.varlen else b, dlse_h=h, dlse_q=q)
+    rest = torch.zeros(lse.shape, dtype=call.dtype)
+    if problem.natural:
+        call.set(rest=call.keep(rest))
     groups, order = _owners(problem, wanted.bias)
     slices = _slices(problem, len(groups) - 1)
     grads = _outputs(call, tensors, wanted, slices)
@@ -68,7 +87,7 @@ def backward(
     inputs = {name: getattr(tensors, name) for name in Gradients._fields}
     done = {name: _finished(g, inputs[name]) for name, g in grads.items()}
     if wanted.sink:
-        done["sink"] = _sink_gradient(tensors, out, lse, dout, dlse)
+        done["sink"] = _sink_gradient(tensors, out, lse, rest, dout, dlse)
     return Gradients(**done)
 
 
@@ -126,13 +145,18 @@ def _finished(parts: Tensor, like: Tensor) -> Tensor:
 
 
 def _sink_gradient(
-    tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+    tensors: Tensors,
+    out: Tensor,
+    lse: Tensor,
+    rest: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
 ) -> Tensor:
-    """``dsigma_h = sum exp(sigma_h - LSE_i) (dLSE_i - Delta_i)``."""
+    """``dsigma_h = sum exp(sigma_h - LSE_i) (dLSE_i - Delta_i)``, LSE being lse and its rest."""
     assert tensors.sink is not None
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2)
     e = -delta if dlse is None else dlse.to(lse.dtype) - delta
-    weight = torch.exp(tensors.sink.detach()[:, None].to(lse.dtype) - lse)
+    weight = torch.exp(tensors.sink.detach()[:, None].to(lse.dtype) - lse - rest)
     weight = weight.masked_fill(lse == -torch.inf, 0.0)
     return (weight * e).sum((0, 2)).to(tensors.sink.dtype)
 
@@ -148,7 +172,7 @@ def backward_worker(calls, sequences, states, groups, order, like, of, counters)
     dk = v_panels + size * longest * call.dv_whole
     dv = dk + size * longest * x
     k_pairs = dv + size * longest * w
-    wide = call.d_whole + call.dv_whole + 3 * TILE_K + 2 * x + w + 2
+    wide = call.d_whole + call.dv_whole + 3 * TILE_K + 2 * x + w + 3
     tiles, scratch = aligned(TILE_Q * wide, like)
     factor = np.empty(TILE_K if call.softcap > 0 else 0, like.dtype)
     kept = np.empty(TILE_K + 64 if call.threshold else 0, np.uint8)
@@ -236,8 +260,8 @@ def backward_tile(call, seq, state, finite, place, memory, factor, kept, like, o
     dq = dS + size * TILE_Q * TILE_K
     q_pairs = dq + size * TILE_Q * x
     do_pairs = q_pairs + size * HALF_Q * x
-    numbers = array(do_pairs + size * HALF_Q * w, 2 * TILE_Q, like)
-    delta, shift = numbers[:TILE_Q], numbers[TILE_Q:]
+    numbers = array(do_pairs + size * HALF_Q * w, 3 * TILE_Q, like)
+    delta, shift, rest = numbers[:TILE_Q], numbers[TILE_Q : 2 * TILE_Q], numbers[2 * TILE_Q :]
     array(dq, TILE_Q * x, like)[:] = like.dtype.type(0)
 
     q = call.q + row_bytes * (call.q_b * s + call.q_n * (seq[0] + i0) + call.q_h * h)
@@ -255,6 +279,9 @@ def backward_tile(call, seq, state, finite, place, memory, factor, kept, like, o
     # where nothing else is to be done to dS, it is made with the scale in it
     unit = 1.0 if call.dbias or factor.size else call.scale
     low, high = key_range(call, seq, s, i0, i0 + n)
+    if call.natural:
+        panels, keys = (queries, k_panels, S), (low, high, state)
+        sum_far_rows(call, seq, keys, (s, h, i0, n), panels, factor, shift, rest, like, of)
     for tile_k in range(low // TILE_K, (high + TILE_K - 1) // TILE_K):
         if state.size and state[tile_k] == SKIP:
             continue
@@ -271,7 +298,8 @@ def backward_tile(call, seq, state, finite, place, memory, factor, kept, like, o
             keep = kept
             if call.threshold:
                 keep = keep_row(kept, width, call, s, h, i0 + r, j0)
-            gradient_row(p, ds, keep, shift[r], delta[r], call.keep_scale, unit)
+            row = (shift[r], rest[r], delta[r], call.natural)
+            gradient_row(p, ds, keep, row, call.keep_scale, unit)
             if call.dbias:
                 add_to_bias(call, ds[: seq[3] - j0], s, h, i0 + r, j0, part)
             if unit == 1.0:
@@ -301,7 +329,10 @@ def backward_tile(call, seq, state, finite, place, memory, factor, kept, like, o
 
 @njit
 def row_terms(call, seq, s, h, i0, n, do, delta, shift, like, of):
-    """Each row's ``Delta_i - dLSE_i``, and lse in base 2 (0 where there is nothing)."""
+    """Each row's ``Delta_i - dLSE_i``, and lse in the units of the scores.
+
+    lse is 0 for a row that sees nothing: of -inf, or of a sink that is too low for base 2.
+    """
     size, row_bytes = like.itemsize, row_size(of)
     lse = array(call.lse + size * (call.lse_b * s + call.lse_h * h + seq[0] + i0), n, like)
     for r in range(n):
@@ -311,26 +342,73 @@ def row_terms(call, seq, s, h, i0, n, do, delta, shift, like, of):
         if call.dlse:
             at = call.dlse_b * s + call.dlse_h * h + call.dlse_q * (seq[0] + i0 + r)
             delta[r] -= array(call.dlse + size * at, 1, like)[0]
-        shift[r] = lse[r] * like.dtype.type(LOG2E) if lse[r] > -np.inf else like.dtype.type(0)
+        shift[r] = lse[r] * like.dtype.type(log_unit(call))
+        if not shift[r] > -np.inf:
+            shift[r] = like.dtype.type(0)
+
+
+@njit
+def sum_far_rows(call, seq, keys, place, panels, factor, shift, rest, like, of):
+    """Of each row, the log of the sum of ``exp(s - lse)``: what lse lost when it was rounded.
+
+    It is made for rows whose lse is far from 0 (``FAR``); of others it is too small to matter.
+    """
+    low, high, state = keys
+    s, h, i0, n = place
+    queries, k_panels, S = panels
+    zero = like.dtype.type(0)
+    far = False
+    for r in range(n):
+        rest[r] = zero
+        far |= FAR <= abs(shift[r]) < np.inf
+    if not far:
+        return
+    for tile_k in range(low // TILE_K, (high + TILE_K - 1) // TILE_K):
+        if state.size and state[tile_k] == SKIP:
+            continue
+        partial = state.size > 0 and state[tile_k] != FULL
+        j0, width = columns(of, low, high, tile_k)
+        score_tile(of, S, queries, k_panels, j0, width, n, call.d_whole)
+        for r in range(n):
+            if FAR <= abs(shift[r]) < np.inf:
+                row = array(S + like.itemsize * r * TILE_K, width, like)
+                rescale(of, row, query_scale(call))
+                score_row(row, factor[:width], partial, call, seq, s, h, i0 + r, j0)
+                rest[r] += exponentials(row, shift[r], True)
+    to = array(call.rest + like.itemsize * (call.lse_b * s + call.lse_h * h + seq[0] + i0), n, like)
+    for r in range(n):
+        if FAR <= abs(shift[r]) < np.inf:
+            if call.sink:
+                rest[r] += power(array(call.sink, call.hq, like)[h] - shift[r], True)
+            rest[r] = math.log(rest[r]) if rest[r] > zero else zero
+            to[r] = rest[r]
+
+
+@njit(fastmath=STRICT, inline="always")
+def weight(x, shift, rest, natural):
+    """The weight of a score; ``rest`` is in base 2 and counts in natural units alone."""
+    return exp2((x - shift) * number(LOG2E, x) - rest) if natural else exp2(x - shift)
 
 
 @njit(fastmath=STRICT)
-def gradient_row(p, ds, kept, shift, delta, keep_scale, unit):
+def gradient_row(p, ds, kept, row, keep_scale, unit):
     """On entry scores and ``dO . v``; on exit ``P R`` and ``unit P (R (dO . v) - Delta)``.
 
     A weight of 0 has no gradient, whatever the value it stands by.
     """
+    shift, rest, delta, natural = row
     zero, unit = number(0, shift), number(unit, shift)
+    rest = rest * number(LOG2E, shift)
     if kept.size:
         scale = p.dtype.type(keep_scale)
         for j in range(p.size):
-            w = exp2(p[j] - shift)
+            w = weight(p[j], shift, rest, natural)
             keep = scale if kept[j] else zero
             ds[j] = zero if w == zero else unit * w * (ds[j] * keep - delta)
             p[j] = w * keep
     else:
         for j in range(p.size):
-            w = exp2(p[j] - shift)
+            w = weight(p[j], shift, rest, natural)
             ds[j] = zero if w == zero else unit * w * (ds[j] - delta)
             p[j] = w
 

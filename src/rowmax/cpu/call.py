@@ -36,6 +36,8 @@ _TERMS = [
     "lengths",
     "sink",
     "alibi",
+    "natural",
+    "rest",
 ]
 _RESULTS = [
     "panels",
@@ -160,6 +162,7 @@ class Call:
             right=UNLIMITED if p.right is None else p.right,
             threshold=p.dropout_threshold,
             first=p.first,
+            natural=p.natural,
             scale=p.scale,
             softcap=p.softcap,
             keep_scale=p.keep_scale,

@@ -31,13 +31,13 @@ from .operands import (
 )
 from .products import from_rows
 from .scores import (
-    LOG2E,
     array,
-    exp2,
     exponentials,
     hide,
     keep_row,
+    log_unit,
     number,
+    power,
     query_scale,
     row_max,
     score_row,
@@ -171,7 +171,7 @@ def forward_tile(call, seq, state, finite, place, memory, none, like, of):
             row = array(S + size * r * TILE_K, width, like)
             rescale(of, row, factor)
             score_row(row, none, partial, call, seq, s, h, i0 + r, j0)
-            softmax_step(row, m, l, r, array(O + size * r * w, w, like))
+            softmax_step(row, m, l, r, array(O + size * r * w, w, like), call.natural)
             if call.threshold:
                 kept_row = keep_row(kept, width, call, s, h, i0 + r, j0)
                 for j in range(width):
@@ -193,19 +193,19 @@ def forward_tile(call, seq, state, finite, place, memory, none, like, of):
 
 
 @njit
-def softmax_step(row, m, l, r, average):
+def softmax_step(row, m, l, r, average, natural):
     """The recurrence: scores become exponentials under the new maximum, what was summed before
-    is rescaled by ``delta = 2^(m - m')``."""
+    is rescaled by ``delta = exp(m - m')``."""
     m_new = max(m[r], row_max(row))
     if m_new == -np.inf:  # a row of nothing so far: its weights are 0, its NaN stays
         m_new = number(0, m_new)
     elif m_new != m[r]:
-        delta = exp2(m[r] - m_new)
+        delta = power(m[r] - m_new, natural)
         l[r] *= delta
         for x in range(average.size):
             average[x] *= delta
         m[r] = m_new
-    l[r] += exponentials(row, m_new)
+    l[r] += exponentials(row, m_new, natural)
 
 
 @njit
@@ -215,20 +215,22 @@ def finish_rows(call, seq, s, h, i0, n, O, m, l, like, of):
     lse_at = call.lse_b * s + call.lse_h * h + seq[0] + i0
     lse = array(call.lse + size * lse_at, n, like)
     for r in range(n):
+        top = m[r] / log_unit(call)
         if call.sink:
-            sigma = array(call.sink, call.hq, like)[h] * like.dtype.type(LOG2E)
-            if sigma > m[r]:
-                delta = exp2(m[r] - sigma)
+            # in natural units, for the sink may be as large as its dtype goes
+            sigma = array(call.sink, call.hq, like)[h]
+            if sigma > top:
+                delta = like.dtype.type(power(top - sigma, True))
                 l[r] *= delta
                 average = array(O + size * r * call.dv_wide, call.dv_wide, like)
                 for x in range(call.dv_size):
                     average[x] *= delta
-                m[r] = sigma
+                top = np.float64(sigma)
             if sigma > -np.inf:
-                l[r] += exp2(sigma - m[r])
+                l[r] += like.dtype.type(power(sigma - top, True))
         empty = l[r] == zero
         share = one if empty else one * like.dtype.type(call.keep_scale) / l[r]
         at = call.out_b * s + call.out_n * (seq[0] + i0 + r) + call.out_h * h
         average = array(O + size * r * call.dv_wide, call.dv_size, like)
         store(of, call.out + row_size(of) * at, average, share)
-        lse[r] = -np.inf if empty else (m[r] + math.log2(l[r])) / LOG2E
+        lse[r] = -np.inf if empty else top + math.log(l[r])

@@ -1,7 +1,8 @@
 """The steps of one row of one tile: its scores, their exponentials, what dropout keeps.
 
-A row is a stretch of the score tile in base-2 units: ``s log2(e)``, -inf where masked. Each loop
-here is over the columns of a row and becomes vector code.
+A row is a stretch of the score tile, -inf where masked: in natural units where
+``Problem.natural``, else in base 2, as ``s log2(e)``. Each loop here is over the columns of a row
+and becomes vector code.
 """
 
 from __future__ import annotations
@@ -154,21 +155,33 @@ def _row_max(row):
     return compute
 
 
+@njit(fastmath=STRICT)
+def power(x, natural):
+    """``e^x`` of a difference of natural scores, ``2^x`` of one in base 2."""
+    return exp2(x * number(LOG2E, x)) if natural else exp2(x)
+
+
 @njit(fastmath=SUMS)
-def exponentials(row, shift):
-    """Each score s becomes ``2^(s - shift)``; returns their sum."""
-    total = number(0, shift)
-    for j in range(row.size):
-        p = exp2(row[j] - shift)
-        row[j] = p
-        total += p
+def exponentials(row, shift, natural):
+    """Each score s becomes ``power(s - shift)``; returns their sum."""
+    total, unit = number(0, shift), number(LOG2E, shift)
+    if natural:
+        for j in range(row.size):
+            p = exp2((row[j] - shift) * unit)
+            row[j] = p
+            total += p
+    else:
+        for j in range(row.size):
+            p = exp2(row[j] - shift)
+            row[j] = p
+            total += p
     return total
 
 
 @njit(fastmath=STRICT)
-def cap(row, factor, softcap):
-    """x/c becomes ``c tanh(x/c)`` in base 2; factor, if wanted, ``1 - tanh^2``."""
-    unit = row.dtype.type(softcap * LOG2E)
+def cap(row, factor, size):
+    """x/c becomes ``size tanh(x/c)``; factor, if wanted, ``1 - tanh^2``."""
+    unit = row.dtype.type(size)
     one = row.dtype.type(1)
     if factor.size:
         for j in range(row.size):
@@ -197,29 +210,29 @@ def half_to_float(bits):
 
 @njit(fastmath=STRICT)
 def add_bias(row, address, kind, step):
-    """Adds ``bias log2(e)``; kind is the bias's dtype, step 0 where it broadcasts along keys."""
-    n, unit = row.size, row.dtype.type(LOG2E)
+    """Adds the bias; kind is its dtype, step 0 where it broadcasts along keys."""
+    n = row.size
     reach = max(1, 1 + (n - 1) * step)
     if kind == 0:
         b32 = array(address, reach, np.empty(0, np.float32))
         if step == 1:
             for j in range(n):
-                row[j] += b32[j] * unit
+                row[j] += b32[j]
         else:
             for j in range(n):
-                row[j] += b32[j * step] * unit
+                row[j] += b32[j * step]
     elif kind == 1:
         b64 = array(address, reach, np.empty(0, np.float64))
         for j in range(n):
-            row[j] += row.dtype.type(b64[j * step]) * unit
+            row[j] += row.dtype.type(b64[j * step])
     elif kind == 2:
         brain = array(address, reach, np.empty(0, np.uint16))
         for j in range(n):
-            row[j] += bfloat_to_float(brain[j * step]) * unit
+            row[j] += bfloat_to_float(brain[j * step])
     else:
         half = array(address, reach, np.empty(0, np.uint16))
         for j in range(n):
-            row[j] += half_to_float(half[j * step]) * unit
+            row[j] += half_to_float(half[j * step])
 
 
 @njit(fastmath=STRICT)
@@ -230,14 +243,14 @@ def score_row(row, factor, partial, call, seq, s, h, i, j0):
     """
     offset = seq[4]
     if call.softcap > 0:
-        cap(row, factor, call.softcap)
+        cap(row, factor, call.softcap * log_unit(call))
     keys = min(row.size, seq[3] - j0)
     if call.bias:
         width = 2 if call.bias_kind >= 2 else 4 * (1 + call.bias_kind)
         at = call.bias_b * s + call.bias_h * h + call.bias_q * i + call.bias_k * j0
         add_bias(row[:keys], call.bias + width * at, call.bias_kind, call.bias_k)
     if call.alibi:
-        slope = row.dtype.type(array(call.alibi, call.hq, row)[h] * LOG2E)
+        slope = row.dtype.type(array(call.alibi, call.hq, row)[h] * log_unit(call))
         for j in range(row.size):
             row[j] -= slope * row.dtype.type(abs(i + offset - j0 - j))
     hide(row, row.dtype.type(-np.inf), partial, call, seq, s, h, i, j0)
@@ -289,9 +302,15 @@ def mask_row(row, nothing, call, s, h, i, j0):
 
 
 @njit
+def log_unit(call):
+    """The factor from natural units to those of the scores."""
+    return 1.0 if call.natural else LOG2E
+
+
+@njit
 def query_scale(call):
-    """What Q is multiplied by before the product: scores come out in base 2, or over c."""
-    return call.scale / call.softcap if call.softcap > 0 else call.scale * LOG2E
+    """The factor of Q before the product: scores come out in their units, or over c."""
+    return call.scale / call.softcap if call.softcap > 0 else call.scale * log_unit(call)
 
 
 _M0, _M1 = np.uint64(MULTIPLIERS[0]), np.uint64(MULTIPLIERS[1])

@@ -22,7 +22,7 @@ from .gluon_compat import (
 from .layouts import matrix, output_layout, score_layout, value_layout, weight_layout
 from .pipeline import phase, slot, told
 from .schedule import full_tiles
-from .softmax import LOWEST, along_row, by_lane, rounded, softmax_step
+from .softmax import LN2, LOG2E, LOWEST, LOWEST_NATURAL, along_row, by_lane, rounded, softmax_step
 from .terms import masked, partial, settled, with_terms
 
 
@@ -78,7 +78,7 @@ def scale_rows(o, r):
 @gluon.jit
 def weights(C: gl.constexpr, LATE: gl.constexpr, S, m, l, scale, dtype: gl.constexpr):
     """(P, rounded for the product unless LATE, m, l, alpha)."""
-    p, m, l, alpha = softmax_step(S, m, l, 1.4426950408889634 if C.ADDED else scale)
+    p, m, l, alpha = softmax_step(S, m, l, LOG2E if C.ADDED else scale, C.NATURAL)
     if not LATE:
         p = rounded(p, dtype)
     return p.reshape([64, C.BLOCK_K]), m, l, alpha
@@ -203,7 +203,7 @@ def first_weights(
     if C.RIGHT or C.LEFT or C.DOCUMENTS or not C.EVEN_K:
         S = masked(C, S, tile[9] - 1, first, tile, sizes, terms)
     rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, S.type.layout))
-    m = gl.full([64, 4], LOWEST, gl.float32, rows)
+    m = gl.full([64, 4], LOWEST_NATURAL if C.NATURAL else LOWEST, gl.float32, rows)
     l = gl.full([64, 4], 0.0, gl.float32, rows)
     return weights(C, False, S, m, l, scale, dtype)
 
@@ -387,15 +387,22 @@ def store_lse(C: gl.constexpr, c: gl.constexpr, m, l, lse, tile, terms, hq, tota
     row = first + r // C.GROUP
     h = head * C.GROUP + r % C.GROUP
     if C.SINK:
-        sink = gl.load(terms[7] + h) * 1.4426950408889634
+        # in natural units, for the sink may be as large as its dtype goes
+        if not C.NATURAL:
+            m = gl.where(l > 0.0, m * LN2, LOWEST_NATURAL)
+        sink = gl.load(terms[7] + h).to(gl.float32)
         top = gl.maximum(m, sink)
-        shrink = gl.exp2(m - top)
-        l = l * shrink + gl.exp2(sink - top)
+        shrink = gl.exp2((m - top) * LOG2E)
+        l = l * shrink + gl.exp2((sink - top) * LOG2E)
         m = top
         inverse = gl.where(l > 0.0, shrink / l, 0.0)
     else:
         inverse = gl.where(l > 0.0, 1.0 / l, 0.0)
-    value = gl.where(l > 0.0, (m + gl.log2(l)) * 0.6931471805599453, float("-inf"))
+    if C.SINK or C.NATURAL:
+        value = m + gl.log2(l) * LN2
+    else:
+        value = (m + gl.log2(l)) * LN2
+    value = gl.where(l > 0.0, value, float("-inf"))
     if C.VARLEN:
         at = h.to(gl.int64) * total_q + q_row + row
     else:

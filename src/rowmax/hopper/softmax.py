@@ -8,6 +8,10 @@ row, ``[64, 4]``, is one number a lane: m agrees across the four, l is a partial
 m is not the running maximum but a reference that follows it: it moves, and O is rescaled, only
 where a maximum has passed it by more than 2^8, so that weights stay below that. The result is
 exact for any reference.
+
+The reference is in base 2, with log2(e) in the factor of a score, so that an exponent is one FMA.
+Natural scores (``Problem.natural``) have a natural reference, and only their difference is
+multiplied by log2(e): a bias of 3e38, or the lowest number there is, would overflow in base 2.
 """
 
 from __future__ import annotations
@@ -17,6 +21,10 @@ from triton.experimental.gluon import language as gl
 
 #: below any score, and finite, so that a row of nothing gives exp2(-inf) = 0, never NaN
 LOWEST = gl.constexpr(-1e30)
+#: the lowest number there is, below which no natural score is
+LOWEST_NATURAL = gl.constexpr(-3.4028234663852886e38)
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
@@ -31,13 +39,12 @@ def along_row(r):
     return r.expand_dims(1).expand_dims(3)
 
 
-#: how far, in powers of two, a maximum may pass the reference before it moves: 2^8
-_MOVED = gl.constexpr(
-    """{
+#: moves a reference where a maximum has passed it by more than THRESHOLD
+_MOVE = """{
     .reg .pred p, q, r;
     .reg .f32 a, b, s, t;
-    add.f32 s, $4, 0f41000000;
-    add.f32 t, $5, 0f41000000;
+    add.f32 s, $4, THRESHOLD;
+    add.f32 t, $5, THRESHOLD;
     setp.gt.f32 p, $2, s;
     setp.gt.or.f32 r, $3, t, p;
     mov.f32 $0, $4;
@@ -58,7 +65,9 @@ _MOVED = gl.constexpr(
     selp.f32 $1, b, $5, q;
     KEEP:
     }"""
-)
+#: how far a maximum may pass the reference before it moves: 2^8, in base 2 (8) and natural (8 ln 2)
+_MOVED = gl.constexpr(_MOVE.replace("THRESHOLD", "0f41000000"))
+_MOVED_NATURAL = gl.constexpr(_MOVE.replace("THRESHOLD", "0f40b17218"))
 
 
 @gluon.jit
@@ -77,26 +86,33 @@ def rounded(p, dtype: gl.constexpr):
 
 
 @gluon.jit
-def moved(m, peak):
+def moved(m, peak, NATURAL: gl.constexpr):
     """The new reference of each row; ``peak`` is a lane's own maximum.
 
     The quad compares notes only when some lane of the warp has passed the threshold, and a row
     moves on its own account, so that no row depends on its neighbours.
     """
+    text: gl.constexpr = _MOVED_NATURAL if NATURAL else _MOVED
     return gl.inline_asm_elementwise(
-        _MOVED, "=&f,=&f,f,f,f,f", [peak, m], dtype=gl.float32, is_pure=True, pack=2
+        text, "=&f,=&f,f,f,f,f", [peak, m], dtype=gl.float32, is_pure=True, pack=2
     )
 
 
 @gluon.jit
-def softmax_step(x, m, l, scale):
+def softmax_step(x, m, l, scale, NATURAL: gl.constexpr):
     """Weights of a tile of scores x against the reference: (p, m, l, what O is to be scaled by).
 
     ``scale`` carries log2(e): scores enter as they left the product, exponents are of two.
+    Natural scores are whole.
     """
-    peak = gl.max(gl.max(x, 3), 1) * scale
-    m_new = moved(m, peak)
-    p = gl.exp2(x * scale - along_row(m_new))
-    alpha = gl.exp2(m - m_new)
+    peak = gl.max(gl.max(x, 3), 1)
+    if NATURAL:
+        m_new = moved(m, peak, True)
+        p = gl.exp2((x - along_row(m_new)) * LOG2E)
+        alpha = gl.exp2((m - m_new) * LOG2E)
+    else:
+        m_new = moved(m, peak * scale, False)
+        p = gl.exp2(x * scale - along_row(m_new))
+        alpha = gl.exp2(m - m_new)
     l = l * alpha + gl.sum(gl.sum(p, 3), 1)
     return p, m_new, l, alpha

@@ -10,9 +10,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .softmax import along_row
-
-LOG2E = gl.constexpr(1.4426950408889634)
+from .softmax import LOG2E, along_row
 
 
 @gluon.jit

@@ -90,6 +90,7 @@ class Config:
     B_STAGES: int = 1  # of a copied one
     EVEN_K: bool = False  # key tiles fill every sequence's keys
     STAGED: int = 0  # columns of the output that go through shared memory at a time; 0 for none
+    NATURAL: bool = False  # scores are in natural units, and so is the reference (Problem.natural)
     ROUND_LATE: bool = False  # round the weights after the product that they were made under
 
     @property
@@ -248,6 +249,7 @@ def config_for(p: Problem, tile: Tile, bias: str, group: int) -> Config:
         B_STAGES=tile.b_stages if bias == "copied" else 1,
         EVEN_K=not (p.varlen or p.prefix) and p.nk % tile.block_k == 0,
         STAGED=staged_columns(p, tile, bias),
+        NATURAL=p.natural,
         ROUND_LATE=tile.warpgroups == 3,
     )
 

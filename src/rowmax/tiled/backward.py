@@ -7,16 +7,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..problem import Gradients, Problem, Tensors, Wanted, each_sequence
+from ..problem import FAR, Gradients, Problem, Tensors, Wanted, each_sequence
 from .scores import (
-    LN2,
-    LOG2E,
     bias_tile,
     factor,
     folded,
     hidden,
     hide,
     kept,
+    log_unit,
+    power_,
     product,
     scores,
     tame,
@@ -29,8 +29,9 @@ class _Rows(NamedTuple):
     """What a strip of rows brings to each of its tiles, ``[pairs, group * rows, ...]``."""
 
     q: Tensor  # times factor
-    do: Tensor
-    lse: Tensor  # in base 2; +inf for a row that sees nothing, whose weights are then 0
+    do: Tensor  # over the sum of the weights, as is delta (_normalized)
+    lse: Tensor  # natural; +inf for a row that sees nothing
+    shift: Tensor  # lse in the units of the scores, +inf where weights are to be 0
     delta: Tensor  # Delta - dLSE
 
 
@@ -115,6 +116,7 @@ def _add(
     group = problem.group
     for strip in strips(problem, tensors):
         rows = _rows(problem, tensors, strip, out, lse, dout, dlse)
+        rows = _normalized(problem, tensors, strip, exact, rows)
         if sums.sink is not None:
             _add_sink(problem, tensors, strip, rows, sums.sink)
         dQ = torch.zeros_like(rows.q)
@@ -146,9 +148,56 @@ def _rows(
     return _Rows(
         q=strip.queries(tensors.q, group, dtype) * factor(problem),
         do=do,
-        lse=(e * LOG2E).masked_fill(empty, torch.inf),
+        lse=e.masked_fill(empty, torch.inf),
+        shift=_infinite_up(e * log_unit(problem)),
         delta=delta.masked_fill(empty, 0.0),
     )
+
+
+def _infinite_up(e: Tensor) -> Tensor:
+    """-inf becomes +inf, which makes weights 0: a row of nothing, or of a sink that is too low for
+    base 2."""
+    return e.masked_fill(e == -torch.inf, torch.inf)
+
+
+def _normalized(
+    problem: Problem, tensors: Tensors, strip: Strip, exact: bool, rows: _Rows
+) -> _Rows:
+    """The rows with do and delta divided by the sum of their weights, ``exp(s - lse)``, where lse
+    is so far from 0 (``FAR``) that its rounding lost it. All gradients are linear in the two."""
+    far = (rows.lse.abs() >= FAR) & (rows.lse < torch.inf)
+    if not problem.natural or not bool(far.any()):
+        return rows
+    total = torch.zeros_like(rows.lse)
+    for cols, full in strip.tiles:
+        k = strip.keys(tensors.k, cols, total.dtype)
+        total += _weights(problem, tensors, strip, cols, full, exact, rows, k)[0].sum(-1, True)
+    if tensors.sink is not None:
+        total += _sink_weight(problem, tensors.sink, strip, rows)
+    total = total.masked_fill(~far | (total == 0), 1.0)
+    return rows._replace(do=rows.do / total, delta=rows.delta / total)
+
+
+def _weights(
+    problem: Problem,
+    tensors: Tensors,
+    strip: Strip,
+    cols: slice,
+    full: bool,
+    exact: bool,
+    rows: _Rows,
+    k: Tensor,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(the weights of a tile, the tanh of a softcap, what is to be kept out pair by pair)"""
+    S, tanh = scores(problem, tensors, strip, cols, rows.q, k)
+    unseen = None if full else hidden(problem, tensors, strip, cols)
+    apart = folded(problem, strip, unseen) if unseen is not None and exact else None
+    if unseen is not None and not exact:
+        hide(problem, strip, S, unseen)
+    P = power_(problem, S.sub_(rows.shift))
+    if apart is not None:
+        P.masked_fill_(apart, 0.0)
+    return P, tanh, apart
 
 
 def _tile(
@@ -164,15 +213,8 @@ def _tile(
 ) -> None:
     """Add one tile's part to dQ and to the other gradients."""
     k = strip.keys(tensors.k, cols, dQ.dtype)
-    S, tanh = scores(problem, tensors, strip, cols, rows.q, k)
-    unseen = None if full else hidden(problem, tensors, strip, cols)
-    apart = folded(problem, strip, unseen) if unseen is not None and exact else None
+    P, tanh, apart = _weights(problem, tensors, strip, cols, full, exact, rows, k)
     apart_t = None if apart is None else apart.transpose(1, 2)
-    if unseen is not None and not exact:
-        hide(problem, strip, S, unseen)
-    P = S.sub_(rows.lse).exp2_()
-    if apart is not None:
-        P.masked_fill_(apart, 0.0)
     R = kept(problem, tensors, strip, cols) if problem.dropout_threshold else None
 
     if sums.q is not None or sums.k is not None or sums.bias is not None:
@@ -191,7 +233,7 @@ def _tile(
             dQ += product(dX, k, apart)
         if sums.k is not None:
             # rows.q carries factor, of which scale is to stay
-            rest = LN2 if tanh is None else problem.softcap
+            rest = 1.0 / log_unit(problem) if tanh is None else problem.softcap
             _add_keys(strip, sums.k, cols, product(dX.transpose(1, 2), rows.q, apart_t) * rest)
     if sums.v is not None:
         PR = P if R is None else P.mul_(R)
@@ -213,7 +255,12 @@ def _add_keys(strip: Strip, sums: Tensor, cols: slice, part: Tensor) -> None:
 def _add_sink(problem: Problem, tensors: Tensors, strip: Strip, rows: _Rows, sums: Tensor) -> None:
     """dsigma = sum of exp(sigma - LSE) (dLSE - Delta)"""
     assert tensors.sink is not None
-    sink = tensors.sink.unflatten(0, (-1, problem.group))[strip.heads, :, None, None]
-    weight = torch.exp2(folded(problem, strip, sink * LOG2E) - rows.lse)
+    weight = _sink_weight(problem, tensors.sink, strip, rows)
     terms = (weight * rows.delta).view(strip.size(problem.group))
     sums[strip.q_heads(problem.group)] -= terms.sum((0, 3)).flatten()
+
+
+def _sink_weight(problem: Problem, sink: Tensor, strip: Strip, rows: _Rows) -> Tensor:
+    """``exp(sigma - lse)``"""
+    sink = sink.detach().unflatten(0, (-1, problem.group))[strip.heads, :, None, None]
+    return torch.exp(folded(problem, strip, sink.to(rows.lse.dtype)) - rows.lse)

@@ -6,7 +6,19 @@ import torch
 from torch import Tensor
 
 from ..problem import Problem, Tensors, each_sequence
-from .scores import LN2, LOG2E, factor, folded, hidden, hide, kept, product, scores, tame, unfolded
+from .scores import (
+    factor,
+    folded,
+    hidden,
+    hide,
+    kept,
+    log_unit,
+    power_,
+    product,
+    scores,
+    tame,
+    unfolded,
+)
 from .strips import Strip, strips
 
 
@@ -36,7 +48,8 @@ def _strip(problem: Problem, tensors: Tensors, strip: Strip, exact: bool) -> tup
     """(out ``[pairs, group * rows, Dv]``, lse ``[pairs, group * rows, 1]``) of a strip."""
     dtype = problem.accumulator
     q = strip.queries(tensors.q, problem.group, dtype) * factor(problem)
-    m, l = _start(problem, tensors, strip, q)
+    m = q.new_full((*q.shape[:2], 1), -torch.inf)
+    l = torch.zeros_like(m)
     O = q.new_zeros(*q.shape[:2], problem.dv)
     for cols, full in strip.tiles:
         k = strip.keys(tensors.k, cols, dtype)
@@ -48,8 +61,8 @@ def _strip(problem: Problem, tensors: Tensors, strip: Strip, exact: bool) -> tup
             unfolded(problem, strip, S).masked_fill_(unseen, -torch.inf)
         m_new = torch.maximum(m, S.amax(-1, keepdim=True))
         shift = _shift(m_new)
-        P = S.sub_(shift).exp2_()
-        delta = torch.exp2(m - shift)
+        P = power_(problem, S.sub_(shift))
+        delta = power_(problem, m - shift)
         l = delta * l + P.sum(-1, keepdim=True)
         if problem.dropout_threshold:
             P.mul_(kept(problem, tensors, strip, cols))
@@ -57,22 +70,27 @@ def _strip(problem: Problem, tensors: Tensors, strip: Strip, exact: bool) -> tup
         v = strip.keys(tensors.v, cols, dtype)
         O = O.mul_(delta).add_(product(P, v, apart))
         m = m_new
+    m = m / log_unit(problem)
+    if tensors.sink is not None:
+        m, l, O = _with_sink(problem, tensors.sink, strip, m, l, O)
     empty = m == -torch.inf
     l = l.masked_fill(empty, 1.0)
-    e = (m * LN2 + torch.log(l)).masked_fill(empty, -torch.inf)
+    e = (m + torch.log(l)).masked_fill(empty, -torch.inf)
     return O.div_(l), e
 
 
-def _start(problem: Problem, tensors: Tensors, strip: Strip, q: Tensor) -> tuple[Tensor, Tensor]:
-    """m and l before any key: nothing, or the sink."""
-    if tensors.sink is None:
-        m = q.new_full((*q.shape[:2], 1), -torch.inf)
-        return m, torch.zeros_like(m)
-    sink = tensors.sink.unflatten(0, (-1, problem.group))[strip.heads, :, None, None]
-    m = folded(problem, strip, sink.to(q.dtype)) * LOG2E
-    return m, torch.exp2(m - _shift(m))
+def _with_sink(
+    problem: Problem, sink: Tensor, strip: Strip, m: Tensor, l: Tensor, O: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """m (natural), l and O with the sink, which may be too large for base 2."""
+    sink = sink.unflatten(0, (-1, problem.group))[strip.heads, :, None, None]
+    sigma = folded(problem, strip, sink.to(m.dtype))
+    m_new = torch.maximum(m, sigma)
+    shift = _shift(m_new)
+    delta = torch.exp(m - shift)
+    return m_new, l * delta + torch.exp(sigma - shift), O.mul_(delta)
 
 
 def _shift(m: Tensor) -> Tensor:
-    """The max to subtract: 0 for a row that has seen nothing, so that exp2 gives 0, not NaN."""
+    """The max to subtract: 0 for a row that has seen nothing, so that exp gives 0, not NaN."""
     return m.masked_fill(m == -torch.inf, 0.0)

@@ -1,6 +1,7 @@
 """The scores of one tile, each rule of the definition in one place.
 
-Scores are in base 2: log2(e) is folded into the factor of q, so that a weight is an ``exp2``.
+Scores are in base 2, log2(e) folded into the factor of q, so that a weight is an ``exp2``; or in
+natural units, where ``Problem.natural`` says so, and a weight is an ``exp``.
 """
 
 from __future__ import annotations
@@ -16,14 +17,23 @@ from ..problem import Problem, Tensors
 from .strips import Strip
 
 LOG2E = math.log2(math.e)
-LN2 = math.log(2.0)
 
 
 def factor(problem: Problem) -> float:
     """What q is multiplied by before it meets k."""
     if problem.softcap > 0:
         return problem.scale / problem.softcap
-    return problem.scale * LOG2E
+    return problem.scale * log_unit(problem)
+
+
+def log_unit(problem: Problem) -> float:
+    """The factor from natural units to those of the scores."""
+    return 1.0 if problem.natural else LOG2E
+
+
+def power_(problem: Problem, x: Tensor) -> Tensor:
+    """``exp(x)`` in place, x in the units of the scores."""
+    return x.exp_() if problem.natural else x.exp2_()
 
 
 def scores(
@@ -35,15 +45,15 @@ def scores(
     tanh = None
     if problem.softcap > 0:
         tanh = S.tanh_()
-        S = tanh * (problem.softcap * LOG2E)
+        S = tanh * (problem.softcap * log_unit(problem))
     s = unfolded(problem, strip, S)
     if tensors.bias is not None:
-        s.add_(_heads_split(bias_tile(tensors.bias, problem, strip, cols), problem), alpha=LOG2E)
+        s.add_(_heads_split(bias_tile(tensors.bias, problem, strip, cols), problem))
     if tensors.alibi is not None:
         slopes = tensors.alibi.unflatten(0, (-1, problem.group))[strip.heads, :, None, None]
         i, j = _positions(strip, cols, S)
         distance = (i[None, None] + strip.offset - j).abs().to(S.dtype)
-        s.addcmul_(slopes, _heads_split(distance, problem), value=-LOG2E)
+        s.addcmul_(slopes, _heads_split(distance, problem), value=-log_unit(problem))
     return S, tanh
 
 

@@ -1,5 +1,7 @@
 """The backward: Delta, then dK and dV, then dQ, each written once by one program.
 
+With a bias the weights of rows whose lse is far from 0 are summed before (``row_sums.py``).
+
 Nothing is added to by more than one program, so that every gradient is bitwise the same from run
 to run. Where a bias broadcasts, its gradient is a sum: over queries or keys within the kernels
 that pass over them, over the batch and heads in a kernel of its own or by torch on O(N) partial
@@ -34,6 +36,7 @@ from .key_gradients import key_gradients_kernel
 from .launch import Job, launch
 from .maps import listed, order_steps, state_steps, tile_states, with_order
 from .query_gradients import delta_kernel, query_gradients_kernel
+from .row_sums import row_sums
 from .tiles import BOTH_UP_TO, Tiles, columns, kind_of
 
 
@@ -54,8 +57,10 @@ def backward(
         return Gradients(
             *(x.new_zeros(x.shape) if w else None for w, x in zip(wanted, tensors, strict=False))  # pyright: ignore
         )
-    lse2, delta, dsink = _delta(problem, tensors, out, lse, dout, dlse, wanted.sink, tiles)
-    t = pointers(tensors)._replace(dout=dout, lse2=lse2, delta=delta)
+    lse = lse.contiguous()
+    rest = row_sums(problem, tensors, lse, tiles)
+    lse2, delta, dsink = _delta(problem, tensors, out, lse, rest, dout, dlse, wanted.sink, tiles)
+    t = pointers(tensors)._replace(dout=dout, lse2=lse2, rest=rest, delta=delta)
     how = bias_sum(problem) if wanted.bias else None
     dk = dv = cols = None
     if wanted.k or wanted.v or how == "cols":
@@ -108,14 +113,14 @@ def _delta(
     tensors: Tensors,
     out: Tensor,
     lse: Tensor,
+    rest: Tensor | None,
     dout: Tensor,
     dlse: Tensor | None,
     want_sink: bool,
     tiles: Tiles | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(lse in units of log 2, Delta - dlse, dsink)."""
-    lse = lse.contiguous()
-    t = Pointers(tensors.q, None, None, out, lse, dout=dout)
+    """(lse in the units of the scores, Delta - dlse, dsink)."""
+    t = Pointers(tensors.q, None, None, out, lse, dout=dout, rest=rest)
     shape = (*lse.shape[:2], -(-problem.total_q // ROW_UNIT) * ROW_UNIT)
     t = t._replace(lse2=lse.new_empty(shape), delta=lse.new_empty(shape))
     t = t._replace(dlse=None if dlse is None else dlse.contiguous())

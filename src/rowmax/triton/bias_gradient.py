@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .scores import dropped, load_bias, load_rows, only_seen, weights
+from .scores import dropped, load_bias, load_rest, load_rows, only_seen, weights
 from .steps import at_pair, band, keys_in_use, matrix, offset_of, sizes, tile_pointers, vector
 
 
@@ -111,8 +111,9 @@ def add_sharers(acc, bias, first, end, t, n, c, b0, head0, tile_q, tile_k):
         x_bits = x.to(tl.int32, bitcast=True)
         dp_bits = dp.to(tl.int32, bitcast=True)
         if part == PARTS - 1:
+            rest = load_rest(t, n, c, b, head, q_start, row, nq, PACKED, c.RAGGED_Q)
             p, _ = weights(
-                x, lse2[:, None], t, n, c, b, head, row, j0 + j, nq, nk, used, offset, False,
+                x, lse2[:, None], rest, t, n, c, b, head, row, j0 + j, nq, nk, used, offset, False,
                 "full", bias,
             )  # fmt: skip
             _, dp = dropped(p, dp, t, n, b, head, row, j0, j, BLOCK_K)

@@ -44,7 +44,8 @@ class Pointers(NamedTuple):
     counts: Any = None  # int32 [..., 2], how many of each
     dout: Any = None
     dlse: Any = None
-    lse2: Any = None  # float32 [B, Hq, Nq], lse in units of log 2, +inf where it is -inf
+    lse2: Any = None  # float32 [B, Hq, Nq], lse in the units of the scores, +inf for no weights
+    rest: Any = None  # as lse2, of natural scores: what lse lost when it was rounded (row_sums.py)
     delta: Any = None  # float32 [B, Hq, Nq], Delta - dlse
     dq: Any = None
     dk: Any = None
@@ -87,8 +88,8 @@ class Numbers(NamedTuple):
     tiles: Any  # of the fixed dimension, a head
     rows: Any  # of lse2 and delta, a head, in units of ROW_UNIT
     scale: Any
-    scale2: Any  # scale * log2(e)
-    cap2: Any  # softcap * log2(e)
+    scale2: Any  # scale in the units of the scores
+    cap2: Any  # softcap in the units of the scores
     scale_cap: Any  # scale / softcap
     left: Any
     right: Any
@@ -128,6 +129,7 @@ class Constants(NamedTuple):
     EDGES: Any  # tiles that need masking code can occur
     MASKS: Any  # pairs inside the matrix can be masked
     TO_LENGTHS: Any  # positions are aligned to the lengths, else to the keys
+    NATURAL: Any  # scores are in natural units, else in units of log 2
     FOLDED: Any  # scores are q.k alone, so that the scale folds into the exponent
     PRECISION: Any  # of float32 products
     SHARING: Any  # heads that share a tile of the bias
@@ -255,6 +257,7 @@ def together(problem: Problem, of: str) -> int:
 
 
 def numbers(problem: Problem, stride: Strides) -> Numbers:
+    unit = 1.0 if problem.natural else LOG2E
     capped, dropped = problem.softcap > 0, problem.dropout_threshold > 0
     left, right = problem.limits
     indexed = problem.bias is not None or problem.allowed is not None
@@ -267,8 +270,8 @@ def numbers(problem: Problem, stride: Strides) -> Numbers:
         tiles=0,
         rows=-(-problem.total_q // ROW_UNIT),
         scale=problem.scale,
-        scale2=problem.scale * LOG2E,
-        cap2=problem.softcap * LOG2E if capped else None,
+        scale2=problem.scale * unit,
+        cap2=problem.softcap * unit if capped else None,
         scale_cap=problem.scale / problem.softcap if capped else None,
         left=left,
         right=right,
@@ -298,6 +301,7 @@ def constants(problem: Problem, tiles: Tiles, fixed: dict[str, int], precision: 
         "EDGES": problem.masked or ragged_k,
         "MASKS": problem.masked,
         "TO_LENGTHS": problem.align == "lengths",
+        "NATURAL": problem.natural,
         "FOLDED": folded(problem),
         "PRECISION": precision,
     }

@@ -2,8 +2,9 @@
 """The forward: a tile of queries stays, tiles of keys pass by it.
 
 ``m' = max(m, rowmax S)``, ``alpha = exp(m - m')``, ``l' = alpha l + rowsum exp(S - m')``,
-``O' = alpha O + exp(S - m') V``, and at the end ``O / l`` and ``LSE = m + log l``. Exponentials
-are in base 2, with ``scale log2(e)`` folded in.
+``O' = alpha O + exp(S - m') V``, and at the end the sink, ``O / l`` and ``LSE = m + log l``.
+Exponentials are in base 2, with ``scale log2(e)`` folded in, but for natural scores
+(``Problem.natural``).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .bundles import (
 )
 from .launch import Job, launch
 from .maps import listed, order_steps, with_order
-from .scores import LN2, LOG2E, kept, scored, seen
+from .scores import LOG2E, kept, power, scored, seen, to_natural
 from .steps import (
     has_nan,
     keys_in_use,
@@ -50,7 +51,7 @@ from .tiles import Tiles
 def attend_tiles(
     m, l, acc, q, k_base, v_base, t, n, c, b, head, row, plan, nq, nk, used, offset
 ):  # fmt: skip
-    """The recurrence over the tiles that hold something to see; m is in units of log 2."""
+    """The recurrence over the tiles that hold something to see; m is in the units of the scores."""
     BLOCK_K: tl.constexpr = c.BLOCK_K
     j = tl.arange(0, BLOCK_K)[None, :]
     for i in tl.range(0, plan[0]):
@@ -70,8 +71,8 @@ def attend_tiles(
         else:
             m_new = tl.maximum(m, tl.max(s, 1))
             safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-            p = tl.exp2(s - safe[:, None])
-        alpha = tl.exp2(m - safe)
+            p = power(s - safe[:, None], c)
+        alpha = power(m - safe, c)
         l = l * alpha + tl.sum(p, 1)
         m = m_new
         acc = acc * alpha[:, None]
@@ -95,7 +96,7 @@ def average_key_by_key(
         s, _ = scored(x, t, n, c, b, head, row, j0 + column, nq, nk, offset)
         if c.FOLDED:
             s = s * n.scale2
-        p = tl.exp2(s - tl.where(m == float("-inf"), 0.0, m)[:, None])
+        p = power(s - tl.where(m == float("-inf"), 0.0, m)[:, None], c)
         if t.seed is not None:
             p = tl.where(kept(t, n, b, head, row, j0, column, 16), p, 0.0)
         ok = seen(t, n, b, head, row, j0 + column, nq, used, offset)
@@ -105,16 +106,13 @@ def average_key_by_key(
 
 
 @triton.jit
-def begin(t, c, head):
-    """m, l and O of no keys, or of the sink alone."""
-    if t.sink is not None:
-        sink = tl.load(t.sink + head).to(tl.float32) * LOG2E
-        m = tl.zeros([c.BLOCK_Q], tl.float32) + sink
-        l = tl.zeros([c.BLOCK_Q], tl.float32) + tl.where(sink == float("-inf"), 0.0, 1.0)
-    else:
-        m = tl.full([c.BLOCK_Q], float("-inf"), tl.float32)
-        l = tl.zeros([c.BLOCK_Q], tl.float32)
-    return m, l, tl.zeros([c.BLOCK_Q, c.BLOCK_DV], tl.float32)
+def with_sink(m, l, t, head):
+    """(m, l, the factor of O) with the sink; m in natural units, which hold any sink."""
+    sink = tl.load(t.sink + head).to(tl.float32)
+    m_new = tl.maximum(m, sink)
+    safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = tl.exp2((m - safe) * LOG2E)
+    return m_new, l * alpha + tl.exp2((sink - safe) * LOG2E), alpha
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -147,7 +145,9 @@ def forward_kernel(t, n, c):
         t, n, b, head, tile, i0, i1, offset, n.left, n.right, used, c.BLOCK_K
     )  # fmt: skip
 
-    m, l, acc = begin(t, c, head)
+    m = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_Q], tl.float32)
+    acc = tl.zeros([BLOCK_Q, c.BLOCK_DV], tl.float32)
     m, l, acc = attend_tiles(
         m, l, acc, q, k_base, v_base, t, n, c, b, head, row[:, None], plan, nq, nk, used, offset
     )  # fmt: skip
@@ -159,12 +159,16 @@ def forward_kernel(t, n, c):
                 m, q, k_base, v_base, t, n, c, b, head, row[:, None], nq, nk, used, offset
             )
 
+    m = to_natural(m, c)
+    if t.sink is not None:
+        m, l, alpha = with_sink(m, l, t, head)
+        acc = acc * alpha[:, None]
     empty = l == 0.0
     l = tl.where(empty, 1.0, l)
     if t.seed is not None:
         acc = acc * n.keep_scale
     acc = acc / l[:, None]
-    lse = tl.where(empty, float("-inf"), (m + tl.log2(l)) * LN2)
+    lse = tl.where(empty, float("-inf"), m + tl.log(l))
     out = matrix(t.out, n.stride.out, b, head, q_start, c.ROW_OUT, PACKED, c.OUT_ALIGN)
     store_tile(out, c.ROW_OUT, i0, nq, acc, BLOCK_Q, c.DV, c.BLOCK_DV)
     to = vector(t.lse, b, head, q_start, n.total_q, c.HQ, PACKED)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .scores import dropped, load_rows, only_seen, seen, weights
+from .scores import dropped, load_rest, load_rows, only_seen, seen, weights
 from .steps import (
     count_tiles,
     has_nan,
@@ -34,8 +34,8 @@ from .steps import (
 
 @triton.jit
 def add_queries(
-    dk, dv, cols, k, v, q_base, do_base, lse2_base, delta_base, t, n, c, b, head, j0, plan, nq, nk,
-    used, offset, KIND: tl.constexpr,
+    dk, dv, cols, k, v, q_base, do_base, lse2_base, delta_base, t, n, c, b, head, q_start, j0, plan,
+    nq, nk, used, offset, KIND: tl.constexpr,
 ):  # fmt: skip
     BLOCK_Q: tl.constexpr = c.BLOCK_Q
     SCORES: tl.constexpr = t.dk is not None or t.dbias_cols is not None  # whether dS is wanted
@@ -51,7 +51,10 @@ def add_queries(
         q = load_tile(q_base, c.ROW_Q, i0, nq, BLOCK_Q, c.D, c.BLOCK_D, c.RAGGED_Q)
         x = tl.dot(k, tl.trans(q), input_precision=c.PRECISION)
         lse2 = load_rows(lse2_base, rows, nq, float("inf"), c.RAGGED_Q)[None, :]
-        p, y = weights(x, lse2, t, n, c, b, head, row, j0 + j, nq, nk, used, offset, partial, KIND)
+        rest = load_rest(t, n, c, b, head, q_start, row, nq, t.cu_q is not None, c.RAGGED_Q)
+        p, y = weights(
+            x, lse2, rest, t, n, c, b, head, row, j0 + j, nq, nk, used, offset, partial, KIND
+        )
         do = load_tile(
             do_base, c.ROW_DOUT, i0, nq, BLOCK_Q, c.DV, c.BLOCK_DV, c.RAGGED_Q
         )  # fmt: skip
@@ -75,7 +78,8 @@ def add_queries(
 
 @triton.jit
 def add_query_by_query(
-    dk, dv, k, v, q_base, do_base, lse2_base, delta_base, t, n, c, b, head, j0, nq, nk, used, offset
+    dk, dv, k, v, q_base, do_base, lse2_base, delta_base, t, n, c, b, head, q_start, j0, nq, nk,
+    used, offset,
 ):  # fmt: skip
     """The same, of the queries that see each key and no others."""
     j = tl.arange(0, c.BLOCK_K)[:, None]
@@ -83,9 +87,10 @@ def add_query_by_query(
         row = tl.full([1, 1], 0, tl.int32) + i
         q = load_row(q_base, c.ROW_Q, i, c.D, c.BLOCK_D)
         do = load_row(do_base, c.ROW_DOUT, i, c.DV, c.BLOCK_DV)
+        rest = load_rest(t, n, c, b, head, q_start, row, nq, t.cu_q is not None, False)
         p, y = weights(
-            times_row(k, q), tl.load(lse2_base + i), t, n, c, b, head, row, j0 + j, nq, nk, used,
-            offset, False, "full",
+            times_row(k, q), tl.load(lse2_base + i), rest, t, n, c, b, head, row, j0 + j, nq, nk,
+            used, offset, False, "full",
         )  # fmt: skip
         ok = seen(t, n, b, head, row, j0 + j, nq, used, offset)
         dp = times_row(v, do)
@@ -137,17 +142,17 @@ def key_gradients_kernel(t, n, c):
         cols = tl.zeros([BLOCK_K], tl.float32)
         if c.SPLIT:
             dk, dv, cols = add_queries(
-                dk, dv, cols, k, v, q_base, do_base, lse2, delta, t, n, c, b, head, j0, plan,
-                nq, nk, used, offset, "full",
+                dk, dv, cols, k, v, q_base, do_base, lse2, delta, t, n, c, b, head, q_start,
+                j0, plan, nq, nk, used, offset, "full",
             )  # fmt: skip
             dk, dv, cols = add_queries(
-                dk, dv, cols, k, v, q_base, do_base, lse2, delta, t, n, c, b, head, j0, plan,
-                nq, nk, used, offset, "partial",
+                dk, dv, cols, k, v, q_base, do_base, lse2, delta, t, n, c, b, head, q_start,
+                j0, plan, nq, nk, used, offset, "partial",
             )  # fmt: skip
         else:
             dk, dv, cols = add_queries(
-                dk, dv, cols, k, v, q_base, do_base, lse2, delta, t, n, c, b, head, j0, plan,
-                nq, nk, used, offset, "any",
+                dk, dv, cols, k, v, q_base, do_base, lse2, delta, t, n, c, b, head, q_start,
+                j0, plan, nq, nk, used, offset, "any",
             )  # fmt: skip
         if t.dbias_cols is not None:
             col = j0 + tl.arange(0, BLOCK_K)
@@ -169,8 +174,8 @@ def key_gradients_kernel(t, n, c):
                 lse2 = vector(t.lse2, b, head, q_start, n.rows * 16, c.HQ, PACKED)
                 delta = vector(t.delta, b, head, q_start, n.rows * 16, c.HQ, PACKED)
                 dk, dv = add_query_by_query(
-                    dk, dv, k, v, q_base, do_base, lse2, delta, t, n, c, b, head, j0, nq, nk, used,
-                    offset,
+                    dk, dv, k, v, q_base, do_base, lse2, delta, t, n, c, b, head, q_start, j0, nq,
+                    nk, used, offset,
                 )  # fmt: skip
     if t.dk is not None:
         to = matrix(t.dk, n.stride.dk, b, kv_head, k_start, c.ROW_DK, PACKED, c.OUT_ALIGN)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .scores import LOG2E, dropped, load_rows, only_seen, seen, weights
+from .scores import LOG2E, dropped, load_rest, load_rows, only_seen, seen, weights
 from .steps import (
     at_pair,
     count_tiles,
@@ -36,7 +36,8 @@ from .steps import (
 def delta_kernel(t, n, c):
     """``Delta_i - dLSE_i`` of a tile of rows, and the tile's part of the sink's gradient.
 
-    Also LSE in units of log 2, +inf for a row that sees nothing: its weights then come out as 0.
+    Also LSE in the units of the scores. It is +inf, so that weights come out as 0, for a row that
+    sees nothing: of -inf, or of a sink that is too low for units of log 2.
     Sequences play no part: packed rows are one sequence here.
     """
     BLOCK_Q: tl.constexpr = c.BLOCK_Q
@@ -55,19 +56,26 @@ def delta_kernel(t, n, c):
     if t.dlse is not None:
         delta -= load_rows(vector(t.dlse, b, head, 0, end, c.HQ, False), row, end, 0.0, True)
     lse = load_rows(vector(t.lse, b, head, 0, end, c.HQ, False), row, end, float("inf"), True)
-    lse2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+    lse2 = lse
+    if not c.NATURAL:
+        lse2 = lse * LOG2E
+    lse2 = tl.where(lse2 == float("-inf"), float("inf"), lse2)
     tl.store(vector(t.lse2, b, head, 0, n.rows * 16, c.HQ, False) + row, lse2, mask=row < end)
     tl.store(vector(t.delta, b, head, 0, n.rows * 16, c.HQ, False) + row, delta, mask=row < end)
     if t.dsink is not None:
-        sink = tl.load(t.sink + head).to(tl.float32) * LOG2E
-        dsink = -tl.sum(tl.where(row < end, tl.exp2(sink - lse2) * delta, 0.0), 0)
+        # in natural units, for the sink may be as large as its dtype goes
+        sink = tl.load(t.sink + head).to(tl.float32)
+        lse = tl.where(lse == float("-inf"), float("inf"), lse)
+        rest = load_rest(t, n, c, b, head, 0, row, end, False, True)
+        p = tl.exp2((sink - lse) * LOG2E - rest)
+        dsink = -tl.sum(tl.where(row < end, p * delta, 0.0), 0)
         tl.store(t.dsink + part, dsink)
 
 
 @triton.jit
 def add_keys(
-    dq, sums, q, do, lse2, delta, k_base, v_base, t, n, c, b, head, row, inside, plan, nq, nk, used,
-    offset, KIND: tl.constexpr,
+    dq, sums, q, do, lse2, rest, delta, k_base, v_base, t, n, c, b, head, row, inside, plan, nq, nk,
+    used, offset, KIND: tl.constexpr,
 ):  # fmt: skip
     BLOCK_K: tl.constexpr = c.BLOCK_K
     j = tl.arange(0, BLOCK_K)[None, :]
@@ -79,8 +87,9 @@ def add_keys(
         v = load_tile(v_base, c.ROW_V, j0, used, BLOCK_K, c.DV, c.BLOCK_DV, c.RAGGED_K)
         dp = tl.dot(do, tl.trans(v), input_precision=c.PRECISION)
         p, y = weights(
-            x, lse2[:, None], t, n, c, b, head, row, j0 + j, nq, nk, used, offset, partial, KIND
-        )
+            x, lse2[:, None], rest, t, n, c, b, head, row, j0 + j, nq, nk, used, offset, partial,
+            KIND,
+        )  # fmt: skip
         _, dp = dropped(p, dp, t, n, b, head, row, j0, j, BLOCK_K)
         ds = p * (dp - delta[:, None])
         if t.dbias is not None:
@@ -101,7 +110,7 @@ def add_keys(
 
 @triton.jit
 def sum_key_by_key(
-    q, do, lse2, delta, k_base, v_base, t, n, c, b, head, row, nq, nk, used, offset
+    q, do, lse2, rest, delta, k_base, v_base, t, n, c, b, head, row, nq, nk, used, offset
 ):  # fmt: skip
     """dQ of the keys that each row sees and no others."""
     dq = tl.zeros([c.BLOCK_Q, c.BLOCK_D], tl.float32)
@@ -111,8 +120,8 @@ def sum_key_by_key(
         k = load_row(k_base, c.ROW_K, j, c.D, c.BLOCK_D)
         v = load_row(v_base, c.ROW_V, j, c.DV, c.BLOCK_DV)
         p, y = weights(
-            times_row(q, k), lse2[:, None], t, n, c, b, head, row, j0 + column, nq, nk, used,
-            offset, False, "full",
+            times_row(q, k), lse2[:, None], rest, t, n, c, b, head, row, j0 + column, nq, nk,
+            used, offset, False, "full",
         )  # fmt: skip
         _, dp = dropped(p, times_row(do, v), t, n, b, head, row, j0, column, 16)
         ds = p * (dp - delta[:, None])
@@ -153,6 +162,7 @@ def query_gradients_kernel(t, n, c):
     lse2 = load_rows(lse2, row, nq, float("inf"), True)
     delta = vector(t.delta, b, head, q_start, n.rows * 16, c.HQ, PACKED)
     delta = load_rows(delta, row, nq, 0.0, True)
+    rest = load_rest(t, n, c, b, head, q_start, row[:, None], nq, PACKED, True)
     inside = row < nq  # what follows may compute rows past the end, as copies of the last one
     row = tl.minimum(row, nq - 1)
     i1 = tl.minimum(i0 + BLOCK_Q, nq) - 1
@@ -164,16 +174,16 @@ def query_gradients_kernel(t, n, c):
     sums = tl.zeros([BLOCK_Q], tl.float32)
     if c.SPLIT:
         dq, sums = add_keys(
-            dq, sums, q, do, lse2, delta, k_base, v_base, t, n, c, b, head, row[:, None],
+            dq, sums, q, do, lse2, rest, delta, k_base, v_base, t, n, c, b, head, row[:, None],
             inside[:, None], plan, nq, nk, used, offset, "full",
         )  # fmt: skip
         dq, sums = add_keys(
-            dq, sums, q, do, lse2, delta, k_base, v_base, t, n, c, b, head, row[:, None],
+            dq, sums, q, do, lse2, rest, delta, k_base, v_base, t, n, c, b, head, row[:, None],
             inside[:, None], plan, nq, nk, used, offset, "partial",
         )  # fmt: skip
     else:
         dq, sums = add_keys(
-            dq, sums, q, do, lse2, delta, k_base, v_base, t, n, c, b, head, row[:, None],
+            dq, sums, q, do, lse2, rest, delta, k_base, v_base, t, n, c, b, head, row[:, None],
             inside[:, None], plan, nq, nk, used, offset, "any",
         )  # fmt: skip
     if c.MASKS:
@@ -184,8 +194,8 @@ def query_gradients_kernel(t, n, c):
                 do_base, c.ROW_DOUT, i0, nq, BLOCK_Q, c.DV, c.BLOCK_DV, True
             )  # fmt: skip
             dq = sum_key_by_key(
-                q, do, lse2, delta, k_base, v_base, t, n, c, b, head, row[:, None], nq, nk, used,
-                offset,
+                q, do, lse2, rest, delta, k_base, v_base, t, n, c, b, head, row[:, None], nq, nk,
+                used, offset,
             )  # fmt: skip
     to = matrix(t.dq, n.stride.dq, b, head, q_start, c.ROW_DQ, PACKED, c.OUT_ALIGN)
     store_tile(to, c.ROW_DQ, i0, nq, dq * n.scale, BLOCK_Q, c.D, c.BLOCK_D)

@@ -2,7 +2,8 @@
 """Scores, masks and dropout of a tile, and the weights that a backward makes of them again.
 
 ``row`` and ``col`` are query and key positions within a sequence, shaped to broadcast: a kernel
-may hold its tile of scores either way up. Scores are in units of log 2: ``s = log2(e) (...)``.
+may hold its tile of scores either way up. Scores are in natural units where ``c.NATURAL``, else in
+units of log 2: ``s = log2(e) (...)``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .steps import at_pair
+from .steps import at_pair, vector
 
 # Triton lets a kernel read only globals that are constexpr
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -61,11 +62,31 @@ def scored(x, t, n, c, b, head, row, col, nq, nk, offset, bias=None):
     if t.bias is not None:
         if bias is None:
             bias = load_bias(t, n, c, b, head, row, col, nq, nk)
-        s += bias.to(tl.float32) * LOG2E
+        s += bias.to(tl.float32)
     if t.alibi is not None:
-        slope = tl.load(t.alibi + head).to(tl.float32) * LOG2E
+        slope = tl.load(t.alibi + head).to(tl.float32)
+        if not c.NATURAL:
+            slope *= LOG2E
         s -= slope * tl.abs(row + offset - col).to(tl.float32)
     return s, y
+
+
+@triton.jit
+def power(x, c):
+    """``e^x`` of a difference of natural scores, ``2^x`` of one in units of log 2."""
+    if c.NATURAL:
+        return tl.exp2(x * LOG2E)
+    else:
+        return tl.exp2(x)
+
+
+@triton.jit
+def to_natural(m, c):
+    """A number in the units of the scores in natural ones."""
+    if c.NATURAL:
+        return m
+    else:
+        return m * LN2
 
 
 @triton.jit
@@ -133,15 +154,20 @@ def kept(t, n, b, head, row, j0, j, BLOCK: tl.constexpr):
 
 @triton.jit
 def weights(
-    x, lse2, t, n, c, b, head, row, col, nq, nk, used, offset, partial, KIND: tl.constexpr,
+    x, lse, rest, t, n, c, b, head, row, col, nq, nk, used, offset, partial, KIND: tl.constexpr,
     bias=None,
 ):  # fmt: skip
-    """(P, y) of ``x = q.k`` once LSE is known, in units of log 2."""
+    """(P, y) of ``x = q.k`` once LSE is known, in the units of the scores.
+
+    In natural units LSE has a ``rest``, in units of log 2: what it lost when it was rounded.
+    """
     s, y = scored(x, t, n, c, b, head, row, col, nq, nk, offset, bias)
     if c.FOLDED:
-        p = tl.exp2(s * n.scale2 - lse2)
+        p = tl.exp2(s * n.scale2 - lse)
+    elif c.NATURAL:
+        p = tl.exp2((s - lse) * LOG2E - rest)
     else:
-        p = tl.exp2(s - lse2)
+        p = tl.exp2(s - lse)
     if c.EDGES and KIND != "full":
         if partial:
             p = tl.where(seen(t, n, b, head, row, col, nq, used, offset), p, 0.0)
@@ -167,6 +193,16 @@ def dropped(p, dp, t, n, b, head, row, j0, j, BLOCK: tl.constexpr):
         return tl.where(keep, p, 0.0), tl.where(keep, dp * n.keep_scale, 0.0)
     else:
         return p, dp
+
+
+@triton.jit
+def load_rest(t, n, c, b, head, q_start, row, nq, PACKED: tl.constexpr, RAGGED: tl.constexpr):
+    """The rest of LSE (``row_sums.py``) of rows; 0 where LSE has none."""
+    rest = 0.0
+    if c.NATURAL:
+        base = vector(t.rest, b, head, q_start, n.rows * 16, c.HQ, PACKED)
+        rest = load_rows(base, row, nq, 0.0, RAGGED)
+    return rest
 
 
 @triton.jit

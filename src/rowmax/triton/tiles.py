@@ -129,7 +129,7 @@ def limits_of(device: torch.device) -> Limits:
 def _limits(device: int) -> Limits:
     found = torch.cuda.get_device_properties(device)
     shared = getattr(found, "shared_memory_per_block_optin", 64 << 10)
-    hopper = torch.version.hip is None and (found.major, found.minor) == (9, 0)
+    hopper = torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
     no_wgmma = hopper and assembler.choice().taken is None
     return Limits(found.name, shared or 64 << 10, getattr(found, "warp_size", 32), no_wgmma)
 
@@ -187,6 +187,7 @@ _SHAPES = {
     "dv": ((64, 64, 4), (32, 64, 4), (32, 32, 4)),
     "query_gradients": ((128, 64, 8), (64, 64, 8), (64, 64, 4), (64, 32, 4), (32, 32, 4)),
     "bias_gradient": ((128, 64, 8), (64, 64, 4), (32, 64, 4), (32, 32, 4)),
+    "row_sums": ((128, 64, 8), (64, 64, 8), (64, 64, 4), (64, 32, 4), (32, 32, 4)),
     "delta": ((64, 16, 4), (32, 16, 4), (16, 16, 4)),
 }
 _LAST = ((32, 16, 4), (16, 32, 4), (16, 16, 4), (16, 16, 8))
@@ -212,9 +213,10 @@ def fits(kind: Kind, tiles: Tiles, limits: Limits) -> bool:
         "dv": (bq * both, bk * kind.d, bk * kind.dv),
         "query_gradients": (bk * both, bq * both, bq * kind.d),
         "bias_gradient": (2 * (bq + bk) * columns(kind), 0, bq * bk),
+        "row_sums": (bk * kind.d, bq * kind.d, 0),
         "delta": (0, 0, 2 * bq * kind.dv),
     }[kind.job]
-    scores = bq * bk * (1 if kind.job in ("forward", "delta", "dv") else 2)
+    scores = bq * bk * (1 if kind.job in ("forward", "row_sums", "delta", "dv") else 2)
     threads = tiles.warps * limits.lanes
     ahead = kind.scored and kind.job != "bias_gradient"  # a bias is loaded ahead too
     pairs = 4 * ahead * tiles.stages + kind.bytes

@@ -75,6 +75,7 @@ def _runner(job: str, problem: Problem, tensors: Tensors, dout: Tensor) -> Calla
     t = pointers(tensors)._replace(
         dout=dout,
         lse2=torch.full_like(rows, 13.0),
+        rest=torch.zeros_like(rows) if problem.natural else None,
         delta=torch.zeros_like(rows),
         dq=torch.empty_like(tensors.q) if job == "query_gradients" else None,
         dk=torch.empty_like(tensors.k) if job in ("key_gradients", "dk") else None,

@@ -1,8 +1,8 @@
 """How a bias comes in, and what makes its gradient: both by its shape.
 
 tile     a number for each pair        tile by tile, by the copy engine
-row      one row for all queries       a number a key (terms.row_bias)
-column   one column for all keys       taken from lse, before (rows.prepare)
+row      one row for all queries       a number a key (terms.line_bias)
+column   one column for all keys       a number a query (terms.line_bias)
 """
 
 from __future__ import annotations

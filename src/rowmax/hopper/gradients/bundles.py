@@ -46,7 +46,7 @@ class Numbers(NamedTuple):
     each_b: Any  # 0 where the bias is one for all sequences, all heads
     each_h: Any
     inner: Any  # what scores are times inside a softcap
-    scale: Any  # what makes scores of them, in units of log 2
+    scale: Any  # what makes scores of them, in their units
     out_scale: Any
     hq: Any
     group: Any  # heads that pass by one that stays
@@ -64,7 +64,8 @@ class RowPointers(NamedTuple):
     lse: Any = None
     dlse: Any = None
     sink: Any = None
-    stats: Any = None  # float32 [planes, 2, rows], lse (of 2) and delta (layouts.by_columns)
+    #: float32 [planes, 2, rows], lse in the units of the scores and delta (layouts.by_columns)
+    stats: Any = None
     dsink: Any = None  # float32, of each tile of rows
     cu_q: Any = None
     cu_k: Any = None
@@ -74,8 +75,9 @@ class RowPointers(NamedTuple):
     dq: Any = None
     dk: Any = None
     dv: Any = None
-    column: Any = None  # a bias that is a number a query
-    dcolumn: Any = None  # float32 [B, Hq, Nq]
+    dcolumn: Any = None  # float32 [B, Hq, Nq], of a bias that is a number a query
+    rest: Any = None  # of natural scores: what lse lost when it was rounded (triton/row_sums.py)
+    scaled: Any = None  # with that: dout over the sum of the weights, strides as dout's
 
 
 class RowNumbers(NamedTuple):
@@ -93,9 +95,6 @@ class RowNumbers(NamedTuple):
     h_step: Any
     scale: Any
     nq: Any
-    b_column: Any  # steps of a bias that is a number a query; 0 where one is for all
-    h_column: Any
-    q_column: Any
 
 
 class RowConstants(NamedTuple):
@@ -106,6 +105,7 @@ class RowConstants(NamedTuple):
     BLOCK_D: Any
     BLOCK_DV: Any
     ROWS: Any
+    NATURAL: Any  # scores and lse are in natural units
 
 
 class DbiasPointers(NamedTuple):

@@ -52,7 +52,8 @@ def backward(
     order = (t.table, t.ends, t.counter, n.heads, n.heads, n.keys)
     sizes = (n.nq, n.nk, n.left, n.right, t.spans)
     seqs = (t.cu_k, t.cu_q, n.batch, t.lengths)
-    row = (t.bias, n.each_b, n.each_h, n.each_h * (n.hq - 1) + 1, n.nk)
+    length = n.nq if C.COLUMN else n.nk
+    row = (t.bias, n.each_b, n.each_h, n.each_h * (n.hq - 1) + 1, length)
     terms = (n.inner, t.alibi, t.q_ids, t.k_ids, n.ids_q, n.ids_k, row)
     rest = (n.scale, n.out_scale, n.group, n.heads, t.dbias)
     spread = (n.group, n.hq, n.each_b, n.each_h)

@@ -1,6 +1,7 @@
 """The host's side of the backward: its launches, one after the other.
 
-Before: lse and delta of every row, and zeros in what is added to. Then dbias, of a bias that
+Before: with a bias, what its lse lost when it was rounded (triton/row_sums.py); lse and delta of
+every row, and zeros in what is added to. Then dbias, of a bias that
 sequences or heads share (shared_bias.py); and all gradients at once, or of wide heads dq, and dk
 with dv (wide.py, pair.py). After, where dq was added up in float32: dq, rounded.
 """
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...problem import Gradients, Problem, Tensors, Wanted
+from ...triton.row_sums import row_sums
 from .. import packed
 from ..copies import placed, taken, takes
 from ..documents import tile_spans
@@ -102,6 +104,8 @@ def launch(
     dbias = None if tensors.bias is None else room_for(plan.dbias, problem, tensors.bias, lse)
     made = (dq, dk, dv, dbias)
     t, dsink = prepared(plan, problem, tensors, out, lse, dout, dlse, wanted, made)
+    if t.scaled is not None:
+        dout = t.scaled
     if plan.shared is not None:
         of_shared_bias(plan.shared, problem, tensors, dout, t, dbias)
     if plan.together:
@@ -177,8 +181,9 @@ def prepared(
         dq,
         dk,
         dv,
-        tensors.bias if kind_of(problem) == "column" else None,
         dbias if plan.dbias == "column" else None,
+        row_sums(problem, tensors, lse),
+        dout.new_empty_strided(dout.shape, dout.stride()) if problem.natural else None,
     )
     plan.before((), t._replace(sums=None) if C.FRESH else t, plan.of_rows)
     if parts is None or sink is None:
@@ -262,6 +267,10 @@ def pointers(
         q_ids, k_ids = q_ids.contiguous(), k_ids.contiguous()
         stays, passes = (q_ids, k_ids) if C.QUERIES_DOWN else (k_ids, q_ids)
         spans = tile_spans(stays, passes, C.BLOCK_K, C.BLOCK_Q, problem.batch)
+    if C.COLUMN and bias is not None:
+        bias = bias.expand(-1, -1, problem.nq, -1).contiguous()
+    elif not (C.ROW or (C.BIAS and C.KIND == "dq")):
+        bias = None
     out, dv, dbias = made
     return Pointers(
         out,
@@ -278,6 +287,6 @@ def pointers(
         q_ids,
         k_ids,
         None if alibi is None else alibi.contiguous(),
-        bias if C.ROW or (C.BIAS and C.KIND == "dq") else None,
+        bias,
         dbias,
     )

@@ -137,7 +137,7 @@ def made(
         for kind, c in configs.items()
     )
     every = planes * (rows_ // config.BLOCK_Q)
-    before = of_rows(p, config, tensors, dout, rows_ // config.BLOCK_Q)
+    before = of_rows(p, config, dout, rows_ // config.BLOCK_Q)
     after, of_after = Launch(rows.finish, (every, 1, 1), _FOLLOWS), before
     if not config.DQ:
         after, of_after = of_dbias(p, config, tensors.k)
@@ -167,6 +167,7 @@ def bias_options(p: Problem, kind: str, by: str) -> dict[str, Any]:
         "DBIAS": stored,
         "DQ": not product,
         "ROW": kind_of(p) == "row",
+        "COLUMN": kind_of(p) == "column",
         "DROW": by == "row" and kind != "dq",
     }
 
@@ -179,23 +180,14 @@ def turns_of(p: Problem) -> int:
     return p.batch * p.hk * -(-p.nk // BLOCK_K)
 
 
-def of_rows(
-    p: Problem, c: GradientConfig, tensors: Tensors, dout: Tensor, tiles: int
-) -> tuple[Any, ...]:
+def of_rows(p: Problem, c: GradientConfig, dout: Tensor, tiles: int) -> tuple[Any, ...]:
     """What is told to the launches before and after, by rows, beside pointers."""
     steps = (s // 8 for s in strides(dout)[:3])
-    column = (0, 0, 0)
-    if kind_of(p) == "column":
-        assert tensors.bias is not None
-        column = (
-            s if n > 1 else 0
-            for n, s in zip(tensors.bias.shape[:3], tensors.bias.stride(), strict=False)
-        )
     numbers = RowNumbers(
-        p.batch, p.total_q, p.total_k, p.hq, p.hk, tiles, turns_of(p), *steps, p.scale, p.nq,
-        *column,
+        p.batch, p.total_q, p.total_k, p.hq, p.hk, tiles, turns_of(p), *steps, p.scale, p.nq
     )  # fmt: skip
-    return numbers, RowConstants(*map(gl.constexpr, (p.d, p.dv, c.D, c.DV, c.BLOCK_Q)))
+    constants = (p.d, p.dv, c.D, c.DV, c.BLOCK_Q, c.NATURAL)
+    return numbers, RowConstants(*map(gl.constexpr, constants))
 
 
 def of_dbias(p: Problem, c: GradientConfig, k: Tensor) -> tuple[Launch, tuple[Any, ...]]:
@@ -316,11 +308,11 @@ def steps_of_bias(bias: Tensor | None) -> tuple[int, ...]:
 
 
 def score_scales(problem: Problem) -> tuple[float, float]:
-    """(what goes into the softcap, what makes a score of what comes out, in units of log 2)."""
-    cap = problem.softcap
+    """(what goes into the softcap, what makes a score of what comes out, in its units)."""
+    cap, unit = problem.softcap, 1.0 if problem.natural else _LOG2E
     if cap > 0:
-        return problem.scale / cap, cap * _LOG2E
-    return 0.0, problem.scale * _LOG2E
+        return problem.scale / cap, cap * unit
+    return 0.0, problem.scale * unit
 
 
 def order_for(

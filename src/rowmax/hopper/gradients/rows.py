@@ -9,10 +9,12 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ...triton.bundles import ROW_UNIT
 from ...triton.steps import sequence, sequence_of_slot
 from ..packed import clear_rest
 
 _LOG2E = tl.constexpr(1.4426950408889634)
+_ROW_UNIT = tl.constexpr(ROW_UNIT)
 
 
 @triton.jit
@@ -46,10 +48,14 @@ def in_columns(x, ROWS: tl.constexpr):
 
 @triton.jit
 def prepare(t, n, c):
-    """lse in units of log 2 and ``Delta - dLSE`` of a tile of rows, and its part of dsink; zeros
-    in what the kernel adds to.
+    """lse in the units of the scores and ``Delta - dLSE`` of a tile of rows, and its part of
+    dsink; zeros in what the kernel adds to.
 
-    Rows that see nothing, and those that pad a tile, have an lse of +inf: weights of 0.
+    Rows that see nothing, and those that pad a tile, have an lse of +inf: weights of 0. So have
+    those of a sink that is too low for units of log 2.
+
+    In natural units lse has a rest (``row_sums.py`` of Triton's): weights made of lse alone sum to
+    ``2^rest``. All gradients are linear in dO and Delta, so both are divided by it, dO in a copy.
     """
     gdc_launch_dependents()
     i, tile, plane, b, head, start, size, i0 = place(t, n, c)
@@ -63,28 +69,38 @@ def prepare(t, n, c):
         row += b.to(tl.int64) * n.total_q
     at = (row * n.hq + head) * c.DV
     o = tl.load(t.out + at[:, None] + d[None, :], mask=there, other=0.0).to(tl.float32)
-    at = (start + i0 + r).to(tl.int64) * n.n_step + head.to(tl.int64) * n.h_step
+    of_do = (start + i0 + r).to(tl.int64) * n.n_step + head.to(tl.int64) * n.h_step
     if t.cu_q is None:
-        at += b.to(tl.int64) * n.b_step
-    do = tl.load(t.dout + (8 * at)[:, None] + d[None, :], mask=there, other=0.0).to(tl.float32)
+        of_do += b.to(tl.int64) * n.b_step
+    do = tl.load(t.dout + (8 * of_do)[:, None] + d[None, :], mask=there, other=0.0).to(tl.float32)
     of_output = tl.sum(o * do, 1)  # sum P dP
     delta = of_output
     at = plane.to(tl.int64) * n.total_q + start + i0 + r
     value = tl.load(t.lse + at, mask=here, other=float("-inf"))
     if t.dlse is not None:
         delta -= tl.load(t.dlse + at, mask=here, other=0.0)
-    lse2 = tl.where(value == float("-inf"), float("inf"), value * _LOG2E)
-    shift = 0.0
-    if t.column is not None:  # what is added to all scores of a row may be taken from its lse
-        at = b.to(tl.int64) * n.b_column + head * n.h_column + (i0 + r) * n.q_column
-        shift = tl.load(t.column + at, mask=here, other=0.0).to(tl.float32) * _LOG2E
+    less = value
+    if not c.NATURAL:
+        less = value * _LOG2E
+    less = tl.where(less == float("-inf"), float("inf"), less)
+    lse = tl.where(value == float("-inf"), float("inf"), value)
+    rest = 0.0
+    share = 1.0
+    if t.rest is not None:
+        width = (n.total_q + _ROW_UNIT - 1) // _ROW_UNIT * _ROW_UNIT
+        at = plane.to(tl.int64) * width + start + i0 + r
+        rest = tl.load(t.rest + at, mask=here, other=0.0)
+        share = tl.exp2(-rest)
+        scaled = (do * share[:, None]).to(t.scaled.dtype.element_ty)
+        tl.store(t.scaled + (8 * of_do)[:, None] + d[None, :], scaled, mask=there)
     rows = n.tiles * c.ROWS
     to = t.stats + plane.to(tl.int64) * (2 * rows) + tile * c.ROWS + r
-    tl.store(to, in_columns(lse2 - shift, c.ROWS))
-    tl.store(to + rows, in_columns(delta, c.ROWS))
-    total = tl.where(lse2 < float("inf"), 1.0, 0.0)  # of the weights of a row
+    tl.store(to, in_columns(less, c.ROWS))
+    tl.store(to + rows, in_columns(delta * share, c.ROWS))
+    total = tl.where(lse < float("inf"), 1.0, 0.0)  # of the weights of a row
     if t.sink is not None:
-        p = tl.exp2(tl.load(t.sink + head).to(tl.float32) * _LOG2E - lse2)
+        # in natural units, for the sink may be as large as its dtype goes
+        p = tl.exp2((tl.load(t.sink + head).to(tl.float32) - lse) * _LOG2E - rest)
         total -= p
         if t.dsink is not None:
             tl.store(t.dsink + i, -tl.sum(tl.where(here, p * delta, 0.0), 0))

@@ -1,7 +1,8 @@
 """P from S^T, and what dP - Delta is to be multiplied with: softcap, bias, ALiBi and masks.
 
-Scores are in units of log 2 throughout, as lse is. With a softcap ``dX = P (1 - (t/c)^2) (dP -
-Delta)``, and that product of the first two is all that is kept of them beside P, rounded.
+Scores are in units of log 2, as lse is; with C.NATURAL both are in natural units, and only their
+difference is multiplied by log2(e) (``Problem.natural``). With a softcap ``dX = P (1 - (t/c)^2)
+(dP - Delta)``, and that product of the first two is all that is kept of them beside P, rounded.
 """
 
 from __future__ import annotations
@@ -69,18 +70,18 @@ def distance(C: gl.constexpr, S, first, m, tile):
 
 
 @gluon.jit
-def row_bias(C: gl.constexpr, S, first, m, head, tile, terms):
-    """A number a key, against a tile of scores."""
+def line_bias(C: gl.constexpr, S, first, m, head, tile, terms):
+    """A number a key (ROW) or a query (COLUMN), against a tile of scores."""
     L: gl.constexpr = S.type.layout
-    bias, each_b, each_h, heads, keys = terms[6]
+    bias, each_b, each_h, heads, length = terms[6]
     plane = tile[2] * each_b * heads + head * each_h
-    start = bias + plane.to(gl.int64) * keys
-    if C.QUERIES_DOWN:
+    start = bias + plane.to(gl.int64) * length
+    if C.QUERIES_DOWN == C.ROW:  # it lies along what passes by
         j = m * C.BLOCK_Q + gl.arange(0, C.BLOCK_Q, gl.SliceLayout(0, L))
-        x = gl.load(start + j, mask=j < keys, other=0.0)[None, :]
+        x = gl.load(start + j, mask=j < length, other=0.0)[None, :]
     else:
         j = first + gl.arange(0, C.TOKENS, gl.SliceLayout(1, L))
-        x = gl.load(start + j, mask=j < keys, other=0.0)[:, None]
+        x = gl.load(start + j, mask=j < length, other=0.0)[:, None]
     return x
 
 
@@ -97,14 +98,18 @@ def weights(
     if C.SOFTCAP:
         y = tanh(S * inner, dtype)
     first = tile[0] + c * C.TOKENS
-    if C.ROW:
-        bias = row_bias(C, S, first, m, head, tile, terms)
-    if C.BIAS or C.ROW:
-        less = less - bias.to(gl.float32) * LOG2E
-    if C.ALIBI:
-        far = distance(C, S, first, m, tile)
-        less = less + far * (gl.load(alibi + head) * LOG2E)
-    p = gl.exp2(y * scale - less)
+    if C.ROW or C.COLUMN:
+        bias = line_bias(C, S, first, m, head, tile, terms)
+    if C.NATURAL:
+        s = y * scale + bias.to(gl.float32)
+        if C.ALIBI:
+            s = s - distance(C, S, first, m, tile) * gl.load(alibi + head)
+        p = gl.exp2((s - less) * LOG2E)
+    else:
+        if C.ALIBI:
+            far = distance(C, S, first, m, tile)
+            less = less + far * (gl.load(alibi + head) * LOG2E)
+        p = gl.exp2(y * scale - less)
     if MASKED:
         p4 = by_lane(p)
         ok = seen(C, p4, first, m, tile, sizes, terms)

@@ -105,6 +105,8 @@ class GradientConfig:
     BIAS: bool = False
     DBIAS: bool = False  # stored tile by tile: the bias broadcasts over nothing
     ROW: bool = False  # the bias is a number a key
+    COLUMN: bool = False  # the bias is a number a query
+    NATURAL: bool = False  # scores and lse are in natural units, else in base 2 (Problem.natural)
     DROW: bool = False  # and its gradient is added up over queries
     DQ: bool = True  # made as tiles pass by; else afterwards, of dbias (dq_of_dbias.py)
     ORDERED: bool = False  # dQ is added up tile of keys by tile of keys, in a fixed order
@@ -243,6 +245,7 @@ def config_for(p: Problem, tile: GradientTile, **options: Any) -> GradientConfig
         DOCUMENTS=p.documents,
         SOFTCAP=p.softcap > 0,
         ALIBI=p.alibi,
+        NATURAL=p.natural,
         ORDERED=ordered,
         FRESH=ordered and every_query_sees(p),
         ABREAST=ordered and p.group > 1 and p.right is not None and p.left is None,

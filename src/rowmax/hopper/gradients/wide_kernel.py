@@ -226,7 +226,8 @@ def wide(
     else:
         seqs = (t.cu_k, t.cu_q, n.batch, t.lengths)
         order = (t.table, t.ends, t.counter, n.heads, n.heads, n.keys)
-    row = (t.bias, n.each_b, n.each_h, n.each_h * (n.hq - 1) + 1, n.nk)
+    length = n.nq if C.COLUMN else n.nk
+    row = (t.bias, n.each_b, n.each_h, n.each_h * (n.hq - 1) + 1, length)
     terms = (n.inner, t.alibi, t.q_ids, t.k_ids, n.ids_q, n.ids_k, row)
     planes = (n.hq, n.rows)
     spread = (n.group, n.ratio, n.hq, n.each_b, n.each_h)
