@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from rowmax.reference import tolerance as rule
+from rowmax.reference.tolerance import Noise
+
 from .cases import CASES, COVERING, Case, make, pairwise
 from .tolerance import Answer, Expected, answer, complaints, cotangents, expected, poisoned
 
@@ -105,6 +108,18 @@ def test_sizes_scale() -> None:
         small, _ = make(case).problem()
         assert (problem.total_q, problem.total_k) == (2 * small.total_q, 2 * small.total_k)
         assert (problem.hq, problem.d, problem.batch) == (small.hq, small.d, small.batch)
+
+
+def test_the_norm_of_noise_is_allowed_only_where_the_answer_is_noise() -> None:
+    noise = Noise(1e-6, 1e-6 * 10)
+    zero, one = torch.zeros(100, dtype=torch.float64), torch.ones(100, dtype=torch.float64)
+    off = torch.full((100,), 1e-6, dtype=torch.float64)
+    dtype = torch.float32
+    assert rule.complaint(zero + off, zero, zero, dtype, 3.0, noise) is None
+    assert "norm" in (rule.complaint(zero + off, zero, zero, dtype, 3.0, Noise(1e-6, 0.0)) or "")
+    assert rule.complaint(zero + 3 * off, zero, zero, dtype, 3.0, noise) is not None
+    wide = Noise(1.0, 5.0)  # less than the answer, whose own limit stands
+    assert "norm" in (rule.complaint(one + 100 * off, one, one, dtype, 3.0, wide) or "")
 
 
 def test_every_feature_is_in_the_covering_part() -> None:

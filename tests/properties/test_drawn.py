@@ -12,7 +12,7 @@ import pytest
 
 from ..drawn import Drawn, drawn, reduced, wrong
 
-CALLS = 45  # of each backend and dtype: a minute in all on two cores
+CALLS = 20  # of each backend and dtype: half a minute in all on two cores
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])

@@ -4,7 +4,7 @@
 inputs, which is what standard attention would have given. An answer x is right when
 
     max |x - ref| <= factor max |std - ref| + 2 ulp(max |ref|) + noise   factor 2; gradients 3
-    norm(x - ref) <= max(limit norm(ref), norm(noise))                   limit by dtype
+    norm(x - ref) <= limit norm(ref)                                     limit by dtype
 
 and it is infinite exactly where ref is. NaN is never right.
 
@@ -15,8 +15,8 @@ that of the exponential and the product after it. And dS is a difference, ``dP -
 whose terms carry these errors also where they cancel. So x may be off by the sum that defines
 it, taken over absolute values and weighed with ``u (2 + |s| + |lse|)``. In float32 this is of
 the size of std's own error; for half precision it vanishes beside it. Where terms cancel
-exactly in std (dS of a row that sees one key), ref is 0 and noise is all that there is, so the
-second line has it too: an error of at most the noise in each element has at most its norm.
+exactly in std (dS of a row that sees one key), ref is 0 and noise is all that there is: where
+norm(ref) is no more than norm(noise), the second line allows norm(noise).
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ def complaint(
     size, off = ref.norm().item(), (x - ref).norm().item()
     # Where std itself is past the limit (what cancels, such as dS of a row that sees one key,
     # has noise for a value), no answer of this dtype could keep it: the factor rules instead.
-    limit = max(LIMITS[dtype] * size, factor * their_norm, noise.norm)
+    limit = max(LIMITS[dtype] * size, factor * their_norm)
+    if size <= noise.norm:
+        limit = max(limit, noise.norm)
     if not off <= limit:
         return f"norm of the error {off:.3g}, allowed {limit:.3g}, of the answer {size:.3g}"
     return None
