@@ -64,7 +64,7 @@ def test_what_fails_is_counted_and_the_search_goes_on(
 ) -> None:
     found = _search(tmp_path, partial(at_times, kind), "--calls", calls)
     counts = list(found.counts.values())
-    assert all(c["right"] + c["refused"] >= 8 for c in counts), "it went on"
+    assert all(c.calls + c["refused"] >= int(calls) for c in counts), "it went on"
     assert sum(c[counted] for c in counts)
     rows = list(csv.DictReader((tmp_path / "out.csv").read_text().splitlines()))
     names = "dtype,backend,calls,wrong,faults,device,torch,triton,date"
