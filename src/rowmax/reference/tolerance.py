@@ -126,10 +126,13 @@ def noise(
     cut = 3 / 16 if on_tensor_cores else 0.0
     weight = 2 + (1 + cut * problem.d) * s.abs() + size.abs()
     row = (dO * o).sum(-1, keepdim=True) + dL[..., None]
+    ratio = torch.finfo(problem.dtype).eps / torch.finfo(problem.accumulator).eps
+    rounded = 4 / math.sqrt(3) * (ratio if ratio > 1 else 0.0)
+    delta = rounded * (dO * o).square().sum(-1, keepdim=True).sqrt()
     R = PR
     PR = PR * weight
     dP = (PR + cut * problem.dv * R) * (dO @ v.transpose(2, 3))
-    dS = dP + P * dP.sum(-1, keepdim=True) + P * weight * row
+    dS = dP + P * dP.sum(-1, keepdim=True) + P * (weight * row + delta)
     sums = {"out": PR @ v, "lse": (P * weight).sum(-1), "dv": PR.transpose(2, 3) @ dO}
     sums["dq"] = problem.scale * dS @ k
     sums["dk"] = problem.scale * dS.transpose(2, 3) @ q
