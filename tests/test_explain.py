@@ -215,7 +215,7 @@ def _no_dbias(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return {"dbias": WITHOUT} if call == "backward" and problem.bias is not None else {}
 
     monkeypatch.setattr(cpu, "lacks", lacks, raising=False)
-    monkeypatch.setattr(cpu, "notes", lambda p, job: [f"makes {job.results[0]}"], raising=False)
+    monkeypatch.setattr(cpu, "notes", lambda p, call: [f"makes a {call}"], raising=False)
     backends.choose.cache_clear()
     yield
     backends.choose.cache_clear()
@@ -232,10 +232,10 @@ def test_a_call_of_several_backends():
     )
     assert found.backward.backend == "cpu"
     assert set(found.backward.others) == {"hopper", "triton", "reference"}
-    assert found.backward.notes == (("makes dq",), ())
+    assert found.backward.notes == (("makes a backward",), ())
     lines = str(found).splitlines()
     at = lines.index(f"backward  cpu (dq, dk, dv, dsink), torch (dbias: not cpu: {WITHOUT})")
-    assert lines[at + 1].strip() == "makes dq"
+    assert lines[at + 1].strip() == "makes a backward"
     assert "forward   cpu" in lines
     plain = rowmax.explain(q, k, v)
     assert "backward  cpu" in str(plain).splitlines()

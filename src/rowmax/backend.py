@@ -196,7 +196,7 @@ def lacks(name: str, problem: Problem, call: Call) -> Mapping[str, str]:
 def notes(problem: Problem, job: Job) -> tuple[str, ...]:
     """What the backend of a job has to say of it."""
     found = None if job.backend is None else getattr(_load(job.backend), "notes", None)
-    return () if found is None else tuple(found(problem, job))
+    return () if found is None else tuple(found(problem, job.call))
 
 
 def _results(problem: Problem, call: Call) -> tuple[str, ...]:

@@ -18,12 +18,13 @@ import pytest
 if find_spec("triton") is None or sys.platform != "linux":
     pytest.skip("compiling for a GPU needs triton, on Linux", allow_module_level=True)
 
+import torch
 import triton
 
-from rowmax.hopper.tiles import LONG_64, SHARED, TILES
-from tests.cases import Case
+from rowmax.hopper.tiles import LONG_64, LONG_64_SPILLS, SHARED, TILES, tile_for
+from tests.cases import Case, make
 
-from .hopper_build import build
+from .hopper_build import Built, build
 
 FEATURES: dict[str, dict[str, Any]] = {
     "full": {},
@@ -49,11 +50,11 @@ CASES = [
     if name in ("full", "causal") or (d, dv) in ((128, 128), (256, 256))
 ]
 CASES += [Case(f"{d}x{dv}-few", b=1, d=d, dv=dv, causal=True) for d, dv in TILES]
-if LONG_64:
-    CASES += [
-        Case(f"64x64-long-{name}", b=200, hq=1, nq=8, nk=5000, d=64, **FEATURES[name])
-        for name in ("full", "causal")
-    ]
+LONG = [
+    Case(f"64x64-long-{name}", b=200, hq=1, nq=8, nk=5000, d=64, **FEATURES[name])
+    for name in ("full", "causal")
+]
+CASES += LONG
 #: none with the triton that torch 2.11 pins; 3.9 puts by up to three scalars a key tile where
 #: registers are fewest (head size 256 with a window, ALiBi or a bias for each query)
 SPILLS = 0 if triton.__version__.startswith("3.6.") else 3
@@ -61,9 +62,28 @@ SPILLS = 0 if triton.__version__.startswith("3.6.") else 3
 STACK = 160
 
 
+def kept(case: Case) -> Built:
+    """The kernel of a case, unless it is of three warpgroups that the host would not take."""
+    kernel = build(case)
+    if kernel.plan.tile == LONG_64 and kernel.stack > 4 * LONG_64_SPILLS:
+        pytest.skip("three warpgroups spill with this compiler: the host takes the next tile")
+    return kernel
+
+
+@pytest.mark.parametrize("case", LONG, ids=str)
+def test_three_warpgroups_give_way_where_they_spill(case):
+    """The host knows local memory alone: what passes its limit must have none in its loops."""
+    kernel = build(case)
+    assert kernel.plan.tile == LONG_64
+    spilled = any(re.search(r"\b(LDL|STL)\b", x.text) for loop in kernel.loops() for x in loop)
+    assert spilled is (kernel.stack > 4 * LONG_64_SPILLS)
+    problem, _ = make(case, dtype=torch.bfloat16).problem()
+    assert tile_for(problem, "", 132, spilled=True) == TILES[64, 64]
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_loops_keep_to_registers(case):
-    kernel = build(case)
+    kernel = kept(case)
     loops = kernel.loops()
     assert len(loops) >= kernel.plan.tile.warpgroups
     for loop in loops:
@@ -78,7 +98,7 @@ def test_loops_keep_to_registers(case):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_products_are_not_serialised(case):
     """One wait for scores and one for the output in a loop; one after each HGMMA otherwise."""
-    for loop in build(case).loops():
+    for loop in kept(case).loops():
         waits = [line for line in loop if "WARPGROUP.DEPBAR" in line.text]
         assert len(waits) == 2
 
@@ -86,7 +106,7 @@ def test_products_are_not_serialised(case):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_softmax_runs_under_the_output(case):
     """All exponentials of the weights come before the wait for the product that hides them."""
-    kernel = build(case)
+    kernel = kept(case)
     # the weights of a tile that one thread makes: 64 rows by the columns, over 128 threads
     weights = kernel.plan.tile.block_k // 2
     for loop in kernel.loops():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from collections import OrderedDict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -271,3 +273,39 @@ def test_a_bias_comes_as_the_copy_engine_takes_it(
     elif 0 in bias.stride():
         assert kind == {"expanded": "tile", "rows": "row", "columns": "column"}[layout]
         assert got.numel() <= bias.numel() // 8
+
+
+@pytest.mark.parametrize("words", [0, 24, 25, None])
+def test_three_warpgroups_if_they_keep_to_registers(
+    words: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decided by the kernel that was compiled, once for each config; explain says which."""
+    problem, tensors = posed(nk=4096)
+    launched: list[Any] = []
+    monkeypatch.setattr(forward, "processors", lambda _: 4)
+    monkeypatch.setattr(forward, "_SPILLED", {})
+    monkeypatch.setattr(forward, "_PLANS", OrderedDict())
+    monkeypatch.setattr(forward.torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(forward.compat, "spills", lambda kernel: words)
+    monkeypatch.setattr(forward, "over", lambda *_: ())
+
+    class Stand:
+        def loaded(self, *args: Any) -> Any:
+            launched.append("loaded")
+            return SimpleNamespace(kernel=None)
+
+        def __call__(self, first: Any, t: Any, last: Any) -> None:
+            launched.append(len(forward._PLANS))
+
+    made = forward.made
+    monkeypatch.setattr(forward, "made", lambda *args: made(*args)._replace(launch=Stand()))
+    assert forward.note_of_tile(problem).startswith("three warpgroups, if")
+    out = torch.empty(problem.out_shape, dtype=torch.float16)
+    lse = torch.empty(problem.lse_shape)
+    for _ in range(2):
+        forward.launch(problem, tensors, out, lse)
+    assert launched == ["loaded", 1, 1]
+    (plan,) = forward._PLANS.values()
+    spilled = words is None or words > 24
+    assert plan.tile.warpgroups == (2 if spilled else 3)
+    assert forward.note_of_tile(problem).startswith("two" if spilled else "three warpgroups")

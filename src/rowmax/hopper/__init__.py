@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..problem import Gradients, Problem, Tensors, Wanted
 
-__all__ = ["backward", "forward", "lacks", "supports"]
+__all__ = ["backward", "forward", "lacks", "notes", "supports"]
 
 
 def supports(problem: Problem, call: str) -> str | None:
@@ -31,6 +31,15 @@ def lacks(problem: Problem, call: str) -> dict[str, str]:
 
     reason = refused_gradient(problem)
     return {} if reason is None else {"dbias": reason}
+
+
+def notes(problem: Problem, call: str) -> list[str]:
+    """What ``explain`` says of a job beside its backend."""
+    from ..triton import assembler
+    from . import launch
+
+    tile = launch.note_of_tile(problem) if call == "forward" else None
+    return [text for text in (tile, assembler.note(problem.device_index)) if text]
 
 
 def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from ..problem import Problem, Tensors
+from ..triton import compat
 from ..triton.compiled import Launch
 from . import packed
 from .copies import Copies, copies_of, over, taken, takes
@@ -20,7 +21,18 @@ from .gluon_compat import GluonASTSource
 from .kernel import Numbers, Pointers
 from .kernel import forward as kernel
 from .schedule import SECTION_BYTES, dense_table, steps_of
-from .tiles import ROWS, Config, Constants, Tile, bias_fits, config_for, packed_heads, tile_for
+from .tiles import (
+    LONG_64,
+    LONG_64_SPILLS,
+    ROWS,
+    Config,
+    Constants,
+    Tile,
+    bias_fits,
+    config_for,
+    packed_heads,
+    tile_for,
+)
 
 _LOG2E = math.log2(math.e)
 _MOST_PLANS = 256
@@ -43,6 +55,8 @@ class Plan(NamedTuple):
 
 
 _PLANS: OrderedDict[Any, Plan] = OrderedDict()
+#: by config of three warpgroups: True if its kernel, as compiled, uses too much local memory
+_SPILLED: dict[Config, bool] = {}
 
 
 def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
@@ -71,6 +85,9 @@ def launch(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None
         q, k, v = taken(q), taken(k), taken(v)
         tensors = tensors._replace(q=q, k=k, v=v)
         plan = plan_of(problem, tensors, out)
+        if plan.tile is LONG_64 and spills(plan, problem, tensors, out, lse):
+            _PLANS.pop(key_of(problem, tensors), None)
+            plan = plan_of(problem, tensors, out)  # now with the next best tile
     else:
         try:  # noqa: SIM105  (suppress takes longer)
             _PLANS.move_to_end(key)
@@ -117,6 +134,21 @@ def pointers(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: T
     )
 
 
+def spills(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> bool:
+    """True if the kernel of three warpgroups uses more local memory than it may; compiles it."""
+    config = plan.constants.config
+    found = _SPILLED.get(config)
+    if found is None:
+        copies = over(plan.copies, *tensors[:4], out)
+        t = pointers(plan, problem, tensors, out, lse)
+        words = compat.spills(plan.launch.loaded(*copies, t, *plan.last).kernel)
+        found = words is None or words > LONG_64_SPILLS
+        if len(_SPILLED) >= _MOST_PLANS:
+            _SPILLED.clear()
+        _SPILLED[config] = found
+    return found
+
+
 # --- plans -------------------------------------------------------------------------------------
 
 
@@ -161,7 +193,7 @@ def made(
     """The plan of a problem, or with another tile and other constants, to measure those."""
     q, k, v, bias = tensors[:4]
     how = how_bias_comes(p, bias)
-    tile = tile or tile_for(p, how, processors(q.device))
+    tile = tile or best_tile(p, how, q.device)
     group = packed_heads(p, how)
     constants = Constants(replace(config_for(p, tile, how, group), **options))
     heads = p.hq // group
@@ -176,6 +208,27 @@ def made(
     options = {"num_warps": 4, "enable_fp_fusion": True}
     launch = GluonLaunch(kernel, (blocks, 1, 1), options)
     return Plan(tile, constants, rows, ends, copies, last, launch)
+
+
+def best_tile(p: Problem, bias: str, device: torch.device) -> Tile:
+    """The tile of a problem, as far as what was compiled before allows."""
+    tile = tile_for(p, bias, processors(device))
+    if tile == LONG_64 and _SPILLED.get(config_for(p, tile, bias, packed_heads(p, bias))):
+        return tile_for(p, bias, processors(device), spilled=True)
+    return tile
+
+
+def note_of_tile(p: Problem) -> str | None:
+    """A sentence about the tile of a problem, where what was compiled decides on it."""
+    device = torch.device(p.device, p.device_index)
+    if p.bias is not None or tile_for(p, "", processors(device)) != LONG_64:
+        return None
+    found = _SPILLED.get(config_for(p, LONG_64, "", packed_heads(p, "")))
+    if found is None:
+        return "three warpgroups, if the kernel keeps to registers once compiled; else two"
+    if found:
+        return "two warpgroups: a kernel of three was compiled and did not keep to registers"
+    return "three warpgroups"
 
 
 def numbers(p: Problem, tensors: Tensors, c: Config, heads: int) -> Numbers:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-import triton
 from triton.experimental.gluon import language as gl
 
 from ..problem import Problem
@@ -58,9 +57,11 @@ FEW = {
 }
 SIZES = (64, 96, 128, 192, 256)
 #: head size 64 without score terms, beyond so many keys: three warpgroups, whose taller tiles
-#: waste more where a sequence or a diagonal ends. Triton 3.9 overflows their 160 registers.
-_THREE = Tile(3, 128, 4, 4, 2, registers=(160, 32))
-LONG_64 = _THREE if triton.__version__.startswith("3.6.") else None
+#: waste more where a sequence or a diagonal ends
+LONG_64 = Tile(3, 128, 4, 4, 2, registers=(160, 32))
+#: words of local memory that a thread of it may use. By triton 3.6.0 (ptxas 12.8 or 12.9) it uses
+#: 0 and, causal, 22, once a query tile; by triton 3.9.0 30 and 50, in its loops over keys as well
+LONG_64_SPILLS = 24
 LONG_64_KEYS = {"full": 1536, "causal": 4096}
 
 
@@ -177,8 +178,11 @@ def sizes_of(d: int, dv: int) -> tuple[int, int]:
     return (big, big_v) if (big, big_v) in TILES else (both, both)
 
 
-def tile_for(p: Problem, bias: str, processors: int) -> Tile:
-    """The tile of a problem whose bias (if any) comes in as ``bias`` says."""
+def tile_for(p: Problem, bias: str, processors: int, spilled: bool = False) -> Tile:
+    """The tile of a problem whose bias (if any) comes in as ``bias`` says.
+
+    ``spilled``: the next best, where three warpgroups were compiled and have too few registers.
+    """
     d, dv = sizes_of(p.d, p.dv)
     tile = TILES[d, dv]
     rows = p.total_q // ROWS + p.batch if p.varlen else -(-p.nq // ROWS) * p.batch
@@ -186,7 +190,7 @@ def tile_for(p: Problem, bias: str, processors: int) -> Tile:
         tile = FEW[d, dv]
     plain = not (bias or p.alibi or p.documents or p.softcap > 0)
     long = p.nk > LONG_64_KEYS["full" if p.right is None else "causal"]
-    if LONG_64 and plain and d == 64 and long:
+    if not spilled and plain and d == 64 and long:
         return LONG_64
     if bias in ("row", "gathered"):  # numbers on their way take registers of their own
         return replace(tile, block_k=64 if dv <= 128 else 32)

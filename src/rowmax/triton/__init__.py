@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from ..problem import Problem
+from . import assembler
 from .backward import backward
 from .forward import forward
 
-__all__ = ["backward", "forward", "supports"]
+__all__ = ["backward", "forward", "notes", "supports"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -24,3 +25,12 @@ def supports(problem: Problem, call: str) -> str | None:
             wanted = ".".join(map(str, want))
             return f"{problem.dtype} needs a GPU of compute capability {wanted} or more"
     return None
+
+
+def notes(problem: Problem, call: str) -> list[str]:
+    """What ``explain`` says of a job beside its backend."""
+    text = assembler.note(problem.device_index) if problem.device == "cuda" else None
+    if text is None:
+        return []
+    narrow = assembler.choice().taken is None and problem.dtype == torch.float32
+    return [text, *(["tiles of at most 32 x 32, which make no wgmma"] if narrow else [])]

@@ -115,6 +115,21 @@ def current_arch() -> int | None:
     return 10 * major + minor
 
 
+def note(index: int | None) -> str | None:
+    """A sentence about the assembler of a device's kernels, where it is not simply Triton's."""
+    if torch.version.hip is not None or torch.cuda.get_device_capability(index) != (9, 0):
+        return None
+    taken, usual = choice()
+    if taken is None:
+        return (
+            f"no ptxas of 12.9 or newer is at hand, and {usual or 'none'} builds wrong wgmma "
+            "descriptors in float32 kernels (TRITON_PTXAS_PATH can name another)"
+        )
+    if taken != usual:
+        return f"assembled by {taken}: {usual}, which Triton would take, builds wrong descriptors"
+    return None
+
+
 _lock = threading.Lock()
 _kept: dict[str, Any] = {}
 _within = 0

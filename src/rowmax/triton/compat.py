@@ -78,3 +78,11 @@ def launcher(compiled: Any, grid: tuple[int, int, int], device: int) -> Callable
             run(*grid, current_stream(device), function, metadata, None, None, None, *args)
 
     return ready
+
+
+def spills(kernel: Any) -> int | None:
+    """Words of local memory that a thread of a compiled kernel uses, None if that is not known."""
+    load = getattr(kernel, "_init_handles", None)  # what the first launch does
+    if load is not None:
+        load()
+    return getattr(kernel, "n_spills", None)
