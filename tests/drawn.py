@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from rowmax.backend import refusal
+from rowmax.backend import lacks, refusal
 from rowmax.problem import Problem
 from rowmax.reference.tolerance import Noise
 
@@ -149,7 +149,8 @@ def together(found: list[tuple[Answer, Expected]]) -> list[str]:
         names, xs, refs, stds, dtypes, factors, noises = zip(*parts, strict=True)
         x, ref, std = (torch.cat([t.flatten() for t in ts]) for ts in (xs, refs, stds))
         largest = max(n.largest for n in noises)
-        noise = Noise(largest, math.hypot(*(n.norm for n in noises)))
+        norms = (math.hypot(*(getattr(n, name) for n in noises)) for name in ("norm", "cut"))
+        noise = Noise(largest, *norms)
         texts.append(complaint(names[0], x, ref, std, dtypes[0], factors[0], noise))
     return [text for text in texts if text is not None]
 
@@ -189,6 +190,9 @@ def _prepared(
         reason = refusal(backend, call.problem()[0], kind) if call.leaves or kind[0] == "f" else ""
         if reason:
             raise RefusedError(reason)
+    missing = lacks(backend, call.problem()[0], "backward") if "bias" in call.leaves else {}
+    if "dbias" in missing:
+        raise RefusedError(missing["dbias"])
     grads = given_cotangents(call, drawn.seed)
     if reference is None:
         want = expected(call, *grads)
