@@ -232,7 +232,8 @@ def group(rng: random.Random, dtype: str, backend: str = "cpu", budget: int = GP
         from rowmax import hopper as module
 
         p = problem_of(case, dtype)
-        if module._refused(p) is None and module._refused_backward(p) is None:
+        refused = module._refused(p) or module._refused_backward(p)
+        if not refused and not module.lacks(p, "backward"):
             return case
     return case
 
@@ -284,6 +285,8 @@ def _group(rng: random.Random, dtype: str, hopper: bool) -> Case:
     if not hopper:
         values["dropout"] = 0.2 if has() else 0.0
         values["allowed"] = rng.choice(_PATTERNS) if has() else None
+    if values["lengths"] is not None and not hopper:
+        values["align"] = rng.choice(("keys", "lengths"))
     if values["bias"] is not None:
         values["bias_float32"] = rng.random() < 0.3 and dtype in ("bfloat16", "float16")
     values["transposed"] = rng.random() < 0.15
