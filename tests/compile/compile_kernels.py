@@ -181,9 +181,7 @@ def main() -> None:
     _, shared = TARGETS[name]
     device = "NVIDIA H200" if what == "tuned" else name
     amd = name.startswith("gfx")
-    limits = tiles.Limits(
-        device, shared, 64 if amd else 32, split=not amd, wgmma=name == "sm_90"
-    )
+    limits = tiles.Limits(device, shared, 64 if amd else 32, split=not amd, wgmma=name == "sm_90")
     tiles.limits_of = lambda _: limits
     cases = {
         "features": features(name),

@@ -26,7 +26,7 @@ from triton import knobs
 from rowmax.triton import assembler, tiles
 from rowmax.triton.assembler import Assembler, Choice, assembling
 
-from . import sass
+from . import compile_kernels, sass
 
 PTX = Path(__file__).parent / "wgmma_descriptor.ptx"
 #: the release that makes wrong descriptors
@@ -245,3 +245,23 @@ def test_candidates_make_no_wgmma_without_a_sound_assembler(job: str) -> None:
         for one in tiles.candidates(kind, limits):
             assert tiles.allowed(kind, one, limits), one
             assert max(one.block_q, one.block_k) < tiles.WGMMA_ROWS or one.warps % 4, one
+
+
+def test_float32_kernels_without_wgmma(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward and both gradients of a call that ptxas 12.8.93 makes wrong, with such tiles."""
+    if os.environ.get("TRITON_INTERPRET"):
+        pytest.skip("the interpreter compiles nothing")
+    limits = tiles.Limits("an H200", 227 << 10, 32, no_wgmma=True, split=True, wgmma=True)
+    monkeypatch.setattr(tiles, "limits_of", lambda _: limits)
+    launch, bundles = compile_kernels.launch, compile_kernels.bundles
+    for where, name in ((launch.Job, "run"), (bundles, "capability")):
+        monkeypatch.setattr(where, name, getattr(where, name))  # which is to be put back
+    monkeypatch.setattr(launch, "_jobs", {})
+    found = compile_kernels.made(compile_kernels.FLOAT32[0], torch.float32, "sm_90")
+    codes = {}
+    for one in found:
+        code = sass.instructions(one.kernel.asm["cubin"])[0]
+        codes[one.job.kernel.fn.__name__] = " ".join(text for _, text in code)
+    assert len(codes) == 4
+    assert not any("HGMMA" in code for code in codes.values())
+    assert sum("HMMA" in code for code in codes.values()) == 3  # all but Delta

@@ -250,8 +250,9 @@ def fits(kind: Kind, tiles: Tiles, limits: Limits) -> bool:
 def smaller(tiles: Tiles) -> Tiles | None:
     """What to try where tiles did not fit after all: fewer stages, then half of the longer side.
 
-    Never one stage, which no release was measured with. (Its forward was once wrong on an H200,
-    with triton 3.6.0 and ptxas 12.8.93; it is right as ptxas 12.9.86 assembles it.)
+    Never one stage: V then takes the place of K in shared memory, and ptxas 12.8.93 makes three
+    of V's four wgmma descriptors from registers that do not hold the address (bfloat16, head sizes
+    32 and 64 with values of 16: wrong results on an H200; right as 12.9.86 assembles them).
     """
     if tiles.stages > 2:
         return replace(tiles, stages=tiles.stages - 1)
