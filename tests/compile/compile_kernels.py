@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from triton.backends.compiler import GPUTarget
-
 from triton.runtime.errors import OutOfResources
 
 from rowmax.problem import Wanted

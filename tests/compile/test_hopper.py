@@ -24,6 +24,7 @@ import triton
 from rowmax.hopper.tiles import LONG_64, LONG_64_SPILLS, SHARED, TILES, tile_for
 from tests.cases import Case, make
 
+from . import sass
 from .hopper_build import Built, build
 
 FEATURES: dict[str, dict[str, Any]] = {

@@ -240,7 +240,8 @@ def fits(kind: Kind, tiles: Tiles, limits: Limits) -> bool:
         if limits.wgmma and wide(tiles):
             # as measured: tiles that stay lie there in halves, narrow ones do not pack with wide
             side = bq if kind.job in ("key_gradients", "dk", "dv") else bk
-            shared = loaded + 4 * (2 * fixed + side * abs(kind.d - kind.dv)) + VECTORS * side
+            packed = 2 * fixed + side * abs(kind.d - kind.dv) - ahead * bq * bk
+            shared = loaded + 4 * packed + VECTORS * side
         else:
             halves = 4 * bq * bk * (kind.job == "forward")
             shared = max(shared + halves, loaded // 2 + 8 * fixed + VECTORS * bq)
