@@ -31,6 +31,7 @@ class Built(NamedTuple):
     stack: int  # bytes
     shared: int
     lines: list[Line]
+    cubin: bytes
 
     def count(self, pattern: str) -> int:
         return sum(bool(re.search(pattern, line.text)) for line in self.lines)
@@ -126,4 +127,4 @@ def _read(plan: launch.Plan, cubin: bytes, shared: int) -> Built:
     stack = re.search(r"STACK:(\d+)", usage.stdout + usage.stderr)
     assert stack is not None
     found = re.finditer(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", code.stdout)
-    return Built(plan, int(stack[1]), shared, [Line(int(m[1], 16), m[2]) for m in found])
+    return Built(plan, int(stack[1]), shared, [Line(int(m[1], 16), m[2]) for m in found], cubin)

@@ -418,6 +418,7 @@ class Product(NamedTuple):
     b: tuple[Word, Word]
 
 
+@lru_cache(maxsize=4)
 def products(cubin: bytes, thread: int = 0) -> list[Product]:
     """Every reachable product, in the order of addresses, as ``thread`` of a block meets it."""
     code, labels = instructions(cubin)
@@ -482,6 +483,23 @@ def _products(
             )
             registers = len(re.findall(r"\bR\d+", found[2])) >= 2
             yield Product(address, found[1], None if registers else a, b)
+
+
+class Report(NamedTuple):
+    """What is to be known of the descriptors of one kernel."""
+
+    products: int
+    known: int  # descriptors of B that are constants
+    findings: list[str]
+    stack: list[str]
+
+
+@lru_cache(maxsize=512)
+def report(cubin: bytes) -> Report:
+    """How many products there are, and what is wrong with their descriptors."""
+    every = products(cubin)
+    known = sum(p.b[0].value is not None and p.b[1].value is not None for p in every)
+    return Report(len(every), known, findings(cubin), stack_pointer_as_data(cubin))
 
 
 def findings(cubin: bytes) -> list[str]:

@@ -24,6 +24,7 @@ import triton
 from rowmax.hopper.tiles import LONG_64, LONG_64_SPILLS, SHARED, TILES, tile_for
 from tests.cases import Case, make
 
+from . import sass
 from .hopper_build import Built, build
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -93,6 +94,9 @@ def test_loops_keep_to_registers(case):
     # one that nobody uses would lie where something else does
     assert len(set(kernel.barriers())) == len(kernel.barriers()) > 0
     assert kernel.too_early(kernel.plan.tile.warpgroups) == []
+    report = sass.report(kernel.cubin)
+    assert report.products > 0
+    assert report.findings == report.stack == []
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

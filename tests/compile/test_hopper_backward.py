@@ -22,6 +22,7 @@ import triton
 from rowmax.hopper.gradients.tiles import SHARED_BIAS, TILES, WARPGROUPS, WIDE, tiles_of
 from rowmax.hopper.tiles import SHARED
 
+from . import sass
 from .hopper_backward_build import build, config
 from .hopper_build import Built, Line, count
 
@@ -127,6 +128,9 @@ def test_compiles_to(size, kind, name, dtype):
     assert len(loops) >= 2
     stays_in_registers(kernel, loops, kind, name)
     assert kernel.too_early(WARPGROUPS) == []
+    report = sass.report(kernel.cubin)
+    assert report.products > 0
+    assert report.findings == report.stack == []
     late = []
     for loop in loops:
         texts = [line.text for line in loop]

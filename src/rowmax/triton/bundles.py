@@ -316,6 +316,14 @@ def folded(problem: Problem) -> bool:
 
 def precision_of(tensors: Tensors) -> str:
     """Products of float32 keep float32's accuracy: three tf32 ones where there are such units."""
-    if tensors.q.dtype != torch.float32 or not tensors.q.is_cuda or torch.version.hip is not None:
+    if tensors.q.dtype != torch.float32:
         return "ieee"  # which 16-bit products pay no heed to
-    return "tf32x3" if torch.cuda.get_device_capability(tensors.q.device) >= (8, 0) else "ieee"
+    found = capability(tensors.q.device)
+    return "tf32x3" if found is not None and found >= (8, 0) else "ieee"
+
+
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """The compute capability of an NVIDIA GPU; None for any other device."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    return torch.cuda.get_device_capability(device)

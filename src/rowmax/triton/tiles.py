@@ -56,12 +56,16 @@ class Limits:
     shared: int
     lanes: int  # of a warp
     no_wgmma: bool = False  # for float32: no ptxas that builds its descriptors right is at hand
+    split: bool = False  # products of float32 are of operands in two halves (tf32x3)
+    wgmma: bool = False
 
 
 #: longer sequences may have tiles of their own
 LONG = 2048
 #: least rows of a product that is wgmma
 WGMMA_ROWS = 64
+#: bytes for each row of a tile of queries: LSE and Delta, three stages of them at most
+VECTORS = 2 * 4 * 2
 #: the widest head for which one kernel holds the sums of dK and of dV
 BOTH_UP_TO = 128
 
@@ -103,8 +107,12 @@ def allowed(kind: Kind, tiles: Tiles, limits: Limits) -> bool:
 
     Triton takes wgmma for products of 64 rows or more, by warps in groups of four.
     """
-    wide = max(tiles.block_q, tiles.block_k) >= WGMMA_ROWS and tiles.warps % 4 == 0
-    return not (limits.no_wgmma and kind.bytes == 4 and wide)
+    return not (limits.no_wgmma and kind.bytes == 4 and wide(tiles))
+
+
+def wide(tiles: Tiles) -> bool:
+    """True where Triton takes wgmma for a product, if the device has it."""
+    return max(tiles.block_q, tiles.block_k) >= WGMMA_ROWS and tiles.warps % 4 == 0
 
 
 def shortened(tiles: Tiles, problem: Problem) -> Tiles:
@@ -129,9 +137,16 @@ def limits_of(device: torch.device) -> Limits:
 def _limits(device: int) -> Limits:
     found = torch.cuda.get_device_properties(device)
     shared = getattr(found, "shared_memory_per_block_optin", 64 << 10)
-    hopper = torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
-    no_wgmma = hopper and assembler.choice().taken is None
-    return Limits(found.name, shared or 64 << 10, getattr(found, "warp_size", 32), no_wgmma)
+    version = torch.cuda.get_device_capability(device) if torch.version.hip is None else (0, 0)
+    hopper = version == (9, 0)
+    return Limits(
+        found.name,
+        shared or 64 << 10,
+        getattr(found, "warp_size", 32),
+        no_wgmma=hopper and assembler.choice().taken is None,
+        split=version >= (8, 0),
+        wgmma=hopper,
+    )
 
 
 # --- measured ----------------------------------------------------------------------------------
@@ -219,17 +234,26 @@ def fits(kind: Kind, tiles: Tiles, limits: Limits) -> bool:
     scores = bq * bk * (1 if kind.job in ("forward", "row_sums", "delta", "dv") else 2)
     threads = tiles.warps * limits.lanes
     ahead = kind.scored and kind.job != "bias_gradient"  # a bias is loaded ahead too
-    pairs = 4 * ahead * tiles.stages + kind.bytes
-    shared = kind.bytes * (fixed + tiles.stages * moving) + pairs * bq * bk
+    loaded = kind.bytes * tiles.stages * moving + 4 * ahead * tiles.stages * bq * bk
+    shared = loaded + kind.bytes * (fixed + bq * bk)
+    if limits.split and kind.bytes == 4:
+        if limits.wgmma and wide(tiles):
+            # as measured: tiles that stay lie there in halves, narrow ones do not pack with wide
+            side = bq if kind.job in ("key_gradients", "dk", "dv") else bk
+            packed = 2 * fixed + side * abs(kind.d - kind.dv) - ahead * bq * bk
+            shared = loaded + 4 * packed + VECTORS * side
+        else:
+            halves = 4 * bq * bk * (kind.job == "forward")
+            shared = max(shared + halves, loaded // 2 + 8 * fixed + VECTORS * bq)
     return shared <= limits.shared and (sums + scores) / threads <= 200
 
 
 def smaller(tiles: Tiles) -> Tiles | None:
     """What to try where tiles did not fit after all: fewer stages, then half of the longer side.
 
-    Never one stage. Tiles that are not loaded ahead share memory, and where those of keys and
-    values differ in width, triton 3.6.0 lets one overwrite the other while it is read (seen on
-    an H200: wrong results).
+    Never one stage: V then takes the place of K in shared memory, and ptxas 12.8.93 makes three
+    of V's four wgmma descriptors from registers that do not hold the address (bfloat16, head sizes
+    32 and 64 with values of 16: wrong results on an H200; right as 12.9.86 assembles them).
     """
     if tiles.stages > 2:
         return replace(tiles, stages=tiles.stages - 1)
