@@ -89,7 +89,10 @@ def test_tiles_are_those_of_the_device(current: dict[str, int]) -> None:
     for now in KINDS:
         current["device"] = now
         for n, (name, _, shared) in KINDS.items():
-            assert tiles.limits_of(torch.device("cuda", n)) == tiles.Limits(name, shared, 32)
+            found = tiles.limits_of(torch.device("cuda", n))
+            hopper = KINDS[n][1] == (9, 0)
+            assert (found.name, found.shared, found.lanes) == (name, shared, 32)
+            assert (found.wgmma, found.split) == (hopper, KINDS[n][1] >= (8, 0))
         assert tiles.limits_of(torch.device("cuda")).name == KINDS[now][0]  # the current one
 
 
