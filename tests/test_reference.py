@@ -20,8 +20,11 @@ from .tolerance import answer, complaints, cotangents, expected
 
 attention = functools.partial(rowmax.attention, backend="reference", return_lse=True)
 
-# torch's own decompositions for forward mode are still scripted
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    # torch's own decompositions for forward mode are still scripted
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning"),
+]
 
 
 def normal(*sizes: int, grad: bool = False) -> Tensor:

@@ -22,6 +22,8 @@ from rowmax.tiled.strips import OTHER_SIZES, SIZES, Sizes, strips
 
 from .cases import CASES, COVERING, Case, make
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 sizes_of_tiles = st.builds(
     Sizes,
     rows=st.sampled_from([13, 32, 128]),
