@@ -565,7 +565,16 @@ ALIGNED = [
     ),
 ]
 
-CASES = SINGLES + PAIRS + PACKED + PACKED_PAIRS + ALIGNED
+#: Masks with one slice for many heads, sequences, queries or keys: a map of their tiles has the
+#: shape of the slice, and lists of tiles have those of documents and lengths as well.
+EXPANDED = [
+    Case("mask-expanded-documents", allowed="HQK", documents="queries", causal=True, hk=2),
+    Case("mask-expanded-lengths", b=3, nq=90, nk=140, allowed="bHqk", lengths=(0.6, 0.0, 1.0)),
+    Case("mask-expanded-rows", nq=90, nk=140, allowed="BhQk"),
+    Case("packed-mask-expanded", sequences=_UNEQUAL, allowed="BHqk", causal=True),
+]
+
+CASES = SINGLES + PAIRS + PACKED + PACKED_PAIRS + ALIGNED + EXPANDED
 COVERING = PAIRS + PACKED_PAIRS + ALIGNED
 
 assert len({case.name for case in CASES}) == len(CASES), "names are unique"

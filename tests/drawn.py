@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from rowmax.backend import refusal
+from rowmax.backend import lacks, refusal
 from rowmax.problem import Problem
 from rowmax.reference.tolerance import Noise
 
@@ -149,7 +149,8 @@ def together(found: list[tuple[Answer, Expected]]) -> list[str]:
         names, xs, refs, stds, dtypes, factors, noises = zip(*parts, strict=True)
         x, ref, std = (torch.cat([t.flatten() for t in ts]) for ts in (xs, refs, stds))
         largest = max(n.largest for n in noises)
-        noise = Noise(largest, math.hypot(*(n.norm for n in noises)))
+        norms = (math.hypot(*(getattr(n, name) for n in noises)) for name in ("norm", "cut"))
+        noise = Noise(largest, *norms)
         texts.append(complaint(names[0], x, ref, std, dtypes[0], factors[0], noise))
     return [text for text in texts if text is not None]
 
@@ -189,6 +190,9 @@ def _prepared(
         reason = refusal(backend, call.problem()[0], kind) if call.leaves or kind[0] == "f" else ""
         if reason:
             raise RefusedError(reason)
+    missing = lacks(backend, call.problem()[0], "backward") if "bias" in call.leaves else {}
+    if "dbias" in missing:
+        raise RefusedError(missing["dbias"])
     grads = given_cotangents(call, drawn.seed)
     if reference is None:
         want = expected(call, *grads)
@@ -228,7 +232,8 @@ def group(rng: random.Random, dtype: str, backend: str = "cpu", budget: int = GP
         from rowmax import hopper as module
 
         p = problem_of(case, dtype)
-        if module._refused(p) is None and module._refused_backward(p) is None:
+        refused = module._refused(p) or module._refused_backward(p)
+        if not refused and not module.lacks(p, "backward"):
             return case
     return case
 
@@ -280,6 +285,8 @@ def _group(rng: random.Random, dtype: str, hopper: bool) -> Case:
     if not hopper:
         values["dropout"] = 0.2 if has() else 0.0
         values["allowed"] = rng.choice(_PATTERNS) if has() else None
+    if values["lengths"] is not None and not hopper:
+        values["align"] = rng.choice(("keys", "lengths"))
     if values["bias"] is not None:
         values["bias_float32"] = rng.random() < 0.3 and dtype in ("bfloat16", "float16")
     values["transposed"] = rng.random() < 0.15

@@ -295,7 +295,9 @@ def test_a_limit_before_every_key_leaves_none(limit: int, backend: str) -> None:
 
 @pytest.mark.parametrize("sizes", [(70, 70), (20, 90), (90, 20), (1, 40)], ids=str)
 @pytest.mark.parametrize(
-    "limits", [(None, -1), (-1, None), (-3, 40), (70, -65), (-1, -1), (None, -50)], ids=str
+    "limits",
+    [(None, -1), (-1, None), (-3, 40), (70, -65), (-1, -1), (None, -50), (3, -9)],  # none is left
+    ids=str,
 )
 def test_negative_limits(limits: tuple, sizes: tuple[int, int], backend: str) -> None:
     """Forward and backward, against the same band as a boolean tensor."""

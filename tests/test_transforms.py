@@ -134,6 +134,7 @@ _TERMS: dict[str, tuple[Callable[..., dict[str, Any]], Callable[[], Tensor]]] = 
         lambda: torch.randint(3, (3, 10)),
     ),
 }
+_BATCHED = ("bias", "lengths", "lengths-aligned", "documents-batched")  # of two sequences
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
@@ -143,7 +144,7 @@ def test_vmap_of_terms(term: str, batch: int, shared: bool) -> None:
     keywords, draw = _TERMS[term]
     q, k, v = inputs(3, batch, 10)
     extra = draw()
-    if term in ("bias", "lengths", "lengths-aligned", "documents-batched"):
+    if term in _BATCHED:
         extra = extra[:, :batch]
     extra = extra[0] if shared else extra
     in_dims = (0, 0, 0, None if shared else 0)
@@ -327,7 +328,7 @@ def _composed(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 def test_vmap_of_the_references_derivatives(term: str | None, transform: str) -> None:
     keywords, draw = _TERMS[term] if term else (lambda t: {}, lambda: torch.zeros(3))
     q, extra = torch.randn(3, 1, 10, 2, 2, dtype=torch.float64), draw()
-    if term in ("bias", "lengths", "documents-batched"):
+    if term in _BATCHED:
         extra = extra[:, :1]
     k, v = torch.randn(2, 1, 10, 2, 2, dtype=torch.float64)
 

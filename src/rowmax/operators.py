@@ -47,7 +47,8 @@ _library.define(
 def attend(tensors: Tensors, options: Options, problem: Problem | None) -> tuple[Tensor, Tensor]:
     """(out, lse) of checked arguments, differentiable."""
     if options.backend in PLAIN_OPERATIONS and _values_are_there(tensors):
-        return _computed(tensors, options, problem)  # autograd sees every step of it
+        out, lse = _computed(tensors, options, problem)  # autograd sees every step of it
+        return _connected(out, tensors), _connected(lse, tensors)
     if not torch.compiler.is_compiling():
         if _alone(tensors):
             if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
@@ -110,6 +111,18 @@ def _is_plain(t: Tensor) -> bool:
 
 def _split(inputs: tuple[Any, ...]) -> tuple[Tensors, Options]:
     return Tensors(*inputs[:_TENSORS]), Options(*inputs[_TENSORS:])
+
+
+def _connected(x: Tensor, tensors: Tensors) -> Tensor:
+    """Return x with every input in its graph, as an output of the operators has.
+
+    Of plain operations lse does not use v, and nothing is used where no sequence is packed;
+    gradients of the one by the other alone would raise an error instead of being zero.
+    """
+    if not torch.is_grad_enabled():
+        return x
+    inputs = (t for t in tensors[:_DIFFERENTIABLE] if t is not None)
+    return x + sum(t[:0].sum() for t in inputs)  # of no elements, which is 0 beside a NaN as well
 
 
 # --- the operators' kernels --------------------------------------------------------------------

@@ -54,6 +54,8 @@ def test_version():
         (("explain", "--bias", "xyz"), "want letters of bhqk or 1"),
         (("explain", "--kv-heads", "3"), "q: got 8 heads; want a multiple of the 3 heads"),
         (("explain", "--lengths", "5,6"), "lengths"),
+        (("explain", "--align", "lengths"), "--align: got 'lengths' without --lengths"),
+        (("explain", "--lengths", "5", "--align", "end"), "'end'; want keys or lengths"),
         (("frobnicate",), "No such command"),
     ],
 )
@@ -113,6 +115,18 @@ def test_explain_of_masks_and_packed_sequences():
     code, text = invoke("explain", "--device", "cpu", "--packed", "100,250", "--bias", "b1qk")
     assert code == 0
     assert "2 packed sequences" in text
+
+
+def test_explain_of_queries_aligned_to_lengths():
+    code, text = invoke(
+        *("explain", "--device", "cpu", "-b", "2", "-n", "9", "--keys", "300", "--causal"),
+        *("--lengths", "50,300", "--align", "lengths"),
+    )
+    assert code == 0
+    q, k = torch.zeros(2, 9, 8, 64), torch.zeros(2, 300, 8, 64)
+    mask = rowmax.PrefixLengths(torch.tensor([50, 300]), align="lengths")
+    assert text.split() == str(rowmax.explain(q, k, k, causal=True, mask=mask)).split()
+    assert "aligned to them" in text
 
 
 def test_without_its_libraries_it_says_what_to_install():

@@ -49,11 +49,17 @@ def test_extremes():
 @pytest.mark.skipif(
     find_spec("triton") is None or sys.platform != "linux", reason="needs triton, on Linux"
 )
-def test_host_and_kernels():
+@pytest.mark.parametrize(
+    "cases",
+    [
+        ("first-64", "first-lengths", "empty-batch", "past-the-last"),
+        ("first-shared-bias", "first-own-bias", "first-row-bias", "first-column-bias"),
+    ],
+    ids=["masks", "biases"],
+)
+def test_host_and_kernels(cases):
     pytest.importorskip("numpy")
-    biases = ("first-shared-bias", "first-own-bias", "first-row-bias", "first-column-bias")
-    for only in ("first-64", "first-lengths", "empty-batch", *biases):
-        run("tests.hopper.whole", "--only", only, TRITON_INTERPRET="1")
+    run("tests.hopper.whole", "--only", *cases, TRITON_INTERPRET="1")
 
 
 @pytest.mark.skipif(

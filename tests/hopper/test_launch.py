@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any
 
@@ -284,7 +283,7 @@ def test_three_warpgroups_if_they_keep_to_registers(
     launched: list[Any] = []
     monkeypatch.setattr(forward, "processors", lambda _: 4)
     monkeypatch.setattr(forward, "_SPILLED", {})
-    monkeypatch.setattr(forward, "_PLANS", OrderedDict())
+    monkeypatch.setattr(forward, "_PLANS", forward.Plans(8))
     monkeypatch.setattr(forward.torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(forward.compat, "spills", lambda kernel: words)
     monkeypatch.setattr(forward, "over", lambda *_: ())
@@ -309,3 +308,26 @@ def test_three_warpgroups_if_they_keep_to_registers(
     spilled = words is None or words > 24
     assert plan.tile.warpgroups == (2 if spilled else 3)
     assert forward.note_of_tile(problem).startswith("two" if spilled else "three warpgroups")
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_plans_are_bounded_and_stay_for_graphs(
+    graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replay of a CUDA graph reads the tables of the plans that it was captured with."""
+    looked: list[int] = []
+
+    def exist() -> bool:
+        looked.append(1)
+        return graphs
+
+    monkeypatch.setattr(forward.compat, "graphs_exist", exist)
+    plans = forward.Plans(8)
+    for n in range(40):
+        plans.keep(n, n)
+        if 0 in plans:
+            plans.move_to_end(0)  # in use all the time
+    assert 0 in plans
+    assert 39 in plans
+    assert len(plans) == 40 if graphs else len(plans) <= 8
+    assert len(looked) < 15  # not for each plan

@@ -1,7 +1,7 @@
 """The whole Hopper backward without a GPU: its host's side as it is, what is plain Triton under
 Triton's interpreter, and the Gluon kernels on the machine of ``machine.py``.
 
-    TRITON_INTERPRET=1 python -m tests.hopper.whole [--only NAME] [--seconds 600]
+    TRITON_INTERPRET=1 python -m tests.hopper.whole [--only NAME ...] [--seconds 600]
 
 The cases are those of the GPU's checks, in float16, by the rule of ``tests/tolerance.py``.
 """
@@ -185,12 +185,12 @@ def out_of_range(d: int, deterministic: bool) -> list[str]:
     ]
 
 
-def extremes(only: str) -> list[str]:
+def extremes(only: list[str]) -> list[str]:
     """Biases and sinks as large as their dtype goes (tests/extreme_bias.py)."""
     found = []
     half = torch.float16
     for case in extreme_bias.CASES:
-        if only not in case.name:
+        if not any(part in case.name for part in only):
             continue
         for pair in ((half, half), (half, torch.float32)):
             problem = extreme_bias.extreme(case, *pair, "cpu").problem()[0]
@@ -204,15 +204,20 @@ def extremes(only: str) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", nargs="+", default=[""], help="parts of names of cases")
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--extremes", action="store_true", help="biases and sinks of any size")
     options = parser.parse_args()
     prepare()
     if options.extremes:
         return int(bool(extremes(options.only)))
-    chosen = [c for c in [*device.first(), *device.cases()] if options.only in c.name]
+
+    def wanted(name: str) -> bool:
+        return any(part in name for part in options.only)
+
+    chosen = [c for c in [*device.first(), *device.cases()] if wanted(c.name)]
     chosen = [c for c in chosen if c.nq * (c.nk or c.nq) * c.hq * c.b <= 4e6]
+    named = options.only != [""]
     end = time.monotonic() + options.seconds
     counts = {"right": 0, "wrong": 0, "refused": 0}
     for case in chosen:
@@ -222,7 +227,7 @@ def main() -> int:
             try:
                 found = device.check(case, "float16", deterministic, 0)
             except Exception as error:
-                if options.only:
+                if named:
                     raise
                 found = [f"{type(error).__name__}: {str(error)[:300]}"]
             if found and found[0].startswith("refused"):
@@ -230,9 +235,9 @@ def main() -> int:
             else:
                 kind = "wrong" if found else "right"
             counts[kind] += 1
-            if found or options.only:
+            if found or named:
                 print(case.name, "deterministic" * deterministic, *(found or ["right"]), flush=True)
-    for d in (64, 256):
+    for d in (64, 256) if wanted("past-the-last") else ():
         found = past_the_last(d)
         found += [text for flag in (False, True) for text in out_of_range(d, flag)]
         counts["wrong" if found else "right"] += 1

@@ -18,7 +18,7 @@ import torch
 pytest.importorskip("triton")
 
 from rowmax import backend as backends
-from tests.cases import CASES, COVERING, Case, make
+from tests.cases import CASES, COVERING, EXPANDED, Case, make
 from tests.extreme_bias import CASES as EXTREMES
 from tests.extreme_bias import checks
 from tests.tolerance import answer, complaints, cotangents, expected, poisoned
@@ -62,7 +62,8 @@ CHOSEN = (
     "packed-empty",
     "packed-none",
 )
-SINGLES = [c for c in CASES if c not in COVERING and c.name.startswith(CHOSEN)]
+_TAKEN = COVERING + EXPANDED
+SINGLES = [c for c in CASES if c not in _TAKEN and c.name.startswith(CHOSEN)]
 
 
 #: of cases of extreme biases: a full, shared, row and column bias, a sink, masks and packed calls
@@ -128,7 +129,7 @@ def _check(case: Case, dtype: torch.dtype) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("case", COVERING[::2] + SINGLES[1::2], ids=str)
+@pytest.mark.parametrize("case", COVERING[::2] + SINGLES[1::2] + EXPANDED, ids=str)
 def test_float32(case: Case) -> None:
     _check(case, torch.float32)
 

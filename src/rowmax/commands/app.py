@@ -104,6 +104,9 @@ def explain(
     window: Annotated[str | None, typer.Option(help="left,right; none for no limit.")] = None,
     documents: Annotated[int, typer.Option(min=0, help="That many, of equal length.")] = 0,
     lengths: Annotated[str | None, typer.Option(help="Keys of each sequence: 100,250.")] = None,
+    align: Annotated[
+        str, typer.Option(help="Where the last query stands: at the last of the keys or lengths.")
+    ] = "keys",
     mask: Annotated[str | None, typer.Option(help="A boolean mask. " + PATTERN)] = None,
     bias: Annotated[str | None, typer.Option(help="Added to the scores. " + PATTERN)] = None,
     alibi: Annotated[bool, typer.Option("--alibi")] = False,
@@ -133,6 +136,7 @@ def explain(
         window=window,
         documents=documents,
         lengths=lengths,
+        align=align,
         allowed=mask,
         bias=bias,
         alibi=alibi,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import rowmax
-from rowmax.mask import Mask
+from rowmax.mask import ALIGNMENTS, Mask
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Described:
     window: str | None = None  # "left,right", "none" for no limit
     documents: int = 0  # that many of equal length
     lengths: str | None = None  # "100,250": keys of each sequence
+    align: str = "keys"  # positions of queries: to the keys or to the lengths
     allowed: str | None = None  # a boolean mask, by pattern
     bias: str | None = None  # by pattern: a letter of bhqk, or 1 where it broadcasts
     alibi: bool = False
@@ -79,6 +80,10 @@ class Described:
 
     def _mask(self) -> Mask:
         mask = Mask()
+        if self.align not in ALIGNMENTS:
+            raise ValueError(f"--align: got {self.align!r}; want {' or '.join(ALIGNMENTS)}")
+        if self.align == "lengths" and self.lengths is None:
+            raise ValueError("--align: got 'lengths' without --lengths; want --lengths as well")
         if self.window is not None:
             mask = mask & rowmax.Window(*_limits(self.window))
         if self.documents:
@@ -86,7 +91,7 @@ class Described:
             mask = mask & rowmax.Documents(ids)
         if self.lengths is not None:
             lengths = torch.tensor(_integers("--lengths", self.lengths), device=self.device)
-            mask = mask & rowmax.PrefixLengths(lengths)
+            mask = mask & rowmax.PrefixLengths(lengths, align=self.align)
         if self.allowed is not None:
             mask = mask & self._hollow(self._pattern("--mask", self.allowed), torch.bool)
         return mask

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from . import packed
 from .copies import Copies, copies_of, over, taken, takes
 from .documents import spans_of
 from .gluon_compat import GluonASTSource
+from .kept import Plans
 from .kernel import Numbers, Pointers
 from .kernel import forward as kernel
 from .schedule import SECTION_BYTES, dense_table, steps_of
@@ -54,7 +54,7 @@ class Plan(NamedTuple):
     launch: Launch
 
 
-_PLANS: OrderedDict[Any, Plan] = OrderedDict()
+_PLANS = Plans(_MOST_PLANS)
 #: by config of three warpgroups: True if its kernel, as compiled, uses too much local memory
 _SPILLED: dict[Config, bool] = {}
 
@@ -168,9 +168,7 @@ def plan_of(problem: Problem, tensors: Tensors, out: Tensor) -> Plan:
     if plan is None:
         plan = made(problem, tensors, out)
         if not torch.cuda.is_current_stream_capturing():
-            _PLANS[key] = plan
-            if len(_PLANS) > _MOST_PLANS:
-                _PLANS.popitem(last=False)
+            _PLANS.keep(key, plan)
     return plan
 
 

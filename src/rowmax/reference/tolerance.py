@@ -39,10 +39,14 @@ LIMITS[torch.float64] = LIMITS[torch.float32] * TO_FLOAT64
 
 
 class Noise(NamedTuple):
-    """The noise of a tensor's elements: the largest, and the norm of all."""
+    """The noise of a tensor's elements: the largest, and the norm of all.
+
+    ``cut`` is the norm of what tensor cores cut off.
+    """
 
     largest: float
     norm: float
+    cut: float = 0.0
 
 
 NO_NOISE = Noise(0.0, 0.0)
@@ -74,7 +78,7 @@ def complaint(
     theirs = (std - ref).abs().max().item() * scale
     their_norm = (std - ref).norm().item() * scale
     if not math.isfinite(theirs):
-        theirs, their_norm = LIMITS[dtype] * largest, 0.0
+        theirs, their_norm = LIMITS[dtype] * largest, LIMITS[dtype] * ref.norm().item()
     allowed = factor * theirs + 2 * ulp(largest, dtype) + noise.largest
     if not error <= allowed:
         return f"max error {error:.3g}, allowed {allowed:.3g} (std has {theirs:.3g})"
@@ -84,6 +88,7 @@ def complaint(
     limit = max(LIMITS[dtype] * size, factor * their_norm)
     if size <= noise.norm:
         limit = max(limit, noise.norm)
+    limit += noise.cut
     if not off <= limit:
         return f"norm of the error {off:.3g}, allowed {limit:.3g}, of the answer {size:.3g}"
     return None
@@ -119,37 +124,48 @@ def noise(
     k, v = (t.repeat_interleave(problem.group, 1) for t in (k, v))
     dL = torch.zeros_like(lse) if dlse is None else dlse.double().abs()
     P = _weights(problem._replace(dropout_p=0.0), tensors)
-    PR = _weights(problem, tensors) if problem.dropout_p else P
+    R = _weights(problem, tensors) if problem.dropout_p else P
     size = lse.masked_fill(lse.isinf(), 0.0)[..., None]
-    s = (size + P.log()).masked_fill(P == 0, 0.0)
-    on_tensor_cores = problem.device == "cuda" and problem.dtype == torch.float32
-    cut = 3 / 16 if on_tensor_cores else 0.0
-    weight = 2 + (1 + cut * problem.d) * s.abs() + size.abs()
-    row = (dO * o).sum(-1, keepdim=True) + dL[..., None]
+    s = (size + P.log()).masked_fill(P == 0, 0.0).abs()
+    products = (dO @ v.transpose(2, 3)), (dO * o).sum(-1, keepdim=True) + dL[..., None]
+    sigma = lse if tensors.sink is None else tensors.sink.detach().double()[:, None]
+
+    def sums(weight: Tensor, of_sink: Tensor, of_dP: float, delta: Tensor) -> dict[str, Tensor]:
+        """The sums over absolute values, P weighed so and dP and Delta by so much more."""
+        dP = R * (weight + of_dP) * products[0]
+        dS = dP + P * dP.sum(-1, keepdim=True) + P * (weight * products[1] + delta)
+        found = {"out": (R * weight) @ v, "lse": (P * weight).sum(-1)}
+        found["dv"] = (R * weight).transpose(2, 3) @ dO
+        found["dq"] = problem.scale * dS @ k
+        found["dk"] = problem.scale * dS.transpose(2, 3) @ q
+        for name in ("dk", "dv"):
+            found[name] = found[name].unflatten(1, (problem.hk, problem.group)).sum(2)
+        if tensors.bias is not None:
+            dS = _by_sequence(problem, tensors, dS) if problem.varlen else dS
+            over = [n for n in range(4) if tensors.bias.shape[n] == 1]
+            found["dbias"] = dS.sum(over) if over else dS
+        if tensors.sink is not None:
+            row = of_sink * (sigma - lse).exp() * (products[1][..., 0] + dP.sum(-1))
+            found["dsink"] = row.sum((0, 2))
+        return found
+
     ratio = torch.finfo(problem.dtype).eps / torch.finfo(problem.accumulator).eps
-    rounded = 4 / math.sqrt(3) * (ratio if ratio > 1 else 0.0)
-    delta = rounded * (dO * o).square().sum(-1, keepdim=True).sqrt()
-    R = PR
-    PR = PR * weight
-    dP = (PR + cut * problem.dv * R) * (dO @ v.transpose(2, 3))
-    dS = dP + P * dP.sum(-1, keepdim=True) + P * (weight * row + delta)
-    sums = {"out": PR @ v, "lse": (P * weight).sum(-1), "dv": PR.transpose(2, 3) @ dO}
-    sums["dq"] = problem.scale * dS @ k
-    sums["dk"] = problem.scale * dS.transpose(2, 3) @ q
-    for name in ("dk", "dv"):
-        sums[name] = sums[name].unflatten(1, (problem.hk, problem.group)).sum(2)
-    if tensors.bias is not None:
-        dS = _by_sequence(problem, tensors, dS) if problem.varlen else dS
-        over = [n for n in range(4) if tensors.bias.shape[n] == 1]
-        sums["dbias"] = dS.sum(over) if over else dS
-    if tensors.sink is not None:
-        sigma = tensors.sink.detach().double()[:, None]
-        P_sink = (2 + sigma.abs() + lse.abs()) * (sigma - lse).exp()
-        sums["dsink"] = (P_sink * (row[..., 0] + dP.sum(-1))).sum((0, 2))
+    rounded = 4 / math.sqrt(3) * ratio * (dO * o).square().sum(-1, keepdim=True).sqrt()
+    delta = rounded if ratio > 1 else torch.zeros_like(rounded)
+    every = sums(2 + s + size.abs(), 2 + sigma.abs() + lse.abs(), 0.0, delta)
+    cut = {name: torch.zeros_like(t) for name, t in every.items()}
+    if problem.device == "cuda" and problem.dtype == torch.float32:
+        c, mean = 3 / 16, (P * s).sum(-1, keepdim=True)  # LSE is off by the mean of its scores
+        far = c * problem.d * mean[..., 0]
+        cut = sums(c * problem.d * (s + mean), far, c * problem.dv, torch.zeros_like(delta))
     u = torch.finfo(problem.accumulator).eps / 2
     return {
-        name: Noise(u * t.max().item() if t.numel() else 0.0, u * t.norm().item())
-        for name, t in sums.items()
+        name: Noise(
+            u * (t + cut[name]).max().item() if t.numel() else 0.0,
+            u * t.norm().item(),
+            u * cut[name].norm().item(),
+        )
+        for name, t in every.items()
     }
 
 

@@ -91,13 +91,15 @@ def strips(problem: Problem, tensors: Tensors) -> Iterator[Strip]:
         for n, i in enumerate(range(0, problem.nq, block_q)):
             row = slice(i, min(i + block_q, problem.nq))
             cols = range(0, problem.nk, block_k)
-            tiles = [
+            found = [
                 (_narrowed(problem, row, slice(j, min(j + block_k, problem.nk)), reach, full), full)
                 for j, (some, full) in zip(
                     cols, seen[n] if seen else [(True, True)] * len(cols), strict=True
                 )
                 if some
             ]
+            # a band that is empty (left + right < 0) may narrow a partial tile to nothing
+            tiles = [(part, full) for part, full in found if _length(part) > 0]
             yield Strip(batch, heads, row, here, tiles)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ from ...problem import Problem, Tensors
 from ...triton.compiled import Launch
 from .. import packed
 from ..copies import Copies, blocks, strides
+from ..kept import Plans
 from ..launch import GluonLaunch, processors
 from ..schedule import SECTION_BYTES
 from ..schedule import steps_of as steps_of_queries
@@ -83,7 +83,7 @@ class Plan(NamedTuple):
         return self.before.grid[0]
 
 
-PLANS: OrderedDict[Any, Plan] = OrderedDict()
+PLANS = Plans(_MOST_PLANS)
 
 
 def key_of(problem: Problem, tensors: Tensors, dout: Tensor, dbias: bool) -> tuple[Any, ...]:
@@ -102,9 +102,7 @@ def plan_of(problem: Problem, tensors: Tensors, dout: Tensor, dbias: bool = Fals
     if plan is None:
         plan = made(problem, tensors, dout, dbias=dbias)
         if not torch.cuda.is_current_stream_capturing():
-            PLANS[key] = plan
-            if len(PLANS) > _MOST_PLANS:
-                PLANS.popitem(last=False)
+            PLANS.keep(key, plan)
     return plan
 
 
