@@ -239,7 +239,7 @@ SIZES = (16, 32, 64, 128, 256, 512)
 
 @pytest.mark.parametrize("job", tiles._SHAPES)
 def test_candidates_make_no_wgmma_without_a_sound_assembler(job: str) -> None:
-    limits = tiles.Limits("an H200", 227 << 10, 32, no_wgmma=True)
+    limits = tiles.Limits("an H200", 227 << 10, 32, no_wgmma=True, split=True, wgmma=True)
     for d, dv, scored in product(SIZES, SIZES, (False, True)):
         kind = tiles.Kind(job, 4, d, dv, False, scored)
         for one in tiles.candidates(kind, limits):

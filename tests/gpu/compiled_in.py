@@ -27,7 +27,7 @@ from tests.cases import Case
 from tests.drawn import Drawn, given_cotangents, problem_of
 
 #: where there is no GPU to ask
-H200 = plain.Limits("NVIDIA H200", 232448, 32)
+H200 = plain.Limits("NVIDIA H200", 232448, 32, split=True, wgmma=True)
 PROCESSORS = 132
 
 

@@ -1,9 +1,11 @@
 """Choose the ptxas that assembles kernels for Hopper.
 
 ptxas 12.8.93, which triton 3.6 and 3.7 bundle for sm_90, builds some descriptors of wgmma operands
-from the wrong register (the stack pointer, a stale constant, an unrelated value). The product then
-reads other shared memory: results are wrong, or the access faults. Seen in float32 kernels, on an
-H200. The same PTX is right through 12.9.86 and later, and one such ptxas lies in every Triton.
+from the wrong register (the stack pointer, a stale constant, one that nothing has written). The
+product then reads other shared memory: results are wrong, or the access faults. Seen on an H200 in
+float32 kernels and in a bfloat16 kernel of one stage. The smallest kernel that shows it is
+``tests/compile/wgmma_descriptor.ptx``. The same PTX is right through 12.9.86 and later, and one
+such ptxas lies in every Triton.
 
 Only our own kernels are assembled so: Triton's knobs are as they were once a kernel is compiled.
 """
