@@ -88,18 +88,10 @@ def test_a_problem_knows_its_device() -> None:
 def test_tiles_are_those_of_the_device(current: dict[str, int]) -> None:
     for now in KINDS:
         current["device"] = now
-<<<<<<< HEAD
-        for n, (name, _, shared) in KINDS.items():
-            found = tiles.limits_of(torch.device("cuda", n))
-            hopper = KINDS[n][1] == (9, 0)
-            assert (found.name, found.shared, found.lanes) == (name, shared, 32)
-            assert (found.wgmma, found.split) == (hopper, KINDS[n][1] >= (8, 0))
-=======
         for n, (name, version, shared) in KINDS.items():
             found = tiles.limits_of(torch.device("cuda", n))
             assert (found.name, found.shared, found.lanes) == (name, shared, 32)
             assert (found.split, found.wgmma) == (version >= (8, 0), version == (9, 0))
->>>>>>> ptx
         assert tiles.limits_of(torch.device("cuda")).name == KINDS[now][0]  # the current one
 
 
