@@ -20,17 +20,17 @@ norm(ref) is no more than norm(noise), the second line allows norm(noise).
 
 float32 on a GPU is computed by tensor cores, as three products of tf32. They cut off what does
 not fit into a sum where others round, so errors of the additions have one sign and grow with their
-number. A sum over n takes 3 n / 8 additions; each is off by u of the partial sum in the mean (by 2 u
-at the most), and partial sums grow evenly: together by ``3 n / 16`` u of the sum. Scores are such
-sums over D, and dP over Dv. A score ``x = sum q_d k_d`` may be small where its partial sums are not,
-so their size is taken as ``|x| + sqrt(sum (q_d k_d)^2)``. Measured on an H100 (triton 3.6.0), n = 512,
-where the term is 96 u: 21 u of that root in the mean square and 101 u at the most, and 18 u of |x| in
-the mean where |x| is large; PyTorch's own float32 products: 2.3 u, 12.5 u and 0.2 u. noise contains
-the term, and its norm (``cut``) is added to the second line.
+number. A sum over n takes 3 n / 8 additions; each is off by u of the partial sum in the mean (by
+2 u at the most), and partial sums grow evenly: together by ``3 n / 16`` u of the sum. Scores are
+such sums over D, and dP over Dv. A score ``x = sum q_d k_d`` may be small where its partial sums
+are not, so their size is taken as ``|x| + sqrt(sum (q_d k_d)^2)``. Measured on an H100 (triton
+3.6.0), n = 512, where the term is 96 u: 21 u of that root in the mean square and 101 u at the most,
+and 18 u of |x| in the mean where |x| is large; PyTorch's own float32 products: 2.3 u, 12.5 u and
+0.2 u. noise contains the term, and its norm (``cut``) is added to the second line.
 
 A backward in half precision reads o rounded, for ``Delta = dO . o``. Each of its numbers is off by
-at most u of half precision and by ``u / sqrt(3)`` in the mean square, independently, so Delta is off
-by ``4 u / sqrt(3) sqrt(sum (dO o)^2)`` at four standard deviations. It shows where dP and Delta
+at most u of half precision and by ``u / sqrt(3)`` in the mean square, independently, so Delta is
+off by ``4 u / sqrt(3) sqrt(sum (dO o)^2)`` at four standard deviations. It shows where dP and Delta
 cancel, as in rows that see one key.
 
 Where std is not finite although ref is (standard attention in half precision overflows with a large
@@ -190,7 +190,7 @@ def noise(
 
 
 def _partial_sums(problem: Problem, tensors: Tensors) -> Tensor:
-    """The size of the partial sums of each score, times what an error of them moves the score by."""
+    """Size of the partial sums of each score, times the derivative of the score by them."""
     q, k = (
         t.detach().double().nan_to_num(0.0, 0.0, 0.0).transpose(1, 2)
         for t in (tensors.q, tensors.k)
