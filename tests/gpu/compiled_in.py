@@ -54,9 +54,7 @@ def _triton(p: Problem) -> Hashable:
         found += [min(p.batch, 2), bias_sum(p), p.hq // p.bias[1], p.nk % 8 == 0, p.nk % 4 == 0]
         jobs.append("bias_gradient")
     for job in jobs:
-        kind = plain.kind_of(job, p)
-        tiles = plain.user_tiles(limits.name).get(str(kind)) or plain.table(kind, limits)
-        tiles = plain.shortened(tiles or next(plain.candidates(kind, limits)), p)
+        tiles = plain.chosen(plain.kind_of(job, p), limits, p)
         found += [tiles, p.nq % tiles.block_q == 0, p.nk % tiles.block_k == 0]
     # of one row there is no step to the next
     found += [min(n, 2) for n in (p.nq, p.nk, p.total_q, p.total_k)]

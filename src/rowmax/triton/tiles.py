@@ -95,11 +95,27 @@ def columns(kind: Kind) -> int:
 
 def tiles_for(job: str, problem: Problem, device: torch.device) -> Tiles:
     """The tiles for a job: the user's, the table's, or the rule's, cut down to short sequences."""
-    kind, limits = kind_of(job, problem), limits_of(device)
+    return chosen(kind_of(job, problem), limits_of(device), problem)
+
+
+def chosen(kind: Kind, limits: Limits, problem: Problem) -> Tiles:
+    """The tiles of a kind on a device with these limits, for a problem of that kind."""
     tiles = user_tiles(limits.name).get(str(kind)) or table(kind, limits)
     if tiles is None or not allowed(kind, tiles, limits):
-        tiles = next(candidates(kind, limits))
-    return shortened(tiles, problem)
+        # of float32 as well by the sizes of whole operands: the halves of tf32x3, which do not
+        # always fit, are paid by smaller tiles of as many warps
+        tiles = next(candidates(kind, replace(limits, split=False)))
+    return fitted(kind, shortened(tiles, problem), limits)
+
+
+def fitted(kind: Kind, tiles: Tiles, limits: Limits) -> Tiles:
+    """The first of ever smaller tiles that shared memory holds."""
+    while limits.split and kind.bytes == 4 and not fits(kind, tiles, limits):
+        less = smaller(tiles)
+        if less is None:
+            break
+        tiles = less
+    return tiles
 
 
 def allowed(kind: Kind, tiles: Tiles, limits: Limits) -> bool:
