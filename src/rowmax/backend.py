@@ -194,13 +194,13 @@ def lacks(name: str, problem: Problem, call: Call) -> Mapping[str, str]:
 
 
 def notes(problem: Problem, job: Job) -> tuple[str, ...]:
-    """What the backend of a job has to say of it."""
+    """Return the sentences that the backend of a job adds to an explanation."""
     found = None if job.backend is None else getattr(_load(job.backend), "notes", None)
     return () if found is None else tuple(found(problem, job.call))
 
 
 def _results(problem: Problem, call: Call) -> tuple[str, ...]:
-    """What a call makes at most."""
+    """Return the names of all results that a call can have."""
     if call == "forward":
         return "out", "lse"
     bias = ("dbias",) if problem.bias is not None else ()

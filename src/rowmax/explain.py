@@ -21,7 +21,7 @@ TILE = 128
 
 
 class Choice(NamedTuple):
-    """Who makes the results of a call, and why the other backends make none."""
+    """The backends that make the results of a call, and why the others make none."""
 
     jobs: tuple[Job, ...]  # none: the backend that was named refuses, and the call would raise
     others: Mapping[str, str]

@@ -249,7 +249,7 @@ def _definition(call: Call, dout: Tensor, dlse: Tensor, dtype: torch.dtype) -> V
 
 
 def _computed(call: Call, dout: Tensor, dlse: Tensor, name: str, without: set[str]) -> Values:
-    """What rowmax gives, without the gradients of these inputs."""
+    """Return the answer of rowmax, without the gradients of these inputs."""
     leaves = {n: t.detach() if n in without else t for n, t in call.leaves().items()}
     options = {**call.options, **leaves, "return_lse": True, "backend": name}
     if call.offsets is None:

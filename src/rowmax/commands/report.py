@@ -102,7 +102,7 @@ machine and the day named at its head.</p></footer>
 
 
 def _time(findings: Findings) -> str:
-    """What was left out, and how busy the machine was."""
+    """List what was left out, and how busy the machine was."""
     notes = "".join(f"<li>{escape(text)}</li>" for text in findings.left_out)
     left_out = f'<ul class="some">{notes}</ul>' if notes else "<p>Nothing was left out.</p>"
     loads = (findings.machine.load, findings.load)

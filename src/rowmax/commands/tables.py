@@ -111,7 +111,7 @@ def of_long(long: Long | None) -> RenderableType:
 
 
 def verdict(findings: Findings) -> RenderableType:
-    """What was left out, and the verdict."""
+    """List what was left out, and give the verdict."""
     style = {0: "bold green", 1: "bold red"}.get(findings.code, "bold yellow")
     lines = [Text(f"Time: {text}", style="yellow") for text in findings.left_out]
     return Group(*lines, Text(findings.verdict, style=style))

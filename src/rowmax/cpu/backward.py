@@ -349,7 +349,7 @@ def row_terms(call, seq, s, h, i0, n, do, delta, shift, like, of):
 
 @njit
 def sum_far_rows(call, seq, keys, place, panels, factor, shift, rest, like, of):
-    """Of each row, the log of the sum of ``exp(s - lse)``: what lse lost when it was rounded.
+    """Return the log of the sum of ``exp(s - lse)`` of each row, which rounding took from lse.
 
     It is made for rows whose lse is far from 0 (``FAR``); of others it is too small to matter.
     """

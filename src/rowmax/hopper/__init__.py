@@ -34,7 +34,7 @@ def lacks(problem: Problem, call: str) -> dict[str, str]:
 
 
 def notes(problem: Problem, call: str) -> list[str]:
-    """What ``explain`` says of a job beside its backend."""
+    """Return the sentences that ``explain`` adds to a job of this backend."""
     from ..triton import assembler
     from . import launch
 

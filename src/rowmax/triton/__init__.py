@@ -28,7 +28,7 @@ def supports(problem: Problem, call: str) -> str | None:
 
 
 def notes(problem: Problem, call: str) -> list[str]:
-    """What ``explain`` says of a job beside its backend."""
+    """Return the sentences that ``explain`` adds to a job of this backend."""
     text = assembler.note(problem.device_index) if problem.device == "cuda" else None
     if text is None:
         return []
