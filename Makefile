@@ -32,10 +32,20 @@ lint: $(STAMP) ## style, types, and which module may import which
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
-# Triton's interpreter has to be on before anything imports triton: a process of its own. It is
-# slow: float32 here, and a bias that all share; float16 and tiles of every shape without the -k.
+# Three parts, two at a time: one test seldom keeps two cores busy, and one after the other they take
+# half an hour. Triton's interpreter has to be on before anything imports triton: a process of its own.
+# It is slow: float32 here, and a bias that all share; float16 and tiles of every shape without the -k.
 unit: $(STAMP) ## the tests
-	$(BIN)/python -m pytest --ignore tests/triton $(ARGS)
+	$(MAKE) -j2 unit-kernels unit-others unit-interpreter
+
+.PHONY: unit-kernels unit-others unit-interpreter
+unit-kernels: $(STAMP)
+	$(BIN)/python -m pytest tests/compile tests/hopper $(ARGS)
+
+unit-others: $(STAMP)
+	$(BIN)/python -m pytest --ignore tests/compile --ignore tests/hopper --ignore tests/triton $(ARGS)
+
+unit-interpreter: $(STAMP)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/triton -k "float32 or shared-11qk" $(ARGS)
 
 doctest: $(STAMP) ## the examples in docstrings
