@@ -117,7 +117,7 @@ def literal(case: Case) -> str:
 def wrong(
     drawn: Drawn, backend: str, device: str = "cpu", reference: str | None = None
 ) -> list[str]:
-    """What breaks the rule; nothing if all is right. The references are computed on the device
+    """Return what breaks the rule; nothing if all is right. The references are computed on the device
     ``reference``, or on that of the call.
 
     The rule compares the largest error with that of standard attention: of a few elements, two
@@ -143,7 +143,7 @@ def _is_clear(text: str) -> bool:
 
 
 def together(found: list[tuple[Answer, Expected]]) -> list[str]:
-    """What breaks the rule, taken over answers to several calls as if to one."""
+    """Return what breaks the rule, taken over answers to several calls as if to one."""
     texts = []
     for parts in zip(*(_items(*pair) for pair in found), strict=True):
         names, xs, refs, stds, dtypes, factors, noises = zip(*parts, strict=True)

@@ -60,7 +60,7 @@ def made_of(words: list[Word], value: int | None = None) -> Word:
 
 
 def meet(a: Word, b: Word) -> Word:
-    """What holds of a register that two paths leave as a and as b."""
+    """Return what holds of a register that two paths leave as a and as b."""
     if a == b:
         return a
     return Word(a.value if a.value == b.value else None, a.may | b.may, a.must & b.must)
@@ -251,7 +251,7 @@ def _carried(op: str, values: list[int | None], flags: list[str], state: State) 
 
 @dataclass(frozen=True)
 class Instruction:
-    """What an instruction reads and writes."""
+    """The registers that an instruction reads and writes."""
 
     op: str
     guarded: bool
@@ -486,7 +486,7 @@ def _products(
 
 
 class Report(NamedTuple):
-    """What is to be known of the descriptors of one kernel."""
+    """Counts and findings for the descriptors of one kernel."""
 
     products: int
     known: int  # descriptors of B that are constants

@@ -131,7 +131,7 @@ def settings() -> dict[str, Any]:
 
 
 def environment() -> dict[str, str]:
-    """What the environment of child processes says about an assembler."""
+    """Return what the environment of child processes says about an assembler."""
     return {k: v for k, v in os.environ.items() if "PTXAS" in k}
 
 

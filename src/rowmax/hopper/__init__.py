@@ -93,7 +93,7 @@ def _refused_backward(p: Problem) -> str | None:
 
 
 def _missing(index: int | None) -> str | None:
-    """What this machine lacks, or its device of this index."""
+    """Return why the machine, or its device of this index, cannot run the kernels, or None."""
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return "there is no CUDA device"
     if torch.cuda.get_device_capability(index) != (9, 0):

@@ -125,7 +125,7 @@ def note(index: int | None) -> str | None:
     if taken is None:
         return (
             f"no ptxas of 12.9 or newer is at hand, and {usual or 'none'} builds wrong wgmma "
-            "descriptors in float32 kernels (TRITON_PTXAS_PATH can name another)"
+            "descriptors in some kernels (TRITON_PTXAS_PATH can name another)"
         )
     if taken != usual:
         return f"assembled by {taken}: {usual}, which Triton would take, builds wrong descriptors"

@@ -57,7 +57,7 @@ def graphs_exist() -> bool:
 
 
 def launcher(compiled: Any, grid: tuple[int, int, int], device: int) -> Callable[..., None] | None:
-    """What launches a compiled kernel on the current stream of the device, which is current.
+    """Return a function that launches a compiled kernel on the current stream of its device.
 
     Does what ``compiled[grid]`` does, but builds the metadata of a launch only if a launch hook is
     installed. Returns None where the driver has a launcher of another kind: the caller launches as
