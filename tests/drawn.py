@@ -117,8 +117,9 @@ def literal(case: Case) -> str:
 def wrong(
     drawn: Drawn, backend: str, device: str = "cpu", reference: str | None = None
 ) -> list[str]:
-    """Return what breaks the rule; nothing if all is right. The references are computed on the device
-    ``reference``, or on that of the call.
+    """Return what breaks the rule; nothing if all is right.
+
+    The references are computed on the device ``reference``, or on that of the call.
 
     The rule compares the largest error with that of standard attention: of a few elements, two
     random numbers. Where it is broken, it is asked again over the same call with more numbers,
