@@ -24,7 +24,7 @@ import torch
 import triton
 
 import rowmax
-from rowmax.triton import assembler, compiled
+from rowmax.gpu import assembler, compiled
 
 COLUMNS = (
     "backend", "dtype", "cell", "pass", "usual", "usual_ms", "usual_registers", "usual_local",
@@ -33,10 +33,10 @@ COLUMNS = (
 )  # fmt: skip
 _CACHES = (
     (compiled, "_kernels"),
-    (import_module("rowmax.triton.launch"), "_jobs"),
-    (import_module("rowmax.hopper.launch"), "_PLANS"),
-    (import_module("rowmax.hopper.launch"), "_SPILLED"),
-    (import_module("rowmax.hopper.gradients.plans"), "PLANS"),
+    (import_module("rowmax.gpu.triton.launch"), "_jobs"),
+    (import_module("rowmax.gpu.hopper.launch"), "_PLANS"),
+    (import_module("rowmax.gpu.hopper.launch"), "_SPILLED"),
+    (import_module("rowmax.gpu.hopper.gradients.plans"), "PLANS"),
 )
 
 

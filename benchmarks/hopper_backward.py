@@ -25,10 +25,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import rowmax
 from hopper_forward import LENGTHS, TOKENS, WIDTH, Bars, Run, measured, normal, rested, sustained
-from rowmax import hopper
-from rowmax.hopper.gradients import launch, plans
-from rowmax.hopper.gradients.tiles import WIDE, GradientTile
-from rowmax.problem import Options, Tensors, Wanted, problem_of
+from rowmax.call.problem import Options, Tensors, Wanted, problem_of
+from rowmax.gpu import hopper
+from rowmax.gpu.hopper.gradients import launch, plans
+from rowmax.gpu.hopper.gradients.tiles import WIDE, GradientTile
 
 WANTED = Wanted(True, True, True, False, False)
 KINDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}

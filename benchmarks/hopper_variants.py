@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import triton
 
-from rowmax.hopper import launch
-from rowmax.hopper.copies import over
-from rowmax.hopper.tiles import tile_for
-from rowmax.problem import Options, Tensors, problem_of
+from rowmax.call.problem import Options, Tensors, problem_of
+from rowmax.gpu.hopper import launch
+from rowmax.gpu.hopper.copies import over
+from rowmax.gpu.hopper.tiles import tile_for
 
 #: by head size, and mask where that matters: changes of the tile, and of what is compiled in
 VARIANTS: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {

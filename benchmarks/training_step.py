@@ -35,7 +35,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 import rowmax
-from rowmax.commands.gpt import GPT, Attend, Size, standard_library
+from rowmax.cli.gpt import GPT, Attend, Size, standard_library
 
 #: what bfloat16 (8 bits) may move in a loss of all tokens, and in a gradient of many weights
 NEAR, GRADIENT = 2**-7, 3e-2

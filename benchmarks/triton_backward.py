@@ -30,12 +30,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.errors import OutOfResources
 
-from rowmax.problem import Options, Problem, Tensors, Wanted, problem_of
-from rowmax.triton.bundles import ROW_UNIT, Pointers, pointers
-from rowmax.triton.launch import Job
-from rowmax.triton.tiles import BOTH_UP_TO, Tiles, tiles_for
+from rowmax.call.problem import Options, Problem, Tensors, Wanted, problem_of
+from rowmax.gpu.triton.bundles import ROW_UNIT, Pointers, pointers
+from rowmax.gpu.triton.launch import Job
+from rowmax.gpu.triton.tiles import BOTH_UP_TO, Tiles, tiles_for
 
-module: Any = importlib.import_module("rowmax.triton.backward")  # the package has its function
+module: Any = importlib.import_module("rowmax.gpu.triton.backward")  # the package has its function
 
 TOKENS, WIDTH = 16384, 2048
 

@@ -20,11 +20,11 @@ import torch
 import triton
 from triton.runtime.errors import OutOfResources
 
-from rowmax.problem import Options, Tensors, problem_of
-from rowmax.triton.bundles import ROW_UNIT, pointers
-from rowmax.triton.tiles import Tiles, tiles_for
+from rowmax.call.problem import Options, Tensors, problem_of
+from rowmax.gpu.triton.bundles import ROW_UNIT, pointers
+from rowmax.gpu.triton.tiles import Tiles, tiles_for
 
-module: Any = importlib.import_module("rowmax.triton.backward")  # the package has its function
+module: Any = importlib.import_module("rowmax.gpu.triton.backward")  # the package has its function
 
 WIDTH = 2048
 TRIED = {

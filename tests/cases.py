@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 import rowmax
-from rowmax.arguments import checked
-from rowmax.mask import Mask, as_mask
-from rowmax.problem import Problem, Tensors, problem_of
+from rowmax.call.arguments import checked
+from rowmax.call.problem import Problem, Tensors, problem_of
+from rowmax.masks import Mask, as_mask
 
 LEAVES = ("q", "k", "v", "bias", "sink")
 

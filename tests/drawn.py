@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from rowmax.backend import lacks, refusal
-from rowmax.problem import Problem
+from rowmax.call.dispatch import lacks, refusal
+from rowmax.call.problem import Problem
 from rowmax.reference.tolerance import Noise
 
 from .cases import LEAVES, Call, Case, make, shape_of, sizes_of
@@ -230,7 +230,7 @@ def group(rng: random.Random, dtype: str, backend: str = "cpu", budget: int = GP
         case = within(_group(rng, dtype, hopper), budget)
         if not hopper or rng.random() < 0.03:
             return case
-        from rowmax import hopper as module
+        from rowmax.gpu import hopper as module
 
         p = problem_of(case, dtype)
         refused = module._refused(p) or module._refused_backward(p)

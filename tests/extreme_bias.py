@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rowmax.backend import refusal
-from rowmax.problem import Wanted
+from rowmax.call.dispatch import refusal
+from rowmax.call.problem import Wanted
 
 from .cases import LEAVES, Call, Case, make
 from .tolerance import Answer, answer, cotangents, definition, poisoned

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rowmax.problem import Gradients, Problem, Tensors, Wanted
+from rowmax.call.problem import Gradients, Problem, Tensors, Wanted
 
 
 def padding_matters(

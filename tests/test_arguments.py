@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import rowmax
-from rowmax import backend as backends
+from rowmax.call import dispatch as backends
 
 nan, inf = float("nan"), float("inf")
 
@@ -262,7 +262,7 @@ def _no_work(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("work before the arguments were checked")
 
     monkeypatch.setattr(backends, "choose", never)
-    monkeypatch.setattr("rowmax.operators.choose", never)
+    monkeypatch.setattr("rowmax.operators.library.choose", never)
 
 
 @pytest.mark.usefixtures("_no_work")
@@ -478,7 +478,7 @@ def test_the_global_flag_asks_for_determinism(monkeypatch: pytest.MonkeyPatch) -
         asked.append(problem.deterministic)
         return choose(problem, *rest)
 
-    monkeypatch.setattr("rowmax.operators.choose", watched)
+    monkeypatch.setattr("rowmax.operators.library.choose", watched)
     before = torch.are_deterministic_algorithms_enabled()
     try:
         for on in (False, True):

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import rowmax
-from rowmax.backend import choose, refusal
-from rowmax.problem import Problem, Wanted
+from rowmax.call.dispatch import choose, refusal
+from rowmax.call.problem import Problem, Wanted
 
 from .cases import CASES, COVERING, Call, Case, make
 from .tolerance import Answer, Expected, answer, complaints, cotangents, expected, poisoned

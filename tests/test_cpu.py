@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import rowmax
-from rowmax.commands.memory import Memory
+from rowmax.cli.memory import Memory
 
 pytest.importorskip("numba")
 

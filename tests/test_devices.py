@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from rowmax import backend as backends
-from rowmax.problem import Options, Problem, Tensors, problem_of
+from rowmax.call import dispatch as backends
+from rowmax.call.problem import Options, Problem, Tensors, problem_of
 
 pytest.importorskip("triton.experimental.gluon")
 
-tiles = importlib.import_module("rowmax.triton.tiles")
-bundles = importlib.import_module("rowmax.triton.bundles")
+tiles = importlib.import_module("rowmax.gpu.triton.tiles")
+bundles = importlib.import_module("rowmax.gpu.triton.bundles")
 KINDS = {0: ("NVIDIA A100", (8, 0), 163 << 10), 1: ("NVIDIA H100", (9, 0), 227 << 10)}
 KINDS[2] = ("Tesla T4", (7, 5), 64 << 10)
 

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rowmax
-from rowmax import operators
+from rowmax.operators import library as operators
 
 from .plain import attention, inputs
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import rowmax
-from rowmax import dropout
-from rowmax.problem import each_sequence
+from rowmax.call.problem import each_sequence
+from rowmax.rules import dropout
 
 from .cases import Call, Case, make
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 import rowmax
-from rowmax import backend as backends
-from rowmax import mask as masks
+from rowmax.call import dispatch as backends
 from rowmax.explain import TILE
+from rowmax.rules import mask as rules
 
 from .cases import CASES, make
 
@@ -51,11 +51,11 @@ def test_tiles_are_those_of_the_mask(case):
     assert found.problem == whole
     parts = [(whole, inputs)]
     if whole.varlen:
-        parts = [(p, t) for _, _, p, t in rowmax.problem.each_sequence(whole, inputs)]
+        parts = [(p, t) for _, _, p, t in rowmax.call.problem.each_sequence(whole, inputs)]
     tiles, pairs, dense, full, some = 0, 0, 0, 0, 0
     for problem, t in parts:
         shape = (problem.batch, problem.hq, problem.nq, problem.nk)
-        seen = masks.dense(problem, t).expand(shape)
+        seen = rules.dense(problem, t).expand(shape)
         dense += seen.numel()
         for i in range(0, problem.nq, TILE):
             for j in range(0, problem.nk, TILE):

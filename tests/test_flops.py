@@ -61,10 +61,10 @@ def test_flops_of_the_first_call_are_counted(what: str, products: int) -> None:
 def test_flops_count_the_band(nq: int, nk: int, band: tuple[int | None, int | None]) -> None:
     call = make(Case("band", b=2, nq=nq, nk=nk, hq=3, d=5, dv=4, left=band[0], right=band[1]))
     problem, tensors = call.problem()
-    pairs = int(rowmax.mask.dense(problem, tensors).sum()) * 2 * 3
-    assert rowmax.flops.forward_flops(problem) == 2 * pairs * (5 + 4)
-    assert rowmax.flops.backward_flops(problem) == 2 * pairs * (3 * 5 + 2 * 4)
+    pairs = int(rowmax.rules.mask.dense(problem, tensors).sum()) * 2 * 3
+    assert rowmax.call.flops.forward_flops(problem) == 2 * pairs * (5 + 4)
+    assert rowmax.call.flops.backward_flops(problem) == 2 * pairs * (3 * 5 + 2 * 4)
     # of positions that lengths move, the count is that of the longest, which is the most
     aligned, tensors = make(replace(call.case, lengths=(0.5, 0.2), align="lengths")).problem()
-    assert int(rowmax.mask.dense(aligned, tensors).sum()) * 3 <= pairs
-    assert rowmax.flops.forward_flops(aligned) == 2 * pairs * (5 + 4)
+    assert int(rowmax.rules.mask.dense(aligned, tensors).sum()) * 3 <= pairs
+    assert rowmax.call.flops.forward_flops(aligned) == 2 * pairs * (5 + 4)

@@ -15,19 +15,10 @@ from torch import Tensor
 
 import rowmax
 from rowmax import Causal, Documents, PrefixLengths, Window
-from rowmax.arguments import checked
-from rowmax.mask import (
-    ALIGNMENTS,
-    FULL,
-    PARTIAL,
-    SKIP,
-    Ids,
-    Mask,
-    as_mask,
-    dense,
-    tile_states,
-)
-from rowmax.problem import Problem, Tensors, problem_of
+from rowmax.call.arguments import checked
+from rowmax.call.problem import Problem, Tensors, problem_of
+from rowmax.masks import ALIGNMENTS, Ids, Mask, as_mask
+from rowmax.rules.mask import FULL, PARTIAL, SKIP, dense, tile_states
 
 
 def posed(mask: Mask | Tensor, b: int, h: int, nq: int, nk: int) -> tuple[Problem, Tensors]:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import rowmax
-from rowmax import backend as backends
 from rowmax import tiled
-from rowmax.problem import Wanted
+from rowmax.call import dispatch as backends
+from rowmax.call.problem import Wanted
 
 WITHOUT = "it makes none today"
 Named = dict[str, Tensor]

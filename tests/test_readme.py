@@ -94,7 +94,7 @@ def test_the_command_line_takes_what_is_shown():
     pytest.importorskip("typer")
     from typer.testing import CliRunner
 
-    from rowmax.commands.app import app
+    from rowmax.cli.app import app
 
     shown = re.findall(r"^\$ rowmax (.*?)\s*(?:#.*)?$", "\n".join(blocks("console")), flags=re.M)
     assert shown

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rowmax
-from rowmax import mask as masks
 from rowmax import tiled
-from rowmax.dropout import keep_columns, keep_tile
-from rowmax.problem import Tensors, Wanted
+from rowmax.call.problem import Tensors, Wanted
+from rowmax.rules import mask as rules
+from rowmax.rules.dropout import keep_columns, keep_tile
 from rowmax.tiled.strips import OTHER_SIZES, SIZES, Sizes, strips
 
 from .cases import CASES, COVERING, Case, make
@@ -63,7 +63,7 @@ def test_any_tiles_give_the_same(case: Case, sizes: Sizes):
 @given(case=unpacked, sizes=sizes_of_tiles)
 def test_strips_visit_every_allowed_pair_once(case: Case, sizes: Sizes):
     problem, tensors = make(case).problem()
-    seen = masks.dense(problem, tensors).expand(problem.batch, problem.hq, problem.nq, problem.nk)
+    seen = rules.dense(problem, tensors).expand(problem.batch, problem.hq, problem.nq, problem.nk)
     visits = torch.zeros(seen.shape, dtype=torch.int32)
     with sized(sizes):
         for strip in strips(problem, tensors):
@@ -143,7 +143,7 @@ def test_nothing_bad_crosses_the_mask(case: Case, sizes: Sizes, where: set[str],
         bad_out, bad_lse = tiled.forward(problem, tensors)
         got = tiled.backward(problem, tensors, bad_out, bad_lse, dout, dlse, wanted(tensors))
 
-    seen = masks.dense(problem, tensors).expand(problem.batch, problem.hq, problem.nq, problem.nk)
+    seen = rules.dense(problem, tensors).expand(problem.batch, problem.hq, problem.nq, problem.nk)
     rows_hit = (seen & bad_keys[:, None, :, 0, 0][:, :, None]).any(3)
     rows_hit |= bad_rows[:, None, :, 0, 0] & seen.any(3)  # [B, Hq, Nq]
     by_group = (seen & rows_hit[..., None]).unflatten(1, (problem.hk, problem.group))

@@ -2,8 +2,8 @@
 
 from .attention import attention, attention_varlen
 from .explain import Explanation, explain
-from .mask import Causal, Documents, Mask, PrefixLengths, Window
-from .primitives import logsumexp, softmax
+from .masks import Causal, Documents, Mask, PrefixLengths, Window
+from .operators.primitives import logsumexp, softmax
 from .reference.online import merge
 
 __version__ = "0.1.0"

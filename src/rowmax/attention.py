@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 import torch
 from torch import Tensor
 
-from .arguments import check_flag, checked, refuse_unexpected
-from .mask import Causal, Mask, as_mask
-from .operators import attend
+from .call.arguments import check_flag, checked, refuse_unexpected
+from .masks import Causal, Mask, as_mask
+from .operators.library import attend
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

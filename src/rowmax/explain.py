@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import backend as backends
-from . import mask as masks
-from .arguments import check_flag, checked, wrong_type
 from .attention import _autocast, _mask
-from .backend import Job
-from .mask import Mask
-from .problem import Problem, Tensors, each_sequence, problem_of
+from .call import dispatch as backends
+from .call.arguments import check_flag, checked, wrong_type
+from .call.dispatch import Job
+from .call.problem import Problem, Tensors, each_sequence, problem_of
+from .masks import Mask
+from .rules.mask import FULL, PARTIAL, SKIP, tile_states
 
 TILE = 128
 
@@ -181,13 +181,13 @@ def _tiles(problem: Problem, tensors: Tensors) -> Tiles:
     for one, parts in _dense(problem, tensors):
         if 0 in (one.batch, one.nq, one.nk):
             continue
-        states = masks.tile_states(one, parts, TILE, TILE)
+        states = tile_states(one, parts, TILE, TILE)
         times = one.batch * one.hq // (states.shape[0] * states.shape[1])  # 1 is broadcast
         rows = _extents(one.nq, states)[:, None]
         cols = _extents(one.nk, states)[None, :]
-        for state in (masks.SKIP, masks.PARTIAL, masks.FULL):
+        for state in (SKIP, PARTIAL, FULL):
             totals[state] += times * int((states == state).sum())
-        totals[3] += times * int(((states != masks.SKIP) * rows * cols).sum())
+        totals[3] += times * int(((states != SKIP) * rows * cols).sum())
     return Tiles(*totals)
 
 

@@ -17,15 +17,15 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.errors import OutOfResources
 
-from rowmax.problem import Wanted
+from rowmax.call.problem import Wanted
 from tests.cases import Case, make
 from tests.compile import sass
 
-bundles = importlib.import_module("rowmax.triton.bundles")
-forward = importlib.import_module("rowmax.triton.forward")
-backward = importlib.import_module("rowmax.triton.backward")
-launch = importlib.import_module("rowmax.triton.launch")
-tiles = importlib.import_module("rowmax.triton.tiles")
+bundles = importlib.import_module("rowmax.gpu.triton.bundles")
+forward = importlib.import_module("rowmax.gpu.triton.forward")
+backward = importlib.import_module("rowmax.gpu.triton.backward")
+launch = importlib.import_module("rowmax.gpu.triton.launch")
+tiles = importlib.import_module("rowmax.gpu.triton.tiles")
 
 #: (target, shared memory of a program)
 TARGETS = {

@@ -9,16 +9,16 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 
-from rowmax.hopper.copies import Copies
-from rowmax.hopper.gradients.bundles import Numbers, Pointers
-from rowmax.hopper.gradients.kernel import backward
-from rowmax.hopper.gradients.plans import copies_of
-from rowmax.hopper.gradients.shared_bias import shared_bias
-from rowmax.hopper.gradients.tiles import GradientConfig, GradientTile
-from rowmax.hopper.gradients.wide_kernel import wide
-from rowmax.hopper.launch import GluonLaunch
-from rowmax.hopper.tiles import Constants
-from rowmax.problem import Tensors
+from rowmax.call.problem import Tensors
+from rowmax.gpu.hopper.copies import Copies
+from rowmax.gpu.hopper.gradients.bundles import Numbers, Pointers
+from rowmax.gpu.hopper.gradients.kernel import backward
+from rowmax.gpu.hopper.gradients.plans import copies_of
+from rowmax.gpu.hopper.gradients.shared_bias import shared_bias
+from rowmax.gpu.hopper.gradients.tiles import GradientConfig, GradientTile
+from rowmax.gpu.hopper.gradients.wide_kernel import wide
+from rowmax.gpu.hopper.launch import GluonLaunch
+from rowmax.gpu.hopper.tiles import Constants
 
 from .hopper_build import Built, _read
 

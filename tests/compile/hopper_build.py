@@ -14,8 +14,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from rowmax.hopper import launch
-from rowmax.hopper.copies import over
+from rowmax.gpu.hopper import launch
+from rowmax.gpu.hopper.copies import over
 from tests.cases import Case, make
 
 

@@ -23,8 +23,9 @@ if find_spec("triton") is None or sys.platform != "linux":
 import torch
 from triton import knobs
 
-from rowmax.triton import assembler, tiles
-from rowmax.triton.assembler import Assembler, Choice, assembling
+from rowmax.gpu import assembler
+from rowmax.gpu.assembler import Assembler, Choice, assembling
+from rowmax.gpu.triton import tiles
 
 from . import compile_kernels, sass
 

@@ -21,7 +21,7 @@ if find_spec("triton") is None or sys.platform != "linux":
 import torch
 import triton
 
-from rowmax.hopper.tiles import LONG_64, LONG_64_SPILLS, SHARED, TILES, tile_for
+from rowmax.gpu.hopper.tiles import LONG_64, LONG_64_SPILLS, SHARED, TILES, tile_for
 from tests.cases import Case, make
 
 from . import sass

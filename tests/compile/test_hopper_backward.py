@@ -19,8 +19,8 @@ if find_spec("triton") is None or sys.platform != "linux":
 
 import triton
 
-from rowmax.hopper.gradients.tiles import SHARED_BIAS, TILES, WARPGROUPS, WIDE, tiles_of
-from rowmax.hopper.tiles import SHARED
+from rowmax.gpu.hopper.gradients.tiles import SHARED_BIAS, TILES, WARPGROUPS, WIDE, tiles_of
+from rowmax.gpu.hopper.tiles import SHARED
 
 from . import sass
 from .hopper_backward_build import build, config

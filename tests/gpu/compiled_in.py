@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from rowmax.problem import Problem, Wanted
-from rowmax.triton import backward, forward
-from rowmax.triton import tiles as plain
-from rowmax.triton.backward import bias_sum
-from rowmax.triton.bundles import folded
-from rowmax.triton.maps import listed
+from rowmax.call.problem import Problem, Wanted
+from rowmax.gpu.triton import backward, forward
+from rowmax.gpu.triton import tiles as plain
+from rowmax.gpu.triton.backward import bias_sum
+from rowmax.gpu.triton.bundles import folded
+from rowmax.gpu.triton.maps import listed
 from tests.cases import Case
 from tests.drawn import Drawn, given_cotangents, problem_of
 
@@ -62,11 +62,11 @@ def _triton(p: Problem) -> Hashable:
 
 
 def _hopper(p: Problem, case: Case) -> Hashable:
-    from rowmax import hopper
-    from rowmax.hopper import launch
-    from rowmax.hopper import tiles as forward
-    from rowmax.hopper.gradients import biases, plans
-    from rowmax.hopper.gradients import tiles as gradients
+    from rowmax.gpu import hopper
+    from rowmax.gpu.hopper import launch
+    from rowmax.gpu.hopper import tiles as forward
+    from rowmax.gpu.hopper.gradients import biases, plans
+    from rowmax.gpu.hopper.gradients import tiles as gradients
 
     refused = hopper._refused(p), hopper._refused_backward(p)
     if any(refused) or not (p.total_k and p.total_q and p.batch):
@@ -92,7 +92,7 @@ def _hopper(p: Problem, case: Case) -> Hashable:
 def kernels_of(drawn: Drawn, known: set[Hashable]) -> int:
     """How many kernels a call would compile beside those that are known, which they join. Nothing
     runs: the jobs are stopped before their launch, on tiles for an H200."""
-    launch = importlib.import_module("rowmax.triton.launch")
+    launch = importlib.import_module("rowmax.gpu.triton.launch")
     run, limits = launch.Job.run, plain.limits_of
     before = len(known)
 

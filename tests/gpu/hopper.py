@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from rowmax.hopper import forward, supports
+from rowmax.gpu.hopper import forward, supports
 from rowmax.reference import dense
 from tests.cases import CASES, Case, make
 from tests.spoiled import padding_matters

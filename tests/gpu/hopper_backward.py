@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from triton import __version__ as triton_version
 
-from rowmax import hopper, triton
-from rowmax.problem import Gradients, Wanted
+from rowmax.call.problem import Gradients, Wanted
+from rowmax.gpu import hopper, triton
 from rowmax.reference.tolerance import GRADIENT, LIMITS
 from tests.cases import CASES, LEAVES, Case, make
 from tests.gpu import children

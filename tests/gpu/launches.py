@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from triton import knobs
 
-from rowmax import backend as backends
+from rowmax.call import dispatch as backends
 from tests.cases import Case, make
 from tests.tolerance import Answer, answer, complaints, cotangents, expected
 
-compat = importlib.import_module("rowmax.triton.compat")
-compiled = importlib.import_module("rowmax.triton.compiled")
+compat = importlib.import_module("rowmax.gpu.compat")
+compiled = importlib.import_module("rowmax.gpu.compiled")
 CASES = [
     Case("causal", b=1, nq=150, hq=2, d=64, causal=True),
     Case("bias", b=2, nq=100, nk=136, hq=2, d=64, bias="1hqk", sink=True),
@@ -35,10 +35,10 @@ CASES = [
 
 def forget() -> None:
     """Have every plan made anew."""
-    importlib.import_module("rowmax.triton.launch")._jobs.clear()
-    importlib.import_module("rowmax.hopper.launch")._PLANS.clear()
-    importlib.import_module("rowmax.hopper.gradients.plans").PLANS.clear()
-    importlib.import_module("rowmax.hopper.packed")._placing.cache_clear()
+    importlib.import_module("rowmax.gpu.triton.launch")._jobs.clear()
+    importlib.import_module("rowmax.gpu.hopper.launch")._PLANS.clear()
+    importlib.import_module("rowmax.gpu.hopper.gradients.plans").PLANS.clear()
+    importlib.import_module("rowmax.gpu.hopper.packed")._placing.cache_clear()
 
 
 @contextlib.contextmanager
@@ -85,7 +85,7 @@ def check(case: Case, name: str) -> list[str]:
     want = expected(call, *grads)
     first = answer(call, *grads, backend=name, deterministic=True)
     found = complaints(first, want)
-    if not compat.is_compiled(importlib.import_module("rowmax.triton.forward").forward_kernel):
+    if not compat.is_compiled(importlib.import_module("rowmax.gpu.triton.forward").forward_kernel):
         return found
     for context in (hooked, public):
         with context(found):

@@ -173,7 +173,7 @@ def _time_compiling(clock: Any) -> None:
     """Keep in the clock when compiling began (0: it does not), how long it took in this call, and
     how many kernels it made."""
     try:
-        from rowmax.triton import compiled
+        from rowmax.gpu import compiled
     except ImportError:
         return
     real = compiled.Launch.compile

@@ -11,8 +11,8 @@ import sys
 
 import torch
 
-from rowmax import hopper
-from rowmax.problem import Gradients, Wanted
+from rowmax.call.problem import Gradients, Wanted
+from rowmax.gpu import hopper
 from tests.cases import LEAVES, Case, make
 from tests.gpu.hopper_backward import judged
 from tests.tolerance import Expected, complaint, cotangents, definition, expected

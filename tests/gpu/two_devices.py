@@ -20,7 +20,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rowmax import backend as backends
+from rowmax.call import dispatch as backends
 from tests.cases import Call, Case, make
 from tests.tolerance import Answer, answer, complaints, cotangents, expected
 

@@ -25,14 +25,14 @@ from tests.hopper.backward_cases import Case, cases
 
 language.install()
 
-from rowmax.hopper.documents import tile_spans  # noqa: E402
-from rowmax.hopper.gradients.bundles import Numbers, Pointers  # noqa: E402
-from rowmax.hopper.gradients.kernel import backward  # noqa: E402
-from rowmax.hopper.gradients.schedule import order_of, padded_rows, steps_of  # noqa: E402
-from rowmax.hopper.gradients.tiles import GradientConfig  # noqa: E402
-from rowmax.hopper.gradients.wide_kernel import wide  # noqa: E402
-from rowmax.hopper.schedule import steps_of as steps_of_queries  # noqa: E402
-from rowmax.hopper.tiles import Constants  # noqa: E402
+from rowmax.gpu.hopper.documents import tile_spans  # noqa: E402
+from rowmax.gpu.hopper.gradients.bundles import Numbers, Pointers  # noqa: E402
+from rowmax.gpu.hopper.gradients.kernel import backward  # noqa: E402
+from rowmax.gpu.hopper.gradients.schedule import order_of, padded_rows, steps_of  # noqa: E402
+from rowmax.gpu.hopper.gradients.tiles import GradientConfig  # noqa: E402
+from rowmax.gpu.hopper.gradients.wide_kernel import wide  # noqa: E402
+from rowmax.gpu.hopper.schedule import steps_of as steps_of_queries  # noqa: E402
+from rowmax.gpu.hopper.tiles import Constants  # noqa: E402
 
 LOG2E = math.log2(math.e)
 BLOCK_K = 128

@@ -20,7 +20,7 @@ from tests.hopper import language
 
 language.install()
 
-from rowmax.hopper import _refused, launch  # noqa: E402
+from rowmax.gpu.hopper import _refused, launch  # noqa: E402
 from rowmax.reference import dense  # noqa: E402
 from tests.cases import CASES, Case, make  # noqa: E402
 from tests.extreme_bias import CASES as EXTREMES  # noqa: E402

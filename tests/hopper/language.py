@@ -146,9 +146,9 @@ def install() -> None:
         "warpgroup_mma_wait": warpgroup_mma_wait,
     }  # fmt: skip
     module("triton", jit=jit, __version__="3.6.0")
-    module("rowmax.triton")
-    module("rowmax.triton.compiled", Launch=Launch)
-    module("rowmax.triton.compat", graphs_exist=lambda: False, spills=lambda kernel: 0)
+    module("rowmax.gpu.triton")
+    module("rowmax.gpu.compiled", Launch=Launch)
+    module("rowmax.gpu.compat", graphs_exist=lambda: False, spills=lambda kernel: 0)
     module("triton._C")
     module("triton._C.libtriton", ir=None)
     sys.modules["triton.language"] = sys.modules["triton"].language = gl  # pyright: ignore

@@ -1,7 +1,7 @@
 """A machine on which the Hopper kernels run without a GPU: slow, and as unkind as it may be.
 
-``language.install`` puts it in the place of Triton's Gluon, before anything of ``rowmax.hopper``
-is imported; a kernel is then Python that runs on numpy. Every partition of every block is a thread.
+``language.install`` puts it in the place of Triton's Gluon, before ``rowmax.gpu.hopper`` is
+imported; a kernel is then Python that runs on numpy. Every partition of every block is a thread.
 Copies land late and in any order; a product is made when it is waited for, from what its operands
 hold by then; memory begins as NaN. A barrier that gets too many arrivals, a number that is read
 before its product was waited for, or a thread that waits for too long is an error.
@@ -553,7 +553,7 @@ def given(x: Any) -> Any:
 
 
 class Launch:
-    """In the place of ``rowmax.triton.compiled.Launch``."""
+    """In the place of ``rowmax.gpu.compiled.Launch``."""
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], options: dict[str, Any]) -> None:
         self.kernel, self.grid = kernel, grid

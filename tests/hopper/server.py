@@ -17,12 +17,12 @@ from tests.hopper import language, machine
 
 language.install()
 
-from rowmax.hopper.gradients.bundles import Numbers, Pointers  # noqa: E402
-from rowmax.hopper.gradients.kernel import backward  # noqa: E402
-from rowmax.hopper.gradients.shared_bias import shared_bias  # noqa: E402
-from rowmax.hopper.gradients.tiles import GradientConfig  # noqa: E402
-from rowmax.hopper.gradients.wide_kernel import wide  # noqa: E402
-from rowmax.hopper.tiles import Constants  # noqa: E402
+from rowmax.gpu.hopper.gradients.bundles import Numbers, Pointers  # noqa: E402
+from rowmax.gpu.hopper.gradients.kernel import backward  # noqa: E402
+from rowmax.gpu.hopper.gradients.shared_bias import shared_bias  # noqa: E402
+from rowmax.gpu.hopper.gradients.tiles import GradientConfig  # noqa: E402
+from rowmax.gpu.hopper.gradients.wide_kernel import wide  # noqa: E402
+from rowmax.gpu.hopper.tiles import Constants  # noqa: E402
 
 BUNDLES = {"Pointers": Pointers, "Numbers": Numbers}
 KERNELS = {"backward": backward, "wide": wide, "shared_bias": shared_bias}

@@ -77,9 +77,9 @@ def test_host_and_kernels(cases):
     ],
 )
 def test_heads_at_once(monkeypatch, batch, tokens, heads, kv_heads, right, section):
-    from rowmax.hopper.gradients import plans
-    from rowmax.hopper.gradients.tiles import TILES, config_for
-    from rowmax.problem import Problem
+    from rowmax.call.problem import Problem
+    from rowmax.gpu.hopper.gradients import plans
+    from rowmax.gpu.hopper.gradients.tiles import TILES, config_for
 
     problem = Problem(
         "cuda", torch.bfloat16, batch, tokens, tokens, heads, kv_heads, 128, 128, 1.0, 0.0, 0.0,

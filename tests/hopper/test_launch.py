@@ -12,16 +12,17 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 import rowmax
-from rowmax import backend as backends
-from rowmax import hopper, reference
-from rowmax.arguments import checked
-from rowmax.problem import Options, Problem, Tensors, Wanted, problem_of
+from rowmax import reference
+from rowmax.call import dispatch as backends
+from rowmax.call.arguments import checked
+from rowmax.call.problem import Options, Problem, Tensors, Wanted, problem_of
+from rowmax.gpu import hopper
 
-forward = importlib.import_module("rowmax.hopper.launch")
-backward = importlib.import_module("rowmax.hopper.gradients.launch")
-tiles = importlib.import_module("rowmax.hopper.gradients.tiles")
-copies = importlib.import_module("rowmax.hopper.copies")
-biases = importlib.import_module("rowmax.hopper.gradients.biases")
+forward = importlib.import_module("rowmax.gpu.hopper.launch")
+backward = importlib.import_module("rowmax.gpu.hopper.gradients.launch")
+tiles = importlib.import_module("rowmax.gpu.hopper.gradients.tiles")
+copies = importlib.import_module("rowmax.gpu.hopper.copies")
+biases = importlib.import_module("rowmax.gpu.hopper.gradients.biases")
 
 
 def posed(*, nq: int = 64, nk: int = 256, **options: Any) -> tuple[Problem, Tensors]:

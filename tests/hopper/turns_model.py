@@ -23,8 +23,8 @@ from tests.hopper import language, machine
 
 language.install()
 
-from rowmax.hopper.documents import tile_spans  # noqa: E402
-from rowmax.hopper.gradients.schedule import (  # noqa: E402
+from rowmax.gpu.hopper.documents import tile_spans  # noqa: E402
+from rowmax.gpu.hopper.gradients.schedule import (  # noqa: E402
     band,
     neighbour_of,
     order_of,
@@ -32,7 +32,7 @@ from rowmax.hopper.gradients.schedule import (  # noqa: E402
     steps_of,
     turns_before,
 )
-from rowmax.hopper.gradients.tiles import GradientConfig  # noqa: E402
+from rowmax.gpu.hopper.gradients.tiles import GradientConfig  # noqa: E402
 
 BLOCK_Q, BLOCK_K = 64, 128
 

@@ -24,11 +24,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from rowmax import hopper, triton
-from rowmax.hopper import packed
-from rowmax.hopper.gradients import dq_of_dbias, plans, rows
-from rowmax.hopper.tiles import Constants
-from rowmax.problem import Wanted
+from rowmax.call.problem import Wanted
+from rowmax.gpu import hopper, triton
+from rowmax.gpu.hopper import packed
+from rowmax.gpu.hopper.gradients import dq_of_dbias, plans, rows
+from rowmax.gpu.hopper.tiles import Constants
 from rowmax.reference import dense
 from tests import extreme_bias
 from tests.cases import Case, make

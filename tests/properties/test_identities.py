@@ -130,7 +130,7 @@ def test_a_row_never_meets_what_it_may_not_see(
     (b, nq), nk = call.inputs[0].shape[:2], call.inputs[1].shape[1]
     j = data.draw(st.integers(0, nk - 1))
     problem, tensors = call.problem()
-    blind = ~rowmax.mask.dense(problem, tensors)[0, 0, :, j]  # rows that do not see key j
+    blind = ~rowmax.rules.mask.dense(problem, tensors)[0, 0, :, j]  # rows that do not see key j
     dout, dlse = cotangents(call)
     dout, dlse = dout * blind[:, None, None], dlse * blind  # and only theirs is asked for
     want = answer(call, dout, dlse, backend=backend)

@@ -9,11 +9,11 @@ import pytest
 
 pytest.importorskip("triton")
 
-from rowmax import backend as backends
+from rowmax.call import dispatch as backends
 from tests.drawn import drawn, wrong
 
 interpreter = importlib.import_module("triton.runtime.interpreter")
-forward = importlib.import_module("rowmax.triton.forward")
+forward = importlib.import_module("rowmax.gpu.triton.forward")
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # the interpreter's own, of numpy

@@ -17,16 +17,16 @@ import torch
 
 pytest.importorskip("triton")
 
-from rowmax import backend as backends
+from rowmax.call import dispatch as backends
 from tests.cases import CASES, COVERING, EXPANDED, Case, make
 from tests.extreme_bias import CASES as EXTREMES
 from tests.extreme_bias import checks
 from tests.tolerance import answer, complaints, cotangents, expected, poisoned
 
 interpreter = importlib.import_module("triton.runtime.interpreter")
-forward = importlib.import_module("rowmax.triton.forward")
-launch = importlib.import_module("rowmax.triton.launch")
-tiles = importlib.import_module("rowmax.triton.tiles")
+forward = importlib.import_module("rowmax.gpu.triton.forward")
+launch = importlib.import_module("rowmax.gpu.triton.launch")
+tiles = importlib.import_module("rowmax.gpu.triton.tiles")
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # the interpreter's own, of numpy

@@ -15,9 +15,9 @@ import torch
 
 pytest.importorskip("triton")
 
-compat = importlib.import_module("rowmax.triton.compat")
-compiled = importlib.import_module("rowmax.triton.compiled")
-jobs = importlib.import_module("rowmax.triton.launch")
+compat = importlib.import_module("rowmax.gpu.compat")
+compiled = importlib.import_module("rowmax.gpu.compiled")
+jobs = importlib.import_module("rowmax.gpu.triton.launch")
 tl = importlib.import_module("triton.language")
 
 
@@ -249,7 +249,7 @@ def test_the_drivers_of_this_triton_are_known(vendor: str) -> None:
 def test_every_job_has_the_same_options(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU, on a GPU of another kind: rounding does not depend on how it is launched."""
     KERNEL.launches.clear()
-    tiles = importlib.import_module("rowmax.triton.tiles").Tiles(16, 16, 4, 2)
+    tiles = importlib.import_module("rowmax.gpu.triton.tiles").Tiles(16, 16, 4, 2)
     job = jobs.Job(KERNEL, SimpleNamespace(tiles=2), (), tiles, 3)
     entered: list[Any] = []
 

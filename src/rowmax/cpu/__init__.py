@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..problem import Problem
+from ..call.problem import Problem
 from .backward import backward
 from .forward import forward
 

@@ -16,9 +16,9 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from ..flops import backward_flops
-from ..mask import FULL, SKIP
-from ..problem import FAR, Gradients, Problem, Tensors, Wanted
+from ..call.flops import backward_flops
+from ..call.problem import FAR, Gradients, Problem, Tensors, Wanted
+from ..rules.mask import FULL, SKIP
 from .call import Call
 from .forward import set_outputs
 from .kernel import kernel, launch

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..mask import tile_states
-from ..problem import Problem, Tensors
+from ..call.problem import Problem, Tensors
+from ..rules.mask import tile_states
 from .operands import bfloats_are_finite
 from .vector import MR, NV, PAIRS, TILE_K, TILE_Q, W
 

@@ -9,9 +9,9 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from ..flops import forward_flops
-from ..mask import FULL, SKIP
-from ..problem import Problem, Tensors
+from ..call.flops import forward_flops
+from ..call.problem import Problem, Tensors
+from ..rules.mask import FULL, SKIP
 from .call import Call, query_tasks
 from .kernel import kernel, launch
 from .operands import (

@@ -18,7 +18,7 @@ from numba import (
 )
 from numba.extending import overload, register_jitable
 
-from ..dropout import INCREMENTS, MULTIPLIERS, ROUNDS
+from ..rules.dropout import INCREMENTS, MULTIPLIERS, ROUNDS
 from .vector import pointer_to
 
 # ``(2^f - 1) / f`` on [-1/2, 1/2], by the Remez algorithm: relative errors 1.1e-8 and 1.8e-17.

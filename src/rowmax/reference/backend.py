@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..problem import Gradients, Problem, Tensors, Wanted
+from ..call.problem import Gradients, Problem, Tensors, Wanted
 from .dense import attention
 
 

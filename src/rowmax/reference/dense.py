@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import dropout, mask
-from ..problem import Problem, Tensors, each_sequence
+from ..call.problem import Problem, Tensors, each_sequence
+from ..rules import dropout, mask
+from ..torch_compat import is_batched
 
 
 def attention(
@@ -71,7 +72,7 @@ def _average(P: Tensor, v: Tensor, seen: Tensor) -> Tensor:
 
 def _finite(t: Tensor) -> bool:
     """True if every value is known to be finite, which ``vmap`` lets nobody see."""
-    return not mask.is_batched(t) and bool(torch.isfinite(t).all())
+    return not is_batched(t) and bool(torch.isfinite(t).all())
 
 
 def _distance(problem: Problem, tensors: Tensors, q: Tensor) -> Tensor:

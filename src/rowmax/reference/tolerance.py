@@ -46,7 +46,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..problem import Problem, Tensors, each_sequence
+from ..call.problem import Problem, Tensors, each_sequence
 from . import dense
 
 OUTPUT, GRADIENT = 2.0, 3.0

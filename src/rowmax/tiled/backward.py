@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..problem import FAR, Gradients, Problem, Tensors, Wanted, each_sequence
+from ..call.problem import FAR, Gradients, Problem, Tensors, Wanted, each_sequence
 from .scores import (
     bias_tile,
     factor,

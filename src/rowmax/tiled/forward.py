@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..problem import Problem, Tensors, each_sequence
+from ..call.problem import Problem, Tensors, each_sequence
 from .scores import (
     factor,
     folded,

@@ -11,9 +11,9 @@ import math
 import torch
 from torch import Tensor
 
-from .. import mask
-from ..dropout import keep_columns
-from ..problem import Problem, Tensors
+from ..call.problem import Problem, Tensors
+from ..rules import mask
+from ..rules.dropout import keep_columns
 from .strips import Strip
 
 LOG2E = math.log2(math.e)

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import mask
-from ..problem import Problem, Tensors
+from ..call.problem import Problem, Tensors
+from ..rules import mask
 
 
 class Sizes(NamedTuple):

@@ -1,0 +1,225 @@
+"""Dispatch: composes a call from jobs, each made by the first backend that can.
+
+A backend is imported only when a problem on its kind of device asks for it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib import import_module
+from typing import Literal, NamedTuple, Protocol
+
+from torch import Tensor
+
+from .problem import Gradients, Problem, Tensors, Wanted
+
+Call = Literal["forward", "backward"]
+
+#: every backend, the most specialised first
+NAMES = ("hopper", "triton", "cpu", "torch", "reference")
+
+#: where each is, and the devices it may be asked for
+_MODULES = {
+    "hopper": "rowmax.gpu.hopper",
+    "triton": "rowmax.gpu.triton",
+    "cpu": "rowmax.cpu",
+    "torch": "rowmax.tiled",
+    "reference": "rowmax.reference",
+}
+_DEVICES = {"hopper": ("cuda",), "triton": ("cuda", "xpu"), "cpu": ("cpu",)}
+#: what brings the libraries of a backend that has some of its own
+_EXTRAS = {"cpu": "cpu"}
+#: the reference holds the whole score matrix, so it is used only where it is named
+_BY_NAME_ONLY = ("reference",)
+#: what is made of differentiable operations alone: autograd goes through it, as often as asked
+PLAIN_OPERATIONS = ("reference",)
+
+
+class Backend(Protocol):
+    """The module-level functions of the modules above.
+
+    A module may offer two more. ``lacks(problem, call) -> dict[str, str]`` names the results that
+    it does not make of a call that ``supports`` accepts, each with the reason.
+    ``notes(problem, job) -> list[str]`` returns sentences that ``explain`` prints below a job.
+    """
+
+    def supports(self, problem: Problem, call: Call) -> str | None:
+        """None, or the sentence that says why not."""
+        ...
+
+    def forward(self, problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        """(out ``[B, Nq, Hq, Dv]``, lse ``[B, Hq, Nq]``), contiguous."""
+        ...
+
+    def backward(
+        self,
+        problem: Problem,
+        tensors: Tensors,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        wanted: Wanted,
+    ) -> Gradients:
+        """The wanted gradients, contiguous, each of its input's shape and dtype."""
+        ...
+
+
+class Job(NamedTuple):
+    """Results of a call that one backend makes together."""
+
+    call: Call
+    results: tuple[str, ...]  # out and lse; or some of dq, dk, dv, dbias, dsink
+    backend: str | None  # None: the backend that was named does not make them
+    reason: str | None = None  # why no backend that comes before makes them
+
+
+class Plan(NamedTuple):
+    """The jobs of a call, in the order of ``NAMES``, and their backends."""
+
+    jobs: tuple[Job, ...]
+    backends: tuple[Backend | None, ...]
+    first: Backend
+    whole: Backend | None  # the backend that makes everything, if one does
+
+
+@lru_cache(maxsize=512)
+def choose(problem: Problem, call: Call, name: str | None = None) -> Plan:
+    """The plan of a call: each result from the backend called ``name``, or from the first that
+    makes it.
+
+    Raises:
+        ValueError: the one named (or every one) refuses the call, with the reasons.
+    """
+    refusals: dict[str, str] = {}
+    jobs: list[Job] = []
+    missing = dict.fromkeys(_results(problem, call), "")  # result -> why it is not made so far
+    for candidate in NAMES if name is None else (name,):
+        if not missing or (name is None and candidate in _BY_NAME_ONLY):
+            continue
+        reason = refusal(candidate, problem, call)
+        if reason is not None:
+            refusals[candidate] = reason
+            continue
+        lacking = lacks(candidate, problem, call)
+        made = tuple(result for result in missing if result not in lacking)
+        if made:
+            jobs.append(Job(call, made, candidate, _joined(missing, made)))
+        missing = {
+            result: f"{before}, {text}" if before else text
+            for result, before in missing.items()
+            if result in lacking
+            for text in [f"not {candidate}: {lacking[result]}"]
+        }
+    if not jobs:
+        refusals.update({result: reason for result, reason in missing.items() if reason})
+        reasons = "; ".join(f"{n}: {r}" for n, r in refusals.items())
+        raise ValueError(f"backend: got {name!r}; it cannot take this {call}: {reasons}")
+    loaded = [_load(job.backend) for job in jobs if job.backend is not None]
+    if missing:
+        jobs.append(Job(call, tuple(missing), None, _joined(missing, tuple(missing))))
+    whole = loaded[0] if len(jobs) == 1 else None
+    backends = (*loaded, *([None] if missing else []))
+    return Plan(tuple(jobs), backends, loaded[0], whole)
+
+
+def check_wanted(plan: Plan, wanted: Wanted) -> None:
+    """Raise if the plan has no backend for a gradient that is wanted."""
+    if plan.whole is not None:
+        return
+    for job in plan.jobs:
+        part = _part(job, wanted)
+        asked = [name for name, w in zip(part._fields, part, strict=True) if w]
+        if job.backend is None and asked:
+            names = ", ".join(f"d{name}" for name in asked)
+            raise ValueError(
+                f"backend: got {plan.jobs[0].backend!r}; it does not make {names} of this call "
+                f"({job.reason}); want None, or no gradient of {', '.join(asked)}"
+            )
+
+
+def run_backward(
+    plan: Plan,
+    problem: Problem,
+    tensors: Tensors,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    wanted: Wanted,
+) -> Gradients:
+    """The wanted gradients, each from the backend of its job."""
+    if plan.whole is not None:
+        return plan.whole.backward(problem, tensors, out, lse, dout, dlse, wanted)
+    check_wanted(plan, wanted)
+    found = Gradients()
+    for job, backend in zip(plan.jobs, plan.backends, strict=True):
+        part = _part(job, wanted)
+        if backend is not None and any(part):
+            made = backend.backward(problem, tensors, out, lse, dout, dlse, part)
+            both = zip(found, made, part, strict=True)
+            found = Gradients(*(new if want else old for old, new, want in both))
+    return found
+
+
+def refusal(name: str, problem: Problem, call: Call) -> str | None:
+    """Why the backend cannot take the call, or None."""
+    devices = _DEVICES.get(name)
+    if devices is not None and problem.device not in devices:
+        return f"it runs on {' or '.join(devices)}, the tensors are on {problem.device}"
+    try:
+        backend = _load(name)
+    except ModuleNotFoundError as error:
+        extra = _EXTRAS.get(name)
+        hint = f': pip install "rowmax[{extra}]", in a checkout ".[{extra}]"' if extra else ""
+        return f"{error.name} is not installed{hint}"
+    except (ImportError, OSError, RuntimeError) as error:
+        return _broken(name, f"it cannot be loaded: {type(error).__name__}: {error}")
+    return backend.supports(problem, call)
+
+
+@lru_cache(maxsize=16)  # the warning comes once
+def _broken(name: str, reason: str) -> str:
+    """Warn that a backend that is installed does not work; return the reason."""
+    warnings.warn(f"rowmax: the {name} backend is left out: {reason}", RuntimeWarning, stacklevel=3)
+    return reason
+
+
+def lacks(name: str, problem: Problem, call: Call) -> Mapping[str, str]:
+    """The results of a call that the backend takes but does not make, each with the reason."""
+    found = getattr(_load(name), "lacks", None)
+    return {} if found is None else found(problem, call)
+
+
+def notes(problem: Problem, job: Job) -> tuple[str, ...]:
+    """Return the sentences that the backend of a job adds to an explanation."""
+    found = None if job.backend is None else getattr(_load(job.backend), "notes", None)
+    return () if found is None else tuple(found(problem, job.call))
+
+
+def _results(problem: Problem, call: Call) -> tuple[str, ...]:
+    """Return the names of all results that a call can have."""
+    if call == "forward":
+        return "out", "lse"
+    bias = ("dbias",) if problem.bias is not None else ()
+    return ("dq", "dk", "dv", *bias, *(("dsink",) if problem.sink else ()))
+
+
+def _part(job: Job, wanted: Wanted) -> Wanted:
+    """The gradients of a job that are wanted."""
+    return Wanted(
+        *(w and f"d{n}" in job.results for n, w in zip(wanted._fields, wanted, strict=True))
+    )
+
+
+def _joined(reasons: Mapping[str, str], results: tuple[str, ...]) -> str | None:
+    """The reasons of these results, each once."""
+    return (
+        "; ".join(dict.fromkeys(reasons[result] for result in results if reasons[result])) or None
+    )
+
+
+def _load(name: str) -> Backend:
+    return import_module(_MODULES[name])  # pyright: ignore

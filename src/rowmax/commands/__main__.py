@@ -1,6 +1,0 @@
-"""``python -m rowmax.commands``, where no script is installed."""
-
-from . import main
-
-if __name__ == "__main__":
-    main()

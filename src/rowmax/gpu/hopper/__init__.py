@@ -1,0 +1,114 @@
+"""Attention for Hopper (sm_90a) in Gluon: TMA, asynchronous wgmma, specialised warps.
+
+``supports`` refuses calls that it does not take, ``lacks`` gradients that it does not make.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ...call.problem import Gradients, Problem, Tensors, Wanted
+
+__all__ = ["backward", "forward", "lacks", "notes", "supports"]
+
+
+def supports(problem: Problem, call: str) -> str | None:
+    """None, or the sentence that says why not."""
+    reason = _refused(problem)
+    if call == "backward":
+        reason = reason or _refused_backward(problem)
+    return reason or _missing(problem.device_index)
+
+
+def lacks(problem: Problem, call: str) -> dict[str, str]:
+    """The results that it does not make of a problem that ``supports`` has passed."""
+    if call != "backward" or problem.bias is None:
+        return {}
+    from .gradients.biases import refused_gradient
+
+    reason = refused_gradient(problem)
+    return {} if reason is None else {"dbias": reason}
+
+
+def notes(problem: Problem, call: str) -> list[str]:
+    """Return the sentences that ``explain`` adds to a job of this backend."""
+    from .. import assembler
+    from . import launch
+
+    tile = launch.note_of_tile(problem) if call == "forward" else None
+    return [text for text in (tile, assembler.note(problem.device_index)) if text]
+
+
+def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    from . import launch
+
+    return launch.forward(problem, tensors)
+
+
+def backward(
+    problem: Problem,
+    tensors: Tensors,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    wanted: Wanted,
+) -> Gradients:
+    from .gradients import launch
+
+    return launch.backward(problem, tensors, out, lse, dout, dlse, wanted)
+
+
+def _refused(p: Problem) -> str | None:
+    """What the kernels do not do."""
+    if p.dtype not in (torch.float16, torch.bfloat16):
+        return f"it takes float16 and bfloat16, the tensors are {p.dtype}"
+    if max(p.d, p.dv) > 256:
+        return f"it takes head sizes up to 256, these are {p.d} and {p.dv}"
+    if p.d % 8 or p.dv % 8:
+        return f"it takes head sizes that are multiples of 8, these are {p.d} and {p.dv}"
+    if p.scale == 0.0:
+        return "it takes a scale above 0"
+    if p.dropout_p > 0:
+        return "it does not take dropout"
+    if p.allowed is not None:
+        return "it does not take boolean masks"
+    if p.align == "lengths":
+        return "it aligns positions to the keys, not to prefix lengths"
+    if p.varlen and p.documents:
+        return "it does not take documents within packed sequences"
+    return None
+
+
+def _refused_backward(p: Problem) -> str | None:
+    """What the kernels of the backward do not do beside."""
+    from .gradients.biases import kind_of, refused_tile
+
+    if p.bias is None or kind_of(p):
+        return None
+    return refused_tile(p)
+
+
+def _missing(index: int | None) -> str | None:
+    """Return why the machine, or its device of this index, cannot run the kernels, or None."""
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return "there is no CUDA device"
+    if torch.cuda.get_device_capability(index) != (9, 0):
+        return "the device is not of compute capability 9.0 (Hopper)"
+    return _without_gluon()
+
+
+@lru_cache(maxsize=1)
+def _without_gluon() -> str | None:
+    """Why the kernels cannot be imported, or None."""
+    try:
+        from ..compat import is_compiled
+        from . import kernel, packed  # noqa: F401
+    except ImportError as error:
+        return f"triton's Gluon is missing or of another release ({error})"
+    if not is_compiled(packed._place):
+        return "Triton's interpreter is on (TRITON_INTERPRET=1), which does not run Gluon"
+    return None

@@ -1,0 +1,33 @@
+"""The cache of plans. A plan holds tables on the device, which its launches read."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+from .. import compat
+
+
+class Plans(OrderedDict[Any, Any]):
+    """Plans by key, the one used last is the last. Past ``most`` the oldest are dropped.
+
+    None is dropped while a CUDA graph is alive, for a replay reads the tables of its plans. To look
+    for graphs takes milliseconds, so a quarter goes at once, and while there are graphs the next
+    look waits until there are twice as many plans.
+    """
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+        self._look_at = most
+
+    def keep(self, key: Any, plan: Any) -> None:
+        self[key] = plan
+        if len(self) <= self._look_at:
+            return
+        if compat.graphs_exist():
+            self._look_at = 2 * len(self)
+            return
+        self._look_at = self.most
+        while len(self) > self.most * 3 // 4:
+            self.popitem(last=False)

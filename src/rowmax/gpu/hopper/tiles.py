@@ -1,0 +1,277 @@
+# ruff: noqa: N802  (what kernels read is in capitals)
+"""Tile shapes for an H100 or H200, as data, and what is compiled into a kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from triton.experimental.gluon import language as gl
+
+from ...call.problem import Problem
+
+ROWS = 64  # query rows of one warpgroup: the height of a wgmma
+SHARED = 227 * 1024  # bytes of shared memory a block may have
+#: what a warpgroup needs of it to turn its output round, and all the barriers
+SCRATCH = 2304
+BARRIERS = 1024
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a head size is cut.
+
+    ``64 warpgroups`` rows by ``block_k`` keys; ``k_stages`` buffers of K, ``v_stages`` of V,
+    ``q_stages`` of Q, ``b_stages`` of a bias that is copied. Registers are those of a consumer's
+    thread and of the producer's.
+    """
+
+    warpgroups: int
+    block_k: int
+    k_stages: int
+    v_stages: int
+    q_stages: int
+    b_stages: int = 1
+    registers: tuple[int, int] = (240, 24)
+
+
+#: by (D, Dv), both padded to one of the sizes below
+TILES = {
+    (64, 64): Tile(2, 128, 4, 4, 2),
+    (96, 96): Tile(2, 128, 2, 2, 2),
+    (128, 128): Tile(2, 128, 2, 2, 2),
+    (192, 128): Tile(2, 128, 2, 2, 1),
+    (192, 192): Tile(2, 64, 2, 2, 2),
+    (256, 256): Tile(2, 64, 2, 2, 1),
+}
+#: where one warpgroup's rows a processor are all there is: alone it is done sooner, and with more
+#: buffers fewer loads wait for others
+FEW = {
+    (64, 64): Tile(1, 128, 4, 4, 1),
+    (96, 96): Tile(1, 128, 4, 4, 1),
+    (128, 128): Tile(1, 128, 3, 3, 1),
+    (192, 128): Tile(1, 128, 2, 2, 1),
+    (192, 192): Tile(1, 64, 4, 4, 1),
+    (256, 256): Tile(1, 64, 3, 3, 1),
+}
+SIZES = (64, 96, 128, 192, 256)
+#: head size 64 without score terms, beyond so many keys: three warpgroups, whose taller tiles
+#: waste more where a sequence or a diagonal ends
+LONG_64 = Tile(3, 128, 4, 4, 2, registers=(160, 32))
+#: words of local memory that a thread of it may use. By triton 3.6.0 (ptxas 12.8 or 12.9) it uses
+#: 0 and, causal, 22, once a query tile; by triton 3.9.0 30 and 50, in its loops over keys as well
+LONG_64_SPILLS = 24
+LONG_64_KEYS = {"full": 1536, "causal": 4096}
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is compiled into one kernel, under the names that the kernel uses."""
+
+    D: int  # head sizes of the tile
+    DV: int
+    D_IN: int  # the head size of queries and keys, D or less
+    DV_OUT: int  # of values and the output, DV or less
+    BLOCK_K: int
+    K_STAGES: int
+    V_STAGES: int
+    Q_STAGES: int
+    WARPGROUPS: int
+    GROUP: int = 1  # query heads of a kv head that share a tile
+    LEFT: bool = False  # the band has a left limit
+    RIGHT: bool = False
+    VARLEN: bool = False
+    PREFIX: bool = False
+    DOCUMENTS: bool = False
+    SOFTCAP: bool = False
+    ALIBI: bool = False
+    SINK: bool = False
+    BIAS: str = ""  # how it comes (launch.how_bias_comes), or none
+    B_STAGES: int = 1  # of a copied one
+    EVEN_K: bool = False  # key tiles fill every sequence's keys
+    STAGED: int = 0  # columns of the output that go through shared memory at a time; 0 for none
+    NATURAL: bool = False  # scores are in natural units, and so is the reference (Problem.natural)
+    ROUND_LATE: bool = False  # round the weights after the product that they were made under
+
+    @property
+    def D0(self) -> int:
+        return first_part(self.D)
+
+    @property
+    def D1(self) -> int:
+        return self.D - self.D0
+
+    @property
+    def DV0(self) -> int:
+        return first_part(self.DV)
+
+    @property
+    def DV1(self) -> int:
+        return self.DV - self.DV0
+
+    @property
+    def TOKENS(self) -> int:
+        """Query positions of one warpgroup."""
+        return ROWS // self.GROUP
+
+    @property
+    def TILE(self) -> int:
+        """Query positions of all of them."""
+        return self.WARPGROUPS * self.TOKENS
+
+    @property
+    def TURNED(self) -> bool:
+        """Whether rows that threads store are turned round for it: not where few are stored so,
+        at the ends of sequences, nor where a bias leaves no memory for it."""
+        return not (self.STAGED or self.BIAS == "copied")
+
+    @property
+    def PADDED(self) -> bool:
+        """Whether a key tile may end in values that are no one's, or another sequence's."""
+        return self.VARLEN or self.PREFIX
+
+    @property
+    def DRAWN(self) -> bool:
+        """Whether blocks draw their tiles: where only the device knows how long they are."""
+        return self.VARLEN or self.DOCUMENTS
+
+    @property
+    def LAST_FIRST(self) -> bool:
+        """Whether the last tile of a sequence is the longest."""
+        return self.RIGHT
+
+    @property
+    def ADDED(self) -> bool:
+        """Whether there are terms that scores do not scale."""
+        return self.ALIBI or bool(self.BIAS)
+
+
+class Constants:
+    """A config as kernels read it: every field, and what follows from them, a constexpr."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        derived = [name for name, x in vars(type(config)).items() if isinstance(x, property)]
+        for name in (*(f.name for f in fields(config)), *derived):
+            setattr(self, name, gl.constexpr(getattr(config, name)))
+
+    def __repr__(self) -> str:
+        return repr(self.config)
+
+    def __hash__(self) -> int:
+        return hash(self.config)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constants) and self.config == other.config
+
+
+def first_part(d: int) -> int:
+    """The largest power of two in d: shapes are powers of two, so 96 is 64 + 32."""
+    return 1 << (d.bit_length() - 1)
+
+
+def sizes_of(d: int, dv: int) -> tuple[int, int]:
+    """The head sizes of the tile that holds (d, dv); what is missing reads as zero."""
+    big, big_v = (next(size for size in SIZES if size >= n) for n in (d, dv))
+    both = max(big, big_v)
+    return (big, big_v) if (big, big_v) in TILES else (both, both)
+
+
+def tile_for(p: Problem, bias: str, processors: int, spilled: bool = False) -> Tile:
+    """The tile of a problem whose bias (if any) comes in as ``bias`` says.
+
+    ``spilled``: the next best, where three warpgroups were compiled and have too few registers.
+    """
+    d, dv = sizes_of(p.d, p.dv)
+    tile = TILES[d, dv]
+    rows = p.total_q // ROWS + p.batch if p.varlen else -(-p.nq // ROWS) * p.batch
+    if rows * p.hq <= processors:
+        tile = FEW[d, dv]
+    plain = not (bias or p.alibi or p.documents or p.softcap > 0)
+    long = p.nk > LONG_64_KEYS["full" if p.right is None else "causal"]
+    if not spilled and plain and d == 64 and long:
+        return LONG_64
+    if bias in ("row", "gathered"):  # numbers on their way take registers of their own
+        return replace(tile, block_k=64 if dv <= 128 else 32)
+    if bias != "copied":
+        return tile
+    assert p.bias_dtype is not None
+    one = replace(tile, q_stages=1)
+    two = replace(one, k_stages=2, v_stages=2)
+    every = [replace(t, b_stages=n) for n in (2, 1) for t in (tile, one, two)]
+    for choice in (*every, replace(two, block_k=64)):
+        if shared_bytes(choice, d, dv, p.bias_dtype) <= SHARED:
+            return choice
+    raise AssertionError("a bias that does not fit is gathered")
+
+
+def bias_fits(p: Problem) -> bool:
+    """Whether tiles of the bias have room in shared memory."""
+    assert p.bias_dtype is not None
+    d, dv = sizes_of(p.d, p.dv)
+    least = replace(TILES[d, dv], block_k=64, k_stages=2, v_stages=2, q_stages=1)
+    return shared_bytes(least, d, dv, p.bias_dtype) <= SHARED
+
+
+def shared_bytes(
+    tile: Tile, d: int, dv: int, bias: torch.dtype | None = None, staged: int = 0
+) -> int:
+    """What a block takes, with a bias that is copied, and columns of the output (STAGED)."""
+    rows = tile.warpgroups * ROWS
+    q = tile.q_stages * rows * d * 2
+    kv = tile.block_k * (tile.k_stages * d + tile.v_stages * dv) * 2
+    terms = tile.b_stages * rows * tile.block_k * bias.itemsize if bias is not None else 0
+    out = rows * staged * 2
+    if not (staged or terms):
+        out = tile.warpgroups * SCRATCH
+    return q + kv + terms + out + BARRIERS
+
+
+def config_for(p: Problem, tile: Tile, bias: str, group: int) -> Config:
+    d, dv = sizes_of(p.d, p.dv)
+    return Config(
+        D=d,
+        DV=dv,
+        D_IN=p.d,
+        DV_OUT=p.dv,
+        BLOCK_K=tile.block_k,
+        K_STAGES=tile.k_stages,
+        V_STAGES=tile.v_stages,
+        Q_STAGES=tile.q_stages,
+        WARPGROUPS=tile.warpgroups,
+        GROUP=group,
+        LEFT=p.left is not None,
+        RIGHT=p.right is not None,
+        VARLEN=p.varlen,
+        PREFIX=p.prefix,
+        DOCUMENTS=p.documents,
+        SOFTCAP=p.softcap > 0,
+        ALIBI=p.alibi,
+        SINK=p.sink,
+        BIAS=bias,
+        B_STAGES=tile.b_stages if bias == "copied" else 1,
+        EVEN_K=not (p.varlen or p.prefix) and p.nk % tile.block_k == 0,
+        STAGED=staged_columns(p, tile, bias),
+        NATURAL=p.natural,
+        ROUND_LATE=tile.warpgroups == 3,
+    )
+
+
+def staged_columns(p: Problem, tile: Tile, bias: str) -> int:
+    """How much of a row of the output has room in shared memory, to be stored from there."""
+    d, dv = sizes_of(p.d, p.dv)
+    columns = min(dv, 128)
+    if dv % columns or dv != first_part(dv):
+        return 0
+    copied = p.bias_dtype if bias == "copied" else None
+    return columns if shared_bytes(tile, d, dv, copied, columns) <= SHARED else 0
+
+
+def packed_heads(p: Problem, bias: str) -> int:
+    """How many query heads of a kv head share a tile: all, where one head would leave it bare."""
+    group, tokens = p.group, TILES[sizes_of(p.d, p.dv)].warpgroups * ROWS
+    if bias in ("copied", "row") or group == 1 or group > ROWS or group & (group - 1):
+        return 1
+    filled = p.nq / (-(-p.nq // tokens) * tokens)
+    return group if filled < 0.9 and p.nq < 4 * tokens else 1

@@ -1,0 +1,413 @@
+"""Masks: small values that say which keys a query may see, and which tiles hold any.
+
+Every mask is one record: a band around the diagonal, documents, lengths and a boolean tensor,
+all of which must allow a pair. The classes fill in one part each and ``&`` intersects records,
+so a backend meets one form only.
+
+Positions are aligned bottom-right: query ``i`` of ``Nq`` stands at key position
+``i + Nk - Nq`` or, aligned to the lengths, at ``i + min(lengths[b], Nk) - Nq``. ``offset`` has
+this rule.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from numbers import Integral
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from .torch_compat import values_are_readable
+
+#: to which the positions of queries can be aligned
+ALIGNMENTS = ("keys", "lengths")
+
+_INTERSECTIONS = ("and_", "bitwise_and", "iand", "__and__", "__rand__", "__iand__")
+_UNIONS = ("or_", "bitwise_or", "ior", "__or__", "__ror__", "__ior__")
+_INSTEAD_OF_UNIONS = (
+    "rowmax: masks have no |, ~ or ^; combine boolean tensors (mask=m1 | m2), or make a call for "
+    "each part of the keys and merge the parts: merge((out1, lse1), (out2, lse2))"
+)
+_MOST = 2**32  # no two positions are as far apart as this
+
+
+class Ids(NamedTuple):
+    """The documents of one ``Documents``, as they were given: ids or offsets of the keys."""
+
+    ids: Tensor | None = None  # [N] or [B, N]
+    cu_seqlens: Tensor | None = None  # [documents + 1]
+    q_ids: Tensor | None = None  # [Nq] or [B, Nq]; None: of the position where a query stands
+
+
+class Mask:
+    """Which pairs (query, key) may attend; immutable, composed with ``&``.
+
+    Args:
+        left, right: the band ``-left <= j - (i + offset) <= right``; see ``Window``.
+        documents: each an ``Ids``; a pair has equal ids in all of them. Ids of offsets are made
+            where the number of keys is known, with the other arguments of a call.
+        lengths: integers ``[B]``, key ``j < lengths[b]``.
+        allowed: bool, broadcast to ``[B, Hq, Nq, Nk]``; True may attend.
+        align: the last query stands at the last key ("keys") or at the last key in use
+            ("lengths", which needs lengths).
+
+    ``None`` forbids nothing.
+
+    Raises:
+        TypeError, ValueError: naming the field, what came and what is wanted.
+    """
+
+    __slots__ = ("align", "allowed", "documents", "left", "lengths", "right")
+
+    left: int | None
+    right: int | None
+    documents: tuple[Ids, ...]
+    lengths: Tensor | None
+    align: str
+    allowed: Tensor | None
+
+    def __init__(
+        self,
+        left: int | None = None,
+        right: int | None = None,
+        documents: tuple[Ids, ...] = (),
+        lengths: Tensor | None = None,
+        allowed: Tensor | None = None,
+        align: str = "keys",
+    ) -> None:
+        name = type(self).__name__
+        if left is not None:
+            left = _limit(f"{name}(left=)", left)
+        if right is not None:
+            right = _limit(f"{name}(right=)", right)
+        _want_documents(name, documents)
+        if lengths is not None:
+            _want_integers(f"{name}(lengths=)", lengths, (1,))
+        if allowed is not None:
+            _want_booleans(f"{name}(allowed=)", allowed)
+        _want_alignment(type(self), align, lengths)
+        put = object.__setattr__
+        put(self, "left", left)
+        put(self, "right", right)
+        put(self, "documents", documents)
+        put(self, "lengths", lengths)
+        put(self, "allowed", allowed)
+        put(self, "align", align)
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"{name}: a mask cannot be changed; make another and combine with &")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"{name}: a mask cannot be changed; make another")
+
+    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
+        """Fill a copied or unpickled mask, which ``__init__`` has checked before."""
+        for name, value in state[1].items():
+            object.__setattr__(self, name, value)
+
+    def __bool__(self) -> NoReturn:
+        raise TypeError(
+            "rowmax: a mask is neither true nor false; combine masks with & (not with `and`), "
+            "and ask `mask is None` to find out whether there is one"
+        )
+
+    def __and__(self, other: Mask | Tensor) -> Mask:
+        other = as_mask(other)
+        return Mask(
+            left=_least(self.left, other.left),
+            right=_least(self.right, other.right),
+            documents=self.documents + other.documents,
+            lengths=_both("PrefixLengths", self.lengths, other.lengths, torch.minimum),
+            allowed=_both("mask", self.allowed, other.allowed, torch.logical_and),
+            align=_one_alignment(self, other),
+        )
+
+    __rand__ = __and__
+
+    def __or__(self, other: object) -> NoReturn:
+        raise TypeError(_INSTEAD_OF_UNIONS)
+
+    __ror__ = __xor__ = __rxor__ = __or__
+
+    def __invert__(self) -> NoReturn:
+        raise TypeError(_INSTEAD_OF_UNIONS)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """``&`` with a tensor comes this way, too, where a compiler traces it; nothing else may."""
+        name = getattr(func, "__name__", None)
+        if name in _UNIONS:
+            raise TypeError(_INSTEAD_OF_UNIONS)
+        if name not in _INTERSECTIONS:
+            return NotImplemented
+        a, b = args
+        return a.__and__(b) if isinstance(a, Mask) else b.__and__(a)
+
+    def __repr__(self) -> str:
+        fields = [("left", self.left), ("right", self.right)]
+        fields += [field for one in self.documents for field in one._asdict().items()]
+        align = None if self.align == "keys" else repr(self.align)
+        fields += [("lengths", self.lengths), ("align", align), ("allowed", self.allowed)]
+        texts = (
+            f"{name}={list(x.shape) if isinstance(x, Tensor) else x}"
+            for name, x in fields
+            if x is not None
+        )
+        return f"Mask({', '.join(texts)})"
+
+
+class Causal(Mask):
+    """A query sees its own position and what came before: ``j <= i + offset``.
+
+    The offset is ``Nk - Nq``, or what ``PrefixLengths(align="lengths")`` makes it.
+
+    >>> import torch, rowmax
+    >>> q = torch.randn(1, 8, 2, 16)
+    >>> rowmax.attention(q, q, q, mask=rowmax.Causal()).shape
+    torch.Size([1, 8, 2, 16])
+    """
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__(right=0)
+
+
+class Window(Mask):
+    """A band: ``i + offset - left <= j <= i + offset + right``; ``None`` is no limit.
+
+    The offset is ``Nk - Nq``, or what ``PrefixLengths(align="lengths")`` makes it.
+
+    Args:
+        left: keys before the query's position that it sees, or None for all. Negative: not even
+            its own position; -1 begins with the key after it.
+        right: keys after it. 0 makes the window causal, -1 strictly causal: a query sees what
+            came before its own position, which it does not see.
+
+    A band may be empty (``Window(-1, -1)``): every row is then one of nothing, out 0 and lse -inf.
+
+    Raises:
+        TypeError: a limit that is not an int.
+
+    >>> import rowmax
+    >>> rowmax.Window(left=128, right=0)
+    Mask(left=128, right=0)
+    """
+
+    __slots__ = ()
+
+    def __init__(self, left: int | None = None, right: int | None = None) -> None:
+        super().__init__(left=left, right=right)
+
+
+class Documents(Mask):
+    """Only positions of the same document attend to each other.
+
+    Args:
+        ids: integers ``[N]`` or ``[B, N]``, the document of each key position (in any order).
+            Without q_ids a query has the id of the key position ``i + Nk - Nq``.
+        cu_seqlens: instead of ids, ``[documents + 1]`` offsets, 0 first, never falling, N last.
+            On a GPU its values are not checked (that would wait for the device).
+        q_ids: the documents of the queries, ``[Nq]`` or ``[B, Nq]``, where they are their own.
+            ``PrefixLengths(align="lengths")`` needs them.
+
+    Raises:
+        TypeError, ValueError: what is not integers, of another rank, or falls.
+
+    >>> import torch, rowmax
+    >>> rowmax.Documents(torch.tensor([0, 0, 1, 1, 1]))
+    Mask(ids=[5])
+    """
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        ids: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        q_ids: Tensor | None = None,
+    ) -> None:
+        if (ids is None) == (cu_seqlens is None):
+            raise TypeError(_ONE_OF_TWO)
+        super().__init__(documents=(Ids(ids, cu_seqlens, q_ids),))
+
+
+class PrefixLengths(Mask):
+    """Sequence b of the batch has ``lengths[b]`` keys; those after are padding.
+
+    Args:
+        lengths: integers ``[B]``. A length past Nk counts as Nk.
+        align: where queries stand among the keys, for causal, ``Window`` and ALiBi.
+            "keys": query i at ``i + Nk - Nq``, whatever the lengths. It suits a batch padded on
+            the right, whose queries have the same padding.
+            "lengths": query i of sequence b at ``i + lengths[b] - Nq``, so that the last query
+            stands at the last key in use. It suits a preallocated key-value cache: the result is
+            that of the call with ``k[b, :lengths[b]]`` and ``v[b, :lengths[b]]``. Queries before
+            position 0 see nothing under causal.
+
+    Raises:
+        TypeError, ValueError: lengths that are not integers ``[B]``, another align.
+
+    >>> import torch, rowmax
+    >>> rowmax.PrefixLengths(torch.tensor([3, 5]))
+    Mask(lengths=[2])
+    >>> q, cache = torch.randn(1, 4, 2, 8), torch.randn(1, 16, 2, 8)
+    >>> mask = rowmax.PrefixLengths(torch.tensor([10]), align="lengths")
+    >>> out = rowmax.attention(q, cache, cache, causal=True, mask=mask)
+    >>> want = rowmax.attention(q, cache[:, :10], cache[:, :10], causal=True)
+    >>> torch.allclose(out, want, atol=1e-6)
+    True
+    """
+
+    __slots__ = ()
+
+    def __init__(self, lengths: Tensor, *, align: str = "keys") -> None:
+        if lengths is None:
+            raise TypeError("PrefixLengths(lengths=): got None; want a tensor of int32 or int64")
+        super().__init__(lengths=lengths, align=align)
+
+
+def as_mask(mask: Mask | Tensor | None, name: str = "mask") -> Mask:
+    """The record of a mask, of a boolean tensor, or of nothing."""
+    if mask is None:
+        return Mask()
+    if isinstance(mask, Mask):
+        return mask
+    if not isinstance(mask, Tensor):
+        got = f"the class {mask.__name__}" if isinstance(mask, type) else type(mask).__name__
+        raise TypeError(
+            f"{name}: got {got}; want a rowmax mask or a boolean tensor{_mask_hint(mask)}"
+        )
+    _want_booleans(name, mask)
+    return Mask(allowed=mask)
+
+
+# --- building records --------------------------------------------------------------------------
+
+
+def _least(a: int | None, b: int | None) -> int | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return min(a, b)
+
+
+def _one_alignment(a: Mask, b: Mask) -> str:
+    if a.lengths is None or b.lengths is None:
+        return b.align if a.lengths is None else a.align
+    if a.align != b.align:
+        raise ValueError(
+            f"PrefixLengths & PrefixLengths: got align={a.align!r} and align={b.align!r}; want "
+            "the same in both"
+        )
+    return a.align
+
+
+def _both(
+    name: str, a: Tensor | None, b: Tensor | None, combine: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor | None:
+    if a is None or b is None:
+        return b if a is None else a
+    sizes = zip(reversed(a.shape), reversed(b.shape), strict=False)
+    fit = all(m == n or 1 in (m, n) for m, n in sizes) if name == "mask" else a.shape == b.shape
+    if not fit or a.device != b.device:
+        one, other = (f"{list(t.shape)} on {t.device}" for t in (a, b))
+        raise ValueError(f"{name} & {name}: got {one} and {other}; want what fits together")
+    return combine(a, b)
+
+
+_ONE_OF_TWO = "Documents: want either ids or cu_seqlens, got both or neither"
+
+
+def as_int(n: object) -> int | None:
+    """n as a Python int (symbolic ones stay as they are), or None where it is no whole number.
+
+    NumPy's integers are whole numbers. Booleans and tensors are not.
+    """
+    if isinstance(n, bool):
+        return None
+    if isinstance(n, (int, torch.SymInt)):
+        return n  # pyright: ignore
+    return operator.index(n) if isinstance(n, Integral) else None
+
+
+def _limit(name: str, n: object) -> int | None:
+    whole = as_int(n)
+    if whole is None:
+        raise TypeError(f"{name}: got {n!r}; want an int, or None for no limit")
+    if whole >= _MOST:  # past every key; added to a position it may not fit in 64 bits
+        return None
+    return -_MOST if whole < -_MOST else whole
+
+
+def _want_documents(name: str, documents: object) -> None:
+    if type(documents) is not tuple or not all(isinstance(one, Ids) for one in documents):
+        raise TypeError(
+            f"{name}(documents=): got {type(documents).__name__}; want a tuple of Ids, as "
+            "Documents(ids).documents is"
+        )
+    for ids, cu_seqlens, q_ids in documents:
+        if (ids is None) == (cu_seqlens is None):
+            raise TypeError(_ONE_OF_TWO)
+        if cu_seqlens is not None:
+            _want_integers("Documents(cu_seqlens=)", cu_seqlens, (1,))
+            _want_offsets(cu_seqlens)
+        else:
+            _want_integers("Documents(ids=)", ids, (1, 2))
+        if q_ids is not None:
+            _want_integers("Documents(q_ids=)", q_ids, (1, 2))
+
+
+def _want_booleans(name: str, t: object) -> None:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name}: got {type(t).__name__}; want a boolean tensor")
+    if t.dtype != torch.bool:
+        raise TypeError(
+            f"{name}: got a tensor of {t.dtype}; want torch.bool, True where a query may "
+            "attend (an additive mask goes to bias=)"
+        )
+    if t.layout != torch.strided or t.is_nested:
+        raise TypeError(f"{name}: got layout {t.layout}; want a dense (strided) tensor")
+
+
+def _mask_hint(x: object) -> str:
+    """The mask that the caller may have meant, to end an error with."""
+    if isinstance(x, type) and issubclass(x, Mask):
+        return f", such as {x.__name__}({'' if x is Causal else '...'})"
+    if isinstance(x, (tuple, list)) and len(x) == 2:
+        return f", such as Window({x[0]!r}, {x[1]!r})"
+    return ""
+
+
+def _want_offsets(cu_seqlens: Tensor) -> None:
+    if cu_seqlens.shape[0] < 2:
+        got = f"{cu_seqlens.shape[0]} offsets"
+        raise ValueError(f"Documents(cu_seqlens=): got {got}; want one more than documents")
+    if not values_are_readable(cu_seqlens):
+        return
+    values = cu_seqlens.tolist()
+    if values[0] != 0 or values != sorted(values):
+        raise ValueError(
+            f"Documents(cu_seqlens=): got {values}; want offsets that start at 0 and never fall"
+        )
+
+
+def _want_alignment(of: type[Mask], align: object, lengths: Tensor | None) -> None:
+    if not isinstance(align, str) or align not in ALIGNMENTS:
+        error = ValueError if isinstance(align, str) else TypeError
+        raise error(f"{of.__name__}(align=): got {align!r}; want 'keys' or 'lengths'")
+    if align == "lengths" and lengths is None:
+        raise ValueError(f"{of.__name__}(align=): got 'lengths' and no lengths; want lengths, too")
+
+
+def _want_integers(name: str, t: object, dims: tuple[int, ...]) -> None:
+    if not isinstance(t, Tensor) or t.dtype not in (torch.int32, torch.int64):
+        got = t.dtype if isinstance(t, Tensor) else type(t).__name__
+        raise TypeError(f"{name}: got {got}; want a tensor of int32 or int64")
+    if t.layout != torch.strided or t.is_nested:
+        raise TypeError(f"{name}: got layout {t.layout}; want a dense (strided) tensor")
+    if t.dim() not in dims:
+        want = " or ".join(f"{n}-D" for n in dims)
+        raise ValueError(f"{name}: got shape {list(t.shape)}; want a {want} tensor")

@@ -1,0 +1,117 @@
+"""The operators under ``torch.vmap``: one call over a larger batch where that is the same thing.
+
+The vmapped dimension joins the batch, V slices of B sequences becoming V B sequences, unless
+something in the call is not per sequence: dropout (its draws are by batch index), packed offsets,
+a sink or slopes of each slice's own, a gradient that is summed over the batch, or a bias or
+boolean mask that would have to be copied to join. Then the slices are taken one by one, which is
+always right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..call.problem import Tensors, Wanted
+
+_N = len(Tensors._fields)
+#: what has a row for each sequence, or one row for all of them
+_PER_SEQUENCE = ("q", "k", "v", "lengths", "q_ids", "k_ids")
+
+
+def forward(info: Any, in_dims: Sequence[Any], *inputs: Any) -> tuple[Any, Any]:
+    """``rowmax::forward`` over the vmapped dimension: (results, their vmapped dimensions)."""
+    slices = Tensors(*_leading(inputs[:_N], in_dims[:_N]))
+    folded = _folded(info.batch_size, slices, _names(in_dims[:_N]), None)
+    if folded is None:
+        return _one_by_one(info.batch_size, torch.ops.rowmax.forward, in_dims, inputs)
+    results = torch.ops.rowmax.forward(*folded, *inputs[_N:])
+    batch = slices.q.shape[0 if in_dims[0] is None else 1]
+    return tuple(r.unflatten(0, (info.batch_size, batch)) for r in results), (0, 0)
+
+
+def backward(info: Any, in_dims: Sequence[Any], *inputs: Any) -> tuple[Any, Any]:
+    """``rowmax::backward`` likewise; its first inputs are dout, dlse, out, lse and wanted."""
+    size, wanted, dims = info.batch_size, Wanted(*inputs[4]), in_dims[5 : 5 + _N]
+    slices = Tensors(*_leading(inputs[5 : 5 + _N], dims))
+    folded = _folded(size, slices, _names(dims), wanted)
+    if folded is None:
+        return _one_by_one(size, torch.ops.rowmax.backward, in_dims, inputs)
+    rows = _leading(inputs[:4], in_dims[:4])
+    rows = [_joined(size, t, d is not None) for t, d in zip(rows, in_dims[:4], strict=True)]
+    results = torch.ops.rowmax.backward(*rows, inputs[4], *folded, *inputs[5 + _N :])
+    apart = (
+        r.unflatten(0, (size, x.shape[0 if d is None else 1])) if want else r
+        for r, want, x, d in zip(results, wanted, list[Any](slices), dims, strict=False)
+    )
+    return tuple(apart), tuple(0 if want else None for want in wanted)
+
+
+def _names(dims: Sequence[Any]) -> set[str]:
+    """Which inputs have a vmapped dimension."""
+    return {name for name, d in zip(Tensors._fields, dims, strict=True) if d is not None}
+
+
+def _leading(tensors: Sequence[Any], dims: Sequence[Any]) -> list[Any]:
+    """Each tensor with its vmapped dimension, if it has one, in front."""
+    return [
+        t if t is None or d is None else t.movedim(d, 0) for t, d in zip(tensors, dims, strict=True)
+    ]
+
+
+def _folded(size: int, t: Tensors, batched: set[str], wanted: Wanted | None) -> Tensors | None:
+    """The inputs of one call over all slices, or None where there is no such call."""
+    if t.seed is not None or t.cu_seqlens_q is not None or batched & {"sink", "alibi"}:
+        return None
+    if wanted is not None and wanted.sink:
+        return None
+    batch = t.q.shape[1 if "q" in batched else 0]
+    large = {}
+    for name in ("bias", "allowed"):
+        x = getattr(t, name)
+        if x is None:
+            continue
+        if name in batched and x.shape[1] == batch:
+            large[name] = x.flatten(0, 1)
+        elif name in batched or x.shape[0] != 1:
+            return None
+        elif name == "bias" and wanted is not None and wanted.bias:
+            if batch != 1:
+                return None
+            large[name] = x.expand(size, -1, -1, -1)  # each slice has a gradient of its own
+    small = {}
+    for name in _PER_SEQUENCE:
+        x, ids = getattr(t, name), name.endswith("ids")
+        if x is None or (ids and name not in batched and x.shape[0] == 1):
+            continue  # one row for all, of all slices too
+        x = x.expand(-1, batch, -1) if ids and name in batched else x
+        small[name] = _joined(size, x, name in batched)
+    return t._replace(**large, **small)
+
+
+def _joined(size: int, t: Tensor | None, batched: bool) -> Tensor | None:
+    """``[V, B, ...]`` or, the same for every slice, ``[B, ...]`` -> ``[V B, ...]``."""
+    if t is None:
+        return None
+    return (t if batched else t.expand(size, *t.shape)).flatten(0, 1)
+
+
+def _one_by_one(
+    size: int, operator: Callable[..., tuple[Tensor, ...]], in_dims: Sequence[Any], inputs: Any
+) -> tuple[Any, Any]:
+    def part(x: Any, d: int | None, n: int) -> Any:
+        if not isinstance(x, Tensor) or d is None:
+            return x
+        if size == 0:  # of no slices, one of the right shape
+            return x.new_zeros(x.movedim(d, 0).shape[1:])
+        return x.select(d, n)
+
+    calls = [
+        operator(*(part(x, d, n) for x, d in zip(inputs, in_dims, strict=True)))
+        for n in range(max(size, 1))
+    ]
+    results = tuple(torch.stack(parts)[:size] for parts in zip(*calls, strict=True))
+    return results, (0,) * len(results)

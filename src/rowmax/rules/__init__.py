@@ -1,0 +1,1 @@
+"""The mathematics, each rule once."""

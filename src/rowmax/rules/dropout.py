@@ -1,0 +1,88 @@
+"""Which probabilities dropout keeps: a counter-based generator on (seed, b, h, i, j).
+
+Philox4x32 with seven rounds, the fewest that Salmon et al. ("Parallel random numbers: as easy
+as 1, 2, 3", SC 2011) found to pass every test of BigCrush. One call makes eight 16-bit draws.
+They go to the eight columns ``64 a + 8 lane + r``, lane = 0..7, of a block of 64 keys: the
+columns that one thread of a tensor core's accumulator holds, and that one vector of a CPU walks.
+
+    counter = (8 (j // 64) + j % 8, i, h, b),  key = (low, high word of the seed)
+    lane    = (j // 8) % 8: the low halves of the four words, then the high halves
+
+A pair is kept when its draw is at least ``round(65536 p)``, so nothing about tiles, devices or
+backends enters. In a packed call b counts sequences, and i and j are positions within one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..call.problem import Problem, Tensors
+
+ROUNDS = 7
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+INCREMENTS = (0x9E3779B9, 0xBB67AE85)
+WORD = 0xFFFFFFFF
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]):
+    """The four 32-bit words of each counter, as int64 tensors (torch has no wide uint32)."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        high0, low0 = _multiply(MULTIPLIERS[0], c0)
+        high1, low1 = _multiply(MULTIPLIERS[1], c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + INCREMENTS[0]) & WORD, (k1 + INCREMENTS[1]) & WORD
+    return c0, c1, c2, c3
+
+
+def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
+    """High and low words of a 32 x 32 bit product, in 16-bit steps that int64 can hold."""
+    low = a * (b & 0xFFFF)
+    high = a * (b >> 16) + (low >> 16)
+    return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
+
+
+def keep_tile(seed: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, threshold: int) -> Tensor:
+    """True where (b, h, i, j), integers that broadcast together, is kept."""
+    seed = seed.to(torch.int64)
+    key = (seed & WORD, (seed >> 32) & WORD)
+    column = 8 * (j // 64) + j % 8
+    counter = tuple(torch.broadcast_tensors(column, i, h, b))
+    words = torch.stack(philox(counter, key), -1)  # pyright: ignore
+    lane = ((j // 8) % 8).expand(words.shape[:-1])
+    word = words.gather(-1, (lane % 4).unsqueeze(-1)).squeeze(-1)
+    return ((word >> (16 * (lane // 4))) & 0xFFFF) >= threshold
+
+
+def keep_columns(
+    seed: Tensor, b: Tensor, h: Tensor, i: Tensor, columns: range, threshold: int
+) -> Tensor:
+    """``keep_tile`` of consecutive columns, ``[..., columns]``, at eight draws a call.
+
+    b, h and i broadcast together and end in a dimension of 1 for the columns.
+    """
+    seed = seed.to(torch.int64)
+    first, last = columns.start // 64, -(-columns.stop // 64)  # whole blocks of 64
+    column = torch.arange(8 * first, 8 * last, device=seed.device)
+    counter = tuple(torch.broadcast_tensors(column, i, h, b))
+    words = torch.stack(philox(counter, (seed & WORD, (seed >> 32) & WORD)), -1)  # pyright: ignore
+    lanes = torch.cat([words & 0xFFFF, words >> 16], -1)  # [..., 8 a + r, lane]
+    draws = lanes.unflatten(-2, (-1, 8)).transpose(-1, -2).flatten(-3)
+    start = columns.start - 64 * first
+    return draws[..., start : start + len(columns)] >= threshold
+
+
+def dense(problem: Problem, tensors: Tensors) -> Tensor:
+    """R of the definition, ``[B, Hq, Nq, Nk]``: keep_scale where kept, 0 where dropped."""
+    assert tensors.seed is not None
+    device = tensors.q.device
+    index = [torch.arange(n, device=device) for n in _sizes(problem)]
+    b, h, i, j = (x.view([-1 if d == n else 1 for d in range(4)]) for n, x in enumerate(index))
+    keep = keep_tile(tensors.seed, b + problem.first, h, i, j, problem.dropout_threshold)
+    return keep.to(problem.accumulator) * problem.keep_scale
+
+
+def _sizes(problem: Problem) -> tuple[int, int, int, int]:
+    return problem.batch, problem.hq, problem.nq, problem.nk
