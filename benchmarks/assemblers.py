@@ -36,7 +36,7 @@ _CACHES = (
     (import_module("rowmax.gpu.triton.launch"), "_jobs"),
     (import_module("rowmax.gpu.hopper.launch"), "_PLANS"),
     (import_module("rowmax.gpu.hopper.launch"), "_SPILLED"),
-    (import_module("rowmax.gpu.hopper.gradients.plans"), "PLANS"),
+    (import_module("rowmax.gpu.hopper.backward_host"), "PLANS"),
 )
 
 

@@ -25,10 +25,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import rowmax
 from hopper_forward import LENGTHS, TOKENS, WIDTH, Bars, Run, measured, normal, rested, sustained
-from rowmax.call.problem import Options, Tensors, Wanted, problem_of
+from rowmax.call.problem import Gradients, Options, Tensors, Wanted, problem_of
 from rowmax.gpu import hopper
-from rowmax.gpu.hopper.gradients import launch, plans
-from rowmax.gpu.hopper.gradients.tiles import WIDE, GradientTile
+from rowmax.gpu.hopper import backward_host as host
 
 WANTED = Wanted(True, True, True, False, False)
 KINDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
@@ -179,7 +178,7 @@ TRIES = {
     },
     256: {
         "as it is": (None, {}),
-        "two of Q": (WIDE[256, 256] | {"pair": GradientTile(64, 2, 2, held_0=128, held_1=128)}, {}),
+        "two of Q": (None, {"Q_STAGES": 2, "ALONE": False}),
     },
 }
 
@@ -199,21 +198,17 @@ def tries(only: str):
                 given = (problem, tensors, out, lse, dout, None, WANTED)
                 runs = {}
                 for label, (tiles, more) in options.items():
-                    plan = plans.made(problem, tensors, dout, tiles, **more)
-                    runs[label] = lambda plan=plan, given=given: launch.launch(plan, *given)
-                plan = plans.made(problem, tensors, dout)
-                grads = tuple(torch.empty_like(t) for t in (q, k, v))
-                args = (*given, grads)
-                runs["rows before"] = lambda p=plan, a=args: launch.prepared(p, *a)
-                t, _ = launch.prepared(plan, *args)  # then without what comes before and after
-                more = (problem, tensors, dout, t)
-                if plan.together:
-                    runs["main alone"] = lambda p=plan, a=more: launch.together(p, *a)
-                else:
-                    for work in plan.works:
-                        one = plan._replace(works=(work,))
-                        name_ = f"{work.config.KIND} alone"
-                        runs[name_] = lambda p=one, a=more: launch.apart(p, *a)
+                    plan = host.build_plan(problem, tensors, dout, tiles, **more)
+                    runs[label] = lambda plan=plan, given=given: host.launch(plan, *given)
+                plan = host.build_plan(problem, tensors, dout)
+                made = Gradients(*(torch.empty_like(t) for t in (q, k, v)))
+                args = (problem, tensors, (out, lse, dout, None), WANTED, made)
+                runs["rows before"] = lambda p=plan, a=args: host.prepare(p, *a)
+                t, _ = host.prepare(plan, *args)  # then without the passes before and after
+                more = (problem, tensors, dout, t, made)
+                for n, work in enumerate(plan.works):
+                    name_ = f"{type(work.config).__name__} alone"
+                    runs[name_] = lambda w=work, a=(*more, n): host.run(w, *a)
                 yield name, runs, 10 * b * h * n * n * d / (2 if causal else 1)
 
 

@@ -27,7 +27,7 @@ def lacks(problem: Problem, call: str) -> dict[str, str]:
     """The results that it does not make of a problem that ``supports`` has passed."""
     if call != "backward" or problem.bias is None:
         return {}
-    from .gradients.biases import refused_gradient
+    from .backward_bias import refused_gradient
 
     reason = refused_gradient(problem)
     return {} if reason is None else {"dbias": reason}
@@ -57,9 +57,9 @@ def backward(
     dlse: Tensor | None,
     wanted: Wanted,
 ) -> Gradients:
-    from .gradients import launch
+    from . import backward_host
 
-    return launch.backward(problem, tensors, out, lse, dout, dlse, wanted)
+    return backward_host.backward(problem, tensors, out, lse, dout, dlse, wanted)
 
 
 def _refused(p: Problem) -> str | None:
@@ -85,7 +85,7 @@ def _refused(p: Problem) -> str | None:
 
 def _refused_backward(p: Problem) -> str | None:
     """What the kernels of the backward do not do beside."""
-    from .gradients.biases import kind_of, refused_tile
+    from .backward_bias import kind_of, refused_tile
 
     if p.bias is None or kind_of(p):
         return None
