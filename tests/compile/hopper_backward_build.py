@@ -33,7 +33,7 @@ def config(tile: Config, **features: Any) -> Config:
     if isinstance(tile, FusedConfig):
         found["HELD"] = tile.HELD and not features.get("BIAS")
     names = {field.name for field in fields(tile)}
-    return replace(tile, **{name: x for name, x in found.items() if name in names}, **features)
+    return replace(tile, **{name: x for name, x in (found | features).items() if name in names})
 
 
 @lru_cache

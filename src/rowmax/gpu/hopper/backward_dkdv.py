@@ -129,8 +129,6 @@ def load_step(C: gl.constexpr, descs, rings, tile, heads, i, q_use, use, cut):
     steps = tile.hi - tile.lo
     g = i // steps
     part = 0 if C.VARLEN else tile.b
-    head = tile.head * heads.group + g
-    plane, at = plane_of(C, tile.b, head, tile.q_row, heads.query)
     first = (tile.lo + i - g * steps) * C.BLOCK_STREAMED
     rest = tile.nq - first
     short = rest < C.BLOCK_STREAMED
@@ -138,6 +136,8 @@ def load_step(C: gl.constexpr, descs, rings, tile, heads, i, q_use, use, cut):
     bar = landing(rings.q.full, s, C.Q_STAGES, C.VARLEN, short)
     wait_empty(rings.q, q_use, C.Q_STAGES)
     row = tile.q_row + first
+    head = tile.head * heads.group + g
+    plane, at = plane_of(C, tile.b, head, tile.q_row, heads.query)
     mbarrier.expect(bar, descs.q.block_type.nbytes + descs.rows.block_type.nbytes)
     tma_load(descs.rows, [plane, 0, at + first], bar, rings.rows.index(s))
     q = rings.q.buffers.index(s)

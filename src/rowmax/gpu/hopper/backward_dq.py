@@ -89,12 +89,14 @@ class Memory(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """lse and delta of the warpgroup's 64 queries, and where their bias and dbias begin."""
+    """lse and delta of the warpgroup's 64 queries, where their bias and dbias begin, and the end
+    of the uses of their tile."""
 
     lse: Any
     delta: Any
     bias: Any
     dbias: Any
+    end: Any
 
 
 class State(NamedTuple):
@@ -198,7 +200,7 @@ def bias_tile(C: gl.constexpr, t, bias, rows, tile):
 
 
 @gluon.jit
-def load_rows(C: gl.constexpr, c: gl.constexpr, memory, tile, heads):
+def load_rows(C: gl.constexpr, c: gl.constexpr, memory, tile, heads, end):
     """Return the Rows of the warpgroup; lse is +inf and delta 0 past the last query."""
     plane, row = plane_of(C, tile.b, tile.head, tile.q_row, heads.query)
     L: gl.constexpr = gl.SliceLayout(1, score_layout(C))
@@ -214,16 +216,15 @@ def load_rows(C: gl.constexpr, c: gl.constexpr, memory, tile, heads):
             keys = (tile.nq + tile.offset) // 8
             each = tile.nq.to(gl.int64) * keys
             dbias = bias_rows(C, c, tile, heads.query * each, each, keys)
-    return Rows(lse, delta, bias, dbias)
+    return Rows(lse, delta, bias, dbias, end)
 
 
 @gluon.jit
 def step(
-    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, t, state, end, own, memory, rings,
+    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, t, head, state, own, memory, rings,
     tile, sizes, args,
 ):  # fmt: skip
-    """Return the State after streamed tile t. ``own`` are the Rows of the queries, ``end`` is the
-    end of the uses of this resident tile."""
+    """Return the State after streamed tile t. ``own`` are the Rows of the queries."""
     use = state.use
     dtype: gl.constexpr = rings.do.dtype
     s = slot(use, C.K_STAGES)
@@ -245,10 +246,10 @@ def step(
             bias = gl.load(at)
     S = warpgroup_mma_wait(1, deps=[S])
     lse = own.lse[:, None]
-    p, w = weights(C, MASKED, c, S, lse, bias, t, tile.head, tile, sizes, args, dtype)
+    p, w = weights(C, MASKED, c, S, lse, bias, t, head, tile, sizes, args, dtype)
     after = use + 1
     # begins a basic block, so that the exponentials stay beside the product
-    wait_full(rings.k, after, C.K_STAGES, pred=after < end)
+    wait_full(rings.k, after, C.K_STAGES, pred=after < own.end)
     dp = warpgroup_mma_wait(0, deps=[dp])
     release(rings.v, use, C.V_STAGES)
     ds = rounded(score_gradient(w, dp, own.delta[:, None]), dtype)
@@ -279,17 +280,18 @@ def consumer(C: gl.constexpr, c: gl.constexpr, memory, rings, mail, sizes, args,
         end = use + (tile.hi - tile.lo) * heads.group
         wait_full(rings.own, nth, 1, pred=some)
         wait_full(rings.k, use, C.K_STAGES, pred=some)
-        own = load_rows(C, c, memory, tile, heads)
+        own = load_rows(C, c, memory, tile, heads, end)
         x = State(use, gl.full([C.TOKENS, C.D], 0.0, gl.float32, value_layout(C.D)))
-        for _ in range(heads.group):  # one; without the loop too much is kept in registers
+        for g in range(heads.group):  # one; without the loop too much is kept in registers
+            head = tile.head * heads.group + g
             if C.LOW_MASKED:
                 for t in range(tile.lo, full.begin):
-                    x = step(C, True, c, t, x, end, own, memory, rings, tile, sizes, args)
+                    x = step(C, True, c, t, head, x, own, memory, rings, tile, sizes, args)
             for t in range(full.begin, full.end):
-                x = step(C, False, c, t, x, end, own, memory, rings, tile, sizes, args)
+                x = step(C, False, c, t, head, x, own, memory, rings, tile, sizes, args)
             if C.HIGH_MASKED:
                 for t in range(full.end, tile.hi):
-                    x = step(C, True, c, t, x, end, own, memory, rings, tile, sizes, args)
+                    x = step(C, True, c, t, head, x, own, memory, rings, tile, sizes, args)
         use = x.use
         release(rings.own, nth, 1, pred=some)
         nth += some.to(gl.int32)
