@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 import torch
 from torch import Tensor
 
-from .call.arguments import check_flag, checked, refuse_unexpected
+from .call.check import Arguments
+from .call.normalize import normalized
+from .errors import check_flag, refuse_unexpected
 from .masks import Causal, Mask, as_mask
 from .operators.library import attend
 
@@ -123,20 +125,22 @@ def attention(
         refuse_unexpected("attention", more, unexpected)
     check_flag("return_lse", return_lse)
     q, k, v, bias = _autocast(q, k, v, bias)
-    tensors, options, problem = checked(
-        q,
-        k,
-        v,
-        mask=_mask(mask, causal),
-        bias=bias,
-        alibi=alibi,
-        scale=scale,
-        softcap=softcap,
-        sink=sink,
-        dropout_p=dropout_p,
-        seed=seed,
-        deterministic=deterministic,
-        backend=backend,
+    tensors, options, problem = normalized(
+        Arguments(
+            q,
+            k,
+            v,
+            mask=_mask(mask, causal),
+            bias=bias,
+            alibi=alibi,
+            scale=scale,
+            softcap=softcap,
+            sink=sink,
+            dropout_p=dropout_p,
+            seed=seed,
+            deterministic=deterministic,
+            backend=backend,
+        )
     )
     out, lse = attend(tensors, options, problem)
     return (out, lse) if return_lse else out
@@ -237,22 +241,24 @@ def attention_varlen(
         refuse_unexpected("attention_varlen", more, unexpected)
     check_flag("return_lse", return_lse)
     q, k, v, bias = _autocast(q, k, v, bias)
-    tensors, options, problem = checked(
-        q,
-        k,
-        v,
-        mask=_mask(mask, causal),
-        bias=bias,
-        alibi=alibi,
-        scale=scale,
-        softcap=softcap,
-        sink=sink,
-        dropout_p=dropout_p,
-        seed=seed,
-        deterministic=deterministic,
-        backend=backend,
-        cu_seqlens=(cu_seqlens_q, cu_seqlens_k),
-        max_seqlens=(max_seqlen_q, max_seqlen_k),
+    tensors, options, problem = normalized(
+        Arguments(
+            q,
+            k,
+            v,
+            mask=_mask(mask, causal),
+            bias=bias,
+            alibi=alibi,
+            scale=scale,
+            softcap=softcap,
+            sink=sink,
+            dropout_p=dropout_p,
+            seed=seed,
+            deterministic=deterministic,
+            backend=backend,
+            cu_seqlens=(cu_seqlens_q, cu_seqlens_k),
+            max_seqlens=(max_seqlen_q, max_seqlen_k),
+        )
     )
     out, lse = attend(tensors, options, problem)
     return (out[0], lse[0]) if return_lse else out[0]

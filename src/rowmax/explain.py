@@ -11,9 +11,12 @@ from torch import Tensor
 
 from .attention import _autocast, _mask
 from .call import dispatch as backends
-from .call.arguments import check_flag, checked, wrong_type
+from .call.check import Arguments
 from .call.dispatch import Job
-from .call.problem import Problem, Tensors, each_sequence, problem_of
+from .call.inputs import Tensors
+from .call.normalize import normalized
+from .call.problem import Problem, each_sequence, problem_of
+from .errors import check_flag, wrong_type
 from .masks import Mask
 from .rules.mask import FULL, PARTIAL, SKIP, tile_states
 
@@ -115,22 +118,24 @@ def explain(
         raise wrong_type(missing, "None", "a tensor: packed calls have both offsets")
     check_flag("return_lse", return_lse)
     q, k, v, bias = _autocast(q, k, v, bias)
-    tensors, options, _ = checked(
-        q,
-        k,
-        v,
-        mask=_mask(mask, causal),
-        bias=bias,
-        alibi=alibi,
-        scale=scale,
-        softcap=softcap,
-        sink=sink,
-        dropout_p=dropout_p,
-        seed=0 if seed is None else seed,  # none is drawn: torch's generator stays as it is
-        deterministic=deterministic,
-        backend=backend,
-        cu_seqlens=cu_seqlens,
-        max_seqlens=(max_seqlen_q, max_seqlen_k),
+    tensors, options, _ = normalized(
+        Arguments(
+            q,
+            k,
+            v,
+            mask=_mask(mask, causal),
+            bias=bias,
+            alibi=alibi,
+            scale=scale,
+            softcap=softcap,
+            sink=sink,
+            dropout_p=dropout_p,
+            seed=0 if seed is None else seed,  # leaves torch's generator as it was
+            deterministic=deterministic,
+            backend=backend,
+            cu_seqlens=cu_seqlens,
+            max_seqlens=(max_seqlen_q, max_seqlen_k),
+        )
     )
     problem = problem_of(tensors, options)
     tiles = _tiles(problem, tensors)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from .errors import check_booleans, check_integers
 from .torch_compat import values_are_readable
 
 #: to which the positions of queries can be aligned
@@ -84,9 +85,9 @@ class Mask:
             right = _limit(f"{name}(right=)", right)
         _want_documents(name, documents)
         if lengths is not None:
-            _want_integers(f"{name}(lengths=)", lengths, (1,))
+            check_integers(f"{name}(lengths=)", lengths, (1,))
         if allowed is not None:
-            _want_booleans(f"{name}(allowed=)", allowed)
+            check_booleans(f"{name}(allowed=)", allowed)
         _want_alignment(type(self), align, lengths)
         put = object.__setattr__
         put(self, "left", left)
@@ -281,7 +282,7 @@ def as_mask(mask: Mask | Tensor | None, name: str = "mask") -> Mask:
         raise TypeError(
             f"{name}: got {got}; want a rowmax mask or a boolean tensor{_mask_hint(mask)}"
         )
-    _want_booleans(name, mask)
+    check_booleans(name, mask)
     return Mask(allowed=mask)
 
 
@@ -352,24 +353,12 @@ def _want_documents(name: str, documents: object) -> None:
         if (ids is None) == (cu_seqlens is None):
             raise TypeError(_ONE_OF_TWO)
         if cu_seqlens is not None:
-            _want_integers("Documents(cu_seqlens=)", cu_seqlens, (1,))
+            check_integers("Documents(cu_seqlens=)", cu_seqlens, (1,))
             _want_offsets(cu_seqlens)
         else:
-            _want_integers("Documents(ids=)", ids, (1, 2))
+            check_integers("Documents(ids=)", ids, (1, 2))
         if q_ids is not None:
-            _want_integers("Documents(q_ids=)", q_ids, (1, 2))
-
-
-def _want_booleans(name: str, t: object) -> None:
-    if not isinstance(t, Tensor):
-        raise TypeError(f"{name}: got {type(t).__name__}; want a boolean tensor")
-    if t.dtype != torch.bool:
-        raise TypeError(
-            f"{name}: got a tensor of {t.dtype}; want torch.bool, True where a query may "
-            "attend (an additive mask goes to bias=)"
-        )
-    if t.layout != torch.strided or t.is_nested:
-        raise TypeError(f"{name}: got layout {t.layout}; want a dense (strided) tensor")
+            check_integers("Documents(q_ids=)", q_ids, (1, 2))
 
 
 def _mask_hint(x: object) -> str:
@@ -400,14 +389,3 @@ def _want_alignment(of: type[Mask], align: object, lengths: Tensor | None) -> No
         raise error(f"{of.__name__}(align=): got {align!r}; want 'keys' or 'lengths'")
     if align == "lengths" and lengths is None:
         raise ValueError(f"{of.__name__}(align=): got 'lengths' and no lengths; want lengths, too")
-
-
-def _want_integers(name: str, t: object, dims: tuple[int, ...]) -> None:
-    if not isinstance(t, Tensor) or t.dtype not in (torch.int32, torch.int64):
-        got = t.dtype if isinstance(t, Tensor) else type(t).__name__
-        raise TypeError(f"{name}: got {got}; want a tensor of int32 or int64")
-    if t.layout != torch.strided or t.is_nested:
-        raise TypeError(f"{name}: got layout {t.layout}; want a dense (strided) tensor")
-    if t.dim() not in dims:
-        want = " or ".join(f"{n}-D" for n in dims)
-        raise ValueError(f"{name}: got shape {list(t.shape)}; want a {want} tensor")

@@ -13,7 +13,8 @@ from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
-from .problem import Gradients, Problem, Tensors, Wanted
+from .inputs import Gradients, Tensors, Wanted
+from .problem import Problem
 
 Call = Literal["forward", "backward"]
 

@@ -1,4 +1,4 @@
-"""Problem: all there is to know of a call but its numbers; Tensors: its numbers."""
+"""Problem: shapes, dtypes and features of a call, without the values of its tensors."""
 
 from __future__ import annotations
 
@@ -6,69 +6,14 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+
+from .inputs import Gradients, Options, Tensors, Wanted, part_of  # noqa: F401
 
 Shape4 = tuple[int, int, int, int]
 
 #: The lse of a row sums its weights to 1 up to a rounding error of 6e-8 of itself. From this size
 #: on a backward sums the weights again: at 3e38 all of log n is lost. 1024 leaves 6e-5.
 FAR = 1024.0
-
-
-class Tensors(NamedTuple):
-    """The inputs of one call, always with a batch dimension.
-
-    A call over packed sequences has ``q [1, total_q, Hq, D]`` and carries ``cu_seqlens``.
-    """
-
-    q: Tensor  # [B, Nq, Hq, D]
-    k: Tensor  # [B, Nk, Hk, D]
-    v: Tensor  # [B, Nk, Hk, Dv]
-    bias: Tensor | None = None  # [B|1, Hq|1, Nq|1, Nk|1]
-    sink: Tensor | None = None  # [Hq]
-    alibi: Tensor | None = None  # [Hq] slopes
-    allowed: Tensor | None = None  # bool [B|1, Hq|1, Nq|1, Nk|1], True may attend
-    q_ids: Tensor | None = None  # int32 [B|1, Nq], the document of each query
-    k_ids: Tensor | None = None  # int32 [B|1, Nk], the document of each key
-    lengths: Tensor | None = None  # int32 [B], keys at or past it are masked
-    cu_seqlens_q: Tensor | None = None  # int32 [B + 1], where each packed sequence starts
-    cu_seqlens_k: Tensor | None = None
-    seed: Tensor | None = None  # int64 [], the key of the dropout generator
-
-
-class Options(NamedTuple):
-    """The numbers of a call that are not tensors, as the operators carry them."""
-
-    scale: float
-    softcap: float = 0.0
-    dropout_p: float = 0.0
-    left: int | None = None
-    right: int | None = None
-    align: str = "keys"  # to which positions are aligned: "keys" or "lengths"
-    max_q: int = 0  # longest sequence of a packed call, or an upper bound; 0 otherwise
-    max_k: int = 0
-    deterministic: bool = False
-    backend: str | None = None
-
-
-class Gradients(NamedTuple):
-    """What a backward returns. A gradient that was not wanted is None."""
-
-    q: Tensor | None = None
-    k: Tensor | None = None
-    v: Tensor | None = None
-    bias: Tensor | None = None
-    sink: Tensor | None = None
-
-
-class Wanted(NamedTuple):
-    """Which gradients a backward is asked for."""
-
-    q: bool
-    k: bool
-    v: bool
-    bias: bool
-    sink: bool
 
 
 class Problem(NamedTuple):
@@ -223,6 +168,9 @@ def problem_of(tensors: Tensors, options: Options) -> Problem:
 _problems: dict[Any, Problem] = {}
 _LIMIT = 4096
 
+#: inputs that packing leaves as they are
+_UNPACKED = ("bias", "allowed", "lengths")
+
 
 def known_problem(tensors: Tensors, options: Options) -> Problem:
     """As ``problem_of``, made once for tensors of the same kind; no size may be symbolic."""
@@ -250,16 +198,11 @@ def each_sequence(
     for b in range(problem.batch):
         rows, cols = slice(*starts_q[b : b + 2]), slice(*starts_k[b : b + 2])
         nq, nk = rows.stop - rows.start, cols.stop - cols.start
-        one = tensors._replace(
-            q=tensors.q[:, rows],
-            k=tensors.k[:, cols],
-            v=tensors.v[:, cols],
-            bias=_of_sequence(tensors.bias, b, nq, nk),
-            allowed=_of_sequence(tensors.allowed, b, nq, nk),
-            lengths=None if tensors.lengths is None else tensors.lengths[b : b + 1],
-            cu_seqlens_q=None,
-            cu_seqlens_k=None,
-        )
+        packed = {name: part_of(name, getattr(tensors, name), i=rows, j=cols) for name in "qkv"}
+        # a term that is not packed has rows and keys of its own for each sequence, from 0 on
+        own = {"b": slice(b, b + 1), "i": slice(nq), "j": slice(nk)}
+        terms = {name: part_of(name, getattr(tensors, name), **own) for name in _UNPACKED}
+        one = tensors._replace(**packed, **terms, cu_seqlens_q=None, cu_seqlens_k=None)
         yield (
             rows,
             cols,
@@ -276,12 +219,3 @@ def each_sequence(
             ),
             one,
         )
-
-
-def _of_sequence(t: Tensor | None, b: int, nq: int, nk: int) -> Tensor | None:
-    """The part of a ``[S|1, Hq|1, Nq|1, Nk|1]`` term that falls to sequence b."""
-    if t is None:
-        return None
-    t = t if t.shape[0] == 1 else t[b : b + 1]
-    t = t if t.shape[2] == 1 else t[:, :, :nq]
-    return t if t.shape[3] == 1 else t[:, :, :, :nk]

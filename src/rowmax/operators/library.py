@@ -22,20 +22,16 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..call import flops
-from ..call.arguments import PLAIN, check_packed_values
+from ..call.check import check_packed_values
 from ..call.dispatch import PLAIN_OPERATIONS, check_wanted, choose, run_backward
-from ..call.problem import Gradients, Options, Problem, Tensors, Wanted, known_problem, problem_of
-from ..torch_compat import is_batched
+from ..call.inputs import DIFFERENTIABLE, Options, Tensors, Wanted, schema
+from ..call.problem import Problem, known_problem, problem_of
+from ..torch_compat import PLAIN, is_batched
 from . import vmap as batching
 
-_INPUTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sink, Tensor? alibi, Tensor? allowed, "
-    "Tensor? q_ids, Tensor? k_ids, Tensor? lengths, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-    "Tensor? seed, float scale, float softcap, float dropout_p, SymInt? left, SymInt? right, "
-    "str align, SymInt max_q, SymInt max_k, bool deterministic, str? backend"
-)
+_INPUTS = schema()
 _TENSORS = len(Tensors._fields)
-_DIFFERENTIABLE = len(Gradients._fields)  # the first inputs: q, k, v, bias, sink
+_DIFFERENTIABLE = len(DIFFERENTIABLE)  # the first inputs
 
 _library = torch.library.Library("rowmax", "DEF")
 _library.define(f"forward({_INPUTS}) -> (Tensor out, Tensor lse)")

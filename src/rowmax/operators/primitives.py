@@ -16,7 +16,8 @@ from torch import Tensor
 from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 
-from ..call.arguments import DTYPES, bad, check_dense, wrong_type
+from ..call.check import DTYPES
+from ..errors import bad, check_dense, wrong_type
 from ..masks import as_int
 
 BLOCK = 1024

@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.problem import Tensors, Wanted
+from ..call.inputs import INPUTS, Tensors, Wanted
 
 _N = len(Tensors._fields)
-#: what has a row for each sequence, or one row for all of them
-_PER_SEQUENCE = ("q", "k", "v", "lengths", "q_ids", "k_ids")
+#: inputs with a row for each sequence; terms of four axes that may be 1 join apart
+_PER_SEQUENCE = tuple(n for n, x in INPUTS.items() if x.axes[:1] == "b" and "h?" not in x.axes)
+
+_TERMS = tuple(n for n, x in INPUTS.items() if "h?" in x.axes)
 
 
 def forward(info: Any, in_dims: Sequence[Any], *inputs: Any) -> tuple[Any, Any]:
@@ -70,7 +72,7 @@ def _folded(size: int, t: Tensors, batched: set[str], wanted: Wanted | None) -> 
         return None
     batch = t.q.shape[1 if "q" in batched else 0]
     large = {}
-    for name in ("bias", "allowed"):
+    for name in _TERMS:
         x = getattr(t, name)
         if x is None:
             continue
