@@ -13,7 +13,7 @@ from .call.check import Arguments
 from .call.normalize import normalized
 from .errors import check_flag, refuse_unexpected
 from .masks import Causal, Mask, as_mask
-from .operators.library import attend
+from .operators.autograd import attend
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import bad, check_dense, check_device, check_flag, check_integers, wrong_type
 from ..masks import Ids, Mask, as_int
-from ..torch_compat import is_transformed, values_are_readable
+from ..torch_compat import assert_later, is_transformed, values_are_readable
 from .dispatch import NAMES
 from .inputs import Options, Tensors
 
@@ -245,7 +245,7 @@ def _check_document_offsets(name: str, cu: Tensor, nk: int, q: Tensor) -> None:
         _check_offset_values(name, cu, "the number of keys", nk)
     elif cu.device.type == "cpu" and not is_transformed():
         good = (cu[0] == 0) & (cu.diff() >= 0).all() & (cu[-1] == nk)
-        torch._assert_async(good, f"{name}: want offsets from 0 to the number of keys")  # pyright: ignore
+        assert_later(good, f"{name}: want offsets from 0 to the number of keys")
 
 
 def _check_each_id(name: str, ids: Tensor, batch: int, n: int, of: str, q: Tensor) -> None:
@@ -262,7 +262,7 @@ def _check_each_id(name: str, ids: Tensor, batch: int, n: int, of: str, q: Tenso
     elif not is_transformed():
         # checked on the device when it runs, because the host cannot read the values now
         short = ids.to(torch.int32)
-        torch._assert_async((ids == short).all(), f"{name}: want ids of 32 bits")  # pyright: ignore
+        assert_later((ids == short).all(), f"{name}: want ids of 32 bits")
 
 
 def _check_lengths(q: Tensor, lengths: Tensor | None, shape: Shape) -> None:

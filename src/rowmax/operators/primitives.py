@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType
-from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 
 from ..call.check import DTYPES
 from ..errors import bad, check_dense, wrong_type
 from ..masks import as_int
+from ..torch_compat import forward_mode_levels
 
 BLOCK = 1024
 
@@ -123,10 +122,7 @@ def _plainly() -> bool:
     """
     if torch.compiler.is_compiling():
         return True
-    if not torch._C._are_functorch_transforms_active():
-        return False
-    levels = retrieve_all_functorch_interpreters()
-    return sum(level.key() == TransformType.Jvp for level in levels) > 1
+    return forward_mode_levels() > 1
 
 
 def _plain(x: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
