@@ -109,7 +109,7 @@ def attention(
         out 0 and lse -inf (with a sink, lse = sink).
 
     Raises:
-        TypeError, ValueError: naming the argument, what came and what is wanted.
+        TypeError, ValueError: naming the argument, what it got and what it accepts.
         NotImplementedError: forward-mode and second derivatives, unless of
             ``backend="reference"`` where it is neither compiled nor traced.
 
@@ -230,7 +230,7 @@ def attention_varlen(
         out ``[total_q, Hq, Dv]``, or (out, lse ``[Hq, total_q]``).
 
     Raises:
-        TypeError, ValueError: naming the argument, what came and what is wanted.
+        TypeError, ValueError: naming the argument, what it got and what it accepts.
 
     >>> import torch, rowmax
     >>> q, cu = torch.randn(10, 2, 16), torch.tensor([0, 3, 10])

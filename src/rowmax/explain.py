@@ -1,4 +1,4 @@
-"""What a call would do and what it would cost, without making it."""
+"""Explain a call without computing it: backends, tiles, work and memory."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ TILE = 128
 
 
 class Choice(NamedTuple):
-    """The backends that make the results of a call, and why the others make none."""
+    """The backends that compute the results of a call, and why the others compute none."""
 
-    jobs: tuple[Job, ...]  # none: the backend that was named refuses, and the call would raise
+    jobs: tuple[Job, ...]  # none: the named backend refuses, and the call would raise
     others: Mapping[str, str]
     notes: tuple[tuple[str, ...], ...] = ()  # of each job, from its backend
 
@@ -47,7 +47,7 @@ class Tiles(NamedTuple):
 
 @dataclass(frozen=True)
 class Explanation:
-    """What ``explain`` found; ``str`` of it is a text to read.
+    """The result of ``explain``; ``str`` of it is a text to read.
 
     Attributes:
         problem: shapes, dtypes and features, as backends see them.
@@ -55,7 +55,7 @@ class Explanation:
         tiles: skipped, partial and full tiles of 128 by 128, and the pairs in those visited.
         forward_flops, backward_flops: of the matrix products in the tiles that are visited.
         output_bytes: of out and lse.
-        dense_bytes: of the score matrix that is never made, in q's dtype.
+        dense_bytes: of the score matrix that is never held, in q's dtype.
     """
 
     problem: Problem
@@ -93,10 +93,10 @@ def explain(
     deterministic: bool = False,
     backend: str | None = None,
 ) -> Explanation:
-    """Which backend takes a call and why, how many tiles it visits, its work and its memory.
+    """Return the backends of a call and why, the tiles that it visits, its work and its memory.
 
     Takes the arguments of ``attention``, or those of ``attention_varlen``, and computes no
-    attention. Reads masks and packed offsets, so on a GPU it waits for the device.
+    attention. Reads masks and packed offsets, and so waits for a GPU.
 
     Returns:
         An ``Explanation``: print it, or read its attributes.
@@ -154,7 +154,7 @@ def explain(
 
 
 def _choice(problem: Problem, call: backends.Call, name: str | None) -> Choice:
-    """As ``backend.choose`` decides, with a reason for every other."""
+    """Return the plan of a call, with a reason for every backend that is not in it."""
     try:
         jobs = backends.choose(problem, call, name).jobs
     except ValueError:
@@ -197,7 +197,7 @@ def _tiles(problem: Problem, tensors: Tensors) -> Tiles:
 
 
 def _extents(n: int, like: Tensor) -> Tensor:
-    """How many of n each tile along a dimension holds."""
+    """Return how many of n positions each tile along a dimension holds."""
     starts = torch.arange(0, n, TILE, device=like.device)
     return (n - starts).clamp(max=TILE)
 
@@ -213,7 +213,7 @@ def _lines(e: Explanation) -> Iterator[tuple[str, str]]:
         yield call, ", ".join(_made(choice)) or "no backend: the call would raise"
         for text in (text for notes in choice.notes for text in notes):
             yield "", f"  {text}"
-        if call == "forward" or _who(choice) != _who(e.forward):
+        if call == "forward" or _choices(choice) != _choices(e.forward):
             for other, reason in choice.others.items():
                 yield "", f"  not {other}: {reason}"
     t = e.tiles
@@ -234,7 +234,7 @@ def _lines(e: Explanation) -> Iterator[tuple[str, str]]:
 
 
 def _made(choice: Choice) -> Iterator[str]:
-    """Each job in words; of a single one its backend says all."""
+    """Yield a text for each job; of a single job its backend is enough."""
     for job in choice.jobs:
         reason = f": {job.reason}" if job.reason else ""
         if job.backend is None:
@@ -245,7 +245,7 @@ def _made(choice: Choice) -> Iterator[str]:
             yield f"{job.backend} ({', '.join(job.results)}{reason})"
 
 
-def _who(choice: Choice) -> tuple[Any, ...]:
+def _choices(choice: Choice) -> tuple[Any, ...]:
     return [job.backend for job in choice.jobs], choice.others
 
 

@@ -42,7 +42,7 @@ class Arguments(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What the scores of a call broadcast to: ``[B, Hq, Nq, Nk]``."""
+    """The sizes ``[B, Hq, Nq, Nk]`` of the scores of a call."""
 
     batch: int
     hq: int

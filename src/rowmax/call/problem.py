@@ -11,13 +11,13 @@ from .inputs import Gradients, Options, Tensors, Wanted, part_of  # noqa: F401
 
 Shape4 = tuple[int, int, int, int]
 
-#: The lse of a row sums its weights to 1 up to a rounding error of 6e-8 of itself. From this size
-#: on a backward sums the weights again: at 3e38 all of log n is lost. 1024 leaves 6e-5.
+#: lse is rounded to 6e-8 of itself, so weights made of it sum to 1 only up to that. From this size
+#: on a backward sums the weights again: 1024 leaves an error of 6e-5, 3e38 would lose all of log n.
 FAR = 1024.0
 
 
 class Problem(NamedTuple):
-    """Shapes, dtypes and features of one call: hashable, so that plans can be kept by it.
+    """Shapes, dtypes and features of one call. It is hashable, and the key of plans.
 
     In a packed call ``batch`` counts the sequences and ``nq``, ``nk`` bound their lengths;
     ``total_q`` and ``total_k`` are the packed lengths. Otherwise the totals equal ``nq``, ``nk``.
@@ -48,7 +48,7 @@ class Problem(NamedTuple):
     total_q: int
     total_k: int
     deterministic: bool
-    first: int = 0  # the number of the first sequence, where a packed call is taken apart
+    first: int = 0  # number of the first sequence, in a part of a packed call
     align: str = "keys"  # "lengths" only where a band or ALiBi reads positions
     device_index: int | None = None  # of the device among those of its type; None: the current one
 
@@ -74,8 +74,8 @@ class Problem(NamedTuple):
     def natural(self) -> bool:
         """True if scores and lse stay in natural units; otherwise they are in base 2.
 
-        A bias may be as large as its dtype goes, and times log2(e) it would overflow. So only the
-        difference from the row's maximum or lse is multiplied, which is small or decides nothing.
+        A bias may be as large as its dtype goes, and would overflow times log2(e). Only the
+        difference from the row's maximum or lse is multiplied: it is small, or its weight is 0.
         """
         return self.bias is not None
 
@@ -91,7 +91,7 @@ class Problem(NamedTuple):
 
     @property
     def limits(self) -> tuple[int | None, int | None]:
-        """(left, right), cut to the length of the call: 32 bits hold them, and mean the same."""
+        """Return (left, right) clamped to the length of the call, so that 32 bits hold them."""
         reach = self.total_q + self.total_k
         left, right = (
             None if n is None else max(-reach, min(n, reach)) for n in (self.left, self.right)
@@ -100,14 +100,14 @@ class Problem(NamedTuple):
 
     @property
     def dropout_threshold(self) -> int:
-        """A 16-bit draw below this is dropped; 0 when nothing is (see ``dropout.py``)."""
+        """Return the least 16-bit draw that is kept; 0 without dropout (see ``rules/dropout.py``)."""
         if self.dropout_p == 0.0:
             return 0
         return min(65535, max(1, round(self.dropout_p * 65536)))
 
     @property
     def keep_scale(self) -> float:
-        """The factor of what is kept: the inverse of the exact probability of keeping it."""
+        """Return the factor of kept weights: 1 / (the exact probability of keeping one)."""
         return 65536.0 / (65536 - self.dropout_threshold)
 
     @property
@@ -122,7 +122,7 @@ class Problem(NamedTuple):
 
 
 def problem_of(tensors: Tensors, options: Options) -> Problem:
-    """The problem that these (already checked) arguments pose."""
+    """Return the problem of a normalized call."""
     q, k, v, bias, allowed, cu = (
         tensors.q,
         tensors.k,
@@ -173,7 +173,7 @@ _UNPACKED = ("bias", "allowed", "lengths")
 
 
 def known_problem(tensors: Tensors, options: Options) -> Problem:
-    """As ``problem_of``, made once for tensors of the same kind; no size may be symbolic."""
+    """Return ``problem_of``, cached by shapes, dtype and device. No size may be symbolic."""
     q, bias = tensors.q, tensors.bias
     sizes = [None if x is None else x.size() for x in tensors]
     key = (options, q.device, q.dtype, None if bias is None else bias.dtype, *sizes)
@@ -188,9 +188,9 @@ def known_problem(tensors: Tensors, options: Options) -> Problem:
 def each_sequence(
     problem: Problem, tensors: Tensors
 ) -> Iterator[tuple[slice, slice, Problem, Tensors]]:
-    """The sequences of a packed call as dense calls of batch 1: (queries, keys, problem, tensors).
+    """Yield each sequence of a packed call as a dense call: (queries, keys, problem, tensors).
 
-    Reads the offsets, so it waits for the device they are on.
+    Reads the offsets, and so waits for their device.
     """
     assert tensors.cu_seqlens_q is not None
     assert tensors.cu_seqlens_k is not None

@@ -101,7 +101,7 @@ _NO_SECOND = (
 
 
 class _Function(SingleLevelFunction):
-    """What both have in common."""
+    """Forward mode and compiled autograd of both functions."""
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -109,8 +109,10 @@ class _Function(SingleLevelFunction):
 
     @staticmethod
     def _compiled_autograd_key(ctx: Any) -> tuple[int, ...]:
-        """As of ``torch.autograd.Function``, for whoever compiles the backward as it runs. (What
-        else the backward depends on, dynamo guards.)"""
+        """Return the key of ``torch.autograd.Function``, for compiled autograd.
+
+        Dynamo guards all else that the backward depends on.
+        """
         return (ctx._autograd_function_id,)
 
 
@@ -179,7 +181,7 @@ class _AttentionBackward(_Function):
 
 
 def _redispatch(operator: Any, below: DispatchKeySet, inputs: tuple[Any, ...]) -> Any:
-    """What lies under this level's autograd: the kernel or, in a ``grad(grad)``, the next level.
+    """Call the kernel below this level's autograd or, in a ``grad(grad)``, the next level.
 
     A Function's forward runs with gradients off. That is meant for its own level, not the next.
     """
