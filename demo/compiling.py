@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
 
 import torch
 
@@ -70,12 +69,7 @@ class Kernels:
     def __enter__(self) -> Kernels:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.child is not None:
             self.child.stop()
 

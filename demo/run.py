@@ -95,10 +95,7 @@ def run_checks(options: Options, console: Console, clock: Clock) -> tuple[Checks
         Kernels(names, clock) as kernels,
         Progress(console, "Checks: starting", lambda: clock.elapsed) as progress,
     ):
-        rows = timed_checks.run_checks(
-            *(device, names, options.seed, clock, kernels),
-            on_check=lambda text: progress.show(f"Checks: {text}"),
-        )
+        rows = timed_checks.run_checks(device, names, options.seed, clock, kernels, progress.show)
         compiled = kernels.ready("cpu", torch.float32)
     checks = collect(device, names, absent, rows)
     console.print(check_table(checks, "1. "))
@@ -127,11 +124,9 @@ def run_training(
 
         result = None
         if plan is not None:
+            corpus = standard_library()
             result = training.train(
-                *(plan, standard_library(), options.device, ours),
-                seed=options.seed,
-                on_step=on_step,
-                clock=clock,
+                plan, corpus, options.device, ours, options.seed, on_step, clock
             )
             result.smaller = plan != plans[0]
     console.print(tables.training_table(result))
@@ -154,7 +149,7 @@ def run_long_sequence(
 
         if clock.left:
             result = long_sequence.run(
-                *(shape, options.device, backend, options.seed, clock.left), on_length=on_length
+                shape, options.device, backend, options.seed, clock.left, on_length
             )
     console.print(tables.long_sequence_table(result))
     return result

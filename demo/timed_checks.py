@@ -6,13 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from rowmax.cli.checks import (
-    Checks,
-    Result,
-    check_feature,
-    progress_line,
-    usual_dtype,
-)
+from rowmax.cli.checks import Checks, Result, check_feature, progress_line, usual_dtype
 from rowmax.cli.features import FEATURES, Feature
 
 from .clock import Clock
@@ -42,7 +36,7 @@ def run_checks(
     seed: int,
     clock: Clock,
     kernels: Kernels,
-    on_check: Callable[[str], None],
+    show: Callable[[str], None],
 ) -> dict[str, dict[str, Result]]:
     """Check the features on these backends, and leave out what is predicted not to fit.
 
@@ -59,7 +53,7 @@ def run_checks(
         feature, ready = _next(pending, usual, kernels)
         if feature is not None:
             if end.fits(slowest * len(ready)):
-                on_check(progress_line(done, total, feature, ready))
+                show(progress_line(done, total, feature, ready))
                 start = clock.now()
                 rows[feature.name] |= check_feature(feature, device, ready, seed)
                 # the first check also loads code, so that its time counts less and less
@@ -73,7 +67,7 @@ def run_checks(
                 break
         if not kernels.running or not end.left:
             break
-        on_check(f"{done} of {total} done; {kernels.describe()}")
+        show(f"Checks: {done} of {total} done; {kernels.describe()}")
         kernels.wait()
     for feature, left in pending.items():
         rows[feature.name] |= {name: Result(left_out=True) for name in left}

@@ -117,10 +117,7 @@ def plan_for(device: torch.device, steps: int | None, quick: bool) -> Plan:
 
 
 def plan_within(
-    plans: tuple[Plan, ...],
-    clock: Clock,
-    device: torch.device,
-    ours: Attend,
+    plans: tuple[Plan, ...], clock: Clock, device: torch.device, ours: Attend
 ) -> Plan | None:
     """Return the first of the plans, each smaller than the one before, that fits; else None.
 

@@ -44,7 +44,7 @@ def check(device: Device = None, backend: Backend = None, seed: Seed = 0) -> Non
     where, name = find_device(device), check_backend(backend)
     names = None if name is None else (name,)
     with Progress(console, "Checks: starting") as progress:
-        checks = run_checks(where, names, seed, lambda text: progress.show(f"Checks: {text}"))
+        checks = run_checks(where, names, seed, progress.show)
     console.print(check_table(checks))
     raise typer.Exit(0 if checks.ok else 1)
 

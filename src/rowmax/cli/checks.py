@@ -94,7 +94,7 @@ def run_checks(
     device: torch.device,
     names: tuple[str, ...] | None = None,
     seed: int = 0,
-    on_check: Callable[[str], None] = lambda text: None,
+    show: Callable[[str], None] = lambda text: None,
     features: tuple[Feature, ...] = FEATURES,
 ) -> Checks:
     """Check every feature on the named backends, by default on all that run here."""
@@ -102,18 +102,14 @@ def run_checks(
     names = runnable if names is None else names
     rows: dict[str, dict[str, Result]] = {}
     for feature in features:
-        on_check(progress_line(len(rows) * len(names), len(features) * len(names), feature, names))
+        show(progress_line(len(rows) * len(names), len(features) * len(names), feature, names))
         rows[feature.name] = check_feature(feature, device, names, seed)
     return collect(device, names, absent, rows)
 
 
 def progress_line(done: int, total: int, feature: Feature, names: tuple[str, ...]) -> str:
-    """Return a line of progress before a check.
-
-    >>> progress_line(3, 52, FEATURES[0], ("cpu", "torch"))
-    '3 of 52 done; next: every key, on cpu and torch'
-    """
-    return f"{done} of {total} done; next: {feature.name}, on {' and '.join(names)}"
+    """Return the line of progress before a check."""
+    return f"Checks: {done} of {total} done; next: {feature.name}, on {' and '.join(names)}"
 
 
 def collect(
