@@ -15,8 +15,10 @@ from torch import Tensor
 import rowmax
 
 from ..call import dispatch
-from ..call.arguments import checked
-from ..call.problem import Problem, Tensors, problem_of
+from ..call.check import Arguments
+from ..call.inputs import Tensors
+from ..call.normalize import normalized
+from ..call.problem import Problem, problem_of
 from ..masks import Causal, as_mask
 from ..reference import dense, tolerance
 from .features import FEATURES, Call, Feature, Maker
@@ -204,7 +206,9 @@ def _build_problem(call: Call, leaves: Values) -> tuple[Problem, Tensors]:
     if options.pop("causal", False):
         mask = mask & Causal()
     q, k, v = (leaves[name] for name in "qkv")
-    tensors, found, _ = checked(q, k, v, mask=mask, cu_seqlens=call.offsets, **options)
+    tensors, found, _ = normalized(
+        Arguments(q, k, v, mask=mask, cu_seqlens=call.offsets, **options)
+    )
     return problem_of(tensors, found), tensors
 
 

@@ -18,7 +18,7 @@ from numba import (
 )
 from numba.extending import overload, register_jitable
 
-from ..rules.dropout import INCREMENTS, MULTIPLIERS, ROUNDS
+from ..rules.dropout import INCREMENTS, M0, M1, ROUNDS
 from .vector import pointer_to
 
 # ``(2^f - 1) / f`` on [-1/2, 1/2], by the Remez algorithm: relative errors 1.1e-8 and 1.8e-17.
@@ -313,7 +313,7 @@ def query_scale(call):
     return call.scale / call.softcap if call.softcap > 0 else call.scale * log_unit(call)
 
 
-_M0, _M1 = np.uint64(MULTIPLIERS[0]), np.uint64(MULTIPLIERS[1])
+_M0, _M1 = np.uint64(M0), np.uint64(M1)
 _K0, _K1 = np.uint64(INCREMENTS[0]), np.uint64(INCREMENTS[1])
 _WORD, _32 = np.uint64(0xFFFFFFFF), np.uint64(32)
 

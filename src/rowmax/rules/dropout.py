@@ -14,34 +14,49 @@ backends enters. In a packed call b counts sequences, and i and j are positions 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..call.problem import Problem, Tensors
+from . import bound
 
 ROUNDS = 7
-MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+M0, M1 = 0xD2511F53, 0xCD9E8D57  # multipliers
 INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 WORD = 0xFFFFFFFF
 
 
+def multiply(a: Any, b: Any) -> tuple[Any, Any]:
+    """Return the high and the low word of a 32 x 32 bit product, of Python's integers."""
+    return (a * b) >> 32, (a * b) & WORD
+
+
+def philox_round(c0, c1, c2, c3, k0, k1):
+    """Return the four words after one round; the next has the keys ``k + INCREMENTS``."""
+    high0, low0 = multiply(c0, M0)
+    high1, low1 = multiply(c2, M1)
+    return high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+
+
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]):
     """The four 32-bit words of each counter, as int64 tensors (torch has no wide uint32)."""
-    c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
-        high0, low0 = _multiply(MULTIPLIERS[0], c0)
-        high1, low1 = _multiply(MULTIPLIERS[1], c2)
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        counter = _round(*counter, k0, k1)
         k0, k1 = (k0 + INCREMENTS[0]) & WORD, (k1 + INCREMENTS[1]) & WORD
-    return c0, c1, c2, c3
+    return counter
 
 
-def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low words of a 32 x 32 bit product, in 16-bit steps that int64 can hold."""
-    low = a * (b & 0xFFFF)
-    high = a * (b >> 16) + (low >> 16)
+def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
+    """As ``multiply``, in 16-bit steps that int64 can hold."""
+    low = (a & 0xFFFF) * b
+    high = (a >> 16) * b + (low >> 16)
     return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
+
+
+_round = bound(philox_round, multiply=_multiply)
 
 
 def keep_tile(seed: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, threshold: int) -> Tensor:

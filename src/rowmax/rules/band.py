@@ -1,0 +1,58 @@
+"""The band of causal masks and windows: which stretch of one side another stretch sees.
+
+A band is ``-back <= y - (x + shift) <= ahead``; a limit of None does not limit. It reads alike from
+both sides. Keys that queries see: x is a query, y a key, ``shift = offset``, ``back = left``,
+``ahead = right``. Queries that see keys: x is a key, y a query, ``shift = -offset``, ``back =
+right``, ``ahead = left``. Here ``offset`` is the key position of query 0 (``mask.offset``).
+
+Positions are integers, or tensors of them. With ``x0 = x1`` tensors both ranges are those of each
+row.
+"""
+
+from __future__ import annotations
+
+
+def any_range(x0, x1, shift, back, ahead, end):
+    """Return (low, high): the y in [0, end) that some x in [x0, x1] sees lie in [low, high).
+
+    ``high`` may be less than ``low``, or negative; then there is none.
+    """
+    low = 0
+    high = end
+    if back is not None:
+        low = max(x0 + shift - back, 0)
+    if ahead is not None:
+        high = min(x1 + shift + ahead + 1, end)
+    return low, high
+
+
+def all_range(x0, x1, shift, back, ahead, end):
+    """Return (low, high): the y in [0, end) that every x in [x0, x1] sees.
+
+    ``high`` may be less than ``low``, or negative; then there is none.
+    """
+    low = 0
+    high = end
+    if back is not None:
+        low = max(x1 + shift - back, 0)
+    if ahead is not None:
+        high = min(x0 + shift + ahead + 1, end)
+    return low, high
+
+
+def touched_tiles(low, high, block):
+    """Return (first, last): the tiles first to last - 1 hold a position in [low, high).
+
+    ``last`` is at least ``first``, whatever the range.
+    """
+    first = low // block
+    return first, max((max(high, 0) + block - 1) // block, first)
+
+
+def filled_tiles(low, high, block, first, last):
+    """Return (full, full_end): the tiles full to full_end - 1 lie within [low, high).
+
+    ``first <= full <= full_end <= last``.
+    """
+    full = min(max((low + block - 1) // block, first), last)
+    return full, min(max(max(high, 0) // block, full), last)

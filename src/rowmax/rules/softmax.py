@@ -1,0 +1,52 @@
+"""The softmax by rows, tile after tile, and its derivative.
+
+``m' = max(m, rowmax S)``, ``alpha = exp(m - m')``, ``P = exp(S - m')``, ``l' = alpha l + rowsum
+P``, ``O' = alpha O + P V``; at the end ``out = O / l`` and ``LSE = m + log l``. Backward, with P
+made again from LSE, ``Delta_i = dO_i . out_i - dLSE_i`` and ``dS = P (dP - Delta)``.
+
+Exponentials are of two. Scores in natural units enter them times ``LOG2E``, and only as a
+difference from the row's maximum or lse: a bias may be as large as its dtype goes, and would
+overflow.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+LOG2E = math.log2(math.e)
+LN2 = math.log(2.0)
+inf = math.inf
+
+
+def where(condition: Any, x: Any, y: Any) -> Any:
+    return x if condition else y
+
+
+def exp2(x: Any) -> Any:
+    return 2.0**x
+
+
+def moved(m, peak):
+    """Return (m', base): the maximum with that of a tile, and what exponents are taken from.
+
+    ``base`` is m', but 0 for a row that has seen nothing: -inf less -inf would be NaN.
+    """
+    m = max(m, peak)
+    return m, where(m == -inf, 0.0, m)
+
+
+def with_sink(m, l, sink):
+    """Return (m', l', alpha) with the sink as one more score, m in natural units; O times alpha.
+
+    Natural units hold any sink, which may be as large as its dtype goes.
+    """
+    m_new = max(m, sink)
+    base = where(m_new == -inf, 0.0, m_new)
+    alpha = exp2((m - base) * LOG2E)
+    return m_new, l * alpha + exp2((sink - base) * LOG2E), alpha
+
+
+def score_gradient(p, dp, delta):
+    """Return ``dS = P (dP - Delta)``."""
+    return p * (dp - delta)
