@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import variants
+from demo.gpt import GPT, Size, standard_library
+
 from .cells import Cell
 from .providers import Attend
 from .timing import wait
@@ -33,18 +34,18 @@ class Learner:
     """A model with one attention, its optimizer, and the losses of its steps."""
 
     def __init__(self, cell: Cell, attend: Attend, device: str) -> None:
-        gpt, width = variants.model(), cell.hq * cell.d
+        width = cell.hq * cell.d
         torch._dynamo.config.recompile_limit = 64  # a model for each attention
         torch.manual_seed(0)
         with torch.device(device):
-            self.plain = gpt.GPT(gpt.Size(cell.layers, cell.hq, width, cell.n), attend)
+            self.plain = GPT(Size(cell.layers, cell.hq, width, cell.n), attend)
             for block in self.plain.blocks:  # not zero: attention counts from the first step
                 torch.nn.init.normal_(block.join.weight, std=width**-0.5)
             torch.nn.init.normal_(self.plain.head.weight, std=0.1 * width**-0.5)
         self.attend, self.cell, self.device = attend, cell, device
         self.model = torch.compile(self.plain, dynamic=False) if cell.compiled else self.plain
         self.optimizer = torch.optim.AdamW(self.plain.parameters(), lr=3e-4, fused=True)
-        self.corpus, self.generator = gpt.standard_library(), torch.Generator().manual_seed(0)
+        self.corpus, self.generator = standard_library(), torch.Generator().manual_seed(0)
         self.losses: list[Tensor] = []
 
     def batch(self) -> Batch:

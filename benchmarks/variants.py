@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
 from importlib import import_module
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -249,10 +248,3 @@ def usage(call: Call) -> dict[str, str]:
         column: " ".join(f"{x.name}:{getattr(x, field, '?')}" for x in kernels)
         for column, field in (("registers", "n_regs"), ("local", "n_spills"))
     }
-
-
-def model() -> Any:
-    """Return the model of a training step: ``GPT``, ``Size`` and ``standard_library``."""
-    from rowmax.cli import gpt
-
-    return SimpleNamespace(GPT=gpt.GPT, Size=gpt.Size, standard_library=gpt.standard_library)

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
 from benchmarks import run, variants
 from benchmarks.cells import SETS, cells
 from benchmarks.command import main

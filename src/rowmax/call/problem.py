@@ -100,7 +100,7 @@ class Problem(NamedTuple):
 
     @property
     def dropout_threshold(self) -> int:
-        """Return the least 16-bit draw that is kept; 0 without dropout (see ``rules/dropout.py``)."""
+        """Return the least 16-bit draw that is kept; 0 without dropout (``rules/dropout.py``)."""
         if self.dropout_p == 0.0:
             return 0
         return min(65535, max(1, round(self.dropout_p * 65536)))

@@ -179,7 +179,7 @@ def _log(m: Tensor, l: Tensor) -> Tensor:
 
 
 class _Softmax(torch.autograd.Function):
-    """Softmax in reverse mode. Its backward is made of differentiable steps: it can be used twice."""
+    """Softmax in reverse mode. Its backward is made of differentiable steps, for second order."""
 
     generate_vmap_rule = True
 

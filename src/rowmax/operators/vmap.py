@@ -36,7 +36,7 @@ def forward(info: Any, in_dims: Sequence[Any], *inputs: Any) -> tuple[Any, Any]:
 
 
 def backward(info: Any, in_dims: Sequence[Any], *inputs: Any) -> tuple[Any, Any]:
-    """Return the same of ``rowmax::backward``, whose first inputs are dout, dlse, out, lse, wanted."""
+    """Return the same of ``rowmax::backward``, which takes dout, dlse, out, lse, wanted first."""
     size, wanted, dims = info.batch_size, Wanted(*inputs[4]), in_dims[5 : 5 + _N]
     slices = Tensors(*_leading(inputs[5 : 5 + _N], dims))
     folded = _folded(size, slices, _names(dims), wanted)
