@@ -50,7 +50,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     add("--tiles", nargs="+", help="changes of a kernel of variants.py, for those tried there")
     add("--peer", help="the provider that others are set beside: the first that is not rowmax")
     add("--against", type=Path, help="another checkout of rowmax, in the same run")
-    add("--assembler", choices=("usual",), help="also with the ptxas that Triton takes")
+    add("--usual-assembler", action="store_true", help="also with the ptxas that Triton takes")
     add("--bar", type=Path, help="speeds of another run, such as benchmarks/results/fa4.csv")
     add("--csv", type=Path)
     add("--turns", type=int, default=5)
@@ -64,21 +64,15 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     add("--check", action=argparse.BooleanOptionalAction, default=True)
     add("--quick", action="store_true", help="two turns, N up to 2048")
     options = parser.parse_args(given)
-    usual = {
-        "cuda": (
-            ["main"],
-            "rowmax cudnn",
-            "forward backward",
-            0.3,
-            0.04,
-            min(14, os.cpu_count() or 1),
-        ),
-        "cpu": (["cpu"], "rowmax sdpa", "forward both", 0.0, 0.2, 0),
-    }[options.device]
-    names = ("cells", "providers", "passes", "pause", "turn_seconds", "processes")
-    for name, x in zip(names, usual, strict=True):
+    usual = {"cells": ["cpu"], "providers": ["rowmax", "sdpa"], "passes": ["forward", "both"]}
+    usual |= {"pause": 0.0, "turn_seconds": 0.2, "processes": 0}
+    if options.device == "cuda":
+        usual = {"cells": ["main"], "providers": ["rowmax", "cudnn"]}
+        usual |= {"passes": ["forward", "backward"], "pause": 0.3, "turn_seconds": 0.04}
+        usual["processes"] = min(14, os.cpu_count() or 1)
+    for name, x in usual.items():
         if getattr(options, name) is None:
-            setattr(options, name, x.split() if isinstance(x, str) else x)
+            setattr(options, name, x)
     if options.peer is None:
         others = (x for x in options.providers if not x.startswith(("rowmax", "none")))
         options.peer = next(others, options.providers[0])

@@ -33,7 +33,7 @@ class Settings(NamedTuple):
     rested: bool = False
     registers: bool = False
     root: Path = ROOT
-    assembler: str = ""
+    usual_assembler: bool = False
 
 
 def worker_of(settings: Settings) -> Any:

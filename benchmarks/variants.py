@@ -217,15 +217,12 @@ KERNELS |= {f"triton.{job}": (partial(triton_gradient, job), n) for job, n in _J
 # --- what else is private ----------------------------------------------------------------------
 
 
-def use_assembler(name: str) -> str:
-    """Assemble with the "usual" ptxas, which Triton takes, or the one "taken"; return which."""
+def use_usual_assembler() -> None:
+    """Assemble all kernels of this process with the ptxas that Triton takes."""
     from rowmax.gpu import assembler
 
-    chosen = assembler.choice()
-    if name == "usual":
-        chosen = assembler.Choice(chosen.usual, chosen.usual)
-        assembler.choice = lambda: chosen
-    return str(chosen.taken)
+    usual = assembler.choice().usual
+    assembler.choice = lambda: assembler.Choice(usual, usual)
 
 
 def usage(call: Call) -> dict[str, str]:

@@ -32,6 +32,7 @@ class Ready:
     task: Task
     call: Any
     heads_first: bool = False
+    note: str = ""
 
     def results(self) -> list[Tensor]:
         """Return out, or gradients of q, k, v ``[B, N, H, D]`` and of the bias."""
@@ -56,8 +57,8 @@ class Worker:
             sys.modules[spec.name] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(sys.modules[spec.name])
         self.variants: Any = importlib.import_module("benchmarks.variants")
-        if settings.assembler:
-            self.variants.use_assembler(settings.assembler)
+        if settings.usual_assembler:
+            self.variants.use_usual_assembler()
         self.ready: dict[str, Ready] = {}
         self.inputs: tuple[Cell, Inputs] | None = None
 
@@ -69,11 +70,12 @@ class Worker:
         info: dict[str, Any] = {}
         try:
             ready = self.made(task)
+            info["note"] = ready.note
             if task.what == "memory" and self.device == "cpu":
                 # compile and start threads, but leave the memory of the call itself untouched
                 self.made(Task(replace(task.cell, n=256), "both", task.provider)).call()
             elif self.settings.registers:
-                info = self.variants.usage(ready.call)
+                info |= self.variants.usage(ready.call)
             else:
                 ready.call()
             timing.wait()
@@ -101,9 +103,9 @@ class Worker:
             found["losses"] = [x.item() for x in ready.call.losses]
         for peer in self.peers(ready.task):
             try:
-                return found | {"off": self.difference(ready, peer)}
+                return found | {"off": self.difference(ready, peer), "note": ready.note}
             except Exception as error:  # noqa: PERF203  (the next one may take the cell)
-                found["unchecked"] = str(error)
+                found["note"] = f"unchecked: {error}".split("\n")[0][:100]
         return found
 
     def peers(self, task: Task) -> tuple[str, ...]:
@@ -177,7 +179,8 @@ class Worker:
                 return torch.autograd.grad(attend(*leaves), wanted, dout)
             return torch.autograd.grad(out, wanted, dout, retain_graph=True)
 
-        return Ready(task, call, chosen.heads_first)
+        note = "without dbias" if graded and cell.dbias and not chosen.dbias else ""
+        return Ready(task, call, chosen.heads_first, note)
 
     def attend(self, task: Task) -> Callable[..., Tensor]:
         """Return a provider's attention of ``[B, N, H, D]`` for a model."""
