@@ -110,11 +110,11 @@ def backward(
     call = Call(problem, tensors, dout)
     lse = lse.to(call.dtype).contiguous()
     delta = row_stats.delta(out, dout, lse, dlse)
-    rest = torch.zeros_like(lse)
+    rest = torch.zeros_like(lse) if problem.natural else None
     call.tensor("dout", call.rows(dout))
     call.tensor("lse", row_stats.score_lse(lse, problem.natural))
     call.tensor("delta", delta.contiguous())
-    if problem.natural:
+    if rest is not None:
         call.tensor("rest", rest)
     starts, order = _owners(problem, wanted.bias)
     tasks = len(starts) - 1

@@ -40,6 +40,8 @@ CALL = np.dtype(
     + [(name, np.int64) for name in [*_MEMORY, *_SIZES]]
     + [(name, np.float64) for name in _NUMBERS]
 )
+#: of each field, in words of 8 bytes: writing words is ten times as fast as writing fields
+_WORD = {name: CALL.fields[name][1] // 8 for name in CALL.names}
 #: the first query and key, how many there are, how many keys lengths leave; query i stands at key
 #: position ``i + offset``
 SEQUENCE = _fields("query", "queries", "key", "keys", "end", "offset")
@@ -64,7 +66,9 @@ class Call:
         self.span = math.lcm(MR, NV * self.lanes)
         self.sequences = _sequences(problem, tensors)
         self.states = _tile_map(problem, tensors)
-        self.record = _record(problem, self.paired, self.lanes).copy()
+        words = _numbers(problem, self.paired, self.lanes).view(np.int64).copy()
+        self.record = words.view(CALL)
+        self._words = words.data
         self.set(longest_k=int(self.sequences["keys"].max(initial=0)))
         self._kept: list[Tensor] = []
         for name in _DIMS.keys() & Tensors._fields:
@@ -75,15 +79,18 @@ class Call:
         if tensors.seed is not None:
             self.set(seed=int(tensors.seed))
 
-    def set(self, **fields: float) -> None:
+    def set(self, **fields: int) -> None:
         for name, value in fields.items():
-            self.record[name] = value
+            self._words[_WORD[name]] = value
 
     def tensor(self, name: str, t: Tensor) -> None:
         """Write down where a tensor lies. A dimension of 1 broadcasts."""
-        strides = (0 if n == 1 else s for n, s in zip(t.shape, t.stride(), strict=True))
         self._kept.append(t)
-        self.record[name] = (t.data_ptr(), *strides)
+        word = _WORD[name]
+        self._words[word] = t.data_ptr()
+        for n, stride in zip(t.shape, t.stride(), strict=True):
+            word += 1
+            self._words[word] = 0 if n == 1 else stride
 
     def memory(self, name: str, numbers: int) -> None:
         """Allocate memory for the kernels to fill, of the accumulator's dtype or as large."""
@@ -111,7 +118,7 @@ class Call:
 
 
 @lru_cache(maxsize=64)
-def _record(p: Problem, paired: bool, lanes: int) -> np.ndarray:
+def _numbers(p: Problem, paired: bool, lanes: int) -> np.ndarray:
     """Return the record with the numbers of the problem, without addresses."""
     whole = 2 if paired else 1
     record = np.zeros(1, CALL)
@@ -144,8 +151,12 @@ def _finite_bfloats(*rows: Tensor) -> bool:
 
 def _sequences(problem: Problem, tensors: Tensors) -> np.ndarray:
     """Return each sequence; those of a batch that is not packed start at 0."""
-    found = np.zeros(problem.batch, SEQUENCE)
-    found["queries"], found["keys"] = problem.nq, problem.nk
+    nq, nk = problem.nq, problem.nk
+    found = np.empty((problem.batch, len(SEQUENCE)), np.int64)
+    found[:] = 0, nq, 0, nk, nk, nk - nq
+    found = found.view(SEQUENCE)[:, 0]
+    if not problem.varlen and tensors.lengths is None:
+        return found
     if tensors.cu_seqlens_q is not None and tensors.cu_seqlens_k is not None:
         cu_q, cu_k = (np.asarray(t, np.int64) for t in (tensors.cu_seqlens_q, tensors.cu_seqlens_k))
         found["query"], found["queries"] = cu_q[:-1], np.diff(cu_q)

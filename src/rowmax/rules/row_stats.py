@@ -31,10 +31,11 @@ def score_lse(lse: Tensor, natural: bool) -> Tensor:
     return lse.masked_fill(lse == -torch.inf, torch.inf)
 
 
-def dsink(sink: Tensor, lse: Tensor, delta: Tensor, rest: Tensor | float = 0.0) -> Tensor:
+def dsink(sink: Tensor, lse: Tensor, delta: Tensor, rest: Tensor | None) -> Tensor:
     """Return ``dsigma_h = -sum_i exp(sigma_h - LSE_i) (Delta_i - dLSE_i)``, ``[Hq]``.
 
     lse is natural; LSE is its sum with ``rest``, the part that rounding took from lse.
     """
-    weight = torch.exp(sink.detach()[:, None].to(lse.dtype) - lse - rest)
+    x = sink.detach()[:, None].to(lse.dtype) - lse
+    weight = torch.exp(x if rest is None else x - rest)
     return -(weight.masked_fill(lse == -torch.inf, 0.0) * delta).sum((0, 2))
