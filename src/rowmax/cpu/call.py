@@ -17,11 +17,10 @@ from .vector import MR, NV, PAIRS, TILE_K, TILE_Q, W
 UNLIMITED = 1 << 40  # a band's side that has no limit
 
 #: the dimensions of each tensor: batch b, heads h, positions n, numbers d, pairs q and k, parts p
-_DIMS = dict.fromkeys(("q", "k", "v", "out", "dout", "dq"), "bnhd")
+_DIMS: dict[str, str] = dict.fromkeys(("q", "k", "v", "out", "dout", "dq"), "bnhd")
 _DIMS |= dict.fromkeys(("dk", "dv"), "pbnhd")
-_DIMS |= dict.fromkeys(("bias", "allowed"), "bhqk") | {"dbias": "pbhqk"}
-_DIMS |= dict.fromkeys(("lse", "delta", "rest"), "bhn")
-_DIMS |= dict.fromkeys(("q_ids", "k_ids"), "bn") | dict.fromkeys(("sink", "alibi"), "h")
+_DIMS |= {"bias": "bhqk", "allowed": "bhqk", "dbias": "pbhqk", "sink": "h", "alibi": "h"}
+_DIMS |= {"lse": "bhn", "delta": "bhn", "rest": "bhn", "q_ids": "bn", "k_ids": "bn"}
 _MEMORY = ("panels", "pairs")  # addresses of what the kernels fill
 _SIZES = ["hq", "hk", "group", "d", "value_d", "d_operand", "value_d_operand", "d_padded"]
 _SIZES += ["value_d_padded", "left", "right", "seed", "threshold", "first", "natural", "bias_kind"]
@@ -41,7 +40,7 @@ CALL = np.dtype(
     + [(name, np.float64) for name in _NUMBERS]
 )
 #: of each field, in words of 8 bytes: writing words is ten times as fast as writing fields
-_WORD = {name: CALL.fields[name][1] // 8 for name in CALL.names}
+_WORD = {name: field[1] // 8 for name, field in (CALL.fields or {}).items()}
 #: the first query and key, how many there are, how many keys lengths leave; query i stands at key
 #: position ``i + offset``
 SEQUENCE = _fields("query", "queries", "key", "keys", "end", "offset")
@@ -152,7 +151,7 @@ def _finite_bfloats(*rows: Tensor) -> bool:
 def _sequences(problem: Problem, tensors: Tensors) -> np.ndarray:
     """Return each sequence; those of a batch that is not packed start at 0."""
     nq, nk = problem.nq, problem.nk
-    found = np.empty((problem.batch, len(SEQUENCE)), np.int64)
+    found = np.empty((problem.batch, SEQUENCE.itemsize // 8), np.int64)
     found[:] = 0, nq, 0, nk, nk, nk - nq
     found = found.view(SEQUENCE)[:, 0]
     if not problem.varlen and tensors.lengths is None:

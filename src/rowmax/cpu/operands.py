@@ -5,7 +5,7 @@ then a uint32 of two numbers, two terms of the sum over k. Along a head these ar
 keys and queries, number j of a tile's first half and number j of its second, so that a pair of
 rows gives a row of pairs.
 
-``operand_like`` is an array of the operands' dtype: uint32 for pairs, else that of the sums.
+``like`` is an array of the operands' dtype: uint32 for pairs, else that of the sums.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ from .vector import TILE_K, TILE_Q
 HALF_K, HALF_Q = TILE_K // 2, TILE_Q // 2
 
 
-def paired(operand_like) -> Any:
+def paired(like) -> Any:
     """Return True if operands are pairs."""
 
 
 @overload(paired, inline="always")
-def _paired(operand_like):
-    pairs = operand_like.dtype == types.uint32
-    return lambda operand_like: pairs
+def _paired(like):
+    pairs = like.dtype == types.uint32
+    return lambda like: pairs
 
 
 @njit
-def row_size(operand_like):
+def row_size(like):
     """Return the bytes of a number in the caller's rows."""
-    return 2 if paired(operand_like) else operand_like.itemsize
+    return 2 if paired(like) else like.itemsize
 
 
 @njit
-def depth(operand_like, d):
+def depth(like, d):
     """Return how many operands lie along a head."""
-    return d // 2 if paired(operand_like) else d
+    return d // 2 if paired(like) else d
 
 
 @njit
-def tile_depth(operand_like, count, half):
+def tile_depth(like, count, half):
     """Return how many operands lie along ``count`` keys or queries of a tile, 2 half in all."""
-    return min(count, half) if paired(operand_like) else count
+    return min(count, half) if paired(like) else count
 
 
 # --- transposed copies -------------------------------------------------------------------------
 
 
 @njit
-def pack_panels(operand_like, to, rows, row_bytes, first, n, d):
+def pack_panels(like, to, rows, row_bytes, first, n, d):
     """Write the tile of rows that begins at first as panels ``[rows / panel, d, panel]``.
 
     They are zero past n, as far as a step of columns reaches.
@@ -64,37 +64,28 @@ def pack_panels(operand_like, to, rows, row_bytes, first, n, d):
     ``to`` and ``rows`` are addresses of the whole head's panels and rows. A panel is written
     eight rows at a time: their cache lines stay at hand while its own are filled in turn.
     """
-    size, width, d = operand_like.itemsize, panel(operand_like), depth(operand_like, d)
-    step = span(operand_like)
+    size, width, d = like.itemsize, panel(like), depth(like, d)
+    step = span(like)
     last = min(first + TILE_K, (n + step - 1) // step * step)
     for j0 in range(first, last, width):
         real = max(0, min(width, n - j0))
-        out = array(to + size * j0 * d, width * d, operand_like)
+        out = array(to + size * j0 * d, width * d, like)
         if real < width:
-            out[:] = operand_like.dtype.type(0)
+            out[:] = like.dtype.type(0)
         for j in range(0, real - real % 8, 8):
-            _pack_eight(operand_like, out, j, width, rows + row_bytes * (j0 + j), row_bytes, d)
+            _pack_eight(like, out, j, width, rows + row_bytes * (j0 + j), row_bytes, d)
         for j in range(real - real % 8, real):
-            row = array(rows + row_bytes * (j0 + j), d, operand_like)
+            row = array(rows + row_bytes * (j0 + j), d, like)
             for c in range(d):
                 out[c * width + j] = row[c]
 
 
 @njit
-def _pack_eight(operand_like, out, j, width, rows, row_bytes, d):
-    a, b = array(rows, d, operand_like), array(rows + row_bytes, d, operand_like)
-    e, f = (
-        array(rows + 2 * row_bytes, d, operand_like),
-        array(rows + 3 * row_bytes, d, operand_like),
-    )
-    g, h = (
-        array(rows + 4 * row_bytes, d, operand_like),
-        array(rows + 5 * row_bytes, d, operand_like),
-    )
-    k, l = (
-        array(rows + 6 * row_bytes, d, operand_like),
-        array(rows + 7 * row_bytes, d, operand_like),
-    )
+def _pack_eight(like, out, j, width, rows, row_bytes, d):
+    a, b = array(rows, d, like), array(rows + row_bytes, d, like)
+    e, f = array(rows + 2 * row_bytes, d, like), array(rows + 3 * row_bytes, d, like)
+    g, h = array(rows + 4 * row_bytes, d, like), array(rows + 5 * row_bytes, d, like)
+    k, l = array(rows + 6 * row_bytes, d, like), array(rows + 7 * row_bytes, d, like)
     for c in range(d):
         at = c * width + j
         out[at], out[at + 1], out[at + 2], out[at + 3] = a[c], b[c], e[c], f[c]
@@ -114,13 +105,13 @@ def _times_impl(x, factor):
 
 
 @njit(fastmath=STRICT)
-def pack_columns(operand_like, to, rows, row_bytes, n, d, factor):
+def pack_columns(like, to, rows, row_bytes, n, d, factor):
     """Write n rows as columns ``[d, TILE_Q]``, zero past n; times factor, but for pairs."""
-    d = depth(operand_like, d)
-    out = array(to, d * TILE_Q, operand_like)
-    zero = operand_like.dtype.type(0)
+    d = depth(like, d)
+    out = array(to, d * TILE_Q, like)
+    zero = like.dtype.type(0)
     for i in range(n):
-        row = array(rows + row_bytes * i, d, operand_like)
+        row = array(rows + row_bytes * i, d, like)
         for c in range(d):
             out[c * TILE_Q + i] = _times(row[c], factor)
     for i in range(n, TILE_Q):
@@ -144,17 +135,17 @@ def _pair(low, high):
     return np.uint32(np.uint32(high << np.uint32(16)) | low)
 
 
-def fold_row(operand_like, to, row) -> Any:
+def fold_row(like, to, row) -> Any:
     """Write a row of weights as pairs of keys, (j, j + HALF_K), to the address ``to``."""
 
 
 @overload(fold_row)
-def _fold_row(operand_like, to, row):
-    if operand_like.dtype != types.uint32:
-        return lambda operand_like, to, row: None
+def _fold_row(like, to, row):
+    if like.dtype != types.uint32:
+        return lambda like, to, row: None
 
-    def fold(operand_like, to, row):
-        out = array(to, HALF_K, operand_like)
+    def fold(like, to, row):
+        out = array(to, HALF_K, like)
         second = row[HALF_K:]
         for j in range(second.size):
             out[j] = _pair(_bfloat(row[j]), _bfloat(second[j]))
@@ -164,24 +155,24 @@ def _fold_row(operand_like, to, row):
     return fold
 
 
-def fold_rows(operand_like, tile, n, width) -> Any:
+def fold_rows(like, tile, n, width) -> Any:
     """Make n rows of weights pairs of queries, (i, i + HALF_Q), in place."""
 
 
 @overload(fold_rows)
-def _fold_rows(operand_like, tile, n, width):
-    if operand_like.dtype != types.uint32:
-        return lambda operand_like, tile, n, width: None
+def _fold_rows(like, tile, n, width):
+    if like.dtype != types.uint32:
+        return lambda like, tile, n, width: None
 
     floats = np.float32
 
-    def fold(operand_like, tile, n, width):
-        like = np.empty(0, floats)
+    def fold(like, tile, n, width):
+        floats_like = np.empty(0, floats)
         for i in range(min(n, HALF_Q)):
-            row = array(tile + 4 * TILE_K * i, width, like)
+            row = array(tile + 4 * TILE_K * i, width, floats_like)
             out = row.view(np.uint32)
             if i + HALF_Q < n:
-                second = array(tile + 4 * TILE_K * (i + HALF_Q), width, like)
+                second = array(tile + 4 * TILE_K * (i + HALF_Q), width, floats_like)
                 for j in range(width):
                     out[j] = _pair(_bfloat(row[j]), _bfloat(second[j]))
             else:
@@ -191,19 +182,19 @@ def _fold_rows(operand_like, tile, n, width):
     return fold
 
 
-def pack_pairs(operand_like, to, padded, rows, row_bytes, n, half, d) -> Any:
+def pack_pairs(like, to, padded, rows, row_bytes, n, half, d) -> Any:
     """Write rows of bfloat16 as pairs ``[half, padded]`` of (i, i + half), zero past n and d."""
 
 
 @overload(pack_pairs)
-def _pack_pairs(operand_like, to, padded, rows, row_bytes, n, half, d):
-    if operand_like.dtype != types.uint32:
-        return lambda operand_like, to, padded, rows, row_bytes, n, half, d: None
+def _pack_pairs(like, to, padded, rows, row_bytes, n, half, d):
+    if like.dtype != types.uint32:
+        return lambda like, to, padded, rows, row_bytes, n, half, d: None
 
-    def pack(operand_like, to, padded, rows, row_bytes, n, half, d):
+    def pack(like, to, padded, rows, row_bytes, n, half, d):
         bits = np.empty(0, np.uint16)
         for i in range(min(n, half)):
-            out = array(to + 4 * padded * i, padded, operand_like)
+            out = array(to + 4 * padded * i, padded, like)
             row = array(rows + row_bytes * i, d, bits)
             second = array(rows + row_bytes * (i + half), d if i + half < n else 0, bits)
             for c in range(second.size):
@@ -233,38 +224,38 @@ def bfloats_are_finite(address, sizes, b_stride, n_stride, h_stride):
 # --- rows as they are --------------------------------------------------------------------------
 
 
-def rescale(operand_like, row, factor) -> Any:
+def rescale(like, row, factor) -> Any:
     """Scale scores of pairs: scaling the queries instead would round them."""
 
 
 @overload(rescale)
-def _rescale(operand_like, row, factor):
-    if operand_like.dtype != types.uint32:
-        return lambda operand_like, row, factor: None
+def _rescale(like, row, factor):
+    if like.dtype != types.uint32:
+        return lambda like, row, factor: None
 
-    def scale(operand_like, row, factor):
+    def scale(like, row, factor):
         for j in range(row.size):
             row[j] *= np.float32(factor)
 
     return scale
 
 
-def store(operand_like, to, row, factor) -> Any:
+def store(like, to, row, factor) -> Any:
     """Write a row of sums, times factor, in the caller's dtype, to the address ``to``."""
 
 
 @overload(store)
-def _store(operand_like, to, row, factor):
-    if operand_like.dtype != types.uint32:
+def _store(like, to, row, factor):
+    if like.dtype != types.uint32:
 
-        def plain(operand_like, to, row, factor):
-            out = array(to, row.size, operand_like)
+        def plain(like, to, row, factor):
+            out = array(to, row.size, like)
             for c in range(row.size):
                 out[c] = row[c] * factor
 
         return plain
 
-    def rounded(operand_like, to, row, factor):
+    def rounded(like, to, row, factor):
         out = array(to, row.size, np.empty(0, np.uint16))
         for c in range(row.size):
             out[c] = np.uint16(_bfloat(row[c] * factor))
@@ -272,25 +263,23 @@ def _store(operand_like, to, row, factor):
     return rounded
 
 
-def rows_are_finite(operand_like, rows, row_bytes, n, d) -> Any:
+def rows_are_finite(like, rows, row_bytes, n, d) -> Any:
     """Return True if the caller's rows hold neither inf nor NaN, as all pairs do."""
 
 
 @overload(rows_are_finite)
-def _rows_are_finite(operand_like, rows, row_bytes, n, d):
-    if operand_like.dtype == types.uint32:
-        return lambda operand_like, rows, row_bytes, n, d: True
-    return lambda operand_like, rows, row_bytes, n, d: _plain_rows_are_finite(
-        operand_like, rows, row_bytes, n, d
-    )
+def _rows_are_finite(like, rows, row_bytes, n, d):
+    if like.dtype == types.uint32:
+        return lambda like, rows, row_bytes, n, d: True
+    return lambda like, rows, row_bytes, n, d: _plain_rows_are_finite(like, rows, row_bytes, n, d)
 
 
 @njit(fastmath=SUMS)
-def _plain_rows_are_finite(operand_like, rows, row_bytes, n, d):
-    zero = operand_like.dtype.type(0)
+def _plain_rows_are_finite(like, rows, row_bytes, n, d):
+    zero = like.dtype.type(0)
     probe = zero
     for i in range(n):
-        row = array(rows + row_bytes * i, d, operand_like)
+        row = array(rows + row_bytes * i, d, like)
         for c in range(d):
             probe += row[c] * zero
     return probe == zero

@@ -4,7 +4,7 @@
 ``from_columns``: A lies column by column (Q and dO transposed, or P and dS read as P^T, dS^T).
 B is always read along its rows. Arguments are addresses and strides in elements.
 
-``operand_like`` is an array of the operands' dtype: float32, float64, or uint32 for pairs of
+``like`` is an array of the operands' dtype: float32, float64, or uint32 for pairs of
 bfloat16, each two terms of the sum over k.
 """
 
@@ -27,24 +27,24 @@ def _kind(dtype) -> tuple[int, ir.Type, ir.Type, int]:
     return W, ir.FloatType(), ir.IntType(32) if dtype == types.uint32 else ir.FloatType(), 4
 
 
-def panel(operand_like) -> Any:
+def panel(like) -> Any:
     """Return the columns of a register tile."""
 
 
 @overload(panel)
-def _panel(operand_like):
-    nr = NV * _kind(operand_like.dtype)[0]
-    return lambda operand_like: nr
+def _panel(like):
+    nr = NV * _kind(like.dtype)[0]
+    return lambda like: nr
 
 
-def span(operand_like) -> Any:
+def span(like) -> Any:
     """Return the number whose multiples a step of columns has: whole register tiles either way."""
 
 
 @overload(span)
-def _span(operand_like):
-    step = math.lcm(MR, NV * _kind(operand_like.dtype)[0])
-    return lambda operand_like: step
+def _span(like):
+    step = math.lcm(MR, NV * _kind(like.dtype)[0])
+    return lambda like: step
 
 
 def _tiled(name, full, single, w, size, a_row):
@@ -75,25 +75,25 @@ def _multiply(dtype, a_row):
     return _tiled(f"multiply_{dtype}_{a_row}", full, single, w, size, a_row)
 
 
-def from_rows(operand_like, m, n, k, c, c_row, a, b, b_stride, add) -> Any:
+def from_rows(like, m, n, k, c, c_row, a, b, b_stride, add) -> Any:
     """C (+)= A B, A[r, i] at ``r TILE_K + i``."""
 
 
 @overload(from_rows)
-def _from_rows(operand_like, m, n, k, c, c_row, a, b, b_stride, add):
-    multiply = _multiply(operand_like.dtype, TILE_K)
-    return lambda operand_like, m, n, k, c, c_row, a, b, b_stride, add: multiply(
+def _from_rows(like, m, n, k, c, c_row, a, b, b_stride, add):
+    multiply = _multiply(like.dtype, TILE_K)
+    return lambda like, m, n, k, c, c_row, a, b, b_stride, add: multiply(
         m, n, k, c, c_row, a, 1, b, b_stride, add
     )
 
 
-def from_columns(operand_like, m, n, k, c, c_row, a, a_stride, b, b_stride, add) -> Any:
+def from_columns(like, m, n, k, c, c_row, a, a_stride, b, b_stride, add) -> Any:
     """C (+)= A B, A[r, i] at ``r + i a_stride``."""
 
 
 @overload(from_columns)
-def _from_columns(operand_like, m, n, k, c, c_row, a, a_stride, b, b_stride, add):
-    multiply = _multiply(operand_like.dtype, 1)
-    return lambda operand_like, m, n, k, c, c_row, a, a_stride, b, b_stride, add: multiply(
+def _from_columns(like, m, n, k, c, c_row, a, a_stride, b, b_stride, add):
+    multiply = _multiply(like.dtype, 1)
+    return lambda like, m, n, k, c, c_row, a, a_stride, b, b_stride, add: multiply(
         m, n, k, c, c_row, a, a_stride, b, b_stride, add
     )

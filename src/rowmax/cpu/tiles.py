@@ -78,11 +78,11 @@ def skipped(state, tile):
 
 
 @njit
-def columns(operand_like, low, high, tile, state):
+def columns(like, low, high, tile, state):
     """Return the part of a tile that holds keys [low, high)."""
-    step = span(operand_like)
+    step = span(like)
     first = tile * TILE_K
-    start = 0 if paired(operand_like) else max(low - first, 0)
+    start = 0 if paired(like) else max(low - first, 0)
     start -= start % step
     stop = min(high - first, TILE_K)
     width = (stop - start + step - 1) // step * step
@@ -91,10 +91,10 @@ def columns(operand_like, low, high, tile, state):
 
 
 @njit
-def score_tile(operand_like, to, queries, keys, part, n, d):
+def score_tile(like, to, queries, keys, part, n, d):
     """``Q K^T`` of n queries and a tile's columns, from packed operands, ``[n, TILE_K]``."""
-    size, step, d = operand_like.itemsize, panel(operand_like), depth(operand_like, d)
+    size, step, d = like.itemsize, panel(like), depth(like, d)
     for j in range(0, part.width, step):
         b = keys + size * (part.j0 + j) * d
         c = to + size * j
-        from_columns(operand_like, n, step, d, c, TILE_K, queries, TILE_Q, b, step, 0)
+        from_columns(like, n, step, d, c, TILE_K, queries, TILE_Q, b, step, 0)

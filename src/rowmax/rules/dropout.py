@@ -44,7 +44,7 @@ def philox_rounds(counter, key):
     """Return the four words of a counter of four words, with the key's low and high word."""
     k0, k1 = key
     for _ in range(ROUNDS):
-        counter = philox_round(*counter, k0, k1)
+        counter = philox_round(*counter, k0, k1)  # pyright: ignore
         k0, k1 = (k0 + INCREMENTS[0]) & WORD, (k1 + INCREMENTS[1]) & WORD
     return counter
 

@@ -27,7 +27,7 @@ class Overwritten:
 
     def __sub__(self, other: Any) -> Overwritten:
         if isinstance(other, Factors):
-            self.tile.addcmul_(other.x, other.y, value=-1)
+            self.tile.addcmul_(*other.factors, value=-1)
         else:
             self.tile.sub_(other)
         return self
@@ -54,13 +54,13 @@ class Kept(Overwritten):
 
 
 class Factors:
-    """A product that is not yet computed."""
+    """A product that is computed where it is subtracted."""
 
-    def __init__(self, x: Tensor, y: Tensor | None = None) -> None:
-        self.x, self.y = x, y
+    def __init__(self, x: Tensor, *y: Tensor) -> None:
+        self.factors = x, *y
 
     def __mul__(self, y: Tensor) -> Factors:
-        return Factors(self.x, y)
+        return Factors(*self.factors, y)
 
 
 def _max(x: Tensor, y: Tensor | float) -> Tensor:
