@@ -1,6 +1,6 @@
 """Whole training steps of a small GPT, with each attention in turn, in one run.
 
-    python benchmarks/training_step.py --out results.csv [--heads 8] [--rows 2] [--compile]
+    python -m benchmarks.training_step --out results.csv [--heads 8] [--rows 2] [--compile]
 
 The byte-level model of the demo: 12 layers, heads of 128, N 8192, causal; autocast to bfloat16
 over float32 weights, fused AdamW, text of Python's standard library. A step is forward, loss,
@@ -35,7 +35,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 import rowmax
-from rowmax.cli.gpt import GPT, Attend, Size, standard_library
+from demo.gpt import GPT, Attend, Size, standard_library
 
 #: what bfloat16 (8 bits) may move in a loss of all tokens, and in a gradient of many weights
 NEAR, GRADIENT = 2**-7, 3e-2

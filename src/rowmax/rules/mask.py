@@ -1,4 +1,4 @@
-"""The pairs that may attend, the tiles that hold any, the ids of documents: over torch tensors."""
+"""Masks over torch tensors: the permission of each pair, the state of each tile, document ids."""
 
 from __future__ import annotations
 

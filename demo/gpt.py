@@ -1,4 +1,4 @@
-"""A small byte-level GPT, with attention as an argument, and the text it learns from."""
+"""A small byte-level GPT with attention as an argument, and the text to train it on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Size(NamedTuple):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward part, each added to what comes in."""
+    """Attention and a feed-forward part, each added to its input."""
 
     def __init__(self, size: Size, attend: Attend) -> None:
         super().__init__()
@@ -37,17 +37,17 @@ class Block(nn.Module):
         self.up = nn.Linear(size.width, 4 * size.width, bias=False)
         self.down = nn.Linear(4 * size.width, size.width, bias=False)
 
-    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm_1(x)).unflatten(-1, (3, self.heads, -1)).unbind(-3)
-        q, k = rotate(q, turns), rotate(k, turns)
+        q, k = rotate(q, angles), rotate(k, angles)
         x = x + self.join(self.attend(q, k, v).flatten(-2))
         return x + self.down(F.relu(self.up(self.norm_2(x))).square())
 
 
 class GPT(nn.Module):
-    """Bytes ``[B, N]`` -> logits of the next byte ``[B, N, 256]``."""
+    """Maps bytes ``[B, N]`` to logits of the next byte ``[B, N, 256]``."""
 
-    turns: Tensor
+    angles: Tensor
 
     def __init__(self, size: Size, attend: Attend) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(size, attend) for _ in range(size.layers))
         self.norm = nn.RMSNorm(size.width)
         self.head = nn.Linear(size.width, VOCABULARY, bias=False)
-        self.register_buffer("turns", rotary(size), persistent=False)
+        self.register_buffer("angles", rotary(size), persistent=False)
         nn.init.normal_(self.embed.weight, std=0.5)
         nn.init.zeros_(self.head.weight)
         for block in self.blocks:
@@ -67,11 +67,11 @@ class GPT(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.embed(x)
         for block in self.blocks:
-            h = block(h, self.turns[: x.shape[1]])
+            h = block(h, self.angles[: x.shape[1]])
         return self.head(self.norm(h))
 
     def use(self, attend: Attend) -> GPT:
-        """This model with another attention in every block."""
+        """Set another attention in every block; return the model."""
         for block in self.blocks:
             assert isinstance(block, Block)
             block.attend = attend
@@ -83,55 +83,58 @@ class GPT(nn.Module):
 
 
 def rotary(size: Size) -> Tensor:
-    """Cosines and sines of each position, ``[context, 2, 1, D/2]`` (RoFormer, arXiv:2104.09864)."""
+    """Return cosines and sines of each position, ``[context, 2, 1, D/2]``.
+
+    RoFormer, arXiv:2104.09864.
+    """
     half = size.width // size.heads // 2
     angles = torch.outer(torch.arange(size.context), 1e-4 ** (torch.arange(half) / half))
     return torch.stack([angles.cos(), angles.sin()], 1)[:, :, None]
 
 
-def rotate(x: Tensor, turns: Tensor) -> Tensor:
-    """x ``[B, N, H, D]`` with each pair of its components turned by its position."""
-    cos, sin = turns.to(x.dtype).unbind(1)
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Return x ``[B, N, H, D]`` with each pair of its components rotated by its position."""
+    cos, sin = angles.to(x.dtype).unbind(1)
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
 
 
 @torch.no_grad()
-def write(
+def sample_text(
     model: GPT,
     prompt: str,
     length: int,
     seed: int,
-    going: Callable[[], bool] = lambda: True,
+    keep_on: Callable[[], bool] = lambda: True,
     temperature: float = 0.7,
 ) -> str:
-    """Return the prompt and the bytes that the model adds to it, drawn by the seed.
+    """Return the prompt and ``length`` bytes that the model adds to it, sampled by the seed.
 
-    These are ``length`` bytes, or fewer where ``going`` returns False before.
+    Stop earlier when ``keep_on`` returns False.
     """
     device = model.embed.weight.device
     generator = torch.Generator(device).manual_seed(seed)
     text = torch.tensor([list(prompt.encode())], device=device)
     for _ in range(length):
-        if not going():
+        if not keep_on():
             break
         logits = model(text[:, -model.size.context :])[0, -1].float()
-        chances = torch.softmax(logits / temperature, -1)
-        if not chances.isfinite().all():
-            break  # the model is broken, and that shows elsewhere
-        text = torch.cat([text, torch.multinomial(chances, 1, generator=generator)[None]], 1)
+        probabilities = torch.softmax(logits / temperature, -1)
+        if not probabilities.isfinite().all():
+            break  # the losses show that the model is broken
+        text = torch.cat([text, torch.multinomial(probabilities, 1, generator=generator)[None]], 1)
     return bytes(text[0].tolist()).decode(errors="replace")
 
 
 class Corpus(NamedTuple):
-    """Bytes to learn from and bytes held out."""
+    """Bytes to train on and bytes held out."""
 
     train: Tensor
     held_out: Tensor
     files: int
 
     def batch(self, rows: int, context: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Inputs and next bytes, each ``[rows, context]``."""
+        """Return inputs and next bytes, each ``[rows, context]``."""
         return _rows(self.train, rows, context, generator)
 
     def held_out_batch(self, rows: int, context: int) -> tuple[Tensor, Tensor]:
@@ -147,7 +150,7 @@ def _rows(
 
 
 def standard_library(least: int = 1 << 20) -> Corpus:
-    """The source of Python's standard library: real text that every machine has.
+    """Return the source of Python's standard library: real text that every machine has.
 
     Every twentieth file is held out.
 

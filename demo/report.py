@@ -1,4 +1,4 @@
-"""What the demo found, and on what machine."""
+"""The results of the demo, the machine they belong to, and the verdict."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from pathlib import Path
 import torch
 
 import rowmax
+from rowmax.cli.checks import Checks
 
-from .checks import Checks
+from . import timed_checks
 from .clock import load_average
-from .long import Long
+from .format import duration
+from .long_sequence import LongSequence
 from .training import NEEDED, Training
-from .words import duration
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a figure belongs to."""
+    """The machine and the versions that every figure belongs to."""
 
     date: str
     device: str
@@ -55,13 +56,13 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Findings:
-    """All that the report shows."""
+class DemoReport:
+    """The results of all parts."""
 
     machine: Machine
     checks: Checks
-    training: Training | None  # None where there was no time for it
-    long: Long | None
+    training: Training | None  # None if there was no time for it
+    long_sequence: LongSequence | None
     seconds: float
     allowed: float  # seconds
     load: float | None = None  # at the end
@@ -77,7 +78,7 @@ class Findings:
         parts = {
             "the checks": self.checks.ok,
             "the training": self.training is None or self.training.ok,
-            "the long sequence": self.long is None or self.long.ok,
+            "the long sequence": self.long_sequence is None or self.long_sequence.ok,
         }
         return " and ".join(name for name, ok in parts.items() if not ok)
 
@@ -94,26 +95,26 @@ class Findings:
             found.append(f"The training ran {self.training.steps} of {self.training.asked} steps.")
         if self.training is not None and self.training.smaller:
             found.append("The training took a smaller model.")
-        if self.long is None:
+        if self.long_sequence is None:
             found.append("The long sequence was not run.")
-        elif not self.long.complete:
-            ran, asked = self.long.shape.n, self.long.asked
+        elif not self.long_sequence.complete:
+            ran, asked = self.long_sequence.shape.n, self.long_sequence.asked
             found.append(f"The long sequence had {ran:,} of {asked:,} positions.")
         return found
 
     @property
     def missing(self) -> str:
-        """Name the parts of which less was run than the demo needs to pass."""
+        """Name the parts that ran less than the demo needs to pass."""
         parts = {
-            "the needed checks": self.checks.enough,
+            "the needed checks": timed_checks.enough(self.checks),
             f"{NEEDED} steps of training": self.training is not None and self.training.enough,
-            "a long sequence": self.long is not None,
+            "a long sequence": self.long_sequence is not None,
         }
         return ", ".join(name for name, enough in parts.items() if not enough)
 
     @property
-    def code(self) -> int:
-        """Return the exit code: 1 if something is wrong, 3 if too little was run, else 0."""
+    def exit_code(self) -> int:
+        """Return 1 if something is wrong, 3 if too little was run, else 0."""
         return 1 if self.failed else 3 if self.missing else 0
 
     @property
@@ -130,7 +131,7 @@ class Findings:
 
 
 def _name(device: torch.device) -> str:
-    """The device as people call it."""
+    """Return the name of the processor or GPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")

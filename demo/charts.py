@@ -1,4 +1,4 @@
-"""Charts as inline SVG; the page's style sheet colours them (``s0``, ``s1``, ... for series)."""
+"""Charts as inline SVG. The page's style sheet colours them (``s0``, ``s1``, ... for series)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def lines(
     y_format: str = "{:g}",
     limit: tuple[float, str] | None = None,
 ) -> str:
-    """Curves over 1, 2, ... (or from ``first``), with a key; limit draws a level and names it.
+    """Return curves over ``first``, ``first`` + 1, ..., with a legend.
 
-    What is not finite leaves a gap.
+    ``limit`` is the height and the name of a dashed line. A value that is not finite leaves a gap.
     """
     count = max(map(len, series.values()))
     values = [y for ys in series.values() for y in ys if math.isfinite(y)] or [0.0]
@@ -57,13 +57,13 @@ def lines(
         path = _path([(at_x(first + i), at_y(y)) for i, y in enumerate(ys)])
         parts.append(f'<path class="curve s{n}" d="{path}"/>')
     if len(series) > 1:
-        parts += _key(list(series), right)
+        parts += _legend(list(series), right)
     parts.append("</svg>")
     return "".join(parts)
 
 
 def bars(rows: Mapping[str, tuple[float, str]]) -> str:
-    """A horizontal bar a row: its length and what is written beside it."""
+    """Return a horizontal bar a row; a row gives its length and the text beside it."""
     step, left = 40, 250
     height = step * len(rows) + 4
     longest = max(value for value, _ in rows.values()) or 1.0
@@ -81,7 +81,7 @@ def bars(rows: Mapping[str, tuple[float, str]]) -> str:
 
 
 def ticks(low: float, high: float, most: int = 7) -> list[float]:
-    """Round numbers that span low to high.
+    """Return round numbers that span low to high.
 
     >>> ticks(1.3, 5.6)
     [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
@@ -119,7 +119,7 @@ def _path(points: Sequence[tuple[float, float]]) -> str:
     return "".join(steps)
 
 
-def _key(names: Sequence[str], right: float) -> list[str]:
+def _legend(names: Sequence[str], right: float) -> list[str]:
     parts = []
     for n, name in enumerate(names):
         x, y = right - 110, TOP + 18 + 24 * n

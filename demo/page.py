@@ -1,15 +1,16 @@
-"""The demo's findings as one HTML page that needs nothing beside itself."""
+"""The report as one HTML page without any other file."""
 
 from __future__ import annotations
 
 from html import escape
 
+from rowmax.cli.checks import Checks, Result
+
 from . import charts
-from .checks import Checks, Result
-from .findings import Findings
-from .long import Long
+from .format import count, duration, printable, size
+from .long_sequence import LongSequence
+from .report import DemoReport
 from .training import SMOOTHING, Training
-from .words import count, duration, printable, size
 
 STYLE = """
 :root {
@@ -68,15 +69,15 @@ footer { margin-top: 3rem; color: var(--soft); font-size: .9rem; }
 """
 
 
-def page(findings: Findings) -> str:
-    """The whole page."""
-    kind = {0: "good", 1: "bad"}.get(findings.code, "some")
-    verdict = f'<p class="{kind}">{escape(findings.verdict)}</p>'
+def render(report: DemoReport) -> str:
+    """Return the whole page."""
+    kind = {0: "good", 1: "bad"}.get(report.exit_code, "some")
+    verdict = f'<p class="{kind}">{escape(report.verdict)}</p>'
     sections = (
-        _tiles(findings),
-        _training(findings.training),
-        _long(findings.long),
-        _checks(findings.checks),
+        _tiles(report),
+        _training(report.training),
+        _long_sequence(report.long_sequence),
+        _checks(report.checks),
     )
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -89,11 +90,11 @@ def page(findings: Findings) -> str:
 <body>
 <main>
 <h1>rowmax on this machine</h1>
-<p class="soft">{escape(str(findings.machine))}</p>
+<p class="soft">{escape(str(report.machine))}</p>
 {verdict}
-{_time(findings)}
+{_time(report)}
 {"".join(sections)}
-<footer><p>Written by <code>rowmax demo</code>. Every figure on this page was measured on the
+<footer><p>Written by <code>make demo</code>. Every figure on this page was measured on the
 machine and the day named at its head.</p></footer>
 </main>
 </body>
@@ -101,29 +102,29 @@ machine and the day named at its head.</p></footer>
 """
 
 
-def _time(findings: Findings) -> str:
-    """List what was left out, and how busy the machine was."""
-    notes = "".join(f"<li>{escape(text)}</li>" for text in findings.left_out)
+def _time(report: DemoReport) -> str:
+    """Return a list of the things left out, and how busy the machine was."""
+    notes = "".join(f"<li>{escape(text)}</li>" for text in report.left_out)
     left_out = f'<ul class="some">{notes}</ul>' if notes else "<p>Nothing was left out.</p>"
-    loads = (findings.machine.load, findings.load)
+    loads = (report.machine.load, report.load)
     load = ""
     if None not in loads:
         load = (
             f" The load average was {loads[0]:.1f} at the start and {loads[1]:.1f} at the end, on "
-            f"{findings.machine.cores} cores; more than the cores can run makes all times longer."
+            f"{report.machine.cores} cores; more than the cores can run makes all times longer."
         )
-    took = f"{duration(findings.seconds)} of the {duration(findings.allowed)} allowed"
+    took = f"{duration(report.seconds)} of the {duration(report.allowed)} allowed"
     return f'{left_out}<p class="soft">It took {took}.{load}</p>'
 
 
-def _tiles(findings: Findings) -> str:
-    right, checked = findings.checks.count
-    training, long = findings.training, findings.long
+def _tiles(report: DemoReport) -> str:
+    right, checked = report.checks.count
+    training, long = report.training, report.long_sequence
     tiles = [(f"{right} of {checked}", "checks against the float64 definition are right")]
     if training is not None:
         speeds = training.tokens_per_second
         ratio = speeds["rowmax"] / speeds["SDPA"]
-        apart = f"{100 * training.apart:.2f}%"
+        apart = f"{100 * training.differences.curves:.2f}%"
         tiles.append((apart, "is the most by which the two loss curves differ"))
         tiles.append((f"{ratio:.2f} times", "the tokens a second of the same model with SDPA"))
     if long is not None:
@@ -149,11 +150,12 @@ def _training(training: Training | None) -> str:
     for name, curve in curves.items():
         losses = (curve.losses[0], curve.smooth[-1], curve.held_out)
         rows.append((name, *(f"{x:.3f}" for x in losses), f"{speeds[name]:,.0f}"))
-    words, kind = ("agree", "good") if training.ok else ("do not agree", "bad")
+    text, kind = ("agree", "good") if training.ok else ("do not agree", "bad")
     precision = "bfloat16" if plan.bfloat16 else "float32"
     agreement = [("Largest relative difference", "Found", "Allowed")]
     agreement += [(k, f"{a:.1e}", f"{b:.0e}") for k, (a, b) in training.agreement.items()]
-    limit = (100 * plan.apart, f"allowed: {100 * plan.apart:g}%")
+    allowed = 100 * plan.allowed.curves
+    limit = (allowed, f"allowed: {allowed:g}%")
     return f"""
 <h2>A small GPT, trained twice</h2>
 <p>{count(training.parameters)} parameters, {plan.size.layers} layers, bytes for tokens,
@@ -162,7 +164,7 @@ def _training(training: Training | None) -> str:
 model from the same start saw the same batches twice: once with rowmax, once with PyTorch's
 standard attention (SDPA). Their steps took turns: {training.steps} each, of {training.asked}
 where there is time.</p>
-<p class="{kind}">The two {words}.</p>
+<p class="{kind}">The two {text}.</p>
 <figure>{charts.lines(smooth, "step", "loss, nats a byte", first)}
 <figcaption>Loss in nats a byte, running mean of {SMOOTHING} steps. The thin line lies on the
 broad one where they agree.</figcaption></figure>
@@ -182,7 +184,7 @@ median step. The first step of rowmax, with what is compiled in it, took
 <pre>{escape(printable(training.sample))}</pre>"""
 
 
-def _long(long: Long | None) -> str:
+def _long_sequence(long: LongSequence | None) -> str:
     if long is None:
         return '<h2>A long sequence</h2><p class="some">Not run (time).</p>'
     shape = long.shape
@@ -191,7 +193,7 @@ def _long(long: Long | None) -> str:
         "peak beyond the inputs": (float(long.memory or 0), size(long.memory)),
         "of which the results": (float(long.results), size(long.results)),
     }
-    words, kind = ("agree with", "good") if long.ok else ("differ from", "bad")
+    text, kind = ("agree with", "good") if long.ok else ("differ from", "bad")
     found = [("Recomputed", *long.errors)]
     found.append(("Relative error", *(f"{error:.1e}" for error in long.errors.values())))
     return f"""
@@ -201,7 +203,7 @@ def _long(long: Long | None) -> str:
 <figure>{charts.bars(rows)}
 <figcaption>Memory. The results are out, lse, dq, dk and dv. Standard attention without tiles
 holds the score matrix at least once forward and twice backward.</figcaption></figure>
-<p class="{kind}">Rows and keys taken from it {words} the float64 definition
+<p class="{kind}">Rows and keys taken from it {text} the float64 definition
 (allowed: {long.limit:.0e}).</p>
 {_table(found)}"""
 
@@ -211,14 +213,10 @@ def _checks(checks: Checks) -> str:
     for name in checks.backends:
         head += [f"{name}: forward", "gradients"]
     rows = [tuple(head)]
-    notes = []
     for feature, row in checks.rows.items():
-        cells = [escape(feature)]
-        for name in checks.backends:
-            cells += _cells(row[name])
-            notes += [f"{feature}, {name}: {text}" for text in row[name].wrong]
-        rows.append(tuple(cells))
-    wrong = "".join(f'<p class="bad">{escape(note)}</p>' for note in notes)
+        cells = (cell for name in checks.backends for cell in _cells(row[name]))
+        rows.append((escape(feature), *cells))
+    wrong = "".join(f'<p class="bad">{escape(note)}</p>' for note in checks.errors)
     absent = "".join(
         f'<p class="soft">{escape(name)}: {escape(why)}.</p>' for name, why in checks.absent.items()
     )

@@ -1,6 +1,6 @@
 """A child process that reports in lines of JSON and can be stopped at any time.
 
-Nothing within a process can stop a compiler or a kernel. A process can be stopped.
+No compiler and no kernel can be stopped from within its process.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
-from types import TracebackType
+from pathlib import Path
 from typing import Any
 
 import torch
 
+ROOT = Path(__file__).parents[1]
+
 
 class Child:
-    """Runs ``python -m module arguments`` with as many threads and collects what it prints."""
+    """Runs ``python -m module arguments`` with as many threads and collects the printed lines."""
 
     def __init__(
         self, module: str, *arguments: object, on_line: Callable[[Any], None] = lambda line: None
@@ -27,12 +29,14 @@ class Child:
         self.lines: list[Any] = []
         self._on_line = on_line
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        threads = str(torch.get_num_threads())
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, json.dumps(arguments)],
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())},
+            env=os.environ | {"OMP_NUM_THREADS": threads, "PYTHONPATH": path},
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -67,8 +71,8 @@ class Child:
         if not self._errors.closed:
             self._errors.close()
 
-    def complaint(self) -> str | None:
-        """Return what a process that ended wrote to stderr if it failed, else None."""
+    def error(self) -> str | None:
+        """Wait for the end; return the text on stderr if the process failed, else None."""
         if self._process.wait() == 0:
             return None
         self._errors.seek(0)
@@ -77,17 +81,12 @@ class Child:
     def __enter__(self) -> Child:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
 
-def arguments() -> Any:
-    """Return the arguments that this child process was given."""
+def read_arguments() -> Any:
+    """Return the arguments of this child process."""
     return json.loads(sys.argv[1])
 
 

@@ -1,8 +1,9 @@
-"""The peak of memory: of the device where that counts it, else of this process."""
+"""The peak of memory: of the device where torch counts it, else of this process."""
 
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -12,24 +13,23 @@ _CLEAR = Path("/proc/self/clear_refs")
 
 
 class Memory:
-    """Counts from where it is made: ``peak()`` is what was held beyond that, at most.
+    """Measures the peak of memory beyond what is held when it is constructed.
 
-    On a CPU that is resident memory, by the kernel's own high-water mark. Where the mark cannot
-    be set back (outside Linux, or forbidden), an earlier and higher peak hides a later one.
+    On a CPU that is resident memory, by the high-water mark of the operating system. Outside Linux,
+    or where the mark must not be reset, an earlier and higher peak hides a later one.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.start: int | None = None
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-            self.start: int | None = torch.cuda.memory_allocated(device)
+            self.start = torch.cuda.memory_allocated(device)
         elif device.type == "cpu":
-            self.start = _reset()
-        else:
-            self.start = None
+            self.start = _reset_high_water()
 
     def peak(self) -> int | None:
-        """Bytes, or None where they cannot be known."""
+        """Return bytes, or None where they cannot be known."""
         if self.start is None:
             return None
         if self.device.type == "cuda":
@@ -38,18 +38,16 @@ class Memory:
         return None if highest is None else max(0, highest - self.start)
 
 
-def _reset() -> int | None:
-    """Set the high-water mark back to what is resident now, and say where it is."""
+def _reset_high_water() -> int | None:
+    """Reset the high-water mark to the resident memory of now; return the mark."""
     if _CLEAR.exists():
-        try:
+        with suppress(OSError):
             _CLEAR.write_text("5")
-        except OSError:
-            return _high_water()
     return _high_water()
 
 
 def _high_water() -> int | None:
-    """The most that this process has had resident, in bytes."""
+    """Return the most bytes that this process has had resident."""
     if _STATUS.exists():
         for line in _STATUS.read_text().splitlines():
             if line.startswith("VmHWM:"):

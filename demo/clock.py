@@ -1,4 +1,4 @@
-"""One clock for the whole demo: how much time is left, and what still fits into it.
+"""One clock for the whole demo: the time that is left, and the work that still fits into it.
 
 A kernel cannot be interrupted, so time is predicted before work is started.
 """
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-MARGIN = 1.5  # on predictions: other work comes and goes
+MARGIN = 1.5  # on predictions, because the load of the machine varies
 
 
 class Clock:
@@ -29,7 +29,7 @@ class Clock:
 
     @property
     def left(self) -> float:
-        """Seconds until the end, 0 after it."""
+        """Return the seconds until the end, 0 after it."""
         return max(0.0, self.seconds - self.elapsed)
 
     def fits(self, seconds: float) -> bool:
@@ -44,15 +44,15 @@ class Clock:
         return Clock(self.seconds * share, self.now, self.elapsed)
 
 
-def age() -> float:
+def process_age() -> float:
     """Return the seconds since this process started, 0 where the system does not say.
 
     The import of torch alone takes many seconds on a busy machine.
     """
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        born = int(fields[19]) / os.sysconf("SC_CLK_TCK")
-        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - born)
+        start = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - start)
     except (OSError, AttributeError, ValueError, IndexError):
         return 0.0
 

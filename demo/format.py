@@ -1,10 +1,10 @@
-"""Numbers as people read them."""
+"""Numbers and texts as the report shows them."""
 
 from __future__ import annotations
 
 
 def size(n: int | None) -> str:
-    """Bytes.
+    """Return a number of bytes in a fitting unit.
 
     >>> size(34_359_738_368), size(5_000), size(None)
     ('32.0 GiB', '4.9 KiB', 'not known here')
@@ -20,7 +20,7 @@ def size(n: int | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds.
+    """Return seconds in a fitting unit.
 
     >>> duration(0.0123), duration(4.56), duration(130.2)
     ('12.3 ms', '4.56 s', '2 min 10 s')
@@ -34,7 +34,7 @@ def duration(seconds: float) -> str:
 
 
 def count(n: int) -> str:
-    """A count in thousands or millions.
+    """Return a number in thousands or millions.
 
     >>> count(853_120), count(12_345_678)
     ('853 thousand', '12.3 million')
@@ -43,7 +43,7 @@ def count(n: int) -> str:
 
 
 def printable(text: str) -> str:
-    """Without control characters, which a young model likes to write.
+    """Return the text with a dot for each control character, which an early model often writes.
 
     >>> printable("a\\x00b")
     'a·b'

@@ -1,4 +1,4 @@
-"""Two runs agree when attention is right, and are seen to differ when it is not."""
+"""Two runs agree if attention is right, and the demo reports it if they do not."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rowmax.cli.gpt import GPT, Size, standard_library, write
-from rowmax.cli.training import (
+from demo.gpt import GPT, Size, sample_text, standard_library
+from demo.learner import Plan, learning_rate
+from demo.training import (
     Curve,
-    Plan,
     Training,
-    pace,
     plan_for,
     rowmax_attention,
     standard_attention,
@@ -34,7 +33,7 @@ def test_the_same_attention_trains_the_same(corpus):
     assert found.ok
     first, last = (found.curves["rowmax"].smooth[n] for n in (0, -1))
     assert last < 0.9 * first, "it learns"
-    assert found.near > 0, "the two runs are two runs"
+    assert found.differences.first_losses > 0, "the two runs are two runs"
     assert len(found.sample) > len("def ")
 
 
@@ -75,8 +74,8 @@ def test_agreement_is_measured_at_the_worst_place():
     found = Training(
         SMALL, 1, 1, 1, {"rowmax": Curve(ours, [1.0] * 60), "SDPA": Curve(theirs, [1.0] * 60)}
     )
-    assert found.near == 0
-    assert found.apart == pytest.approx(0.1)
+    assert found.differences.first_losses == 0
+    assert found.differences.curves == pytest.approx(0.1)
     assert not found.ok
 
 
@@ -96,7 +95,7 @@ def test_a_model_sees_only_what_came_before():
 def test_writing_goes_on_past_the_context():
     torch.manual_seed(0)
     model = GPT(Size(1, 1, 16, 32), rowmax_attention("torch"))
-    assert write(model, "def ", 40, seed=0).startswith("def ")
+    assert sample_text(model, "def ", 40, seed=0).startswith("def ")
 
 
 def test_the_corpus_holds_files_out(corpus):
@@ -105,10 +104,10 @@ def test_the_corpus_holds_files_out(corpus):
     assert torch.equal(x[:, 1:], y[:, :-1])
 
 
-def test_plans_and_pace():
+def test_plans_and_learning_rates():
     plan = plan_for(CPU, None, quick=False)
     assert 500_000 < GPT(plan.size, standard_attention).parameter_count < 1_000_000
     assert plan_for(CPU, 77, quick=False).steps == 77
-    rates = [pace(step, 100) for step in range(100)]
+    rates = [learning_rate(step, 100) for step in range(100)]
     assert max(rates) == 1.0
     assert rates[-1] < 0.05
