@@ -497,7 +497,7 @@ def add_to_bias(call, ds, s, h, i, j0, p):
     """Add dS to dbias, summed along the dimensions that the bias broadcasts over."""
     at = call.dbias.p * p + pair_at(call.dbias, s, h, i, j0)
     address = call.dbias.address + ds.itemsize * at
-    if call.dbias.k == 0:
+    if call.dbias.j == 0:
         total = ds.dtype.type(0)
         for j in range(ds.size):
             total += ds[j]

@@ -9,18 +9,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..call.problem import Problem, Tensors
+from ..call.inputs import INPUTS, Tensors
+from ..call.problem import Problem
 from ..rules.mask import tile_states
 from .operands import bfloats_are_finite
 from .vector import MR, NV, PAIRS, TILE_K, TILE_Q, W
 
 UNLIMITED = 1 << 40  # a band's side that has no limit
 
-#: the dimensions of each tensor: batch b, heads h, positions n, numbers d, pairs q and k, parts p
-_DIMS: dict[str, str] = dict.fromkeys(("q", "k", "v", "out", "dout", "dq"), "bnhd")
-_DIMS |= dict.fromkeys(("dk", "dv"), "pbnhd")
-_DIMS |= {"bias": "bhqk", "allowed": "bhqk", "dbias": "pbhqk", "sink": "h", "alibi": "h"}
-_DIMS |= {"lse": "bhn", "delta": "bhn", "rest": "bhn", "q_ids": "bn", "k_ids": "bn"}
+_READ = ("q", "k", "v", "bias", "sink", "alibi", "allowed", "q_ids", "k_ids")  # by the kernels
+
+
+def _axes(name: str) -> str:
+    """Return the axes of an input as kernels name them: queries and keys of rows are both n."""
+    axes = "".join(INPUTS[name].letters)
+    return axes.replace("g", "h") if "ij" in axes else axes.translate(_ROW_AXES)
+
+
+_ROW_AXES = str.maketrans("ijge", "nnhd")
+#: the axes of each tensor that kernels read or write; p: parts that are added at the end
+_AXES = {name: _axes(name) for name in _READ}
+_AXES |= {"out": "bnhd", "dout": "bnhd", "lse": "bhn", "delta": "bhn", "rest": "bhn"}
+_AXES |= {"dq": _AXES["q"]} | {f"d{name}": "p" + _AXES[name] for name in ("k", "v", "bias")}
 _MEMORY = ("panels", "pairs")  # addresses of what the kernels fill
 _SIZES = ["hq", "hk", "group", "d", "value_d", "d_operand", "value_d_operand", "d_padded"]
 _SIZES += ["value_d_padded", "left", "right", "seed", "threshold", "first", "natural", "bias_kind"]
@@ -33,9 +43,9 @@ def _fields(*names: str) -> np.dtype:
 
 
 #: the kernels' view of a call: each tensor is its address (0: absent) and a stride for each
-#: dimension (0: it broadcasts)
+#: axis (0: it broadcasts)
 CALL = np.dtype(
-    [(name, _fields("address", *dims)) for name, dims in _DIMS.items()]
+    [(name, _fields("address", *axes)) for name, axes in _AXES.items()]
     + [(name, np.int64) for name in [*_MEMORY, *_SIZES]]
     + [(name, np.float64) for name in _NUMBERS]
 )
@@ -70,7 +80,7 @@ class Call:
         self._words = words.data
         self.set(longest_k=int(self.sequences["keys"].max(initial=0)))
         self._kept: list[Tensor] = []
-        for name in _DIMS.keys() & Tensors._fields:
+        for name in _READ:
             if (t := getattr(tensors, name)) is not None:
                 self.tensor(name, self._readable(name, t.detach()))
         if tensors.bias is not None:
@@ -113,7 +123,7 @@ class Call:
             return self.rows(t)
         if name in ("sink", "alibi"):
             t = t.to(self.dtype)
-        return t if _DIMS[name] == "bhqk" else t.contiguous()
+        return t if name in ("bias", "allowed") else t.contiguous()
 
 
 @lru_cache(maxsize=64)

@@ -119,7 +119,7 @@ def add_bias(row, address, kind, stride):
 @njit
 def pair_at(tensor, s, h, i, j):
     """Return where the number of a pair lies in a tensor such as the bias, in elements."""
-    return tensor.b * s + tensor.h * h + tensor.q * i + tensor.k * j
+    return tensor.b * s + tensor.h * h + tensor.i * i + tensor.j * j
 
 
 @njit(fastmath=STRICT)
@@ -133,7 +133,7 @@ def score_row(row, y, call, seq, s, h, i, part):
     if call.bias.address:
         size = 2 if call.bias_kind >= 2 else 4 * (1 + call.bias_kind)
         address = call.bias.address + size * pair_at(call.bias, s, h, i, part.j0)
-        add_bias(row[: part.keys], address, call.bias_kind, call.bias.k)
+        add_bias(row[: part.keys], address, call.bias_kind, call.bias.j)
     if call.alibi.address:
         slope = row.dtype.type(array(call.alibi.address, call.hq, row)[h] * log_unit(call))
         at = i + seq.offset - part.j0
@@ -167,7 +167,7 @@ def mask_row(row, nothing, call, s, h, i, j0):
         for j in range(n):
             row[j] = row[j] if k_ids[j] == q_id else nothing
     if call.allowed.address:
-        stride = call.allowed.k
+        stride = call.allowed.j
         address = call.allowed.address + pair_at(call.allowed, s, h, i, j0)
         allowed = array(address, max(1, n * stride), np.empty(0, np.uint8))
         if stride == 1:

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..call.problem import FAR, Gradients, Problem, Tensors, Wanted, each_sequence
+from ..call.inputs import Gradients, Tensors, Wanted, part_of
+from ..call.problem import FAR, Problem, each_sequence
 from ..rules import row_stats
 from ..rules.over_tensors import score_gradient, through_softcap
 from .scores import (
@@ -99,17 +100,13 @@ def _sum_dtype(problem: Problem, name: str, t: Tensor) -> torch.dtype:
 
 def _sums_of_sequence(sums: Gradients, n: int, rows: slice, cols: slice, one: Problem) -> Gradients:
     """Return the views of the gradients that sequence n of a packed call adds to."""
-    q, k, v, bias, sink = sums
-    if bias is not None:
-        assert one.bias is not None
-        bias = bias if bias.shape[0] == 1 else bias[n : n + 1]
-        bias = bias[:, :, : one.bias[2], : one.bias[3]]
+    own = {"b": slice(n, n + 1), "i": slice(one.nq), "j": slice(one.nk)}
     return Gradients(
-        q=None if q is None else q[:, rows],
-        k=None if k is None else k[:, cols],
-        v=None if v is None else v[:, cols],
-        bias=bias,
-        sink=sink,
+        q=part_of("q", sums.q, i=rows),
+        k=part_of("k", sums.k, j=cols),
+        v=part_of("v", sums.v, j=cols),
+        bias=part_of("bias", sums.bias, **own),
+        sink=sums.sink,
     )
 
 

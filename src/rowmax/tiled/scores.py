@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..call.problem import Problem, Tensors
+from ..call.inputs import Tensors, part_of
+from ..call.problem import Problem
 from ..rules import mask
 from ..rules.dropout import keep_columns
 from ..rules.over_tensors import score
@@ -70,20 +71,12 @@ def hidden(problem: Problem, tensors: Tensors, strip: Strip, cols: slice) -> Ten
     """
     part = problem._replace(nq=strip.rows.stop - strip.rows.start, nk=cols.stop - cols.start)
     start = strip.rows.start + strip.offset - cols.start
-    lengths, q_ids, k_ids = tensors.lengths, tensors.q_ids, tensors.k_ids
-    seen = mask.dense(
-        part,
-        tensors._replace(
-            lengths=None if lengths is None else lengths[strip.batch] - cols.start,
-            q_ids=None if q_ids is None else _of_batch(q_ids, strip)[:, strip.rows],
-            k_ids=None if k_ids is None else _of_batch(k_ids, strip)[:, cols],
-            allowed=None
-            if tensors.allowed is None
-            else bias_tile(tensors.allowed, problem, strip, cols),
-        ),
-        start,
+    ranges = {"b": strip.batch, "h": strip.q_heads(problem.group), "i": strip.rows, "j": cols}
+    masks = {n: part_of(n, getattr(tensors, n), **ranges) for n in ("q_ids", "k_ids", "allowed")}
+    lengths = None if tensors.lengths is None else tensors.lengths[strip.batch] - cols.start
+    return _heads_split(
+        ~mask.dense(part, tensors._replace(lengths=lengths, **masks), start), problem
     )
-    return _heads_split(~seen, problem)
 
 
 def kept(problem: Problem, tensors: Tensors, strip: Strip, cols: slice) -> Tensor:
@@ -108,9 +101,10 @@ def kept(problem: Problem, tensors: Tensors, strip: Strip, cols: slice) -> Tenso
 
 def bias_tile(t: Tensor, problem: Problem, strip: Strip, cols: slice) -> Tensor:
     """Return the tile's view of a ``[B|1, Hq|1, Nq|1, Nk|1]``, which broadcasts as it does."""
-    parts = (strip.batch, strip.q_heads(problem.group), strip.rows, cols)
-    whole = slice(None)
-    return t[tuple(whole if n == 1 else p for n, p in zip(t.shape, parts, strict=True))]
+    heads = strip.q_heads(problem.group)
+    part = part_of("bias", t, b=strip.batch, h=heads, i=strip.rows, j=cols)
+    assert part is not None
+    return part
 
 
 def product(A: Tensor, X: Tensor, unseen: Tensor | None) -> Tensor:
@@ -179,7 +173,3 @@ def _positions(strip: Strip, cols: slice, like: Tensor) -> tuple[Tensor, Tensor]
     i = torch.arange(strip.rows.start, strip.rows.stop, device=like.device)
     j = torch.arange(cols.start, cols.stop, device=like.device)
     return i[:, None], j[None, :]
-
-
-def _of_batch(ids: Tensor, strip: Strip) -> Tensor:
-    return ids if ids.shape[0] == 1 else ids[strip.batch]
