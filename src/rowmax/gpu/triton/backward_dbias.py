@@ -106,12 +106,11 @@ def add_sharers(acc, first, end, ptr, num, cfg, tile):
         dp_bits = dp.to(tl.int32, bitcast=True)
         if part == PARTS - 1:
             rest = lib.load_rest(ptr, num, cfg, place, row, cfg.RAGGED_Q)
-            stats = lib.Rows(lse2[:, None], rest, delta[:, None])
             p, _ = lib.weights(
-                x, stats, ptr, num, cfg, place, row, j0 + j, False, "full", tile.bias
+                x, lse2[:, None], rest, ptr, num, cfg, place, row, j0 + j, False, "full", tile.bias
             )
             _, dp = lib.dropped(p, dp, ptr, num, place, row, j0, j, BLOCK_K)
-            ds = rules.score_gradient(p, dp, stats.delta)
+            ds = rules.score_gradient(p, dp, delta[:, None])
             if cfg.EDGES:
                 partial = tile_state(ptr, num, cfg, tile, place) < 2
                 ds = lib.only_seen(ds, ptr, num, cfg, place, row, j0 + j, partial, "any")

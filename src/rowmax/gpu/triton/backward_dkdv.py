@@ -94,8 +94,9 @@ def add_queries(sums, x, at, ptr, num, cfg, place, plan, KIND: tl.constexpr):
         s = tl.dot(x.k, tl.trans(q), input_precision=cfg.PRECISION)
         lse2 = lib.load_rows(at.lse2, rows, place.nq, float("inf"), cfg.RAGGED_Q)
         rest = lib.load_rest(ptr, num, cfg, place, row, cfg.RAGGED_Q)
-        stats = lib.Rows(lse2[None, :], rest, 0.0)
-        p, y = lib.weights(s, stats, ptr, num, cfg, place, row, col, partial, KIND)
+        p, y = lib.weights(
+            s, lse2[None, :], rest, ptr, num, cfg, place, row, col, partial, KIND
+        )
         do = lib.load_tile(at.do, num.dout, i0, place.nq, BLOCK_Q, cfg.RAGGED_Q)
         dp = p
         if WANT_DS:
@@ -125,13 +126,13 @@ def add_each_query(dk, dv, x, at, ptr, num, cfg, place):
         q = lib.load_row(at.q, num.q, i)
         do = lib.load_row(at.do, num.dout, i)
         rest = lib.load_rest(ptr, num, cfg, place, row, False)
-        stats = lib.Rows(tl.load(at.lse2 + i), rest, tl.load(at.delta + i))
+        lse2 = tl.load(at.lse2 + i)
         s = lib.times_row(x.k, q)
-        p, y = lib.weights(s, stats, ptr, num, cfg, place, row, col, False, "full")
+        p, y = lib.weights(s, lse2, rest, ptr, num, cfg, place, row, col, False, "full")
         ok = lib.seen(ptr, num, place, row, col)
         dp = lib.times_row(x.v, do)
         pr, dp = lib.dropped(p, dp, ptr, num, place, row, x.j0, j, cfg.BLOCK_K)
-        ds = lib.product_gradient(rules.score_gradient(p, dp, stats.delta), y, num)
+        ds = lib.product_gradient(rules.score_gradient(p, dp, tl.load(at.delta + i)), y, num)
         if ptr.dv is not None:
             dv += tl.where(ok, pr * do, 0.0)
         if ptr.dk is not None:

@@ -21,7 +21,9 @@ class QueryTile(NamedTuple):
 
     q: Any  # [BLOCK_Q, BLOCK_D]
     do: Any  # [BLOCK_Q, BLOCK_DV]
-    rows: Any  # lib.Rows, [BLOCK_Q, 1] each
+    lse2: Any  # [BLOCK_Q]
+    rest: Any  # [BLOCK_Q, 1], or 0
+    delta: Any  # [BLOCK_Q]
     row: Any  # [BLOCK_Q, 1]
     inside: Any  # bool [BLOCK_Q, 1]: not past the end
 
@@ -41,9 +43,11 @@ def add_keys(dq, sums, x, k_base, v_base, ptr, num, cfg, place, plan, KIND: tl.c
         s = tl.dot(x.q, tl.trans(k), input_precision=cfg.PRECISION)
         v = lib.load_tile(v_base, num.v, j0, place.used, BLOCK_K, cfg.RAGGED_K)
         dp = tl.dot(x.do, tl.trans(v), input_precision=cfg.PRECISION)
-        p, y = lib.weights(s, x.rows, ptr, num, cfg, place, x.row, j0 + j, partial, KIND)
+        p, y = lib.weights(
+            s, x.lse2[:, None], x.rest, ptr, num, cfg, place, x.row, j0 + j, partial, KIND
+        )
         _, dp = lib.dropped(p, dp, ptr, num, place, x.row, j0, j, BLOCK_K)
-        ds = rules.score_gradient(p, dp, x.rows.delta)
+        ds = rules.score_gradient(p, dp, x.delta[:, None])
         if ptr.dbias is not None:
             ds = lib.only_seen(ds, ptr, num, cfg, place, x.row, j0 + j, partial, KIND)
             at = lib.pair_pointers(ptr.dbias, num.dbias, place, x.row, j0 + j)
@@ -69,10 +73,12 @@ def add_each_key(x, k_base, v_base, ptr, num, cfg, place):
         k = lib.load_row(k_base, num.k, j)
         v = lib.load_row(v_base, num.v, j)
         s = lib.times_row(x.q, k)
-        p, y = lib.weights(s, x.rows, ptr, num, cfg, place, x.row, j0 + column, False, "full")
+        p, y = lib.weights(
+            s, x.lse2[:, None], x.rest, ptr, num, cfg, place, x.row, j0 + column, False, "full"
+        )
         dp = lib.times_row(x.do, v)
         _, dp = lib.dropped(p, dp, ptr, num, place, x.row, j0, column, 16)
-        ds = lib.product_gradient(rules.score_gradient(p, dp, x.rows.delta), y, num)
+        ds = lib.product_gradient(rules.score_gradient(p, dp, x.delta[:, None]), y, num)
         dq += tl.where(lib.seen(ptr, num, place, x.row, j0 + column), ds * k, 0.0)
     return dq
 
@@ -97,10 +103,9 @@ def backward_dq_kernel(ptr, num, cfg):
     lse2 = lib.load_rows(lib.row_vector(ptr.lse2, num, cfg, place), row, nq, float("inf"), True)
     delta = lib.load_rows(lib.row_vector(ptr.delta, num, cfg, place), row, nq, 0.0, True)
     rest = lib.load_rest(ptr, num, cfg, place, row[:, None], True)
-    rows = lib.Rows(lse2[:, None], rest, delta[:, None])
     inside = (row < nq)[:, None]
     row = tl.minimum(row, nq - 1)[:, None]
-    x = QueryTile(q, do, rows, row, inside)
+    x = QueryTile(q, do, lse2, rest, delta, row, inside)
     plan = lib.plan_keys(ptr, num, cfg, place, tile)
 
     dq = tl.zeros([BLOCK_Q, num.q.BLOCK_D], tl.float32)
@@ -115,7 +120,7 @@ def backward_dq_kernel(ptr, num, cfg):
             # loaded again: kept in registers until here, they would cost the loop its own
             q = lib.load_tile(q_base, num.q, i0, nq, BLOCK_Q, True)
             do = lib.load_tile(do_base, num.dout, i0, nq, BLOCK_Q, True)
-            x = QueryTile(q, do, rows, row, inside)
+            x = QueryTile(q, do, lse2, rest, delta, row, inside)
             dq = add_each_key(x, k_base, v_base, ptr, num, cfg, place)
     to = lib.queries(ptr.dq, num.dq, cfg, place)
     lib.store_tile(to, num.dq, i0, nq, dq * num.scale, BLOCK_Q)

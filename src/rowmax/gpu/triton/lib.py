@@ -44,14 +44,6 @@ class TilePlan(NamedTuple):
     full: Any  # the first full tile; 0 with a list
 
 
-class Rows(NamedTuple):
-    """Numbers of rows, shaped to broadcast over a tile of scores."""
-
-    lse2: Any
-    rest: Any  # 0 without natural scores
-    delta: Any
-
-
 # --- places ------------------------------------------------------------------------------------
 
 
@@ -389,19 +381,19 @@ def only_seen(x, ptr, num, cfg, place, row, col, partial, KIND: tl.constexpr):
 
 @triton.jit
 def weights(
-    x, rows, ptr, num, cfg, place, row, col, partial, KIND: tl.constexpr, bias=None
+    x, lse2, rest, ptr, num, cfg, place, row, col, partial, KIND: tl.constexpr, bias=None
 ):  # fmt: skip
-    """Return (P, y) of ``x = q.k``, once the LSE of the rows is known.
+    """Return (P, y) of ``x = q.k``, with lse2 and rest shaped to broadcast over x.
 
     The rest of a natural LSE is in units of log 2.
     """
     s, y = scored(x, ptr, num, cfg, place, row, col, bias)
     if cfg.FOLDED:
-        p = tl.exp2(s * num.scale2 - rows.lse2)
+        p = tl.exp2(s * num.scale2 - lse2)
     elif cfg.NATURAL:
-        p = tl.exp2((s - rows.lse2) * LOG2E - rows.rest)
+        p = tl.exp2((s - lse2) * LOG2E - rest)
     else:
-        p = tl.exp2(s - rows.lse2)
+        p = tl.exp2(s - lse2)
     return only_seen(p, ptr, num, cfg, place, row, col, partial, KIND), y
 
 
