@@ -34,8 +34,10 @@ def sharer(i, ptr, num, cfg, tile):
 
     Heads come before sequences: neighbours among them share keys and values, too.
     """
-    b = i // cfg.SHARING
-    return lib.place_of(ptr, num, cfg, tile.b + b, tile.head + i - b * cfg.SHARING, False)
+    n = i // cfg.SHARING
+    b = tile.b + n
+    sizes = lib.sizes_of(ptr, num, cfg, b, False)
+    return lib.place_of(ptr, num, cfg, b, tile.head + i - n * cfg.SHARING, sizes)
 
 
 @triton.jit

@@ -188,10 +188,11 @@ def backward_dkdv_kernel(ptr, num, cfg):
     b = head // HK
     if cfg.PACKED:
         b, tile = lib.sequence_of_slot(ptr.cu_k, tile, num.batch, num.total_k, cfg.BLOCK_K)
-    place = lib.place_of(ptr, num, cfg, b, head % HK * cfg.GROUP, True)
+    sizes = lib.sizes_of(ptr, num, cfg, b, True)
     j0 = tile * cfg.BLOCK_K
-    if j0 >= place.nk:
+    if j0 >= sizes.nk:
         return
+    place = lib.place_of(ptr, num, cfg, b, head % HK * cfg.GROUP, sizes)
     dk, dv = sum_over_group(tile, ptr, num, cfg, place, False)
     if cfg.MASKS:
         if lib.has_nan(dk) | lib.has_nan(dv):

@@ -87,11 +87,13 @@ def add_each_key(x, k_base, v_base, ptr, num, cfg, place):
 def backward_dq_kernel(ptr, num, cfg):
     BLOCK_Q: tl.constexpr = cfg.BLOCK_Q
     tile, head = lib.tile_and_head(num)
-    place, tile = lib.open_queries(ptr, num, cfg, tile, head)
+    b, tile = lib.sequence_of_queries(ptr, num, cfg, tile, head)
+    sizes = lib.sizes_of(ptr, num, cfg, b, False)
+    nq = sizes.nq
     i0 = tile * BLOCK_Q
-    if i0 >= place.nq:
+    if i0 >= nq:
         return
-    nq = place.nq
+    place = lib.place_of(ptr, num, cfg, b, head % cfg.HQ, sizes)
     q_base = lib.queries(ptr.q, num.q, cfg, place)
     do_base = lib.queries(ptr.dout, num.dout, cfg, place)
     k_base = lib.keys(ptr.k, num.k, cfg, place)

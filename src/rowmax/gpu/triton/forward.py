@@ -76,12 +76,14 @@ def attend_keys(m, q, k_base, v_base, ptr, num, cfg, place, row):
 @triton.jit(do_not_specialize=["num"])
 def forward_kernel(ptr, num, cfg):
     BLOCK_Q: tl.constexpr = cfg.BLOCK_Q
-    place, tile = lib.open_queries(
-        ptr, num, cfg, tl.program_id(0) % num.tiles, tl.program_id(0) // num.tiles
-    )
+    tile = tl.program_id(0) % num.tiles
+    head = tl.program_id(0) // num.tiles
+    b, tile = lib.sequence_of_queries(ptr, num, cfg, tile, head)
+    sizes = lib.sizes_of(ptr, num, cfg, b, False)
     i0 = tile * BLOCK_Q
-    if i0 >= place.nq:
+    if i0 >= sizes.nq:
         return
+    place = lib.place_of(ptr, num, cfg, b, head % cfg.HQ, sizes)
     q_base = lib.queries(ptr.q, num.q, cfg, place)
     k_base = lib.keys(ptr.k, num.k, cfg, place)
     v_base = lib.keys(ptr.v, num.v, cfg, place)

@@ -93,6 +93,7 @@ class Numbers(NamedTuple):
     total_k: Any
     longest_q: Any
     longest_k: Any
+    tiles: Any  # resident tiles of a head
     rows: Any  # of lse2 and delta, of a head, in units of ROW_UNIT
     scale: Any
     scale2: Any  # scale in the units of the scores
@@ -103,9 +104,6 @@ class Numbers(NamedTuple):
     threshold: Any
     keep_scale: Any
     first: Any
-    tiles: Any  # resident tiles of a head
-    together: Any  # heads whose tiles alternate
-    bias_batch: Any
     q: Any  # a Matrix each
     k: Any
     v: Any
@@ -117,10 +115,12 @@ class Numbers(NamedTuple):
     bias: Any = None  # Pairs
     dbias: Any = None
     allowed: Any = None
-    states: Any = None  # Pairs of tiles
     q_ids: Any = None  # strides of the batch
     k_ids: Any = None
     order: Any = None  # Lists
+    states: Any = None  # Pairs of tiles
+    bias_batch: Any = None
+    together: Any = 1  # heads whose tiles alternate
 
 
 class Config(NamedTuple):

@@ -27,12 +27,21 @@ class Place(NamedTuple):
     b: Any
     head: Any  # of queries
     kv_head: Any
-    q_start: Any  # the first query among the packed ones, or 0
+    q_start: Any  # as Sizes
     nq: Any
     k_start: Any
     nk: Any
     used: Any  # the number of keys in use: nk, or the length of the prefix
     offset: Any  # the key position of query 0
+
+
+class Sizes(NamedTuple):
+    """The queries and keys of one sequence; a dense one starts at 0."""
+
+    q_start: Any
+    nq: Any
+    k_start: Any
+    nk: Any
 
 
 class TilePlan(NamedTuple):
@@ -88,15 +97,22 @@ def sequence_of_slot(cu, slot, batch, total, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def place_of(ptr, num, cfg, b, head, KEYS: tl.constexpr):
-    """Return the place of (b, head).
+def sequence_of_queries(ptr, num, cfg, tile, head):
+    """Return (b, tile) of a slot of queries of a head of any sequence."""
+    b = head // cfg.HQ
+    if cfg.PACKED:
+        b, tile = sequence_of_slot(ptr.cu_q, tile, num.batch, num.total_q, cfg.BLOCK_Q)
+    elif num.right is not None:
+        tile = num.tiles - 1 - tile  # the longest first
+    return b, tile
+
+
+@triton.jit
+def sizes_of(ptr, num, cfg, b, KEYS: tl.constexpr):
+    """Return the Sizes of sequence b.
 
     The rows past the packed sequences are queries without keys, or KEYS without queries.
     """
-    q_start = 0
-    k_start = 0
-    nq = num.total_q
-    nk = num.total_k
     if cfg.PACKED:
         q_start, nq = sequence(ptr.cu_q, b, num.batch, num.total_q, num.longest_q)
         k_start, nk = sequence(ptr.cu_k, b, num.batch, num.total_k, num.longest_k)
@@ -104,25 +120,24 @@ def place_of(ptr, num, cfg, b, head, KEYS: tl.constexpr):
             nq = tl.where(b < num.batch, nq, 0)
         else:
             nk = tl.where(b < num.batch, nk, 0)
-    used = nk
-    if ptr.lengths is not None:
-        length = tl.load(ptr.lengths + tl.minimum(b, num.batch - 1))
-        used = tl.maximum(tl.minimum(nk, length), 0)
-    offset = nk - nq
-    if cfg.TO_LENGTHS:
-        offset = used - nq
-    return Place(b, head, head // cfg.GROUP, q_start, nq, k_start, nk, used, offset)
+        return Sizes(q_start, nq, k_start, nk)
+    else:
+        return Sizes(0, num.total_q, 0, num.total_k)
 
 
 @triton.jit
-def open_queries(ptr, num, cfg, tile, head):
-    """Return (place, tile) of a slot of queries of a head, of any sequence."""
-    b = head // cfg.HQ
-    if cfg.PACKED:
-        b, tile = sequence_of_slot(ptr.cu_q, tile, num.batch, num.total_q, cfg.BLOCK_Q)
-    elif num.right is not None:
-        tile = num.tiles - 1 - tile  # the longest first
-    return place_of(ptr, num, cfg, b, head % cfg.HQ, False), tile
+def place_of(ptr, num, cfg, b, head, sizes):
+    used = sizes.nk
+    if ptr.lengths is not None:
+        length = tl.load(ptr.lengths + tl.minimum(b, num.batch - 1))
+        used = tl.maximum(tl.minimum(used, length), 0)
+    offset = sizes.nk - sizes.nq
+    if cfg.TO_LENGTHS:
+        offset = used - sizes.nq
+    kv_head = head // cfg.GROUP
+    return Place(
+        b, head, kv_head, sizes.q_start, sizes.nq, sizes.k_start, sizes.nk, used, offset
+    )
 
 
 # --- tiles in memory ---------------------------------------------------------------------------
@@ -241,8 +256,8 @@ def pair_pointers(x, pairs, place, row, col):
 def band_plan(x0, x1, shift, back, ahead, end, BLOCK: tl.constexpr):
     """Return the plan of the tiles in [0, end) that a band (``rules/band.py``) touches."""
     low, high = rules.any_range(x0, x1, shift, back, ahead, end)
-    low_all, high_all = rules.all_range(x0, x1, shift, back, ahead, end)
     first, last = rules.touched_tiles(low, high, BLOCK)
+    low_all, high_all = rules.all_range(x0, x1, shift, back, ahead, end)
     full, full_end = rules.filled_tiles(low_all, high_all, BLOCK, first, last)
     return TilePlan(last - first, full_end - full, first, full)
 
@@ -324,10 +339,8 @@ def scored(x, ptr, num, cfg, place, row, col, bias=None):
     """
     slope = None
     distance = None
-    if ptr.bias is not None:
-        if bias is None:
-            bias = load_bias(ptr, num, cfg, place, row, col)
-        bias = bias.to(tl.float32)
+    if ptr.bias is not None and bias is None:
+        bias = load_bias(ptr, num, cfg, place, row, col)
     if ptr.alibi is not None:
         slope = tl.load(ptr.alibi + place.head).to(tl.float32)
         if not cfg.NATURAL:

@@ -52,12 +52,14 @@ def add_weights(total, q, lse, k_base, ptr, num, cfg, place, row, plan):
 @triton.jit(do_not_specialize=["num"])
 def row_sums_kernel(ptr, num, cfg):
     BLOCK_Q: tl.constexpr = cfg.BLOCK_Q
-    place, tile = lib.open_queries(
-        ptr, num, cfg, tl.program_id(0) % num.tiles, tl.program_id(0) // num.tiles
-    )
+    tile = tl.program_id(0) % num.tiles
+    head = tl.program_id(0) // num.tiles
+    b, tile = lib.sequence_of_queries(ptr, num, cfg, tile, head)
+    sizes = lib.sizes_of(ptr, num, cfg, b, False)
     i0 = tile * BLOCK_Q
-    if i0 >= place.nq:
+    if i0 >= sizes.nq:
         return
+    place = lib.place_of(ptr, num, cfg, b, head % cfg.HQ, sizes)
     rows = i0 + tl.arange(0, BLOCK_Q)
     lse = lib.vector(ptr.lse, place.b, place.head, place.q_start, num.total_q, cfg.HQ, cfg.PACKED)
     lse = lib.load_rows(lse, rows, place.nq, 0.0, True)
