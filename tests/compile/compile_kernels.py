@@ -21,9 +21,9 @@ from rowmax.call.problem import Wanted
 from tests.cases import Case, make
 from tests.compile import sass
 
-bundles = importlib.import_module("rowmax.gpu.triton.bundles")
 forward = importlib.import_module("rowmax.gpu.triton.forward")
 backward = importlib.import_module("rowmax.gpu.triton.backward")
+kernel_args = importlib.import_module("rowmax.gpu.triton.kernel_args")
 launch = importlib.import_module("rowmax.gpu.triton.launch")
 tiles = importlib.import_module("rowmax.gpu.triton.tiles")
 
@@ -107,7 +107,7 @@ def made(case: Case, dtype: torch.dtype, name: str) -> list[Made]:
 
     launch.Job.run = run
     launch._jobs.clear()
-    bundles.capability = lambda _: None if target.backend == "hip" else divmod(target.arch, 10)
+    kernel_args.capability = lambda _: None if target.backend == "hip" else divmod(target.arch, 10)
     problem, tensors = make(case, dtype=dtype).problem()
     out, lse = forward.forward(problem, tensors)
     wanted = Wanted(True, True, True, tensors.bias is not None, tensors.sink is not None)
@@ -159,7 +159,7 @@ def facts(made: Made, name: str) -> dict[str, Any]:
         "refused": refused,
         "binary": len(kernel.asm.get("cubin") or kernel.asm["hsaco"]),
         "spills": 0,
-        "given": [width(x) for x in job.launch.signature(t, job.n, job.c).taken()],
+        "given": [width(x) for x in job.launch.signature(t, job.numbers, job.config).taken()],
     }
     found["taken"] = found["given"]
     if "cubin" in kernel.asm:

@@ -174,26 +174,26 @@ _H200 = {
     ("forward", 64): (Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 4), Tiles(128, 64, 8, 3)),
     ("forward", 128): (Tiles(128, 128, 8, 3), Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3)),
     ("forward", 256): (Tiles(128, 64, 8, 2),) * 3,
-    ("key_gradients", 64): (Tiles(64, 64, 4, 3), Tiles(128, 64, 4, 2), Tiles(64, 64, 4, 3)),
-    ("key_gradients", 128): (Tiles(64, 128, 8, 3),) * 3,
+    ("dkdv", 64): (Tiles(64, 64, 4, 3), Tiles(128, 64, 4, 2), Tiles(64, 64, 4, 3)),
+    ("dkdv", 128): (Tiles(64, 128, 8, 3),) * 3,
     ("dk", 256): (Tiles(32, 128, 8, 3), Tiles(32, 128, 8, 3), Tiles(32, 128, 8, 2)),
     ("dv", 256): (Tiles(32, 128, 8, 3), Tiles(64, 128, 8, 2), Tiles(32, 128, 8, 2)),
-    ("query_gradients", 64): (Tiles(128, 64, 8, 3), Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 3)),
-    ("query_gradients", 128): (
+    ("dq", 64): (Tiles(128, 64, 8, 3), Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 3)),
+    ("dq", 128): (
         Tiles(128, 64, 8, 3),
         Tiles(128, 64, 8, 3, split=True),
         Tiles(128, 64, 8, 3),
     ),
-    ("query_gradients", 256): (
+    ("dq", 256): (
         Tiles(128, 32, 8, 3),
         Tiles(128, 32, 8, 3, split=True),
         Tiles(64, 32, 4, 3),
     ),
-    ("bias_gradient", 64): (Tiles(64, 64, 4, 3),) * 3,
-    ("bias_gradient", 128): (Tiles(64, 64, 4, 3),) * 3,
+    ("dbias", 64): (Tiles(64, 64, 4, 3),) * 3,
+    ("dbias", 128): (Tiles(64, 64, 4, 3),) * 3,
 }
 #: what is better beyond ``LONG``, in the place of the middle one
-_H200_LONG = {("key_gradients", 128): Tiles(64, 128, 8, 3, split=True)}
+_H200_LONG = {("dkdv", 128): Tiles(64, 128, 8, 3, split=True)}
 
 
 def table(kind: Kind, limits: Limits) -> Tiles | None:
@@ -213,11 +213,11 @@ def table(kind: Kind, limits: Limits) -> Tiles | None:
 
 _SHAPES = {
     "forward": ((128, 128, 8), (128, 64, 8), (128, 64, 4), (64, 64, 4), (64, 32, 4), (32, 32, 4)),
-    "key_gradients": ((64, 128, 8), (64, 64, 8), (64, 64, 4), (32, 64, 4), (32, 32, 4)),
+    "dkdv": ((64, 128, 8), (64, 64, 8), (64, 64, 4), (32, 64, 4), (32, 32, 4)),
     "dk": ((64, 64, 4), (32, 64, 4), (32, 32, 4)),
     "dv": ((64, 64, 4), (32, 64, 4), (32, 32, 4)),
-    "query_gradients": ((128, 64, 8), (64, 64, 8), (64, 64, 4), (64, 32, 4), (32, 32, 4)),
-    "bias_gradient": ((128, 64, 8), (64, 64, 4), (32, 64, 4), (32, 32, 4)),
+    "dq": ((128, 64, 8), (64, 64, 8), (64, 64, 4), (64, 32, 4), (32, 32, 4)),
+    "dbias": ((128, 64, 8), (64, 64, 4), (32, 64, 4), (32, 32, 4)),
     "row_sums": ((128, 64, 8), (64, 64, 8), (64, 64, 4), (64, 32, 4), (32, 32, 4)),
     "delta": ((64, 16, 4), (32, 16, 4), (16, 16, 4)),
 }
@@ -239,23 +239,23 @@ def fits(kind: Kind, tiles: Tiles, limits: Limits) -> bool:
     bq, bk, both = tiles.block_q, tiles.block_k, kind.d + kind.dv
     moving, fixed, sums = {
         "forward": (bk * both, bq * kind.d, bq * kind.dv),
-        "key_gradients": (bq * both, bk * both, bk * both),
+        "dkdv": (bq * both, bk * both, bk * both),
         "dk": (bq * both, bk * both, bk * kind.d),
         "dv": (bq * both, bk * kind.d, bk * kind.dv),
-        "query_gradients": (bk * both, bq * both, bq * kind.d),
-        "bias_gradient": (2 * (bq + bk) * columns(kind), 0, bq * bk),
+        "dq": (bk * both, bq * both, bq * kind.d),
+        "dbias": (2 * (bq + bk) * columns(kind), 0, bq * bk),
         "row_sums": (bk * kind.d, bq * kind.d, 0),
         "delta": (0, 0, 2 * bq * kind.dv),
     }[kind.job]
     scores = bq * bk * (1 if kind.job in ("forward", "row_sums", "delta", "dv") else 2)
     threads = tiles.warps * limits.lanes
-    ahead = kind.scored and kind.job != "bias_gradient"  # a bias is loaded ahead too
+    ahead = kind.scored and kind.job != "dbias"  # a bias is loaded ahead too
     loaded = kind.bytes * tiles.stages * moving + 4 * ahead * tiles.stages * bq * bk
     shared = loaded + kind.bytes * (fixed + bq * bk)
     if limits.split and kind.bytes == 4:
         if limits.wgmma and wide(tiles):
             # as measured: tiles that stay lie there in halves, narrow ones do not pack with wide
-            side = bq if kind.job in ("key_gradients", "dk", "dv") else bk
+            side = bq if kind.job in ("dkdv", "dk", "dv") else bk
             packed = 2 * fixed + side * abs(kind.d - kind.dv) - ahead * bq * bk
             shared = loaded + 4 * packed + VECTORS * side
         else:
