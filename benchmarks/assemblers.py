@@ -34,8 +34,8 @@ COLUMNS = (
 _CACHES = (
     (compiled, "_kernels"),
     (import_module("rowmax.gpu.triton.launch"), "_jobs"),
-    (import_module("rowmax.gpu.hopper.launch"), "_PLANS"),
-    (import_module("rowmax.gpu.hopper.launch"), "_SPILLED"),
+    (import_module("rowmax.gpu.hopper.host"), "_PLANS"),
+    (import_module("rowmax.gpu.hopper.host"), "_SPILLED"),
     (import_module("rowmax.gpu.hopper.gradients.plans"), "PLANS"),
 )
 

@@ -14,8 +14,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from rowmax.gpu.hopper import launch
-from rowmax.gpu.hopper.copies import over
+from rowmax.gpu.hopper import host
 from tests.cases import Case, make
 
 
@@ -27,7 +26,7 @@ class Line(NamedTuple):
 class Built(NamedTuple):
     """What the compiler made of a kernel."""
 
-    plan: launch.Plan
+    plan: host.Plan
     stack: int  # bytes
     shared: int
     lines: list[Line]
@@ -103,17 +102,17 @@ def build(case: Case, dtype: torch.dtype = torch.bfloat16) -> Built:
     out = torch.empty(problem.out_shape, dtype=dtype)
     lse = torch.empty(problem.lse_shape)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "processors", lambda _: 132)
+        patch.setattr(host, "processors", lambda _: 132)
         words = torch.zeros(64, dtype=torch.int32)
-        patch.setattr(launch.packed, "order", lambda *_: launch.packed.Order(*[words] * 5))
-        plan = launch.made(problem, tensors, out)
-        t = launch.pointers(plan, problem, tensors, out, lse)
-    first = over(plan.copies, *tensors[:4], out)
+        patch.setattr(host.packed, "order", lambda *_: host.packed.Order(*[words] * 5))
+        plan = host.build_plan(problem, tensors, out)
+        t = host.pointers(plan, problem, tensors, out, lse)
+    first = host.over(plan.copies, *tensors[:4], out)
     made = plan.launch.compile(*first, t, *plan.last, target=GPUTarget("cuda", 90, 32))
     return _read(plan, made.asm["cubin"], made.metadata.shared)
 
 
-def _read(plan: launch.Plan, cubin: bytes, shared: int) -> Built:
+def _read(plan: host.Plan, cubin: bytes, shared: int) -> Built:
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

@@ -36,16 +36,16 @@ def lacks(problem: Problem, call: str) -> dict[str, str]:
 def notes(problem: Problem, call: str) -> list[str]:
     """Return the sentences that ``explain`` adds to a job of this backend."""
     from .. import assembler
-    from . import launch
+    from . import host
 
-    tile = launch.note_of_tile(problem) if call == "forward" else None
+    tile = host.note_of_tile(problem) if call == "forward" else None
     return [text for text in (tile, assembler.note(problem.device_index)) if text]
 
 
 def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
-    from . import launch
+    from . import host
 
-    return launch.forward(problem, tensors)
+    return host.forward(problem, tensors)
 
 
 def backward(
@@ -106,7 +106,7 @@ def _without_gluon() -> str | None:
     """Why the kernels cannot be imported, or None."""
     try:
         from ..compat import is_compiled
-        from . import kernel, packed  # noqa: F401
+        from . import forward_kernel, packed  # noqa: F401
     except ImportError as error:
         return f"triton's Gluon is missing or of another release ({error})"
     if not is_compiled(packed._place):

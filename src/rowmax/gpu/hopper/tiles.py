@@ -93,6 +93,8 @@ class Config:
     STAGED: int = 0  # columns of the output that go through shared memory at a time; 0 for none
     NATURAL: bool = False  # scores are in natural units, and so is the reference (Problem.natural)
     ROUND_LATE: bool = False  # round the weights after the product that they were made under
+    CONSUMER_REGISTERS: int = 240  # of a thread
+    PRODUCER_REGISTERS: int = 24
 
     @property
     def D0(self) -> int:
@@ -255,6 +257,8 @@ def config_for(p: Problem, tile: Tile, bias: str, group: int) -> Config:
         STAGED=staged_columns(p, tile, bias),
         NATURAL=p.natural,
         ROUND_LATE=tile.warpgroups == 3,
+        CONSUMER_REGISTERS=tile.registers[0],
+        PRODUCER_REGISTERS=tile.registers[1],
     )
 
 

@@ -1,4 +1,4 @@
-"""The host's side: a plan for each shape, made once; then pointers, and one launch."""
+"""The host's side of the forward: a plan for each shape, made once; then pointers, and one launch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ...call.problem import Problem, Tensors
 from .. import compat
 from ..compiled import Launch
 from . import packed
-from .copies import Copies, copies_of, over, taken, takes
 from .documents import spans_of
+from .forward_kernel import Numbers, Pointers
+from .forward_kernel import forward as kernel
 from .gluon_compat import GluonASTSource
 from .kept import Plans
-from .kernel import Numbers, Pointers
-from .kernel import forward as kernel
-from .schedule import SECTION_BYTES, dense_table, steps_of
+from .lib.order import SECTION_BYTES, dense_table, tile_count
+from .lib.tma import Descriptors, aligned, descriptor, is_aligned, placed, strides
 from .tiles import (
     LONG_64,
     LONG_64_SPILLS,
@@ -43,13 +43,13 @@ class GluonLaunch(Launch):
 
 
 class Plan(NamedTuple):
-    """All of a launch that its shape and its strides decide."""
+    """All of a launch that the shape and the strides of a problem decide."""
 
     tile: Tile
     constants: Constants
     rows: Tensor | None  # the order of the tiles, and each block's end; packed calls make theirs
     ends: Tensor | None
-    copies: Copies
+    copies: Descriptors
     last: tuple[Any, ...]  # the arguments after the pointers
     launch: Launch
 
@@ -60,7 +60,7 @@ _SPILLED: dict[Config, bool] = {}
 
 
 def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a problem that ``supports`` has passed."""
+    """Return (out, lse) of a problem that ``supports`` has passed."""
     q, k, v = tensors[:3]
     out = q.new_empty(problem.out_shape)
     lse = q.new_empty(problem.lse_shape, dtype=torch.float32)
@@ -82,16 +82,16 @@ def launch(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None
     key = key_of(problem, tensors)
     plan = _PLANS.get(key)
     if plan is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
-        q, k, v = taken(q), taken(k), taken(v)
+        q, k, v = aligned(q), aligned(k), aligned(v)
         tensors = tensors._replace(q=q, k=k, v=v)
-        plan = plan_of(problem, tensors, out)
+        plan = find_plan(problem, tensors, out)
         if plan.tile is LONG_64 and spills(plan, problem, tensors, out, lse):
             _PLANS.pop(key_of(problem, tensors), None)
-            plan = plan_of(problem, tensors, out)  # now with the next best tile
+            plan = find_plan(problem, tensors, out)  # now with the next best tile
     else:
         try:  # noqa: SIM105  (suppress takes longer)
             _PLANS.move_to_end(key)
-        except KeyError:  # another thread has let go of it: it serves this call all the same
+        except KeyError:  # another thread has dropped it: it serves this call all the same
             pass
     t = pointers(plan, problem, tensors, out, lse)
     plan.launch(over(plan.copies, q, k, v, bias, out), t, plan.last)
@@ -106,13 +106,10 @@ def pointers(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: T
     if problem.varlen:
         assert cu_q is not None
         assert cu_k is not None
-        tokens = C.WARPGROUPS * ROWS // C.GROUP
         totals = (problem.total_q, problem.total_k)
-        counter, ends, table, cu_q, cu_k = packed.order(cu_q, cu_k, totals, tokens, out, lse, sink)
+        counter, ends, table, cu_q, cu_k = packed.order(cu_q, cu_k, totals, C.TILE, out, lse, sink)
     if problem.documents:
-        spans, q_range, k_range = spans_of(
-            problem, tensors, C.WARPGROUPS, ROWS // C.GROUP, C.BLOCK_K
-        )
+        spans, q_range, k_range = spans_of(problem, tensors, C.WARPGROUPS, C.TOKENS, C.BLOCK_K)
         counter = torch.zeros(1, dtype=torch.int32, device=out.device)
     return Pointers(
         out,
@@ -135,7 +132,10 @@ def pointers(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: T
 
 
 def spills(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> bool:
-    """True if the kernel of three warpgroups uses more local memory than it may; compiles it."""
+    """Return True if the kernel of three warpgroups uses more local memory than it may.
+
+    Compiles the kernel.
+    """
     config = plan.constants.config
     found = _SPILLED.get(config)
     if found is None:
@@ -161,20 +161,23 @@ def key_of(problem: Problem, tensors: Tensors) -> tuple[Any, ...]:
     return (problem, q.device.index, q.stride(), k.stride(), v.stride(), more, *batches)
 
 
-def plan_of(problem: Problem, tensors: Tensors, out: Tensor) -> Plan:
-    """The plan of tensors that the copy engine takes."""
+def find_plan(problem: Problem, tensors: Tensors, out: Tensor) -> Plan:
+    """Return the plan of aligned tensors."""
     key = key_of(problem, tensors)
     plan = _PLANS.get(key)
     if plan is None:
-        plan = made(problem, tensors, out)
+        plan = build_plan(problem, tensors, out)
         if not torch.cuda.is_current_stream_capturing():
             _PLANS.keep(key, plan)
     return plan
 
 
-def how_bias_comes(problem: Problem, bias: Tensor | None) -> str:
-    """ "copied" by TMA where each row of columns begins on 16 bytes; else read from global memory,
-    as a "row" for all queries, a "column" for all keys, or "gathered" one by one."""
+def bias_path(problem: Problem, bias: Tensor | None) -> str:
+    """Return "copied" for a bias that TMA copies: each row of columns begins on 16 bytes.
+
+    Else the kernel reads global memory: a "row" for all queries, a "column" for all keys, or
+    "gathered" one by one. Without a bias return "".
+    """
     if bias is None:
         return ""
     _, _, i, j = bias.shape
@@ -182,34 +185,68 @@ def how_bias_comes(problem: Problem, bias: Tensor | None) -> str:
         return "row"
     if j != problem.nk or not bias.stride(3):
         return "column"
-    return "copied" if bias_fits(problem) and takes(bias) else "gathered"
+    return "copied" if bias_fits(problem) and is_aligned(bias) else "gathered"
 
 
-def made(
+def build_plan(
     p: Problem, tensors: Tensors, out: Tensor, tile: Tile | None = None, **options: Any
 ) -> Plan:
-    """The plan of a problem, or with another tile and other constants, to measure those."""
+    """Return the plan of a problem, or with another tile and other constants, to measure those."""
     q, k, v, bias = tensors[:4]
-    how = how_bias_comes(p, bias)
-    tile = tile or best_tile(p, how, q.device)
-    group = packed_heads(p, how)
-    constants = Constants(replace(config_for(p, tile, how, group), **options))
+    path = bias_path(p, bias)
+    tile = tile or best_tile(p, path, q.device)
+    group = packed_heads(p, path)
+    constants = Constants(replace(config_for(p, tile, path, group), **options))
+    C = constants.config
     heads = p.hq // group
-    tokens = tile.warpgroups * ROWS // group
-    blocks, rows, ends = order_of(p, tokens, tile.block_k, heads, q.device)
-    last = (
-        numbers(p, tensors, constants.config, heads),
-        gl.constexpr(constants),
-        *map(gl.constexpr, tile.registers),
-    )
-    copies = copies_of(p, constants.config, q, k, v, bias, out)
-    options = {"num_warps": 4, "enable_fp_fusion": True}
-    launch = GluonLaunch(kernel, (blocks, 1, 1), options)
+    blocks, rows, ends = tile_order(p, C.TILE, tile.block_k, heads, q.device)
+    last = (numbers(p, tensors, C, heads), gl.constexpr(constants))
+    copies = descriptors(C, q, k, v, bias, out)
+    launch = GluonLaunch(kernel, (blocks, 1, 1), {"num_warps": 4, "enable_fp_fusion": True})
     return Plan(tile, constants, rows, ends, copies, last, launch)
 
 
+def descriptors(
+    C: Config, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor
+) -> Descriptors:
+    """Return the kernel's descriptors, without their tensors: q, k and v in two parts of columns,
+    a copied bias, out."""
+
+    def parts(t: Tensor, view: Any, tile: list[int], widths: tuple[int, int]) -> Descriptors:
+        return tuple(descriptor(t.dtype, *view, [*tile, w]) if w else None for w in widths)
+
+    q_tile, k_tile = [1, C.TOKENS, 1, C.GROUP], [1, C.BLOCK_K, 1]
+    of_bias = of_out = None
+    if C.BIAS == "copied":
+        assert bias is not None
+        of_bias = descriptor(bias.dtype, bias.shape, strides(bias), [1, 1, ROWS, C.BLOCK_K])
+    if C.STAGED:
+        of_out = descriptor(out.dtype, *_grouped(out, C.GROUP), [*q_tile, C.STAGED])
+    return (
+        *parts(q, _grouped(q, C.GROUP), q_tile, (C.D0, C.D1)),
+        *parts(k, (k.shape, strides(k)), k_tile, (C.D0, C.D1)),
+        *parts(v, (v.shape, strides(v)), k_tile, (C.DV0, C.DV1)),
+        of_bias,
+        of_out,
+    )
+
+
+def _grouped(t: Tensor, group: int) -> tuple[list[int], list[int]]:
+    """Return shape and strides of t with the query heads of a kv head as a dimension of their own."""
+    b, n, h, d = t.shape
+    sb, sn, sh, _ = strides(t)
+    return [b, n, h // group, group, d], [sb, sn, sh * group, sh, 1]
+
+
+def over(
+    copies: Descriptors, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor
+) -> Descriptors:
+    """Return the descriptors with the tensors of a call."""
+    return placed(copies, (q, q, k, k, v, v, bias, out))
+
+
 def best_tile(p: Problem, bias: str, device: torch.device) -> Tile:
-    """The tile of a problem, as far as what was compiled before allows."""
+    """Return the tile of a problem, as far as kernels compiled before allow."""
     tile = tile_for(p, bias, processors(device))
     if tile == LONG_64 and _SPILLED.get(config_for(p, tile, bias, packed_heads(p, bias))):
         return tile_for(p, bias, processors(device), spilled=True)
@@ -217,7 +254,7 @@ def best_tile(p: Problem, bias: str, device: torch.device) -> Tile:
 
 
 def note_of_tile(p: Problem) -> str | None:
-    """A sentence about the tile of a problem, where what was compiled decides on it."""
+    """Return a sentence about the tile of a problem, where the compiled kernel decides on it."""
     device = torch.device(p.device, p.device_index)
     if p.bias is not None or tile_for(p, "", processors(device)) != LONG_64:
         return None
@@ -235,11 +272,11 @@ def numbers(p: Problem, tensors: Tensors, c: Config, heads: int) -> Numbers:
     if not c.ADDED:  # the exponential takes both in at once
         scale *= _LOG2E
     left, right = p.limits
-    steps, each = (0, 0, 0, 0), (0, 0)
+    bias_strides, each = (0, 0, 0, 0), (0, 0)
     if tensors.bias is not None:
         sizes = tensors.bias.shape
         each = tuple(int(size > 1) for size in sizes[:2])
-        steps = tuple(
+        bias_strides = tuple(
             s if size > 1 else 0 for s, size in zip(tensors.bias.stride(), sizes, strict=True)
         )
     return Numbers(
@@ -253,7 +290,7 @@ def numbers(p: Problem, tensors: Tensors, c: Config, heads: int) -> Numbers:
         p.batch,
         scale,
         inner,
-        *steps,
+        *bias_strides,
         *(0 if x is None or x.shape[0] == 1 else x.shape[1] for x in ids),
         *each,
         p.hq,
@@ -262,22 +299,22 @@ def numbers(p: Problem, tensors: Tensors, c: Config, heads: int) -> Numbers:
     )
 
 
-def order_of(
+def tile_order(
     p: Problem, tokens: int, block_k: int, heads: int, device: torch.device
 ) -> tuple[int, Tensor | None, Tensor | None]:
-    """(blocks, the order of the tiles, each block's end)."""
+    """Return (blocks, the order of the tiles, each block's end)."""
     most = processors(device)
     if p.varlen:
         tiles = packed.most_tiles(p.total_q, p.nq, p.batch, tokens) * heads
         return max(1, min(most, tiles)), None, None
-    steps = steps_of(tokens, block_k, p.nq, p.nk, p.left, p.right)
-    if p.documents:  # how long its tiles are only the device knows
-        steps = torch.ones_like(steps)
+    counts = tile_count(tokens, block_k, p.nq, p.nk, p.left, p.right)
+    if p.documents:  # only the device knows how long its tiles are
+        counts = torch.ones_like(counts)
     of_one_head = p.nk * (p.d + p.dv) * 2
     section = max(1, SECTION_BYTES // of_one_head) * (heads // p.hk)
-    every = steps.shape[0] * p.batch * heads
+    every = counts.shape[0] * p.batch * heads
     blocks = min(most, every)
-    rows, ends = dense_table(steps, tokens, p.batch, heads, section, blocks)
+    rows, ends = dense_table(counts, tokens, p.batch, heads, section, blocks)
     if p.documents:
         ends = ends.new_tensor([every])
     return blocks, rows.to(device), ends.to(device)
