@@ -17,8 +17,7 @@ import torch
 import triton
 
 from rowmax.call.problem import Options, Tensors, problem_of
-from rowmax.gpu.hopper import launch
-from rowmax.gpu.hopper.copies import over
+from rowmax.gpu.hopper import host
 from rowmax.gpu.hopper.tiles import tile_for
 
 #: by head size, and mask where that matters: changes of the tile, and of what is compiled in
@@ -62,11 +61,11 @@ def runner(cell: str, changes: dict[str, Any], options: dict[str, Any]) -> tuple
     tensors = Tensors(q, k, v, bias)
     problem = problem_of(tensors, Options(scale=d**-0.5, right=0 if mask == "causal" else None))
     out, lse = torch.empty_like(q), torch.empty(problem.lse_shape, device="cuda")
-    how = launch.how_bias_comes(problem, bias)
-    tile = replace(tile_for(problem, how, launch.processors(q.device)), **changes)
-    plan = launch.made(problem, tensors, out, tile, **options)
-    copies = over(plan.copies, q, k, v, bias, out)
-    t = launch.pointers(plan, problem, tensors, out, lse)
+    how = host.bias_path(problem, bias)
+    tile = replace(tile_for(problem, how, host.processors(q.device)), **changes)
+    plan = host.build_plan(problem, tensors, out, tile, **options)
+    copies = host.over(plan.copies, q, k, v, bias, out)
+    t = host.pointers(plan, problem, tensors, out, lse)
     flops = 4 * b * h * n * n * d / (2 if mask == "causal" else 1)
     return lambda: plan.launch(copies, t, plan.last), flops
 

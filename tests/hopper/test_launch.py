@@ -18,10 +18,10 @@ from rowmax.call.arguments import checked
 from rowmax.call.problem import Options, Problem, Tensors, Wanted, problem_of
 from rowmax.gpu import hopper
 
-forward = importlib.import_module("rowmax.gpu.hopper.launch")
+forward = importlib.import_module("rowmax.gpu.hopper.host")
 backward = importlib.import_module("rowmax.gpu.hopper.gradients.launch")
 tiles = importlib.import_module("rowmax.gpu.hopper.gradients.tiles")
-copies = importlib.import_module("rowmax.gpu.hopper.copies")
+tma = importlib.import_module("rowmax.gpu.hopper.lib.tma")
 biases = importlib.import_module("rowmax.gpu.hopper.gradients.biases")
 
 
@@ -264,7 +264,7 @@ def test_a_bias_comes_as_the_copy_engine_takes_it(
     assert found.bias == tuple(got.shape)
     assert torch.equal(got.expand(shape), bias)
     kind = biases.kind_of(found)
-    assert kind in ("row", "column") or copies.takes(got)
+    assert kind in ("row", "column") or tma.is_aligned(got)
     if layout == "aligned":
         assert got is bias
     if want_bias:
@@ -297,8 +297,10 @@ def test_three_warpgroups_if_they_keep_to_registers(
         def __call__(self, first: Any, t: Any, last: Any) -> None:
             launched.append(len(forward._PLANS))
 
-    made = forward.made
-    monkeypatch.setattr(forward, "made", lambda *args: made(*args)._replace(launch=Stand()))
+    build_plan = forward.build_plan
+    monkeypatch.setattr(
+        forward, "build_plan", lambda *args: build_plan(*args)._replace(launch=Stand())
+    )
     assert forward.note_of_tile(problem).startswith("three warpgroups, if")
     out = torch.empty(problem.out_shape, dtype=torch.float16)
     lse = torch.empty(problem.lse_shape)

@@ -26,6 +26,7 @@ from .gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from .lib import rules
 from .lib.layouts import output_layout, score_layout, value_layout, weight_layout
 from .lib.order import Order, Row, Sequences, Tile, row_at
 from .lib.ring import (
@@ -44,15 +45,6 @@ from .lib.ring import (
     tile_buffers,
     wait_empty,
     wait_full,
-)
-from .lib.rules import (
-    all_range,
-    any_range,
-    filled_tiles,
-    key_tiles,
-    score_bfloat16,
-    score_float16,
-    with_sink,
 )
 from .lib.scores import columns, lanes, rows_of, settled
 from .lib.softmax import (
@@ -97,7 +89,7 @@ class Numbers(NamedTuple):
     keys: Any  # keys and values of a head that fill their share of the L2 cache
     nq: Any
     nk: Any
-    left: Any
+    left: Any  # None: no limit
     right: Any
     batch: Any
     scale: Any  # the factor of a score in the exponential, or before other terms
@@ -214,24 +206,21 @@ def tile_of(C: gl.constexpr, row, t, n):
     if C.PREFIX:
         nk = gl.minimum(nk, gl.load(t.lengths + b))
     last = gl.minimum(token + C.TILE, nq) - 1
-    left = n.left if C.LEFT else None
-    right = n.right if C.RIGHT else None
-    low, high = any_range(token, last, offset, left, right, nk)
+    low, high = rules.any_range(token, last, offset, n.left, n.right, nk)
     if C.DOCUMENTS:
         tiles = (n.nq + C.TILE - 1) // C.TILE
         at = t.spans + 2 * (b * tiles + token // C.TILE)
         low = gl.maximum(low, gl.load(at))
         high = gl.minimum(high, gl.load(at + 1))
-    lo, hi = key_tiles(low, high, C.BLOCK_K)
+    lo, hi = rules.key_tiles(low, high, C.BLOCK_K)
     return Tile(token, head, b, q_row, k_row, nq, nk, offset, lo, hi)
 
 
 @gluon.jit
 def full_range(C: gl.constexpr, first, tile, n):
     """Return (low, high): all queries of a warpgroup, from ``first`` on, see these keys."""
-    left = n.left if C.LEFT else None
-    right = n.right if C.RIGHT else None
-    return all_range(first, first + C.TOKENS - 1, tile.offset, left, right, tile.nk)
+    last = first + C.TOKENS - 1
+    return rules.all_range(first, last, tile.offset, n.left, n.right, tile.nk)
 
 
 # --- the producer ------------------------------------------------------------------------------
@@ -257,9 +246,7 @@ def load_queries(C: gl.constexpr, copies, shared, tile, number):
         wait_empty(shared.q, number, C.Q_STAGES, c)
         part = 0 if C.VARLEN else tile.b
         corner = (part, tile.q_row + tile.token + c * C.TOKENS, tile.head, 0)
-        load_parts(
-            copies.q, corner, C.D0, C.D1, shared.q.full.index(i), shared.q.buffers, i
-        )
+        load_parts(copies.q, corner, C.D0, C.D1, shared.q.full.index(i), shared.q.buffers, i)
 
 
 @gluon.jit
@@ -380,18 +367,13 @@ def scores(C: gl.constexpr, S, copied, j, first, tile, t, n, dtype: gl.constexpr
         here = (first + tile.offset + r // C.GROUP - j * C.BLOCK_K - lanes(L)).to(gl.float32)
         slope = along_row(slope + 0.0 * here)
         distance = gl.abs(along_row(here) - columns(C.BLOCK_K, L).to(gl.float32))
-    p = ScoreTerms(
-        n.scale if C.ADDED else None,
-        n.inner if C.SOFTCAP else None,
-        n.scale if C.ADDED else 1.0,
-        bias,
-        slope,
-        distance,
-    )
+    scale = n.scale if C.ADDED else None
+    inner = n.inner if C.SOFTCAP else None
+    p = ScoreTerms(scale, inner, n.scale if C.ADDED else 1.0, bias, slope, distance)
     if dtype == gl.bfloat16:
-        S, y = score_bfloat16(S, p)
+        S, y = rules.score_bfloat16(S, p)
     else:
-        S, y = score_float16(S, p)
+        S, y = rules.score_float16(S, p)
     return S
 
 
@@ -633,8 +615,11 @@ def rest_of_tile(
     if C.DOCUMENTS:  # any tile may be partial: each is looked at
         use, state = steps(C, True, c, lo, end, use, number, state, tile, shared, t, n)
     else:
-        low, high = full_range(C, first, tile, n)
-        full, full_end = filled_tiles(low, high, C.BLOCK_K, lo, end)
+        full = lo
+        full_end = end
+        if C.LEFT or C.RIGHT:
+            low, high = full_range(C, first, tile, n)
+            full, full_end = rules.filled_tiles(low, high, C.BLOCK_K, lo, end)
         if C.RIGHT:
             use, state = steps(C, True, c, full_end, end, use, number, state, tile, shared, t, n)
         use, state = steps(C, False, c, full, full_end, use, number, state, tile, shared, t, n)
@@ -726,7 +711,7 @@ def store_lse(C: gl.constexpr, c: gl.constexpr, m, l, tile, t, n):
         # in natural units, for the sink may be as large as its dtype goes
         if not C.NATURAL:
             m = gl.where(l > 0.0, m * LN2, LOWEST_NATURAL)
-        m, l, alpha = with_sink(m, l, gl.load(t.sink + h).to(gl.float32))
+        m, l, alpha = rules.with_sink(m, l, gl.load(t.sink + h).to(gl.float32))
         inverse = gl.where(l > 0.0, alpha / l, 0.0)
     else:
         inverse = gl.where(l > 0.0, 1.0 / l, 0.0)
@@ -754,16 +739,15 @@ def store_output(
         row = row + tile.b * tile.nq
     base = t.out + (row.to(gl.int64) * n.hq + tile.head * C.GROUP) * C.DV_OUT
     rest = tile.nq - first
-    if C.STAGED:
-        if C.VARLEN:
-            if first + C.TOKENS <= tile.nq:
-                corner = (0, tile.q_row + first, tile.head, 0)
-                stage_output(C, c, o0, inverse, corner, copies.out, shared.out)
-            else:  # a copy would overwrite the rows of the next sequence
-                store_rows(C, o0, inverse, base, 0, rest, n)
-        else:
-            corner = (tile.b, first, tile.head, 0)
+    if C.STAGED and not C.VARLEN:
+        corner = (tile.b, first, tile.head, 0)
+        stage_output(C, c, o0, inverse, corner, copies.out, shared.out)
+    elif C.STAGED:
+        if first + C.TOKENS <= tile.nq:
+            corner = (0, tile.q_row + first, tile.head, 0)
             stage_output(C, c, o0, inverse, corner, copies.out, shared.out)
+        else:  # a copy would overwrite rows of the next sequence
+            store_rows(C, o0, inverse, base, 0, rest, n)
     else:
         store_rows(C, o0, inverse, base, 0, rest, n)
         if C.DV1:
@@ -771,29 +755,27 @@ def store_output(
 
 
 @gluon.jit
+def copy_out(x, corner, copy, stages, c: gl.constexpr):
+    """Copy x, a tile in registers, when the copy before has left its buffer."""
+    tma_store_wait(0)
+    tile_at(stages, c, 64, x.shape[1]).store(x)
+    fence_async_shared()
+    tma_store(copy, corner, stages.index(c))
+
+
+@gluon.jit
 def stage_output(C: gl.constexpr, c: gl.constexpr, o, inverse, corner, copy, stages):
     """Store O / l by way of shared memory, from where TMA copies it while the kernel goes on."""
     W: gl.constexpr = C.STAGED
     dtype: gl.constexpr = stages.dtype
-    stage = stages.index(c)
-    flat = tile_at(stages, c, 64, W)
     inverse = gl.convert_layout(inverse, gl.SliceLayout(1, o.type.layout))
     x = (o * inverse[:, None]).to(dtype)
     if C.DV == W:
-        tma_store_wait(0)
-        flat.store(x)
-        fence_async_shared()
-        tma_store(copy, corner + (0,), stage)
+        copy_out(x, corner + (0,), copy, stages, c)
     else:
         x0, x1 = x.reshape([64, 2, W]).permute((0, 2, 1)).split()
-        tma_store_wait(0)
-        flat.store(x0)
-        fence_async_shared()
-        tma_store(copy, corner + (0,), stage)
-        tma_store_wait(0)
-        flat.store(x1)
-        fence_async_shared()
-        tma_store(copy, corner + (W,), stage)
+        copy_out(x0, corner + (0,), copy, stages, c)
+        copy_out(x1, corner + (W,), copy, stages, c)
 
 
 @gluon.jit
@@ -812,21 +794,6 @@ def store_rows(C: gl.constexpr, o, inverse, base, column: gl.constexpr, tokens, 
 
 
 # --- the entry ---------------------------------------------------------------------------------
-
-
-@gluon.jit
-def consumer0(C: gl.constexpr, copies, shared, t, n):
-    consumer(C, 0, copies, shared, t, n)
-
-
-@gluon.jit
-def consumer1(C: gl.constexpr, copies, shared, t, n):
-    consumer(C, 1, copies, shared, t, n)
-
-
-@gluon.jit
-def consumer2(C: gl.constexpr, copies, shared, t, n):
-    consumer(C, 2, copies, shared, t, n)
 
 
 @gluon.jit
@@ -862,33 +829,29 @@ def forward(q0, q1, k0, k1, v0, v1, bias, out, t, n, C: gl.constexpr):
     if C.STAGED:
         outs = tile_buffers(out, C.WARPGROUPS)
     shared = Shared(q_ring, k_ring, v_ring, biases, outs, mail)
+    R0: gl.constexpr = C.CONSUMER_REGISTERS
+    R1: gl.constexpr = C.PRODUCER_REGISTERS
     if C.WARPGROUPS == 1:
         gl.warp_specialize(
-            [
-                (consumer0, (C, copies, shared, t, n)),
-                (producer, (C, copies, shared, t, n)),
-            ],
-            [1],
-            [C.PRODUCER_REGISTERS],
-        )
+            [(consumer, (C, 0, copies, shared, t, n)), (producer, (C, copies, shared, t, n))],
+            [1], [R1],
+        )  # fmt: skip
     elif C.WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (consumer0, (C, copies, shared, t, n)),
-                (consumer1, (C, copies, shared, t, n)),
+                (consumer, (C, 0, copies, shared, t, n)),
+                (consumer, (C, 1, copies, shared, t, n)),
                 (producer, (C, copies, shared, t, n)),
             ],
-            [4, 1],
-            [C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS],
-        )
+            [4, 1], [R0, R1],
+        )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (consumer0, (C, copies, shared, t, n)),
-                (consumer1, (C, copies, shared, t, n)),
-                (consumer2, (C, copies, shared, t, n)),
+                (consumer, (C, 0, copies, shared, t, n)),
+                (consumer, (C, 1, copies, shared, t, n)),
+                (consumer, (C, 2, copies, shared, t, n)),
                 (producer, (C, copies, shared, t, n)),
             ],
-            [4, 4, 1],
-            [C.CONSUMER_REGISTERS, C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS],
-        )
+            [4, 4, 1], [R0, R0, R1],
+        )  # fmt: skip

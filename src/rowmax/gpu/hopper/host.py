@@ -1,4 +1,4 @@
-"""The host's side of the forward: a plan for each shape, made once; then pointers, and one launch."""
+"""Launch the forward: a plan for each shape, made once; then pointers, and one launch."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def descriptors(
 
 
 def _grouped(t: Tensor, group: int) -> tuple[list[int], list[int]]:
-    """Return shape and strides of t with the query heads of a kv head as a dimension of their own."""
+    """Return shape and strides of t with the heads of a kv head as a dimension of their own."""
     b, n, h, d = t.shape
     sb, sn, sh, _ = strides(t)
     return [b, n, h // group, group, d], [sb, sn, sh * group, sh, 1]
@@ -285,8 +285,8 @@ def numbers(p: Problem, tensors: Tensors, c: Config, heads: int) -> Numbers:
         SECTION_BYTES // (2 * (p.d + p.dv)),
         p.nq,
         p.nk,
-        left or 0,
-        right or 0,
+        left,
+        right,
         p.batch,
         scale,
         inner,

@@ -19,19 +19,21 @@ from .rules import any_range_of_tensors, key_tiles_of_tensors
 
 
 class Order(NamedTuple):
+    """The places of tiles, taken in strides or, where there is a counter, one after the other."""
+
     table: Any
     ends: Any  # each block's end, or that of all
-    counter: Any  # of tiles that blocks have taken, or None
-    heads: Any  # of the resident operand
+    counter: Any
+    heads: Any  # of the resident side
     kv_heads: Any
-    keys: Any  # positions of a head of the streamed operand that fill its share of the L2 cache
+    streamed: Any  # streamed positions of a head that fill their share of the L2 cache
 
 
 class Sequences(NamedTuple):
     """The offsets of packed sequences, or None."""
 
-    resident: Any
-    streamed: Any
+    cu_resident: Any
+    cu_streamed: Any
     batch: Any
 
 
@@ -64,12 +66,11 @@ def row_at(C: gl.constexpr, n, order, sequences):
         heads = order.heads
         b = gl.load(order.table + sequences.batch + n // heads)
         begin = gl.load(order.table + b)
-        block: gl.constexpr = C.TILE
-        length = gl.load(sequences.resident + b + 1) - gl.load(sequences.resident + b)
-        tiles = (length + block - 1) // block
-        nk = gl.load(sequences.streamed + b + 1) - gl.load(sequences.streamed + b)
+        length = gl.load(sequences.cu_resident + b + 1) - gl.load(sequences.cu_resident + b)
+        tiles = (length + C.TILE - 1) // C.TILE
+        nk = gl.load(sequences.cu_streamed + b + 1) - gl.load(sequences.cu_streamed + b)
         # as many heads side by side as have their keys and values in the cache
-        many = gl.minimum(gl.maximum(order.keys // gl.maximum(nk, 1), 1), order.kv_heads)
+        many = gl.minimum(gl.maximum(order.streamed // gl.maximum(nk, 1), 1), order.kv_heads)
         many = many * (heads // order.kv_heads)
         place = n - begin * heads
         section = place // (many * tiles)
@@ -80,7 +81,7 @@ def row_at(C: gl.constexpr, n, order, sequences):
         head = head + place - m * wide
         if C.LAST_FIRST:
             m = tiles - 1 - m
-        token = m * block
+        token = m * C.TILE
     else:
         token = gl.load(order.table + 4 * n)
         head = gl.load(order.table + 4 * n + 1)

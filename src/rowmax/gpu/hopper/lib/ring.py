@@ -29,9 +29,9 @@ class Ring(NamedTuple):
 
 
 class Mailbox(NamedTuple):
-    """The messages of the producer: message n is tile n of the block, or says that there is none."""
+    """Two slots for the messages of the producer: tiles, or that there are no more."""
 
-    words: Any  # int32 [2, 16]: 1 or 0, then the fields of the tile
+    messages: Any  # int32 [2, 16]: 1 or 0, then the fields of the tile
     full: Any
     empty: Any
 
@@ -153,8 +153,8 @@ def clear_rows(buffer, ROWS: gl.constexpr, WIDTH: gl.constexpr, begin):
 @gluon.jit
 def mailbox(readers: gl.constexpr):
     """Return a mailbox whose messages so many partitions read."""
-    words = gl.allocate_shared_memory(gl.int32, [2, 16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return Mailbox(words, barriers(2, 1), barriers(2, readers))
+    messages = gl.allocate_shared_memory(gl.int32, [2, 16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return Mailbox(messages, barriers(2, 1), barriers(2, readers))
 
 
 @gluon.jit
@@ -166,7 +166,7 @@ def post_message(mail, n, tile, live):
     for i in gl.static_range(10):
         words = gl.where(at == i + 1, tile[i], words)
     wait_empty(mail, n, 2)
-    mail.words.index(slot(n, 2)).store(words)
+    mail.messages.index(slot(n, 2)).store(words)
     mbarrier.arrive(mail.full.index(slot(n, 2)), count=1)
 
 
@@ -180,7 +180,7 @@ def read_message(mail, n):
     """Return (tile, True if it is one) of message n, which the caller is to release."""
     L: gl.constexpr = gl.BlockedLayout([16], [32], [gl.num_warps()], [0])
     wait_full(mail, n, 2)
-    w = mail.words.index(slot(n, 2)).load(L)
+    w = mail.messages.index(slot(n, 2)).load(L)
     at = gl.arange(0, 16, L)
     tile = Tile(
         _word(w, at, 1), _word(w, at, 2), _word(w, at, 3), _word(w, at, 4), _word(w, at, 5),
