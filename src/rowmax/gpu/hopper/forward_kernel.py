@@ -26,37 +26,12 @@ from .gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .lib import rules
+from .lib import ring, rules
 from .lib.layouts import output_layout, score_layout, value_layout, weight_layout
-from .lib.order import Order, Row, Sequences, Tile, row_at
-from .lib.ring import (
-    Mailbox,
-    Ring,
-    barriers,
-    clear_rows,
-    full_barriers,
-    landing,
-    mailbox,
-    post_message,
-    read_message,
-    release,
-    slot,
-    tile_at,
-    tile_buffers,
-    wait_empty,
-    wait_full,
-)
+from .lib.order import Order, Row, Sequences, Tile, first_place, next_place, row_ahead, row_at
+from .lib.ring import Mailbox, Ring
 from .lib.scores import columns, lanes, rows_of, settled
-from .lib.softmax import (
-    LN2,
-    LOG2E,
-    LOWEST,
-    LOWEST_NATURAL,
-    along_row,
-    by_lane,
-    rounded,
-    softmax_step,
-)
+from .lib.softmax import LN2, LOG2E, LOWEST, LOWEST_NATURAL, along_row, by_lane, softmax_step
 
 
 class Pointers(NamedTuple):
@@ -160,37 +135,6 @@ class State(NamedTuple):
 
 
 @gluon.jit
-def first_place(C: gl.constexpr, order):
-    """Return (this block's first place in the order, its end)."""
-    place = gl.program_id(0)
-    if C.VARLEN:
-        end = gl.load(order.ends) * order.heads
-    elif C.DRAWN:
-        end = gl.load(order.ends)
-    else:
-        end = gl.load(order.ends + place)
-    return place, end
-
-
-@gluon.jit
-def next_place(C: gl.constexpr, place, order):
-    """Return the place after this one: from the counter, or a stride on."""
-    if C.DRAWN:
-        place = gl.num_programs(0) + gl.atomic_add(order.counter, 1)
-    else:
-        place = place + gl.num_programs(0)
-    return place
-
-
-@gluon.jit
-def row_ahead(C: gl.constexpr, place, end, order, sequences):
-    """Return the row a stride on, or past the end any row, to be loaded before it is needed."""
-    following = place + gl.num_programs(0)
-    following = gl.where(following < end, following, gl.program_id(0))
-    return row_at(C, following, order, sequences)
-
-
-@gluon.jit
 def tile_of(C: gl.constexpr, row, t, n):
     """Return the tile of a row."""
     token, head, b = row
@@ -242,8 +186,8 @@ def load_parts(copy, corner, W0: gl.constexpr, W1: gl.constexpr, bar, buffers, s
 def load_queries(C: gl.constexpr, copies, shared, tile, number):
     """Copy 64 rows of queries to each warpgroup: TOKENS positions of each of the GROUP heads."""
     for c in gl.static_range(C.WARPGROUPS):
-        i = c * C.Q_STAGES + slot(number, C.Q_STAGES)
-        wait_empty(shared.q, number, C.Q_STAGES, c)
+        i = c * C.Q_STAGES + ring.slot(number, C.Q_STAGES)
+        ring.wait_empty(shared.q, number, C.Q_STAGES, c)
         part = 0 if C.VARLEN else tile.b
         corner = (part, tile.q_row + tile.token + c * C.TOKENS, tile.head, 0)
         load_parts(copies.q, corner, C.D0, C.D1, shared.q.full.index(i), shared.q.buffers, i)
@@ -252,14 +196,14 @@ def load_queries(C: gl.constexpr, copies, shared, tile, number):
 @gluon.jit
 def load_keys(C: gl.constexpr, copies, shared, source, tile, j, use, n):
     """Copy keys of tile j, and its bias, as use ``use`` of their rings."""
-    s = slot(use, C.K_STAGES)
-    wait_empty(shared.k, use, C.K_STAGES)
+    s = ring.slot(use, C.K_STAGES)
+    ring.wait_empty(shared.k, use, C.K_STAGES)
     corner = (source.part, source.row + j * C.BLOCK_K, source.head)
     load_parts(copies.k, corner, C.D0, C.D1, shared.k.full.index(s), shared.k.buffers, s)
     if C.BIAS == "copied":
         for c in gl.static_range(C.WARPGROUPS):
-            i = c * C.B_STAGES + slot(use, C.B_STAGES)
-            wait_empty(shared.bias, use, C.B_STAGES, c)
+            i = c * C.B_STAGES + ring.slot(use, C.B_STAGES)
+            ring.wait_empty(shared.bias, use, C.B_STAGES, c)
             bar = shared.bias.full.index(i)
             mbarrier.expect(bar, copies.bias.block_type.nbytes)
             row = tile.token + 64 * c
@@ -271,22 +215,22 @@ def load_keys(C: gl.constexpr, copies, shared, source, tile, j, use, n):
 def load_values(C: gl.constexpr, copies, shared, source, j, use, cut):
     """Copy values of tile j, as use ``use`` of their ring. ``cut`` short tiles came before;
     return how many with this one."""
-    ring = shared.v
-    s = slot(use, C.V_STAGES)
+    v = shared.v
+    s = ring.slot(use, C.V_STAGES)
     rows = gl.maximum(source.nk - j * C.BLOCK_K, 0)
     short = rows < C.BLOCK_K
-    bar = landing(ring.full, s, C.V_STAGES, C.PADDED, short)
-    wait_empty(ring, use, C.V_STAGES)
+    bar = ring.landing(v.full, s, C.V_STAGES, C.PADDED, short)
+    ring.wait_empty(v, use, C.V_STAGES)
     corner = (source.part, source.row + j * C.BLOCK_K, source.head)
-    load_parts(copies.v, corner, C.DV0, C.DV1, bar, ring.buffers, s)
+    load_parts(copies.v, corner, C.DV0, C.DV1, bar, v.buffers, s)
     if C.PADDED:
         if short:
-            mbarrier.wait(ring.full.index(C.V_STAGES), cut & 1)
-            clear_rows(ring.buffers.low.index(s), C.BLOCK_K, C.DV0, rows)
+            mbarrier.wait(v.full.index(C.V_STAGES), cut & 1)
+            ring.clear_rows(v.buffers.low.index(s), C.BLOCK_K, C.DV0, rows)
             if C.DV1:
-                clear_rows(ring.buffers.high.index(s), C.BLOCK_K, C.DV1, rows)
+                ring.clear_rows(v.buffers.high.index(s), C.BLOCK_K, C.DV1, rows)
             fence_async_shared()
-            mbarrier.arrive(ring.full.index(s), count=1)
+            mbarrier.arrive(v.full.index(s), count=1)
         cut += short.to(gl.int32)
     return cut
 
@@ -307,7 +251,7 @@ def producer(C: gl.constexpr, copies, shared, t, n):
     coming = Row(tile.token, tile.head, tile.b)
     if not C.DRAWN:
         coming = row_ahead(C, place, end, order, sequences)
-    post_message(shared.mail, 0, tile, place < end)
+    ring.post_message(shared.mail, 0, tile, place < end)
     cut = 0
     behind = Source(0, 0, 0, 0)  # values of the tile before, of which key tile ``last`` is to come
     last = 0
@@ -327,7 +271,7 @@ def producer(C: gl.constexpr, copies, shared, t, n):
         if C.DRAWN:
             coming = row_at(C, gl.where(place < end, place, here), order, sequences)
         tile = tile_of(C, coming, t, n)
-        post_message(shared.mail, number + 1, tile, place < end)
+        ring.post_message(shared.mail, number + 1, tile, place < end)
         if not C.DRAWN:
             coming = row_ahead(C, place, end, order, sequences)
         behind = source
@@ -461,15 +405,15 @@ def issue_scores(C: gl.constexpr, c: gl.constexpr, shared, number, use):
     """
     q = shared.q.buffers
     k = shared.k.buffers
-    i = c * C.Q_STAGES + slot(number + (use >> 30), C.Q_STAGES)
-    s = slot(use, C.K_STAGES)
+    i = c * C.Q_STAGES + ring.slot(number + (use >> 30), C.Q_STAGES)
+    s = ring.slot(use, C.K_STAGES)
     z = gl.full([64, C.BLOCK_K], 0.0, gl.float32, score_layout(C))
-    q0 = tile_at(q.low, i, 64, C.D0)
-    k0 = tile_at(k.low, s, C.BLOCK_K, C.D0)
+    q0 = ring.tile_at(q.low, i, 64, C.D0)
+    k0 = ring.tile_at(k.low, s, C.BLOCK_K, C.D0)
     S = warpgroup_mma(q0, k0.permute((1, 0)), z, use_acc=False, is_async=True)
     if C.D1:
-        q1 = tile_at(q.high, i, 64, C.D1)
-        k1 = tile_at(k.high, s, C.BLOCK_K, C.D1)
+        q1 = ring.tile_at(q.high, i, 64, C.D1)
+        k1 = ring.tile_at(k.high, s, C.BLOCK_K, C.D1)
         S = warpgroup_mma(q1, k1.permute((1, 0)), S, is_async=True)
     return S
 
@@ -477,13 +421,13 @@ def issue_scores(C: gl.constexpr, c: gl.constexpr, shared, number, use):
 @gluon.jit
 def issue_output(C: gl.constexpr, p, o0, o1, v, use):
     """Wait for use ``use`` of V, issue O += P V, and return O."""
-    wait_full(v, use, C.V_STAGES)
-    s = slot(use, C.V_STAGES)
-    v0 = tile_at(v.buffers.low, s, C.BLOCK_K, C.DV0)
+    ring.wait_full(v, use, C.V_STAGES)
+    s = ring.slot(use, C.V_STAGES)
+    v0 = ring.tile_at(v.buffers.low, s, C.BLOCK_K, C.DV0)
     P0 = gl.convert_layout(p, weight_layout(C.DV0))
     o0 = warpgroup_mma(P0, v0, o0, use_acc=True, is_async=True)
     if C.DV1:
-        v1 = tile_at(v.buffers.high, s, C.BLOCK_K, C.DV1)
+        v1 = ring.tile_at(v.buffers.high, s, C.BLOCK_K, C.DV1)
         P1 = gl.convert_layout(p, weight_layout(C.DV1))
         o1 = warpgroup_mma(P1, v1, o1, use_acc=True, is_async=True)
     return o0, o1
@@ -507,34 +451,25 @@ def scaled_rows(o, r):
 
 
 @gluon.jit
-def weights(C: gl.constexpr, LATE: gl.constexpr, S, m, l, n, dtype: gl.constexpr):
-    """Return (P ``[64, BLOCK_K]``, rounded for the product unless LATE, m, l, alpha)."""
-    p, m, l, alpha = softmax_step(S, m, l, LOG2E if C.ADDED else n.scale, C.NATURAL)
-    if not LATE:
-        p = rounded(p, dtype)
-    return p.reshape([64, C.BLOCK_K]), m, l, alpha
-
-
-@gluon.jit
-def load_bias(C: gl.constexpr, c: gl.constexpr, ring, use, live):
+def load_bias(C: gl.constexpr, c: gl.constexpr, biases, use, live):
     """Return the tile ``[64, BLOCK_K]`` of a copied bias, loaded while the product runs to which
     it is added."""
     copied = 0
     if C.BIAS == "copied":
-        wait_full(ring, use, C.B_STAGES, c, pred=live)
-        i = c * C.B_STAGES + slot(use, C.B_STAGES)
-        copied = tile_at(ring.buffers, i, 64, C.BLOCK_K).load(score_layout(C))
+        ring.wait_full(biases, use, C.B_STAGES, c, pred=live)
+        i = c * C.B_STAGES + ring.slot(use, C.B_STAGES)
+        copied = ring.tile_at(biases.buffers, i, 64, C.BLOCK_K).load(score_layout(C))
         if C.B_STAGES == 1:  # the producer waits for this buffer
             copied = settled(copied)
-            release(ring, use, 1, c, pred=live)
+            ring.release(biases, use, 1, c, pred=live)
     return copied
 
 
 @gluon.jit
-def release_bias(C: gl.constexpr, c: gl.constexpr, ring, use, live):
+def release_bias(C: gl.constexpr, c: gl.constexpr, biases, use, live):
     """Release it after the softmax, which has read every number of it."""
     if C.BIAS == "copied" and C.B_STAGES > 1:
-        release(ring, use, C.B_STAGES, c, pred=live)
+        ring.release(biases, use, C.B_STAGES, c, pred=live)
 
 
 @gluon.jit
@@ -549,9 +484,9 @@ def step(
     o0, o1 = issue_output(C, state.p, state.o0, state.o1, shared.v, use - 1)
     copied = load_bias(C, c, shared.bias, use, True)
     S = warpgroup_mma_wait(1, deps=[S])
-    release(shared.k, use, C.K_STAGES)
+    ring.release(shared.k, use, C.K_STAGES)
     if C.Q_STAGES == 1:
-        release(shared.q, number, 1, c, pred=j == tile.lo)
+        ring.release(shared.q, number, 1, c, pred=j == tile.lo)
     S = scores(C, S, copied, j, first, tile, t, n, dtype)
     if MASKED:
         if C.DOCUMENTS:
@@ -559,12 +494,13 @@ def step(
                 S = masked(C, S, j, first, tile, t, n)
         else:
             S = masked(C, S, j, first, tile, t, n)
-    p, m, l, alpha = weights(C, C.ROUND_LATE, S, state.m, state.l, n, dtype)
+    scale = LOG2E if C.ADDED else n.scale
+    p, m, l, alpha = softmax_step(S, state.m, state.l, scale, C.NATURAL, C.ROUND_LATE, dtype)
     # A wait begins a new basic block: without one here ptxas sinks the softmax below the wait
     # for the product that it is to run under.
-    wait_full(shared.k, use + 1, C.K_STAGES, pred=j > tile.lo)
+    ring.wait_full(shared.k, use + 1, C.K_STAGES, pred=j > tile.lo)
     o0, o1 = wait_output(C, o0, o1)
-    release(shared.v, use - 1, C.V_STAGES)
+    ring.release(shared.v, use - 1, C.V_STAGES)
     release_bias(C, c, shared.bias, use, True)
     p = p.to(dtype)
     o0 = scaled_rows(o0, alpha)
@@ -596,7 +532,7 @@ def first_weights(C: gl.constexpr, c: gl.constexpr, S, copied, tile, t, n, dtype
     rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, S.type.layout))
     m = gl.full([64, 4], LOWEST_NATURAL if C.NATURAL else LOWEST, gl.float32, rows)
     l = gl.full([64, 4], 0.0, gl.float32, rows)
-    return weights(C, False, S, m, l, n, dtype)
+    return softmax_step(S, m, l, LOG2E if C.ADDED else n.scale, C.NATURAL, False, dtype)
 
 
 @gluon.jit
@@ -611,7 +547,7 @@ def rest_of_tile(
     state = State(o0, o1, p, m, l, alpha)
     lo = tile.lo
     end = tile.hi - 1
-    wait_full(shared.k, use, C.K_STAGES, pred=lo < end)
+    ring.wait_full(shared.k, use, C.K_STAGES, pred=lo < end)
     if C.DOCUMENTS:  # any tile may be partial: each is looked at
         use, state = steps(C, True, c, lo, end, use, number, state, tile, shared, t, n)
     else:
@@ -631,8 +567,8 @@ def rest_of_tile(
 @gluon.jit
 def consumer(C: gl.constexpr, c: gl.constexpr, copies, shared, t, n):
     """Warpgroup c: compute rows ``64 c`` to ``64 c + 63`` of every tile of this block."""
-    tile, live = read_message(shared.mail, 0)
-    release(shared.mail, 0, 2)
+    tile, live = ring.read_message(shared.mail, 0)
+    ring.release(shared.mail, 0, 2)
     if live:
         compute_tiles(C, c, tile, copies, shared, t, n)
 
@@ -643,17 +579,17 @@ def compute_tiles(C: gl.constexpr, c: gl.constexpr, tile, copies, shared, t, n):
     dtype: gl.constexpr = shared.v.buffers.low.dtype
     number = 0
     use = 0
-    wait_full(shared.q, 0, C.Q_STAGES, c)
-    wait_full(shared.k, 0, C.K_STAGES)
+    ring.wait_full(shared.q, 0, C.Q_STAGES, c)
+    ring.wait_full(shared.k, 0, C.K_STAGES)
     S = warpgroup_mma_wait(0, deps=[issue_scores(C, c, shared, 0, 0)])
-    release(shared.k, 0, C.K_STAGES)
+    ring.release(shared.k, 0, C.K_STAGES)
     if C.Q_STAGES == 1:
-        release(shared.q, 0, 1, c, pred=tile.lo + 1 == tile.hi)
+        ring.release(shared.q, 0, 1, c, pred=tile.lo + 1 == tile.hi)
     copied = load_bias(C, c, shared.bias, use, True)
     p, m, l, alpha = first_weights(C, c, S, copied, tile, t, n, dtype)
     if C.BIAS == "copied":
         # begins a basic block, as in step; these values stay until their product
-        wait_full(shared.v, 0, C.V_STAGES)
+        ring.wait_full(shared.v, 0, C.V_STAGES)
         release_bias(C, c, shared.bias, use, True)
     use += 1
 
@@ -664,27 +600,27 @@ def compute_tiles(C: gl.constexpr, c: gl.constexpr, tile, copies, shared, t, n):
         # The last product of this tile, under the first scores and softmax of the next. When
         # there is no next, the scores are stale, and nothing uses them.
         number += 1
-        after, more = read_message(shared.mail, number)
-        wait_full(shared.k, use, C.K_STAGES, pred=more)
-        wait_full(shared.q, number, C.Q_STAGES, c, pred=more)
+        after, more = ring.read_message(shared.mail, number)
+        ring.wait_full(shared.k, use, C.K_STAGES, pred=more)
+        ring.wait_full(shared.q, number, C.Q_STAGES, c, pred=more)
         S = issue_scores(C, c, shared, number, use)
         o0, o1 = issue_output(C, state.p, state.o0, state.o1, shared.v, use - 1)
         # released late, for each of these waits for the four warps
-        release(shared.mail, number, 2)
+        ring.release(shared.mail, number, 2)
         if C.Q_STAGES > 1:
-            release(shared.q, number - 1, C.Q_STAGES, c)
+            ring.release(shared.q, number - 1, C.Q_STAGES, c)
         copied = load_bias(C, c, shared.bias, use, more)
         S = warpgroup_mma_wait(1, deps=[S])
-        release(shared.k, use, C.K_STAGES, pred=more)
+        ring.release(shared.k, use, C.K_STAGES, pred=more)
         if C.Q_STAGES == 1:
-            release(shared.q, number, 1, c, pred=more & (after.lo + 1 == after.hi))
+            ring.release(shared.q, number, 1, c, pred=more & (after.lo + 1 == after.hi))
         p, m, l, alpha = first_weights(C, c, S, copied, after, t, n, dtype)
         if C.WARPGROUPS < 3:
             inverse = store_lse(C, c, state.m, state.l, tile, t, n)
         # begins a basic block, as in step
-        wait_full(shared.v, use - 1, C.V_STAGES)
+        ring.wait_full(shared.v, use - 1, C.V_STAGES)
         o0, o1 = wait_output(C, o0, o1)
-        release(shared.v, use - 1, C.V_STAGES)
+        ring.release(shared.v, use - 1, C.V_STAGES)
         release_bias(C, c, shared.bias, use, more)
         if C.WARPGROUPS == 3:
             inverse = store_lse(C, c, state.m, state.l, tile, t, n)
@@ -755,12 +691,12 @@ def store_output(
 
 
 @gluon.jit
-def copy_out(x, corner, copy, stages, c: gl.constexpr):
+def copy_out(x, corner, column: gl.constexpr, copy, stages, c: gl.constexpr):
     """Copy x, a tile in registers, when the copy before has left its buffer."""
     tma_store_wait(0)
-    tile_at(stages, c, 64, x.shape[1]).store(x)
+    ring.tile_at(stages, c, 64, x.shape[1]).store(x)
     fence_async_shared()
-    tma_store(copy, corner, stages.index(c))
+    tma_store(copy, corner + (column,), stages.index(c))
 
 
 @gluon.jit
@@ -771,11 +707,11 @@ def stage_output(C: gl.constexpr, c: gl.constexpr, o, inverse, corner, copy, sta
     inverse = gl.convert_layout(inverse, gl.SliceLayout(1, o.type.layout))
     x = (o * inverse[:, None]).to(dtype)
     if C.DV == W:
-        copy_out(x, corner + (0,), copy, stages, c)
+        copy_out(x, corner, 0, copy, stages, c)
     else:
         x0, x1 = x.reshape([64, 2, W]).permute((0, 2, 1)).split()
-        copy_out(x0, corner + (0,), copy, stages, c)
-        copy_out(x1, corner + (W,), copy, stages, c)
+        copy_out(x0, corner, 0, copy, stages, c)
+        copy_out(x1, corner, W, copy, stages, c)
 
 
 @gluon.jit
@@ -799,10 +735,10 @@ def store_rows(C: gl.constexpr, o, inverse, base, column: gl.constexpr, tokens, 
 @gluon.jit
 def part_buffers(copy, n: gl.constexpr, W1: gl.constexpr):
     """Return n buffers for each part of a tile; those of a part that is none are not used."""
-    low = tile_buffers(copy.low, n)
+    low = ring.tile_buffers(copy.low, n)
     high = low
     if W1:
-        high = tile_buffers(copy.high, n)
+        high = ring.tile_buffers(copy.high, n)
     return Parts(low, high)
 
 
@@ -819,15 +755,17 @@ def forward(q0, q1, k0, k1, v0, v1, bias, out, t, n, C: gl.constexpr):
     biases, outs = None, None
     if C.BIAS == "copied":
         tiles: gl.constexpr = C.WARPGROUPS * C.B_STAGES
-        biases = Ring(tile_buffers(bias, tiles), barriers(tiles, 1), barriers(tiles, 1))
-    mail = mailbox(C.WARPGROUPS)
-    q_ring = Ring(qs, barriers(each, 1), barriers(each, 1))
-    k_ring = Ring(ks, barriers(C.K_STAGES, 1), barriers(C.K_STAGES, C.WARPGROUPS))
-    v_full = full_barriers(C.V_STAGES, C.PADDED)
-    v_ring = Ring(vs, v_full, barriers(C.V_STAGES, C.WARPGROUPS))
+        biases = Ring(
+            ring.tile_buffers(bias, tiles), ring.barriers(tiles, 1), ring.barriers(tiles, 1)
+        )
+    mail = ring.mailbox(C.WARPGROUPS)
+    q_ring = Ring(qs, ring.barriers(each, 1), ring.barriers(each, 1))
+    k_ring = Ring(ks, ring.barriers(C.K_STAGES, 1), ring.barriers(C.K_STAGES, C.WARPGROUPS))
+    v_full = ring.full_barriers(C.V_STAGES, C.PADDED)
+    v_ring = Ring(vs, v_full, ring.barriers(C.V_STAGES, C.WARPGROUPS))
     fence_async_shared()
     if C.STAGED:
-        outs = tile_buffers(out, C.WARPGROUPS)
+        outs = ring.tile_buffers(out, C.WARPGROUPS)
     shared = Shared(q_ring, k_ring, v_ring, biases, outs, mail)
     R0: gl.constexpr = C.CONSUMER_REGISTERS
     R1: gl.constexpr = C.PRODUCER_REGISTERS

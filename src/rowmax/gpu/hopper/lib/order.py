@@ -89,6 +89,37 @@ def row_at(C: gl.constexpr, n, order, sequences):
     return Row(token, head, b)
 
 
+@gluon.jit
+def first_place(C: gl.constexpr, order):
+    """Return (this block's first place in the order, its end)."""
+    place = gl.program_id(0)
+    if C.VARLEN:
+        end = gl.load(order.ends) * order.heads
+    elif C.DRAWN:
+        end = gl.load(order.ends)
+    else:
+        end = gl.load(order.ends + place)
+    return place, end
+
+
+@gluon.jit
+def next_place(C: gl.constexpr, place, order):
+    """Return the place after this one: from the counter, or a stride on."""
+    if C.DRAWN:
+        place = gl.num_programs(0) + gl.atomic_add(order.counter, 1)
+    else:
+        place = place + gl.num_programs(0)
+    return place
+
+
+@gluon.jit
+def row_ahead(C: gl.constexpr, place, end, order, sequences):
+    """Return the row a stride on, or past the end any row, to be loaded before it is needed."""
+    following = place + gl.num_programs(0)
+    following = gl.where(following < end, following, gl.program_id(0))
+    return row_at(C, following, order, sequences)
+
+
 # --- on the host -------------------------------------------------------------------------------
 
 #: the cost of a tile beside its key tiles, in key tiles

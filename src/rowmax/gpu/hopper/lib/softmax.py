@@ -71,9 +71,11 @@ def moved(m, peak, NATURAL: gl.constexpr):
 
 
 @gluon.jit
-def softmax_step(x, m, l, scale, NATURAL: gl.constexpr):
-    """Return (p, m, l, alpha): the weights of scores x ``[64, N/8, 4, 2]``, the statistics of the
-    rows with them, and the factor of O.
+def softmax_step(
+    x, m, l, scale, NATURAL: gl.constexpr, LATE: gl.constexpr, dtype: gl.constexpr
+):  # fmt: skip
+    """Return (p, m, l, alpha): the weights ``[64, N]`` of scores x ``[64, N/8, 4, 2]``, rounded
+    unless LATE, the statistics of the rows with them, and the factor of O.
 
     ``scale`` carries log2(e): scores enter as they left the product, exponents are of two.
     Natural scores are whole.
@@ -88,4 +90,6 @@ def softmax_step(x, m, l, scale, NATURAL: gl.constexpr):
         p = gl.exp2(x * scale - along_row(m_new))
         alpha = gl.exp2(m - m_new)
     l = l * alpha + gl.sum(gl.sum(p, 3), 1)
-    return p, m_new, l, alpha
+    if not LATE:
+        p = rounded(p, dtype)
+    return p.reshape([x.shape[0], 8 * x.shape[1]]), m_new, l, alpha
