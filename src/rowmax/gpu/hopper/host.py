@@ -78,6 +78,7 @@ def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
 
 
 def launch(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None:
+    """Launch the kernel. Prepare a plan where the cache has none."""
     q, k, v, bias = tensors[:4]
     key = key_of(problem, tensors)
     plan = _PLANS.get(key)
@@ -98,6 +99,7 @@ def launch(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None
 
 
 def pointers(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> Pointers:
+    """Return the pointers of a call; launches what makes its tables."""
     _, _, _, bias, sink, alibi, _, q_ids, k_ids, lengths, cu_q, cu_k, _ = tensors
     C, table, ends, counter = plan.constants.config, plan.rows, plan.ends, None
     small = (x if x is None else x.contiguous() for x in (q_ids, k_ids, alibi, sink, lengths))
@@ -111,24 +113,11 @@ def pointers(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: T
     if problem.documents:
         spans, q_range, k_range = spans_of(problem, tensors, C.WARPGROUPS, C.TOKENS, C.BLOCK_K)
         counter = torch.zeros(1, dtype=torch.int32, device=out.device)
+    bias = bias if C.BIAS != "copied" else None
     return Pointers(
-        out,
-        lse,
-        table,
-        ends,
-        counter,
-        cu_q,
-        cu_k,
-        lengths,
-        spans,
-        q_range,
-        k_range,
-        q_ids,
-        k_ids,
-        alibi,
-        sink,
-        bias if C.BIAS != "copied" else None,
-    )
+        out, lse, table, ends, counter, cu_q, cu_k, lengths, spans, q_range, k_range, q_ids, k_ids,
+        alibi, sink, bias,
+    )  # fmt: skip
 
 
 def spills(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> bool:
@@ -153,6 +142,7 @@ def spills(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: Ten
 
 
 def key_of(problem: Problem, tensors: Tensors) -> tuple[Any, ...]:
+    """Return all that a plan depends on."""
     q, k, v, bias, _, _, _, q_ids, k_ids, *_ = tensors
     more = None
     if bias is not None:
@@ -267,11 +257,11 @@ def note_of_tile(p: Problem) -> str | None:
 
 
 def numbers(p: Problem, tensors: Tensors, c: Config, heads: int) -> Numbers:
+    """Return the kernel's numbers; ``heads`` are those of tiles."""
     cap, ids = p.softcap, (tensors.q_ids, tensors.k_ids)
     scale, inner = (cap, p.scale / cap) if cap > 0 else (p.scale, 0.0)
     if not c.ADDED:  # the exponential takes both in at once
         scale *= _LOG2E
-    left, right = p.limits
     bias_strides, each = (0, 0, 0, 0), (0, 0)
     if tensors.bias is not None:
         sizes = tensors.bias.shape
@@ -279,24 +269,12 @@ def numbers(p: Problem, tensors: Tensors, c: Config, heads: int) -> Numbers:
         bias_strides = tuple(
             s if size > 1 else 0 for s, size in zip(tensors.bias.stride(), sizes, strict=True)
         )
+    id_strides = (0 if x is None or x.shape[0] == 1 else x.shape[1] for x in ids)
+    keys, ratio = SECTION_BYTES // (2 * (p.d + p.dv)), 1 if c.GROUP > 1 else p.group
     return Numbers(
-        heads,
-        p.hk,
-        SECTION_BYTES // (2 * (p.d + p.dv)),
-        p.nq,
-        p.nk,
-        left,
-        right,
-        p.batch,
-        scale,
-        inner,
-        *bias_strides,
-        *(0 if x is None or x.shape[0] == 1 else x.shape[1] for x in ids),
-        *each,
-        p.hq,
-        1 if c.GROUP > 1 else p.group,
-        p.total_q,
-    )
+        heads, p.hk, keys, p.nq, p.nk, *p.limits, p.batch, scale, inner, *bias_strides, *id_strides,
+        *each, p.hq, ratio, p.total_q,
+    )  # fmt: skip
 
 
 def tile_order(

@@ -13,31 +13,14 @@ SETTLE = gl.constexpr(
     """{
     .reg .pred p;
     .reg .b32 a, b, c, d, e, f, g, h;
-    mov.b32 a, $8;
-    mov.b32 b, $9;
-    mov.b32 c, $10;
-    mov.b32 d, $11;
-    mov.b32 e, $12;
-    mov.b32 f, $13;
-    mov.b32 g, $14;
-    mov.b32 h, $15;
-    or.b32 a, a, b;
-    or.b32 c, c, d;
-    or.b32 e, e, f;
-    or.b32 g, g, h;
-    or.b32 a, a, c;
-    or.b32 e, e, g;
-    or.b32 a, a, e;
+    mov.b32 a, $8; mov.b32 b, $9; mov.b32 c, $10; mov.b32 d, $11;
+    mov.b32 e, $12; mov.b32 f, $13; mov.b32 g, $14; mov.b32 h, $15;
+    or.b32 a, a, b; or.b32 c, c, d; or.b32 e, e, f; or.b32 g, g, h;
+    or.b32 a, a, c; or.b32 e, e, g; or.b32 a, a, e;
     setp.eq.b32 p, a, 0xffffffff;
     @p nanosleep.u32 1;
-    mov.b32 $0, $8;
-    mov.b32 $1, $9;
-    mov.b32 $2, $10;
-    mov.b32 $3, $11;
-    mov.b32 $4, $12;
-    mov.b32 $5, $13;
-    mov.b32 $6, $14;
-    mov.b32 $7, $15;
+    mov.b32 $0, $8; mov.b32 $1, $9; mov.b32 $2, $10; mov.b32 $3, $11;
+    mov.b32 $4, $12; mov.b32 $5, $13; mov.b32 $6, $14; mov.b32 $7, $15;
     }"""
 )
 
