@@ -29,8 +29,8 @@ from tests.extreme_bias import extreme, limit, row_complaints  # noqa: E402
 from tests.spoiled import padding_matters  # noqa: E402
 from tests.tolerance import Answer, complaint, poisoned  # noqa: E402
 
-#: what the table of all backends does not have: lengths that meet tiles in every way, few and
-#: many tiles, every way for a bias to come, every head size of a tile
+#: cases that the table of all backends lacks: lengths that meet tiles in every way, few and many
+#: tiles, every path of a bias, every head size of a tile
 LENGTHS = ((1, 1), (3, 3), (64, 1), (239, 1), (113, 203), (256, 256), (128, 384), (255, 257))
 SIZES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (80, 72), (256, 64))
 MORE = [
@@ -68,7 +68,7 @@ def prepare(processors: int) -> None:
 
 
 def check(case: Case, seed: int) -> list[str]:
-    """What is wrong with a case, on a machine of few processors."""
+    """Return the faults of a case, on a machine of few processors."""
     random.seed(f"{case.name} {seed}")
     torch.manual_seed(seed)
     prepare(random.choice((1, 1, 2, 3, 64)))
@@ -88,7 +88,7 @@ def check(case: Case, seed: int) -> list[str]:
 
 
 def check_extreme(case: Case, bias_dtype: torch.dtype) -> list[str]:
-    """Biases and sinks as large as their dtype goes."""
+    """Return the faults with biases and sinks as large as their dtype goes."""
     random.seed(case.name)
     prepare(3)
     problem, tensors = extreme(case, torch.float16, bias_dtype, "cpu").problem()

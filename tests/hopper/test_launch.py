@@ -1,4 +1,4 @@
-"""The host's side of the Hopper kernels, without them."""
+"""The host's side of the Hopper kernels, without the kernels."""
 
 from __future__ import annotations
 
@@ -56,16 +56,14 @@ def test_positions_are_aligned_to_the_keys(
 
 
 class Crowded(dict):
-    """Plans of which other threads make so many that one is gone once it is found."""
+    """A cache that drops a plan once it is found, as when other threads make many."""
 
     def move_to_end(self, key: Any) -> None:
         raise KeyError(key)
 
 
 @pytest.mark.parametrize("module", [forward, backward])
-def test_a_plan_that_is_let_go_of_serves_the_call(
-    module: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dropped_plan_serves_the_call(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     problem, tensors = posed()
     plan, done = object(), []
     q = tensors.q

@@ -33,7 +33,7 @@ def _met(ids: tuple[Tensor, Tensor], others: tuple[Tensor, Tensor]) -> tuple[Ten
 def tile_spans(
     resident: Tensor, streamed: Tensor, block: int, block_streamed: int, batch: int
 ) -> Tensor:
-    """Return int32 ``[B, resident tiles, 2]``: the first streamed tile that each meets, and the end.
+    """Return int32 ``[B, resident tiles, 2]``: the first streamed tile that each meets, and an end.
 
     Both sides are given by ids, ``[B|1, N]``. Neither bound ever falls from one tile to the next,
     so that the resident tiles that meet a streamed one are an interval too.
