@@ -27,7 +27,7 @@ from .gluon_compat import (
     warpgroup_mma_wait,
 )
 from .lib import ring, rules
-from .lib.layouts import output_layout, score_layout, value_layout, weight_layout
+from .lib.layouts import output_layout, product_layout, weight_layout
 from .lib.order import Order, Row, Sequences, Tile, first_place, next_place, row_ahead, row_at
 from .lib.ring import Mailbox, Ring
 from .lib.scores import columns, lanes, rows_of, settled
@@ -407,7 +407,7 @@ def issue_scores(C: gl.constexpr, c: gl.constexpr, shared, number, use):
     k = shared.k.buffers
     i = c * C.Q_STAGES + ring.slot(number + (use >> 30), C.Q_STAGES)
     s = ring.slot(use, C.K_STAGES)
-    z = gl.full([64, C.BLOCK_K], 0.0, gl.float32, score_layout(C))
+    z = gl.full([64, C.BLOCK_K], 0.0, gl.float32, product_layout(C.BLOCK_K))
     q0 = ring.tile_at(q.low, i, 64, C.D0)
     k0 = ring.tile_at(k.low, s, C.BLOCK_K, C.D0)
     S = warpgroup_mma(q0, k0.permute((1, 0)), z, use_acc=False, is_async=True)
@@ -458,7 +458,7 @@ def load_bias(C: gl.constexpr, c: gl.constexpr, biases, use, live):
     if C.BIAS == "copied":
         ring.wait_full(biases, use, C.B_STAGES, c, pred=live)
         i = c * C.B_STAGES + ring.slot(use, C.B_STAGES)
-        copied = ring.tile_at(biases.buffers, i, 64, C.BLOCK_K).load(score_layout(C))
+        copied = ring.tile_at(biases.buffers, i, 64, C.BLOCK_K).load(product_layout(C.BLOCK_K))
         if C.B_STAGES == 1:  # the producer waits for this buffer
             copied = settled(copied)
             ring.release(biases, use, 1, c, pred=live)
@@ -542,8 +542,8 @@ def rest_of_tile(
     """Compute all key tiles of a query tile after its first step, and return (use, state)."""
     first = tile.token + c * C.TOKENS
     W1: gl.constexpr = C.DV1 if C.DV1 else 16
-    o0 = gl.full([64, C.DV0], 0.0, gl.float32, value_layout(C.DV0))
-    o1 = gl.full([64, W1], 0.0, gl.float32, value_layout(W1))
+    o0 = gl.full([64, C.DV0], 0.0, gl.float32, product_layout(C.DV0))
+    o1 = gl.full([64, W1], 0.0, gl.float32, product_layout(W1))
     state = State(o0, o1, p, m, l, alpha)
     lo = tile.lo
     end = tile.hi - 1
@@ -776,20 +776,13 @@ def forward(q0, q1, k0, k1, v0, v1, bias, out, t, n, C: gl.constexpr):
         )  # fmt: skip
     elif C.WARPGROUPS == 2:
         gl.warp_specialize(
-            [
-                (consumer, (C, 0, copies, shared, t, n)),
-                (consumer, (C, 1, copies, shared, t, n)),
-                (producer, (C, copies, shared, t, n)),
-            ],
+            [(consumer, (C, 0, copies, shared, t, n)), (consumer, (C, 1, copies, shared, t, n)),
+             (producer, (C, copies, shared, t, n))],
             [4, 1], [R0, R1],
         )  # fmt: skip
     else:
         gl.warp_specialize(
-            [
-                (consumer, (C, 0, copies, shared, t, n)),
-                (consumer, (C, 1, copies, shared, t, n)),
-                (consumer, (C, 2, copies, shared, t, n)),
-                (producer, (C, copies, shared, t, n)),
-            ],
+            [(consumer, (C, 0, copies, shared, t, n)), (consumer, (C, 1, copies, shared, t, n)),
+             (consumer, (C, 2, copies, shared, t, n)), (producer, (C, copies, shared, t, n))],
             [4, 4, 1], [R0, R0, R1],
         )  # fmt: skip

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from ...call.problem import Problem, Tensors
 from .. import compat
 from ..compiled import Launch
-from . import packed
+from . import packed, tiles
 from .documents import spans_of
 from .forward_kernel import Numbers, Pointers
 from .forward_kernel import forward as kernel
@@ -21,18 +21,7 @@ from .gluon_compat import GluonASTSource
 from .kept import Plans
 from .lib.order import SECTION_BYTES, dense_table, tile_count
 from .lib.tma import Descriptors, aligned, descriptor, is_aligned, placed, strides
-from .tiles import (
-    LONG_64,
-    LONG_64_SPILLS,
-    ROWS,
-    Config,
-    Constants,
-    Tile,
-    bias_fits,
-    config_for,
-    packed_heads,
-    tile_for,
-)
+from .tiles import Config, Constants, Tile
 
 _LOG2E = math.log2(math.e)
 _MOST_PLANS = 256
@@ -86,7 +75,7 @@ def launch(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None
         q, k, v = aligned(q), aligned(k), aligned(v)
         tensors = tensors._replace(q=q, k=k, v=v)
         plan = find_plan(problem, tensors, out)
-        if plan.tile is LONG_64 and spills(plan, problem, tensors, out, lse):
+        if plan.tile is tiles.LONG_64 and spills(plan, problem, tensors, out, lse):
             _PLANS.pop(key_of(problem, tensors), None)
             plan = find_plan(problem, tensors, out)  # now with the next best tile
     else:
@@ -131,7 +120,7 @@ def spills(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: Ten
         copies = over(plan.copies, *tensors[:4], out)
         t = pointers(plan, problem, tensors, out, lse)
         words = compat.spills(plan.launch.loaded(*copies, t, *plan.last).kernel)
-        found = words is None or words > LONG_64_SPILLS
+        found = words is None or words > tiles.LONG_64_SPILLS
         if len(_SPILLED) >= _MOST_PLANS:
             _SPILLED.clear()
         _SPILLED[config] = found
@@ -175,7 +164,7 @@ def bias_path(problem: Problem, bias: Tensor | None) -> str:
         return "row"
     if j != problem.nk or not bias.stride(3):
         return "column"
-    return "copied" if bias_fits(problem) and is_aligned(bias) else "gathered"
+    return "copied" if tiles.bias_fits(problem) and is_aligned(bias) else "gathered"
 
 
 def build_plan(
@@ -185,8 +174,8 @@ def build_plan(
     q, k, v, bias = tensors[:4]
     path = bias_path(p, bias)
     tile = tile or best_tile(p, path, q.device)
-    group = packed_heads(p, path)
-    constants = Constants(replace(config_for(p, tile, path, group), **options))
+    group = tiles.packed_heads(p, path)
+    constants = Constants(replace(tiles.config_for(p, tile, path, group), **options))
     C = constants.config
     heads = p.hq // group
     blocks, rows, ends = tile_order(p, C.TILE, tile.block_k, heads, q.device)
@@ -209,7 +198,7 @@ def descriptors(
     of_bias = of_out = None
     if C.BIAS == "copied":
         assert bias is not None
-        of_bias = descriptor(bias.dtype, bias.shape, strides(bias), [1, 1, ROWS, C.BLOCK_K])
+        of_bias = descriptor(bias.dtype, bias.shape, strides(bias), [1, 1, tiles.ROWS, C.BLOCK_K])
     if C.STAGED:
         of_out = descriptor(out.dtype, *_grouped(out, C.GROUP), [*q_tile, C.STAGED])
     return (
@@ -235,20 +224,25 @@ def over(
     return placed(copies, (q, q, k, k, v, v, bias, out))
 
 
+def long_spills(p: Problem) -> bool | None:
+    """Return ``spills`` of three warpgroups for a problem, None until that kernel is compiled."""
+    return _SPILLED.get(tiles.config_for(p, tiles.LONG_64, "", tiles.packed_heads(p, "")))
+
+
 def best_tile(p: Problem, bias: str, device: torch.device) -> Tile:
     """Return the tile of a problem, as far as kernels compiled before allow."""
-    tile = tile_for(p, bias, processors(device))
-    if tile == LONG_64 and _SPILLED.get(config_for(p, tile, bias, packed_heads(p, bias))):
-        return tile_for(p, bias, processors(device), spilled=True)
+    tile = tiles.tile_for(p, bias, processors(device))
+    if tile == tiles.LONG_64 and long_spills(p):
+        return tiles.tile_for(p, bias, processors(device), spilled=True)
     return tile
 
 
 def note_of_tile(p: Problem) -> str | None:
     """Return a sentence about the tile of a problem, where the compiled kernel decides on it."""
     device = torch.device(p.device, p.device_index)
-    if p.bias is not None or tile_for(p, "", processors(device)) != LONG_64:
+    if p.bias is not None or tiles.tile_for(p, "", processors(device)) != tiles.LONG_64:
         return None
-    found = _SPILLED.get(config_for(p, LONG_64, "", packed_heads(p, "")))
+    found = long_spills(p)
     if found is None:
         return "three warpgroups, if the kernel keeps to registers once compiled; else two"
     if found:
@@ -283,8 +277,8 @@ def tile_order(
     """Return (blocks, the order of the tiles, each block's end)."""
     most = processors(device)
     if p.varlen:
-        tiles = packed.most_tiles(p.total_q, p.nq, p.batch, tokens) * heads
-        return max(1, min(most, tiles)), None, None
+        every = packed.most_tiles(p.total_q, p.nq, p.batch, tokens) * heads
+        return max(1, min(most, every)), None, None
     counts = tile_count(tokens, block_k, p.nq, p.nk, p.left, p.right)
     if p.documents:  # only the device knows how long its tiles are
         counts = torch.ones_like(counts)

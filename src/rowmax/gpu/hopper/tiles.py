@@ -231,32 +231,16 @@ def shared_bytes(
 def config_for(p: Problem, tile: Tile, bias: str, group: int) -> Config:
     d, dv = sizes_of(p.d, p.dv)
     return Config(
-        D=d,
-        DV=dv,
-        DV_OUT=p.dv,
-        BLOCK_K=tile.block_k,
-        K_STAGES=tile.k_stages,
-        V_STAGES=tile.v_stages,
-        Q_STAGES=tile.q_stages,
-        WARPGROUPS=tile.warpgroups,
-        GROUP=group,
-        LEFT=p.left is not None,
-        RIGHT=p.right is not None,
-        VARLEN=p.varlen,
-        PREFIX=p.prefix,
-        DOCUMENTS=p.documents,
-        SOFTCAP=p.softcap > 0,
-        ALIBI=p.alibi,
-        SINK=p.sink,
-        BIAS=bias,
-        B_STAGES=tile.b_stages if bias == "copied" else 1,
+        D=d, DV=dv, DV_OUT=p.dv, GROUP=group, WARPGROUPS=tile.warpgroups, BLOCK_K=tile.block_k,
+        K_STAGES=tile.k_stages, V_STAGES=tile.v_stages, Q_STAGES=tile.q_stages,
+        LEFT=p.left is not None, RIGHT=p.right is not None,
+        VARLEN=p.varlen, PREFIX=p.prefix, DOCUMENTS=p.documents,
+        SOFTCAP=p.softcap > 0, ALIBI=p.alibi, SINK=p.sink, NATURAL=p.natural,
+        BIAS=bias, B_STAGES=tile.b_stages if bias == "copied" else 1,
         EVEN_K=not (p.varlen or p.prefix) and p.nk % tile.block_k == 0,
-        STAGED=staged_columns(p, tile, bias),
-        NATURAL=p.natural,
-        ROUND_LATE=tile.warpgroups == 3,
-        CONSUMER_REGISTERS=tile.registers[0],
-        PRODUCER_REGISTERS=tile.registers[1],
-    )
+        STAGED=staged_columns(p, tile, bias), ROUND_LATE=tile.warpgroups == 3,
+        CONSUMER_REGISTERS=tile.registers[0], PRODUCER_REGISTERS=tile.registers[1],
+    )  # fmt: skip
 
 
 def staged_columns(p: Problem, tile: Tile, bias: str) -> int:

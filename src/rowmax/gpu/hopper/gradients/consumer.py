@@ -32,7 +32,8 @@ from ..gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ..lib.layouts import matrix, output_layout, value_layout, weight_layout
+from ..lib.layouts import matrix, output_layout, weight_layout
+from ..lib.layouts import product_layout as value_layout
 from ..lib.positional import told
 from ..lib.ring import phase, slot
 from ..lib.softmax import by_lane, rounded

@@ -45,7 +45,8 @@ from ..gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ..lib.layouts import matrix, value_layout, weight_layout
+from ..lib.layouts import matrix, weight_layout
+from ..lib.layouts import product_layout as value_layout
 from ..lib.positional import told
 from ..lib.ring import barriers, phase, slot
 from ..lib.scores import settled

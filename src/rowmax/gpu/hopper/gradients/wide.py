@@ -23,7 +23,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..gluon_compat import mbarrier, warpgroup_mma, warpgroup_mma_wait
-from ..lib.layouts import value_layout, weight_layout
+from ..lib.layouts import product_layout as value_layout
+from ..lib.layouts import weight_layout
 from ..lib.positional import told
 from ..lib.ring import phase, slot
 from ..lib.softmax import rounded

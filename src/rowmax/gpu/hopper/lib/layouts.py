@@ -7,21 +7,15 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.constexpr_function
-def score_layout(C):
-    """S ``[64, BLOCK_K]`` as the product leaves it."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_K, 16])
-
-
-@gluon.constexpr_function
-def value_layout(width):
-    """O ``[64, width]`` as the product leaves it."""
+def product_layout(width):
+    """S or O ``[64, width]`` as the product leaves it."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
 
 
 @gluon.constexpr_function
 def weight_layout(width):
     """P as the product takes it from registers; the threads that held S hold it."""
-    return gl.DotOperandLayout(operand_index=0, parent=value_layout(width), k_width=2)
+    return gl.DotOperandLayout(operand_index=0, parent=product_layout(width), k_width=2)
 
 
 @gluon.constexpr_function
