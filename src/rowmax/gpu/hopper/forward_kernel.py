@@ -244,7 +244,7 @@ def producer(C: gl.constexpr, copies, shared, t, n):
     place, end = first_place(C, order)
     number = 0  # of a message, which is that of the tile
     use = 0
-    # where the host has made the order every block has a tile
+    # in an order of the host every block has a tile
     here = gl.where(place < end, place, 0) if C.DRAWN else place
     tile = tile_of(C, row_at(C, here, order, sequences), t, n)
     # of the tile after this one, long before it is needed: a load from memory takes long

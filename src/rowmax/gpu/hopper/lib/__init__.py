@@ -1,1 +1,1 @@
-"""What the Hopper kernels share."""
+"""The parts that Hopper kernels share."""
