@@ -556,6 +556,8 @@ def rest_of_tile(
         if C.LEFT or C.RIGHT:
             low, high = full_range(C, first, tile, n)
             full, full_end = rules.filled_tiles(low, high, C.BLOCK_K, lo, end)
+            if not C.LEFT:
+                full = lo  # as it is, but in a register less
         if C.RIGHT:
             use, state = steps(C, True, c, full_end, end, use, number, state, tile, shared, t, n)
         use, state = steps(C, False, c, full, full_end, use, number, state, tile, shared, t, n)
