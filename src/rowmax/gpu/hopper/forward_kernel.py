@@ -554,10 +554,12 @@ def rest_of_tile(
         full = lo
         full_end = end
         if C.LEFT or C.RIGHT:
+            # not by filled_tiles: its scalars spill at head size 256
             low, high = full_range(C, first, tile, n)
-            full, full_end = rules.filled_tiles(low, high, C.BLOCK_K, lo, end)
-            if not C.LEFT:
-                full = lo  # as it is, but in a register less
+            if C.RIGHT:
+                full_end = gl.minimum(gl.maximum(high // C.BLOCK_K, lo), end)
+            if C.LEFT:
+                full = gl.minimum(gl.maximum((low + C.BLOCK_K - 1) // C.BLOCK_K, lo), full_end)
         if C.RIGHT:
             use, state = steps(C, True, c, full_end, end, use, number, state, tile, shared, t, n)
         use, state = steps(C, False, c, full, full_end, use, number, state, tile, shared, t, n)

@@ -27,7 +27,6 @@ _OF_TENSORS = {"max": torch.clamp_min, "min": torch.clamp_max}
 
 any_range = gluon.jit(bound(band.any_range, **_IN_KERNELS))
 all_range = gluon.jit(bound(band.all_range, **_IN_KERNELS))
-filled_tiles = gluon.jit(bound(band.filled_tiles, **_IN_KERNELS))
 key_tiles = gluon.jit(bound(met_tiles, **_IN_KERNELS))
 score_bfloat16 = gluon.jit(bound(score.score, tanh=tanh_of_hardware))
 score_float16 = gluon.jit(bound(score.score, tanh=tanh_from_exponential))
