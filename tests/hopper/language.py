@@ -152,6 +152,8 @@ def install() -> None:
     module("triton._C")
     module("triton._C.libtriton", ir=None)
     sys.modules["triton.language"] = sys.modules["triton"].language = gl  # pyright: ignore
+    module("triton.language.extra")
+    module("triton.language.extra.cuda", gdc_wait=None)
     module("triton.experimental")
     module("triton.experimental.gluon._runtime", GluonASTSource=None)
     module("triton.experimental.gluon", jit=same, constexpr_function=same, language=gl)

@@ -94,9 +94,7 @@ def add_queries(sums, x, at, ptr, num, cfg, place, plan, KIND: tl.constexpr):
         s = tl.dot(x.k, tl.trans(q), input_precision=cfg.PRECISION)
         lse2 = lib.load_rows(at.lse2, rows, place.nq, float("inf"), cfg.RAGGED_Q)
         rest = lib.load_rest(ptr, num, cfg, place, row, cfg.RAGGED_Q)
-        p, y = lib.weights(
-            s, lse2[None, :], rest, ptr, num, cfg, place, row, col, partial, KIND
-        )
+        p, y = lib.weights(s, lse2[None, :], rest, ptr, num, cfg, place, row, col, partial, KIND)
         do = lib.load_tile(at.do, num.dout, i0, place.nq, BLOCK_Q, cfg.RAGGED_Q)
         dp = p
         if WANT_DS:

@@ -135,9 +135,7 @@ def place_of(ptr, num, cfg, b, head, sizes):
     if cfg.TO_LENGTHS:
         offset = used - sizes.nq
     kv_head = head // cfg.GROUP
-    return Place(
-        b, head, kv_head, sizes.q_start, sizes.nq, sizes.k_start, sizes.nk, used, offset
-    )
+    return Place(b, head, kv_head, sizes.q_start, sizes.nq, sizes.k_start, sizes.nk, used, offset)
 
 
 # --- tiles in memory ---------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...call.problem import FAR, Problem, Tensors
-from . import lib, rules
+from . import lib
 from .kernel_args import ROW_UNIT
 from .launch import Job, JobSpec, launch
 from .rules import LOG2E
