@@ -19,18 +19,21 @@ import torch
 from rowmax.call.dispatch import lacks, refusal
 from rowmax.call.problem import Problem
 from rowmax.reference.tolerance import Noise
-
-from .cases import LEAVES, Call, Case, make, shape_of, sizes_of
-from .tolerance import (
+from rowmax.testing import (
+    LEAVES,
     Answer,
+    Call,
+    Case,
     Expected,
     answer,
     complaint,
     complaints,
     cotangents,
     expected,
+    make,
     poisoned,
 )
+from rowmax.testing.cases import shape_of, sizes_of
 
 DTYPES = ("float32", "bfloat16", "float16")
 #: of B Hq max(Nq, Nk) Nk: what the float64 definition has room for on a GPU, and is soon done

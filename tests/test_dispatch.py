@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import rowmax
 from rowmax import torch_compat
 
-from .plain import attention, inputs
+from .small_calls import attention, inputs
 
 
 class _Seen(TorchDispatchMode):

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from .cases import Case, make
+from rowmax.testing import Case, make
+
 from .drawn import Drawn, RefusedError, from_json, reduced
 from .gpu import random_search
 

@@ -11,9 +11,20 @@ from torch import Tensor
 
 from rowmax.reference import tolerance as rule
 from rowmax.reference.tolerance import Noise
-
-from .cases import CASES, COVERING, Case, make, pairwise
-from .tolerance import Answer, Expected, answer, complaints, cotangents, expected, poisoned
+from rowmax.testing import (
+    CASES,
+    COVERING,
+    Answer,
+    Case,
+    Expected,
+    answer,
+    complaints,
+    cotangents,
+    expected,
+    make,
+    poisoned,
+)
+from rowmax.testing.table import pairwise
 
 CASE = Case("rule", causal=True, bias="1hqk", sink=True, allowed="11qk", empty_rows=True)
 
