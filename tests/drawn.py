@@ -1,8 +1,8 @@
 """Calls drawn at random: everything that a call can vary, from one seed.
 
-``drawn(seed)`` is one call. ``group`` draws what kernels are compiled for (features, head sizes,
-strides) and ``varied`` what is free at run time (lengths, batch, limits, contents), so that one
-compiled kernel serves many calls. ``reduced`` shrinks a call that fails.
+``drawn(seed)`` is one call. ``draw_group`` draws what is compiled into kernels (features, head
+sizes, strides), ``varied`` the rest (lengths, batch, limits, contents), so that one compiled kernel
+serves many calls. ``reduced`` shrinks a call that fails.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Drawn:
     def snippet(self, backend: str, device: str) -> str:
         """Python that makes the call again and says what is wrong."""
         return (
-            "from tests.cases import Case\n"
+            "from rowmax.testing import Case\n"
             "from tests.drawn import Drawn, wrong\n"
             f"case = {literal(self.case)}\n"
             f"print(wrong(Drawn(case, {self.dtype!r}, {self.seed}), {backend!r}, {device!r}))\n"
@@ -222,10 +222,12 @@ def drawn(
     """One call; ``dtype`` and whatever the backend refuses aside, all of it from the seed."""
     rng = random.Random(seed)
     dtype = dtype or rng.choice((*DTYPES, "float64"))
-    return Drawn(varied(rng, group(rng, dtype, backend, budget), budget), dtype, seed)
+    return Drawn(varied(rng, draw_group(rng, dtype, backend, budget), budget), dtype, seed)
 
 
-def group(rng: random.Random, dtype: str, backend: str = "cpu", budget: int = GPU_BUDGET) -> Case:
+def draw_group(
+    rng: random.Random, dtype: str, backend: str = "cpu", budget: int = GPU_BUDGET
+) -> Case:
     """What kernels are compiled for, with lengths of one of its calls. Most groups are such as
     the backend takes."""
     hopper = backend == "hopper"
