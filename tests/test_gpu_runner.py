@@ -15,9 +15,11 @@ import pytest
 
 pytest.importorskip("triton")
 
-from rowmax.testing import CASES
+from rowmax import tiled
+from rowmax.gpu import hopper, triton
+from rowmax.testing import CASES, Case
 
-from .gpu import check, extremes, kinds, results
+from .gpu import check, extremes, hopper_direct, kinds, launches, results
 from .gpu.pool import VISIBLE, Event, Job, Pool, visible_gpus
 
 
@@ -176,9 +178,41 @@ def test_small_cases_run_in_this_process(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_every_cache_of_launches_is_found() -> None:
-    from .gpu import launches
-
     launches.forget_plans()
+
+
+@pytest.mark.parametrize("elsewhere", [None, "cpu"])
+def test_direct_calls_are_held_to_the_rule(
+    elsewhere: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the torch backend in the place of the kernels."""
+
+    def wrong_keys(*arguments: Any) -> Any:
+        found = tiled.backward(*arguments)
+        return found._replace(k=found.k * 1.1)
+
+    def reads_padding(problem: Any, tensors: Any) -> Any:
+        out, lse = tiled.forward(problem, tensors)
+        return out, lse + int(tensors.v.isnan().any())
+
+    case = Case("", b=2, nq=20, nk=30, lengths=(0.4, 0.7), bias="1hqk", causal=True)
+    packed = Case("", sequences=((5, 9), (7, 4)), hk=2, sink=True)
+    for module in (hopper, triton):
+        monkeypatch.setattr(module, "backward", tiled.backward)
+    monkeypatch.setattr(hopper, "forward", tiled.forward)
+    for one in (case, packed):
+        assert hopper_direct.check_forward(one, "float16", 2, "cpu")[0].startswith("refused")
+    monkeypatch.setattr(hopper, "supports", lambda *_: None)
+    monkeypatch.setattr(hopper_direct.torch.cuda, "synchronize", lambda: None)
+    for one in (case, packed):
+        assert not hopper_direct.check_forward(one, "float16", 2, "cpu", elsewhere)
+        for flag in (False, True):
+            assert not hopper_direct.check_backward(one, "float16", flag, 2, "cpu", elsewhere)
+    monkeypatch.setattr(hopper, "forward", reads_padding)
+    assert "past the end" in hopper_direct.check_forward(case, "float16", 0, "cpu", elsewhere)[0]
+    monkeypatch.setattr(hopper, "backward", wrong_keys)
+    found = hopper_direct.check_backward(packed, "float16", True, 0, "cpu", elsewhere)
+    assert [text[:3] for text in found] == ["dk:"] * (2 if elsewhere is None else 1)
 
 
 def test_a_fault_is_wrong_and_is_run_again(tmp_path: Path) -> None:

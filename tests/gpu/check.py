@@ -72,12 +72,12 @@ class Report:
 
 
 def ordered(checks: list[Check], seed: int) -> list[Check]:
-    """Return checks that are alone first, then slow ones, then the others shuffled.
+    """Return checks that are alone first, then those that need fresh processes, then slow ones.
 
-    In the order of the table, neighbours would compile the same kernels at the same time.
+    The others are shuffled: neighbours in the table would compile the same kernels at once.
     """
     random.Random(seed).shuffle(checks)
-    return sorted(checks, key=lambda check: (not check.alone, not check.slow))
+    return sorted(checks, key=lambda check: (not check.alone, not check.fresh, not check.slow))
 
 
 def events(checks: list[Check], given: argparse.Namespace, end: float) -> Iterator[Event | None]:
@@ -86,7 +86,7 @@ def events(checks: list[Check], given: argparse.Namespace, end: float) -> Iterat
     pairs = [f"{a},{b}" for a, b in zip(gpus[::2], gpus[1::2], strict=False)]
     for count, visible in ((2, pairs), (1, gpus)):
         some = ordered([check for check in checks if check.gpus == count], given.seed)
-        jobs = [Job((check,), check.alone, check.fresh) for check in some]
+        jobs = [Job((one,), one.alone, one.fresh, one.limit) for one in some]
         processes = min(given.processes, len(jobs))
         if jobs:
             pool = Pool(run, processes, given.limit, given.device, visible)

@@ -27,6 +27,7 @@ from tests.drawn import Drawn, RefusedError, wrong
 from tests.gpu import extremes
 
 REPEATS = 200  # of the kind repeats
+LONG = 600.0  # seconds
 #: backends that take every case; a refusal of theirs is wrong
 GENERAL = ("triton", "cpu", "torch", "reference")
 
@@ -44,11 +45,15 @@ class Check(NamedTuple):
     slow: bool = False  # begins before the others
     alone: bool = False  # on its GPU
     fresh: bool = False  # in a process of its own
+    limit: float = 0.0  # seconds, if not those of the runner
     gpus: int = 1
 
     @property
     def key(self) -> tuple[str, ...]:
         return self[:4]
+
+
+Kind = Callable[[Namespace], Iterator[Check]]
 
 
 def run(check: Check) -> Iterator[str]:
@@ -115,23 +120,23 @@ def check_known_fault(case: Case, dtype: str, backend: str, device: str) -> list
         return [f"refused: {error}"]
 
 
-def _calls(kind: str, given: Namespace, items: Any) -> Iterator[Check]:
-    """Yield a check of each (name, dtype, variant, function, args, flags) for each backend."""
-    for backend in given.backends:
-        for name, dtype, variant, function, args, flags in items:
-            if takes_dtype(dtype, backend):
-                yield Check(
-                    kind,
-                    name,
-                    dtype,
-                    f"{backend} {variant}".strip(),
-                    function,
-                    (*args, backend, given.device),
-                    may_refuse=backend not in GENERAL,
-                    **flags,
-                )
+def every_backend(kind: Kind) -> Kind:
+    """Repeat the checks of a kind for each backend, with (backend, device) as last arguments."""
+
+    def checks(given: Namespace) -> Iterator[Check]:
+        for backend in given.backends:
+            for check in kind(given):
+                if takes_dtype(check.dtype, backend):
+                    yield check._replace(
+                        variant=f"{backend} {check.variant}".strip(),
+                        args=(*check.args, backend, given.device),
+                        may_refuse=backend not in GENERAL,
+                    )
+
+    return checks
 
 
+@every_backend
 def cases(given: Namespace) -> Iterator[Check]:
     """The table at 8 times its lengths, and at its own in other dtypes; odd lengths."""
     size = 1 if given.device == "cpu" else 8
@@ -143,64 +148,54 @@ def cases(given: Namespace) -> Iterator[Check]:
         if not given.quick:
             items += [(c, "float32", 1) for c in CASES if c not in COVERING]
             items += [(c, "bfloat16", 1) for c in tagged("odd lengths", "long")]
-    return _calls(
-        "cases",
-        given,
-        [
-            (c.name, dtype, f"x{n}" if n > 1 else "", check_case, (c, dtype, n), {})
-            for c, dtype, n in items
-        ],
-    )
+    for case, dtype, n in items:
+        variant = f"x{n}" if n > 1 else ""
+        yield Check("cases", case.name, dtype, variant, check_case, (case, dtype, n))
 
 
+@every_backend
 def repeats(given: Namespace) -> Iterator[Check]:
     """Calls that must agree to the bit, 200 times."""
-    found = tagged(given.tag or "repeats")
-    items = [(c.name, "bfloat16", "", check_repeats, (c,), {"slow": True}) for c in found]
-    return _calls("repeats", given, items)
+    for case in tagged(given.tag or "repeats"):
+        yield Check("repeats", case.name, "bfloat16", "", check_repeats, (case,), slow=True)
 
 
+@every_backend
 def all_extremes(given: Namespace) -> Iterator[Check]:
     """Tensors of more than 2^31 elements, CUDA graphs, streams, NaN, offsets out of range."""
-    large, small = (extremes.LARGE, extremes.SMALL)
-    if given.device == "cpu":
-        large, small = (), extremes.ON_CPU
-    flags = {name: {"slow": True} for name in small} | {name: {"alone": True} for name in large}
-    items = [(name, "", "", check_extreme, (name,), flag) for name, flag in flags.items()]
-    return _calls("extremes", given, items)
+    for name in (*extremes.LARGE, *extremes.SMALL):
+        large = name in extremes.LARGE
+        check = Check("extremes", name, "", "", check_extreme, (name,), alone=large, slow=not large)
+        if given.device != "cpu" or name in extremes.ON_CPU:
+            yield check
 
 
+@every_backend
 def extreme_biases(given: Namespace) -> Iterator[Check]:
     """Biases and sinks as large as their dtype allows."""
-    items = []
     for case in tagged(given.tag or "extreme biases"):
         for dtype, bias_dtype in extreme_bias.pairs_of(case):
+            name, args = str(dtype).removeprefix("torch."), (case, dtype, bias_dtype)
             variant = "" if bias_dtype == dtype else "float32 bias"
-            args = (case, dtype, bias_dtype)
-            name = str(dtype).removeprefix("torch.")
-            items.append((case.name, name, variant, extreme_bias.check, args, {}))
-    return _calls("extreme-biases", given, items)
+            yield Check("extreme-biases", case.name, name, variant, extreme_bias.check, args)
 
 
+@every_backend
 def known_faults(given: Namespace) -> Iterator[Check]:
     """Calls that triton 3.6.0 compiled wrongly, each in a process of its own."""
-    found = tagged(given.tag or "known faults")
-    args = [
-        (c.name, "float32", "", check_known_fault, (c, "float32"), {"fresh": True}) for c in found
-    ]
-    return _calls("known-faults", given, args)
+    for case in tagged(given.tag or "known faults"):
+        args = (case, "float32")
+        yield Check("known-faults", case.name, "float32", "", check_known_fault, args, fresh=True)
 
 
+@every_backend
 def launches(given: Namespace) -> Iterator[Check]:
-    """Every way of launching a kernel."""
-    if given.device == "cpu":
-        return iter(())
+    """Every way of launching a kernel. The time that Triton's own launch compiles is not known."""
     from tests.gpu.launches import check
 
-    found = tagged(given.tag or "launches")
-    return _calls(
-        "launches", given, [(c.name, "float16", "", check, (c,), {"fresh": True}) for c in found]
-    )
+    for case in tagged(given.tag or "launches"):
+        flags = {"fresh": True, "limit": LONG}
+        yield Check("launches", case.name, "float16", "", check, (case,), **flags)
 
 
 # --- Hopper's kernels called directly ----------------------------------------------------------
@@ -241,13 +236,12 @@ def two_devices(given: Namespace) -> Iterator[Check]:
 
     for case in tagged(given.tag or "two devices"):
         for backend in (None, "hopper", "triton", "torch", "reference"):
-            args = (case, backend)
-            yield Check(
-                "two-devices", case.name, "bfloat16", backend or "chosen", check, args, True, gpus=2
-            )
+            name, args = backend or "chosen", (case, backend)
+            found = Check("two-devices", case.name, "bfloat16", name, check, args, may_refuse=True)
+            yield found._replace(limit=LONG, gpus=2)
 
 
-KINDS: dict[str, Callable[[Namespace], Iterator[Check]]] = {
+KINDS: dict[str, Kind] = {
     "cases": cases,
     "repeats": repeats,
     "extremes": all_extremes,

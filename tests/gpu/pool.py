@@ -38,6 +38,7 @@ class Job(NamedTuple):
     args: tuple[Any, ...]
     alone: bool = False  # no other job runs on its GPU
     fresh: bool = False  # its process runs no other job, before or after
+    limit: float = 0.0  # seconds without a message, if not those of the pool
 
 
 class Event(NamedTuple):
@@ -107,14 +108,14 @@ class Pool:
         size = len(jobs) if isinstance(jobs, Sequence) else self.processes
         queue = _Queue(jobs)
         try:
-            for n in range(min(self.processes, size)):
+            for n in range(min(self.processes, size) if time.time() < end else 0):
                 self._workers.append(self._started(self.gpus[(self._first + n) % len(self.gpus)]))
             while time.time() < end + patience:
                 if time.time() >= end:
                     queue.close()
                 for worker in [w for w in self._workers if w.ready]:
                     self._give(worker, queue)
-                if not any(w.job is not None for w in self._workers) and queue.head is None:
+                if not any(w.job is not None for w in self._workers) and not queue:
                     return
                 wait([w.pipe for w in self._workers], timeout=0.2)
                 for worker in list(self._workers):
@@ -131,9 +132,8 @@ class Pool:
     def _replace(self, worker: _Worker, queue: _Queue) -> None:
         """End a process and, if there are more jobs, start another on its GPU."""
         self._end(worker)
-        more = [self._started(worker.gpu)] if queue.head is not None else []
         n = self._workers.index(worker)
-        self._workers[n : n + 1] = more
+        self._workers[n : n + 1] = [self._started(worker.gpu)] if queue else []
 
     def _end(self, worker: _Worker) -> None:
         self._kernels += int(worker.clock[3])
@@ -141,18 +141,15 @@ class Pool:
         worker.end()
 
     def _give(self, worker: _Worker, queue: _Queue) -> None:
-        """Give an idle process the next job, if no job that is alone forbids it."""
-        job = queue.head
-        if job is None:
-            return
+        """Give an idle process the first job that it may run."""
         busy = [w.job for w in self._workers if w.gpu == worker.gpu and w.job is not None]
-        if any(other.alone for other in busy) or (job.alone and busy):
+        if any(job.alone for job in busy):
             return
-        if job.fresh and worker.jobs:
+        job = queue.take(lambda job: not (job.alone and busy) and not (job.fresh and worker.jobs))
+        if job is not None:
+            worker.give(job)
+        elif worker.jobs and sum(not w.jobs for w in self._workers) < queue.fresh:
             self._replace(worker, queue)
-            return
-        queue.pop()
-        worker.give(job)
 
     def _read(self, worker: _Worker, queue: _Queue) -> Iterator[Event]:
         """Yield the events of a process; replace it if it died or hangs."""
@@ -185,18 +182,34 @@ class Pool:
 
 
 class _Queue:
-    """Jobs in order. Only the first is read before it is given."""
+    """Jobs in order. Those that no idle process may run yet are kept."""
 
     def __init__(self, jobs: Iterable[Job]) -> None:
         self._jobs = iter(jobs)
-        self.head: Job | None = None
-        self.pop()
+        self._kept: list[Job] = []
 
-    def pop(self) -> None:
-        self.head = next(self._jobs, None)
+    def __bool__(self) -> bool:
+        if not self._kept:
+            self._kept += itertools.islice(self._jobs, 1)
+        return bool(self._kept)
+
+    @property
+    def fresh(self) -> int:
+        return sum(job.fresh for job in self._kept)
+
+    def take(self, fits: Callable[[Job], bool]) -> Job | None:
+        """Remove and return the first job that fits, or None."""
+        for n, job in enumerate(self._kept):
+            if fits(job):
+                return self._kept.pop(n)
+        for job in self._jobs:
+            if fits(job):
+                return job
+            self._kept.append(job)
+        return None
 
     def close(self) -> None:
-        self._jobs, self.head = iter(()), None
+        self._jobs, self._kept = iter(()), []
 
 
 class _Worker:
@@ -247,6 +260,7 @@ class _Worker:
         compiling = now - since if since else 0.0
         if compiled + compiling > COMPILE_LIMIT:
             return f"compiling takes more than {COMPILE_LIMIT:.0f} s"
+        limit = self.job.limit or limit
         if now - began - compiled - compiling > limit:
             return f"hangs: no message in {limit:.0f} s"
         return None
@@ -265,9 +279,10 @@ def _serve(pipe: Connection, clock: Any, work: Any, device: str, memory: float) 
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
-    if device != "cpu" and memory:
-        torch.cuda.set_per_process_memory_fraction(memory)
-    _time_compiling(clock)
+    if device != "cpu":
+        _time_compiling(clock)
+        if memory:
+            torch.cuda.set_per_process_memory_fraction(memory)
     while True:
         pipe.send(("ready", None))
         job = pipe.recv()

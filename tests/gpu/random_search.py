@@ -431,7 +431,8 @@ def memcheck(given: argparse.Namespace) -> int:
                 # the summary does not say which of the calls an error belongs to
                 first = (dtype, backend) == tuple(summed[0][:2])
                 count.kinds["errors"] = count["errors"] + (sum(errors) if first else 0)
-                count.kinds["right"] = count["right"] + int(calls)
+                count.kinds["wrong"] = count["wrong"] + int(wrong_ones)
+                count.kinds["right"] = count["right"] + int(calls) - int(wrong_ones)
                 bad += int(wrong_ones)
             if code or not errors or not summed:
                 bad += 1
