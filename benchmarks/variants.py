@@ -100,8 +100,9 @@ def posed(cell: Cell, x: Inputs) -> tuple[Any, Any]:
 
 
 def hopper_forward(cell: Cell, x: Inputs, change: str) -> Call:
-    from rowmax.gpu.hopper import launch
     from rowmax.gpu.hopper.copies import over
+
+    from rowmax.gpu.hopper import launch
     from rowmax.gpu.hopper.tiles import tile_for
 
     tensors, problem = posed(cell, x)
@@ -117,10 +118,11 @@ def hopper_forward(cell: Cell, x: Inputs, change: str) -> Call:
 
 def hopper_backward(part: str, cell: Cell, x: Inputs, change: str) -> Call:
     """Return the whole backward, or the launch of the rows, or those of gradients alone."""
-    from rowmax.call.problem import Wanted
-    from rowmax.gpu import hopper
     from rowmax.gpu.hopper.gradients import launch, plans
     from rowmax.gpu.hopper.gradients.tiles import sizes_of, tiles_of
+
+    from rowmax.call.problem import Wanted
+    from rowmax.gpu import hopper
 
     tensors, problem = posed(cell, x)
     tiles = tiles_of(sizes_of(problem.d, problem.dv))
@@ -161,6 +163,7 @@ def triton_forward(cell: Cell, x: Inputs, change: str) -> Call:
 
 def triton_gradient(job: str, cell: Cell, x: Inputs, change: str) -> Call:
     from rowmax.gpu.triton.bundles import ROW_UNIT, Pointers, pointers
+
     from rowmax.gpu.triton.tiles import tiles_for
 
     module = import_module("rowmax.gpu.triton.backward")

@@ -16,8 +16,8 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
-from rowmax.gpu.triton.bundles import folded
-from rowmax.gpu.triton.maps import listed
+from rowmax.gpu.triton.kernel_args import folded
+from rowmax.gpu.triton.tile_maps import listed
 
 from rowmax.call.problem import Problem, Wanted
 from rowmax.gpu.triton import backward, forward

@@ -125,9 +125,9 @@ def backward(
     if not (any(wanted) and out.numel() and q.numel() and k.numel() and problem.batch):
         return empty_gradients(tensors, dlse, wanted)
     if bias is not None:
-        problem, aligned = aligned_bias(problem, bias, wanted.bias)
-        if aligned is not bias:
-            tensors = tensors._replace(bias=aligned)
+        problem, usable = aligned_bias(problem, bias, wanted.bias)
+        if usable is not bias:
+            tensors = tensors._replace(bias=usable)
     key = key_of(problem, tensors, dout, wanted.bias)
     plan = PLANS.get(key)
     if plan is None or (q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr()) & 15:
