@@ -116,9 +116,7 @@ def query_gradients(
     return dq, dbias if rows is None else _summed(rows.unsqueeze(3), bias)
 
 
-def bias_gradient(
-    problem: Problem, tensors: Tensors, tiles: Tiles | None, read: Read
-) -> Tensor:
+def bias_gradient(problem: Problem, tensors: Tensors, tiles: Tiles | None, read: Read) -> Tensor:
     """Return dbias of a bias that broadcasts over the batch or the heads alone."""
     assert tensors.bias is not None
     dbias = tensors.bias.new_empty(tensors.bias.shape)

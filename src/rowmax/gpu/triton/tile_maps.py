@@ -61,9 +61,7 @@ def tile_states(problem: Problem, tensors: Tensors, tiles: Tiles) -> Tensor:
     return states
 
 
-def tile_strides(
-    problem: Problem, tensors: Tensors, tiles: Tiles, resident: str
-) -> dict[str, Any]:
+def tile_strides(problem: Problem, tensors: Tensors, tiles: Tiles, resident: str) -> dict[str, Any]:
     """Return the strides of the pointers of ``tile_pointers``."""
     batch, heads = 1, 1
     if tensors.allowed is not None:
