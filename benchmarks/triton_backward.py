@@ -14,7 +14,6 @@ and over long sequences.
 from __future__ import annotations
 
 import argparse
-import importlib
 import math
 import multiprocessing
 import os
@@ -31,11 +30,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.errors import OutOfResources
 
 from rowmax.call.problem import Options, Problem, Tensors, Wanted, problem_of
-from rowmax.gpu.triton.bundles import ROW_UNIT, Pointers, pointers
-from rowmax.gpu.triton.launch import Job
+from rowmax.gpu.triton.backward import backward
+from rowmax.gpu.triton.backward_dkdv import DK, DKDV, DV
+from rowmax.gpu.triton.backward_dq import DQ
+from rowmax.gpu.triton.kernel_args import Pointers
+from rowmax.gpu.triton.launch import Job, build_job
+from rowmax.gpu.triton.preprocess import DELTA, padded_rows
 from rowmax.gpu.triton.tiles import BOTH_UP_TO, Tiles, tiles_for
-
-module: Any = importlib.import_module("rowmax.gpu.triton.backward")  # the package has its function
 
 TOKENS, WIDTH = 16384, 2048
 
@@ -43,16 +44,14 @@ TOKENS, WIDTH = 16384, 2048
 CANDIDATES = {
     ("delta", 128): "16,16,4,2 32,16,4,2 64,16,4,2 64,16,8,2 128,16,8,2",
     ("delta", 256): "16,16,4,2 32,16,4,2 64,16,4,2 32,16,8,2 64,16,8,2",
-    ("key_gradients", 128): "64,128,8,3 64,128,8,4 64,128,8,2 64,64,4,2 | 64,128,8,3,s",
-    ("query_gradients", 128): "128,64,8,3 128,64,8,4 64,64,4,2 | 128,64,8,3,s",
+    ("dkdv", 128): "64,128,8,3 64,128,8,4 64,128,8,2 64,64,4,2 | 64,128,8,3,s",
+    ("dq", 128): "128,64,8,3 128,64,8,4 64,64,4,2 | 128,64,8,3,s",
     ("dk", 256): "32,128,8,2 32,128,8,3 64,64,4,2 32,64,4,3 32,64,4,4 | 32,64,8,3 64,64,8,2",
     ("dv", 256): "32,128,8,3 32,128,8,4 32,128,8,5 64,128,8,2 64,64,4,2 | 64,64,8,3 32,64,4,4",
-    ("query_gradients", 256): (
-        "64,32,4,3 64,32,4,4 64,64,4,2 128,32,8,3 | 128,32,8,3,s 64,32,4,3,s 64,64,8,2"
-    ),
+    ("dq", 256): ("64,32,4,3 64,32,4,4 64,64,4,2 128,32,8,3 | 128,32,8,3,s 64,32,4,3,s 64,64,8,2"),
 }
-PLANS = {"delta": module.plan_delta, "query_gradients": module.plan_query_gradients}
-PRODUCTS = {"delta": 0, "key_gradients": 4, "dk": 3, "dv": 2, "query_gradients": 3}
+SPECS = {spec.name: spec for spec in (DELTA, DKDV, DK, DV, DQ)}
+PRODUCTS = {"delta": 0, "dkdv": 4, "dk": 3, "dv": 2, "dq": 3}
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def candidates(job: str, d: int, causal: bool) -> list[Tiles]:
 
 
 def jobs_of(d: int) -> list[str]:
-    return ["delta", *(["dk", "dv"] if d > BOTH_UP_TO else ["key_gradients"]), "query_gradients"]
+    return ["delta", *(["dk", "dv"] if d > BOTH_UP_TO else ["dkdv"]), "dq"]
 
 
 class Cell:
@@ -100,29 +99,28 @@ class Cell:
         )
         self.lse = (seen.float().log() + 0.5).expand(b, h, n).contiguous()  # about what it is
         self.out = make(shape, device=device, dtype=torch.bfloat16)
-        rows = [self.lse.new_empty((b, h, -(-n // ROW_UNIT) * ROW_UNIT)) for _ in ("lse2", "delta")]
+        rows = [self.lse.new_empty(padded_rows(self.problem)) for _ in ("lse2", "delta")]
         self.made = [torch.empty_like(x) for x in (q, k, v)]
-        self.delta = Pointers(q, None, None, self.out, self.lse, dout=self.dout)
-        self.delta = self.delta._replace(lse2=rows[0], delta=rows[1])
-        self.t = pointers(self.tensors)._replace(dout=self.dout, lse2=rows[0], delta=rows[1])
+        of_rows = {"dout": self.dout, "lse2": rows[0], "delta": rows[1]}
+        self.delta = Pointers(q, out=self.out, lse=self.lse, **of_rows)
+        self.t = Pointers(*self.tensors, **of_rows)
 
     def pointers(self, job: str) -> Pointers:
         dq, dk, dv = self.made
         return {
             "delta": self.delta,
-            "key_gradients": self.t._replace(dk=dk, dv=dv),
+            "dkdv": self.t._replace(dk=dk, dv=dv),
             "dk": self.t._replace(dk=dk),
             "dv": self.t._replace(dv=dv),
-            "query_gradients": self.t._replace(dq=dq),
+            "dq": self.t._replace(dq=dq),
         }[job]
 
     def plan(self, job: str, choice: Choice) -> Job:
-        plan = PLANS.get(job, module.plan_key_gradients)
-        planned = plan(self.problem, self.tensors, choice.tiles, self.dout)
+        planned = build_job(SPECS[job], self.problem, self.tensors, choice.tiles, self.dout)
         if choice.turns:
-            heads = planned.n.together
+            heads = planned.numbers.together
             heads = {"none": 1, "fewer": max(1, heads // 4), "more": 4 * heads}[choice.turns]
-            planned.n = planned.n._replace(together=heads)
+            planned.numbers = planned.numbers._replace(together=heads)
         return planned
 
     def choices(self, job: str, causal: bool, device: torch.device) -> list[Choice]:
@@ -153,7 +151,7 @@ class Cell:
 
     def whole(self) -> None:
         wanted = Wanted(True, True, True, False, False)
-        module.backward(self.problem, self.tensors, self.out, self.lse, self.dout, None, wanted)
+        backward(self.problem, self.tensors, self.out, self.lse, self.dout, None, wanted)
 
 
 def same(job: str, x: Tiles, y: Tiles) -> bool:

@@ -11,20 +11,19 @@ largest number.
 from __future__ import annotations
 
 import argparse
-import importlib
 import statistics
 from itertools import product
-from typing import Any
 
 import torch
 import triton
 from triton.runtime.errors import OutOfResources
 
 from rowmax.call.problem import Options, Tensors, problem_of
-from rowmax.gpu.triton.bundles import ROW_UNIT, pointers
+from rowmax.gpu.triton.backward_dbias import DBIAS
+from rowmax.gpu.triton.kernel_args import Pointers
+from rowmax.gpu.triton.launch import build_job
+from rowmax.gpu.triton.preprocess import padded_rows
 from rowmax.gpu.triton.tiles import Tiles, tiles_for
-
-module: Any = importlib.import_module("rowmax.gpu.triton.backward")  # the package has its function
 
 WIDTH = 2048
 TRIED = {
@@ -45,18 +44,19 @@ def measure(d: int, pattern: str, causal: bool, options: argparse.Namespace) -> 
     bias = torch.randn([sizes[x] for x in pattern], device="cuda", dtype=torch.bfloat16)
     tensors = Tensors(q, k, v, bias)
     problem = problem_of(tensors, Options(scale=d**-0.5, right=0 if causal else None))
-    rows = q.new_empty((b, h, -(-n // ROW_UNIT) * ROW_UNIT), dtype=torch.float32)
-    t = pointers(tensors)._replace(
+    rows = q.new_empty(padded_rows(problem), dtype=torch.float32)
+    t = Pointers(
+        *tensors,
         dout=dout,
         lse2=torch.full_like(rows, 13.0),
         rest=torch.zeros_like(rows),
         delta=torch.zeros_like(rows),
     )
-    shipped = tiles_for("bias_gradient", problem, q.device)
+    shipped = tiles_for("dbias", problem, q.device)
     every = [shipped, *map(tiles_of, options.tiles or TRIED[d].split())]
     jobs, results = {}, {}
     for tiles in dict.fromkeys(every):
-        job = module.plan_bias_gradient(problem, tensors, tiles, dout)
+        job = build_job(DBIAS, problem, tensors, tiles, dout)
         to = t._replace(dbias=torch.empty_like(bias))
         try:
             job.run(to)
