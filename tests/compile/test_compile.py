@@ -23,7 +23,7 @@ TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
 ALLOWED_SPILLS = {
     ("256-causal", "forward_kernel"): 1,
     ("256-long-causal", "forward_kernel"): 1,
-    ("128-long-causal", "key_gradients_kernel"): 8,
+    ("128-long-causal", "backward_dkdv_kernel"): 8,
 }
 
 

@@ -9,38 +9,11 @@ program computes the whole of its rows, in one order. A launch computes both, or
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
 from . import lib, rules
 from .launch import JobSpec
-
-
-class KeyTile(NamedTuple):
-    """The resident tile: k ``[BLOCK_K, BLOCK_D]``, v ``[BLOCK_K, BLOCK_DV]``, from key ``j0`` on."""
-
-    k: Any
-    v: Any
-    j0: Any
-
-
-class QueryRows(NamedTuple):
-    """Pointers to the rows of one head of queries."""
-
-    q: Any
-    do: Any
-    lse2: Any
-    delta: Any
-
-
-class Sums(NamedTuple):
-    """dk ``[BLOCK_K, BLOCK_D]``, without scale, dv ``[BLOCK_K, BLOCK_DV]``, cols ``[BLOCK_K]``."""
-
-    dk: Any
-    dv: Any
-    cols: Any  # dS summed over the queries of one head
 
 
 @triton.jit
@@ -50,16 +23,6 @@ def at_head(place, head):
         place.b, head, place.kv_head, place.q_start, place.nq, place.k_start, place.nk, place.used,
         place.offset,
     )  # fmt: skip
-
-
-@triton.jit
-def query_rows(ptr, num, cfg, place):
-    return QueryRows(
-        lib.queries(ptr.q, num.q, cfg, place),
-        lib.queries(ptr.dout, num.dout, cfg, place),
-        lib.row_vector(ptr.lse2, num, cfg, place),
-        lib.row_vector(ptr.delta, num, cfg, place),
-    )
 
 
 @triton.jit
@@ -75,14 +38,21 @@ def plan_queries(ptr, num, cfg, place, tile):
 
 
 @triton.jit
-def add_queries(sums, x, at, ptr, num, cfg, place, plan, KIND: tl.constexpr):
-    """Return the Sums after the tiles of one kind; ``x`` is the resident tile."""
+def add_queries(dk, dv, cols, k, v, j0, ptr, num, cfg, place, plan, KIND: tl.constexpr):
+    """Return (dK, dV, sums of dS over queries) after the tiles of one kind.
+
+    k and dk are ``[BLOCK_K, BLOCK_D]``, v and dv ``[BLOCK_K, BLOCK_DV]``, cols is ``[BLOCK_K]``.
+    dk lacks the scale.
+    """
     BLOCK_Q: tl.constexpr = cfg.BLOCK_Q
     WANT_DS: tl.constexpr = ptr.dk is not None or ptr.dbias_cols is not None
-    dk, dv, cols = sums
+    q_base = lib.queries(ptr.q, num.q, cfg, place)
+    do_base = lib.queries(ptr.dout, num.dout, cfg, place)
+    lse2_base = lib.row_vector(ptr.lse2, num, cfg, place)
+    delta_base = lib.row_vector(ptr.delta, num, cfg, place)
     j = tl.arange(0, cfg.BLOCK_K)[:, None]
-    col = x.j0 + j
-    cut = x.j0 + cfg.BLOCK_K > place.used  # some keys of the tile are not in use
+    col = j0 + j
+    cut = j0 + cfg.BLOCK_K > place.used  # some keys of the tile are not in use
     for i in tl.range(0, lib.tile_count(plan, KIND)):
         tile, partial = lib.nth_tile(i, ptr, plan, KIND)
         if ptr.lengths is not None:
@@ -90,20 +60,20 @@ def add_queries(sums, x, at, ptr, num, cfg, place, plan, KIND: tl.constexpr):
         i0 = tile * BLOCK_Q
         rows = i0 + tl.arange(0, BLOCK_Q)
         row = rows[None, :]
-        q = lib.load_tile(at.q, num.q, i0, place.nq, BLOCK_Q, cfg.RAGGED_Q)
-        s = tl.dot(x.k, tl.trans(q), input_precision=cfg.PRECISION)
-        lse2 = lib.load_rows(at.lse2, rows, place.nq, float("inf"), cfg.RAGGED_Q)
+        q = lib.load_tile(q_base, num.q, i0, place.nq, BLOCK_Q, cfg.RAGGED_Q)
+        s = tl.dot(k, tl.trans(q), input_precision=cfg.PRECISION)
+        lse2 = lib.load_rows(lse2_base, rows, place.nq, float("inf"), cfg.RAGGED_Q)
         rest = lib.load_rest(ptr, num, cfg, place, row, cfg.RAGGED_Q)
         p, y = lib.weights(s, lse2[None, :], rest, ptr, num, cfg, place, row, col, partial, KIND)
-        do = lib.load_tile(at.do, num.dout, i0, place.nq, BLOCK_Q, cfg.RAGGED_Q)
+        do = lib.load_tile(do_base, num.dout, i0, place.nq, BLOCK_Q, cfg.RAGGED_Q)
         dp = p
         if WANT_DS:
-            dp = tl.dot(x.v, tl.trans(do), input_precision=cfg.PRECISION)
-        pr, dp = lib.dropped(p, dp, ptr, num, place, row, x.j0, j, cfg.BLOCK_K)
+            dp = tl.dot(v, tl.trans(do), input_precision=cfg.PRECISION)
+        pr, dp = lib.dropped(p, dp, ptr, num, place, row, j0, j, cfg.BLOCK_K)
         if ptr.dv is not None:
             dv = tl.dot(pr.to(do.dtype), do, dv, input_precision=cfg.PRECISION)
         if WANT_DS:
-            delta = lib.load_rows(at.delta, rows, place.nq, 0.0, cfg.RAGGED_Q)
+            delta = lib.load_rows(delta_base, rows, place.nq, 0.0, cfg.RAGGED_Q)
             ds = rules.score_gradient(p, dp, delta[None, :])
             if ptr.dbias_cols is not None:
                 ds = lib.only_seen(ds, ptr, num, cfg, place, row, col, partial, KIND)
@@ -111,40 +81,35 @@ def add_queries(sums, x, at, ptr, num, cfg, place, plan, KIND: tl.constexpr):
             ds = lib.product_gradient(ds, y, num)
             if ptr.dk is not None:
                 dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=cfg.PRECISION)
-    return Sums(dk, dv, cols)
+    return dk, dv, cols
 
 
 @triton.jit
-def add_each_query(dk, dv, x, at, ptr, num, cfg, place):
+def add_each_query(dk, dv, k, v, j0, ptr, num, cfg, place):
     """Return (dK, dV) with the queries of one head that see each key."""
+    q_base = lib.queries(ptr.q, num.q, cfg, place)
+    do_base = lib.queries(ptr.dout, num.dout, cfg, place)
+    lse2_base = lib.row_vector(ptr.lse2, num, cfg, place)
+    delta_base = lib.row_vector(ptr.delta, num, cfg, place)
     j = tl.arange(0, cfg.BLOCK_K)[:, None]
-    col = x.j0 + j
+    col = j0 + j
     for i in tl.range(0, place.nq, num_stages=1):
         row = tl.full([1, 1], 0, tl.int32) + i
-        q = lib.load_row(at.q, num.q, i)
-        do = lib.load_row(at.do, num.dout, i)
+        q = lib.load_row(q_base, num.q, i)
+        do = lib.load_row(do_base, num.dout, i)
         rest = lib.load_rest(ptr, num, cfg, place, row, False)
-        lse2 = tl.load(at.lse2 + i)
-        s = lib.times_row(x.k, q)
+        lse2 = tl.load(lse2_base + i)
+        s = lib.times_row(k, q)
         p, y = lib.weights(s, lse2, rest, ptr, num, cfg, place, row, col, False, "full")
         ok = lib.seen(ptr, num, place, row, col)
-        dp = lib.times_row(x.v, do)
-        pr, dp = lib.dropped(p, dp, ptr, num, place, row, x.j0, j, cfg.BLOCK_K)
-        ds = lib.product_gradient(rules.score_gradient(p, dp, tl.load(at.delta + i)), y, num)
+        dp = lib.times_row(v, do)
+        pr, dp = lib.dropped(p, dp, ptr, num, place, row, j0, j, cfg.BLOCK_K)
+        ds = lib.product_gradient(rules.score_gradient(p, dp, tl.load(delta_base + i)), y, num)
         if ptr.dv is not None:
             dv += tl.where(ok, pr * do, 0.0)
         if ptr.dk is not None:
             dk += tl.where(ok, ds * q, 0.0)
     return dk, dv
-
-
-@triton.jit
-def load_keys(ptr, num, cfg, place, j0):
-    k = lib.keys(ptr.k, num.k, cfg, place)
-    v = lib.keys(ptr.v, num.v, cfg, place)
-    k = lib.load_tile(k, num.k, j0, place.used, cfg.BLOCK_K, True)
-    v = lib.load_tile(v, num.v, j0, place.used, cfg.BLOCK_K, True)
-    return KeyTile(k, v, j0)
 
 
 @triton.jit
@@ -154,28 +119,31 @@ def sum_over_group(tile, ptr, num, cfg, place, EACH: tl.constexpr):
     Query by query if EACH, else tile by tile.
     """
     BLOCK_K: tl.constexpr = cfg.BLOCK_K
-    x = load_keys(ptr, num, cfg, place, tile * BLOCK_K)
+    j0 = tile * BLOCK_K
+    k = lib.load_tile(lib.keys(ptr.k, num.k, cfg, place), num.k, j0, place.used, BLOCK_K, True)
+    v = lib.load_tile(lib.keys(ptr.v, num.v, cfg, place), num.v, j0, place.used, BLOCK_K, True)
     dk = tl.zeros([BLOCK_K, num.k.BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_K, num.v.BLOCK_D], tl.float32)
     for g in tl.range(0, cfg.GROUP, num_stages=1):
         here = at_head(place, place.head + g)
-        at = query_rows(ptr, num, cfg, here)
         if EACH:
-            dk, dv = add_each_query(dk, dv, x, at, ptr, num, cfg, here)
+            dk, dv = add_each_query(dk, dv, k, v, j0, ptr, num, cfg, here)
         else:
             plan = plan_queries(ptr, num, cfg, here, tile)
-            sums = Sums(dk, dv, tl.zeros([BLOCK_K], tl.float32))
+            cols = tl.zeros([BLOCK_K], tl.float32)
             if cfg.SPLIT:
-                sums = add_queries(sums, x, at, ptr, num, cfg, here, plan, "full")
-                sums = add_queries(sums, x, at, ptr, num, cfg, here, plan, "partial")
+                dk, dv, cols = add_queries(
+                    dk, dv, cols, k, v, j0, ptr, num, cfg, here, plan, "full"
+                )
+                dk, dv, cols = add_queries(
+                    dk, dv, cols, k, v, j0, ptr, num, cfg, here, plan, "partial"
+                )
             else:
-                sums = add_queries(sums, x, at, ptr, num, cfg, here, plan, "any")
-            dk = sums.dk
-            dv = sums.dv
+                dk, dv, cols = add_queries(dk, dv, cols, k, v, j0, ptr, num, cfg, here, plan, "any")
             if ptr.dbias_cols is not None:
-                col = x.j0 + tl.arange(0, BLOCK_K)
+                col = j0 + tl.arange(0, BLOCK_K)
                 to = lib.vector(ptr.dbias_cols, here.b, here.head, 0, num.longest_k, cfg.HQ, False)
-                tl.store(to + col, sums.cols, mask=col < tl.where(here.b < num.batch, here.nk, 0))
+                tl.store(to + col, cols, mask=col < tl.where(here.b < num.batch, here.nk, 0))
     return dk, dv
 
 

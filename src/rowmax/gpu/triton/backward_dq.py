@@ -29,12 +29,14 @@ class QueryTile(NamedTuple):
 
 
 @triton.jit
-def add_keys(dq, sums, x, k_base, v_base, ptr, num, cfg, place, plan, KIND: tl.constexpr):
+def add_keys(dq, sums, x, ptr, num, cfg, place, plan, KIND: tl.constexpr):
     """Return (dQ, row sums of dS) after the tiles of one kind; ``x`` is the resident tile.
 
     dq is ``[BLOCK_Q, BLOCK_D]`` and lacks the scale, sums is ``[BLOCK_Q]``.
     """
     BLOCK_K: tl.constexpr = cfg.BLOCK_K
+    k_base = lib.keys(ptr.k, num.k, cfg, place)
+    v_base = lib.keys(ptr.v, num.v, cfg, place)
     j = tl.arange(0, BLOCK_K)[None, :]
     for i in tl.range(0, lib.tile_count(plan, KIND)):
         tile, partial = lib.nth_tile(i, ptr, plan, KIND)
@@ -64,8 +66,10 @@ def add_keys(dq, sums, x, k_base, v_base, ptr, num, cfg, place, plan, KIND: tl.c
 
 
 @triton.jit
-def add_each_key(x, k_base, v_base, ptr, num, cfg, place):
+def add_each_key(x, ptr, num, cfg, place):
     """Return dQ ``[BLOCK_Q, BLOCK_D]``, without scale, from the keys that each row sees."""
+    k_base = lib.keys(ptr.k, num.k, cfg, place)
+    v_base = lib.keys(ptr.v, num.v, cfg, place)
     dq = tl.zeros([cfg.BLOCK_Q, num.q.BLOCK_D], tl.float32)
     for j in tl.range(0, place.used, num_stages=1):
         j0 = j // 16 * 16
@@ -96,8 +100,6 @@ def backward_dq_kernel(ptr, num, cfg):
     place = lib.place_of(ptr, num, cfg, b, head % cfg.HQ, sizes)
     q_base = lib.queries(ptr.q, num.q, cfg, place)
     do_base = lib.queries(ptr.dout, num.dout, cfg, place)
-    k_base = lib.keys(ptr.k, num.k, cfg, place)
-    v_base = lib.keys(ptr.v, num.v, cfg, place)
 
     row = i0 + tl.arange(0, BLOCK_Q)
     q = lib.load_tile(q_base, num.q, i0, nq, BLOCK_Q, True)
@@ -113,17 +115,17 @@ def backward_dq_kernel(ptr, num, cfg):
     dq = tl.zeros([BLOCK_Q, num.q.BLOCK_D], tl.float32)
     sums = tl.zeros([BLOCK_Q], tl.float32)
     if cfg.SPLIT:
-        dq, sums = add_keys(dq, sums, x, k_base, v_base, ptr, num, cfg, place, plan, "full")
-        dq, sums = add_keys(dq, sums, x, k_base, v_base, ptr, num, cfg, place, plan, "partial")
+        dq, sums = add_keys(dq, sums, x, ptr, num, cfg, place, plan, "full")
+        dq, sums = add_keys(dq, sums, x, ptr, num, cfg, place, plan, "partial")
     else:
-        dq, sums = add_keys(dq, sums, x, k_base, v_base, ptr, num, cfg, place, plan, "any")
+        dq, sums = add_keys(dq, sums, x, ptr, num, cfg, place, plan, "any")
     if cfg.MASKS:
         if lib.has_nan(dq):
             # loaded again: kept in registers until here, they would cost the loop its own
             q = lib.load_tile(q_base, num.q, i0, nq, BLOCK_Q, True)
             do = lib.load_tile(do_base, num.dout, i0, nq, BLOCK_Q, True)
             x = QueryTile(q, do, lse2, rest, delta, row, inside)
-            dq = add_each_key(x, k_base, v_base, ptr, num, cfg, place)
+            dq = add_each_key(x, ptr, num, cfg, place)
     to = lib.queries(ptr.dq, num.dq, cfg, place)
     lib.store_tile(to, num.dq, i0, nq, dq * num.scale, BLOCK_Q)
     if ptr.dbias_rows is not None:

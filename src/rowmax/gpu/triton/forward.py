@@ -21,12 +21,14 @@ from .tiles import Tiles
 
 
 @triton.jit
-def attend_tiles(m, l, acc, q, k_base, v_base, ptr, num, cfg, place, row, plan):
+def attend_tiles(m, l, acc, q, ptr, num, cfg, place, row, plan):
     """Return (m, l, O) after the tiles of the plan; m is in the units of the scores.
 
     m and l are ``[BLOCK_Q]``, q and acc ``[BLOCK_Q, BLOCK_D]``, row ``[BLOCK_Q, 1]``.
     """
     BLOCK_K: tl.constexpr = cfg.BLOCK_K
+    k_base = lib.keys(ptr.k, num.k, cfg, place)
+    v_base = lib.keys(ptr.v, num.v, cfg, place)
     j = tl.arange(0, BLOCK_K)[None, :]
     for i in tl.range(0, plan.count):
         tile, partial = lib.nth_tile(i, ptr, plan, "any")
@@ -55,8 +57,10 @@ def attend_tiles(m, l, acc, q, k_base, v_base, ptr, num, cfg, place, row, plan):
 
 
 @triton.jit
-def attend_keys(m, q, k_base, v_base, ptr, num, cfg, place, row):
+def attend_keys(m, q, ptr, num, cfg, place, row):
     """Return O ``[BLOCK_Q, BLOCK_DV]`` from the keys that each row sees; m is final."""
+    k_base = lib.keys(ptr.k, num.k, cfg, place)
+    v_base = lib.keys(ptr.v, num.v, cfg, place)
     acc = tl.zeros([cfg.BLOCK_Q, num.v.BLOCK_D], tl.float32)
     for j in tl.range(0, place.used, num_stages=1):
         j0 = j // 16 * 16
@@ -85,8 +89,6 @@ def forward_kernel(ptr, num, cfg):
         return
     place = lib.place_of(ptr, num, cfg, b, head % cfg.HQ, sizes)
     q_base = lib.queries(ptr.q, num.q, cfg, place)
-    k_base = lib.keys(ptr.k, num.k, cfg, place)
-    v_base = lib.keys(ptr.v, num.v, cfg, place)
     rows = i0 + tl.arange(0, BLOCK_Q)
     row = tl.minimum(rows, place.nq - 1)[:, None]  # rows past the end repeat the last
     q = lib.load_tile(q_base, num.q, i0, place.nq, BLOCK_Q, True)
@@ -95,12 +97,12 @@ def forward_kernel(ptr, num, cfg):
     m = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, num.v.BLOCK_D], tl.float32)
-    m, l, acc = attend_tiles(m, l, acc, q, k_base, v_base, ptr, num, cfg, place, row, plan)
+    m, l, acc = attend_tiles(m, l, acc, q, ptr, num, cfg, place, row, plan)
     if cfg.MASKS:
         if lib.has_nan(acc):
             # loaded again: kept in registers until here, it would cost the loop its own
             q = lib.load_tile(q_base, num.q, i0, place.nq, BLOCK_Q, True)
-            acc = attend_keys(m, q, k_base, v_base, ptr, num, cfg, place, row)
+            acc = attend_keys(m, q, ptr, num, cfg, place, row)
 
     if not cfg.NATURAL:
         m = m * LN2

@@ -134,8 +134,8 @@ def place_of(ptr, num, cfg, b, head, sizes):
     offset = sizes.nk - sizes.nq
     if cfg.TO_LENGTHS:
         offset = used - sizes.nq
-    kv_head = head // cfg.GROUP
-    return Place(b, head, kv_head, sizes.q_start, sizes.nq, sizes.k_start, sizes.nk, used, offset)
+    kv = head // cfg.GROUP
+    return Place(b, head, kv, sizes.q_start, sizes.nq, sizes.k_start, sizes.nk, used, offset)
 
 
 # --- tiles in memory ---------------------------------------------------------------------------

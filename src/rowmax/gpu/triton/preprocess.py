@@ -32,26 +32,10 @@ def padded_rows(problem: Problem) -> tuple[int, int, int]:
 # --- the rest of LSE ---------------------------------------------------------------------------
 
 
-@triton.jit
-def add_weights(total, q, lse, k_base, ptr, num, cfg, place, row, plan):
-    """Return ``total [BLOCK_Q]`` with ``exp(s - lse)`` of every key that a row sees."""
-    BLOCK_K: tl.constexpr = cfg.BLOCK_K
-    j = tl.arange(0, BLOCK_K)[None, :]
-    for i in tl.range(0, plan.count):
-        tile, partial = lib.nth_tile(i, ptr, plan, "any")
-        j0 = tile * BLOCK_K
-        k = lib.load_tile(k_base, num.k, j0, place.used, BLOCK_K, cfg.RAGGED_K)
-        x = tl.dot(q, tl.trans(k), input_precision=cfg.PRECISION)
-        s, _ = lib.scored(x, ptr, num, cfg, place, row, j0 + j)
-        p = tl.exp2((s - lse[:, None]) * LOG2E)
-        p = lib.only_seen(p, ptr, num, cfg, place, row, j0 + j, partial, "any")
-        total += tl.sum(p, 1)
-    return total
-
-
 @triton.jit(do_not_specialize=["num"])
 def row_sums_kernel(ptr, num, cfg):
     BLOCK_Q: tl.constexpr = cfg.BLOCK_Q
+    BLOCK_K: tl.constexpr = cfg.BLOCK_K
     tile = tl.program_id(0) % num.tiles
     head = tl.program_id(0) // num.tiles
     b, tile = lib.sequence_of_queries(ptr, num, cfg, tile, head)
@@ -68,10 +52,19 @@ def row_sums_kernel(ptr, num, cfg):
     if tl.max(far.to(tl.int32), 0) > 0:
         q = lib.queries(ptr.q, num.q, cfg, place)
         q = lib.load_tile(q, num.q, i0, place.nq, BLOCK_Q, True)
-        k = lib.keys(ptr.k, num.k, cfg, place)
+        k_base = lib.keys(ptr.k, num.k, cfg, place)
         row = tl.minimum(rows, place.nq - 1)[:, None]
+        j = tl.arange(0, BLOCK_K)[None, :]
         plan = lib.plan_keys(ptr, num, cfg, place, tile)
-        total = add_weights(total, q, lse, k, ptr, num, cfg, place, row, plan)
+        for i in tl.range(0, plan.count):
+            tile, partial = lib.nth_tile(i, ptr, plan, "any")
+            j0 = tile * BLOCK_K
+            k = lib.load_tile(k_base, num.k, j0, place.used, BLOCK_K, cfg.RAGGED_K)
+            x = tl.dot(q, tl.trans(k), input_precision=cfg.PRECISION)
+            s, _ = lib.scored(x, ptr, num, cfg, place, row, j0 + j)
+            p = tl.exp2((s - lse[:, None]) * LOG2E)
+            p = lib.only_seen(p, ptr, num, cfg, place, row, j0 + j, partial, "any")
+            total += tl.sum(p, 1)
         if ptr.sink is not None:
             total += tl.exp2((tl.load(ptr.sink + place.head).to(tl.float32) - lse) * LOG2E)
     rest = tl.where(far & (total > 0.0), tl.log2(total), 0.0)
