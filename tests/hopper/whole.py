@@ -91,7 +91,7 @@ def kernel_cases(every: bool) -> list[Case]:
     """Return every length, mask and mode, as small as tiles allow: at one head size of the fused
     kernel and at one of the others, or at ``every``."""
     alone: dict[str, Any] = {"b": 1, "hq": 1}
-    named = {
+    named: dict[str, dict[str, Any]] = {
         f"{n}-{m}{'-causal' * c}": {"nq": n, "nk": m, "causal": c}
         for n, m in LENGTHS
         for c in (False, True)
@@ -197,7 +197,8 @@ def fallback(problem, tensors, out, lse, dout, dlse, wanted):
 
 
 def past_the_last(d: int) -> list[str]:
-    """Rows past the last packed sequence have no gradient, and change no other's."""
+    """Return the faults of rows past the last packed sequence: they have no gradient, and change
+    no other's."""
     case = Case("", hq=4, hk=2, d=d, causal=True, sequences=((5, 90), (0, 17), (99, 133)))
     problem, tensors = make(case, dtype=torch.float16).problem()
     out, lse = dense.attention(problem, tensors, torch.float32)
@@ -228,8 +229,8 @@ def past_the_last(d: int) -> list[str]:
 
 
 def out_of_range(d: int, deterministic: bool) -> list[str]:
-    """Offsets that fall, or lie outside, are those that they are brought in range as: nothing lies
-    outside its tensor, which the machine would not let pass."""
+    """Return the faults of offsets that fall or lie outside: they act as the offsets in range that
+    replace them. The machine allows no access outside a tensor."""
     case = Case("", hq=4, hk=2, d=d, causal=True, sequences=((5, 90), (0, 17), (99, 133)))
     problem, tensors = make(case, dtype=torch.float16).problem()
     out, lse = dense.attention(problem, tensors, torch.float32)
@@ -255,7 +256,7 @@ def out_of_range(d: int, deterministic: bool) -> list[str]:
 
 
 def extremes(only: list[str]) -> list[str]:
-    """Biases and sinks as large as their dtype goes (tests/extreme_bias.py)."""
+    """Return the faults with biases and sinks of any size (tests/extreme_bias.py)."""
     found = []
     half = torch.float16
     for case in extreme_bias.CASES:

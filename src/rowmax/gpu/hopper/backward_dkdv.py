@@ -279,8 +279,8 @@ def producer(C: gl.constexpr, descs, rings, mail, order, sizes, seqs, heads):
 
 @gluon.constexpr_function
 def thread_layout(C):
-    """w ``[64, BLOCK_STREAMED]`` in shared memory: the first four numbers of each thread, then the
-    next four of each. Tiles of a bias arrive there as well."""
+    """Return the layout of w ``[64, BLOCK_STREAMED]`` in shared memory: the first four numbers of
+    each thread, then the next four of each. Tiles of a bias arrive there as well."""
     near = [[0, 1], [8, 0]]
     threads = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0]]
     far = [[0, n] for n in (8, 16, 32, 64) if n < C.BLOCK_STREAMED]

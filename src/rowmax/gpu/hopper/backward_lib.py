@@ -157,19 +157,19 @@ def follow():
 
 @gluon.constexpr_function
 def score_layout(C):
-    """Scores ``[64, BLOCK_STREAMED]`` as the product leaves them."""
+    """Return the layout of scores ``[64, BLOCK_STREAMED]`` as the product leaves them."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_STREAMED, 16])
 
 
 @gluon.constexpr_function
 def held_layout(C):
-    """A resident operand ``[64, D]`` as a product takes it from registers."""
+    """Return the layout of a resident operand ``[64, D]`` that a product reads from registers."""
     return gl.DotOperandLayout(operand_index=0, parent=score_layout(C), k_width=2)
 
 
 @gluon.constexpr_function
 def memory_by_column(C):
-    """Numbers of the columns of scores in the order of memory: four of each thread at a time."""
+    """Return the layout of the columns' numbers in the order of memory: four a thread at a time."""
     return gl.DistributedLinearLayout(
         reg_bases=[[1], [2], *([n] for n in (16, 32, 64) if n < C.BLOCK_STREAMED)],
         lane_bases=[[4], [8], [0], [0], [0]],
@@ -181,7 +181,7 @@ def memory_by_column(C):
 
 @gluon.constexpr_function
 def memory_by_row():
-    """Numbers of the 64 rows of scores in the same order, in the threads that hold the rows."""
+    """Return the layout of the 64 rows' numbers in that order, in the threads with these rows."""
     return gl.DistributedLinearLayout(
         reg_bases=[[2]],
         lane_bases=[[0], [0], [1], [4], [8]],

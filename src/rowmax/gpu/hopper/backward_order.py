@@ -35,7 +35,7 @@ from .lib.order import row_at, table_rows
 from .lib.rules import all_range, any_range, touched_tiles
 
 #: beyond all positions
-EVERY = gl.constexpr(2**31 - 1)
+UNBOUNDED = gl.constexpr(2**31 - 1)
 
 
 class Sizes(NamedTuple):
@@ -146,10 +146,10 @@ def full_range(C: gl.constexpr, first, tile, sizes):
     full = tile.lo
     end = tile.hi
     if C.QUERIES_RESIDENT:
-        every = tile.used if C.RAGGED else EVERY
+        every = tile.used if C.RAGGED else UNBOUNDED
         low, high = all_range(first, moved, tile.offset, sizes.left, sizes.right, every)
     else:
-        low, high = all_range(first, moved, -tile.offset, sizes.right, sizes.left, EVERY)
+        low, high = all_range(first, moved, -tile.offset, sizes.right, sizes.left, UNBOUNDED)
     if C.LEFT if C.QUERIES_RESIDENT else C.RIGHT:
         full = low // C.BLOCK_STREAMED
     if C.RAGGED and not C.QUERIES_RESIDENT:

@@ -50,7 +50,7 @@ class Config:
 
     @property
     def TOKENS(self) -> int:
-        """Rows of one warpgroup."""
+        """Return the rows of one warpgroup."""
         return ROWS
 
     @property
@@ -63,12 +63,12 @@ class Config:
 
     @property
     def TILE(self) -> int:
-        """Positions of a tile of the order (order.row_at)."""
+        """Return the positions of a tile of the order (order.row_at)."""
         return self.BLOCK_RESIDENT
 
     @property
     def PADDED(self) -> bool:
-        """True if a tile of keys may end in rows of no key, or of another sequence."""
+        """Return True if a tile of keys may end in rows of no key, or of another sequence."""
         return self.VARLEN or self.PREFIX
 
     @property
@@ -77,7 +77,7 @@ class Config:
 
     @property
     def LOW_MASKED(self) -> bool:
-        """True if partial streamed tiles come before the full ones."""
+        """Return True if partial streamed tiles come before the full ones."""
         band = self.LEFT if self.QUERIES_RESIDENT else self.RIGHT or self.RAGGED
         return self.DOCUMENTS or band
 
@@ -87,12 +87,12 @@ class Config:
 
     @property
     def DRAWN(self) -> bool:
-        """True if blocks take their tiles from a counter."""
+        """Return True if blocks take their tiles from a counter."""
         return self.VARLEN or self.DOCUMENTS
 
     @property
     def LAST_FIRST(self) -> bool:
-        """True if the last tile of a sequence comes first."""
+        """Return True if the last tile of a sequence comes first."""
         return False
 
 
@@ -122,13 +122,13 @@ class FusedConfig(Config):
 
     @property
     def READERS(self) -> int:
-        """Partitions that read a message: the consumers, and the writer of dQ."""
+        """Return the partitions that read a message: the consumers, and the writer of dQ."""
         return WARPGROUPS + self.DQ
 
     @property
     def DS_STAGES(self) -> int:
-        """Buffers of dS. A tile of a bias arrives in the buffer of dS of its step, while dS of
-        the two steps before are in use."""
+        """Return the buffers of dS. A tile of a bias arrives in the buffer of dS of its step,
+        while dS of the two steps before are in use."""
         return 3 if self.BIAS else 2
 
     @property
@@ -137,8 +137,8 @@ class FusedConfig(Config):
 
     @property
     def UP(self) -> bool:
-        """True if tiles of queries pass from the first to the last and the last tile of keys
-        begins first: the order in which no tile of keys waits (``backward_order.py``)."""
+        """Return True if tiles of queries pass from the first to the last and the last tile of
+        keys begins first: the order in which no tile of keys waits (``backward_order.py``)."""
         return self.ORDERED and self.RIGHT and not self.LEFT and not self.ABREAST
 
     @property
@@ -147,7 +147,7 @@ class FusedConfig(Config):
 
     @property
     def NEIGHBOUR(self) -> int:
-        """The offset from a tile of keys to the one that adds to dQ just before it."""
+        """Return the offset from a tile of keys to the one that adds to dQ just before it."""
         return 1 if self.UP else -1
 
 
