@@ -196,9 +196,9 @@ def draws(kept, seed, s, h, i, j, threshold):
     key = np.uint64(seed) & np.uint64(0xFFFFFFFF), np.uint64(seed) >> np.uint64(32)
     for r in range(8):
         counter = np.uint64(j // 8 + r), np.uint64(i), np.uint64(h), np.uint64(s)
-        words = philox(counter, key)
+        c0, c1, c2, c3 = philox(counter, key)
         for lane in range(4):
-            word = words[lane]
+            word = c0 if lane == 0 else c1 if lane == 1 else c2 if lane == 2 else c3
             kept[8 * lane + r] = (word & np.uint64(0xFFFF)) >= np.uint64(threshold)
             kept[8 * (lane + 4) + r] = (word >> np.uint64(16)) >= np.uint64(threshold)
 

@@ -98,16 +98,18 @@ with_sink = formula(_of_texts(softmax.with_sink))
 score_gradient = formula(_of_texts(softmax.score_gradient))
 
 
-@njit
+@njit(inline="always")
 def _multiply(a, b):
     product = np.uint64(a) * np.uint64(b)
     return product >> np.uint64(32), product & np.uint64(dropout.WORD)
 
 
-philox = njit(
+# inlined, the compiler takes the eight calls of 64 keys a vector at a time
+_round = njit(inline="always")(bound(dropout.philox_round, multiply=_multiply))
+philox = njit(inline="always")(
     bound(
         dropout.philox_rounds,
-        philox_round=njit(bound(dropout.philox_round, multiply=_multiply)),
+        philox_round=_round,
         INCREMENTS=tuple(map(np.uint64, dropout.INCREMENTS)),
         WORD=np.uint64(dropout.WORD),
     )

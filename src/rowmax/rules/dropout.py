@@ -42,11 +42,12 @@ def philox_round(c0, c1, c2, c3, k0, k1):
 
 def philox_rounds(counter, key):
     """Return the four words of a counter of four words, with the key's low and high word."""
+    c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
-        counter = philox_round(*counter, k0, k1)  # pyright: ignore
+        c0, c1, c2, c3 = philox_round(c0, c1, c2, c3, k0, k1)
         k0, k1 = (k0 + INCREMENTS[0]) & WORD, (k1 + INCREMENTS[1]) & WORD
-    return counter
+    return c0, c1, c2, c3
 
 
 def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
