@@ -2,7 +2,7 @@
 
 A change is text, in the order of a tile's fields or by name: "128,64,8,3,split", "k_stages=4".
 Capitals name constants of the kernel (STAGED=0). In the Hopper backward of wide heads a name may
-begin with the launch that it belongs to (pair.q_stages=2). TOGETHER=0.25 of a Triton kernel: a
+begin with the launch that it belongs to (dkdv.q_stages=2). TOGETHER=0.25 of a Triton kernel: a
 quarter of the heads in turns. Names within rowmax are imported where they are used: a measurement
 of another checkout takes that checkout's own version of this file.
 """
@@ -37,22 +37,22 @@ hopper.forward 128 bias: b_stages=4,block_k=64,k_stages=3,v_stages=3
 hopper.forward 256 bias: b_stages=1
 hopper.backward 64: HELD=0 ORDERED=1,FRESH=1
 hopper.backward 128: ORDERED=0,FRESH=0 ORDERED=1,FRESH=1
-hopper.backward 256: pair.q_stages=2,pair.alone=0
+hopper.backward 256: dkdv.Q_STAGES=2,dkdv.ALONE=0
 triton.delta 128: 16,16,4,2 32,16,4,2 64,16,4,2 64,16,8,2 128,16,8,2 TOGETHER=0
 triton.delta 256: 16,16,4,2 32,16,4,2 64,16,4,2 32,16,8,2 64,16,8,2 TOGETHER=0
-triton.key_gradients 128: 64,128,8,3 64,128,8,4 64,128,8,2 64,64,4,2
-triton.key_gradients 128 causal: 64,128,8,3,split TOGETHER=0 TOGETHER=0.25 TOGETHER=4
-triton.query_gradients 128: 128,64,8,3 128,64,8,4 64,64,4,2
-triton.query_gradients 128 causal: 128,64,8,3,split TOGETHER=0 TOGETHER=0.25 TOGETHER=4
+triton.dkdv 128: 64,128,8,3 64,128,8,4 64,128,8,2 64,64,4,2
+triton.dkdv 128 causal: 64,128,8,3,split TOGETHER=0 TOGETHER=0.25 TOGETHER=4
+triton.dq 128: 128,64,8,3 128,64,8,4 64,64,4,2
+triton.dq 128 causal: 128,64,8,3,split TOGETHER=0 TOGETHER=0.25 TOGETHER=4
 triton.dk 256: 32,128,8,2 32,128,8,3 64,64,4,2 32,64,4,3 32,64,4,4
 triton.dk 256 causal: 32,64,8,3 64,64,8,2 TOGETHER=0 TOGETHER=0.25 TOGETHER=4
 triton.dv 256: 32,128,8,3 32,128,8,4 32,128,8,5 64,128,8,2 64,64,4,2
 triton.dv 256 causal: 64,64,8,3 32,64,4,4 TOGETHER=0 TOGETHER=0.25 TOGETHER=4
-triton.query_gradients 256: 64,32,4,3 64,32,4,4 64,64,4,2 128,32,8,3
-triton.query_gradients 256 causal: 128,32,8,3,split 64,32,4,3,split 64,64,8,2
-triton.query_gradients 256 causal: TOGETHER=0 TOGETHER=0.25 TOGETHER=4
-triton.bias_gradient 64 bias: 128,128,8,3 128,128,8,2 128,128,16,3 128,64,8,3 64,128,4,2 64,64,4,3
-triton.bias_gradient 128 bias: 128,128,8,3 128,128,8,2 128,128,16,3 128,64,8,3 64,128,4,2 64,64,4,3
+triton.dq 256: 64,32,4,3 64,32,4,4 64,64,4,2 128,32,8,3
+triton.dq 256 causal: 128,32,8,3,split 64,32,4,3,split 64,64,8,2
+triton.dq 256 causal: TOGETHER=0 TOGETHER=0.25 TOGETHER=4
+triton.dbias 64 bias: 128,128,8,3 128,128,8,2 128,128,16,3 128,64,8,3 64,128,4,2 64,64,4,3
+triton.dbias 128 bias: 128,128,8,3 128,128,8,2 128,128,16,3 128,64,8,3 64,128,4,2 64,64,4,3
 """
 
 
@@ -74,9 +74,11 @@ def changed(tile: Any, text: str, launch: str = "") -> tuple[Any, dict[str, Any]
         owner, _, key = key.rpartition(".")
         parts = [float(y) if "." in y else int(y) for y in x.split("+")]
         value = parts[0] if len(parts) == 1 else tuple(parts)
-        if key.isupper():
+        if owner not in ("", launch):
+            continue
+        if key.isupper() and not owner:
             constants[key] = value
-        elif owner in ("", launch):
+        else:
             of_tile[key] = bool(value) if isinstance(getattr(tile, key), bool) else value
     return replace(tile, **of_tile), constants
 
@@ -100,107 +102,101 @@ def posed(cell: Cell, x: Inputs) -> tuple[Any, Any]:
 
 
 def hopper_forward(cell: Cell, x: Inputs, change: str) -> Call:
-    from rowmax.gpu.hopper.copies import over
-
-    from rowmax.gpu.hopper import launch
+    from rowmax.gpu.hopper import host
     from rowmax.gpu.hopper.tiles import tile_for
 
     tensors, problem = posed(cell, x)
     q, k, v, bias = tensors[:4]
     out, lse = torch.empty_like(q), torch.empty(problem.lse_shape, device=q.device)
-    how = launch.how_bias_comes(problem, bias)
-    tile, options = changed(tile_for(problem, how, launch.processors(q.device)), change)
-    plan = launch.made(problem, tensors, out, tile, **options)
-    copies = over(plan.copies, q, k, v, bias, out)
-    t = launch.pointers(plan, problem, tensors, out, lse)
-    return lambda: (plan.launch(copies, t, plan.last), out)[1]
+    path = host.bias_path(problem, bias)
+    tile, options = changed(tile_for(problem, path, host.processors(q.device)), change)
+    plan = host.build_plan(problem, tensors, out, tile, **options)
+    copies = host.over(plan.copies, q, k, v, bias, out)
+    pointers = host.pointers(plan, problem, tensors, out, lse)
+    return lambda: (plan.launch(copies, pointers, plan.last), out)[1]
+
+
+#: the part of a Hopper backward -> the name of its config
+_PARTS = {"fused": "FusedConfig", "dq": "DqConfig", "dkdv": "DkdvConfig"}
 
 
 def hopper_backward(part: str, cell: Cell, x: Inputs, change: str) -> Call:
-    """Return the whole backward, or the launch of the rows, or those of gradients alone."""
-    from rowmax.gpu.hopper.gradients import launch, plans
-    from rowmax.gpu.hopper.gradients.tiles import sizes_of, tiles_of
-
-    from rowmax.call.problem import Wanted
+    """Return the whole backward, or the launch of the rows, or one of gradients alone."""
+    from rowmax.call.inputs import Gradients, Wanted
     from rowmax.gpu import hopper
+    from rowmax.gpu.hopper import backward_host as host
+    from rowmax.gpu.hopper.backward_tiles import TILES, sizes_of
 
     tensors, problem = posed(cell, x)
-    tiles = tiles_of(sizes_of(problem.d, problem.dv))
-    found = {kind: changed(tile, change, kind) for kind, tile in tiles.items()}
-    options = next(iter(found.values()))[1]
-    tiles = {kind: tile for kind, (tile, _) in found.items()}
+    names = {name: kind for kind, name in _PARTS.items()}
+    shipped = TILES[sizes_of(problem.d, problem.dv)]
+    found = [changed(tile, change, names[type(tile).__name__]) for tile in shipped]
+    tiles = tuple(tile for tile, _ in found)
     out, lse = hopper.forward(problem, tensors)
-    plan = plans.made(problem, tensors, x.dout, tiles, dbias=cell.dbias, **options)
+    plan = host.build_plan(problem, tensors, x.dout, tiles, dbias=cell.dbias, **found[0][1])
     wanted = Wanted(True, True, True, cell.dbias, False)
-    given = (problem, tensors, out, lse, x.dout, None, wanted)
     if not part:
-        return lambda: launch.launch(plan, *given)[:4]
+        return lambda: host.launch(plan, problem, tensors, out, lse, x.dout, None, wanted)[:4]
     if cell.bias:
         raise UnsupportedError("a launch alone without bias")
-    made = (*(torch.empty_like(t) for t in tensors[:3]), None)
+    made = Gradients(*(torch.empty_like(t) for t in tensors[:3]))
+    rows = (out, lse, x.dout, None)
     if part == "rows":
-        return lambda: launch.prepared(plan, *given, made) and None
-    t, _ = launch.prepared(plan, *given, made)
-    if plan.together and part != "main":
-        raise UnsupportedError("all gradients are made in one launch")
-    if plan.together:
-        return lambda: launch.together(plan, problem, tensors, x.dout, t)
-    works = tuple(work for work in plan.works if part in ("main", work.config.KIND))
-    return lambda: launch.apart(plan._replace(works=works), problem, tensors, x.dout, t)
+        return lambda: host.prepare(plan, problem, tensors, rows, wanted, made) and None
+    t, _ = host.prepare(plan, problem, tensors, rows, wanted, made)
+    works = [(n, w) for n, w in enumerate(plan.works) if type(w.config).__name__ == _PARTS[part]]
+    if not works:
+        raise UnsupportedError(f"no launch {part} at this head size")
+    n, work = works[0]
+    return lambda: host.run(work, problem, tensors, x.dout, t, made, n)
 
 
 # --- Triton ------------------------------------------------------------------------------------
 
 
-def triton_forward(cell: Cell, x: Inputs, change: str) -> Call:
+def triton_job(job: str, cell: Cell, x: Inputs, change: str) -> Call:
+    from rowmax.gpu.triton.kernel_args import Pointers
+    from rowmax.gpu.triton.launch import build_job
     from rowmax.gpu.triton.tiles import tiles_for
 
-    module = import_module("rowmax.gpu.triton.forward")  # the package has its function
     tensors, problem = posed(cell, x)
-    tiles, _ = changed(tiles_for("forward", problem, x.q.device), change)
-    return lambda: module.forward(problem, tensors, tiles)[0]
+    tiles, options = changed(tiles_for(job, problem, x.q.device), change)
+    if job == "forward":
+        forward = import_module("rowmax.gpu.triton.forward").forward
+        return lambda: forward(problem, tensors, tiles)[0]
+    spec, made, results = _triton_operands(job, problem, tensors, x)
+    run = build_job(spec, problem, tensors, tiles, x.dout)
+    if "TOGETHER" in options:
+        heads = max(1, int(run.numbers.together * options["TOGETHER"]))
+        run.numbers = run.numbers._replace(together=heads)
+    inputs = (tensors.q,) if spec.resident == "rows" else tensors
+    pointers = Pointers(*inputs, **made)
+    return lambda: (run.run(pointers), results)[1]
 
 
-def triton_gradient(job: str, cell: Cell, x: Inputs, change: str) -> Call:
-    from rowmax.gpu.triton.bundles import ROW_UNIT, Pointers, pointers
+def _triton_operands(job: str, problem: Any, tensors: Any, x: Inputs) -> tuple[Any, Any, Any]:
+    """Return (the spec of a job, the tensors that it reads and writes, its results)."""
+    from rowmax.gpu.triton import preprocess
 
-    from rowmax.gpu.triton.tiles import tiles_for
-
-    module = import_module("rowmax.gpu.triton.backward")
     forward = import_module("rowmax.gpu.triton.forward").forward
-    plans = {"dk": module.plan_key_gradients, "dv": module.plan_key_gradients}
-    tensors, problem = posed(cell, x)
+    backward = import_module("rowmax.gpu.triton.backward")
     out, lse = forward(problem, tensors)
-    rows = [lse.new_empty((*lse.shape[:2], -(-cell.n // ROW_UNIT) * ROW_UNIT)) for _ in range(2)]
-    rest = torch.zeros_like(rows[0]) if problem.natural else None
-
-    def planned(job: str, change: str) -> Any:
-        tiles, options = changed(tiles_for(job, problem, x.q.device), change)
-        plan = plans.get(job) or getattr(module, f"plan_{job}")
-        found = plan(problem, tensors, tiles, x.dout)
-        if "TOGETHER" in options:
-            heads = int(found.n.together * options["TOGETHER"])
-            found.n = found.n._replace(together=max(1, heads))
-        return found
-
-    of_rows = Pointers(tensors.q, None, None, out, lse, dout=x.dout, rest=rest)
-    of_rows = of_rows._replace(lse2=rows[0], delta=rows[1])
-    planned("delta", "shipped").run(of_rows)
-    t = pointers(tensors)._replace(dout=x.dout, lse2=rows[0], delta=rows[1], rest=rest)
-    q, k, v = (torch.empty_like(y) for y in tensors[:3])
-    results: dict[str, dict[str, Any]] = {
-        "delta": {},
-        "key_gradients": {"dk": k, "dv": v},
+    lse2, delta = (lse.new_empty(preprocess.padded_rows(problem)) for _ in range(2))
+    rest = torch.zeros_like(lse2) if problem.natural else None
+    rows = {"dout": x.dout, "lse2": lse2, "delta": delta, "rest": rest}
+    if job == "delta":
+        return preprocess.DELTA, {**rows, "out": out, "lse": lse}, (delta,)
+    preprocess.delta(problem, tensors, out, lse, rest, x.dout, None, False, None)
+    q, k, v = (torch.empty_like(t) for t in tensors[:3])
+    written: dict[str, dict[str, Any]] = {
+        "dq": {"dq": q},
+        "dkdv": {"dk": k, "dv": v},
         "dk": {"dk": k},
         "dv": {"dv": v},
-        "query_gradients": {"dq": q},
-        "bias_gradient": {"dbias": None if x.bias is None else torch.empty_like(x.bias)},
+        "dbias": {"dbias": None if x.bias is None else torch.empty_like(x.bias)},
     }
-    found = results[job]
-    t = t._replace(**found) if job != "delta" else of_rows
-    run = planned(job, change)
-    made = tuple(found.values()) or (rows[1][..., : cell.n],)
-    return lambda: (run.run(t), made)[1]
+    specs = {name: getattr(backward, name.upper()) for name in written}
+    return specs[job], rows | written[job], tuple(written[job].values())
 
 
 #: by name: the maker, and the products that are counted
@@ -208,13 +204,12 @@ KERNELS: dict[str, tuple[Callable[[Cell, Inputs, str], Call], int]] = {
     "hopper.forward": (hopper_forward, 2),
     "hopper.backward": (partial(hopper_backward, ""), 5),
     "hopper.rows": (partial(hopper_backward, "rows"), 0),
-    "hopper.main": (partial(hopper_backward, "main"), 5),
+    "hopper.fused": (partial(hopper_backward, "fused"), 5),
     "hopper.dq": (partial(hopper_backward, "dq"), 3),
-    "hopper.pair": (partial(hopper_backward, "pair"), 4),
-    "triton.forward": (triton_forward, 2),
+    "hopper.dkdv": (partial(hopper_backward, "dkdv"), 4),
 }
-_JOBS = {"delta": 0, "key_gradients": 4, "dk": 3, "dv": 2, "query_gradients": 3, "bias_gradient": 2}
-KERNELS |= {f"triton.{job}": (partial(triton_gradient, job), n) for job, n in _JOBS.items()}
+_JOBS = {"forward": 2, "delta": 0, "dkdv": 4, "dk": 3, "dv": 2, "dq": 3, "dbias": 2}
+KERNELS |= {f"triton.{job}": (partial(triton_job, job), n) for job, n in _JOBS.items()}
 
 
 # --- what else is private ----------------------------------------------------------------------

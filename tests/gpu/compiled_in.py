@@ -16,13 +16,13 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
-from rowmax.gpu.triton.kernel_args import folded
-from rowmax.gpu.triton.tile_maps import listed
 
 from rowmax.call.problem import Problem, Wanted
 from rowmax.gpu.triton import backward, forward
 from rowmax.gpu.triton import tiles as plain
 from rowmax.gpu.triton.backward import bias_sum
+from rowmax.gpu.triton.kernel_args import folded
+from rowmax.gpu.triton.tile_maps import listed
 from rowmax.testing import Case
 from tests.drawn import Drawn, given_cotangents, problem_of
 
