@@ -92,6 +92,7 @@ def build_job(
     elif listed(problem):
         terms |= tile_strides(problem, tensors, tiles, resident)
     if resident == "bias":
+        assert problem.bias is not None
         bias_batch, bias_heads = problem.bias[:2]
         width = columns(kind_of(spec.name, problem))
         parts = -(-max(problem.d, problem.dv) // width)
