@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 import rowmax
-from rowmax.call.arguments import checked
-from rowmax.call.problem import Problem, Tensors, problem_of
+from rowmax.call.check import Arguments
+from rowmax.call.inputs import Tensors
+from rowmax.call.normalize import normalized
+from rowmax.call.problem import Problem, problem_of
 from rowmax.masks import Mask, as_mask
 
 LEAVES = ("q", "k", "v", "bias", "sink")
@@ -108,7 +110,7 @@ class Call:
         mask = mask & rowmax.Causal() if given.pop("causal") else mask
         if self.case.packed:
             given |= {"cu_seqlens": self.inputs[3:5], "max_seqlens": self.inputs[5:7]}
-        tensors, options, _ = checked(*self.inputs[:3], mask=mask, **given)
+        tensors, options, _ = normalized(Arguments(*self.inputs[:3], mask=mask, **given))
         return problem_of(tensors, options), tensors
 
 

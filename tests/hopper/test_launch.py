@@ -14,8 +14,10 @@ pytest.importorskip("triton.experimental.gluon")
 import rowmax
 from rowmax import reference
 from rowmax.call import dispatch as backends
-from rowmax.call.arguments import checked
-from rowmax.call.problem import Options, Problem, Tensors, Wanted, problem_of
+from rowmax.call.check import Arguments
+from rowmax.call.inputs import Options, Tensors, Wanted
+from rowmax.call.normalize import normalized
+from rowmax.call.problem import Problem, problem_of
 from rowmax.gpu import hopper
 
 forward = importlib.import_module("rowmax.gpu.hopper.launch")
@@ -49,7 +51,7 @@ def test_positions_are_aligned_to_the_keys(
     given |= {"dropout_p": 0.0, "seed": None, "deterministic": False, "backend": None, **terms}
     lengths = rowmax.PrefixLengths(torch.tensor([256, 100]), align="lengths")
     mask = lengths & rowmax.Mask(**options)
-    tensors, found, _ = checked(q, k, k, mask=mask, **given)
+    tensors, found, _ = normalized(Arguments(q, k, k, mask=mask, **given))
     for call in ("forward", "backward"):
         reason = hopper.supports(problem_of(tensors, found), call) or ""
         assert reason.startswith("it aligns positions to the keys") is refused

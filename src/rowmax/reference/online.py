@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..call.arguments import bad, check_device, wrong_type
+from ..errors import bad, check_device, wrong_type
 
 
 def online_softmax(x: Sequence[float]) -> list[float]:

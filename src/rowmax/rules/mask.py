@@ -1,4 +1,4 @@
-"""Which pairs may attend, which tiles hold any, and the ids of documents: on the host, in torch."""
+"""Masks over torch tensors: the permission of each pair, the state of each tile, document ids."""
 
 from __future__ import annotations
 
