@@ -57,7 +57,7 @@ class Pointers(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """Where the rows of a matrix ``[B, N, H, D]`` are; all but b and head are constants."""
+    """The layout of a matrix ``[B, N, H, D]``; all but b and head are constants."""
 
     b: Any  # strides in units of ALIGN
     head: Any

@@ -1,5 +1,5 @@
 # ruff: noqa: RET505, SIM102, SIM108, RUF100  (compiled code tells its branches apart by else)
-"""What a backward computes row by row before its gradients: the rest of LSE, Delta and dsink.
+"""The numbers of rows that a backward computes before its gradients: the rest of LSE, Delta.
 
 The rest is ``log2(sum_j exp(s_ij - LSE_i))``, the rounding error of LSE. A backward recomputes the
 weights from LSE. In a row whose biases are all -1e9 it lacks log n, and the weights would sum to
