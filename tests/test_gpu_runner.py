@@ -36,7 +36,7 @@ def behave(how: str) -> Iterator[str]:
 
 def test_a_process_that_dies_or_hangs_is_replaced() -> None:
     names = ["dies", "hangs", "raises", "right", "right again"]
-    pool = Pool(behave, 2, limit=0.5, device="cpu")
+    pool = Pool(behave, 2, limit=2, device="cpu")
     found: dict[str, list[Event]] = {name: [] for name in names}
     for event in pool.run([Job((name,)) for name in names]):
         if event is not None:

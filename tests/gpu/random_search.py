@@ -46,6 +46,7 @@ from tests.drawn import (
     wrong,
 )
 from tests.gpu import results
+from tests.gpu.compiled_in import compiled_in
 from tests.gpu.kinds import takes_dtype
 from tests.gpu.pool import (
     PROCESSES,
@@ -121,8 +122,6 @@ class Count:
 
 def calls_of(group: Group) -> Iterator[Drawn]:
     """Yield the calls of a group."""
-    from tests.gpu.compiled_in import compiled_in
-
     rng = random.Random(f"{group.seed} {group.dtype} {group.backend}")
     case = draw_group(rng, group.dtype, group.backend, group.budget)
     same = None
