@@ -15,8 +15,10 @@ from torch import Tensor
 
 import rowmax
 from rowmax import Causal, Documents, PrefixLengths, Window
-from rowmax.call.arguments import checked
-from rowmax.call.problem import Problem, Tensors, problem_of
+from rowmax.call.check import Arguments
+from rowmax.call.inputs import Tensors
+from rowmax.call.normalize import normalized
+from rowmax.call.problem import Problem, problem_of
 from rowmax.masks import ALIGNMENTS, Ids, Mask, as_mask
 from rowmax.rules.mask import FULL, PARTIAL, SKIP, dense, tile_states
 
@@ -25,7 +27,7 @@ def posed(mask: Mask | Tensor, b: int, h: int, nq: int, nk: int) -> tuple[Proble
     q, k = torch.zeros(b, nq, h, 4), torch.zeros(b, nk, h, 4)
     defaults = {"bias": None, "alibi": None, "scale": None, "softcap": 0.0, "sink": None}
     defaults |= {"dropout_p": 0.0, "seed": None, "deterministic": False, "backend": None}
-    tensors, options, _ = checked(q, k, k, mask=as_mask(mask), **defaults)  # pyright: ignore
+    tensors, options, _ = normalized(Arguments(q, k, k, mask=as_mask(mask), **defaults))  # pyright: ignore
     return problem_of(tensors, options), tensors
 
 

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 import torch
 from torch import Tensor
 
-from .call.arguments import check_flag, checked, refuse_unexpected
+from .call.check import Arguments
+from .call.normalize import normalized
+from .errors import check_flag, refuse_unexpected
 from .masks import Causal, Mask, as_mask
-from .operators.library import attend
+from .operators.autograd import attend
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -107,7 +109,7 @@ def attention(
         out 0 and lse -inf (with a sink, lse = sink).
 
     Raises:
-        TypeError, ValueError: naming the argument, what came and what is wanted.
+        TypeError, ValueError: naming the argument, what it got and what it accepts.
         NotImplementedError: forward-mode and second derivatives, unless of
             ``backend="reference"`` where it is neither compiled nor traced.
 
@@ -123,20 +125,22 @@ def attention(
         refuse_unexpected("attention", more, unexpected)
     check_flag("return_lse", return_lse)
     q, k, v, bias = _autocast(q, k, v, bias)
-    tensors, options, problem = checked(
-        q,
-        k,
-        v,
-        mask=_mask(mask, causal),
-        bias=bias,
-        alibi=alibi,
-        scale=scale,
-        softcap=softcap,
-        sink=sink,
-        dropout_p=dropout_p,
-        seed=seed,
-        deterministic=deterministic,
-        backend=backend,
+    tensors, options, problem = normalized(
+        Arguments(
+            q,
+            k,
+            v,
+            mask=_mask(mask, causal),
+            bias=bias,
+            alibi=alibi,
+            scale=scale,
+            softcap=softcap,
+            sink=sink,
+            dropout_p=dropout_p,
+            seed=seed,
+            deterministic=deterministic,
+            backend=backend,
+        )
     )
     out, lse = attend(tensors, options, problem)
     return (out, lse) if return_lse else out
@@ -226,7 +230,7 @@ def attention_varlen(
         out ``[total_q, Hq, Dv]``, or (out, lse ``[Hq, total_q]``).
 
     Raises:
-        TypeError, ValueError: naming the argument, what came and what is wanted.
+        TypeError, ValueError: naming the argument, what it got and what it accepts.
 
     >>> import torch, rowmax
     >>> q, cu = torch.randn(10, 2, 16), torch.tensor([0, 3, 10])
@@ -237,22 +241,24 @@ def attention_varlen(
         refuse_unexpected("attention_varlen", more, unexpected)
     check_flag("return_lse", return_lse)
     q, k, v, bias = _autocast(q, k, v, bias)
-    tensors, options, problem = checked(
-        q,
-        k,
-        v,
-        mask=_mask(mask, causal),
-        bias=bias,
-        alibi=alibi,
-        scale=scale,
-        softcap=softcap,
-        sink=sink,
-        dropout_p=dropout_p,
-        seed=seed,
-        deterministic=deterministic,
-        backend=backend,
-        cu_seqlens=(cu_seqlens_q, cu_seqlens_k),
-        max_seqlens=(max_seqlen_q, max_seqlen_k),
+    tensors, options, problem = normalized(
+        Arguments(
+            q,
+            k,
+            v,
+            mask=_mask(mask, causal),
+            bias=bias,
+            alibi=alibi,
+            scale=scale,
+            softcap=softcap,
+            sink=sink,
+            dropout_p=dropout_p,
+            seed=seed,
+            deterministic=deterministic,
+            backend=backend,
+            cu_seqlens=(cu_seqlens_q, cu_seqlens_k),
+            max_seqlens=(max_seqlen_q, max_seqlen_k),
+        )
     )
     out, lse = attend(tensors, options, problem)
     return (out[0], lse[0]) if return_lse else out[0]

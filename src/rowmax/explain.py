@@ -1,4 +1,4 @@
-"""What a call would do and what it would cost, without making it."""
+"""Explain a call without computing it: backends, tiles, work and memory."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from torch import Tensor
 
 from .attention import _autocast, _mask
 from .call import dispatch as backends
-from .call.arguments import check_flag, checked, wrong_type
+from .call.check import Arguments
 from .call.dispatch import Job
-from .call.problem import Problem, Tensors, each_sequence, problem_of
+from .call.inputs import Tensors
+from .call.normalize import normalized
+from .call.problem import Problem, each_sequence, problem_of
+from .errors import check_flag, wrong_type
 from .masks import Mask
 from .rules.mask import FULL, PARTIAL, SKIP, tile_states
 
@@ -21,9 +24,9 @@ TILE = 128
 
 
 class Choice(NamedTuple):
-    """The backends that make the results of a call, and why the others make none."""
+    """The backends that compute the results of a call, and why the others compute none."""
 
-    jobs: tuple[Job, ...]  # none: the backend that was named refuses, and the call would raise
+    jobs: tuple[Job, ...]  # none: the named backend refuses, and the call would raise
     others: Mapping[str, str]
     notes: tuple[tuple[str, ...], ...] = ()  # of each job, from its backend
 
@@ -44,7 +47,7 @@ class Tiles(NamedTuple):
 
 @dataclass(frozen=True)
 class Explanation:
-    """What ``explain`` found; ``str`` of it is a text to read.
+    """The result of ``explain``; ``str`` of it is a text to read.
 
     Attributes:
         problem: shapes, dtypes and features, as backends see them.
@@ -52,7 +55,7 @@ class Explanation:
         tiles: skipped, partial and full tiles of 128 by 128, and the pairs in those visited.
         forward_flops, backward_flops: of the matrix products in the tiles that are visited.
         output_bytes: of out and lse.
-        dense_bytes: of the score matrix that is never made, in q's dtype.
+        dense_bytes: of the score matrix that is never held, in q's dtype.
     """
 
     problem: Problem
@@ -90,10 +93,10 @@ def explain(
     deterministic: bool = False,
     backend: str | None = None,
 ) -> Explanation:
-    """Which backend takes a call and why, how many tiles it visits, its work and its memory.
+    """Return the backends of a call and why, the tiles that it visits, its work and its memory.
 
     Takes the arguments of ``attention``, or those of ``attention_varlen``, and computes no
-    attention. Reads masks and packed offsets, so on a GPU it waits for the device.
+    attention. Reads masks and packed offsets, and so waits for a GPU.
 
     Returns:
         An ``Explanation``: print it, or read its attributes.
@@ -115,22 +118,24 @@ def explain(
         raise wrong_type(missing, "None", "a tensor: packed calls have both offsets")
     check_flag("return_lse", return_lse)
     q, k, v, bias = _autocast(q, k, v, bias)
-    tensors, options, _ = checked(
-        q,
-        k,
-        v,
-        mask=_mask(mask, causal),
-        bias=bias,
-        alibi=alibi,
-        scale=scale,
-        softcap=softcap,
-        sink=sink,
-        dropout_p=dropout_p,
-        seed=0 if seed is None else seed,  # none is drawn: torch's generator stays as it is
-        deterministic=deterministic,
-        backend=backend,
-        cu_seqlens=cu_seqlens,
-        max_seqlens=(max_seqlen_q, max_seqlen_k),
+    tensors, options, _ = normalized(
+        Arguments(
+            q,
+            k,
+            v,
+            mask=_mask(mask, causal),
+            bias=bias,
+            alibi=alibi,
+            scale=scale,
+            softcap=softcap,
+            sink=sink,
+            dropout_p=dropout_p,
+            seed=0 if seed is None else seed,  # leaves torch's generator as it was
+            deterministic=deterministic,
+            backend=backend,
+            cu_seqlens=cu_seqlens,
+            max_seqlens=(max_seqlen_q, max_seqlen_k),
+        )
     )
     problem = problem_of(tensors, options)
     tiles = _tiles(problem, tensors)
@@ -149,7 +154,7 @@ def explain(
 
 
 def _choice(problem: Problem, call: backends.Call, name: str | None) -> Choice:
-    """As ``backend.choose`` decides, with a reason for every other."""
+    """Return the plan of a call, with a reason for every backend that is not in it."""
     try:
         jobs = backends.choose(problem, call, name).jobs
     except ValueError:
@@ -192,7 +197,7 @@ def _tiles(problem: Problem, tensors: Tensors) -> Tiles:
 
 
 def _extents(n: int, like: Tensor) -> Tensor:
-    """How many of n each tile along a dimension holds."""
+    """Return how many of n positions each tile along a dimension holds."""
     starts = torch.arange(0, n, TILE, device=like.device)
     return (n - starts).clamp(max=TILE)
 
@@ -208,7 +213,7 @@ def _lines(e: Explanation) -> Iterator[tuple[str, str]]:
         yield call, ", ".join(_made(choice)) or "no backend: the call would raise"
         for text in (text for notes in choice.notes for text in notes):
             yield "", f"  {text}"
-        if call == "forward" or _who(choice) != _who(e.forward):
+        if call == "forward" or _choices(choice) != _choices(e.forward):
             for other, reason in choice.others.items():
                 yield "", f"  not {other}: {reason}"
     t = e.tiles
@@ -229,7 +234,7 @@ def _lines(e: Explanation) -> Iterator[tuple[str, str]]:
 
 
 def _made(choice: Choice) -> Iterator[str]:
-    """Each job in words; of a single one its backend says all."""
+    """Yield a text for each job; of a single job its backend is enough."""
     for job in choice.jobs:
         reason = f": {job.reason}" if job.reason else ""
         if job.backend is None:
@@ -240,7 +245,7 @@ def _made(choice: Choice) -> Iterator[str]:
             yield f"{job.backend} ({', '.join(job.results)}{reason})"
 
 
-def _who(choice: Choice) -> tuple[Any, ...]:
+def _choices(choice: Choice) -> tuple[Any, ...]:
     return [job.backend for job in choice.jobs], choice.others
 
 

@@ -1,12 +1,12 @@
-"""Masks: small values that say which keys a query may see, and which tiles hold any.
+"""Masks: values that define which keys a query may see.
 
-Every mask is one record: a band around the diagonal, documents, lengths and a boolean tensor,
-all of which must allow a pair. The classes fill in one part each and ``&`` intersects records,
-so a backend meets one form only.
+Every mask is one record: a band around the diagonal, documents, lengths and a boolean tensor. A
+pair may attend if all of them allow it. Each class fills in one part, ``&`` intersects records: a
+backend has one form to compute.
 
 Positions are aligned bottom-right: query ``i`` of ``Nq`` stands at key position
-``i + Nk - Nq`` or, aligned to the lengths, at ``i + min(lengths[b], Nk) - Nq``. ``offset`` has
-this rule.
+``i + Nk - Nq`` or, aligned to the lengths, at ``i + min(lengths[b], Nk) - Nq``: the rule is
+``rules.mask.offset``.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from .errors import check_booleans, check_integers
 from .torch_compat import values_are_readable
 
-#: to which the positions of queries can be aligned
+#: to what the positions of queries can be aligned
 ALIGNMENTS = ("keys", "lengths")
 
 _INTERSECTIONS = ("and_", "bitwise_and", "iand", "__and__", "__rand__", "__iand__")
@@ -30,7 +31,7 @@ _INSTEAD_OF_UNIONS = (
     "rowmax: masks have no |, ~ or ^; combine boolean tensors (mask=m1 | m2), or make a call for "
     "each part of the keys and merge the parts: merge((out1, lse1), (out2, lse2))"
 )
-_MOST = 2**32  # no two positions are as far apart as this
+_MOST = 2**32  # no two positions are this far apart
 
 
 class Ids(NamedTuple):
@@ -42,7 +43,7 @@ class Ids(NamedTuple):
 
 
 class Mask:
-    """Which pairs (query, key) may attend; immutable, composed with ``&``.
+    """The pairs (query, key) that may attend. Immutable; composed with ``&``.
 
     Args:
         left, right: the band ``-left <= j - (i + offset) <= right``; see ``Window``.
@@ -56,7 +57,7 @@ class Mask:
     ``None`` forbids nothing.
 
     Raises:
-        TypeError, ValueError: naming the field, what came and what is wanted.
+        TypeError, ValueError: naming the field, what it got and what it accepts.
     """
 
     __slots__ = ("align", "allowed", "documents", "left", "lengths", "right")
@@ -84,9 +85,9 @@ class Mask:
             right = _limit(f"{name}(right=)", right)
         _want_documents(name, documents)
         if lengths is not None:
-            _want_integers(f"{name}(lengths=)", lengths, (1,))
+            check_integers(f"{name}(lengths=)", lengths, (1,))
         if allowed is not None:
-            _want_booleans(f"{name}(allowed=)", allowed)
+            check_booleans(f"{name}(allowed=)", allowed)
         _want_alignment(type(self), align, lengths)
         put = object.__setattr__
         put(self, "left", left)
@@ -103,7 +104,7 @@ class Mask:
         raise AttributeError(f"{name}: a mask cannot be changed; make another")
 
     def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
-        """Fill a copied or unpickled mask, which ``__init__`` has checked before."""
+        """Fill a copied or unpickled mask: ``__init__`` has checked its fields."""
         for name, value in state[1].items():
             object.__setattr__(self, name, value)
 
@@ -136,7 +137,7 @@ class Mask:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """``&`` with a tensor comes this way, too, where a compiler traces it; nothing else may."""
+        """Handle ``&`` with a tensor, which a compiler traces through here. Refuse all else."""
         name = getattr(func, "__name__", None)
         if name in _UNIONS:
             raise TypeError(_INSTEAD_OF_UNIONS)
@@ -159,9 +160,9 @@ class Mask:
 
 
 class Causal(Mask):
-    """A query sees its own position and what came before: ``j <= i + offset``.
+    """A query sees its own position and those before it: ``j <= i + offset``.
 
-    The offset is ``Nk - Nq``, or what ``PrefixLengths(align="lengths")`` makes it.
+    The offset is ``Nk - Nq``, or that of ``PrefixLengths(align="lengths")``.
 
     >>> import torch, rowmax
     >>> q = torch.randn(1, 8, 2, 16)
@@ -178,15 +179,15 @@ class Causal(Mask):
 class Window(Mask):
     """A band: ``i + offset - left <= j <= i + offset + right``; ``None`` is no limit.
 
-    The offset is ``Nk - Nq``, or what ``PrefixLengths(align="lengths")`` makes it.
+    The offset is ``Nk - Nq``, or that of ``PrefixLengths(align="lengths")``.
 
     Args:
         left: keys before the query's position that it sees, or None for all. Negative: not even
             its own position; -1 begins with the key after it.
-        right: keys after it. 0 makes the window causal, -1 strictly causal: a query sees what
-            came before its own position, which it does not see.
+        right: keys after it. 0 makes the window causal, -1 strictly causal: a query sees
+            the positions before its own alone.
 
-    A band may be empty (``Window(-1, -1)``): every row is then one of nothing, out 0 and lse -inf.
+    A band may be empty (``Window(-1, -1)``): then out is 0 and lse -inf in every row.
 
     Raises:
         TypeError: a limit that is not an int.
@@ -214,7 +215,7 @@ class Documents(Mask):
             ``PrefixLengths(align="lengths")`` needs them.
 
     Raises:
-        TypeError, ValueError: what is not integers, of another rank, or falls.
+        TypeError, ValueError: ids or offsets that are no integers, of another rank, or that fall.
 
     >>> import torch, rowmax
     >>> rowmax.Documents(torch.tensor([0, 0, 1, 1, 1]))
@@ -271,7 +272,7 @@ class PrefixLengths(Mask):
 
 
 def as_mask(mask: Mask | Tensor | None, name: str = "mask") -> Mask:
-    """The record of a mask, of a boolean tensor, or of nothing."""
+    """Return the record of a mask, of a boolean tensor, or of None."""
     if mask is None:
         return Mask()
     if isinstance(mask, Mask):
@@ -281,7 +282,7 @@ def as_mask(mask: Mask | Tensor | None, name: str = "mask") -> Mask:
         raise TypeError(
             f"{name}: got {got}; want a rowmax mask or a boolean tensor{_mask_hint(mask)}"
         )
-    _want_booleans(name, mask)
+    check_booleans(name, mask)
     return Mask(allowed=mask)
 
 
@@ -322,7 +323,7 @@ _ONE_OF_TWO = "Documents: want either ids or cu_seqlens, got both or neither"
 
 
 def as_int(n: object) -> int | None:
-    """n as a Python int (symbolic ones stay as they are), or None where it is no whole number.
+    """Return n as a Python int (a symbolic one as it is), or None where it is no whole number.
 
     NumPy's integers are whole numbers. Booleans and tensors are not.
     """
@@ -352,28 +353,16 @@ def _want_documents(name: str, documents: object) -> None:
         if (ids is None) == (cu_seqlens is None):
             raise TypeError(_ONE_OF_TWO)
         if cu_seqlens is not None:
-            _want_integers("Documents(cu_seqlens=)", cu_seqlens, (1,))
+            check_integers("Documents(cu_seqlens=)", cu_seqlens, (1,))
             _want_offsets(cu_seqlens)
         else:
-            _want_integers("Documents(ids=)", ids, (1, 2))
+            check_integers("Documents(ids=)", ids, (1, 2))
         if q_ids is not None:
-            _want_integers("Documents(q_ids=)", q_ids, (1, 2))
-
-
-def _want_booleans(name: str, t: object) -> None:
-    if not isinstance(t, Tensor):
-        raise TypeError(f"{name}: got {type(t).__name__}; want a boolean tensor")
-    if t.dtype != torch.bool:
-        raise TypeError(
-            f"{name}: got a tensor of {t.dtype}; want torch.bool, True where a query may "
-            "attend (an additive mask goes to bias=)"
-        )
-    if t.layout != torch.strided or t.is_nested:
-        raise TypeError(f"{name}: got layout {t.layout}; want a dense (strided) tensor")
+            check_integers("Documents(q_ids=)", q_ids, (1, 2))
 
 
 def _mask_hint(x: object) -> str:
-    """The mask that the caller may have meant, to end an error with."""
+    """Return the end of an error: the mask that may have been meant."""
     if isinstance(x, type) and issubclass(x, Mask):
         return f", such as {x.__name__}({'' if x is Causal else '...'})"
     if isinstance(x, (tuple, list)) and len(x) == 2:
@@ -400,14 +389,3 @@ def _want_alignment(of: type[Mask], align: object, lengths: Tensor | None) -> No
         raise error(f"{of.__name__}(align=): got {align!r}; want 'keys' or 'lengths'")
     if align == "lengths" and lengths is None:
         raise ValueError(f"{of.__name__}(align=): got 'lengths' and no lengths; want lengths, too")
-
-
-def _want_integers(name: str, t: object, dims: tuple[int, ...]) -> None:
-    if not isinstance(t, Tensor) or t.dtype not in (torch.int32, torch.int64):
-        got = t.dtype if isinstance(t, Tensor) else type(t).__name__
-        raise TypeError(f"{name}: got {got}; want a tensor of int32 or int64")
-    if t.layout != torch.strided or t.is_nested:
-        raise TypeError(f"{name}: got layout {t.layout}; want a dense (strided) tensor")
-    if t.dim() not in dims:
-        want = " or ".join(f"{n}-D" for n in dims)
-        raise ValueError(f"{name}: got shape {list(t.shape)}; want a {want} tensor")

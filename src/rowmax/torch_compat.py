@@ -1,27 +1,151 @@
-"""The private interfaces of torch, each with what is done where it is missing."""
+"""The private interfaces of torch, in one place. Tried with torch 2.11 and 2.13."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
+from torch._C import DispatchKeySet
+from torch._C._functorch import (
+    TransformType,
+    get_unwrapped,
+    is_batchedtensor,
+    is_functorch_wrapped_tensor,
+)
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+from torch._functorch.utils import enable_single_level_autograd_function as single_level_autograd
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+from torch.autograd.forward_ad import _set_fwd_grad_enabled as forward_mode_enabled
+from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack as active_dispatch_modes,
+)
+
+__all__ = [
+    "PLAIN",
+    "DispatchKeySet",
+    "SingleLevelFunction",
+    "active_dispatch_modes",
+    "forward_mode_enabled",
+    "single_level_autograd",
+]
+
+#: the types of tensors that are nothing but numbers
+PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
-def values_are_readable(t: Tensor) -> bool:
-    """Whether values can be looked at for free: not on a GPU (a wait), not while tracing."""
-    return (
-        t.device.type == "cpu"
-        and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-        and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None  # make_fx
-        and type(t) in (Tensor, torch.nn.Parameter)
+# --- the call that runs ------------------------------------------------------------------------
+
+
+def is_transformed() -> bool:
+    """True inside ``vmap``, ``grad`` and the other transforms of ``torch.func``."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def is_traced_or_transformed() -> bool:
+    """True while a call is compiled, traced by ``torch.jit`` or transformed by ``torch.func``."""
+    return torch.compiler.is_compiling() or is_traced() or is_transformed()
+
+
+def is_traced() -> bool:
+    """True inside ``torch.jit.trace``."""
+    return torch._C._get_tracing_state() is not None
+
+
+def is_traced_by_make_fx() -> bool:
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def is_forward_mode() -> bool:
+    """True inside a level of ``torch.autograd.forward_ad``."""
+    return forward_ad._current_level >= 0
+
+
+def is_observed() -> bool:
+    """True if a tracer, mode, transform or profiler may observe the calls of this thread.
+
+    The observer of an execution trace cannot be seen from Python: it misses calls that skip the
+    dispatcher.
+    """
+    return bool(
+        is_transformed()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or is_traced()
+        or torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
+        or torch.autograd.profiler._is_profiler_enabled  # the profiler of all threads
+        or is_forward_mode()
     )
 
 
+def forward_mode_levels() -> int:
+    """Return how many ``jvp`` levels of ``torch.func`` are active."""
+    if not is_transformed():
+        return 0
+    levels = retrieve_all_functorch_interpreters()
+    return sum(level.key() == TransformType.Jvp for level in levels)
+
+
+# --- tensors -----------------------------------------------------------------------------------
+
+#: dispatch keys of tensors that are numbers on a device and nothing else
+_plain_keys: set[int] = set()
+
+
+def is_plain(t: Tensor) -> bool:
+    """True for numbers on a device.
+
+    False for a subclass, a batch of ``vmap`` old or new, a meta tensor, and zeros or a negation
+    still to be written.
+    """
+    if type(t) not in PLAIN:
+        return False
+    keys = torch._C._dispatch_keys(t).raw_repr()
+    if keys not in _plain_keys and not t.is_meta:
+        for inference in (False, True):
+            with torch.inference_mode(inference):
+                plain = torch.empty(0, device=t.device)
+            _plain_keys.add(torch._C._dispatch_keys(plain).raw_repr())
+    return keys in _plain_keys
+
+
+def is_fake(t: Tensor) -> bool:
+    """True for a tensor without values."""
+    return isinstance(t, FakeTensor) or t.is_meta
+
+
 def is_batched(t: Tensor | None) -> bool:
-    """True inside ``vmap`` for a tensor that has a value for each slice: none can be looked at."""
+    """True inside ``vmap`` for a tensor with a value for each slice: none can be read."""
     while t is not None and is_functorch_wrapped_tensor(t):
         if is_batchedtensor(t):
             return True
         t = get_unwrapped(t)
     return False
+
+
+def values_are_readable(t: Tensor) -> bool:
+    """True if reading values is free: not on a GPU, which is a wait, and not while tracing."""
+    return (
+        t.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and not is_transformed()
+        and not is_traced_by_make_fx()
+        and type(t) in PLAIN
+    )
+
+
+def any_requires_grad(inputs: Iterable[Any]) -> bool:
+    return torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)
+
+
+def below_autograd(keys: DispatchKeySet) -> DispatchKeySet:
+    """Return the keys of a dispatched call that come after autograd."""
+    return keys & torch._C._after_autograd_keyset
+
+
+def assert_later(good: Tensor, message: str) -> None:
+    """Check a condition on its device when it runs, because the host cannot read it now."""
+    torch._assert_async(good, message)  # pyright: ignore

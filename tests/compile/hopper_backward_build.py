@@ -15,8 +15,8 @@ from rowmax.gpu.hopper.backward_args import Numbers, Pointers
 from rowmax.gpu.hopper.backward_host import KERNELS, copies_of
 from rowmax.gpu.hopper.backward_lib import Constants
 from rowmax.gpu.hopper.backward_tiles import Config, DkdvConfig, DqConfig, FusedConfig
-from rowmax.gpu.hopper.copies import Copies
-from rowmax.gpu.hopper.launch import GluonLaunch
+from rowmax.gpu.hopper.host import GluonLaunch
+from rowmax.gpu.hopper.lib.tma import Descriptors
 
 from .hopper_build import Built, _read
 
@@ -77,7 +77,7 @@ def _pointers(c: Config, dtype: torch.dtype) -> Pointers:
     )
 
 
-def _copies(c: Config, dtype: torch.dtype) -> Copies:
+def _copies(c: Config, dtype: torch.dtype) -> Descriptors:
     q, dout, k, v = (torch.empty(1, 256, 1, d, dtype=dtype) for d in (c.D, c.DV) * 2)
     bias = torch.empty(1, 1, 256, 256, dtype=dtype) if c.BIAS else None
     return copies_of(c, Tensors(q, k, v, bias), dout, 1, 256)

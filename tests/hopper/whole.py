@@ -30,10 +30,9 @@ from rowmax.gpu import hopper, triton
 from rowmax.gpu.hopper import backward_dbias, backward_host, packed, row_stats
 from rowmax.gpu.hopper.tiles import Constants
 from rowmax.reference import dense
+from rowmax.testing import Case, make, poisoned, tagged
 from tests import extreme_bias
-from tests.cases import Case, make
-from tests.gpu import hopper_backward as device
-from tests.tolerance import poisoned
+from tests.gpu import hopper_direct as device
 
 #: head sizes of each tile shape: two of the fused kernel, two of dq with dk and dv
 SIZES = ((64, 64), (128, 128), (256, 128), (256, 256))
@@ -288,7 +287,7 @@ def main() -> int:
     def wanted(name: str) -> bool:
         return any(part in name for part in options.only)
 
-    every = [*device.first(), *device.cases()]
+    every = [*tagged("every barrier"), *device.cases("backward")]
     if options.kernels:
         every = kernel_cases(options.every_size)
     chosen = [c for c in every if wanted(c.name)]
@@ -305,7 +304,7 @@ def main() -> int:
                 continue  # the other kernels are deterministic anyway
             repeats = int(options.kernels and (deterministic or not fused))
             try:
-                found = device.check(case, "float16", deterministic, repeats)
+                found = device.check_backward(case, "float16", deterministic, repeats)
             except Exception as error:
                 if named:
                     raise

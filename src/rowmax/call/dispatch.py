@@ -1,6 +1,6 @@
-"""Dispatch: composes a call from jobs, each made by the first backend that can.
+"""Dispatch: compose a call of jobs, each computed by the first backend that can.
 
-A backend is imported only when a problem on its kind of device asks for it.
+A backend is imported only for a problem on a kind of device that it runs on.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
-from .problem import Gradients, Problem, Tensors, Wanted
+from .inputs import Gradients, Tensors, Wanted
+from .problem import Problem
 
 Call = Literal["forward", "backward"]
 
 #: every backend, the most specialised first
 NAMES = ("hopper", "triton", "cpu", "torch", "reference")
 
-#: where each is, and the devices it may be asked for
+#: the module of each backend, and the devices that it runs on
 _MODULES = {
     "hopper": "rowmax.gpu.hopper",
     "triton": "rowmax.gpu.triton",
@@ -29,28 +30,28 @@ _MODULES = {
     "reference": "rowmax.reference",
 }
 _DEVICES = {"hopper": ("cuda",), "triton": ("cuda", "xpu"), "cpu": ("cpu",)}
-#: what brings the libraries of a backend that has some of its own
+#: the extra that installs the libraries of a backend
 _EXTRAS = {"cpu": "cpu"}
-#: the reference holds the whole score matrix, so it is used only where it is named
+#: used only where it is named: it holds the whole score matrix
 _BY_NAME_ONLY = ("reference",)
-#: what is made of differentiable operations alone: autograd goes through it, as often as asked
+#: made of differentiable operations alone: autograd differentiates it to any order
 PLAIN_OPERATIONS = ("reference",)
 
 
 class Backend(Protocol):
-    """The module-level functions of the modules above.
+    """The functions that the module of a backend has.
 
-    A module may offer two more. ``lacks(problem, call) -> dict[str, str]`` names the results that
-    it does not make of a call that ``supports`` accepts, each with the reason.
-    ``notes(problem, job) -> list[str]`` returns sentences that ``explain`` prints below a job.
+    It may have two more. ``lacks(problem, call) -> dict[str, str]`` names the results that it does
+    not compute of a call that ``supports`` accepts, each with the reason.
+    ``notes(problem, call) -> list[str]`` returns sentences that ``explain`` prints below a job.
     """
 
     def supports(self, problem: Problem, call: Call) -> str | None:
-        """None, or the sentence that says why not."""
+        """Return None, or a sentence that says why the backend does not take the call."""
         ...
 
     def forward(self, problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
-        """(out ``[B, Nq, Hq, Dv]``, lse ``[B, Hq, Nq]``), contiguous."""
+        """Return (out ``[B, Nq, Hq, Dv]``, lse ``[B, Hq, Nq]``), contiguous."""
         ...
 
     def backward(
@@ -63,17 +64,17 @@ class Backend(Protocol):
         dlse: Tensor | None,
         wanted: Wanted,
     ) -> Gradients:
-        """The wanted gradients, contiguous, each of its input's shape and dtype."""
+        """Return the wanted gradients, contiguous, each of its input's shape and dtype."""
         ...
 
 
 class Job(NamedTuple):
-    """Results of a call that one backend makes together."""
+    """Results of a call that one backend computes together."""
 
     call: Call
     results: tuple[str, ...]  # out and lse; or some of dq, dk, dv, dbias, dsink
-    backend: str | None  # None: the backend that was named does not make them
-    reason: str | None = None  # why no backend that comes before makes them
+    backend: str | None  # None: the backend that was named does not compute them
+    reason: str | None = None  # why no backend before it computes them
 
 
 class Plan(NamedTuple):
@@ -82,20 +83,19 @@ class Plan(NamedTuple):
     jobs: tuple[Job, ...]
     backends: tuple[Backend | None, ...]
     first: Backend
-    whole: Backend | None  # the backend that makes everything, if one does
+    whole: Backend | None  # the backend that computes all results, if one does
 
 
 @lru_cache(maxsize=512)
 def choose(problem: Problem, call: Call, name: str | None = None) -> Plan:
-    """The plan of a call: each result from the backend called ``name``, or from the first that
-    makes it.
+    """Return the plan of a call: each result from backend ``name``, or from the first that can.
 
     Raises:
-        ValueError: the one named (or every one) refuses the call, with the reasons.
+        ValueError: the named backend, or every one, refuses the call, with the reasons.
     """
     refusals: dict[str, str] = {}
     jobs: list[Job] = []
-    missing = dict.fromkeys(_results(problem, call), "")  # result -> why it is not made so far
+    missing = dict.fromkeys(_results(problem, call), "")  # result -> why none computes it
     for candidate in NAMES if name is None else (name,):
         if not missing or (name is None and candidate in _BY_NAME_ONLY):
             continue
@@ -126,7 +126,7 @@ def choose(problem: Problem, call: Call, name: str | None = None) -> Plan:
 
 
 def check_wanted(plan: Plan, wanted: Wanted) -> None:
-    """Raise if the plan has no backend for a gradient that is wanted."""
+    """Raise if no backend of the plan computes a gradient that is wanted."""
     if plan.whole is not None:
         return
     for job in plan.jobs:
@@ -150,7 +150,7 @@ def run_backward(
     dlse: Tensor | None,
     wanted: Wanted,
 ) -> Gradients:
-    """The wanted gradients, each from the backend of its job."""
+    """Return the wanted gradients, each from the backend of its job."""
     if plan.whole is not None:
         return plan.whole.backward(problem, tensors, out, lse, dout, dlse, wanted)
     check_wanted(plan, wanted)
@@ -165,7 +165,7 @@ def run_backward(
 
 
 def refusal(name: str, problem: Problem, call: Call) -> str | None:
-    """Why the backend cannot take the call, or None."""
+    """Return why the backend cannot take the call, or None."""
     devices = _DEVICES.get(name)
     if devices is not None and problem.device not in devices:
         return f"it runs on {' or '.join(devices)}, the tensors are on {problem.device}"
@@ -182,13 +182,13 @@ def refusal(name: str, problem: Problem, call: Call) -> str | None:
 
 @lru_cache(maxsize=16)  # the warning comes once
 def _broken(name: str, reason: str) -> str:
-    """Warn that a backend that is installed does not work; return the reason."""
+    """Warn that an installed backend does not work; return the reason."""
     warnings.warn(f"rowmax: the {name} backend is left out: {reason}", RuntimeWarning, stacklevel=3)
     return reason
 
 
 def lacks(name: str, problem: Problem, call: Call) -> Mapping[str, str]:
-    """The results of a call that the backend takes but does not make, each with the reason."""
+    """Return the results of a call that the backend does not compute, each with the reason."""
     found = getattr(_load(name), "lacks", None)
     return {} if found is None else found(problem, call)
 
@@ -208,14 +208,14 @@ def _results(problem: Problem, call: Call) -> tuple[str, ...]:
 
 
 def _part(job: Job, wanted: Wanted) -> Wanted:
-    """The gradients of a job that are wanted."""
+    """Return which gradients of a job are wanted."""
     return Wanted(
         *(w and f"d{n}" in job.results for n, w in zip(wanted._fields, wanted, strict=True))
     )
 
 
 def _joined(reasons: Mapping[str, str], results: tuple[str, ...]) -> str | None:
-    """The reasons of these results, each once."""
+    """Return the reasons of these results, each once."""
     return (
         "; ".join(dict.fromkeys(reasons[result] for result in results if reasons[result])) or None
     )

@@ -1,4 +1,4 @@
-"""Problem: all there is to know of a call but its numbers; Tensors: its numbers."""
+"""Problem: shapes, dtypes and features of a call, without the values of its tensors."""
 
 from __future__ import annotations
 
@@ -6,73 +6,18 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+
+from .inputs import Gradients, Options, Tensors, Wanted, part_of  # noqa: F401
 
 Shape4 = tuple[int, int, int, int]
 
-#: The lse of a row sums its weights to 1 up to a rounding error of 6e-8 of itself. From this size
-#: on a backward sums the weights again: at 3e38 all of log n is lost. 1024 leaves 6e-5.
+#: lse is rounded to 6e-8 of itself, so weights made of it sum to 1 only up to that. From this size
+#: on a backward sums the weights again: 1024 leaves an error of 6e-5, 3e38 would lose all of log n.
 FAR = 1024.0
 
 
-class Tensors(NamedTuple):
-    """The inputs of one call, always with a batch dimension.
-
-    A call over packed sequences has ``q [1, total_q, Hq, D]`` and carries ``cu_seqlens``.
-    """
-
-    q: Tensor  # [B, Nq, Hq, D]
-    k: Tensor  # [B, Nk, Hk, D]
-    v: Tensor  # [B, Nk, Hk, Dv]
-    bias: Tensor | None = None  # [B|1, Hq|1, Nq|1, Nk|1]
-    sink: Tensor | None = None  # [Hq]
-    alibi: Tensor | None = None  # [Hq] slopes
-    allowed: Tensor | None = None  # bool [B|1, Hq|1, Nq|1, Nk|1], True may attend
-    q_ids: Tensor | None = None  # int32 [B|1, Nq], the document of each query
-    k_ids: Tensor | None = None  # int32 [B|1, Nk], the document of each key
-    lengths: Tensor | None = None  # int32 [B], keys at or past it are masked
-    cu_seqlens_q: Tensor | None = None  # int32 [B + 1], where each packed sequence starts
-    cu_seqlens_k: Tensor | None = None
-    seed: Tensor | None = None  # int64 [], the key of the dropout generator
-
-
-class Options(NamedTuple):
-    """The numbers of a call that are not tensors, as the operators carry them."""
-
-    scale: float
-    softcap: float = 0.0
-    dropout_p: float = 0.0
-    left: int | None = None
-    right: int | None = None
-    align: str = "keys"  # to which positions are aligned: "keys" or "lengths"
-    max_q: int = 0  # longest sequence of a packed call, or an upper bound; 0 otherwise
-    max_k: int = 0
-    deterministic: bool = False
-    backend: str | None = None
-
-
-class Gradients(NamedTuple):
-    """What a backward returns. A gradient that was not wanted is None."""
-
-    q: Tensor | None = None
-    k: Tensor | None = None
-    v: Tensor | None = None
-    bias: Tensor | None = None
-    sink: Tensor | None = None
-
-
-class Wanted(NamedTuple):
-    """Which gradients a backward is asked for."""
-
-    q: bool
-    k: bool
-    v: bool
-    bias: bool
-    sink: bool
-
-
 class Problem(NamedTuple):
-    """Shapes, dtypes and features of one call: hashable, so that plans can be kept by it.
+    """Shapes, dtypes and features of one call. It is hashable, and the key of plans.
 
     In a packed call ``batch`` counts the sequences and ``nq``, ``nk`` bound their lengths;
     ``total_q`` and ``total_k`` are the packed lengths. Otherwise the totals equal ``nq``, ``nk``.
@@ -103,7 +48,7 @@ class Problem(NamedTuple):
     total_q: int
     total_k: int
     deterministic: bool
-    first: int = 0  # the number of the first sequence, where a packed call is taken apart
+    first: int = 0  # number of the first sequence, in a part of a packed call
     align: str = "keys"  # "lengths" only where a band or ALiBi reads positions
     device_index: int | None = None  # of the device among those of its type; None: the current one
 
@@ -129,8 +74,8 @@ class Problem(NamedTuple):
     def natural(self) -> bool:
         """True if scores and lse stay in natural units; otherwise they are in base 2.
 
-        A bias may be as large as its dtype goes, and times log2(e) it would overflow. So only the
-        difference from the row's maximum or lse is multiplied, which is small or decides nothing.
+        A bias may be as large as its dtype goes, and would overflow times log2(e). Only the
+        difference from the row's maximum or lse is multiplied: it is small, or its weight is 0.
         """
         return self.bias is not None
 
@@ -146,7 +91,7 @@ class Problem(NamedTuple):
 
     @property
     def limits(self) -> tuple[int | None, int | None]:
-        """(left, right), cut to the length of the call: 32 bits hold them, and mean the same."""
+        """Return (left, right) clamped to the length of the call, so that 32 bits hold them."""
         reach = self.total_q + self.total_k
         left, right = (
             None if n is None else max(-reach, min(n, reach)) for n in (self.left, self.right)
@@ -155,14 +100,14 @@ class Problem(NamedTuple):
 
     @property
     def dropout_threshold(self) -> int:
-        """A 16-bit draw below this is dropped; 0 when nothing is (see ``dropout.py``)."""
+        """Return the least 16-bit draw that is kept; 0 without dropout (``rules/dropout.py``)."""
         if self.dropout_p == 0.0:
             return 0
         return min(65535, max(1, round(self.dropout_p * 65536)))
 
     @property
     def keep_scale(self) -> float:
-        """The factor of what is kept: the inverse of the exact probability of keeping it."""
+        """Return the factor of kept weights: 1 / (the exact probability of keeping one)."""
         return 65536.0 / (65536 - self.dropout_threshold)
 
     @property
@@ -177,7 +122,7 @@ class Problem(NamedTuple):
 
 
 def problem_of(tensors: Tensors, options: Options) -> Problem:
-    """The problem that these (already checked) arguments pose."""
+    """Return the problem of a normalized call."""
     q, k, v, bias, allowed, cu = (
         tensors.q,
         tensors.k,
@@ -223,9 +168,12 @@ def problem_of(tensors: Tensors, options: Options) -> Problem:
 _problems: dict[Any, Problem] = {}
 _LIMIT = 4096
 
+#: inputs that packing leaves as they are
+_UNPACKED = ("bias", "allowed", "lengths")
+
 
 def known_problem(tensors: Tensors, options: Options) -> Problem:
-    """As ``problem_of``, made once for tensors of the same kind; no size may be symbolic."""
+    """Return ``problem_of``, cached by shapes, dtype and device. No size may be symbolic."""
     q, bias = tensors.q, tensors.bias
     sizes = [None if x is None else x.size() for x in tensors]
     key = (options, q.device, q.dtype, None if bias is None else bias.dtype, *sizes)
@@ -240,9 +188,9 @@ def known_problem(tensors: Tensors, options: Options) -> Problem:
 def each_sequence(
     problem: Problem, tensors: Tensors
 ) -> Iterator[tuple[slice, slice, Problem, Tensors]]:
-    """The sequences of a packed call as dense calls of batch 1: (queries, keys, problem, tensors).
+    """Yield each sequence of a packed call as a dense call: (queries, keys, problem, tensors).
 
-    Reads the offsets, so it waits for the device they are on.
+    Reads the offsets, and so waits for their device.
     """
     assert tensors.cu_seqlens_q is not None
     assert tensors.cu_seqlens_k is not None
@@ -250,16 +198,11 @@ def each_sequence(
     for b in range(problem.batch):
         rows, cols = slice(*starts_q[b : b + 2]), slice(*starts_k[b : b + 2])
         nq, nk = rows.stop - rows.start, cols.stop - cols.start
-        one = tensors._replace(
-            q=tensors.q[:, rows],
-            k=tensors.k[:, cols],
-            v=tensors.v[:, cols],
-            bias=_of_sequence(tensors.bias, b, nq, nk),
-            allowed=_of_sequence(tensors.allowed, b, nq, nk),
-            lengths=None if tensors.lengths is None else tensors.lengths[b : b + 1],
-            cu_seqlens_q=None,
-            cu_seqlens_k=None,
-        )
+        packed = {name: part_of(name, getattr(tensors, name), i=rows, j=cols) for name in "qkv"}
+        # a term that is not packed has rows and keys of its own for each sequence, from 0 on
+        own = {"b": slice(b, b + 1), "i": slice(nq), "j": slice(nk)}
+        terms = {name: part_of(name, getattr(tensors, name), **own) for name in _UNPACKED}
+        one = tensors._replace(**packed, **terms, cu_seqlens_q=None, cu_seqlens_k=None)
         yield (
             rows,
             cols,
@@ -276,12 +219,3 @@ def each_sequence(
             ),
             one,
         )
-
-
-def _of_sequence(t: Tensor | None, b: int, nq: int, nk: int) -> Tensor | None:
-    """The part of a ``[S|1, Hq|1, Nq|1, Nk|1]`` term that falls to sequence b."""
-    if t is None:
-        return None
-    t = t if t.shape[0] == 1 else t[b : b + 1]
-    t = t if t.shape[2] == 1 else t[:, :, :nq]
-    return t if t.shape[3] == 1 else t[:, :, :, :nk]

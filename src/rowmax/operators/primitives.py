@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType
-from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 
-from ..call.arguments import DTYPES, bad, check_dense, wrong_type
+from ..call.check import DTYPES
+from ..errors import bad, check_dense, wrong_type
 from ..masks import as_int
+from ..torch_compat import forward_mode_levels
 
 BLOCK = 1024
 
@@ -37,7 +37,7 @@ def softmax(x: Tensor, dim: int = -1, *, block: int = BLOCK) -> Tensor:
         A tensor like x. A row of -inf alone gives 0, with gradient 0, where torch gives NaN.
 
     Raises:
-        TypeError, ValueError: naming the argument, what came and what is wanted.
+        TypeError, ValueError: naming the argument, what it got and what it accepts.
 
     >>> import torch, rowmax
     >>> rowmax.softmax(torch.tensor([[0.0, 0.0], [-torch.inf, -torch.inf]]))
@@ -66,7 +66,7 @@ def logsumexp(x: Tensor, dim: int = -1, keepdim: bool = False, *, block: int = B
         gives -inf, with gradient 0.
 
     Raises:
-        TypeError, ValueError: naming the argument, what came and what is wanted.
+        TypeError, ValueError: naming the argument, what it got and what it accepts.
 
     >>> import torch, rowmax
     >>> rowmax.logsumexp(torch.tensor([[0.0, 0.0], [1.0, 2.0]]))
@@ -97,39 +97,36 @@ def _check(x: object, dim: Any, block: Any) -> None:
         raise bad("block", block, "1 or more")
 
 
-# --- which way ---------------------------------------------------------------------------------
+# --- the choice --------------------------------------------------------------------------------
 
 
 def _softmax(x: Tensor, dim: int, block: int) -> Tensor:
-    if not _plainly():
+    if not _prefers_plain_operations():
         return _Softmax.apply(x, dim, block)  # pyright: ignore
     weights, l, _ = _plain(x, dim)
     return (weights / l).to(x.dtype)
 
 
 def _logsumexp(x: Tensor, dim: int, block: int) -> Tensor:
-    if not _plainly():
+    if not _prefers_plain_operations():
         return _Logsumexp.apply(x, dim, block)  # pyright: ignore
     _, l, m = _plain(x, dim)
     return _log(m, l)
 
 
-def _plainly() -> bool:
-    """Whether to use plain operations, which the caller tiles or differentiates itself.
+def _prefers_plain_operations() -> bool:
+    """True if plain operations are better than blocks.
 
-    A compiler fuses them better than blocks, and torch's functions with rules of their own
-    have tangents that do not nest: forward mode over forward mode would be silently wrong.
+    A compiler fuses them. And tangents of an autograd.Function do not nest: forward mode over
+    forward mode would be silently wrong.
     """
     if torch.compiler.is_compiling():
         return True
-    if not torch._C._are_functorch_transforms_active():
-        return False
-    levels = retrieve_all_functorch_interpreters()
-    return sum(level.key() == TransformType.Jvp for level in levels) > 1
+    return forward_mode_levels() > 1
 
 
 def _plain(x: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(``exp(x - m)``, its sum l, m) of whole rows; l is 1 and m -inf for a row of -inf."""
+    """Return (``exp(x - m)``, its sum l, m) of whole rows; of a row of -inf l is 1 and m -inf."""
     x = x.to(_wide(x))
     shape = [1 if d == dim else n for d, n in enumerate(x.shape)]
     m = x.detach().amax(dim, keepdim=True) if x.shape[dim] else x.new_full(shape, -torch.inf)
@@ -139,7 +136,7 @@ def _plain(x: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    """The dtype of sums."""
+    """Return the dtype of sums."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -153,7 +150,7 @@ def _blocks(x: Tensor, dim: int, block: int) -> Iterator[Tensor]:
 
 
 def _max_and_sum(x: Tensor, dim: int, block: int) -> tuple[Tensor, Tensor]:
-    """(m, l) of every row in the accumulator's dtype, dim kept: l sums ``exp(x - m)``.
+    """Return (m, l) of every row in the accumulator's dtype, dim kept: l sums ``exp(x - m)``.
 
     The m of a row of -inf is given as 0, so that its exponentials are 0 and not NaN.
     """
@@ -174,7 +171,7 @@ def _shift(m: Tensor) -> Tensor:
 
 
 def _log(m: Tensor, l: Tensor) -> Tensor:
-    """The logsumexp; of a row that holds inf it is inf, although l is NaN there."""
+    """Return the logsumexp: inf for a row that holds inf, although l is NaN there."""
     return (m + torch.log(l)).masked_fill(m == torch.inf, torch.inf)
 
 
@@ -182,7 +179,7 @@ def _log(m: Tensor, l: Tensor) -> Tensor:
 
 
 class _Softmax(torch.autograd.Function):
-    """Reverse mode; its backward is made of differentiable steps, so it can be used twice."""
+    """Softmax in reverse mode. Its backward is made of differentiable steps, for second order."""
 
     generate_vmap_rule = True
 
@@ -213,7 +210,7 @@ class _Softmax(torch.autograd.Function):
 
 
 def _through_softmax(y: Tensor, g: Tensor, dim: int, block: int) -> Tensor:
-    """``y (g - sum(y g))``: the Jacobian, which is symmetric, times g."""
+    """Return ``y (g - sum(y g))``: the Jacobian, which is symmetric, times g."""
     if y.shape[dim] == 0:
         return torch.zeros_like(y)
     wide = _wide(y)

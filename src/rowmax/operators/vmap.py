@@ -1,4 +1,4 @@
-"""The operators under ``torch.vmap``: one call over a larger batch where that is the same thing.
+"""The operators under ``torch.vmap``: one call over a larger batch where that gives the same.
 
 The vmapped dimension joins the batch, V slices of B sequences becoming V B sequences, unless
 something in the call is not per sequence: dropout (its draws are by batch index), packed offsets,
@@ -15,15 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.problem import Tensors, Wanted
+from ..call.inputs import INPUTS, Tensors, Wanted
 
 _N = len(Tensors._fields)
-#: what has a row for each sequence, or one row for all of them
-_PER_SEQUENCE = ("q", "k", "v", "lengths", "q_ids", "k_ids")
+#: inputs with a row for each sequence; terms of four axes that may be 1 join apart
+_PER_SEQUENCE = tuple(n for n, x in INPUTS.items() if x.axes[:1] == "b" and "h?" not in x.axes)
+
+_TERMS = tuple(n for n, x in INPUTS.items() if "h?" in x.axes)
 
 
 def forward(info: Any, in_dims: Sequence[Any], *inputs: Any) -> tuple[Any, Any]:
-    """``rowmax::forward`` over the vmapped dimension: (results, their vmapped dimensions)."""
+    """Return (results, their vmapped dimensions) of ``rowmax::forward``."""
     slices = Tensors(*_leading(inputs[:_N], in_dims[:_N]))
     folded = _folded(info.batch_size, slices, _names(in_dims[:_N]), None)
     if folded is None:
@@ -34,7 +36,7 @@ def forward(info: Any, in_dims: Sequence[Any], *inputs: Any) -> tuple[Any, Any]:
 
 
 def backward(info: Any, in_dims: Sequence[Any], *inputs: Any) -> tuple[Any, Any]:
-    """``rowmax::backward`` likewise; its first inputs are dout, dlse, out, lse and wanted."""
+    """Return the same of ``rowmax::backward``, which takes dout, dlse, out, lse, wanted first."""
     size, wanted, dims = info.batch_size, Wanted(*inputs[4]), in_dims[5 : 5 + _N]
     slices = Tensors(*_leading(inputs[5 : 5 + _N], dims))
     folded = _folded(size, slices, _names(dims), wanted)
@@ -51,26 +53,26 @@ def backward(info: Any, in_dims: Sequence[Any], *inputs: Any) -> tuple[Any, Any]
 
 
 def _names(dims: Sequence[Any]) -> set[str]:
-    """Which inputs have a vmapped dimension."""
+    """Return the names of the inputs that have a vmapped dimension."""
     return {name for name, d in zip(Tensors._fields, dims, strict=True) if d is not None}
 
 
 def _leading(tensors: Sequence[Any], dims: Sequence[Any]) -> list[Any]:
-    """Each tensor with its vmapped dimension, if it has one, in front."""
+    """Return each tensor with its vmapped dimension, if it has one, in front."""
     return [
         t if t is None or d is None else t.movedim(d, 0) for t, d in zip(tensors, dims, strict=True)
     ]
 
 
 def _folded(size: int, t: Tensors, batched: set[str], wanted: Wanted | None) -> Tensors | None:
-    """The inputs of one call over all slices, or None where there is no such call."""
+    """Return the inputs of one call over all slices, or None where there is no such call."""
     if t.seed is not None or t.cu_seqlens_q is not None or batched & {"sink", "alibi"}:
         return None
     if wanted is not None and wanted.sink:
         return None
     batch = t.q.shape[1 if "q" in batched else 0]
     large = {}
-    for name in ("bias", "allowed"):
+    for name in _TERMS:
         x = getattr(t, name)
         if x is None:
             continue
@@ -86,14 +88,14 @@ def _folded(size: int, t: Tensors, batched: set[str], wanted: Wanted | None) -> 
     for name in _PER_SEQUENCE:
         x, ids = getattr(t, name), name.endswith("ids")
         if x is None or (ids and name not in batched and x.shape[0] == 1):
-            continue  # one row for all, of all slices too
+            continue  # one row for all sequences serves all slices
         x = x.expand(-1, batch, -1) if ids and name in batched else x
         small[name] = _joined(size, x, name in batched)
     return t._replace(**large, **small)
 
 
 def _joined(size: int, t: Tensor | None, batched: bool) -> Tensor | None:
-    """``[V, B, ...]`` or, the same for every slice, ``[B, ...]`` -> ``[V B, ...]``."""
+    """Return ``[V B, ...]`` of ``[V, B, ...]`` or, the same for every slice, of ``[B, ...]``."""
     if t is None:
         return None
     return (t if batched else t.expand(size, *t.shape)).flatten(0, 1)
@@ -105,7 +107,7 @@ def _one_by_one(
     def part(x: Any, d: int | None, n: int) -> Any:
         if not isinstance(x, Tensor) or d is None:
             return x
-        if size == 0:  # of no slices, one of the right shape
+        if size == 0:  # compute one slice of the right shape, and drop it
             return x.new_zeros(x.movedim(d, 0).shape[1:])
         return x.select(d, n)
 

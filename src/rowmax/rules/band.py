@@ -11,8 +11,6 @@ row.
 
 from __future__ import annotations
 
-from typing import Any
-
 
 def any_range(x0, x1, shift, back, ahead, end):
     """Return (low, high): the y in [0, end) that some x in [x0, x1] sees lie in [low, high).

@@ -34,22 +34,17 @@ from triton.language.extra.cuda import gdc_wait
 
 from .backward_lib import (
     Descriptors,
-    Ring,
     follow,
     from_memory_order,
     issue_product,
     memory_by_row,
     own_rows,
     records,
-    release,
     score_layout,
     tile_buffer,
-    wait_empty,
-    wait_full,
     weights,
 )
 from .backward_order import full_range, tile_of
-from .backward_rules import score_gradient
 from .gluon_compat import (
     fence_async_shared,
     mbarrier,
@@ -59,9 +54,8 @@ from .gluon_compat import (
     tma_store_wait,
     warpgroup_mma_wait,
 )
-from .kernel import blocks_of
-from .padding import barriers
-from .pipeline import slot
+from .lib.ring import Ring, barriers, release, slot, tile_buffers, wait_empty, wait_full
+from .lib.rules import score_gradient
 
 
 class Rings(NamedTuple):
@@ -312,11 +306,11 @@ def backward_dbias(q, do, k, v, rows, bias, dbias, t, n, C: gl.constexpr):
     descs = Descriptors(q, do, k, v, rows, bias)
     box: gl.constexpr = [C.TOKENS, C.BLOCK_STREAMED]
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(box, q.dtype)
-    qs = blocks_of(q, C.QK_STAGES)
-    ks = blocks_of(k, C.QK_STAGES)
-    stats = blocks_of(rows, C.QK_STAGES)
-    vs = blocks_of(v, C.VDO_STAGES)
-    dos = blocks_of(do, C.VDO_STAGES)
+    qs = tile_buffers(q, C.QK_STAGES)
+    ks = tile_buffers(k, C.QK_STAGES)
+    stats = tile_buffers(rows, C.QK_STAGES)
+    vs = tile_buffers(v, C.VDO_STAGES)
+    dos = tile_buffers(do, C.VDO_STAGES)
     biases = gl.allocate_shared_memory(q.dtype, [C.BIAS_STAGES * C.WARPGROUPS] + box, layout)
     qk = Ring(qs, barriers(C.QK_STAGES, 1), barriers(C.QK_STAGES, C.WARPGROUPS))
     vdo = Ring(vs, barriers(C.VDO_STAGES, 1), barriers(C.VDO_STAGES, C.WARPGROUPS))

@@ -52,23 +52,18 @@ from triton.experimental.gluon import language as gl
 from .backward_lib import (
     Descriptors,
     Outputs,
-    Ring,
     first_tile,
     follow,
     held_layout,
-    mailbox,
     next_tile,
     read_message,
     records,
-    release,
     row_numbers,
     score_layout,
     store_rows,
     store_sums,
     sums_by_lane,
     tile_buffer,
-    wait_empty,
-    wait_full,
     weights,
 )
 from .backward_order import (
@@ -76,7 +71,6 @@ from .backward_order import (
     gradient_row,
     plane_of,
 )
-from .backward_rules import score_gradient
 from .gluon_compat import (
     fence_async_shared,
     mbarrier,
@@ -85,12 +79,24 @@ from .gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .kernel import blocks_of
-from .layouts import matrix, value_layout, weight_layout
-from .padding import barriers, clear_rows, cleared, full_barriers, landing
-from .pipeline import slot
-from .softmax import rounded
-from .terms import settled
+from .lib.layouts import matrix, product_layout, weight_layout
+from .lib.ring import (
+    Ring,
+    barriers,
+    clear_rows,
+    cleared,
+    full_barriers,
+    landing,
+    mailbox,
+    release,
+    slot,
+    tile_buffers,
+    wait_empty,
+    wait_full,
+)
+from .lib.rules import score_gradient
+from .lib.scores import settled
+from .lib.softmax import rounded
 
 
 class Rings(NamedTuple):
@@ -416,7 +422,7 @@ def consumer(C: gl.constexpr, OF_DK: gl.constexpr, out, rings, mail, sizes, args
     message = 0
     use = 0
     nth = 0
-    tile, live = read_message(C, mail, 0)
+    tile, live = read_message(mail, 0)
     while live:
         some = tile.lo < tile.hi
         wait_full(rings.own, nth, 1, pred=some)
@@ -424,7 +430,7 @@ def consumer(C: gl.constexpr, OF_DK: gl.constexpr, out, rings, mail, sizes, args
         if C.ALONE:
             shift = nth + 1
         operand = Held(held_columns(C, not OF_DK, use + nth, some, rings), shift)
-        x = gl.full([C.BLOCK_RESIDENT, WIDTH], 0.0, gl.float32, value_layout(WIDTH))
+        x = gl.full([C.BLOCK_RESIDENT, WIDTH], 0.0, gl.float32, product_layout(WIDTH))
         if OF_DK:
             drow = 0
             if C.DROW:
@@ -446,7 +452,7 @@ def consumer(C: gl.constexpr, OF_DK: gl.constexpr, out, rings, mail, sizes, args
         release(rings.own, nth, 1, pred=some)
         nth += some.to(gl.int32)
         message += 1
-        following, live = read_message(C, mail, message)
+        following, live = read_message(mail, message)
         row, rows = gradient_row(C, 0, tile)
         to = out.dk if OF_DK else out.dv
         to = to + (row.to(gl.int64) * heads.resident + tile.head) * OUT
@@ -462,11 +468,11 @@ def backward_dkdv(k, v, q, do, rows, bias, t, n, C: gl.constexpr):
     """Launch the partitions of a block. Descriptors of the copies come first (rows are lse and
     delta), then the bundles ``backward_args.Pointers`` and ``Numbers``."""
     descs = Descriptors(q, do, k, v, rows, bias)
-    ks = blocks_of(k, 1)
-    vs = blocks_of(v, 1)
-    qs = blocks_of(q, C.Q_STAGES)
-    dos = blocks_of(do, C.DO_STAGES)
-    stats = blocks_of(rows, C.Q_STAGES)
+    ks = tile_buffers(k, 1)
+    vs = tile_buffers(v, 1)
+    qs = tile_buffers(q, C.Q_STAGES)
+    dos = tile_buffers(do, C.DO_STAGES)
+    stats = tile_buffers(rows, C.Q_STAGES)
     mail = mailbox(C.WARPGROUPS)
     own = Ring(ks, full_barriers(1, C.PREFIX), barriers(1, C.WARPGROUPS))
     q_full = full_barriers(C.Q_STAGES, C.VARLEN)

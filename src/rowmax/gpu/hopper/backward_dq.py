@@ -29,22 +29,17 @@ from triton.experimental.gluon import language as gl
 
 from .backward_lib import (
     Descriptors,
-    Ring,
     first_tile,
     follow,
     issue_product,
-    mailbox,
     memory_place,
     next_tile,
     own_rows,
     read_message,
     records,
-    release,
     score_layout,
     store_rows,
     tile_buffer,
-    wait_empty,
-    wait_full,
     weights,
 )
 from .backward_order import (
@@ -52,7 +47,6 @@ from .backward_order import (
     gradient_row,
     plane_of,
 )
-from .backward_rules import score_gradient
 from .gluon_compat import (
     fence_async_shared,
     mbarrier,
@@ -60,11 +54,22 @@ from .gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .kernel import blocks_of
-from .layouts import value_layout, weight_layout
-from .padding import barriers, cleared, full_barriers, landing
-from .pipeline import slot
-from .softmax import rounded
+from .lib.layouts import product_layout, weight_layout
+from .lib.ring import (
+    Ring,
+    barriers,
+    cleared,
+    full_barriers,
+    landing,
+    mailbox,
+    release,
+    slot,
+    tile_buffers,
+    wait_empty,
+    wait_full,
+)
+from .lib.rules import score_gradient
+from .lib.softmax import rounded
 
 
 class Rings(NamedTuple):
@@ -273,7 +278,7 @@ def consumer(C: gl.constexpr, c: gl.constexpr, memory, rings, mail, sizes, args,
     message = 0
     use = 0
     nth = 0
-    tile, live = read_message(C, mail, 0)
+    tile, live = read_message(mail, 0)
     while live:
         full = full_range(C, tile.first + c * C.TOKENS, tile, sizes)
         some = tile.lo < tile.hi
@@ -281,7 +286,7 @@ def consumer(C: gl.constexpr, c: gl.constexpr, memory, rings, mail, sizes, args,
         wait_full(rings.own, nth, 1, pred=some)
         wait_full(rings.k, use, C.K_STAGES, pred=some)
         own = load_rows(C, c, memory, tile, heads, end)
-        x = State(use, gl.full([C.TOKENS, C.D], 0.0, gl.float32, value_layout(C.D)))
+        x = State(use, gl.full([C.TOKENS, C.D], 0.0, gl.float32, product_layout(C.D)))
         for g in range(heads.group):  # one; without the loop too much is kept in registers
             head = tile.head * heads.group + g
             if C.LOW_MASKED:
@@ -296,7 +301,7 @@ def consumer(C: gl.constexpr, c: gl.constexpr, memory, rings, mail, sizes, args,
         release(rings.own, nth, 1, pred=some)
         nth += some.to(gl.int32)
         message += 1
-        following, live = read_message(C, mail, message)
+        following, live = read_message(mail, message)
         row, rows = gradient_row(C, c, tile)
         to = memory.out + (row.to(gl.int64) * heads.resident + tile.head) * C.D_OUT
         store_rows(x.dq * memory.out_scale, to, heads.resident * C.D_OUT, rows, C.D_OUT)
@@ -311,10 +316,10 @@ def backward_dq(q, do, k, v, t, n, C: gl.constexpr):
     """Launch the partitions of a block. Descriptors of the copies come first, then the bundles
     ``backward_args.Pointers`` and ``Numbers``."""
     descs = Descriptors(q, do, k, v)
-    qs = blocks_of(q, 1)
-    dos = blocks_of(do, 1)
-    ks = blocks_of(k, C.K_STAGES)
-    vs = blocks_of(v, C.V_STAGES)
+    qs = tile_buffers(q, 1)
+    dos = tile_buffers(do, 1)
+    ks = tile_buffers(k, C.K_STAGES)
+    vs = tile_buffers(v, C.V_STAGES)
     mail = mailbox(C.WARPGROUPS)
     own = Ring(qs, barriers(1, 1), barriers(1, C.WARPGROUPS))
     k_full = full_barriers(C.K_STAGES, C.PADDED)

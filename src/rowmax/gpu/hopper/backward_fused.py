@@ -54,25 +54,20 @@ from triton.experimental.gluon import language as gl
 from .backward_lib import (
     Descriptors,
     Outputs,
-    Ring,
     first_tile,
     follow,
     held_layout,
     issue_product,
-    mailbox,
     next_tile,
     own_rows,
     read_message,
     records,
-    release,
     row_numbers,
     score_layout,
     store_rows,
     store_sums,
     sums_by_lane,
     tile_buffer,
-    wait_empty,
-    wait_full,
     weights,
 )
 from .backward_order import (
@@ -84,7 +79,6 @@ from .backward_order import (
     step_of,
     steps_before,
 )
-from .backward_rules import score_gradient
 from .gluon_compat import (
     fence_async_shared,
     mbarrier,
@@ -96,11 +90,23 @@ from .gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .kernel import blocks_of
-from .layouts import output_layout, value_layout, weight_layout
-from .padding import barriers, cleared, full_barriers, landing
-from .pipeline import phase, slot
-from .softmax import rounded
+from .lib.layouts import output_layout, product_layout, weight_layout
+from .lib.ring import (
+    Ring,
+    barriers,
+    cleared,
+    full_barriers,
+    landing,
+    mailbox,
+    phase,
+    release,
+    slot,
+    tile_buffers,
+    wait_empty,
+    wait_full,
+)
+from .lib.rules import score_gradient
+from .lib.softmax import rounded
 
 
 class Rings(NamedTuple):
@@ -299,7 +305,7 @@ def make_dq(C: gl.constexpr, resident, rings, use):
 
     Waits for all products in flight. dQ goes to memory as ``[2 D, 32]`` (``thread_order``).
     """
-    z = gl.full([C.BLOCK_STREAMED, C.D], 0.0, gl.float32, value_layout(C.D))
+    z = gl.full([C.BLOCK_STREAMED, C.D], 0.0, gl.float32, product_layout(C.D))
     k = tile_buffer(rings.k.buffers, resident.slot + (use >> 30), C.BLOCK_RESIDENT, C.D)
     ds = rings.ds.buffers.index(slot(use, C.DS_STAGES))
     dq = warpgroup_mma_wait(0, deps=[warpgroup_mma(ds, k, z, use_acc=False, is_async=True)])
@@ -429,7 +435,7 @@ def consumer(C: gl.constexpr, c: gl.constexpr, rings, mail, sizes, args, heads, 
     message = 0
     use = 0
     nth = 0
-    tile, live = read_message(C, mail, 0)
+    tile, live = read_message(mail, 0)
     while live:
         full = full_range(C, tile.first + c * C.TOKENS, tile, sizes)
         some = tile.lo < tile.hi
@@ -442,8 +448,8 @@ def consumer(C: gl.constexpr, c: gl.constexpr, rings, mail, sizes, args, heads, 
         S = warpgroup_mma_wait(0, deps=[S])
         wait_full(rings.v, nth, C.KV_STAGES, pred=some)
         resident = Resident(k, held(C, c, rings.v.buffers, at, C.DV), at, use, end)
-        dk = gl.full([C.TOKENS, C.D], 0.0, gl.float32, value_layout(C.D))
-        dv = gl.full([C.TOKENS, C.DV], 0.0, gl.float32, value_layout(C.DV))
+        dk = gl.full([C.TOKENS, C.D], 0.0, gl.float32, product_layout(C.D))
+        dv = gl.full([C.TOKENS, C.DV], 0.0, gl.float32, product_layout(C.DV))
         drow = 0
         if C.DROW:
             zeros = gl.full([C.TOKENS, C.BLOCK_STREAMED], 0.0, gl.float32, score_layout(C))
@@ -461,7 +467,7 @@ def consumer(C: gl.constexpr, c: gl.constexpr, rings, mail, sizes, args, heads, 
         release(rings.k, nth, C.KV_STAGES, pred=some)
         nth += some.to(gl.int32)
         message += 1
-        following, live = read_message(C, mail, message)
+        following, live = read_message(mail, message)
         store_tile(C, c, out, state, tile, sizes, heads)
         tile = following
     if C.DBIAS:
@@ -565,7 +571,7 @@ def add_dq(C: gl.constexpr, desc, ring, mail, done, tiles, sizes, heads):
     """
     message = 0
     use = 0
-    tile, live = read_message(C, mail, 0)
+    tile, live = read_message(mail, 0)
     while live:
         end = (tile.hi - tile.lo) * heads.group
         seen = 0
@@ -599,7 +605,7 @@ def add_dq(C: gl.constexpr, desc, ring, mail, done, tiles, sizes, heads):
         if C.ORDERED:
             publish_done(place, end)
         message += 1
-        tile, live = read_message(C, mail, message)
+        tile, live = read_message(mail, message)
 
 
 @gluon.jit
@@ -615,17 +621,17 @@ def writer(C: gl.constexpr, desc, ring, mail, done, tiles, sizes, heads):
 def all_rings(C: gl.constexpr, descs, dq):
     """Return (Rings, Mailbox). Barriers without use are not allocated: they would share their
     memory with others."""
-    q = blocks_of(descs.q, C.Q_STAGES)
-    do = blocks_of(descs.do, C.DO_STAGES)
-    rows = blocks_of(descs.rows, C.Q_STAGES)
-    k = blocks_of(descs.k, C.KV_STAGES)
-    v = blocks_of(descs.v, C.KV_STAGES)
+    q = tile_buffers(descs.q, C.Q_STAGES)
+    do = tile_buffers(descs.do, C.DO_STAGES)
+    rows = tile_buffers(descs.rows, C.Q_STAGES)
+    k = tile_buffers(descs.k, C.KV_STAGES)
+    v = tile_buffers(descs.v, C.KV_STAGES)
     box: gl.constexpr = [C.BLOCK_STREAMED, C.BLOCK_RESIDENT]
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(box, descs.q.dtype)
     ds = gl.allocate_shared_memory(descs.q.dtype, [C.DS_STAGES] + box, layout)
     dqs = None
     if C.DQ:
-        dqs = blocks_of(dq, C.DQ_STAGES)
+        dqs = tile_buffers(dq, C.DQ_STAGES)
     mail = mailbox(C.READERS)
     q_full = full_barriers(C.Q_STAGES, C.VARLEN)
     b_full = None

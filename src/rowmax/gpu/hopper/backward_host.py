@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 
 from ...call.problem import Gradients, Problem, Tensors, Wanted
 from ..compiled import Launch
-from ..triton.row_sums import row_sums
+from ..triton.preprocess import row_sums
 from . import packed, row_stats
 from .backward_args import (
     Numbers,
@@ -38,7 +38,6 @@ from .backward_dq import backward_dq
 from .backward_fused import backward as backward_fused
 from .backward_lib import Constants
 from .backward_order import counter_table, padded_rows
-from .backward_rules import tile_count
 from .backward_tiles import (
     DQ_OF_DBIAS,
     ROW_TILE,
@@ -54,11 +53,11 @@ from .backward_tiles import (
     config_for,
     sizes_of,
 )
-from .copies import Copies, blocks, placed, strides, taken, takes
 from .documents import tile_spans
+from .host import GluonLaunch, processors
 from .kept import Plans
-from .launch import GluonLaunch, processors
-from .schedule import SECTION_BYTES, dense_table
+from .lib.order import SECTION_BYTES, dense_table, touched_tile_count
+from .lib.tma import Descriptors, aligned, descriptor, is_aligned, placed, strides
 
 _LOG2E = math.log2(math.e)
 _MOST_PLANS = 256
@@ -81,7 +80,7 @@ class Work(NamedTuple):
     config: Config
     table: Tensor | None  # the order of the tiles; packed calls make theirs on the device
     ends: Tensor | None  # of each block's places in it
-    copies: Copies
+    copies: Descriptors
     last: tuple[Any, ...]  # the arguments after the pointers
     launch: Launch
 
@@ -126,13 +125,13 @@ def backward(
     if not (any(wanted) and out.numel() and q.numel() and k.numel() and problem.batch):
         return empty_gradients(tensors, dlse, wanted)
     if bias is not None:
-        problem, aligned = aligned_bias(problem, bias, wanted.bias)
-        if aligned is not bias:
-            tensors = tensors._replace(bias=aligned)
+        problem, usable = aligned_bias(problem, bias, wanted.bias)
+        if usable is not bias:
+            tensors = tensors._replace(bias=usable)
     key = key_of(problem, tensors, dout, wanted.bias)
     plan = PLANS.get(key)
     if plan is None or (q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr()) & 15:
-        q, k, v, dout = (taken(t) for t in (q, k, v, dout))
+        q, k, v, dout = (aligned(t) for t in (q, k, v, dout))
         tensors = tensors._replace(q=q, k=k, v=v)
         plan = plan_of(problem, tensors, dout, wanted.bias)
     else:
@@ -158,12 +157,12 @@ def without_repeats(p: Problem, bias: Tensor) -> tuple[Problem, Tensor]:
 def aligned_bias(p: Problem, bias: Tensor, gradient: bool) -> tuple[Problem, Tensor]:
     """Return the problem with a bias that kernels can read."""
     kind = kind_of(p)
-    if kind == "tile" and not takes(bias):
+    if kind == "tile" and not is_aligned(bias):
         if not gradient:
             p, bias = without_repeats(p, bias)
             kind = kind_of(p)
         if kind == "tile":
-            bias = taken(bias)
+            bias = aligned(bias)
     return p, bias.contiguous() if kind == "row" else bias
 
 
@@ -520,7 +519,7 @@ def build_work(
     return Work(c, table, ends, copies, (numbers, gl.constexpr(Constants(c))), launch)
 
 
-def copies_of(c: Config, tensors: Tensors, dout: Tensor, planes: int, rows: int) -> Copies:
+def copies_of(c: Config, tensors: Tensors, dout: Tensor, planes: int, rows: int) -> Descriptors:
     """Return the descriptors of a kernel without their tensors; None for a copy it lacks.
 
     Their order is that of the kernel's arguments.
@@ -533,23 +532,23 @@ def copies_of(c: Config, tensors: Tensors, dout: Tensor, planes: int, rows: int)
         n_q, n_k = n_k, n_q
 
     def cut(t: Tensor, tokens: int, width: int) -> Any:
-        return blocks(t.dtype, t.shape, strides(t), [1, tokens, 1, width])
+        return descriptor(t.dtype, t.shape, strides(t), [1, tokens, 1, width])
 
     def cut_bias(*box: int) -> Any:
         if bias is None:
             return None
-        return blocks(bias.dtype, bias.shape, strides(bias), [1, 1, *box])
+        return descriptor(bias.dtype, bias.shape, strides(bias), [1, 1, *box])
 
     def cut_dbias(*box: int) -> Any:
         if bias is None:
             return None
         _, h, i, j = bias.shape
-        return blocks(bias.dtype, bias.shape, (h * i * j, i * j, j, 1), [1, 1, *box])
+        return descriptor(bias.dtype, bias.shape, (h * i * j, i * j, j, 1), [1, 1, *box])
 
     halves = 2 if isinstance(c, DkdvConfig) and c.ALONE else 1
     queries = (cut(q, n_q, c.D), cut(dout, n_q, c.DV))
     keys = (cut(k, n_k, c.D // halves), cut(v, n_k, c.DV // halves))
-    stats = blocks(f32, (planes, 2, rows), (2 * rows, rows, 1), [1, 2, n_q])
+    stats = descriptor(f32, (planes, 2, rows), (2 * rows, rows, 1), [1, 2, n_q])
     if isinstance(c, DqConfig):
         return (*queries, *keys)
     if isinstance(c, DkdvConfig):
@@ -560,7 +559,7 @@ def copies_of(c: Config, tensors: Tensors, dout: Tensor, planes: int, rows: int)
     sums = None
     if c.DQ:  # a tile of it is 32 numbers wide (backward_fused.thread_order)
         shape = (planes, rows * c.D // 32, 32)
-        sums = blocks(f32, shape, (rows * c.D, 32, 1), [1, 2 * c.D, 32])
+        sums = descriptor(f32, shape, (rows * c.D, 32, 1), [1, 2 * c.D, 32])
     dbias = cut_dbias(n_q, ROWS) if c.DBIAS else None
     return (*queries, stats, *keys, sums, cut_bias(n_q, n_k), dbias)
 
@@ -603,10 +602,10 @@ def order_for(
         tiles = packed.most_tiles(total, longest, p.batch, tile[0]) * heads
         return max(1, min(most, tiles)), None, None
     if of_queries:
-        steps = tile_count(tile, p.nq, p.nk, p.left, p.right)
+        steps = touched_tile_count(tile, p.nq, p.nk, p.left, p.right)
         section = SECTION_BYTES // (p.nk * 2 * (p.d + p.dv)) * p.group
     else:
-        steps = tile_count(tile, p.nk, p.nq, p.right, p.left) * p.group
+        steps = touched_tile_count(tile, p.nk, p.nq, p.right, p.left) * p.group
         section = SECTION_BYTES // (query_bytes(p) * p.nq)
         if isinstance(c, FusedConfig) and c.ORDERED:
             section = max(section, most // FOLLOWERS)

@@ -13,7 +13,6 @@ from triton.experimental.gluon import language as gl
 from ...rules.score import ScoreTerms
 from . import tiles
 from .backward_order import (
-    Order,
     Sequences,
     Sizes,
     Tile,
@@ -21,14 +20,14 @@ from .backward_order import (
     next_place,
     place_tile,
 )
-from .backward_rules import score_bfloat16, score_float16, through_softcap
 from .backward_tiles import Config
-from .gluon_compat import mbarrier, reinterpret, warpgroup_mma
-from .layouts import matrix
-from .padding import barriers
-from .pipeline import phase, post, slot, told
-from .softmax import along_row, by_lane
-from .terms import LOG2E, columns, lanes, rows_of
+from .gluon_compat import reinterpret, warpgroup_mma
+from .lib import ring
+from .lib.layouts import matrix
+from .lib.order import Order
+from .lib.rules import score_bfloat16, score_float16, through_softcap
+from .lib.scores import columns, lanes, rows_of
+from .lib.softmax import LOG2E, along_row, by_lane
 
 
 class Constants(tiles.Constants):
@@ -38,44 +37,6 @@ class Constants(tiles.Constants):
         self.config = config
         for name in filter(str.isupper, dir(config)):
             setattr(self, name, gl.constexpr(getattr(config, name)))
-
-
-class Ring(NamedTuple):
-    """The buffers of an operand, and the barriers of each: filled, and free to be filled.
-
-    Use n of a ring of S buffers takes buffer ``n % S`` in phase ``(n // S) & 1``. Both sides of a
-    ring count uses.
-    """
-
-    buffers: Any
-    full: Any
-    empty: Any
-
-
-class Mailbox(NamedTuple):
-    """Two slots for the tiles that the producer announces to the other partitions."""
-
-    messages: Any
-    full: Any
-    empty: Any
-
-
-@gluon.jit
-def wait_full(ring, n, STAGES: gl.constexpr, pred=True):
-    """Wait for the copy of use n."""
-    mbarrier.wait(ring.full.index(slot(n, STAGES)), phase(n, STAGES), pred=pred)
-
-
-@gluon.jit
-def wait_empty(ring, n, STAGES: gl.constexpr):
-    """Wait until the buffer of use n is free."""
-    mbarrier.wait(ring.empty.index(slot(n, STAGES)), phase(n, STAGES) ^ 1)
-
-
-@gluon.jit
-def release(ring, n, STAGES: gl.constexpr, pred=True):
-    """Release the buffer of use n."""
-    mbarrier.arrive(ring.empty.index(slot(n, STAGES)), count=1, pred=pred)
 
 
 class Descriptors(NamedTuple):
@@ -148,22 +109,10 @@ def records(C: gl.constexpr, t, n):
 
 
 @gluon.jit
-def mailbox(READERS: gl.constexpr):
-    messages = gl.allocate_shared_memory(gl.int32, [2, 16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return Mailbox(messages, barriers(2, 1), barriers(2, READERS))
-
-
-@gluon.jit
-def post_message(C: gl.constexpr, mail, n, tile, live):
-    """Announce a tile as message n; not ``live``: there are no more."""
-    post(C, tile, live, n, mail.messages, mail.full, mail.empty)
-
-
-@gluon.jit
-def read_message(C: gl.constexpr, mail, n):
+def read_message(mail, n):
     """Return (Tile, live) of message n, and release its slot."""
-    words, live = told(C, n, mail.messages, mail.full)
-    release(mail, n, 2)
+    words, live = ring.read_message(mail, n)
+    ring.release(mail, n, 2)
     return Tile(*words), live
 
 
@@ -173,7 +122,7 @@ def first_tile(C: gl.constexpr, mail, order, sizes, seqs):
     n, end = first_place(C, order)
     here = gl.where(n < end, n, 0) if C.DRAWN else n
     tile = place_tile(C, here, order, sizes, seqs)
-    post_message(C, mail, 0, tile, n < end)
+    ring.post_message(mail, 0, tile, n < end)
     return n, end, tile
 
 
@@ -183,7 +132,7 @@ def next_tile(C: gl.constexpr, n, end, message, mail, order, sizes, seqs):
     here = n
     n = next_place(C, n, order)
     tile = place_tile(C, gl.where(n < end, n, here), order, sizes, seqs)
-    post_message(C, mail, message, tile, n < end)
+    ring.post_message(mail, message, tile, n < end)
     return n, tile
 
 

@@ -31,22 +31,11 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .backward_rules import all_range, any_range, touched_tiles
-from .schedule import row_at, table_rows
+from .lib.order import row_at, table_rows
+from .lib.rules import all_range, any_range, touched_tiles
 
 #: beyond all positions
 UNBOUNDED = gl.constexpr(2**31 - 1)
-
-
-class Order(NamedTuple):
-    """The places of the tiles, as ``schedule.row_at`` reads them."""
-
-    table: Any
-    ends: Any
-    counter: Any
-    heads: Any  # of the resident side
-    kv_heads: Any
-    streamed: Any  # streamed positions that fill their share of the L2 cache
 
 
 class Sizes(NamedTuple):
@@ -196,7 +185,7 @@ def tile_of(C: gl.constexpr, first, head, b, sizes, seqs):
 @gluon.jit
 def place_tile(C: gl.constexpr, n, order, sizes, seqs):
     """Return the Tile at place n of the order."""
-    first, head, b = row_at(C, n, order, sizes, seqs)
+    first, head, b = row_at(C, n, order, seqs)
     return tile_of(C, first, head, b, sizes, seqs)
 
 

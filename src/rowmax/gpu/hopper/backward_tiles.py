@@ -63,7 +63,7 @@ class Config:
 
     @property
     def TILE(self) -> int:
-        """Return the positions of a tile of the order (schedule.row_at)."""
+        """Return the positions of a tile of the order (order.row_at)."""
         return self.BLOCK_RESIDENT
 
     @property

@@ -1,0 +1,125 @@
+"""The inputs of a call, declared once.
+
+``Tensors`` and ``Options`` are the declaration. The operators' schema, the gradients, ``vmap`` and
+the slices of a call are derived from it. An axis is named by a letter: b sequence, h query head,
+g kv head, i query, j key, d head size of q and k, e of v. ``?`` marks an axis that may be 1.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
+
+from torch import SymInt, Tensor
+
+
+class Input(NamedTuple):
+    """The axes of an input, and its part in the derivatives."""
+
+    axes: str  # one letter an axis, with "?" behind it where it may be 1
+    gradient: bool = False
+
+    @property
+    def letters(self) -> list[str]:
+        return [axis for axis in self.axes if axis != "?"]
+
+    def may_be_one(self, axis: str) -> bool:
+        return f"{axis}?" in self.axes
+
+
+class Tensors(NamedTuple):
+    """The inputs of one call, always with a batch dimension.
+
+    A call over packed sequences has ``q [1, total_q, Hq, D]`` and carries ``cu_seqlens``.
+    """
+
+    q: Annotated[Tensor, Input("bihd", gradient=True)]  # [B, Nq, Hq, D]
+    k: Annotated[Tensor, Input("bjgd", gradient=True)]  # [B, Nk, Hk, D]
+    v: Annotated[Tensor, Input("bjge", gradient=True)]  # [B, Nk, Hk, Dv]
+    bias: Annotated[Tensor | None, Input("b?h?i?j?", gradient=True)] = None
+    sink: Annotated[Tensor | None, Input("h", gradient=True)] = None  # [Hq]
+    alibi: Annotated[Tensor | None, Input("h")] = None  # [Hq] slopes
+    allowed: Annotated[Tensor | None, Input("b?h?i?j?")] = None  # bool, True may attend
+    q_ids: Annotated[Tensor | None, Input("b?i")] = None  # int32, the document of each query
+    k_ids: Annotated[Tensor | None, Input("b?j")] = None  # int32, the document of each key
+    lengths: Annotated[Tensor | None, Input("b")] = None  # int32, keys at or past it are masked
+    cu_seqlens_q: Annotated[Tensor | None, Input("c")] = None  # int32 [B + 1], first queries
+    cu_seqlens_k: Annotated[Tensor | None, Input("c")] = None
+    seed: Annotated[Tensor | None, Input("")] = None  # int64 [], the key of the dropout generator
+
+
+class Options(NamedTuple):
+    """The numbers of a call that are not tensors, as the operators carry them."""
+
+    scale: float
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    left: Annotated[int | None, SymInt] = None
+    right: Annotated[int | None, SymInt] = None
+    align: str = "keys"  # to which positions are aligned: "keys" or "lengths"
+    max_q: Annotated[int, SymInt] = 0  # longest sequence of a packed call, or a bound; 0 otherwise
+    max_k: Annotated[int, SymInt] = 0
+    deterministic: bool = False
+    backend: str | None = None
+
+
+class Gradients(NamedTuple):
+    """The results of a backward. A gradient that was not wanted is None."""
+
+    q: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+    bias: Tensor | None = None
+    sink: Tensor | None = None
+
+
+class Wanted(NamedTuple):
+    """The gradients that a backward is to compute."""
+
+    q: bool
+    k: bool
+    v: bool
+    bias: bool
+    sink: bool
+
+
+def _hints(record: type) -> dict[str, Any]:
+    return get_type_hints(record, include_extras=True)
+
+
+#: by name, in the order of ``Tensors``
+INPUTS: dict[str, Input] = {name: get_args(hint)[1] for name, hint in _hints(Tensors).items()}
+#: the inputs that have gradients, which come first: fields of ``Gradients`` and ``Wanted``
+DIFFERENTIABLE = tuple(name for name, one in INPUTS.items() if one.gradient)
+
+
+def schema() -> str:
+    """Return the arguments of an operator that takes ``(*Tensors, *Options)``."""
+    return ", ".join(
+        f"{_schema_type(hint)} {name}"
+        for record in (Tensors, Options)
+        for name, hint in _hints(record).items()
+    )
+
+
+def _schema_type(hint: Any) -> str:
+    extras = getattr(hint, "__metadata__", ())
+    plain = get_args(hint)[0] if extras else hint
+    optional = type(None) in get_args(plain)
+    kind = next((t for t in get_args(plain) if t is not type(None)), plain)
+    name = "SymInt" if SymInt in extras else kind.__name__
+    return name + "?" * optional
+
+
+def part_of(name: str, t: Tensor | None, **ranges: slice) -> Tensor | None:
+    """Return the view of an input within a range of each named axis: ``part_of("q", q, i=rows)``.
+
+    An axis that may be 1 and is stays whole.
+    """
+    if t is None:
+        return None
+    one = INPUTS[name]
+    index = tuple(
+        slice(None) if axis not in ranges or (one.may_be_one(axis) and size == 1) else ranges[axis]
+        for axis, size in zip(one.letters, t.shape, strict=True)
+    )
+    return t[index]

@@ -1,0 +1,208 @@
+"""From the arguments of a user to the inputs and the problem of a call."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..masks import Ids, Mask, as_int
+from ..rules.mask import both_documents, ids_of_offsets
+from ..torch_compat import PLAIN, is_traced_or_transformed, values_are_readable
+from .check import (
+    Arguments,
+    Shape,
+    check,
+    check_packed,
+    check_seed,
+    check_tensors,
+    longest_of,
+    number,
+)
+from .inputs import Options, Tensors
+from .problem import Problem, problem_of
+
+#: types of the other arguments in a signature. bool is left out: True == 1 would hit the entry of 1
+_USUAL = frozenset((float, int, str, type(None)))
+#: types of limits in a signature. A symbolic one has no hash
+_WHOLE = frozenset((int, type(None)))
+#: signature of a call that passed the checks -> its options and problem
+_passed: dict[Any, tuple[Options, Problem]] = {}
+_LIMIT = 4096
+
+
+def normalized(a: Arguments) -> tuple[Tensors, Options, Problem | None]:
+    """Return the call of these arguments: inputs, options, and the problem if a call was like it.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what it got and what it accepts.
+    """
+    signature = _signature(a)
+    if signature is not None:
+        try:
+            passed = _passed.get(signature)
+        except TypeError:  # a size of a meta tensor may be symbolic, and has no hash
+            signature = passed = None
+        if passed is not None:
+            check_seed(a.seed, a.q.device)
+            seed = _seed(a.seed, passed[0].dropout_p, a.q.device)
+            return Tensors(a.q, a.k, a.v, seed=seed), *passed
+    check_tensors(a)
+    if a.cu_seqlens is not None:
+        check_packed(a)
+    shape = _shape(a)
+    check(a, shape)
+    options = _options(a, shape)
+    tensors = _tensors(a, shape, options)
+    if signature is not None:
+        if len(_passed) >= _LIMIT:
+            _passed.clear()
+        _passed[signature] = options, problem_of(tensors, options)
+    return tensors, options, None
+
+
+def _signature(a: Arguments) -> tuple[Any, ...] | None:
+    """Return all that the checks read of a call whose only tensors are q, k, v and seed.
+
+    None for any other call, and for one that is traced or transformed. The seed is checked each
+    time.
+    """
+    q, k, v, mask = a.q, a.k, a.v, a.mask
+    limits = mask.left, mask.right
+    others = a.scale, a.softcap, a.dropout_p, a.backend
+    if (
+        a.bias is not None
+        or a.alibi is not None
+        or a.sink is not None
+        or a.cu_seqlens is not None
+        or is_traced_or_transformed()
+        or not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN)
+        or not _USUAL.issuperset(map(type, others))
+        or not _WHOLE.issuperset(map(type, limits))
+        or type(a.deterministic) is not bool
+        or mask.documents
+        or mask.lengths is not None
+        or mask.allowed is not None
+        or q.is_nested  # a nested tensor has no sizes
+        or k.is_nested
+        or v.is_nested
+    ):
+        return None
+    return (
+        *[(t.dtype, t.layout, t.device, t.size()) for t in (q, k, v)],
+        a.deterministic,
+        torch.are_deterministic_algorithms_enabled(),
+        *limits,
+        *others,
+    )
+
+
+def _shape(a: Arguments) -> Shape:
+    if a.cu_seqlens is None:
+        return Shape(a.q.shape[0], a.q.shape[2], a.q.shape[1], a.k.shape[1])
+    longest = (
+        _longest(given, cu, t.shape[0])
+        for given, cu, t in zip(a.max_seqlens, a.cu_seqlens, (a.q, a.k), strict=True)
+    )
+    return Shape(a.cu_seqlens[0].shape[0] - 1, a.q.shape[1], *longest)
+
+
+def _longest(given: int | None, cu: Tensor, total: int) -> int:
+    if given is not None:
+        bound = as_int(given)
+        assert bound is not None
+        return bound
+    return longest_of(cu) if values_are_readable(cu) else total
+
+
+def _options(a: Arguments, shape: Shape) -> Options:
+    mask = a.mask
+    placed = mask.left is not None or mask.right is not None or a.alibi is not None
+    return Options(
+        scale=1.0 / math.sqrt(a.q.shape[-1]) if a.scale is None else number("scale", a.scale),
+        softcap=number("softcap", a.softcap),
+        dropout_p=number("dropout_p", a.dropout_p),
+        left=mask.left,
+        right=mask.right,
+        align=mask.align if placed else "keys",  # else nothing reads positions
+        max_q=0 if a.cu_seqlens is None else shape.nq,
+        max_k=0 if a.cu_seqlens is None else shape.nk,
+        deterministic=a.deterministic or torch.are_deterministic_algorithms_enabled(),
+        backend=a.backend,
+    )
+
+
+def _tensors(a: Arguments, shape: Shape, options: Options) -> Tensors:
+    q, k, v, cu_q, cu_k = a.q, a.k, a.v, None, None
+    if a.cu_seqlens is not None:
+        q, k, v = q[None], k[None], v[None]
+        cu_q, cu_k = (cu.to(torch.int32).contiguous() for cu in a.cu_seqlens)
+    q_ids, k_ids = _documents(a.mask, shape)
+    accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return Tensors(
+        q=q,
+        k=k,
+        v=v,
+        bias=_four_axes(a.bias),
+        sink=None if a.sink is None else a.sink.to(accumulator),
+        alibi=None if a.alibi is None else a.alibi.to(accumulator),
+        allowed=_four_axes(a.mask.allowed),
+        q_ids=q_ids,
+        k_ids=k_ids,
+        lengths=_lengths(a.mask.lengths, shape),
+        cu_seqlens_q=cu_q,
+        cu_seqlens_k=cu_k,
+        # last, because it may draw: a call that fails leaves the generator as it was
+        seed=_seed(a.seed, options.dropout_p, q.device),
+    )
+
+
+def _four_axes(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t[(None,) * (4 - t.dim())]
+
+
+def _lengths(lengths: Tensor | None, shape: Shape) -> Tensor | None:
+    if lengths is None or lengths.dtype == torch.int32:
+        return lengths
+    return lengths.clamp(max=shape.nk).to(torch.int32)  # a length above nk means nk
+
+
+def _documents(mask: Mask, shape: Shape) -> tuple[Tensor | None, Tensor | None]:
+    """Return (q_ids ``[B|1, Nq]``, k_ids ``[B|1, Nk]``), int32, of all documents of the mask."""
+    if not mask.documents:
+        return None, None
+    ids = _ids(mask.documents[0], shape)
+    for other in mask.documents[1:]:
+        ids = both_documents(ids, _ids(other, shape))
+    return ids
+
+
+def _ids(given: Ids, shape: Shape) -> tuple[Tensor, Tensor]:
+    if given.ids is not None:
+        k_ids = _two_axes(given.ids)
+    else:
+        assert given.cu_seqlens is not None
+        k_ids = ids_of_offsets(given.cu_seqlens, shape.nk)
+    if given.q_ids is not None:
+        return _two_axes(given.q_ids), k_ids
+    return k_ids[:, shape.nk - shape.nq :], k_ids
+
+
+def _two_axes(ids: Tensor) -> Tensor:
+    return (ids[None] if ids.dim() == 1 else ids).to(torch.int32)
+
+
+def _seed(seed: Any, p: float, device: torch.device) -> Tensor | None:
+    """Return the generator's key, an int64 scalar on the device, or None without dropout.
+
+    A seed of None is drawn from torch's generator.
+    """
+    if p == 0.0:
+        return None
+    if seed is None:
+        return torch.randint(2**63 - 1, (), dtype=torch.int64, device=device)
+    if isinstance(seed, Tensor):
+        return seed
+    return torch.full((), as_int(seed), dtype=torch.int64, device=device)  # pyright: ignore

@@ -1,0 +1,233 @@
+"""The operators under autograd.
+
+The autograd kernels are our own. ``torch.library.register_autograd`` would make ones that lose
+tangents (forward mode would silently give zero) and that fail under ``torch.func`` while compiling.
+These refuse what they cannot do, wherever they run: eager, traced or exported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..call.dispatch import PLAIN_OPERATIONS, check_wanted, choose
+from ..call.inputs import Options, Tensors, Wanted
+from ..call.problem import Problem, known_problem
+from ..torch_compat import (
+    DispatchKeySet,
+    SingleLevelFunction,
+    any_requires_grad,
+    below_autograd,
+    forward_mode_enabled,
+    is_batched,
+    is_fake,
+    is_forward_mode,
+    is_observed,
+    is_plain,
+    is_traced,
+    is_traced_by_make_fx,
+    is_transformed,
+    single_level_autograd,
+)
+from . import flop_counter, library
+
+
+def attend(tensors: Tensors, options: Options, problem: Problem | None) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) of a normalized call, differentiable."""
+    if options.backend in PLAIN_OPERATIONS and _has_values(tensors):
+        out, lse = library.forward(tensors, options, problem)  # autograd sees every step of it
+        return _connected(out, tensors), _connected(lse, tensors)
+    if not torch.compiler.is_compiling():
+        if _is_direct(tensors):
+            if any_requires_grad(tensors):
+                direct = _Direct(options, problem or known_problem(tensors, options))
+                return _Attention.apply(direct, *tensors)  # pyright: ignore
+            return library.forward(tensors, options, problem)
+        flop_counter.register()
+    return torch.ops.rowmax.forward(*tensors, *options)
+
+
+def _is_direct(tensors: tuple[Tensor | None, ...]) -> bool:
+    """True if no tracer, mode, transform, profiler or tensor subclass can observe the call.
+
+    The dispatcher would then change nothing, and take a third of a small call's time.
+    """
+    return not is_observed() and not [t for t in tensors if t is not None and not is_plain(t)]
+
+
+def _has_values(tensors: Tensors) -> bool:
+    """True where a backend of plain operations can run as it is.
+
+    Packed offsets that are a batch of ``vmap`` give each slice shapes of its own.
+    """
+    return not (
+        torch.compiler.is_compiling()
+        or is_traced()
+        or is_traced_by_make_fx()
+        or any(is_fake(t) for t in tensors if t is not None)
+        or is_batched(tensors.cu_seqlens_q)
+        or is_batched(tensors.cu_seqlens_k)
+    )
+
+
+def _connected(x: Tensor, tensors: Tensors) -> Tensor:
+    """Return x with every input in its graph, as an output of the operators has.
+
+    Of plain operations lse does not use v, and nothing is used where no sequence is packed;
+    gradients of the one by the other alone would raise an error instead of being zero.
+    """
+    if not torch.is_grad_enabled():
+        return x
+    inputs = (t for t in tensors[: library.N_DIFFERENTIABLE] if t is not None)
+    return x + sum(t[:0].sum() for t in inputs)  # of no elements, which is 0 beside a NaN as well
+
+
+# --- the functions of autograd -----------------------------------------------------------------
+
+_WAY_OUT = (
+    'backend="reference", neither compiled nor traced (it is dense: memory for Nq x Nk scores), or '
+    "torch's own scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH)"
+)
+_NO_TANGENT = (
+    "rowmax: forward-mode derivatives (jvp, dual tensors) are not supported here; use reverse mode "
+    f"(backward, torch.func.grad or vjp), {_WAY_OUT}"
+)
+_NO_SECOND = (
+    "rowmax: second derivatives (create_graph=True followed by a backward, hessian) are not "
+    f"supported here; use {_WAY_OUT}"
+)
+
+
+class _Function(SingleLevelFunction):
+    """Forward mode and compiled autograd of both functions."""
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(_NO_TANGENT)
+
+    @staticmethod
+    def _compiled_autograd_key(ctx: Any) -> tuple[int, ...]:
+        """Return the key of ``torch.autograd.Function``, for compiled autograd.
+
+        Dynamo guards all else that the backward depends on.
+        """
+        return (ctx._autograd_function_id,)
+
+
+def _check_backward(problem: Problem, name: str, wanted: tuple[bool, ...]) -> None:
+    """Raise now if the backend that is named will refuse the backward."""
+    try:
+        plan = choose(problem, "backward", name)
+    except ValueError:
+        choose(problem, "forward", name)  # its own refusal comes first
+        raise
+    if plan.whole is None:
+        check_wanted(plan, Wanted(*wanted))
+
+
+class _Direct(NamedTuple):
+    """A call past the dispatcher."""
+
+    options: Options
+    problem: Problem
+
+
+class _Attention(_Function):
+    """The forward operator between autograd and the kernels below it.
+
+    ``way`` is a ``_Direct``, and the inputs are the tensors; or the dispatch keys below autograd,
+    and the inputs are those of the operator.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, way: DispatchKeySet | _Direct, *inputs: Any) -> tuple[Tensor, Tensor]:
+        tensors = inputs[: library.N_TENSORS]
+        if isinstance(way, _Direct):
+            options, problem = way
+            if options.backend is not None:
+                wanted = ctx.needs_input_grad[1 : 1 + library.N_DIFFERENTIABLE]
+                _check_backward(problem, options.backend, wanted)
+            out, lse = library.forward(Tensors(*tensors), options, problem)
+        else:
+            # The backend is checked in the backward: the problem of a traced or transformed call
+            # may not be the one that runs.
+            options, problem = inputs[library.N_TENSORS :], None
+            out, lse = _redispatch(_forward_operator, way, inputs)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, out, lse)
+        ctx.options, ctx.problem, ctx.n_inputs = options, problem, len(inputs)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        dout, dlse = grads
+        if dout is None and dlse is None:
+            return (None,) * (1 + ctx.n_inputs)
+        saved = ctx.saved_tensors
+        tensors, (out, lse) = saved[: library.N_TENSORS], saved[library.N_TENSORS :]
+        wanted = ctx.needs_input_grad[1 : 1 + library.N_DIFFERENTIABLE]
+        dout = torch.zeros_like(out) if dout is None else dout
+        dispatched = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        if not dispatched and _is_direct((*saved, dout, dlse)):
+            call = Tensors(*tensors), Options(*ctx.options), ctx.problem
+            gradients = library.backward(dout, dlse, out, lse, Wanted(*wanted), *call)
+        else:
+            given = (dout, dlse, out, lse, list(wanted), *tensors, *ctx.options)
+            gradients = torch.ops.rowmax.backward(*given)
+            gradients = (g if want else None for g, want in zip(gradients, wanted, strict=True))
+        return (None, *gradients, *(None,) * (ctx.n_inputs - library.N_DIFFERENTIABLE))
+
+
+class _AttentionBackward(_Function):
+    """The backward operator, likewise; its own derivative is not there yet."""
+
+    @staticmethod
+    def forward(ctx: Any, below: DispatchKeySet, *inputs: Any) -> tuple[Tensor, ...]:
+        return _redispatch(_backward_operator, below, inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        raise NotImplementedError(_NO_SECOND)
+
+
+def _redispatch(operator: Any, below: DispatchKeySet, inputs: tuple[Any, ...]) -> Any:
+    """Call the kernel below this level's autograd or, in a ``grad(grad)``, the next level.
+
+    A Function's forward runs with gradients off. That is meant for its own level, not the next.
+    """
+    if not is_transformed():
+        return operator.redispatch(below, *inputs)
+    with torch.enable_grad(), forward_mode_enabled(True):
+        return operator.redispatch(below, *inputs)
+
+
+def _autograd(operator: Any, function: type[SingleLevelFunction]) -> Callable[..., Any]:
+    """An autograd kernel that records ``function``, at the level that is being differentiated.
+
+    Under ``torch.func`` the dispatcher calls it once for each level, which is what a
+    single-level function is for.
+    """
+
+    def kernel(keys: DispatchKeySet, *inputs: Any) -> Any:
+        flop_counter.register()
+        below = below_autograd(keys)
+        reverse = any_requires_grad(inputs)
+        if not reverse and not is_forward_mode():
+            return operator.redispatch(below, *inputs)
+        with single_level_autograd():
+            return function.apply(below, *inputs)  # pyright: ignore
+
+    return kernel
+
+
+_forward_operator = torch.ops.rowmax.forward.default
+_backward_operator = torch.ops.rowmax.backward.default
+library.LIBRARY.impl(
+    "forward", _autograd(_forward_operator, _Attention), "Autograd", with_keyset=True
+)
+library.LIBRARY.impl(
+    "backward", _autograd(_backward_operator, _AttentionBackward), "Autograd", with_keyset=True
+)

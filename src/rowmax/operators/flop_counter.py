@@ -1,0 +1,51 @@
+"""The FLOP formulas of the operators, for ``torch.utils.flop_counter``."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..call import flops
+from ..call.problem import Problem, problem_of
+from ..torch_compat import active_dispatch_modes, is_fake
+from .library import split
+
+
+def register() -> None:
+    """Register the formulas with torch's counter, once that is imported.
+
+    Not before: importing it imports Triton. A counter copies the registry when it is made, which
+    may be before our first call, so the counters that are active get the formulas too.
+    """
+    module = sys.modules.get("torch.utils.flop_counter")
+    if module is None:
+        return
+    counting = (getattr(mode, "counter", mode) for mode in active_dispatch_modes())
+    for counter in (module, *counting):
+        registry = getattr(counter, "flop_registry", None)
+        if registry is not None:
+            registry.setdefault(torch.ops.rowmax.forward, _forward_flops)
+            registry.setdefault(torch.ops.rowmax.backward, _backward_flops)
+
+
+def _forward_flops(*inputs: Any, out_val: Any = None) -> int:
+    return flops.forward_flops(*_measured(inputs))
+
+
+def _backward_flops(
+    dout: Tensor, dlse: Any, out: Any, lse: Any, wanted: Any, *inputs: Any, out_val: Any = None
+) -> int:
+    return flops.backward_flops(*_measured(inputs))
+
+
+def _measured(inputs: tuple[Any, ...]) -> tuple[Problem, flops.Lengths | None]:
+    """Return the problem and, of a packed call whose offsets have values, the lengths."""
+    tensors, options = split(inputs)
+    problem = problem_of(tensors, options)
+    cu = [t for t in (tensors.cu_seqlens_q, tensors.cu_seqlens_k) if t is not None]
+    if not cu or any(map(is_fake, cu)):
+        return problem, None
+    return problem, list(zip(*(t.diff().tolist() for t in cu), strict=True))
