@@ -147,6 +147,7 @@ def install() -> None:
     }  # fmt: skip
     module("triton", jit=jit, __version__="3.6.0")
     module("rowmax.gpu.triton")
+    module("rowmax.gpu.triton.rules", any_range=None)
     module("rowmax.gpu.compiled", Launch=Launch)
     module("rowmax.gpu.compat", graphs_exist=lambda: False, spills=lambda kernel: 0)
     module("triton._C")

@@ -32,6 +32,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
+from ..triton.rules import any_range
 from .backward_lib import (
     Descriptors,
     follow,
@@ -346,16 +347,14 @@ def backward_dbias(q, do, k, v, rows, bias, dbias, t, n, C: gl.constexpr):
 @triton.jit
 def keys_of(t, n, c, b, first):
     """Return (lo, end): the keys that some query of a tile sees; lo is a multiple of COLUMNS."""
-    lo = 0
-    end = n.nk
-    offset = n.nk - n.nq
+    used = n.nk
     if t.lengths is not None:
-        end = tl.maximum(tl.minimum(end, tl.load(t.lengths + b)), 0)
-    if c.LEFT:
-        lo = tl.maximum(first + offset - n.left, 0) // c.COLUMNS * c.COLUMNS
-    if c.RIGHT:
-        end = tl.minimum(end, tl.minimum(first + c.ROWS, n.nq) + offset + n.right)
-    return lo, end
+        used = tl.maximum(tl.minimum(used, tl.load(t.lengths + b)), 0)
+    last = tl.minimum(first + c.ROWS, n.nq) - 1
+    left = n.left if c.LEFT else None
+    right = n.right if c.RIGHT else None
+    lo, end = any_range(first, last, n.nk - n.nq, left, right, used)
+    return lo // c.COLUMNS * c.COLUMNS, end
 
 
 @triton.jit
