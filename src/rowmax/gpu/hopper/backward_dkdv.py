@@ -70,6 +70,7 @@ from .backward_order import (
     full_range,
     gradient_row,
     plane_of,
+    rows_left,
 )
 from .gluon_compat import (
     fence_async_shared,
@@ -453,10 +454,10 @@ def consumer(C: gl.constexpr, OF_DK: gl.constexpr, out, rings, mail, sizes, args
         nth += some.to(gl.int32)
         message += 1
         following, live = read_message(mail, message)
-        row, rows = gradient_row(C, 0, tile)
+        row = gradient_row(C, 0, tile)
         to = out.dk if OF_DK else out.dv
         to = to + (row.to(gl.int64) * heads.resident + tile.head) * OUT
-        store_rows(x, to, heads.resident * OUT, rows, OUT)
+        store_rows(x, to, heads.resident * OUT, rows_left(C, 0, tile), OUT)
         tile = following
 
 

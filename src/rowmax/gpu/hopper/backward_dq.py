@@ -46,6 +46,7 @@ from .backward_order import (
     full_range,
     gradient_row,
     plane_of,
+    rows_left,
 )
 from .gluon_compat import (
     fence_async_shared,
@@ -302,9 +303,10 @@ def consumer(C: gl.constexpr, c: gl.constexpr, memory, rings, mail, sizes, args,
         nth += some.to(gl.int32)
         message += 1
         following, live = read_message(mail, message)
-        row, rows = gradient_row(C, c, tile)
+        row = gradient_row(C, c, tile)
         to = memory.out + (row.to(gl.int64) * heads.resident + tile.head) * C.D_OUT
-        store_rows(x.dq * memory.out_scale, to, heads.resident * C.D_OUT, rows, C.D_OUT)
+        dq = x.dq * memory.out_scale
+        store_rows(dq, to, heads.resident * C.D_OUT, rows_left(C, c, tile), C.D_OUT)
         tile = following
 
 

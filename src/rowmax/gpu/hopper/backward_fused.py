@@ -76,6 +76,7 @@ from .backward_order import (
     gradient_row,
     neighbour_range,
     plane_of,
+    rows_left,
     step_of,
     steps_before,
 )
@@ -477,7 +478,8 @@ def consumer(C: gl.constexpr, c: gl.constexpr, rings, mail, sizes, args, heads, 
 @gluon.jit
 def store_tile(C: gl.constexpr, c: gl.constexpr, out, state, tile, sizes, heads):
     """Store dK, dV and sums of dbias of the warpgroup's keys of a tile."""
-    row, rows = gradient_row(C, c, tile)
+    row = gradient_row(C, c, tile)
+    rows = rows_left(C, c, tile)
     place = row.to(gl.int64) * heads.resident + tile.head
     dk = state.dk * out.scale
     store(C, dk, out.dk + place * C.D_OUT, heads.resident * C.D_OUT, rows, C.D, C.D_OUT)

@@ -146,16 +146,22 @@ def full_range(C: gl.constexpr, first, tile, sizes):
     full = tile.lo
     end = tile.hi
     if C.QUERIES_RESIDENT:
-        every = tile.used if C.RAGGED else UNBOUNDED
-        low, high = all_range(first, moved, tile.offset, sizes.left, sizes.right, every)
+        low, high = all_range(first, moved, tile.offset, sizes.left, sizes.right, UNBOUNDED)
+        LOW: gl.constexpr = C.LEFT
+        HIGH: gl.constexpr = C.RIGHT
     else:
         low, high = all_range(first, moved, -tile.offset, sizes.right, sizes.left, UNBOUNDED)
-    if C.LEFT if C.QUERIES_RESIDENT else C.RIGHT:
+        LOW: gl.constexpr = C.RIGHT
+        HIGH: gl.constexpr = C.LEFT
+    if LOW:
         full = low // C.BLOCK_STREAMED
-    if C.RAGGED and not C.QUERIES_RESIDENT:
-        full = gl.where(last < tile.used, full, tile.hi)
-    if C.HIGH_MASKED:
+    if HIGH:
         end = gl.maximum(high, 0) // C.BLOCK_STREAMED
+    if C.RAGGED:
+        if C.QUERIES_RESIDENT:
+            end = gl.minimum(end, tile.used // C.BLOCK_STREAMED)
+        else:
+            full = gl.where(last < tile.used, full, tile.hi)
     if C.DOCUMENTS:
         full = tile.hi
     full = gl.minimum(gl.maximum(full, tile.lo), tile.hi)
@@ -191,8 +197,7 @@ def place_tile(C: gl.constexpr, n, order, sizes, seqs):
 
 @gluon.jit
 def gradient_row(C: gl.constexpr, c: gl.constexpr, tile):
-    """Return (row, rows): the first row of warpgroup c in the resident side's gradient, and the
-    rows from there to the end of the sequence.
+    """Return the first row of warpgroup c in the resident side's gradient.
 
     The rows of all sequences, dense or packed, are consecutive.
     """
@@ -205,7 +210,17 @@ def gradient_row(C: gl.constexpr, c: gl.constexpr, tile):
     row = row + tile.first + c * C.TOKENS
     if not C.VARLEN:
         row = row + tile.b * n
-    return row, n - tile.first - c * C.TOKENS
+    return row
+
+
+@gluon.jit
+def rows_left(C: gl.constexpr, c: gl.constexpr, tile):
+    """Return the rows from the first row of warpgroup c to the end of the sequence.
+
+    Called where they are used: two registers more before the store spill eight others.
+    """
+    n = tile.nq if C.QUERIES_RESIDENT else tile.nq + tile.offset
+    return n - tile.first - c * C.TOKENS
 
 
 @gluon.jit
