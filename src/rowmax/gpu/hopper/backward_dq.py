@@ -128,16 +128,16 @@ def load_step(C: gl.constexpr, descs, rings, tile, heads, t, use, cut):
     wait_empty(rings.k, use, C.K_STAGES)
     row = tile.k_row + first
     head = tile.head // heads.ratio
-    k = rings.k.buffers.index(s)
     mbarrier.expect(bar, descs.k.block_type.nbytes)
+    k = rings.k.buffers.index(s)
     tma_load(descs.k, [part, row, head, 0], bar, k)
     if C.PADDED:  # before the wait for a buffer of V
         cleared(rings.k.full, s, C.K_STAGES, k, C.BLOCK_STREAMED, C.D, rest, cut)
     u = slot(use, C.V_STAGES)
     bar = landing(rings.v.full, u, C.V_STAGES, C.PADDED, short)
     wait_empty(rings.v, use, C.V_STAGES)
-    v = rings.v.buffers.index(u)
     mbarrier.expect(bar, descs.v.block_type.nbytes)
+    v = rings.v.buffers.index(u)
     tma_load(descs.v, [part, row, head, 0], bar, v)
     if C.PADDED:
         cleared(rings.v.full, u, C.V_STAGES, v, C.BLOCK_STREAMED, C.DV, rest, cut)
