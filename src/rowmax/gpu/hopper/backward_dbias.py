@@ -35,17 +35,18 @@ from triton.language.extra.cuda import gdc_wait
 from ..triton.rules import any_range
 from .backward_lib import (
     Descriptors,
+    LineBias,
+    ScoreArgs,
     follow,
     from_memory_order,
     issue_product,
     memory_by_row,
     own_rows,
-    records,
     score_layout,
     tile_buffer,
     weights,
 )
-from .backward_order import full_range, tile_of
+from .backward_order import Sequences, Sizes, full_range, tile_of
 from .gluon_compat import (
     fence_async_shared,
     mbarrier,
@@ -318,7 +319,11 @@ def backward_dbias(q, do, k, v, rows, bias, dbias, t, n, C: gl.constexpr):
     own = Ring(biases, barriers(C.BIAS_STAGES, 1), barriers(C.BIAS_STAGES, C.WARPGROUPS))
     rings = Rings(qk, ks, stats, vdo, dos, own)
     fence_async_shared()
-    _, sizes, seqs, args, _ = records(C, t, n)
+    sizes = Sizes(n.nq, n.nk, n.left if C.LEFT else None, n.right if C.RIGHT else None, t.spans)
+    seqs = Sequences(t.cu_q, t.cu_k, n.batch, t.lengths)
+    length = n.nq if C.COLUMN else n.nk
+    line = LineBias(t.bias, n.each_b, n.each_h, n.each_h * (n.hq - 1) + 1, length)
+    args = ScoreArgs(n.inner, n.scale, t.alibi, t.q_ids, t.k_ids, n.ids_q, n.ids_k, line)
     heads = n.each_h * (n.hq - 1) + 1
     batch = n.each_b * (n.batch - 1) + 1
     each = n.hq // heads

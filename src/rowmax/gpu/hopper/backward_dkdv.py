@@ -51,13 +51,15 @@ from triton.experimental.gluon import language as gl
 
 from .backward_lib import (
     Descriptors,
+    Heads,
+    LineBias,
     Outputs,
+    ScoreArgs,
     first_tile,
     follow,
     held_layout,
     next_tile,
     read_message,
-    records,
     row_numbers,
     score_layout,
     store_rows,
@@ -67,6 +69,8 @@ from .backward_lib import (
     weights,
 )
 from .backward_order import (
+    Sequences,
+    Sizes,
     full_range,
     gradient_row,
     plane_of,
@@ -81,6 +85,7 @@ from .gluon_compat import (
     warpgroup_mma_wait,
 )
 from .lib.layouts import matrix, product_layout, weight_layout
+from .lib.order import Order
 from .lib.ring import (
     Ring,
     barriers,
@@ -485,7 +490,13 @@ def backward_dkdv(k, v, q, do, rows, bias, t, n, C: gl.constexpr):
     w_ring = Ring(ws, barriers(C.DO_STAGES, 1), None)
     rings = Rings(own, vs, q_ring, stats, do_ring, w_ring)
     fence_async_shared()
-    order, sizes, seqs, args, heads = records(C, t, n)
+    sizes = Sizes(n.nq, n.nk, n.left if C.LEFT else None, n.right if C.RIGHT else None, t.spans)
+    order = Order(t.table, t.ends, t.counter, n.heads, n.heads, n.streamed)
+    seqs = Sequences(t.cu_k, t.cu_q, n.batch, t.lengths)
+    length = n.nq if C.COLUMN else n.nk
+    line = LineBias(t.bias, n.each_b, n.each_h, n.each_h * (n.hq - 1) + 1, length)
+    args = ScoreArgs(n.inner, n.scale, t.alibi, t.q_ids, t.k_ids, n.ids_q, n.ids_k, line)
+    heads = Heads(n.heads, n.group, n.ratio, n.hq, n.each_b, n.each_h)
     out = Outputs(t.out, t.dv, t.dbias, n.out_scale)
     follow()
     gl.warp_specialize(

@@ -29,6 +29,9 @@ from triton.experimental.gluon import language as gl
 
 from .backward_lib import (
     Descriptors,
+    Heads,
+    LineBias,
+    ScoreArgs,
     first_tile,
     follow,
     issue_product,
@@ -36,13 +39,14 @@ from .backward_lib import (
     next_tile,
     own_rows,
     read_message,
-    records,
     score_layout,
     store_rows,
     tile_buffer,
     weights,
 )
 from .backward_order import (
+    Sequences,
+    Sizes,
     full_range,
     gradient_row,
     plane_of,
@@ -56,6 +60,7 @@ from .gluon_compat import (
     warpgroup_mma_wait,
 )
 from .lib.layouts import product_layout, weight_layout
+from .lib.order import Order
 from .lib.ring import (
     Ring,
     barriers,
@@ -330,7 +335,13 @@ def backward_dq(q, do, k, v, t, n, C: gl.constexpr):
     v_ring = Ring(vs, v_full, barriers(C.V_STAGES, C.WARPGROUPS))
     fence_async_shared()
     rings = Rings(own, dos, k_ring, v_ring)
-    order, sizes, seqs, args, heads = records(C, t, n)
+    sizes = Sizes(n.nq, n.nk, n.left if C.LEFT else None, n.right if C.RIGHT else None, t.spans)
+    order = Order(t.table, t.ends, t.counter, n.heads, n.heads // n.ratio, n.streamed)
+    seqs = Sequences(t.cu_q, t.cu_k, n.batch, t.lengths)
+    length = n.nq if C.COLUMN else n.nk
+    line = LineBias(t.bias, n.each_b, n.each_h, n.each_h * (n.hq - 1) + 1, length)
+    args = ScoreArgs(n.inner, n.scale, t.alibi, t.q_ids, t.k_ids, n.ids_q, n.ids_k, line)
+    heads = Heads(n.heads, n.group, n.ratio, n.hq, n.each_b, n.each_h)
     memory = Memory(
         t.out, n.out_scale, t.rows, n.rows, t.bias, n.bias_b, n.bias_h, n.bias_q, t.dbias
     )

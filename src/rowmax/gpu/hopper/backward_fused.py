@@ -53,7 +53,10 @@ from triton.experimental.gluon import language as gl
 
 from .backward_lib import (
     Descriptors,
+    Heads,
+    LineBias,
     Outputs,
+    ScoreArgs,
     first_tile,
     follow,
     held_layout,
@@ -61,7 +64,6 @@ from .backward_lib import (
     next_tile,
     own_rows,
     read_message,
-    records,
     row_numbers,
     score_layout,
     store_rows,
@@ -71,6 +73,8 @@ from .backward_lib import (
     weights,
 )
 from .backward_order import (
+    Sequences,
+    Sizes,
     abreast,
     full_range,
     gradient_row,
@@ -92,6 +96,7 @@ from .gluon_compat import (
     warpgroup_mma_wait,
 )
 from .lib.layouts import output_layout, product_layout, weight_layout
+from .lib.order import Order
 from .lib.ring import (
     Ring,
     barriers,
@@ -621,8 +626,11 @@ def writer(C: gl.constexpr, desc, ring, mail, done, tiles, sizes, heads):
 
 @gluon.jit
 def all_rings(C: gl.constexpr, descs, dq):
-    """Return (Rings, Mailbox). Barriers without use are not allocated: they would share their
-    memory with others."""
+    """Return (Rings, Mailbox).
+
+    Barriers without use are not allocated: they would share their memory with others. The barriers
+    of Q stand in for them, since a function returns no None (triton 3.6).
+    """
     q = tile_buffers(descs.q, C.Q_STAGES)
     do = tile_buffers(descs.do, C.DO_STAGES)
     rows = tile_buffers(descs.rows, C.Q_STAGES)
@@ -631,12 +639,12 @@ def all_rings(C: gl.constexpr, descs, dq):
     box: gl.constexpr = [C.BLOCK_STREAMED, C.BLOCK_RESIDENT]
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(box, descs.q.dtype)
     ds = gl.allocate_shared_memory(descs.q.dtype, [C.DS_STAGES] + box, layout)
-    dqs = None
+    dqs = ds
     if C.DQ:
         dqs = tile_buffers(dq, C.DQ_STAGES)
     mail = mailbox(C.READERS)
     q_full = full_barriers(C.Q_STAGES, C.VARLEN)
-    b_full = None
+    b_full = q_full
     if C.BIAS:
         b_full = barriers(C.DS_STAGES, 1)
     do_full = full_barriers(C.DO_STAGES, C.VARLEN)
@@ -644,7 +652,7 @@ def all_rings(C: gl.constexpr, descs, dq):
     k_full = full_barriers(C.KV_STAGES, C.PADDED)
     v_full = full_barriers(C.KV_STAGES, C.PADDED)
     kv_empty = barriers(C.KV_STAGES, C.WARPGROUPS)
-    of_dq = Ring(None, None, None)
+    of_dq = Ring(dqs, q_full, q_full)
     if C.DQ:
         of_dq = Ring(dqs, barriers(C.DQ_STAGES, 1), barriers(C.DQ_STAGES, 1))
     fence_async_shared()
@@ -666,7 +674,13 @@ def backward(q, do, rows, k, v, dq, bias, dbias, t, n, C: gl.constexpr):
     delta), then the bundles ``backward_args.Pointers`` and ``Numbers``."""
     descs = Descriptors(q, do, k, v, rows, bias)
     rings, mail = all_rings(C, descs, dq)
-    order, sizes, seqs, args, heads = records(C, t, n)
+    sizes = Sizes(n.nq, n.nk, n.left if C.LEFT else None, n.right if C.RIGHT else None, t.spans)
+    order = Order(t.table, t.ends, t.counter, n.heads, n.heads, n.streamed)
+    seqs = Sequences(t.cu_k, t.cu_q, n.batch, t.lengths)
+    length = n.nq if C.COLUMN else n.nk
+    line = LineBias(t.bias, n.each_b, n.each_h, n.each_h * (n.hq - 1) + 1, length)
+    args = ScoreArgs(n.inner, n.scale, t.alibi, t.q_ids, t.k_ids, n.ids_q, n.ids_k, line)
+    heads = Heads(n.heads, n.group, n.ratio, n.hq, n.each_b, n.each_h)
     out = Outputs(t.out, t.dv, t.dbias if C.DROW else dbias, n.out_scale)
     follow()
     tiles = (n.nk + C.BLOCK_RESIDENT - 1) // C.BLOCK_RESIDENT

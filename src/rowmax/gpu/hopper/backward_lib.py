@@ -13,8 +13,6 @@ from triton.experimental.gluon import language as gl
 from ...rules.score import ScoreTerms
 from . import tiles
 from .backward_order import (
-    Sequences,
-    Sizes,
     Tile,
     first_place,
     next_place,
@@ -24,7 +22,6 @@ from .backward_tiles import Config
 from .gluon_compat import reinterpret, warpgroup_mma
 from .lib import ring
 from .lib.layouts import matrix
-from .lib.order import Order
 from .lib.rules import score_bfloat16, score_float16, through_softcap
 from .lib.scores import columns, lanes, rows_of
 from .lib.softmax import LOG2E, along_row, by_lane
@@ -87,25 +84,6 @@ class ScoreArgs(NamedTuple):
     ids_q: Any  # ids of a sequence, 0 where all sequences have the same
     ids_k: Any
     line: Any
-
-
-@gluon.jit
-def records(C: gl.constexpr, t, n):
-    """Return (Order, Sizes, Sequences, ScoreArgs, Heads) of the bundles of a kernel."""
-    left = n.left if C.LEFT else None
-    right = n.right if C.RIGHT else None
-    sizes = Sizes(n.nq, n.nk, left, right, t.spans)
-    if C.QUERIES_RESIDENT:
-        order = Order(t.table, t.ends, t.counter, n.heads, n.heads // n.ratio, n.streamed)
-        seqs = Sequences(t.cu_q, t.cu_k, n.batch, t.lengths)
-    else:
-        order = Order(t.table, t.ends, t.counter, n.heads, n.heads, n.streamed)
-        seqs = Sequences(t.cu_k, t.cu_q, n.batch, t.lengths)
-    length = n.nq if C.COLUMN else n.nk
-    line = LineBias(t.bias, n.each_b, n.each_h, n.each_h * (n.hq - 1) + 1, length)
-    args = ScoreArgs(n.inner, n.scale, t.alibi, t.q_ids, t.k_ids, n.ids_q, n.ids_k, line)
-    heads = Heads(n.heads, n.group, n.ratio, n.hq, n.each_b, n.each_h)
-    return order, sizes, seqs, args, heads
 
 
 @gluon.jit
