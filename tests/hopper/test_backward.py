@@ -34,7 +34,7 @@ def run(*arguments: str, **variables: str) -> None:
 @pytest.mark.parametrize("size", ["-64-64", "-128-128", "-256-128", "-256-256"])
 def test_kernels(size):
     pytest.importorskip("numpy")
-    run("tests.hopper.whole", "--kernels", "--only", size, TRITON_INTERPRET="1")
+    run("tests.hopper.whole", "--kernels", f"--only={size}", TRITON_INTERPRET="1")
 
 
 def test_order():
