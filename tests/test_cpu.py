@@ -145,6 +145,55 @@ def test_on_lesser_machines(name: str) -> None:
     assert _child(text, NUMBA_CPU_NAME=cpu, NUMBA_CPU_FEATURES=features) == "right\n"
 
 
+_PAIRS = """
+    import torch, rowmax, rowmax.cpu.call
+    from llvmlite import ir
+    from rowmax.cpu import vector
+
+    def as_two_products(builder, vector, words):
+        if not isinstance(words.element, ir.IntType):
+            return original(builder, vector, words)
+        bits, mask = (ir.Constant(words, [x] * words.count) for x in (16, 0xFFFF0000))
+
+        def multiply_add(a, b, c):
+            for half in (lambda x: builder.shl(x, bits), lambda x: builder.and_(x, mask)):
+                x, y = (builder.bitcast(half(t), vector) for t in (a, b))
+                c = builder.fadd(builder.fmul(x, y), c)
+            return c
+
+        return multiply_add
+
+    original, vector._multiply_add = vector._multiply_add, as_two_products
+    rowmax.cpu.call.PAIRS = True
+    torch.manual_seed(0)
+    shapes = (130, 4), (300, 2), (300, 2)
+    q, k, v = (torch.randn(2, n, h, 33, dtype=torch.bfloat16) for n, h in shapes)
+    bias, sink = torch.randn(4, 130, 300), torch.randn(4)
+    leaves = [t.requires_grad_() for t in (q, k, v, bias, sink)]
+    terms = {"bias": bias, "sink": sink, "softcap": 2.0, "dropout_p": 0.2, "seed": 3}
+    for options in ({"causal": True}, {"mask": rowmax.Window(50, 3)}):
+        answers = []
+        for backend in ("cpu", "reference"):
+            out = rowmax.attention(q, k, v, backend=backend, **terms, **options)
+            grads = torch.autograd.grad(out.float().square().sum(), leaves)
+            answers.append((out, *grads))
+        for a, b in zip(*answers):
+            assert (a - b).float().norm() <= 2e-2 * b.float().norm(), (a - b).norm() / b.norm()
+    cu = torch.tensor([0, 5, 130, 300])
+    q = torch.randn(300, 2, 40, dtype=torch.bfloat16)
+    a, b = (
+        rowmax.attention_varlen(q, q, q, cu, cu, causal=True, backend=x) for x in ("cpu", "torch")
+    )
+    torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+    print("right")
+"""
+
+
+def test_products_of_pairs_without_their_instruction(tmp_path: Path) -> None:
+    """Pairs of bfloat16 take a path of their own; here two products stand for vdpbf16ps."""
+    assert _child(_PAIRS, NUMBA_CACHE_DIR=str(tmp_path)) == "right\n"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_rows_between_a_window_and_a_length_read_nothing(dtype: torch.dtype) -> None:
     """The window begins past the last key, in the middle of a tile of keys. What an earlier call

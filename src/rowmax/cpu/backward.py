@@ -1,7 +1,7 @@
 """The backward: a task owns kv heads and every n-th tile of queries, so nothing is shared.
 
 P is recomputed from lse, tile by tile; where lse is so large that its rounding matters (``FAR``),
-the weights of the row are summed once more before. dK and dV of a head gather in the task's own
+the weights of the row are summed once more before. dK and dV of a head are summed in the task's own
 scratch; dQ of a tile of queries is finished before the next. Where heads are few, several tasks
 (slices) take a head's tiles of queries in turn, and their dK and dV are added at the end: in the
 same order each time, so gradients are bitwise equal from run to run.
@@ -10,6 +10,7 @@ same order each time, so gradients are bitwise equal from run to run.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,15 +19,15 @@ from torch import Tensor
 
 from ..call.flops import backward_flops
 from ..call.problem import FAR, Gradients, Problem, Tensors, Wanted
-from ..rules.mask import FULL, SKIP
+from ..rules import row_stats
+from ..rules.softmax import LOG2E
 from .call import Call
-from .forward import set_outputs
+from .functions import STRICT, SUMS, array, exp2, number
 from .kernel import kernel, launch
 from .operands import (
     HALF_K,
     HALF_Q,
     aligned,
-    dot,
     fold_row,
     fold_rows,
     pack_columns,
@@ -37,26 +38,64 @@ from .operands import (
     row_size,
     rows_are_finite,
     sparse_product,
-    steps,
     store,
+    tile_depth,
 )
 from .products import from_columns, from_rows
-from .scores import (
-    LOG2E,
-    STRICT,
-    SUMS,
-    array,
-    exp2,
-    exponentials,
-    keep_row,
-    log_unit,
-    number,
-    power,
-    query_scale,
-    score_row,
+from .rows import exponentials, keep_row, pair_at, power, query_scale, score_row
+from .rules import score_gradient, through_softcap
+from .tiles import (
+    columns,
+    key_range,
+    numbers_at,
+    place_of,
+    row_at,
+    score_tile,
+    skipped,
+    tile_range,
+    tile_row,
 )
-from .tiles import columns, key_range, score_tile, tile_row
 from .vector import TILE_K, TILE_Q, fetch_add
+
+HEAD = np.dtype([("s", np.int64), ("h", np.int64)])  # sequence, kv head
+
+
+class HeadMemory(NamedTuple):
+    """Addresses of a kv head's operands and sums, in a thread's scratch memory."""
+
+    k_panels: int  # [keys / panel, d, panel]
+    v_panels: int
+    dk: int  # [keys, d_padded]
+    dv: int  # [keys, value_d_padded]
+    k_pairs: int  # [keys / 2, d_padded]
+
+
+class TileMemory(NamedTuple):
+    """Addresses of a tile's operands and sums, in a thread's scratch memory."""
+
+    queries: int  # [d, TILE_Q]
+    douts: int  # [value_d, TILE_Q]
+    s: int  # [TILE_Q, TILE_K], then P R
+    dp: int  # [TILE_Q, TILE_K], then dS
+    ds: int  # [TILE_Q, TILE_K / 2], of pairs: dS once more, in pairs of keys
+    dq: int  # [TILE_Q, d_padded]
+    q_pairs: int  # [TILE_Q / 2, d_padded]
+    dout_pairs: int  # [TILE_Q / 2, value_d_padded]
+
+
+class Rows(NamedTuple):
+    """Numbers of the rows of a tile, arrays ``[n]``."""
+
+    delta: np.ndarray  # Delta - dLSE
+    lse: np.ndarray  # in the units of the scores; +inf for a row that sees nothing
+    rest: np.ndarray  # of LSE, natural; empty where scores are in base 2
+
+
+class Buffers(NamedTuple):
+    """Arrays of one row of a tile, ``[TILE_K]``; empty where nothing needs them."""
+
+    y: np.ndarray  # tanh of a softcap
+    kept: np.ndarray  # by dropout
 
 
 def backward(
@@ -69,32 +108,33 @@ def backward(
     wanted: Wanted,
 ) -> Gradients:
     call = Call(problem, tensors, dout)
-    call.rows("dout", dout)
-    set_outputs(call, out.to(call.row_dtype).contiguous(), lse.to(call.dtype).contiguous())
-    if dlse is not None:
-        dlse = dlse.to(call.dtype)
-        b, h, q = dlse.stride()
-        call.set(dlse=call.keep(dlse), dlse_b=0 if problem.varlen else b, dlse_h=h, dlse_q=q)
-    rest = torch.zeros(lse.shape, dtype=call.dtype)
-    if problem.natural:
-        call.set(rest=call.keep(rest))
-    groups, order = _owners(problem, wanted.bias)
-    slices = _slices(problem, len(groups) - 1)
-    grads = _outputs(call, tensors, wanted, slices)
-    arguments = (call.record, call.sequences, call.states, groups, order, call.like, call.of)
-    tasks = (len(groups) - 1) * slices
-    launch(backward_worker, *arguments, tasks=tasks, flops=backward_flops(problem))
+    lse = lse.to(call.dtype).contiguous()
+    delta = row_stats.delta(out, dout, lse, dlse)
+    rest = torch.zeros_like(lse) if problem.natural else None
+    call.tensor("dout", call.rows(dout))
+    call.tensor("lse", row_stats.score_lse(lse, problem.natural))
+    call.tensor("delta", delta.contiguous())
+    if rest is not None:
+        call.tensor("rest", rest)
+    starts, order = _owners(problem, wanted.bias)
+    tasks = len(starts) - 1
+    parts = _parts(problem, tasks)
+    sums = _outputs(call, tensors, wanted, parts)
+    arguments = (call.record, call.sequences, call.states, starts, order)
+    arguments = (*arguments, call.like, call.operand_like)
+    launch(backward_worker, *arguments, tasks=tasks * parts, flops=backward_flops(problem))
     inputs = {name: getattr(tensors, name) for name in Gradients._fields}
-    done = {name: _finished(g, inputs[name]) for name, g in grads.items()}
+    done = {name: _finished(g, inputs[name]) for name, g in sums.items()}
     if wanted.sink:
-        done["sink"] = _sink_gradient(tensors, out, lse, rest, dout, dlse)
+        assert tensors.sink is not None
+        done["sink"] = row_stats.dsink(tensors.sink, lse, delta, rest).to(tensors.sink.dtype)
     return Gradients(**done)
 
 
 def _owners(problem: Problem, bias_wanted: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(where each owner's part of the order starts, the (sequence, kv head) pairs in order).
+    """Return (where each owner's part of the order starts, ``HEAD [heads]`` in order).
 
-    Pairs that add to the same elements of dbias have one owner.
+    Heads that add to the same elements of dbias have one owner.
     """
     s, h = np.divmod(np.arange(problem.batch * problem.hk), problem.hk)
     owner = np.arange(s.size)
@@ -102,41 +142,41 @@ def _owners(problem: Problem, bias_wanted: bool) -> tuple[np.ndarray, np.ndarray
         owner = (s if problem.bias[0] > 1 else 0 * s) * problem.hk
         owner = owner + (h if problem.bias[1] > 1 else 0)
     sorting = np.argsort(owner, kind="stable")
-    order = np.stack([s, h], 1)[sorting].astype(np.int64)
+    order = np.empty(s.size, HEAD)
+    order["s"], order["h"] = s[sorting], h[sorting]
     starts = np.flatnonzero(np.diff(owner[sorting], prepend=-1))
     return np.append(starts, s.size).astype(np.int64), order
 
 
-def _slices(problem: Problem, owners: int) -> int:
-    """Tasks for each owner: as few as keep every thread busy."""
+def _parts(problem: Problem, owners: int) -> int:
+    """Return the tasks of each owner: as few as keep every thread busy."""
     threads = torch.get_num_threads()
     if owners == 0 or owners % threads == 0 or owners >= 4 * threads:
         return 1
     return max(1, min(-(-threads // owners), -(-problem.nq // TILE_Q)))
 
 
-def _outputs(call: Call, tensors: Tensors, wanted: Wanted, slices: int) -> dict[str, Tensor]:
-    """The accumulator's gradients, a slice of each but dq (whose rows have one writer each)."""
-    grads: dict[str, Tensor] = {}
-    call.set(slices=slices, packed=call.problem.varlen)
+def _outputs(call: Call, tensors: Tensors, wanted: Wanted, parts: int) -> dict[str, Tensor]:
+    """Return tensors for the kernels to write: sums by part, but dq, whose rows have one writer."""
+    sums: dict[str, Tensor] = {}
+    call.set(parts=parts)
     if wanted.q:
-        grads["q"] = torch.empty(1, *tensors.q.shape, dtype=call.row_dtype)
-        call.set(dq=call.keep(grads["q"]))
-    for name, step in (("k", "slice_k"), ("v", "slice_v")):
+        sums["q"] = torch.empty(1, *tensors.q.shape, dtype=call.row_dtype)
+        call.tensor("dq", sums["q"][0])
+    for name in ("k", "v"):
         if getattr(wanted, name):
-            dtype = call.row_dtype if slices == 1 else call.dtype  # parts are still to be added
-            grads[name] = torch.empty(slices, *getattr(tensors, name).shape, dtype=dtype)
-            call.set(**{f"d{name}": call.keep(grads[name]), step: grads[name][0].numel()})
+            dtype = call.row_dtype if parts == 1 else call.dtype  # parts are still to be added
+            sums[name] = torch.empty(parts, *getattr(tensors, name).shape, dtype=dtype)
+            call.tensor(f"d{name}", sums[name])
     if wanted.bias:
         assert tensors.bias is not None
         shape = tensors.bias.shape
-        parts = slices if shape[2] == 1 else 1  # tiles of queries meet only in a shared row
-        grads["bias"] = torch.zeros(parts, *shape, dtype=call.dtype)
-        call.scores("dbias", grads["bias"][0])
+        parts = parts if shape[2] == 1 else 1  # tiles of queries meet only in a shared row
+        sums["bias"] = torch.zeros(parts, *shape, dtype=call.dtype)
+        call.tensor("dbias", sums["bias"])
         p = call.problem
-        alone = tuple(shape) == (p.batch, p.hq, p.nq, p.nk)
-        call.set(slice_bias=grads["bias"][0].numel() if parts > 1 else 0, store_bias=alone)
-    return grads
+        call.set(store_bias=tuple(shape) == (p.batch, p.hq, p.nq, p.nk))
+    return sums
 
 
 def _finished(parts: Tensor, like: Tensor) -> Tensor:
@@ -144,250 +184,274 @@ def _finished(parts: Tensor, like: Tensor) -> Tensor:
     return whole.to(like.dtype)
 
 
-def _sink_gradient(
-    tensors: Tensors,
-    out: Tensor,
-    lse: Tensor,
-    rest: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-) -> Tensor:
-    """``dsigma_h = sum exp(sigma_h - LSE_i) (dLSE_i - Delta_i)``, LSE being lse and its rest."""
-    assert tensors.sink is not None
-    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2)
-    e = -delta if dlse is None else dlse.to(lse.dtype) - delta
-    weight = torch.exp(tensors.sink.detach()[:, None].to(lse.dtype) - lse - rest)
-    weight = weight.masked_fill(lse == -torch.inf, 0.0)
-    return (weight * e).sum((0, 2)).to(tensors.sink.dtype)
-
-
 @kernel
-def backward_worker(calls, sequences, states, groups, order, like, of, counters):
+def backward_worker(calls, sequences, states, starts, order, like, operand_like, counters):
     call = calls[0]
-    size = like.itemsize
-    x, w = call.d_wide, call.dv_wide
     longest = (call.longest_k + TILE_K - 1) // TILE_K * TILE_K
-    heads, k_panels = aligned(longest * (call.d_whole + call.dv_whole + 2 * x + w), like)
-    v_panels = k_panels + size * longest * call.d_whole
-    dk = v_panels + size * longest * call.dv_whole
-    dv = dk + size * longest * x
-    k_pairs = dv + size * longest * w
-    wide = call.d_whole + call.dv_whole + 3 * TILE_K + 2 * x + w + 3
-    tiles, scratch = aligned(TILE_Q * wide, like)
-    factor = np.empty(TILE_K if call.softcap > 0 else 0, like.dtype)
-    kept = np.empty(TILE_K + 64 if call.threshold else 0, np.uint8)
+    heads_owner, memory = head_memory(call, longest, like)
+    tiles_owner, tile_mem = tile_memory(call, like)
+    buffers = Buffers(
+        np.empty(TILE_K if call.softcap > 0 else 0, like.dtype),
+        np.empty(TILE_K + 64 if call.threshold else 0, np.uint8),
+    )
     finite = np.empty(longest // TILE_K, np.bool_)
     while True:
         t = fetch_add(counters.ctypes.data, 1)
-        if t >= (len(groups) - 1) * call.slices:
+        if t >= (len(starts) - 1) * call.parts:
             break
-        group, part = t // call.slices, t % call.slices
-        for pair in range(groups[group], groups[group + 1]):
-            s, hk = order[pair]
+        owner, p = t // call.parts, t % call.parts
+        for n in range(starts[owner], starts[owner + 1]):
+            s, hk = order[n].s, order[n].h
             seq = sequences[s]
-            pack_head(call, seq, s, hk, k_panels, v_panels, k_pairs, finite, of)
-            array(dk, seq[3] * x, like)[:] = like.dtype.type(0)
-            array(dv, seq[3] * w, like)[:] = like.dtype.type(0)
-            count = (seq[1] + TILE_Q - 1) // TILE_Q
+            pack_head(call, seq, s, hk, memory, finite, operand_like)
+            array(memory.dk, seq.keys * call.d_padded, like)[:] = like.dtype.type(0)
+            array(memory.dv, seq.keys * call.value_d_padded, like)[:] = like.dtype.type(0)
+            count = (seq.queries + TILE_Q - 1) // TILE_Q
             for h in range(hk * call.group, (hk + 1) * call.group):
-                for tile in range(part, count, call.slices):
-                    state = tile_row(states, s, h, tile)
-                    place = (s, h, hk, tile, part)
-                    memory = (k_panels, v_panels, k_pairs, dk, dv, scratch)
-                    backward_tile(call, seq, state, finite, place, memory, factor, kept, like, of)
-            first = seq[2] if call.packed else s * seq[3]
-            if call.dk:
-                write_parts(
-                    call.dk, call.slice_k, part, call, hk, first, seq, call.d, dk, x, like, of
-                )
-            if call.dv:
-                size_v = call.dv_size
-                write_parts(
-                    call.dv, call.slice_v, part, call, hk, first, seq, size_v, dv, w, like, of
-                )
-    return heads.size + tiles.size
+                for tile in range(p, count, call.parts):
+                    state, place = tile_row(states, s, h, tile), place_of(seq, s, h, tile)
+                    backward_tile(
+                        *(call, seq, state, finite, place, p),
+                        *(memory, tile_mem, buffers, like, operand_like),
+                    )
+            write_parts(
+                call.dk, memory.dk, call.d, call.d_padded, call, seq, (p, s, hk), like, operand_like
+            )
+            write_parts(
+                call.dv,
+                memory.dv,
+                call.value_d,
+                call.value_d_padded,
+                call,
+                seq,
+                (p, s, hk),
+                like,
+                operand_like,
+            )
+    return heads_owner.size + tiles_owner.size
 
 
 @njit
-def pack_head(call, seq, s, h, k_panels, v_panels, k_pairs, finite, of):
-    """A kv head's keys and values as panels, and which tiles of keys are finite."""
-    size, row, nk = of.itemsize, row_size(of), seq[3]
-    k = call.k + row * (call.k_b * s + call.k_n * seq[2] + call.k_h * h)
-    v = call.v + row * (call.v_b * s + call.v_n * seq[2] + call.v_h * h)
-    step_k, step_v = row * call.k_n, row * call.v_n
-    for tile in range((nk + TILE_K - 1) // TILE_K):
+def head_memory(call, longest, like):
+    """Return (the array that owns it, the memory of a kv head of up to ``longest`` keys)."""
+    d, value_d = call.d_padded, call.value_d_padded
+    numbers = longest * (call.d_operand + call.value_d_operand + 2 * d + value_d)
+    owner, k_panels = aligned(numbers, like)
+    size = like.itemsize * longest
+    v_panels = k_panels + size * call.d_operand
+    dk = v_panels + size * call.value_d_operand
+    dv = dk + size * d
+    return owner, HeadMemory(k_panels, v_panels, dk, dv, dv + size * value_d)
+
+
+@njit
+def tile_memory(call, like):
+    """Return (the array that owns it, the memory of a tile)."""
+    d, value_d = call.d_padded, call.value_d_padded
+    numbers = call.d_operand + call.value_d_operand + 3 * TILE_K + 2 * d + value_d
+    owner, queries = aligned(TILE_Q * numbers, like)
+    size = like.itemsize * TILE_Q
+    douts = queries + size * call.d_operand
+    S = douts + size * call.value_d_operand
+    dP, dS, dq = S + size * TILE_K, S + 2 * size * TILE_K, S + 3 * size * TILE_K
+    q_pairs = dq + size * d
+    pairs_size = like.itemsize * HALF_Q
+    return owner, TileMemory(queries, douts, S, dP, dS, dq, q_pairs, q_pairs + pairs_size * d)
+
+
+@njit
+def pack_head(call, seq, s, h, memory, finite, operand_like):
+    """Write a kv head's keys and values as panels; note which tiles of keys are finite."""
+    size, row, nk = operand_like.itemsize, row_size(operand_like), seq.keys
+    k = call.k.address + row * row_at(call.k, s, seq.key, h)
+    v = call.v.address + row * row_at(call.v, s, seq.key, h)
+    k_bytes, v_bytes = row * call.k.n, row * call.v.n
+    for tile in tile_range(0, nk):
         j0 = tile * TILE_K
-        n, rows = min(TILE_K, nk - j0), k + step_k * j0
-        finite[tile] = rows_are_finite(of, rows, step_k, n, call.d)
-        pack_panels(of, k_panels, k, step_k, j0, nk, call.d_whole)
-        pack_panels(of, v_panels, v, step_v, j0, nk, call.dv_whole)
-        to = k_pairs + size * HALF_K * call.d_wide * tile
-        pack_pairs(of, to, call.d_wide, rows, step_k, n, HALF_K, call.d)
+        n, rows = min(TILE_K, nk - j0), k + k_bytes * j0
+        finite[tile] = rows_are_finite(operand_like, rows, k_bytes, n, call.d)
+        pack_panels(operand_like, memory.k_panels, k, k_bytes, j0, nk, call.d_operand)
+        pack_panels(operand_like, memory.v_panels, v, v_bytes, j0, nk, call.value_d_operand)
+        to = memory.k_pairs + size * HALF_K * call.d_padded * tile
+        pack_pairs(operand_like, to, call.d_padded, rows, k_bytes, n, HALF_K, call.d)
 
 
 @njit
-def write_parts(to, step, part, call, h, first, seq, d, rows, wide, like, of):
-    """A head's dK or dV: the gradient itself, or one of the parts that are added at the end."""
-    if call.slices == 1:
-        write_rows(to, call.hk, h, first, seq[3], d, rows, wide, like, of)
+def write_parts(to, rows, d, padded, call, seq, at, like, operand_like):
+    """Write a head's dK or dV: the gradient itself, or a part that is added at the end."""
+    if not to.address:
+        return
+    p, s, h = at
+    if call.parts == 1:
+        address = to.address + row_size(operand_like) * row_at(to, s, seq.key, h)
+        write_rows(address, to.n, rows, seq.keys, d, padded, like, operand_like)
     else:
-        to += like.itemsize * step * part
-        write_rows(to, call.hk, h, first, seq[3], d, rows, wide, like, like)
+        address = to.address + like.itemsize * (to.p * p + row_at(to, s, seq.key, h))
+        write_rows(address, to.n, rows, seq.keys, d, padded, like, like)
 
 
 @njit
-def write_rows(to, heads, h, first, n, d, rows, wide, like, of):
-    """Scratch rows, padded to whole vectors, to rows [first, ...) of a ``[rows, heads, d]``."""
+def write_rows(to, stride, rows, n, d, padded, like, operand_like):
+    """Write n rows of scratch memory, padded to whole vectors, to rows ``stride`` apart."""
     one = like.dtype.type(1)
     for j in range(n):
-        row = array(rows + like.itemsize * j * wide, d, like)
-        store(of, to + row_size(of) * ((first + j) * heads + h) * d, row, one)
+        row = array(rows + like.itemsize * j * padded, d, like)
+        store(operand_like, to + row_size(operand_like) * stride * j, row, one)
 
 
 @njit
-def backward_tile(call, seq, state, finite, place, memory, factor, kept, like, of):
-    """One tile of queries against all of its keys: adds to dK and dV, finishes dQ."""
-    s, h, hk, tile, part = place
-    k_panels, v_panels, k_pairs, dk, dv, scratch = memory
-    size, row_bytes, w, x = like.itemsize, row_size(of), call.dv_wide, call.d_wide
-    i0 = tile * TILE_Q
-    n = min(TILE_Q, seq[1] - i0)
-    queries = scratch
-    douts = queries + size * TILE_Q * call.d_whole
-    S = douts + size * TILE_Q * call.dv_whole
-    dP = S + size * TILE_Q * TILE_K
-    dS = dP + size * TILE_Q * TILE_K  # of pairs: dS once more, in pairs of keys
-    dq = dS + size * TILE_Q * TILE_K
-    q_pairs = dq + size * TILE_Q * x
-    do_pairs = q_pairs + size * HALF_Q * x
-    numbers = array(do_pairs + size * HALF_Q * w, 3 * TILE_Q, like)
-    delta, shift, rest = numbers[:TILE_Q], numbers[TILE_Q : 2 * TILE_Q], numbers[2 * TILE_Q :]
-    array(dq, TILE_Q * x, like)[:] = like.dtype.type(0)
-
-    q = call.q + row_bytes * (call.q_b * s + call.q_n * (seq[0] + i0) + call.q_h * h)
-    do = call.dout + row_bytes * (call.dout_b * s + call.dout_n * (seq[0] + i0) + call.dout_h * h)
-    k = call.k + row_bytes * (call.k_b * s + call.k_n * seq[2] + call.k_h * hk)
-    step_q, step_do = row_bytes * call.q_n, row_bytes * call.dout_n
-    clean = rows_are_finite(of, q, step_q, n, call.d)
-    clean &= rows_are_finite(of, do, step_do, n, call.dv_size)
-    pack_columns(of, queries, q, step_q, n, call.d_whole, query_scale(call))
-    pack_columns(of, douts, do, step_do, n, call.dv_whole, 1.0)
-    pack_pairs(of, q_pairs, x, q, step_q, n, HALF_Q, call.d)
-    pack_pairs(of, do_pairs, w, do, step_do, n, HALF_Q, call.dv_size)
-    row_terms(call, seq, s, h, i0, n, do, delta, shift, like, of)
-
-    # where nothing else is to be done to dS, it is made with the scale in it
-    unit = 1.0 if call.dbias or factor.size else call.scale
-    low, high = key_range(call, seq, s, i0, i0 + n)
-    if call.natural:
-        panels, keys = (queries, k_panels, S), (low, high, state)
-        sum_far_rows(call, seq, keys, (s, h, i0, n), panels, factor, shift, rest, like, of)
-    for tile_k in range(low // TILE_K, (high + TILE_K - 1) // TILE_K):
-        if state.size and state[tile_k] == SKIP:
-            continue
-        partial = state.size > 0 and state[tile_k] != FULL
-        j0, width = columns(of, low, high, tile_k)
-        score_tile(of, S, queries, k_panels, j0, width, n, call.d_whole)
-        score_tile(of, dP, douts, v_panels, j0, width, n, call.dv_whole)
-        for r in range(n):
-            p = array(S + size * r * TILE_K, width, like)
-            ds = array(dP + size * r * TILE_K, width, like)
-            f = factor[:width]
-            rescale(of, p, query_scale(call))
-            score_row(p, f, partial, call, seq, s, h, i0 + r, j0)
-            keep = kept
-            if call.threshold:
-                keep = keep_row(kept, width, call, s, h, i0 + r, j0)
-            row = (shift[r], rest[r], delta[r], call.natural)
-            gradient_row(p, ds, keep, row, call.keep_scale, unit)
-            if call.dbias:
-                add_to_bias(call, ds[: seq[3] - j0], s, h, i0 + r, j0, part)
-            if unit == 1.0:
-                through_cap(ds, f, call.scale)
-            fold_row(of, dS + size * r * TILE_K, ds)
-        fold_rows(of, S, n, width)
-        fold_rows(of, dP, n, width)
-        to_v, to_k = dv + size * w * j0, dk + size * x * j0
-        count, rows = min(width, high - j0), k + row_bytes * call.k_n * j0
-        if paired(of):
-            pairs = k_pairs + size * HALF_K * x * tile_k
-            from_columns(of, width, w, min(n, HALF_Q), to_v, w, S, TILE_K, do_pairs, w, 1)
-            from_columns(of, width, x, min(n, HALF_Q), to_k, x, dP, TILE_K, q_pairs, x, 1)
-            from_rows(of, n, x, steps(of, count, HALF_K), dq, x, dS, pairs, x, 1)
-        elif clean and finite[tile_k]:
-            from_columns(of, width, w, n, to_v, w, S, TILE_K, do, call.dout_n, 1)
-            from_columns(of, width, x, n, to_k, x, dP, TILE_K, q, call.q_n, 1)
-            from_rows(of, n, x, count, dq, x, dP, rows, call.k_n, 1)
-        else:
-            sparse_product(to_v, w, width, S, 1, TILE_K, n, do, call.dout_n, w, 0, like)
-            sparse_product(to_k, x, width, dP, 1, TILE_K, n, q, call.q_n, x, 0, like)
-            sparse_product(dq, x, n, dP, TILE_K, 1, count, rows, call.k_n, x, 0, like)
-    if call.dq:
-        first = i0 + (seq[0] if call.packed else s * seq[1])
-        write_rows(call.dq, call.hq, h, first, n, call.d, dq, x, like, of)
-
-
-@njit
-def row_terms(call, seq, s, h, i0, n, do, delta, shift, like, of):
-    """Each row's ``Delta_i - dLSE_i``, and lse in the units of the scores.
-
-    lse is 0 for a row that sees nothing: of -inf, or of a sink that is too low for base 2.
-    """
-    size, row_bytes = like.itemsize, row_size(of)
-    lse = array(call.lse + size * (call.lse_b * s + call.lse_h * h + seq[0] + i0), n, like)
-    for r in range(n):
-        at = call.out_b * s + call.out_n * (seq[0] + i0 + r) + call.out_h * h
-        o, g = call.out + row_bytes * at, do + row_bytes * call.dout_n * r
-        delta[r] = dot(of, o, g, call.dv_size)
-        if call.dlse:
-            at = call.dlse_b * s + call.dlse_h * h + call.dlse_q * (seq[0] + i0 + r)
-            delta[r] -= array(call.dlse + size * at, 1, like)[0]
-        shift[r] = lse[r] * like.dtype.type(log_unit(call))
-        if not shift[r] > -np.inf:
-            shift[r] = like.dtype.type(0)
-
-
-@njit
-def sum_far_rows(call, seq, keys, place, panels, factor, shift, rest, like, of):
-    """Return the log of the sum of ``exp(s - lse)`` of each row, which rounding took from lse.
-
-    It is made for rows whose lse is far from 0 (``FAR``); of others it is too small to matter.
-    """
-    low, high, state = keys
+def backward_tile(call, seq, state, finite, place, p, head, tile, buffers, like, operand_like):
+    """Walk a tile of queries over its keys: add to dK and dV, write dQ."""
+    row_bytes, d, value_d = row_size(operand_like), call.d_padded, call.value_d_padded
     s, h, i0, n = place
-    queries, k_panels, S = panels
+    q = call.q.address + row_bytes * row_at(call.q, s, seq.query + i0, h)
+    dout = call.dout.address + row_bytes * row_at(call.dout, s, seq.query + i0, h)
+    q_bytes, dout_bytes = row_bytes * call.q.n, row_bytes * call.dout.n
+    clean = rows_are_finite(operand_like, q, q_bytes, n, call.d)
+    clean &= rows_are_finite(operand_like, dout, dout_bytes, n, call.value_d)
+    pack_columns(operand_like, tile.queries, q, q_bytes, n, call.d_operand, query_scale(call))
+    pack_columns(operand_like, tile.douts, dout, dout_bytes, n, call.value_d_operand, 1.0)
+    pack_pairs(operand_like, tile.q_pairs, d, q, q_bytes, n, HALF_Q, call.d)
+    pack_pairs(operand_like, tile.dout_pairs, value_d, dout, dout_bytes, n, HALF_Q, call.value_d)
+    array(tile.dq, TILE_Q * d, like)[:] = like.dtype.type(0)
+
+    low, high = key_range(call, seq, place)
+    rows = rows_of(call, seq, place, like)
+    if call.natural:
+        sum_far_rows(call, seq, state, place, rows, head, tile, buffers, like, operand_like)
+    for tile_k in tile_range(low, high):
+        if skipped(state, tile_k):
+            continue
+        part = columns(operand_like, low, high, tile_k, state)
+        tile_gradients(call, seq, place, part, p, rows, head, tile, buffers, like, operand_like)
+        whole = clean and finite[tile_k]
+        add_products(call, seq, place, part, whole, q, dout, head, tile, like, operand_like)
+    if call.dq.address:
+        to = call.dq.address + row_bytes * row_at(call.dq, s, seq.query + i0, h)
+        write_rows(to, call.dq.n, tile.dq, n, call.d, d, like, operand_like)
+
+
+@njit
+def rows_of(call, seq, place, like):
+    """Return the numbers of the rows of a tile of queries."""
+    size, at = like.itemsize, seq.query + place.i0
+    delta = array(numbers_at(call.delta, size, place.s, place.h, at), place.n, like)
+    lse = array(numbers_at(call.lse, size, place.s, place.h, at), place.n, like)
+    natural = place.n if call.natural else 0
+    return Rows(delta, lse, array(numbers_at(call.rest, size, place.s, place.h, at), natural, like))
+
+
+@njit
+def scores_of_row(call, seq, place, r, part, S, y, like, operand_like):
+    """Return the scores of row r of a tile, ``[part.width]``, whose products S holds."""
+    row = array(S + like.itemsize * r * TILE_K, part.width, like)
+    rescale(operand_like, row, query_scale(call))
+    score_row(row, y, call, seq, place.s, place.h, place.i0 + r, part)
+    return row
+
+
+@njit
+def tile_gradients(call, seq, place, part, p, rows, head, tile, buffers, like, operand_like):
+    """Write P R to S and dS, times scale, to dP, ``[n, part.width]``; add to dbias."""
+    size, width, n = like.itemsize, part.width, place.n
+    score_tile(operand_like, tile.s, tile.queries, head.k_panels, part, n, call.d_operand)
+    score_tile(operand_like, tile.dp, tile.douts, head.v_panels, part, n, call.value_d_operand)
+    y, keep = buffers.y[:width], buffers.kept
+    # without dbias and softcap dS is made with the scale in it, which saves a pass
+    unit = 1.0 if call.dbias.address or y.size else call.scale
+    for r in range(n):
+        i = place.i0 + r
+        P = scores_of_row(call, seq, place, r, part, tile.s, y, like, operand_like)
+        dS = array(tile.dp + size * r * TILE_K, width, like)
+        if call.threshold:
+            keep = keep_row(buffers.kept, width, call, place.s, place.h, i, part.j0)
+        rest = rows.rest[r] if call.natural else like.dtype.type(0)
+        row = (rows.lse[r], rest, rows.delta[r], call.natural)
+        gradient_row(P, dS, keep, row, call.keep_scale, unit)
+        if call.dbias.address:
+            add_to_bias(call, dS[: part.keys], place.s, place.h, i, part.j0, p)
+        if unit == 1.0:
+            scaled_dx(dS, y, call.scale)
+        fold_row(operand_like, tile.ds + size * r * TILE_K, dS)
+    fold_rows(operand_like, tile.s, n, width)
+    fold_rows(operand_like, tile.dp, n, width)
+
+
+@njit
+def add_products(call, seq, place, part, whole, q, dout, head, tile, like, operand_like):
+    """Add ``(P R)^T dO`` to dV, ``dS^T Q`` to dK and ``dS K`` to dQ; ``whole``: all finite."""
+    size, d, value_d = like.itemsize, call.d_padded, call.value_d_padded
+    n, width, keys = place.n, part.width, part.keys
+    dv, dk = head.dv + size * value_d * part.j0, head.dk + size * d * part.j0
+    at = row_at(call.k, place.s, seq.key + part.j0, place.h // call.group)
+    k = call.k.address + row_size(operand_like) * at
+    if paired(operand_like):
+        pairs = head.k_pairs + size * HALF_K * d * part.tile
+        half, depth_k = min(n, HALF_Q), tile_depth(operand_like, keys, HALF_K)
+        from_columns(
+            operand_like,
+            width,
+            value_d,
+            half,
+            dv,
+            value_d,
+            tile.s,
+            TILE_K,
+            tile.dout_pairs,
+            value_d,
+            1,
+        )
+        from_columns(operand_like, width, d, half, dk, d, tile.dp, TILE_K, tile.q_pairs, d, 1)
+        from_rows(operand_like, n, d, depth_k, tile.dq, d, tile.ds, pairs, d, 1)
+    elif whole:
+        from_columns(
+            operand_like, width, value_d, n, dv, value_d, tile.s, TILE_K, dout, call.dout.n, 1
+        )
+        from_columns(operand_like, width, d, n, dk, d, tile.dp, TILE_K, q, call.q.n, 1)
+        from_rows(operand_like, n, d, keys, tile.dq, d, tile.dp, k, call.k.n, 1)
+    else:
+        P_t, dS_t, dS = (tile.s, 1, TILE_K), (tile.dp, 1, TILE_K), (tile.dp, TILE_K, 1)
+        sparse_product(dv, value_d, width, P_t, n, dout, call.dout.n, value_d, 0, like)
+        sparse_product(dk, d, width, dS_t, n, q, call.q.n, d, 0, like)
+        sparse_product(tile.dq, d, n, dS, keys, k, call.k.n, d, 0, like)
+
+
+@njit
+def sum_far_rows(call, seq, state, place, rows, head, tile, buffers, like, operand_like):
+    """Write the log of the sum of ``exp(s - lse)``, which rounding took from lse, to rest.
+
+    Rows whose lse is near 0 (``FAR``) keep 0: theirs is too small to matter.
+    """
     zero = like.dtype.type(0)
     far = False
-    for r in range(n):
-        rest[r] = zero
-        far |= FAR <= abs(shift[r]) < np.inf
+    for r in range(place.n):
+        far |= FAR <= abs(rows.lse[r]) < np.inf
     if not far:
         return
-    for tile_k in range(low // TILE_K, (high + TILE_K - 1) // TILE_K):
-        if state.size and state[tile_k] == SKIP:
+    low, high = key_range(call, seq, place)
+    for tile_k in tile_range(low, high):
+        if skipped(state, tile_k):
             continue
-        partial = state.size > 0 and state[tile_k] != FULL
-        j0, width = columns(of, low, high, tile_k)
-        score_tile(of, S, queries, k_panels, j0, width, n, call.d_whole)
-        for r in range(n):
-            if FAR <= abs(shift[r]) < np.inf:
-                row = array(S + like.itemsize * r * TILE_K, width, like)
-                rescale(of, row, query_scale(call))
-                score_row(row, factor[:width], partial, call, seq, s, h, i0 + r, j0)
-                rest[r] += exponentials(row, shift[r], True)
-    to = array(call.rest + like.itemsize * (call.lse_b * s + call.lse_h * h + seq[0] + i0), n, like)
-    for r in range(n):
-        if FAR <= abs(shift[r]) < np.inf:
-            if call.sink:
-                rest[r] += power(array(call.sink, call.hq, like)[h] - shift[r], True)
-            rest[r] = math.log(rest[r]) if rest[r] > zero else zero
-            to[r] = rest[r]
+        part = columns(operand_like, low, high, tile_k, state)
+        score_tile(operand_like, tile.s, tile.queries, head.k_panels, part, place.n, call.d_operand)
+        for r in range(place.n):
+            if FAR <= abs(rows.lse[r]) < np.inf:
+                y = buffers.y[: part.width]
+                row = scores_of_row(call, seq, place, r, part, tile.s, y, like, operand_like)
+                rows.rest[r] += exponentials(row, rows.lse[r], True)
+    for r in range(place.n):
+        if FAR <= abs(rows.lse[r]) < np.inf:
+            total = rows.rest[r]
+            if call.sink.address:
+                sink = array(call.sink.address, call.hq, like)[place.h]
+                total += power(sink - rows.lse[r], True)
+            rows.rest[r] = math.log(total) if total > zero else zero
 
 
 @njit(fastmath=STRICT, inline="always")
-def weight(x, shift, rest, natural):
-    """The weight of a score; ``rest`` is in base 2 and counts in natural units alone."""
-    return exp2((x - shift) * number(LOG2E, x) - rest) if natural else exp2(x - shift)
+def weight(x, lse, rest, natural):
+    """Return the weight of a score; ``rest`` is in base 2 and counts in natural units alone."""
+    return exp2((x - lse) * number(LOG2E, x) - rest) if natural else exp2(x - lse)
 
 
 @njit(fastmath=STRICT)
@@ -396,44 +460,44 @@ def gradient_row(p, ds, kept, row, keep_scale, unit):
 
     A weight of 0 has no gradient, whatever the value it stands by.
     """
-    shift, rest, delta, natural = row
-    zero, unit = number(0, shift), number(unit, shift)
-    rest = rest * number(LOG2E, shift)
+    lse, rest, delta, natural = row
+    zero, unit = number(0, lse), number(unit, lse)
+    rest = rest * number(LOG2E, lse)
     if kept.size:
         scale = p.dtype.type(keep_scale)
         for j in range(p.size):
-            w = weight(p[j], shift, rest, natural)
+            w = weight(p[j], lse, rest, natural)
             keep = scale if kept[j] else zero
-            ds[j] = zero if w == zero else unit * w * (ds[j] * keep - delta)
+            ds[j] = zero if w == zero else score_gradient(unit * w, ds[j] * keep, delta)
             p[j] = w * keep
     else:
         for j in range(p.size):
-            w = weight(p[j], shift, rest, natural)
-            ds[j] = zero if w == zero else unit * w * (ds[j] - delta)
+            w = weight(p[j], lse, rest, natural)
+            ds[j] = zero if w == zero else score_gradient(unit * w, ds[j], delta)
             p[j] = w
 
 
 @njit(fastmath=STRICT)
-def through_cap(ds, factor, scale):
-    """dS to ``scale dX``: what both dQ and dK are made of.
+def scaled_dx(ds, y, scale):
+    """Make dS ``scale dX``, a factor of both dQ and dK.
 
-    A dS of 0 stays 0: under a masked pair the factor may be that of a key that is NaN.
+    A dS of 0 stays 0: under a masked pair y may be that of a key that is NaN.
     """
     unit, zero = ds.dtype.type(scale), ds.dtype.type(0)
-    if factor.size:
+    if y.size:
         for j in range(ds.size):
-            ds[j] = zero if ds[j] == zero else ds[j] * (factor[j] * unit)
+            ds[j] = zero if ds[j] == zero else through_softcap(ds[j], y[j]) * unit
     else:
         for j in range(ds.size):
             ds[j] *= unit
 
 
 @njit(fastmath=SUMS)
-def add_to_bias(call, ds, s, h, i, j0, part):
-    """dbias += dS, summed along whatever dimensions the bias broadcasts over."""
-    at = call.dbias_b * s + call.dbias_h * h + call.dbias_q * i + call.dbias_k * j0
-    address = call.dbias + ds.itemsize * (at + call.slice_bias * part)
-    if call.dbias_k == 0:
+def add_to_bias(call, ds, s, h, i, j0, p):
+    """Add dS to dbias, summed along the dimensions that the bias broadcasts over."""
+    at = call.dbias.p * p + pair_at(call.dbias, s, h, i, j0)
+    address = call.dbias.address + ds.itemsize * at
+    if call.dbias.j == 0:
         total = ds.dtype.type(0)
         for j in range(ds.size):
             total += ds[j]

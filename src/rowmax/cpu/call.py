@@ -1,194 +1,155 @@
-"""One call as the compiled kernels read it: a record of addresses, steps, sizes and numbers."""
+"""One call as the compiled kernels read it: a record of tensors, sizes and numbers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..call.problem import Problem, Tensors
+from ..call.inputs import INPUTS, Tensors
+from ..call.problem import Problem
 from ..rules.mask import tile_states
 from .operands import bfloats_are_finite
 from .vector import MR, NV, PAIRS, TILE_K, TILE_Q, W
 
 UNLIMITED = 1 << 40  # a band's side that has no limit
 
-_STRIDED = ("q", "k", "v", "out", "dout")  # rows of numbers: steps along b, n and h
-_SCORE = ("bias", "allowed", "dbias")  # [B|1, Hq|1, Nq|1, Nk|1]: steps along b, h, q and k
-_STEPS = [f"{name}_{axis}" for name in _STRIDED for axis in "bnh"]
-_STEPS += [f"{name}_{axis}" for name in _SCORE for axis in "bhqk"]
-_TERMS = [
-    "lse",
-    "lse_b",
-    "lse_h",
-    "dlse",
-    "dlse_b",
-    "dlse_h",
-    "dlse_q",
-    "q_ids",
-    "q_ids_b",
-    "k_ids",
-    "k_ids_b",
-    "lengths",
-    "sink",
-    "alibi",
-    "natural",
-    "rest",
-]
-_RESULTS = [
-    "panels",
-    "pairs",
-    "dq",
-    "dk",
-    "dv",
-    "slice_k",
-    "slice_v",
-    "slice_bias",
-    "slices",
-    "store_bias",
-    "bias_kind",
-]
-_SIZES = [
-    "hq",
-    "hk",
-    "group",
-    "d",
-    "dv_size",
-    "d_whole",
-    "dv_whole",
-    "d_wide",
-    "dv_wide",
-    "left",
-    "right",
-    "seed",
-    "threshold",
-    "first",
-    "longest_k",
-    "packed",
-]
+_READ = ("q", "k", "v", "bias", "sink", "alibi", "allowed", "q_ids", "k_ids")  # by the kernels
+
+
+def _axes(name: str) -> str:
+    """Return the axes of an input as kernels name them: queries and keys of rows are both n."""
+    axes = "".join(INPUTS[name].letters)
+    return axes.replace("g", "h") if "ij" in axes else axes.translate(_ROW_AXES)
+
+
+_ROW_AXES = str.maketrans("ijge", "nnhd")
+#: the axes of each tensor that kernels read or write; p: parts that are added at the end
+_AXES = {name: _axes(name) for name in _READ}
+_AXES |= {"out": "bnhd", "dout": "bnhd", "lse": "bhn", "delta": "bhn", "rest": "bhn"}
+_AXES |= {"dq": _AXES["q"]} | {f"d{name}": "p" + _AXES[name] for name in ("k", "v", "bias")}
+_MEMORY = ("panels", "pairs")  # addresses of what the kernels fill
+_SIZES = ["hq", "hk", "group", "d", "value_d", "d_operand", "value_d_operand", "d_padded"]
+_SIZES += ["value_d_padded", "left", "right", "seed", "threshold", "first", "natural", "bias_kind"]
+_SIZES += ["longest_k", "parts", "store_bias"]
 _NUMBERS = ["scale", "softcap", "keep_scale"]
 
-#: the kernels' view of a call; an address of 0 is a tensor that is not there
+
+def _fields(*names: str) -> np.dtype:
+    return np.dtype([(name, np.int64) for name in names])
+
+
+#: the kernels' view of a call: each tensor is its address (0: absent) and a stride for each
+#: axis (0: it broadcasts)
 CALL = np.dtype(
-    [(name, np.int64) for name in [*_STRIDED, *_SCORE, *_STEPS, *_TERMS, *_RESULTS, *_SIZES]]
+    [(name, _fields("address", *axes)) for name, axes in _AXES.items()]
+    + [(name, np.int64) for name in [*_MEMORY, *_SIZES]]
     + [(name, np.float64) for name in _NUMBERS]
 )
+#: of each field, in words of 8 bytes: writing words is ten times as fast as writing fields
+_WORD = {name: field[1] // 8 for name, field in (CALL.fields or {}).items()}
+#: the first query and key, how many there are, how many keys lengths leave; query i stands at key
+#: position ``i + offset``
+SEQUENCE = _fields("query", "queries", "key", "keys", "end", "offset")
+TASK = _fields("s", "h", "tile")  # sequence, query head, tile of queries
 
 _BIAS_KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 
 
 class Call:
-    """The record, and what it points at (kept alive as long as the record is)."""
+    """The record and the memory that it points at, which lives as long."""
 
     def __init__(self, problem: Problem, tensors: Tensors, *more: Tensor) -> None:
         self.problem = problem
         self.dtype = problem.accumulator
         self.like = np.empty(0, np.float64 if self.dtype == torch.float64 else np.float32)
         self.paired = PAIRS and _finite_bfloats(*tensors[:3], *more)
-        self.of = np.empty(0, np.uint32) if self.paired else self.like
+        self.operand_like = np.empty(0, np.uint32) if self.paired else self.like
         #: of the caller's rows as the kernels read and write them
         self.row_dtype = torch.bfloat16 if self.paired else self.dtype
-        self.record = np.zeros(1, CALL)
-        self._kept: list[Tensor] = []
-        self._set_sizes(problem)
-        for name in ("q", "k", "v"):
-            self.rows(name, getattr(tensors, name))
-        self._set_terms(problem, tensors)
+        self.lanes = W if self.dtype == torch.float32 else max(2, W // 2)
+        #: columns of a step of scores, as ``products.span`` of the kernels has it
+        self.span = math.lcm(MR, NV * self.lanes)
         self.sequences = _sequences(problem, tensors)
-        self.set(longest_k=int(self.sequences[:, 3].max(initial=0)))
         self.states = _tile_map(problem, tensors)
+        words = _numbers(problem, self.paired, self.lanes).view(np.int64).copy()
+        self.record = words.view(CALL)
+        self._words = words.data
+        self.set(longest_k=int(self.sequences["keys"].max(initial=0)))
+        self._kept: list[Tensor] = []
+        for name in _READ:
+            if (t := getattr(tensors, name)) is not None:
+                self.tensor(name, self._readable(name, t.detach()))
+        if tensors.bias is not None:
+            self.set(bias_kind=_BIAS_KINDS[tensors.bias.dtype])
+        if tensors.seed is not None:
+            self.set(seed=int(tensors.seed))
 
-    def set(self, **fields: float) -> None:
+    def set(self, **fields: int) -> None:
         for name, value in fields.items():
-            self.record[name] = value
+            self._words[_WORD[name]] = value
 
-    def keep(self, t: Tensor) -> int:
-        """The address of a tensor that lives as long as the call."""
+    def tensor(self, name: str, t: Tensor) -> None:
+        """Write down where a tensor lies. A dimension of 1 broadcasts."""
         self._kept.append(t)
-        return t.data_ptr()
+        word = _WORD[name]
+        self._words[word] = t.data_ptr()
+        for n, stride in zip(t.shape, t.stride(), strict=True):
+            word += 1
+            self._words[word] = 0 if n == 1 else stride
 
-    def room(self, name: str, numbers: int) -> None:
-        """Memory for the kernels to fill, of the accumulator's dtype or as large."""
-        self.set(**{name: self.keep(torch.empty(numbers, dtype=self.dtype))})
+    def memory(self, name: str, numbers: int) -> None:
+        """Allocate memory for the kernels to fill, of the accumulator's dtype or as large."""
+        self._kept.append(torch.empty(numbers, dtype=self.dtype))
+        self.set(**{name: self._kept[-1].data_ptr()})
 
-    def rows(self, name: str, t: Tensor) -> None:
-        """``[B, N, H, D]`` as the kernels read it: each row contiguous, and in whole vectors of
-        the accumulator's dtype or, paired, in whole pairs. Most tensors are taken as they are."""
+    def rows(self, t: Tensor) -> Tensor:
+        """Return ``[B, N, H, D]`` as the kernels read it, which most tensors are.
+
+        Each row is contiguous, in whole vectors of the accumulator's dtype or in whole pairs.
+        """
         t = t.detach().to(self.row_dtype)
         whole = 2 if self.paired else self.lanes
         if t.shape[3] % whole:
             t = torch.nn.functional.pad(t, (0, -t.shape[3] % whole))
-        if t.stride(3) != 1:
-            t = t.contiguous()
-        self.set(**{name: self.keep(t)})
-        self.steps(name, t.stride())
+        return t if t.stride(3) == 1 else t.contiguous()
 
-    @property
-    def lanes(self) -> int:
-        return W if self.dtype == torch.float32 else max(2, W // 2)
+    def _readable(self, name: str, t: Tensor) -> Tensor:
+        """Return an input as the kernels read it."""
+        if name in ("q", "k", "v"):
+            return self.rows(t)
+        if name in ("sink", "alibi"):
+            t = t.to(self.dtype)
+        return t if name in ("bias", "allowed") else t.contiguous()
 
-    @property
-    def span(self) -> int:
-        """Columns of a step of scores, as ``products.span`` of the kernels has it."""
-        return math.lcm(MR, NV * self.lanes)
 
-    def steps(self, name: str, stride: Sequence[int]) -> None:
-        """Steps along b, n and h; packed sequences lie in one batch, each from its offset on."""
-        b, n, h, _ = stride
-        self.set(**{f"{name}_b": 0 if self.problem.varlen else b, f"{name}_n": n, f"{name}_h": h})
-
-    def scores(self, name: str, t: Tensor) -> None:
-        """A term of the score matrix's shape; a dimension that broadcasts has step 0."""
-        steps = (0 if n == 1 else s for n, s in zip(t.shape, t.stride(), strict=True))
-        self.set(**{name: self.keep(t)})
-        self.set(**{f"{name}_{axis}": step for axis, step in zip("bhqk", steps, strict=True)})
-
-    def _set_sizes(self, p: Problem) -> None:
-        self.set(
-            hq=p.hq,
-            hk=p.hk,
-            group=p.group,
-            d=p.d,
-            dv_size=p.dv,
-            d_whole=p.d + p.d % 2 if self.paired else p.d,
-            dv_whole=p.dv + p.dv % 2 if self.paired else p.dv,
-            d_wide=-(-p.d // self.lanes) * self.lanes,
-            dv_wide=-(-p.dv // self.lanes) * self.lanes,
-            left=UNLIMITED if p.left is None else p.left,
-            right=UNLIMITED if p.right is None else p.right,
-            threshold=p.dropout_threshold,
-            first=p.first,
-            natural=p.natural,
-            scale=p.scale,
-            softcap=p.softcap,
-            keep_scale=p.keep_scale,
-        )
-
-    def _set_terms(self, problem: Problem, t: Tensors) -> None:
-        if t.bias is not None:
-            self.scores("bias", t.bias.detach())
-            self.set(bias_kind=_BIAS_KINDS[t.bias.dtype])
-        if t.allowed is not None:
-            self.scores("allowed", t.allowed)
-        if t.q_ids is not None and t.k_ids is not None:
-            q_ids, k_ids = t.q_ids.contiguous(), t.k_ids.contiguous()
-            self.set(q_ids=self.keep(q_ids), q_ids_b=0 if q_ids.shape[0] == 1 else q_ids.shape[1])
-            self.set(k_ids=self.keep(k_ids), k_ids_b=0 if k_ids.shape[0] == 1 else k_ids.shape[1])
-        if t.lengths is not None:
-            self.set(lengths=self.keep(t.lengths.contiguous()))
-        for name, x in (("sink", t.sink), ("alibi", t.alibi)):
-            if x is not None:
-                self.set(**{name: self.keep(x.detach().to(self.dtype).contiguous())})
-        if t.seed is not None:
-            self.set(seed=int(t.seed))
+@lru_cache(maxsize=64)
+def _numbers(p: Problem, paired: bool, lanes: int) -> np.ndarray:
+    """Return the record with the numbers of the problem, without addresses."""
+    whole = 2 if paired else 1
+    record = np.zeros(1, CALL)
+    fields = {
+        "d_operand": -(-p.d // whole) * whole,
+        "value_d_operand": -(-p.dv // whole) * whole,
+        "d_padded": -(-p.d // lanes) * lanes,
+        "value_d_padded": -(-p.dv // lanes) * lanes,
+        "value_d": p.dv,
+        "left": UNLIMITED if p.left is None else p.left,
+        "right": UNLIMITED if p.right is None else p.right,
+        "threshold": p.dropout_threshold,
+    }
+    for name in ("hq", "hk", "group", "d", "first", "natural", "scale", "softcap", "keep_scale"):
+        fields[name] = getattr(p, name)
+    for name, value in fields.items():
+        record[name] = value
+    return record
 
 
 def _finite_bfloats(*rows: Tensor) -> bool:
-    """Whether all are bfloat16 and hold neither inf nor NaN."""
+    """Return True if all are bfloat16 and hold neither inf nor NaN."""
     return all(
         t.dtype == torch.bfloat16
         and t.stride(3) == 1
@@ -198,21 +159,22 @@ def _finite_bfloats(*rows: Tensor) -> bool:
 
 
 def _sequences(problem: Problem, tensors: Tensors) -> np.ndarray:
-    """int64 ``[sequences, 5]``: first query, queries, first key, keys, offset.
-
-    Of a batch that is not packed the sequences start at 0, each a step of b further on. Query i
-    stands at key position ``i + offset``.
-    """
-    found = np.empty((problem.batch, 5), np.int64)
-    if tensors.cu_seqlens_q is None or tensors.cu_seqlens_k is None:
-        found[:, :4] = 0, problem.nq, 0, problem.nk
-    else:
-        starts = [np.asarray(cu, np.int64) for cu in (tensors.cu_seqlens_q, tensors.cu_seqlens_k)]
-        found[:, :4] = np.stack([x for cu in starts for x in (cu[:-1], np.diff(cu))], 1)
-    used = found[:, 3]
-    if problem.align == "lengths":
-        used = np.clip(np.asarray(tensors.lengths, np.int64), 0, used)
-    found[:, 4] = used - found[:, 1]
+    """Return each sequence; those of a batch that is not packed start at 0."""
+    nq, nk = problem.nq, problem.nk
+    found = np.empty((problem.batch, SEQUENCE.itemsize // 8), np.int64)
+    found[:] = 0, nq, 0, nk, nk, nk - nq
+    found = found.view(SEQUENCE)[:, 0]
+    if not problem.varlen and tensors.lengths is None:
+        return found
+    if tensors.cu_seqlens_q is not None and tensors.cu_seqlens_k is not None:
+        cu_q, cu_k = (np.asarray(t, np.int64) for t in (tensors.cu_seqlens_q, tensors.cu_seqlens_k))
+        found["query"], found["queries"] = cu_q[:-1], np.diff(cu_q)
+        found["key"], found["keys"] = cu_k[:-1], np.diff(cu_k)
+    found["end"] = found["keys"]
+    if tensors.lengths is not None:
+        found["end"] = np.clip(np.asarray(tensors.lengths, np.int64), 0, found["keys"])
+    last = "end" if problem.align == "lengths" else "keys"
+    found["offset"] = found[last] - found["queries"]
     return found
 
 
@@ -220,7 +182,7 @@ _NO_MAP = np.empty((0, 0, 0, 0), np.uint8)
 
 
 def _tile_map(problem: Problem, tensors: Tensors) -> np.ndarray:
-    """The states of tiles under documents and a boolean tensor; bands the kernels work out."""
+    """Return the tiles' states under documents and a boolean tensor; kernels know the band."""
     if tensors.k_ids is None and tensors.allowed is None:
         return _NO_MAP
     unbanded = problem._replace(left=None, right=None, align="keys")
@@ -230,20 +192,18 @@ def _tile_map(problem: Problem, tensors: Tensors) -> np.ndarray:
 @lru_cache(maxsize=64)
 def _head_tasks(batch: int, hq: int, nq: int) -> np.ndarray:
     tiles = -(-nq // TILE_Q)
-    order = np.arange(tiles - 1, -1, -1)  # the last rows of a causal call see most keys: first
-    heads = np.stack(np.divmod(np.arange(batch * hq), hq), 1)
-    tasks = np.empty((batch * hq, tiles, 3), np.int64)
-    tasks[:, :, :2] = heads[:, None]
-    tasks[:, :, 2] = order
-    return tasks.reshape(-1, 3)
+    tasks = np.empty((batch, hq, tiles), TASK)
+    tasks["s"], tasks["h"] = np.arange(batch)[:, None, None], np.arange(hq)[:, None]
+    tasks["tile"] = np.arange(tiles)[::-1]  # the last rows of a causal call see most keys: first
+    return tasks.reshape(-1)
 
 
 def query_tasks(call: Call) -> np.ndarray:
-    """int64 ``[tasks, 3]``: sequence, query head, tile of queries."""
+    """Return the tasks of a forward, ``TASK [tasks]``."""
     p = call.problem
     if not p.varlen:
         return _head_tasks(p.batch, p.hq, p.nq)
-    parts = [_head_tasks(1, p.hq, int(n)) for n in call.sequences[:, 1]]
+    parts = [_head_tasks(1, p.hq, int(n)) for n in call.sequences["queries"]]
     tasks = np.concatenate([_head_tasks(0, 1, 0), *parts])
-    tasks[:, 0] = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    tasks["s"] = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     return tasks

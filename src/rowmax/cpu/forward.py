@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,8 +12,8 @@ from torch import Tensor
 
 from ..call.flops import forward_flops
 from ..call.problem import Problem, Tensors
-from ..rules.mask import FULL, SKIP
 from .call import Call, query_tasks
+from .functions import array
 from .kernel import kernel, launch
 from .operands import (
     HALF_K,
@@ -26,96 +27,118 @@ from .operands import (
     row_size,
     rows_are_finite,
     sparse_product,
-    steps,
     store,
+    tile_depth,
 )
 from .products import from_rows
-from .scores import (
-    array,
-    exponentials,
-    hide,
-    keep_row,
-    log_unit,
-    number,
-    power,
-    query_scale,
-    row_max,
-    score_row,
+from .rows import exponentials, hide, keep_row, log_unit, power, query_scale, row_max, score_row
+from .rules import moved, with_sink
+from .tiles import (
+    columns,
+    key_range,
+    numbers_at,
+    place_of,
+    row_at,
+    score_tile,
+    skipped,
+    tile_range,
+    tile_row,
 )
-from .tiles import columns, key_range, score_tile, tile_row
 from .vector import TILE_K, TILE_Q, fetch_add
 
 PACK, PACKED, NEXT = 0, 1, 2  # counters: tiles of keys begun, and finished; tasks begun
+
+#: the first tile of keys of a sequence, row of panels and row of pairs, within a kv head
+FIRSTS = np.dtype([("tile", np.int64), ("row", np.int64), ("pair_row", np.int64)])
+
+
+class PackedHead(NamedTuple):
+    """A kv head's keys as panels and its values as pairs, by address."""
+
+    first_tile: int
+    keys: int
+    pairs: int
+
+
+class Scratch(NamedTuple):
+    """Addresses in a thread's scratch memory."""
+
+    queries: int  # [d, TILE_Q]
+    S: int  # [TILE_Q, TILE_K], then P
+    O: int  # [TILE_Q, value_d_padded]
+    m: int  # [TILE_Q]
+    l: int  # [TILE_Q]
 
 
 def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
     call = Call(problem, tensors)
     out = torch.empty(problem.out_shape, dtype=call.row_dtype)
     lse = torch.empty(problem.lse_shape, dtype=call.dtype)
-    set_outputs(call, out, lse)
+    call.tensor("out", out)
+    call.tensor("lse", lse)
     firsts = _firsts(call)
     tiles, rows, pair_rows = (problem.hk * int(n) for n in firsts[-1])
     finite = np.empty(tiles, np.bool_)
-    call.room("panels", rows * problem.d)
+    call.memory("panels", rows * problem.d)
     if call.paired:
-        call.room("pairs", pair_rows * int(call.record["dv_wide"][0]))
+        call.memory("pairs", pair_rows * int(call.record["value_d_padded"][0]))
     tasks = query_tasks(call)
     arguments = (call.record, call.sequences, call.states, tasks, firsts, finite)
     flops = forward_flops(problem)
-    launch(forward_worker, *arguments, call.like, call.of, tasks=len(tasks), flops=flops)
+    launch(forward_worker, *arguments, call.like, call.operand_like, tasks=len(tasks), flops=flops)
     return out.to(problem.dtype), lse
 
 
 def _firsts(call: Call) -> np.ndarray:
-    """int64 ``[sequences + 1, 3]``: where each sequence's tiles of keys, rows of panels and rows of
-    pairs begin, of one kv head. Short sequences take no more rows than a step is wide."""
-    nk = call.sequences[:, 3]
-    rows = -(-nk // call.span) * call.span
-    pair_rows = nk // TILE_K * HALF_K + np.minimum(nk % TILE_K, HALF_K)
-    counts = np.stack([-(-nk // TILE_K), rows, pair_rows], 1)
-    return np.concatenate([np.zeros((1, 3), np.int64), np.cumsum(counts, 0)])
-
-
-def set_outputs(call: Call, out: Tensor, lse: Tensor) -> None:
-    """The steps of out and lse, made contiguous."""
-    call.set(out=call.keep(out))
-    call.steps("out", out.stride())
-    b, h, _ = lse.stride()
-    call.set(lse=call.keep(lse), lse_b=0 if call.problem.varlen else b, lse_h=h)
+    """Return ``FIRSTS [sequences + 1]``. Short sequences have no more rows than a step is wide."""
+    nk = call.sequences["keys"]
+    firsts = np.zeros(len(nk) + 1, FIRSTS)
+    firsts["tile"][1:] = np.cumsum(-(-nk // TILE_K))
+    firsts["row"][1:] = np.cumsum(-(-nk // call.span) * call.span)
+    firsts["pair_row"][1:] = np.cumsum(nk // TILE_K * HALF_K + np.minimum(nk % TILE_K, HALF_K))
+    return firsts
 
 
 @kernel
-def forward_worker(calls, sequences, states, tasks, firsts, finite, like, of, counters):
+def forward_worker(calls, sequences, states, tasks, firsts, finite, like, operand_like, counters):
     call = calls[0]
-    pack_keys(call, sequences, firsts, finite, of, counters.ctypes.data)
-    owner, scratch = aligned(TILE_Q * (call.d_whole + TILE_K + call.dv_wide + 2), like)
+    pack_keys(call, sequences, firsts, finite, operand_like, counters.ctypes.data)
+    numbers = TILE_Q * (call.d_operand + TILE_K + call.value_d_padded + 2)
+    owner, queries = aligned(numbers, like)
+    S = queries + like.itemsize * TILE_Q * call.d_operand
+    O = S + like.itemsize * TILE_Q * TILE_K
+    m = O + like.itemsize * TILE_Q * call.value_d_padded
+    scratch = Scratch(queries, S, O, m, m + like.itemsize * TILE_Q)
     none = np.empty(0, like.dtype)
     next_task = counters.ctypes.data + 8 * NEXT
     while True:
         t = fetch_add(next_task, 1)
         if t >= len(tasks):
             break
-        s, h, tile = tasks[t]
-        head, keys, pairs = packed_head(call, firsts, s, h // call.group, of)
-        state = tile_row(states, s, h, tile)
-        place, memory = (s, h, tile), (keys, pairs, scratch)
-        forward_tile(call, sequences[s], state, finite[head:], place, memory, none, like, of)
+        task = tasks[t]
+        seq = sequences[task.s]
+        place = place_of(seq, task.s, task.h, task.tile)
+        head = packed_head(call, firsts, task.s, task.h // call.group, operand_like)
+        state = tile_row(states, task.s, task.h, task.tile)
+        ok = finite[head.first_tile :]
+        forward_tile(call, seq, state, ok, place, head, scratch, none, like, operand_like)
     return owner.size
 
 
 @njit
-def packed_head(call, firsts, s, h, of):
-    """Of sequence s and kv head h: the number of its first tile, where its panels and pairs are."""
-    at, all_of = firsts[s], firsts[-1]
-    keys = call.panels + of.itemsize * (h * all_of[1] + at[1]) * call.d
-    pairs = call.pairs + 4 * (h * all_of[2] + at[2]) * call.dv_wide
-    return h * all_of[0] + at[0], keys, pairs
+def packed_head(call, firsts, s, h, operand_like):
+    """Return the packed kv head h of sequence s."""
+    at, total = firsts[s], firsts[-1]
+    keys = call.panels + operand_like.itemsize * (h * total.row + at.row) * call.d
+    pairs = call.pairs + 4 * (h * total.pair_row + at.pair_row) * call.value_d_padded
+    return PackedHead(h * total.tile + at.tile, keys, pairs)
 
 
 @njit
-def pack_keys(call, sequences, firsts, finite, of, counters):
-    """Every head's keys as panels, shared out by tiles; returns when all of them are done."""
-    row, first_tile = row_size(of), firsts[:, 0]
+def pack_keys(call, sequences, firsts, finite, operand_like, counters):
+    """Write every head's keys as panels; threads share the tiles. Return when all are done."""
+    row = row_size(operand_like)
+    first_tile = firsts.tile
     per_head = first_tile[-1]
     count = call.hk * per_head
     while True:
@@ -124,113 +147,106 @@ def pack_keys(call, sequences, firsts, finite, of, counters):
             break
         h, tile = t // per_head, t % per_head
         s = np.searchsorted(first_tile, tile, side="right") - 1
-        first, nk = sequences[s, 2], sequences[s, 3]
-        start = (tile - first_tile[s]) * TILE_K
-        n = min(nk - start, TILE_K)
-        keys = call.k + row * (call.k_b * s + call.k_n * first + call.k_h * h)
-        _, panels, pairs = packed_head(call, firsts, s, h, of)
-        pack_panels(of, panels, keys, row * call.k_n, start, nk, call.d_whole)
-        values = call.v + row * (call.v_b * s + call.v_n * (first + start) + call.v_h * h)
-        finite[t] = rows_are_finite(of, values, row * call.v_n, n, call.dv_size)
-        pairs += 4 * (tile - first_tile[s]) * HALF_K * call.dv_wide
-        pack_pairs(of, pairs, call.dv_wide, values, row * call.v_n, n, HALF_K, call.dv_size)
+        seq, tile = sequences[s], tile - first_tile[s]
+        j0 = tile * TILE_K
+        n = min(seq.keys - j0, TILE_K)
+        keys = call.k.address + row * row_at(call.k, s, seq.key, h)
+        values = call.v.address + row * row_at(call.v, s, seq.key + j0, h)
+        k_bytes, v_bytes = row * call.k.n, row * call.v.n
+        head = packed_head(call, firsts, s, h, operand_like)
+        pack_panels(operand_like, head.keys, keys, k_bytes, j0, seq.keys, call.d_operand)
+        finite[t] = rows_are_finite(operand_like, values, v_bytes, n, call.value_d)
+        pairs, padded = head.pairs + 4 * tile * HALF_K * call.value_d_padded, call.value_d_padded
+        pack_pairs(operand_like, pairs, padded, values, v_bytes, n, HALF_K, call.value_d)
         fetch_add(counters + 8 * PACKED, 1)
     while fetch_add(counters + 8 * PACKED, 0) < count:
         pass
 
 
 @njit
-def forward_tile(call, seq, state, finite, place, memory, none, like, of):
-    s, h, tile = place
-    keys, pairs, scratch = memory
-    size, row_bytes, w = like.itemsize, row_size(of), call.dv_wide
-    i0 = tile * TILE_Q
-    n = min(TILE_Q, seq[1] - i0)
-    queries = scratch
-    S = queries + size * TILE_Q * call.d_whole
-    O = S + size * TILE_Q * TILE_K
-    sums = array(O + size * TILE_Q * w, 2 * TILE_Q, like)
-    m, l = sums[:TILE_Q], sums[TILE_Q:]
+def forward_tile(call, seq, state, finite, place, head, scratch, none, like, operand_like):
+    """Compute out and lse of a tile of queries."""
+    size, row_bytes, padded = like.itemsize, row_size(operand_like), call.value_d_padded
+    s, h, i0, n = place
+    m, l = array(scratch.m, TILE_Q, like), array(scratch.l, TILE_Q, like)
     m[:] = -np.inf
     l[:] = like.dtype.type(0)
-    array(O, TILE_Q * w, like)[:] = like.dtype.type(0)
-    q = call.q + row_bytes * (call.q_b * s + call.q_n * (seq[0] + i0) + call.q_h * h)
-    factor = query_scale(call)
-    pack_columns(of, queries, q, row_bytes * call.q_n, n, call.d_whole, factor)
-    head = call.v_b * s + call.v_n * seq[2] + call.v_h * (h // call.group)
+    array(scratch.O, TILE_Q * padded, like)[:] = like.dtype.type(0)
+    q, factor = call.q.address + row_bytes * row_at(call.q, s, seq.query + i0, h), query_scale(call)
+    q_bytes = row_bytes * call.q.n
+    pack_columns(operand_like, scratch.queries, q, q_bytes, n, call.d_operand, factor)
     kept = np.empty(TILE_K + 64 if call.threshold else 0, np.uint8)
 
-    low, high = key_range(call, seq, s, i0, i0 + n)
-    for tile_k in range(low // TILE_K, (high + TILE_K - 1) // TILE_K):
-        if state.size and state[tile_k] == SKIP:
+    low, high = key_range(call, seq, place)
+    for tile in tile_range(low, high):
+        if skipped(state, tile):
             continue
-        partial = state.size > 0 and state[tile_k] != FULL
-        j0, width = columns(of, low, high, tile_k)
-        score_tile(of, S, queries, keys, j0, width, n, call.d_whole)
+        part = columns(operand_like, low, high, tile, state)
+        score_tile(operand_like, scratch.S, scratch.queries, head.keys, part, n, call.d_operand)
         for r in range(n):
-            row = array(S + size * r * TILE_K, width, like)
-            rescale(of, row, factor)
-            score_row(row, none, partial, call, seq, s, h, i0 + r, j0)
-            softmax_step(row, m, l, r, array(O + size * r * w, w, like), call.natural)
+            row = array(scratch.S + size * r * TILE_K, part.width, like)
+            rescale(operand_like, row, factor)
+            score_row(row, none, call, seq, s, h, i0 + r, part)
+            average = array(scratch.O + size * r * padded, padded, like)
+            softmax_step(row, m, l, r, average, call.natural)
             if call.threshold:
-                kept_row = keep_row(kept, width, call, s, h, i0 + r, j0)
-                for j in range(width):
+                kept_row = keep_row(kept, part.width, call, s, h, i0 + r, part.j0)
+                for j in range(part.width):
                     row[j] *= kept_row[j]
-            fold_row(of, S + size * r * TILE_K, row)
-        count = min(width, high - j0)
-        values, step = call.v + size * (head + call.v_n * j0), call.v_n
-        if paired(of):
-            values, step = pairs + 4 * tile_k * HALF_K * w, w
-        if finite[tile_k]:
-            from_rows(of, n, w, steps(of, count, HALF_K), O, w, S, values, step, 1)
-        else:
-            unseen = like.dtype.type(-1)  # which no weight is
-            for r in range(n):
-                row = array(S + size * r * TILE_K, width, like)
-                hide(row, unseen, partial, call, seq, s, h, i0 + r, j0)
-            sparse_product(O, w, n, S, TILE_K, 1, count, values, step, w, unseen, like)
-    finish_rows(call, seq, s, h, i0, n, O, m, l, like, of)
+            fold_row(operand_like, scratch.S + size * r * TILE_K, row)
+        add_values(call, seq, place, part, finite, head, scratch, like, operand_like)
+    finish_rows(call, seq, place, scratch.O, m, l, like, operand_like)
+
+
+@njit
+def add_values(call, seq, place, part, finite, head, scratch, like, operand_like):
+    """Add ``P V`` of a part of a tile of keys to O."""
+    padded, n = call.value_d_padded, place.n
+    at = row_at(call.v, place.s, seq.key + part.j0, place.h // call.group)
+    values, stride = call.v.address + like.itemsize * at, call.v.n
+    if paired(operand_like):
+        values, stride = head.pairs + 4 * part.tile * HALF_K * padded, padded
+    if finite[part.tile]:
+        k = tile_depth(operand_like, part.keys, HALF_K)
+        from_rows(operand_like, n, padded, k, scratch.O, padded, scratch.S, values, stride, 1)
+        return
+    unseen = like.dtype.type(-1)  # which no weight is
+    for r in range(n):
+        row = array(scratch.S + like.itemsize * r * TILE_K, part.width, like)
+        hide(row, unseen, call, seq, place.s, place.h, place.i0 + r, part)
+    P, k = (scratch.S, TILE_K, 1), part.keys
+    sparse_product(scratch.O, padded, n, P, k, values, stride, padded, unseen, like)
 
 
 @njit
 def softmax_step(row, m, l, r, average, natural):
-    """The recurrence: scores become exponentials under the new maximum, what was summed before
-    is rescaled by ``delta = exp(m - m')``."""
-    m_new = max(m[r], row_max(row))
-    if m_new == -np.inf:  # a row of nothing so far: its weights are 0, its NaN stays
-        m_new = number(0, m_new)
-    elif m_new != m[r]:
-        delta = power(m[r] - m_new, natural)
-        l[r] *= delta
+    """Make scores exponentials under the new maximum; scale sums by ``alpha = exp(m - m')``.
+
+    The weights of a row of nothing so far are 0, and its NaN stays.
+    """
+    m_new, base = moved(m[r], row_max(row))
+    if m_new != m[r] and m_new != -np.inf:
+        alpha = power(m[r] - base, natural)
+        l[r] *= alpha
         for x in range(average.size):
-            average[x] *= delta
+            average[x] *= alpha
         m[r] = m_new
-    l[r] += exponentials(row, m_new, natural)
+    l[r] += exponentials(row, base, natural)
 
 
 @njit
-def finish_rows(call, seq, s, h, i0, n, O, m, l, like, of):
-    """Adds the sink, divides by l, and writes out and ``LSE = m + log l`` in natural units."""
-    size, zero, one = like.itemsize, like.dtype.type(0), like.dtype.type(1)
-    lse_at = call.lse_b * s + call.lse_h * h + seq[0] + i0
-    lse = array(call.lse + size * lse_at, n, like)
-    for r in range(n):
-        top = m[r] / log_unit(call)
-        if call.sink:
-            # in natural units, for the sink may be as large as its dtype goes
-            sigma = array(call.sink, call.hq, like)[h]
-            if sigma > top:
-                delta = like.dtype.type(power(top - sigma, True))
-                l[r] *= delta
-                average = array(O + size * r * call.dv_wide, call.dv_wide, like)
-                for x in range(call.dv_size):
-                    average[x] *= delta
-                top = np.float64(sigma)
-            if sigma > -np.inf:
-                l[r] += like.dtype.type(power(sigma - top, True))
-        empty = l[r] == zero
-        share = one if empty else one * like.dtype.type(call.keep_scale) / l[r]
-        at = call.out_b * s + call.out_n * (seq[0] + i0 + r) + call.out_h * h
-        average = array(O + size * r * call.dv_wide, call.dv_size, like)
-        store(of, call.out + row_size(of) * at, average, share)
-        lse[r] = -np.inf if empty else top + math.log(l[r])
+def finish_rows(call, seq, place, O, m, l, like, operand_like):
+    """Add the sink, divide by l, and write out and ``LSE = m + log l`` in natural units."""
+    size, row_bytes = like.itemsize, row_size(operand_like)
+    lse = array(numbers_at(call.lse, size, place.s, place.h, seq.query + place.i0), place.n, like)
+    for r in range(place.n):
+        top, total, alpha = m[r] / log_unit(call), np.float64(l[r]), 1.0
+        if call.sink.address:
+            sink = np.float64(array(call.sink.address, call.hq, like)[place.h])
+            top, total, alpha = with_sink(top, total, sink)
+        empty = total == 0
+        share = like.dtype.type(1.0 if empty else alpha * call.keep_scale / total)
+        at = row_at(call.out, place.s, seq.query + place.i0 + r, place.h)
+        average = array(O + size * r * call.value_d_padded, call.value_d, like)
+        store(operand_like, call.out.address + row_bytes * at, average, share)
+        lse[r] = -np.inf if empty else top + math.log(total)

@@ -1,4 +1,4 @@
-"""How the kernels are compiled, cached on disk, and run on threads."""
+"""Compiling the kernels, keeping them on disk, and running them on threads."""
 
 from __future__ import annotations
 
@@ -21,9 +21,14 @@ logger = logging.getLogger(__name__)
 
 @lru_cache(maxsize=1)
 def _fingerprint() -> str:
-    """Of this package's text. Numba's cache looks only at the file a kernel stands in; with
-    this in the kernel's name it is compiled anew when any step of it has changed."""
-    texts = (path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    """Return a hash of the text of the kernels and rules.
+
+    Numba's cache looks only at the file of a kernel. With the hash in its name, a kernel is
+    compiled anew when any of its functions has changed.
+    """
+    here = Path(__file__).parent
+    paths = (*sorted(here.glob("*.py")), *sorted((here.parent / "rules").glob("*.py")))
+    texts = (path.read_bytes() for path in paths)
     return hashlib.sha256(b"".join(texts)).hexdigest()[:12]
 
 
@@ -77,14 +82,14 @@ class _Notice(event.Listener):
         )
 
     def on_end(self, event: event.Event) -> None:
-        """Nothing to say."""
+        """Log nothing."""
 
 
 event.register("numba:compile", _Notice())
 
 
 def launch(worker: Callable, *arguments: object, tasks: int, flops: float) -> None:
-    """Runs ``worker(*arguments, counters)`` on as many threads as the work is worth."""
+    """Run ``worker(*arguments, counters)`` on as many threads as the work is worth."""
     if tasks == 0:
         return
     counters = np.zeros(8, np.int64)

@@ -1,11 +1,11 @@
 """The two matrix products of attention, over scratch tiles, in register tiles.
 
 ``from_rows``: A lies row by row in a tile of TILE_K columns (P and dS as they were made);
-``from_columns``: A lies column by column (Q and dO transposed, or P and dS taken as P^T, dS^T).
-B is always read along its rows. Arguments are addresses and steps in elements.
+``from_columns``: A lies column by column (Q and dO transposed, or P and dS read as P^T, dS^T).
+B is always read along its rows. Arguments are addresses and strides in elements.
 
-``of`` is an array of the operands' dtype: float32, float64, or uint32 for pairs of bfloat16,
-each two steps of k.
+``like`` is an array of the operands' dtype: float32, float64, or uint32 for pairs of
+bfloat16, each two terms of the sum over k.
 """
 
 from __future__ import annotations
@@ -21,95 +21,79 @@ from .vector import MR, NV, TILE_K, W, product
 
 
 def _kind(dtype) -> tuple[int, ir.Type, ir.Type, int]:
-    """Lanes of a vector, LLVM's types of sums and operands, and bytes of either."""
+    """Return lanes of a vector, LLVM's types of sums and operands, and bytes of either."""
     if dtype == types.float64:
         return max(2, W // 2), ir.DoubleType(), ir.DoubleType(), 8
     return W, ir.FloatType(), ir.IntType(32) if dtype == types.uint32 else ir.FloatType(), 4
 
 
-def panel(of) -> Any:
-    """Columns of a register tile."""
+def panel(like) -> Any:
+    """Return the columns of a register tile."""
 
 
 @overload(panel)
-def _panel(of):
-    nr = NV * _kind(of.dtype)[0]
-    return lambda of: nr
+def _panel(like):
+    nr = NV * _kind(like.dtype)[0]
+    return lambda like: nr
 
 
-def span(of) -> Any:
-    """Columns of a tile are worked on in multiples of this: whole register tiles either way."""
+def span(like) -> Any:
+    """Return the number whose multiples a step of columns has: whole register tiles either way."""
 
 
 @overload(span)
-def _span(of):
-    step = math.lcm(MR, NV * _kind(of.dtype)[0])
-    return lambda of: step
+def _span(like):
+    step = math.lcm(MR, NV * _kind(like.dtype)[0])
+    return lambda like: step
 
 
-def _tiled(name, full, single, w, size, row_step):
-    """``C[m, n] (+)= A[m, k] B[k, n]``; m is rounded up to MR, n is a multiple of a vector.
+def _tiled(name, full, single, w, size, a_row):
+    """Return ``C[m, n] (+)= A[m, k] B[k, n]``; m is rounded up to MR, n is whole vectors.
 
     The types of its arguments do not tell one from another, so each has a name of its own: Numba
-    keeps apart what is compiled in one process, but not what comes from its cache on disk.
+    keeps functions of one process apart, but not those from its cache on disk.
     """
 
-    def multiply(m, n, k, c, c_row, a, a_step, b, b_step, add):
+    def multiply(m, n, k, c, c_row, a, a_stride, b, b_stride, add):
         whole = n - n % (NV * w)
         for col in range(0, whole, NV * w):
             for row in range(0, m, MR):
-                full(
-                    c + size * (row * c_row + col),
-                    c_row,
-                    a + size * row * row_step,
-                    a_step,
-                    b + size * col,
-                    b_step,
-                    k,
-                    add,
-                )
+                c_at, a_at = c + size * (row * c_row + col), a + size * row * a_row
+                full(c_at, c_row, a_at, a_stride, b + size * col, b_stride, k, add)
         for col in range(whole, n, w):
             for row in range(0, m, MR):
-                single(
-                    c + size * (row * c_row + col),
-                    c_row,
-                    a + size * row * row_step,
-                    a_step,
-                    b + size * col,
-                    b_step,
-                    k,
-                    add,
-                )
+                c_at, a_at = c + size * (row * c_row + col), a + size * row * a_row
+                single(c_at, c_row, a_at, a_stride, b + size * col, b_stride, k, add)
 
     multiply.__qualname__ = name
     return register_jitable(multiply)
 
 
-def _multiply(dtype, row_step):
+def _multiply(dtype, a_row):
     w, sums, operands, size = _kind(dtype)
-    full, single = (product(w, MR, nv, row_step, sums, operands) for nv in (NV, 1))
-    return _tiled(f"multiply_{dtype}_{row_step}", full, single, w, size, row_step)
+    full, single = (product(w, MR, nv, a_row, sums, operands) for nv in (NV, 1))
+    return _tiled(f"multiply_{dtype}_{a_row}", full, single, w, size, a_row)
 
 
-def from_rows(of, m, n, k, c, c_row, a, b, b_step, add) -> Any:
+def from_rows(like, m, n, k, c, c_row, a, b, b_stride, add) -> Any:
     """C (+)= A B, A[r, i] at ``r TILE_K + i``."""
 
 
 @overload(from_rows)
-def _from_rows(of, m, n, k, c, c_row, a, b, b_step, add):
-    multiply = _multiply(of.dtype, TILE_K)
-    return lambda of, m, n, k, c, c_row, a, b, b_step, add: multiply(
-        m, n, k, c, c_row, a, 1, b, b_step, add
+def _from_rows(like, m, n, k, c, c_row, a, b, b_stride, add):
+    multiply = _multiply(like.dtype, TILE_K)
+    return lambda like, m, n, k, c, c_row, a, b, b_stride, add: multiply(
+        m, n, k, c, c_row, a, 1, b, b_stride, add
     )
 
 
-def from_columns(of, m, n, k, c, c_row, a, a_step, b, b_step, add) -> Any:
-    """C (+)= A B, A[r, i] at ``r + i a_step``."""
+def from_columns(like, m, n, k, c, c_row, a, a_stride, b, b_stride, add) -> Any:
+    """C (+)= A B, A[r, i] at ``r + i a_stride``."""
 
 
 @overload(from_columns)
-def _from_columns(of, m, n, k, c, c_row, a, a_step, b, b_step, add):
-    multiply = _multiply(of.dtype, 1)
-    return lambda of, m, n, k, c, c_row, a, a_step, b, b_step, add: multiply(
-        m, n, k, c, c_row, a, a_step, b, b_step, add
+def _from_columns(like, m, n, k, c, c_row, a, a_stride, b, b_stride, add):
+    multiply = _multiply(like.dtype, 1)
+    return lambda like, m, n, k, c, c_row, a, a_stride, b, b_stride, add: multiply(
+        m, n, k, c, c_row, a, a_stride, b, b_stride, add
     )

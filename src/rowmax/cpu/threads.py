@@ -1,4 +1,4 @@
-"""Runs a function on several threads at once: on torch's own pool where it can be reached.
+"""Run a function on several threads at once: on torch's own pool where it can be reached.
 
 torch's pool is OpenMP's, and its idle threads spin for a while after each of torch's
 operations. Work on other threads would compete with them; work handed to the same pool does
@@ -21,7 +21,7 @@ _BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 def run(body: Callable[[], None], threads: int) -> None:
-    """Calls ``body`` once on each of up to ``threads`` threads, and waits for all of them.
+    """Call ``body`` once on each of up to ``threads`` threads, and wait for all of them.
 
     The body takes tasks off a shared counter until none is left, so that fewer threads than
     asked for still do all the work.
@@ -53,7 +53,7 @@ _forked = False
 
 
 def _after_fork() -> None:
-    """OpenMP's threads stayed behind in the parent, and GNU's would be waited for."""
+    """Leave OpenMP alone: its threads stayed in the parent, and GNU's would be waited for."""
     global _forked
     _forked = True
 
@@ -64,7 +64,7 @@ if hasattr(os, "register_at_fork"):
 
 @lru_cache(maxsize=1)
 def _openmp() -> Callable | None:
-    """``GOMP_parallel`` of the OpenMP library that torch has loaded (LLVM's has it, too)."""
+    """Return ``GOMP_parallel`` of the OpenMP library that torch has loaded (LLVM's has it, too)."""
     folder = Path(torch.__file__).parent / "lib"
     bundled = [p for pattern in ("libgomp*", "libomp*", "libiomp5*") for p in folder.glob(pattern)]
     for name in [None, *map(str, sorted(bundled))]:
@@ -80,5 +80,5 @@ def _openmp() -> Callable | None:
 
 @lru_cache(maxsize=1)
 def _pool(process: int) -> ThreadPoolExecutor:
-    """One pool a process: a forked child gets its own."""
+    """Return one pool a process: a forked child gets its own."""
     return ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="rowmax")

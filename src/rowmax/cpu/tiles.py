@@ -1,51 +1,100 @@
-"""Where tiles lie: a head's rows, the keys that a tile of queries sees, the scores of a tile."""
+"""The places of tiles: a head's rows, the keys that a tile of queries sees, the scores of a tile."""
 
 from __future__ import annotations
 
-import numpy as np
+from typing import NamedTuple
+
 from numba import njit
 
-from .call import UNLIMITED
+from ..rules.mask import FULL, SKIP
 from .operands import depth, paired
 from .products import from_columns, panel, span
-from .scores import array
+from .rules import any_range
 from .vector import TILE_K, TILE_Q
+
+
+class Place(NamedTuple):
+    """A tile of queries: i0 to i0 + n of one head of one sequence."""
+
+    s: int
+    h: int
+    i0: int
+    n: int
+
+
+class Columns(NamedTuple):
+    """The part of a tile of keys that is worked on."""
+
+    tile: int
+    j0: int  # first key
+    width: int  # in whole steps; may reach past the last key
+    keys: int  # up to the last that some query of the tile sees
+    partial: bool  # documents or a boolean tensor forbid some pairs
+
+
+@njit
+def place_of(seq, s, h, tile):
+    i0 = tile * TILE_Q
+    return Place(s, h, i0, min(TILE_Q, seq.queries - i0))
+
+
+@njit
+def row_at(rows, s, n, h):
+    """Return where a row begins, in elements, from its strides."""
+    return rows.b * s + rows.n * n + rows.h * h
+
+
+@njit
+def numbers_at(tensor, size, s, h, n):
+    """Return the address of a row's number in a tensor such as lse."""
+    return tensor.address + size * (tensor.b * s + tensor.h * h + tensor.n * n)
 
 
 @njit
 def tile_row(states, s, h, tile):
-    """The states of the tiles of keys for one tile of queries; empty when there is no map."""
+    """Return the states of the tiles of keys for a tile of queries; empty without a map."""
     if states.size == 0:
         return states.reshape(0)
     return states[min(s, states.shape[0] - 1), min(h, states.shape[1] - 1), tile]
 
 
 @njit
-def key_range(call, seq, s, i0, i1):
-    """Keys [low, high) that band and lengths let any of queries [i0, i1) see; [0, 0) for none."""
-    offset = seq[4]
-    high = min(seq[3], i1 + offset + call.right) if call.right < UNLIMITED else seq[3]
-    if call.lengths:
-        high = min(high, array(call.lengths, s + 1, np.empty(0, np.int32))[s])
-    low = max(0, i0 + offset - call.left) if call.left < UNLIMITED else 0
+def key_range(call, seq, place):
+    """Return the keys [low, high) that band and lengths let some query see; [0, 0) for none."""
+    last = place.i0 + place.n - 1
+    low, high = any_range(place.i0, last, seq.offset, call.left, call.right, seq.end)
     return (low, high) if low < high else (0, 0)
 
 
 @njit
-def columns(of, low, high, tile):
-    """(first key, width) of the part of a tile that holds keys [low, high), in whole steps."""
-    step = span(of)
-    first = tile * TILE_K
-    start = 0 if paired(of) else max(low - first, 0)
-    start -= start % step
-    stop = min(high - first, TILE_K)
-    return first + start, (stop - start + step - 1) // step * step
+def tile_range(low, high):
+    """Return the tiles that hold keys [low, high)."""
+    return range(low // TILE_K, (high + TILE_K - 1) // TILE_K)
 
 
 @njit
-def score_tile(of, to, queries, keys, j0, width, n, d):
-    """``Q K^T`` of n queries and ``width`` keys from j0 on, from packed operands."""
-    size, step, d = of.itemsize, panel(of), depth(of, d)
-    for j in range(0, width, step):
-        b = keys + size * (j0 + j) * d
-        from_columns(of, n, step, d, to + size * j, TILE_K, queries, TILE_Q, b, step, 0)
+def skipped(state, tile):
+    return state.size > 0 and state[tile] == SKIP
+
+
+@njit
+def columns(like, low, high, tile, state):
+    """Return the part of a tile that holds keys [low, high)."""
+    step = span(like)
+    first = tile * TILE_K
+    start = 0 if paired(like) else max(low - first, 0)
+    start -= start % step
+    stop = min(high - first, TILE_K)
+    width = (stop - start + step - 1) // step * step
+    partial = state.size > 0 and state[tile] != FULL
+    return Columns(tile, first + start, width, stop - start, partial)
+
+
+@njit
+def score_tile(like, to, queries, keys, part, n, d):
+    """``Q K^T`` of n queries and a tile's columns, from packed operands, ``[n, TILE_K]``."""
+    size, step, d = like.itemsize, panel(like), depth(like, d)
+    for j in range(0, part.width, step):
+        b = keys + size * (part.j0 + j) * d
+        c = to + size * j
+        from_columns(like, n, step, d, c, TILE_K, queries, TILE_Q, b, step, 0)

@@ -1,4 +1,4 @@
-"""What the CPU kernels stand on: the machine's vectors, and one tile product in LLVM's own terms.
+"""The machine's vectors, and one tile product in LLVM's own terms.
 
 A matrix product is a loop over one register tile: ``MR`` rows by ``NV`` vectors of ``W``
 numbers, held in registers while k runs. Written as LLVM vectors it takes every register and both
@@ -45,10 +45,10 @@ def _machine() -> Machine:
 
 
 def _features() -> set[str]:
-    """What Numba compiles for: the host, or what its NUMBA_CPU_FEATURES says."""
-    told = config.CPU_FEATURES  # pyright: ignore
-    if told is not None:
-        return {f[1:] for f in told.split(",") if f.startswith("+")}
+    """Return what Numba compiles for: the host's features, or those of NUMBA_CPU_FEATURES."""
+    given = config.CPU_FEATURES  # pyright: ignore
+    if given is not None:
+        return {f[1:] for f in given.split(",") if f.startswith("+")}
     return {name for name, there in llvm.get_host_cpu_features().items() if there}
 
 
@@ -61,12 +61,12 @@ _I32 = ir.IntType(32)
 
 
 def product(width: int, mr: int, nv: int, a_row: int, sums: ir.Type, operands: ir.Type):
-    """An intrinsic for ``C[mr, nv * width] (+)= A[mr, k] B[k, nv * width]``.
+    """Return an intrinsic for ``C[mr, nv * width] (+)= A[mr, k] B[k, nv * width]``.
 
-    Arguments are addresses, steps in elements, k >= 1, and whether C is added to:
-    ``(C, c_row, A, a_step, B, b_step, k, add)``. ``A[r, i]`` is at ``r a_row + i a_step``; a_row
-    is a constant, so that the whole of A is reached from one moving pointer. Operands of int32
-    are pairs of bfloat16, two steps of k each.
+    Arguments are addresses, strides in elements, k >= 1, and 1 to add to C:
+    ``(C, c_row, A, a_stride, B, b_stride, k, add)``. ``A[r, i]`` is at ``r a_row + i a_stride``;
+    a_row is a constant, so that one moving pointer reaches the whole of A. Operands of int32 are
+    pairs of bfloat16, two terms of the sum over k each.
     """
     vector, words = ir.VectorType(sums, width), ir.VectorType(operands, width)
     size = 8 if isinstance(sums, ir.DoubleType) else 4
@@ -75,9 +75,9 @@ def product(width: int, mr: int, nv: int, a_row: int, sums: ir.Type, operands: i
         return ir.Constant(_I64, value)
 
     @intrinsic
-    def tile_product(typing, c, c_row, a, a_step, b, b_step, k, add):
+    def tile_product(typing, c, c_row, a, a_stride, b, b_stride, k, add):
         def emit(context, builder, signature, arguments):
-            c, c_row, a, a_step, b, b_step, k, add = arguments
+            c, c_row, a, a_stride, b, b_stride, k, add = arguments
             multiply_add = _multiply_add(builder, vector, words)
             c = builder.inttoptr(c, sums.as_pointer())
             a, b = (builder.inttoptr(x, operands.as_pointer()) for x in (a, b))
@@ -123,10 +123,10 @@ def product(width: int, mr: int, nv: int, a_row: int, sums: ir.Type, operands: i
             for r in range(mr):
                 x = spread(pa, r)
                 after += [multiply_add(x, row[v], running[r * nv + v]) for v in range(nv)]
-            steps = (builder.add(i, n(1)), builder.gep(pa, [a_step]), builder.gep(pb, [b_step]))
-            for phi, new in zip((i, pa, pb, *running), (*steps, *after), strict=True):
+            moved = (builder.add(i, n(1)), builder.gep(pa, [a_stride]), builder.gep(pb, [b_stride]))
+            for phi, new in zip((i, pa, pb, *running), (*moved, *after), strict=True):
                 phi.add_incoming(new, loop)
-            builder.cbranch(builder.icmp_signed("<", steps[0], k), loop, done)
+            builder.cbranch(builder.icmp_signed("<", moved[0], k), loop, done)
 
             builder.position_at_end(done)
             for (r, v), value in zip(cells, after, strict=True):
@@ -139,7 +139,7 @@ def product(width: int, mr: int, nv: int, a_row: int, sums: ir.Type, operands: i
 
 
 def _multiply_add(builder: ir.IRBuilder, vector: ir.VectorType, words: ir.VectorType):
-    """``(a, b, c) -> a b + c``, lane by lane."""
+    """Return ``(a, b, c) -> a b + c``, lane by lane."""
     if isinstance(words.element, ir.IntType):  # pairs of bfloat16: AVX512-BF16's own instruction
         kind = ir.FunctionType(vector, [vector, words, words])
         pairs = ir.InlineAsm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v")
@@ -153,7 +153,7 @@ def _multiply_add(builder: ir.IRBuilder, vector: ir.VectorType, words: ir.Vector
 
 
 def _fetch_add(typing, address, n):
-    """Adds n to the int64 at an address, atomically, and returns what it was."""
+    """Add n to the int64 at an address, atomically, and return its value before."""
 
     def emit(context, builder, signature, arguments):
         at = builder.inttoptr(arguments[0], _I64.as_pointer())
@@ -163,7 +163,7 @@ def _fetch_add(typing, address, n):
 
 
 def _pointer_to(typing, address, like):
-    """The address as a pointer to numbers of ``like``'s dtype."""
+    """Return the address as a pointer to numbers of ``like``'s dtype."""
 
     def emit(context, builder, signature, arguments):
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
@@ -171,6 +171,6 @@ def _pointer_to(typing, address, like):
     return types.CPointer(like.dtype)(types.int64, like), emit
 
 
-# Numba gives an intrinsic's first parameter itself: what is called has one fewer.
+# Numba gives an intrinsic's first parameter itself: a call has one fewer.
 fetch_add: Any = intrinsic(_fetch_add)
 pointer_to: Any = intrinsic(_pointer_to)

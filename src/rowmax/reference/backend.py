@@ -1,4 +1,4 @@
-"""The dense definition where a backend is asked for by name: quadratic memory, for comparison."""
+"""The dense definition as a backend, for comparison: its memory is quadratic."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def supports(problem: Problem, call: str) -> str | None:
 
 
 def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
-    with torch.autocast(problem.device, enabled=False):  # its products are the definition's
+    with torch.autocast(problem.device, enabled=False):  # products in the definition's dtype
         out, lse = attention(problem, tensors, problem.accumulator)
     return out.to(problem.dtype).contiguous(), lse.contiguous()
 

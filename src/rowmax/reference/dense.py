@@ -1,7 +1,8 @@
 """Attention as it is defined: the whole score matrix, a line for each formula.
 
-Every backend is held to this, computed in float64. It is differentiable by autograd, forward
-and backward and as often as one likes. Memory is quadratic.
+It uses no rule but dropout's generator: tests hold every rule and backend to it, computed in
+float64. It is differentiable by autograd, forward and backward, any number of times. Memory is
+quadratic.
 """
 
 from __future__ import annotations
@@ -10,23 +11,24 @@ import torch
 from torch import Tensor
 
 from ..call.problem import Problem, Tensors, each_sequence
-from ..rules import dropout, mask
+from ..rules import dropout
 from ..torch_compat import is_batched
 
 
 def attention(
     problem: Problem, tensors: Tensors, dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, Tensor]:
-    """(out ``[B, Nq, Hq, Dv]``, lse ``[B, Hq, Nq]``), every step of it in ``dtype``."""
+    """Return (out ``[B, Nq, Hq, Dv]``, lse ``[B, Hq, Nq]``), every step of it in ``dtype``."""
     if problem.varlen:
         parts = [attention(p, t, dtype) for _, _, p, t in each_sequence(problem, tensors)]
-        if not parts:  # q holds nothing; its empty sum keeps autograd's thread
+        if not parts:  # q is empty; its sum keeps the graph of autograd
             zero = tensors.q.to(dtype).sum()
             return zero.expand(problem.out_shape), zero.expand(problem.lse_shape)
         outs, lses = [out for out, _ in parts], [lse for _, lse in parts]
         return torch.cat(outs, 1), torch.cat(lses, 2)
 
-    seen = mask.dense(problem, tensors)
+    i, j = _positions(problem, tensors)
+    seen = _seen(problem, tensors, i, j)
     q, k, v = (t.to(dtype).transpose(1, 2) for t in (tensors.q, tensors.k, tensors.v))
     k, v = (t.repeat_interleave(problem.group, 1) for t in (k, v))
 
@@ -36,7 +38,7 @@ def attention(
     if tensors.bias is not None:
         s = s + tensors.bias.to(dtype)
     if tensors.alibi is not None:
-        s = s - tensors.alibi.to(dtype)[:, None, None] * _distance(problem, tensors, q)
+        s = s - tensors.alibi.to(dtype)[:, None, None] * (i - j).abs().to(dtype)
     s = s.masked_fill(~seen, -torch.inf)
     sink = None if tensors.sink is None else tensors.sink.to(dtype)[:, None].expand(s.shape[:3])
 
@@ -54,8 +56,38 @@ def attention(
     return _average(P, v, seen).transpose(1, 2), lse
 
 
+def _positions(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    """Return the positions of queries and of keys: the last query stands at the last key.
+
+    Aligned to the lengths, it stands at the last key that the length of its sequence leaves.
+    """
+    i = torch.arange(problem.nq, device=tensors.q.device).view(1, 1, -1, 1)
+    j = torch.arange(problem.nk, device=tensors.q.device).view(1, 1, 1, -1)
+    if problem.align == "keys":
+        return i + problem.nk - problem.nq, j
+    assert tensors.lengths is not None
+    used = tensors.lengths.to(torch.int64).clamp(0, problem.nk)
+    return i + used[:, None, None, None] - problem.nq, j
+
+
+def _seen(problem: Problem, tensors: Tensors, i: Tensor, j: Tensor) -> Tensor:
+    """Return True where a pair may attend, ``[B|1, Hq|1, Nq, Nk]``."""
+    seen = torch.ones_like(i - j, dtype=torch.bool)
+    if problem.left is not None:
+        seen = seen & (j >= i - problem.left)
+    if problem.right is not None:
+        seen = seen & (j <= i + problem.right)
+    if tensors.lengths is not None:
+        seen = seen & (j < tensors.lengths[:, None, None, None])
+    if tensors.q_ids is not None and tensors.k_ids is not None:
+        seen = seen & (tensors.q_ids[:, None, :, None] == tensors.k_ids[:, None, None, :])
+    if tensors.allowed is not None:
+        seen = seen & tensors.allowed
+    return seen
+
+
 def _scores(q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
-    """``q_i . k_j``. What a pair may not see has no part in it, not even as 0 times NaN."""
+    """Return ``q_i . k_j``; a masked pair adds nothing, not even 0 times NaN."""
     if _finite(q) and _finite(k):
         return q @ k.transpose(2, 3)
     queries = torch.where(seen[..., None], q[:, :, :, None], 0)
@@ -64,18 +96,12 @@ def _scores(q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
 
 
 def _average(P: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """``sum_j P_ij v_j`` over the keys that row i may see."""
+    """Return ``sum_j P_ij v_j`` over the keys that row i may see."""
     if _finite(v):
         return P @ v
     return (P[..., None] * torch.where(seen[..., None], v[:, :, None], 0)).sum(-2)
 
 
 def _finite(t: Tensor) -> bool:
-    """True if every value is known to be finite, which ``vmap`` lets nobody see."""
+    """Return True if every value is known to be finite; under ``vmap`` none is known."""
     return not is_batched(t) and bool(torch.isfinite(t).all())
-
-
-def _distance(problem: Problem, tensors: Tensors, q: Tensor) -> Tensor:
-    i = torch.arange(problem.nq, device=q.device, dtype=q.dtype)[:, None]
-    j = torch.arange(problem.nk, device=q.device, dtype=q.dtype)[None, :]
-    return (i + mask.offset(problem, tensors) - j).abs()

@@ -1,9 +1,8 @@
-"""The recurrence, in plain loops written to be read, and the merge of finished pieces.
+"""The recurrence, in plain loops, and the merge of finished parts.
 
-Softmax over a row splits over blocks of it. Keep the running maximum m and the running sum l
-of ``exp(x - m)``; when m moves to m', what was summed under m is worth ``exp(m - m')`` of
-itself under m'. Everything that is linear in the exponentials (the sum l, the average O) is
-rescaled by that one factor.
+Softmax over a row splits over blocks of it. Keep the running maximum m and the running sum l of
+``exp(x - m)``. When m becomes m', multiply the sums under m by ``exp(m - m')``: l and the average
+O are linear in the exponentials.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from ..errors import bad, check_device, wrong_type
 
 
 def online_softmax(x: Sequence[float]) -> list[float]:
-    """Softmax of a row of numbers in two passes instead of three (Milakov and Gimelshein).
+    """Return the softmax of a row in two passes instead of three (Milakov and Gimelshein).
 
     >>> [round(p, 3) for p in online_softmax([3.0, 2.0, 5.0, 1.0])]
     [0.112, 0.041, 0.831, 0.015]
@@ -34,7 +33,7 @@ def online_softmax(x: Sequence[float]) -> list[float]:
 
 
 def block_softmax(x: Tensor, block: int) -> Tensor:
-    """Row softmax of ``[rows, N]`` by blocks, each block kept normalised as m and z move.
+    """Return the row softmax of ``[rows, N]`` by blocks, each kept normalised as m and z change.
 
     This is the tiled softmax of Composable Kernel's mathematical basis: when a block arrives,
     the blocks before it are rescaled by ``z exp(m - m') / z'``.
@@ -58,7 +57,7 @@ def block_softmax(x: Tensor, block: int) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, block: int) -> tuple[Tensor, Tensor]:
-    """One head by tiles: q ``[Nq, D]``, k ``[Nk, D]``, v ``[Nk, Dv]`` -> (out, lse).
+    """Return (out, lse) of one head by tiles, of q ``[Nq, D]``, k ``[Nk, D]``, v ``[Nk, Dv]``.
 
     The outer loop is parallel over tiles of queries, the inner one runs over tiles of keys.
     """
@@ -83,11 +82,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, block: int) -> tupl
 
 
 def merge(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Attention over all keys from its (out, lse) over disjoint parts of them.
+    """Return attention over all keys from its (out, lse) over disjoint parts of them.
 
     ``lse = logaddexp(lse_a, lse_b)``, ``out = e^(lse_a - lse) out_a + e^(lse_b - lse) out_b``,
-    associative and commutative. Split caches, shared prefixes and rings of devices all end here.
-    Differentiable in every part. A part in which a row saw nothing (lse -inf) adds nothing.
+    associative and commutative. Split caches, shared prefixes and rings of devices use it. It is
+    differentiable in every part. A row that sees nothing in a part (lse -inf) adds nothing.
 
     Args:
         parts: pairs of out ``[B, Nq, Hq, Dv]`` and lse ``[B, Hq, Nq]`` (packed: without B),

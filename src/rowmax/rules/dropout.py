@@ -1,4 +1,4 @@
-"""Which probabilities dropout keeps: a counter-based generator on (seed, b, h, i, j).
+"""The probabilities that dropout keeps: a counter-based generator on (seed, b, h, i, j).
 
 Philox4x32 with seven rounds, the fewest that Salmon et al. ("Parallel random numbers: as easy
 as 1, 2, 3", SC 2011) found to pass every test of BigCrush. One call makes eight 16-bit draws.
@@ -40,32 +40,34 @@ def philox_round(c0, c1, c2, c3, k0, k1):
     return high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
 
 
-def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]):
-    """The four 32-bit words of each counter, as int64 tensors (torch has no wide uint32)."""
+def philox_rounds(counter, key):
+    """Return the four words of a counter of four words, with the key's low and high word."""
+    c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
-        counter = _round(*counter, k0, k1)
+        c0, c1, c2, c3 = philox_round(c0, c1, c2, c3, k0, k1)
         k0, k1 = (k0 + INCREMENTS[0]) & WORD, (k1 + INCREMENTS[1]) & WORD
-    return counter
+    return c0, c1, c2, c3
 
 
 def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
-    """As ``multiply``, in 16-bit steps that int64 can hold."""
+    """Return the words as ``multiply`` does, in 16-bit steps that int64 can hold."""
     low = (a & 0xFFFF) * b
     high = (a >> 16) * b + (low >> 16)
     return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
 
 
-_round = bound(philox_round, multiply=_multiply)
+#: of int64 tensors (torch has no wide uint32)
+philox = bound(philox_rounds, philox_round=bound(philox_round, multiply=_multiply))
 
 
 def keep_tile(seed: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, threshold: int) -> Tensor:
-    """True where (b, h, i, j), integers that broadcast together, is kept."""
+    """Return True where (b, h, i, j), integers that broadcast together, is kept."""
     seed = seed.to(torch.int64)
     key = (seed & WORD, (seed >> 32) & WORD)
     column = 8 * (j // 64) + j % 8
     counter = tuple(torch.broadcast_tensors(column, i, h, b))
-    words = torch.stack(philox(counter, key), -1)  # pyright: ignore
+    words = torch.stack(philox(counter, key), -1)
     lane = ((j // 8) % 8).expand(words.shape[:-1])
     word = words.gather(-1, (lane % 4).unsqueeze(-1)).squeeze(-1)
     return ((word >> (16 * (lane // 4))) & 0xFFFF) >= threshold
@@ -74,7 +76,7 @@ def keep_tile(seed: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, threshol
 def keep_columns(
     seed: Tensor, b: Tensor, h: Tensor, i: Tensor, columns: range, threshold: int
 ) -> Tensor:
-    """``keep_tile`` of consecutive columns, ``[..., columns]``, at eight draws a call.
+    """Return ``keep_tile`` of consecutive columns, ``[..., columns]``, at eight draws a call.
 
     b, h and i broadcast together and end in a dimension of 1 for the columns.
     """
@@ -82,7 +84,7 @@ def keep_columns(
     first, last = columns.start // 64, -(-columns.stop // 64)  # whole blocks of 64
     column = torch.arange(8 * first, 8 * last, device=seed.device)
     counter = tuple(torch.broadcast_tensors(column, i, h, b))
-    words = torch.stack(philox(counter, (seed & WORD, (seed >> 32) & WORD)), -1)  # pyright: ignore
+    words = torch.stack(philox(counter, (seed & WORD, (seed >> 32) & WORD)), -1)
     lanes = torch.cat([words & 0xFFFF, words >> 16], -1)  # [..., 8 a + r, lane]
     draws = lanes.unflatten(-2, (-1, 8)).transpose(-1, -2).flatten(-3)
     start = columns.start - 64 * first
@@ -90,7 +92,7 @@ def keep_columns(
 
 
 def dense(problem: Problem, tensors: Tensors) -> Tensor:
-    """R of the definition, ``[B, Hq, Nq, Nk]``: keep_scale where kept, 0 where dropped."""
+    """Return R of the definition, ``[B, Hq, Nq, Nk]``: keep_scale where kept, 0 where dropped."""
     assert tensors.seed is not None
     device = tensors.q.device
     index = [torch.arange(n, device=device) for n in _sizes(problem)]

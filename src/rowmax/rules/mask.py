@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ..call.problem import Problem, Tensors
+from .over_tensors import all_range, any_range
 
-# What a backend does with a tile of (queries, keys).
+#: the states of a tile of (queries, keys): nothing to do, mask by pairs, or all may attend
 SKIP, PARTIAL, FULL = 0, 1, 2
 
 
@@ -27,54 +28,39 @@ def offset(problem: Problem, tensors: Tensors) -> int | Tensor:
 
 
 def dense(problem: Problem, tensors: Tensors, start: int | Tensor | None = None) -> Tensor:
-    """Every pair's permission, bool ``[B|1, Hq|1, Nq, Nk]``: the definition of a mask.
+    """Return True where a pair may attend, bool ``[B|1, Hq|1, Nq, Nk]``.
 
     ``start`` is the key position of query 0; None: as ``offset`` says.
     """
     device = tensors.q.device
-    start = offset(problem, tensors) if start is None else start
-    i = torch.arange(problem.nq, device=device)[:, None] + start
-    j = torch.arange(problem.nk, device=device)[None, :]
-    seen = torch.ones(1, 1, problem.nq, problem.nk, dtype=torch.bool, device=device)
-    if problem.left is not None:
-        seen = seen & (j >= i - problem.left)
-    if problem.right is not None:
-        seen = seen & (j <= i + problem.right)
+    i = torch.arange(problem.nq, device=device).view(1, 1, -1, 1)
+    j = torch.arange(problem.nk, device=device).view(1, 1, 1, -1)
+    low, high = any_range(i, i, *_band(problem, tensors, start))
+    seen = ((low <= j) & (j < high)).expand(-1, -1, problem.nq, -1)
     if tensors.q_ids is not None and tensors.k_ids is not None:
         seen = seen & (tensors.q_ids[:, None, :, None] == tensors.k_ids[:, None, None, :])
-    if tensors.lengths is not None:
-        seen = seen & (j < tensors.lengths[:, None, None, None])
     if tensors.allowed is not None:
         seen = seen & tensors.allowed
     return seen
 
 
 def tile_states(problem: Problem, tensors: Tensors, block_q: int, block_k: int) -> Tensor:
-    """Each tile's state, uint8 ``[B|1, Hq|1, tiles of queries, tiles of keys]``.
+    """Return each tile's state, uint8 ``[B|1, Hq|1, tiles of queries, tiles of keys]``.
 
-    ``SKIP`` holds no allowed pair, ``FULL`` nothing but allowed pairs, ``PARTIAL`` is anything
-    else: a tile may be called partial without need, never skipped or full without right.
-    The map costs one byte a tile; a boolean tensor is read once to make it.
+    ``SKIP``: no pair may attend; ``FULL``: all may; ``PARTIAL``: anything else. A tile may be
+    partial without need, never skipped or full without right. The map costs one byte a tile; it
+    reads a boolean tensor once.
     """
     nq, nk, device = problem.nq, problem.nk, tensors.q.device
-    i0 = torch.arange(0, nq, block_q, device=device)[:, None]
-    j0 = torch.arange(0, nk, block_k, device=device)[None, :]
+    i0 = torch.arange(0, nq, block_q, device=device).view(1, 1, -1, 1)
+    j0 = torch.arange(0, nk, block_k, device=device).view(1, 1, 1, -1)
     i1 = (i0 + block_q).clamp(max=nq) - 1  # the last row and column of the tile
     j1 = (j0 + block_k).clamp(max=nk) - 1
-    start = offset(problem, tensors)
-    low, high = i0 + start, i1 + start
-    some = torch.ones(1, 1, i0.shape[0], j0.shape[1], dtype=torch.bool, device=device)
-    every = some.clone()
-    if problem.left is not None:
-        some = some & (j1 >= low - problem.left)
-        every = every & (j0 >= high - problem.left)
-    if problem.right is not None:
-        some = some & (j0 <= high + problem.right)
-        every = every & (j1 <= low + problem.right)
-    if tensors.lengths is not None:
-        lengths = tensors.lengths[:, None, None, None]
-        some = some & (j0 < lengths)
-        every = every & (j1 < lengths)
+    band = _band(problem, tensors)
+    low, high = any_range(i0, i1, *band)
+    some = ((low <= j1) & (j0 < high)).expand(-1, -1, i0.shape[2], -1)
+    low, high = all_range(i0, i1, *band)
+    every = ((low <= j0) & (j1 < high)).expand(-1, -1, i0.shape[2], -1)
     if tensors.q_ids is not None and tensors.k_ids is not None:
         q_low, q_high = tile_range(tensors.q_ids, block_q)
         k_low, k_high = tile_range(tensors.k_ids, block_k)
@@ -89,8 +75,14 @@ def tile_states(problem: Problem, tensors: Tensors, block_q: int, block_k: int) 
     return some.to(torch.uint8) + (some & every).to(torch.uint8)
 
 
+def _band(problem: Problem, tensors: Tensors, start: int | Tensor | None = None) -> tuple:
+    """Return (shift, back, ahead, end) of the band of keys that queries see."""
+    end = problem.nk if tensors.lengths is None else tensors.lengths[:, None, None, None]
+    return offset(problem, tensors) if start is None else start, *problem.limits, end
+
+
 def tile_range(ids: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """The least and the greatest id of each block, ``[B|1, blocks]``."""
+    """Return the least and the greatest id of each block, ``[B|1, blocks]``."""
     pad = -ids.shape[1] % block
     last = ids[:, -1:].expand(-1, pad)  # repeats an id that the block already has
     blocks = torch.cat([ids, last], 1).unflatten(1, (-1, block))
@@ -100,7 +92,7 @@ def tile_range(ids: Tensor, block: int) -> tuple[Tensor, Tensor]:
 def _tile_any_all(
     problem: Problem, allowed: Tensor, block_q: int, block_k: int
 ) -> tuple[Tensor, Tensor]:
-    """Whether any and whether all of a boolean tensor's pairs are allowed, tile by tile."""
+    """Return (any, all): the tiles that have an allowed pair, and those without another."""
     allowed = distinct(allowed)
     return (
         _by_blocks(_by_blocks(allowed, 3, block_k, torch.any), 2, block_q, torch.any),
@@ -109,15 +101,15 @@ def _tile_any_all(
 
 
 def distinct(t: Tensor) -> Tensor:
-    """View of a tensor in which every dimension that was expanded has the size 1.
+    """Return the view of a tensor in which every expanded dimension has the size 1.
 
-    Maps of tiles are made of this view, so their shapes, and steps into them, follow it.
+    Maps of tiles are made of this view, so their shapes and strides follow it.
     """
-    return t[tuple(slice(0, 1) if step == 0 else slice(None) for step in t.stride())]
+    return t[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in t.stride())]
 
 
 def _by_blocks(t: Tensor, dim: int, block: int, reduce: Callable[..., Tensor]) -> Tensor:
-    """Each block along a dimension reduced to one; a dimension of 1 broadcasts and stays."""
+    """Reduce each block along a dimension to one; a dimension of 1 broadcasts and stays."""
     n = t.shape[dim]
     if n == 1:
         return t
@@ -132,7 +124,7 @@ def _by_blocks(t: Tensor, dim: int, block: int, reduce: Callable[..., Tensor]) -
 
 
 def ids_of_offsets(cu_seqlens: Tensor, n: int) -> Tensor:
-    """The document of each of n positions, ``[1, n]``: [0, 2, 5] -> [0, 0, 1, 1, 1]."""
+    """Return the document of each of n positions, ``[1, n]``: [0, 2, 5] -> [0, 0, 1, 1, 1]."""
     starts = cu_seqlens[1:].clamp(0, n).to(torch.int64)
     begun = torch.zeros(n + 1, dtype=torch.int32, device=cu_seqlens.device)
     begun = begun.scatter_add(0, starts, torch.ones_like(starts, dtype=torch.int32))
@@ -140,10 +132,10 @@ def ids_of_offsets(cu_seqlens: Tensor, n: int) -> Tensor:
 
 
 def both_documents(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Of two int32 (q_ids, k_ids): ids that are equal exactly where both are.
+    """Return ids that are equal exactly where two int32 (q_ids, k_ids) both are.
 
     A pair's new id is its rank among the pairs of its sequence. Shapes do not depend on values,
-    so that it is traced like everything else and waits for no device.
+    so that a compiler can trace it and no device is waited for.
     """
     q_pairs, k_pairs = ((x.to(torch.int64) << 32) + y for x, y in zip(a, b, strict=True))
     batch = max(q_pairs.shape[0], k_pairs.shape[0])

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..call.problem import Problem, Tensors, each_sequence
+from ..rules.over_tensors import moved, with_sink
 from .scores import (
     factor,
     folded,
@@ -16,6 +17,7 @@ from .scores import (
     power_,
     product,
     scores,
+    sink_of,
     tame,
     unfolded,
 )
@@ -45,7 +47,7 @@ def _fill(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None:
 
 
 def _strip(problem: Problem, tensors: Tensors, strip: Strip, exact: bool) -> tuple[Tensor, Tensor]:
-    """(out ``[pairs, group * rows, Dv]``, lse ``[pairs, group * rows, 1]``) of a strip."""
+    """Return (out ``[heads, group * rows, Dv]``, lse ``[heads, group * rows, 1]``) of a strip."""
     dtype = problem.accumulator
     q = strip.queries(tensors.q, problem.group, dtype) * factor(problem)
     m = q.new_full((*q.shape[:2], 1), -torch.inf)
@@ -59,38 +61,21 @@ def _strip(problem: Problem, tensors: Tensors, strip: Strip, exact: bool) -> tup
             hide(problem, strip, S, unseen)
         elif unseen is not None:
             unfolded(problem, strip, S).masked_fill_(unseen, -torch.inf)
-        m_new = torch.maximum(m, S.amax(-1, keepdim=True))
-        shift = _shift(m_new)
-        P = power_(problem, S.sub_(shift))
-        delta = power_(problem, m - shift)
-        l = delta * l + P.sum(-1, keepdim=True)
+        m_new, base = moved(m, S.amax(-1, keepdim=True))
+        P = power_(problem, S.sub_(base))
+        alpha = power_(problem, m - base)
+        l = alpha * l + P.sum(-1, keepdim=True)
         if problem.dropout_threshold:
             P.mul_(kept(problem, tensors, strip, cols))
         apart = folded(problem, strip, unseen) if unseen is not None and exact else None
         v = strip.keys(tensors.v, cols, dtype)
-        O = O.mul_(delta).add_(product(P, v, apart))
+        O = O.mul_(alpha).add_(product(P, v, apart))
         m = m_new
     m = m / log_unit(problem)
     if tensors.sink is not None:
-        m, l, O = _with_sink(problem, tensors.sink, strip, m, l, O)
+        m, l, alpha = with_sink(m, l, sink_of(problem, tensors.sink, strip, m))
+        O.mul_(alpha)
     empty = m == -torch.inf
     l = l.masked_fill(empty, 1.0)
     e = (m + torch.log(l)).masked_fill(empty, -torch.inf)
     return O.div_(l), e
-
-
-def _with_sink(
-    problem: Problem, sink: Tensor, strip: Strip, m: Tensor, l: Tensor, O: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """m (natural), l and O with the sink, which may be too large for base 2."""
-    sink = sink.unflatten(0, (-1, problem.group))[strip.heads, :, None, None]
-    sigma = folded(problem, strip, sink.to(m.dtype))
-    m_new = torch.maximum(m, sigma)
-    shift = _shift(m_new)
-    delta = torch.exp(m - shift)
-    return m_new, l * delta + torch.exp(sigma - shift), O.mul_(delta)
-
-
-def _shift(m: Tensor) -> Tensor:
-    """The max to subtract: 0 for a row that has seen nothing, so that exp gives 0, not NaN."""
-    return m.masked_fill(m == -torch.inf, 0.0)

@@ -1,93 +1,86 @@
-"""The scores of one tile, each rule of the definition in one place.
+"""The scores of one tile.
 
-Scores are in base 2, log2(e) folded into the factor of q, so that a weight is an ``exp2``; or in
-natural units, where ``Problem.natural`` says so, and a weight is an ``exp``.
+Scores are in base 2, and log2(e) is in the factor of q: a weight is an ``exp2``. Under
+``Problem.natural`` they are in natural units, and a weight is an ``exp``.
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from ..call.problem import Problem, Tensors
+from ..call.inputs import Tensors, part_of
+from ..call.problem import Problem
 from ..rules import mask
 from ..rules.dropout import keep_columns
+from ..rules.over_tensors import score
+from ..rules.score import ScoreTerms
+from ..rules.softmax import LOG2E
 from .strips import Strip
-
-LOG2E = math.log2(math.e)
 
 
 def factor(problem: Problem) -> float:
-    """What q is multiplied by before it meets k."""
+    """Return the factor of q before its product with k."""
     if problem.softcap > 0:
         return problem.scale / problem.softcap
     return problem.scale * log_unit(problem)
 
 
 def log_unit(problem: Problem) -> float:
-    """The factor from natural units to those of the scores."""
+    """Return the factor from natural units to those of the scores."""
     return 1.0 if problem.natural else LOG2E
 
 
 def power_(problem: Problem, x: Tensor) -> Tensor:
-    """``exp(x)`` in place, x in the units of the scores."""
+    """Return ``exp(x)``, in place, of x in the units of the scores."""
     return x.exp_() if problem.natural else x.exp2_()
 
 
 def scores(
     problem: Problem, tensors: Tensors, strip: Strip, cols: slice, q: Tensor, k: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """(scores of ``factor * q`` and k before the mask, ``[pairs, group * rows, cols]``,
-    the tanh of a softcap)."""
-    S = torch.bmm(q, k.transpose(1, 2))
-    tanh = None
-    if problem.softcap > 0:
-        tanh = S.tanh_()
-        S = tanh * (problem.softcap * log_unit(problem))
-    s = unfolded(problem, strip, S)
+) -> tuple[Tensor, Tensor]:
+    """Return (scores before the mask, y of ``rules.score``), ``[heads, group * rows, cols]``.
+
+    q carries ``factor``.
+    """
+    x = torch.bmm(q, k.transpose(1, 2))
+    unit, bias, slope, distance = log_unit(problem), None, None, None
     if tensors.bias is not None:
-        s.add_(_heads_split(bias_tile(tensors.bias, problem, strip, cols), problem))
+        bias = _heads_split(bias_tile(tensors.bias, problem, strip, cols), problem)
     if tensors.alibi is not None:
-        slopes = tensors.alibi.unflatten(0, (-1, problem.group))[strip.heads, :, None, None]
-        i, j = _positions(strip, cols, S)
-        distance = (i[None, None] + strip.offset - j).abs().to(S.dtype)
-        s.addcmul_(slopes, _heads_split(distance, problem), value=-log_unit(problem))
-    return S, tanh
+        slope = tensors.alibi.unflatten(0, (-1, problem.group))[strip.heads, :, None, None] * unit
+        i, j = _positions(strip, cols, x)
+        distance = (i[None, None] + strip.offset - j).to(x.dtype).abs_()
+        distance = _heads_split(distance, problem)
+    terms = ScoreTerms(bias=bias, slope=slope, distance=distance)
+    if problem.softcap > 0:
+        terms = terms._replace(inner=1, cap=problem.softcap * unit)
+    S, y = score(unfolded(problem, strip, x), terms)
+    return S.view(x.shape), y.view(x.shape)
 
 
 def unfolded(problem: Problem, strip: Strip, S: Tensor) -> Tensor:
-    """The view ``[sequences, kv heads, group, rows, cols]`` of a tile."""
+    """Return the view ``[sequences, kv heads, group, rows, cols]`` of a tile."""
     return S.view(*strip.size(problem.group), S.shape[2])
 
 
 def hidden(problem: Problem, tensors: Tensors, strip: Strip, cols: slice) -> Tensor:
-    """True where a pair of the tile may not attend; broadcasts against ``unfolded``.
+    """Return True where a pair of the tile may not attend; broadcasts against ``unfolded``.
 
-    The tile is posed as a problem of its own whose first row stands where it does, so that
-    the rule is the one of ``mask.dense``.
+    It is the mask of a problem of its own, whose first row stands where the tile's does.
     """
     part = problem._replace(nq=strip.rows.stop - strip.rows.start, nk=cols.stop - cols.start)
     start = strip.rows.start + strip.offset - cols.start
-    lengths, q_ids, k_ids = tensors.lengths, tensors.q_ids, tensors.k_ids
-    seen = mask.dense(
-        part,
-        tensors._replace(
-            lengths=None if lengths is None else lengths[strip.batch] - cols.start,
-            q_ids=None if q_ids is None else _of_batch(q_ids, strip)[:, strip.rows],
-            k_ids=None if k_ids is None else _of_batch(k_ids, strip)[:, cols],
-            allowed=None
-            if tensors.allowed is None
-            else bias_tile(tensors.allowed, problem, strip, cols),
-        ),
-        start,
+    ranges = {"b": strip.batch, "h": strip.q_heads(problem.group), "i": strip.rows, "j": cols}
+    masks = {n: part_of(n, getattr(tensors, n), **ranges) for n in ("q_ids", "k_ids", "allowed")}
+    lengths = None if tensors.lengths is None else tensors.lengths[strip.batch] - cols.start
+    return _heads_split(
+        ~mask.dense(part, tensors._replace(lengths=lengths, **masks), start), problem
     )
-    return _heads_split(~seen, problem)
 
 
 def kept(problem: Problem, tensors: Tensors, strip: Strip, cols: slice) -> Tensor:
-    """R of the definition on the tile, ``[pairs, group * rows, cols]``."""
+    """Return R of the definition on the tile, ``[heads, group * rows, cols]``."""
     assert tensors.seed is not None
     device = tensors.seed.device
     heads = strip.q_heads(problem.group)
@@ -103,26 +96,26 @@ def kept(problem: Problem, tensors: Tensors, strip: Strip, cols: slice) -> Tenso
         problem.dropout_threshold,
     )
     R = keep.to(problem.accumulator).mul_(problem.keep_scale)
-    pairs = R.shape[0] * (R.shape[1] // problem.group)
-    return R.view(pairs, problem.group * R.shape[2], R.shape[3])
+    return R.view(-1, problem.group * R.shape[2], R.shape[3])
 
 
 def bias_tile(t: Tensor, problem: Problem, strip: Strip, cols: slice) -> Tensor:
-    """The view of a ``[B|1, Hq|1, Nq|1, Nk|1]`` that falls to the tile, same broadcast."""
-    parts = (strip.batch, strip.q_heads(problem.group), strip.rows, cols)
-    whole = slice(None)
-    return t[tuple(whole if n == 1 else p for n, p in zip(t.shape, parts, strict=True))]
+    """Return the tile's view of a ``[B|1, Hq|1, Nq|1, Nk|1]``, which broadcasts as it does."""
+    heads = strip.q_heads(problem.group)
+    part = part_of("bias", t, b=strip.batch, h=heads, i=strip.rows, j=cols)
+    assert part is not None
+    return part
 
 
 def product(A: Tensor, X: Tensor, unseen: Tensor | None) -> Tensor:
-    """``A @ X``, in which a row of X has no part where ``unseen`` says so.
+    """Return ``A @ X``, to which no row of X adds where ``unseen`` is True.
 
     A is 0 there, which is enough while X is finite. Rows of X that hold an inf or a NaN are
     added one by one: they are rare, and 0 times NaN must stay out.
     """
     if unseen is None:
         return torch.bmm(A, X)
-    ill = ~torch.isfinite(X).all(-1)  # [pairs, rows of X]
+    ill = ~torch.isfinite(X).all(-1)  # [heads, rows of X]
     total = torch.bmm(A, X.masked_fill(ill[..., None], 0.0))
     for row in ill.any(0).nonzero().flatten().tolist():
         term = A[:, :, row, None] * X[:, None, row]
@@ -131,13 +124,19 @@ def product(A: Tensor, X: Tensor, unseen: Tensor | None) -> Tensor:
 
 
 def folded(problem: Problem, strip: Strip, tile: Tensor) -> Tensor:
-    """A term that broadcasts against ``unfolded`` as ``[pairs, group * rows, cols]``."""
+    """Return ``[heads, group * rows, cols]`` of a term that broadcasts against ``unfolded``."""
     b, h, g, rows = strip.size(problem.group)
     return tile.expand(b, h, g, rows, -1).reshape(b * h, g * rows, -1)
 
 
+def sink_of(problem: Problem, sink: Tensor, strip: Strip, like: Tensor) -> Tensor:
+    """Return the sink of each row, ``[heads, group * rows, 1]``."""
+    sink = sink.detach().unflatten(0, (-1, problem.group))[strip.heads, :, None, None]
+    return folded(problem, strip, sink.to(like.dtype))
+
+
 def hide(problem: Problem, strip: Strip, S: Tensor, unseen: Tensor) -> None:
-    """-inf where a pair may not attend, by adding it: right where ``tame``.
+    """Add -inf where a pair may not attend: right where ``tame``.
 
     1 - 1 / seen is 0 or -inf. On a CPU this is vector code, which filling by a mask is not.
     """
@@ -151,11 +150,10 @@ def tame(
     dout: Tensor | None = None,
     dlse: Tensor | None = None,
 ) -> bool:
-    """Whether all is finite and no product can overflow (by Cauchy and Schwarz).
+    """Return True if all is finite and no product can overflow (by Cauchy and Schwarz).
 
-    Then 0 times anything is 0, and what a row may not see is kept out by arithmetic alone.
-    Otherwise it is kept out pair by pair, which is exact and slow. -inf in a bias or in lse
-    does no harm.
+    Then 0 times anything is 0, and arithmetic alone keeps masked keys out. Otherwise they are
+    kept out pair by pair, which is exact and slow. -inf in a bias or in lse does no harm.
     """
     bounded = [t for t in (tensors.q, tensors.k, tensors.v, dout, dlse) if t is not None]
     added = [t for t in (tensors.bias, tensors.alibi, lse) if t is not None]
@@ -167,7 +165,7 @@ def tame(
 
 
 def _heads_split(t: Tensor, problem: Problem) -> Tensor:
-    """``[b, heads, rows, cols]`` as ``[b, kv heads, group, rows, cols]``; a 1 stays 1, 1."""
+    """View ``[b, heads, rows, cols]`` as ``[b, kv heads, group, rows, cols]``; a 1 stays 1, 1."""
     return t.unflatten(1, (-1, problem.group)) if t.shape[1] > 1 else t.unsqueeze(1)
 
 
@@ -175,7 +173,3 @@ def _positions(strip: Strip, cols: slice, like: Tensor) -> tuple[Tensor, Tensor]
     i = torch.arange(strip.rows.start, strip.rows.stop, device=like.device)
     j = torch.arange(cols.start, cols.stop, device=like.device)
     return i[:, None], j[None, :]
-
-
-def _of_batch(ids: Tensor, strip: Strip) -> Tensor:
-    return ids if ids.shape[0] == 1 else ids[strip.batch]

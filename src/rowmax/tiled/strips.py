@@ -1,9 +1,9 @@
-"""Which tiles are visited, and in what portions.
+"""The tiles of a call, in portions.
 
 A strip is a block of query rows of some sequences and some kv heads, with the key tiles that
 any of these rows sees. The query heads of a kv head are folded into the rows, so that k and v
-are never repeated: a strip's scores are ``[pairs, group * rows, cols]``, a pair being one
-sequence and one kv head.
+are never repeated: a strip's scores are ``[heads, group * rows, cols]``, where ``heads`` counts
+the kv heads of all its sequences.
 
 Memory: the scores of a tile are at most ``Sizes.tile`` numbers of the accumulator (or the group
 of one kv head by ``Sizes.cols``, where that is more), whatever the sizes of the problem. A
@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 
 from ..call.problem import Problem, Tensors
-from ..rules import mask
+from ..rules import band, mask
 
 
 class Sizes(NamedTuple):
-    """How large tiles are."""
+    """Sizes of tiles."""
 
-    rows: int  # of one pair, its whole group counted
+    rows: int  # of one kv head, with its whole group
     cols: int  # more where there are fewer rows
-    tile: int  # numbers in a tile, all its pairs counted
+    tile: int  # numbers in a tile of all its heads
 
 
 #: on a CPU a tile stays in the cache; elsewhere it is worth the launch of its operations
@@ -41,36 +41,36 @@ class Strip(NamedTuple):
     heads: slice  # kv heads
     rows: slice
     offset: int | Tensor  # ``mask.offset`` of these sequences
-    tiles: list[tuple[slice, bool]]  # columns, and whether every pair of the tile may attend
+    tiles: list[tuple[slice, bool]]  # columns, and True if every pair of the tile may attend
 
     def size(self, group: int) -> tuple[int, int, int, int]:
-        """[sequences, kv heads, group, rows]"""
+        """Return [sequences, kv heads, group, rows]."""
         return (_length(self.batch), _length(self.heads), group, _length(self.rows))
 
     def q_heads(self, group: int) -> slice:
         return slice(self.heads.start * group, self.heads.stop * group)
 
     def keys(self, t: Tensor, cols: slice, dtype: torch.dtype) -> Tensor:
-        """k or v of these columns, ``[pairs, cols, D]``."""
+        """Return k or v of these columns, ``[heads, cols, D]``."""
         tile = t[self.batch, cols, self.heads].transpose(1, 2).to(dtype)
         return tile.reshape(-1, *tile.shape[2:])
 
     def queries(self, t: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-        """These rows of q, out or dout, ``[pairs, group * rows, D]``."""
+        """Return these rows of q, out or dout, ``[heads, group * rows, D]``."""
         tile = self.rows_of(t, group).permute(0, 2, 3, 1, 4).to(dtype)
         return tile.reshape(tile.shape[0] * tile.shape[1], -1, tile.shape[4])
 
     def rows_of(self, t: Tensor, group: int) -> Tensor:
-        """The view ``[sequences, rows, kv heads, group, D]`` of a ``[B, Nq, Hq, D]``."""
+        """Return the view ``[sequences, rows, kv heads, group, D]`` of a ``[B, Nq, Hq, D]``."""
         return t.unflatten(2, (-1, group))[self.batch, self.rows, self.heads]
 
     def row_numbers(self, t: Tensor, group: int) -> Tensor:
-        """The view ``[sequences, kv heads, group, rows]`` of a ``[B, Hq, Nq]``, such as lse."""
+        """Return the view ``[sequences, kv heads, group, rows]`` of a ``[B, Hq, Nq]``."""
         return t.unflatten(1, (-1, group))[self.batch, self.heads, :, self.rows]
 
 
 def strips(problem: Problem, tensors: Tensors) -> Iterator[Strip]:
-    """All strips that have rows; tiles with no allowed pair are left out."""
+    """Yield the strips that have rows, without tiles that have no allowed pair."""
     if 0 in (problem.batch, problem.nq):
         return
     sizes = SIZES.get(problem.device, OTHER_SIZES)
@@ -103,13 +103,13 @@ def strips(problem: Problem, tensors: Tensors) -> Iterator[Strip]:
             yield Strip(batch, heads, row, here, tiles)
 
 
-def _portions(problem: Problem, states: Tensor | None, pairs: int) -> Iterator[tuple[slice, slice]]:
-    """Sequences and kv heads in portions of at most ``pairs``.
+def _portions(problem: Problem, states: Tensor | None, most: int) -> Iterator[tuple[slice, slice]]:
+    """Yield sequences and kv heads in portions of at most ``most`` heads.
 
     Sequences whose tiles differ go one by one, so that each skips its own.
     """
-    heads = min(problem.hk, pairs)
-    batch = max(1, pairs // problem.hk)
+    heads = min(problem.hk, most)
+    batch = max(1, most // problem.hk)
     if states is not None and states.shape[0] > 1 and states[0, 0].numel() > 1:
         batch = 1
     for b in range(0, problem.batch, batch):
@@ -123,7 +123,7 @@ def _portions(problem: Problem, states: Tensor | None, pairs: int) -> Iterator[t
 def _states_of(
     states: Tensor, batch: slice, heads: slice, group: int
 ) -> list[list[tuple[bool, bool]]]:
-    """(some pair may attend, every pair may), for each tile of a portion."""
+    """Return (some pair may attend, every pair may) for each tile of a portion."""
     if states.shape[0] > 1:
         states = states[batch]
     if states.shape[1] > 1:
@@ -136,18 +136,15 @@ def _states_of(
 def _narrowed(
     problem: Problem, rows: slice, cols: slice, reach: tuple[int, int], full: bool
 ) -> slice:
-    """The columns of a partial tile that lie inside the band of its rows.
+    """Return the columns of a tile that lie inside the band of its rows.
 
     ``reach``: the least and the greatest offset of its sequences.
     """
     if full:
         return cols
-    start, stop = cols.start, cols.stop
-    if problem.left is not None:
-        start = max(start, rows.start + reach[0] - problem.left)
-    if problem.right is not None:
-        stop = min(stop, rows.stop + reach[1] + problem.right)
-    return slice(start, stop)
+    first, last = rows.start + reach[0], rows.stop - 1 + reach[1]
+    low, high = band.any_range(first, last, 0, problem.left, problem.right, cols.stop)
+    return slice(max(low, cols.start), high)
 
 
 def _length(s: slice) -> int:

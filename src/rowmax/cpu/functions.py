@@ -1,0 +1,132 @@
+"""Elementary functions of numbers, as Numba compiles them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import (
+    carray,  # pyright: ignore[reportPrivateImportUsage]
+    njit,
+    types,
+)
+from numba.extending import overload, register_jitable
+
+from ..rules.softmax import LOG2E
+from .vector import pointer_to
+
+# ``(2^f - 1) / f`` on [-1/2, 1/2], by the Remez algorithm: relative errors 1.1e-8 and 1.8e-17.
+_EXP2_32 = (
+    0.69314718792669302455,
+    0.24022649794962323386,
+    0.055503574336428407857,
+    0.0096182374948951896772,
+    0.0013390735477510891682,
+    0.00015403512372125907769,
+)
+_EXP2_64 = (
+    0.6931471805599453112,
+    0.24022650695910097888,
+    0.055504108664821236534,
+    0.0096181291076070656695,
+    0.0013333558146531632846,
+    0.00015403530441480679679,
+    0.00001525273370121467249,
+    1.3215442724231275498e-6,
+    1.0178121299157636101e-7,
+    7.0725617019006722852e-9,
+    4.4455372295661199996e-10,
+)
+
+STRICT = {"contract", "nsz"}  # keeps NaN, inf and the order of additions
+SUMS = {"contract", "nsz", "reassoc"}  # lets a sum be kept in the lanes of a vector
+
+
+def array(address, n, like) -> Any:
+    """Return the n numbers at an address, of ``like``'s dtype."""
+
+
+@overload(array, inline="always")
+def _array(address, n, like):
+    return lambda address, n, like: carray(pointer_to(address, like), n)
+
+
+def number(value, x) -> Any:
+    """Return the constant in the type of x: a bare one would make the arithmetic double."""
+
+
+@overload(number, inline="always")
+def _number(value, x):
+    real = np.float64 if x == types.float64 else np.float32
+    return lambda value, x: real(value)
+
+
+def exponential(x) -> Any:
+    """Return (2^r, g) with ``2^x = 2^r + 2^r g``, g = 2^(x - r) - 1 small.
+
+    2^r is 0 from -127 (-1023) down.
+    """
+
+
+@overload(exponential)
+def _exponential(x):
+    return _exponential64 if x == types.float64 else _exponential32
+
+
+@register_jitable
+def _exponential32(x):
+    x = np.float32(-127) if x < np.float32(-127) else x  # in this order a NaN stays
+    x = np.float32(128) if x > np.float32(128) else x
+    r = np.floor(x + np.float32(0.5))
+    f = x - r
+    g = np.float32(_EXP2_32[5])
+    g = g * f + np.float32(_EXP2_32[4])
+    g = g * f + np.float32(_EXP2_32[3])
+    g = g * f + np.float32(_EXP2_32[2])
+    g = g * f + np.float32(_EXP2_32[1])
+    g = g * f + np.float32(_EXP2_32[0])
+    power = np.int32((np.int32(r) + np.int32(127)) << np.int32(23))  # int32 sums are int64 here
+    return power.view(np.float32), g * f
+
+
+@register_jitable
+def _exponential64(x):
+    x = -1023.0 if x < -1023.0 else x
+    x = 1024.0 if x > 1024.0 else x
+    r = np.floor(x + 0.5)
+    f = x - r
+    g = _EXP2_64[10]
+    for n in range(9, -1, -1):
+        g = g * f + _EXP2_64[n]
+    power = np.int64((np.int64(r) + np.int64(1023)) << np.int64(52))
+    return power.view(np.float64), g * f
+
+
+@njit(fastmath=STRICT)
+def exp2(x):
+    power, g = exponential(x)
+    return power + power * g
+
+
+@njit(fastmath=STRICT)
+def tanh(x):
+    """Return ``(e^2x - 1) / (e^2x + 1)`` from ``e^2x - 1`` itself, which is accurate near 0."""
+    one = number(1, x)
+    power, g = exponential(x * number(2 * LOG2E, x))
+    minus1 = (power - one) + power * g
+    return one if x > number(20, x) else minus1 / (minus1 + number(2, x))
+
+
+@njit
+def bfloat_to_float(bits):
+    return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
+
+
+@njit(fastmath=STRICT)
+def half_to_float(bits):
+    """Return a float16, given its bits; a product widens subnormals, but not inf and NaN."""
+    magnitude = np.uint32(np.uint32(bits & np.uint16(0x7FFF)) << np.uint32(13))
+    value = magnitude.view(np.float32) * np.float32(2.0**112)
+    special = np.uint32(magnitude | np.uint32(0x7F800000)).view(np.float32)
+    value = special if magnitude >= np.uint32(0x0F800000) else value
+    return -value if bits & np.uint16(0x8000) else value

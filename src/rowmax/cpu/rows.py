@@ -1,0 +1,212 @@
+"""The steps of one row of one tile: its scores, their exponentials, dropout's draws.
+
+A row is a stretch of the score tile, -inf where masked: in natural units where
+``Problem.natural``, else in base 2, as ``s log2(e)``. Each loop here is over the columns of a row
+and becomes vector code.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+from numba.extending import overload
+
+from ..rules.softmax import LOG2E
+from .functions import STRICT, SUMS, array, bfloat_to_float, exp2, half_to_float, number
+from .rules import any_range, biased, capped, philox, sloped
+
+
+def ordered(x) -> Any:
+    """Return a float's bits as an integer of the same order; its own inverse."""
+
+
+@overload(ordered, inline="always")
+def _ordered(x):
+    if x == types.int64:
+        return lambda x: np.int64(x ^ ((x >> np.int64(63)) & np.int64(0x7FFFFFFFFFFFFFFF)))
+    return lambda x: np.int32(x ^ np.int32(np.int32(x >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+
+
+def row_max(row) -> Any:
+    """Return the greatest score.
+
+    The compiler compares integers a vector at a time. It does not do so with floats, whose
+    maximum is not associative where there is NaN.
+    """
+
+
+@overload(row_max)
+def _row_max(row):
+    double = row.dtype == types.float64
+    whole, real = (np.int64, np.float64) if double else (np.int32, np.float32)
+    least = -(2**63) if double else -(2**31)
+
+    def compute(row):
+        bits = row.view(whole)
+        m = whole(least)
+        for j in range(bits.size):
+            x = ordered(bits[j])
+            m = x if x > m else m
+        return whole(ordered(m)).view(real)
+
+    return compute
+
+
+@njit(fastmath=STRICT)
+def power(x, natural):
+    """Return ``e^x`` of a difference of natural scores, ``2^x`` of one in base 2."""
+    return exp2(x * number(LOG2E, x)) if natural else exp2(x)
+
+
+@njit(fastmath=SUMS)
+def exponentials(row, shift, natural):
+    """Make each score s ``power(s - shift)`` and return their sum."""
+    total, unit = number(0, shift), number(LOG2E, shift)
+    if natural:
+        for j in range(row.size):
+            p = exp2((row[j] - shift) * unit)
+            row[j] = p
+            total += p
+    else:
+        for j in range(row.size):
+            p = exp2(row[j] - shift)
+            row[j] = p
+            total += p
+    return total
+
+
+@njit(fastmath=STRICT)
+def cap(row, y, size):
+    """Cap a row of ``scale q.k / c``; keep y for the derivative, if wanted."""
+    size = row.dtype.type(size)
+    if y.size:
+        for j in range(row.size):
+            row[j], y[j] = capped(row[j], size)
+    else:
+        for j in range(row.size):
+            row[j], _ = capped(row[j], size)
+
+
+@njit(fastmath=STRICT)
+def add_bias(row, address, kind, stride):
+    """Add the bias; kind is its dtype, stride 0 where it broadcasts along keys."""
+    n = row.size
+    reach = max(1, 1 + (n - 1) * stride)
+    if kind == 0:
+        b32 = array(address, reach, np.empty(0, np.float32))
+        if stride == 1:
+            for j in range(n):
+                row[j] = biased(row[j], b32[j])
+        else:
+            for j in range(n):
+                row[j] = biased(row[j], b32[j * stride])
+    elif kind == 1:
+        b64 = array(address, reach, np.empty(0, np.float64))
+        for j in range(n):
+            row[j] = biased(row[j], row.dtype.type(b64[j * stride]))
+    elif kind == 2:
+        brain = array(address, reach, np.empty(0, np.uint16))
+        for j in range(n):
+            row[j] = biased(row[j], bfloat_to_float(brain[j * stride]))
+    else:
+        half = array(address, reach, np.empty(0, np.uint16))
+        for j in range(n):
+            row[j] = biased(row[j], half_to_float(half[j * stride]))
+
+
+@njit
+def pair_at(tensor, s, h, i, j):
+    """Return where the number of a pair lies in a tensor such as the bias, in elements."""
+    return tensor.b * s + tensor.h * h + tensor.i * i + tensor.j * j
+
+
+@njit(fastmath=STRICT)
+def score_row(row, y, call, seq, s, h, i, part):
+    """Make the scores of query i and the columns of a part of a tile, ``[part.width]``.
+
+    On entry the row holds ``q.k`` times ``query_scale``. It may reach past the last key.
+    """
+    if call.softcap > 0:
+        cap(row, y, call.softcap * log_unit(call))
+    if call.bias.address:
+        size = 2 if call.bias_kind >= 2 else 4 * (1 + call.bias_kind)
+        address = call.bias.address + size * pair_at(call.bias, s, h, i, part.j0)
+        add_bias(row[: part.keys], address, call.bias_kind, call.bias.j)
+    if call.alibi.address:
+        slope = row.dtype.type(array(call.alibi.address, call.hq, row)[h] * log_unit(call))
+        at = i + seq.offset - part.j0
+        for j in range(row.size):
+            row[j] = sloped(row[j], slope, row.dtype.type(abs(at - j)))
+    hide(row, row.dtype.type(-np.inf), call, seq, s, h, i, part)
+
+
+@njit(inline="always")
+def hide(row, nothing, call, seq, s, h, i, part):
+    """Write ``nothing`` where query i may not see the key."""
+    low, high = any_range(i, i, seq.offset, call.left, call.right, seq.end)
+    high = max(min(high - part.j0, row.size), 0)
+    low = min(max(low - part.j0, 0), high)
+    for j in range(low):
+        row[j] = nothing
+    for j in range(row.size - high):
+        row[high + j] = nothing
+    if part.partial:
+        mask_row(row[low:high], nothing, call, s, h, i, part.j0 + low)
+
+
+@njit
+def mask_row(row, nothing, call, s, h, i, j0):
+    """Write ``nothing`` where documents or the boolean tensor forbid."""
+    n = row.size
+    if call.k_ids.address:
+        ints = np.empty(0, np.int32)
+        q_id = array(call.q_ids.address + 4 * (call.q_ids.b * s + i), 1, ints)[0]
+        k_ids = array(call.k_ids.address + 4 * (call.k_ids.b * s + j0), n, ints)
+        for j in range(n):
+            row[j] = row[j] if k_ids[j] == q_id else nothing
+    if call.allowed.address:
+        stride = call.allowed.j
+        address = call.allowed.address + pair_at(call.allowed, s, h, i, j0)
+        allowed = array(address, max(1, n * stride), np.empty(0, np.uint8))
+        if stride == 1:
+            for j in range(n):
+                row[j] = row[j] if allowed[j] else nothing
+        else:
+            for j in range(n):
+                row[j] = row[j] if allowed[j * stride] else nothing
+
+
+@njit
+def log_unit(call):
+    """Return the factor from natural units to those of the scores."""
+    return 1.0 if call.natural else LOG2E
+
+
+@njit
+def query_scale(call):
+    """Return the factor of Q before the product: scores come out in their units, or over c."""
+    return call.scale / call.softcap if call.softcap > 0 else call.scale * log_unit(call)
+
+
+@njit
+def draws(kept, seed, s, h, i, j, threshold):
+    """Write 1 or 0 for the 64 keys from j on (see dropout.py); j is a multiple of 64."""
+    key = np.uint64(seed) & np.uint64(0xFFFFFFFF), np.uint64(seed) >> np.uint64(32)
+    for r in range(8):
+        counter = np.uint64(j // 8 + r), np.uint64(i), np.uint64(h), np.uint64(s)
+        c0, c1, c2, c3 = philox(counter, key)
+        for lane in range(4):
+            word = c0 if lane == 0 else c1 if lane == 1 else c2 if lane == 2 else c3
+            kept[8 * lane + r] = (word & np.uint64(0xFFFF)) >= np.uint64(threshold)
+            kept[8 * (lane + 4) + r] = (word >> np.uint64(16)) >= np.uint64(threshold)
+
+
+@njit
+def keep_row(kept, n, call, s, h, i, j0):
+    """Return 1 for each of the n keys from j0 on that dropout keeps, else 0; a part of ``kept``."""
+    before = j0 % 64
+    for j in range(0, before + n, 64):
+        draws(kept[j : j + 64], call.seed, s + call.first, h, i, j0 - before + j, call.threshold)
+    return kept[before : before + n]

@@ -1,0 +1,116 @@
+"""The rules as Numba compiles them.
+
+A rule of positions or of 64-bit words is compiled as it stands. A rule of numbers runs once on
+names; the formula that it writes is compiled. So an absent term costs nothing, and a constant has
+the dtype of the first argument: Numba would make the arithmetic double.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from ..rules import band, bound, dropout, score, softmax
+from ..rules.score import ScoreTerms
+from .functions import STRICT, exp2, number, tanh
+
+
+class _Formula:
+    """The text of a number; operators write longer texts."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+def _text(x: object) -> str:
+    return x.text if isinstance(x, _Formula) else f"number({x!r}, like)"
+
+
+def _written(pattern: str) -> Callable[..., _Formula]:
+    """Return the function that puts the texts of its arguments into the pattern."""
+    return lambda *x: _Formula(pattern.format(*map(_text, x)))
+
+
+for _name, _pattern in {
+    "__add__": "({} + {})",
+    "__sub__": "({} - {})",
+    "__rsub__": "({1} - {0})",
+    "__mul__": "({} * {})",
+    "__eq__": "({} == {})",
+}.items():
+    setattr(_Formula, _name, _written(_pattern))
+
+_FUNCTIONS = {
+    "max": _written("max({}, {})"),
+    "tanh": _written("tanh({})"),
+    "exp2": _written("exp2({})"),
+    "where": _written("({1} if {0} else {2})"),
+}
+
+
+def _of_texts(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the rule with the functions of texts in place of those of numbers."""
+    names = set(rule.__code__.co_names)
+    return bound(rule, **{name: f for name, f in _FUNCTIONS.items() if name in names})
+
+
+def formula(function: Callable[..., Any]) -> Any:
+    """Compile the formula that the function writes when it is called on its arguments' names."""
+    names = list(inspect.signature(function).parameters)
+    results = function(*map(_Formula, names))
+    results = results if isinstance(results, tuple) else (results,)
+    text = f"def {function.__name__}({', '.join(names)}):\n    like = {names[0]}\n"
+    text += f"    return {', '.join(map(_text, results))}\n"
+    space: dict[str, Any] = {"number": number, "tanh": tanh, "exp2": exp2, "inf": math.inf}
+    exec(text, space | {"__name__": __name__}, space)
+    return njit(fastmath=STRICT)(space[function.__name__])
+
+
+any_range = njit(band.any_range)
+
+_score = _of_texts(score.score)
+
+
+@formula
+def capped(x, cap):
+    """Return (s, y) of ``x = scale q.k / c`` under a softcap."""
+    return _score(x, ScoreTerms(inner=1, cap=cap))
+
+
+@formula
+def biased(x, bias):
+    return _score(x, ScoreTerms(bias=bias))[0]
+
+
+@formula
+def sloped(x, slope, distance):
+    return _score(x, ScoreTerms(slope=slope, distance=distance))[0]
+
+
+through_softcap = formula(_of_texts(score.through_softcap))
+moved = formula(_of_texts(softmax.moved))
+with_sink = formula(_of_texts(softmax.with_sink))
+score_gradient = formula(_of_texts(softmax.score_gradient))
+
+
+@njit(inline="always")
+def _multiply(a, b):
+    product = np.uint64(a) * np.uint64(b)
+    return product >> np.uint64(32), product & np.uint64(dropout.WORD)
+
+
+# inlined, the compiler takes the eight calls of 64 keys a vector at a time
+_round = njit(inline="always")(bound(dropout.philox_round, multiply=_multiply))
+philox = njit(inline="always")(
+    bound(
+        dropout.philox_rounds,
+        philox_round=_round,
+        INCREMENTS=tuple(map(np.uint64, dropout.INCREMENTS)),
+        WORD=np.uint64(dropout.WORD),
+    )
+)

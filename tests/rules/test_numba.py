@@ -1,0 +1,82 @@
+"""The rules as Numba compiles them: the numbers of the plain rules, in the dtype of the first."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rowmax.rules import band, dropout, score, softmax
+from rowmax.rules.score import ScoreTerms
+
+np = pytest.importorskip("numpy")
+pytest.importorskip("numba")
+from rowmax.cpu import rules  # noqa: E402
+
+FLOATS = {np.float32: 1e-5, np.float64: 1e-13}
+NUMBERS = st.lists(st.floats(-8.0, 8.0, width=32), min_size=3, max_size=3)
+WORDS = st.integers(0, 2**32 - 1)
+
+# each compiled rule, the plain one, and how many numbers they take
+RULES = {
+    "capped": (lambda x, cap: score.score(x, ScoreTerms(inner=1, cap=cap)), 2),
+    "biased": (lambda x, bias: score.score(x, ScoreTerms(bias=bias))[0], 2),
+    "sloped": (lambda x, a, d: score.score(x, ScoreTerms(slope=a, distance=d))[0], 3),
+    "through_softcap": (score.through_softcap, 2),
+    "moved": (softmax.moved, 2),
+    "with_sink": (softmax.with_sink, 3),
+    "score_gradient": (softmax.score_gradient, 3),
+}
+
+
+def _checked(name: str, numbers: list[float], real: type) -> None:
+    plain, count = RULES[name]
+    given = [real(x) for x in numbers[:count]]
+    got, want = getattr(rules, name)(*given), plain(*map(float, given))
+    pairs = zip(got, want, strict=True) if isinstance(want, tuple) else [(got, want)]
+    for a, b in pairs:
+        assert math.isclose(a, b, rel_tol=FLOATS[real], abs_tol=FLOATS[real]), (name, given)
+
+
+@pytest.mark.parametrize("real", FLOATS)
+@pytest.mark.parametrize("name", RULES)
+@given(numbers=NUMBERS)
+@settings(deadline=None)
+def test_numbers(name: str, real: type, numbers: list[float]) -> None:
+    _checked(name, numbers, real)
+
+
+@pytest.mark.parametrize("real", FLOATS)
+def test_rows_that_have_seen_nothing(real: type) -> None:
+    nothing = -math.inf
+    _checked("moved", [nothing, nothing], real)
+    _checked("moved", [nothing, 2.0], real)
+    _checked("with_sink", [nothing, 0.0, nothing], real)
+    _checked("with_sink", [nothing, 0.0, 3.0], real)
+    _checked("with_sink", [3.0, 2.0, nothing], real)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_nothing_becomes_double(name: str) -> None:
+    """A double in a loop of floats would halve its speed."""
+    from numba import types
+
+    compiled, count = getattr(rules, name), RULES[name][1]
+    compiled.compile((types.float32,) * count)
+    result = compiled.overloads[(types.float32,) * count].signature.return_type
+    assert result == types.float32 or set(result.types) == {types.float32}
+
+
+@given(st.lists(st.integers(-40, 40), min_size=5, max_size=5), st.integers(0, 60))
+@settings(deadline=None)
+def test_ranges(numbers: list[int], end: int) -> None:
+    assert rules.any_range(*numbers, end) == band.any_range(*numbers, end)
+
+
+@given(st.tuples(WORDS, WORDS, WORDS, WORDS), st.tuples(WORDS, WORDS))
+@settings(deadline=None)
+def test_words(counter: tuple[int, ...], key: tuple[int, int]) -> None:
+    got = rules.philox(tuple(map(np.uint64, counter)), tuple(map(np.uint64, key)))
+    assert tuple(map(int, got)) == dropout.philox_rounds(counter, key)
