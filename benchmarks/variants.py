@@ -40,19 +40,19 @@ hopper.backward 128: ORDERED=0,FRESH=0 ORDERED=1,FRESH=1
 hopper.backward 256: pair.q_stages=2,pair.alone=0
 triton.delta 128: 16,16,4,2 32,16,4,2 64,16,4,2 64,16,8,2 128,16,8,2 TOGETHER=0
 triton.delta 256: 16,16,4,2 32,16,4,2 64,16,4,2 32,16,8,2 64,16,8,2 TOGETHER=0
-triton.key_gradients 128: 64,128,8,3 64,128,8,4 64,128,8,2 64,64,4,2
-triton.key_gradients 128 causal: 64,128,8,3,split TOGETHER=0 TOGETHER=0.25 TOGETHER=4
-triton.query_gradients 128: 128,64,8,3 128,64,8,4 64,64,4,2
-triton.query_gradients 128 causal: 128,64,8,3,split TOGETHER=0 TOGETHER=0.25 TOGETHER=4
+triton.dkdv 128: 64,128,8,3 64,128,8,4 64,128,8,2 64,64,4,2
+triton.dkdv 128 causal: 64,128,8,3,split TOGETHER=0 TOGETHER=0.25 TOGETHER=4
+triton.dq 128: 128,64,8,3 128,64,8,4 64,64,4,2
+triton.dq 128 causal: 128,64,8,3,split TOGETHER=0 TOGETHER=0.25 TOGETHER=4
 triton.dk 256: 32,128,8,2 32,128,8,3 64,64,4,2 32,64,4,3 32,64,4,4
 triton.dk 256 causal: 32,64,8,3 64,64,8,2 TOGETHER=0 TOGETHER=0.25 TOGETHER=4
 triton.dv 256: 32,128,8,3 32,128,8,4 32,128,8,5 64,128,8,2 64,64,4,2
 triton.dv 256 causal: 64,64,8,3 32,64,4,4 TOGETHER=0 TOGETHER=0.25 TOGETHER=4
-triton.query_gradients 256: 64,32,4,3 64,32,4,4 64,64,4,2 128,32,8,3
-triton.query_gradients 256 causal: 128,32,8,3,split 64,32,4,3,split 64,64,8,2
-triton.query_gradients 256 causal: TOGETHER=0 TOGETHER=0.25 TOGETHER=4
-triton.bias_gradient 64 bias: 128,128,8,3 128,128,8,2 128,128,16,3 128,64,8,3 64,128,4,2 64,64,4,3
-triton.bias_gradient 128 bias: 128,128,8,3 128,128,8,2 128,128,16,3 128,64,8,3 64,128,4,2 64,64,4,3
+triton.dq 256: 64,32,4,3 64,32,4,4 64,64,4,2 128,32,8,3
+triton.dq 256 causal: 128,32,8,3,split 64,32,4,3,split 64,64,8,2
+triton.dq 256 causal: TOGETHER=0 TOGETHER=0.25 TOGETHER=4
+triton.dbias 64 bias: 128,128,8,3 128,128,8,2 128,128,16,3 128,64,8,3 64,128,4,2 64,64,4,3
+triton.dbias 128 bias: 128,128,8,3 128,128,8,2 128,128,16,3 128,64,8,3 64,128,4,2 64,64,4,3
 """
 
 
@@ -160,44 +160,44 @@ def triton_forward(cell: Cell, x: Inputs, change: str) -> Call:
 
 
 def triton_gradient(job: str, cell: Cell, x: Inputs, change: str) -> Call:
-    from rowmax.gpu.triton.bundles import ROW_UNIT, Pointers, pointers
+    from rowmax.gpu.triton import backward_dbias, backward_dkdv, backward_dq, preprocess
+    from rowmax.gpu.triton.kernel_args import Pointers
+    from rowmax.gpu.triton.launch import Job, build_job
     from rowmax.gpu.triton.tiles import tiles_for
 
-    module = import_module("rowmax.gpu.triton.backward")
+    specs = (preprocess.DELTA, backward_dkdv.DKDV, backward_dkdv.DK, backward_dkdv.DV)
+    specs = {spec.name: spec for spec in (*specs, backward_dq.DQ, backward_dbias.DBIAS)}
     forward = import_module("rowmax.gpu.triton.forward").forward
-    plans = {"dk": module.plan_key_gradients, "dv": module.plan_key_gradients}
     tensors, problem = posed(cell, x)
     out, lse = forward(problem, tensors)
-    rows = [lse.new_empty((*lse.shape[:2], -(-cell.n // ROW_UNIT) * ROW_UNIT)) for _ in range(2)]
-    rest = torch.zeros_like(rows[0]) if problem.natural else None
+    lse2, delta = (lse.new_empty(preprocess.padded_rows(problem)) for _ in range(2))
+    rest = torch.zeros_like(lse2) if problem.natural else None
 
-    def planned(job: str, change: str) -> Any:
+    def planned(job: str, change: str) -> Job:
         tiles, options = changed(tiles_for(job, problem, x.q.device), change)
-        plan = plans.get(job) or getattr(module, f"plan_{job}")
-        found = plan(problem, tensors, tiles, x.dout)
+        found = build_job(specs[job], problem, tensors, tiles, x.dout)
         if "TOGETHER" in options:
-            heads = int(found.n.together * options["TOGETHER"])
-            found.n = found.n._replace(together=max(1, heads))
+            heads = int(found.numbers.together * options["TOGETHER"])
+            found.numbers = found.numbers._replace(together=max(1, heads))
         return found
 
-    of_rows = Pointers(tensors.q, None, None, out, lse, dout=x.dout, rest=rest)
-    of_rows = of_rows._replace(lse2=rows[0], delta=rows[1])
+    read = {"dout": x.dout, "lse2": lse2, "delta": delta, "rest": rest}
+    of_rows = Pointers(tensors.q, out=out, lse=lse, **read)
     planned("delta", "shipped").run(of_rows)
-    t = pointers(tensors)._replace(dout=x.dout, lse2=rows[0], delta=rows[1], rest=rest)
     q, k, v = (torch.empty_like(y) for y in tensors[:3])
     results: dict[str, dict[str, Any]] = {
         "delta": {},
-        "key_gradients": {"dk": k, "dv": v},
+        "dkdv": {"dk": k, "dv": v},
         "dk": {"dk": k},
         "dv": {"dv": v},
-        "query_gradients": {"dq": q},
-        "bias_gradient": {"dbias": None if x.bias is None else torch.empty_like(x.bias)},
+        "dq": {"dq": q},
+        "dbias": {"dbias": None if x.bias is None else torch.empty_like(x.bias)},
     }
     found = results[job]
-    t = t._replace(**found) if job != "delta" else of_rows
+    ptr = of_rows if job == "delta" else Pointers(*tensors, **read, **found)
     run = planned(job, change)
-    made = tuple(found.values()) or (rows[1][..., : cell.n],)
-    return lambda: (run.run(t), made)[1]
+    made = tuple(found.values()) or (delta[..., : cell.n],)
+    return lambda: (run.run(ptr), made)[1]
 
 
 #: by name: the maker, and the products that are counted
@@ -210,7 +210,7 @@ KERNELS: dict[str, tuple[Callable[[Cell, Inputs, str], Call], int]] = {
     "hopper.pair": (partial(hopper_backward, "pair"), 4),
     "triton.forward": (triton_forward, 2),
 }
-_JOBS = {"delta": 0, "key_gradients": 4, "dk": 3, "dv": 2, "query_gradients": 3, "bias_gradient": 2}
+_JOBS = {"delta": 0, "dkdv": 4, "dk": 3, "dv": 2, "dq": 3, "dbias": 2}
 KERNELS |= {f"triton.{job}": (partial(triton_gradient, job), n) for job, n in _JOBS.items()}
 
 

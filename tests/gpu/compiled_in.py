@@ -21,8 +21,8 @@ from rowmax.call.problem import Problem, Wanted
 from rowmax.gpu.triton import backward, forward
 from rowmax.gpu.triton import tiles as plain
 from rowmax.gpu.triton.backward import bias_sum
-from rowmax.gpu.triton.bundles import folded
-from rowmax.gpu.triton.maps import listed
+from rowmax.gpu.triton.kernel_args import folded
+from rowmax.gpu.triton.tile_maps import listed
 from tests.cases import Case
 from tests.drawn import Drawn, given_cotangents, problem_of
 
@@ -47,12 +47,12 @@ def compiled_in(case: Case, dtype: str, backend: str) -> Hashable:
 def _triton(p: Problem) -> Hashable:
     cuda = torch.cuda.is_available()
     limits = plain.limits_of(torch.device("cuda", 0)) if cuda else H200
-    jobs = ["forward", "delta", "query_gradients"]
-    jobs += ["dk", "dv"] if max(p.d, p.dv) > plain.BOTH_UP_TO else ["key_gradients"]
+    jobs = ["forward", "delta", "dq"]
+    jobs += ["dk", "dv"] if max(p.d, p.dv) > plain.BOTH_UP_TO else ["dkdv"]
     found: list[Hashable] = [p.total_q == 0 or p.batch == 0, p.total_k == 0]
     if p.bias is not None:
         found += [min(p.batch, 2), bias_sum(p), p.hq // p.bias[1], p.nk % 8 == 0, p.nk % 4 == 0]
-        jobs.append("bias_gradient")
+        jobs.append("dbias")
     for job in jobs:
         tiles = plain.chosen(plain.kind_of(job, p), limits, p)
         found += [tiles, p.nq % tiles.block_q == 0, p.nk % tiles.block_k == 0]
@@ -97,7 +97,7 @@ def kernels_of(drawn: Drawn, known: set[Hashable]) -> int:
     before = len(known)
 
     def note(job: Any, t: Any) -> None:
-        signature = job.launch.signature(t, job.n, job.c)
+        signature = job.launch.signature(t, job.numbers, job.config)
         options = tuple(job.options.items())
         known.add((id(job.kernel), *(tuple(x.items()) for x in signature), options))
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ....call.problem import Gradients, Problem, Tensors, Wanted
-from ...triton.row_sums import row_sums
+from ...triton.preprocess import row_sums
 from .. import packed
 from ..copies import placed, taken, takes
 from ..documents import tile_spans
