@@ -63,7 +63,7 @@ def _triton(p: Problem) -> Hashable:
 
 def _hopper(p: Problem, case: Case) -> Hashable:
     from rowmax.gpu import hopper
-    from rowmax.gpu.hopper import launch
+    from rowmax.gpu.hopper import host
     from rowmax.gpu.hopper import tiles as forward
     from rowmax.gpu.hopper.gradients import biases, plans
     from rowmax.gpu.hopper.gradients import tiles as gradients
@@ -75,9 +75,9 @@ def _hopper(p: Problem, case: Case) -> Hashable:
     if p.bias is not None:
         bias = torch.empty(p.bias, dtype=p.bias_dtype, device="meta")
         bias = bias.transpose(2, 3).contiguous().transpose(2, 3) if case.transposed else bias
-    how = launch.how_bias_comes(p, bias)
+    how = host.bias_path(p, bias)
     cuda = torch.cuda.is_available()
-    processors = launch.processors(torch.device("cuda", 0)) if cuda else PROCESSORS
+    processors = host.processors(torch.device("cuda", 0)) if cuda else PROCESSORS
     tile = forward.tile_for(p, how, processors)
     found: list[Hashable] = [forward.config_for(p, tile, how, forward.packed_heads(p, how))]
     by = biases.gradient_by(p) if p.bias is not None else ""

@@ -36,7 +36,7 @@ CASES = [
 def forget() -> None:
     """Have every plan made anew."""
     importlib.import_module("rowmax.gpu.triton.launch")._jobs.clear()
-    importlib.import_module("rowmax.gpu.hopper.launch")._PLANS.clear()
+    importlib.import_module("rowmax.gpu.hopper.host")._PLANS.clear()
     importlib.import_module("rowmax.gpu.hopper.gradients.plans").PLANS.clear()
     importlib.import_module("rowmax.gpu.hopper.packed")._placing.cache_clear()
 

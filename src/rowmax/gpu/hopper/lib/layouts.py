@@ -1,4 +1,4 @@
-"""Where the elements of a tile lie, in registers and in shared memory."""
+"""The places of a tile's elements, in registers and in shared memory."""
 
 from __future__ import annotations
 
@@ -7,26 +7,20 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.constexpr_function
-def score_layout(C):
-    """S ``[64, BLOCK_K]`` as the product leaves it."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_K, 16])
-
-
-@gluon.constexpr_function
-def value_layout(width):
-    """O ``[64, width]`` as the product leaves it."""
+def product_layout(width):
+    """S or O ``[64, width]`` as the product leaves it."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
 
 
 @gluon.constexpr_function
 def weight_layout(width):
-    """P as the product takes it from registers; the same threads hold it as held S."""
-    return gl.DotOperandLayout(operand_index=0, parent=value_layout(width), k_width=2)
+    """P as the product takes it from registers; the threads that held S hold it."""
+    return gl.DotOperandLayout(operand_index=0, parent=product_layout(width), k_width=2)
 
 
 @gluon.constexpr_function
 def matrix(rows, width, dtype):
-    """A block ``[rows, width]`` in shared memory, swizzled for TMA and wgmma."""
+    """A tile ``[rows, width]`` in shared memory, swizzled for TMA and wgmma."""
     return gl.NVMMASharedLayout.get_default_for([rows, width], dtype)
 
 
@@ -34,7 +28,7 @@ def matrix(rows, width, dtype):
 def output_layout(width):
     """O ``[64, width]`` for stores of 16 bytes: eight neighbours of a row in each thread.
 
-    A quad keeps its rows, so getting here from the product's layout stays within a warp.
+    A quad keeps its rows, so the conversion from the product's layout stays within a warp.
     """
     far = [[0, n] for n in (32, 64, 128) if n < width]
     return gl.DistributedLinearLayout(
