@@ -22,7 +22,7 @@ help: ## list the targets
 		while IFS='|' read -r target text; do printf '  %-10s%s\n' "$$target" "$$text"; done
 
 demo: $(STAMP) ## check this machine, train a small GPT, run a long sequence; writes report.html
-	$(BIN)/rowmax demo $(ARGS)
+	$(BIN)/python -m demo $(ARGS)
 
 test: lint unit doctest ## lint, unit and doctest
 
@@ -49,10 +49,11 @@ unit-interpreter: $(STAMP)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/triton -k "float32 or shared-11qk" $(ARGS)
 
 doctest: $(STAMP) ## the examples in docstrings
-	$(BIN)/python -m pytest --doctest-modules src
+	$(BIN)/python -m pytest --doctest-modules src demo
 
 bench: $(STAMP) ## time against PyTorch's own attention; writes benchmarks/results/cpu.csv
-	$(BIN)/python benchmarks/cpu.py --csv benchmarks/results/cpu.csv $(ARGS)
+	$(BIN)/python -m benchmarks --device cpu --csv benchmarks/results/cpu.csv $(ARGS)
+	$(BIN)/python -m benchmarks --device cpu --cells memory --only H8 --passes memory --turns 1
 
 # A Python that was built without ensurepip (Debian's, without python3-venv) makes no pip in the
 # environment; then its own pip installs there.

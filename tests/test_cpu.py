@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import rowmax
-from rowmax.cli.memory import Memory
+from demo.memory import Memory
 
 pytest.importorskip("numba")
 

@@ -1,4 +1,4 @@
-"""The command line: what it says, and what it says when asked for what is not there."""
+"""The output of the command line, and its errors."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from typer.testing import CliRunner
 
 import rowmax
 from rowmax.cli.app import app
+from rowmax.cli.features import FEATURES
 
 
 def invoke(*arguments: str):
-    """(exit code, what was printed, in one line and without boxes)."""
+    """Return (exit code, output in one line and without boxes)."""
     result = CliRunner().invoke(app, list(arguments))
     return result.exit_code, re.sub(r"[\s│╭╮╰╯─]+", " ", result.output)
 
@@ -26,8 +27,9 @@ def invoke(*arguments: str):
 def test_help_names_every_command():
     code, text = invoke("--help")
     assert code == 0
-    for name in ("demo", "check", "explain"):
-        assert name in text
+    for name in ("check", "explain", "tune"):
+        assert f" {name} " in text
+    assert "demo" not in text
 
 
 def test_version():
@@ -40,10 +42,9 @@ def test_version():
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        (("demo", "--device", "nowhere"), "--device"),
+        (("check", "--device", "nowhere"), "--device"),
         (("check", "--device", "cuda:99"), "cuda:99"),
         (("check", "--backend", "cudnn"), "want one of hopper, triton, cpu, torch, reference"),
-        (("demo", "--steps", "3"), "--steps"),
         (("explain", "--dtype", "int8"), "want float32, float16, bfloat16, float64"),
         (("explain", "--window", "5"), "want left,right"),
         (("explain", "--window", "5,1.5"), "want left,right"),
@@ -66,7 +67,32 @@ def test_bad_options_are_named(arguments: tuple[str, ...], wanted: str):
     assert "Traceback" not in text
 
 
-def test_a_device_that_torch_lacks_is_told_in_a_line():
+@pytest.mark.parametrize("options", [(), ("--quick",), ("--help",), ("--steps", "30", "x")])
+def test_the_demo_is_in_the_repository(options: tuple[str, ...]):
+    code, text = invoke("demo", *options)
+    assert code == 2
+    assert "in the repository" in text
+    assert "make demo" in text
+
+
+def test_check_prints_the_table():
+    code, text = invoke("check", "--device", "cpu", "--backend", "torch")
+    assert code == 0
+    assert "Checks: starting" in text
+    assert f"{len(FEATURES)} of {len(FEATURES)} right" in text
+
+
+def test_a_wrong_backend_is_the_exit_code(monkeypatch: pytest.MonkeyPatch):
+    def fail(problem: object, tensors: object) -> None:
+        raise RuntimeError("out of shared memory")
+
+    monkeypatch.setattr("rowmax.tiled.forward", fail)
+    code, text = invoke("check", "--device", "cpu", "--backend", "torch")
+    assert code == 1
+    assert "0 of" in text
+
+
+def test_a_device_that_torch_lacks_is_refused_in_a_line():
     code, text = invoke(
         "explain", "--device", "mps" if not torch.backends.mps.is_available() else "hpu"
     )
@@ -81,7 +107,7 @@ def test_a_window_may_have_negative_limits():
     assert "window (left 5, right -1)" in text
 
 
-def test_explain_is_what_the_function_says():
+def test_explain_prints_what_the_function_returns():
     code, text = invoke(
         *("explain", "--device", "cpu", "-b", "2", "-n", "300", "--heads", "4", "--kv-heads", "2"),
         *("-d", "32", "--window", "64,0", "--bias", "1hqk", "--sink", "--dropout", "0.1"),
@@ -98,7 +124,7 @@ def test_explain_is_what_the_function_says():
     assert text.split() == str(wanted).split()
 
 
-def test_explain_takes_what_would_not_fit_in_memory():
+def test_explain_takes_a_call_that_would_not_fit_in_memory():
     code, text = invoke("explain", "--device", "cpu", "-n", "1000000", "--causal", "-d", "128")
     assert code == 0
     assert "1000000" in text.replace(",", "")
@@ -129,10 +155,10 @@ def test_explain_of_queries_aligned_to_lengths():
     assert "aligned to them" in text
 
 
-def test_without_its_libraries_it_says_what_to_install():
+def test_without_its_libraries_it_names_the_extra():
     code = (
         "import sys; sys.modules['typer'] = None; "
-        "from rowmax.cli import main; sys.argv = ['rowmax', 'demo']; main()"
+        "from rowmax.cli import main; sys.argv = ['rowmax', 'check']; main()"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120

@@ -1,4 +1,4 @@
-"""``rowmax tune`` with times that are made up: what it says and keeps, and when."""
+"""``rowmax tune`` with simulated times: its output and its file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def kinds() -> list[tiles.Kind]:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
-    """What was called, of two kinds with three candidates each, the last of which cannot run."""
+    """Return the list of calls, of two kinds with three candidates each; the last cannot run."""
     called: list[Any] = []
 
     def trials(d: int, dtype: torch.dtype, causal: bool, device: str) -> list[Any]:
@@ -52,15 +52,15 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     return called
 
 
-def test_the_fastest_is_told_and_kept(calls: list[Any]) -> None:
-    told = io.StringIO()
-    path = tune.run(Console(file=told), (64,), torch.bfloat16, CPU)
+def test_the_fastest_is_printed_and_kept(calls: list[Any]) -> None:
+    output = io.StringIO()
+    path = tune.tune_tiles(Console(file=output), (64,), torch.bfloat16, CPU)
     assert path is not None
     kept = tiles.user_tiles("cpu")
     assert kept == {str(kind): SHAPES[1] for kind in kinds()}
-    said = told.getvalue()
-    assert said.count("64 x 64, 4 warps, 3 stages, one loop") == 4, said  # full and causal
-    assert str(path) in said
+    text = output.getvalue()
+    assert text.count("64 x 64, 4 warps, 3 stages, one loop") == 4, text  # full and causal
+    assert str(path) in text
     tiles.user_tiles.cache_clear()
 
 
@@ -76,7 +76,7 @@ def test_a_stop_loses_only_what_is_under_way(
 
     monkeypatch.setattr(tuning, "measure", stopped)
     with pytest.raises(KeyboardInterrupt):
-        tune.run(Console(file=io.StringIO()), (64,), torch.bfloat16, CPU)
+        tune.tune_tiles(Console(file=io.StringIO()), (64,), torch.bfloat16, CPU)
     assert list(json.loads((tmp_path / "tiles.json").read_text())["cpu"]) == [str(kinds()[0])]
 
 
@@ -84,7 +84,7 @@ def test_nothing_runs(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(
         tuning, "measure", lambda kind, shape, call: tuning.Trial(kind, shape, None)
     )
-    assert tune.run(Console(file=io.StringIO()), (64,), torch.bfloat16, CPU) is None
+    assert tune.tune_tiles(Console(file=io.StringIO()), (64,), torch.bfloat16, CPU) is None
 
 
 def test_a_mistake_is_no_refusal() -> None:
@@ -96,13 +96,13 @@ def test_a_mistake_is_no_refusal() -> None:
         list(tuning.compiled([refused, wrong], CPU))
 
 
-def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
+def test_a_file_that_cannot_be_written_is_refused_before_any_measurement(
     calls: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ROWMAX_CACHE", str(tmp_path / "file"))
     with pytest.raises(OSError, match=r"tuned tiles cannot be kept: .*set ROWMAX_CACHE"):
-        tune.run(Console(file=io.StringIO()), (64,), torch.bfloat16, CPU)
+        tune.tune_tiles(Console(file=io.StringIO()), (64,), torch.bfloat16, CPU)
     assert calls == []
 
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import sys
-import time
+from importlib.util import find_spec
 
 
 def main() -> None:
-    """Run the command that ``sys.argv`` asks for."""
-    try:
-        from .app import app
-        from .clock import age
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] not in ("typer", "rich", "click"):
-            raise
+    """Run the command that ``sys.argv`` names."""
+    require_libraries()
+    from .app import app
+
+    app()
+
+
+def require_libraries() -> None:
+    """Exit with code 2 and a line on stderr if typer or rich is missing."""
+    if find_spec("typer") is None or find_spec("rich") is None:
         message = 'rowmax: the command line needs typer and rich: pip install "rowmax[cli]"'
         print(message, file=sys.stderr)
-        raise SystemExit(2) from None
-    app(obj=time.monotonic() - age())
+        raise SystemExit(2)

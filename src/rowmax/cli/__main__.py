@@ -1,4 +1,4 @@
-"""``python -m rowmax.cli``, where no script is installed."""
+"""Run ``python -m rowmax.cli`` where no script is installed."""
 
 from . import main
 

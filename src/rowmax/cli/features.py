@@ -1,4 +1,4 @@
-"""The features that an installation is checked for: a name, and a call that has it."""
+"""The features that an installation is checked for: a name, and a call that uses it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ B, N, H, D = 2, 200, 4, 64
 
 @dataclass(frozen=True)
 class Call:
-    """Arguments of ``attention``, or of ``attention_varlen`` where there are offsets."""
+    """Arguments of ``attention``, or of ``attention_varlen`` if it has offsets."""
 
     q: Tensor
     k: Tensor
@@ -25,21 +25,21 @@ class Call:
     offsets: tuple[Tensor, Tensor] | None = None
 
     def leaves(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Fresh leaves of the inputs that have gradients, in their own dtype or in another."""
+        """Return fresh leaves of the inputs with gradients, in their own dtype or another."""
         named = {"q": self.q, "k": self.k, "v": self.v}
         named |= {n: self.options[n] for n in ("bias", "sink") if n in self.options}
         return {n: t.detach().to(dtype or t.dtype).requires_grad_() for n, t in named.items()}
 
 
 class Maker:
-    """Random numbers for calls, the same for every machine."""
+    """Makes random numbers for calls, the same on every machine."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, seed: int) -> None:
         self.device, self.dtype = device, dtype
         self.generator = torch.Generator().manual_seed(seed)
 
     def normal(self, *shape: int, wide: bool = False) -> Tensor:
-        """Of the inputs' dtype; wide: of the accumulator's."""
+        """Return normal numbers in the dtype of the inputs, or of the accumulator if wide."""
         t = torch.randn(shape, generator=self.generator)
         return t.to(self.device, self.accumulator if wide else self.dtype)
 
@@ -81,13 +81,13 @@ def _cache(m: Maker) -> Call:
     return m.call(nq=70, causal=True, mask=mask)
 
 
-def _nothing_to_see(m: Maker) -> Call:
+def _rows_without_keys(m: Maker) -> Call:
     mask = m.bools(B, 1, N, N)
     mask[:, :, ::3] = False
     return m.call(mask=mask)
 
 
-def _padding_that_is_nan(m: Maker) -> Call:
+def _nan_padding(m: Maker) -> Call:
     call = m.call(mask=rowmax.PrefixLengths(m.integers(130, 57)))
     for b, length in enumerate((130, 57)):
         call.k[b, length:] = call.v[b, length:] = torch.nan
@@ -110,7 +110,7 @@ def _packed(m: Maker) -> Call:
     return Call(q, k, v, {"causal": True}, (cu, cu))
 
 
-def _all_at_once(m: Maker) -> Call:
+def _everything(m: Maker) -> Call:
     return m.call(
         nq=150,
         hk=2,
@@ -134,8 +134,8 @@ FEATURES = (
     Feature("prefix lengths, one of them 0", _lengths),
     Feature("causal, aligned to prefix lengths", _cache),
     Feature("boolean mask", lambda m: m.call(mask=m.bools(B, 1, N, N))),
-    Feature("rows that may see nothing", _nothing_to_see),
-    Feature("NaN in masked keys and values", _padding_that_is_nan),
+    Feature("rows that may see nothing", _rows_without_keys),
+    Feature("NaN in masked keys and values", _nan_padding),
     Feature("bias [H, N, N] with gradient", lambda m: m.call(bias=m.normal(H, N, N))),
     Feature("bias [B, 1, 1, N] with gradient", lambda m: m.call(bias=m.normal(B, 1, 1, N))),
     Feature("ALiBi, causal", _alibi),
@@ -146,22 +146,9 @@ FEATURES = (
     Feature("Dv other than D", lambda m: m.call(d=48, dv=80)),
     Feature("any strides", _strides),
     Feature("packed sequences, one empty", _packed),
-    Feature("all of it at once", _all_at_once),
-    Feature("float64, all of it", _all_at_once, torch.float64),
-    Feature("float32, all of it", _all_at_once, torch.float32),
-    Feature("float16, all of it", _all_at_once, torch.float16),
-    Feature("bfloat16, all of it", _all_at_once, torch.bfloat16),
-)
-
-#: the demo does not pass without these
-NEEDED = ("all of it at once", "every key", "causal")
-#: checked first, for a wrong kernel most likely fails one of them; the others follow in order
-TELLING = (
-    *NEEDED,
-    "boolean mask",
-    "bias [H, N, N] with gradient",
-    "grouped heads, 4 to 1",
-    "packed sequences, one empty",
-    "rows that may see nothing",
-    "NaN in masked keys and values",
+    Feature("all of it at once", _everything),
+    Feature("float64, all of it", _everything, torch.float64),
+    Feature("float32, all of it", _everything, torch.float32),
+    Feature("float16, all of it", _everything, torch.float16),
+    Feature("bfloat16, all of it", _everything, torch.bfloat16),
 )

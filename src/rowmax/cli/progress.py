@@ -1,66 +1,66 @@
-"""Progress of the demo: a live line on a terminal, else a plain line every few seconds."""
+"""Progress of a command: a live line on a terminal, else a plain line every few seconds."""
 
 from __future__ import annotations
 
 import threading
-from types import TracebackType
+import time
+from collections.abc import Callable
 
 from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
 
-from .clock import Clock
-
-EVERY = 10.0  # seconds between plain lines
+INTERVAL = 10.0  # seconds between plain lines
 
 
 class Progress:
-    """Shows the latest text of ``say``: what is done and what comes.
+    """Shows the latest text: what is done and what comes next.
 
-    Plain lines come from a thread of their own, because one step may take longer than the
-    interval.
+    A thread prints the plain lines, because one step may take longer than the interval.
     """
 
     def __init__(
-        self, console: Console, clock: Clock, text: str, every: float | None = None
+        self,
+        console: Console,
+        text: str,
+        elapsed: Callable[[], float] | None = None,
+        interval: float = INTERVAL,
     ) -> None:
-        self.console, self.clock, self.text = console, clock, text
-        self.every = EVERY if every is None else every
-        self.live: Status | None = None
+        """``elapsed`` returns the seconds that plain lines begin with, by default since now."""
+        start = time.monotonic()
+        self._console, self._text, self._interval = console, text, interval
+        self._elapsed = elapsed or (lambda: time.monotonic() - start)
+        self._live: Status | None = None
         if console.is_terminal:
-            self.live = console.status(escape(text), spinner="line")
-        self.ended = threading.Event()
-        self.thread = threading.Thread(target=self._repeat, daemon=True)
+            self._live = console.status(escape(text), spinner="line")
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._repeat, daemon=True)
 
     def __enter__(self) -> Progress:
-        if self.live is not None:
-            self.live.start()
+        if self._live is not None:
+            self._live.start()
         else:
             self._print()
-            self.thread.start()
+            self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.ended.set()
-        if self.live is not None:
-            self.live.stop()
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._live is not None:
+            self._live.stop()
         else:
-            self.thread.join()
+            self._thread.join()
 
-    def say(self, text: str) -> None:
-        self.text = text
-        if self.live is not None:
-            self.live.update(escape(text))
+    def show(self, text: str) -> None:
+        """Replace the text."""
+        self._text = text
+        if self._live is not None:
+            self._live.update(escape(text))
 
     def _repeat(self) -> None:
-        while not self.ended.wait(self.every):
+        while not self._ended.wait(self._interval):
             self._print()
 
     def _print(self) -> None:
-        line = f"{self.clock.elapsed:4.0f} s  {self.text}"
-        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        line = f"{self._elapsed():4.0f} s  {self._text}"
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""``rowmax tune``: tile shapes measured on this machine's GPU, kept for later calls."""
+"""``rowmax tune``: measures tile shapes on this machine's GPU and keeps them for later calls."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from ..gpu.triton.tuning import Trial
 
 
-def run(
+def tune_tiles(
     console: Console, heads: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Path | None:
-    """Measure every candidate and store the fastest; the file, or None where nothing ran.
+    """Measure every candidate and store the fastest; return the file, or None if nothing ran.
 
-    What is found is told and kept kind by kind: a stop loses only the kind that is measured then.
+    Each kind is printed and stored at once: an interrupt loses only the kind that is measured then.
 
     Raises:
-        OSError: the file of tuned tiles cannot be written; before anything is measured.
+        OSError: the file of tuned tiles cannot be written; raised before any measurement.
     """
     from ..gpu.triton import tiles, tuning
 
@@ -40,7 +40,7 @@ def run(
         TimeRemainingColumn(),
     )
 
-    def tell(text: str) -> None:
+    def log(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=True)
 
     with Progress(*columns, console=console) as progress:
@@ -48,25 +48,25 @@ def run(
             for causal in (False, True):
                 todo = tuning.trials(d, dtype, causal, device=str(device))
                 name = f"head {d}, {'causal' if causal else 'full'}"
-                tell(f"{name}: {len(todo)} candidates")
+                log(f"{name}: {len(todo)} candidates")
                 start = time.perf_counter()
                 ready = tuning.compiled([call for _, _, call in todo], device)
                 for _ in progress.track(ready, len(todo), description=f"{name}: compile"):
                     pass
-                tell(f"  compiled in {time.perf_counter() - start:.0f} s")
+                log(f"  compiled in {time.perf_counter() - start:.0f} s")
                 steps = progress.track(todo, description=f"{name}: measure")
                 for kind, some in groupby(steps, lambda trial: trial[0]):
                     done = [tuning.measure(*trial) for trial in some]
                     found = tuning.winners(done)
-                    tell(f"  {kind}: {described(found, done)}")
+                    log(f"  {kind}: {describe(found, done)}")
                     if found:
                         path = tiles.keep(tiles.limits_of(device).name, found)
-    tell(f"Kept in {path}" if path else "No candidate ran on this device.")
+    log(f"Kept in {path}" if path else "No candidate ran on this device.")
     return path
 
 
-def described(found: dict[str, Tiles], done: list[Trial]) -> str:
-    """The fastest of the trials of one kind, in words."""
+def describe(found: dict[str, Tiles], done: list[Trial]) -> str:
+    """Return a line on the fastest of the trials of one kind."""
     for best in found.values():
         ms = next(t.ms for t in done if t.tiles == best)
         loops = "two loops" if best.split else "one loop"

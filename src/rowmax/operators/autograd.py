@@ -8,7 +8,7 @@ These refuse what they cannot do, wherever they run: eager, traced or exported.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,7 +43,8 @@ def attend(tensors: Tensors, options: Options, problem: Problem | None) -> tuple
     if not torch.compiler.is_compiling():
         if _is_direct(tensors):
             if any_requires_grad(tensors):
-                return _Attention.apply(None, *tensors, *options)  # pyright: ignore
+                direct = _Direct(options, problem or known_problem(tensors, options))
+                return _Attention.apply(direct, *tensors)  # pyright: ignore
             return library.forward(tensors, options, problem)
         flop_counter.register()
     return torch.ops.rowmax.forward(*tensors, *options)
@@ -127,45 +128,57 @@ def _check_backward(problem: Problem, name: str, wanted: tuple[bool, ...]) -> No
         check_wanted(plan, Wanted(*wanted))
 
 
+class _Direct(NamedTuple):
+    """A call past the dispatcher."""
+
+    options: Options
+    problem: Problem
+
+
 class _Attention(_Function):
-    """The forward operator between autograd and the kernels below it."""
+    """The forward operator between autograd and the kernels below it.
+
+    ``way`` is a ``_Direct``, and the inputs are the tensors; or the dispatch keys below autograd,
+    and the inputs are those of the operator.
+    """
 
     @staticmethod
-    def forward(ctx: Any, below: DispatchKeySet | None, *inputs: Any) -> tuple[Tensor, Tensor]:
-        if below is None:  # past the dispatcher
-            tensors, options = library.split(inputs)
-            problem = known_problem(tensors, options)
+    def forward(ctx: Any, way: DispatchKeySet | _Direct, *inputs: Any) -> tuple[Tensor, Tensor]:
+        tensors = inputs[: library.N_TENSORS]
+        if isinstance(way, _Direct):
+            options, problem = way
             if options.backend is not None:
                 wanted = ctx.needs_input_grad[1 : 1 + library.N_DIFFERENTIABLE]
                 _check_backward(problem, options.backend, wanted)
-            out, lse = library.forward(tensors, options, problem)
+            out, lse = library.forward(Tensors(*tensors), options, problem)
         else:
-            # Left to its backward to check: the problem of a traced or transformed call may not be
-            # the one that runs.
-            out, lse = _redispatch(_forward_operator, below, inputs)
+            # The backend is checked in the backward: the problem of a traced or transformed call
+            # may not be the one that runs.
+            options, problem = inputs[library.N_TENSORS :], None
+            out, lse = _redispatch(_forward_operator, way, inputs)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[: library.N_TENSORS], out, lse)
-        ctx.options = inputs[library.N_TENSORS :]
+        ctx.save_for_backward(*tensors, out, lse)
+        ctx.options, ctx.problem, ctx.n_inputs = options, problem, len(inputs)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         dout, dlse = grads
-        nothing = (None,) * (1 + library.N_TENSORS + len(ctx.options))
         if dout is None and dlse is None:
-            return nothing
+            return (None,) * (1 + ctx.n_inputs)
         saved = ctx.saved_tensors
         tensors, (out, lse) = saved[: library.N_TENSORS], saved[library.N_TENSORS :]
-        wanted = list(ctx.needs_input_grad[1 : 1 + library.N_DIFFERENTIABLE])
+        wanted = ctx.needs_input_grad[1 : 1 + library.N_DIFFERENTIABLE]
         dout = torch.zeros_like(out) if dout is None else dout
-        given = (dout, dlse, out, lse, wanted, *tensors, *ctx.options)
-        listened = torch.is_grad_enabled() or torch.compiler.is_compiling()
-        if not listened and _is_direct((*saved, dout, dlse)):
-            gradients = library.backward(*given)
+        dispatched = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        if not dispatched and _is_direct((*saved, dout, dlse)):
+            call = Tensors(*tensors), Options(*ctx.options), ctx.problem
+            gradients = library.backward(dout, dlse, out, lse, Wanted(*wanted), *call)
         else:
+            given = (dout, dlse, out, lse, list(wanted), *tensors, *ctx.options)
             gradients = torch.ops.rowmax.backward(*given)
-        kept = (g if want else None for g, want in zip(gradients, wanted, strict=True))
-        return (None, *kept, *nothing[1 + library.N_DIFFERENTIABLE :])
+            gradients = (g if want else None for g, want in zip(gradients, wanted, strict=True))
+        return (None, *gradients, *(None,) * (ctx.n_inputs - library.N_DIFFERENTIABLE))
 
 
 class _AttentionBackward(_Function):

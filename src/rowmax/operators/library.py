@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..call.check import check_packed_values
 from ..call.dispatch import choose, run_backward
-from ..call.inputs import DIFFERENTIABLE, Options, Tensors, Wanted, schema
+from ..call.inputs import DIFFERENTIABLE, Gradients, Options, Tensors, Wanted, schema
 from ..call.problem import Problem, known_problem, problem_of
 from . import vmap as vmap_rules
 
@@ -48,18 +48,30 @@ def forward(
 
 
 def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    wanted: Wanted,
+    tensors: Tensors,
+    options: Options,
+    problem: Problem | None = None,
+) -> Gradients:
+    """Return the wanted gradients from the backends of the call, past the dispatcher."""
+    problem = problem or known_problem(tensors, options)
+    plan = choose(problem, "backward", options.backend)
+    return run_backward(plan, problem, tensors, out, lse, dout, dlse, wanted)
+
+
+def _backward_kernel(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, wanted: list[bool], *inputs: Any
 ) -> tuple[Tensor, ...]:
-    """Return the five gradients, past the dispatcher; an empty tensor where one is not wanted."""
-    tensors, options = split(inputs)
-    problem = known_problem(tensors, options)
-    plan = choose(problem, "backward", options.backend)
-    gradients = run_backward(plan, problem, tensors, out, lse, dout, dlse, Wanted(*wanted))
+    gradients = backward(dout, dlse, out, lse, Wanted(*wanted), *split(inputs))
     return tuple(dout.new_empty(0) if g is None else g for g in gradients)
 
 
 LIBRARY.impl("forward", _forward_kernel, "CompositeExplicitAutograd")
-LIBRARY.impl("backward", backward, "CompositeExplicitAutograd")
+LIBRARY.impl("backward", _backward_kernel, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("rowmax::forward")
