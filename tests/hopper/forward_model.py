@@ -26,7 +26,7 @@ from tests.cases import CASES, Case, make  # noqa: E402
 from tests.extreme_bias import CASES as EXTREMES  # noqa: E402
 from tests.extreme_bias import complaints as extreme_complaints  # noqa: E402
 from tests.extreme_bias import extreme, limit, row_complaints  # noqa: E402
-from tests.spoiled import padding_matters  # noqa: E402
+from tests.poison_padding import padding_matters  # noqa: E402
 from tests.tolerance import Answer, complaint, poisoned  # noqa: E402
 
 #: cases that the table of all backends lacks: lengths that meet tiles in every way, few and many

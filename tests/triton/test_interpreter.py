@@ -18,10 +18,20 @@ import torch
 pytest.importorskip("triton")
 
 from rowmax.call import dispatch as backends
-from tests.cases import CASES, COVERING, EXPANDED, Case, make
+from rowmax.testing import (
+    CASES,
+    COVERING,
+    Case,
+    answer,
+    complaints,
+    cotangents,
+    expected,
+    make,
+    poisoned,
+)
+from rowmax.testing.table import EXPANDED
 from tests.extreme_bias import CASES as EXTREMES
 from tests.extreme_bias import checks
-from tests.tolerance import answer, complaints, cotangents, expected, poisoned
 
 interpreter = importlib.import_module("triton.runtime.interpreter")
 forward = importlib.import_module("rowmax.gpu.triton.forward")

@@ -1,4 +1,4 @@
-"""Small calls on the backend that is always there, for tests of what lies above backends."""
+"""Small calls on the torch backend, for tests of the layers above the backends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ attention = functools.partial(rowmax.attention, backend=BACKEND)
 
 
 def inputs(*sizes: int, grad: bool = False, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """q, k and v ``[..., N, 2, 8]`` of any leading sizes."""
+    """Return random q, k and v ``[..., N, 2, 8]`` with any leading sizes."""
     return [torch.randn(*sizes, 2, 8, dtype=dtype, requires_grad=grad) for _ in range(3)]
 
 

@@ -1,4 +1,4 @@
-"""Keys and values that no query sees, made infinite or no number: nothing may change."""
+"""Infinite or NaN keys and values in padding, of which the results must not depend."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ def padding_matters(
     forward: Callable[[Problem, Tensors], tuple[Tensor, Tensor]],
     got: tuple[Tensor, Tensor],
 ) -> str | None:
-    """A complaint if keys and values past prefix lengths, or of another packed sequence, reach
-    what ``got`` says of the rest."""
-    found = spoiled(problem, tensors)
+    """Return a sentence if poisoned padding changes the forward's results ``got``, or None."""
+    found = poison_padding(problem, tensors)
     if found is None:
         return None
     tensors, end, _ = found
@@ -26,7 +25,7 @@ def padding_matters(
     same = torch.equal(out[:, :end], got[0][:, :end]) and torch.equal(
         lse[..., :end], got[1][..., :end]
     )
-    return None if same else "what is past the end of a sequence reaches it"
+    return None if same else "keys or values past the end of a sequence change it"
 
 
 def padding_matters_backward(
@@ -38,9 +37,12 @@ def padding_matters_backward(
     got: Gradients,
     exact: Callable[[str], bool],
 ) -> str | None:
-    """The same of gradients; ``saved`` are out, lse, dout and dlse. Those that are not ``exact``
-    may differ as sums in another order do."""
-    found = spoiled(problem, tensors)
+    """Return a sentence if poisoned padding changes the gradients ``got``, or None.
+
+    ``saved`` are out, lse, dout and dlse. Gradients that are not ``exact`` may differ as sums in
+    another order do.
+    """
+    found = poison_padding(problem, tensors)
     if found is None:
         return None
     tensors, end, begin = found
@@ -51,7 +53,7 @@ def padding_matters_backward(
     lse[..., end:], dlse[..., end:] = torch.nan, torch.nan
     again = backward(problem, tensors._replace(q=q), out, lse, dout, dlse, wanted)
     rows = {"q": end, "k": begin, "v": begin}
-    if not problem.varlen:  # else the bias may have been that sequence's too
+    if not problem.varlen:  # else the poisoned sequence may share the bias
         rows["bias"] = None
     for name, some in rows.items():
         x, y = getattr(again, name), getattr(got, name)
@@ -60,13 +62,16 @@ def padding_matters_backward(
         x, y = x[:, :some].double(), y[:, :some].double()
         off, size = (x - y).norm().item(), y.norm().item()
         if not (torch.equal(x, y) if exact(name) else off <= 1e-2 * size + 1e-6 * y.numel() ** 0.5):
-            return f"d{name}: what is past the end of a sequence reaches it"
+            return f"d{name}: rows past the end of a sequence change it"
     return None
 
 
-def spoiled(problem: Problem, tensors: Tensors) -> tuple[Tensors, int, int] | None:
-    """(tensors with keys and values past prefix lengths, or of the last packed sequence, spoiled;
-    the rows of queries and of keys before those of that sequence), or None."""
+def poison_padding(problem: Problem, tensors: Tensors) -> tuple[Tensors, int, int] | None:
+    """Return tensors with infinite or NaN keys and values in padding, or None without padding.
+
+    Padding is what follows each prefix length, or the last packed sequence. The result also has
+    the number of queries and of keys before that sequence.
+    """
     k, v = tensors.k.clone(), tensors.v.clone()
     end, begin = problem.total_q, problem.total_k
     if problem.prefix and not problem.varlen:
