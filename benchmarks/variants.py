@@ -2,7 +2,7 @@
 
 A change is text, in the order of a tile's fields or by name: "128,64,8,3,split", "k_stages=4".
 Capitals name constants of the kernel (STAGED=0). In the Hopper backward of wide heads a name may
-begin with the launch that it belongs to (pair.q_stages=2). TOGETHER=0.25 of a Triton kernel: a
+begin with the launch that it belongs to (dkdv.q_stages=2). TOGETHER=0.25 of a Triton kernel: a
 quarter of the heads in turns. Names within rowmax are imported where they are used: a measurement
 of another checkout takes that checkout's own version of this file.
 """
@@ -74,9 +74,11 @@ def changed(tile: Any, text: str, launch: str = "") -> tuple[Any, dict[str, Any]
         owner, _, key = key.rpartition(".")
         parts = [float(y) if "." in y else int(y) for y in x.split("+")]
         value = parts[0] if len(parts) == 1 else tuple(parts)
-        if key.isupper():
+        if owner not in ("", launch):
+            continue
+        if key.isupper() and not owner:
             constants[key] = value
-        elif owner in ("", launch):
+        else:
             of_tile[key] = bool(value) if isinstance(getattr(tile, key), bool) else value
     return replace(tile, **of_tile), constants
 
@@ -100,19 +102,18 @@ def posed(cell: Cell, x: Inputs) -> tuple[Any, Any]:
 
 
 def hopper_forward(cell: Cell, x: Inputs, change: str) -> Call:
-    from rowmax.gpu.hopper import launch
-    from rowmax.gpu.hopper.copies import over
+    from rowmax.gpu.hopper import host
     from rowmax.gpu.hopper.tiles import tile_for
 
     tensors, problem = posed(cell, x)
     q, k, v, bias = tensors[:4]
     out, lse = torch.empty_like(q), torch.empty(problem.lse_shape, device=q.device)
-    how = launch.how_bias_comes(problem, bias)
-    tile, options = changed(tile_for(problem, how, launch.processors(q.device)), change)
-    plan = launch.made(problem, tensors, out, tile, **options)
-    copies = over(plan.copies, q, k, v, bias, out)
-    t = launch.pointers(plan, problem, tensors, out, lse)
-    return lambda: (plan.launch(copies, t, plan.last), out)[1]
+    path = host.bias_path(problem, bias)
+    tile, options = changed(tile_for(problem, path, host.processors(q.device)), change)
+    plan = host.build_plan(problem, tensors, out, tile, **options)
+    copies = host.over(plan.copies, q, k, v, bias, out)
+    pointers = host.pointers(plan, problem, tensors, out, lse)
+    return lambda: (plan.launch(copies, pointers, plan.last), out)[1]
 
 
 def hopper_backward(part: str, cell: Cell, x: Inputs, change: str) -> Call:
@@ -150,54 +151,49 @@ def hopper_backward(part: str, cell: Cell, x: Inputs, change: str) -> Call:
 # --- Triton ------------------------------------------------------------------------------------
 
 
-def triton_forward(cell: Cell, x: Inputs, change: str) -> Call:
-    from rowmax.gpu.triton.tiles import tiles_for
-
-    module = import_module("rowmax.gpu.triton.forward")  # the package has its function
-    tensors, problem = posed(cell, x)
-    tiles, _ = changed(tiles_for("forward", problem, x.q.device), change)
-    return lambda: module.forward(problem, tensors, tiles)[0]
-
-
-def triton_gradient(job: str, cell: Cell, x: Inputs, change: str) -> Call:
-    from rowmax.gpu.triton import backward_dbias, backward_dkdv, backward_dq, preprocess
+def triton_job(job: str, cell: Cell, x: Inputs, change: str) -> Call:
     from rowmax.gpu.triton.kernel_args import Pointers
-    from rowmax.gpu.triton.launch import Job, build_job
+    from rowmax.gpu.triton.launch import build_job
     from rowmax.gpu.triton.tiles import tiles_for
 
-    specs = (preprocess.DELTA, backward_dkdv.DKDV, backward_dkdv.DK, backward_dkdv.DV)
-    specs = {spec.name: spec for spec in (*specs, backward_dq.DQ, backward_dbias.DBIAS)}
-    forward = import_module("rowmax.gpu.triton.forward").forward
     tensors, problem = posed(cell, x)
+    tiles, options = changed(tiles_for(job, problem, x.q.device), change)
+    if job == "forward":
+        forward = import_module("rowmax.gpu.triton.forward").forward
+        return lambda: forward(problem, tensors, tiles)[0]
+    spec, made, results = _triton_operands(job, problem, tensors, x)
+    run = build_job(spec, problem, tensors, tiles, x.dout)
+    if "TOGETHER" in options:
+        heads = max(1, int(run.numbers.together * options["TOGETHER"]))
+        run.numbers = run.numbers._replace(together=heads)
+    inputs = (tensors.q,) if spec.resident == "rows" else tensors
+    pointers = Pointers(*inputs, **made)
+    return lambda: (run.run(pointers), results)[1]
+
+
+def _triton_operands(job: str, problem: Any, tensors: Any, x: Inputs) -> tuple[Any, Any, Any]:
+    """Return (the spec of a job, the tensors that it reads and writes, its results)."""
+    from rowmax.gpu.triton import preprocess
+
+    forward = import_module("rowmax.gpu.triton.forward").forward
+    backward = import_module("rowmax.gpu.triton.backward")
     out, lse = forward(problem, tensors)
     lse2, delta = (lse.new_empty(preprocess.padded_rows(problem)) for _ in range(2))
     rest = torch.zeros_like(lse2) if problem.natural else None
-
-    def planned(job: str, change: str) -> Job:
-        tiles, options = changed(tiles_for(job, problem, x.q.device), change)
-        found = build_job(specs[job], problem, tensors, tiles, x.dout)
-        if "TOGETHER" in options:
-            heads = int(found.numbers.together * options["TOGETHER"])
-            found.numbers = found.numbers._replace(together=max(1, heads))
-        return found
-
-    read = {"dout": x.dout, "lse2": lse2, "delta": delta, "rest": rest}
-    of_rows = Pointers(tensors.q, out=out, lse=lse, **read)
-    planned("delta", "shipped").run(of_rows)
-    q, k, v = (torch.empty_like(y) for y in tensors[:3])
-    results: dict[str, dict[str, Any]] = {
-        "delta": {},
+    rows = {"dout": x.dout, "lse2": lse2, "delta": delta, "rest": rest}
+    if job == "delta":
+        return preprocess.DELTA, {**rows, "out": out, "lse": lse}, (delta,)
+    preprocess.delta(problem, tensors, out, lse, rest, x.dout, None, False, None)
+    q, k, v = (torch.empty_like(t) for t in tensors[:3])
+    written: dict[str, dict[str, Any]] = {
+        "dq": {"dq": q},
         "dkdv": {"dk": k, "dv": v},
         "dk": {"dk": k},
         "dv": {"dv": v},
-        "dq": {"dq": q},
         "dbias": {"dbias": None if x.bias is None else torch.empty_like(x.bias)},
     }
-    found = results[job]
-    ptr = of_rows if job == "delta" else Pointers(*tensors, **read, **found)
-    run = planned(job, change)
-    made = tuple(found.values()) or (delta[..., : cell.n],)
-    return lambda: (run.run(ptr), made)[1]
+    specs = {name: getattr(backward, name.upper()) for name in written}
+    return specs[job], rows | written[job], tuple(written[job].values())
 
 
 #: by name: the maker, and the products that are counted
@@ -208,10 +204,9 @@ KERNELS: dict[str, tuple[Callable[[Cell, Inputs, str], Call], int]] = {
     "hopper.main": (partial(hopper_backward, "main"), 5),
     "hopper.dq": (partial(hopper_backward, "dq"), 3),
     "hopper.pair": (partial(hopper_backward, "pair"), 4),
-    "triton.forward": (triton_forward, 2),
 }
-_JOBS = {"delta": 0, "dkdv": 4, "dk": 3, "dv": 2, "dq": 3, "dbias": 2}
-KERNELS |= {f"triton.{job}": (partial(triton_gradient, job), n) for job, n in _JOBS.items()}
+_JOBS = {"forward": 2, "delta": 0, "dkdv": 4, "dk": 3, "dv": 2, "dq": 3, "dbias": 2}
+KERNELS |= {f"triton.{job}": (partial(triton_job, job), n) for job, n in _JOBS.items()}
 
 
 # --- what else is private ----------------------------------------------------------------------
