@@ -52,7 +52,8 @@ doctest: $(STAMP) ## the examples in docstrings
 	$(BIN)/python -m pytest --doctest-modules src demo
 
 bench: $(STAMP) ## time against PyTorch's own attention; writes benchmarks/results/cpu.csv
-	$(BIN)/python benchmarks/cpu.py --csv benchmarks/results/cpu.csv $(ARGS)
+	$(BIN)/python -m benchmarks --device cpu --csv benchmarks/results/cpu.csv $(ARGS)
+	$(BIN)/python -m benchmarks --device cpu --cells memory --only H8 --passes memory --turns 1
 
 # A Python that was built without ensurepip (Debian's, without python3-venv) makes no pip in the
 # environment; then its own pip installs there.

@@ -1,8 +1,8 @@
-"""Calls drawn at random: everything that a call can vary, from one seed.
+"""Random calls: everything that a call can vary, drawn from one seed.
 
-``drawn(seed)`` is one call. ``group`` draws what kernels are compiled for (features, head sizes,
-strides) and ``varied`` what is free at run time (lengths, batch, limits, contents), so that one
-compiled kernel serves many calls. ``reduced`` shrinks a call that fails.
+``drawn(seed)`` is one call. ``draw_group`` draws what is compiled into kernels (features, head
+sizes, strides), ``varied`` the rest (lengths, batch, limits, contents), so that one compiled kernel
+serves many calls. ``reduced`` shrinks a call that fails.
 """
 
 from __future__ import annotations
@@ -16,30 +16,33 @@ from typing import Any
 
 import torch
 
-from rowmax.call.dispatch import lacks, refusal
 from rowmax.call.problem import Problem
 from rowmax.reference.tolerance import Noise
-
-from .cases import LEAVES, Call, Case, make, shape_of, sizes_of
-from .tolerance import (
+from rowmax.testing import (
+    LEAVES,
     Answer,
+    Call,
+    Case,
     Expected,
     answer,
     complaint,
     complaints,
     cotangents,
     expected,
+    make,
     poisoned,
+    refusal,
 )
+from rowmax.testing.cases import shape_of, sizes_of
 
 DTYPES = ("float32", "bfloat16", "float16")
-#: of B Hq max(Nq, Nk) Nk: what the float64 definition has room for on a GPU, and is soon done
-#: with on a CPU
+#: limits of B Hq max(Nq, Nk) Nk: the float64 definition fits into a GPU's memory, and takes
+#: milliseconds on a CPU
 GPU_BUDGET, CPU_BUDGET = 32_000_000, 40_000
-#: elements that q, k and v may have each whatever the budget; beyond, an eighth of it
+#: elements that q, k and v may each have; with a large budget, an eighth of it
 _WIDTH = 60_000
 _TRIES = 40
-#: calls with other numbers that are asked where one seems wrong
+#: calls with other numbers that run after one that seems wrong
 MORE = 7
 
 #: tile edges and their neighbours
@@ -58,21 +61,21 @@ _PATTERNS = (
     *("11q1", "bh11", "1h11", "b111", "1111", "hqk", "qk", "k", "Bhqk", "bHqk", "BHqk", "bhQk"),
     *("bhqK", "bHQk", "HQK"),
 )
-#: biases of which the Hopper backend makes the gradient itself
+#: biases whose gradient the Hopper backend computes
 _HOPPER_PATTERNS = ("bhqk", "1hqk", "b1qk", "11qk", "b11k", "111k", "bh1k", "bhq1", "1hq1")
 
 
 class RefusedError(ValueError):
-    """A backend does not take a call."""
+    """The backend does not take the call."""
 
 
 class UnpreparedError(Exception):
-    """A call could not be made, or its references: no fault of the backend's."""
+    """The call or its references cannot be made. This is not the backend's fault."""
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A call: what it is, its dtype, and the seed of its numbers."""
+    """A call: its case, its dtype, and the seed of its numbers."""
 
     case: Case
     dtype: str
@@ -82,9 +85,9 @@ class Drawn:
         return make(self.case, device, getattr(torch, self.dtype), self.seed)
 
     def snippet(self, backend: str, device: str) -> str:
-        """Python that makes the call again and says what is wrong."""
+        """Return Python that makes the call again and prints what is wrong."""
         return (
-            "from tests.cases import Case\n"
+            "from rowmax.testing import Case\n"
             "from tests.drawn import Drawn, wrong\n"
             f"case = {literal(self.case)}\n"
             f"print(wrong(Drawn(case, {self.dtype!r}, {self.seed}), {backend!r}, {device!r}))\n"
@@ -105,7 +108,7 @@ def _tuples(x: Any) -> Any:
 
 
 def changed(case: Case) -> dict[str, Any]:
-    """The fields that are not the default."""
+    """Return the fields that are not the default."""
     default = {f.name: f.default for f in fields(Case)}
     return {k: v for k, v in asdict(case).items() if v != default[k]}
 
@@ -121,13 +124,13 @@ def wrong(
 
     The references are computed on the device ``reference``, or on that of the call.
 
-    The rule compares the largest error with that of standard attention: of a few elements, two
-    random numbers. Where it is broken, it is asked again over the same call with more numbers,
-    all taken together. An error that no rounding makes stays the largest of them all.
+    The rule compares the largest error with that of standard attention. Of a few elements, both
+    are random numbers. If a call breaks the rule, the same call runs with more numbers, and the
+    rule is applied to all of them together. An error that is not rounding stays the largest.
 
     Raises:
         RefusedError: the backend does not take the call.
-        UnpreparedError: the call could not be made, or its references.
+        UnpreparedError: the call or its references cannot be made.
     """
     found = [_compared(drawn, backend, device, reference)]
     texts = complaints(*found[0])
@@ -139,12 +142,12 @@ def wrong(
 
 
 def _is_clear(text: str) -> bool:
-    """True of what more numbers do not change."""
+    """Return True for a sentence that more numbers do not change."""
     return any(word in text for word in ("NaN", "infinite", "shape"))
 
 
 def together(found: list[tuple[Answer, Expected]]) -> list[str]:
-    """Return what breaks the rule, taken over answers to several calls as if to one."""
+    """Return what breaks the rule, applied to the answers of several calls as to one."""
     texts = []
     for parts in zip(*(_items(*pair) for pair in found), strict=True):
         names, xs, refs, stds, dtypes, factors, noises = zip(*parts, strict=True)
@@ -166,7 +169,7 @@ def _items(got: Answer, want: Expected) -> Iterator[tuple[Any, ...]]:
 def _compared(
     drawn: Drawn, backend: str, device: str, reference: str | None
 ) -> tuple[Answer, Expected]:
-    """What a backend gives, and what it is held to."""
+    """Return the answer of a backend, and its references."""
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
         call, grads, want = _prepared(drawn, backend, device, reference)
@@ -176,31 +179,23 @@ def _compared(
         raise UnpreparedError(f"{type(error).__name__}: {error}") from error
     with poisoned(drawn.case.deterministic):
         got = answer(call, *grads, backend=backend)
-    if reference is not None:
-        moved = {n: t.to(reference) for n, t in got.gradients.items()}
-        got = replace(got, out=got.out.to(reference), lse=got.lse.to(reference), gradients=moved)
-    return got, want
+    return got if reference is None else got.to(reference), want
 
 
 def _prepared(
     drawn: Drawn, backend: str, device: str, reference: str | None
 ) -> tuple[Call, tuple[torch.Tensor, torch.Tensor | None], Expected]:
-    """The call, its cotangents, and what its answer is held to."""
+    """Return the call, its cotangents, and the references of its answer."""
     call = drawn.call(device)
-    for kind in ("forward", "backward"):
-        reason = refusal(backend, call.problem()[0], kind) if call.leaves or kind[0] == "f" else ""
-        if reason:
-            raise RefusedError(reason)
-    missing = lacks(backend, call.problem()[0], "backward") if "bias" in call.leaves else {}
-    if "dbias" in missing:
-        raise RefusedError(missing["dbias"])
+    if reason := refusal(call, backend):
+        raise RefusedError(reason)
     grads = given_cotangents(call, drawn.seed)
     if reference is None:
         want = expected(call, *grads)
     else:
         same = drawn.call(reference)
         want = expected(same, *given_cotangents(same, drawn.seed))
-    if device != "cpu":  # an error from here on is not the reference's
+    if device != "cpu":  # a later error is not the reference's
         torch.cuda.synchronize()
     return call, grads, want
 
@@ -216,15 +211,19 @@ def given_cotangents(call: Call, seed: int) -> tuple[torch.Tensor, torch.Tensor 
 def drawn(
     seed: int, dtype: str | None = None, budget: int = CPU_BUDGET, backend: str = "cpu"
 ) -> Drawn:
-    """One call; ``dtype`` and whatever the backend refuses aside, all of it from the seed."""
+    """Return one call of the seed, with features that the backend takes."""
     rng = random.Random(seed)
     dtype = dtype or rng.choice((*DTYPES, "float64"))
-    return Drawn(varied(rng, group(rng, dtype, backend, budget), budget), dtype, seed)
+    return Drawn(varied(rng, draw_group(rng, dtype, backend, budget), budget), dtype, seed)
 
 
-def group(rng: random.Random, dtype: str, backend: str = "cpu", budget: int = GPU_BUDGET) -> Case:
-    """What kernels are compiled for, with lengths of one of its calls. Most groups are such as
-    the backend takes."""
+def draw_group(
+    rng: random.Random, dtype: str, backend: str = "cpu", budget: int = GPU_BUDGET
+) -> Case:
+    """Return a case of the features that are compiled into kernels, with lengths of one call.
+
+    The backend takes most of these cases.
+    """
     hopper = backend == "hopper"
     for _ in range(_TRIES):
         case = within(_group(rng, dtype, hopper), budget)
@@ -240,7 +239,7 @@ def group(rng: random.Random, dtype: str, backend: str = "cpu", budget: int = GP
 
 
 def _group(rng: random.Random, dtype: str, hopper: bool) -> Case:
-    often = rng.choice((0.06, 0.2, 0.4))  # calls of few features and of many
+    often = rng.choice((0.06, 0.2, 0.4))  # calls with few features, and with many
 
     def has(weight: float = 1.0) -> bool:
         return rng.random() < often * weight
@@ -308,7 +307,7 @@ def length(rng: random.Random) -> int:
     kind = rng.random()
     if kind < 0.02:
         return 0
-    if kind < 0.6:  # the small ones rather than the large
+    if kind < 0.6:  # small ones are more likely
         return _EDGES[int(len(_EDGES) * rng.random() ** 1.5)]
     if kind < 0.9:
         return rng.randint(1, 300)
@@ -316,7 +315,7 @@ def length(rng: random.Random) -> int:
 
 
 def limit(rng: random.Random, n: int) -> int:
-    """Of a window: often 0, sometimes negative, past the keys, or past 32 bits."""
+    """Return a limit of a window: often 0, or negative, past the keys, past 32 bits."""
     return rng.choice((0, 0, 1, rng.randint(0, 64), rng.randint(0, max(n, 1)), -3, 2**31, 2**40))
 
 
@@ -335,7 +334,7 @@ def varied(
     budget: int,
     compiled_in: Callable[[Case], Hashable] | None = None,
 ) -> Case:
-    """The case with other numbers, such as leave ``compiled_in`` of it as it is."""
+    """Return the case with other numbers that do not change ``compiled_in`` of it."""
     kept = compiled_in(case) if compiled_in else None
     for _ in range(_TRIES):
         other = within(_varied(rng, case), budget)
@@ -378,7 +377,7 @@ def _varied(rng: random.Random, case: Case) -> Case:
 
 
 def alike(rng: random.Random, n: int) -> int:
-    """A length that shortens the same tiles as n, and fills its last tile or does not as n does."""
+    """Return a length for the same tiles as n, with a last tile that is full only if n's is."""
     if n <= 1:
         return n
     top = max(16, 1 << (n - 1).bit_length())
@@ -395,7 +394,7 @@ def alike(rng: random.Random, n: int) -> int:
 
 
 def within(case: Case, budget: int) -> Case:
-    """The case, with shorter lengths, fewer sequences and heads if the budget asks for it."""
+    """Return the case with shorter lengths, fewer sequences and heads, to fit the budget."""
     while (over := _over(case, budget)) > 1:
         b, nq, nk, hq, hk, *_ = sizes_of(case)
         if case.sequences is not None:
@@ -418,7 +417,7 @@ def within(case: Case, budget: int) -> Case:
 
 
 def _over(case: Case, budget: int) -> float:
-    """How many times over the budget a case is."""
+    """Return the size of a case, divided by the budget."""
     b, nq, nk, hq, hk, d, dv = sizes_of(case)
     rows, cols, n = nq, nk, b
     if case.sequences is not None:
@@ -432,8 +431,10 @@ def _over(case: Case, budget: int) -> float:
 
 
 def problem_of(case: Case, dtype: str, device: str = "cuda") -> Problem:
-    """The problem that a case poses, without its tensors. Lengths of packed sequences are what a
-    GPU takes them for: the totals, where no bound is given."""
+    """Return the problem of a case without making its tensors.
+
+    Without a bound, a GPU takes the totals for the longest lengths of packed sequences.
+    """
     b, nq, nk, hq, hk, d, dv = sizes_of(case)
     kind = getattr(torch, dtype)
     total_q, total_k = nq, nk
@@ -478,8 +479,10 @@ def problem_of(case: Case, dtype: str, device: str = "cuda") -> Problem:
 
 
 def reduced(drawn: Drawn, fails: Callable[[Drawn], bool], most: int = 200) -> Drawn:
-    """The smallest call found that still fails: features dropped and sizes halved, one at a time,
-    as long as that goes."""
+    """Return a smaller call that still fails.
+
+    One after the other, features are dropped and sizes halved while the call fails.
+    """
     tried = {drawn}
     again = True
     while again:
@@ -497,7 +500,7 @@ def reduced(drawn: Drawn, fails: Callable[[Drawn], bool], most: int = 200) -> Dr
 
 
 def _simpler(drawn: Drawn) -> Iterator[Drawn]:
-    """Calls with one thing less, the boldest first."""
+    """Yield calls with one thing less, the largest steps first."""
     case = drawn.case
     default = {f.name: f.default for f in fields(Case)}
     kept = ("name", "b", "nq", "nk", "hq", "hk", "d", "dv", "sequences", "grads")
@@ -528,7 +531,7 @@ def _simpler(drawn: Drawn) -> Iterator[Drawn]:
 
 
 def _smaller(n: int) -> list[int]:
-    """Half of it, and the power of two below it."""
+    """Return half of n and the power of two below n."""
     return [] if n == 1 else sorted({1 << ((n - 1).bit_length() - 1), n // 2})
 
 

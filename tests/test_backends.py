@@ -15,9 +15,20 @@ import torch
 import rowmax
 from rowmax.call.dispatch import choose, refusal
 from rowmax.call.problem import Problem, Wanted
-
-from .cases import CASES, COVERING, Call, Case, make
-from .tolerance import Answer, Expected, answer, complaints, cotangents, expected, poisoned
+from rowmax.testing import (
+    CASES,
+    COVERING,
+    Answer,
+    Call,
+    Case,
+    Expected,
+    answer,
+    complaints,
+    cotangents,
+    expected,
+    make,
+    poisoned,
+)
 
 HALF_AND_DOUBLE = [
     *COVERING,

@@ -19,7 +19,7 @@ from rowmax.call.problem import Options, Problem, Tensors, problem_of
 pytest.importorskip("triton.experimental.gluon")
 
 tiles = importlib.import_module("rowmax.gpu.triton.tiles")
-bundles = importlib.import_module("rowmax.gpu.triton.bundles")
+kernel_args = importlib.import_module("rowmax.gpu.triton.kernel_args")
 KINDS = {0: ("NVIDIA A100", (8, 0), 163 << 10), 1: ("NVIDIA H100", (9, 0), 227 << 10)}
 KINDS[2] = ("Tesla T4", (7, 5), 64 << 10)
 
@@ -101,5 +101,5 @@ def test_products_are_those_of_the_device(current: dict[str, int]) -> None:
         found = []
         for n in KINDS:
             q = SimpleNamespace(dtype=torch.float32, is_cuda=True, device=torch.device("cuda", n))
-            found.append(bundles.precision_of(SimpleNamespace(q=q)))
+            found.append(kernel_args.precision_of(SimpleNamespace(q=q)))
         assert found == ["tf32x3", "tf32x3", "ieee"]

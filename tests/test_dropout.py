@@ -12,8 +12,7 @@ from torch import Tensor
 import rowmax
 from rowmax.call.problem import each_sequence
 from rowmax.rules import dropout
-
-from .cases import Call, Case, make
+from rowmax.testing import Call, Case, make
 
 # --- the generator -----------------------------------------------------------------------------
 

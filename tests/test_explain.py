@@ -17,8 +17,7 @@ import rowmax
 from rowmax.call import dispatch as backends
 from rowmax.explain import TILE
 from rowmax.rules import mask as rules
-
-from .cases import CASES, make
+from rowmax.testing import CASES, make
 
 
 def tensors(b=1, nq=300, nk=400, hq=4, hk=2, d=16, dv=8, dtype=torch.float32):

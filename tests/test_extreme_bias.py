@@ -1,4 +1,4 @@
-"""Finite biases and sinks of any size, on every backend that a CPU runs."""
+"""Finite biases and sinks of any size, on every backend of a CPU."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import rowmax
+from rowmax.testing import Case
 
-from .cases import Case
 from .extreme_bias import CASES, checks
 
 
@@ -19,7 +19,7 @@ def test_as_the_definition(case: Case, backend: str) -> None:
 
 @pytest.mark.parametrize("value", [torch.finfo(torch.float32).min, -3e38, -1e9, 3e38])
 def test_the_same_bias_everywhere_is_the_mean(value: float, backend: str) -> None:
-    """Of values too, and lse is the bias, to which log n adds nothing."""
+    """out is the mean of the values, and lse is the bias, to which log n adds nothing."""
     q, k, v = (torch.randn(1, n, 1, 8).requires_grad_() for n in (3, 50, 50))
     bias = torch.full((1, 1, 3, 50), value).requires_grad_()
     out, lse = rowmax.attention(q, k, v, bias=bias, return_lse=True, backend=backend)  # pyright: ignore
@@ -45,7 +45,7 @@ def test_softmax_and_logsumexp_of_any_size(value: float) -> None:
     torch.testing.assert_close(dx.double(), dz, rtol=1e-5, atol=1e-6)
     e = rowmax.logsumexp(x, -1, block=16)
     torch.testing.assert_close(e.double(), torch.logsumexp(double, -1), rtol=1e-6, atol=1e-6)
-    # torch's own gradient is exp(x - e), where the log of how many there are is lost
+    # torch's own gradient is exp(x - e), which loses the log of the number of terms
     dx = torch.autograd.grad(e, x, g[:, 0])[0]
     want = torch.softmax(double, -1) * g[:, :1]
     torch.testing.assert_close(dx.double(), want, rtol=1e-5, atol=1e-6)

@@ -11,9 +11,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import rowmax
+from rowmax.testing import Case, make
 
-from .cases import Case, make
-from .plain import BACKEND, attention, inputs
+from .small_calls import BACKEND, attention, inputs
 
 
 def test_flops_are_counted() -> None:

@@ -16,10 +16,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import rowmax
+from rowmax.testing import CASES, Case, answer, cotangents, make
 
-from .cases import CASES, Case, make
-from .plain import BACKEND, Layer, attention, inputs, with_lse
-from .tolerance import answer, cotangents
+from .small_calls import BACKEND, Layer, attention, inputs, with_lse
 
 pytestmark = [  # torch's own, of torch's own
     pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning"),

@@ -1,9 +1,7 @@
-"""The search over random calls: that it counts, goes on after a process that dies or hangs, and
-writes down what failed so that it can be made again and made smaller."""
+"""The search over random calls: it counts failures and writes Python that makes them again."""
 
 from __future__ import annotations
 
-import csv
 import os
 import signal
 import time
@@ -13,33 +11,33 @@ from pathlib import Path
 
 import pytest
 
-from .cases import Case, make
+pytest.importorskip("triton")
+
+from rowmax.testing import Case, make
+
 from .drawn import Drawn, RefusedError, from_json, reduced
-from .gpu import random_search
+from .gpu import random_search, results
 
 SMALL = Drawn(Case("small", b=1, nq=5, hq=1, d=4), "float32", 0)
 
 
-def nothing_wrong(drawn: Drawn, backend: str, device: str) -> list[str]:
-    return []
-
-
 def at_times(kind: str, drawn: Drawn, backend: str, device: str) -> list[str]:
-    """One call in eight fails."""
-    if drawn.seed % 8:
+    """One call in four fails, each in one of the ways that a call can."""
+    if drawn.seed % 4:
         return []
-    if kind == "dies":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if kind == "hangs":
+    how = ("wrong", "raises", "refused")[drawn.seed // 4 % 3] if kind == "any" else kind
+    if how == "dies or hangs":
+        if drawn.seed % 8:
+            os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(100)
-    if kind == "raises":
+    if how == "raises":
         raise RuntimeError("out of bounds")
-    if kind == "refused":
+    if how == "refused":
         raise RefusedError("it takes no such thing")
     return ["dq: max error 1"]
 
 
-def _search(tmp_path: Path, check: random_search.Check, *words: str) -> random_search.Search:
+def _search(tmp_path: Path, check: random_search.CheckCall, *words: str) -> random_search.Search:
     words = (
         *("--device", "cpu", "--backend", "cpu,torch", "--dtype", "float32", "--processes", "2"),
         *("--per-group", "8", "--every", "1", "--out", str(tmp_path / "out.csv")),
@@ -50,46 +48,39 @@ def _search(tmp_path: Path, check: random_search.Check, *words: str) -> random_s
     return found
 
 
-@pytest.mark.parametrize(
-    ("kind", "counted", "calls"),
-    [
-        ("wrong", "wrong", "60"),
-        ("raises", "fault", "60"),
-        ("dies", "fault", "9"),  # a process takes seconds to start
-        ("refused", "refused", "60"),
-    ],
-)
-def test_what_fails_is_counted_and_the_search_goes_on(
-    kind: str, counted: str, calls: str, tmp_path: Path
-) -> None:
-    found = _search(tmp_path, partial(at_times, kind), "--calls", calls)
+def test_failures_are_counted_and_the_search_goes_on(tmp_path: Path) -> None:
+    found = _search(tmp_path, partial(at_times, "any"), "--calls", "60")
     counts = list(found.counts.values())
-    assert all(c.calls + c["refused"] >= int(calls) for c in counts), "it went on"
-    assert sum(c[counted] for c in counts)
-    rows = list(csv.DictReader((tmp_path / "out.csv").read_text().splitlines()))
-    names = "dtype,backend,calls,wrong,faults,device,torch,triton,date"
-    assert list(rows[0]) == names.split(",")
+    assert all(c.calls >= 60 for c in counts)
+    assert all(c[kind] for c in counts for kind in ("right", "wrong", "fault", "refused"))
+    rows = results.read(tmp_path / "out.csv")
+    assert [row.variant for row in rows] == ["cpu", "torch"]
     for row, c in zip(rows, counts, strict=True):
-        assert int(row["calls"]) == c["right"] + c["wrong"] + c["fault"]
-        assert int(row["wrong"]) == c["wrong"]
-        assert int(row["faults"]) == c["fault"]
+        assert (row.kind, row.dtype) == ("random-search", "float32")
+        calls = c["right"] + c["wrong"] + c["fault"]
+        assert row.result == f"wrong: {c['wrong']} wrong, {c['fault']} fault, {calls} calls"
     text = (tmp_path / "failures.txt").read_text()
     lines = [line for line in text.splitlines() if line.startswith("# drawn ")]
     assert len(lines) == sum(c["wrong"] + c["fault"] for c in counts)
     for line in lines:
         drawn = from_json(line.split(" ", 3)[3])
-        assert drawn.seed % 8 == 0
+        assert drawn.seed % 4 == 0
         assert drawn.snippet("cpu", "cpu") in text.replace("'torch', 'cpu'", "'cpu', 'cpu'")
 
 
-def test_a_call_that_hangs_is_a_fault(tmp_path: Path) -> None:
-    found = _search(tmp_path, partial(at_times, "hangs"), "--limit", "1", "--calls", "4")
-    assert found.failed
-    assert all("hangs" in texts[0] for *_, texts in found.failed)
+def test_a_call_that_dies_or_hangs_is_a_fault(tmp_path: Path) -> None:
+    check = partial(at_times, "dies or hangs")
+    found = _search(tmp_path, check, "--limit", "2", "--calls", "5", "--backend", "torch")
+    (count,) = found.counts.values()
+    assert count["fault"] == len(found.failed) > 0
+    assert count["fault"] + count["right"] == count.calls >= 5
+    for *_, drawn, texts in found.failed:
+        assert drawn.seed % 4 == 0
+        assert ("died (-9)" if drawn.seed % 8 else "hangs") in texts[0]
 
 
 def test_the_same_seed_draws_the_same_calls() -> None:
-    job = random_search.Job(3, "float32", "triton", "cpu", 6, 40_000)
+    job = random_search.Group(3, "float32", "triton", "cpu", 6, 40_000)
     first, again = (list(random_search.calls_of(job)) for _ in range(2))
     assert first == again
     assert len({drawn.case for drawn in first}) > 1
@@ -106,15 +97,20 @@ def test_a_snippet_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "[]\n"
 
 
-def test_one_call_in_a_child() -> None:
-    assert random_search.in_a_child(SMALL, "torch", "cpu", 100) == "right"
-    assert random_search.in_a_child(SMALL, "hopper", "cpu", 100).startswith("refused")
+def test_calls_in_processes_of_their_own() -> None:
     bad = replace(SMALL, case=replace(SMALL.case, layout="none/such"))
-    assert random_search.in_a_child(bad, "torch", "cpu", 100).startswith("unprepared")
+    calls = [(SMALL, "torch"), (SMALL, "hopper"), (bad, "torch")]
+    found = {
+        (drawn, backend): result
+        for drawn, backend, result in random_search.each_alone(calls, "cpu", 2, 100)
+    }
+    assert found[calls[0]] == "right"
+    assert found[calls[1]].startswith("refused")
+    assert found[calls[2]].startswith("unprepared")
 
 
 def test_a_failure_is_made_small() -> None:
-    """All that the failure does not need goes."""
+    """The reduced call has only what the failure needs."""
     case = Case(
         "large", b=3, nq=200, nk=131, hq=8, hk=4, d=96, dv=40, causal=True, softcap=5.0,
         bias="bhqk", sink=True, dropout=0.1, layout="sliced", documents="sorted", alibi=True,
@@ -122,7 +118,7 @@ def test_a_failure_is_made_small() -> None:
 
     def fails(drawn: Drawn) -> bool:
         c = drawn.case
-        make(c)  # it can be made
+        make(c)  # raises unless it is a call
         nk = c.nq if c.nk is None else c.nk
         return c.softcap > 0 and nk >= 17 and c.hq > (c.hk or c.hq) and c.d > 16
 

@@ -14,9 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import rowmax
 from rowmax.reference import online
-
-from .cases import CASES, Call, Case, make
-from .tolerance import answer, complaints, cotangents, expected
+from rowmax.testing import CASES, Call, Case, answer, complaints, cotangents, expected, make
 
 attention = functools.partial(rowmax.attention, backend="reference", return_lse=True)
 

@@ -18,9 +18,8 @@ from rowmax import tiled
 from rowmax.call.problem import Tensors, Wanted
 from rowmax.rules import mask as rules
 from rowmax.rules.dropout import keep_columns, keep_tile
+from rowmax.testing import CASES, COVERING, Case, make
 from rowmax.tiled.strips import OTHER_SIZES, SIZES, Sizes, strips
-
-from .cases import CASES, COVERING, Case, make
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

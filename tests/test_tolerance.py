@@ -1,4 +1,4 @@
-"""The rule itself: it passes what standard attention gives and catches what is wrong."""
+"""The rule passes the answers of standard attention and catches wrong ones. The table of cases."""
 
 from __future__ import annotations
 
@@ -11,9 +11,21 @@ from torch import Tensor
 
 from rowmax.reference import tolerance as rule
 from rowmax.reference.tolerance import Noise
-
-from .cases import CASES, COVERING, Case, make, pairwise
-from .tolerance import Answer, Expected, answer, complaints, cotangents, expected, poisoned
+from rowmax.testing import (
+    CASES,
+    COVERING,
+    Answer,
+    Case,
+    Expected,
+    answer,
+    complaints,
+    cotangents,
+    expected,
+    make,
+    poisoned,
+    tagged,
+)
+from rowmax.testing.table import pairwise
 
 CASE = Case("rule", causal=True, bias="1hqk", sink=True, allowed="11qk", empty_rows=True)
 
@@ -40,11 +52,11 @@ def test_wrong_numbers_are_caught(name: str, dtype: torch.dtype) -> None:
     got, want = _given(dtype)
     assert complaints(got, want) == []
     x = {n: t for n, t, _ in got.items()}[name].contiguous()
-    spoilt = x.clone()
-    spoilt.view(-1)[-1] = math.nan
-    assert "NaN" in complaints(_with(got, name, spoilt), want)[0]
-    spoilt.view(-1)[-1] = math.inf
-    assert "infinite" in complaints(_with(got, name, spoilt), want)[0]
+    broken = x.clone()
+    broken.view(-1)[-1] = math.nan
+    assert "NaN" in complaints(_with(got, name, broken), want)[0]
+    broken.view(-1)[-1] = math.inf
+    assert "infinite" in complaints(_with(got, name, broken), want)[0]
     finite = x.isfinite()
     relative = {torch.float64: 1e-12, torch.float32: 1e-4}.get(dtype, 3e-2)
     assert complaints(_with(got, name, x * (1 + relative)), want)
@@ -65,7 +77,7 @@ def test_a_row_of_nothing_must_be_minus_infinity() -> None:
 
 
 def test_float32_is_not_tf32() -> None:
-    """What rounds its operands to ten bits is not float32."""
+    """An answer from operands of ten bits breaks the rule of float32."""
     got, want = _given(torch.float32, Case("plain"))
     call = make(Case("plain"))
     rounded = {n: t.half().float() for n, t in call.leaves.items()}
@@ -118,8 +130,16 @@ def test_the_norm_of_noise_is_allowed_only_where_the_answer_is_noise() -> None:
     assert rule.complaint(zero + off, zero, zero, dtype, 3.0, noise) is None
     assert "norm" in (rule.complaint(zero + off, zero, zero, dtype, 3.0, Noise(1e-6, 0.0)) or "")
     assert rule.complaint(zero + 3 * off, zero, zero, dtype, 3.0, noise) is not None
-    wide = Noise(1.0, 5.0)  # less than the answer, whose own limit stands
+    wide = Noise(1.0, 5.0)  # less than the answer: the usual limit stands
     assert "norm" in (rule.complaint(one + 100 * off, one, one, dtype, 3.0, wide) or "")
+
+
+def test_cases_are_found_by_tag() -> None:
+    assert tagged("covering") == COVERING
+    assert len(tagged("covering", "repeats")) == len(COVERING) + len(tagged("repeats"))
+    assert tagged("covering", "every backend") == CASES
+    with pytest.raises(ValueError, match="tag: got no such; want covering, every backend"):
+        tagged("no such")
 
 
 def test_every_feature_is_in_the_covering_part() -> None:

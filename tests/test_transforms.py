@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 import rowmax
 
-from .plain import BACKEND, Layer, attention, inputs, with_lse
+from .small_calls import BACKEND, Layer, attention, inputs, with_lse
 
 pytestmark = [  # torch's own, of torch's own
     pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning"),

@@ -16,7 +16,7 @@ from rowmax.call.inputs import (
     part_of,
     schema,
 )
-from tests.cases import CASES, Case, make
+from rowmax.testing import CASES, Case, make
 
 
 def test_records_have_the_fields_of_the_declaration() -> None:

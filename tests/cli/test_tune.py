@@ -27,7 +27,7 @@ def refused() -> None:
 
 
 def kinds() -> list[tiles.Kind]:
-    jobs = ("forward", "query_gradients")
+    jobs = ("forward", "dq")
     return [tiles.Kind(job, 2, 64, 64, masked=False, scored=False) for job in jobs]
 
 

@@ -1,4 +1,4 @@
-"""Compiles kernels for GPUs that need not be there, and prints what the compilers made of them.
+"""Compile kernels without their GPUs, and print facts about the machine code.
 
 Run by ``test_compile.py`` in a process without the interpreter: the arguments are a target and
 "features", "tuned" or "float32"; each line is JSON.
@@ -21,9 +21,9 @@ from rowmax.call.problem import Wanted
 from tests.cases import Case, make
 from tests.compile import sass
 
-bundles = importlib.import_module("rowmax.gpu.triton.bundles")
 forward = importlib.import_module("rowmax.gpu.triton.forward")
 backward = importlib.import_module("rowmax.gpu.triton.backward")
+kernel_args = importlib.import_module("rowmax.gpu.triton.kernel_args")
 launch = importlib.import_module("rowmax.gpu.triton.launch")
 tiles = importlib.import_module("rowmax.gpu.triton.tiles")
 
@@ -59,7 +59,7 @@ FEATURES = [
 ]
 
 
-#: Calls with kernels that ptxas 12.8.93 makes wrong: three of those that failed on an H200.
+#: calls with kernels that ptxas 12.8.93 assembles wrong: three of those that failed on an H200
 FLOAT32 = [
     Case("40x16", b=1, nq=64, hq=4, hk=1, d=40, dv=16),
     Case("8x24-causal", b=2, nq=64, hq=8, hk=2, d=8, dv=24, causal=True),
@@ -71,7 +71,7 @@ THOROUGH = ("sm_80", "sm_90", "gfx942")
 
 
 def features(name: str) -> list[tuple[Case, torch.dtype]]:
-    """What to compile for a target; the widest head where shared memory is scarcest."""
+    """Return the cases of a target, the widest head where shared memory is scarcest."""
     some = [(FEATURES[0], torch.bfloat16), (FEATURES[1], torch.bfloat16)]
     if name in THOROUGH:
         some += [(case, torch.bfloat16) for case in FEATURES[2:4]]
@@ -82,7 +82,7 @@ def features(name: str) -> list[tuple[Case, torch.dtype]]:
 
 
 class Made(NamedTuple):
-    """A launch that did not happen, and the kernel that it would have run."""
+    """A launch that was skipped, and its compiled kernel."""
 
     job: Any
     pointers: Any
@@ -91,7 +91,7 @@ class Made(NamedTuple):
 
 
 def made(case: Case, dtype: torch.dtype, name: str) -> list[Made]:
-    """The launches of a call and its backward on a target, compiled as that GPU compiles them."""
+    """Return the launches of a call and its backward, compiled for a target."""
     target, limit = TARGETS[name]
     found: list[Made] = []
     refused = 0
@@ -107,7 +107,7 @@ def made(case: Case, dtype: torch.dtype, name: str) -> list[Made]:
 
     launch.Job.run = run
     launch._jobs.clear()
-    bundles.capability = lambda _: None if target.backend == "hip" else divmod(target.arch, 10)
+    kernel_args.capability = lambda _: None if target.backend == "hip" else divmod(target.arch, 10)
     problem, tensors = make(case, dtype=dtype).problem()
     out, lse = forward.forward(problem, tensors)
     wanted = Wanted(True, True, True, tensors.bias is not None, tensors.sink is not None)
@@ -117,7 +117,7 @@ def made(case: Case, dtype: torch.dtype, name: str) -> list[Made]:
 
 
 def tuned() -> list[Case]:
-    """Calls that meet every entry of the table."""
+    """Return cases that use every entry of the table."""
     more: dict[str, Any] = {"b": 1, "nq": 512, "hq": 1}
     return [
         Case(f"{d}-{name}", **{"d": d, **more, **options})
@@ -132,7 +132,7 @@ def tuned() -> list[Case]:
 
 
 def loops_with_products(cubin: bytes) -> list[str]:
-    """The machine code of each loop that holds a matrix product."""
+    """Return the machine code of each loop with a matrix product."""
     code, labels = sass.instructions(cubin)
     loops = []
     for n, (_, text) in enumerate(code):
@@ -145,7 +145,7 @@ def loops_with_products(cubin: bytes) -> list[str]:
 
 
 def width(taken: str) -> str:
-    """A type of Triton's, as PTX has it among a kernel's parameters."""
+    """Return the PTX type of a kernel's parameter of a Triton type."""
     if taken.startswith("*"):
         return "u64"
     return {"i32": "u32", "i64": "u64", "fp32": "f32"}[taken]
@@ -159,12 +159,12 @@ def facts(made: Made, name: str) -> dict[str, Any]:
         "refused": refused,
         "binary": len(kernel.asm.get("cubin") or kernel.asm["hsaco"]),
         "spills": 0,
-        "given": [width(x) for x in job.launch.signature(t, job.n, job.c).taken()],
+        "given": [width(x) for x in job.launch.signature(t, job.numbers, job.config).taken()],
     }
     found["taken"] = found["given"]
     if "cubin" in kernel.asm:
         taken = re.findall(r"\.param \.(?:align \d+ \.)?(\w+)", kernel.asm["ptx"])
-        found["taken"] = taken[: len(found["given"])]  # what follows is Triton's own
+        found["taken"] = taken[: len(found["given"])]  # Triton adds parameters behind these
         loops = loops_with_products(kernel.asm["cubin"])
         found["spills"] = max(
             (len(re.findall(r"\b(LDL|STL)\b", loop)) for loop in loops), default=0

@@ -10,14 +10,14 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 
 from rowmax.call.problem import Tensors
-from rowmax.gpu.hopper.copies import Copies
 from rowmax.gpu.hopper.gradients.bundles import Numbers, Pointers
 from rowmax.gpu.hopper.gradients.kernel import backward
 from rowmax.gpu.hopper.gradients.plans import copies_of
 from rowmax.gpu.hopper.gradients.shared_bias import shared_bias
 from rowmax.gpu.hopper.gradients.tiles import GradientConfig, GradientTile
 from rowmax.gpu.hopper.gradients.wide_kernel import wide
-from rowmax.gpu.hopper.launch import GluonLaunch
+from rowmax.gpu.hopper.host import GluonLaunch
+from rowmax.gpu.hopper.lib.tma import Descriptors as Copies
 from rowmax.gpu.hopper.tiles import Constants
 
 from .hopper_build import Built, _read

@@ -1,4 +1,4 @@
-"""Compile the Hopper forward for sm_90a with no GPU in sight, and read what came of it."""
+"""Compile the Hopper forward for sm_90a without a GPU, and read the machine code."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from rowmax.gpu.hopper import launch
-from rowmax.gpu.hopper.copies import over
+from rowmax.gpu.hopper import host
 from tests.cases import Case, make
 
 
@@ -25,9 +24,9 @@ class Line(NamedTuple):
 
 
 class Built(NamedTuple):
-    """What the compiler made of a kernel."""
+    """A compiled kernel."""
 
-    plan: launch.Plan
+    plan: host.Plan
     stack: int  # bytes
     shared: int
     lines: list[Line]
@@ -37,12 +36,12 @@ class Built(NamedTuple):
         return sum(bool(re.search(pattern, line.text)) for line in self.lines)
 
     def barriers(self) -> list[str]:
-        """Where in shared memory they are."""
-        made = (re.search(r"SYNCS\.EXCH\.64 URZ, \[([^]]+)\]", line.text) for line in self.lines)
-        return [re.sub(r"U?R\d+\+?|URZ\+?", "", found[1]) for found in made if found]
+        """Return the addresses of the barriers in shared memory."""
+        inits = (re.search(r"SYNCS\.EXCH\.64 URZ, \[([^]]+)\]", line.text) for line in self.lines)
+        return [re.sub(r"U?R\d+\+?|URZ\+?", "", found[1]) for found in inits if found]
 
     def partitions(self) -> list[list[Line]]:
-        """The code of each partition of a block: all threads meet before and after."""
+        """Return the code of each partition of a block: all threads meet before and after."""
         found: list[list[Line]] = [[]]
         for line in self.lines:
             found[-1].append(line)
@@ -51,9 +50,11 @@ class Built(NamedTuple):
         return found
 
     def too_early(self, consumers: int) -> list[Line]:
-        """Where one thread arrives at a barrier for a warpgroup whose other threads may not have
-        come to where they read or write shared memory: since then, in the order of addresses,
-        nothing brought them together."""
+        """Return the arrivals of one thread for a warpgroup that may come too early.
+
+        Since the warpgroup last read or wrote shared memory, in the order of addresses, its threads
+        have not met: others may not have read yet.
+        """
         parts = [part for part in self.partitions() if count(part, "HGMMA")]
         assert len(parts) == consumers  # the others are warps, whose lanes go together
         found = []
@@ -70,11 +71,11 @@ class Built(NamedTuple):
         return found
 
     def loops(self, stores: int = 0) -> list[list[Line]]:
-        """The loops over key tiles: of the branches that go back the innermost with products, and
-        with as many stores as a step makes.
+        """Return the loops over key tiles: the innermost backward branches with products, and with
+        as many stores as a step makes.
 
-        (What waits at a barrier is moved out of line and branches back too, around the stores of
-        a finished tile among others.)
+        (Waits at a barrier lie out of line and branch back too, around the stores of a finished
+        tile among others.)
         """
         spans = []
         for line in self.lines:
@@ -98,22 +99,22 @@ def _within(a: list[Line], b: list[Line]) -> bool:
 
 @lru_cache
 def build(case: Case, dtype: torch.dtype = torch.bfloat16) -> Built:
-    """What a call of this case would launch on a GPU with as many processors as an H200."""
+    """Return the kernel of this case on a GPU with as many processors as an H200."""
     problem, tensors = make(case, dtype=dtype).problem()
     out = torch.empty(problem.out_shape, dtype=dtype)
     lse = torch.empty(problem.lse_shape)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "processors", lambda _: 132)
+        patch.setattr(host, "processors", lambda _: 132)
         words = torch.zeros(64, dtype=torch.int32)
-        patch.setattr(launch.packed, "order", lambda *_: launch.packed.Order(*[words] * 5))
-        plan = launch.made(problem, tensors, out)
-        t = launch.pointers(plan, problem, tensors, out, lse)
-    first = over(plan.copies, *tensors[:4], out)
-    made = plan.launch.compile(*first, t, *plan.last, target=GPUTarget("cuda", 90, 32))
-    return _read(plan, made.asm["cubin"], made.metadata.shared)
+        patch.setattr(host.packed, "order", lambda *_: host.packed.Order(*[words] * 5))
+        plan = host.build_plan(problem, tensors, out)
+        t = host.pointers(plan, problem, tensors, out, lse)
+    first = host.over(plan.copies, *tensors[:4], out)
+    kernel = plan.launch.compile(*first, t, *plan.last, target=GPUTarget("cuda", 90, 32))
+    return _read(plan, kernel.asm["cubin"], kernel.metadata.shared)
 
 
-def _read(plan: launch.Plan, cubin: bytes, shared: int) -> Built:
+def _read(plan: host.Plan, cubin: bytes, shared: int) -> Built:
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

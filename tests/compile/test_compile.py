@@ -1,4 +1,4 @@
-"""Every kind of kernel compiles for every GPU that is served, without one at hand."""
+"""Every kind of kernel compiles for every supported GPU, without one at hand."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
 
-#: What is faster all the same than all that was measured and keeps to registers: one store a
-#: tile, by a fifth; a few numbers that a loop does not change, by 3 to 7 %.
+#: kernels that spill in a loop and still are faster than every candidate measured that does not:
+#: one store a tile, by a fifth; a few loop invariants, by 3 to 7 %
 ALLOWED_SPILLS = {
     ("256-causal", "forward_kernel"): 1,
     ("256-long-causal", "forward_kernel"): 1,
-    ("128-long-causal", "key_gradients_kernel"): 8,
+    ("128-long-causal", "backward_dkdv_kernel"): 8,
 }
 
 
@@ -58,7 +58,7 @@ def test_features(target: str) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("what", ["features", "float32"])
 def test_descriptors_are_made_of_their_address(what: str) -> None:
-    """Each operand of wgmma in shared memory is read where the kernel put it."""
+    """Every wgmma descriptor holds the address at which the kernel stored the operand."""
     found = compiled("sm_90", what)
     assert sum(fact["products"] for fact in found) > 0
     for fact in found:
@@ -71,9 +71,9 @@ def test_descriptors_are_made_of_their_address(what: str) -> None:
 )
 @pytest.mark.timeout(900)
 def test_tuned_kernels() -> None:
-    """No register of a loop over tiles goes to memory, with the tiles of the table.
+    """No loop over tiles spills, with the tiles of the table.
 
-    What runs only where NaN met a mask is no such loop, and may.
+    The loops that run only after NaN met a mask may spill.
     """
     for fact in compiled("sm_90", "tuned"):
         allowed = ALLOWED_SPILLS.get((fact["case"], fact["kernel"]), 0)

@@ -1,9 +1,8 @@
-"""What the Hopper forward must compile to, for every head size and feature. Needs no GPU.
+"""Gates of the Hopper forward's machine code, for every head size and feature. Needs no GPU.
 
-Things that no test of results would notice: registers that overflow into memory in a loop over key
-tiles, products that the assembler makes wait for one another, a softmax that it moves from under
-the product that hides it to after it, and a thread that arrives at a barrier before the others of
-its warpgroup have come to what it gives away.
+No test of results notices these faults: spills in a loop over key tiles, products that the
+assembler serializes, a softmax that it moves from under its product to after it, and an arrival
+at a barrier before all threads of the warpgroup have read the buffer that it releases.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "bias-gathered": {"bias": "bhqk", "nq": 251},
     "even": {"nq": 256},
 }
-#: every size plainly, every feature at the size of most models and at the widest
+#: every size without features, every feature at the size of most models and at the widest
 CASES = [
     Case(f"{d}x{dv}-{name}", **{"b": 1, "hq": 64, "d": d, "dv": dv, **features})
     for d, dv in TILES
@@ -56,15 +55,15 @@ LONG = [
     for name in ("full", "causal")
 ]
 CASES += LONG
-#: none with the triton that torch 2.11 pins; 3.9 puts by up to three scalars a key tile where
+#: none with the triton that torch 2.11 pins; 3.9 spills up to three scalars a key tile where
 #: registers are fewest (head size 256 with a window, ALiBi or a bias for each query)
 SPILLS = 0 if triton.__version__.startswith("3.6.") else 3
-#: bytes of scalars that a thread may put by once a query tile, out of the loops
+#: bytes of scalars that a thread may spill once a query tile, out of the loops
 STACK = 160
 
 
 def kept(case: Case) -> Built:
-    """The kernel of a case, unless it is of three warpgroups that the host would not take."""
+    """Return the kernel of a case. Skip three warpgroups that the host would not take."""
     kernel = build(case)
     if kernel.plan.tile == LONG_64 and kernel.stack > 4 * LONG_64_SPILLS:
         pytest.skip("three warpgroups spill with this compiler: the host takes the next tile")
@@ -73,7 +72,7 @@ def kept(case: Case) -> Built:
 
 @pytest.mark.parametrize("case", LONG, ids=str)
 def test_three_warpgroups_give_way_where_they_spill(case):
-    """The host knows local memory alone: what passes its limit must have none in its loops."""
+    """The host knows local memory alone: a kernel below its limit must have none in its loops."""
     kernel = build(case)
     assert kernel.plan.tile == LONG_64
     spilled = any(re.search(r"\b(LDL|STL)\b", x.text) for loop in kernel.loops() for x in loop)
@@ -91,7 +90,7 @@ def test_loops_keep_to_registers(case):
         assert len([line for line in loop if re.search(r"\b(LDL|STL)\b", line.text)]) <= SPILLS
     assert kernel.stack <= STACK
     assert kernel.shared <= SHARED
-    # one that nobody uses would lie where something else does
+    # a barrier that nothing uses would lie where another does
     assert len(set(kernel.barriers())) == len(kernel.barriers()) > 0
     assert kernel.too_early(kernel.plan.tile.warpgroups) == []
     report = sass.report(kernel.cubin)
@@ -120,4 +119,4 @@ def test_softmax_runs_under_the_output(case):
         after = sum("MUFU.EX2" in text for text in texts[ends:])
         before = sum("MUFU.EX2" in text for text in texts[waits[0] : ends])
         assert before >= weights
-        assert after <= 2  # what O is scaled by may come late
+        assert after <= 2  # the factor of O may come late

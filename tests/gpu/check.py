@@ -1,284 +1,182 @@
-"""The whole table on a GPU, and what only a GPU can show. One script runs it all.
+"""Run every check that needs a GPU; write a row for each.
 
-    python -m tests.gpu.check --backend triton --out result.csv [--minutes 5] [--after result.csv]
+    python -m tests.gpu.check --out result.csv --minutes 8
+    python -m tests.gpu.check --kind cases,extremes --backend triton --after old.csv
+    python -m tests.gpu.check --kind hopper-backward --tag "every barrier"
+    python -m tests.gpu.check --device cpu --backend cpu,torch --only plain,causal
+    compute-sanitizer --tool racecheck python -m tests.gpu.check --sanitize --only bias
 
-Each case runs forward and backward in a process of its own pool, against the dense definition in
-float64 on the same device, by the rule of ``tests/tolerance.py``, over memory that was filled
-with NaN. Then: 200 repeats that must agree to the bit, odd lengths, tensors of more than 2^31
-elements, CUDA graphs and streams. The result is a CSV, a row for each check, written anew with
-every line of progress; what was not started after ``--minutes`` is left out, and what an earlier
-result has right (``--after``) is taken from there.
+The kinds are those of ``kinds.py``, the tags those of ``rowmax/testing/table.py``. Checks run in
+processes side by side on every GPU of the host. What does not begin in ``--minutes`` is left for
+a later run with ``--after``, which keeps the rows that are right or refused.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
-import multiprocessing
-import os
-import queue
+import random
 import sys
 import time
-import traceback
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import torch
+from tests.gpu import results
+from tests.gpu.kinds import KINDS, ON_CPU, Check, run
+from tests.gpu.pool import PROCESSES, Event, Job, Pool, default_processes, visible_gpus
 
-from tests.cases import CASES, COVERING, Case, make
-from tests.tolerance import answer, complaints, cotangents, expected, poisoned
-
-#: (case, dtype, times the table's lengths)
-Item = tuple[Case, str, int]
-#: ("case", Item), ("repeat", Case) or ("extreme", its name), and the backend
-Job = tuple[str, Any, str]
-#: (name, dtype, times the table's lengths, complaints, seconds)
-Row = tuple[str, str, int, list[str], float]
-
-EVERY = 20  # seconds, a line of progress
-PATIENCE = 60  # seconds, for what began before the end
-MOST_RESTARTS = 50
-
-ODD_LENGTHS = (
-    (1, 1),
-    (3, 3),
-    (64, 1),
-    (239, 1),
-    (799, 3),
-    (113, 203),
-    (108, 256),
-    (1023, 1024),
-    (1024, 1023),
-    (4224, 4224),
-)
+EVERY = 20.0  # seconds between lines of progress
+PATIENCE = 60.0  # seconds for checks that began before the end
 
 
-def odd_lengths() -> list[Case]:
-    return [
-        Case(f"odd-{nq}-{nk}-{d}{'-causal' * c}", b=1, nq=nq, nk=nk, hq=4, hk=2, d=d, causal=c)
-        for nq, nk in ODD_LENGTHS
-        for d in (64, 128)
-        for c in (False, True)
-    ]
+class Report:
+    """The rows so far."""
 
+    def __init__(self, given: argparse.Namespace, rows: list[results.Row], total: int) -> None:
+        self.path, self.rows, self.total = given.out, rows, total
+        self.machine = results.machine(given.device)
+        self.begin = self.last = time.time()
 
-def repeated() -> list[Case]:
-    """Each way that a gradient is summed."""
-    more: dict[str, Any] = {"b": 4, "nq": 1000, "nk": 1100, "hq": 8, "hk": 2, "d": 64}
-    return [
-        Case("repeat-causal", causal=True, **more),
-        Case("repeat-dropout", dropout=0.1, sink=True, **more),
-        Case("repeat-bias", bias="1hqk", causal=True, **more),
-        Case("repeat-bias-row", bias="b11k", **more),
-        Case("repeat-bias-column", bias="1hq1", **more),
-        Case("repeat-documents", documents="batched", causal=True, **more),
-        Case("repeat-packed", sequences=((300, 300), (0, 7), (1500, 1700)), causal=True, hk=2),
-        Case("repeat-wide", d=256, causal=True, **{k: v for k, v in more.items() if k != "d"}),
-    ]
+    def add(self, check: Check, result: str, seconds: float) -> None:
+        row = results.Row(*check.key, result, f"{seconds:.2f}", *self.machine)
+        self.rows.append(row)
+        if not row.right and not row.refused:
+            print("WRONG", *row[:5], flush=True)
 
+    @property
+    def bad(self) -> int:
+        return sum(not row.right and not row.refused for row in self.rows)
 
-def items(quick: bool) -> list[Item]:
-    # Heads of 512 need sums that a reference in the same dtype has no memory problem with, so
-    # every case of the table runs at its own size and at eight times that.
-    table: list[Item] = [(c, "bfloat16", 8) for c in (COVERING if quick else CASES)]
-    table += [(c, d, 1) for c in COVERING for d in ("float32", "float16")]
-    if not quick:
-        table += [(c, "float32", 1) for c in CASES if c not in COVERING]
-        table += [(c, "bfloat16", 1) for c in odd_lengths()]
-    return table
+    @property
+    def left(self) -> int:
+        return self.total - len(self.rows)
 
-
-def check(item: Item, backend: str) -> list[str]:
-    """What is wrong with one case; nothing, if all is well."""
-    case, dtype, size = item
-    torch.backends.cuda.matmul.allow_tf32 = False
-    call = make(case, "cuda", getattr(torch, dtype), size=size)
-    grads = cotangents(call)
-    want = expected(call, *grads)
-    with poisoned():
-        got = answer(call, *grads, backend=backend)
-    return complaints(got, want)
-
-
-def check_repeats(case: Case, backend: str, times: int = 200) -> list[str]:
-    call = make(case, "cuda", torch.bfloat16)
-    grads = cotangents(call)
-    first = answer(call, *grads, backend=backend)
-    for n in range(times):
-        again = answer(call, *grads, backend=backend)
-        for (name, a, _), (_, b, _) in zip(first.items(), again.items(), strict=True):
-            if not torch.equal(a, b):
-                return [f"{name} differs in repeat {n}"]
-    return []
-
-
-def run(job: Job) -> Row:
-    """(name, dtype, size, complaints, seconds) of one job, in a worker."""
-    warnings.simplefilter("ignore")
-    kind, item, backend = job
-    start = time.perf_counter()
-    key = key_of(job)
-    try:
-        if kind == "case":
-            wrong = check(item, backend)
-        elif kind == "repeat":
-            wrong = check_repeats(item, backend)
-        else:
-            from tests.gpu import extremes
-
-            wrong = getattr(extremes, item)(backend)
-        torch.cuda.synchronize()
-    except Exception:
-        wrong = [traceback.format_exc(limit=-3)[-700:]]
-    return *key, wrong, time.perf_counter() - start
-
-
-def key_of(job: Job) -> tuple[str, str, int]:
-    """(name, dtype, size)"""
-    kind, item, _ = job
-    return name_of(job), *(item[1:] if kind == "case" else ("bfloat16", 1))
-
-
-def name_of(job: Job) -> str:
-    kind, item, _ = job
-    return item if kind == "extreme" else str(item[0] if kind == "case" else item)
-
-
-def work(jobs: Any, rows: Any, end: float) -> None:
-    """A worker: jobs until there are none or the time is over; one that breaks the device's
-    context ends it with a status of 1."""
-    while (job := jobs.get()) is not None and time.time() < end:
-        rows.put(run(job))
-        try:
-            torch.cuda.empty_cache()
-        except RuntimeError:
-            sys.exit(1)
-
-
-def run_all(
-    jobs: list[Job], processes: int, end: float, progress: Callable[[list[Row]], None]
-) -> list[Row]:
-    """Every job that begins before ``end``, in processes of their own.
-
-    One that breaks its process, or has it killed, gets another started for those that follow.
-    Who is not done a while after the end hangs, and is not waited for.
-    """
-    context = multiprocessing.get_context("spawn")
-    todo, rows = context.Queue(), context.Queue()
-    for job in [*jobs, *[None] * processes]:
-        todo.put(job)
-
-    def started() -> Any:
-        process = context.Process(target=work, args=(todo, rows, end), daemon=True)
-        process.start()
-        return process
-
-    workers = [started() for _ in range(processes)]
-    found: list[Row] = []
-    told, restarts = time.time(), 0
-    while time.time() < end + PATIENCE:
-        for n, process in enumerate(workers):
-            if process.exitcode not in (None, 0) and restarts < MOST_RESTARTS:
-                restarts += 1
-                print(f"a process ended with {process.exitcode}", flush=True)
-                workers[n] = started()
-        alive = any(p.is_alive() for p in workers)  # asked first: what it said last is read below
-        try:
-            row = rows.get(timeout=1.0)
-        except queue.Empty:
-            if not alive:
-                break
-        else:
-            found.append(row)
-            if row[3]:
-                print("WRONG", *row[:3], *row[3], flush=True)
-        if time.time() > told + EVERY:
-            told = time.time()
-            progress(found)
-    todo.cancel_join_thread()  # nobody takes what is left
-    for process in workers:
-        process.kill()
-    return found
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--backend", default="triton")
-    parser.add_argument("--out", type=Path, default=Path("gpu_check.csv"))
-    parser.add_argument("--minutes", type=float, default=20.0, help="then no check is started")
-    parser.add_argument("--quick", action="store_true", help="the covering cases alone")
-    parser.add_argument("--only", default="", help="names that hold this text")
-    parser.add_argument("--processes", type=int, default=min(14, os.cpu_count() or 1))
-    parser.add_argument("--after", type=Path, help="a result to go on from")
-    given = parser.parse_args()
-    from tests.gpu import extremes
-
-    jobs: list[Job] = [("extreme", name, given.backend) for name in extremes.SMALL]
-    jobs += [("repeat", case, given.backend) for case in repeated()]
-    jobs += [("case", item, given.backend) for item in items(given.quick)]
-    large: list[Job] = [("extreme", name, given.backend) for name in extremes.LARGE]
-    rows = right_before(given.after) if given.after else []
-    known = {row[:3] for row in rows}
-    jobs, large = (
-        [job for job in part if given.only in name_of(job) and key_of(job) not in known]
-        for part in (jobs, large)
-    )
-    start, every = time.time(), len(rows) + len(jobs) + len(large)
-
-    def progress(more: list[Row]) -> None:
-        done = [*rows, *more]
-        _write(given.out, done)
-        bad = sum(bool(row[3]) for row in done)
-        print(f"{len(done)} of {every}, {bad} wrong, {time.time() - start:.0f} s", flush=True)
-
-    end = start + 60 * given.minutes
-    rows += run_all(jobs, min(given.processes, max(len(jobs), 1)), end, progress)
-    rows += run_all(large, 1, end, progress)  # one after the other: they do not share the memory
-    bad, left = sum(bool(row[3]) for row in rows), every - len(rows)
-    _write(given.out, rows)
-    print(f"{len(rows)} checks, {bad} wrong, {left} not run, {time.time() - start:.0f} s")
-    return 1 if bad or left else 0
-
-
-def right_before(path: Path) -> list[Row]:
-    with path.open(newline="") as file:
-        return [
-            (row["check"], row["dtype"], int(row["times_length"]), [], float(row["seconds"]))
-            for row in csv.DictReader(file)
-            if row["result"] == "right"
-        ]
-
-
-def _write(path: Path, rows: list[Row]) -> None:
-    import triton
-
-    about = (
-        torch.cuda.get_device_name(),
-        torch.__version__,
-        triton.__version__,
-        datetime.date.today().isoformat(),
-    )
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(
-            [
-                "check",
-                "dtype",
-                "times_length",
-                "result",
-                "seconds",
-                "device",
-                "torch",
-                "triton",
-                "date",
-            ]
+    def tell(self, every: float = 0.0) -> None:
+        """Write the file and print a line, if ``every`` seconds have passed."""
+        if time.time() < self.last + every:
+            return
+        self.last = time.time()
+        results.write(self.path, self.rows)
+        right, refused = sum(row.right for row in self.rows), sum(row.refused for row in self.rows)
+        print(
+            f"{right} right, {self.bad} wrong, {refused} refused, {self.left} not run, "
+            f"{time.time() - self.begin:.0f} s",
+            flush=True,
         )
-        for name, dtype, size, wrong, seconds in sorted(rows, key=lambda r: r[:3]):
-            result = "; ".join(wrong) if wrong else "right"
-            writer.writerow([name, dtype, size, result, f"{seconds:.2f}", *about])
+
+    def tell_refusals(self) -> None:
+        reasons = Counter(f"{row.kind}: {row.result}" for row in self.rows if row.refused)
+        for reason, count in reasons.most_common():
+            print(f"  {count} {reason}")
+
+
+def ordered(checks: list[Check], seed: int) -> list[Check]:
+    """Return checks that are alone first, then those that need fresh processes, then slow ones.
+
+    The others are shuffled: neighbours in the table would compile the same kernels at once.
+    """
+    random.Random(seed).shuffle(checks)
+    return sorted(checks, key=lambda check: (not check.alone, not check.fresh, not check.slow))
+
+
+def events(checks: list[Check], given: argparse.Namespace, end: float) -> Iterator[Event | None]:
+    """Yield the events of all checks; those of two GPUs come first, in pools of their own."""
+    gpus = visible_gpus(given.device)
+    pairs = [f"{a},{b}" for a, b in zip(gpus[::2], gpus[1::2], strict=False)]
+    for count, visible in ((2, pairs), (1, gpus)):
+        some = ordered([check for check in checks if check.gpus == count], given.seed)
+        jobs = [Job((one,), one.alone, one.fresh, one.limit) for one in some]
+        processes = min(given.processes, len(jobs))
+        if jobs:
+            pool = Pool(run, processes, given.limit, given.device, visible)
+            yield from pool.run(jobs, end, PATIENCE)
+
+
+def run_all(checks: list[Check], given: argparse.Namespace) -> int:
+    """Run checks in a pool; return 1 if one is wrong or did not run."""
+    kept = (
+        [row for row in results.read(given.after) if row.right or row.refused]
+        if given.after
+        else []
+    )
+    known = {row.key for row in kept}
+    todo = [check for check in checks if check.key not in known]
+    report = Report(given, kept, len(kept) + len(todo))
+    for event in events(todo, given, report.begin + 60 * given.minutes):
+        if event is not None and event.kind != "end":
+            fault = "fault: " * (event.kind == "fault")
+            report.add(event.job.args[0], f"{fault}{event.value}", event.seconds)
+        report.tell(EVERY)
+    report.tell()
+    report.tell_refusals()
+    return int(report.bad > 0 or report.left > 0)
+
+
+def run_here(checks: list[Check]) -> int:
+    """Run checks in this process, which a tool may watch; return 1 if one is wrong."""
+    warnings.simplefilter("ignore")
+    bad = 0
+    for check in checks:
+        result = next(run(check))
+        bad += result != "right" and not result.startswith("refused")
+        print(*check.key, result, flush=True)
+    print(f"{len(checks)} checks, {bad} wrong")
+    return int(bad > 0)
+
+
+def arguments(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--kind", dest="kinds", help=f"some of {', '.join(KINDS)}")
+    parser.add_argument("--backend", dest="backends", help="of the kinds of any backend")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path, default=Path("gpu_check.csv"))
+    parser.add_argument("--after", type=Path, help="a result to go on from")
+    parser.add_argument("--minutes", type=float, default=20.0, help="then no check begins")
+    parser.add_argument("--quick", action="store_true", help="of cases, the covering ones only")
+    parser.add_argument("--only", default="", help="texts, with commas; names have one of them")
+    parser.add_argument("--tag", help="run the cases of this tag, not those of the kind")
+    parser.add_argument("--processes", type=int, help=f"in all; {PROCESSES} on each GPU")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds, without compiling")
+    parser.add_argument("--repeats", type=int, default=20, help="of Hopper's direct calls")
+    parser.add_argument("--seed", type=int, default=0, help="of the order")
+    parser.add_argument(
+        "--sanitize", action="store_true", help="small cases in this process, references on the CPU"
+    )
+    given = parser.parse_args(words)
+    cpu = given.device == "cpu"
+    given.half_dtypes, given.reference = ("bfloat16", "float16"), None
+    kinds = ON_CPU if cpu else tuple(KINDS)
+    if given.sanitize:
+        kinds = ("hopper-forward", "hopper-backward")
+        given.tag, given.repeats = given.tag or "sanitizer", 0
+        given.half_dtypes, given.reference = ("bfloat16",), "cpu"
+    gpus = len(visible_gpus(given.device))
+    if gpus < 2:
+        kinds = tuple(kind for kind in kinds if kind != "two-devices")
+    given.kinds = given.kinds.split(",") if given.kinds else kinds
+    given.backends = (given.backends or ("cpu,torch" if cpu else "triton,hopper")).split(",")
+    given.processes = given.processes or default_processes(given.device)
+    given.only = given.only.split(",")
+    if unknown := set(given.kinds) - set(KINDS):
+        parser.error(f"--kind: got {', '.join(unknown)}; want some of {', '.join(KINDS)}")
+    if "two-devices" in given.kinds and gpus < 2:
+        parser.error(f"--kind: two-devices needs two GPUs, there are {gpus}")
+    return given
+
+
+def main(words: list[str] | None = None) -> int:
+    given = arguments(words)
+    checks = [
+        check
+        for kind in given.kinds
+        for check in KINDS[kind](given)
+        if any(text in check.name for text in given.only)
+    ]
+    if not checks:
+        print("no check has such a name")
+        return 2
+    return run_here(checks) if given.sanitize else run_all(checks, given)
 
 
 if __name__ == "__main__":

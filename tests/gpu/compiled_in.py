@@ -1,10 +1,10 @@
-"""What GPU kernels are compiled for, of a case: two cases of the same are served by the same
-kernels. Computed from the case alone, so that calls can be drawn that compile nothing new.
+"""The part of a case that is compiled into GPU kernels. Cases with equal parts share kernels.
+
+It is computed from the case alone, so that the search draws calls that compile nothing new.
 
     python -m tests.gpu.compiled_in --groups 40 --dtype float32
 
-counts on a CPU, with a stand-in for the compiler, how many Triton kernels the calls of the search
-need.
+counts the Triton kernels of the search's calls on a CPU, with a stand-in for the compiler.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from rowmax.call.problem import Problem, Wanted
 from rowmax.gpu.triton import backward, forward
 from rowmax.gpu.triton import tiles as plain
 from rowmax.gpu.triton.backward import bias_sum
-from rowmax.gpu.triton.bundles import folded
-from rowmax.gpu.triton.maps import listed
-from tests.cases import Case
+from rowmax.gpu.triton.kernel_args import folded
+from rowmax.gpu.triton.tile_maps import listed
+from rowmax.testing import Case
 from tests.drawn import Drawn, given_cotangents, problem_of
 
-#: where there is no GPU to ask
+#: used on a machine without a GPU
 H200 = plain.Limits("NVIDIA H200", 232448, 32, split=True, wgmma=True)
 PROCESSORS = 132
 
 
 def compiled_in(case: Case, dtype: str, backend: str) -> Hashable:
-    """What of the numbers that ``drawn.varied`` changes is compiled in."""
+    """Return the part of the numbers varied by ``drawn.varied`` that is compiled in."""
     p = problem_of(case, dtype)
     if backend not in ("triton", "hopper"):
         return None
-    # ids of queries that have none of their own begin among those of the keys
+    # without ids of their own, queries use ids of keys from an offset on
     ids = case.documents is None or case.documents == "queries" or p.nq > p.nk or p.offset % 4 == 0
     same = (p.hq, p.hk, p.left is None, p.right is None, ids)
     if backend == "hopper":
@@ -47,23 +47,23 @@ def compiled_in(case: Case, dtype: str, backend: str) -> Hashable:
 def _triton(p: Problem) -> Hashable:
     cuda = torch.cuda.is_available()
     limits = plain.limits_of(torch.device("cuda", 0)) if cuda else H200
-    jobs = ["forward", "delta", "query_gradients"]
-    jobs += ["dk", "dv"] if max(p.d, p.dv) > plain.BOTH_UP_TO else ["key_gradients"]
+    jobs = ["forward", "delta", "dq"]
+    jobs += ["dk", "dv"] if max(p.d, p.dv) > plain.BOTH_UP_TO else ["dkdv"]
     found: list[Hashable] = [p.total_q == 0 or p.batch == 0, p.total_k == 0]
     if p.bias is not None:
         found += [min(p.batch, 2), bias_sum(p), p.hq // p.bias[1], p.nk % 8 == 0, p.nk % 4 == 0]
-        jobs.append("bias_gradient")
+        jobs.append("dbias")
     for job in jobs:
         tiles = plain.chosen(plain.kind_of(job, p), limits, p)
         found += [tiles, p.nq % tiles.block_q == 0, p.nk % tiles.block_k == 0]
-    # of one row there is no step to the next
+    # one row has no stride
     found += [min(n, 2) for n in (p.nq, p.nk, p.total_q, p.total_k)]
     return (*found, folded(p), listed(p))
 
 
 def _hopper(p: Problem, case: Case) -> Hashable:
     from rowmax.gpu import hopper
-    from rowmax.gpu.hopper import launch
+    from rowmax.gpu.hopper import host
     from rowmax.gpu.hopper import tiles as forward
     from rowmax.gpu.hopper.gradients import biases, plans
     from rowmax.gpu.hopper.gradients import tiles as gradients
@@ -75,9 +75,9 @@ def _hopper(p: Problem, case: Case) -> Hashable:
     if p.bias is not None:
         bias = torch.empty(p.bias, dtype=p.bias_dtype, device="meta")
         bias = bias.transpose(2, 3).contiguous().transpose(2, 3) if case.transposed else bias
-    how = launch.how_bias_comes(p, bias)
+    how = host.bias_path(p, bias)
     cuda = torch.cuda.is_available()
-    processors = launch.processors(torch.device("cuda", 0)) if cuda else PROCESSORS
+    processors = host.processors(torch.device("cuda", 0)) if cuda else PROCESSORS
     tile = forward.tile_for(p, how, processors)
     found: list[Hashable] = [forward.config_for(p, tile, how, forward.packed_heads(p, how))]
     by = biases.gradient_by(p) if p.bias is not None else ""
@@ -90,14 +90,16 @@ def _hopper(p: Problem, case: Case) -> Hashable:
 
 
 def kernels_of(drawn: Drawn, known: set[Hashable]) -> int:
-    """How many kernels a call would compile beside those that are known, which they join. Nothing
-    runs: the jobs are stopped before their launch, on tiles for an H200."""
+    """Add the kernels of a call to ``known``; return how many are new.
+
+    Nothing runs: jobs stop before their launch, with tiles for an H200.
+    """
     launch = importlib.import_module("rowmax.gpu.triton.launch")
     run, limits = launch.Job.run, plain.limits_of
     before = len(known)
 
     def note(job: Any, t: Any) -> None:
-        signature = job.launch.signature(t, job.n, job.c)
+        signature = job.launch.signature(t, job.numbers, job.config)
         options = tuple(job.options.items())
         known.add((id(job.kernel), *(tuple(x.items()) for x in signature), options))
 
@@ -112,7 +114,7 @@ def kernels_of(drawn: Drawn, known: set[Hashable]) -> int:
 def _stopped(drawn: Drawn) -> None:
     call = drawn.call()
     problem, tensors = call.problem()
-    # lengths that a GPU does not read
+    # a GPU's lengths, which are not read from its memory
     found = problem_of(drawn.case, drawn.dtype, "cpu")
     problem = problem._replace(nq=found.nq, nk=found.nk)
     out, lse = forward(problem, tensors)
@@ -126,7 +128,7 @@ def _stopped(drawn: Drawn) -> None:
 
 
 def main() -> None:
-    from tests.gpu.random_search import Job, calls_of
+    from tests.gpu.random_search import Group, calls_of
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--groups", type=int, default=40)
@@ -138,8 +140,8 @@ def main() -> None:
     known: set[Hashable] = set()
     calls, late = 0, 0
     for seed in range(given.groups):
-        job = Job(seed, given.dtype, "triton", "cpu", given.per_group, given.budget)
-        for n, drawn in enumerate(calls_of(job)):
+        group = Group(seed, given.dtype, "triton", "cpu", given.per_group, given.budget)
+        for n, drawn in enumerate(calls_of(group)):
             more = kernels_of(drawn, known)
             calls += 1
             late += more if n else 0

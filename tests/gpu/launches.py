@@ -1,49 +1,44 @@
-"""Every way of launching a kernel gives the same numbers, on a GPU.
+"""Every way of launching a kernel gives the same numbers.
 
-    python -m tests.gpu.launches
-    TRITON_INTERPRET=1 python -m tests.gpu.launches   # the interpreter, on tensors of the GPU
-
-Directly, with a launch hook of Triton's installed, and through Triton's public launch as where
-the driver is of another kind. Prints a line for each check and exits with 1 if one fails.
+Kernels are launched directly, with a launch hook of Triton's installed, and through Triton's
+public launch, as with a driver of another kind. With TRITON_INTERPRET=1 only the first is checked.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import sys
-import traceback
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from triton import knobs
 
-from rowmax.call import dispatch as backends
-from tests.cases import Case, make
-from tests.tolerance import Answer, answer, complaints, cotangents, expected
+from rowmax.testing import (
+    Answer,
+    Case,
+    answer,
+    complaints,
+    cotangents,
+    expected,
+    make,
+    refusal,
+)
 
 compat = importlib.import_module("rowmax.gpu.compat")
-compiled = importlib.import_module("rowmax.gpu.compiled")
-CASES = [
-    Case("causal", b=1, nq=150, hq=2, d=64, causal=True),
-    Case("bias", b=2, nq=100, nk=136, hq=2, d=64, bias="1hqk", sink=True),
-    Case("documents", b=1, nq=136, hq=2, d=64, documents="sorted", alibi=True),
-    Case("packed", hq=2, hk=1, d=64, causal=True, sequences=((5, 90), (0, 17), (70, 70))),
-]
 
 
-def forget() -> None:
-    """Have every plan made anew."""
+def forget_plans() -> None:
+    """Empty every cache of launches, so that each is built again."""
     importlib.import_module("rowmax.gpu.triton.launch")._jobs.clear()
-    importlib.import_module("rowmax.gpu.hopper.launch")._PLANS.clear()
+    importlib.import_module("rowmax.gpu.hopper.host")._PLANS.clear()
     importlib.import_module("rowmax.gpu.hopper.gradients.plans").PLANS.clear()
     importlib.import_module("rowmax.gpu.hopper.packed")._placing.cache_clear()
 
 
 @contextlib.contextmanager
 def hooked(found: list[str]) -> Iterator[None]:
-    """A hook that is called at every launch."""
+    """Install a hook that Triton calls at every launch."""
     seen: list[Any] = []
     knobs.runtime.launch_enter_hook.add(seen.append)
     try:
@@ -52,64 +47,40 @@ def hooked(found: list[str]) -> Iterator[None]:
         knobs.runtime.launch_enter_hook.remove(seen.append)
     names = {metadata.get()["name"] for metadata in seen}
     if len(names) < 3:
-        found.append(f"hooked: the hook was told of {sorted(names)} alone")
+        found.append(f"hooked: the hook was called for {sorted(names)} only")
 
 
 @contextlib.contextmanager
 def public(found: list[str]) -> Iterator[None]:
-    """A driver that launches in a way that is not known."""
+    """Let no driver's launch be known."""
     known, compat.is_known = compat.is_known, lambda run: False
-    forget()
+    forget_plans()
     try:
         yield
     finally:
         compat.is_known = known
-        forget()
+        forget_plans()
 
 
-def differ(how: str, first: Answer, second: Answer) -> list[str]:
-    return [
-        f"{how}: {name} differs"
-        for (name, x, _), (_, y, _) in zip(first.items(), second.items(), strict=True)
-        if not torch.equal(x, y)
-    ]
-
-
-def check(case: Case, name: str) -> list[str]:
-    call = make(case, "cuda", torch.float16)
-    problem, _ = call.problem()
-    for which in ("forward", "backward"):
-        if reason := backends.refusal(name, problem, which):
-            return [f"refused: {reason}"]
+def check(case: Case, backend: str, device: str) -> list[str]:
+    """Return what is wrong with a case, and which results another launch changes."""
+    call = make(case, device, torch.float16)
+    if reason := refusal(call, backend):
+        return [f"refused: {reason}"]
     grads = cotangents(call)
     want = expected(call, *grads)
-    first = answer(call, *grads, backend=name, deterministic=True)
+    first = answer(call, *grads, backend=backend, deterministic=True)
     found = complaints(first, want)
     if not compat.is_compiled(importlib.import_module("rowmax.gpu.triton.forward").forward_kernel):
         return found
     for context in (hooked, public):
         with context(found):
-            found += differ(
-                context.__name__,
-                first,
-                answer(call, *grads, backend=name, deterministic=True),
-            )
+            again = answer(call, *grads, backend=backend, deterministic=True)
+            found += [f"{context.__name__}: {name} differs" for name in different(first, again)]
     return found
 
 
-def main() -> int:
-    bad = 0
-    for case in CASES:
-        for name in ("triton", "hopper"):
-            try:
-                found = check(case, name)
-            except Exception:
-                found = [traceback.format_exc(limit=-3)]
-            bad += bool(found) and not found[0].startswith("refused")
-            print(case.name, name, *(found or ["right"]), flush=True)
-    print(f"{bad} wrong")
-    return int(bad > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def different(first: Answer, second: Answer) -> list[str]:
+    """Return the names of results that are not equal to the bit."""
+    both = zip(first.items(), second.items(), strict=True)
+    return [name for (name, x, _), (_, y, _) in both if not torch.equal(x.cpu(), y.cpu())]

@@ -1,38 +1,33 @@
-"""A search over random calls on a GPU, against the dense definition in float64.
+"""A search over random calls on a GPU, compared with the dense definition in float64.
 
-    python -m tests.gpu.random_search --minutes 8 --processes 14 --seed 0 --out random_search.csv
-    python -m tests.gpu.random_search --shrink failures.txt --processes 8 --minutes 6
-    python -m tests.gpu.random_search --cells failures.txt --processes 8
+    python -m tests.gpu.random_search --minutes 8 --seed 0 --out random_search.csv
+    python -m tests.gpu.random_search --shrink failures.txt --minutes 6
+    python -m tests.gpu.random_search --cells failures.txt
     python -m tests.gpu.random_search --memcheck 300 --processes 12 --out memcheck.csv
 
-Everything that a call can vary is drawn (``tests/drawn.py``). Compiling takes the time, so calls
-come in groups that share kernels: a group draws what is compiled in once, each of its calls the
-rest. Calls run in processes side by side; one that dies or hangs is replaced, and the call that
-it was at counts as a fault. A wrong answer is written down, with Python that makes it again, and
-the search goes on. ``--device cpu --backend cpu,torch`` runs the same without a GPU.
+``tests/drawn.py`` draws everything that a call can vary. Most of the time goes into compiling, so
+calls come in groups that share kernels: a group draws what is compiled in once, and each of its
+calls the rest. Calls run in processes side by side. A wrong answer, an error, a process that dies
+or hangs is written down with Python that makes the call again, and the search goes on.
+``--device cpu --backend cpu,torch`` runs the same without a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import math
-import multiprocessing
 import os
 import random
 import re
-import signal
 import subprocess
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,26 +39,41 @@ from tests.drawn import (
     Drawn,
     RefusedError,
     UnpreparedError,
+    draw_group,
     from_json,
-    group,
     reduced,
     varied,
     wrong,
 )
+from tests.gpu import results
+from tests.gpu.compiled_in import compiled_in
+from tests.gpu.kinds import takes_dtype
+from tests.gpu.pool import (
+    PROCESSES,
+    VISIBLE,
+    Event,
+    Job,
+    Pool,
+    context_lives,
+    default_processes,
+    visible_gpus,
+)
 
-EVERY = 20.0  # seconds, a line of progress
-COMPILE_LIMIT = 300.0  # seconds that kernels of one call may take to compile
+EVERY = 20.0  # seconds between lines of progress
 MOST_WRITTEN = 2000  # failures in full
-#: bytes for each score that the references hold at the most, in float64
+MEMORY = 0.85  # of a GPU, shared by its processes
+#: bytes a score, at most, that the references hold in float64
 BYTES_A_SCORE = 200
 SUMMARY = "searched:"
+FAILURES = ("wrong", "fault", "unprepared", "errors")
 
 #: (drawn, backend, device) -> what is wrong; RefusedError, UnpreparedError
-Check = Callable[[Drawn, str, str], list[str]]
+CheckCall = Callable[[Drawn, str, str], list[str]]
+Cell = tuple[str, str]  # dtype, backend
 
 
-class Job(NamedTuple):
-    """A group of calls of one dtype and backend."""
+class Group(NamedTuple):
+    """Calls of one dtype and backend that share kernels."""
 
     seed: int
     dtype: str
@@ -74,18 +84,20 @@ class Job(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Of one call. ``kind``: right, wrong, fault, refused, no memory for the references, or
-    unprepared, which is a mistake of the search's own."""
+    """The result of a call.
+
+    ``kind`` is right, wrong, fault, refused, no memory (for the references), or unprepared: a
+    mistake of the search.
+    """
 
     kind: str
     drawn: Drawn
     texts: list[str]
-    kernels: int  # compiled by this process so far
 
 
 @dataclass
 class Count:
-    """What came of the calls of one dtype and backend."""
+    """The calls of one dtype and backend, by kind of their reports."""
 
     kinds: dict[str, int] = field(default_factory=dict)
     planned: int = 0
@@ -100,292 +112,174 @@ class Count:
     def calls(self) -> int:
         return self["right"] + self["wrong"] + self["fault"]
 
+    @property
+    def bad(self) -> int:
+        return sum(self[kind] for kind in FAILURES)
 
-# --- a worker ----------------------------------------------------------------------------------
+
+# --- in the process of a group -----------------------------------------------------------------
 
 
-def calls_of(job: Job) -> Any:
-    """The calls of a group, one by one."""
-    from tests.gpu.compiled_in import compiled_in
-
-    rng = random.Random(f"{job.seed} {job.dtype} {job.backend}")
-    case = group(rng, job.dtype, job.backend, job.budget)
+def calls_of(group: Group) -> Iterator[Drawn]:
+    """Yield the calls of a group."""
+    rng = random.Random(f"{group.seed} {group.dtype} {group.backend}")
+    case = draw_group(rng, group.dtype, group.backend, group.budget)
     same = None
-    if job.backend in ("triton", "hopper"):
-        same = partial(compiled_in, dtype=job.dtype, backend=job.backend)
-    for n in range(job.calls):
+    if group.backend in ("triton", "hopper"):
+        same = partial(compiled_in, dtype=group.dtype, backend=group.backend)
+    for n in range(group.calls):
         if n:
-            case = varied(rng, case, job.budget, same)
-        yield Drawn(case, job.dtype, rng.randrange(2**31))
+            case = varied(rng, case, group.budget, same)
+        yield Drawn(case, group.dtype, rng.randrange(2**31))
 
 
-def judged(drawn: Drawn, backend: str, device: str, check: Check) -> tuple[str, list[str]]:
-    """(kind, texts) of a report."""
+def judged(drawn: Drawn, backend: str, device: str, check: CheckCall) -> Report:
     try:
         texts = check(drawn, backend, device)
         if device != "cpu":
             torch.cuda.synchronize()
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
-        return "no memory", []
+        return Report("no memory", drawn, [])
     except RefusedError as error:
-        return "refused", [str(error)]
+        return Report("refused", drawn, [str(error)])
     except UnpreparedError:
-        return "unprepared", [traceback.format_exc(limit=-4)[-1500:]]
+        return Report("unprepared", drawn, [traceback.format_exc(limit=-4)[-1500:]])
     except Exception:
-        return "fault", [traceback.format_exc(limit=-4)[-1500:]]
-    return ("wrong" if texts else "right"), texts
+        return Report("fault", drawn, [traceback.format_exc(limit=-4)[-1500:]])
+    return Report("wrong" if texts else "right", drawn, texts)
 
 
-def serve(pipe: Connection, clock: Any, check: Check, fraction: float) -> None:
-    """A worker: jobs from the pipe until there are no more; the call that it is at, and what came
-    of it, go back. An error that breaks the device's context ends the process."""
-    warnings.simplefilter("ignore")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(1)
-    if torch.cuda.is_available() and fraction:
-        torch.cuda.set_per_process_memory_fraction(fraction)
-    _time_compiling(clock)
-    while (job := pipe.recv()) is not None:
-        for drawn in calls_of(job):
-            clock[0] = time.time()
-            clock[1] = clock[2] = 0.0
-            pipe.send(drawn)
-            kind, texts = judged(drawn, job.backend, job.device, check)
-            pipe.send(Report(kind, drawn, texts, int(clock[3])))
-            if kind in ("fault", "unprepared") and not _context_lives(job.device):
-                os._exit(1)
-        pipe.send(None)
+def run_group(group: Group, check: CheckCall) -> Iterator[Drawn | Report]:
+    """Yield each call before it runs, and its report after it."""
+    for drawn in calls_of(group):
+        yield drawn
+        report = judged(drawn, group.backend, group.device, check)
+        yield report
+        if report.kind in ("fault", "unprepared") and not context_lives(group.device):
+            return
 
 
-def _context_lives(device: str) -> bool:
-    if device == "cpu":
-        return True
-    try:
-        torch.cuda.synchronize()
-        torch.zeros(1, device=device).item()
-    except Exception:
-        return False
-    return True
-
-
-def _time_compiling(clock: Any) -> None:
-    """Keep in the clock when compiling began (0: it does not), how long it took in this call, and
-    how many kernels it made."""
-    try:
-        from rowmax.gpu import compiled
-    except ImportError:
-        return
-    real = compiled.Launch.compile
-
-    def timed(*args: Any, **keywords: Any) -> Any:
-        clock[2] = time.time()
-        try:
-            return real(*args, **keywords)
-        finally:
-            clock[1] += time.time() - clock[2]
-            clock[2] = 0.0
-            clock[3] += 1
-
-    compiled.Launch.compile = timed
-
-
-class Worker:
-    """A process with what it is at."""
-
-    def __init__(self, check: Check, fraction: float) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, other = context.Pipe()
-        #: when the call began, seconds of it spent compiling, since when it compiles, kernels made
-        self.clock = context.Array("d", 4, lock=False)
-        self.process = context.Process(
-            target=serve, args=(other, self.clock, check, fraction), daemon=True
-        )
-        self.process.start()
-        other.close()
-        self.job: Job | None = None
-        self.call: Drawn | None = None
-
-    def hangs(self, limit: float) -> str | None:
-        """Why the call that it is at is given up, or None."""
-        if self.call is None:
-            return None
-        now, (began, compiled, since, _) = time.time(), list(self.clock)
-        compiling = now - since if since else 0.0
-        if compiled + compiling > COMPILE_LIMIT:
-            return f"compiling takes more than {COMPILE_LIMIT:.0f} s"
-        if now - began - compiled - compiling > limit:
-            return f"hangs: not done in {limit:.0f} s"
-        return None
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.join(5)
-        self.pipe.close()
+def run_call(drawn: Drawn, backend: str, device: str) -> Iterator[Report]:
+    yield judged(drawn, backend, device, wrong)
 
 
 # --- the search --------------------------------------------------------------------------------
 
 
 class Search:
-    """Workers side by side, and what came of their calls."""
+    """Groups in processes side by side, and the results of their calls."""
 
-    def __init__(self, given: argparse.Namespace, check: Check = wrong) -> None:
-        self.given = given
-        self.check = check
-        self.counts = {(d, b): Count() for d in given.dtypes for b in given.backends}
-        self.counts = {(d, b): c for (d, b), c in self.counts.items() if _may(d, b)}
-        self.kernels = 0
-        self.ended: dict[str, int] = {}
+    def __init__(self, given: argparse.Namespace, check: CheckCall = wrong) -> None:
+        self.given, self.check = given, check
+        self.counts = {cell: Count() for cell in cells_of(given)}
         self.failed: list[tuple[str, str, Drawn, list[str]]] = []
-        self.begun = time.time()
-        self.seed = given.seed * 1_000_000
-        self.fraction = 0.85 / given.processes
+        self.begin = time.time()
+        #: the call that each group runs, None between two, and its reports so far
+        self.running: dict[Group, tuple[Drawn | None, int]] = {}
+        gpus = len(visible_gpus(given.device))
+        memory = MEMORY / -(-given.processes // gpus)
+        self.pool = Pool(run_group, given.processes, given.limit, given.device, memory=memory)
 
     def run(self) -> None:
-        given, workers = self.given, list[Worker]()
-        end = self.begun + 60 * given.minutes
-        told = time.time()
+        last = time.time()
         try:
-            while time.time() < end and not self.done:
-                while len(workers) < given.processes:
-                    workers.append(self.started())
-                for worker in [w for w in workers if not self.heard(w)]:
-                    worker.end()
-                    workers.remove(worker)
-                if time.time() > told + given.every:
-                    told = time.time()
+            for event in self.pool.run(self.jobs(), self.begin + 60 * self.given.minutes):
+                if event is not None:
+                    self.add(event)
+                if all(c.calls >= self.given.calls for c in self.counts.values()):
+                    break
+                if time.time() > last + self.given.every:
+                    last = time.time()
                     self.tell()
-                wait([w.pipe for w in workers], timeout=0.2)
         except KeyboardInterrupt:
             pass
         finally:
-            for worker in workers:
-                worker.end()
             self.tell()
 
-    def started(self) -> Worker:
-        worker = Worker(self.check, self.fraction)
-        self.give(worker)
-        return worker
+    def jobs(self) -> Iterator[Job]:
+        """Yield groups of the dtype with the fewest calls, of its backend with the fewest."""
+        given, seed = self.given, self.given.seed * 1_000_000
+        while True:
+            planned: dict[str, int] = {}
+            for (dtype, _), count in self.counts.items():
+                planned[dtype] = planned.get(dtype, 0) + count.planned
+            least = min(planned, key=lambda dtype: planned[dtype])
+            some = [cell for cell in self.counts if cell[0] == least]
+            cell = min(some, key=lambda cell: self.counts[cell].planned)
+            self.counts[cell].planned += given.per_group
+            seed += 1
+            found = Group(seed, *cell, given.device, given.per_group, given.budget)
+            yield Job((found, self.check))
 
-    def give(self, worker: Worker) -> None:
-        """A group of the dtype with the fewest calls and, of its backends, that with the fewest."""
-        given = self.given
-        dtypes = {d: sum(c.planned for (e, _), c in self.counts.items() if e == d)
-                  for d, _ in self.counts}  # fmt: skip
-        dtype = min(dtypes, key=lambda d: dtypes[d])
-        of_dtype = {b: c.planned for (d, b), c in self.counts.items() if d == dtype}
-        backend = min(of_dtype, key=lambda b: of_dtype[b])
-        self.seed += 1
-        worker.job = Job(self.seed, dtype, backend, given.device, given.per_group, given.budget)
-        self.counts[dtype, backend].planned += given.per_group
-        worker.pipe.send(worker.job)
+    def add(self, event: Event) -> None:
+        group: Group = event.job.args[0]
+        call, reports = self.running.pop(group, (None, 0))
+        count = self.counts[group.dtype, group.backend]
+        if event.kind == "message" and isinstance(event.value, Drawn):
+            self.running[group] = event.value, reports
+        elif event.kind == "message":
+            self.running[group] = None, reports + 1
+            self.note(group, event.value)
+        else:
+            if call is not None:  # the process died or hung at this call
+                self.note(group, Report("fault", call, [event.value]))
+            elif event.kind == "fault":
+                print("FAULT", group, event.value, flush=True)
+            count.planned -= group.calls - reports
 
-    def heard(self, worker: Worker) -> bool:
-        """Take in what a worker has to say; False if it is to be replaced."""
-        try:
-            while worker.pipe.poll():
-                said = worker.pipe.recv()
-                if said is None:
-                    self.give(worker)
-                elif isinstance(said, Drawn):
-                    worker.call = said
-                else:
-                    worker.call = None
-                    self.take(worker, said)
-        except (EOFError, OSError):
-            worker.process.join(10)
-            code = worker.process.exitcode
-            self.lost(worker, f"its process died ({code})")
-            return False
-        why = worker.hangs(self.given.limit)
-        if why is not None:
-            self.lost(worker, why)
-        return why is None
-
-    def lost(self, worker: Worker, why: str) -> None:
-        assert worker.job is not None
-        self.counts[worker.job.dtype, worker.job.backend].planned -= self.given.per_group // 2
-        if worker.call is not None:
-            self.take(worker, Report("fault", worker.call, [why], int(worker.clock[3])))
-        self.kernels += int(worker.clock[3])
-        worker.clock[3] = 0
-
-    def take(self, worker: Worker, report: Report) -> None:
-        assert worker.job is not None
-        job = worker.job
-        self.counts[job.dtype, job.backend].add(report.kind)
-        self.ended[str(worker.process.pid)] = report.kernels
-        if report.kind in ("wrong", "fault", "unprepared"):
-            first = all(f[0] != f"{job.seed} {report.kind}" for f in self.failed)
-            self.failed.append(
-                (f"{job.seed} {report.kind}", job.backend, report.drawn, report.texts)
-            )
-            if first:  # of its group: the others are likely to be the same
-                print(report.kind.upper(), job.dtype, job.backend, *report.texts, flush=True)
-                print(report.drawn.snippet(job.backend, job.device), flush=True)
+    def note(self, group: Group, report: Report) -> None:
+        self.counts[group.dtype, group.backend].add(report.kind)
+        if report.kind not in FAILURES:
+            return
+        key = f"{group.seed} {report.kind}"
+        if all(other != key for other, *_ in self.failed):  # others of the group are often alike
+            print(report.kind.upper(), group.dtype, group.backend, *report.texts, flush=True)
+            print(report.drawn.snippet(group.backend, group.device), flush=True)
+        self.failed.append((key, group.backend, report.drawn, report.texts))
 
     def tell(self) -> None:
-        given = self.given
-        write_counts(given.out, self.counts, given.device)
+        given, seconds = self.given, time.time() - self.begin
+        write_counts(given.out, "random-search", self.counts, given.device, seconds)
         write_failures(given.failures, self.failed, given.device)
-        parts = [
-            f"{d} {b}: {c.calls} calls, {c['wrong']} wrong, {c['fault']} faults, "
-            f"{c['refused']} refused, {c['no memory']} without memory, "
-            f"{c['unprepared']} unprepared"
-            for (d, b), c in self.counts.items()
-        ]
-        calls, kernels = sum(c.calls for c in self.counts.values()), sum(self.ended.values())
+        calls, kernels = sum(c.calls for c in self.counts.values()), self.pool.kernels
         rate = f", {calls / kernels:.1f} calls a kernel" if kernels else ""
-        print(f"{time.time() - self.begun:.0f} s: {calls} calls, {kernels} kernels{rate}")
-        print("  " + "\n  ".join(parts), flush=True)
-
-    @property
-    def done(self) -> bool:
-        """True once every dtype and backend has had as many calls as were asked for."""
-        return all(c.calls >= self.given.calls for c in self.counts.values())
+        print(f"{seconds:.0f} s: {calls} calls, {kernels} kernels{rate}")
+        for (dtype, backend), c in self.counts.items():
+            print(
+                f"  {dtype} {backend}: {c.calls} calls, {c['wrong']} wrong, {c['fault']} faults, "
+                f"{c['refused']} refused, {c['no memory']} without memory, "
+                f"{c['unprepared']} unprepared",
+                flush=True,
+            )
 
     @property
     def bad(self) -> int:
-        return sum(c["wrong"] + c["fault"] + c["unprepared"] for c in self.counts.values())
+        return sum(count.bad for count in self.counts.values())
 
 
-def _may(dtype: str, backend: str) -> bool:
-    """False where a backend takes no call of a dtype."""
-    return dtype not in {"hopper": ("float32", "float64"), "triton": ("float64",)}.get(backend, ())
+def cells_of(given: argparse.Namespace) -> list[Cell]:
+    return [(d, b) for d in given.dtypes for b in given.backends if takes_dtype(d, b)]
 
 
 # --- files -------------------------------------------------------------------------------------
 
 
-def about(device: str) -> list[str]:
-    """Device, torch, triton, date."""
-    try:
-        import triton
-
-        version = triton.__version__
-    except ImportError:
-        version = ""
-    name = "cpu" if device == "cpu" else torch.cuda.get_device_name()
-    return [name, torch.__version__, version, datetime.date.today().isoformat()]
-
-
-def write_counts(path: Path, counts: dict[tuple[str, str], Count], device: str) -> None:
-    names = ["dtype", "backend", "calls", "wrong", "faults", "device", "torch", "triton", "date"]
-    rows = [[d, b, c.calls, c["wrong"], c["fault"]] for (d, b), c in counts.items()]
-    _write(path, names, rows, device)
-
-
-def _write(path: Path, names: list[str], rows: list[list[Any]], device: str) -> None:
-    part = path.with_suffix(".part")
-    with part.open("w", newline="") as file:
-        csv.writer(file).writerows([names, *(row + about(device) for row in rows)])
-    part.replace(path)
+def write_counts(
+    path: Path, kind: str, counts: dict[Cell, Count], device: str, seconds: float
+) -> None:
+    """Write a row for each dtype and backend."""
+    rows = []
+    for (dtype, backend), c in counts.items():
+        bad = [f"{c[name]} {name}" for name in FAILURES if c[name]]
+        result = ("wrong: " if bad else "right: ") + ", ".join([*bad, f"{c.calls} calls"])
+        found = (kind, "random calls", dtype, backend, result, f"{seconds:.0f}")
+        rows.append(results.Row(*found, *results.machine(device)))
+    results.write(path, rows)
 
 
 def write_failures(path: Path, failed: list[Any], device: str) -> None:
-    """Python for each failure, and the line that ``--shrink`` reads."""
+    """Write Python for each failure, and the line that ``--shrink`` reads."""
     with path.open("w") as file:
         for key, backend, drawn, texts in failed[:MOST_WRITTEN]:
             notes = "".join(f"# {line}\n" for text in texts for line in text.splitlines())
@@ -393,33 +287,8 @@ def write_failures(path: Path, failed: list[Any], device: str) -> None:
             file.write(f"# drawn {backend} {drawn.as_json()}\n{drawn.snippet(backend, device)}\n")
 
 
-# --- one call in a process of its own ----------------------------------------------------------
-
-
-def one(backend: str, device: str, text: str) -> int:
-    """Run one call and say what came of it; 1 if that is a fault or wrong."""
-    warnings.simplefilter("ignore")
-    kind, texts = judged(from_json(text), backend, device, wrong)
-    print(kind, *texts, flush=True)
-    return int(kind in ("wrong", "fault"))
-
-
-def in_a_child(drawn: Drawn, backend: str, device: str, limit: float) -> str:
-    """What came of a call in a process of its own: it may die or hang."""
-    command = [sys.executable, "-m", "tests.gpu.random_search", "--device", device]
-    command += ["--backend", backend, "--one", drawn.as_json()]
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=limit)
-    except subprocess.TimeoutExpired:
-        return f"fault hangs: not done in {limit:.0f} s"
-    words = found.stdout.strip()
-    if not words.startswith(("right", "wrong", "fault", "refused", "no memory", "unprepared")):
-        return f"fault its process died ({found.returncode}) {found.stderr.strip()[-500:]}"
-    return words
-
-
 def listed(path: Path) -> list[tuple[str, str, Drawn]]:
-    """(group, backend, call) of each failure in a file."""
+    """Return (group, backend, call) of each failure in a file."""
     found, key = [], ""
     for line in path.read_text().splitlines():
         if line.startswith("# group "):
@@ -430,24 +299,41 @@ def listed(path: Path) -> list[tuple[str, str, Drawn]]:
     return found
 
 
+# --- single calls, each in a process of its own ------------------------------------------------
+
+
+def each_alone(
+    calls: list[tuple[Drawn, str]], device: str, processes: int, limit: float
+) -> Iterator[tuple[Drawn, str, str]]:
+    """Yield (call, backend, its result) as they come."""
+    jobs = [Job((drawn, backend, device), fresh=True) for drawn, backend in calls]
+    for event in Pool(run_call, processes, limit, device).run(jobs):
+        if event is not None and event.kind != "end":
+            drawn, backend, _ = event.job.args
+            if event.kind == "fault":
+                yield drawn, backend, f"fault {event.value}"
+            else:
+                yield drawn, backend, " ".join([event.value.kind, *event.value.texts])
+
+
+def in_a_child(drawn: Drawn, backend: str, device: str, limit: float) -> str:
+    """Return the result of a call in a process of its own, which may die or hang."""
+    return next(result for *_, result in each_alone([(drawn, backend)], device, 1, limit))
+
+
 def cells(given: argparse.Namespace) -> int:
-    """Run every call of a file of failures again, each in a process of its own."""
-    every = listed(given.cells)
-
-    def said(item: tuple[str, str, Drawn]) -> str:
-        return in_a_child(item[2], item[1], given.device, given.limit + COMPILE_LIMIT)
-
+    """Run every call of a file of failures again; return 1 if one is not right."""
+    calls = [(drawn, backend) for _, backend, drawn in listed(given.cells)]
     bad = 0
-    with ThreadPoolExecutor(given.processes) as pool:
-        for (_, backend, drawn), words in zip(every, pool.map(said, every), strict=True):
-            bad += not words.startswith("right")
-            print(f"{words}\n{drawn.snippet(backend, given.device)}", flush=True)
-    print(f"{len(every)} calls, {bad} not right")
+    for drawn, backend, result in each_alone(calls, given.device, given.processes, given.limit):
+        bad += not result.startswith("right")
+        print(f"{result}\n{drawn.snippet(backend, given.device)}", flush=True)
+    print(f"{len(calls)} calls, {bad} not right")
     return int(bad > 0)
 
 
-def shrink(given: argparse.Namespace) -> None:
-    """The smallest calls that fail as the first failure of each group in a file does."""
+def shrink(given: argparse.Namespace) -> int:
+    """Print the smallest calls that fail as the first failure of each group in a file does."""
     groups: dict[str, tuple[str, Drawn]] = {}
     for key, backend, drawn in listed(given.shrink):
         groups.setdefault(key, (backend, drawn))
@@ -456,50 +342,48 @@ def shrink(given: argparse.Namespace) -> None:
     def reduce(item: tuple[str, tuple[str, Drawn]]) -> None:
         name, (backend, drawn) = item
 
+        def result(other: Drawn) -> str:
+            return in_a_child(other, backend, given.device, given.limit)
+
         def fails(other: Drawn) -> bool:
-            if time.time() > end:
-                return False
-            words = in_a_child(other, backend, given.device, given.limit + COMPILE_LIMIT)
-            return words.startswith(("wrong", "fault"))
+            return time.time() < end and result(other).startswith(("wrong", "fault"))
 
         small = reduced(drawn, fails)
-        said = in_a_child(small, backend, given.device, given.limit + COMPILE_LIMIT)
-        print(f"{name}\n# {said}\n{small.snippet(backend, given.device)}", flush=True)
+        text = small.snippet(backend, given.device)
+        print(f"{name}\n# {result(small)}\n{text}", flush=True)
 
     with ThreadPoolExecutor(given.processes) as pool:
         list(pool.map(reduce, groups.items()))
+    return 0
 
 
 # --- under compute-sanitizer -------------------------------------------------------------------
 
 
 def sanitized(given: argparse.Namespace) -> int:
-    """Draw small calls in this process, which a sanitizer watches; the references are the CPU's."""
+    """Run small calls in this process, which a tool watches; the references are the CPU's."""
     warnings.simplefilter("ignore")
-    cells = [(d, b) for d in given.dtypes for b in given.backends if _may(d, b)]
-    counts = {cell: Count() for cell in cells}
+    counts = {cell: Count() for cell in cells_of(given)}
     end = time.time() + 60 * given.minutes
     check = partial(wrong, reference="cpu")
-    done = seed = 0
-    bad = 0
-    while done < given.sanitize and time.time() < end:
-        dtype, backend = cells[seed % len(cells)]
-        job = Job(given.seed * 1000 + seed, dtype, backend, given.device, 5, 2_000_000)
+    seed = 0
+    while sum(c.calls for c in counts.values()) < given.sanitize and time.time() < end:
+        cell = list(counts)[seed % len(counts)]
+        found = Group(given.seed * 1000 + seed, *cell, given.device, 5, 2_000_000)
         seed += 1
-        for drawn in calls_of(job):
-            if done >= given.sanitize or time.time() > end:
+        for drawn in calls_of(found):
+            if sum(c.calls for c in counts.values()) >= given.sanitize or time.time() > end:
                 break
             if not _is_small(drawn):
                 continue
-            kind, texts = judged(drawn, backend, given.device, check)
-            counts[dtype, backend].add(kind)
-            done += kind in ("right", "wrong", "fault")
-            if kind in ("wrong", "fault", "unprepared"):
-                bad += 1
-                print(kind.upper(), *texts, drawn.snippet(backend, given.device), flush=True)
+            report = judged(drawn, cell[1], given.device, check)
+            counts[cell].add(report.kind)
+            if report.kind in FAILURES:
+                text = drawn.snippet(cell[1], given.device)
+                print(report.kind.upper(), *report.texts, text, flush=True)
     for (dtype, backend), c in counts.items():
         print(SUMMARY, dtype, backend, c.calls, c["wrong"] + c["fault"], flush=True)
-    return int(bad > 0)
+    return int(any(c.bad for c in counts.values()))
 
 
 def _is_small(drawn: Drawn) -> bool:
@@ -509,9 +393,9 @@ def _is_small(drawn: Drawn) -> bool:
 
 
 def memcheck(given: argparse.Namespace) -> int:
-    """Children under compute-sanitizer, side by side; their calls and errors, summed."""
+    """Run processes under compute-sanitizer side by side; sum their calls and errors."""
     each = -(-given.memcheck // given.processes)
-    end = 60 * given.minutes
+    gpus = visible_gpus(given.device)
 
     def child(n: int) -> tuple[str, int]:
         command = [given.sanitizer, "--tool", "memcheck", "--error-exitcode", "9", sys.executable]
@@ -519,38 +403,42 @@ def memcheck(given: argparse.Namespace) -> int:
         command += ["--seed", str(given.seed * 1000 + n), "--device", given.device]
         command += ["--dtype", ",".join(given.dtypes), "--backend", ",".join(given.backends)]
         command += ["--minutes", str(given.minutes * 0.85)]
-        # allocations of their own, so that what is past one is not in another
+        # each tensor has an allocation of its own: an access past its end is not in another
         environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        environment |= {VISIBLE: gpu} if (gpu := gpus[n % len(gpus)]) else {}
         try:
-            found = subprocess.run(
-                command, capture_output=True, text=True, timeout=end, env=environment
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                timeout=60 * given.minutes,
+                env=environment,
             )
         except subprocess.TimeoutExpired as error:
             text = error.stdout or b""
             return text.decode() if isinstance(text, bytes) else text, -1
-        return found.stdout + found.stderr, found.returncode
+        return done.stdout + done.stderr, done.returncode
 
-    counts: dict[tuple[str, str], list[int]] = {
-        (d, b): [0, 0] for d in given.dtypes for b in given.backends if _may(d, b)
-    }
-    bad = 0
+    counts = {cell: Count() for cell in cells_of(given)}
+    bad, begin = 0, time.time()
     with ThreadPoolExecutor(given.processes) as pool:
         for text, code in pool.map(child, range(given.processes)):
             errors = [int(x) for x in re.findall(r"ERROR SUMMARY: (\d+) error", text)]
             summed = re.findall(rf"{SUMMARY} (\w+) (\w+) (\d+) (\d+)", text)
             for dtype, backend, calls, wrong_ones in summed:
                 count = counts[dtype, backend]
-                count[0] += int(calls)
-                # which of its calls an error belongs to the summary does not say
-                count[1] += sum(errors) if (dtype, backend) == tuple(summed[0][:2]) else 0
+                # the summary does not say which of the calls an error belongs to
+                first = (dtype, backend) == tuple(summed[0][:2])
+                count.kinds["errors"] = count["errors"] + (sum(errors) if first else 0)
+                count.kinds["wrong"] = count["wrong"] + int(wrong_ones)
+                count.kinds["right"] = count["right"] + int(calls) - int(wrong_ones)
                 bad += int(wrong_ones)
             if code or not errors or not summed:
                 bad += 1
-                print(f"a child ended with {code}:\n{text[-3000:]}", flush=True)
-            rows = [["memcheck", *cell, *count] for cell, count in counts.items()]
-            names = ["tool", "dtype", "backend", "calls", "errors"]
-            _write(given.out, [*names, "device", "torch", "triton", "date"], rows, given.device)
-            print(*(f"{d} {b}: {c} calls, {e} errors" for _, d, b, c, e in rows), flush=True)
+                print(f"a process ended with {code}:\n{text[-3000:]}", flush=True)
+            write_counts(given.out, "memcheck", counts, given.device, time.time() - begin)
+            for (dtype, backend), c in counts.items():
+                print(f"{dtype} {backend}: {c.calls} calls, {c['errors']} errors", flush=True)
     return int(bad > 0)
 
 
@@ -560,7 +448,7 @@ def memcheck(given: argparse.Namespace) -> int:
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=8.0)
-    parser.add_argument("--processes", type=int, default=min(14, os.cpu_count() or 1))
+    parser.add_argument("--processes", type=int, help=f"in all; {PROCESSES} on each GPU")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="float32,bfloat16,float16", dest="dtypes")
     parser.add_argument("--backend", default="triton,hopper", dest="backends")
@@ -568,13 +456,11 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--calls", type=float, default=math.inf, help="of each kind, then end")
     parser.add_argument("--per-group", type=int, default=32, help="calls that share kernels")
     parser.add_argument("--budget", type=int, help="scores of a call")
-    parser.add_argument(
-        "--limit", type=float, default=120.0, help="seconds a call, compiling aside"
-    )
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds, without compiling")
     parser.add_argument("--every", type=float, default=EVERY, help="seconds from line to line")
     parser.add_argument("--out", type=Path, default=Path("random_search.csv"))
     parser.add_argument("--failures", type=Path, default=Path("failures.txt"))
-    parser.add_argument("--one", help="a call, as the lines '# drawn' of failures have it")
+    parser.add_argument("--one", help="a call to run here, as in a line '# drawn' of failures")
     parser.add_argument("--shrink", type=Path, help="failures to make small")
     parser.add_argument("--cells", type=Path, help="failures to run again, one by one")
     parser.add_argument("--sanitize", type=int, help="so many small calls in this process")
@@ -582,28 +468,30 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sanitizer", default="compute-sanitizer")
     given = parser.parse_args(words)
     given.dtypes, given.backends = given.dtypes.split(","), given.backends.split(",")
+    given.processes = given.processes or default_processes(given.device)
     if given.budget is None:
         given.budget = CPU_BUDGET if given.device == "cpu" else _gpu_budget(given.processes)
     return given
 
 
 def _gpu_budget(processes: int) -> int:
-    """As many scores as the memory of one of so many processes has room for."""
-    if not torch.cuda.is_available():
-        return GPU_BUDGET
+    """Return how many scores fit into the memory of one of so many processes."""
     memory = torch.cuda.get_device_properties(0).total_memory
-    return min(GPU_BUDGET, int(0.85 * memory / processes / BYTES_A_SCORE))
+    each = -(-processes // len(visible_gpus("cuda")))
+    return min(GPU_BUDGET, int(MEMORY * memory / each / BYTES_A_SCORE))
 
 
 def main() -> int:
     given = arguments()
     if given.one is not None:
-        return one(given.backends[0], given.device, given.one)
+        warnings.simplefilter("ignore")
+        report = judged(from_json(given.one), given.backends[0], given.device, wrong)
+        print(report.kind, *report.texts, flush=True)
+        return int(report.kind in FAILURES)
     if given.cells is not None:
         return cells(given)
     if given.shrink is not None:
-        shrink(given)
-        return 0
+        return shrink(given)
     if given.sanitize is not None:
         return sanitized(given)
     if given.memcheck is not None:

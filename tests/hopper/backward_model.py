@@ -31,7 +31,7 @@ from rowmax.gpu.hopper.gradients.kernel import backward  # noqa: E402
 from rowmax.gpu.hopper.gradients.schedule import order_of, padded_rows, steps_of  # noqa: E402
 from rowmax.gpu.hopper.gradients.tiles import GradientConfig  # noqa: E402
 from rowmax.gpu.hopper.gradients.wide_kernel import wide  # noqa: E402
-from rowmax.gpu.hopper.schedule import steps_of as steps_of_queries  # noqa: E402
+from rowmax.gpu.hopper.lib.order import tile_count as steps_of_queries  # noqa: E402
 from rowmax.gpu.hopper.tiles import Constants  # noqa: E402
 
 LOG2E = math.log2(math.e)

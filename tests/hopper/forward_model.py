@@ -20,17 +20,17 @@ from tests.hopper import language
 
 language.install()
 
-from rowmax.gpu.hopper import _refused, launch  # noqa: E402
+from rowmax.gpu.hopper import _refused, host  # noqa: E402
 from rowmax.reference import dense  # noqa: E402
 from tests.cases import CASES, Case, make  # noqa: E402
 from tests.extreme_bias import CASES as EXTREMES  # noqa: E402
 from tests.extreme_bias import complaints as extreme_complaints  # noqa: E402
 from tests.extreme_bias import extreme, limit, row_complaints  # noqa: E402
-from tests.spoiled import padding_matters  # noqa: E402
+from tests.poison_padding import padding_matters  # noqa: E402
 from tests.tolerance import Answer, complaint, poisoned  # noqa: E402
 
-#: what the table of all backends does not have: lengths that meet tiles in every way, few and
-#: many tiles, every way for a bias to come, every head size of a tile
+#: cases that the table of all backends lacks: lengths that meet tiles in every way, few and many
+#: tiles, every path of a bias, every head size of a tile
 LENGTHS = ((1, 1), (3, 3), (64, 1), (239, 1), (113, 203), (256, 256), (128, 384), (255, 257))
 SIZES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (80, 72), (256, 64))
 MORE = [
@@ -61,14 +61,14 @@ MORE = [
 
 
 def prepare(processors: int) -> None:
-    launch.processors = lambda _: processors
-    launch._PLANS.clear()
+    host.processors = lambda _: processors
+    host._PLANS.clear()
     torch.cuda.current_device = lambda: None  # pyright: ignore
     torch.cuda.is_current_stream_capturing = lambda: False
 
 
 def check(case: Case, seed: int) -> list[str]:
-    """What is wrong with a case, on a machine of few processors."""
+    """Return the faults of a case, on a machine of few processors."""
     random.seed(f"{case.name} {seed}")
     torch.manual_seed(seed)
     prepare(random.choice((1, 1, 2, 3, 64)))
@@ -78,17 +78,17 @@ def check(case: Case, seed: int) -> list[str]:
     ref = dense.attention(problem, tensors, torch.float64)
     std = dense.attention(problem, tensors, problem.dtype)
     with poisoned():
-        got = launch.forward(problem, tensors)
+        got = host.forward(problem, tensors)
     found = [
         complaint(name, *three, problem.dtype)
         for name, *three in zip(("out", "lse"), got, ref, std, strict=True)
     ]
-    found.append(padding_matters(problem, tensors, launch.forward, got))
+    found.append(padding_matters(problem, tensors, host.forward, got))
     return [text for text in found if text]
 
 
 def check_extreme(case: Case, bias_dtype: torch.dtype) -> list[str]:
-    """Biases and sinks as large as their dtype goes."""
+    """Return the faults with biases and sinks as large as their dtype goes."""
     random.seed(case.name)
     prepare(3)
     problem, tensors = extreme(case, torch.float16, bias_dtype, "cpu").problem()
@@ -96,7 +96,7 @@ def check_extreme(case: Case, bias_dtype: torch.dtype) -> list[str]:
         return ["refused"]
     want = Answer(*dense.attention(problem, tensors, torch.float64), {})
     with poisoned():
-        got = Answer(*launch.forward(problem, tensors), {})
+        got = Answer(*host.forward(problem, tensors), {})
     allowed = limit(torch.float16, bias_dtype)
     return extreme_complaints(got, want, allowed) + row_complaints(got, want, allowed)
 
@@ -106,7 +106,7 @@ def past_the_last(sink: bool) -> list[str]:
     prepare(3)
     case = Case("", hq=4, hk=2, d=64, causal=True, sink=sink, sequences=((5, 90), (0, 17), (99, 3)))
     problem, tensors = make(case, dtype=torch.float16).problem()
-    want = launch.forward(problem, tensors)
+    want = host.forward(problem, tensors)
     n = 2100
     more = {
         name: torch.cat([x, torch.full_like(x[:, :1], torch.nan).expand(-1, n, -1, -1)], 1)
@@ -114,7 +114,7 @@ def past_the_last(sink: bool) -> list[str]:
     }
     longer = problem._replace(total_q=problem.total_q + n, total_k=problem.total_k + n)
     with poisoned():
-        out, lse = launch.forward(longer, tensors._replace(**more))
+        out, lse = host.forward(longer, tensors._replace(**more))
     of_nothing = torch.full_like(lse[0], -torch.inf)
     if tensors.sink is not None:
         of_nothing = tensors.sink[:, None].expand_as(lse[0])
@@ -144,7 +144,7 @@ def out_of_range(seed: int) -> list[str]:
     for q, k in (cu, right):
         some = tensors._replace(cu_seqlens_q=q.int(), cu_seqlens_k=k.int())
         with poisoned():
-            got.append(launch.forward(problem._replace(nq=199, nk=203), some))
+            got.append(host.forward(problem._replace(nq=199, nk=203), some))
     return [n for n, x, y in zip(("out", "lse"), *got, strict=True) if not torch.equal(x, y)]
 
 

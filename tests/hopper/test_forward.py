@@ -1,4 +1,4 @@
-"""The Hopper forward without a GPU, in a process of its own: the machine takes triton's place."""
+"""Run the Hopper forward without a GPU, in a process of its own: the machine replaces triton."""
 
 from __future__ import annotations
 

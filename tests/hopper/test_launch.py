@@ -1,4 +1,4 @@
-"""The host's side of the Hopper kernels, without them."""
+"""The host's side of the Hopper kernels, without the kernels."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from rowmax.call.normalize import normalized
 from rowmax.call.problem import Problem, problem_of
 from rowmax.gpu import hopper
 
-forward = importlib.import_module("rowmax.gpu.hopper.launch")
+forward = importlib.import_module("rowmax.gpu.hopper.host")
 backward = importlib.import_module("rowmax.gpu.hopper.gradients.launch")
 tiles = importlib.import_module("rowmax.gpu.hopper.gradients.tiles")
-copies = importlib.import_module("rowmax.gpu.hopper.copies")
+tma = importlib.import_module("rowmax.gpu.hopper.lib.tma")
 biases = importlib.import_module("rowmax.gpu.hopper.gradients.biases")
 
 
@@ -58,16 +58,14 @@ def test_positions_are_aligned_to_the_keys(
 
 
 class Crowded(dict):
-    """Plans of which other threads make so many that one is gone once it is found."""
+    """A cache that drops a plan once it is found, as when other threads make many."""
 
     def move_to_end(self, key: Any) -> None:
         raise KeyError(key)
 
 
 @pytest.mark.parametrize("module", [forward, backward])
-def test_a_plan_that_is_let_go_of_serves_the_call(
-    module: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dropped_plan_serves_the_call(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     problem, tensors = posed()
     plan, done = object(), []
     q = tensors.q
@@ -266,7 +264,7 @@ def test_a_bias_comes_as_the_copy_engine_takes_it(
     assert found.bias == tuple(got.shape)
     assert torch.equal(got.expand(shape), bias)
     kind = biases.kind_of(found)
-    assert kind in ("row", "column") or copies.takes(got)
+    assert kind in ("row", "column") or tma.is_aligned(got)
     if layout == "aligned":
         assert got is bias
     if want_bias:
@@ -299,8 +297,10 @@ def test_three_warpgroups_if_they_keep_to_registers(
         def __call__(self, first: Any, t: Any, last: Any) -> None:
             launched.append(len(forward._PLANS))
 
-    made = forward.made
-    monkeypatch.setattr(forward, "made", lambda *args: made(*args)._replace(launch=Stand()))
+    build_plan = forward.build_plan
+    monkeypatch.setattr(
+        forward, "build_plan", lambda *args: build_plan(*args)._replace(launch=Stand())
+    )
     assert forward.note_of_tile(problem).startswith("three warpgroups, if")
     out = torch.empty(problem.out_shape, dtype=torch.float16)
     lse = torch.empty(problem.lse_shape)

@@ -30,10 +30,9 @@ from rowmax.gpu.hopper import packed
 from rowmax.gpu.hopper.gradients import dq_of_dbias, plans, rows
 from rowmax.gpu.hopper.tiles import Constants
 from rowmax.reference import dense
+from rowmax.testing import Case, make, poisoned, tagged
 from tests import extreme_bias
-from tests.cases import Case, make
-from tests.gpu import hopper_backward as device
-from tests.tolerance import poisoned
+from tests.gpu import hopper_direct as device
 
 BLOCKS = 5
 
@@ -215,7 +214,7 @@ def main() -> int:
     def wanted(name: str) -> bool:
         return any(part in name for part in options.only)
 
-    chosen = [c for c in [*device.first(), *device.cases()] if wanted(c.name)]
+    chosen = [c for c in [*tagged("every barrier"), *device.cases("backward")] if wanted(c.name)]
     chosen = [c for c in chosen if c.nq * (c.nk or c.nq) * c.hq * c.b <= 4e6]
     named = options.only != [""]
     end = time.monotonic() + options.seconds
@@ -225,7 +224,7 @@ def main() -> int:
             if time.monotonic() > end:
                 break
             try:
-                found = device.check(case, "float16", deterministic, 0)
+                found = device.check_backward(case, "float16", deterministic, 0)
             except Exception as error:
                 if named:
                     raise

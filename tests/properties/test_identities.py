@@ -14,9 +14,7 @@ from torch import Tensor
 
 import rowmax
 from rowmax import Documents, PrefixLengths
-
-from ..cases import Call, Case, make
-from ..tolerance import Answer, answer, cotangents
+from rowmax.testing import Answer, Call, Case, answer, cotangents, make
 
 inf, nan = math.inf, math.nan
 DOUBLE = torch.float64

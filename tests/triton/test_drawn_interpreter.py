@@ -1,4 +1,4 @@
-"""Calls drawn whole from a seed, small ones, on the Triton kernels in Triton's interpreter."""
+"""Small random calls, each drawn from a seed, on the Triton kernels in Triton's interpreter."""
 
 from __future__ import annotations
 

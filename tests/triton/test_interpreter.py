@@ -1,7 +1,7 @@
 """The Triton kernels under Triton's interpreter, over the shared table, on the CPU.
 
-Every pointer that a kernel follows is checked against the tensors that it was given. bfloat16
-products are wrong in the interpreter, so the dtypes are float32 and float16.
+Every access of a kernel is checked to lie within its tensors. bfloat16 products are wrong in the
+interpreter, so the dtypes are float32 and float16.
 """
 
 from __future__ import annotations
@@ -18,10 +18,20 @@ import torch
 pytest.importorskip("triton")
 
 from rowmax.call import dispatch as backends
-from tests.cases import CASES, COVERING, EXPANDED, Case, make
+from rowmax.testing import (
+    CASES,
+    COVERING,
+    Case,
+    answer,
+    complaints,
+    cotangents,
+    expected,
+    make,
+    poisoned,
+)
+from rowmax.testing.table import EXPANDED
 from tests.extreme_bias import CASES as EXTREMES
 from tests.extreme_bias import checks
-from tests.tolerance import answer, complaints, cotangents, expected, poisoned
 
 interpreter = importlib.import_module("triton.runtime.interpreter")
 forward = importlib.import_module("rowmax.gpu.triton.forward")
@@ -66,7 +76,7 @@ _TAKEN = COVERING + EXPANDED
 SINGLES = [c for c in CASES if c not in _TAKEN and c.name.startswith(CHOSEN)]
 
 
-#: of cases of extreme biases: a full, shared, row and column bias, a sink, masks and packed calls
+#: cases of extreme biases: a full, shared, row and column bias, a sink, masks and packed calls
 ENDS = ("bhqk", "11qk", "sink", "causal", "lengths", "packed-full", "packed-row", "dropout")
 
 
@@ -168,7 +178,7 @@ def test_tiles_of_any_shape(
     _check(case, torch.float32)
 
 
-#: what may differ from one to the next of those that share a tile of the bias
+#: features in which the sharers of a tile of the bias may differ
 SHARED = [
     Case("causal", causal=True),
     Case("window", left=33, right=5, softcap=1.5),
@@ -191,7 +201,7 @@ SHARED = [
 )
 @pytest.mark.parametrize("case", SHARED, ids=str)
 def test_bias_that_is_shared(case: Case, bias: str, sizes: tuple[int, int]) -> None:
-    """Heads of one part, of several, and of several in one of which only V goes on."""
+    """Heads of one part of columns, of several, and of values wider than keys."""
     d, dv = sizes
     nq = case.nq if case.nq != 150 else 100
     _check(replace(case, nq=nq, hq=4, hk=2, d=d, dv=dv, bias=bias), torch.float16)
@@ -200,7 +210,7 @@ def test_bias_that_is_shared(case: Case, bias: str, sizes: tuple[int, int]) -> N
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["k", "v"])
 def test_unseen_nan_does_not_matter(name: str, bad: float) -> None:
-    """A key that a row may not see has no part in it, forward and backward, whatever it holds."""
+    """A key that a row may not see has no part in it, forward and backward, whatever its values."""
     call = make(Case("nan", b=1, nq=50, hq=1, d=16, causal=True))
     dout, dlse = cotangents(call)
     clean = answer(call, dout, dlse, backend="triton")

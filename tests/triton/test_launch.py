@@ -1,4 +1,4 @@
-"""What launches keep of kernels: compiled once, and whole before another thread finds them."""
+"""Kernels that launches keep: compiled once, and complete before another thread finds them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from rowmax.call.problem import Tensors
+
 pytest.importorskip("triton")
 
 compat = importlib.import_module("rowmax.gpu.compat")
 compiled = importlib.import_module("rowmax.gpu.compiled")
 jobs = importlib.import_module("rowmax.gpu.triton.launch")
+kernel_args = importlib.import_module("rowmax.gpu.triton.kernel_args")
 tl = importlib.import_module("triton.language")
 
 
 class Compiled:
-    """A compiled kernel, and a driver that notes what it is given."""
+    """A compiled kernel, and a driver that records its arguments."""
 
     unloaded: ClassVar[list[Compiled]] = []
     function, packed_metadata = "function", "metadata"
@@ -42,7 +45,7 @@ class Compiled:
 
 
 class KERNEL:
-    """Stands for a kernel of Triton's; a launch of it in public is noted."""
+    """A stand-in for a kernel of Triton's, which records public launches."""
 
     arg_names = ("t", "n", "C")
     launches: ClassVar[list[Any]] = []
@@ -54,7 +57,7 @@ class KERNEL:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The options of every kernel that is compiled, in place of the compiler and a device."""
+    """Return the options of every kernel compiled, without the compiler and a device."""
     found: list[Any] = []
 
     def compile(launch: Any, *args: Any) -> Any:
@@ -72,7 +75,7 @@ def test_a_kernel_that_is_found_takes_what_launches_give(
 ) -> None:
     class Kernels(OrderedDict):
         def __setitem__(self, key: Any, kept: Any) -> None:
-            # from here on another thread may have its launcher made
+            # from here on another thread may build its launcher
             assert list(kept.kernel.src.signature.values()) == ["*fp32", "i32"]
             super().__setitem__(key, kept)
 
@@ -94,7 +97,7 @@ ARGS = ((torch.zeros(4),), (3,), tl.constexpr(5))
 
 
 def launched(n: int) -> Any:
-    """A launch of a kernel of its own."""
+    """Return a launch of a separate kernel."""
     launch = compiled.Launch(KERNEL, (1, 1, 1), {"num_warps": n})
     launch.loaded(*ARGS)
     return launch
@@ -102,7 +105,7 @@ def launched(n: int) -> Any:
 
 @pytest.fixture
 def _few(made: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Room for three kernels, on devices of which one may be waited for."""
+    """Keep at most three kernels, on devices that can be synchronized."""
     monkeypatch.setattr(compiled, "_MOST_KERNELS", 3)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -132,7 +135,7 @@ def test_a_kernel_that_a_launch_uses_stays() -> None:
     for n in range(5, 10):
         launched(n)
     gc.collect()
-    assert kept() == [0, 1, 2, 3, 4, 9]  # the newest is never let go of by its own launch
+    assert kept() == [0, 1, 2, 3, 4, 9]  # a launch never evicts its own kernel
     assert len(Compiled.unloaded) == 4
     del used
     gc.collect()
@@ -169,7 +172,7 @@ def test_what_a_launch_keeps_is_bounded() -> None:
 
 @pytest.fixture
 def launch(made: list[Any], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A launch of a kernel that counts as one to compile."""
+    """Return a launch of a kernel that counts as one to compile."""
     monkeypatch.setattr(compat, "is_compiled", lambda kernel: True)
     monkeypatch.setattr(compat, "current_stream", lambda device: f"stream of {device}")
     KERNEL.launches.clear()
@@ -199,7 +202,7 @@ def test_a_launch_goes_to_the_driver(launch: Any) -> None:
 def test_a_launch_hook_is_called(
     launch: Any, name: str, chain: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that is installed later, too, alone (as before triton 3.6) or in a chain."""
+    """Also one installed later, alone (as before triton 3.6) or in a chain."""
     launch((), (X, None), LAST)
     hook = SimpleNamespace(calls=[print]) if chain else print
     monkeypatch.setattr(compat.knobs, "runtime", SimpleNamespace(**dict.fromkeys(
@@ -231,7 +234,7 @@ def test_another_driver_is_launched_in_public(
 def test_a_kernel_of_the_interpreter_is_launched_in_public(
     launch: Any, made: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also on tensors of a GPU: ``Launch`` is what these come to."""
+    """Also on tensors of a GPU, which ``Launch`` launches."""
     monkeypatch.setattr(compat, "is_compiled", is_compiled)
     launch((), (X, None), LAST)
     assert [args for _, args, _ in KERNEL.launches] == [((X, None), *LAST)]
@@ -246,8 +249,13 @@ def test_the_drivers_of_this_triton_are_known(vendor: str) -> None:
     assert compat.is_known(kind.__new__(kind))
 
 
+def test_pointers_begin_with_the_inputs() -> None:
+    names = [name.replace("cu_seqlens", "cu") for name in Tensors._fields]
+    assert list(kernel_args.Pointers._fields[: len(names)]) == names
+
+
 def test_every_job_has_the_same_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU, on a GPU of another kind: rounding does not depend on how it is launched."""
+    """Also on the CPU and other GPUs: rounding does not depend on the way of launching."""
     KERNEL.launches.clear()
     tiles = importlib.import_module("rowmax.gpu.triton.tiles").Tiles(16, 16, 4, 2)
     job = jobs.Job(KERNEL, SimpleNamespace(tiles=2), (), tiles, 3)

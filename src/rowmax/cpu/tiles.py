@@ -1,4 +1,4 @@
-"""The places of tiles: a head's rows, the keys that queries see, the scores of a tile."""
+"""The places of tiles: rows of a head, keys that a tile of queries sees, scores of a tile."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ __all__ = ["backward", "forward", "lacks", "notes", "supports"]
 
 
 def supports(problem: Problem, call: str) -> str | None:
-    """None, or the sentence that says why not."""
+    """Return None, or the sentence that says why not."""
     reason = _refused(problem)
     if call == "backward":
         reason = reason or _refused_backward(problem)
@@ -24,7 +24,8 @@ def supports(problem: Problem, call: str) -> str | None:
 
 
 def lacks(problem: Problem, call: str) -> dict[str, str]:
-    """The results that it does not make of a problem that ``supports`` has passed."""
+    """Return the results that it does not make of a problem that ``supports`` has passed, with the
+    reasons."""
     if call != "backward" or problem.bias is None:
         return {}
     from .gradients.biases import refused_gradient
@@ -36,16 +37,16 @@ def lacks(problem: Problem, call: str) -> dict[str, str]:
 def notes(problem: Problem, call: str) -> list[str]:
     """Return the sentences that ``explain`` adds to a job of this backend."""
     from .. import assembler
-    from . import launch
+    from . import host
 
-    tile = launch.note_of_tile(problem) if call == "forward" else None
+    tile = host.note_of_tile(problem) if call == "forward" else None
     return [text for text in (tile, assembler.note(problem.device_index)) if text]
 
 
 def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
-    from . import launch
+    from . import host
 
-    return launch.forward(problem, tensors)
+    return host.forward(problem, tensors)
 
 
 def backward(
@@ -63,7 +64,7 @@ def backward(
 
 
 def _refused(p: Problem) -> str | None:
-    """What the kernels do not do."""
+    """Return why no kernel computes a problem, or None."""
     if p.dtype not in (torch.float16, torch.bfloat16):
         return f"it takes float16 and bfloat16, the tensors are {p.dtype}"
     if max(p.d, p.dv) > 256:
@@ -84,7 +85,7 @@ def _refused(p: Problem) -> str | None:
 
 
 def _refused_backward(p: Problem) -> str | None:
-    """What the kernels of the backward do not do beside."""
+    """Return why the kernels of the backward do not compute it, or None."""
     from .gradients.biases import kind_of, refused_tile
 
     if p.bias is None or kind_of(p):
@@ -103,10 +104,10 @@ def _missing(index: int | None) -> str | None:
 
 @lru_cache(maxsize=1)
 def _without_gluon() -> str | None:
-    """Why the kernels cannot be imported, or None."""
+    """Return why the kernels cannot be imported, or None."""
     try:
         from ..compat import is_compiled
-        from . import kernel, packed  # noqa: F401
+        from . import forward_kernel, packed  # noqa: F401
     except ImportError as error:
         return f"triton's Gluon is missing or of another release ({error})"
     if not is_compiled(packed._place):

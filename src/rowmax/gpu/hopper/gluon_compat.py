@@ -1,4 +1,4 @@
-"""The differences between the releases of Gluon, triton 3.6 to the newest, in one place."""
+"""One name for what the releases of Gluon, from triton 3.6 on, name differently."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ tma_store_wait = tma.store_wait
 
 if hasattr(tma, "async_atomic_add"):
     tma_add = tma.async_atomic_add
-else:  # 3.6 has the operation, and no name for it
+else:  # 3.6 has the operation without a name
 
     @builtin
     def tma_add(tensor_desc, coord, src, _semantic: Any = None):

@@ -9,11 +9,11 @@ from .. import compat
 
 
 class Plans(OrderedDict[Any, Any]):
-    """Plans by key, the one used last is the last. Past ``most`` the oldest are dropped.
+    """Plans by key, in the order of their last use. Past ``most`` the oldest are dropped.
 
-    None is dropped while a CUDA graph is alive, for a replay reads the tables of its plans. To look
-    for graphs takes milliseconds, so a quarter goes at once, and while there are graphs the next
-    look waits until there are twice as many plans.
+    None is dropped while a CUDA graph is alive, for a replay reads the tables of its plans. A
+    search for graphs takes milliseconds, so a quarter is dropped at once. While there are graphs
+    the next search waits until there are twice as many plans.
     """
 
     def __init__(self, most: int) -> None:

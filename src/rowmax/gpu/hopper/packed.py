@@ -1,7 +1,7 @@
-"""The order of the tiles of packed sequences, made on the device: nothing is read back.
+"""The order of the tiles of packed sequences, made on the device: the host reads nothing back.
 
 Sequence after sequence, the longest first, so that its keys and values stay in the L2 cache;
-within one, sections of heads, and within a section the longest tile first. Blocks draw their
+within one, sections of heads, and within a section the longest tile first. Blocks take their
 tiles from a counter, since only the device knows how long they are.
 """
 
@@ -20,7 +20,7 @@ from ..compiled import Launch
 #: the counter, the number of tiles of one head, and (from here) where each sequence's begin
 HEADER = 2
 _CHUNK = 64
-#: programs that clear what lies past the last sequence, if that is wanted
+#: programs that clear the rows past the last sequence
 _CLEARING = 128
 
 
@@ -44,8 +44,8 @@ class Numbers(NamedTuple):
 
 @triton.jit
 def _risen(cu, at, batch, total, floor):
-    """Offsets as they are to be: 0 first, in range, and no less than any before. ``floor`` is the
-    most that came before these."""
+    """Return offsets in order: 0 first, in range, and no less than any before. ``floor`` is the
+    greatest before these."""
     x = tl.load(cu + at, (at > 0) & (at <= batch), 0)
     x = tl.minimum(tl.maximum(x, 0), total)
     earlier = tl.where(at[None, :] <= at[:, None], x[None, :], 0)
@@ -54,7 +54,7 @@ def _risen(cu, at, batch, total, floor):
 
 @triton.jit
 def clear_rest(x, first, total, width):
-    """Zeros in the rows from ``first`` on, shared out among all programs."""
+    """Store zeros in the rows from ``first`` on. All programs share them."""
     end = total.to(tl.int64) * width
     begin = first.to(tl.int64) * width + tl.program_id(0) * 1024
     at = tl.arange(0, 1024)
@@ -65,7 +65,7 @@ def clear_rest(x, first, total, width):
 
 @triton.jit
 def _clear_rest_of_lse(t, n, rest, CHUNK: tl.constexpr):
-    """The same of lse: rows that see nothing."""
+    """Store the lse of rows that see nothing in the same rows."""
     for head in range(tl.program_id(0), n.heads, tl.num_programs(0)):
         value = tl.full([CHUNK], float("-inf"), tl.float32)
         if t.sink is not None:
@@ -77,8 +77,8 @@ def _clear_rest_of_lse(t, n, rest, CHUNK: tl.constexpr):
 
 @triton.jit
 def _place(t, n, HEADER: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr):
-    """Program b writes the number b in the rows of its sequence, and where that begins, as it
-    should (program ``batch`` where the last one ends). All clear what comes after the last."""
+    """Program b writes the number b in the rows of its sequence, and the offset of the sequence in
+    order (program ``batch`` the end of the last one). All clear the rows after the last."""
     b = tl.program_id(0)
     at = tl.arange(0, CHUNK)
     floor, floor_other = b * 0, b * 0
@@ -105,6 +105,7 @@ def _place(t, n, HEADER: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr
 def _place_one(
     t, n, b, length, HEADER: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
+    """Write the number b in the rows of a sequence of this length, and where these begin."""
     at = tl.arange(0, CHUNK)
     floor = b * 0
     before = tl.zeros([CHUNK], tl.int32)
@@ -133,7 +134,7 @@ def _place_one(
 
 
 def most_tiles(total: int, longest: int, batch: int, tokens: int) -> int:
-    """No fewer than there can be: every sequence ends in a tile that may be bare."""
+    """Return a bound of the number of tiles: every sequence ends in a tile that may be bare."""
     return min(total // tokens + batch, batch * -(-longest // tokens))
 
 
@@ -146,12 +147,12 @@ def _placing(numbers: Numbers, tokens: int, device: torch.device) -> tuple[Launc
 
 
 class Order(NamedTuple):
-    """What kernels read of packed sequences, all of it made on the device."""
+    """The order of packed sequences as kernels read it, made on the device."""
 
     counter: Tensor
     ends: Tensor  # the number of tiles of one head
-    table: Tensor  # where each sequence's begin, then the sequence of each
-    cu: Tensor  # offsets, brought in range where they are not
+    table: Tensor  # where each sequence's tiles begin, then the sequence of each tile
+    cu: Tensor  # offsets, brought in range
     other: Tensor
 
 
@@ -164,18 +165,18 @@ def order(
     lse: Tensor | None = None,
     sink: Tensor | None = None,
 ) -> Order:
-    """Of sequences that begin at ``cu`` (of keys, if the queries are ``cu``: ``other``), in tiles
-    of ``tokens`` positions. Whatever the offsets are, those that come of it begin with 0, never
-    fall and are within the ``totals``.
+    """Return the order of sequences with the offsets ``cu``, in tiles of ``tokens`` positions.
 
-    What lies past the last sequence is cleared in ``out`` and ``lse``, where these are given.
+    ``other`` are the offsets of the other side. Whatever both are, the returned ones begin with 0,
+    never fall and are within the ``totals``. ``out`` and ``lse``, if given, are cleared past the
+    last sequence.
     """
     batch = cu.shape[0] - 1
     most = totals[0] // tokens + batch  # whatever the longest is said to be
     room = HEADER + batch + most
-    made = torch.empty(room + 2 * (batch + 1), dtype=torch.int32, device=cu.device)
+    words = torch.empty(room + 2 * (batch + 1), dtype=torch.int32, device=cu.device)
     rows = (0, 0) if out is None else (out.shape[2], out.shape[2] * out.shape[3])
     launch, last = _placing(Numbers(batch, most, *totals, *rows), tokens, cu.device)
-    launch((), Pointers(made, cu, other, out, lse, sink), last)
-    ranged = made[room:]
-    return Order(made, made[1:], made[HEADER:], ranged, ranged[batch + 1 :])
+    launch((), Pointers(words, cu, other, out, lse, sink), last)
+    ranged = words[room:]
+    return Order(words, words[1:], words[HEADER:], ranged, ranged[batch + 1 :])

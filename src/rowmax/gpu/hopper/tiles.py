@@ -1,5 +1,5 @@
 # ruff: noqa: N802  (what kernels read is in capitals)
-"""Tile shapes for an H100 or H200, as data, and what is compiled into a kernel."""
+"""Tile shapes for an H100 or H200, as data, and the constants of a kernel."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from ...call.problem import Problem
 
 ROWS = 64  # query rows of one warpgroup: the height of a wgmma
 SHARED = 227 * 1024  # bytes of shared memory a block may have
-#: what a warpgroup needs of it to turn its output round, and all the barriers
+#: bytes of it for a warpgroup's conversion of its output, and for all barriers
 SCRATCH = 2304
 BARRIERS = 1024
 
 
 @dataclass(frozen=True)
 class Tile:
-    """How a head size is cut.
+    """A tile of ``64 warpgroups`` rows by ``block_k`` keys.
 
-    ``64 warpgroups`` rows by ``block_k`` keys; ``k_stages`` buffers of K, ``v_stages`` of V,
-    ``q_stages`` of Q, ``b_stages`` of a bias that is copied. Registers are those of a consumer's
-    thread and of the producer's.
+    ``k_stages`` are buffers of K, ``v_stages`` of V, ``q_stages`` of Q, ``b_stages`` of a copied
+    bias. Registers are those of a consumer's thread and of the producer's.
     """
 
     warpgroups: int
@@ -45,7 +44,7 @@ TILES = {
     (192, 192): Tile(2, 64, 2, 2, 2),
     (256, 256): Tile(2, 64, 2, 2, 1),
 }
-#: where one warpgroup's rows a processor are all there is: alone it is done sooner, and with more
+#: where a processor has the rows of one warpgroup at most: alone it is done sooner, and with more
 #: buffers fewer loads wait for others
 FEW = {
     (64, 64): Tile(1, 128, 4, 4, 1),
@@ -67,12 +66,11 @@ LONG_64_KEYS = {"full": 1536, "causal": 4096}
 
 @dataclass(frozen=True)
 class Config:
-    """What is compiled into one kernel, under the names that the kernel uses."""
+    """The constants of one kernel, under the names that the kernel uses."""
 
     D: int  # head sizes of the tile
     DV: int
-    D_IN: int  # the head size of queries and keys, D or less
-    DV_OUT: int  # of values and the output, DV or less
+    DV_OUT: int  # the head size of values and the output, DV or less
     BLOCK_K: int
     K_STAGES: int
     V_STAGES: int
@@ -87,12 +85,14 @@ class Config:
     SOFTCAP: bool = False
     ALIBI: bool = False
     SINK: bool = False
-    BIAS: str = ""  # how it comes (launch.how_bias_comes), or none
+    BIAS: str = ""  # its path (host.bias_path), or none
     B_STAGES: int = 1  # of a copied one
     EVEN_K: bool = False  # key tiles fill every sequence's keys
-    STAGED: int = 0  # columns of the output that go through shared memory at a time; 0 for none
+    STAGED: int = 0  # columns of the output copied from shared memory at a time; 0: threads store
     NATURAL: bool = False  # scores are in natural units, and so is the reference (Problem.natural)
-    ROUND_LATE: bool = False  # round the weights after the product that they were made under
+    ROUND_LATE: bool = False  # round the weights after the product above their softmax
+    CONSUMER_REGISTERS: int = 240  # of a thread
+    PRODUCER_REGISTERS: int = 24
 
     @property
     def D0(self) -> int:
@@ -112,43 +112,43 @@ class Config:
 
     @property
     def TOKENS(self) -> int:
-        """Query positions of one warpgroup."""
+        """The query positions of one warpgroup."""
         return ROWS // self.GROUP
 
     @property
     def TILE(self) -> int:
-        """Query positions of all of them."""
+        """The query positions of all warpgroups."""
         return self.WARPGROUPS * self.TOKENS
 
     @property
     def TURNED(self) -> bool:
-        """Whether rows that threads store are turned round for it: not where few are stored so,
-        at the ends of sequences, nor where a bias leaves no memory for it."""
+        """True if threads convert rows for stores of 16 bytes: not where they store few, at the
+        ends of sequences, nor where a bias leaves no memory for it."""
         return not (self.STAGED or self.BIAS == "copied")
 
     @property
     def PADDED(self) -> bool:
-        """Whether a key tile may end in values that are no one's, or another sequence's."""
+        """True if a key tile may end past its sequence, in values that must not be read."""
         return self.VARLEN or self.PREFIX
 
     @property
     def DRAWN(self) -> bool:
-        """Whether blocks draw their tiles: where only the device knows how long they are."""
+        """True if blocks take tiles from a counter: only the device knows how long they are."""
         return self.VARLEN or self.DOCUMENTS
 
     @property
     def LAST_FIRST(self) -> bool:
-        """Whether the last tile of a sequence is the longest."""
+        """True if the last tile of a sequence is the longest."""
         return self.RIGHT
 
     @property
     def ADDED(self) -> bool:
-        """Whether there are terms that scores do not scale."""
+        """True if there are terms that the scale does not multiply."""
         return self.ALIBI or bool(self.BIAS)
 
 
 class Constants:
-    """A config as kernels read it: every field, and what follows from them, a constexpr."""
+    """A config as kernels read it: every field and every property a constexpr."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -167,19 +167,19 @@ class Constants:
 
 
 def first_part(d: int) -> int:
-    """The largest power of two in d: shapes are powers of two, so 96 is 64 + 32."""
+    """Return the largest power of two in d: shapes are powers of two, so 96 is 64 + 32."""
     return 1 << (d.bit_length() - 1)
 
 
 def sizes_of(d: int, dv: int) -> tuple[int, int]:
-    """The head sizes of the tile that holds (d, dv); what is missing reads as zero."""
+    """Return the head sizes of the tile that holds (d, dv); missing columns read as zero."""
     big, big_v = (next(size for size in SIZES if size >= n) for n in (d, dv))
     both = max(big, big_v)
     return (big, big_v) if (big, big_v) in TILES else (both, both)
 
 
 def tile_for(p: Problem, bias: str, processors: int, spilled: bool = False) -> Tile:
-    """The tile of a problem whose bias (if any) comes in as ``bias`` says.
+    """Return the tile of a problem with a bias of this path.
 
     ``spilled``: the next best, where three warpgroups were compiled and have too few registers.
     """
@@ -192,7 +192,7 @@ def tile_for(p: Problem, bias: str, processors: int, spilled: bool = False) -> T
     long = p.nk > LONG_64_KEYS["full" if p.right is None else "causal"]
     if not spilled and plain and d == 64 and long:
         return LONG_64
-    if bias in ("row", "gathered"):  # numbers on their way take registers of their own
+    if bias in ("row", "gathered"):  # numbers that are being loaded take registers of their own
         return replace(tile, block_k=64 if dv <= 128 else 32)
     if bias != "copied":
         return tile
@@ -207,7 +207,7 @@ def tile_for(p: Problem, bias: str, processors: int, spilled: bool = False) -> T
 
 
 def bias_fits(p: Problem) -> bool:
-    """Whether tiles of the bias have room in shared memory."""
+    """Return True if tiles of the bias have room in shared memory."""
     assert p.bias_dtype is not None
     d, dv = sizes_of(p.d, p.dv)
     least = replace(TILES[d, dv], block_k=64, k_stages=2, v_stages=2, q_stages=1)
@@ -217,7 +217,7 @@ def bias_fits(p: Problem) -> bool:
 def shared_bytes(
     tile: Tile, d: int, dv: int, bias: torch.dtype | None = None, staged: int = 0
 ) -> int:
-    """What a block takes, with a bias that is copied, and columns of the output (STAGED)."""
+    """Return the bytes of a block, with a copied bias, and columns of the output (STAGED)."""
     rows = tile.warpgroups * ROWS
     q = tile.q_stages * rows * d * 2
     kv = tile.block_k * (tile.k_stages * d + tile.v_stages * dv) * 2
@@ -231,35 +231,20 @@ def shared_bytes(
 def config_for(p: Problem, tile: Tile, bias: str, group: int) -> Config:
     d, dv = sizes_of(p.d, p.dv)
     return Config(
-        D=d,
-        DV=dv,
-        D_IN=p.d,
-        DV_OUT=p.dv,
-        BLOCK_K=tile.block_k,
-        K_STAGES=tile.k_stages,
-        V_STAGES=tile.v_stages,
-        Q_STAGES=tile.q_stages,
-        WARPGROUPS=tile.warpgroups,
-        GROUP=group,
-        LEFT=p.left is not None,
-        RIGHT=p.right is not None,
-        VARLEN=p.varlen,
-        PREFIX=p.prefix,
-        DOCUMENTS=p.documents,
-        SOFTCAP=p.softcap > 0,
-        ALIBI=p.alibi,
-        SINK=p.sink,
-        BIAS=bias,
-        B_STAGES=tile.b_stages if bias == "copied" else 1,
+        D=d, DV=dv, DV_OUT=p.dv, GROUP=group, WARPGROUPS=tile.warpgroups, BLOCK_K=tile.block_k,
+        K_STAGES=tile.k_stages, V_STAGES=tile.v_stages, Q_STAGES=tile.q_stages,
+        LEFT=p.left is not None, RIGHT=p.right is not None,
+        VARLEN=p.varlen, PREFIX=p.prefix, DOCUMENTS=p.documents,
+        SOFTCAP=p.softcap > 0, ALIBI=p.alibi, SINK=p.sink, NATURAL=p.natural,
+        BIAS=bias, B_STAGES=tile.b_stages if bias == "copied" else 1,
         EVEN_K=not (p.varlen or p.prefix) and p.nk % tile.block_k == 0,
-        STAGED=staged_columns(p, tile, bias),
-        NATURAL=p.natural,
-        ROUND_LATE=tile.warpgroups == 3,
-    )
+        STAGED=staged_columns(p, tile, bias), ROUND_LATE=tile.warpgroups == 3,
+        CONSUMER_REGISTERS=tile.registers[0], PRODUCER_REGISTERS=tile.registers[1],
+    )  # fmt: skip
 
 
 def staged_columns(p: Problem, tile: Tile, bias: str) -> int:
-    """How much of a row of the output has room in shared memory, to be stored from there."""
+    """Return the columns of the output that have room in shared memory, to be copied from there."""
     d, dv = sizes_of(p.d, p.dv)
     columns = min(dv, 128)
     if dv % columns or dv != first_part(dv):
@@ -269,7 +254,7 @@ def staged_columns(p: Problem, tile: Tile, bias: str) -> int:
 
 
 def packed_heads(p: Problem, bias: str) -> int:
-    """How many query heads of a kv head share a tile: all, where one head would leave it bare."""
+    """Return the query heads of a kv head that share a tile: all, where one would leave it bare."""
     group, tokens = p.group, TILES[sizes_of(p.d, p.dv)].warpgroups * ROWS
     if bias in ("copied", "row") or group == 1 or group > ROWS or group & (group - 1):
         return 1

@@ -1,9 +1,12 @@
-"""Launching: what is known of a call before its pointers is worked out once and kept."""
+"""Declare, build, keep and launch the jobs of this backend.
+
+A job is a kernel with all of its arguments but the pointers. It is built once and kept.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,81 +15,162 @@ from triton.runtime.errors import OutOfResources
 from ...call.problem import Problem, Tensors
 from ..compat import current_device
 from ..compiled import Launch
-from .bundles import Constants, Numbers, Pointers, prepared
-from .tiles import Tiles, smaller, tiles_for
+from . import kernel_args
+from .kernel_args import Config, Numbers, Pointers, prepared
+from .tile_maps import listed, tile_pointers, tile_strides
+from .tiles import Tiles, columns, kind_of, smaller, tiles_for
 
 #: jobs kept, by everything that they depend on
 _jobs: dict[Any, Job] = {}
 _LIMIT = 4096
+#: bytes that heads whose tiles alternate may stream together
+TOGETHER_BYTES = 8 << 20
+
+
+class JobSpec(NamedTuple):
+    """A kind of job: a kernel, and how its arguments and its grid follow from a problem."""
+
+    name: str
+    kernel: Any
+    #: a program's tile: "queries" or "keys" of a sequence, "rows" of all packed sequences as one,
+    #: "bias"
+    resident: str
+    #: read or written beside q, k and v
+    matrices: tuple[str, ...] = ()
+    #: heads alternate tile by tile
+    alternate: bool = False
 
 
 class Job:
-    """A kernel with its numbers, constants and grid; only pointers are missing."""
+    """A kernel with its numbers, constants and grid."""
 
-    def __init__(self, kernel: Any, n: Numbers, c: Constants, tiles: Tiles, heads: int) -> None:
+    def __init__(
+        self, kernel: Any, numbers: Numbers, config: Config, tiles: Tiles, heads: int
+    ) -> None:
         self.kernel = kernel
-        self.n = n
-        self.c = c
-        self.grid = (n.tiles * heads, 1, 1)
+        self.numbers = numbers
+        self.config = config
+        self.grid = (numbers.tiles * heads, 1, 1)
         self.tiles = tiles
         self.options = {
             "num_warps": tiles.warps,
             "num_stages": tiles.stages,
-            "enable_fp_fusion": True,  # whatever is the default: of triton 3.10 it is off
+            "enable_fp_fusion": True,  # the default up to triton 3.9; 3.10 has it off
         }
         self.launch = Launch(kernel, self.grid, self.options)
 
-    def run(self, t: Pointers) -> None:
+    def run(self, ptr: Pointers) -> None:
         """Launch on the current stream of the pointers' device."""
-        q = t.q
+        q, last = ptr.q, (self.numbers, self.config)
         if not q.is_cuda:
             if q.device.type == "cpu":  # the interpreter
-                self.launch.public(t, self.n, self.c)
+                self.launch.public(ptr, *last)
             else:
                 with torch.get_device_module(q.device).device(q.device):
-                    self.launch.public(t, self.n, self.c)
+                    self.launch.public(ptr, *last)
         elif q.get_device() != current_device():
             with torch.cuda.device(q.device):
-                self.launch((), t, (self.n, self.c))
+                self.launch((), ptr, last)
         else:
-            self.launch((), t, (self.n, self.c))
+            self.launch((), ptr, last)
 
-    def compile(self, t: Pointers, target: Any) -> Any:
-        """The kernel for these pointers and another target."""
-        return self.launch.compile(t, self.n, self.c, target=target)
+    def compile(self, ptr: Pointers, target: Any) -> Any:
+        """Return the kernel for these pointers and another target."""
+        return self.launch.compile(ptr, self.numbers, self.config, target=target)
+
+
+def build_job(
+    spec: JobSpec, problem: Problem, tensors: Tensors, tiles: Tiles, dout: Tensor | None
+) -> Job:
+    """Return the job for tensors with these strides."""
+    resident = spec.resident
+    count, heads = grid_of(problem, tiles, resident)
+    together = heads_together(problem, resident) if spec.alternate else 1
+    terms, bias_batch, constants = kernel_args.pair_strides(tensors), None, {}
+    if resident == "rows":
+        constants["PACKED"] = False
+    elif listed(problem):
+        terms |= tile_strides(problem, tensors, tiles, resident)
+    if resident == "bias":
+        assert problem.bias is not None
+        bias_batch, bias_heads = problem.bias[:2]
+        width = columns(kind_of(spec.name, problem))
+        parts = -(-max(problem.d, problem.dv) // width)
+        constants |= {"SHARING": problem.hq // bias_heads, "WIDTH": width, "PARTS": parts}
+    numbers = Numbers(
+        **kernel_args.sizes_and_scalars(problem),
+        tiles=count,
+        together=together,
+        bias_batch=bias_batch,
+        **kernel_args.matrices(problem, tensors, spec.matrices, dout),
+        **terms,
+    )
+    precision = kernel_args.precision_of(tensors)
+    config = kernel_args.config(problem, tiles, precision, **constants)
+    return Job(spec.kernel, numbers, config, tiles, heads)
+
+
+def grid_of(problem: Problem, tiles: Tiles, resident: str) -> tuple[int, int]:
+    """Return (resident tiles of a head, heads).
+
+    Packed sequences share the tiles of a head; each may begin one, and so may the rows past them.
+    """
+    if resident == "bias":
+        assert problem.bias is not None
+        b, h, i, j = problem.bias
+        return -(-i // tiles.block_q) * -(-j // tiles.block_k), b * h
+    batch = 1 if problem.varlen else problem.batch
+    block, total, heads = tiles.block_q, problem.total_q, problem.hq
+    if resident == "keys":
+        block, total, heads = tiles.block_k, problem.total_k, problem.hk
+    if problem.varlen and resident != "rows":
+        return total // block + problem.batch + 1, heads * batch
+    return -(-total // block), heads * batch
+
+
+def heads_together(problem: Problem, resident: str) -> int:
+    """Return the number of heads whose tiles alternate, the longest first.
+
+    Causal tiles differ in length. Head by head the longest tiles of the last heads would start
+    late, and most of the device would wait for them; alternating, short ones come last. L2 holds
+    what these heads stream.
+    """
+    if problem.varlen or problem.right is None or problem.left is not None:
+        return 1
+    rows = problem.nq * problem.group if resident == "keys" else problem.nk
+    streamed = rows * (problem.d + problem.dv) * problem.dtype.itemsize
+    return max(1, TOGETHER_BYTES // max(streamed, 1))
 
 
 def launch(
-    name: str,
+    spec: JobSpec,
     problem: Problem,
     tensors: Tensors,
     tiles: Tiles | None,
-    plan: Callable[..., Job],
-    pointers: Callable[[Job, Tensors], Pointers],
-    *more: Tensor,
-) -> None:
-    """Run the job of this name; with smaller tiles if it does not fit.
+    made: dict[str, Any],
+    more: Callable[[Job], dict[str, Any]] | None = None,
+) -> Pointers:
+    """Launch a job, with smaller tiles if it does not fit; return the pointers of the kernel.
 
-    The job, made by ``plan(problem, tensors, tiles, *more)``, serves every call with the same
-    problem, device, strides and tiles. It is run on ``pointers(job, tensors)``, for tensors as
-    kernels read them (``prepared``).
+    ``made`` holds the tensors beside the inputs by their names among ``Pointers``; ``more``
+    returns those that depend on the job. ``tiles`` overrides the tables.
     """
-    key = _key(name, problem, tensors, tiles, more)
+    dout = made.get("dout")
+    key = _key(spec, problem, tensors, tiles, dout)
     job = _jobs.get(key)
     q, k, v = tensors[:3]
     if job is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
-        # strides for which there is a job are such as ``prepared`` leaves alone
+        # strides of a kept job are such as ``prepared`` leaves alone
         tensors = prepared(tensors)
-        key = _key(name, problem, tensors, tiles, more)
+        key = _key(spec, problem, tensors, tiles, dout)
         job = _jobs.get(key)
     if job is not None:
-        job.run(pointers(job, tensors))
-        return
-    chosen = tiles or tiles_for(name, problem, q.device)
+        return _run(job, spec, problem, tensors, made, more)
+    chosen = tiles or tiles_for(spec.name, problem, q.device)
     while True:
-        job = plan(problem, tensors, chosen, *more)
+        job = build_job(spec, problem, tensors, chosen, dout)
         try:
-            job.run(pointers(job, tensors))
+            ptr = _run(job, spec, problem, tensors, made, more)
         except OutOfResources:
             less = None if tiles else smaller(chosen)
             if less is None:
@@ -96,27 +180,45 @@ def launch(
         if len(_jobs) >= _LIMIT:
             _jobs.clear()
         _jobs[key] = job
-        return
+        return ptr
+
+
+def _run(
+    job: Job,
+    spec: JobSpec,
+    problem: Problem,
+    tensors: Tensors,
+    made: dict[str, Any],
+    more: Callable[[Job], dict[str, Any]] | None,
+) -> Pointers:
+    rows = spec.resident == "rows"
+    if more is not None:
+        made = made | more(job)
+    if not rows and listed(problem):
+        made = made | tile_pointers(problem, tensors, job.tiles, spec.resident)
+    ptr = Pointers(tensors.q, **made) if rows else Pointers(*tensors, **made)
+    job.run(ptr)
+    return ptr
 
 
 def _key(
-    name: str,
+    spec: JobSpec,
     problem: Problem,
     tensors: Tensors,
     tiles: Tiles | None,
-    more: tuple[Tensor, ...],
+    dout: Tensor | None,
 ) -> tuple[Any, ...]:
-    """All that a job depends on. Which tensors there are the problem says."""
+    """Return all that a job depends on. The problem says which tensors there are."""
     strides = [x.stride() for x in tensors if x is not None]
     batches = ()
     if problem.documents:
         batches = [x.shape[0] for x in (tensors.q_ids, tensors.k_ids) if x is not None]
     return (
-        name,
+        spec.name,
         problem,
         tensors.q.get_device(),
         tiles,
         *strides,
-        *[x.stride() for x in more],
+        None if dout is None else dout.stride(),
         *batches,
     )

@@ -1,7 +1,7 @@
-"""Tile shapes as data: a table for what was measured, a rule from memory for the rest.
+"""Tile shapes as data: a table of measured ones, a rule from the size of memory for the rest.
 
-Nothing is tried out at a user's call. ``rowmax tune`` measures candidates on the user's own
-device and keeps the winners in the user's cache directory, where they come before the table.
+A user's call measures nothing. ``rowmax tune`` measures candidates on the device at hand and keeps
+the fastest in the user's cache directory; they come before the table.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from .. import assembler
 
 @dataclass(frozen=True)
 class Tiles:
-    """The shape of one kernel's tiles and how many warps and pipeline stages work on it."""
+    """The shape of a kernel's tiles, with its warps and pipeline stages."""
 
     block_q: int
     block_k: int
     warps: int
     stages: int
-    split: bool = False  # in a backward: full and partial tiles in loops of their own
+    split: bool = False  # in a backward: full and partial tiles in separate loops
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a choice of tiles depends on: the job, the width of an element, the head sizes."""
+    """All that a choice of tiles depends on, beside the device."""
 
     job: str
-    bytes: int
-    d: int  # as padded
+    bytes: int  # of an element
+    d: int  # padded
     dv: int
     masked: bool
-    scored: bool  # terms beside q.k
+    scored: bool  # with terms beside q.k
     long: bool = False
 
     def __str__(self) -> str:
@@ -50,66 +50,58 @@ class Kind:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a device gives a program, in bytes and in 32-bit registers a thread."""
+    """The limits of a device for one program."""
 
     name: str
-    shared: int
+    shared: int  # bytes
     lanes: int  # of a warp
-    no_wgmma: bool = False  # for float32: no ptxas that builds its descriptors right is at hand
-    split: bool = False  # products of float32 are of operands in two halves (tf32x3)
+    no_wgmma: bool = False  # in float32: every ptxas at hand builds wrong descriptors
+    split: bool = False  # float32 products read operands in two halves (tf32x3)
     wgmma: bool = False
 
 
-#: longer sequences may have tiles of their own
+#: longer sequences may have separate tiles
 LONG = 2048
-#: least rows of a product that is wgmma
+#: the fewest rows of a wgmma product
 WGMMA_ROWS = 64
-#: bytes for each row of a tile of queries: LSE and Delta, three stages of them at most
+#: bytes for each row of a tile of queries: LSE and Delta, in at most three stages
 VECTORS = 2 * 4 * 2
-#: the widest head for which one kernel holds the sums of dK and of dV
+#: the widest head whose sums of dK and of dV one kernel holds
 BOTH_UP_TO = 128
 
 
 def padded(d: int) -> int:
-    """The tile width of a head size: a power of two, 16 at least."""
+    """Return the tile width of a head size: a power of two, at least 16."""
     return max(16, 1 << (d - 1).bit_length())
 
 
 def kind_of(job: str, problem: Problem) -> Kind:
     scored = problem.bias is not None or problem.alibi or problem.softcap > 0
-    return Kind(
-        job=job,
-        bytes=problem.dtype.itemsize,
-        d=padded(problem.d),
-        dv=padded(problem.dv),
-        masked=problem.masked,
-        scored=scored or problem.dropout_threshold > 0,
-        long=max(problem.nq, problem.nk) > LONG,
-    )
+    scored = scored or problem.dropout_threshold > 0
+    d, dv, long = padded(problem.d), padded(problem.dv), max(problem.nq, problem.nk) > LONG
+    return Kind(job, problem.dtype.itemsize, d, dv, problem.masked, scored, long)
 
 
 def columns(kind: Kind) -> int:
-    """How many columns of its heads the gradient of a bias reads at once: 128 bytes of each."""
+    """Return the columns of a head that a step of dbias reads: 128 bytes of each row."""
     return min(max(kind.d, kind.dv), 128 // kind.bytes)
 
 
 def tiles_for(job: str, problem: Problem, device: torch.device) -> Tiles:
-    """The tiles for a job: the user's, the table's, or the rule's, cut down to short sequences."""
+    """Return the tiles for a job: the user's, the table's, or the rule's, no longer than needed."""
     return chosen(kind_of(job, problem), limits_of(device), problem)
 
 
 def chosen(kind: Kind, limits: Limits, problem: Problem) -> Tiles:
-    """The tiles of a kind on a device with these limits, for a problem of that kind."""
+    """Return the tiles of a kind on a device with these limits, for a problem of that kind."""
     tiles = user_tiles(limits.name).get(str(kind)) or table(kind, limits)
     if tiles is None or not allowed(kind, tiles, limits):
-        # of float32 as well by the sizes of whole operands: the halves of tf32x3, which do not
-        # always fit, are paid by smaller tiles of as many warps
+        # whole operands choose the float32 tiles, too; where the halves of tf32x3 do not fit,
+        # tiles shrink below and keep their warps
         tiles = next(candidates(kind, replace(limits, split=False)))
-    return fitted(kind, shortened(tiles, problem), limits)
-
-
-def fitted(kind: Kind, tiles: Tiles, limits: Limits) -> Tiles:
-    """The first of ever smaller tiles that shared memory holds."""
+    block_q = min(tiles.block_q, padded(max(problem.nq, 1)))
+    block_k = min(tiles.block_k, padded(max(problem.nk, 1)))
+    tiles = replace(tiles, block_q=block_q, block_k=block_k)
     while limits.split and kind.bytes == 4 and not fits(kind, tiles, limits):
         less = smaller(tiles)
         if less is None:
@@ -119,25 +111,13 @@ def fitted(kind: Kind, tiles: Tiles, limits: Limits) -> Tiles:
 
 
 def allowed(kind: Kind, tiles: Tiles, limits: Limits) -> bool:
-    """False where tiles make wgmma of float32 on a device for which that is not assembled right.
-
-    Triton takes wgmma for products of 64 rows or more, by warps in groups of four.
-    """
+    """Return False for float32 tiles of wgmma that no ptxas at hand assembles correctly."""
     return not (limits.no_wgmma and kind.bytes == 4 and wide(tiles))
 
 
 def wide(tiles: Tiles) -> bool:
-    """True where Triton takes wgmma for a product, if the device has it."""
+    """Return True if a device with wgmma computes the products by it: warps in groups of four."""
     return max(tiles.block_q, tiles.block_k) >= WGMMA_ROWS and tiles.warps % 4 == 0
-
-
-def shortened(tiles: Tiles, problem: Problem) -> Tiles:
-    """No dimension longer than it need be."""
-    return replace(
-        tiles,
-        block_q=min(tiles.block_q, padded(max(problem.nq, 1))),
-        block_k=min(tiles.block_k, padded(max(problem.nk, 1))),
-    )
 
 
 # --- the device --------------------------------------------------------------------------------
@@ -168,36 +148,28 @@ def _limits(device: int) -> Limits:
 # --- measured ----------------------------------------------------------------------------------
 
 #: (job, width of a head) -> tiles of 16-bit elements without a mask, with one, and with terms
-#: beside q.k: the best of some forty candidates that keep their loops in registers, bfloat16,
-#: 4096 tokens; H200, triton 3.6.0
+#: beside q.k: the fastest of some forty candidates whose loops do not spill, in bfloat16 at 4096
+#: tokens, on an H200 with triton 3.6.0
 _H200 = {
     ("forward", 64): (Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 4), Tiles(128, 64, 8, 3)),
     ("forward", 128): (Tiles(128, 128, 8, 3), Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3)),
     ("forward", 256): (Tiles(128, 64, 8, 2),) * 3,
-    ("key_gradients", 64): (Tiles(64, 64, 4, 3), Tiles(128, 64, 4, 2), Tiles(64, 64, 4, 3)),
-    ("key_gradients", 128): (Tiles(64, 128, 8, 3),) * 3,
+    ("dkdv", 64): (Tiles(64, 64, 4, 3), Tiles(128, 64, 4, 2), Tiles(64, 64, 4, 3)),
+    ("dkdv", 128): (Tiles(64, 128, 8, 3),) * 3,
     ("dk", 256): (Tiles(32, 128, 8, 3), Tiles(32, 128, 8, 3), Tiles(32, 128, 8, 2)),
     ("dv", 256): (Tiles(32, 128, 8, 3), Tiles(64, 128, 8, 2), Tiles(32, 128, 8, 2)),
-    ("query_gradients", 64): (Tiles(128, 64, 8, 3), Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 3)),
-    ("query_gradients", 128): (
-        Tiles(128, 64, 8, 3),
-        Tiles(128, 64, 8, 3, split=True),
-        Tiles(128, 64, 8, 3),
-    ),
-    ("query_gradients", 256): (
-        Tiles(128, 32, 8, 3),
-        Tiles(128, 32, 8, 3, split=True),
-        Tiles(64, 32, 4, 3),
-    ),
-    ("bias_gradient", 64): (Tiles(64, 64, 4, 3),) * 3,
-    ("bias_gradient", 128): (Tiles(64, 64, 4, 3),) * 3,
+    ("dq", 64): (Tiles(128, 64, 8, 3), Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 3)),
+    ("dq", 128): (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3, split=True), Tiles(128, 64, 8, 3)),
+    ("dq", 256): (Tiles(128, 32, 8, 3), Tiles(128, 32, 8, 3, split=True), Tiles(64, 32, 4, 3)),
+    ("dbias", 64): (Tiles(64, 64, 4, 3),) * 3,
+    ("dbias", 128): (Tiles(64, 64, 4, 3),) * 3,
 }
-#: what is better beyond ``LONG``, in the place of the middle one
-_H200_LONG = {("key_gradients", 128): Tiles(64, 128, 8, 3, split=True)}
+#: faster than the middle one beyond ``LONG``
+_H200_LONG = {("dkdv", 128): Tiles(64, 128, 8, 3, split=True)}
 
 
 def table(kind: Kind, limits: Limits) -> Tiles | None:
-    """What was measured best on a device like this one."""
+    """Return the fastest tiles measured on a device like this one; None if none were."""
     if not any(name in limits.name for name in ("H100", "H200", "GH200")) or kind.bytes != 2:
         return None
     width = max(kind.d, kind.dv, 64)
@@ -213,11 +185,11 @@ def table(kind: Kind, limits: Limits) -> Tiles | None:
 
 _SHAPES = {
     "forward": ((128, 128, 8), (128, 64, 8), (128, 64, 4), (64, 64, 4), (64, 32, 4), (32, 32, 4)),
-    "key_gradients": ((64, 128, 8), (64, 64, 8), (64, 64, 4), (32, 64, 4), (32, 32, 4)),
+    "dkdv": ((64, 128, 8), (64, 64, 8), (64, 64, 4), (32, 64, 4), (32, 32, 4)),
     "dk": ((64, 64, 4), (32, 64, 4), (32, 32, 4)),
     "dv": ((64, 64, 4), (32, 64, 4), (32, 32, 4)),
-    "query_gradients": ((128, 64, 8), (64, 64, 8), (64, 64, 4), (64, 32, 4), (32, 32, 4)),
-    "bias_gradient": ((128, 64, 8), (64, 64, 4), (32, 64, 4), (32, 32, 4)),
+    "dq": ((128, 64, 8), (64, 64, 8), (64, 64, 4), (64, 32, 4), (32, 32, 4)),
+    "dbias": ((128, 64, 8), (64, 64, 4), (32, 64, 4), (32, 32, 4)),
     "row_sums": ((128, 64, 8), (64, 64, 8), (64, 64, 4), (64, 32, 4), (32, 32, 4)),
     "delta": ((64, 16, 4), (32, 16, 4), (16, 16, 4)),
 }
@@ -225,7 +197,7 @@ _LAST = ((32, 16, 4), (16, 32, 4), (16, 16, 4), (16, 16, 8))
 
 
 def candidates(kind: Kind, limits: Limits) -> Iterator[Tiles]:
-    """Tiles that fit the device, the rule's own choice first; the last resort comes regardless."""
+    """Yield tiles that fit the device, the rule's choice first; at last the smallest, untested."""
     for block_q, block_k, warps in _SHAPES[kind.job] + _LAST:
         for stages in (2, 3):
             tiles = Tiles(block_q, block_k, warps, stages)
@@ -235,41 +207,41 @@ def candidates(kind: Kind, limits: Limits) -> Iterator[Tiles]:
 
 
 def fits(kind: Kind, tiles: Tiles, limits: Limits) -> bool:
-    """Whether shared memory holds the tiles and registers hold the sums, with room to work."""
+    """Return True if shared memory holds the tiles and registers hold the sums and scores."""
     bq, bk, both = tiles.block_q, tiles.block_k, kind.d + kind.dv
-    moving, fixed, sums = {
+    streamed, resident, sums = {
         "forward": (bk * both, bq * kind.d, bq * kind.dv),
-        "key_gradients": (bq * both, bk * both, bk * both),
+        "dkdv": (bq * both, bk * both, bk * both),
         "dk": (bq * both, bk * both, bk * kind.d),
         "dv": (bq * both, bk * kind.d, bk * kind.dv),
-        "query_gradients": (bk * both, bq * both, bq * kind.d),
-        "bias_gradient": (2 * (bq + bk) * columns(kind), 0, bq * bk),
+        "dq": (bk * both, bq * both, bq * kind.d),
+        "dbias": (2 * (bq + bk) * columns(kind), 0, bq * bk),
         "row_sums": (bk * kind.d, bq * kind.d, 0),
         "delta": (0, 0, 2 * bq * kind.dv),
     }[kind.job]
     scores = bq * bk * (1 if kind.job in ("forward", "row_sums", "delta", "dv") else 2)
     threads = tiles.warps * limits.lanes
-    ahead = kind.scored and kind.job != "bias_gradient"  # a bias is loaded ahead too
-    loaded = kind.bytes * tiles.stages * moving + 4 * ahead * tiles.stages * bq * bk
-    shared = loaded + kind.bytes * (fixed + bq * bk)
+    ahead = kind.scored and kind.job != "dbias"  # a bias is loaded ahead too
+    loaded = kind.bytes * tiles.stages * streamed + 4 * ahead * tiles.stages * bq * bk
+    shared = loaded + kind.bytes * (resident + bq * bk)
     if limits.split and kind.bytes == 4:
         if limits.wgmma and wide(tiles):
-            # as measured: tiles that stay lie there in halves, narrow ones do not pack with wide
-            side = bq if kind.job in ("key_gradients", "dk", "dv") else bk
-            packed = 2 * fixed + side * abs(kind.d - kind.dv) - ahead * bq * bk
+            # as measured: resident tiles are in halves, narrow ones do not pack with wide ones
+            side = bq if kind.job in ("dkdv", "dk", "dv") else bk
+            packed = 2 * resident + side * abs(kind.d - kind.dv) - ahead * bq * bk
             shared = loaded + 4 * packed + VECTORS * side
         else:
             halves = 4 * bq * bk * (kind.job == "forward")
-            shared = max(shared + halves, loaded // 2 + 8 * fixed + VECTORS * bq)
+            shared = max(shared + halves, loaded // 2 + 8 * resident + VECTORS * bq)
     return shared <= limits.shared and (sums + scores) / threads <= 200
 
 
 def smaller(tiles: Tiles) -> Tiles | None:
-    """What to try where tiles did not fit after all: fewer stages, then half of the longer side.
+    """Return the next tiles to try where some do not fit: fewer stages, then half the longer side.
 
-    Never one stage: V then takes the place of K in shared memory, and ptxas 12.8.93 makes three
-    of V's four wgmma descriptors from registers that do not hold the address (bfloat16, head sizes
-    32 and 64 with values of 16: wrong results on an H200; right as 12.9.86 assembles them).
+    Never one stage: V then replaces K in shared memory, and ptxas 12.8.93 builds three of V's four
+    wgmma descriptors from registers that do not hold the address (bfloat16, head sizes 32 and 64
+    with values of 16: wrong results on an H200; correct with 12.9.86).
     """
     if tiles.stages > 2:
         return replace(tiles, stages=tiles.stages - 1)
@@ -280,11 +252,11 @@ def smaller(tiles: Tiles) -> Tiles | None:
     return replace(tiles, block_k=tiles.block_k // 2, stages=2)
 
 
-# --- the user's own ----------------------------------------------------------------------------
+# --- tuned by the user -------------------------------------------------------------------------
 
 
 def cache_file() -> Path:
-    """Where tuned tiles are kept: ``$ROWMAX_CACHE``, or the user's cache directory."""
+    """Return the file of tuned tiles, in ``$ROWMAX_CACHE`` or the user's cache directory."""
     given, home = os.environ.get("ROWMAX_CACHE"), os.environ.get("XDG_CACHE_HOME")
     folder = Path(given) if given else Path(home or Path.home() / ".cache") / "rowmax"
     return folder / "tiles.json"
@@ -292,7 +264,7 @@ def cache_file() -> Path:
 
 @lru_cache(maxsize=8)
 def user_tiles(device: str) -> dict[str, Tiles]:
-    """What ``rowmax tune`` found for the device of this name."""
+    """Return the tiles that ``rowmax tune`` stored for the device of this name."""
     try:
         found = json.loads(cache_file().read_text())
     except (OSError, ValueError, RuntimeError):  # RuntimeError: this user has no home
@@ -301,7 +273,9 @@ def user_tiles(device: str) -> dict[str, Tiles]:
 
 
 def keep(device: str, found: dict[str, Tiles]) -> Path:
-    """Store tiles, beside those of other devices and kinds; later calls in any process use them.
+    """Store tiles beside those of other devices and kinds; return the file.
+
+    Later calls in any process use them.
 
     Raises:
         OSError: the file cannot be written; with its name and how to choose another folder.

@@ -1,4 +1,4 @@
-"""Measuring tiles on the device at hand: what ``rowmax tune`` does."""
+"""Measure tiles on the device at hand, for ``rowmax tune``."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from ...call.problem import Options, Problem, Tensors, problem_of
-from .backward import plan_key_gradients, plan_query_gradients
-from .bundles import ROW_UNIT, pointers
+from .backward_dkdv import DK, DKDV, DV
+from .backward_dq import DQ
 from .forward import forward
 from .launch import launch
+from .preprocess import padded_rows
 from .tiles import BOTH_UP_TO, Kind, Limits, Tiles, candidates, kind_of, limits_of, table
 
 #: of each job, in the rule's order
 CANDIDATES = 10
 #: of the sequences that candidates are measured on
 LENGTHS = (1024, 4096)
-#: how candidates fail that a device cannot run
+#: the errors of candidates that a device cannot run
 _REFUSALS = (OutOfResources, RuntimeError)
 
 
 class Trial(NamedTuple):
-    """One measurement: the tiles of a kind and their median time, None where they do not run."""
+    """A measurement: the tiles of a kind and their median time, None where they do not run."""
 
     kind: Kind
     tiles: Tiles
@@ -40,15 +41,15 @@ class Trial(NamedTuple):
 def trials(
     d: int, dtype: torch.dtype, causal: bool, tokens: int = 16384, device: str = "cuda"
 ) -> list[tuple[Kind, Tiles, Callable[[], Any]]]:
-    """Every candidate of every job of one head size, short and long, each with a call of it."""
+    """Return every candidate of every job of a head size, short and long, each with its call."""
     found = []
     for n in LENGTHS:
         shape = (max(1, tokens // n), n, max(1, 2048 // d), d)
         q, k, v, dout = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
         tensors = Tensors(q, k, v)
         problem = problem_of(tensors, Options(scale=d**-0.5, right=0 if causal else None))
-        jobs = ["dk", "dv"] if d > BOTH_UP_TO else ["key_gradients"]
-        for job in ("forward", *jobs, "query_gradients"):
+        jobs = ["dk", "dv"] if d > BOTH_UP_TO else ["dkdv"]
+        for job in ("forward", *jobs, "dq"):
             kind, run = kind_of(job, problem), _runner(job, problem, tensors, dout)
             found += [
                 (kind, one, partial(run, one))
@@ -58,7 +59,7 @@ def trials(
 
 
 def tried(kind: Kind, limits: Limits, split: bool) -> list[Tiles]:
-    """What is in use, then the rule's candidates; with loops of their own for full tiles too."""
+    """Return the tiles in use, then the rule's candidates; if ``split``, with two loops as well."""
     shipped = table(kind, limits)
     every = [*([shipped] if shipped else []), *islice(candidates(kind, limits), CANDIDATES)]
     if split:
@@ -67,32 +68,25 @@ def tried(kind: Kind, limits: Limits, split: bool) -> list[Tiles]:
 
 
 def _runner(job: str, problem: Problem, tensors: Tensors, dout: Tensor) -> Callable[[Tiles], Any]:
-    """A call of one job by its tiles, over numbers of the size that they have in use."""
+    """Return a function that runs a job with given tiles, over numbers of a usual size."""
     if job == "forward":
         return lambda tiles: forward(problem, tensors, tiles)
-    b, h, n = problem.lse_shape
-    rows = dout.new_empty((b, h, -(-n // ROW_UNIT) * ROW_UNIT), dtype=torch.float32)
-    t = pointers(tensors)._replace(
-        dout=dout,
-        lse2=torch.full_like(rows, 13.0),
-        rest=torch.zeros_like(rows) if problem.natural else None,
-        delta=torch.zeros_like(rows),
-        dq=torch.empty_like(tensors.q) if job == "query_gradients" else None,
-        dk=torch.empty_like(tensors.k) if job in ("key_gradients", "dk") else None,
-        dv=torch.empty_like(tensors.v) if job in ("key_gradients", "dv") else None,
-    )
-    plan = plan_query_gradients if job == "query_gradients" else plan_key_gradients
-    return lambda tiles: launch(job, problem, tensors, tiles, plan, lambda *_: t, dout)
+    lse2 = torch.full(padded_rows(problem), 13.0, device=dout.device)
+    made = {"dout": dout, "lse2": lse2, "delta": torch.zeros_like(lse2)}
+    written = zip(("dq", "dk", "dv"), tensors, strict=False)
+    made |= {name: torch.empty_like(x) for name, x in written if x is not None and name in job}
+    spec = {"dq": DQ, "dkdv": DKDV, "dk": DK, "dv": DV}[job]
+    return lambda tiles: launch(spec, problem, tensors, tiles, made)
 
 
 def compiled(calls: Iterable[Callable[[], Any]], device: torch.device) -> Iterator[None]:
-    """Call all once, many at a time; yields when one is done, whether it can run or not.
+    """Call each once, many at a time; yield when one is done, whether it can run or not.
 
-    Compiling takes longer than measuring, and most of it leaves Python's lock alone.
+    Compiling takes longer than measuring, and mostly without Python's lock.
     """
     ready, given = None, ()
     if device.type == "cuda":
-        triton.runtime.driver.active.get_current_target()  # made at its first use: not by many
+        triton.runtime.driver.active.get_current_target()  # builds the driver, in one thread
         ready, given = torch.cuda.set_device, (device,)
     pool = ThreadPoolExecutor(initializer=ready, initargs=given)
     try:
@@ -105,7 +99,7 @@ def compiled(calls: Iterable[Callable[[], Any]], device: torch.device) -> Iterat
 
 
 def measure(kind: Kind, tiles: Tiles, call: Callable[[], Any]) -> Trial:
-    """The median time of a candidate, compiled first if need be."""
+    """Return the median time of a candidate, compiled first if need be."""
     try:
         call()
         ms = triton.testing.do_bench(call, warmup=10, rep=50, return_mode="median")  # pyright: ignore
@@ -115,7 +109,7 @@ def measure(kind: Kind, tiles: Tiles, call: Callable[[], Any]) -> Trial:
 
 
 def winners(done: list[Trial]) -> dict[str, Tiles]:
-    """The fastest tiles of each kind."""
+    """Return the fastest tiles of each kind."""
     best: dict[str, Trial] = {}
     for trial in done:
         name = str(trial.kind)

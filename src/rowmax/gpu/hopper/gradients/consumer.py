@@ -32,9 +32,11 @@ from ..gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ..layouts import matrix, output_layout, value_layout, weight_layout
-from ..pipeline import phase, slot, told
-from ..softmax import by_lane, rounded
+from ..lib.layouts import matrix, output_layout, weight_layout
+from ..lib.layouts import product_layout as value_layout
+from ..lib.positional import told
+from ..lib.ring import phase, slot
+from ..lib.softmax import by_lane, rounded
 from .layouts import by_columns, by_threads, held_layout, row_layout, score_layout, store_rows
 from .schedule import counted, full_tiles
 from .terms import weights

@@ -5,8 +5,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..kernel import blocks_of
-from ..padding import barriers
+from ..lib.ring import barriers
+from ..lib.ring import tile_buffers as blocks_of
 from .consumer import consumer
 from .pipeline import all_barriers, follow, producer, take_away
 

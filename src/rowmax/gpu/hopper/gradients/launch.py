@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from ....call.problem import Gradients, Problem, Tensors, Wanted
-from ...triton.row_sums import row_sums
+from ...triton.preprocess import row_sums
 from .. import packed
-from ..copies import placed, taken, takes
 from ..documents import tile_spans
+from ..lib.tma import aligned as taken
+from ..lib.tma import is_aligned as takes
+from ..lib.tma import placed
 from .biases import kind_of, made_of, room_for, without_repeats
 from .bundles import DbiasPointers, Pointers, RowPointers
 from .plans import PLANS, Plan, Work, key_of, plan_of

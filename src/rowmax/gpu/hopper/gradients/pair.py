@@ -45,11 +45,12 @@ from ..gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ..layouts import matrix, value_layout, weight_layout
-from ..padding import barriers
-from ..pipeline import phase, slot, told
-from ..softmax import rounded
-from ..terms import settled
+from ..lib.layouts import matrix, weight_layout
+from ..lib.layouts import product_layout as value_layout
+from ..lib.positional import told
+from ..lib.ring import barriers, phase, slot
+from ..lib.scores import settled
+from ..lib.softmax import rounded
 from .consumer import block, in_lanes, row_numbers, store_row
 from .layouts import by_thread, held_layout, score_layout, store_rows
 from .schedule import full_range

@@ -43,9 +43,8 @@ from ..gluon_compat import (
     tma_store,
     tma_store_wait,
 )
-from ..padding import barriers, cleared, full_barriers, landing
-from ..pipeline import phase, post, slot, told
-from ..schedule import row_at
+from ..lib.positional import post, row_at, told
+from ..lib.ring import barriers, cleared, full_barriers, landing, phase, slot
 from .schedule import draw, draw_next, neighbour_of, passing, plane_of, tile_of, turns_before
 
 

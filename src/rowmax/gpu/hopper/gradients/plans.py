@@ -12,11 +12,13 @@ from triton.experimental.gluon import language as gl
 from ....call.problem import Problem, Tensors
 from ...compiled import Launch
 from .. import packed
-from ..copies import Copies, blocks, strides
+from ..host import GluonLaunch, processors
 from ..kept import Plans
-from ..launch import GluonLaunch, processors
-from ..schedule import SECTION_BYTES
-from ..schedule import steps_of as steps_of_queries
+from ..lib.order import SECTION_BYTES
+from ..lib.order import tile_count as steps_of_queries
+from ..lib.tma import Descriptors as Copies
+from ..lib.tma import descriptor as blocks
+from ..lib.tma import strides
 from ..tiles import Constants
 from . import rows
 from .biases import gradient_by, kind_of, refused_gradient

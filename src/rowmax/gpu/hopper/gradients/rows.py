@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...triton.bundles import ROW_UNIT
-from ...triton.steps import sequence, sequence_of_slot
+from ...triton.kernel_args import ROW_UNIT
+from ...triton.lib import sequence, sequence_of_slot
 from ..packed import clear_rest
 
 _LOG2E = tl.constexpr(1.4426950408889634)

@@ -27,7 +27,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..schedule import dense_table, table_rows
+from ..lib.order import dense_table, table_rows
 
 
 @gluon.jit

@@ -34,9 +34,8 @@ from ..gluon_compat import (
     tma_store_wait,
     warpgroup_mma_wait,
 )
-from ..kernel import blocks_of
-from ..padding import barriers
-from ..pipeline import phase, slot
+from ..lib.ring import barriers, phase, slot
+from ..lib.ring import tile_buffers as blocks_of
 from .consumer import issue_dp, issue_scores
 from .layouts import by_row_layout, by_rows, score_layout
 from .pipeline import follow

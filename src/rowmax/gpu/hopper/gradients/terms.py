@@ -10,8 +10,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..softmax import along_row, by_lane
-from ..terms import LOG2E, columns, lanes, rows_of, tanh
+from ..lib.scores import columns, lanes, rows_of, tanh
+from ..lib.softmax import LOG2E, along_row, by_lane
 
 
 @gluon.jit

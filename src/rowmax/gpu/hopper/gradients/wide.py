@@ -23,9 +23,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..gluon_compat import mbarrier, warpgroup_mma, warpgroup_mma_wait
-from ..layouts import value_layout, weight_layout
-from ..pipeline import phase, slot, told
-from ..softmax import rounded
+from ..lib.layouts import product_layout as value_layout
+from ..lib.layouts import weight_layout
+from ..lib.positional import told
+from ..lib.ring import phase, slot
+from ..lib.softmax import rounded
 from .consumer import block
 from .layouts import in_columns, score_layout, store_rows
 from .schedule import full_range, plane_of

@@ -6,10 +6,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..gluon_compat import fence_async_shared, mbarrier, reinterpret, tma_load
-from ..kernel import blocks_of
-from ..padding import barriers, clear_rows, cleared, full_barriers, landing
-from ..pipeline import phase, post, slot
-from ..schedule import row_at
+from ..lib.positional import post, row_at
+from ..lib.ring import (
+    barriers,
+    clear_rows,
+    cleared,
+    full_barriers,
+    landing,
+    phase,
+    slot,
+)
+from ..lib.ring import tile_buffers as blocks_of
 from .pair import handing_over, keys, values
 from .pipeline import follow
 from .schedule import draw, draw_next, plane_of, query_tile_of, tile_of

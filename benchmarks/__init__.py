@@ -1,0 +1,1 @@
+"""Time attention: ``python -m benchmarks --help``."""

@@ -1,0 +1,183 @@
+"""Cells: the problems that are timed, in named sets, and their inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TOKENS, WIDTH = 16384, 2048
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Describe one problem, with as many queries as keys."""
+
+    n: int = 1024
+    d: int = 64
+    b: int = 0  # 0: as many sequences as make 16k tokens
+    hq: int = 0  # 0: heads 2048 wide in all
+    hk: int = 0  # 0: as many as query heads
+    dtype: str = "bfloat16"
+    causal: bool = False
+    window: int = 0  # keys before its own that a query sees, and none after; 0: no window
+    softcap: float = 0.0
+    alibi: bool = False
+    dropout: float = 0.0
+    bias: str = ""  # its sizes in letters, such as 1hqk
+    dbias: bool = False  # its gradient is wanted
+    lengths: tuple[int, ...] = ()  # keys in use of each sequence
+    packed: tuple[int, ...] = ()  # lengths of sequences that lie one after the other; n is the sum
+    documents: int = 0  # of equal length
+    layers: int = 0  # of the model of a training step; b are its rows
+    compiled: bool = False  # the whole model by torch.compile
+
+    def __post_init__(self) -> None:
+        n = sum(self.packed) or self.n
+        heads = self.hq or WIDTH // self.d
+        sizes = {"n": n, "b": self.b or max(1, TOKENS // n), "hq": heads, "hk": self.hk or heads}
+        for name, size in (sizes | {"b": 1} if self.packed else sizes).items():
+            object.__setattr__(self, name, size)
+
+    @property
+    def name(self) -> str:
+        """Return the sizes, and what is not as usual."""
+        parts = [f"D{self.d} N{self.n} {'causal' if self.causal else 'full'}"]
+        parts += [f"B{self.b}"] * (self.b > 1 and self.b * self.n != TOKENS)
+        parts += [f"H{self.hq}"] * (self.hq * self.d != WIDTH)
+        parts += [f"kv heads {self.hk}"] * (self.hq != self.hk)
+        for f in fields(self)[5:]:
+            x = getattr(self, f.name)
+            if x != f.default and f.name != "causal":
+                if isinstance(x, tuple):
+                    x = f"{len(x)} of {min(x)} to {max(x)}"
+                parts.append(f.name if x is True else f"{f.name} {x}")
+        return ", ".join(parts)
+
+    @property
+    def pairs(self) -> float:
+        """Return the pairs of one head that are seen, of all sequences; half of them if causal."""
+        n, w = self.n, self.window
+        every = self.b * (n * (w + 1) - w * (w + 1) / 2 if w else n * n) / (self.documents or 1)
+        every = sum(x * x for x in self.packed) or n * sum(self.lengths) or every
+        return every / (2 if self.causal else 1)
+
+    def flops(self, products: int) -> float:
+        """Return the operations of so many products: 2 of a forward, 5 of a backward."""
+        return 2 * products * self.hq * self.d * self.pairs
+
+
+def cells(text: str) -> list[Cell]:
+    """Return the cells of "d=64|128 n=512 causal=0|1 packed=200+312", one of each choice."""
+    pairs = [part.split("=") for part in text.split()]
+    choices = product(*(x.split("|") for _, x in pairs))
+    names = [name for name, _ in pairs]
+    return [Cell(**{k: _value(k, x) for k, x in zip(names, xs, strict=True)}) for xs in choices]
+
+
+def _value(name: str, text: str) -> Any:
+    kind = type(getattr(Cell, name))
+    if kind is tuple:
+        return tuple(map(int, text.split("+")))
+    return kind(int(text)) if kind is bool else kind(text)
+
+
+_CPU = "b=1 hq=8 dtype=float32"
+_LONG = "n=16384 d=128 hq=32 hk=8"
+_CUTS = "73+1980+328+850+361+511+375+1682+219+1580+1174+5864+2613+5035+6306+3817"
+_SHORT = "lengths=2048+1500+1100+600"
+SETS: dict[str, tuple[str, ...]] = {
+    "main": ("d=64|128|256 n=512|1024|2048|4096|8192|16384 causal=0|1",),
+    "features": (
+        f"{_LONG} causal=1 softcap=0|30",
+        f"{_LONG} window=1024",
+        "n=16384 d=128 window=1024",
+        "n=4096 d=128 causal=1 alibi=1",
+        "n=4096 d=128 causal=1 dropout=0.1",
+        "n=16384 d=128 causal=1 documents=16",
+        f"d=128 causal=1 packed={'+'.join(['2048'] * 16)}|{_CUTS}",
+    ),
+    # of each pair, shared by sequences, of each key, of each query, with short sequences
+    "bias": (
+        "n=4096 d=128 b=1 bias=1hqk dbias=0|1",
+        "n=4096 d=256 b=1 bias=1hqk dbias=1",
+        "n=2048 d=64|128|256 b=4 bias=1hqk dbias=0|1",
+        "n=2048 d=128 b=4 bias=b11k|11q1 dbias=1",
+        f"n=2048 d=64|128 b=4 bias=1hqk dbias=1 {_SHORT}",
+    ),
+    "shared-bias": ("n=4096 d=64|128 b=4 bias=1hqk|b1qk dbias=1 causal=0|1",),
+    "cpu": (
+        f"causal=0|1 d=64|128 n=512|1024|2048|4096|8192 {_CPU}",
+        f"causal=0|1 n=2048|4096 d=64 bias=1hqk dbias=1 {_CPU}",
+        f"n=2048 d=64 window=256 {_CPU}",
+        f"n=4096 d=128 window=256 {_CPU}",
+        "causal=0|1 n=2048 d=64 b=1 hq=16 hk=4 dtype=float32",
+        "causal=0|1 n=512|2048 d=64 b=1 hq=8",
+    ),
+    "memory": (
+        f"n=8192 d=64 causal=1 {_CPU}",
+        f"n=4096 d=64 bias=1hqk dbias=1 {_CPU}",
+        "n=65536 d=128 hq=1",
+    ),
+    "small": ("n=128 d=64 b=1 hq=4|8 causal=1", "n=512 d=64 b=1 hq=16 causal=1"),
+    "training": ("n=8192 d=128 b=2 hq=8 causal=1 layers=12",),
+    "matmul": ("n=8192 d=8192 hq=1",),
+}
+
+
+@dataclass
+class Inputs:
+    """The tensors of a cell: q, k, v, dout ``[B, N, H, D]``, of a packed one ``[N, H, D]``."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    bias: Tensor | None = None
+    slopes: Tensor | None = None  # [Hq]
+    lengths: Tensor | None = None  # [B]
+    ids: Tensor | None = None  # [N], the document of each position
+    offsets: Tensor | None = None  # the begins of packed sequences, and the end
+
+
+def inputs_of(cell: Cell, device: str) -> Inputs:
+    """Return random inputs, the same in every process."""
+    torch.manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=getattr(torch, cell.dtype))
+
+    first = () if cell.packed else (cell.b,)
+    heads = (cell.hq, cell.hk, cell.hk, cell.hq)
+    found = Inputs(*(normal(*first, cell.n, h, cell.d) for h in heads))
+    sizes = {"b": cell.b, "h": cell.hq, "q": cell.n, "k": cell.n, "1": 1}
+    if cell.bias:
+        found.bias = normal(*(sizes[x] for x in cell.bias))
+    if cell.alibi:
+        found.slopes = 2.0 ** -torch.linspace(1, 8, cell.hq, device=device)
+    if cell.lengths:
+        found.lengths = torch.tensor(cell.lengths, device=device)
+    if cell.documents:
+        found.ids = torch.arange(cell.n, device=device) // -(-cell.n // cell.documents)
+    if cell.packed:
+        found.offsets = torch.tensor((0, *cell.packed), device=device).cumsum(0).int()
+    return found
+
+
+def allowed(cell: Cell, x: Inputs) -> Tensor | None:
+    """Return the pairs that may attend ``[1 or B, 1, N, N]``, or None for all."""
+    i = torch.arange(cell.n, device=x.q.device)
+    ok, distance = (
+        torch.ones(1, 1, cell.n, cell.n, dtype=torch.bool, device=i.device),
+        i[:, None] - i,
+    )
+    if cell.causal or cell.window:
+        ok = ok & (distance >= 0) & (distance <= (cell.window or cell.n))
+    if x.ids is not None:
+        ok = ok & (x.ids[:, None] == x.ids)
+    if x.lengths is not None:
+        ok = ok & (i < x.lengths[:, None, None, None])
+    return ok if cell.causal or cell.window or cell.documents or cell.lengths else None

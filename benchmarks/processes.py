@@ -1,0 +1,63 @@
+"""Workers in processes of their own, each with the rowmax of a checkout.
+
+Two versions of one module are so timed on one device in one run. This file imports no rowmax: a
+child chooses its checkout first.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from multiprocessing.managers import BaseManager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .cells import Cell
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Task(NamedTuple):
+    """A cell, what is timed of it, and by which provider (of a kernel alone: the change)."""
+
+    cell: Cell
+    what: str
+    provider: str
+
+
+class Settings(NamedTuple):
+    """The checkout and assembler of a worker, and how long a turn takes."""
+
+    device: str
+    seconds: float
+    rested: bool = False
+    registers: bool = False
+    root: Path = ROOT
+    usual_assembler: bool = False
+
+
+def worker_of(settings: Settings) -> Any:
+    sys.path.insert(0, str(settings.root / "src"))
+    from .worker import Worker
+
+    return Worker(settings)
+
+
+class Child(BaseManager):
+    """A process with a worker; it ends with the context."""
+
+    worker: Any
+
+    @classmethod
+    def begin(cls, settings: Settings) -> Child:
+        child = cls(ctx=multiprocessing.get_context("spawn"))
+        child.start()
+        try:
+            child.worker = child.worker_of(settings)  # pyright: ignore
+        except BaseException:
+            child.shutdown()
+            raise
+        return child
+
+
+Child.register("worker_of", worker_of)

@@ -1,0 +1,225 @@
+"""Providers: rowmax and its peers, each as a function of q, k and v for one cell.
+
+``rowmax[:BACKEND][:deterministic]``; torch's SDPA as ``sdpa`` (torch chooses), ``cudnn``,
+``flash``, ``efficient`` or ``math``; ``flex``; ``fa2``, ``fa3``, ``fa4`` and ``xformers`` where
+installed; ``none`` returns v. A constant that a peer needs, such as a dense mask, is made
+beforehand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
+from inspect import signature
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import rowmax
+
+from .cells import Cell, Inputs, allowed
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+KERNELS = {
+    "sdpa": None,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+FLASH = {"fa2": "flash_attn", "fa3": "flash_attn_interface", "fa4": "flash_attn.cute"}
+
+
+class UnsupportedError(RuntimeError):
+    """The provider does not take the cell."""
+
+
+class Provider(NamedTuple):
+    """A way to make attention of a cell, and the layout and gradients that it has."""
+
+    make: Callable[[Cell, Inputs], Attend]
+    heads_first: bool = True  # tensors are [B, H, N, D]
+    dbias: bool = True
+
+
+def provider(name: str) -> Provider:
+    if name.partition(":")[0] == "rowmax":
+        return Provider(lambda cell, x: of_rowmax(cell, x, name.split(":")[1:]), False)
+    if name in KERNELS:
+        dbias = name not in ("cudnn", "flash")
+        return Provider(lambda cell, x: of_sdpa(cell, x, KERNELS[name]), dbias=dbias)
+    if name in FLASH:
+        return Provider(lambda cell, x: of_flash(cell, x, FLASH[name]), False, False)
+    return {
+        "flex": Provider(of_flex),
+        "xformers": Provider(of_xformers, False, False),
+        "none": Provider(lambda cell, x: _Nothing.apply, False, False),  # pyright: ignore
+    }[name]
+
+
+def refuse(cell: Cell, features: str) -> None:
+    for feature in features.split():
+        if getattr(cell, feature):
+            raise UnsupportedError(f"without {feature}")
+
+
+def of_rowmax(cell: Cell, x: Inputs, words: list[str]) -> Attend:
+    options = arguments(cell, x)
+    options["deterministic"] = "deterministic" in words
+    options["backend"] = next((word for word in words if word != "deterministic"), None)
+    if x.offsets is None:
+        return lambda q, k, v: rowmax.attention(q, k, v, **options)
+    more = x.offsets, x.offsets, max(cell.packed), max(cell.packed)
+    return lambda q, k, v: rowmax.attention_varlen(q, k, v, *more, **options)
+
+
+def arguments(cell: Cell, x: Inputs) -> dict[str, Any]:
+    """Return the keywords of rowmax's call."""
+    mask = rowmax.Mask()
+    if cell.window:
+        mask = mask & rowmax.Window(cell.window, 0)
+    if x.ids is not None:
+        mask = mask & rowmax.Documents(x.ids)
+    if x.lengths is not None:
+        mask = mask & rowmax.PrefixLengths(x.lengths)
+    found = {"causal": cell.causal, "softcap": cell.softcap, "bias": x.bias, "alibi": x.slopes}
+    found |= {"dropout_p": cell.dropout, "seed": 1} if cell.dropout else {}
+    plain = not (cell.window or cell.documents or cell.lengths)
+    return found if plain else found | {"mask": mask}
+
+
+class _Nothing(torch.autograd.Function):
+    """Return v, with a gradient for q and k too: all around the attention is done as usual."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return v.view_as(v)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # pyright: ignore
+        return dout, dout, dout
+
+
+def of_sdpa(cell: Cell, x: Inputs, kernel: SDPBackend | None) -> Attend:
+    refuse(cell, "softcap")
+    if cell.packed:  # a call for each sequence
+        refuse(cell, "bias alibi")
+        each = [of_sdpa(replace(cell, n=n, packed=()), x, kernel) for n in cell.packed]
+
+        def one_by_one(*qkv: Tensor) -> Tensor:
+            parts = zip(*(t[None].split(cell.packed, -2) for t in qkv), strict=True)
+            return torch.cat([f(*part) for f, part in zip(each, parts, strict=True)], -2)[0]
+
+        return one_by_one
+    plain = not (cell.window or cell.lengths or cell.documents or cell.alibi or cell.bias)
+    pairs, bias = None if plain else allowed(cell, x), x.bias
+    if x.slopes is not None:
+        refuse(cell, "bias")
+        i = torch.arange(cell.n, device=x.q.device)
+        bias = (-x.slopes[:, None, None] * (i[:, None] - i).abs()).to(x.q.dtype)[None]
+
+    def joined() -> Tensor | None:
+        if bias is None or pairs is None:
+            return pairs if bias is None else bias
+        return bias.masked_fill(~pairs, -torch.inf)
+
+    inside = bias is not None and bias.requires_grad  # then the mask has a gradient
+    fixed = None if inside else joined()
+    options: dict[str, Any] = {"is_causal": plain and cell.causal, "dropout_p": cell.dropout}
+    options |= {"enable_gqa": True} if cell.hq != cell.hk else {}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = joined() if inside else fixed
+        if kernel is None:
+            return scaled_dot_product_attention(q, k, v, mask, **options)
+        with sdpa_kernel(kernel):
+            return scaled_dot_product_attention(q, k, v, mask, **options)
+
+    return attend
+
+
+def of_flex(cell: Cell, x: Inputs) -> Attend:
+    import torch._functorch.config
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    refuse(cell, "dropout packed")
+    torch._functorch.config.donated_buffer = False  # backward runs often
+    torch._dynamo.config.recompile_limit = 256  # past it flex_attention holds the matrix
+    torch._dynamo.config.accumulated_recompile_limit = 4096
+    bias, slopes, ids, lengths = x.bias, x.slopes, x.ids, x.lengths
+
+    def keep(b: Any, h: Any, i: Any, j: Any) -> Any:
+        ok = i >= j if cell.causal or cell.window else i >= 0
+        ok = ok & (i - j <= cell.window) if cell.window else ok
+        ok = ok & (ids[i] == ids[j]) if ids is not None else ok
+        return ok & (j < lengths[b]) if lengths is not None else ok
+
+    def add(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        if cell.softcap:
+            score = cell.softcap * torch.tanh(score / cell.softcap)
+        if slopes is not None:
+            score = score - slopes[h] * (i - j).abs()
+        if bias is None:
+            return score
+        b, h, i, j = (
+            p if size > 1 else 0 for size, p in zip(bias.shape, (b, h, i, j), strict=True)
+        )
+        return score + bias[b, h, i, j]
+
+    options: dict[str, Any] = {"enable_gqa": cell.hq != cell.hk}
+    if cell.causal or cell.window or cell.documents or cell.lengths:
+        sizes = (cell.b if cell.lengths else None, None, cell.n, cell.n)
+        options["block_mask"] = create_block_mask(keep, *sizes, device=x.q.device.type)
+    if cell.softcap or cell.bias or cell.alibi:
+        options["score_mod"] = add
+    compiled: Any = torch.compile(flex_attention, dynamic=False)
+    return lambda q, k, v: compiled(q, k, v, **options)
+
+
+def installed(module: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise UnsupportedError(f"not installed: {error}") from None
+
+
+def of_flash(cell: Cell, x: Inputs, name: str) -> Attend:
+    """Return flash-attn's call, refused where its release lacks a keyword that the cell needs."""
+    refuse(cell, "bias lengths documents")
+    module = installed(name)
+    function = module.flash_attn_varlen_func if cell.packed else module.flash_attn_func
+    options = {
+        "causal": cell.causal or None,
+        "softcap": cell.softcap or None,
+        "dropout_p": cell.dropout or None,
+        "alibi_slopes": x.slopes,
+        "window_size": (cell.window, 0) if cell.window else None,
+        "cu_seqlens_q": x.offsets,
+        "cu_seqlens_k": x.offsets,
+    }
+    given: dict[str, Any] = {key: y for key, y in options.items() if y is not None}
+    known = set(signature(function).parameters)
+    if set(given) - known:
+        raise UnsupportedError(f"it lacks {sorted(set(given) - known)}")
+    given |= {key: max(cell.packed) for key in ("max_seqlen_q", "max_seqlen_k") if key in known}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = function(q, k, v, **given)
+        return out[0] if isinstance(out, tuple) else out
+
+    return attend
+
+
+def of_xformers(cell: Cell, x: Inputs) -> Attend:
+    refuse(cell, "softcap alibi packed window documents lengths")
+    ops = installed("xformers.ops")
+    if cell.hq != cell.hk or (cell.causal and cell.bias):
+        raise UnsupportedError("without grouped heads, and without causal beside a bias")
+    bias = ops.LowerTriangularMask() if cell.causal else x.bias
+    if x.bias is not None:
+        bias = x.bias.expand(cell.b, cell.hq, cell.n, cell.n)
+    return lambda q, k, v: ops.memory_efficient_attention(q, k, v, bias, p=cell.dropout)

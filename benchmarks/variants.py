@@ -1,0 +1,242 @@
+"""Kernels of rowmax, each alone, with other tiles and constants; the only file of private names.
+
+A change is text, in the order of a tile's fields or by name: "128,64,8,3,split", "k_stages=4".
+Capitals name constants of the kernel (STAGED=0). In the Hopper backward of wide heads a name may
+begin with the launch that it belongs to (dkdv.q_stages=2). TOGETHER=0.25 of a Triton kernel: a
+quarter of the heads in turns. Names within rowmax are imported where they are used: a measurement
+of another checkout takes that checkout's own version of this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from .cells import Cell, Inputs
+from .providers import UnsupportedError, arguments
+
+Call = Callable[[], Any]
+
+
+#: what is tried: a kernel, its head size (and "bias", or "causal" for cells that are), changes
+TRIED = """
+hopper.forward 64: warpgroups=2,registers=240+24
+hopper.forward 128: v_stages=3,q_stages=1
+hopper.forward 256: STAGED=0
+hopper.forward 64 bias: b_stages=1,k_stages=4,v_stages=4,q_stages=2
+hopper.forward 64 bias: b_stages=2,k_stages=2,v_stages=2,q_stages=2
+hopper.forward 64 bias: b_stages=3,block_k=64,k_stages=4,v_stages=4
+hopper.forward 128 bias: b_stages=1,q_stages=2 b_stages=1,q_stages=1
+hopper.forward 128 bias: b_stages=2,block_k=64,k_stages=3,v_stages=3
+hopper.forward 128 bias: b_stages=4,block_k=64,k_stages=3,v_stages=3
+hopper.forward 256 bias: b_stages=1
+hopper.backward 64: HELD=0 ORDERED=1,FRESH=1
+hopper.backward 128: ORDERED=0,FRESH=0 ORDERED=1,FRESH=1
+hopper.backward 256: pair.q_stages=2,pair.alone=0
+triton.delta 128: 16,16,4,2 32,16,4,2 64,16,4,2 64,16,8,2 128,16,8,2 TOGETHER=0
+triton.delta 256: 16,16,4,2 32,16,4,2 64,16,4,2 32,16,8,2 64,16,8,2 TOGETHER=0
+triton.dkdv 128: 64,128,8,3 64,128,8,4 64,128,8,2 64,64,4,2
+triton.dkdv 128 causal: 64,128,8,3,split TOGETHER=0 TOGETHER=0.25 TOGETHER=4
+triton.dq 128: 128,64,8,3 128,64,8,4 64,64,4,2
+triton.dq 128 causal: 128,64,8,3,split TOGETHER=0 TOGETHER=0.25 TOGETHER=4
+triton.dk 256: 32,128,8,2 32,128,8,3 64,64,4,2 32,64,4,3 32,64,4,4
+triton.dk 256 causal: 32,64,8,3 64,64,8,2 TOGETHER=0 TOGETHER=0.25 TOGETHER=4
+triton.dv 256: 32,128,8,3 32,128,8,4 32,128,8,5 64,128,8,2 64,64,4,2
+triton.dv 256 causal: 64,64,8,3 32,64,4,4 TOGETHER=0 TOGETHER=0.25 TOGETHER=4
+triton.dq 256: 64,32,4,3 64,32,4,4 64,64,4,2 128,32,8,3
+triton.dq 256 causal: 128,32,8,3,split 64,32,4,3,split 64,64,8,2
+triton.dq 256 causal: TOGETHER=0 TOGETHER=0.25 TOGETHER=4
+triton.dbias 64 bias: 128,128,8,3 128,128,8,2 128,128,16,3 128,64,8,3 64,128,4,2 64,64,4,3
+triton.dbias 128 bias: 128,128,8,3 128,128,8,2 128,128,16,3 128,64,8,3 64,128,4,2 64,64,4,3
+"""
+
+
+def tried(kernel: str, cell: Cell) -> list[str]:
+    """Return the changes that are measured where none is named."""
+    of = f"{kernel} {cell.d}" + " bias" * bool(cell.bias)
+    lines = [line.split(":") for line in TRIED.strip().splitlines()]
+    wanted = (of, f"{of} causal") if cell.causal else (of,)
+    return [change for name, changes in lines if name in wanted for change in changes.split()]
+
+
+def changed(tile: Any, text: str, launch: str = "") -> tuple[Any, dict[str, Any]]:
+    """Return (the tile with its changes, the constants) of a text."""
+    names, of_tile, constants = [f.name for f in fields(tile)], {}, {}
+    for n, part in enumerate(text.split(",") if text != "shipped" else []):
+        key, _, x = part.rpartition("=")
+        if not key:
+            key, x = (x, "1") if x in names else (names[n], x)
+        owner, _, key = key.rpartition(".")
+        parts = [float(y) if "." in y else int(y) for y in x.split("+")]
+        value = parts[0] if len(parts) == 1 else tuple(parts)
+        if owner not in ("", launch):
+            continue
+        if key.isupper() and not owner:
+            constants[key] = value
+        else:
+            of_tile[key] = bool(value) if isinstance(getattr(tile, key), bool) else value
+    return replace(tile, **of_tile), constants
+
+
+def posed(cell: Cell, x: Inputs) -> tuple[Any, Any]:
+    """Return the tensors and the problem of a cell as backends have them."""
+    from rowmax.call.check import Arguments
+    from rowmax.call.normalize import normalized
+    from rowmax.call.problem import problem_of
+    from rowmax.masks import Causal, Mask
+
+    if cell.packed:
+        raise UnsupportedError("without packed sequences")
+    given = arguments(cell, x)
+    mask = given.pop("mask", Mask()) & (Causal() if given.pop("causal") else Mask())
+    tensors, options, known = normalized(Arguments(x.q, x.k, x.v, mask=mask, **given))
+    return tensors, known or problem_of(tensors, options)
+
+
+# --- Hopper ------------------------------------------------------------------------------------
+
+
+def hopper_forward(cell: Cell, x: Inputs, change: str) -> Call:
+    from rowmax.gpu.hopper import host
+    from rowmax.gpu.hopper.tiles import tile_for
+
+    tensors, problem = posed(cell, x)
+    q, k, v, bias = tensors[:4]
+    out, lse = torch.empty_like(q), torch.empty(problem.lse_shape, device=q.device)
+    path = host.bias_path(problem, bias)
+    tile, options = changed(tile_for(problem, path, host.processors(q.device)), change)
+    plan = host.build_plan(problem, tensors, out, tile, **options)
+    copies = host.over(plan.copies, q, k, v, bias, out)
+    pointers = host.pointers(plan, problem, tensors, out, lse)
+    return lambda: (plan.launch(copies, pointers, plan.last), out)[1]
+
+
+def hopper_backward(part: str, cell: Cell, x: Inputs, change: str) -> Call:
+    """Return the whole backward, or the launch of the rows, or those of gradients alone."""
+    from rowmax.call.problem import Wanted
+    from rowmax.gpu import hopper
+    from rowmax.gpu.hopper.gradients import launch, plans
+    from rowmax.gpu.hopper.gradients.tiles import sizes_of, tiles_of
+
+    tensors, problem = posed(cell, x)
+    tiles = tiles_of(sizes_of(problem.d, problem.dv))
+    found = {kind: changed(tile, change, kind) for kind, tile in tiles.items()}
+    options = next(iter(found.values()))[1]
+    tiles = {kind: tile for kind, (tile, _) in found.items()}
+    out, lse = hopper.forward(problem, tensors)
+    plan = plans.made(problem, tensors, x.dout, tiles, dbias=cell.dbias, **options)
+    wanted = Wanted(True, True, True, cell.dbias, False)
+    given = (problem, tensors, out, lse, x.dout, None, wanted)
+    if not part:
+        return lambda: launch.launch(plan, *given)[:4]
+    if cell.bias:
+        raise UnsupportedError("a launch alone without bias")
+    made = (*(torch.empty_like(t) for t in tensors[:3]), None)
+    if part == "rows":
+        return lambda: launch.prepared(plan, *given, made) and None
+    t, _ = launch.prepared(plan, *given, made)
+    if plan.together and part != "main":
+        raise UnsupportedError("all gradients are made in one launch")
+    if plan.together:
+        return lambda: launch.together(plan, problem, tensors, x.dout, t)
+    works = tuple(work for work in plan.works if part in ("main", work.config.KIND))
+    return lambda: launch.apart(plan._replace(works=works), problem, tensors, x.dout, t)
+
+
+# --- Triton ------------------------------------------------------------------------------------
+
+
+def triton_job(job: str, cell: Cell, x: Inputs, change: str) -> Call:
+    from rowmax.gpu.triton.kernel_args import Pointers
+    from rowmax.gpu.triton.launch import build_job
+    from rowmax.gpu.triton.tiles import tiles_for
+
+    tensors, problem = posed(cell, x)
+    tiles, options = changed(tiles_for(job, problem, x.q.device), change)
+    if job == "forward":
+        forward = import_module("rowmax.gpu.triton.forward").forward
+        return lambda: forward(problem, tensors, tiles)[0]
+    spec, made, results = _triton_operands(job, problem, tensors, x)
+    run = build_job(spec, problem, tensors, tiles, x.dout)
+    if "TOGETHER" in options:
+        heads = max(1, int(run.numbers.together * options["TOGETHER"]))
+        run.numbers = run.numbers._replace(together=heads)
+    inputs = (tensors.q,) if spec.resident == "rows" else tensors
+    pointers = Pointers(*inputs, **made)
+    return lambda: (run.run(pointers), results)[1]
+
+
+def _triton_operands(job: str, problem: Any, tensors: Any, x: Inputs) -> tuple[Any, Any, Any]:
+    """Return (the spec of a job, the tensors that it reads and writes, its results)."""
+    from rowmax.gpu.triton import preprocess
+
+    forward = import_module("rowmax.gpu.triton.forward").forward
+    backward = import_module("rowmax.gpu.triton.backward")
+    out, lse = forward(problem, tensors)
+    lse2, delta = (lse.new_empty(preprocess.padded_rows(problem)) for _ in range(2))
+    rest = torch.zeros_like(lse2) if problem.natural else None
+    rows = {"dout": x.dout, "lse2": lse2, "delta": delta, "rest": rest}
+    if job == "delta":
+        return preprocess.DELTA, {**rows, "out": out, "lse": lse}, (delta,)
+    preprocess.delta(problem, tensors, out, lse, rest, x.dout, None, False, None)
+    q, k, v = (torch.empty_like(t) for t in tensors[:3])
+    written: dict[str, dict[str, Any]] = {
+        "dq": {"dq": q},
+        "dkdv": {"dk": k, "dv": v},
+        "dk": {"dk": k},
+        "dv": {"dv": v},
+        "dbias": {"dbias": None if x.bias is None else torch.empty_like(x.bias)},
+    }
+    specs = {name: getattr(backward, name.upper()) for name in written}
+    return specs[job], rows | written[job], tuple(written[job].values())
+
+
+#: by name: the maker, and the products that are counted
+KERNELS: dict[str, tuple[Callable[[Cell, Inputs, str], Call], int]] = {
+    "hopper.forward": (hopper_forward, 2),
+    "hopper.backward": (partial(hopper_backward, ""), 5),
+    "hopper.rows": (partial(hopper_backward, "rows"), 0),
+    "hopper.main": (partial(hopper_backward, "main"), 5),
+    "hopper.dq": (partial(hopper_backward, "dq"), 3),
+    "hopper.pair": (partial(hopper_backward, "pair"), 4),
+}
+_JOBS = {"forward": 2, "delta": 0, "dkdv": 4, "dk": 3, "dv": 2, "dq": 3, "dbias": 2}
+KERNELS |= {f"triton.{job}": (partial(triton_job, job), n) for job, n in _JOBS.items()}
+
+
+# --- what else is private ----------------------------------------------------------------------
+
+
+def use_usual_assembler() -> None:
+    """Assemble all kernels of this process with the ptxas that Triton takes."""
+    from rowmax.gpu import assembler
+
+    usual = assembler.choice().usual
+    assembler.choice = lambda: assembler.Choice(usual, usual)
+
+
+def usage(call: Call) -> dict[str, str]:
+    """Return registers and words of local memory of every kernel that a call launches."""
+    from rowmax.gpu import compiled
+
+    launches, usual = [], compiled.Launch.__call__
+
+    def recorded(self: Any, *args: Any) -> None:
+        launches.append(self)
+        usual(self, *args)
+
+    compiled.Launch.__call__ = recorded
+    try:
+        call()
+    finally:
+        compiled.Launch.__call__ = usual
+    kernels = [x.kernel for one in launches for x in compiled._kernels.values() if one in x.users]
+    return {
+        column: " ".join(f"{x.name}:{getattr(x, field, '?')}" for x in kernels)
+        for column, field in (("registers", "n_regs"), ("local", "n_spills"))
+    }

@@ -1,0 +1,792 @@
+"""The forward kernel: one producer and one to three consumers in a persistent block.
+
+The producer, one warp, copies tiles of queries, keys and values into shared memory. A consumer, a
+warpgroup, holds 64 query rows: it makes their scores, softmax and output, tile after tile. Within
+a warpgroup the product of one tile's weights and values runs under the softmax of the next. The
+chain does not break where a query tile ends: its last product runs under the first softmax of the
+query tile that follows.
+
+(The file is not named ``forward``: the package has a function of this name.)
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ...rules.score import ScoreTerms
+from .gluon_compat import (
+    fence_async_shared,
+    mbarrier,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from .lib import ring, rules
+from .lib.layouts import output_layout, product_layout, weight_layout
+from .lib.order import Order, Row, Sequences, Tile, first_place, next_place, row_ahead, row_at
+from .lib.ring import Mailbox, Ring
+from .lib.scores import columns, lanes, rows_of, settled
+from .lib.softmax import LN2, LOG2E, LOWEST, LOWEST_NATURAL, along_row, by_lane, softmax_step
+
+
+class Pointers(NamedTuple):
+    """``t``: the tensors that the kernel reads and writes itself. None is a constant: the kernel
+    has no code for what a problem lacks."""
+
+    out: Any
+    lse: Any
+    table: Any  # the order of the tiles (lib/order.py), each block's end, and the counter
+    ends: Any
+    counter: Any = None
+    cu_q: Any = None
+    cu_k: Any = None
+    lengths: Any = None
+    spans: Any = None  # of documents (documents.py), as are the ranges
+    q_range: Any = None
+    k_range: Any = None
+    q_ids: Any = None
+    k_ids: Any = None
+    alibi: Any = None
+    sink: Any = None
+    bias: Any = None  # unless TMA copies it
+
+
+class Numbers(NamedTuple):
+    """``n``: numbers at run time."""
+
+    heads: Any  # of a tile: query heads, or kv heads where a tile holds all that share one
+    kv_heads: Any
+    keys: Any  # keys and values of a head that fill their share of the L2 cache
+    nq: Any
+    nk: Any
+    left: Any  # None: no limit
+    right: Any
+    batch: Any
+    scale: Any  # the factor of a score in the exponential, or before other terms
+    inner: Any  # the factor inside a softcap
+    bias_b: Any
+    bias_h: Any
+    bias_q: Any
+    bias_k: Any
+    ids_q: Any  # 0 where ids are the same in all sequences, else the number of a sequence's
+    ids_k: Any
+    each_b: Any  # 0 where the copied bias is one for all sequences, all heads
+    each_h: Any
+    hq: Any
+    ratio: Any  # heads of a tile that read one kv head
+    total_q: Any
+
+
+class Parts(NamedTuple):
+    """The columns of a tile: the largest power of two, and the others or None (96 is 64 + 32)."""
+
+    low: Any
+    high: Any
+
+
+class Copies(NamedTuple):
+    """The descriptors of TMA copies, or None."""
+
+    q: Parts
+    k: Parts
+    v: Parts
+    bias: Any
+    out: Any
+
+
+class Shared(NamedTuple):
+    """The shared memory of a block. Each warpgroup has rings of its own for q and for the bias."""
+
+    q: Ring
+    k: Ring
+    v: Ring
+    bias: Ring
+    out: Any
+    mail: Mailbox
+
+
+class Source(NamedTuple):
+    """The place of a tile's keys and values: sequence, first row, kv head, and number."""
+
+    part: Any
+    row: Any
+    head: Any
+    nk: Any
+
+
+class State(NamedTuple):
+    """A warpgroup's output so far (two parts), the weights of the last key tile, and the rows'
+    reference, sum and factor."""
+
+    o0: Any
+    o1: Any
+    p: Any
+    m: Any
+    l: Any
+    alpha: Any
+
+
+# --- tiles -------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def tile_of(C: gl.constexpr, row, t, n):
+    """Return the tile of a row."""
+    token, head, b = row
+    nq = n.nq
+    nk = n.nk
+    q_row, k_row = 0, 0
+    if C.VARLEN:
+        q_row = gl.load(t.cu_q + b)
+        k_row = gl.load(t.cu_k + b)
+        nq = gl.load(t.cu_q + b + 1) - q_row
+        nk = gl.load(t.cu_k + b + 1) - k_row
+    offset = nk - nq
+    if C.PREFIX:
+        nk = gl.minimum(nk, gl.load(t.lengths + b))
+    last = gl.minimum(token + C.TILE, nq) - 1
+    low, high = rules.any_range(token, last, offset, n.left, n.right, nk)
+    if C.DOCUMENTS:
+        tiles = (n.nq + C.TILE - 1) // C.TILE
+        at = t.spans + 2 * (b * tiles + token // C.TILE)
+        low = gl.maximum(low, gl.load(at))
+        high = gl.minimum(high, gl.load(at + 1))
+    lo, hi = rules.key_tiles(low, high, C.BLOCK_K)
+    return Tile(token, head, b, q_row, k_row, nq, nk, offset, lo, hi)
+
+
+@gluon.jit
+def full_range(C: gl.constexpr, first, tile, n):
+    """Return (low, high): all queries of a warpgroup, from ``first`` on, see these keys."""
+    last = first + C.TOKENS - 1
+    return rules.all_range(first, last, tile.offset, n.left, n.right, tile.nk)
+
+
+# --- the producer ------------------------------------------------------------------------------
+
+
+@gluon.jit
+def load_parts(copy, corner, W0: gl.constexpr, W1: gl.constexpr, bar, buffers, s):
+    """Copy a tile into buffer s, in one part or two. ``corner`` lacks the column."""
+    if W1:
+        mbarrier.expect(bar, copy.low.block_type.nbytes + copy.high.block_type.nbytes)
+        tma_load(copy.low, corner + (0,), bar, buffers.low.index(s))
+        tma_load(copy.high, corner + (W0,), bar, buffers.high.index(s))
+    else:
+        mbarrier.expect(bar, copy.low.block_type.nbytes)
+        tma_load(copy.low, corner + (0,), bar, buffers.low.index(s))
+
+
+@gluon.jit
+def load_queries(C: gl.constexpr, copies, shared, tile, number):
+    """Copy 64 rows of queries to each warpgroup: TOKENS positions of each of the GROUP heads."""
+    for c in gl.static_range(C.WARPGROUPS):
+        i = c * C.Q_STAGES + ring.slot(number, C.Q_STAGES)
+        ring.wait_empty(shared.q, number, C.Q_STAGES, c)
+        part = 0 if C.VARLEN else tile.b
+        corner = (part, tile.q_row + tile.token + c * C.TOKENS, tile.head, 0)
+        load_parts(copies.q, corner, C.D0, C.D1, shared.q.full.index(i), shared.q.buffers, i)
+
+
+@gluon.jit
+def load_keys(C: gl.constexpr, copies, shared, source, tile, j, use, n):
+    """Copy keys of tile j, and its bias, as use ``use`` of their rings."""
+    s = ring.slot(use, C.K_STAGES)
+    ring.wait_empty(shared.k, use, C.K_STAGES)
+    corner = (source.part, source.row + j * C.BLOCK_K, source.head)
+    load_parts(copies.k, corner, C.D0, C.D1, shared.k.full.index(s), shared.k.buffers, s)
+    if C.BIAS == "copied":
+        for c in gl.static_range(C.WARPGROUPS):
+            i = c * C.B_STAGES + ring.slot(use, C.B_STAGES)
+            ring.wait_empty(shared.bias, use, C.B_STAGES, c)
+            bar = shared.bias.full.index(i)
+            mbarrier.expect(bar, copies.bias.block_type.nbytes)
+            row = tile.token + 64 * c
+            corner = [tile.b * n.each_b, tile.head * n.each_h, row, j * C.BLOCK_K]
+            tma_load(copies.bias, corner, bar, shared.bias.buffers.index(i))
+
+
+@gluon.jit
+def load_values(C: gl.constexpr, copies, shared, source, j, use, cut):
+    """Copy values of tile j, as use ``use`` of their ring. ``cut`` short tiles came before;
+    return how many with this one."""
+    v = shared.v
+    s = ring.slot(use, C.V_STAGES)
+    rows = gl.maximum(source.nk - j * C.BLOCK_K, 0)
+    short = rows < C.BLOCK_K
+    bar = ring.landing(v.full, s, C.V_STAGES, C.PADDED, short)
+    ring.wait_empty(v, use, C.V_STAGES)
+    corner = (source.part, source.row + j * C.BLOCK_K, source.head)
+    load_parts(copies.v, corner, C.DV0, C.DV1, bar, v.buffers, s)
+    if C.PADDED:
+        if short:
+            mbarrier.wait(v.full.index(C.V_STAGES), cut & 1)
+            ring.clear_rows(v.buffers.low.index(s), C.BLOCK_K, C.DV0, rows)
+            if C.DV1:
+                ring.clear_rows(v.buffers.high.index(s), C.BLOCK_K, C.DV1, rows)
+            fence_async_shared()
+            mbarrier.arrive(v.full.index(s), count=1)
+        cut += short.to(gl.int32)
+    return cut
+
+
+@gluon.jit
+def producer(C: gl.constexpr, copies, shared, t, n):
+    """Copy every tile of this block, in the order in which buffers become free: keys are done
+    with a softmax and a product before the values of the key tile before."""
+    order = Order(t.table, t.ends, t.counter, n.heads, n.kv_heads, n.keys)
+    sequences = Sequences(t.cu_q, t.cu_k, n.batch)
+    place, end = first_place(C, order)
+    number = 0  # of a message, which is that of the tile
+    use = 0
+    # in an order of the host every block has a tile
+    here = gl.where(place < end, place, 0) if C.DRAWN else place
+    tile = tile_of(C, row_at(C, here, order, sequences), t, n)
+    # of the tile after this one, long before it is needed: a load from memory takes long
+    coming = Row(tile.token, tile.head, tile.b)
+    if not C.DRAWN:
+        coming = row_ahead(C, place, end, order, sequences)
+    ring.post_message(shared.mail, 0, tile, place < end)
+    cut = 0
+    behind = Source(0, 0, 0, 0)  # values of the tile before, of which key tile ``last`` is to come
+    last = 0
+    while place < end:
+        part = tile.b * 0 if C.VARLEN else tile.b
+        source = Source(part, tile.k_row, tile.head // n.ratio, tile.nk)
+        lo = tile.lo
+        hi = tile.hi
+        load_keys(C, copies, shared, source, tile, hi - 1, use, n)
+        if number:
+            cut = load_values(C, copies, shared, behind, last, use - 1, cut)
+        load_queries(C, copies, shared, tile, number)
+        # the message of the next tile, long before it is needed
+        this = tile
+        here = place
+        place = next_place(C, place, order)
+        if C.DRAWN:
+            coming = row_at(C, gl.where(place < end, place, here), order, sequences)
+        tile = tile_of(C, coming, t, n)
+        ring.post_message(shared.mail, number + 1, tile, place < end)
+        if not C.DRAWN:
+            coming = row_ahead(C, place, end, order, sequences)
+        behind = source
+        last = lo
+        use += 1
+        for i in range(lo + 1, hi):
+            j = hi - 1 - i + lo
+            load_keys(C, copies, shared, source, this, j, use, n)
+            cut = load_values(C, copies, shared, behind, j + 1, use - 1, cut)
+            use += 1
+        number += 1
+    if number:
+        load_values(C, copies, shared, behind, last, use - 1, cut)
+
+
+# --- scores ------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def scores(C: gl.constexpr, S, copied, j, first, tile, t, n, dtype: gl.constexpr):
+    """Return all of a score but the mask, ``[64, BLOCK_K/8, 4, 2]``, from the product S and the
+    ``copied`` tile of a bias.
+
+    Scores stay as the product left them, and the exponential scales them, unless something is
+    added to them: then they are scaled here, but for the log2(e) of the exponential.
+    """
+    S = by_lane(S)
+    L: gl.constexpr = S.type.layout
+    bias, slope, distance = None, None, None
+    if C.BIAS == "copied":
+        bias = by_lane(copied).to(gl.float32)
+    elif C.BIAS != "":
+        bias = gathered(C, L, j, first, tile, t, n).to(gl.float32)
+    if C.ALIBI:
+        r = rows_of(L)
+        slope = gl.load(t.alibi + tile.head * C.GROUP + r % C.GROUP)
+        here = (first + tile.offset + r // C.GROUP - j * C.BLOCK_K - lanes(L)).to(gl.float32)
+        slope = along_row(slope + 0.0 * here)
+        distance = gl.abs(along_row(here) - columns(C.BLOCK_K, L).to(gl.float32))
+    scale = n.scale if C.ADDED else None
+    inner = n.inner if C.SOFTCAP else None
+    p = ScoreTerms(scale, inner, n.scale if C.ADDED else 1.0, bias, slope, distance)
+    if dtype == gl.bfloat16:
+        S, y = rules.score_bfloat16(S, p)
+    else:
+        S, y = rules.score_float16(S, p)
+    return S
+
+
+@gluon.jit
+def gathered(C: gl.constexpr, L: gl.constexpr, j, first, tile, t, n):
+    """Return a bias from global memory, each number loaded once for all scores of a thread that
+    share it."""
+    row = rows_of(L)
+    column = columns(C.BLOCK_K, L) + along_row(lanes(L))
+    at = t.bias + tile.b.to(gl.int64) * n.bias_b + (tile.head * C.GROUP).to(gl.int64) * n.bias_h
+    if C.BIAS == "row":  # one for all queries
+        at = at + (j * C.BLOCK_K).to(gl.int64) * n.bias_k
+        there = column < tile.nk - j * C.BLOCK_K
+        x = gl.load(at + column * n.bias_k, mask=there, other=0.0)
+    else:
+        at = at + first.to(gl.int64) * n.bias_q
+        within = row // C.GROUP * n.bias_q + (row % C.GROUP).to(gl.int64) * n.bias_h
+        there = first + row // C.GROUP < tile.nq
+        if C.BIAS == "column":  # one for all keys
+            x = along_row(gl.load(at + within, mask=there, other=0.0))
+        else:
+            at = at + (j * C.BLOCK_K).to(gl.int64) * n.bias_k
+            there = along_row(there) & (column < tile.nk - j * C.BLOCK_K)
+            x = gl.load(at + along_row(within) + column * n.bias_k, mask=there, other=0.0)
+    return x
+
+
+@gluon.jit
+def masked(C: gl.constexpr, S, j, first, tile, t, n):
+    """Return scores S ``[64, BLOCK_K/8, 4, 2]`` of key tile j, -inf where the mask forbids a pair.
+
+    A thread's columns are constants but for its lane and the tile, so these move to the other
+    side of the comparison: two limits a thread, and no register for a column.
+    """
+    L: gl.constexpr = S.type.layout
+    col = columns(C.BLOCK_K, L)
+    before = j * C.BLOCK_K + lanes(L)
+    at = first + rows_of(L) // C.GROUP + tile.offset
+    if C.RIGHT:
+        limit = gl.minimum(at + n.right + 1, tile.nk) - before
+    else:
+        limit = tile.nk - before
+    seen = col < along_row(limit)
+    if C.LEFT:
+        seen = seen & (col >= along_row(at - n.left - before))
+    if C.DOCUMENTS:
+        row = first + rows_of(L) // C.GROUP
+        of_row = gl.load(t.q_ids + tile.b * n.ids_q + row, mask=row < tile.nq, other=0)
+        key = col + along_row(before)
+        of_key = gl.load(t.k_ids + tile.b * n.ids_k + key, mask=key < tile.nk, other=0)
+        seen = seen & (of_key == along_row(of_row))
+    return gl.where(seen, S, float("-inf"))
+
+
+@gluon.jit
+def partial(C: gl.constexpr, j, first, tile, t, n):
+    """Return True if a mask with documents may forbid a pair of key tile j."""
+    # ranges are kept for each sequence where ids are, else once for all
+    b = tile.b
+    tiles_q = (tile.nq + C.TOKENS - 1) // C.TOKENS
+    tiles_k = (n.nk + C.BLOCK_K - 1) // C.BLOCK_K
+    q_at = t.q_range + 2 * ((b if n.ids_q else 0) * tiles_q + first // C.TOKENS)
+    k_at = t.k_range + 2 * ((b if n.ids_k else 0) * tiles_k + j)
+    here = first < tile.nq
+    id = gl.load(q_at, mask=here, other=0)
+    some = id != gl.load(q_at + 1, mask=here, other=0)
+    some = some | (id != gl.load(k_at)) | (id != gl.load(k_at + 1))
+    low, high = full_range(C, first, tile, n)
+    some = some | (j * C.BLOCK_K + C.BLOCK_K > high)
+    if C.LEFT:
+        some = some | (j * C.BLOCK_K < low)
+    return some
+
+
+# --- the consumers -----------------------------------------------------------------------------
+
+
+@gluon.jit
+def issue_scores(C: gl.constexpr, c: gl.constexpr, shared, number, use):
+    """Issue S = Q K^T ``[64, BLOCK_K]`` of query tile ``number`` and use ``use`` of K.
+
+    ``use >> 30`` is zero, which the compiler cannot know: an address that is the same in two loops
+    ptxas (12.8) may compute on the way to the first alone, and the second loop goes without it
+    when the first is empty.
+    """
+    q = shared.q.buffers
+    k = shared.k.buffers
+    i = c * C.Q_STAGES + ring.slot(number + (use >> 30), C.Q_STAGES)
+    s = ring.slot(use, C.K_STAGES)
+    z = gl.full([64, C.BLOCK_K], 0.0, gl.float32, product_layout(C.BLOCK_K))
+    q0 = ring.tile_at(q.low, i, 64, C.D0)
+    k0 = ring.tile_at(k.low, s, C.BLOCK_K, C.D0)
+    S = warpgroup_mma(q0, k0.permute((1, 0)), z, use_acc=False, is_async=True)
+    if C.D1:
+        q1 = ring.tile_at(q.high, i, 64, C.D1)
+        k1 = ring.tile_at(k.high, s, C.BLOCK_K, C.D1)
+        S = warpgroup_mma(q1, k1.permute((1, 0)), S, is_async=True)
+    return S
+
+
+@gluon.jit
+def issue_output(C: gl.constexpr, p, o0, o1, v, use):
+    """Wait for use ``use`` of V, issue O += P V, and return O."""
+    ring.wait_full(v, use, C.V_STAGES)
+    s = ring.slot(use, C.V_STAGES)
+    v0 = ring.tile_at(v.buffers.low, s, C.BLOCK_K, C.DV0)
+    P0 = gl.convert_layout(p, weight_layout(C.DV0))
+    o0 = warpgroup_mma(P0, v0, o0, use_acc=True, is_async=True)
+    if C.DV1:
+        v1 = ring.tile_at(v.buffers.high, s, C.BLOCK_K, C.DV1)
+        P1 = gl.convert_layout(p, weight_layout(C.DV1))
+        o1 = warpgroup_mma(P1, v1, o1, use_acc=True, is_async=True)
+    return o0, o1
+
+
+@gluon.jit
+def wait_output(C: gl.constexpr, o0, o1):
+    if C.DV1:
+        o0, o1 = warpgroup_mma_wait(0, deps=[o0, o1])
+    else:
+        o0 = warpgroup_mma_wait(0, deps=[o0])
+    return o0, o1
+
+
+@gluon.jit
+def scaled_rows(o, r):
+    """Return o ``[64, D]`` times r ``[64, 4]``, row by row."""
+    o4 = by_lane(o)
+    r4 = gl.convert_layout(r, gl.SliceLayout(1, gl.SliceLayout(3, o4.type.layout)))
+    return gl.convert_layout((o4 * along_row(r4)).reshape(o.shape), o.type.layout)
+
+
+@gluon.jit
+def load_bias(C: gl.constexpr, c: gl.constexpr, biases, use, live):
+    """Return the tile ``[64, BLOCK_K]`` of a copied bias, loaded while the product runs to which
+    it is added."""
+    copied = 0
+    if C.BIAS == "copied":
+        ring.wait_full(biases, use, C.B_STAGES, c, pred=live)
+        i = c * C.B_STAGES + ring.slot(use, C.B_STAGES)
+        copied = ring.tile_at(biases.buffers, i, 64, C.BLOCK_K).load(product_layout(C.BLOCK_K))
+        if C.B_STAGES == 1:  # the producer waits for this buffer
+            copied = settled(copied)
+            ring.release(biases, use, 1, c, pred=live)
+    return copied
+
+
+@gluon.jit
+def release_bias(C: gl.constexpr, c: gl.constexpr, biases, use, live):
+    """Release it after the softmax, which has read every number of it."""
+    if C.BIAS == "copied" and C.B_STAGES > 1:
+        ring.release(biases, use, C.B_STAGES, c, pred=live)
+
+
+@gluon.jit
+def step(
+    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, j, use, number, state, tile, shared,
+    t, n,
+):  # fmt: skip
+    """Compute the scores of key tile j, and the output of the one before under its softmax."""
+    first = tile.token + c * C.TOKENS
+    dtype: gl.constexpr = shared.v.buffers.low.dtype
+    S = issue_scores(C, c, shared, number, use)
+    o0, o1 = issue_output(C, state.p, state.o0, state.o1, shared.v, use - 1)
+    copied = load_bias(C, c, shared.bias, use, True)
+    S = warpgroup_mma_wait(1, deps=[S])
+    ring.release(shared.k, use, C.K_STAGES)
+    if C.Q_STAGES == 1:
+        ring.release(shared.q, number, 1, c, pred=j == tile.lo)
+    S = scores(C, S, copied, j, first, tile, t, n, dtype)
+    if MASKED:
+        if C.DOCUMENTS:
+            if partial(C, j, first, tile, t, n):
+                S = masked(C, S, j, first, tile, t, n)
+        else:
+            S = masked(C, S, j, first, tile, t, n)
+    scale = LOG2E if C.ADDED else n.scale
+    p, m, l, alpha = softmax_step(S, state.m, state.l, scale, C.NATURAL, C.ROUND_LATE, dtype)
+    # A wait begins a new basic block: without one here ptxas sinks the softmax below the wait
+    # for the product that it is to run under.
+    ring.wait_full(shared.k, use + 1, C.K_STAGES, pred=j > tile.lo)
+    o0, o1 = wait_output(C, o0, o1)
+    ring.release(shared.v, use - 1, C.V_STAGES)
+    release_bias(C, c, shared.bias, use, True)
+    p = p.to(dtype)
+    o0 = scaled_rows(o0, alpha)
+    if C.DV1:
+        o1 = scaled_rows(o1, alpha)
+    return use + 1, State(o0, o1, p, m, l, alpha)
+
+
+@gluon.jit
+def steps(
+    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, begin, end, use, number, state, tile,
+    shared, t, n,
+):  # fmt: skip
+    """Compute key tiles end - 1 to ``begin``, and return (use, state) after them."""
+    for i in range(begin, end):
+        j = end - 1 - i + begin
+        use, state = step(C, MASKED, c, j, use, number, state, tile, shared, t, n)
+    return use, state
+
+
+@gluon.jit
+def first_weights(C: gl.constexpr, c: gl.constexpr, S, copied, tile, t, n, dtype: gl.constexpr):
+    """Return the weights of a query tile's first step: its last key tile, with every limit."""
+    first = tile.token + c * C.TOKENS
+    j = tile.hi - 1
+    S = scores(C, S, copied, j, first, tile, t, n, dtype)
+    if C.RIGHT or C.LEFT or C.DOCUMENTS or not C.EVEN_K:
+        S = masked(C, S, j, first, tile, t, n)
+    rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, S.type.layout))
+    m = gl.full([64, 4], LOWEST_NATURAL if C.NATURAL else LOWEST, gl.float32, rows)
+    l = gl.full([64, 4], 0.0, gl.float32, rows)
+    return softmax_step(S, m, l, LOG2E if C.ADDED else n.scale, C.NATURAL, False, dtype)
+
+
+@gluon.jit
+def rest_of_tile(
+    C: gl.constexpr, c: gl.constexpr, use, number, p, m, l, alpha, tile, shared, t, n
+):  # fmt: skip
+    """Compute all key tiles of a query tile after its first step, and return (use, state)."""
+    first = tile.token + c * C.TOKENS
+    W1: gl.constexpr = C.DV1 if C.DV1 else 16
+    o0 = gl.full([64, C.DV0], 0.0, gl.float32, product_layout(C.DV0))
+    o1 = gl.full([64, W1], 0.0, gl.float32, product_layout(W1))
+    state = State(o0, o1, p, m, l, alpha)
+    lo = tile.lo
+    end = tile.hi - 1
+    ring.wait_full(shared.k, use, C.K_STAGES, pred=lo < end)
+    if C.DOCUMENTS:  # any tile may be partial: each is looked at
+        use, state = steps(C, True, c, lo, end, use, number, state, tile, shared, t, n)
+    else:
+        full = lo
+        full_end = end
+        if C.LEFT or C.RIGHT:
+            # not by filled_tiles: its scalars spill at head size 256
+            low, high = full_range(C, first, tile, n)
+            if C.RIGHT:
+                full_end = gl.minimum(gl.maximum(high // C.BLOCK_K, lo), end)
+            if C.LEFT:
+                full = gl.minimum(gl.maximum((low + C.BLOCK_K - 1) // C.BLOCK_K, lo), full_end)
+        if C.RIGHT:
+            use, state = steps(C, True, c, full_end, end, use, number, state, tile, shared, t, n)
+        use, state = steps(C, False, c, full, full_end, use, number, state, tile, shared, t, n)
+        if C.LEFT:
+            use, state = steps(C, True, c, lo, full, use, number, state, tile, shared, t, n)
+    return use, state
+
+
+@gluon.jit
+def consumer(C: gl.constexpr, c: gl.constexpr, copies, shared, t, n):
+    """Warpgroup c: compute rows ``64 c`` to ``64 c + 63`` of every tile of this block."""
+    tile, live = ring.read_message(shared.mail, 0)
+    ring.release(shared.mail, 0, 2)
+    if live:
+        compute_tiles(C, c, tile, copies, shared, t, n)
+
+
+@gluon.jit
+def compute_tiles(C: gl.constexpr, c: gl.constexpr, tile, copies, shared, t, n):
+    """Compute ``tile`` and all that follow."""
+    dtype: gl.constexpr = shared.v.buffers.low.dtype
+    number = 0
+    use = 0
+    ring.wait_full(shared.q, 0, C.Q_STAGES, c)
+    ring.wait_full(shared.k, 0, C.K_STAGES)
+    S = warpgroup_mma_wait(0, deps=[issue_scores(C, c, shared, 0, 0)])
+    ring.release(shared.k, 0, C.K_STAGES)
+    if C.Q_STAGES == 1:
+        ring.release(shared.q, 0, 1, c, pred=tile.lo + 1 == tile.hi)
+    copied = load_bias(C, c, shared.bias, use, True)
+    p, m, l, alpha = first_weights(C, c, S, copied, tile, t, n, dtype)
+    if C.BIAS == "copied":
+        # begins a basic block, as in step; these values stay until their product
+        ring.wait_full(shared.v, 0, C.V_STAGES)
+        release_bias(C, c, shared.bias, use, True)
+    use += 1
+
+    live = True
+    while live:
+        use, state = rest_of_tile(C, c, use, number, p, m, l, alpha, tile, shared, t, n)
+
+        # The last product of this tile, under the first scores and softmax of the next. When
+        # there is no next, the scores are stale, and nothing uses them.
+        number += 1
+        after, more = ring.read_message(shared.mail, number)
+        ring.wait_full(shared.k, use, C.K_STAGES, pred=more)
+        ring.wait_full(shared.q, number, C.Q_STAGES, c, pred=more)
+        S = issue_scores(C, c, shared, number, use)
+        o0, o1 = issue_output(C, state.p, state.o0, state.o1, shared.v, use - 1)
+        # released late, for each of these waits for the four warps
+        ring.release(shared.mail, number, 2)
+        if C.Q_STAGES > 1:
+            ring.release(shared.q, number - 1, C.Q_STAGES, c)
+        copied = load_bias(C, c, shared.bias, use, more)
+        S = warpgroup_mma_wait(1, deps=[S])
+        ring.release(shared.k, use, C.K_STAGES, pred=more)
+        if C.Q_STAGES == 1:
+            ring.release(shared.q, number, 1, c, pred=more & (after.lo + 1 == after.hi))
+        p, m, l, alpha = first_weights(C, c, S, copied, after, t, n, dtype)
+        if C.WARPGROUPS < 3:
+            inverse = store_lse(C, c, state.m, state.l, tile, t, n)
+        # begins a basic block, as in step
+        ring.wait_full(shared.v, use - 1, C.V_STAGES)
+        o0, o1 = wait_output(C, o0, o1)
+        ring.release(shared.v, use - 1, C.V_STAGES)
+        release_bias(C, c, shared.bias, use, more)
+        if C.WARPGROUPS == 3:
+            inverse = store_lse(C, c, state.m, state.l, tile, t, n)
+        store_output(C, c, o0, o1, inverse, tile, copies, shared, t, n)
+        use += 1
+        tile = after
+        live = more
+    if C.STAGED:
+        tma_store_wait(0)
+
+
+# --- results -----------------------------------------------------------------------------------
+
+
+@gluon.jit
+def store_lse(C: gl.constexpr, c: gl.constexpr, m, l, tile, t, n):
+    """Store lse = log sum exp of a finished tile, and return the factor ``[64]`` of O's rows."""
+    m = gl.max(m, 1)
+    l = gl.sum(l, 1)
+    r = gl.arange(0, 64, l.type.layout)
+    row = tile.token + c * C.TOKENS + r // C.GROUP
+    h = tile.head * C.GROUP + r % C.GROUP
+    if C.SINK:
+        # in natural units, for the sink may be as large as its dtype goes
+        if not C.NATURAL:
+            m = gl.where(l > 0.0, m * LN2, LOWEST_NATURAL)
+        m, l, alpha = rules.with_sink(m, l, gl.load(t.sink + h).to(gl.float32))
+        inverse = gl.where(l > 0.0, alpha / l, 0.0)
+    else:
+        inverse = gl.where(l > 0.0, 1.0 / l, 0.0)
+    if C.SINK or C.NATURAL:
+        value = m + gl.log2(l) * LN2
+    else:
+        value = (m + gl.log2(l)) * LN2
+    value = gl.where(l > 0.0, value, float("-inf"))
+    if C.VARLEN:
+        at = h.to(gl.int64) * n.total_q + tile.q_row + row
+    else:
+        at = (tile.b * n.hq + h).to(gl.int64) * n.total_q + row
+    gl.store(t.lse + at, value, mask=row < tile.nq)
+    return inverse
+
+
+@gluon.jit
+def store_output(
+    C: gl.constexpr, c: gl.constexpr, o0, o1, inverse, tile, copies, shared, t, n
+):  # fmt: skip
+    """Store out = O / l of a finished tile."""
+    first = tile.token + c * C.TOKENS
+    row = tile.q_row + first
+    if not C.VARLEN:
+        row = row + tile.b * tile.nq
+    base = t.out + (row.to(gl.int64) * n.hq + tile.head * C.GROUP) * C.DV_OUT
+    rest = tile.nq - first
+    if C.STAGED and not C.VARLEN:
+        corner = (tile.b, first, tile.head, 0)
+        stage_output(C, c, o0, inverse, corner, copies.out, shared.out)
+    elif C.STAGED:
+        if first + C.TOKENS <= tile.nq:
+            corner = (0, tile.q_row + first, tile.head, 0)
+            stage_output(C, c, o0, inverse, corner, copies.out, shared.out)
+        else:  # a copy would overwrite rows of the next sequence
+            store_rows(C, o0, inverse, base, 0, rest, n)
+    else:
+        store_rows(C, o0, inverse, base, 0, rest, n)
+        if C.DV1:
+            store_rows(C, o1, inverse, base, C.DV0, rest, n)
+
+
+@gluon.jit
+def copy_out(x, corner, column: gl.constexpr, copy, stages, c: gl.constexpr):
+    """Copy x, a tile in registers, when the copy before has left its buffer."""
+    tma_store_wait(0)
+    ring.tile_at(stages, c, 64, x.shape[1]).store(x)
+    fence_async_shared()
+    tma_store(copy, corner + (column,), stages.index(c))
+
+
+@gluon.jit
+def stage_output(C: gl.constexpr, c: gl.constexpr, o, inverse, corner, copy, stages):
+    """Store O / l by way of shared memory, from where TMA copies it while the kernel goes on."""
+    W: gl.constexpr = C.STAGED
+    dtype: gl.constexpr = stages.dtype
+    inverse = gl.convert_layout(inverse, gl.SliceLayout(1, o.type.layout))
+    x = (o * inverse[:, None]).to(dtype)
+    if C.DV == W:
+        copy_out(x, corner, 0, copy, stages, c)
+    else:
+        x0, x1 = x.reshape([64, 2, W]).permute((0, 2, 1)).split()
+        copy_out(x0, corner, 0, copy, stages, c)
+        copy_out(x1, corner, W, copy, stages, c)
+
+
+@gluon.jit
+def store_rows(C: gl.constexpr, o, inverse, base, column: gl.constexpr, tokens, n):
+    """Store O / l by the threads themselves, no further than the sequence goes."""
+    WL: gl.constexpr = output_layout(o.shape[1]) if C.TURNED else o.type.layout
+    inverse = gl.convert_layout(inverse, gl.SliceLayout(1, o.type.layout))
+    x = gl.convert_layout((o * inverse[:, None]).to(base.dtype.element_ty), WL)
+    r = gl.arange(0, 64, gl.SliceLayout(1, WL))
+    d = column + gl.arange(0, o.shape[1], gl.SliceLayout(0, WL))
+    at = ((r // C.GROUP) * n.hq + r % C.GROUP)[:, None] * C.DV_OUT + d[None, :]
+    there = (r // C.GROUP < tokens)[:, None]
+    if C.DV_OUT != C.DV:
+        there = there & (d < C.DV_OUT)[None, :]
+    gl.store(base + at, x, mask=there)
+
+
+# --- the entry ---------------------------------------------------------------------------------
+
+
+@gluon.jit
+def part_buffers(copy, n: gl.constexpr, W1: gl.constexpr):
+    """Return n buffers for each part of a tile; those of a part that is none are not used."""
+    low = ring.tile_buffers(copy.low, n)
+    high = low
+    if W1:
+        high = ring.tile_buffers(copy.high, n)
+    return Parts(low, high)
+
+
+@gluon.jit
+def forward(q0, q1, k0, k1, v0, v1, bias, out, t, n, C: gl.constexpr):
+    """Compute out and lse. The first arguments are descriptors: of q, k and v in two parts, of a
+    copied bias and of the output. An argument that a problem lacks is None."""
+    copies = Copies(Parts(q0, q1), Parts(k0, k1), Parts(v0, v1), bias, out)
+    each: gl.constexpr = C.WARPGROUPS * C.Q_STAGES
+    qs = part_buffers(copies.q, each, C.D1)
+    ks = part_buffers(copies.k, C.K_STAGES, C.D1)
+    vs = part_buffers(copies.v, C.V_STAGES, C.DV1)
+    # a barrier that nothing uses would lie where another buffer does
+    biases, outs = None, None
+    if C.BIAS == "copied":
+        tiles: gl.constexpr = C.WARPGROUPS * C.B_STAGES
+        biases = Ring(
+            ring.tile_buffers(bias, tiles), ring.barriers(tiles, 1), ring.barriers(tiles, 1)
+        )
+    mail = ring.mailbox(C.WARPGROUPS)
+    q_ring = Ring(qs, ring.barriers(each, 1), ring.barriers(each, 1))
+    k_ring = Ring(ks, ring.barriers(C.K_STAGES, 1), ring.barriers(C.K_STAGES, C.WARPGROUPS))
+    v_full = ring.full_barriers(C.V_STAGES, C.PADDED)
+    v_ring = Ring(vs, v_full, ring.barriers(C.V_STAGES, C.WARPGROUPS))
+    fence_async_shared()
+    if C.STAGED:
+        outs = ring.tile_buffers(out, C.WARPGROUPS)
+    shared = Shared(q_ring, k_ring, v_ring, biases, outs, mail)
+    R0: gl.constexpr = C.CONSUMER_REGISTERS
+    R1: gl.constexpr = C.PRODUCER_REGISTERS
+    if C.WARPGROUPS == 1:
+        gl.warp_specialize(
+            [(consumer, (C, 0, copies, shared, t, n)), (producer, (C, copies, shared, t, n))],
+            [1], [R1],
+        )  # fmt: skip
+    elif C.WARPGROUPS == 2:
+        gl.warp_specialize(
+            [(consumer, (C, 0, copies, shared, t, n)), (consumer, (C, 1, copies, shared, t, n)),
+             (producer, (C, copies, shared, t, n))],
+            [4, 1], [R0, R1],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [(consumer, (C, 0, copies, shared, t, n)), (consumer, (C, 1, copies, shared, t, n)),
+             (consumer, (C, 2, copies, shared, t, n)), (producer, (C, copies, shared, t, n))],
+            [4, 4, 1], [R0, R0, R1],
+        )  # fmt: skip

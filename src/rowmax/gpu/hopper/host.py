@@ -1,0 +1,296 @@
+"""Launch the forward: a plan for each shape, made once; then pointers, and one launch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+
+from ...call.problem import Problem, Tensors
+from .. import compat
+from ..compiled import Launch
+from . import packed, tiles
+from .documents import spans_of
+from .forward_kernel import Numbers, Pointers
+from .forward_kernel import forward as kernel
+from .gluon_compat import GluonASTSource
+from .kept import Plans
+from .lib.order import SECTION_BYTES, dense_table, tile_count
+from .lib.tma import Descriptors, aligned, descriptor, is_aligned, placed, strides
+from .tiles import Config, Constants, Tile
+
+_LOG2E = math.log2(math.e)
+_MOST_PLANS = 256
+
+
+class GluonLaunch(Launch):
+    source = GluonASTSource
+
+
+class Plan(NamedTuple):
+    """All of a launch that the shape and the strides of a problem decide."""
+
+    tile: Tile
+    constants: Constants
+    rows: Tensor | None  # the order of the tiles, and each block's end; packed calls make theirs
+    ends: Tensor | None
+    copies: Descriptors
+    last: tuple[Any, ...]  # the arguments after the pointers
+    launch: Launch
+
+
+_PLANS = Plans(_MOST_PLANS)
+#: by config of three warpgroups: True if its kernel, as compiled, uses too much local memory
+_SPILLED: dict[Config, bool] = {}
+
+
+def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) of a problem that ``supports`` has passed."""
+    q, k, v = tensors[:3]
+    out = q.new_empty(problem.out_shape)
+    lse = q.new_empty(problem.lse_shape, dtype=torch.float32)
+    if not (lse.numel() and problem.total_k and problem.nq and problem.batch):
+        lse.fill_(-math.inf)
+        if tensors.sink is not None:
+            lse.copy_(tensors.sink[:, None].expand_as(lse))
+        return out.zero_(), lse
+    if q.device.index != torch.cuda.current_device():
+        with torch.cuda.device(q.device):
+            launch(problem, tensors, out, lse)
+    else:
+        launch(problem, tensors, out, lse)
+    return out, lse
+
+
+def launch(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None:
+    """Launch the kernel. Prepare a plan where the cache has none."""
+    q, k, v, bias = tensors[:4]
+    key = key_of(problem, tensors)
+    plan = _PLANS.get(key)
+    if plan is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+        q, k, v = aligned(q), aligned(k), aligned(v)
+        tensors = tensors._replace(q=q, k=k, v=v)
+        plan = find_plan(problem, tensors, out)
+        if plan.tile is tiles.LONG_64 and spills(plan, problem, tensors, out, lse):
+            _PLANS.pop(key_of(problem, tensors), None)
+            plan = find_plan(problem, tensors, out)  # now with the next best tile
+    else:
+        try:  # noqa: SIM105  (suppress takes longer)
+            _PLANS.move_to_end(key)
+        except KeyError:  # another thread has dropped it: it serves this call all the same
+            pass
+    t = pointers(plan, problem, tensors, out, lse)
+    plan.launch(over(plan.copies, q, k, v, bias, out), t, plan.last)
+
+
+def pointers(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> Pointers:
+    """Return the pointers of a call; launches what makes its tables."""
+    _, _, _, bias, sink, alibi, _, q_ids, k_ids, lengths, cu_q, cu_k, _ = tensors
+    C, table, ends, counter = plan.constants.config, plan.rows, plan.ends, None
+    small = (x if x is None else x.contiguous() for x in (q_ids, k_ids, alibi, sink, lengths))
+    q_ids, k_ids, alibi, sink, lengths = small
+    spans = q_range = k_range = None
+    if problem.varlen:
+        assert cu_q is not None
+        assert cu_k is not None
+        totals = (problem.total_q, problem.total_k)
+        counter, ends, table, cu_q, cu_k = packed.order(cu_q, cu_k, totals, C.TILE, out, lse, sink)
+    if problem.documents:
+        spans, q_range, k_range = spans_of(problem, tensors, C.WARPGROUPS, C.TOKENS, C.BLOCK_K)
+        counter = torch.zeros(1, dtype=torch.int32, device=out.device)
+    bias = bias if C.BIAS != "copied" else None
+    return Pointers(
+        out, lse, table, ends, counter, cu_q, cu_k, lengths, spans, q_range, k_range, q_ids, k_ids,
+        alibi, sink, bias,
+    )  # fmt: skip
+
+
+def spills(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> bool:
+    """Return True if the kernel of three warpgroups uses more local memory than it may.
+
+    Compiles the kernel.
+    """
+    config = plan.constants.config
+    found = _SPILLED.get(config)
+    if found is None:
+        copies = over(plan.copies, *tensors[:4], out)
+        t = pointers(plan, problem, tensors, out, lse)
+        words = compat.spills(plan.launch.loaded(*copies, t, *plan.last).kernel)
+        found = words is None or words > tiles.LONG_64_SPILLS
+        if len(_SPILLED) >= _MOST_PLANS:
+            _SPILLED.clear()
+        _SPILLED[config] = found
+    return found
+
+
+# --- plans -------------------------------------------------------------------------------------
+
+
+def key_of(problem: Problem, tensors: Tensors) -> tuple[Any, ...]:
+    """Return all that a plan depends on."""
+    q, k, v, bias, _, _, _, q_ids, k_ids, *_ = tensors
+    more = None
+    if bias is not None:
+        more = (bias.stride(), bias.data_ptr() & 15)
+    batches = [None if x is None else x.shape[0] for x in (q_ids, k_ids)]
+    return (problem, q.device.index, q.stride(), k.stride(), v.stride(), more, *batches)
+
+
+def find_plan(problem: Problem, tensors: Tensors, out: Tensor) -> Plan:
+    """Return the plan of aligned tensors."""
+    key = key_of(problem, tensors)
+    plan = _PLANS.get(key)
+    if plan is None:
+        plan = build_plan(problem, tensors, out)
+        if not torch.cuda.is_current_stream_capturing():
+            _PLANS.keep(key, plan)
+    return plan
+
+
+def bias_path(problem: Problem, bias: Tensor | None) -> str:
+    """Return "copied" for a bias that TMA copies: each row of columns begins on 16 bytes.
+
+    Else the kernel reads global memory: a "row" for all queries, a "column" for all keys, or
+    "gathered" one by one. Without a bias return "".
+    """
+    if bias is None:
+        return ""
+    _, _, i, j = bias.shape
+    if i != problem.nq or not bias.stride(2):
+        return "row"
+    if j != problem.nk or not bias.stride(3):
+        return "column"
+    return "copied" if tiles.bias_fits(problem) and is_aligned(bias) else "gathered"
+
+
+def build_plan(
+    p: Problem, tensors: Tensors, out: Tensor, tile: Tile | None = None, **options: Any
+) -> Plan:
+    """Return the plan of a problem, or with another tile and other constants, to measure those."""
+    q, k, v, bias = tensors[:4]
+    path = bias_path(p, bias)
+    tile = tile or best_tile(p, path, q.device)
+    group = tiles.packed_heads(p, path)
+    constants = Constants(replace(tiles.config_for(p, tile, path, group), **options))
+    C = constants.config
+    heads = p.hq // group
+    blocks, rows, ends = tile_order(p, C.TILE, tile.block_k, heads, q.device)
+    last = (numbers(p, tensors, C, heads), gl.constexpr(constants))
+    copies = descriptors(C, q, k, v, bias, out)
+    launch = GluonLaunch(kernel, (blocks, 1, 1), {"num_warps": 4, "enable_fp_fusion": True})
+    return Plan(tile, constants, rows, ends, copies, last, launch)
+
+
+def descriptors(
+    C: Config, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor
+) -> Descriptors:
+    """Return the kernel's descriptors, without their tensors: q, k and v in two parts of columns,
+    a copied bias, out."""
+
+    def parts(t: Tensor, view: Any, tile: list[int], widths: tuple[int, int]) -> Descriptors:
+        return tuple(descriptor(t.dtype, *view, [*tile, w]) if w else None for w in widths)
+
+    q_tile, k_tile = [1, C.TOKENS, 1, C.GROUP], [1, C.BLOCK_K, 1]
+    of_bias = of_out = None
+    if C.BIAS == "copied":
+        assert bias is not None
+        of_bias = descriptor(bias.dtype, bias.shape, strides(bias), [1, 1, tiles.ROWS, C.BLOCK_K])
+    if C.STAGED:
+        of_out = descriptor(out.dtype, *_grouped(out, C.GROUP), [*q_tile, C.STAGED])
+    return (
+        *parts(q, _grouped(q, C.GROUP), q_tile, (C.D0, C.D1)),
+        *parts(k, (k.shape, strides(k)), k_tile, (C.D0, C.D1)),
+        *parts(v, (v.shape, strides(v)), k_tile, (C.DV0, C.DV1)),
+        of_bias,
+        of_out,
+    )
+
+
+def _grouped(t: Tensor, group: int) -> tuple[list[int], list[int]]:
+    """Return shape and strides of t with the heads of a kv head as a dimension of their own."""
+    b, n, h, d = t.shape
+    sb, sn, sh, _ = strides(t)
+    return [b, n, h // group, group, d], [sb, sn, sh * group, sh, 1]
+
+
+def over(
+    copies: Descriptors, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor
+) -> Descriptors:
+    """Return the descriptors with the tensors of a call."""
+    return placed(copies, (q, q, k, k, v, v, bias, out))
+
+
+def long_spills(p: Problem) -> bool | None:
+    """Return ``spills`` of three warpgroups for a problem, None until that kernel is compiled."""
+    return _SPILLED.get(tiles.config_for(p, tiles.LONG_64, "", tiles.packed_heads(p, "")))
+
+
+def best_tile(p: Problem, bias: str, device: torch.device) -> Tile:
+    """Return the tile of a problem, as far as kernels compiled before allow."""
+    tile = tiles.tile_for(p, bias, processors(device))
+    if tile == tiles.LONG_64 and long_spills(p):
+        return tiles.tile_for(p, bias, processors(device), spilled=True)
+    return tile
+
+
+def note_of_tile(p: Problem) -> str | None:
+    """Return a sentence about the tile of a problem, where the compiled kernel decides on it."""
+    device = torch.device(p.device, p.device_index)
+    if p.bias is not None or tiles.tile_for(p, "", processors(device)) != tiles.LONG_64:
+        return None
+    found = long_spills(p)
+    if found is None:
+        return "three warpgroups, if the kernel keeps to registers once compiled; else two"
+    if found:
+        return "two warpgroups: a kernel of three was compiled and did not keep to registers"
+    return "three warpgroups"
+
+
+def numbers(p: Problem, tensors: Tensors, c: Config, heads: int) -> Numbers:
+    """Return the kernel's numbers; ``heads`` are those of tiles."""
+    cap, ids = p.softcap, (tensors.q_ids, tensors.k_ids)
+    scale, inner = (cap, p.scale / cap) if cap > 0 else (p.scale, 0.0)
+    if not c.ADDED:  # the exponential takes both in at once
+        scale *= _LOG2E
+    bias_strides, each = (0, 0, 0, 0), (0, 0)
+    if tensors.bias is not None:
+        sizes = tensors.bias.shape
+        each = tuple(int(size > 1) for size in sizes[:2])
+        bias_strides = tuple(
+            s if size > 1 else 0 for s, size in zip(tensors.bias.stride(), sizes, strict=True)
+        )
+    id_strides = (0 if x is None or x.shape[0] == 1 else x.shape[1] for x in ids)
+    keys, ratio = SECTION_BYTES // (2 * (p.d + p.dv)), 1 if c.GROUP > 1 else p.group
+    return Numbers(
+        heads, p.hk, keys, p.nq, p.nk, *p.limits, p.batch, scale, inner, *bias_strides, *id_strides,
+        *each, p.hq, ratio, p.total_q,
+    )  # fmt: skip
+
+
+def tile_order(
+    p: Problem, tokens: int, block_k: int, heads: int, device: torch.device
+) -> tuple[int, Tensor | None, Tensor | None]:
+    """Return (blocks, the order of the tiles, each block's end)."""
+    most = processors(device)
+    if p.varlen:
+        every = packed.most_tiles(p.total_q, p.nq, p.batch, tokens) * heads
+        return max(1, min(most, every)), None, None
+    counts = tile_count(tokens, block_k, p.nq, p.nk, p.left, p.right)
+    if p.documents:  # only the device knows how long its tiles are
+        counts = torch.ones_like(counts)
+    of_one_head = p.nk * (p.d + p.dv) * 2
+    section = max(1, SECTION_BYTES // of_one_head) * (heads // p.hk)
+    every = counts.shape[0] * p.batch * heads
+    blocks = min(most, every)
+    rows, ends = dense_table(counts, tokens, p.batch, heads, section, blocks)
+    if p.documents:
+        ends = ends.new_tensor([every])
+    return blocks, rows.to(device), ends.to(device)
+
+
+def processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

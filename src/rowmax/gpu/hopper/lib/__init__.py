@@ -1,0 +1,1 @@
+"""The parts that Hopper kernels share."""

@@ -1,0 +1,40 @@
+"""The places of a tile's elements, in registers and in shared memory."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.constexpr_function
+def product_layout(width):
+    """S or O ``[64, width]`` as the product leaves it."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
+
+
+@gluon.constexpr_function
+def weight_layout(width):
+    """P as the product takes it from registers; the threads that held S hold it."""
+    return gl.DotOperandLayout(operand_index=0, parent=product_layout(width), k_width=2)
+
+
+@gluon.constexpr_function
+def matrix(rows, width, dtype):
+    """A tile ``[rows, width]`` in shared memory, swizzled for TMA and wgmma."""
+    return gl.NVMMASharedLayout.get_default_for([rows, width], dtype)
+
+
+@gluon.constexpr_function
+def output_layout(width):
+    """O ``[64, width]`` for stores of 16 bytes: eight neighbours of a row in each thread.
+
+    A quad keeps its rows, so the conversion from the product's layout stays within a warp.
+    """
+    far = [[0, n] for n in (32, 64, 128) if n < width]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], *far],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, width],
+    )

@@ -1,0 +1,181 @@
+"""The order of tiles: the tile of each place, as a kernel reads it and as the host makes it.
+
+The order is data, made once for a shape and kept on the device: one row a tile, (first token,
+head, sequence, 0). Block n takes rows n, n + blocks, n + 2 blocks, ... up to its own end. Packed
+sequences have an order of their own, made on the device (packed.py).
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heapreplace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .rules import any_range_of_tensors, key_tiles_of_tensors
+
+
+class Order(NamedTuple):
+    """The places of tiles, taken in strides or, where there is a counter, one after the other."""
+
+    table: Any
+    ends: Any  # each block's end, or that of all
+    counter: Any
+    heads: Any  # of the resident side
+    kv_heads: Any
+    streamed: Any  # streamed positions of a head that fill their share of the L2 cache
+
+
+class Sequences(NamedTuple):
+    """The offsets of packed sequences, or None."""
+
+    cu_resident: Any
+    cu_streamed: Any
+    batch: Any
+
+
+class Row(NamedTuple):
+    token: Any
+    head: Any
+    b: Any
+
+
+class Tile(NamedTuple):
+    """A tile of queries and the key tiles that it meets."""
+
+    token: Any  # its first query
+    head: Any
+    b: Any
+    q_row: Any  # the first row of a packed sequence, else 0
+    k_row: Any
+    nq: Any
+    nk: Any
+    offset: Any  # the key position of query 0
+    lo: Any  # key tiles lo to hi - 1
+    hi: Any
+
+
+@gluon.jit
+def row_at(C: gl.constexpr, n, order, sequences):
+    """Return the row at place n."""
+    if C.VARLEN:
+        # packed.py: where sequences begin, then the sequence of each tile of one head
+        heads = order.heads
+        b = gl.load(order.table + sequences.batch + n // heads)
+        begin = gl.load(order.table + b)
+        length = gl.load(sequences.cu_resident + b + 1) - gl.load(sequences.cu_resident + b)
+        tiles = (length + C.TILE - 1) // C.TILE
+        nk = gl.load(sequences.cu_streamed + b + 1) - gl.load(sequences.cu_streamed + b)
+        # as many heads side by side as have their keys and values in the cache
+        many = gl.minimum(gl.maximum(order.streamed // gl.maximum(nk, 1), 1), order.kv_heads)
+        many = many * (heads // order.kv_heads)
+        place = n - begin * heads
+        section = place // (many * tiles)
+        place = place - section * many * tiles
+        head = section * many
+        wide = gl.minimum(many, heads - head)
+        m = place // wide
+        head = head + place - m * wide
+        if C.LAST_FIRST:
+            m = tiles - 1 - m
+        token = m * C.TILE
+    else:
+        token = gl.load(order.table + 4 * n)
+        head = gl.load(order.table + 4 * n + 1)
+        b = gl.load(order.table + 4 * n + 2)
+    return Row(token, head, b)
+
+
+@gluon.jit
+def first_place(C: gl.constexpr, order):
+    """Return (this block's first place in the order, its end)."""
+    place = gl.program_id(0)
+    if C.VARLEN:
+        end = gl.load(order.ends) * order.heads
+    elif C.DRAWN:
+        end = gl.load(order.ends)
+    else:
+        end = gl.load(order.ends + place)
+    return place, end
+
+
+@gluon.jit
+def next_place(C: gl.constexpr, place, order):
+    """Return the place after this one: from the counter, or a stride on."""
+    if C.DRAWN:
+        place = gl.num_programs(0) + gl.atomic_add(order.counter, 1)
+    else:
+        place = place + gl.num_programs(0)
+    return place
+
+
+@gluon.jit
+def row_ahead(C: gl.constexpr, place, end, order, sequences):
+    """Return the row a stride on, or past the end any row, to be loaded before it is needed."""
+    following = place + gl.num_programs(0)
+    following = gl.where(following < end, following, gl.program_id(0))
+    return row_at(C, following, order, sequences)
+
+
+# --- on the host -------------------------------------------------------------------------------
+
+#: the cost of a tile beside its key tiles, in key tiles
+OVERHEAD = 1.0
+#: half of the L2 cache, for keys and values of the heads in flight
+SECTION_BYTES = 32 << 20
+
+
+def tile_count(tokens: int, block_k: int, nq: int, nk: int, left: int | None, right: int | None):
+    """Return the number of key tiles of each query tile of ``tokens`` positions, top to bottom."""
+    first = torch.arange(0, nq, tokens)
+    last = (first + tokens).clamp(max=nq) - 1
+    low, high = any_range_of_tensors(first, last, nk - nq, left, right, nk)
+    lo, hi = key_tiles_of_tensors(low + 0 * first, high + 0 * first, block_k)
+    return hi - lo
+
+
+def dense_table(
+    counts: Tensor, tokens: int, batch: int, heads: int, section: int, blocks: int
+) -> tuple[Tensor, Tensor]:
+    """Return (rows, each block's end) for ``batch x heads`` heads with the same query tiles.
+
+    ``counts`` are those of ``tile_count``. Where they differ, each section of heads goes longest
+    tile first, every tile to the block that is free first: the order of a counter, known ahead.
+    Where they do not, the tiles of a head go side by side, for the cache.
+    """
+    n = counts.shape[0]
+    head = torch.arange(batch * heads)
+    if bool((counts == counts[0]).all()):
+        m, h = torch.arange(n).repeat(batch * heads), head.repeat_interleave(n)
+        order = torch.arange(n * batch * heads)
+        ends = order.new_tensor([len(order[i::blocks]) for i in range(blocks)])
+        ends = torch.arange(blocks) + ends * blocks
+        return table_rows(m[order] * tokens, h[order], heads), ends.int()
+    longest = counts.argsort(descending=True, stable=True)
+    parts = head.split(section)
+    m = torch.cat([longest.repeat_interleave(part.shape[0]) for part in parts])
+    h = torch.cat([part.repeat(n) for part in parts])
+    place, ends = _first_free((counts[m] + OVERHEAD).tolist(), blocks)
+    rows = torch.zeros(int(max(ends)), 4, dtype=torch.int32)
+    rows[place] = table_rows(m * tokens, h, heads)
+    return rows, torch.tensor(ends, dtype=torch.int32)
+
+
+def table_rows(token: Tensor, head: Tensor, heads: int) -> Tensor:
+    return torch.stack([token, head % heads, head // heads, torch.zeros_like(head)], 1).int()
+
+
+def _first_free(costs: list[float], blocks: int) -> tuple[list[int], list[int]]:
+    """Return the row of each tile, and each block's end."""
+    free = [(0.0, block, block) for block in range(blocks)]  # (time, block, next row)
+    heapify(free)
+    place = []
+    for cost in costs:
+        time, block, row = free[0]
+        place.append(row)
+        heapreplace(free, (time + cost, block, row + blocks))
+    ends = {block: row for _, block, row in free}
+    return place, [ends[block] for block in range(blocks)]

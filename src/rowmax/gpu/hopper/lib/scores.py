@@ -1,0 +1,75 @@
+"""The positions of scores as threads hold them, the hyperbolic tangent, and loads that settle.
+
+Scores are seen as the softmax sees them, ``[64, N/8, 4, 2]`` (softmax.py).
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .assembly import SETTLE, TANH
+from .softmax import LOG2E
+
+
+@gluon.jit
+def tanh_of_hardware(x):
+    """Return tanh x, as exact as bfloat16."""
+    return gl.inline_asm_elementwise(TANH, "=f,f", [x], gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def tanh_from_exponential(x):
+    """Return tanh x, as exact as float16 needs."""
+    return 1.0 - 2.0 / (gl.exp2(x * (2 * LOG2E)) + 1.0)
+
+
+@gluon.jit
+def tanh(x, dtype: gl.constexpr):
+    """Return tanh x for products of ``dtype``."""
+    if dtype == gl.bfloat16:
+        y = tanh_of_hardware(x)
+    else:
+        y = tanh_from_exponential(x)
+    return y
+
+
+@gluon.jit
+def settled(x):
+    """Return x, once all of it has arrived from shared memory.
+
+    A barrier waits until loads are issued, not until their values arrive, and a TMA copy does not
+    queue behind them. A buffer is free only when an instruction has read every register.
+    """
+    F32: gl.constexpr = x.dtype == gl.float32
+    constraints: gl.constexpr = (
+        "=f,=f,=f,=f,=f,=f,=f,=f,f,f,f,f,f,f,f,f"
+        if F32
+        else "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r"
+    )
+    pack: gl.constexpr = 8 if F32 else 16
+    return gl.inline_asm_elementwise(SETTLE, constraints, [x], x.dtype, is_pure=False, pack=pack)
+
+
+@gluon.jit
+def columns(N: gl.constexpr, L: gl.constexpr):
+    """Return 8 a + e, ``[1, N/8, 1, 2]``: the part of a column that is the same in every thread."""
+    slices: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L)))
+    eights = gl.arange(0, N // 8, slices)
+    pairs = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, L))))
+    col = 8 * eights.expand_dims(0).expand_dims(2).expand_dims(3)
+    return col + pairs.expand_dims(0).expand_dims(0).expand_dims(0)
+
+
+@gluon.jit
+def lanes(L: gl.constexpr):
+    """Return 2 n, ``[1, 4]``: the part of a column that is a lane's own."""
+    rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, L))
+    return 2 * gl.arange(0, 4, gl.SliceLayout(0, rows))[None, :]
+
+
+@gluon.jit
+def rows_of(L: gl.constexpr):
+    """Return 0 to 63, ``[64, 1]``."""
+    rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, L))
+    return gl.arange(0, 64, gl.SliceLayout(1, rows))[:, None]

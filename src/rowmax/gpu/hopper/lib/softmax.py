@@ -1,0 +1,95 @@
+"""The online softmax of one tile, with no value shared between threads.
+
+A warpgroup holds its scores ``[64, BLOCK_K]`` as a tensor core leaves them: the four lanes of
+a quad share a row, lane n with columns ``8 a + 2 n + e``. Seen as ``[64, BLOCK_K/8, 4, 2]``, a
+reduction over the second and the last dimension stays within a thread. The statistics of a row,
+``[64, 4]``, are one number a lane: m agrees across the four, l is a partial sum.
+
+m is not the running maximum but a reference that follows it. The reference moves, and O is
+rescaled, only where a maximum has passed it by more than 2^8, so that weights stay below that.
+The result is exact for any reference.
+
+The reference is in base 2, with log2(e) in the factor of a score, so that an exponent is one FMA.
+Natural scores (``Problem.natural``) have a natural reference, and only their difference is
+multiplied by log2(e): a bias of 3e38, or the lowest number there is, would overflow in base 2.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .assembly import MOVE, MOVE_NATURAL, TO_BFLOAT16, TO_FLOAT16
+
+#: below any score, and finite, so that a row of nothing gives exp2(-inf) = 0, never NaN
+LOWEST = gl.constexpr(-1e30)
+#: the lowest number there is; no natural score is below it
+LOWEST_NATURAL = gl.constexpr(-3.4028234663852886e38)
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def by_lane(x):
+    """Return x ``[64, N]`` as ``[64, N/8, 4, 2]``."""
+    return x.reshape([x.shape[0], x.shape[1] // 8, 4, 2])
+
+
+@gluon.jit
+def along_row(r):
+    """Return r ``[64, 4]`` as ``[64, 1, 4, 1]``, to meet ``[64, N/8, 4, 2]``."""
+    return r.expand_dims(1).expand_dims(3)
+
+
+@gluon.jit
+def rounded(p, dtype: gl.constexpr):
+    """Return p in the dtype of the product.
+
+    In assembly: the compiler would delay the conversion until the product, out from under the one
+    that runs.
+    """
+    if dtype == gl.bfloat16:
+        r = gl.inline_asm_elementwise(
+            TO_BFLOAT16, "=r,f,f", [p], gl.bfloat16, is_pure=False, pack=2
+        )
+    else:
+        r = gl.inline_asm_elementwise(TO_FLOAT16, "=r,f,f", [p], gl.float16, is_pure=False, pack=2)
+    return r
+
+
+@gluon.jit
+def moved(m, peak, NATURAL: gl.constexpr):
+    """Return the new reference of each row, ``[64, 4]``; ``peak`` is a lane's own maximum.
+
+    The quad exchanges maxima only when some lane of the warp has passed the threshold. A row
+    moves by its own maximum, so that no row depends on its neighbours.
+    """
+    text: gl.constexpr = MOVE_NATURAL if NATURAL else MOVE
+    return gl.inline_asm_elementwise(
+        text, "=&f,=&f,f,f,f,f", [peak, m], dtype=gl.float32, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def softmax_step(
+    x, m, l, scale, NATURAL: gl.constexpr, LATE: gl.constexpr, dtype: gl.constexpr
+):  # fmt: skip
+    """Return (p, m, l, alpha): the weights ``[64, N]`` of scores x ``[64, N/8, 4, 2]``, rounded
+    unless LATE, the statistics of the rows with them, and the factor of O.
+
+    ``scale`` carries log2(e): scores enter as they left the product, exponents are of two.
+    Natural scores are whole.
+    """
+    peak = gl.max(gl.max(x, 3), 1)
+    if NATURAL:
+        m_new = moved(m, peak, True)
+        p = gl.exp2((x - along_row(m_new)) * LOG2E)
+        alpha = gl.exp2((m - m_new) * LOG2E)
+    else:
+        m_new = moved(m, peak * scale, False)
+        p = gl.exp2(x * scale - along_row(m_new))
+        alpha = gl.exp2(m - m_new)
+    l = l * alpha + gl.sum(gl.sum(p, 3), 1)
+    if not LATE:
+        p = rounded(p, dtype)
+    return p.reshape([x.shape[0], 8 * x.shape[1]]), m_new, l, alpha

@@ -1,0 +1,66 @@
+"""Descriptors of TMA copies, made on the host: of which tensor, in which tiles, in which layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+
+from ..gluon_compat import TensorDescriptor
+
+DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+Descriptors = tuple[Any, ...]  # None in the place of a tensor that is not copied
+
+
+class _Like:
+    """A stand-in for a tensor, which a plan must not keep alive."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def data_ptr(self) -> int:
+        return 0
+
+
+def descriptor(dtype: torch.dtype, shape: Any, strides: Any, tile: list[int]) -> Any:
+    """Return the descriptor, without its tensor, of copies of tiles of this shape."""
+    like = _Like(dtype)
+    layout = gl.NVMMASharedLayout.get_default_for(tile, DTYPES[dtype])
+    return _over(TensorDescriptor(like, list(shape), list(strides), tile, layout), like)
+
+
+def placed(descriptors: Descriptors, tensors: tuple[Any, ...]) -> Descriptors:
+    """Return each descriptor with its tensor."""
+    both = zip(descriptors, tensors, strict=True)
+    return tuple([None if x is None else _over(x, t) for x, t in both])
+
+
+def _over(template: Any, t: Any) -> Any:
+    # without the checks of the constructor, which its template has passed
+    new = object.__new__(TensorDescriptor)
+    new.__dict__ = template.__dict__ | {"base": t}
+    return new
+
+
+def strides(t: Tensor) -> list[int]:
+    """Return the strides of t, in a dimension of one an aligned number instead."""
+    row = t.shape[-1] + -t.shape[-1] % 8
+    return [s if n > 1 else row for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True)] + [1]
+
+
+def is_aligned(t: Tensor) -> bool:
+    """Return True if every row begins on 16 bytes, as TMA requires."""
+    if t.data_ptr() % 16 or (t.stride(-1) != 1 and t.shape[-1] > 1):
+        return False
+    each = 16 // t.element_size()
+    return all(
+        n == 1 or (s > 0 and s % each == 0)
+        for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True)
+    )
+
+
+def aligned(t: Tensor) -> Tensor:
+    """Return t, or an aligned copy."""
+    return t if is_aligned(t) else t.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,180 @@
+# ruff: noqa: RET505, SIM102, SIM108, RUF100  (compiled code tells its branches apart by else)
+"""dK and dV: a tile of keys stays resident, tiles of queries pass by it, head by head of its group.
+
+``dV_j = sum_i P_ij R_ij dO_i`` and ``dK_j = scale sum_i dX_ij q_i``. Scores are held with keys
+down and queries across, so that P and dS are left operands as they lie. Without atomics: one
+program computes the whole of its rows, in one order. A launch computes both, or one where
+``ptr.dk`` or ``ptr.dv`` is None: a wide head has no registers for both sums.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from . import lib, rules
+from .launch import JobSpec
+
+
+@triton.jit
+def at_head(place, head):
+    """Return the place of another head of the group."""
+    return lib.Place(
+        place.b, head, place.kv_head, place.q_start, place.nq, place.k_start, place.nk, place.used,
+        place.offset,
+    )  # fmt: skip
+
+
+@triton.jit
+def plan_queries(ptr, num, cfg, place, tile):
+    """Return the plan of the tiles of queries that see a tile of keys."""
+    if ptr.order is not None:
+        return lib.listed_plan(ptr, num, place, tile)
+    else:
+        j0 = tile * cfg.BLOCK_K
+        j1 = tl.minimum(j0 + cfg.BLOCK_K, place.used) - 1
+        end = place.nq if ptr.lengths is None else tl.where(j0 < place.used, place.nq, 0)
+        return lib.band_plan(j0, j1, -place.offset, num.right, num.left, end, cfg.BLOCK_Q)
+
+
+@triton.jit
+def add_queries(dk, dv, cols, k, v, j0, ptr, num, cfg, place, plan, KIND: tl.constexpr):
+    """Return (dK, dV, sums of dS over queries) after the tiles of one kind.
+
+    k and dk are ``[BLOCK_K, BLOCK_D]``, v and dv ``[BLOCK_K, BLOCK_DV]``, cols is ``[BLOCK_K]``.
+    dk lacks the scale.
+    """
+    BLOCK_Q: tl.constexpr = cfg.BLOCK_Q
+    WANT_DS: tl.constexpr = ptr.dk is not None or ptr.dbias_cols is not None
+    q_base = lib.queries(ptr.q, num.q, cfg, place)
+    do_base = lib.queries(ptr.dout, num.dout, cfg, place)
+    lse2_base = lib.row_vector(ptr.lse2, num, cfg, place)
+    delta_base = lib.row_vector(ptr.delta, num, cfg, place)
+    j = tl.arange(0, cfg.BLOCK_K)[:, None]
+    col = j0 + j
+    cut = j0 + cfg.BLOCK_K > place.used  # some keys of the tile are not in use
+    for i in tl.range(0, lib.tile_count(plan, KIND)):
+        tile, partial = lib.nth_tile(i, ptr, plan, KIND)
+        if ptr.lengths is not None:
+            partial = partial | cut
+        i0 = tile * BLOCK_Q
+        rows = i0 + tl.arange(0, BLOCK_Q)
+        row = rows[None, :]
+        q = lib.load_tile(q_base, num.q, i0, place.nq, BLOCK_Q, cfg.RAGGED_Q)
+        s = tl.dot(k, tl.trans(q), input_precision=cfg.PRECISION)
+        lse2 = lib.load_rows(lse2_base, rows, place.nq, float("inf"), cfg.RAGGED_Q)
+        rest = lib.load_rest(ptr, num, cfg, place, row, cfg.RAGGED_Q)
+        p, y = lib.weights(s, lse2[None, :], rest, ptr, num, cfg, place, row, col, partial, KIND)
+        do = lib.load_tile(do_base, num.dout, i0, place.nq, BLOCK_Q, cfg.RAGGED_Q)
+        dp = p
+        if WANT_DS:
+            dp = tl.dot(v, tl.trans(do), input_precision=cfg.PRECISION)
+        pr, dp = lib.dropped(p, dp, ptr, num, place, row, j0, j, cfg.BLOCK_K)
+        if ptr.dv is not None:
+            dv = tl.dot(pr.to(do.dtype), do, dv, input_precision=cfg.PRECISION)
+        if WANT_DS:
+            delta = lib.load_rows(delta_base, rows, place.nq, 0.0, cfg.RAGGED_Q)
+            ds = rules.score_gradient(p, dp, delta[None, :])
+            if ptr.dbias_cols is not None:
+                ds = lib.only_seen(ds, ptr, num, cfg, place, row, col, partial, KIND)
+                cols += tl.sum(ds, 1)
+            ds = lib.product_gradient(ds, y, num)
+            if ptr.dk is not None:
+                dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=cfg.PRECISION)
+    return dk, dv, cols
+
+
+@triton.jit
+def add_each_query(dk, dv, k, v, j0, ptr, num, cfg, place):
+    """Return (dK, dV) with the queries of one head that see each key."""
+    q_base = lib.queries(ptr.q, num.q, cfg, place)
+    do_base = lib.queries(ptr.dout, num.dout, cfg, place)
+    lse2_base = lib.row_vector(ptr.lse2, num, cfg, place)
+    delta_base = lib.row_vector(ptr.delta, num, cfg, place)
+    j = tl.arange(0, cfg.BLOCK_K)[:, None]
+    col = j0 + j
+    for i in tl.range(0, place.nq, num_stages=1):
+        row = tl.full([1, 1], 0, tl.int32) + i
+        q = lib.load_row(q_base, num.q, i)
+        do = lib.load_row(do_base, num.dout, i)
+        rest = lib.load_rest(ptr, num, cfg, place, row, False)
+        lse2 = tl.load(lse2_base + i)
+        s = lib.times_row(k, q)
+        p, y = lib.weights(s, lse2, rest, ptr, num, cfg, place, row, col, False, "full")
+        ok = lib.seen(ptr, num, place, row, col)
+        dp = lib.times_row(v, do)
+        pr, dp = lib.dropped(p, dp, ptr, num, place, row, j0, j, cfg.BLOCK_K)
+        ds = lib.product_gradient(rules.score_gradient(p, dp, tl.load(delta_base + i)), y, num)
+        if ptr.dv is not None:
+            dv += tl.where(ok, pr * do, 0.0)
+        if ptr.dk is not None:
+            dk += tl.where(ok, ds * q, 0.0)
+    return dk, dv
+
+
+@triton.jit
+def sum_over_group(tile, ptr, num, cfg, place, EACH: tl.constexpr):
+    """Return (dK, dV) of a tile over the heads of its group; store the sums over queries.
+
+    Query by query if EACH, else tile by tile.
+    """
+    BLOCK_K: tl.constexpr = cfg.BLOCK_K
+    j0 = tile * BLOCK_K
+    k = lib.load_tile(lib.keys(ptr.k, num.k, cfg, place), num.k, j0, place.used, BLOCK_K, True)
+    v = lib.load_tile(lib.keys(ptr.v, num.v, cfg, place), num.v, j0, place.used, BLOCK_K, True)
+    dk = tl.zeros([BLOCK_K, num.k.BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_K, num.v.BLOCK_D], tl.float32)
+    for g in tl.range(0, cfg.GROUP, num_stages=1):
+        here = at_head(place, place.head + g)
+        if EACH:
+            dk, dv = add_each_query(dk, dv, k, v, j0, ptr, num, cfg, here)
+        else:
+            plan = plan_queries(ptr, num, cfg, here, tile)
+            cols = tl.zeros([BLOCK_K], tl.float32)
+            if cfg.SPLIT:
+                dk, dv, cols = add_queries(
+                    dk, dv, cols, k, v, j0, ptr, num, cfg, here, plan, "full"
+                )
+                dk, dv, cols = add_queries(
+                    dk, dv, cols, k, v, j0, ptr, num, cfg, here, plan, "partial"
+                )
+            else:
+                dk, dv, cols = add_queries(dk, dv, cols, k, v, j0, ptr, num, cfg, here, plan, "any")
+            if ptr.dbias_cols is not None:
+                col = j0 + tl.arange(0, BLOCK_K)
+                to = lib.vector(ptr.dbias_cols, here.b, here.head, 0, num.longest_k, cfg.HQ, False)
+                tl.store(to + col, cols, mask=col < tl.where(here.b < num.batch, here.nk, 0))
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["num"])
+def backward_dkdv_kernel(ptr, num, cfg):
+    HK: tl.constexpr = cfg.HQ // cfg.GROUP
+    tile, head = lib.tile_and_head(num)
+    b = head // HK
+    if cfg.PACKED:
+        b, tile = lib.sequence_of_slot(ptr.cu_k, tile, num.batch, num.total_k, cfg.BLOCK_K)
+    sizes = lib.sizes_of(ptr, num, cfg, b, True)
+    j0 = tile * cfg.BLOCK_K
+    if j0 >= sizes.nk:
+        return
+    place = lib.place_of(ptr, num, cfg, b, head % HK * cfg.GROUP, sizes)
+    dk, dv = sum_over_group(tile, ptr, num, cfg, place, False)
+    if cfg.MASKS:
+        if lib.has_nan(dk) | lib.has_nan(dv):
+            # with K and V loaded again: kept until here, they would cost the loop registers
+            dk, dv = sum_over_group(tile, ptr, num, cfg, place, True)
+    if ptr.dk is not None:
+        to = lib.keys(ptr.dk, num.dk, cfg, place)
+        lib.store_tile(to, num.dk, j0, place.nk, dk * num.scale, cfg.BLOCK_K)
+    if ptr.dv is not None:
+        if ptr.seed is not None:
+            dv = dv * num.keep_scale
+        to = lib.keys(ptr.dv, num.dv, cfg, place)
+        lib.store_tile(to, num.dv, j0, place.nk, dv, cfg.BLOCK_K)
+
+
+DKDV, DK, DV = (
+    JobSpec(name, backward_dkdv_kernel, "keys", ("dout", "dk", "dv"), alternate=True)
+    for name in ("dkdv", "dk", "dv")
+)

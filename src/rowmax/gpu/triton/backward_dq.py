@@ -1,0 +1,137 @@
+# ruff: noqa: RET505, SIM102, SIM108, RUF100  (compiled code tells its branches apart by else)
+"""dQ: a tile of queries stays resident, tiles of keys pass by it.
+
+``dQ_i = scale sum_j dX_ij k_j``. The kernel also stores the gradient of a bias that broadcasts
+over nothing, tile by tile, and sums that of a bias that broadcasts over keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from . import lib, rules
+from .launch import JobSpec
+
+
+class QueryTile(NamedTuple):
+    """The resident tile. Rows past the end repeat the last."""
+
+    q: Any  # [BLOCK_Q, BLOCK_D]
+    do: Any  # [BLOCK_Q, BLOCK_DV]
+    lse2: Any  # [BLOCK_Q]
+    rest: Any  # [BLOCK_Q, 1], or 0
+    delta: Any  # [BLOCK_Q]
+    row: Any  # [BLOCK_Q, 1]
+    inside: Any  # bool [BLOCK_Q, 1]: not past the end
+
+
+@triton.jit
+def add_keys(dq, sums, x, ptr, num, cfg, place, plan, KIND: tl.constexpr):
+    """Return (dQ, row sums of dS) after the tiles of one kind; ``x`` is the resident tile.
+
+    dq is ``[BLOCK_Q, BLOCK_D]`` and lacks the scale, sums is ``[BLOCK_Q]``.
+    """
+    BLOCK_K: tl.constexpr = cfg.BLOCK_K
+    k_base = lib.keys(ptr.k, num.k, cfg, place)
+    v_base = lib.keys(ptr.v, num.v, cfg, place)
+    j = tl.arange(0, BLOCK_K)[None, :]
+    for i in tl.range(0, lib.tile_count(plan, KIND)):
+        tile, partial = lib.nth_tile(i, ptr, plan, KIND)
+        j0 = tile * BLOCK_K
+        k = lib.load_tile(k_base, num.k, j0, place.used, BLOCK_K, cfg.RAGGED_K)
+        s = tl.dot(x.q, tl.trans(k), input_precision=cfg.PRECISION)
+        v = lib.load_tile(v_base, num.v, j0, place.used, BLOCK_K, cfg.RAGGED_K)
+        dp = tl.dot(x.do, tl.trans(v), input_precision=cfg.PRECISION)
+        p, y = lib.weights(
+            s, x.lse2[:, None], x.rest, ptr, num, cfg, place, x.row, j0 + j, partial, KIND
+        )
+        _, dp = lib.dropped(p, dp, ptr, num, place, x.row, j0, j, BLOCK_K)
+        ds = rules.score_gradient(p, dp, x.delta[:, None])
+        if ptr.dbias is not None:
+            ds = lib.only_seen(ds, ptr, num, cfg, place, x.row, j0 + j, partial, KIND)
+            at = lib.pair_pointers(ptr.dbias, num.dbias, place, x.row, j0 + j)
+            mask = x.inside
+            if cfg.RAGGED_K:
+                mask = mask & (j0 + j < place.nk)
+            tl.store(at, ds.to(ptr.dbias.dtype.element_ty), mask=mask)
+        if ptr.dbias_rows is not None:
+            ds = lib.only_seen(ds, ptr, num, cfg, place, x.row, j0 + j, partial, KIND)
+            sums += tl.sum(ds, 1)
+        ds = lib.product_gradient(ds, y, num)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=cfg.PRECISION)
+    return dq, sums
+
+
+@triton.jit
+def add_each_key(x, ptr, num, cfg, place):
+    """Return dQ ``[BLOCK_Q, BLOCK_D]``, without scale, from the keys that each row sees."""
+    k_base = lib.keys(ptr.k, num.k, cfg, place)
+    v_base = lib.keys(ptr.v, num.v, cfg, place)
+    dq = tl.zeros([cfg.BLOCK_Q, num.q.BLOCK_D], tl.float32)
+    for j in tl.range(0, place.used, num_stages=1):
+        j0 = j // 16 * 16
+        column = tl.full([1, 1], 0, tl.int32) + (j - j0)
+        k = lib.load_row(k_base, num.k, j)
+        v = lib.load_row(v_base, num.v, j)
+        s = lib.times_row(x.q, k)
+        p, y = lib.weights(
+            s, x.lse2[:, None], x.rest, ptr, num, cfg, place, x.row, j0 + column, False, "full"
+        )
+        dp = lib.times_row(x.do, v)
+        _, dp = lib.dropped(p, dp, ptr, num, place, x.row, j0, column, 16)
+        ds = lib.product_gradient(rules.score_gradient(p, dp, x.delta[:, None]), y, num)
+        dq += tl.where(lib.seen(ptr, num, place, x.row, j0 + column), ds * k, 0.0)
+    return dq
+
+
+@triton.jit(do_not_specialize=["num"])
+def backward_dq_kernel(ptr, num, cfg):
+    BLOCK_Q: tl.constexpr = cfg.BLOCK_Q
+    tile, head = lib.tile_and_head(num)
+    b, tile = lib.sequence_of_queries(ptr, num, cfg, tile, head)
+    sizes = lib.sizes_of(ptr, num, cfg, b, False)
+    nq = sizes.nq
+    i0 = tile * BLOCK_Q
+    if i0 >= nq:
+        return
+    place = lib.place_of(ptr, num, cfg, b, head % cfg.HQ, sizes)
+    q_base = lib.queries(ptr.q, num.q, cfg, place)
+    do_base = lib.queries(ptr.dout, num.dout, cfg, place)
+
+    row = i0 + tl.arange(0, BLOCK_Q)
+    q = lib.load_tile(q_base, num.q, i0, nq, BLOCK_Q, True)
+    do = lib.load_tile(do_base, num.dout, i0, nq, BLOCK_Q, True)
+    lse2 = lib.load_rows(lib.row_vector(ptr.lse2, num, cfg, place), row, nq, float("inf"), True)
+    delta = lib.load_rows(lib.row_vector(ptr.delta, num, cfg, place), row, nq, 0.0, True)
+    rest = lib.load_rest(ptr, num, cfg, place, row[:, None], True)
+    inside = (row < nq)[:, None]
+    row = tl.minimum(row, nq - 1)[:, None]
+    x = QueryTile(q, do, lse2, rest, delta, row, inside)
+    plan = lib.plan_keys(ptr, num, cfg, place, tile)
+
+    dq = tl.zeros([BLOCK_Q, num.q.BLOCK_D], tl.float32)
+    sums = tl.zeros([BLOCK_Q], tl.float32)
+    if cfg.SPLIT:
+        dq, sums = add_keys(dq, sums, x, ptr, num, cfg, place, plan, "full")
+        dq, sums = add_keys(dq, sums, x, ptr, num, cfg, place, plan, "partial")
+    else:
+        dq, sums = add_keys(dq, sums, x, ptr, num, cfg, place, plan, "any")
+    if cfg.MASKS:
+        if lib.has_nan(dq):
+            # loaded again: kept in registers until here, they would cost the loop its own
+            q = lib.load_tile(q_base, num.q, i0, nq, BLOCK_Q, True)
+            do = lib.load_tile(do_base, num.dout, i0, nq, BLOCK_Q, True)
+            x = QueryTile(q, do, lse2, rest, delta, row, inside)
+            dq = add_each_key(x, ptr, num, cfg, place)
+    to = lib.queries(ptr.dq, num.dq, cfg, place)
+    lib.store_tile(to, num.dq, i0, nq, dq * num.scale, BLOCK_Q)
+    if ptr.dbias_rows is not None:
+        to = lib.vector(ptr.dbias_rows, place.b, place.head, 0, num.longest_q, cfg.HQ, False)
+        row = i0 + tl.arange(0, BLOCK_Q)
+        tl.store(to + row, sums, mask=row < tl.where(place.b < num.batch, nq, 0))
+
+
+DQ = JobSpec("dq", backward_dq_kernel, "queries", ("dout", "dq"), alternate=True)

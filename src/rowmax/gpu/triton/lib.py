@@ -1,0 +1,484 @@
+# ruff: noqa: RET505, SIM102, SIM108, RUF100  (compiled code tells its branches apart by else)
+"""Shared parts of the kernels: places, tiles in memory, lists of tiles, scores, masks, weights.
+
+Kernels pass the records of ``kernel_args.py``: ``ptr``, ``num`` and ``cfg``. ``row`` and ``col``
+are query and key positions within a sequence, shaped to broadcast, so that a kernel may hold its
+tile of scores either way up. Scores are in natural units where ``cfg.NATURAL``, else in units of
+log 2: ``s = log2(e) (...)``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ...rules.score import ScoreTerms
+from . import kernel_args, rules
+from .rules import LOG2E
+
+ROW_UNIT = tl.constexpr(kernel_args.ROW_UNIT)
+
+
+class Place(NamedTuple):
+    """One head of one sequence."""
+
+    b: Any
+    head: Any  # of queries
+    kv_head: Any
+    q_start: Any  # as Sizes
+    nq: Any
+    k_start: Any
+    nk: Any
+    used: Any  # the number of keys in use: nk, or the length of the prefix
+    offset: Any  # the key position of query 0
+
+
+class Sizes(NamedTuple):
+    """The queries and keys of one sequence; a dense one starts at 0."""
+
+    q_start: Any
+    nq: Any
+    k_start: Any
+    nk: Any
+
+
+class TilePlan(NamedTuple):
+    """The streamed tiles of a resident tile, in a list or in a band."""
+
+    count: Any
+    n_full: Any  # full tiles among them
+    first: Any  # the first tile, or a pointer into the list
+    full: Any  # the first full tile; 0 with a list
+
+
+# --- places ------------------------------------------------------------------------------------
+
+
+@triton.jit
+def tile_and_head(num):
+    """Return (tile, head) of this program: ``num.together`` heads alternate, tile by tile."""
+    heads = tl.num_programs(0) // num.tiles
+    first = tl.program_id(0) // (num.tiles * num.together) * num.together
+    i = tl.program_id(0) - num.tiles * first
+    group = tl.minimum(num.together, heads - first)
+    return i // group, first + i % group
+
+
+@triton.jit
+def sequence(cu, b, batch, total, longest):
+    """Return (start, length) of packed sequence b, within range whatever the offsets hold.
+
+    The rows past the last sequence form one more, number ``batch``.
+    """
+    start = tl.minimum(tl.maximum(tl.load(cu + b), 0), total)
+    end = tl.load(cu + tl.minimum(b + 1, batch))
+    end = tl.minimum(tl.maximum(end, start), total)
+    length = tl.where(b < batch, tl.minimum(end - start, longest), total - start)
+    return start, length
+
+
+@triton.jit
+def sequence_of_slot(cu, slot, batch, total, BLOCK: tl.constexpr):
+    """Return (b, tile) of one of ``total // BLOCK + batch + 1`` slots.
+
+    Sequence b has the slots from ``cu[b] // BLOCK + b`` on: at least as many as it has tiles.
+    """
+    before = 0
+    for s in tl.range(0, batch + 1, 256):
+        b = s + tl.arange(0, 256)
+        start = tl.load(cu + b, mask=b <= batch, other=0)
+        start = tl.minimum(tl.maximum(start, 0), total)
+        before += tl.sum(((start // BLOCK + b <= slot) & (b <= batch)).to(tl.int32), 0)
+    b = tl.maximum(before - 1, 0)
+    start = tl.minimum(tl.maximum(tl.load(cu + b), 0), total)
+    return b, slot - (start // BLOCK + b)
+
+
+@triton.jit
+def sequence_of_queries(ptr, num, cfg, tile, head):
+    """Return (b, tile) of a slot of queries of a head of any sequence."""
+    b = head // cfg.HQ
+    if cfg.PACKED:
+        b, tile = sequence_of_slot(ptr.cu_q, tile, num.batch, num.total_q, cfg.BLOCK_Q)
+    elif num.right is not None:
+        tile = num.tiles - 1 - tile  # the longest first
+    return b, tile
+
+
+@triton.jit
+def sizes_of(ptr, num, cfg, b, KEYS: tl.constexpr):
+    """Return the Sizes of sequence b.
+
+    The rows past the packed sequences are queries without keys, or KEYS without queries.
+    """
+    if cfg.PACKED:
+        q_start, nq = sequence(ptr.cu_q, b, num.batch, num.total_q, num.longest_q)
+        k_start, nk = sequence(ptr.cu_k, b, num.batch, num.total_k, num.longest_k)
+        if KEYS:
+            nq = tl.where(b < num.batch, nq, 0)
+        else:
+            nk = tl.where(b < num.batch, nk, 0)
+        return Sizes(q_start, nq, k_start, nk)
+    else:
+        return Sizes(0, num.total_q, 0, num.total_k)
+
+
+@triton.jit
+def place_of(ptr, num, cfg, b, head, sizes):
+    used = sizes.nk
+    if ptr.lengths is not None:
+        length = tl.load(ptr.lengths + tl.minimum(b, num.batch - 1))
+        used = tl.maximum(tl.minimum(used, length), 0)
+    offset = sizes.nk - sizes.nq
+    if cfg.TO_LENGTHS:
+        offset = used - sizes.nq
+    kv = head // cfg.GROUP
+    return Place(b, head, kv, sizes.q_start, sizes.nq, sizes.k_start, sizes.nk, used, offset)
+
+
+# --- tiles in memory ---------------------------------------------------------------------------
+
+
+@triton.jit
+def first_row(x, matrix, b, head, start, PACKED: tl.constexpr):
+    """Return a pointer to the first row of (b, head)."""
+    offset = tl.cast(head, tl.int64) * matrix.head
+    if PACKED:
+        return x + offset * matrix.ALIGN + tl.cast(start, tl.int64) * matrix.ROW
+    else:
+        return x + (offset + tl.cast(b, tl.int64) * matrix.b) * matrix.ALIGN
+
+
+@triton.jit
+def queries(x, matrix, cfg, place):
+    return first_row(x, matrix, place.b, place.head, place.q_start, cfg.PACKED)
+
+
+@triton.jit
+def keys(x, matrix, cfg, place):
+    return first_row(x, matrix, place.b, place.kv_head, place.k_start, cfg.PACKED)
+
+
+@triton.jit
+def vector(x, b, head, start, total, HEADS: tl.constexpr, PACKED: tl.constexpr):
+    """Return a pointer to (b, head) in a contiguous ``[B, H, N]``, or ``[1, H, total]``."""
+    if PACKED:
+        return x + tl.cast(head, tl.int64) * total + start
+    else:
+        return x + (tl.cast(b, tl.int64) * HEADS + head) * total
+
+
+@triton.jit
+def row_vector(x, num, cfg, place):
+    """Return a pointer to the first row's number in a vector of padded rows."""
+    total = num.rows * ROW_UNIT
+    return vector(x, place.b, place.head, place.q_start, total, cfg.HQ, cfg.PACKED)
+
+
+@triton.jit
+def tile_pointers(x, i0, ROW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return ``[ROWS, COLUMNS]`` pointers from row i0 on."""
+    r = tl.arange(0, ROWS).to(tl.int64)[:, None] * ROW
+    return x + tl.cast(i0, tl.int64) * ROW + (r + tl.arange(0, COLUMNS).to(tl.int64)[None, :])
+
+
+@triton.jit
+def load_within(at, inside, within, RAGGED: tl.constexpr, PADDED: tl.constexpr):
+    """Return a tile; zeros outside of ``inside [ROWS]`` if RAGGED, ``within [COLUMNS]`` if PADDED.
+
+    A tile without a mask is read without a condition.
+    """
+    if RAGGED and PADDED:
+        return tl.load(at, mask=inside[:, None] & within[None, :], other=0.0)
+    elif RAGGED:
+        return tl.load(at, mask=inside[:, None], other=0.0)
+    elif PADDED:
+        return tl.load(at, mask=within[None, :], other=0.0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
+def load_tile(x, matrix, i0, end, ROWS: tl.constexpr, RAGGED: tl.constexpr):
+    """Return ``[ROWS, BLOCK_D]`` from row i0; zeros past D and, if RAGGED, past ``end``."""
+    at = tile_pointers(x, i0, matrix.ROW, ROWS, matrix.BLOCK_D)
+    inside = i0 + tl.arange(0, ROWS) < end
+    within = tl.arange(0, matrix.BLOCK_D) < matrix.D
+    return load_within(at, inside, within, RAGGED, matrix.BLOCK_D != matrix.D)
+
+
+@triton.jit
+def store_tile(x, matrix, i0, end, value, ROWS: tl.constexpr):
+    """Store ``value [ROWS, BLOCK_D]`` from row i0 up to ``end``."""
+    at = tile_pointers(x, i0, matrix.ROW, ROWS, matrix.BLOCK_D)
+    i = i0 + tl.arange(0, ROWS)
+    d = tl.arange(0, matrix.BLOCK_D)
+    tl.store(at, value.to(x.dtype.element_ty), mask=(i < end)[:, None] & (d < matrix.D)[None, :])
+
+
+@triton.jit
+def load_rows(x, row, end, other, RAGGED: tl.constexpr):
+    """Return the numbers of the rows; ``other`` past ``end`` if RAGGED."""
+    if RAGGED:
+        return tl.load(x + row, mask=row < end, other=other)
+    else:
+        return tl.load(x + row)
+
+
+@triton.jit
+def load_rest(ptr, num, cfg, place, row, RAGGED: tl.constexpr):
+    """Return the rest of LSE (``preprocess.py``) of the rows; 0 without natural scores."""
+    rest = 0.0
+    if cfg.NATURAL:
+        rest = load_rows(row_vector(ptr.rest, num, cfg, place), row, place.nq, 0.0, RAGGED)
+    return rest
+
+
+@triton.jit
+def pair_pointers(x, pairs, place, row, col):
+    """Return pointers to the pairs (row, col) of a term ``[B, H, Nq, Nk]``."""
+    base = tl.cast(place.b, tl.int64) * pairs.b + tl.cast(place.head, tl.int64) * pairs.head
+    at = x + base * pairs.ALIGN + row.to(tl.int64) * (pairs.row * pairs.ALIGN)
+    if pairs.col is None:
+        return at + col
+    else:
+        return at + col.to(tl.int64) * pairs.col
+
+
+# --- lists of tiles ----------------------------------------------------------------------------
+
+
+@triton.jit
+def band_plan(x0, x1, shift, back, ahead, end, BLOCK: tl.constexpr):
+    """Return the plan of the tiles in [0, end) that a band (``rules/band.py``) touches."""
+    low, high = rules.any_range(x0, x1, shift, back, ahead, end)
+    first, last = rules.touched_tiles(low, high, BLOCK)
+    low_all, high_all = rules.all_range(x0, x1, shift, back, ahead, end)
+    full, full_end = rules.filled_tiles(low_all, high_all, BLOCK, first, last)
+    return TilePlan(last - first, full_end - full, first, full)
+
+
+@triton.jit
+def listed_plan(ptr, num, place, tile):
+    """Return the plan that the list of a resident tile holds."""
+    stride = num.order
+    number = tl.cast(tl.minimum(place.b, num.batch - 1), tl.int64) * stride.b
+    number += tl.cast(place.head, tl.int64) * stride.head + tile
+    n_full = tl.load(ptr.counts + 2 * number)
+    n_partial = tl.load(ptr.counts + 2 * number + 1)
+    return TilePlan(n_full + n_partial, n_full, ptr.order + number * stride.length, 0)
+
+
+@triton.jit
+def plan_keys(ptr, num, cfg, place, tile):
+    """Return the plan of the tiles of keys that a tile of queries sees."""
+    if ptr.order is not None:
+        return listed_plan(ptr, num, place, tile)
+    else:
+        i0 = tile * cfg.BLOCK_Q
+        i1 = tl.minimum(i0 + cfg.BLOCK_Q, place.nq) - 1
+        return band_plan(i0, i1, place.offset, num.left, num.right, place.used, cfg.BLOCK_K)
+
+
+@triton.jit
+def tile_count(plan, KIND: tl.constexpr):
+    """Return the number of "full", "partial" or "any" tiles."""
+    if KIND == "full":
+        return plan.n_full
+    elif KIND == "partial":
+        return plan.count - plan.n_full
+    else:
+        return plan.count
+
+
+@triton.jit
+def nth_tile(i, ptr, plan, KIND: tl.constexpr):
+    """Return (tile, partial): the i-th "full", "partial" or "any" tile, and if it needs a mask.
+
+    One loop over any tile tests each for being partial. Two loops, over the full and over the
+    partial ones, save the tests, but double the code and its start.
+    """
+    if ptr.order is not None:
+        if KIND == "partial":
+            i += plan.n_full
+        return tl.load(plan.first + i), i >= plan.n_full
+    else:
+        if KIND == "full":
+            tile = plan.full + i
+        else:
+            tile = plan.first + i
+        if KIND == "partial":
+            tile += tl.where(tile < plan.full, 0, plan.n_full)
+        return tile, (tile < plan.full) | (tile >= plan.full + plan.n_full)
+
+
+# --- scores and weights ------------------------------------------------------------------------
+
+
+@triton.jit
+def load_bias(ptr, num, cfg, place, row, col):
+    """Return a tile of the bias, 0 past its end."""
+    at = pair_pointers(ptr.bias, num.bias, place, row, col)
+    if cfg.RAGGED_K:
+        return tl.load(at, mask=(row < place.nq) & (col < place.nk), other=0.0)
+    elif cfg.RAGGED_Q:
+        return tl.load(at, mask=row < place.nq, other=0.0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
+def scored(x, ptr, num, cfg, place, row, col, bias=None):
+    """Return (s, y) of ``x = q.k`` as ``rules.score`` does; the bias is loaded unless given.
+
+    Where ``cfg.FOLDED`` s is x, still without its scale.
+    """
+    slope = None
+    distance = None
+    if ptr.bias is not None and bias is None:
+        bias = load_bias(ptr, num, cfg, place, row, col)
+    if ptr.alibi is not None:
+        slope = tl.load(ptr.alibi + place.head).to(tl.float32)
+        if not cfg.NATURAL:
+            slope *= LOG2E
+        distance = tl.abs(row + place.offset - col).to(tl.float32)
+    scale = None if cfg.FOLDED else num.scale2
+    terms = ScoreTerms(scale, num.scale_cap, num.cap2, bias, slope, distance)
+    if ptr.q.dtype.element_ty == tl.float32:
+        return rules.score_precise(x, terms)
+    else:
+        return rules.score(x, terms)
+
+
+@triton.jit
+def power(x, cfg):
+    """Return ``e^x`` of a difference of natural scores, ``2^x`` of one in units of log 2."""
+    if cfg.NATURAL:
+        return tl.exp2(x * LOG2E)
+    else:
+        return tl.exp2(x)
+
+
+@triton.jit
+def seen(ptr, num, place, row, col):
+    """Return True for the pairs of a partial tile that may attend."""
+    ok = (row < place.nq) & (col < place.used)
+    if num.left is not None:
+        ok = ok & (col >= row + place.offset - num.left)
+    if num.right is not None:
+        ok = ok & (col <= row + place.offset + num.right)
+    if ptr.q_ids is not None:
+        q_ids = ptr.q_ids + tl.cast(place.b, tl.int64) * num.q_ids
+        k_ids = ptr.k_ids + tl.cast(place.b, tl.int64) * num.k_ids
+        q_id = tl.load(q_ids + row, mask=row < place.nq, other=0)
+        ok = ok & (q_id == tl.load(k_ids + col, mask=col < place.used, other=0))
+    if ptr.allowed is not None:
+        at = pair_pointers(ptr.allowed, num.allowed, place, row, col)
+        inside = (row < place.nq) & (col < place.used)
+        ok = ok & (tl.load(at, mask=inside, other=0) != 0)
+    return ok
+
+
+@triton.jit
+def only_seen(x, ptr, num, cfg, place, row, col, partial, KIND: tl.constexpr):
+    """Return x, with 0 for the pairs of a partial tile that are not seen."""
+    if cfg.EDGES and KIND != "full":
+        if KIND == "partial" or partial:
+            x = tl.where(seen(ptr, num, place, row, col), x, 0.0)
+    return x
+
+
+@triton.jit
+def weights(
+    x, lse2, rest, ptr, num, cfg, place, row, col, partial, KIND: tl.constexpr, bias=None
+):  # fmt: skip
+    """Return (P, y) of ``x = q.k``, with lse2 and rest shaped to broadcast over x.
+
+    The rest of a natural LSE is in units of log 2.
+    """
+    s, y = scored(x, ptr, num, cfg, place, row, col, bias)
+    if cfg.FOLDED:
+        p = tl.exp2(s * num.scale2 - lse2)
+    elif cfg.NATURAL:
+        p = tl.exp2((s - lse2) * LOG2E - rest)
+    else:
+        p = tl.exp2(s - lse2)
+    return only_seen(p, ptr, num, cfg, place, row, col, partial, KIND), y
+
+
+@triton.jit
+def product_gradient(ds, y, num):
+    """Return the gradient of ``q.k``, without scale, from that of the scores."""
+    if num.cap2 is not None:
+        ds = rules.through_softcap(ds, y)
+    return ds
+
+
+# --- dropout -----------------------------------------------------------------------------------
+
+
+@triton.jit
+def kept(ptr, num, place, row, j0, j, BLOCK: tl.constexpr):
+    """Return True for the pairs that dropout keeps; keys are ``j0 + j``, j shaped to broadcast.
+
+    Every element computes its own draw. The eight columns that share a call of the generator lie
+    in one thread of a tensor core's accumulator: their counters are equal, and the compiler merges
+    the calls.
+    """
+    seed = tl.load(ptr.seed)
+    if BLOCK >= 64:
+        lane = (j >> 3) & 7
+        block = j0 // 64 + (j >> 6)
+    else:
+        lane = ((j0 >> 3) + (j >> 3)) & 7
+        block = j0 // 64 + 0 * j
+    c0 = (block * 8 + (j & 7) + row * 0).to(tl.uint32)
+    c1 = (row + j * 0).to(tl.uint32)
+    c2 = c0 * 0 + tl.cast(place.head, tl.uint32)
+    c3 = c0 * 0 + tl.cast(place.b + num.first, tl.uint32)
+    k0 = c0 * 0 + (seed & 0xFFFFFFFF).to(tl.uint32)
+    k1 = c0 * 0 + ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    w0, w1, w2, w3 = rules.philox(c0, c1, c2, c3, k0, k1)
+    word = lane & 3
+    w = tl.where(word == 0, w0, tl.where(word == 1, w1, tl.where(word == 2, w2, w3)))
+    draw = tl.where(lane < 4, w & 0xFFFF, w >> 16).to(tl.int32)
+    return draw >= num.threshold
+
+
+@triton.jit
+def dropped(p, dp, ptr, num, place, row, j0, j, BLOCK: tl.constexpr):
+    """Return (P R, dP) with dropout; P R still lacks the factor ``keep_scale``."""
+    if ptr.seed is not None:
+        keep = kept(ptr, num, place, row, j0, j, BLOCK)
+        return tl.where(keep, p, 0.0), tl.where(keep, dp * num.keep_scale, 0.0)
+    else:
+        return p, dp
+
+
+# --- sums without the pairs that are not seen ---------------------------------------------------
+#
+# A pair that may not attend has weight 0 and no part in a sum, whatever its numbers. In a product
+# of tiles 0 times NaN is NaN. A sum that is NaN is computed again, a row of the other side at a
+# time, from the pairs that are seen alone.
+
+
+@triton.jit
+def has_nan(x):
+    # over both axes at once: triton 3.6 has no code for sm_100 for one axis after the other
+    return tl.max((x != x).to(tl.int32), None) > 0
+
+
+@triton.jit
+def load_row(x, matrix, i):
+    """Return row i as float32, ``[1, BLOCK_D]``."""
+    d = tl.arange(0, matrix.BLOCK_D)
+    x = tl.load(x + tl.cast(i, tl.int64) * matrix.ROW + d, mask=d < matrix.D, other=0.0)
+    return x.to(tl.float32)[None]
+
+
+@triton.jit
+def times_row(tile, row):
+    """Return ``tile @ row^T`` as a column, in float32."""
+    return tl.sum(tile.to(tl.float32) * row, 1)[:, None]

@@ -1,0 +1,159 @@
+# ruff: noqa: RET505, SIM102, SIM108, RUF100  (compiled code tells its branches apart by else)
+"""The numbers of rows that a backward computes before its gradients: the rest of LSE, Delta.
+
+The rest is ``log2(sum_j exp(s_ij - LSE_i))``, the rounding error of LSE. A backward recomputes the
+weights from LSE. In a row whose biases are all -1e9 it lacks log n, and the weights would sum to
+n. A kernel sums the weights of such rows (``FAR``) again; for others the rest is 0, and a program
+ends after it has read its LSE.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...call.problem import FAR, Problem, Tensors
+from . import lib
+from .kernel_args import ROW_UNIT
+from .launch import Job, JobSpec, launch
+from .rules import LOG2E
+from .tiles import Tiles
+
+_FAR = tl.constexpr(FAR)
+
+
+def padded_rows(problem: Problem) -> tuple[int, int, int]:
+    """Return the shape of lse2, delta and rest: ``[B, Hq, Nq]``, rows padded to ``ROW_UNIT``."""
+    b, h, n = problem.lse_shape
+    return b, h, -(-n // ROW_UNIT) * ROW_UNIT
+
+
+# --- the rest of LSE ---------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["num"])
+def row_sums_kernel(ptr, num, cfg):
+    BLOCK_Q: tl.constexpr = cfg.BLOCK_Q
+    BLOCK_K: tl.constexpr = cfg.BLOCK_K
+    tile = tl.program_id(0) % num.tiles
+    head = tl.program_id(0) // num.tiles
+    b, tile = lib.sequence_of_queries(ptr, num, cfg, tile, head)
+    sizes = lib.sizes_of(ptr, num, cfg, b, False)
+    i0 = tile * BLOCK_Q
+    if i0 >= sizes.nq:
+        return
+    place = lib.place_of(ptr, num, cfg, b, head % cfg.HQ, sizes)
+    rows = i0 + tl.arange(0, BLOCK_Q)
+    lse = lib.vector(ptr.lse, place.b, place.head, place.q_start, num.total_q, cfg.HQ, cfg.PACKED)
+    lse = lib.load_rows(lse, rows, place.nq, 0.0, True)
+    far = (tl.abs(lse) >= _FAR) & (tl.abs(lse) < float("inf"))
+    total = tl.zeros([BLOCK_Q], tl.float32)
+    if tl.max(far.to(tl.int32), 0) > 0:
+        q = lib.queries(ptr.q, num.q, cfg, place)
+        q = lib.load_tile(q, num.q, i0, place.nq, BLOCK_Q, True)
+        k_base = lib.keys(ptr.k, num.k, cfg, place)
+        row = tl.minimum(rows, place.nq - 1)[:, None]
+        j = tl.arange(0, BLOCK_K)[None, :]
+        plan = lib.plan_keys(ptr, num, cfg, place, tile)
+        for i in tl.range(0, plan.count):
+            tile, partial = lib.nth_tile(i, ptr, plan, "any")
+            j0 = tile * BLOCK_K
+            k = lib.load_tile(k_base, num.k, j0, place.used, BLOCK_K, cfg.RAGGED_K)
+            x = tl.dot(q, tl.trans(k), input_precision=cfg.PRECISION)
+            s, _ = lib.scored(x, ptr, num, cfg, place, row, j0 + j)
+            p = tl.exp2((s - lse[:, None]) * LOG2E)
+            p = lib.only_seen(p, ptr, num, cfg, place, row, j0 + j, partial, "any")
+            total += tl.sum(p, 1)
+        if ptr.sink is not None:
+            total += tl.exp2((tl.load(ptr.sink + place.head).to(tl.float32) - lse) * LOG2E)
+    rest = tl.where(far & (total > 0.0), tl.log2(total), 0.0)
+    tl.store(lib.row_vector(ptr.rest, num, cfg, place) + rows, rest, mask=rows < place.nq)
+
+
+ROW_SUMS = JobSpec("row_sums", row_sums_kernel, "queries")
+
+
+def row_sums(
+    problem: Problem, tensors: Tensors, lse: Tensor, tiles: Tiles | None = None
+) -> Tensor | None:
+    """Return the rest of lse, ``padded_rows``; None if scores are not natural."""
+    if not problem.natural:
+        return None
+    rest = lse.new_empty(padded_rows(problem))
+    if not (problem.nk and problem.batch):
+        return rest.zero_()
+    launch(ROW_SUMS, problem, tensors, tiles, {"lse": lse.contiguous(), "rest": rest})
+    return rest
+
+
+# --- Delta and dsink ---------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["num"])
+def delta_kernel(ptr, num, cfg):
+    """Store ``Delta_i - dLSE_i`` and LSE of a tile of rows, and the tile's part of dsink.
+
+    LSE is stored in the units of the scores. It is +inf, for weights of 0, in a row that sees
+    nothing: that of -inf, or of a sink that is too low for units of log 2.
+    Packed rows are one sequence here.
+    """
+    BLOCK_Q: tl.constexpr = cfg.BLOCK_Q
+    end = num.total_q
+    tile, head = lib.tile_and_head(num)
+    part = head * num.tiles + tile
+    b = head // cfg.HQ
+    head = head % cfg.HQ
+    place = lib.Place(b, head, head, 0, end, 0, 0, 0, 0)
+    i0 = tile * BLOCK_Q
+    row = i0 + tl.arange(0, BLOCK_Q)
+    o = lib.queries(ptr.out, num.out, cfg, place)
+    o = lib.load_tile(o, num.out, i0, end, BLOCK_Q, True)
+    do = lib.queries(ptr.dout, num.dout, cfg, place)
+    do = lib.load_tile(do, num.dout, i0, end, BLOCK_Q, True)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    if ptr.dlse is not None:
+        dlse = lib.vector(ptr.dlse, b, head, 0, end, cfg.HQ, False)
+        delta -= lib.load_rows(dlse, row, end, 0.0, True)
+    lse = lib.vector(ptr.lse, b, head, 0, end, cfg.HQ, False)
+    lse = lib.load_rows(lse, row, end, float("inf"), True)
+    lse2 = lse
+    if not cfg.NATURAL:
+        lse2 = lse * LOG2E
+    lse2 = tl.where(lse2 == float("-inf"), float("inf"), lse2)
+    tl.store(lib.row_vector(ptr.lse2, num, cfg, place) + row, lse2, mask=row < end)
+    tl.store(lib.row_vector(ptr.delta, num, cfg, place) + row, delta, mask=row < end)
+    if ptr.dsink is not None:
+        # in natural units: the sink may be as large as its dtype goes
+        sink = tl.load(ptr.sink + head).to(tl.float32)
+        lse = tl.where(lse == float("-inf"), float("inf"), lse)
+        p = tl.exp2((sink - lse) * LOG2E - lib.load_rest(ptr, num, cfg, place, row, True))
+        tl.store(ptr.dsink + part, -tl.sum(tl.where(row < end, p * delta, 0.0), 0))
+
+
+DELTA = JobSpec("delta", delta_kernel, "rows", ("out", "dout"))
+
+
+def delta(
+    problem: Problem,
+    tensors: Tensors,
+    out: Tensor,
+    lse: Tensor,
+    rest: Tensor | None,
+    dout: Tensor,
+    dlse: Tensor | None,
+    want_sink: bool,
+    tiles: Tiles | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return (lse in the units of the scores, Delta - dlse, dsink)."""
+    dlse = None if dlse is None else dlse.contiguous()
+    made = {"out": out, "lse": lse, "rest": rest, "dout": dout, "dlse": dlse}
+    lse2, delta = (lse.new_empty(padded_rows(problem)) for _ in range(2))
+
+    def sink(job: Job) -> dict[str, Tensor | None]:
+        parts = lse.new_empty((*lse.shape[:2], job.numbers.tiles))
+        return {"sink": tensors.sink, "dsink": parts}
+
+    made |= {"lse2": lse2, "delta": delta}
+    ptr = launch(DELTA, problem, tensors, tiles, made, sink if want_sink else None)
+    return lse2, delta, ptr.dsink.sum((0, 2)) if want_sink else None

@@ -1,0 +1,91 @@
+"""The rules of ``rowmax.rules``, bound to Triton's language and compiled for kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from ...rules import band, bound, dropout, softmax
+from ...rules import score as scores
+from .. import compat
+
+# Triton lets a kernel read only those globals that are constexpr
+LOG2E = tl.constexpr(softmax.LOG2E)
+LN2 = tl.constexpr(softmax.LN2)
+_ROUNDS = tl.constexpr(dropout.ROUNDS)
+_INCREMENT_0 = tl.constexpr(dropout.INCREMENTS[0])
+_INCREMENT_1 = tl.constexpr(dropout.INCREMENTS[1])
+
+
+def _late(name: str) -> Callable[..., Any]:
+    return lambda *args: getattr(tl, name)(*args)
+
+
+def compiled(rule: Callable[..., Any], **functions: Any) -> Any:
+    """Return a rule that kernels call; a string names a function of ``tl``.
+
+    The interpreter replaces the functions of ``tl`` while a kernel runs. There the rule stays a
+    Python function that looks them up at each call.
+    """
+
+    def bound_to(find: Callable[[str], Any]) -> Any:
+        return bound(
+            rule, **{name: find(x) if isinstance(x, str) else x for name, x in functions.items()}
+        )
+
+    kernel = triton.jit(bound_to(lambda name: getattr(tl, name)))
+    return kernel if compat.is_compiled(kernel) else bound_to(_late)
+
+
+@triton.jit
+def tanh(x):
+    return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
+
+
+@triton.jit
+def tanh_precise(x):
+    """Return tanh to float32's accuracy: by an odd polynomial near 0, where ``tanh`` cancels."""
+    z = x * x
+    u = -5.70498872745e-3 * z + 2.06390887954e-2
+    u = u * z - 5.37397155531e-2
+    u = u * z + 1.33314422036e-1
+    u = u * z - 3.33332819422e-1
+    return tl.where(tl.abs(x) < 0.625, u * z * x + x, tanh(x))
+
+
+@triton.jit
+def multiply(a, b):
+    """Return the high and the low word of a product of uint32."""
+    return tl.umulhi(a, b), a * b
+
+
+any_range = compiled(band.any_range, max="maximum", min="minimum")
+all_range = compiled(band.all_range, max="maximum", min="minimum")
+touched_tiles = compiled(band.touched_tiles, max="maximum")
+filled_tiles = compiled(band.filled_tiles, max="maximum", min="minimum")
+score = compiled(scores.score, tanh=tanh)
+score_precise = compiled(scores.score, tanh=tanh_precise)
+through_softcap = compiled(scores.through_softcap)
+_numbers = {"LOG2E": LOG2E, "inf": tl.constexpr(softmax.inf)}
+moved = compiled(softmax.moved, max="maximum", where="where", inf=_numbers["inf"])
+with_sink = compiled(softmax.with_sink, max="maximum", where="where", exp2="exp2", **_numbers)
+score_gradient = compiled(softmax.score_gradient)
+philox_round = compiled(
+    dropout.philox_round,
+    multiply=multiply,
+    M0=tl.constexpr(dropout.M0),
+    M1=tl.constexpr(dropout.M1),
+)
+
+
+@triton.jit
+def philox(c0, c1, c2, c3, k0, k1):
+    """Return the four words of each counter (``rules/dropout.py``)."""
+    for _ in tl.static_range(_ROUNDS):
+        c0, c1, c2, c3 = philox_round(c0, c1, c2, c3, k0, k1)
+        k0 = k0 + _INCREMENT_0
+        k1 = k1 + _INCREMENT_1
+    return c0, c1, c2, c3

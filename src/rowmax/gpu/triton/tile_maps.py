@@ -1,0 +1,79 @@
+"""The tiles that a mask of documents or booleans leaves: a list for each resident tile, or a map.
+
+Bands and prefixes are intervals and need no list.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...call.problem import Problem, Tensors
+from ...rules import mask
+from .kernel_args import Lists, Pairs
+from .tiles import Tiles
+
+
+def listed(problem: Problem) -> bool:
+    """Return True if the tiles of a job come from a list or a map."""
+    some = problem.nq > 0 and problem.nk > 0
+    return some and (problem.documents or problem.allowed is not None)
+
+
+def tile_pointers(
+    problem: Problem, tensors: Tensors, tiles: Tiles, resident: str
+) -> dict[str, Tensor]:
+    """Return the pointers of a job: the map for a resident "bias", else the lists, int32.
+
+    ``order [B|1, Hq|1, resident, streamed]`` holds the full tiles, then the partial ones, then
+    those to skip. ``counts [B|1, Hq|1, resident, 2]`` holds the numbers of full and partial ones.
+    """
+    states = tile_states(problem, tensors, tiles)
+    if resident == "bias":
+        return {"states": states.contiguous()}
+    if resident == "keys":
+        states = states.transpose(2, 3).contiguous()
+    order = states.argsort(dim=-1, descending=True, stable=True)
+    full, partial = (states == kind for kind in (mask.FULL, mask.PARTIAL))
+    counts = torch.stack([full.sum(-1), partial.sum(-1)], -1)
+    return {"order": order.to(torch.int32), "counts": counts.to(torch.int32)}
+
+
+def tile_states(problem: Problem, tensors: Tensors, tiles: Tiles) -> Tensor:
+    """Return ``mask.tile_states``, with no full tile at a ragged edge.
+
+    In a packed call bands and lengths differ between sequences. There a tile is known by the
+    boolean tensor alone, and none is known to be full.
+    """
+    bq, bk = tiles.block_q, tiles.block_k
+    if problem.varlen:
+        problem = problem._replace(left=None, right=None, align="keys")
+        tensors = tensors._replace(lengths=None)
+    states = mask.tile_states(problem, tensors, bq, bk)
+    if problem.varlen:
+        return states.clamp(max=mask.PARTIAL)
+    if problem.nk % bk:
+        states[..., -1].clamp_(max=mask.PARTIAL)
+    if problem.nq % bq:
+        states[..., -1, :].clamp_(max=mask.PARTIAL)
+    return states
+
+
+def tile_strides(problem: Problem, tensors: Tensors, tiles: Tiles, resident: str) -> dict[str, Any]:
+    """Return the strides of the pointers of ``tile_pointers``."""
+    batch, heads = 1, 1
+    if tensors.allowed is not None:
+        batch, heads = mask.distinct(tensors.allowed).shape[:2]
+    if not problem.varlen:
+        for x in (tensors.lengths, tensors.q_ids, tensors.k_ids):
+            batch = max(batch, 1 if x is None else x.shape[0])
+    n_q, n_k = -(-problem.nq // tiles.block_q), -(-problem.nk // tiles.block_k)
+    count, streamed = (n_k, n_q) if resident == "keys" else (n_q, n_k)
+    if resident == "bias":
+        count *= n_k
+    b, head = count * heads if batch > 1 else 0, count if heads > 1 else 0
+    if resident == "bias":
+        return {"states": Pairs(b, head, n_k)}
+    return {"order": Lists(b, head, streamed)}

@@ -1,0 +1,41 @@
+"""Cases of every feature, and the rule by which an answer is right, for tests of any backend.
+
+call = make(CASES[0], device, dtype)
+grads = cotangents(call)
+wrong = complaints(answer(call, *grads, backend="triton"), expected(call, *grads))
+"""
+
+from .cases import LEAVES, Call, Case, make
+from .table import CASES, COVERING, tagged
+from .tolerance import (
+    Answer,
+    Expected,
+    answer,
+    complaint,
+    complaints,
+    cotangents,
+    definition,
+    expected,
+    poisoned,
+    refusal,
+)
+
+__all__ = [
+    "CASES",
+    "COVERING",
+    "LEAVES",
+    "Answer",
+    "Call",
+    "Case",
+    "Expected",
+    "answer",
+    "complaint",
+    "complaints",
+    "cotangents",
+    "definition",
+    "expected",
+    "make",
+    "poisoned",
+    "refusal",
+    "tagged",
+]

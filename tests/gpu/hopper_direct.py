@@ -1,0 +1,171 @@
+"""The Hopper forward and backward, called directly: without dispatch and autograd.
+
+Each case runs over memory filled with NaN, by the rule of ``rowmax.testing``. Infinite numbers in
+padding must change nothing, and repeats must agree to the bit, but for dq if its sums have no
+order. The gradients must also be near those of the Triton backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from rowmax.call.problem import Gradients, Wanted
+from rowmax.gpu import hopper, triton
+from rowmax.reference import dense
+from rowmax.reference.tolerance import GRADIENT, LIMITS
+from rowmax.testing import (
+    CASES,
+    LEAVES,
+    Case,
+    Expected,
+    complaint,
+    cotangents,
+    expected,
+    make,
+    poisoned,
+    tagged,
+)
+from tests.poison_padding import padding_matters, padding_matters_backward
+
+
+def cases(call: str) -> list[Case]:
+    """Return the cases of the forward or of the backward."""
+    found = tagged("odd lengths", "every head size")
+    if call == "forward":
+        found = [case for case in found if "gradients" not in case.tags]
+    return [*found, *CASES]
+
+
+def check_forward(
+    case: Case, dtype: str, repeats: int, device: str = "cuda", reference: str | None = None
+) -> list[str]:
+    """Return what is wrong with the forward of a case.
+
+    The references are computed on the device ``reference``, or on that of the call.
+    """
+    problem, tensors = make(case, device, getattr(torch, dtype)).problem()
+    reason = hopper.supports(problem, "forward")
+    if reason is not None:
+        return ["refused: " + reason]
+    same = make(case, reference or device, getattr(torch, dtype)).problem()
+    ref, std = (dense.attention(*same, t) for t in (torch.float64, problem.dtype))
+    with poisoned():
+        got = hopper.forward(problem, tensors)
+    found = [
+        complaint(name, x.to(y.device), y, z, problem.dtype)
+        for name, x, y, z in zip(("out", "lse"), got, ref, std, strict=True)
+    ]
+    found.append(padding_matters(problem, tensors, hopper.forward, got))
+    for n in range(repeats):
+        again = hopper.forward(problem, tensors)
+        if not all(torch.equal(a, b) for a, b in zip(got, again, strict=True)):
+            found.append(f"repeat {n} differs")
+            break
+    return [text for text in found if text]
+
+
+def check_backward(
+    case: Case,
+    dtype: str,
+    deterministic: bool,
+    repeats: int,
+    device: str = "cuda",
+    reference: str | None = None,
+) -> list[str]:
+    """Return what is wrong with the gradients of a case.
+
+    The references are computed on the device ``reference``, or on that of the call. With another
+    device, only they are compared with: no Triton kernel runs.
+    """
+    call = make(case, device, getattr(torch, dtype))
+    problem, tensors = call.problem()
+    problem = problem._replace(deterministic=deterministic)
+    reason = hopper.supports(problem, "backward")
+    if reason is not None:
+        return ["refused: " + reason]
+    same = call if reference is None else make(case, reference, getattr(torch, dtype))
+    want = expected(same, *cotangents(same)).to(tensors.q.device)
+    # out and lse of the reference, rounded: every error is then the backward's
+    out, lse = want.ref.out.to(problem.dtype), want.ref.lse.float()
+    dout, dlse = cotangents(call)
+    if case.packed:
+        out, lse, dout, dlse = (t[None] for t in (out, lse, dout, dlse))
+    lacked = hopper.lacks(problem, "backward")
+    wanted = Wanted(*(name in call.leaves and f"d{name}" not in lacked for name in LEAVES))
+    arguments = (problem, tensors, out, lse, dout, dlse, wanted)
+
+    with poisoned():
+        got = hopper.backward(*arguments)
+    if device != "cpu":
+        torch.cuda.synchronize()
+    found = wrong_gradients(got, want, lacked)
+    wide = max(problem.d, problem.dv) > 128
+    text = padding_matters_backward(
+        problem,
+        tensors,
+        (out, lse, dout, dlse),
+        wanted,
+        hopper.backward,
+        got,
+        lambda name: deterministic or wide or name != "q",
+    )
+    found += [text] if text else []
+    if reference is None:
+        found += far_from_triton(got, triton.backward(*arguments), LIMITS[problem.dtype])
+    for n in range(repeats):
+        text = differs(got, hopper.backward(*arguments), deterministic, LIMITS[problem.dtype])
+        if text:
+            return [*found, f"repeat {n}: {text}"]
+    return found
+
+
+def wrong_gradients(got: Gradients, want: Expected, lacked: Mapping[str, str]) -> list[str]:
+    """Return what is wrong with the gradients that the backend does not lack."""
+    found = []
+    for name, ref in want.ref.gradients.items():
+        if f"d{name}" in lacked:
+            continue
+        x = getattr(got, name)
+        if x is None:
+            found.append(f"d{name}: missing")
+            continue
+        std, noise = want.std.gradients[name], want.noise[f"d{name}"]
+        found.append(
+            complaint(f"d{name}", x.view(ref.shape), ref, std, want.dtype, GRADIENT, noise)
+        )
+    return [text for text in found if text]
+
+
+def _pairs(a: Gradients, b: Gradients) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    for name, x, y in zip(LEAVES, a, b, strict=True):
+        if x is not None and y is not None:
+            yield name, x, y
+
+
+def _distance(x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
+    """Return the norms of x - y and of y."""
+    return (x.double() - y.double()).norm().item(), y.double().norm().item()
+
+
+def far_from_triton(got: Gradients, twin: Gradients, limit: float) -> list[str]:
+    found = []
+    for name, x, y in _pairs(got, twin):
+        off, size = _distance(x, y)
+        if not off <= 2 * limit * size + 1e-6 * y.numel() ** 0.5:
+            found.append(f"d{name}: {off:.3g} from the Triton backend's, of size {size:.3g}")
+    return found
+
+
+def differs(got: Gradients, again: Gradients, deterministic: bool, limit: float) -> str | None:
+    """Return a sentence if a repeat differs: at all, or for an unordered dq by too much."""
+    for name, x, y in _pairs(got, again):
+        if torch.equal(x, y):
+            continue
+        if deterministic or name != "q":
+            return f"d{name} differs"
+        off, size = _distance(x, y)
+        if not off <= limit * size + 1e-6 * y.numel() ** 0.5:
+            return f"dq differs by {off:.3g} of {size:.3g}"
+    return None

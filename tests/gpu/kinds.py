@@ -1,0 +1,256 @@
+"""The kinds of checks that ``check.py`` runs: each a function that yields its checks."""
+
+from __future__ import annotations
+
+import traceback
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from rowmax.testing import (
+    CASES,
+    COVERING,
+    Case,
+    answer,
+    complaints,
+    cotangents,
+    expected,
+    make,
+    poisoned,
+    refusal,
+    tagged,
+)
+from tests import extreme_bias
+from tests.drawn import Drawn, RefusedError, wrong
+from tests.gpu import extremes
+
+REPEATS = 200  # of the kind repeats
+LONG = 600.0  # seconds
+#: backends that take every case; a refusal of theirs is wrong
+GENERAL = ("triton", "cpu", "torch", "reference")
+
+
+class Check(NamedTuple):
+    """A function of its arguments that returns what is wrong, or ["refused: reason"]."""
+
+    kind: str
+    name: str
+    dtype: str
+    variant: str
+    function: Callable[..., list[str]]
+    args: tuple[Any, ...]
+    may_refuse: bool = False
+    slow: bool = False  # begins before the others
+    alone: bool = False  # on its GPU
+    fresh: bool = False  # in a process of its own
+    limit: float = 0.0  # seconds, if not those of the runner
+    gpus: int = 1
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        return self[:4]
+
+
+Kind = Callable[[Namespace], Iterator[Check]]
+
+
+def run(check: Check) -> Iterator[str]:
+    """Yield the result of a check, as its row has it."""
+    try:
+        found = check.function(*check.args)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+    except Exception:
+        yield "fault: " + traceback.format_exc(limit=-3)[-700:]
+        return
+    text = "; ".join(found) or "right"
+    yield "wrong: " + text if text.startswith("refused") and not check.may_refuse else text
+
+
+def takes_dtype(dtype: str, backend: str) -> bool:
+    return dtype not in {"hopper": ("float32", "float64"), "triton": ("float64",)}.get(backend, ())
+
+
+# --- through the public call -------------------------------------------------------------------
+
+
+def check_case(case: Case, dtype: str, size: int, backend: str, device: str) -> list[str]:
+    """Return what is wrong with a case whose lengths are multiplied by ``size``."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    call = make(case, device, getattr(torch, dtype), size=size)
+    if reason := refusal(call, backend):
+        return [f"refused: {reason}"]
+    grads = cotangents(call)
+    want = expected(call, *grads)
+    with poisoned():
+        got = answer(call, *grads, backend=backend)
+    return complaints(got, want)
+
+
+def check_repeats(case: Case, backend: str, device: str, times: int = REPEATS) -> list[str]:
+    """Return the first result that differs from call to call."""
+    call = make(case, device, torch.bfloat16)
+    if reason := refusal(call, backend):
+        return [f"refused: {reason}"]
+    grads = cotangents(call)
+    first = answer(call, *grads, backend=backend)
+    for n in range(times):
+        again = answer(call, *grads, backend=backend)
+        for (name, a, _), (_, b, _) in zip(first.items(), again.items(), strict=True):
+            if not torch.equal(a, b):
+                return [f"{name} differs in repeat {n}"]
+    return []
+
+
+def check_extreme(name: str, backend: str, device: str) -> list[str]:
+    try:
+        return getattr(extremes, name)(backend, device)
+    except ValueError as error:
+        if not str(error).startswith("backend: got"):
+            raise
+        return [f"refused: {error}"]
+
+
+def check_known_fault(case: Case, dtype: str, backend: str, device: str) -> list[str]:
+    try:
+        return wrong(Drawn(case, dtype, 0), backend, device)
+    except RefusedError as error:
+        return [f"refused: {error}"]
+
+
+def every_backend(kind: Kind) -> Kind:
+    """Repeat the checks of a kind for each backend, with (backend, device) as last arguments."""
+
+    def checks(given: Namespace) -> Iterator[Check]:
+        for backend in given.backends:
+            for check in kind(given):
+                if takes_dtype(check.dtype, backend):
+                    yield check._replace(
+                        variant=f"{backend} {check.variant}".strip(),
+                        args=(*check.args, backend, given.device),
+                        may_refuse=backend not in GENERAL,
+                    )
+
+    return checks
+
+
+@every_backend
+def cases(given: Namespace) -> Iterator[Check]:
+    """The table at 8 times its lengths, and at its own in other dtypes; odd lengths."""
+    size = 1 if given.device == "cpu" else 8
+    if given.tag:
+        items = [(case, "bfloat16", 1) for case in tagged(given.tag)]
+    else:
+        items = [(c, "bfloat16", size) for c in (COVERING if given.quick else CASES)]
+        items += [(c, d, 1) for c in COVERING for d in ("float32", "float16")]
+        if not given.quick:
+            items += [(c, "float32", 1) for c in CASES if c not in COVERING]
+            items += [(c, "bfloat16", 1) for c in tagged("odd lengths", "long")]
+    for case, dtype, n in items:
+        variant = f"x{n}" if n > 1 else ""
+        yield Check("cases", case.name, dtype, variant, check_case, (case, dtype, n))
+
+
+@every_backend
+def repeats(given: Namespace) -> Iterator[Check]:
+    """Calls that must agree to the bit, 200 times."""
+    for case in tagged(given.tag or "repeats"):
+        yield Check("repeats", case.name, "bfloat16", "", check_repeats, (case,), slow=True)
+
+
+@every_backend
+def all_extremes(given: Namespace) -> Iterator[Check]:
+    """Tensors of more than 2^31 elements, CUDA graphs, streams, NaN, offsets out of range."""
+    for name in (*extremes.LARGE, *extremes.SMALL):
+        large = name in extremes.LARGE
+        check = Check("extremes", name, "", "", check_extreme, (name,), alone=large, slow=not large)
+        if given.device != "cpu" or name in extremes.ON_CPU:
+            yield check
+
+
+@every_backend
+def extreme_biases(given: Namespace) -> Iterator[Check]:
+    """Biases and sinks as large as their dtype allows."""
+    for case in tagged(given.tag or "extreme biases"):
+        for dtype, bias_dtype in extreme_bias.pairs_of(case):
+            name, args = str(dtype).removeprefix("torch."), (case, dtype, bias_dtype)
+            variant = "" if bias_dtype == dtype else "float32 bias"
+            yield Check("extreme-biases", case.name, name, variant, extreme_bias.check, args)
+
+
+@every_backend
+def known_faults(given: Namespace) -> Iterator[Check]:
+    """Calls that triton 3.6.0 compiled wrongly, each in a process of its own."""
+    for case in tagged(given.tag or "known faults"):
+        args = (case, "float32")
+        yield Check("known-faults", case.name, "float32", "", check_known_fault, args, fresh=True)
+
+
+@every_backend
+def launches(given: Namespace) -> Iterator[Check]:
+    """Every way of launching a kernel. The time that Triton's own launch compiles is not known."""
+    from tests.gpu.launches import check
+
+    for case in tagged(given.tag or "launches"):
+        flags = {"fresh": True, "limit": LONG}
+        yield Check("launches", case.name, "float16", "", check, (case,), **flags)
+
+
+# --- Hopper's kernels called directly ----------------------------------------------------------
+
+
+def hopper_forward(given: Namespace) -> Iterator[Check]:
+    """The Hopper forward without dispatch and autograd."""
+    from tests.gpu.hopper_direct import cases, check_forward
+
+    for case in tagged(given.tag) if given.tag else cases("forward"):
+        for dtype in given.half_dtypes:
+            args = (case, dtype, given.repeats, given.device, given.reference)
+            yield Check("hopper-forward", case.name, dtype, "", check_forward, args, True)
+
+
+def hopper_backward(given: Namespace) -> Iterator[Check]:
+    """The Hopper backward without dispatch and autograd."""
+    from tests.gpu.hopper_direct import cases, check_backward
+
+    for case in tagged(given.tag) if given.tag else cases("backward"):
+        if "forward only" in case.tags:
+            continue
+        for dtype in given.half_dtypes:
+            for flag in (False, True):
+                args = (case, dtype, flag, given.repeats, given.device, given.reference)
+                variant = "deterministic" * flag
+                yield Check(
+                    "hopper-backward", case.name, dtype, variant, check_backward, args, True
+                )
+
+
+# --- on two devices ----------------------------------------------------------------------------
+
+
+def two_devices(given: Namespace) -> Iterator[Check]:
+    """Tensors on a device that is not the current one, on a host with two GPUs."""
+    from tests.gpu.two_devices import check
+
+    for case in tagged(given.tag or "two devices"):
+        for backend in (None, "hopper", "triton", "torch", "reference"):
+            name, args = backend or "chosen", (case, backend)
+            found = Check("two-devices", case.name, "bfloat16", name, check, args, may_refuse=True)
+            yield found._replace(limit=LONG, gpus=2)
+
+
+KINDS: dict[str, Kind] = {
+    "cases": cases,
+    "repeats": repeats,
+    "extremes": all_extremes,
+    "extreme-biases": extreme_biases,
+    "known-faults": known_faults,
+    "launches": launches,
+    "hopper-forward": hopper_forward,
+    "hopper-backward": hopper_backward,
+    "two-devices": two_devices,
+}
+#: kinds that need no GPU
+ON_CPU = ("cases", "repeats", "extremes", "extreme-biases", "known-faults")

@@ -1,0 +1,134 @@
+"""The benchmark program on the CPU: tiny cells, no time asserted."""
+
+from __future__ import annotations
+
+import ast
+import csv
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from benchmarks import run, variants
+from benchmarks.cells import SETS, cells
+from benchmarks.command import main
+from benchmarks.processes import ROOT
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore"),  # of torch, on kernels that it does not choose
+]
+TINY = "n=64 d=16 b=2 hq=2 dtype=float32"
+FEATURES = (
+    f"{TINY} causal=1",
+    f"{TINY} hk=1 window=20",
+    f"{TINY} softcap=5 alibi=1",
+    f"{TINY} lengths=40+64 bias=1hqk|b11k|11q1 dbias=1",
+    f"{TINY} bias=bhqk documents=3 causal=1",
+    f"{TINY} dropout=0.25",
+    "d=16 hq=2 dtype=float32 causal=1 packed=30+7",
+)
+
+
+def measured(tmp_path: Path, *arguments: str) -> list[dict[str, str]]:
+    path = tmp_path / "rows.csv"
+    usual = ("--device", "cpu", "--turns", "2", "--turn-seconds", "0.001", "--csv", str(path))
+    assert main([*arguments, *usual]) == 0
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_every_feature_is_timed_and_agrees_with_a_peer(tmp_path: Path):
+    providers = ("rowmax:torch", "rowmax:torch:deterministic", "sdpa", "none")
+    passes = ("forward", "backward", "both")
+    rows = measured(tmp_path, "--cells", *FEATURES, "--passes", *passes, "--providers", *providers)
+    assert {row["pass"] for row in rows} == set(passes)
+    ours = [row for row in rows if row["provider"] == "rowmax:torch"]
+    assert len(ours) == 3 * sum(len(cells(text)) for text in FEATURES)
+    for row in ours:
+        assert float(row["off"]) < 1e-5
+        assert row["turns"] == "2"
+        assert all(row[name] for name in ("device", "torch", "date", "threads", "ms", "tflops"))
+    peers = [row for row in ours if row["peer"]]
+    assert {row["peer"] for row in peers} == {"sdpa"}
+    assert len(ours) - len(peers) == 3  # of the softcap, which it lacks
+
+
+def test_the_host_and_the_products_of_matrices_are_timed(tmp_path: Path):
+    cell = "n=16 d=16 b=1 hq=1 dtype=float32"
+    passes = ("host", "host-both", "matmul")
+    rows = measured(tmp_path, "--cells", cell, "--passes", *passes, "--providers", "sdpa")
+    assert [bool(row["host_us"]) for row in rows] == [True, True, False]
+    assert rows[2]["provider"] == "torch"
+
+
+def test_another_checkout_is_timed_in_the_same_run(tmp_path: Path):
+    more = ("--against", str(ROOT), "--passes", "forward", "--processes", "1")
+    rows = measured(tmp_path, "--cells", TINY, "--providers", "rowmax:torch", *more)
+    assert [row["version"] for row in rows] == ["", str(ROOT)]
+    assert rows[0]["peer"] == f"rowmax:torch @ {ROOT}"
+    assert float(rows[0]["ratio"]) > 0
+
+
+def test_a_training_step_compares_losses_and_gradients(tmp_path: Path):
+    cell = "n=64 d=16 b=1 hq=2 causal=1 layers=1"
+    providers = ("none", "sdpa", "rowmax:torch")
+    rows = measured(tmp_path, "--cells", cell, "--passes", "step", "--providers", *providers)
+    assert [row["provider"] for row in rows] == list(providers)
+    assert all(float(row["tokens_per_second"]) > 0 for row in rows)
+    assert rows[2]["off"]
+    assert "losses" in rows[2]["note"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+def test_peak_memory_is_read_in_a_process_of_its_own(tmp_path: Path):
+    cell = "n=1024 d=64 b=1 hq=8 dtype=float32"
+    (row,) = measured(tmp_path, "--cells", cell, "--passes", "memory", "--providers", "sdpa")
+    assert float(row["peak_mib"]) >= 3 * 2  # three gradients of 2 MiB
+
+
+def test_a_wrong_result_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(run.BOUNDS, "float32", 0.0)
+    arguments = ("--device", "cpu", "--turns", "1", "--turn-seconds", "0.001", "--cells", TINY)
+    assert main([*arguments, "--passes", "forward", "--providers", "rowmax:torch"]) == 1
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_the_cells_of_a_set_have_names_of_their_own(name: str):
+    found = [cell for text in SETS[name] for cell in cells(text)]
+    assert found
+    assert len({cell.name for cell in found}) == len(found)
+    assert all(cell.pairs > 0 for cell in found)
+
+
+@dataclass(frozen=True)
+class Tile:
+    block_q: int = 64
+    block_k: int = 64
+    split: bool = False
+
+
+def test_a_change_of_a_tile_is_a_text():
+    tile, constants = variants.changed(Tile(), "128,32,split,STAGED=0,TOGETHER=0.25")
+    assert tile == Tile(128, 32, True)
+    assert constants == {"STAGED": 0, "TOGETHER": 0.25}
+    assert variants.changed(Tile(), "shipped") == (Tile(), {})
+    assert variants.changed(Tile(), "pair.block_q=32", "dq") == (Tile(), {})
+    assert variants.changed(Tile(), "pair.block_q=32", "pair") == (Tile(32), {})
+
+
+def test_every_change_that_is_tried_is_of_a_kernel():
+    lines = [line.split(" ")[0] for line in variants.TRIED.strip().splitlines()]
+    assert set(lines) <= set(variants.KERNELS)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+def test_the_private_names_of_the_adapter_exist():
+    tree = ast.parse(Path(variants.__file__ or "").read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rowmax"):
+            module = import_module(node.module or "")
+            for x in node.names:
+                assert hasattr(module, x.name) or import_module(f"{node.module}.{x.name}")
