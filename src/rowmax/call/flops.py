@@ -1,9 +1,9 @@
-"""How many floating-point operations a call is worth: one count, for every report of a speed.
+"""The floating-point operations of a call: one count, for every report of a speed.
 
-Counted are the matrix products over the pairs (query, key) that the band (causal, window) allows,
-two operations a multiplication and addition, as papers and profilers count. What documents,
-lengths or a boolean tensor forbid depends on values, not on the problem, and is counted in full:
-positions that are aligned to the lengths count as if every key were in use, which is the most.
+The count is that of the matrix products over the pairs (query, key) that the band (causal, window)
+allows, two operations a multiplication and addition, as papers and profilers count. Documents,
+lengths and boolean tensors depend on values, not on the problem: pairs that they mask count.
+Positions aligned to the lengths count as if every key were in use, which is the most.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Lengths = Sequence[tuple[int, int]]
 
 
 def forward_flops(problem: Problem, lengths: Lengths | None = None) -> int:
-    """``q k^T`` and ``P v``.
+    """Return the operations of ``q k^T`` and ``P v``.
 
     ``lengths`` are those (of queries, of keys) of each sequence of a packed call. Without them
     every sequence counts with the longest lengths: exact when all are equal, else a bound.
@@ -25,12 +25,12 @@ def forward_flops(problem: Problem, lengths: Lengths | None = None) -> int:
 
 
 def backward_flops(problem: Problem, lengths: Lengths | None = None) -> int:
-    """``q k^T`` again, ``dO v^T``, and the products of dV, dQ and dK."""
+    """Return those of ``q k^T`` again, ``dO v^T``, and the products of dV, dQ and dK."""
     return 2 * _pairs(problem, lengths) * (3 * problem.d + 2 * problem.dv)
 
 
 def _pairs(problem: Problem, lengths: Lengths | None) -> int:
-    """Allowed pairs of all heads and sequences."""
+    """Return the number of allowed pairs of all heads and sequences."""
     if lengths is not None:
         each = (problem._replace(batch=1, nq=nq, nk=nk) for nq, nk in lengths)
         return sum(_pairs(one, None) for one in each)
@@ -41,13 +41,13 @@ def _pairs(problem: Problem, lengths: Lengths | None) -> int:
 
 
 def _below(problem: Problem, shift: int) -> int:
-    """Pairs with ``j < i + offset + shift``: ``clamp(i + offset + shift, 0, nk)`` over rows."""
+    """Return how many pairs have ``j < i + offset + shift``: that, in [0, nk], summed over rows."""
     first = problem.offset + shift
     return _ramp(first + problem.nq - 1, problem.nk) - _ramp(first - 1, problem.nk)
 
 
 def _ramp(x: int, top: int) -> int:
-    """``clamp(t, 0, top)`` summed over all t up to x."""
+    """Return ``clamp(t, 0, top)`` summed over all t up to x."""
     if x <= 0:
         return 0
     under = min(x, top)

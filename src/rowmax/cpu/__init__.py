@@ -10,5 +10,5 @@ __all__ = ["backward", "forward", "supports"]
 
 
 def supports(problem: Problem, call: str) -> str | None:
-    """Everything that runs on a CPU."""
+    """Return None: the backend refuses nothing that runs on a CPU."""
     return None

@@ -157,7 +157,7 @@ def _parts(problem: Problem, owners: int) -> int:
 
 
 def _outputs(call: Call, tensors: Tensors, wanted: Wanted, parts: int) -> dict[str, Tensor]:
-    """Return what the kernels write: sums by part, but dq, whose rows have one writer each."""
+    """Return tensors for the kernels to write: sums by part, but dq, whose rows have one writer."""
     sums: dict[str, Tensor] = {}
     call.set(parts=parts)
     if wanted.q:
@@ -357,7 +357,7 @@ def tile_gradients(call, seq, place, part, p, rows, head, tile, buffers, like, o
     score_tile(operand_like, tile.s, tile.queries, head.k_panels, part, n, call.d_operand)
     score_tile(operand_like, tile.dp, tile.douts, head.v_panels, part, n, call.value_d_operand)
     y, keep = buffers.y[:width], buffers.kept
-    # where nothing else is to be done to dS, it is made with the scale in it
+    # without dbias and softcap dS is made with the scale in it, which saves a pass
     unit = 1.0 if call.dbias.address or y.size else call.scale
     for r in range(n):
         i = place.i0 + r
@@ -418,9 +418,9 @@ def add_products(call, seq, place, part, whole, q, dout, head, tile, like, opera
 
 @njit
 def sum_far_rows(call, seq, state, place, rows, head, tile, buffers, like, operand_like):
-    """Write the log of the sum of ``exp(s - lse)`` of each row to rest: rounding took it from lse.
+    """Write the log of the sum of ``exp(s - lse)``, which rounding took from lse, to rest.
 
-    It is made for rows whose lse is far from 0 (``FAR``); of others it is too small to matter.
+    Rows whose lse is near 0 (``FAR``) keep 0: theirs is too small to matter.
     """
     zero = like.dtype.type(0)
     far = False
@@ -479,7 +479,7 @@ def gradient_row(p, ds, kept, row, keep_scale, unit):
 
 @njit(fastmath=STRICT)
 def scaled_dx(ds, y, scale):
-    """Make dS ``scale dX``: what both dQ and dK are made of.
+    """Make dS ``scale dX``, a factor of both dQ and dK.
 
     A dS of 0 stays 0: under a masked pair y may be that of a key that is NaN.
     """

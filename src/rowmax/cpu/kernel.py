@@ -1,4 +1,4 @@
-"""How the kernels are compiled, cached on disk, and run on threads."""
+"""Compiling the kernels, keeping them on disk, and running them on threads."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def _tiled(name, full, single, w, size, a_row):
     """Return ``C[m, n] (+)= A[m, k] B[k, n]``; m is rounded up to MR, n is whole vectors.
 
     The types of its arguments do not tell one from another, so each has a name of its own: Numba
-    keeps apart what is compiled in one process, but not what comes from its cache on disk.
+    keeps functions of one process apart, but not those from its cache on disk.
     """
 
     def multiply(m, n, k, c, c_row, a, a_stride, b, b_stride, add):

@@ -1,4 +1,4 @@
-"""The steps of one row of one tile: its scores, their exponentials, what dropout keeps.
+"""The steps of one row of one tile: its scores, their exponentials, dropout's draws.
 
 A row is a stretch of the score tile, -inf where masked: in natural units where
 ``Problem.natural``, else in base 2, as ``s log2(e)``. Each loop here is over the columns of a row
@@ -205,7 +205,7 @@ def draws(kept, seed, s, h, i, j, threshold):
 
 @njit
 def keep_row(kept, n, call, s, h, i, j0):
-    """Return what dropout keeps of the n keys from j0 on, as 1 and 0, a part of ``kept``."""
+    """Return 1 for each of the n keys from j0 on that dropout keeps, else 0; a part of ``kept``."""
     before = j0 % 64
     for j in range(0, before + n, 64):
         draws(kept[j : j + 64], call.seed, s + call.first, h, i, j0 - before + j, call.threshold)

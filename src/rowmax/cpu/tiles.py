@@ -1,4 +1,4 @@
-"""Where tiles lie: a head's rows, the keys that a tile of queries sees, the scores of a tile."""
+"""The places of tiles: rows of a head, keys that a tile of queries sees, scores of a tile."""
 
 from __future__ import annotations
 

@@ -8,34 +8,32 @@ inputs, which is what standard attention would have given. An answer x is right 
 
 and it is infinite exactly where ref is. NaN is never right.
 
-``noise`` is what the tile recurrence cannot avoid and standard attention may. Tiles hold
-``P = exp(s - lse)`` and not ``exp(s - m) / l``, so one rounding of s and one of lse, each by up
-to u of its size in the accumulator, move P by ``u (|s| + |lse|)`` of itself; another ``2 u`` is
-that of the exponential and the product after it. And dS is a difference, ``dP - Delta + dLSE``,
-whose terms carry these errors also where they cancel. So x may be off by the sum that defines
-it, taken over absolute values and weighed with ``u (2 + |s| + |lse|)``. In float32 this is of
-the size of std's own error; for half precision it vanishes beside it. Where terms cancel
-exactly in std (dS of a row that sees one key), ref is 0 and noise is all that there is: where
-norm(ref) is no more than norm(noise), the second line allows norm(noise).
+``noise`` is an error that the tile recurrence cannot avoid and standard attention may. Tiles hold
+``P = exp(s - lse)`` and not ``exp(s - m) / l``. One rounding of s and one of lse, each by up to u
+of its size in the accumulator, change P by ``u (|s| + |lse|)`` of itself; the exponential and the
+product after it add ``2 u``. The terms of ``dS = P (dP - Delta + dLSE)`` carry these errors also
+where they cancel. So x may be off by the sum that defines it, over absolute values and times
+``u (2 + |s| + |lse|)``. In float32 this is of the size of std's own error; for half precision it
+vanishes beside it. Where terms cancel exactly in std (dS of a row that sees one key), ref is 0 and
+x is noise alone: where norm(ref) is no more than norm(noise), the second line allows norm(noise).
 
-float32 on a GPU is computed by tensor cores, as three products of tf32. They cut off what does
-not fit into a sum where others round, so errors of the additions have one sign and grow with their
-number. A sum over n takes 3 n / 8 additions; each is off by u of the partial sum in the mean (by
-2 u at the most), and partial sums grow evenly: together by ``3 n / 16`` u of the sum. Scores are
-such sums over D, and dP over Dv. A score ``x = sum q_d k_d`` may be small where its partial sums
-are not, so their size is taken as ``|x| + sqrt(sum (q_d k_d)^2)``. Measured on an H100 (triton
-3.6.0), n = 512, where the term is 96 u: 21 u of that root in the mean square and 101 u at the most,
-and 18 u of |x| in the mean where |x| is large; PyTorch's own float32 products: 2.3 u, 12.5 u and
-0.2 u. noise contains the term, and its norm (``cut``) is added to the second line.
+Tensor cores of a GPU compute float32 as three products of tf32. They truncate each sum where others
+round, so errors of the additions have one sign and grow with their number. A sum over n takes 3 n /
+8 additions; each is off by u of the partial sum in the mean (by 2 u at the most), and partial sums
+grow evenly: together by ``3 n / 16`` u of the sum. Scores are such sums over D, and dP over Dv. A
+score ``x = sum q_d k_d`` may be small where its partial sums are not, so their size is taken as
+``|x| + sqrt(sum (q_d k_d)^2)``. Measured on an H100 (triton 3.6.0), n = 512, where the term is 96
+u: 21 u of that root in the mean square and 101 u at the most, and 18 u of |x| in the mean where |x|
+is large; PyTorch's own float32 products: 2.3 u, 12.5 u and 0.2 u. noise contains the term, and its
+norm (``cut``) is added to the second line.
 
-A backward in half precision reads o rounded, for ``Delta = dO . o``. Each of its numbers is off by
+A backward in half precision reads o rounded, for ``Delta = dO . o``. Each number of o is off by
 at most u of half precision and by ``u / sqrt(3)`` in the mean square, independently, so Delta is
 off by ``4 u / sqrt(3) sqrt(sum (dO o)^2)`` at four standard deviations. It shows where dP and Delta
 cancel, as in rows that see one key.
 
-Where std is not finite although ref is (standard attention in half precision overflows with a large
-scale or softcap), it says nothing: an error of ``limit``, of max |ref| and of its norm, takes the
-place of its own.
+Where ref is finite and std is not (standard attention in half precision overflows with a large
+scale or softcap), an error of ``limit``, of max |ref| and of its norm, replaces that of std.
 """
 
 from __future__ import annotations
@@ -51,8 +49,8 @@ from . import dense
 
 OUTPUT, GRADIENT = 2.0, 3.0
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}
-#: to first order a rounding error is proportional to the unit roundoff, so what float64 may do
-#: is what float32 may do, scaled; its std is computed in float32
+#: to first order a rounding error is proportional to the unit roundoff, so float64's limits are
+#: those of float32, scaled; its std is computed in float32
 TO_FLOAT64 = 2.0**-29
 LIMITS[torch.float64] = LIMITS[torch.float32] * TO_FLOAT64
 
@@ -60,7 +58,7 @@ LIMITS[torch.float64] = LIMITS[torch.float32] * TO_FLOAT64
 class Noise(NamedTuple):
     """The noise of a tensor's elements: the largest, and the norm of all.
 
-    ``cut`` is the norm of what tensor cores cut off.
+    ``cut`` is the norm of the error of tensor cores' truncation.
     """
 
     largest: float
@@ -79,7 +77,7 @@ def complaint(
     factor: float = OUTPUT,
     noise: Noise = NO_NOISE,
 ) -> str | None:
-    """What is wrong with x by the rule, or None."""
+    """Return a sentence on how x breaks the rule, or None."""
     if x.shape != ref.shape:
         return f"shape {list(x.shape)}, want {list(ref.shape)}"
     x, ref, std = x.detach().double(), ref.double(), std.double()
@@ -102,8 +100,8 @@ def complaint(
     if not error <= allowed:
         return f"max error {error:.3g}, allowed {allowed:.3g} (std has {theirs:.3g})"
     size, off = ref.norm().item(), (x - ref).norm().item()
-    # Where std itself is past the limit (what cancels, such as dS of a row that sees one key,
-    # has noise for a value), no answer of this dtype could keep it: the factor rules instead.
+    # Where std itself is past the limit (dS of a row that sees one key cancels, and is noise), no
+    # answer of this dtype could keep it: the factor rules instead.
     limit = max(LIMITS[dtype] * size, factor * their_norm)
     if size <= noise.norm:
         limit = max(limit, noise.norm)
@@ -114,14 +112,14 @@ def complaint(
 
 
 def relative_error(x: Tensor, ref: Tensor) -> float:
-    """``norm(x - ref) / norm(ref)`` where ref is finite."""
+    """Return ``norm(x - ref) / norm(ref)`` where ref is finite."""
     finite = ref.isfinite()
     off, size = (x.double() - ref)[finite].norm().item(), ref[finite].norm().item()
     return off / size if size else off
 
 
 def ulp(value: float, dtype: torch.dtype) -> float:
-    """The spacing of ``dtype``'s numbers at a value."""
+    """Return the spacing of ``dtype``'s numbers at a value."""
     if value == 0:
         return 0.0
     info = torch.finfo(dtype)
@@ -131,10 +129,9 @@ def ulp(value: float, dtype: torch.dtype) -> float:
 def noise(
     problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> dict[str, Noise]:
-    """The noise of out, lse and each gradient: see above. The letters are the backward's.
+    """Return the noise of out, lse and each gradient, of the definition's out and lse.
 
-    All with a batch dimension, out and lse as the definition has them. What is not finite in k
-    and v is taken for masked.
+    All have a batch dimension. Numbers of k and v that are not finite count as masked.
     """
     q, k, v, dO, o = (
         t.detach().double().nan_to_num(0.0, 0.0, 0.0).abs().transpose(1, 2)
@@ -150,7 +147,7 @@ def noise(
     sigma = lse if tensors.sink is None else tensors.sink.detach().double()[:, None]
 
     def sums(weight: Tensor, of_sink: Tensor, of_dP: float, delta: Tensor) -> dict[str, Tensor]:
-        """The sums over absolute values, P weighed so and dP and Delta by so much more."""
+        """Return the sums over absolute values: P times weight, dP and Delta with more."""
         dP = R * (weight + of_dP) * products[0]
         dS = dP + P * dP.sum(-1, keepdim=True) + P * (weight * products[1] + delta)
         found = {"out": (R * weight) @ v, "lse": (P * weight).sum(-1)}
@@ -190,7 +187,7 @@ def noise(
 
 
 def _partial_sums(problem: Problem, tensors: Tensors) -> Tensor:
-    """Size of the partial sums of each score, times the derivative of the score by them."""
+    """Return the size of each score's partial sums, times the score's derivative by them."""
     q, k = (
         t.detach().double().nan_to_num(0.0, 0.0, 0.0).transpose(1, 2)
         for t in (tensors.q, tensors.k)
@@ -204,7 +201,7 @@ def _partial_sums(problem: Problem, tensors: Tensors) -> Tensor:
 
 
 def _weights(problem: Problem, tensors: Tensors) -> Tensor:
-    """P R, ``[B, Hq, Nq, Nk]``: what attention gives when each value stands for its own key."""
+    """Return P R, ``[B, Hq, Nq, Nk]``: attention over values that are the keys' unit vectors."""
     n = tensors.k.shape[1]
     each = torch.eye(n, dtype=torch.float64, device=tensors.q.device)[None, :, None]
     each = each.expand(tensors.k.shape[0], n, problem.hk, n)
@@ -214,7 +211,7 @@ def _weights(problem: Problem, tensors: Tensors) -> Tensor:
 
 
 def _by_sequence(problem: Problem, tensors: Tensors, dS: Tensor) -> Tensor:
-    """``[1, Hq, total_q, total_k]`` -> ``[S, Hq, Nq, Nk]``, zero where there is no pair."""
+    """Return ``[S, Hq, Nq, Nk]`` of ``[1, Hq, total_q, total_k]``, zero where there is no pair."""
     parts = dS.new_zeros(problem.batch, problem.hq, problem.nq, problem.nk)
     for b, (rows, cols, one, _) in enumerate(each_sequence(problem, tensors)):
         parts[b, :, : one.nq, : one.nk] = dS[0, :, rows, cols]

@@ -1,4 +1,4 @@
-"""The band of causal masks and windows: which stretch of one side another stretch sees.
+"""The band of causal masks and windows: the range of one side that a range of the other sees.
 
 A band is ``-back <= y - (x + shift) <= ahead``; a limit of None does not limit. It reads alike from
 both sides. Keys that queries see: x is a query, y a key, ``shift = offset``, ``back = left``,

@@ -1,4 +1,4 @@
-"""Which probabilities dropout keeps: a counter-based generator on (seed, b, h, i, j).
+"""The probabilities that dropout keeps: a counter-based generator on (seed, b, h, i, j).
 
 Philox4x32 with seven rounds, the fewest that Salmon et al. ("Parallel random numbers: as easy
 as 1, 2, 3", SC 2011) found to pass every test of BigCrush. One call makes eight 16-bit draws.

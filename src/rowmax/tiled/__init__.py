@@ -7,5 +7,5 @@ __all__ = ["backward", "forward", "supports"]
 
 
 def supports(problem: object, call: str) -> str | None:
-    """None: nothing is refused, except a call that this backend does not make."""
+    """Return None: the backend refuses nothing but a call that it does not have."""
     return None if call in ("forward", "backward") else f"it has no {call}"

@@ -117,8 +117,10 @@ class Numbers(NamedTuple):
     allowed: Any = None
     q_ids: Any = None  # strides of the batch
     k_ids: Any = None
-    order: Any = None  # Lists
+    # one of these is None: triton 3.6 loses the constants of a record within this one, in a loop,
+    # unless a constant of this one follows
     states: Any = None  # Pairs of tiles
+    order: Any = None  # Lists
     bias_batch: Any = None
     together: Any = 1  # heads whose tiles alternate
 

@@ -1,5 +1,5 @@
 # ruff: noqa: RET505, SIM102, SIM108, RUF100  (compiled code tells its branches apart by else)
-"""Shared parts of the kernels: places, tiles in memory, tile lists, scores, masks, dropout, weights.
+"""Shared parts of the kernels: places, tiles in memory, lists of tiles, scores, masks, weights.
 
 Kernels pass the records of ``kernel_args.py``: ``ptr``, ``num`` and ``cfg``. ``row`` and ``col``
 are query and key positions within a sequence, shaped to broadcast, so that a kernel may hold its
