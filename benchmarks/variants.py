@@ -37,7 +37,7 @@ hopper.forward 128 bias: b_stages=4,block_k=64,k_stages=3,v_stages=3
 hopper.forward 256 bias: b_stages=1
 hopper.backward 64: HELD=0 ORDERED=1,FRESH=1
 hopper.backward 128: ORDERED=0,FRESH=0 ORDERED=1,FRESH=1
-hopper.backward 256: pair.q_stages=2,pair.alone=0
+hopper.backward 256: dkdv.Q_STAGES=2,dkdv.ALONE=0
 triton.delta 128: 16,16,4,2 32,16,4,2 64,16,4,2 64,16,8,2 128,16,8,2 TOGETHER=0
 triton.delta 256: 16,16,4,2 32,16,4,2 64,16,4,2 32,16,8,2 64,16,8,2 TOGETHER=0
 triton.dkdv 128: 64,128,8,3 64,128,8,4 64,128,8,2 64,64,4,2
@@ -116,36 +116,39 @@ def hopper_forward(cell: Cell, x: Inputs, change: str) -> Call:
     return lambda: (plan.launch(copies, pointers, plan.last), out)[1]
 
 
+#: the part of a Hopper backward -> the name of its config
+_PARTS = {"fused": "FusedConfig", "dq": "DqConfig", "dkdv": "DkdvConfig"}
+
+
 def hopper_backward(part: str, cell: Cell, x: Inputs, change: str) -> Call:
-    """Return the whole backward, or the launch of the rows, or those of gradients alone."""
-    from rowmax.call.problem import Wanted
+    """Return the whole backward, or the launch of the rows, or one of gradients alone."""
+    from rowmax.call.inputs import Gradients, Wanted
     from rowmax.gpu import hopper
-    from rowmax.gpu.hopper.gradients import launch, plans
-    from rowmax.gpu.hopper.gradients.tiles import sizes_of, tiles_of
+    from rowmax.gpu.hopper import backward_host as host
+    from rowmax.gpu.hopper.backward_tiles import TILES, sizes_of
 
     tensors, problem = posed(cell, x)
-    tiles = tiles_of(sizes_of(problem.d, problem.dv))
-    found = {kind: changed(tile, change, kind) for kind, tile in tiles.items()}
-    options = next(iter(found.values()))[1]
-    tiles = {kind: tile for kind, (tile, _) in found.items()}
+    names = {name: kind for kind, name in _PARTS.items()}
+    shipped = TILES[sizes_of(problem.d, problem.dv)]
+    found = [changed(tile, change, names[type(tile).__name__]) for tile in shipped]
+    tiles = tuple(tile for tile, _ in found)
     out, lse = hopper.forward(problem, tensors)
-    plan = plans.made(problem, tensors, x.dout, tiles, dbias=cell.dbias, **options)
+    plan = host.build_plan(problem, tensors, x.dout, tiles, dbias=cell.dbias, **found[0][1])
     wanted = Wanted(True, True, True, cell.dbias, False)
-    given = (problem, tensors, out, lse, x.dout, None, wanted)
     if not part:
-        return lambda: launch.launch(plan, *given)[:4]
+        return lambda: host.launch(plan, problem, tensors, out, lse, x.dout, None, wanted)[:4]
     if cell.bias:
         raise UnsupportedError("a launch alone without bias")
-    made = (*(torch.empty_like(t) for t in tensors[:3]), None)
+    made = Gradients(*(torch.empty_like(t) for t in tensors[:3]))
+    rows = (out, lse, x.dout, None)
     if part == "rows":
-        return lambda: launch.prepared(plan, *given, made) and None
-    t, _ = launch.prepared(plan, *given, made)
-    if plan.together and part != "main":
-        raise UnsupportedError("all gradients are made in one launch")
-    if plan.together:
-        return lambda: launch.together(plan, problem, tensors, x.dout, t)
-    works = tuple(work for work in plan.works if part in ("main", work.config.KIND))
-    return lambda: launch.apart(plan._replace(works=works), problem, tensors, x.dout, t)
+        return lambda: host.prepare(plan, problem, tensors, rows, wanted, made) and None
+    t, _ = host.prepare(plan, problem, tensors, rows, wanted, made)
+    works = [(n, w) for n, w in enumerate(plan.works) if type(w.config).__name__ == _PARTS[part]]
+    if not works:
+        raise UnsupportedError(f"no launch {part} at this head size")
+    n, work = works[0]
+    return lambda: host.run(work, problem, tensors, x.dout, t, made, n)
 
 
 # --- Triton ------------------------------------------------------------------------------------
@@ -201,9 +204,9 @@ KERNELS: dict[str, tuple[Callable[[Cell, Inputs, str], Call], int]] = {
     "hopper.forward": (hopper_forward, 2),
     "hopper.backward": (partial(hopper_backward, ""), 5),
     "hopper.rows": (partial(hopper_backward, "rows"), 0),
-    "hopper.main": (partial(hopper_backward, "main"), 5),
+    "hopper.fused": (partial(hopper_backward, "fused"), 5),
     "hopper.dq": (partial(hopper_backward, "dq"), 3),
-    "hopper.pair": (partial(hopper_backward, "pair"), 4),
+    "hopper.dkdv": (partial(hopper_backward, "dkdv"), 4),
 }
 _JOBS = {"forward": 2, "delta": 0, "dkdv": 4, "dk": 3, "dv": 2, "dq": 3, "dbias": 2}
 KERNELS |= {f"triton.{job}": (partial(triton_job, job), n) for job, n in _JOBS.items()}

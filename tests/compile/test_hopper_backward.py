@@ -1,9 +1,9 @@
-"""What the Hopper backward must compile to, for every head size and feature. Needs no GPU.
+"""The machine code of the Hopper backward, for every head size and feature. Needs no GPU.
 
-Things that no test of results would notice: registers that overflow into memory in a loop over
-tiles, products that the assembler makes wait for one another, exponentials that it moves from under
-the product that hides them to after it, and a thread that arrives at a barrier before the others
-of its warpgroup have come to what it gives away.
+No test of results notices these faults: registers that spill in a loop over tiles, products that
+the assembler makes wait for one another, exponentials that it moves below the product that hides
+them, and a thread that arrives at a barrier before the other threads of its warpgroup have read
+the buffer that it releases.
 """
 
 from __future__ import annotations
@@ -19,7 +19,15 @@ if find_spec("triton") is None or sys.platform != "linux":
 
 import triton
 
-from rowmax.gpu.hopper.gradients.tiles import SHARED_BIAS, TILES, WARPGROUPS, WIDE, tiles_of
+from rowmax.gpu.hopper.backward_tiles import (
+    SHARED_BIAS,
+    TILES,
+    WARPGROUPS,
+    DbiasConfig,
+    DkdvConfig,
+    DqConfig,
+    FusedConfig,
+)
 from rowmax.gpu.hopper.tiles import SHARED
 
 from . import sass
@@ -47,10 +55,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "bias lengths": {"BIAS": True, "PREFIX": True, "RAGGED": True},
     "bias documents": {"BIAS": True, "DOCUMENTS": True, "RIGHT": True},
 }
-#: what wide heads are compiled with beside
+#: by kernel of wide heads: further features at the largest head size
 WIDE_FEATURES = {
     "dq": ("lengths", "packed", "alibi", "bias", "dbias", "row", "column"),
-    "pair": (
+    "dkdv": (
         "window",
         "lengths",
         "packed",
@@ -64,44 +72,47 @@ WIDE_FEATURES = {
 }
 
 
+NAMES = {FusedConfig: "fused", DqConfig: "dq", DkdvConfig: "dkdv", DbiasConfig: "dbias"}
+
+
 def cases():
-    """(head sizes, features, dtype): every size plainly, every feature at the size of most models,
-    and at others what is heaviest there."""
-    of_all = [name for name in FEATURES if "bias" not in name or "dbias" in name]
-    for size in TILES:
-        some = ("full", "causal", "packed", "dbias", "dbias alone", "row", "column")
-        names = of_all if size == (128, 128) else some
-        for name in names:
-            yield size, "all", name, "bf16"
-        yield size, "all", "causal", "fp16"
-    for size, tiles in WIDE.items():
-        for kind in tiles:
-            more = WIDE_FEATURES[kind] if size == (256, 256) else ()
-            for name in ("full", "causal", *more):
-                yield size, kind, name, "bf16"
-    for size in SHARED_BIAS:
+    """Yield (tile, features, dtype): every size plainly, every feature at the size of most models,
+    and at others the features that take most registers."""
+    every = [name for name in FEATURES if "bias" not in name or "dbias" in name]
+    for size, tiles in TILES.items():
+        for tile in tiles:
+            if isinstance(tile, FusedConfig):
+                some = ["full", "causal", "packed", "dbias", "dbias alone", "row", "column"]
+                names = every if size == (128, 128) else some
+            else:
+                more = WIDE_FEATURES[NAMES[type(tile)]] if size == (256, 256) else ()
+                names = ["full", "causal", *more]
+            for name in names:
+                yield tile, name, "bf16"
+            if isinstance(tile, FusedConfig):
+                yield tile, "causal", "fp16"
+    for tile in SHARED_BIAS.values():
         for name in ("bias", "causal bias", "bias lengths"):
-            yield size, "dbias", name, "bf16"
-    yield (128, 128), "dbias", "bias documents", "bf16"
+            yield tile, name, "bf16"
+    yield SHARED_BIAS[128, 128], "bias documents", "bf16"
 
 
 #: the triton that torch 2.11 pins
 OLDEST = triton.__version__.startswith("3.6.")
-#: LDL and STL in a loop, and bytes that a thread may put by out of loops: the most that was
-#: measured. With the oldest there are none in a loop but where a bias has a gradient, and for
-#: ALiBi's distances.
-PUT_BY = (0, 144) if OLDEST else (6, 208)
-#: the same for what takes more, with the oldest and with 3.9
+#: the most LDL and STL in a loop, and bytes of stack, that were measured. With the oldest there are
+#: none in a loop, but where a bias has a gradient, and for ALiBi's distances.
+SPILLS = (0, 144) if OLDEST else (6, 208)
+#: the same for kernels with more, with the oldest and with 3.9
 MORE = {
-    ("all", "dbias"): ((4, 128), PUT_BY),
-    ("all", "dbias alone"): ((8, 48), PUT_BY),
-    ("all", "row"): ((5, 144), (16, 208)),
-    ("pair", "row"): (PUT_BY, (9, 208)),
-    # a number a query is 16 more in a thread; such a bias changes lse alone, so it is rare
-    # (measured with 3.9, and taken for the oldest as well)
-    ("all", "column"): ((22, 240), (22, 240)),
-    ("pair", "column"): ((25, 208), (25, 208)),
-    ("dq", "alibi"): ((36, 216), PUT_BY),
+    ("fused", "dbias"): ((4, 128), SPILLS),
+    ("fused", "dbias alone"): ((8, 48), SPILLS),
+    ("fused", "row"): ((5, 144), (16, 208)),
+    ("dkdv", "row"): (SPILLS, (9, 208)),
+    # a number for each query is 16 more in a thread; such a bias changes lse alone, so it is rare
+    # (measured with 3.9, and used for the oldest as well)
+    ("fused", "column"): ((22, 240), (22, 240)),
+    ("dkdv", "column"): ((25, 208), (25, 208)),
+    ("dq", "alibi"): ((36, 216), SPILLS),
     ("dq", "dbias"): ((21, 248), (22, 208)),
     ("dbias", "bias"): ((2, 40), (8, 40)),
     ("dbias", "causal bias"): ((3, 40), (16, 40)),
@@ -109,22 +120,27 @@ MORE = {
     ("dbias", "bias documents"): ((40, 168), (51, 152)),
 }
 #: for products, in a step
-WAITS = {"all": 3, "dq": 3, "pair": 2, "dbias": 2}
+WAITS = {"fused": 3, "dq": 3, "dkdv": 2, "dbias": 2}
 #: exponentials that may come after the wait for the product beside them, of 32
 LATE = 7 if OLDEST else 9
-#: a row of a bias arrives late: one of the two warpgroups puts its exponentials off until after the
-#: product (481 TFLOP/s on an H200, 485 without a bias), the other does not
-ONE_IN_TIME = ((64, 64), "all", "row")
+#: a row of a bias arrives late: one of the two warpgroups has its exponentials after the product
+#: (481 TFLOP/s on an H200, 485 without a bias), the other does not
+ONE_IN_TIME = (64, "fused", "row")
 
 
 @pytest.mark.parametrize(
-    ("size", "kind", "name", "dtype"),
-    [pytest.param(*case, id=f"{case[0][0]}x{case[0][1]}-{'-'.join(case[1:])}") for case in cases()],
+    ("tile", "name", "dtype"),
+    [
+        pytest.param(*case, id=f"{case[0].D}x{case[0].DV}-{NAMES[type(case[0])]}-{name}-{dtype}")
+        for case in cases()
+        for _, name, dtype in [case]
+    ],
 )
-def test_compiles_to(size, kind, name, dtype):
-    tile = SHARED_BIAS[size] if kind == "dbias" else tiles_of(size)[kind]
-    kernel = build(config(*size, tile, KIND=kind, **FEATURES[name]), tile.registers, dtype)
-    loops = kernel.loops(16 if (kind, name) == ("dq", "dbias") else 0)  # which are of two numbers
+def test_compiles_to(tile, name, dtype):
+    kind = NAMES[type(tile)]
+    kernel = build(config(tile, **FEATURES[name]), dtype)
+    # exponents of the dq kernel with dbias are of two numbers
+    loops = kernel.loops(16 if (kind, name) == ("dq", "dbias") else 0)
     assert len(loops) >= 2
     stays_in_registers(kernel, loops, kind, name)
     assert kernel.too_early(WARPGROUPS) == []
@@ -136,29 +152,29 @@ def test_compiles_to(size, kind, name, dtype):
         texts = [line.text for line in loop]
         waits = [n for n, text in enumerate(texts) if "WARPGROUP.DEPBAR" in text]
         # one after each HGMMA where products wait for one another; dQ is waited for, and before it
-        # dV, where it takes the registers of P (consumer.step)
-        own_dq = kind == "all" and name != "dbias alone"
-        assert len(waits) == WAITS[kind] + own_dq + (own_dq and not tile.ahead)
-        if kind != "pair":  # which has no other product in flight
-            wait = waits[0 if kind == "all" else 1]
-            late.append(exponentials_after(texts, wait, tile.block_q))
-    if (size, kind, name) == ONE_IN_TIME:
+        # dV, where dQ takes the registers of P (backward_fused.step)
+        own_dq = kind == "fused" and name != "dbias alone"
+        assert len(waits) == WAITS[kind] + own_dq + (own_dq and not tile.AHEAD)
+        if kind != "dkdv":  # which has no other product in flight
+            wait = waits[0 if kind == "fused" else 1]
+            late.append(exponentials_after(texts, wait, tile.BLOCK_STREAMED))
+    if (tile.D, kind, name) == ONE_IN_TIME:
         late = sorted(late)[: len(late) // 2]
     assert all(n <= LATE for n in late)
 
 
 def stays_in_registers(kernel: Built, loops: list[list[Line]], kind: str, name: str) -> None:
-    most, stack = MORE.get((kind, name), (PUT_BY, PUT_BY))[not OLDEST]
+    most, stack = MORE.get((kind, name), (SPILLS, SPILLS))[not OLDEST]
     assert max(count(loop, "(LDL|STL)") for loop in loops) <= most
     assert kernel.stack <= stack
     assert kernel.shared <= SHARED
-    # one that nobody uses would lie where something else does
+    # a barrier without use would share its memory with another
     assert len(set(kernel.barriers())) == len(kernel.barriers()) > 0
 
 
-def exponentials_after(texts: list[str], wait: int, block_q: int) -> int:
-    """How many come after the wait for dP (the first; the second of dQ alone), that is not beside
-    the product."""
+def exponentials_after(texts: list[str], wait: int, block: int) -> int:
+    """Return how many exponentials come after the wait for dP (the first; the second of dQ alone):
+    those are not beside the product."""
     after = sum("MUFU.EX2" in text for text in texts[wait:])
-    assert sum("MUFU.EX2" in text for text in texts[:wait]) + after >= block_q // 2
+    assert sum("MUFU.EX2" in text for text in texts[:wait]) + after >= block // 2
     return after

@@ -63,10 +63,8 @@ def _triton(p: Problem) -> Hashable:
 
 def _hopper(p: Problem, case: Case) -> Hashable:
     from rowmax.gpu import hopper
-    from rowmax.gpu.hopper import host
+    from rowmax.gpu.hopper import backward_bias, backward_host, backward_tiles, host
     from rowmax.gpu.hopper import tiles as forward
-    from rowmax.gpu.hopper.gradients import biases, plans
-    from rowmax.gpu.hopper.gradients import tiles as gradients
 
     refused = hopper._refused(p), hopper._refused_backward(p)
     if any(refused) or not (p.total_k and p.total_q and p.batch):
@@ -80,9 +78,10 @@ def _hopper(p: Problem, case: Case) -> Hashable:
     processors = host.processors(torch.device("cuda", 0)) if cuda else PROCESSORS
     tile = forward.tile_for(p, how, processors)
     found: list[Hashable] = [forward.config_for(p, tile, how, forward.packed_heads(p, how))]
-    by = biases.gradient_by(p) if p.bias is not None else ""
-    for kind, one in gradients.tiles_of(gradients.sizes_of(p.d, p.dv)).items():
-        found.append(gradients.config_for(p, one, **plans.bias_options(p, kind, by)))
+    by = backward_bias.gradient_by(p) if p.bias is not None else ""
+    for one in backward_tiles.TILES[backward_tiles.sizes_of(p.d, p.dv)]:
+        options = backward_host.bias_options(p, one, by)
+        found.append(backward_tiles.config_for(p, one, **options))
     return (*found, by)
 
 

@@ -32,7 +32,7 @@ def forget_plans() -> None:
     """Empty every cache of launches, so that each is built again."""
     importlib.import_module("rowmax.gpu.triton.launch")._jobs.clear()
     importlib.import_module("rowmax.gpu.hopper.host")._PLANS.clear()
-    importlib.import_module("rowmax.gpu.hopper.gradients.plans").PLANS.clear()
+    importlib.import_module("rowmax.gpu.hopper.backward_host").PLANS.clear()
     importlib.import_module("rowmax.gpu.hopper.packed")._placing.cache_clear()
 
 

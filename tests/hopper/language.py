@@ -147,11 +147,14 @@ def install() -> None:
     }  # fmt: skip
     module("triton", jit=jit, __version__="3.6.0")
     module("rowmax.gpu.triton")
+    module("rowmax.gpu.triton.rules", any_range=None)
     module("rowmax.gpu.compiled", Launch=Launch)
     module("rowmax.gpu.compat", graphs_exist=lambda: False, spills=lambda kernel: 0)
     module("triton._C")
     module("triton._C.libtriton", ir=None)
     sys.modules["triton.language"] = sys.modules["triton"].language = gl  # pyright: ignore
+    module("triton.language.extra")
+    module("triton.language.extra.cuda", gdc_wait=None)
     module("triton.experimental")
     module("triton.experimental.gluon._runtime", GluonASTSource=None)
     module("triton.experimental.gluon", jit=same, constexpr_function=same, language=gl)

@@ -17,15 +17,21 @@ from tests.hopper import language, machine
 
 language.install()
 
-from rowmax.gpu.hopper.gradients.bundles import Numbers, Pointers  # noqa: E402
-from rowmax.gpu.hopper.gradients.kernel import backward  # noqa: E402
-from rowmax.gpu.hopper.gradients.shared_bias import shared_bias  # noqa: E402
-from rowmax.gpu.hopper.gradients.tiles import GradientConfig  # noqa: E402
-from rowmax.gpu.hopper.gradients.wide_kernel import wide  # noqa: E402
-from rowmax.gpu.hopper.tiles import Constants  # noqa: E402
+from rowmax.gpu.hopper import backward_tiles  # noqa: E402
+from rowmax.gpu.hopper.backward_args import Numbers, Pointers  # noqa: E402
+from rowmax.gpu.hopper.backward_dbias import backward_dbias  # noqa: E402
+from rowmax.gpu.hopper.backward_dkdv import backward_dkdv  # noqa: E402
+from rowmax.gpu.hopper.backward_dq import backward_dq  # noqa: E402
+from rowmax.gpu.hopper.backward_fused import backward  # noqa: E402
+from rowmax.gpu.hopper.backward_lib import Constants  # noqa: E402
 
 BUNDLES = {"Pointers": Pointers, "Numbers": Numbers}
-KERNELS = {"backward": backward, "wide": wide, "shared_bias": shared_bias}
+KERNELS = {
+    "backward": backward,
+    "backward_dq": backward_dq,
+    "backward_dkdv": backward_dkdv,
+    "backward_dbias": backward_dbias,
+}
 
 
 def made(argument: Any, arrays: list[np.ndarray]) -> Any:
@@ -43,7 +49,7 @@ def made(argument: Any, arrays: list[np.ndarray]) -> Any:
     if kind == "bundle":
         return BUNDLES[of[0]](*(made(x, arrays) for x in of[1]))
     if kind == "config":
-        return Constants(GradientConfig(**of[0]))
+        return Constants(getattr(backward_tiles, of[0])(**of[1]))
     return machine.scalar(of[0])
 
 

@@ -28,14 +28,18 @@ def run(*arguments: str, **variables: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_kernels():
+@pytest.mark.skipif(
+    find_spec("triton") is None or sys.platform != "linux", reason="needs triton, on Linux"
+)
+@pytest.mark.parametrize("size", ["-64-64", "-128-128", "-256-128", "-256-256"])
+def test_kernels(size):
     pytest.importorskip("numpy")
-    run("tests.hopper.backward_model")
+    run("tests.hopper.whole", "--kernels", f"--only={size}", TRITON_INTERPRET="1")
 
 
-def test_turns():
+def test_order():
     pytest.importorskip("numpy")
-    run("tests.hopper.turns_model")
+    run("tests.hopper.order_model")
 
 
 @pytest.mark.skipif(
@@ -78,17 +82,17 @@ def test_host_and_kernels(cases):
 )
 def test_heads_at_once(monkeypatch, batch, tokens, heads, kv_heads, right, section):
     from rowmax.call.problem import Problem
-    from rowmax.gpu.hopper.gradients import plans
-    from rowmax.gpu.hopper.gradients.tiles import TILES, config_for
+    from rowmax.gpu.hopper import backward_host
+    from rowmax.gpu.hopper.backward_tiles import TILES, config_for
 
     problem = Problem(
         "cuda", torch.bfloat16, batch, tokens, tokens, heads, kv_heads, 128, 128, 1.0, 0.0, 0.0,
         None, right, False, False, None, None, None, False, False, False, tokens, tokens, True,
     )  # fmt: skip
-    config = config_for(problem, TILES[128, 128])
+    config = config_for(problem, TILES[128, 128][0])
     assert config.ABREAST is (right is not None and heads > kv_heads)
-    monkeypatch.setattr(plans, "processors", lambda device: 132)
-    _, rows, _ = plans.order_for(problem, config, torch.device("cpu"))
+    monkeypatch.setattr(backward_host, "processors", lambda device: 132)
+    _, rows, _ = backward_host.order_for(problem, config, torch.device("cpu"))
     assert rows is not None
     first = rows[:, 0] == rows[0, 0]
     assert len(rows[: int((~first).int().argmax())]) == section

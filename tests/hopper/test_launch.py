@@ -21,10 +21,10 @@ from rowmax.call.problem import Problem, problem_of
 from rowmax.gpu import hopper
 
 forward = importlib.import_module("rowmax.gpu.hopper.host")
-backward = importlib.import_module("rowmax.gpu.hopper.gradients.launch")
-tiles = importlib.import_module("rowmax.gpu.hopper.gradients.tiles")
+backward = importlib.import_module("rowmax.gpu.hopper.backward_host")
+tiles = importlib.import_module("rowmax.gpu.hopper.backward_tiles")
 tma = importlib.import_module("rowmax.gpu.hopper.lib.tma")
-biases = importlib.import_module("rowmax.gpu.hopper.gradients.biases")
+biases = importlib.import_module("rowmax.gpu.hopper.backward_bias")
 
 
 def posed(*, nq: int = 64, nk: int = 256, **options: Any) -> tuple[Problem, Tensors]:
@@ -149,9 +149,9 @@ def test_what_makes_the_gradient_of_a_bias(
     bias = torch.zeros(shape, dtype=torch.float16)
     problem = problem_of(Tensors(q, k, k, bias), Options(scale=0.125, **options))
     assert (biases.kind_of(problem), biases.gradient_by(problem)) == (kind, by)
-    room = biases.room_for(by, problem, bias, torch.empty(0))
+    room = biases.new_dbias(by, problem, bias, torch.empty(0))
     if room is not None:
-        assert biases.made_of(room.zero_(), bias).shape == shape
+        assert biases.sum_dbias(room.zero_(), bias).shape == shape
 
 
 def test_a_bias_of_each_pair_is_copied_or_refused() -> None:
@@ -166,7 +166,7 @@ def test_a_bias_of_each_pair_is_copied_or_refused() -> None:
 
 def test_sums_are_over_what_shares_a_bias() -> None:
     sums = torch.randn(2, 4, 1, 9)
-    made = biases.made_of(sums, torch.zeros(1, 4, 1, 9, dtype=torch.float16))
+    made = biases.sum_dbias(sums, torch.zeros(1, 4, 1, 9, dtype=torch.float16))
     assert made.dtype == torch.float16
     torch.testing.assert_close(made, sums.sum(0, keepdim=True).half())
 

@@ -1,9 +1,10 @@
-"""The whole Hopper backward without a GPU: its host's side as it is, what is plain Triton under
-Triton's interpreter, and the Gluon kernels on the machine of ``machine.py``.
+"""The whole Hopper backward without a GPU.
 
-    TRITON_INTERPRET=1 python -m tests.hopper.whole [--only NAME ...] [--seconds 600]
+    TRITON_INTERPRET=1 python -m tests.hopper.whole [--kernels] [--only NAME ...] [--seconds 600]
 
-The cases are those of the GPU's checks, in float16, by the rule of ``tests/tolerance.py``.
+The host's side runs as it is, plain Triton kernels under Triton's interpreter, and the Gluon
+kernels on the machine of ``machine.py``. The cases are those of the GPU's checks, or with
+``--kernels`` those of ``kernel_cases``, in float16, by the rule of ``tests/tolerance.py``.
 """
 
 from __future__ import annotations
@@ -26,19 +27,85 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rowmax.call.problem import Wanted
 from rowmax.gpu import hopper, triton
-from rowmax.gpu.hopper import packed
-from rowmax.gpu.hopper.gradients import dq_of_dbias, plans, rows
+from rowmax.gpu.hopper import backward_dbias, backward_host, packed, row_stats
 from rowmax.gpu.hopper.tiles import Constants
 from rowmax.reference import dense
 from rowmax.testing import Case, make, poisoned, tagged
 from tests import extreme_bias
 from tests.gpu import hopper_direct as device
 
-BLOCKS = 5
+#: head sizes of each tile shape: two of the fused kernel, two of dq with dk and dv
+SIZES = ((64, 64), (128, 128), (256, 128), (256, 256))
+#: the numbers of processors of the machine, of which a case has one
+PROCESSORS = (1, 2, 3, 5, 7, 9)
+LENGTHS = ((1, 1), (3, 3), (64, 1), (239, 1), (399, 3), (1, 300), (113, 203), (108, 256),
+           (255, 256), (256, 255), (64, 128), (192, 384))  # fmt: skip
+PACKED = ((5, 90), (0, 17), (150, 270), (33, 0), (1, 40), (200, 200))
+FEATURES: dict[str, dict[str, Any]] = {
+    "heads": {"b": 2, "nq": 130, "nk": 260, "hq": 4, "hk": 2, "causal": True},
+    "many-tiles": {"nq": 200, "nk": 520, "hq": 2},
+    "shared-heads": {"nq": 200, "nk": 520, "hq": 2, "hk": 1},
+    "window": {"nq": 300, "nk": 400, "left": 70, "right": 30},
+    "window-left": {"nq": 300, "left": 100},
+    "window-narrow": {"nq": 400, "left": 0, "right": 0},
+    "window-longer-keys": {"nq": 70, "nk": 500, "left": 40, "right": 0},
+    "window-longer-queries": {"nq": 500, "nk": 130, "left": 40, "right": 3},
+    "lengths": {"b": 4, "nq": 100, "nk": 300, "lengths": (1.0, 0.0, 0.43, 0.004), "causal": True},
+    "documents": {"b": 2, "nq": 300, "nk": 500, "hq": 2, "documents": "sorted", "causal": True},
+    "documents-full": {"nq": 500, "nk": 300, "documents": "sorted"},
+    "documents-any": {"nq": 300, "documents": "unsorted", "left": 90},
+    "softcap": {"nq": 130, "nk": 200, "softcap": 1.5, "causal": True},
+    "alibi": {"nq": 130, "nk": 200, "hq": 2, "hk": 1, "alibi": True, "causal": True},
+    "bias": {"b": 2, "nq": 130, "nk": 200, "hq": 2, "hk": 1, "bias": "bhqk"},
+    "bias-causal": {"nq": 300, "nk": 304, "hq": 2, "bias": "bhqk", "causal": True},
+    "bias-window": {"nq": 300, "nk": 304, "hq": 2, "bias": "bhqk", "left": 40, "right": 90},
+    "bias-1h": {"b": 2, "nq": 200, "nk": 304, "hq": 2, "bias": "1hqk", "causal": True},
+    "bias-b1": {"b": 2, "nq": 300, "nk": 200, "hq": 2, "bias": "b1qk"},
+    "bias-lengths": {"b": 3, "nq": 100, "nk": 304, "hq": 2, "bias": "b1qk",
+                     "lengths": (1.0, 0.0, 0.43)},
+    "row": {"b": 2, "nq": 300, "nk": 333, "hq": 4, "hk": 2, "bias": "b11k", "causal": True},
+    "row-softcap": {"b": 2, "nq": 130, "nk": 260, "hq": 2, "bias": "1h1k", "softcap": 1.5,
+                    "lengths": (1.0, 0.3)},
+    "row-heads": {"nq": 130, "nk": 260, "hq": 4, "hk": 2, "bias": "1h1k"},
+    "column": {"nq": 131, "nk": 201, "hq": 2, "bias": "1hq1", "sink": True},
+    "causal": {"nq": 300, "nk": 400, "hq": 2, "causal": True},
+    "full": {"b": 2, "nq": 200, "nk": 700},
+    "long-window": {"nq": 500, "nk": 600, "hq": 2, "left": 70, "right": 0},
+    "abreast": {"b": 2, "nq": 300, "nk": 500, "hq": 6, "hk": 2, "causal": True},
+    "abreast-longer-queries": {"nq": 500, "nk": 300, "hq": 4, "hk": 2, "alibi": True,
+                               "causal": True},
+    "abreast-bias": {"nq": 300, "nk": 304, "hq": 4, "hk": 2, "bias": "bhqk", "causal": True},
+    "abreast-documents": {"nq": 300, "nk": 500, "hq": 2, "hk": 1, "documents": "sorted",
+                          "causal": True},
+    "abreast-lengths": {"b": 4, "nq": 100, "nk": 300, "hq": 2, "hk": 1,
+                        "lengths": (1.0, 0.0, 0.43, 0.004), "causal": True},
+    "followers": {"nq": 400, "nk": 1500, "right": 700},
+    "packed": {"hq": 4, "hk": 2, "causal": True, "sequences": PACKED},
+    "packed-full": {"hq": 2, "sequences": PACKED},
+    "packed-window": {"hq": 2, "left": 40, "right": 10,
+                      "sequences": ((130, 130), (64, 128), (1, 1), (0, 0), (129, 257))},
+}  # fmt: skip
+
+
+def kernel_cases(every: bool) -> list[Case]:
+    """Return every length, mask and mode, as small as tiles allow: at one head size of the fused
+    kernel and at one of the others, or at ``every``."""
+    alone: dict[str, Any] = {"b": 1, "hq": 1}
+    named: dict[str, dict[str, Any]] = {
+        f"{n}-{m}{'-causal' * c}": {"nq": n, "nk": m, "causal": c}
+        for n, m in LENGTHS
+        for c in (False, True)
+    } | FEATURES
+    found = []
+    for n, (name, features) in enumerate(named.items()):
+        for m, (d, dv) in enumerate(SIZES):
+            if every or m % 2 == n % 2:
+                found.append(Case(f"{name}-{d}-{dv}", **(alone | {"d": d, "dv": dv} | features)))
+    return found
 
 
 class Elsewhere:
-    """A kernel that is run by the server."""
+    """A kernel that the server runs."""
 
     server: subprocess.Popen
 
@@ -57,7 +124,7 @@ class Elsewhere:
             assert whole.dtype == t.dtype
             return n, t.storage_offset()
 
-        def told(x: Any) -> tuple[Any, ...]:
+        def described(x: Any) -> tuple[Any, ...]:
             if isinstance(x, tl.constexpr):
                 x = x.value
             if x is None:
@@ -68,13 +135,13 @@ class Elsewhere:
             if isinstance(x, Tensor):
                 return ("pointer", *number(x))
             if isinstance(x, Constants):
-                return ("config", asdict(x.config))
+                return ("config", type(x.config).__name__, asdict(x.config))
             if isinstance(x, tuple):
-                return ("bundle", type(x).__name__, [told(y) for y in x])
+                return ("bundle", type(x).__name__, [described(y) for y in x])
             assert isinstance(x, (int, float)), x
             return ("number", x)
 
-        arguments = [told(x) for x in (*first, t, *last)]
+        arguments = [described(x) for x in (*first, t, *last)]
         wholes = [whole for _, whole in storages.values()]
         arrays = [whole.numpy() for whole in wholes]
         job = (self.name, self.blocks, arrays, arguments, random.randrange(1 << 30))
@@ -105,17 +172,20 @@ def prepare() -> None:
         stdout=subprocess.PIPE,
     )
     Elsewhere.server = server
-    plans.GluonLaunch = Elsewhere  # pyright: ignore
-    plans.Launch = packed.Launch = Interpreted  # pyright: ignore
+    backward_host.GluonLaunch = Elsewhere  # pyright: ignore
+    backward_host.Launch = packed.Launch = Interpreted  # pyright: ignore
     cuda: Any = torch.cuda
     cuda.device = lambda _: contextlib.nullcontext()
-    cuda.get_device_properties = lambda _: types.SimpleNamespace(multi_processor_count=BLOCKS)
+    cuda.get_device_properties = lambda _: types.SimpleNamespace(
+        multi_processor_count=random.choice(PROCESSORS)
+    )
     cuda.current_device = lambda: None
     cuda.is_current_stream_capturing = lambda: False
     cuda.synchronize = lambda: None
     hopper._missing = lambda _: None  # pyright: ignore
-    rows.gdc_wait = rows.gdc_launch_dependents = dq_of_dbias.gdc_wait = lambda: None  # pyright: ignore
-    triton.backward = fallback  # the twin is not asked
+    row_stats.gdc_wait = row_stats.gdc_launch_dependents = lambda: None  # pyright: ignore
+    backward_dbias.gdc_wait = lambda: None  # pyright: ignore
+    triton.backward = fallback  # the twin does not run here
     real = device.make
     device.make = lambda case, where, dtype: real(case, "cpu", dtype)
 
@@ -127,7 +197,8 @@ def fallback(problem, tensors, out, lse, dout, dlse, wanted):
 
 
 def past_the_last(d: int) -> list[str]:
-    """Rows past the last packed sequence have no gradient, and change no other's."""
+    """Return the faults of rows past the last packed sequence: they have no gradient, and change
+    no other's."""
     case = Case("", hq=4, hk=2, d=d, causal=True, sequences=((5, 90), (0, 17), (99, 133)))
     problem, tensors = make(case, dtype=torch.float16).problem()
     out, lse = dense.attention(problem, tensors, torch.float32)
@@ -158,8 +229,8 @@ def past_the_last(d: int) -> list[str]:
 
 
 def out_of_range(d: int, deterministic: bool) -> list[str]:
-    """Offsets that fall, or lie outside, are those that they are brought in range as: nothing lies
-    outside its tensor, which the machine would not let pass."""
+    """Return the faults of offsets that fall or lie outside: they act as the offsets in range that
+    replace them. The machine allows no access outside a tensor."""
     case = Case("", hq=4, hk=2, d=d, causal=True, sequences=((5, 90), (0, 17), (99, 133)))
     problem, tensors = make(case, dtype=torch.float16).problem()
     out, lse = dense.attention(problem, tensors, torch.float32)
@@ -185,7 +256,7 @@ def out_of_range(d: int, deterministic: bool) -> list[str]:
 
 
 def extremes(only: list[str]) -> list[str]:
-    """Biases and sinks as large as their dtype goes (tests/extreme_bias.py)."""
+    """Return the faults with biases and sinks of any size (tests/extreme_bias.py)."""
     found = []
     half = torch.float16
     for case in extreme_bias.CASES:
@@ -206,6 +277,8 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[""], help="parts of names of cases")
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--extremes", action="store_true", help="biases and sinks of any size")
+    parser.add_argument("--kernels", action="store_true", help="small cases of every kernel")
+    parser.add_argument("--every-size", action="store_true", help="each of them at every head size")
     options = parser.parse_args()
     prepare()
     if options.extremes:
@@ -214,7 +287,10 @@ def main() -> int:
     def wanted(name: str) -> bool:
         return any(part in name for part in options.only)
 
-    chosen = [c for c in [*tagged("every barrier"), *device.cases("backward")] if wanted(c.name)]
+    every = [*tagged("every barrier"), *device.cases("backward")]
+    if options.kernels:
+        every = kernel_cases(options.every_size)
+    chosen = [c for c in every if wanted(c.name)]
     chosen = [c for c in chosen if c.nq * (c.nk or c.nq) * c.hq * c.b <= 4e6]
     named = options.only != [""]
     end = time.monotonic() + options.seconds
@@ -223,8 +299,12 @@ def main() -> int:
         for deterministic in (False, True):
             if time.monotonic() > end:
                 break
+            fused = case.d <= 128
+            if deterministic and options.kernels and not fused:
+                continue  # the other kernels are deterministic anyway
+            repeats = int(options.kernels and (deterministic or not fused))
             try:
-                found = device.check_backward(case, "float16", deterministic, 0)
+                found = device.check_backward(case, "float16", deterministic, repeats)
             except Exception as error:
                 if named:
                     raise

@@ -28,7 +28,7 @@ def lacks(problem: Problem, call: str) -> dict[str, str]:
     reasons."""
     if call != "backward" or problem.bias is None:
         return {}
-    from .gradients.biases import refused_gradient
+    from .backward_bias import refused_gradient
 
     reason = refused_gradient(problem)
     return {} if reason is None else {"dbias": reason}
@@ -58,9 +58,9 @@ def backward(
     dlse: Tensor | None,
     wanted: Wanted,
 ) -> Gradients:
-    from .gradients import launch
+    from . import backward_host
 
-    return launch.backward(problem, tensors, out, lse, dout, dlse, wanted)
+    return backward_host.backward(problem, tensors, out, lse, dout, dlse, wanted)
 
 
 def _refused(p: Problem) -> str | None:
@@ -86,7 +86,7 @@ def _refused(p: Problem) -> str | None:
 
 def _refused_backward(p: Problem) -> str | None:
     """Return why the kernels of the backward do not compute it, or None."""
-    from .gradients.biases import kind_of, refused_tile
+    from .backward_bias import kind_of, refused_tile
 
     if p.bias is None or kind_of(p):
         return None

@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .rules import any_range_of_tensors, key_tiles_of_tensors
+from .rules import any_range_of_tensors, key_tiles_of_tensors, touched_tiles_of_tensors
 
 
 class Order(NamedTuple):
@@ -134,6 +134,21 @@ def tile_count(tokens: int, block_k: int, nq: int, nk: int, left: int | None, ri
     last = (first + tokens).clamp(max=nq) - 1
     low, high = any_range_of_tensors(first, last, nk - nq, left, right, nk)
     lo, hi = key_tiles_of_tensors(low + 0 * first, high + 0 * first, block_k)
+    return hi - lo
+
+
+def touched_tile_count(
+    blocks: tuple[int, int], resident: int, streamed: int, back: int | None, ahead: int | None
+) -> Tensor:
+    """Return the number of streamed tiles that each resident tile meets, maybe none.
+
+    ``blocks`` are the rows of a resident and of a streamed tile; ``resident`` and ``streamed`` are
+    the lengths of both sides, whose last positions are aligned.
+    """
+    first = torch.arange(0, resident, blocks[0])
+    last = (first + blocks[0]).clamp(max=resident) - 1
+    low, high = any_range_of_tensors(first, last, streamed - resident, back, ahead, streamed)
+    lo, hi = touched_tiles_of_tensors(low + 0 * first, high + 0 * first, blocks[1])
     return hi - lo
 
 

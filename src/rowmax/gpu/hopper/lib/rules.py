@@ -28,8 +28,11 @@ _OF_TENSORS = {"max": torch.clamp_min, "min": torch.clamp_max}
 any_range = gluon.jit(bound(band.any_range, **_IN_KERNELS))
 all_range = gluon.jit(bound(band.all_range, **_IN_KERNELS))
 key_tiles = gluon.jit(bound(met_tiles, **_IN_KERNELS))
+touched_tiles = gluon.jit(bound(band.touched_tiles, max=gl.maximum))
 score_bfloat16 = gluon.jit(bound(score.score, tanh=tanh_of_hardware))
 score_float16 = gluon.jit(bound(score.score, tanh=tanh_from_exponential))
+through_softcap = gluon.jit(score.through_softcap)
+score_gradient = gluon.jit(softmax.score_gradient)
 with_sink = gluon.jit(
     bound(
         softmax.with_sink,
@@ -44,3 +47,4 @@ with_sink = gluon.jit(
 #: on the host, of tensors of positions
 any_range_of_tensors = bound(band.any_range, **_OF_TENSORS)
 key_tiles_of_tensors = bound(met_tiles, **_OF_TENSORS)
+touched_tiles_of_tensors = bound(band.touched_tiles, max=torch.clamp_min)

@@ -1,10 +1,10 @@
-"""Whose turn it is to add to dQ: every order that the schedule gives, under any luck.
+"""The ordered sum of dQ: every order of tiles that the host makes, whichever blocks run first.
 
-    python -m tests.hopper.turns_model [--seeds 3]
+    python -m tests.hopper.order_model [--seeds 3]
 
-Blocks draw tiles of keys and make their steps one at a time, whichever the dice choose; what a
-block has done others may learn late, as far as ``pipeline.take_away`` may tell late. Nobody waits
-for ever, and a tile of dQ takes what is added to it in one order, whoever adds and when.
+Blocks take tiles of keys and make their steps one at a time, in a random order. Others may learn
+late that a step is done, as far as ``backward_fused.add_dq`` may publish late. No block waits for
+ever, and the tiles of keys add to a tile of dQ in one order.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from tests.hopper import language, machine
 
 language.install()
 
-from rowmax.gpu.hopper.documents import tile_spans  # noqa: E402
-from rowmax.gpu.hopper.gradients.schedule import (  # noqa: E402
-    band,
-    neighbour_of,
-    order_of,
-    passing,
-    steps_of,
-    turns_before,
+from rowmax.gpu.hopper.backward_order import (  # noqa: E402
+    Sizes,
+    Tile,
+    counter_table,
+    neighbour_range,
+    step_of,
+    steps_before,
+    streamed_range,
 )
-from rowmax.gpu.hopper.gradients.tiles import GradientConfig  # noqa: E402
+from rowmax.gpu.hopper.backward_tiles import FusedConfig  # noqa: E402
+from rowmax.gpu.hopper.documents import tile_spans  # noqa: E402
 
 BLOCK_Q, BLOCK_K = 64, 128
 
@@ -79,63 +80,63 @@ CASES = [
 
 
 class Block:
-    """One that has drawn a tile of keys: how far it is, and what it has told."""
+    """A block with a tile of keys: its steps, and those of its neighbour that it knows of."""
 
     def __init__(self, tile: tuple[int, int]) -> None:
         self.tile, self.step, self.seen = tile, 0, 0
 
 
-def played(case: Case, blocks: int, dice: random.Random) -> dict[Any, list[int]]:
-    """Who has added to each tile of dQ, in which order."""
-    C = GradientConfig(
-        D=64, DV=64, D_OUT=64, DV_OUT=64, BLOCK_Q=BLOCK_Q, Q_STAGES=3, DO_STAGES=2,
+def simulate(case: Case, blocks: int, dice: random.Random) -> dict[Any, list[int]]:
+    """Return the tiles of keys that have added to each tile of dQ, in their order."""
+    C: Any = FusedConfig(
+        D=64, DV=64, Q_STAGES=3, DO_STAGES=2,
         ORDERED=True, LEFT=case.left is not None, RIGHT=case.right is not None,
         PREFIX=case.used is not None, DOCUMENTS=bool(case.documents), ABREAST=case.abreast,
     )  # fmt: skip
-    spans = machine.Pointer(spans_of(case))
-    sizes = (case.nq, case.nk, case.left or 0, case.right or 0, spans)
+    sizes = Sizes(case.nq, case.nk, case.left, case.right, machine.Pointer(spans_of(case)))
     used = case.nk if case.used is None else case.used
-    steps = steps_of(BLOCK_Q, BLOCK_K, case.nq, case.nk, case.left, case.right)
-    table, _ = order_of(steps, 1, case.heads, case.section, blocks, True, C.UP)
+    count = -(-case.nk // BLOCK_K)
+    table, _ = counter_table(count, BLOCK_K, 1, case.heads, case.section, C.UP)
     offset = case.nk - case.nq
 
-    def tile_of(first: int) -> tuple[Any, ...]:
-        lo, hi = (int(n) for n in band(C, first, 0, case.nq, used, offset, sizes))
-        return first, 0, 0, 0, 0, case.nq, used, offset, lo, hi
+    def tile_of(first: int) -> Tile:
+        found = streamed_range(C, first, 0, case.nq, used, offset, sizes)
+        lo, hi = (int(n) for n in found)
+        return Tile(first, 0, 0, 0, 0, case.nq, used, offset, lo, hi)
 
     tiles = [tile_of(first) for first in range(0, case.nk, BLOCK_K)]
-    before = [[int(n) for n in neighbour_of(C, tile, sizes)] for tile in tiles]
+    before = [[int(n) for n in neighbour_range(C, tile, sizes)] for tile in tiles]
     waiting = [(int(first) // BLOCK_K, int(head)) for first, head, _, _ in table]
     done: dict[tuple[int, int], int] = defaultdict(int)
-    told: dict[tuple[int, int], int] = defaultdict(int)
+    published: dict[tuple[int, int], int] = defaultdict(int)
     added: dict[Any, list[int]] = defaultdict(list)
     running: list[Block | None] = [None] * blocks
 
-    def moved(n: int) -> bool:
-        """One step of block n, or a tile drawn; False where it has to wait."""
+    def moves(n: int) -> bool:
+        """Make one step of block n, or take a tile; return False where it has to wait."""
         block = running[n]
         if block is None:
             if waiting:
                 running[n] = Block(waiting.pop(0))
             return running[n] is not None
         key, head = block.tile
-        lo, hi = tiles[key][-2:]
-        if block.step == (hi - lo) * case.group:
-            told[block.tile] = block.step
+        tile = tiles[key]
+        if block.step == (tile.hi - tile.lo) * case.group:
+            published[block.tile] = block.step
             running[n] = None
             return True
-        m, g = (int(n) for n in passing(C, block.step, lo, hi, case.group))
-        ours = int(turns_before(C, g, m, before[key], case.group))
+        m, g = (int(n) for n in step_of(C, block.step, tile, case.group))
+        ours = int(steps_before(C, g, m, *before[key], case.group))
         if block.seen < ours:
-            block.seen = told[key + C.NEIGHBOUR, head]
+            block.seen = published[key + C.NEIGHBOUR, head]
             if block.seen < ours:
-                behind = told[block.tile] < block.step
-                told[block.tile] = block.step
+                behind = published[block.tile] < block.step
+                published[block.tile] = block.step
                 return behind
-        assert (ours == 0) == (not added[head, g, m]), "the first to add is told that it is"
+        assert (ours == 0) == (not added[head, g, m]), "the first to add knows that it is"
         added[head, g, m].append(key)
         block.step += 1
-        told[block.tile] = max(told[block.tile], block.step - 1)
+        published[block.tile] = max(published[block.tile], block.step - 1)
         done[block.tile] = block.step
         return True
 
@@ -143,11 +144,10 @@ def played(case: Case, blocks: int, dice: random.Random) -> dict[Any, list[int]]
         order = list(range(blocks))
         dice.shuffle(order)
         few = order[: dice.randint(1, blocks)]
-        if not sum(moved(n) for n in few):
-            assert any(moved(n) for n in order), "all wait"
-    for tile, count in done.items():
-        lo, hi = tiles[tile[0]][-2:]
-        assert count == (hi - lo) * case.group
+        if not sum(moves(n) for n in few):
+            assert any(moves(n) for n in order), "all wait"
+    for (key, _), steps in done.items():
+        assert steps == (tiles[key].hi - tiles[key].lo) * case.group
     return added
 
 
@@ -167,7 +167,7 @@ def main() -> int:
     options = parser.parse_args()
     for case in CASES:
         found = [
-            played(case, blocks, random.Random(seed))
+            simulate(case, blocks, random.Random(seed))
             for seed in range(options.seeds)
             for blocks in (1, 2, 3, 5, 40)
         ]

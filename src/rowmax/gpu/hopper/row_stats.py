@@ -1,6 +1,6 @@
-"""What is done row by row, before and after: delta and lse for the kernel, dq from its sums.
+"""The passes over rows before and after the backward: lse and delta, and dq from its sums.
 
-Both passes cut rows into the tiles of queries of the kernel, padded alike (``plane_of``).
+Both cut rows into tiles of ROW_TILE, padded alike (``backward_order.plane_of``).
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...triton.kernel_args import ROW_UNIT
-from ...triton.lib import sequence, sequence_of_slot
-from ..packed import clear_rest
+from ..triton.kernel_args import ROW_UNIT
+from ..triton.lib import sequence, sequence_of_slot
+from .packed import clear_rest
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _ROW_UNIT = tl.constexpr(ROW_UNIT)
@@ -19,10 +19,11 @@ _ROW_UNIT = tl.constexpr(ROW_UNIT)
 
 @triton.jit
 def place(t, n, c):
-    """(program, its tile, plane, sequence, head, its first row, its length, the tile's first row).
+    """Return (program, its tile, plane, sequence, head, the sequence's first row and length, the
+    tile's first row).
 
-    The last tile first: what is made last lies in L2 for whoever begins with the first, as the
-    kernel between does, and what that has made last is there for the pass after it.
+    The last tile comes first. L2 then holds the first tiles for the kernel after this pass, which
+    begins with those, and the last tiles of that kernel for the pass after it.
     """
     i = tl.num_programs(0) - 1 - tl.program_id(0)
     tile = i % n.tiles
@@ -41,20 +42,45 @@ def place(t, n, c):
 
 
 @triton.jit
-def in_columns(x, ROWS: tl.constexpr):
-    """Rows in the order of ``layouts.by_columns``."""
+def memory_order(x, ROWS: tl.constexpr):
+    """Return ROWS numbers in the order that ``backward_lib.from_memory_order`` reads."""
     return tl.reshape(tl.permute(tl.reshape(x, [ROWS // 16, 2, 4, 2]), (0, 2, 1, 3)), [ROWS])
 
 
 @triton.jit
+def clear(t, n, c, i):
+    """Store zeros where kernels add and count, and in gradients past the last packed sequence."""
+    if t.sums is not None:
+        r = tl.arange(0, c.ROWS)
+        w = tl.arange(0, c.BLOCK_D)
+        to = t.sums + i.to(tl.int64) * (c.ROWS * c.BLOCK_D)
+        zeros = tl.zeros([c.ROWS, c.BLOCK_D], tl.float32)
+        tl.store(to + (r * c.BLOCK_D)[:, None] + w[None, :], zeros)
+    if t.done is not None:
+        for word in range(i, n.done, tl.num_programs(0)):
+            tl.store(t.done + word, 0)
+    if t.counters is not None and i == 0:
+        tl.store(t.counters + tl.arange(0, 16), tl.zeros([16], tl.int32))
+    if t.cu_q is not None:
+        rest_q = tl.maximum(tl.load(t.cu_q + n.batch), 0)
+        rest_k = tl.maximum(tl.load(t.cu_k + n.batch), 0)
+        if t.dq is not None:
+            clear_rest(t.dq, rest_q, n.total_q, n.hq * c.D)
+        if t.dk is not None:
+            clear_rest(t.dk, rest_k, n.total_k, n.hk * c.D)
+        if t.dv is not None:
+            clear_rest(t.dv, rest_k, n.total_k, n.hk * c.DV)
+
+
+@triton.jit
 def prepare(t, n, c):
-    """lse in the units of the scores and ``Delta - dLSE`` of a tile of rows, and its part of
-    dsink; zeros in what the kernel adds to.
+    """Store lse in the units of the scores, ``Delta - dLSE`` and the part of dsink of a tile of
+    rows; clear the sums that kernels add to.
 
     Rows that see nothing, and those that pad a tile, have an lse of +inf: weights of 0. So have
-    those of a sink that is too low for units of log 2.
+    rows whose sink is too low for base 2.
 
-    In natural units lse has a rest (``row_sums.py`` of Triton's): weights made of lse alone sum to
+    In natural units lse has a rest (``row_sums.py`` of Triton): weights made of lse alone sum to
     ``2^rest``. All gradients are linear in dO and Delta, so both are divided by it, dO in a copy.
     """
     gdc_launch_dependents()
@@ -69,9 +95,9 @@ def prepare(t, n, c):
         row += b.to(tl.int64) * n.total_q
     at = (row * n.hq + head) * c.DV
     o = tl.load(t.out + at[:, None] + d[None, :], mask=there, other=0.0).to(tl.float32)
-    of_do = (start + i0 + r).to(tl.int64) * n.n_step + head.to(tl.int64) * n.h_step
+    of_do = (start + i0 + r).to(tl.int64) * n.stride_n + head.to(tl.int64) * n.stride_h
     if t.cu_q is None:
-        of_do += b.to(tl.int64) * n.b_step
+        of_do += b.to(tl.int64) * n.stride_b
     do = tl.load(t.dout + (8 * of_do)[:, None] + d[None, :], mask=there, other=0.0).to(tl.float32)
     of_output = tl.sum(o * do, 1)  # sum P dP
     delta = of_output
@@ -95,11 +121,11 @@ def prepare(t, n, c):
         tl.store(t.scaled + (8 * of_do)[:, None] + d[None, :], scaled, mask=there)
     rows = n.tiles * c.ROWS
     to = t.stats + plane.to(tl.int64) * (2 * rows) + tile * c.ROWS + r
-    tl.store(to, in_columns(less, c.ROWS))
-    tl.store(to + rows, in_columns(delta * share, c.ROWS))
+    tl.store(to, memory_order(less, c.ROWS))
+    tl.store(to + rows, memory_order(delta * share, c.ROWS))
     total = tl.where(lse < float("inf"), 1.0, 0.0)  # of the weights of a row
     if t.sink is not None:
-        # in natural units, for the sink may be as large as its dtype goes
+        # in natural units: a sink may be as large as its dtype allows
         p = tl.exp2((tl.load(t.sink + head).to(tl.float32) - lse) * _LOG2E - rest)
         total -= p
         if t.dsink is not None:
@@ -107,30 +133,12 @@ def prepare(t, n, c):
     if t.dcolumn is not None:
         at = (b.to(tl.int64) * n.hq + head) * n.nq + i0 + r
         tl.store(t.dcolumn + at, of_output - delta * total, mask=here)
-    if t.sums is not None:
-        w = tl.arange(0, c.BLOCK_D)
-        to = t.sums + i.to(tl.int64) * (c.ROWS * c.BLOCK_D)
-        zeros = tl.zeros([c.ROWS, c.BLOCK_D], tl.float32)
-        tl.store(to + (r * c.BLOCK_D)[:, None] + w[None, :], zeros)
-    if t.turns is not None:
-        for turn in range(i, n.turns, tl.num_programs(0)):
-            tl.store(t.turns + turn, 0)
-    if t.counters is not None and i == 0:
-        tl.store(t.counters + tl.arange(0, 16), tl.zeros([16], tl.int32))
-    if t.cu_q is not None:
-        rest_q = tl.maximum(tl.load(t.cu_q + n.batch), 0)
-        rest_k = tl.maximum(tl.load(t.cu_k + n.batch), 0)
-        if t.dq is not None:
-            clear_rest(t.dq, rest_q, n.total_q, n.hq * c.D)
-        if t.dk is not None:
-            clear_rest(t.dk, rest_k, n.total_k, n.hk * c.D)
-        if t.dv is not None:
-            clear_rest(t.dv, rest_k, n.total_k, n.hk * c.DV)
+    clear(t, n, c, i)
 
 
 @triton.jit
 def finish(t, n, c):
-    """``dq = scale sums`` of a tile of rows, in the dtype of q; 0 past the last sequence."""
+    """Store ``dq = scale sums`` of a tile of rows, in the dtype of q; 0 past the last sequence."""
     gdc_wait()
     i, tile, plane, b, head, start, size, i0 = place(t, n, c)
     r = tl.arange(0, c.ROWS)
@@ -138,7 +146,7 @@ def finish(t, n, c):
     there = (i0 + r < size)[:, None] & (d < c.D)[None, :]
     at = i.to(tl.int64) * (c.ROWS * c.BLOCK_D) + tl.arange(0, c.ROWS * c.BLOCK_D)
     x = (tl.load(t.sums + at) * n.scale).to(t.dq.dtype.element_ty)
-    # from the order in which threads hold it (layouts.by_threads)
+    # from the order of backward_fused.thread_order
     x = tl.permute(tl.reshape(x, [4, c.BLOCK_D // 8, 8, 4, 2, 2]), (0, 4, 2, 1, 3, 5))
     x = tl.reshape(x, [c.ROWS, c.BLOCK_D])
     row = (start + i0 + r).to(tl.int64)

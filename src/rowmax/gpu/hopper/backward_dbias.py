@@ -1,0 +1,398 @@
+"""dbias of a bias that sequences or heads share; and dq as a product of dbias.
+
+A tile of the bias is resident, and the tiles of all that share it are streamed: ``dbias_ij = sum
+P_ij (dP_ij - Delta_i)`` is summed in registers in one order. S and dP are made once more, which is
+two products for the five of the fused kernel, and no float32 sum is ever in memory. (A sum in
+memory, added to by the fused kernel, was slower.)
+
+A block holds 128 queries by 128 keys of the bias (64 of wide heads), 64 queries a warpgroup. For
+each sequence and head that shares it Q and K come in one ring of buffers, V and dO in another.
+Barriers of a block, with the arrivals that complete a phase:
+
+    barrier        arrivals                               waited for by
+    qk.full[s]     producer's expect + bytes of Q, K,     consumers, before S of the use
+                   lse and delta
+    qk.empty[s]    each consumer, S is made, lse and      producer, before it fills s again
+                   delta are read
+    vdo.full[s]    producer's expect + bytes of V and dO  consumers, before dP of the use
+    vdo.empty[s]   each consumer, dP is made              producer, before it fills s again
+    bias.full[t]   producer's expect + bytes of the bias  consumers, once a tile
+    bias.empty[t]  each consumer, dbias is stored         producer, before it fills t again
+
+dbias leaves from the buffer in which its bias arrived.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_wait
+
+from ..triton.rules import any_range
+from .backward_lib import (
+    Descriptors,
+    LineBias,
+    ScoreArgs,
+    follow,
+    from_memory_order,
+    issue_product,
+    memory_by_row,
+    own_rows,
+    score_layout,
+    tile_buffer,
+    weights,
+)
+from .backward_order import Sequences, Sizes, full_range, tile_of
+from .gluon_compat import (
+    fence_async_shared,
+    mbarrier,
+    reinterpret,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+    warpgroup_mma_wait,
+)
+from .lib.ring import Ring, barriers, release, slot, tile_buffers, wait_empty, wait_full
+from .lib.rules import score_gradient
+
+
+class Rings(NamedTuple):
+    qk: Any  # of Q; ``k`` and ``rows``, of lse and delta, have the same barriers
+    k: Any
+    rows: Any
+    vdo: Any  # of V; ``do`` has the same barriers
+    do: Any
+    bias: Any  # two buffers a tile, one for each warpgroup
+
+
+class Shared(NamedTuple):
+    """The sequences and heads that share a plane of the bias, in runs.
+
+    All are one run. Where sequences may see different keys each sequence is a run.
+    """
+
+    heads: Any  # of the bias
+    each: Any  # heads that share one head of the bias
+    planes: Any  # of the bias
+    runs: Any
+    over: Any  # sequences and heads of a run
+    ratio: Any  # query heads of a kv head
+    hq: Any
+
+
+class Grid(NamedTuple):
+    down: Any  # tiles of queries of a plane
+    across: Any  # tiles of keys
+    tiles: Any  # of all planes
+
+
+class Place(NamedTuple):
+    """A tile of the bias."""
+
+    first: Any  # its first query
+    plane: Any
+    t: Any  # its tile of keys
+    nth: Any  # of this block
+
+
+class State(NamedTuple):
+    use: Any
+    x: Any  # the sum of dbias [64, BLOCK_STREAMED]
+
+
+@gluon.jit
+def grid_of(C: gl.constexpr, sizes, shared):
+    across = (sizes.nk + C.BLOCK_STREAMED - 1) // C.BLOCK_STREAMED
+    down = (sizes.nq + C.BLOCK_RESIDENT - 1) // C.BLOCK_RESIDENT
+    return Grid(down, across, down * across * shared.planes)
+
+
+@gluon.jit
+def place_of(C: gl.constexpr, i, grid, nth):
+    """Return the Place of tile i, the nth of this block."""
+    row = i // grid.across
+    return Place(row % grid.down * C.BLOCK_RESIDENT, row // grid.down, i % grid.across, nth)
+
+
+@gluon.jit
+def tile_of_run(C: gl.constexpr, place, run, sizes, seqs, shared):
+    """Return (Tile, seen): the tile as the sequences of a run see it, and whether its queries see
+    keys of the place's tile."""
+    b = place.plane // shared.heads + run
+    tile = tile_of(C, place.first, 0, b, sizes, seqs)
+    return tile, (place.t >= tile.lo) & (place.t < tile.hi)
+
+
+@gluon.jit
+def sharer(place, run, s, shared):
+    """Return (sequence, head) that is the s-th of a run to share a plane."""
+    b = place.plane // shared.heads + run + s // shared.each
+    return b, place.plane % shared.heads + s % shared.each
+
+
+@gluon.jit
+def own_bias(C: gl.constexpr, c: gl.constexpr, buffers, nth):
+    """Return the warpgroup's half ``[64, BLOCK_STREAMED]`` of the nth tile of the bias."""
+    return buffers.index(C.WARPGROUPS * slot(nth, C.BIAS_STAGES) + c)
+
+
+# --- the producer ------------------------------------------------------------------------------
+
+
+@gluon.jit
+def load_step(C: gl.constexpr, descs, rings, place, b, head, shared, use):
+    """Load Q, K, lse and delta, V and dO of a sequence and head."""
+    col = place.t * C.BLOCK_STREAMED
+    kv_head = head // shared.ratio
+    s = slot(use, C.QK_STAGES)
+    bar = rings.qk.full.index(s)
+    wait_empty(rings.qk, use, C.QK_STAGES)
+    both: gl.constexpr = descs.q.block_type.nbytes + descs.k.block_type.nbytes
+    mbarrier.expect(bar, both + descs.rows.block_type.nbytes)
+    tma_load(descs.rows, [b * shared.hq + head, 0, place.first], bar, rings.rows.index(s))
+    tma_load(descs.q, [b, place.first, head, 0], bar, rings.qk.buffers.index(s))
+    tma_load(descs.k, [b, col, kv_head, 0], bar, rings.k.index(s))
+    u = slot(use, C.VDO_STAGES)
+    bar = rings.vdo.full.index(u)
+    wait_empty(rings.vdo, use, C.VDO_STAGES)
+    mbarrier.expect(bar, descs.v.block_type.nbytes + descs.do.block_type.nbytes)
+    tma_load(descs.v, [b, col, kv_head, 0], bar, rings.vdo.buffers.index(u))
+    tma_load(descs.do, [b, place.first, head, 0], bar, rings.do.index(u))
+
+
+@gluon.jit
+def producer(C: gl.constexpr, descs, rings, sizes, seqs, shared):
+    """Load all tiles of this block into shared memory, in one warp."""
+    use = 0
+    nth = 0
+    grid = grid_of(C, sizes, shared)
+    i = gl.program_id(0)
+    while i < grid.tiles:
+        place = place_of(C, i, grid, nth)
+        bar = rings.bias.full.index(slot(nth, C.BIAS_STAGES))
+        wait_empty(rings.bias, nth, C.BIAS_STAGES)
+        mbarrier.expect(bar, C.WARPGROUPS * descs.bias.block_type.nbytes)
+        for c in gl.static_range(C.WARPGROUPS):
+            to = own_bias(C, c, rings.bias.buffers, nth)
+            to = reinterpret(to, descs.q.dtype, descs.bias.block_type.shape, descs.bias.layout)
+            first = place.first + c * C.TOKENS
+            tma_load(descs.bias, corner(C, place, first, shared), bar, to)
+        nth += 1
+        for run in range(shared.runs):
+            tile, seen = tile_of_run(C, place, run, sizes, seqs, shared)
+            for s in range(gl.where(seen, shared.over, 0)):
+                b, head = sharer(place, run, s, shared)
+                load_step(C, descs, rings, place, b, head, shared, use)
+                use += 1
+        i += gl.num_programs(0)
+
+
+@gluon.jit
+def corner(C: gl.constexpr, place, first, shared):
+    """Return where the half of a tile from query ``first`` on begins in the bias and in dbias."""
+    b = place.plane // shared.heads
+    head = place.plane % shared.heads
+    return b, head, first, place.t * C.BLOCK_STREAMED
+
+
+# --- the consumers -----------------------------------------------------------------------------
+
+
+@gluon.jit
+def load_rows(C: gl.constexpr, c: gl.constexpr, rows, s):
+    """Return lse and delta of the warpgroup's queries ``[64]``, from buffer s."""
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    L: gl.constexpr = gl.SliceLayout(1, score_layout(C))
+    both = reinterpret(rows.index(s), rows.dtype, [2, C.BLOCK_RESIDENT], flat)
+    lse = both.index(0).slice(c * C.TOKENS, C.TOKENS).load(memory_by_row())
+    delta = both.index(1).slice(c * C.TOKENS, C.TOKENS).load(memory_by_row())
+    lse = gl.convert_layout(from_memory_order(lse, C.TOKENS), L)
+    return lse, gl.convert_layout(from_memory_order(delta, C.TOKENS), L)
+
+
+@gluon.jit
+def step(
+    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, place, head, s, over, state, rings,
+    tile, sizes, args,
+):  # fmt: skip
+    """Return the State with the s-th of ``over`` heads of a run."""
+    use = state.use
+    a = slot(use, C.QK_STAGES)
+    u = slot(use, C.VDO_STAGES)
+    # use >> 30 is a zero that the compiler cannot see
+    k = tile_buffer(rings.k, a, C.BLOCK_STREAMED, C.D)
+    q = own_rows(C, c, rings.qk.buffers, a + (use >> 30), C.D)
+    S = issue_product(C, q, k)
+    wait_full(rings.vdo, use, C.VDO_STAGES)
+    v = tile_buffer(rings.vdo.buffers, u, C.BLOCK_STREAMED, C.DV)
+    do = own_rows(C, c, rings.do, u + (use >> 30), C.DV)
+    dp = issue_product(C, do, v)
+    lse, delta = load_rows(C, c, rings.rows, a)
+    S = warpgroup_mma_wait(1, deps=[S])
+    release(rings.qk, use, C.QK_STAGES)
+    # the zero again: there are no registers to keep the tile of the bias in
+    bias = own_bias(C, c, rings.bias.buffers, place.nth + (use >> 30)).load(score_layout(C))
+    dtype: gl.constexpr = rings.k.dtype
+    less = lse[:, None]
+    p, _ = weights(C, MASKED, c, S, less, bias, place.t, head, tile, sizes, args, dtype)
+    after = use + 1
+    # begins a basic block, so that the exponentials stay beside the product
+    wait_full(rings.qk, after, C.QK_STAGES, pred=s + 1 < over)
+    dp = warpgroup_mma_wait(0, deps=[dp])
+    release(rings.vdo, use, C.VDO_STAGES)
+    ds = score_gradient(p, dp, delta[:, None])
+    if MASKED and C.PREFIX:  # values past a length may be NaN
+        ds = gl.where(p == 0.0, 0.0, ds)
+    return State(after, state.x + ds)
+
+
+@gluon.jit
+def add_run(
+    C: gl.constexpr, c: gl.constexpr, place, first, run, state, rings, sizes, args, seqs, shared
+):
+    """Return the State with all sequences and heads of a run; ``first`` is the warpgroup's first
+    query."""
+    tile, seen = tile_of_run(C, place, run, sizes, seqs, shared)
+    wait_full(rings.qk, state.use, C.QK_STAGES, pred=seen)
+    full = full_range(C, first, tile, sizes)
+    whole = (place.t >= full.begin) & (place.t < full.end)
+    over = shared.over
+    if C.MASKS:
+        for s in range(gl.where(seen & (whole == 0), over, 0)):
+            b, head = sharer(place, run, s, shared)
+            state = step(C, True, c, place, head, s, over, state, rings, tile, sizes, args)
+    for s in range(gl.where(seen & whole, over, 0)):
+        b, head = sharer(place, run, s, shared)
+        state = step(C, False, c, place, head, s, over, state, rings, tile, sizes, args)
+    return state
+
+
+@gluon.jit
+def consumer(C: gl.constexpr, c: gl.constexpr, dbias, rings, sizes, args, seqs, shared):
+    """Make dbias of queries ``64 c`` to ``64 c + 63`` of every tile of this block."""
+    use = 0
+    nth = 0
+    grid = grid_of(C, sizes, shared)
+    i = gl.program_id(0)
+    while i < grid.tiles:
+        place = place_of(C, i, grid, nth)
+        first = place.first + c * C.TOKENS
+        wait_full(rings.bias, nth, C.BIAS_STAGES)
+        x = gl.full([C.TOKENS, C.BLOCK_STREAMED], 0.0, gl.float32, score_layout(C))
+        state = State(use, x)
+        for run in range(shared.runs):
+            state = add_run(C, c, place, first, run, state, rings, sizes, args, seqs, shared)
+        use = state.use
+        own = own_bias(C, c, rings.bias.buffers, nth)
+        own.store(state.x.to(dbias.dtype))
+        fence_async_shared()
+        half = reinterpret(own, dbias.dtype, dbias.block_type.shape, dbias.layout)
+        tma_store(dbias, corner(C, place, first, shared), half)
+        tma_store_wait(0)
+        release(rings.bias, nth, C.BIAS_STAGES)
+        nth += 1
+        i += gl.num_programs(0)
+
+
+# --- the kernel --------------------------------------------------------------------------------
+
+
+@gluon.jit
+def backward_dbias(q, do, k, v, rows, bias, dbias, t, n, C: gl.constexpr):
+    """Launch the partitions of a block. Descriptors of the copies come first (rows are lse and
+    delta), then the bundles ``backward_args.Pointers`` and ``Numbers``."""
+    descs = Descriptors(q, do, k, v, rows, bias)
+    box: gl.constexpr = [C.TOKENS, C.BLOCK_STREAMED]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(box, q.dtype)
+    qs = tile_buffers(q, C.QK_STAGES)
+    ks = tile_buffers(k, C.QK_STAGES)
+    stats = tile_buffers(rows, C.QK_STAGES)
+    vs = tile_buffers(v, C.VDO_STAGES)
+    dos = tile_buffers(do, C.VDO_STAGES)
+    biases = gl.allocate_shared_memory(q.dtype, [C.BIAS_STAGES * C.WARPGROUPS] + box, layout)
+    qk = Ring(qs, barriers(C.QK_STAGES, 1), barriers(C.QK_STAGES, C.WARPGROUPS))
+    vdo = Ring(vs, barriers(C.VDO_STAGES, 1), barriers(C.VDO_STAGES, C.WARPGROUPS))
+    own = Ring(biases, barriers(C.BIAS_STAGES, 1), barriers(C.BIAS_STAGES, C.WARPGROUPS))
+    rings = Rings(qk, ks, stats, vdo, dos, own)
+    fence_async_shared()
+    sizes = Sizes(n.nq, n.nk, n.left if C.LEFT else None, n.right if C.RIGHT else None, t.spans)
+    seqs = Sequences(t.cu_q, t.cu_k, n.batch, t.lengths)
+    length = n.nq if C.COLUMN else n.nk
+    line = LineBias(t.bias, n.each_b, n.each_h, n.each_h * (n.hq - 1) + 1, length)
+    args = ScoreArgs(n.inner, n.scale, t.alibi, t.q_ids, t.k_ids, n.ids_q, n.ids_k, line)
+    heads = n.each_h * (n.hq - 1) + 1
+    batch = n.each_b * (n.batch - 1) + 1
+    each = n.hq // heads
+    many = n.batch // batch
+    runs = 1
+    over = each * many
+    if C.PREFIX or C.DOCUMENTS:
+        runs = many
+        over = each
+    shared = Shared(heads, each, heads * batch, runs, over, n.ratio, n.hq)
+    follow()
+    gl.warp_specialize(
+        [
+            (consumer, (C, 0, dbias, rings, sizes, args, seqs, shared)),
+            (consumer, (C, 1, dbias, rings, sizes, args, seqs, shared)),
+            (producer, (C, descs, rings, sizes, seqs, shared)),
+        ],
+        [4, 1],
+        [C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS],
+    )
+
+
+# --- dq, where dS is in memory because it is dbias ----------------------------------------------
+
+
+@triton.jit
+def keys_of(t, n, c, b, first):
+    """Return (lo, end): the keys that some query of a tile sees; lo is a multiple of COLUMNS."""
+    used = n.nk
+    if t.lengths is not None:
+        used = tl.maximum(tl.minimum(used, tl.load(t.lengths + b)), 0)
+    last = tl.minimum(first + c.ROWS, n.nq) - 1
+    left = n.left if c.LEFT else None
+    right = n.right if c.RIGHT else None
+    lo, end = any_range(first, last, n.nk - n.nq, left, right, used)
+    return lo // c.COLUMNS * c.COLUMNS, end
+
+
+@triton.jit
+def dq_of_dbias(t, n, c):
+    """Store ``dq = scale dS K`` of a tile of queries of a head; the tiles that were made last,
+    which lie in L2, come first.
+
+    No sum in memory is added to, so no block waits for another, and every run gives the same.
+    dbias is rounded as dS would be.
+    """
+    gdc_wait()
+    i = tl.num_programs(0) - 1 - tl.program_id(0)
+    tile = i % n.tiles
+    plane = i // n.tiles
+    b = plane // n.hq
+    head = plane % n.hq
+    first = tile * c.ROWS
+    lo, end = keys_of(t, n, c, b, first)
+    # columns are read by eights, in which dS is zero past the end; K there may hold anything
+    end8 = (end + 7) // 8 * 8
+    row = first + tl.arange(0, c.ROWS)
+    col = tl.arange(0, c.COLUMNS)
+    d = tl.arange(0, c.BLOCK_D)
+    at = (plane.to(tl.int64) * n.nq + tl.minimum(row, n.nq - 1)) * n.stride_q
+    of_rows = t.dbias + (8 * at)[:, None] + col[None, :]
+    at = b.to(tl.int64) * n.stride_b + (head // n.ratio).to(tl.int64) * n.stride_h
+    of_keys = t.k + 8 * at + (8 * (col.to(tl.int64) * n.stride_n))[:, None] + d[None, :]
+    x = tl.zeros([c.ROWS, c.BLOCK_D], tl.float32)
+    for j in range(lo, end, c.COLUMNS):
+        ds = tl.load(of_rows + j, mask=(j + col < end8)[None, :], other=0.0)
+        there = (j + col < end)[:, None] & (d < c.D)[None, :]
+        k = tl.load(of_keys + (8 * (j * n.stride_n.to(tl.int64))), mask=there, other=0.0)
+        x = tl.dot(ds, k, x)
+    at = ((b.to(tl.int64) * n.nq + row) * n.hq + head) * c.D
+    there = (row < n.nq)[:, None] & (d < c.D)[None, :]
+    tl.store(t.dq + at[:, None] + d[None, :], (x * n.scale).to(t.dq.dtype.element_ty), mask=there)

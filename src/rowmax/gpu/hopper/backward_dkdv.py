@@ -1,0 +1,510 @@
+"""dk and dv of wide heads: keys are resident, queries streamed; each warpgroup makes one gradient.
+
+The sum of one gradient of 64 keys and 256 columns takes all registers of a warpgroup, and one
+warpgroup makes the weights that both need:
+
+    warpgroup   scores           then                            sum
+    of dV       S^T = K Q^T      P; w to the other warpgroup     dV += P^T dO
+    of dK       dP^T = V dO^T    dS^T = w (dP - delta)           dK += dS^T Q
+
+w (``weights``; P but under a softcap) goes through shared memory as float32: it is no operand of a
+product, and rounding it would double the error of dS, which is rounded anyway. Both warpgroups hold
+it alike, so in memory it lies by threads: loads and stores of 16 bytes meet no bank twice.
+
+There are as many buffers of w as of dO, two: dK may be a step behind, and the threads of one run
+beside the products of the other.
+
+Scores of 64 by 64 load shared memory for as long as they take the tensor core, and w and the copies
+come on top. So half of K and half of V are in registers as well. Where memory is short they are
+nowhere else (ALONE): they arrive in a buffer of Q, which leaves room for a third of those. Q is in
+use from S in one warpgroup to dK in the other, for longer than a step.
+
+Barriers of a block, with the arrivals that complete a phase:
+
+    barrier        arrivals                              waited for by
+    own.full       producer's expect + bytes of K, V     consumers, before a tile's first product
+    own.empty      each consumer, after a tile's last    producer, before it loads another
+    q.full[s]      producer's expect + bytes of Q, rows  dV before S, dK before dS of the use
+    q.empty[s]     dV, S is made; dK is finished         producer, before it fills s again
+    do.full[s]     producer's expect + bytes of dO       dV before dV, dK before dP of the use
+                   (and of a bias)
+    do.empty[s]    dV is finished; dK, dS is made        producer, before it fills s again
+    w.full[s]      dV, w of the use is stored            dK, before dS of the use
+    mail           as in ``backward_fused.py``           consumers; producer
+
+No barrier says that w has been read: the warpgroup of dK releases dO when dS of the use is made,
+and that of dV stores w in the same buffer of its ring once it has waited for the next dO there.
+
+A tile of a bias arrives with dO in the first half of the buffer of w of the same use, where dV
+stores w once it has read it.
+
+ALONE, the ring of Q has one more use for each tile that has steps, ahead of those: K and V have
+arrived at q.full, and are in registers at q.empty.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .backward_lib import (
+    Descriptors,
+    Heads,
+    LineBias,
+    Outputs,
+    ScoreArgs,
+    first_tile,
+    follow,
+    held_layout,
+    next_tile,
+    read_message,
+    row_numbers,
+    score_layout,
+    store_rows,
+    store_sums,
+    sums_by_lane,
+    tile_buffer,
+    weights,
+)
+from .backward_order import (
+    Sequences,
+    Sizes,
+    full_range,
+    gradient_row,
+    plane_of,
+    rows_left,
+)
+from .gluon_compat import (
+    fence_async_shared,
+    mbarrier,
+    reinterpret,
+    tma_load,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from .lib.layouts import matrix, product_layout, weight_layout
+from .lib.order import Order
+from .lib.ring import (
+    Ring,
+    barriers,
+    clear_rows,
+    cleared,
+    full_barriers,
+    landing,
+    mailbox,
+    release,
+    slot,
+    tile_buffers,
+    wait_empty,
+    wait_full,
+)
+from .lib.rules import score_gradient
+from .lib.scores import settled
+from .lib.softmax import rounded
+
+
+class Rings(NamedTuple):
+    own: Any  # of K; V, in ``v``, has the same barriers
+    v: Any
+    q: Any
+    rows: Any  # buffers of lse and delta, filled with Q
+    do: Any
+    w: Any  # without empty barriers
+
+
+class Held(NamedTuple):
+    """The warpgroup's columns of K or V in registers, and the offset from a step's use to its use
+    of the ring of Q."""
+
+    columns: Any
+    shift: Any
+
+
+class State(NamedTuple):
+    use: Any
+    x: Any  # the sum of dK [64, D] or dV [64, DV]
+    drow: Any  # parts of dbias of a row [64, 4]
+
+
+# --- the producer ------------------------------------------------------------------------------
+
+
+@gluon.jit
+def load_step(C: gl.constexpr, descs, rings, tile, heads, i, q_use, use, cut):
+    """Load Q, lse and delta, dO and the bias of step i of a tile of keys.
+
+    ``q_use`` is the use of the ring of Q, which may have carried K and V. Return the number of
+    tiles that a sequence's end has cut short, of which ``cut`` came before.
+    """
+    steps = tile.hi - tile.lo
+    g = i // steps
+    part = 0 if C.VARLEN else tile.b
+    first = (tile.lo + i - g * steps) * C.BLOCK_STREAMED
+    rest = tile.nq - first
+    short = rest < C.BLOCK_STREAMED
+    s = slot(q_use, C.Q_STAGES)
+    bar = landing(rings.q.full, s, C.Q_STAGES, C.VARLEN, short)
+    wait_empty(rings.q, q_use, C.Q_STAGES)
+    row = tile.q_row + first
+    head = tile.head * heads.group + g
+    plane, at = plane_of(C, tile.b, head, tile.q_row, heads.query)
+    mbarrier.expect(bar, descs.q.block_type.nbytes + descs.rows.block_type.nbytes)
+    tma_load(descs.rows, [plane, 0, at + first], bar, rings.rows.index(s))
+    q = rings.q.buffers.index(s)
+    tma_load(descs.q, [part, row, head, 0], bar, q)
+    if C.VARLEN:  # before the wait for a buffer of dO
+        cleared(rings.q.full, s, C.Q_STAGES, q, C.BLOCK_STREAMED, C.D, rest, cut)
+    u = slot(use, C.DO_STAGES)
+    bar = landing(rings.do.full, u, C.DO_STAGES, C.VARLEN, short)
+    wait_empty(rings.do, use, C.DO_STAGES)
+    if C.BIAS:
+        mbarrier.expect(bar, descs.do.block_type.nbytes + descs.bias.block_type.nbytes)
+        box: gl.constexpr = [2] + descs.bias.block_type.shape
+        halves = reinterpret(rings.w.buffers.index(u), descs.do.dtype, box, descs.bias.layout)
+        corner = [tile.b * heads.each_b, head * heads.each_h, first, tile.first]
+        tma_load(descs.bias, corner, bar, halves.index(0))
+    else:
+        mbarrier.expect(bar, descs.do.block_type.nbytes)
+    do = rings.do.buffers.index(u)
+    tma_load(descs.do, [part, row, head, 0], bar, do)
+    if C.VARLEN:
+        cleared(rings.do.full, u, C.DO_STAGES, do, C.BLOCK_STREAMED, C.DV, rest, cut)
+        cut += short.to(gl.int32)
+    return cut
+
+
+@gluon.jit
+def load_resident(C: gl.constexpr, descs, rings, tile, nth, cut):
+    """Load K and V of the nth tile that has steps; ``cut`` as of ``load_step``.
+
+    The sums have rows for keys past a prefix length, which are stored and which V contributes to:
+    so these keys are cleared. Keys of another sequence are not stored.
+    """
+    part = 0 if C.VARLEN else tile.b
+    row = tile.k_row + tile.first
+    rest = tile.used - tile.first
+    short = rest < C.BLOCK_RESIDENT
+    k = rings.own.buffers.index(0)
+    v = rings.v.index(0)
+    bar = landing(rings.own.full, 0, 1, C.PREFIX, short)
+    wait_empty(rings.own, nth, 1)
+    mbarrier.expect(bar, descs.k.block_type.nbytes + descs.v.block_type.nbytes)
+    tma_load(descs.v, [part, row, tile.head, 0], bar, v)
+    tma_load(descs.k, [part, row, tile.head, 0], bar, k)
+    if C.PREFIX:
+        if short:
+            mbarrier.wait(rings.own.full.index(1), cut & 1)
+            clear_rows(k, C.BLOCK_RESIDENT, C.D, rest)
+            clear_rows(v, C.BLOCK_RESIDENT, C.DV, rest)
+            fence_async_shared()
+            mbarrier.arrive(rings.own.full.index(0), count=1)
+        cut += short.to(gl.int32)
+    return cut
+
+
+@gluon.jit
+def load_halves(C: gl.constexpr, descs, rings, tile, use, nth, cut):
+    """Load K and V as ``load_resident``, the left half of each in a buffer of Q (``held``)."""
+    part = 0 if C.VARLEN else tile.b
+    row = tile.k_row + tile.first
+    rest = tile.used - tile.first
+    k = rings.own.buffers.index(0)
+    v = rings.v.index(0)
+    s = slot(use, C.Q_STAGES)
+    each: gl.constexpr = descs.k.block_type.nbytes + descs.v.block_type.nbytes
+    q = rings.q.buffers
+    left = reinterpret(q.index(s), q.dtype, [2] + descs.k.block_type.shape, descs.k.layout)
+    wait_empty(rings.q, use, C.Q_STAGES)
+    short = rest < C.BLOCK_RESIDENT
+    if C.PREFIX:
+        if short:
+            bar = rings.own.full.index(1)
+            wait_empty(rings.own, nth, 1)
+            mbarrier.expect(bar, 2 * each)
+            load_both(C, descs, part, row, tile.head, 0, bar, left.index(0), left.index(1))
+            load_both(C, descs, part, row, tile.head, 1, bar, k, v)
+            mbarrier.wait(bar, cut & 1)
+            for half in gl.static_range(2):
+                clear_rows(left.index(half), C.BLOCK_RESIDENT, C.D // 2, rest)
+            clear_rows(k, C.BLOCK_RESIDENT, C.D // 2, rest)
+            clear_rows(v, C.BLOCK_RESIDENT, C.DV // 2, rest)
+            fence_async_shared()
+            mbarrier.arrive(rings.q.full.index(s), count=1)
+            mbarrier.arrive(rings.own.full.index(0), count=1)
+        cut += short.to(gl.int32)
+    if not (C.PREFIX and short):
+        bar = rings.q.full.index(s)
+        mbarrier.expect(bar, each)
+        load_both(C, descs, part, row, tile.head, 0, bar, left.index(0), left.index(1))
+        bar = rings.own.full.index(0)
+        wait_empty(rings.own, nth, 1)
+        mbarrier.expect(bar, each)
+        load_both(C, descs, part, row, tile.head, 1, bar, k, v)
+    return cut
+
+
+@gluon.jit
+def load_both(C: gl.constexpr, descs, part, row, head, HALF: gl.constexpr, bar, k, v):
+    """Load the left (0) or right (1) half of the columns of K and of V."""
+    tma_load(descs.k, [part, row, head, HALF * (C.D // 2)], bar, k)
+    tma_load(descs.v, [part, row, head, HALF * (C.DV // 2)], bar, v)
+
+
+@gluon.jit
+def producer(C: gl.constexpr, descs, rings, mail, order, sizes, seqs, heads):
+    """Load all tiles of this block into shared memory, in one warp."""
+    message = 0
+    use = 0
+    nth = 0
+    cut_q = 0
+    cut_k = 0
+    n, end, tile = first_tile(C, mail, order, sizes, seqs)
+    while n < end:
+        if tile.lo < tile.hi:
+            if C.ALONE:
+                cut_k = load_halves(C, descs, rings, tile, use + nth, nth, cut_k)
+            else:
+                cut_k = load_resident(C, descs, rings, tile, nth, cut_k)
+            nth += 1
+            q_use = use + nth if C.ALONE else use
+            cut_q = load_step(C, descs, rings, tile, heads, 0, q_use, use, cut_q)
+        n, following = next_tile(C, n, end, message + 1, mail, order, sizes, seqs)
+        steps = (tile.hi - tile.lo) * heads.group
+        for i in range(1, steps):
+            q_use = use + nth if C.ALONE else use
+            cut_q = load_step(C, descs, rings, tile, heads, i, q_use + i, use + i, cut_q)
+        use += steps
+        message += 1
+        tile = following
+
+
+# --- the consumers -----------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def thread_layout(C):
+    """Return the layout of w ``[64, BLOCK_STREAMED]`` in shared memory: the first four numbers of
+    each thread, then the next four of each. Tiles of a bias arrive there as well."""
+    near = [[0, 1], [8, 0]]
+    threads = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0]]
+    far = [[0, n] for n in (8, 16, 32, 64) if n < C.BLOCK_STREAMED]
+    alignment = 1024 if C.BIAS else 16
+    return gl.SharedLinearLayout(offset_bases=near + threads + far, alignment=alignment)
+
+
+@gluon.jit
+def product(
+    C: gl.constexpr, HELD: gl.constexpr, held, resident, streamed, s, zero, WIDTH: gl.constexpr
+):
+    """Issue the resident tile ``[64, WIDTH]``, of which HELD columns are in registers, times a
+    streamed tile: as many columns at a time as are in registers."""
+    FROM: gl.constexpr = HELD if C.ALONE else 0  # the first column in shared memory
+    a = tile_buffer(resident, zero, C.BLOCK_RESIDENT, WIDTH - FROM)
+    b = tile_buffer(streamed, s, C.BLOCK_STREAMED, WIDTH)
+    x = gl.full([C.BLOCK_RESIDENT, C.BLOCK_STREAMED], 0.0, gl.float32, score_layout(C))
+    for i in gl.static_range(WIDTH // HELD):
+        part = b.slice(i * HELD, HELD, dim=1).permute((1, 0))
+        if i == 0:
+            x = warpgroup_mma(held, part, x, use_acc=False, is_async=True)
+        else:
+            left = a.slice(i * HELD - FROM, HELD, dim=1)
+            x = warpgroup_mma(left, part, x, use_acc=True, is_async=True)
+    return x
+
+
+@gluon.jit
+def held_columns(C: gl.constexpr, OF_K: gl.constexpr, use, some, rings):
+    """Return the first columns of K or of V as a left operand in registers ``[64, HELD]``.
+
+    ALONE they arrive in a buffer of Q: those of K to the left, those of V beside them.
+    """
+    HELD: gl.constexpr = C.HELD_K if OF_K else C.HELD_V
+    if C.ALONE:
+        FROM: gl.constexpr = 0 if OF_K else C.HELD_K
+        s = slot(use, C.Q_STAGES)
+        wait_full(rings.q, use, C.Q_STAGES, pred=some)
+        both = tile_buffer(rings.q.buffers, s, C.BLOCK_STREAMED, C.D)
+        x = settled(both.slice(FROM, HELD, dim=1).load(held_layout(C)))
+        release(rings.q, use, C.Q_STAGES, pred=some)
+    elif OF_K:
+        k = tile_buffer(rings.own.buffers, 0, C.BLOCK_RESIDENT, C.D)
+        x = k.slice(0, HELD, dim=1).load(held_layout(C))
+    else:
+        v = tile_buffer(rings.v, 0, C.BLOCK_RESIDENT, C.DV)
+        x = v.slice(0, HELD, dim=1).load(held_layout(C))
+    return x
+
+
+@gluon.jit
+def step_of_dv(
+    C: gl.constexpr, MASKED: gl.constexpr, m, head, state, k, rings, tile, sizes, args
+):  # fmt: skip
+    """Return the State after tile m of the queries of a head; k is the Held part of K."""
+    use = state.use
+    dtype: gl.constexpr = rings.q.buffers.dtype
+    q_use = use + k.shift
+    s = slot(q_use, C.Q_STAGES)
+    u = slot(use, C.DO_STAGES)
+    wait_full(rings.q, q_use, C.Q_STAGES)
+    # use >> 30 is a zero that the compiler cannot see
+    S = product(C, C.HELD_K, k.columns, rings.own.buffers, rings.q.buffers, s, use >> 30, C.D)
+    lse = row_numbers(C, rings.rows, s, 0)[None, :]
+    S = warpgroup_mma_wait(0, deps=[S])
+    bias = 0
+    if C.BIAS:
+        wait_full(rings.do, use, C.DO_STAGES)
+        layout: gl.constexpr = matrix(C.BLOCK_STREAMED, C.BLOCK_RESIDENT, dtype)
+        box: gl.constexpr = [2, C.BLOCK_STREAMED, C.BLOCK_RESIDENT]
+        halves = reinterpret(rings.w.buffers.index(u), dtype, box, layout)
+        bias = halves.index(0).permute((1, 0)).load(score_layout(C))
+    p, w = weights(C, MASKED, 0, S, lse, bias, m, head, tile, sizes, args, dtype)
+    P = gl.convert_layout(rounded(p, dtype), weight_layout(C.DV))
+    if not C.BIAS:
+        wait_full(rings.do, use, C.DO_STAGES)
+    do = tile_buffer(rings.do.buffers, u, C.BLOCK_STREAMED, C.DV)
+    dv = warpgroup_mma(P, do, state.x, is_async=True)
+    rings.w.buffers.index(u).store(w)
+    mbarrier.arrive(rings.w.full.index(u), count=1)
+    release(rings.q, q_use, C.Q_STAGES)
+    dv = warpgroup_mma_wait(0, deps=[dv])
+    release(rings.do, use, C.DO_STAGES)
+    return State(use + 1, dv, state.drow)
+
+
+@gluon.jit
+def step_of_dk(C: gl.constexpr, state, v, rings):
+    """Return the State after one tile of queries; v is the Held part of V."""
+    use = state.use
+    dtype: gl.constexpr = rings.q.buffers.dtype
+    q_use = use + v.shift
+    s = slot(q_use, C.Q_STAGES)
+    u = slot(use, C.DO_STAGES)
+    wait_full(rings.do, use, C.DO_STAGES)
+    dp = product(C, C.HELD_V, v.columns, rings.v, rings.do.buffers, u, use >> 30, C.DV)
+    wait_full(rings.q, q_use, C.Q_STAGES)
+    wait_full(rings.w, use, C.DO_STAGES)
+    w = rings.w.buffers.index(u).load(score_layout(C))
+    if C.BIAS:  # its next tile arrives where w was
+        fence_async_shared()
+    dp = warpgroup_mma_wait(0, deps=[dp])
+    delta = row_numbers(C, rings.rows, s, 1)[None, :]
+    ds = score_gradient(w, dp, delta)
+    drow = state.drow
+    if C.DROW:
+        drow = drow + sums_by_lane(ds)
+    ds = gl.convert_layout(rounded(ds, dtype), weight_layout(C.D))
+    q = tile_buffer(rings.q.buffers, s, C.BLOCK_STREAMED, C.D)
+    dk = warpgroup_mma(ds, q, state.x, is_async=True)
+    release(rings.do, use, C.DO_STAGES)
+    dk = warpgroup_mma_wait(0, deps=[dk])
+    release(rings.q, q_use, C.Q_STAGES)
+    return State(use + 1, dk, drow)
+
+
+@gluon.jit
+def steps_of_dv(C: gl.constexpr, state, k, rings, tile, sizes, args, group):
+    """Return the State after all tiles of queries of all heads of the group."""
+    full = full_range(C, tile.first, tile, sizes)
+    for g in range(group):
+        head = tile.head * group + g
+        if C.LOW_MASKED:
+            for m in range(tile.lo, full.begin):
+                state = step_of_dv(C, True, m, head, state, k, rings, tile, sizes, args)
+        for m in range(full.begin, full.end):
+            state = step_of_dv(C, False, m, head, state, k, rings, tile, sizes, args)
+        if C.HIGH_MASKED:
+            for m in range(full.end, tile.hi):
+                state = step_of_dv(C, True, m, head, state, k, rings, tile, sizes, args)
+    return state
+
+
+@gluon.jit
+def consumer(C: gl.constexpr, OF_DK: gl.constexpr, out, rings, mail, sizes, args, heads):
+    """Make dK, or dV, of every tile of this block."""
+    WIDTH: gl.constexpr = C.D if OF_DK else C.DV
+    OUT: gl.constexpr = C.D_OUT if OF_DK else C.DV_OUT
+    message = 0
+    use = 0
+    nth = 0
+    tile, live = read_message(mail, 0)
+    while live:
+        some = tile.lo < tile.hi
+        wait_full(rings.own, nth, 1, pred=some)
+        shift = 0
+        if C.ALONE:
+            shift = nth + 1
+        operand = Held(held_columns(C, not OF_DK, use + nth, some, rings), shift)
+        x = gl.full([C.BLOCK_RESIDENT, WIDTH], 0.0, gl.float32, product_layout(WIDTH))
+        if OF_DK:
+            drow = 0
+            if C.DROW:
+                shape: gl.constexpr = [C.BLOCK_RESIDENT, C.BLOCK_STREAMED]
+                drow = sums_by_lane(gl.full(shape, 0.0, gl.float32, score_layout(C)))
+            state = State(use, x, drow)
+            for _ in range((tile.hi - tile.lo) * heads.group):
+                state = step_of_dk(C, state, operand, rings)
+            x = state.x * out.scale
+            if C.DROW:
+                plane = (tile.b * heads.resident + tile.head).to(gl.int64)
+                to = out.dbias + plane * sizes.nk + tile.first
+                store_sums(state.drow, to, tile.nq + tile.offset - tile.first)
+        else:
+            state = State(use, x, 0)
+            state = steps_of_dv(C, state, operand, rings, tile, sizes, args, heads.group)
+            x = state.x
+        use = state.use
+        release(rings.own, nth, 1, pred=some)
+        nth += some.to(gl.int32)
+        message += 1
+        following, live = read_message(mail, message)
+        row = gradient_row(C, 0, tile)
+        to = out.dk if OF_DK else out.dv
+        to = to + (row.to(gl.int64) * heads.resident + tile.head) * OUT
+        store_rows(x, to, heads.resident * OUT, rows_left(C, 0, tile), OUT)
+        tile = following
+
+
+# --- the kernel --------------------------------------------------------------------------------
+
+
+@gluon.jit
+def backward_dkdv(k, v, q, do, rows, bias, t, n, C: gl.constexpr):
+    """Launch the partitions of a block. Descriptors of the copies come first (rows are lse and
+    delta), then the bundles ``backward_args.Pointers`` and ``Numbers``."""
+    descs = Descriptors(q, do, k, v, rows, bias)
+    ks = tile_buffers(k, 1)
+    vs = tile_buffers(v, 1)
+    qs = tile_buffers(q, C.Q_STAGES)
+    dos = tile_buffers(do, C.DO_STAGES)
+    stats = tile_buffers(rows, C.Q_STAGES)
+    mail = mailbox(C.WARPGROUPS)
+    own = Ring(ks, full_barriers(1, C.PREFIX), barriers(1, C.WARPGROUPS))
+    q_full = full_barriers(C.Q_STAGES, C.VARLEN)
+    q_ring = Ring(qs, q_full, barriers(C.Q_STAGES, C.WARPGROUPS))
+    do_full = full_barriers(C.DO_STAGES, C.VARLEN)
+    do_ring = Ring(dos, do_full, barriers(C.DO_STAGES, C.WARPGROUPS))
+    shape: gl.constexpr = [C.DO_STAGES, C.BLOCK_RESIDENT, C.BLOCK_STREAMED]
+    ws = gl.allocate_shared_memory(gl.float32, shape, thread_layout(C))
+    w_ring = Ring(ws, barriers(C.DO_STAGES, 1), None)
+    rings = Rings(own, vs, q_ring, stats, do_ring, w_ring)
+    fence_async_shared()
+    sizes = Sizes(n.nq, n.nk, n.left if C.LEFT else None, n.right if C.RIGHT else None, t.spans)
+    order = Order(t.table, t.ends, t.counter, n.heads, n.heads, n.streamed)
+    seqs = Sequences(t.cu_k, t.cu_q, n.batch, t.lengths)
+    length = n.nq if C.COLUMN else n.nk
+    line = LineBias(t.bias, n.each_b, n.each_h, n.each_h * (n.hq - 1) + 1, length)
+    args = ScoreArgs(n.inner, n.scale, t.alibi, t.q_ids, t.k_ids, n.ids_q, n.ids_k, line)
+    heads = Heads(n.heads, n.group, n.ratio, n.hq, n.each_b, n.each_h)
+    out = Outputs(t.out, t.dv, t.dbias, n.out_scale)
+    follow()
+    gl.warp_specialize(
+        [
+            (consumer, (C, False, out, rings, mail, sizes, args, heads)),
+            (consumer, (C, True, out, rings, mail, sizes, args, heads)),
+            (producer, (C, descs, rings, mail, order, sizes, seqs, heads)),
+        ],
+        [4, 1],
+        [C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS],
+    )

@@ -1,0 +1,357 @@
+"""dq of wide heads: queries and dO are resident, keys and values streamed.
+
+The sums of two gradients of 256 columns do not fit in registers beside the scores, and memory does
+not take in float32 sums of dQ as fast as they come. So heads of 256 have a launch for dQ, and one
+for dK and dV (``backward_dkdv.py``); each makes its sums from start to end in registers. That is
+seven products where the fused kernel has five, and no addition to memory: every run gives the same.
+
+A step makes S, dP and dS of a streamed tile, then ``dQ += dS K``. The two warpgroups, of 64 queries
+each, share nothing but the streamed buffers: while one is at its exponentials the other has the
+tensor core. Barriers of a block, with the arrivals that complete a phase:
+
+    barrier        arrivals                            waited for by
+    own.full       producer's expect + bytes of Q, dO  consumers, before a tile's first S
+    own.empty      each consumer, after a tile's last  producer, before it loads another
+    k.full[s]      producer's expect + bytes of K      consumers, before S of the use
+    k.empty[s]     each consumer, dQ of the use is     producer, before it fills s again
+                   finished
+    v.full[s]      producer's expect + bytes of V      consumers, before dP of the use
+    v.empty[s]     each consumer, dP is finished       producer, before it fills s again
+    mail           as in ``backward_fused.py``         consumers; producer
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .backward_lib import (
+    Descriptors,
+    Heads,
+    LineBias,
+    ScoreArgs,
+    first_tile,
+    follow,
+    issue_product,
+    memory_place,
+    next_tile,
+    own_rows,
+    read_message,
+    score_layout,
+    store_rows,
+    tile_buffer,
+    weights,
+)
+from .backward_order import (
+    Sequences,
+    Sizes,
+    full_range,
+    gradient_row,
+    plane_of,
+    rows_left,
+)
+from .gluon_compat import (
+    fence_async_shared,
+    mbarrier,
+    tma_load,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from .lib.layouts import product_layout, weight_layout
+from .lib.order import Order
+from .lib.ring import (
+    Ring,
+    barriers,
+    cleared,
+    full_barriers,
+    landing,
+    mailbox,
+    release,
+    slot,
+    tile_buffers,
+    wait_empty,
+    wait_full,
+)
+from .lib.rules import score_gradient
+from .lib.softmax import rounded
+
+
+class Rings(NamedTuple):
+    own: Any  # of Q; dO, in ``do``, has the same barriers
+    do: Any
+    k: Any
+    v: Any
+
+
+class Memory(NamedTuple):
+    """The tensors that consumers read and write in global memory."""
+
+    out: Any
+    out_scale: Any
+    rows: Any  # lse and delta
+    plane: Any  # rows of a plane of these
+    bias: Any
+    bias_b: Any  # strides in units of 8
+    bias_h: Any
+    bias_q: Any
+    dbias: Any
+
+
+class Rows(NamedTuple):
+    """lse and delta of the warpgroup's 64 queries, where their bias and dbias begin, and the end
+    of the uses of their tile."""
+
+    lse: Any
+    delta: Any
+    bias: Any
+    dbias: Any
+    end: Any
+
+
+class State(NamedTuple):
+    use: Any
+    dq: Any  # [64, D]
+
+
+# --- the producer ------------------------------------------------------------------------------
+
+
+@gluon.jit
+def load_step(C: gl.constexpr, descs, rings, tile, heads, t, use, cut):
+    """Load K and V of streamed tile t.
+
+    Return the number of tiles that a sequence's end has cut short, of which ``cut`` came before.
+    """
+    part = 0 if C.VARLEN else tile.b
+    first = t * C.BLOCK_STREAMED
+    rest = tile.used - first
+    short = rest < C.BLOCK_STREAMED
+    s = slot(use, C.K_STAGES)
+    bar = landing(rings.k.full, s, C.K_STAGES, C.PADDED, short)
+    wait_empty(rings.k, use, C.K_STAGES)
+    row = tile.k_row + first
+    head = tile.head // heads.ratio
+    mbarrier.expect(bar, descs.k.block_type.nbytes)
+    k = rings.k.buffers.index(s)
+    tma_load(descs.k, [part, row, head, 0], bar, k)
+    if C.PADDED:  # before the wait for a buffer of V
+        cleared(rings.k.full, s, C.K_STAGES, k, C.BLOCK_STREAMED, C.D, rest, cut)
+    u = slot(use, C.V_STAGES)
+    bar = landing(rings.v.full, u, C.V_STAGES, C.PADDED, short)
+    wait_empty(rings.v, use, C.V_STAGES)
+    mbarrier.expect(bar, descs.v.block_type.nbytes)
+    v = rings.v.buffers.index(u)
+    tma_load(descs.v, [part, row, head, 0], bar, v)
+    if C.PADDED:
+        cleared(rings.v.full, u, C.V_STAGES, v, C.BLOCK_STREAMED, C.DV, rest, cut)
+        cut += short.to(gl.int32)
+    return cut
+
+
+@gluon.jit
+def load_resident(C: gl.constexpr, descs, rings, tile, nth):
+    """Load Q and dO of the nth tile that has steps."""
+    part = 0 if C.VARLEN else tile.b
+    row = tile.q_row + tile.first
+    bar = rings.own.full.index(0)
+    wait_empty(rings.own, nth, 1)
+    mbarrier.expect(bar, descs.q.block_type.nbytes + descs.do.block_type.nbytes)
+    tma_load(descs.do, [part, row, tile.head, 0], bar, rings.do.index(0))
+    tma_load(descs.q, [part, row, tile.head, 0], bar, rings.own.buffers.index(0))
+
+
+@gluon.jit
+def producer(C: gl.constexpr, descs, rings, mail, order, sizes, seqs, heads):
+    """Load all tiles of this block into shared memory, in one warp."""
+    message = 0
+    use = 0
+    nth = 0
+    cut = 0
+    n, end, tile = first_tile(C, mail, order, sizes, seqs)
+    while n < end:
+        if tile.lo < tile.hi:
+            load_resident(C, descs, rings, tile, nth)
+            nth += 1
+            cut = load_step(C, descs, rings, tile, heads, tile.lo, use, cut)
+        n, following = next_tile(C, n, end, message + 1, mail, order, sizes, seqs)
+        steps = tile.hi - tile.lo
+        for i in range(1, steps):
+            cut = load_step(C, descs, rings, tile, heads, tile.lo + i, use + i, cut)
+        use += steps
+        message += 1
+        tile = following
+
+
+# --- the consumers -----------------------------------------------------------------------------
+
+
+@gluon.jit
+def bias_rows(C: gl.constexpr, c: gl.constexpr, tile, stride_b, stride_h, stride_q):
+    """Return where the rows of a bias begin that belong to the warpgroup's queries ``[64]``; past
+    the last query it is the row of that one. Strides are in units of 8."""
+    L: gl.constexpr = gl.SliceLayout(1, score_layout(C))
+    r = tile.first + c * C.TOKENS + gl.arange(0, C.TOKENS, L)
+    r = gl.minimum(r, tile.nq - 1).to(gl.int64)
+    plane = tile.b.to(gl.int64) * stride_b + tile.head.to(gl.int64) * stride_h
+    return 8 * (plane + r * stride_q)
+
+
+@gluon.jit
+def bias_tile(C: gl.constexpr, t, bias, rows, tile):
+    """Return (places, mask) of the pairs of a streamed tile in a bias.
+
+    The number of keys is a multiple of 8. The bias is read, and its gradient written, in global
+    memory: shared memory has no room for a tile.
+    """
+    col = gl.arange(0, C.BLOCK_STREAMED, gl.SliceLayout(0, score_layout(C)))
+    end = (tile.nq + tile.offset) // 8 * 8 - t * C.BLOCK_STREAMED
+    return bias + (rows[:, None] + (t * C.BLOCK_STREAMED + col)[None, :]), (col < end)[None, :]
+
+
+@gluon.jit
+def load_rows(C: gl.constexpr, c: gl.constexpr, memory, tile, heads, end):
+    """Return the Rows of the warpgroup; lse is +inf and delta 0 past the last query."""
+    plane, row = plane_of(C, tile.b, tile.head, tile.q_row, heads.query)
+    L: gl.constexpr = gl.SliceLayout(1, score_layout(C))
+    r = tile.first + c * C.TOKENS + gl.arange(0, C.TOKENS, L)
+    at = memory.rows + (plane.to(gl.int64) * 2 * memory.plane + row) + memory_place(r)
+    lse = gl.load(at, mask=r < tile.nq, other=float("inf"))
+    delta = gl.load(at + memory.plane, mask=r < tile.nq, other=0.0)
+    bias = 0
+    dbias = 0
+    if C.BIAS:
+        bias = bias_rows(C, c, tile, memory.bias_b, memory.bias_h, memory.bias_q)
+        if C.DBIAS:  # which has no gaps
+            keys = (tile.nq + tile.offset) // 8
+            each = tile.nq.to(gl.int64) * keys
+            dbias = bias_rows(C, c, tile, heads.query * each, each, keys)
+    return Rows(lse, delta, bias, dbias, end)
+
+
+@gluon.jit
+def step(
+    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, t, head, state, own, memory, rings,
+    tile, sizes, args,
+):  # fmt: skip
+    """Return the State after streamed tile t. ``own`` are the Rows of the queries."""
+    use = state.use
+    dtype: gl.constexpr = rings.do.dtype
+    s = slot(use, C.K_STAGES)
+    u = slot(use, C.V_STAGES)
+    # use >> 30 is a zero that the compiler cannot see
+    q = own_rows(C, c, rings.own.buffers, use >> 30, C.D)
+    k = tile_buffer(rings.k.buffers, s, C.BLOCK_STREAMED, C.D)
+    S = issue_product(C, q, k)
+    wait_full(rings.v, use, C.V_STAGES)
+    do = own_rows(C, c, rings.do, use >> 30, C.DV)
+    v = tile_buffer(rings.v.buffers, u, C.BLOCK_STREAMED, C.DV)
+    dp = issue_product(C, do, v)
+    bias = 0
+    if C.BIAS:
+        at, there = bias_tile(C, t, memory.bias, own.bias, tile)
+        if MASKED:
+            bias = gl.load(at, mask=there, other=0.0)
+        else:
+            bias = gl.load(at)
+    S = warpgroup_mma_wait(1, deps=[S])
+    lse = own.lse[:, None]
+    p, w = weights(C, MASKED, c, S, lse, bias, t, head, tile, sizes, args, dtype)
+    after = use + 1
+    # begins a basic block, so that the exponentials stay beside the product
+    wait_full(rings.k, after, C.K_STAGES, pred=after < own.end)
+    dp = warpgroup_mma_wait(0, deps=[dp])
+    release(rings.v, use, C.V_STAGES)
+    ds = rounded(score_gradient(w, dp, own.delta[:, None]), dtype)
+    if C.DBIAS:
+        at, there = bias_tile(C, t, memory.dbias, own.dbias, tile)
+        r = gl.arange(0, C.TOKENS, gl.SliceLayout(1, score_layout(C)))
+        ok = (r < tile.nq - tile.first - c * C.TOKENS)[:, None]
+        if MASKED:
+            ok = ok & there
+        gl.store(at, ds, mask=ok)
+    ds = gl.convert_layout(ds, weight_layout(C.D))
+    dq = warpgroup_mma(ds, k, state.dq, is_async=True)
+    dq = warpgroup_mma_wait(0, deps=[dq])
+    release(rings.k, use, C.K_STAGES)
+    return State(after, dq)
+
+
+@gluon.jit
+def consumer(C: gl.constexpr, c: gl.constexpr, memory, rings, mail, sizes, args, heads):
+    """Make dQ of queries ``64 c`` to ``64 c + 63`` of every tile of this block."""
+    message = 0
+    use = 0
+    nth = 0
+    tile, live = read_message(mail, 0)
+    while live:
+        full = full_range(C, tile.first + c * C.TOKENS, tile, sizes)
+        some = tile.lo < tile.hi
+        end = use + (tile.hi - tile.lo) * heads.group
+        wait_full(rings.own, nth, 1, pred=some)
+        wait_full(rings.k, use, C.K_STAGES, pred=some)
+        own = load_rows(C, c, memory, tile, heads, end)
+        x = State(use, gl.full([C.TOKENS, C.D], 0.0, gl.float32, product_layout(C.D)))
+        for g in range(heads.group):  # one; without the loop too much is kept in registers
+            head = tile.head * heads.group + g
+            if C.LOW_MASKED:
+                for t in range(tile.lo, full.begin):
+                    x = step(C, True, c, t, head, x, own, memory, rings, tile, sizes, args)
+            for t in range(full.begin, full.end):
+                x = step(C, False, c, t, head, x, own, memory, rings, tile, sizes, args)
+            if C.HIGH_MASKED:
+                for t in range(full.end, tile.hi):
+                    x = step(C, True, c, t, head, x, own, memory, rings, tile, sizes, args)
+        use = x.use
+        release(rings.own, nth, 1, pred=some)
+        nth += some.to(gl.int32)
+        message += 1
+        following, live = read_message(mail, message)
+        row = gradient_row(C, c, tile)
+        to = memory.out + (row.to(gl.int64) * heads.resident + tile.head) * C.D_OUT
+        dq = x.dq * memory.out_scale
+        store_rows(dq, to, heads.resident * C.D_OUT, rows_left(C, c, tile), C.D_OUT)
+        tile = following
+
+
+# --- the kernel --------------------------------------------------------------------------------
+
+
+@gluon.jit
+def backward_dq(q, do, k, v, t, n, C: gl.constexpr):
+    """Launch the partitions of a block. Descriptors of the copies come first, then the bundles
+    ``backward_args.Pointers`` and ``Numbers``."""
+    descs = Descriptors(q, do, k, v)
+    qs = tile_buffers(q, 1)
+    dos = tile_buffers(do, 1)
+    ks = tile_buffers(k, C.K_STAGES)
+    vs = tile_buffers(v, C.V_STAGES)
+    mail = mailbox(C.WARPGROUPS)
+    own = Ring(qs, barriers(1, 1), barriers(1, C.WARPGROUPS))
+    k_full = full_barriers(C.K_STAGES, C.PADDED)
+    k_ring = Ring(ks, k_full, barriers(C.K_STAGES, C.WARPGROUPS))
+    v_full = full_barriers(C.V_STAGES, C.PADDED)
+    v_ring = Ring(vs, v_full, barriers(C.V_STAGES, C.WARPGROUPS))
+    fence_async_shared()
+    rings = Rings(own, dos, k_ring, v_ring)
+    sizes = Sizes(n.nq, n.nk, n.left if C.LEFT else None, n.right if C.RIGHT else None, t.spans)
+    order = Order(t.table, t.ends, t.counter, n.heads, n.heads // n.ratio, n.streamed)
+    seqs = Sequences(t.cu_q, t.cu_k, n.batch, t.lengths)
+    length = n.nq if C.COLUMN else n.nk
+    line = LineBias(t.bias, n.each_b, n.each_h, n.each_h * (n.hq - 1) + 1, length)
+    args = ScoreArgs(n.inner, n.scale, t.alibi, t.q_ids, t.k_ids, n.ids_q, n.ids_k, line)
+    heads = Heads(n.heads, n.group, n.ratio, n.hq, n.each_b, n.each_h)
+    memory = Memory(
+        t.out, n.out_scale, t.rows, n.rows, t.bias, n.bias_b, n.bias_h, n.bias_q, t.dbias
+    )
+    follow()
+    gl.warp_specialize(
+        [
+            (consumer, (C, 0, memory, rings, mail, sizes, args, heads)),
+            (consumer, (C, 1, memory, rings, mail, sizes, args, heads)),
+            (producer, (C, descs, rings, mail, order, sizes, seqs, heads)),
+        ],
+        [4, 1],
+        [C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS],
+    )

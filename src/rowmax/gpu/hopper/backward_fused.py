@@ -1,0 +1,698 @@
+"""The backward that makes dk, dv and the sums of dq together: keys are resident, queries streamed.
+
+A block has two consumers of 64 keys each, one warp that loads and one that adds dQ to memory.
+Barriers of a block, with the arrivals that complete a phase:
+
+    barrier       arrivals                               waited for by
+    q.full[s]     producer's expect + bytes of Q, rows   consumers, before S of the use
+    do.full[s]    producer's expect + bytes of dO        consumers, before dP of the use
+    done[s]       each consumer, dS of the use is        consumers, before dQ of the use;
+                  stored, dK and dV of it and dQ of      producer, before it fills s again
+                  the use before are finished
+    k.full[s]     producer's expect + bytes of K         consumers, before a tile's first S
+    v.full[s]     producer's expect + bytes of V         consumers, before a tile's first dP
+    kv_empty[s]   each consumer, after a tile's last     producer, before K of a later tile
+    ds.full[t]    producer's expect + bytes of the bias  consumers, before P of the use
+    dq.full[s]    the consumer that makes dQ of the use  writer, once a use
+    dq.empty[s]   writer, its copy has been read         the consumer that fills s next
+    mail.full[t]  producer, a tile is announced          consumers and writer, once a message
+    mail.empty[t] each consumer and the writer           producer, two messages later
+
+``done`` is the empty barrier of Q, dO and dS, ``kv_empty`` that of K and V. Where dQ is a product
+of dbias, afterwards, there is no writer, and no ring of dQ. A tile at the end of a sequence has a
+barrier for its copy alone (``padding.py``), and the full barrier of its buffer when it is cleared.
+
+A use is a step: one tile of queries of one head of the group. A tile of keys that no query sees has
+none: it takes a message and touches no other barrier, in any partition. All partitions read lo, hi
+and the size of the group from the same message, so they count the same uses.
+
+Consumers hold scores with keys down and queries across, ``S^T = K Q^T`` and ``dP^T = V dO^T``, so
+that P^T and dS^T are left operands of dV and dK as they lie in registers. dQ alone needs the dS of
+the other warpgroup: dS goes through shared memory, and the warpgroups alternate in making dQ of a
+whole step. (Half of dQ each reads dS twice, and products of fewer columns read more for their
+size: a step is short of shared memory bandwidth, and of the power that it takes.)
+
+dQ of a step is made in the next step: the other warpgroup stored its dS a while ago, so that
+neither waits for the other, and the products of one run beside the exponentials of the other.
+
+One step, tensor core above, threads below:
+
+    dP          | dV, then dK | dQ of the last, every other step | S of the next
+    P = exp2(S) | dS, stored  | dQ stored
+
+At the end of a step no product is in flight: the assembler would make products in flight wait for
+one another. The scores that a last step makes for a next one are not used.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .backward_lib import (
+    Descriptors,
+    Heads,
+    LineBias,
+    Outputs,
+    ScoreArgs,
+    first_tile,
+    follow,
+    held_layout,
+    issue_product,
+    next_tile,
+    own_rows,
+    read_message,
+    row_numbers,
+    score_layout,
+    store_rows,
+    store_sums,
+    sums_by_lane,
+    tile_buffer,
+    weights,
+)
+from .backward_order import (
+    Sequences,
+    Sizes,
+    abreast,
+    full_range,
+    gradient_row,
+    neighbour_range,
+    plane_of,
+    rows_left,
+    step_of,
+    steps_before,
+)
+from .gluon_compat import (
+    fence_async_shared,
+    mbarrier,
+    reinterpret,
+    tma_add,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from .lib.layouts import output_layout, product_layout, weight_layout
+from .lib.order import Order
+from .lib.ring import (
+    Ring,
+    barriers,
+    cleared,
+    full_barriers,
+    landing,
+    mailbox,
+    phase,
+    release,
+    slot,
+    tile_buffers,
+    wait_empty,
+    wait_full,
+)
+from .lib.rules import score_gradient
+from .lib.softmax import rounded
+
+
+class Rings(NamedTuple):
+    q: Any
+    rows: Any  # buffers of lse and delta, filled with Q
+    do: Any
+    k: Any
+    v: Any
+    ds: Any  # a tile of a bias arrives where dS of its step will lie
+    dq: Any
+
+
+class Resident(NamedTuple):
+    """K and V of a tile: in registers where HELD, and in buffer ``slot``."""
+
+    k: Any
+    v: Any
+    slot: Any
+    begin: Any  # the tile's first use, and the end of its uses
+    end: Any
+
+
+class State(NamedTuple):
+    """The values that a step passes to the next."""
+
+    use: Any
+    s: Any  # S^T of the use [64, BLOCK_STREAMED]
+    dk: Any  # [64, D]
+    dv: Any  # [64, DV]
+    drow: Any  # parts of dbias of a row [64, 4]
+
+
+# --- the producer ------------------------------------------------------------------------------
+
+
+@gluon.jit
+def wait_done(C: gl.constexpr, rings, use, pred):
+    """Wait until the consumers are done with a use, one of the last Q_STAGES."""
+    mbarrier.wait(rings.q.empty.index(slot(use, C.Q_STAGES)), phase(use, C.Q_STAGES), pred=pred)
+
+
+@gluon.jit
+def wait_free(C: gl.constexpr, rings, use):
+    """Wait until the buffers of an earlier use are free; below 0 there is none."""
+    wait_done(C, rings, gl.maximum(use, 0), use >= 0)
+
+
+@gluon.jit
+def load_step(C: gl.constexpr, descs, rings, tile, heads, i, use, cut):
+    """Load Q, lse and delta, dO and the bias of step i of a tile of keys.
+
+    Return the number of tiles that a sequence's end has cut short, of which ``cut`` came before.
+    """
+    m, g = step_of(C, i, tile, heads.group)
+    part = 0 if C.VARLEN else tile.b
+    head = tile.head * heads.group + g
+    plane, row = plane_of(C, tile.b, head, tile.q_row, heads.query)
+    first = m * C.BLOCK_STREAMED
+    rest = tile.nq - first
+    short = rest < C.BLOCK_STREAMED
+    s = slot(use, C.Q_STAGES)
+    bar = landing(rings.q.full, s, C.Q_STAGES, C.VARLEN, short)
+    wait_free(C, rings, use - C.Q_STAGES)
+    mbarrier.expect(bar, descs.q.block_type.nbytes + descs.rows.block_type.nbytes)
+    q = rings.q.buffers.index(s)
+    tma_load(descs.q, [part, tile.q_row + first, head, 0], bar, q)
+    tma_load(descs.rows, [plane, 0, row + first], bar, rings.rows.index(s))
+    if C.VARLEN:  # before the wait for a buffer of dO
+        cleared(rings.q.full, s, C.Q_STAGES, q, C.BLOCK_STREAMED, C.D, rest, cut)
+    u = slot(use, C.DO_STAGES)
+    bar = landing(rings.do.full, u, C.DO_STAGES, C.VARLEN, short)
+    wait_free(C, rings, use - C.DO_STAGES)
+    mbarrier.expect(bar, descs.do.block_type.nbytes)
+    do = rings.do.buffers.index(u)
+    tma_load(descs.do, [part, tile.q_row + first, head, 0], bar, do)
+    if C.BIAS:
+        t = slot(use, C.DS_STAGES)
+        bar = rings.ds.full.index(t)
+        wait_free(C, rings, use - C.DS_STAGES + 1)  # with dQ of the use before
+        mbarrier.expect(bar, descs.bias.block_type.nbytes)
+        ds = rings.ds.buffers
+        box: gl.constexpr = [1, 1, C.BLOCK_STREAMED, C.BLOCK_RESIDENT]
+        to = reinterpret(ds.index(t), ds.dtype, box, descs.bias.layout)
+        corner = [tile.b * heads.each_b, head * heads.each_h, first, tile.first]
+        tma_load(descs.bias, corner, bar, to)
+    if C.VARLEN:
+        cleared(rings.do.full, u, C.DO_STAGES, do, C.BLOCK_STREAMED, C.DV, rest, cut)
+        cut += short.to(gl.int32)
+    return cut
+
+
+@gluon.jit
+def load_resident(C: gl.constexpr, descs, rings, tile, nth, cut):
+    """Load K and V of the nth tile that has steps; ``cut`` as of ``load_step``."""
+    part = 0 if C.VARLEN else tile.b
+    row = tile.k_row + tile.first
+    rest = tile.used - tile.first
+    short = rest < C.BLOCK_RESIDENT
+    s = slot(nth, C.KV_STAGES)
+    wait_empty(rings.k, nth, C.KV_STAGES)
+    k = rings.k.buffers.index(s)
+    bar = landing(rings.k.full, s, C.KV_STAGES, C.PADDED, short)
+    mbarrier.expect(bar, descs.k.block_type.nbytes)
+    tma_load(descs.k, [part, row, tile.head, 0], bar, k)
+    v = rings.v.buffers.index(s)
+    bar = landing(rings.v.full, s, C.KV_STAGES, C.PADDED, short)
+    mbarrier.expect(bar, descs.v.block_type.nbytes)
+    tma_load(descs.v, [part, row, tile.head, 0], bar, v)
+    if C.PADDED:
+        cleared(rings.k.full, s, C.KV_STAGES, k, C.BLOCK_RESIDENT, C.D, rest, cut)
+        cleared(rings.v.full, s, C.KV_STAGES, v, C.BLOCK_RESIDENT, C.DV, rest, cut)
+        cut += short.to(gl.int32)
+    return cut
+
+
+@gluon.jit
+def producer(C: gl.constexpr, descs, rings, mail, order, sizes, seqs, heads):
+    """Load all tiles of this block into shared memory, in one warp."""
+    message = 0
+    use = 0
+    nth = 0
+    cut_q = 0
+    cut_k = 0
+    n, end, tile = first_tile(C, mail, order, sizes, seqs)
+    while n < end:
+        if tile.lo < tile.hi:
+            # the rings have room for the first step while K and V of the last tile are in use
+            cut_q = load_step(C, descs, rings, tile, heads, 0, use, cut_q)
+            cut_k = load_resident(C, descs, rings, tile, nth, cut_k)
+            nth += 1
+        steps = (tile.hi - tile.lo) * heads.group
+        # as many steps as there is room for, since a look-up of the next tile takes a while
+        some = gl.minimum(steps, C.DO_STAGES)
+        for i in range(1, some):
+            cut_q = load_step(C, descs, rings, tile, heads, i, use + i, cut_q)
+        following = tile
+        if not C.ORDERED:
+            n, following = next_tile(C, n, end, message + 1, mail, order, sizes, seqs)
+        for i in range(gl.maximum(some, 1), steps):
+            cut_q = load_step(C, descs, rings, tile, heads, i, use + i, cut_q)
+        use += steps
+        if C.ORDERED:  # late, because other blocks wait for every tile that is taken
+            n, following = next_tile(C, n, end, message + 1, mail, order, sizes, seqs)
+        message += 1
+        tile = following
+
+
+# --- the consumers -----------------------------------------------------------------------------
+
+
+@gluon.jit
+def held(C: gl.constexpr, c: gl.constexpr, buffers, at, WIDTH: gl.constexpr):
+    """Return the warpgroup's rows of K or V ``[64, WIDTH]`` as left operands in registers, where
+    HELD: S and dP then read half as much of shared memory."""
+    x = 0
+    if C.HELD:
+        x = own_rows(C, c, buffers, at, WIDTH).load(held_layout(C))
+    return x
+
+
+@gluon.jit
+def own_ds(C: gl.constexpr, c: gl.constexpr, ds, use):
+    """Return the warpgroup's part ``[64, BLOCK_STREAMED]`` of the buffer of dS of a use.
+
+    In memory queries are down, as in a bias: matrices of 8 by 8 are transposed on their way to and
+    from registers.
+    """
+    both = ds.buffers.index(slot(use, C.DS_STAGES)).permute((1, 0))
+    return both.slice(c * C.TOKENS, C.TOKENS, dim=0)
+
+
+@gluon.jit
+def issue_scores(C: gl.constexpr, c: gl.constexpr, resident, rings, use):
+    """Issue S^T = K Q^T of a use."""
+    q = tile_buffer(rings.q.buffers, slot(use, C.Q_STAGES), C.BLOCK_STREAMED, C.D)
+    k = resident.k
+    if not C.HELD:
+        k = own_rows(C, c, rings.k.buffers, resident.slot + (use >> 30), C.D)
+    return issue_product(C, k, q)
+
+
+@gluon.jit
+def issue_dp(C: gl.constexpr, c: gl.constexpr, resident, rings, use):
+    """Return (dO, dP^T) of a use: once dO has arrived dP^T = V dO^T is issued."""
+    wait_full(rings.do, use, C.DO_STAGES)
+    do = tile_buffer(rings.do.buffers, slot(use, C.DO_STAGES), C.BLOCK_STREAMED, C.DV)
+    v = resident.v
+    if not C.HELD:
+        v = own_rows(C, c, rings.v.buffers, resident.slot + (use >> 30), C.DV)
+    return do, issue_product(C, v, do)
+
+
+@gluon.jit
+def make_dq(C: gl.constexpr, resident, rings, use):
+    """Make dQ = dS K of a use ``[BLOCK_STREAMED, D]``, and hand it to the writer.
+
+    Waits for all products in flight. dQ goes to memory as ``[2 D, 32]`` (``thread_order``).
+    """
+    z = gl.full([C.BLOCK_STREAMED, C.D], 0.0, gl.float32, product_layout(C.D))
+    k = tile_buffer(rings.k.buffers, resident.slot + (use >> 30), C.BLOCK_RESIDENT, C.D)
+    ds = rings.ds.buffers.index(slot(use, C.DS_STAGES))
+    dq = warpgroup_mma_wait(0, deps=[warpgroup_mma(ds, k, z, use_acc=False, is_async=True)])
+    s = slot(use, C.DQ_STAGES)
+    wait_empty(rings.dq, use, C.DQ_STAGES)
+    tile_buffer(rings.dq.buffers, s, 2 * C.D, 32).store(thread_order(dq, C.D))
+    fence_async_shared()
+    mbarrier.arrive(rings.dq.full.index(s), count=1)
+
+
+@gluon.jit
+def thread_order(x, WIDTH: gl.constexpr):
+    """Return x ``[64, WIDTH]``, as a product leaves it, as ``[2 WIDTH, 32]``: four numbers of each
+    thread at a time, so that stores of 16 bytes meet no bank twice.
+
+    Rows are 16 w + 8 i + r and columns 8 n + 2 c + j, in the order of (w, n, r, c, i, j), where w
+    is the warp, and r and c are the thread. ``row_stats.finish`` reads that order.
+    """
+    x = x.reshape([4, 2, 8, WIDTH // 8, 4, 2])
+    return x.permute((0, 3, 2, 4, 1, 5)).reshape([2 * WIDTH, 32])
+
+
+@gluon.jit
+def store_dbias(C: gl.constexpr, c: gl.constexpr, dbias, ds, use, m, head, tile):
+    """Store the warpgroup's half of dS of a use in dbias, once the last half has left its
+    buffer."""
+    tma_store_wait(0)
+    half = ds.buffers.index(slot(use, C.DS_STAGES)).slice(c * C.TOKENS, C.TOKENS, dim=1)
+    corner = [tile.b, head, m * C.BLOCK_STREAMED, tile.first + c * C.TOKENS]
+    tma_store(dbias, corner, half)
+
+
+@gluon.jit
+def step(
+    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, m, head, state, resident, rings,
+    tile, sizes, args, dbias,
+):  # fmt: skip
+    """Return the State after tile m of the queries of a head.
+
+    AHEAD, where there are registers for it: S of the next step starts before dQ.
+    """
+    use = state.use
+    before = gl.maximum(use - 1, 0)
+    after = use + 1
+    was = use > resident.begin
+    dtype: gl.constexpr = rings.q.buffers.dtype
+    do, dp = issue_dp(C, c, resident, rings, use)
+    s = slot(use, C.Q_STAGES)
+    lse = row_numbers(C, rings.rows, s, 0)[None, :]
+    bias = 0
+    if C.BIAS:
+        wait_full(rings.ds, use, C.DS_STAGES)
+        bias = own_ds(C, c, rings.ds, use).load(score_layout(C))
+    p, w = weights(C, MASKED, c, state.s, lse, bias, m, head, tile, sizes, args, dtype)
+    P = rounded(p, dtype)
+    # A wait begins a new basic block: without one here ptxas sinks the exponentials below the
+    # wait for the products that they are to run beside.
+    wait_full(rings.q, after, C.Q_STAGES, pred=after < resident.end)
+    dp = warpgroup_mma_wait(0, deps=[dp])
+
+    P = gl.convert_layout(P, weight_layout(C.DV))
+    dv = warpgroup_mma(P, do, state.dv, is_async=True)
+    if C.DQ:
+        wait_done(C, rings, before, was)
+    delta = row_numbers(C, rings.rows, s, 1)[None, :]
+    ds = rounded(score_gradient(w, dp, delta), dtype)
+    drow = state.drow
+    if C.DROW:
+        drow = drow + sums_by_lane(score_gradient(p, dp, delta))
+    own_ds(C, c, rings.ds, use).store(ds)
+    fence_async_shared()
+    if C.DBIAS:
+        store_dbias(C, c, dbias, rings.ds, use, m, head, tile)
+    q = tile_buffer(rings.q.buffers, s, C.BLOCK_STREAMED, C.D)
+    dk = warpgroup_mma(gl.convert_layout(ds, weight_layout(C.D)), q, state.dk, is_async=True)
+    if C.AHEAD:
+        S = issue_scores(C, c, resident, rings, after)
+    if C.DQ:
+        if not C.AHEAD:  # dQ takes the registers of P
+            dv = warpgroup_mma_wait(1, deps=[dv])
+        if was & ((before & 1) == c):
+            make_dq(C, resident, rings, before)
+    if not C.AHEAD:
+        S = issue_scores(C, c, resident, rings, after)
+    dv, dk = warpgroup_mma_wait(1, deps=[dv, dk])
+    release(rings.q, use, C.Q_STAGES)
+    return State(after, warpgroup_mma_wait(0, deps=[S]), dk, dv, drow)
+
+
+@gluon.jit
+def all_steps(
+    C: gl.constexpr, c: gl.constexpr, state, resident, rings, tile, full, sizes, args, group, dbias
+):
+    """Return the State after all steps of a tile of keys, in the order of ``step_of``."""
+    rounds, side = group, 1
+    if C.ABREAST:
+        rounds, side = 1, group
+    for g in range(rounds):
+        head = tile.head * group + g
+        if C.UP:
+            for i in range(tile.lo, full.begin):
+                state = step(C, True, c, i, head, state, resident, rings, tile, sizes, args, dbias)
+        if C.LEFT:
+            for i in range(full.end, tile.hi):
+                m = tile.hi - 1 - i + full.end
+                state = step(C, True, c, m, head, state, resident, rings, tile, sizes, args, dbias)
+        if not C.DOCUMENTS:
+            for n in range(full.begin * side, full.end * side):
+                i, head = abreast(C, n, g, group)
+                head += tile.head * group
+                m = full.end - 1 - i + full.begin
+                if C.UP:
+                    m = i
+                state = step(C, False, c, m, head, state, resident, rings, tile, sizes, args, dbias)
+        if C.MASKS and not C.UP:
+            for n in range(tile.lo * side, full.begin * side):
+                i, head = abreast(C, n, g, group)
+                head += tile.head * group
+                m = full.begin - 1 - i + tile.lo
+                state = step(C, True, c, m, head, state, resident, rings, tile, sizes, args, dbias)
+    return state
+
+
+@gluon.jit
+def consumer(C: gl.constexpr, c: gl.constexpr, rings, mail, sizes, args, heads, out):
+    """Make dK and dV of keys ``64 c`` to ``64 c + 63`` of every tile of this block."""
+    message = 0
+    use = 0
+    nth = 0
+    tile, live = read_message(mail, 0)
+    while live:
+        full = full_range(C, tile.first + c * C.TOKENS, tile, sizes)
+        some = tile.lo < tile.hi
+        end = use + (tile.hi - tile.lo) * heads.group
+        at = slot(nth, C.KV_STAGES)
+        wait_full(rings.k, nth, C.KV_STAGES, pred=some)
+        wait_full(rings.q, use, C.Q_STAGES, pred=some)
+        k = held(C, c, rings.k.buffers, at, C.D)
+        S = issue_scores(C, c, Resident(k, 0, at, use, end), rings, use)
+        S = warpgroup_mma_wait(0, deps=[S])
+        wait_full(rings.v, nth, C.KV_STAGES, pred=some)
+        resident = Resident(k, held(C, c, rings.v.buffers, at, C.DV), at, use, end)
+        dk = gl.full([C.TOKENS, C.D], 0.0, gl.float32, product_layout(C.D))
+        dv = gl.full([C.TOKENS, C.DV], 0.0, gl.float32, product_layout(C.DV))
+        drow = 0
+        if C.DROW:
+            zeros = gl.full([C.TOKENS, C.BLOCK_STREAMED], 0.0, gl.float32, score_layout(C))
+            drow = sums_by_lane(zeros)
+        state = State(use, S, dk, dv, drow)
+        state = all_steps(
+            C, c, state, resident, rings, tile, full, sizes, args, heads.group, out.dbias
+        )
+        use = state.use
+        if C.DQ:
+            last = gl.maximum(end - 1, 0)
+            wait_done(C, rings, last, some)
+            if some & ((last & 1) == c):
+                make_dq(C, resident, rings, last)
+        release(rings.k, nth, C.KV_STAGES, pred=some)
+        nth += some.to(gl.int32)
+        message += 1
+        following, live = read_message(mail, message)
+        store_tile(C, c, out, state, tile, sizes, heads)
+        tile = following
+    if C.DBIAS:
+        tma_store_wait(0)
+
+
+@gluon.jit
+def store_tile(C: gl.constexpr, c: gl.constexpr, out, state, tile, sizes, heads):
+    """Store dK, dV and sums of dbias of the warpgroup's keys of a tile."""
+    row = gradient_row(C, c, tile)
+    rows = rows_left(C, c, tile)
+    place = row.to(gl.int64) * heads.resident + tile.head
+    dk = state.dk * out.scale
+    store(C, dk, out.dk + place * C.D_OUT, heads.resident * C.D_OUT, rows, C.D, C.D_OUT)
+    if C.DROW:
+        plane = (tile.b * heads.resident + tile.head).to(gl.int64)
+        to = out.dbias + plane * sizes.nk + tile.first + c * C.TOKENS
+        store_sums(state.drow, to, rows)
+    dv = out.dv + place * C.DV_OUT
+    store(C, state.dv, dv, heads.resident * C.DV_OUT, rows, C.DV, C.DV_OUT)
+
+
+@gluon.jit
+def store(C: gl.constexpr, x, to, stride, rows, WIDTH: gl.constexpr, OUT: gl.constexpr):
+    """Store the first ``rows`` rows of x ``[64, WIDTH]``, 16 bytes at a time where shared memory
+    has room to rearrange them."""
+    if not C.BIAS:
+        x = gl.convert_layout(x.to(to.dtype.element_ty), output_layout(WIDTH))
+    store_rows(x, to, stride, rows, OUT)
+
+
+# --- the writer of dQ --------------------------------------------------------------------------
+
+
+@gluon.jit
+def read_done(place):
+    """Return how many steps are done, as ``publish_done`` has stored it.
+
+    Copies that begin after this come after the sums of those steps. (A proxy fence without an
+    address space covers all memory of the device, which takes as long as a copy.)
+    """
+    return gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.b32 $0, [$1]; shfl.sync.idx.b32 $0, $0, 0, 31, 0xffffffff; "
+        "fence.proxy.async.global;",
+        "=r,l",
+        [place],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def publish_done(place, steps):
+    """Store that so many steps are done, once the copies of all of them are in memory."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; fence.proxy.async.global; bar.warp.sync 0xffffffff; "
+        "{ .reg .pred p; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; "
+        "@p st.release.gpu.global.b32 [$1], $2; } mov.u32 $0, 0;",
+        "=r,l,r",
+        [place, steps],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def done_place(C: gl.constexpr, tile, done, tiles, heads):
+    """Return the place of a tile's count of done steps; its neighbours' are beside it. ``tiles``
+    are those of a head."""
+    at = tile.first // C.BLOCK_RESIDENT
+    if C.VARLEN:
+        plane = tile.head
+        at += tile.k_row // C.BLOCK_RESIDENT + tile.b
+    else:
+        plane = tile.b * heads.resident + tile.head
+    return done + (plane * tiles + at)
+
+
+@gluon.jit
+def wait_for_neighbour(C: gl.constexpr, place, seen, ours, i):
+    """Return how many steps the neighbour has done, at least ``ours``; i steps of this tile are
+    done, which its own follower learns before this waits."""
+    if seen < ours:
+        seen = read_done(place + C.NEIGHBOUR)
+        if seen < ours:
+            publish_done(place, i)
+            while seen < ours:
+                seen = read_done(place + C.NEIGHBOUR)
+    return seen
+
+
+@gluon.jit
+def add_dq(C: gl.constexpr, desc, ring, mail, done, tiles, sizes, heads):
+    """Add dQ of every step to memory, in one warp.
+
+    ORDERED: the tiles of keys add to a tile of dQ in the order of ``backward_order.py``. Each
+    publishes how many steps it has done, and reads how many the tile that it follows has done: once
+    for many steps where that one is well ahead. A step is done once its sum is in memory. To
+    publish takes half as long as a step: it happens every few steps, and before a wait.
+    """
+    message = 0
+    use = 0
+    tile, live = read_message(mail, 0)
+    while live:
+        end = (tile.hi - tile.lo) * heads.group
+        seen = 0
+        if C.ORDERED:
+            place = done_place(C, tile, done, tiles, heads)
+            lo, hi = neighbour_range(C, tile, sizes)
+        for i in range(end):
+            m, g = step_of(C, i, tile, heads.group)
+            head = tile.head * heads.group + g
+            plane, row = plane_of(C, tile.b, head, tile.q_row, heads.query)
+            row = (row // C.ROW_TILE + m) * (2 * C.D)  # of 32 numbers (thread_order)
+            if C.ORDERED:
+                ours = steps_before(C, g, m, lo, hi, heads.group)
+                seen = wait_for_neighbour(C, place, seen, ours, i)
+            s = slot(use, C.DQ_STAGES)
+            wait_full(ring, use, C.DQ_STAGES)
+            if C.FRESH:
+                if ours == 0:
+                    tma_store(desc, [plane, row, 0], ring.buffers.index(s))
+                else:
+                    tma_add(desc, [plane, row, 0], ring.buffers.index(s))
+            else:
+                tma_add(desc, [plane, row, 0], ring.buffers.index(s))
+            tma_store_wait(0)
+            release(ring, use, C.DQ_STAGES)
+            if C.ORDERED:
+                due = (i + 1) % C.EVERY == 0
+                if due:
+                    publish_done(place, i + 1)
+            use += 1
+        if C.ORDERED:
+            publish_done(place, end)
+        message += 1
+        tile, live = read_message(mail, message)
+
+
+@gluon.jit
+def writer(C: gl.constexpr, desc, ring, mail, done, tiles, sizes, heads):
+    if C.DQ:
+        add_dq(C, desc, ring, mail, done, tiles, sizes, heads)
+
+
+# --- the kernel --------------------------------------------------------------------------------
+
+
+@gluon.jit
+def all_rings(C: gl.constexpr, descs, dq):
+    """Return (Rings, Mailbox).
+
+    Barriers without use are not allocated: they would share their memory with others. The barriers
+    of Q stand in for them, since a function returns no None (triton 3.6).
+    """
+    q = tile_buffers(descs.q, C.Q_STAGES)
+    do = tile_buffers(descs.do, C.DO_STAGES)
+    rows = tile_buffers(descs.rows, C.Q_STAGES)
+    k = tile_buffers(descs.k, C.KV_STAGES)
+    v = tile_buffers(descs.v, C.KV_STAGES)
+    box: gl.constexpr = [C.BLOCK_STREAMED, C.BLOCK_RESIDENT]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(box, descs.q.dtype)
+    ds = gl.allocate_shared_memory(descs.q.dtype, [C.DS_STAGES] + box, layout)
+    dqs = ds
+    if C.DQ:
+        dqs = tile_buffers(dq, C.DQ_STAGES)
+    mail = mailbox(C.READERS)
+    q_full = full_barriers(C.Q_STAGES, C.VARLEN)
+    b_full = q_full
+    if C.BIAS:
+        b_full = barriers(C.DS_STAGES, 1)
+    do_full = full_barriers(C.DO_STAGES, C.VARLEN)
+    done = barriers(C.Q_STAGES, C.WARPGROUPS)
+    k_full = full_barriers(C.KV_STAGES, C.PADDED)
+    v_full = full_barriers(C.KV_STAGES, C.PADDED)
+    kv_empty = barriers(C.KV_STAGES, C.WARPGROUPS)
+    of_dq = Ring(dqs, q_full, q_full)
+    if C.DQ:
+        of_dq = Ring(dqs, barriers(C.DQ_STAGES, 1), barriers(C.DQ_STAGES, 1))
+    fence_async_shared()
+    rings = Rings(
+        q=Ring(q, q_full, done),
+        rows=rows,
+        do=Ring(do, do_full, done),
+        k=Ring(k, k_full, kv_empty),
+        v=Ring(v, v_full, kv_empty),
+        ds=Ring(ds, b_full, done),
+        dq=of_dq,
+    )
+    return rings, mail
+
+
+@gluon.jit
+def backward(q, do, rows, k, v, dq, bias, dbias, t, n, C: gl.constexpr):
+    """Launch the partitions of a block. Descriptors of the copies come first (rows are lse and
+    delta), then the bundles ``backward_args.Pointers`` and ``Numbers``."""
+    descs = Descriptors(q, do, k, v, rows, bias)
+    rings, mail = all_rings(C, descs, dq)
+    sizes = Sizes(n.nq, n.nk, n.left if C.LEFT else None, n.right if C.RIGHT else None, t.spans)
+    order = Order(t.table, t.ends, t.counter, n.heads, n.heads, n.streamed)
+    seqs = Sequences(t.cu_k, t.cu_q, n.batch, t.lengths)
+    length = n.nq if C.COLUMN else n.nk
+    line = LineBias(t.bias, n.each_b, n.each_h, n.each_h * (n.hq - 1) + 1, length)
+    args = ScoreArgs(n.inner, n.scale, t.alibi, t.q_ids, t.k_ids, n.ids_q, n.ids_k, line)
+    heads = Heads(n.heads, n.group, n.ratio, n.hq, n.each_b, n.each_h)
+    out = Outputs(t.out, t.dv, t.dbias if C.DROW else dbias, n.out_scale)
+    follow()
+    tiles = (n.nk + C.BLOCK_RESIDENT - 1) // C.BLOCK_RESIDENT
+    if C.ORDERED and C.VARLEN:
+        tiles = gl.load(t.cu_k + n.batch) // C.BLOCK_RESIDENT + n.batch
+    gl.warp_specialize(
+        [
+            (consumer, (C, 0, rings, mail, sizes, args, heads, out)),
+            (consumer, (C, 1, rings, mail, sizes, args, heads, out)),
+            (producer, (C, descs, rings, mail, order, sizes, seqs, heads)),
+            (writer, (C, dq, rings.dq, mail, t.done, tiles, sizes, heads)),
+        ],
+        [4, 1, 1],
+        [C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS, C.PRODUCER_REGISTERS],
+    )

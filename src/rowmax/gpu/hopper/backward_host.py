@@ -1,0 +1,625 @@
+"""The host's side of the backward: plans by shape and strides, and the launches of a plan.
+
+The launches follow one another:
+  row_sums           of natural scores: the rounding error of lse (triton/row_sums.py)
+  prepare            lse and delta of every row; zeros where kernels add (row_stats.py)
+  backward_dbias     of a bias that sequences or heads share
+  backward           dk, dv and float32 sums of dq; or, of wide heads, backward_dq and backward_dkdv
+  finish             dq from its sums; or dq_of_dbias, where dS is in memory
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+
+from ...call.problem import Gradients, Problem, Tensors, Wanted
+from ..compiled import Launch
+from ..triton.preprocess import row_sums
+from . import packed, row_stats
+from .backward_args import (
+    Numbers,
+    Pointers,
+    ProductConstants,
+    ProductNumbers,
+    ProductPointers,
+    RowConstants,
+    RowNumbers,
+    RowPointers,
+)
+from .backward_bias import gradient_by, kind_of, new_dbias, refused_gradient, sum_dbias
+from .backward_dbias import backward_dbias, dq_of_dbias
+from .backward_dkdv import backward_dkdv
+from .backward_dq import backward_dq
+from .backward_fused import backward as backward_fused
+from .backward_lib import Constants
+from .backward_order import counter_table, padded_rows
+from .backward_tiles import (
+    DQ_OF_DBIAS,
+    ROW_TILE,
+    ROWS,
+    SHARED_BIAS,
+    TILES,
+    WARPGROUPS,
+    Config,
+    DbiasConfig,
+    DkdvConfig,
+    DqConfig,
+    FusedConfig,
+    config_for,
+    sizes_of,
+)
+from .documents import tile_spans
+from .host import GluonLaunch, processors
+from .kept import Plans
+from .lib.order import SECTION_BYTES, dense_table, touched_tile_count
+from .lib.tma import Descriptors, aligned, descriptor, is_aligned, placed, strides
+
+_LOG2E = math.log2(math.e)
+_MOST_PLANS = 256
+_OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
+#: of a launch that begins beside the end of the one before (backward_lib.follow)
+_FOLLOWS = _OPTIONS | {"launch_pdl": True}
+#: the most blocks that work on one head, where each follows another (``backward_order.py``)
+FOLLOWERS = 66
+KERNELS: dict[type[Config], Any] = {
+    FusedConfig: backward_fused,
+    DqConfig: backward_dq,
+    DkdvConfig: backward_dkdv,
+    DbiasConfig: backward_dbias,
+}
+
+
+class Work(NamedTuple):
+    """One launch of a kernel that makes gradients."""
+
+    config: Config
+    table: Tensor | None  # the order of the tiles; packed calls make theirs on the device
+    ends: Tensor | None  # of each block's places in it
+    copies: Descriptors
+    last: tuple[Any, ...]  # the arguments after the pointers
+    launch: Launch
+
+
+class Plan(NamedTuple):
+    """The part of a backward that its problem and strides decide."""
+
+    stats: tuple[int, ...]  # shape of lse and delta
+    sums: tuple[int, ...] | None  # shape of the sums of dq
+    before: Launch
+    dbias: str  # ``gradient_by``; "" where it is not made here
+    shared: Work | None  # dbias of a bias that sequences or heads share
+    works: tuple[Work, ...]  # the fused kernel; or dq, and dk with dv
+    after: Launch  # dq, from its sums or from dbias
+    done: int  # words of done steps
+    rows_last: tuple[Any, ...]  # the arguments of ``before`` that follow the pointers
+    after_last: tuple[Any, ...]
+
+    @property
+    def fused(self) -> FusedConfig | None:
+        config = self.works[0].config
+        return config if isinstance(config, FusedConfig) else None
+
+
+PLANS = Plans(_MOST_PLANS)
+
+
+# --- launches ----------------------------------------------------------------------------------
+
+
+def backward(
+    problem: Problem,
+    tensors: Tensors,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    wanted: Wanted,
+) -> Gradients:
+    """Return the wanted gradients of a problem that ``supports`` passes, none that it ``lacks``."""
+    q, k, v, bias = tensors[:4]
+    if not (any(wanted) and out.numel() and q.numel() and k.numel() and problem.batch):
+        return empty_gradients(tensors, dlse, wanted)
+    if bias is not None:
+        problem, usable = aligned_bias(problem, bias, wanted.bias)
+        if usable is not bias:
+            tensors = tensors._replace(bias=usable)
+    key = key_of(problem, tensors, dout, wanted.bias)
+    plan = PLANS.get(key)
+    if plan is None or (q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr()) & 15:
+        q, k, v, dout = (aligned(t) for t in (q, k, v, dout))
+        tensors = tensors._replace(q=q, k=k, v=v)
+        plan = plan_of(problem, tensors, dout, wanted.bias)
+    else:
+        try:  # noqa: SIM105  (suppress takes longer)
+            PLANS.move_to_end(key)
+        except KeyError:  # another thread has dropped it: it serves this call all the same
+            pass
+    given = (problem, tensors, out, lse, dout, dlse)
+    if q.device.index != torch.cuda.current_device():
+        with torch.cuda.device(q.device):
+            return launch(plan, *given, wanted)
+    return launch(plan, *given, wanted)
+
+
+def without_repeats(p: Problem, bias: Tensor) -> tuple[Problem, Tensor]:
+    """Return the bias with size 1 where its stride is 0, for a call without its gradient."""
+    for n, (size, stride) in enumerate(zip(bias.shape, bias.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            bias = bias.narrow(n, 0, 1)
+    return p._replace(bias=tuple(bias.shape)), bias
+
+
+def aligned_bias(p: Problem, bias: Tensor, gradient: bool) -> tuple[Problem, Tensor]:
+    """Return the problem with a bias that kernels can read."""
+    kind = kind_of(p)
+    if kind == "tile" and not is_aligned(bias):
+        if not gradient:
+            p, bias = without_repeats(p, bias)
+            kind = kind_of(p)
+        if kind == "tile":
+            bias = aligned(bias)
+    return p, bias.contiguous() if kind == "row" else bias
+
+
+def empty_gradients(tensors: Tensors, dlse: Tensor | None, wanted: Wanted) -> Gradients:
+    """Return the gradients of a call without rows, keys or sequences.
+
+    They are zeros, but for the sink's: there the lse of a row is its sink.
+    """
+    found = Gradients(
+        *(
+            x.new_zeros(x.shape) if want and x is not None else None
+            for want, x in zip(wanted, tensors[: len(wanted)], strict=True)
+        )
+    )
+    if found.sink is not None and dlse is not None:
+        found.sink.copy_(dlse.sum((0, 2)))
+    return found
+
+
+def launch(
+    plan: Plan,
+    problem: Problem,
+    tensors: Tensors,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    wanted: Wanted,
+) -> Gradients:
+    """Return the wanted gradients of aligned tensors."""
+    q = tensors.q
+    orders: list[packed.Order] = []
+    if problem.varlen:
+        orders, tensors = packed_orders(plan, problem, tensors)
+    # a kernel makes dk and dv together, and dbias that it makes on its way needs the kernel
+    dq = q.new_empty(q.shape) if wanted.q or plan.dbias == "stored" else None
+    both = plan.fused is not None or wanted.k or wanted.v or plan.dbias == "row"
+    dk = q.new_empty(tensors.k.shape) if both else None
+    dv = q.new_empty(tensors.v.shape) if both else None
+    dbias = None
+    if tensors.bias is not None:
+        dbias = new_dbias(plan.dbias, problem, tensors.bias, lse)
+    made = Gradients(dq, dk, dv, dbias)
+    t, dsink = prepare(plan, problem, tensors, (out, lse, dout, dlse), wanted, made)
+    if t.scaled is not None:
+        dout = t.scaled
+    if plan.shared is not None:
+        run(plan.shared, problem, tensors, dout, t, made)
+    for n, work in enumerate(plan.works):
+        order = orders[n] if orders else None
+        run(work, problem, tensors, dout, t, made, n, order)
+    if plan.fused and dq is not None:
+        if plan.fused.DQ:
+            args: Any = RowPointers(sums=t.sums, dq=dq, cu_q=t.cu_q)
+        else:
+            lengths = tensors.lengths
+            lengths = None if lengths is None else lengths.contiguous()
+            args = ProductPointers(dbias, tensors.k, dq, lengths)
+        plan.after((), args, plan.after_last)
+    dq, dk, dv = (x if w else None for x, w in zip(made[:3], wanted[:3], strict=True))
+    return Gradients(dq, dk, dv, sum_dbias(dbias, tensors.bias), dsink)
+
+
+def packed_orders(
+    plan: Plan, problem: Problem, tensors: Tensors
+) -> tuple[list[packed.Order], Tensors]:
+    """Return the order of the packed tiles of each work, and offsets in range for all launches."""
+    cu_q, cu_k = tensors.cu_seqlens_q, tensors.cu_seqlens_k
+    assert cu_q is not None
+    assert cu_k is not None
+    totals = (problem.total_q, problem.total_k)
+    orders = []
+    for work in plan.works:
+        if work.config.QUERIES_RESIDENT:
+            order = packed.order(cu_q, cu_k, totals, work.config.BLOCK_RESIDENT)
+            cu_q, cu_k = order.cu, order.other
+        else:
+            order = packed.order(cu_k, cu_q, totals[::-1], work.config.BLOCK_RESIDENT)
+            cu_k, cu_q = order.cu, order.other
+        orders.append(order)
+    return orders, tensors._replace(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+
+
+def prepare(
+    plan: Plan,
+    problem: Problem,
+    tensors: Tensors,
+    rows: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    wanted: Wanted,
+    made: Gradients,
+) -> tuple[RowPointers, Tensor | None]:
+    """Launch ``row_stats.prepare`` on rows (out, lse, dout, dlse); return its pointers, and dsink.
+
+    ``made`` will hold dq, dk, dv and dbias.
+    """
+    out, lse, dout, dlse = rows
+    fused = plan.fused
+    parts = sink = None
+    if tensors.sink is not None and (wanted.sink or plan.dbias == "column"):
+        sink = tensors.sink.contiguous()
+        parts = lse.new_empty(plan.before.grid[0]) if wanted.sink else None
+    ordered = fused is not None and fused.ORDERED
+    drawn = plan.works[0].config.DRAWN
+    t = RowPointers(
+        out=out.contiguous(),
+        dout=dout,
+        lse=lse.contiguous(),
+        dlse=None if dlse is None else dlse.contiguous(),
+        sink=sink,
+        stats=lse.new_empty(plan.stats),
+        dsink=parts,
+        cu_q=tensors.cu_seqlens_q,
+        cu_k=tensors.cu_seqlens_k,
+        sums=None if plan.sums is None else lse.new_empty(plan.sums),
+        done=lse.new_empty(plan.done, dtype=torch.int32) if ordered else None,
+        counters=lse.new_empty(16, dtype=torch.int32) if drawn else None,
+        dq=None if fused else made.q,  # else the launch after writes all of it
+        dk=made.k,
+        dv=made.v,
+        dcolumn=made.bias if plan.dbias == "column" else None,
+        rest=row_sums(problem, tensors, lse),
+        scaled=dout.new_empty_strided(dout.shape, dout.stride()) if problem.natural else None,
+    )
+    fresh = fused is not None and fused.FRESH
+    plan.before((), t._replace(sums=None) if fresh else t, plan.rows_last)
+    if parts is None or sink is None:
+        return t, None
+    return t, parts.view(-1, problem.hq, plan.stats[2] // ROW_TILE).sum((0, 2)).to(sink.dtype)
+
+
+def run(
+    work: Work,
+    problem: Problem,
+    tensors: Tensors,
+    dout: Tensor,
+    t: RowPointers,
+    made: Gradients,
+    nth: int = 0,
+    order: packed.Order | None = None,
+) -> None:
+    """Launch a work, unless it makes nothing of ``made``. ``nth`` is its counter."""
+    q, k, v, bias = tensors[:4]
+    c = work.config
+    out, dv, dbias = made.k, made.v, None
+    if isinstance(c, FusedConfig):
+        operands = (q, dout, t.stats, k, v, t.sums, bias, made.bias)
+        dbias = made.bias if c.DROW else None
+    elif isinstance(c, DqConfig):
+        operands = (q, dout, k, v)
+        out, dv, dbias = made.q, None, made.bias if c.DBIAS else None
+    elif isinstance(c, DkdvConfig):
+        operands = (k, v, q, dout, t.stats, bias)
+        dbias = made.bias if c.DROW else None
+    else:
+        operands = (q, dout, k, v, t.stats, bias, made.bias)
+        out = dv = None
+    if out is None and not isinstance(c, DbiasConfig):
+        return
+    args = pointers(work, problem, tensors, t, (out, dv, dbias), nth, order)
+    work.launch(placed(work.copies, operands), args, work.last)
+
+
+def pointers(
+    work: Work,
+    problem: Problem,
+    tensors: Tensors,
+    t: RowPointers,
+    results: tuple[Tensor | None, Tensor | None, Tensor | None],
+    nth: int,
+    order: packed.Order | None,
+) -> Pointers:
+    """Return the pointers of a work that fills ``results``: dk or dq, dv, and dbias that is not
+    copied."""
+    _, _, _, bias, _, alibi, _, q_ids, k_ids, lengths, cu_q, cu_k, _ = tensors
+    c, table, ends, counter, spans = work.config, work.table, work.ends, None, None
+    if order is not None:
+        counter, ends, table = order[:3]
+    elif c.DRAWN:
+        assert t.counters is not None
+        counter = t.counters[nth:] if nth else t.counters
+    if q_ids is not None and k_ids is not None:
+        q_ids, k_ids = q_ids.contiguous(), k_ids.contiguous()
+        resident, streamed = (q_ids, k_ids) if c.QUERIES_RESIDENT else (k_ids, q_ids)
+        spans = tile_spans(resident, streamed, c.BLOCK_RESIDENT, c.BLOCK_STREAMED, problem.batch)
+    if c.COLUMN and bias is not None:
+        bias = bias.expand(-1, -1, problem.nq, -1).contiguous()
+    elif not (c.ROW or (c.BIAS and isinstance(c, DqConfig))):
+        bias = None
+    out, dv, dbias = results
+    return Pointers(
+        out=out,
+        dv=dv,
+        rows=t.stats if isinstance(c, DqConfig) else None,
+        table=table,
+        ends=ends,
+        counter=counter,
+        done=t.done,
+        cu_q=cu_q,
+        cu_k=cu_k,
+        lengths=None if lengths is None else lengths.contiguous(),
+        spans=spans,
+        q_ids=q_ids,
+        k_ids=k_ids,
+        alibi=None if alibi is None else alibi.contiguous(),
+        bias=bias,
+        dbias=dbias,
+    )
+
+
+# --- plans -------------------------------------------------------------------------------------
+
+
+def key_of(problem: Problem, tensors: Tensors, dout: Tensor, dbias: bool) -> tuple[Any, ...]:
+    q, k, v, bias, _, _, _, q_ids, k_ids, *_ = tensors
+    strides = (q.stride(), k.stride(), v.stride(), dout.stride())
+    batches = [None if x is None else x.shape[0] for x in (q_ids, k_ids)]
+    return (
+        problem, q.device.index, dbias, *strides, None if bias is None else bias.stride(), *batches
+    )  # fmt: skip
+
+
+def plan_of(problem: Problem, tensors: Tensors, dout: Tensor, dbias: bool = False) -> Plan:
+    """Return the plan of aligned tensors."""
+    key = key_of(problem, tensors, dout, dbias)
+    plan = PLANS.get(key)
+    if plan is None:
+        plan = build_plan(problem, tensors, dout, dbias=dbias)
+        if not torch.cuda.is_current_stream_capturing():
+            PLANS.keep(key, plan)
+    return plan
+
+
+def build_plan(
+    p: Problem,
+    tensors: Tensors,
+    dout: Tensor,
+    tiles: tuple[Config, ...] | None = None,
+    dbias: bool = False,
+    **options: Any,
+) -> Plan:
+    """Return the plan of a problem; with other tiles and constants to measure those."""
+    tiles = tiles or TILES[sizes_of(p.d, p.dv)]
+    assert not (dbias and refused_gradient(p))
+    by = gradient_by(p) if dbias else ""
+    configs = [config_for(p, tile, **(bias_options(p, tile, by) | options)) for tile in tiles]
+    rows = padded_rows(ROW_TILE, p.nq, p.total_q, p.batch, p.varlen)
+    planes = p.hq if p.varlen else p.batch * p.hq
+    shared = None
+    if by == "shared":
+        c = config_for(p, SHARED_BIAS[sizes_of(p.d, p.dv)])
+        shared = build_work(p, c, tensors, dout, planes, rows)
+    works = tuple(build_work(p, c, tensors, dout, planes, rows) for c in configs)
+    fused = configs[0] if isinstance(configs[0], FusedConfig) else None
+    sums = None
+    if fused is not None and fused.DQ:
+        sums = (planes, rows // ROW_TILE, ROW_TILE * fused.D)
+    every = planes * (rows // ROW_TILE)
+    rows_last = row_arguments(p, configs[0], dout, rows // ROW_TILE)
+    after, after_last = Launch(row_stats.finish, (every, 1, 1), _FOLLOWS), rows_last
+    if fused is not None and not fused.DQ:
+        after, after_last = product_of_dbias(p, fused, tensors.k)
+    return Plan(
+        stats=(planes, 2, rows),
+        sums=sums,
+        before=Launch(row_stats.prepare, (every, 1, 1), _OPTIONS),
+        dbias=by,
+        shared=shared,
+        works=works,
+        after=after,
+        done=done_words(p),
+        rows_last=rows_last,
+        after_last=after_last,
+    )
+
+
+def bias_options(p: Problem, tile: Config, by: str) -> dict[str, Any]:
+    """Return the constants that a bias, and the way its gradient is made, decide."""
+    kind = kind_of(p)
+    stored = by == "stored"
+    # of documents the product would meet keys that the query's tile sees nothing of
+    product = stored and isinstance(tile, FusedConfig) and p.deterministic and not p.documents
+    return {
+        "BIAS": kind == "tile",
+        "DBIAS": stored,
+        "DQ": not product,
+        "ROW": kind == "row",
+        "COLUMN": kind == "column",
+        "DROW": by == "row",
+    }
+
+
+def done_words(p: Problem) -> int:
+    """Return the number of tiles of keys of all heads; packed sequence b has those from
+    ``cu // tile + b`` on."""
+    tile = WARPGROUPS * ROWS
+    if p.varlen:
+        return p.hk * (p.total_k // tile + p.batch)
+    return p.batch * p.hk * -(-p.nk // tile)
+
+
+def row_arguments(p: Problem, c: Config, dout: Tensor, tiles: int) -> tuple[Any, ...]:
+    """Return the arguments of the passes over rows that follow the pointers."""
+    eights = (s // 8 for s in strides(dout)[:3])
+    numbers = RowNumbers(
+        p.batch, p.total_q, p.total_k, p.hq, p.hk, tiles, done_words(p), *eights, p.scale, p.nq
+    )
+    constants = (p.d, p.dv, c.D, c.DV, ROW_TILE, c.NATURAL)
+    return numbers, RowConstants(*map(gl.constexpr, constants))
+
+
+def product_of_dbias(p: Problem, c: FusedConfig, k: Tensor) -> tuple[Launch, tuple[Any, ...]]:
+    """Return the launch that makes dq from dbias, and its arguments after the pointers."""
+    tile = DQ_OF_DBIAS
+    tiles = -(-p.nq // tile.rows)
+    eights = (s // 8 for s in strides(k)[:3])
+    numbers = ProductNumbers(
+        p.nq, p.nk, *limits(p), p.hq, p.group, tiles, p.nk // 8, *eights, p.scale
+    )
+    constants = ProductConstants(
+        *map(gl.constexpr, (p.d, c.D, tile.rows, tile.columns, c.LEFT, c.RIGHT))
+    )
+    options = _FOLLOWS | {"num_warps": tile.warps, "num_stages": tile.stages}
+    launch = Launch(dq_of_dbias, (p.batch * p.hq * tiles, 1, 1), options)
+    return launch, (numbers, constants)
+
+
+def build_work(
+    p: Problem, c: Config, tensors: Tensors, dout: Tensor, planes: int, rows: int
+) -> Work:
+    """Return the launch of a kernel; ``planes`` and ``rows`` are those of lse and delta."""
+    of_queries = c.QUERIES_RESIDENT
+    programs, table, ends = order_for(p, c, tensors.q.device)
+    ids = (tensors.q_ids, tensors.k_ids)
+    each = (0, 0) if p.bias is None else (int(size > 1) for size in p.bias[:2])
+    numbers = Numbers(
+        p.hq if of_queries else p.hk,
+        SECTION_BYTES // (2 * (p.d + p.dv) if of_queries else query_bytes(p)),
+        rows,
+        p.nq,
+        p.nk,
+        *limits(p),
+        p.batch,
+        *(0 if x is None or x.shape[0] == 1 else x.shape[1] for x in ids),
+        *each,
+        *score_scales(p),
+        p.scale,
+        p.hq,
+        1 if of_queries else p.group,
+        p.group,
+        *bias_strides(tensors.bias if kind_of(p) == "tile" else None),
+    )
+    copies = copies_of(c, tensors, dout, planes, rows)
+    launch = GluonLaunch(KERNELS[type(c)], (programs, 1, 1), _FOLLOWS)
+    return Work(c, table, ends, copies, (numbers, gl.constexpr(Constants(c))), launch)
+
+
+def copies_of(c: Config, tensors: Tensors, dout: Tensor, planes: int, rows: int) -> Descriptors:
+    """Return the descriptors of a kernel without their tensors; None for a copy it lacks.
+
+    Their order is that of the kernel's arguments.
+    """
+    q, k, v = tensors[:3]
+    bias = tensors.bias if c.BIAS else None
+    f32 = torch.float32
+    n_q, n_k = c.BLOCK_STREAMED, c.BLOCK_RESIDENT
+    if c.QUERIES_RESIDENT:
+        n_q, n_k = n_k, n_q
+
+    def cut(t: Tensor, tokens: int, width: int) -> Any:
+        return descriptor(t.dtype, t.shape, strides(t), [1, tokens, 1, width])
+
+    def cut_bias(*box: int) -> Any:
+        if bias is None:
+            return None
+        return descriptor(bias.dtype, bias.shape, strides(bias), [1, 1, *box])
+
+    def cut_dbias(*box: int) -> Any:
+        if bias is None:
+            return None
+        _, h, i, j = bias.shape
+        return descriptor(bias.dtype, bias.shape, (h * i * j, i * j, j, 1), [1, 1, *box])
+
+    halves = 2 if isinstance(c, DkdvConfig) and c.ALONE else 1
+    queries = (cut(q, n_q, c.D), cut(dout, n_q, c.DV))
+    keys = (cut(k, n_k, c.D // halves), cut(v, n_k, c.DV // halves))
+    stats = descriptor(f32, (planes, 2, rows), (2 * rows, rows, 1), [1, 2, n_q])
+    if isinstance(c, DqConfig):
+        return (*queries, *keys)
+    if isinstance(c, DkdvConfig):
+        return (*keys, *queries, stats, cut_bias(n_q, n_k))
+    if isinstance(c, DbiasConfig):
+        return (*queries, *keys, stats, cut_bias(ROWS, n_k), cut_dbias(ROWS, n_k))
+    assert isinstance(c, FusedConfig)
+    sums = None
+    if c.DQ:  # a tile of it is 32 numbers wide (backward_fused.thread_order)
+        shape = (planes, rows * c.D // 32, 32)
+        sums = descriptor(f32, shape, (rows * c.D, 32, 1), [1, 2 * c.D, 32])
+    dbias = cut_dbias(n_q, ROWS) if c.DBIAS else None
+    return (*queries, stats, *keys, sums, cut_bias(n_q, n_k), dbias)
+
+
+def limits(p: Problem) -> tuple[int, int]:
+    left, right = p.limits
+    return left or 0, right or 0
+
+
+def bias_strides(bias: Tensor | None) -> tuple[int, ...]:
+    """Return the strides of a bias in units of 8; 0 where a dimension is broadcast."""
+    if bias is None:
+        return 0, 0, 0
+    return tuple(
+        s // 8 if n > 1 else 0 for n, s in zip(bias.shape[:3], strides(bias)[:3], strict=True)
+    )
+
+
+def score_scales(problem: Problem) -> tuple[float, float]:
+    """Return (factor of the products inside a softcap, factor that gives scores in their units)."""
+    cap, unit = problem.softcap, 1.0 if problem.natural else _LOG2E
+    if cap > 0:
+        return problem.scale / cap, cap * unit
+    return 0.0, problem.scale * unit
+
+
+def order_for(
+    p: Problem, c: Config, device: torch.device
+) -> tuple[int, Tensor | None, Tensor | None]:
+    """Return (blocks, the order of the tiles, the end of each block's places)."""
+    most = processors(device)
+    tile = (c.BLOCK_RESIDENT, c.BLOCK_STREAMED)
+    if isinstance(c, DbiasConfig):
+        assert p.bias is not None
+        b, h, i, j = p.bias
+        return min(most, b * h * -(-i // tile[0]) * -(-j // tile[1])), None, None
+    of_queries = c.QUERIES_RESIDENT
+    heads, total, longest = (p.hq, p.total_q, p.nq) if of_queries else (p.hk, p.total_k, p.nk)
+    if p.varlen:
+        tiles = packed.most_tiles(total, longest, p.batch, tile[0]) * heads
+        return max(1, min(most, tiles)), None, None
+    if of_queries:
+        steps = touched_tile_count(tile, p.nq, p.nk, p.left, p.right)
+        section = SECTION_BYTES // (p.nk * 2 * (p.d + p.dv)) * p.group
+    else:
+        steps = touched_tile_count(tile, p.nk, p.nq, p.right, p.left) * p.group
+        section = SECTION_BYTES // (query_bytes(p) * p.nq)
+        if isinstance(c, FusedConfig) and c.ORDERED:
+            section = max(section, most // FOLLOWERS)
+    n, section = steps.shape[0], max(1, section)
+    programs = min(most, n * p.batch * heads)
+    if c.DRAWN:
+        up = isinstance(c, FusedConfig) and c.UP
+        table, ends = counter_table(n, tile[0], p.batch, heads, section, up)
+    else:
+        table, ends = dense_table(steps, tile[0], p.batch, heads, section, programs)
+    return programs, table.to(device), ends.to(device)
+
+
+def query_bytes(p: Problem) -> int:
+    """Return the bytes that a step loads and adds to for a query position, of all heads of a
+    group."""
+    return p.group * (2 * (p.d + p.dv) + 4 * p.d)

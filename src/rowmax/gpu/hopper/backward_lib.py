@@ -1,0 +1,369 @@
+"""The parts that several backward kernels share: records, layouts, weights, stores.
+
+A warpgroup holds scores with its 64 resident rows down and the streamed rows across.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ...rules.score import ScoreTerms
+from . import tiles
+from .backward_order import (
+    Tile,
+    first_place,
+    next_place,
+    place_tile,
+)
+from .backward_tiles import Config
+from .gluon_compat import reinterpret, warpgroup_mma
+from .lib import ring
+from .lib.layouts import matrix
+from .lib.rules import score_bfloat16, score_float16, through_softcap
+from .lib.scores import columns, lanes, rows_of
+from .lib.softmax import LOG2E, along_row, by_lane
+
+
+class Constants(tiles.Constants):
+    """A config as kernels read it: every name in capitals is a constexpr."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        for name in filter(str.isupper, dir(config)):
+            setattr(self, name, gl.constexpr(getattr(config, name)))
+
+
+class Descriptors(NamedTuple):
+    """The copies of a kernel; rows are lse and delta."""
+
+    q: Any
+    do: Any
+    k: Any
+    v: Any
+    rows: Any = None
+    bias: Any = None
+
+
+class Outputs(NamedTuple):
+    dk: Any
+    dv: Any
+    dbias: Any  # sums of a row, or the descriptor of dbias
+    scale: Any  # of dk
+
+
+class Heads(NamedTuple):
+    resident: Any  # heads of the resident side
+    group: Any  # heads that pass by one resident head
+    ratio: Any  # query heads of a kv head
+    query: Any
+    each_b: Any  # 0 where the bias is the same for all sequences, all heads
+    each_h: Any
+
+
+class LineBias(NamedTuple):
+    """A bias of one number for each key, or for each query."""
+
+    bias: Any
+    each_b: Any
+    each_h: Any
+    heads: Any
+    length: Any
+
+
+class ScoreArgs(NamedTuple):
+    """The arguments from which weights are made, beside products and lse."""
+
+    inner: Any  # factor of the products inside a softcap
+    scale: Any  # factor that gives scores in their units
+    alibi: Any
+    q_ids: Any
+    k_ids: Any
+    ids_q: Any  # ids of a sequence, 0 where all sequences have the same
+    ids_k: Any
+    line: Any
+
+
+@gluon.jit
+def read_message(mail, n):
+    """Return (Tile, live) of message n, and release its slot."""
+    words, live = ring.read_message(mail, n)
+    ring.release(mail, n, 2)
+    return Tile(*words), live
+
+
+@gluon.jit
+def first_tile(C: gl.constexpr, mail, order, sizes, seqs):
+    """Return (first place, end, its Tile), the tile announced to all partitions."""
+    n, end = first_place(C, order)
+    here = gl.where(n < end, n, 0) if C.DRAWN else n
+    tile = place_tile(C, here, order, sizes, seqs)
+    ring.post_message(mail, 0, tile, n < end)
+    return n, end, tile
+
+
+@gluon.jit
+def next_tile(C: gl.constexpr, n, end, message, mail, order, sizes, seqs):
+    """Return the place after n and its Tile, announced to all partitions."""
+    here = n
+    n = next_place(C, n, order)
+    tile = place_tile(C, gl.where(n < end, n, here), order, sizes, seqs)
+    ring.post_message(mail, message, tile, n < end)
+    return n, tile
+
+
+@gluon.jit
+def follow():
+    """Wait until the launch before is done and its results are in memory.
+
+    Code before this runs beside the end of that launch. The launch after may do the same.
+    """
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, 0;",
+        "=r",
+        [],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+# --- layouts -----------------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def score_layout(C):
+    """Return the layout of scores ``[64, BLOCK_STREAMED]`` as the product leaves them."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_STREAMED, 16])
+
+
+@gluon.constexpr_function
+def held_layout(C):
+    """Return the layout of a resident operand ``[64, D]`` that a product reads from registers."""
+    return gl.DotOperandLayout(operand_index=0, parent=score_layout(C), k_width=2)
+
+
+@gluon.constexpr_function
+def memory_by_column(C):
+    """Return the layout of the columns' numbers in the order of memory: four a thread at a time."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[1], [2], *([n] for n in (16, 32, 64) if n < C.BLOCK_STREAMED)],
+        lane_bases=[[4], [8], [0], [0], [0]],
+        warp_bases=[[0], [0]],
+        block_bases=[],
+        shape=[C.BLOCK_STREAMED],
+    )
+
+
+@gluon.constexpr_function
+def memory_by_row():
+    """Return the layout of the 64 rows' numbers in that order, in the threads with these rows."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[2]],
+        lane_bases=[[0], [0], [1], [4], [8]],
+        warp_bases=[[16], [32]],
+        block_bases=[],
+        shape=[64],
+    )
+
+
+@gluon.jit
+def from_memory_order(x, N: gl.constexpr):
+    """Return N numbers in their order from the order of memory: number 16 n + 8 i + 2 c + j lies
+    at (n, c, i, j), where c is the thread."""
+    return x.reshape([N // 16, 4, 2, 2]).permute((0, 2, 1, 3)).reshape([N])
+
+
+@gluon.jit
+def memory_place(r):
+    """Return the place of number r in the order of ``from_memory_order``."""
+    return (r & -16) | ((r & 6) << 1) | ((r & 8) >> 2) | (r & 1)
+
+
+@gluon.jit
+def row_numbers(C: gl.constexpr, rows, s, i: gl.constexpr):
+    """Return lse (i = 0) or delta (1) of the streamed queries in buffer s, one a column of
+    scores."""
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    both = reinterpret(rows.index(s), rows.dtype, [2, C.BLOCK_STREAMED], flat)
+    x = from_memory_order(both.index(i).load(memory_by_column(C)), C.BLOCK_STREAMED)
+    return gl.convert_layout(x, gl.SliceLayout(0, score_layout(C)))
+
+
+# --- products ----------------------------------------------------------------------------------
+
+
+@gluon.jit
+def tile_buffer(buffers, s, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """Return buffer s as ``[ROWS, WIDTH]``."""
+    return reinterpret(
+        buffers.index(s), buffers.dtype, [ROWS, WIDTH], matrix(ROWS, WIDTH, buffers.dtype)
+    )
+
+
+@gluon.jit
+def own_rows(C: gl.constexpr, c: gl.constexpr, buffers, at, WIDTH: gl.constexpr):
+    """Return the 64 rows of warpgroup c of the resident tile in buffer ``at``.
+
+    To ``at`` belongs a zero that the compiler cannot see, such as ``use >> 30``. Operands that it
+    knows to be the same in every step are kept in registers that are not there.
+    """
+    return tile_buffer(buffers, at, C.BLOCK_RESIDENT, WIDTH).slice(c * C.TOKENS, C.TOKENS, dim=0)
+
+
+@gluon.jit
+def issue_product(C: gl.constexpr, resident, streamed):
+    """Issue resident ``[64, WIDTH]`` times streamed ``[BLOCK_STREAMED, WIDTH]``, and return the
+    accumulator ``[64, BLOCK_STREAMED]``."""
+    x = gl.full([C.TOKENS, C.BLOCK_STREAMED], 0.0, gl.float32, score_layout(C))
+    return warpgroup_mma(resident, streamed.permute((1, 0)), x, use_acc=False, is_async=True)
+
+
+# --- weights -----------------------------------------------------------------------------------
+
+
+@gluon.jit
+def load_ids(ids, b, each, at, n):
+    """Return the document ids of positions ``at`` of sequence b; ``each`` is as in ScoreArgs."""
+    return gl.load(ids + b * each + at, mask=at < n, other=0)
+
+
+@gluon.jit
+def visible(C: gl.constexpr, p, first, m, tile, sizes, args):
+    """Return which pairs of the 64 resident rows from ``first`` on and streamed tile m see each
+    other, as p ``[64, BLOCK_STREAMED / 8, 4, 2]`` lies."""
+    L: gl.constexpr = p.type.layout
+    # limits of a column less the lane's own part of it: the rest of the column is a constant
+    at = first + rows_of(L)
+    before = m * C.BLOCK_STREAMED + lanes(L)
+    col = columns(C.BLOCK_STREAMED, L)
+    if C.QUERIES_RESIDENT:
+        at = at + tile.offset - before
+        end = tile.used - before + 0 * at
+        if C.RIGHT:
+            end = gl.minimum(at + sizes.right + 1, end)
+        ok = col < along_row(end)
+        if C.LEFT:
+            ok = ok & (col >= along_row(at - sizes.left))
+    else:
+        here = at - tile.offset - before
+        low = 0 * here
+        if C.RIGHT:
+            low = here - sizes.right
+        if C.RAGGED:
+            low = gl.where(at < tile.used, low, C.BLOCK_STREAMED)
+        ok = col >= along_row(low)
+        if C.LEFT:
+            ok = ok & (col <= along_row(here + sizes.left))
+    if C.DOCUMENTS:
+        row = first + rows_of(L)
+        other = col + along_row(before)
+        if C.QUERIES_RESIDENT:
+            of_row = load_ids(args.q_ids, tile.b, args.ids_q, row, sizes.nq)
+            of_other = load_ids(args.k_ids, tile.b, args.ids_k, other, sizes.nk)
+        else:
+            of_row = load_ids(args.k_ids, tile.b, args.ids_k, row, sizes.nk)
+            of_other = load_ids(args.q_ids, tile.b, args.ids_q, other, sizes.nq)
+        ok = ok & (of_other == along_row(of_row))
+    return ok
+
+
+@gluon.jit
+def distance(C: gl.constexpr, S, first, m, tile):
+    """Return ``|i + offset - j|`` of every pair, as S ``[64, BLOCK_STREAMED]`` lies."""
+    S4 = by_lane(S)
+    L: gl.constexpr = S4.type.layout
+    at = first + rows_of(L) - m * C.BLOCK_STREAMED - lanes(L)
+    at = at + tile.offset if C.QUERIES_RESIDENT else at - tile.offset
+    far = gl.abs(columns(C.BLOCK_STREAMED, L).to(gl.float32) - along_row(at.to(gl.float32)))
+    return gl.convert_layout(far.reshape(S.shape), S.type.layout)
+
+
+@gluon.jit
+def line_bias(C: gl.constexpr, S, first, m, head, tile, line):
+    """Return the numbers of a LineBias against S: ``[1, BLOCK_STREAMED]`` or ``[64, 1]``."""
+    L: gl.constexpr = S.type.layout
+    plane = tile.b * line.each_b * line.heads + head * line.each_h
+    start = line.bias + plane.to(gl.int64) * line.length
+    if C.QUERIES_RESIDENT == C.ROW:  # it lies along the streamed side
+        j = m * C.BLOCK_STREAMED + gl.arange(0, C.BLOCK_STREAMED, gl.SliceLayout(0, L))
+        x = gl.load(start + j, mask=j < line.length, other=0.0)[None, :]
+    else:
+        j = first + gl.arange(0, C.TOKENS, gl.SliceLayout(1, L))
+        x = gl.load(start + j, mask=j < line.length, other=0.0)[:, None]
+    return x
+
+
+@gluon.jit
+def weights(
+    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, S, lse, bias, m, head, tile, sizes,
+    args, dtype: gl.constexpr,
+):  # fmt: skip
+    """Return (P, w) of the products S: the weights, and the factor of dP - Delta that gives dX.
+
+    All are ``[64, BLOCK_STREAMED]``. ``head`` is the query head, lse ``[64, 1]`` or ``[1,
+    BLOCK_STREAMED]``. w is P but under a softcap. Natural scores are multiplied by log2(e) only as
+    a difference from lse (``Problem.natural``).
+    """
+    first = tile.first + c * C.TOKENS
+    if C.ROW or C.COLUMN:
+        bias = line_bias(C, S, first, m, head, tile, args.line)
+    inner = args.inner if C.SOFTCAP else None
+    terms = ScoreTerms(scale=args.scale, inner=inner, cap=args.scale)
+    if C.ALIBI:
+        far = distance(C, S, first, m, tile)
+        slope = gl.load(args.alibi + head)
+        if not C.NATURAL:  # lse takes it in, so that an exponent is one FMA
+            lse = lse + far * (slope * LOG2E)
+    if C.NATURAL:
+        terms = ScoreTerms(scale=args.scale, inner=inner, cap=args.scale, bias=bias)
+        if C.ALIBI:
+            terms = ScoreTerms(args.scale, inner, args.scale, bias, slope, far)
+    if dtype == gl.bfloat16:
+        s, y = score_bfloat16(S, terms)
+    else:
+        s, y = score_float16(S, terms)
+    if C.NATURAL:
+        p = gl.exp2((s - lse) * LOG2E)
+    else:
+        p = gl.exp2(s - lse)
+    if MASKED:
+        p4 = by_lane(p)
+        ok = visible(C, p4, first, m, tile, sizes, args)
+        p = gl.convert_layout(gl.where(ok, p4, 0.0).reshape(p.shape), p.type.layout)
+    w = p
+    if C.SOFTCAP:
+        w = through_softcap(p, y)
+    return p, w
+
+
+# --- results -----------------------------------------------------------------------------------
+
+
+@gluon.jit
+def sums_by_lane(x):
+    """Return the sums of the rows of x ``[64, N]`` as far as a thread has them: ``[64, 4]``."""
+    return gl.sum(gl.sum(by_lane(x), 3), 1)
+
+
+@gluon.jit
+def store_sums(x, to, rows):
+    """Store the first ``rows`` of the sums of rows whose parts x ``[64, 4]`` holds."""
+    x = gl.sum(x, 1)
+    r = gl.arange(0, x.shape[0], x.type.layout)
+    gl.store(to + r, x, mask=r < rows)
+
+
+@gluon.jit
+def store_rows(x, to, stride, rows, OUT: gl.constexpr):
+    """Store the first ``rows`` rows and OUT columns of x ``[64, WIDTH]`` as it lies in
+    registers."""
+    L: gl.constexpr = x.type.layout
+    r = gl.arange(0, x.shape[0], gl.SliceLayout(1, L))
+    d = gl.arange(0, x.shape[1], gl.SliceLayout(0, L))
+    there = (r < rows)[:, None]
+    if x.shape[1] != OUT:
+        there = there & (d < OUT)[None, :]
+    gl.store(to + (r * stride)[:, None] + d[None, :], x.to(to.dtype.element_ty), mask=there)

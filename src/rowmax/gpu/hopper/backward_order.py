@@ -1,0 +1,319 @@
+"""The order of resident tiles, and the streamed tiles that each of them meets.
+
+Where dQ is to be the same in every run (ORDERED), the tiles of keys of a head add to a tile of dQ
+in the order in which blocks take them. Each tile of keys follows one neighbour and waits for no
+other (``backward_fused.add_dq``). Blocks take tiles from a counter: every earlier tile is done or
+runs, so none waits for ever, however many blocks there are. The order keeps waits short:
+
+- Under a diagonal, tiles of queries pass from the diagonal on, and the last tile of keys begins
+  first (UP). All tiles of keys of a head may begin at once: each begins two tiles before the one
+  that it follows, and meets the first tile of that one when the latter is two tiles further.
+- In a window they pass from the other end, and the first tile of keys begins first: the same
+  picture upside down.
+- Where all tiles of keys begin at the same tile of queries, each has to begin a little after the
+  one before, once, and keeps its distance from then on. Two heads at once halve that wait.
+- Under a diagonal where heads share keys, UP would begin the tiles with the length of a whole
+  group last, and neighbours would be further apart from head to head of the group. There tiles of
+  queries pass from the last to the diagonal, each of all heads before the next (ABREAST): all
+  tiles of keys begin at the same one, and the longest begin first.
+
+More heads at once would wait less still. But blocks that follow one another share the tiles that
+they load and add to, and the tiles of too many heads do not fit in L2: every block then loads them
+from memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .lib.order import row_at, table_rows
+from .lib.rules import all_range, any_range, touched_tiles
+
+#: beyond all positions
+UNBOUNDED = gl.constexpr(2**31 - 1)
+
+
+class Sizes(NamedTuple):
+    nq: Any  # of the longest sequence
+    nk: Any
+    left: Any  # None: no limit
+    right: Any
+    spans: Any  # of documents: the streamed tiles that each resident tile meets
+
+
+class Sequences(NamedTuple):
+    """The offsets of packed sequences, and prefix lengths."""
+
+    cu_resident: Any
+    cu_streamed: Any
+    batch: Any
+    lengths: Any
+
+
+class Tile(NamedTuple):
+    """A resident tile, and the streamed tiles lo to hi - 1 that it meets, maybe none."""
+
+    first: Any  # its first row within the sequence
+    head: Any  # of the resident side
+    b: Any
+    q_row: Any  # where a packed sequence begins, else 0
+    k_row: Any
+    nq: Any  # of the sequence
+    used: Any  # its keys in use; ``nq + offset`` is the number of all its keys
+    offset: Any  # the key position of query 0
+    lo: Any
+    hi: Any
+
+
+class Full(NamedTuple):
+    """The streamed tiles that need no mask; those before and after are partial."""
+
+    begin: Any
+    end: Any
+
+
+@gluon.jit
+def first_place(C: gl.constexpr, order):
+    """Return (this block's first place in the order, the end of its places).
+
+    Places from the counter begin with the first: then every tile of an earlier place is done or
+    runs, and a block may wait for it (``backward_fused.add_dq``).
+    """
+    if C.DRAWN:
+        n = gl.atomic_add(order.counter, 1)
+        end = gl.load(order.ends)
+        if C.VARLEN:
+            end = end * order.heads
+    else:
+        n = gl.program_id(0)
+        end = gl.load(order.ends + n)
+    return n, end
+
+
+@gluon.jit
+def next_place(C: gl.constexpr, n, order):
+    if C.DRAWN:
+        n = gl.atomic_add(order.counter, 1)
+    else:
+        n = n + gl.num_programs(0)
+    return n
+
+
+@gluon.jit
+def in_documents(C: gl.constexpr, lo, hi, first, b, sizes):
+    """Return (lo, hi) without the streamed tiles that share no document with the resident tile at
+    ``first``."""
+    if C.DOCUMENTS:
+        n = sizes.nq if C.QUERIES_RESIDENT else sizes.nk
+        tiles = (n + C.BLOCK_RESIDENT - 1) // C.BLOCK_RESIDENT
+        m = gl.minimum(gl.maximum(first, 0) // C.BLOCK_RESIDENT, tiles - 1)
+        at = sizes.spans + 2 * (b * tiles + m)
+        lo = gl.maximum(lo, gl.load(at))
+        hi = gl.maximum(gl.minimum(hi, gl.load(at + 1)), lo)
+    return lo, hi
+
+
+@gluon.jit
+def streamed_range(C: gl.constexpr, first, b, nq, used, offset, sizes):
+    """Return (lo, hi): the streamed tiles lo to hi - 1 see some row of the resident tile at
+    ``first``."""
+    if C.QUERIES_RESIDENT:
+        last = gl.minimum(first + C.BLOCK_RESIDENT, nq) - 1
+        low, high = any_range(first, last, offset, sizes.left, sizes.right, used)
+    else:
+        last = gl.minimum(first + C.BLOCK_RESIDENT, used) - 1
+        low, high = any_range(first, last, -offset, sizes.right, sizes.left, nq)
+    lo, hi = touched_tiles(low, high, C.BLOCK_STREAMED)
+    lo, hi = in_documents(C, lo, hi, first, b, sizes)
+    if not C.QUERIES_RESIDENT:
+        hi = gl.where(first < used, hi, lo)
+    return lo, hi
+
+
+@gluon.jit
+def full_range(C: gl.constexpr, first, tile, sizes):
+    """Return the Full tiles of the 64 resident rows from ``first`` on. Queries past the last one
+    need no mask: their lse is +inf."""
+    last = first + C.TOKENS - 1
+    # with the last row moved by a tile less one, a division that rounds down gives the first full
+    # tile: to round a quotient up takes four instructions more
+    moved = last + C.BLOCK_STREAMED - 1
+    full = tile.lo
+    end = tile.hi
+    if C.QUERIES_RESIDENT:
+        low, high = all_range(first, moved, tile.offset, sizes.left, sizes.right, UNBOUNDED)
+        LOW: gl.constexpr = C.LEFT
+        HIGH: gl.constexpr = C.RIGHT
+    else:
+        low, high = all_range(first, moved, -tile.offset, sizes.right, sizes.left, UNBOUNDED)
+        LOW: gl.constexpr = C.RIGHT
+        HIGH: gl.constexpr = C.LEFT
+    if LOW:
+        full = low // C.BLOCK_STREAMED
+    if HIGH:
+        end = gl.maximum(high, 0) // C.BLOCK_STREAMED
+    if C.RAGGED:
+        if C.QUERIES_RESIDENT:
+            end = gl.minimum(end, tile.used // C.BLOCK_STREAMED)
+        else:
+            full = gl.where(last < tile.used, full, tile.hi)
+    if C.DOCUMENTS:
+        full = tile.hi
+    full = gl.minimum(gl.maximum(full, tile.lo), tile.hi)
+    return Full(full, gl.minimum(gl.maximum(end, full), tile.hi))
+
+
+@gluon.jit
+def tile_of(C: gl.constexpr, first, head, b, sizes, seqs):
+    """Return the Tile of a sequence's resident rows from ``first`` on."""
+    nq, nk = sizes.nq, sizes.nk
+    q_row, k_row = 0, 0
+    if C.VARLEN:
+        cu_q = seqs.cu_resident if C.QUERIES_RESIDENT else seqs.cu_streamed
+        cu_k = seqs.cu_streamed if C.QUERIES_RESIDENT else seqs.cu_resident
+        q_row = gl.load(cu_q + b)
+        k_row = gl.load(cu_k + b)
+        nq = gl.load(cu_q + b + 1) - q_row
+        nk = gl.load(cu_k + b + 1) - k_row
+    offset = nk - nq
+    used = nk
+    if C.PREFIX:
+        used = gl.maximum(gl.minimum(nk, gl.load(seqs.lengths + b)), 0)
+    lo, hi = streamed_range(C, first, b, nq, used, offset, sizes)
+    return Tile(first, head, b, q_row, k_row, nq, used, offset, lo, hi)
+
+
+@gluon.jit
+def place_tile(C: gl.constexpr, n, order, sizes, seqs):
+    """Return the Tile at place n of the order."""
+    first, head, b = row_at(C, n, order, seqs)
+    return tile_of(C, first, head, b, sizes, seqs)
+
+
+@gluon.jit
+def gradient_row(C: gl.constexpr, c: gl.constexpr, tile):
+    """Return the first row of warpgroup c in the resident side's gradient.
+
+    The rows of all sequences, dense or packed, are consecutive.
+    """
+    if C.QUERIES_RESIDENT:
+        row = tile.q_row
+        n = tile.nq
+    else:
+        row = tile.k_row
+        n = tile.nq + tile.offset
+    row = row + tile.first + c * C.TOKENS
+    if not C.VARLEN:
+        row = row + tile.b * n
+    return row
+
+
+@gluon.jit
+def rows_left(C: gl.constexpr, c: gl.constexpr, tile):
+    """Return the rows from the first row of warpgroup c to the end of the sequence.
+
+    Called where they are used: two registers more before the store spill eight others.
+    """
+    n = tile.nq if C.QUERIES_RESIDENT else tile.nq + tile.offset
+    return n - tile.first - c * C.TOKENS
+
+
+@gluon.jit
+def plane_of(C: gl.constexpr, b, head, q_row, hq):
+    """Return (plane, first row) of a query head in lse, delta and the sums of dq.
+
+    Rows are padded to whole tiles. Packed sequences share a plane: sequence b begins at row
+    ``(cu // ROW_TILE + b) ROW_TILE``, which leaves each of them room for its last tile.
+    """
+    plane = b * hq + head
+    row = 0
+    if C.VARLEN:
+        plane = head
+        row = (q_row // C.ROW_TILE + b) * C.ROW_TILE
+    return plane, row
+
+
+# --- the ordered sum of dQ ---------------------------------------------------------------------
+
+
+@gluon.jit
+def abreast(C: gl.constexpr, i, g, group):
+    """Return (tile, head of the group) of step i: tile i of head g, or of all heads abreast."""
+    if C.ABREAST:
+        g = i % group
+        i = i // group
+    return i, g
+
+
+@gluon.jit
+def step_of(C: gl.constexpr, i, tile, group):
+    """Return (tile of queries, head of the group) of the i-th step of a tile of keys."""
+    if C.ABREAST:
+        m, g = abreast(C, i, 0, group)
+    else:
+        g = i // (tile.hi - tile.lo)
+        m = i - g * (tile.hi - tile.lo)
+    if C.UP:
+        m = tile.lo + m
+    else:
+        m = tile.hi - 1 - m
+    return m, g
+
+
+@gluon.jit
+def neighbour_range(C: gl.constexpr, tile, sizes):
+    """Return (lo, hi): the tiles of queries that the neighbour of a tile of keys meets, maybe none.
+
+    Bounds do not fall from one tile of keys to the next. So no earlier tile of keys meets a tile of
+    queries that this one meets and the neighbour does not.
+    """
+    first = tile.first + C.NEIGHBOUR * C.BLOCK_RESIDENT
+    lo, hi = streamed_range(C, first, tile.b, tile.nq, tile.used, tile.offset, sizes)
+    return lo, gl.where(first >= 0, hi, lo)
+
+
+@gluon.jit
+def steps_before(C: gl.constexpr, g, m, lo, hi, group):
+    """Return how many steps the neighbour, which meets the tiles lo to hi - 1, has made once it
+    has added to tile m of head g.
+
+    0 if it does not meet that tile: this tile of keys is then the first to add to it.
+    """
+    if C.UP:
+        step = m - lo + 1
+    else:
+        step = hi - m
+    if C.ABREAST:
+        step = (step - 1) * group + g + 1
+    else:
+        step = g * (hi - lo) + step
+    return gl.where((m >= lo) & (m < hi), step, 0)
+
+
+# --- the host's side ---------------------------------------------------------------------------
+
+
+def padded_rows(block: int, nq: int, total_q: int, batch: int, varlen: bool) -> int:
+    """Return the rows of a plane. Those past the last packed sequence have the last tile."""
+    return (total_q // block + batch + 1) * block if varlen else -(-nq // block) * block
+
+
+def counter_table(
+    tiles: int, tokens: int, batch: int, heads: int, section: int, up: bool
+) -> tuple[Tensor, Tensor]:
+    """Return (rows, their number) for tiles of ``tokens`` rows that blocks take from a counter.
+
+    Sections of heads follow one another. Within a section the tiles of all its heads at one place
+    come before those at the next place; the last place is first if ``up``.
+    """
+    parts = torch.arange(batch * heads).split(section)
+    places = torch.arange(tiles).flip(0) if up else torch.arange(tiles)
+    m = torch.cat([places.repeat_interleave(part.shape[0]) for part in parts])
+    h = torch.cat([part.repeat(tiles) for part in parts])
+    rows = table_rows(m * tokens, h, heads)
+    return rows, torch.tensor([rows.shape[0]], dtype=torch.int32)

@@ -1,0 +1,301 @@
+# ruff: noqa: N802  (names that kernels read are in capitals)
+"""The constants of each backward kernel, and its tile shapes as data.
+
+A tile shape is a config without the features of a problem; ``config_for`` adds those.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, TypeVar
+
+from ...call.problem import Problem
+
+ROWS = 64  # rows of one warpgroup: the height of a wgmma
+WARPGROUPS = 2
+#: rows of a tile of lse, delta and the sums of dq, in all kernels (row_stats.py)
+ROW_TILE = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The constants that all backward kernels have, under the names that kernels use.
+
+    A resident tile stays in shared memory while streamed tiles pass.
+    """
+
+    D: int  # head sizes of the tile
+    DV: int
+    BLOCK_STREAMED: int = 64
+    CONSUMER_REGISTERS: int = 240
+    PRODUCER_REGISTERS: int = 24
+    LEFT: bool = False  # the band has a left limit
+    RIGHT: bool = False
+    RAGGED: bool = False  # a tile of keys may exceed the keys in use
+    VARLEN: bool = False
+    PREFIX: bool = False
+    DOCUMENTS: bool = False
+    SOFTCAP: bool = False
+    ALIBI: bool = False
+    BIAS: bool = False  # a number for each pair
+    ROW: bool = False  # the bias is a number for each key
+    COLUMN: bool = False  # the bias is a number for each query
+    NATURAL: bool = False  # scores and lse are in natural units, else in base 2 (Problem.natural)
+
+    QUERIES_RESIDENT = False
+
+    @property
+    def WARPGROUPS(self) -> int:
+        return WARPGROUPS
+
+    @property
+    def TOKENS(self) -> int:
+        """Return the rows of one warpgroup."""
+        return ROWS
+
+    @property
+    def ROW_TILE(self) -> int:
+        return ROW_TILE
+
+    @property
+    def BLOCK_RESIDENT(self) -> int:
+        return WARPGROUPS * ROWS
+
+    @property
+    def TILE(self) -> int:
+        """Return the positions of a tile of the order (order.row_at)."""
+        return self.BLOCK_RESIDENT
+
+    @property
+    def PADDED(self) -> bool:
+        """Return True if a tile of keys may end in rows of no key, or of another sequence."""
+        return self.VARLEN or self.PREFIX
+
+    @property
+    def MASKS(self) -> bool:
+        return self.RIGHT or self.LEFT or self.RAGGED or self.DOCUMENTS
+
+    @property
+    def LOW_MASKED(self) -> bool:
+        """Return True if partial streamed tiles come before the full ones."""
+        band = self.LEFT if self.QUERIES_RESIDENT else self.RIGHT or self.RAGGED
+        return self.DOCUMENTS or band
+
+    @property
+    def HIGH_MASKED(self) -> bool:
+        return self.RIGHT or self.RAGGED if self.QUERIES_RESIDENT else self.LEFT
+
+    @property
+    def DRAWN(self) -> bool:
+        """Return True if blocks take their tiles from a counter."""
+        return self.VARLEN or self.DOCUMENTS
+
+    @property
+    def LAST_FIRST(self) -> bool:
+        """Return True if the last tile of a sequence comes first."""
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedConfig(Config):
+    """The constants of ``backward_fused.py``.
+
+    A step waits for Q of the next step before it releases its own Q. So there are at least two
+    buffers of Q, and no fewer than of dO (``backward_fused.wait_done``).
+    """
+
+    D_OUT: int = 0  # head sizes of the tensors, D and DV or less
+    DV_OUT: int = 0
+    Q_STAGES: int
+    DO_STAGES: int
+    KV_STAGES: int = 1  # 2: K and V of the next tile arrive during this one
+    DQ_STAGES: int = 1
+    HELD: bool = False  # K and V in registers as well, where no bias needs those
+    AHEAD: bool = False  # S of the next step starts before dQ, where there are registers for both
+    DBIAS: bool = False  # stored tile by tile: the bias broadcasts over nothing
+    DROW: bool = False  # dbias of a row is summed over queries
+    DQ: bool = True  # here; else afterwards, as a product of dbias (backward_dbias.py)
+    ORDERED: bool = False  # the tiles of keys add to dQ in a fixed order
+    FRESH: bool = False  # ... and the first to add to a tile of dQ writes it
+    ABREAST: bool = False  # tile m of every head of a group passes before tile m + 1
+    EVERY: int = 2  # steps between two messages of the steps that are done (add_dq)
+
+    @property
+    def READERS(self) -> int:
+        """Return the partitions that read a message: the consumers, and the writer of dQ."""
+        return WARPGROUPS + self.DQ
+
+    @property
+    def DS_STAGES(self) -> int:
+        """Return the buffers of dS. A tile of a bias arrives in the buffer of dS of its step,
+        while dS of the two steps before are in use."""
+        return 3 if self.BIAS else 2
+
+    @property
+    def DRAWN(self) -> bool:
+        return self.ORDERED or self.VARLEN or self.DOCUMENTS
+
+    @property
+    def UP(self) -> bool:
+        """Return True if tiles of queries pass from the first to the last and the last tile of
+        keys begins first: the order in which no tile of keys waits (``backward_order.py``)."""
+        return self.ORDERED and self.RIGHT and not self.LEFT and not self.ABREAST
+
+    @property
+    def LAST_FIRST(self) -> bool:
+        return self.UP
+
+    @property
+    def NEIGHBOUR(self) -> int:
+        """Return the offset from a tile of keys to the one that adds to dQ just before it."""
+        return 1 if self.UP else -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DqConfig(Config):
+    """The constants of ``backward_dq.py``."""
+
+    D_OUT: int = 0
+    K_STAGES: int
+    V_STAGES: int
+    DBIAS: bool = False
+
+    QUERIES_RESIDENT = True
+
+    @property
+    def LAST_FIRST(self) -> bool:
+        return self.RIGHT
+
+
+@dataclass(frozen=True, kw_only=True)
+class DkdvConfig(Config):
+    """The constants of ``backward_dkdv.py``."""
+
+    D_OUT: int = 0
+    DV_OUT: int = 0
+    Q_STAGES: int
+    DO_STAGES: int
+    HELD_K: int  # columns of K in registers
+    HELD_V: int
+    ALONE: bool = False  # these columns are in no shared memory
+    DROW: bool = False
+
+    @property
+    def BLOCK_RESIDENT(self) -> int:
+        return ROWS
+
+
+@dataclass(frozen=True, kw_only=True)
+class DbiasConfig(Config):
+    """The constants of ``backward_dbias.py``."""
+
+    QK_STAGES: int
+    VDO_STAGES: int
+    BIAS_STAGES: int
+    BIAS: bool = True
+
+    QUERIES_RESIDENT = True
+
+
+#: by (D, DV), both padded to one of these: the kernels of dq, dk and dv
+TILES: dict[tuple[int, int], tuple[Config, ...]] = {
+    (64, 64): (
+        FusedConfig(
+            D=64, DV=64, Q_STAGES=4, DO_STAGES=3, KV_STAGES=2, DQ_STAGES=2, HELD=True, AHEAD=True
+        ),
+    ),
+    (128, 128): (FusedConfig(D=128, DV=128, Q_STAGES=3, DO_STAGES=2),),
+    # the fused kernel has no registers for heads of 256
+    (256, 128): (
+        DqConfig(D=256, DV=128, K_STAGES=2, V_STAGES=2),
+        DkdvConfig(D=256, DV=128, Q_STAGES=3, DO_STAGES=2, HELD_K=256, HELD_V=128),
+    ),
+    (256, 256): (
+        DqConfig(D=256, DV=256, K_STAGES=2, V_STAGES=1),
+        DkdvConfig(D=256, DV=256, Q_STAGES=3, DO_STAGES=2, HELD_K=128, HELD_V=128, ALONE=True),
+    ),
+}
+#: by (D, DV): dbias of a bias that sequences or heads share
+SHARED_BIAS = {
+    (64, 64): DbiasConfig(
+        D=64, DV=64, BLOCK_STREAMED=128, QK_STAGES=2, VDO_STAGES=2, BIAS_STAGES=2
+    ),
+    (128, 128): DbiasConfig(
+        D=128, DV=128, BLOCK_STREAMED=128, QK_STAGES=2, VDO_STAGES=1, BIAS_STAGES=1
+    ),
+    (256, 128): DbiasConfig(D=256, DV=128, QK_STAGES=1, VDO_STAGES=2, BIAS_STAGES=2),
+    (256, 256): DbiasConfig(D=256, DV=256, QK_STAGES=1, VDO_STAGES=1, BIAS_STAGES=2),
+}
+
+
+class ProductTile(NamedTuple):
+    """The tile of the plain product that gives dq from dbias."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+DQ_OF_DBIAS = ProductTile(128, 64, 8, 4)
+SIZES = (64, 128, 256)
+#: the most keys for which the ordered sum of dQ is faster, by (head size, under a diagonal), where
+#: there are at least MANY tiles of keys
+IN_ORDER = {(64, False): 1024, (64, True): 512, (128, False): 1024, (128, True): 1024}
+MANY = 512
+
+
+def sizes_of(d: int, dv: int) -> tuple[int, int]:
+    """Return the head sizes of the tile that holds (d, dv); the columns past d and dv are zero."""
+    big, big_v = (next(size for size in SIZES if size >= n) for n in (d, dv))
+    both = max(big, big_v)
+    return (big, big_v) if (big, big_v) in TILES else (both, both)
+
+
+_Config = TypeVar("_Config", bound=Config)
+
+
+def config_for(p: Problem, tile: _Config, **options: Any) -> _Config:
+    """Return the tile with the features of a problem, and those of ``options`` that it has."""
+    found = {
+        "D_OUT": p.d,
+        "DV_OUT": p.dv,
+        "LEFT": p.left is not None,
+        "RIGHT": p.right is not None,
+        "RAGGED": p.varlen or p.prefix or p.nk % (WARPGROUPS * ROWS) > 0,
+        "VARLEN": p.varlen,
+        "PREFIX": p.prefix,
+        "DOCUMENTS": p.documents,
+        "SOFTCAP": p.softcap > 0,
+        "ALIBI": p.alibi,
+        "NATURAL": p.natural,
+    }
+    if isinstance(tile, FusedConfig):
+        ordered = options.get("DQ", True) and (p.deterministic or faster_in_order(p, tile.D))
+        found["ORDERED"] = ordered
+        found["FRESH"] = ordered and every_query_sees(p)
+        found["ABREAST"] = ordered and p.group > 1 and p.right is not None and p.left is None
+        found["HELD"] = tile.HELD and not options.get("BIAS")
+    names = {field.name for field in fields(tile)}
+    return replace(tile, **{name: x for name, x in (found | options).items() if name in names})
+
+
+def faster_in_order(p: Problem, d: int) -> bool:
+    """Return True if the ordered sum of dQ is faster than the unordered one.
+
+    The unordered sum begins with zeros. For short sequences zeroing takes longer than waiting for
+    the neighbour's steps, if there are tiles of other heads to compute meanwhile.
+    """
+    few = p.batch * p.hk * -(-p.nk // (WARPGROUPS * ROWS)) < MANY
+    long = p.nk > IN_ORDER[d, p.right is not None]
+    return not (few or long) and p.bias is None and every_query_sees(p)
+
+
+def every_query_sees(p: Problem) -> bool:
+    """Return True if every query sees a key, whatever the tensors hold: then every tile of dq is
+    written."""
+    if p.varlen or p.prefix or p.documents or (p.left or 0) < 0:
+        return False
+    if p.left is not None and p.right is not None and p.left + p.right < 0:
+        return False
+    return p.right is None or p.offset + p.right >= 0

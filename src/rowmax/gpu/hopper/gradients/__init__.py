@@ -1,1 +1,0 @@
-"""The backward for Hopper: a tile of keys stays, tiles of queries pass by it."""
