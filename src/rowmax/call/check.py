@@ -14,7 +14,8 @@ from ..errors import bad, check_dense, check_device, check_flag, check_integers,
 from ..masks import Ids, Mask, as_int
 from ..torch_compat import assert_later, is_transformed, values_are_readable
 from .dispatch import NAMES
-from .inputs import Options, Tensors
+from .inputs import Options, Positions, Tensors
+from .problem import Problem
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 MAX_HEAD_DIM = 512
@@ -333,6 +334,20 @@ def check_seed(seed: Any, device: torch.device) -> None:
             raise wrong_type("seed", type(seed).__name__, "an int, an int64 scalar, or None")
         if not -(2**63) <= whole < 2**63:
             raise bad("seed", whole, "an integer of 64 bits")
+
+
+def check_positions(positions: Positions, problem: Problem) -> None:
+    """Raise unless every position of the longer call is an integer that 32 bits hold."""
+    lengths = {"query": problem.nq, "key": problem.nk, "head": problem.hq}
+    lengths["sequence"] = problem.batch
+    for name, given in positions._asdict().items():
+        whole = as_int(given)
+        if whole is None:
+            raise wrong_type(name, repr(given), "an int")
+        most = 2**31 - lengths.get(name, problem.nq + problem.nk)
+        least = -most if name == "shift" else 0
+        if not least <= whole <= most:
+            raise bad(name, whole, f"{least} to {most}: 32 bits hold every position")
 
 
 def number(name: str, x: Any) -> float:

@@ -60,6 +60,31 @@ class Options(NamedTuple):
     max_k: Annotated[int, SymInt] = 0
     deterministic: bool = False
     backend: str | None = None
+    # the fields of ``Positions``: numbers at run time, symbolic where a call is traced
+    shift: Annotated[int, SymInt] = 0
+    query: Annotated[int, SymInt] = 0
+    key: Annotated[int, SymInt] = 0
+    head: Annotated[int, SymInt] = 0
+    sequence: Annotated[int, SymInt] = 0
+
+    @property
+    def positions(self) -> Positions:
+        return Positions(self.shift, self.query, self.key, self.head, self.sequence)
+
+
+class Positions(NamedTuple):
+    """The place of a call within a longer one, of which it is a block. A whole call has zeros.
+
+    Query i stands ``shift`` keys beyond the place that its alignment gives it: bands and ALiBi
+    read this. Dropout reads the rest: the numbers, within the longer call, of the block's first
+    query, key, query head and sequence.
+    """
+
+    shift: int = 0
+    query: int = 0
+    key: int = 0
+    head: int = 0
+    sequence: int = 0
 
 
 class Gradients(NamedTuple):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..call.inputs import INPUTS, Tensors
+from ..call.inputs import INPUTS, Positions, Tensors
 from ..call.problem import Problem
 from ..rules.mask import tile_states
 from .operands import bfloats_are_finite
@@ -33,8 +33,10 @@ _AXES |= {"out": "bnhd", "dout": "bnhd", "lse": "bhn", "delta": "bhn", "rest": "
 _AXES |= {"dq": _AXES["q"]} | {f"d{name}": "p" + _AXES[name] for name in ("k", "v", "bias")}
 _MEMORY = ("panels", "pairs")  # addresses of what the kernels fill
 _SIZES = ["hq", "hk", "group", "d", "value_d", "d_operand", "value_d_operand", "d_padded"]
-_SIZES += ["value_d_padded", "left", "right", "seed", "threshold", "first", "natural", "bias_kind"]
+_SIZES += ["value_d_padded", "left", "right", "seed", "threshold", "natural", "bias_kind"]
 _SIZES += ["longest_k", "parts", "store_bias"]
+#: of ``Positions``: the shift of ALiBi's distances, and the first of each of dropout's counters
+_SIZES += ["shift", "first_query", "first_key", "first_head", "first_sequence"]
 _NUMBERS = ["scale", "softcap", "keep_scale"]
 
 
@@ -141,8 +143,10 @@ def _numbers(p: Problem, paired: bool, lanes: int) -> np.ndarray:
         "right": UNLIMITED if p.right is None else p.right,
         "threshold": p.dropout_threshold,
     }
-    for name in ("hq", "hk", "group", "d", "first", "natural", "scale", "softcap", "keep_scale"):
+    for name in ("hq", "hk", "group", "d", "natural", "scale", "softcap", "keep_scale"):
         fields[name] = getattr(p, name)
+    for name, value in (p.positions or Positions())._asdict().items():
+        fields[name if name == "shift" else f"first_{name}"] = value
     for name, value in fields.items():
         record[name] = value
     return record

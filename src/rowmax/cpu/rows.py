@@ -136,7 +136,7 @@ def score_row(row, y, call, seq, s, h, i, part):
         add_bias(row[: part.keys], address, call.bias_kind, call.bias.j)
     if call.alibi.address:
         slope = row.dtype.type(array(call.alibi.address, call.hq, row)[h] * log_unit(call))
-        at = i + seq.offset - part.j0
+        at = i + seq.offset + call.shift - part.j0
         for j in range(row.size):
             row[j] = sloped(row[j], slope, row.dtype.type(abs(at - j)))
     hide(row, row.dtype.type(-np.inf), call, seq, s, h, i, part)
@@ -206,7 +206,9 @@ def draws(kept, seed, s, h, i, j, threshold):
 @njit
 def keep_row(kept, n, call, s, h, i, j0):
     """Return 1 for each of the n keys from j0 on that dropout keeps, else 0; a part of ``kept``."""
-    before = j0 % 64
+    s, h, i = s + call.first_sequence, h + call.first_head, i + call.first_query
+    before = (j0 + call.first_key) % 64
+    block = j0 + call.first_key - before
     for j in range(0, before + n, 64):
-        draws(kept[j : j + 64], call.seed, s + call.first, h, i, j0 - before + j, call.threshold)
+        draws(kept[j : j + 64], call.seed, s, h, i, block + j, call.threshold)
     return kept[before : before + n]

@@ -38,7 +38,8 @@ def attention(
     if tensors.bias is not None:
         s = s + tensors.bias.to(dtype)
     if tensors.alibi is not None:
-        s = s - tensors.alibi.to(dtype)[:, None, None] * (i - j).abs().to(dtype)
+        shift = 0 if problem.positions is None else problem.positions.shift
+        s = s - tensors.alibi.to(dtype)[:, None, None] * (i + shift - j).abs().to(dtype)
     s = s.masked_fill(~seen, -torch.inf)
     sink = None if tensors.sink is None else tensors.sink.to(dtype)[:, None].expand(s.shape[:3])
 

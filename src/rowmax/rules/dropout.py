@@ -10,6 +10,7 @@ columns that one thread of a tensor core's accumulator holds, and that one vecto
 
 A pair is kept when its draw is at least ``round(65536 p)``, so nothing about tiles, devices or
 backends enters. In a packed call b counts sequences, and i and j are positions within one.
+In a block of a longer call all four are numbers within that call (``Positions``).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..call.inputs import Positions
 from ..call.problem import Problem, Tensors
 from . import bound
 
@@ -94,12 +96,30 @@ def keep_columns(
 def dense(problem: Problem, tensors: Tensors) -> Tensor:
     """Return R of the definition, ``[B, Hq, Nq, Nk]``: keep_scale where kept, 0 where dropped."""
     assert tensors.seed is not None
-    device = tensors.q.device
-    index = [torch.arange(n, device=device) for n in _sizes(problem)]
-    b, h, i, j = (x.view([-1 if d == n else 1 for d in range(4)]) for n, x in enumerate(index))
-    keep = keep_tile(tensors.seed, b + problem.first, h, i, j, problem.dropout_threshold)
+    sizes = problem.batch, problem.hq, problem.nq, problem.nk
+    ranges = counted(problem, *map(range, sizes))
+    b, h, i, j = (_along(n, x, tensors.seed) for n, x in enumerate(ranges))
+    keep = keep_tile(tensors.seed, b, h, i, j, problem.dropout_threshold)
     return keep.to(problem.accumulator) * problem.keep_scale
 
 
-def _sizes(problem: Problem) -> tuple[int, int, int, int]:
-    return problem.batch, problem.hq, problem.nq, problem.nk
+def tile(problem: Problem, tensors: Tensors, b: range, h: range, i: range, j: range) -> Tensor:
+    """Return the part of ``dense`` in these ranges."""
+    assert tensors.seed is not None
+    *ranges, columns = counted(problem, b, h, i, j)
+    places = (_along(n, x, tensors.seed) for n, x in enumerate(ranges))
+    keep = keep_columns(tensors.seed, *places, columns, problem.dropout_threshold)
+    return keep.to(problem.accumulator).mul_(problem.keep_scale)
+
+
+def counted(problem: Problem, *ranges: range) -> list[range]:
+    """Return the numbers that the counter has for sequences, heads, queries and keys of a call."""
+    _, query, key, head, sequence = problem.positions or Positions()
+    firsts = (sequence, head, query, key)
+    return [range(x.start + n, x.stop + n) for x, n in zip(ranges, firsts, strict=True)]
+
+
+def _along(axis: int, numbers: range, like: Tensor) -> Tensor:
+    """Return the numbers as a tensor of four dimensions, along one of them."""
+    t = torch.arange(numbers.start, numbers.stop, device=like.device)
+    return t.view([-1 if n == axis else 1 for n in range(4)])

@@ -16,7 +16,7 @@ from torch import Tensor
 import rowmax
 
 from ..call.check import Arguments
-from ..call.inputs import Tensors
+from ..call.inputs import Options, Tensors
 from ..call.normalize import normalized
 from ..call.problem import Problem, problem_of
 from ..masks import Mask, as_mask
@@ -103,13 +103,18 @@ class Call:
 
     def problem(self) -> tuple[Problem, Tensors]:
         """Return the arguments of a backend, always with a batch dimension."""
+        tensors, options = self.normalized()
+        return problem_of(tensors, options), tensors
+
+    def normalized(self) -> tuple[Tensors, Options]:
+        """Return the arguments of an operator."""
         given = {"causal": False, "mask": None, **_DEFAULTS, **self.keywords}
         mask = as_mask(given.pop("mask"))
         mask = mask & rowmax.Causal() if given.pop("causal") else mask
         if self.case.packed:
             given |= {"cu_seqlens": self.inputs[3:5], "max_seqlens": self.inputs[5:7]}
         tensors, options, _ = normalized(Arguments(*self.inputs[:3], mask=mask, **given))
-        return problem_of(tensors, options), tensors
+        return tensors, options
 
 
 _DEFAULTS: dict[str, Any] = {

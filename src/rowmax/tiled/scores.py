@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ..call.inputs import Tensors, part_of
 from ..call.problem import Problem
-from ..rules import mask
-from ..rules.dropout import keep_columns
+from ..rules import dropout, mask
 from ..rules.over_tensors import score
 from ..rules.score import ScoreTerms
 from ..rules.softmax import LOG2E
@@ -50,7 +49,8 @@ def scores(
     if tensors.alibi is not None:
         slope = tensors.alibi.unflatten(0, (-1, problem.group))[strip.heads, :, None, None] * unit
         i, j = _positions(strip, cols, x)
-        distance = (i[None, None] + strip.offset - j).to(x.dtype).abs_()
+        shift = 0 if problem.positions is None else problem.positions.shift
+        distance = (i[None, None] + (strip.offset + shift) - j).to(x.dtype).abs_()
         distance = _heads_split(distance, problem)
     terms = ScoreTerms(bias=bias, slope=slope, distance=distance)
     if problem.softcap > 0:
@@ -81,21 +81,8 @@ def hidden(problem: Problem, tensors: Tensors, strip: Strip, cols: slice) -> Ten
 
 def kept(problem: Problem, tensors: Tensors, strip: Strip, cols: slice) -> Tensor:
     """Return R of the definition on the tile, ``[heads, group * rows, cols]``."""
-    assert tensors.seed is not None
-    device = tensors.seed.device
-    heads = strip.q_heads(problem.group)
-    b = torch.arange(strip.batch.start, strip.batch.stop, device=device) + problem.first
-    h = torch.arange(heads.start, heads.stop, device=device)
-    i = torch.arange(strip.rows.start, strip.rows.stop, device=device)
-    keep = keep_columns(
-        tensors.seed,
-        b[:, None, None, None],
-        h[:, None, None],
-        i[:, None],
-        range(cols.start, cols.stop),
-        problem.dropout_threshold,
-    )
-    R = keep.to(problem.accumulator).mul_(problem.keep_scale)
+    slices = (strip.batch, strip.q_heads(problem.group), strip.rows, cols)
+    R = dropout.tile(problem, tensors, *(range(x.start, x.stop) for x in slices))
     return R.view(-1, problem.group * R.shape[2], R.shape[3])
 
 

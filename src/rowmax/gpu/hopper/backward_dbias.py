@@ -323,7 +323,7 @@ def backward_dbias(q, do, k, v, rows, bias, dbias, t, n, C: gl.constexpr):
     seqs = Sequences(t.cu_q, t.cu_k, n.batch, t.lengths)
     length = n.nq if C.COLUMN else n.nk
     line = LineBias(t.bias, n.each_b, n.each_h, n.each_h * (n.hq - 1) + 1, length)
-    args = ScoreArgs(n.inner, n.scale, t.alibi, t.q_ids, t.k_ids, n.ids_q, n.ids_k, line)
+    args = ScoreArgs(n.inner, n.scale, t.alibi, n.shift, t.q_ids, t.k_ids, n.ids_q, n.ids_k, line)
     heads = n.each_h * (n.hq - 1) + 1
     batch = n.each_b * (n.batch - 1) + 1
     each = n.hq // heads

@@ -340,7 +340,7 @@ def backward_dq(q, do, k, v, t, n, C: gl.constexpr):
     seqs = Sequences(t.cu_q, t.cu_k, n.batch, t.lengths)
     length = n.nq if C.COLUMN else n.nk
     line = LineBias(t.bias, n.each_b, n.each_h, n.each_h * (n.hq - 1) + 1, length)
-    args = ScoreArgs(n.inner, n.scale, t.alibi, t.q_ids, t.k_ids, n.ids_q, n.ids_k, line)
+    args = ScoreArgs(n.inner, n.scale, t.alibi, n.shift, t.q_ids, t.k_ids, n.ids_q, n.ids_k, line)
     heads = Heads(n.heads, n.group, n.ratio, n.hq, n.each_b, n.each_h)
     memory = Memory(
         t.out, n.out_scale, t.rows, n.rows, t.bias, n.bias_b, n.bias_h, n.bias_q, t.dbias

@@ -679,7 +679,7 @@ def backward(q, do, rows, k, v, dq, bias, dbias, t, n, C: gl.constexpr):
     seqs = Sequences(t.cu_k, t.cu_q, n.batch, t.lengths)
     length = n.nq if C.COLUMN else n.nk
     line = LineBias(t.bias, n.each_b, n.each_h, n.each_h * (n.hq - 1) + 1, length)
-    args = ScoreArgs(n.inner, n.scale, t.alibi, t.q_ids, t.k_ids, n.ids_q, n.ids_k, line)
+    args = ScoreArgs(n.inner, n.scale, t.alibi, n.shift, t.q_ids, t.k_ids, n.ids_q, n.ids_k, line)
     heads = Heads(n.heads, n.group, n.ratio, n.hq, n.each_b, n.each_h)
     out = Outputs(t.out, t.dv, t.dbias if C.DROW else dbias, n.out_scale)
     follow()

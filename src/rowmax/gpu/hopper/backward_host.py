@@ -513,6 +513,7 @@ def build_work(
         1 if of_queries else p.group,
         p.group,
         *bias_strides(tensors.bias if kind_of(p) == "tile" else None),
+        None if p.positions is None else p.positions.shift,
     )
     copies = copies_of(c, tensors, dout, planes, rows)
     launch = GluonLaunch(KERNELS[type(c)], (programs, 1, 1), _FOLLOWS)

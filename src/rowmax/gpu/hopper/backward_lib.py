@@ -79,6 +79,7 @@ class ScoreArgs(NamedTuple):
     inner: Any  # factor of the products inside a softcap
     scale: Any  # factor that gives scores in their units
     alibi: Any
+    shift: Any  # of ALiBi's distances; None: 0
     q_ids: Any
     k_ids: Any
     ids_q: Any  # ids of a sequence, 0 where all sequences have the same
@@ -271,12 +272,15 @@ def visible(C: gl.constexpr, p, first, m, tile, sizes, args):
 
 
 @gluon.jit
-def distance(C: gl.constexpr, S, first, m, tile):
-    """Return ``|i + offset - j|`` of every pair, as S ``[64, BLOCK_STREAMED]`` lies."""
+def distance(C: gl.constexpr, S, first, m, tile, shift):
+    """Return ``|i + offset + shift - j|`` of every pair, as S ``[64, BLOCK_STREAMED]`` lies."""
     S4 = by_lane(S)
     L: gl.constexpr = S4.type.layout
     at = first + rows_of(L) - m * C.BLOCK_STREAMED - lanes(L)
-    at = at + tile.offset if C.QUERIES_RESIDENT else at - tile.offset
+    offset = tile.offset
+    if shift is not None:
+        offset += shift
+    at = at + offset if C.QUERIES_RESIDENT else at - offset
     far = gl.abs(columns(C.BLOCK_STREAMED, L).to(gl.float32) - along_row(at.to(gl.float32)))
     return gl.convert_layout(far.reshape(S.shape), S.type.layout)
 
@@ -313,7 +317,7 @@ def weights(
     inner = args.inner if C.SOFTCAP else None
     terms = ScoreTerms(scale=args.scale, inner=inner, cap=args.scale)
     if C.ALIBI:
-        far = distance(C, S, first, m, tile)
+        far = distance(C, S, first, m, tile, args.shift)
         slope = gl.load(args.alibi + head)
         if not C.NATURAL:  # lse takes it in, so that an exponent is one FMA
             lse = lse + far * (slope * LOG2E)

@@ -80,6 +80,7 @@ class Numbers(NamedTuple):
     hq: Any
     ratio: Any  # heads of a tile that read one kv head
     total_q: Any
+    shift: Any  # of ALiBi's distances in a block of a longer call; None: 0
 
 
 class Parts(NamedTuple):
@@ -308,7 +309,10 @@ def scores(C: gl.constexpr, S, copied, j, first, tile, t, n, dtype: gl.constexpr
     if C.ALIBI:
         r = rows_of(L)
         slope = gl.load(t.alibi + tile.head * C.GROUP + r % C.GROUP)
-        here = (first + tile.offset + r // C.GROUP - j * C.BLOCK_K - lanes(L)).to(gl.float32)
+        at = first + tile.offset
+        if n.shift is not None:
+            at += n.shift
+        here = (at + r // C.GROUP - j * C.BLOCK_K - lanes(L)).to(gl.float32)
         slope = along_row(slope + 0.0 * here)
         distance = gl.abs(along_row(here) - columns(C.BLOCK_K, L).to(gl.float32))
     scale = n.scale if C.ADDED else None

@@ -267,7 +267,7 @@ def numbers(p: Problem, tensors: Tensors, c: Config, heads: int) -> Numbers:
     keys, ratio = SECTION_BYTES // (2 * (p.d + p.dv)), 1 if c.GROUP > 1 else p.group
     return Numbers(
         heads, p.hk, keys, p.nq, p.nk, *p.limits, p.batch, scale, inner, *bias_strides, *id_strides,
-        *each, p.hq, ratio, p.total_q,
+        *each, p.hq, ratio, p.total_q, None if p.positions is None else p.positions.shift,
     )  # fmt: skip
 
 

@@ -17,6 +17,9 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def supports(problem: Problem, call: str) -> str | None:
     if problem.dtype not in _DTYPES:
         return f"it computes in float32, float16 and bfloat16, not in {problem.dtype}"
+    key = 0 if problem.positions is None else problem.positions.key
+    if key % 64:
+        return f"it draws dropout for 64 keys at a time: it takes no block that begins at key {key}"
     if problem.device == "cuda" and torch.version.hip is None and torch.cuda.is_available():
         have, want = torch.cuda.get_device_capability(problem.device_index), (7, 0)
         if problem.dtype == torch.bfloat16:

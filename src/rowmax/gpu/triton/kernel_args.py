@@ -103,7 +103,11 @@ class Numbers(NamedTuple):
     right: Any
     threshold: Any
     keep_scale: Any
-    first: Any
+    shift: Any  # of ALiBi's distances in a block of a longer call; None: 0
+    first_query: Any  # of dropout's counters there; None, all four: 0
+    first_key: Any
+    first_head: Any
+    first_sequence: Any
     q: Any  # a Matrix each
     k: Any
     v: Any
@@ -261,7 +265,25 @@ def sizes_and_scalars(problem: Problem) -> dict[str, Any]:
         "right": right,
         "threshold": problem.dropout_threshold if dropped else None,
         "keep_scale": problem.keep_scale if dropped else None,
-        "first": problem.first if dropped else None,
+        **positions(problem),
+    }
+
+
+def positions(problem: Problem) -> dict[str, int | None]:
+    """Return the shift and the first counters, None where all positions of the call are 0.
+
+    If one of them is not, all that the call reads are numbers, so that a kernel is compiled for two
+    cases and no more.
+    """
+    placed = problem.positions
+    alibi = problem.alibi and placed is not None
+    dropped = problem.dropout_threshold > 0 and placed is not None
+    return {
+        "shift": placed.shift if alibi else None,
+        "first_query": placed.query if dropped else None,
+        "first_key": placed.key if dropped else None,
+        "first_head": placed.head if dropped else None,
+        "first_sequence": placed.sequence if dropped else None,
     }
 
 

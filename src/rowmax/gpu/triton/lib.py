@@ -343,7 +343,10 @@ def scored(x, ptr, num, cfg, place, row, col, bias=None):
         slope = tl.load(ptr.alibi + place.head).to(tl.float32)
         if not cfg.NATURAL:
             slope *= LOG2E
-        distance = tl.abs(row + place.offset - col).to(tl.float32)
+        at = row + place.offset
+        if num.shift is not None:
+            at += num.shift
+        distance = tl.abs(at - col).to(tl.float32)
     scale = None if cfg.FOLDED else num.scale2
     terms = ScoreTerms(scale, num.scale_cap, num.cap2, bias, slope, distance)
     if ptr.q.dtype.element_ty == tl.float32:
@@ -434,10 +437,18 @@ def kept(ptr, num, place, row, j0, j, BLOCK: tl.constexpr):
     else:
         lane = ((j0 >> 3) + (j >> 3)) & 7
         block = j0 // 64 + 0 * j
-    c0 = (block * 8 + (j & 7) + row * 0).to(tl.uint32)
+    b = place.b
+    head = place.head
+    column = block * 8 + (j & 7)
+    if num.first_query is not None:
+        b += num.first_sequence
+        head += num.first_head
+        row += num.first_query
+        column += num.first_key >> 3  # whole blocks of 64 keys (``supports``)
+    c0 = (column + row * 0).to(tl.uint32)
     c1 = (row + j * 0).to(tl.uint32)
-    c2 = c0 * 0 + tl.cast(place.head, tl.uint32)
-    c3 = c0 * 0 + tl.cast(place.b + num.first, tl.uint32)
+    c2 = c0 * 0 + tl.cast(head, tl.uint32)
+    c3 = c0 * 0 + tl.cast(b, tl.uint32)
     k0 = c0 * 0 + (seed & 0xFFFFFFFF).to(tl.uint32)
     k1 = c0 * 0 + ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
     w0, w1, w2, w3 = rules.philox(c0, c1, c2, c3, k0, k1)
