@@ -62,7 +62,7 @@ def block_of(tensors: Tensors, options: Options, block: Block) -> tuple[Tensors,
         for axis, x in zip("bhgij", (b, h, _kv_heads(h, hq // hk), i, j), strict=True)
     }
     cut = {name: part_of(name, t, **ranges) for name, t in tensors._asdict().items()}
-    if j.start > 0:
+    if j.start > 0 or (nk > 0 and len(j) == 0):
         cut["sink"] = None
     if tensors.lengths is not None and cut["lengths"] is not None:
         cut["lengths"] = (cut["lengths"] - j.start).clamp(min=0).to(torch.int32)
