@@ -22,6 +22,7 @@ language.install()
 
 from rowmax.gpu.hopper import _refused, host  # noqa: E402
 from rowmax.reference import dense  # noqa: E402
+from rowmax.testing import tagged  # noqa: E402
 from tests.cases import CASES, Case, make  # noqa: E402
 from tests.extreme_bias import CASES as EXTREMES  # noqa: E402
 from tests.extreme_bias import complaints as extreme_complaints  # noqa: E402
@@ -155,7 +156,9 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=1, help="take one case in so many")
     options = parser.parse_args()
     wrong = right = refused = 0
-    for case in [c for c in (*MORE, *CASES) if options.only in c.name][:: options.every]:
+    for case in [c for c in (*MORE, *CASES, *tagged("blocks")) if options.only in c.name][
+        :: options.every
+    ]:
         for seed in range(options.seeds):
             begin = time.monotonic()
             try:

@@ -58,8 +58,9 @@ def test_extremes():
     [
         ("first-64", "first-lengths", "empty-batch", "past-the-last"),
         ("first-shared-bias", "first-own-bias", "first-row-bias", "first-column-bias"),
+        ("block-causal", "block-window", "block-documents", "block-alibi", "block-packed"),
     ],
-    ids=["masks", "biases"],
+    ids=["masks", "biases", "blocks"],
 )
 def test_host_and_kernels(cases):
     pytest.importorskip("numpy")

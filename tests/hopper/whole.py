@@ -287,7 +287,7 @@ def main() -> int:
     def wanted(name: str) -> bool:
         return any(part in name for part in options.only)
 
-    every = [*tagged("every barrier"), *device.cases("backward")]
+    every = [*tagged("every barrier", "blocks"), *device.cases("backward")]
     if options.kernels:
         every = kernel_cases(options.every_size)
     chosen = [c for c in every if wanted(c.name)]

@@ -35,6 +35,7 @@ from rowmax.testing import (
     cotangents,
     expected,
     make,
+    tagged,
 )
 
 Cuts = dict[str, Sequence[int]]  # by axis of ``Block``: where it is cut
@@ -116,6 +117,14 @@ def test_blocks_of_queries_heads_and_sequences(case: Case, backend: str) -> None
 def test_blocks_of_keys_merge(case: Case, backend: str) -> None:
     call = make(case, dtype=torch.float64)  # a merge rounds once more
     right(call, drawn_cuts(random.Random(case.name), case, keys=True), backend)
+
+
+@pytest.mark.parametrize("case", tagged("blocks"), ids=str)
+def test_a_call_at_positions(case: Case, backend: str) -> None:
+    call = make(case)
+    grads = cotangents(call)
+    wrong = complaints(answer(call, *grads, backend=backend), expected(call, *grads))
+    assert not wrong
 
 
 # --- the same bits -----------------------------------------------------------------------------

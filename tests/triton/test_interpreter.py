@@ -28,6 +28,7 @@ from rowmax.testing import (
     expected,
     make,
     poisoned,
+    tagged,
 )
 from rowmax.testing.table import EXPANDED
 from tests.extreme_bias import CASES as EXTREMES
@@ -158,6 +159,17 @@ def test_float32_of_any_size(case: Case) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize("case", tagged("blocks"), ids=str)
+def test_blocks(case: Case) -> None:
+    _check(replace(case, nq=min(case.nq, 90), nk=110, d=32), torch.float32)
+
+
+def test_a_block_that_begins_within_64_keys_is_refused() -> None:
+    case = Case("block", dropout=0.3, nq=9, positions=(0, 0, 65, 0, 0))
+    with pytest.raises(ValueError, match="it takes no block that begins at key 65"):
+        make(case)(backend="triton")
+
+
 @pytest.mark.parametrize("shape", [(16, 16), (16, 64), (64, 32)], ids=str)
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize(
@@ -165,6 +177,7 @@ def test_float32_of_any_size(case: Case) -> None:
     [
         Case("causal", b=1, nq=70, nk=90, hq=2, causal=True, dropout=0.2),
         Case("window", b=1, nq=100, hq=2, left=33, right=5, bias="bhqk"),
+        Case("block", b=1, nq=70, nk=150, hq=2, dropout=0.3, positions=(0, 7, 64, 5, 3)),
         Case("mask", b=1, nq=70, nk=60, hq=2, allowed="11qk", documents="unsorted"),
         Case("packed", hq=2, hk=1, sequences=((20, 37), (0, 5), (50, 41)), causal=True),
     ],

@@ -15,11 +15,13 @@ from torch import Tensor
 
 import rowmax
 
+from ..call.blocks import at_positions
 from ..call.check import Arguments
-from ..call.inputs import Options, Tensors
+from ..call.inputs import Options, Positions, Tensors
 from ..call.normalize import normalized
 from ..call.problem import Problem, problem_of
 from ..masks import Mask, as_mask
+from ..operators.autograd import attend
 
 LEAVES = ("q", "k", "v", "bias", "sink")
 
@@ -60,6 +62,8 @@ class Case:
     sequences: tuple[tuple[int, int], ...] | None = None  # packed: (queries, keys) of each
     max_given: bool = False  # the longest lengths of a packed call are bounds, not exact
     wide_offsets: bool = False  # the packed offsets are int64
+    #: of a block of a longer call: the fields of ``call.inputs.Positions``
+    positions: tuple[int, int, int, int, int] | None = None
     grads: tuple[str, ...] | None = None  # the leaves with gradients; None for all
     dlse: bool = True  # lse has a cotangent, too
     deterministic: bool = False
@@ -83,6 +87,9 @@ class Call:
 
     def __call__(self, **overrides: Any) -> Any:
         """Return (out, lse) of ``rowmax.attention`` or ``attention_varlen``."""
+        if self.case.positions is not None:  # they have no argument for positions
+            out, lse = attend(*self.normalized(**overrides), None)
+            return (out[0], lse[0]) if self.case.packed else (out, lse)
         function: Any = rowmax.attention_varlen if self.case.packed else rowmax.attention
         return function(*self.inputs, **{"return_lse": True, **self.keywords, **overrides})
 
@@ -106,14 +113,16 @@ class Call:
         tensors, options = self.normalized()
         return problem_of(tensors, options), tensors
 
-    def normalized(self) -> tuple[Tensors, Options]:
+    def normalized(self, **overrides: Any) -> tuple[Tensors, Options]:
         """Return the arguments of an operator."""
-        given = {"causal": False, "mask": None, **_DEFAULTS, **self.keywords}
+        given = {"causal": False, "mask": None, **_DEFAULTS, **self.keywords, **overrides}
         mask = as_mask(given.pop("mask"))
         mask = mask & rowmax.Causal() if given.pop("causal") else mask
         if self.case.packed:
             given |= {"cu_seqlens": self.inputs[3:5], "max_seqlens": self.inputs[5:7]}
         tensors, options, _ = normalized(Arguments(*self.inputs[:3], mask=mask, **given))
+        if self.case.positions is not None:
+            options = at_positions(tensors, options, Positions(*self.case.positions))
         return tensors, options
 
 
