@@ -46,6 +46,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "documents": {"DOCUMENTS": True, "RIGHT": True},
     "softcap": {"SOFTCAP": True, "RIGHT": True},
     "alibi": {"ALIBI": True, "RIGHT": True},
+    "alibi block": {"ALIBI": True, "RIGHT": True},
     "dbias": {"BIAS": True, "DBIAS": True, "RIGHT": True},
     "dbias alone": {"BIAS": True, "DBIAS": True, "RIGHT": True, "DQ": False},
     "row": {"ROW": True, "DROW": True, "RIGHT": True},
@@ -57,7 +58,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 #: by kernel of wide heads: further features at the largest head size
 WIDE_FEATURES = {
-    "dq": ("lengths", "packed", "alibi", "bias", "dbias", "row", "column"),
+    "dq": ("lengths", "packed", "alibi", "alibi block", "bias", "dbias", "row", "column"),
     "dkdv": (
         "window",
         "lengths",
@@ -65,6 +66,7 @@ WIDE_FEATURES = {
         "documents",
         "softcap",
         "alibi",
+        "alibi block",
         "causal bias",
         "row",
         "column",
@@ -113,6 +115,7 @@ MORE = {
     ("fused", "column"): ((22, 240), (22, 240)),
     ("dkdv", "column"): ((25, 208), (25, 208)),
     ("dq", "alibi"): ((36, 216), SPILLS),
+    ("dq", "alibi block"): ((36, 216), SPILLS),
     ("dq", "dbias"): ((21, 248), (22, 208)),
     ("dbias", "bias"): ((2, 40), (8, 40)),
     ("dbias", "causal bias"): ((3, 40), (16, 40)),
@@ -138,7 +141,7 @@ ONE_IN_TIME = (64, "fused", "row")
 )
 def test_compiles_to(tile, name, dtype):
     kind = NAMES[type(tile)]
-    kernel = build(config(tile, **FEATURES[name]), dtype)
+    kernel = build(config(tile, **FEATURES[name]), dtype, shifted=name == "alibi block")
     # exponents of the dq kernel with dbias are of two numbers
     loops = kernel.loops(16 if (kind, name) == ("dq", "dbias") else 0)
     assert len(loops) >= 2

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import rowmax
 from rowmax.call import flops
@@ -259,6 +260,53 @@ def test_drawn_calls_in_drawn_blocks(backend: str, data: st.DataObject) -> None:
         torch.testing.assert_close(
             x, y, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n} in {cuts}: {m}"
         )
+
+
+# --- transforms --------------------------------------------------------------------------------
+
+
+def test_a_compiled_call_serves_all_positions() -> None:
+    """Positions are symbolic: another block compiles nothing anew, forward and backward."""
+    q, k = (torch.randn(2, n, 2, 16) for n in (24, 70))
+    slopes, seed = torch.rand(2), torch.tensor(3)
+
+    def call(q: Tensor, shift: int, query: int) -> Tensor:
+        options = Options(0.25, dropout_p=0.3, right=0, shift=shift, query=query)
+        out, lse = attend(Tensors(q, k, k, alibi=slopes, seed=seed), options, None)
+        return out.sum() + lse.logsumexp(-1).sum()
+
+    counter, counts = CompileCounterWithBackend("aot_eager"), []
+    compiled = torch.compile(call, backend=counter, fullgraph=True, dynamic=True)
+    for place in ((-40, 6), (-30, 16), (-3, 43), (-17, 29)):
+        leaf, other = (q.clone().requires_grad_() for _ in range(2))
+        got, want = compiled(leaf, *place), call(other, *place)
+        torch.testing.assert_close(got, want)
+        got.backward()
+        want.backward()
+        torch.testing.assert_close(leaf.grad, other.grad)
+        counts.append(counter.frame_count)
+    assert counts == counts[:1] * 4
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_vmapped_blocks(p: float, backend: str) -> None:
+    q, k = torch.randn(3, 2, 24, 2, 16), torch.randn(3, 2, 70, 2, 16)
+    seed = torch.tensor(3) if p else None
+    options = Options(0.25, dropout_p=p, right=0, backend=backend, shift=-33, query=13, sequence=4)
+
+    def call(q: Tensor, k: Tensor) -> Tensor:
+        return attend(Tensors(q, k, k, alibi=torch.tensor([0.1, 0.3]), seed=seed), options, None)[0]
+
+    want = torch.stack([call(*x) for x in zip(q, k, strict=True)])
+    torch.testing.assert_close(torch.vmap(call)(q, k), want)
+
+    def loss(q: Tensor, k: Tensor) -> Tensor:
+        return call(q, k).square().sum()
+
+    got = torch.vmap(torch.func.grad(loss))(q, k)
+    for n, (x, y) in enumerate(zip(q, k, strict=True)):
+        x = x.clone().requires_grad_()
+        torch.testing.assert_close(got[n], torch.autograd.grad(loss(x, y), x)[0])
 
 
 # --- what a problem makes of positions ---------------------------------------------------------
