@@ -38,7 +38,7 @@ def compiled_in(case: Case, dtype: str, backend: str) -> Hashable:
         return None
     # without ids of their own, queries use ids of keys from an offset on
     ids = case.documents is None or case.documents == "queries" or p.nq > p.nk or p.offset % 4 == 0
-    same = (p.hq, p.hk, p.left is None, p.right is None, ids)
+    same = (p.hq, p.hk, p.left is None, p.right is None, p.positions is None, ids)
     if backend == "hopper":
         return same, (_hopper(p, case), _triton(p) if p.bias is not None else None)
     return same, _triton(p)

@@ -107,8 +107,8 @@ def tile(problem: Problem, tensors: Tensors, b: range, h: range, i: range, j: ra
     """Return the part of ``dense`` in these ranges."""
     assert tensors.seed is not None
     *ranges, columns = counted(problem, b, h, i, j)
-    places = (_along(n, x, tensors.seed) for n, x in enumerate(ranges))
-    keep = keep_columns(tensors.seed, *places, columns, problem.dropout_threshold)
+    b_at, h_at, i_at = (_along(n, x, tensors.seed) for n, x in enumerate(ranges))
+    keep = keep_columns(tensors.seed, b_at, h_at, i_at, columns, problem.dropout_threshold)
     return keep.to(problem.accumulator).mul_(problem.keep_scale)
 
 

@@ -276,15 +276,13 @@ def positions(problem: Problem) -> dict[str, int | None]:
     cases and no more.
     """
     placed = problem.positions
-    alibi = problem.alibi and placed is not None
-    dropped = problem.dropout_threshold > 0 and placed is not None
-    return {
-        "shift": placed.shift if alibi else None,
-        "first_query": placed.query if dropped else None,
-        "first_key": placed.key if dropped else None,
-        "first_head": placed.head if dropped else None,
-        "first_sequence": placed.sequence if dropped else None,
-    }
+    shift, *firsts = (None,) * 5 if placed is None else placed
+    if not problem.alibi:
+        shift = None
+    if problem.dropout_threshold == 0:
+        firsts = (None,) * 4
+    names = ("first_query", "first_key", "first_head", "first_sequence")
+    return {"shift": shift, **dict(zip(names, firsts, strict=True))}
 
 
 def config(problem: Problem, tiles: Tiles, precision: str, **more: Any) -> Config:
