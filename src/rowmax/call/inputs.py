@@ -118,9 +118,12 @@ DIFFERENTIABLE = tuple(name for name, one in INPUTS.items() if one.gradient)
 
 
 def schema() -> str:
-    """Return the arguments of an operator that takes ``(*Tensors, *Options)``."""
+    """Return the arguments of an operator that takes ``(*Tensors, *Options)``.
+
+    Positions have a default, and come last: calls and exported graphs without them mean 0.
+    """
     return ", ".join(
-        f"{_schema_type(hint)} {name}"
+        f"{_schema_type(hint)} {name}" + "=0" * (name in Positions._fields)
         for record in (Tensors, Options)
         for name, hint in _hints(record).items()
     )
