@@ -144,7 +144,7 @@ class Record:
 
 
 def _is_recordable(device: torch.device) -> bool:
-    """True on a CUDA device, but not in the capture of a graph: tensors are empty until its replay."""
+    """True on a CUDA device, unless it captures a graph: tensors then hold nothing as yet."""
     return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
 
 

@@ -20,7 +20,6 @@ from ..torch_compat import (
     DispatchKeySet,
     SingleLevelFunction,
     any_requires_grad,
-    are_plain,
     below_autograd,
     forward_mode_enabled,
     is_batched,
@@ -30,6 +29,7 @@ from ..torch_compat import (
     is_traced,
     is_traced_by_make_fx,
     is_transformed,
+    plain_addresses,
     single_level_autograd,
 )
 from . import flop_counter, library
@@ -41,7 +41,7 @@ def attend(tensors: Tensors, options: Options, prepared: Prepared | None) -> tup
         out, lse = library.forward(tensors, options)  # autograd sees every step of it
         return _connected(out, tensors), _connected(lse, tensors)
     if prepared is not None:  # of plain tensors that nothing observes
-        return _direct(prepared, tensors)
+        return _direct(prepared, tensors if tensors.seed is not None else tensors[:3])
     if not torch.compiler.is_compiling():
         if _is_direct(tensors):
             return _direct(Prepared(options, known_problem(tensors, options)), tensors)
@@ -49,13 +49,14 @@ def attend(tensors: Tensors, options: Options, prepared: Prepared | None) -> tup
     return torch.ops.rowmax.forward(*tensors, *options)
 
 
-def _direct(prepared: Prepared, tensors: Tensors) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) past the dispatcher."""
-    if any_requires_grad(tensors[: library.N_DIFFERENTIABLE]):
-        # autograd takes time for every argument
-        given = tensors if any(x is not None for x in tensors[3:]) else tensors[:3]
-        return _Attention.apply(prepared, *given)  # pyright: ignore
-    return prepared.forward(tensors)
+def _direct(prepared: Prepared, tensors: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) past the dispatcher, of the first inputs or all of them.
+
+    Autograd takes time for every argument.
+    """
+    if any_requires_grad(tensors):
+        return _Attention.apply(prepared, *tensors)  # pyright: ignore
+    return prepared.forward(Tensors(*tensors))
 
 
 def _is_direct(tensors: tuple[Tensor | None, ...]) -> bool:
@@ -63,7 +64,7 @@ def _is_direct(tensors: tuple[Tensor | None, ...]) -> bool:
 
     The dispatcher would then change nothing, and take a third of a small call's time.
     """
-    return not is_observed() and are_plain(tensors)
+    return not is_observed() and plain_addresses(tensors) is not None
 
 
 def _has_values(tensors: Tensors) -> bool:
