@@ -39,11 +39,9 @@ def _forward_kernel(*inputs: Any) -> tuple[Tensor, Tensor]:
     return forward(tensors, options)
 
 
-def forward(
-    tensors: Tensors, options: Options, problem: Problem | None = None
-) -> tuple[Tensor, Tensor]:
+def forward(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
     """Return (out, lse) from the backend of the call, past the dispatcher."""
-    problem = problem or known_problem(tensors, options)
+    problem = known_problem(tensors, options)
     return choose(problem, "forward", options.backend).first.forward(problem, tensors)
 
 
@@ -55,10 +53,9 @@ def backward(
     wanted: Wanted,
     tensors: Tensors,
     options: Options,
-    problem: Problem | None = None,
 ) -> Gradients:
     """Return the wanted gradients from the backends of the call, past the dispatcher."""
-    problem = problem or known_problem(tensors, options)
+    problem = known_problem(tensors, options)
     plan = choose(problem, "backward", options.backend)
     return run_backward(plan, problem, tensors, out, lse, dout, dlse, wanted)
 

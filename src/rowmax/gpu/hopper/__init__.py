@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...call.problem import Gradients, Problem, Tensors, Wanted
 
-__all__ = ["backward", "forward", "lacks", "notes", "supports"]
+__all__ = ["backward", "forward", "lacks", "notes", "record", "supports"]
 
 
 def supports(problem: Problem, call: str) -> str | None:
@@ -47,6 +49,13 @@ def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
     from . import host
 
     return host.forward(problem, tensors)
+
+
+def record(run: Callable[[Any], Any], given: Any) -> tuple[Any, Callable[[Any], Any] | None]:
+    """Return the results of a call, and the function that repeats its launches, or None."""
+    from .. import replay
+
+    return replay.record(run, given)
 
 
 def backward(
