@@ -382,6 +382,7 @@ def test_dropout_of_a_tile_is_that_of_the_definition() -> None:
     ("positions", "error", "text"),
     [
         ({"query": 1.0}, TypeError, "query: got 1.0; want an int"),
+        ({"shift": "3"}, TypeError, "shift: got '3'; want an int"),
         ({"shift": True}, TypeError, "shift: got True; want an int"),
         ({"head": -1}, ValueError, "head: got -1; want 0 to 2147483644"),
         ({"key": 2**31}, ValueError, "key: got 2147483648"),
@@ -421,3 +422,5 @@ def test_blocks_that_have_no_positions_are_refused() -> None:
     packed = make(Case("p", sequences=((5, 6), (7, 8)))).normalized()
     with pytest.raises(ValueError, match="block: got a packed call"):
         block_of(*packed, Block())
+    with pytest.raises(ValueError, match="block: got .* want ranges without gaps"):
+        block_of(tensors, options, Block(i=slice(0, 10, 2)))

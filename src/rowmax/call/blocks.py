@@ -11,13 +11,14 @@ from typing import NamedTuple
 import torch
 
 from ..errors import bad
+from ..masks import as_int
 from .check import check_positions
 from .inputs import Options, Positions, Tensors, part_of
 from .problem import problem_of
 
 
 class Block(NamedTuple):
-    """The ranges of a block; None takes all."""
+    """The ranges of a block, from a start to a stop; None takes all."""
 
     b: slice | None = None
     h: slice | None = None  # query heads: whole groups, or some of one group
@@ -31,9 +32,8 @@ def at_positions(tensors: Tensors, options: Options, positions: Positions) -> Op
     Raises:
         TypeError, ValueError: naming the position, what it is and what it may be.
     """
-    options = options._replace(**positions._asdict())
     check_positions(positions, problem_of(tensors, options))
-    return options
+    return options._replace(**{name: as_int(n) for name, n in positions._asdict().items()})
 
 
 def block_of(tensors: Tensors, options: Options, block: Block) -> tuple[Tensors, Options]:
@@ -47,6 +47,8 @@ def block_of(tensors: Tensors, options: Options, block: Block) -> tuple[Tensors,
     """
     if tensors.cu_seqlens_q is not None:
         raise bad("block", "a packed call", "a dense one")
+    if any(cut is not None and cut.step not in (None, 1) for cut in block):
+        raise bad("block", block, "ranges without gaps")
     batch, nq, hq, _ = tensors.q.shape
     nk, hk = tensors.k.shape[1:3]
     b, h, i, j = (
@@ -55,8 +57,6 @@ def block_of(tensors: Tensors, options: Options, block: Block) -> tuple[Tensors,
     )
     if options.align == "lengths" and len(j) != nk:
         raise bad("block", "some of the keys", 'all keys of a call with align="lengths"')
-    aligned_q, aligned_k = (nq, nk) if options.align == "keys" else (nq, len(j))
-    shift = i.start - j.start + (aligned_k - aligned_q) - (len(j) - len(i))
     ranges = {
         axis: slice(x.start, x.stop)
         for axis, x in zip("bhgij", (b, h, _kv_heads(h, hq // hk), i, j), strict=True)
@@ -67,8 +67,8 @@ def block_of(tensors: Tensors, options: Options, block: Block) -> tuple[Tensors,
     if tensors.lengths is not None and cut["lengths"] is not None:
         cut["lengths"] = (cut["lengths"] - j.start).clamp(min=0).to(torch.int32)
     old = options.positions
-    positions = Positions(
-        shift=old.shift + shift,
+    positions = Positions(  # the last query of a call stands at its last key
+        shift=old.shift + (i.stop - nq) - (j.stop - nk),
         query=old.query + i.start,
         key=old.key + j.start,
         head=old.head + h.start,

@@ -6,7 +6,7 @@ A backend is imported only for a problem on a kind of device that it runs on.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any, Literal, NamedTuple, Protocol
@@ -68,6 +68,21 @@ class Backend(Protocol):
     ) -> Gradients:
         """Return the wanted gradients, contiguous, each of its input's shape and dtype."""
         ...
+
+
+class Limit(NamedTuple):
+    """A limit of a backend, and the sentence about a problem past it."""
+
+    keeps: Callable[[Problem], bool]
+    sentence: str  # ``{0.d}`` stands for the head size of the problem, and so on
+
+
+def beyond(limits: Iterable[Limit], problem: Problem) -> str | None:
+    """Return the sentence of the first limit that a problem does not keep, or None."""
+    for limit in limits:
+        if not limit.keeps(problem):
+            return limit.sentence.format(problem)
+    return None
 
 
 class Job(NamedTuple):
