@@ -422,5 +422,5 @@ def test_blocks_that_have_no_positions_are_refused() -> None:
     packed = make(Case("p", sequences=((5, 6), (7, 8)))).normalized()
     with pytest.raises(ValueError, match="block: got a packed call"):
         block_of(*packed, Block())
-    with pytest.raises(ValueError, match="block: got .* want ranges without gaps"):
+    with pytest.raises(ValueError, match=r"block: got .* want ranges without gaps"):
         block_of(tensors, options, Block(i=slice(0, 10, 2)))
