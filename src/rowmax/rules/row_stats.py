@@ -55,6 +55,6 @@ def dsink(sink: Tensor, lse: Tensor, delta: Tensor, rest: Tensor | None) -> Tens
 
     lse is natural; LSE is its sum with ``rest``, the part that rounding took from lse.
     """
-    rest = 0.0 if rest is None else rest * LOG2E
-    weight = _sink_weight(sink.detach()[:, None].to(lse.dtype), _without_weights(lse), rest)
+    rest2 = 0.0 if rest is None else rest * LOG2E
+    weight = _sink_weight(sink.detach()[:, None].to(lse.dtype), _without_weights(lse), rest2)
     return -(weight * delta).sum((0, 2))
