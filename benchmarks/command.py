@@ -38,6 +38,7 @@ SHOWN = (
 
 
 def arguments(given: list[str] | None) -> argparse.Namespace:
+    """Return the options, with defaults by device and passes."""
     parser = argparse.ArgumentParser(
         "python -m benchmarks", None, __doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -37,6 +37,7 @@ class Settings(NamedTuple):
 
 
 def worker_of(settings: Settings) -> Any:
+    """Return a worker with the rowmax of a checkout; runs in the child."""
     sys.path.insert(0, str(settings.root / "src"))
     from .worker import Worker
 

@@ -47,6 +47,7 @@ class Provider(NamedTuple):
 
 
 def provider(name: str) -> Provider:
+    """Return the provider of a name."""
     if name.partition(":")[0] == "rowmax":
         return Provider(lambda cell, x: of_rowmax(cell, x, name.split(":")[1:]), False)
     if name in KERNELS:
@@ -62,12 +63,14 @@ def provider(name: str) -> Provider:
 
 
 def refuse(cell: Cell, features: str) -> None:
+    """Raise an UnsupportedError if the cell has one of the features, named in one text."""
     for feature in features.split():
         if getattr(cell, feature):
             raise UnsupportedError(f"without {feature}")
 
 
 def of_rowmax(cell: Cell, x: Inputs, words: list[str]) -> Attend:
+    """Return rowmax's call; ``words`` may name a backend, and "deterministic"."""
     options = arguments(cell, x)
     options["deterministic"] = "deterministic" in words
     options["backend"] = next((word for word in words if word != "deterministic"), None)
@@ -105,6 +108,7 @@ class _Nothing(torch.autograd.Function):
 
 
 def of_sdpa(cell: Cell, x: Inputs, kernel: SDPBackend | None) -> Attend:
+    """Return torch's SDPA with one of its kernels; None: torch chooses."""
     refuse(cell, "softcap")
     if cell.packed:  # a call for each sequence
         refuse(cell, "bias alibi")
@@ -143,6 +147,7 @@ def of_sdpa(cell: Cell, x: Inputs, kernel: SDPBackend | None) -> Attend:
 
 
 def of_flex(cell: Cell, x: Inputs) -> Attend:
+    """Return flex_attention, compiled, with the cell's terms and mask as functions."""
     import torch._functorch.config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -181,6 +186,7 @@ def of_flex(cell: Cell, x: Inputs) -> Attend:
 
 
 def installed(module: str) -> Any:
+    """Return a module that a peer needs; raise an UnsupportedError if it is missing."""
     try:
         return import_module(module)
     except ImportError as error:
@@ -215,6 +221,7 @@ def of_flash(cell: Cell, x: Inputs, name: str) -> Attend:
 
 
 def of_xformers(cell: Cell, x: Inputs) -> Attend:
+    """Return xformers' memory_efficient_attention."""
     refuse(cell, "softcap alibi packed window documents lengths")
     ops = installed("xformers.ops")
     if cell.hq != cell.hk or (cell.causal and cell.bias):

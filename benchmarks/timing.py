@@ -17,6 +17,7 @@ Call = Callable[[], Any]
 
 
 def wait() -> None:
+    """Wait until the device is idle."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 

@@ -87,6 +87,7 @@ class Learner:
 
 
 def loss_of(model: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
+    """Return the mean cross-entropy of a batch, under autocast to bfloat16."""
     x, y = batch
     with torch.autocast(x.device.type, torch.bfloat16):
         logits: Any = model(x)

@@ -102,6 +102,7 @@ def posed(cell: Cell, x: Inputs) -> tuple[Any, Any]:
 
 
 def hopper_forward(cell: Cell, x: Inputs, change: str) -> Call:
+    """Return the launch of the forward kernel with a change, its plan built before."""
     from rowmax.gpu.hopper import host
     from rowmax.gpu.hopper.tiles import tile_for
 
@@ -155,6 +156,7 @@ def hopper_backward(part: str, cell: Cell, x: Inputs, change: str) -> Call:
 
 
 def triton_job(job: str, cell: Cell, x: Inputs, change: str) -> Call:
+    """Return the launch of one Triton kernel with a change."""
     from rowmax.gpu.triton.kernel_args import Pointers
     from rowmax.gpu.triton.launch import build_job
     from rowmax.gpu.triton.tiles import tiles_for

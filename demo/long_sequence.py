@@ -28,6 +28,8 @@ FIRST = 2048  # the shortest length on a CPU
 
 
 class Shape(NamedTuple):
+    """The shape ``[1, n, heads, d]`` of q, k and v, and their dtype."""
+
     n: int
     heads: int
     d: int
@@ -62,6 +64,7 @@ class LongSequence(NamedTuple):
 
 
 def shape_for(device: torch.device, quick: bool) -> Shape:
+    """Return the longest sequence that a device is given, a short one if ``quick``."""
     if device.type == "cpu":
         return Shape(4096 if quick else 32768, 4, 64, "float32")
     return Shape(16384 if quick else 262144, 4, 128, "bfloat16")

@@ -33,6 +33,8 @@ CHECKS, TRAINING, LONG_SEQUENCE = 0.7, 0.86, 0.97
 
 @dataclass(frozen=True)
 class Options:
+    """The options of the command line."""
+
     device: torch.device
     backend: str | None = None
     steps: int | None = None

@@ -162,6 +162,8 @@ def _affordable(wanted: int, clock: Clock, done: int, pair: float) -> int:
 
 
 def rowmax_attention(backend: str | None) -> Attend:
+    """Return causal attention by rowmax."""
+
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = rowmax.attention(q, k, v, causal=True, backend=backend)
         assert isinstance(out, Tensor)
@@ -171,6 +173,7 @@ def rowmax_attention(backend: str | None) -> Attend:
 
 
 def standard_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return causal attention by SDPA."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 

@@ -62,6 +62,8 @@ class Maker:
 
 @dataclass(frozen=True)
 class Feature:
+    """A named call, made from random numbers."""
+
     name: str
     make: Callable[[Maker], Call]
     dtype: torch.dtype | None = None  # of the inputs; None for the device's usual one

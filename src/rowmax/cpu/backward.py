@@ -107,6 +107,7 @@ def backward(
     dlse: Tensor | None,
     wanted: Wanted,
 ) -> Gradients:
+    """Return the gradients; those summed by several tasks are added in a fixed order."""
     call = Call(problem, tensors, dout)
     lse = lse.to(call.dtype).contiguous()
     delta = row_stats.delta(out, dout, lse, dlse)
@@ -186,6 +187,7 @@ def _finished(parts: Tensor, like: Tensor) -> Tensor:
 
 @kernel
 def backward_worker(calls, sequences, states, starts, order, like, operand_like, counters):
+    """Compute the tasks of one thread until the counter of owners has passed the last."""
     call = calls[0]
     longest = (call.longest_k + TILE_K - 1) // TILE_K * TILE_K
     heads_owner, memory = head_memory(call, longest, like)

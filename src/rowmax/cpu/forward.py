@@ -71,6 +71,7 @@ class Scratch(NamedTuple):
 
 
 def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    """Return (out, lse)."""
     call = Call(problem, tensors)
     out = torch.empty(problem.out_shape, dtype=call.row_dtype)
     lse = torch.empty(problem.lse_shape, dtype=call.dtype)
@@ -101,6 +102,7 @@ def _firsts(call: Call) -> np.ndarray:
 
 @kernel
 def forward_worker(calls, sequences, states, tasks, firsts, finite, like, operand_like, counters):
+    """Pack keys and values with the other threads, then compute tiles of queries."""
     call = calls[0]
     pack_keys(call, sequences, firsts, finite, operand_like, counters.ctypes.data)
     numbers = TILE_Q * (call.d_operand + TILE_K + call.value_d_padded + 2)

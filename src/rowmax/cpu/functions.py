@@ -104,6 +104,7 @@ def _exponential64(x):
 
 @njit(fastmath=STRICT)
 def exp2(x):
+    """Return ``2^x``."""
     power, g = exponential(x)
     return power + power * g
 
@@ -119,6 +120,7 @@ def tanh(x):
 
 @njit
 def bfloat_to_float(bits):
+    """Return a bfloat16 as float32, given its bits."""
     return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
 
 

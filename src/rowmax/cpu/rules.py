@@ -84,11 +84,13 @@ def capped(x, cap):
 
 @formula
 def biased(x, bias):
+    """Return the score x plus a bias."""
     return _score(x, ScoreTerms(bias=bias))[0]
 
 
 @formula
 def sloped(x, slope, distance):
+    """Return the score x less the slope times the distance."""
     return _score(x, ScoreTerms(slope=slope, distance=distance))[0]
 
 

@@ -34,6 +34,7 @@ class Columns(NamedTuple):
 
 @njit
 def place_of(seq, s, h, tile):
+    """Return the Place of a tile of queries."""
     i0 = tile * TILE_Q
     return Place(s, h, i0, min(TILE_Q, seq.queries - i0))
 
@@ -74,6 +75,7 @@ def tile_range(low, high):
 
 @njit
 def skipped(state, tile):
+    """Return True if no pair of a tile of keys may attend."""
     return state.size > 0 and state[tile] == SKIP
 
 

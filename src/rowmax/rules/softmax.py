@@ -20,10 +20,12 @@ inf = math.inf
 
 
 def where(condition: Any, x: Any, y: Any) -> Any:
+    """Return x where the condition holds, else y."""
     return x if condition else y
 
 
 def exp2(x: Any) -> Any:
+    """Return ``2^x``."""
     return 2.0**x
 
 

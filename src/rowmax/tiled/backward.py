@@ -56,6 +56,7 @@ def backward(
     dlse: Tensor | None,
     wanted: Wanted,
 ) -> Gradients:
+    """Return the gradients that are wanted."""
     sums = _zeros(problem, tensors, wanted)
     with torch.autocast(dout.device.type, enabled=False):
         if not problem.varlen:

@@ -37,6 +37,8 @@ OTHER_SIZES = Sizes(512, 1024, 1 << 22)
 
 
 class Strip(NamedTuple):
+    """Rows of some sequences and kv heads, and their tiles of keys."""
+
     batch: slice
     heads: slice  # kv heads
     rows: slice

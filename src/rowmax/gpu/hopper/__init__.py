@@ -44,6 +44,7 @@ def notes(problem: Problem, call: str) -> list[str]:
 
 
 def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    """Return (out, lse)."""
     from . import host
 
     return host.forward(problem, tensors)
@@ -58,6 +59,7 @@ def backward(
     dlse: Tensor | None,
     wanted: Wanted,
 ) -> Gradients:
+    """Return the gradients that are wanted and not among ``lacks``."""
     from . import backward_host
 
     return backward_host.backward(problem, tensors, out, lse, dout, dlse, wanted)

@@ -61,6 +61,8 @@ from .lib.rules import score_gradient
 
 
 class Rings(NamedTuple):
+    """The rings of a block. Rings filled by one barrier share it."""
+
     qk: Any  # of Q; ``k`` and ``rows``, of lse and delta, have the same barriers
     k: Any
     rows: Any
@@ -85,6 +87,8 @@ class Shared(NamedTuple):
 
 
 class Grid(NamedTuple):
+    """The number of tiles of the bias."""
+
     down: Any  # tiles of queries of a plane
     across: Any  # tiles of keys
     tiles: Any  # of all planes
@@ -100,12 +104,15 @@ class Place(NamedTuple):
 
 
 class State(NamedTuple):
+    """The values that a step passes to the next."""
+
     use: Any
     x: Any  # the sum of dbias [64, BLOCK_STREAMED]
 
 
 @gluon.jit
 def grid_of(C: gl.constexpr, sizes, shared):
+    """Return the Grid of a bias ``[planes, nq, nk]``."""
     across = (sizes.nk + C.BLOCK_STREAMED - 1) // C.BLOCK_STREAMED
     down = (sizes.nq + C.BLOCK_RESIDENT - 1) // C.BLOCK_RESIDENT
     return Grid(down, across, down * across * shared.planes)

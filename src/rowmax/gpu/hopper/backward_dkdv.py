@@ -106,6 +106,8 @@ from .lib.softmax import rounded
 
 
 class Rings(NamedTuple):
+    """The rings of a block. Rings filled by one barrier share it."""
+
     own: Any  # of K; V, in ``v``, has the same barriers
     v: Any
     q: Any
@@ -123,6 +125,8 @@ class Held(NamedTuple):
 
 
 class State(NamedTuple):
+    """The values that a step passes to the next."""
+
     use: Any
     x: Any  # the sum of dK [64, D] or dV [64, DV]
     drow: Any  # parts of dbias of a row [64, 4]

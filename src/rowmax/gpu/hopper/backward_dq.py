@@ -79,6 +79,8 @@ from .lib.softmax import rounded
 
 
 class Rings(NamedTuple):
+    """The rings of a block. Rings filled by one barrier share it."""
+
     own: Any  # of Q; dO, in ``do``, has the same barriers
     do: Any
     k: Any
@@ -111,6 +113,8 @@ class Rows(NamedTuple):
 
 
 class State(NamedTuple):
+    """The values that a step passes to the next."""
+
     use: Any
     dq: Any  # [64, D]
 

@@ -116,6 +116,8 @@ from .lib.softmax import rounded
 
 
 class Rings(NamedTuple):
+    """The rings of a block."""
+
     q: Any
     rows: Any  # buffers of lse and delta, filled with Q
     do: Any
@@ -617,6 +619,7 @@ def add_dq(C: gl.constexpr, desc, ring, mail, done, tiles, sizes, heads):
 
 @gluon.jit
 def writer(C: gl.constexpr, desc, ring, mail, done, tiles, sizes, heads):
+    """Add dQ to memory, if this kernel makes it."""
     if C.DQ:
         add_dq(C, desc, ring, mail, done, tiles, sizes, heads)
 

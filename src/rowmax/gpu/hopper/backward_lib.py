@@ -48,6 +48,8 @@ class Descriptors(NamedTuple):
 
 
 class Outputs(NamedTuple):
+    """The descriptors and numbers of the stores of a tile of keys."""
+
     dk: Any
     dv: Any
     dbias: Any  # sums of a row, or the descriptor of dbias
@@ -55,6 +57,8 @@ class Outputs(NamedTuple):
 
 
 class Heads(NamedTuple):
+    """The numbers of heads, and the strides of a bias by sequence and head."""
+
     resident: Any  # heads of the resident side
     group: Any  # heads that pass by one resident head
     ratio: Any  # query heads of a kv head

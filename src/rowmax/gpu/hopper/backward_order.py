@@ -39,6 +39,8 @@ UNBOUNDED = gl.constexpr(2**31 - 1)
 
 
 class Sizes(NamedTuple):
+    """The lengths, the limits of the band, and the tiles that documents leave."""
+
     nq: Any  # of the longest sequence
     nk: Any
     left: Any  # None: no limit
@@ -97,6 +99,7 @@ def first_place(C: gl.constexpr, order):
 
 @gluon.jit
 def next_place(C: gl.constexpr, n, order):
+    """Return the place after n: from the counter, or one stride on."""
     if C.DRAWN:
         n = gl.atomic_add(order.counter, 1)
     else:

@@ -16,6 +16,8 @@ from ...rules.mask import tile_range
 
 
 class Spans(NamedTuple):
+    """The documents of a call as the forward reads them."""
+
     spans: Tensor  # int32 [B, query tiles, 2], the columns that a query tile may meet
     q_range: Tensor  # int32 [B|1, warpgroups' tiles, 2], the least and the greatest id
     k_range: Tensor  # int32 [B|1, key tiles, 2]

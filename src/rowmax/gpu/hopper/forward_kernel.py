@@ -435,6 +435,7 @@ def issue_output(C: gl.constexpr, p, o0, o1, v, use):
 
 @gluon.jit
 def wait_output(C: gl.constexpr, o0, o1):
+    """Wait for the product in flight; return both parts of O."""
     if C.DV1:
         o0, o1 = warpgroup_mma_wait(0, deps=[o0, o1])
     else:

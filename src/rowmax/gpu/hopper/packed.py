@@ -25,6 +25,8 @@ _CLEARING = 128
 
 
 class Pointers(NamedTuple):
+    """``t``: the tensors of the kernel that builds the order."""
+
     order: Any
     cu: Any
     other: Any  # the offsets of keys where ``cu`` are those of queries, and the other way round
@@ -34,6 +36,8 @@ class Pointers(NamedTuple):
 
 
 class Numbers(NamedTuple):
+    """``n``: numbers at run time."""
+
     batch: int
     most: int  # tiles that there is room for
     total: int  # rows that ``cu`` are offsets of

@@ -229,6 +229,7 @@ def shared_bytes(
 
 
 def config_for(p: Problem, tile: Tile, bias: str, group: int) -> Config:
+    """Return the config of a problem: the tile, and the features that it has."""
     d, dv = sizes_of(p.d, p.dv)
     return Config(
         D=d, DV=dv, DV_OUT=p.dv, GROUP=group, WARPGROUPS=tile.warpgroups, BLOCK_K=tile.block_k,

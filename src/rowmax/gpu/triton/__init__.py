@@ -15,6 +15,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def supports(problem: Problem, call: str) -> str | None:
+    """Return None, or the reason why no kernel computes the problem."""
     if problem.dtype not in _DTYPES:
         return f"it computes in float32, float16 and bfloat16, not in {problem.dtype}"
     if problem.device == "cuda" and torch.version.hip is None and torch.cuda.is_available():

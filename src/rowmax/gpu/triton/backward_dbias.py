@@ -124,6 +124,7 @@ def add_sharers(acc, first, end, ptr, num, cfg, tile):
 
 @triton.jit(do_not_specialize=["num"])
 def backward_dbias_kernel(ptr, num, cfg):
+    """Store dbias of one tile of a plane of the bias."""
     # some sharers may see the tile and others not
     VARIES: tl.constexpr = ptr.states is not None or ptr.lengths is not None or cfg.PACKED
     HEADS: tl.constexpr = cfg.HQ // cfg.SHARING

@@ -149,6 +149,7 @@ def sum_over_group(tile, ptr, num, cfg, place, EACH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num"])
 def backward_dkdv_kernel(ptr, num, cfg):
+    """Store dK and dV of one tile of keys of a kv head."""
     HK: tl.constexpr = cfg.HQ // cfg.GROUP
     tile, head = lib.tile_and_head(num)
     b = head // HK

@@ -89,6 +89,7 @@ def add_each_key(x, ptr, num, cfg, place):
 
 @triton.jit(do_not_specialize=["num"])
 def backward_dq_kernel(ptr, num, cfg):
+    """Store dQ of one tile of queries of a head."""
     BLOCK_Q: tl.constexpr = cfg.BLOCK_Q
     tile, head = lib.tile_and_head(num)
     b, tile = lib.sequence_of_queries(ptr, num, cfg, tile, head)

@@ -127,6 +127,7 @@ def sizes_of(ptr, num, cfg, b, KEYS: tl.constexpr):
 
 @triton.jit
 def place_of(ptr, num, cfg, b, head, sizes):
+    """Return the Place of one head of sequence b."""
     used = sizes.nk
     if ptr.lengths is not None:
         length = tl.load(ptr.lengths + tl.minimum(b, num.batch - 1))
@@ -153,11 +154,13 @@ def first_row(x, matrix, b, head, start, PACKED: tl.constexpr):
 
 @triton.jit
 def queries(x, matrix, cfg, place):
+    """Return a pointer to the first query of a place."""
     return first_row(x, matrix, place.b, place.head, place.q_start, cfg.PACKED)
 
 
 @triton.jit
 def keys(x, matrix, cfg, place):
+    """Return a pointer to the first key of a place."""
     return first_row(x, matrix, place.b, place.kv_head, place.k_start, cfg.PACKED)
 
 
@@ -466,6 +469,7 @@ def dropped(p, dp, ptr, num, place, row, j0, j, BLOCK: tl.constexpr):
 
 @triton.jit
 def has_nan(x):
+    """Return True if a tile holds NaN."""
     # over both axes at once: triton 3.6 has no code for sm_100 for one axis after the other
     return tl.max((x != x).to(tl.int32), None) > 0
 

@@ -76,6 +76,7 @@ def padded(d: int) -> int:
 
 
 def kind_of(job: str, problem: Problem) -> Kind:
+    """Return the Kind of a job of a problem."""
     scored = problem.bias is not None or problem.alibi or problem.softcap > 0
     scored = scored or problem.dropout_threshold > 0
     d, dv, long = padded(problem.d), padded(problem.dv), max(problem.nq, problem.nk) > LONG
@@ -124,6 +125,7 @@ def wide(tiles: Tiles) -> bool:
 
 
 def limits_of(device: torch.device) -> Limits:
+    """Return the Limits of a device."""
     if device.type != "cuda":
         return Limits(device.type, 64 << 10, 32)
     return _limits(torch.cuda.current_device() if device.index is None else device.index)

@@ -38,6 +38,8 @@ class Sequences(NamedTuple):
 
 
 class Row(NamedTuple):
+    """A row of the order, as a kernel loads it."""
+
     token: Any
     head: Any
     b: Any
@@ -180,6 +182,7 @@ def dense_table(
 
 
 def table_rows(token: Tensor, head: Tensor, heads: int) -> Tensor:
+    """Return rows (token, head, sequence, 0); the given heads count on through all sequences."""
     return torch.stack([token, head % heads, head // heads, torch.zeros_like(head)], 1).int()
 
 

@@ -23,6 +23,8 @@ from .order import Tile
 
 
 class Ring(NamedTuple):
+    """Buffers in shared memory and their barriers, used in rotation."""
+
     buffers: Any
     full: Any
     empty: Any
