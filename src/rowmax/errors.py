@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-#: arguments of other libraries -> what says the same here
+#: an argument of another library -> the argument here with the same meaning
 _ELSEWHERE = {
     "is_causal": "causal=True (aligned bottom-right: the last query sees every key)",
     "attn_mask": "mask= for a boolean tensor, bias= for one that is added",

@@ -1,6 +1,6 @@
-"""Numbers of each row that a backward needs before its tiles, over torch tensors.
+"""The numbers of each row that a backward reads before its tiles, over torch tensors.
 
-``Delta_i = dO_i . out_i``; the gradient of lse enters beside it: ``dS = P (dP - (Delta - dLSE))``.
+``Delta_i = dO_i . out_i``; the gradient of lse is subtracted: ``dS = P (dP - (Delta - dLSE))``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .softmax import LOG2E
 def delta(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
     """Return ``Delta - dLSE`` like lse, ``[B, Hq, Nq]``; 0 for a row that sees nothing.
 
-    Nothing flows through such a row, whatever dout and dlse hold.
+    Its gradients are 0, even where dout or dlse is NaN.
     """
     found = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2)
     if dlse is not None:
