@@ -1,4 +1,4 @@
-"""One name for what the releases of Gluon, from triton 3.6 on, name differently."""
+"""Single names for parts of Gluon that releases from triton 3.6 on name differently."""
 
 from __future__ import annotations
 

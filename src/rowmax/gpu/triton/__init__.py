@@ -1,4 +1,4 @@
-"""Attention in plain Triton, for every GPU that Triton serves."""
+"""Attention in plain Triton, for every GPU that Triton supports."""
 
 from __future__ import annotations
 

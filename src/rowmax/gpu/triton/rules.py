@@ -12,7 +12,7 @@ from ...rules import band, bound, dropout, softmax
 from ...rules import score as scores
 from .. import compat
 
-# Triton lets a kernel read only those globals that are constexpr
+# a kernel may read only globals that are constexpr
 LOG2E = tl.constexpr(softmax.LOG2E)
 LN2 = tl.constexpr(softmax.LN2)
 _ROUNDS = tl.constexpr(dropout.ROUNDS)
