@@ -2,8 +2,8 @@
 
 ``rowmax[:BACKEND][:deterministic]``; torch's SDPA as ``sdpa`` (torch chooses), ``cudnn``,
 ``flash``, ``efficient`` or ``math``; ``flex``; ``fa2``, ``fa3``, ``fa4`` and ``xformers`` where
-installed; ``none`` returns v. A constant that a peer needs, such as a dense mask, is made
-beforehand.
+installed; ``none`` returns v. Constants that a peer needs, such as a dense mask, are computed
+before timing.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ FLASH = {"fa2": "flash_attn", "fa3": "flash_attn_interface", "fa4": "flash_attn.
 
 
 class UnsupportedError(RuntimeError):
-    """The provider does not take the cell."""
+    """The provider does not compute the cell."""
 
 
 class Provider(NamedTuple):
-    """A way to make attention of a cell, and the layout and gradients that it has."""
+    """A function that prepares attention of a cell, and its layout and gradients."""
 
     make: Callable[[Cell, Inputs], Attend]
     heads_first: bool = True  # tensors are [B, H, N, D]
@@ -96,7 +96,7 @@ def arguments(cell: Cell, x: Inputs) -> dict[str, Any]:
 
 
 class _Nothing(torch.autograd.Function):
-    """Return v, with a gradient for q and k too: all around the attention is done as usual."""
+    """Return v, with gradients for q and k too: the model around attention runs as usual."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ def of_flex(cell: Cell, x: Inputs) -> Attend:
 
     refuse(cell, "dropout packed")
     torch._functorch.config.donated_buffer = False  # backward runs often
-    torch._dynamo.config.recompile_limit = 256  # past it flex_attention holds the matrix
+    torch._dynamo.config.recompile_limit = 256  # beyond it flex_attention holds the matrix
     torch._dynamo.config.accumulated_recompile_limit = 4096
     bias, slopes, ids, lengths = x.bias, x.slopes, x.ids, x.lengths
 
@@ -194,7 +194,7 @@ def installed(module: str) -> Any:
 
 
 def of_flash(cell: Cell, x: Inputs, name: str) -> Attend:
-    """Return flash-attn's call, refused where its release lacks a keyword that the cell needs."""
+    """Return flash-attn's call; raise if its release lacks a keyword that the cell needs."""
     refuse(cell, "bias lengths documents")
     module = installed(name)
     function = module.flash_attn_varlen_func if cell.packed else module.flash_attn_func

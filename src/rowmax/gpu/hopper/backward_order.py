@@ -283,7 +283,8 @@ def neighbour_range(C: gl.constexpr, tile, sizes):
 def steps_before(C: gl.constexpr, g, m, lo, hi, group):
     """Return the number of steps of the neighbour up to tile m of head g.
 
-    Its tiles of queries are lo to hi - 1. The number is 0 if the neighbour does not have tile m: this tile of keys is then the first to add to it.
+    Its tiles of queries are lo to hi - 1. The number is 0 if the neighbour does not have tile m:
+    this tile of keys is then the first to add to it.
     """
     if C.UP:
         step = m - lo + 1

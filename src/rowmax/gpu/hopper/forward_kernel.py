@@ -298,8 +298,8 @@ def producer(C: gl.constexpr, copies, shared, t, n):
 def scores(C: gl.constexpr, S, copied, j, first, tile, t, n, dtype: gl.constexpr):
     """Return the scores without the mask, ``[64, BLOCK_K/8, 4, 2]``, of the product S.
 
-    ``copied`` is the tile of a bias. The exponential scales the scores, unless a term is added: then
-    they are scaled here, without the log2(e) of the exponential.
+    ``copied`` is the tile of a bias. The exponential scales the scores, unless a term is added:
+    then they are scaled here, without the log2(e) of the exponential.
     """
     S = by_lane(S)
     L: gl.constexpr = S.type.layout
