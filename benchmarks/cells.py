@@ -59,7 +59,7 @@ class Cell:
 
     @property
     def pairs(self) -> float:
-        """Return the pairs that may attend in one head, of all sequences; half of them if causal."""
+        """Return the pairs of one head that may attend, in all sequences; half if causal."""
         n, w = self.n, self.window
         every = self.b * (n * (w + 1) - w * (w + 1) / 2 if w else n * n) / (self.documents or 1)
         every = sum(x * x for x in self.packed) or n * sum(self.lengths) or every

@@ -96,7 +96,7 @@ class Worker:
         return timing.milliseconds(call, self.device, s.rested, s.seconds)
 
     def check(self, name: str) -> dict[str, Any]:
-        """Return the difference from a peer's results, in norm; in training also from its losses."""
+        """Return the difference from a peer's results, in norm; in training also of losses."""
         ready = self.ready[name]
         found: dict[str, Any] = {}
         if ready.task.what == "step":
