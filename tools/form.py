@@ -1,6 +1,9 @@
-"""Report functions that are too long, and docstrings of functions that do not begin with a verb.
+"""Report functions that do not fit a screen.
 
-python tools/form.py src demo benchmarks tools tests
+    python tools/form.py src demo benchmarks tools tests
+
+A function has at most 80 lines from ``def`` on, without its docstring; kernels count like others.
+Ruff counts arguments (at most 12) and finds missing docstrings.
 """
 
 from __future__ import annotations
@@ -8,16 +11,24 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
-#: lines of a function from ``def`` on, without its docstring: one screen
+from plain_words import files_of
+
 MOST_LINES = 80
 
-Function = (ast.FunctionDef, ast.AsyncFunctionDef)
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Return the lines of a function without decorators and docstring."""
+def length(function: Function) -> int:
+    """Return the lines of a function from ``def`` on, without its docstring.
+
+    >>> text = '''def add(a, b):
+    ...     \"\"\"Return the sum.\"\"\"
+    ...     return a + b
+    ... '''
+    >>> length(ast.parse(text).body[0])
+    2
+    """
     lines = function.end_lineno - function.lineno + 1
     if ast.get_docstring(function) is not None:
         docstring = function.body[0]
@@ -25,18 +36,18 @@ def length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return lines
 
 
-def complaints(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+def complaints(name: str, source: str) -> Iterator[str]:
+    """Yield a line for each function of a file that is too long."""
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, Function) and length(node) > MOST_LINES:
-            yield (
-                f"{path}:{node.lineno}: {node.name} has {length(node)} lines; at most {MOST_LINES}"
-            )
+            lines = length(node)
+            yield f"{name}:{node.lineno}: {node.name} has {lines} lines; at most {MOST_LINES}"
 
 
 def main() -> int:
-    paths = [Path(name) for name in sys.argv[1:]]
-    files = [f for p in paths for f in (sorted(p.rglob("*.py")) if p.is_dir() else [p])]
-    found = [text for file in files for text in complaints(file)]
+    """Print the findings; return 1 if there are any."""
+    files = [file for file in files_of(sys.argv[1:]) if file.suffix == ".py"]
+    found = [text for file in files for text in complaints(str(file), file.read_text())]
     print(*found, sep="\n", end="\n" if found else "")
     return int(bool(found))
 

@@ -1,6 +1,6 @@
 """Report docstrings, comments and pages that are not in plain words.
 
-    python tools/plain_words.py src demo benchmarks tools tests docs README.md
+    python tools/plain_words.py src demo benchmarks tools tests docs *.md
 
 The docstring of a function begins with a verb ("Return the ...", "Launch ..."), any other one with
 a noun or a verb. No comment begins with "of". No sentence begins with "What" or "Whether", and none
@@ -61,14 +61,13 @@ class Text(NamedTuple):
     """A docstring, a run of comments or a paragraph, and its first line."""
 
     line: int
-    kind: str  # "function", "docstring", "comment" or "page"
+    kind: str  # "function", "docstring", "comment", "page", or "row" of a table
     text: str
 
 
-def texts(path: Path) -> Iterator[Text]:
-    """Yield the docstrings and comments of a Python file, the paragraphs of another."""
-    source = path.read_text()
-    if path.suffix != ".py":
+def texts(source: str, python: bool) -> Iterator[Text]:
+    """Yield the docstrings and comments of Python code, or the paragraphs of a Markdown page."""
+    if not python:
         yield from _paragraphs(source)
         return
     for node in ast.walk(ast.parse(source)):
@@ -104,12 +103,18 @@ def _comments(source: str) -> Iterator[Text]:
 
 def _paragraphs(source: str) -> Iterator[Text]:
     """Yield the paragraphs of a Markdown page, without code."""
-    code = False
-    for n, line in enumerate(source.splitlines(), 1):
-        if line.lstrip().startswith("```"):
-            code = not code
-        elif not code:
-            yield Text(n, "page", re.sub(r"`[^`]*`", "x", line))
+    code, first, lines = False, 0, []
+    for n, line in enumerate([*source.splitlines(), ""], 1):
+        table = line.lstrip().startswith(("|", "#"))
+        code ^= line.lstrip().startswith("```")
+        if lines and (code or table or not line.strip()):
+            yield Text(first, "page", re.sub(r"`[^`]*`", "x", "\n".join(lines).replace("**", "")))
+            lines = []
+        if table and not code:
+            yield Text(n, "row", re.sub(r"`[^`]*`", "x", line))
+        elif not code and line.strip() and not line.lstrip().startswith("```"):
+            first = first if lines else n
+            lines.append(line)
 
 
 def sentences(text: str) -> Iterator[tuple[int, str]]:
@@ -117,31 +122,39 @@ def sentences(text: str) -> Iterator[tuple[int, str]]:
     for paragraph in re.finditer(r"(?:[^\n]|\n(?!\s*\n|\s*[-*] |\s{4}))+", text):
         if "   " in paragraph[0].strip().replace("\n    ", "\n"):
             continue
-        for sentence in re.finditer(r"\S.*?(?:[.:;?!](?=\s|$)|$(?!\n))", paragraph[0], re.DOTALL):
+        for sentence in re.finditer(r"\S.*?(?:[.:;?!][)"]?(?=\s|$)|$(?!\n))", paragraph[0], re.DOTALL):
             yield paragraph.start() + sentence.start(), sentence[0]
 
 
-def complaints(path: Path) -> Iterator[str]:
-    """Yield a line for each thing in a file that is not plain."""
-    for line, kind, text in texts(path):
-        start = text.strip()
-        for offset, sentence in sentences(text):
-            at = line + text[:offset].count("\n")
-            if kind != "comment" and _SUBJECT.match(sentence) and offset:
-                yield f"{path}:{at}: a clause is the subject of {sentence[:30]!r}; name the thing"
-            words = [word for word in sentence.split() if re.search("[A-Za-z]{2}", word)]
-            if len(words) > MOST_WORDS:
-                yield f"{path}:{at}: {len(words)} words in a sentence; at most {MOST_WORDS}"
-        for pattern, hint in _WORDS.items():
-            for found in pattern.finditer(text):
-                at = line + text[: found.start()].count("\n")
-                yield f"{path}:{at}: {found[0]!r}; plainly: {hint}"
-        if kind == "comment" and _NO_COMMENT.match(start):
-            yield f"{path}:{line}: a comment begins with {start[:20]!r}; name the thing"
-        if kind in ("function", "docstring") and _CLAUSE.match(start):
-            yield f"{path}:{line}: a docstring begins with {start[:20]!r}; begin with a verb"
-        elif kind == "function" and (_NO_VERB.match(start) or not _VERB.match(start)):
-            yield f"{path}:{line}: a function's docstring begins with {start[:20]!r}, not a verb"
+def complaints(name: str, source: str) -> Iterator[str]:
+    """Yield a line for each part of a file that is not plain.
+
+    >>> list(complaints("a.py", "# of a kernel"))
+    ["a.py:1: a comment begins with 'of a kernel'; name the thing"]
+    """
+    for text in texts(source, name.endswith(".py")):
+        for offset, complaint in sorted(_complaints(text)):
+            yield f"{name}:{text.line + text.text[:offset].count(chr(10))}: {complaint}"
+
+
+def _complaints(text: Text) -> Iterator[tuple[int, str]]:
+    """Yield (offset, complaint) of one text."""
+    start, kind = text.text.strip(), text.kind
+    for offset, sentence in sentences(text.text) if kind != "row" else ():
+        if kind != "comment" and offset and _SUBJECT.match(sentence):
+            yield offset, f"a clause is the subject of {sentence[:30]!r}; name the thing"
+        words = [word for word in sentence.split() if re.search("[A-Za-z]{2}", word)]
+        if len(words) > MOST_WORDS:
+            yield offset, f"{len(words)} words in a sentence; at most {MOST_WORDS}"
+    for pattern, hint in _WORDS.items():
+        for found in pattern.finditer(text.text):
+            yield found.start(), f"{found[0]!r}; plainly: {hint}"
+    if kind == "comment" and _NO_COMMENT.match(start):
+        yield 0, f"a comment begins with {start[:20]!r}; name the thing"
+    if kind in ("function", "docstring") and _CLAUSE.match(start):
+        yield 0, f"a docstring begins with {start[:20]!r}; begin with a verb"
+    elif kind == "function" and (_NO_VERB.match(start) or not _VERB.match(start)):
+        yield 0, f"a function's docstring begins with {start[:20]!r}, not a verb"
 
 
 def files_of(names: Iterable[str]) -> Iterator[Path]:
@@ -155,7 +168,8 @@ def files_of(names: Iterable[str]) -> Iterator[Path]:
 
 def main() -> int:
     """Print the findings; return 1 if there are any."""
-    found = [text for file in files_of(sys.argv[1:]) for text in complaints(file)]
+    files = files_of(sys.argv[1:])
+    found = [text for file in files for text in complaints(str(file), file.read_text())]
     print(*found, sep="\n", end="\n" if found else "")
     return int(bool(found))
 
