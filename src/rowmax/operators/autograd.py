@@ -8,25 +8,25 @@ These refuse what they cannot do, wherever they run: eager, traced or exported.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..call.dispatch import PLAIN_OPERATIONS, check_wanted, choose
+from ..call.dispatch import PLAIN_OPERATIONS, Prepared, check_wanted, choose
 from ..call.inputs import Options, Tensors, Wanted
 from ..call.problem import Problem, known_problem
 from ..torch_compat import (
     DispatchKeySet,
     SingleLevelFunction,
     any_requires_grad,
+    are_plain,
     below_autograd,
     forward_mode_enabled,
     is_batched,
     is_fake,
     is_forward_mode,
     is_observed,
-    is_plain,
     is_traced,
     is_traced_by_make_fx,
     is_transformed,
@@ -35,17 +35,17 @@ from ..torch_compat import (
 from . import flop_counter, library
 
 
-def attend(tensors: Tensors, options: Options, problem: Problem | None) -> tuple[Tensor, Tensor]:
+def attend(tensors: Tensors, options: Options, prepared: Prepared | None) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of a normalized call, differentiable."""
     if options.backend in PLAIN_OPERATIONS and _has_values(tensors):
-        out, lse = library.forward(tensors, options, problem)  # autograd sees every step of it
+        out, lse = library.forward(tensors, options)  # autograd sees every step of it
         return _connected(out, tensors), _connected(lse, tensors)
     if not torch.compiler.is_compiling():
         if _is_direct(tensors):
+            prepared = prepared or Prepared(options, known_problem(tensors, options))
             if any_requires_grad(tensors):
-                direct = _Direct(options, problem or known_problem(tensors, options))
-                return _Attention.apply(direct, *tensors)  # pyright: ignore
-            return library.forward(tensors, options, problem)
+                return _Attention.apply(prepared, *tensors)  # pyright: ignore
+            return prepared.forward(tensors)
         flop_counter.register()
     return torch.ops.rowmax.forward(*tensors, *options)
 
@@ -55,7 +55,7 @@ def _is_direct(tensors: tuple[Tensor | None, ...]) -> bool:
 
     The dispatcher would then change nothing, and take a third of a small call's time.
     """
-    return not is_observed() and not [t for t in tensors if t is not None and not is_plain(t)]
+    return not is_observed() and are_plain(tensors)
 
 
 def _has_values(tensors: Tensors) -> bool:
@@ -128,29 +128,22 @@ def _check_backward(problem: Problem, name: str, wanted: tuple[bool, ...]) -> No
         check_wanted(plan, Wanted(*wanted))
 
 
-class _Direct(NamedTuple):
-    """A call past the dispatcher."""
-
-    options: Options
-    problem: Problem
-
-
 class _Attention(_Function):
     """The forward operator between autograd and the kernels below it.
 
-    ``way`` is a ``_Direct``, and the inputs are the tensors; or the dispatch keys below autograd,
-    and the inputs are those of the operator.
+    ``way`` is what a call past the dispatcher has prepared, and the inputs are the tensors; or
+    ``way`` holds the dispatch keys below autograd, and the inputs are those of the operator.
     """
 
     @staticmethod
-    def forward(ctx: Any, way: DispatchKeySet | _Direct, *inputs: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, way: DispatchKeySet | Prepared, *inputs: Any) -> tuple[Tensor, Tensor]:
         tensors = inputs[: library.N_TENSORS]
-        if isinstance(way, _Direct):
-            options, problem = way
+        if isinstance(way, Prepared):
+            options, problem = way.options, way.problem
             if options.backend is not None:
                 wanted = ctx.needs_input_grad[1 : 1 + library.N_DIFFERENTIABLE]
                 _check_backward(problem, options.backend, wanted)
-            out, lse = library.forward(Tensors(*tensors), options, problem)
+            out, lse = way.forward(Tensors(*tensors))
         else:
             # The backend is checked in the backward: the problem of a traced or transformed call
             # may not be the one that runs.

@@ -39,11 +39,9 @@ def _forward_kernel(*inputs: Any) -> tuple[Tensor, Tensor]:
     return forward(tensors, options)
 
 
-def forward(
-    tensors: Tensors, options: Options, problem: Problem | None = None
-) -> tuple[Tensor, Tensor]:
+def forward(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
     """Return (out, lse) from the backend of the call, past the dispatcher."""
-    problem = problem or known_problem(tensors, options)
+    problem = known_problem(tensors, options)
     return choose(problem, "forward", options.backend).first.forward(problem, tensors)
 
 

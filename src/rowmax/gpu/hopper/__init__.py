@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from ...call.problem import Gradients, Problem, Tensors, Wanted
 
-__all__ = ["backward", "forward", "lacks", "notes", "supports"]
+__all__ = ["backward", "forward", "lacks", "notes", "prepared_forward", "supports"]
 
 
 def supports(problem: Problem, call: str) -> str | None:
@@ -47,6 +48,14 @@ def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
     from . import host
 
     return host.forward(problem, tensors)
+
+
+def prepared_forward(
+    problem: Problem, tensors: Tensors
+) -> Callable[[Tensors], tuple[Tensor, Tensor]] | None:
+    from . import host
+
+    return host.prepared_forward(problem, tensors)
 
 
 def backward(

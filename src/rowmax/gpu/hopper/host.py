@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import Any, NamedTuple
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +22,7 @@ from .forward_kernel import forward as kernel
 from .gluon_compat import GluonASTSource
 from .kept import Plans
 from .lib.order import SECTION_BYTES, dense_table, tile_count
-from .lib.tma import Descriptors, aligned, descriptor, is_aligned, placed, strides
+from .lib.tma import Descriptors, aligned, descriptor, is_aligned, strides
 from .tiles import Config, Constants, Tile
 
 _LOG2E = math.log2(math.e)
@@ -31,15 +33,14 @@ class GluonLaunch(Launch):
     source = GluonASTSource
 
 
-class Plan(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Plan:
     """All of a launch that the shape and the strides of a problem decide."""
 
     tile: Tile
     constants: Constants
     rows: Tensor | None  # the order of the tiles, and each block's end; packed calls make theirs
     ends: Tensor | None
-    copies: Descriptors
-    last: tuple[Any, ...]  # the arguments after the pointers
     launch: Launch
 
 
@@ -66,6 +67,35 @@ def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
+def prepared_forward(
+    problem: Problem, tensors: Tensors
+) -> Callable[[Tensors], tuple[Tensor, Tensor]] | None:
+    """Return the forward of tensors like these without a search; None where its tables depend on
+    values, and while a graph is captured: what it makes holds nothing before a replay."""
+    q = tensors.q
+    plan = _PLANS.get(key_of(problem, tensors))
+    if plan is None or problem.varlen or problem.documents:
+        return None
+    if len([x for x in tensors if x is not None]) > 3:
+        return None
+    lse_like = q.new_empty(0, dtype=torch.float32)
+    out_shape, lse_shape, device = problem.out_shape, problem.lse_shape, q.device.index
+    # weak: the cache knows how many tables may stay, and which ones graphs read
+    kept = weakref.ref(plan)
+    del plan
+
+    def run(tensors: Tensors) -> tuple[Tensor, Tensor]:
+        plan = kept()
+        if plan is None or compat.current_device() != device:
+            return forward(problem, tensors)
+        q, k, v = tensors[:3]
+        out, lse = q.new_empty(out_shape), lse_like.new_empty(lse_shape)
+        plan.launch(Pointers(out, lse, plan.rows, plan.ends), (q, q, k, k, v, v, None, out))
+        return out, lse
+
+    return run
+
+
 def launch(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None:
     """Launch the kernel. Prepare a plan where the cache has none."""
     q, k, v, bias = tensors[:4]
@@ -84,7 +114,7 @@ def launch(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None
         except KeyError:  # another thread has dropped it: it serves this call all the same
             pass
     t = pointers(plan, problem, tensors, out, lse)
-    plan.launch(over(plan.copies, q, k, v, bias, out), t, plan.last)
+    plan.launch(t, bases(q, k, v, bias, out))
 
 
 def pointers(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> Pointers:
@@ -117,9 +147,9 @@ def spills(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: Ten
     config = plan.constants.config
     found = _SPILLED.get(config)
     if found is None:
-        copies = over(plan.copies, *tensors[:4], out)
         t = pointers(plan, problem, tensors, out, lse)
-        words = compat.spills(plan.launch.loaded(*copies, t, *plan.last).kernel)
+        args = plan.launch.arguments(t, bases(*tensors[:4], out))
+        words = compat.spills(plan.launch.loaded(*args).kernel)
         found = words is None or words > tiles.LONG_64_SPILLS
         if len(_SPILLED) >= _MOST_PLANS:
             _SPILLED.clear()
@@ -181,8 +211,9 @@ def build_plan(
     blocks, rows, ends = tile_order(p, C.TILE, tile.block_k, heads, q.device)
     last = (numbers(p, tensors, C, heads), gl.constexpr(constants))
     copies = descriptors(C, q, k, v, bias, out)
-    launch = GluonLaunch(kernel, (blocks, 1, 1), {"num_warps": 4, "enable_fp_fusion": True})
-    return Plan(tile, constants, rows, ends, copies, last, launch)
+    options = {"num_warps": 4, "enable_fp_fusion": True}
+    launch = GluonLaunch(kernel, (blocks, 1, 1), options, last, copies)
+    return Plan(tile, constants, rows, ends, launch)
 
 
 def descriptors(
@@ -217,11 +248,9 @@ def _grouped(t: Tensor, group: int) -> tuple[list[int], list[int]]:
     return [b, n, h // group, group, d], [sb, sn, sh * group, sh, 1]
 
 
-def over(
-    copies: Descriptors, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor
-) -> Descriptors:
-    """Return the descriptors with the tensors of a call."""
-    return placed(copies, (q, q, k, k, v, v, bias, out))
+def bases(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor) -> tuple[Any, ...]:
+    """Return the tensors of ``descriptors``."""
+    return q, q, k, k, v, v, bias, out
 
 
 def long_spills(p: Problem) -> bool | None:

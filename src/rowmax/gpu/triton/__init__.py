@@ -7,9 +7,9 @@ import torch
 from ...call.problem import Problem
 from .. import assembler
 from .backward import backward
-from .forward import forward
+from .forward import forward, prepared_forward
 
-__all__ = ["backward", "forward", "notes", "supports"]
+__all__ = ["backward", "forward", "notes", "prepared_forward", "supports"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
