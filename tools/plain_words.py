@@ -2,10 +2,10 @@
 
     python tools/plain_words.py src demo benchmarks tools tests docs *.md
 
-The docstring of a function begins with a verb ("Return the ...", "Launch ..."), any other one with
-a noun or a verb. No comment begins with "of". No sentence begins with "What" or "Whether", and none
-has more than 30 words. Parts of a program are no persons: a cache holds entries, a kernel waits on
-a barrier.
+The docstring of a function begins with a verb ("Return the ...", "Launch ..."). Those of modules,
+classes, properties and tests may begin with a noun. No comment begins with "of". No sentence begins
+with "What" or "Whether", and none has more than 30 words. Parts of a program are no persons: a
+cache holds entries, a kernel waits on a barrier.
 """
 
 from __future__ import annotations
@@ -79,8 +79,10 @@ def texts(source: str, python: bool) -> Iterator[Text]:
 
 
 def _kind(node: ast.AST) -> str:
-    """Return "function" for a function that is no property, else "docstring"."""
+    """Return "function" for a function that is neither a property nor a test, else "docstring"."""
     if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return "docstring"
+    if node.name.startswith("test_"):
         return "docstring"
     names = {ast.unparse(decorator).rpartition(".")[2] for decorator in node.decorator_list}
     return "docstring" if names & _PROPERTIES else "function"
