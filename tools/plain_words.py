@@ -4,7 +4,7 @@
 
 The docstring of a function begins with a verb ("Return the ...", "Launch ..."). Those of modules,
 classes, properties and tests may begin with a noun. No comment begins with "of". No sentence begins
-with "What" or "Whether", and none has more than 30 words. Parts of a program are no persons: a
+with "What" or "Whether", and none has more than 25 words. Parts of a program are no persons: a
 cache holds entries, a kernel waits on a barrier.
 """
 
@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-MOST_WORDS = 30
+MOST_WORDS = 25
 
 #: words and phrases, each with a plain form
 WORDS = {

@@ -1,7 +1,7 @@
 """The rule by which an answer is right.
 
-``ref`` is the dense definition in float64 and ``std`` the dense definition in the dtype of the
-inputs, which is what standard attention would have given. An answer x is right when
+``ref`` is the dense definition in float64. ``std`` is the dense definition in the dtype of the
+inputs, the result of standard attention. An answer x is right when
 
     max |x - ref| <= factor max |std - ref| + 2 ulp(max |ref|) + noise   factor 2; gradients 3
     norm(x - ref) <= limit norm(ref)                                     limit by dtype

@@ -244,7 +244,7 @@ class ProductTile(NamedTuple):
 
 DQ_OF_DBIAS = ProductTile(128, 64, 8, 4)
 SIZES = (64, 128, 256)
-#: the most keys for which the ordered sum of dQ is faster, by (head size, under a diagonal), where
+#: (head size, under a diagonal) -> the most keys for which the ordered sum of dQ is faster, if
 #: there are at least MANY tiles of keys
 IN_ORDER = {(64, False): 1024, (64, True): 512, (128, False): 1024, (128, True): 1024}
 MANY = 512
