@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from importlib import import_module
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -44,9 +44,8 @@ class Backend(Protocol):
     It may have three more. ``lacks(problem, call) -> dict[str, str]`` names the results that it
     does not compute of a call that ``supports`` accepts, each with the reason.
     ``notes(problem, call) -> list[str]`` returns sentences that ``explain`` prints below a job.
-    ``prepared_forward(problem, tensors)`` returns a function that does what ``forward`` does, for
-    tensors with the sizes, strides and alignment of these, which have passed by ``forward``; or
-    None.
+    ``record(run, given)`` returns the results of ``run(given)``, and a function that repeats its
+    launches for tensors like these or returns None; or None in its place.
     """
 
     def supports(self, problem: Problem, call: Call) -> str | None:
@@ -90,28 +89,60 @@ class Plan(NamedTuple):
 
 
 class Prepared:
-    """The calls of one kind: the same sizes, strides, dtypes, alignment, device and options."""
+    """The calls of one kind: the same sizes, strides, dtypes, device and options.
 
-    __slots__ = ("forward", "options", "problem")
+    The second call of a kind is recorded where its backend can; later ones repeat its launches.
+    """
+
+    __slots__ = ("_again", "options", "problem")
 
     def __init__(self, options: Options, problem: Problem) -> None:
         self.options = options
         self.problem = problem
-        #: return (out, lse) of the tensors of such a call
-        self.forward: Callable[[Tensors], tuple[Tensor, Tensor]] = self._first
+        #: by direction, and what the tensors of a backward are like; None after the first call
+        self._again: dict[Any, Callable[[Any], Any] | None] = {}
 
-    def _first(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
-        self.forward = self._second
-        return self._backend().forward(self.problem, tensors)
+    def forward(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        """Return (out, lse)."""
+        again = self._again.get("forward")
+        found = None if again is None else again(tensors)
+        if found is not None:
+            return found
+        backend = choose(self.problem, "forward", self.options.backend).first
+        return self._run("forward", backend, partial(backend.forward, self.problem), tensors)
 
-    def _second(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
-        backend = self._backend()
-        prepare = getattr(backend, "prepared_forward", lambda *_: None)
-        self.forward = prepare(self.problem, tensors) or partial(backend.forward, self.problem)
-        return self.forward(tensors)
+    def backward(
+        self,
+        tensors: Tensors,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        wanted: Wanted,
+    ) -> Gradients:
+        """Return the wanted gradients."""
+        given = (*tensors, out, lse, dout, dlse)
+        # a hook on saved tensors may return others than the forward had
+        key = (wanted, *[None if x is None else (x.data_ptr() & 15, x.stride()) for x in given])
+        again = self._again.get(key)
+        found = None if again is None else again(given)
+        if found is not None:
+            return found
+        plan = choose(self.problem, "backward", self.options.backend)
 
-    def _backend(self) -> Backend:
-        return choose(self.problem, "forward", self.options.backend).first
+        def run(given: tuple[Any, ...]) -> Gradients:
+            *inputs, out, lse, dout, dlse = given
+            return run_backward(plan, self.problem, Tensors(*inputs), out, lse, dout, dlse, wanted)
+
+        return self._run(key, plan.whole, run, given)
+
+    def _run(self, key: Any, backend: Backend | None, run: Callable[[Any], Any], given: Any) -> Any:
+        record = getattr(backend, "record", None)
+        if record is None or key not in self._again:
+            self._again[key] = None
+            return run(given)
+        results, self._again[key] = record(run, given)
+        return results
 
 
 @lru_cache(maxsize=512)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..masks import Ids, Mask, as_int
 from ..rules.mask import both_documents, ids_of_offsets
-from ..torch_compat import PLAIN, is_traced_or_transformed, values_are_readable
+from ..torch_compat import PLAIN, is_observed, plain_addresses, values_are_readable
 from .check import (
     Arguments,
     Shape,
@@ -68,38 +68,41 @@ def normalized(a: Arguments) -> tuple[Tensors, Options, Prepared | None]:
 
 
 def _signature(a: Arguments) -> tuple[Any, ...] | None:
-    """Return all that the checks and a launch read of a call with q, k, v and seed alone.
+    """Return all that checks and launches read of a call with q, k, v and seed alone.
 
-    None for any other call, and for one that is traced or transformed. The seed is checked each
-    time.
+    None for any other call, for one that something observes, and for tensors that are not plain.
+    The seed is checked each time.
     """
-    q, k, v, mask = a.q, a.k, a.v, a.mask
+    q, k, v, mask, bias, alibi, scale, softcap, sink, dropout_p, seed, flag, backend, cu, _ = a
     left, right = mask.left, mask.right
     if (
-        a.bias is not None
-        or a.alibi is not None
-        or a.sink is not None
-        or a.cu_seqlens is not None
+        bias is not None
+        or alibi is not None
+        or sink is not None
+        or cu is not None
         or mask.documents
         or mask.lengths is not None
         or mask.allowed is not None
-        or is_traced_or_transformed()
+        or torch.compiler.is_compiling()
+        or is_observed()
+        or type(left) not in _WHOLE
+        or type(right) not in _WHOLE
+        or type(flag) is not bool
+        or not (type(scale) in _USUAL and type(softcap) in _USUAL and type(dropout_p) in _USUAL)
+        or not (backend is None or type(backend) is str)
         or not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN)
-        or not (type(left) in _WHOLE and type(right) in _WHOLE)
-        or type(a.deterministic) is not bool
-        or not _USUAL.issuperset((type(a.scale), type(a.softcap), type(a.dropout_p)))
-        or not (a.backend is None or type(a.backend) is str)
     ):
         return None
-    try:
-        aligned = not (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
-        strides = q.stride(), k.stride(), v.stride()
-    except RuntimeError:  # a nested or sparse tensor, or one without storage
+    begins = plain_addresses((q, k, v, seed) if isinstance(seed, Tensor) else (q, k, v))
+    if begins is None:
         return None
     return (
-        q.dtype, q.device, q.size(), k.dtype, k.device, k.size(), v.dtype, v.device, v.size(),
-        strides, aligned, left, right, a.scale, a.softcap, a.dropout_p, a.backend,
-        a.deterministic, torch.are_deterministic_algorithms_enabled(),
+        q.dtype, q.device, q.size(), q.stride(), k.dtype, k.device, k.size(), k.stride(),
+        v.dtype, v.device, v.size(), v.stride(),
+        # an operand off the boundary of 16 bytes is copied, or has a kernel of its own
+        *[x & 15 for x in begins],
+        left, right, scale, softcap, dropout_p, backend, flag,
+        torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
 
 

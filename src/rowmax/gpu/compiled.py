@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -57,6 +58,13 @@ class Span:
         return self.tensor.view(-1)[self.offset // self.tensor.element_size() :]
 
 
+class _Place:
+    """The address of the tensor of a descriptor."""
+
+    def __init__(self, address: int) -> None:
+        self.data_ptr = lambda: address
+
+
 class Kept:
     """A compiled kernel on one device, and the launches that use it."""
 
@@ -75,6 +83,29 @@ class Ready(NamedTuple):
     run: Callable[..., None] | None  # None: the public way
     parts_of: Callable[[int, Any], compat.Parts] | None
     numbers: tuple[Any, ...]
+
+
+#: a launch at the addresses of its pointers, and of the tensors of its copies
+Addressed = Callable[[list[int], list[int]], None]
+#: by thread: the launches that ``recorded_by`` gathers
+_recorders: dict[int, list[tuple[Launch, Any, tuple[Any, ...]]]] = {}
+
+
+@contextmanager
+def recorded_by() -> Iterator[list[tuple[Launch, Any, tuple[Any, ...]]]]:
+    """Gather the launches of this thread, each as (launch, pointers, tensors of its copies)."""
+    found: list[tuple[Launch, Any, tuple[Any, ...]]] = []
+    _recorders[threading.get_ident()] = found
+    try:
+        yield found
+    finally:
+        del _recorders[threading.get_ident()]
+
+
+def _note_launch(launch: Launch, t: Any, bases: tuple[Any, ...]) -> None:
+    found = _recorders.get(threading.get_ident())
+    if found is not None:
+        found.append((launch, t, bases))
 
 
 #: by kernel, device, signature and options; the one used last is the last
@@ -149,31 +180,43 @@ class Launch:
         ``t`` holds tensors, or None where a term is missing; ``bases`` are the tensors of
         ``copies``.
         """
+        if _recorders:
+            _note_launch(self, t, bases)
         pointers = [None if x is None else x.data_ptr() for x in t]
-        kind = tuple([None if x is None else not x & 15 for x in pointers])
-        run, parts_of, numbers = self._ready.get(kind) or self._make_ready(kind, t, bases)
+        run, parts_of, numbers = self._ready_for(pointers, t, bases)
         if run is None:
             self.public(t, bases)
             return
-        parts = self._parts(bases, parts_of) if self._copies else ()
+        if parts_of is None:
+            parts = [_over(x, bases[place]) for place, x, _ in self._copies]
+        else:
+            parts = self._parts([bases[place].data_ptr() for place, _, _ in self._copies], parts_of)
         run(*parts, *[x for x in pointers if x is not None], *numbers)
 
+    def addressed(self, t: Any, bases: tuple[Any, ...] = ()) -> Addressed | None:
+        """Return the launch at addresses: of pointers that are there and aligned like those of
+        ``t``, and of the tensors of copies. None where only the public way launches."""
+        run, parts_of, numbers = self._ready_for(
+            [None if x is None else x.data_ptr() for x in t], t, bases
+        )
+        if run is None or (self._copies and parts_of is None):
+            return None
+        if parts_of is None:
+            return lambda pointers, bases: run(*pointers, *numbers)
+        parts = self._parts
+        return lambda pointers, bases: run(*parts(bases, parts_of), *pointers, *numbers)
+
     def _parts(
-        self, bases: tuple[Any, ...], parts_of: Callable[[int, Any], compat.Parts] | None
+        self, addresses: list[int], parts_of: Callable[[int, Any], compat.Parts]
     ) -> compat.Parts:
         """Return the parts of all descriptors, made once for each address of a tensor."""
         found: compat.Parts = []
-        for n, (place, copy, known) in enumerate(self._copies):
-            base = bases[place]
-            if parts_of is None:
-                found.append(_over(copy, base))
-                continue
-            address = base.data_ptr()
+        for n, ((_, copy, known), address) in enumerate(zip(self._copies, addresses, strict=True)):
             parts = known.get(address)
             if parts is None:
                 if len(known) >= _MOST_PARTS:
                     known.clear()
-                parts = known[address] = parts_of(n, _over(copy, base))
+                parts = known[address] = parts_of(n, _over(copy, _Place(address)))
             found += parts
         return found
 
@@ -189,7 +232,11 @@ class Launch:
         copies = [None if x is None else _over(x, base) for x, base in both]
         return (*copies, type(t)(*map(_whole, t)) if hasattr(t, "_fields") else t, *self.last)
 
-    def _make_ready(self, kind: tuple[bool | None, ...], t: Any, bases: tuple[Any, ...]) -> Ready:
+    def _ready_for(self, pointers: list[int | None], t: Any, bases: tuple[Any, ...]) -> Ready:
+        kind = tuple([None if x is None else not x & 15 for x in pointers])
+        found = self._ready.get(kind)
+        if found is not None:
+            return found
         found = Ready(None, None, ())
         if compat.is_compiled(self.kernel):
             kept = self.loaded(*self.arguments(t, bases))

@@ -53,10 +53,9 @@ def backward(
     wanted: Wanted,
     tensors: Tensors,
     options: Options,
-    problem: Problem | None = None,
 ) -> Gradients:
     """Return the wanted gradients from the backends of the call, past the dispatcher."""
-    problem = problem or known_problem(tensors, options)
+    problem = known_problem(tensors, options)
     plan = choose(problem, "backward", options.backend)
     return run_backward(plan, problem, tensors, out, lse, dout, dlse, wanted)
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...call.problem import Gradients, Problem, Tensors, Wanted
 
-__all__ = ["backward", "forward", "lacks", "notes", "prepared_forward", "supports"]
+__all__ = ["backward", "forward", "lacks", "notes", "record", "supports"]
 
 
 def supports(problem: Problem, call: str) -> str | None:
@@ -50,12 +51,11 @@ def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
     return host.forward(problem, tensors)
 
 
-def prepared_forward(
-    problem: Problem, tensors: Tensors
-) -> Callable[[Tensors], tuple[Tensor, Tensor]] | None:
-    from . import host
+def record(run: Callable[[Any], Any], given: Any) -> tuple[Any, Callable[[Any], Any] | None]:
+    """Return the results of a call, and the function that repeats its launches, or None."""
+    from .. import replay
 
-    return host.prepared_forward(problem, tensors)
+    return replay.record(run, given)
 
 
 def backward(

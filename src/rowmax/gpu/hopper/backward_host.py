@@ -19,6 +19,7 @@ from triton.experimental.gluon import language as gl
 
 from ...call.problem import Gradients, Problem, Tensors, Wanted
 from ..compiled import Launch, Span
+from ..kept import Plans
 from ..triton.preprocess import row_sums
 from . import packed, row_stats
 from .backward_args import (
@@ -55,7 +56,6 @@ from .backward_tiles import (
 )
 from .documents import tile_spans
 from .host import GluonLaunch, processors
-from .kept import Plans
 from .lib.order import SECTION_BYTES, dense_table, touched_tile_count
 from .lib.tma import Descriptors, aligned, descriptor, is_aligned, strides
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,12 +13,12 @@ from triton.experimental.gluon import language as gl
 from ...call.problem import Problem, Tensors
 from .. import compat
 from ..compiled import Launch
+from ..kept import Plans
 from . import packed, tiles
 from .documents import spans_of
 from .forward_kernel import Numbers, Pointers
 from .forward_kernel import forward as kernel
 from .gluon_compat import GluonASTSource
-from .kept import Plans
 from .lib.order import SECTION_BYTES, dense_table, tile_count
 from .lib.tma import Descriptors, aligned, descriptor, is_aligned, strides
 from .tiles import Config, Constants, Tile
@@ -33,8 +31,7 @@ class GluonLaunch(Launch):
     source = GluonASTSource
 
 
-@dataclass(frozen=True, eq=False)
-class Plan:
+class Plan(NamedTuple):
     """All of a launch that the shape and the strides of a problem decide."""
 
     tile: Tile
@@ -65,35 +62,6 @@ def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
     else:
         launch(problem, tensors, out, lse)
     return out, lse
-
-
-def prepared_forward(
-    problem: Problem, tensors: Tensors
-) -> Callable[[Tensors], tuple[Tensor, Tensor]] | None:
-    """Return the forward of tensors like these without a search; None where its tables depend on
-    values, and while a graph is captured: what it makes holds nothing before a replay."""
-    q = tensors.q
-    plan = _PLANS.get(key_of(problem, tensors))
-    if plan is None or problem.varlen or problem.documents:
-        return None
-    if len([x for x in tensors if x is not None]) > 3:
-        return None
-    lse_like = q.new_empty(0, dtype=torch.float32)
-    out_shape, lse_shape, device = problem.out_shape, problem.lse_shape, q.device.index
-    # weak: the cache knows how many tables may stay, and which ones graphs read
-    kept = weakref.ref(plan)
-    del plan
-
-    def run(tensors: Tensors) -> tuple[Tensor, Tensor]:
-        plan = kept()
-        if plan is None or compat.current_device() != device:
-            return forward(problem, tensors)
-        q, k, v = tensors[:3]
-        out, lse = q.new_empty(out_shape), lse_like.new_empty(lse_shape)
-        plan.launch(Pointers(out, lse, plan.rows, plan.ends), (q, q, k, k, v, v, None, out))
-        return out, lse
-
-    return run
 
 
 def launch(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None:

@@ -6,10 +6,11 @@ import torch
 
 from ...call.problem import Problem
 from .. import assembler
+from ..replay import record
 from .backward import backward
-from .forward import forward, prepared_forward
+from .forward import forward
 
-__all__ = ["backward", "forward", "notes", "prepared_forward", "supports"]
+__all__ = ["backward", "forward", "notes", "record", "supports"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -8,8 +8,6 @@ l``. Exponentials are in base 2 with ``scale log2(e)`` folded in, except for nat
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
@@ -17,8 +15,7 @@ from torch import Tensor
 
 from ...call.problem import Problem, Tensors
 from . import lib, rules
-from .kernel_args import Pointers
-from .launch import JobSpec, known_job, launch
+from .launch import JobSpec, launch
 from .rules import LN2
 from .tiles import Tiles
 
@@ -137,22 +134,3 @@ def forward(
     if lse.numel():
         launch(FORWARD, problem, tensors, tiles, {"out": out, "lse": lse})
     return out, lse
-
-
-def prepared_forward(
-    problem: Problem, tensors: Tensors
-) -> Callable[[Tensors], tuple[Tensor, Tensor]] | None:
-    """Return the forward of tensors like these without a search; None where tiles are listed, and
-    where tensors are copied first."""
-    job = known_job(FORWARD, problem, tensors)
-    if job is None:
-        return None
-    lse_like = tensors.q.new_empty(0, dtype=torch.float32)
-    out_shape, lse_shape = problem.out_shape, problem.lse_shape
-
-    def run(tensors: Tensors) -> tuple[Tensor, Tensor]:
-        out, lse = tensors.q.new_empty(out_shape), lse_like.new_empty(lse_shape)
-        job.run(Pointers(*tensors, out, lse))
-        return out, lse
-
-    return run

@@ -183,13 +183,6 @@ def launch(
         return ptr
 
 
-def known_job(spec: JobSpec, problem: Problem, tensors: Tensors) -> Job | None:
-    """Return the job that has run for tensors like these, if it reads them as they are."""
-    if listed(problem) or prepared(tensors) is not tensors:
-        return None
-    return _jobs.get(_key(spec, problem, tensors, None, None))
-
-
 def _run(
     job: Job,
     spec: JobSpec,
