@@ -6,7 +6,7 @@ A backend is imported only for a problem on a kind of device that it runs on.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any, Literal, NamedTuple, Protocol
@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from torch import Tensor
 
 from .inputs import Gradients, Options, Tensors, Wanted
-from .problem import Problem
+from .problem import Problem, problem_of
 
 Call = Literal["forward", "backward"]
 
@@ -68,6 +68,21 @@ class Backend(Protocol):
     ) -> Gradients:
         """Return the wanted gradients, contiguous, each of its input's shape and dtype."""
         ...
+
+
+class Limit(NamedTuple):
+    """A limit of a backend, and the sentence about a problem past it."""
+
+    keeps: Callable[[Problem], bool]
+    sentence: str  # ``{0.d}`` stands for the head size of the problem, and so on
+
+
+def beyond(limits: Iterable[Limit], problem: Problem) -> str | None:
+    """Return the sentence of the first limit that a problem does not keep, or None."""
+    for limit in limits:
+        if not limit.keeps(problem):
+            return limit.sentence.format(problem)
+    return None
 
 
 class Job(NamedTuple):
@@ -143,6 +158,28 @@ class Prepared:
             return run(given)
         results, self._again[key] = record(run, given)
         return results
+
+
+_prepared: dict[Any, Prepared] = {}
+_LIMIT = 4096
+
+
+def prepared(tensors: Tensors, options: Options) -> Prepared:
+    """Return what calls like this one have prepared. No size may be symbolic."""
+    try:
+        alike = [
+            None if x is None else (x.dtype, x.size(), x.stride(), x.data_ptr() & 15)
+            for x in tensors
+        ]
+    except RuntimeError:  # a tensor of ``torch.func`` has no address
+        return Prepared(options, problem_of(tensors, options))
+    key = (options, tensors.q.device, *alike)
+    found = _prepared.get(key)
+    if found is None:
+        if len(_prepared) >= _LIMIT:
+            _prepared.clear()
+        found = _prepared[key] = Prepared(options, problem_of(tensors, options))
+    return found
 
 
 @lru_cache(maxsize=512)

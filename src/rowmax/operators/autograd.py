@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ..call.dispatch import PLAIN_OPERATIONS, Prepared, check_wanted, choose
+from ..call.dispatch import prepared as prepared_of
 from ..call.inputs import Options, Tensors, Wanted
-from ..call.problem import Problem, known_problem
+from ..call.problem import Problem
 from ..torch_compat import (
     DispatchKeySet,
     SingleLevelFunction,
@@ -38,13 +39,13 @@ from . import flop_counter, library
 def attend(tensors: Tensors, options: Options, prepared: Prepared | None) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of a normalized call, differentiable."""
     if options.backend in PLAIN_OPERATIONS and _has_values(tensors):
-        out, lse = library.forward(tensors, options)  # autograd sees every step of it
+        out, lse = prepared_of(tensors, options).forward(tensors)  # autograd sees every step
         return _connected(out, tensors), _connected(lse, tensors)
     if prepared is not None:  # of plain tensors that nothing observes
         return _direct(prepared, tensors if tensors.seed is not None else tensors[:3])
     if not torch.compiler.is_compiling():
         if _is_direct(tensors):
-            return _direct(Prepared(options, known_problem(tensors, options)), tensors)
+            return _direct(prepared_of(tensors, options), tensors)
         flop_counter.register()
     return torch.ops.rowmax.forward(*tensors, *options)
 
@@ -172,10 +173,7 @@ class _Attention(_Function):
         dout = torch.zeros_like(out) if dout is None else dout
         dispatched = torch.is_grad_enabled() or torch.compiler.is_compiling()
         if not dispatched and _is_direct((*inputs, out, lse, dout, dlse)):
-            prepared = ctx.prepared
-            if prepared is None:
-                options = Options(*ctx.options)
-                prepared = Prepared(options, known_problem(tensors, options))
+            prepared = ctx.prepared or prepared_of(tensors, Options(*ctx.options))
             gradients = prepared.backward(tensors, out, lse, dout, dlse, wanted)
         else:
             given = (dout, dlse, out, lse, list(wanted), *tensors, *ctx.options)
