@@ -24,8 +24,8 @@ def without_weights(lse):
 def sink_weight(sink, lse, rest):
     """Return ``exp(sigma - LSE)`` of a row; lse is natural and not -inf.
 
-    LSE is the sum of lse and ``rest``, in base 2: the part that rounding took from lse. A sink may be
-    the largest number of its dtype, which fits only in natural units.
+    LSE is the sum of lse and ``rest``, in base 2: the part that rounding took from lse. A sink may
+    be the largest number of its dtype, which fits only in natural units.
     """
     return exp2((sink - lse) * LOG2E - rest)
 
