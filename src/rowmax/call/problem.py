@@ -50,13 +50,13 @@ class Problem(NamedTuple):
     deterministic: bool
     first: int = 0  # number of the first sequence, in a part of a packed call
     align: str = "keys"  # "lengths" only where a band or ALiBi reads positions
-    device_index: int | None = None  # of the device among those of its type; None: the current one
+    device_index: int | None = None  # index among the devices of its type; None: the current one
 
     @property
     def offset(self) -> int:
         """Aligned to the keys, query i stands at key position ``i + offset``.
 
-        Aligned to the lengths, no query stands further on (see ``mask.offset``).
+        Aligned to the lengths, it stands there or before (see ``mask.offset``).
         """
         return self.nk - self.nq
 
@@ -74,7 +74,7 @@ class Problem(NamedTuple):
     def natural(self) -> bool:
         """True if scores and lse stay in natural units; otherwise they are in base 2.
 
-        A bias may be as large as its dtype goes, and would overflow times log2(e). Only the
+        A bias may be the largest number of its dtype, and times log2(e) it would overflow. Only the
         difference from the row's maximum or lse is multiplied: it is small, or its weight is 0.
         """
         return self.bias is not None
@@ -165,7 +165,7 @@ def problem_of(tensors: Tensors, options: Options) -> Problem:
     )
 
 
-#: inputs that packing leaves as they are
+#: inputs that are not packed
 _UNPACKED = ("bias", "allowed", "lengths")
 
 
@@ -174,7 +174,7 @@ def each_sequence(
 ) -> Iterator[tuple[slice, slice, Problem, Tensors]]:
     """Yield each sequence of a packed call as a dense call: (queries, keys, problem, tensors).
 
-    Reads the offsets, and so waits for their device.
+    Reads the offsets, which waits for their device.
     """
     assert tensors.cu_seqlens_q is not None
     assert tensors.cu_seqlens_k is not None
