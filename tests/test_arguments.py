@@ -262,7 +262,6 @@ def _no_work(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("work before the arguments were checked")
 
     monkeypatch.setattr(backends, "choose", never)
-    monkeypatch.setattr("rowmax.operators.library.choose", never)
 
 
 @pytest.mark.usefixtures("_no_work")

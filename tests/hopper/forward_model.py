@@ -20,7 +20,8 @@ from tests.hopper import language
 
 language.install()
 
-from rowmax.gpu.hopper import _refused, host  # noqa: E402
+from rowmax.call.dispatch import beyond  # noqa: E402
+from rowmax.gpu.hopper import LIMITS, host  # noqa: E402
 from rowmax.reference import dense  # noqa: E402
 from rowmax.testing import tagged  # noqa: E402
 from tests.cases import CASES, Case, make  # noqa: E402
@@ -74,7 +75,7 @@ def check(case: Case, seed: int) -> list[str]:
     torch.manual_seed(seed)
     prepare(random.choice((1, 1, 2, 3, 64)))
     problem, tensors = make(case, dtype=torch.float16).problem()
-    if _refused(problem):
+    if beyond(LIMITS, problem):
         return ["refused"]
     ref = dense.attention(problem, tensors, torch.float64)
     std = dense.attention(problem, tensors, problem.dtype)
@@ -93,7 +94,7 @@ def check_extreme(case: Case, bias_dtype: torch.dtype) -> list[str]:
     random.seed(case.name)
     prepare(3)
     problem, tensors = extreme(case, torch.float16, bias_dtype, "cpu").problem()
-    if _refused(problem):
+    if beyond(LIMITS, problem):
         return ["refused"]
     want = Answer(*dense.attention(problem, tensors, torch.float64), {})
     with poisoned():

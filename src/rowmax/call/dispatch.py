@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from torch import Tensor
 
 from .inputs import Gradients, Options, Tensors, Wanted
-from .problem import Problem
+from .problem import Problem, problem_of
 
 Call = Literal["forward", "backward"]
 
@@ -32,9 +32,9 @@ _MODULES = {
 _DEVICES = {"hopper": ("cuda",), "triton": ("cuda", "xpu"), "cpu": ("cpu",)}
 #: the extra that installs the libraries of a backend
 _EXTRAS = {"cpu": "cpu"}
-#: used only where it is named: it holds the whole score matrix
+#: used only by name: it allocates the whole score matrix
 _BY_NAME_ONLY = ("reference",)
-#: made of differentiable operations alone: autograd differentiates it to any order
+#: consists of differentiable operations: autograd differentiates it to any order
 PLAIN_OPERATIONS = ("reference",)
 
 
@@ -49,7 +49,7 @@ class Backend(Protocol):
     """
 
     def supports(self, problem: Problem, call: Call) -> str | None:
-        """Return None, or a sentence that says why the backend does not take the call."""
+        """Return None, or the reason why the backend does not compute the call, a sentence."""
         ...
 
     def forward(self, problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
@@ -158,6 +158,28 @@ class Prepared:
             return run(given)
         results, self._again[key] = record(run, given)
         return results
+
+
+_prepared: dict[Any, Prepared] = {}
+_LIMIT = 4096
+
+
+def prepared(tensors: Tensors, options: Options) -> Prepared:
+    """Return what calls like this one have prepared. No size may be symbolic."""
+    try:
+        alike = [
+            None if x is None else (x.dtype, x.size(), x.stride(), x.data_ptr() & 15)
+            for x in tensors
+        ]
+    except RuntimeError:  # a tensor of ``torch.func`` has no address
+        return Prepared(options, problem_of(tensors, options))
+    key = (options, tensors.q.device, *alike)
+    found = _prepared.get(key)
+    if found is None:
+        if len(_prepared) >= _LIMIT:
+            _prepared.clear()
+        found = _prepared[key] = Prepared(options, problem_of(tensors, options))
+    return found
 
 
 @lru_cache(maxsize=512)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -52,13 +52,13 @@ class Problem(NamedTuple):
     deterministic: bool
     positions: Positions | None = None  # those that ALiBi or dropout reads; None: all are 0
     align: str = "keys"  # "lengths" only where a band or ALiBi reads positions
-    device_index: int | None = None  # of the device among those of its type; None: the current one
+    device_index: int | None = None  # index among the devices of its type; None: the current one
 
     @property
     def offset(self) -> int:
         """Aligned to the keys, query i stands at key position ``i + offset``.
 
-        Aligned to the lengths, no query stands further on (see ``mask.offset``).
+        Aligned to the lengths, it stands there or before (see ``mask.offset``).
         """
         return self.nk - self.nq
 
@@ -76,7 +76,7 @@ class Problem(NamedTuple):
     def natural(self) -> bool:
         """True if scores and lse stay in natural units; otherwise they are in base 2.
 
-        A bias may be as large as its dtype goes, and would overflow times log2(e). Only the
+        A bias may be the largest number of its dtype, and times log2(e) it would overflow. Only the
         difference from the row's maximum or lse is multiplied: it is small, or its weight is 0.
         """
         return self.bias is not None
@@ -194,24 +194,8 @@ def positions_read(options: Options, alibi: bool, dropout: bool) -> Positions | 
     return None if whole else read
 
 
-_problems: dict[Any, Problem] = {}
-_LIMIT = 4096
-
-#: inputs that packing leaves as they are
+#: inputs that are not packed
 _UNPACKED = ("bias", "allowed", "lengths")
-
-
-def known_problem(tensors: Tensors, options: Options) -> Problem:
-    """Return ``problem_of``, cached by shapes, dtype and device. No size may be symbolic."""
-    q, bias = tensors.q, tensors.bias
-    sizes = [None if x is None else x.size() for x in tensors]
-    key = (options, q.device, q.dtype, None if bias is None else bias.dtype, *sizes)
-    found = _problems.get(key)
-    if found is None:
-        if len(_problems) >= _LIMIT:
-            _problems.clear()
-        found = _problems[key] = problem_of(tensors, options)
-    return found
 
 
 def each_sequence(
@@ -219,7 +203,7 @@ def each_sequence(
 ) -> Iterator[tuple[slice, slice, Problem, Tensors]]:
     """Yield each sequence of a packed call as a dense call: (queries, keys, problem, tensors).
 
-    Reads the offsets, and so waits for their device.
+    Reads the offsets, which waits for their device.
     """
     assert tensors.cu_seqlens_q is not None
     assert tensors.cu_seqlens_k is not None

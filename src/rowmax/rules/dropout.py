@@ -1,15 +1,15 @@
 """The probabilities that dropout keeps: a counter-based generator on (seed, b, h, i, j).
 
-Philox4x32 with seven rounds, the fewest that Salmon et al. ("Parallel random numbers: as easy
-as 1, 2, 3", SC 2011) found to pass every test of BigCrush. One call makes eight 16-bit draws.
-They go to the eight columns ``64 a + 8 lane + r``, lane = 0..7, of a block of 64 keys: the
-columns that one thread of a tensor core's accumulator holds, and that one vector of a CPU walks.
+Philox4x32 with seven rounds, the fewest that Salmon et al. ("Parallel random numbers: as easy as 1,
+2, 3", SC 2011) found to pass every test of BigCrush. One call makes eight 16-bit draws, for the
+eight columns ``64 a + 8 lane + r``, lane = 0..7, of a block of 64 keys. One thread of a tensor
+core's accumulator holds these columns; on a CPU one vector computes them.
 
     counter = (8 (j // 64) + j % 8, i, h, b),  key = (low, high word of the seed)
     lane    = (j // 8) % 8: the low halves of the four words, then the high halves
 
-A pair is kept when its draw is at least ``round(65536 p)``, so nothing about tiles, devices or
-backends enters. In a packed call b counts sequences, and i and j are positions within one.
+A pair is kept when its draw is at least ``round(65536 p)``, so the result depends on no tile,
+device or backend. In a packed call b counts sequences, and i and j are positions within one.
 In a block of a longer call all four are numbers within that call (``Positions``).
 """
 
@@ -53,13 +53,13 @@ def philox_rounds(counter, key):
 
 
 def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
-    """Return the words as ``multiply`` does, in 16-bit steps that int64 can hold."""
+    """Return the words as ``multiply`` does, in 16-bit parts whose products fit in int64."""
     low = (a & 0xFFFF) * b
     high = (a >> 16) * b + (low >> 16)
     return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
 
 
-#: of int64 tensors (torch has no wide uint32)
+#: the rounds over int64 tensors (torch has no arithmetic of uint32)
 philox = bound(philox_rounds, philox_round=bound(philox_round, multiply=_multiply))
 
 
@@ -78,7 +78,7 @@ def keep_tile(seed: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, threshol
 def keep_columns(
     seed: Tensor, b: Tensor, h: Tensor, i: Tensor, columns: range, threshold: int
 ) -> Tensor:
-    """Return ``keep_tile`` of consecutive columns, ``[..., columns]``, at eight draws a call.
+    """Return ``keep_tile`` of consecutive columns, ``[..., columns]``, eight draws per call.
 
     b, h and i broadcast together and end in a dimension of 1 for the columns.
     """

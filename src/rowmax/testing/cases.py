@@ -1,4 +1,4 @@
-"""A case describes a call: its shapes and features. ``make`` returns the call with random numbers.
+"""Cases: the shapes and features of a call. ``make`` returns the call with random numbers.
 
 ``make(..., size=8)`` multiplies every length by 8. Tests on a CPU use size 1, so that two cores
 compute a case in milliseconds; tests on a GPU use both.
@@ -44,7 +44,7 @@ class Case:
     right: int | None = None
     documents: str | None = None  # sorted, unsorted, batched, queries (their own ids), offsets
     lengths: tuple[float, ...] | None = None  # fractions of nk; the batch repeats them
-    align: str = "keys"  # of positions, to the keys or to the lengths
+    align: str = "keys"  # positions are aligned to the keys or to the lengths
     #: letters of "bhqk"; 1 broadcasts, a capital is expanded; fewer letters are fewer dimensions
     allowed: str | None = None
     empty_rows: bool = False  # the boolean mask forbids every key to some rows (or sequences)

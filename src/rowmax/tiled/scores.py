@@ -67,7 +67,7 @@ def unfolded(problem: Problem, strip: Strip, S: Tensor) -> Tensor:
 def hidden(problem: Problem, tensors: Tensors, strip: Strip, cols: slice) -> Tensor:
     """Return True where a pair of the tile may not attend; broadcasts against ``unfolded``.
 
-    It is the mask of a problem of its own, whose first row stands where the tile's does.
+    It is the mask of a smaller problem whose first row is the first row of the tile.
     """
     part = problem._replace(nq=strip.rows.stop - strip.rows.start, nk=cols.stop - cols.start)
     start = strip.rows.start + strip.offset - cols.start
@@ -87,7 +87,7 @@ def kept(problem: Problem, tensors: Tensors, strip: Strip, cols: slice) -> Tenso
 
 
 def bias_tile(t: Tensor, problem: Problem, strip: Strip, cols: slice) -> Tensor:
-    """Return the tile's view of a ``[B|1, Hq|1, Nq|1, Nk|1]``, which broadcasts as it does."""
+    """Return the tile's view of a tensor ``[B|1, Hq|1, Nq|1, Nk|1]``; its axes of 1 stay."""
     heads = strip.q_heads(problem.group)
     part = part_of("bias", t, b=strip.batch, h=heads, i=strip.rows, j=cols)
     assert part is not None
@@ -95,10 +95,10 @@ def bias_tile(t: Tensor, problem: Problem, strip: Strip, cols: slice) -> Tensor:
 
 
 def product(A: Tensor, X: Tensor, unseen: Tensor | None) -> Tensor:
-    """Return ``A @ X``, to which no row of X adds where ``unseen`` is True.
+    """Return ``A @ X`` without the pairs (row of A, row of X) where ``unseen`` is True.
 
-    A is 0 there, which is enough while X is finite. Rows of X that hold an inf or a NaN are
-    added one by one: they are rare, and 0 times NaN must stay out.
+    A is 0 there, which suffices while X is finite. Rows of X that hold inf or NaN are added one by
+    one: they are rare, and 0 times NaN is NaN.
     """
     if unseen is None:
         return torch.bmm(A, X)
@@ -123,9 +123,9 @@ def sink_of(problem: Problem, sink: Tensor, strip: Strip, like: Tensor) -> Tenso
 
 
 def hide(problem: Problem, strip: Strip, S: Tensor, unseen: Tensor) -> None:
-    """Add -inf where a pair may not attend: right where ``tame``.
+    """Add -inf where a pair may not attend; exact only where ``tame``.
 
-    1 - 1 / seen is 0 or -inf. On a CPU this is vector code, which filling by a mask is not.
+    1 - 1 / seen is 0 or -inf. On a CPU this is vector code; filling by a mask is not.
     """
     unfolded(problem, strip, S).add_((~unseen).to(S.dtype).reciprocal_().neg_().add_(1.0))
 
@@ -137,10 +137,10 @@ def tame(
     dout: Tensor | None = None,
     dlse: Tensor | None = None,
 ) -> bool:
-    """Return True if all is finite and no product can overflow (by Cauchy and Schwarz).
+    """Return True if all numbers are finite and no product can overflow (by Cauchy and Schwarz).
 
-    Then 0 times anything is 0, and arithmetic alone keeps masked keys out. Otherwise they are
-    kept out pair by pair, which is exact and slow. -inf in a bias or in lse does no harm.
+    Then 0 times any number is 0, and arithmetic excludes masked keys. Otherwise they are excluded
+    pair by pair, which is exact and slow. A bias or lse may hold -inf.
     """
     bounded = [t for t in (tensors.q, tensors.k, tensors.v, dout, dlse) if t is not None]
     added = [t for t in (tensors.bias, tensors.alibi, lse) if t is not None]

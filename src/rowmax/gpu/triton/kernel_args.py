@@ -94,7 +94,7 @@ class Numbers(NamedTuple):
     longest_q: Any
     longest_k: Any
     tiles: Any  # resident tiles of a head
-    rows: Any  # of lse2 and delta, of a head, in units of ROW_UNIT
+    rows: Any  # rows of a head in lse2 and delta, in units of ROW_UNIT
     scale: Any
     scale2: Any  # scale in the units of the scores
     cap2: Any  # softcap in the units of the scores
@@ -145,7 +145,7 @@ class Config(NamedTuple):
     TO_LENGTHS: Any  # positions are aligned to the lengths, else to the keys
     NATURAL: Any  # scores are in natural units, else in units of log 2
     FOLDED: Any  # scores are q.k alone, so that the scale folds into the exponent
-    PRECISION: Any  # of float32 products
+    PRECISION: Any  # precision of float32 products
     SHARING: Any  # heads that share a tile of the bias
     WIDTH: Any  # columns of a head that a step of dbias reads
     PARTS: Any  # steps that read all columns
@@ -240,6 +240,7 @@ def common_align(found: tuple[int, ...], unit: int) -> int:
 
 
 def pairs(found: tuple[int, ...], align: int) -> Pairs:
+    """Return the Pairs of strides, the first three in units of ``align``."""
     b, head, row = (s // align for s in found[:3])
     return Pairs(b, head, row, None if found[3] == 1 else found[3], tl.constexpr(align))
 
