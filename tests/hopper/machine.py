@@ -16,6 +16,7 @@ import re
 import threading
 import time
 import types
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -555,12 +556,20 @@ def given(x: Any) -> Any:
 class Launch:
     """In the place of ``rowmax.gpu.compiled.Launch``."""
 
-    def __init__(self, kernel: Any, grid: tuple[int, ...], options: dict[str, Any]) -> None:
-        self.kernel, self.grid = kernel, grid
+    def __init__(
+        self, kernel: Any, grid: tuple[int, ...], options: Any, last: Any, copies: Any = ()
+    ) -> None:
+        self.kernel, self.grid, self.last, self.copies = kernel, grid, last, copies
 
-    def __call__(self, first: Any, t: Any, last: Any) -> None:
-        numbers, *constants = last
-        run(self.kernel, self.grid[0], *(given(x) for x in (*first, t, numbers)), *constants)
+    def __call__(self, t: Any, bases: tuple[Any, ...] = ()) -> None:
+        numbers, *constants = self.last
+        placed = []
+        for like, base in zip(self.copies, bases, strict=True):
+            one = None if like is None else copy(like)
+            if one is not None:
+                one.base = base
+            placed.append(one)
+        run(self.kernel, self.grid[0], *(given(x) for x in (*placed, t, numbers)), *constants)
 
 
 class Grid:
