@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from rowmax.gpu.hopper import host
-from tests.cases import Case, make
+from rowmax.testing import Case, make
 
 
 class Line(NamedTuple):

@@ -1,8 +1,8 @@
-"""The Hopper forward, host's side and kernel, on the machine of ``machine.py``.
+"""Run the Hopper forward without a GPU, the host's side and the kernel, on ``tests/emulator``.
 
     python -m tests.hopper.forward_model [--only NAME] [--seeds 3]
 
-Against the definition in float64, by the rule of ``tests/tolerance.py``, over memory that begins
+Against the definition in float64, by the rule of ``rowmax.testing``, over memory that begins
 as NaN; in float16, for numpy has no bfloat16.
 """
 
@@ -16,18 +16,17 @@ import time
 import torch
 import torch._dynamo  # looks for triton, so before the machine takes its place
 
-from tests.hopper import language
+from tests import emulator
 
-language.install()
+emulator.install()
 
 from rowmax.gpu.hopper import _refused, host  # noqa: E402
 from rowmax.reference import dense  # noqa: E402
-from tests.cases import CASES, Case, make  # noqa: E402
+from rowmax.testing import CASES, Answer, Case, complaint, make, poisoned  # noqa: E402
 from tests.extreme_bias import CASES as EXTREMES  # noqa: E402
 from tests.extreme_bias import complaints as extreme_complaints  # noqa: E402
 from tests.extreme_bias import extreme, limit, row_complaints  # noqa: E402
 from tests.poison_padding import padding_matters  # noqa: E402
-from tests.tolerance import Answer, complaint, poisoned  # noqa: E402
 
 #: cases that the table of all backends lacks: lengths that meet tiles in every way, few and many
 #: tiles, every path of a bias, every head size of a tile

@@ -12,8 +12,7 @@ from rowmax.reference import dense
 from rowmax.rules import band, mask, row_stats, score, softmax
 from rowmax.rules import over_tensors as rules
 from rowmax.rules.score import ScoreTerms
-
-from ..cases import CASES, Case, make
+from rowmax.testing import CASES, Case, make
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

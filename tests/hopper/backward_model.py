@@ -1,37 +1,32 @@
-"""The whole Hopper backward without a GPU.
+"""Run the Hopper backward without a GPU, the host's side and all kernels.
 
-    TRITON_INTERPRET=1 python -m tests.hopper.whole [--kernels] [--only NAME ...] [--seconds 600]
+    TRITON_INTERPRET=1 python -m tests.hopper.backward_model [--kernels] [--only NAME ...]
 
-The host's side runs as it is, plain Triton kernels under Triton's interpreter, and the Gluon
-kernels on the machine of ``machine.py``. The cases are those of the GPU's checks, or with
-``--kernels`` those of ``kernel_cases``, in float16, by the rule of ``tests/tolerance.py``.
+Plain Triton kernels run under Triton's interpreter, Gluon kernels on ``tests/emulator`` in a
+process of its own. The cases are those of the checks on a GPU, or with ``--kernels`` those of
+``kernel_cases``, in float16, by the rule of ``rowmax.testing``.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import pickle
 import random
-import subprocess
 import sys
 import time
 import types
-from dataclasses import asdict
 from typing import Any
 
 import torch
-import triton.language as tl
 from torch import Tensor
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rowmax.call.problem import Wanted
 from rowmax.gpu import hopper, triton
 from rowmax.gpu.hopper import backward_dbias, backward_host, packed, row_stats
-from rowmax.gpu.hopper.tiles import Constants
 from rowmax.reference import dense
 from rowmax.testing import Case, make, poisoned, tagged
 from tests import extreme_bias
+from tests.emulator.remote import RemoteLaunch
 from tests.gpu import hopper_direct as device
 
 #: head sizes of each tile shape: two of the fused kernel, two of dq with dk and dv
@@ -104,58 +99,8 @@ def kernel_cases(every: bool) -> list[Case]:
     return found
 
 
-class Elsewhere:
-    """A kernel that the server runs."""
-
-    server: subprocess.Popen
-
-    def __init__(self, kernel: Any, grid: tuple[int, ...], options: dict[str, Any]) -> None:
-        self.name, self.blocks = kernel.fn.__name__, grid[0]
-
-    def __call__(self, first: tuple[Any, ...], t: Any, last: tuple[Any, ...]) -> None:
-        storages: dict[int, tuple[int, Tensor]] = {}
-
-        def number(t: Tensor) -> tuple[int, int]:
-            key = t.untyped_storage().data_ptr()
-            if key not in storages:
-                whole = torch.empty(0, dtype=t.dtype).set_(t.untyped_storage())
-                storages[key] = (len(storages), whole)
-            n, whole = storages[key]
-            assert whole.dtype == t.dtype
-            return n, t.storage_offset()
-
-        def described(x: Any) -> tuple[Any, ...]:
-            if isinstance(x, tl.constexpr):
-                x = x.value
-            if x is None:
-                return ("none",)
-            if isinstance(x, TensorDescriptor):
-                shape = [int(n) for n in x.shape]
-                return ("descriptor", *number(x.base), shape, list(x.strides), x.block_shape)
-            if isinstance(x, Tensor):
-                return ("pointer", *number(x))
-            if isinstance(x, Constants):
-                return ("config", type(x.config).__name__, asdict(x.config))
-            if isinstance(x, tuple):
-                return ("bundle", type(x).__name__, [described(y) for y in x])
-            assert isinstance(x, (int, float)), x
-            return ("number", x)
-
-        arguments = [described(x) for x in (*first, t, *last)]
-        wholes = [whole for _, whole in storages.values()]
-        arrays = [whole.numpy() for whole in wholes]
-        job = (self.name, self.blocks, arrays, arguments, random.randrange(1 << 30))
-        pickle.dump(job, self.server.stdin)  # pyright: ignore
-        self.server.stdin.flush()  # pyright: ignore
-        answer = pickle.load(self.server.stdout)  # pyright: ignore
-        if isinstance(answer, str):
-            raise RuntimeError(answer)
-        for whole, array in zip(wholes, answer, strict=True):
-            whole.copy_(torch.from_numpy(array))
-
-
 class Interpreted:
-    """A kernel that Triton's interpreter runs."""
+    """A launch by Triton's interpreter."""
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], options: dict[str, Any]) -> None:
         self.kernel, self.grid = kernel, grid
@@ -165,14 +110,9 @@ class Interpreted:
 
 
 def prepare() -> None:
-    """Make the device's checks run here."""
-    server = subprocess.Popen(
-        [sys.executable, "-m", "tests.hopper.server"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    Elsewhere.server = server
-    backward_host.GluonLaunch = Elsewhere  # pyright: ignore
+    """Replace launches and what asks for a device, so that the checks of a GPU run here."""
+    RemoteLaunch.start()
+    backward_host.GluonLaunch = RemoteLaunch  # pyright: ignore
     backward_host.Launch = packed.Launch = Interpreted  # pyright: ignore
     cuda: Any = torch.cuda
     cuda.device = lambda _: contextlib.nullcontext()
