@@ -117,9 +117,8 @@ def move_natural(args: list[Any], dtype: Any) -> Tensor:
 def _moved(args: list[Any], threshold: np.float32) -> Tensor:
     """Return the new reference ``[64, 4]``; the four columns are the lanes of a quad."""
     peak, m = args[0].a, args[1].a
-    with np.errstate(invalid="ignore"):
-        top = np.broadcast_to(peak.max(1, keepdims=True), m.shape)
-        return Tensor(np.where(top > m + threshold, top, m))
+    top = np.broadcast_to(peak.max(1, keepdims=True), m.shape)
+    return Tensor(np.where(top > m + threshold, top, m))
 
 
 # --- memory ------------------------------------------------------------------------------------

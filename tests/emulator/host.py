@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from . import threads
 from .memory import Descriptor
 from .values import Pointer, scalar
@@ -76,6 +78,7 @@ class Grid:
         def launch(*args: Any) -> None:
             for pid in range(grid[0]):
                 threads.here.block = threads.Block(pid, grid[0])
-                self.f(*(x if isinstance(x, int) else argument(x) for x in args))
+                with np.errstate(all="ignore"):
+                    self.f(*(x if isinstance(x, int) else argument(x) for x in args))
 
         return launch

@@ -50,17 +50,16 @@ class _Layout:
 
 def _elementwise(f: Callable[..., Any]) -> Callable[..., Tensor]:
     def run(*args: Any) -> Tensor:
-        with np.errstate(all="ignore"):
-            first = next((a for a in args if isinstance(a, Tensor)), None)
-            other = raw(first) if first is not None else 0
-            return Tensor(f(*(matched(raw(a), other) for a in args)))
+        first = next((a for a in args if isinstance(a, Tensor)), None)
+        other = raw(first) if first is not None else 0
+        return Tensor(f(*(matched(raw(a), other) for a in args)))
 
     return run
 
 
 def _where(c: Any, x: Any, y: Any) -> Tensor:
     x, y = matched(raw(x), raw(y)), matched(raw(y), raw(x))
-    return Tensor(np.where(raw(c), x, y).astype(np.result_type(x, y)))
+    return Tensor(np.where(raw(c), x, y).astype(np.result_type(x, y), copy=False))
 
 
 def _full(shape: list[int], value: Any, dtype: DType, layout: Any = None) -> Tensor:

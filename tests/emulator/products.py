@@ -29,9 +29,8 @@ class Product:
             if isinstance(acc, Product):
                 acc.compute()
                 acc = acc.result
-            with np.errstate(all="ignore"):
-                x = a.a.astype(np.float32) @ b.a.astype(np.float32)
-                self.result = Tensor(x + acc.a if use_acc else x)
+            x = a.a.astype(np.float32) @ b.a.astype(np.float32)
+            self.result = Tensor(x + acc.a if use_acc else x)
 
 
 def warpgroup_mma(a: Any, b: Shared, acc: Any, use_acc: Any = True, is_async: bool = False) -> Any:

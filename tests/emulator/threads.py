@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
+
 LIMIT = 60.0  # seconds without progress of any thread
 
 
@@ -135,9 +137,10 @@ def run_later(land: Callable[[], None]) -> None:
 def _run_thread(function: Callable[..., Any], args: tuple[Any, ...], block: Block) -> None:
     here.block = block
     try:
-        function(*args)
-        for finish in at_end:
-            finish()
+        with np.errstate(all="ignore"):
+            function(*args)
+            for finish in at_end:
+                finish()
     except BaseException as error:
         with lock:
             _failures.append(error)

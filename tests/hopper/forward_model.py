@@ -20,7 +20,7 @@ from tests import emulator
 
 emulator.install()
 
-from rowmax.gpu.hopper import _refused, host  # noqa: E402
+from rowmax.gpu.hopper import _refused, host, packed  # noqa: E402
 from rowmax.reference import dense  # noqa: E402
 from rowmax.testing import CASES, Answer, Case, complaint, make, poisoned  # noqa: E402
 from tests.extreme_bias import CASES as EXTREMES  # noqa: E402
@@ -61,6 +61,7 @@ MORE = [
 
 def prepare(processors: int) -> None:
     host.processors = lambda _: processors
+    packed._CLEARING = 3  # each of few programs clears several parts
     host._PLANS.clear()
     torch.cuda.current_device = lambda: None  # pyright: ignore
     torch.cuda.is_current_stream_capturing = lambda: False
