@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import pickle
 import random
 import subprocess
@@ -31,6 +32,7 @@ class RemoteLaunch:
         command = [sys.executable, "-m", "tests.emulator.server"]
         pipe = subprocess.PIPE
         cls.server = subprocess.Popen(command, stdin=pipe, stdout=pipe)
+        atexit.register(cls.server.communicate)  # ends it, and waits for that
 
     def __call__(self, first: tuple[Any, ...], t: Any, last: tuple[Any, ...]) -> None:
         storages = Storages()
