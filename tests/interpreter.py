@@ -21,8 +21,14 @@ def speed_up() -> None:
         return
     active: list[set[Any]] = []
 
+    by_module: dict[int, set[Any]] = {}
+
     def languages(fn: Any) -> set[Any]:
-        return {x for x in fn.__globals__.values() if inspect.ismodule(x) and x in (tl, tl.core)}
+        names = fn.__globals__
+        if id(names) not in by_module:
+            modules = {x for x in names.values() if inspect.ismodule(x)}
+            by_module[id(names)] = modules & {tl, tl.core}
+        return by_module[id(names)]
 
     def patch_once(fn: Any) -> Any:
         if active and languages(fn) <= active[-1]:
