@@ -1,4 +1,4 @@
-"""What is the CPU backend's own: its threads, its kinds of machine, its memory, its cache."""
+"""The CPU backend's own parts: its threads, kinds of machine, memory and cache."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_bits_of_a_head_do_not_depend_on_the_other_heads() -> None:
     )
 
 
-def test_torchs_thread_count_is_obeyed_and_left_alone() -> None:
+def test_torchs_thread_count_is_used_and_not_changed() -> None:
     q, threads = torch.randn(1, 512, 8, 32), torch.get_num_threads()
     try:
         for n in (1, 2, 5):
@@ -270,8 +270,8 @@ print(kept())
 """
 
 
-def _told(code: str, *options: str, **environment: str) -> tuple[str, str]:
-    """What a child prints, and what it says on stderr."""
+def _printed(code: str, *options: str, **environment: str) -> tuple[str, str]:
+    """Return what a child prints to stdout and to stderr."""
     done = subprocess.run(
         [sys.executable, *options, "-c", textwrap.dedent(code)],
         capture_output=True,
@@ -287,22 +287,22 @@ def _told(code: str, *options: str, **environment: str) -> tuple[str, str]:
 def test_without_a_folder_for_its_cache_it_compiles_and_warns_once() -> None:
     """As in a container whose package and home are read-only."""
     text = "from numba.core.caching import CacheImpl\nCacheImpl._locator_classes = []\n" + _KERNEL
-    out, said = _told(text)
+    out, err = _printed(text)
     assert out == "False"
-    assert said.count("RuntimeWarning") == 1
-    assert "NUMBA_CACHE_DIR" in said
-    assert said.count("rowmax: compiling") == 1
-    assert "not kept" in said
+    assert err.count("RuntimeWarning") == 1
+    assert "NUMBA_CACHE_DIR" in err
+    assert err.count("rowmax: compiling") == 1
+    assert "not kept" in err
 
 
-def test_only_compiling_is_told_and_not_loading(tmp_path: Path) -> None:
+def test_compiling_is_logged_and_loading_is_not(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(_KERNEL)
     given = {"NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(tmp_path)}
     given["PYTHONPATH"] += os.pathsep + os.environ.get("PYTHONPATH", "")
-    out, said = _told("import own", **given)
+    out, err = _printed("import own", **given)
     assert out == "True"
-    assert said.count("rowmax: compiling twice for this processor") == 1
-    assert _told("import own", **given) == ("True", "")
+    assert err.count("rowmax: compiling twice for this processor") == 1
+    assert _printed("import own", **given) == ("True", "")
 
 
 def test_a_numba_that_does_not_load_leaves_the_work_to_torch(tmp_path: Path) -> None:
@@ -316,7 +316,7 @@ def test_a_numba_that_does_not_load_leaves_the_work_to_torch(tmp_path: Path) -> 
         print(rowmax.explain(q, q, q))
     """
     path = str(tmp_path) + os.pathsep + os.environ.get("PYTHONPATH", "")
-    out, said = _told(text, PYTHONPATH=path)
+    out, err = _printed(text, PYTHONPATH=path)
     assert "forward   torch" in out
     assert "not cpu: it cannot be loaded: ImportError: Numba needs NumPy 2.9 or less" in out
-    assert said.count("the cpu backend is left out") == 1
+    assert err.count("the cpu backend is left out") == 1

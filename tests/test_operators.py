@@ -1,4 +1,4 @@
-"""What PyTorch does with the operators: checks, compile, export, autograd."""
+"""PyTorch checks, compiles, exports and differentiates the operators."""
 
 from __future__ import annotations
 

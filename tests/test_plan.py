@@ -29,7 +29,7 @@ def inputs(*grads: str) -> Named:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Wanted]]]:
-    """What is asked of the cpu backend, which makes no dbias, and of the torch backend."""
+    """Record what is wanted of the cpu backend, without its dbias, and of the torch backend."""
     cpu = pytest.importorskip("rowmax.cpu")
     found: list[tuple[str, Wanted]] = []
 

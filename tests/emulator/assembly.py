@@ -1,7 +1,7 @@
 """The inline assembly of the kernels, each text beside its meaning in Python.
 
-``inline_asm`` raises for any other text: whoever changes an instruction declares its meaning here.
-White space does not matter. Fences and warp barriers mean nothing: the memory of the emulator has
+``inline_asm`` raises for any other text, so a changed instruction needs a new meaning. White space
+does not matter. Fences and warp barriers mean nothing: the memory of the emulator has
 one order, and a partition is one thread.
 """
 

@@ -1,4 +1,4 @@
-"""The Hopper backward is right on the emulator, and blocks take its tiles in an order without waits.
+"""The Hopper backward is right on the emulator, and blocks take its tiles in a good order.
 
 The emulator takes the place of Triton, so each test of kernels starts a process of its own.
 """

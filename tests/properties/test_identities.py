@@ -1,4 +1,4 @@
-"""What must hold between calls, whatever the numbers: hypothesis draws shapes and features."""
+"""Identities between calls hold for any numbers: hypothesis draws shapes and features."""
 
 from __future__ import annotations
 
