@@ -296,7 +296,7 @@ def parse(text: str) -> Instruction | None:
 
 
 def _slots(text: str, n: int) -> tuple[str, ...]:
-    """Return the words of local memory that an access reads or writes; "slot?" where R1 is not alone."""
+    """Return the words of local memory of an access; "slot?" where R1 is not alone."""
     at = re.search(r"\[R1(?:\+(0x[0-9a-f]+))?\]", text)
     first = int(at[1] or "0", 16) if at else 0
     return tuple(f"slot{first + 4 * k}" if at else "slot?" for k in range(n))
@@ -420,7 +420,7 @@ class Product(NamedTuple):
 
 @lru_cache(maxsize=4)
 def products(cubin: bytes, thread: int = 0) -> list[Product]:
-    """Return every reachable product, in the order of addresses, as ``thread`` of a block meets it."""
+    """Return every reachable product by address, as ``thread`` of a block meets it."""
     code, labels = instructions(cubin)
     wanted = needed(code)
     graph = blocks(code, labels)
