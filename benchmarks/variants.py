@@ -95,7 +95,7 @@ def posed(cell: Cell, x: Inputs) -> tuple[Any, Any]:
     given = arguments(cell, x)
     mask = given.pop("mask", Mask()) & (Causal() if given.pop("causal") else Mask())
     tensors, options, known = normalized(Arguments(x.q, x.k, x.v, mask=mask, **given))
-    return tensors, known or problem_of(tensors, options)
+    return tensors, known.problem if known else problem_of(tensors, options)
 
 
 # --- Hopper ------------------------------------------------------------------------------------
@@ -111,9 +111,9 @@ def hopper_forward(cell: Cell, x: Inputs, change: str) -> Call:
     path = host.bias_path(problem, bias)
     tile, options = changed(tile_for(problem, path, host.processors(q.device)), change)
     plan = host.build_plan(problem, tensors, out, tile, **options)
-    copies = host.over(plan.copies, q, k, v, bias, out)
+    bases = host.bases(q, k, v, bias, out)
     pointers = host.pointers(plan, problem, tensors, out, lse)
-    return lambda: (plan.launch(copies, pointers, plan.last), out)[1]
+    return lambda: (plan.launch(pointers, bases), out)[1]
 
 
 #: the part of a Hopper backward -> the name of its config
@@ -168,7 +168,7 @@ def triton_job(job: str, cell: Cell, x: Inputs, change: str) -> Call:
     run = build_job(spec, problem, tensors, tiles, x.dout)
     if "TOGETHER" in options:
         heads = max(1, int(run.numbers.together * options["TOGETHER"]))
-        run.numbers = run.numbers._replace(together=heads)
+        run.launch.last = (run.numbers._replace(together=heads), run.config)
     inputs = (tensors.q,) if spec.resident == "rows" else tensors
     pointers = Pointers(*inputs, **made)
     return lambda: (run.run(pointers), results)[1]

@@ -262,7 +262,6 @@ def _no_work(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("work before the arguments were checked")
 
     monkeypatch.setattr(backends, "choose", never)
-    monkeypatch.setattr("rowmax.operators.library.choose", never)
 
 
 @pytest.mark.usefixtures("_no_work")
@@ -478,7 +477,8 @@ def test_the_global_flag_asks_for_determinism(monkeypatch: pytest.MonkeyPatch) -
         asked.append(problem.deterministic)
         return choose(problem, *rest)
 
-    monkeypatch.setattr("rowmax.operators.library.choose", watched)
+    monkeypatch.setattr(backends, "choose", watched)
+    monkeypatch.setattr("rowmax.call.normalize._passed", {})
     before = torch.are_deterministic_algorithms_enabled()
     try:
         for on in (False, True):

@@ -116,6 +116,7 @@ def test_plain_is_what_a_kernel_can_read() -> None:
         inference = torch.randn(3)
     for t in (x, x.t(), x[1:], torch.nn.Parameter(x), inference, x.int()):
         assert torch_compat.is_plain(t)
+        assert torch_compat.plain_addresses([None, t]) == [t.data_ptr()]
     for t in (
         torch._efficientzerotensor((2, 3)),
         torch._neg_view(x),
@@ -123,6 +124,8 @@ def test_plain_is_what_a_kernel_can_read() -> None:
         x.to_sparse(),
     ):
         assert not torch_compat.is_plain(t)
+        assert torch_compat.plain_addresses([x, t]) is None
+    assert torch_compat.plain_addresses([x[:0], None]) == [0]
 
 
 def test_a_cotangent_of_zeros_that_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:

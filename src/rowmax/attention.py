@@ -125,24 +125,15 @@ def attention(
         refuse_unexpected("attention", more, unexpected)
     check_flag("return_lse", return_lse)
     q, k, v, bias = _autocast(q, k, v, bias)
-    tensors, options, problem = normalized(
-        Arguments(
-            q,
-            k,
-            v,
-            mask=_mask(mask, causal),
-            bias=bias,
-            alibi=alibi,
-            scale=scale,
-            softcap=softcap,
-            sink=sink,
-            dropout_p=dropout_p,
-            seed=seed,
-            deterministic=deterministic,
-            backend=backend,
+    # by place: names take longer
+    out, lse = attend(
+        *normalized(
+            Arguments(
+                q, k, v, _mask(mask, causal), bias, alibi, scale, softcap, sink, dropout_p, seed,
+                deterministic, backend,
+            )
         )
-    )
-    out, lse = attend(tensors, options, problem)
+    )  # fmt: skip
     return (out, lse) if return_lse else out
 
 
@@ -241,7 +232,7 @@ def attention_varlen(
         refuse_unexpected("attention_varlen", more, unexpected)
     check_flag("return_lse", return_lse)
     q, k, v, bias = _autocast(q, k, v, bias)
-    tensors, options, problem = normalized(
+    tensors, options, prepared = normalized(
         Arguments(
             q,
             k,
@@ -260,7 +251,7 @@ def attention_varlen(
             max_seqlens=(max_seqlen_q, max_seqlen_k),
         )
     )
-    out, lse = attend(tensors, options, problem)
+    out, lse = attend(tensors, options, prepared)
     return (out[0], lse[0]) if return_lse else out[0]
 
 

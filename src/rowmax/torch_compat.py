@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import _C, Tensor
 from torch._C import DispatchKeySet
 from torch._C._functorch import (
     TransformType,
@@ -17,7 +17,8 @@ from torch._C._functorch import (
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch._functorch.utils import enable_single_level_autograd_function as single_level_autograd
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import forward_ad
+from torch.autograd import _profiler_enabled as profiler_enabled  # pyright: ignore
+from torch.autograd import forward_ad, profiler
 from torch.autograd.forward_ad import _set_fwd_grad_enabled as forward_mode_enabled
 from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
 from torch.utils._python_dispatch import (
@@ -71,13 +72,13 @@ def is_observed() -> bool:
     dispatcher.
     """
     return bool(
-        is_transformed()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or is_traced()
-        or torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
-        or torch.autograd.profiler._is_profiler_enabled  # the profiler of all threads
-        or is_forward_mode()
+        _C._are_functorch_transforms_active()
+        or _C._len_torch_dispatch_stack()
+        or _C._len_torch_function_stack()
+        or _C._get_tracing_state() is not None
+        or profiler_enabled()
+        or profiler._is_profiler_enabled  # the profiler of all threads
+        or forward_ad._current_level >= 0
     )
 
 
@@ -110,6 +111,24 @@ def is_plain(t: Tensor) -> bool:
                 plain = torch.empty(0, device=t.device)
             _plain_keys.add(torch._C._dispatch_keys(plain).raw_repr())
     return keys in _plain_keys
+
+
+def plain_addresses(tensors: Iterable[Tensor | None]) -> list[int] | None:
+    """Return the addresses of the tensors that there are, or None if one is not ``is_plain``.
+
+    A tenth of the time of ``is_plain`` for each.
+    """
+    found = []
+    try:
+        for t in tensors:
+            if t is not None:
+                address = t.data_ptr() if type(t) in PLAIN else 0
+                if (not address or t.is_neg()) and not is_plain(t):
+                    return None
+                found.append(address)
+    except RuntimeError:  # a batch of ``vmap`` has no address
+        return None
+    return found
 
 
 def is_fake(t: Tensor) -> bool:

@@ -159,7 +159,7 @@ def facts(made: Made, name: str) -> dict[str, Any]:
         "refused": refused,
         "binary": len(kernel.asm.get("cubin") or kernel.asm["hsaco"]),
         "spills": 0,
-        "given": [width(x) for x in job.launch.signature(t, job.numbers, job.config).taken()],
+        "given": [width(x) for x in job.launch.signature(*job.launch.arguments(t)).flat()],
     }
     found["taken"] = found["given"]
     if "cubin" in kernel.asm:

@@ -109,8 +109,8 @@ def build(case: Case, dtype: torch.dtype = torch.bfloat16) -> Built:
         patch.setattr(host.packed, "order", lambda *_: host.packed.Order(*[words] * 5))
         plan = host.build_plan(problem, tensors, out)
         t = host.pointers(plan, problem, tensors, out, lse)
-    first = host.over(plan.copies, *tensors[:4], out)
-    kernel = plan.launch.compile(*first, t, *plan.last, target=GPUTarget("cuda", 90, 32))
+    args = plan.launch.arguments(t, host.bases(*tensors[:4], out))
+    kernel = plan.launch.compile(*args, target=GPUTarget("cuda", 90, 32))
     return _read(plan, kernel.asm["cubin"], kernel.metadata.shared)
 
 

@@ -18,6 +18,10 @@ class TensorDescriptor:
         self.base, self.shape, self.strides, self.box = base, shape, strides, box
         self.layout, self.padding = layout, "zero"
 
+    def over(self, base: Any) -> TensorDescriptor:
+        """Return the descriptor of another tensor with the same strides."""
+        return TensorDescriptor(base, self.shape, self.strides, self.box, self.layout)
+
     def descriptor(self) -> Descriptor:
         return Descriptor(self.base.as_strided(self.shape, self.strides).numpy(), self.box)
 
@@ -56,12 +60,21 @@ def run(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
 class Launch:
     """A launch in place of ``rowmax.gpu.compiled.Launch``."""
 
-    def __init__(self, kernel: Any, grid: tuple[int, ...], options: dict[str, Any]) -> None:
-        self.kernel, self.grid = kernel, grid
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        options: dict[str, Any],
+        last: tuple[Any, ...] = (),
+        copies: tuple[Any, ...] = (),
+    ) -> None:
+        self.kernel, self.grid, self.last, self.copies = kernel, grid, last, copies
 
-    def __call__(self, first: Any, t: Any, last: Any) -> None:
-        numbers, *constants = last
-        args = (argument(x) for x in (*first, t, numbers))
+    def __call__(self, t: Any, bases: tuple[Any, ...] = ()) -> None:
+        both = zip(self.copies, bases, strict=True)
+        copies = (None if x is None else x.over(base) for x, base in both)
+        numbers, *constants = self.last
+        args = (argument(x) for x in (*copies, t, numbers))
         threads.run_blocks(self.kernel, self.grid[0], *args, *constants)
 
 

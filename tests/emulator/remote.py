@@ -15,16 +15,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from rowmax.gpu.compiled import Launch
 from rowmax.gpu.hopper.tiles import Constants
 
 
-class RemoteLaunch:
+class RemoteLaunch(Launch):
     """A launch in place of ``rowmax.gpu.hopper.host.GluonLaunch``; ``start`` comes first."""
 
     server: subprocess.Popen
-
-    def __init__(self, kernel: Any, grid: tuple[int, ...], options: dict[str, Any]) -> None:
-        self.kernel, self.blocks = _name_of(kernel.fn), grid[0]
 
     @classmethod
     def start(cls) -> None:
@@ -34,11 +32,12 @@ class RemoteLaunch:
         cls.server = subprocess.Popen(command, stdin=pipe, stdout=pipe)
         atexit.register(cls.server.communicate)  # ends it, and waits for that
 
-    def __call__(self, first: tuple[Any, ...], t: Any, last: tuple[Any, ...]) -> None:
+    def __call__(self, t: Any, bases: tuple[Any, ...] = ()) -> None:
         storages = Storages()
-        arguments = [describe(x, storages) for x in (*first, t, *last)]
+        arguments = [describe(x, storages) for x in self.arguments(t, bases)]
         arrays = [whole.numpy() for whole in storages.wholes]
-        job = (self.kernel, self.blocks, arrays, arguments, random.randrange(1 << 30))
+        kernel, seed = _name_of(self.kernel.fn), random.randrange(1 << 30)
+        job = (kernel, self.grid[0], arrays, arguments, seed)
         stdin, stdout = self.server.stdin, self.server.stdout
         assert stdin is not None
         assert stdout is not None

@@ -98,7 +98,7 @@ def kernels_of(drawn: Drawn, known: set[Hashable]) -> int:
     before = len(known)
 
     def note(job: Any, t: Any) -> None:
-        signature = job.launch.signature(t, job.numbers, job.config)
+        signature = job.launch.signature(*job.launch.arguments(t))
         options = tuple(job.options.items())
         known.add((id(job.kernel), *(tuple(x.items()) for x in signature), options))
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from rowmax.call.problem import Wanted
 from rowmax.gpu import hopper, triton
+from rowmax.gpu.compiled import Launch
 from rowmax.gpu.hopper import backward_dbias, backward_host, packed, row_stats
 from rowmax.reference import dense
 from rowmax.testing import Call, Case, Expected, cotangents, expected, make, poisoned, tagged
@@ -100,14 +101,11 @@ def kernel_cases(every: bool) -> list[Case]:
     return found
 
 
-class Interpreted:
+class Interpreted(Launch):
     """A launch by Triton's interpreter."""
 
-    def __init__(self, kernel: Any, grid: tuple[int, ...], options: dict[str, Any]) -> None:
-        self.kernel, self.grid = kernel, grid
-
-    def __call__(self, first: tuple[Any, ...], t: Any, last: tuple[Any, ...]) -> None:
-        self.kernel[self.grid](*first, t, *last)
+    def __call__(self, t: Any, bases: tuple[Any, ...] = ()) -> None:
+        self.kernel[self.grid](*self.arguments(t, bases))
 
 
 def prepare() -> None:

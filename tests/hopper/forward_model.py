@@ -20,7 +20,8 @@ from tests import emulator
 
 emulator.install()
 
-from rowmax.gpu.hopper import _refused, host, packed  # noqa: E402
+from rowmax.call.dispatch import beyond  # noqa: E402
+from rowmax.gpu.hopper import LIMITS, host, packed  # noqa: E402
 from rowmax.reference import dense  # noqa: E402
 from rowmax.testing import CASES, Answer, Case, complaint, make, poisoned  # noqa: E402
 from tests.extreme_bias import CASES as EXTREMES  # noqa: E402
@@ -73,7 +74,7 @@ def check(case: Case, seed: int) -> list[str]:
     torch.manual_seed(seed)
     prepare(random.choice((1, 1, 2, 3, 64)))
     problem, tensors = make(case, dtype=torch.float16).problem()
-    if _refused(problem):
+    if beyond(LIMITS, problem):
         return ["refused"]
     ref = dense.attention(problem, tensors, torch.float64)
     std = dense.attention(problem, tensors, problem.dtype)
@@ -92,7 +93,7 @@ def check_extreme(case: Case, bias_dtype: torch.dtype) -> list[str]:
     random.seed(case.name)
     prepare(3)
     problem, tensors = extreme(case, torch.float16, bias_dtype, "cpu").problem()
-    if _refused(problem):
+    if beyond(LIMITS, problem):
         return ["refused"]
     want = Answer(*dense.attention(problem, tensors, torch.float64), {})
     with poisoned():

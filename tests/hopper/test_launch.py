@@ -74,8 +74,7 @@ def test_a_dropped_plan_serves_the_call(module: Any, monkeypatch: pytest.MonkeyP
     if module is forward:
         key = forward.key_of(problem, tensors)
         monkeypatch.setattr(forward, "pointers", lambda plan, *_: done.append(plan))
-        monkeypatch.setattr(forward, "over", lambda *_: ())
-        plan = type("Plan", (), {"copies": (), "last": (), "launch": lambda *_: None})()
+        plan = type("Plan", (), {"launch": lambda *_: None})()
     else:
         key = backward.key_of(problem, tensors, q, False)
         monkeypatch.setattr(backward, "launch", lambda plan, *_: done.append(plan))
@@ -287,14 +286,16 @@ def test_three_warpgroups_if_they_keep_to_registers(
     monkeypatch.setattr(forward, "_PLANS", forward.Plans(8))
     monkeypatch.setattr(forward.torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(forward.compat, "spills", lambda kernel: words)
-    monkeypatch.setattr(forward, "over", lambda *_: ())
 
     class Stand:
+        def arguments(self, *args: Any) -> Any:
+            return args
+
         def loaded(self, *args: Any) -> Any:
             launched.append("loaded")
             return SimpleNamespace(kernel=None)
 
-        def __call__(self, first: Any, t: Any, last: Any) -> None:
+        def __call__(self, t: Any, bases: Any) -> None:
             launched.append(len(forward._PLANS))
 
     build_plan = forward.build_plan

@@ -8,7 +8,7 @@ import importlib
 from collections import OrderedDict
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ class Compiled:
     """A compiled kernel, and a driver that records its arguments."""
 
     unloaded: ClassVar[list[Compiled]] = []
-    function, packed_metadata = "function", "metadata"
+    function, packed_metadata, metadata = "function", "metadata", None
 
     def __init__(self, src: Any = None) -> None:
         self.src = src
@@ -163,7 +163,7 @@ def test_what_a_launch_keeps_is_bounded() -> None:
     x = torch.zeros(8)
     for n in range(200):
         t = [x[1:] if n >> bit & 1 else x for bit in range(8)]
-        launch((), t, ())
+        launch(t)
     assert 0 < len(launch._ready) <= compiled._MOST_READY
 
 
@@ -176,7 +176,7 @@ def launch(made: list[Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(compat, "is_compiled", lambda kernel: True)
     monkeypatch.setattr(compat, "current_stream", lambda device: f"stream of {device}")
     KERNEL.launches.clear()
-    return compiled.Launch(KERNEL, (7, 1, 1), {"num_warps": 4, "enable_fp_fusion": True})
+    return compiled.Launch(KERNEL, (7, 1, 1), {"num_warps": 4, "enable_fp_fusion": True}, LAST)
 
 
 def driver_of(launch: Any) -> Compiled:
@@ -191,7 +191,7 @@ LAST = ((3, 0.5), tl.constexpr(5))
 
 def test_a_launch_goes_to_the_driver(launch: Any) -> None:
     for _ in range(2):
-        launch((), (X, None), LAST)
+        launch((X, None))
     place = (7, 1, 1, "stream of 0", "function", "metadata", None, None, None)
     assert driver_of(launch).launches == [(*place, X.data_ptr(), 3, 0.5)] * 2
     assert not KERNEL.launches
@@ -203,13 +203,84 @@ def test_a_launch_hook_is_called(
     launch: Any, name: str, chain: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also one installed later, alone (as before triton 3.6) or in a chain."""
-    launch((), (X, None), LAST)
+    launch((X, None))
     hook = SimpleNamespace(calls=[print]) if chain else print
     monkeypatch.setattr(compat.knobs, "runtime", SimpleNamespace(**dict.fromkeys(
         ("launch_enter_hook", "launch_exit_hook")) | {name: hook}))  # fmt: skip
-    launch = compiled.Launch(KERNEL, (7, 1, 1), launch.options)
-    launch((), (X, None), LAST)
+    launch = compiled.Launch(KERNEL, (7, 1, 1), launch.options, LAST)
+    launch((X, None))
     assert driver_of(launch).launches[1:] == [("hooked", (7, 1, 1), (X.data_ptr(), 3, 0.5))]
+
+
+class CudaLauncher:
+    """A launcher like that of triton 3.6, which adds two flags and scratch memory."""
+
+    def __init__(self, scratch: int) -> None:
+        self.global_scratch_size, self.profile_scratch_size = scratch, 0
+        self.launch_cooperative_grid, self.launch_pdl = "cooperative", "pdl"
+        self.launches: list[tuple[Any, ...]] = []
+        self.called = 0
+
+    def launch(self, *args: Any) -> None:
+        self.launches.append(args)
+
+    def __call__(self, gridX, gridY, gridZ, stream, function, *args) -> None:
+        self.called += 1
+        place = (gridX, gridY, gridZ, stream, function, "cooperative", "pdl")
+        self.launch(*place, self.global_scratch_size or None, None, *args)
+
+
+@pytest.mark.parametrize("scratch", [0, 64])
+def test_a_thin_launcher_is_skipped(launch: Any, scratch: int, monkeypatch: Any) -> None:
+    """Its flags and the memory that no kernel here needs are passed on as it would."""
+    run = CudaLauncher(scratch)
+    monkeypatch.setattr(Compiled, "run", run)
+    launch((X, None))
+    place = (7, 1, 1, "stream of 0", "function", "cooperative", "pdl", scratch or None, None)
+    assert run.launches == [(*place, "metadata", None, None, None, X.data_ptr(), 3, 0.5)]
+    assert run.called == (scratch > 0)
+
+
+class Metadata(NamedTuple):
+    tensordesc_meta: Any
+
+
+def test_the_parts_of_descriptors_are_made_once(
+    made: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For each address of a tensor; the launcher is made for the parts."""
+    made_parts: list[Any] = []
+
+    def parts(descriptor: Any, metadata: Any) -> list[Any]:
+        made_parts.append((descriptor.base.data_ptr(), metadata))
+        return [f"map of {metadata}", 8, 1]
+
+    driver = importlib.import_module("triton.backends.nvidia.driver")
+    monkeypatch.setattr(driver, "make_tensordesc_arg", parts)
+    monkeypatch.setattr(compat, "is_compiled", lambda kernel: True)
+    monkeypatch.setattr(compat, "current_stream", lambda device: "stream")
+    monkeypatch.setattr(Compiled, "metadata", Metadata(["first", "second"]))
+    monkeypatch.setattr(KERNEL, "arg_names", ("a", "b", "c", "t", "n", "C"))
+
+    class Descriptor:
+        block_shape, layout, base = [4, 4], "layout", X
+
+    copies = (Descriptor(), None, Descriptor())
+    launch = compiled.Launch(KERNEL, (7, 1, 1), {}, LAST, copies)
+    x, y = torch.zeros(4), torch.zeros(4)
+    for bases in ((x, None, y), (x, None, y), (y, None, y)):
+        launch((X, None), bases)
+    assert made_parts == [
+        (x.data_ptr(), "first"),
+        (y.data_ptr(), "second"),
+        (y.data_ptr(), "first"),
+    ]
+    driver = driver_of(launch)
+    of_copy = ["nvTmaDesc", "i32", "i32", "i64", "i64"]
+    assert list(driver.src.signature.values()) == [*of_copy, *of_copy, "*fp32", "i32", "fp32"]
+    assert driver.metadata.tensordesc_meta is None
+    last = driver.launches[-1][9:]
+    assert last == ("map of first", 8, 1, "map of second", 8, 1, X.data_ptr(), 3, 0.5)
 
 
 def of_another_driver(self: Any, *args: Any, **options: Any) -> None:
@@ -226,7 +297,7 @@ def test_another_driver_is_launched_in_public(
 ) -> None:
     monkeypatch.setattr(Compiled, "run", run)
     for _ in range(2):
-        launch((), (X, None), LAST)
+        launch((X, None))
     want = ((7, 1, 1), ((X, None), *LAST), {"num_warps": 4, "enable_fp_fusion": True})
     assert KERNEL.launches == [want] * 2
 
@@ -236,7 +307,7 @@ def test_a_kernel_of_the_interpreter_is_launched_in_public(
 ) -> None:
     """Also on tensors of a GPU, which ``Launch`` launches."""
     monkeypatch.setattr(compat, "is_compiled", is_compiled)
-    launch((), (X, None), LAST)
+    launch((X, None))
     assert [args for _, args, _ in KERNEL.launches] == [((X, None), *LAST)]
     assert not made
 

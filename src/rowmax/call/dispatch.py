@@ -6,15 +6,15 @@ A backend is imported only for a problem on a kind of device that it runs on.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache, partial
 from importlib import import_module
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
-from .inputs import Gradients, Tensors, Wanted
-from .problem import Problem
+from .inputs import Gradients, Options, Tensors, Wanted
+from .problem import Problem, problem_of
 
 Call = Literal["forward", "backward"]
 
@@ -41,9 +41,11 @@ PLAIN_OPERATIONS = ("reference",)
 class Backend(Protocol):
     """The functions that the module of a backend has.
 
-    It may have two more. ``lacks(problem, call) -> dict[str, str]`` names the results that it does
-    not compute of a call that ``supports`` accepts, each with the reason.
+    It may have three more. ``lacks(problem, call) -> dict[str, str]`` names the results that it
+    does not compute of a call that ``supports`` accepts, each with the reason.
     ``notes(problem, call) -> list[str]`` returns sentences that ``explain`` prints below a job.
+    ``record(run, given)`` returns the results of ``run(given)``, and a function that repeats its
+    launches for tensors like these or returns None; or None in its place.
     """
 
     def supports(self, problem: Problem, call: Call) -> str | None:
@@ -68,6 +70,21 @@ class Backend(Protocol):
         ...
 
 
+class Limit(NamedTuple):
+    """A limit of a backend, and the sentence about a problem past it."""
+
+    keeps: Callable[[Problem], bool]
+    sentence: str  # ``{0.d}`` stands for the head size of the problem, and so on
+
+
+def beyond(limits: Iterable[Limit], problem: Problem) -> str | None:
+    """Return the sentence of the first limit that a problem does not keep, or None."""
+    for limit in limits:
+        if not limit.keeps(problem):
+            return limit.sentence.format(problem)
+    return None
+
+
 class Job(NamedTuple):
     """Results of a call that one backend computes together."""
 
@@ -84,6 +101,85 @@ class Plan(NamedTuple):
     backends: tuple[Backend | None, ...]
     first: Backend
     whole: Backend | None  # the backend that computes all results, if one does
+
+
+class Prepared:
+    """The calls of one kind: the same sizes, strides, dtypes, device and options.
+
+    The second call of a kind is recorded where its backend can; later ones repeat its launches.
+    """
+
+    __slots__ = ("_again", "options", "problem")
+
+    def __init__(self, options: Options, problem: Problem) -> None:
+        self.options = options
+        self.problem = problem
+        #: by direction, and what the tensors of a backward are like; None after the first call
+        self._again: dict[Any, Callable[[Any], Any] | None] = {}
+
+    def forward(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        """Return (out, lse)."""
+        again = self._again.get("forward")
+        found = None if again is None else again(tensors)
+        if found is not None:
+            return found
+        backend = choose(self.problem, "forward", self.options.backend).first
+        return self._run("forward", backend, partial(backend.forward, self.problem), tensors)
+
+    def backward(
+        self,
+        tensors: Tensors,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        wanted: Wanted,
+    ) -> Gradients:
+        """Return the wanted gradients."""
+        given = (*tensors, out, lse, dout, dlse)
+        # a hook on saved tensors may return others than the forward had
+        key = (wanted, *[None if x is None else (x.data_ptr() & 15, x.stride()) for x in given])
+        again = self._again.get(key)
+        found = None if again is None else again(given)
+        if found is not None:
+            return found
+        plan = choose(self.problem, "backward", self.options.backend)
+
+        def run(given: tuple[Any, ...]) -> Gradients:
+            *inputs, out, lse, dout, dlse = given
+            return run_backward(plan, self.problem, Tensors(*inputs), out, lse, dout, dlse, wanted)
+
+        return self._run(key, plan.whole, run, given)
+
+    def _run(self, key: Any, backend: Backend | None, run: Callable[[Any], Any], given: Any) -> Any:
+        record = getattr(backend, "record", None)
+        if record is None or key not in self._again:
+            self._again[key] = None
+            return run(given)
+        results, self._again[key] = record(run, given)
+        return results
+
+
+_prepared: dict[Any, Prepared] = {}
+_LIMIT = 4096
+
+
+def prepared(tensors: Tensors, options: Options) -> Prepared:
+    """Return what calls like this one have prepared. No size may be symbolic."""
+    try:
+        alike = [
+            None if x is None else (x.dtype, x.size(), x.stride(), x.data_ptr() & 15)
+            for x in tensors
+        ]
+    except RuntimeError:  # a tensor of ``torch.func`` has no address
+        return Prepared(options, problem_of(tensors, options))
+    key = (options, tensors.q.device, *alike)
+    found = _prepared.get(key)
+    if found is None:
+        if len(_prepared) >= _LIMIT:
+            _prepared.clear()
+        found = _prepared[key] = Prepared(options, problem_of(tensors, options))
+    return found
 
 
 @lru_cache(maxsize=512)

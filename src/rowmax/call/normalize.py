@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..masks import Ids, Mask, as_int
 from ..rules.mask import both_documents, ids_of_offsets
-from ..torch_compat import PLAIN, is_traced_or_transformed, values_are_readable
+from ..torch_compat import PLAIN, is_observed, plain_addresses, values_are_readable
 from .check import (
     Arguments,
     Shape,
@@ -21,20 +21,21 @@ from .check import (
     longest_of,
     number,
 )
+from .dispatch import Prepared
 from .inputs import Options, Tensors
-from .problem import Problem, problem_of
+from .problem import problem_of
 
 #: types of the other arguments in a signature. bool is left out: True == 1 would hit the entry of 1
 _USUAL = frozenset((float, int, str, type(None)))
 #: types of limits in a signature. A symbolic one has no hash
 _WHOLE = frozenset((int, type(None)))
-#: signature of a call that passed the checks -> its options and problem
-_passed: dict[Any, tuple[Options, Problem]] = {}
+#: by the signature of a call that passed the checks
+_passed: dict[Any, Prepared] = {}
 _LIMIT = 4096
 
 
-def normalized(a: Arguments) -> tuple[Tensors, Options, Problem | None]:
-    """Return the call of these arguments: inputs, options, and the problem if a call was like it.
+def normalized(a: Arguments) -> tuple[Tensors, Options, Prepared | None]:
+    """Return the call of these arguments: inputs, options, and what calls like it have prepared.
 
     Raises:
         TypeError, ValueError: naming the argument, what it got and what it accepts.
@@ -46,9 +47,11 @@ def normalized(a: Arguments) -> tuple[Tensors, Options, Problem | None]:
         except TypeError:  # a size of a meta tensor may be symbolic, and has no hash
             signature = passed = None
         if passed is not None:
-            check_seed(a.seed, a.q.device)
-            seed = _seed(a.seed, passed[0].dropout_p, a.q.device)
-            return Tensors(a.q, a.k, a.v, seed=seed), *passed
+            seed = None
+            if a.seed is not None or passed.options.dropout_p:
+                check_seed(a.seed, a.q.device)
+                seed = _seed(a.seed, passed.options.dropout_p, a.q.device)
+            return Tensors(a.q, a.k, a.v, seed=seed), passed.options, passed
     check_tensors(a)
     if a.cu_seqlens is not None:
         check_packed(a)
@@ -56,47 +59,51 @@ def normalized(a: Arguments) -> tuple[Tensors, Options, Problem | None]:
     check(a, shape)
     options = _options(a, shape)
     tensors = _tensors(a, shape, options)
-    if signature is not None:
-        if len(_passed) >= _LIMIT:
-            _passed.clear()
-        _passed[signature] = options, problem_of(tensors, options)
-    return tensors, options, None
+    if signature is None:
+        return tensors, options, None
+    if len(_passed) >= _LIMIT:
+        _passed.clear()
+    passed = _passed[signature] = Prepared(options, problem_of(tensors, options))
+    return tensors, options, passed
 
 
 def _signature(a: Arguments) -> tuple[Any, ...] | None:
-    """Return all that the checks read of a call whose only tensors are q, k, v and seed.
+    """Return all that checks and launches read of a call with q, k, v and seed alone.
 
-    None for any other call, and for one that is traced or transformed. The seed is checked each
-    time.
+    None for any other call, for one that something observes, and for tensors that are not plain.
+    The seed is checked each time.
     """
-    q, k, v, mask = a.q, a.k, a.v, a.mask
-    limits = mask.left, mask.right
-    others = a.scale, a.softcap, a.dropout_p, a.backend
+    q, k, v, mask, bias, alibi, scale, softcap, sink, dropout_p, seed, flag, backend, cu, _ = a
+    left, right = mask.left, mask.right
     if (
-        a.bias is not None
-        or a.alibi is not None
-        or a.sink is not None
-        or a.cu_seqlens is not None
-        or is_traced_or_transformed()
-        or not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN)
-        or not _USUAL.issuperset(map(type, others))
-        or not _WHOLE.issuperset(map(type, limits))
-        or type(a.deterministic) is not bool
+        bias is not None
+        or alibi is not None
+        or sink is not None
+        or cu is not None
         or mask.documents
         or mask.lengths is not None
         or mask.allowed is not None
-        or q.is_nested  # a nested tensor has no sizes
-        or k.is_nested
-        or v.is_nested
+        or torch.compiler.is_compiling()
+        or is_observed()
+        or type(left) not in _WHOLE
+        or type(right) not in _WHOLE
+        or type(flag) is not bool
+        or not (type(scale) in _USUAL and type(softcap) in _USUAL and type(dropout_p) in _USUAL)
+        or not (backend is None or type(backend) is str)
+        or not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN)
     ):
         return None
+    begins = plain_addresses((q, k, v, seed) if isinstance(seed, Tensor) else (q, k, v))
+    if begins is None:
+        return None
     return (
-        *[(t.dtype, t.layout, t.device, t.size()) for t in (q, k, v)],
-        a.deterministic,
+        q.dtype, q.device, q.size(), q.stride(), k.dtype, k.device, k.size(), k.stride(),
+        v.dtype, v.device, v.size(), v.stride(),
+        # an operand off the boundary of 16 bytes is copied, or has a kernel of its own
+        *[x & 15 for x in begins],
+        left, right, scale, softcap, dropout_p, backend, flag,
         torch.are_deterministic_algorithms_enabled(),
-        *limits,
-        *others,
-    )
+    )  # fmt: skip
 
 
 def _shape(a: Arguments) -> Shape:

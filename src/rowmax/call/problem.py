@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -165,24 +165,8 @@ def problem_of(tensors: Tensors, options: Options) -> Problem:
     )
 
 
-_problems: dict[Any, Problem] = {}
-_LIMIT = 4096
-
 #: inputs that packing leaves as they are
 _UNPACKED = ("bias", "allowed", "lengths")
-
-
-def known_problem(tensors: Tensors, options: Options) -> Problem:
-    """Return ``problem_of``, cached by shapes, dtype and device. No size may be symbolic."""
-    q, bias = tensors.q, tensors.bias
-    sizes = [None if x is None else x.size() for x in tensors]
-    key = (options, q.device, q.dtype, None if bias is None else bias.dtype, *sizes)
-    found = _problems.get(key)
-    if found is None:
-        if len(_problems) >= _LIMIT:
-            _problems.clear()
-        found = _problems[key] = problem_of(tensors, options)
-    return found
 
 
 def each_sequence(

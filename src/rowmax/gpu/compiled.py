@@ -1,7 +1,7 @@
-"""Kernels compiled before they are launched, and launched without what Triton looks up each time.
+"""Kernels compiled before they are launched, and launched without Triton's work of each launch.
 
-Calling a kernel would compile it anew for every number that is 1 or a multiple of 16, and works
-out at every launch what all of its arguments are.
+Calling a kernel would compile it anew for every number that is 1 or a multiple of 16, would derive
+the types of all arguments at every launch, and encode every descriptor again.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -33,15 +34,78 @@ _TYPES = {
 
 _MOST_KERNELS = 1024
 _MOST_READY = 64  # alignments of the pointers of one launch
+_MOST_PARTS = 256  # addresses of the tensor of one descriptor
+
+
+class Span:
+    """The rest of a tensor from an offset on, as an argument: cheaper to make than a view."""
+
+    __slots__ = ("offset", "tensor")
+
+    def __init__(self, tensor: Tensor, offset: int) -> None:
+        self.tensor = tensor
+        self.offset = offset  # bytes
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    def data_ptr(self) -> int:
+        return self.tensor.data_ptr() + self.offset
+
+    def view(self) -> Tensor:
+        """Return the rest of the tensor from here on, with one axis."""
+        return self.tensor.view(-1)[self.offset // self.tensor.element_size() :]
+
+
+class _Place:
+    """The address of the tensor of a descriptor."""
+
+    def __init__(self, address: int) -> None:
+        self.data_ptr = lambda: address
 
 
 class Kept:
     """A compiled kernel on one device, and the launches that use it."""
 
-    def __init__(self, kernel: Any, device: int) -> None:
+    def __init__(
+        self, kernel: Any, device: int, parts_of: Callable[[int, Any], compat.Parts] | None
+    ) -> None:
         self.kernel = kernel
         self.device = device
+        self.parts_of = parts_of  # of a descriptor (``compat.flatten_arguments``)
         self.users: WeakSet[Launch] = WeakSet()
+
+
+class Ready(NamedTuple):
+    """A launch with pointers of some alignment."""
+
+    run: Callable[..., None] | None  # None: the public way
+    parts_of: Callable[[int, Any], compat.Parts] | None
+    numbers: tuple[Any, ...]
+
+
+#: a launch at the addresses of its pointers, and of the tensors of its copies
+Addressed = Callable[[list[int], list[int]], None]
+#: by thread: the launches that ``recorded_by`` gathers
+_recorders: dict[int, list[tuple[Launch, Any, tuple[Any, ...]]]] = {}
+
+
+@contextmanager
+def recorded_by() -> Iterator[list[tuple[Launch, Any, tuple[Any, ...]]]]:
+    """Gather the launches of this thread, each as (launch, pointers, tensors of its copies)."""
+    found: list[tuple[Launch, Any, tuple[Any, ...]]] = []
+    _recorders[threading.get_ident()] = found
+    try:
+        yield found
+    finally:
+        del _recorders[threading.get_ident()]
+
+
+def _note_launch(launch: Launch, t: Any, bases: tuple[Any, ...]) -> None:
+    found = _recorders.get(threading.get_ident())
+    if found is not None:
+        found.append((launch, t, bases))
 
 
 #: by kernel, device, signature and options; the one used last is the last
@@ -50,8 +114,11 @@ _kernels_lock = threading.Lock()
 
 
 def _evicted() -> list[Kept]:
-    """Remove the oldest kernels past the bound. One that a launch or a CUDA graph may still run
-    stays: from triton 3.9 on, a kernel that nothing refers to is unloaded from its device."""
+    """Remove and return the oldest kernels past the bound.
+
+    One that a launch or a CUDA graph may still run stays: from triton 3.9 on, a kernel that nothing
+    refers to is unloaded from its device.
+    """
     if len(_kernels) <= _MOST_KERNELS or compat.graphs_exist():
         return []
     unused = [key for key, x in _kernels.items() if not x.users]
@@ -67,69 +134,122 @@ def _unload(evicted: list[Kept]) -> None:
 
 
 class Signature(NamedTuple):
-    """What a kernel is compiled for, as Triton wants it told."""
+    """The types, constants and alignments that a kernel is compiled for, as Triton takes them."""
 
     types: dict[str, Any]
     constants: dict[tuple[int, ...], Any]
     attributes: dict[tuple[int, ...], Any]
 
-    def taken(self) -> list[Any]:
-        """The types of what the compiled kernel takes, one by one."""
+    def flat(self) -> list[Any]:
+        """Return the types of the arguments of the compiled kernel, one by one."""
         return [x for x in _leaves(self.types.values()) if x != "constexpr"]
 
 
 class Launch:
-    """A kernel with a grid and all of its arguments but a bundle of pointers."""
+    """A kernel with a grid and all of its arguments but the tensors.
+
+    A kernel takes ``(*copies, t, *last)``: descriptors of tensors, a record of pointers, then
+    numbers and constants.
+    """
 
     source: Any = ASTSource  # of the language that the kernel is written in
 
-    def __init__(self, kernel: Any, grid: tuple[int, int, int], options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        options: dict[str, Any],
+        last: tuple[Any, ...] = (),
+        copies: tuple[Any, ...] = (),
+    ) -> None:
         self.kernel = kernel
         self.grid = grid
         self.options = options
-        #: what launches (None: the public way) and its numbers, by which pointers there are and
-        #: are aligned
-        self._ready: dict[
-            tuple[bool | None, ...], tuple[Callable[..., None] | None, tuple[Any, ...]]
-        ] = {}
+        self.last = last
+        self.copies = copies  # descriptors without their tensors; None where there is no copy
+        present = [(place, x) for place, x in enumerate(copies) if x is not None]
+        self._copies: list[tuple[int, Any, dict[int, compat.Parts]]] = [
+            (place, x, {}) for place, x in present
+        ]
+        #: by which pointers there are and are aligned
+        self._ready: dict[tuple[bool | None, ...], Ready] = {}
 
-    def __call__(self, first: tuple[Any, ...], t: Any, last: tuple[Any, ...]) -> None:
-        """Launch with the arguments ``(*first, t, *last)`` on the current stream.
+    def __call__(self, t: Any, bases: tuple[Any, ...] = ()) -> None:
+        """Launch on the current stream.
 
-        ``t`` holds tensors, or None where a term is missing; ``first`` holds descriptions of
-        tensors, or None, always in the same places; ``last`` does not change from call to call.
+        ``t`` holds tensors, or None where a term is missing; ``bases`` are the tensors of
+        ``copies``.
         """
-        kind = tuple([None if x is None else x.data_ptr() & 15 == 0 for x in t])
-        found = self._ready.get(kind)
-        if found is None:
-            found = self._made_ready(kind, (*first, t, *last), last)
-        ready, numbers = found
-        if ready is None:
-            self.public(*first, t, *last)
+        if _recorders:
+            _note_launch(self, t, bases)
+        pointers = [None if x is None else x.data_ptr() for x in t]
+        run, parts_of, numbers = self._ready_for(pointers, t, bases)
+        if run is None:
+            self.public(t, bases)
             return
-        copies = [x for x in first if x is not None]
-        ready(*copies, *[x.data_ptr() for x in t if x is not None], *numbers)
+        if parts_of is None:
+            parts = [_over(x, bases[place]) for place, x, _ in self._copies]
+        else:
+            parts = self._parts([bases[place].data_ptr() for place, _, _ in self._copies], parts_of)
+        run(*parts, *[x for x in pointers if x is not None], *numbers)
 
-    def public(self, *args: Any) -> None:
+    def addressed(self, t: Any, bases: tuple[Any, ...] = ()) -> Addressed | None:
+        """Return the launch at addresses: of pointers that are there and aligned like those of
+        ``t``, and of the tensors of copies. None where only the public way launches."""
+        run, parts_of, numbers = self._ready_for(
+            [None if x is None else x.data_ptr() for x in t], t, bases
+        )
+        if run is None or (self._copies and parts_of is None):
+            return None
+        if parts_of is None:
+            return lambda pointers, bases: run(*pointers, *numbers)
+        parts = self._parts
+        return lambda pointers, bases: run(*parts(bases, parts_of), *pointers, *numbers)
+
+    def _parts(
+        self, addresses: list[int], parts_of: Callable[[int, Any], compat.Parts]
+    ) -> compat.Parts:
+        """Return the parts of all descriptors, made once for each address of a tensor."""
+        found: compat.Parts = []
+        for n, ((_, copy, known), address) in enumerate(zip(self._copies, addresses, strict=True)):
+            parts = known.get(address)
+            if parts is None:
+                if len(known) >= _MOST_PARTS:
+                    known.clear()
+                parts = known[address] = parts_of(n, _over(copy, _Place(address)))
+            found += parts
+        return found
+
+    def public(self, t: Any, bases: tuple[Any, ...] = ()) -> None:
         """Launch as users of Triton do: slower, but with nothing of Triton that is private."""
+        args = self.arguments(t, bases)
         with assembling(current_arch() if compat.is_compiled(self.kernel) else None) as more:
             self.kernel[self.grid](*args, **self.options, **more)
 
-    def _made_ready(
-        self, kind: tuple[bool | None, ...], args: tuple[Any, ...], last: tuple[Any, ...]
-    ) -> tuple[Callable[..., None] | None, tuple[Any, ...]]:
-        ready = None
+    def arguments(self, t: Any, bases: tuple[Any, ...] = ()) -> tuple[Any, ...]:
+        """Return all arguments of the kernel for these tensors, spans as tensors."""
+        both = zip(self.copies, map(_whole, bases), strict=True)
+        copies = [None if x is None else _over(x, base) for x, base in both]
+        return (*copies, type(t)(*map(_whole, t)) if hasattr(t, "_fields") else t, *self.last)
+
+    def _ready_for(self, pointers: list[int | None], t: Any, bases: tuple[Any, ...]) -> Ready:
+        kind = tuple([None if x is None else not x & 15 for x in pointers])
+        found = self._ready.get(kind)
+        if found is not None:
+            return found
+        found = Ready(None, None, ())
         if compat.is_compiled(self.kernel):
-            kept = self.loaded(*args)
-            ready = compat.launcher(kept.kernel, self.grid, kept.device)
-        found = ready, tuple(_given(last))
+            kept = self.loaded(*self.arguments(t, bases))
+            run = compat.launcher(kept.kernel, self.grid, kept.device)
+            found = Ready(run, kept.parts_of, tuple(_numbers(self.last)))
         if len(self._ready) >= _MOST_READY:
             self._ready.clear()
         self._ready[kind] = found
         return found
 
     def loaded(self, *args: Any) -> Kept:
-        """The kernel for these arguments on the current device, compiled once for all launches."""
+        """Return the kernel for these arguments on the current device, compiled once for all
+        launches."""
         signature = self.signature(*args)
         device = torch.cuda.current_device()
         key = (
@@ -142,13 +262,14 @@ class Launch:
         if kept is not None:
             return kept
         kernel = self.compile(*args)
-        # from which Triton makes its launcher, then given neither bundles nor constants: it
-        # would take each apart at every launch. Before other threads find the kernel
-        kernel.src.signature = dict(enumerate(signature.taken()))
-        return self._found(key, Kept(kernel, device))
+        # before other threads find the kernel: Triton makes its launcher of the types, and would
+        # take records and constants apart at every launch
+        parts_of = compat.flatten_arguments(kernel, signature.flat())
+        return self._found(key, Kept(kernel, device, parts_of))
 
     def _found(self, key: Any, new: Kept | None = None) -> Any:
-        """The kept kernel of a key, which this launch then uses; ``new`` where there is none."""
+        """Return the kept kernel of a key, which this launch then uses; ``new`` where there is
+        none."""
         evicted: list[Kept] = []
         with _kernels_lock:
             kept = _kernels.get(key, new)
@@ -162,7 +283,7 @@ class Launch:
         return kept
 
     def compile(self, *args: Any, target: Any = None) -> Any:
-        """The kernel for these arguments, for the current device or for another target."""
+        """Return the kernel for these arguments, for the current device or another target."""
         source = self.source(self.kernel, *self.signature(*args))
         target = target or triton.runtime.driver.active.get_current_target()
         with assembling(target.arch) as more:
@@ -175,8 +296,20 @@ class Launch:
         return found
 
 
+def _whole(x: Any) -> Any:
+    return x.view() if isinstance(x, Span) else x
+
+
+def _over(copy: Any, base: Any) -> Any:
+    """Return a descriptor with its tensor."""
+    # without the checks of the constructor, which its template has passed
+    found = object.__new__(type(copy))
+    found.__dict__ = copy.__dict__ | {"base": base}
+    return found
+
+
 def _leaves(x: Any) -> Iterator[Any]:
-    """What is in a bundle, and in those within it."""
+    """Yield the members of a record, and of those within it."""
     for y in x:
         if isinstance(y, tuple):
             yield from _leaves(y)
@@ -184,13 +317,14 @@ def _leaves(x: Any) -> Iterator[Any]:
             yield y
 
 
-def _given(last: tuple[Any, ...]) -> list[Any]:
-    """The numbers among the last arguments, which alone a compiled kernel takes."""
+def _numbers(last: tuple[Any, ...]) -> list[Any]:
+    """Return the numbers among the last arguments: a compiled kernel takes no others of them."""
     return [x for x in _leaves(last) if x is not None and not isinstance(x, tl.constexpr)]
 
 
 def _described(x: Any, path: tuple[int, ...], found: Signature) -> Any:
-    """The type of an argument, or of each in a bundle; constants and alignments go to found."""
+    """Return the type of an argument, or of each in a record; add constants and alignments to
+    ``found``."""
     if x is None or isinstance(x, tl.constexpr):
         found.constants[path] = None if x is None else x.value
         return "constexpr"
@@ -202,7 +336,7 @@ def _described(x: Any, path: tuple[int, ...], found: Signature) -> Any:
         return "fp32"
     if isinstance(x, int):
         return "i32" if -(2**31) <= x < 2**31 else "i64"
-    if hasattr(x, "block_shape"):  # what a copy engine is told of a tensor
+    if hasattr(x, "block_shape"):  # a descriptor of copies
         box = ", ".join(map(str, x.block_shape))
         return f"tensordesc<{_TYPES[x.base.dtype][1:]}[{box}],{x.layout!r}>"
     parts = [_described(y, (*path, i), found) for i, y in enumerate(x)]

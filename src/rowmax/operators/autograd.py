@@ -8,14 +8,15 @@ These refuse what they cannot do, wherever they run: eager, traced or exported.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..call.dispatch import PLAIN_OPERATIONS, check_wanted, choose
+from ..call.dispatch import PLAIN_OPERATIONS, Prepared, check_wanted, choose
+from ..call.dispatch import prepared as prepared_of
 from ..call.inputs import Options, Tensors, Wanted
-from ..call.problem import Problem, known_problem
+from ..call.problem import Problem
 from ..torch_compat import (
     DispatchKeySet,
     SingleLevelFunction,
@@ -26,28 +27,37 @@ from ..torch_compat import (
     is_fake,
     is_forward_mode,
     is_observed,
-    is_plain,
     is_traced,
     is_traced_by_make_fx,
     is_transformed,
+    plain_addresses,
     single_level_autograd,
 )
 from . import flop_counter, library
 
 
-def attend(tensors: Tensors, options: Options, problem: Problem | None) -> tuple[Tensor, Tensor]:
+def attend(tensors: Tensors, options: Options, prepared: Prepared | None) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of a normalized call, differentiable."""
     if options.backend in PLAIN_OPERATIONS and _has_values(tensors):
-        out, lse = library.forward(tensors, options, problem)  # autograd sees every step of it
+        out, lse = prepared_of(tensors, options).forward(tensors)  # autograd sees every step
         return _connected(out, tensors), _connected(lse, tensors)
+    if prepared is not None:  # of plain tensors that nothing observes
+        return _direct(prepared, tensors if tensors.seed is not None else tensors[:3])
     if not torch.compiler.is_compiling():
         if _is_direct(tensors):
-            if any_requires_grad(tensors):
-                direct = _Direct(options, problem or known_problem(tensors, options))
-                return _Attention.apply(direct, *tensors)  # pyright: ignore
-            return library.forward(tensors, options, problem)
+            return _direct(prepared_of(tensors, options), tensors)
         flop_counter.register()
     return torch.ops.rowmax.forward(*tensors, *options)
+
+
+def _direct(prepared: Prepared, tensors: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) past the dispatcher, of the first inputs or all of them.
+
+    Autograd takes time for every argument.
+    """
+    if any_requires_grad(tensors):
+        return _Attention.apply(prepared, *tensors)  # pyright: ignore
+    return prepared.forward(Tensors(*tensors))
 
 
 def _is_direct(tensors: tuple[Tensor | None, ...]) -> bool:
@@ -55,7 +65,7 @@ def _is_direct(tensors: tuple[Tensor | None, ...]) -> bool:
 
     The dispatcher would then change nothing, and take a third of a small call's time.
     """
-    return not is_observed() and not [t for t in tensors if t is not None and not is_plain(t)]
+    return not is_observed() and plain_addresses(tensors) is not None
 
 
 def _has_values(tensors: Tensors) -> bool:
@@ -128,37 +138,29 @@ def _check_backward(problem: Problem, name: str, wanted: tuple[bool, ...]) -> No
         check_wanted(plan, Wanted(*wanted))
 
 
-class _Direct(NamedTuple):
-    """A call past the dispatcher."""
-
-    options: Options
-    problem: Problem
-
-
 class _Attention(_Function):
     """The forward operator between autograd and the kernels below it.
 
-    ``way`` is a ``_Direct``, and the inputs are the tensors; or the dispatch keys below autograd,
-    and the inputs are those of the operator.
+    ``way`` is what a call past the dispatcher has prepared, and the inputs are the tensors; or
+    ``way`` holds the dispatch keys below autograd, and the inputs are those of the operator.
     """
 
     @staticmethod
-    def forward(ctx: Any, way: DispatchKeySet | _Direct, *inputs: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, way: DispatchKeySet | Prepared, *inputs: Any) -> tuple[Tensor, Tensor]:
         tensors = inputs[: library.N_TENSORS]
-        if isinstance(way, _Direct):
-            options, problem = way
-            if options.backend is not None:
-                wanted = ctx.needs_input_grad[1 : 1 + library.N_DIFFERENTIABLE]
-                _check_backward(problem, options.backend, wanted)
-            out, lse = library.forward(Tensors(*tensors), options, problem)
+        if isinstance(way, Prepared):
+            ctx.prepared, ctx.options = way, way.options
+            if way.options.backend is not None:
+                _check_backward(way.problem, way.options.backend, _wanted(ctx))
+            out, lse = way.forward(Tensors(*tensors))
         else:
             # The backend is checked in the backward: the problem of a traced or transformed call
             # may not be the one that runs.
-            options, problem = inputs[library.N_TENSORS :], None
+            ctx.prepared, ctx.options = None, inputs[library.N_TENSORS :]
             out, lse = _redispatch(_forward_operator, way, inputs)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, out, lse)
-        ctx.options, ctx.problem, ctx.n_inputs = options, problem, len(inputs)
+        ctx.n_inputs = len(inputs)
         return out, lse
 
     @staticmethod
@@ -166,19 +168,25 @@ class _Attention(_Function):
         dout, dlse = grads
         if dout is None and dlse is None:
             return (None,) * (1 + ctx.n_inputs)
-        saved = ctx.saved_tensors
-        tensors, (out, lse) = saved[: library.N_TENSORS], saved[library.N_TENSORS :]
-        wanted = ctx.needs_input_grad[1 : 1 + library.N_DIFFERENTIABLE]
+        *inputs, out, lse = ctx.saved_tensors
+        tensors, wanted = Tensors(*inputs), _wanted(ctx)
         dout = torch.zeros_like(out) if dout is None else dout
         dispatched = torch.is_grad_enabled() or torch.compiler.is_compiling()
-        if not dispatched and _is_direct((*saved, dout, dlse)):
-            call = Tensors(*tensors), Options(*ctx.options), ctx.problem
-            gradients = library.backward(dout, dlse, out, lse, Wanted(*wanted), *call)
+        if not dispatched and _is_direct((*inputs, out, lse, dout, dlse)):
+            prepared = ctx.prepared or prepared_of(tensors, Options(*ctx.options))
+            gradients = prepared.backward(tensors, out, lse, dout, dlse, wanted)
         else:
             given = (dout, dlse, out, lse, list(wanted), *tensors, *ctx.options)
             gradients = torch.ops.rowmax.backward(*given)
-            gradients = (g if want else None for g, want in zip(gradients, wanted, strict=True))
-        return (None, *gradients, *(None,) * (ctx.n_inputs - library.N_DIFFERENTIABLE))
+            gradients = [g if want else None for g, want in zip(gradients, wanted, strict=True)]
+        found = [None, *gradients][: 1 + ctx.n_inputs]
+        return (*found, *(None,) * (1 + ctx.n_inputs - len(found)))
+
+
+def _wanted(ctx: Any) -> Wanted:
+    """Return which inputs need a gradient; those that were left out need none."""
+    needed = ctx.needs_input_grad[1 : 1 + library.N_DIFFERENTIABLE]
+    return Wanted(*needed, *(False,) * (library.N_DIFFERENTIABLE - len(needed)))
 
 
 class _AttentionBackward(_Function):

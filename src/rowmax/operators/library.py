@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ..call.check import check_packed_values
-from ..call.dispatch import choose, run_backward
-from ..call.inputs import DIFFERENTIABLE, Gradients, Options, Tensors, Wanted, schema
-from ..call.problem import Problem, known_problem, problem_of
+from ..call.dispatch import prepared
+from ..call.inputs import DIFFERENTIABLE, Options, Tensors, Wanted, schema
+from ..call.problem import Problem, problem_of
 from . import vmap as vmap_rules
 
 _SCHEMA = schema()
@@ -36,37 +36,15 @@ def split(inputs: tuple[Any, ...]) -> tuple[Tensors, Options]:
 def _forward_kernel(*inputs: Any) -> tuple[Tensor, Tensor]:
     tensors, options = split(inputs)
     check_packed_values(tensors, options)
-    return forward(tensors, options)
-
-
-def forward(
-    tensors: Tensors, options: Options, problem: Problem | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) from the backend of the call, past the dispatcher."""
-    problem = problem or known_problem(tensors, options)
-    return choose(problem, "forward", options.backend).first.forward(problem, tensors)
-
-
-def backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    wanted: Wanted,
-    tensors: Tensors,
-    options: Options,
-    problem: Problem | None = None,
-) -> Gradients:
-    """Return the wanted gradients from the backends of the call, past the dispatcher."""
-    problem = problem or known_problem(tensors, options)
-    plan = choose(problem, "backward", options.backend)
-    return run_backward(plan, problem, tensors, out, lse, dout, dlse, wanted)
+    return prepared(tensors, options).forward(tensors)
 
 
 def _backward_kernel(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, wanted: list[bool], *inputs: Any
 ) -> tuple[Tensor, ...]:
-    gradients = backward(dout, dlse, out, lse, Wanted(*wanted), *split(inputs))
+    tensors, options = split(inputs)
+    call = prepared(tensors, options)
+    gradients = call.backward(tensors, out, lse, dout, dlse, Wanted(*wanted))
     return tuple(dout.new_empty(0) if g is None else g for g in gradients)
 
 

@@ -1,6 +1,7 @@
-"""Numbers of each row that a backward needs before its tiles, over torch tensors.
+"""Numbers of each row that a backward needs before its tiles.
 
 ``Delta_i = dO_i . out_i``; the gradient of lse enters beside it: ``dS = P (dP - (Delta - dLSE))``.
+Rules of numbers, which kernels bind to their language, and below them what they give over tensors.
 """
 
 from __future__ import annotations
@@ -8,7 +9,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .softmax import LOG2E
+from . import bound
+from .softmax import LOG2E, exp2, inf, where
+
+
+def without_weights(lse):
+    """Return lse, but +inf for -inf, which makes weights 0.
+
+    It is -inf for a row that sees nothing, and for a sink that is too low for base 2.
+    """
+    return where(lse == -inf, inf, lse)
+
+
+def sink_weight(sink, lse, rest):
+    """Return ``exp(sigma - LSE)`` of a row; lse is natural and not -inf.
+
+    LSE is the sum of lse and ``rest``, in base 2: the part that rounding took from lse. In natural
+    units the sink may be as large as its dtype goes.
+    """
+    return exp2((sink - lse) * LOG2E - rest)
+
+
+_without_weights = bound(without_weights, where=lambda condition, x, y: y.masked_fill(condition, x))
+_sink_weight = bound(sink_weight, exp2=torch.exp2)
 
 
 def delta(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
@@ -23,12 +46,8 @@ def delta(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor
 
 
 def score_lse(lse: Tensor, natural: bool) -> Tensor:
-    """Return lse in the units of the scores, but +inf for -inf, which makes weights 0.
-
-    It is -inf for a row that sees nothing, and for a sink that is too low for base 2.
-    """
-    lse = lse if natural else lse * LOG2E
-    return lse.masked_fill(lse == -torch.inf, torch.inf)
+    """Return lse in the units of the scores, +inf for a row without weights."""
+    return _without_weights(lse if natural else lse * LOG2E)
 
 
 def dsink(sink: Tensor, lse: Tensor, delta: Tensor, rest: Tensor | None) -> Tensor:
@@ -36,6 +55,6 @@ def dsink(sink: Tensor, lse: Tensor, delta: Tensor, rest: Tensor | None) -> Tens
 
     lse is natural; LSE is its sum with ``rest``, the part that rounding took from lse.
     """
-    x = sink.detach()[:, None].to(lse.dtype) - lse
-    weight = torch.exp(x if rest is None else x - rest)
-    return -(weight.masked_fill(lse == -torch.inf, 0.0) * delta).sum((0, 2))
+    rest2 = 0.0 if rest is None else rest * LOG2E
+    weight = _sink_weight(sink.detach()[:, None].to(lse.dtype), _without_weights(lse), rest2)
+    return -(weight * delta).sum((0, 2))

@@ -5,19 +5,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...call.dispatch import Limit, beyond
 from ...call.problem import Gradients, Problem, Tensors, Wanted
 
-__all__ = ["backward", "forward", "lacks", "notes", "supports"]
+__all__ = ["backward", "forward", "lacks", "notes", "record", "supports"]
+
+
+#: a call that keeps all of these has a kernel
+LIMITS = (
+    Limit(
+        lambda p: p.dtype in (torch.float16, torch.bfloat16),
+        "it takes float16 and bfloat16, the tensors are {0.dtype}",
+    ),
+    Limit(
+        lambda p: max(p.d, p.dv) <= 256,
+        "it takes head sizes up to 256, these are {0.d} and {0.dv}",
+    ),
+    Limit(
+        lambda p: p.d % 8 == p.dv % 8 == 0,
+        "it takes head sizes that are multiples of 8, these are {0.d} and {0.dv}",
+    ),
+    Limit(lambda p: p.scale > 0.0, "it takes a scale above 0"),
+    Limit(lambda p: p.dropout_p == 0, "it does not take dropout"),
+    Limit(lambda p: p.allowed is None, "it does not take boolean masks"),
+    Limit(lambda p: p.align == "keys", "it aligns positions to the keys, not to prefix lengths"),
+    Limit(
+        lambda p: not (p.varlen and p.documents),
+        "it does not take documents within packed sequences",
+    ),
+)
 
 
 def supports(problem: Problem, call: str) -> str | None:
     """Return None, or the sentence that says why not."""
-    reason = _refused(problem)
+    reason = beyond(LIMITS, problem)
     if call == "backward":
         reason = reason or _refused_backward(problem)
     return reason or _missing(problem.device_index)
@@ -49,6 +77,13 @@ def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
     return host.forward(problem, tensors)
 
 
+def record(run: Callable[[Any], Any], given: Any) -> tuple[Any, Callable[[Any], Any] | None]:
+    """Return the results of a call, and the function that repeats its launches, or None."""
+    from .. import replay
+
+    return replay.record(run, given)
+
+
 def backward(
     problem: Problem,
     tensors: Tensors,
@@ -61,27 +96,6 @@ def backward(
     from . import backward_host
 
     return backward_host.backward(problem, tensors, out, lse, dout, dlse, wanted)
-
-
-def _refused(p: Problem) -> str | None:
-    """Return why no kernel computes a problem, or None."""
-    if p.dtype not in (torch.float16, torch.bfloat16):
-        return f"it takes float16 and bfloat16, the tensors are {p.dtype}"
-    if max(p.d, p.dv) > 256:
-        return f"it takes head sizes up to 256, these are {p.d} and {p.dv}"
-    if p.d % 8 or p.dv % 8:
-        return f"it takes head sizes that are multiples of 8, these are {p.d} and {p.dv}"
-    if p.scale == 0.0:
-        return "it takes a scale above 0"
-    if p.dropout_p > 0:
-        return "it does not take dropout"
-    if p.allowed is not None:
-        return "it does not take boolean masks"
-    if p.align == "lengths":
-        return "it aligns positions to the keys, not to prefix lengths"
-    if p.varlen and p.documents:
-        return "it does not take documents within packed sequences"
-    return None
 
 
 def _refused_backward(p: Problem) -> str | None:

@@ -18,7 +18,8 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from ...call.problem import Gradients, Problem, Tensors, Wanted
-from ..compiled import Launch
+from ..compiled import Launch, Span
+from ..kept import Plans
 from ..triton.preprocess import row_sums
 from . import packed, row_stats
 from .backward_args import (
@@ -55,12 +56,13 @@ from .backward_tiles import (
 )
 from .documents import tile_spans
 from .host import GluonLaunch, processors
-from .kept import Plans
 from .lib.order import SECTION_BYTES, dense_table, touched_tile_count
-from .lib.tma import Descriptors, aligned, descriptor, is_aligned, placed, strides
+from .lib.tma import Descriptors, aligned, descriptor, is_aligned, strides
 
 _LOG2E = math.log2(math.e)
 _MOST_PLANS = 256
+#: int32 words in front of the done steps; a kernel takes tiles by one of them
+_COUNTERS = 16
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 #: of a launch that begins beside the end of the one before (backward_lib.follow)
 _FOLLOWS = _OPTIONS | {"launch_pdl": True}
@@ -80,24 +82,21 @@ class Work(NamedTuple):
     config: Config
     table: Tensor | None  # the order of the tiles; packed calls make theirs on the device
     ends: Tensor | None  # of each block's places in it
-    copies: Descriptors
-    last: tuple[Any, ...]  # the arguments after the pointers
     launch: Launch
 
 
 class Plan(NamedTuple):
     """The part of a backward that its problem and strides decide."""
 
-    stats: tuple[int, ...]  # shape of lse and delta
-    sums: tuple[int, ...] | None  # shape of the sums of dq
+    tiles: int  # of rows, a plane
+    stats: int  # float32 numbers of lse and delta
+    sums: int  # and behind them of the sums of dq
     before: Launch
     dbias: str  # ``gradient_by``; "" where it is not made here
     shared: Work | None  # dbias of a bias that sequences or heads share
     works: tuple[Work, ...]  # the fused kernel; or dq, and dk with dv
     after: Launch  # dq, from its sums or from dbias
-    done: int  # words of done steps
-    rows_last: tuple[Any, ...]  # the arguments of ``before`` that follow the pointers
-    after_last: tuple[Any, ...]
+    done: int  # words of done steps, if dq is added to in an order
 
     @property
     def fused(self) -> FusedConfig | None:
@@ -221,7 +220,7 @@ def launch(
             lengths = tensors.lengths
             lengths = None if lengths is None else lengths.contiguous()
             args = ProductPointers(dbias, tensors.k, dq, lengths)
-        plan.after((), args, plan.after_last)
+        plan.after(args)
     dq, dk, dv = (x if w else None for x, w in zip(made[:3], wanted[:3], strict=True))
     return Gradients(dq, dk, dv, sum_dbias(dbias, tensors.bias), dsink)
 
@@ -264,21 +263,23 @@ def prepare(
     if tensors.sink is not None and (wanted.sink or plan.dbias == "column"):
         sink = tensors.sink.contiguous()
         parts = lse.new_empty(plan.before.grid[0]) if wanted.sink else None
-    ordered = fused is not None and fused.ORDERED
-    drawn = plan.works[0].config.DRAWN
+    floats = lse.new_empty(plan.stats + plan.sums)
+    words = None
+    if plan.done or plan.works[0].config.DRAWN:
+        words = lse.new_empty(_COUNTERS + plan.done, dtype=torch.int32)
     t = RowPointers(
         out=out.contiguous(),
         dout=dout,
         lse=lse.contiguous(),
         dlse=None if dlse is None else dlse.contiguous(),
         sink=sink,
-        stats=lse.new_empty(plan.stats),
+        stats=floats,
         dsink=parts,
         cu_q=tensors.cu_seqlens_q,
         cu_k=tensors.cu_seqlens_k,
-        sums=None if plan.sums is None else lse.new_empty(plan.sums),
-        done=lse.new_empty(plan.done, dtype=torch.int32) if ordered else None,
-        counters=lse.new_empty(16, dtype=torch.int32) if drawn else None,
+        sums=Span(floats, 4 * plan.stats) if plan.sums else None,
+        done=None if words is None or not plan.done else Span(words, 4 * _COUNTERS),
+        counters=words if plan.works[0].config.DRAWN else None,
         dq=None if fused else made.q,  # else the launch after writes all of it
         dk=made.k,
         dv=made.v,
@@ -287,10 +288,10 @@ def prepare(
         scaled=dout.new_empty_strided(dout.shape, dout.stride()) if problem.natural else None,
     )
     fresh = fused is not None and fused.FRESH
-    plan.before((), t._replace(sums=None) if fresh else t, plan.rows_last)
+    plan.before(t._replace(sums=None) if fresh else t)
     if parts is None or sink is None:
         return t, None
-    return t, parts.view(-1, problem.hq, plan.stats[2] // ROW_TILE).sum((0, 2)).to(sink.dtype)
+    return t, parts.view(-1, problem.hq, plan.tiles).sum((0, 2)).to(sink.dtype)
 
 
 def run(
@@ -322,7 +323,7 @@ def run(
     if out is None and not isinstance(c, DbiasConfig):
         return
     args = pointers(work, problem, tensors, t, (out, dv, dbias), nth, order)
-    work.launch(placed(work.copies, operands), args, work.last)
+    work.launch(args, operands)
 
 
 def pointers(
@@ -342,7 +343,7 @@ def pointers(
         counter, ends, table = order[:3]
     elif c.DRAWN:
         assert t.counters is not None
-        counter = t.counters[nth:] if nth else t.counters
+        counter = Span(t.counters, 4 * nth) if nth else t.counters
     if q_ids is not None and k_ids is not None:
         q_ids, k_ids = q_ids.contiguous(), k_ids.contiguous()
         resident, streamed = (q_ids, k_ids) if c.QUERIES_RESIDENT else (k_ids, q_ids)
@@ -416,25 +417,21 @@ def build_plan(
         shared = build_work(p, c, tensors, dout, planes, rows)
     works = tuple(build_work(p, c, tensors, dout, planes, rows) for c in configs)
     fused = configs[0] if isinstance(configs[0], FusedConfig) else None
-    sums = None
-    if fused is not None and fused.DQ:
-        sums = (planes, rows // ROW_TILE, ROW_TILE * fused.D)
-    every = planes * (rows // ROW_TILE)
-    rows_last = row_arguments(p, configs[0], dout, rows // ROW_TILE)
-    after, after_last = Launch(row_stats.finish, (every, 1, 1), _FOLLOWS), rows_last
+    row_tiles = rows // ROW_TILE
+    grid, last = (planes * row_tiles, 1, 1), row_arguments(p, configs[0], dout, row_tiles)
+    after = Launch(row_stats.finish, grid, _FOLLOWS, last)
     if fused is not None and not fused.DQ:
-        after, after_last = product_of_dbias(p, fused, tensors.k)
+        after = product_of_dbias(p, fused, tensors.k)
     return Plan(
-        stats=(planes, 2, rows),
-        sums=sums,
-        before=Launch(row_stats.prepare, (every, 1, 1), _OPTIONS),
+        tiles=row_tiles,
+        stats=planes * 2 * rows,
+        sums=planes * rows * fused.D if fused is not None and fused.DQ else 0,
+        before=Launch(row_stats.prepare, grid, _OPTIONS, last),
         dbias=by,
         shared=shared,
         works=works,
         after=after,
-        done=done_words(p),
-        rows_last=rows_last,
-        after_last=after_last,
+        done=done_words(p) if fused is not None and fused.ORDERED else 0,
     )
 
 
@@ -473,8 +470,8 @@ def row_arguments(p: Problem, c: Config, dout: Tensor, tiles: int) -> tuple[Any,
     return numbers, RowConstants(*map(gl.constexpr, constants))
 
 
-def product_of_dbias(p: Problem, c: FusedConfig, k: Tensor) -> tuple[Launch, tuple[Any, ...]]:
-    """Return the launch that makes dq from dbias, and its arguments after the pointers."""
+def product_of_dbias(p: Problem, c: FusedConfig, k: Tensor) -> Launch:
+    """Return the launch that makes dq from dbias."""
     tile = DQ_OF_DBIAS
     tiles = -(-p.nq // tile.rows)
     eights = (s // 8 for s in strides(k)[:3])
@@ -485,8 +482,7 @@ def product_of_dbias(p: Problem, c: FusedConfig, k: Tensor) -> tuple[Launch, tup
         *map(gl.constexpr, (p.d, c.D, tile.rows, tile.columns, c.LEFT, c.RIGHT))
     )
     options = _FOLLOWS | {"num_warps": tile.warps, "num_stages": tile.stages}
-    launch = Launch(dq_of_dbias, (p.batch * p.hq * tiles, 1, 1), options)
-    return launch, (numbers, constants)
+    return Launch(dq_of_dbias, (p.batch * p.hq * tiles, 1, 1), options, (numbers, constants))
 
 
 def build_work(
@@ -514,9 +510,10 @@ def build_work(
         p.group,
         *bias_strides(tensors.bias if kind_of(p) == "tile" else None),
     )
+    last = (numbers, gl.constexpr(Constants(c)))
     copies = copies_of(c, tensors, dout, planes, rows)
-    launch = GluonLaunch(KERNELS[type(c)], (programs, 1, 1), _FOLLOWS)
-    return Work(c, table, ends, copies, (numbers, gl.constexpr(Constants(c))), launch)
+    launch = GluonLaunch(KERNELS[type(c)], (programs, 1, 1), _FOLLOWS, last, copies)
+    return Work(c, table, ends, launch)
 
 
 def copies_of(c: Config, tensors: Tensors, dout: Tensor, planes: int, rows: int) -> Descriptors:

@@ -13,14 +13,14 @@ from triton.experimental.gluon import language as gl
 from ...call.problem import Problem, Tensors
 from .. import compat
 from ..compiled import Launch
+from ..kept import Plans
 from . import packed, tiles
 from .documents import spans_of
 from .forward_kernel import Numbers, Pointers
 from .forward_kernel import forward as kernel
 from .gluon_compat import GluonASTSource
-from .kept import Plans
 from .lib.order import SECTION_BYTES, dense_table, tile_count
-from .lib.tma import Descriptors, aligned, descriptor, is_aligned, placed, strides
+from .lib.tma import Descriptors, aligned, descriptor, is_aligned, strides
 from .tiles import Config, Constants, Tile
 
 _LOG2E = math.log2(math.e)
@@ -38,8 +38,6 @@ class Plan(NamedTuple):
     constants: Constants
     rows: Tensor | None  # the order of the tiles, and each block's end; packed calls make theirs
     ends: Tensor | None
-    copies: Descriptors
-    last: tuple[Any, ...]  # the arguments after the pointers
     launch: Launch
 
 
@@ -84,7 +82,7 @@ def launch(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None
         except KeyError:  # another thread has dropped it: it serves this call all the same
             pass
     t = pointers(plan, problem, tensors, out, lse)
-    plan.launch(over(plan.copies, q, k, v, bias, out), t, plan.last)
+    plan.launch(t, bases(q, k, v, bias, out))
 
 
 def pointers(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> Pointers:
@@ -117,9 +115,9 @@ def spills(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: Ten
     config = plan.constants.config
     found = _SPILLED.get(config)
     if found is None:
-        copies = over(plan.copies, *tensors[:4], out)
         t = pointers(plan, problem, tensors, out, lse)
-        words = compat.spills(plan.launch.loaded(*copies, t, *plan.last).kernel)
+        args = plan.launch.arguments(t, bases(*tensors[:4], out))
+        words = compat.spills(plan.launch.loaded(*args).kernel)
         found = words is None or words > tiles.LONG_64_SPILLS
         if len(_SPILLED) >= _MOST_PLANS:
             _SPILLED.clear()
@@ -181,8 +179,9 @@ def build_plan(
     blocks, rows, ends = tile_order(p, C.TILE, tile.block_k, heads, q.device)
     last = (numbers(p, tensors, C, heads), gl.constexpr(constants))
     copies = descriptors(C, q, k, v, bias, out)
-    launch = GluonLaunch(kernel, (blocks, 1, 1), {"num_warps": 4, "enable_fp_fusion": True})
-    return Plan(tile, constants, rows, ends, copies, last, launch)
+    options = {"num_warps": 4, "enable_fp_fusion": True}
+    launch = GluonLaunch(kernel, (blocks, 1, 1), options, last, copies)
+    return Plan(tile, constants, rows, ends, launch)
 
 
 def descriptors(
@@ -217,11 +216,9 @@ def _grouped(t: Tensor, group: int) -> tuple[list[int], list[int]]:
     return [b, n, h // group, group, d], [sb, sn, sh * group, sh, 1]
 
 
-def over(
-    copies: Descriptors, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor
-) -> Descriptors:
-    """Return the descriptors with the tensors of a call."""
-    return placed(copies, (q, q, k, k, v, v, bias, out))
+def bases(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor) -> tuple[Any, ...]:
+    """Return the tensors of ``descriptors``."""
+    return q, q, k, k, v, v, bias, out
 
 
 def long_spills(p: Problem) -> bool | None:

@@ -139,11 +139,11 @@ def most_tiles(total: int, longest: int, batch: int, tokens: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def _placing(numbers: Numbers, tokens: int, device: torch.device) -> tuple[Launch, tuple[Any, ...]]:
+def _placing(numbers: Numbers, tokens: int, device: torch.device) -> Launch:
     # of the device as well: a launch keeps what it has loaded
     programs = max(numbers.batch + 1, _CLEARING if numbers.heads else 1)
-    launch = Launch(_place, (programs, 1, 1), {"num_warps": 4, "enable_fp_fusion": True})
-    return launch, (numbers, *map(tl.constexpr, (HEADER, tokens, _CHUNK)))
+    last = (numbers, *map(tl.constexpr, (HEADER, tokens, _CHUNK)))
+    return Launch(_place, (programs, 1, 1), {"num_warps": 4, "enable_fp_fusion": True}, last)
 
 
 class Order(NamedTuple):
@@ -176,7 +176,7 @@ def order(
     room = HEADER + batch + most
     words = torch.empty(room + 2 * (batch + 1), dtype=torch.int32, device=cu.device)
     rows = (0, 0) if out is None else (out.shape[2], out.shape[2] * out.shape[3])
-    launch, last = _placing(Numbers(batch, most, *totals, *rows), tokens, cu.device)
-    launch((), Pointers(words, cu, other, out, lse, sink), last)
+    launch = _placing(Numbers(batch, most, *totals, *rows), tokens, cu.device)
+    launch(Pointers(words, cu, other, out, lse, sink))
     ranged = words[room:]
     return Order(words, words[1:], words[HEADER:], ranged, ranged[batch + 1 :])

@@ -11,9 +11,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..triton.kernel_args import ROW_UNIT
 from ..triton.lib import sequence, sequence_of_slot
+from ..triton.rules import LOG2E, sink_weight, without_weights
 from .packed import clear_rest
 
-_LOG2E = tl.constexpr(1.4426950408889634)
 _ROW_UNIT = tl.constexpr(ROW_UNIT)
 
 
@@ -107,9 +107,9 @@ def prepare(t, n, c):
         delta -= tl.load(t.dlse + at, mask=here, other=0.0)
     less = value
     if not c.NATURAL:
-        less = value * _LOG2E
-    less = tl.where(less == float("-inf"), float("inf"), less)
-    lse = tl.where(value == float("-inf"), float("inf"), value)
+        less = value * LOG2E
+    less = without_weights(less)
+    lse = without_weights(value)
     rest = 0.0
     share = 1.0
     if t.rest is not None:
@@ -125,8 +125,7 @@ def prepare(t, n, c):
     tl.store(to + rows, memory_order(delta * share, c.ROWS))
     total = tl.where(lse < float("inf"), 1.0, 0.0)  # of the weights of a row
     if t.sink is not None:
-        # in natural units: a sink may be as large as its dtype allows
-        p = tl.exp2((tl.load(t.sink + head).to(tl.float32) - lse) * _LOG2E - rest)
+        p = sink_weight(tl.load(t.sink + head).to(tl.float32), lse, rest)
         total -= p
         if t.dsink is not None:
             tl.store(t.dsink + i, -tl.sum(tl.where(here, p * delta, 0.0), 0))

@@ -4,27 +4,43 @@ from __future__ import annotations
 
 import torch
 
+from ...call.dispatch import Limit, beyond
 from ...call.problem import Problem
 from .. import assembler
+from ..replay import record
 from .backward import backward
 from .forward import forward
 
-__all__ = ["backward", "forward", "notes", "supports"]
+__all__ = ["backward", "forward", "notes", "record", "supports"]
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+def _has_capability(problem: Problem, *least: int) -> bool:
+    """True unless the device is an NVIDIA GPU of a lower compute capability."""
+    if problem.device != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return True
+    return torch.cuda.get_device_capability(problem.device_index) >= least
+
+
+#: a call that keeps all of these has kernels
+LIMITS = (
+    Limit(
+        lambda p: p.dtype in (torch.float32, torch.float16, torch.bfloat16),
+        "it computes in float32, float16 and bfloat16, not in {0.dtype}",
+    ),
+    Limit(
+        lambda p: p.dtype != torch.bfloat16 or _has_capability(p, 8, 0),
+        "{0.dtype} needs a GPU of compute capability 8.0 or more",
+    ),
+    Limit(
+        lambda p: _has_capability(p, 7, 0),
+        "{0.dtype} needs a GPU of compute capability 7.0 or more",
+    ),
+)
 
 
 def supports(problem: Problem, call: str) -> str | None:
-    if problem.dtype not in _DTYPES:
-        return f"it computes in float32, float16 and bfloat16, not in {problem.dtype}"
-    if problem.device == "cuda" and torch.version.hip is None and torch.cuda.is_available():
-        have, want = torch.cuda.get_device_capability(problem.device_index), (7, 0)
-        if problem.dtype == torch.bfloat16:
-            want = (8, 0)
-        if have < want:
-            wanted = ".".join(map(str, want))
-            return f"{problem.dtype} needs a GPU of compute capability {wanted} or more"
-    return None
+    """Return None, or the sentence that says why not."""
+    return beyond(LIMITS, problem)
 
 
 def notes(problem: Problem, call: str) -> list[str]:

@@ -57,26 +57,26 @@ class Job:
             "num_stages": tiles.stages,
             "enable_fp_fusion": True,  # the default up to triton 3.9; 3.10 has it off
         }
-        self.launch = Launch(kernel, self.grid, self.options)
+        self.launch = Launch(kernel, self.grid, self.options, (numbers, config))
 
     def run(self, ptr: Pointers) -> None:
         """Launch on the current stream of the pointers' device."""
-        q, last = ptr.q, (self.numbers, self.config)
+        q = ptr.q
         if not q.is_cuda:
             if q.device.type == "cpu":  # the interpreter
-                self.launch.public(ptr, *last)
+                self.launch.public(ptr)
             else:
                 with torch.get_device_module(q.device).device(q.device):
-                    self.launch.public(ptr, *last)
+                    self.launch.public(ptr)
         elif q.get_device() != current_device():
             with torch.cuda.device(q.device):
-                self.launch((), ptr, last)
+                self.launch(ptr)
         else:
-            self.launch((), ptr, last)
+            self.launch(ptr)
 
     def compile(self, ptr: Pointers, target: Any) -> Any:
         """Return the kernel for these pointers and another target."""
-        return self.launch.compile(ptr, self.numbers, self.config, target=target)
+        return self.launch.compile(*self.launch.arguments(ptr), target=target)
 
 
 def build_job(

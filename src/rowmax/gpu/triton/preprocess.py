@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...call.problem import FAR, Problem, Tensors
-from . import lib
+from . import lib, rules
 from .kernel_args import ROW_UNIT
 from .launch import Job, JobSpec, launch
 from .rules import LOG2E
@@ -120,14 +120,13 @@ def delta_kernel(ptr, num, cfg):
     lse2 = lse
     if not cfg.NATURAL:
         lse2 = lse * LOG2E
-    lse2 = tl.where(lse2 == float("-inf"), float("inf"), lse2)
+    lse2 = rules.without_weights(lse2)
     tl.store(lib.row_vector(ptr.lse2, num, cfg, place) + row, lse2, mask=row < end)
     tl.store(lib.row_vector(ptr.delta, num, cfg, place) + row, delta, mask=row < end)
     if ptr.dsink is not None:
-        # in natural units: the sink may be as large as its dtype goes
         sink = tl.load(ptr.sink + head).to(tl.float32)
-        lse = tl.where(lse == float("-inf"), float("inf"), lse)
-        p = tl.exp2((sink - lse) * LOG2E - lib.load_rest(ptr, num, cfg, place, row, True))
+        rest = lib.load_rest(ptr, num, cfg, place, row, True)
+        p = rules.sink_weight(sink, rules.without_weights(lse), rest)
         tl.store(ptr.dsink + part, -tl.sum(tl.where(row < end, p * delta, 0.0), 0))
 
 

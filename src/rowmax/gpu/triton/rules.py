@@ -8,7 +8,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ...rules import band, bound, dropout, softmax
+from ...rules import band, bound, dropout, row_stats, softmax
 from ...rules import score as scores
 from .. import compat
 
@@ -73,6 +73,8 @@ _numbers = {"LOG2E": LOG2E, "inf": tl.constexpr(softmax.inf)}
 moved = compiled(softmax.moved, max="maximum", where="where", inf=_numbers["inf"])
 with_sink = compiled(softmax.with_sink, max="maximum", where="where", exp2="exp2", **_numbers)
 score_gradient = compiled(softmax.score_gradient)
+without_weights = compiled(row_stats.without_weights, where="where", inf=_numbers["inf"])
+sink_weight = compiled(row_stats.sink_weight, exp2="exp2", LOG2E=LOG2E)
 philox_round = compiled(
     dropout.philox_round,
     multiply=multiply,

@@ -28,20 +28,7 @@ def descriptor(dtype: torch.dtype, shape: Any, strides: Any, tile: list[int]) ->
     """Return the descriptor, without its tensor, of copies of tiles of this shape."""
     like = _Like(dtype)
     layout = gl.NVMMASharedLayout.get_default_for(tile, DTYPES[dtype])
-    return _over(TensorDescriptor(like, list(shape), list(strides), tile, layout), like)
-
-
-def placed(descriptors: Descriptors, tensors: tuple[Any, ...]) -> Descriptors:
-    """Return each descriptor with its tensor."""
-    both = zip(descriptors, tensors, strict=True)
-    return tuple([None if x is None else _over(x, t) for x, t in both])
-
-
-def _over(template: Any, t: Any) -> Any:
-    # without the checks of the constructor, which its template has passed
-    new = object.__new__(TensorDescriptor)
-    new.__dict__ = template.__dict__ | {"base": t}
-    return new
+    return TensorDescriptor(like, list(shape), list(strides), tile, layout)
 
 
 def strides(t: Tensor) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
-from .. import compat
+from . import compat
 
 
 class Plans(OrderedDict[Any, Any]):

@@ -1,0 +1,178 @@
+"""The launches of a call, recorded once and repeated for calls like it.
+
+A call makes tensors, and launches kernels that read and write them. Sizes, strides, dtypes and
+options decide which. A later call like it needs neither plans nor keys: it makes tensors of the
+same sizes, and launches the same kernels at the new addresses. A call with another operation
+(zeros, a sum, a copy) is not recorded.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import compat
+from .compiled import Addressed, Launch, Span, recorded_by
+from .kept import Plans
+
+#: function of the tensors of a call -> its results, or None where it is no longer kept
+Again = Callable[[Sequence[Any]], Any]
+#: where an operand begins: (number of its tensor, bytes from the start)
+Place = tuple[int, int]
+
+#: by number; what a CUDA graph may replay stays
+_RECORDS = Plans(1024)
+_numbers = count()
+
+aten = torch.ops.aten
+#: operations that make a tensor without values
+_EMPTY = frozenset({
+    aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default,
+    aten.new_empty.default, aten.new_empty_strided.default,
+})  # fmt: skip
+#: operations that look at the memory of their first argument
+_VIEWS = frozenset({
+    aten.alias.default, aten.detach.default, aten.expand.default, aten.permute.default,
+    aten.select.int, aten.slice.Tensor, aten.transpose.int, aten.unsqueeze.default,
+    aten.view.default,
+})  # fmt: skip
+
+
+class _Watch(TorchDispatchMode):
+    """The tensors that a call makes, and whether it does anything else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Tensor] = []
+        self.views: list[tuple[Tensor, Tensor]] = []  # each with its source
+        self.complete = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _EMPTY:
+            self.made.append(result)
+        elif func in _VIEWS:
+            self.views.append((result, args[0]))
+        else:
+            self.complete = False
+        return result
+
+
+class Step(NamedTuple):
+    """One launch, and where its operands begin."""
+
+    launch: Addressed
+    pointers: tuple[Place, ...]
+    bases: tuple[Place, ...]
+
+
+class Record:
+    """The launches of a call. Tensors are numbered: the given ones, those made, those that stay."""
+
+    def __init__(
+        self,
+        given: list[Any],
+        watch: _Watch,
+        results: tuple[Any, ...],
+        launches: list[tuple[Launch, Any, tuple[Any, ...]]],
+    ) -> None:
+        self.device = given[0].device.index
+        self.given = [n for n, x in enumerate(given) if x is not None]
+        self.tensors = [given[n] for n in self.given] + watch.made
+        self.views = {id(x): source for x, source in watch.views}
+        first = len(self.given)
+        #: an empty tensor of the dtype, sizes, and strides where those are not the usual ones
+        self.made = [
+            (x.new_empty(0), (tuple(x.shape), () if x.is_contiguous() else x.stride()))
+            for x in watch.made
+        ]
+        self.type = type(results)
+        of_result = [None if x is None else self._place(x) for x in results]
+        self.complete = all(x is None or (x[0] >= first and x[1] == 0) for x in of_result)
+        self.results = [None if x is None else x[0] for x in of_result]
+        self.steps: list[Step] = []
+        for launch, t, bases in launches:
+            addressed = launch.addressed(t, bases)
+            if addressed is None:
+                self.complete = False
+                continue
+            pointers = tuple(self._place(x) for x in t if x is not None)
+            copied = zip(launch.copies, bases, strict=True)
+            places = tuple(self._place(x) for copy, x in copied if copy is not None)
+            self.steps.append(Step(addressed, pointers, places))
+        #: tables of plans
+        self.stay = self.tensors[first + len(watch.made) :]
+        self.addresses = [x.data_ptr() for x in self.stay]
+        del self.tensors, self.views  # a record keeps no tensor of a call alive
+
+    def _place(self, x: Any) -> Place:
+        if isinstance(x, Span):
+            n, offset = self._place(x.tensor)
+            return n, offset + x.offset
+        for n, tensor in enumerate(self.tensors):
+            if tensor is x:
+                return n, 0
+        source = self.views.get(id(x))
+        if source is not None:
+            n, offset = self._place(source)
+            return n, offset + x.data_ptr() - source.data_ptr()
+        self.tensors.append(x)
+        return len(self.tensors) - 1, 0
+
+    def __call__(self, given: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the results of a call with these tensors."""
+        if compat.current_device() != self.device:
+            with torch.cuda.device(self.device):
+                return self(given)
+        tensors = [given[n] for n in self.given]
+        for like, (shape, strides) in self.made:
+            tensors.append(
+                like.new_empty_strided(shape, strides) if strides else like.new_empty(shape)
+            )
+        at = [x.data_ptr() for x in tensors]
+        at += self.addresses
+        for launch, pointers, bases in self.steps:
+            launch([at[n] + offset for n, offset in pointers], [at[n] + o for n, o in bases])
+        results = [None if n is None else tensors[n] for n in self.results]
+        return tuple(results) if self.type is tuple else self.type(*results)
+
+
+def _is_recordable(device: torch.device) -> bool:
+    """True on a CUDA device, unless it captures a graph: tensors then hold nothing as yet."""
+    return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+
+
+def record(
+    run: Callable[[Sequence[Any]], tuple[Any, ...]], given: Sequence[Any]
+) -> tuple[tuple[Any, ...], Again | None]:
+    """Return (results of the call, the function that repeats it, or None).
+
+    ``run`` computes the results of the tensors ``given``; it has run for others like these. The
+    function repeats the launches for others again, and returns None once they are dropped.
+    """
+    if not _is_recordable(given[0].device):
+        return run(given), None
+    # objects of their own: q and k may be one tensor here, and two in a call like it
+    aliases = [None if x is None else x.detach() for x in given]
+    with _Watch() as watch, recorded_by() as launches:
+        results = run(type(given)(*aliases) if hasattr(given, "_fields") else aliases)
+    if not watch.complete or not launches:
+        return results, None
+    found = Record(aliases, watch, results, launches)
+    if not found.complete:
+        return results, None
+    _RECORDS.keep(next(_numbers), found)
+    kept = weakref.ref(found)  # weak: the cache knows how many tables may stay
+    del found
+
+    def again(given: Sequence[Any]) -> Any:
+        record = kept()
+        return None if record is None else record(given)
+
+    return results, again

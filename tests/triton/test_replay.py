@@ -1,0 +1,129 @@
+"""Calls that are recorded, and repeated with other tensors."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rowmax.call.inputs import Gradients, Tensors
+
+pytest.importorskip("triton")
+
+compiled = importlib.import_module("rowmax.gpu.compiled")
+replay = importlib.import_module("rowmax.gpu.replay")
+
+
+class Launch:
+    """A launch that notes the addresses that it is repeated with."""
+
+    def __init__(self, copies: tuple[Any, ...] = (), private: bool = True) -> None:
+        self.copies, self.private = copies, private
+        self.repeated: list[tuple[list[int], list[int]]] = []
+
+    def __call__(self, t: Any, bases: tuple[Any, ...] = ()) -> None:
+        compiled._note_launch(self, t, bases)
+
+    def addressed(self, t: Any, bases: Any) -> Any:
+        return (lambda *found: self.repeated.append(found)) if self.private else None
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(replay, "_is_recordable", lambda device: True)
+    monkeypatch.setattr(replay.compat, "current_device", lambda: None)
+    yield
+    replay._RECORDS.clear()
+
+
+def inputs(*, one: bool = False) -> Tensors:
+    q, k, v = (torch.randn(2, 4, 2, 8) for _ in range(3))
+    return Tensors(q, q, q) if one else Tensors(q, k, v)
+
+
+def test_launches_are_repeated_at_the_addresses_of_other_tensors() -> None:
+    table, launch = torch.arange(8), Launch(("copy", None, "copy"))
+
+    def run(given: Tensors) -> tuple[Tensor, Tensor]:
+        q, k, v = given[:3]
+        out, words = q.new_empty(q.shape), q.new_empty(30)
+        lse = out[0, :, 0].new_empty(3, dtype=torch.float64)
+        launch((out, None, table, lse, compiled.Span(words, 8), k[:, 1:], q), (v, None, words))
+        return out, lse
+
+    # q, k and v are one tensor in the call that is recorded
+    results, again = replay.record(run, inputs(one=True))
+    assert [x.dtype for x in results] == [torch.float32, torch.float64]
+    for _ in range(2):
+        given = inputs()
+        out, lse = again(given)
+        assert out.shape == given.q.shape
+        assert (lse.shape, lse.dtype) == ((3,), torch.float64)
+        pointers, bases = launch.repeated[-1]
+        words = bases[1]
+        row = given.k.stride(1) * 4
+        want = [out, table, lse, words + 8, given.k.data_ptr() + row, given.q]
+        assert pointers == [x if isinstance(x, int) else x.data_ptr() for x in want]
+        assert bases[0] == given.v.data_ptr()
+        assert words not in {x.data_ptr() for x in (out, lse, *given[:3])}
+
+
+def test_results_keep_their_type_and_strides() -> None:
+    launch = Launch()
+
+    def run(given: tuple[Any, ...]) -> Gradients:
+        q = given[0]
+        dq = q.new_empty_strided(q.shape, (1, 2, 8, 16))
+        launch((dq, q))
+        return Gradients(dq)
+
+    _, again = replay.record(run, (inputs().q, None))
+    found = again((inputs().q, None))
+    assert isinstance(found, Gradients)
+    assert found.q.stride() == (1, 2, 8, 16)
+    assert found.k is None
+
+
+@pytest.mark.parametrize("what", ["zeros", "a sum", "a result that is a view", "a public launch"])
+def test_other_calls_are_not_recorded(what: str) -> None:
+    launch = Launch(private=what != "a public launch")
+
+    def run(given: Tensors) -> tuple[Tensor]:
+        out = given.q.new_empty(given.q.shape)
+        launch((out,))
+        if what == "zeros":
+            launch((out.new_zeros(3),))
+        return (out.sum() if what == "a sum" else out[1:] if "view" in what else out,)
+
+    results, again = replay.record(run, inputs())
+    assert again is None
+    assert isinstance(results[0], Tensor)
+
+
+def test_a_record_that_was_dropped_repeats_nothing() -> None:
+    launch = Launch()
+
+    def run(given: Tensors) -> tuple[Tensor]:
+        out = given.q.new_empty(3)
+        launch((out,))
+        return (out,)
+
+    _, again = replay.record(run, inputs())
+    assert again(inputs())[0].shape == (3,)
+    replay._RECORDS.clear()
+    assert again(inputs()) is None
+
+
+def test_launches_of_other_threads_are_not_gathered() -> None:
+    import threading
+
+    with compiled.recorded_by() as found:
+        other = threading.Thread(target=Launch(), args=((1,),))
+        other.start()
+        other.join()
+        Launch()((2,))
+    assert [t for _, t, _ in found] == [(2,)]
