@@ -25,9 +25,10 @@ def _gradients(q: torch.Tensor, **options: object) -> tuple[torch.Tensor, ...]:
     return (out.detach(), *torch.autograd.grad(out.square().sum(), leaves))
 
 
-def _child(text: str, **environment: str) -> str:
+def _printed(code: str, *options: str, **environment: str) -> tuple[str, str]:
+    """Return what a child prints to stdout and to stderr."""
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(text)],
+        [sys.executable, *options, "-c", textwrap.dedent(code)],
         capture_output=True,
         text=True,
         env=os.environ | environment,
@@ -35,7 +36,12 @@ def _child(text: str, **environment: str) -> str:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done.stdout.strip(), done.stderr
+
+
+def _child(code: str, **environment: str) -> str:
+    """Return what a child prints to stdout."""
+    return _printed(code, **environment)[0]
 
 
 @pytest.mark.parametrize("heads", [1, 3, 8])
@@ -91,7 +97,7 @@ def test_in_a_forked_child() -> None:
             assert os.waitpid(child, 0)[1] == 0
             print("both")
     """
-    assert _child(text) == "both\n"
+    assert _child(text) == "both"
 
 
 MACHINES = {
@@ -137,7 +143,7 @@ def test_kernels_are_right_for_lesser_machines(name: str, new_cache: str) -> Non
             assert (a - b).norm() <= 1e-5 * b.norm(), (a - b).norm() / b.norm()
         print("right")
     """
-    assert _child(text, **_machine(name, new_cache)) == "right\n"
+    assert _child(text, **_machine(name, new_cache)) == "right"
 
 
 def test_a_process_loads_what_others_compiled_for_different_dtypes(new_cache: str) -> None:
@@ -154,7 +160,7 @@ def test_a_process_loads_what_others_compiled_for_different_dtypes(new_cache: st
     machine = _machine("avx2", new_cache) if NAMES_MACHINES else {"NUMBA_CACHE_DIR": new_cache}
     for names in (["float32"], ["float64"], ["float32", "float64"], ["float64", "float32"]):
         child = _child(text.format(names=names), **machine)
-        assert child == "right\n"
+        assert child == "right"
 
 
 _PAIRS = """
@@ -203,7 +209,7 @@ _PAIRS = """
 
 def test_products_of_pairs_without_their_instruction(tmp_path: Path) -> None:
     """Pairs of bfloat16 take a path of their own; here two products stand for vdpbf16ps."""
-    assert _child(_PAIRS, NUMBA_CACHE_DIR=str(tmp_path)) == "right\n"
+    assert _child(_PAIRS, NUMBA_CACHE_DIR=str(tmp_path)) == "right"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -268,20 +274,6 @@ compiled = kernel(twice)
 assert compiled(21) == compiled(21) == 42
 print(kept())
 """
-
-
-def _printed(code: str, *options: str, **environment: str) -> tuple[str, str]:
-    """Return what a child prints to stdout and to stderr."""
-    done = subprocess.run(
-        [sys.executable, *options, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        env=os.environ | environment,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip(), done.stderr
 
 
 def test_without_a_folder_for_its_cache_it_compiles_and_warns_once() -> None:

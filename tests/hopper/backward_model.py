@@ -30,6 +30,7 @@ from rowmax.testing import Call, Case, Expected, cotangents, expected, make, poi
 from tests import extreme_bias, interpreter
 from tests.emulator.remote import RemoteLaunch
 from tests.gpu import hopper_direct as device
+from tests.hopper.packed_calls import in_range, longer, with_rows_past_the_last
 
 #: head sizes of each tile shape: two of the fused kernel, two of dq with dk and dv
 SIZES = ((64, 64), (128, 128), (256, 128), (256, 256))
@@ -159,15 +160,11 @@ def past_the_last(d: int) -> list[str]:
     want = hopper.backward(problem, tensors, out, lse.float(), dout, None, wanted)
     n = 150
 
-    def longer(x: Tensor) -> Tensor:
-        return torch.cat([x, torch.full_like(x[:, :1], torch.nan).expand(-1, n, -1, -1)], 1)
-
-    given = tensors._replace(q=longer(tensors.q), k=longer(tensors.k), v=longer(tensors.v))
-    bigger = problem._replace(total_q=problem.total_q + n, total_k=problem.total_k + n)
+    bigger, given = with_rows_past_the_last(problem, tensors, n)
     more = torch.full_like(lse[..., :1], -torch.inf).expand(-1, -1, n)
     lse = torch.cat([lse, more], -1).float()
     with poisoned():
-        got = hopper.backward(bigger, given, longer(out), lse, longer(dout), None, wanted)
+        got = hopper.backward(bigger, given, longer(out, n), lse, longer(dout, n), None, wanted)
     found = []
     for name, x, y in zip("qkv", want[:3], got[:3], strict=True):
         assert x is not None
@@ -189,10 +186,7 @@ def out_of_range(d: int, deterministic: bool) -> list[str]:
     generator = torch.Generator().manual_seed(d + deterministic)
     cu = torch.randint(-300, 400, (2, 4), dtype=torch.int32, generator=generator)
     cu[0, 1], cu[1, 2] = 2**31 - 1, -(2**31)
-    totals = torch.tensor([[problem.total_q], [problem.total_k]])
-    risen = torch.minimum(cu.clamp(min=0), totals).int()
-    risen[:, 0] = 0
-    risen = risen.cummax(1).values
+    risen = in_range(cu, (problem.total_q, problem.total_k))
     problem = problem._replace(deterministic=deterministic)
     both = []
     for x in (cu, risen):
