@@ -23,14 +23,14 @@ class Product:
         self.operands = a, b, acc, bool(use_acc)
         self.result: Tensor | None = None
 
-    def compute(self) -> None:
+    def compute(self) -> Tensor:
         if self.result is None:
             a, b, acc, use_acc = self.operands
             if isinstance(acc, Product):
-                acc.compute()
-                acc = acc.result
+                acc = acc.compute()
             x = a.a.astype(np.float32) @ b.a.astype(np.float32)
             self.result = Tensor(x + acc.a if use_acc else x)
+        return self.result
 
 
 def warpgroup_mma(a: Any, b: Shared, acc: Any, use_acc: Any = True, is_async: bool = False) -> Any:

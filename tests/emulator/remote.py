@@ -65,7 +65,7 @@ class Storages:
             self.wholes.append(torch.empty(0, dtype=t.dtype).set_(t.untyped_storage()))
         n = self._numbers[key]
         assert self.wholes[n].dtype == t.dtype
-        return n, t.storage_offset()
+        return n, int(t.storage_offset())
 
 
 def describe(x: Any, storages: Storages) -> tuple[Any, ...]:

@@ -43,7 +43,7 @@ class Tensor:
     """A tensor or a scalar in registers. Layouts are ignored."""
 
     def __init__(self, a: Any) -> None:
-        self.a = np.asarray(a)
+        self.a: Any = np.asarray(a)
         if self.a.dtype == np.float64:
             self.a = self.a.astype(np.float32)
 
