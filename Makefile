@@ -26,9 +26,11 @@ demo: $(STAMP) ## check this machine, train a small GPT, run a long sequence; wr
 
 test: lint unit doctest ## lint, unit and doctest
 
-lint: $(STAMP) ## style, types, and which module may import which
+lint: $(STAMP) ## style, plain words, types, and which module may import which
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tools/plain_words.py src demo benchmarks tools tests docs *.md
+	$(BIN)/python tools/form.py src demo benchmarks tools tests
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 

@@ -1,4 +1,4 @@
-"""``python -m benchmarks``. Children import this file too: nothing else is imported by it there."""
+"""``python -m benchmarks``. In child processes, which import this file too, it does nothing."""
 
 if __name__ == "__main__":
     import sys

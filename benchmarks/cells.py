@@ -18,22 +18,22 @@ class Cell:
 
     n: int = 1024
     d: int = 64
-    b: int = 0  # 0: as many sequences as make 16k tokens
+    b: int = 0  # 0: the number of sequences with 16k tokens in all
     hq: int = 0  # 0: heads 2048 wide in all
     hk: int = 0  # 0: as many as query heads
     dtype: str = "bfloat16"
     causal: bool = False
-    window: int = 0  # keys before its own that a query sees, and none after; 0: no window
+    window: int = 0  # keys that a query sees before its own, and none after; 0: no window
     softcap: float = 0.0
     alibi: bool = False
     dropout: float = 0.0
-    bias: str = ""  # its sizes in letters, such as 1hqk
-    dbias: bool = False  # its gradient is wanted
+    bias: str = ""  # sizes of the bias in letters, such as 1hqk
+    dbias: bool = False  # the gradient of the bias is wanted
     lengths: tuple[int, ...] = ()  # keys in use of each sequence
-    packed: tuple[int, ...] = ()  # lengths of sequences that lie one after the other; n is the sum
-    documents: int = 0  # of equal length
-    layers: int = 0  # of the model of a training step; b are its rows
-    compiled: bool = False  # the whole model by torch.compile
+    packed: tuple[int, ...] = ()  # lengths of packed sequences; n is the sum
+    documents: int = 0  # number of documents of equal length
+    layers: int = 0  # layers of the model of a training step; b are its rows
+    compiled: bool = False  # torch.compile compiles the whole model
 
     def __post_init__(self) -> None:
         n = sum(self.packed) or self.n
@@ -44,7 +44,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Return the sizes, and what is not as usual."""
+        """Return the sizes and the features that are not the default."""
         parts = [f"D{self.d} N{self.n} {'causal' if self.causal else 'full'}"]
         parts += [f"B{self.b}"] * (self.b > 1 and self.b * self.n != TOKENS)
         parts += [f"H{self.hq}"] * (self.hq * self.d != WIDTH)
@@ -59,19 +59,19 @@ class Cell:
 
     @property
     def pairs(self) -> float:
-        """Return the pairs of one head that are seen, of all sequences; half of them if causal."""
+        """Return the pairs of one head that may attend, in all sequences; half if causal."""
         n, w = self.n, self.window
         every = self.b * (n * (w + 1) - w * (w + 1) / 2 if w else n * n) / (self.documents or 1)
         every = sum(x * x for x in self.packed) or n * sum(self.lengths) or every
         return every / (2 if self.causal else 1)
 
     def flops(self, products: int) -> float:
-        """Return the operations of so many products: 2 of a forward, 5 of a backward."""
+        """Return the operations of a number of products: 2 of a forward, 5 of a backward."""
         return 2 * products * self.hq * self.d * self.pairs
 
 
 def cells(text: str) -> list[Cell]:
-    """Return the cells of "d=64|128 n=512 causal=0|1 packed=200+312", one of each choice."""
+    """Return the cells of "d=64|128 n=512 causal=0|1 packed=200+312", one for each choice."""
     pairs = [part.split("=") for part in text.split()]
     choices = product(*(x.split("|") for _, x in pairs))
     names = [name for name, _ in pairs]
@@ -100,7 +100,7 @@ SETS: dict[str, tuple[str, ...]] = {
         "n=16384 d=128 causal=1 documents=16",
         f"d=128 causal=1 packed={'+'.join(['2048'] * 16)}|{_CUTS}",
     ),
-    # of each pair, shared by sequences, of each key, of each query, with short sequences
+    # biases of each pair, shared by sequences, of each key, of each query, with short sequences
     "bias": (
         "n=4096 d=128 b=1 bias=1hqk dbias=0|1",
         "n=4096 d=256 b=1 bias=1hqk dbias=1",
@@ -140,7 +140,7 @@ class Inputs:
     slopes: Tensor | None = None  # [Hq]
     lengths: Tensor | None = None  # [B]
     ids: Tensor | None = None  # [N], the document of each position
-    offsets: Tensor | None = None  # the begins of packed sequences, and the end
+    offsets: Tensor | None = None  # the first position of each packed sequence, and the end
 
 
 def inputs_of(cell: Cell, device: str) -> Inputs:

@@ -10,9 +10,9 @@
 ``--cells`` takes sets (cells.py) and cells as text, ``--providers`` those of providers.py. A pass
 is forward, backward, both, memory, host, host-both, step, matmul or a kernel of variants.py.
 
-Contestants take turns, in an order that changes from turn to turn; medians of the turns count. A
-ratio is a peer's time over a contestant's, both of this run. Results of rowmax are compared with a
-peer's once. The exit status is 1 where one is wrong.
+Contestants take turns, in an order that changes from turn to turn; results are medians of the
+turns. A ratio is a peer's time over a contestant's, both of this run. Results of rowmax are
+compared with a peer's once. The exit status is 1 if one is wrong.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ SHOWN = (
 
 
 def arguments(given: list[str] | None) -> argparse.Namespace:
+    """Return the options, with defaults by device and passes."""
     parser = argparse.ArgumentParser(
         "python -m benchmarks", None, __doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -81,7 +82,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
 
 
 def main(given: list[str] | None = None) -> int:
-    """Measure, print and store; return 1 where something is wrong."""
+    """Measure, print and store; return 1 if a result is wrong."""
     options, start = arguments(given), time.perf_counter()
     texts = [text for name in options.cells for text in SETS.get(name, (name,))]
     every = [x for text in texts for x in cells(text) if re.search(options.only, x.name)]

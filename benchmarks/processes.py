@@ -1,7 +1,7 @@
 """Workers in processes of their own, each with the rowmax of a checkout.
 
-Two versions of one module are so timed on one device in one run. This file imports no rowmax: a
-child chooses its checkout first.
+So one run times two versions of a module on one device. This file does not import rowmax: a child
+chooses its checkout first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Task(NamedTuple):
-    """A cell, what is timed of it, and by which provider (of a kernel alone: the change)."""
+    """A cell, the pass that is timed, and the provider (for a kernel alone: the change)."""
 
     cell: Cell
     what: str
@@ -26,7 +26,7 @@ class Task(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """The checkout and assembler of a worker, and how long a turn takes."""
+    """The checkout and assembler of a worker, and the seconds of a turn."""
 
     device: str
     seconds: float
@@ -37,6 +37,7 @@ class Settings(NamedTuple):
 
 
 def worker_of(settings: Settings) -> Any:
+    """Return a worker with the rowmax of a checkout; runs in the child."""
     sys.path.insert(0, str(settings.root / "src"))
     from .worker import Worker
 

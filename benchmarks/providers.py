@@ -2,8 +2,8 @@
 
 ``rowmax[:BACKEND][:deterministic]``; torch's SDPA as ``sdpa`` (torch chooses), ``cudnn``,
 ``flash``, ``efficient`` or ``math``; ``flex``; ``fa2``, ``fa3``, ``fa4`` and ``xformers`` where
-installed; ``none`` returns v. A constant that a peer needs, such as a dense mask, is made
-beforehand.
+installed; ``none`` returns v. Constants that a peer needs, such as a dense mask, are computed
+before timing.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ FLASH = {"fa2": "flash_attn", "fa3": "flash_attn_interface", "fa4": "flash_attn.
 
 
 class UnsupportedError(RuntimeError):
-    """The provider does not take the cell."""
+    """The provider does not compute the cell."""
 
 
 class Provider(NamedTuple):
-    """A way to make attention of a cell, and the layout and gradients that it has."""
+    """A function that prepares attention of a cell, and its layout and gradients."""
 
     make: Callable[[Cell, Inputs], Attend]
     heads_first: bool = True  # tensors are [B, H, N, D]
@@ -47,6 +47,7 @@ class Provider(NamedTuple):
 
 
 def provider(name: str) -> Provider:
+    """Return the provider of a name."""
     if name.partition(":")[0] == "rowmax":
         return Provider(lambda cell, x: of_rowmax(cell, x, name.split(":")[1:]), False)
     if name in KERNELS:
@@ -62,12 +63,14 @@ def provider(name: str) -> Provider:
 
 
 def refuse(cell: Cell, features: str) -> None:
+    """Raise an UnsupportedError if the cell has one of the features, named in one text."""
     for feature in features.split():
         if getattr(cell, feature):
             raise UnsupportedError(f"without {feature}")
 
 
 def of_rowmax(cell: Cell, x: Inputs, words: list[str]) -> Attend:
+    """Return rowmax's call; ``words`` may name a backend, and "deterministic"."""
     options = arguments(cell, x)
     options["deterministic"] = "deterministic" in words
     options["backend"] = next((word for word in words if word != "deterministic"), None)
@@ -93,7 +96,7 @@ def arguments(cell: Cell, x: Inputs) -> dict[str, Any]:
 
 
 class _Nothing(torch.autograd.Function):
-    """Return v, with a gradient for q and k too: all around the attention is done as usual."""
+    """Return v, with gradients for q and k too: the model around attention runs as usual."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -105,6 +108,7 @@ class _Nothing(torch.autograd.Function):
 
 
 def of_sdpa(cell: Cell, x: Inputs, kernel: SDPBackend | None) -> Attend:
+    """Return torch's SDPA with one of its kernels; None: torch chooses."""
     refuse(cell, "softcap")
     if cell.packed:  # a call for each sequence
         refuse(cell, "bias alibi")
@@ -143,12 +147,13 @@ def of_sdpa(cell: Cell, x: Inputs, kernel: SDPBackend | None) -> Attend:
 
 
 def of_flex(cell: Cell, x: Inputs) -> Attend:
+    """Return flex_attention, compiled, with the cell's terms and mask as functions."""
     import torch._functorch.config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     refuse(cell, "dropout packed")
     torch._functorch.config.donated_buffer = False  # backward runs often
-    torch._dynamo.config.recompile_limit = 256  # past it flex_attention holds the matrix
+    torch._dynamo.config.recompile_limit = 256  # beyond it flex_attention holds the matrix
     torch._dynamo.config.accumulated_recompile_limit = 4096
     bias, slopes, ids, lengths = x.bias, x.slopes, x.ids, x.lengths
 
@@ -181,6 +186,7 @@ def of_flex(cell: Cell, x: Inputs) -> Attend:
 
 
 def installed(module: str) -> Any:
+    """Return a module that a peer needs; raise an UnsupportedError if it is missing."""
     try:
         return import_module(module)
     except ImportError as error:
@@ -188,7 +194,7 @@ def installed(module: str) -> Any:
 
 
 def of_flash(cell: Cell, x: Inputs, name: str) -> Attend:
-    """Return flash-attn's call, refused where its release lacks a keyword that the cell needs."""
+    """Return flash-attn's call; raise if its release lacks a keyword that the cell needs."""
     refuse(cell, "bias lengths documents")
     module = installed(name)
     function = module.flash_attn_varlen_func if cell.packed else module.flash_attn_func
@@ -215,6 +221,7 @@ def of_flash(cell: Cell, x: Inputs, name: str) -> Attend:
 
 
 def of_xformers(cell: Cell, x: Inputs) -> Attend:
+    """Return xformers' memory_efficient_attention."""
     refuse(cell, "softcap alibi packed window documents lengths")
     ops = installed("xformers.ops")
     if cell.hq != cell.hk or (cell.causal and cell.bias):

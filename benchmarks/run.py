@@ -31,7 +31,7 @@ UNITS = {"memory": ("peak_mib", 1), "host": ("host_us", 1e3), "host-both": ("hos
 
 
 class Contestant(NamedTuple):
-    """A provider (of a kernel alone: a change) in one version of rowmax."""
+    """A provider (for a kernel alone: a change) in one version of rowmax."""
 
     provider: str
     version: str = ""
@@ -41,7 +41,7 @@ class Contestant(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The median of a contestant's turns, their number, and what else is known of the call."""
+    """The median of a contestant's turns, their number, and other facts of the call."""
 
     value: float
     turns: int
@@ -98,7 +98,7 @@ class Run:
                 tasks = [Task(c, w, x.provider) for c, w, x in every if x.version == version]
                 done += [pool.submit(work, version, tasks[i::each]) for i in range(each)]
         for failure in filter(None, (one.exception() for one in done)):
-            print(f"a process ended: {failure!r}", flush=True)  # the run meets its task again
+            print(f"a process ended: {failure!r}", flush=True)  # the run repeats its tasks
 
     def measure(self, cell: Cell, what: str) -> Iterator[dict[str, Any]]:
         """Yield a row for each contestant of a pass of a cell."""
@@ -106,19 +106,19 @@ class Run:
         with ExitStack() as stack:
             for one in self.contestants(cell, what):
                 worker = self.workers[one.version]
-                if what == "memory" and options.device == "cpu":  # a peak is a process's
+                if what == "memory" and options.device == "cpu":  # a process has one peak
                     worker = stack.enter_context(Child.begin(self.settings[one.version])).worker
                 info = worker.prepare(str(one), Task(cell, what, one.provider))
                 if "error" not in info:
                     workers[one], infos[one] = worker, info
                     continue
                 print(f"{cell.name} {what}: {one}: {info['error']}", flush=True)
-                if one.provider == "rowmax":  # a backend that is named may refuse
+                if one.provider == "rowmax":  # a named backend may refuse
                     self.failed.append(f"{cell.name} {what} {one}: {info['error']}")
             if options.check and what != "step":
                 self.check(workers, infos)
             times = self.turns(what, workers)
-            if options.check and what == "step":  # of the trained models
+            if options.check and what == "step":  # the trained models
                 self.check(workers, infos)
             for worker in workers.values():
                 worker.release()
@@ -131,7 +131,7 @@ class Run:
             infos[one].update(worker.check(str(one)))
 
     def turns(self, what: str, workers: dict[Contestant, Any]) -> dict[Contestant, list[float]]:
-        """Return the times of every turn; each contestant follows another than the turn before."""
+        """Return the times of every turn; in each turn a contestant follows a different one."""
         names, options = list(workers), self.options
         times: dict[Contestant, list[float]] = {one: [] for one in names}
         time.sleep(3 * options.pause)
@@ -174,7 +174,7 @@ class Run:
             self.failed.append(f"{of} is off by {off:.1e}")
 
     def learnt(self, one: Contestant, found: Results) -> str:
-        """Return the attention's share of a step, and how far losses are from the peer's."""
+        """Return the attention's share of a step, and the difference of losses from the peer's."""
         none, peer, text = Contestant("none"), Contestant(self.options.peer), ""
         if none in found:
             text = f"attention {1 - found[none].value / found[one].value:.3f}"

@@ -1,4 +1,4 @@
-"""Timers of one call, and the facts that stand beside every figure."""
+"""Timers of one call, and the facts that accompany every figure."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ Call = Callable[[], Any]
 
 
 def wait() -> None:
+    """Wait until the device is idle."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -39,7 +40,7 @@ def milliseconds(call: Call, device: str, rested: bool, seconds: float) -> float
 def after_rest(call: Call, seconds: float) -> float:
     """Return the median time of calls after 15 ms of rest, each with an empty L2 cache.
 
-    ``do_bench`` begins to count after some 60 ms of work, when the cap on power holds.
+    ``do_bench`` measures only after some 60 ms of work, when the power limit is in effect.
     """
     call()
     wait()
@@ -47,7 +48,7 @@ def after_rest(call: Call, seconds: float) -> float:
 
     def times(count: int) -> list[float]:
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
-        torch.cuda._sleep(25_000_000)  # clocks, about 15 ms, in which the host gets ahead
+        torch.cuda._sleep(25_000_000)  # clocks, about 15 ms, in which the host can enqueue calls
         for start, end in events:
             cache.zero_()
             start.record()
@@ -61,7 +62,7 @@ def after_rest(call: Call, seconds: float) -> float:
 
 
 def host_milliseconds(call: Call) -> float:
-    """Return the median time of the host's part of a warm call: the device runs behind."""
+    """Return the median time of the host's part of a warm call; the device runs later."""
     for _ in range(300):
         call()
     times = []
@@ -91,7 +92,7 @@ def process_mib(call: Call) -> float:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith(name))
 
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = read("VmRSS")
     found = call()
     del found

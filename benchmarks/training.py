@@ -1,8 +1,8 @@
 """Training steps of a small GPT on bytes, with one attention: autocast to bfloat16, fused AdamW.
 
 A step is forward, loss, backward and optimizer. Every provider has a copy of the model and takes
-the same steps, so that losses can be compared. The provider ``none`` costs nothing: what a step
-takes beyond it is the attention's share.
+the same steps, so that losses can be compared. The provider ``none`` computes nothing: the time of
+a step beyond it is the attention's share.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from .cells import Cell
 from .providers import Attend
 from .timing import wait
 
-#: bounds of what bfloat16 (8 bits) may move in a loss of all tokens, and in a gradient of weights
+#: bounds of bfloat16's error (8 bits) in a loss of all tokens, and in a gradient of weights
 NEAR, GRADIENT = 2**-7, 3e-2
-WARM_UP = 3  # steps, in which all is compiled
-STEPS = 5  # of a turn
+WARM_UP = 3  # steps in which kernels compile
+STEPS = 5  # steps of a turn
 
 #: the inputs and the next bytes of a step
 Batch = tuple[Tensor, Tensor]
@@ -39,7 +39,7 @@ class Learner:
         torch.manual_seed(0)
         with torch.device(device):
             self.plain = GPT(Size(cell.layers, cell.hq, width, cell.n), attend)
-            for block in self.plain.blocks:  # not zero: attention counts from the first step
+            for block in self.plain.blocks:  # not zero: attention matters from the first step
                 torch.nn.init.normal_(block.join.weight, std=width**-0.5)
             torch.nn.init.normal_(self.plain.head.weight, std=0.1 * width**-0.5)
         self.attend, self.cell, self.device = attend, cell, device
@@ -56,7 +56,7 @@ class Learner:
         self.turn(WARM_UP)
 
     def turn(self, steps: int = STEPS) -> float:
-        """Return the milliseconds of a step; the device is waited for at both ends alone."""
+        """Return the milliseconds of a step; wait for the device only before and after the turn."""
         batches = [self.batch() for _ in range(steps)]
         wait()
         start = time.perf_counter()
@@ -70,10 +70,10 @@ class Learner:
         return 1e3 * (time.perf_counter() - start) / steps
 
     def gradient_difference(self, peer: Attend) -> float:
-        """Return how far the gradients of this model are from those by a peer, in norm.
+        """Return the relative difference of this model's gradients from a peer's, in norm.
 
-        The largest of q, k and v, all layers at once. Nearly all that the weights of q, k and v
-        learn comes through the attention; in a norm over all weights it would hardly count.
+        The largest of q, k and v, all layers at once. Nearly all of these gradients comes through
+        the attention; in a norm over all weights it would be negligible.
         """
         batch, found = self.batch(), []
         weights = [block.qkv.weight for block in self.plain.blocks]
@@ -87,6 +87,7 @@ class Learner:
 
 
 def loss_of(model: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
+    """Return the mean cross-entropy of a batch, under autocast to bfloat16."""
     x, y = batch
     with torch.autocast(x.device.type, torch.bfloat16):
         logits: Any = model(x)

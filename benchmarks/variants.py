@@ -1,4 +1,4 @@
-"""Kernels of rowmax, each alone, with other tiles and constants; the only file of private names.
+"""Kernels of rowmax, each alone, with other tiles; only this file uses private names.
 
 A change is text, in the order of a tile's fields or by name: "128,64,8,3,split", "k_stages=4".
 Capitals name constants of the kernel (STAGED=0). In the Hopper backward of wide heads a name may
@@ -23,7 +23,7 @@ from .providers import UnsupportedError, arguments
 Call = Callable[[], Any]
 
 
-#: what is tried: a kernel, its head size (and "bias", or "causal" for cells that are), changes
+#: a kernel, its head size (with "bias" or "causal" for such cells), and the changes to try
 TRIED = """
 hopper.forward 64: warpgroups=2,registers=240+24
 hopper.forward 128: v_stages=3,q_stages=1
@@ -57,7 +57,7 @@ triton.dbias 128 bias: 128,128,8,3 128,128,8,2 128,128,16,3 128,64,8,3 64,128,4,
 
 
 def tried(kernel: str, cell: Cell) -> list[str]:
-    """Return the changes that are measured where none is named."""
+    """Return the changes that are measured if none is named."""
     of = f"{kernel} {cell.d}" + " bias" * bool(cell.bias)
     lines = [line.split(":") for line in TRIED.strip().splitlines()]
     wanted = (of, f"{of} causal") if cell.causal else (of,)
@@ -84,7 +84,7 @@ def changed(tile: Any, text: str, launch: str = "") -> tuple[Any, dict[str, Any]
 
 
 def posed(cell: Cell, x: Inputs) -> tuple[Any, Any]:
-    """Return the tensors and the problem of a cell as backends have them."""
+    """Return the arguments of a backend for a cell: tensors and problem."""
     from rowmax.call.check import Arguments
     from rowmax.call.normalize import normalized
     from rowmax.call.problem import problem_of
@@ -102,6 +102,7 @@ def posed(cell: Cell, x: Inputs) -> tuple[Any, Any]:
 
 
 def hopper_forward(cell: Cell, x: Inputs, change: str) -> Call:
+    """Return the launch of the forward kernel with a change, its plan built before."""
     from rowmax.gpu.hopper import host
     from rowmax.gpu.hopper.tiles import tile_for
 
@@ -121,7 +122,7 @@ _PARTS = {"fused": "FusedConfig", "dq": "DqConfig", "dkdv": "DkdvConfig"}
 
 
 def hopper_backward(part: str, cell: Cell, x: Inputs, change: str) -> Call:
-    """Return the whole backward, or the launch of the rows, or one of gradients alone."""
+    """Return the whole backward, or only its pass over rows, or only one launch of gradients."""
     from rowmax.call.inputs import Gradients, Wanted
     from rowmax.gpu import hopper
     from rowmax.gpu.hopper import backward_host as host
@@ -155,6 +156,7 @@ def hopper_backward(part: str, cell: Cell, x: Inputs, change: str) -> Call:
 
 
 def triton_job(job: str, cell: Cell, x: Inputs, change: str) -> Call:
+    """Return the launch of one Triton kernel with a change."""
     from rowmax.gpu.triton.kernel_args import Pointers
     from rowmax.gpu.triton.launch import build_job
     from rowmax.gpu.triton.tiles import tiles_for
@@ -212,11 +214,11 @@ _JOBS = {"forward": 2, "delta": 0, "dkdv": 4, "dk": 3, "dv": 2, "dq": 3, "dbias"
 KERNELS |= {f"triton.{job}": (partial(triton_job, job), n) for job, n in _JOBS.items()}
 
 
-# --- what else is private ----------------------------------------------------------------------
+# --- other private names ----------------------------------------------------------------------
 
 
 def use_usual_assembler() -> None:
-    """Assemble all kernels of this process with the ptxas that Triton takes."""
+    """Assemble all kernels of this process with the ptxas that Triton chooses."""
     from rowmax.gpu import assembler
 
     usual = assembler.choice().usual

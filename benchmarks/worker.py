@@ -1,4 +1,4 @@
-"""Workers: they prepare the calls of a cell, check them and time them."""
+"""Workers: prepare the calls of a cell, check them and time them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .cells import Cell, Inputs, inputs_of
 from .processes import ROOT, Settings, Task
 from .providers import provider
 
-#: providers that a result is compared with: the first that takes the cell
+#: providers that a result is compared with: the first that computes the cell
 PEERS = {"cuda": ("cudnn", "efficient", "flash", "math"), "cpu": ("sdpa",)}
 #: scores that a dense peer may hold
 DENSE = {"cuda": 2**29, "cpu": 2**26}
@@ -66,13 +66,13 @@ class Worker:
         return timing.facts(self.device)
 
     def prepare(self, name: str, task: Task) -> dict[str, Any]:
-        """Make a call and run it once; return what is known of it, or the error."""
+        """Prepare a call and run it once; return its facts, or the error."""
         info: dict[str, Any] = {}
         try:
             ready = self.made(task)
             info["note"] = ready.note
             if task.what == "memory" and self.device == "cpu":
-                # compile and start threads, but leave the memory of the call itself untouched
+                # compile and start threads, but do not touch the memory of the call itself
                 self.made(Task(replace(task.cell, n=256), "both", task.provider)).call()
             elif self.settings.registers:
                 info |= self.variants.usage(ready.call)
@@ -96,7 +96,7 @@ class Worker:
         return timing.milliseconds(call, self.device, s.rested, s.seconds)
 
     def check(self, name: str) -> dict[str, Any]:
-        """Return how far results are from a peer's, in norm; of training also the losses."""
+        """Return the difference from a peer's results, in norm; in training also of losses."""
         ready = self.ready[name]
         found: dict[str, Any] = {}
         if ready.task.what == "step":
@@ -109,7 +109,7 @@ class Worker:
         return found
 
     def peers(self, task: Task) -> tuple[str, ...]:
-        """Return the providers that may check a result, none where it has no use."""
+        """Return the providers that may check a result; none if a check has no meaning."""
         cell, what, name = task
         if what in self.variants.KERNELS:
             return ("shipped",) if name != "shipped" else ()
@@ -126,7 +126,7 @@ class Worker:
         if task.what == "step":
             return ready.call.gradient_difference(self.attend(task))
         theirs = [t.float() for t in self.made(task).results()]
-        # the gradient of a bias of each query is rounding alone: the largest result sets the scale
+        # the gradient of a bias of each query is only rounding: the largest result sets the scale
         norms = torch.tensor([0.0, *(t.norm() for t in theirs)])
         least = 0.2 * norms.max().item()
         both = zip(ready.results(), theirs, strict=True)
@@ -155,7 +155,7 @@ class Worker:
         return self.attention(task, self.inputs[1])
 
     def attention(self, task: Task, x: Inputs) -> Ready:
-        """Make a provider's call, each with leaves in the layout that it takes as it is."""
+        """Return a provider's call, with leaves in the provider's own layout."""
         cell, what, name = task
         chosen, graded = provider(name), what not in ("forward", "host")
 

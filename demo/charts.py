@@ -63,7 +63,7 @@ def lines(
 
 
 def bars(rows: Mapping[str, tuple[float, str]]) -> str:
-    """Return a horizontal bar a row; a row gives its length and the text beside it."""
+    """Return a horizontal bar for each name, with its length and the text next to it."""
     step, left = 40, 250
     height = step * len(rows) + 4
     longest = max(value for value, _ in rows.values()) or 1.0

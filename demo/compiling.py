@@ -22,7 +22,7 @@ _SAME = {"float16": "float32"}  # the kernels compute both in float32
 
 
 class Kernels:
-    """Tells for which dtypes a backend can be called without a long compilation."""
+    """The dtypes that a backend can compute without a long compilation."""
 
     def __init__(self, names: tuple[str, ...], clock: Clock) -> None:
         self.clock = clock
@@ -34,7 +34,7 @@ class Kernels:
     def ready(self, name: str, dtype: torch.dtype) -> bool:
         """Return True if the backend can compute in this dtype now.
 
-        Without a cache on disk this process has to compile once more, which must fit.
+        Without a cache on disk this process must compile again, which must fit into the time.
         """
         if name != "cpu" or self.child is None:
             return True
@@ -44,7 +44,7 @@ class Kernels:
             return True
         compiled = {n: (seconds, cached) for n, seconds, cached in self.child.lines}
         if wanted not in compiled:
-            # a compiler that fails in the child fails here, too: the checks then show the error
+            # a compiler that fails in the child also fails here: the checks then show the error
             return not self.child.running and self.child.error() is not None
         seconds, cached = compiled[wanted]
         if cached or self.clock.fits(seconds):
@@ -56,7 +56,7 @@ class Kernels:
         return self.child is not None and self.child.running
 
     def wait(self) -> None:
-        """Wait a moment for the child."""
+        """Wait a short time for the child."""
         if self.child is not None:
             self.child.wait(min(0.2, self.clock.left))
 

@@ -43,9 +43,9 @@ def count(n: int) -> str:
 
 
 def printable(text: str) -> str:
-    """Return the text with a dot for each control character, which an early model often writes.
+    r"""Return the text with a dot for each control character, which an early model often writes.
 
-    >>> printable("a\\x00b")
+    >>> printable("a\x00b")
     'a·b'
     """
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{MIDDLE DOT}" for c in text)

@@ -18,6 +18,8 @@ VOCABULARY = 256
 
 
 class Size(NamedTuple):
+    """The size of a model."""
+
     layers: int = 4
     heads: int = 2
     width: int = 128

@@ -16,13 +16,13 @@ from .gpt import GPT, Size
 class Differences(NamedTuple):
     """Relative differences of two training runs, found or allowed.
 
-    Training is chaotic: rounding alone drives two runs apart, not at once, but more with every
-    step. The gradients have no chaos in them.
+    Training is chaotic: rounding alone makes two runs diverge, more with every step. Gradients of
+    one model are not chaotic.
     """
 
-    first_losses: float = 1e-3  # of the first losses, one by one
-    curves: float = 5e-2  # of the running means of all losses; rounding alone made 1.4e-2
-    gradients: float = 1e-5  # of all weights of the trained model: the norm of the difference
+    first_losses: float = 1e-3  # difference of each of the first losses
+    curves: float = 5e-2  # difference of running means of the losses; rounding caused 1.4e-2
+    gradients: float = 1e-5  # norm of the difference, over all weights of the trained model
 
 
 class Plan(NamedTuple):

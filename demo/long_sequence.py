@@ -23,11 +23,13 @@ from .clock import Clock, process_age
 from .memory import Memory
 
 CHECKED = 8  # rows and keys whose results are checked
-LEAP = 4  # a length is predicted from one that is at most so many times shorter
+LEAP = 4  # a length is predicted from one that is at most LEAP times shorter
 FIRST = 2048  # the shortest length on a CPU
 
 
 class Shape(NamedTuple):
+    """The shape ``[1, n, heads, d]`` of q, k and v, and their dtype."""
+
     n: int
     heads: int
     d: int
@@ -47,8 +49,8 @@ class LongSequence(NamedTuple):
     forward: float  # seconds
     backward: float
     memory: int | None  # bytes beyond the inputs at the peak, results included
-    results: int  # bytes of out, lse, dq, dk and dv, part of that
-    errors: dict[str, float]  # of the rows and keys checked, relative to the definition's norm
+    results: int  # bytes of out, lse, dq, dk and dv, which the peak includes
+    errors: dict[str, float]  # in checked rows and keys, relative to the definition's norm
     limit: float
     asked: int  # the length that a machine with time for it runs
 
@@ -62,6 +64,7 @@ class LongSequence(NamedTuple):
 
 
 def shape_for(device: torch.device, quick: bool) -> Shape:
+    """Return the longest sequence that a device is given, a short one if ``quick``."""
     if device.type == "cpu":
         return Shape(4096 if quick else 32768, 4, 64, "float32")
     return Shape(16384 if quick else 262144, 4, 128, "bfloat16")
@@ -75,7 +78,7 @@ def run(
     seconds: float | None = None,
     on_length: Callable[[int], None] = lambda n: None,
 ) -> LongSequence | None:
-    """Measure in a child process; return the longest sequence that fits, or None if none does.
+    """Measure in a child process; return the longest sequence that fits, or None.
 
     Raises:
         RuntimeError: the child failed; with its text on stderr.
@@ -124,7 +127,7 @@ def measure_lengths(
 
 
 def repeats_for(device: torch.device) -> int:
-    """Return how often a measurement runs the calls: a GPU's kernels depend on the length."""
+    """Return the number of calls of a measurement: a GPU's kernels depend on the length."""
     return 1 if device.type == "cpu" else 3
 
 
@@ -191,8 +194,8 @@ def errors(
 ) -> dict[str, float]:
     """Return errors of some rows and keys against the definition in float64, relative to its norm.
 
-    A row needs only itself: out, lse and dq of the row are recomputed. dk and dv of a key need lse
-    and Delta of every row, and these are rowmax's own.
+    out, lse and dq of a row are recomputed from the row alone. dk and dv of a key need lse and
+    Delta of every row, which are rowmax's.
     """
     n, heads, d = q.shape[1:]
     chosen = torch.linspace(n // 7, n - 1, CHECKED, dtype=torch.int64, device=q.device)

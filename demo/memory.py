@@ -16,7 +16,7 @@ class Memory:
     """Measures the peak of memory beyond what is held when it is constructed.
 
     On a CPU that is resident memory, by the high-water mark of the operating system. Outside Linux,
-    or where the mark must not be reset, an earlier and higher peak hides a later one.
+    or where the mark cannot be reset, an earlier and higher peak hides a later one.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -29,7 +29,7 @@ class Memory:
             self.start = _reset_high_water()
 
     def peak(self) -> int | None:
-        """Return bytes, or None where they cannot be known."""
+        """Return bytes, or None where the system does not report them."""
         if self.start is None:
             return None
         if self.device.type == "cuda":
@@ -39,7 +39,7 @@ class Memory:
 
 
 def _reset_high_water() -> int | None:
-    """Reset the high-water mark to the resident memory of now; return the mark."""
+    """Reset the high-water mark to the current resident memory; return the mark."""
     if _CLEAR.exists():
         with suppress(OSError):
             _CLEAR.write_text("5")

@@ -74,7 +74,7 @@ class DemoReport:
 
     @property
     def failed(self) -> str:
-        """Name the parts that are wrong."""
+        """Return the names of the parts that are wrong."""
         parts = {
             "the checks": self.checks.ok,
             "the training": self.training is None or self.training.ok,
@@ -84,7 +84,7 @@ class DemoReport:
 
     @property
     def left_out(self) -> list[str]:
-        """Return a sentence for each thing that did not fit into the time."""
+        """Return a sentence for each part that did not fit into the time."""
         found = []
         if self.checks.left_out:
             total = sum(map(len, self.checks.rows.values()))
@@ -104,7 +104,7 @@ class DemoReport:
 
     @property
     def missing(self) -> str:
-        """Name the parts that ran less than the demo needs to pass."""
+        """Return the names of the parts that ran less than the demo needs to pass."""
         parts = {
             "the needed checks": timed_checks.enough(self.checks),
             f"{NEEDED} steps of training": self.training is not None and self.training.enough,

@@ -1,4 +1,4 @@
-"""Runs the parts of the demo by one clock: checks, training, long sequence, report.
+"""The parts of the demo, run by one clock: checks, training, long sequence, report.
 
 Each part ends at a share of the time, runs less where the machine is slow, and reports what it
 left out.
@@ -33,14 +33,16 @@ CHECKS, TRAINING, LONG_SEQUENCE = 0.7, 0.86, 0.97
 
 @dataclass(frozen=True)
 class Options:
+    """The options of the command line."""
+
     device: torch.device
     backend: str | None = None
     steps: int | None = None
     quick: bool = False
     report: Path = Path("report.html")
     seed: int = 0
-    seconds: float | None = None  # for everything; None for the usual time
-    spent: float = 0.0  # seconds of them that have passed
+    seconds: float | None = None  # time for everything; None for the usual time
+    spent: float = 0.0  # seconds that have passed already
 
 
 def report_error(path: Path) -> str | None:

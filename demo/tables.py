@@ -43,7 +43,7 @@ def training_table(training: Training | None) -> RenderableType:
 
 
 def long_sequence_table(long: LongSequence | None) -> RenderableType:
-    """Return times and memory beside the size of the score matrix."""
+    """Return times and memory next to the size of the score matrix."""
     if long is None:
         return Text("3. The long sequence was not run (time)\n", style="yellow")
     shape = long.shape

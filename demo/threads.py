@@ -1,4 +1,4 @@
-"""Chooses the number of threads on a machine that other programs keep busy.
+"""The choice of the number of threads on a machine that other programs keep busy.
 
 The threads of an operation wait for each other at its end. If one of them waits for a core, all of
 them do, and two threads can be fifty times slower than one.
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 
 ROUNDS = 9
-SECONDS = 2.0  # for each of the two numbers of threads, at most
+SECONDS = 2.0  # time limit of a measurement of a number of threads
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Runs the checks that fit into a time, while the CPU kernels compile."""
+"""Checks that fit into a time, run while the CPU kernels compile."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .compiling import Kernels
 
 REST = 0.7  # the share of the time after which only needed features are still checked
 
-#: the demo does not pass without these
+#: features without which the demo does not pass
 NEEDED = ("all of it at once", "every key", "causal")
-#: checked first, for a wrong kernel most likely fails one of them; the others follow in order
+#: features checked first, because a wrong kernel most likely fails one of them
 FIRST = (
     *NEEDED,
     "boolean mask",
@@ -27,7 +27,7 @@ FIRST = (
     "NaN in masked keys and values",
 )
 
-Pending = dict[Feature, tuple[str, ...]]  # the backends that a feature is still to be checked on
+Pending = dict[Feature, tuple[str, ...]]  # the backends that are not yet checked for a feature
 
 
 def run_checks(
@@ -38,7 +38,7 @@ def run_checks(
     kernels: Kernels,
     show: Callable[[str], None],
 ) -> dict[str, dict[str, Result]]:
-    """Check the features on these backends, and leave out what is predicted not to fit.
+    """Check the features on these backends, except those that are predicted not to fit.
 
     A backend is checked as soon as its kernels are compiled.
     """
@@ -56,7 +56,7 @@ def run_checks(
                 show(progress_line(done, total, feature, ready))
                 start = clock.now()
                 rows[feature.name] |= check_feature(feature, device, ready, seed)
-                # the first check also loads code, so that its time counts less and less
+                # the first check also loads code, so later times replace its time
                 slowest = max(0.8 * slowest, (clock.now() - start) / len(ready))
                 done += len(ready)
                 pending[feature] = tuple(n for n in pending[feature] if n not in ready)

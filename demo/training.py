@@ -1,7 +1,7 @@
 """Two copies of one model, trained on the same batches, one with rowmax, one with SDPA.
 
-The copies alternate within each step, and alternate in being first, so that other load on the
-machine slows both alike.
+The copies alternate within each step, and in each step another is first, so that other load on the
+machine slows both equally.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from .learner import Differences, Learner, Plan, learning_rate
 
 NAMES = ("rowmax", "SDPA")
 SMOOTHING = 20  # steps
-NEEDED = 25  # steps, for the allowed differences of a Plan to mean something
-MEASURED = 5  # steps before their number is decided; the learning rate is the same until then
-AFTER = 6  # steps of both that the held-out loss, the gradients and the sample take at the end
+NEEDED = 25  # the fewest steps for which the allowed differences of a Plan are valid
+MEASURED = 5  # steps at a constant learning rate, before the number of steps is decided
+AFTER = 6  # the time for held-out loss, gradients and sample at the end, in steps of both models
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Curve:
     """The losses and times of one of the models."""
 
     losses: list[float]
-    seconds: list[float]  # of each step
+    seconds: list[float]  # time of each step
     held_out: float = 0.0
 
     @property
@@ -162,6 +162,8 @@ def _affordable(wanted: int, clock: Clock, done: int, pair: float) -> int:
 
 
 def rowmax_attention(backend: str | None) -> Attend:
+    """Return causal attention by rowmax."""
+
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = rowmax.attention(q, k, v, causal=True, backend=backend)
         assert isinstance(out, Tensor)
@@ -171,6 +173,7 @@ def rowmax_attention(backend: str | None) -> Attend:
 
 
 def standard_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return causal attention by SDPA."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
@@ -184,7 +187,7 @@ def train(
     on_step: Callable[[int, int, dict[str, Curve]], None] = lambda step, steps, curves: None,
     clock: Clock | None = None,
 ) -> Training:
-    """Train both models; deterministic by the seed, as far as their attention is.
+    """Train both models. The seed determines the result if attention is deterministic.
 
     With a clock, the first steps are measured and decide how many fit. If the machine becomes
     slower after that, both models stop after the same step.

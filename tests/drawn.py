@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from rowmax.call.dispatch import beyond
-from rowmax.call.problem import Problem
+from rowmax.call.inputs import Options, Positions
+from rowmax.call.problem import Problem, positions_read, shifted_band
 from rowmax.reference.tolerance import Noise
 from rowmax.testing import (
     LEAVES,
@@ -302,7 +303,17 @@ def _group(rng: random.Random, dtype: str, hopper: bool) -> Case:
     if rng.random() < 0.35:
         there = {"bias": values["bias"] is not None, "sink": values["sink"]}
         values["grads"] = tuple(n for n in LEAVES if there.get(n, True) and rng.random() < 0.5)
+    reads = ("causal", "alibi", "left", "right", "dropout")
+    if any(values.get(name) not in (None, False, 0.0) for name in reads) and rng.random() < 0.2:
+        values["positions"] = positions(rng)
     return Case("drawn", **values)
+
+
+def positions(rng: random.Random) -> tuple[int, int, int, int, int]:
+    """Return positions of a block that are not 0; Triton takes keys from a multiple of 64 on."""
+    shift = rng.choice((-1, 1)) * rng.choice((1, 2, 7, 64, 100, 300, 5000))
+    far = rng.choice((64, 1 << 12, 1 << 20))
+    return (shift, rng.randint(1, far), 64 * rng.randint(1, far), rng.randint(1, 9), far)
 
 
 def head_size(rng: random.Random, hopper: bool = False) -> int:
@@ -382,6 +393,8 @@ def _varied(rng: random.Random, case: Case) -> Case:
         kinds = ("sorted", "unsorted", "batched", "queries", "offsets")
         values["documents"] = rng.choice(kinds)
     values["empty_rows"] = case.allowed is not None and rng.random() < 0.4
+    if case.positions is not None:
+        values["positions"] = positions(rng)
     return replace(case, **values)
 
 
@@ -455,6 +468,10 @@ def problem_of(case: Case, dtype: str, device: str = "cuda") -> Problem:
     left, right = (None if n is not None and n >= 2**32 else n for n in (case.left, case.right))
     if case.causal:
         right = 0 if right is None else min(right, 0)
+    options = Options(1.0, left=left, right=right)
+    if case.positions is not None:
+        options = options._replace(**Positions(*case.positions)._asdict())
+    left, right = shifted_band(options, nq, nk)
     return Problem(
         device=device,
         dtype=kind,
@@ -481,6 +498,7 @@ def problem_of(case: Case, dtype: str, device: str = "cuda") -> Problem:
         total_q=total_q,
         total_k=total_k,
         deterministic=case.deterministic,
+        positions=positions_read(options, case.alibi, case.dropout > 0),
     )
 
 

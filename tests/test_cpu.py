@@ -122,7 +122,7 @@ def _machine(name: str, cache: str) -> dict[str, str]:
 @pytest.mark.skipif(not NAMES_MACHINES, reason="x86-64 names")
 @pytest.mark.parametrize("name", MACHINES)
 def test_kernels_are_right_for_lesser_machines(name: str, new_cache: str) -> None:
-    """This processor runs what is compiled for a lesser one."""
+    """Kernels compiled for a lesser processor run on the one at hand."""
     _, _, lanes = MACHINES[name]
     text = f"""
         import torch, rowmax
@@ -147,8 +147,10 @@ def test_kernels_are_right_for_lesser_machines(name: str, new_cache: str) -> Non
 
 
 def test_a_process_loads_what_others_compiled_for_different_dtypes(new_cache: str) -> None:
-    """No name in the cache may stand for the code of two dtypes. The float32 kernel is the one of
-    ``test_kernels_are_right_for_lesser_machines``, for 16 s less."""
+    """No name in the cache may stand for the code of two dtypes.
+
+    The float32 kernel is the one of ``test_kernels_are_right_for_lesser_machines``, for 16 s less.
+    """
     text = """
         import torch, rowmax
         for name in {names}:
@@ -214,8 +216,10 @@ def test_products_of_pairs_without_their_instruction(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_rows_between_a_window_and_a_length_read_nothing(dtype: torch.dtype) -> None:
-    """The window begins past the last key, in the middle of a tile of keys. What an earlier call
-    left in the memory of scores must not come in."""
+    """The window begins past the last key, in the middle of a tile of keys.
+
+    Scores that an earlier call left in memory must not come in.
+    """
     mask = rowmax.Window(1, 0) & rowmax.PrefixLengths(torch.tensor([154]))
     q, k = torch.randn(1, 64, 2, 16, dtype=dtype), torch.randn(1, 513, 2, 16, dtype=dtype)
     for _ in range(3):

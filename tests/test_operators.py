@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import rowmax
-from rowmax.testing import CASES, Case, answer, cotangents, make
+from rowmax.testing import CASES, Case, answer, cotangents, make, tagged
 
 from .small_calls import BACKEND, Layer, attention, inputs, with_lse
 
@@ -52,23 +52,24 @@ def test_sample_is_whole() -> None:
 
 
 def _operands(case: Case, grad: bool) -> tuple[Any, ...]:
-    """A case as the forward operator takes it."""
-    problem, tensors = make(case).problem()
+    """Return a case as the forward operator takes it."""
+    tensors, options = make(case).normalized(backend=BACKEND)
     tensors = (
         t.detach().requires_grad_(grad and n < 5) if t is not None else None
         for n, t in enumerate(tensors)
     )
-    numbers = (problem.scale, problem.softcap, problem.dropout_p, problem.left, problem.right)
-    longest = (problem.nq, problem.nk) if problem.varlen else (0, 0)
-    return (*tensors, *numbers, problem.align, *longest, False, BACKEND)
+    return (*tensors, *options)
 
 
-@pytest.mark.parametrize("case", SAMPLE, ids=str)
+BLOCKS = [case for case in tagged("blocks") if case.name in ("block-alibi", "block-dropout-packed")]
+
+
+@pytest.mark.parametrize("case", SAMPLE + BLOCKS, ids=str)
 def test_opcheck_forward(case: Case) -> None:
     torch.library.opcheck(torch.ops.rowmax.forward.default, _operands(case, grad=True))
 
 
-@pytest.mark.parametrize("case", SAMPLE, ids=str)
+@pytest.mark.parametrize("case", SAMPLE + BLOCKS, ids=str)
 def test_opcheck_backward(case: Case) -> None:
     operands = _operands(case, grad=False)
     out, lse = torch.ops.rowmax.forward(*operands)

@@ -177,7 +177,7 @@ def _small(case: Case, nq: int = 4, nk: int = 5) -> Call:
 
 
 def _function(call: Call, backend: str) -> tuple[Any, list[Tensor]]:
-    """A call as a function of its leaves, lse of rows of nothing taken as 0."""
+    """Return a call as a function of its leaves, with 0 as the lse of rows of nothing."""
     leaves = {name: t.clone().requires_grad_() for name, t in call.leaves.items()}
 
     def function(*tensors: Tensor) -> tuple[Tensor, Tensor]:

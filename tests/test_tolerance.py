@@ -138,7 +138,7 @@ def test_cases_are_found_by_tag() -> None:
     assert tagged("covering") == COVERING
     assert len(tagged("covering", "repeats")) == len(COVERING) + len(tagged("repeats"))
     assert tagged("covering", "every backend") == CASES
-    with pytest.raises(ValueError, match="tag: got no such; want covering, every backend"):
+    with pytest.raises(ValueError, match="tag: got no such; want blocks, covering, every backend"):
         tagged("no such")
 
 
@@ -146,5 +146,7 @@ def test_every_feature_is_in_the_covering_part() -> None:
     default = Case("")
     drawn = ("dout", "transposed", "shift", "wide_offsets", "grads", "dlse", "deterministic")
     for name in vars(default):
-        if name not in ("name", "bias_float32", *drawn):  # only ``drawn.py`` varies those
+        if name == "positions":  # which have cases of their own
+            assert all(c.positions is not None for c in tagged("blocks"))
+        elif name not in ("name", "bias_float32", *drawn):  # only ``drawn.py`` varies those
             assert any(getattr(c, name) != getattr(default, name) for c in COVERING), name

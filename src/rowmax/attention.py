@@ -73,9 +73,9 @@ def attention(
     backend: str | None = None,
     **unexpected: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact softmax attention, tile by tile: ``softmax(scale q k^T + bias) v``.
+    """Compute exact softmax attention, tile by tile: ``softmax(scale q k^T + bias) v``.
 
-    The score matrix is never held, forward or backward. Differentiable in q, k, v, bias and
+    The score matrix is never allocated, forward or backward. Differentiable in q, k, v, bias and
     sink, through out and through lse.
 
     Args:
@@ -100,7 +100,7 @@ def attention(
         return_lse: also return lse ``[B, Hq, Nq]``, ``log sum exp`` of each row's scores, in
             float32 (float64 for float64 inputs).
         deterministic: gradients that are bitwise equal from run to run;
-            ``torch.use_deterministic_algorithms(True)`` asks for them too.
+            ``torch.use_deterministic_algorithms(True)`` selects them too.
         backend: a name, to force one; see ``explain``. ``"reference"`` is dense and has
             derivatives of every order, in both modes.
 
@@ -199,11 +199,11 @@ def attention_varlen(
     backend: str | None = None,
     **unexpected: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention within each of S sequences that lie packed, one after the other, unpadded.
+    """Compute attention within each of S packed sequences, one after the other, unpadded.
 
-    Every argument of ``attention`` means here what it means there for one sequence of the
-    batch: b counts sequences, positions are within one, and each is aligned bottom-right: to its
-    own keys, or with ``PrefixLengths(lengths, align="lengths")`` to its own length.
+    Every argument of ``attention`` has the same meaning for one sequence: b counts sequences,
+    positions are within one, and each is aligned bottom-right: to its own keys, or with
+    ``PrefixLengths(lengths, align="lengths")`` to its own length.
 
     Args:
         q: ``[total_q, Hq, D]``; k ``[total_k, Hk, D]``; v ``[total_k, Hk, Dv]``.
@@ -256,7 +256,7 @@ def attention_varlen(
 
 
 def _hide_catches(function: Callable[..., Any]) -> None:
-    """Leave what is caught only to be refused out of the signature that others read."""
+    """Remove the parameters that only refuse unknown arguments from the signature."""
     signature = inspect.signature(function)
     caught = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     kept = [p for p in signature.parameters.values() if p.kind not in caught]
@@ -279,11 +279,13 @@ def _mask(mask: Mask | Tensor | None, causal: bool) -> Mask:
 def _autocast(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """q, k and v in autocast's dtype where it is on, as for torch's own attention; a bias in it,
-    too, but for one that is wider and may stay so."""
+    """Return q, k, v and the bias in autocast's dtype where it is on, like torch's attention.
+
+    A wider bias that a call accepts keeps its dtype.
+    """
     if not isinstance(q, Tensor) or q.is_meta:
         return q, k, v, bias
-    device = "cuda" if q.is_cuda else q.device.type  # a string that torch makes anew each time
+    device = "cuda" if q.is_cuda else q.device.type  # torch makes a new string at each access
     if not torch.is_autocast_enabled(device):
         return q, k, v, bias
     dtype = torch.get_autocast_dtype(device)

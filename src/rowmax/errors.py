@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-#: arguments of other libraries -> what says the same here
+#: an argument of another library -> the argument here with the same meaning
 _ELSEWHERE = {
     "is_causal": "causal=True (aligned bottom-right: the last query sees every key)",
     "attn_mask": "mask= for a boolean tensor, bias= for one that is added",
@@ -27,10 +27,12 @@ _ELSEWHERE = {
 
 
 def bad(argument: str, got: Any, want: str) -> ValueError:
+    """Return the ValueError of an argument."""
     return ValueError(f"{argument}: got {got}; want {want}")
 
 
 def wrong_type(argument: str, got: Any, want: str) -> TypeError:
+    """Return the TypeError of an argument."""
     return TypeError(f"{argument}: got {got}; want {want}")
 
 
@@ -50,6 +52,7 @@ def refuse_unexpected(
 
 
 def check_dense(name: str, t: Tensor) -> None:
+    """Raise for a nested or sparse tensor."""
     if t.layout != torch.strided or t.is_nested:
         kind = "a nested tensor" if t.is_nested else f"layout {t.layout}"
         raise wrong_type(name, kind, "a dense (strided) tensor")
@@ -67,6 +70,7 @@ def check_integers(name: str, t: object, dims: tuple[int, ...]) -> None:
 
 
 def check_booleans(name: str, t: object) -> None:
+    """Raise unless t is a dense boolean tensor."""
     if not isinstance(t, Tensor):
         raise wrong_type(name, type(t).__name__, "a boolean tensor")
     if t.dtype != torch.bool:
@@ -76,10 +80,12 @@ def check_booleans(name: str, t: object) -> None:
 
 
 def check_device(name: str, t: Tensor, q: Tensor) -> None:
+    """Raise unless t is on q's device."""
     if t.device != q.device:
         raise bad(name, f"a tensor on {t.device}", f"one on {q.device}, as q is")
 
 
 def check_flag(name: str, x: Any) -> None:
+    """Raise unless x is True or False."""
     if not isinstance(x, bool):
         raise wrong_type(name, repr(x), "True or False")

@@ -26,9 +26,9 @@ TILE = 128
 class Choice(NamedTuple):
     """The backends that compute the results of a call, and why the others compute none."""
 
-    jobs: tuple[Job, ...]  # none: the named backend refuses, and the call would raise
+    jobs: tuple[Job, ...]  # empty: the named backend refuses, and the call would raise
     others: Mapping[str, str]
-    notes: tuple[tuple[str, ...], ...] = ()  # of each job, from its backend
+    notes: tuple[tuple[str, ...], ...] = ()  # sentences of each job's backend
 
     @property
     def backend(self) -> str | None:
@@ -51,11 +51,11 @@ class Explanation:
 
     Attributes:
         problem: shapes, dtypes and features, as backends see them.
-        forward, backward: the jobs of each with their backends, and why others have none.
-        tiles: skipped, partial and full tiles of 128 by 128, and the pairs in those visited.
-        forward_flops, backward_flops: of the matrix products in the tiles that are visited.
-        output_bytes: of out and lse.
-        dense_bytes: of the score matrix that is never held, in q's dtype.
+        forward, backward: the jobs with their backends, and why other backends have none.
+        tiles: skipped, partial and full tiles of 128 by 128, and the pairs in visited tiles.
+        forward_flops, backward_flops: operations of the matrix products in visited tiles.
+        output_bytes: the size of out and lse.
+        dense_bytes: the size of the whole score matrix in q's dtype, which is never allocated.
     """
 
     problem: Problem
@@ -96,14 +96,13 @@ def explain(
     """Return the backends of a call and why, the tiles that it visits, its work and its memory.
 
     Takes the arguments of ``attention``, or those of ``attention_varlen``, and computes no
-    attention. Reads masks and packed offsets, and so waits for a GPU.
+    attention. Reads masks and packed offsets, which waits for a GPU.
 
     Returns:
         An ``Explanation``: print it, or read its attributes.
 
     Raises:
-        TypeError, ValueError: as the call itself would, but for a backend that refuses:
-            that is explained.
+        TypeError, ValueError: as the call itself would. A backend that refuses does not raise.
 
     >>> import torch, rowmax
     >>> q = torch.randn(1, 256, 4, 64)
@@ -130,7 +129,7 @@ def explain(
             softcap=softcap,
             sink=sink,
             dropout_p=dropout_p,
-            seed=0 if seed is None else seed,  # leaves torch's generator as it was
+            seed=0 if seed is None else seed,  # does not advance torch's generator
             deterministic=deterministic,
             backend=backend,
             cu_seqlens=cu_seqlens,
@@ -187,7 +186,7 @@ def _tiles(problem: Problem, tensors: Tensors) -> Tiles:
         if 0 in (one.batch, one.nq, one.nk):
             continue
         states = tile_states(one, parts, TILE, TILE)
-        times = one.batch * one.hq // (states.shape[0] * states.shape[1])  # 1 is broadcast
+        times = one.batch * one.hq // (states.shape[0] * states.shape[1])  # a 1 broadcasts
         rows = _extents(one.nq, states)[:, None]
         cols = _extents(one.nk, states)[None, :]
         for state in (SKIP, PARTIAL, FULL):
@@ -234,7 +233,7 @@ def _lines(e: Explanation) -> Iterator[tuple[str, str]]:
 
 
 def _made(choice: Choice) -> Iterator[str]:
-    """Yield a text for each job; of a single job its backend is enough."""
+    """Yield a text for each job; for a single job only its backend."""
     for job in choice.jobs:
         reason = f": {job.reason}" if job.reason else ""
         if job.backend is None:
@@ -283,7 +282,7 @@ def _features(p: Problem) -> Iterator[str]:
 
 
 def _scaled(n: int, base: int, unit: str) -> str:
-    """5_000_000 FLOP -> 5 MFLOP; 2048 B -> 2 KiB."""
+    """Return a number with a unit: 5_000_000 FLOP -> 5 MFLOP, 2048 B -> 2 KiB."""
     value, prefixes = float(n), iter("KMGTPE" if base == 1024 else "kMGTPE")
     prefix = ""
     while value >= base and prefix != "E":

@@ -22,7 +22,7 @@ from torch import Tensor
 from .errors import check_booleans, check_integers
 from .torch_compat import values_are_readable
 
-#: to what the positions of queries can be aligned
+#: the values of ``align``
 ALIGNMENTS = ("keys", "lengths")
 
 _INTERSECTIONS = ("and_", "bitwise_and", "iand", "__and__", "__rand__", "__iand__")
@@ -31,15 +31,15 @@ _INSTEAD_OF_UNIONS = (
     "rowmax: masks have no |, ~ or ^; combine boolean tensors (mask=m1 | m2), or make a call for "
     "each part of the keys and merge the parts: merge((out1, lse1), (out2, lse2))"
 )
-_MOST = 2**32  # no two positions are this far apart
+_MOST = 2**32  # the distance of two positions is always less
 
 
 class Ids(NamedTuple):
-    """The documents of one ``Documents``, as they were given: ids or offsets of the keys."""
+    """The arguments of one ``Documents``: ids or offsets of the keys, and ids of the queries."""
 
     ids: Tensor | None = None  # [N] or [B, N]
     cu_seqlens: Tensor | None = None  # [documents + 1]
-    q_ids: Tensor | None = None  # [Nq] or [B, Nq]; None: of the position where a query stands
+    q_ids: Tensor | None = None  # [Nq] or [B, Nq]; None: the id at the query's key position
 
 
 class Mask:
@@ -137,7 +137,7 @@ class Mask:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Handle ``&`` with a tensor, which a compiler traces through here. Refuse all else."""
+        """Handle ``tensor & mask``, which a compiler traces as this call; refuse the rest."""
         name = getattr(func, "__name__", None)
         if name in _UNIONS:
             raise TypeError(_INSTEAD_OF_UNIONS)
@@ -210,8 +210,8 @@ class Documents(Mask):
         ids: integers ``[N]`` or ``[B, N]``, the document of each key position (in any order).
             Without q_ids a query has the id of the key position ``i + Nk - Nq``.
         cu_seqlens: instead of ids, ``[documents + 1]`` offsets, 0 first, never falling, N last.
-            On a GPU its values are not checked (that would wait for the device).
-        q_ids: the documents of the queries, ``[Nq]`` or ``[B, Nq]``, where they are their own.
+            On a GPU its values are not checked, because reading them waits for the device.
+        q_ids: the documents of the queries, ``[Nq]`` or ``[B, Nq]``.
             ``PrefixLengths(align="lengths")`` needs them.
 
     Raises:
@@ -323,7 +323,7 @@ _ONE_OF_TWO = "Documents: want either ids or cu_seqlens, got both or neither"
 
 
 def as_int(n: object) -> int | None:
-    """Return n as a Python int (a symbolic one as it is), or None where it is no whole number.
+    """Return n as a Python int, a symbolic integer unchanged, or None if n is no whole number.
 
     NumPy's integers are whole numbers. Booleans and tensors are not.
     """
@@ -338,7 +338,7 @@ def _limit(name: str, n: object) -> int | None:
     whole = as_int(n)
     if whole is None:
         raise TypeError(f"{name}: got {n!r}; want an int, or None for no limit")
-    if whole >= _MOST:  # past every key; added to a position it may not fit in 64 bits
+    if whole >= _MOST:  # excludes no key, and its sum with a position may not fit in 64 bits
         return None
     return -_MOST if whole < -_MOST else whole
 

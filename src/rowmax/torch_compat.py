@@ -34,7 +34,7 @@ __all__ = [
     "single_level_autograd",
 ]
 
-#: the types of tensors that are nothing but numbers
+#: the types of tensors that hold only numbers
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
@@ -42,17 +42,17 @@ PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
 def is_transformed() -> bool:
-    """True inside ``vmap``, ``grad`` and the other transforms of ``torch.func``."""
+    """Return True inside ``vmap``, ``grad`` and the other transforms of ``torch.func``."""
     return torch._C._are_functorch_transforms_active()
 
 
 def is_traced_or_transformed() -> bool:
-    """True while a call is compiled, traced by ``torch.jit`` or transformed by ``torch.func``."""
+    """Return True while a call is compiled, traced or transformed by ``torch.func``."""
     return torch.compiler.is_compiling() or is_traced() or is_transformed()
 
 
 def is_traced() -> bool:
-    """True inside ``torch.jit.trace``."""
+    """Return True inside ``torch.jit.trace``."""
     return torch._C._get_tracing_state() is not None
 
 
@@ -61,12 +61,12 @@ def is_traced_by_make_fx() -> bool:
 
 
 def is_forward_mode() -> bool:
-    """True inside a level of ``torch.autograd.forward_ad``."""
+    """Return True inside a level of ``torch.autograd.forward_ad``."""
     return forward_ad._current_level >= 0
 
 
 def is_observed() -> bool:
-    """True if a tracer, mode, transform or profiler may observe the calls of this thread.
+    """Return True if a tracer, mode, transform or profiler may observe calls of this thread.
 
     The observer of an execution trace cannot be seen from Python: it misses calls that skip the
     dispatcher.
@@ -83,7 +83,7 @@ def is_observed() -> bool:
 
 
 def forward_mode_levels() -> int:
-    """Return how many ``jvp`` levels of ``torch.func`` are active."""
+    """Return the number of active ``jvp`` levels of ``torch.func``."""
     if not is_transformed():
         return 0
     levels = retrieve_all_functorch_interpreters()
@@ -92,12 +92,12 @@ def forward_mode_levels() -> int:
 
 # --- tensors -----------------------------------------------------------------------------------
 
-#: dispatch keys of tensors that are numbers on a device and nothing else
+#: dispatch keys of tensors that hold only numbers on a device
 _plain_keys: set[int] = set()
 
 
 def is_plain(t: Tensor) -> bool:
-    """True for numbers on a device.
+    """Return True for a tensor that holds only numbers on a device.
 
     False for a subclass, a batch of ``vmap`` old or new, a meta tensor, and zeros or a negation
     still to be written.
@@ -114,7 +114,7 @@ def is_plain(t: Tensor) -> bool:
 
 
 def plain_addresses(tensors: Iterable[Tensor | None]) -> list[int] | None:
-    """Return the addresses of the tensors that there are, or None if one is not ``is_plain``.
+    """Return the addresses of the tensors that are not None, or None if one is not ``is_plain``.
 
     A tenth of the time of ``is_plain`` for each.
     """
@@ -132,12 +132,12 @@ def plain_addresses(tensors: Iterable[Tensor | None]) -> list[int] | None:
 
 
 def is_fake(t: Tensor) -> bool:
-    """True for a tensor without values."""
+    """Return True for a tensor without values."""
     return isinstance(t, FakeTensor) or t.is_meta
 
 
 def is_batched(t: Tensor | None) -> bool:
-    """True inside ``vmap`` for a tensor with a value for each slice: none can be read."""
+    """Return True for a tensor of ``vmap`` with a value for each slice: none can be read."""
     while t is not None and is_functorch_wrapped_tensor(t):
         if is_batchedtensor(t):
             return True
@@ -146,7 +146,7 @@ def is_batched(t: Tensor | None) -> bool:
 
 
 def values_are_readable(t: Tensor) -> bool:
-    """True if reading values is free: not on a GPU, which is a wait, and not while tracing."""
+    """Return True if reading values is free: not on a GPU, which waits, and not while tracing."""
     return (
         t.device.type == "cpu"
         and not torch.compiler.is_compiling()

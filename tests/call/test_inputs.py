@@ -11,6 +11,7 @@ from rowmax.call.inputs import (
     INPUTS,
     Gradients,
     Options,
+    Positions,
     Tensors,
     Wanted,
     part_of,
@@ -25,10 +26,12 @@ def test_records_have_the_fields_of_the_declaration() -> None:
 
 
 def test_the_schema_is_that_of_the_operators() -> None:
-    names = [one.split()[-1] for one in schema().split(", ")]
+    names = [one.split()[-1].removesuffix("=0") for one in schema().split(", ")]
     assert names == [*Tensors._fields, *Options._fields]
     registered = torch.ops.rowmax.forward.default._schema
     assert [one.name for one in registered.arguments] == names
+    assert tuple(names[-5:]) == Positions._fields
+    assert {one.name for one in registered.arguments if one.has_default_value()} == set(names[-5:])
     optional = {one.name for one in registered.arguments if one.type.kind() == "OptionalType"}
     given = {name for name in names if name in Tensors._field_defaults}
     assert optional == given | {"left", "right", "backend"}

@@ -37,8 +37,9 @@ def config(tile: Config, **features: Any) -> Config:
 
 
 @lru_cache
-def build(c: Config, dtype: str = "bf16") -> Built:
-    like = dict.fromkeys(Numbers._fields, 1) | {"inner": 1.0, "scale": 1.0, "out_scale": 1.0}
+def build(c: Config, dtype: str = "bf16", shifted: bool = False) -> Built:
+    like: dict[str, Any] = dict.fromkeys(Numbers._fields, 1)
+    like |= {"inner": 1.0, "scale": 1.0, "out_scale": 1.0, "shift": 1 if shifted else None}
     options = {"num_warps": 4, "enable_fp_fusion": True}
     launch = GluonLaunch(KERNELS[type(c)], (1, 1, 1), options)
     made = launch.compile(

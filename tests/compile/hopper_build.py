@@ -71,8 +71,7 @@ class Built(NamedTuple):
         return found
 
     def loops(self, stores: int = 0) -> list[list[Line]]:
-        """Return the loops over key tiles: the innermost backward branches with products, and with
-        as many stores as a step makes.
+        """Return the loops over key tiles: innermost back branches with products and ``stores``.
 
         (Waits at a barrier lie out of line and branch back too, around the stores of a finished
         tile among others.)

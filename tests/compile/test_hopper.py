@@ -35,6 +35,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "documents": {"documents": "sorted", "causal": True},
     "softcap": {"softcap": 2.0, "causal": True},
     "alibi": {"alibi": True, "causal": True},
+    "alibi-block": {"alibi": True, "causal": True, "positions": (5, 0, 0, 0, 0)},
     "sink-grouped": {"sink": True, "hk": 1, "nq": 40},
     "bias": {"bias": "bhqk", "nq": 256},
     "bias-row": {"bias": "bh1k", "nq": 256},

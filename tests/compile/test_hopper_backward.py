@@ -46,6 +46,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "documents": {"DOCUMENTS": True, "RIGHT": True},
     "softcap": {"SOFTCAP": True, "RIGHT": True},
     "alibi": {"ALIBI": True, "RIGHT": True},
+    "alibi block": {"ALIBI": True, "RIGHT": True},
     "dbias": {"BIAS": True, "DBIAS": True, "RIGHT": True},
     "dbias alone": {"BIAS": True, "DBIAS": True, "RIGHT": True, "DQ": False},
     "row": {"ROW": True, "DROW": True, "RIGHT": True},
@@ -57,7 +58,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 #: by kernel of wide heads: further features at the largest head size
 WIDE_FEATURES = {
-    "dq": ("lengths", "packed", "alibi", "bias", "dbias", "row", "column"),
+    "dq": ("lengths", "packed", "alibi", "alibi block", "bias", "dbias", "row", "column"),
     "dkdv": (
         "window",
         "lengths",
@@ -65,6 +66,7 @@ WIDE_FEATURES = {
         "documents",
         "softcap",
         "alibi",
+        "alibi block",
         "causal bias",
         "row",
         "column",
@@ -76,8 +78,11 @@ NAMES = {FusedConfig: "fused", DqConfig: "dq", DkdvConfig: "dkdv", DbiasConfig: 
 
 
 def cases():
-    """Yield (tile, features, dtype): every size plainly, every feature at the size of most models,
-    and at others the features that take most registers."""
+    """Yield (tile, features, dtype).
+
+    Every size comes plainly, every feature at the size of most models, and at others the features
+    that take most registers.
+    """
     every = [name for name in FEATURES if "bias" not in name or "dbias" in name]
     for size, tiles in TILES.items():
         for tile in tiles:
@@ -113,6 +118,7 @@ MORE = {
     ("fused", "column"): ((22, 240), (22, 240)),
     ("dkdv", "column"): ((25, 208), (25, 208)),
     ("dq", "alibi"): ((36, 216), SPILLS),
+    ("dq", "alibi block"): ((36, 216), SPILLS),
     ("dq", "dbias"): ((21, 248), (22, 208)),
     ("dbias", "bias"): ((2, 40), (8, 40)),
     ("dbias", "causal bias"): ((3, 40), (16, 40)),
@@ -138,7 +144,7 @@ ONE_IN_TIME = (64, "fused", "row")
 )
 def test_compiles_to(tile, name, dtype):
     kind = NAMES[type(tile)]
-    kernel = build(config(tile, **FEATURES[name]), dtype)
+    kernel = build(config(tile, **FEATURES[name]), dtype, shifted=name == "alibi block")
     # exponents of the dq kernel with dbias are of two numbers
     loops = kernel.loops(16 if (kind, name) == ("dq", "dbias") else 0)
     assert len(loops) >= 2
@@ -173,8 +179,10 @@ def stays_in_registers(kernel: Built, loops: list[list[Line]], kind: str, name: 
 
 
 def exponentials_after(texts: list[str], wait: int, block: int) -> int:
-    """Return how many exponentials come after the wait for dP (the first; the second of dQ alone):
-    those are not beside the product."""
+    """Return how many exponentials come after the wait for dP, so not beside the product.
+
+    That is the first wait; the second of the dq kernel.
+    """
     after = sum("MUFU.EX2" in text for text in texts[wait:])
     assert sum("MUFU.EX2" in text for text in texts[:wait]) + after >= block // 2
     return after

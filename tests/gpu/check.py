@@ -7,8 +7,8 @@
     compute-sanitizer --tool racecheck python -m tests.gpu.check --sanitize --only bias
 
 The kinds are those of ``kinds.py``, the tags those of ``rowmax/testing/table.py``. Checks run in
-processes side by side on every GPU of the host. What does not begin in ``--minutes`` is left for
-a later run with ``--after``, which keeps the rows that are right or refused.
+processes side by side on every GPU of the host. Checks that do not begin in ``--minutes`` are left
+for a later run with ``--after``, which keeps the rows that are right or refused.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Report:
 
 
 def ordered(checks: list[Check], seed: int) -> list[Check]:
-    """Return checks that are alone first, then those that need fresh processes, then slow ones.
+    """Return checks in order: first those that run alone, then in fresh processes, then slow ones.
 
     The others are shuffled: neighbours in the table would compile the same kernels at once.
     """
@@ -114,7 +114,7 @@ def run_all(checks: list[Check], given: argparse.Namespace) -> int:
 
 
 def run_here(checks: list[Check]) -> int:
-    """Run checks in this process, which a tool may watch; return 1 if one is wrong."""
+    """Run checks in this process, for tools such as a sanitizer; return 1 if one is wrong."""
     warnings.simplefilter("ignore")
     bad = 0
     for check in checks:

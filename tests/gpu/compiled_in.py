@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from rowmax.call.dispatch import beyond
 from rowmax.call.problem import Problem, Wanted
 from rowmax.gpu.triton import backward, forward
 from rowmax.gpu.triton import tiles as plain
@@ -32,13 +33,13 @@ PROCESSORS = 132
 
 
 def compiled_in(case: Case, dtype: str, backend: str) -> Hashable:
-    """Return the part of the numbers varied by ``drawn.varied`` that is compiled in."""
+    """Return the compiled-in part of the numbers that ``drawn.varied`` varies."""
     p = problem_of(case, dtype)
     if backend not in ("triton", "hopper"):
         return None
-    # without ids of their own, queries use ids of keys from an offset on
+    # without q_ids, queries use the ids of keys from an offset on
     ids = case.documents is None or case.documents == "queries" or p.nq > p.nk or p.offset % 4 == 0
-    same = (p.hq, p.hk, p.left is None, p.right is None, ids)
+    same = (p.hq, p.hk, p.left is None, p.right is None, p.positions is None, ids)
     if backend == "hopper":
         return same, (_hopper(p, case), _triton(p) if p.bias is not None else None)
     return same, _triton(p)
@@ -56,7 +57,7 @@ def _triton(p: Problem) -> Hashable:
     for job in jobs:
         tiles = plain.chosen(plain.kind_of(job, p), limits, p)
         found += [tiles, p.nq % tiles.block_q == 0, p.nk % tiles.block_k == 0]
-    # one row has no stride
+    # a single row has no stride
     found += [min(n, 2) for n in (p.nq, p.nk, p.total_q, p.total_k)]
     return (*found, folded(p), listed(p))
 
@@ -66,7 +67,7 @@ def _hopper(p: Problem, case: Case) -> Hashable:
     from rowmax.gpu.hopper import backward_bias, backward_host, backward_tiles, host
     from rowmax.gpu.hopper import tiles as forward
 
-    refused = hopper._refused(p), hopper._refused_backward(p)
+    refused = beyond(hopper.LIMITS, p), hopper._refused_backward(p)
     if any(refused) or not (p.total_k and p.total_q and p.batch):
         return refused
     bias = None
@@ -113,7 +114,7 @@ def kernels_of(drawn: Drawn, known: set[Hashable]) -> int:
 def _stopped(drawn: Drawn) -> None:
     call = drawn.call()
     problem, tensors = call.problem()
-    # a GPU's lengths, which are not read from its memory
+    # lengths on a GPU, which the host does not read
     found = problem_of(drawn.case, drawn.dtype, "cpu")
     problem = problem._replace(nq=found.nq, nk=found.nk)
     out, lse = forward(problem, tensors)

@@ -1,4 +1,4 @@
-"""Checks that no table of small cases makes: sizes past 2^31, graphs, streams, NaN beside masks.
+"""Checks that the table of cases cannot make: sizes past 2^31, graphs, streams, NaN under masks.
 
 Each function returns what is wrong with a backend on a device.
 """
@@ -12,9 +12,9 @@ from torch import Tensor
 
 import rowmax
 
-#: each needs most of a GPU's memory
+#: checks that each need most of a GPU's memory
 LARGE = ("more_elements_than_31_bits", "bias_of_more_elements_than_31_bits", "linear_memory")
-#: the slow ones first
+#: the other checks, slow ones first
 SMALL = (
     "cuda_graph",
     "offsets_out_of_range",
@@ -49,7 +49,7 @@ def more_elements_than_31_bits(backend: str, device: str) -> list[str]:
     got = (out, *torch.autograd.grad(out, (q, k, v), dout))
     wrong = []
     for head in (0, h - 1):
-        # the last rows see only the last some + w keys; the last some of these, only they see
+        # the last rows see only the last some + w keys; no other row sees the last ``some`` of them
         part = [t[:, -some - w :, head : head + 1].detach().float() for t in (q, k, v)]
         part = [t.requires_grad_() for t in part]
         o = rowmax.attention(*part, mask=mask, backend="reference")
@@ -146,7 +146,7 @@ def another_stream(backend: str, device: str) -> list[str]:
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         torch.cuda._sleep(50_000_000)
-        late = q * 1.0  # ready after the sleep, and only on this stream
+        late = q * 1.0  # valid after the sleep, and only on this stream
         got = rowmax.attention(late, k, v, backend=backend)
     torch.cuda.current_stream().wait_stream(side)
     return [] if torch.equal(got, want) else ["the launch was not on the current stream"]  # pyright: ignore

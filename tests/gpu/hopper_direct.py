@@ -1,8 +1,8 @@
 """The Hopper forward and backward, called directly: without dispatch and autograd.
 
 Each case runs over memory filled with NaN, by the rule of ``rowmax.testing``. Infinite numbers in
-padding must change nothing, and repeats must agree to the bit, but for dq if its sums have no
-order. The gradients must also be near those of the Triton backend.
+padding must change nothing, and repeats must agree to the bit, except dq if its sums have no order.
+The gradients must also be near those of the Triton backend.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def check_backward(
     """Return what is wrong with the gradients of a case.
 
     The references are computed on the device ``reference``, or on that of the call. With another
-    device, only they are compared with: no Triton kernel runs.
+    device the gradients are not compared with those of a Triton kernel.
     """
     call = make(case, device, getattr(torch, dtype))
     problem, tensors = call.problem()
@@ -87,7 +87,7 @@ def check_backward(
         return ["refused: " + reason]
     same = call if reference is None else make(case, reference, getattr(torch, dtype))
     want = expected(same, *cotangents(same)).to(tensors.q.device)
-    # out and lse of the reference, rounded: every error is then the backward's
+    # out and lse of the reference, rounded: then every error is from the backward
     out, lse = want.ref.out.to(problem.dtype), want.ref.lse.float()
     dout, dlse = cotangents(call)
     if case.packed:
@@ -159,7 +159,7 @@ def far_from_triton(got: Gradients, twin: Gradients, limit: float) -> list[str]:
 
 
 def differs(got: Gradients, again: Gradients, deterministic: bool, limit: float) -> str | None:
-    """Return a sentence if a repeat differs: at all, or for an unordered dq by too much."""
+    """Return a sentence if a repeat differs by a bit; an unordered dq may differ by rounding."""
     for name, x, y in _pairs(got, again):
         if torch.equal(x, y):
             continue

@@ -26,7 +26,7 @@ from tests import extreme_bias
 from tests.drawn import Drawn, RefusedError, wrong
 from tests.gpu import extremes
 
-REPEATS = 200  # of the kind repeats
+REPEATS = 200  # calls of a check of the kind repeats
 LONG = 600.0  # seconds
 #: backends that take every case; a refusal of theirs is wrong
 GENERAL = ("triton", "cpu", "torch", "reference")
@@ -57,7 +57,7 @@ Kind = Callable[[Namespace], Iterator[Check]]
 
 
 def run(check: Check) -> Iterator[str]:
-    """Yield the result of a check, as its row has it."""
+    """Yield the result of a check, in the form of its row."""
     try:
         found = check.function(*check.args)
         if torch.cuda.is_initialized():
@@ -138,7 +138,7 @@ def every_backend(kind: Kind) -> Kind:
 
 @every_backend
 def cases(given: Namespace) -> Iterator[Check]:
-    """The table at 8 times its lengths, and at its own in other dtypes; odd lengths."""
+    """Yield the table at 8 times its lengths, and at its own in other dtypes; odd lengths."""
     size = 1 if given.device == "cpu" else 8
     if given.tag:
         items = [(case, "bfloat16", 1) for case in tagged(given.tag)]
@@ -155,14 +155,14 @@ def cases(given: Namespace) -> Iterator[Check]:
 
 @every_backend
 def repeats(given: Namespace) -> Iterator[Check]:
-    """Calls that must agree to the bit, 200 times."""
+    """Yield calls that must agree to the bit, 200 times."""
     for case in tagged(given.tag or "repeats"):
         yield Check("repeats", case.name, "bfloat16", "", check_repeats, (case,), slow=True)
 
 
 @every_backend
 def all_extremes(given: Namespace) -> Iterator[Check]:
-    """Tensors of more than 2^31 elements, CUDA graphs, streams, NaN, offsets out of range."""
+    """Yield checks of more than 2^31 elements, CUDA graphs, streams, NaN, offsets out of range."""
     for name in (*extremes.LARGE, *extremes.SMALL):
         large = name in extremes.LARGE
         check = Check("extremes", name, "", "", check_extreme, (name,), alone=large, slow=not large)
@@ -172,7 +172,7 @@ def all_extremes(given: Namespace) -> Iterator[Check]:
 
 @every_backend
 def extreme_biases(given: Namespace) -> Iterator[Check]:
-    """Biases and sinks as large as their dtype allows."""
+    """Yield calls with biases and sinks as large as their dtype allows."""
     for case in tagged(given.tag or "extreme biases"):
         for dtype, bias_dtype in extreme_bias.pairs_of(case):
             name, args = str(dtype).removeprefix("torch."), (case, dtype, bias_dtype)
@@ -182,7 +182,7 @@ def extreme_biases(given: Namespace) -> Iterator[Check]:
 
 @every_backend
 def known_faults(given: Namespace) -> Iterator[Check]:
-    """Calls that triton 3.6.0 compiled wrongly, each in a process of its own."""
+    """Yield calls that triton 3.6.0 compiled wrongly, each in a process of its own."""
     for case in tagged(given.tag or "known faults"):
         args = (case, "float32")
         yield Check("known-faults", case.name, "float32", "", check_known_fault, args, fresh=True)
@@ -190,7 +190,10 @@ def known_faults(given: Namespace) -> Iterator[Check]:
 
 @every_backend
 def launches(given: Namespace) -> Iterator[Check]:
-    """Every way of launching a kernel. The time that Triton's own launch compiles is not known."""
+    """Yield checks of every way of launching a kernel.
+
+    The time in which Triton's own launch compiles is not measured.
+    """
     from tests.gpu.launches import check
 
     for case in tagged(given.tag or "launches"):
@@ -202,7 +205,7 @@ def launches(given: Namespace) -> Iterator[Check]:
 
 
 def hopper_forward(given: Namespace) -> Iterator[Check]:
-    """The Hopper forward without dispatch and autograd."""
+    """Yield cases of the Hopper forward without dispatch and autograd."""
     from tests.gpu.hopper_direct import cases, check_forward
 
     for case in tagged(given.tag) if given.tag else cases("forward"):
@@ -212,7 +215,7 @@ def hopper_forward(given: Namespace) -> Iterator[Check]:
 
 
 def hopper_backward(given: Namespace) -> Iterator[Check]:
-    """The Hopper backward without dispatch and autograd."""
+    """Yield cases of the Hopper backward without dispatch and autograd."""
     from tests.gpu.hopper_direct import cases, check_backward
 
     for case in tagged(given.tag) if given.tag else cases("backward"):
@@ -231,7 +234,7 @@ def hopper_backward(given: Namespace) -> Iterator[Check]:
 
 
 def two_devices(given: Namespace) -> Iterator[Check]:
-    """Tensors on a device that is not the current one, on a host with two GPUs."""
+    """Yield calls on a device that is not the current one, on a host with two GPUs."""
     from tests.gpu.two_devices import check
 
     for case in tagged(given.tag or "two devices"):

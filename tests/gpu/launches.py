@@ -53,7 +53,7 @@ def hooked(found: list[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def public(found: list[str]) -> Iterator[None]:
-    """Let no driver's launch be known."""
+    """Make every driver unknown, so that Triton's public launch is used."""
     known, compat.is_known = compat.is_known, lambda run: False
     forget_plans()
     try:

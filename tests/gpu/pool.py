@@ -24,7 +24,7 @@ import torch
 
 COMPILE_LIMIT = 300.0  # seconds that kernels may compile between two messages
 START_LIMIT = 300.0  # seconds until a process has imported everything
-MOST_FAILED_STARTS = 3  # in a row for each process: then nothing can run
+MOST_FAILED_STARTS = 3  # failures in a row for each process: then nothing can run
 PROCESSES = 14  # on each GPU
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 #: guards the environment, which a new process inherits
@@ -51,7 +51,7 @@ class Event(NamedTuple):
 
 
 def visible_gpus(device: str) -> list[str | None]:
-    """Return what the processes on each GPU read from CUDA_VISIBLE_DEVICES; [None] for a CPU."""
+    """Return CUDA_VISIBLE_DEVICES for the processes on each GPU; [None] for a CPU."""
     if device == "cpu":
         return [None]
     names = os.environ.get(VISIBLE)
@@ -89,7 +89,7 @@ class Pool:
         self.memory = memory
         self._workers: list[_Worker] = []
         self._first = next(_POOLS)  # pools of one process each are spread as well
-        self._kernels = 0  # of processes that have ended
+        self._kernels = 0  # compiled by processes that have ended
         self._failed_starts = 0
 
     @property
@@ -102,8 +102,8 @@ class Pool:
     ) -> Iterator[Event | None]:
         """Yield events as they come, and None at least once a second.
 
-        No job begins after the time ``end``; one that runs on is ended ``patience`` seconds later,
-        without an event.
+        No job begins after the time ``end``. Jobs that still run are ended ``patience`` seconds
+        later, without an event.
         """
         size = len(jobs) if isinstance(jobs, Sequence) else self.processes
         queue = _Queue(jobs)
@@ -182,7 +182,7 @@ class Pool:
 
 
 class _Queue:
-    """Jobs in order. Those that no idle process may run yet are kept."""
+    """Jobs in order. Jobs that no idle process may run yet are kept."""
 
     def __init__(self, jobs: Iterable[Job]) -> None:
         self._jobs = iter(jobs)
@@ -244,7 +244,7 @@ class _Worker:
         self.job, self.ready, self.since = job, False, time.time()
         self.jobs += 1
         self.clock[0], self.clock[1], self.clock[2] = self.since, 0.0, 0.0
-        with contextlib.suppress(OSError):  # the process has died: the next read says so
+        with contextlib.suppress(OSError):  # the process has died: the next read reports it
             self.pipe.send(job)
 
     def event(self, kind: Any, value: Any) -> Event:
@@ -252,7 +252,7 @@ class _Worker:
         return Event(self.job, kind, value, time.time() - self.since)
 
     def hangs(self, limit: float) -> str | None:
-        """Return why the process is to be killed, or None."""
+        """Return why the process must be killed, or None."""
         now, (began, compiled, since, _) = time.time(), list(self.clock)
         if self.job is None:
             late = not self.ready and now - self.since > START_LIMIT

@@ -7,8 +7,8 @@
 
 ``tests/drawn.py`` draws everything that a call can vary. Most of the time goes into compiling, so
 calls come in groups that share kernels: a group draws what is compiled in once, and each of its
-calls the rest. Calls run in processes side by side. A wrong answer, an error, a process that dies
-or hangs is written down with Python that makes the call again, and the search goes on.
+calls the rest. Calls run in processes side by side. For a wrong answer, an error, or a process that
+dies or hangs, the search writes Python that repeats the call, and continues.
 ``--device cpu --backend cpu,torch`` runs the same without a GPU.
 """
 
@@ -61,8 +61,8 @@ from tests.gpu.pool import (
 
 EVERY = 20.0  # seconds between lines of progress
 MOST_WRITTEN = 2000  # failures in full
-MEMORY = 0.85  # of a GPU, shared by its processes
-#: bytes a score, at most, that the references hold in float64
+MEMORY = 0.85  # share of a GPU's memory for its processes
+#: most bytes for each score that the references allocate in float64
 BYTES_A_SCORE = 200
 SUMMARY = "searched:"
 FAILURES = ("wrong", "fault", "unprepared", "errors")
@@ -233,7 +233,7 @@ class Search:
         if report.kind not in FAILURES:
             return
         key = f"{group.seed} {report.kind}"
-        if all(other != key for other, *_ in self.failed):  # others of the group are often alike
+        if all(other != key for other, *_ in self.failed):  # a group's failures are often alike
             print(report.kind.upper(), group.dtype, group.backend, *report.texts, flush=True)
             print(report.drawn.snippet(group.backend, group.device), flush=True)
         self.failed.append((key, group.backend, report.drawn, report.texts))
@@ -361,7 +361,7 @@ def shrink(given: argparse.Namespace) -> int:
 
 
 def sanitized(given: argparse.Namespace) -> int:
-    """Run small calls in this process, which a tool watches; the references are the CPU's."""
+    """Run small calls in this process, for a sanitizer; the references are computed on the CPU."""
     warnings.simplefilter("ignore")
     counts = {cell: Count() for cell in cells_of(given)}
     end = time.time() + 60 * given.minutes
@@ -427,7 +427,7 @@ def memcheck(given: argparse.Namespace) -> int:
             summed = re.findall(rf"{SUMMARY} (\w+) (\w+) (\d+) (\d+)", text)
             for dtype, backend, calls, wrong_ones in summed:
                 count = counts[dtype, backend]
-                # the summary does not say which of the calls an error belongs to
+                # the summary does not name the call of an error
                 first = (dtype, backend) == tuple(summed[0][:2])
                 count.kinds["errors"] = count["errors"] + (sum(errors) if first else 0)
                 count.kinds["wrong"] = count["wrong"] + int(wrong_ones)
@@ -475,7 +475,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def _gpu_budget(processes: int) -> int:
-    """Return how many scores fit into the memory of one of so many processes."""
+    """Return the number of scores that fit into the memory of one of these processes."""
     memory = torch.cuda.get_device_properties(0).total_memory
     each = -(-processes // len(visible_gpus("cuda")))
     return min(GPU_BUDGET, int(MEMORY * memory / each / BYTES_A_SCORE))

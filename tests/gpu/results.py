@@ -43,7 +43,7 @@ class Row(NamedTuple):
 
 
 def machine(device: str) -> Machine:
-    """Return what every row says of this machine."""
+    """Return the columns of every row that describe this machine."""
     try:
         import triton
 

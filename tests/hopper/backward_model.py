@@ -86,8 +86,10 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 def kernel_cases(every: bool) -> list[Case]:
-    """Return every length, mask and mode, as small as tiles allow: at one head size of the fused
-    kernel and at one of the others, or at ``every``."""
+    """Return every length, mask and mode, as small as tiles allow.
+
+    Each comes at one head size of the fused kernel and at one of the others, or at ``every``.
+    """
     alone: dict[str, Any] = {"b": 1, "hq": 1}
     named: dict[str, dict[str, Any]] = {
         f"{n}-{m}{'-causal' * c}": {"nq": n, "nk": m, "causal": c}
@@ -150,8 +152,10 @@ def fallback(problem, tensors, out, lse, dout, dlse, wanted):
 
 
 def past_the_last(d: int) -> list[str]:
-    """Return the faults of rows past the last packed sequence: they have no gradient, and change
-    no other's."""
+    """Return the faults of rows past the last packed sequence.
+
+    They have no gradient, and change no other's.
+    """
     case = Case("", hq=4, hk=2, d=d, causal=True, sequences=((5, 90), (0, 17), (99, 133)))
     problem, tensors = make(case, dtype=torch.float16).problem()
     out, lse = dense.attention(problem, tensors, torch.float32)
@@ -178,8 +182,10 @@ def past_the_last(d: int) -> list[str]:
 
 
 def out_of_range(d: int, deterministic: bool) -> list[str]:
-    """Return the faults of offsets that fall or lie outside: they act as the offsets in range that
-    replace them. The machine allows no access outside a tensor."""
+    """Return the faults of offsets that fall or lie outside: ``in_range`` of them acts alike.
+
+    The emulator allows no access outside a tensor.
+    """
     case = Case("", hq=4, hk=2, d=d, causal=True, sequences=((5, 90), (0, 17), (99, 133)))
     problem, tensors = make(case, dtype=torch.float16).problem()
     out, lse = dense.attention(problem, tensors, torch.float32)
@@ -233,7 +239,7 @@ def main() -> int:
     def wanted(name: str) -> bool:
         return any(part in name for part in options.only)
 
-    every = [*tagged("every barrier"), *device.cases("backward")]
+    every = [*tagged("every barrier", "blocks"), *device.cases("backward")]
     if options.kernels:
         every = kernel_cases(options.every_size)
     chosen = [c for c in every if wanted(c.name)]

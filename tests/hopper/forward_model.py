@@ -23,7 +23,7 @@ emulator.install()
 from rowmax.call.dispatch import beyond  # noqa: E402
 from rowmax.gpu.hopper import LIMITS, host, packed  # noqa: E402
 from rowmax.reference import dense  # noqa: E402
-from rowmax.testing import CASES, Answer, Case, complaint, make, poisoned  # noqa: E402
+from rowmax.testing import CASES, Answer, Case, complaint, make, poisoned, tagged  # noqa: E402
 from tests.extreme_bias import CASES as EXTREMES  # noqa: E402
 from tests.extreme_bias import complaints as extreme_complaints  # noqa: E402
 from tests.extreme_bias import extreme, limit, row_complaints  # noqa: E402
@@ -104,8 +104,10 @@ def check_extreme(case: Case, bias_dtype: torch.dtype) -> list[str]:
 
 
 def past_the_last(sink: bool) -> list[str]:
-    """Return the faults of rows past the last packed sequence: they see nothing, and no other row
-    sees them."""
+    """Return the faults of rows past the last packed sequence.
+
+    They see nothing, and no other row sees them.
+    """
     prepare(3)
     case = Case("", hq=4, hk=2, d=64, causal=True, sink=sink, sequences=((5, 90), (0, 17), (99, 3)))
     problem, tensors = make(case, dtype=torch.float16).problem()
@@ -149,7 +151,9 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=1, help="take one case in so many")
     options = parser.parse_args()
     wrong = right = refused = 0
-    for case in [c for c in (*MORE, *CASES) if options.only in c.name][:: options.every]:
+    for case in [c for c in (*MORE, *CASES, *tagged("blocks")) if options.only in c.name][
+        :: options.every
+    ]:
         for seed in range(options.seeds):
             begin = time.monotonic()
             try:

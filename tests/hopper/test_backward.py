@@ -59,8 +59,9 @@ def test_biases_and_sinks_of_any_size_are_right():
     [
         ("first-64", "first-lengths", "empty-batch", "past-the-last"),
         ("first-shared-bias", "first-own-bias", "first-row-bias", "first-column-bias"),
+        ("block-causal", "block-window", "block-documents", "block-alibi", "block-packed"),
     ],
-    ids=["masks", "biases"],
+    ids=["masks", "biases", "blocks"],
 )
 def test_cases_of_the_device_are_right(cases):
     run_backward("--only", *cases)

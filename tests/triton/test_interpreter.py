@@ -18,6 +18,8 @@ import torch
 pytest.importorskip("triton")
 
 from rowmax.call import dispatch as backends
+from rowmax.call.blocks import Block, block_of
+from rowmax.operators.autograd import attend
 from rowmax.testing import (
     CASES,
     COVERING,
@@ -28,6 +30,7 @@ from rowmax.testing import (
     expected,
     make,
     poisoned,
+    tagged,
 )
 from rowmax.testing.table import EXPANDED
 from tests.extreme_bias import CASES as EXTREMES
@@ -158,6 +161,54 @@ def test_float32_of_any_size(case: Case) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize("case", tagged("blocks"), ids=str)
+def test_blocks(case: Case) -> None:
+    _check(replace(case, nq=min(case.nq, 90), nk=110, d=32), torch.float32)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("alibi", b=1, nq=80, nk=100, hq=2, hk=1, d=16, causal=True, alibi=True),
+        Case("dropout", b=1, nq=80, nk=100, hq=2, d=16, left=40, right=30, dropout=0.3),
+    ],
+    ids=str,
+)
+def test_blocks_have_the_bits_of_the_whole(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no tile is cut, rows of out, lse and dq; kept sets are the same in dk and dv."""
+    chosen = tiles.Tiles(16, 32, 4, 2, False)
+    monkeypatch.setattr(launch, "tiles_for", lambda *_: chosen)
+    tensors, options = make(case).normalized(backend="triton")
+    dout, dlse = (torch.randn(1, 80, 2, 16), torch.randn(1, 2, 80))
+
+    def gradients(block: Block) -> tuple[torch.Tensor, ...]:
+        part, placed = block_of(tensors, options, block)
+        leaves = [t.detach().requires_grad_() for t in part[:3]]
+        out, lse = attend(part._replace(q=leaves[0], k=leaves[1], v=leaves[2]), placed, None)
+        i, h = block.i or slice(None), block.h or slice(None)
+        grads = torch.autograd.grad([out, lse], leaves, [dout[:, i, h], dlse[:, h, i]])
+        return out.detach(), lse.detach(), *grads
+
+    out, lse, dq, dk, dv = gradients(Block())
+    cuts = [slice(0, 32), slice(32, 80)]
+    parts = [gradients(Block(i=i)) for i in cuts]
+    for i, part in zip(cuts, parts, strict=True):
+        assert torch.equal(part[0], out[:, i])
+        assert torch.equal(part[1], lse[:, :, i])
+        assert torch.equal(part[2], dq[:, i])
+    torch.testing.assert_close(parts[0][3] + parts[1][3], dk)
+    torch.testing.assert_close(parts[0][4] + parts[1][4], dv)
+    heads = gradients(Block(h=slice(1, 2)))
+    assert torch.equal(heads[0], out[:, :, 1:])
+    assert torch.equal(heads[2], dq[:, :, 1:])
+
+
+def test_a_block_that_begins_within_64_keys_is_refused() -> None:
+    case = Case("block", dropout=0.3, nq=9, positions=(0, 0, 65, 0, 0))
+    with pytest.raises(ValueError, match="it takes no block that begins at key 65"):
+        make(case)(backend="triton")
+
+
 @pytest.mark.parametrize("shape", [(16, 16), (16, 64), (64, 32)], ids=str)
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize(
@@ -165,6 +216,7 @@ def test_float32_of_any_size(case: Case) -> None:
     [
         Case("causal", b=1, nq=70, nk=90, hq=2, causal=True, dropout=0.2),
         Case("window", b=1, nq=100, hq=2, left=33, right=5, bias="bhqk"),
+        Case("block", b=1, nq=70, nk=150, hq=2, dropout=0.3, positions=(0, 7, 64, 5, 3)),
         Case("mask", b=1, nq=70, nk=60, hq=2, allowed="11qk", documents="unsorted"),
         Case("packed", hq=2, hk=1, sequences=((20, 37), (0, 5), (50, 41)), causal=True),
     ],

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from rowmax.call.problem import Tensors
+from rowmax.testing import Case, make
 
 pytest.importorskip("triton")
 
@@ -21,6 +22,8 @@ compat = importlib.import_module("rowmax.gpu.compat")
 compiled = importlib.import_module("rowmax.gpu.compiled")
 jobs = importlib.import_module("rowmax.gpu.triton.launch")
 kernel_args = importlib.import_module("rowmax.gpu.triton.kernel_args")
+forward = importlib.import_module("rowmax.gpu.triton.forward")
+tiles = importlib.import_module("rowmax.gpu.triton.tiles")
 tl = importlib.import_module("triton.language")
 
 
@@ -347,3 +350,29 @@ def test_every_job_has_the_same_options(monkeypatch: pytest.MonkeyPatch) -> None
     want = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
     assert [options for _, _, options in KERNEL.launches] == [want] * 2
     assert job.launch.options == want
+
+
+# --- positions of a block ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "features", [{"alibi": True}, {"dropout": 0.1}, {"alibi": True, "dropout": 0.1}, {}], ids=str
+)
+def test_a_kernel_is_compiled_for_no_positions_and_for_any(features: dict[str, Any]) -> None:
+    """Positions are numbers at run time. Where all are 0, or are not read, there are none."""
+
+    def signature(*positions: int) -> Any:
+        case = Case("", b=1, nq=64, hq=1, causal=True, positions=positions or None, **features)
+        problem, tensors = make(case).problem()
+        chosen = tiles.Tiles(64, 64, 4, 2, False)
+        job = jobs.build_job(forward.FORWARD, problem, tensors, chosen, None)
+        pointers = kernel_args.Pointers(*tensors, out=tensors.q, lse=torch.zeros(1, 1, 64))
+        return job.launch.signature(pointers, job.numbers, job.config)
+
+    whole = signature()
+    assert signature(0, 0, 0, 0, 0) == whole
+    placed = signature(5, 6, 64, 7, 8)
+    assert (placed == whole) is (not features)
+    assert signature(5, 0, 0, 0, 0) == (placed if features.get("alibi") else whole)
+    assert signature(0, 0, 0, 0, 1) == (placed if features.get("dropout") else whole)
+    assert signature(-9, 2**20, 2**20, 0, 1) == placed

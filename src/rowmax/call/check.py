@@ -1,4 +1,4 @@
-"""The checks of a call: each raises, or returns None. What passes is never checked again."""
+"""The checks of a call: each raises, or returns None. Nothing is checked twice."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from ..errors import bad, check_dense, check_device, check_flag, check_integers,
 from ..masks import Ids, Mask, as_int
 from ..torch_compat import assert_later, is_transformed, values_are_readable
 from .dispatch import NAMES
-from .inputs import Options, Tensors
+from .inputs import Options, Positions, Tensors
+from .problem import Problem
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 MAX_HEAD_DIM = 512
-LARGEST = 1e30  # of scale and softcap: their quotient and product with a score stay in float32
+LARGEST = 1e30  # the largest scale and softcap: times a score, or divided, they stay within float32
 
 
 class Arguments(NamedTuple):
@@ -53,7 +54,7 @@ class Shape(NamedTuple):
 def check(a: Arguments, shape: Shape) -> None:
     """Raise a TypeError or ValueError for the first argument that is wrong.
 
-    ``check_tensors`` and ``check_packed`` come first: ``shape`` rests on what they pass.
+    Call ``check_tensors`` and ``check_packed`` first: ``shape`` is made of checked tensors.
     """
     q, mask = a.q, a.mask
     check_documents(a, shape)
@@ -63,7 +64,7 @@ def check(a: Arguments, shape: Shape) -> None:
     check_flag("deterministic", a.deterministic)
     if a.scale is not None:
         scale = number("scale", a.scale)
-        if not 0.0 <= scale <= LARGEST:  # comparisons alone: what is traced may be symbolic
+        if not 0.0 <= scale <= LARGEST:  # only comparisons: traced sizes may be symbolic
             want = f"a finite number from 0 to {LARGEST:g}, or None for 1/sqrt(D)"
             raise bad("scale", scale, want)
     softcap = number("softcap", a.softcap)
@@ -89,7 +90,7 @@ def check(a: Arguments, shape: Shape) -> None:
 
 
 def check_tensors(a: Arguments) -> None:
-    """Raise unless q, k and v are tensors that go together."""
+    """Raise unless q, k and v are tensors of matching shapes, dtypes and devices."""
     packed = a.cu_seqlens is not None
     want = "[total, H, D]" if packed else "[B, N, H, D]"
     for name, t in (("q", a.q), ("k", a.k), ("v", a.v)):
@@ -136,7 +137,9 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
         raise bad("v", f"shape {got}", f"{axes} with the leading sizes of k, {want}")
     if hk == 0 or hq == 0 or hq % hk:
         want = f"a multiple of the {hk} heads of k and v, at least one"
-        if not packed and 0 < nk <= nq and nq % nk == 0:  # as the numbers of heads would be
+        if (
+            not packed and 0 < nk <= nq and nq % nk == 0
+        ):  # the lengths would be valid numbers of heads
             want += "; the layout is [B, N, H, D]: pass transpose(1, 2) of q, k, v [B, H, N, D]"
         raise bad("q", f"{hq} heads", want)
     for name, size in (("q", d), ("v", dv)):
@@ -148,7 +151,7 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
 
 
 def check_packed(a: Arguments) -> None:
-    """Raise unless offsets and longest lengths fit q and k. A GPU's values are not looked at."""
+    """Raise unless offsets and longest lengths fit q and k. Reads no values from a GPU."""
     assert a.cu_seqlens is not None
     cu_q, cu_k = a.cu_seqlens
     for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
@@ -168,7 +171,7 @@ def check_packed(a: Arguments) -> None:
 
 
 def check_packed_values(tensors: Tensors, options: Options) -> None:
-    """Raise for offsets of a traced call when it runs on a CPU: kernels go where they point."""
+    """Check the offsets of a traced call when it runs on a CPU: kernels index memory by them."""
     for axis, rows, cu, longest in (
         ("q", tensors.q, tensors.cu_seqlens_q, options.max_q),
         ("k", tensors.k, tensors.cu_seqlens_k, options.max_k),
@@ -335,6 +338,20 @@ def check_seed(seed: Any, device: torch.device) -> None:
             raise bad("seed", whole, "an integer of 64 bits")
 
 
+def check_positions(positions: Positions, problem: Problem) -> None:
+    """Raise unless every position of the longer call is an integer that 32 bits hold."""
+    lengths = {"query": problem.nq, "key": problem.nk, "head": problem.hq}
+    lengths["sequence"] = problem.batch
+    for name, given in positions._asdict().items():
+        whole = as_int(given)
+        if whole is None:
+            raise wrong_type(name, repr(given), "an int")
+        most = 2**31 - lengths.get(name, problem.nq + problem.nk)
+        least = -most if name == "shift" else 0
+        if not least <= whole <= most:
+            raise bad(name, whole, f"{least} to {most}: 32 bits hold every position")
+
+
 def number(name: str, x: Any) -> float:
     """Return a real number as a float, NumPy's too.
 
@@ -346,5 +363,5 @@ def number(name: str, x: Any) -> float:
         raise wrong_type(name, type(x).__name__, f"a Python number{hint}")
     try:
         return float(x)
-    except OverflowError:  # refused like any that is not finite
+    except OverflowError:  # an int too large for a float is refused like an infinite number
         return float("inf") if x > 0 else -float("inf")  # pyright: ignore[reportOperatorIssue]

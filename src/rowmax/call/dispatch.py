@@ -32,9 +32,9 @@ _MODULES = {
 _DEVICES = {"hopper": ("cuda",), "triton": ("cuda", "xpu"), "cpu": ("cpu",)}
 #: the extra that installs the libraries of a backend
 _EXTRAS = {"cpu": "cpu"}
-#: used only where it is named: it holds the whole score matrix
+#: used only by name: it allocates the whole score matrix
 _BY_NAME_ONLY = ("reference",)
-#: made of differentiable operations alone: autograd differentiates it to any order
+#: consists of differentiable operations: autograd differentiates it to any order
 PLAIN_OPERATIONS = ("reference",)
 
 
@@ -49,7 +49,7 @@ class Backend(Protocol):
     """
 
     def supports(self, problem: Problem, call: Call) -> str | None:
-        """Return None, or a sentence that says why the backend does not take the call."""
+        """Return None, or the reason why the backend does not compute the call, a sentence."""
         ...
 
     def forward(self, problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,9 @@
 """The floating-point operations of a call: one count, for every report of a speed.
 
 The count is that of the matrix products over the pairs (query, key) that the band (causal, window)
-allows, two operations a multiplication and addition, as papers and profilers count. Documents,
-lengths and boolean tensors depend on values, not on the problem: pairs that they mask count.
-Positions aligned to the lengths count as if every key were in use, which is the most.
+allows. A multiplication and an addition count as two operations, as in papers and profilers.
+Documents, lengths and boolean tensors depend on values, not on the problem: pairs that they mask
+count. Positions aligned to the lengths count as if every key were in use: an upper bound.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ Lengths = Sequence[tuple[int, int]]
 def forward_flops(problem: Problem, lengths: Lengths | None = None) -> int:
     """Return the operations of ``q k^T`` and ``P v``.
 
-    ``lengths`` are those (of queries, of keys) of each sequence of a packed call. Without them
-    every sequence counts with the longest lengths: exact when all are equal, else a bound.
+    ``lengths`` holds (queries, keys) of each sequence of a packed call. Without them every sequence
+    counts with the longest lengths: exact when all are equal, else a bound.
     """
     return 2 * _pairs(problem, lengths) * (problem.d + problem.dv)
 
 
 def backward_flops(problem: Problem, lengths: Lengths | None = None) -> int:
-    """Return those of ``q k^T`` again, ``dO v^T``, and the products of dV, dQ and dK."""
+    """Return the operations of ``q k^T``, ``dO v^T``, and the products of dV, dQ and dK."""
     return 2 * _pairs(problem, lengths) * (3 * problem.d + 2 * problem.dv)
 
 
@@ -41,13 +41,13 @@ def _pairs(problem: Problem, lengths: Lengths | None) -> int:
 
 
 def _below(problem: Problem, shift: int) -> int:
-    """Return how many pairs have ``j < i + offset + shift``: that, in [0, nk], summed over rows."""
+    """Return the number of pairs with ``j < i + offset + shift``, where j is in [0, nk)."""
     first = problem.offset + shift
     return _ramp(first + problem.nq - 1, problem.nk) - _ramp(first - 1, problem.nk)
 
 
 def _ramp(x: int, top: int) -> int:
-    """Return ``clamp(t, 0, top)`` summed over all t up to x."""
+    """Return the sum of ``clamp(t, 0, top)`` over all t up to x."""
     if x <= 0:
         return 0
     under = min(x, top)

@@ -15,7 +15,7 @@ from torch import SymInt, Tensor
 class Input(NamedTuple):
     """The axes of an input, and its part in the derivatives."""
 
-    axes: str  # one letter an axis, with "?" behind it where it may be 1
+    axes: str  # a letter for each axis, followed by "?" where it may be 1
     gradient: bool = False
 
     @property
@@ -55,15 +55,40 @@ class Options(NamedTuple):
     dropout_p: float = 0.0
     left: Annotated[int | None, SymInt] = None
     right: Annotated[int | None, SymInt] = None
-    align: str = "keys"  # to which positions are aligned: "keys" or "lengths"
+    align: str = "keys"  # positions are aligned to "keys" or to "lengths"
     max_q: Annotated[int, SymInt] = 0  # longest sequence of a packed call, or a bound; 0 otherwise
     max_k: Annotated[int, SymInt] = 0
     deterministic: bool = False
     backend: str | None = None
+    # the fields of ``Positions``: numbers at run time, symbolic where a call is traced
+    shift: Annotated[int, SymInt] = 0
+    query: Annotated[int, SymInt] = 0
+    key: Annotated[int, SymInt] = 0
+    head: Annotated[int, SymInt] = 0
+    sequence: Annotated[int, SymInt] = 0
+
+    @property
+    def positions(self) -> Positions:
+        return Positions(self.shift, self.query, self.key, self.head, self.sequence)
+
+
+class Positions(NamedTuple):
+    """The place of a call within a longer one, of which it is a block. A whole call has zeros.
+
+    Query i stands ``shift`` keys beyond the place that its alignment gives it: bands and ALiBi
+    read this. Dropout reads the rest: the numbers, within the longer call, of the block's first
+    query, key, query head and sequence.
+    """
+
+    shift: int = 0
+    query: int = 0
+    key: int = 0
+    head: int = 0
+    sequence: int = 0
 
 
 class Gradients(NamedTuple):
-    """The results of a backward. A gradient that was not wanted is None."""
+    """The results of a backward. A gradient that is not wanted is None."""
 
     q: Tensor | None = None
     k: Tensor | None = None
@@ -73,7 +98,7 @@ class Gradients(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """The gradients that a backward is to compute."""
+    """True for each gradient that a backward computes."""
 
     q: bool
     k: bool
@@ -88,14 +113,17 @@ def _hints(record: type) -> dict[str, Any]:
 
 #: by name, in the order of ``Tensors``
 INPUTS: dict[str, Input] = {name: get_args(hint)[1] for name, hint in _hints(Tensors).items()}
-#: the inputs that have gradients, which come first: fields of ``Gradients`` and ``Wanted``
+#: the inputs with gradients: the first fields of ``Tensors``, the fields of ``Gradients``
 DIFFERENTIABLE = tuple(name for name, one in INPUTS.items() if one.gradient)
 
 
 def schema() -> str:
-    """Return the arguments of an operator that takes ``(*Tensors, *Options)``."""
+    """Return the arguments of an operator that takes ``(*Tensors, *Options)``.
+
+    Positions have a default, and come last: calls and exported graphs without them mean 0.
+    """
     return ", ".join(
-        f"{_schema_type(hint)} {name}"
+        f"{_schema_type(hint)} {name}" + "=0" * (name in Positions._fields)
         for record in (Tensors, Options)
         for name, hint in _hints(record).items()
     )
@@ -113,7 +141,7 @@ def _schema_type(hint: Any) -> str:
 def part_of(name: str, t: Tensor | None, **ranges: slice) -> Tensor | None:
     """Return the view of an input within a range of each named axis: ``part_of("q", q, i=rows)``.
 
-    An axis that may be 1 and is stays whole.
+    An axis of size 1 that may broadcast stays whole.
     """
     if t is None:
         return None

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from .inputs import Gradients, Options, Tensors, Wanted, part_of  # noqa: F401
+from .inputs import Gradients, Options, Positions, Tensors, Wanted, part_of  # noqa: F401
 
 Shape4 = tuple[int, int, int, int]
 
@@ -21,6 +21,8 @@ class Problem(NamedTuple):
 
     In a packed call ``batch`` counts the sequences and ``nq``, ``nk`` bound their lengths;
     ``total_q`` and ``total_k`` are the packed lengths. Otherwise the totals equal ``nq``, ``nk``.
+    ``left`` and ``right`` limit a band around the aligned position of a query: the shift of a block
+    (``Positions``) is in them, so no kernel, tile map or count has to know it.
     """
 
     device: str
@@ -48,15 +50,15 @@ class Problem(NamedTuple):
     total_q: int
     total_k: int
     deterministic: bool
-    first: int = 0  # number of the first sequence, in a part of a packed call
+    positions: Positions | None = None  # those that ALiBi or dropout reads; None: all are 0
     align: str = "keys"  # "lengths" only where a band or ALiBi reads positions
-    device_index: int | None = None  # of the device among those of its type; None: the current one
+    device_index: int | None = None  # index among the devices of its type; None: the current one
 
     @property
     def offset(self) -> int:
         """Aligned to the keys, query i stands at key position ``i + offset``.
 
-        Aligned to the lengths, no query stands further on (see ``mask.offset``).
+        Aligned to the lengths, it stands there or before (see ``mask.offset``).
         """
         return self.nk - self.nq
 
@@ -74,7 +76,7 @@ class Problem(NamedTuple):
     def natural(self) -> bool:
         """True if scores and lse stay in natural units; otherwise they are in base 2.
 
-        A bias may be as large as its dtype goes, and would overflow times log2(e). Only the
+        A bias may be the largest number of its dtype, and times log2(e) it would overflow. Only the
         difference from the row's maximum or lse is multiplied: it is small, or its weight is 0.
         """
         return self.bias is not None
@@ -134,12 +136,15 @@ def problem_of(tensors: Tensors, options: Options) -> Problem:
     b, total_q, hq, d = q.shape
     total_k, _, dv = v.shape[1:]
     varlen = cu is not None
+    nq, nk = (options.max_q, options.max_k) if varlen else (total_q, total_k)
+    left, right = shifted_band(options, nq, nk)
+    placed = left is not None or right is not None or tensors.alibi is not None
     return Problem(
         device=q.device.type,
         dtype=q.dtype,
         batch=cu.shape[0] - 1 if cu is not None else b,
-        nq=options.max_q if varlen else total_q,
-        nk=options.max_k if varlen else total_k,
+        nq=nq,
+        nk=nk,
         hq=hq,
         hk=k.shape[2],
         d=d,
@@ -147,8 +152,8 @@ def problem_of(tensors: Tensors, options: Options) -> Problem:
         scale=options.scale,
         softcap=options.softcap,
         dropout_p=options.dropout_p,
-        left=options.left,
-        right=options.right,
+        left=left,
+        right=right,
         documents=tensors.k_ids is not None,
         prefix=tensors.lengths is not None,
         allowed=tuple(allowed.shape) if allowed is not None else None,  # pyright: ignore
@@ -160,12 +165,36 @@ def problem_of(tensors: Tensors, options: Options) -> Problem:
         total_q=total_q,
         total_k=total_k,
         deterministic=options.deterministic,
-        align=options.align,
+        positions=positions_read(options, tensors.alibi is not None, tensors.seed is not None),
+        align=options.align if placed else "keys",
         device_index=q.device.index,
     )
 
 
-#: inputs that packing leaves as they are
+def shifted_band(options: Options, nq: int, nk: int) -> tuple[int | None, int | None]:
+    """Return (left, right) counted from the aligned position of a query.
+
+    A limit that the shift moves past every pair is None: a block below the diagonal is a call
+    without a mask, as fast as one.
+    """
+    shift = options.shift
+    left = None if options.left is None else options.left - shift
+    right = None if options.right is None else options.right + shift
+    if type(shift) is int and shift != 0:  # a symbolic one decides nothing while a call is traced
+        left = None if left is not None and left >= nk - 1 else left
+        right = None if right is not None and right >= nq - 1 else right
+    return left, right
+
+
+def positions_read(options: Options, alibi: bool, dropout: bool) -> Positions | None:
+    """Return the positions that a call reads, 0 for the others; None if all are 0."""
+    shift, *counters = options.positions
+    read = Positions(shift if alibi else 0, *(counters if dropout else ()))
+    whole = all(type(x) is int and x == 0 for x in read)
+    return None if whole else read
+
+
+#: inputs that are not packed
 _UNPACKED = ("bias", "allowed", "lengths")
 
 
@@ -174,11 +203,13 @@ def each_sequence(
 ) -> Iterator[tuple[slice, slice, Problem, Tensors]]:
     """Yield each sequence of a packed call as a dense call: (queries, keys, problem, tensors).
 
-    Reads the offsets, and so waits for their device.
+    Reads the offsets, which waits for their device.
     """
     assert tensors.cu_seqlens_q is not None
     assert tensors.cu_seqlens_k is not None
     starts_q, starts_k = tensors.cu_seqlens_q.tolist(), tensors.cu_seqlens_k.tolist()
+    positions = problem.positions or Positions()
+    dropped = problem.dropout_threshold > 0
     for b in range(problem.batch):
         rows, cols = slice(*starts_q[b : b + 2]), slice(*starts_k[b : b + 2])
         nq, nk = rows.stop - rows.start, cols.stop - cols.start
@@ -186,6 +217,7 @@ def each_sequence(
         # a term that is not packed has rows and keys of its own for each sequence, from 0 on
         own = {"b": slice(b, b + 1), "i": slice(nq), "j": slice(nk)}
         terms = {name: part_of(name, getattr(tensors, name), **own) for name in _UNPACKED}
+        here = positions._replace(sequence=positions.sequence + b) if dropped else problem.positions
         one = tensors._replace(**packed, **terms, cu_seqlens_q=None, cu_seqlens_k=None)
         yield (
             rows,
@@ -197,7 +229,7 @@ def each_sequence(
                 total_q=nq,
                 total_k=nk,
                 varlen=False,
-                first=b,
+                positions=here,
                 bias=None if one.bias is None else tuple(one.bias.shape),
                 allowed=None if one.allowed is None else tuple(one.allowed.shape),
             ),

@@ -34,7 +34,7 @@ class Result:
     gradients: float | None = None  # the worst of the gradients
     wrong: tuple[str, ...] = ()  # a sentence for each tensor that breaks the rule
     refusal: str | None = None  # why the backend refuses the call, or some of its gradients
-    left_out: bool = False  # not run, for lack of time
+    left_out: bool = False  # not run: no time was left
 
     @property
     def ok(self) -> bool:

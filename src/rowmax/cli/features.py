@@ -62,9 +62,11 @@ class Maker:
 
 @dataclass(frozen=True)
 class Feature:
+    """A named call, made from random numbers."""
+
     name: str
     make: Callable[[Maker], Call]
-    dtype: torch.dtype | None = None  # of the inputs; None for the device's usual one
+    dtype: torch.dtype | None = None  # dtype of the inputs; None: the device's usual one
 
 
 def _documents(m: Maker) -> Call:

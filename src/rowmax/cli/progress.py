@@ -26,7 +26,7 @@ class Progress:
         elapsed: Callable[[], float] | None = None,
         interval: float = INTERVAL,
     ) -> None:
-        """``elapsed`` returns the seconds that plain lines begin with, by default since now."""
+        """Begin plain lines with the seconds that ``elapsed`` returns, by default since now."""
         start = time.monotonic()
         self._console, self._text, self._interval = console, text, interval
         self._elapsed = elapsed or (lambda: time.monotonic() - start)

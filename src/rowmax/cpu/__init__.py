@@ -1,4 +1,4 @@
-"""The backend of CPUs: tile loops compiled by Numba, with matrix products of our own."""
+"""The backend of CPUs: tile loops and matrix products, compiled by Numba."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ __all__ = ["backward", "forward", "supports"]
 
 
 def supports(problem: Problem, call: str) -> str | None:
-    """Return None: the backend refuses nothing that runs on a CPU."""
+    """Return None: the backend computes every call on a CPU."""
     return None

@@ -1,10 +1,10 @@
-"""The backward: a task owns kv heads and every n-th tile of queries, so nothing is shared.
+"""The backward: a task owns kv heads and every n-th tile of queries, so tasks share no sums.
 
-P is recomputed from lse, tile by tile; where lse is so large that its rounding matters (``FAR``),
-the weights of the row are summed once more before. dK and dV of a head are summed in the task's own
+P is recomputed from lse, tile by tile. Where lse is so large that its rounding matters (``FAR``),
+the weights of the row are summed again first. dK and dV of a head are summed in the task's own
 scratch; dQ of a tile of queries is finished before the next. Where heads are few, several tasks
-(slices) take a head's tiles of queries in turn, and their dK and dV are added at the end: in the
-same order each time, so gradients are bitwise equal from run to run.
+share a head's tiles of queries. Their dK and dV are added at the end in a fixed order, so gradients
+are bitwise equal from run to run.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class TileMemory(NamedTuple):
     douts: int  # [value_d, TILE_Q]
     s: int  # [TILE_Q, TILE_K], then P R
     dp: int  # [TILE_Q, TILE_K], then dS
-    ds: int  # [TILE_Q, TILE_K / 2], of pairs: dS once more, in pairs of keys
+    ds: int  # [TILE_Q, TILE_K / 2], only for pairs: dS in pairs of keys
     dq: int  # [TILE_Q, d_padded]
     q_pairs: int  # [TILE_Q / 2, d_padded]
     dout_pairs: int  # [TILE_Q / 2, value_d_padded]
@@ -88,14 +88,14 @@ class Rows(NamedTuple):
 
     delta: np.ndarray  # Delta - dLSE
     lse: np.ndarray  # in the units of the scores; +inf for a row that sees nothing
-    rest: np.ndarray  # of LSE, natural; empty where scores are in base 2
+    rest: np.ndarray  # the rounding error of LSE, natural; empty where scores are in base 2
 
 
 class Buffers(NamedTuple):
-    """Arrays of one row of a tile, ``[TILE_K]``; empty where nothing needs them."""
+    """Arrays of one row of a tile, ``[TILE_K]``; empty if the call does not use them."""
 
     y: np.ndarray  # tanh of a softcap
-    kept: np.ndarray  # by dropout
+    kept: np.ndarray  # 1 where dropout keeps the pair, else 0
 
 
 def backward(
@@ -107,6 +107,7 @@ def backward(
     dlse: Tensor | None,
     wanted: Wanted,
 ) -> Gradients:
+    """Return the gradients; those summed by several tasks are added in a fixed order."""
     call = Call(problem, tensors, dout)
     lse = lse.to(call.dtype).contiguous()
     delta = row_stats.delta(out, dout, lse, dlse)
@@ -132,7 +133,7 @@ def backward(
 
 
 def _owners(problem: Problem, bias_wanted: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return (where each owner's part of the order starts, ``HEAD [heads]`` in order).
+    """Return (the start of each owner's part of the order, ``HEAD [heads]`` in order).
 
     Heads that add to the same elements of dbias have one owner.
     """
@@ -157,7 +158,7 @@ def _parts(problem: Problem, owners: int) -> int:
 
 
 def _outputs(call: Call, tensors: Tensors, wanted: Wanted, parts: int) -> dict[str, Tensor]:
-    """Return tensors for the kernels to write: sums by part, but dq, whose rows have one writer."""
+    """Return the tensors that kernels write: sums for each part, except dq."""
     sums: dict[str, Tensor] = {}
     call.set(parts=parts)
     if wanted.q:
@@ -165,13 +166,13 @@ def _outputs(call: Call, tensors: Tensors, wanted: Wanted, parts: int) -> dict[s
         call.tensor("dq", sums["q"][0])
     for name in ("k", "v"):
         if getattr(wanted, name):
-            dtype = call.row_dtype if parts == 1 else call.dtype  # parts are still to be added
+            dtype = call.row_dtype if parts == 1 else call.dtype  # the parts are added afterwards
             sums[name] = torch.empty(parts, *getattr(tensors, name).shape, dtype=dtype)
             call.tensor(f"d{name}", sums[name])
     if wanted.bias:
         assert tensors.bias is not None
         shape = tensors.bias.shape
-        parts = parts if shape[2] == 1 else 1  # tiles of queries meet only in a shared row
+        parts = parts if shape[2] == 1 else 1  # tiles of queries share only a single row
         sums["bias"] = torch.zeros(parts, *shape, dtype=call.dtype)
         call.tensor("dbias", sums["bias"])
         p = call.problem
@@ -186,6 +187,7 @@ def _finished(parts: Tensor, like: Tensor) -> Tensor:
 
 @kernel
 def backward_worker(calls, sequences, states, starts, order, like, operand_like, counters):
+    """Compute the tasks of one thread until the counter of owners has passed the last."""
     call = calls[0]
     longest = (call.longest_k + TILE_K - 1) // TILE_K * TILE_K
     heads_owner, memory = head_memory(call, longest, like)
@@ -301,7 +303,7 @@ def write_rows(to, stride, rows, n, d, padded, like, operand_like):
 
 @njit
 def backward_tile(call, seq, state, finite, place, p, head, tile, buffers, like, operand_like):
-    """Walk a tile of queries over its keys: add to dK and dV, write dQ."""
+    """Compute a tile of queries over its keys: add to dK and dV, write dQ."""
     row_bytes, d, value_d = row_size(operand_like), call.d_padded, call.value_d_padded
     s, h, i0, n = place
     q = call.q.address + row_bytes * row_at(call.q, s, seq.query + i0, h)
@@ -357,7 +359,7 @@ def tile_gradients(call, seq, place, part, p, rows, head, tile, buffers, like, o
     score_tile(operand_like, tile.s, tile.queries, head.k_panels, part, n, call.d_operand)
     score_tile(operand_like, tile.dp, tile.douts, head.v_panels, part, n, call.value_d_operand)
     y, keep = buffers.y[:width], buffers.kept
-    # without dbias and softcap dS is made with the scale in it, which saves a pass
+    # without dbias and softcap dS includes the scale, which saves a pass
     unit = 1.0 if call.dbias.address or y.size else call.scale
     for r in range(n):
         i = place.i0 + r
@@ -420,7 +422,7 @@ def add_products(call, seq, place, part, whole, q, dout, head, tile, like, opera
 def sum_far_rows(call, seq, state, place, rows, head, tile, buffers, like, operand_like):
     """Write the log of the sum of ``exp(s - lse)``, which rounding took from lse, to rest.
 
-    Rows whose lse is near 0 (``FAR``) keep 0: theirs is too small to matter.
+    Rows whose lse is near 0 (``FAR``) keep 0: their rounding error is negligible.
     """
     zero = like.dtype.type(0)
     far = False
@@ -450,15 +452,15 @@ def sum_far_rows(call, seq, state, place, rows, head, tile, buffers, like, opera
 
 @njit(fastmath=STRICT, inline="always")
 def weight(x, lse, rest, natural):
-    """Return the weight of a score; ``rest`` is in base 2 and counts in natural units alone."""
+    """Return the weight of a score; ``rest`` is in base 2 and used only in natural units."""
     return exp2((x - lse) * number(LOG2E, x) - rest) if natural else exp2(x - lse)
 
 
 @njit(fastmath=STRICT)
 def gradient_row(p, ds, kept, row, keep_scale, unit):
-    """On entry scores and ``dO . v``; on exit ``P R`` and ``unit P (R (dO . v) - Delta)``.
+    """Replace scores by ``P R``, and ``dO . v`` by ``unit P (R (dO . v) - Delta)``.
 
-    A weight of 0 has no gradient, whatever the value it stands by.
+    A weight of 0 has no gradient, even if its value is NaN.
     """
     lse, rest, delta, natural = row
     zero, unit = number(0, lse), number(unit, lse)
@@ -479,7 +481,7 @@ def gradient_row(p, ds, kept, row, keep_scale, unit):
 
 @njit(fastmath=STRICT)
 def scaled_dx(ds, y, scale):
-    """Make dS ``scale dX``, a factor of both dQ and dK.
+    """Replace dS by ``scale dX``, a factor of both dQ and dK.
 
     A dS of 0 stays 0: under a masked pair y may be that of a key that is NaN.
     """

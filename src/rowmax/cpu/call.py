@@ -9,19 +9,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..call.inputs import INPUTS, Tensors
+from ..call.inputs import INPUTS, Positions, Tensors
 from ..call.problem import Problem
 from ..rules.mask import tile_states
 from .operands import bfloats_are_finite
 from .vector import MR, NV, PAIRS, TILE_K, TILE_Q, W
 
-UNLIMITED = 1 << 40  # a band's side that has no limit
+UNLIMITED = 1 << 40  # the limit of an unlimited side of a band
 
 _READ = ("q", "k", "v", "bias", "sink", "alibi", "allowed", "q_ids", "k_ids")  # by the kernels
 
 
 def _axes(name: str) -> str:
-    """Return the axes of an input as kernels name them: queries and keys of rows are both n."""
+    """Return the axes of an input as kernels name them: n for the rows of q as of k and v."""
     axes = "".join(INPUTS[name].letters)
     return axes.replace("g", "h") if "ij" in axes else axes.translate(_ROW_AXES)
 
@@ -31,10 +31,12 @@ _ROW_AXES = str.maketrans("ijge", "nnhd")
 _AXES = {name: _axes(name) for name in _READ}
 _AXES |= {"out": "bnhd", "dout": "bnhd", "lse": "bhn", "delta": "bhn", "rest": "bhn"}
 _AXES |= {"dq": _AXES["q"]} | {f"d{name}": "p" + _AXES[name] for name in ("k", "v", "bias")}
-_MEMORY = ("panels", "pairs")  # addresses of what the kernels fill
+_MEMORY = ("panels", "pairs")  # addresses of memory that kernels fill
 _SIZES = ["hq", "hk", "group", "d", "value_d", "d_operand", "value_d_operand", "d_padded"]
-_SIZES += ["value_d_padded", "left", "right", "seed", "threshold", "first", "natural", "bias_kind"]
+_SIZES += ["value_d_padded", "left", "right", "seed", "threshold", "natural", "bias_kind"]
 _SIZES += ["longest_k", "parts", "store_bias"]
+#: of ``Positions``: the shift of ALiBi's distances, and the first of each of dropout's counters
+_SIZES += ["shift", "first_query", "first_key", "first_head", "first_sequence"]
 _NUMBERS = ["scale", "softcap", "keep_scale"]
 
 
@@ -49,7 +51,8 @@ CALL = np.dtype(
     + [(name, np.int64) for name in [*_MEMORY, *_SIZES]]
     + [(name, np.float64) for name in _NUMBERS]
 )
-#: of each field, in words of 8 bytes: writing words is ten times as fast as writing fields
+#: the place of each field, in words of 8 bytes: writing words is ten times as fast as writing
+#: fields
 _WORD = {name: field[1] // 8 for name, field in (CALL.fields or {}).items()}
 #: the first query and key, how many there are, how many keys lengths leave; query i stands at key
 #: position ``i + offset``
@@ -60,7 +63,7 @@ _BIAS_KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.floa
 
 
 class Call:
-    """The record and the memory that it points at, which lives as long."""
+    """The record, and the owner of the memory that it points at."""
 
     def __init__(self, problem: Problem, tensors: Tensors, *more: Tensor) -> None:
         self.problem = problem
@@ -68,10 +71,10 @@ class Call:
         self.like = np.empty(0, np.float64 if self.dtype == torch.float64 else np.float32)
         self.paired = PAIRS and _finite_bfloats(*tensors[:3], *more)
         self.operand_like = np.empty(0, np.uint32) if self.paired else self.like
-        #: of the caller's rows as the kernels read and write them
+        #: the dtype of the caller's rows as kernels read and write them
         self.row_dtype = torch.bfloat16 if self.paired else self.dtype
         self.lanes = W if self.dtype == torch.float32 else max(2, W // 2)
-        #: columns of a step of scores, as ``products.span`` of the kernels has it
+        #: columns of a step of scores: the host's ``products.span``
         self.span = math.lcm(MR, NV * self.lanes)
         self.sequences = _sequences(problem, tensors)
         self.states = _tile_map(problem, tensors)
@@ -93,7 +96,7 @@ class Call:
             self._words[_WORD[name]] = value
 
     def tensor(self, name: str, t: Tensor) -> None:
-        """Write down where a tensor lies. A dimension of 1 broadcasts."""
+        """Store a tensor's address and strides. A dimension of 1 broadcasts."""
         self._kept.append(t)
         word = _WORD[name]
         self._words[word] = t.data_ptr()
@@ -102,12 +105,12 @@ class Call:
             self._words[word] = 0 if n == 1 else stride
 
     def memory(self, name: str, numbers: int) -> None:
-        """Allocate memory for the kernels to fill, of the accumulator's dtype or as large."""
+        """Allocate memory that kernels fill, for so many numbers of the accumulator's size."""
         self._kept.append(torch.empty(numbers, dtype=self.dtype))
         self.set(**{name: self._kept[-1].data_ptr()})
 
     def rows(self, t: Tensor) -> Tensor:
-        """Return ``[B, N, H, D]`` as the kernels read it, which most tensors are.
+        """Return ``[B, N, H, D]`` as the kernels read it: most tensors unchanged, others copied.
 
         Each row is contiguous, in whole vectors of the accumulator's dtype or in whole pairs.
         """
@@ -141,8 +144,10 @@ def _numbers(p: Problem, paired: bool, lanes: int) -> np.ndarray:
         "right": UNLIMITED if p.right is None else p.right,
         "threshold": p.dropout_threshold,
     }
-    for name in ("hq", "hk", "group", "d", "first", "natural", "scale", "softcap", "keep_scale"):
+    for name in ("hq", "hk", "group", "d", "natural", "scale", "softcap", "keep_scale"):
         fields[name] = getattr(p, name)
+    for name, value in (p.positions or Positions())._asdict().items():
+        fields[name if name == "shift" else f"first_{name}"] = value
     for name, value in fields.items():
         record[name] = value
     return record
@@ -159,7 +164,7 @@ def _finite_bfloats(*rows: Tensor) -> bool:
 
 
 def _sequences(problem: Problem, tensors: Tensors) -> np.ndarray:
-    """Return each sequence; those of a batch that is not packed start at 0."""
+    """Return each sequence; in a batch that is not packed all start at 0."""
     nq, nk = problem.nq, problem.nk
     found = np.empty((problem.batch, SEQUENCE.itemsize // 8), np.int64)
     found[:] = 0, nq, 0, nk, nk, nk - nq
@@ -182,7 +187,7 @@ _NO_MAP = np.empty((0, 0, 0, 0), np.uint8)
 
 
 def _tile_map(problem: Problem, tensors: Tensors) -> np.ndarray:
-    """Return the tiles' states under documents and a boolean tensor; kernels know the band."""
+    """Return the tiles' states under documents and a boolean tensor; kernels apply the band."""
     if tensors.k_ids is None and tensors.allowed is None:
         return _NO_MAP
     unbanded = problem._replace(left=None, right=None, align="keys")
@@ -194,7 +199,7 @@ def _head_tasks(batch: int, hq: int, nq: int) -> np.ndarray:
     tiles = -(-nq // TILE_Q)
     tasks = np.empty((batch, hq, tiles), TASK)
     tasks["s"], tasks["h"] = np.arange(batch)[:, None, None], np.arange(hq)[:, None]
-    tasks["tile"] = np.arange(tiles)[::-1]  # the last rows of a causal call see most keys: first
+    tasks["tile"] = np.arange(tiles)[::-1]  # causal: the last rows see most keys and come first
     return tasks.reshape(-1)
 
 

@@ -1,4 +1,4 @@
-"""The forward: a task is a tile of queries of one head, which walks the tiles of keys."""
+"""The forward: a task is a tile of queries of one head and passes over the tiles of keys."""
 
 from __future__ import annotations
 
@@ -71,6 +71,7 @@ class Scratch(NamedTuple):
 
 
 def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    """Return (out, lse)."""
     call = Call(problem, tensors)
     out = torch.empty(problem.out_shape, dtype=call.row_dtype)
     lse = torch.empty(problem.lse_shape, dtype=call.dtype)
@@ -90,7 +91,7 @@ def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
 
 
 def _firsts(call: Call) -> np.ndarray:
-    """Return ``FIRSTS [sequences + 1]``. Short sequences have no more rows than a step is wide."""
+    """Return ``FIRSTS [sequences + 1]``; the last holds the totals."""
     nk = call.sequences["keys"]
     firsts = np.zeros(len(nk) + 1, FIRSTS)
     firsts["tile"][1:] = np.cumsum(-(-nk // TILE_K))
@@ -101,6 +102,7 @@ def _firsts(call: Call) -> np.ndarray:
 
 @kernel
 def forward_worker(calls, sequences, states, tasks, firsts, finite, like, operand_like, counters):
+    """Pack keys and values with the other threads, then compute tiles of queries."""
     call = calls[0]
     pack_keys(call, sequences, firsts, finite, operand_like, counters.ctypes.data)
     numbers = TILE_Q * (call.d_operand + TILE_K + call.value_d_padded + 2)
@@ -210,7 +212,7 @@ def add_values(call, seq, place, part, finite, head, scratch, like, operand_like
         k = tile_depth(operand_like, part.keys, HALF_K)
         from_rows(operand_like, n, padded, k, scratch.O, padded, scratch.S, values, stride, 1)
         return
-    unseen = like.dtype.type(-1)  # which no weight is
+    unseen = like.dtype.type(-1)  # no weight is -1
     for r in range(n):
         row = array(scratch.S + like.itemsize * r * TILE_K, part.width, like)
         hide(row, unseen, call, seq, place.s, place.h, place.i0 + r, part)
@@ -220,9 +222,9 @@ def add_values(call, seq, place, part, finite, head, scratch, like, operand_like
 
 @njit
 def softmax_step(row, m, l, r, average, natural):
-    """Make scores exponentials under the new maximum; scale sums by ``alpha = exp(m - m')``.
+    """Replace scores by exponentials under the new maximum; scale sums by ``alpha = exp(m - m')``.
 
-    The weights of a row of nothing so far are 0, and its NaN stays.
+    A row that has seen nothing so far has weights of 0; NaN stays NaN.
     """
     m_new, base = moved(m[r], row_max(row))
     if m_new != m[r] and m_new != -np.inf:

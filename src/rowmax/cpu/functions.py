@@ -39,7 +39,7 @@ _EXP2_64 = (
 )
 
 STRICT = {"contract", "nsz"}  # keeps NaN, inf and the order of additions
-SUMS = {"contract", "nsz", "reassoc"}  # lets a sum be kept in the lanes of a vector
+SUMS = {"contract", "nsz", "reassoc"}  # allows a sum in the lanes of a vector
 
 
 def array(address, n, like) -> Any:
@@ -52,7 +52,7 @@ def _array(address, n, like):
 
 
 def number(value, x) -> Any:
-    """Return the constant in the type of x: a bare one would make the arithmetic double."""
+    """Return the constant in the type of x: a Python number would make the arithmetic double."""
 
 
 @overload(number, inline="always")
@@ -104,6 +104,7 @@ def _exponential64(x):
 
 @njit(fastmath=STRICT)
 def exp2(x):
+    """Return ``2^x``."""
     power, g = exponential(x)
     return power + power * g
 
@@ -119,12 +120,16 @@ def tanh(x):
 
 @njit
 def bfloat_to_float(bits):
+    """Return a bfloat16 as float32, given its bits."""
     return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
 
 
 @njit(fastmath=STRICT)
 def half_to_float(bits):
-    """Return a float16, given its bits; a product widens subnormals, but not inf and NaN."""
+    """Return a float16 as float32, given its bits.
+
+    A product widens subnormals, but not inf and NaN.
+    """
     magnitude = np.uint32(np.uint32(bits & np.uint16(0x7FFF)) << np.uint32(13))
     value = magnitude.view(np.float32) * np.float32(2.0**112)
     special = np.uint32(magnitude | np.uint32(0x7F800000)).view(np.float32)

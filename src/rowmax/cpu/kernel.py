@@ -1,4 +1,4 @@
-"""Compiling the kernels, keeping them on disk, and running them on threads."""
+"""Kernels: compile them, keep them on disk, run them on threads."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 def _fingerprint() -> str:
     """Return a hash of the text of the kernels and rules.
 
-    Numba's cache looks only at the file of a kernel. With the hash in its name, a kernel is
-    compiled anew when any of its functions has changed.
+    Numba's cache compares only the file of a kernel. With the hash in its name, a kernel is
+    compiled again when any of its functions has changed.
     """
     here = Path(__file__).parent
     paths = (*sorted(here.glob("*.py")), *sorted((here.parent / "rules").glob("*.py")))
@@ -89,7 +89,7 @@ event.register("numba:compile", _Notice())
 
 
 def launch(worker: Callable, *arguments: object, tasks: int, flops: float) -> None:
-    """Run ``worker(*arguments, counters)`` on as many threads as the work is worth."""
+    """Run ``worker(*arguments, counters)`` on ``min(tasks, 1 + flops / 2e6)`` threads or fewer."""
     if tasks == 0:
         return
     counters = np.zeros(8, np.int64)

@@ -36,19 +36,19 @@ def _paired(like):
 
 @njit
 def row_size(like):
-    """Return the bytes of a number in the caller's rows."""
+    """Return the bytes of a number of the caller's rows."""
     return 2 if paired(like) else like.itemsize
 
 
 @njit
 def depth(like, d):
-    """Return how many operands lie along a head."""
+    """Return the number of operands along a head."""
     return d // 2 if paired(like) else d
 
 
 @njit
 def tile_depth(like, count, half):
-    """Return how many operands lie along ``count`` keys or queries of a tile, 2 half in all."""
+    """Return the number of operands along ``count`` of the ``2 half`` keys or queries of a tile."""
     return min(count, half) if paired(like) else count
 
 
@@ -61,8 +61,8 @@ def pack_panels(like, to, rows, row_bytes, first, n, d):
 
     They are zero past n, as far as a step of columns reaches.
 
-    ``to`` and ``rows`` are addresses of the whole head's panels and rows. A panel is written
-    eight rows at a time: their cache lines stay at hand while its own are filled in turn.
+    ``to`` and ``rows`` are addresses of the whole head's panels and rows. A panel is written eight
+    rows at a time: their cache lines stay in the first cache while the panel's are filled.
     """
     size, width, d = like.itemsize, panel(like), depth(like, d)
     step = span(like)
@@ -106,7 +106,7 @@ def _times_impl(x, factor):
 
 @njit(fastmath=STRICT)
 def pack_columns(like, to, rows, row_bytes, n, d, factor):
-    """Write n rows as columns ``[d, TILE_Q]``, zero past n; times factor, but for pairs."""
+    """Write n rows as columns ``[d, TILE_Q]``, zero past n; times factor, except pairs."""
     d = depth(like, d)
     out = array(to, d * TILE_Q, like)
     zero = like.dtype.type(0)
@@ -156,7 +156,7 @@ def _fold_row(like, to, row):
 
 
 def fold_rows(like, tile, n, width) -> Any:
-    """Make n rows of weights pairs of queries, (i, i + HALF_Q), in place."""
+    """Fold n rows of weights into pairs of queries, (i, i + HALF_Q), in place."""
 
 
 @overload(fold_rows)
@@ -225,7 +225,7 @@ def bfloats_are_finite(address, sizes, b_stride, n_stride, h_stride):
 
 
 def rescale(like, row, factor) -> Any:
-    """Scale scores of pairs: scaling the queries instead would round them."""
+    """Scale the scores of pairs: scaling the queries instead would round them."""
 
 
 @overload(rescale)
@@ -264,7 +264,7 @@ def _store(like, to, row, factor):
 
 
 def rows_are_finite(like, rows, row_bytes, n, d) -> Any:
-    """Return True if the caller's rows hold neither inf nor NaN, as all pairs do."""
+    """Return True if the caller's rows hold neither inf nor NaN; pairs never do."""
 
 
 @overload(rows_are_finite)
@@ -287,9 +287,9 @@ def _plain_rows_are_finite(like, rows, row_bytes, n, d):
 
 @njit(fastmath=STRICT)
 def sparse_product(c, c_row, m, weights, k, b, b_row, n, skip, like):
-    """Add ``A B`` to C, but nothing for a weight of ``skip``, beside which B may be NaN or inf.
+    """Add ``A B`` to C without the weights equal to ``skip``, whose rows of B may be NaN or inf.
 
-    The slow way, for tiles in which B is not finite. ``weights`` is (address, row, stride):
+    It is slow: only for tiles in which B is not finite. ``weights`` is (address, row, stride), with
     A[r, i] at ``r row + i stride``.
     """
     size = like.itemsize

@@ -1,7 +1,7 @@
 """The two matrix products of attention, over scratch tiles, in register tiles.
 
-``from_rows``: A lies row by row in a tile of TILE_K columns (P and dS as they were made);
-``from_columns``: A lies column by column (Q and dO transposed, or P and dS read as P^T, dS^T).
+``from_rows``: A is stored row by row in a tile of TILE_K columns (P and dS).
+``from_columns``: A is stored column by column (Q and dO transposed, or P^T and dS^T).
 B is always read along its rows. Arguments are addresses and strides in elements.
 
 ``like`` is an array of the operands' dtype: float32, float64, or uint32 for pairs of
@@ -38,7 +38,7 @@ def _panel(like):
 
 
 def span(like) -> Any:
-    """Return the number whose multiples a step of columns has: whole register tiles either way."""
+    """Return the number of columns of which a step is a multiple: whole register tiles."""
 
 
 @overload(span)
@@ -50,8 +50,8 @@ def _span(like):
 def _tiled(name, full, single, w, size, a_row):
     """Return ``C[m, n] (+)= A[m, k] B[k, n]``; m is rounded up to MR, n is whole vectors.
 
-    The types of its arguments do not tell one from another, so each has a name of its own: Numba
-    keeps functions of one process apart, but not those from its cache on disk.
+    Each has its own name: Numba's cache on disk distinguishes functions by name and types, and the
+    types are the same.
     """
 
     def multiply(m, n, k, c, c_row, a, a_stride, b, b_stride, add):
@@ -76,7 +76,7 @@ def _multiply(dtype, a_row):
 
 
 def from_rows(like, m, n, k, c, c_row, a, b, b_stride, add) -> Any:
-    """C (+)= A B, A[r, i] at ``r TILE_K + i``."""
+    """Compute ``C (+)= A B`` with A[r, i] at ``r TILE_K + i``."""
 
 
 @overload(from_rows)
@@ -88,7 +88,7 @@ def _from_rows(like, m, n, k, c, c_row, a, b, b_stride, add):
 
 
 def from_columns(like, m, n, k, c, c_row, a, a_stride, b, b_stride, add) -> Any:
-    """C (+)= A B, A[r, i] at ``r + i a_stride``."""
+    """Compute ``C (+)= A B`` with A[r, i] at ``r + i a_stride``."""
 
 
 @overload(from_columns)

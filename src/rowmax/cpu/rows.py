@@ -32,8 +32,8 @@ def _ordered(x):
 def row_max(row) -> Any:
     """Return the greatest score.
 
-    The compiler compares integers a vector at a time. It does not do so with floats, whose
-    maximum is not associative where there is NaN.
+    The compiler vectorises the maximum of integers. It does not vectorise that of floats, which is
+    not associative where there is NaN.
     """
 
 
@@ -62,7 +62,7 @@ def power(x, natural):
 
 @njit(fastmath=SUMS)
 def exponentials(row, shift, natural):
-    """Make each score s ``power(s - shift)`` and return their sum."""
+    """Replace each score s by ``power(s - shift)`` and return the sum."""
     total, unit = number(0, shift), number(LOG2E, shift)
     if natural:
         for j in range(row.size):
@@ -118,13 +118,13 @@ def add_bias(row, address, kind, stride):
 
 @njit
 def pair_at(tensor, s, h, i, j):
-    """Return where the number of a pair lies in a tensor such as the bias, in elements."""
+    """Return the offset of a pair's number in a tensor such as the bias, in elements."""
     return tensor.b * s + tensor.h * h + tensor.i * i + tensor.j * j
 
 
 @njit(fastmath=STRICT)
 def score_row(row, y, call, seq, s, h, i, part):
-    """Make the scores of query i and the columns of a part of a tile, ``[part.width]``.
+    """Compute the scores of query i and the columns of a part of a tile, ``[part.width]``.
 
     On entry the row holds ``q.k`` times ``query_scale``. It may reach past the last key.
     """
@@ -136,7 +136,7 @@ def score_row(row, y, call, seq, s, h, i, part):
         add_bias(row[: part.keys], address, call.bias_kind, call.bias.j)
     if call.alibi.address:
         slope = row.dtype.type(array(call.alibi.address, call.hq, row)[h] * log_unit(call))
-        at = i + seq.offset - part.j0
+        at = i + seq.offset + call.shift - part.j0
         for j in range(row.size):
             row[j] = sloped(row[j], slope, row.dtype.type(abs(at - j)))
     hide(row, row.dtype.type(-np.inf), call, seq, s, h, i, part)
@@ -206,7 +206,9 @@ def draws(kept, seed, s, h, i, j, threshold):
 @njit
 def keep_row(kept, n, call, s, h, i, j0):
     """Return 1 for each of the n keys from j0 on that dropout keeps, else 0; a part of ``kept``."""
-    before = j0 % 64
+    s, h, i = s + call.first_sequence, h + call.first_head, i + call.first_query
+    before = (j0 + call.first_key) % 64
+    block = j0 + call.first_key - before
     for j in range(0, before + n, 64):
-        draws(kept[j : j + 64], call.seed, s + call.first, h, i, j0 - before + j, call.threshold)
+        draws(kept[j : j + 64], call.seed, s, h, i, block + j, call.threshold)
     return kept[before : before + n]

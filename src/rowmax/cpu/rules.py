@@ -1,8 +1,8 @@
 """The rules as Numba compiles them.
 
 A rule of positions or of 64-bit words is compiled as it stands. A rule of numbers runs once on
-names; the formula that it writes is compiled. So an absent term costs nothing, and a constant has
-the dtype of the first argument: Numba would make the arithmetic double.
+names and returns a formula as text, which is compiled. So an absent term costs nothing, and a
+constant has the dtype of the first argument: with a Python number the arithmetic would be double.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .functions import STRICT, exp2, number, tanh
 
 
 class _Formula:
-    """The text of a number; operators write longer texts."""
+    """The text of a number; operators return longer texts."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -32,7 +32,7 @@ def _text(x: object) -> str:
 
 
 def _written(pattern: str) -> Callable[..., _Formula]:
-    """Return the function that puts the texts of its arguments into the pattern."""
+    """Return a function that puts the texts of its arguments into the pattern."""
     return lambda *x: _Formula(pattern.format(*map(_text, x)))
 
 
@@ -54,13 +54,13 @@ _FUNCTIONS = {
 
 
 def _of_texts(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the rule with the functions of texts in place of those of numbers."""
+    """Return the rule with functions of texts instead of numbers."""
     names = set(rule.__code__.co_names)
     return bound(rule, **{name: f for name, f in _FUNCTIONS.items() if name in names})
 
 
 def formula(function: Callable[..., Any]) -> Any:
-    """Compile the formula that the function writes when it is called on its arguments' names."""
+    """Compile the formula that the function returns for the names of its arguments."""
     names = list(inspect.signature(function).parameters)
     results = function(*map(_Formula, names))
     results = results if isinstance(results, tuple) else (results,)
@@ -84,11 +84,13 @@ def capped(x, cap):
 
 @formula
 def biased(x, bias):
+    """Return the score x plus a bias."""
     return _score(x, ScoreTerms(bias=bias))[0]
 
 
 @formula
 def sloped(x, slope, distance):
+    """Return the score x less the slope times the distance."""
     return _score(x, ScoreTerms(slope=slope, distance=distance))[0]
 
 
@@ -104,7 +106,7 @@ def _multiply(a, b):
     return product >> np.uint64(32), product & np.uint64(dropout.WORD)
 
 
-# inlined, the compiler takes the eight calls of 64 keys a vector at a time
+# inlined, so that the compiler vectorises the eight calls of 64 keys
 _round = njit(inline="always")(bound(dropout.philox_round, multiply=_multiply))
 philox = njit(inline="always")(
     bound(

@@ -1,9 +1,9 @@
 """Run a function on several threads at once: on torch's own pool where it can be reached.
 
-torch's pool is OpenMP's, and its idle threads spin for a while after each of torch's
-operations. Work on other threads would compete with them; work handed to the same pool does
-not, and starts in microseconds. Elsewhere a pool of Python threads does the same: the kernels
-release the interpreter's lock.
+torch's pool is OpenMP's, and its idle threads spin for a while after each of torch's operations.
+Work on other threads would compete with them; work on the same pool does not, and starts in
+microseconds. Without OpenMP a pool of Python threads runs it: the kernels release the interpreter's
+lock.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 def run(body: Callable[[], None], threads: int) -> None:
     """Call ``body`` once on each of up to ``threads`` threads, and wait for all of them.
 
-    The body takes tasks off a shared counter until none is left, so that fewer threads than
-    asked for still do all the work.
+    The body takes tasks from a shared counter until none is left, so fewer threads still complete
+    all work.
     """
     if threads <= 1:
         body()
@@ -53,7 +53,7 @@ _forked = False
 
 
 def _after_fork() -> None:
-    """Leave OpenMP alone: its threads stayed in the parent, and GNU's would be waited for."""
+    """Disable OpenMP in a forked child: GNU's would wait for the threads of the parent."""
     global _forked
     _forked = True
 

@@ -27,20 +27,21 @@ class Columns(NamedTuple):
 
     tile: int
     j0: int  # first key
-    width: int  # in whole steps; may reach past the last key
-    keys: int  # up to the last that some query of the tile sees
+    width: int  # whole steps; may extend past the last key
+    keys: int  # columns up to the last that some query of the tile sees
     partial: bool  # documents or a boolean tensor forbid some pairs
 
 
 @njit
 def place_of(seq, s, h, tile):
+    """Return the Place of a tile of queries."""
     i0 = tile * TILE_Q
     return Place(s, h, i0, min(TILE_Q, seq.queries - i0))
 
 
 @njit
 def row_at(rows, s, n, h):
-    """Return where a row begins, in elements, from its strides."""
+    """Return the offset of a row, in elements, from its strides."""
     return rows.b * s + rows.n * n + rows.h * h
 
 
@@ -60,7 +61,7 @@ def tile_row(states, s, h, tile):
 
 @njit
 def key_range(call, seq, place):
-    """Return the keys [low, high) that band and lengths let some query see; [0, 0) for none."""
+    """Return the keys [low, high) that some query sees by band and lengths; [0, 0) for none."""
     last = place.i0 + place.n - 1
     low, high = any_range(place.i0, last, seq.offset, call.left, call.right, seq.end)
     return (low, high) if low < high else (0, 0)
@@ -74,6 +75,7 @@ def tile_range(low, high):
 
 @njit
 def skipped(state, tile):
+    """Return True if no pair of a tile of keys may attend."""
     return state.size > 0 and state[tile] == SKIP
 
 
@@ -92,7 +94,7 @@ def columns(like, low, high, tile, state):
 
 @njit
 def score_tile(like, to, queries, keys, part, n, d):
-    """``Q K^T`` of n queries and a tile's columns, from packed operands, ``[n, TILE_K]``."""
+    """Compute ``Q K^T`` of n queries and a tile's columns ``[n, TILE_K]``, from packed operands."""
     size, step, d = like.itemsize, panel(like), depth(like, d)
     for j in range(0, part.width, step):
         b = keys + size * (part.j0 + j) * d

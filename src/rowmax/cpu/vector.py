@@ -1,9 +1,9 @@
-"""The machine's vectors, and one tile product in LLVM's own terms.
+"""The machine's vectors, and one tile product as LLVM IR.
 
-A matrix product is a loop over one register tile: ``MR`` rows by ``NV`` vectors of ``W``
-numbers, held in registers while k runs. Written as LLVM vectors it takes every register and both
-multipliers of a core, which no loop that a compiler vectorises does, and needs no BLAS. The
-shape is the only thing that differs from machine to machine.
+A matrix product is a loop over one register tile: ``MR`` rows by ``NV`` vectors of ``W`` numbers,
+held in registers while k runs. Written as LLVM vectors it uses every register and both multipliers
+of a core, which no compiler-vectorised loop does. It needs no BLAS. Only the shape differs between
+machines.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _machine() -> Machine:
 
 
 def _features() -> set[str]:
-    """Return what Numba compiles for: the host's features, or those of NUMBA_CPU_FEATURES."""
+    """Return the CPU features that Numba compiles for: the host's, or NUMBA_CPU_FEATURES."""
     given = config.CPU_FEATURES  # pyright: ignore
     if given is not None:
         return {f[1:] for f in given.split(",") if f.startswith("+")}
@@ -144,7 +144,7 @@ def _multiply_add(builder: ir.IRBuilder, vector: ir.VectorType, words: ir.Vector
         kind = ir.FunctionType(vector, [vector, words, words])
         pairs = ir.InlineAsm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v")
         return lambda a, b, c: builder.call(pairs, [c, a, b])
-    # LLVM makes this one instruction where the machine has it, two where it has not
+    # LLVM makes this one instruction if the machine has it, else two
     name = f"llvm.fmuladd.v{words.count}f{64 if isinstance(words.element, ir.DoubleType) else 32}"
     fma = builder.module.globals.get(name) or ir.Function(
         builder.module, ir.FunctionType(vector, [vector] * 3), name
@@ -171,6 +171,6 @@ def _pointer_to(typing, address, like):
     return types.CPointer(like.dtype)(types.int64, like), emit
 
 
-# Numba gives an intrinsic's first parameter itself: a call has one fewer.
+# Numba passes an intrinsic's first parameter itself: a call has one fewer.
 fetch_add: Any = intrinsic(_fetch_add)
 pointer_to: Any = intrinsic(_pointer_to)

@@ -1,13 +1,13 @@
 """Choose the ptxas that assembles kernels for Hopper.
 
-ptxas 12.8.93, which triton 3.6 and 3.7 bundle for sm_90, builds some descriptors of wgmma operands
-from the wrong register (the stack pointer, a stale constant, one that nothing has written). The
-product then reads other shared memory: results are wrong, or the access faults. Seen on an H200 in
-float32 kernels and in a bfloat16 kernel of one stage. The smallest kernel that shows it is
-``tests/compile/wgmma_descriptor.ptx``. The same PTX is right through 12.9.86 and later, and one
-such ptxas lies in every Triton.
+ptxas 12.8.93, which triton 3.6 and 3.7 ship for sm_90, builds some descriptors of wgmma operands
+from the wrong register: the stack pointer, a stale constant, an unwritten register. The product
+then reads other shared memory: results are wrong, or the access faults. Seen on an H200 in float32
+kernels and in a bfloat16 kernel of one stage. The smallest kernel that shows it is
+``tests/compile/wgmma_descriptor.ptx``. The same PTX is correct with 12.9.86 and later, and every
+Triton ships one such ptxas.
 
-Only our own kernels are assembled so: Triton's knobs are as they were once a kernel is compiled.
+Only our own kernels are assembled so: Triton's knobs are restored once a kernel is compiled.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class Assembler(NamedTuple):
 
     @property
     def ptx_version(self) -> int:
-        """The newest PTX that it takes, ten times: 12.9 takes 8.8, and 13.0 takes 9.0."""
+        """The newest PTX that it accepts, times ten: 12.9 accepts 8.8, and 13.0 accepts 9.0."""
         major, minor = self.release
         return 79 + minor if major == 12 else 90 + 10 * (major - 13) + minor
 
 
 class Choice(NamedTuple):
-    """The assembler of Hopper kernels, and the one that Triton itself would take."""
+    """The assembler of Hopper kernels, and the one that Triton would use."""
 
-    taken: Assembler | None  # None: no sound one is at hand
+    taken: Assembler | None  # None: no sound one is installed
     usual: Assembler | None
 
     @property
@@ -61,7 +61,7 @@ class Choice(NamedTuple):
 
 @lru_cache(maxsize=64)
 def release_of(path: str) -> Assembler | None:
-    """The assembler at a path, or None if there is none that runs."""
+    """Return the assembler at a path, or None if none runs there."""
     try:
         text = subprocess.check_output([path, "--version"], text=True, stderr=subprocess.STDOUT)
     except (OSError, subprocess.CalledProcessError):
@@ -71,7 +71,7 @@ def release_of(path: str) -> Assembler | None:
 
 
 def choice() -> Choice:
-    """The sound ptxas to take: Triton's own choice, its other one, then one of a CUDA toolkit."""
+    """Return the first sound ptxas: Triton's choice, its other one, then one of a CUDA toolkit."""
     return _choice(tuple(_given()), torch.version.cuda)
 
 
@@ -86,7 +86,7 @@ def _choice(paths: tuple[str, ...], cuda: str | None) -> Choice:
 
 
 def _given() -> Iterator[str]:
-    """Paths to look at, the one that Triton takes for Hopper first."""
+    """Return the candidates' paths, first the one that Triton uses for Hopper."""
     yield _usual_path()
     for name in _KNOBS:
         tool = getattr(knobs.nvidia, name, None)
@@ -110,7 +110,7 @@ def _usual_path() -> str:
 
 
 def current_arch() -> int | None:
-    """Compute capability of the current CUDA device, times ten; None where there is none."""
+    """Return the compute capability of the current CUDA device, times ten, or None."""
     if torch.version.hip is not None or not torch.cuda.is_available():
         return None
     major, minor = torch.cuda.get_device_capability(torch.cuda.current_device())
@@ -118,7 +118,7 @@ def current_arch() -> int | None:
 
 
 def note(index: int | None) -> str | None:
-    """A sentence about the assembler of a device's kernels, where it is not simply Triton's."""
+    """Return a sentence about the assembler of a device's kernels if it is not Triton's choice."""
     if torch.version.hip is not None or torch.cuda.get_device_capability(index) != (9, 0):
         return None
     taken, usual = choice()
@@ -139,10 +139,10 @@ _within = 0
 
 @contextmanager
 def assembling(arch: Any) -> Iterator[dict[str, Any]]:
-    """Compile kernels for ``arch`` within by a sound ptxas; yields the options to compile with.
+    """Compile the kernels for ``arch`` in this context by a sound ptxas; yield the options for it.
 
-    The options name the PTX version of that ptxas. An older one refuses it, so that a kernel is
-    never assembled by another without an error, and Triton's cache tells the results apart.
+    The options name the PTX version of that ptxas. An older ptxas refuses that version: a kernel
+    assembled by the wrong one is an error. The option also separates the results in Triton's cache.
     """
     chosen = choice() if arch == HOPPER else None
     if chosen is None or chosen.taken is None or not chosen.swapped:
@@ -155,7 +155,7 @@ def assembling(arch: Any) -> Iterator[dict[str, Any]]:
         _leave()
 
 
-# Past the knobs' own setters, which would put the path into the environment of child processes.
+# The knobs' own setters are avoided: they would put the path into the environment of children.
 # Threads may compile at the same time: the first sets the path, the last puts back what was there.
 
 

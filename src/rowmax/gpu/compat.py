@@ -1,4 +1,4 @@
-"""Private interfaces of Triton and torch that launches use, each with a public way round it.
+"""Private interfaces of Triton and torch that launches use, each with a public alternative.
 
 Tried with triton 3.6.0 and 3.9.0. Gluon's are in ``hopper/gluon_compat.py``.
 """
@@ -24,7 +24,7 @@ def _public_stream(device: int) -> int:
 current_stream: Callable[[int], int] = getattr(
     torch._C, "_cuda_getCurrentRawStream", _public_stream
 )
-#: the public calls look first whether CUDA is initialized, which it is where tensors are on it
+#: the public calls first test if CUDA is initialized, which it is if a tensor is on a GPU
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 #: the arguments of a driver's launcher before those of the kernel: 3.6 gathers all but the first
@@ -34,12 +34,12 @@ _HOOKS = ("kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exi
 
 
 def is_compiled(kernel: Any) -> bool:
-    """False for a kernel of Triton's interpreter (``TRITON_INTERPRET=1``)."""
+    """Return False for a kernel of Triton's interpreter (``TRITON_INTERPRET=1``)."""
     return isinstance(kernel, triton.JITFunction)
 
 
 def is_known(run: Any) -> bool:
-    """True if a driver's launcher takes the arguments that ``launcher`` gives it."""
+    """Return True if a driver's launcher takes the arguments that ``launcher`` passes."""
     try:
         parameters = list(inspect.signature(run).parameters.values())
     except (TypeError, ValueError):  # not written in Python
@@ -52,15 +52,18 @@ def is_known(run: Any) -> bool:
 
 
 def graphs_exist() -> bool:
-    """True if a CUDA graph of torch's is alive, which may replay any kernel. Looks at all objects:
-    for rare occasions. To look at every launch whether it is captured takes 0.3 us (H100 host)."""
+    """Return True if a CUDA graph of torch's is alive, which may replay any kernel.
+
+    It is slow, because it visits all objects. A test of each launch for a capture takes 0.3 us
+    (H100 host).
+    """
     return any(issubclass(type(x), torch.cuda.CUDAGraph) for x in gc.get_objects())
 
 
 def launcher(compiled: Any, grid: tuple[int, int, int], device: int) -> Callable[..., None] | None:
     """Return a function that launches a compiled kernel on the current stream of its device.
 
-    Does what ``compiled[grid]`` does, but builds the metadata of a launch only if a launch hook is
+    Like ``compiled[grid]``, but it builds the metadata of a launch only if a launch hook is
     installed. Returns None where the driver has a launcher of another kind: the caller launches as
     users of Triton do.
     """
@@ -86,8 +89,7 @@ def launcher(compiled: Any, grid: tuple[int, int, int], device: int) -> Callable
 
 
 def _is_thin(run: Any) -> bool:
-    """True if a launcher, as that of triton 3.6, only adds two flags and scratch memory of size 0
-    to its arguments."""
+    """Return True if a launcher only adds two flags and empty scratch memory (triton 3.6)."""
     names = tuple(inspect.signature(run).parameters)
     return (
         type(run).__name__ == "CudaLauncher"
@@ -107,7 +109,7 @@ def flatten_arguments(compiled: Any, types: list[Any]) -> Callable[[int, Any], P
 
     To be called before the kernel is loaded; ``types`` are those of the arguments. Return the
     function from (which descriptor, descriptor) to its parts, so that a caller can keep them:
-    Triton makes them anew at every launch (4 us each, H100's host). Return None where there are no
+    Triton builds them at every launch (4 us each, H100's host). Return None where there are no
     descriptors, or where they stay whole.
     """
     parts_of = _parts_of(compiled.metadata)
@@ -139,8 +141,8 @@ def _types_of_parts(x: Any) -> Parts:
 
 
 def spills(kernel: Any) -> int | None:
-    """Words of local memory that a thread of a compiled kernel uses, None if that is not known."""
-    load = getattr(kernel, "_init_handles", None)  # what the first launch does
+    """Return the words of local memory of a thread of a compiled kernel, None if unknown."""
+    load = getattr(kernel, "_init_handles", None)  # the first launch would load it
     if load is not None:
         load()
     return getattr(kernel, "n_spills", None)

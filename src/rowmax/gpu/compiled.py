@@ -1,7 +1,7 @@
 """Kernels compiled before they are launched, and launched without Triton's work of each launch.
 
-Calling a kernel would compile it anew for every number that is 1 or a multiple of 16, would derive
-the types of all arguments at every launch, and encode every descriptor again.
+A call of a kernel through Triton compiles it again for every number that is 1 or a multiple of 16.
+At every launch it derives the types of all arguments and encodes every descriptor.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Kept:
     ) -> None:
         self.kernel = kernel
         self.device = device
-        self.parts_of = parts_of  # of a descriptor (``compat.flatten_arguments``)
+        self.parts_of = parts_of  # the parts of a descriptor (``compat.flatten_arguments``)
         self.users: WeakSet[Launch] = WeakSet()
 
 
@@ -152,7 +152,7 @@ class Launch:
     numbers and constants.
     """
 
-    source: Any = ASTSource  # of the language that the kernel is written in
+    source: Any = ASTSource  # the source class of the kernel's language
 
     def __init__(
         self,
@@ -194,8 +194,11 @@ class Launch:
         run(*parts, *[x for x in pointers if x is not None], *numbers)
 
     def addressed(self, t: Any, bases: tuple[Any, ...] = ()) -> Addressed | None:
-        """Return the launch at addresses: of pointers that are there and aligned like those of
-        ``t``, and of the tensors of copies. None where only the public way launches."""
+        """Return the launch at addresses, or None if only the public way launches.
+
+        The addresses are those of pointers aligned like those of ``t``, and of the tensors of
+        copies.
+        """
         run, parts_of, numbers = self._ready_for(
             [None if x is None else x.data_ptr() for x in t], t, bases
         )
@@ -248,8 +251,7 @@ class Launch:
         return found
 
     def loaded(self, *args: Any) -> Kept:
-        """Return the kernel for these arguments on the current device, compiled once for all
-        launches."""
+        """Return the kernel for these arguments on the current device, compiled once."""
         signature = self.signature(*args)
         device = torch.cuda.current_device()
         key = (
@@ -268,8 +270,7 @@ class Launch:
         return self._found(key, Kept(kernel, device, parts_of))
 
     def _found(self, key: Any, new: Kept | None = None) -> Any:
-        """Return the kept kernel of a key, which this launch then uses; ``new`` where there is
-        none."""
+        """Return the kept kernel of a key, else ``new``; this launch then uses it."""
         evicted: list[Kept] = []
         with _kernels_lock:
             kept = _kernels.get(key, new)
@@ -323,8 +324,10 @@ def _numbers(last: tuple[Any, ...]) -> list[Any]:
 
 
 def _described(x: Any, path: tuple[int, ...], found: Signature) -> Any:
-    """Return the type of an argument, or of each in a record; add constants and alignments to
-    ``found``."""
+    """Return the type of an argument, or of each member of a record.
+
+    Constants and alignments are added to ``found``.
+    """
     if x is None or isinstance(x, tl.constexpr):
         found.constants[path] = None if x is None else x.value
         return "constexpr"

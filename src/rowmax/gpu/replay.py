@@ -144,7 +144,7 @@ class Record:
 
 
 def _is_recordable(device: torch.device) -> bool:
-    """True on a CUDA device, unless it captures a graph: tensors then hold nothing as yet."""
+    """Return True on a CUDA device, unless it captures a graph: tensors have no values then."""
     return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
 
 

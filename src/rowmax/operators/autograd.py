@@ -41,7 +41,7 @@ def attend(tensors: Tensors, options: Options, prepared: Prepared | None) -> tup
     if options.backend in PLAIN_OPERATIONS and _has_values(tensors):
         out, lse = prepared_of(tensors, options).forward(tensors)  # autograd sees every step
         return _connected(out, tensors), _connected(lse, tensors)
-    if prepared is not None:  # of plain tensors that nothing observes
+    if prepared is not None:  # for plain tensors that nothing observes
         return _direct(prepared, tensors if tensors.seed is not None else tensors[:3])
     if not torch.compiler.is_compiling():
         if _is_direct(tensors):
@@ -61,7 +61,7 @@ def _direct(prepared: Prepared, tensors: tuple[Any, ...]) -> tuple[Tensor, Tenso
 
 
 def _is_direct(tensors: tuple[Tensor | None, ...]) -> bool:
-    """True if no tracer, mode, transform, profiler or tensor subclass can observe the call.
+    """Return True if no tracer, mode, transform, profiler or subclass can observe the call.
 
     The dispatcher would then change nothing, and take a third of a small call's time.
     """
@@ -69,7 +69,7 @@ def _is_direct(tensors: tuple[Tensor | None, ...]) -> bool:
 
 
 def _has_values(tensors: Tensors) -> bool:
-    """True where a backend of plain operations can run as it is.
+    """Return True if a backend of plain operations can run directly.
 
     Packed offsets that are a batch of ``vmap`` give each slice shapes of its own.
     """
@@ -86,13 +86,15 @@ def _has_values(tensors: Tensors) -> bool:
 def _connected(x: Tensor, tensors: Tensors) -> Tensor:
     """Return x with every input in its graph, as an output of the operators has.
 
-    Of plain operations lse does not use v, and nothing is used where no sequence is packed;
-    gradients of the one by the other alone would raise an error instead of being zero.
+    With plain operations lse does not use v, and an empty packed call uses nothing. Then a gradient
+    that must be zero would raise an error.
     """
     if not torch.is_grad_enabled():
         return x
     inputs = (t for t in tensors[: library.N_DIFFERENTIABLE] if t is not None)
-    return x + sum(t[:0].sum() for t in inputs)  # of no elements, which is 0 beside a NaN as well
+    return x + sum(
+        t[:0].sum() for t in inputs
+    )  # a sum of no elements, which is 0 even if x holds NaN
 
 
 # --- the functions of autograd -----------------------------------------------------------------
@@ -122,13 +124,13 @@ class _Function(SingleLevelFunction):
     def _compiled_autograd_key(ctx: Any) -> tuple[int, ...]:
         """Return the key of ``torch.autograd.Function``, for compiled autograd.
 
-        Dynamo guards all else that the backward depends on.
+        Dynamo guards everything else that the backward depends on.
         """
         return (ctx._autograd_function_id,)
 
 
 def _check_backward(problem: Problem, name: str, wanted: tuple[bool, ...]) -> None:
-    """Raise now if the backend that is named will refuse the backward."""
+    """Raise now if the named backend will refuse the backward."""
     try:
         plan = choose(problem, "backward", name)
     except ValueError:
@@ -184,13 +186,13 @@ class _Attention(_Function):
 
 
 def _wanted(ctx: Any) -> Wanted:
-    """Return which inputs need a gradient; those that were left out need none."""
+    """Return True for the inputs that need a gradient; absent ones need none."""
     needed = ctx.needs_input_grad[1 : 1 + library.N_DIFFERENTIABLE]
     return Wanted(*needed, *(False,) * (library.N_DIFFERENTIABLE - len(needed)))
 
 
 class _AttentionBackward(_Function):
-    """The backward operator, likewise; its own derivative is not there yet."""
+    """The backward operator, likewise; it has no derivative yet."""
 
     @staticmethod
     def forward(ctx: Any, below: DispatchKeySet, *inputs: Any) -> tuple[Tensor, ...]:
@@ -213,7 +215,7 @@ def _redispatch(operator: Any, below: DispatchKeySet, inputs: tuple[Any, ...]) -
 
 
 def _autograd(operator: Any, function: type[SingleLevelFunction]) -> Callable[..., Any]:
-    """An autograd kernel that records ``function``, at the level that is being differentiated.
+    """Return an autograd kernel that records ``function``, at the level of differentiation.
 
     Under ``torch.func`` the dispatcher calls it once for each level, which is what a
     single-level function is for.

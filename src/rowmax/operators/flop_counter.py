@@ -15,10 +15,10 @@ from .library import split
 
 
 def register() -> None:
-    """Register the formulas with torch's counter, once that is imported.
+    """Register the formulas with torch's counter, once its module is imported.
 
-    Not before: importing it imports Triton. A counter copies the registry when it is made, which
-    may be before our first call, so the counters that are active get the formulas too.
+    Importing it here would import Triton. A counter copies the registry when it is constructed,
+    possibly before our first call, so active counters get the formulas too.
     """
     module = sys.modules.get("torch.utils.flop_counter")
     if module is None:

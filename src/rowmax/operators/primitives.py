@@ -1,9 +1,9 @@
 """Row softmax and logsumexp by blocks: the online recurrence as functions of their own.
 
-A first pass over the blocks of a row keeps the running maximum m and the sum l of
-``exp(x - m)``. A second writes each block normalised by the final m and l: what the recurrence
-of ``reference/online.py`` reaches by rescaling every earlier block each time m moves, reached
-by scaling each once. Every element is read twice and written once, and rounded once.
+A first pass over the blocks of a row keeps the running maximum m and the sum l of ``exp(x - m)``. A
+second writes each block normalised by the final m and l. The recurrence of ``reference/online.py``
+rescales every earlier block each time m moves; here each is scaled once. Every element is read
+twice, written once and rounded once.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ BLOCK = 1024
 
 
 def softmax(x: Tensor, dim: int = -1, *, block: int = BLOCK) -> Tensor:
-    """``exp(x) / sum(exp(x))`` along a dimension, by blocks of it.
+    """Return ``exp(x) / sum(exp(x))`` along a dimension, by blocks of it.
 
     Differentiable in both modes and twice. Sums are in float32 (float64 for float64).
 
     Args:
         x: any shape, float32, float16, bfloat16 or float64.
         dim: the dimension whose slices sum to 1.
-        block: how many of its elements are taken at a time. The answer is the same but for
-            rounding; working memory is one block of every row.
+        block: the number of elements in a block. The result differs only by rounding. Working
+            memory is one block of every row.
 
     Returns:
         A tensor like x. A row of -inf alone gives 0, with gradient 0, where torch gives NaN.
@@ -51,15 +51,15 @@ def softmax(x: Tensor, dim: int = -1, *, block: int = BLOCK) -> Tensor:
 
 
 def logsumexp(x: Tensor, dim: int = -1, keepdim: bool = False, *, block: int = BLOCK) -> Tensor:
-    """``log(sum(exp(x)))`` along a dimension, by blocks of it.
+    """Return ``log(sum(exp(x)))`` along a dimension, by blocks of it.
 
     Differentiable in both modes and twice. Sums are in float32 (float64 for float64).
 
     Args:
         x: any shape, float32, float16, bfloat16 or float64.
         dim: the dimension that is summed over.
-        keepdim: leave it in the result, of size 1.
-        block: how many of its elements are taken at a time, as for ``softmax``.
+        keepdim: keep it in the result, of size 1.
+        block: the number of elements in a block, as for ``softmax``.
 
     Returns:
         A tensor of x's dtype and shape without ``dim``. A row of -inf alone, or of nothing,
@@ -115,10 +115,10 @@ def _logsumexp(x: Tensor, dim: int, block: int) -> Tensor:
 
 
 def _prefers_plain_operations() -> bool:
-    """True if plain operations are better than blocks.
+    """Return True if plain operations are better than blocks.
 
-    A compiler fuses them. And tangents of an autograd.Function do not nest: forward mode over
-    forward mode would be silently wrong.
+    A compiler fuses plain operations. Tangents of an autograd.Function do not nest: forward mode
+    over forward mode would be silently wrong.
     """
     if torch.compiler.is_compiling():
         return True
@@ -126,7 +126,7 @@ def _prefers_plain_operations() -> bool:
 
 
 def _plain(x: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (``exp(x - m)``, its sum l, m) of whole rows; of a row of -inf l is 1 and m -inf."""
+    """Return (``exp(x - m)``, its sum l, m) of whole rows; a row of -inf has l = 1 and m = -inf."""
     x = x.to(_wide(x))
     shape = [1 if d == dim else n for d, n in enumerate(x.shape)]
     m = x.detach().amax(dim, keepdim=True) if x.shape[dim] else x.new_full(shape, -torch.inf)
@@ -152,7 +152,7 @@ def _blocks(x: Tensor, dim: int, block: int) -> Iterator[Tensor]:
 def _max_and_sum(x: Tensor, dim: int, block: int) -> tuple[Tensor, Tensor]:
     """Return (m, l) of every row in the accumulator's dtype, dim kept: l sums ``exp(x - m)``.
 
-    The m of a row of -inf is given as 0, so that its exponentials are 0 and not NaN.
+    A row of -inf has m = 0, so that its exponentials are 0 and not NaN.
     """
     wide = _wide(x)
     shape = [1 if d == dim else n for d, n in enumerate(x.shape)]
@@ -179,7 +179,7 @@ def _log(m: Tensor, l: Tensor) -> Tensor:
 
 
 class _Softmax(torch.autograd.Function):
-    """Softmax in reverse mode. Its backward is made of differentiable steps, for second order."""
+    """Softmax in reverse mode. Its backward is differentiable, for second order."""
 
     generate_vmap_rule = True
 

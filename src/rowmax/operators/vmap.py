@@ -1,10 +1,13 @@
-"""The operators under ``torch.vmap``: one call over a larger batch where that gives the same.
+"""The operators under ``torch.vmap``: one call over a larger batch where the result is the same.
 
-The vmapped dimension joins the batch, V slices of B sequences becoming V B sequences, unless
-something in the call is not per sequence: dropout (its draws are by batch index), packed offsets,
-a sink or slopes of each slice's own, a gradient that is summed over the batch, or a bias or
-boolean mask that would have to be copied to join. Then the slices are taken one by one, which is
-always right.
+The vmapped dimension joins the batch: V slices of B sequences become V B sequences. The slices are
+computed one by one, which is always correct, under
+
+- dropout, whose draws depend on the batch index
+- packed offsets
+- a sink or slopes with the vmapped dimension
+- a gradient that is summed over the batch
+- a bias or boolean mask that would be copied to join
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from torch import Tensor
 from ..call.inputs import INPUTS, Tensors, Wanted
 
 _N = len(Tensors._fields)
-#: inputs with a row for each sequence; terms of four axes that may be 1 join apart
+#: inputs with a row for each sequence; terms whose axes may be 1 join by a rule of their own
 _PER_SEQUENCE = tuple(n for n, x in INPUTS.items() if x.axes[:1] == "b" and "h?" not in x.axes)
 
 _TERMS = tuple(n for n, x in INPUTS.items() if "h?" in x.axes)
@@ -36,7 +39,10 @@ def forward(info: Any, in_dims: Sequence[Any], *inputs: Any) -> tuple[Any, Any]:
 
 
 def backward(info: Any, in_dims: Sequence[Any], *inputs: Any) -> tuple[Any, Any]:
-    """Return the same of ``rowmax::backward``, which takes dout, dlse, out, lse, wanted first."""
+    """Return the same for ``rowmax::backward``.
+
+    Its first arguments are dout, dlse, out, lse and wanted.
+    """
     size, wanted, dims = info.batch_size, Wanted(*inputs[4]), in_dims[5 : 5 + _N]
     slices = Tensors(*_leading(inputs[5 : 5 + _N], dims))
     folded = _folded(size, slices, _names(dims), wanted)
@@ -65,7 +71,7 @@ def _leading(tensors: Sequence[Any], dims: Sequence[Any]) -> list[Any]:
 
 
 def _folded(size: int, t: Tensors, batched: set[str], wanted: Wanted | None) -> Tensors | None:
-    """Return the inputs of one call over all slices, or None where there is no such call."""
+    """Return the inputs of one call over all slices, or None if the slices need separate calls."""
     if t.seed is not None or t.cu_seqlens_q is not None or batched & {"sink", "alibi"}:
         return None
     if wanted is not None and wanted.sink:
@@ -88,7 +94,7 @@ def _folded(size: int, t: Tensors, batched: set[str], wanted: Wanted | None) -> 
     for name in _PER_SEQUENCE:
         x, ids = getattr(t, name), name.endswith("ids")
         if x is None or (ids and name not in batched and x.shape[0] == 1):
-            continue  # one row for all sequences serves all slices
+            continue  # one row for all sequences of all slices
         x = x.expand(-1, batch, -1) if ids and name in batched else x
         small[name] = _joined(size, x, name in batched)
     return t._replace(**large, **small)

@@ -10,10 +10,12 @@ from .dense import attention
 
 
 def supports(problem: Problem, call: str) -> str | None:
+    """Return None: the backend refuses nothing."""
     return None
 
 
 def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    """Return (out, lse)."""
     with torch.autocast(problem.device, enabled=False):  # products in the definition's dtype
         out, lse = attention(problem, tensors, problem.accumulator)
     return out.to(problem.dtype).contiguous(), lse.contiguous()
@@ -28,6 +30,7 @@ def backward(
     dlse: Tensor | None,
     wanted: Wanted,
 ) -> Gradients:
+    """Return the gradients, by autograd through the definition."""
     with torch.enable_grad(), torch.autocast(problem.device, enabled=False):
         leaves = {
             name: getattr(tensors, name).detach().requires_grad_()

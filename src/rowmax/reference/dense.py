@@ -1,6 +1,6 @@
 """Attention as it is defined: the whole score matrix, a line for each formula.
 
-It uses no rule but dropout's generator: tests hold every rule and backend to it, computed in
+Of the rules it uses only dropout's generator: tests compare every rule and backend with it in
 float64. It is differentiable by autograd, forward and backward, any number of times. Memory is
 quadratic.
 """
@@ -21,7 +21,7 @@ def attention(
     """Return (out ``[B, Nq, Hq, Dv]``, lse ``[B, Hq, Nq]``), every step of it in ``dtype``."""
     if problem.varlen:
         parts = [attention(p, t, dtype) for _, _, p, t in each_sequence(problem, tensors)]
-        if not parts:  # q is empty; its sum keeps the graph of autograd
+        if not parts:  # q is empty; adding its sum keeps the graph of autograd
             zero = tensors.q.to(dtype).sum()
             return zero.expand(problem.out_shape), zero.expand(problem.lse_shape)
         outs, lses = [out for out, _ in parts], [lse for _, lse in parts]
@@ -38,13 +38,14 @@ def attention(
     if tensors.bias is not None:
         s = s + tensors.bias.to(dtype)
     if tensors.alibi is not None:
-        s = s - tensors.alibi.to(dtype)[:, None, None] * (i - j).abs().to(dtype)
+        shift = 0 if problem.positions is None else problem.positions.shift
+        s = s - tensors.alibi.to(dtype)[:, None, None] * (i + shift - j).abs().to(dtype)
     s = s.masked_fill(~seen, -torch.inf)
     sink = None if tensors.sink is None else tensors.sink.to(dtype)[:, None].expand(s.shape[:3])
 
     m = s.amax(-1) if problem.nk else torch.full_like(q[..., 0], -torch.inf)
     m = m if sink is None else torch.maximum(m, sink)
-    m = m.detach().masked_fill(m == -torch.inf, 0.0)  # a row of nothing
+    m = m.detach().masked_fill(m == -torch.inf, 0.0)  # a row that sees nothing
     weights = torch.exp(s - m[..., None])
     l = weights.sum(-1) if sink is None else weights.sum(-1) + torch.exp(sink - m)
     empty = l == 0
@@ -57,9 +58,9 @@ def attention(
 
 
 def _positions(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
-    """Return the positions of queries and of keys: the last query stands at the last key.
+    """Return the positions of queries and of keys: the last query is at the last key.
 
-    Aligned to the lengths, it stands at the last key that the length of its sequence leaves.
+    Aligned to the lengths, it is at the last key in use of its sequence.
     """
     i = torch.arange(problem.nq, device=tensors.q.device).view(1, 1, -1, 1)
     j = torch.arange(problem.nk, device=tensors.q.device).view(1, 1, 1, -1)
@@ -87,7 +88,7 @@ def _seen(problem: Problem, tensors: Tensors, i: Tensor, j: Tensor) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
-    """Return ``q_i . k_j``; a masked pair adds nothing, not even 0 times NaN."""
+    """Return ``q_i . k_j``, 0 for a masked pair even if its numbers are NaN."""
     if _finite(q) and _finite(k):
         return q @ k.transpose(2, 3)
     queries = torch.where(seen[..., None], q[:, :, :, None], 0)

@@ -26,14 +26,14 @@ def online_softmax(x: Sequence[float]) -> list[float]:
     for x_j in x:
         m_new = max(m, x_j)
         if m_new == -math.inf:
-            continue  # nothing yet
+            continue  # empty so far
         l = l * math.exp(m - m_new) + math.exp(x_j - m_new)
         m = m_new
     return [math.exp(x_j - m) / l if l else 0.0 for x_j in x]
 
 
 def block_softmax(x: Tensor, block: int) -> Tensor:
-    """Return the row softmax of ``[rows, N]`` by blocks, each kept normalised as m and z change.
+    """Return the row softmax of ``[rows, N]`` by blocks, renormalised as m and z change.
 
     This is the tiled softmax of Composable Kernel's mathematical basis: when a block arrives,
     the blocks before it are rescaled by ``z exp(m - m') / z'``.
@@ -45,7 +45,7 @@ def block_softmax(x: Tensor, block: int) -> Tensor:
         x_j = x[:, j : j + block]
         m_j = x_j.amax(1, keepdim=True)
         m_new = torch.maximum(m, m_j)
-        finite = m_new.masked_fill(m_new == -torch.inf, 0.0)  # rows of nothing so far
+        finite = m_new.masked_fill(m_new == -torch.inf, 0.0)  # rows that have seen nothing so far
         p = torch.exp(x_j - finite)
         delta = torch.exp(m - finite)
         z_new = delta * z + p.sum(1, keepdim=True)
@@ -109,7 +109,7 @@ def merge(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     outs, lses = [out for out, _ in parts], torch.stack([lse for _, lse in parts])
     m = lses.detach().amax(0)
     m = m.masked_fill(m == -torch.inf, 0.0)
-    weights = torch.exp(lses - m)  # of each part, before division by their sum
+    weights = torch.exp(lses - m)  # the weight of each part, before division by their sum
     l = weights.sum(0)
     empty = l == 0
     l = l.masked_fill(empty, 1.0)

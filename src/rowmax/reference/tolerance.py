@@ -1,7 +1,7 @@
 """The rule by which an answer is right.
 
-``ref`` is the dense definition in float64 and ``std`` the dense definition in the dtype of the
-inputs, which is what standard attention would have given. An answer x is right when
+``ref`` is the dense definition in float64. ``std`` is the dense definition in the dtype of the
+inputs, the result of standard attention. An answer x is right when
 
     max |x - ref| <= factor max |std - ref| + 2 ulp(max |ref|) + noise   factor 2; gradients 3
     norm(x - ref) <= limit norm(ref)                                     limit by dtype
@@ -13,27 +13,27 @@ and it is infinite exactly where ref is. NaN is never right.
 of its size in the accumulator, change P by ``u (|s| + |lse|)`` of itself; the exponential and the
 product after it add ``2 u``. The terms of ``dS = P (dP - Delta + dLSE)`` carry these errors also
 where they cancel. So x may be off by the sum that defines it, over absolute values and times
-``u (2 + |s| + |lse|)``. In float32 this is of the size of std's own error; for half precision it
-vanishes beside it. Where terms cancel exactly in std (dS of a row that sees one key), ref is 0 and
-x is noise alone: where norm(ref) is no more than norm(noise), the second line allows norm(noise).
+``u (2 + |s| + |lse|)``. In float32 this is of the size of std's own error; in half precision it is
+negligible. Where terms cancel exactly in std (dS of a row that sees one key), ref is 0 and x is
+only noise: where norm(ref) is no more than norm(noise), the second line allows norm(noise).
 
 Tensor cores of a GPU compute float32 as three products of tf32. They truncate each sum where others
-round, so errors of the additions have one sign and grow with their number. A sum over n takes 3 n /
-8 additions; each is off by u of the partial sum in the mean (by 2 u at the most), and partial sums
-grow evenly: together by ``3 n / 16`` u of the sum. Scores are such sums over D, and dP over Dv. A
-score ``x = sum q_d k_d`` may be small where its partial sums are not, so their size is taken as
-``|x| + sqrt(sum (q_d k_d)^2)``. Measured on an H100 (triton 3.6.0), n = 512, where the term is 96
-u: 21 u of that root in the mean square and 101 u at the most, and 18 u of |x| in the mean where |x|
-is large; PyTorch's own float32 products: 2.3 u, 12.5 u and 0.2 u. noise contains the term, and its
-norm (``cut``) is added to the second line.
+round, so errors of additions have one sign and grow with the number of additions. A sum over n
+takes 3 n / 8 additions; the mean error of each is u of the partial sum (at most 2 u), and partial
+sums grow evenly: the total is ``3 n / 16`` u of the sum. Scores are such sums over D, and dP over
+Dv. A score ``x = sum q_d k_d`` may be small where its partial sums are large: the rule takes
+``|x| + sqrt(sum (q_d k_d)^2)`` as their size. Measured on an H100 (triton 3.6.0), n = 512, where
+the term is 96 u: 21 u of that root in the mean square and 101 u at the most, and 18 u of |x| in the
+mean where |x| is large; PyTorch's own float32 products: 2.3 u, 12.5 u and 0.2 u. noise contains the
+term, and its norm (``cut``) is added to the second line.
 
-A backward in half precision reads o rounded, for ``Delta = dO . o``. Each number of o is off by
-at most u of half precision and by ``u / sqrt(3)`` in the mean square, independently, so Delta is
-off by ``4 u / sqrt(3) sqrt(sum (dO o)^2)`` at four standard deviations. It shows where dP and Delta
-cancel, as in rows that see one key.
+A backward in half precision reads rounded o for ``Delta = dO . o``. The errors of the numbers of o
+are independent: each is at most u of half precision and has the mean square ``u^2 / 3``. At four
+standard deviations the error of Delta is ``4 u / sqrt(3) sqrt(sum (dO o)^2)``. It is visible where
+dP and Delta cancel, as in rows that see one key.
 
-Where ref is finite and std is not (standard attention in half precision overflows with a large
-scale or softcap), an error of ``limit``, of max |ref| and of its norm, replaces that of std.
+Standard attention in half precision overflows with a large scale or softcap. Where ref is finite
+and std is not, ``limit`` times max |ref| and times its norm replaces std's error.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from . import dense
 
 OUTPUT, GRADIENT = 2.0, 3.0
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}
-#: to first order a rounding error is proportional to the unit roundoff, so float64's limits are
-#: those of float32, scaled; its std is computed in float32
+#: a rounding error is proportional to the unit roundoff to first order, so float64 has the limits
+#: of float32, scaled; its std is computed in float32
 TO_FLOAT64 = 2.0**-29
 LIMITS[torch.float64] = LIMITS[torch.float32] * TO_FLOAT64
 
@@ -100,8 +100,8 @@ def complaint(
     if not error <= allowed:
         return f"max error {error:.3g}, allowed {allowed:.3g} (std has {theirs:.3g})"
     size, off = ref.norm().item(), (x - ref).norm().item()
-    # Where std itself is past the limit (dS of a row that sees one key cancels, and is noise), no
-    # answer of this dtype could keep it: the factor rules instead.
+    # Where std itself exceeds the limit (dS of a row that sees one key cancels, and is noise),
+    # every answer of this dtype would: the factor decides instead.
     limit = max(LIMITS[dtype] * size, factor * their_norm)
     if size <= noise.norm:
         limit = max(limit, noise.norm)
@@ -129,7 +129,7 @@ def ulp(value: float, dtype: torch.dtype) -> float:
 def noise(
     problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> dict[str, Noise]:
-    """Return the noise of out, lse and each gradient, of the definition's out and lse.
+    """Return the noise of out, lse and each gradient, from the definition's out and lse.
 
     All have a batch dimension. Numbers of k and v that are not finite count as masked.
     """
@@ -172,7 +172,7 @@ def noise(
     cut = {name: torch.zeros_like(t) for name, t in every.items()}
     if problem.device == "cuda" and problem.dtype == torch.float32:
         c, off = 3 / 16, _partial_sums(problem, tensors)
-        mean = (P * off).sum(-1, keepdim=True)  # LSE is off by the mean of its scores
+        mean = (P * off).sum(-1, keepdim=True)  # LSE has the mean error of its scores
         weight, of_sink = c * problem.d * (off + mean), c * problem.d * mean[..., 0]
         cut = sums(weight, of_sink, c * problem.dv, torch.zeros_like(delta))
     u = torch.finfo(problem.accumulator).eps / 2
@@ -187,7 +187,7 @@ def noise(
 
 
 def _partial_sums(problem: Problem, tensors: Tensors) -> Tensor:
-    """Return the size of each score's partial sums, times the score's derivative by them."""
+    """Return the size of each score's partial sums, times the derivative of the score by q.k."""
     q, k = (
         t.detach().double().nan_to_num(0.0, 0.0, 0.0).transpose(1, 2)
         for t in (tensors.q, tensors.k)

@@ -1,19 +1,18 @@
-"""The band of causal masks and windows: the range of one side that a range of the other sees.
+"""The band of causal masks and windows: the positions on one side that a range of the other sees.
 
-A band is ``-back <= y - (x + shift) <= ahead``; a limit of None does not limit. It reads alike from
-both sides. Keys that queries see: x is a query, y a key, ``shift = offset``, ``back = left``,
-``ahead = right``. Queries that see keys: x is a key, y a query, ``shift = -offset``, ``back =
-right``, ``ahead = left``. Here ``offset`` is the key position of query 0 (``mask.offset``).
+A band is ``-back <= y - (x + shift) <= ahead``; None is no limit. The rule holds from both sides.
+Keys that queries see: x is a query, y a key, ``shift = offset``, ``back = left``, ``ahead =
+right``. Queries that see keys: x is a key, y a query, ``shift = -offset``, ``back = right``,
+``ahead = left``. Here ``offset`` is the key position of query 0 (``mask.offset``).
 
-Positions are integers, or tensors of them. With ``x0 = x1`` tensors both ranges are those of each
-row.
+Positions are integers, or tensors of integers. With tensors ``x0 = x1`` both ranges are per row.
 """
 
 from __future__ import annotations
 
 
 def any_range(x0, x1, shift, back, ahead, end):
-    """Return (low, high): the y in [0, end) that some x in [x0, x1] sees lie in [low, high).
+    """Return (low, high): every y in [0, end) that some x in [x0, x1] sees is in [low, high).
 
     ``high`` may be less than ``low``, or negative; then there is none.
     """

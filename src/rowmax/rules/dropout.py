@@ -1,15 +1,16 @@
 """The probabilities that dropout keeps: a counter-based generator on (seed, b, h, i, j).
 
-Philox4x32 with seven rounds, the fewest that Salmon et al. ("Parallel random numbers: as easy
-as 1, 2, 3", SC 2011) found to pass every test of BigCrush. One call makes eight 16-bit draws.
-They go to the eight columns ``64 a + 8 lane + r``, lane = 0..7, of a block of 64 keys: the
-columns that one thread of a tensor core's accumulator holds, and that one vector of a CPU walks.
+Philox4x32 with seven rounds, the fewest that Salmon et al. ("Parallel random numbers: as easy as 1,
+2, 3", SC 2011) found to pass every test of BigCrush. One call makes eight 16-bit draws, for the
+eight columns ``64 a + 8 lane + r``, lane = 0..7, of a block of 64 keys. One thread of a tensor
+core's accumulator holds these columns; on a CPU one vector computes them.
 
     counter = (8 (j // 64) + j % 8, i, h, b),  key = (low, high word of the seed)
     lane    = (j // 8) % 8: the low halves of the four words, then the high halves
 
-A pair is kept when its draw is at least ``round(65536 p)``, so nothing about tiles, devices or
-backends enters. In a packed call b counts sequences, and i and j are positions within one.
+A pair is kept when its draw is at least ``round(65536 p)``, so the result depends on no tile,
+device or backend. In a packed call b counts sequences, and i and j are positions within one.
+In a block of a longer call all four are numbers within that call (``Positions``).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..call.inputs import Positions
 from ..call.problem import Problem, Tensors
 from . import bound
 
@@ -51,13 +53,13 @@ def philox_rounds(counter, key):
 
 
 def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
-    """Return the words as ``multiply`` does, in 16-bit steps that int64 can hold."""
+    """Return the words as ``multiply`` does, in 16-bit parts whose products fit in int64."""
     low = (a & 0xFFFF) * b
     high = (a >> 16) * b + (low >> 16)
     return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
 
 
-#: of int64 tensors (torch has no wide uint32)
+#: the rounds over int64 tensors (torch has no arithmetic of uint32)
 philox = bound(philox_rounds, philox_round=bound(philox_round, multiply=_multiply))
 
 
@@ -76,7 +78,7 @@ def keep_tile(seed: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, threshol
 def keep_columns(
     seed: Tensor, b: Tensor, h: Tensor, i: Tensor, columns: range, threshold: int
 ) -> Tensor:
-    """Return ``keep_tile`` of consecutive columns, ``[..., columns]``, at eight draws a call.
+    """Return ``keep_tile`` of consecutive columns, ``[..., columns]``, eight draws per call.
 
     b, h and i broadcast together and end in a dimension of 1 for the columns.
     """
@@ -94,12 +96,30 @@ def keep_columns(
 def dense(problem: Problem, tensors: Tensors) -> Tensor:
     """Return R of the definition, ``[B, Hq, Nq, Nk]``: keep_scale where kept, 0 where dropped."""
     assert tensors.seed is not None
-    device = tensors.q.device
-    index = [torch.arange(n, device=device) for n in _sizes(problem)]
-    b, h, i, j = (x.view([-1 if d == n else 1 for d in range(4)]) for n, x in enumerate(index))
-    keep = keep_tile(tensors.seed, b + problem.first, h, i, j, problem.dropout_threshold)
+    sizes = problem.batch, problem.hq, problem.nq, problem.nk
+    ranges = counted(problem, *map(range, sizes))
+    b, h, i, j = (_along(n, x, tensors.seed) for n, x in enumerate(ranges))
+    keep = keep_tile(tensors.seed, b, h, i, j, problem.dropout_threshold)
     return keep.to(problem.accumulator) * problem.keep_scale
 
 
-def _sizes(problem: Problem) -> tuple[int, int, int, int]:
-    return problem.batch, problem.hq, problem.nq, problem.nk
+def tile(problem: Problem, tensors: Tensors, b: range, h: range, i: range, j: range) -> Tensor:
+    """Return the part of ``dense`` in these ranges."""
+    assert tensors.seed is not None
+    *ranges, columns = counted(problem, b, h, i, j)
+    b_at, h_at, i_at = (_along(n, x, tensors.seed) for n, x in enumerate(ranges))
+    keep = keep_columns(tensors.seed, b_at, h_at, i_at, columns, problem.dropout_threshold)
+    return keep.to(problem.accumulator).mul_(problem.keep_scale)
+
+
+def counted(problem: Problem, *ranges: range) -> list[range]:
+    """Return the numbers that the counter has for sequences, heads, queries and keys of a call."""
+    _, query, key, head, sequence = problem.positions or Positions()
+    firsts = (sequence, head, query, key)
+    return [range(x.start + n, x.stop + n) for x, n in zip(ranges, firsts, strict=True)]
+
+
+def _along(axis: int, numbers: range, like: Tensor) -> Tensor:
+    """Return the numbers as a tensor of four dimensions, along one of them."""
+    t = torch.arange(numbers.start, numbers.stop, device=like.device)
+    return t.view([-1 if n == axis else 1 for n in range(4)])

@@ -10,15 +10,15 @@ from torch import Tensor
 from ..call.problem import Problem, Tensors
 from .over_tensors import all_range, any_range
 
-#: the states of a tile of (queries, keys): nothing to do, mask by pairs, or all may attend
+#: the states of a tile of (queries, keys): no pair, some pairs or all pairs may attend
 SKIP, PARTIAL, FULL = 0, 1, 2
 
 
 def offset(problem: Problem, tensors: Tensors) -> int | Tensor:
-    """Return the key position of query 0; query i stands i further on.
+    """Return the key position of query 0; query i is at this position plus i.
 
-    An int, or ``[B, 1, 1, 1]`` where positions are aligned to the lengths. Not of packed calls,
-    whose sequences have offsets of their own.
+    An int, or ``[B, 1, 1, 1]`` where positions are aligned to the lengths. Packed calls have one
+    offset a sequence and do not use this.
     """
     if problem.align == "keys":
         return problem.offset
@@ -30,7 +30,7 @@ def offset(problem: Problem, tensors: Tensors) -> int | Tensor:
 def dense(problem: Problem, tensors: Tensors, start: int | Tensor | None = None) -> Tensor:
     """Return True where a pair may attend, bool ``[B|1, Hq|1, Nq, Nk]``.
 
-    ``start`` is the key position of query 0; None: as ``offset`` says.
+    ``start`` is the key position of query 0, by default ``offset``.
     """
     device = tensors.q.device
     i = torch.arange(problem.nq, device=device).view(1, 1, -1, 1)
@@ -47,9 +47,9 @@ def dense(problem: Problem, tensors: Tensors, start: int | Tensor | None = None)
 def tile_states(problem: Problem, tensors: Tensors, block_q: int, block_k: int) -> Tensor:
     """Return each tile's state, uint8 ``[B|1, Hq|1, tiles of queries, tiles of keys]``.
 
-    ``SKIP``: no pair may attend; ``FULL``: all may; ``PARTIAL``: anything else. A tile may be
-    partial without need, never skipped or full without right. The map costs one byte a tile; it
-    reads a boolean tensor once.
+    ``SKIP``: no pair may attend; ``FULL``: all may. ``PARTIAL`` is conservative: it may be returned
+    for any tile, while SKIP and FULL are exact. The map has one byte a tile and reads a boolean
+    tensor once.
     """
     nq, nk, device = problem.nq, problem.nk, tensors.q.device
     i0 = torch.arange(0, nq, block_q, device=device).view(1, 1, -1, 1)
@@ -92,7 +92,7 @@ def tile_range(ids: Tensor, block: int) -> tuple[Tensor, Tensor]:
 def _tile_any_all(
     problem: Problem, allowed: Tensor, block_q: int, block_k: int
 ) -> tuple[Tensor, Tensor]:
-    """Return (any, all): the tiles that have an allowed pair, and those without another."""
+    """Return (any, all): the tiles with an allowed pair, and the tiles without a masked one."""
     allowed = distinct(allowed)
     return (
         _by_blocks(_by_blocks(allowed, 3, block_k, torch.any), 2, block_q, torch.any),
@@ -103,13 +103,13 @@ def _tile_any_all(
 def distinct(t: Tensor) -> Tensor:
     """Return the view of a tensor in which every expanded dimension has the size 1.
 
-    Maps of tiles are made of this view, so their shapes and strides follow it.
+    Maps of tiles are made from this view, so that shared slices are stored once.
     """
     return t[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in t.stride())]
 
 
 def _by_blocks(t: Tensor, dim: int, block: int, reduce: Callable[..., Tensor]) -> Tensor:
-    """Reduce each block along a dimension to one; a dimension of 1 broadcasts and stays."""
+    """Reduce each block along a dimension to one element; a dimension of 1 broadcasts and stays."""
     n = t.shape[dim]
     if n == 1:
         return t
@@ -132,10 +132,10 @@ def ids_of_offsets(cu_seqlens: Tensor, n: int) -> Tensor:
 
 
 def both_documents(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return ids that are equal exactly where two int32 (q_ids, k_ids) both are.
+    """Return ids that are equal exactly where both of two int32 pairs (q_ids, k_ids) are.
 
-    A pair's new id is its rank among the pairs of its sequence. Shapes do not depend on values,
-    so that a compiler can trace it and no device is waited for.
+    A pair's new id is its rank among the pairs of its sequence. Shapes do not depend on values: a
+    compiler can trace it, and it never waits for a device.
     """
     q_pairs, k_pairs = ((x.to(torch.int64) << 32) + y for x, y in zip(a, b, strict=True))
     batch = max(q_pairs.shape[0], k_pairs.shape[0])

@@ -1,4 +1,4 @@
-"""The rules bound to torch's functions: of tensors, which broadcast, and numbers.
+"""The rules bound to torch's functions, for tensors that broadcast and for numbers.
 
 Allocating a tile costs up to a fifth of a call on a CPU. The operators of a rule overwrite an
 ``Overwritten`` tile instead.
@@ -54,7 +54,7 @@ class Kept(Overwritten):
 
 
 class Factors:
-    """A product that is computed where it is subtracted."""
+    """The factors of a product that is computed where it is subtracted."""
 
     def __init__(self, x: Tensor, *y: Tensor) -> None:
         self.factors = x, *y

@@ -1,7 +1,7 @@
-"""Numbers of each row that a backward needs before its tiles.
+"""The numbers of each row that a backward reads before its tiles.
 
-``Delta_i = dO_i . out_i``; the gradient of lse enters beside it: ``dS = P (dP - (Delta - dLSE))``.
-Rules of numbers, which kernels bind to their language, and below them what they give over tensors.
+``Delta_i = dO_i . out_i``; the gradient of lse is subtracted: ``dS = P (dP - (Delta - dLSE))``.
+First the rules of numbers, which kernels bind to their language, then the rules over tensors.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def without_weights(lse):
 def sink_weight(sink, lse, rest):
     """Return ``exp(sigma - LSE)`` of a row; lse is natural and not -inf.
 
-    LSE is the sum of lse and ``rest``, in base 2: the part that rounding took from lse. In natural
-    units the sink may be as large as its dtype goes.
+    LSE is the sum of lse and ``rest``, in base 2: the part that rounding took from lse. A sink may
+    be the largest number of its dtype, which fits only in natural units.
     """
     return exp2((sink - lse) * LOG2E - rest)
 
@@ -37,7 +37,7 @@ _sink_weight = bound(sink_weight, exp2=torch.exp2)
 def delta(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
     """Return ``Delta - dLSE`` like lse, ``[B, Hq, Nq]``; 0 for a row that sees nothing.
 
-    Nothing flows through such a row, whatever dout and dlse hold.
+    Its gradients are 0, even where dout or dlse is NaN.
     """
     found = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2)
     if dlse is not None:

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 class ScoreTerms(NamedTuple):
     """The terms of a tile of scores, in its units. A term that is None is absent."""
 
-    scale: Any = None  # of x; None: x stays as it is. Not used under a softcap
-    inner: Any = None  # scale / c, of x inside a softcap; 1 where x carries it; None: no softcap
+    scale: Any = None  # factor of x; None: 1. Not used under a softcap
+    inner: Any = None  # scale / c, or 1 where x has that factor; None: no softcap
     cap: Any = None  # c
     bias: Any = None  # a tile, or a row or column of it
-    slope: Any = None  # of ALiBi
+    slope: Any = None  # ALiBi's slope
     distance: Any = None  # |i + offset - j| of the tile's pairs
 
 

@@ -2,11 +2,11 @@
 
 ``m' = max(m, rowmax S)``, ``alpha = exp(m - m')``, ``P = exp(S - m')``, ``l' = alpha l + rowsum
 P``, ``O' = alpha O + P V``; at the end ``out = O / l`` and ``LSE = m + log l``. Backward, with P
-made again from LSE, ``Delta_i = dO_i . out_i - dLSE_i`` and ``dS = P (dP - Delta)``.
+recomputed from LSE, ``Delta_i = dO_i . out_i - dLSE_i`` and ``dS = P (dP - Delta)``.
 
 Exponentials are of two. Scores in natural units enter them times ``LOG2E``, and only as a
-difference from the row's maximum or lse: a bias may be as large as its dtype goes, and would
-overflow.
+difference from the row's maximum or lse: a bias may be the largest number of its dtype, and times
+log2(e) it would overflow.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ inf = math.inf
 
 
 def where(condition: Any, x: Any, y: Any) -> Any:
+    """Return x where the condition holds, else y."""
     return x if condition else y
 
 
 def exp2(x: Any) -> Any:
+    """Return ``2^x``."""
     return 2.0**x
 
 
 def moved(m, peak):
-    """Return (m', base): the maximum with that of a tile, and what exponents are taken from.
+    """Return (m', base): the new maximum, and the number that is subtracted from scores.
 
     ``base`` is m', but 0 for a row that has seen nothing: -inf less -inf would be NaN.
     """
@@ -37,9 +39,9 @@ def moved(m, peak):
 
 
 def with_sink(m, l, sink):
-    """Return (m', l', alpha) with the sink as one more score, m in natural units; O times alpha.
+    """Return (m', l', alpha) with the sink as one more score, m in natural units.
 
-    Natural units hold any sink, which may be as large as its dtype goes.
+    A sink may be the largest number of its dtype, which fits only in natural units.
     """
     m_new = max(m, sink)
     base = where(m_new == -inf, 0.0, m_new)

@@ -1,4 +1,4 @@
-"""A case describes a call: its shapes and features. ``make`` returns the call with random numbers.
+"""Cases: the shapes and features of a call. ``make`` returns the call with random numbers.
 
 ``make(..., size=8)`` multiplies every length by 8. Tests on a CPU use size 1, so that two cores
 compute a case in milliseconds; tests on a GPU use both.
@@ -15,11 +15,13 @@ from torch import Tensor
 
 import rowmax
 
+from ..call.blocks import at_positions
 from ..call.check import Arguments
-from ..call.inputs import Tensors
+from ..call.inputs import Options, Positions, Tensors
 from ..call.normalize import normalized
 from ..call.problem import Problem, problem_of
 from ..masks import Mask, as_mask
+from ..operators.autograd import attend
 
 LEAVES = ("q", "k", "v", "bias", "sink")
 
@@ -42,7 +44,7 @@ class Case:
     right: int | None = None
     documents: str | None = None  # sorted, unsorted, batched, queries (their own ids), offsets
     lengths: tuple[float, ...] | None = None  # fractions of nk; the batch repeats them
-    align: str = "keys"  # of positions, to the keys or to the lengths
+    align: str = "keys"  # positions are aligned to the keys or to the lengths
     #: letters of "bhqk"; 1 broadcasts, a capital is expanded; fewer letters are fewer dimensions
     allowed: str | None = None
     empty_rows: bool = False  # the boolean mask forbids every key to some rows (or sequences)
@@ -60,6 +62,8 @@ class Case:
     sequences: tuple[tuple[int, int], ...] | None = None  # packed: (queries, keys) of each
     max_given: bool = False  # the longest lengths of a packed call are bounds, not exact
     wide_offsets: bool = False  # the packed offsets are int64
+    #: of a block of a longer call: the fields of ``call.inputs.Positions``
+    positions: tuple[int, int, int, int, int] | None = None
     grads: tuple[str, ...] | None = None  # the leaves with gradients; None for all
     dlse: bool = True  # lse has a cotangent, too
     deterministic: bool = False
@@ -83,6 +87,9 @@ class Call:
 
     def __call__(self, **overrides: Any) -> Any:
         """Return (out, lse) of ``rowmax.attention`` or ``attention_varlen``."""
+        if self.case.positions is not None:  # they have no argument for positions
+            out, lse = attend(*self.normalized(**overrides), None)
+            return (out[0], lse[0]) if self.case.packed else (out, lse)
         function: Any = rowmax.attention_varlen if self.case.packed else rowmax.attention
         return function(*self.inputs, **{"return_lse": True, **self.keywords, **overrides})
 
@@ -103,13 +110,20 @@ class Call:
 
     def problem(self) -> tuple[Problem, Tensors]:
         """Return the arguments of a backend, always with a batch dimension."""
-        given = {"causal": False, "mask": None, **_DEFAULTS, **self.keywords}
+        tensors, options = self.normalized()
+        return problem_of(tensors, options), tensors
+
+    def normalized(self, **overrides: Any) -> tuple[Tensors, Options]:
+        """Return the arguments of an operator."""
+        given = {"causal": False, "mask": None, **_DEFAULTS, **self.keywords, **overrides}
         mask = as_mask(given.pop("mask"))
         mask = mask & rowmax.Causal() if given.pop("causal") else mask
         if self.case.packed:
             given |= {"cu_seqlens": self.inputs[3:5], "max_seqlens": self.inputs[5:7]}
         tensors, options, _ = normalized(Arguments(*self.inputs[:3], mask=mask, **given))
-        return problem_of(tensors, options), tensors
+        if self.case.positions is not None:
+            options = at_positions(tensors, options, Positions(*self.case.positions))
+        return tensors, options
 
 
 _DEFAULTS: dict[str, Any] = {

@@ -12,6 +12,7 @@ meets, for dtypes and devices with less time. ``tagged`` returns the cases of a 
 * sanitizer: small cases for tools that watch every access; forward only: not of their backward
 * repeats: each order in which a gradient is summed
 * launches, two devices: one case for each kind of kernel arguments
+* blocks: calls at positions of a longer one
 * extreme biases: cases for biases and sinks as large as their dtype allows
 * known faults: float32 calls that triton 3.6.0 compiled wrongly on an H200 or H100
 """
@@ -457,6 +458,46 @@ _TWO_DEVICES = [
     Case("devices-packed", hk=2, d=64, causal=True, sequences=((5, 90), (0, 17), (150, 270))),
 ]
 
+# --- blocks of longer calls --------------------------------------------------------------------
+
+_block = partial(_over, {"nq": 150, "nk": 200, "hk": 2, "d": 64})
+_BLOCKS = [
+    _block("block-causal", causal=True, positions=(-70, 0, 0, 0, 0)),
+    _block("block-causal-before", causal=True, positions=(130, 0, 0, 0, 0)),
+    _block("block-causal-after", causal=True, positions=(-1000, 0, 0, 0, 0)),
+    _block("block-window", left=40, right=9, positions=(33, 0, 0, 0, 0)),
+    _block("block-documents", documents="sorted", causal=True, positions=(-40, 0, 0, 0, 0)),
+    _block("block-alibi", alibi=True, positions=(-90, 0, 0, 0, 0)),
+    _block("block-alibi-d128", d=128, alibi=True, causal=True, positions=(37, 0, 0, 0, 0)),
+    _block("block-alibi-d256", d=256, alibi=True, softcap=5.0, positions=(-300, 0, 0, 0, 0)),
+    _block("block-alibi-bias", d=128, alibi=True, bias="1hqk", left=90, positions=(9, 0, 0, 0, 0)),
+    _block("block-alibi-own-bias", alibi=True, bias="bhqk", positions=(9, 0, 0, 0, 0)),
+    _block("block-alibi-row", alibi=True, bias="b11k", causal=True, positions=(-33, 0, 0, 0, 0)),
+    _block("block-alibi-wide-bias", d=256, alibi=True, bias="bhqk", positions=(70, 0, 0, 0, 0)),
+    _block(
+        "block-alibi-lengths", alibi=True, lengths=(1.0, 0.4), right=3, positions=(5, 0, 0, 0, 0)
+    ),
+    _block(
+        "block-alibi-to-lengths",
+        alibi=True, lengths=(1.0, 0.4), align="lengths", positions=(-50, 0, 0, 0, 0),
+    ),
+    _block(
+        "block-packed",
+        alibi=True, causal=True, positions=(-20, 0, 0, 0, 0),
+        sequences=((5, 90), (0, 17), (100, 133), (33, 0), (70, 70)),
+    ),
+    _block("block-dropout", dropout=0.3, positions=(0, 77, 128, 3, 9)),
+    _block("block-dropout-far", dropout=0.3, positions=(0, 2**31 - 200, 2**31 - 256, 1, 7)),
+    _block(
+        "block-dropout-alibi",
+        dropout=0.3, alibi=True, causal=True, bias="11qk", positions=(60, 1000, 64, 0, 0),
+    ),
+    _block(
+        "block-dropout-packed",
+        dropout=0.3, positions=(0, 3, 64, 1, 1000), sequences=((64, 90), (0, 17), (70, 37)),
+    ),
+]  # fmt: skip
+
 # --- extreme biases ----------------------------------------------------------------------------
 
 _SHAPE: dict[str, Any] = {"b": 2, "nq": 70, "nk": 96, "hq": 4, "hk": 2, "d": 64}
@@ -529,6 +570,7 @@ TABLE = (
     *_tag(_REPEATS, "repeats"),
     *_tag(_LAUNCHES, "launches"),
     *_tag(_TWO_DEVICES, "two devices"),
+    *_tag(_BLOCKS, "blocks"),
     *_tag(_EXTREME, "extreme biases"),
     *_tag(_KNOWN_FAULTS, "known faults"),
 )

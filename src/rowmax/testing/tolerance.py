@@ -101,7 +101,7 @@ def definition(call: Call, dout: Tensor, dlse: Tensor | None, dtype: torch.dtype
 def refusal(call: Call, backend: str | None) -> str | None:
     """Return why the backend does not compute every result of a call, or None.
 
-    No backend (None) is all of them, and some of them computes each result.
+    None names no backend: then some backend computes each result.
     """
     if backend is None:
         return None
@@ -137,7 +137,7 @@ def expected(call: Call, dout: Tensor, dlse: Tensor | None) -> Expected:
 
 
 def _noise(call: Call, dout: Tensor, dlse: Tensor | None, ref: Answer) -> dict[str, Noise]:
-    """Return the noise of each tensor. The rule wants a batch dimension."""
+    """Return the noise of each tensor. The rule needs a batch dimension."""
     rows = (ref.out, ref.lse, dout, dlse)
     if call.case.packed:
         rows = (t if t is None else t[None] for t in rows)

@@ -7,5 +7,5 @@ __all__ = ["backward", "forward", "supports"]
 
 
 def supports(problem: object, call: str) -> str | None:
-    """Return None: the backend refuses nothing but a call that it does not have."""
+    """Return None: the backend computes every call."""
     return None if call in ("forward", "backward") else f"it has no {call}"

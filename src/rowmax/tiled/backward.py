@@ -1,4 +1,4 @@
-"""The backward: the weights of each tile, made again from lse, and the gradients' formulas."""
+"""The backward: the weights of each tile, recomputed from lse, and the gradients' formulas."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from .strips import Strip, strips
 class _Rows(NamedTuple):
     """The rows of a strip, ``[heads, group * rows, ...]``."""
 
-    q: Tensor  # times factor
-    do: Tensor  # over the sum of the weights, as is delta (_normalized)
+    q: Tensor  # q times factor
+    do: Tensor  # divided by the sum of the weights, as is delta (_normalized)
     lse: Tensor  # in the units of the scores; +inf where weights are 0
     delta: Tensor  # Delta - dLSE
 
@@ -44,7 +44,7 @@ class _Tile(NamedTuple):
     k: Tensor  # [heads, cols, D]
     P: Tensor
     y: Tensor  # tanh under a softcap
-    apart: Tensor | None  # True where a pair is kept out by itself
+    apart: Tensor | None  # True where a pair must be excluded by index, not by arithmetic
 
 
 def backward(
@@ -56,6 +56,7 @@ def backward(
     dlse: Tensor | None,
     wanted: Wanted,
 ) -> Gradients:
+    """Return the gradients that are wanted."""
     sums = _zeros(problem, tensors, wanted)
     with torch.autocast(dout.device.type, enabled=False):
         if not problem.varlen:
@@ -92,7 +93,7 @@ def _zeros(problem: Problem, tensors: Tensors, wanted: Wanted) -> Gradients:
 
 
 def _sum_dtype(problem: Problem, name: str, t: Tensor) -> torch.dtype:
-    """Return the accumulator's; t's own where each element is written once, as of q and a bias."""
+    """Return the accumulator's dtype; t's own where each element is written once (dq, dbias)."""
     pairs = (problem.batch, problem.hq, problem.nq, problem.nk)
     once = name == "q" or (name == "bias" and t.shape == pairs)
     return t.dtype if once else problem.accumulator
@@ -162,8 +163,8 @@ def _normalized(
 ) -> _Rows:
     """Return the rows with do and delta divided by the sum of their weights, ``exp(s - lse)``.
 
-    It differs from 1 where lse is so far from 0 (``FAR``) that its rounding lost it; its log goes
-    to ``rest``. All gradients are linear in do and delta.
+    It differs from 1 where lse is so far from 0 (``FAR``) that rounding lost its fraction; the log
+    of the sum is ``rest``. All gradients are linear in do and delta.
     """
     far = (rows.lse.abs() >= FAR) & (rows.lse < torch.inf)
     if not bool(far.any()):
@@ -232,7 +233,7 @@ def _add_tile(
         if sums.q is not None:
             dQ += product(dX, k, apart)
         if sums.k is not None:
-            # rows.q carries factor, of which scale is to stay
+            # rows.q includes factor; dk needs only the scale in it
             rest = problem.softcap if problem.softcap > 0 else 1.0 / log_unit(problem)
             _add_keys(strip, sums.k, cols, product(dX.transpose(1, 2), rows.q, apart_t) * rest)
     if sums.v is not None:

@@ -25,6 +25,7 @@ from .strips import Strip, strips
 
 
 def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    """Return (out, lse)."""
     out = tensors.q.new_zeros(problem.out_shape)
     lse = out.new_full(problem.lse_shape, -torch.inf, dtype=problem.accumulator)
     with torch.autocast(tensors.q.device.type, enabled=False):

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ..call.inputs import Tensors, part_of
 from ..call.problem import Problem
-from ..rules import mask
-from ..rules.dropout import keep_columns
+from ..rules import dropout, mask
 from ..rules.over_tensors import score
 from ..rules.score import ScoreTerms
 from ..rules.softmax import LOG2E
@@ -50,7 +49,8 @@ def scores(
     if tensors.alibi is not None:
         slope = tensors.alibi.unflatten(0, (-1, problem.group))[strip.heads, :, None, None] * unit
         i, j = _positions(strip, cols, x)
-        distance = (i[None, None] + strip.offset - j).to(x.dtype).abs_()
+        shift = 0 if problem.positions is None else problem.positions.shift
+        distance = (i[None, None] + (strip.offset + shift) - j).to(x.dtype).abs_()
         distance = _heads_split(distance, problem)
     terms = ScoreTerms(bias=bias, slope=slope, distance=distance)
     if problem.softcap > 0:
@@ -67,7 +67,7 @@ def unfolded(problem: Problem, strip: Strip, S: Tensor) -> Tensor:
 def hidden(problem: Problem, tensors: Tensors, strip: Strip, cols: slice) -> Tensor:
     """Return True where a pair of the tile may not attend; broadcasts against ``unfolded``.
 
-    It is the mask of a problem of its own, whose first row stands where the tile's does.
+    It is the mask of a smaller problem whose first row is the first row of the tile.
     """
     part = problem._replace(nq=strip.rows.stop - strip.rows.start, nk=cols.stop - cols.start)
     start = strip.rows.start + strip.offset - cols.start
@@ -81,26 +81,13 @@ def hidden(problem: Problem, tensors: Tensors, strip: Strip, cols: slice) -> Ten
 
 def kept(problem: Problem, tensors: Tensors, strip: Strip, cols: slice) -> Tensor:
     """Return R of the definition on the tile, ``[heads, group * rows, cols]``."""
-    assert tensors.seed is not None
-    device = tensors.seed.device
-    heads = strip.q_heads(problem.group)
-    b = torch.arange(strip.batch.start, strip.batch.stop, device=device) + problem.first
-    h = torch.arange(heads.start, heads.stop, device=device)
-    i = torch.arange(strip.rows.start, strip.rows.stop, device=device)
-    keep = keep_columns(
-        tensors.seed,
-        b[:, None, None, None],
-        h[:, None, None],
-        i[:, None],
-        range(cols.start, cols.stop),
-        problem.dropout_threshold,
-    )
-    R = keep.to(problem.accumulator).mul_(problem.keep_scale)
+    slices = (strip.batch, strip.q_heads(problem.group), strip.rows, cols)
+    R = dropout.tile(problem, tensors, *(range(x.start, x.stop) for x in slices))
     return R.view(-1, problem.group * R.shape[2], R.shape[3])
 
 
 def bias_tile(t: Tensor, problem: Problem, strip: Strip, cols: slice) -> Tensor:
-    """Return the tile's view of a ``[B|1, Hq|1, Nq|1, Nk|1]``, which broadcasts as it does."""
+    """Return the tile's view of a tensor ``[B|1, Hq|1, Nq|1, Nk|1]``; its axes of 1 stay."""
     heads = strip.q_heads(problem.group)
     part = part_of("bias", t, b=strip.batch, h=heads, i=strip.rows, j=cols)
     assert part is not None
@@ -108,10 +95,10 @@ def bias_tile(t: Tensor, problem: Problem, strip: Strip, cols: slice) -> Tensor:
 
 
 def product(A: Tensor, X: Tensor, unseen: Tensor | None) -> Tensor:
-    """Return ``A @ X``, to which no row of X adds where ``unseen`` is True.
+    """Return ``A @ X`` without the pairs (row of A, row of X) where ``unseen`` is True.
 
-    A is 0 there, which is enough while X is finite. Rows of X that hold an inf or a NaN are
-    added one by one: they are rare, and 0 times NaN must stay out.
+    A is 0 there, which suffices while X is finite. Rows of X that hold inf or NaN are added one by
+    one: they are rare, and 0 times NaN is NaN.
     """
     if unseen is None:
         return torch.bmm(A, X)
@@ -136,9 +123,9 @@ def sink_of(problem: Problem, sink: Tensor, strip: Strip, like: Tensor) -> Tenso
 
 
 def hide(problem: Problem, strip: Strip, S: Tensor, unseen: Tensor) -> None:
-    """Add -inf where a pair may not attend: right where ``tame``.
+    """Add -inf where a pair may not attend; exact only where ``tame``.
 
-    1 - 1 / seen is 0 or -inf. On a CPU this is vector code, which filling by a mask is not.
+    1 - 1 / seen is 0 or -inf. On a CPU this is vector code; filling by a mask is not.
     """
     unfolded(problem, strip, S).add_((~unseen).to(S.dtype).reciprocal_().neg_().add_(1.0))
 
@@ -150,10 +137,10 @@ def tame(
     dout: Tensor | None = None,
     dlse: Tensor | None = None,
 ) -> bool:
-    """Return True if all is finite and no product can overflow (by Cauchy and Schwarz).
+    """Return True if all numbers are finite and no product can overflow (by Cauchy and Schwarz).
 
-    Then 0 times anything is 0, and arithmetic alone keeps masked keys out. Otherwise they are
-    kept out pair by pair, which is exact and slow. -inf in a bias or in lse does no harm.
+    Then 0 times any number is 0, and arithmetic excludes masked keys. Otherwise they are excluded
+    pair by pair, which is exact and slow. A bias or lse may hold -inf.
     """
     bounded = [t for t in (tensors.q, tensors.k, tensors.v, dout, dlse) if t is not None]
     added = [t for t in (tensors.bias, tensors.alibi, lse) if t is not None]

@@ -5,10 +5,9 @@ any of these rows sees. The query heads of a kv head are folded into the rows, s
 are never repeated: a strip's scores are ``[heads, group * rows, cols]``, where ``heads`` counts
 the kv heads of all its sequences.
 
-Memory: the scores of a tile are at most ``Sizes.tile`` numbers of the accumulator (or the group
-of one kv head by ``Sizes.cols``, where that is more), whatever the sizes of the problem. A
-forward holds at most four arrays of this size at a time, a backward six; drawing dropout's mask
-takes some ten more.
+Memory: for any problem the scores of a tile are at most ``Sizes.tile`` numbers of the accumulator.
+Where the group of one kv head by ``Sizes.cols`` is more, that is the limit. A forward holds at most
+four arrays of this size at a time, a backward six; drawing dropout's mask takes some ten more.
 """
 
 from __future__ import annotations
@@ -26,22 +25,25 @@ from ..rules import band, mask
 class Sizes(NamedTuple):
     """Sizes of tiles."""
 
-    rows: int  # of one kv head, with its whole group
+    rows: int  # rows of one kv head, with its whole group
     cols: int  # more where there are fewer rows
-    tile: int  # numbers in a tile of all its heads
+    tile: int  # numbers in a tile, all heads together
 
 
-#: on a CPU a tile stays in the cache; elsewhere it is worth the launch of its operations
+#: on a CPU a tile fits in the cache; elsewhere it is large enough to hide the launches of its
+#: operations
 SIZES = {"cpu": Sizes(128, 256, 1 << 18)}
 OTHER_SIZES = Sizes(512, 1024, 1 << 22)
 
 
 class Strip(NamedTuple):
+    """Rows of some sequences and kv heads, and their tiles of keys."""
+
     batch: slice
     heads: slice  # kv heads
     rows: slice
     offset: int | Tensor  # ``mask.offset`` of these sequences
-    tiles: list[tuple[slice, bool]]  # columns, and True if every pair of the tile may attend
+    tiles: list[tuple[slice, bool]]  # (columns, True if every pair of the tile may attend)
 
     def size(self, group: int) -> tuple[int, int, int, int]:
         """Return [sequences, kv heads, group, rows]."""

@@ -1,6 +1,6 @@
 """Attention for Hopper (sm_90a) in Gluon: TMA, asynchronous wgmma, specialised warps.
 
-``supports`` refuses calls that it does not take, ``lacks`` gradients that it does not make.
+``supports`` refuses calls without a kernel, ``lacks`` gradients without a kernel.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LIMITS = (
 
 
 def supports(problem: Problem, call: str) -> str | None:
-    """Return None, or the sentence that says why not."""
+    """Return None, or the reason why no kernel computes the call."""
     reason = beyond(LIMITS, problem)
     if call == "backward":
         reason = reason or _refused_backward(problem)
@@ -52,8 +52,7 @@ def supports(problem: Problem, call: str) -> str | None:
 
 
 def lacks(problem: Problem, call: str) -> dict[str, str]:
-    """Return the results that it does not make of a problem that ``supports`` has passed, with the
-    reasons."""
+    """Return the results without a kernel, with reasons, of a problem that ``supports`` accepts."""
     if call != "backward" or problem.bias is None:
         return {}
     from .backward_bias import refused_gradient
@@ -72,6 +71,7 @@ def notes(problem: Problem, call: str) -> list[str]:
 
 
 def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    """Return (out, lse)."""
     from . import host
 
     return host.forward(problem, tensors)
@@ -93,13 +93,14 @@ def backward(
     dlse: Tensor | None,
     wanted: Wanted,
 ) -> Gradients:
+    """Return the gradients that are wanted and not among ``lacks``."""
     from . import backward_host
 
     return backward_host.backward(problem, tensors, out, lse, dout, dlse, wanted)
 
 
 def _refused_backward(p: Problem) -> str | None:
-    """Return why the kernels of the backward do not compute it, or None."""
+    """Return why no backward kernel computes a problem, or None."""
     from .backward_bias import kind_of, refused_tile
 
     if p.bias is None or kind_of(p):

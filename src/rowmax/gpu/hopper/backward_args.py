@@ -1,7 +1,7 @@
-"""The arguments of the backward kernels beside descriptors of copies.
+"""The arguments of the backward kernels other than descriptors of copies.
 
-``None`` among the pointers is a compile-time constant: the code for a feature that a problem lacks
-is not compiled. Numbers compile nothing anew.
+A pointer that is ``None`` is a compile-time constant: a kernel has no code for absent features. A
+new number does not recompile a kernel.
 """
 
 from __future__ import annotations
@@ -10,50 +10,51 @@ from typing import Any, NamedTuple
 
 
 class Pointers(NamedTuple):
-    """``t`` of the kernels that make gradients."""
+    """``t`` of the kernels that compute gradients."""
 
     out: Any  # dk, or dq in the kernel of dq alone
     dv: Any = None
-    rows: Any = None  # lse and delta, where they are not copied
-    table: Any = None  # the order of the tiles, and the end of each block's places
+    rows: Any = None  # lse and delta, unless TMA copies them
+    table: Any = None  # the order of the tiles, and the end of each block's places in it
     ends: Any = None
-    counter: Any = None  # of the places that blocks have taken
-    done: Any = None  # steps that each tile of keys has added to dq
+    counter: Any = None  # the number of places that blocks have taken
+    done: Any = None  # the number of steps that each tile of keys has added to dq
     cu_q: Any = None
     cu_k: Any = None
     lengths: Any = None
-    spans: Any = None  # of documents
+    spans: Any = None  # the streamed tiles that documents leave
     q_ids: Any = None
     k_ids: Any = None
     alibi: Any = None
-    bias: Any = None  # where it and its gradient are not copied
-    dbias: Any = None  # of a row: sums [B, Hk, Nk] in float32
+    bias: Any = None  # the bias, unless TMA copies it and its gradient
+    dbias: Any = None  # sums [B, Hk, Nk] of a bias of one row, float32
 
 
 class Numbers(NamedTuple):
-    """``n`` of the kernels that make gradients."""
+    """``n`` of the kernels that compute gradients."""
 
-    heads: Any  # of the resident side
+    heads: Any  # heads of the resident side
     streamed: Any  # streamed positions that fill their share of the L2 cache
-    rows: Any  # of a plane of lse, delta and dq
+    rows: Any  # rows of a plane of lse, delta and dq
     nq: Any
     nk: Any
     left: Any
     right: Any
     batch: Any
-    ids_q: Any  # ids of a sequence, 0 where all sequences have the same
+    ids_q: Any  # number of ids of a sequence, 0 where all sequences share them
     ids_k: Any
-    each_b: Any  # 0 where the bias is the same for all sequences, all heads
+    each_b: Any  # 0 where all sequences (each_h: all heads) share the bias, else 1
     each_h: Any
     inner: Any  # factor of the products inside a softcap
-    scale: Any  # factor that gives scores in their units
+    scale: Any  # factor from a product to the units of the scores
     out_scale: Any
     hq: Any
-    group: Any  # heads that pass by one resident head
+    group: Any  # streamed heads of a resident head
     ratio: Any  # query heads of a kv head
     bias_b: Any  # strides of the bias in units of 8; 0 where a dimension is broadcast
     bias_h: Any
     bias_q: Any
+    shift: Any  # of ALiBi's distances in a block of a longer call; None: 0
 
 
 class RowPointers(NamedTuple):
@@ -66,18 +67,18 @@ class RowPointers(NamedTuple):
     sink: Any = None
     #: float32 [planes, 2, rows], lse in the units of the scores and delta (lib.from_memory_order)
     stats: Any = None
-    dsink: Any = None  # float32, of each tile of rows
+    dsink: Any = None  # float32, one number for each tile of rows
     cu_q: Any = None
     cu_k: Any = None
-    sums: Any = None  # float32 [planes, tiles, ROW_TILE D], of dq (backward_fused.thread_order)
+    sums: Any = None  # dq, float32 [planes, tiles, ROW_TILE D] (backward_fused.thread_order)
     done: Any = None
     counters: Any = None
     dq: Any = None
     dk: Any = None
     dv: Any = None
-    dcolumn: Any = None  # float32 [B, Hq, Nq], of a bias that is a number for each query
-    rest: Any = None  # of natural scores: the rounding error of lse (triton/row_sums.py)
-    scaled: Any = None  # with that: dout over the sum of the weights, strides as dout's
+    dcolumn: Any = None  # float32 [B, Hq, Nq], for a bias of one number for each query
+    rest: Any = None  # the rounding error of lse, only for natural scores (triton/preprocess.py)
+    scaled: Any = None  # only with rest: dout over the sum of the weights, with dout's strides
 
 
 class RowNumbers(NamedTuple):
@@ -88,9 +89,9 @@ class RowNumbers(NamedTuple):
     total_k: Any
     hq: Any
     hk: Any
-    tiles: Any  # of rows, a plane
-    done: Any  # words of ``done``, one a tile of keys
-    stride_b: Any  # of dout, in units of 8
+    tiles: Any  # tiles of rows in a plane
+    done: Any  # words of ``done``, one for each tile of keys
+    stride_b: Any  # strides of dout, in units of 8
     stride_n: Any
     stride_h: Any
     scale: Any
@@ -126,9 +127,9 @@ class ProductNumbers(NamedTuple):
     right: Any
     hq: Any
     ratio: Any  # query heads of a kv head
-    tiles: Any  # of queries, a head
-    stride_q: Any  # of dbias, in units of 8
-    stride_b: Any  # of k, in units of 8
+    tiles: Any  # tiles of queries of a head
+    stride_q: Any  # strides of dbias, in units of 8
+    stride_b: Any  # strides of k, in units of 8
     stride_n: Any
     stride_h: Any
     scale: Any

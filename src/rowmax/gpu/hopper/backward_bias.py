@@ -1,4 +1,4 @@
-"""How a bias comes in, and how its gradient is made: both by its shape.
+"""The kinds of biases: the shape decides how a bias is loaded and its gradient computed.
 
 tile     a number for each pair      copied tile by tile
 row      one row for all queries     a number for each key (backward_lib.line_bias)
@@ -14,7 +14,7 @@ from .backward_tiles import TILES, FusedConfig, sizes_of
 
 
 def kind_of(p: Problem) -> str:
-    """Return how a bias comes in: tile, row or column; "" for none, or one that is refused."""
+    """Return the kind of a bias: tile, row or column; "" for no bias or a refused one."""
     if p.bias is None:
         return ""
     if p.bias[2:] == (p.nq, p.nk) and refused_tile(p) is None:
@@ -25,7 +25,7 @@ def kind_of(p: Problem) -> str:
 
 
 def refused_tile(p: Problem) -> str | None:
-    """Return the reason why a bias does not come tile by tile, or None."""
+    """Return the reason why a bias cannot be copied tile by tile, or None."""
     if p.varlen:
         return "its backward takes no bias with a number for each pair of packed sequences"
     if p.bias_dtype != p.dtype:
@@ -36,9 +36,9 @@ def refused_tile(p: Problem) -> str | None:
 
 
 def gradient_by(p: Problem) -> str:
-    """Return how dbias is made, of a bias that ``refused_gradient`` passes.
+    """Return how dbias is computed, for a bias that ``refused_gradient`` accepts.
 
-    "stored": dS by the kernel for dq, where nothing is summed over; "shared": by
+    "stored": dbias is dS, from the kernel for dq, where nothing is summed over; "shared": by
     ``backward_dbias``; "row": sums over queries by the kernel for dk; "column": by ``prepare``.
     """
     kind = kind_of(p)
@@ -51,19 +51,19 @@ def gradient_by(p: Problem) -> str:
 
 
 def refused_gradient(p: Problem) -> str | None:
-    """Return the reason why dbias of a bias that comes in is not made here, or None."""
+    """Return the reason why no kernel here computes dbias, or None."""
     if kind_of(p) != "row":
         return None
     assert p.bias is not None
     if p.bias[1] > 1 and p.group > 1:
-        # the sums over queries are of all heads of a group at once
+        # the kernel sums over the queries of all heads of a group at once
         return (
             "it makes dbias of a row of keys only where query heads of a kv head share the row, "
             f"here {p.group} have rows of their own"
         )
     fused = [size for size, tiles in TILES.items() if isinstance(tiles[0], FusedConfig)]
     if p.softcap > 0 and sizes_of(p.d, p.dv) not in fused:
-        # the kernel for dk of wide heads makes dX, and not dS
+        # the kernel for dk of wide heads computes dX, not dS
         return (
             "it makes dbias of a row of keys with a softcap for head sizes up to "
             f"{max(map(max, fused))}, these are {p.d} and {p.dv}"
@@ -72,7 +72,7 @@ def refused_gradient(p: Problem) -> str | None:
 
 
 def new_dbias(by: str, p: Problem, bias: Tensor, lse: Tensor) -> Tensor | None:
-    """Return the tensor that kernels fill: dbias, or float32 sums of every sequence and head."""
+    """Return the tensor that kernels fill: dbias, or float32 sums for every sequence and head."""
     if by == "stored":
         new = bias.new_zeros if p.masked else bias.new_empty  # for tiles that no kernel visits
         return new(bias.shape)

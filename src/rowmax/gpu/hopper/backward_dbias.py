@@ -1,12 +1,12 @@
-"""dbias of a bias that sequences or heads share; and dq as a product of dbias.
+"""dbias of a bias that sequences or heads share, and dq as a product of dbias.
 
-A tile of the bias is resident, and the tiles of all that share it are streamed: ``dbias_ij = sum
-P_ij (dP_ij - Delta_i)`` is summed in registers in one order. S and dP are made once more, which is
-two products for the five of the fused kernel, and no float32 sum is ever in memory. (A sum in
-memory, added to by the fused kernel, was slower.)
+A tile of the bias is resident; the tiles of all sequences and heads that share it are streamed:
+``dbias_ij = sum P_ij (dP_ij - Delta_i)`` is summed in registers in one order. S and dP are computed
+again: two products, where the fused kernel has five. No float32 sum is in memory. (A sum in memory,
+to which the fused kernel added, was slower.)
 
 A block holds 128 queries by 128 keys of the bias (64 of wide heads), 64 queries a warpgroup. For
-each sequence and head that shares it Q and K come in one ring of buffers, V and dO in another.
+each sequence and head that shares it, Q and K arrive in one ring of buffers, V and dO in another.
 Barriers of a block, with the arrivals that complete a phase:
 
     barrier        arrivals                               waited for by
@@ -19,7 +19,7 @@ Barriers of a block, with the arrivals that complete a phase:
     bias.full[t]   producer's expect + bytes of the bias  consumers, once a tile
     bias.empty[t]  each consumer, dbias is stored         producer, before it fills t again
 
-dbias leaves from the buffer in which its bias arrived.
+dbias is stored from the buffer in which its bias arrived.
 """
 
 from __future__ import annotations
@@ -61,33 +61,37 @@ from .lib.rules import score_gradient
 
 
 class Rings(NamedTuple):
-    qk: Any  # of Q; ``k`` and ``rows``, of lse and delta, have the same barriers
+    """The rings of a block. Rings filled by one barrier share it."""
+
+    qk: Any  # Q's buffers; ``k`` and ``rows`` (lse and delta) have the same barriers
     k: Any
     rows: Any
-    vdo: Any  # of V; ``do`` has the same barriers
+    vdo: Any  # V's buffers; ``do`` has the same barriers
     do: Any
-    bias: Any  # two buffers a tile, one for each warpgroup
+    bias: Any  # two buffers for each tile, one for each warpgroup
 
 
 class Shared(NamedTuple):
     """The sequences and heads that share a plane of the bias, in runs.
 
-    All are one run. Where sequences may see different keys each sequence is a run.
+    All form one run. Where sequences may see different keys, each sequence is a run.
     """
 
-    heads: Any  # of the bias
+    heads: Any  # heads of the bias
     each: Any  # heads that share one head of the bias
-    planes: Any  # of the bias
+    planes: Any  # sequences times heads of the bias
     runs: Any
-    over: Any  # sequences and heads of a run
+    over: Any  # number of (sequence, head) pairs of a run
     ratio: Any  # query heads of a kv head
     hq: Any
 
 
 class Grid(NamedTuple):
+    """The number of tiles of the bias."""
+
     down: Any  # tiles of queries of a plane
     across: Any  # tiles of keys
-    tiles: Any  # of all planes
+    tiles: Any  # tiles of all planes
 
 
 class Place(NamedTuple):
@@ -96,16 +100,19 @@ class Place(NamedTuple):
     first: Any  # its first query
     plane: Any
     t: Any  # its tile of keys
-    nth: Any  # of this block
+    nth: Any  # number of the tile among those of this block
 
 
 class State(NamedTuple):
+    """The values that a step passes to the next."""
+
     use: Any
     x: Any  # the sum of dbias [64, BLOCK_STREAMED]
 
 
 @gluon.jit
 def grid_of(C: gl.constexpr, sizes, shared):
+    """Return the Grid of a bias ``[planes, nq, nk]``."""
     across = (sizes.nk + C.BLOCK_STREAMED - 1) // C.BLOCK_STREAMED
     down = (sizes.nq + C.BLOCK_RESIDENT - 1) // C.BLOCK_RESIDENT
     return Grid(down, across, down * across * shared.planes)
@@ -120,8 +127,7 @@ def place_of(C: gl.constexpr, i, grid, nth):
 
 @gluon.jit
 def tile_of_run(C: gl.constexpr, place, run, sizes, seqs, shared):
-    """Return (Tile, seen): the tile as the sequences of a run see it, and whether its queries see
-    keys of the place's tile."""
+    """Return (Tile, seen): the tile in the sequences of a run; True if its queries see its keys."""
     b = place.plane // shared.heads + run
     tile = tile_of(C, place.first, 0, b, sizes, seqs)
     return tile, (place.t >= tile.lo) & (place.t < tile.hi)
@@ -129,7 +135,7 @@ def tile_of_run(C: gl.constexpr, place, run, sizes, seqs, shared):
 
 @gluon.jit
 def sharer(place, run, s, shared):
-    """Return (sequence, head) that is the s-th of a run to share a plane."""
+    """Return the s-th (sequence, head) of a run that shares a plane."""
     b = place.plane // shared.heads + run + s // shared.each
     return b, place.plane % shared.heads + s % shared.each
 
@@ -193,7 +199,7 @@ def producer(C: gl.constexpr, descs, rings, sizes, seqs, shared):
 
 @gluon.jit
 def corner(C: gl.constexpr, place, first, shared):
-    """Return where the half of a tile from query ``first`` on begins in the bias and in dbias."""
+    """Return the coordinates of a half tile from query ``first`` on, in the bias and in dbias."""
     b = place.plane // shared.heads
     head = place.plane % shared.heads
     return b, head, first, place.t * C.BLOCK_STREAMED
@@ -223,7 +229,7 @@ def step(
     use = state.use
     a = slot(use, C.QK_STAGES)
     u = slot(use, C.VDO_STAGES)
-    # use >> 30 is a zero that the compiler cannot see
+    # use >> 30 is 0, which the compiler cannot derive
     k = tile_buffer(rings.k, a, C.BLOCK_STREAMED, C.D)
     q = own_rows(C, c, rings.qk.buffers, a + (use >> 30), C.D)
     S = issue_product(C, q, k)
@@ -234,13 +240,13 @@ def step(
     lse, delta = load_rows(C, c, rings.rows, a)
     S = warpgroup_mma_wait(1, deps=[S])
     release(rings.qk, use, C.QK_STAGES)
-    # the zero again: there are no registers to keep the tile of the bias in
+    # the 0 again: no registers are free to keep the tile of the bias
     bias = own_bias(C, c, rings.bias.buffers, place.nth + (use >> 30)).load(score_layout(C))
     dtype: gl.constexpr = rings.k.dtype
     less = lse[:, None]
     p, _ = weights(C, MASKED, c, S, less, bias, place.t, head, tile, sizes, args, dtype)
     after = use + 1
-    # begins a basic block, so that the exponentials stay beside the product
+    # begins a basic block, so that the exponentials overlap with the product
     wait_full(rings.qk, after, C.QK_STAGES, pred=s + 1 < over)
     dp = warpgroup_mma_wait(0, deps=[dp])
     release(rings.vdo, use, C.VDO_STAGES)
@@ -254,8 +260,7 @@ def step(
 def add_run(
     C: gl.constexpr, c: gl.constexpr, place, first, run, state, rings, sizes, args, seqs, shared
 ):
-    """Return the State with all sequences and heads of a run; ``first`` is the warpgroup's first
-    query."""
+    """Return the State after a run; ``first`` is the warpgroup's first query."""
     tile, seen = tile_of_run(C, place, run, sizes, seqs, shared)
     wait_full(rings.qk, state.use, C.QK_STAGES, pred=seen)
     full = full_range(C, first, tile, sizes)
@@ -273,7 +278,7 @@ def add_run(
 
 @gluon.jit
 def consumer(C: gl.constexpr, c: gl.constexpr, dbias, rings, sizes, args, seqs, shared):
-    """Make dbias of queries ``64 c`` to ``64 c + 63`` of every tile of this block."""
+    """Compute dbias of queries ``64 c`` to ``64 c + 63`` of every tile of this block."""
     use = 0
     nth = 0
     grid = grid_of(C, sizes, shared)
@@ -303,8 +308,11 @@ def consumer(C: gl.constexpr, c: gl.constexpr, dbias, rings, sizes, args, seqs, 
 
 @gluon.jit
 def backward_dbias(q, do, k, v, rows, bias, dbias, t, n, C: gl.constexpr):
-    """Launch the partitions of a block. Descriptors of the copies come first (rows are lse and
-    delta), then the bundles ``backward_args.Pointers`` and ``Numbers``."""
+    """Run the partitions of a block.
+
+    The arguments are descriptors of copies (rows are lse and delta), ``backward_args.Pointers`` and
+    ``Numbers``.
+    """
     descs = Descriptors(q, do, k, v, rows, bias)
     box: gl.constexpr = [C.TOKENS, C.BLOCK_STREAMED]
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(box, q.dtype)
@@ -323,7 +331,7 @@ def backward_dbias(q, do, k, v, rows, bias, dbias, t, n, C: gl.constexpr):
     seqs = Sequences(t.cu_q, t.cu_k, n.batch, t.lengths)
     length = n.nq if C.COLUMN else n.nk
     line = LineBias(t.bias, n.each_b, n.each_h, n.each_h * (n.hq - 1) + 1, length)
-    args = ScoreArgs(n.inner, n.scale, t.alibi, t.q_ids, t.k_ids, n.ids_q, n.ids_k, line)
+    args = ScoreArgs(n.inner, n.scale, t.alibi, n.shift, t.q_ids, t.k_ids, n.ids_q, n.ids_k, line)
     heads = n.each_h * (n.hq - 1) + 1
     batch = n.each_b * (n.batch - 1) + 1
     each = n.hq // heads
@@ -364,11 +372,12 @@ def keys_of(t, n, c, b, first):
 
 @triton.jit
 def dq_of_dbias(t, n, c):
-    """Store ``dq = scale dS K`` of a tile of queries of a head; the tiles that were made last,
-    which lie in L2, come first.
+    """Store ``dq = scale dS K`` of a tile of queries of a head.
 
-    No sum in memory is added to, so no block waits for another, and every run gives the same.
-    dbias is rounded as dS would be.
+    The tiles that were stored last are still in L2 and come first.
+
+    Nothing is added to memory, so no block waits for another, and every run returns the same. dbias
+    is rounded as dS would be.
     """
     gdc_wait()
     i = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -378,7 +387,7 @@ def dq_of_dbias(t, n, c):
     head = plane % n.hq
     first = tile * c.ROWS
     lo, end = keys_of(t, n, c, b, first)
-    # columns are read by eights, in which dS is zero past the end; K there may hold anything
+    # columns are read in eights; past the end dS is zero, but K may be NaN
     end8 = (end + 7) // 8 * 8
     row = first + tl.arange(0, c.ROWS)
     col = tl.arange(0, c.COLUMNS)

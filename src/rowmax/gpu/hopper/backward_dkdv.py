@@ -1,23 +1,23 @@
-"""dk and dv of wide heads: keys are resident, queries streamed; each warpgroup makes one gradient.
+"""dk and dv of wide heads: keys are resident, queries streamed; each warpgroup sums one gradient.
 
-The sum of one gradient of 64 keys and 256 columns takes all registers of a warpgroup, and one
-warpgroup makes the weights that both need:
+The sum of one gradient of 64 keys and 256 columns fills the registers of a warpgroup. One warpgroup
+computes the weights for both:
 
     warpgroup   scores           then                            sum
     of dV       S^T = K Q^T      P; w to the other warpgroup     dV += P^T dO
     of dK       dP^T = V dO^T    dS^T = w (dP - delta)           dK += dS^T Q
 
-w (``weights``; P but under a softcap) goes through shared memory as float32: it is no operand of a
-product, and rounding it would double the error of dS, which is rounded anyway. Both warpgroups hold
-it alike, so in memory it lies by threads: loads and stores of 16 bytes meet no bank twice.
+w (``weights``; P except under a softcap) passes through shared memory as float32: it is no operand
+of a product, and rounding it would double the rounding error of dS. Both warpgroups hold it in one
+layout, so in memory it is ordered by thread: loads and stores of 16 bytes have no bank conflict.
 
-There are as many buffers of w as of dO, two: dK may be a step behind, and the threads of one run
-beside the products of the other.
+There are as many buffers of w as of dO, two: dK may be a step behind, so the arithmetic of one
+warpgroup overlaps with the products of the other.
 
-Scores of 64 by 64 load shared memory for as long as they take the tensor core, and w and the copies
-come on top. So half of K and half of V are in registers as well. Where memory is short they are
-nowhere else (ALONE): they arrive in a buffer of Q, which leaves room for a third of those. Q is in
-use from S in one warpgroup to dK in the other, for longer than a step.
+A product of 64 by 64 scores takes the bandwidth of shared memory for as long as the tensor core; w
+and the copies take more. So half of K and half of V are in registers as well. Where shared memory
+is short they are only in registers (ALONE): they arrive in a buffer of Q, which leaves room for a
+third buffer of Q. Q is in use from S in one warpgroup to dK in the other, longer than a step.
 
 Barriers of a block, with the arrivals that complete a phase:
 
@@ -32,13 +32,13 @@ Barriers of a block, with the arrivals that complete a phase:
     w.full[s]      dV, w of the use is stored            dK, before dS of the use
     mail           as in ``backward_fused.py``           consumers; producer
 
-No barrier says that w has been read: the warpgroup of dK releases dO when dS of the use is made,
-and that of dV stores w in the same buffer of its ring once it has waited for the next dO there.
+No barrier signals that w has been read. The warpgroup of dK releases dO after dS of the use. The
+warpgroup of dV waits for the next dO in that buffer before it stores w in the same slot.
 
-A tile of a bias arrives with dO in the first half of the buffer of w of the same use, where dV
-stores w once it has read it.
+A tile of a bias arrives with dO, in the first half of the buffer of w of the same use. dV reads it
+before it stores w there.
 
-ALONE, the ring of Q has one more use for each tile that has steps, ahead of those: K and V have
+ALONE, the ring of Q has one more use for each tile that has steps, before its steps: K and V have
 arrived at q.full, and are in registers at q.empty.
 """
 
@@ -106,23 +106,26 @@ from .lib.softmax import rounded
 
 
 class Rings(NamedTuple):
-    own: Any  # of K; V, in ``v``, has the same barriers
+    """The rings of a block. Rings filled by one barrier share it."""
+
+    own: Any  # K's buffer; V's, ``v``, has the same barriers
     v: Any
     q: Any
     rows: Any  # buffers of lse and delta, filled with Q
     do: Any
-    w: Any  # without empty barriers
+    w: Any  # it has no empty barriers
 
 
 class Held(NamedTuple):
-    """The warpgroup's columns of K or V in registers, and the offset from a step's use to its use
-    of the ring of Q."""
+    """The warpgroup's columns of K or V in registers, and its offset in the ring of Q."""
 
     columns: Any
     shift: Any
 
 
 class State(NamedTuple):
+    """The values that a step passes to the next."""
+
     use: Any
     x: Any  # the sum of dK [64, D] or dV [64, DV]
     drow: Any  # parts of dbias of a row [64, 4]
@@ -135,8 +138,8 @@ class State(NamedTuple):
 def load_step(C: gl.constexpr, descs, rings, tile, heads, i, q_use, use, cut):
     """Load Q, lse and delta, dO and the bias of step i of a tile of keys.
 
-    ``q_use`` is the use of the ring of Q, which may have carried K and V. Return the number of
-    tiles that a sequence's end has cut short, of which ``cut`` came before.
+    ``q_use`` is the use of the ring of Q, which differs where K and V arrive in that ring. Return
+    the number of tiles so far that end after their sequence; ``cut`` were before this step.
     """
     steps = tile.hi - tile.lo
     g = i // steps
@@ -179,8 +182,8 @@ def load_step(C: gl.constexpr, descs, rings, tile, heads, i, q_use, use, cut):
 def load_resident(C: gl.constexpr, descs, rings, tile, nth, cut):
     """Load K and V of the nth tile that has steps; ``cut`` as of ``load_step``.
 
-    The sums have rows for keys past a prefix length, which are stored and which V contributes to:
-    so these keys are cleared. Keys of another sequence are not stored.
+    Rows of dK and dV for keys past a prefix length are stored, and V contributes to them: so these
+    keys are cleared. Rows for keys of another sequence are not stored.
     """
     part = 0 if C.VARLEN else tile.b
     row = tile.k_row + tile.first
@@ -206,7 +209,7 @@ def load_resident(C: gl.constexpr, descs, rings, tile, nth, cut):
 
 @gluon.jit
 def load_halves(C: gl.constexpr, descs, rings, tile, use, nth, cut):
-    """Load K and V as ``load_resident``, the left half of each in a buffer of Q (``held``)."""
+    """Load K and V like ``load_resident``, the left half of each in a buffer of Q (``held``)."""
     part = 0 if C.VARLEN else tile.b
     row = tile.k_row + tile.first
     rest = tile.used - tile.first
@@ -285,8 +288,11 @@ def producer(C: gl.constexpr, descs, rings, mail, order, sizes, seqs, heads):
 
 @gluon.constexpr_function
 def thread_layout(C):
-    """Return the layout of w ``[64, BLOCK_STREAMED]`` in shared memory: the first four numbers of
-    each thread, then the next four of each. Tiles of a bias arrive there as well."""
+    """Return the layout of w ``[64, BLOCK_STREAMED]`` in shared memory.
+
+    The first four numbers of each thread come first, then the next four of each. Tiles of a bias
+    arrive there as well.
+    """
     near = [[0, 1], [8, 0]]
     threads = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0]]
     far = [[0, n] for n in (8, 16, 32, 64) if n < C.BLOCK_STREAMED]
@@ -298,9 +304,11 @@ def thread_layout(C):
 def product(
     C: gl.constexpr, HELD: gl.constexpr, held, resident, streamed, s, zero, WIDTH: gl.constexpr
 ):
-    """Issue the resident tile ``[64, WIDTH]``, of which HELD columns are in registers, times a
-    streamed tile: as many columns at a time as are in registers."""
-    FROM: gl.constexpr = HELD if C.ALONE else 0  # the first column in shared memory
+    """Issue the product of the resident tile ``[64, WIDTH]`` and a streamed tile.
+
+    HELD columns of the resident tile are in registers; each product takes as many.
+    """
+    FROM: gl.constexpr = HELD if C.ALONE else 0  # first column in shared memory
     a = tile_buffer(resident, zero, C.BLOCK_RESIDENT, WIDTH - FROM)
     b = tile_buffer(streamed, s, C.BLOCK_STREAMED, WIDTH)
     x = gl.full([C.BLOCK_RESIDENT, C.BLOCK_STREAMED], 0.0, gl.float32, score_layout(C))
@@ -318,7 +326,7 @@ def product(
 def held_columns(C: gl.constexpr, OF_K: gl.constexpr, use, some, rings):
     """Return the first columns of K or of V as a left operand in registers ``[64, HELD]``.
 
-    ALONE they arrive in a buffer of Q: those of K to the left, those of V beside them.
+    ALONE they arrive in a buffer of Q: first the columns of K, then those of V.
     """
     HELD: gl.constexpr = C.HELD_K if OF_K else C.HELD_V
     if C.ALONE:
@@ -348,7 +356,7 @@ def step_of_dv(
     s = slot(q_use, C.Q_STAGES)
     u = slot(use, C.DO_STAGES)
     wait_full(rings.q, q_use, C.Q_STAGES)
-    # use >> 30 is a zero that the compiler cannot see
+    # use >> 30 is 0, which the compiler cannot derive
     S = product(C, C.HELD_K, k.columns, rings.own.buffers, rings.q.buffers, s, use >> 30, C.D)
     lse = row_numbers(C, rings.rows, s, 0)[None, :]
     S = warpgroup_mma_wait(0, deps=[S])
@@ -386,7 +394,7 @@ def step_of_dk(C: gl.constexpr, state, v, rings):
     wait_full(rings.q, q_use, C.Q_STAGES)
     wait_full(rings.w, use, C.DO_STAGES)
     w = rings.w.buffers.index(u).load(score_layout(C))
-    if C.BIAS:  # its next tile arrives where w was
+    if C.BIAS:  # the next tile of the bias arrives where w was
         fence_async_shared()
     dp = warpgroup_mma_wait(0, deps=[dp])
     delta = row_numbers(C, rings.rows, s, 1)[None, :]
@@ -422,7 +430,7 @@ def steps_of_dv(C: gl.constexpr, state, k, rings, tile, sizes, args, group):
 
 @gluon.jit
 def consumer(C: gl.constexpr, OF_DK: gl.constexpr, out, rings, mail, sizes, args, heads):
-    """Make dK, or dV, of every tile of this block."""
+    """Compute dK, or dV, of every tile of this block."""
     WIDTH: gl.constexpr = C.D if OF_DK else C.DV
     OUT: gl.constexpr = C.D_OUT if OF_DK else C.DV_OUT
     message = 0
@@ -471,8 +479,11 @@ def consumer(C: gl.constexpr, OF_DK: gl.constexpr, out, rings, mail, sizes, args
 
 @gluon.jit
 def backward_dkdv(k, v, q, do, rows, bias, t, n, C: gl.constexpr):
-    """Launch the partitions of a block. Descriptors of the copies come first (rows are lse and
-    delta), then the bundles ``backward_args.Pointers`` and ``Numbers``."""
+    """Run the partitions of a block.
+
+    The arguments are descriptors of copies (rows are lse and delta), ``backward_args.Pointers`` and
+    ``Numbers``.
+    """
     descs = Descriptors(q, do, k, v, rows, bias)
     ks = tile_buffers(k, 1)
     vs = tile_buffers(v, 1)
@@ -495,7 +506,7 @@ def backward_dkdv(k, v, q, do, rows, bias, t, n, C: gl.constexpr):
     seqs = Sequences(t.cu_k, t.cu_q, n.batch, t.lengths)
     length = n.nq if C.COLUMN else n.nk
     line = LineBias(t.bias, n.each_b, n.each_h, n.each_h * (n.hq - 1) + 1, length)
-    args = ScoreArgs(n.inner, n.scale, t.alibi, t.q_ids, t.k_ids, n.ids_q, n.ids_k, line)
+    args = ScoreArgs(n.inner, n.scale, t.alibi, n.shift, t.q_ids, t.k_ids, n.ids_q, n.ids_k, line)
     heads = Heads(n.heads, n.group, n.ratio, n.hq, n.each_b, n.each_h)
     out = Outputs(t.out, t.dv, t.dbias, n.out_scale)
     follow()

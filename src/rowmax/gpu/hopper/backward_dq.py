@@ -1,12 +1,12 @@
 """dq of wide heads: queries and dO are resident, keys and values streamed.
 
-The sums of two gradients of 256 columns do not fit in registers beside the scores, and memory does
-not take in float32 sums of dQ as fast as they come. So heads of 256 have a launch for dQ, and one
-for dK and dV (``backward_dkdv.py``); each makes its sums from start to end in registers. That is
-seven products where the fused kernel has five, and no addition to memory: every run gives the same.
+The sums of two gradients of 256 columns do not fit in registers with the scores, and float32 sums
+of dQ exceed the bandwidth of memory. So heads of 256 have a launch for dQ, and one for dK and dV
+(``backward_dkdv.py``); each keeps its sums in registers. That is seven products where the fused
+kernel has five. Nothing is added to memory, so every run returns the same.
 
-A step makes S, dP and dS of a streamed tile, then ``dQ += dS K``. The two warpgroups, of 64 queries
-each, share nothing but the streamed buffers: while one is at its exponentials the other has the
+A step computes S, dP and dS of a streamed tile, then ``dQ += dS K``. The two warpgroups, of 64
+queries each, share only the streamed buffers: while one computes exponentials, the other uses the
 tensor core. Barriers of a block, with the arrivals that complete a phase:
 
     barrier        arrivals                            waited for by
@@ -79,7 +79,9 @@ from .lib.softmax import rounded
 
 
 class Rings(NamedTuple):
-    own: Any  # of Q; dO, in ``do``, has the same barriers
+    """The rings of a block. Rings filled by one barrier share it."""
+
+    own: Any  # Q's buffer; dO's, ``do``, has the same barriers
     do: Any
     k: Any
     v: Any
@@ -91,7 +93,7 @@ class Memory(NamedTuple):
     out: Any
     out_scale: Any
     rows: Any  # lse and delta
-    plane: Any  # rows of a plane of these
+    plane: Any  # rows of a plane of lse and delta
     bias: Any
     bias_b: Any  # strides in units of 8
     bias_h: Any
@@ -100,8 +102,7 @@ class Memory(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """lse and delta of the warpgroup's 64 queries, where their bias and dbias begin, and the end
-    of the uses of their tile."""
+    """The numbers of the warpgroup's 64 queries, and the end of the uses of their tile."""
 
     lse: Any
     delta: Any
@@ -111,6 +112,8 @@ class Rows(NamedTuple):
 
 
 class State(NamedTuple):
+    """The values that a step passes to the next."""
+
     use: Any
     dq: Any  # [64, D]
 
@@ -122,7 +125,7 @@ class State(NamedTuple):
 def load_step(C: gl.constexpr, descs, rings, tile, heads, t, use, cut):
     """Load K and V of streamed tile t.
 
-    Return the number of tiles that a sequence's end has cut short, of which ``cut`` came before.
+    Return the number of tiles so far that end after their sequence; ``cut`` were before this step.
     """
     part = 0 if C.VARLEN else tile.b
     first = t * C.BLOCK_STREAMED
@@ -189,8 +192,10 @@ def producer(C: gl.constexpr, descs, rings, mail, order, sizes, seqs, heads):
 
 @gluon.jit
 def bias_rows(C: gl.constexpr, c: gl.constexpr, tile, stride_b, stride_h, stride_q):
-    """Return where the rows of a bias begin that belong to the warpgroup's queries ``[64]``; past
-    the last query it is the row of that one. Strides are in units of 8."""
+    """Return the starts of the bias rows of the warpgroup's queries ``[64]``.
+
+    Queries past the last have the last row. Strides are in units of 8.
+    """
     L: gl.constexpr = gl.SliceLayout(1, score_layout(C))
     r = tile.first + c * C.TOKENS + gl.arange(0, C.TOKENS, L)
     r = gl.minimum(r, tile.nq - 1).to(gl.int64)
@@ -202,8 +207,8 @@ def bias_rows(C: gl.constexpr, c: gl.constexpr, tile, stride_b, stride_h, stride
 def bias_tile(C: gl.constexpr, t, bias, rows, tile):
     """Return (places, mask) of the pairs of a streamed tile in a bias.
 
-    The number of keys is a multiple of 8. The bias is read, and its gradient written, in global
-    memory: shared memory has no room for a tile.
+    The number of keys is a multiple of 8. The kernel reads the bias and writes its gradient in
+    global memory: shared memory has no room for a tile.
     """
     col = gl.arange(0, C.BLOCK_STREAMED, gl.SliceLayout(0, score_layout(C)))
     end = (tile.nq + tile.offset) // 8 * 8 - t * C.BLOCK_STREAMED
@@ -223,7 +228,7 @@ def load_rows(C: gl.constexpr, c: gl.constexpr, memory, tile, heads, end):
     dbias = 0
     if C.BIAS:
         bias = bias_rows(C, c, tile, memory.bias_b, memory.bias_h, memory.bias_q)
-        if C.DBIAS:  # which has no gaps
+        if C.DBIAS:  # dbias is contiguous
             keys = (tile.nq + tile.offset) // 8
             each = tile.nq.to(gl.int64) * keys
             dbias = bias_rows(C, c, tile, heads.query * each, each, keys)
@@ -240,7 +245,7 @@ def step(
     dtype: gl.constexpr = rings.do.dtype
     s = slot(use, C.K_STAGES)
     u = slot(use, C.V_STAGES)
-    # use >> 30 is a zero that the compiler cannot see
+    # use >> 30 is 0, which the compiler cannot derive
     q = own_rows(C, c, rings.own.buffers, use >> 30, C.D)
     k = tile_buffer(rings.k.buffers, s, C.BLOCK_STREAMED, C.D)
     S = issue_product(C, q, k)
@@ -259,7 +264,7 @@ def step(
     lse = own.lse[:, None]
     p, w = weights(C, MASKED, c, S, lse, bias, t, head, tile, sizes, args, dtype)
     after = use + 1
-    # begins a basic block, so that the exponentials stay beside the product
+    # begins a basic block, so that the exponentials overlap with the product
     wait_full(rings.k, after, C.K_STAGES, pred=after < own.end)
     dp = warpgroup_mma_wait(0, deps=[dp])
     release(rings.v, use, C.V_STAGES)
@@ -280,7 +285,7 @@ def step(
 
 @gluon.jit
 def consumer(C: gl.constexpr, c: gl.constexpr, memory, rings, mail, sizes, args, heads):
-    """Make dQ of queries ``64 c`` to ``64 c + 63`` of every tile of this block."""
+    """Compute dQ of queries ``64 c`` to ``64 c + 63`` of every tile of this block."""
     message = 0
     use = 0
     nth = 0
@@ -293,7 +298,7 @@ def consumer(C: gl.constexpr, c: gl.constexpr, memory, rings, mail, sizes, args,
         wait_full(rings.k, use, C.K_STAGES, pred=some)
         own = load_rows(C, c, memory, tile, heads, end)
         x = State(use, gl.full([C.TOKENS, C.D], 0.0, gl.float32, product_layout(C.D)))
-        for g in range(heads.group):  # one; without the loop too much is kept in registers
+        for g in range(heads.group):  # one pass; without the loop too much is kept in registers
             head = tile.head * heads.group + g
             if C.LOW_MASKED:
                 for t in range(tile.lo, full.begin):
@@ -320,8 +325,10 @@ def consumer(C: gl.constexpr, c: gl.constexpr, memory, rings, mail, sizes, args,
 
 @gluon.jit
 def backward_dq(q, do, k, v, t, n, C: gl.constexpr):
-    """Launch the partitions of a block. Descriptors of the copies come first, then the bundles
-    ``backward_args.Pointers`` and ``Numbers``."""
+    """Run the partitions of a block.
+
+    The arguments are descriptors of copies, ``backward_args.Pointers`` and ``Numbers``.
+    """
     descs = Descriptors(q, do, k, v)
     qs = tile_buffers(q, 1)
     dos = tile_buffers(do, 1)
@@ -340,7 +347,7 @@ def backward_dq(q, do, k, v, t, n, C: gl.constexpr):
     seqs = Sequences(t.cu_q, t.cu_k, n.batch, t.lengths)
     length = n.nq if C.COLUMN else n.nk
     line = LineBias(t.bias, n.each_b, n.each_h, n.each_h * (n.hq - 1) + 1, length)
-    args = ScoreArgs(n.inner, n.scale, t.alibi, t.q_ids, t.k_ids, n.ids_q, n.ids_k, line)
+    args = ScoreArgs(n.inner, n.scale, t.alibi, n.shift, t.q_ids, t.k_ids, n.ids_q, n.ids_k, line)
     heads = Heads(n.heads, n.group, n.ratio, n.hq, n.each_b, n.each_h)
     memory = Memory(
         t.out, n.out_scale, t.rows, n.rows, t.bias, n.bias_b, n.bias_h, n.bias_q, t.dbias

@@ -1,7 +1,7 @@
-"""The backward that makes dk, dv and the sums of dq together: keys are resident, queries streamed.
+"""dk, dv and the sums of dq in one kernel: keys are resident, queries streamed.
 
-A block has two consumers of 64 keys each, one warp that loads and one that adds dQ to memory.
-Barriers of a block, with the arrivals that complete a phase:
+A block has two consumers of 64 keys each, a producer warp, and a writer warp that adds dQ to
+memory. Barriers of a block, with the arrivals that complete a phase:
 
     barrier       arrivals                               waited for by
     q.full[s]     producer's expect + bytes of Q, rows   consumers, before S of the use
@@ -19,21 +19,21 @@ Barriers of a block, with the arrivals that complete a phase:
     mail.empty[t] each consumer and the writer           producer, two messages later
 
 ``done`` is the empty barrier of Q, dO and dS, ``kv_empty`` that of K and V. Where dQ is a product
-of dbias, afterwards, there is no writer, and no ring of dQ. A tile at the end of a sequence has a
-barrier for its copy alone (``padding.py``), and the full barrier of its buffer when it is cleared.
+of dbias, afterwards, there is no writer, and no ring of dQ. The copy of a short tile completes a
+barrier of its own; the full barrier follows when its rows are cleared (``lib/ring.py``).
 
 A use is a step: one tile of queries of one head of the group. A tile of keys that no query sees has
-none: it takes a message and touches no other barrier, in any partition. All partitions read lo, hi
-and the size of the group from the same message, so they count the same uses.
+no use: it has a message and no other barrier, in any partition. All partitions read lo, hi and the
+size of the group from the same message, so they count the same uses.
 
 Consumers hold scores with keys down and queries across, ``S^T = K Q^T`` and ``dP^T = V dO^T``, so
-that P^T and dS^T are left operands of dV and dK as they lie in registers. dQ alone needs the dS of
-the other warpgroup: dS goes through shared memory, and the warpgroups alternate in making dQ of a
-whole step. (Half of dQ each reads dS twice, and products of fewer columns read more for their
-size: a step is short of shared memory bandwidth, and of the power that it takes.)
+that P^T and dS^T in registers are left operands of dV and dK. Only dQ needs the dS of the other
+warpgroup: dS passes through shared memory, and the warpgroups alternate in computing dQ of a whole
+step. (Computing half of dQ each reads dS twice, and products of fewer columns read more for their
+size. Shared memory bandwidth, and its power, limit a step.)
 
-dQ of a step is made in the next step: the other warpgroup stored its dS a while ago, so that
-neither waits for the other, and the products of one run beside the exponentials of the other.
+dQ of a step is computed in the next step, when the other warpgroup has long stored its dS. So
+neither waits for the other, and the products of one overlap with the exponentials of the other.
 
 One step, tensor core above, threads below:
 
@@ -41,7 +41,7 @@ One step, tensor core above, threads below:
     P = exp2(S) | dS, stored  | dQ stored
 
 At the end of a step no product is in flight: the assembler would make products in flight wait for
-one another. The scores that a last step makes for a next one are not used.
+one another. The scores that the last step computes for a next one are not used.
 """
 
 from __future__ import annotations
@@ -116,12 +116,14 @@ from .lib.softmax import rounded
 
 
 class Rings(NamedTuple):
+    """The rings of a block."""
+
     q: Any
     rows: Any  # buffers of lse and delta, filled with Q
     do: Any
     k: Any
     v: Any
-    ds: Any  # a tile of a bias arrives where dS of its step will lie
+    ds: Any  # a tile of a bias arrives in the buffer of dS of its step
     dq: Any
 
 
@@ -164,7 +166,7 @@ def wait_free(C: gl.constexpr, rings, use):
 def load_step(C: gl.constexpr, descs, rings, tile, heads, i, use, cut):
     """Load Q, lse and delta, dO and the bias of step i of a tile of keys.
 
-    Return the number of tiles that a sequence's end has cut short, of which ``cut`` came before.
+    Return the number of tiles so far that end after their sequence; ``cut`` were before this step.
     """
     m, g = step_of(C, i, tile, heads.group)
     part = 0 if C.VARLEN else tile.b
@@ -191,7 +193,7 @@ def load_step(C: gl.constexpr, descs, rings, tile, heads, i, use, cut):
     if C.BIAS:
         t = slot(use, C.DS_STAGES)
         bar = rings.ds.full.index(t)
-        wait_free(C, rings, use - C.DS_STAGES + 1)  # with dQ of the use before
+        wait_free(C, rings, use - C.DS_STAGES + 1)  # released with dQ of the use before
         mbarrier.expect(bar, descs.bias.block_type.nbytes)
         ds = rings.ds.buffers
         box: gl.constexpr = [1, 1, C.BLOCK_STREAMED, C.BLOCK_RESIDENT]
@@ -244,7 +246,7 @@ def producer(C: gl.constexpr, descs, rings, mail, order, sizes, seqs, heads):
             cut_k = load_resident(C, descs, rings, tile, nth, cut_k)
             nth += 1
         steps = (tile.hi - tile.lo) * heads.group
-        # as many steps as there is room for, since a look-up of the next tile takes a while
+        # as many steps as there is room for, since looking up the next tile is slow
         some = gl.minimum(steps, C.DO_STAGES)
         for i in range(1, some):
             cut_q = load_step(C, descs, rings, tile, heads, i, use + i, cut_q)
@@ -254,7 +256,7 @@ def producer(C: gl.constexpr, descs, rings, mail, order, sizes, seqs, heads):
         for i in range(gl.maximum(some, 1), steps):
             cut_q = load_step(C, descs, rings, tile, heads, i, use + i, cut_q)
         use += steps
-        if C.ORDERED:  # late, because other blocks wait for every tile that is taken
+        if C.ORDERED:  # late, because other blocks wait for every tile that a block has taken
             n, following = next_tile(C, n, end, message + 1, mail, order, sizes, seqs)
         message += 1
         tile = following
@@ -265,8 +267,10 @@ def producer(C: gl.constexpr, descs, rings, mail, order, sizes, seqs, heads):
 
 @gluon.jit
 def held(C: gl.constexpr, c: gl.constexpr, buffers, at, WIDTH: gl.constexpr):
-    """Return the warpgroup's rows of K or V ``[64, WIDTH]`` as left operands in registers, where
-    HELD: S and dP then read half as much of shared memory."""
+    """Return the warpgroup's rows of K or V ``[64, WIDTH]`` as left operands.
+
+    Where HELD they are in registers: S and dP then read half as much of shared memory.
+    """
     x = 0
     if C.HELD:
         x = own_rows(C, c, buffers, at, WIDTH).load(held_layout(C))
@@ -277,8 +281,7 @@ def held(C: gl.constexpr, c: gl.constexpr, buffers, at, WIDTH: gl.constexpr):
 def own_ds(C: gl.constexpr, c: gl.constexpr, ds, use):
     """Return the warpgroup's part ``[64, BLOCK_STREAMED]`` of the buffer of dS of a use.
 
-    In memory queries are down, as in a bias: matrices of 8 by 8 are transposed on their way to and
-    from registers.
+    In memory queries are down, as in a bias: loads and stores transpose matrices of 8 by 8.
     """
     both = ds.buffers.index(slot(use, C.DS_STAGES)).permute((1, 0))
     return both.slice(c * C.TOKENS, C.TOKENS, dim=0)
@@ -296,7 +299,7 @@ def issue_scores(C: gl.constexpr, c: gl.constexpr, resident, rings, use):
 
 @gluon.jit
 def issue_dp(C: gl.constexpr, c: gl.constexpr, resident, rings, use):
-    """Return (dO, dP^T) of a use: once dO has arrived dP^T = V dO^T is issued."""
+    """Wait for dO of a use, issue dP^T = V dO^T, and return (dO, dP^T)."""
     wait_full(rings.do, use, C.DO_STAGES)
     do = tile_buffer(rings.do.buffers, slot(use, C.DO_STAGES), C.BLOCK_STREAMED, C.DV)
     v = resident.v
@@ -307,9 +310,9 @@ def issue_dp(C: gl.constexpr, c: gl.constexpr, resident, rings, use):
 
 @gluon.jit
 def make_dq(C: gl.constexpr, resident, rings, use):
-    """Make dQ = dS K of a use ``[BLOCK_STREAMED, D]``, and hand it to the writer.
+    """Compute dQ = dS K of a use ``[BLOCK_STREAMED, D]``, and pass it to the writer.
 
-    Waits for all products in flight. dQ goes to memory as ``[2 D, 32]`` (``thread_order``).
+    Waits for all products in flight. dQ is stored as ``[2 D, 32]`` (``thread_order``).
     """
     z = gl.full([C.BLOCK_STREAMED, C.D], 0.0, gl.float32, product_layout(C.D))
     k = tile_buffer(rings.k.buffers, resident.slot + (use >> 30), C.BLOCK_RESIDENT, C.D)
@@ -324,11 +327,12 @@ def make_dq(C: gl.constexpr, resident, rings, use):
 
 @gluon.jit
 def thread_order(x, WIDTH: gl.constexpr):
-    """Return x ``[64, WIDTH]``, as a product leaves it, as ``[2 WIDTH, 32]``: four numbers of each
-    thread at a time, so that stores of 16 bytes meet no bank twice.
+    """Return a product's result x ``[64, WIDTH]`` in the order of threads, ``[2 WIDTH, 32]``.
 
-    Rows are 16 w + 8 i + r and columns 8 n + 2 c + j, in the order of (w, n, r, c, i, j), where w
-    is the warp, and r and c are the thread. ``row_stats.finish`` reads that order.
+    Four numbers of each thread are adjacent, so stores of 16 bytes have no bank conflict.
+
+    Rows are 16 w + 8 i + r and columns 8 n + 2 c + j, in the order of (w, n, r, c, i, j). The warp
+    is w, the thread (r, c). ``row_stats.finish`` reads that order.
     """
     x = x.reshape([4, 2, 8, WIDTH // 8, 4, 2])
     return x.permute((0, 3, 2, 4, 1, 5)).reshape([2 * WIDTH, 32])
@@ -336,8 +340,7 @@ def thread_order(x, WIDTH: gl.constexpr):
 
 @gluon.jit
 def store_dbias(C: gl.constexpr, c: gl.constexpr, dbias, ds, use, m, head, tile):
-    """Store the warpgroup's half of dS of a use in dbias, once the last half has left its
-    buffer."""
+    """Store the warpgroup's half of dS of a use in dbias, once its buffer is free."""
     tma_store_wait(0)
     half = ds.buffers.index(slot(use, C.DS_STAGES)).slice(c * C.TOKENS, C.TOKENS, dim=1)
     corner = [tile.b, head, m * C.BLOCK_STREAMED, tile.first + c * C.TOKENS]
@@ -351,7 +354,7 @@ def step(
 ):  # fmt: skip
     """Return the State after tile m of the queries of a head.
 
-    AHEAD, where there are registers for it: S of the next step starts before dQ.
+    AHEAD, where registers suffice: S of the next step starts before dQ.
     """
     use = state.use
     before = gl.maximum(use - 1, 0)
@@ -367,8 +370,8 @@ def step(
         bias = own_ds(C, c, rings.ds, use).load(score_layout(C))
     p, w = weights(C, MASKED, c, state.s, lse, bias, m, head, tile, sizes, args, dtype)
     P = rounded(p, dtype)
-    # A wait begins a new basic block: without one here ptxas sinks the exponentials below the
-    # wait for the products that they are to run beside.
+    # A wait begins a new basic block. Without one here ptxas moves the exponentials below the wait
+    # for the products that they overlap with.
     wait_full(rings.q, after, C.Q_STAGES, pred=after < resident.end)
     dp = warpgroup_mma_wait(0, deps=[dp])
 
@@ -390,7 +393,7 @@ def step(
     if C.AHEAD:
         S = issue_scores(C, c, resident, rings, after)
     if C.DQ:
-        if not C.AHEAD:  # dQ takes the registers of P
+        if not C.AHEAD:  # dQ reuses the registers of P
             dv = warpgroup_mma_wait(1, deps=[dv])
         if was & ((before & 1) == c):
             make_dq(C, resident, rings, before)
@@ -437,7 +440,7 @@ def all_steps(
 
 @gluon.jit
 def consumer(C: gl.constexpr, c: gl.constexpr, rings, mail, sizes, args, heads, out):
-    """Make dK and dV of keys ``64 c`` to ``64 c + 63`` of every tile of this block."""
+    """Compute dK and dV of keys ``64 c`` to ``64 c + 63`` of every tile of this block."""
     message = 0
     use = 0
     nth = 0
@@ -498,8 +501,10 @@ def store_tile(C: gl.constexpr, c: gl.constexpr, out, state, tile, sizes, heads)
 
 @gluon.jit
 def store(C: gl.constexpr, x, to, stride, rows, WIDTH: gl.constexpr, OUT: gl.constexpr):
-    """Store the first ``rows`` rows of x ``[64, WIDTH]``, 16 bytes at a time where shared memory
-    has room to rearrange them."""
+    """Store the first ``rows`` rows of x ``[64, WIDTH]``.
+
+    Stores have 16 bytes where shared memory has room to rearrange x.
+    """
     if not C.BIAS:
         x = gl.convert_layout(x.to(to.dtype.element_ty), output_layout(WIDTH))
     store_rows(x, to, stride, rows, OUT)
@@ -510,10 +515,10 @@ def store(C: gl.constexpr, x, to, stride, rows, WIDTH: gl.constexpr, OUT: gl.con
 
 @gluon.jit
 def read_done(place):
-    """Return how many steps are done, as ``publish_done`` has stored it.
+    """Return the number of steps that ``publish_done`` has stored.
 
-    Copies that begin after this come after the sums of those steps. (A proxy fence without an
-    address space covers all memory of the device, which takes as long as a copy.)
+    Copies after this call follow the sums of those steps. (A proxy fence without an address space
+    covers all memory of the device and takes as long as a copy.)
     """
     return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.b32 $0, [$1]; shfl.sync.idx.b32 $0, $0, 0, 31, 0xffffffff; "
@@ -528,7 +533,7 @@ def read_done(place):
 
 @gluon.jit
 def publish_done(place, steps):
-    """Store that so many steps are done, once the copies of all of them are in memory."""
+    """Store the number of finished steps, once the copies of all of them are in memory."""
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; fence.proxy.async.global; bar.warp.sync 0xffffffff; "
         "{ .reg .pred p; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; "
@@ -543,8 +548,7 @@ def publish_done(place, steps):
 
 @gluon.jit
 def done_place(C: gl.constexpr, tile, done, tiles, heads):
-    """Return the place of a tile's count of done steps; its neighbours' are beside it. ``tiles``
-    are those of a head."""
+    """Return a pointer to a tile's count of done steps, one of the ``tiles`` of a plane."""
     at = tile.first // C.BLOCK_RESIDENT
     if C.VARLEN:
         plane = tile.head
@@ -556,8 +560,10 @@ def done_place(C: gl.constexpr, tile, done, tiles, heads):
 
 @gluon.jit
 def wait_for_neighbour(C: gl.constexpr, place, seen, ours, i):
-    """Return how many steps the neighbour has done, at least ``ours``; i steps of this tile are
-    done, which its own follower learns before this waits."""
+    """Wait until the neighbour has done ``ours`` steps or more; return their number.
+
+    Before a wait, publish that i steps of this tile are done, for the tile that follows it.
+    """
     if seen < ours:
         seen = read_done(place + C.NEIGHBOUR)
         if seen < ours:
@@ -572,9 +578,9 @@ def add_dq(C: gl.constexpr, desc, ring, mail, done, tiles, sizes, heads):
     """Add dQ of every step to memory, in one warp.
 
     ORDERED: the tiles of keys add to a tile of dQ in the order of ``backward_order.py``. Each
-    publishes how many steps it has done, and reads how many the tile that it follows has done: once
-    for many steps where that one is well ahead. A step is done once its sum is in memory. To
-    publish takes half as long as a step: it happens every few steps, and before a wait.
+    publishes its number of done steps, and reads that of the tile that it follows: once for many
+    steps where that tile is well ahead. A step is done once its sum is in memory. Publishing takes
+    half as long as a step: it happens every few steps, and before a wait.
     """
     message = 0
     use = 0
@@ -589,7 +595,7 @@ def add_dq(C: gl.constexpr, desc, ring, mail, done, tiles, sizes, heads):
             m, g = step_of(C, i, tile, heads.group)
             head = tile.head * heads.group + g
             plane, row = plane_of(C, tile.b, head, tile.q_row, heads.query)
-            row = (row // C.ROW_TILE + m) * (2 * C.D)  # of 32 numbers (thread_order)
+            row = (row // C.ROW_TILE + m) * (2 * C.D)  # in units of 32 numbers (thread_order)
             if C.ORDERED:
                 ours = steps_before(C, g, m, lo, hi, heads.group)
                 seen = wait_for_neighbour(C, place, seen, ours, i)
@@ -617,6 +623,7 @@ def add_dq(C: gl.constexpr, desc, ring, mail, done, tiles, sizes, heads):
 
 @gluon.jit
 def writer(C: gl.constexpr, desc, ring, mail, done, tiles, sizes, heads):
+    """Add dQ to memory, if this kernel makes it."""
     if C.DQ:
         add_dq(C, desc, ring, mail, done, tiles, sizes, heads)
 
@@ -628,8 +635,8 @@ def writer(C: gl.constexpr, desc, ring, mail, done, tiles, sizes, heads):
 def all_rings(C: gl.constexpr, descs, dq):
     """Return (Rings, Mailbox).
 
-    Barriers without use are not allocated: they would share their memory with others. The barriers
-    of Q stand in for them, since a function returns no None (triton 3.6).
+    Unused barriers are not allocated: they would share memory with others. The barriers of Q are
+    returned instead, since a function cannot return None (triton 3.6).
     """
     q = tile_buffers(descs.q, C.Q_STAGES)
     do = tile_buffers(descs.do, C.DO_STAGES)
@@ -670,8 +677,11 @@ def all_rings(C: gl.constexpr, descs, dq):
 
 @gluon.jit
 def backward(q, do, rows, k, v, dq, bias, dbias, t, n, C: gl.constexpr):
-    """Launch the partitions of a block. Descriptors of the copies come first (rows are lse and
-    delta), then the bundles ``backward_args.Pointers`` and ``Numbers``."""
+    """Run the partitions of a block.
+
+    The arguments are descriptors of copies (rows are lse and delta), ``backward_args.Pointers`` and
+    ``Numbers``.
+    """
     descs = Descriptors(q, do, k, v, rows, bias)
     rings, mail = all_rings(C, descs, dq)
     sizes = Sizes(n.nq, n.nk, n.left if C.LEFT else None, n.right if C.RIGHT else None, t.spans)
@@ -679,7 +689,7 @@ def backward(q, do, rows, k, v, dq, bias, dbias, t, n, C: gl.constexpr):
     seqs = Sequences(t.cu_k, t.cu_q, n.batch, t.lengths)
     length = n.nq if C.COLUMN else n.nk
     line = LineBias(t.bias, n.each_b, n.each_h, n.each_h * (n.hq - 1) + 1, length)
-    args = ScoreArgs(n.inner, n.scale, t.alibi, t.q_ids, t.k_ids, n.ids_q, n.ids_k, line)
+    args = ScoreArgs(n.inner, n.scale, t.alibi, n.shift, t.q_ids, t.k_ids, n.ids_q, n.ids_k, line)
     heads = Heads(n.heads, n.group, n.ratio, n.hq, n.each_b, n.each_h)
     out = Outputs(t.out, t.dv, t.dbias if C.DROW else dbias, n.out_scale)
     follow()

@@ -1,11 +1,11 @@
 """The host's side of the backward: plans by shape and strides, and the launches of a plan.
 
 The launches follow one another:
-  row_sums           of natural scores: the rounding error of lse (triton/row_sums.py)
-  prepare            lse and delta of every row; zeros where kernels add (row_stats.py)
-  backward_dbias     of a bias that sequences or heads share
-  backward           dk, dv and float32 sums of dq; or, of wide heads, backward_dq and backward_dkdv
-  finish             dq from its sums; or dq_of_dbias, where dS is in memory
+  row_sums           the rounding error of lse, for natural scores (triton/preprocess.py) prepare
+  lse and delta of every row; zeros where kernels add (row_stats.py) backward_dbias     of a bias
+  that sequences or heads share backward           dk, dv and float32 sums of dq; or, of wide heads,
+  backward_dq and backward_dkdv finish             dq from its sums; or dq_of_dbias, where dS is in
+  memory
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _MOST_PLANS = 256
 #: int32 words in front of the done steps; a kernel takes tiles by one of them
 _COUNTERS = 16
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
-#: of a launch that begins beside the end of the one before (backward_lib.follow)
+#: options of a launch that overlaps with the end of the one before (backward_lib.follow)
 _FOLLOWS = _OPTIONS | {"launch_pdl": True}
 #: the most blocks that work on one head, where each follows another (``backward_order.py``)
 FOLLOWERS = 66
@@ -81,14 +81,14 @@ class Work(NamedTuple):
 
     config: Config
     table: Tensor | None  # the order of the tiles; packed calls make theirs on the device
-    ends: Tensor | None  # of each block's places in it
+    ends: Tensor | None  # the end of each block's places in it
     launch: Launch
 
 
 class Plan(NamedTuple):
     """The part of a backward that its problem and strides decide."""
 
-    tiles: int  # of rows, a plane
+    tiles: int  # tiles of rows in a plane
     stats: int  # float32 numbers of lse and delta
     sums: int  # and behind them of the sums of dq
     before: Launch
@@ -119,7 +119,7 @@ def backward(
     dlse: Tensor | None,
     wanted: Wanted,
 ) -> Gradients:
-    """Return the wanted gradients of a problem that ``supports`` passes, none that it ``lacks``."""
+    """Return the wanted gradients of a problem that ``supports`` accepts."""
     q, k, v, bias = tensors[:4]
     if not (any(wanted) and out.numel() and q.numel() and k.numel() and problem.batch):
         return empty_gradients(tensors, dlse, wanted)
@@ -136,7 +136,7 @@ def backward(
     else:
         try:  # noqa: SIM105  (suppress takes longer)
             PLANS.move_to_end(key)
-        except KeyError:  # another thread has dropped it: it serves this call all the same
+        except KeyError:  # another thread has dropped it; this call still uses it
             pass
     given = (problem, tensors, out, lse, dout, dlse)
     if q.device.index != torch.cuda.current_device():
@@ -168,7 +168,7 @@ def aligned_bias(p: Problem, bias: Tensor, gradient: bool) -> tuple[Problem, Ten
 def empty_gradients(tensors: Tensors, dlse: Tensor | None, wanted: Wanted) -> Gradients:
     """Return the gradients of a call without rows, keys or sequences.
 
-    They are zeros, but for the sink's: there the lse of a row is its sink.
+    They are zeros, except the sink's: the lse of such a row is its sink.
     """
     found = Gradients(
         *(
@@ -196,7 +196,7 @@ def launch(
     orders: list[packed.Order] = []
     if problem.varlen:
         orders, tensors = packed_orders(plan, problem, tensors)
-    # a kernel makes dk and dv together, and dbias that it makes on its way needs the kernel
+    # a kernel computes dk and dv together; a dbias that it stores needs the kernel too
     dq = q.new_empty(q.shape) if wanted.q or plan.dbias == "stored" else None
     both = plan.fused is not None or wanted.k or wanted.v or plan.dbias == "row"
     dk = q.new_empty(tensors.k.shape) if both else None
@@ -335,8 +335,7 @@ def pointers(
     nth: int,
     order: packed.Order | None,
 ) -> Pointers:
-    """Return the pointers of a work that fills ``results``: dk or dq, dv, and dbias that is not
-    copied."""
+    """Return the pointers of a work that fills ``results``: dk or dq, dv, uncopied dbias."""
     _, _, _, bias, _, alibi, _, q_ids, k_ids, lengths, cu_q, cu_k, _ = tensors
     c, table, ends, counter, spans = work.config, work.table, work.ends, None, None
     if order is not None:
@@ -377,6 +376,7 @@ def pointers(
 
 
 def key_of(problem: Problem, tensors: Tensors, dout: Tensor, dbias: bool) -> tuple[Any, ...]:
+    """Return all that a plan depends on."""
     q, k, v, bias, _, _, _, q_ids, k_ids, *_ = tensors
     strides = (q.stride(), k.stride(), v.stride(), dout.stride())
     batches = [None if x is None else x.shape[0] for x in (q_ids, k_ids)]
@@ -439,7 +439,7 @@ def bias_options(p: Problem, tile: Config, by: str) -> dict[str, Any]:
     """Return the constants that a bias, and the way its gradient is made, decide."""
     kind = kind_of(p)
     stored = by == "stored"
-    # of documents the product would meet keys that the query's tile sees nothing of
+    # with documents the product would read keys that the query's tile does not see
     product = stored and isinstance(tile, FusedConfig) and p.deterministic and not p.documents
     return {
         "BIAS": kind == "tile",
@@ -452,8 +452,10 @@ def bias_options(p: Problem, tile: Config, by: str) -> dict[str, Any]:
 
 
 def done_words(p: Problem) -> int:
-    """Return the number of tiles of keys of all heads; packed sequence b has those from
-    ``cu // tile + b`` on."""
+    """Return the number of tiles of keys of all heads.
+
+    Packed sequence b has those from ``cu // tile + b`` on.
+    """
     tile = WARPGROUPS * ROWS
     if p.varlen:
         return p.hk * (p.total_k // tile + p.batch)
@@ -509,6 +511,7 @@ def build_work(
         1 if of_queries else p.group,
         p.group,
         *bias_strides(tensors.bias if kind_of(p) == "tile" else None),
+        None if p.positions is None else p.positions.shift,
     )
     last = (numbers, gl.constexpr(Constants(c)))
     copies = copies_of(c, tensors, dout, planes, rows)
@@ -562,6 +565,7 @@ def copies_of(c: Config, tensors: Tensors, dout: Tensor, planes: int, rows: int)
 
 
 def limits(p: Problem) -> tuple[int, int]:
+    """Return (left, right) of the band, 0 for a side without a limit."""
     left, right = p.limits
     return left or 0, right or 0
 
@@ -617,6 +621,5 @@ def order_for(
 
 
 def query_bytes(p: Problem) -> int:
-    """Return the bytes that a step loads and adds to for a query position, of all heads of a
-    group."""
+    """Return the bytes that a step loads and adds for a query position of all heads of a group."""
     return p.group * (2 * (p.d + p.dv) + 4 * p.d)

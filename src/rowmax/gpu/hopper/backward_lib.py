@@ -37,7 +37,7 @@ class Constants(tiles.Constants):
 
 
 class Descriptors(NamedTuple):
-    """The copies of a kernel; rows are lse and delta."""
+    """The descriptors of a kernel's copies; rows are lse and delta."""
 
     q: Any
     do: Any
@@ -48,18 +48,22 @@ class Descriptors(NamedTuple):
 
 
 class Outputs(NamedTuple):
+    """The descriptors and numbers of the stores of a tile of keys."""
+
     dk: Any
     dv: Any
-    dbias: Any  # sums of a row, or the descriptor of dbias
-    scale: Any  # of dk
+    dbias: Any  # a pointer to the sums of a row, or the descriptor of dbias
+    scale: Any  # factor of dk
 
 
 class Heads(NamedTuple):
+    """The numbers of heads, and the strides of a bias by sequence and head."""
+
     resident: Any  # heads of the resident side
-    group: Any  # heads that pass by one resident head
+    group: Any  # streamed heads of a resident head
     ratio: Any  # query heads of a kv head
     query: Any
-    each_b: Any  # 0 where the bias is the same for all sequences, all heads
+    each_b: Any  # 0 where all sequences (each_h: all heads) share the bias, else 1
     each_h: Any
 
 
@@ -74,21 +78,22 @@ class LineBias(NamedTuple):
 
 
 class ScoreArgs(NamedTuple):
-    """The arguments from which weights are made, beside products and lse."""
+    """The arguments of the weights other than products and lse."""
 
     inner: Any  # factor of the products inside a softcap
-    scale: Any  # factor that gives scores in their units
+    scale: Any  # factor from a product to the units of the scores
     alibi: Any
+    shift: Any  # of ALiBi's distances; None: 0
     q_ids: Any
     k_ids: Any
-    ids_q: Any  # ids of a sequence, 0 where all sequences have the same
+    ids_q: Any  # number of ids of a sequence, 0 where all sequences share them
     ids_k: Any
     line: Any
 
 
 @gluon.jit
 def read_message(mail, n):
-    """Return (Tile, live) of message n, and release its slot."""
+    """Read message n and release its slot; return (Tile, True if it is one)."""
     words, live = ring.read_message(mail, n)
     ring.release(mail, n, 2)
     return Tile(*words), live
@@ -96,7 +101,7 @@ def read_message(mail, n):
 
 @gluon.jit
 def first_tile(C: gl.constexpr, mail, order, sizes, seqs):
-    """Return (first place, end, its Tile), the tile announced to all partitions."""
+    """Post the first tile to all partitions; return (its place, end of places, Tile)."""
     n, end = first_place(C, order)
     here = gl.where(n < end, n, 0) if C.DRAWN else n
     tile = place_tile(C, here, order, sizes, seqs)
@@ -106,7 +111,7 @@ def first_tile(C: gl.constexpr, mail, order, sizes, seqs):
 
 @gluon.jit
 def next_tile(C: gl.constexpr, n, end, message, mail, order, sizes, seqs):
-    """Return the place after n and its Tile, announced to all partitions."""
+    """Post the tile after place n to all partitions; return (its place, Tile)."""
     here = n
     n = next_place(C, n, order)
     tile = place_tile(C, gl.where(n < end, n, here), order, sizes, seqs)
@@ -116,9 +121,10 @@ def next_tile(C: gl.constexpr, n, end, message, mail, order, sizes, seqs):
 
 @gluon.jit
 def follow():
-    """Wait until the launch before is done and its results are in memory.
+    """Wait until the previous launch is done and its results are in memory.
 
-    Code before this runs beside the end of that launch. The launch after may do the same.
+    Code before this call overlaps with the end of that launch. The next launch may overlap with
+    this one.
     """
     gl.inline_asm_elementwise(
         "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, 0;",
@@ -135,7 +141,7 @@ def follow():
 
 @gluon.constexpr_function
 def score_layout(C):
-    """Return the layout of scores ``[64, BLOCK_STREAMED]`` as the product leaves them."""
+    """Return the layout of scores ``[64, BLOCK_STREAMED]`` after the product."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_STREAMED, 16])
 
 
@@ -159,7 +165,7 @@ def memory_by_column(C):
 
 @gluon.constexpr_function
 def memory_by_row():
-    """Return the layout of the 64 rows' numbers in that order, in the threads with these rows."""
+    """Return the layout of the rows' numbers in the order of memory, in the threads of the rows."""
     return gl.DistributedLinearLayout(
         reg_bases=[[2]],
         lane_bases=[[0], [0], [1], [4], [8]],
@@ -171,8 +177,10 @@ def memory_by_row():
 
 @gluon.jit
 def from_memory_order(x, N: gl.constexpr):
-    """Return N numbers in their order from the order of memory: number 16 n + 8 i + 2 c + j lies
-    at (n, c, i, j), where c is the thread."""
+    """Return N numbers in order from the order of memory.
+
+    Number 16 n + 8 i + 2 c + j is stored at (n, c, i, j), where c is the thread.
+    """
     return x.reshape([N // 16, 4, 2, 2]).permute((0, 2, 1, 3)).reshape([N])
 
 
@@ -184,8 +192,7 @@ def memory_place(r):
 
 @gluon.jit
 def row_numbers(C: gl.constexpr, rows, s, i: gl.constexpr):
-    """Return lse (i = 0) or delta (1) of the streamed queries in buffer s, one a column of
-    scores."""
+    """Return lse (i = 0) or delta (1) of the streamed queries in buffer s, one for each column."""
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     both = reinterpret(rows.index(s), rows.dtype, [2, C.BLOCK_STREAMED], flat)
     x = from_memory_order(both.index(i).load(memory_by_column(C)), C.BLOCK_STREAMED)
@@ -207,16 +214,18 @@ def tile_buffer(buffers, s, ROWS: gl.constexpr, WIDTH: gl.constexpr):
 def own_rows(C: gl.constexpr, c: gl.constexpr, buffers, at, WIDTH: gl.constexpr):
     """Return the 64 rows of warpgroup c of the resident tile in buffer ``at``.
 
-    To ``at`` belongs a zero that the compiler cannot see, such as ``use >> 30``. Operands that it
-    knows to be the same in every step are kept in registers that are not there.
+    ``at`` includes a 0 that the compiler cannot derive, such as ``use >> 30``. Otherwise it keeps
+    operands that are the same in every step in registers, of which there are too few.
     """
     return tile_buffer(buffers, at, C.BLOCK_RESIDENT, WIDTH).slice(c * C.TOKENS, C.TOKENS, dim=0)
 
 
 @gluon.jit
 def issue_product(C: gl.constexpr, resident, streamed):
-    """Issue resident ``[64, WIDTH]`` times streamed ``[BLOCK_STREAMED, WIDTH]``, and return the
-    accumulator ``[64, BLOCK_STREAMED]``."""
+    """Issue resident ``[64, WIDTH]`` times streamed ``[BLOCK_STREAMED, WIDTH]``.
+
+    Return the accumulator ``[64, BLOCK_STREAMED]``.
+    """
     x = gl.full([C.TOKENS, C.BLOCK_STREAMED], 0.0, gl.float32, score_layout(C))
     return warpgroup_mma(resident, streamed.permute((1, 0)), x, use_acc=False, is_async=True)
 
@@ -232,10 +241,12 @@ def load_ids(ids, b, each, at, n):
 
 @gluon.jit
 def visible(C: gl.constexpr, p, first, m, tile, sizes, args):
-    """Return which pairs of the 64 resident rows from ``first`` on and streamed tile m see each
-    other, as p ``[64, BLOCK_STREAMED / 8, 4, 2]`` lies."""
+    """Return True for the pairs that may attend, of streamed tile m and 64 rows from ``first`` on.
+
+    The layout is that of p ``[64, BLOCK_STREAMED / 8, 4, 2]``.
+    """
     L: gl.constexpr = p.type.layout
-    # limits of a column less the lane's own part of it: the rest of the column is a constant
+    # limits of a column less the lane's part of it: the rest of the column is a constant
     at = first + rows_of(L)
     before = m * C.BLOCK_STREAMED + lanes(L)
     col = columns(C.BLOCK_STREAMED, L)
@@ -271,23 +282,26 @@ def visible(C: gl.constexpr, p, first, m, tile, sizes, args):
 
 
 @gluon.jit
-def distance(C: gl.constexpr, S, first, m, tile):
-    """Return ``|i + offset - j|`` of every pair, as S ``[64, BLOCK_STREAMED]`` lies."""
+def distance(C: gl.constexpr, S, first, m, tile, shift):
+    """Return ``|i + offset + shift - j|`` of every pair, as S ``[64, BLOCK_STREAMED]`` lies."""
     S4 = by_lane(S)
     L: gl.constexpr = S4.type.layout
     at = first + rows_of(L) - m * C.BLOCK_STREAMED - lanes(L)
-    at = at + tile.offset if C.QUERIES_RESIDENT else at - tile.offset
+    offset = tile.offset
+    if shift is not None:
+        offset += shift
+    at = at + offset if C.QUERIES_RESIDENT else at - offset
     far = gl.abs(columns(C.BLOCK_STREAMED, L).to(gl.float32) - along_row(at.to(gl.float32)))
     return gl.convert_layout(far.reshape(S.shape), S.type.layout)
 
 
 @gluon.jit
 def line_bias(C: gl.constexpr, S, first, m, head, tile, line):
-    """Return the numbers of a LineBias against S: ``[1, BLOCK_STREAMED]`` or ``[64, 1]``."""
+    """Return the numbers of a LineBias, ``[1, BLOCK_STREAMED]`` or ``[64, 1]``."""
     L: gl.constexpr = S.type.layout
     plane = tile.b * line.each_b * line.heads + head * line.each_h
     start = line.bias + plane.to(gl.int64) * line.length
-    if C.QUERIES_RESIDENT == C.ROW:  # it lies along the streamed side
+    if C.QUERIES_RESIDENT == C.ROW:  # one number for each streamed row
         j = m * C.BLOCK_STREAMED + gl.arange(0, C.BLOCK_STREAMED, gl.SliceLayout(0, L))
         x = gl.load(start + j, mask=j < line.length, other=0.0)[None, :]
     else:
@@ -301,11 +315,11 @@ def weights(
     C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, S, lse, bias, m, head, tile, sizes,
     args, dtype: gl.constexpr,
 ):  # fmt: skip
-    """Return (P, w) of the products S: the weights, and the factor of dP - Delta that gives dX.
+    """Return (P, w) of the products S: the weights, and w with ``dX = w (dP - Delta)``.
 
-    All are ``[64, BLOCK_STREAMED]``. ``head`` is the query head, lse ``[64, 1]`` or ``[1,
-    BLOCK_STREAMED]``. w is P but under a softcap. Natural scores are multiplied by log2(e) only as
-    a difference from lse (``Problem.natural``).
+    All are ``[64, BLOCK_STREAMED]``. ``head`` is the query head, lse ``[64, 1]`` or
+    ``[1, BLOCK_STREAMED]``. w is P except under a softcap. Natural scores are multiplied by log2(e)
+    only as a difference from lse (``Problem.natural``).
     """
     first = tile.first + c * C.TOKENS
     if C.ROW or C.COLUMN:
@@ -313,9 +327,9 @@ def weights(
     inner = args.inner if C.SOFTCAP else None
     terms = ScoreTerms(scale=args.scale, inner=inner, cap=args.scale)
     if C.ALIBI:
-        far = distance(C, S, first, m, tile)
+        far = distance(C, S, first, m, tile, args.shift)
         slope = gl.load(args.alibi + head)
-        if not C.NATURAL:  # lse takes it in, so that an exponent is one FMA
+        if not C.NATURAL:  # added to lse, so that an exponent is one FMA
             lse = lse + far * (slope * LOG2E)
     if C.NATURAL:
         terms = ScoreTerms(scale=args.scale, inner=inner, cap=args.scale, bias=bias)
@@ -344,13 +358,13 @@ def weights(
 
 @gluon.jit
 def sums_by_lane(x):
-    """Return the sums of the rows of x ``[64, N]`` as far as a thread has them: ``[64, 4]``."""
+    """Return each thread's part of the sums of the rows of x ``[64, N]``: ``[64, 4]``."""
     return gl.sum(gl.sum(by_lane(x), 3), 1)
 
 
 @gluon.jit
 def store_sums(x, to, rows):
-    """Store the first ``rows`` of the sums of rows whose parts x ``[64, 4]`` holds."""
+    """Store the first ``rows`` sums of rows, of which x ``[64, 4]`` holds the parts."""
     x = gl.sum(x, 1)
     r = gl.arange(0, x.shape[0], x.type.layout)
     gl.store(to + r, x, mask=r < rows)
@@ -358,8 +372,7 @@ def store_sums(x, to, rows):
 
 @gluon.jit
 def store_rows(x, to, stride, rows, OUT: gl.constexpr):
-    """Store the first ``rows`` rows and OUT columns of x ``[64, WIDTH]`` as it lies in
-    registers."""
+    """Store the first ``rows`` rows and OUT columns of x ``[64, WIDTH]`` in its own layout."""
     L: gl.constexpr = x.type.layout
     r = gl.arange(0, x.shape[0], gl.SliceLayout(1, L))
     d = gl.arange(0, x.shape[1], gl.SliceLayout(0, L))

@@ -1,25 +1,24 @@
-"""The order of resident tiles, and the streamed tiles that each of them meets.
+"""The order of resident tiles, and the streamed tiles that each of them needs.
 
-Where dQ is to be the same in every run (ORDERED), the tiles of keys of a head add to a tile of dQ
-in the order in which blocks take them. Each tile of keys follows one neighbour and waits for no
-other (``backward_fused.add_dq``). Blocks take tiles from a counter: every earlier tile is done or
-runs, so none waits for ever, however many blocks there are. The order keeps waits short:
+Where dQ must be the same in every run (ORDERED), the tiles of keys of a head add to a tile of dQ in
+a fixed order. It is the order in which blocks take them from a counter. Each tile of keys follows
+one neighbour and waits for no other (``backward_fused.add_dq``). Every earlier tile is done or
+runs, so there is no deadlock for any number of blocks. The order keeps waits short:
 
 - Under a diagonal, tiles of queries pass from the diagonal on, and the last tile of keys begins
-  first (UP). All tiles of keys of a head may begin at once: each begins two tiles before the one
-  that it follows, and meets the first tile of that one when the latter is two tiles further.
-- In a window they pass from the other end, and the first tile of keys begins first: the same
-  picture upside down.
-- Where all tiles of keys begin at the same tile of queries, each has to begin a little after the
-  one before, once, and keeps its distance from then on. Two heads at once halve that wait.
-- Under a diagonal where heads share keys, UP would begin the tiles with the length of a whole
-  group last, and neighbours would be further apart from head to head of the group. There tiles of
-  queries pass from the last to the diagonal, each of all heads before the next (ABREAST): all
-  tiles of keys begin at the same one, and the longest begin first.
+  first (UP). All tiles of keys of a head may begin at once: each begins two tiles before its
+  neighbour, and reaches the neighbour's first tile when the neighbour is two tiles ahead.
+- In a window they pass from the other end, and the first tile of keys begins first: the mirror
+  image.
+- Where all tiles of keys begin at the same tile of queries, each waits once for the one before and
+  keeps that distance. Two heads at once halve the wait.
+- Under a diagonal where heads share keys, UP would begin the longest tiles of keys last. The
+  distance of neighbours would grow from head to head of the group. There tiles of queries pass from
+  the last to the diagonal, each for all heads before the next (ABREAST). All tiles of keys begin at
+  the same one, and the longest begin first.
 
-More heads at once would wait less still. But blocks that follow one another share the tiles that
-they load and add to, and the tiles of too many heads do not fit in L2: every block then loads them
-from memory.
+More heads at once would wait even less. But consecutive blocks share the tiles that they load and
+add to, and the tiles of many heads do not fit in L2: every block would load them from memory.
 """
 
 from __future__ import annotations
@@ -34,16 +33,18 @@ from triton.experimental.gluon import language as gl
 from .lib.order import row_at, table_rows
 from .lib.rules import all_range, any_range, touched_tiles
 
-#: beyond all positions
+#: greater than any position
 UNBOUNDED = gl.constexpr(2**31 - 1)
 
 
 class Sizes(NamedTuple):
-    nq: Any  # of the longest sequence
+    """The lengths, the limits of the band, and the tiles that documents leave."""
+
+    nq: Any  # length of the longest sequence
     nk: Any
     left: Any  # None: no limit
     right: Any
-    spans: Any  # of documents: the streamed tiles that each resident tile meets
+    spans: Any  # the streamed tiles that share a document with each resident tile
 
 
 class Sequences(NamedTuple):
@@ -56,14 +57,14 @@ class Sequences(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A resident tile, and the streamed tiles lo to hi - 1 that it meets, maybe none."""
+    """A resident tile, and the streamed tiles lo to hi - 1 that it needs, maybe none."""
 
     first: Any  # its first row within the sequence
-    head: Any  # of the resident side
+    head: Any  # head of the resident side
     b: Any
-    q_row: Any  # where a packed sequence begins, else 0
+    q_row: Any  # first row of a packed sequence, else 0
     k_row: Any
-    nq: Any  # of the sequence
+    nq: Any  # queries of the sequence
     used: Any  # its keys in use; ``nq + offset`` is the number of all its keys
     offset: Any  # the key position of query 0
     lo: Any
@@ -81,8 +82,8 @@ class Full(NamedTuple):
 def first_place(C: gl.constexpr, order):
     """Return (this block's first place in the order, the end of its places).
 
-    Places from the counter begin with the first: then every tile of an earlier place is done or
-    runs, and a block may wait for it (``backward_fused.add_dq``).
+    Even the first place is from the counter: then every tile of an earlier place is done or runs,
+    and a block may wait for it (``backward_fused.add_dq``).
     """
     if C.DRAWN:
         n = gl.atomic_add(order.counter, 1)
@@ -97,6 +98,7 @@ def first_place(C: gl.constexpr, order):
 
 @gluon.jit
 def next_place(C: gl.constexpr, n, order):
+    """Return the place after n: from the counter, or one stride on."""
     if C.DRAWN:
         n = gl.atomic_add(order.counter, 1)
     else:
@@ -106,8 +108,7 @@ def next_place(C: gl.constexpr, n, order):
 
 @gluon.jit
 def in_documents(C: gl.constexpr, lo, hi, first, b, sizes):
-    """Return (lo, hi) without the streamed tiles that share no document with the resident tile at
-    ``first``."""
+    """Return (lo, hi) cut to the tiles that may share a document with the resident tile."""
     if C.DOCUMENTS:
         n = sizes.nq if C.QUERIES_RESIDENT else sizes.nk
         tiles = (n + C.BLOCK_RESIDENT - 1) // C.BLOCK_RESIDENT
@@ -120,8 +121,7 @@ def in_documents(C: gl.constexpr, lo, hi, first, b, sizes):
 
 @gluon.jit
 def streamed_range(C: gl.constexpr, first, b, nq, used, offset, sizes):
-    """Return (lo, hi): the streamed tiles lo to hi - 1 see some row of the resident tile at
-    ``first``."""
+    """Return (lo, hi), the streamed tiles that see some row of the resident tile at ``first``."""
     if C.QUERIES_RESIDENT:
         last = gl.minimum(first + C.BLOCK_RESIDENT, nq) - 1
         low, high = any_range(first, last, offset, sizes.left, sizes.right, used)
@@ -137,8 +137,10 @@ def streamed_range(C: gl.constexpr, first, b, nq, used, offset, sizes):
 
 @gluon.jit
 def full_range(C: gl.constexpr, first, tile, sizes):
-    """Return the Full tiles of the 64 resident rows from ``first`` on. Queries past the last one
-    need no mask: their lse is +inf."""
+    """Return the Full tiles of the 64 resident rows from ``first`` on.
+
+    Queries past the last one need no mask: their lse is +inf.
+    """
     last = first + C.TOKENS - 1
     # with the last row moved by a tile less one, a division that rounds down gives the first full
     # tile: to round a quotient up takes four instructions more
@@ -217,7 +219,7 @@ def gradient_row(C: gl.constexpr, c: gl.constexpr, tile):
 def rows_left(C: gl.constexpr, c: gl.constexpr, tile):
     """Return the rows from the first row of warpgroup c to the end of the sequence.
 
-    Called where they are used: two registers more before the store spill eight others.
+    Call it just before the store: keeping two more registers spills eight others.
     """
     n = tile.nq if C.QUERIES_RESIDENT else tile.nq + tile.offset
     return n - tile.first - c * C.TOKENS
@@ -228,7 +230,7 @@ def plane_of(C: gl.constexpr, b, head, q_row, hq):
     """Return (plane, first row) of a query head in lse, delta and the sums of dq.
 
     Rows are padded to whole tiles. Packed sequences share a plane: sequence b begins at row
-    ``(cu // ROW_TILE + b) ROW_TILE``, which leaves each of them room for its last tile.
+    ``(cu // ROW_TILE + b) ROW_TILE``, with room for its last tile.
     """
     plane = b * hq + head
     row = 0
@@ -252,7 +254,7 @@ def abreast(C: gl.constexpr, i, g, group):
 
 @gluon.jit
 def step_of(C: gl.constexpr, i, tile, group):
-    """Return (tile of queries, head of the group) of the i-th step of a tile of keys."""
+    """Return (tile of queries, head of the group) of step i of a tile of keys."""
     if C.ABREAST:
         m, g = abreast(C, i, 0, group)
     else:
@@ -267,10 +269,10 @@ def step_of(C: gl.constexpr, i, tile, group):
 
 @gluon.jit
 def neighbour_range(C: gl.constexpr, tile, sizes):
-    """Return (lo, hi): the tiles of queries that the neighbour of a tile of keys meets, maybe none.
+    """Return (lo, hi): the tiles of queries of the neighbour of a tile of keys, maybe none.
 
-    Bounds do not fall from one tile of keys to the next. So no earlier tile of keys meets a tile of
-    queries that this one meets and the neighbour does not.
+    Bounds never decrease from one tile of keys to the next. So if the neighbour does not have a
+    tile of queries, no earlier tile of keys has it.
     """
     first = tile.first + C.NEIGHBOUR * C.BLOCK_RESIDENT
     lo, hi = streamed_range(C, first, tile.b, tile.nq, tile.used, tile.offset, sizes)
@@ -279,10 +281,10 @@ def neighbour_range(C: gl.constexpr, tile, sizes):
 
 @gluon.jit
 def steps_before(C: gl.constexpr, g, m, lo, hi, group):
-    """Return how many steps the neighbour, which meets the tiles lo to hi - 1, has made once it
-    has added to tile m of head g.
+    """Return the number of steps of the neighbour up to tile m of head g.
 
-    0 if it does not meet that tile: this tile of keys is then the first to add to it.
+    Its tiles of queries are lo to hi - 1. The number is 0 if the neighbour does not have tile m:
+    this tile of keys is then the first to add to it.
     """
     if C.UP:
         step = m - lo + 1
@@ -299,14 +301,14 @@ def steps_before(C: gl.constexpr, g, m, lo, hi, group):
 
 
 def padded_rows(block: int, nq: int, total_q: int, batch: int, varlen: bool) -> int:
-    """Return the rows of a plane. Those past the last packed sequence have the last tile."""
+    """Return the rows of a plane. Rows past the last packed sequence have the last tile."""
     return (total_q // block + batch + 1) * block if varlen else -(-nq // block) * block
 
 
 def counter_table(
     tiles: int, tokens: int, batch: int, heads: int, section: int, up: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return (rows, their number) for tiles of ``tokens`` rows that blocks take from a counter.
+    """Return (rows of the order, their number) for tiles of ``tokens`` rows, taken from a counter.
 
     Sections of heads follow one another. Within a section the tiles of all its heads at one place
     come before those at the next place; the last place is first if ``up``.

@@ -1,7 +1,7 @@
 # ruff: noqa: N802  (names that kernels read are in capitals)
 """The constants of each backward kernel, and its tile shapes as data.
 
-A tile shape is a config without the features of a problem; ``config_for`` adds those.
+A tile shape is a config without the features of a problem; ``config_for`` adds the features.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROW_TILE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The constants that all backward kernels have, under the names that kernels use.
+    """The constants of all backward kernels, under the names that kernels use.
 
     A resident tile stays in shared memory while streamed tiles pass.
     """
@@ -68,7 +68,7 @@ class Config:
 
     @property
     def PADDED(self) -> bool:
-        """Return True if a tile of keys may end in rows of no key, or of another sequence."""
+        """Return True if a tile of keys may end in rows past its sequence."""
         return self.VARLEN or self.PREFIX
 
     @property
@@ -101,7 +101,7 @@ class FusedConfig(Config):
     """The constants of ``backward_fused.py``.
 
     A step waits for Q of the next step before it releases its own Q. So there are at least two
-    buffers of Q, and no fewer than of dO (``backward_fused.wait_done``).
+    buffers of Q, and at least as many as of dO (``backward_fused.wait_done``).
     """
 
     D_OUT: int = 0  # head sizes of the tensors, D and DV or less
@@ -110,15 +110,15 @@ class FusedConfig(Config):
     DO_STAGES: int
     KV_STAGES: int = 1  # 2: K and V of the next tile arrive during this one
     DQ_STAGES: int = 1
-    HELD: bool = False  # K and V in registers as well, where no bias needs those
-    AHEAD: bool = False  # S of the next step starts before dQ, where there are registers for both
-    DBIAS: bool = False  # stored tile by tile: the bias broadcasts over nothing
+    HELD: bool = False  # K and V in registers as well, unless a bias needs the registers
+    AHEAD: bool = False  # S of the next step starts before dQ, where registers hold both
+    DBIAS: bool = False  # dbias is stored tile by tile: the bias broadcasts over nothing
     DROW: bool = False  # dbias of a row is summed over queries
-    DQ: bool = True  # here; else afterwards, as a product of dbias (backward_dbias.py)
+    DQ: bool = True  # dq is computed here; else afterwards, from dbias (backward_dbias.py)
     ORDERED: bool = False  # the tiles of keys add to dQ in a fixed order
-    FRESH: bool = False  # ... and the first to add to a tile of dQ writes it
+    FRESH: bool = False  # the first tile of keys writes a tile of dQ, the others add
     ABREAST: bool = False  # tile m of every head of a group passes before tile m + 1
-    EVERY: int = 2  # steps between two messages of the steps that are done (add_dq)
+    EVERY: int = 2  # steps between two stores of the number of done steps (add_dq)
 
     @property
     def READERS(self) -> int:
@@ -127,8 +127,11 @@ class FusedConfig(Config):
 
     @property
     def DS_STAGES(self) -> int:
-        """Return the buffers of dS. A tile of a bias arrives in the buffer of dS of its step,
-        while dS of the two steps before are in use."""
+        """Return the number of buffers of dS.
+
+        A tile of a bias arrives in the buffer of dS of its step, while dS of two earlier steps is
+        in use.
+        """
         return 3 if self.BIAS else 2
 
     @property
@@ -137,8 +140,10 @@ class FusedConfig(Config):
 
     @property
     def UP(self) -> bool:
-        """Return True if tiles of queries pass from the first to the last and the last tile of
-        keys begins first: the order in which no tile of keys waits (``backward_order.py``)."""
+        """Return True if the last tile of keys begins first, and queries pass from the first on.
+
+        In this order no tile of keys waits (``backward_order.py``).
+        """
         return self.ORDERED and self.RIGHT and not self.LEFT and not self.ABREAST
 
     @property
@@ -177,7 +182,7 @@ class DkdvConfig(Config):
     DO_STAGES: int
     HELD_K: int  # columns of K in registers
     HELD_V: int
-    ALONE: bool = False  # these columns are in no shared memory
+    ALONE: bool = False  # these columns are only in registers
     DROW: bool = False
 
     @property
@@ -229,7 +234,7 @@ SHARED_BIAS = {
 
 
 class ProductTile(NamedTuple):
-    """The tile of the plain product that gives dq from dbias."""
+    """The tile of the product that computes dq from dbias."""
 
     rows: int
     columns: int
@@ -239,7 +244,7 @@ class ProductTile(NamedTuple):
 
 DQ_OF_DBIAS = ProductTile(128, 64, 8, 4)
 SIZES = (64, 128, 256)
-#: the most keys for which the ordered sum of dQ is faster, by (head size, under a diagonal), where
+#: (head size, under a diagonal) -> the most keys for which the ordered sum of dQ is faster, if
 #: there are at least MANY tiles of keys
 IN_ORDER = {(64, False): 1024, (64, True): 512, (128, False): 1024, (128, True): 1024}
 MANY = 512
@@ -292,8 +297,7 @@ def faster_in_order(p: Problem, d: int) -> bool:
 
 
 def every_query_sees(p: Problem) -> bool:
-    """Return True if every query sees a key, whatever the tensors hold: then every tile of dq is
-    written."""
+    """Return True if every query sees a key for any tensors: then every tile of dq is written."""
     if p.varlen or p.prefix or p.documents or (p.left or 0) < 0:
         return False
     if p.left is not None and p.right is not None and p.left + p.right < 0:

@@ -1,6 +1,6 @@
-"""The documents of a mask: the key tiles that a query tile meets, and their ids.
+"""The documents of a mask: the key tiles that share one with a query tile, and their ids.
 
-Any order of ids is right; sorted ones are fast. A query tile skips the key tiles before the first
+Any order of ids is valid; sorted ids are fast. A query tile skips the key tiles before the first
 and after the last that share an id with it.
 """
 
@@ -16,13 +16,15 @@ from ...rules.mask import tile_range
 
 
 class Spans(NamedTuple):
-    spans: Tensor  # int32 [B, query tiles, 2], the columns that a query tile may meet
+    """The documents of a call as the forward reads them."""
+
+    spans: Tensor  # int32 [B, query tiles, 2], the columns that a query tile may see
     q_range: Tensor  # int32 [B|1, warpgroups' tiles, 2], the least and the greatest id
     k_range: Tensor  # int32 [B|1, key tiles, 2]
 
 
 def _met(ids: tuple[Tensor, Tensor], others: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return (begin, end) of the other tiles that each tile meets, from the ranges of ids."""
+    """Return (begin, end) of the other tiles whose range of ids overlaps with that of each tile."""
     (low, high), (other_low, other_high) = ids, others
     meet = (low[:, :, None] <= other_high[:, None]) & (other_low[:, None] <= high[:, :, None])
     n = meet.shape[2]
@@ -33,10 +35,10 @@ def _met(ids: tuple[Tensor, Tensor], others: tuple[Tensor, Tensor]) -> tuple[Ten
 def tile_spans(
     resident: Tensor, streamed: Tensor, block: int, block_streamed: int, batch: int
 ) -> Tensor:
-    """Return int32 ``[B, resident tiles, 2]``: the first streamed tile that each meets, and an end.
+    """Return int32 ``[B, resident tiles, 2]``: the first and past the last streamed tile of each.
 
-    Both sides are given by ids, ``[B|1, N]``. Neither bound ever falls from one tile to the next,
-    so that the resident tiles that meet a streamed one are an interval too.
+    The arguments are the ids of both sides, ``[B|1, N]``. Neither bound decreases from one tile to
+    the next, so the resident tiles of a streamed one are an interval too.
     """
     begin, end = _met(tile_range(resident, block), tile_range(streamed, block_streamed))
     begin = begin.flip(1).cummin(1)[0].flip(1)

@@ -1,10 +1,9 @@
 """The forward kernel: one producer and one to three consumers in a persistent block.
 
 The producer, one warp, copies tiles of queries, keys and values into shared memory. A consumer, a
-warpgroup, holds 64 query rows: it makes their scores, softmax and output, tile after tile. Within
-a warpgroup the product of one tile's weights and values runs under the softmax of the next. The
-chain does not break where a query tile ends: its last product runs under the first softmax of the
-query tile that follows.
+warpgroup, holds 64 query rows: it makes their scores, softmax and output, tile after tile. Within a
+warpgroup the product of one tile's weights and values runs under the softmax of the next. This
+holds across query tiles: the last product of one runs under the first softmax of the next.
 
 (The file is not named ``forward``: the package has a function of this name.)
 """
@@ -35,8 +34,10 @@ from .lib.softmax import LN2, LOG2E, LOWEST, LOWEST_NATURAL, along_row, by_lane,
 
 
 class Pointers(NamedTuple):
-    """``t``: the tensors that the kernel reads and writes itself. None is a constant: the kernel
-    has no code for what a problem lacks."""
+    """``t``: the tensors that the kernel reads and writes without TMA.
+
+    None is a constant: the kernel has no code for absent features.
+    """
 
     out: Any
     lse: Any
@@ -46,7 +47,7 @@ class Pointers(NamedTuple):
     cu_q: Any = None
     cu_k: Any = None
     lengths: Any = None
-    spans: Any = None  # of documents (documents.py), as are the ranges
+    spans: Any = None  # documents.Spans, with the ranges
     q_range: Any = None
     k_range: Any = None
     q_ids: Any = None
@@ -59,7 +60,7 @@ class Pointers(NamedTuple):
 class Numbers(NamedTuple):
     """``n``: numbers at run time."""
 
-    heads: Any  # of a tile: query heads, or kv heads where a tile holds all that share one
+    heads: Any  # query heads, or kv heads where a tile holds all query heads of one
     kv_heads: Any
     keys: Any  # keys and values of a head that fill their share of the L2 cache
     nq: Any
@@ -73,13 +74,14 @@ class Numbers(NamedTuple):
     bias_h: Any
     bias_q: Any
     bias_k: Any
-    ids_q: Any  # 0 where ids are the same in all sequences, else the number of a sequence's
+    ids_q: Any  # number of ids of a sequence, 0 where all sequences share them
     ids_k: Any
-    each_b: Any  # 0 where the copied bias is one for all sequences, all heads
+    each_b: Any  # 0 where all sequences (each_h: all heads) share the copied bias, else 1
     each_h: Any
     hq: Any
-    ratio: Any  # heads of a tile that read one kv head
+    ratio: Any  # heads of a tile that share a kv head
     total_q: Any
+    shift: Any  # of ALiBi's distances in a block of a longer call; None: 0
 
 
 class Parts(NamedTuple):
@@ -100,7 +102,7 @@ class Copies(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """The shared memory of a block. Each warpgroup has rings of its own for q and for the bias."""
+    """The shared memory of a block. Each warpgroup has its own rings of q and of the bias."""
 
     q: Ring
     k: Ring
@@ -120,8 +122,7 @@ class Source(NamedTuple):
 
 
 class State(NamedTuple):
-    """A warpgroup's output so far (two parts), the weights of the last key tile, and the rows'
-    reference, sum and factor."""
+    """A warpgroup's output so far, the weights of the last key tile, and the rows' statistics."""
 
     o0: Any
     o1: Any
@@ -162,7 +163,7 @@ def tile_of(C: gl.constexpr, row, t, n):
 
 @gluon.jit
 def full_range(C: gl.constexpr, first, tile, n):
-    """Return (low, high): all queries of a warpgroup, from ``first`` on, see these keys."""
+    """Return (low, high): the keys that all queries of a warpgroup, from ``first`` on, see."""
     last = first + C.TOKENS - 1
     return rules.all_range(first, last, tile.offset, n.left, n.right, tile.nk)
 
@@ -172,7 +173,7 @@ def full_range(C: gl.constexpr, first, tile, n):
 
 @gluon.jit
 def load_parts(copy, corner, W0: gl.constexpr, W1: gl.constexpr, bar, buffers, s):
-    """Copy a tile into buffer s, in one part or two. ``corner`` lacks the column."""
+    """Copy a tile into buffer s, in one part or two. ``corner`` is without the column."""
     if W1:
         mbarrier.expect(bar, copy.low.block_type.nbytes + copy.high.block_type.nbytes)
         tma_load(copy.low, corner + (0,), bar, buffers.low.index(s))
@@ -213,8 +214,10 @@ def load_keys(C: gl.constexpr, copies, shared, source, tile, j, use, n):
 
 @gluon.jit
 def load_values(C: gl.constexpr, copies, shared, source, j, use, cut):
-    """Copy values of tile j, as use ``use`` of their ring. ``cut`` short tiles came before;
-    return how many with this one."""
+    """Copy values of tile j, as use ``use`` of their ring.
+
+    Return the number of short tiles so far; ``cut`` were before this one.
+    """
     v = shared.v
     s = ring.slot(use, C.V_STAGES)
     rows = gl.maximum(source.nk - j * C.BLOCK_K, 0)
@@ -237,23 +240,25 @@ def load_values(C: gl.constexpr, copies, shared, source, j, use, cut):
 
 @gluon.jit
 def producer(C: gl.constexpr, copies, shared, t, n):
-    """Copy every tile of this block, in the order in which buffers become free: keys are done
-    with a softmax and a product before the values of the key tile before."""
+    """Copy every tile of this block, in the order in which buffers become free.
+
+    Keys are free a softmax and a product earlier than the values of the key tile before.
+    """
     order = Order(t.table, t.ends, t.counter, n.heads, n.kv_heads, n.keys)
     sequences = Sequences(t.cu_q, t.cu_k, n.batch)
     place, end = first_place(C, order)
-    number = 0  # of a message, which is that of the tile
+    number = 0  # number of the tile and of its message
     use = 0
-    # in an order of the host every block has a tile
+    # in an order that the host made every block has a tile
     here = gl.where(place < end, place, 0) if C.DRAWN else place
     tile = tile_of(C, row_at(C, here, order, sequences), t, n)
-    # of the tile after this one, long before it is needed: a load from memory takes long
+    # the next tile is loaded early, because a load from memory is slow
     coming = Row(tile.token, tile.head, tile.b)
     if not C.DRAWN:
         coming = row_ahead(C, place, end, order, sequences)
     ring.post_message(shared.mail, 0, tile, place < end)
     cut = 0
-    behind = Source(0, 0, 0, 0)  # values of the tile before, of which key tile ``last`` is to come
+    behind = Source(0, 0, 0, 0)  # the tile before; its values of key tile ``last`` come next
     last = 0
     while place < end:
         part = tile.b * 0 if C.VARLEN else tile.b
@@ -264,7 +269,7 @@ def producer(C: gl.constexpr, copies, shared, t, n):
         if number:
             cut = load_values(C, copies, shared, behind, last, use - 1, cut)
         load_queries(C, copies, shared, tile, number)
-        # the message of the next tile, long before it is needed
+        # the message of the next tile is posted early
         this = tile
         here = place
         place = next_place(C, place, order)
@@ -292,11 +297,10 @@ def producer(C: gl.constexpr, copies, shared, t, n):
 
 @gluon.jit
 def scores(C: gl.constexpr, S, copied, j, first, tile, t, n, dtype: gl.constexpr):
-    """Return all of a score but the mask, ``[64, BLOCK_K/8, 4, 2]``, from the product S and the
-    ``copied`` tile of a bias.
+    """Return the scores without the mask, ``[64, BLOCK_K/8, 4, 2]``, of the product S.
 
-    Scores stay as the product left them, and the exponential scales them, unless something is
-    added to them: then they are scaled here, but for the log2(e) of the exponential.
+    ``copied`` is the tile of a bias. The exponential scales the scores, unless a term is added:
+    then they are scaled here, without the log2(e) of the exponential.
     """
     S = by_lane(S)
     L: gl.constexpr = S.type.layout
@@ -308,7 +312,10 @@ def scores(C: gl.constexpr, S, copied, j, first, tile, t, n, dtype: gl.constexpr
     if C.ALIBI:
         r = rows_of(L)
         slope = gl.load(t.alibi + tile.head * C.GROUP + r % C.GROUP)
-        here = (first + tile.offset + r // C.GROUP - j * C.BLOCK_K - lanes(L)).to(gl.float32)
+        at = first + tile.offset
+        if n.shift is not None:
+            at += n.shift
+        here = (at + r // C.GROUP - j * C.BLOCK_K - lanes(L)).to(gl.float32)
         slope = along_row(slope + 0.0 * here)
         distance = gl.abs(along_row(here) - columns(C.BLOCK_K, L).to(gl.float32))
     scale = n.scale if C.ADDED else None
@@ -323,12 +330,14 @@ def scores(C: gl.constexpr, S, copied, j, first, tile, t, n, dtype: gl.constexpr
 
 @gluon.jit
 def gathered(C: gl.constexpr, L: gl.constexpr, j, first, tile, t, n):
-    """Return a bias from global memory, each number loaded once for all scores of a thread that
-    share it."""
+    """Return a bias from global memory.
+
+    Each number is loaded once for all scores of a thread that share it.
+    """
     row = rows_of(L)
     column = columns(C.BLOCK_K, L) + along_row(lanes(L))
     at = t.bias + tile.b.to(gl.int64) * n.bias_b + (tile.head * C.GROUP).to(gl.int64) * n.bias_h
-    if C.BIAS == "row":  # one for all queries
+    if C.BIAS == "row":  # all queries share it
         at = at + (j * C.BLOCK_K).to(gl.int64) * n.bias_k
         there = column < tile.nk - j * C.BLOCK_K
         x = gl.load(at + column * n.bias_k, mask=there, other=0.0)
@@ -336,7 +345,7 @@ def gathered(C: gl.constexpr, L: gl.constexpr, j, first, tile, t, n):
         at = at + first.to(gl.int64) * n.bias_q
         within = row // C.GROUP * n.bias_q + (row % C.GROUP).to(gl.int64) * n.bias_h
         there = first + row // C.GROUP < tile.nq
-        if C.BIAS == "column":  # one for all keys
+        if C.BIAS == "column":  # all keys share it
             x = along_row(gl.load(at + within, mask=there, other=0.0))
         else:
             at = at + (j * C.BLOCK_K).to(gl.int64) * n.bias_k
@@ -349,8 +358,8 @@ def gathered(C: gl.constexpr, L: gl.constexpr, j, first, tile, t, n):
 def masked(C: gl.constexpr, S, j, first, tile, t, n):
     """Return scores S ``[64, BLOCK_K/8, 4, 2]`` of key tile j, -inf where the mask forbids a pair.
 
-    A thread's columns are constants but for its lane and the tile, so these move to the other
-    side of the comparison: two limits a thread, and no register for a column.
+    A thread's column is a constant plus parts that depend on the lane and the tile. These parts are
+    on the other side of the comparison: two limits a thread, and no register for a column.
     """
     L: gl.constexpr = S.type.layout
     col = columns(C.BLOCK_K, L)
@@ -399,9 +408,9 @@ def partial(C: gl.constexpr, j, first, tile, t, n):
 def issue_scores(C: gl.constexpr, c: gl.constexpr, shared, number, use):
     """Issue S = Q K^T ``[64, BLOCK_K]`` of query tile ``number`` and use ``use`` of K.
 
-    ``use >> 30`` is zero, which the compiler cannot know: an address that is the same in two loops
-    ptxas (12.8) may compute on the way to the first alone, and the second loop goes without it
-    when the first is empty.
+    ``use >> 30`` is 0, which the compiler cannot derive. ptxas (12.8) may compute an address that
+    two loops share only before the first loop; the second reads an undefined one when the first is
+    skipped.
     """
     q = shared.q.buffers
     k = shared.k.buffers
@@ -435,6 +444,7 @@ def issue_output(C: gl.constexpr, p, o0, o1, v, use):
 
 @gluon.jit
 def wait_output(C: gl.constexpr, o0, o1):
+    """Wait for the product in flight; return both parts of O."""
     if C.DV1:
         o0, o1 = warpgroup_mma_wait(0, deps=[o0, o1])
     else:
@@ -452,14 +462,13 @@ def scaled_rows(o, r):
 
 @gluon.jit
 def load_bias(C: gl.constexpr, c: gl.constexpr, biases, use, live):
-    """Return the tile ``[64, BLOCK_K]`` of a copied bias, loaded while the product runs to which
-    it is added."""
+    """Return the tile ``[64, BLOCK_K]`` of a copied bias, loaded while the product runs."""
     copied = 0
     if C.BIAS == "copied":
         ring.wait_full(biases, use, C.B_STAGES, c, pred=live)
         i = c * C.B_STAGES + ring.slot(use, C.B_STAGES)
         copied = ring.tile_at(biases.buffers, i, 64, C.BLOCK_K).load(product_layout(C.BLOCK_K))
-        if C.B_STAGES == 1:  # the producer waits for this buffer
+        if C.B_STAGES == 1:  # released at once: the producer waits for this buffer
             copied = settled(copied)
             ring.release(biases, use, 1, c, pred=live)
     return copied
@@ -467,7 +476,7 @@ def load_bias(C: gl.constexpr, c: gl.constexpr, biases, use, live):
 
 @gluon.jit
 def release_bias(C: gl.constexpr, c: gl.constexpr, biases, use, live):
-    """Release it after the softmax, which has read every number of it."""
+    """Release the bias after the softmax, which has read all of it."""
     if C.BIAS == "copied" and C.B_STAGES > 1:
         ring.release(biases, use, C.B_STAGES, c, pred=live)
 
@@ -496,8 +505,8 @@ def step(
             S = masked(C, S, j, first, tile, t, n)
     scale = LOG2E if C.ADDED else n.scale
     p, m, l, alpha = softmax_step(S, state.m, state.l, scale, C.NATURAL, C.ROUND_LATE, dtype)
-    # A wait begins a new basic block: without one here ptxas sinks the softmax below the wait
-    # for the product that it is to run under.
+    # A wait begins a new basic block. Without one here ptxas moves the softmax below the wait for
+    # the product that it overlaps with.
     ring.wait_full(shared.k, use + 1, C.K_STAGES, pred=j > tile.lo)
     o0, o1 = wait_output(C, o0, o1)
     ring.release(shared.v, use - 1, C.V_STAGES)
@@ -548,13 +557,13 @@ def rest_of_tile(
     lo = tile.lo
     end = tile.hi - 1
     ring.wait_full(shared.k, use, C.K_STAGES, pred=lo < end)
-    if C.DOCUMENTS:  # any tile may be partial: each is looked at
+    if C.DOCUMENTS:  # any tile may be partial, so each is tested
         use, state = steps(C, True, c, lo, end, use, number, state, tile, shared, t, n)
     else:
         full = lo
         full_end = end
         if C.LEFT or C.RIGHT:
-            # not by filled_tiles: its scalars spill at head size 256
+            # without filled_tiles, whose scalars spill at head size 256
             low, high = full_range(C, first, tile, n)
             if C.RIGHT:
                 full_end = gl.minimum(gl.maximum(high // C.BLOCK_K, lo), end)
@@ -570,7 +579,7 @@ def rest_of_tile(
 
 @gluon.jit
 def consumer(C: gl.constexpr, c: gl.constexpr, copies, shared, t, n):
-    """Warpgroup c: compute rows ``64 c`` to ``64 c + 63`` of every tile of this block."""
+    """Compute rows ``64 c`` to ``64 c + 63`` of every tile of this block, in warpgroup c."""
     tile, live = ring.read_message(shared.mail, 0)
     ring.release(shared.mail, 0, 2)
     if live:
@@ -579,7 +588,7 @@ def consumer(C: gl.constexpr, c: gl.constexpr, copies, shared, t, n):
 
 @gluon.jit
 def compute_tiles(C: gl.constexpr, c: gl.constexpr, tile, copies, shared, t, n):
-    """Compute ``tile`` and all that follow."""
+    """Compute ``tile`` and all following tiles."""
     dtype: gl.constexpr = shared.v.buffers.low.dtype
     number = 0
     use = 0
@@ -592,7 +601,7 @@ def compute_tiles(C: gl.constexpr, c: gl.constexpr, tile, copies, shared, t, n):
     copied = load_bias(C, c, shared.bias, use, True)
     p, m, l, alpha = first_weights(C, c, S, copied, tile, t, n, dtype)
     if C.BIAS == "copied":
-        # begins a basic block, as in step; these values stay until their product
+        # begins a basic block, as in step; these values are kept until their product
         ring.wait_full(shared.v, 0, C.V_STAGES)
         release_bias(C, c, shared.bias, use, True)
     use += 1
@@ -601,15 +610,15 @@ def compute_tiles(C: gl.constexpr, c: gl.constexpr, tile, copies, shared, t, n):
     while live:
         use, state = rest_of_tile(C, c, use, number, p, m, l, alpha, tile, shared, t, n)
 
-        # The last product of this tile, under the first scores and softmax of the next. When
-        # there is no next, the scores are stale, and nothing uses them.
+        # The last product of this tile, under the first scores and softmax of the next. When there
+        # is no next, the scores are stale and unused.
         number += 1
         after, more = ring.read_message(shared.mail, number)
         ring.wait_full(shared.k, use, C.K_STAGES, pred=more)
         ring.wait_full(shared.q, number, C.Q_STAGES, c, pred=more)
         S = issue_scores(C, c, shared, number, use)
         o0, o1 = issue_output(C, state.p, state.o0, state.o1, shared.v, use - 1)
-        # released late, for each of these waits for the four warps
+        # released late, because each release waits for the four warps
         ring.release(shared.mail, number, 2)
         if C.Q_STAGES > 1:
             ring.release(shared.q, number - 1, C.Q_STAGES, c)
@@ -648,7 +657,7 @@ def store_lse(C: gl.constexpr, c: gl.constexpr, m, l, tile, t, n):
     row = tile.token + c * C.TOKENS + r // C.GROUP
     h = tile.head * C.GROUP + r % C.GROUP
     if C.SINK:
-        # in natural units, for the sink may be as large as its dtype goes
+        # in natural units: the sink may be the largest number of its dtype
         if not C.NATURAL:
             m = gl.where(l > 0.0, m * LN2, LOWEST_NATURAL)
         m, l, alpha = rules.with_sink(m, l, gl.load(t.sink + h).to(gl.float32))
@@ -686,7 +695,7 @@ def store_output(
         if first + C.TOKENS <= tile.nq:
             corner = (0, tile.q_row + first, tile.head, 0)
             stage_output(C, c, o0, inverse, corner, copies.out, shared.out)
-        else:  # a copy would overwrite rows of the next sequence
+        else:  # a TMA copy would overwrite rows of the next sequence
             store_rows(C, o0, inverse, base, 0, rest, n)
     else:
         store_rows(C, o0, inverse, base, 0, rest, n)
@@ -696,7 +705,7 @@ def store_output(
 
 @gluon.jit
 def copy_out(x, corner, column: gl.constexpr, copy, stages, c: gl.constexpr):
-    """Copy x, a tile in registers, when the copy before has left its buffer."""
+    """Copy x, a tile in registers, once the copy before has read its buffer."""
     tma_store_wait(0)
     ring.tile_at(stages, c, 64, x.shape[1]).store(x)
     fence_async_shared()
@@ -705,7 +714,7 @@ def copy_out(x, corner, column: gl.constexpr, copy, stages, c: gl.constexpr):
 
 @gluon.jit
 def stage_output(C: gl.constexpr, c: gl.constexpr, o, inverse, corner, copy, stages):
-    """Store O / l by way of shared memory, from where TMA copies it while the kernel goes on."""
+    """Store O / l through shared memory; TMA copies it while the kernel continues."""
     W: gl.constexpr = C.STAGED
     dtype: gl.constexpr = stages.dtype
     inverse = gl.convert_layout(inverse, gl.SliceLayout(1, o.type.layout))
@@ -720,7 +729,7 @@ def stage_output(C: gl.constexpr, c: gl.constexpr, o, inverse, corner, copy, sta
 
 @gluon.jit
 def store_rows(C: gl.constexpr, o, inverse, base, column: gl.constexpr, tokens, n):
-    """Store O / l by the threads themselves, no further than the sequence goes."""
+    """Store O / l by the threads, up to the end of the sequence."""
     WL: gl.constexpr = output_layout(o.shape[1]) if C.TURNED else o.type.layout
     inverse = gl.convert_layout(inverse, gl.SliceLayout(1, o.type.layout))
     x = gl.convert_layout((o * inverse[:, None]).to(base.dtype.element_ty), WL)
@@ -738,7 +747,7 @@ def store_rows(C: gl.constexpr, o, inverse, base, column: gl.constexpr, tokens, 
 
 @gluon.jit
 def part_buffers(copy, n: gl.constexpr, W1: gl.constexpr):
-    """Return n buffers for each part of a tile; those of a part that is none are not used."""
+    """Return n buffers for each part of a tile; an absent part's are unused."""
     low = ring.tile_buffers(copy.low, n)
     high = low
     if W1:
@@ -748,14 +757,17 @@ def part_buffers(copy, n: gl.constexpr, W1: gl.constexpr):
 
 @gluon.jit
 def forward(q0, q1, k0, k1, v0, v1, bias, out, t, n, C: gl.constexpr):
-    """Compute out and lse. The first arguments are descriptors: of q, k and v in two parts, of a
-    copied bias and of the output. An argument that a problem lacks is None."""
+    """Compute out and lse.
+
+    The first arguments are descriptors: of q, k and v in two parts, of a copied bias and of the
+    output. Absent ones are None.
+    """
     copies = Copies(Parts(q0, q1), Parts(k0, k1), Parts(v0, v1), bias, out)
     each: gl.constexpr = C.WARPGROUPS * C.Q_STAGES
     qs = part_buffers(copies.q, each, C.D1)
     ks = part_buffers(copies.k, C.K_STAGES, C.D1)
     vs = part_buffers(copies.v, C.V_STAGES, C.DV1)
-    # a barrier that nothing uses would lie where another buffer does
+    # an unused barrier would share memory with another buffer
     biases, outs = None, None
     if C.BIAS == "copied":
         tiles: gl.constexpr = C.WARPGROUPS * C.B_STAGES

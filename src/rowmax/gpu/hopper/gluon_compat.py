@@ -1,4 +1,4 @@
-"""One name for what the releases of Gluon, from triton 3.6 on, name differently."""
+"""Single names for parts of Gluon that releases from triton 3.6 on name differently."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ else:  # 3.6 has the operation without a name
 
     @builtin
     def tma_add(tensor_desc, coord, src, _semantic: Any = None):
+        """Add a tile in shared memory to a tensor in global memory, by TMA."""
         coord = _semantic._convert_to_ir_values(coord, require_i64=False)
         add = ir.DESCRIPTOR_REDUCE_KIND.ADD
         _semantic.builder.create_async_tma_reduce(add, tensor_desc.handle, coord, src.handle)

@@ -28,6 +28,8 @@ _MOST_PLANS = 256
 
 
 class GluonLaunch(Launch):
+    """A launch of a kernel in Gluon."""
+
     source = GluonASTSource
 
 
@@ -47,7 +49,7 @@ _SPILLED: dict[Config, bool] = {}
 
 
 def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) of a problem that ``supports`` has passed."""
+    """Return (out, lse) of a problem that ``supports`` accepts."""
     q, k, v = tensors[:3]
     out = q.new_empty(problem.out_shape)
     lse = q.new_empty(problem.lse_shape, dtype=torch.float32)
@@ -79,7 +81,7 @@ def launch(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None
     else:
         try:  # noqa: SIM105  (suppress takes longer)
             _PLANS.move_to_end(key)
-        except KeyError:  # another thread has dropped it: it serves this call all the same
+        except KeyError:  # another thread has dropped it; this call still uses it
             pass
     t = pointers(plan, problem, tensors, out, lse)
     plan.launch(t, bases(q, k, v, bias, out))
@@ -168,7 +170,7 @@ def bias_path(problem: Problem, bias: Tensor | None) -> str:
 def build_plan(
     p: Problem, tensors: Tensors, out: Tensor, tile: Tile | None = None, **options: Any
 ) -> Plan:
-    """Return the plan of a problem, or with another tile and other constants, to measure those."""
+    """Return the plan of a problem; another tile and other constants serve measurements."""
     q, k, v, bias = tensors[:4]
     path = bias_path(p, bias)
     tile = tile or best_tile(p, path, q.device)
@@ -187,8 +189,10 @@ def build_plan(
 def descriptors(
     C: Config, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor
 ) -> Descriptors:
-    """Return the kernel's descriptors, without their tensors: q, k and v in two parts of columns,
-    a copied bias, out."""
+    """Return the kernel's descriptors without their tensors.
+
+    They are those of q, k and v in two parts of columns, a copied bias, and out.
+    """
 
     def parts(t: Tensor, view: Any, tile: list[int], widths: tuple[int, int]) -> Descriptors:
         return tuple(descriptor(t.dtype, *view, [*tile, w]) if w else None for w in widths)
@@ -264,7 +268,7 @@ def numbers(p: Problem, tensors: Tensors, c: Config, heads: int) -> Numbers:
     keys, ratio = SECTION_BYTES // (2 * (p.d + p.dv)), 1 if c.GROUP > 1 else p.group
     return Numbers(
         heads, p.hk, keys, p.nq, p.nk, *p.limits, p.batch, scale, inner, *bias_strides, *id_strides,
-        *each, p.hq, ratio, p.total_q,
+        *each, p.hq, ratio, p.total_q, None if p.positions is None else p.positions.shift,
     )  # fmt: skip
 
 
@@ -277,7 +281,7 @@ def tile_order(
         every = packed.most_tiles(p.total_q, p.nq, p.batch, tokens) * heads
         return max(1, min(most, every)), None, None
     counts = tile_count(tokens, block_k, p.nq, p.nk, p.left, p.right)
-    if p.documents:  # only the device knows how long its tiles are
+    if p.documents:  # the lengths of tiles are only on the device
         counts = torch.ones_like(counts)
     of_one_head = p.nk * (p.d + p.dv) * 2
     section = max(1, SECTION_BYTES // of_one_head) * (heads // p.hk)
@@ -290,4 +294,5 @@ def tile_order(
 
 
 def processors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a device."""
     return torch.cuda.get_device_properties(device).multi_processor_count

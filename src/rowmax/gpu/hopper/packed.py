@@ -1,8 +1,8 @@
-"""The order of the tiles of packed sequences, made on the device: the host reads nothing back.
+"""The order of the tiles of packed sequences, made on the device: the host reads no offsets.
 
-Sequence after sequence, the longest first, so that its keys and values stay in the L2 cache;
-within one, sections of heads, and within a section the longest tile first. Blocks take their
-tiles from a counter, since only the device knows how long they are.
+The longest sequence comes first, then the next, so that keys and values of one stay in the L2
+cache. A sequence has sections of heads, and a section begins with its longest tile. Blocks take
+their tiles from a counter, since the lengths are only on the device.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from torch import Tensor
 
 from ..compiled import Launch
 
-#: the counter, the number of tiles of one head, and (from here) where each sequence's begin
+#: numbers before the starts of sequences: the counter, and the number of tiles of one head
 HEADER = 2
 _CHUNK = 64
-#: programs that clear the rows past the last sequence
+#: number of programs that clear the rows past the last sequence
 _CLEARING = 128
 
 
 class Pointers(NamedTuple):
+    """``t``: the tensors of the kernel that builds the order."""
+
     order: Any
     cu: Any
     other: Any  # the offsets of keys where ``cu`` are those of queries, and the other way round
@@ -34,18 +36,22 @@ class Pointers(NamedTuple):
 
 
 class Numbers(NamedTuple):
+    """``n``: numbers at run time."""
+
     batch: int
-    most: int  # tiles that there is room for
-    total: int  # rows that ``cu`` are offsets of
+    most: int  # number of tiles with room in the order
+    total: int  # rows of the tensor with the offsets ``cu``
     total_other: int
     heads: int = 0
-    width: int = 0  # of a row of out, all heads
+    width: int = 0  # numbers in a row of out, all heads
 
 
 @triton.jit
 def _risen(cu, at, batch, total, floor):
-    """Return offsets in order: 0 first, in range, and no less than any before. ``floor`` is the
-    greatest before these."""
+    """Return offsets in order: 0 first, in range, never decreasing.
+
+    ``floor`` is the greatest offset before these.
+    """
     x = tl.load(cu + at, (at > 0) & (at <= batch), 0)
     x = tl.minimum(tl.maximum(x, 0), total)
     earlier = tl.where(at[None, :] <= at[:, None], x[None, :], 0)
@@ -65,7 +71,7 @@ def clear_rest(x, first, total, width):
 
 @triton.jit
 def _clear_rest_of_lse(t, n, rest, CHUNK: tl.constexpr):
-    """Store the lse of rows that see nothing in the same rows."""
+    """Store -inf, or the sink, as lse of the same rows: they see nothing."""
     for head in range(tl.program_id(0), n.heads, tl.num_programs(0)):
         value = tl.full([CHUNK], float("-inf"), tl.float32)
         if t.sink is not None:
@@ -77,8 +83,11 @@ def _clear_rest_of_lse(t, n, rest, CHUNK: tl.constexpr):
 
 @triton.jit
 def _place(t, n, HEADER: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr):
-    """Program b writes the number b in the rows of its sequence, and the offset of the sequence in
-    order (program ``batch`` the end of the last one). All clear the rows after the last."""
+    """Write the tiles of sequence b, and its offset in order, in program b.
+
+    Each row of its tiles holds b. Program ``batch`` writes the end of the last sequence. All
+    programs clear the rows past that end.
+    """
     b = tl.program_id(0)
     at = tl.arange(0, CHUNK)
     floor, floor_other = b * 0, b * 0
@@ -105,7 +114,7 @@ def _place(t, n, HEADER: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr
 def _place_one(
     t, n, b, length, HEADER: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
-    """Write the number b in the rows of a sequence of this length, and where these begin."""
+    """Write b in the rows of a sequence of this length, and the first of these rows."""
     at = tl.arange(0, CHUNK)
     floor = b * 0
     before = tl.zeros([CHUNK], tl.int32)
@@ -125,7 +134,7 @@ def _place_one(
         count = tl.sum(every, 0)
         tl.store(t.order, 0)
         tl.store(t.order + 1, tl.minimum(count, n.most))
-        if count == 0:  # a block looks at a first tile before it knows that there is none
+        if count == 0:  # a block reads a first tile before it reads their number
             tl.store(rows, 0)
     tiles = (length + TOKENS - 1) // TOKENS
     for first in range(0, tiles, CHUNK):
@@ -134,13 +143,13 @@ def _place_one(
 
 
 def most_tiles(total: int, longest: int, batch: int, tokens: int) -> int:
-    """Return a bound of the number of tiles: every sequence ends in a tile that may be bare."""
+    """Return a bound of the number of tiles: every sequence may end in a partial tile."""
     return min(total // tokens + batch, batch * -(-longest // tokens))
 
 
 @lru_cache(maxsize=256)
 def _placing(numbers: Numbers, tokens: int, device: torch.device) -> Launch:
-    # of the device as well: a launch keeps what it has loaded
+    # the key includes the device: a launch keeps its loaded kernel
     programs = max(numbers.batch + 1, _CLEARING if numbers.heads else 1)
     last = (numbers, *map(tl.constexpr, (HEADER, tokens, _CHUNK)))
     return Launch(_place, (programs, 1, 1), {"num_warps": 4, "enable_fp_fusion": True}, last)
@@ -151,8 +160,8 @@ class Order(NamedTuple):
 
     counter: Tensor
     ends: Tensor  # the number of tiles of one head
-    table: Tensor  # where each sequence's tiles begin, then the sequence of each tile
-    cu: Tensor  # offsets, brought in range
+    table: Tensor  # the first tile of each sequence, then the sequence of each tile
+    cu: Tensor  # offsets, clamped to the range
     other: Tensor
 
 
@@ -167,12 +176,12 @@ def order(
 ) -> Order:
     """Return the order of sequences with the offsets ``cu``, in tiles of ``tokens`` positions.
 
-    ``other`` are the offsets of the other side. Whatever both are, the returned ones begin with 0,
-    never fall and are within the ``totals``. ``out`` and ``lse``, if given, are cleared past the
-    last sequence.
+    ``other`` are the offsets of the other side. The returned offsets always begin with 0, never
+    decrease and are within the ``totals``. ``out`` and ``lse``, if given, are cleared past the last
+    sequence.
     """
     batch = cu.shape[0] - 1
-    most = totals[0] // tokens + batch  # whatever the longest is said to be
+    most = totals[0] // tokens + batch  # even if the given longest length is wrong
     room = HEADER + batch + most
     words = torch.empty(room + 2 * (batch + 1), dtype=torch.int32, device=cu.device)
     rows = (0, 0) if out is None else (out.shape[2], out.shape[2] * out.shape[3])

@@ -1,6 +1,6 @@
 """The passes over rows before and after the backward: lse and delta, and dq from its sums.
 
-Both cut rows into tiles of ROW_TILE, padded alike (``backward_order.plane_of``).
+Both split rows into tiles of ROW_TILE with the same padding (``backward_order.plane_of``).
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ _ROW_UNIT = tl.constexpr(ROW_UNIT)
 
 @triton.jit
 def place(t, n, c):
-    """Return (program, its tile, plane, sequence, head, the sequence's first row and length, the
-    tile's first row).
+    """Return the numbers of this program's tile of rows.
 
-    The last tile comes first. L2 then holds the first tiles for the kernel after this pass, which
-    begins with those, and the last tiles of that kernel for the pass after it.
+    They are (program, tile, plane, sequence, head, first row and length of the sequence, first row
+    of the tile).
+
+    The last tile comes first. L2 then holds the first tiles when the next kernel begins with them,
+    and that kernel's last tiles when the next pass begins.
     """
     i = tl.num_programs(0) - 1 - tl.program_id(0)
     tile = i % n.tiles
@@ -49,7 +51,7 @@ def memory_order(x, ROWS: tl.constexpr):
 
 @triton.jit
 def clear(t, n, c, i):
-    """Store zeros where kernels add and count, and in gradients past the last packed sequence."""
+    """Store zeros in sums and counters, and in gradients past the last packed sequence."""
     if t.sums is not None:
         r = tl.arange(0, c.ROWS)
         w = tl.arange(0, c.BLOCK_D)
@@ -74,13 +76,14 @@ def clear(t, n, c, i):
 
 @triton.jit
 def prepare(t, n, c):
-    """Store lse in the units of the scores, ``Delta - dLSE`` and the part of dsink of a tile of
-    rows; clear the sums that kernels add to.
+    """Store lse in the units of the scores, ``Delta - dLSE`` and the tile's part of dsink.
 
-    Rows that see nothing, and those that pad a tile, have an lse of +inf: weights of 0. So have
-    rows whose sink is too low for base 2.
+    Also clear the sums that kernels add to.
 
-    In natural units lse has a rest (``row_sums.py`` of Triton): weights made of lse alone sum to
+    Rows that see nothing, rows that pad a tile, and rows whose sink is too low for base 2 have an
+    lse of +inf: weights of 0.
+
+    In natural units lse has a rest (``triton/preprocess.py``): weights from lse without it sum to
     ``2^rest``. All gradients are linear in dO and Delta, so both are divided by it, dO in a copy.
     """
     gdc_launch_dependents()
@@ -123,7 +126,7 @@ def prepare(t, n, c):
     to = t.stats + plane.to(tl.int64) * (2 * rows) + tile * c.ROWS + r
     tl.store(to, memory_order(less, c.ROWS))
     tl.store(to + rows, memory_order(delta * share, c.ROWS))
-    total = tl.where(lse < float("inf"), 1.0, 0.0)  # of the weights of a row
+    total = tl.where(lse < float("inf"), 1.0, 0.0)  # the sum of the weights of a row
     if t.sink is not None:
         p = sink_weight(tl.load(t.sink + head).to(tl.float32), lse, rest)
         total -= p

@@ -1,4 +1,4 @@
-# ruff: noqa: N802  (what kernels read is in capitals)
+# ruff: noqa: N802  (names that kernels read are in capitals)
 """Tile shapes for an H100 or H200, as data, and the constants of a kernel."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ...call.problem import Problem
 
 ROWS = 64  # query rows of one warpgroup: the height of a wgmma
 SHARED = 227 * 1024  # bytes of shared memory a block may have
-#: bytes of it for a warpgroup's conversion of its output, and for all barriers
+#: bytes of shared memory for a warpgroup's conversion of its output, and for all barriers
 SCRATCH = 2304
 BARRIERS = 1024
 
@@ -44,8 +44,8 @@ TILES = {
     (192, 192): Tile(2, 64, 2, 2, 2),
     (256, 256): Tile(2, 64, 2, 2, 1),
 }
-#: where a processor has the rows of one warpgroup at most: alone it is done sooner, and with more
-#: buffers fewer loads wait for others
+#: tiles of one warpgroup, for processors that have no more rows: one warpgroup finishes sooner, and
+#: with more buffers fewer loads wait
 FEW = {
     (64, 64): Tile(1, 128, 4, 4, 1),
     (96, 96): Tile(1, 128, 4, 4, 1),
@@ -55,11 +55,12 @@ FEW = {
     (256, 256): Tile(1, 64, 3, 3, 1),
 }
 SIZES = (64, 96, 128, 192, 256)
-#: head size 64 without score terms, beyond so many keys: three warpgroups, whose taller tiles
-#: waste more where a sequence or a diagonal ends
+#: head size 64 without score terms, with many keys: three warpgroups. Taller tiles waste more at
+#: the end of a sequence and on a diagonal
 LONG_64 = Tile(3, 128, 4, 4, 2, registers=(160, 32))
-#: words of local memory that a thread of it may use. By triton 3.6.0 (ptxas 12.8 or 12.9) it uses
-#: 0 and, causal, 22, once a query tile; by triton 3.9.0 30 and 50, in its loops over keys as well
+#: words of local memory that a thread of that tile may use. Compiled by triton 3.6.0 (ptxas 12.8 or
+#: 12.9) it uses 0 and, causal, 22, once a query tile; by triton 3.9.0 30 and 50, also in its loops
+#: over keys
 LONG_64_SPILLS = 24
 LONG_64_KEYS = {"full": 1536, "causal": 4096}
 
@@ -85,13 +86,13 @@ class Config:
     SOFTCAP: bool = False
     ALIBI: bool = False
     SINK: bool = False
-    BIAS: str = ""  # its path (host.bias_path), or none
-    B_STAGES: int = 1  # of a copied one
+    BIAS: str = ""  # path of the bias (host.bias_path), or none
+    B_STAGES: int = 1  # buffers of a copied bias
     EVEN_K: bool = False  # key tiles fill every sequence's keys
-    STAGED: int = 0  # columns of the output copied from shared memory at a time; 0: threads store
-    NATURAL: bool = False  # scores are in natural units, and so is the reference (Problem.natural)
-    ROUND_LATE: bool = False  # round the weights after the product above their softmax
-    CONSUMER_REGISTERS: int = 240  # of a thread
+    STAGED: int = 0  # columns of the output that TMA copies at a time; 0: threads store them
+    NATURAL: bool = False  # scores and the reference are in natural units (Problem.natural)
+    ROUND_LATE: bool = False  # round the weights after the product that overlaps with their softmax
+    CONSUMER_REGISTERS: int = 240  # registers of a thread
     PRODUCER_REGISTERS: int = 24
 
     @property
@@ -112,38 +113,41 @@ class Config:
 
     @property
     def TOKENS(self) -> int:
-        """The query positions of one warpgroup."""
+        """Return the query positions of one warpgroup."""
         return ROWS // self.GROUP
 
     @property
     def TILE(self) -> int:
-        """The query positions of all warpgroups."""
+        """Return the query positions of all warpgroups."""
         return self.WARPGROUPS * self.TOKENS
 
     @property
     def TURNED(self) -> bool:
-        """True if threads convert rows for stores of 16 bytes: not where they store few, at the
-        ends of sequences, nor where a bias leaves no memory for it."""
+        """Return True if threads convert rows for stores of 16 bytes.
+
+        They do not where they store only the ends of sequences, or where a bias leaves no
+        memory.
+        """
         return not (self.STAGED or self.BIAS == "copied")
 
     @property
     def PADDED(self) -> bool:
-        """True if a key tile may end past its sequence, in values that must not be read."""
+        """Return True if a key tile may end past its sequence, in values that must not be read."""
         return self.VARLEN or self.PREFIX
 
     @property
     def DRAWN(self) -> bool:
-        """True if blocks take tiles from a counter: only the device knows how long they are."""
+        """Return True if blocks take tiles from a counter: lengths are only on the device."""
         return self.VARLEN or self.DOCUMENTS
 
     @property
     def LAST_FIRST(self) -> bool:
-        """True if the last tile of a sequence is the longest."""
+        """Return True if the last tile of a sequence is the longest."""
         return self.RIGHT
 
     @property
     def ADDED(self) -> bool:
-        """True if there are terms that the scale does not multiply."""
+        """Return True if there are terms that the scale does not multiply."""
         return self.ALIBI or bool(self.BIAS)
 
 
@@ -181,7 +185,7 @@ def sizes_of(d: int, dv: int) -> tuple[int, int]:
 def tile_for(p: Problem, bias: str, processors: int, spilled: bool = False) -> Tile:
     """Return the tile of a problem with a bias of this path.
 
-    ``spilled``: the next best, where three warpgroups were compiled and have too few registers.
+    ``spilled``: the second best, if the kernel of three warpgroups spilled registers.
     """
     d, dv = sizes_of(p.d, p.dv)
     tile = TILES[d, dv]
@@ -192,7 +196,7 @@ def tile_for(p: Problem, bias: str, processors: int, spilled: bool = False) -> T
     long = p.nk > LONG_64_KEYS["full" if p.right is None else "causal"]
     if not spilled and plain and d == 64 and long:
         return LONG_64
-    if bias in ("row", "gathered"):  # numbers that are being loaded take registers of their own
+    if bias in ("row", "gathered"):  # numbers in flight need registers too
         return replace(tile, block_k=64 if dv <= 128 else 32)
     if bias != "copied":
         return tile
@@ -229,6 +233,7 @@ def shared_bytes(
 
 
 def config_for(p: Problem, tile: Tile, bias: str, group: int) -> Config:
+    """Return the config of a problem: the tile, and the features that it has."""
     d, dv = sizes_of(p.d, p.dv)
     return Config(
         D=d, DV=dv, DV_OUT=p.dv, GROUP=group, WARPGROUPS=tile.warpgroups, BLOCK_K=tile.block_k,
@@ -244,7 +249,7 @@ def config_for(p: Problem, tile: Tile, bias: str, group: int) -> Config:
 
 
 def staged_columns(p: Problem, tile: Tile, bias: str) -> int:
-    """Return the columns of the output that have room in shared memory, to be copied from there."""
+    """Return the columns of the output that have room in shared memory for a TMA copy."""
     d, dv = sizes_of(p.d, p.dv)
     columns = min(dv, 128)
     if dv % columns or dv != first_part(dv):
@@ -254,7 +259,7 @@ def staged_columns(p: Problem, tile: Tile, bias: str) -> int:
 
 
 def packed_heads(p: Problem, bias: str) -> int:
-    """Return the query heads of a kv head that share a tile: all, where one would leave it bare."""
+    """Return the query heads of a kv head that share a tile: all, if one has few rows."""
     group, tokens = p.group, TILES[sizes_of(p.d, p.dv)].warpgroups * ROWS
     if bias in ("copied", "row") or group == 1 or group > ROWS or group & (group - 1):
         return 1

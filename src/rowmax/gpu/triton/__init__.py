@@ -1,4 +1,4 @@
-"""Attention in plain Triton, for every GPU that Triton serves."""
+"""Attention in plain Triton, for every GPU that Triton supports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["backward", "forward", "notes", "record", "supports"]
 
 
 def _has_capability(problem: Problem, *least: int) -> bool:
-    """True unless the device is an NVIDIA GPU of a lower compute capability."""
+    """Return True unless the device is an NVIDIA GPU of a lower compute capability."""
     if problem.device != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return True
     return torch.cuda.get_device_capability(problem.device_index) >= least
@@ -26,6 +26,11 @@ LIMITS = (
     Limit(
         lambda p: p.dtype in (torch.float32, torch.float16, torch.bfloat16),
         "it computes in float32, float16 and bfloat16, not in {0.dtype}",
+    ),
+    Limit(
+        lambda p: p.positions is None or p.positions.key % 64 == 0,
+        "it draws dropout for 64 keys at a time: it takes no block that begins at key "
+        "{0.positions.key}",
     ),
     Limit(
         lambda p: p.dtype != torch.bfloat16 or _has_capability(p, 8, 0),
@@ -39,7 +44,7 @@ LIMITS = (
 
 
 def supports(problem: Problem, call: str) -> str | None:
-    """Return None, or the sentence that says why not."""
+    """Return None, or the reason why no kernel computes the problem."""
     return beyond(LIMITS, problem)
 
 

@@ -3,8 +3,8 @@
 With a bias the weights of rows whose lse is far from 0 are summed before (``preprocess.py``).
 
 No sum has more than one program, so that every gradient is bitwise the same from run to run. The
-gradient of a bias that broadcasts is a sum: over queries or keys within the kernels that stream
-them, over the batch and heads in a kernel of its own or by torch on O(N) partial sums.
+gradient of a bias that broadcasts is a sum. The kernels that stream queries or keys sum over them.
+A kernel of its own, or torch on O(N) partial sums, sums over the batch and heads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .kernel_args import aligned, prepared
 from .launch import launch
 from .tiles import BOTH_UP_TO, Tiles
 
-#: what all kernels of gradients read beside the inputs
+#: tensors that all kernels of gradients read, other than inputs
 Read = dict[str, Any]
 
 

@@ -1,10 +1,10 @@
-# ruff: noqa: RET505, SIM102, SIM108, RUF100  (compiled code tells its branches apart by else)
-"""dbias of a bias that broadcasts over the batch or heads: a tile stays, its sharers pass by.
+# ruff: noqa: RET505, SIM102, SIM108, RUF100  (constant branches need an else)
+"""dbias of a bias that broadcasts over the batch or heads: a tile is resident, its sharers pass.
 
-``dbias_ij = sum dS_ij`` over the broadcast dimensions, in one order, in registers: no memory
-beyond the gradient itself. Where all sharers of a tile see it they pass in one loop that reads
-without a condition, so that Triton reads ahead. A step of it reads some columns of Q, K, V and dO:
-shared memory has no room for all columns of a wide head, of this step and of the next.
+``dbias_ij = sum dS_ij`` over the broadcast dimensions, in one order, in registers: no memory beyond
+the gradient itself. Where all sharers of a tile see it, one loop reads them without a condition, so
+that Triton prefetches. A step of it reads some columns of Q, K, V and dO: shared memory has no room
+for all columns of a wide head, of this step and of the next.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class BiasTile(NamedTuple):
 def sharer(i, ptr, num, cfg, tile):
     """Return the place of the i-th sharer of the tile.
 
-    Heads come before sequences: neighbours among them share keys and values, too.
+    Heads vary faster than sequences: neighbouring heads share keys and values, too.
     """
     n = i // cfg.SHARING
     b = tile.b + n
@@ -42,7 +42,7 @@ def sharer(i, ptr, num, cfg, tile):
 
 @triton.jit
 def tile_state(ptr, num, cfg, tile, place):
-    """Return 0 where no pair of the tile is seen, 2 where all are, else 1: by map or by band."""
+    """Return 0 if no pair of the tile may attend, 2 if all may, else 1; by map or by band."""
     if ptr.states is not None:
         at = lib.pair_pointers(ptr.states, num.states, place, tile.tile_q, tile.tile_k)
         return tl.load(at).to(tl.int32)
@@ -77,8 +77,8 @@ def add_sharers(acc, first, end, ptr, num, cfg, tile):
     rows = i0 + tl.arange(0, BLOCK_Q)
     row = rows[:, None]
     j = tl.arange(0, BLOCK_K)[None, :]
-    # From part to part sums pass as bits. As numbers Triton would wait for the products only in the
-    # branch that uses them, and ptxas runs products that end in a branch one at a time.
+    # Parts pass sums as bits. As numbers Triton would wait for the products only in the branch that
+    # uses them, and ptxas serialises products that end in a branch.
     x_bits = tl.zeros([BLOCK_Q, BLOCK_K], tl.int32)
     dp_bits = tl.zeros([BLOCK_Q, BLOCK_K], tl.int32)
     for step in tl.range(first * PARTS, end * PARTS):
@@ -124,6 +124,7 @@ def add_sharers(acc, first, end, ptr, num, cfg, tile):
 
 @triton.jit(do_not_specialize=["num"])
 def backward_dbias_kernel(ptr, num, cfg):
+    """Store dbias of one tile of a plane of the bias."""
     # some sharers may see the tile and others not
     VARIES: tl.constexpr = ptr.states is not None or ptr.lengths is not None or cfg.PACKED
     HEADS: tl.constexpr = cfg.HQ // cfg.SHARING
@@ -146,8 +147,8 @@ def backward_dbias_kernel(ptr, num, cfg):
     acc = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
     sharers = cfg.SHARING * (num.batch // num.bias_batch)
     if VARIES:
-        # One by one: for runs of those that see the tile, whose begin the loop would carry along,
-        # triton 3.6.0 compiles code that always begins with the first of all.
+        # One by one: for runs of sharers that see the tile, with a begin that the loop carries,
+        # triton 3.6.0 compiles code that always begins with the first sharer.
         for i in tl.range(0, sharers, num_stages=1):
             if tile_state(ptr, num, cfg, tile, sharer(i, ptr, num, cfg, tile)) > 0:
                 acc = add_sharers(acc, i, i + 1, ptr, num, cfg, tile)

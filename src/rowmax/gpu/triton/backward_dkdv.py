@@ -1,10 +1,10 @@
-# ruff: noqa: RET505, SIM102, SIM108, RUF100  (compiled code tells its branches apart by else)
-"""dK and dV: a tile of keys stays resident, tiles of queries pass by it, head by head of its group.
+# ruff: noqa: RET505, SIM102, SIM108, RUF100  (constant branches need an else)
+"""dK and dV: a tile of keys is resident, tiles of queries pass, head by head of its group.
 
-``dV_j = sum_i P_ij R_ij dO_i`` and ``dK_j = scale sum_i dX_ij q_i``. Scores are held with keys
-down and queries across, so that P and dS are left operands as they lie. Without atomics: one
-program computes the whole of its rows, in one order. A launch computes both, or one where
-``ptr.dk`` or ``ptr.dv`` is None: a wide head has no registers for both sums.
+``dV_j = sum_i P_ij R_ij dO_i`` and ``dK_j = scale sum_i dX_ij q_i``. Scores are held with keys down
+and queries across, so that P and dS are left operands without a transpose. There are no atomics:
+one program computes its rows, in one order. A launch computes both, or one where ``ptr.dk`` or
+``ptr.dv`` is None: a wide head has no registers for both sums.
 """
 
 from __future__ import annotations
@@ -149,6 +149,7 @@ def sum_over_group(tile, ptr, num, cfg, place, EACH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num"])
 def backward_dkdv_kernel(ptr, num, cfg):
+    """Store dK and dV of one tile of keys of a kv head."""
     HK: tl.constexpr = cfg.HQ // cfg.GROUP
     tile, head = lib.tile_and_head(num)
     b = head // HK
@@ -162,7 +163,7 @@ def backward_dkdv_kernel(ptr, num, cfg):
     dk, dv = sum_over_group(tile, ptr, num, cfg, place, False)
     if cfg.MASKS:
         if lib.has_nan(dk) | lib.has_nan(dv):
-            # with K and V loaded again: kept until here, they would cost the loop registers
+            # K and V are loaded again: kept until here, they would take registers from the loop
             dk, dv = sum_over_group(tile, ptr, num, cfg, place, True)
     if ptr.dk is not None:
         to = lib.keys(ptr.dk, num.dk, cfg, place)

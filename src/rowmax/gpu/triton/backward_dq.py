@@ -1,5 +1,5 @@
-# ruff: noqa: RET505, SIM102, SIM108, RUF100  (compiled code tells its branches apart by else)
-"""dQ: a tile of queries stays resident, tiles of keys pass by it.
+# ruff: noqa: RET505, SIM102, SIM108, RUF100  (constant branches need an else)
+"""dQ: a tile of queries is resident, tiles of keys pass.
 
 ``dQ_i = scale sum_j dX_ij k_j``. The kernel also stores the gradient of a bias that broadcasts
 over nothing, tile by tile, and sums that of a bias that broadcasts over keys.
@@ -89,6 +89,7 @@ def add_each_key(x, ptr, num, cfg, place):
 
 @triton.jit(do_not_specialize=["num"])
 def backward_dq_kernel(ptr, num, cfg):
+    """Store dQ of one tile of queries of a head."""
     BLOCK_Q: tl.constexpr = cfg.BLOCK_Q
     tile, head = lib.tile_and_head(num)
     b, tile = lib.sequence_of_queries(ptr, num, cfg, tile, head)
@@ -121,7 +122,7 @@ def backward_dq_kernel(ptr, num, cfg):
         dq, sums = add_keys(dq, sums, x, ptr, num, cfg, place, plan, "any")
     if cfg.MASKS:
         if lib.has_nan(dq):
-            # loaded again: kept in registers until here, they would cost the loop its own
+            # loaded again: kept until here, they would take registers from the loop
             q = lib.load_tile(q_base, num.q, i0, nq, BLOCK_Q, True)
             do = lib.load_tile(do_base, num.dout, i0, nq, BLOCK_Q, True)
             x = QueryTile(q, do, lse2, rest, delta, row, inside)

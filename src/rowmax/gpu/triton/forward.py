@@ -1,5 +1,5 @@
-# ruff: noqa: RET505, SIM102, SIM108, RUF100  (compiled code tells its branches apart by else)
-"""The forward: a tile of queries stays resident, tiles of keys pass by it.
+# ruff: noqa: RET505, SIM102, SIM108, RUF100  (constant branches need an else)
+"""The forward: a tile of queries is resident, tiles of keys pass.
 
 The recurrence is in ``rules/softmax.py``. At the end come the sink, ``O / l`` and ``LSE = m + log
 l``. Exponentials are in base 2 with ``scale log2(e)`` folded in, except for natural scores
@@ -79,6 +79,7 @@ def attend_keys(m, q, ptr, num, cfg, place, row):
 
 @triton.jit(do_not_specialize=["num"])
 def forward_kernel(ptr, num, cfg):
+    """Store out and lse of one tile of queries of a head."""
     BLOCK_Q: tl.constexpr = cfg.BLOCK_Q
     tile = tl.program_id(0) % num.tiles
     head = tl.program_id(0) // num.tiles
@@ -100,7 +101,7 @@ def forward_kernel(ptr, num, cfg):
     m, l, acc = attend_tiles(m, l, acc, q, ptr, num, cfg, place, row, plan)
     if cfg.MASKS:
         if lib.has_nan(acc):
-            # loaded again: kept in registers until here, it would cost the loop its own
+            # loaded again: kept until here, it would take registers from the loop
             q = lib.load_tile(q_base, num.q, i0, place.nq, BLOCK_Q, True)
             acc = attend_keys(m, q, ptr, num, cfg, place, row)
 

@@ -94,7 +94,7 @@ class Numbers(NamedTuple):
     longest_q: Any
     longest_k: Any
     tiles: Any  # resident tiles of a head
-    rows: Any  # of lse2 and delta, of a head, in units of ROW_UNIT
+    rows: Any  # rows of a head in lse2 and delta, in units of ROW_UNIT
     scale: Any
     scale2: Any  # scale in the units of the scores
     cap2: Any  # softcap in the units of the scores
@@ -103,7 +103,11 @@ class Numbers(NamedTuple):
     right: Any
     threshold: Any
     keep_scale: Any
-    first: Any
+    shift: Any  # of ALiBi's distances in a block of a longer call; None: 0
+    first_query: Any  # of dropout's counters there; None, all four: 0
+    first_key: Any
+    first_head: Any
+    first_sequence: Any
     q: Any  # a Matrix each
     k: Any
     v: Any
@@ -141,7 +145,7 @@ class Config(NamedTuple):
     TO_LENGTHS: Any  # positions are aligned to the lengths, else to the keys
     NATURAL: Any  # scores are in natural units, else in units of log 2
     FOLDED: Any  # scores are q.k alone, so that the scale folds into the exponent
-    PRECISION: Any  # of float32 products
+    PRECISION: Any  # precision of float32 products
     SHARING: Any  # heads that share a tile of the bias
     WIDTH: Any  # columns of a head that a step of dbias reads
     PARTS: Any  # steps that read all columns
@@ -236,6 +240,7 @@ def common_align(found: tuple[int, ...], unit: int) -> int:
 
 
 def pairs(found: tuple[int, ...], align: int) -> Pairs:
+    """Return the Pairs of strides, the first three in units of ``align``."""
     b, head, row = (s // align for s in found[:3])
     return Pairs(b, head, row, None if found[3] == 1 else found[3], tl.constexpr(align))
 
@@ -261,8 +266,24 @@ def sizes_and_scalars(problem: Problem) -> dict[str, Any]:
         "right": right,
         "threshold": problem.dropout_threshold if dropped else None,
         "keep_scale": problem.keep_scale if dropped else None,
-        "first": problem.first if dropped else None,
+        **positions(problem),
     }
+
+
+def positions(problem: Problem) -> dict[str, int | None]:
+    """Return the shift and the first counters, None where all positions of the call are 0.
+
+    If one of them is not, all that the call reads are numbers, so that a kernel is compiled for two
+    cases and no more.
+    """
+    placed = problem.positions
+    shift, *firsts = (None,) * 5 if placed is None else placed
+    if not problem.alibi:
+        shift = None
+    if problem.dropout_threshold == 0:
+        firsts = (None,) * 4
+    names = ("first_query", "first_key", "first_head", "first_sequence")
+    return {"shift": shift, **dict(zip(names, firsts, strict=True))}
 
 
 def config(problem: Problem, tiles: Tiles, precision: str, **more: Any) -> Config:

@@ -35,7 +35,7 @@ class JobSpec(NamedTuple):
     #: a program's tile: "queries" or "keys" of a sequence, "rows" of all packed sequences as one,
     #: "bias"
     resident: str
-    #: read or written beside q, k and v
+    #: tensors that are read or written, other than q, k and v
     matrices: tuple[str, ...] = ()
     #: heads alternate tile by tile
     alternate: bool = False
@@ -152,7 +152,7 @@ def launch(
 ) -> Pointers:
     """Launch a job, with smaller tiles if it does not fit; return the pointers of the kernel.
 
-    ``made`` holds the tensors beside the inputs by their names among ``Pointers``; ``more``
+    ``made`` holds the tensors other than inputs, by their names among ``Pointers``; ``more``
     returns those that depend on the job. ``tiles`` overrides the tables.
     """
     dout = made.get("dout")

@@ -1,9 +1,9 @@
-# ruff: noqa: RET505, SIM102, SIM108, RUF100  (compiled code tells its branches apart by else)
+# ruff: noqa: RET505, SIM102, SIM108, RUF100  (constant branches need an else)
 """Shared parts of the kernels: places, tiles in memory, lists of tiles, scores, masks, weights.
 
 Kernels pass the records of ``kernel_args.py``: ``ptr``, ``num`` and ``cfg``. ``row`` and ``col``
-are query and key positions within a sequence, shaped to broadcast, so that a kernel may hold its
-tile of scores either way up. Scores are in natural units where ``cfg.NATURAL``, else in units of
+are query and key positions within a sequence. Their shapes broadcast, so a kernel may hold its tile
+of scores in either orientation. Scores are in natural units where ``cfg.NATURAL``, else in units of
 log 2: ``s = log2(e) (...)``.
 """
 
@@ -25,9 +25,9 @@ class Place(NamedTuple):
     """One head of one sequence."""
 
     b: Any
-    head: Any  # of queries
+    head: Any  # query head
     kv_head: Any
-    q_start: Any  # as Sizes
+    q_start: Any  # start and length as in Sizes
     nq: Any
     k_start: Any
     nk: Any
@@ -68,7 +68,7 @@ def tile_and_head(num):
 
 @triton.jit
 def sequence(cu, b, batch, total, longest):
-    """Return (start, length) of packed sequence b, within range whatever the offsets hold.
+    """Return (start, length) of packed sequence b, clamped to the range.
 
     The rows past the last sequence form one more, number ``batch``.
     """
@@ -127,6 +127,7 @@ def sizes_of(ptr, num, cfg, b, KEYS: tl.constexpr):
 
 @triton.jit
 def place_of(ptr, num, cfg, b, head, sizes):
+    """Return the Place of one head of sequence b."""
     used = sizes.nk
     if ptr.lengths is not None:
         length = tl.load(ptr.lengths + tl.minimum(b, num.batch - 1))
@@ -153,11 +154,13 @@ def first_row(x, matrix, b, head, start, PACKED: tl.constexpr):
 
 @triton.jit
 def queries(x, matrix, cfg, place):
+    """Return a pointer to the first query of a place."""
     return first_row(x, matrix, place.b, place.head, place.q_start, cfg.PACKED)
 
 
 @triton.jit
 def keys(x, matrix, cfg, place):
+    """Return a pointer to the first key of a place."""
     return first_row(x, matrix, place.b, place.kv_head, place.k_start, cfg.PACKED)
 
 
@@ -238,7 +241,7 @@ def load_rest(ptr, num, cfg, place, row, RAGGED: tl.constexpr):
 
 @triton.jit
 def pair_pointers(x, pairs, place, row, col):
-    """Return pointers to the pairs (row, col) of a term ``[B, H, Nq, Nk]``."""
+    """Return pointers to the numbers of pairs (row, col) in a term ``[B, H, Nq, Nk]``."""
     base = tl.cast(place.b, tl.int64) * pairs.b + tl.cast(place.head, tl.int64) * pairs.head
     at = x + base * pairs.ALIGN + row.to(tl.int64) * (pairs.row * pairs.ALIGN)
     if pairs.col is None:
@@ -295,10 +298,10 @@ def tile_count(plan, KIND: tl.constexpr):
 
 @triton.jit
 def nth_tile(i, ptr, plan, KIND: tl.constexpr):
-    """Return (tile, partial): the i-th "full", "partial" or "any" tile, and if it needs a mask.
+    """Return (tile, partial): the i-th "full", "partial" or "any" tile; True if it needs a mask.
 
-    One loop over any tile tests each for being partial. Two loops, over the full and over the
-    partial ones, save the tests, but double the code and its start.
+    One loop over any tile tests each one. Two loops, over full and over partial tiles, save the
+    tests but double the code and its prologue.
     """
     if ptr.order is not None:
         if KIND == "partial":
@@ -343,7 +346,10 @@ def scored(x, ptr, num, cfg, place, row, col, bias=None):
         slope = tl.load(ptr.alibi + place.head).to(tl.float32)
         if not cfg.NATURAL:
             slope *= LOG2E
-        distance = tl.abs(row + place.offset - col).to(tl.float32)
+        at = row + place.offset
+        if num.shift is not None:
+            at += num.shift
+        distance = tl.abs(at - col).to(tl.float32)
     scale = None if cfg.FOLDED else num.scale2
     terms = ScoreTerms(scale, num.scale_cap, num.cap2, bias, slope, distance)
     if ptr.q.dtype.element_ty == tl.float32:
@@ -383,7 +389,7 @@ def seen(ptr, num, place, row, col):
 
 @triton.jit
 def only_seen(x, ptr, num, cfg, place, row, col, partial, KIND: tl.constexpr):
-    """Return x, with 0 for the pairs of a partial tile that are not seen."""
+    """Return x, with 0 for the pairs of a partial tile that may not attend."""
     if cfg.EDGES and KIND != "full":
         if KIND == "partial" or partial:
             x = tl.where(seen(ptr, num, place, row, col), x, 0.0)
@@ -434,10 +440,18 @@ def kept(ptr, num, place, row, j0, j, BLOCK: tl.constexpr):
     else:
         lane = ((j0 >> 3) + (j >> 3)) & 7
         block = j0 // 64 + 0 * j
-    c0 = (block * 8 + (j & 7) + row * 0).to(tl.uint32)
+    b = place.b
+    head = place.head
+    column = block * 8 + (j & 7)
+    if num.first_query is not None:
+        b += num.first_sequence
+        head += num.first_head
+        row += num.first_query
+        column += num.first_key >> 3  # whole blocks of 64 keys (``supports``)
+    c0 = (column + row * 0).to(tl.uint32)
     c1 = (row + j * 0).to(tl.uint32)
-    c2 = c0 * 0 + tl.cast(place.head, tl.uint32)
-    c3 = c0 * 0 + tl.cast(place.b + num.first, tl.uint32)
+    c2 = c0 * 0 + tl.cast(head, tl.uint32)
+    c3 = c0 * 0 + tl.cast(b, tl.uint32)
     k0 = c0 * 0 + (seed & 0xFFFFFFFF).to(tl.uint32)
     k1 = c0 * 0 + ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
     w0, w1, w2, w3 = rules.philox(c0, c1, c2, c3, k0, k1)
@@ -459,13 +473,14 @@ def dropped(p, dp, ptr, num, place, row, j0, j, BLOCK: tl.constexpr):
 
 # --- sums without the pairs that are not seen ---------------------------------------------------
 #
-# A pair that may not attend has weight 0 and no part in a sum, whatever its numbers. In a product
-# of tiles 0 times NaN is NaN. A sum that is NaN is computed again, a row of the other side at a
-# time, from the pairs that are seen alone.
+# A pair that may not attend has weight 0, even if its numbers are NaN. In a product of tiles 0
+# times NaN is NaN. So a sum that is NaN is computed again, a row of the other side at a time, from
+# the pairs that may attend.
 
 
 @triton.jit
 def has_nan(x):
+    """Return True if a tile holds NaN."""
     # over both axes at once: triton 3.6 has no code for sm_100 for one axis after the other
     return tl.max((x != x).to(tl.int32), None) > 0
 

@@ -1,4 +1,4 @@
-# ruff: noqa: RET505, SIM102, SIM108, RUF100  (compiled code tells its branches apart by else)
+# ruff: noqa: RET505, SIM102, SIM108, RUF100  (constant branches need an else)
 """The numbers of rows that a backward computes before its gradients: the rest of LSE, Delta.
 
 The rest is ``log2(sum_j exp(s_ij - LSE_i))``, the rounding error of LSE. A backward recomputes the
@@ -34,6 +34,7 @@ def padded_rows(problem: Problem) -> tuple[int, int, int]:
 
 @triton.jit(do_not_specialize=["num"])
 def row_sums_kernel(ptr, num, cfg):
+    """Store the rest of LSE of one tile of queries of a head."""
     BLOCK_Q: tl.constexpr = cfg.BLOCK_Q
     BLOCK_K: tl.constexpr = cfg.BLOCK_K
     tile = tl.program_id(0) % num.tiles

@@ -12,7 +12,7 @@ from ...rules import band, bound, dropout, row_stats, softmax
 from ...rules import score as scores
 from .. import compat
 
-# Triton lets a kernel read only those globals that are constexpr
+# a kernel may read only globals that are constexpr
 LOG2E = tl.constexpr(softmax.LOG2E)
 LN2 = tl.constexpr(softmax.LN2)
 _ROUNDS = tl.constexpr(dropout.ROUNDS)
@@ -42,6 +42,7 @@ def compiled(rule: Callable[..., Any], **functions: Any) -> Any:
 
 @triton.jit
 def tanh(x):
+    """Return tanh x from one exponential."""
     return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
 
 

@@ -44,8 +44,8 @@ def tile_pointers(
 def tile_states(problem: Problem, tensors: Tensors, tiles: Tiles) -> Tensor:
     """Return ``mask.tile_states``, with no full tile at a ragged edge.
 
-    In a packed call bands and lengths differ between sequences. There a tile is known by the
-    boolean tensor alone, and none is known to be full.
+    In a packed call bands and lengths differ between sequences. There only the boolean tensor
+    decides, and no tile is full.
     """
     bq, bk = tiles.block_q, tiles.block_k
     if problem.varlen:

@@ -1,7 +1,7 @@
 """Tile shapes as data: a table of measured ones, a rule from the size of memory for the rest.
 
-A user's call measures nothing. ``rowmax tune`` measures candidates on the device at hand and keeps
-the fastest in the user's cache directory; they come before the table.
+A user's call measures nothing. ``rowmax tune`` measures candidates on the current device and keeps
+the fastest in the user's cache directory; they take precedence over the table.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Kind:
-    """All that a choice of tiles depends on, beside the device."""
+    """The properties of a job that its tiles depend on."""
 
     job: str
-    bytes: int  # of an element
+    bytes: int  # size of an element
     d: int  # padded
     dv: int
     masked: bool
-    scored: bool  # with terms beside q.k
+    scored: bool  # the score has terms other than q.k
     long: bool = False
 
     def __str__(self) -> str:
@@ -54,8 +54,8 @@ class Limits:
 
     name: str
     shared: int  # bytes
-    lanes: int  # of a warp
-    no_wgmma: bool = False  # in float32: every ptxas at hand builds wrong descriptors
+    lanes: int  # threads of a warp
+    no_wgmma: bool = False  # in float32: every installed ptxas builds wrong descriptors
     split: bool = False  # float32 products read operands in two halves (tf32x3)
     wgmma: bool = False
 
@@ -76,6 +76,7 @@ def padded(d: int) -> int:
 
 
 def kind_of(job: str, problem: Problem) -> Kind:
+    """Return the Kind of a job of a problem."""
     scored = problem.bias is not None or problem.alibi or problem.softcap > 0
     scored = scored or problem.dropout_threshold > 0
     d, dv, long = padded(problem.d), padded(problem.dv), max(problem.nq, problem.nk) > LONG
@@ -111,7 +112,7 @@ def chosen(kind: Kind, limits: Limits, problem: Problem) -> Tiles:
 
 
 def allowed(kind: Kind, tiles: Tiles, limits: Limits) -> bool:
-    """Return False for float32 tiles of wgmma that no ptxas at hand assembles correctly."""
+    """Return False for float32 tiles of wgmma that no installed ptxas assembles correctly."""
     return not (limits.no_wgmma and kind.bytes == 4 and wide(tiles))
 
 
@@ -124,6 +125,7 @@ def wide(tiles: Tiles) -> bool:
 
 
 def limits_of(device: torch.device) -> Limits:
+    """Return the Limits of a device."""
     if device.type != "cuda":
         return Limits(device.type, 64 << 10, 32)
     return _limits(torch.cuda.current_device() if device.index is None else device.index)
@@ -147,9 +149,9 @@ def _limits(device: int) -> Limits:
 
 # --- measured ----------------------------------------------------------------------------------
 
-#: (job, width of a head) -> tiles of 16-bit elements without a mask, with one, and with terms
-#: beside q.k: the fastest of some forty candidates whose loops do not spill, in bfloat16 at 4096
-#: tokens, on an H200 with triton 3.6.0
+#: (job, width of a head) -> tiles of 16-bit elements without a mask, with a mask, and with other
+#: terms than q.k: the fastest of some forty candidates whose loops do not spill, in bfloat16 at
+#: 4096 tokens, on an H200 with triton 3.6.0
 _H200 = {
     ("forward", 64): (Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 4), Tiles(128, 64, 8, 3)),
     ("forward", 128): (Tiles(128, 128, 8, 3), Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3)),
@@ -197,7 +199,7 @@ _LAST = ((32, 16, 4), (16, 32, 4), (16, 16, 4), (16, 16, 8))
 
 
 def candidates(kind: Kind, limits: Limits) -> Iterator[Tiles]:
-    """Yield tiles that fit the device, the rule's choice first; at last the smallest, untested."""
+    """Yield tiles that fit the device, the rule's choice first; last the smallest, untested."""
     for block_q, block_k, warps in _SHAPES[kind.job] + _LAST:
         for stages in (2, 3):
             tiles = Tiles(block_q, block_k, warps, stages)
@@ -221,12 +223,12 @@ def fits(kind: Kind, tiles: Tiles, limits: Limits) -> bool:
     }[kind.job]
     scores = bq * bk * (1 if kind.job in ("forward", "row_sums", "delta", "dv") else 2)
     threads = tiles.warps * limits.lanes
-    ahead = kind.scored and kind.job != "dbias"  # a bias is loaded ahead too
+    ahead = kind.scored and kind.job != "dbias"  # a bias is prefetched too
     loaded = kind.bytes * tiles.stages * streamed + 4 * ahead * tiles.stages * bq * bk
     shared = loaded + kind.bytes * (resident + bq * bk)
     if limits.split and kind.bytes == 4:
         if limits.wgmma and wide(tiles):
-            # as measured: resident tiles are in halves, narrow ones do not pack with wide ones
+            # as measured: a resident tile has two halves, and narrow tiles do not pack with wide
             side = bq if kind.job in ("dkdv", "dk", "dv") else bk
             packed = 2 * resident + side * abs(kind.d - kind.dv) - ahead * bq * bk
             shared = loaded + 4 * packed + VECTORS * side
@@ -273,7 +275,7 @@ def user_tiles(device: str) -> dict[str, Tiles]:
 
 
 def keep(device: str, found: dict[str, Tiles]) -> Path:
-    """Store tiles beside those of other devices and kinds; return the file.
+    """Add tiles to the file of all devices and kinds; return the file.
 
     Later calls in any process use them.
 

@@ -1,4 +1,4 @@
-"""Measure tiles on the device at hand, for ``rowmax tune``."""
+"""Measure tiles on the current device, for ``rowmax tune``."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from .launch import launch
 from .preprocess import padded_rows
 from .tiles import BOTH_UP_TO, Kind, Limits, Tiles, candidates, kind_of, limits_of, table
 
-#: of each job, in the rule's order
+#: the number of candidates of each job, in the rule's order
 CANDIDATES = 10
-#: of the sequences that candidates are measured on
+#: lengths of the sequences that candidates are measured on
 LENGTHS = (1024, 4096)
 #: the errors of candidates that a device cannot run
 _REFUSALS = (OutOfResources, RuntimeError)
@@ -82,7 +82,7 @@ def _runner(job: str, problem: Problem, tensors: Tensors, dout: Tensor) -> Calla
 def compiled(calls: Iterable[Callable[[], Any]], device: torch.device) -> Iterator[None]:
     """Call each once, many at a time; yield when one is done, whether it can run or not.
 
-    Compiling takes longer than measuring, and mostly without Python's lock.
+    Compiling takes longer than measuring, and mostly releases Python's lock.
     """
     ready, given = None, ()
     if device.type == "cuda":

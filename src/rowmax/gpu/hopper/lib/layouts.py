@@ -1,4 +1,4 @@
-"""The places of a tile's elements, in registers and in shared memory."""
+"""Layouts: the places of a tile's elements, in registers and in shared memory."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from triton.experimental.gluon import language as gl
 
 @gluon.constexpr_function
 def product_layout(width):
-    """S or O ``[64, width]`` as the product leaves it."""
+    """Return the layout of S or O ``[64, width]`` after its product."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
 
 
 @gluon.constexpr_function
 def weight_layout(width):
-    """P as the product takes it from registers; the threads that held S hold it."""
+    """Return the layout of P as the left operand in registers, in the threads that held S."""
     return gl.DotOperandLayout(operand_index=0, parent=product_layout(width), k_width=2)
 
 
 @gluon.constexpr_function
 def matrix(rows, width, dtype):
-    """A tile ``[rows, width]`` in shared memory, swizzled for TMA and wgmma."""
+    """Return the layout of a tile in shared memory, swizzled for TMA and wgmma."""
     return gl.NVMMASharedLayout.get_default_for([rows, width], dtype)
 
 
 @gluon.constexpr_function
 def output_layout(width):
-    """O ``[64, width]`` for stores of 16 bytes: eight neighbours of a row in each thread.
+    """Return the layout of O ``[64, width]`` for stores of 16 bytes: eight columns a thread.
 
     A quad keeps its rows, so the conversion from the product's layout stays within a warp.
     """

@@ -1,4 +1,4 @@
-"""The order of tiles: the tile of each place, as a kernel reads it and as the host makes it.
+"""The order of tiles: the tile of each place, read by kernels and made by the host.
 
 The order is data, made once for a shape and kept on the device: one row a tile, (first token,
 head, sequence, 0). Block n takes rows n, n + blocks, n + 2 blocks, ... up to its own end. Packed
@@ -22,9 +22,9 @@ class Order(NamedTuple):
     """The places of tiles, taken in strides or, where there is a counter, one after the other."""
 
     table: Any
-    ends: Any  # each block's end, or that of all
+    ends: Any  # each block's end, or one end for all
     counter: Any
-    heads: Any  # of the resident side
+    heads: Any  # heads of the resident side
     kv_heads: Any
     streamed: Any  # streamed positions of a head that fill their share of the L2 cache
 
@@ -38,13 +38,15 @@ class Sequences(NamedTuple):
 
 
 class Row(NamedTuple):
+    """A row of the order, as a kernel loads it."""
+
     token: Any
     head: Any
     b: Any
 
 
 class Tile(NamedTuple):
-    """A tile of queries and the key tiles that it meets."""
+    """A tile of queries and the key tiles that it sees."""
 
     token: Any  # its first query
     head: Any
@@ -62,14 +64,14 @@ class Tile(NamedTuple):
 def row_at(C: gl.constexpr, n, order, sequences):
     """Return the row at place n."""
     if C.VARLEN:
-        # packed.py: where sequences begin, then the sequence of each tile of one head
+        # packed.py: the start of each sequence, then the sequence of each tile of one head
         heads = order.heads
         b = gl.load(order.table + sequences.batch + n // heads)
         begin = gl.load(order.table + b)
         length = gl.load(sequences.cu_resident + b + 1) - gl.load(sequences.cu_resident + b)
         tiles = (length + C.TILE - 1) // C.TILE
         nk = gl.load(sequences.cu_streamed + b + 1) - gl.load(sequences.cu_streamed + b)
-        # as many heads side by side as have their keys and values in the cache
+        # as many heads in parallel as have room in the cache for keys and values
         many = gl.minimum(gl.maximum(order.streamed // gl.maximum(nk, 1), 1), order.kv_heads)
         many = many * (heads // order.kv_heads)
         place = n - begin * heads
@@ -114,7 +116,7 @@ def next_place(C: gl.constexpr, place, order):
 
 @gluon.jit
 def row_ahead(C: gl.constexpr, place, end, order, sequences):
-    """Return the row a stride on, or past the end any row, to be loaded before it is needed."""
+    """Return the row a stride on, loaded early; past the end it may be any row."""
     following = place + gl.num_programs(0)
     following = gl.where(following < end, following, gl.program_id(0))
     return row_at(C, following, order, sequences)
@@ -122,7 +124,7 @@ def row_ahead(C: gl.constexpr, place, end, order, sequences):
 
 # --- on the host -------------------------------------------------------------------------------
 
-#: the cost of a tile beside its key tiles, in key tiles
+#: the cost of a tile without its key tiles, in key tiles
 OVERHEAD = 1.0
 #: half of the L2 cache, for keys and values of the heads in flight
 SECTION_BYTES = 32 << 20
@@ -140,7 +142,7 @@ def tile_count(tokens: int, block_k: int, nq: int, nk: int, left: int | None, ri
 def touched_tile_count(
     blocks: tuple[int, int], resident: int, streamed: int, back: int | None, ahead: int | None
 ) -> Tensor:
-    """Return the number of streamed tiles that each resident tile meets, maybe none.
+    """Return the number of streamed tiles that each resident tile needs, maybe none.
 
     ``blocks`` are the rows of a resident and of a streamed tile; ``resident`` and ``streamed`` are
     the lengths of both sides, whose last positions are aligned.
@@ -157,9 +159,10 @@ def dense_table(
 ) -> tuple[Tensor, Tensor]:
     """Return (rows, each block's end) for ``batch x heads`` heads with the same query tiles.
 
-    ``counts`` are those of ``tile_count``. Where they differ, each section of heads goes longest
-    tile first, every tile to the block that is free first: the order of a counter, known ahead.
-    Where they do not, the tiles of a head go side by side, for the cache.
+    ``counts`` are those of ``tile_count``. Where they differ, the tiles of each section of heads
+    are sorted, the longest first, and each is assigned to the block that is free first: the order
+    of a counter, computed in advance. Where they do not, the tiles of a head run in parallel and
+    share the cache.
     """
     n = counts.shape[0]
     head = torch.arange(batch * heads)
@@ -180,6 +183,7 @@ def dense_table(
 
 
 def table_rows(token: Tensor, head: Tensor, heads: int) -> Tensor:
+    """Return rows (token, head, sequence, 0); the given heads count on through all sequences."""
     return torch.stack([token, head % heads, head // heads, torch.zeros_like(head)], 1).int()
 
 

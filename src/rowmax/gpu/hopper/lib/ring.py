@@ -2,7 +2,7 @@
 
 Every buffer has two barriers: ``full`` (the copy is in memory) and ``empty`` (every warpgroup that
 reads the buffer has released it). Use n of a ring of S buffers takes buffer ``n % S`` in phase
-``(n // S) & 1``. Both sides count uses, and agree on nothing else.
+``(n // S) & 1``. Both sides count uses and share no other state.
 
 The last tile of a packed sequence ends in rows of the next one, and keys past a prefix length may
 hold anything. Their weights are 0, but 0 times NaN or infinity is NaN. So the producer clears
@@ -23,13 +23,15 @@ from .order import Tile
 
 
 class Ring(NamedTuple):
+    """Buffers in shared memory and their barriers, used in rotation."""
+
     buffers: Any
     full: Any
     empty: Any
 
 
 class Mailbox(NamedTuple):
-    """Two slots for the messages of the producer: tiles, or that there are no more."""
+    """Two slots for the messages of the producer: a tile, or the end of the tiles."""
 
     messages: Any  # int32 [2, 16]: 1 or 0, then the fields of the tile
     full: Any
@@ -56,7 +58,7 @@ def phase(n, STAGES: gl.constexpr):
 
 @gluon.jit
 def wait_full(ring, n, STAGES: gl.constexpr, c: gl.constexpr = 0, pred=True):
-    """Wait for the copy of use n. ``c`` chooses one of several rings that lie side by side."""
+    """Wait for the copy of use n. ``c`` chooses one of several adjacent rings."""
     mbarrier.wait(ring.full.index(c * STAGES + slot(n, STAGES)), phase(n, STAGES), pred=pred)
 
 
@@ -116,7 +118,7 @@ def landing(full, s, STAGES: gl.constexpr, SHORT: gl.constexpr, short):
 def cleared(
     full, s, STAGES: gl.constexpr, buffer, ROWS: gl.constexpr, WIDTH: gl.constexpr, rows, nth
 ):
-    """Clear the tile in buffer s past its first ``rows``, if it is short: the ``nth`` such."""
+    """Clear the tile in buffer s past its first ``rows``, if it is short: the ``nth`` short one."""
     if rows < ROWS:
         mbarrier.wait(full.index(STAGES), nth & 1)
         clear_rows(buffer, ROWS, WIDTH, rows)
@@ -128,8 +130,8 @@ def cleared(
 def clear_rows(buffer, ROWS: gl.constexpr, WIDTH: gl.constexpr, begin):
     """Store zeros in rows ``begin`` and up of a tile ``[ROWS, WIDTH]``.
 
-    The swizzle permutes a row within its 128 bytes, and a wider tile is as many matrices of 128
-    bytes a row one after the other.
+    The swizzle permutes a row within its 128 bytes, and a wider tile consists of matrices with 128
+    bytes a row, one after the other.
     """
     W: gl.constexpr = min(WIDTH, 64)
     parts: gl.constexpr = WIDTH // W
@@ -152,14 +154,14 @@ def clear_rows(buffer, ROWS: gl.constexpr, WIDTH: gl.constexpr, begin):
 
 @gluon.jit
 def mailbox(readers: gl.constexpr):
-    """Return a mailbox whose messages so many partitions read."""
+    """Return a mailbox whose messages a number of partitions read."""
     messages = gl.allocate_shared_memory(gl.int32, [2, 16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     return Mailbox(messages, barriers(2, 1), barriers(2, readers))
 
 
 @gluon.jit
 def post_message(mail, n, tile, live):
-    """Post message n: a tile, or that there are no more."""
+    """Post message n: a tile, or the end of the tiles."""
     L: gl.constexpr = gl.BlockedLayout([16], [32], [gl.num_warps()], [0])
     at = gl.arange(0, 16, L)
     words = gl.full([16], 0, gl.int32, L) + live.to(gl.int32)
@@ -177,7 +179,7 @@ def _word(words, at, i: gl.constexpr):
 
 @gluon.jit
 def read_message(mail, n):
-    """Return (tile, True if it is one) of message n, which the caller is to release."""
+    """Return (tile, True if it is one) of message n. The caller must release the slot."""
     L: gl.constexpr = gl.BlockedLayout([16], [32], [gl.num_warps()], [0])
     wait_full(mail, n, 2)
     w = mail.messages.index(slot(n, 2)).load(L)

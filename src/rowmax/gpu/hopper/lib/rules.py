@@ -15,8 +15,8 @@ from .scores import tanh_from_exponential, tanh_of_hardware
 def met_tiles(low, high, block):
     """Return (lo, hi): tiles lo to hi - 1 hold the positions in [low, high).
 
-    There is always one, wholly masked where the range is empty: every tile of the kernel takes
-    the same path through the barriers.
+    There is always at least one. It is fully masked where the range is empty, so that every tile of
+    the kernel passes the same barriers.
     """
     hi = max((high + block - 1) // block, 1)
     return min(low // block, hi - 1), hi
@@ -44,7 +44,7 @@ with_sink = gluon.jit(
     )
 )
 
-#: on the host, of tensors of positions
+#: for tensors of positions on the host
 any_range_of_tensors = bound(band.any_range, **_OF_TENSORS)
 key_tiles_of_tensors = bound(met_tiles, **_OF_TENSORS)
 touched_tiles_of_tensors = bound(band.touched_tiles, max=torch.clamp_min)

@@ -1,6 +1,6 @@
-"""The positions of scores as threads hold them, the hyperbolic tangent, and loads that settle.
+"""The positions of a thread's scores, the hyperbolic tangent, and a wait for loads.
 
-Scores are seen as the softmax sees them, ``[64, N/8, 4, 2]`` (softmax.py).
+Scores have the shape of the softmax, ``[64, N/8, 4, 2]`` (softmax.py).
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def tanh(x, dtype: gl.constexpr):
 
 @gluon.jit
 def settled(x):
-    """Return x, once all of it has arrived from shared memory.
+    """Wait until all of x has arrived from shared memory; return it.
 
-    A barrier waits until loads are issued, not until their values arrive, and a TMA copy does not
-    queue behind them. A buffer is free only when an instruction has read every register.
+    A barrier waits until loads are issued, not until their values arrive, and a TMA copy may
+    overtake them. A buffer is free only when an instruction has read every register.
     """
     F32: gl.constexpr = x.dtype == gl.float32
     constraints: gl.constexpr = (
@@ -53,7 +53,7 @@ def settled(x):
 
 @gluon.jit
 def columns(N: gl.constexpr, L: gl.constexpr):
-    """Return 8 a + e, ``[1, N/8, 1, 2]``: the part of a column that is the same in every thread."""
+    """Return 8 a + e, ``[1, N/8, 1, 2]``: the part of a column that all threads share."""
     slices: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L)))
     eights = gl.arange(0, N // 8, slices)
     pairs = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, L))))
@@ -63,7 +63,7 @@ def columns(N: gl.constexpr, L: gl.constexpr):
 
 @gluon.jit
 def lanes(L: gl.constexpr):
-    """Return 2 n, ``[1, 4]``: the part of a column that is a lane's own."""
+    """Return 2 n, ``[1, 4]``: the part of a column that depends on the lane."""
     rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, L))
     return 2 * gl.arange(0, 4, gl.SliceLayout(0, rows))[None, :]
 

@@ -1,17 +1,17 @@
 """The online softmax of one tile, with no value shared between threads.
 
-A warpgroup holds its scores ``[64, BLOCK_K]`` as a tensor core leaves them: the four lanes of
-a quad share a row, lane n with columns ``8 a + 2 n + e``. Seen as ``[64, BLOCK_K/8, 4, 2]``, a
+A warpgroup holds its scores ``[64, BLOCK_K]`` in the layout of a tensor core: the four lanes of a
+quad share a row, lane n with columns ``8 a + 2 n + e``. In the shape ``[64, BLOCK_K/8, 4, 2]`` a
 reduction over the second and the last dimension stays within a thread. The statistics of a row,
-``[64, 4]``, are one number a lane: m agrees across the four, l is a partial sum.
+``[64, 4]``, have one number for each lane: m is the same in all four, l is a partial sum.
 
 m is not the running maximum but a reference that follows it. The reference moves, and O is
-rescaled, only where a maximum has passed it by more than 2^8, so that weights stay below that.
+rescaled, only where a maximum exceeds it by a factor of more than 2^8, so weights stay below 2^8.
 The result is exact for any reference.
 
 The reference is in base 2, with log2(e) in the factor of a score, so that an exponent is one FMA.
 Natural scores (``Problem.natural``) have a natural reference, and only their difference is
-multiplied by log2(e): a bias of 3e38, or the lowest number there is, would overflow in base 2.
+multiplied by log2(e): a bias of 3e38, or the lowest number of float32, would overflow in base 2.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from triton.experimental.gluon import language as gl
 
 from .assembly import MOVE, MOVE_NATURAL, TO_BFLOAT16, TO_FLOAT16
 
-#: below any score, and finite, so that a row of nothing gives exp2(-inf) = 0, never NaN
+#: below any score, and finite, so that a row that sees nothing has exp2(-inf) = 0, not NaN
 LOWEST = gl.constexpr(-1e30)
-#: the lowest number there is; no natural score is below it
+#: the lowest number of float32; no natural score is below it
 LOWEST_NATURAL = gl.constexpr(-3.4028234663852886e38)
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -37,7 +37,7 @@ def by_lane(x):
 
 @gluon.jit
 def along_row(r):
-    """Return r ``[64, 4]`` as ``[64, 1, 4, 1]``, to meet ``[64, N/8, 4, 2]``."""
+    """Return r ``[64, 4]`` as ``[64, 1, 4, 1]``, which broadcasts to ``[64, N/8, 4, 2]``."""
     return r.expand_dims(1).expand_dims(3)
 
 
@@ -45,8 +45,8 @@ def along_row(r):
 def rounded(p, dtype: gl.constexpr):
     """Return p in the dtype of the product.
 
-    In assembly: the compiler would delay the conversion until the product, out from under the one
-    that runs.
+    In assembly: the compiler would delay the conversion until the next product, where no running
+    product hides it.
     """
     if dtype == gl.bfloat16:
         r = gl.inline_asm_elementwise(
@@ -61,8 +61,8 @@ def rounded(p, dtype: gl.constexpr):
 def moved(m, peak, NATURAL: gl.constexpr):
     """Return the new reference of each row, ``[64, 4]``; ``peak`` is a lane's own maximum.
 
-    The quad exchanges maxima only when some lane of the warp has passed the threshold. A row
-    moves by its own maximum, so that no row depends on its neighbours.
+    The quad exchanges maxima only when some lane of the warp has passed the threshold. A row moves
+    by its own maximum, so no row depends on its neighbours.
     """
     text: gl.constexpr = MOVE_NATURAL if NATURAL else MOVE
     return gl.inline_asm_elementwise(
@@ -74,11 +74,11 @@ def moved(m, peak, NATURAL: gl.constexpr):
 def softmax_step(
     x, m, l, scale, NATURAL: gl.constexpr, LATE: gl.constexpr, dtype: gl.constexpr
 ):  # fmt: skip
-    """Return (p, m, l, alpha): the weights ``[64, N]`` of scores x ``[64, N/8, 4, 2]``, rounded
-    unless LATE, the statistics of the rows with them, and the factor of O.
+    """Return (p, m, l, alpha): weights, statistics of the rows, and the factor of O.
 
-    ``scale`` carries log2(e): scores enter as they left the product, exponents are of two.
-    Natural scores are whole.
+    p is ``[64, N]``, of scores x ``[64, N/8, 4, 2]``, and rounded unless LATE.
+    ``scale`` includes log2(e): x is the product, and exponents are of two. Natural scores include
+    their scale.
     """
     peak = gl.max(gl.max(x, 3), 1)
     if NATURAL:

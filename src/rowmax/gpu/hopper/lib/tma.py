@@ -1,4 +1,4 @@
-"""Descriptors of TMA copies, made on the host: of which tensor, in which tiles, in which layout."""
+"""Descriptors of TMA copies, made on the host: a tensor, the shape of tiles, their layout."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from triton.experimental.gluon import language as gl
 from ..gluon_compat import TensorDescriptor
 
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
-Descriptors = tuple[Any, ...]  # None in the place of a tensor that is not copied
+Descriptors = tuple[Any, ...]  # None for a tensor that is not copied
 
 
 class _Like:
-    """A stand-in for a tensor, which a plan must not keep alive."""
+    """The properties of a tensor that a plan must not keep alive."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -25,14 +25,14 @@ class _Like:
 
 
 def descriptor(dtype: torch.dtype, shape: Any, strides: Any, tile: list[int]) -> Any:
-    """Return the descriptor, without its tensor, of copies of tiles of this shape."""
+    """Return the descriptor of copies of tiles of this shape, without its tensor."""
     like = _Like(dtype)
     layout = gl.NVMMASharedLayout.get_default_for(tile, DTYPES[dtype])
     return TensorDescriptor(like, list(shape), list(strides), tile, layout)
 
 
 def strides(t: Tensor) -> list[int]:
-    """Return the strides of t, in a dimension of one an aligned number instead."""
+    """Return the strides of t, with an aligned number for a dimension of one."""
     row = t.shape[-1] + -t.shape[-1] % 8
     return [s if n > 1 else row for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True)] + [1]
 
