@@ -34,18 +34,26 @@ lint: $(STAMP) ## style, plain words, types, and which module may import which
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
-# Three parts, two at a time: one test seldom keeps two cores busy, and one after the other they take
-# half an hour. Triton's interpreter has to be on before anything imports triton: a process of its own.
-# It is slow: float32 here, and a bias that all share; float16 and tiles of every shape without the -k.
+# Parts, two at a time, the longest first: one test seldom keeps two cores busy. Triton's interpreter
+# has to be on before anything imports triton: a process of its own. It is slow: float32 here, and a
+# bias that all share; float16 and tiles of every shape without the -k.
+PARTS := unit-others unit-compile unit-backward unit-emulator unit-interpreter
+APART := tests/compile tests/emulator tests/hopper tests/triton
 unit: $(STAMP) ## the tests
-	$(MAKE) -j2 unit-kernels unit-others unit-interpreter
+	$(MAKE) -j2 $(PARTS)
 
-.PHONY: unit-kernels unit-others unit-interpreter
-unit-kernels: $(STAMP)
-	$(BIN)/python -m pytest tests/compile tests/hopper $(ARGS)
-
+.PHONY: $(PARTS)
 unit-others: $(STAMP)
-	$(BIN)/python -m pytest --ignore tests/compile --ignore tests/hopper --ignore tests/triton $(ARGS)
+	$(BIN)/python -m pytest $(APART:%=--ignore %) $(ARGS)
+
+unit-compile: $(STAMP)
+	$(BIN)/python -m pytest tests/compile --ignore tests/compile/test_hopper_backward.py $(ARGS)
+
+unit-backward: $(STAMP)
+	$(BIN)/python -m pytest tests/compile/test_hopper_backward.py $(ARGS)
+
+unit-emulator: $(STAMP)
+	$(BIN)/python -m pytest tests/emulator tests/hopper $(ARGS)
 
 unit-interpreter: $(STAMP)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/triton -k "float32 or shared-11qk" $(ARGS)

@@ -1,4 +1,4 @@
-"""What every test starts from."""
+"""Give every test the same random numbers, and the backends of a CPU."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 import torch
 from hypothesis import settings
 
-# The first example may compile kernels; what a machine is busy with is no failure.
+# The first example may compile kernels, and a busy machine is no failure.
 settings.register_profile("rowmax", deadline=None, derandomize=True, max_examples=30)
 settings.load_profile("rowmax")
 
 
 @pytest.fixture(autouse=True)
 def _seeded() -> Iterator[None]:
-    """The same random numbers in every run, whichever tests run before."""
+    """Seed torch, so that a test has the same numbers whichever tests run before."""
     state = torch.get_rng_state()
     torch.manual_seed(0)
     yield
@@ -40,7 +40,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session", params=["reference", "torch", "cpu"])
 def backend(request: pytest.FixtureRequest) -> str:
-    """Every backend that runs on a CPU."""
+    """Return the name of each backend that runs on a CPU."""
     if request.param == "cpu" and find_spec("numba") is None:
         pytest.skip("the cpu backend needs numba, an extra")
     return request.param

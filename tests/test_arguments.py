@@ -490,7 +490,7 @@ def test_the_global_flag_asks_for_determinism(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_size_may_be_symbolic() -> None:
-    """Of a meta tensor, which is a plain one."""
+    """The tensor is on the meta device, so it is a plain one."""
     sources = pytest.importorskip("torch._dynamo.source")
     symbolic = pytest.importorskip("torch.fx.experimental.symbolic_shapes")
     env = symbolic.ShapeEnv()

@@ -45,7 +45,7 @@ def _expected(case: Case, dtype: torch.dtype) -> tuple[Call, tuple, Expected]:
 
 
 def _want_support(backend: str, problem: Problem) -> None:
-    """None of them may refuse anything."""
+    """No backend of a CPU may refuse a call."""
     for call in ("forward", "backward"):
         assert refusal(backend, problem, call) is None
 
@@ -131,7 +131,7 @@ def test_aligned_to_lengths_is_cut_to_lengths(options: dict[str, Any], backend: 
 
 
 def test_twice_the_same(backend: str) -> None:
-    """Asked to be deterministic, two runs agree to the bit."""
+    """Two deterministic runs agree to the bit."""
     case = Case("twice", b=2, nq=200, hq=4, hk=2, causal=True, bias="11qk", dropout=0.1, sink=True)
     call = make(case)
     grads = cotangents(call)

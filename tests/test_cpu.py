@@ -1,4 +1,4 @@
-"""What is the CPU backend's own: its threads, its kinds of machine, its memory, its cache."""
+"""The CPU backend's own parts: its threads, kinds of machine, memory and cache."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ def _gradients(q: torch.Tensor, **options: object) -> tuple[torch.Tensor, ...]:
     return (out.detach(), *torch.autograd.grad(out.square().sum(), leaves))
 
 
-def _child(text: str, **environment: str) -> str:
+def _printed(code: str, *options: str, **environment: str) -> tuple[str, str]:
+    """Return what a child prints to stdout and to stderr."""
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(text)],
+        [sys.executable, *options, "-c", textwrap.dedent(code)],
         capture_output=True,
         text=True,
         env=os.environ | environment,
@@ -35,7 +36,12 @@ def _child(text: str, **environment: str) -> str:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done.stdout.strip(), done.stderr
+
+
+def _child(code: str, **environment: str) -> str:
+    """Return what a child prints to stdout."""
+    return _printed(code, **environment)[0]
 
 
 @pytest.mark.parametrize("heads", [1, 3, 8])
@@ -65,7 +71,7 @@ def test_the_bits_of_a_head_do_not_depend_on_the_other_heads() -> None:
     )
 
 
-def test_torchs_thread_count_is_obeyed_and_left_alone() -> None:
+def test_torchs_thread_count_is_used_and_not_changed() -> None:
     q, threads = torch.randn(1, 512, 8, 32), torch.get_num_threads()
     try:
         for n in (1, 2, 5):
@@ -91,38 +97,33 @@ def test_in_a_forked_child() -> None:
             assert os.waitpid(child, 0)[1] == 0
             print("both")
     """
-    assert _child(text) == "both\n"
-
-
-def test_kernels_from_different_processes_get_along(tmp_path: Path) -> None:
-    """What one process compiled for a dtype and another for a second, a third takes from the
-    cache: no name may stand for the code of both."""
-    text = """
-        import torch, rowmax
-        for name in {names}:
-            q = torch.randn(1, 40, 1, 16, dtype=getattr(torch, name))
-            out, want = (rowmax.attention(q, q, q, backend=b) for b in ("cpu", "reference"))
-            torch.testing.assert_close(out, want)
-        print("right")
-    """
-    for names in (["float32"], ["float64"], ["float32", "float64"], ["float64", "float32"]):
-        child = _child(text.format(names=names), NUMBA_CACHE_DIR=str(tmp_path))
-        assert child == "right\n"
+    assert _child(text) == "both"
 
 
 MACHINES = {
     "avx2": ("haswell", "+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2", 8),
     "without fma": ("nehalem", "+sse4.2,+popcnt", 4),
 }
+NAMES_MACHINES = sys.platform == "linux" and os.uname().machine == "x86_64"
 
 
-@pytest.mark.skipif(
-    sys.platform != "linux" or os.uname().machine != "x86_64", reason="x86-64 names"
-)
+@pytest.fixture(scope="module")
+def new_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return a folder for compiled kernels, empty before the first test that uses it."""
+    return str(tmp_path_factory.mktemp("kernels"))
+
+
+def _machine(name: str, cache: str) -> dict[str, str]:
+    """Return the environment that compiles for a machine."""
+    cpu, features, _ = MACHINES[name]
+    return {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": features, "NUMBA_CACHE_DIR": cache}
+
+
+@pytest.mark.skipif(not NAMES_MACHINES, reason="x86-64 names")
 @pytest.mark.parametrize("name", MACHINES)
-def test_on_lesser_machines(name: str) -> None:
-    """The kernels as they are compiled for processors that this one can stand in for."""
-    cpu, features, lanes = MACHINES[name]
+def test_kernels_are_right_for_lesser_machines(name: str, new_cache: str) -> None:
+    """Kernels compiled for a lesser processor run on the one at hand."""
+    _, _, lanes = MACHINES[name]
     text = f"""
         import torch, rowmax
         from rowmax.cpu.vector import W
@@ -142,7 +143,26 @@ def test_on_lesser_machines(name: str) -> None:
             assert (a - b).norm() <= 1e-5 * b.norm(), (a - b).norm() / b.norm()
         print("right")
     """
-    assert _child(text, NUMBA_CPU_NAME=cpu, NUMBA_CPU_FEATURES=features) == "right\n"
+    assert _child(text, **_machine(name, new_cache)) == "right"
+
+
+def test_a_process_loads_what_others_compiled_for_different_dtypes(new_cache: str) -> None:
+    """No name in the cache may stand for the code of two dtypes.
+
+    The float32 kernel is the one of ``test_kernels_are_right_for_lesser_machines``, for 16 s less.
+    """
+    text = """
+        import torch, rowmax
+        for name in {names}:
+            q = torch.randn(1, 40, 1, 16, dtype=getattr(torch, name))
+            out, want = (rowmax.attention(q, q, q, backend=b) for b in ("cpu", "reference"))
+            torch.testing.assert_close(out, want)
+        print("right")
+    """
+    machine = _machine("avx2", new_cache) if NAMES_MACHINES else {"NUMBA_CACHE_DIR": new_cache}
+    for names in (["float32"], ["float64"], ["float32", "float64"], ["float64", "float32"]):
+        child = _child(text.format(names=names), **machine)
+        assert child == "right"
 
 
 _PAIRS = """
@@ -191,13 +211,15 @@ _PAIRS = """
 
 def test_products_of_pairs_without_their_instruction(tmp_path: Path) -> None:
     """Pairs of bfloat16 take a path of their own; here two products stand for vdpbf16ps."""
-    assert _child(_PAIRS, NUMBA_CACHE_DIR=str(tmp_path)) == "right\n"
+    assert _child(_PAIRS, NUMBA_CACHE_DIR=str(tmp_path)) == "right"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_rows_between_a_window_and_a_length_read_nothing(dtype: torch.dtype) -> None:
-    """The window begins past the last key, in the middle of a tile of keys. What an earlier call
-    left in the memory of scores must not come in."""
+    """The window begins past the last key, in the middle of a tile of keys.
+
+    Scores that an earlier call left in memory must not come in.
+    """
     mask = rowmax.Window(1, 0) & rowmax.PrefixLengths(torch.tensor([154]))
     q, k = torch.randn(1, 64, 2, 16, dtype=dtype), torch.randn(1, 513, 2, 16, dtype=dtype)
     for _ in range(3):
@@ -258,39 +280,25 @@ print(kept())
 """
 
 
-def _told(code: str, *options: str, **environment: str) -> tuple[str, str]:
-    """What a child prints, and what it says on stderr."""
-    done = subprocess.run(
-        [sys.executable, *options, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        env=os.environ | environment,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip(), done.stderr
-
-
 def test_without_a_folder_for_its_cache_it_compiles_and_warns_once() -> None:
     """As in a container whose package and home are read-only."""
     text = "from numba.core.caching import CacheImpl\nCacheImpl._locator_classes = []\n" + _KERNEL
-    out, said = _told(text)
+    out, err = _printed(text)
     assert out == "False"
-    assert said.count("RuntimeWarning") == 1
-    assert "NUMBA_CACHE_DIR" in said
-    assert said.count("rowmax: compiling") == 1
-    assert "not kept" in said
+    assert err.count("RuntimeWarning") == 1
+    assert "NUMBA_CACHE_DIR" in err
+    assert err.count("rowmax: compiling") == 1
+    assert "not kept" in err
 
 
-def test_only_compiling_is_told_and_not_loading(tmp_path: Path) -> None:
+def test_compiling_is_logged_and_loading_is_not(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(_KERNEL)
     given = {"NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(tmp_path)}
     given["PYTHONPATH"] += os.pathsep + os.environ.get("PYTHONPATH", "")
-    out, said = _told("import own", **given)
+    out, err = _printed("import own", **given)
     assert out == "True"
-    assert said.count("rowmax: compiling twice for this processor") == 1
-    assert _told("import own", **given) == ("True", "")
+    assert err.count("rowmax: compiling twice for this processor") == 1
+    assert _printed("import own", **given) == ("True", "")
 
 
 def test_a_numba_that_does_not_load_leaves_the_work_to_torch(tmp_path: Path) -> None:
@@ -304,7 +312,7 @@ def test_a_numba_that_does_not_load_leaves_the_work_to_torch(tmp_path: Path) -> 
         print(rowmax.explain(q, q, q))
     """
     path = str(tmp_path) + os.pathsep + os.environ.get("PYTHONPATH", "")
-    out, said = _told(text, PYTHONPATH=path)
+    out, err = _printed(text, PYTHONPATH=path)
     assert "forward   torch" in out
     assert "not cpu: it cannot be loaded: ImportError: Numba needs NumPy 2.9 or less" in out
-    assert said.count("the cpu backend is left out") == 1
+    assert err.count("the cpu backend is left out") == 1

@@ -26,7 +26,7 @@ KINDS[2] = ("Tesla T4", (7, 5), 64 << 10)
 
 @pytest.fixture(autouse=True)
 def current(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
-    """The current device, which a test may change."""
+    """Return the current device, which a test may change."""
     now = {"device": 0}
 
     def kind(device: Any) -> tuple[str, tuple[int, int], int]:

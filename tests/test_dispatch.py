@@ -1,6 +1,6 @@
-"""Who may stand between a call and its kernel: modes, profilers, other kinds of tensors.
+"""Modes, profilers and other kinds of tensors see a call before its kernel runs.
 
-A call that nobody listens to goes past the dispatcher, forward and backward.
+A call that none of them can observe skips the dispatcher, forward and backward.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class _Functions(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_whoever_listens_sees_the_operator(grad: bool) -> None:
-    """A call that nobody listens to goes past the dispatcher; its answer is the same."""
+def test_a_dispatch_mode_sees_the_operator(grad: bool) -> None:
+    """A call that no mode observes skips the dispatcher; its result is the same."""
     q, k, v = inputs(2, 24, grad=grad)
     alone = attention(q, k, v, causal=True)
     with _Seen() as dispatched:

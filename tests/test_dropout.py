@@ -176,7 +176,7 @@ def test_out_is_unbiased() -> None:
 
 @pytest.mark.parametrize("axis", ["batch", "head", "row", "column", "seed"])
 def test_neighbours_are_uncorrelated(axis: str) -> None:
-    """What is kept at one index says nothing of the next, along any axis."""
+    """The choice at one index does not depend on the next one, along any axis."""
     if axis == "seed":
         fields = [_draws(seed, (1, 2, 128, 256), 32768) for seed in (1, 2, 3, 1 << 32, 2 << 32)]
     else:

@@ -207,7 +207,7 @@ WITHOUT = "it makes no dbias today"
 
 @pytest.fixture
 def _no_dbias(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A cpu backend that leaves dbias to another, and has something to say."""
+    """Make the cpu backend leave dbias to another, and add a note."""
     cpu = pytest.importorskip("rowmax.cpu")
 
     def lacks(problem, call):

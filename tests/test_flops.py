@@ -1,4 +1,4 @@
-"""What torch's counter of operations is told."""
+"""torch's counter of operations counts those of attention."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ print(counter.get_total_flops())
 
 @pytest.mark.parametrize(("what", "products"), [("forward", 2), ("inference", 2), ("backward", 5)])
 def test_flops_of_the_first_call_are_counted(what: str, products: int) -> None:
-    """A counter keeps a copy of the registry, made before our operators were told to it."""
+    """A counter keeps a copy of the registry from before our operators were registered."""
     command = [sys.executable, "-c", _FIRST, what]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert int(done.stdout) == products * 2 * 2 * 10 * 10 * 8

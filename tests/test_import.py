@@ -1,4 +1,4 @@
-"""What ``import rowmax`` costs beside ``import torch``: little time, and no optional library."""
+"""``import rowmax`` adds little time to ``import torch``, and no optional library."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def _ids(draw: st.DrawFn, *shape: int) -> Tensor:
 
 @st.composite
 def masks(draw: st.DrawFn) -> tuple[Mask, tuple[int, int, int, int]]:
-    """A mask of any composition, and the sizes that it fits."""
+    """Draw a mask of any composition, and the sizes that it fits."""
     b, h, nq, nk = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(sizes), draw(sizes)
     mask = Mask()
     if draw(st.booleans()):

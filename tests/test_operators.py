@@ -1,4 +1,4 @@
-"""What PyTorch does with the operators: checks, compile, export, autograd."""
+"""PyTorch checks, compiles, exports and differentiates the operators."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_sample_is_whole() -> None:
 
 
 def _operands(case: Case, grad: bool) -> tuple[Any, ...]:
-    """A case as the forward operator takes it."""
+    """Return a case as the forward operator takes it."""
     tensors, options = make(case).normalized(backend=BACKEND)
     tensors = (
         t.detach().requires_grad_(grad and n < 5) if t is not None else None

@@ -19,7 +19,7 @@ Named = dict[str, Tensor]
 
 
 def inputs(*grads: str) -> Named:
-    """Inputs of which these have gradients."""
+    """Return inputs of which these have gradients."""
     generator = torch.Generator().manual_seed(3)
     shapes = {"q": (2, 9, 2, 8), "k": (2, 7, 2, 8), "v": (2, 7, 2, 8), "bias": (2, 9, 7)}
     found = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
@@ -29,7 +29,7 @@ def inputs(*grads: str) -> Named:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Wanted]]]:
-    """What is asked of the cpu backend, which makes no dbias, and of the torch backend."""
+    """Record what is wanted of the cpu backend, without its dbias, and of the torch backend."""
     cpu = pytest.importorskip("rowmax.cpu")
     found: list[tuple[str, Wanted]] = []
 

@@ -1,4 +1,4 @@
-"""What the README and the pages of docs say is so."""
+"""The README and the pages of docs are right: examples run, links and numbers hold."""
 
 from __future__ import annotations
 

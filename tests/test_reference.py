@@ -177,7 +177,7 @@ def _small(case: Case, nq: int = 4, nk: int = 5) -> Call:
 
 
 def _function(call: Call, backend: str) -> tuple[Any, list[Tensor]]:
-    """A call as a function of its leaves, lse of rows of nothing taken as 0."""
+    """Return a call as a function of its leaves, with 0 as the lse of rows of nothing."""
     leaves = {name: t.clone().requires_grad_() for name, t in call.leaves.items()}
 
     def function(*tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -218,7 +218,7 @@ def test_the_second_derivative_is_no_zero() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_derivatives_beside_a_masked_nan(bad: float) -> None:
-    """Of every slice of ``vmap``, too, whose values cannot be looked at."""
+    """They are right in every slice of ``vmap`` too, where no value can be read."""
     q, k, v = (normal(2, 1, 4, 1, 2) for _ in range(3))
 
     def second(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

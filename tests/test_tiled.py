@@ -1,6 +1,6 @@
-"""What is the torch backend's own: its tiles, its memory, and what it keeps out of them.
+"""The torch backend's own parts: its tiles, its memory, and what it keeps out of them.
 
-That its answers are right is asked of every backend in ``test_backends.py``.
+``test_backends.py`` checks the answers of every backend.
 """
 
 from __future__ import annotations

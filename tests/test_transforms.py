@@ -69,7 +69,7 @@ def test_jacrev() -> None:
 
 
 def _slices(function: Callable[..., Any], in_dims: tuple[int | None, ...], *arguments: Tensor):
-    """What vmap means: a call for each slice, stacked."""
+    """Return a call for each slice, stacked, as vmap defines it."""
     size = next(t.shape[d] for t, d in zip(arguments, in_dims, strict=True) if d is not None)
     results = []
     for n in range(size):
@@ -302,7 +302,7 @@ def test_no_silent_zero(way: str, compiler: str | None) -> None:
 
 @pytest.mark.parametrize("way", _REFUSED)
 def test_the_reference_has_every_derivative(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What other backends refuse, it gives as torch's own composed attention does."""
+    """It gives derivatives that other backends refuse, as torch's own composed attention does."""
     q = torch.randn(1, 6, 2, 8, dtype=torch.float64)
     here = sys.modules[__name__]
     monkeypatch.setattr(here, "attention", functools.partial(rowmax.attention, backend="reference"))
@@ -362,7 +362,7 @@ def test_vmap_of_the_references_dropout_and_packed_sequences() -> None:
 
 
 def test_tangents_of_other_tensors_pass() -> None:
-    """A level of forward mode that attention has no part in is nobody's error."""
+    """A level of forward mode that attention has no part in raises no error."""
     q, k, v = inputs(1, 6)
     x = torch.ones(6, dtype=q.dtype)
     value, tangent = torch.func.jvp(

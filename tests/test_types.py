@@ -1,4 +1,4 @@
-"""What a type checker sees of the installed package: typed, and each call's own result."""
+"""A type checker sees the installed package as typed, and each call's own result."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.errors import OutOfResources
 
 from rowmax.call.problem import Wanted
-from tests.cases import Case, make
+from rowmax.testing import Case, make
 from tests.compile import sass
 
 forward = importlib.import_module("rowmax.gpu.triton.forward")

@@ -6,16 +6,16 @@ import re
 import subprocess
 import tempfile
 from functools import lru_cache
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
-import triton
 from triton.backends.compiler import GPUTarget
 
 from rowmax.gpu.hopper import host
-from tests.cases import Case, make
+from rowmax.testing import Case, make
+
+from . import sass
 
 
 class Line(NamedTuple):
@@ -71,8 +71,7 @@ class Built(NamedTuple):
         return found
 
     def loops(self, stores: int = 0) -> list[list[Line]]:
-        """Return the loops over key tiles: the innermost backward branches with products, and with
-        as many stores as a step makes.
+        """Return the loops over key tiles: innermost back branches with products and ``stores``.
 
         (Waits at a barrier lie out of line and branch back too, around the stores of a finished
         tile among others.)
@@ -115,17 +114,20 @@ def build(case: Case, dtype: torch.dtype = torch.bfloat16) -> Built:
 
 
 def _read(plan: host.Plan, cubin: bytes, shared: int) -> Built:
-    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    code, labels = sass.instructions(cubin)
+    address = {label: hex(code[n][0]) for label, n in labels.items() if n < len(code)}
+    lines = [
+        Line(at, re.sub(r"`\((\.L_x_\d+)\)", lambda m: address[m[1]], text)) for at, text in code
+    ]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        code, usage = (
-            subprocess.run(
-                [tools / "cuobjdump", flag, file.name], capture_output=True, text=True, check=True
-            )
-            for flag in ("-sass", "-res-usage")
+        usage = subprocess.run(
+            [sass.TOOLS / "cuobjdump", "-res-usage", file.name],
+            capture_output=True,
+            text=True,
+            check=True,
         )
     stack = re.search(r"STACK:(\d+)", usage.stdout + usage.stderr)
     assert stack is not None
-    found = re.finditer(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", code.stdout)
-    return Built(plan, int(stack[1]), shared, [Line(int(m[1], 16), m[2]) for m in found], cubin)
+    return Built(plan, int(stack[1]), shared, lines, cubin)

@@ -5,7 +5,7 @@ A descriptor is 64 bits in two uniform registers: the low word holds the address
 sm_90, builds some from the wrong register: the stack pointer, a stale constant, or an unrelated
 value. The product then reads other memory, in bounds or not.
 
-``findings`` needs one cubin: it follows every word along all paths and asks where it comes from.
+``findings`` needs one cubin: it follows every word along all paths to its source.
 ``differences`` needs two cubins of the same PTX: it compares the descriptors that are constants.
 """
 
@@ -52,7 +52,7 @@ def source(name: str, value: int | None = None) -> Word:
 
 
 def made_of(words: list[Word], value: int | None = None) -> Word:
-    """The result of an instruction that reads ``words``."""
+    """Return the result of an instruction that reads ``words``."""
     may, must = _NONE, _NONE
     for w in words:
         may, must = may | w.may, must | w.must
@@ -76,7 +76,7 @@ class Block:
 
 @lru_cache(maxsize=4)
 def instructions(cubin: bytes) -> tuple[list[tuple[int, str]], dict[str, int]]:
-    """(address, text) of every instruction, and the position that each label stands at."""
+    """Return (address, text) of every instruction, and the position of each label."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -94,7 +94,7 @@ def instructions(cubin: bytes) -> tuple[list[tuple[int, str]], dict[str, int]]:
 
 
 def blocks(code: list[tuple[int, str]], labels: dict[str, int]) -> list[Block]:
-    """The control-flow graph; block 0 is the entry."""
+    """Return the control-flow graph; block 0 is the entry."""
     starts = {0, *labels.values()}
     ends = re.compile(r"\b(BRA|EXIT|RET|BRX|JMP|CALL)\b")
     starts |= {n + 1 for n, (_, text) in enumerate(code) if ends.search(text)}
@@ -131,7 +131,7 @@ _PREDICATE = re.compile(r"!?U?P(T|\d)")
 
 
 def _read(state: State, operand: str) -> Word:
-    """The word that an operand stands for."""
+    """Return the word of an operand."""
     text = operand.strip().replace(".reuse", "")
     flip, text = (text[0], text[1:]) if text[:1] in "-~" and text[1:] else ("", text)
     if text in ("RZ", "URZ"):
@@ -152,7 +152,7 @@ def _read(state: State, operand: str) -> Word:
 
 
 def _width(op: str) -> int:
-    """Registers that an instruction writes."""
+    """Return how many registers an instruction writes."""
     if op.startswith("HGMMA"):
         found = re.match(r"HGMMA\.64x(\d+)x", op)
         return int(found[1]) // 2 if found else 1
@@ -179,7 +179,7 @@ def _lut(a: int, b: int, c: int, table: int) -> int:
 
 
 def _value(op: str, v: list[int]) -> int | None:
-    """The constant that an integer instruction makes of constants, or None."""
+    """Return the constant that an integer instruction makes of constants, or None."""
     name = op.split(".")[0].removeprefix("U")
     if op in ("MOV", "UMOV", "R2UR", "R2UR.FILL", "MOV32I") or op.startswith("SHFL.IDX"):
         return v[0]
@@ -208,7 +208,7 @@ def _value(op: str, v: list[int]) -> int | None:
 
 
 def _special(op: str, operands: list[str], thread: int) -> Word | None:
-    """The result of what reads no register."""
+    """Return the result of an instruction that reads no register, or None."""
     text = ",".join(operands)
     if op in ("S2R", "S2UR"):
         if "CgaCtaId" in text:
@@ -235,7 +235,7 @@ def _stack(state: State, x: Instruction) -> None:
 
 
 def _carried(op: str, values: list[int | None], flags: list[str], state: State) -> int | None:
-    """The whole sum of an addition, before it is cut to 32 bits."""
+    """Return the sum of an addition before it is cut to 32 bits, or None."""
     if None in values:
         return None
     total = sum(v for v in values if v is not None)
@@ -251,7 +251,7 @@ def _carried(op: str, values: list[int | None], flags: list[str], state: State) 
 
 @dataclass(frozen=True)
 class Instruction:
-    """The registers that an instruction reads and writes."""
+    """Return the registers that an instruction reads and writes."""
 
     op: str
     guarded: bool
@@ -264,7 +264,7 @@ class Instruction:
 
 @lru_cache(maxsize=1 << 16)
 def parse(text: str) -> Instruction | None:
-    """The instruction, or None where it writes no register or predicate."""
+    """Return the instruction, or None where it writes no register or predicate."""
     guard = re.match(r"^@(!?)(U?P\w+)\s+(.*)", text)
     if guard and guard[1] and guard[2] in ("PT", "UPT"):
         return None
@@ -296,14 +296,14 @@ def parse(text: str) -> Instruction | None:
 
 
 def _slots(text: str, n: int) -> tuple[str, ...]:
-    """The words of local memory that an access reads or writes; "slot?" where R1 is not alone."""
+    """Return the words of local memory of an access; "slot?" where R1 is not alone."""
     at = re.search(r"\[R1(?:\+(0x[0-9a-f]+))?\]", text)
     first = int(at[1] or "0", 16) if at else 0
     return tuple(f"slot{first + 4 * k}" if at else "slot?" for k in range(n))
 
 
 def needed(code: list[tuple[int, str]]) -> set[str]:
-    """The registers, predicates and slots that the descriptors may depend on."""
+    """Return the registers, predicates and slots that the descriptors may depend on."""
     found: set[str] = set()
     for _, text in code:
         if at := re.search(r"gdesc\[UR(\d+)\]", text):
@@ -384,7 +384,7 @@ def step(state: State, x: Instruction, thread: int) -> None:
 
 
 def _wide_sum(state: State, reads: list[str]) -> list[Word]:
-    """The two words of a 64-bit sum or move."""
+    """Return the two words of a 64-bit sum or move."""
     total: int | None = 0
     low: list[Word] = []
     high: list[Word] = []
@@ -420,7 +420,7 @@ class Product(NamedTuple):
 
 @lru_cache(maxsize=4)
 def products(cubin: bytes, thread: int = 0) -> list[Product]:
-    """Every reachable product, in the order of addresses, as ``thread`` of a block meets it."""
+    """Return every reachable product by address, as ``thread`` of a block meets it."""
     code, labels = instructions(cubin)
     wanted = needed(code)
     graph = blocks(code, labels)
@@ -443,7 +443,7 @@ def products(cubin: bytes, thread: int = 0) -> list[Product]:
 
 
 def _relevant(block: Block, wanted: set[str]) -> list[Instruction | tuple[int, str]]:
-    """The instructions that write what is wanted, and (address, text) of the products."""
+    """Return the instructions that write what is wanted, and (address, text) of the products."""
     found: list[Instruction | tuple[int, str]] = []
     for address, text in block.code:
         if "gdesc[" in text:
@@ -496,14 +496,14 @@ class Report(NamedTuple):
 
 @lru_cache(maxsize=512)
 def report(cubin: bytes) -> Report:
-    """How many products there are, and what is wrong with their descriptors."""
+    """Return the number of products, and the faults of their descriptors."""
     every = products(cubin)
     known = sum(p.b[0].value is not None and p.b[1].value is not None for p in every)
     return Report(len(every), known, findings(cubin), stack_pointer_as_data(cubin))
 
 
 def findings(cubin: bytes) -> list[str]:
-    """A sentence for each descriptor that does not come from shared memory on every path."""
+    """Return a sentence for each descriptor that does not come from shared memory on every path."""
     found = []
     for p in products(cubin):
         for operand, words in (("A", p.a), ("B", p.b)):
@@ -519,7 +519,7 @@ def findings(cubin: bytes) -> list[str]:
 
 
 def stack_pointer_as_data(cubin: bytes) -> list[str]:
-    """Every use of R1 as a number; it may address local memory and move itself, nothing else."""
+    """Return every use of R1 as a number; it may only address local memory and move itself."""
     moves = r"LDC R1,|U?I?V?I?ADD3? R1, R1,|IMAD\.MOV\.U32 R1, RZ, RZ, c|MOV R1, c"
     return [
         f"{address:#x}: {text}"
@@ -529,7 +529,7 @@ def stack_pointer_as_data(cubin: bytes) -> list[str]:
 
 
 def differences(cubin: bytes, other: bytes) -> list[str]:
-    """A sentence for each descriptor that is a constant in both cubins and not the same one."""
+    """Return a sentence for each descriptor that is a constant in both cubins, and differs."""
     found = []
     for thread in (0, 128):
         mine, theirs = products(cubin, thread), products(other, thread)

@@ -38,7 +38,7 @@ WRONG = (12, 8)
 
 
 def at_hand() -> list[Assembler]:
-    """Every ptxas on this machine that is known, one of each release."""
+    """Return every ptxas on this machine that is known, one of each release."""
     more = filter(None, os.environ.get("ROWMAX_PTXAS", "").split(":"))
     found = map(assembler.release_of, [*assembler._given(), *more])
     return list({one.release: one for one in found if one is not None}.values())
@@ -127,7 +127,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def settings() -> dict[str, Any]:
-    """The knobs that choose an assembler, as they are set (the stand-ins are no files)."""
+    """Return the knobs that choose an assembler, as they are set (the stand-ins are no files)."""
     return {name: vars(knobs.nvidia).get(name) for name in assembler._KNOBS}
 
 

@@ -21,7 +21,7 @@ import torch
 import triton
 
 from rowmax.gpu.hopper.tiles import LONG_64, LONG_64_SPILLS, SHARED, TILES, tile_for
-from tests.cases import Case, make
+from rowmax.testing import Case, make
 
 from . import sass
 from .hopper_build import Built, build

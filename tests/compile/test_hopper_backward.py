@@ -78,8 +78,11 @@ NAMES = {FusedConfig: "fused", DqConfig: "dq", DkdvConfig: "dkdv", DbiasConfig: 
 
 
 def cases():
-    """Yield (tile, features, dtype): every size plainly, every feature at the size of most models,
-    and at others the features that take most registers."""
+    """Yield (tile, features, dtype).
+
+    Every size comes plainly, every feature at the size of most models, and at others the features
+    that take most registers.
+    """
     every = [name for name in FEATURES if "bias" not in name or "dbias" in name]
     for size, tiles in TILES.items():
         for tile in tiles:
@@ -176,8 +179,10 @@ def stays_in_registers(kernel: Built, loops: list[list[Line]], kind: str, name: 
 
 
 def exponentials_after(texts: list[str], wait: int, block: int) -> int:
-    """Return how many exponentials come after the wait for dP (the first; the second of dQ alone):
-    those are not beside the product."""
+    """Return how many exponentials come after the wait for dP, so not beside the product.
+
+    That is the first wait; the second of the dq kernel.
+    """
     after = sum("MUFU.EX2" in text for text in texts[wait:])
     assert sum("MUFU.EX2" in text for text in texts[:wait]) + after >= block // 2
     return after

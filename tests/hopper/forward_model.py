@@ -1,8 +1,8 @@
-"""The Hopper forward, host's side and kernel, on the machine of ``machine.py``.
+"""Run the Hopper forward without a GPU, the host's side and the kernel, on ``tests/emulator``.
 
     python -m tests.hopper.forward_model [--only NAME] [--seeds 3]
 
-Against the definition in float64, by the rule of ``tests/tolerance.py``, over memory that begins
+Against the definition in float64, by the rule of ``rowmax.testing``, over memory that begins
 as NaN; in float16, for numpy has no bfloat16.
 """
 
@@ -16,20 +16,19 @@ import time
 import torch
 import torch._dynamo  # looks for triton, so before the machine takes its place
 
-from tests.hopper import language
+from tests import emulator
 
-language.install()
+emulator.install()
 
 from rowmax.call.dispatch import beyond  # noqa: E402
-from rowmax.gpu.hopper import LIMITS, host  # noqa: E402
+from rowmax.gpu.hopper import LIMITS, host, packed  # noqa: E402
 from rowmax.reference import dense  # noqa: E402
-from rowmax.testing import tagged  # noqa: E402
-from tests.cases import CASES, Case, make  # noqa: E402
+from rowmax.testing import CASES, Answer, Case, complaint, make, poisoned, tagged  # noqa: E402
 from tests.extreme_bias import CASES as EXTREMES  # noqa: E402
 from tests.extreme_bias import complaints as extreme_complaints  # noqa: E402
 from tests.extreme_bias import extreme, limit, row_complaints  # noqa: E402
+from tests.hopper.packed_calls import in_range, with_rows_past_the_last  # noqa: E402
 from tests.poison_padding import padding_matters  # noqa: E402
-from tests.tolerance import Answer, complaint, poisoned  # noqa: E402
 
 #: cases that the table of all backends lacks: lengths that meet tiles in every way, few and many
 #: tiles, every path of a bias, every head size of a tile
@@ -64,6 +63,7 @@ MORE = [
 
 def prepare(processors: int) -> None:
     host.processors = lambda _: processors
+    packed._CLEARING = 3  # each of few programs clears several parts
     host._PLANS.clear()
     torch.cuda.current_device = lambda: None  # pyright: ignore
     torch.cuda.is_current_stream_capturing = lambda: False
@@ -104,19 +104,16 @@ def check_extreme(case: Case, bias_dtype: torch.dtype) -> list[str]:
 
 
 def past_the_last(sink: bool) -> list[str]:
-    """Rows past the last packed sequence see nothing, and those before them do not see those."""
+    """Return the faults of rows past the last packed sequence.
+
+    They see nothing, and no other row sees them.
+    """
     prepare(3)
     case = Case("", hq=4, hk=2, d=64, causal=True, sink=sink, sequences=((5, 90), (0, 17), (99, 3)))
     problem, tensors = make(case, dtype=torch.float16).problem()
     want = host.forward(problem, tensors)
-    n = 2100
-    more = {
-        name: torch.cat([x, torch.full_like(x[:, :1], torch.nan).expand(-1, n, -1, -1)], 1)
-        for name, x in zip("qkv", tensors, strict=False)
-    }
-    longer = problem._replace(total_q=problem.total_q + n, total_k=problem.total_k + n)
     with poisoned():
-        out, lse = host.forward(longer, tensors._replace(**more))
+        out, lse = host.forward(*with_rows_past_the_last(problem, tensors, 2100))
     of_nothing = torch.full_like(lse[0], -torch.inf)
     if tensors.sink is not None:
         of_nothing = tensors.sink[:, None].expand_as(lse[0])
@@ -131,7 +128,7 @@ def past_the_last(sink: bool) -> list[str]:
 
 
 def out_of_range(seed: int) -> list[str]:
-    """Offsets that fall, or lie outside, are as if they had risen to the most before them."""
+    """Return the faults of offsets that fall or lie outside: ``in_range`` of them acts alike."""
     torch.manual_seed(seed)
     prepare(3)
     n = int(torch.randint(1, 300, ()))
@@ -139,12 +136,9 @@ def out_of_range(seed: int) -> list[str]:
     problem, tensors = make(case, dtype=torch.float16).problem()
     cu = torch.randint(-50, 300, (2, n + 3), dtype=torch.int32)
     cu[:, torch.randint(n + 3, ())] = torch.tensor([2**31 - 1, -(2**31)])
-    right = cu.clone()
-    right[:, 0] = 0
-    right = [x.clamp(0, t).cummax(0).values for x, t in zip(right, (199, 203), strict=True)]
     got = []
-    for q, k in (cu, right):
-        some = tensors._replace(cu_seqlens_q=q.int(), cu_seqlens_k=k.int())
+    for q, k in (cu, in_range(cu, (199, 203))):
+        some = tensors._replace(cu_seqlens_q=q, cu_seqlens_k=k)
         with poisoned():
             got.append(host.forward(problem._replace(nq=199, nk=203), some))
     return [n for n, x, y in zip(("out", "lse"), *got, strict=True) if not torch.equal(x, y)]

@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.hopper import language, machine
+from tests import emulator
+from tests.emulator.values import Pointer
 
-language.install()
+emulator.install()
 
 from rowmax.gpu.hopper.backward_order import (  # noqa: E402
     Sizes,
@@ -93,7 +94,7 @@ def simulate(case: Case, blocks: int, dice: random.Random) -> dict[Any, list[int
         ORDERED=True, LEFT=case.left is not None, RIGHT=case.right is not None,
         PREFIX=case.used is not None, DOCUMENTS=bool(case.documents), ABREAST=case.abreast,
     )  # fmt: skip
-    sizes = Sizes(case.nq, case.nk, case.left, case.right, machine.Pointer(spans_of(case)))
+    sizes = Sizes(case.nq, case.nk, case.left, case.right, Pointer(spans_of(case)))
     used = case.nk if case.used is None else case.used
     count = -(-case.nk // BLOCK_K)
     table, _ = counter_table(count, BLOCK_K, 1, case.heads, case.section, C.UP)

@@ -1,6 +1,6 @@
-"""The Hopper backward without a GPU: its kernels on a machine made of threads and numpy.
+"""The Hopper backward is right on the emulator, and blocks take its tiles in a good order.
 
-In processes of their own, since the machine takes the place of Triton.
+The emulator takes the place of Triton, so each test of kernels starts a process of its own.
 """
 
 from __future__ import annotations
@@ -16,8 +16,14 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 
+needs_triton = pytest.mark.skipif(
+    find_spec("triton") is None or sys.platform != "linux", reason="needs triton, on Linux"
+)
+
 
 def run(*arguments: str, **variables: str) -> None:
+    """Run a model of this folder; its exit code says whether all cases are right."""
+    pytest.importorskip("numpy")
     done = subprocess.run(
         [sys.executable, "-m", *arguments],
         cwd=ROOT,
@@ -28,31 +34,26 @@ def run(*arguments: str, **variables: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.skipif(
-    find_spec("triton") is None or sys.platform != "linux", reason="needs triton, on Linux"
-)
+def run_backward(*arguments: str) -> None:
+    run("tests.hopper.backward_model", *arguments, TRITON_INTERPRET="1")
+
+
+@needs_triton
 @pytest.mark.parametrize("size", ["-64-64", "-128-128", "-256-128", "-256-256"])
-def test_kernels(size):
-    pytest.importorskip("numpy")
-    run("tests.hopper.whole", "--kernels", f"--only={size}", TRITON_INTERPRET="1")
+def test_every_length_mask_and_bias_is_right(size):
+    run_backward("--kernels", f"--only={size}")
 
 
-def test_order():
-    pytest.importorskip("numpy")
+def test_every_order_of_tiles_sums_dq_in_one_order():
     run("tests.hopper.order_model")
 
 
-@pytest.mark.skipif(
-    find_spec("triton") is None or sys.platform != "linux", reason="needs triton, on Linux"
-)
-def test_extremes():
-    pytest.importorskip("numpy")
-    run("tests.hopper.whole", "--extremes", TRITON_INTERPRET="1")
+@needs_triton
+def test_biases_and_sinks_of_any_size_are_right():
+    run_backward("--extremes")
 
 
-@pytest.mark.skipif(
-    find_spec("triton") is None or sys.platform != "linux", reason="needs triton, on Linux"
-)
+@needs_triton
 @pytest.mark.parametrize(
     "cases",
     [
@@ -62,14 +63,11 @@ def test_extremes():
     ],
     ids=["masks", "biases", "blocks"],
 )
-def test_host_and_kernels(cases):
-    pytest.importorskip("numpy")
-    run("tests.hopper.whole", "--only", *cases, TRITON_INTERPRET="1")
+def test_cases_of_the_device_are_right(cases):
+    run_backward("--only", *cases)
 
 
-@pytest.mark.skipif(
-    find_spec("triton") is None or sys.platform != "linux", reason="needs triton, on Linux"
-)
+@needs_triton
 @pytest.mark.parametrize(
     ("batch", "tokens", "heads", "kv_heads", "right", "section"),
     [
@@ -81,7 +79,9 @@ def test_host_and_kernels(cases):
         (4, 4096, 32, 8, 0, 2),
     ],
 )
-def test_heads_at_once(monkeypatch, batch, tokens, heads, kv_heads, right, section):
+def test_sections_of_heads_fit_the_cache_and_tiles_follow_each_other(
+    monkeypatch, batch, tokens, heads, kv_heads, right, section
+):
     from rowmax.call.problem import Problem
     from rowmax.gpu.hopper import backward_host
     from rowmax.gpu.hopper.backward_tiles import TILES, config_for

@@ -1,4 +1,4 @@
-"""Run the Hopper forward without a GPU, in a process of its own: the machine replaces triton."""
+"""The Hopper forward is right on the emulator, in a process of its own: that replaces triton."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 
-def test_forward_on_the_machine() -> None:
+def test_every_case_is_right() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.hopper.forward_model"],
         cwd=Path(__file__).parents[2],

@@ -234,8 +234,10 @@ def test_a_gradient_that_is_lacked_is_another_backends_job(
 def test_a_bias_comes_as_the_copy_engine_takes_it(
     layout: str, want_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever its strides: it is no reason to hand the call to another backend. What is the same
-    over and over is not written out, but for a gradient, which is of that size itself."""
+    """No strides of a bias hand the call to another backend.
+
+    Dimensions that broadcast are not written out, but for a gradient, which has that size itself.
+    """
     problem, tensors = posed()
     q, shape = tensors.q, (2, 4, 64, 256)
     strides = {

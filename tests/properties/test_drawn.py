@@ -38,7 +38,7 @@ def test_drawn_calls_are_right(name: str, dtype: str, seed: int) -> None:
 
 
 def explained(one: Drawn, backend: str, texts: list[str]) -> str:
-    """What is wrong, and Python for the call and for the smallest that fails."""
+    """Return the faults, and Python for the call and for the smallest call that fails."""
 
     def fails(other: Drawn) -> bool:
         try:

@@ -1,4 +1,4 @@
-"""What must hold between calls, whatever the numbers: hypothesis draws shapes and features."""
+"""Identities between calls hold for any numbers: hypothesis draws shapes and features."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ limits = st.none() | st.integers(0, 60)
 
 @st.composite
 def calls(draw: st.DrawFn, band: bool = True, **fixed: Any) -> Call:
-    """A call in float64 with any features but dropout and those that are fixed."""
+    """Draw a call in float64 with any features but dropout and those that are fixed."""
     group = draw(st.sampled_from([1, 2, 3]))
     hk = draw(st.sampled_from([1, 2]))
     options: dict[str, Any] = {
@@ -49,8 +49,8 @@ def calls(draw: st.DrawFn, band: bool = True, **fixed: Any) -> Call:
     )
 
 
-def told(call: Call, **keywords: Any) -> Call:
-    """The call with other keyword arguments."""
+def with_keywords(call: Call, **keywords: Any) -> Call:
+    """Return the call with other keyword arguments."""
     return replace(call, keywords={**call.keywords, **keywords})
 
 
@@ -63,7 +63,7 @@ def same(got: Answer, want: Answer, skip: tuple[str, ...] = ()) -> None:
 
 
 def unmasked(call: Call) -> Call:
-    return told(call, mask=None, causal=False)
+    return with_keywords(call, mask=None, causal=False)
 
 
 # --- splitting and merging ---------------------------------------------------------------------
@@ -109,7 +109,7 @@ def test_a_masked_key_never_matters(backend: str, data: st.DataObject, bad: floa
             mask = Documents(gone.long(), q_ids=torch.zeros(call.inputs[0].shape[1]).long())
     if "mask" in call.keywords:
         mask = call.keywords["mask"] & mask
-    call = told(call, mask=mask)
+    call = with_keywords(call, mask=mask)
     grads = cotangents(call)
     want = answer(call, *grads, backend=backend)
     k, v = (t.masked_fill(gone[..., None, None], bad) for t in call.inputs[1:3])
@@ -154,7 +154,7 @@ def test_a_row_that_sees_nothing_never_matters(
     rows = torch.rand(nq, generator=torch.Generator().manual_seed(nq)) < 0.3
     mask = ~rows[:, None].expand(nq, nk)
     mask = call.keywords["mask"] & mask if "mask" in call.keywords else mask
-    call = told(call, mask=mask)
+    call = with_keywords(call, mask=mask)
     grads = cotangents(call)
     want = answer(call, *grads, backend=backend)
     q = call.inputs[0].masked_fill(rows[:, None, None], bad)
@@ -173,7 +173,7 @@ def test_bias_of_a_masked_pair_never_matters(
     bias = call.keywords["bias"]
     allowed = torch.rand(bias.shape, generator=torch.Generator().manual_seed(3)) < 0.6
     mask = call.keywords["mask"] & allowed if "mask" in call.keywords else allowed
-    call = told(call, mask=mask)
+    call = with_keywords(call, mask=mask)
     grads = cotangents(call)
     want = answer(call, *grads, backend=backend)
     got = answer(
@@ -191,7 +191,7 @@ def test_bias_of_minus_infinity_is_a_mask(backend: str, data: st.DataObject) -> 
     allowed[:, :, ::5] = False  # rows of nothing as well
     mask = call.keywords["mask"] & allowed if "mask" in call.keywords else allowed
     grads = cotangents(call)
-    want = answer(told(call, mask=mask), *grads, backend=backend)
+    want = answer(with_keywords(call, mask=mask), *grads, backend=backend)
     hidden = call.with_leaves({"bias": bias.masked_fill(~allowed, -inf)})
     same(answer(hidden, *grads, backend=backend), want)
 
@@ -233,7 +233,7 @@ def test_heads_and_sequences_are_apart(backend: str, data: st.DataObject) -> Non
         leaves["sink"] = call.keywords["sink"][heads]
     alone = call.with_leaves(leaves)
     if "alibi" in call.keywords:
-        alone = told(alone, alibi=call.keywords["alibi"][heads])
+        alone = with_keywords(alone, alibi=call.keywords["alibi"][heads])
     dout, dlse = dout_dlse[0][b : b + 1, :, heads], dout_dlse[1][b : b + 1, heads]
     got = answer(alone, dout, dlse, backend=backend)
     kv, qs = (slice(b, b + 1), slice(None), slice(h, h + 1)), (slice(b, b + 1), slice(None), heads)
@@ -290,7 +290,7 @@ def test_documents_are_separate_calls(backend: str, data: st.DataObject) -> None
     mask: Any = Documents(cu_seqlens=cu)
     mask = call.keywords["mask"] & mask if "mask" in call.keywords else mask
     grads = cotangents(call)
-    got = answer(told(call, mask=mask), *grads, backend=backend)
+    got = answer(with_keywords(call, mask=mask), *grads, backend=backend)
     q, k, v = (t.detach().requires_grad_() for t in call.inputs)
     parts = [
         replace(call, inputs=tuple(t[:, a:b] for t in (q, k, v)))(backend=backend)

@@ -12,8 +12,7 @@ from rowmax.reference import dense
 from rowmax.rules import band, mask, row_stats, score, softmax
 from rowmax.rules import over_tensors as rules
 from rowmax.rules.score import ScoreTerms
-
-from ..cases import CASES, Case, make
+from rowmax.testing import CASES, Case, make
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -86,7 +85,7 @@ def test_scores_and_their_derivative(softcap: float, with_bias: bool, alibi: boo
 @pytest.mark.parametrize("block", [1, 3, 8])
 @pytest.mark.parametrize("sink", [None, -torch.inf, -3.0, 50.0])
 def test_the_softmax_by_tiles(block: int, sink: float | None) -> None:
-    """Of rows of scores, of a row of nothing, and of one that begins with nothing."""
+    """Rows of scores, a row of nothing and a row that begins with nothing have their softmax."""
     s = 20 * normal(5, 8)
     s[1] = s[2, :4] = -torch.inf
     m = torch.full((5, 1), -torch.inf, dtype=torch.float64)

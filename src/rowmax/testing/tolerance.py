@@ -179,10 +179,10 @@ def poisoned(deterministic: bool = True) -> Iterator[None]:
     torch fills memory only in deterministic mode. With ``deterministic=False`` rowmax reads that
     the mode is off.
     """
-    before = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    before = torch.get_deterministic_debug_mode()
     fill = torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # not use_deterministic_algorithms, which imports the compiler (1.5 s of a process)
+    torch.set_deterministic_debug_mode("warn")
     torch.utils.deterministic.fill_uninitialized_memory = True  # pyright: ignore
     is_on = torch.are_deterministic_algorithms_enabled
     if not deterministic:
@@ -194,4 +194,4 @@ def poisoned(deterministic: bool = True) -> Iterator[None]:
     finally:
         torch.are_deterministic_algorithms_enabled = is_on
         torch.utils.deterministic.fill_uninitialized_memory = fill  # pyright: ignore
-        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+        torch.set_deterministic_debug_mode(before)

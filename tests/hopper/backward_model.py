@@ -1,39 +1,36 @@
-"""The whole Hopper backward without a GPU.
+"""Run the Hopper backward without a GPU, the host's side and all kernels.
 
-    TRITON_INTERPRET=1 python -m tests.hopper.whole [--kernels] [--only NAME ...] [--seconds 600]
+    TRITON_INTERPRET=1 python -m tests.hopper.backward_model [--kernels] [--only NAME ...]
 
-The host's side runs as it is, plain Triton kernels under Triton's interpreter, and the Gluon
-kernels on the machine of ``machine.py``. The cases are those of the GPU's checks, or with
-``--kernels`` those of ``kernel_cases``, in float16, by the rule of ``tests/tolerance.py``.
+Plain Triton kernels run under Triton's interpreter, Gluon kernels on ``tests/emulator`` in a
+process of its own. The cases are those of the checks on a GPU, or with ``--kernels`` those of
+``kernel_cases``, in float16, by the rule of ``rowmax.testing``.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import pickle
 import random
-import subprocess
 import sys
 import time
 import types
-from dataclasses import asdict
+from functools import lru_cache
 from typing import Any
 
 import torch
-import triton.language as tl
 from torch import Tensor
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rowmax.call.problem import Wanted
 from rowmax.gpu import hopper, triton
 from rowmax.gpu.compiled import Launch
 from rowmax.gpu.hopper import backward_dbias, backward_host, packed, row_stats
-from rowmax.gpu.hopper.tiles import Constants
 from rowmax.reference import dense
-from rowmax.testing import Case, make, poisoned, tagged
-from tests import extreme_bias
+from rowmax.testing import Call, Case, Expected, cotangents, expected, make, poisoned, tagged
+from tests import extreme_bias, interpreter
+from tests.emulator.remote import RemoteLaunch
 from tests.gpu import hopper_direct as device
+from tests.hopper.packed_calls import in_range, longer, with_rows_past_the_last
 
 #: head sizes of each tile shape: two of the fused kernel, two of dq with dk and dv
 SIZES = ((64, 64), (128, 128), (256, 128), (256, 256))
@@ -89,8 +86,10 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 def kernel_cases(every: bool) -> list[Case]:
-    """Return every length, mask and mode, as small as tiles allow: at one head size of the fused
-    kernel and at one of the others, or at ``every``."""
+    """Return every length, mask and mode, as small as tiles allow.
+
+    Each comes at one head size of the fused kernel and at one of the others, or at ``every``.
+    """
     alone: dict[str, Any] = {"b": 1, "hq": 1}
     named: dict[str, dict[str, Any]] = {
         f"{n}-{m}{'-causal' * c}": {"nq": n, "nk": m, "causal": c}
@@ -105,69 +104,18 @@ def kernel_cases(every: bool) -> list[Case]:
     return found
 
 
-class Elsewhere(Launch):
-    """A kernel that the server runs."""
-
-    server: subprocess.Popen
-
-    def __call__(self, t: Any, bases: tuple[Any, ...] = ()) -> None:
-        storages: dict[int, tuple[int, Tensor]] = {}
-
-        def number(t: Tensor) -> tuple[int, int]:
-            key = t.untyped_storage().data_ptr()
-            if key not in storages:
-                whole = torch.empty(0, dtype=t.dtype).set_(t.untyped_storage())
-                storages[key] = (len(storages), whole)
-            n, whole = storages[key]
-            assert whole.dtype == t.dtype
-            return n, t.storage_offset()
-
-        def described(x: Any) -> tuple[Any, ...]:
-            if isinstance(x, tl.constexpr):
-                x = x.value
-            if x is None:
-                return ("none",)
-            if isinstance(x, TensorDescriptor):
-                shape = [int(n) for n in x.shape]
-                return ("descriptor", *number(x.base), shape, list(x.strides), x.block_shape)
-            if isinstance(x, Tensor):
-                return ("pointer", *number(x))
-            if isinstance(x, Constants):
-                return ("config", type(x.config).__name__, asdict(x.config))
-            if isinstance(x, tuple):
-                return ("bundle", type(x).__name__, [described(y) for y in x])
-            assert isinstance(x, (int, float)), x
-            return ("number", x)
-
-        arguments = [described(x) for x in self.arguments(t, bases)]
-        wholes = [whole for _, whole in storages.values()]
-        arrays = [whole.numpy() for whole in wholes]
-        job = (self.kernel.fn.__name__, self.grid[0], arrays, arguments, random.randrange(1 << 30))
-        pickle.dump(job, self.server.stdin)  # pyright: ignore
-        self.server.stdin.flush()  # pyright: ignore
-        answer = pickle.load(self.server.stdout)  # pyright: ignore
-        if isinstance(answer, str):
-            raise RuntimeError(answer)
-        for whole, array in zip(wholes, answer, strict=True):
-            whole.copy_(torch.from_numpy(array))
-
-
 class Interpreted(Launch):
-    """A kernel that Triton's interpreter runs."""
+    """A launch by Triton's interpreter."""
 
     def __call__(self, t: Any, bases: tuple[Any, ...] = ()) -> None:
         self.kernel[self.grid](*self.arguments(t, bases))
 
 
 def prepare() -> None:
-    """Make the device's checks run here."""
-    server = subprocess.Popen(
-        [sys.executable, "-m", "tests.hopper.server"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    Elsewhere.server = server
-    backward_host.GluonLaunch = Elsewhere  # pyright: ignore
+    """Replace launches and what asks for a device, so that the checks of a GPU run here."""
+    RemoteLaunch.start()
+    interpreter.speed_up()
+    backward_host.GluonLaunch = RemoteLaunch  # pyright: ignore
     backward_host.Launch = packed.Launch = Interpreted  # pyright: ignore
     cuda: Any = torch.cuda
     cuda.device = lambda _: contextlib.nullcontext()
@@ -183,6 +131,18 @@ def prepare() -> None:
     triton.backward = fallback  # the twin does not run here
     real = device.make
     device.make = lambda case, where, dtype: real(case, "cpu", dtype)
+    device.expected = expected_once
+
+
+@lru_cache(maxsize=1)
+def _expected(case: Case, dtype: torch.dtype) -> Expected:
+    call = make(case, dtype=dtype)
+    return expected(call, *cotangents(call))
+
+
+def expected_once(call: Call, *grads: Tensor | None) -> Expected:
+    """Return the references of a call, the same for both modes of a case."""
+    return _expected(call.case, call.inputs[0].dtype)
 
 
 def fallback(problem, tensors, out, lse, dout, dlse, wanted):
@@ -192,8 +152,10 @@ def fallback(problem, tensors, out, lse, dout, dlse, wanted):
 
 
 def past_the_last(d: int) -> list[str]:
-    """Return the faults of rows past the last packed sequence: they have no gradient, and change
-    no other's."""
+    """Return the faults of rows past the last packed sequence.
+
+    They have no gradient, and change no other's.
+    """
     case = Case("", hq=4, hk=2, d=d, causal=True, sequences=((5, 90), (0, 17), (99, 133)))
     problem, tensors = make(case, dtype=torch.float16).problem()
     out, lse = dense.attention(problem, tensors, torch.float32)
@@ -202,15 +164,11 @@ def past_the_last(d: int) -> list[str]:
     want = hopper.backward(problem, tensors, out, lse.float(), dout, None, wanted)
     n = 150
 
-    def longer(x: Tensor) -> Tensor:
-        return torch.cat([x, torch.full_like(x[:, :1], torch.nan).expand(-1, n, -1, -1)], 1)
-
-    given = tensors._replace(q=longer(tensors.q), k=longer(tensors.k), v=longer(tensors.v))
-    bigger = problem._replace(total_q=problem.total_q + n, total_k=problem.total_k + n)
+    bigger, given = with_rows_past_the_last(problem, tensors, n)
     more = torch.full_like(lse[..., :1], -torch.inf).expand(-1, -1, n)
     lse = torch.cat([lse, more], -1).float()
     with poisoned():
-        got = hopper.backward(bigger, given, longer(out), lse, longer(dout), None, wanted)
+        got = hopper.backward(bigger, given, longer(out, n), lse, longer(dout, n), None, wanted)
     found = []
     for name, x, y in zip("qkv", want[:3], got[:3], strict=True):
         assert x is not None
@@ -224,18 +182,17 @@ def past_the_last(d: int) -> list[str]:
 
 
 def out_of_range(d: int, deterministic: bool) -> list[str]:
-    """Return the faults of offsets that fall or lie outside: they act as the offsets in range that
-    replace them. The machine allows no access outside a tensor."""
+    """Return the faults of offsets that fall or lie outside: ``in_range`` of them acts alike.
+
+    The emulator allows no access outside a tensor.
+    """
     case = Case("", hq=4, hk=2, d=d, causal=True, sequences=((5, 90), (0, 17), (99, 133)))
     problem, tensors = make(case, dtype=torch.float16).problem()
     out, lse = dense.attention(problem, tensors, torch.float32)
     generator = torch.Generator().manual_seed(d + deterministic)
     cu = torch.randint(-300, 400, (2, 4), dtype=torch.int32, generator=generator)
     cu[0, 1], cu[1, 2] = 2**31 - 1, -(2**31)
-    totals = torch.tensor([[problem.total_q], [problem.total_k]])
-    risen = torch.minimum(cu.clamp(min=0), totals).int()
-    risen[:, 0] = 0
-    risen = risen.cummax(1).values
+    risen = in_range(cu, (problem.total_q, problem.total_k))
     problem = problem._replace(deterministic=deterministic)
     both = []
     for x in (cu, risen):

@@ -1,0 +1,155 @@
+"""The inline assembly of the kernels, each text beside its meaning in Python.
+
+``inline_asm`` raises for any other text, so a changed instruction needs a new meaning. White space
+does not matter. Fences and warp barriers mean nothing: the memory of the emulator has
+one order, and a partition is one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from . import threads
+from .memory import land_stores
+from .values import Pointer, Tensor, raw
+
+#: the meaning of each text: a function of the arguments and the dtype of the result
+MEANINGS: dict[str, Callable[[list[Any], Any], Any]] = {}
+
+
+def means(text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Declare that the decorated function is what ``text`` does."""
+
+    def declare(meaning: Callable[..., Any]) -> Callable[..., Any]:
+        MEANINGS[_plain(text)] = meaning
+        return meaning
+
+    return declare
+
+
+def inline_asm(text: str, constraints: str, args: list[Any], dtype: Any, **_: Any) -> Any:
+    """Return what the text computes of the arguments."""
+    meaning = MEANINGS.get(_plain(text))
+    if meaning is None:
+        raise NotImplementedError(f"tests/emulator/assembly.py declares no meaning of: {text}")
+    return meaning(args, dtype)
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.split())
+
+
+# --- numbers -----------------------------------------------------------------------------------
+
+
+@means("tanh.approx.f32 $0, $1;")
+def tanh(args: list[Any], dtype: Any) -> Tensor:
+    return Tensor(np.tanh(args[0].a))
+
+
+@means("cvt.rn.bf16x2.f32 $0, $2, $1;")
+@means("cvt.rn.f16x2.f32 $0, $2, $1;")
+def convert(args: list[Any], dtype: Any) -> Tensor:
+    return args[0].to(dtype)
+
+
+@means(
+    """{
+    .reg .pred p;
+    .reg .b32 a, b, c, d, e, f, g, h;
+    mov.b32 a, $8; mov.b32 b, $9; mov.b32 c, $10; mov.b32 d, $11;
+    mov.b32 e, $12; mov.b32 f, $13; mov.b32 g, $14; mov.b32 h, $15;
+    or.b32 a, a, b; or.b32 c, c, d; or.b32 e, e, f; or.b32 g, g, h;
+    or.b32 a, a, c; or.b32 e, e, g; or.b32 a, a, e;
+    setp.eq.b32 p, a, 0xffffffff;
+    @p nanosleep.u32 1;
+    mov.b32 $0, $8; mov.b32 $1, $9; mov.b32 $2, $10; mov.b32 $3, $11;
+    mov.b32 $4, $12; mov.b32 $5, $13; mov.b32 $6, $14; mov.b32 $7, $15;
+    }"""
+)
+def settle(args: list[Any], dtype: Any) -> Tensor:
+    """Return the argument: a load from shared memory is complete when it returns here."""
+    return args[0]
+
+
+_MOVE = """{
+    .reg .pred p, q, r;
+    .reg .f32 a, b, s, t;
+    add.f32 s, $4, THRESHOLD;
+    add.f32 t, $5, THRESHOLD;
+    setp.gt.f32 p, $2, s;
+    setp.gt.or.f32 r, $3, t, p;
+    mov.f32 $0, $4;
+    mov.f32 $1, $5;
+    vote.sync.any.pred r, r, 0xffffffff;
+    @!r bra KEEP;
+    shfl.sync.bfly.b32 a, $2, 1, 31, 0xffffffff;
+    shfl.sync.bfly.b32 b, $3, 1, 31, 0xffffffff;
+    max.f32 a, a, $2;
+    max.f32 b, b, $3;
+    shfl.sync.bfly.b32 $0, a, 2, 31, 0xffffffff;
+    shfl.sync.bfly.b32 $1, b, 2, 31, 0xffffffff;
+    max.f32 a, a, $0;
+    max.f32 b, b, $1;
+    setp.gt.f32 p, a, s;
+    setp.gt.f32 q, b, t;
+    selp.f32 $0, a, $4, p;
+    selp.f32 $1, b, $5, q;
+    KEEP:
+    }"""
+
+
+@means(_MOVE.replace("THRESHOLD", "0f41000000"))
+def move(args: list[Any], dtype: Any) -> Tensor:
+    """Return the maximum of a row where it exceeds the reference by more than 8, else that."""
+    return _moved(args, np.float32(8.0))
+
+
+@means(_MOVE.replace("THRESHOLD", "0f40b17218"))
+def move_natural(args: list[Any], dtype: Any) -> Tensor:
+    """Return the maximum of a row where it exceeds the reference by more than 8 ln 2."""
+    return _moved(args, np.float32(8.0 * np.log(2.0)))
+
+
+def _moved(args: list[Any], threshold: np.float32) -> Tensor:
+    """Return the new reference ``[64, 4]``; the four columns are the lanes of a quad."""
+    peak, m = args[0].a, args[1].a
+    top = np.broadcast_to(peak.max(1, keepdims=True), m.shape)
+    return Tensor(np.where(top > m + threshold, top, m))
+
+
+# --- memory ------------------------------------------------------------------------------------
+
+
+@means("griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, 0;")
+def follow(args: list[Any], dtype: Any) -> None:
+    """Do nothing: one launch runs at a time."""
+
+
+@means(
+    "ld.acquire.gpu.global.b32 $0, [$1]; shfl.sync.idx.b32 $0, $0, 0, 31, 0xffffffff; "
+    "fence.proxy.async.global;"
+)
+def load_acquire(args: list[Pointer], dtype: Any) -> Tensor:
+    threads.pause(2e-4)
+    (place,) = args
+    with threads.lock:
+        threads.check()
+        return Tensor(place.memory[place.at].copy())
+
+
+@means(
+    "cp.async.bulk.wait_group 0; fence.proxy.async.global; bar.warp.sync 0xffffffff; "
+    "{ .reg .pred p; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; "
+    "@p st.release.gpu.global.b32 [$1], $2; } mov.u32 $0, 0;"
+)
+def store_release(args: list[Any], dtype: Any) -> None:
+    """Wait until this thread's copies are in global memory, then store the number."""
+    land_stores()
+    place, value = args
+    with threads.lock:
+        place.memory[place.at] = raw(value)
+        threads.progress()

@@ -1,0 +1,160 @@
+"""The modules that take the place of Triton and Gluon, and of rowmax's modules that need them."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from . import values
+from .assembly import inline_asm
+from .host import Grid, Launch, TensorDescriptor
+from .memory import (
+    allocate,
+    mbarrier,
+    reinterpret,
+    tma_add,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+)
+from .products import warpgroup_mma, warpgroup_mma_wait
+from .threads import here, warp_specialize
+from .values import DType, Tensor, matched, raw, scalar
+
+LAYOUTS = (
+    "NVMMADistributedLayout",
+    "NVMMASharedLayout",
+    "SwizzledSharedLayout",
+    "BlockedLayout",
+    "SliceLayout",
+    "DotOperandLayout",
+    "DistributedLinearLayout",
+    "SharedLinearLayout",
+)
+
+
+class _Layout:
+    """Any layout: the emulator ignores it."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    @staticmethod
+    def get_default_for(*_: Any, **__: Any) -> None:
+        return None
+
+
+def _elementwise(f: Callable[..., Any]) -> Callable[..., Tensor]:
+    def run(*args: Any) -> Tensor:
+        first = next((a for a in args if isinstance(a, Tensor)), None)
+        other = raw(first) if first is not None else 0
+        return Tensor(f(*(matched(raw(a), other) for a in args)))
+
+    return run
+
+
+def _where(c: Any, x: Any, y: Any) -> Tensor:
+    x, y = matched(raw(x), raw(y)), matched(raw(y), raw(x))
+    return Tensor(np.where(raw(c), x, y).astype(np.result_type(x, y), copy=False))
+
+
+def _full(shape: list[int], value: Any, dtype: DType, layout: Any = None) -> Tensor:
+    return Tensor(np.full(shape, value, dtype.kind))
+
+
+def _arange(start: int, end: int, layout: Any = None) -> Tensor:
+    return Tensor(np.arange(start, end, dtype=np.int32))
+
+
+def _max(x: Tensor, axis: int) -> Tensor:
+    return Tensor(x.a.max(axis))
+
+
+def _sum(x: Tensor, axis: int) -> Tensor:
+    return Tensor(x.a.sum(axis, dtype=x.a.dtype))
+
+
+def language() -> types.ModuleType:
+    """Return the module in place of ``triton.experimental.gluon.language``."""
+    gl: Any = types.ModuleType("triton.experimental.gluon.language")
+    gl.constexpr = lambda x: x
+    for name in LAYOUTS:
+        setattr(gl, name, _Layout)
+    for name in ("float32", "float16", "bfloat16", "int32", "int64"):
+        setattr(gl, name, getattr(values, name))
+    gl.shared_memory_descriptor = types.SimpleNamespace(reinterpret=reinterpret)
+    gl.allocate_shared_memory = allocate
+    gl.full, gl.arange, gl.where, gl.sum, gl.max = _full, _arange, _where, _sum, _max
+    gl.zeros = lambda shape, dtype, layout=None: _full(shape, 0, dtype)
+    gl.maximum, gl.minimum = _elementwise(np.maximum), _elementwise(np.minimum)
+    gl.exp2, gl.abs, gl.log2 = _elementwise(np.exp2), _elementwise(np.abs), _elementwise(np.log2)
+    gl.load, gl.store = values.load, values.store
+    gl.atomic_add = values.atomic(lambda before, x: before + x)
+    gl.atomic_xchg = values.atomic(lambda before, x: x)
+    gl.convert_layout = lambda x, layout: x
+    gl.static_range = range
+    gl.inline_asm_elementwise = inline_asm
+    gl.program_id = lambda axis: scalar(here.block.pid)
+    gl.num_programs = lambda axis: scalar(here.block.programs)
+    gl.num_warps = lambda: 4
+    gl.warp_specialize = warp_specialize
+    return gl
+
+
+def _module(name: str, **content: Any) -> None:
+    module = types.ModuleType(name)
+    module.__dict__.update(content)
+    module.__path__ = []
+    sys.modules[name] = module
+
+
+def _same(f: Any = None, **_: Any) -> Any:
+    """Return a function as it is, as a decorator with or without arguments."""
+    return f if f is not None else _same
+
+
+def _jit(f: Any = None, **_: Any) -> Any:
+    return Grid(f) if f is not None else _jit
+
+
+def install() -> None:
+    """Make ``import triton`` find the emulator, in a process that has not imported triton."""
+    gl: Any = language()
+    gl.__path__ = []
+    _module("triton", jit=_jit, __version__="3.6.0", language=gl)
+    _module("triton._C")
+    _module("triton._C.libtriton", ir=None)
+    sys.modules["triton.language"] = gl
+    _module("triton.language.extra")
+    _module("triton.language.extra.cuda", gdc_wait=None)
+    _module("triton.experimental")
+    _module("triton.experimental.gluon", jit=_same, constexpr_function=_same, language=gl)
+    _module("triton.experimental.gluon._runtime", GluonASTSource=None)
+    sys.modules["triton.experimental.gluon.language"] = gl
+    _module("triton.experimental.gluon.language._core", builtin=_same)
+    _module("triton.experimental.gluon.language.nvidia")
+    _module(
+        "triton.experimental.gluon.language.nvidia.hopper",
+        fence_async_shared=lambda: None,
+        mbarrier=mbarrier,
+        tma=types.SimpleNamespace(
+            async_load=tma_load,
+            async_store=tma_store,
+            async_atomic_add=tma_add,
+            store_wait=tma_store_wait,
+        ),
+        warpgroup_mma=warpgroup_mma,
+        warpgroup_mma_init=lambda x: x,
+        warpgroup_mma_wait=warpgroup_mma_wait,
+    )
+    _module("triton.experimental.gluon.nvidia")
+    _module("triton.experimental.gluon.nvidia.hopper", TensorDescriptor=TensorDescriptor)
+    # rowmax's modules that compile and launch kernels
+    _module("rowmax.gpu.triton")
+    _module("rowmax.gpu.triton.rules", any_range=None)
+    _module("rowmax.gpu.compiled", Launch=Launch)
+    _module("rowmax.gpu.compat", graphs_exist=lambda: False, spills=lambda kernel: 0)

@@ -1,0 +1,179 @@
+"""Numbers of the emulator: tensors and scalars in registers, and pointers to global memory.
+
+float64 becomes float32: no kernel computes in it. numpy has no bfloat16, so float32 stands for it.
+Operators follow Triton: Python numbers take the dtype of the other operand, and integer division
+rounds toward zero.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from . import threads
+
+
+class DType:
+    """A dtype of Triton and the numpy dtype that stands for it."""
+
+    def __init__(self, name: str, kind: Any) -> None:
+        self.name, self.kind = name, np.dtype(kind)
+
+    primitive_bitwidth = property(lambda self: 8 * self.kind.itemsize)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+float32, float16 = DType("fp32", np.float32), DType("fp16", np.float16)
+bfloat16 = DType("bf16", np.float32)
+int32, int64, int1 = DType("i32", np.int32), DType("i64", np.int64), DType("i1", np.bool_)
+DTYPES = {d.kind: d for d in (float16, int32, int64, int1, float32)}
+
+
+def raw(x: Any) -> Any:
+    """Return the numpy array of a Tensor; anything else as it is."""
+    return x.a if isinstance(x, Tensor) else x
+
+
+class Tensor:
+    """A tensor or a scalar in registers. Layouts are ignored."""
+
+    def __init__(self, a: Any) -> None:
+        self.a: Any = np.asarray(a)
+        if self.a.dtype == np.float64:
+            self.a = self.a.astype(np.float32)
+
+    dtype = property(lambda self: DTYPES[self.a.dtype])
+    shape = property(lambda self: list(self.a.shape))
+    type = property(lambda self: types.SimpleNamespace(layout=None))
+
+    def to(self, dtype: DType) -> Tensor:
+        return Tensor(self.a.astype(dtype.kind))
+
+    def reshape(self, *shape: Any) -> Tensor:
+        return Tensor(self.a.reshape(*shape))
+
+    def expand_dims(self, axis: int) -> Tensor:
+        return Tensor(np.expand_dims(self.a, axis))
+
+    def permute(self, order: Any) -> Tensor:
+        return Tensor(self.a.transpose(order))
+
+    def split(self) -> tuple[Tensor, Tensor]:
+        return Tensor(self.a[..., 0]), Tensor(self.a[..., 1])
+
+    def __getitem__(self, at: Any) -> Tensor:
+        return Tensor(self.a[at])
+
+    def __bool__(self) -> bool:
+        return bool(self.a)
+
+    def __index__(self) -> int:
+        return int(self.a)
+
+    def __invert__(self) -> Tensor:
+        return Tensor(~self.a)
+
+    def __neg__(self) -> Tensor:
+        return Tensor(-self.a)
+
+
+def _operator(f: Any) -> Any:
+    def run(a: Any, b: Any) -> Any:
+        if isinstance(b, Pointer):
+            return NotImplemented
+        a, b = raw(a), raw(b)
+        return Tensor(f(matched(a, b), matched(b, a)))
+
+    return run
+
+
+def matched(a: Any, b: Any) -> Any:
+    """Return a; if it is a Python number and b an array, in the dtype that Triton gives it."""
+    if isinstance(a, (bool, int, float)) and isinstance(b, np.ndarray) and b.dtype.kind != "b":
+        kind = b.dtype if isinstance(a, int) or b.dtype.kind == "f" else np.float32
+        return np.asarray(a, kind)
+    return a
+
+
+def _quotient(a: Any, b: Any) -> Any:
+    """Return a / b, rounded toward zero."""
+    return np.where((a < 0) != (b < 0), -(abs(a) // abs(b)), abs(a) // abs(b)).astype(
+        np.result_type(a, b)
+    )
+
+
+_OPERATORS = {
+    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b,
+    "truediv": lambda a, b: a / b, "floordiv": _quotient,
+    "mod": lambda a, b: a - b * _quotient(a, b), "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b, "rshift": lambda a, b: a >> b,
+    "lshift": lambda a, b: a << b,
+}  # fmt: skip
+for _name, _f in _OPERATORS.items():
+    setattr(Tensor, f"__{_name}__", _operator(_f))
+    setattr(Tensor, f"__r{_name}__", (lambda g: lambda b, a: g(a, b))(_operator(_f)))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(Tensor, f"__{_name}__", _operator(getattr(np.ndarray, f"__{_name}__")))
+Tensor.__hash__ = None  # pyright: ignore
+
+
+class Pointer:
+    """Addresses in one allocation of global memory, in elements from its start."""
+
+    def __init__(self, memory: np.ndarray, at: Any = 0) -> None:
+        assert memory.ndim == 1
+        self.memory, self.at = memory, np.asarray(at, np.int64)
+
+    def __add__(self, other: Any) -> Pointer:
+        return Pointer(self.memory, self.at + np.asarray(raw(other), np.int64))
+
+    __radd__ = __add__
+
+    @property
+    def dtype(self) -> Any:
+        return types.SimpleNamespace(element_ty=DTYPES[self.memory.dtype])
+
+
+def load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Tensor:
+    """Return the values at the addresses. An address outside the allocation raises."""
+    at = pointer.at
+    if mask is None:
+        assert (at >= 0).all(), "a load before its tensor"
+        return Tensor(pointer.memory[at])
+    at, ok = np.broadcast_arrays(at, raw(mask))
+    found = np.full(at.shape, other, pointer.memory.dtype)
+    found[ok] = pointer.memory[at[ok]]
+    assert (at[ok] >= 0).all(), "a load before its tensor"
+    return Tensor(found)
+
+
+def store(pointer: Pointer, value: Any, mask: Any = True) -> None:
+    """Store the values at the addresses. An address outside the allocation raises."""
+    at, ok, x = np.broadcast_arrays(pointer.at, raw(mask), raw(value))
+    assert (at[ok] >= 0).all(), "a store before its tensor"
+    pointer.memory[at[ok]] = x[ok]
+
+
+def atomic(change: Callable[[Any, Any], Any]) -> Callable[..., Tensor]:
+    """Return an atomic operation that stores ``change(before, value)`` and returns ``before``."""
+
+    def run(pointer: Pointer, value: Any, **_: Any) -> Tensor:
+        threads.pause(2e-4)
+        with threads.lock:
+            threads.check()
+            before = pointer.memory[pointer.at].copy()
+            pointer.memory[pointer.at] = change(before, raw(value))
+            threads.progress()
+            return Tensor(before)
+
+    return run
+
+
+def scalar(x: Any) -> Tensor:
+    """Return a number as kernels get it: int32 or float32."""
+    return Tensor(np.asarray(x, np.int32 if isinstance(x, int) else np.float32))
