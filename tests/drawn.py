@@ -1,7 +1,7 @@
 """Random calls: everything that a call can vary, drawn from one seed.
 
 ``drawn(seed)`` is one call. ``draw_group`` draws what is compiled into kernels (features, head
-sizes, strides), ``varied`` the rest (lengths, batch, limits, contents), so that one compiled kernel
+sizes, strides). ``varied`` draws the rest (lengths, batch, limits, contents): one compiled kernel
 serves many calls. ``reduced`` shrinks a call that fails.
 """
 

@@ -41,7 +41,7 @@ DTYPES = (
     (torch.float16, torch.float32),
     (torch.float64, torch.float64),
 )
-KINDS = 8  # of rows
+KINDS = 8  # kinds of rows
 
 
 def biases(kind: Tensor, j: Tensor, random: Tensor) -> Tensor:

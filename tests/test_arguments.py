@@ -16,7 +16,7 @@ nan, inf = float("nan"), float("inf")
 
 
 def tensors(**changed: Any) -> dict[str, Any]:
-    """q ``[2, 6, 4, 8]``, k and v ``[2, 9, 2, 8]``; a shape or a tensor replaces any."""
+    """Return q ``[2, 6, 4, 8]``, k and v ``[2, 9, 2, 8]``; a shape or a tensor replaces any."""
     named = {"q": (2, 6, 4, 8), "k": (2, 9, 2, 8), "v": (2, 9, 2, 8)} | changed
     return {n: torch.randn(x) if isinstance(x, tuple) else x for n, x in named.items()}
 

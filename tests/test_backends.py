@@ -45,7 +45,7 @@ def _expected(case: Case, dtype: torch.dtype) -> tuple[Call, tuple, Expected]:
 
 
 def _want_support(backend: str, problem: Problem) -> None:
-    """No backend of a CPU may refuse a call."""
+    """Check that no backend of a CPU refuses a call."""
     for call in ("forward", "backward"):
         assert refusal(backend, problem, call) is None
 
@@ -87,7 +87,7 @@ def test_gradient_through_out_alone(case: Case, backend: str) -> None:
 @pytest.mark.parametrize("name", ["q", "k", "v", "bias", "sink"])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_one_gradient_alone(name: str, backend: str, packed: bool) -> None:
-    """Each gradient is what it is beside the others, whichever others are wanted."""
+    """Each gradient is the same, whichever others are wanted."""
     options = {"bias": "1hqk", "sink": True, "softcap": 2.0, "causal": True, "hk": 2}
     options |= {"sequences": ((40, 90), (70, 20))} if packed else {}
     call = make(Case("one", **options))
@@ -165,7 +165,7 @@ def test_bad_numbers_that_are_seen_propagate(backend: str, bad: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", COVERING, ids=str)
 def test_results_are_as_promised(case: Case, dtype: torch.dtype, backend: str) -> None:
-    """Contiguous, of the promised shapes and dtypes: the fake kernels tell the compiler so."""
+    """Contiguous, of the promised shapes and dtypes: the fake kernels promise the compiler so."""
     problem, tensors = make(case, dtype=dtype).problem()
     chosen = choose(problem, "forward", backend).first
     out, lse = chosen.forward(problem, tensors)

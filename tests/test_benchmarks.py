@@ -18,7 +18,7 @@ from benchmarks.processes import ROOT
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore"),  # of torch, on kernels that it does not choose
+    pytest.mark.filterwarnings("ignore"),  # from torch, on kernels that it does not choose
 ]
 TINY = "n=64 d=16 b=2 hq=2 dtype=float32"
 FEATURES = (
@@ -53,7 +53,7 @@ def test_every_feature_is_timed_and_agrees_with_a_peer(tmp_path: Path):
         assert all(row[name] for name in ("device", "torch", "date", "threads", "ms", "tflops"))
     peers = [row for row in ours if row["peer"]]
     assert {row["peer"] for row in peers} == {"sdpa"}
-    assert len(ours) - len(peers) == 3  # of the softcap, which it lacks
+    assert len(ours) - len(peers) == 3  # with the softcap, which it lacks
 
 
 def test_the_host_and_the_products_of_matrices_are_timed(tmp_path: Path):

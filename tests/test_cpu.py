@@ -122,7 +122,7 @@ def _machine(name: str, cache: str) -> dict[str, str]:
 @pytest.mark.skipif(not NAMES_MACHINES, reason="x86-64 names")
 @pytest.mark.parametrize("name", MACHINES)
 def test_kernels_are_right_for_lesser_machines(name: str, new_cache: str) -> None:
-    """Kernels compiled for a lesser processor run on the one at hand."""
+    """Kernels compiled for a lesser processor run on this one."""
     _, _, lanes = MACHINES[name]
     text = f"""
         import torch, rowmax

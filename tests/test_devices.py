@@ -1,4 +1,4 @@
-"""A host with two kinds of GPU, by what torch would say of it: nothing is asked of the current one.
+"""A host with two kinds of GPU, by what torch would say of it: nothing is read from the current one.
 
 ``tests/gpu/two_devices.py`` is the same with devices.
 """

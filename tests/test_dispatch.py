@@ -195,7 +195,7 @@ def test_a_tensors_subclass_goes_through_the_dispatcher() -> None:
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "bias"])
 def test_a_negation_put_off_is_done(name: str, backend: str) -> None:
-    """``z.conj().imag`` is a view that says that its numbers are to be negated when read."""
+    """``z.conj().imag`` is a view that says that its numbers must be negated when read."""
     tensors = dict(zip("qkv", inputs(1, 12), strict=True)) | {"bias": torch.randn(12, 12).double()}
     lazy = torch.complex(torch.zeros_like(tensors[name]), -tensors[name]).conj().imag
     assert lazy.is_neg()

@@ -18,7 +18,7 @@ from rowmax.testing import Call, Case, make
 
 
 def philox(counter: tuple[int, ...], key: tuple[int, ...], rounds: int = 7) -> list[int]:
-    """Philox4x32 in Python's own integers, as Salmon et al. state it."""
+    """Return Philox4x32 in Python's own integers, as Salmon et al. state it."""
     c, k, word = list(counter), list(key), 2**32 - 1
     for _ in range(rounds):
         left, right = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
@@ -80,7 +80,7 @@ def test_layout_of_draws(seed: int) -> None:
 
 
 def kept(call: Call, backend: str) -> Tensor:
-    """R of a call, ``[B, Hq, Nq, Nk]`` (packed: ``[1, Hq, total_q, total_k]``).
+    """Return R of a call, ``[B, Hq, Nq, Nk]`` (packed: ``[1, Hq, total_q, total_k]``).
 
     Scores are all 0 and each value stands for its own key, so out is R / Nk.
     """
@@ -171,7 +171,7 @@ def test_out_is_unbiased() -> None:
         ]
     )
     error = (outs.mean(0) - want) / (outs.std(0) / math.sqrt(seeds))
-    assert error.abs().max() < 5  # of 256 numbers, in standard deviations
+    assert error.abs().max() < 5  # over 256 numbers, in standard deviations
 
 
 @pytest.mark.parametrize("axis", ["batch", "head", "row", "column", "seed"])

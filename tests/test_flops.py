@@ -64,7 +64,7 @@ def test_flops_count_the_band(nq: int, nk: int, band: tuple[int | None, int | No
     pairs = int(rowmax.rules.mask.dense(problem, tensors).sum()) * 2 * 3
     assert rowmax.call.flops.forward_flops(problem) == 2 * pairs * (5 + 4)
     assert rowmax.call.flops.backward_flops(problem) == 2 * pairs * (3 * 5 + 2 * 4)
-    # of positions that lengths move, the count is that of the longest, which is the most
+    # with positions that lengths move, the count is that of the longest, which is the most
     aligned, tensors = make(replace(call.case, lengths=(0.5, 0.2), align="lengths")).problem()
     assert int(rowmax.rules.mask.dense(aligned, tensors).sum()) * 3 <= pairs
     assert rowmax.call.flops.forward_flops(aligned) == 2 * pairs * (5 + 4)

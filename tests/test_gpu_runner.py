@@ -185,7 +185,7 @@ def test_every_cache_of_launches_is_found() -> None:
 def test_direct_calls_are_held_to_the_rule(
     elsewhere: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the torch backend in the place of the kernels."""
+    """With the torch backend instead of the kernels."""
 
     def wrong_keys(*arguments: Any) -> Any:
         found = tiled.backward(*arguments)

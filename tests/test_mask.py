@@ -202,7 +202,7 @@ def test_documents_compose_in_every_form() -> None:
     own = Documents(a, q_ids=q_ids) & Documents(b, q_ids=q_ids)
     apart = [allowed(Documents(ids, q_ids=q_ids), 2, 1, 2, 5) for ids in (a, b)]
     assert torch.equal(allowed(own, 2, 1, 2, 5), apart[0] & apart[1])
-    # of any kinds: each finds its own ids, offsets theirs where the number of keys is known
+    # documents of any kinds: each finds its own ids, offsets theirs where the number of keys is known
     cu = torch.tensor([0, 1, 5])
     one, two, three = Documents(a), Documents(b[1], q_ids=q_ids + 5), Documents(cu_seqlens=cu)
     apart = [allowed(mask, 2, 1, 2, 5) for mask in (one, two, three)]
@@ -218,7 +218,7 @@ def test_lengths() -> None:
     assert allowed(fewer, 2, 1, 1, 4).sum((1, 2, 3)).tolist() == [2, 1]
 
 
-LENGTHS = (0, 3, 4, 10, 16, 19)  # of 16 keys and, among them, 4 queries
+LENGTHS = (0, 3, 4, 10, 16, 19)  # among 16 keys and, among them, 4 queries
 
 
 @pytest.mark.parametrize("band", [Causal(), Window(3, 1), Window(None, 2), Window(0, None)])

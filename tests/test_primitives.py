@@ -232,6 +232,6 @@ def test_keepdim_is_a_flag():
 
 
 def torch_twin(f):
-    """torch's function of the same name and arguments."""
+    """Return torch's function of the same name and arguments."""
     keywords = {name: value for name, value in f.keywords.items() if name != "block"}
     return partial(getattr(torch, f.func.__name__), **keywords)

@@ -22,7 +22,7 @@ SMALL = Drawn(Case("small", b=1, nq=5, hq=1, d=4), "float32", 0)
 
 
 def at_times(kind: str, drawn: Drawn, backend: str, device: str) -> list[str]:
-    """One call in four fails, each in one of the ways that a call can."""
+    """Fail one call in four, each in one of the ways that a call can."""
     if drawn.seed % 4:
         return []
     how = ("wrong", "raises", "refused")[drawn.seed // 4 % 3] if kind == "any" else kind

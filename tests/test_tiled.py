@@ -185,7 +185,7 @@ def test_a_bias_of_minus_infinity_is_a_mask():
     torch.testing.assert_close((out, lse), (want, want_lse))
     assert (out[:, 7] == 0).all()
     assert (lse[:, :, 7] == -torch.inf).all()
-    # what comes back to a row that sees nothing is dropped, even if it is not a number
+    # a cotangent of a row that sees nothing is dropped, even if it is not a number
     dlse = torch.randn_like(lse)
     dlse[:, :, 7] = torch.nan
     dout = torch.randn_like(out)

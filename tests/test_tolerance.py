@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rowmax.reference import dense
 from rowmax.reference import tolerance as rule
 from rowmax.reference.tolerance import Noise
 from rowmax.testing import (
@@ -150,3 +151,17 @@ def test_every_feature_is_in_the_covering_part() -> None:
             assert all(c.positions is not None for c in tagged("blocks"))
         elif name not in ("name", "bias_float32", *drawn):  # only ``drawn.py`` varies those
             assert any(getattr(c, name) != getattr(default, name) for c in COVERING), name
+
+
+def test_a_softcap_is_off_by_its_size_on_gpus() -> None:
+    """In half precision, lse of a row that sees one key is a score, however small."""
+    case = Case("one-key", left=0, causal=True, scale=1e-4, softcap=30.0)
+    problem, tensors = make(case, dtype=torch.float16).problem()
+    out, lse = dense.attention(problem, tensors, torch.float64)
+    for device, softcap, want in (("cuda", 30.0, True), ("cuda", 0.0, False), ("cpu", 30.0, False)):
+        one = problem._replace(device=device, softcap=softcap)
+        noise = rule.noise(one, tensors, out, lse, torch.ones_like(out), None)
+        assert (noise["lse"].cut > 0) is want
+        if want:  # a row: 2.3 roundings of the cap
+            row = noise["lse"].cut / math.sqrt(lse.numel())
+            assert row == pytest.approx(4 / math.sqrt(3) * 30 * 2**-24)

@@ -134,7 +134,7 @@ _TERMS: dict[str, tuple[Callable[..., dict[str, Any]], Callable[[], Tensor]]] = 
         lambda: torch.randint(3, (3, 10)),
     ),
 }
-_BATCHED = ("bias", "lengths", "lengths-aligned", "documents-batched")  # of two sequences
+_BATCHED = ("bias", "lengths", "lengths-aligned", "documents-batched")  # for two sequences
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
@@ -262,7 +262,7 @@ def _jvp(q: Tensor) -> Any:
     return torch.func.jvp(_self, (q,), (torch.ones_like(q),))
 
 
-#: ways to ask for what is not there yet; each a function of q and, maybe, a compiler
+#: ways to derivatives that are not there yet; each a function of q and, maybe, a compiler
 _REFUSED: dict[str, Callable[[Tensor, Callable], Any]] = {
     "jvp": lambda q, c: c(_jvp)(q),
     "jvp-of-compiled": lambda q, c: torch.func.jvp(c(_self), (q,), (torch.ones_like(q),)),
@@ -283,7 +283,7 @@ _REFUSED: dict[str, Callable[[Tensor, Callable], Any]] = {
 @pytest.mark.parametrize("compiler", [None, "eager", "aot_eager"])
 @pytest.mark.parametrize("way", _REFUSED)
 def test_no_silent_zero(way: str, compiler: str | None) -> None:
-    """Forward mode and second derivatives raise, however they are asked for."""
+    """Forward mode and second derivatives raise, whatever the way to them."""
     torch._dynamo.reset()
     q = torch.randn(1, 6, 2, 8)
     if compiler is None:

@@ -54,7 +54,7 @@ attention(q, q, q, True)  # reportCallIssue
 
 
 def test_a_users_file(tmp_path: Path) -> None:
-    """Checked against the package as pip installs it: in site-packages, beside torch."""
+    """Checked against the package as pip installs it: in site-packages, next to torch."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     site = tmp_path / "venv" / "lib" / version / "site-packages"
     site.mkdir(parents=True)

@@ -65,7 +65,7 @@ def test_sound_assemblers_build_the_descriptors(tmp_path: Path) -> None:
 
 
 def test_ptxas_12_8_builds_a_wrong_descriptor(tmp_path: Path) -> None:
-    """The checks of cubins see the fault, where an assembler with it is at hand."""
+    """The checks of cubins see the fault, where an assembler with it is installed."""
     wrong = [one for one in at_hand() if one.release == WRONG]
     if not wrong:
         pytest.skip("no ptxas 12.8 is at hand; ROWMAX_PTXAS can name one")
@@ -91,7 +91,7 @@ def test_an_older_ptxas_refuses_what_a_swap_compiles(tmp_path: Path) -> None:
     ("release", "ptx"), [((12, 8), 87), ((12, 9), 88), ((13, 0), 90), ((13, 1), 91), ((13, 4), 94)]
 )
 def test_ptx_version_of_a_release(release: tuple[int, int], ptx: int, tmp_path: Path) -> None:
-    """The version is taken, and the next one is not, where that release is at hand."""
+    """The version is taken, and the next one is not, where that release is installed."""
     assert Assembler("", release).ptx_version == ptx
     for one in at_hand():
         if one.release == release:
@@ -112,7 +112,7 @@ OLD, SOUND, NEWER = (
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """``given(*assemblers, cuda=...)``: only these are at hand, Triton's own choice first."""
+    """Return ``given(*assemblers, cuda=...)``: only these are installed, Triton's own choice first."""
 
     def only(*tools: Assembler, cuda: str | None = None) -> Choice:
         by_path = {one.path: one for one in tools}
@@ -256,7 +256,7 @@ def test_float32_kernels_without_wgmma(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "limits_of", lambda _: limits)
     launch, kernel_args = compile_kernels.launch, compile_kernels.kernel_args
     for where, name in ((launch.Job, "run"), (kernel_args, "capability")):
-        monkeypatch.setattr(where, name, getattr(where, name))  # which is to be put back
+        monkeypatch.setattr(where, name, getattr(where, name))  # put back after the test
     monkeypatch.setattr(launch, "_jobs", {})
     found = compile_kernels.made(compile_kernels.FLOAT32[0], torch.float32, "sm_90")
     codes = {}

@@ -1,4 +1,4 @@
-"""Every kind of kernel compiles for every supported GPU, without one at hand."""
+"""Every kind of kernel compiles for every supported GPU, without a device."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Gates of the Hopper forward's machine code, for every head size and feature. Needs no GPU.
 
 No test of results notices these faults: spills in a loop over key tiles, products that the
-assembler serializes, a softmax that it moves from under its product to after it, and an arrival
-at a barrier before all threads of the warpgroup have read the buffer that it releases.
+assembler serializes, a softmax that it moves from under its product to after it. Nor does one
+notice an arrival at a barrier before all threads of the warpgroup have read the buffer.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 No test of results notices these faults: registers that spill in a loop over tiles, products that
 the assembler makes wait for one another, exponentials that it moves below the product that hides
-them, and a thread that arrives at a barrier before the other threads of its warpgroup have read
-the buffer that it releases.
+them. Nor does one notice a thread that arrives at a barrier before the other threads of its
+warpgroup have read the buffer.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ MORE = {
 }
 #: for products, in a step
 WAITS = {"fused": 3, "dq": 3, "dkdv": 2, "dbias": 2}
-#: exponentials that may come after the wait for the product beside them, of 32
+#: exponentials that may come after the wait for the product over them, of 32
 LATE = 7 if OLDEST else 9
 #: a row of a bias arrives late: one of the two warpgroups has its exponentials after the product
 #: (481 TFLOP/s on an H200, 485 without a bias), the other does not
@@ -179,7 +179,7 @@ def stays_in_registers(kernel: Built, loops: list[list[Line]], kind: str, name: 
 
 
 def exponentials_after(texts: list[str], wait: int, block: int) -> int:
-    """Return how many exponentials come after the wait for dP, so not beside the product.
+    """Return how many exponentials come after the wait for dP, so not under the product.
 
     That is the first wait; the second of the dq kernel.
     """

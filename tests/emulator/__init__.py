@@ -1,4 +1,4 @@
-"""Run the Hopper kernels without a GPU, as Python over numpy: see README.md beside this file."""
+"""Run the Hopper kernels without a GPU, as Python over numpy: see README.md in this folder."""
 
 from .host import TensorDescriptor, run
 from .language import install

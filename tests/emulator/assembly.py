@@ -1,4 +1,4 @@
-"""The inline assembly of the kernels, each text beside its meaning in Python.
+"""The inline assembly of the kernels, each text with its meaning in Python.
 
 ``inline_asm`` raises for any other text, so a changed instruction needs a new meaning. White space
 does not matter. Fences and warp barriers mean nothing: the memory of the emulator has

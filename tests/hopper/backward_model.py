@@ -112,7 +112,7 @@ class Interpreted(Launch):
 
 
 def prepare() -> None:
-    """Replace launches and what asks for a device, so that the checks of a GPU run here."""
+    """Replace launches and uses of a device, so that the checks of a GPU run here."""
     RemoteLaunch.start()
     interpreter.speed_up()
     backward_host.GluonLaunch = RemoteLaunch  # pyright: ignore

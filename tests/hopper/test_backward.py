@@ -73,7 +73,7 @@ def test_cases_of_the_device_are_right(cases):
     [
         (1, 16384, 16, 16, None, 2),  # FOLLOWERS
         (1, 16384, 16, 16, 0, 2),
-        (4, 4096, 16, 16, None, 8),  # what fits in the cache
+        (4, 4096, 16, 16, None, 8),  # fits in the cache
         (1, 4096, 16, 16, None, 8),
         (1, 16384, 32, 8, 0, 2),
         (4, 4096, 32, 8, 0, 2),

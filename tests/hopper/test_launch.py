@@ -90,7 +90,7 @@ def test_a_dropped_plan_serves_the_call(module: Any, monkeypatch: pytest.MonkeyP
 
 
 def test_no_sequences_are_no_work() -> None:
-    """Offsets say so on a device, where none looks at them, beside rows."""
+    """Offsets on a device say so, which the host does not read; there are rows."""
     x, cu = torch.ones(1, 9, 2, 64, dtype=torch.float16), torch.zeros(1, dtype=torch.int32)
     tensors = Tensors(x, x, x, cu_seqlens_q=cu, cu_seqlens_k=cu)
     problem = problem_of(tensors, Options(scale=0.125, max_q=9, max_k=9))
@@ -236,7 +236,7 @@ def test_a_bias_comes_as_the_copy_engine_takes_it(
 ) -> None:
     """No strides of a bias hand the call to another backend.
 
-    Dimensions that broadcast are not written out, but for a gradient, which has that size itself.
+    Dimensions that broadcast are not written out, except for a gradient, which has that size itself.
     """
     problem, tensors = posed()
     q, shape = tensors.q, (2, 4, 64, 256)

@@ -74,7 +74,7 @@ def in_blocks(call: Call, cuts: Cuts, dout: Tensor, dlse: Tensor | None, backend
 
 
 def drawn_cuts(rng: random.Random, case: Case, keys: bool) -> Cuts:
-    """Return cuts anywhere, but for heads: between groups, or one group apart."""
+    """Return cuts anywhere, except of heads: between groups, or one group apart."""
     nk = case.nq if case.nk is None else case.nk
     group = case.hq // (case.hk or case.hq)
     heads = [h for h in range(1, case.hq) if group in (1, case.hq) or h % group == 0]
@@ -116,7 +116,7 @@ def test_blocks_of_queries_heads_and_sequences(case: Case, backend: str) -> None
 
 @pytest.mark.parametrize("case", [c for c in TABLE if c.align == "keys"], ids=str)
 def test_blocks_of_keys_merge(case: Case, backend: str) -> None:
-    call = make(case, dtype=torch.float64)  # a merge rounds once more
+    call = make(case, dtype=torch.float64)  # a merge rounds again
     right(call, drawn_cuts(random.Random(case.name), case, keys=True), backend)
 
 
@@ -151,7 +151,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_aligned_blocks_have_the_bits_of_the_whole(name: str, backend: str) -> None:
-    """Where no tile is cut, rows of out, lse and dq are the same bits."""
+    """Rows of out, lse and dq are the same bits where no tile is cut."""
     if backend == "reference":
         pytest.skip("products of other sizes round differently")
     call = make(Case(name, **{"nq": 3 * TILE + 40, "d": 16, **FEATURES[name]}))
@@ -266,7 +266,7 @@ def test_drawn_calls_in_drawn_blocks(backend: str, data: st.DataObject) -> None:
 
 
 def test_a_compiled_call_serves_all_positions() -> None:
-    """Positions are symbolic: another block compiles nothing anew, forward and backward."""
+    """Positions are symbolic: another block compiles nothing again, forward and backward."""
     q, k = (torch.randn(2, n, 2, 16) for n in (24, 70))
     slopes, seed = torch.rand(2), torch.tensor(3)
 

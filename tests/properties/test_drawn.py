@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ..drawn import Drawn, drawn, reduced, wrong
 
-CALLS = 20  # of each backend and dtype: half a minute in all on two cores
+CALLS = 20  # for each backend and dtype: half a minute in all on two cores
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])

@@ -130,7 +130,7 @@ def test_a_row_never_meets_what_it_may_not_see(
     problem, tensors = call.problem()
     blind = ~rowmax.rules.mask.dense(problem, tensors)[0, 0, :, j]  # rows that do not see key j
     dout, dlse = cotangents(call)
-    dout, dlse = dout * blind[:, None, None], dlse * blind  # and only theirs is asked for
+    dout, dlse = dout * blind[:, None, None], dlse * blind  # only theirs is wanted
     want = answer(call, dout, dlse, backend=backend)
     k, v = call.inputs[1].clone(), call.inputs[2].clone()
     k[:, j], v[:, j] = bad, bad

@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 BUDGET = 2500  # scores of a call
-CALLS = 8  # of each part: half a minute in all
+CALLS = 8  # for each part: half a minute in all
 
 
 @pytest.fixture(autouse=True)

@@ -175,7 +175,7 @@ def test_blocks(case: Case) -> None:
     ids=str,
 )
 def test_blocks_have_the_bits_of_the_whole(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no tile is cut, rows of out, lse and dq; kept sets are the same in dk and dv."""
+    """Rows of out, lse and dq are equal where no tile is cut; so are kept sets in dk and dv."""
     chosen = tiles.Tiles(16, 32, 4, 2, False)
     monkeypatch.setattr(launch, "tiles_for", lambda *_: chosen)
     tensors, options = make(case).normalized(backend="triton")

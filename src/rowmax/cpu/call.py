@@ -35,7 +35,7 @@ _MEMORY = ("panels", "pairs")  # addresses of memory that kernels fill
 _SIZES = ["hq", "hk", "group", "d", "value_d", "d_operand", "value_d_operand", "d_padded"]
 _SIZES += ["value_d_padded", "left", "right", "seed", "threshold", "natural", "bias_kind"]
 _SIZES += ["longest_k", "parts", "store_bias"]
-#: of ``Positions``: the shift of ALiBi's distances, and the first of each of dropout's counters
+#: from ``Positions``: the shift of ALiBi's distances, and the first of each of dropout's counters
 _SIZES += ["shift", "first_query", "first_key", "first_head", "first_sequence"]
 _NUMBERS = ["scale", "softcap", "keep_scale"]
 

@@ -27,6 +27,12 @@ the term is 96 u: 21 u of that root in the mean square and 101 u at the most, an
 mean where |x| is large; PyTorch's own float32 products: 2.3 u, 12.5 u and 0.2 u. noise contains the
 term, and its norm (``cut``) is added to the second line.
 
+In half precision GPUs compute a softcap as ``c (1 - 2 / (exp2(y) + 1))``. The exponential is right
+to 4 u of itself, of which at most half reaches the quotient; the quotient and the difference add
+2 u. So s is off by up to ``4 c u``, however small it is: in the mean square by ``4 c u / sqrt(3)``.
+lse has the mean error of its scores. In a row that sees one key, lse is that score, and may be as
+small. noise contains the term, and its norm is added to the second line as that of truncation is.
+
 A backward in half precision reads rounded o for ``Delta = dO . o``. The errors of the numbers of o
 are independent: each is at most u of half precision and has the mean square ``u^2 / 3``. At four
 standard deviations the error of Delta is ``4 u / sqrt(3) sqrt(sum (dO o)^2)``. It is visible where
@@ -58,7 +64,7 @@ LIMITS[torch.float64] = LIMITS[torch.float32] * TO_FLOAT64
 class Noise(NamedTuple):
     """The noise of a tensor's elements: the largest, and the norm of all.
 
-    ``cut`` is the norm of the error of tensor cores' truncation.
+    ``cut`` is the norm of the errors of tensor cores' truncation and of a softcap.
     """
 
     largest: float
@@ -175,6 +181,10 @@ def noise(
         mean = (P * off).sum(-1, keepdim=True)  # LSE has the mean error of its scores
         weight, of_sink = c * problem.d * (off + mean), c * problem.d * mean[..., 0]
         cut = sums(weight, of_sink, c * problem.dv, torch.zeros_like(delta))
+    elif problem.device == "cuda" and ratio > 1 and problem.softcap > 0:
+        of_cap = 4 / math.sqrt(3) * problem.softcap * torch.ones_like(size)
+        cut = sums(of_cap + of_cap, of_cap[..., 0], 0.0, torch.zeros_like(delta))
+        cut["lse"] = cut["lse"] / 2  # without the error of lse in P
     u = torch.finfo(problem.accumulator).eps / 2
     return {
         name: Noise(

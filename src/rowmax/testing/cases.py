@@ -62,7 +62,7 @@ class Case:
     sequences: tuple[tuple[int, int], ...] | None = None  # packed: (queries, keys) of each
     max_given: bool = False  # the longest lengths of a packed call are bounds, not exact
     wide_offsets: bool = False  # the packed offsets are int64
-    #: of a block of a longer call: the fields of ``call.inputs.Positions``
+    #: place of a block in a longer call: the fields of ``call.inputs.Positions``
     positions: tuple[int, int, int, int, int] | None = None
     grads: tuple[str, ...] | None = None  # the leaves with gradients; None for all
     dlse: bool = True  # lse has a cotangent, too

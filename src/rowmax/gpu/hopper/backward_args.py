@@ -54,7 +54,7 @@ class Numbers(NamedTuple):
     bias_b: Any  # strides of the bias in units of 8; 0 where a dimension is broadcast
     bias_h: Any
     bias_q: Any
-    shift: Any  # of ALiBi's distances in a block of a longer call; None: 0
+    shift: Any  # for ALiBi's distances in a block of a longer call; None: 0
 
 
 class RowPointers(NamedTuple):

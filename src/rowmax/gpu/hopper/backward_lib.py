@@ -83,7 +83,7 @@ class ScoreArgs(NamedTuple):
     inner: Any  # factor of the products inside a softcap
     scale: Any  # factor from a product to the units of the scores
     alibi: Any
-    shift: Any  # of ALiBi's distances; None: 0
+    shift: Any  # for ALiBi's distances; None: 0
     q_ids: Any
     k_ids: Any
     ids_q: Any  # number of ids of a sequence, 0 where all sequences share them

@@ -81,7 +81,7 @@ class Numbers(NamedTuple):
     hq: Any
     ratio: Any  # heads of a tile that share a kv head
     total_q: Any
-    shift: Any  # of ALiBi's distances in a block of a longer call; None: 0
+    shift: Any  # for ALiBi's distances in a block of a longer call; None: 0
 
 
 class Parts(NamedTuple):

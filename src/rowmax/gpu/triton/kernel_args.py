@@ -103,8 +103,8 @@ class Numbers(NamedTuple):
     right: Any
     threshold: Any
     keep_scale: Any
-    shift: Any  # of ALiBi's distances in a block of a longer call; None: 0
-    first_query: Any  # of dropout's counters there; None, all four: 0
+    shift: Any  # for ALiBi's distances in a block of a longer call; None: 0
+    first_query: Any  # for dropout's counters there; None, all four: 0
     first_key: Any
     first_head: Any
     first_sequence: Any
