@@ -157,9 +157,9 @@ def hopper_backward(part: str, cell: Cell, x: Inputs, change: str) -> Call:
 
 def triton_job(job: str, cell: Cell, x: Inputs, change: str) -> Call:
     """Return the launch of one Triton kernel with a change."""
-    from rowmax.gpu.triton.kernel_args import Pointers
-    from rowmax.gpu.triton.launch import build_job
-    from rowmax.gpu.triton.tiles import tiles_for
+    from rowmax.gpu.kernel_args import Pointers
+    from rowmax.gpu.launch import build_job
+    from rowmax.gpu.tiles import tiles_for
 
     tensors, problem = posed(cell, x)
     tiles, options = changed(tiles_for(job, problem, x.q.device), change)
@@ -178,7 +178,7 @@ def triton_job(job: str, cell: Cell, x: Inputs, change: str) -> Call:
 
 def _triton_operands(job: str, problem: Any, tensors: Any, x: Inputs) -> tuple[Any, Any, Any]:
     """Return (the spec of a job, the tensors that it reads and writes, its results)."""
-    from rowmax.gpu.triton import preprocess
+    from rowmax.gpu import preprocess
 
     forward = import_module("rowmax.gpu.triton.forward").forward
     backward = import_module("rowmax.gpu.triton.backward")

@@ -1,4 +1,4 @@
-"""A host with two kinds of GPU, by what torch would say of it: nothing is read from the current one.
+"""A host with two kinds of GPU, by what torch would say of it: nothing comes from the current one.
 
 ``tests/gpu/two_devices.py`` is the same with devices.
 """
@@ -18,8 +18,8 @@ from rowmax.call.problem import Options, Problem, Tensors, problem_of
 
 pytest.importorskip("triton.experimental.gluon")
 
-tiles = importlib.import_module("rowmax.gpu.triton.tiles")
-kernel_args = importlib.import_module("rowmax.gpu.triton.kernel_args")
+tiles = importlib.import_module("rowmax.gpu.tiles")
+kernel_args = importlib.import_module("rowmax.gpu.kernel_args")
 KINDS = {0: ("NVIDIA A100", (8, 0), 163 << 10), 1: ("NVIDIA H100", (9, 0), 227 << 10)}
 KINDS[2] = ("Tesla T4", (7, 5), 64 << 10)
 

@@ -202,7 +202,7 @@ def test_documents_compose_in_every_form() -> None:
     own = Documents(a, q_ids=q_ids) & Documents(b, q_ids=q_ids)
     apart = [allowed(Documents(ids, q_ids=q_ids), 2, 1, 2, 5) for ids in (a, b)]
     assert torch.equal(allowed(own, 2, 1, 2, 5), apart[0] & apart[1])
-    # documents of any kinds: each finds its own ids, offsets theirs where the number of keys is known
+    # ids of any kinds: each finds its own, offsets theirs where the number of keys is known
     cu = torch.tensor([0, 1, 5])
     one, two, three = Documents(a), Documents(b[1], q_ids=q_ids + 5), Documents(cu_seqlens=cu)
     apart = [allowed(mask, 2, 1, 2, 5) for mask in (one, two, three)]

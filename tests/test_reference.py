@@ -33,7 +33,7 @@ def normal(*sizes: int, grad: bool = False) -> Tensor:
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, scale: float, **terms: Any) -> tuple[Tensor, Tensor]:
-    """Compute one head by the definition's scalars, in Python loops: q ``[Nq, D]``, k, v -> out, lse.
+    """Compute one head by the definition, in Python loops: q ``[Nq, D]``, k, v -> out, lse.
 
     Terms: allowed (i, j) -> bool, bias (i, j) -> number, softcap, sink.
     """

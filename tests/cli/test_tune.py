@@ -16,7 +16,8 @@ pytest.importorskip("triton")
 from rich.console import Console
 
 from rowmax.cli import tune
-from rowmax.gpu.triton import tiles, tuning
+from rowmax.gpu import tiles
+from rowmax.gpu.triton import tuning
 
 SHAPES = [tiles.Tiles(64, 64, 4, stages) for stages in (2, 3, 4)]
 CPU = torch.device("cpu")

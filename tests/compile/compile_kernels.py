@@ -23,9 +23,9 @@ from tests.compile import sass
 
 forward = importlib.import_module("rowmax.gpu.triton.forward")
 backward = importlib.import_module("rowmax.gpu.triton.backward")
-kernel_args = importlib.import_module("rowmax.gpu.triton.kernel_args")
-launch = importlib.import_module("rowmax.gpu.triton.launch")
-tiles = importlib.import_module("rowmax.gpu.triton.tiles")
+kernel_args = importlib.import_module("rowmax.gpu.kernel_args")
+launch = importlib.import_module("rowmax.gpu.launch")
+tiles = importlib.import_module("rowmax.gpu.tiles")
 
 #: (target, shared memory of a program)
 TARGETS = {

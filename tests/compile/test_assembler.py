@@ -23,9 +23,8 @@ if find_spec("triton") is None or sys.platform != "linux":
 import torch
 from triton import knobs
 
-from rowmax.gpu import assembler
+from rowmax.gpu import assembler, tiles
 from rowmax.gpu.assembler import Assembler, Choice, assembling
-from rowmax.gpu.triton import tiles
 
 from . import compile_kernels, sass
 
@@ -112,7 +111,7 @@ OLD, SOUND, NEWER = (
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Return ``given(*assemblers, cuda=...)``: only these are installed, Triton's own choice first."""
+    """Return ``given(*assemblers, cuda=...)``: these are installed, Triton's own choice first."""
 
     def only(*tools: Assembler, cuda: str | None = None) -> Choice:
         by_path = {one.path: one for one in tools}

@@ -1,9 +1,8 @@
 """The machine code of the Hopper backward, for every head size and feature. Needs no GPU.
 
 No test of results notices these faults: registers that spill in a loop over tiles, products that
-the assembler makes wait for one another, exponentials that it moves below the product that hides
-them. Nor does one notice a thread that arrives at a barrier before the other threads of its
-warpgroup have read the buffer.
+the assembler serializes, exponentials that it moves below the product that hides them. Nor does
+one notice a thread that arrives at a barrier before its warpgroup has read the buffer.
 """
 
 from __future__ import annotations

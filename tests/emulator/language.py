@@ -155,6 +155,6 @@ def install() -> None:
     _module("triton.experimental.gluon.nvidia.hopper", TensorDescriptor=TensorDescriptor)
     # rowmax's modules that compile and launch kernels
     _module("rowmax.gpu.triton")
-    _module("rowmax.gpu.triton.rules", any_range=None)
+    _module("rowmax.gpu.rules", any_range=None)
     _module("rowmax.gpu.compiled", Launch=Launch)
     _module("rowmax.gpu.compat", graphs_exist=lambda: False, spills=lambda kernel: 0)

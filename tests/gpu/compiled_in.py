@@ -19,11 +19,11 @@ import torch
 
 from rowmax.call.dispatch import beyond
 from rowmax.call.problem import Problem, Wanted
+from rowmax.gpu import tiles as plain
+from rowmax.gpu.kernel_args import folded
+from rowmax.gpu.tile_maps import listed
 from rowmax.gpu.triton import backward, forward
-from rowmax.gpu.triton import tiles as plain
 from rowmax.gpu.triton.backward import bias_sum
-from rowmax.gpu.triton.kernel_args import folded
-from rowmax.gpu.triton.tile_maps import listed
 from rowmax.testing import Case
 from tests.drawn import Drawn, given_cotangents, problem_of
 
@@ -94,7 +94,7 @@ def kernels_of(drawn: Drawn, known: set[Hashable]) -> int:
 
     Nothing runs: jobs stop before their launch, with tiles for an H200.
     """
-    launch = importlib.import_module("rowmax.gpu.triton.launch")
+    launch = importlib.import_module("rowmax.gpu.launch")
     run, limits = launch.Job.run, plain.limits_of
     before = len(known)
 

@@ -31,7 +31,7 @@ compat = importlib.import_module("rowmax.gpu.compat")
 def forget_plans() -> None:
     """Empty every cache of launches, so that each is built again."""
     importlib.import_module("rowmax.call.normalize")._passed.clear()
-    importlib.import_module("rowmax.gpu.triton.launch")._jobs.clear()
+    importlib.import_module("rowmax.gpu.launch")._jobs.clear()
     importlib.import_module("rowmax.gpu.hopper.host")._PLANS.clear()
     importlib.import_module("rowmax.gpu.hopper.backward_host").PLANS.clear()
     importlib.import_module("rowmax.gpu.hopper.packed")._placing.cache_clear()

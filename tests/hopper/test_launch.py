@@ -236,7 +236,7 @@ def test_a_bias_comes_as_the_copy_engine_takes_it(
 ) -> None:
     """No strides of a bias hand the call to another backend.
 
-    Dimensions that broadcast are not written out, except for a gradient, which has that size itself.
+    Dimensions that broadcast are not written out, except in a gradient, which has that size itself.
     """
     problem, tensors = posed()
     q, shape = tensors.q, (2, 4, 64, 256)

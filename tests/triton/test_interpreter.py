@@ -38,8 +38,8 @@ from tests.extreme_bias import checks
 
 interpreter = importlib.import_module("triton.runtime.interpreter")
 forward = importlib.import_module("rowmax.gpu.triton.forward")
-launch = importlib.import_module("rowmax.gpu.triton.launch")
-tiles = importlib.import_module("rowmax.gpu.triton.tiles")
+launch = importlib.import_module("rowmax.gpu.launch")
+tiles = importlib.import_module("rowmax.gpu.tiles")
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # the interpreter's own, of numpy

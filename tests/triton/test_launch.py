@@ -20,10 +20,10 @@ pytest.importorskip("triton")
 
 compat = importlib.import_module("rowmax.gpu.compat")
 compiled = importlib.import_module("rowmax.gpu.compiled")
-jobs = importlib.import_module("rowmax.gpu.triton.launch")
-kernel_args = importlib.import_module("rowmax.gpu.triton.kernel_args")
+jobs = importlib.import_module("rowmax.gpu.launch")
+kernel_args = importlib.import_module("rowmax.gpu.kernel_args")
 forward = importlib.import_module("rowmax.gpu.triton.forward")
-tiles = importlib.import_module("rowmax.gpu.triton.tiles")
+tiles = importlib.import_module("rowmax.gpu.tiles")
 tl = importlib.import_module("triton.language")
 
 
@@ -331,7 +331,7 @@ def test_pointers_begin_with_the_inputs() -> None:
 def test_every_job_has_the_same_options(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also on the CPU and other GPUs: rounding does not depend on the way of launching."""
     KERNEL.launches.clear()
-    tiles = importlib.import_module("rowmax.gpu.triton.tiles").Tiles(16, 16, 4, 2)
+    tiles = importlib.import_module("rowmax.gpu.tiles").Tiles(16, 16, 4, 2)
     job = jobs.Job(KERNEL, SimpleNamespace(tiles=2), (), tiles, 3)
     entered: list[Any] = []
 

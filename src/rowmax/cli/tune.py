@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 if TYPE_CHECKING:
-    from ..gpu.triton.tiles import Tiles
+    from ..gpu.tiles import Tiles
     from ..gpu.triton.tuning import Trial
 
 
@@ -26,7 +26,8 @@ def tune_tiles(
     Raises:
         OSError: the file of tuned tiles cannot be written; raised before any measurement.
     """
-    from ..gpu.triton import tiles, tuning
+    from ..gpu import tiles
+    from ..gpu.triton import tuning
 
     if device.type == "cuda":
         torch.cuda.set_device(torch.cuda.current_device() if device.index is None else device)

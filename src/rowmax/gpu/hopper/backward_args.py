@@ -77,7 +77,7 @@ class RowPointers(NamedTuple):
     dk: Any = None
     dv: Any = None
     dcolumn: Any = None  # float32 [B, Hq, Nq], for a bias of one number for each query
-    rest: Any = None  # the rounding error of lse, only for natural scores (triton/preprocess.py)
+    rest: Any = None  # the rounding error of lse, only for natural scores (gpu/preprocess.py)
     scaled: Any = None  # only with rest: dout over the sum of the weights, with dout's strides
 
 

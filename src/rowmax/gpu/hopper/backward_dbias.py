@@ -32,7 +32,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
-from ..triton.rules import any_range
+from ..rules import any_range
 from .backward_lib import (
     Descriptors,
     LineBias,

@@ -1,11 +1,12 @@
 """The host's side of the backward: plans by shape and strides, and the launches of a plan.
 
 The launches follow one another:
-  row_sums           the rounding error of lse, for natural scores (triton/preprocess.py) prepare
-  lse and delta of every row; zeros where kernels add (row_stats.py) backward_dbias     of a bias
-  that sequences or heads share backward           dk, dv and float32 sums of dq; or, of wide heads,
-  backward_dq and backward_dkdv finish             dq from its sums; or dq_of_dbias, where dS is in
-  memory
+
+- ``row_sums``: the rounding error of lse, for natural scores (``gpu/preprocess.py``);
+- ``prepare``: lse and delta of every row, and zeros where kernels add (``row_stats.py``);
+- ``backward_dbias``: the gradient of a bias that sequences or heads share;
+- ``backward``: dk, dv and float32 sums of dq; of wide heads ``backward_dq`` and ``backward_dkdv``;
+- ``finish``: dq from its sums; or ``dq_of_dbias``, where dS is in memory.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from triton.experimental.gluon import language as gl
 from ...call.problem import Gradients, Problem, Tensors, Wanted
 from ..compiled import Launch, Span
 from ..kept import Plans
-from ..triton.preprocess import row_sums
+from ..preprocess import row_sums
 from . import packed, row_stats
 from .backward_args import (
     Numbers,

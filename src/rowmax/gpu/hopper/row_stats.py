@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..triton.kernel_args import ROW_UNIT
-from ..triton.lib import sequence, sequence_of_slot
-from ..triton.rules import LOG2E, sink_weight, without_weights
+from ..kernel_args import ROW_UNIT
+from ..lib import sequence, sequence_of_slot
+from ..rules import LOG2E, sink_weight, without_weights
 from .packed import clear_rest
 
 _ROW_UNIT = tl.constexpr(ROW_UNIT)
@@ -83,7 +83,7 @@ def prepare(t, n, c):
     Rows that see nothing, rows that pad a tile, and rows whose sink is too low for base 2 have an
     lse of +inf: weights of 0.
 
-    In natural units lse has a rest (``triton/preprocess.py``): weights from lse without it sum to
+    In natural units lse has a rest (``gpu/preprocess.py``): weights from lse without it sum to
     ``2^rest``. All gradients are linear in dO and Delta, so both are divided by it, dO in a copy.
     """
     gdc_launch_dependents()

@@ -14,13 +14,13 @@ from typing import Any
 from torch import Tensor
 
 from ...call.problem import Gradients, Problem, Tensors, Wanted
-from . import preprocess
+from .. import preprocess
+from ..kernel_args import aligned, prepared
+from ..launch import launch
+from ..tiles import BOTH_UP_TO, Tiles
 from .backward_dbias import DBIAS
 from .backward_dkdv import DK, DKDV, DV
 from .backward_dq import DQ
-from .kernel_args import aligned, prepared
-from .launch import launch
-from .tiles import BOTH_UP_TO, Tiles
 
 #: tensors that all kernels of gradients read, other than inputs
 Read = dict[str, Any]

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from . import lib, rules
-from .launch import JobSpec
+from .. import lib, rules
+from ..launch import JobSpec
 
 
 class BiasTile(NamedTuple):

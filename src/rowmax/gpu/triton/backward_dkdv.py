@@ -12,8 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from . import lib, rules
-from .launch import JobSpec
+from .. import lib, rules
+from ..launch import JobSpec
 
 
 @triton.jit

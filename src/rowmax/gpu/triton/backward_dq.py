@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from . import lib, rules
-from .launch import JobSpec
+from .. import lib, rules
+from ..launch import JobSpec
 
 
 class QueryTile(NamedTuple):

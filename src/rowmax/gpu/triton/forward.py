@@ -14,10 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ...call.problem import Problem, Tensors
-from . import lib, rules
-from .launch import JobSpec, launch
-from .rules import LN2
-from .tiles import Tiles
+from .. import lib, rules
+from ..launch import JobSpec, launch
+from ..rules import LN2
+from ..tiles import Tiles
 
 
 @triton.jit

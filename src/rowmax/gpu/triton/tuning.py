@@ -15,12 +15,12 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from ...call.problem import Options, Problem, Tensors, problem_of
+from ..launch import launch
+from ..preprocess import padded_rows
+from ..tiles import BOTH_UP_TO, Kind, Limits, Tiles, candidates, kind_of, limits_of, table
 from .backward_dkdv import DK, DKDV, DV
 from .backward_dq import DQ
 from .forward import forward
-from .launch import launch
-from .preprocess import padded_rows
-from .tiles import BOTH_UP_TO, Kind, Limits, Tiles, candidates, kind_of, limits_of, table
 
 #: the number of candidates of each job, in the rule's order
 CANDIDATES = 10

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...call.problem import Problem, Tensors
-from ...rules import mask
+from ..call.problem import Problem, Tensors
+from ..rules import mask
 from .kernel_args import Lists, Pairs
 from .tiles import Tiles
 

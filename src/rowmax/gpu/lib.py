@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ...rules.score import ScoreTerms
+from ..rules.score import ScoreTerms
 from . import kernel_args, rules
 from .rules import LOG2E
 

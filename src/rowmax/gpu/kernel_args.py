@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ...call.problem import Problem, Tensors
+from ..call.problem import Problem, Tensors
 from .tiles import Tiles, padded
 
 LOG2E = math.log2(math.e)

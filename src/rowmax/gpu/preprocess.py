@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...call.problem import FAR, Problem, Tensors
+from ..call.problem import FAR, Problem, Tensors
 from . import lib, rules
 from .kernel_args import ROW_UNIT
 from .launch import Job, JobSpec, launch

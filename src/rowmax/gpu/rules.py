@@ -8,9 +8,9 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ...rules import band, bound, dropout, row_stats, softmax
-from ...rules import score as scores
-from .. import compat
+from ..rules import band, bound, dropout, row_stats, softmax
+from ..rules import score as scores
+from . import compat
 
 # a kernel may read only globals that are constexpr
 LOG2E = tl.constexpr(softmax.LOG2E)

@@ -1,4 +1,4 @@
-"""Declare, build, keep and launch the jobs of this backend.
+"""Declare, build, keep and launch the jobs in plain Triton.
 
 A job is a kernel with all of its arguments but the pointers. It is built once and kept.
 """
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from ...call.problem import Problem, Tensors
-from ..compat import current_device
-from ..compiled import Launch
+from ..call.problem import Problem, Tensors
 from . import kernel_args
+from .compat import current_device
+from .compiled import Launch
 from .kernel_args import Config, Numbers, Pointers, prepared
 from .tile_maps import listed, tile_pointers, tile_strides
 from .tiles import Tiles, columns, kind_of, smaller, tiles_for

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from ...call.problem import Problem
-from .. import assembler
+from ..call.problem import Problem
+from . import assembler
 
 
 @dataclass(frozen=True)
