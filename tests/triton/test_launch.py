@@ -286,6 +286,21 @@ def test_the_parts_of_descriptors_are_made_once(
     assert last == ("map of first", 8, 1, "map of second", 8, 1, X.data_ptr(), 3, 0.5)
 
 
+def test_the_parts_of_descriptors_are_those_that_triton_makes() -> None:
+    """A launcher for the parts is the launcher that Triton makes for whole descriptors."""
+    driver = importlib.import_module("triton.backends.nvidia.driver")
+    box = "NVMMASharedLayout(swizzle=[1], rank=4)"
+    types = [f"tensordesc<bf16[1, 64, 1, 64],{box}>", "*fp32", f"tensordesc<fp32[1, 2],{box}>"]
+    parts = [part for x in types for part in compat._types_of_parts(x)]
+    described = [{"swizzle": 3}, {"swizzle": 2}]
+    if hasattr(driver, "expand_signature"):
+        whole = driver.expand_signature(types, described, "nvTmaDesc")
+        assert driver.expand_signature(parts, None, "nvTmaDesc") == whole
+    else:  # triton 3.6 writes a launcher in C
+        whole = driver.make_launcher({}, dict(enumerate(types)), described)
+        assert driver.make_launcher({}, dict(enumerate(parts)), None) == whole
+
+
 def of_another_driver(self: Any, *args: Any, **options: Any) -> None:
     raise AssertionError("launched past the public interface")
 

@@ -103,6 +103,9 @@ class Plan(NamedTuple):
     whole: Backend | None  # the backend that computes all results, if one does
 
 
+_MOST_KINDS = 64  # kinds of backward of one kind of call: by strides and wanted gradients
+
+
 class Prepared:
     """The calls of one kind: the same sizes, strides, dtypes, device and options.
 
@@ -154,6 +157,8 @@ class Prepared:
     def _run(self, key: Any, backend: Backend | None, run: Callable[[Any], Any], given: Any) -> Any:
         record = getattr(backend, "record", None)
         if record is None or key not in self._again:
+            if len(self._again) >= _MOST_KINDS:
+                self._again.clear()
             self._again[key] = None
             return run(given)
         results, self._again[key] = record(run, given)

@@ -21,9 +21,8 @@ from .check import (
     longest_of,
     number,
 )
-from .dispatch import Prepared
+from .dispatch import Prepared, prepared
 from .inputs import Options, Tensors
-from .problem import problem_of
 
 #: types of the other arguments in a signature. bool is left out: True == 1 would hit the entry of 1
 _USUAL = frozenset((float, int, str, type(None)))
@@ -63,7 +62,7 @@ def normalized(a: Arguments) -> tuple[Tensors, Options, Prepared | None]:
         return tensors, options, None
     if len(_passed) >= _LIMIT:
         _passed.clear()
-    passed = _passed[signature] = Prepared(options, problem_of(tensors, options))
+    passed = _passed[signature] = prepared(tensors, options)
     return tensors, options, passed
 
 

@@ -43,7 +43,7 @@ from .operands import (
 )
 from .products import from_columns, from_rows
 from .rows import exponentials, keep_row, pair_at, power, query_scale, score_row
-from .rules import score_gradient, through_softcap
+from .rules import natural_weight, score_gradient, through_softcap
 from .tiles import (
     columns,
     key_range,
@@ -453,7 +453,7 @@ def sum_far_rows(call, seq, state, place, rows, head, tile, buffers, like, opera
 @njit(fastmath=STRICT, inline="always")
 def weight(x, lse, rest, natural):
     """Return the weight of a score; ``rest`` is in base 2 and used only in natural units."""
-    return exp2((x - lse) * number(LOG2E, x) - rest) if natural else exp2(x - lse)
+    return natural_weight(x, lse, rest) if natural else exp2(x - lse)
 
 
 @njit(fastmath=STRICT)

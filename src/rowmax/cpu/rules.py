@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from ..rules import band, bound, dropout, score, softmax
+from ..rules import band, bound, dropout, row_stats, score, softmax
 from ..rules.score import ScoreTerms
 from .functions import STRICT, exp2, number, tanh
 
@@ -98,6 +98,7 @@ through_softcap = formula(_of_texts(score.through_softcap))
 moved = formula(_of_texts(softmax.moved))
 with_sink = formula(_of_texts(softmax.with_sink))
 score_gradient = formula(_of_texts(softmax.score_gradient))
+natural_weight = formula(_of_texts(row_stats.natural_weight))
 
 
 @njit(inline="always")

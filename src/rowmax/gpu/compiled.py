@@ -58,7 +58,7 @@ class Span:
         return self.tensor.view(-1)[self.offset // self.tensor.element_size() :]
 
 
-class _Place:
+class _Address:
     """The address of the tensor of a descriptor."""
 
     def __init__(self, address: int) -> None:
@@ -219,7 +219,7 @@ class Launch:
             if parts is None:
                 if len(known) >= _MOST_PARTS:
                     known.clear()
-                parts = known[address] = parts_of(n, _over(copy, _Place(address)))
+                parts = known[address] = parts_of(n, _over(copy, _Address(address)))
             found += parts
         return found
 

@@ -6,7 +6,6 @@ code is not compiled.
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..call.problem import Problem, Tensors
+from ..rules.softmax import LOG2E
 from .tiles import Tiles, padded
 
-LOG2E = math.log2(math.e)
 #: rows of lse2 and delta start at multiples of it, so that they are read in pairs
 ROW_UNIT = 16
 

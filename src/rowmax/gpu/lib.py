@@ -408,7 +408,7 @@ def weights(
     if cfg.FOLDED:
         p = tl.exp2(s * num.scale2 - lse2)
     elif cfg.NATURAL:
-        p = tl.exp2((s - lse2) * LOG2E - rest)
+        p = rules.natural_weight(s, lse2, rest)
     else:
         p = tl.exp2(s - lse2)
     return only_seen(p, ptr, num, cfg, place, row, col, partial, KIND), y

@@ -63,11 +63,11 @@ def row_sums_kernel(ptr, num, cfg):
             k = lib.load_tile(k_base, num.k, j0, place.used, BLOCK_K, cfg.RAGGED_K)
             x = tl.dot(q, tl.trans(k), input_precision=cfg.PRECISION)
             s, _ = lib.scored(x, ptr, num, cfg, place, row, j0 + j)
-            p = tl.exp2((s - lse[:, None]) * LOG2E)
+            p = rules.natural_weight(s, lse[:, None], 0.0)
             p = lib.only_seen(p, ptr, num, cfg, place, row, j0 + j, partial, "any")
             total += tl.sum(p, 1)
         if ptr.sink is not None:
-            total += tl.exp2((tl.load(ptr.sink + place.head).to(tl.float32) - lse) * LOG2E)
+            total += rules.natural_weight(tl.load(ptr.sink + place.head).to(tl.float32), lse, 0.0)
     rest = tl.where(far & (total > 0.0), tl.log2(total), 0.0)
     tl.store(lib.row_vector(ptr.rest, num, cfg, place) + rows, rest, mask=rows < place.nq)
 
@@ -127,7 +127,7 @@ def delta_kernel(ptr, num, cfg):
     if ptr.dsink is not None:
         sink = tl.load(ptr.sink + head).to(tl.float32)
         rest = lib.load_rest(ptr, num, cfg, place, row, True)
-        p = rules.sink_weight(sink, rules.without_weights(lse), rest)
+        p = rules.natural_weight(sink, rules.without_weights(lse), rest)
         tl.store(ptr.dsink + part, -tl.sum(tl.where(row < end, p * delta, 0.0), 0))
 
 

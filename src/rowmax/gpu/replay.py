@@ -72,8 +72,30 @@ class Step(NamedTuple):
     bases: tuple[Place, ...]
 
 
+class _Places:
+    """The numbers of tensors: the given ones, those made, then those that stay (plans' tables)."""
+
+    def __init__(self, known: list[Tensor], views: list[tuple[Tensor, Tensor]]) -> None:
+        self.tensors = list(known)
+        self.sources = {id(x): source for x, source in views}
+
+    def of(self, x: Any) -> Place:
+        if isinstance(x, Span):
+            n, offset = self.of(x.tensor)
+            return n, offset + x.offset
+        for n, tensor in enumerate(self.tensors):
+            if tensor is x:
+                return n, 0
+        source = self.sources.get(id(x))
+        if source is not None:
+            n, offset = self.of(source)
+            return n, offset + x.data_ptr() - source.data_ptr()
+        self.tensors.append(x)
+        return len(self.tensors) - 1, 0
+
+
 class Record:
-    """The launches of a call. Tensors are numbered: the given ones, those made, those that stay."""
+    """The launches of a call. It keeps no tensors but those that stay."""
 
     def __init__(
         self,
@@ -84,16 +106,15 @@ class Record:
     ) -> None:
         self.device = given[0].device.index
         self.given = [n for n, x in enumerate(given) if x is not None]
-        self.tensors = [given[n] for n in self.given] + watch.made
-        self.views = {id(x): source for x, source in watch.views}
         first = len(self.given)
+        places = _Places([given[n] for n in self.given] + watch.made, watch.views)
         #: an empty tensor of the dtype, sizes, and strides where those are not the usual ones
         self.made = [
             (x.new_empty(0), (tuple(x.shape), () if x.is_contiguous() else x.stride()))
             for x in watch.made
         ]
         self.type = type(results)
-        of_result = [None if x is None else self._place(x) for x in results]
+        of_result = [None if x is None else places.of(x) for x in results]
         self.complete = all(x is None or (x[0] >= first and x[1] == 0) for x in of_result)
         self.results = [None if x is None else x[0] for x in of_result]
         self.steps: list[Step] = []
@@ -102,28 +123,12 @@ class Record:
             if addressed is None:
                 self.complete = False
                 continue
-            pointers = tuple(self._place(x) for x in t if x is not None)
+            pointers = tuple(places.of(x) for x in t if x is not None)
             copied = zip(launch.copies, bases, strict=True)
-            places = tuple(self._place(x) for copy, x in copied if copy is not None)
-            self.steps.append(Step(addressed, pointers, places))
-        #: tables of plans
-        self.stay = self.tensors[first + len(watch.made) :]
+            placed = tuple(places.of(x) for copy, x in copied if copy is not None)
+            self.steps.append(Step(addressed, pointers, placed))
+        self.stay = places.tensors[first + len(watch.made) :]
         self.addresses = [x.data_ptr() for x in self.stay]
-        del self.tensors, self.views  # a record keeps no tensor of a call alive
-
-    def _place(self, x: Any) -> Place:
-        if isinstance(x, Span):
-            n, offset = self._place(x.tensor)
-            return n, offset + x.offset
-        for n, tensor in enumerate(self.tensors):
-            if tensor is x:
-                return n, 0
-        source = self.views.get(id(x))
-        if source is not None:
-            n, offset = self._place(source)
-            return n, offset + x.data_ptr() - source.data_ptr()
-        self.tensors.append(x)
-        return len(self.tensors) - 1, 0
 
     def __call__(self, given: Sequence[Any]) -> tuple[Any, ...]:
         """Return the results of a call with these tensors."""

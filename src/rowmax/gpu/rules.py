@@ -75,7 +75,7 @@ moved = compiled(softmax.moved, max="maximum", where="where", inf=_numbers["inf"
 with_sink = compiled(softmax.with_sink, max="maximum", where="where", exp2="exp2", **_numbers)
 score_gradient = compiled(softmax.score_gradient)
 without_weights = compiled(row_stats.without_weights, where="where", inf=_numbers["inf"])
-sink_weight = compiled(row_stats.sink_weight, exp2="exp2", LOG2E=LOG2E)
+natural_weight = compiled(row_stats.natural_weight, exp2="exp2", LOG2E=LOG2E)
 philox_round = compiled(
     dropout.philox_round,
     multiply=multiply,

@@ -30,8 +30,9 @@ term, and its norm (``cut``) is added to the second line.
 In half precision GPUs compute a softcap as ``c (1 - 2 / (exp2(y) + 1))``. The exponential is right
 to 4 u of itself, of which at most half reaches the quotient; the quotient and the difference add
 2 u. So s is off by up to ``4 c u``, however small it is: in the mean square by ``4 c u / sqrt(3)``.
-lse has the mean error of its scores. In a row that sees one key, lse is that score, and may be as
-small. noise contains the term, and its norm is added to the second line as that of truncation is.
+Measured on an H100: ``0.75 c u`` in the mean square of 3296 rows. lse has the mean error of its
+scores. In a row that sees one key, lse is that score, and may be as small. noise contains the term,
+and its norm is added to the second line as that of truncation is.
 
 A backward in half precision reads rounded o for ``Delta = dO . o``. The errors of the numbers of o
 are independent: each is at most u of half precision and has the mean square ``u^2 / 3``. At four
@@ -106,7 +107,7 @@ def complaint(
     if not error <= allowed:
         return f"max error {error:.3g}, allowed {allowed:.3g} (std has {theirs:.3g})"
     size, off = ref.norm().item(), (x - ref).norm().item()
-    # Where std itself exceeds the limit (dS of a row that sees one key cancels, and is noise),
+    # If std itself exceeds the limit (dS of a row that sees one key cancels, and is noise),
     # every answer of this dtype would: the factor decides instead.
     limit = max(LIMITS[dtype] * size, factor * their_norm)
     if size <= noise.norm:

@@ -21,17 +21,17 @@ def without_weights(lse):
     return where(lse == -inf, inf, lse)
 
 
-def sink_weight(sink, lse, rest):
-    """Return ``exp(sigma - LSE)`` of a row; lse is natural and not -inf.
+def natural_weight(s, lse, rest):
+    """Return ``exp(s - LSE)`` of a score or a sink; s and lse are natural, lse is not -inf.
 
-    LSE is the sum of lse and ``rest``, in base 2: the part that rounding took from lse. A sink may
-    be the largest number of its dtype, which fits only in natural units.
+    LSE is the sum of lse and ``rest``, in base 2: the part that rounding took from lse. A bias or a
+    sink may be the largest number of its dtype, which fits only in natural units.
     """
-    return exp2((sink - lse) * LOG2E - rest)
+    return exp2((s - lse) * LOG2E - rest)
 
 
 _without_weights = bound(without_weights, where=lambda condition, x, y: y.masked_fill(condition, x))
-_sink_weight = bound(sink_weight, exp2=torch.exp2)
+_natural_weight = bound(natural_weight, exp2=torch.exp2)
 
 
 def delta(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
@@ -56,5 +56,5 @@ def dsink(sink: Tensor, lse: Tensor, delta: Tensor, rest: Tensor | None) -> Tens
     lse is natural; LSE is its sum with ``rest``, the part that rounding took from lse.
     """
     rest2 = 0.0 if rest is None else rest * LOG2E
-    weight = _sink_weight(sink.detach()[:, None].to(lse.dtype), _without_weights(lse), rest2)
+    weight = _natural_weight(sink.detach()[:, None].to(lse.dtype), _without_weights(lse), rest2)
     return -(weight * delta).sum((0, 2))

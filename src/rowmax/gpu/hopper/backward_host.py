@@ -11,7 +11,6 @@ The launches follow one another:
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from ...call.problem import Gradients, Problem, Tensors, Wanted
+from ...rules.softmax import LOG2E
 from ..compiled import Launch, Span
 from ..kept import Plans
 from ..preprocess import row_sums
@@ -60,7 +60,6 @@ from .host import GluonLaunch, processors
 from .lib.order import SECTION_BYTES, dense_table, touched_tile_count
 from .lib.tma import Descriptors, aligned, descriptor, is_aligned, strides
 
-_LOG2E = math.log2(math.e)
 _MOST_PLANS = 256
 #: int32 words in front of the done steps; a kernel takes tiles by one of them
 _COUNTERS = 16
@@ -582,7 +581,7 @@ def bias_strides(bias: Tensor | None) -> tuple[int, ...]:
 
 def score_scales(problem: Problem) -> tuple[float, float]:
     """Return (factor of the products inside a softcap, factor that gives scores in their units)."""
-    cap, unit = problem.softcap, 1.0 if problem.natural else _LOG2E
+    cap, unit = problem.softcap, 1.0 if problem.natural else LOG2E
     if cap > 0:
         return problem.scale / cap, cap * unit
     return 0.0, problem.scale * unit

@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from ...call.problem import Problem, Tensors
+from ...rules.softmax import LOG2E
 from .. import compat
 from ..compiled import Launch
 from ..kept import Plans
@@ -23,7 +24,6 @@ from .lib.order import SECTION_BYTES, dense_table, tile_count
 from .lib.tma import Descriptors, aligned, descriptor, is_aligned, strides
 from .tiles import Config, Constants, Tile
 
-_LOG2E = math.log2(math.e)
 _MOST_PLANS = 256
 
 
@@ -256,7 +256,7 @@ def numbers(p: Problem, tensors: Tensors, c: Config, heads: int) -> Numbers:
     cap, ids = p.softcap, (tensors.q_ids, tensors.k_ids)
     scale, inner = (cap, p.scale / cap) if cap > 0 else (p.scale, 0.0)
     if not c.ADDED:  # the exponential takes both in at once
-        scale *= _LOG2E
+        scale *= LOG2E
     bias_strides, each = (0, 0, 0, 0), (0, 0)
     if tensors.bias is not None:
         sizes = tensors.bias.shape

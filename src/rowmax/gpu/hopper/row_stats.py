@@ -11,7 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..kernel_args import ROW_UNIT
 from ..lib import sequence, sequence_of_slot
-from ..rules import LOG2E, sink_weight, without_weights
+from ..rules import LOG2E, natural_weight, without_weights
 from .packed import clear_rest
 
 _ROW_UNIT = tl.constexpr(ROW_UNIT)
@@ -128,7 +128,7 @@ def prepare(t, n, c):
     tl.store(to + rows, memory_order(delta * share, c.ROWS))
     total = tl.where(lse < float("inf"), 1.0, 0.0)  # the sum of the weights of a row
     if t.sink is not None:
-        p = sink_weight(tl.load(t.sink + head).to(tl.float32), lse, rest)
+        p = natural_weight(tl.load(t.sink + head).to(tl.float32), lse, rest)
         total -= p
         if t.dsink is not None:
             tl.store(t.dsink + i, -tl.sum(tl.where(here, p * delta, 0.0), 0))

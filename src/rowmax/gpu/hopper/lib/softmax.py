@@ -19,14 +19,15 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ....rules import softmax
 from .assembly import MOVE, MOVE_NATURAL, TO_BFLOAT16, TO_FLOAT16
 
 #: below any score, and finite, so that a row that sees nothing has exp2(-inf) = 0, not NaN
 LOWEST = gl.constexpr(-1e30)
 #: the lowest number of float32; no natural score is below it
 LOWEST_NATURAL = gl.constexpr(-3.4028234663852886e38)
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
+LOG2E = gl.constexpr(softmax.LOG2E)
+LN2 = gl.constexpr(softmax.LN2)
 
 
 @gluon.jit
