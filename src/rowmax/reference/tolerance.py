@@ -152,6 +152,7 @@ def noise(
     s = (size + P.log()).masked_fill(P == 0, 0.0).abs()
     products = (dO @ v.transpose(2, 3)), (dO * o).sum(-1, keepdim=True) + dL[..., None]
     sigma = lse if tensors.sink is None else tensors.sink.detach().double()[:, None]
+    distance = _distances(problem, tensors)
 
     def sums(weight: Tensor, of_sink: Tensor, of_dP: float, delta: Tensor) -> dict[str, Tensor]:
         """Return the sums over absolute values: P times weight, dP and Delta with more."""
@@ -164,12 +165,14 @@ def noise(
         for name in ("dk", "dv"):
             found[name] = found[name].unflatten(1, (problem.hk, problem.group)).sum(2)
         if tensors.bias is not None:
-            dS = _by_sequence(problem, tensors, dS) if problem.varlen else dS
+            each = _by_sequence(problem, tensors, dS) if problem.varlen else dS
             over = [n for n in range(4) if tensors.bias.shape[n] == 1]
-            found["dbias"] = dS.sum(over) if over else dS
+            found["dbias"] = each.sum(over) if over else each
         if tensors.sink is not None:
             row = of_sink * (sigma - lse).exp() * (products[1][..., 0] + dP.sum(-1))
             found["dsink"] = row.sum((0, 2))
+        if "alibi" in problem.heads:
+            found["dalibi"] = (dS * distance).sum((0, 2, 3))
         return found
 
     ratio = torch.finfo(problem.dtype).eps / torch.finfo(problem.accumulator).eps
@@ -219,6 +222,18 @@ def _weights(problem: Problem, tensors: Tensors) -> Tensor:
     with torch.no_grad():
         out, _ = dense.attention(problem._replace(dv=n), tensors._replace(v=each))
     return out.transpose(1, 2)
+
+
+def _distances(problem: Problem, tensors: Tensors) -> Tensor:
+    """Return ``|i + offset - j|``, ``[B|1, 1, Nq, Nk]``, or ``[1, 1, total_q, total_k]``."""
+    if problem.varlen:
+        whole = tensors.q.new_zeros(1, 1, problem.total_q, problem.total_k, dtype=torch.float64)
+        for rows, cols, one, parts in each_sequence(problem, tensors):
+            whole[:, :, rows, cols] = _distances(one, parts)
+        return whole
+    i, j = dense._positions(problem, tensors)
+    shift = 0 if problem.positions is None else problem.positions.shift
+    return (i + shift - j).abs().double()
 
 
 def _by_sequence(problem: Problem, tensors: Tensors, dS: Tensor) -> Tensor:
