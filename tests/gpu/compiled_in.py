@@ -54,6 +54,8 @@ def _triton(p: Problem) -> Hashable:
     if p.bias is not None:
         found += [min(p.batch, 2), bias_sum(p), p.hq // p.bias[1], p.nk % 8 == 0, p.nk % 4 == 0]
         jobs.append("dbias")
+    if p.heads:
+        jobs.append("dheads")
     for job in jobs:
         tiles = plain.chosen(plain.kind_of(job, p), limits, p)
         found += [tiles, p.nq % tiles.block_q == 0, p.nk % tiles.block_k == 0]
