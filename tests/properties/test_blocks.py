@@ -271,7 +271,9 @@ def test_a_compiled_call_serves_all_positions() -> None:
     slopes, seed = torch.rand(2), torch.tensor(3)
 
     def call(q: Tensor, shift: int, query: int) -> Tensor:
-        options = Options(0.25, dropout_p=0.3, right=0, heads="alibi", shift=shift, query=query)
+        options = Options(
+            0.25, dropout_p=0.3, right=0, head_terms="alibi", shift=shift, query=query
+        )
         out, lse = attend(Tensors(q, k, k, heads=slopes[None], seed=seed), options, None)
         return out.sum() + lse.logsumexp(-1).sum()
 
@@ -292,7 +294,7 @@ def test_a_compiled_call_serves_all_positions() -> None:
 def test_vmapped_blocks(p: float, backend: str) -> None:
     q, k = torch.randn(3, 2, 24, 2, 16), torch.randn(3, 2, 70, 2, 16)
     seed = torch.tensor(3) if p else None
-    options = Options(0.25, dropout_p=p, right=0, heads="alibi", backend=backend)
+    options = Options(0.25, dropout_p=p, right=0, head_terms="alibi", backend=backend)
     options = options._replace(shift=-33, query=13, sequence=4)
     slopes = torch.tensor([[0.1, 0.3]])
 

@@ -61,7 +61,7 @@ class Options(NamedTuple):
     max_q: Annotated[int, SymInt] = 0  # longest sequence of a packed call, or a bound; 0 otherwise
     max_k: Annotated[int, SymInt] = 0
     deterministic: bool = False
-    heads: str = ""  # the names of the head terms, joined by commas
+    head_terms: str = ""  # the names of the head terms, joined by commas
     backend: str | None = None
     # the fields of ``Positions``: numbers at run time, symbolic where a call is traced
     shift: Annotated[int, SymInt] = 0

@@ -139,7 +139,7 @@ def _options(a: Arguments, shape: Shape) -> Options:
         max_q=0 if a.cu_seqlens is None else shape.nq,
         max_k=0 if a.cu_seqlens is None else shape.nk,
         deterministic=a.deterministic or torch.are_deterministic_algorithms_enabled(),
-        heads=",".join(heads),
+        head_terms=",".join(heads),
         backend=a.backend,
     )
 

@@ -144,7 +144,7 @@ def problem_of(tensors: Tensors, options: Options) -> Problem:
     varlen = cu is not None
     nq, nk = (options.max_q, options.max_k) if varlen else (total_q, total_k)
     left, right = shifted_band(options, nq, nk)
-    heads = tuple(options.heads.split(",")) if options.heads else ()
+    heads = tuple(options.head_terms.split(",")) if options.head_terms else ()
     placed = left is not None or right is not None or reads_distance(heads)
     return Problem(
         device=q.device.type,

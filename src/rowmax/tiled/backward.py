@@ -21,9 +21,9 @@ from .scores import (
     hidden,
     hide,
     kept,
-    log_unit,
     power_,
     product,
+    scale_of_factor,
     scores,
     sink_of,
     tame,
@@ -241,8 +241,8 @@ def _add_tile(
             dQ += product(dX, k, apart)
         if sums.k is not None:
             # rows.q includes factor; dk needs only the scale in it
-            rest = problem.softcap if problem.softcap > 0 else 1.0 / log_unit(problem)
-            _add_keys(strip, sums.k, cols, product(dX.transpose(1, 2), rows.q, apart_t) * rest)
+            dK = product(dX.transpose(1, 2), rows.q, apart_t) * scale_of_factor(problem)
+            _add_keys(strip, sums.k, cols, dK)
     if sums.v is not None:
         PR = P if R is None else P.mul_(R)
         _add_keys(strip, sums.v, cols, product(PR.transpose(1, 2), rows.do, apart_t))
@@ -269,7 +269,7 @@ def _add_heads(
     terms: ScoreTerms,
 ) -> None:
     """Add a tile's part to the gradient of heads' parameters, ``[P, Hq]``."""
-    x = torch.bmm(rows.q, tile.k.transpose(1, 2)).mul_(problem.scale / factor(problem))
+    x = torch.bmm(rows.q, tile.k.transpose(1, 2)).mul_(scale_of_factor(problem))
     if tile.apart is not None:
         x.masked_fill_(tile.apart, 0.0)
     terms = terms._replace(scale=1.0)

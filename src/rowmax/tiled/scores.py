@@ -25,6 +25,11 @@ def factor(problem: Problem) -> float:
     return problem.scale * log_unit(problem)
 
 
+def scale_of_factor(problem: Problem) -> float:
+    """Return ``scale / factor``."""
+    return problem.softcap if problem.softcap > 0 else 1.0 / log_unit(problem)
+
+
 def log_unit(problem: Problem) -> float:
     """Return the factor from natural units to those of the scores."""
     return 1.0 if problem.natural else LOG2E
