@@ -20,6 +20,11 @@ class _Rows(NamedTuple):
     lengths: Tensor | None  # [B] int32, the keys in use; None: all
     leftpad: Tensor | None  # [B] the first key in use; None: 0
 
+    def one(self, b: int) -> _Rows:
+        """Return the tensors of one sequence, a batch of one."""
+        lengths, leftpad = (None if t is None else t[b : b + 1] for t in self[3:])
+        return _Rows(self.q[b : b + 1], self.k[b : b + 1], self.v[b : b + 1], lengths, leftpad)
+
 
 def flash_attn_with_kvcache(
     q: Tensor,
@@ -98,10 +103,7 @@ def flash_attn_with_kvcache(
 def _attend(rows: _Rows, slopes: Tensor | None, options: dict[str, Any]) -> Any:
     """Return out, or (out, lse), with slopes ``[H]``, ``[B, H]`` (a call a sequence) or None."""
     if slopes is not None and slopes.dim() == 2:
-        each = [
-            _attend(_Rows(*(None if t is None else t[b : b + 1] for t in rows)), slope, options)
-            for b, slope in enumerate(slopes)
-        ]
+        each = [_attend(rows.one(b), slope, options) for b, slope in enumerate(slopes)]
         if options["return_lse"]:
             return tuple(torch.cat(parts) for parts in zip(*each, strict=True))
         return torch.cat(each)
