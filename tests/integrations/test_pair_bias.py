@@ -81,9 +81,7 @@ def test_triangle_attention(seed: int) -> None:
     )[seed % 4]  # pyright: ignore
     keywords, seen = given
     seen = keywords["mask"].bool() if seed % 4 == 3 else seen
-    out, lse, largest = triangle_attention(
-        q, k, v, bias, scale=scale, return_aux=True, **keywords
-    )
+    out, lse, largest = triangle_attention(q, k, v, bias, scale=scale, return_aux=True, **keywords)
     assert largest is None
     assert out.transpose(2, 3).is_contiguous()
     want = definition(q, k, v, [bias], ~seen, scale)
@@ -127,6 +125,16 @@ def test_bias_of_another_dtype() -> None:
     assert_close(out, triangle_attention(q, k, v, bias.float()))
     (dbias,) = torch.autograd.grad(out.sum(), [bias])
     assert dbias.dtype == torch.bfloat16
+
+
+def test_bias_of_any_strides() -> None:
+    """A projection [B, S, S, H] of the pairs, with its heads moved to the front."""
+    q, k, v, _ = inputs(2, 3, 2, 5, 5, 8)
+    pairs = torch.randn(2, 5, 5, 2, dtype=torch.float64, requires_grad=True)
+    bias = pairs.permute(0, 3, 1, 2)[:, None]
+    out = triangle_attention(q, k, v, bias)
+    hidden = torch.zeros(1, dtype=torch.bool)
+    same([out], [definition(q, k, v, [bias], hidden, None)[0]], [q, k, v, pairs])
 
 
 class _Largest(TorchDispatchMode):

@@ -83,8 +83,8 @@ def _mask(keys: Keys, nq: int) -> Mask | None:
         return PrefixLengths(keys.lengths)
     if keys.allowed is None:
         return None
-    ids = keys.allowed.logical_not().to(torch.int32)
-    return Documents(ids, q_ids=ids.new_zeros(nq))
+    ids = keys.allowed.to(torch.int32)
+    return Documents(ids, q_ids=ids.new_ones(nq))
 
 
 def _shaped(out: Tensor, lse: Tensor | None, b: int, n: int) -> tuple[Tensor, Tensor | None]:
