@@ -16,6 +16,7 @@ from rowmax.integrations.pair_bias import (
     DS4Sci_EvoformerAttention,
     attention_pair_bias,
     mask_to_kv_lengths,
+    rows,
     triangle_attention,
 )
 from rowmax.testing import complaint
@@ -135,6 +136,30 @@ def test_bias_of_any_strides() -> None:
     out = triangle_attention(q, k, v, bias)
     hidden = torch.zeros(1, dtype=torch.bool)
     same([out], [definition(q, k, v, [bias], hidden, None)[0]], [q, k, v, pairs])
+
+
+def test_autocast() -> None:
+    """The results are those of inputs in autocast's dtype, also of the bias of keys."""
+    q, k, v, bias = (t.detach().float() for t in inputs(1, 3, 2, 5, 5, 8))
+    of_keys = torch.randn(1, 3, 1, 1, 5)
+    half = [t.bfloat16() for t in (q, k, v, bias)]
+    wide, narrow = ([t.transpose(2, 3) for t in ts[:3]] for ts in ([q, k, v], half))
+    with torch.autocast("cpu", torch.bfloat16):
+        got = triangle_attention(q, k, v, bias.bfloat16())
+        evoformer = DS4Sci_EvoformerAttention(*wide, [of_keys, bias])
+    assert torch.equal(got, triangle_attention(*half))
+    assert torch.equal(evoformer, DS4Sci_EvoformerAttention(*narrow, [of_keys, bias]))
+
+
+@pytest.mark.parametrize(("b", "n", "calls"), [(1, 4, 1), (3, 1, 1), (3, 2, 3)])
+def test_calls(b: int, n: int, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Structures are calls of their own only where rows share a bias that differs by structure."""
+    shapes = []
+    monkeypatch.setattr(
+        rows, "attention", lambda q, *_, **__: (shapes.append(q.shape), torch.zeros_like(q))[1]
+    )
+    triangle_attention(*inputs(b, n, 2, 5, 5, 8))
+    assert len(shapes) == calls
 
 
 class _Largest(TorchDispatchMode):
@@ -257,6 +282,16 @@ def test_bias_of_keys_has_its_gradient_in_half_precision() -> None:
     for name, x, ref, std in zip(("out", "dq", "dk", "dv", "dbias"), got, *each, strict=True):
         text = complaint(name, x, ref, std, torch.bfloat16, 2.0 if name == "out" else 3.0)
         assert text is None, text
+
+
+def test_large_bias_of_keys_is_kept_to_24_bits() -> None:
+    q, k, v = (torch.randn(1, 2, 30, 4, 12).bfloat16() for _ in range(3))
+    of_keys = 50 + torch.randn(1, 2, 1, 1, 30)  # bfloat16 would round it by up to 0.125
+    out = DS4Sci_EvoformerAttention(q, k, v, [of_keys])
+    hidden = torch.zeros(1, dtype=torch.bool)
+    wide = [t.double().transpose(2, 3) for t in (q, k, v)]
+    want = definition(wide[0], wide[1], wide[2], [of_keys.double()], hidden, None)[0]
+    assert_close(out.double(), want.transpose(2, 3), rtol=0.01, atol=0.005)
 
 
 # --- single attention --------------------------------------------------------------------------

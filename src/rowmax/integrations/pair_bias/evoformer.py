@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .rows import Inputs, Keys, attend
+from .rows import Inputs, Keys, attend, cast_dtype
 from .triangle import _want
 
 _LARGEST = 1e30  # the largest bias of keys: products of q and k stay within float32
@@ -57,7 +57,8 @@ def DS4Sci_EvoformerAttention(  # noqa: N802  (DeepSpeed's name)
         if of_keys.dtype == torch.bool:
             keys = Keys(allowed=of_keys)
         else:
-            Q, K = _with_bias_of_keys(Q, K, of_keys, scale)
+            dtype = cast_dtype(Q)  # before autocast would round the columns
+            Q, K = _with_bias_of_keys(Q.to(dtype), K.to(dtype), of_keys, scale)
     return attend(Inputs(Q, K, V, of_pairs), keys, scale)[0]
 
 

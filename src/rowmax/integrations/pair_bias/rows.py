@@ -56,6 +56,14 @@ def attend(
     return out, torch.stack([lse for _, lse in parts if lse is not None]) if return_lse else None
 
 
+def cast_dtype(q: Tensor) -> torch.dtype:
+    """Return the dtype in which rowmax computes: autocast's where it is on, else q's."""
+    device = q.device.type
+    if q.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return q.dtype
+    return torch.get_autocast_dtype(device)
+
+
 def _call(
     q: Tensor,
     k: Tensor,
@@ -66,8 +74,9 @@ def _call(
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Return out ``[N, Q, H, D]`` and lse ``[N, H, Q]`` or None of one call of rowmax."""
+    # rowmax takes q's dtype or float32, which holds halves; autocast casts q and halves alike
     if bias is not None and bias.dtype not in (q.dtype, torch.float32):
-        bias = bias.to(torch.float32)  # rowmax takes q's dtype or float32; float32 holds halves
+        bias = bias if bias.dtype == cast_dtype(q) else bias.to(torch.float32)
     mask = _mask(keys, q.shape[1])
     if return_lse:
         return attention(q, k, v, mask=mask, bias=bias, scale=scale, return_lse=True)
