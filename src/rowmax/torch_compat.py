@@ -17,6 +17,7 @@ from torch._C._functorch import (
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch._functorch.utils import enable_single_level_autograd_function as single_level_autograd
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import _profiler_enabled as profiler_enabled  # pyright: ignore
 from torch.autograd import forward_ad, profiler
 from torch.autograd.forward_ad import _set_fwd_grad_enabled as forward_mode_enabled
@@ -90,6 +91,16 @@ def forward_mode_levels() -> int:
     return sum(level.key() == TransformType.Jvp for level in levels)
 
 
+def allows_fused_attention() -> bool:
+    """Return False where torch's attention may use only its MATH backend, as a user has set."""
+    cuda = torch.backends.cuda
+    return cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()
+
+
+# as torch.compiler.assume_constant_result does, which imports the compiler (a second)
+allows_fused_attention._dynamo_marked_constant = True  # pyright: ignore
+
+
 # --- tensors -----------------------------------------------------------------------------------
 
 #: dispatch keys of tensors that hold only numbers on a device
@@ -129,6 +140,14 @@ def plain_addresses(tensors: Iterable[Tensor | None]) -> list[int] | None:
     except RuntimeError:  # a batch of ``vmap`` has no address
         return None
     return found
+
+
+def stands_for_numbers(t: Tensor) -> bool:
+    """Return True for a plain tensor, and for what takes its place while a call is traced.
+
+    False for every other subclass: its operations may mean something else.
+    """
+    return type(t) in PLAIN or isinstance(t, (FakeTensor, FunctionalTensor))
 
 
 def is_fake(t: Tensor) -> bool:
