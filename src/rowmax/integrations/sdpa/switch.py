@@ -6,6 +6,7 @@ import threading
 from types import ModuleType
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.backends import mha
@@ -23,8 +24,9 @@ _lock = threading.RLock()
 #: True while a switch is on. A replacement reads it: modules may have imported one by name
 _on = False
 _switches: set[Enabled] = set()
-#: (module, name, what stood there before)
-_replaced: list[tuple[Any, str, Any]] = []
+#: (module, name, the replacement, what stood there before)
+_replaced: list[tuple[Any, str, Any, Any]] = []
+_mha_forward: Any = F.multi_head_attention_forward
 _restores_fastpath = False
 
 
@@ -50,7 +52,7 @@ def enable(*modules: ModuleType) -> Enabled:
 
     Replaces ``torch.nn.functional.scaled_dot_product_attention`` and
     ``torch.nn.attention.varlen.varlen_attn``. Turns off the fast path of ``torch.backends.mha``,
-    whose C++ code calls neither.
+    whose C++ code calls neither. Graphs that ``torch.compile`` has made compile again.
 
     Args:
         modules: modules that imported one of the functions by name before this call. Their names
@@ -77,13 +79,14 @@ def enable(*modules: ModuleType) -> Enabled:
     switch = Enabled()
     with _lock:
         _switches.add(switch)
-        _replace(F, "scaled_dot_product_attention")
-        _replace(packed, "varlen_attn")
+        if not _on:
+            _turn_on(packed)
         for module in modules:
             for name, value in list(vars(module).items()):
-                if value is dense.fallback or value is varlen.fallback:
-                    _replace(module, name)
-        _turn_on()
+                if value is dense.fallback:
+                    _replace(module, name, _sdpa)
+                elif value is varlen.fallback:
+                    _replace(module, name, _varlen)
     return switch
 
 
@@ -102,24 +105,23 @@ def is_enabled() -> bool:
 # --- what is replaced --------------------------------------------------------------------------
 
 
-def _replace(module: Any, name: str) -> None:
-    before = getattr(module, name)
-    if before in (_sdpa, _varlen):
-        return
-    if module is F:
-        dense.fallback = before
-    elif name == "varlen_attn" and module.__name__ == "torch.nn.attention.varlen":
-        varlen.fallback = before
-    setattr(module, name, _varlen if before is varlen.fallback else _sdpa)
-    _replaced.append((module, name, before))
-
-
-def _turn_on() -> None:
-    global _on, _restores_fastpath
-    if not _on and mha.get_fastpath_enabled():
-        _restores_fastpath = True
-        mha.set_fastpath_enabled(False)
+def _turn_on(packed: ModuleType) -> None:
+    global _on, _mha_forward, _restores_fastpath
+    dense.fallback = _replace(F, "scaled_dot_product_attention", _sdpa)
+    varlen.fallback = _replace(packed, "varlen_attn", _varlen)
+    torch.compiler.allow_in_graph(_mha)
+    _mha_forward = _replace(F, "multi_head_attention_forward", _mha)
+    _restores_fastpath = mha.get_fastpath_enabled()
+    mha.set_fastpath_enabled(False)
     _on = True
+
+
+def _replace(module: Any, name: str, by: Any) -> Any:
+    """Put a replacement into a module; return what stood there before."""
+    before = getattr(module, name)
+    setattr(module, name, by)
+    _replaced.append((module, name, by, before))
+    return before
 
 
 def _restore() -> None:
@@ -127,8 +129,8 @@ def _restore() -> None:
     global _on, _restores_fastpath
     _on = False
     while _replaced:
-        module, name, before = _replaced.pop()
-        if getattr(module, name, None) in (_sdpa, _varlen):
+        module, name, by, before = _replaced.pop()
+        if getattr(module, name, None) is by:
             setattr(module, name, before)
     if _restores_fastpath:
         _restores_fastpath = False
@@ -162,9 +164,19 @@ def _varlen(*args: Any, **keywords: Any) -> Any:
     return varlen.varlen_attn(*args, **keywords)
 
 
+def _mha(*args: Any, **keywords: Any) -> Any:
+    """Compute ``torch.nn.functional.multi_head_attention_forward``, which calls ``_sdpa``.
+
+    It is one operation of Dynamo's graphs. torch's own would give the same graph as without
+    rowmax, no guard would see the difference, and torch's cache on disk would mix up both.
+    """
+    return _mha_forward(*args, **keywords)
+
+
 # others patch a function by its name
 _sdpa.__name__ = _sdpa.__qualname__ = "scaled_dot_product_attention"
 _sdpa.__doc__ = dense.scaled_dot_product_attention.__doc__
+_mha.__name__ = _mha.__qualname__ = "multi_head_attention_forward"
 _varlen.__name__ = _varlen.__qualname__ = "varlen_attn"
 _varlen.__doc__ = varlen.varlen_attn.__doc__
 

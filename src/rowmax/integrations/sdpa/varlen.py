@@ -112,8 +112,7 @@ def refusal(call: Call) -> str | None:
         return "block_table is given; rowmax takes keys that are one after the other"
     if call.num_splits is not None:
         return f"num_splits is {call.num_splits!r}; rowmax takes None"
-    tensors = ("query", call.query), ("key", call.key), ("value", call.value)
-    found = tensors_refusal(*tensors)
+    found = tensors_refusal(call.query, call.key, call.value)
     if found is None:
         found = _shape_refusal(call)
     if found is None:
