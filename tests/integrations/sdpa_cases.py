@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
@@ -21,7 +22,6 @@ from rowmax.masks import Causal, Mask, as_mask
 from rowmax.reference import dense as definition
 from rowmax.reference import tolerance
 
-#: names of the sizes of a mask; a dash is 1
 MASKS = (None, "causal", "bool", "float")
 BATCHES: dict[int, tuple[tuple[int, ...], ...]] = {
     2: ((),),
@@ -33,7 +33,7 @@ BATCHES: dict[int, tuple[tuple[int, ...], ...]] = {
 
 @dataclass(frozen=True)
 class Drawn:
-    """A call, but for its numbers."""
+    """A call without its numbers."""
 
     seed: int
     dtype: torch.dtype
@@ -45,7 +45,7 @@ class Drawn:
     nk: int
     d: int
     dv: int
-    layout: str  # of memory: bhnd, bnhd, or padded
+    layout: str  # bhnd, bnhd or padded memory
     mask: str | None
     mask_sizes: tuple[int, ...]
     mask_dtype: torch.dtype
@@ -198,6 +198,111 @@ def _noise(call: dense.Call, dout: Tensor) -> dict[str, tolerance.Noise]:
     return tolerance.noise(problem, tensors, out, lse, dout, None)
 
 
+# --- varlen_attn ---------------------------------------------------------------------------------
+
+
+def _offsets(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def _band(nq: int, nk: int, window: tuple[int, int]) -> Tensor:
+    """Return which keys a query sees, aligned bottom-right."""
+    distance = torch.arange(nk)[None] - (torch.arange(nq)[:, None] + nk - nq)
+    left, right = (n if n >= 0 else nq + nk for n in window)
+    return (distance >= -left) & (distance <= right)
+
+
+def _by_sequence(
+    tensors: list[Tensor],
+    lengths: list[list[int]],
+    used: list[int] | None,
+    window: tuple[int, int],
+    scale: float | None,
+) -> Tensor:
+    """Return the results of the sequences, one after the other."""
+    outs = []
+    q, k, v = tensors
+    for b, (one_q, one_k, one_v) in enumerate(
+        zip(q.split(lengths[0]), k.split(lengths[1]), v.split(lengths[1]), strict=True)
+    ):
+        n = one_k.shape[0] if used is None else used[b]
+        parts = [t.transpose(0, 1) for t in (one_q, one_k[:n], one_v[:n])]
+        group = q.shape[1] // k.shape[1]
+        parts[1:] = [t.repeat_interleave(group, 0) for t in parts[1:]]
+        mask = _band(one_q.shape[0], n, window).to(q.device)
+        outs.append(torch_sdpa(*parts, attn_mask=mask, scale=scale).transpose(0, 1))
+    return torch.cat(outs)
+
+
+def wrong_varlen(
+    seed: int, dtype: torch.dtype, device: str, compute: Callable[..., Any], longest: int = 20
+) -> list[str]:
+    """Return a sentence for each result of a packed call that breaks the rule."""
+    from torch.nn.attention.varlen import AuxRequest
+
+    rng, numbers = random.Random(seed), torch.Generator().manual_seed(seed)
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=numbers).to(device, dtype)
+
+    lengths_k = [rng.randint(1, longest) for _ in range(rng.randint(1, 4))]
+    lengths_q = lengths_k
+    if rng.random() < 0.5:
+        lengths_q = [rng.randint(1, longest) for _ in lengths_k]
+    used = [rng.randint(1, n) for n in lengths_k] if rng.random() < 0.3 else None
+    hk, group, d = rng.choice((1, 2)), rng.choice((1, 3)), rng.choice((16, 40, 64))
+    window = rng.choice(((-1, -1), (-1, 0), (5, 0), (3, 4)))
+    scale = rng.choice((None, 0.2))
+    sizes = (sum(lengths_q), hk * group, d), *[(sum(lengths_k), hk, d)] * 2
+    leaves = [normal(*size).requires_grad_() for size in sizes]
+    out, lse = compute(
+        *leaves,
+        *(_offsets(lengths).to(device) for lengths in (lengths_q, lengths_k)),
+        max(lengths_q),
+        max(lengths_k),
+        return_aux=AuxRequest(lse=True),
+        scale=scale,
+        window_size=window,
+        enable_gqa=group > 1,
+        seqused_k=None if used is None else torch.tensor(used, dtype=torch.int32, device=device),
+    )
+    found = []
+    if (lse.shape, lse.dtype) != ((hk * group, sum(lengths_q)), torch.float32):
+        found.append(f"lse: {lse.dtype} {list(lse.shape)}")
+    dout = normal(*out.shape)
+    got = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    def dense_results(wide: torch.dtype) -> list[Tensor]:
+        copies = [t.detach().to(wide).requires_grad_() for t in leaves]
+        want = _by_sequence(copies, [lengths_q, lengths_k], used, window, scale)
+        return [want.detach(), *torch.autograd.grad(want, copies, dout.to(wide))]
+
+    ref, std = dense_results(torch.float64), dense_results(dtype)
+    u = torch.finfo(torch.float32).eps * (40 if device == "cpu" else 400)
+    for n, (x, r, s) in enumerate(zip(got, ref, std, strict=True)):
+        factor = tolerance.GRADIENT if n else tolerance.OUTPUT
+        size = u * max(1.0, r.abs().max().item())  # rows of one key cancel
+        noise = tolerance.Noise(size, size * r.numel() ** 0.5)
+        text = tolerance.complaint(x, r, s, dtype, factor, noise)
+        found += [] if text is None else [f"{('out', 'dq', 'dk', 'dv')[n]}: {text}"]
+    return found
+
+
+# --- what tests share ----------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mha = nn.MultiheadAttention(32, 2, batch_first=True)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q = k = v = x.unflatten(-1, (2, 16)).transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
+        x = out.transpose(1, 2).flatten(2)
+        return self.mha(x, x, x, need_weights=False)[0]
+
+
 @contextmanager
 def counted() -> Iterator[list[str]]:
     """Yield a list that gets the name of each operator of rowmax that runs below autograd."""
@@ -219,6 +324,3 @@ def counted() -> Iterator[list[str]]:
         yield calls
     finally:
         dispatch.Prepared.forward, dispatch.Prepared.backward = forward, backward
-
-
-__all__ = ["Drawn", "counted", "draw", "make", "replace", "wrong"]

@@ -14,6 +14,7 @@ from torch.nn.attention import register_flash_attention_impl
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ...errors import wrong_type
+from ...torch_compat import stands_for_numbers
 from . import dense, varlen
 from .dense import Call
 
@@ -151,11 +152,11 @@ def _sdpa(
     enable_gqa: bool = False,
 ) -> Tensor:
     call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if not _on or dense.refusal(call) is not None:
+    if not _on:
         return dense.by_torch(call)
-    if has_torch_function((query,)):  # a mode is active: these tensors have none
+    if has_torch_function((query,)) and stands_for_numbers(query):  # a mode is active
         return handle_torch_function(_sdpa, (query, key, value), *call)
-    return dense.by_rowmax(call)
+    return dense.by_rowmax(call) if dense.refusal(call) is None else dense.by_torch(call)
 
 
 def _varlen(*args: Any, **keywords: Any) -> Any:
