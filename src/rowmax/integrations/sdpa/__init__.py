@@ -13,7 +13,8 @@ The replaced object is the attribute of the module, and not an operator of ATen,
   graphs compiled without the override: tried with torch 2.13, where the override was never called.
 - The fused operators of ATen, for which ``torch.nn.attention.register_flash_attention_impl`` is
   meant, take no masks, no float32 on a GPU and no gradient of a float mask.
-- A call costs a Python function. A Python kernel of ATen's dispatcher costs more.
+- A Python kernel of ATen's dispatcher took 3 us a call more than a function. The checks and the
+  views of a call take about 6 us, of 93 us for the smallest call (two cores of a Xeon).
 
 The name "rowmax" is registered there nevertheless: ``activate_flash_attention_impl("rowmax")`` is
 ``enable()``, and ``restore_flash_attention_impl()`` takes it back.
