@@ -17,7 +17,6 @@ from torch._C._functorch import (
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch._functorch.utils import enable_single_level_autograd_function as single_level_autograd
 from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import _profiler_enabled as profiler_enabled  # pyright: ignore
 from torch.autograd import forward_ad, profiler
 from torch.autograd.forward_ad import _set_fwd_grad_enabled as forward_mode_enabled
@@ -25,6 +24,11 @@ from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
 from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack as active_dispatch_modes,
 )
+
+try:
+    from torch._subclasses.functional_tensor import FunctionalTensor
+except ImportError:  # then torch, and not rowmax, computes torch's modules in compiled graphs
+    FunctionalTensor = FakeTensor
 
 __all__ = [
     "PLAIN",
@@ -97,7 +101,8 @@ def allows_fused_attention() -> bool:
     return cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()
 
 
-# as torch.compiler.assume_constant_result does, which imports the compiler (a second)
+# as torch.compiler.assume_constant_result does, which imports the compiler (a second). Dynamo reads
+# it; without it a compiled call would not be one graph
 allows_fused_attention._dynamo_marked_constant = True  # pyright: ignore
 
 
@@ -145,7 +150,8 @@ def plain_addresses(tensors: Iterable[Tensor | None]) -> list[int] | None:
 def stands_for_numbers(t: Tensor) -> bool:
     """Return True for a plain tensor, and for what takes its place while a call is traced.
 
-    False for every other subclass: its operations may mean something else.
+    False for every other subclass: its operations may mean something else. A compiler that calls
+    ``torch.nn.functional.multi_head_attention_forward`` gives it FunctionalTensors.
     """
     return type(t) in PLAIN or isinstance(t, (FakeTensor, FunctionalTensor))
 

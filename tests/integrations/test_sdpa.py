@@ -240,6 +240,17 @@ def test_which_tensors_stand_for_numbers() -> None:
     assert not stands_for_numbers(torch.empty(2).as_subclass(Subclass))
 
 
+def test_compiled_code_may_read_what_torch_allows() -> None:
+    """Dynamo takes the answer as a constant, as of ``torch.compiler.assume_constant_result``."""
+    torch._dynamo.reset()
+
+    def twice(x: Tensor) -> Tensor:
+        return x * (2 if allows_fused_attention() else 3)
+
+    compiled = torch.compile(twice, backend="eager", fullgraph=True)
+    assert compiled(torch.ones(1)).item() == 2
+
+
 # --- autocast, transforms, export ----------------------------------------------------------------
 
 

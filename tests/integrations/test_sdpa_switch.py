@@ -89,6 +89,8 @@ def test_switches_nest() -> None:
     assert number_of_calls() == 1
     second.remove()
     assert number_of_calls() == 0
+    with pytest.raises(RuntimeError, match="is off"), second:
+        pass
     sdpa.enable()
     sdpa.enable()
     sdpa.disable()

@@ -42,6 +42,8 @@ class Enabled:
                 _restore()
 
     def __enter__(self) -> Enabled:
+        if self not in _switches:
+            raise RuntimeError("sdpa: this switch is off; want a new one, of enable()")
         return self
 
     def __exit__(self, *_: object) -> None:
