@@ -301,12 +301,13 @@ def _group(rng: random.Random, dtype: str, hopper: bool) -> Case:
         values["bias_float32"] = rng.random() < 0.3 and dtype in ("bfloat16", "float16")
     values["transposed"] = rng.random() < 0.15
     if rng.random() < 0.35:
-        there = {"bias": values["bias"] is not None, "sink": values["sink"]}
+        there = {"bias": values["bias"] is not None, **{n: values[n] for n in ("sink", "alibi")}}
         values["grads"] = tuple(n for n in LEAVES if there.get(n, True) and rng.random() < 0.5)
     reads = ("causal", "alibi", "left", "right", "dropout")
     if any(values.get(name) not in (None, False, 0.0) for name in reads) and rng.random() < 0.2:
         values["positions"] = positions(rng)
-    return Case("drawn", **values)
+    case = Case("drawn", **values)
+    return case.with_constant_slopes() if hopper else case
 
 
 def positions(rng: random.Random) -> tuple[int, int, int, int, int]:
@@ -492,7 +493,7 @@ def problem_of(case: Case, dtype: str, device: str = "cuda") -> Problem:
         allowed=shape_of(case.allowed, case),
         bias=shape_of(case.bias, case),
         bias_dtype=None if case.bias is None else wide if case.bias_float32 else kind,
-        alibi=case.alibi,
+        heads=("alibi",) if case.alibi else (),
         sink=case.sink,
         varlen=case.packed,
         total_q=total_q,

@@ -16,15 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rowmax.call.problem import Wanted
 from rowmax.testing import (
-    LEAVES,
     Answer,
     Call,
     Case,
     answer,
     cotangents,
     definition,
+    field_of,
     make,
     poisoned,
     refusal,
@@ -141,10 +140,10 @@ def check_backward(
     rows = (ref.out.to(dtype), ref.lse.to(problem.accumulator), dout, dlse)
     if case.packed:
         rows = tuple(t[None] for t in rows)
-    wanted = Wanted(*(name in call.leaves for name in LEAVES))
+    wanted = call.wanted
     with poisoned():
         got = backward(problem, tensors, *rows, wanted)
-    gradients = {name: getattr(got, name).view(x.shape) for name, x in ref.gradients.items()}
+    gradients = {n: getattr(got, field_of(n)).view(x.shape) for n, x in ref.gradients.items()}
     allowed = limit(dtype, bias_dtype)
     return complaints(Answer(ref.out, ref.lse, gradients), ref, allowed)
 

@@ -18,6 +18,7 @@ from rowmax.call.problem import Problem, Wanted
 from rowmax.testing import (
     CASES,
     COVERING,
+    LEAVES,
     Answer,
     Call,
     Case,
@@ -84,11 +85,12 @@ def test_gradient_through_out_alone(case: Case, backend: str) -> None:
     _right(got, expected(call, dout, None))
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "sink"])
+@pytest.mark.parametrize("name", LEAVES)
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_one_gradient_alone(name: str, backend: str, packed: bool) -> None:
     """Each gradient is the same, whichever others are wanted."""
     options = {"bias": "1hqk", "sink": True, "softcap": 2.0, "causal": True, "hk": 2}
+    options |= {"alibi": True}
     options |= {"sequences": ((40, 90), (70, 20))} if packed else {}
     call = make(Case("one", **options))
     dout, dlse = cotangents(call)
@@ -113,7 +115,7 @@ def test_aligned_to_lengths_is_cut_to_lengths(options: dict[str, Any], backend: 
     """On a cache that is filled in part, each sequence is as the call with its own keys alone."""
     used, nk = (0, 40, 70, 100, 200, 230), 200
     case = Case("cache", b=len(used), nq=70, nk=nk, hq=4, hk=2, d=16, **options)
-    call = make(case, dtype=torch.float64)
+    call = make(case.with_constant_slopes(), dtype=torch.float64)
     mask = rowmax.PrefixLengths(torch.tensor(used, dtype=torch.int32), align="lengths")
     mask = mask & call.keywords.get("mask", rowmax.Mask())
     dout, dlse = cotangents(call)

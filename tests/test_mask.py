@@ -25,9 +25,7 @@ from rowmax.rules.mask import FULL, PARTIAL, SKIP, dense, tile_states
 
 def posed(mask: Mask | Tensor, b: int, h: int, nq: int, nk: int) -> tuple[Problem, Tensors]:
     q, k = torch.zeros(b, nq, h, 4), torch.zeros(b, nk, h, 4)
-    defaults = {"bias": None, "alibi": None, "scale": None, "softcap": 0.0, "sink": None}
-    defaults |= {"dropout_p": 0.0, "seed": None, "deterministic": False, "backend": None}
-    tensors, options, _ = normalized(Arguments(q, k, k, mask=as_mask(mask), **defaults))  # pyright: ignore
+    tensors, options, _ = normalized(Arguments(q, k, k, mask=as_mask(mask)))
     return problem_of(tensors, options), tensors
 
 

@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import rowmax
+from rowmax.operators.library import N_DIFFERENTIABLE
 from rowmax.testing import CASES, Case, answer, cotangents, make, tagged
 
 from .small_calls import BACKEND, Layer, attention, inputs, with_lse
@@ -55,7 +56,7 @@ def _operands(case: Case, grad: bool) -> tuple[Any, ...]:
     """Return a case as the forward operator takes it."""
     tensors, options = make(case).normalized(backend=BACKEND)
     tensors = (
-        t.detach().requires_grad_(grad and n < 5) if t is not None else None
+        t.detach().requires_grad_(grad and n < N_DIFFERENTIABLE) if t is not None else None
         for n, t in enumerate(tensors)
     )
     return (*tensors, *options)
@@ -73,7 +74,7 @@ def test_opcheck_forward(case: Case) -> None:
 def test_opcheck_backward(case: Case) -> None:
     operands = _operands(case, grad=False)
     out, lse = torch.ops.rowmax.forward(*operands)
-    wanted = [operands[n] is not None for n in range(5)]
+    wanted = [operands[n] is not None for n in range(N_DIFFERENTIABLE)]
     arguments = (torch.randn_like(out), torch.randn_like(lse), out, lse, wanted, *operands)
     torch.library.opcheck(torch.ops.rowmax.backward.default, arguments)
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class _Options(TypedDict, total=False):
-    """The keywords that both calls have, for the overloads by ``return_lse``."""
+class CallOptions(TypedDict, total=False):
+    """The keywords that both calls have, but for ``return_lse``."""
 
     causal: bool
     mask: Mask | Tensor | None
@@ -42,15 +42,15 @@ def attention(
     v: Tensor,
     *,
     return_lse: Literal[False] = ...,
-    **options: Unpack[_Options],
+    **options: Unpack[CallOptions],
 ) -> Tensor: ...
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[_Options]
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[CallOptions]
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[_Options]
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[CallOptions]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -75,8 +75,8 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute exact softmax attention, tile by tile: ``softmax(scale q k^T + bias) v``.
 
-    The score matrix is never allocated, forward or backward. Differentiable in q, k, v, bias and
-    sink, through out and through lse.
+    The score matrix is never allocated, forward or backward. Differentiable in q, k, v, bias, sink
+    and alibi, through out and through lse.
 
     Args:
         q: ``[B, Nq, Hq, D]``, float32, float16, bfloat16 or float64, any strides, D <= 512.
@@ -90,7 +90,7 @@ def attention(
             broadcasts to ``[B, Hq, Nq, Nk]``, True may attend.
         bias: added to the scores; broadcasts to ``[B, Hq, Nq, Nk]``, q's dtype or float32.
         alibi: slopes ``[Hq]``; adds ``-slope |i + Nk - Nq - j|``, from the same positions as
-            causal. Constants: no gradient.
+            causal.
         scale: of the scores, ``1/sqrt(D)`` if None.
         softcap: c > 0 bends scores to ``c tanh(score / c)``, before bias; 0 is off.
         sink: ``[Hq]``, a logit a head that takes part in the softmax with value 0.
@@ -125,12 +125,12 @@ def attention(
         refuse_unexpected("attention", more, unexpected)
     check_flag("return_lse", return_lse)
     q, k, v, bias = _autocast(q, k, v, bias)
-    # by place: names take longer
+    # not by ``arguments``: names take longer
     out, lse = attend(
         *normalized(
             Arguments(
-                q, k, v, _mask(mask, causal), bias, alibi, scale, softcap, sink, dropout_p, seed,
-                deterministic, backend,
+                q, k, v, _mask(mask, causal), bias, _given(alibi=alibi), scale, softcap, sink,
+                dropout_p, seed, deterministic, backend,
             )
         )
     )  # fmt: skip
@@ -148,7 +148,7 @@ def attention_varlen(
     max_seqlen_k: int | None = ...,
     *,
     return_lse: Literal[False] = ...,
-    **options: Unpack[_Options],
+    **options: Unpack[CallOptions],
 ) -> Tensor: ...
 @overload
 def attention_varlen(
@@ -161,7 +161,7 @@ def attention_varlen(
     max_seqlen_k: int | None = ...,
     *,
     return_lse: Literal[True],
-    **options: Unpack[_Options],
+    **options: Unpack[CallOptions],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention_varlen(
@@ -174,7 +174,7 @@ def attention_varlen(
     max_seqlen_k: int | None = ...,
     *,
     return_lse: bool,
-    **options: Unpack[_Options],
+    **options: Unpack[CallOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention_varlen(
     q: Tensor,
@@ -231,28 +231,50 @@ def attention_varlen(
     if more or unexpected:
         refuse_unexpected("attention_varlen", more, unexpected)
     check_flag("return_lse", return_lse)
-    q, k, v, bias = _autocast(q, k, v, bias)
-    tensors, options, prepared = normalized(
-        Arguments(
-            q,
-            k,
-            v,
-            mask=_mask(mask, causal),
-            bias=bias,
-            alibi=alibi,
-            scale=scale,
-            softcap=softcap,
-            sink=sink,
-            dropout_p=dropout_p,
-            seed=seed,
-            deterministic=deterministic,
-            backend=backend,
-            cu_seqlens=(cu_seqlens_q, cu_seqlens_k),
-            max_seqlens=(max_seqlen_q, max_seqlen_k),
-        )
+    given = arguments(
+        *(q, k, v, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)),
+        causal=causal,
+        mask=mask,
+        bias=bias,
+        alibi=alibi,
+        scale=scale,
+        softcap=softcap,
+        sink=sink,
+        dropout_p=dropout_p,
+        seed=seed,
+        deterministic=deterministic,
+        backend=backend,
     )
+    tensors, options, prepared = normalized(given)
     out, lse = attend(tensors, options, prepared)
     return (out[0], lse[0]) if return_lse else out[0]
+
+
+def arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: tuple[Tensor, Tensor] | None = None,
+    max_seqlens: tuple[int | None, int | None] = (None, None),
+    *,
+    causal: bool = False,
+    mask: Mask | Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    deterministic: bool = False,
+    backend: str | None = None,
+) -> Arguments:
+    """Return the record of a call, in autocast's dtype where it is on."""
+    q, k, v, bias = _autocast(q, k, v, bias)
+    return Arguments(
+        *(q, k, v, _mask(mask, causal), bias, _given(alibi=alibi), scale, softcap, sink),
+        *(dropout_p, seed, deterministic, backend, cu_seqlens, max_seqlens),
+    )
 
 
 def _hide_catches(function: Callable[..., Any]) -> None:
@@ -265,6 +287,12 @@ def _hide_catches(function: Callable[..., Any]) -> None:
 
 _hide_catches(attention)
 _hide_catches(attention_varlen)
+
+
+def _given(**heads: Any) -> dict[str, Any]:
+    """Return the head terms that are given."""
+    return {name: x for name, x in heads.items() if x is not None}
+
 
 _NOTHING, _CAUSAL = Mask(), Causal()
 

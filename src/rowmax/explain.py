@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .attention import _autocast, _mask
+from .attention import CallOptions, arguments
 from .call import dispatch as backends
-from .call.check import Arguments
 from .call.dispatch import Job
 from .call.inputs import Tensors
 from .call.normalize import normalized
 from .call.problem import Problem, each_sequence, problem_of
-from .errors import check_flag, wrong_type
-from .masks import Mask
+from .errors import check_flag, refuse_unexpected, wrong_type
 from .rules.mask import FULL, PARTIAL, SKIP, tile_states
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 TILE = 128
 
@@ -80,18 +81,8 @@ def explain(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     *,
-    causal: bool = False,
-    mask: Mask | Tensor | None = None,
-    bias: Tensor | None = None,
-    alibi: Tensor | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    sink: Tensor | None = None,
-    dropout_p: float = 0.0,
-    seed: int | Tensor | None = None,
     return_lse: bool = False,
-    deterministic: bool = False,
-    backend: str | None = None,
+    **options: Unpack[CallOptions],
 ) -> Explanation:
     """Return the backends of a call and why, the tiles that it visits, its work and its memory.
 
@@ -116,34 +107,21 @@ def explain(
         missing = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
         raise wrong_type(missing, "None", "a tensor: packed calls have both offsets")
     check_flag("return_lse", return_lse)
-    q, k, v, bias = _autocast(q, k, v, bias)
-    tensors, options, _ = normalized(
-        Arguments(
-            q,
-            k,
-            v,
-            mask=_mask(mask, causal),
-            bias=bias,
-            alibi=alibi,
-            scale=scale,
-            softcap=softcap,
-            sink=sink,
-            dropout_p=dropout_p,
-            seed=0 if seed is None else seed,  # does not advance torch's generator
-            deterministic=deterministic,
-            backend=backend,
-            cu_seqlens=cu_seqlens,
-            max_seqlens=(max_seqlen_q, max_seqlen_k),
-        )
-    )
-    problem = problem_of(tensors, options)
+    unexpected = {name: x for name, x in options.items() if name not in CallOptions.__annotations__}
+    if unexpected:
+        refuse_unexpected("explain", (), unexpected)
+    if options.get("seed") is None:
+        options["seed"] = 0  # does not advance torch's generator
+    given = arguments(q, k, v, cu_seqlens, (max_seqlen_q, max_seqlen_k), **options)
+    tensors, found, _ = normalized(given)
+    problem = problem_of(tensors, found)
     tiles = _tiles(problem, tensors)
     size = problem.dtype.itemsize
     rows = problem.out_shape[0] * problem.total_q * problem.hq
     return Explanation(
         problem=problem,
-        forward=_choice(problem, "forward", backend),
-        backward=_choice(problem, "backward", backend),
+        forward=_choice(problem, "forward", given.backend),
+        backward=_choice(problem, "backward", given.backend),
         tiles=tiles,
         forward_flops=2 * tiles.pairs * (problem.d + problem.dv),
         backward_flops=2 * tiles.pairs * (3 * problem.d + 2 * problem.dv),
@@ -265,10 +243,14 @@ def _features(p: Problem) -> Iterator[str]:
         yield "causal"
     elif p.left is not None or p.right is not None:
         yield f"window (left {p.left}, right {p.right})"
-    for name in ("documents", "prefix", "alibi", "sink", "deterministic"):
+    for name in ("documents", "prefix"):
         if getattr(p, name):
             aligned = ", aligned to them" if p.align == "lengths" else ""
             yield f"prefix lengths{aligned}" if name == "prefix" else name
+    yield from p.heads
+    for name in ("sink", "deterministic"):
+        if getattr(p, name):
+            yield name
     if p.allowed is not None:
         yield f"boolean mask {list(p.allowed)}"
     if p.bias is not None:

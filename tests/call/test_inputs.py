@@ -14,6 +14,7 @@ from rowmax.call.inputs import (
     Positions,
     Tensors,
     Wanted,
+    parameters_of,
     part_of,
     schema,
 )
@@ -49,6 +50,7 @@ def test_inputs_have_the_declared_axes(case: Case) -> None:
         "d": problem.d,
         "e": problem.dv,
         "c": problem.batch + 1,
+        "t": len(parameters_of(problem.heads)),
     }
     for name, t in tensors._asdict().items():
         if t is None:

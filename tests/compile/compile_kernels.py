@@ -111,7 +111,7 @@ def made(case: Case, dtype: torch.dtype, name: str) -> list[Made]:
     kernel_args.capability = lambda _: None if target.backend == "hip" else divmod(target.arch, 10)
     problem, tensors = make(case, dtype=dtype).problem()
     out, lse = forward.forward(problem, tensors)
-    wanted = Wanted(True, True, True, tensors.bias is not None, tensors.sink is not None)
+    wanted = Wanted(*(getattr(tensors, name) is not None for name in Wanted._fields))
     dout = torch.zeros(problem.out_shape, dtype=dtype)
     backward.backward(problem, tensors, out, lse, dout, torch.zeros_like(lse), wanted)
     return found

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from rowmax.call.dispatch import beyond
-from rowmax.call.problem import Problem, Wanted
+from rowmax.call.problem import Problem
 from rowmax.gpu import tiles as plain
 from rowmax.gpu.kernel_args import folded
 from rowmax.gpu.tile_maps import listed
@@ -54,6 +54,8 @@ def _triton(p: Problem) -> Hashable:
     if p.bias is not None:
         found += [min(p.batch, 2), bias_sum(p), p.hq // p.bias[1], p.nk % 8 == 0, p.nk % 4 == 0]
         jobs.append("dbias")
+    if p.heads:
+        jobs.append("dheads")
     for job in jobs:
         tiles = plain.chosen(plain.kind_of(job, p), limits, p)
         found += [tiles, p.nq % tiles.block_q == 0, p.nk % tiles.block_k == 0]
@@ -118,8 +120,7 @@ def _stopped(drawn: Drawn) -> None:
     found = problem_of(drawn.case, drawn.dtype, "cpu")
     problem = problem._replace(nq=found.nq, nk=found.nk)
     out, lse = forward(problem, tensors)
-    leaves = call.leaves
-    wanted = Wanted(*(name in leaves for name in Wanted._fields))
+    wanted = call.wanted
     dout, dlse = given_cotangents(call, drawn.seed)
     if call.case.packed:
         dout, dlse = dout[None], None if dlse is None else dlse[None]

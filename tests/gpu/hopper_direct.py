@@ -17,12 +17,12 @@ from rowmax.reference import dense
 from rowmax.reference.tolerance import GRADIENT, LIMITS
 from rowmax.testing import (
     CASES,
-    LEAVES,
     Case,
     Expected,
     complaint,
     cotangents,
     expected,
+    field_of,
     make,
     poisoned,
     tagged,
@@ -93,7 +93,7 @@ def check_backward(
     if case.packed:
         out, lse, dout, dlse = (t[None] for t in (out, lse, dout, dlse))
     lacked = hopper.lacks(problem, "backward")
-    wanted = Wanted(*(name in call.leaves and f"d{name}" not in lacked for name in LEAVES))
+    wanted = Wanted(*(w and f"d{n}" not in lacked for n, w in call.wanted._asdict().items()))
     arguments = (problem, tensors, out, lse, dout, dlse, wanted)
 
     with poisoned():
@@ -125,9 +125,9 @@ def wrong_gradients(got: Gradients, want: Expected, lacked: Mapping[str, str]) -
     """Return what is wrong with the gradients that the backend does not lack."""
     found = []
     for name, ref in want.ref.gradients.items():
-        if f"d{name}" in lacked:
+        if f"d{field_of(name)}" in lacked:
             continue
-        x = getattr(got, name)
+        x = getattr(got, field_of(name))
         if x is None:
             found.append(f"d{name}: missing")
             continue
@@ -139,7 +139,7 @@ def wrong_gradients(got: Gradients, want: Expected, lacked: Mapping[str, str]) -
 
 
 def _pairs(a: Gradients, b: Gradients) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    for name, x, y in zip(LEAVES, a, b, strict=True):
+    for name, x, y in zip(a._fields, a, b, strict=True):
         if x is not None and y is not None:
             yield name, x, y
 

@@ -47,11 +47,9 @@ def test_positions_are_aligned_to_the_keys(
 ) -> None:
     """Tile orders are made for one offset. Where nothing reads positions there is none."""
     q, k = (torch.zeros(2, n, 4, 64, dtype=torch.float16) for n in (64, 256))
-    given = {"bias": None, "alibi": None, "scale": None, "softcap": 0.0, "sink": None}
-    given |= {"dropout_p": 0.0, "seed": None, "deterministic": False, "backend": None, **terms}
     lengths = rowmax.PrefixLengths(torch.tensor([256, 100]), align="lengths")
     mask = lengths & rowmax.Mask(**options)
-    tensors, found, _ = normalized(Arguments(q, k, k, mask=mask, **given))
+    tensors, found, _ = normalized(Arguments(q, k, k, mask=mask, heads=terms))
     for call in ("forward", "backward"):
         reason = hopper.supports(problem_of(tensors, found), call) or ""
         assert reason.startswith("it aligns positions to the keys") is refused

@@ -271,8 +271,10 @@ def test_a_compiled_call_serves_all_positions() -> None:
     slopes, seed = torch.rand(2), torch.tensor(3)
 
     def call(q: Tensor, shift: int, query: int) -> Tensor:
-        options = Options(0.25, dropout_p=0.3, right=0, shift=shift, query=query)
-        out, lse = attend(Tensors(q, k, k, alibi=slopes, seed=seed), options, None)
+        options = Options(
+            0.25, dropout_p=0.3, right=0, head_terms="alibi", shift=shift, query=query
+        )
+        out, lse = attend(Tensors(q, k, k, heads=slopes[None], seed=seed), options, None)
         return out.sum() + lse.logsumexp(-1).sum()
 
     counter, counts = CompileCounterWithBackend("aot_eager"), []
@@ -292,10 +294,12 @@ def test_a_compiled_call_serves_all_positions() -> None:
 def test_vmapped_blocks(p: float, backend: str) -> None:
     q, k = torch.randn(3, 2, 24, 2, 16), torch.randn(3, 2, 70, 2, 16)
     seed = torch.tensor(3) if p else None
-    options = Options(0.25, dropout_p=p, right=0, backend=backend, shift=-33, query=13, sequence=4)
+    options = Options(0.25, dropout_p=p, right=0, head_terms="alibi", backend=backend)
+    options = options._replace(shift=-33, query=13, sequence=4)
+    slopes = torch.tensor([[0.1, 0.3]])
 
     def call(q: Tensor, k: Tensor) -> Tensor:
-        return attend(Tensors(q, k, k, alibi=torch.tensor([0.1, 0.3]), seed=seed), options, None)[0]
+        return attend(Tensors(q, k, k, heads=slopes, seed=seed), options, None)[0]
 
     want = torch.stack([call(*x) for x in zip(q, k, strict=True)])
     torch.testing.assert_close(torch.vmap(call)(q, k), want)

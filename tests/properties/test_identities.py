@@ -233,7 +233,8 @@ def test_heads_and_sequences_are_apart(backend: str, data: st.DataObject) -> Non
         leaves["sink"] = call.keywords["sink"][heads]
     alone = call.with_leaves(leaves)
     if "alibi" in call.keywords:
-        alone = with_keywords(alone, alibi=call.keywords["alibi"][heads])
+        leaves["alibi"] = call.keywords["alibi"][heads]
+        alone = call.with_leaves(leaves)
     dout, dlse = dout_dlse[0][b : b + 1, :, heads], dout_dlse[1][b : b + 1, heads]
     got = answer(alone, dout, dlse, backend=backend)
     kv, qs = (slice(b, b + 1), slice(None), slice(h, h + 1)), (slice(b, b + 1), slice(None), heads)
@@ -242,9 +243,9 @@ def test_heads_and_sequences_are_apart(backend: str, data: st.DataObject) -> Non
         want.lse[b : b + 1, heads],
         {n: want.gradients[n][qs if n == "q" else kv] for n in "qkv"}
         | {"bias": want.gradients["bias"][b : b + 1, heads]}
-        | ({"sink": want.gradients["sink"]} if "sink" in leaves else {}),
+        | {n: want.gradients[n] for n in ("sink", "alibi") if n in leaves},
     )
-    same(got, part, skip=("dsink",))  # which is a sum over the batch
+    same(got, part, skip=("dsink", "dalibi"))  # sums over the batch
 
 
 @given(data=st.data())
@@ -320,8 +321,7 @@ def test_packed_is_separate_calls(backend: str, data: st.DataObject) -> None:
             bias = leaves["bias"][b : b + 1] if leaves["bias"].shape[0] > 1 else leaves["bias"]
             bias = bias[:, :, :nq] if bias.shape[2] > 1 else bias
             keywords["bias"] = bias[..., :nk] if bias.shape[3] > 1 else bias
-        if "sink" in leaves:
-            keywords["sink"] = leaves["sink"]
+        keywords |= {n: leaves[n] for n in ("sink", "alibi") if n in leaves}
         inputs = (leaves["q"][None, rows], leaves["k"][None, cols], leaves["v"][None, cols])
         out, lse = rowmax.attention(*inputs, **keywords, return_lse=True, backend=backend)
         outs.append(out[0])

@@ -23,8 +23,7 @@ WORDS = st.integers(0, 2**32 - 1)
 RULES = {
     "capped": (lambda x, cap: score.score(x, ScoreTerms(inner=1, cap=cap)), 2),
     "biased": (lambda x, bias: score.score(x, ScoreTerms(bias=bias))[0], 2),
-    "sloped": (lambda x, a, d: score.score(x, ScoreTerms(slope=a, distance=d))[0], 3),
-    "through_softcap": (score.through_softcap, 2),
+    "through_softcap": (lambda ds, y: score.product_gradient(ds, y, ScoreTerms(inner=1)), 2),
     "moved": (softmax.moved, 2),
     "with_sink": (softmax.with_sink, 3),
     "score_gradient": (softmax.score_gradient, 3),

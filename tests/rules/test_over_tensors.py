@@ -63,23 +63,27 @@ def definition(x: Tensor, scale: float, softcap: float, bias: Tensor | None, slo
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("alibi", [False, True])
 def test_scores_and_their_derivative(softcap: float, with_bias: bool, alibi: bool) -> None:
-    x, distance = normal(3, 4, 5).requires_grad_(), torch.rand(4, 5, dtype=torch.float64)
+    x = normal(3, 4, 5).requires_grad_()
+    distance = torch.rand(4, 5, dtype=torch.float64) if alibi else None
     bias = normal(4, 5) if with_bias else None
-    slope = normal(3, 1, 1) if alibi else None
+    slope = normal(3, 1, 1).requires_grad_() if alibi else None
     scale = 0.7
     want = definition(x, scale, softcap, bias, slope, distance)
     terms = ScoreTerms(scale, bias=bias, slope=slope, distance=distance)
     if softcap:
         terms = terms._replace(inner=scale / softcap, cap=softcap)
+    terms = ScoreTerms(*(t.detach() if isinstance(t, Tensor) else t for t in terms))
     s, y = rules.score(x.detach().clone(), terms)
     torch.testing.assert_close(s, want.detach())
     first = (t.flatten()[0].item() if isinstance(t, Tensor) else t for t in terms)
     number = ScoreTerms(*first)
     assert abs(score.score(x[0, 0, 0].item(), number)[0] - s[0, 0, 0].item()) < 1e-12
     ds = normal(3, 4, 5)
-    (want_dx,) = torch.autograd.grad(want, x, ds)
-    dx = rules.through_softcap(ds, y) if softcap else ds
-    torch.testing.assert_close(scale * dx, want_dx)
+    want_dx, *want_slope = torch.autograd.grad(want, [x, *([] if slope is None else [slope])], ds)
+    if slope is not None:
+        found = rules.head_gradient(ds, x.detach(), y, terms, "slope")
+        torch.testing.assert_close(found.sum((1, 2), keepdim=True), want_slope[0])
+    torch.testing.assert_close(scale * rules.product_gradient(ds, y, terms), want_dx)
 
 
 @pytest.mark.parametrize("block", [1, 3, 8])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from numbers import Real
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from ..errors import bad, check_dense, check_device, check_flag, check_integers,
 from ..masks import Ids, Mask, as_int
 from ..torch_compat import assert_later, is_transformed, values_are_readable
 from .dispatch import NAMES
-from .inputs import Options, Positions, Tensors
+from .inputs import HEAD_TERMS, Options, Positions, Tensors
 from .problem import Problem
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -30,7 +31,7 @@ class Arguments(NamedTuple):
     v: Tensor
     mask: Mask
     bias: Tensor | None = None
-    alibi: Tensor | None = None
+    heads: Mapping[str, Any] = MappingProxyType({})  # the head terms that are given
     scale: float | None = None
     softcap: float = 0.0
     sink: Tensor | None = None
@@ -40,6 +41,24 @@ class Arguments(NamedTuple):
     backend: str | None = None
     cu_seqlens: tuple[Tensor, Tensor] | None = None
     max_seqlens: tuple[int | None, int | None] = (None, None)
+
+
+def head_names(name: str) -> list[str]:
+    """Return the names of the tensors of a head term, for errors."""
+    parameters = HEAD_TERMS[name].parameters
+    return [name] if len(parameters) == 1 else [f"{name} ({one})" for one in parameters]
+
+
+def head_tensors(name: str, given: Any) -> tuple[Any, ...]:
+    """Return the parameters of a head term: one is given alone, several as a tuple."""
+    parameters = HEAD_TERMS[name].parameters
+    if len(parameters) == 1:
+        return (given,)
+    if not isinstance(given, (tuple, list)) or len(given) != len(parameters):
+        raise wrong_type(
+            name, type(given).__name__, f"a tuple ({', '.join(parameters)}) of tensors"
+        )
+    return tuple(given)
 
 
 class Shape(NamedTuple):
@@ -75,10 +94,9 @@ def check(a: Arguments, shape: Shape) -> None:
         raise bad("backend", repr(a.backend), "None, or one of " + ", ".join(map(repr, NAMES)))
     _check_bias(q, a.bias, shape)
     _check_per_head("sink", a.sink, q)
-    _check_per_head("alibi", a.alibi, q)
-    if a.alibi is not None and a.alibi.requires_grad:
-        want = "constants (bias= has a gradient)"
-        raise bad("alibi", "slopes that require a gradient", want)
+    for name, given in a.heads.items():
+        for one, t in zip(head_names(name), head_tensors(name, given), strict=True):
+            _check_per_head(one, t, q)
     if mask.allowed is not None:
         check_device("mask", mask.allowed, q)
         _check_broadcast("mask", mask.allowed, shape)

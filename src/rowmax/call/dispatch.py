@@ -89,7 +89,7 @@ class Job(NamedTuple):
     """Results of a call that one backend computes together."""
 
     call: Call
-    results: tuple[str, ...]  # out and lse; or some of dq, dk, dv, dbias, dsink
+    results: tuple[str, ...]  # out and lse; or some of dq, dk, dv, dbias, dsink, dheads
     backend: str | None  # None: the backend that was named does not compute them
     reason: str | None = None  # why no backend before it computes them
 
@@ -101,6 +101,12 @@ class Plan(NamedTuple):
     backends: tuple[Backend | None, ...]
     first: Backend
     whole: Backend | None  # the backend that computes all results, if one does
+
+    def computes(self, wanted: Wanted) -> Backend | None:
+        """Return the backend that computes all wanted gradients, if one does."""
+        if self.whole is not None or _part(self.jobs[0], wanted) == wanted:
+            return self.first
+        return None
 
 
 _MOST_KINDS = 64  # kinds of backward of one kind of call: by strides and wanted gradients
@@ -152,7 +158,7 @@ class Prepared:
             *inputs, out, lse, dout, dlse = given
             return run_backward(plan, self.problem, Tensors(*inputs), out, lse, dout, dlse, wanted)
 
-        return self._run(key, plan.whole, run, given)
+        return self._run(key, plan.computes(wanted), run, given)
 
     def _run(self, key: Any, backend: Backend | None, run: Callable[[Any], Any], given: Any) -> Any:
         record = getattr(backend, "record", None)
@@ -235,9 +241,10 @@ def check_wanted(plan: Plan, wanted: Wanted) -> None:
         asked = [name for name, w in zip(part._fields, part, strict=True) if w]
         if job.backend is None and asked:
             names = ", ".join(f"d{name}" for name in asked)
+            inputs = ", ".join(name if name != "heads" else "heads' parameters" for name in asked)
             raise ValueError(
                 f"backend: got {plan.jobs[0].backend!r}; it does not make {names} of this call "
-                f"({job.reason}); want None, or no gradient of {', '.join(asked)}"
+                f"({job.reason}); want None, or no gradient of {inputs}"
             )
 
 
@@ -252,8 +259,9 @@ def run_backward(
     wanted: Wanted,
 ) -> Gradients:
     """Return the wanted gradients, each from the backend of its job."""
-    if plan.whole is not None:
-        return plan.whole.backward(problem, tensors, out, lse, dout, dlse, wanted)
+    whole = plan.computes(wanted)
+    if whole is not None:
+        return whole.backward(problem, tensors, out, lse, dout, dlse, wanted)
     check_wanted(plan, wanted)
     found = Gradients()
     for job, backend in zip(plan.jobs, plan.backends, strict=True):
@@ -304,8 +312,8 @@ def _results(problem: Problem, call: Call) -> tuple[str, ...]:
     """Return the names of all results that a call can have."""
     if call == "forward":
         return "out", "lse"
-    bias = ("dbias",) if problem.bias is not None else ()
-    return ("dq", "dk", "dv", *bias, *(("dsink",) if problem.sink else ()))
+    present = {"dbias": problem.bias is not None, "dsink": problem.sink, "dheads": problem.heads}
+    return ("dq", "dk", "dv", *(name for name, there in present.items() if there))
 
 
 def _part(job: Job, wanted: Wanted) -> Wanted:

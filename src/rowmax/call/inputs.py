@@ -2,11 +2,13 @@
 
 ``Tensors`` and ``Options`` are the declaration. The operators' schema, the gradients, ``vmap`` and
 the slices of a call are derived from it. An axis is named by a letter: b sequence, h query head,
-g kv head, i query, j key, d head size of q and k, e of v. ``?`` marks an axis that may be 1.
+g kv head, i query, j key, d head size of q and k, e of v, t parameter of a head term. ``?`` marks
+an axis that may be 1.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
 from torch import SymInt, Tensor
@@ -37,7 +39,7 @@ class Tensors(NamedTuple):
     v: Annotated[Tensor, Input("bjge", gradient=True)]  # [B, Nk, Hk, Dv]
     bias: Annotated[Tensor | None, Input("b?h?i?j?", gradient=True)] = None
     sink: Annotated[Tensor | None, Input("h", gradient=True)] = None  # [Hq]
-    alibi: Annotated[Tensor | None, Input("h")] = None  # [Hq] slopes
+    heads: Annotated[Tensor | None, Input("th", gradient=True)] = None  # a row each parameter
     allowed: Annotated[Tensor | None, Input("b?h?i?j?")] = None  # bool, True may attend
     q_ids: Annotated[Tensor | None, Input("b?i")] = None  # int32, the document of each query
     k_ids: Annotated[Tensor | None, Input("b?j")] = None  # int32, the document of each key
@@ -59,6 +61,7 @@ class Options(NamedTuple):
     max_q: Annotated[int, SymInt] = 0  # longest sequence of a packed call, or a bound; 0 otherwise
     max_k: Annotated[int, SymInt] = 0
     deterministic: bool = False
+    head_terms: str = ""  # the names of the head terms, joined by commas
     backend: str | None = None
     # the fields of ``Positions``: numbers at run time, symbolic where a call is traced
     shift: Annotated[int, SymInt] = 0
@@ -87,6 +90,25 @@ class Positions(NamedTuple):
     sequence: int = 0
 
 
+class HeadTerm(NamedTuple):
+    """A term of the score whose parameters are one number a query head, with a gradient."""
+
+    parameters: tuple[str, ...]  # fields of ``rules.score.ScoreTerms``
+    #: it is added to the score, in its units; else a function of the scaled product, in natural
+    #: units, before the bias
+    added: bool = True
+    distance: bool = False  # it reads ``|i + offset - j|``
+
+
+#: by the name of the public argument
+HEAD_TERMS = {"alibi": HeadTerm(("slope",), distance=True)}
+
+
+def parameters_of(terms: Iterable[str] = HEAD_TERMS) -> tuple[str, ...]:
+    """Return the parameters of these head terms: the rows of ``Tensors.heads``, in their order."""
+    return tuple(name for term in terms for name in HEAD_TERMS[term].parameters)
+
+
 class Gradients(NamedTuple):
     """The results of a backward. A gradient that is not wanted is None."""
 
@@ -95,6 +117,7 @@ class Gradients(NamedTuple):
     v: Tensor | None = None
     bias: Tensor | None = None
     sink: Tensor | None = None
+    heads: Tensor | None = None
 
 
 class Wanted(NamedTuple):
@@ -105,6 +128,7 @@ class Wanted(NamedTuple):
     v: bool
     bias: bool
     sink: bool
+    heads: bool = False
 
 
 def _hints(record: type) -> dict[str, Any]:

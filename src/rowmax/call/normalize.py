@@ -18,11 +18,13 @@ from .check import (
     check_packed,
     check_seed,
     check_tensors,
+    head_tensors,
     longest_of,
     number,
 )
 from .dispatch import Prepared, prepared
-from .inputs import Options, Tensors
+from .inputs import HEAD_TERMS, Options, Tensors
+from .problem import reads_distance
 
 #: types of the other arguments in a signature. bool is left out: True == 1 would hit the entry of 1
 _USUAL = frozenset((float, int, str, type(None)))
@@ -72,11 +74,11 @@ def _signature(a: Arguments) -> tuple[Any, ...] | None:
     None for any other call, for one that something observes, and for tensors that are not plain.
     The seed is checked each time.
     """
-    q, k, v, mask, bias, alibi, scale, softcap, sink, dropout_p, seed, flag, backend, cu, _ = a
+    q, k, v, mask, bias, heads, scale, softcap, sink, dropout_p, seed, flag, backend, cu, _ = a
     left, right = mask.left, mask.right
     if (
         bias is not None
-        or alibi is not None
+        or heads
         or sink is not None
         or cu is not None
         or mask.documents
@@ -125,7 +127,8 @@ def _longest(given: int | None, cu: Tensor, total: int) -> int:
 
 def _options(a: Arguments, shape: Shape) -> Options:
     mask = a.mask
-    placed = mask.left is not None or mask.right is not None or a.alibi is not None
+    heads = _given(a)
+    placed = mask.left is not None or mask.right is not None or reads_distance(heads)
     return Options(
         scale=1.0 / math.sqrt(a.q.shape[-1]) if a.scale is None else number("scale", a.scale),
         softcap=number("softcap", a.softcap),
@@ -136,6 +139,7 @@ def _options(a: Arguments, shape: Shape) -> Options:
         max_q=0 if a.cu_seqlens is None else shape.nq,
         max_k=0 if a.cu_seqlens is None else shape.nk,
         deterministic=a.deterministic or torch.are_deterministic_algorithms_enabled(),
+        head_terms=",".join(heads),
         backend=a.backend,
     )
 
@@ -153,7 +157,7 @@ def _tensors(a: Arguments, shape: Shape, options: Options) -> Tensors:
         v=v,
         bias=_four_axes(a.bias),
         sink=None if a.sink is None else a.sink.to(accumulator),
-        alibi=None if a.alibi is None else a.alibi.to(accumulator),
+        heads=_heads(a, accumulator),
         allowed=_four_axes(a.mask.allowed),
         q_ids=q_ids,
         k_ids=k_ids,
@@ -163,6 +167,19 @@ def _tensors(a: Arguments, shape: Shape, options: Options) -> Tensors:
         # last, because it may draw: a call that fails leaves the generator as it was
         seed=_seed(a.seed, options.dropout_p, q.device),
     )
+
+
+def _given(a: Arguments) -> tuple[str, ...]:
+    """Return the names of the head terms of a call, in the order of their rows."""
+    return tuple(name for name in HEAD_TERMS if name in a.heads)
+
+
+def _heads(a: Arguments, dtype: torch.dtype) -> Tensor | None:
+    """Return the parameters of all head terms, ``[P, Hq]``; autograd takes the rows apart again."""
+    rows = [t.to(dtype) for name in _given(a) for t in head_tensors(name, a.heads[name])]
+    if len(rows) < 2:
+        return rows[0][None] if rows else None
+    return torch.stack(rows)
 
 
 def _four_axes(t: Tensor | None) -> Tensor | None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from .inputs import Gradients, Options, Positions, Tensors, Wanted, part_of  # noqa: F401
+from .inputs import HEAD_TERMS, Gradients, Options, Positions, Tensors, Wanted, part_of  # noqa: F401
 
 Shape4 = tuple[int, int, int, int]
 
@@ -44,14 +44,14 @@ class Problem(NamedTuple):
     allowed: Shape4 | None
     bias: Shape4 | None
     bias_dtype: torch.dtype | None
-    alibi: bool
+    heads: tuple[str, ...]  # the head terms, by name (``inputs.HEAD_TERMS``)
     sink: bool
     varlen: bool
     total_q: int
     total_k: int
     deterministic: bool
-    positions: Positions | None = None  # those that ALiBi or dropout reads; None: all are 0
-    align: str = "keys"  # "lengths" only where a band or ALiBi reads positions
+    positions: Positions | None = None  # those that a distance or dropout reads; None: all are 0
+    align: str = "keys"  # "lengths" only where a band or a distance reads positions
     device_index: int | None = None  # index among the devices of its type; None: the current one
 
     @property
@@ -78,8 +78,14 @@ class Problem(NamedTuple):
 
         A bias may be the largest number of its dtype, and times log2(e) it would overflow. Only the
         difference from the row's maximum or lse is multiplied: it is small, or its weight is 0.
+        A function of the product is one of natural units.
         """
-        return self.bias is not None
+        return self.bias is not None or not all(HEAD_TERMS[name].added for name in self.heads)
+
+    @property
+    def distance(self) -> bool:
+        """True if a term of the score reads distances."""
+        return reads_distance(self.heads)
 
     @property
     def masked(self) -> bool:
@@ -138,7 +144,8 @@ def problem_of(tensors: Tensors, options: Options) -> Problem:
     varlen = cu is not None
     nq, nk = (options.max_q, options.max_k) if varlen else (total_q, total_k)
     left, right = shifted_band(options, nq, nk)
-    placed = left is not None or right is not None or tensors.alibi is not None
+    heads = tuple(options.head_terms.split(",")) if options.head_terms else ()
+    placed = left is not None or right is not None or reads_distance(heads)
     return Problem(
         device=q.device.type,
         dtype=q.dtype,
@@ -159,13 +166,13 @@ def problem_of(tensors: Tensors, options: Options) -> Problem:
         allowed=tuple(allowed.shape) if allowed is not None else None,  # pyright: ignore
         bias=tuple(bias.shape) if bias is not None else None,  # pyright: ignore
         bias_dtype=bias.dtype if bias is not None else None,
-        alibi=tensors.alibi is not None,
+        heads=heads,
         sink=tensors.sink is not None,
         varlen=varlen,
         total_q=total_q,
         total_k=total_k,
         deterministic=options.deterministic,
-        positions=positions_read(options, tensors.alibi is not None, tensors.seed is not None),
+        positions=positions_read(options, reads_distance(heads), tensors.seed is not None),
         align=options.align if placed else "keys",
         device_index=q.device.index,
     )
@@ -186,10 +193,15 @@ def shifted_band(options: Options, nq: int, nk: int) -> tuple[int | None, int | 
     return left, right
 
 
-def positions_read(options: Options, alibi: bool, dropout: bool) -> Positions | None:
+def reads_distance(heads: tuple[str, ...]) -> bool:
+    """Return True if one of these head terms reads distances."""
+    return any(HEAD_TERMS[name].distance for name in heads)
+
+
+def positions_read(options: Options, distance: bool, dropout: bool) -> Positions | None:
     """Return the positions that a call reads, 0 for the others; None if all are 0."""
     shift, *counters = options.positions
-    read = Positions(shift if alibi else 0, *(counters if dropout else ()))
+    read = Positions(shift if distance else 0, *(counters if dropout else ()))
     whole = all(type(x) is int and x == 0 for x in read)
     return None if whole else read
 

@@ -14,13 +14,13 @@ from torch import Tensor
 
 import rowmax
 
+from ..attention import arguments
 from ..call import dispatch
-from ..call.check import Arguments
 from ..call.inputs import Tensors
 from ..call.normalize import normalized
 from ..call.problem import Problem, problem_of
-from ..masks import Causal, as_mask
 from ..reference import dense, tolerance
+from ..testing.cases import field_of
 from .features import FEATURES, Call, Feature, Maker
 
 Values = dict[str, Tensor]  # out, lse, dq, dk, dv, and dbias and dsink where the call has them
@@ -136,7 +136,8 @@ def check_feature(
     dlse = maker.normal(*call.q.shape[:-3], call.q.shape[-2], call.q.shape[-3], wide=True)
     ref = _definition(call, dout, dlse, torch.float64)
     std = _definition(call, dout, dlse, torch.float32 if dtype == torch.float64 else dtype)
-    problem, tensors = _build_problem(call, call.leaves())
+    leaves = call.leaves()
+    problem, tensors = _build_problem(call, leaves)
     known = (ref["out"], ref["lse"], dout, dlse)
     known = tuple(t[None] for t in known) if problem.varlen else known
     noise = tolerance.noise(problem, tensors, *known)
@@ -150,8 +151,8 @@ def check_feature(
         if lacking:
             backward = "; ".join(f"no {result}: {reason}" for result, reason in lacking.items())
         try:
-            without = {"q", "k", "v", "bias", "sink"} if backward and not lacking else set()
-            without |= {result.removeprefix("d") for result in lacking}
+            without = set(leaves) if backward and not lacking else set()
+            without |= {name for name in leaves if f"d{field_of(name)}" in lacking}
             values = _computed(call, dout, dlse, name, without)
         except Exception as error:  # the table shows any error, and the other checks go on
             wrong = (f"{type(error).__name__}: {error}",)
@@ -188,27 +189,8 @@ def _worst(errors: list[float]) -> float | None:
 
 def _build_problem(call: Call, leaves: Values) -> tuple[Problem, Tensors]:
     """Return the problem and the tensors that a backend takes for a call over these leaves."""
-    options = {
-        "mask": None,
-        "bias": None,
-        "alibi": None,
-        "scale": None,
-        "softcap": 0.0,
-        "sink": None,
-        "dropout_p": 0.0,
-        "seed": None,
-        "deterministic": False,
-        "backend": None,
-        **call.options,
-    }
-    options |= {name: t for name, t in leaves.items() if name in options}
-    mask = as_mask(options.pop("mask"))
-    if options.pop("causal", False):
-        mask = mask & Causal()
-    q, k, v = (leaves[name] for name in "qkv")
-    tensors, found, _ = normalized(
-        Arguments(q, k, v, mask=mask, cu_seqlens=call.offsets, **options)
-    )
+    given = arguments(cu_seqlens=call.offsets, **{**call.options, **leaves})
+    tensors, found, _ = normalized(given)
     return problem_of(tensors, found), tensors
 
 

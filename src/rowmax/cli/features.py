@@ -27,7 +27,7 @@ class Call:
     def leaves(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Return fresh leaves of the inputs with gradients, in their own dtype or another."""
         named = {"q": self.q, "k": self.k, "v": self.v}
-        named |= {n: self.options[n] for n in ("bias", "sink") if n in self.options}
+        named |= {n: self.options[n] for n in ("bias", "sink", "alibi") if n in self.options}
         return {n: t.detach().to(dtype or t.dtype).requires_grad_() for n, t in named.items()}
 
 

@@ -23,6 +23,7 @@ from ..rules import row_stats
 from ..rules.softmax import LOG2E
 from .call import Call
 from .functions import STRICT, SUMS, array, exp2, number
+from .heads import add_to_dheads, through_heads
 from .kernel import kernel, launch
 from .operands import (
     HALF_K,
@@ -42,7 +43,7 @@ from .operands import (
     tile_depth,
 )
 from .products import from_columns, from_rows
-from .rows import exponentials, keep_row, pair_at, power, query_scale, score_row
+from .rows import exponentials, keep_row, pair_at, position, power, query_scale, score_row
 from .rules import natural_weight, score_gradient, through_softcap
 from .tiles import (
     columns,
@@ -94,7 +95,8 @@ class Rows(NamedTuple):
 class Buffers(NamedTuple):
     """Arrays of one row of a tile, ``[TILE_K]``; empty if the call does not use them."""
 
-    y: np.ndarray  # tanh of a softcap
+    y: np.ndarray  # y of ``rules.score``
+    x: np.ndarray  # scaled products, for the gradient of heads' parameters
     kept: np.ndarray  # 1 where dropout keeps the pair, else 0
 
 
@@ -169,6 +171,11 @@ def _outputs(call: Call, tensors: Tensors, wanted: Wanted, parts: int) -> dict[s
             dtype = call.row_dtype if parts == 1 else call.dtype  # the parts are added afterwards
             sums[name] = torch.empty(parts, *getattr(tensors, name).shape, dtype=dtype)
             call.tensor(f"d{name}", sums[name])
+    if wanted.heads:
+        assert tensors.heads is not None
+        shape = (parts, call.problem.batch, *tensors.heads.shape)
+        sums["heads"] = torch.zeros(shape, dtype=torch.float64)  # of all pairs of a head
+        call.tensor("dheads", sums["heads"])
     if wanted.bias:
         assert tensors.bias is not None
         shape = tensors.bias.shape
@@ -181,6 +188,8 @@ def _outputs(call: Call, tensors: Tensors, wanted: Wanted, parts: int) -> dict[s
 
 
 def _finished(parts: Tensor, like: Tensor) -> Tensor:
+    """Return the sum of the parts, of the input's shape and dtype."""
+    parts = parts.flatten(0, parts.dim() - like.dim() - 1)
     whole = parts[0] if parts.shape[0] == 1 else parts.sum(0)
     return whole.to(like.dtype)
 
@@ -193,7 +202,8 @@ def backward_worker(calls, sequences, states, starts, order, like, operand_like,
     heads_owner, memory = head_memory(call, longest, like)
     tiles_owner, tile_mem = tile_memory(call, like)
     buffers = Buffers(
-        np.empty(TILE_K if call.softcap > 0 else 0, like.dtype),
+        np.empty(TILE_K if call.bent else 0, like.dtype),
+        np.empty(TILE_K if call.dheads.address else 0, like.dtype),
         np.empty(TILE_K + 64 if call.threshold else 0, np.uint8),
     )
     finite = np.empty(longest // TILE_K, np.bool_)
@@ -344,10 +354,15 @@ def rows_of(call, seq, place, like):
 
 
 @njit
-def scores_of_row(call, seq, place, r, part, S, y, like, operand_like):
-    """Return the scores of row r of a tile, ``[part.width]``, whose products S holds."""
+def scores_of_row(call, seq, place, r, part, S, y, x, like, operand_like):
+    """Return the scores of row r of a tile, ``[part.width]``, whose products S holds.
+
+    Write y, and the scaled products to x, unless they are empty.
+    """
     row = array(S + like.itemsize * r * TILE_K, part.width, like)
     rescale(operand_like, row, query_scale(call))
+    for j in range(x.size):
+        x[j] = row[j]
     score_row(row, y, call, seq, place.s, place.h, place.i0 + r, part)
     return row
 
@@ -358,12 +373,12 @@ def tile_gradients(call, seq, place, part, p, rows, head, tile, buffers, like, o
     size, width, n = like.itemsize, part.width, place.n
     score_tile(operand_like, tile.s, tile.queries, head.k_panels, part, n, call.d_operand)
     score_tile(operand_like, tile.dp, tile.douts, head.v_panels, part, n, call.value_d_operand)
-    y, keep = buffers.y[:width], buffers.kept
-    # without dbias and softcap dS includes the scale, which saves a pass
-    unit = 1.0 if call.dbias.address or y.size else call.scale
+    y, x, keep = buffers.y[:width], buffers.x[:width], buffers.kept
+    # where nothing else reads dS it includes the scale, which saves a pass
+    unit = 1.0 if call.dbias.address or y.size or x.size else call.scale
     for r in range(n):
         i = place.i0 + r
-        P = scores_of_row(call, seq, place, r, part, tile.s, y, like, operand_like)
+        P = scores_of_row(call, seq, place, r, part, tile.s, y, x, like, operand_like)
         dS = array(tile.dp + size * r * TILE_K, width, like)
         if call.threshold:
             keep = keep_row(buffers.kept, width, call, place.s, place.h, i, part.j0)
@@ -372,8 +387,12 @@ def tile_gradients(call, seq, place, part, p, rows, head, tile, buffers, like, o
         gradient_row(P, dS, keep, row, call.keep_scale, unit)
         if call.dbias.address:
             add_to_bias(call, dS[: part.keys], place.s, place.h, i, part.j0, p)
+        if x.size:
+            at = position(call, seq, i, part)
+            add_to_dheads(dS, x, y, call, place.s, place.h, at, p)
         if unit == 1.0:
-            scaled_dx(dS, y, call.scale)
+            through_heads(dS, y, call, place.h)
+            scaled_dx(dS, y[: y.size if call.softcap > 0 else 0], call.scale)
         fold_row(operand_like, tile.ds + size * r * TILE_K, dS)
     fold_rows(operand_like, tile.s, n, width)
     fold_rows(operand_like, tile.dp, n, width)
@@ -439,7 +458,8 @@ def sum_far_rows(call, seq, state, place, rows, head, tile, buffers, like, opera
         for r in range(place.n):
             if FAR <= abs(rows.lse[r]) < np.inf:
                 y = buffers.y[: part.width]
-                row = scores_of_row(call, seq, place, r, part, tile.s, y, like, operand_like)
+                none = buffers.x[:0]
+                row = scores_of_row(call, seq, place, r, part, tile.s, y, none, like, operand_like)
                 rows.rest[r] += exponentials(row, rows.lse[r], True)
     for r in range(place.n):
         if FAR <= abs(rows.lse[r]) < np.inf:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..call.inputs import INPUTS, Positions, Tensors
+from ..call.inputs import HEAD_TERMS, INPUTS, Positions, Tensors, parameters_of
 from ..call.problem import Problem
 from ..rules.mask import tile_states
 from .operands import bfloats_are_finite
@@ -17,7 +17,7 @@ from .vector import MR, NV, PAIRS, TILE_K, TILE_Q, W
 
 UNLIMITED = 1 << 40  # the limit of an unlimited side of a band
 
-_READ = ("q", "k", "v", "bias", "sink", "alibi", "allowed", "q_ids", "k_ids")  # by the kernels
+_READ = ("q", "k", "v", "bias", "sink", "heads", "allowed", "q_ids", "k_ids")  # by the kernels
 
 
 def _axes(name: str) -> str:
@@ -31,11 +31,14 @@ _ROW_AXES = str.maketrans("ijge", "nnhd")
 _AXES = {name: _axes(name) for name in _READ}
 _AXES |= {"out": "bnhd", "dout": "bnhd", "lse": "bhn", "delta": "bhn", "rest": "bhn"}
 _AXES |= {"dq": _AXES["q"]} | {f"d{name}": "p" + _AXES[name] for name in ("k", "v", "bias")}
+_AXES |= {"dheads": "pbth"}
 _MEMORY = ("panels", "pairs")  # addresses of memory that kernels fill
 _SIZES = ["hq", "hk", "group", "d", "value_d", "d_operand", "value_d_operand", "d_padded"]
 _SIZES += ["value_d_padded", "left", "right", "seed", "threshold", "natural", "bias_kind"]
-_SIZES += ["longest_k", "parts", "store_bias"]
-#: from ``Positions``: the shift of ALiBi's distances, and the first of each of dropout's counters
+_SIZES += ["longest_k", "parts", "store_bias", "bent"]
+#: 1 + the row of each parameter of head terms; 0: absent
+_SIZES += [f"head_{name}" for name in parameters_of()]
+#: from ``Positions``: the shift of distances, and the first of each of dropout's counters
 _SIZES += ["shift", "first_query", "first_key", "first_head", "first_sequence"]
 _NUMBERS = ["scale", "softcap", "keep_scale"]
 
@@ -124,7 +127,7 @@ class Call:
         """Return an input as the kernels read it."""
         if name in ("q", "k", "v"):
             return self.rows(t)
-        if name in ("sink", "alibi"):
+        if name in ("sink", "heads"):
             t = t.to(self.dtype)
         return t if name in ("bias", "allowed") else t.contiguous()
 
@@ -143,7 +146,9 @@ def _numbers(p: Problem, paired: bool, lanes: int) -> np.ndarray:
         "left": UNLIMITED if p.left is None else p.left,
         "right": UNLIMITED if p.right is None else p.right,
         "threshold": p.dropout_threshold,
+        "bent": p.softcap > 0 or not all(HEAD_TERMS[name].added for name in p.heads),
     }
+    fields |= {f"head_{name}": 1 + n for n, name in enumerate(parameters_of(p.heads))}
     for name in ("hq", "hk", "group", "d", "natural", "scale", "softcap", "keep_scale"):
         fields[name] = getattr(p, name)
     for name, value in (p.positions or Positions())._asdict().items():

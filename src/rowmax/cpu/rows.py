@@ -15,7 +15,8 @@ from numba.extending import overload
 
 from ..rules.softmax import LOG2E
 from .functions import STRICT, SUMS, array, bfloat_to_float, exp2, half_to_float, number
-from .rules import any_range, biased, capped, philox, sloped
+from .heads import add_heads, bend_by_heads
+from .rules import any_range, biased, capped, philox
 
 
 def ordered(x) -> Any:
@@ -122,6 +123,12 @@ def pair_at(tensor, s, h, i, j):
     return tensor.b * s + tensor.h * h + tensor.i * i + tensor.j * j
 
 
+@njit
+def position(call, seq, i, part):
+    """Return the keys from the first column of a part to the position of query i."""
+    return i + seq.offset + call.shift - part.j0
+
+
 @njit(fastmath=STRICT)
 def score_row(row, y, call, seq, s, h, i, part):
     """Compute the scores of query i and the columns of a part of a tile, ``[part.width]``.
@@ -130,15 +137,12 @@ def score_row(row, y, call, seq, s, h, i, part):
     """
     if call.softcap > 0:
         cap(row, y, call.softcap * log_unit(call))
+    bend_by_heads(row, y, call, h)
     if call.bias.address:
         size = 2 if call.bias_kind >= 2 else 4 * (1 + call.bias_kind)
         address = call.bias.address + size * pair_at(call.bias, s, h, i, part.j0)
         add_bias(row[: part.keys], address, call.bias_kind, call.bias.j)
-    if call.alibi.address:
-        slope = row.dtype.type(array(call.alibi.address, call.hq, row)[h] * log_unit(call))
-        at = i + seq.offset + call.shift - part.j0
-        for j in range(row.size):
-            row[j] = sloped(row[j], slope, row.dtype.type(abs(at - j)))
+    add_heads(row, call, h, position(call, seq, i, part))
     hide(row, row.dtype.type(-np.inf), call, seq, s, h, i, part)
 
 

@@ -53,7 +53,7 @@ _FUNCTIONS = {
 }
 
 
-def _of_texts(rule: Callable[..., Any]) -> Callable[..., Any]:
+def of_texts(rule: Callable[..., Any]) -> Callable[..., Any]:
     """Return the rule with functions of texts instead of numbers."""
     names = set(rule.__code__.co_names)
     return bound(rule, **{name: f for name, f in _FUNCTIONS.items() if name in names})
@@ -61,19 +61,24 @@ def _of_texts(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 def formula(function: Callable[..., Any]) -> Any:
     """Compile the formula that the function returns for the names of its arguments."""
-    names = list(inspect.signature(function).parameters)
-    results = function(*map(_Formula, names))
+    names = tuple(inspect.signature(function).parameters)
+    return formula_of(function.__name__, names, lambda **texts: function(*texts.values()))
+
+
+def formula_of(name: str, arguments: tuple[str, ...], function: Callable[..., Any]) -> Any:
+    """Compile the formula that the function, called by name, returns for these arguments."""
+    results = function(**{argument: _Formula(argument) for argument in arguments})
     results = results if isinstance(results, tuple) else (results,)
-    text = f"def {function.__name__}({', '.join(names)}):\n    like = {names[0]}\n"
+    text = f"def {name}({', '.join(arguments)}):\n    like = {arguments[0]}\n"
     text += f"    return {', '.join(map(_text, results))}\n"
     space: dict[str, Any] = {"number": number, "tanh": tanh, "exp2": exp2, "inf": math.inf}
     exec(text, space | {"__name__": __name__}, space)
-    return njit(fastmath=STRICT)(space[function.__name__])
+    return njit(fastmath=STRICT)(space[name])
 
 
 any_range = njit(band.any_range)
 
-_score = _of_texts(score.score)
+_score = of_texts(score.score)
 
 
 @formula
@@ -89,16 +94,15 @@ def biased(x, bias):
 
 
 @formula
-def sloped(x, slope, distance):
-    """Return the score x less the slope times the distance."""
-    return _score(x, ScoreTerms(slope=slope, distance=distance))[0]
+def through_softcap(ds, y):
+    """Return dX of dS under a softcap."""
+    return of_texts(score.product_gradient)(ds, y, ScoreTerms(inner=1))
 
 
-through_softcap = formula(_of_texts(score.through_softcap))
-moved = formula(_of_texts(softmax.moved))
-with_sink = formula(_of_texts(softmax.with_sink))
-score_gradient = formula(_of_texts(softmax.score_gradient))
-natural_weight = formula(_of_texts(row_stats.natural_weight))
+moved = formula(of_texts(softmax.moved))
+with_sink = formula(of_texts(softmax.with_sink))
+score_gradient = formula(of_texts(softmax.score_gradient))
+natural_weight = formula(of_texts(row_stats.natural_weight))
 
 
 @njit(inline="always")

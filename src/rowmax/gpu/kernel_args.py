@@ -9,15 +9,19 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..call.inputs import parameters_of
 from ..call.problem import Problem, Tensors
 from ..rules.softmax import LOG2E
 from .tiles import Tiles, padded
 
 #: rows of lse2 and delta start at multiples of it, so that they are read in pairs
 ROW_UNIT = 16
+#: numbers of each row of dheads: the parameters of all head terms, padded to a power of two
+PARAMETER_ROWS = triton.next_power_of_2(len(parameters_of()))
 
 
 class Pointers(NamedTuple):
@@ -28,7 +32,7 @@ class Pointers(NamedTuple):
     v: Any = None
     bias: Any = None
     sink: Any = None
-    alibi: Any = None
+    heads: Any = None  # float32 [parameters, Hq]
     allowed: Any = None
     q_ids: Any = None
     k_ids: Any = None
@@ -53,6 +57,7 @@ class Pointers(NamedTuple):
     dbias_rows: Any = None  # float32 [B, Hq, Nq], dS summed over keys
     dbias_cols: Any = None  # float32 [B, Hq, Nk], dS summed over queries
     dsink: Any = None  # float32 [B, Hq, tiles], of each tile of rows
+    dheads: Any = None  # float32 [B, Hq, Nq, PARAMETER_ROWS], of each row
 
 
 class Matrix(NamedTuple):
@@ -102,7 +107,7 @@ class Numbers(NamedTuple):
     right: Any
     threshold: Any
     keep_scale: Any
-    shift: Any  # for ALiBi's distances in a block of a longer call; None: 0
+    shift: Any  # of distances in a block of a longer call; None: 0
     first_query: Any  # for dropout's counters there; None, all four: 0
     first_key: Any
     first_head: Any
@@ -144,6 +149,8 @@ class Config(NamedTuple):
     TO_LENGTHS: Any  # positions are aligned to the lengths, else to the keys
     NATURAL: Any  # scores are in natural units, else in units of log 2
     FOLDED: Any  # scores are q.k alone, so that the scale folds into the exponent
+    HEAD_ROWS: Any  # the row of ``heads`` of each parameter of head terms; -1: the call has none
+    DISTANCE: Any  # a head term reads distances
     PRECISION: Any  # precision of float32 products
     SHARING: Any  # heads that share a tile of the bias
     WIDTH: Any  # columns of a head that a step of dbias reads
@@ -155,13 +162,13 @@ class Config(NamedTuple):
 
 def prepared(tensors: Tensors) -> Tensors:
     """Return the tensors as kernels read them: q, k and v aligned, small ones contiguous."""
-    q, k, v, _, sink, alibi, _, q_ids, k_ids, lengths, *_ = tensors
+    q, k, v, _, sink, heads, _, q_ids, k_ids, lengths, *_ = tensors
     fixed: dict[str, Tensor] = {}
     for name, x in (("q", q), ("k", k), ("v", v)):
         y = aligned(x)
         if y is not x:
             fixed[name] = y
-    for name, x in (("q_ids", q_ids), ("k_ids", k_ids), ("sink", sink), ("alibi", alibi)):
+    for name, x in (("q_ids", q_ids), ("k_ids", k_ids), ("sink", sink), ("heads", heads)):
         if x is not None and x.stride(-1) != 1:
             fixed[name] = x.contiguous()
     if lengths is not None and not lengths.is_contiguous():
@@ -277,7 +284,7 @@ def positions(problem: Problem) -> dict[str, int | None]:
     """
     placed = problem.positions
     shift, *firsts = (None,) * 5 if placed is None else placed
-    if not problem.alibi:
+    if not problem.distance:
         shift = None
     if problem.dropout_threshold == 0:
         firsts = (None,) * 4
@@ -302,18 +309,26 @@ def config(problem: Problem, tiles: Tiles, precision: str, **more: Any) -> Confi
         "TO_LENGTHS": problem.align == "lengths",
         "NATURAL": problem.natural,
         "FOLDED": folded(problem),
+        "DISTANCE": problem.distance,
         "PRECISION": precision,
         "SHARING": 0,
         "WIDTH": 0,
         "PARTS": 0,
     }
-    return Config(**{name: tl.constexpr(x) for name, x in (values | more).items()})
+    constants = {name: tl.constexpr(x) for name, x in (values | more).items()}
+    return Config(**constants, HEAD_ROWS=tuple(map(tl.constexpr, head_rows(problem))))
+
+
+def head_rows(problem: Problem) -> list[int]:
+    """Return the row of ``heads`` of each parameter that a call can have, -1 for absent ones."""
+    present = parameters_of(problem.heads)
+    return [present.index(name) if name in present else -1 for name in parameters_of()]
 
 
 def folded(problem: Problem) -> bool:
     """Return True where a score is the product alone, times a scale that is not 0."""
     return (
-        problem.softcap == 0 and problem.bias is None and not problem.alibi and problem.scale != 0
+        problem.softcap == 0 and problem.bias is None and not problem.heads and problem.scale != 0
     )
 
 

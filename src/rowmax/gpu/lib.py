@@ -14,11 +14,14 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ..call.inputs import parameters_of
 from ..rules.score import ScoreTerms
 from . import kernel_args, rules
 from .rules import LOG2E
 
 ROW_UNIT = tl.constexpr(kernel_args.ROW_UNIT)
+PARAMETERS = tl.constexpr(parameters_of())
+PARAMETER_ROWS = tl.constexpr(kernel_args.PARAMETER_ROWS)
 
 
 class Place(NamedTuple):
@@ -321,6 +324,15 @@ def nth_tile(i, ptr, plan, KIND: tl.constexpr):
 
 
 @triton.jit
+def distances(num, place, row, col):
+    """Return ``|i + offset - j|`` of a tile."""
+    at = row + place.offset
+    if num.shift is not None:
+        at += num.shift
+    return tl.abs(at - col).to(tl.float32)
+
+
+@triton.jit
 def load_bias(ptr, num, cfg, place, row, col):
     """Return a tile of the bias, 0 past its end."""
     at = pair_pointers(ptr.bias, num.bias, place, row, col)
@@ -338,20 +350,18 @@ def scored(x, ptr, num, cfg, place, row, col, bias=None):
 
     Where ``cfg.FOLDED`` s is x, still without its scale.
     """
-    slope = None
     distance = None
     if ptr.bias is not None and bias is None:
         bias = load_bias(ptr, num, cfg, place, row, col)
-    if ptr.alibi is not None:
-        slope = tl.load(ptr.alibi + place.head).to(tl.float32)
-        if not cfg.NATURAL:
-            slope *= LOG2E
-        at = row + place.offset
-        if num.shift is not None:
-            at += num.shift
-        distance = tl.abs(at - col).to(tl.float32)
+    if cfg.DISTANCE:
+        distance = distances(num, place, row, col)
     scale = None if cfg.FOLDED else num.scale2
-    terms = ScoreTerms(scale, num.scale_cap, num.cap2, bias, slope, distance)
+    unit: tl.constexpr = 1.0 if cfg.NATURAL else LOG2E
+    at = ptr.heads
+    heads = [
+        (tl.load(at + n * cfg.HQ + place.head) * unit if n >= 0 else None) for n in cfg.HEAD_ROWS
+    ]
+    terms = ScoreTerms(scale, num.scale_cap, num.cap2, bias, distance, *heads)
     if ptr.q.dtype.element_ty == tl.float32:
         return rules.score_precise(x, terms)
     else:
@@ -415,11 +425,35 @@ def weights(
 
 
 @triton.jit
-def product_gradient(ds, y, num):
+def product_gradient(ds, y, ptr, num, cfg, place):
     """Return the gradient of ``q.k``, without scale, from that of the scores."""
-    if num.cap2 is not None:
-        ds = rules.through_softcap(ds, y)
-    return ds
+    at = ptr.heads
+    heads = [(tl.load(at + n * cfg.HQ + place.head) if n >= 0 else None) for n in cfg.HEAD_ROWS]
+    return rules.product_gradient(ds, y, ScoreTerms(None, num.scale_cap, None, None, None, *heads))
+
+
+@triton.jit
+def head_gradients(ds, x, y, ptr, num, cfg, place, row, col):
+    """Return the sums over keys of the gradients of heads' parameters.
+
+    ``[PARAMETER_ROWS, queries]``, row n that of row n of ``heads``. ds, x and y are tiles of dS, of
+    ``q.k`` and of ``rules.score``; dS is 0 where a pair may not attend.
+    """
+    ROWS: tl.constexpr = PARAMETER_ROWS
+    distance = None
+    if cfg.DISTANCE:
+        distance = distances(num, place, row, col)
+    at = ptr.heads
+    heads = [(tl.load(at + n * cfg.HQ + place.head) if n >= 0 else None) for n in cfg.HEAD_ROWS]
+    terms = ScoreTerms(num.scale, num.scale_cap, None, None, distance, *heads)
+    sums = tl.zeros([ROWS, ds.shape[0]], tl.float32)
+    which = tl.arange(0, ROWS)[:, None]
+    for n in tl.static_range(len(cfg.HEAD_ROWS)):
+        if cfg.HEAD_ROWS[n] >= 0:
+            g = rules.head_gradient(ds, x, y, terms, tl.constexpr(PARAMETERS[n]))
+            g = tl.where(ds == 0.0, 0.0, g)  # x and y of such a pair may be NaN
+            sums += tl.where(which == cfg.HEAD_ROWS[n], tl.sum(g, 1)[None, :], 0.0)
+    return sums
 
 
 # --- dropout -----------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def padded(d: int) -> int:
 
 def kind_of(job: str, problem: Problem) -> Kind:
     """Return the Kind of a job of a problem."""
-    scored = problem.bias is not None or problem.alibi or problem.softcap > 0
+    scored = problem.bias is not None or bool(problem.heads) or problem.softcap > 0
     scored = scored or problem.dropout_threshold > 0
     d, dv, long = padded(problem.d), padded(problem.dv), max(problem.nq, problem.nk) > LONG
     return Kind(job, problem.dtype.itemsize, d, dv, problem.masked, scored, long)
@@ -191,6 +191,7 @@ _SHAPES = {
     "dk": ((64, 64, 4), (32, 64, 4), (32, 32, 4)),
     "dv": ((64, 64, 4), (32, 64, 4), (32, 32, 4)),
     "dq": ((128, 64, 8), (64, 64, 8), (64, 64, 4), (64, 32, 4), (32, 32, 4)),
+    "dheads": ((128, 64, 8), (64, 64, 8), (64, 64, 4), (64, 32, 4), (32, 32, 4)),
     "dbias": ((128, 64, 8), (64, 64, 4), (32, 64, 4), (32, 32, 4)),
     "row_sums": ((128, 64, 8), (64, 64, 8), (64, 64, 4), (64, 32, 4), (32, 32, 4)),
     "delta": ((64, 16, 4), (32, 16, 4), (16, 16, 4)),
@@ -217,6 +218,7 @@ def fits(kind: Kind, tiles: Tiles, limits: Limits) -> bool:
         "dk": (bq * both, bk * both, bk * kind.d),
         "dv": (bq * both, bk * kind.d, bk * kind.dv),
         "dq": (bk * both, bq * both, bq * kind.d),
+        "dheads": (bk * both, bq * both, 0),
         "dbias": (2 * (bq + bk) * columns(kind), 0, bq * bk),
         "row_sums": (bk * kind.d, bq * kind.d, 0),
         "delta": (0, 0, 2 * bq * kind.dv),

@@ -15,13 +15,13 @@ from . import vmap as vmap_rules
 
 _SCHEMA = schema()
 N_TENSORS = len(Tensors._fields)
-N_DIFFERENTIABLE = len(DIFFERENTIABLE)  # q, k, v, bias, sink: the first inputs
+N_DIFFERENTIABLE = len(DIFFERENTIABLE)  # the first inputs
 
 LIBRARY = torch.library.Library("rowmax", "DEF")
 LIBRARY.define(f"forward({_SCHEMA}) -> (Tensor out, Tensor lse)")
 LIBRARY.define(
     "backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] wanted, "
-    f"{_SCHEMA}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)"
+    f"{_SCHEMA}) -> ({', '.join(f'Tensor d{name}' for name in DIFFERENTIABLE)})"
 )
 
 

@@ -5,7 +5,7 @@ computed one by one, which is always correct, under
 
 - dropout, whose draws depend on the batch index
 - packed offsets
-- a sink or slopes with the vmapped dimension
+- a sink or parameters of heads with the vmapped dimension
 - a gradient that is summed over the batch
 - a bias or boolean mask that would be copied to join
 """
@@ -72,7 +72,7 @@ def _leading(tensors: Sequence[Any], dims: Sequence[Any]) -> list[Any]:
 
 def _folded(size: int, t: Tensors, batched: set[str], wanted: Wanted | None) -> Tensors | None:
     """Return the inputs of one call over all slices, or None if the slices need separate calls."""
-    if t.seed is not None or t.cu_seqlens_q is not None or batched & {"sink", "alibi"}:
+    if t.seed is not None or t.cu_seqlens_q is not None or batched & {"sink", "heads"}:
         return None
     if wanted is not None and wanted.sink:
         return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..call.inputs import parameters_of
 from ..call.problem import Problem, Tensors, each_sequence
 from ..rules import dropout
 from ..torch_compat import is_batched
@@ -32,14 +33,16 @@ def attention(
     q, k, v = (t.to(dtype).transpose(1, 2) for t in (tensors.q, tensors.k, tensors.v))
     k, v = (t.repeat_interleave(problem.group, 1) for t in (k, v))
 
+    rows = () if tensors.heads is None else tensors.heads.to(dtype)[:, :, None, None]  # [Hq, 1, 1]
+    heads = dict(zip(parameters_of(problem.heads), rows, strict=True))
     s = problem.scale * _scores(q, k, seen)
     if problem.softcap > 0:
         s = problem.softcap * torch.tanh(s / problem.softcap)
     if tensors.bias is not None:
         s = s + tensors.bias.to(dtype)
-    if tensors.alibi is not None:
+    if "slope" in heads:
         shift = 0 if problem.positions is None else problem.positions.shift
-        s = s - tensors.alibi.to(dtype)[:, None, None] * (i + shift - j).abs().to(dtype)
+        s = s - heads["slope"] * (i + shift - j).abs().to(dtype)
     s = s.masked_fill(~seen, -torch.inf)
     sink = None if tensors.sink is None else tensors.sink.to(dtype)[:, None].expand(s.shape[:3])
 

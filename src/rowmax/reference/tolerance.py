@@ -51,7 +51,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..call.inputs import HEAD_TERMS, parameters_of
 from ..call.problem import Problem, Tensors, each_sequence
+from ..rules import bound, score
+from ..rules.score import ScoreTerms
 from . import dense
 
 OUTPUT, GRADIENT = 2.0, 3.0
@@ -152,6 +155,7 @@ def noise(
     s = (size + P.log()).masked_fill(P == 0, 0.0).abs()
     products = (dO @ v.transpose(2, 3)), (dO * o).sum(-1, keepdim=True) + dL[..., None]
     sigma = lse if tensors.sink is None else tensors.sink.detach().double()[:, None]
+    by_parameter = _by_parameter(problem, tensors)
 
     def sums(weight: Tensor, of_sink: Tensor, of_dP: float, delta: Tensor) -> dict[str, Tensor]:
         """Return the sums over absolute values: P times weight, dP and Delta with more."""
@@ -164,12 +168,14 @@ def noise(
         for name in ("dk", "dv"):
             found[name] = found[name].unflatten(1, (problem.hk, problem.group)).sum(2)
         if tensors.bias is not None:
-            dS = _by_sequence(problem, tensors, dS) if problem.varlen else dS
+            each = _by_sequence(problem, tensors, dS) if problem.varlen else dS
             over = [n for n in range(4) if tensors.bias.shape[n] == 1]
-            found["dbias"] = dS.sum(over) if over else dS
+            found["dbias"] = each.sum(over) if over else each
         if tensors.sink is not None:
             row = of_sink * (sigma - lse).exp() * (products[1][..., 0] + dP.sum(-1))
             found["dsink"] = row.sum((0, 2))
+        for name, each in by_parameter.items():
+            found[f"d{name}"] = (dS * each).sum((0, 2, 3))
         return found
 
     ratio = torch.finfo(problem.dtype).eps / torch.finfo(problem.accumulator).eps
@@ -199,16 +205,22 @@ def noise(
 
 def _partial_sums(problem: Problem, tensors: Tensors) -> Tensor:
     """Return the size of each score's partial sums, times the derivative of the score by q.k."""
+    x = _products(problem, tensors)
+    squares = (t.detach().double().square() for t in (tensors.q, tensors.k))
+    norms = _products(problem, tensors._replace(**dict(zip("qk", squares, strict=True)))).sqrt()
+    size = problem.scale * (x.abs() + norms)
+    if problem.softcap > 0:
+        size = size * (1 - torch.tanh(problem.scale * x / problem.softcap).square())
+    return size
+
+
+def _products(problem: Problem, tensors: Tensors) -> Tensor:
+    """Return ``q_i . k_j``, ``[B, Hq, Nq, Nk]``; numbers that are not finite count as 0."""
     q, k = (
         t.detach().double().nan_to_num(0.0, 0.0, 0.0).transpose(1, 2)
         for t in (tensors.q, tensors.k)
     )
-    k = k.repeat_interleave(problem.group, 1).transpose(2, 3)
-    x = q @ k
-    size = problem.scale * (x.abs() + (q.square() @ k.square()).sqrt())
-    if problem.softcap > 0:
-        size = size * (1 - torch.tanh(problem.scale * x / problem.softcap).square())
-    return size
+    return q @ k.repeat_interleave(problem.group, 1).transpose(2, 3)
 
 
 def _weights(problem: Problem, tensors: Tensors) -> Tensor:
@@ -219,6 +231,43 @@ def _weights(problem: Problem, tensors: Tensors) -> Tensor:
     with torch.no_grad():
         out, _ = dense.attention(problem._replace(dv=n), tensors._replace(v=each))
     return out.transpose(1, 2)
+
+
+def _by_parameter(problem: Problem, tensors: Tensors) -> dict[str, Tensor]:
+    """Return the size of the derivative of each score by each parameter of heads.
+
+    By the argument's name, with the parameter's where it has several (``stanh.a``).
+    """
+    if tensors.heads is None:
+        return {}
+    names = parameters_of(problem.heads)
+    rows = dict(zip(names, tensors.heads.detach().double()[:, :, None, None], strict=True))
+    x = _products(problem, tensors)
+    distance = _distances(problem, tensors) if problem.distance else None
+    terms = ScoreTerms(problem.scale, distance=distance, **rows)
+    if problem.softcap > 0:
+        terms = terms._replace(inner=problem.scale / problem.softcap, cap=problem.softcap)
+    _, y = bound(score.score, tanh=torch.tanh)(x, terms)
+    one = torch.ones_like(x)
+    return {
+        term if len(HEAD_TERMS[term].parameters) == 1 else f"{term}.{name}": (
+            score.head_gradient(one, x, y, terms, name).abs()
+        )
+        for term in problem.heads
+        for name in HEAD_TERMS[term].parameters
+    }
+
+
+def _distances(problem: Problem, tensors: Tensors) -> Tensor:
+    """Return ``|i + offset - j|``, ``[B|1, 1, Nq, Nk]``, or ``[1, 1, total_q, total_k]``."""
+    if problem.varlen:
+        whole = tensors.q.new_zeros(1, 1, problem.total_q, problem.total_k, dtype=torch.float64)
+        for rows, cols, one, parts in each_sequence(problem, tensors):
+            whole[:, :, rows, cols] = _distances(one, parts)
+        return whole
+    i, j = dense._positions(problem, tensors)
+    shift = 0 if problem.positions is None else problem.positions.shift
+    return (i + shift - j).abs().double()
 
 
 def _by_sequence(problem: Problem, tensors: Tensors, dS: Tensor) -> Tensor:

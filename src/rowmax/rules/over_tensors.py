@@ -62,6 +62,8 @@ class Factors:
     def __mul__(self, y: Tensor) -> Factors:
         return Factors(*self.factors, y)
 
+    __rmul__ = __mul__
+
 
 def _max(x: Tensor, y: Tensor | float) -> Tensor:
     return torch.maximum(x, y) if isinstance(y, Tensor) else x.clamp(min=y)
@@ -85,15 +87,19 @@ _tile_score = bound(_score.score, tanh=lambda x: Kept(x.tile.tanh_()))
 
 def score(x: Tensor, terms: _score.ScoreTerms) -> tuple[Tensor, Tensor]:
     """Return (s, y) of the products x, which are overwritten; y is a tile only under a softcap."""
-    if terms.slope is not None:
-        terms = terms._replace(slope=Factors(terms.slope))
+    if terms.distance is not None:
+        terms = terms._replace(distance=Factors(terms.distance))
     s, y = _tile_score(Overwritten(x), terms)
     return s.tile, y.tile
 
 
-def through_softcap(ds: Tensor, y: Tensor) -> Tensor:
-    """Return dX, which overwrites y."""
-    return _score.through_softcap(ds, Overwritten(y)).tile
+def product_gradient(ds: Tensor, y: Tensor, terms: _score.ScoreTerms) -> Tensor:
+    """Return dX, which overwrites y where it is not dS."""
+    found = _score.product_gradient(ds, Overwritten(y), terms)
+    return found.tile if isinstance(found, Overwritten) else found
+
+
+head_gradient = _score.head_gradient
 
 
 def score_gradient(p: Tensor, dp: Tensor, delta: Tensor) -> Tensor:

@@ -18,14 +18,15 @@ class ScoreTerms(NamedTuple):
     inner: Any = None  # scale / c, or 1 where x has that factor; None: no softcap
     cap: Any = None  # c
     bias: Any = None  # a tile, or a row or column of it
-    slope: Any = None  # ALiBi's slope
     distance: Any = None  # |i + offset - j| of the tile's pairs
+    # from here on the parameters of head terms, in the order of ``inputs.HEAD_TERMS``
+    slope: Any = None  # ALiBi's
 
 
 def score(x, p):
     """Return (s, y): the scores of the products x before the mask, and ``y = tanh(scale x / c)``.
 
-    Without a softcap y is x. ``through_softcap`` needs y.
+    Without a softcap y is x. The derivatives need y.
     """
     y = x
     s = x
@@ -41,6 +42,16 @@ def score(x, p):
     return s, y
 
 
-def through_softcap(ds, y):
-    """Return the gradient of ``x`` (without scale) from that of s: ``dX = dS (1 - y^2)``."""
-    return ds * (1.0 - y * y)
+def product_gradient(ds, y, p):
+    """Return the gradient of x, without scale, from that of s: ``dX = dS (1 - y^2)``."""
+    if p.inner is not None:
+        ds = ds * (1.0 - y * y)
+    return ds
+
+
+def head_gradient(ds, x, y, p, name):
+    """Return the gradient of the parameter ``name`` from each pair of a tile, natural."""
+    g = ds
+    if name == "slope":
+        g = 0.0 - ds * p.distance
+    return g

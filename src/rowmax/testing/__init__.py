@@ -5,7 +5,7 @@ grads = cotangents(call)
 wrong = complaints(answer(call, *grads, backend="triton"), expected(call, *grads))
 """
 
-from .cases import LEAVES, Call, Case, make
+from .cases import LEAVES, Call, Case, field_of, make
 from .table import CASES, COVERING, tagged
 from .tolerance import (
     Answer,
@@ -34,6 +34,7 @@ __all__ = [
     "cotangents",
     "definition",
     "expected",
+    "field_of",
     "make",
     "poisoned",
     "refusal",

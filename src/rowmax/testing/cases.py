@@ -15,15 +15,20 @@ from torch import Tensor
 
 import rowmax
 
+from ..attention import arguments
 from ..call.blocks import at_positions
-from ..call.check import Arguments
-from ..call.inputs import Options, Positions, Tensors
+from ..call.inputs import HEAD_TERMS, Options, Positions, Tensors, Wanted
 from ..call.normalize import normalized
 from ..call.problem import Problem, problem_of
 from ..masks import Mask, as_mask
 from ..operators.autograd import attend
 
-LEAVES = ("q", "k", "v", "bias", "sink")
+LEAVES = ("q", "k", "v", "bias", "sink", "alibi")
+
+
+def field_of(leaf: str) -> str:
+    """Return the field of ``Tensors`` that a public argument is in."""
+    return "heads" if leaf in HEAD_TERMS else leaf
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,11 @@ class Case:
     def __str__(self) -> str:
         return self.name
 
+    def with_constant_slopes(self) -> Case:
+        """Return the case without the gradient of ALiBi's slopes, which Hopper's kernels lack."""
+        grads = LEAVES if self.grads is None else self.grads
+        return replace(self, grads=tuple(n for n in grads if n != "alibi")) if self.alibi else self
+
 
 @dataclass(frozen=True)
 class Call:
@@ -101,6 +111,11 @@ class Call:
         wanted = LEAVES if self.case.grads is None else self.case.grads
         return {n: named[n] for n in LEAVES if named.get(n) is not None and n in wanted}
 
+    @property
+    def wanted(self) -> Wanted:
+        """Return the gradients of the leaves that a backend computes."""
+        return Wanted(**{name: name in map(field_of, self.leaves) for name in Wanted._fields})
+
     def with_leaves(self, leaves: dict[str, Tensor]) -> Call:
         """Return the same call with other tensors for some of its leaves."""
         named = dict(zip("qkv", self.inputs, strict=False))
@@ -115,28 +130,14 @@ class Call:
 
     def normalized(self, **overrides: Any) -> tuple[Tensors, Options]:
         """Return the arguments of an operator."""
-        given = {"causal": False, "mask": None, **_DEFAULTS, **self.keywords, **overrides}
-        mask = as_mask(given.pop("mask"))
-        mask = mask & rowmax.Causal() if given.pop("causal") else mask
+        given = {**self.keywords, **overrides}
         if self.case.packed:
             given |= {"cu_seqlens": self.inputs[3:5], "max_seqlens": self.inputs[5:7]}
-        tensors, options, _ = normalized(Arguments(*self.inputs[:3], mask=mask, **given))
+        q, k, v = self.inputs[:3]
+        tensors, options, _ = normalized(arguments(q, k, v, **given))
         if self.case.positions is not None:
             options = at_positions(tensors, options, Positions(*self.case.positions))
         return tensors, options
-
-
-_DEFAULTS: dict[str, Any] = {
-    "bias": None,
-    "alibi": None,
-    "scale": None,
-    "softcap": 0.0,
-    "sink": None,
-    "dropout_p": 0.0,
-    "seed": None,
-    "deterministic": False,
-    "backend": None,
-}
 
 
 def make(

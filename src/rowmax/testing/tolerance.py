@@ -13,7 +13,7 @@ from torch import Tensor
 from ..call import dispatch
 from ..reference import dense, tolerance
 from ..reference.tolerance import GRADIENT, NO_NOISE, OUTPUT, Noise
-from .cases import Call, laid_out
+from .cases import Call, field_of, laid_out
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,8 @@ def definition(call: Call, dout: Tensor, dlse: Tensor | None, dtype: torch.dtype
             named[name] = named[name][None]
     if "bias" in named and tensors.bias is not None:
         named["bias"] = named["bias"].view(tensors.bias.shape)
+    if "alibi" in named:
+        named["heads"] = named.pop("alibi")[None]
     tensors = tensors._replace(**named)
     out, lse = dense.attention(problem, tensors, dtype)
     if call.case.packed:
@@ -110,7 +112,8 @@ def refusal(call: Call, backend: str | None) -> str | None:
     if reason is None and call.leaves:
         reason = dispatch.refusal(backend, problem, "backward")
         lacking = {} if reason else dispatch.lacks(backend, problem, "backward")
-        reason = reason or next((lacking[f"d{n}"] for n in call.leaves if f"d{n}" in lacking), None)
+        missing = (lacking.get(f"d{field_of(name)}") for name in call.leaves)
+        reason = reason or next(filter(None, missing), None)
     return reason
 
 

@@ -7,20 +7,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..call.inputs import Gradients, Tensors, Wanted, part_of
+from ..call.inputs import Gradients, Tensors, Wanted, parameters_of, part_of
 from ..call.problem import FAR, Problem, each_sequence
 from ..rules import row_stats
-from ..rules.over_tensors import score_gradient, through_softcap
+from ..rules.over_tensors import head_gradient, product_gradient, score_gradient
+from ..rules.score import ScoreTerms
 from .scores import (
     bias_tile,
+    distances,
     factor,
     folded,
+    head_terms,
     hidden,
     hide,
     kept,
-    log_unit,
     power_,
     product,
+    scale_of_factor,
     scores,
     sink_of,
     tame,
@@ -108,6 +111,7 @@ def _sums_of_sequence(sums: Gradients, n: int, rows: slice, cols: slice, one: Pr
         v=part_of("v", sums.v, j=cols),
         bias=part_of("bias", sums.bias, **own),
         sink=sums.sink,
+        heads=sums.heads,
     )
 
 
@@ -216,7 +220,7 @@ def _add_tile(
     apart_t = None if apart is None else apart.transpose(1, 2)
     R = kept(problem, tensors, strip, cols) if problem.dropout_threshold else None
 
-    if sums.q is not None or sums.k is not None or sums.bias is not None:
+    if any(x is not None for x in (sums.q, sums.k, sums.bias, sums.heads)):
         v = strip.keys(tensors.v, cols, dQ.dtype)
         dP = torch.bmm(rows.do, v.transpose(1, 2))
         if R is not None:
@@ -227,18 +231,54 @@ def _add_tile(
         if sums.bias is not None:
             part = bias_tile(sums.bias, problem, strip, cols)
             part += unfolded(problem, strip, dS).flatten(1, 2).sum_to_size(part.shape)
-        dX = dS
-        if problem.softcap > 0:
-            dX = through_softcap(dS, y if apart is None else y.masked_fill_(apart, 0.0))
+        if apart is not None:
+            y = y.masked_fill_(apart, 0.0)
+        terms = head_terms(problem, tensors, strip)
+        if sums.heads is not None:
+            _add_heads(problem, strip, cols, sums.heads, dS, rows, tile, terms)
+        dX = _product_gradient(problem, strip, dS, y, terms)
         if sums.q is not None:
             dQ += product(dX, k, apart)
         if sums.k is not None:
             # rows.q includes factor; dk needs only the scale in it
-            rest = problem.softcap if problem.softcap > 0 else 1.0 / log_unit(problem)
-            _add_keys(strip, sums.k, cols, product(dX.transpose(1, 2), rows.q, apart_t) * rest)
+            dK = product(dX.transpose(1, 2), rows.q, apart_t) * scale_of_factor(problem)
+            _add_keys(strip, sums.k, cols, dK)
     if sums.v is not None:
         PR = P if R is None else P.mul_(R)
         _add_keys(strip, sums.v, cols, product(PR.transpose(1, 2), rows.do, apart_t))
+
+
+def _product_gradient(
+    problem: Problem, strip: Strip, dS: Tensor, y: Tensor, terms: ScoreTerms
+) -> Tensor:
+    """Return dX of a tile, without scale."""
+    if problem.softcap > 0:
+        terms = terms._replace(inner=1)
+    dX = product_gradient(unfolded(problem, strip, dS), unfolded(problem, strip, y), terms)
+    return dX.view(dS.shape)
+
+
+def _add_heads(
+    problem: Problem,
+    strip: Strip,
+    cols: slice,
+    sums: Tensor,
+    dS: Tensor,
+    rows: _Rows,
+    tile: _Tile,
+    terms: ScoreTerms,
+) -> None:
+    """Add a tile's part to the gradient of heads' parameters, ``[P, Hq]``."""
+    x = torch.bmm(rows.q, tile.k.transpose(1, 2)).mul_(scale_of_factor(problem))
+    if tile.apart is not None:
+        x.masked_fill_(tile.apart, 0.0)
+    terms = terms._replace(scale=1.0)
+    if problem.distance:
+        terms = terms._replace(distance=distances(problem, strip, cols, dS))
+    dS, x, y = (unfolded(problem, strip, t) for t in (dS, x, tile.y))
+    for n, name in enumerate(parameters_of(problem.heads)):
+        part = head_gradient(dS, x, y, terms, name)
+        sums[n, strip.q_heads(problem.group)] += part.sum((0, 3, 4)).flatten()
 
 
 def _add_keys(strip: Strip, sums: Tensor, cols: slice, part: Tensor) -> None:

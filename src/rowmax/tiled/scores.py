@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..call.inputs import Tensors, part_of
+from ..call.inputs import Tensors, parameters_of, part_of
 from ..call.problem import Problem
 from ..rules import dropout, mask
 from ..rules.over_tensors import score
@@ -23,6 +23,11 @@ def factor(problem: Problem) -> float:
     if problem.softcap > 0:
         return problem.scale / problem.softcap
     return problem.scale * log_unit(problem)
+
+
+def scale_of_factor(problem: Problem) -> float:
+    """Return ``scale / factor``."""
+    return problem.softcap if problem.softcap > 0 else 1.0 / log_unit(problem)
 
 
 def log_unit(problem: Problem) -> float:
@@ -43,20 +48,34 @@ def scores(
     q carries ``factor``.
     """
     x = torch.bmm(q, k.transpose(1, 2))
-    unit, bias, slope, distance = log_unit(problem), None, None, None
+    bias = None
     if tensors.bias is not None:
         bias = _heads_split(bias_tile(tensors.bias, problem, strip, cols), problem)
-    if tensors.alibi is not None:
-        slope = tensors.alibi.unflatten(0, (-1, problem.group))[strip.heads, :, None, None] * unit
-        i, j = _positions(strip, cols, x)
-        shift = 0 if problem.positions is None else problem.positions.shift
-        distance = (i[None, None] + (strip.offset + shift) - j).to(x.dtype).abs_()
-        distance = _heads_split(distance, problem)
-    terms = ScoreTerms(bias=bias, slope=slope, distance=distance)
+    unit = log_unit(problem)
+    terms = head_terms(problem, tensors, strip, unit)._replace(bias=bias)
+    if problem.distance:
+        terms = terms._replace(distance=distances(problem, strip, cols, x))
     if problem.softcap > 0:
         terms = terms._replace(inner=1, cap=problem.softcap * unit)
     S, y = score(unfolded(problem, strip, x), terms)
     return S.view(x.shape), y.view(x.shape)
+
+
+def head_terms(problem: Problem, tensors: Tensors, strip: Strip, unit: float = 1.0) -> ScoreTerms:
+    """Return the parameters of heads times ``unit``; they broadcast against ``unfolded``."""
+    if tensors.heads is None:
+        return ScoreTerms()
+    rows = tensors.heads.detach().unflatten(1, (-1, problem.group))
+    rows = rows[:, strip.heads, :, None, None] * unit
+    return ScoreTerms(**dict(zip(parameters_of(problem.heads), rows, strict=True)))
+
+
+def distances(problem: Problem, strip: Strip, cols: slice, like: Tensor) -> Tensor:
+    """Return ``|i + offset - j|`` of a tile, to broadcast against ``unfolded``."""
+    i, j = _positions(strip, cols, like)
+    shift = 0 if problem.positions is None else problem.positions.shift
+    distance = (i[None, None] + (strip.offset + shift) - j).to(like.dtype).abs_()
+    return _heads_split(distance, problem)
 
 
 def unfolded(problem: Problem, strip: Strip, S: Tensor) -> Tensor:
@@ -143,7 +162,7 @@ def tame(
     pair by pair, which is exact and slow. A bias or lse may hold -inf.
     """
     bounded = [t for t in (tensors.q, tensors.k, tensors.v, dout, dlse) if t is not None]
-    added = [t for t in (tensors.bias, tensors.alibi, lse) if t is not None]
+    added = [t for t in (tensors.bias, tensors.heads, lse) if t is not None]
     dtype = problem.accumulator
     norms = [torch.linalg.vector_norm(t, dtype=dtype) for t in bounded]
     sums = [t.sum(dtype=dtype) for t in added]

@@ -35,6 +35,7 @@ LIMITS = (
     Limit(lambda p: p.scale > 0.0, "it takes a scale above 0"),
     Limit(lambda p: p.dropout_p == 0, "it does not take dropout"),
     Limit(lambda p: p.allowed is None, "it does not take boolean masks"),
+    Limit(lambda p: p.heads in ((), ("alibi",)), "of the terms of heads it takes alibi alone"),
     Limit(lambda p: p.align == "keys", "it aligns positions to the keys, not to prefix lengths"),
     Limit(
         lambda p: not (p.varlen and p.documents),
@@ -53,12 +54,15 @@ def supports(problem: Problem, call: str) -> str | None:
 
 def lacks(problem: Problem, call: str) -> dict[str, str]:
     """Return the results without a kernel, with reasons, of a problem that ``supports`` accepts."""
-    if call != "backward" or problem.bias is None:
+    if call != "backward":
         return {}
+    found = {"dheads": "it makes no gradient of alibi"} if problem.heads else {}
+    if problem.bias is None:
+        return found
     from .backward_bias import refused_gradient
 
     reason = refused_gradient(problem)
-    return {} if reason is None else {"dbias": reason}
+    return found if reason is None else {**found, "dbias": reason}
 
 
 def notes(problem: Problem, call: str) -> list[str]:

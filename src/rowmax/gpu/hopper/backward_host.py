@@ -336,7 +336,7 @@ def pointers(
     order: packed.Order | None,
 ) -> Pointers:
     """Return the pointers of a work that fills ``results``: dk or dq, dv, uncopied dbias."""
-    _, _, _, bias, _, alibi, _, q_ids, k_ids, lengths, cu_q, cu_k, _ = tensors
+    _, _, _, bias, _, heads, _, q_ids, k_ids, lengths, cu_q, cu_k, _ = tensors
     c, table, ends, counter, spans = work.config, work.table, work.ends, None, None
     if order is not None:
         counter, ends, table = order[:3]
@@ -366,7 +366,7 @@ def pointers(
         spans=spans,
         q_ids=q_ids,
         k_ids=k_ids,
-        alibi=None if alibi is None else alibi.contiguous(),
+        alibi=None if heads is None else heads.contiguous(),
         bias=bias,
         dbias=dbias,
     )

@@ -22,7 +22,7 @@ from .backward_tiles import Config
 from .gluon_compat import reinterpret, warpgroup_mma
 from .lib import ring
 from .lib.layouts import matrix
-from .lib.rules import score_bfloat16, score_float16, through_softcap
+from .lib.rules import product_gradient, score_bfloat16, score_float16
 from .lib.scores import columns, lanes, rows_of
 from .lib.softmax import LOG2E, along_row, by_lane
 
@@ -334,7 +334,7 @@ def weights(
     if C.NATURAL:
         terms = ScoreTerms(scale=args.scale, inner=inner, cap=args.scale, bias=bias)
         if C.ALIBI:
-            terms = ScoreTerms(args.scale, inner, args.scale, bias, slope, far)
+            terms = ScoreTerms(args.scale, inner, args.scale, bias, far, slope)
     if dtype == gl.bfloat16:
         s, y = score_bfloat16(S, terms)
     else:
@@ -349,7 +349,7 @@ def weights(
         p = gl.convert_layout(gl.where(ok, p4, 0.0).reshape(p.shape), p.type.layout)
     w = p
     if C.SOFTCAP:
-        w = through_softcap(p, y)
+        w = product_gradient(p, y, terms)
     return p, w
 
 

@@ -272,7 +272,7 @@ def config_for(p: Problem, tile: _Config, **options: Any) -> _Config:
         "PREFIX": p.prefix,
         "DOCUMENTS": p.documents,
         "SOFTCAP": p.softcap > 0,
-        "ALIBI": p.alibi,
+        "ALIBI": p.distance,
         "NATURAL": p.natural,
     }
     if isinstance(tile, FusedConfig):

@@ -52,7 +52,7 @@ class Pointers(NamedTuple):
     k_range: Any = None
     q_ids: Any = None
     k_ids: Any = None
-    alibi: Any = None
+    alibi: Any = None  # [Hq]
     sink: Any = None
     bias: Any = None  # unless TMA copies it
 
@@ -320,7 +320,7 @@ def scores(C: gl.constexpr, S, copied, j, first, tile, t, n, dtype: gl.constexpr
         distance = gl.abs(along_row(here) - columns(C.BLOCK_K, L).to(gl.float32))
     scale = n.scale if C.ADDED else None
     inner = n.inner if C.SOFTCAP else None
-    p = ScoreTerms(scale, inner, n.scale if C.ADDED else 1.0, bias, slope, distance)
+    p = ScoreTerms(scale, inner, n.scale if C.ADDED else 1.0, bias, distance, slope)
     if dtype == gl.bfloat16:
         S, y = rules.score_bfloat16(S, p)
     else:

@@ -89,10 +89,10 @@ def launch(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None
 
 def pointers(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> Pointers:
     """Return the pointers of a call; launches what makes its tables."""
-    _, _, _, bias, sink, alibi, _, q_ids, k_ids, lengths, cu_q, cu_k, _ = tensors
+    _, _, _, bias, sink, heads, _, q_ids, k_ids, lengths, cu_q, cu_k, _ = tensors
     C, table, ends, counter = plan.constants.config, plan.rows, plan.ends, None
-    small = (x if x is None else x.contiguous() for x in (q_ids, k_ids, alibi, sink, lengths))
-    q_ids, k_ids, alibi, sink, lengths = small
+    small = (x if x is None else x.contiguous() for x in (q_ids, k_ids, heads, sink, lengths))
+    q_ids, k_ids, heads, sink, lengths = small
     spans = q_range = k_range = None
     if problem.varlen:
         assert cu_q is not None
@@ -105,7 +105,7 @@ def pointers(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: T
     bias = bias if C.BIAS != "copied" else None
     return Pointers(
         out, lse, table, ends, counter, cu_q, cu_k, lengths, spans, q_range, k_range, q_ids, k_ids,
-        alibi, sink, bias,
+        heads, sink, bias,
     )  # fmt: skip
 
 

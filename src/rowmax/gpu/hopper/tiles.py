@@ -192,7 +192,7 @@ def tile_for(p: Problem, bias: str, processors: int, spilled: bool = False) -> T
     rows = p.total_q // ROWS + p.batch if p.varlen else -(-p.nq // ROWS) * p.batch
     if rows * p.hq <= processors:
         tile = FEW[d, dv]
-    plain = not (bias or p.alibi or p.documents or p.softcap > 0)
+    plain = not (bias or p.heads or p.documents or p.softcap > 0)
     long = p.nk > LONG_64_KEYS["full" if p.right is None else "causal"]
     if not spilled and plain and d == 64 and long:
         return LONG_64
@@ -240,7 +240,7 @@ def config_for(p: Problem, tile: Tile, bias: str, group: int) -> Config:
         K_STAGES=tile.k_stages, V_STAGES=tile.v_stages, Q_STAGES=tile.q_stages,
         LEFT=p.left is not None, RIGHT=p.right is not None,
         VARLEN=p.varlen, PREFIX=p.prefix, DOCUMENTS=p.documents,
-        SOFTCAP=p.softcap > 0, ALIBI=p.alibi, SINK=p.sink, NATURAL=p.natural,
+        SOFTCAP=p.softcap > 0, ALIBI=p.distance, SINK=p.sink, NATURAL=p.natural,
         BIAS=bias, B_STAGES=tile.b_stages if bias == "copied" else 1,
         EVEN_K=not (p.varlen or p.prefix) and p.nk % tile.block_k == 0,
         STAGED=staged_columns(p, tile, bias), ROUND_LATE=tile.warpgroups == 3,

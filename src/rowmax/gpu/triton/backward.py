@@ -15,10 +15,11 @@ from torch import Tensor
 
 from ...call.problem import Gradients, Problem, Tensors, Wanted
 from .. import preprocess
-from ..kernel_args import aligned, prepared
+from ..kernel_args import PARAMETER_ROWS, aligned, prepared
 from ..launch import launch
 from ..tiles import BOTH_UP_TO, Tiles
 from .backward_dbias import DBIAS
+from .backward_dheads import DHEADS
 from .backward_dkdv import DK, DKDV, DV
 from .backward_dq import DQ
 
@@ -65,6 +66,7 @@ def backward(
         dv if wanted.v else None,
         dbias,
         dsink,
+        head_gradients(*given) if wanted.heads else None,
     )
 
 
@@ -123,6 +125,14 @@ def bias_gradient(problem: Problem, tensors: Tensors, tiles: Tiles | None, read:
     if dbias.numel():
         launch(DBIAS, problem, tensors, tiles, {**read, "dbias": dbias})
     return dbias
+
+
+def head_gradients(problem: Problem, tensors: Tensors, tiles: Tiles | None, read: Read) -> Tensor:
+    """Return the gradient of the parameters of heads, ``[P, Hq]``."""
+    assert tensors.heads is not None
+    dheads = read["delta"].new_empty((*problem.lse_shape, PARAMETER_ROWS))
+    launch(DHEADS, problem, tensors, tiles, {**read, "dheads": dheads})
+    return dheads.sum((0, 2)).T[: tensors.heads.shape[0]].contiguous()
 
 
 def _summed(parts: Tensor, bias: Tensor | None) -> Tensor:

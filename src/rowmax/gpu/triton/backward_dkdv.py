@@ -78,7 +78,7 @@ def add_queries(dk, dv, cols, k, v, j0, ptr, num, cfg, place, plan, KIND: tl.con
             if ptr.dbias_cols is not None:
                 ds = lib.only_seen(ds, ptr, num, cfg, place, row, col, partial, KIND)
                 cols += tl.sum(ds, 1)
-            ds = lib.product_gradient(ds, y, num)
+            ds = lib.product_gradient(ds, y, ptr, num, cfg, place)
             if ptr.dk is not None:
                 dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=cfg.PRECISION)
     return dk, dv, cols
@@ -104,7 +104,9 @@ def add_each_query(dk, dv, k, v, j0, ptr, num, cfg, place):
         ok = lib.seen(ptr, num, place, row, col)
         dp = lib.times_row(v, do)
         pr, dp = lib.dropped(p, dp, ptr, num, place, row, j0, j, cfg.BLOCK_K)
-        ds = lib.product_gradient(rules.score_gradient(p, dp, tl.load(delta_base + i)), y, num)
+        ds = lib.product_gradient(
+            rules.score_gradient(p, dp, tl.load(delta_base + i)), y, ptr, num, cfg, place
+        )
         if ptr.dv is not None:
             dv += tl.where(ok, pr * do, 0.0)
         if ptr.dk is not None:

@@ -29,6 +29,22 @@ class QueryTile(NamedTuple):
 
 
 @triton.jit
+def load_queries(i0, ptr, num, cfg, place):
+    """Return the QueryTile from row i0 on."""
+    BLOCK_Q: tl.constexpr = cfg.BLOCK_Q
+    nq = place.nq
+    row = i0 + tl.arange(0, BLOCK_Q)
+    q = lib.load_tile(lib.queries(ptr.q, num.q, cfg, place), num.q, i0, nq, BLOCK_Q, True)
+    do = lib.queries(ptr.dout, num.dout, cfg, place)
+    do = lib.load_tile(do, num.dout, i0, nq, BLOCK_Q, True)
+    lse2 = lib.load_rows(lib.row_vector(ptr.lse2, num, cfg, place), row, nq, float("inf"), True)
+    delta = lib.load_rows(lib.row_vector(ptr.delta, num, cfg, place), row, nq, 0.0, True)
+    rest = lib.load_rest(ptr, num, cfg, place, row[:, None], True)
+    inside = (row < nq)[:, None]
+    return QueryTile(q, do, lse2, rest, delta, tl.minimum(row, nq - 1)[:, None], inside)
+
+
+@triton.jit
 def add_keys(dq, sums, x, ptr, num, cfg, place, plan, KIND: tl.constexpr):
     """Return (dQ, row sums of dS) after the tiles of one kind; ``x`` is the resident tile.
 
@@ -60,7 +76,7 @@ def add_keys(dq, sums, x, ptr, num, cfg, place, plan, KIND: tl.constexpr):
         if ptr.dbias_rows is not None:
             ds = lib.only_seen(ds, ptr, num, cfg, place, x.row, j0 + j, partial, KIND)
             sums += tl.sum(ds, 1)
-        ds = lib.product_gradient(ds, y, num)
+        ds = lib.product_gradient(ds, y, ptr, num, cfg, place)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=cfg.PRECISION)
     return dq, sums
 
@@ -82,7 +98,9 @@ def add_each_key(x, ptr, num, cfg, place):
         )
         dp = lib.times_row(x.do, v)
         _, dp = lib.dropped(p, dp, ptr, num, place, x.row, j0, column, 16)
-        ds = lib.product_gradient(rules.score_gradient(p, dp, x.delta[:, None]), y, num)
+        ds = lib.product_gradient(
+            rules.score_gradient(p, dp, x.delta[:, None]), y, ptr, num, cfg, place
+        )
         dq += tl.where(lib.seen(ptr, num, place, x.row, j0 + column), ds * k, 0.0)
     return dq
 
@@ -99,18 +117,7 @@ def backward_dq_kernel(ptr, num, cfg):
     if i0 >= nq:
         return
     place = lib.place_of(ptr, num, cfg, b, head % cfg.HQ, sizes)
-    q_base = lib.queries(ptr.q, num.q, cfg, place)
-    do_base = lib.queries(ptr.dout, num.dout, cfg, place)
-
-    row = i0 + tl.arange(0, BLOCK_Q)
-    q = lib.load_tile(q_base, num.q, i0, nq, BLOCK_Q, True)
-    do = lib.load_tile(do_base, num.dout, i0, nq, BLOCK_Q, True)
-    lse2 = lib.load_rows(lib.row_vector(ptr.lse2, num, cfg, place), row, nq, float("inf"), True)
-    delta = lib.load_rows(lib.row_vector(ptr.delta, num, cfg, place), row, nq, 0.0, True)
-    rest = lib.load_rest(ptr, num, cfg, place, row[:, None], True)
-    inside = (row < nq)[:, None]
-    row = tl.minimum(row, nq - 1)[:, None]
-    x = QueryTile(q, do, lse2, rest, delta, row, inside)
+    x = load_queries(i0, ptr, num, cfg, place)
     plan = lib.plan_keys(ptr, num, cfg, place, tile)
 
     dq = tl.zeros([BLOCK_Q, num.q.BLOCK_D], tl.float32)
@@ -123,9 +130,7 @@ def backward_dq_kernel(ptr, num, cfg):
     if cfg.MASKS:
         if lib.has_nan(dq):
             # loaded again: kept until here, they would take registers from the loop
-            q = lib.load_tile(q_base, num.q, i0, nq, BLOCK_Q, True)
-            do = lib.load_tile(do_base, num.dout, i0, nq, BLOCK_Q, True)
-            x = QueryTile(q, do, lse2, rest, delta, row, inside)
+            x = load_queries(i0, ptr, num, cfg, place)
             dq = add_each_key(x, ptr, num, cfg, place)
     to = lib.queries(ptr.dq, num.dq, cfg, place)
     lib.store_tile(to, num.dq, i0, nq, dq * num.scale, BLOCK_Q)

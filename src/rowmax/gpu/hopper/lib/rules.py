@@ -31,7 +31,7 @@ key_tiles = gluon.jit(bound(met_tiles, **_IN_KERNELS))
 touched_tiles = gluon.jit(bound(band.touched_tiles, max=gl.maximum))
 score_bfloat16 = gluon.jit(bound(score.score, tanh=tanh_of_hardware))
 score_float16 = gluon.jit(bound(score.score, tanh=tanh_from_exponential))
-through_softcap = gluon.jit(score.through_softcap)
+product_gradient = gluon.jit(score.product_gradient)
 score_gradient = gluon.jit(softmax.score_gradient)
 with_sink = gluon.jit(
     bound(
