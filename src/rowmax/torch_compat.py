@@ -25,6 +25,11 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack as active_dispatch_modes,
 )
 
+try:
+    from torch._subclasses.functional_tensor import FunctionalTensor
+except ImportError:  # then torch, and not rowmax, computes torch's modules in compiled graphs
+    FunctionalTensor = FakeTensor
+
 __all__ = [
     "PLAIN",
     "DispatchKeySet",
@@ -90,6 +95,17 @@ def forward_mode_levels() -> int:
     return sum(level.key() == TransformType.Jvp for level in levels)
 
 
+def allows_fused_attention() -> bool:
+    """Return False where torch's attention may use only its MATH backend, as a user has set."""
+    cuda = torch.backends.cuda
+    return cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()
+
+
+# as torch.compiler.assume_constant_result does, which imports the compiler (a second). Dynamo reads
+# it; without it a compiled call would not be one graph
+allows_fused_attention._dynamo_marked_constant = True  # pyright: ignore
+
+
 # --- tensors -----------------------------------------------------------------------------------
 
 #: dispatch keys of tensors that hold only numbers on a device
@@ -129,6 +145,15 @@ def plain_addresses(tensors: Iterable[Tensor | None]) -> list[int] | None:
     except RuntimeError:  # a batch of ``vmap`` has no address
         return None
     return found
+
+
+def stands_for_numbers(t: Tensor) -> bool:
+    """Return True for a plain tensor, and for what takes its place while a call is traced.
+
+    False for every other subclass: its operations may mean something else. A compiler that calls
+    ``torch.nn.functional.multi_head_attention_forward`` gives it FunctionalTensors.
+    """
+    return type(t) in PLAIN or isinstance(t, (FakeTensor, FunctionalTensor))
 
 
 def is_fake(t: Tensor) -> bool:
