@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class CallOptions(TypedDict, total=False):
-    """The keywords that both calls have, but for ``return_lse``."""
+    """The keywords of both calls, except ``return_lse``."""
 
     causal: bool
     mask: Mask | Tensor | None

@@ -174,7 +174,7 @@ def _outputs(call: Call, tensors: Tensors, wanted: Wanted, parts: int) -> dict[s
     if wanted.heads:
         assert tensors.heads is not None
         shape = (parts, call.problem.batch, *tensors.heads.shape)
-        sums["heads"] = torch.zeros(shape, dtype=torch.float64)  # of all pairs of a head
+        sums["heads"] = torch.zeros(shape, dtype=torch.float64)  # a sum over all pairs of a head
         call.tensor("dheads", sums["heads"])
     if wanted.bias:
         assert tensors.bias is not None

@@ -34,7 +34,7 @@ def parameter(call, number, h, like):
     return like.dtype.type(array(call.heads.address, call.hq * number, like)[at] * unit)
 
 
-#: what the loops call
+#: the functions that the loops call
 _space: dict[str, Any] = {"np": np, "array": array, "parameter": parameter}
 
 

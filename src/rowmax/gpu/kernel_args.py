@@ -107,7 +107,7 @@ class Numbers(NamedTuple):
     right: Any
     threshold: Any
     keep_scale: Any
-    shift: Any  # of distances in a block of a longer call; None: 0
+    shift: Any  # added to distances in a block of a longer call; None: 0
     first_query: Any  # for dropout's counters there; None, all four: 0
     first_key: Any
     first_head: Any
