@@ -1,0 +1,1 @@
+"""Other libraries' interfaces, computed by rowmax. Each module is imported by name."""
