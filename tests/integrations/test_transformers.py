@@ -1,4 +1,6 @@
-"""Models of transformers with rowmax, compared with their eager attention."""
+"""Models of transformers with rowmax, compared with standard attention and with eager."""
+
+# ruff: noqa: E402
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import files
 from importlib.util import find_spec
+from inspect import signature
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,9 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
 
+from transformers.masking_utils import create_chunked_causal_mask, sdpa_mask
+
 import rowmax
 from rowmax.integrations.transformers import NAME, MaskValue
-from rowmax.reference.tolerance import GRADIENT, OUTPUT, complaint
+from rowmax.reference.tolerance import GRADIENT, OUTPUT, Noise, complaint
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -127,13 +132,17 @@ FAMILIES = {
     ),
     "whisper": Family("WhisperConfig", "WhisperForConditionalGeneration", WHISPER, speech),
 }
+#: transformers 5.17 passes an argument that its function for chunks does not have
+CHUNKS_GENERATE = "block_sequence_ids" in signature(create_chunked_causal_mask).parameters
 CAUSAL = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt-oss", "llama4")
 
 
 def model_of(name: str, **changes: Any) -> Any:
     family = FAMILIES[name]
     torch.manual_seed(1)
-    config = getattr(transformers, family.config)(**family.options | changes)
+    options = {"experts_implementation": "eager"} if name == "gpt-oss" else {}
+    options |= family.options | changes
+    config = getattr(transformers, family.config)(**options)
     model = getattr(transformers, family.model)(config).eval()
     for key, x in model.named_parameters():
         if x.dim() == 1:  # biases, sinks and norms begin as constants
@@ -141,6 +150,45 @@ def model_of(name: str, **changes: Any) -> Any:
         else:
             nn.init.normal_(x, 0.0, 0.3)
     return model
+
+
+def dense_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    is_causal: bool | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Return standard attention with every step in the dtype of the inputs.
+
+    Eager attention is none in float64: its softmax is in float32, and a row that sees nothing is
+    NaN.
+    """
+    key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
+    s = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    s = s if softcap is None else softcap * torch.tanh(s / softcap)
+    s = s if position_bias is None else s + position_bias
+    if attention_mask is None and (module.is_causal if is_causal is None else is_causal):
+        attention_mask = torch.ones(s.shape[-2:], dtype=torch.bool).tril()
+    if attention_mask is not None:
+        s = s.masked_fill(~attention_mask, -torch.inf)
+    top = s.detach().amax(-1, keepdim=True).clamp(min=-1e30)
+    top = top if s_aux is None else torch.maximum(top, s_aux.detach()[:, None, None])
+    weights = torch.exp(s - top)
+    total = weights.sum(-1, keepdim=True)
+    if s_aux is not None:
+        total = total + torch.exp(s_aux[:, None, None] - top)
+    return (weights / total.clamp(min=1e-30) @ value).transpose(1, 2), None
+
+
+transformers.AttentionInterface.register("dense", dense_forward)
+transformers.AttentionMaskInterface.register("dense", sdpa_mask)
 
 
 class Result(NamedTuple):
@@ -157,14 +205,14 @@ def result(model: Any, kind: str, dtype: torch.dtype, given: dict[str, Any]) -> 
     given = {key: x.to(dtype) if x.is_floating_point() else x for key, x in given.items()}
     outputs = {key: x for key, x in model(**given, use_cache=False).items() if key in OUTPUTS}
     real = given.get("attention_mask")
-    if real is not None and real.dim() == 2:
+    if real is not None:
         outputs = {
             key: x[real.bool()] if x.shape[:2] == real.shape else x for key, x in outputs.items()
         }
     generator = torch.Generator().manual_seed(3)
     loss = sum((x * torch.randn(x.shape, generator=generator)).sum() for x in outputs.values())
     loss.backward()  # pyright: ignore
-    gradients = {key: x.grad for key, x in model.named_parameters() if x.grad is not None}
+    gradients = {key: x.grad.clone() for key, x in model.named_parameters() if x.grad is not None}
     return Result({key: x.detach() for key, x in outputs.items()}, gradients)
 
 
@@ -173,18 +221,35 @@ OUTPUTS = ("logits", "last_hidden_state", "text_embeds", "image_embeds", "logits
 
 def complaints(model: Any, given: dict[str, Any]) -> list[str]:
     """Return a sentence for each output and gradient that breaks the rule."""
-    ref = result(model, "eager", torch.float64, given)
-    std = result(model, "eager", torch.float32, given)
+    ref = result(model, "dense", torch.float64, given)
+    std = result(model, "dense", torch.float32, given)
     got = result(model, NAME, torch.float32, given)
-    assert got.outputs.keys() == ref.outputs.keys()
+    eager = result(model, "eager", torch.float32, given)
     assert got.outputs
+    assert got.outputs.keys() == ref.outputs.keys()
     assert got.gradients.keys() == ref.gradients.keys()
     found = []
-    for factor, xs, refs, stds in zip((OUTPUT, GRADIENT), got, ref, std, strict=True):
-        for key, x in xs.items():
-            text = complaint(x, refs[key], stds[key], torch.float32, factor)
-            found += [f"{key}: {text}"] if text else []
-    return found
+    for key, x in got.outputs.items():
+        found.append((key, complaint(x, ref.outputs[key], std.outputs[key], x.dtype, OUTPUT)))
+        torch.testing.assert_close(x, eager.outputs[key], rtol=1e-4, atol=1e-4)
+    for key, x in got.gradients.items():
+        noise = noise_of(key, ref.gradients)
+        want = ref.gradients[key], std.gradients[key]
+        found.append((key, complaint(x, *want, x.dtype, GRADIENT, noise)))
+    return [f"{key}: {text}" for key, text in found if text]
+
+
+def noise_of(name: str, gradients: dict[str, Tensor]) -> Noise:
+    """Return the noise of a parameter's gradient, by the rule of ``reference/tolerance.py``.
+
+    ``dS = P (dP - Delta)`` is off by ``u (2 + |s| + |lse|)`` of its terms, also where they cancel;
+    a bias of keys has only cancelled terms. Scores reach 3 here. The terms have the size of the
+    gradients of the layer's other projections.
+    """
+    layer = name.rsplit(".", 2)[0]
+    near = [x for key, x in gradients.items() if key.rsplit(".", 2)[0] == layer]
+    largest = 8 * torch.finfo(torch.float32).eps / 2 * max(x.abs().max().item() for x in near)
+    return Noise(largest, largest * gradients[name].numel() ** 0.5)
 
 
 def padding(side: str) -> Tensor:
@@ -247,6 +312,8 @@ def test_a_tensor_of_a_user_agrees_with_eager(kind: str):
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", [*CAUSAL, "t5", "whisper"])
 def test_generated_tokens_are_those_of_eager(name: str, cache: str):
+    if (name, cache) == ("llama4", "static") and not CHUNKS_GENERATE:
+        pytest.skip("this release of transformers cannot")
     model, given = model_of(name), FAMILIES[name].inputs()
     given.pop("decoder_input_ids", None)
     if "input_ids" in given:
@@ -283,7 +350,8 @@ def test_a_compiled_decode_compiles_once():
 
 @pytest.mark.parametrize("name", ["gemma3", "gpt-oss"])
 def test_a_training_step_compiles_in_one_graph(name: str):
-    model, given = model_of(name), text() | {"attention_mask": padding("left")}
+    options = {"experts_implementation": "grouped_mm"} if name == "gpt-oss" else {}
+    model, given = model_of(name, **options), text() | {"attention_mask": padding("left")}
     want = result(model, NAME, torch.float32, given)
     torch._dynamo.reset()
     model.compile(fullgraph=True, backend="aot_eager")
@@ -292,6 +360,7 @@ def test_a_training_step_compiles_in_one_graph(name: str):
     torch.testing.assert_close(got.gradients, want.gradients)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # the name of the method, since 5.23
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_repeats_dropout(reentrant: bool):
     model, given = model_of("llama", attention_dropout=0.3), text()
@@ -377,7 +446,7 @@ def test_layers_share_one_mask():
 
 
 def test_the_weights_of_attention_are_refused():
-    with pytest.raises(ValueError, match="output_attentions"):
+    with pytest.raises(Exception, match=r"output_attentions.*not supported.*rowmax"):
         model_of("llama", attn_implementation=NAME, output_attentions=True)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -180,11 +180,11 @@ def test_a_mask_that_a_model_computes_with_is_a_boolean_tensor():
 
 
 @pytest.fixture
-def value() -> Iterator[MaskValue]:
+def value() -> MaskValue:
     padding = torch.tensor([[False, True, True, True]] * 2)
     found = attention_mask(2, 4, 4, attention_mask=padding)
     assert isinstance(found, MaskValue)
-    yield found
+    return found
 
 
 def test_code_that_combines_masks_gets_the_boolean_tensor(value: MaskValue):

@@ -191,9 +191,10 @@ class MaskValue:
         return func(*args, **{key: _as_tensor(x) for key, x in (kwargs or {}).items()})
 
 
+#: functions that take a boolean mask, by their names without outer underscores
 _COMBINE = frozenset(
-    "where masked_fill masked_fill_ logical_and logical_or logical_not and rand iand or ror ior "
-    "bitwise_and bitwise_or bitwise_not cat concat all any".split()
+    ["where", "masked_fill", "cat", "concat", "all", "any", "and", "rand", "or", "ror"]
+    + [f"{kind}_{word}" for kind in ("logical", "bitwise") for word in ("and", "or", "not")]
 )
 
 

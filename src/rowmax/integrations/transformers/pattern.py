@@ -151,7 +151,7 @@ class _PerSequence(_Symbol):
 
 
 class _Rule(_Symbol):
-    """Whether a pair may attend: terms that all have to allow it."""
+    """Terms: a pair may attend if all allow it."""
 
     def __init__(self, terms: tuple[Term, ...]) -> None:
         self.terms = terms
@@ -166,9 +166,10 @@ def _rule(x: Any) -> _Rule:
     """Return the rule of a result: a boolean table read at the key is one."""
     if isinstance(x, _Rule):
         return x
-    if isinstance(x, _Index) and x.place.side == "k" and x.place.table is not None:
-        if x.place.table.dtype == torch.bool:
-            return _Rule((InUse(x.place.table),))
+    if isinstance(x, _Index) and x.place.side == "k":
+        table = x.place.table
+        if table is not None and table.dtype == torch.bool and x.place.shift == 0:
+            return _Rule((InUse(table),))
     raise UnknownPatternError(f"a result of {type(x).__name__}")
 
 
@@ -229,7 +230,7 @@ class _Index(_Symbol):
         if not isinstance(other, _Index):
             self._unknown()
         query, key = _by_side(self.place, other.place)
-        shift, table = _compared(key, query)  # of key - query
+        shift, table = _compared(key, query)
         if self.place.side == "k":
             return _Rule((Band(None, -shift - strict, table),))
         return _Rule((Band(shift - strict, None, table),))
