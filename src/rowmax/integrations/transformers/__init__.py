@@ -21,9 +21,9 @@ except ModuleNotFoundError as error:
     ) from error
 
 from .attention import attention_forward
-from .masks import MaskValue, attention_mask
+from .masks import MaskValue, attention_mask, skip_full_masks
 
-__all__ = ["NAME", "MaskValue", "attention_forward", "attention_mask"]
+__all__ = ["NAME", "MaskValue", "attention_forward", "attention_mask", "skip_full_masks"]
 
 #: the value of ``attn_implementation``. "flash" in it would change what transformers passes.
 NAME = "rowmax"

@@ -8,10 +8,30 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.utils.import_utils import is_tracing
 
 import rowmax
 
 from .pattern import Band, Chunks, InUse, Place, Same, Term, UnknownPatternError, terms_of
+
+_skips_full_masks = False
+
+
+def skip_full_masks(enabled: bool = True) -> None:
+    """Read each padding mask on a GPU once a model call, and drop it if it hides no token.
+
+    Reading waits for the GPU. transformers' own functions read the mask. It is off at first: a
+    mask without padding costs its ids in every layer, and nothing waits. A mask on a CPU is always
+    read. Masks in compiled graphs never are.
+
+    Raises:
+        TypeError: enabled is not True or False.
+    """
+    if not isinstance(enabled, bool):
+        raise TypeError(f"enabled: got {enabled!r}; want True or False")
+    global _skips_full_masks
+    _skips_full_masks = enabled
+
 
 #: the id of keys that no query sees; no query has it
 _NO_ID = -(2**31)
@@ -253,7 +273,10 @@ def attention_mask(
             terms, sizes, allow_is_bidirectional_skip if bidirectional else allow_is_causal_skip
         ):
             raise UnknownPatternError("the model computes with its mask")
-        found = value_of(terms, sizes, device, attention_mask)
+        if attention_mask is not None and _hides_nothing(attention_mask, sizes):
+            found = value_of(terms, sizes, device, None)
+        else:
+            found = value_of(terms, sizes, device, attention_mask)
     except UnknownPatternError:
         return sdpa_mask(
             batch_size=batch_size,
@@ -278,6 +301,18 @@ def _is_computed_with(terms: tuple[Term, ...], sizes: Sizes, skip: bool | None) 
     """
     packs = any(isinstance(term, Same) and isinstance(term.key, Place) for term in terms)
     return not skip and not packs and sizes.nq > 1
+
+
+def _hides_nothing(padding: Tensor, sizes: Sizes) -> bool:
+    """Return True if a padding mask is read and is True at every key that a query may reach."""
+    offset, reach = sizes.q_offset, sizes.kv_offset + sizes.nk
+    if type(padding) is not Tensor or is_tracing(padding):
+        return False
+    if padding.is_meta or not (_skips_full_masks or padding.device.type == "cpu"):
+        return False
+    if padding.shape[1] < reach or isinstance(offset, Tensor):
+        return False
+    return bool(padding[:, sizes.kv_offset : reach].all())
 
 
 def value_of(
