@@ -201,11 +201,11 @@ def test_a_compiled_decode_compiles_once():
     assert len(graphs) == 1
 
 
-@pytest.mark.parametrize("name", ["gemma3", "t5"])
+@pytest.mark.parametrize("name", ["gemma3", "t5", "bert"])
 def test_a_training_step_compiles_in_one_graph(name: str):
     model, given = model_of(name), inputs_of(name) | {"attention_mask": padding_of("left")}
     want = result_of(model, NAME, torch.float32, given)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     model.compile(fullgraph=True, backend="aot_eager")
     got = result_of(model, NAME, torch.float32, given)
     torch.testing.assert_close(got.outputs, want.outputs)

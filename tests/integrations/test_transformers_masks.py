@@ -17,7 +17,12 @@ pytest.importorskip("transformers")
 
 from transformers import masking_utils as theirs
 
-from rowmax.integrations.transformers import MaskValue, attention_forward, attention_mask
+from rowmax.integrations.transformers import (
+    MaskValue,
+    attention_forward,
+    attention_mask,
+    skip_full_masks,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -219,6 +224,31 @@ def test_a_value_moves_to_another_device(value: MaskValue):
     assert all(t.is_meta for pair in moved.ids for t in pair)
 
 
+def test_a_padding_mask_without_padding_is_dropped_where_it_is_read():
+    full, some = (
+        torch.ones(2, 4, dtype=torch.bool),
+        torch.tensor([[True] * 4, [False] + [True] * 3]),
+    )
+    assert len(value_of(attention_mask=full).ids) == 0
+    assert len(value_of(attention_mask=some).ids) == 1
+    later = {"q_length": 1, "kv_length": 3, "q_offset": 3, "kv_offset": 1}
+    assert len(value_of(attention_mask=some, **later).ids) == 0
+    short = value_of(attention_mask=full, kv_length=9)  # a static cache
+    assert torch.equal(short.dense()[0, 0], torch.ones(4, 9, dtype=torch.bool).tril())
+    for enabled in (True, False):
+        skip_full_masks(enabled)
+        assert len(value_of(attention_mask=full.to("meta"), device="meta").ids) == 1
+    with pytest.raises(TypeError, match="enabled: got 1; want True or False"):
+        skip_full_masks(1)  # pyright: ignore
+
+
+def value_of(**given: Any) -> MaskValue:
+    usual = {"batch_size": 2, "q_length": 4, "kv_length": 4}
+    found = attention_mask(**usual | given)
+    assert isinstance(found, MaskValue)
+    return found
+
+
 def test_a_value_that_was_made_before_is_used_again(value: MaskValue):
     assert attention_mask(2, 4, 4, attention_mask=value) is value
 
@@ -345,7 +375,7 @@ def test_a_mask_is_made_within_a_compiled_graph():
         lambda: packed(theirs.causal_mask_function, positions),
         lambda: theirs.chunked_causal_mask_function(3, torch.zeros(1, dtype=torch.int64)),
     ):
-        torch._dynamo.reset()
+        torch.compiler.reset()
         call = partial(masked, function)
         compiled = torch.compile(call, fullgraph=True, backend="eager")
         torch.testing.assert_close(compiled(q, k, v), call(q, k, v))

@@ -104,7 +104,7 @@ class MaskValue:
     def allows_all(self) -> bool:
         """Return True if no pair is hidden, as far as the host knows."""
         limits = (self.left, self.right, self.lengths, self.keys)
-        return not self.ids and all(x is None for x in limits)
+        return len(self.ids) == 0 and all(x is None for x in limits)
 
     def _build(self) -> rowmax.Mask | None:
         found: rowmax.Mask | None = None
