@@ -298,6 +298,10 @@ def test_layers_share_one_mask():
 
 
 def test_the_weights_of_attention_are_refused():
+    model = model_of("bert")
+    model.set_attn_implementation(NAME)
+    with pytest.raises(NotImplementedError, match="output_attentions: got True; want None, or"):
+        model(**inputs_of("bert"), output_attentions=True)
     with pytest.raises(Exception, match=r"output_attentions.*not supported.*rowmax"):
         model_of("llama", attn_implementation=NAME, output_attentions=True)
 
