@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import random
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +26,7 @@ from rowmax.integrations.transformers import (
     attention_mask,
     skip_full_masks,
 )
+from rowmax.integrations.transformers.attention import REFUSED
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -323,6 +327,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "pages": ({"cache": object()}, NotImplementedError, "cache: got object; want None, or attn_"),
     "slopes": ({"alibi": torch.ones(2)}, NotImplementedError, "alibi: got a tensor"),
     "indices": ({"indices": torch.ones(2)}, NotImplementedError, "indices: got a tensor"),
+    "sinks of queries": ({"sinks": torch.ones(2, 2, 9, 1)}, NotImplementedError, "sinks: got a t"),
     "mask 2-D": ({"attention_mask": torch.ones(2, 9)}, ValueError, r"attention_mask: got shape"),
     "mask int": (
         {"attention_mask": torch.ones(2, 1, 9, 9, dtype=torch.int64)},
@@ -344,6 +349,28 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "sinks": ({"s_aux": torch.ones(3)}, ValueError, "sink: got"),
 }
+
+
+#: names that models pass to the attention function, and those of their own layers
+READ = set(signature(attention_forward).parameters) | set(REFUSED) | {"deterministic"}
+READ |= {f"{name}_{side}" for name in ("cu_seq_lens", "max_length") for side in "qk"}
+UNREAD = {"position_ids", "layer_idx", "is_cross_attention"}
+
+
+def test_every_argument_that_a_model_of_transformers_passes_is_known():
+    """A name that a later release adds must not be ignored."""
+    found: dict[str, str] = {}
+    for path in Path(theirs.__file__).parent.glob("models/*/modeling_*.py"):
+        text = path.read_text(encoding="utf-8")
+        if "attention_interface(" not in text:
+            continue
+        for node in ast.walk(ast.parse(text)):
+            name = getattr(node.func, "id", None) if isinstance(node, ast.Call) else None
+            if name == "attention_interface":
+                assert isinstance(node, ast.Call)
+                found |= {x.arg: path.name for x in node.keywords if x.arg}
+    assert len(found) > 10
+    assert {name: found[name] for name in set(found) - READ - UNREAD} == {}
 
 
 @pytest.mark.parametrize("name", MISTAKES)

@@ -12,12 +12,14 @@ import rowmax
 from .masks import MaskValue
 
 #: arguments that would change the result and have no form here -> an advice
-_REFUSED = {
+REFUSED = {
     "output_attentions": 'attn_implementation="eager", because the weights are never stored',
     "cache": 'attn_implementation="sdpa" for continuous batching, because pages are not read',
     "head_mask": 'attn_implementation="eager"',
     "alibi": 'attn_implementation="eager", or slopes as position_bias',
     "block_indices": 'attn_implementation="eager"',
+    "indices": 'attn_implementation="sdpa" or "eager", for which a model adds them to its mask',
+    "sinks": 'attn_implementation="eager", or s_aux, a logit a head [Hq]',
 }
 
 
@@ -49,14 +51,14 @@ def attention_forward(
         s_aux: ``[Hq]``, a sink logit a head.
         position_bias: added to the scores; has a gradient.
         more: ``cu_seq_lens_q`` and ``cu_seq_lens_k`` ``[S + 1]`` of sequences packed in a batch of
-            one, with ``max_length_q`` and ``max_length_k``. Arguments that other layers read are
-            ignored, as by transformers' own functions.
+            one, with ``max_length_q`` and ``max_length_k``; ``deterministic``. Models pass on the
+            arguments of their other layers, which have no effect here.
 
     Raises:
         TypeError, ValueError, NotImplementedError: naming the argument, what it got and what it
             accepts.
     """
-    _refuse(more, attention_mask)
+    _refuse(more)
     _check_shapes(query, key, value)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
@@ -82,6 +84,7 @@ def attention_forward(
         "softcap": 0.0 if softcap is None else softcap,
         "sink": s_aux,
         "dropout_p": dropout,
+        "deterministic": bool(more.get("deterministic", False)),
     }
     if packed:
         return _attend_packed(query, key, value, options, more), None
@@ -161,21 +164,16 @@ def _longest(n: Any, cu: Tensor) -> int | None:
     return n
 
 
-def _refuse(more: dict[str, Any], mask: Any) -> None:
+def _refuse(more: dict[str, Any]) -> None:
     """Raise for arguments that change the result and that rowmax does not compute."""
     if not more:
         return
-    for name, advice in _REFUSED.items():
+    for name, advice in REFUSED.items():
         got = more.get(name)
         if got is not None and got is not False:
             got = "a tensor" if isinstance(got, Tensor) else got
             got = got if isinstance(got, (str, bool)) else type(got).__name__
             raise NotImplementedError(f"{name}: got {got}; want None, or {advice}")
-    if more.get("indices") is not None and not isinstance(mask, Tensor):
-        raise NotImplementedError(
-            "indices: got a tensor without a boolean attention_mask that holds them; want "
-            'None, or attn_implementation="eager"'
-        )
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
