@@ -354,7 +354,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 #: names that models pass to the attention function, and those of their own layers
 READ = set(signature(attention_forward).parameters) | set(REFUSED) | {"deterministic"}
 READ |= {f"{name}_{side}" for name in ("cu_seq_lens", "max_length") for side in "qk"}
-UNREAD = {"position_ids", "layer_idx", "is_cross_attention"}
+UNREAD = {"position_ids"}  # the mask holds packed sequences
 
 
 def test_every_argument_that_a_model_of_transformers_passes_is_known():
