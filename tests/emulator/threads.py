@@ -41,16 +41,17 @@ class Here(threading.local):
 
 
 class Wait(NamedTuple):
-    """A thread that waits: for what, and the condition that ends it."""
+    """A thread that waits: for what, the condition that ends it, and how to wake the thread."""
 
     thread: str
     text: str
     ready: Callable[[], bool]
+    bell: threading.Condition
 
 
 here = Here()
 #: guards barriers, memory and what follows
-lock = threading.Condition()
+lock = threading.RLock()
 #: checks at the end of every thread
 at_end: list[Callable[[], None]] = []
 _failures: list[BaseException] = []
@@ -63,7 +64,15 @@ def progress() -> None:
     """Record that something changed that a thread may wait for. The caller holds the lock."""
     global _last_progress
     _last_progress = time.monotonic()
-    lock.notify_all()
+    for wait in _waits.values():  # each thread that wakes in vain would take the lock twice
+        if wait.ready():
+            wait.bell.notify()
+
+
+def _wake_all() -> None:
+    """Let all that wait look for a failure or a deadlock. The caller holds the lock."""
+    for wait in _waits.values():
+        wait.bell.notify()
 
 
 def check() -> None:
@@ -78,7 +87,10 @@ def wait_until(ready: Callable[[], bool], text: str) -> None:
     """Wait until ``ready``, which is called with the lock held."""
     thread = threading.current_thread()
     with lock:
-        _waits[id(thread)] = Wait(thread.name, text, ready)
+        if ready():
+            return
+        bell = threading.Condition(lock)
+        _waits[id(thread)] = Wait(thread.name, text, ready, bell)
         try:
             while not ready():
                 if _failures:
@@ -86,7 +98,7 @@ def wait_until(ready: Callable[[], bool], text: str) -> None:
                 if _deadlocked() or time.monotonic() - _last_progress > LIMIT:
                     waits = "; ".join(f"{w.thread} waits for {w.text}" for w in _waits.values())
                     raise Stuck(waits)
-                lock.wait(0.5)
+                bell.wait(0.5)
         finally:
             del _waits[id(thread)]
 
@@ -99,7 +111,8 @@ def _count(change: int) -> None:
     global _active
     with lock:
         _active += change
-        lock.notify_all()  # those that wait look for a deadlock
+        if _deadlocked():
+            _wake_all()
 
 
 @contextmanager
@@ -144,7 +157,7 @@ def _run_thread(function: Callable[..., Any], args: tuple[Any, ...], block: Bloc
     except BaseException as error:
         with lock:
             _failures.append(error)
-            lock.notify_all()
+            _wake_all()
     finally:
         _count(-1)
 

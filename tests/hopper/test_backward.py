@@ -27,7 +27,7 @@ def run(*arguments: str, **variables: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", *arguments],
         cwd=ROOT,
-        env={**os.environ, **variables},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
         capture_output=True,
         text=True,
     )
@@ -88,7 +88,7 @@ def test_sections_of_heads_fit_the_cache_and_tiles_follow_each_other(
 
     problem = Problem(
         "cuda", torch.bfloat16, batch, tokens, tokens, heads, kv_heads, 128, 128, 1.0, 0.0, 0.0,
-        None, right, False, False, None, None, None, False, False, False, tokens, tokens, True,
+        None, right, False, False, None, None, None, (), False, False, tokens, tokens, True,
     )  # fmt: skip
     config = config_for(problem, TILES[128, 128][0])
     assert config.ABREAST is (right is not None and heads > kv_heads)
