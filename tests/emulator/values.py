@@ -31,21 +31,23 @@ class DType:
 float32, float16 = DType("fp32", np.float32), DType("fp16", np.float16)
 bfloat16 = DType("bf16", np.float32)
 int32, int64, int1 = DType("i32", np.int32), DType("i64", np.int64), DType("i1", np.bool_)
+_FLOAT64 = np.dtype(np.float64)
 DTYPES = {d.kind: d for d in (float16, int32, int64, int1, float32)}
 
 
 def raw(x: Any) -> Any:
     """Return the numpy array of a Tensor; anything else as it is."""
-    return x.a if isinstance(x, Tensor) else x
+    return x.a if type(x) is Tensor else x
 
 
 class Tensor:
     """A tensor or a scalar in registers. Layouts are ignored."""
 
+    __slots__ = ("a",)
+
     def __init__(self, a: Any) -> None:
-        self.a: Any = np.asarray(a)
-        if self.a.dtype == np.float64:
-            self.a = self.a.astype(np.float32)
+        a = a if type(a) is np.ndarray else np.asarray(a)
+        self.a: Any = a.astype(np.float32) if a.dtype is _FLOAT64 else a
 
     dtype = property(lambda self: DTYPES[self.a.dtype])
     shape = property(lambda self: list(self.a.shape))
@@ -84,6 +86,8 @@ class Tensor:
 
 def _operator(f: Any) -> Any:
     def run(a: Any, b: Any) -> Any:
+        if type(a) is Tensor and type(b) is Tensor:  # two arrays need no conversion
+            return Tensor(f(a.a, b.a))
         if isinstance(b, Pointer):
             return NotImplemented
         a, b = raw(a), raw(b)
@@ -94,7 +98,9 @@ def _operator(f: Any) -> Any:
 
 def matched(a: Any, b: Any) -> Any:
     """Return a; if it is a Python number and b an array, in the dtype that Triton gives it."""
-    if isinstance(a, (bool, int, float)) and isinstance(b, np.ndarray) and b.dtype.kind != "b":
+    if type(a) is not np.ndarray and isinstance(a, (bool, int, float)) and (
+        isinstance(b, np.ndarray) and b.dtype.kind != "b"
+    ):
         kind = b.dtype if isinstance(a, int) or b.dtype.kind == "f" else np.float32
         return np.asarray(a, kind)
     return a
