@@ -100,8 +100,8 @@ def pointers(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: T
         totals = (problem.total_q, problem.total_k)
         counter, ends, table, cu_q, cu_k = packed.order(cu_q, cu_k, totals, C.TILE, out, lse, sink)
     if problem.documents:
-        spans, q_range, k_range = spans_of(problem, tensors, C.WARPGROUPS, C.TOKENS, C.BLOCK_K)
-        counter = torch.zeros(1, dtype=torch.int32, device=out.device)
+        found = spans_of(problem, tensors, C.WARPGROUPS, C.TOKENS, C.BLOCK_K)
+        spans, q_range, k_range, counter = found
     bias = bias if C.BIAS != "copied" else None
     return Pointers(
         out, lse, table, ends, counter, cu_q, cu_k, lengths, spans, q_range, k_range, q_ids, k_ids,
