@@ -29,8 +29,8 @@ test: lint unit doctest ## lint, unit and doctest
 lint: $(STAMP) ## style, plain words, types, and which module may import which
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python tools/plain_words.py src demo benchmarks tools tests docs *.md
-	$(BIN)/python tools/form.py src demo benchmarks tools tests
+	$(BIN)/python tools/plain_words.py src demo examples benchmarks tools tests docs *.md
+	$(BIN)/python tools/form.py src demo examples benchmarks tools tests
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 

@@ -116,7 +116,8 @@ _OUTPUTS = ("logits", "last_hidden_state", "text_embeds", "image_embeds", "logit
 
 def inputs_of(name: str, x: Sizes = SMALL) -> dict[str, Tensor]:
     """Return random inputs of two rows."""
-    text = torch.randint(3, VOCABULARY, (2, x.tokens))
+    text = torch.randint(3, VOCABULARY - 1, (2, x.tokens))
+    text[:, x.tokens // 2] = VOCABULARY - 1  # CLIP reads the output of the greatest token
     decoded = torch.randint(3, VOCABULARY, (2, x.decoded))
     images, speech = torch.randn(2, 3, 16, 16), torch.randn(2, 8, 2 * x.tokens)
     every = {

@@ -10,8 +10,8 @@ times). ``generation`` measures generated tokens a second. ``training`` measures
 and peak memory of a training step. Contestants take turns, in an order that changes from turn to
 turn; results are medians. Each part writes ``OUT/transformers_PART.csv``. No network is used.
 
-``rowmax-read`` is rowmax that reads padding masks (``skip_full_masks()``). The exit status is 1 if
-rowmax's error is too large.
+``rowmax-unread`` is rowmax that reads no padding masks (``skip_full_masks(False)``). The exit
+status is 1 if rowmax's error is too large.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ def medians(
 
 def use(model: Any, kind: str) -> None:
     """Switch a model to a kind of attention."""
-    skip_full_masks(kind == "rowmax-read")
-    model.set_attn_implementation(kind.removesuffix("-read"))
+    skip_full_masks(kind != "rowmax-unread")
+    model.set_attn_implementation(kind.removesuffix("-unread"))
 
 
 def llama(options: argparse.Namespace, **sizes: int) -> Any:
@@ -183,7 +183,7 @@ def generation(options: argparse.Namespace) -> Iterator[Row]:
         vocab_size=1000 if options.quick else 32000,
     ).eval()
     limits: Row = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
-    kinds = chosen(options, ("rowmax", "rowmax-read", "sdpa", "eager"))
+    kinds = chosen(options, ("rowmax", "rowmax-unread", "sdpa", "eager"))
     for batch in (1, 16):
         ids = torch.randint(3, 1000, (batch, prompt), device=options.device)
         for cache in options.caches:

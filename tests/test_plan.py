@@ -63,10 +63,10 @@ def gradients(t: Named, **options: Any) -> Named:
 @pytest.mark.parametrize(
     ("grads", "parts"),
     [
-        ("q k v bias sink", {"cpu": (1, 1, 1, 0, 1), "torch": (0, 0, 0, 1, 0)}),
-        ("k bias", {"cpu": (0, 1, 0, 0, 0), "torch": (0, 0, 0, 1, 0)}),
-        ("bias", {"torch": (0, 0, 0, 1, 0)}),
-        ("q sink", {"cpu": (1, 0, 0, 0, 1)}),
+        ("q k v bias sink", {"cpu": (1, 1, 1, 0, 1, 0), "torch": (0, 0, 0, 1, 0, 0)}),
+        ("k bias", {"cpu": (0, 1, 0, 0, 0, 0), "torch": (0, 0, 0, 1, 0, 0)}),
+        ("bias", {"torch": (0, 0, 0, 1, 0, 0)}),
+        ("q sink", {"cpu": (1, 0, 0, 0, 1, 0)}),
     ],
 )
 def test_each_gradient_comes_from_the_backend_of_its_job(

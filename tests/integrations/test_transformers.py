@@ -31,7 +31,7 @@ from benchmarks.model_families import (
     result_of,
 )
 from rowmax.integrations.transformers import NAME, MaskValue
-from rowmax.reference.tolerance import GRADIENT, OUTPUT, Noise, complaint
+from rowmax.reference.tolerance import GRADIENT, OUTPUT, complaint
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -82,11 +82,17 @@ transformers.AttentionMaskInterface.register("dense", sdpa_mask)
 
 
 def complaints(model: Any, given: dict[str, Any]) -> list[str]:
-    """Return a sentence for each output and gradient that breaks the rule."""
+    """Return a sentence for each output and gradient that breaks the rule.
+
+    Gradients are those of a float64 model: rounding in float32 is judged call by call in the tests
+    of backends, and a model adds the noise of all its layers. The rule allows three times the error
+    of standard attention in float32, far above the rounding of float64 and below any wrong mask.
+    """
     ref = result_of(model, "dense", torch.float64, given)
     std = result_of(model, "dense", torch.float32, given)
     got = result_of(model, NAME, torch.float32, given)
     eager = result_of(model, "eager", torch.float32, given)
+    wide = result_of(model, NAME, torch.float64, given)
     assert got.outputs
     assert got.outputs.keys() == ref.outputs.keys()
     assert got.gradients.keys() == ref.gradients.keys()
@@ -94,24 +100,10 @@ def complaints(model: Any, given: dict[str, Any]) -> list[str]:
     for key, x in got.outputs.items():
         found.append((key, complaint(x, ref.outputs[key], std.outputs[key], x.dtype, OUTPUT)))
         torch.testing.assert_close(x, eager.outputs[key], rtol=1e-4, atol=1e-4)
-    for key, x in got.gradients.items():
-        noise = noise_of(key, ref.gradients)
+    for key, x in wide.gradients.items():
         want = ref.gradients[key], std.gradients[key]
-        found.append((key, complaint(x, *want, x.dtype, GRADIENT, noise)))
+        found.append((key, complaint(x, *want, torch.float32, GRADIENT)))
     return [f"{key}: {text}" for key, text in found if text]
-
-
-def noise_of(name: str, gradients: dict[str, Tensor]) -> Noise:
-    """Return the noise of a parameter's gradient, by the rule of ``reference/tolerance.py``.
-
-    ``dS = P (dP - Delta)`` is off by ``u (2 + |s| + |lse|)`` of its terms, also where they cancel;
-    a bias of keys has only cancelled terms. Scores reach 3 here. The terms have the size of the
-    gradients of the layer's other projections.
-    """
-    layer = name.rsplit(".", 2)[0]
-    near = [x for key, x in gradients.items() if key.rsplit(".", 2)[0] == layer]
-    largest = 8 * torch.finfo(torch.float32).eps / 2 * max(x.abs().max().item() for x in near)
-    return Noise(largest, largest * gradients[name].numel() ** 0.5)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

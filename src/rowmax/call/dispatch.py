@@ -45,7 +45,8 @@ class Backend(Protocol):
     does not compute of a call that ``supports`` accepts, each with the reason.
     ``notes(problem, call) -> list[str]`` returns sentences that ``explain`` prints below a job.
     ``record(run, given)`` returns the results of ``run(given)``, and a function that repeats its
-    launches for tensors like these or returns None; or None in its place.
+    launches for tensors like these or returns None. In its place it returns False if such calls
+    cannot be recorded, None if a later one may be.
     """
 
     def supports(self, problem: Problem, call: Call) -> str | None:
@@ -123,13 +124,14 @@ class Prepared:
     def __init__(self, options: Options, problem: Problem) -> None:
         self.options = options
         self.problem = problem
-        #: by direction, and what the tensors of a backward are like; None after the first call
-        self._again: dict[Any, Callable[[Any], Any] | None] = {}
+        #: by direction, and what the tensors of a backward are like; None after the first call,
+        #: False where calls cannot be recorded
+        self._again: dict[Any, Callable[[Any], Any] | bool | None] = {}
 
     def forward(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
         again = self._again.get("forward")
-        found = None if again is None else again(tensors)
+        found = again(tensors) if callable(again) else None
         if found is not None:
             return found
         backend = choose(self.problem, "forward", self.options.backend).first
@@ -149,7 +151,7 @@ class Prepared:
         # a hook on saved tensors may return others than the forward had
         key = (wanted, *[None if x is None else (x.data_ptr() & 15, x.stride()) for x in given])
         again = self._again.get(key)
-        found = None if again is None else again(given)
+        found = again(given) if callable(again) else None
         if found is not None:
             return found
         plan = choose(self.problem, "backward", self.options.backend)
@@ -166,6 +168,8 @@ class Prepared:
             if len(self._again) >= _MOST_KINDS:
                 self._again.clear()
             self._again[key] = None
+            return run(given)
+        if self._again[key] is False:
             return run(given)
         results, self._again[key] = record(run, given)
         return results

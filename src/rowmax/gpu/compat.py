@@ -9,6 +9,7 @@ import gc
 import inspect
 import re
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -38,11 +39,26 @@ def is_compiled(kernel: Any) -> bool:
     return isinstance(kernel, triton.JITFunction)
 
 
+@lru_cache(maxsize=64)
+def _parameters(function: Any) -> tuple[inspect.Parameter, ...]:
+    """Return the parameters of a function; none if it is not written in Python."""
+    try:
+        return tuple(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return ()
+
+
+def _parameters_of(run: Any) -> tuple[inspect.Parameter, ...]:
+    """Return the parameters of a launcher. Each launch has its own, all of one class."""
+    if inspect.isroutine(run):
+        return _parameters(run)
+    return _parameters(type(run).__call__)[1:]  # without self
+
+
 def is_known(run: Any) -> bool:
     """Return True if a driver's launcher takes the arguments that ``launcher`` passes."""
-    try:
-        parameters = list(inspect.signature(run).parameters.values())
-    except (TypeError, ValueError):  # not written in Python
+    parameters = _parameters_of(run)
+    if not parameters:
         return False
     names = tuple(x.name for x in parameters[:-1])
     return (
@@ -57,7 +73,8 @@ def graphs_exist() -> bool:
     It is slow, because it visits all objects. A test of each launch for a capture takes 0.3 us
     (H100 host).
     """
-    return any(issubclass(type(x), torch.cuda.CUDAGraph) for x in gc.get_objects())
+    kinds = set(map(type, gc.get_objects()))  # a test of each object would take twice as long
+    return any(issubclass(kind, torch.cuda.CUDAGraph) for kind in kinds)
 
 
 def launcher(compiled: Any, grid: tuple[int, int, int], device: int) -> Callable[..., None] | None:
@@ -90,7 +107,7 @@ def launcher(compiled: Any, grid: tuple[int, int, int], device: int) -> Callable
 
 def _is_thin(run: Any) -> bool:
     """Return True if a launcher only adds two flags and empty scratch memory (triton 3.6)."""
-    names = tuple(inspect.signature(run).parameters)
+    names = tuple(x.name for x in _parameters_of(run))
     return (
         type(run).__name__ == "CudaLauncher"
         and names[:-1] == _PLACE

@@ -12,8 +12,8 @@ class Plans(OrderedDict[Any, Any]):
     """Plans by key, in the order of their last use. Past ``most`` the oldest are dropped.
 
     None is dropped while a CUDA graph is alive, for a replay reads the tables of its plans. A
-    search for graphs takes milliseconds, so a quarter is dropped at once. While there are graphs
-    the next search waits until there are twice as many plans.
+    search for graphs takes tens of milliseconds, so a half is dropped at once. While there are
+    graphs the next search waits until there are twice as many plans.
     """
 
     def __init__(self, most: int) -> None:
@@ -29,5 +29,5 @@ class Plans(OrderedDict[Any, Any]):
             self._look_at = 2 * len(self)
             return
         self._look_at = self.most
-        while len(self) > self.most * 3 // 4:
+        while len(self) > self.most // 2:
             self.popitem(last=False)

@@ -39,6 +39,8 @@ class JobSpec(NamedTuple):
     matrices: tuple[str, ...] = ()
     #: heads alternate tile by tile
     alternate: bool = False
+    #: it visits only the tiles that a mask of documents or booleans leaves
+    lists: bool = True
 
 
 class Job:
@@ -89,7 +91,7 @@ def build_job(
     terms, bias_batch, constants = kernel_args.pair_strides(tensors), None, {}
     if resident == "rows":
         constants["PACKED"] = False
-    elif listed(problem):
+    elif spec.lists and listed(problem):
         terms |= tile_strides(problem, tensors, tiles, resident)
     if resident == "bias":
         assert problem.bias is not None
@@ -194,7 +196,7 @@ def _run(
     rows = spec.resident == "rows"
     if more is not None:
         made = made | more(job)
-    if not rows and listed(problem):
+    if not rows and spec.lists and listed(problem):
         made = made | tile_pointers(problem, tensors, job.tiles, spec.resident)
     ptr = Pointers(tensors.q, **made) if rows else Pointers(*tensors, **made)
     job.run(ptr)

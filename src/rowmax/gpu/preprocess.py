@@ -64,7 +64,11 @@ def row_sums_kernel(ptr, num, cfg):
             x = tl.dot(q, tl.trans(k), input_precision=cfg.PRECISION)
             s, _ = lib.scored(x, ptr, num, cfg, place, row, j0 + j)
             p = rules.natural_weight(s, lse[:, None], 0.0)
-            p = lib.only_seen(p, ptr, num, cfg, place, row, j0 + j, partial, "any")
+            # without lists any tile may hold pairs that documents or booleans forbid
+            if ptr.q_ids is not None or ptr.allowed is not None:
+                p = lib.only_seen(p, ptr, num, cfg, place, row, j0 + j, partial, "partial")
+            else:
+                p = lib.only_seen(p, ptr, num, cfg, place, row, j0 + j, partial, "any")
             total += tl.sum(p, 1)
         if ptr.sink is not None:
             total += rules.natural_weight(tl.load(ptr.sink + place.head).to(tl.float32), lse, 0.0)
@@ -72,7 +76,8 @@ def row_sums_kernel(ptr, num, cfg):
     tl.store(lib.row_vector(ptr.rest, num, cfg, place) + rows, rest, mask=rows < place.nq)
 
 
-ROW_SUMS = JobSpec("row_sums", row_sums_kernel, "queries")
+#: its lists would be made at every call, and few calls have rows that it sums
+ROW_SUMS = JobSpec("row_sums", row_sums_kernel, "queries", lists=False)
 
 
 def row_sums(

@@ -155,8 +155,10 @@ def _is_recordable(device: torch.device) -> bool:
 
 def record(
     run: Callable[[Sequence[Any]], tuple[Any, ...]], given: Sequence[Any]
-) -> tuple[tuple[Any, ...], Again | None]:
-    """Return (results of the call, the function that repeats it, or None).
+) -> tuple[tuple[Any, ...], Again | bool | None]:
+    """Return (results of the call, the function that repeats it).
+
+    Instead of the function: False if such calls cannot be recorded, None if this one could not.
 
     ``run`` computes the results of the tensors ``given``; it has run for others like these. The
     function repeats the launches for others again, and returns None once they are dropped.
@@ -168,10 +170,10 @@ def record(
     with _Watch() as watch, recorded_by() as launches:
         results = run(type(given)(*aliases) if hasattr(given, "_fields") else aliases)
     if not watch.complete or not launches:
-        return results, None
+        return results, False
     found = Record(aliases, watch, results, launches)
     if not found.complete:
-        return results, None
+        return results, False
     _RECORDS.keep(next(_numbers), found)
     kept = weakref.ref(found)  # weak: the cache knows how many tables may stay
     del found

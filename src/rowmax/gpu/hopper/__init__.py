@@ -81,8 +81,8 @@ def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
     return host.forward(problem, tensors)
 
 
-def record(run: Callable[[Any], Any], given: Any) -> tuple[Any, Callable[[Any], Any] | None]:
-    """Return the results of a call, and the function that repeats its launches, or None."""
+def record(run: Callable[[Any], Any], given: Any) -> tuple[Any, Callable[[Any], Any] | bool | None]:
+    """Return the results of a call, and the function that repeats its launches (``replay``)."""
     from .. import replay
 
     return replay.record(run, given)

@@ -336,7 +336,8 @@ def pointers(
     order: packed.Order | None,
 ) -> Pointers:
     """Return the pointers of a work that fills ``results``: dk or dq, dv, uncopied dbias."""
-    _, _, _, bias, _, heads, _, q_ids, k_ids, lengths, cu_q, cu_k, _ = tensors
+    bias, heads, lengths = tensors.bias, tensors.heads, tensors.lengths
+    q_ids, k_ids = tensors.q_ids, tensors.k_ids
     c, table, ends, counter, spans = work.config, work.table, work.ends, None, None
     if order is not None:
         counter, ends, table = order[:3]
@@ -360,8 +361,8 @@ def pointers(
         ends=ends,
         counter=counter,
         done=t.done,
-        cu_q=cu_q,
-        cu_k=cu_k,
+        cu_q=tensors.cu_seqlens_q,
+        cu_k=tensors.cu_seqlens_k,
         lengths=None if lengths is None else lengths.contiguous(),
         spans=spans,
         q_ids=q_ids,

@@ -1,18 +1,26 @@
 """The documents of a mask: the key tiles that share one with a query tile, and their ids.
 
 Any order of ids is valid; sorted ids are fast. A query tile skips the key tiles before the first
-and after the last that share an id with it.
+and after the last that share an id with it. On a GPU three kernels or four compute the tables: the
+same in torch is forty operations, 0.9 ms of the host (H200).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from ...call.problem import Problem, Tensors
 from ...rules.mask import tile_range
+from ..compiled import Launch
+
+_FAR = tl.constexpr(2**31 - 1)
+_CHUNK = tl.constexpr(256)  # tiles that a step of a kernel reads
 
 
 class Spans(NamedTuple):
@@ -21,6 +29,42 @@ class Spans(NamedTuple):
     spans: Tensor  # int32 [B, query tiles, 2], the columns that a query tile may see
     q_range: Tensor  # int32 [B|1, warpgroups' tiles, 2], the least and the greatest id
     k_range: Tensor  # int32 [B|1, key tiles, 2]
+    counter: Tensor  # int32 [1], 0
+
+
+def tile_spans(
+    resident: Tensor, streamed: Tensor, block: int, block_streamed: int, batch: int
+) -> Tensor:
+    """Return int32 ``[B, resident tiles, 2]``: the first and past the last streamed tile of each.
+
+    The arguments are the ids of both sides, ``[B|1, N]``. Neither bound decreases from one tile to
+    the next, so the resident tiles of a streamed one are an interval too.
+    """
+    if resident.device.type == "cpu" and not _is_interpreted():
+        begin, end = _met(tile_range(resident, block), tile_range(streamed, block_streamed))
+        begin = begin.flip(1).cummin(1)[0].flip(1)
+        end = end.cummax(1)[0]
+        return torch.stack([begin, end], -1).int().expand(batch, -1, -1).contiguous()
+    ranges = _ranges(resident, block), _ranges(streamed, block_streamed)
+    spans = _spans(*ranges, 1, 1, batch)
+    _run(_sorted_launch(batch, spans.shape[1], ranges[1].shape[1]), SpanPointers(spans=spans))
+    return spans
+
+
+def spans_of(p: Problem, t: Tensors, warpgroups: int, tokens: int, block_k: int) -> Spans:
+    """Return what the forward reads of documents."""
+    assert t.q_ids is not None
+    assert t.k_ids is not None
+    q_ids, k_ids = t.q_ids.contiguous(), t.k_ids.contiguous()
+    counter = q_ids.new_empty(1)
+    if q_ids.device.type == "cpu" and not _is_interpreted():
+        q_range, k_range = tile_range(q_ids, tokens), tile_range(k_ids, block_k)
+        begin, end = _met(tile_range(q_ids, tokens * warpgroups), k_range)
+        spans = (torch.stack([begin, end], -1) * block_k).expand(p.batch, -1, -1)
+        q_range, k_range = (torch.stack(x, -1).contiguous() for x in (q_range, k_range))
+        return Spans(spans.int().contiguous(), q_range, k_range, counter.zero_())
+    q_range, k_range = _ranges(q_ids, tokens, counter), _ranges(k_ids, block_k)
+    return Spans(_spans(q_range, k_range, warpgroups, block_k, p.batch), q_range, k_range, counter)
 
 
 def _met(ids: tuple[Tensor, Tensor], others: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -32,26 +76,150 @@ def _met(ids: tuple[Tensor, Tensor], others: tuple[Tensor, Tensor]) -> tuple[Ten
     return torch.where(meet, tile, n).amin(2), torch.where(meet, tile + 1, 0).amax(2)
 
 
-def tile_spans(
-    resident: Tensor, streamed: Tensor, block: int, block_streamed: int, batch: int
-) -> Tensor:
-    """Return int32 ``[B, resident tiles, 2]``: the first and past the last streamed tile of each.
+# --- kernels -----------------------------------------------------------------------------------
 
-    The arguments are the ids of both sides, ``[B|1, N]``. Neither bound decreases from one tile to
-    the next, so the resident tiles of a streamed one are an interval too.
+
+class SpanPointers(NamedTuple):
+    """The tensors of the kernels here."""
+
+    ids: Any = None  # int32 [B|1, N]
+    ranges: Any = None  # int32 [B|1, tiles, 2]
+    others: Any = None
+    spans: Any = None  # int32 [B, tiles, 2]
+    counter: Any = None  # int32 [1], set to 0
+
+
+class SpanNumbers(NamedTuple):
+    """The sizes of the kernels here."""
+
+    n: Any  # ids of a sequence, or tiles
+    others: Any = 1  # other tiles
+    stride: Any = 0  # tiles from sequence to sequence; 0: all share one
+    stride_others: Any = 0
+    BLOCK: Any = tl.constexpr(1)  # ids of a tile, or ranges of one
+    PADDED: Any = tl.constexpr(1)  # the next power of two
+    UNIT: Any = tl.constexpr(1)  # factor of a span
+
+
+@triton.jit
+def ranges_kernel(t, num):
+    """Store the least and the greatest id of one tile."""
+    tile = tl.program_id(0)
+    b = tl.program_id(1)
+    if t.counter is not None:
+        tl.store(t.counter, 0)  # every program stores the same
+    i = tile * num.BLOCK + tl.minimum(tl.arange(0, num.PADDED), num.BLOCK - 1)
+    ids = tl.load(t.ids + b.to(tl.int64) * num.n + tl.minimum(i, num.n - 1))
+    to = t.ranges + (b.to(tl.int64) * tl.num_programs(0) + tile) * 2
+    tl.store(to, tl.min(ids, 0))
+    tl.store(to + 1, tl.max(ids, 0))
+
+
+@triton.jit
+def spans_kernel(t, num):
+    """Store where the other tiles begin and end that may share an id with one tile."""
+    tile = tl.program_id(0)
+    b = tl.program_id(1).to(tl.int64)
+    i = tile * num.BLOCK + tl.minimum(tl.arange(0, num.PADDED), num.BLOCK - 1)
+    at = t.ranges + (b * num.stride + tl.minimum(i, num.n - 1)) * 2
+    low = tl.min(tl.load(at), 0)
+    high = tl.max(tl.load(at + 1), 0)
+    begin = num.others
+    end = 0
+    for first in tl.range(0, num.others, _CHUNK):
+        j = first + tl.arange(0, _CHUNK)
+        other = t.others + (b * num.stride_others + j) * 2
+        other_low = tl.load(other, mask=j < num.others, other=_FAR)
+        other_high = tl.load(other + 1, mask=j < num.others, other=0)
+        met = (low <= other_high) & (other_low <= high) & (j < num.others)
+        begin = tl.minimum(begin, tl.min(tl.where(met, j, num.others), 0))
+        end = tl.maximum(end, tl.max(tl.where(met, j + 1, 0), 0))
+    to = t.spans + (b * tl.num_programs(0) + tile) * 2
+    tl.store(to, begin * num.UNIT)
+    tl.store(to + 1, end * num.UNIT)
+
+
+@triton.jit
+def _least(a, b):
+    return tl.minimum(a, b)
+
+
+@triton.jit
+def _greatest(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def sorted_kernel(t, num):
+    """Lower the begins and raise the ends of a sequence, so that neither ever decreases."""
+    spans = t.spans + tl.program_id(0).to(tl.int64) * num.n * 2
+    chunks = tl.cdiv(num.n, _CHUNK)
+    least = num.others
+    greatest = 0
+    for c in tl.range(0, chunks):
+        j = (chunks - 1 - c) * _CHUNK + tl.arange(0, _CHUNK)
+        x = tl.load(spans + 2 * j, mask=j < num.n, other=_FAR)
+        x = tl.minimum(tl.associative_scan(x, 0, _least, reverse=True), least)
+        tl.store(spans + 2 * j, x, mask=j < num.n)
+        least = tl.min(x, 0)
+        j = c * _CHUNK + tl.arange(0, _CHUNK)
+        x = tl.load(spans + 2 * j + 1, mask=j < num.n, other=0)
+        x = tl.maximum(tl.associative_scan(x, 0, _greatest), greatest)
+        tl.store(spans + 2 * j + 1, x, mask=j < num.n)
+        greatest = tl.max(x, 0)
+
+
+# --- launches ----------------------------------------------------------------------------------
+
+
+def _is_interpreted() -> bool:
+    return not isinstance(ranges_kernel, triton.JITFunction)
+
+
+def _constants(block: int) -> dict[str, Any]:
+    return {"BLOCK": tl.constexpr(block), "PADDED": tl.constexpr(triton.next_power_of_2(block))}
+
+
+@lru_cache(maxsize=4096)
+def _ranges_launch(batch: int, n: int, block: int) -> Launch:
+    numbers = SpanNumbers(n, **_constants(block))
+    return Launch(ranges_kernel, (-(-n // block), batch, 1), {"num_warps": 1}, (numbers,))
+
+
+@lru_cache(maxsize=4096)
+def _spans_launch(
+    batch: int, n: int, others: int, shared: tuple[bool, bool], group: int, unit: int
+) -> Launch:
+    strides = [0 if one else size for one, size in zip(shared, (n, others), strict=True)]
+    numbers = SpanNumbers(n, others, *strides, **_constants(group), UNIT=tl.constexpr(unit))
+    return Launch(spans_kernel, (-(-n // group), batch, 1), {"num_warps": 2}, (numbers,))
+
+
+@lru_cache(maxsize=4096)
+def _sorted_launch(batch: int, n: int, others: int) -> Launch:
+    return Launch(sorted_kernel, (batch, 1, 1), {"num_warps": 2}, (SpanNumbers(n, others),))
+
+
+def _run(launch: Launch, t: SpanPointers) -> None:
+    (launch.public if _is_interpreted() else launch)(t)
+
+
+def _ranges(ids: Tensor, block: int, counter: Tensor | None = None) -> Tensor:
+    """Return the least and the greatest id of each tile, int32 ``[B|1, tiles, 2]``."""
+    batch, n = ids.shape
+    ranges = ids.new_empty(batch, -(-n // block), 2)
+    _run(_ranges_launch(batch, n, block), SpanPointers(ids, ranges, counter=counter))
+    return ranges
+
+
+def _spans(ranges: Tensor, others: Tensor, group: int, unit: int, batch: int) -> Tensor:
+    """Return int32 ``[B, tiles, 2]``: where the other tiles begin and end, times ``unit``.
+
+    A tile is ``group`` ranges. Only tiles that may share an id with it are within.
     """
-    begin, end = _met(tile_range(resident, block), tile_range(streamed, block_streamed))
-    begin = begin.flip(1).cummin(1)[0].flip(1)
-    end = end.cummax(1)[0]
-    return torch.stack([begin, end], -1).int().expand(batch, -1, -1).contiguous()
-
-
-def spans_of(p: Problem, t: Tensors, warpgroups: int, tokens: int, block_k: int) -> Spans:
-    """Return what the forward reads of documents."""
-    assert t.q_ids is not None
-    assert t.k_ids is not None
-    q_range, k_range = tile_range(t.q_ids, tokens), tile_range(t.k_ids, block_k)
-    begin, end = _met(tile_range(t.q_ids, tokens * warpgroups), k_range)
-    spans = (torch.stack([begin, end], -1) * block_k).expand(p.batch, -1, -1)
-    q_range, k_range = (torch.stack(x, -1).contiguous() for x in (q_range, k_range))
-    return Spans(spans.int().contiguous(), q_range, k_range)
+    n, m = ranges.shape[1], others.shape[1]
+    spans = ranges.new_empty(batch, -(-n // group), 2)
+    shared = ranges.shape[0] == 1, others.shape[0] == 1
+    launch = _spans_launch(batch, n, m, shared, group, unit)
+    _run(launch, SpanPointers(ranges=ranges, others=others, spans=spans))
+    return spans

@@ -89,10 +89,11 @@ def launch(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None
 
 def pointers(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> Pointers:
     """Return the pointers of a call; launches what makes its tables."""
-    _, _, _, bias, sink, heads, _, q_ids, k_ids, lengths, cu_q, cu_k, _ = tensors
     C, table, ends, counter = plan.constants.config, plan.rows, plan.ends, None
-    small = (x if x is None else x.contiguous() for x in (q_ids, k_ids, heads, sink, lengths))
-    q_ids, k_ids, heads, sink, lengths = small
+    names = ("q_ids", "k_ids", "heads", "sink", "lengths")
+    small = (getattr(tensors, name) for name in names)
+    q_ids, k_ids, heads, sink, lengths = (x if x is None else x.contiguous() for x in small)
+    cu_q, cu_k = tensors.cu_seqlens_q, tensors.cu_seqlens_k
     spans = q_range = k_range = None
     if problem.varlen:
         assert cu_q is not None
@@ -100,9 +101,9 @@ def pointers(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: T
         totals = (problem.total_q, problem.total_k)
         counter, ends, table, cu_q, cu_k = packed.order(cu_q, cu_k, totals, C.TILE, out, lse, sink)
     if problem.documents:
-        spans, q_range, k_range = spans_of(problem, tensors, C.WARPGROUPS, C.TOKENS, C.BLOCK_K)
-        counter = torch.zeros(1, dtype=torch.int32, device=out.device)
-    bias = bias if C.BIAS != "copied" else None
+        found = spans_of(problem, tensors, C.WARPGROUPS, C.TOKENS, C.BLOCK_K)
+        spans, q_range, k_range, counter = found
+    bias = tensors.bias if C.BIAS != "copied" else None
     return Pointers(
         out, lse, table, ends, counter, cu_q, cu_k, lengths, spans, q_range, k_range, q_ids, k_ids,
         heads, sink, bias,

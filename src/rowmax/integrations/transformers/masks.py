@@ -14,15 +14,15 @@ import rowmax
 
 from .pattern import Band, Chunks, InUse, Place, Same, Term, UnknownPatternError, terms_of
 
-_skips_full_masks = False
+_skips_full_masks = True
 
 
 def skip_full_masks(enabled: bool = True) -> None:
     """Read each padding mask on a GPU once a model call, and drop it if it hides no token.
 
-    Reading waits for the GPU. transformers' own functions read the mask. It is off at first: a
-    mask without padding costs its ids in every layer, and nothing waits. A mask on a CPU is always
-    read. Masks in compiled graphs never are.
+    It is on at first, as in transformers' own functions. Reading waits for the GPU. Off, nothing
+    waits, and a mask without padding costs its ids in every layer. A mask on a CPU is always read.
+    Masks are never read in compiled graphs, nor while a CUDA graph is captured.
 
     Raises:
         TypeError: enabled is not True or False.
@@ -311,6 +311,8 @@ def _hides_nothing(padding: Tensor, sizes: Sizes) -> bool:
     if padding.is_meta or not (_skips_full_masks or padding.device.type == "cpu"):
         return False
     if padding.shape[1] < reach or isinstance(offset, Tensor):
+        return False
+    if padding.is_cuda and torch.cuda.is_current_stream_capturing():
         return False
     return bool(padding[:, sizes.kv_offset : reach].all())
 

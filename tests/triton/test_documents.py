@@ -1,0 +1,53 @@
+"""The kernels of the tables of documents, in Triton's interpreter, against the same in torch."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rowmax.gpu.hopper import documents
+
+pytestmark = pytest.mark.skipif(
+    not documents._is_interpreted(), reason="needs TRITON_INTERPRET=1 before triton is imported"
+)
+
+
+def in_torch(monkeypatch: pytest.MonkeyPatch, function: Any, *given: Any) -> Any:
+    with monkeypatch.context() as patch:
+        patch.setattr(documents, "_is_interpreted", lambda: False)
+        return function(*given)
+
+
+def ids(rng: random.Random, batch: int, n: int) -> Tensor:
+    """Return random ids, some shared by the batch, some sorted."""
+    t = torch.randint(-2, rng.choice((1, 3, 20)), (rng.choice((1, batch)), n), dtype=torch.int32)
+    return t.sort(1)[0] if rng.random() < 0.6 else t
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_tables_of_documents_float32(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of tiles on both sides of a step of 256, blocks that are no power of two."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    batch = rng.choice((1, 2, 3))
+    q, k = (
+        ids(rng, batch, rng.choice((1, 5, 130, 1000))),
+        ids(rng, batch, rng.choice((1, 100, 900))),
+    )
+    blocks = rng.choice((16, 64, 21)), rng.choice((1, 3, 64, 128))
+    given = (q, k, *blocks, batch)
+    got, want = (
+        documents.tile_spans(*given),
+        in_torch(monkeypatch, documents.tile_spans, *given),
+    )
+    assert torch.equal(got, want)
+    tensors = SimpleNamespace(q_ids=q, k_ids=k)
+    given = (SimpleNamespace(batch=batch), tensors, rng.choice((1, 2, 3)), *blocks)
+    both = documents.spans_of(*given), in_torch(monkeypatch, documents.spans_of, *given)
+    for got, want in zip(*both, strict=True):
+        assert torch.equal(got, want)
