@@ -10,12 +10,14 @@ would allow any error.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rowmax.call.inputs import Wanted
 from rowmax.testing import (
     Answer,
     Call,
@@ -130,9 +132,17 @@ def row_complaints(got: Answer, ref: Answer, allowed: float) -> list[str]:
 
 
 def check_backward(
-    case: Case, dtype: torch.dtype, bias_dtype: torch.dtype, device: str, backward: Any
+    case: Case,
+    dtype: torch.dtype,
+    bias_dtype: torch.dtype,
+    device: str,
+    backward: Any,
+    lacked: Container[str] = (),
 ) -> list[str]:
-    """Return what is wrong with a backend's backward from the definition's out and lse."""
+    """Return what is wrong with a backend's backward from the definition's out and lse.
+
+    The backend makes no gradient that is ``lacked``.
+    """
     call = extreme(case, dtype, bias_dtype, device)
     problem, tensors = call.problem()
     dout, dlse = cotangents(call)
@@ -140,12 +150,14 @@ def check_backward(
     rows = (ref.out.to(dtype), ref.lse.to(problem.accumulator), dout, dlse)
     if case.packed:
         rows = tuple(t[None] for t in rows)
-    wanted = call.wanted
+    wanted = Wanted(*(w and f"d{n}" not in lacked for n, w in call.wanted._asdict().items()))
     with poisoned():
         got = backward(problem, tensors, *rows, wanted)
-    gradients = {n: getattr(got, field_of(n)).view(x.shape) for n, x in ref.gradients.items()}
+    made = {n: x for n, x in ref.gradients.items() if getattr(wanted, field_of(n))}
+    gradients = {n: getattr(got, field_of(n)).view(x.shape) for n, x in made.items()}
     allowed = limit(dtype, bias_dtype)
-    return complaints(Answer(ref.out, ref.lse, gradients), ref, allowed)
+    want = replace(ref, gradients=made)
+    return complaints(Answer(ref.out, ref.lse, gradients), want, allowed)
 
 
 def check(

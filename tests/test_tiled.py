@@ -246,9 +246,9 @@ def test_refuses_only_what_it_has_not():
 
 
 def test_gradcheck():
-    q = torch.randn(2, 5, 4, 3, dtype=torch.float64, requires_grad=True)
-    k = torch.randn(2, 7, 2, 3, dtype=torch.float64, requires_grad=True)
-    v = torch.randn(2, 7, 2, 2, dtype=torch.float64, requires_grad=True)
+    q = torch.randn(2, 5, 4, 2, dtype=torch.float64, requires_grad=True)
+    k = torch.randn(2, 7, 2, 2, dtype=torch.float64, requires_grad=True)
+    v = torch.randn(2, 7, 2, 1, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(4, 5, 1, dtype=torch.float64, requires_grad=True)
     sink = torch.randn(4, dtype=torch.float64, requires_grad=True)
 

@@ -218,7 +218,8 @@ def extremes(only: list[str]) -> list[str]:
             problem = extreme_bias.extreme(case, *pair, "cpu").problem()[0]
             if hopper.supports(problem, "backward") is not None:
                 continue
-            wrong = extreme_bias.check_backward(case, *pair, "cpu", hopper.backward)
+            lacked = hopper.lacks(problem, "backward")
+            wrong = extreme_bias.check_backward(case, *pair, "cpu", hopper.backward, lacked)
             found += [f"{case} {pair[0]} {pair[1]}: {text}" for text in wrong]
             print(case, *pair, *(wrong or ["right"]), flush=True)
     return found
