@@ -34,16 +34,17 @@ lint: $(STAMP) ## style, plain words, types, and which module may import which
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
-# Parts, two at a time, the longest first: one test seldom keeps two cores busy. Idle threads sleep:
-# those of torch and numpy spin at the end of an operation, on the core of the other part. Triton's
-# interpreter has to be on before anything imports triton: a process of its own. It is slow: float32 here, and a
-# bias that all share; float16 and tiles of every shape without the -k.
+# Parts, three at a time, the longest first: one test seldom keeps two cores busy, and the emulator
+# sleeps a third of its time. Idle threads sleep: those of torch and numpy spin at the end of an
+# operation, on the core of another part. Triton's interpreter has to be on before anything imports
+# triton: a process of its own. It is slow: float32 here, and a bias that all share; float16 and
+# tiles of every shape without the -k.
 PARTS := unit-others unit-compile unit-backward unit-emulator unit-interpreter
 APART := tests/compile tests/emulator tests/hopper tests/triton
 unit: export OMP_WAIT_POLICY := passive
 unit: export OPENBLAS_NUM_THREADS := 1
 unit: $(STAMP) ## the tests
-	$(MAKE) -j2 $(PARTS)
+	$(MAKE) -j3 $(PARTS)
 
 .PHONY: $(PARTS)
 unit-others: $(STAMP)

@@ -1,8 +1,8 @@
 """Make Triton's interpreter faster, without a change of what it computes.
 
-Our kernels take a third of the time. Without this the interpreter spends the rest on the types of
-each operation: it looks through ``triton.language`` at each call of a function, computes whether
-integers overflow for an assertion that is off, and makes the type of each result anew.
+Our kernels take a third of the time. Without this the interpreter spends the rest on types. It
+looks through ``triton.language`` at each call of a function, and makes each type of a result again.
+It computes whether integers overflow, for an assertion that is off.
 """
 
 from __future__ import annotations

@@ -98,8 +98,10 @@ def _operator(f: Any) -> Any:
 
 def matched(a: Any, b: Any) -> Any:
     """Return a; if it is a Python number and b an array, in the dtype that Triton gives it."""
-    if type(a) is not np.ndarray and isinstance(a, (bool, int, float)) and (
-        isinstance(b, np.ndarray) and b.dtype.kind != "b"
+    if (
+        type(a) is not np.ndarray
+        and isinstance(a, (bool, int, float))
+        and (isinstance(b, np.ndarray) and b.dtype.kind != "b")
     ):
         kind = b.dtype if isinstance(a, int) or b.dtype.kind == "f" else np.float32
         return np.asarray(a, kind)
