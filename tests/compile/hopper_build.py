@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import pytest
@@ -23,7 +24,8 @@ class Line(NamedTuple):
     text: str
 
 
-class Built(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Built:
     """A compiled kernel."""
 
     plan: host.Plan
@@ -76,15 +78,22 @@ class Built(NamedTuple):
         (Waits at a barrier lie out of line and branch back too, around the stores of a finished
         tile among others.)
         """
+        bodies = [b for b in self._loops_with_products if count(b, "STG") == stores]
+        return [b for b in bodies if not any(_within(other, b) for other in bodies)]
+
+    @cached_property
+    def _loops_with_products(self) -> list[list[Line]]:
         spans = []
         for line in self.lines:
-            target = re.search(r"\bBRA (?:\S+, )?(0x[0-9a-f]+)", line.text)
+            target = "BRA" in line.text and _BACK.search(line.text)
             if target and int(target[1], 16) <= line.address:
                 spans.append((int(target[1], 16), line.address))
         bodies = [[x for x in self.lines if a <= x.address <= b] for a, b in spans]
-        bodies = [b for b in bodies if any("HGMMA" in x.text for x in b)]
-        bodies = [b for b in bodies if count(b, "STG") == stores]
-        return [b for b in bodies if not any(_within(other, b) for other in bodies)]
+        return [b for b in bodies if any("HGMMA" in x.text for x in b)]
+
+
+_LABEL = re.compile(r"`\((\.L_x_\d+)\)")
+_BACK = re.compile(r"\bBRA (?:\S+, )?(0x[0-9a-f]+)")
 
 
 def count(body: list[Line], text: str) -> int:
@@ -117,7 +126,8 @@ def _read(plan: host.Plan, cubin: bytes, shared: int) -> Built:
     code, labels = sass.instructions(cubin)
     address = {label: hex(code[n][0]) for label, n in labels.items() if n < len(code)}
     lines = [
-        Line(at, re.sub(r"`\((\.L_x_\d+)\)", lambda m: address[m[1]], text)) for at, text in code
+        Line(at, _LABEL.sub(lambda m: address[m[1]], text) if "`" in text else text)
+        for at, text in code
     ]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
