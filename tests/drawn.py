@@ -295,6 +295,8 @@ def _group(rng: random.Random, dtype: str, hopper: bool) -> Case:
     if not hopper:
         values["dropout"] = 0.2 if has() else 0.0
         values["allowed"] = rng.choice(_PATTERNS) if has() else None
+    if has(0.6) and not hopper:
+        values |= {"prefix": (0.5, 0.0, 1.5, 0.2), "causal": False, "right": None}
     if values["lengths"] is not None and not hopper:
         values["align"] = rng.choice(("keys", "lengths"))
     if values["bias"] is not None:
@@ -303,7 +305,7 @@ def _group(rng: random.Random, dtype: str, hopper: bool) -> Case:
     if rng.random() < 0.35:
         there = {"bias": values["bias"] is not None, **{n: values[n] for n in ("sink", "alibi")}}
         values["grads"] = tuple(n for n in LEAVES if there.get(n, True) and rng.random() < 0.5)
-    reads = ("causal", "alibi", "left", "right", "dropout")
+    reads = ("causal", "alibi", "left", "right", "dropout", "prefix")
     if any(values.get(name) not in (None, False, 0.0) for name in reads) and rng.random() < 0.2:
         values["positions"] = positions(rng)
     case = Case("drawn", **values)
@@ -390,6 +392,8 @@ def _varied(rng: random.Random, case: Case) -> Case:
         values["dropout"] = rng.choice((0.05, 0.1, 0.3, 0.5, 0.95))
     if case.lengths is not None:
         values["lengths"] = tuple(rng.choice((0.0, 1.0, 1.5, rng.random())) for _ in range(4))
+    if case.prefix is not None:
+        values["prefix"] = tuple(rng.choice((0.0, 1.5, rng.random())) for _ in range(4))
     if case.documents is not None:
         kinds = ("sorted", "unsorted", "batched", "queries", "offsets")
         values["documents"] = rng.choice(kinds)
@@ -467,7 +471,7 @@ def problem_of(case: Case, dtype: str, device: str = "cuda") -> Problem:
             nq, nk = total_q, total_k
     wide = torch.float64 if kind == torch.float64 else torch.float32
     left, right = (None if n is not None and n >= 2**32 else n for n in (case.left, case.right))
-    if case.causal:
+    if case.causal or case.prefix is not None:
         right = 0 if right is None else min(right, 0)
     options = Options(1.0, left=left, right=right)
     if case.positions is not None:
@@ -500,6 +504,7 @@ def problem_of(case: Case, dtype: str, device: str = "cuda") -> Problem:
         total_k=total_k,
         deterministic=case.deterministic,
         positions=positions_read(options, case.alibi, case.dropout > 0),
+        bidirectional=case.prefix is not None and right is not None,
     )
 
 

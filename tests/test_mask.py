@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import rowmax
-from rowmax import Causal, Documents, PrefixLengths, Window
+from rowmax import Causal, Documents, Prefix, PrefixLengths, Window
 from rowmax.call.check import Arguments
 from rowmax.call.inputs import Tensors
 from rowmax.call.normalize import normalized
@@ -54,6 +54,9 @@ def masks(draw: st.DrawFn) -> tuple[Mask, tuple[int, int, int, int]]:
         mask = mask & Window(draw(limits), draw(limits))
     if draw(st.booleans()):
         mask = mask & Causal()
+    if mask.right is None and draw(st.booleans()):
+        prefix = draw(st.lists(st.integers(0, nk + 3), min_size=b, max_size=b))
+        mask = mask & Prefix(torch.tensor(prefix))
     for _ in range(draw(st.integers(0, 2))):
         batched = draw(st.booleans())
         ids, q_ids = (_ids(draw, *((b,) if batched else ()), n) for n in (nk, nq))
@@ -209,6 +212,54 @@ def test_documents_compose_in_every_form() -> None:
         assert allowed(mask, 1, 1, 0, 5).shape == (1, 1, 0, 5)
 
 
+@pytest.mark.parametrize(("nq", "nk"), [(5, 5), (3, 8), (8, 3), (1, 6), (6, 1)])
+@pytest.mark.parametrize("left", [None, 2, -1])
+def test_prefixes(nq: int, nk: int, left: int | None) -> None:
+    """Alone, in a window, in another prefix, and after lengths, aligned to the keys or to them."""
+    o, some, more = nk - nq, (2, 0, 9), (1, 7, 4)
+    mask, other = Prefix(torch.tensor(some)), Prefix(torch.tensor(more))
+    window = Window(left, None)
+
+    def rule(i: int, j: int, n: int, o: int) -> bool:
+        return (j <= i + o or j < n) and (left is None or j >= i + o - left)
+
+    seen = allowed(mask & window, 3, 1, nq, nk)
+    both = allowed(window & mask & other, 3, 1, nq, nk)
+    for b in range(3):
+        want = by_definition(lambda i, j, n=some[b]: rule(i, j, n, o), nq, nk)
+        assert torch.equal(seen[b, 0], want)
+        fewer = min(some[b], more[b])
+        want = by_definition(lambda i, j, n=fewer: rule(i, j, n, o), nq, nk)
+        assert torch.equal(both[b, 0], want)
+    for align in ALIGNMENTS:
+        lengths = PrefixLengths(torch.tensor(more), align=align)
+        seen = allowed(mask & lengths & window, 3, 1, nq, nk)
+        for b in range(3):
+            used = min(more[b], nk)
+            at = used - nq if align == "lengths" else o
+            want = by_definition(
+                lambda i, j, n=some[b], at=at, used=used: rule(i, j, n, at) and j < used, nq, nk
+            )
+            assert torch.equal(seen[b, 0], want)
+
+
+def test_a_prefix_in_a_causal_mask_is_causal() -> None:
+    for band in (Causal(), Window(3, -2), Window(None, 0)):
+        mask = Prefix(torch.tensor([4])) & band
+        assert mask.prefix is None
+        assert torch.equal(allowed(mask, 1, 1, 6, 9), allowed(band, 1, 1, 6, 9))
+
+
+def test_tiles_of_a_prefix() -> None:
+    """Tiles of the prefix are full, those above the diagonal and after it are skipped."""
+    mask = Prefix(torch.tensor([0, 32, 33, 99]))
+    found = tile_states(*posed(mask, 4, 1, 64, 64), 16, 16)[:, 0].tolist()
+    assert found[0] == [[1, 0, 0, 0], [2, 1, 0, 0], [2, 2, 1, 0], [2, 2, 2, 1]]
+    assert found[1] == [[2, 2, 0, 0], [2, 2, 0, 0], [2, 2, 1, 0], [2, 2, 2, 1]]
+    assert found[2] == [[2, 2, 1, 0], [2, 2, 1, 0], [2, 2, 1, 0], [2, 2, 2, 1]]
+    assert found[3] == [[2, 2, 2, 2]] * 4
+
+
 def test_lengths() -> None:
     seen = allowed(PrefixLengths(torch.tensor([0, 2, 9])), 3, 1, 2, 4)
     assert seen[:, 0, 0].tolist() == [[False] * 4, [True, True, False, False], [True] * 4]
@@ -263,6 +314,7 @@ def test_repr() -> None:
     mask = Window(3, 4) & Documents(ids) & PrefixLengths(torch.tensor([1])) & (ids == 0)
     assert repr(mask) == "Mask(left=3, right=4, ids=[5], lengths=[1], allowed=[5])"
     assert repr(Documents(cu_seqlens=torch.tensor([0, 5]))) == "Mask(cu_seqlens=[2])"
+    assert repr(Prefix(torch.tensor([1, 2]))) == "Mask(right=0, prefix=[2])"
     assert repr(Mask()) == "Mask()"
     cache = Causal() & PrefixLengths(torch.tensor([1]), align="lengths") & (ids == 0)
     assert repr(cache) == "Mask(right=0, lengths=[1], align='lengths', allowed=[5])"
@@ -489,6 +541,23 @@ def test_unions_say_what_works() -> None:
             ValueError,
             "PrefixLengths & PrefixLengths: got align='keys' and align='lengths'; want the same",
         ),
+        (lambda: Prefix(None), TypeError, r"Prefix\(lengths=\): got NoneType"),
+        (lambda: Prefix(torch.tensor([1.0])), TypeError, r"Prefix\(lengths=\): got torch.float32"),
+        (
+            lambda: Mask(prefix=torch.tensor([1])),
+            ValueError,
+            r"Mask\(prefix=\): got no right; want right, such as 0",
+        ),
+        (
+            lambda: Window(None, 3) & Prefix(torch.tensor([1])),
+            ValueError,
+            r"Prefix & Window\(right=3\): got a right limit above 0; want at most 0, or a boolean",
+        ),
+        (
+            lambda: Prefix(torch.tensor([1])) & Mask(right=2, prefix=torch.tensor([1])),
+            ValueError,
+            "Prefix & Prefix: got right=0 and right=2; want the same in both",
+        ),
         (lambda: as_mask(torch.zeros(3)), TypeError, "mask: got a tensor of torch.float32"),
         (lambda: as_mask("causal"), TypeError, "mask: got str; want a rowmax mask or a bool.*r$"),
         (lambda: as_mask((4, 0)), TypeError, r"mask: got tuple; .*, such as Window\(4, 0\)$"),
@@ -519,7 +588,7 @@ def test_masks_of_other_sizes_do_not_compose() -> None:
 def test_a_mask_is_copied_and_sent() -> None:
     """As to the workers of a data loader."""
     ids, q_ids = torch.tensor([0, 1, 1]), torch.tensor([1, 0, 0])
-    mask = Window(3, 1) & Documents(ids, q_ids=q_ids)
+    mask = Window(3, None) & Documents(ids, q_ids=q_ids) & Prefix(torch.tensor([1]))
     mask = mask & PrefixLengths(torch.tensor([2]), align="lengths")
     for same in (copy.deepcopy(mask), copy.copy(mask), pickle.loads(pickle.dumps(mask))):
         assert same.align == "lengths"

@@ -2,7 +2,7 @@
 
 from .attention import attention, attention_varlen
 from .explain import Explanation, explain
-from .masks import Causal, Documents, Mask, PrefixLengths, Window
+from .masks import Causal, Documents, Mask, Prefix, PrefixLengths, Window
 from .operators.primitives import logsumexp, softmax
 from .reference.online import merge
 
@@ -13,6 +13,7 @@ __all__ = [
     "Documents",
     "Explanation",
     "Mask",
+    "Prefix",
     "PrefixLengths",
     "Window",
     "attention",

@@ -86,8 +86,8 @@ def attention(
             ``PrefixLengths(lengths, align="lengths")`` ``j <= i + lengths[b] - Nq``).
         mask: which pairs may attend: ``Causal()``, ``Window(left, right)`` (limits of any sign:
             ``right=-1`` hides a query's own position), ``Documents(ids)``,
-            ``PrefixLengths(lengths)``, their intersections ``a & b``, or a boolean tensor that
-            broadcasts to ``[B, Hq, Nq, Nk]``, True may attend.
+            ``PrefixLengths(lengths)``, ``Prefix(lengths)``, their intersections ``a & b``, or a
+            boolean tensor that broadcasts to ``[B, Hq, Nq, Nk]``, True may attend.
         bias: added to the scores; broadcasts to ``[B, Hq, Nq, Nk]``, q's dtype or float32.
         alibi: slopes ``[Hq]``; adds ``-slope |i + Nk - Nq - j|``, from the same positions as
             causal.
@@ -214,8 +214,8 @@ def attention_varlen(
         cu_seqlens_k: the same for keys and values.
         max_seqlen_q, max_seqlen_k: the longest sequence, or a bound; found if None on a CPU,
             total_q and total_k on a GPU.
-        mask: bands, ``PrefixLengths`` ``[S]``, or a boolean tensor that broadcasts to
-            ``[S, Hq, max_seqlen_q, max_seqlen_k]``, as bias does.
+        mask: bands, ``PrefixLengths`` and ``Prefix`` ``[S]``, or a boolean tensor that broadcasts
+            to ``[S, Hq, max_seqlen_q, max_seqlen_k]``, as bias does.
 
     Returns:
         out ``[total_q, Hq, Dv]``, or (out, lse ``[Hq, total_q]``).

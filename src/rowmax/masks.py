@@ -47,6 +47,7 @@ class Mask:
 
     Args:
         left, right: the band ``-left <= j - (i + offset) <= right``; see ``Window``.
+        prefix: integers ``[B]``; ``right``, which it needs, limits no key ``j < prefix[b]``.
         documents: each an ``Ids``; a pair has equal ids in all of them. Ids of offsets are made
             where the number of keys is known, with the other arguments of a call.
         lengths: integers ``[B]``, key ``j < lengths[b]``.
@@ -60,10 +61,11 @@ class Mask:
         TypeError, ValueError: naming the field, what it got and what it accepts.
     """
 
-    __slots__ = ("align", "allowed", "documents", "left", "lengths", "right")
+    __slots__ = ("align", "allowed", "documents", "left", "lengths", "prefix", "right")
 
     left: int | None
     right: int | None
+    prefix: Tensor | None
     documents: tuple[Ids, ...]
     lengths: Tensor | None
     align: str
@@ -77,6 +79,7 @@ class Mask:
         lengths: Tensor | None = None,
         allowed: Tensor | None = None,
         align: str = "keys",
+        prefix: Tensor | None = None,
     ) -> None:
         name = type(self).__name__
         if left is not None:
@@ -86,12 +89,17 @@ class Mask:
         _want_documents(name, documents)
         if lengths is not None:
             check_integers(f"{name}(lengths=)", lengths, (1,))
+        if prefix is not None:
+            check_integers(f"{name}(prefix=)", prefix, (1,))
+            if right is None:
+                raise ValueError(f"{name}(prefix=): got no right; want right, such as 0")
         if allowed is not None:
             check_booleans(f"{name}(allowed=)", allowed)
         _want_alignment(type(self), align, lengths)
         put = object.__setattr__
         put(self, "left", left)
         put(self, "right", right)
+        put(self, "prefix", prefix)
         put(self, "documents", documents)
         put(self, "lengths", lengths)
         put(self, "allowed", allowed)
@@ -116,9 +124,11 @@ class Mask:
 
     def __and__(self, other: Mask | Tensor) -> Mask:
         other = as_mask(other)
+        right, prefix = _both_limits(self, other)
         return Mask(
             left=_least(self.left, other.left),
-            right=_least(self.right, other.right),
+            right=right,
+            prefix=prefix,
             documents=self.documents + other.documents,
             lengths=_both("PrefixLengths", self.lengths, other.lengths, torch.minimum),
             allowed=_both("mask", self.allowed, other.allowed, torch.logical_and),
@@ -147,7 +157,7 @@ class Mask:
         return a.__and__(b) if isinstance(a, Mask) else b.__and__(a)
 
     def __repr__(self) -> str:
-        fields = [("left", self.left), ("right", self.right)]
+        fields = [("left", self.left), ("right", self.right), ("prefix", self.prefix)]
         fields += [field for one in self.documents for field in one._asdict().items()]
         align = None if self.align == "keys" else repr(self.align)
         fields += [("lengths", self.lengths), ("align", align), ("allowed", self.allowed)]
@@ -271,6 +281,36 @@ class PrefixLengths(Mask):
         super().__init__(lengths=lengths, align=align)
 
 
+class Prefix(Mask):
+    """A prefix that all queries see, then causal: ``j <= i + offset`` or ``j < lengths[b]``.
+
+    Also called a prefix language model: an image or a prompt attends in both directions. Key tiles
+    of the prefix need no mask; tiles above the diagonal and after it are skipped.
+
+    Args:
+        lengths: integers ``[B]``, the keys of each sequence's prefix; more than Nk means Nk.
+
+    ``&`` intersects: with ``Window(left)`` a query loses the keys before its window, those of the
+    prefix, too. With ``Causal()`` or ``causal=True`` what remains is causal. After
+    ``PrefixLengths`` no padding is seen, and with ``align="lengths"`` the offset is its.
+
+    Raises:
+        TypeError, ValueError: lengths that are not integers ``[B]``; ``&`` with a window whose
+            right limit is above 0.
+
+    >>> import torch, rowmax
+    >>> q = torch.randn(2, 8, 2, 16)
+    >>> rowmax.attention(q, q, q, mask=rowmax.Prefix(torch.tensor([3, 5]))).shape
+    torch.Size([2, 8, 2, 16])
+    """
+
+    __slots__ = ()
+
+    def __init__(self, lengths: Tensor) -> None:
+        check_integers("Prefix(lengths=)", lengths, (1,))
+        super().__init__(right=0, prefix=lengths)
+
+
 def as_mask(mask: Mask | Tensor | None, name: str = "mask") -> Mask:
     """Return the record of a mask, of a boolean tensor, or of None."""
     if mask is None:
@@ -293,6 +333,29 @@ def _least(a: int | None, b: int | None) -> int | None:
     if a is None or b is None:
         return b if a is None else a
     return min(a, b)
+
+
+def _both_limits(a: Mask, b: Mask) -> tuple[int | None, Tensor | None]:
+    """Return (right, prefix) of an intersection.
+
+    A limit before or at that of a prefix removes the prefix: its keys lie within the limit's own.
+    """
+    if a.prefix is None or b.prefix is None:
+        one, other = (b, a) if a.prefix is None else (a, b)
+        if one.prefix is None or one.right is None or other.right is None:
+            return _least(a.right, b.right), one.prefix
+        if other.right <= one.right:
+            return other.right, None
+        first = "Prefix" if one.right == 0 else f"Mask(right={one.right}, prefix=)"
+        raise ValueError(
+            f"{first} & Window(right={other.right}): got a right limit above {one.right}; want at "
+            f"most {one.right}, or a boolean tensor"
+        )
+    if a.right != b.right:
+        raise ValueError(
+            f"Prefix & Prefix: got right={a.right} and right={b.right}; want the same in both"
+        )
+    return a.right, _both("Prefix", a.prefix, b.prefix, torch.minimum)
 
 
 def _one_alignment(a: Mask, b: Mask) -> str:

@@ -100,7 +100,8 @@ def check(a: Arguments, shape: Shape) -> None:
     if mask.allowed is not None:
         check_device("mask", mask.allowed, q)
         _check_broadcast("mask", mask.allowed, shape)
-    _check_lengths(q, mask.lengths, shape)
+    _check_lengths("mask: PrefixLengths(lengths=)", mask.lengths, shape, q)
+    _check_lengths("mask: Prefix(lengths=)", mask.prefix, shape, q)
     check_seed(a.seed, q.device)
 
 
@@ -286,10 +287,9 @@ def _check_each_id(name: str, ids: Tensor, batch: int, n: int, of: str, q: Tenso
         assert_later((ids == short).all(), f"{name}: want ids of 32 bits")
 
 
-def _check_lengths(q: Tensor, lengths: Tensor | None, shape: Shape) -> None:
+def _check_lengths(name: str, lengths: Tensor | None, shape: Shape, q: Tensor) -> None:
     if lengths is None:
         return
-    name = "mask: PrefixLengths(lengths=)"
     check_device(name, lengths, q)
     if lengths.shape[0] != shape.batch:
         raise bad(name, f"{lengths.shape[0]} lengths", f"one for each of {shape.batch} sequences")

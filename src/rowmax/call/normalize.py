@@ -83,6 +83,7 @@ def _signature(a: Arguments) -> tuple[Any, ...] | None:
         or cu is not None
         or mask.documents
         or mask.lengths is not None
+        or mask.prefix is not None
         or mask.allowed is not None
         or torch.compiler.is_compiling()
         or is_observed()
@@ -164,8 +165,9 @@ def _tensors(a: Arguments, shape: Shape, options: Options) -> Tensors:
         lengths=_lengths(a.mask.lengths, shape),
         cu_seqlens_q=cu_q,
         cu_seqlens_k=cu_k,
-        # last, because it may draw: a call that fails leaves the generator as it was
+        # after the checks, because it may draw: a call that fails leaves the generator as it was
         seed=_seed(a.seed, options.dropout_p, q.device),
+        prefix=_lengths(a.mask.prefix, shape),
     )
 
 

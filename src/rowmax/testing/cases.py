@@ -50,6 +50,7 @@ class Case:
     documents: str | None = None  # sorted, unsorted, batched, queries (their own ids), offsets
     lengths: tuple[float, ...] | None = None  # fractions of nk; the batch repeats them
     align: str = "keys"  # positions are aligned to the keys or to the lengths
+    prefix: tuple[float, ...] | None = None  # fractions of nk that all queries see; then causal
     #: letters of "bhqk"; 1 broadcasts, a capital is expanded; fewer letters are fewer dimensions
     allowed: str | None = None
     empty_rows: bool = False  # the boolean mask forbids every key to some rows (or sequences)
@@ -304,6 +305,9 @@ def _mask(
         some = [round(nk * case.lengths[n % len(case.lengths)]) for n in range(b)]
         lengths = torch.tensor(some, dtype=torch.int32, device=device)
         parts.append(rowmax.PrefixLengths(lengths, align=case.align))
+    if case.prefix is not None:
+        some = [round(nk * case.prefix[n % len(case.prefix)]) for n in range(b)]
+        parts.append(rowmax.Prefix(torch.tensor(some, dtype=torch.int32, device=device)))
     if case.allowed is not None:
 
         def allow(*sizes: int) -> Tensor:
