@@ -295,6 +295,8 @@ def _group(rng: random.Random, dtype: str, hopper: bool) -> Case:
     if not hopper:
         values["dropout"] = 0.2 if has() else 0.0
         values["allowed"] = rng.choice(_PATTERNS) if has() else None
+    if has(0.6) and "sequences" not in values:
+        values["padding"] = rng.choice(("left", "any"))
     if has(0.6) and not hopper:
         values |= {"prefix": (0.5, 0.0, 1.5, 0.2), "causal": False, "right": None}
     if values["lengths"] is not None and not hopper:
@@ -394,6 +396,8 @@ def _varied(rng: random.Random, case: Case) -> Case:
         values["lengths"] = tuple(rng.choice((0.0, 1.0, 1.5, rng.random())) for _ in range(4))
     if case.prefix is not None:
         values["prefix"] = tuple(rng.choice((0.0, 1.5, rng.random())) for _ in range(4))
+    if case.padding is not None:
+        values["padding"] = rng.choice(("left", "any"))
     if case.documents is not None:
         kinds = ("sorted", "unsorted", "batched", "queries", "offsets")
         values["documents"] = rng.choice(kinds)
@@ -492,7 +496,7 @@ def problem_of(case: Case, dtype: str, device: str = "cuda") -> Problem:
         dropout_p=case.dropout,
         left=left,
         right=right,
-        documents=case.documents is not None,
+        documents=case.documents is not None or case.padding is not None,
         prefix=case.lengths is not None,
         allowed=shape_of(case.allowed, case),
         bias=shape_of(case.bias, case),

@@ -121,7 +121,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"mask": torch.ones(2, 9, dtype=torch.bool)},
         ValueError,
-        r"mask: got shape \[2, 9\]; .* ~key_padding_mask\[:, None, None, :\], or PrefixLengths",
+        r"mask: got shape \[2, 9\]; .* KeyPadding\(key_padding_mask\), True at padding",
     ),
     (
         {"mask": torch.ones(6, 8, dtype=torch.bool)},

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import rowmax
-from rowmax import Causal, Documents, Prefix, PrefixLengths, Window
+from rowmax import Causal, Documents, KeyPadding, Prefix, PrefixLengths, Window
 from rowmax.call.check import Arguments
 from rowmax.call.inputs import Tensors
 from rowmax.call.normalize import normalized
@@ -61,6 +61,8 @@ def masks(draw: st.DrawFn) -> tuple[Mask, tuple[int, int, int, int]]:
         batched = draw(st.booleans())
         ids, q_ids = (_ids(draw, *((b,) if batched else ()), n) for n in (nk, nq))
         mask = mask & Documents(ids, q_ids=q_ids)
+    if draw(st.booleans()):
+        mask = mask & KeyPadding(_ids(draw, b, nk) > 0)
     if draw(st.booleans()):
         lengths = draw(st.lists(st.integers(0, nk + 3), min_size=b, max_size=b))
         align = draw(st.sampled_from(ALIGNMENTS))
@@ -258,6 +260,58 @@ def test_tiles_of_a_prefix() -> None:
     assert found[1] == [[2, 2, 0, 0], [2, 2, 0, 0], [2, 2, 1, 0], [2, 2, 2, 1]]
     assert found[2] == [[2, 2, 1, 0], [2, 2, 1, 0], [2, 2, 1, 0], [2, 2, 2, 1]]
     assert found[3] == [[2, 2, 2, 2]] * 4
+
+
+@pytest.mark.parametrize(("nq", "nk"), [(5, 5), (3, 8), (8, 3), (1, 6)])
+def test_key_padding(nq: int, nk: int) -> None:
+    """Any pattern, in both conventions, with bands, documents, lengths and other padding."""
+    o, generator = nk - nq, torch.Generator().manual_seed(3)
+    padding, more = (torch.rand(2, 3, nk, generator=generator) < 0.4).unbind()
+    padding[0], padding[1] = True, torch.arange(nk) < 2
+    every = torch.ones(3, 1, nq, nk, dtype=torch.bool)
+    kept = every & ~padding[:, None, None]
+    assert torch.equal(allowed(KeyPadding(padding), 3, 1, nq, nk), kept)
+    assert torch.equal(allowed(KeyPadding(keep=~padding), 3, 1, nq, nk), kept)
+    assert torch.equal(allowed(KeyPadding(padding[1:2]), 3, 1, nq, nk), every & kept[1:2])
+    causal = by_definition(lambda i, j: j <= i + o, nq, nk)
+    assert torch.equal(allowed(Causal() & KeyPadding(padding), 3, 1, nq, nk), kept & causal)
+    both = KeyPadding(padding) & KeyPadding(more)
+    assert torch.equal(allowed(both, 3, 1, nq, nk), kept & ~more[:, None, None])
+    documents = Documents(torch.arange(nk) // 2, q_ids=torch.arange(nq) // 3)
+    seen = allowed(documents & KeyPadding(padding), 3, 1, nq, nk)
+    assert torch.equal(seen, kept & allowed(documents, 3, 1, nq, nk))
+    aligned = PrefixLengths(torch.tensor([nk, 2, 0]), align="lengths") & Causal()
+    seen = allowed(aligned & KeyPadding(padding), 3, 1, nq, nk)
+    assert torch.equal(seen, kept & allowed(aligned, 3, 1, nq, nk))
+
+
+def test_key_padding_is_that_of_torch(backend: str) -> None:
+    """Values at padding do not matter, even NaN; a sequence of padding alone has out 0."""
+    padding = torch.tensor([[1, 1, 0, 0, 0], [0, 0, 1, 0, 1], [1, 1, 1, 1, 1]]) > 0
+    q, k, v = (torch.randn(3, 5, 2, 8, requires_grad=True) for _ in "qkv")
+    cut = [t.detach().masked_fill(padding[..., None, None], torch.nan) for t in (k, v)]
+    out = rowmax.attention(q, *cut, mask=KeyPadding(padding), backend=backend)
+    want = torch.nn.functional.scaled_dot_product_attention(
+        *(t[:2].transpose(1, 2) for t in (q, k, v)), attn_mask=~padding[:2, None, None]
+    )
+    torch.testing.assert_close(out[:2], want.transpose(1, 2))
+    assert not out[2].any()
+    for x in torch.autograd.grad(out.sum(), q):
+        assert bool(x.isfinite().all())
+    mask = KeyPadding(padding) & Causal()
+    out = rowmax.attention(q, k, v, mask=mask, backend=backend)
+    grads = torch.autograd.grad(out.square().sum(), (k, v))
+    assert not any(bool(g[padding].any()) for g in grads)
+
+
+def test_key_padding_fits_the_call() -> None:
+    q, cu = torch.randn(2, 8, 2, 4), torch.tensor([0, 8])
+    with pytest.raises(ValueError, match=r"KeyPadding: got shape \[2, 9\]; want .* = \[2, 8\]"):
+        rowmax.attention(q, q, q, mask=KeyPadding(torch.ones(2, 9) > 0))
+    with pytest.raises(ValueError, match="got KeyPadding in a packed call; want none: packed keys"):
+        rowmax.attention_varlen(q[0], q[0], q[0], cu, cu, mask=KeyPadding(torch.ones(1, 8) > 0))
+    with pytest.raises(ValueError, match=r"mask: got shape \[2, 8\]; .*KeyPadding\(key_padding"):
+        rowmax.attention(q[:, :5], q, q, mask=torch.ones(2, 8) > 0)
 
 
 def test_lengths() -> None:
@@ -557,6 +611,22 @@ def test_unions_say_what_works() -> None:
             lambda: Prefix(torch.tensor([1])) & Mask(right=2, prefix=torch.tensor([1])),
             ValueError,
             "Prefix & Prefix: got right=0 and right=2; want the same in both",
+        ),
+        (lambda: KeyPadding(), TypeError, "KeyPadding: want either padding or keep, got both"),
+        (
+            lambda: KeyPadding(torch.zeros(2, 3)),
+            TypeError,
+            r"KeyPadding\(padding=\): got a tensor of torch.float32; want torch.bool",
+        ),
+        (
+            lambda: KeyPadding(keep=torch.ones(3) > 0),
+            ValueError,
+            r"KeyPadding\(keep=\): got shape \[3\]; want \[B, Nk\]",
+        ),
+        (
+            lambda: Mask(documents=(Ids(torch.tensor([1]), q_id="a"),)),  # pyright: ignore
+            TypeError,
+            r"Documents\(q_id=\): got 'a'; want an int, and no q_ids",
         ),
         (lambda: as_mask(torch.zeros(3)), TypeError, "mask: got a tensor of torch.float32"),
         (lambda: as_mask("causal"), TypeError, "mask: got str; want a rowmax mask or a bool.*r$"),

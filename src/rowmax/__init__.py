@@ -2,7 +2,7 @@
 
 from .attention import attention, attention_varlen
 from .explain import Explanation, explain
-from .masks import Causal, Documents, Mask, Prefix, PrefixLengths, Window
+from .masks import Causal, Documents, KeyPadding, Mask, Prefix, PrefixLengths, Window
 from .operators.primitives import logsumexp, softmax
 from .reference.online import merge
 
@@ -12,6 +12,7 @@ __all__ = [
     "Causal",
     "Documents",
     "Explanation",
+    "KeyPadding",
     "Mask",
     "Prefix",
     "PrefixLengths",

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from .errors import check_booleans, check_integers
+from .errors import bad, check_booleans, check_integers, wrong_type
 from .torch_compat import values_are_readable
 
 #: the values of ``align``
@@ -40,6 +40,7 @@ class Ids(NamedTuple):
     ids: Tensor | None = None  # [N] or [B, N]
     cu_seqlens: Tensor | None = None  # [documents + 1]
     q_ids: Tensor | None = None  # [Nq] or [B, Nq]; None: the id at the query's key position
+    q_id: int | None = None  # the id of every query, instead of q_ids
 
 
 class Mask:
@@ -281,6 +282,39 @@ class PrefixLengths(Mask):
         super().__init__(lengths=lengths, align=align)
 
 
+class KeyPadding(Mask):
+    """Keys of a padding mask are seen by no query: padding on the left, on the right, anywhere.
+
+    Args:
+        padding: bool ``[B, Nk]``, True at padding, as ``nn.MultiheadAttention`` has it.
+        keep: instead of padding, True at the keys that are seen, as tokenizers return it
+            (``attention_mask.bool()``).
+
+    The value has the size of the mask, and tiles of padding alone are skipped. Where padding is
+    only on the right, ``PrefixLengths`` is smaller.
+
+    Raises:
+        TypeError, ValueError: a mask that is not bool ``[B, Nk]``, both masks or none.
+
+    >>> import torch, rowmax
+    >>> rowmax.KeyPadding(torch.tensor([[True, False, False], [False, False, True]]))
+    Mask(ids=[2, 3], q_id=0)
+    """
+
+    __slots__ = ()
+
+    def __init__(self, padding: Tensor | None = None, *, keep: Tensor | None = None) -> None:
+        if (padding is None) == (keep is None):
+            raise TypeError("KeyPadding: want either padding or keep, got both or neither")
+        name, given = ("padding", padding) if keep is None else ("keep", keep)
+        check_booleans(f"KeyPadding({name}=)", given)
+        assert given is not None
+        if given.dim() != 2:
+            raise bad(f"KeyPadding({name}=)", f"shape {list(given.shape)}", "[B, Nk]")
+        hidden = given if keep is None else ~given
+        super().__init__(documents=(Ids(hidden.to(torch.int32), q_id=0),))
+
+
 class Prefix(Mask):
     """A prefix that all queries see, then causal: ``j <= i + offset`` or ``j < lengths[b]``.
 
@@ -412,9 +446,11 @@ def _want_documents(name: str, documents: object) -> None:
             f"{name}(documents=): got {type(documents).__name__}; want a tuple of Ids, as "
             "Documents(ids).documents is"
         )
-    for ids, cu_seqlens, q_ids in documents:
+    for ids, cu_seqlens, q_ids, q_id in documents:
         if (ids is None) == (cu_seqlens is None):
             raise TypeError(_ONE_OF_TWO)
+        if q_id is not None and (q_ids is not None or as_int(q_id) is None):
+            raise wrong_type("Documents(q_id=)", repr(q_id), "an int, and no q_ids")
         if cu_seqlens is not None:
             check_integers("Documents(cu_seqlens=)", cu_seqlens, (1,))
             _want_offsets(cu_seqlens)

@@ -240,8 +240,11 @@ def check_documents(a: Arguments, shape: Shape) -> None:
     if not a.mask.documents:
         return
     if a.cu_seqlens is not None:
+        if any(one.q_id is not None for one in a.mask.documents):
+            raise bad("mask", "KeyPadding in a packed call", "none: packed keys have no padding")
         raise bad("mask", "Documents in a packed call", "none: cu_seqlens already separates")
-    if a.mask.align == "lengths" and any(one.q_ids is None for one in a.mask.documents):
+    own = (one.q_ids is not None or one.q_id is not None for one in a.mask.documents)
+    if a.mask.align == "lengths" and not all(own):
         got = 'Documents without q_ids and PrefixLengths(align="lengths")'
         raise bad("mask", got, "q_ids as well: the id of each query")
     for one in a.mask.documents:
@@ -250,6 +253,12 @@ def check_documents(a: Arguments, shape: Shape) -> None:
 
 def _check_ids(given: Ids, shape: Shape, q: Tensor) -> None:
     batch, _, nq, nk = shape
+    if given.q_id is not None and given.ids is not None:
+        check_device("mask: KeyPadding", given.ids, q)
+        if given.ids.shape not in ((batch, nk), (1, nk)):
+            got = f"shape {list(given.ids.shape)}"
+            raise bad("mask: KeyPadding", got, f"[B, Nk] = [{batch}, {nk}]")
+        return
     if given.ids is not None:
         _check_each_id("mask: Documents(ids=)", given.ids, batch, nk, "keys", q)
     else:
@@ -335,8 +344,8 @@ def _check_broadcast(name: str, t: Tensor, shape: Sequence[int]) -> None:
         want = f"one that broadcasts to [B, Hq, Nq, Nk] = {list(shape)}"
         if name == "mask" and t.shape == (shape[0], shape[3]):
             want += (
-                "; one of padding [B, Nk] is mask[:, None, None, :], which is "
-                "~key_padding_mask[:, None, None, :], or PrefixLengths(lengths)"
+                "; a padding mask [B, Nk] is KeyPadding(key_padding_mask), True at padding, or "
+                "KeyPadding(keep=mask), True at the keys that are seen"
             )
         raise bad(name, f"shape {list(t.shape)}", want)
 

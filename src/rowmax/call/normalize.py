@@ -212,6 +212,8 @@ def _ids(given: Ids, shape: Shape) -> tuple[Tensor, Tensor]:
         k_ids = ids_of_offsets(given.cu_seqlens, shape.nk)
     if given.q_ids is not None:
         return _two_axes(given.q_ids), k_ids
+    if given.q_id is not None:
+        return k_ids.new_full((1, shape.nq), given.q_id), k_ids
     return k_ids[:, shape.nk - shape.nq :], k_ids
 
 

@@ -51,6 +51,7 @@ class Case:
     lengths: tuple[float, ...] | None = None  # fractions of nk; the batch repeats them
     align: str = "keys"  # positions are aligned to the keys or to the lengths
     prefix: tuple[float, ...] | None = None  # fractions of nk that all queries see; then causal
+    padding: str | None = None  # keys that no query sees: left, any
     #: letters of "bhqk"; 1 broadcasts, a capital is expanded; fewer letters are fewer dimensions
     allowed: str | None = None
     empty_rows: bool = False  # the boolean mask forbids every key to some rows (or sequences)
@@ -308,6 +309,11 @@ def _mask(
     if case.prefix is not None:
         some = [round(nk * case.prefix[n % len(case.prefix)]) for n in range(b)]
         parts.append(rowmax.Prefix(torch.tensor(some, dtype=torch.int32, device=device)))
+    if case.padding is not None:
+        hidden = ids(2, b, nk) == 0
+        if case.padding == "left":
+            hidden = torch.arange(nk, device=device) < ids(nk + 1, b)[:, None]
+        parts.append(rowmax.KeyPadding(hidden))
     if case.allowed is not None:
 
         def allow(*sizes: int) -> Tensor:

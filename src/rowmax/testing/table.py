@@ -271,6 +271,15 @@ ALIGNED = [
     ),
 ]
 
+PADDED = [
+    Case("padding", b=3, padding="any", sink=True),
+    Case("padding-left", b=3, padding="left", causal=True, hk=2),
+    Case("padding-left-window", b=3, nq=90, nk=230, padding="left", left=60, causal=True),
+    Case("padding-documents", b=3, padding="any", documents="batched", bias="1hqk"),
+    Case("padding-longer-queries", b=3, nq=230, nk=90, padding="left", alibi=True),
+    Case("padding-prefix", b=3, padding="left", prefix=(0.3, 0.8), bias="b11k"),
+]
+
 _prefix = partial(_over, {"b": 3, "prefix": (0.4, 0.0, 1.3)})
 
 PREFIX = [
@@ -303,6 +312,7 @@ _EVERY_BACKEND = (
     *_tag(PACKED_PAIRS, "covering"),
     *_tag(ALIGNED, "covering"),
     *_tag(PREFIX, "covering"),
+    *_tag(PADDED, "covering"),
     *EXPANDED,
 )
 
