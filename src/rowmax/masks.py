@@ -12,7 +12,6 @@ Positions are aligned bottom-right: query ``i`` of ``Nq`` stands at key position
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from numbers import Integral
 from typing import Any, NamedTuple, NoReturn
 
@@ -20,6 +19,15 @@ import torch
 from torch import Tensor
 
 from .errors import bad, check_booleans, check_integers, wrong_type
+from .mask_algebra import (
+    Band,
+    UnionError,
+    both_bands,
+    both_tensors,
+    complement,
+    one_alignment,
+    union,
+)
 from .torch_compat import values_are_readable
 
 #: the values of ``align``
@@ -27,9 +35,11 @@ ALIGNMENTS = ("keys", "lengths")
 
 _INTERSECTIONS = ("and_", "bitwise_and", "iand", "__and__", "__rand__", "__iand__")
 _UNIONS = ("or_", "bitwise_or", "ior", "__or__", "__ror__", "__ior__")
+_OTHERS = ("xor", "bitwise_xor", "ixor", "__xor__", "__rxor__", "__ixor__")
 _INSTEAD_OF_UNIONS = (
-    "rowmax: masks have no |, ~ or ^; combine boolean tensors (mask=m1 | m2), or make a call for "
-    "each part of the keys and merge the parts: merge((out1, lse1), (out2, lse2))"
+    "rowmax: masks have no ^, and no | or ~ whose result is no mask; combine boolean tensors "
+    "(mask=m1 | m2), or make a call for each part of the keys and merge the parts: "
+    "merge((out1, lse1), (out2, lse2))"
 )
 _MOST = 2**32  # the distance of two positions is always less
 
@@ -45,6 +55,11 @@ class Ids(NamedTuple):
 
 class Mask:
     """The pairs (query, key) that may attend. Immutable; composed with ``&``.
+
+    ``|`` and ``~`` exist where the result is a mask: bands that overlap or touch
+    (``Window(9, 0) | Window(0, 9)``), the complement of a band with one limit (``~Causal()``),
+    ``Causal() | PrefixLengths(p)``, which is ``Prefix(p)``, padding and boolean tensors, masks that
+    differ in one such part, and masks of which one contains the other.
 
     Args:
         left, right: the band ``-left <= j - (i + offset) <= right``; see ``Window``.
@@ -125,37 +140,56 @@ class Mask:
 
     def __and__(self, other: Mask | Tensor) -> Mask:
         other = as_mask(other)
-        right, prefix = _both_limits(self, other)
+        lengths = self.lengths, other.lengths, torch.minimum
+        allowed = self.allowed, other.allowed, torch.logical_and
         return Mask(
-            left=_least(self.left, other.left),
-            right=right,
-            prefix=prefix,
+            **both_bands(self.band, other.band)._asdict(),
             documents=self.documents + other.documents,
-            lengths=_both("PrefixLengths", self.lengths, other.lengths, torch.minimum),
-            allowed=_both("mask", self.allowed, other.allowed, torch.logical_and),
-            align=_one_alignment(self, other),
+            lengths=both_tensors("PrefixLengths & PrefixLengths", *lengths),
+            allowed=both_tensors("mask & mask", *allowed),
+            align=one_alignment(self, other),
         )
 
     __rand__ = __and__
 
-    def __or__(self, other: object) -> NoReturn:
+    def __or__(self, other: Mask | Tensor) -> Mask:
+        try:
+            return Mask(**union(self, as_mask(other)))
+        except UnionError:
+            raise TypeError(_INSTEAD_OF_UNIONS) from None
+
+    __ror__ = __or__
+
+    def __xor__(self, other: object) -> NoReturn:
         raise TypeError(_INSTEAD_OF_UNIONS)
 
-    __ror__ = __xor__ = __rxor__ = __or__
+    __rxor__ = __xor__
 
-    def __invert__(self) -> NoReturn:
-        raise TypeError(_INSTEAD_OF_UNIONS)
+    def __invert__(self) -> Mask:
+        try:
+            return Mask(**complement(self))
+        except UnionError:
+            raise TypeError(_INSTEAD_OF_UNIONS) from None
+
+    @property
+    def band(self) -> Band:
+        """The limits, with the prefix that ``right`` does not limit."""
+        return Band(self.left, self.right, self.prefix)
+
+    def fields(self) -> dict[str, Any]:
+        """Return the arguments of ``Mask`` that make this mask."""
+        return {name: getattr(self, name) for name in Mask.__slots__}
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Handle ``tensor & mask``, which a compiler traces as this call; refuse the rest."""
         name = getattr(func, "__name__", None)
-        if name in _UNIONS:
+        if name in _OTHERS:
             raise TypeError(_INSTEAD_OF_UNIONS)
-        if name not in _INTERSECTIONS:
+        if name not in (*_INTERSECTIONS, *_UNIONS):
             return NotImplemented
-        a, b = args
-        return a.__and__(b) if isinstance(a, Mask) else b.__and__(a)
+        a, b = args if isinstance(args[0], Mask) else reversed(args)
+        return a | b if name in _UNIONS else a & b
 
     def __repr__(self) -> str:
         fields = [("left", self.left), ("right", self.right), ("prefix", self.prefix)]
@@ -361,59 +395,6 @@ def as_mask(mask: Mask | Tensor | None, name: str = "mask") -> Mask:
 
 
 # --- building records --------------------------------------------------------------------------
-
-
-def _least(a: int | None, b: int | None) -> int | None:
-    if a is None or b is None:
-        return b if a is None else a
-    return min(a, b)
-
-
-def _both_limits(a: Mask, b: Mask) -> tuple[int | None, Tensor | None]:
-    """Return (right, prefix) of an intersection.
-
-    A limit before or at that of a prefix removes the prefix: its keys lie within the limit's own.
-    """
-    if a.prefix is None or b.prefix is None:
-        one, other = (b, a) if a.prefix is None else (a, b)
-        if one.prefix is None or one.right is None or other.right is None:
-            return _least(a.right, b.right), one.prefix
-        if other.right <= one.right:
-            return other.right, None
-        first = "Prefix" if one.right == 0 else f"Mask(right={one.right}, prefix=)"
-        raise ValueError(
-            f"{first} & Window(right={other.right}): got a right limit above {one.right}; want at "
-            f"most {one.right}, or a boolean tensor"
-        )
-    if a.right != b.right:
-        raise ValueError(
-            f"Prefix & Prefix: got right={a.right} and right={b.right}; want the same in both"
-        )
-    return a.right, _both("Prefix", a.prefix, b.prefix, torch.minimum)
-
-
-def _one_alignment(a: Mask, b: Mask) -> str:
-    if a.lengths is None or b.lengths is None:
-        return b.align if a.lengths is None else a.align
-    if a.align != b.align:
-        raise ValueError(
-            f"PrefixLengths & PrefixLengths: got align={a.align!r} and align={b.align!r}; want "
-            "the same in both"
-        )
-    return a.align
-
-
-def _both(
-    name: str, a: Tensor | None, b: Tensor | None, combine: Callable[[Tensor, Tensor], Tensor]
-) -> Tensor | None:
-    if a is None or b is None:
-        return b if a is None else a
-    sizes = zip(reversed(a.shape), reversed(b.shape), strict=False)
-    fit = all(m == n or 1 in (m, n) for m, n in sizes) if name == "mask" else a.shape == b.shape
-    if not fit or a.device != b.device:
-        one, other = (f"{list(t.shape)} on {t.device}" for t in (a, b))
-        raise ValueError(f"{name} & {name}: got {one} and {other}; want what fits together")
-    return combine(a, b)
 
 
 _ONE_OF_TWO = "Documents: want either ids or cu_seqlens, got both or neither"
