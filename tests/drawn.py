@@ -297,6 +297,8 @@ def _group(rng: random.Random, dtype: str, hopper: bool) -> Case:
         values["allowed"] = rng.choice(_PATTERNS) if has() else None
     if has(0.6) and "sequences" not in values:
         values["padding"] = rng.choice(("left", "any"))
+    if has(0.4) and "sequences" not in values:
+        values["step"] = rng.choice((2, 3, 7, 64, 1000))
     if has(0.6) and not hopper:
         values |= {"prefix": (0.5, 0.0, 1.5, 0.2), "causal": False, "right": None}
     if values["lengths"] is not None and not hopper:
@@ -396,6 +398,8 @@ def _varied(rng: random.Random, case: Case) -> Case:
         values["lengths"] = tuple(rng.choice((0.0, 1.0, 1.5, rng.random())) for _ in range(4))
     if case.prefix is not None:
         values["prefix"] = tuple(rng.choice((0.0, 1.5, rng.random())) for _ in range(4))
+    if case.step is not None:
+        values["step"] = rng.choice((2, 3, 7, 64, 1000))
     if case.padding is not None:
         values["padding"] = rng.choice(("left", "any"))
     if case.documents is not None:
@@ -496,7 +500,7 @@ def problem_of(case: Case, dtype: str, device: str = "cuda") -> Problem:
         dropout_p=case.dropout,
         left=left,
         right=right,
-        documents=case.documents is not None or case.padding is not None,
+        documents=any(x is not None for x in (case.documents, case.padding, case.step)),
         prefix=case.lengths is not None,
         allowed=shape_of(case.allowed, case),
         bias=shape_of(case.bias, case),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import rowmax
-from rowmax import Causal, Documents, KeyPadding, Prefix, PrefixLengths, Window
+from rowmax import Causal, Dilated, Documents, KeyPadding, Prefix, PrefixLengths, Window
 from rowmax.call.check import Arguments
 from rowmax.call.inputs import Tensors
 from rowmax.call.normalize import normalized
@@ -61,6 +61,8 @@ def masks(draw: st.DrawFn) -> tuple[Mask, tuple[int, int, int, int]]:
         batched = draw(st.booleans())
         ids, q_ids = (_ids(draw, *((b,) if batched else ()), n) for n in (nk, nq))
         mask = mask & Documents(ids, q_ids=q_ids)
+    if draw(st.booleans()):
+        mask = mask & Dilated(draw(st.integers(1, 5)))
     if draw(st.booleans()):
         mask = mask & KeyPadding(_ids(draw, b, nk) > 0)
     if draw(st.booleans()):
@@ -312,6 +314,25 @@ def test_key_padding_fits_the_call() -> None:
         rowmax.attention_varlen(q[0], q[0], q[0], cu, cu, mask=KeyPadding(torch.ones(1, 8) > 0))
     with pytest.raises(ValueError, match=r"mask: got shape \[2, 8\]; .*KeyPadding\(key_padding"):
         rowmax.attention(q[:, :5], q, q, mask=torch.ones(2, 8) > 0)
+
+
+@pytest.mark.parametrize(("nq", "nk"), [(5, 5), (3, 8), (8, 3), (1, 6), (0, 3), (3, 0)])
+@pytest.mark.parametrize("step", [1, 2, 3, 9, 2**31 - 1])
+def test_dilated(nq: int, nk: int, step: int) -> None:
+    o, mask = nk - nq, Dilated(step)
+    want = by_definition(lambda i, j: (i + o - j) % step == 0, nq, nk).view(nq, nk)
+    assert torch.equal(allowed(mask, 1, 1, nq, nk)[0, 0], want)
+    both = by_definition(lambda i, j: (i + o - j) % step == 0 and j <= i + o, nq, nk).view(nq, nk)
+    assert torch.equal(allowed(mask & Causal(), 1, 1, nq, nk)[0, 0], both)
+    both = by_definition(lambda i, j: (i + o - j) % math.lcm(step, 4) == 0, nq, nk).view(nq, nk)
+    assert torch.equal(allowed(mask & Dilated(4), 1, 1, nq, nk)[0, 0], both)
+    lengths = [nk, 1, 0, nk + 5]
+    aligned = mask & PrefixLengths(torch.tensor(lengths), align="lengths")
+    seen = allowed(aligned, 4, 1, nq, nk)
+    for b, n in enumerate(lengths):
+        n = min(n, nk)
+        want = by_definition(lambda i, j, n=n: (i + n - nq - j) % step == 0 and j < n, nq, nk)
+        assert torch.equal(seen[b, 0], want.view(nq, nk))
 
 
 def test_lengths() -> None:
@@ -718,6 +739,13 @@ def test_unions_say_what_works() -> None:
             lambda: Mask(documents=(Ids(torch.tensor([1]), q_id="a"),)),  # pyright: ignore
             TypeError,
             r"Documents\(q_id=\): got 'a'; want an int, and no q_ids",
+        ),
+        (lambda: Dilated(1.5), TypeError, r"Dilated\(step=\): got 1.5; want an int"),
+        (lambda: Dilated(0), ValueError, r"Dilated\(step=\): got 0; want 1 or more"),
+        (
+            lambda: Mask(documents=(Ids(step=0),)),
+            TypeError,
+            r"Documents\(step=\): got 0; want an int above 0, and no ids",
         ),
         (lambda: as_mask(torch.zeros(3)), TypeError, "mask: got a tensor of torch.float32"),
         (lambda: as_mask("causal"), TypeError, "mask: got str; want a rowmax mask or a bool.*r$"),

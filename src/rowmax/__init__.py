@@ -2,7 +2,7 @@
 
 from .attention import attention, attention_varlen
 from .explain import Explanation, explain
-from .masks import Causal, Documents, KeyPadding, Mask, Prefix, PrefixLengths, Window
+from .masks import Causal, Dilated, Documents, KeyPadding, Mask, Prefix, PrefixLengths, Window
 from .operators.primitives import logsumexp, softmax
 from .reference.online import merge
 
@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Causal",
+    "Dilated",
     "Documents",
     "Explanation",
     "KeyPadding",

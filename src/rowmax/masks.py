@@ -51,6 +51,7 @@ class Ids(NamedTuple):
     cu_seqlens: Tensor | None = None  # [documents + 1]
     q_ids: Tensor | None = None  # [Nq] or [B, Nq]; None: the id at the query's key position
     q_id: int | None = None  # the id of every query, instead of q_ids
+    step: int | None = None  # instead of all others: ids are positions modulo step
 
 
 class Mask:
@@ -349,6 +350,31 @@ class KeyPadding(Mask):
         super().__init__(documents=(Ids(hidden.to(torch.int32), q_id=0),))
 
 
+class Dilated(Mask):
+    """A query sees the keys at multiples of ``step``: ``(i + offset - j) % step == 0``.
+
+    It combines with ``Causal``, ``Window`` and ``PrefixLengths(align="lengths")``, whose offset it
+    has. The value holds an id for each position; every tile that the band leaves is computed.
+
+    Raises:
+        TypeError, ValueError: a step that is no int of at least 1.
+
+    >>> import rowmax
+    >>> rowmax.Dilated(4) & rowmax.Causal()
+    Mask(right=0, step=4)
+    """
+
+    __slots__ = ()
+
+    def __init__(self, step: int) -> None:
+        whole = as_int(step)
+        if whole is None:
+            raise wrong_type("Dilated(step=)", repr(step), "an int")
+        if not 1 <= whole < 2**31:
+            raise bad("Dilated(step=)", whole, "1 or more, of 32 bits")
+        super().__init__(documents=() if whole == 1 else (Ids(step=whole),))
+
+
 class Prefix(Mask):
     """A prefix that all queries see, then causal: ``j <= i + offset`` or ``j < lengths[b]``.
 
@@ -427,7 +453,11 @@ def _want_documents(name: str, documents: object) -> None:
             f"{name}(documents=): got {type(documents).__name__}; want a tuple of Ids, as "
             "Documents(ids).documents is"
         )
-    for ids, cu_seqlens, q_ids, q_id in documents:
+    for ids, cu_seqlens, q_ids, q_id, step in documents:
+        if step is not None:
+            if as_int(step) is None or step < 1 or (ids, cu_seqlens, q_ids, q_id) != (None,) * 4:
+                raise wrong_type("Documents(step=)", repr(step), "an int above 0, and no ids")
+            continue
         if (ids is None) == (cu_seqlens is None):
             raise TypeError(_ONE_OF_TWO)
         if q_id is not None and (q_ids is not None or as_int(q_id) is None):

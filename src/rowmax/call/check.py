@@ -240,11 +240,13 @@ def check_documents(a: Arguments, shape: Shape) -> None:
     if not a.mask.documents:
         return
     if a.cu_seqlens is not None:
+        if any(one.step is not None for one in a.mask.documents):
+            raise bad("mask", "Dilated in a packed call", "a padded batch, or a boolean tensor")
         if any(one.q_id is not None for one in a.mask.documents):
             raise bad("mask", "KeyPadding in a packed call", "none: packed keys have no padding")
         raise bad("mask", "Documents in a packed call", "none: cu_seqlens already separates")
-    own = (one.q_ids is not None or one.q_id is not None for one in a.mask.documents)
-    if a.mask.align == "lengths" and not all(own):
+    shared = (one.q_ids is one.q_id is one.step is None for one in a.mask.documents)
+    if a.mask.align == "lengths" and any(shared):
         got = 'Documents without q_ids and PrefixLengths(align="lengths")'
         raise bad("mask", got, "q_ids as well: the id of each query")
     for one in a.mask.documents:
@@ -253,6 +255,8 @@ def check_documents(a: Arguments, shape: Shape) -> None:
 
 def _check_ids(given: Ids, shape: Shape, q: Tensor) -> None:
     batch, _, nq, nk = shape
+    if given.step is not None:
+        return
     if given.q_id is not None and given.ids is not None:
         check_device("mask: KeyPadding", given.ids, q)
         if given.ids.shape not in ((batch, nk), (1, nk)):

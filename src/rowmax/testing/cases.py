@@ -51,6 +51,7 @@ class Case:
     lengths: tuple[float, ...] | None = None  # fractions of nk; the batch repeats them
     align: str = "keys"  # positions are aligned to the keys or to the lengths
     prefix: tuple[float, ...] | None = None  # fractions of nk that all queries see; then causal
+    step: int | None = None  # queries see the keys at multiples of it
     padding: str | None = None  # keys that no query sees: left, any
     #: letters of "bhqk"; 1 broadcasts, a capital is expanded; fewer letters are fewer dimensions
     allowed: str | None = None
@@ -309,6 +310,8 @@ def _mask(
     if case.prefix is not None:
         some = [round(nk * case.prefix[n % len(case.prefix)]) for n in range(b)]
         parts.append(rowmax.Prefix(torch.tensor(some, dtype=torch.int32, device=device)))
+    if case.step is not None:
+        parts.append(rowmax.Dilated(case.step))
     if case.padding is not None:
         hidden = ids(2, b, nk) == 0
         if case.padding == "left":

@@ -280,6 +280,14 @@ PADDED = [
     Case("padding-prefix", b=3, padding="left", prefix=(0.3, 0.8), bias="b11k"),
 ]
 
+DILATED = [
+    Case("dilated", step=3, sink=True),
+    Case("dilated-causal", nq=90, nk=230, step=7, left=150, causal=True, hk=2),
+    Case("dilated-longer-queries", nq=230, nk=90, step=64, alibi=True),
+    Case("dilated-documents", b=3, step=2, documents="batched", padding="left", bias="1hqk"),
+    _aligned("dilated-aligned", step=4, causal=True, bias="b11k"),
+]
+
 _prefix = partial(_over, {"b": 3, "prefix": (0.4, 0.0, 1.3)})
 
 PREFIX = [
@@ -313,6 +321,7 @@ _EVERY_BACKEND = (
     *_tag(ALIGNED, "covering"),
     *_tag(PREFIX, "covering"),
     *_tag(PADDED, "covering"),
+    *_tag(DILATED, "covering"),
     *EXPANDED,
 )
 
