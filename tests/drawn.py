@@ -296,7 +296,7 @@ def _group(rng: random.Random, dtype: str, hopper: bool) -> Case:
         values["dropout"] = 0.2 if has() else 0.0
         values["allowed"] = rng.choice(_PATTERNS) if has() else None
     if has(0.6) and "sequences" not in values:
-        values["padding"] = rng.choice(("left", "any"))
+        values["padding"] = rng.choice(("left", "starts", "any"))
     if has(0.4) and "sequences" not in values:
         values["step"] = rng.choice((2, 3, 7, 64, 1000))
     if has(0.6) and not hopper:
@@ -401,7 +401,7 @@ def _varied(rng: random.Random, case: Case) -> Case:
     if case.step is not None:
         values["step"] = rng.choice((2, 3, 7, 64, 1000))
     if case.padding is not None:
-        values["padding"] = rng.choice(("left", "any"))
+        values["padding"] = rng.choice(("left", "starts", "any"))
     if case.documents is not None:
         kinds = ("sorted", "unsorted", "batched", "queries", "offsets")
         values["documents"] = rng.choice(kinds)

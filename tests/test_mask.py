@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import rowmax
-from rowmax import Causal, Dilated, Documents, KeyPadding, Prefix, PrefixLengths, Window
+from rowmax import (
+    Causal,
+    Dilated,
+    Documents,
+    KeyPadding,
+    LeftPadding,
+    Prefix,
+    PrefixLengths,
+    Window,
+)
 from rowmax.call.check import Arguments
 from rowmax.call.inputs import Tensors
 from rowmax.call.normalize import normalized
@@ -65,6 +74,9 @@ def masks(draw: st.DrawFn) -> tuple[Mask, tuple[int, int, int, int]]:
         mask = mask & Dilated(draw(st.integers(1, 5)))
     if draw(st.booleans()):
         mask = mask & KeyPadding(_ids(draw, b, nk) > 0)
+    if draw(st.booleans()):
+        starts = draw(st.lists(st.integers(0, nk + 3), min_size=b, max_size=b))
+        mask = mask & LeftPadding(torch.tensor(starts))
     if draw(st.booleans()):
         lengths = draw(st.lists(st.integers(0, nk + 3), min_size=b, max_size=b))
         align = draw(st.sampled_from(ALIGNMENTS))
@@ -310,7 +322,7 @@ def test_key_padding_fits_the_call() -> None:
     q, cu = torch.randn(2, 8, 2, 4), torch.tensor([0, 8])
     with pytest.raises(ValueError, match=r"KeyPadding: got shape \[2, 9\]; want .* = \[2, 8\]"):
         rowmax.attention(q, q, q, mask=KeyPadding(torch.ones(2, 9) > 0))
-    with pytest.raises(ValueError, match="got KeyPadding in a packed call; want none: packed keys"):
+    with pytest.raises(ValueError, match="got padding in a packed call; want none: packed keys"):
         rowmax.attention_varlen(q[0], q[0], q[0], cu, cu, mask=KeyPadding(torch.ones(1, 8) > 0))
     with pytest.raises(ValueError, match=r"mask: got shape \[2, 8\]; .*KeyPadding\(key_padding"):
         rowmax.attention(q[:, :5], q, q, mask=torch.ones(2, 8) > 0)
@@ -333,6 +345,26 @@ def test_dilated(nq: int, nk: int, step: int) -> None:
         n = min(n, nk)
         want = by_definition(lambda i, j, n=n: (i + n - nq - j) % step == 0 and j < n, nq, nk)
         assert torch.equal(seen[b, 0], want.view(nq, nk))
+
+
+@pytest.mark.parametrize(("nq", "nk"), [(5, 5), (3, 8), (8, 3), (1, 6)])
+def test_left_padding(nq: int, nk: int) -> None:
+    starts = torch.tensor([0, 2, nk, 99])
+    hidden = torch.arange(nk) < starts[:, None]
+    want = allowed(KeyPadding(hidden), 4, 1, nq, nk)
+    mask, lengths = LeftPadding(starts), PrefixLengths(torch.tensor([1, 3, nk, 2]))
+    assert torch.equal(allowed(mask, 4, 1, nq, nk), want)
+    both = Causal() & mask & lengths
+    assert torch.equal(
+        allowed(both, 4, 1, nq, nk), want & allowed(Causal() & lengths, 4, 1, nq, nk)
+    )
+    assert torch.equal(allowed(~mask, 4, 1, nq, nk), ~want)
+    assert torch.equal(allowed(~lengths, 4, 1, nq, nk), ~allowed(lengths, 4, 1, nq, nk))
+    assert repr(~~lengths) == repr(lengths)
+    with pytest.raises(
+        ValueError, match=r"LeftPadding\(starts=\): got 4 lengths; want one for each"
+    ):
+        allowed(mask, 3, 1, nq, nk)
 
 
 def test_lengths() -> None:
@@ -578,7 +610,7 @@ def test_unions_say_what_works() -> None:
         lambda: causal ^ seen,
         lambda: seen ^ causal,
         lambda: ~Window(1, 1),
-        lambda: ~PrefixLengths(torch.tensor([1])),
+        lambda: ~PrefixLengths(torch.tensor([1]), align="lengths"),
         lambda: Documents(torch.arange(3)) | PrefixLengths(torch.tensor([1])),
     ):
         with pytest.raises(TypeError, match=r"mask=m1 \| m2.* merge\("):
@@ -739,6 +771,12 @@ def test_unions_say_what_works() -> None:
             lambda: Mask(documents=(Ids(torch.tensor([1]), q_id="a"),)),  # pyright: ignore
             TypeError,
             r"Documents\(q_id=\): got 'a'; want an int, and no q_ids",
+        ),
+        (lambda: LeftPadding(3), TypeError, r"LeftPadding\(starts=\): got int; want a tensor of"),
+        (
+            lambda: Mask(documents=(Ids(starts=torch.tensor([1])),)),
+            TypeError,
+            r"Documents\(starts=\): got ids; want a q_id of 0",
         ),
         (lambda: Dilated(1.5), TypeError, r"Dilated\(step=\): got 1.5; want an int"),
         (lambda: Dilated(0), ValueError, r"Dilated\(step=\): got 0; want 1 or more"),

@@ -2,7 +2,17 @@
 
 from .attention import attention, attention_varlen
 from .explain import Explanation, explain
-from .masks import Causal, Dilated, Documents, KeyPadding, Mask, Prefix, PrefixLengths, Window
+from .masks import (
+    Causal,
+    Dilated,
+    Documents,
+    KeyPadding,
+    LeftPadding,
+    Mask,
+    Prefix,
+    PrefixLengths,
+    Window,
+)
 from .operators.primitives import logsumexp, softmax
 from .reference.online import merge
 
@@ -14,6 +24,7 @@ __all__ = [
     "Documents",
     "Explanation",
     "KeyPadding",
+    "LeftPadding",
     "Mask",
     "Prefix",
     "PrefixLengths",

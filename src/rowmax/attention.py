@@ -86,9 +86,9 @@ def attention(
             ``PrefixLengths(lengths, align="lengths")`` ``j <= i + lengths[b] - Nq``).
         mask: which pairs may attend: ``Causal()``, ``Window(left, right)`` (limits of any sign:
             ``right=-1`` hides a query's own position), ``Documents(ids)``,
-            ``PrefixLengths(lengths)``, ``KeyPadding(mask)``, ``Prefix(lengths)``,
-            ``Dilated(step)``, their intersections ``a & b``, or a boolean tensor that broadcasts to
-            ``[B, Hq, Nq, Nk]``, True may attend.
+            ``PrefixLengths(lengths)``, ``LeftPadding(starts)``, ``KeyPadding(mask)``,
+            ``Prefix(lengths)``, ``Dilated(step)``, their intersections ``a & b``, or a boolean
+            tensor that broadcasts to ``[B, Hq, Nq, Nk]``, True may attend.
         bias: added to the scores; broadcasts to ``[B, Hq, Nq, Nk]``, q's dtype or float32.
         alibi: slopes ``[Hq]``; adds ``-slope |i + Nk - Nq - j|``, from the same positions as
             causal.

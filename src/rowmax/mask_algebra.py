@@ -242,13 +242,17 @@ def complement(a: Mask) -> dict[str, Any]:
         return {}
     if not any(parts):
         return _complement_of_band(band)._asdict()
-    if sum(parts) > 1 or not band.whole or a.lengths is not None:
+    if sum(parts) > 1 or not band.whole or a.align == "lengths":
         raise UnionError
+    if a.lengths is not None:
+        return {"documents": a.padded_before(a.lengths)}
     if a.allowed is not None:
         return {"allowed": ~a.allowed}
     one, *more = a.documents
     if more:
         raise UnionError
+    if one.starts is not None:
+        return {"lengths": one.starts}
     return {"documents": (one._replace(ids=(~_hidden(one)).to(torch.int32), q_id=0),)}
 
 

@@ -52,6 +52,7 @@ class Ids(NamedTuple):
     q_ids: Tensor | None = None  # [Nq] or [B, Nq]; None: the id at the query's key position
     q_id: int | None = None  # the id of every query, instead of q_ids
     step: int | None = None  # instead of all others: ids are positions modulo step
+    starts: Tensor | None = None  # [B], with a q_id of 0: the id of earlier keys is 1, of others 0
 
 
 class Mask:
@@ -176,6 +177,11 @@ class Mask:
     def band(self) -> Band:
         """The limits, with the prefix that ``right`` does not limit."""
         return Band(self.left, self.right, self.prefix)
+
+    @staticmethod
+    def padded_before(starts: Tensor) -> tuple[Ids, ...]:
+        """Return the documents of sequences that begin at these keys."""
+        return (Ids(starts=starts, q_id=0),)
 
     def fields(self) -> dict[str, Any]:
         """Return the arguments of ``Mask`` that make this mask."""
@@ -326,7 +332,7 @@ class KeyPadding(Mask):
             (``attention_mask.bool()``).
 
     The value has the size of the mask, and tiles of padding alone are skipped. Where padding is
-    only on the right, ``PrefixLengths`` is smaller.
+    only on the right, ``PrefixLengths`` is smaller; only on the left, ``LeftPadding``.
 
     Raises:
         TypeError, ValueError: a mask that is not bool ``[B, Nk]``, both masks or none.
@@ -373,6 +379,34 @@ class Dilated(Mask):
         if not 1 <= whole < 2**31:
             raise bad("Dilated(step=)", whole, "1 or more, of 32 bits")
         super().__init__(documents=() if whole == 1 else (Ids(step=whole),))
+
+
+class LeftPadding(Mask):
+    """Sequence b of the batch has its keys from ``starts[b]`` on; those before are padding.
+
+    Batches of prompts of several lengths are padded so. The last query of each stands at the last
+    key, as causal masks and windows have it. On the right, ``PrefixLengths`` pads.
+
+    Args:
+        starts: integers ``[B]``, the number of keys of padding; Nk or more leaves no key.
+
+    Raises:
+        TypeError, ValueError: starts that are not integers ``[B]``.
+
+    >>> import torch, rowmax
+    >>> q = torch.randn(2, 8, 2, 16)
+    >>> mask = rowmax.LeftPadding(torch.tensor([0, 3]))
+    >>> out = rowmax.attention(q, q, q, causal=True, mask=mask)
+    >>> want = rowmax.attention(q[1:, 3:], q[1:, 3:], q[1:, 3:], causal=True)
+    >>> torch.allclose(out[1:, 3:], want, atol=1e-6)
+    True
+    """
+
+    __slots__ = ()
+
+    def __init__(self, starts: Tensor) -> None:
+        check_integers("LeftPadding(starts=)", starts, (1,))
+        super().__init__(documents=self.padded_before(starts))
 
 
 class Prefix(Mask):
@@ -453,10 +487,16 @@ def _want_documents(name: str, documents: object) -> None:
             f"{name}(documents=): got {type(documents).__name__}; want a tuple of Ids, as "
             "Documents(ids).documents is"
         )
-    for ids, cu_seqlens, q_ids, q_id, step in documents:
+    for ids, cu_seqlens, q_ids, q_id, step, starts in documents:
+        others = any(x is not None for x in (ids, cu_seqlens, q_ids))
         if step is not None:
-            if as_int(step) is None or step < 1 or (ids, cu_seqlens, q_ids, q_id) != (None,) * 4:
+            if as_int(step) is None or step < 1 or others or q_id is not None:
                 raise wrong_type("Documents(step=)", repr(step), "an int above 0, and no ids")
+            continue
+        if starts is not None:
+            check_integers("LeftPadding(starts=)", starts, (1,))
+            if others or q_id != 0:
+                raise wrong_type("Documents(starts=)", "ids", "a q_id of 0, and no ids")
             continue
         if (ids is None) == (cu_seqlens is None):
             raise TypeError(_ONE_OF_TWO)

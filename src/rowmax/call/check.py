@@ -243,7 +243,7 @@ def check_documents(a: Arguments, shape: Shape) -> None:
         if any(one.step is not None for one in a.mask.documents):
             raise bad("mask", "Dilated in a packed call", "a padded batch, or a boolean tensor")
         if any(one.q_id is not None for one in a.mask.documents):
-            raise bad("mask", "KeyPadding in a packed call", "none: packed keys have no padding")
+            raise bad("mask", "padding in a packed call", "none: packed keys have no padding")
         raise bad("mask", "Documents in a packed call", "none: cu_seqlens already separates")
     shared = (one.q_ids is one.q_id is one.step is None for one in a.mask.documents)
     if a.mask.align == "lengths" and any(shared):
@@ -256,6 +256,9 @@ def check_documents(a: Arguments, shape: Shape) -> None:
 def _check_ids(given: Ids, shape: Shape, q: Tensor) -> None:
     batch, _, nq, nk = shape
     if given.step is not None:
+        return
+    if given.starts is not None:
+        _check_lengths("mask: LeftPadding(starts=)", given.starts, shape, q)
         return
     if given.q_id is not None and given.ids is not None:
         check_device("mask: KeyPadding", given.ids, q)

@@ -217,7 +217,9 @@ def _ids(
     if given.step is not None:
         i, j = (torch.arange(n, dtype=torch.int32, device=device) for n in (shape.nq, shape.nk))
         return (i[None] + offset) % given.step, j[None] % given.step
-    if given.ids is not None:
+    if given.starts is not None:
+        k_ids = (torch.arange(shape.nk, device=device) < given.starts[:, None]).to(torch.int32)
+    elif given.ids is not None:
         k_ids = _two_axes(given.ids)
     else:
         assert given.cu_seqlens is not None

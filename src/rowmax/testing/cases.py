@@ -52,7 +52,7 @@ class Case:
     align: str = "keys"  # positions are aligned to the keys or to the lengths
     prefix: tuple[float, ...] | None = None  # fractions of nk that all queries see; then causal
     step: int | None = None  # queries see the keys at multiples of it
-    padding: str | None = None  # keys that no query sees: left, any
+    padding: str | None = None  # keys that no query sees: starts, left, any
     #: letters of "bhqk"; 1 broadcasts, a capital is expanded; fewer letters are fewer dimensions
     allowed: str | None = None
     empty_rows: bool = False  # the boolean mask forbids every key to some rows (or sequences)
@@ -313,10 +313,11 @@ def _mask(
     if case.step is not None:
         parts.append(rowmax.Dilated(case.step))
     if case.padding is not None:
-        hidden = ids(2, b, nk) == 0
+        hidden, starts = ids(2, b, nk) == 0, ids(nk + 1, b)
         if case.padding == "left":
-            hidden = torch.arange(nk, device=device) < ids(nk + 1, b)[:, None]
-        parts.append(rowmax.KeyPadding(hidden))
+            hidden = torch.arange(nk, device=device) < starts[:, None]
+        padding = case.padding == "starts"
+        parts.append(rowmax.LeftPadding(starts) if padding else rowmax.KeyPadding(hidden))
     if case.allowed is not None:
 
         def allow(*sizes: int) -> Tensor:

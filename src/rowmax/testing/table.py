@@ -274,6 +274,7 @@ ALIGNED = [
 PADDED = [
     Case("padding", b=3, padding="any", sink=True),
     Case("padding-left", b=3, padding="left", causal=True, hk=2),
+    Case("padding-starts", b=3, nq=90, nk=150, padding="starts", causal=True, sink=True),
     Case("padding-left-window", b=3, nq=90, nk=230, padding="left", left=60, causal=True),
     Case("padding-documents", b=3, padding="any", documents="batched", bias="1hqk"),
     Case("padding-longer-queries", b=3, nq=230, nk=90, padding="left", alibi=True),
