@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .call.check import Arguments
+from .call.jagged import jagged, packed
 from .call.normalize import normalized
 from .errors import check_flag, refuse_unexpected
 from .masks import Causal, Mask, as_mask
@@ -78,6 +79,10 @@ def attention(
     The score matrix is never allocated, forward or backward. Differentiable in q, k, v, bias, sink
     and alibi, through out and through lse.
 
+    Nested tensors of the layout ``torch.jagged``, ``[B, j, H, D]``, are packed sequences: the call
+    is ``attention_varlen`` of their values and offsets, with jagged results (lse ``[B, Hq, j]``). q
+    may have other lengths than k and v.
+
     Args:
         q: ``[B, Nq, Hq, D]``, float32, float16, bfloat16 or float64, any strides, D <= 512.
         k: ``[B, Nk, Hk, D]``. Hq is a multiple of Hk: query head h reads head ``h // (Hq/Hk)``.
@@ -125,6 +130,16 @@ def attention(
     if more or unexpected:
         refuse_unexpected("attention", more, unexpected)
     check_flag("return_lse", return_lse)
+    if isinstance(q, Tensor) and q.is_nested:
+        pairs = _mask(mask, causal)
+        sequences = packed(q, k, v, bias is not None or pairs.allowed is not None)
+        out, lse = attention_varlen(
+            *sequences, mask=pairs, bias=bias, alibi=alibi, scale=scale, softcap=softcap, sink=sink,
+            dropout_p=dropout_p, seed=seed, return_lse=True, deterministic=deterministic,
+            backend=backend,
+        )  # fmt: skip
+        out, lse = jagged(out, lse, q)
+        return (out, lse) if return_lse else out
     q, k, v, bias = _autocast(q, k, v, bias)
     # not by ``arguments``: names take longer
     out, lse = attend(

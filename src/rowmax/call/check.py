@@ -128,8 +128,8 @@ def _check_tensor(name: str, t: object, dims: int, want: str) -> None:
     if not isinstance(t, Tensor):
         raise wrong_type(name, type(t).__name__, f"a tensor {want}")
     if t.is_nested:
-        packed = "attention_varlen(nt.values(), ..., nt.offsets(), ...) for a jagged one, nt"
-        raise wrong_type(name, "a nested tensor", f"a dense (strided) tensor, or {packed}")
+        want = "a dense (strided) tensor, or attention of jagged q, k and v [B, j, H, D]"
+        raise wrong_type(name, "a nested tensor", want)
     check_dense(name, t)
     if t.dim() != dims:
         hint = f"; {name}[None] is a batch of one, attention_varlen takes packed sequences"
