@@ -1,6 +1,7 @@
 """rowmax: exact attention for PyTorch, tile by tile, with every derivative."""
 
 from .attention import attention, attention_varlen
+from .block_masks import from_block_mask
 from .explain import Explanation, explain
 from .masks import (
     Causal,
@@ -32,6 +33,7 @@ __all__ = [
     "attention",
     "attention_varlen",
     "explain",
+    "from_block_mask",
     "logsumexp",
     "merge",
     "softmax",

@@ -34,13 +34,15 @@ def packed(q: Tensor, k: Tensor, v: Tensor, indexed: bool) -> Packed:
     Raises:
         TypeError, ValueError: naming the tensor, what it is and what it may be.
     """
-    q, k, v = (_checked(name, t) for name, t in (("q", q), ("k", k), ("v", v)))
+    nested: list[Any] = [_checked(name, t) for name, t in (("q", q), ("k", k), ("v", v))]
+    q, k, v = nested
     if k.shape[0] != q.shape[0]:
         raise bad("k", f"batch {k.shape[0]}", f"the batch of q, {q.shape[0]}")
     if not _same_lengths(k, v):
         raise bad("v", "sequences of other lengths", "those of k, such as by the same offsets")
     longest = (longest_length(t) if indexed else cached_lengths(t)[1] for t in (q, k))
-    return Packed(q.values(), k.values(), v.values(), q.offsets(), k.offsets(), *longest)
+    cu_seqlens = (t.offsets() for t in nested[:2])
+    return Packed(*(t.values() for t in nested), *cu_seqlens, *longest)
 
 
 def jagged(out: Tensor, lse: Tensor, q: Any) -> tuple[Tensor, Tensor]:
