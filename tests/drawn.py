@@ -295,6 +295,12 @@ def _group(rng: random.Random, dtype: str, hopper: bool) -> Case:
     if not hopper:
         values["dropout"] = 0.2 if has() else 0.0
         values["allowed"] = rng.choice(_PATTERNS) if has() else None
+    if has(0.6) and "sequences" not in values:
+        values["padding"] = rng.choice(("left", "starts", "any"))
+    if has(0.4) and "sequences" not in values:
+        values["step"] = rng.choice((2, 3, 7, 64, 1000))
+    if has(0.6) and not hopper:
+        values |= {"prefix": (0.5, 0.0, 1.5, 0.2), "causal": False, "right": None}
     if values["lengths"] is not None and not hopper:
         values["align"] = rng.choice(("keys", "lengths"))
     if values["bias"] is not None:
@@ -303,7 +309,7 @@ def _group(rng: random.Random, dtype: str, hopper: bool) -> Case:
     if rng.random() < 0.35:
         there = {"bias": values["bias"] is not None, **{n: values[n] for n in ("sink", "alibi")}}
         values["grads"] = tuple(n for n in LEAVES if there.get(n, True) and rng.random() < 0.5)
-    reads = ("causal", "alibi", "left", "right", "dropout")
+    reads = ("causal", "alibi", "left", "right", "dropout", "prefix")
     if any(values.get(name) not in (None, False, 0.0) for name in reads) and rng.random() < 0.2:
         values["positions"] = positions(rng)
     case = Case("drawn", **values)
@@ -390,6 +396,12 @@ def _varied(rng: random.Random, case: Case) -> Case:
         values["dropout"] = rng.choice((0.05, 0.1, 0.3, 0.5, 0.95))
     if case.lengths is not None:
         values["lengths"] = tuple(rng.choice((0.0, 1.0, 1.5, rng.random())) for _ in range(4))
+    if case.prefix is not None:
+        values["prefix"] = tuple(rng.choice((0.0, 1.5, rng.random())) for _ in range(4))
+    if case.step is not None:
+        values["step"] = rng.choice((2, 3, 7, 64, 1000))
+    if case.padding is not None:
+        values["padding"] = rng.choice(("left", "starts", "any"))
     if case.documents is not None:
         kinds = ("sorted", "unsorted", "batched", "queries", "offsets")
         values["documents"] = rng.choice(kinds)
@@ -467,7 +479,7 @@ def problem_of(case: Case, dtype: str, device: str = "cuda") -> Problem:
             nq, nk = total_q, total_k
     wide = torch.float64 if kind == torch.float64 else torch.float32
     left, right = (None if n is not None and n >= 2**32 else n for n in (case.left, case.right))
-    if case.causal:
+    if case.causal or case.prefix is not None:
         right = 0 if right is None else min(right, 0)
     options = Options(1.0, left=left, right=right)
     if case.positions is not None:
@@ -488,7 +500,7 @@ def problem_of(case: Case, dtype: str, device: str = "cuda") -> Problem:
         dropout_p=case.dropout,
         left=left,
         right=right,
-        documents=case.documents is not None,
+        documents=any(x is not None for x in (case.documents, case.padding, case.step)),
         prefix=case.lengths is not None,
         allowed=shape_of(case.allowed, case),
         bias=shape_of(case.bias, case),
@@ -500,6 +512,7 @@ def problem_of(case: Case, dtype: str, device: str = "cuda") -> Problem:
         total_k=total_k,
         deterministic=case.deterministic,
         positions=positions_read(options, case.alibi, case.dropout > 0),
+        bidirectional=case.prefix is not None and right is not None,
     )
 
 

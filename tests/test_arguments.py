@@ -55,7 +55,12 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"q": torch.nested.as_nested_tensor([torch.ones(6, 4, 8)], layout=torch.jagged)},
         TypeError,
-        r"q: got a nested tensor; want a dense .*varlen\(nt.values\(\), .* nt.offsets\(\)",
+        r"k: got a dense tensor \[2, 9, 2, 8\]; want a jagged tensor \[B, j, H, D\], as q is",
+    ),
+    (
+        {"k": torch.nested.as_nested_tensor([torch.ones(6, 2, 8)], layout=torch.jagged)},
+        TypeError,
+        r"k: got a nested tensor; want a dense .* of jagged q, k and v \[B, j, H, D\]",
     ),
     # sizes
     ({"k": (3, 9, 2, 8)}, ValueError, "k: got batch 3; want the batch of q, 2"),
@@ -121,7 +126,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"mask": torch.ones(2, 9, dtype=torch.bool)},
         ValueError,
-        r"mask: got shape \[2, 9\]; .* ~key_padding_mask\[:, None, None, :\], or PrefixLengths",
+        r"mask: got shape \[2, 9\]; .* KeyPadding\(key_padding_mask\), True at padding",
     ),
     (
         {"mask": torch.ones(6, 8, dtype=torch.bool)},
@@ -304,11 +309,11 @@ def test_the_hints_are_calls_that_work() -> None:
     q, lengths = torch.randn(2, 6, 4, 8), offsets(3, 6)
     want = rowmax.attention(q, q, q, mask=rowmax.PrefixLengths(lengths))
     key_padding_mask = torch.arange(6) >= lengths[:, None]
-    got = rowmax.attention(q, q, q, mask=~key_padding_mask[:, None, None, :])
+    got = rowmax.attention(q, q, q, mask=rowmax.KeyPadding(key_padding_mask))
     torch.testing.assert_close(got, want)
     parts = [torch.randn(3, 4, 8), torch.randn(5, 4, 8)]
     nt = torch.nested.as_nested_tensor(parts, layout=torch.jagged)
-    out = rowmax.attention_varlen(*3 * (nt.values(),), *2 * (nt.offsets(),))
+    out = rowmax.attention(nt, nt, nt).values()
     want = torch.cat([rowmax.attention(x[None], x[None], x[None])[0] for x in parts])
     torch.testing.assert_close(out, want)
 

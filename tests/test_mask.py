@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import rowmax
-from rowmax import Causal, Documents, PrefixLengths, Window
+from rowmax import (
+    Causal,
+    Dilated,
+    Documents,
+    KeyPadding,
+    LeftPadding,
+    Prefix,
+    PrefixLengths,
+    Window,
+)
 from rowmax.call.check import Arguments
 from rowmax.call.inputs import Tensors
 from rowmax.call.normalize import normalized
@@ -54,10 +63,20 @@ def masks(draw: st.DrawFn) -> tuple[Mask, tuple[int, int, int, int]]:
         mask = mask & Window(draw(limits), draw(limits))
     if draw(st.booleans()):
         mask = mask & Causal()
+    if mask.right is None and draw(st.booleans()):
+        prefix = draw(st.lists(st.integers(0, nk + 3), min_size=b, max_size=b))
+        mask = mask & Prefix(torch.tensor(prefix))
     for _ in range(draw(st.integers(0, 2))):
         batched = draw(st.booleans())
         ids, q_ids = (_ids(draw, *((b,) if batched else ()), n) for n in (nk, nq))
         mask = mask & Documents(ids, q_ids=q_ids)
+    if draw(st.booleans()):
+        mask = mask & Dilated(draw(st.integers(1, 5)))
+    if draw(st.booleans()):
+        mask = mask & KeyPadding(_ids(draw, b, nk) > 0)
+    if draw(st.booleans()):
+        starts = draw(st.lists(st.integers(0, nk + 3), min_size=b, max_size=b))
+        mask = mask & LeftPadding(torch.tensor(starts))
     if draw(st.booleans()):
         lengths = draw(st.lists(st.integers(0, nk + 3), min_size=b, max_size=b))
         align = draw(st.sampled_from(ALIGNMENTS))
@@ -209,6 +228,145 @@ def test_documents_compose_in_every_form() -> None:
         assert allowed(mask, 1, 1, 0, 5).shape == (1, 1, 0, 5)
 
 
+@pytest.mark.parametrize(("nq", "nk"), [(5, 5), (3, 8), (8, 3), (1, 6), (6, 1)])
+@pytest.mark.parametrize("left", [None, 2, -1])
+def test_prefixes(nq: int, nk: int, left: int | None) -> None:
+    """Alone, in a window, in another prefix, and after lengths, aligned to the keys or to them."""
+    o, some, more = nk - nq, (2, 0, 9), (1, 7, 4)
+    mask, other = Prefix(torch.tensor(some)), Prefix(torch.tensor(more))
+    window = Window(left, None)
+
+    def rule(i: int, j: int, n: int, o: int) -> bool:
+        return (j <= i + o or j < n) and (left is None or j >= i + o - left)
+
+    seen = allowed(mask & window, 3, 1, nq, nk)
+    both = allowed(window & mask & other, 3, 1, nq, nk)
+    for b in range(3):
+        want = by_definition(lambda i, j, n=some[b]: rule(i, j, n, o), nq, nk)
+        assert torch.equal(seen[b, 0], want)
+        fewer = min(some[b], more[b])
+        want = by_definition(lambda i, j, n=fewer: rule(i, j, n, o), nq, nk)
+        assert torch.equal(both[b, 0], want)
+    for align in ALIGNMENTS:
+        lengths = PrefixLengths(torch.tensor(more), align=align)
+        seen = allowed(mask & lengths & window, 3, 1, nq, nk)
+        for b in range(3):
+            used = min(more[b], nk)
+            at = used - nq if align == "lengths" else o
+            want = by_definition(
+                lambda i, j, n=some[b], at=at, used=used: rule(i, j, n, at) and j < used, nq, nk
+            )
+            assert torch.equal(seen[b, 0], want)
+
+
+def test_a_prefix_in_a_causal_mask_is_causal() -> None:
+    for band in (Causal(), Window(3, -2), Window(None, 0)):
+        mask = Prefix(torch.tensor([4])) & band
+        assert mask.prefix is None
+        assert torch.equal(allowed(mask, 1, 1, 6, 9), allowed(band, 1, 1, 6, 9))
+
+
+def test_tiles_of_a_prefix() -> None:
+    """Tiles of the prefix are full, those above the diagonal and after it are skipped."""
+    mask = Prefix(torch.tensor([0, 32, 33, 99]))
+    found = tile_states(*posed(mask, 4, 1, 64, 64), 16, 16)[:, 0].tolist()
+    assert found[0] == [[1, 0, 0, 0], [2, 1, 0, 0], [2, 2, 1, 0], [2, 2, 2, 1]]
+    assert found[1] == [[2, 2, 0, 0], [2, 2, 0, 0], [2, 2, 1, 0], [2, 2, 2, 1]]
+    assert found[2] == [[2, 2, 1, 0], [2, 2, 1, 0], [2, 2, 1, 0], [2, 2, 2, 1]]
+    assert found[3] == [[2, 2, 2, 2]] * 4
+
+
+@pytest.mark.parametrize(("nq", "nk"), [(5, 5), (3, 8), (8, 3), (1, 6)])
+def test_key_padding(nq: int, nk: int) -> None:
+    """Any pattern, in both conventions, with bands, documents, lengths and other padding."""
+    o, generator = nk - nq, torch.Generator().manual_seed(3)
+    padding, more = (torch.rand(2, 3, nk, generator=generator) < 0.4).unbind()
+    padding[0], padding[1] = True, torch.arange(nk) < 2
+    every = torch.ones(3, 1, nq, nk, dtype=torch.bool)
+    kept = every & ~padding[:, None, None]
+    assert torch.equal(allowed(KeyPadding(padding), 3, 1, nq, nk), kept)
+    assert torch.equal(allowed(KeyPadding(keep=~padding), 3, 1, nq, nk), kept)
+    assert torch.equal(allowed(KeyPadding(padding[1:2]), 3, 1, nq, nk), every & kept[1:2])
+    causal = by_definition(lambda i, j: j <= i + o, nq, nk)
+    assert torch.equal(allowed(Causal() & KeyPadding(padding), 3, 1, nq, nk), kept & causal)
+    both = KeyPadding(padding) & KeyPadding(more)
+    assert torch.equal(allowed(both, 3, 1, nq, nk), kept & ~more[:, None, None])
+    documents = Documents(torch.arange(nk) // 2, q_ids=torch.arange(nq) // 3)
+    seen = allowed(documents & KeyPadding(padding), 3, 1, nq, nk)
+    assert torch.equal(seen, kept & allowed(documents, 3, 1, nq, nk))
+    aligned = PrefixLengths(torch.tensor([nk, 2, 0]), align="lengths") & Causal()
+    seen = allowed(aligned & KeyPadding(padding), 3, 1, nq, nk)
+    assert torch.equal(seen, kept & allowed(aligned, 3, 1, nq, nk))
+
+
+def test_key_padding_is_that_of_torch(backend: str) -> None:
+    """Values at padding do not matter, even NaN; a sequence of padding alone has out 0."""
+    padding = torch.tensor([[1, 1, 0, 0, 0], [0, 0, 1, 0, 1], [1, 1, 1, 1, 1]]) > 0
+    q, k, v = (torch.randn(3, 5, 2, 8, requires_grad=True) for _ in "qkv")
+    cut = [t.detach().masked_fill(padding[..., None, None], torch.nan) for t in (k, v)]
+    out = rowmax.attention(q, *cut, mask=KeyPadding(padding), backend=backend)
+    want = torch.nn.functional.scaled_dot_product_attention(
+        *(t[:2].transpose(1, 2) for t in (q, k, v)), attn_mask=~padding[:2, None, None]
+    )
+    torch.testing.assert_close(out[:2], want.transpose(1, 2))
+    assert not out[2].any()
+    for x in torch.autograd.grad(out.sum(), q):
+        assert bool(x.isfinite().all())
+    mask = KeyPadding(padding) & Causal()
+    out = rowmax.attention(q, k, v, mask=mask, backend=backend)
+    grads = torch.autograd.grad(out.square().sum(), (k, v))
+    assert not any(bool(g[padding].any()) for g in grads)
+
+
+def test_key_padding_fits_the_call() -> None:
+    q, cu = torch.randn(2, 8, 2, 4), torch.tensor([0, 8])
+    with pytest.raises(ValueError, match=r"KeyPadding: got shape \[2, 9\]; want .* = \[2, 8\]"):
+        rowmax.attention(q, q, q, mask=KeyPadding(torch.ones(2, 9) > 0))
+    with pytest.raises(ValueError, match="got padding in a packed call; want none: packed keys"):
+        rowmax.attention_varlen(q[0], q[0], q[0], cu, cu, mask=KeyPadding(torch.ones(1, 8) > 0))
+    with pytest.raises(ValueError, match=r"mask: got shape \[2, 8\]; .*KeyPadding\(key_padding"):
+        rowmax.attention(q[:, :5], q, q, mask=torch.ones(2, 8) > 0)
+
+
+@pytest.mark.parametrize(("nq", "nk"), [(5, 5), (3, 8), (8, 3), (1, 6), (0, 3), (3, 0)])
+@pytest.mark.parametrize("step", [1, 2, 3, 9, 2**31 - 1])
+def test_dilated(nq: int, nk: int, step: int) -> None:
+    o, mask = nk - nq, Dilated(step)
+    want = by_definition(lambda i, j: (i + o - j) % step == 0, nq, nk).view(nq, nk)
+    assert torch.equal(allowed(mask, 1, 1, nq, nk)[0, 0], want)
+    both = by_definition(lambda i, j: (i + o - j) % step == 0 and j <= i + o, nq, nk).view(nq, nk)
+    assert torch.equal(allowed(mask & Causal(), 1, 1, nq, nk)[0, 0], both)
+    both = by_definition(lambda i, j: (i + o - j) % math.lcm(step, 4) == 0, nq, nk).view(nq, nk)
+    assert torch.equal(allowed(mask & Dilated(4), 1, 1, nq, nk)[0, 0], both)
+    lengths = [nk, 1, 0, nk + 5]
+    aligned = mask & PrefixLengths(torch.tensor(lengths), align="lengths")
+    seen = allowed(aligned, 4, 1, nq, nk)
+    for b, n in enumerate(lengths):
+        n = min(n, nk)
+        want = by_definition(lambda i, j, n=n: (i + n - nq - j) % step == 0 and j < n, nq, nk)
+        assert torch.equal(seen[b, 0], want.view(nq, nk))
+
+
+@pytest.mark.parametrize(("nq", "nk"), [(5, 5), (3, 8), (8, 3), (1, 6)])
+def test_left_padding(nq: int, nk: int) -> None:
+    starts = torch.tensor([0, 2, nk, 99])
+    hidden = torch.arange(nk) < starts[:, None]
+    want = allowed(KeyPadding(hidden), 4, 1, nq, nk)
+    mask, lengths = LeftPadding(starts), PrefixLengths(torch.tensor([1, 3, nk, 2]))
+    assert torch.equal(allowed(mask, 4, 1, nq, nk), want)
+    both = Causal() & mask & lengths
+    assert torch.equal(
+        allowed(both, 4, 1, nq, nk), want & allowed(Causal() & lengths, 4, 1, nq, nk)
+    )
+    assert torch.equal(allowed(~mask, 4, 1, nq, nk), ~want)
+    assert torch.equal(allowed(~lengths, 4, 1, nq, nk), ~allowed(lengths, 4, 1, nq, nk))
+    assert repr(~~lengths) == repr(lengths)
+    with pytest.raises(
+        ValueError, match=r"LeftPadding\(starts=\): got 4 lengths; want one for each"
+    ):
+        allowed(mask, 3, 1, nq, nk)
+
+
 def test_lengths() -> None:
     seen = allowed(PrefixLengths(torch.tensor([0, 2, 9])), 3, 1, 2, 4)
     assert seen[:, 0, 0].tolist() == [[False] * 4, [True, True, False, False], [True] * 4]
@@ -263,6 +421,7 @@ def test_repr() -> None:
     mask = Window(3, 4) & Documents(ids) & PrefixLengths(torch.tensor([1])) & (ids == 0)
     assert repr(mask) == "Mask(left=3, right=4, ids=[5], lengths=[1], allowed=[5])"
     assert repr(Documents(cu_seqlens=torch.tensor([0, 5]))) == "Mask(cu_seqlens=[2])"
+    assert repr(Prefix(torch.tensor([1, 2]))) == "Mask(right=0, prefix=[2])"
     assert repr(Mask()) == "Mask()"
     cache = Causal() & PrefixLengths(torch.tensor([1]), align="lengths") & (ids == 0)
     assert repr(cache) == "Mask(right=0, lengths=[1], align='lengths', allowed=[5])"
@@ -354,14 +513,105 @@ def test_a_mask_has_no_truth_value() -> None:
             _ = not mask
 
 
+LIMITS = (None, -3, -2, -1, 0, 1, 2)
+SIZES = ((4, 4), (2, 6), (6, 2))
+
+
+def _agree(found: Mask, want: Tensor) -> None:
+    b, nq, nk = want.shape[0], *want.shape[2:]
+    assert torch.equal(allowed(found, b, 1, nq, nk), want), found
+
+
+def _same_sets(make, size: tuple[int, int], a: Mask, b: Mask | None = None) -> bool:
+    """Compare a union or complement with that of the boolean tensors; return False if refused."""
+    try:
+        found = make(a, b)
+    except TypeError:
+        return False
+    dense = [allowed(m, 2, 1, *size) for m in (a, b) if m is not None]
+    _agree(found, dense[0] | dense[1] if len(dense) > 1 else ~dense[0])
+    return True
+
+
+def test_unions_of_bands_are_exact_and_complete() -> None:
+    """Every union of two bands; one is refused only if its distances are not a range."""
+    bands = [Window(left, right) for left in LIMITS for right in LIMITS]
+
+    def distances(band: Mask) -> set[int]:
+        left, right = (20 if n is None else n for n in (band.left, band.right))
+        return set(range(-left, right + 1))
+
+    for a in bands:
+        for b in bands:
+            both = distances(a) | distances(b)
+            is_range = not both or both == set(range(min(both), max(both) + 1))
+            made = [_same_sets(lambda x, y: x | y, size, a, b) for size in SIZES]
+            assert all(made) if is_range else not any(made), (a, b)
+        several = distances(a) and None not in (a.left, a.right)
+        made = [_same_sets(lambda x, _: ~x, size, a) for size in SIZES]
+        assert not any(made) if several else all(made), a
+        if not several:
+            _agree(~~a, allowed(a, 2, 1, 4, 4))
+
+
+def test_unions_of_prefixes_are_exact() -> None:
+    some, more, fewer = (torch.tensor(x) for x in ((3, 0), (1, 9), (2, 4)))
+    lengths = PrefixLengths(more)
+    masks = [Window(left, right) for left in (None, -1, 2) for right in (None, -1, 0, 2)]
+    masks += [Prefix(some), Prefix(fewer), Mask(right=-2, prefix=some), lengths]
+    masks += [Window(n, None) & Prefix(some) for n in (-2, 0, 1)]
+    masks += [Causal() & lengths, lengths & Prefix(fewer), PrefixLengths(fewer), ~Window(-1, -1)]
+    made = sum(
+        _same_sets(lambda x, y: x | y, size, a, b) for a in masks for b in masks for size in SIZES
+    )
+    assert made > len(masks) ** 2
+    for mask in (Causal() | lengths, lengths | Causal()):
+        assert repr(mask) == repr(Prefix(more))
+        _agree(mask, allowed(Prefix(more), 2, 1, 4, 6))
+
+
+def test_unions_of_other_masks_are_exact() -> None:
+    torch.manual_seed(0)
+    seen, other = torch.rand(2, 4, 6).gt(0.5).unbind()
+    padding, hidden = torch.rand(2, 2, 6).gt(0.5).unbind()
+    documents, lengths = Documents(torch.arange(6) // 2), PrefixLengths(torch.tensor([3, 5]))
+    parts = [as_mask(seen), as_mask(other), KeyPadding(padding), KeyPadding(hidden), documents]
+    parts += [lengths, PrefixLengths(torch.tensor([4, 1])), Causal(), Window(3, 1), Window(1, None)]
+    masks = parts + [a & b for a in parts for b in parts] + [Mask(), Window(-1, -1)]
+    made = [_same_sets(lambda x, y: x | y, (4, 6), a, b) for a in masks for b in masks]
+    assert sum(made) > len(made) // 8
+    for mask in (*parts[:4], Mask(), Window(-1, -1), Causal()):
+        assert _same_sets(lambda x, _: ~x, (4, 6), mask)
+        _agree(~~mask, allowed(mask, 2, 1, 4, 6))
+    _agree(seen | as_mask(other), (seen | other).expand(2, 1, 4, 6))
+    _agree(
+        (documents & seen) | (documents & other), allowed(documents & (seen | other), 2, 1, 4, 6)
+    )
+    _agree(documents | (documents & Causal() & lengths), allowed(documents, 2, 1, 4, 6))
+
+
+def test_unions_at_other_positions_are_refused() -> None:
+    """Aligned to lengths, a band is at another place."""
+    aligned = PrefixLengths(torch.tensor([3, 5]), align="lengths")
+    both = (aligned & Window(1, 0)) | (aligned & Window(0, 1))
+    _agree(both, allowed(aligned & Window(1, 1), 2, 1, 4, 6))
+    for a, b in ((Causal(), aligned & Causal()), (Causal(), aligned), (Window(1, 1), aligned)):
+        for x, y in ((a, b), (b, a)):
+            with pytest.raises(TypeError, match="masks have no"):
+                _ = x | y
+
+
 def test_unions_say_what_works() -> None:
     seen, causal = torch.ones(3, 3, dtype=torch.bool), Causal()
     for union in (
-        lambda: causal | Window(1, None),
+        lambda: Window(3, -1) | Window(-1, 3),
         lambda: causal | seen,
         lambda: seen | causal,
         lambda: causal ^ seen,
-        lambda: ~causal,
+        lambda: seen ^ causal,
+        lambda: ~Window(1, 1),
+        lambda: ~PrefixLengths(torch.tensor([1]), align="lengths"),
+        lambda: Documents(torch.arange(3)) | PrefixLengths(torch.tensor([1])),
     ):
         with pytest.raises(TypeError, match=r"mask=m1 \| m2.* merge\("):
             union()
@@ -489,6 +739,52 @@ def test_unions_say_what_works() -> None:
             ValueError,
             "PrefixLengths & PrefixLengths: got align='keys' and align='lengths'; want the same",
         ),
+        (lambda: Prefix(None), TypeError, r"Prefix\(lengths=\): got NoneType"),
+        (lambda: Prefix(torch.tensor([1.0])), TypeError, r"Prefix\(lengths=\): got torch.float32"),
+        (
+            lambda: Mask(prefix=torch.tensor([1])),
+            ValueError,
+            r"Mask\(prefix=\): got no right; want right, such as 0",
+        ),
+        (
+            lambda: Window(None, 3) & Prefix(torch.tensor([1])),
+            ValueError,
+            r"Prefix & Window\(right=3\): got a right limit above 0; want at most 0, or a boolean",
+        ),
+        (
+            lambda: Prefix(torch.tensor([1])) & Mask(right=2, prefix=torch.tensor([1])),
+            ValueError,
+            "Prefix & Prefix: got right=0 and right=2; want the same in both",
+        ),
+        (lambda: KeyPadding(), TypeError, "KeyPadding: want either padding or keep, got both"),
+        (
+            lambda: KeyPadding(torch.zeros(2, 3)),
+            TypeError,
+            r"KeyPadding\(padding=\): got a tensor of torch.float32; want torch.bool",
+        ),
+        (
+            lambda: KeyPadding(keep=torch.ones(3) > 0),
+            ValueError,
+            r"KeyPadding\(keep=\): got shape \[3\]; want \[B, Nk\]",
+        ),
+        (
+            lambda: Mask(documents=(Ids(torch.tensor([1]), q_id="a"),)),  # pyright: ignore
+            TypeError,
+            r"Documents\(q_id=\): got 'a'; want an int, and no q_ids",
+        ),
+        (lambda: LeftPadding(3), TypeError, r"LeftPadding\(starts=\): got int; want a tensor of"),
+        (
+            lambda: Mask(documents=(Ids(starts=torch.tensor([1])),)),
+            TypeError,
+            r"Documents\(starts=\): got ids; want a q_id of 0",
+        ),
+        (lambda: Dilated(1.5), TypeError, r"Dilated\(step=\): got 1.5; want an int"),
+        (lambda: Dilated(0), ValueError, r"Dilated\(step=\): got 0; want 1 or more"),
+        (
+            lambda: Mask(documents=(Ids(step=0),)),
+            TypeError,
+            r"Documents\(step=\): got 0; want an int above 0, and no ids",
+        ),
         (lambda: as_mask(torch.zeros(3)), TypeError, "mask: got a tensor of torch.float32"),
         (lambda: as_mask("causal"), TypeError, "mask: got str; want a rowmax mask or a bool.*r$"),
         (lambda: as_mask((4, 0)), TypeError, r"mask: got tuple; .*, such as Window\(4, 0\)$"),
@@ -519,7 +815,7 @@ def test_masks_of_other_sizes_do_not_compose() -> None:
 def test_a_mask_is_copied_and_sent() -> None:
     """As to the workers of a data loader."""
     ids, q_ids = torch.tensor([0, 1, 1]), torch.tensor([1, 0, 0])
-    mask = Window(3, 1) & Documents(ids, q_ids=q_ids)
+    mask = Window(3, None) & Documents(ids, q_ids=q_ids) & Prefix(torch.tensor([1]))
     mask = mask & PrefixLengths(torch.tensor([2]), align="lengths")
     for same in (copy.deepcopy(mask), copy.copy(mask), pickle.loads(pickle.dumps(mask))):
         assert same.align == "lengths"

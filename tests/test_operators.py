@@ -34,6 +34,7 @@ _CHOSEN = {
     "lengths",
     "alibi",
     "aligned-causal",
+    "prefix-lengths",
     "dropout-half-gqa",
     "strides-layout=strided-hk=2-causal",
     "rows-nq=113-nk=203-causal",

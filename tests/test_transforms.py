@@ -120,6 +120,11 @@ _TERMS: dict[str, tuple[Callable[..., dict[str, Any]], Callable[[], Tensor]]] = 
         lambda t: {"mask": rowmax.PrefixLengths(t, align="lengths"), "causal": True},
         lambda: torch.tensor([[3, 10], [0, 5], [11, 1]]),
     ),
+    "prefix": (
+        lambda t: {"mask": rowmax.Prefix(t)},
+        lambda: torch.tensor([[3, 10], [0, 5], [11, 1]]),
+    ),
+    "padding": (lambda t: {"mask": rowmax.KeyPadding(t)}, lambda: torch.rand(3, 2, 10) < 0.5),
     "documents": (lambda t: {"mask": rowmax.Documents(t)}, lambda: torch.randint(3, (3, 10))),
     "documents-batched": (
         lambda t: {"mask": rowmax.Documents(t)},
@@ -134,7 +139,8 @@ _TERMS: dict[str, tuple[Callable[..., dict[str, Any]], Callable[[], Tensor]]] = 
         lambda: torch.randint(3, (3, 10)),
     ),
 }
-_BATCHED = ("bias", "lengths", "lengths-aligned", "documents-batched")  # for two sequences
+#: for two sequences
+_BATCHED = ("bias", "lengths", "lengths-aligned", "prefix", "padding", "documents-batched")
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])

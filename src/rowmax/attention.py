@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .call.check import Arguments
+from .call.jagged import jagged, packed
 from .call.normalize import normalized
 from .errors import check_flag, refuse_unexpected
 from .masks import Causal, Mask, as_mask
@@ -78,6 +79,10 @@ def attention(
     The score matrix is never allocated, forward or backward. Differentiable in q, k, v, bias, sink
     and alibi, through out and through lse.
 
+    Nested tensors of the layout ``torch.jagged``, ``[B, j, H, D]``, are packed sequences: the call
+    is ``attention_varlen`` of their values and offsets, with jagged results (lse ``[B, Hq, j]``). q
+    may have other lengths than k and v.
+
     Args:
         q: ``[B, Nq, Hq, D]``, float32, float16, bfloat16 or float64, any strides, D <= 512.
         k: ``[B, Nk, Hk, D]``. Hq is a multiple of Hk: query head h reads head ``h // (Hq/Hk)``.
@@ -86,8 +91,9 @@ def attention(
             ``PrefixLengths(lengths, align="lengths")`` ``j <= i + lengths[b] - Nq``).
         mask: which pairs may attend: ``Causal()``, ``Window(left, right)`` (limits of any sign:
             ``right=-1`` hides a query's own position), ``Documents(ids)``,
-            ``PrefixLengths(lengths)``, their intersections ``a & b``, or a boolean tensor that
-            broadcasts to ``[B, Hq, Nq, Nk]``, True may attend.
+            ``PrefixLengths(lengths)``, ``LeftPadding(starts)``, ``KeyPadding(mask)``,
+            ``Prefix(lengths)``, ``Dilated(step)``, their intersections ``a & b``, or a boolean
+            tensor that broadcasts to ``[B, Hq, Nq, Nk]``, True may attend.
         bias: added to the scores; broadcasts to ``[B, Hq, Nq, Nk]``, q's dtype or float32.
         alibi: slopes ``[Hq]``; adds ``-slope |i + Nk - Nq - j|``, from the same positions as
             causal.
@@ -124,6 +130,16 @@ def attention(
     if more or unexpected:
         refuse_unexpected("attention", more, unexpected)
     check_flag("return_lse", return_lse)
+    if isinstance(q, Tensor) and q.is_nested:
+        pairs = _mask(mask, causal)
+        sequences = packed(q, k, v, bias is not None or pairs.allowed is not None)
+        out, lse = attention_varlen(
+            *sequences, mask=pairs, bias=bias, alibi=alibi, scale=scale, softcap=softcap, sink=sink,
+            dropout_p=dropout_p, seed=seed, return_lse=True, deterministic=deterministic,
+            backend=backend,
+        )  # fmt: skip
+        out, lse = jagged(out, lse, q)
+        return (out, lse) if return_lse else out
     q, k, v, bias = _autocast(q, k, v, bias)
     # not by ``arguments``: names take longer
     out, lse = attend(
@@ -214,8 +230,8 @@ def attention_varlen(
         cu_seqlens_k: the same for keys and values.
         max_seqlen_q, max_seqlen_k: the longest sequence, or a bound; found if None on a CPU,
             total_q and total_k on a GPU.
-        mask: bands, ``PrefixLengths`` ``[S]``, or a boolean tensor that broadcasts to
-            ``[S, Hq, max_seqlen_q, max_seqlen_k]``, as bias does.
+        mask: bands, ``PrefixLengths`` and ``Prefix`` ``[S]``, or a boolean tensor that broadcasts
+            to ``[S, Hq, max_seqlen_q, max_seqlen_k]``, as bias does.
 
     Returns:
         out ``[total_q, Hq, Dv]``, or (out, lse ``[Hq, total_q]``).

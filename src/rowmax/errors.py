@@ -15,7 +15,7 @@ from torch import Tensor
 _ELSEWHERE = {
     "is_causal": "causal=True (aligned bottom-right: the last query sees every key)",
     "attn_mask": "mask= for a boolean tensor, bias= for one that is added",
-    "key_padding_mask": "mask=~key_padding_mask[:, None, None, :], or mask=PrefixLengths(lengths)",
+    "key_padding_mask": "mask=KeyPadding(key_padding_mask), or mask=PrefixLengths(lengths)",
     "enable_gqa": "no argument: q may have a multiple of the heads of k and v",
     "dropout": "dropout_p=",
     "softmax_scale": "scale=",

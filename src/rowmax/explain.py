@@ -243,6 +243,8 @@ def _features(p: Problem) -> Iterator[str]:
         yield "causal"
     elif p.left is not None or p.right is not None:
         yield f"window (left {p.left}, right {p.right})"
+    if p.bidirectional:
+        yield "bidirectional prefix"
     for name in ("documents", "prefix"):
         if getattr(p, name):
             aligned = ", aligned to them" if p.align == "lengths" else ""

@@ -12,14 +12,22 @@ Positions are aligned bottom-right: query ``i`` of ``Nq`` stands at key position
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from numbers import Integral
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from .errors import check_booleans, check_integers
+from .errors import bad, check_booleans, check_integers, wrong_type
+from .mask_algebra import (
+    Band,
+    UnionError,
+    both_bands,
+    both_tensors,
+    complement,
+    one_alignment,
+    union,
+)
 from .torch_compat import values_are_readable
 
 #: the values of ``align``
@@ -27,9 +35,11 @@ ALIGNMENTS = ("keys", "lengths")
 
 _INTERSECTIONS = ("and_", "bitwise_and", "iand", "__and__", "__rand__", "__iand__")
 _UNIONS = ("or_", "bitwise_or", "ior", "__or__", "__ror__", "__ior__")
+_OTHERS = ("xor", "bitwise_xor", "ixor", "__xor__", "__rxor__", "__ixor__")
 _INSTEAD_OF_UNIONS = (
-    "rowmax: masks have no |, ~ or ^; combine boolean tensors (mask=m1 | m2), or make a call for "
-    "each part of the keys and merge the parts: merge((out1, lse1), (out2, lse2))"
+    "rowmax: masks have no ^, and no | or ~ whose result is no mask; combine boolean tensors "
+    "(mask=m1 | m2), or make a call for each part of the keys and merge the parts: "
+    "merge((out1, lse1), (out2, lse2))"
 )
 _MOST = 2**32  # the distance of two positions is always less
 
@@ -40,13 +50,22 @@ class Ids(NamedTuple):
     ids: Tensor | None = None  # [N] or [B, N]
     cu_seqlens: Tensor | None = None  # [documents + 1]
     q_ids: Tensor | None = None  # [Nq] or [B, Nq]; None: the id at the query's key position
+    q_id: int | None = None  # the id of every query, instead of q_ids
+    step: int | None = None  # instead of all others: ids are positions modulo step
+    starts: Tensor | None = None  # [B], with a q_id of 0: the id of earlier keys is 1, of others 0
 
 
 class Mask:
     """The pairs (query, key) that may attend. Immutable; composed with ``&``.
 
+    ``|`` and ``~`` exist where the result is a mask: bands that overlap or touch
+    (``Window(9, 0) | Window(0, 9)``), the complement of a band with one limit (``~Causal()``),
+    ``Causal() | PrefixLengths(p)``, which is ``Prefix(p)``, padding and boolean tensors, masks that
+    differ in one such part, and masks of which one contains the other.
+
     Args:
         left, right: the band ``-left <= j - (i + offset) <= right``; see ``Window``.
+        prefix: integers ``[B]``; ``right``, which it needs, limits no key ``j < prefix[b]``.
         documents: each an ``Ids``; a pair has equal ids in all of them. Ids of offsets are made
             where the number of keys is known, with the other arguments of a call.
         lengths: integers ``[B]``, key ``j < lengths[b]``.
@@ -60,10 +79,11 @@ class Mask:
         TypeError, ValueError: naming the field, what it got and what it accepts.
     """
 
-    __slots__ = ("align", "allowed", "documents", "left", "lengths", "right")
+    __slots__ = ("align", "allowed", "documents", "left", "lengths", "prefix", "right")
 
     left: int | None
     right: int | None
+    prefix: Tensor | None
     documents: tuple[Ids, ...]
     lengths: Tensor | None
     align: str
@@ -77,6 +97,7 @@ class Mask:
         lengths: Tensor | None = None,
         allowed: Tensor | None = None,
         align: str = "keys",
+        prefix: Tensor | None = None,
     ) -> None:
         name = type(self).__name__
         if left is not None:
@@ -86,12 +107,17 @@ class Mask:
         _want_documents(name, documents)
         if lengths is not None:
             check_integers(f"{name}(lengths=)", lengths, (1,))
+        if prefix is not None:
+            check_integers(f"{name}(prefix=)", prefix, (1,))
+            if right is None:
+                raise ValueError(f"{name}(prefix=): got no right; want right, such as 0")
         if allowed is not None:
             check_booleans(f"{name}(allowed=)", allowed)
         _want_alignment(type(self), align, lengths)
         put = object.__setattr__
         put(self, "left", left)
         put(self, "right", right)
+        put(self, "prefix", prefix)
         put(self, "documents", documents)
         put(self, "lengths", lengths)
         put(self, "allowed", allowed)
@@ -116,38 +142,64 @@ class Mask:
 
     def __and__(self, other: Mask | Tensor) -> Mask:
         other = as_mask(other)
+        lengths = self.lengths, other.lengths, torch.minimum
+        allowed = self.allowed, other.allowed, torch.logical_and
         return Mask(
-            left=_least(self.left, other.left),
-            right=_least(self.right, other.right),
+            **both_bands(self.band, other.band)._asdict(),
             documents=self.documents + other.documents,
-            lengths=_both("PrefixLengths", self.lengths, other.lengths, torch.minimum),
-            allowed=_both("mask", self.allowed, other.allowed, torch.logical_and),
-            align=_one_alignment(self, other),
+            lengths=both_tensors("PrefixLengths & PrefixLengths", *lengths),
+            allowed=both_tensors("mask & mask", *allowed),
+            align=one_alignment(self, other),
         )
 
     __rand__ = __and__
 
-    def __or__(self, other: object) -> NoReturn:
+    def __or__(self, other: Mask | Tensor) -> Mask:
+        try:
+            return Mask(**union(self, as_mask(other)))
+        except UnionError:
+            raise TypeError(_INSTEAD_OF_UNIONS) from None
+
+    __ror__ = __or__
+
+    def __xor__(self, other: object) -> NoReturn:
         raise TypeError(_INSTEAD_OF_UNIONS)
 
-    __ror__ = __xor__ = __rxor__ = __or__
+    __rxor__ = __xor__
 
-    def __invert__(self) -> NoReturn:
-        raise TypeError(_INSTEAD_OF_UNIONS)
+    def __invert__(self) -> Mask:
+        try:
+            return Mask(**complement(self))
+        except UnionError:
+            raise TypeError(_INSTEAD_OF_UNIONS) from None
+
+    @property
+    def band(self) -> Band:
+        """The limits, with the prefix that ``right`` does not limit."""
+        return Band(self.left, self.right, self.prefix)
+
+    @staticmethod
+    def padded_before(starts: Tensor) -> tuple[Ids, ...]:
+        """Return the documents of sequences that begin at these keys."""
+        return (Ids(starts=starts, q_id=0),)
+
+    def fields(self) -> dict[str, Any]:
+        """Return the arguments of ``Mask`` that make this mask."""
+        return {name: getattr(self, name) for name in Mask.__slots__}
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Handle ``tensor & mask``, which a compiler traces as this call; refuse the rest."""
         name = getattr(func, "__name__", None)
-        if name in _UNIONS:
+        if name in _OTHERS:
             raise TypeError(_INSTEAD_OF_UNIONS)
-        if name not in _INTERSECTIONS:
+        if name not in (*_INTERSECTIONS, *_UNIONS):
             return NotImplemented
-        a, b = args
-        return a.__and__(b) if isinstance(a, Mask) else b.__and__(a)
+        a, b = args if isinstance(args[0], Mask) else reversed(args)
+        return a | b if name in _UNIONS else a & b
 
     def __repr__(self) -> str:
-        fields = [("left", self.left), ("right", self.right)]
+        fields = [("left", self.left), ("right", self.right), ("prefix", self.prefix)]
         fields += [field for one in self.documents for field in one._asdict().items()]
         align = None if self.align == "keys" else repr(self.align)
         fields += [("lengths", self.lengths), ("align", align), ("allowed", self.allowed)]
@@ -271,6 +323,122 @@ class PrefixLengths(Mask):
         super().__init__(lengths=lengths, align=align)
 
 
+class KeyPadding(Mask):
+    """Keys of a padding mask are seen by no query: padding on the left, on the right, anywhere.
+
+    Args:
+        padding: bool ``[B, Nk]``, True at padding, as ``nn.MultiheadAttention`` has it.
+        keep: instead of padding, True at the keys that are seen, as tokenizers return it
+            (``attention_mask.bool()``).
+
+    The value has the size of the mask, and tiles of padding alone are skipped. Where padding is
+    only on the right, ``PrefixLengths`` is smaller; only on the left, ``LeftPadding``.
+
+    Raises:
+        TypeError, ValueError: a mask that is not bool ``[B, Nk]``, both masks or none.
+
+    >>> import torch, rowmax
+    >>> rowmax.KeyPadding(torch.tensor([[True, False, False], [False, False, True]]))
+    Mask(ids=[2, 3], q_id=0)
+    """
+
+    __slots__ = ()
+
+    def __init__(self, padding: Tensor | None = None, *, keep: Tensor | None = None) -> None:
+        if (padding is None) == (keep is None):
+            raise TypeError("KeyPadding: want either padding or keep, got both or neither")
+        name, given = ("padding", padding) if keep is None else ("keep", keep)
+        check_booleans(f"KeyPadding({name}=)", given)
+        assert given is not None
+        if given.dim() != 2:
+            raise bad(f"KeyPadding({name}=)", f"shape {list(given.shape)}", "[B, Nk]")
+        hidden = given if keep is None else ~given
+        super().__init__(documents=(Ids(hidden.to(torch.int32), q_id=0),))
+
+
+class Dilated(Mask):
+    """A query sees the keys at multiples of ``step``: ``(i + offset - j) % step == 0``.
+
+    It combines with ``Causal``, ``Window`` and ``PrefixLengths(align="lengths")``, whose offset it
+    has. The value holds an id for each position; every tile that the band leaves is computed.
+
+    Raises:
+        TypeError, ValueError: a step that is no int of at least 1.
+
+    >>> import rowmax
+    >>> rowmax.Dilated(4) & rowmax.Causal()
+    Mask(right=0, step=4)
+    """
+
+    __slots__ = ()
+
+    def __init__(self, step: int) -> None:
+        whole = as_int(step)
+        if whole is None:
+            raise wrong_type("Dilated(step=)", repr(step), "an int")
+        if not 1 <= whole < 2**31:
+            raise bad("Dilated(step=)", whole, "1 or more, of 32 bits")
+        super().__init__(documents=() if whole == 1 else (Ids(step=whole),))
+
+
+class LeftPadding(Mask):
+    """Sequence b of the batch has its keys from ``starts[b]`` on; those before are padding.
+
+    Batches of prompts of several lengths are padded so. The last query of each stands at the last
+    key, as causal masks and windows have it. On the right, ``PrefixLengths`` pads.
+
+    Args:
+        starts: integers ``[B]``, the number of keys of padding; Nk or more leaves no key.
+
+    Raises:
+        TypeError, ValueError: starts that are not integers ``[B]``.
+
+    >>> import torch, rowmax
+    >>> q = torch.randn(2, 8, 2, 16)
+    >>> mask = rowmax.LeftPadding(torch.tensor([0, 3]))
+    >>> out = rowmax.attention(q, q, q, causal=True, mask=mask)
+    >>> want = rowmax.attention(q[1:, 3:], q[1:, 3:], q[1:, 3:], causal=True)
+    >>> torch.allclose(out[1:, 3:], want, atol=1e-6)
+    True
+    """
+
+    __slots__ = ()
+
+    def __init__(self, starts: Tensor) -> None:
+        check_integers("LeftPadding(starts=)", starts, (1,))
+        super().__init__(documents=self.padded_before(starts))
+
+
+class Prefix(Mask):
+    """A prefix that all queries see, then causal: ``j <= i + offset`` or ``j < lengths[b]``.
+
+    Also called a prefix language model: an image or a prompt attends in both directions. Key tiles
+    of the prefix need no mask; tiles above the diagonal and after it are skipped.
+
+    Args:
+        lengths: integers ``[B]``, the keys of each sequence's prefix; more than Nk means Nk.
+
+    ``&`` intersects: with ``Window(left)`` a query loses the keys before its window, those of the
+    prefix, too. With ``Causal()`` or ``causal=True`` what remains is causal. After
+    ``PrefixLengths`` no padding is seen, and with ``align="lengths"`` the offset is its.
+
+    Raises:
+        TypeError, ValueError: lengths that are not integers ``[B]``; ``&`` with a window whose
+            right limit is above 0.
+
+    >>> import torch, rowmax
+    >>> q = torch.randn(2, 8, 2, 16)
+    >>> rowmax.attention(q, q, q, mask=rowmax.Prefix(torch.tensor([3, 5]))).shape
+    torch.Size([2, 8, 2, 16])
+    """
+
+    __slots__ = ()
+
+    def __init__(self, lengths: Tensor) -> None:
+        check_integers("Prefix(lengths=)", lengths, (1,))
+        super().__init__(right=0, prefix=lengths)
+
+
 def as_mask(mask: Mask | Tensor | None, name: str = "mask") -> Mask:
     """Return the record of a mask, of a boolean tensor, or of None."""
     if mask is None:
@@ -287,36 +455,6 @@ def as_mask(mask: Mask | Tensor | None, name: str = "mask") -> Mask:
 
 
 # --- building records --------------------------------------------------------------------------
-
-
-def _least(a: int | None, b: int | None) -> int | None:
-    if a is None or b is None:
-        return b if a is None else a
-    return min(a, b)
-
-
-def _one_alignment(a: Mask, b: Mask) -> str:
-    if a.lengths is None or b.lengths is None:
-        return b.align if a.lengths is None else a.align
-    if a.align != b.align:
-        raise ValueError(
-            f"PrefixLengths & PrefixLengths: got align={a.align!r} and align={b.align!r}; want "
-            "the same in both"
-        )
-    return a.align
-
-
-def _both(
-    name: str, a: Tensor | None, b: Tensor | None, combine: Callable[[Tensor, Tensor], Tensor]
-) -> Tensor | None:
-    if a is None or b is None:
-        return b if a is None else a
-    sizes = zip(reversed(a.shape), reversed(b.shape), strict=False)
-    fit = all(m == n or 1 in (m, n) for m, n in sizes) if name == "mask" else a.shape == b.shape
-    if not fit or a.device != b.device:
-        one, other = (f"{list(t.shape)} on {t.device}" for t in (a, b))
-        raise ValueError(f"{name} & {name}: got {one} and {other}; want what fits together")
-    return combine(a, b)
 
 
 _ONE_OF_TWO = "Documents: want either ids or cu_seqlens, got both or neither"
@@ -349,9 +487,21 @@ def _want_documents(name: str, documents: object) -> None:
             f"{name}(documents=): got {type(documents).__name__}; want a tuple of Ids, as "
             "Documents(ids).documents is"
         )
-    for ids, cu_seqlens, q_ids in documents:
+    for ids, cu_seqlens, q_ids, q_id, step, starts in documents:
+        others = any(x is not None for x in (ids, cu_seqlens, q_ids))
+        if step is not None:
+            if as_int(step) is None or step < 1 or others or q_id is not None:
+                raise wrong_type("Documents(step=)", repr(step), "an int above 0, and no ids")
+            continue
+        if starts is not None:
+            check_integers("LeftPadding(starts=)", starts, (1,))
+            if others or q_id != 0:
+                raise wrong_type("Documents(starts=)", "ids", "a q_id of 0, and no ids")
+            continue
         if (ids is None) == (cu_seqlens is None):
             raise TypeError(_ONE_OF_TWO)
+        if q_id is not None and (q_ids is not None or as_int(q_id) is None):
+            raise wrong_type("Documents(q_id=)", repr(q_id), "an int, and no q_ids")
         if cu_seqlens is not None:
             check_integers("Documents(cu_seqlens=)", cu_seqlens, (1,))
             _want_offsets(cu_seqlens)

@@ -156,6 +156,21 @@ def stands_for_numbers(t: Tensor) -> bool:
     return type(t) in PLAIN or isinstance(t, (FakeTensor, FunctionalTensor))
 
 
+def jagged_axis(t: Tensor) -> int:
+    """Return the axis of a jagged tensor whose length differs between sequences."""
+    return t._ragged_idx  # pyright: ignore
+
+
+def cached_lengths(t: Tensor) -> tuple[int | None, int | None]:
+    """Return the shortest and the longest length of a jagged tensor; None if not known yet."""
+    return t._maybe_min_seqlen, t._maybe_max_seqlen  # pyright: ignore
+
+
+def longest_length(t: Tensor) -> int:
+    """Return the longest length of a jagged tensor, which caches it; may wait for a GPU."""
+    return t._max_seqlen  # pyright: ignore
+
+
 def is_fake(t: Tensor) -> bool:
     """Return True for a tensor without values."""
     return isinstance(t, FakeTensor) or t.is_meta

@@ -56,7 +56,7 @@ def test_inputs_have_the_declared_axes(case: Case) -> None:
         if t is None:
             continue
         one = INPUTS[name]
-        of_sequences = problem.varlen and name in ("bias", "allowed", "lengths")
+        of_sequences = problem.varlen and name in ("bias", "allowed", "lengths", "prefix")
         if of_sequences:  # they have an axis for each sequence, and rows of the longest
             sizes = sizes | {"b": problem.batch, "i": problem.nq, "j": problem.nk}
         assert t.dim() == len(one.letters), name

@@ -57,6 +57,7 @@ FEATURES = [
     Case("packed", hq=2, hk=1, d=80, sequences=((100, 100), (28, 60)), causal=True),
     Case("wide", b=1, nq=128, hq=1, d=512),
     Case("block", nq=128, d=64, dropout=0.1, alibi=True, positions=(5, 6, 64, 7, 8)),
+    Case("prefix", b=2, nq=200, hq=4, hk=2, d=64, prefix=(0.5,), left=90, bias="1hqk"),
 ]
 
 
@@ -75,7 +76,7 @@ def features(name: str) -> list[tuple[Case, torch.dtype]]:
     """Return the cases of a target, the widest head where shared memory is scarcest."""
     some = [(FEATURES[0], torch.bfloat16), (FEATURES[1], torch.bfloat16)]
     if name in THOROUGH:
-        some += [(case, torch.bfloat16) for case in (*FEATURES[2:4], FEATURES[5])]
+        some += [(case, torch.bfloat16) for case in (*FEATURES[2:4], *FEATURES[5:7])]
         some.append((FEATURES[0], torch.float32))
     if name == "sm_89":
         some.append((FEATURES[4], torch.bfloat16))

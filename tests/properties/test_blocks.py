@@ -93,7 +93,15 @@ TABLE = [
     if not case.packed
     and case.b * case.hq * case.nq
     and case.nk != 0
-    and (case.causal or case.left or case.right or case.alibi or case.dropout or case.documents)
+    and (
+        case.causal
+        or case.left
+        or case.right
+        or case.prefix
+        or case.alibi
+        or case.dropout
+        or case.documents
+    )
     and max(case.nq, case.nk or 0) <= 300
 ]
 
@@ -142,6 +150,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "documents": {"documents": "sorted", "causal": True, "sink": True},
     "lengths": {"lengths": (1.0, 0.3), "causal": True},
     "to-lengths": {"lengths": (1.0, 0.3), "align": "lengths", "left": 60, "alibi": True},
+    "prefix": {"prefix": (0.7, 0.1)},
     "boolean": {"allowed": "bhqk", "right": 60},
     "bias": {"bias": "1hqk", "alibi": True, "left": 150, "right": 20},
     "dropout": {"dropout": 0.3, "causal": True, "hk": 1},

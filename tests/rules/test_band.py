@@ -41,6 +41,35 @@ def test_ranges_and_tiles_are_those_of_every_pair(
     assert set(range(full * block, full_end * block)) <= every
 
 
+@given(st.integers(0, 9), st.integers(0, 5), SMALL, LIMIT, SMALL, st.integers(0, 12), SMALL)
+def test_ranges_of_a_prefix_are_those_of_every_pair(
+    x0: int, more: int, shift: int, left: int | None, right: int, end: int, prefix: int
+) -> None:
+    """From both sides: the keys in [0, end) that queries see, and the queries that see keys."""
+    xs = range(x0, x0 + more + 1)
+
+    def seen(i: int, j: int, shift: int) -> bool:
+        at = j - (i + shift)
+        return (left is None or -left <= at) and (at <= right or j < prefix)
+
+    given = (x0, x0 + more, shift, left, right, end, prefix)
+    every = {y for y in range(end) if all(seen(x, y, shift) for x in xs)}
+    some = {y for y in range(end) if any(seen(x, y, shift) for x in xs)}
+    assert every == set(range(*band.all_range(*given)))
+    assert some <= set(range(*band.any_range(*given)))
+    if left is None:
+        assert some == set(range(*band.any_range(*given)))
+    backs = (band.back_of_key(x, prefix, right, 40) for x in (xs[0], xs[-1]))
+    one, all_of_them = (
+        rule(x0, x0 + more, shift, back, left, end)
+        for rule, back in zip((band.any_range, band.all_range), backs, strict=True)
+    )
+    every = {y for y in range(end) if all(seen(y, x, -shift) for x in xs)}
+    some = {y for y in range(end) if any(seen(y, x, -shift) for x in xs)}
+    assert every == set(range(*all_of_them))
+    assert some <= set(range(*one))
+
+
 def test_tensors_of_positions_have_the_ranges_of_their_rows() -> None:
     rule = bound(
         band.any_range,

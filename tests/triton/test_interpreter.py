@@ -237,6 +237,7 @@ SHARED = [
     Case("queries-past-keys", nq=130, nk=50, causal=True),
     Case("lengths", b=4, lengths=(0.3, 1.0, 0.0, 0.6), dropout=0.2),
     Case("documents", b=3, documents="batched", alibi=True),
+    Case("prefix", b=4, prefix=(0.3, 1.2, 0.0, 0.6), left=70),
     Case("documents-of-all", documents="sorted", causal=True),
     Case("mask", allowed="bhqk", empty_rows=True),
     Case("packed", sequences=((64, 90), (0, 17), (70, 37), (33, 0), (5, 40)), causal=True),

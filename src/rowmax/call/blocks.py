@@ -64,8 +64,10 @@ def block_of(tensors: Tensors, options: Options, block: Block) -> tuple[Tensors,
     cut = {name: part_of(name, t, **ranges) for name, t in tensors._asdict().items()}
     if j.start > 0 or (nk > 0 and len(j) == 0):
         cut["sink"] = None
-    if tensors.lengths is not None and cut["lengths"] is not None:
-        cut["lengths"] = (cut["lengths"] - j.start).clamp(min=0).to(torch.int32)
+    for name in ("lengths", "prefix"):  # counted from the first key of the block
+        t = cut[name]
+        if t is not None:
+            cut[name] = (t - j.start).clamp(min=0).to(torch.int32)
     old = options.positions
     positions = Positions(  # the last query of a call stands at its last key
         shift=old.shift + (i.stop - nq) - (j.stop - nk),

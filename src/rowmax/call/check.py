@@ -100,7 +100,8 @@ def check(a: Arguments, shape: Shape) -> None:
     if mask.allowed is not None:
         check_device("mask", mask.allowed, q)
         _check_broadcast("mask", mask.allowed, shape)
-    _check_lengths(q, mask.lengths, shape)
+    _check_lengths("mask: PrefixLengths(lengths=)", mask.lengths, shape, q)
+    _check_lengths("mask: Prefix(lengths=)", mask.prefix, shape, q)
     check_seed(a.seed, q.device)
 
 
@@ -127,8 +128,8 @@ def _check_tensor(name: str, t: object, dims: int, want: str) -> None:
     if not isinstance(t, Tensor):
         raise wrong_type(name, type(t).__name__, f"a tensor {want}")
     if t.is_nested:
-        packed = "attention_varlen(nt.values(), ..., nt.offsets(), ...) for a jagged one, nt"
-        raise wrong_type(name, "a nested tensor", f"a dense (strided) tensor, or {packed}")
+        want = "a dense (strided) tensor, or attention of jagged q, k and v [B, j, H, D]"
+        raise wrong_type(name, "a nested tensor", want)
     check_dense(name, t)
     if t.dim() != dims:
         hint = f"; {name}[None] is a batch of one, attention_varlen takes packed sequences"
@@ -239,8 +240,13 @@ def check_documents(a: Arguments, shape: Shape) -> None:
     if not a.mask.documents:
         return
     if a.cu_seqlens is not None:
+        if any(one.step is not None for one in a.mask.documents):
+            raise bad("mask", "Dilated in a packed call", "a padded batch, or a boolean tensor")
+        if any(one.q_id is not None for one in a.mask.documents):
+            raise bad("mask", "padding in a packed call", "none: packed keys have no padding")
         raise bad("mask", "Documents in a packed call", "none: cu_seqlens already separates")
-    if a.mask.align == "lengths" and any(one.q_ids is None for one in a.mask.documents):
+    shared = (one.q_ids is one.q_id is one.step is None for one in a.mask.documents)
+    if a.mask.align == "lengths" and any(shared):
         got = 'Documents without q_ids and PrefixLengths(align="lengths")'
         raise bad("mask", got, "q_ids as well: the id of each query")
     for one in a.mask.documents:
@@ -249,6 +255,17 @@ def check_documents(a: Arguments, shape: Shape) -> None:
 
 def _check_ids(given: Ids, shape: Shape, q: Tensor) -> None:
     batch, _, nq, nk = shape
+    if given.step is not None:
+        return
+    if given.starts is not None:
+        _check_lengths("mask: LeftPadding(starts=)", given.starts, shape, q)
+        return
+    if given.q_id is not None and given.ids is not None:
+        check_device("mask: KeyPadding", given.ids, q)
+        if given.ids.shape not in ((batch, nk), (1, nk)):
+            got = f"shape {list(given.ids.shape)}"
+            raise bad("mask: KeyPadding", got, f"[B, Nk] = [{batch}, {nk}]")
+        return
     if given.ids is not None:
         _check_each_id("mask: Documents(ids=)", given.ids, batch, nk, "keys", q)
     else:
@@ -286,10 +303,9 @@ def _check_each_id(name: str, ids: Tensor, batch: int, n: int, of: str, q: Tenso
         assert_later((ids == short).all(), f"{name}: want ids of 32 bits")
 
 
-def _check_lengths(q: Tensor, lengths: Tensor | None, shape: Shape) -> None:
+def _check_lengths(name: str, lengths: Tensor | None, shape: Shape, q: Tensor) -> None:
     if lengths is None:
         return
-    name = "mask: PrefixLengths(lengths=)"
     check_device(name, lengths, q)
     if lengths.shape[0] != shape.batch:
         raise bad(name, f"{lengths.shape[0]} lengths", f"one for each of {shape.batch} sequences")
@@ -335,8 +351,8 @@ def _check_broadcast(name: str, t: Tensor, shape: Sequence[int]) -> None:
         want = f"one that broadcasts to [B, Hq, Nq, Nk] = {list(shape)}"
         if name == "mask" and t.shape == (shape[0], shape[3]):
             want += (
-                "; one of padding [B, Nk] is mask[:, None, None, :], which is "
-                "~key_padding_mask[:, None, None, :], or PrefixLengths(lengths)"
+                "; a padding mask [B, Nk] is KeyPadding(key_padding_mask), True at padding, or "
+                "KeyPadding(keep=mask), True at the keys that are seen"
             )
         raise bad(name, f"shape {list(t.shape)}", want)
 

@@ -3,7 +3,8 @@
 The count is that of the matrix products over the pairs (query, key) that the band (causal, window)
 allows. A multiplication and an addition count as two operations, as in papers and profilers.
 Documents, lengths and boolean tensors depend on values, not on the problem: pairs that they mask
-count. Positions aligned to the lengths count as if every key were in use: an upper bound.
+count. So do the pairs above the diagonal of a call with a bidirectional prefix. Positions aligned
+to the lengths count as if every key were in use: an upper bound.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def _pairs(problem: Problem, lengths: Lengths | None) -> int:
         each = (problem._replace(batch=1, nq=nq, nk=nk) for nq, nk in lengths)
         return sum(_pairs(one, None) for one in each)
     n, nk = problem.nq, problem.nk
-    upto_right = n * nk if problem.right is None else _below(problem, problem.right + 1)
+    right = None if problem.bidirectional else problem.right
+    upto_right = n * nk if right is None else _below(problem, right + 1)
     before_left = 0 if problem.left is None else _below(problem, -problem.left)
     return problem.batch * problem.hq * max(0, upto_right - before_left)
 

@@ -47,6 +47,7 @@ class Tensors(NamedTuple):
     cu_seqlens_q: Annotated[Tensor | None, Input("c")] = None  # int32 [B + 1], first queries
     cu_seqlens_k: Annotated[Tensor | None, Input("c")] = None
     seed: Annotated[Tensor | None, Input("")] = None  # int64 [], the key of the dropout generator
+    prefix: Annotated[Tensor | None, Input("b")] = None  # int32, ``right`` limits no key before it
 
 
 class Options(NamedTuple):

@@ -83,6 +83,7 @@ def _signature(a: Arguments) -> tuple[Any, ...] | None:
         or cu is not None
         or mask.documents
         or mask.lengths is not None
+        or mask.prefix is not None
         or mask.allowed is not None
         or torch.compiler.is_compiling()
         or is_observed()
@@ -149,7 +150,8 @@ def _tensors(a: Arguments, shape: Shape, options: Options) -> Tensors:
     if a.cu_seqlens is not None:
         q, k, v = q[None], k[None], v[None]
         cu_q, cu_k = (cu.to(torch.int32).contiguous() for cu in a.cu_seqlens)
-    q_ids, k_ids = _documents(a.mask, shape)
+    lengths = _lengths(a.mask.lengths, shape)
+    q_ids, k_ids = _documents(a.mask, shape, lengths, q.device)
     accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
     return Tensors(
         q=q,
@@ -161,11 +163,12 @@ def _tensors(a: Arguments, shape: Shape, options: Options) -> Tensors:
         allowed=_four_axes(a.mask.allowed),
         q_ids=q_ids,
         k_ids=k_ids,
-        lengths=_lengths(a.mask.lengths, shape),
+        lengths=lengths,
         cu_seqlens_q=cu_q,
         cu_seqlens_k=cu_k,
-        # last, because it may draw: a call that fails leaves the generator as it was
+        # after the checks, because it may draw: a call that fails leaves the generator as it was
         seed=_seed(a.seed, options.dropout_p, q.device),
+        prefix=_lengths(a.mask.prefix, shape),
     )
 
 
@@ -192,24 +195,39 @@ def _lengths(lengths: Tensor | None, shape: Shape) -> Tensor | None:
     return lengths.clamp(max=shape.nk).to(torch.int32)  # a length above nk means nk
 
 
-def _documents(mask: Mask, shape: Shape) -> tuple[Tensor | None, Tensor | None]:
+def _documents(
+    mask: Mask, shape: Shape, lengths: Tensor | None, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
     """Return (q_ids ``[B|1, Nq]``, k_ids ``[B|1, Nk]``), int32, of all documents of the mask."""
     if not mask.documents:
         return None, None
-    ids = _ids(mask.documents[0], shape)
-    for other in mask.documents[1:]:
-        ids = both_documents(ids, _ids(other, shape))
-    return ids
+    offset: int | Tensor = shape.nk - shape.nq
+    if mask.align == "lengths" and lengths is not None:
+        offset = lengths.clamp(0, shape.nk)[:, None] - shape.nq
+    first, *others = (_ids(one, shape, offset, device) for one in mask.documents)
+    for other in others:
+        first = both_documents(first, other)
+    return first
 
 
-def _ids(given: Ids, shape: Shape) -> tuple[Tensor, Tensor]:
-    if given.ids is not None:
+def _ids(
+    given: Ids, shape: Shape, offset: int | Tensor, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return (q_ids, k_ids); query i stands at the key position ``i + offset``."""
+    if given.step is not None:
+        i, j = (torch.arange(n, dtype=torch.int32, device=device) for n in (shape.nq, shape.nk))
+        return (i[None] + offset) % given.step, j[None] % given.step
+    if given.starts is not None:
+        k_ids = (torch.arange(shape.nk, device=device) < given.starts[:, None]).to(torch.int32)
+    elif given.ids is not None:
         k_ids = _two_axes(given.ids)
     else:
         assert given.cu_seqlens is not None
         k_ids = ids_of_offsets(given.cu_seqlens, shape.nk)
     if given.q_ids is not None:
         return _two_axes(given.q_ids), k_ids
+    if given.q_id is not None:
+        return k_ids.new_full((1, shape.nq), given.q_id), k_ids
     return k_ids[:, shape.nk - shape.nq :], k_ids
 
 

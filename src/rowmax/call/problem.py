@@ -53,6 +53,7 @@ class Problem(NamedTuple):
     positions: Positions | None = None  # those that a distance or dropout reads; None: all are 0
     align: str = "keys"  # "lengths" only where a band or a distance reads positions
     device_index: int | None = None  # index among the devices of its type; None: the current one
+    bidirectional: bool = False  # a prefix of the keys is seen whatever ``right`` is
 
     @property
     def offset(self) -> int:
@@ -175,6 +176,7 @@ def problem_of(tensors: Tensors, options: Options) -> Problem:
         positions=positions_read(options, reads_distance(heads), tensors.seed is not None),
         align=options.align if placed else "keys",
         device_index=q.device.index,
+        bidirectional=tensors.prefix is not None and right is not None,
     )
 
 
@@ -207,7 +209,7 @@ def positions_read(options: Options, distance: bool, dropout: bool) -> Positions
 
 
 #: inputs that are not packed
-_UNPACKED = ("bias", "allowed", "lengths")
+_UNPACKED = ("bias", "allowed", "lengths", "prefix")
 
 
 def each_sequence(

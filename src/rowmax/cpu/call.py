@@ -58,8 +58,8 @@ CALL = np.dtype(
 #: fields
 _WORD = {name: field[1] // 8 for name, field in (CALL.fields or {}).items()}
 #: the first query and key, how many there are, how many keys lengths leave; query i stands at key
-#: position ``i + offset``
-SEQUENCE = _fields("query", "queries", "key", "keys", "end", "offset")
+#: position ``i + offset``; ``right`` limits no key of the prefix
+SEQUENCE = _fields("query", "queries", "key", "keys", "end", "offset", "prefix")
 TASK = _fields("s", "h", "tile")  # sequence, query head, tile of queries
 
 _BIAS_KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -172,8 +172,10 @@ def _sequences(problem: Problem, tensors: Tensors) -> np.ndarray:
     """Return each sequence; in a batch that is not packed all start at 0."""
     nq, nk = problem.nq, problem.nk
     found = np.empty((problem.batch, SEQUENCE.itemsize // 8), np.int64)
-    found[:] = 0, nq, 0, nk, nk, nk - nq
+    found[:] = 0, nq, 0, nk, nk, nk - nq, 0
     found = found.view(SEQUENCE)[:, 0]
+    if tensors.prefix is not None:
+        found["prefix"] = np.asarray(tensors.prefix, np.int64)
     if not problem.varlen and tensors.lengths is None:
         return found
     if tensors.cu_seqlens_q is not None and tensors.cu_seqlens_k is not None:

@@ -149,7 +149,7 @@ def score_row(row, y, call, seq, s, h, i, part):
 @njit(inline="always")
 def hide(row, nothing, call, seq, s, h, i, part):
     """Write ``nothing`` where query i may not see the key."""
-    low, high = any_range(i, i, seq.offset, call.left, call.right, seq.end)
+    low, high = any_range(i, i, seq.offset, call.left, call.right, seq.end, seq.prefix)
     high = max(min(high - part.j0, row.size), 0)
     low = min(max(low - part.j0, 0), high)
     for j in range(low):

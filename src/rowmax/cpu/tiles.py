@@ -63,7 +63,8 @@ def tile_row(states, s, h, tile):
 def key_range(call, seq, place):
     """Return the keys [low, high) that some query sees by band and lengths; [0, 0) for none."""
     last = place.i0 + place.n - 1
-    low, high = any_range(place.i0, last, seq.offset, call.left, call.right, seq.end)
+    band = seq.offset, call.left, call.right, seq.end, seq.prefix
+    low, high = any_range(place.i0, last, *band)
     return (low, high) if low < high else (0, 0)
 
 

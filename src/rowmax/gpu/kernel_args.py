@@ -40,6 +40,7 @@ class Pointers(NamedTuple):
     cu_q: Any = None
     cu_k: Any = None
     seed: Any = None
+    prefix: Any = None
     out: Any = None
     lse: Any = None
     order: Any = None  # int32, a row's tiles by number: full ones, then partial ones
@@ -162,7 +163,7 @@ class Config(NamedTuple):
 
 def prepared(tensors: Tensors) -> Tensors:
     """Return the tensors as kernels read them: q, k and v aligned, small ones contiguous."""
-    q, k, v, _, sink, heads, _, q_ids, k_ids, lengths, *_ = tensors
+    q, k, v, _, sink, heads, _, q_ids, k_ids, lengths, *_, prefix = tensors
     fixed: dict[str, Tensor] = {}
     for name, x in (("q", q), ("k", k), ("v", v)):
         y = aligned(x)
@@ -171,8 +172,9 @@ def prepared(tensors: Tensors) -> Tensors:
     for name, x in (("q_ids", q_ids), ("k_ids", k_ids), ("sink", sink), ("heads", heads)):
         if x is not None and x.stride(-1) != 1:
             fixed[name] = x.contiguous()
-    if lengths is not None and not lengths.is_contiguous():
-        fixed["lengths"] = lengths.contiguous()
+    for name, x in (("lengths", lengths), ("prefix", prefix)):
+        if x is not None and not x.is_contiguous():
+            fixed[name] = x.contiguous()
     return tensors._replace(**fixed) if fixed else tensors
 
 

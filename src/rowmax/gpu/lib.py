@@ -36,6 +36,7 @@ class Place(NamedTuple):
     nk: Any
     used: Any  # the number of keys in use: nk, or the length of the prefix
     offset: Any  # the key position of query 0
+    prefix: Any  # ``num.right`` limits no key before it
 
 
 class Sizes(NamedTuple):
@@ -138,8 +139,13 @@ def place_of(ptr, num, cfg, b, head, sizes):
     offset = sizes.nk - sizes.nq
     if cfg.TO_LENGTHS:
         offset = used - sizes.nq
+    prefix = 0
+    if ptr.prefix is not None:
+        prefix = tl.load(ptr.prefix + tl.minimum(b, num.batch - 1))
     kv = head // cfg.GROUP
-    return Place(b, head, kv, sizes.q_start, sizes.nq, sizes.k_start, sizes.nk, used, offset)
+    return Place(
+        b, head, kv, sizes.q_start, sizes.nq, sizes.k_start, sizes.nk, used, offset, prefix
+    )
 
 
 # --- tiles in memory ---------------------------------------------------------------------------
@@ -257,11 +263,14 @@ def pair_pointers(x, pairs, place, row, col):
 
 
 @triton.jit
-def band_plan(x0, x1, shift, back, ahead, end, BLOCK: tl.constexpr):
-    """Return the plan of the tiles in [0, end) that a band (``rules/band.py``) touches."""
-    low, high = rules.any_range(x0, x1, shift, back, ahead, end)
+def band_plan(x0, x1, shift, back, back_all, ahead, end, prefix, BLOCK: tl.constexpr):
+    """Return the plan of the tiles in [0, end) that a band (``rules/band.py``) touches.
+
+    ``back`` is the limit of x0, ``back_all`` that of x1.
+    """
+    low, high = rules.any_range(x0, x1, shift, back, ahead, end, prefix)
     first, last = rules.touched_tiles(low, high, BLOCK)
-    low_all, high_all = rules.all_range(x0, x1, shift, back, ahead, end)
+    low_all, high_all = rules.all_range(x0, x1, shift, back_all, ahead, end, prefix)
     full, full_end = rules.filled_tiles(low_all, high_all, BLOCK, first, last)
     return TilePlan(last - first, full_end - full, first, full)
 
@@ -278,14 +287,24 @@ def listed_plan(ptr, num, place, tile):
 
 
 @triton.jit
+def plan_band(i0, ptr, num, cfg, place):
+    """Return the plan of the tiles of keys that the tile of queries from i0 on sees by its band."""
+    i1 = tl.minimum(i0 + cfg.BLOCK_Q, place.nq) - 1
+    prefix = None
+    if ptr.prefix is not None:
+        prefix = place.prefix
+    left = num.left
+    return band_plan(i0, i1, place.offset, left, left, num.right, place.used, prefix, cfg.BLOCK_K)
+
+
+@triton.jit
 def plan_keys(ptr, num, cfg, place, tile):
     """Return the plan of the tiles of keys that a tile of queries sees."""
     if ptr.order is not None:
         return listed_plan(ptr, num, place, tile)
     else:
         i0 = tile * cfg.BLOCK_Q
-        i1 = tl.minimum(i0 + cfg.BLOCK_Q, place.nq) - 1
-        return band_plan(i0, i1, place.offset, num.left, num.right, place.used, cfg.BLOCK_K)
+        return plan_band(i0, ptr, num, cfg, place)
 
 
 @triton.jit
@@ -384,7 +403,10 @@ def seen(ptr, num, place, row, col):
     if num.left is not None:
         ok = ok & (col >= row + place.offset - num.left)
     if num.right is not None:
-        ok = ok & (col <= row + place.offset + num.right)
+        before = col <= row + place.offset + num.right
+        if ptr.prefix is not None:
+            before = before | (col < place.prefix)
+        ok = ok & before
     if ptr.q_ids is not None:
         q_ids = ptr.q_ids + tl.cast(place.b, tl.int64) * num.q_ids
         k_ids = ptr.k_ids + tl.cast(place.b, tl.int64) * num.k_ids

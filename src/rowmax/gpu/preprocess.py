@@ -110,7 +110,7 @@ def delta_kernel(ptr, num, cfg):
     part = head * num.tiles + tile
     b = head // cfg.HQ
     head = head % cfg.HQ
-    place = lib.Place(b, head, head, 0, end, 0, 0, 0, 0)
+    place = lib.Place(b, head, head, 0, end, 0, 0, 0, 0, 0)
     i0 = tile * BLOCK_Q
     row = i0 + tl.arange(0, BLOCK_Q)
     o = lib.queries(ptr.out, num.out, cfg, place)

@@ -65,6 +65,7 @@ def multiply(a, b):
 
 any_range = compiled(band.any_range, max="maximum", min="minimum")
 all_range = compiled(band.all_range, max="maximum", min="minimum")
+back_of_key = compiled(band.back_of_key, where="where")
 touched_tiles = compiled(band.touched_tiles, max="maximum")
 filled_tiles = compiled(band.filled_tiles, max="maximum", min="minimum")
 score = compiled(scores.score, tanh=tanh)

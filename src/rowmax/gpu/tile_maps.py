@@ -67,7 +67,8 @@ def tile_strides(problem: Problem, tensors: Tensors, tiles: Tiles, resident: str
     if tensors.allowed is not None:
         batch, heads = mask.distinct(tensors.allowed).shape[:2]
     if not problem.varlen:
-        for x in (tensors.lengths, tensors.q_ids, tensors.k_ids):
+        prefix = mask.prefix_of(problem, tensors)
+        for x in (tensors.lengths, tensors.q_ids, tensors.k_ids, prefix):
             batch = max(batch, 1 if x is None else x.shape[0])
     n_q, n_k = -(-problem.nq // tiles.block_q), -(-problem.nk // tiles.block_k)
     count, streamed = (n_k, n_q) if resident == "keys" else (n_q, n_k)

@@ -80,7 +80,10 @@ def _seen(problem: Problem, tensors: Tensors, i: Tensor, j: Tensor) -> Tensor:
     if problem.left is not None:
         seen = seen & (j >= i - problem.left)
     if problem.right is not None:
-        seen = seen & (j <= i + problem.right)
+        before = j <= i + problem.right
+        if tensors.prefix is not None:
+            before = before | (j < tensors.prefix[:, None, None, None])
+        seen = seen & before
     if tensors.lengths is not None:
         seen = seen & (j < tensors.lengths[:, None, None, None])
     if tensors.q_ids is not None and tensors.k_ids is not None:

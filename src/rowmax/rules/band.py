@@ -5,13 +5,19 @@ Keys that queries see: x is a query, y a key, ``shift = offset``, ``back = left`
 right``. Queries that see keys: x is a key, y a query, ``shift = -offset``, ``back = right``,
 ``ahead = left``. Here ``offset`` is the key position of query 0 (``mask.offset``).
 
+A prefix of the keys is seen whatever ``right`` is: key j if ``j < prefix`` or within ``right``. The
+keys of a query are still one range, up to the later of the two ends. A key of the prefix has no
+first query (``back_of_key``).
+
 Positions are integers, or tensors of integers. With tensors ``x0 = x1`` both ranges are per row.
 """
 
 from __future__ import annotations
 
+from .softmax import where
 
-def any_range(x0, x1, shift, back, ahead, end):
+
+def any_range(x0, x1, shift, back, ahead, end, prefix=None):
     """Return (low, high): every y in [0, end) that some x in [x0, x1] sees is in [low, high).
 
     ``high`` may be less than ``low``, or negative; then there is none.
@@ -21,11 +27,14 @@ def any_range(x0, x1, shift, back, ahead, end):
     if back is not None:
         low = max(x0 + shift - back, 0)
     if ahead is not None:
-        high = min(x1 + shift + ahead + 1, end)
+        high = x1 + shift + ahead + 1
+        if prefix is not None:
+            high = max(high, prefix)
+        high = min(high, end)
     return low, high
 
 
-def all_range(x0, x1, shift, back, ahead, end):
+def all_range(x0, x1, shift, back, ahead, end, prefix=None):
     """Return (low, high): the y in [0, end) that every x in [x0, x1] sees.
 
     ``high`` may be less than ``low``, or negative; then there is none.
@@ -35,8 +44,19 @@ def all_range(x0, x1, shift, back, ahead, end):
     if back is not None:
         low = max(x1 + shift - back, 0)
     if ahead is not None:
-        high = min(x0 + shift + ahead + 1, end)
+        high = x0 + shift + ahead + 1
+        if prefix is not None:
+            high = max(high, prefix)
+        high = min(high, end)
     return low, high
+
+
+def back_of_key(key, prefix, right, most):
+    """Return the limit ``back`` of the queries that see a key.
+
+    It is ``right``, or for a key of the prefix ``most``, which is past every query.
+    """
+    return where(key < prefix, most, right)
 
 
 def touched_tiles(low, high, block):

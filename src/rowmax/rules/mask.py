@@ -76,9 +76,17 @@ def tile_states(problem: Problem, tensors: Tensors, block_q: int, block_k: int) 
 
 
 def _band(problem: Problem, tensors: Tensors, start: int | Tensor | None = None) -> tuple:
-    """Return (shift, back, ahead, end) of the band of keys that queries see."""
+    """Return (shift, back, ahead, end, prefix) of the band of keys that queries see."""
     end = problem.nk if tensors.lengths is None else tensors.lengths[:, None, None, None]
-    return offset(problem, tensors) if start is None else start, *problem.limits, end
+    shift = offset(problem, tensors) if start is None else start
+    return shift, *problem.limits, end, prefix_of(problem, tensors)
+
+
+def prefix_of(problem: Problem, tensors: Tensors) -> Tensor | None:
+    """Return the prefix ``[B, 1, 1, 1]`` that ``right`` does not limit, or None."""
+    if tensors.prefix is None or problem.right is None:
+        return None
+    return tensors.prefix[:, None, None, None]
 
 
 def tile_range(ids: Tensor, block: int) -> tuple[Tensor, Tensor]:

@@ -50,6 +50,9 @@ class Case:
     documents: str | None = None  # sorted, unsorted, batched, queries (their own ids), offsets
     lengths: tuple[float, ...] | None = None  # fractions of nk; the batch repeats them
     align: str = "keys"  # positions are aligned to the keys or to the lengths
+    prefix: tuple[float, ...] | None = None  # fractions of nk that all queries see; then causal
+    step: int | None = None  # queries see the keys at multiples of it
+    padding: str | None = None  # keys that no query sees: starts, left, any
     #: letters of "bhqk"; 1 broadcasts, a capital is expanded; fewer letters are fewer dimensions
     allowed: str | None = None
     empty_rows: bool = False  # the boolean mask forbids every key to some rows (or sequences)
@@ -304,6 +307,17 @@ def _mask(
         some = [round(nk * case.lengths[n % len(case.lengths)]) for n in range(b)]
         lengths = torch.tensor(some, dtype=torch.int32, device=device)
         parts.append(rowmax.PrefixLengths(lengths, align=case.align))
+    if case.prefix is not None:
+        some = [round(nk * case.prefix[n % len(case.prefix)]) for n in range(b)]
+        parts.append(rowmax.Prefix(torch.tensor(some, dtype=torch.int32, device=device)))
+    if case.step is not None:
+        parts.append(rowmax.Dilated(case.step))
+    if case.padding is not None:
+        hidden, starts = ids(2, b, nk) == 0, ids(nk + 1, b)
+        if case.padding == "left":
+            hidden = torch.arange(nk, device=device) < starts[:, None]
+        padding = case.padding == "starts"
+        parts.append(rowmax.LeftPadding(starts) if padding else rowmax.KeyPadding(hidden))
     if case.allowed is not None:
 
         def allow(*sizes: int) -> Tensor:

@@ -271,6 +271,40 @@ ALIGNED = [
     ),
 ]
 
+PADDED = [
+    Case("padding", b=3, padding="any", sink=True),
+    Case("padding-left", b=3, padding="left", causal=True, hk=2),
+    Case("padding-starts", b=3, nq=90, nk=150, padding="starts", causal=True, sink=True),
+    Case("padding-left-window", b=3, nq=90, nk=230, padding="left", left=60, causal=True),
+    Case("padding-documents", b=3, padding="any", documents="batched", bias="1hqk"),
+    Case("padding-longer-queries", b=3, nq=230, nk=90, padding="left", alibi=True),
+    Case("padding-prefix", b=3, padding="left", prefix=(0.3, 0.8), bias="b11k"),
+]
+
+DILATED = [
+    Case("dilated", step=3, sink=True),
+    Case("dilated-causal", nq=90, nk=230, step=7, left=150, causal=True, hk=2),
+    Case("dilated-longer-queries", nq=230, nk=90, step=64, alibi=True),
+    Case("dilated-documents", b=3, step=2, documents="batched", padding="left", bias="1hqk"),
+    _aligned("dilated-aligned", step=4, causal=True, bias="b11k"),
+]
+
+_prefix = partial(_over, {"b": 3, "prefix": (0.4, 0.0, 1.3)})
+
+PREFIX = [
+    _prefix("prefix"),
+    _prefix("prefix-left", left=40, sink=True),
+    _prefix("prefix-longer-keys", nq=90, nk=230, hk=2, bias="1hqk"),
+    _prefix("prefix-longer-queries", nq=230, nk=90, bias="b11k", softcap=1.5),
+    _prefix("prefix-one-query", nq=1, nk=150, hk=1, alibi=True),
+    _prefix("prefix-lengths", lengths=(0.7, 1.0, 0.2), bias="bhqk"),
+    _prefix("prefix-documents", documents="batched", alibi=True),
+    _prefix("prefix-mask", allowed="11qk", empty_rows=True, dropout=0.2),
+    _prefix("prefix-aligned", **_CACHED | {"b": 3, "nq": 70, "nk": 200, "left": 90}, alibi=True),
+    Case("prefix-packed", sequences=_RAGGED, prefix=(0.3, 0.8, 0.0, 0.5), hk=2),
+    Case("prefix-packed-unequal", sequences=_UNEQUAL, prefix=(0.5, 1.0), bias="1hqk", left=60),
+]
+
 #: Masks with one slice for many heads, sequences, queries or keys. The map of their tiles has the
 #: shape of the slice; lists of tiles also have the shapes of documents and lengths.
 EXPANDED = [
@@ -286,6 +320,9 @@ _EVERY_BACKEND = (
     *PACKED,
     *_tag(PACKED_PAIRS, "covering"),
     *_tag(ALIGNED, "covering"),
+    *_tag(PREFIX, "covering"),
+    *_tag(PADDED, "covering"),
+    *_tag(DILATED, "covering"),
     *EXPANDED,
 )
 
@@ -465,6 +502,8 @@ _BLOCKS = [
     _block("block-causal", causal=True, positions=(-70, 0, 0, 0, 0)),
     _block("block-causal-before", causal=True, positions=(130, 0, 0, 0, 0)),
     _block("block-causal-after", causal=True, positions=(-1000, 0, 0, 0, 0)),
+    _block("block-prefix", prefix=(0.6, 0.2), left=90, positions=(-70, 0, 0, 0, 0)),
+    _block("block-prefix-after", prefix=(0.6, 0.2), positions=(500, 0, 0, 0, 0)),
     _block("block-window", left=40, right=9, positions=(33, 0, 0, 0, 0)),
     _block("block-documents", documents="sorted", causal=True, positions=(-40, 0, 0, 0, 0)),
     _block("block-alibi", alibi=True, positions=(-90, 0, 0, 0, 0)),

@@ -92,10 +92,10 @@ def hidden(problem: Problem, tensors: Tensors, strip: Strip, cols: slice) -> Ten
     start = strip.rows.start + strip.offset - cols.start
     ranges = {"b": strip.batch, "h": strip.q_heads(problem.group), "i": strip.rows, "j": cols}
     masks = {n: part_of(n, getattr(tensors, n), **ranges) for n in ("q_ids", "k_ids", "allowed")}
-    lengths = None if tensors.lengths is None else tensors.lengths[strip.batch] - cols.start
-    return _heads_split(
-        ~mask.dense(part, tensors._replace(lengths=lengths, **masks), start), problem
-    )
+    for name in ("lengths", "prefix"):  # counted from the first column
+        t = getattr(tensors, name)
+        masks[name] = None if t is None else t[strip.batch] - cols.start
+    return _heads_split(~mask.dense(part, tensors._replace(**masks), start), problem)
 
 
 def kept(problem: Problem, tensors: Tensors, strip: Strip, cols: slice) -> Tensor:

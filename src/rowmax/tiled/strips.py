@@ -82,6 +82,8 @@ def strips(problem: Problem, tensors: Tensors) -> Iterator[Strip]:
     states = None
     offset = mask.offset(problem, tensors)
     starts = [] if isinstance(offset, int) else offset.flatten().tolist()
+    prefix = mask.prefix_of(problem, tensors)
+    prefixes = None if prefix is None else prefix.flatten().tolist()
     if problem.masked and problem.nk:
         states = mask.tile_states(problem, tensors, block_q, block_k).cpu()
     for batch, heads in _portions(problem, states, max(1, sizes.tile // (rows * block_k))):
@@ -90,12 +92,13 @@ def strips(problem: Problem, tensors: Tensors) -> Iterator[Strip]:
             here, reach = offset, (offset, offset)
         else:
             here, reach = offset[batch], (min(starts[batch]), max(starts[batch]))
+        longest = None if prefixes is None else max(prefixes[batch])
         for n, i in enumerate(range(0, problem.nq, block_q)):
             row = slice(i, min(i + block_q, problem.nq))
-            cols = range(0, problem.nk, block_k)
+            cols = [slice(j, min(j + block_k, problem.nk)) for j in range(0, problem.nk, block_k)]
             found = [
-                (_narrowed(problem, row, slice(j, min(j + block_k, problem.nk)), reach, full), full)
-                for j, (some, full) in zip(
+                (cut if full else _narrowed(problem, row, cut, reach, longest), full)
+                for cut, (some, full) in zip(
                     cols, seen[n] if seen else [(True, True)] * len(cols), strict=True
                 )
                 if some
@@ -136,16 +139,15 @@ def _states_of(
 
 
 def _narrowed(
-    problem: Problem, rows: slice, cols: slice, reach: tuple[int, int], full: bool
+    problem: Problem, rows: slice, cols: slice, reach: tuple[int, int], prefix: int | None
 ) -> slice:
     """Return the columns of a tile that lie inside the band of its rows.
 
-    ``reach``: the least and the greatest offset of its sequences.
+    ``reach``: the least and the greatest offset of its sequences; ``prefix``: their longest.
     """
-    if full:
-        return cols
     first, last = rows.start + reach[0], rows.stop - 1 + reach[1]
-    low, high = band.any_range(first, last, 0, problem.left, problem.right, cols.stop)
+    limits = problem.left, problem.right
+    low, high = band.any_range(first, last, 0, *limits, cols.stop, prefix)
     return slice(max(low, cols.start), high)
 
 

@@ -37,6 +37,7 @@ LIMITS = (
     Limit(lambda p: p.allowed is None, "it does not take boolean masks"),
     Limit(lambda p: p.heads in ((), ("alibi",)), "of the terms of heads it takes alibi alone"),
     Limit(lambda p: p.align == "keys", "it aligns positions to the keys, not to prefix lengths"),
+    Limit(lambda p: not p.bidirectional, "it does not take a bidirectional prefix"),
     Limit(
         lambda p: not (p.varlen and p.documents),
         "it does not take documents within packed sequences",

@@ -173,7 +173,8 @@ def sorted_kernel(t, num):
 
 
 def _is_interpreted() -> bool:
-    return not isinstance(ranges_kernel, triton.JITFunction)
+    # by its name: the emulator of the tests has no classes of Triton's
+    return type(ranges_kernel).__name__ == "InterpretedFunction"
 
 
 def _constants(block: int) -> dict[str, Any]:

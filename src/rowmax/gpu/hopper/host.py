@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -288,10 +289,28 @@ def tile_order(
     section = max(1, SECTION_BYTES // of_one_head) * (heads // p.hk)
     every = counts.shape[0] * p.batch * heads
     blocks = min(most, every)
-    rows, ends = dense_table(counts, tokens, p.batch, heads, section, blocks)
+    if bool((counts == counts[0]).all()):
+        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        made = _even_table.__wrapped__ if capturing else _even_table  # a graph's memory is its own
+        rows, ends = made(counts.shape[0], tokens, p.batch, heads, blocks, device)
+    else:
+        rows, ends = dense_table(counts, tokens, p.batch, heads, section, blocks)
+        rows, ends = rows.to(device), ends.to(device)
     if p.documents:
-        ends = ends.new_tensor([every])
-    return blocks, rows.to(device), ends.to(device)
+        ends = torch.tensor([every], dtype=torch.int32, device=device)
+    return blocks, rows, ends
+
+
+@lru_cache(maxsize=256)
+def _even_table(
+    n: int, tokens: int, batch: int, heads: int, blocks: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the table of n query tiles with as many key tiles each, on the device.
+
+    It is that of any number of keys: a decode has one more at every step.
+    """
+    rows, ends = dense_table(torch.ones(n, dtype=torch.int64), tokens, batch, heads, 1, blocks)
+    return rows.to(device), ends.to(device)
 
 
 def processors(device: torch.device) -> int:

@@ -49,8 +49,7 @@ def tile_state(ptr, num, cfg, tile, place):
     else:
         i0 = tile.tile_q * cfg.BLOCK_Q
         end = i0 + cfg.BLOCK_Q
-        i1 = tl.minimum(end, place.nq) - 1
-        plan = lib.band_plan(i0, i1, place.offset, num.left, num.right, place.used, cfg.BLOCK_K)
+        plan = lib.plan_band(i0, ptr, num, cfg, place)
         k = tile.tile_k
         some = (i0 < place.nq) & (k >= plan.first) & (k < plan.first + plan.count)
         every = some & (end <= place.nq) & (k >= plan.full) & (k < plan.full + plan.n_full)
@@ -126,7 +125,9 @@ def add_sharers(acc, first, end, ptr, num, cfg, tile):
 def backward_dbias_kernel(ptr, num, cfg):
     """Store dbias of one tile of a plane of the bias."""
     # some sharers may see the tile and others not
-    VARIES: tl.constexpr = ptr.states is not None or ptr.lengths is not None or cfg.PACKED
+    VARIES: tl.constexpr = (
+        ptr.states is not None or ptr.lengths is not None or ptr.prefix is not None or cfg.PACKED
+    )
     HEADS: tl.constexpr = cfg.HQ // cfg.SHARING
     BLOCK_Q: tl.constexpr = cfg.BLOCK_Q
     BLOCK_K: tl.constexpr = cfg.BLOCK_K
@@ -141,7 +142,7 @@ def backward_dbias_kernel(ptr, num, cfg):
     tile_k = i % tiles_k
     row = tile_q * BLOCK_Q + tl.arange(0, BLOCK_Q)[:, None]
     col = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-    shared = lib.Place(b, head, 0, 0, nq, 0, nk, nk, 0)
+    shared = lib.Place(b, head, 0, 0, nq, 0, nk, nk, 0, 0)
     bias = lib.load_bias(ptr, num, cfg, shared, row, col)
     tile = BiasTile(b, head, tile_q, tile_k, bias)
     acc = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)

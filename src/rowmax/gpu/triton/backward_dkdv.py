@@ -21,7 +21,7 @@ def at_head(place, head):
     """Return the place of another head of the group."""
     return lib.Place(
         place.b, head, place.kv_head, place.q_start, place.nq, place.k_start, place.nk, place.used,
-        place.offset,
+        place.offset, place.prefix,
     )  # fmt: skip
 
 
@@ -34,7 +34,15 @@ def plan_queries(ptr, num, cfg, place, tile):
         j0 = tile * cfg.BLOCK_K
         j1 = tl.minimum(j0 + cfg.BLOCK_K, place.used) - 1
         end = place.nq if ptr.lengths is None else tl.where(j0 < place.used, place.nq, 0)
-        return lib.band_plan(j0, j1, -place.offset, num.right, num.left, end, cfg.BLOCK_Q)
+        shift = -place.offset
+        right = num.right
+        if ptr.prefix is None or right is None:
+            return lib.band_plan(j0, j1, shift, right, right, num.left, end, None, cfg.BLOCK_Q)
+        else:
+            most = place.nq + place.nk
+            first = rules.back_of_key(j0, place.prefix, right, most)
+            last = rules.back_of_key(j1, place.prefix, right, most)
+            return lib.band_plan(j0, j1, shift, first, last, num.left, end, None, cfg.BLOCK_Q)
 
 
 @triton.jit

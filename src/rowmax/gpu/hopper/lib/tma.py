@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -26,9 +27,14 @@ class _Like:
 
 def descriptor(dtype: torch.dtype, shape: Any, strides: Any, tile: list[int]) -> Any:
     """Return the descriptor of copies of tiles of this shape, without its tensor."""
-    like = _Like(dtype)
-    layout = gl.NVMMASharedLayout.get_default_for(tile, DTYPES[dtype])
-    return TensorDescriptor(like, list(shape), list(strides), tile, layout)
+    return TensorDescriptor(
+        _Like(dtype), list(shape), list(strides), tile, _layout(dtype, tuple(tile))
+    )
+
+
+@lru_cache(maxsize=256)
+def _layout(dtype: torch.dtype, tile: tuple[int, ...]) -> Any:
+    return gl.NVMMASharedLayout.get_default_for(list(tile), DTYPES[dtype])
 
 
 def strides(t: Tensor) -> list[int]:
