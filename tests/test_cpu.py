@@ -26,9 +26,12 @@ def _gradients(q: torch.Tensor, **options: object) -> tuple[torch.Tensor, ...]:
 
 
 def _printed(code: str, *options: str, **environment: str) -> tuple[str, str]:
-    """Return what a child prints to stdout and to stderr."""
+    """Return what a child prints to stdout and to stderr.
+
+    It collects no garbage: collections take a sixth of Numba's time to compile.
+    """
     done = subprocess.run(
-        [sys.executable, *options, "-c", textwrap.dedent(code)],
+        [sys.executable, *options, "-c", "import gc\ngc.disable()\n" + textwrap.dedent(code)],
         capture_output=True,
         text=True,
         env=os.environ | environment,
