@@ -25,6 +25,11 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(50_000, 20, 50)
 
 
+def pytest_unconfigure() -> None:
+    """Let the end of the process collect everything: Triton prints what it finds alive."""
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> Iterator[None]:
     """Seed torch, so that a test has the same numbers whichever tests run before."""

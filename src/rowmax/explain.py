@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .attention import CallOptions, arguments
+from .attention import CallOptions, arguments, attention
 from .call import dispatch as backends
 from .call.dispatch import Job
 from .call.inputs import Tensors
@@ -128,6 +129,18 @@ def explain(
         output_bytes=rows * (problem.dv * size + problem.accumulator.itemsize),
         dense_bytes=sum(p.batch * p.hq * p.nq * p.nk for p, _ in _dense(problem, tensors)) * size,
     )
+
+
+def _show_keywords() -> None:
+    """Show the keywords of the calls in the signature of ``explain``."""
+    ours, theirs = inspect.signature(explain), inspect.signature(attention)
+    keyword, place = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    first = [p for p in ours.parameters.values() if p.kind is place]
+    rest = [p for p in theirs.parameters.values() if p.kind is keyword]
+    explain.__signature__ = ours.replace(parameters=[*first, *rest])  # pyright: ignore
+
+
+_show_keywords()
 
 
 def _choice(problem: Problem, call: backends.Call, name: str | None) -> Choice:

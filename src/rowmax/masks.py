@@ -195,8 +195,10 @@ class Mask:
             raise TypeError(_INSTEAD_OF_UNIONS)
         if name not in (*_INTERSECTIONS, *_UNIONS):
             return NotImplemented
-        a, b = args if isinstance(args[0], Mask) else reversed(args)
-        return a | b if name in _UNIONS else a & b
+        a, b = args
+        mask, other = (a, b) if isinstance(a, Mask) else (b, a)
+        # not by an operator: a compiler traces one of a tensor as this call again
+        return mask.__or__(other) if name in _UNIONS else mask.__and__(other)
 
     def __repr__(self) -> str:
         fields = [("left", self.left), ("right", self.right), ("prefix", self.prefix)]
