@@ -319,3 +319,13 @@ def test_a_numba_that_does_not_load_leaves_the_work_to_torch(tmp_path: Path) -> 
     assert "forward   torch" in out
     assert "not cpu: it cannot be loaded: ImportError: Numba needs NumPy 2.9 or less" in out
     assert err.count("the cpu backend is left out") == 1
+
+
+def test_other_head_terms_are_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loops of cpu/heads.py are written for them, and no file of the backend changes."""
+    from rowmax.cpu import kernel
+
+    before = kernel._fingerprint.__wrapped__()
+    assert kernel._fingerprint.__wrapped__() == before
+    monkeypatch.setattr(kernel, "HEAD_TERMS", {})
+    assert kernel._fingerprint.__wrapped__() != before

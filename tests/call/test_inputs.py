@@ -18,6 +18,7 @@ from rowmax.call.inputs import (
     part_of,
     schema,
 )
+from rowmax.rules.score import ScoreTerms
 from rowmax.testing import CASES, Case, make
 
 
@@ -78,3 +79,8 @@ def test_a_part_of_the_queries_is_that_part_of_the_result() -> None:
     some = slice(1, 4)
     part = rowmax.attention(part_of("q", q, i=some), k, k)
     torch.testing.assert_close(part, part_of("q", whole, i=some))
+
+
+def test_the_parameters_of_heads_are_the_last_terms_of_a_score() -> None:
+    """Kernels fill these fields by their place."""
+    assert ScoreTerms._fields[-len(parameters_of()) :] == parameters_of()

@@ -95,8 +95,8 @@ class HeadTerm(NamedTuple):
     """A term of the score whose parameters are one number a query head, with a gradient."""
 
     parameters: tuple[str, ...]  # fields of ``rules.score.ScoreTerms``
-    #: it is added to the score, in its units; else a function of the scaled product, in natural
-    #: units, before the bias
+    #: it is added to the score and linear in its parameters, which carry the unit of the scores;
+    #: else it is a function of the scaled product, in natural units, before the bias
     added: bool = True
     distance: bool = False  # it reads ``|i + offset - j|``
 

@@ -14,6 +14,7 @@ import torch
 from numba import njit
 from numba.core import event
 
+from ..call.inputs import HEAD_TERMS
 from . import threads
 
 logger = logging.getLogger(__name__)
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @lru_cache(maxsize=1)
 def _fingerprint() -> str:
-    """Return a hash of the text of the kernels and rules.
+    """Return a hash of the text of the kernels and rules, and of the terms that heads.py reads.
 
     Numba's cache compares only the file of a kernel. With the hash in its name, a kernel is
     compiled again when any of its functions has changed.
@@ -29,7 +30,8 @@ def _fingerprint() -> str:
     here = Path(__file__).parent
     paths = (*sorted(here.glob("*.py")), *sorted((here.parent / "rules").glob("*.py")))
     texts = (path.read_bytes() for path in paths)
-    return hashlib.sha256(b"".join(texts)).hexdigest()[:12]
+    terms = repr(HEAD_TERMS).encode()
+    return hashlib.sha256(b"".join((*texts, terms))).hexdigest()[:12]
 
 
 #: each kernel, and True if its compiled code is kept on disk
