@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from rowmax import tiled
+from rowmax.call.inputs import Gradients, Tensors, Wanted
 from rowmax.reference import dense
 from rowmax.reference import tolerance as rule
 from rowmax.reference.tolerance import Noise
@@ -165,3 +168,40 @@ def test_a_softcap_is_off_by_its_size_on_gpus() -> None:
         if want:  # a row: 2.3 roundings of the cap
             row = noise["lse"].cut / math.sqrt(lse.numel())
             assert row == pytest.approx(4 / math.sqrt(3) * 30 * 2**-24)
+
+
+@pytest.mark.parametrize("features", [{"bias": "bhqk"}, {"bias": "1hq1", "sink": True}])
+@pytest.mark.parametrize("dropout", [0.0, 0.9])
+def test_the_error_of_delta_is_as_large_as_the_rule_says(features: Any, dropout: float) -> None:
+    """Compare backwards whose Delta reads o, rounded and not."""
+    case = Case("rounded", nq=60, nk=60, hq=4, hk=2, d=32, dropout=dropout, **features)
+    call = make(case, dtype=torch.float16)
+    dout, _ = cotangents(call)
+    problem, tensors = call.problem()
+    wide = torch.float64
+    given = Tensors(
+        *(t.to(wide) if t is not None and t.dtype == torch.float16 else t for t in tensors)
+    )
+    exact = problem._replace(dtype=wide)
+    out, lse = tiled.forward(exact, given)
+    wanted = Wanted(True, True, True, True, "sink" in features)
+
+    def gradients(o: Tensor) -> Gradients:
+        return tiled.backward(exact, given, o, lse, dout.to(wide), None, wanted)
+
+    noise = rule.noise(problem, tensors, out, lse, dout, None)
+    found = zip(Gradients._fields, gradients(out), gradients(out.half().to(wide)), strict=True)
+    for name, right, rounded in found:
+        if right is not None and name != "v":
+            error = (rounded - right).norm().item()
+            assert 0.5 < error / noise[f"d{name}"].cut < 1.3, name
+
+
+def test_numbers_below_the_least_normal_one_may_be_zero() -> None:
+    case = Case("tiny", sink=True, dlse=False)
+    problem, tensors = make(case).problem()
+    out, lse = dense.attention(problem, tensors, torch.float64)
+    noise = rule.noise(problem, tensors, out, lse, torch.zeros_like(out), None)
+    rows = lse.numel() / problem.hq
+    assert noise["dsink"].largest == pytest.approx(rows * torch.finfo(torch.float32).tiny)
+    assert noise["dq"].largest == 0

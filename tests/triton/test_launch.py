@@ -69,6 +69,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(compiled.Launch, "compile", compile)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(compat, "current_device", lambda: torch.cuda.current_device())
     monkeypatch.setattr(compiled, "_kernels", OrderedDict())
     return found
 
@@ -198,6 +199,16 @@ def test_a_launch_goes_to_the_driver(launch: Any) -> None:
     place = (7, 1, 1, "stream of 0", "function", "metadata", None, None, None)
     assert driver_of(launch).launches == [(*place, X.data_ptr(), 3, 0.5)] * 2
     assert not KERNEL.launches
+
+
+def test_each_device_has_its_kernel(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch that no plan of one device holds goes to the kernel of the current device."""
+    for device in (0, 1, 0):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda device=device: device)
+        launch((X, None))
+    of_device = {key[1]: kept.kernel for key, kept in compiled._kernels.items()}
+    streams = {n: [x[3] for x in kernel.launches] for n, kernel in of_device.items()}
+    assert streams == {0: ["stream of 0"] * 2, 1: ["stream of 1"]}
 
 
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])

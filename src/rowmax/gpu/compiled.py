@@ -171,8 +171,8 @@ class Launch:
         self._copies: list[tuple[int, Any, dict[int, compat.Parts]]] = [
             (place, x, {}) for place, x in present
         ]
-        #: by which pointers there are and are aligned
-        self._ready: dict[tuple[bool | None, ...], Ready] = {}
+        #: by the device, and which pointers there are and are aligned
+        self._ready: dict[tuple[int | bool | None, ...], Ready] = {}
 
     def __call__(self, t: Any, bases: tuple[Any, ...] = ()) -> None:
         """Launch on the current stream.
@@ -236,12 +236,14 @@ class Launch:
         return (*copies, type(t)(*map(_whole, t)) if hasattr(t, "_fields") else t, *self.last)
 
     def _ready_for(self, pointers: list[int | None], t: Any, bases: tuple[Any, ...]) -> Ready:
-        kind = tuple([None if x is None else not x & 15 for x in pointers])
+        compiled = compat.is_compiled(self.kernel)
+        device = compat.current_device() if compiled else None
+        kind = (device, *[None if x is None else not x & 15 for x in pointers])
         found = self._ready.get(kind)
         if found is not None:
             return found
         found = Ready(None, None, ())
-        if compat.is_compiled(self.kernel):
+        if compiled:
             kept = self.loaded(*self.arguments(t, bases))
             run = compat.launcher(kept.kernel, self.grid, kept.device)
             found = Ready(run, kept.parts_of, tuple(_numbers(self.last)))

@@ -37,7 +37,12 @@ and its norm is added to the second line as that of truncation is.
 A backward in half precision reads rounded o for ``Delta = dO . o``. The errors of the numbers of o
 are independent: each is at most u of half precision and has the mean square ``u^2 / 3``. At four
 standard deviations the error of Delta is ``4 u / sqrt(3) sqrt(sum (dO o)^2)``. It is visible where
-dP and Delta cancel, as in rows that see one key.
+dP and Delta cancel, as in rows that see one key. The errors of rows are independent, and each
+changes every dS of its row by P times itself: the norms of these changes, at one standard
+deviation, are added to the second line.
+
+A number below the least normal one of float32 may be computed as 0: each term of the sum over rows
+that is the gradient of a sink may be off by that number.
 
 Standard attention in half precision overflows with a large scale or softcap. Where ref is finite
 and std is not, ``limit`` times max |ref| and times its norm replaces std's error.
@@ -68,7 +73,7 @@ LIMITS[torch.float64] = LIMITS[torch.float32] * TO_FLOAT64
 class Noise(NamedTuple):
     """The noise of a tensor's elements: the largest, and the norm of all.
 
-    ``cut`` is the norm of the errors of tensor cores' truncation and of a softcap.
+    ``cut`` is the norm of the errors of tensor cores' truncation, of a softcap, and of Delta.
     """
 
     largest: float
@@ -193,14 +198,56 @@ def noise(
         cut = sums(of_cap + of_cap, of_cap[..., 0], 0.0, torch.zeros_like(delta))
         cut["lse"] = cut["lse"] / 2  # without the error of lse in P
     u = torch.finfo(problem.accumulator).eps / 2
+    spread = {}
+    if ratio > 1:
+        spread = _spread(problem, tensors, P, delta / 4, by_parameter)
+        spread["dsink"] = ((sigma - lse).exp() * delta[..., 0] / 4).norm().item()
+    tiny = torch.finfo(problem.accumulator).tiny * lse.numel() / problem.hq  # the sum over rows
+    flushed = {"dsink": tiny}
+
+    def norm_of_errors(name: str, t: Tensor) -> float:
+        total = u * math.hypot(t.norm().item(), spread.get(name, 0.0))
+        return total + flushed.get(name, 0.0) * math.sqrt(t.numel())
+
     return {
         name: Noise(
-            u * (t + cut[name]).max().item() if t.numel() else 0.0,
+            (u * (t + cut[name]).max().item() if t.numel() else 0.0) + flushed.get(name, 0.0),
             u * t.norm().item(),
-            u * cut[name].norm().item(),
+            norm_of_errors(name, cut[name]),
         )
         for name, t in every.items()
     }
+
+
+def _spread(
+    problem: Problem,
+    tensors: Tensors,
+    P: Tensor,
+    delta: Tensor,
+    by_parameter: dict[str, Tensor],
+) -> dict[str, float]:
+    """Return the norms of the gradients' errors from independent errors ``delta`` of rows.
+
+    P ``[B, Hq, Nq, Nk]``, delta ``[B, Hq, Nq, 1]``, at one standard deviation.
+    """
+    q, k = (
+        t.detach().double().nan_to_num(0.0, 0.0, 0.0).transpose(1, 2)
+        for t in (tensors.q, tensors.k)
+    )
+    k = k.repeat_interleave(problem.group, 1)
+    dS = P * delta
+    found = {
+        "dq": problem.scale * (dS @ k).norm().item(),
+        "dk": problem.scale * (dS.square().transpose(2, 3) @ q.square()).sum().sqrt().item(),
+    }
+    if tensors.bias is not None:
+        each = _by_sequence(problem, tensors, dS) if problem.varlen else dS
+        if tensors.bias.shape[3] == 1:
+            each = each.sum(3)  # the pairs of a row have one error
+        found["dbias"] = each.norm().item()
+    for name, each in by_parameter.items():
+        found[f"d{name}"] = (dS * each).sum(3).norm().item()
+    return found
 
 
 def _partial_sums(problem: Problem, tensors: Tensors) -> Tensor:
