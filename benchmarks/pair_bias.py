@@ -268,11 +268,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="tiny sizes, in float32 on a CPU")
     parser.add_argument("--turns", type=int, default=None)
     parser.add_argument("--seconds", type=float, default=None, help="of one turn")
-    parser.add_argument("--sizes", type=int, nargs="+", default=None)
+    parser.add_argument("--sizes", type=int, nargs="*", default=None, help="none: the block alone")
     given = parser.parse_args(arguments)
     given.turns = given.turns or (2 if given.quick else 5)
     given.seconds = given.seconds or (0.001 if given.quick else 0.2)
-    sizes = given.sizes or ([16, 24] if given.quick else [256, 384, 512])
+    sizes = given.sizes
+    if sizes is None:
+        sizes = [16, 24] if given.quick else [256, 384, 512]
     dtype = "float32" if given.quick and given.device == "cpu" else "bfloat16"
     cells = [
         Cell(s, dtype, bias, masked, backward)

@@ -54,6 +54,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     add("--only", nargs="+", help="families (equality), or kinds of attention")
     add("--turns", type=int, default=5)
     add("--caches", nargs="+", choices=("dynamic", "static"), default=["dynamic"])
+    add("--batches", nargs="+", type=int, default=[1, 16], help="of generation")
     add("--seconds", type=float, default=float("inf"), help="begin no row after as long")
     add("--quick", action="store_true", help="tiny models, two turns")
     options = parser.parse_args(given)
@@ -184,7 +185,7 @@ def generation(options: argparse.Namespace) -> Iterator[Row]:
     ).eval()
     limits: Row = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
     kinds = chosen(options, ("rowmax", "rowmax-unread", "sdpa", "eager"))
-    for batch in (1, 16):
+    for batch in options.batches:
         ids = torch.randint(3, 1000, (batch, prompt), device=options.device)
         for cache in options.caches:
             more = {} if cache == "dynamic" else {"cache_implementation": "static"}

@@ -37,14 +37,15 @@ def config(tile: Config, **features: Any) -> Config:
 
 
 @lru_cache
-def build(c: Config, dtype: str = "bf16", shifted: bool = False) -> Built:
+def build(c: Config, dtype: str = "bf16", shifted: bool = False, parts: bool = False) -> Built:
     like: dict[str, Any] = dict.fromkeys(Numbers._fields, 1)
     like |= {"inner": 1.0, "scale": 1.0, "out_scale": 1.0, "shift": 1 if shifted else None}
+    like["parts"] = 2 if parts else None
     options = {"num_warps": 4, "enable_fp_fusion": True}
     launch = GluonLaunch(KERNELS[type(c)], (1, 1, 1), options)
     made = launch.compile(
         *_copies(c, _DTYPES[dtype]),
-        _pointers(c, _DTYPES[dtype]),
+        _pointers(c, _DTYPES[dtype], parts),
         Numbers(**like),
         gl.constexpr(Constants(c)),
         target=GPUTarget("cuda", 90, 32),
@@ -52,7 +53,7 @@ def build(c: Config, dtype: str = "bf16", shifted: bool = False) -> Built:
     return _read(None, made.asm["cubin"], made.metadata.shared)  # pyright: ignore
 
 
-def _pointers(c: Config, dtype: torch.dtype) -> Pointers:
+def _pointers(c: Config, dtype: torch.dtype, parts: bool) -> Pointers:
     """Return one of each pointer that a problem with these features has."""
     words, number = torch.empty(4, dtype=torch.int32), torch.empty(4)
     some = torch.empty(8, dtype=dtype)
@@ -69,12 +70,15 @@ def _pointers(c: Config, dtype: torch.dtype) -> Pointers:
         cu_q=words if c.VARLEN else None,
         cu_k=words if c.VARLEN else None,
         lengths=words if c.PREFIX else None,
-        spans=words if c.DOCUMENTS else None,
+        spans=words if c.SPANS else None,
+        q_range=words if c.DOCUMENTS and not c.SPANS else None,
+        k_range=words if c.DOCUMENTS and not c.SPANS else None,
         q_ids=words if c.DOCUMENTS else None,
         k_ids=words if c.DOCUMENTS else None,
         alibi=number if c.ALIBI else None,
         bias=some if c.ROW or c.COLUMN or own_bias else None,
         dbias=number if getattr(c, "DROW", False) else dbias,
+        parts=number if parts else None,
     )
 
 

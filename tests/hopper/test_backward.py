@@ -102,3 +102,29 @@ def test_sections_of_heads_fit_the_cache_and_tiles_follow_each_other(
     step = 128 * config.NEIGHBOUR
     for (token, head, b), n in place.items():
         assert place.get((token + step, head, b), -1) < n
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("n", "batch", "features", "parts"),
+    [
+        (256, 256, {}, 8),  # 16 tiles of 128 x 128 for 132 processors
+        (384, 384, {}, 3),
+        (512, 512, {}, 2),
+        (768, 768, {}, 3),  # 144 tiles; 28 MB
+        (2048, 8, {}, 1),
+        (256, 5, {}, 2),  # a part has two sequences at least
+        (256, 1, {}, 1),
+        (256, 1, {"lengths": (1.0,)}, 1),
+    ],
+)
+def test_few_tiles_of_a_shared_bias_are_divided_among_blocks(n, batch, features, parts):
+    from rowmax.gpu.hopper import backward_host
+    from rowmax.gpu.hopper.backward_tiles import SHARED_BIAS, config_for
+    from rowmax.testing import Case, make
+
+    case = Case("shared", b=1, nq=n, nk=n, hq=4, hk=4, d=32, bias="11qk", **features)
+    problem, _ = make(case, dtype=torch.bfloat16).problem()
+    problem = problem._replace(batch=batch, bias=(1, 4, n, n))
+    config = config_for(problem, SHARED_BIAS[64, 64])
+    assert backward_host.parts_of(problem, config, 132) == parts

@@ -23,11 +23,14 @@ class Pointers(NamedTuple):
     cu_k: Any = None
     lengths: Any = None
     spans: Any = None  # the streamed tiles that documents leave
+    q_range: Any = None  # the least and the greatest id of each tile, where there are no spans
+    k_range: Any = None
     q_ids: Any = None
     k_ids: Any = None
     alibi: Any = None
     bias: Any = None  # the bias, unless TMA copies it and its gradient
     dbias: Any = None  # sums [B, Hk, Nk] of a bias of one row, float32
+    parts: Any = None  # dbias of each part of the sequences and heads that share it, float32
 
 
 class Numbers(NamedTuple):
@@ -55,6 +58,7 @@ class Numbers(NamedTuple):
     bias_h: Any
     bias_q: Any
     shift: Any  # for ALiBi's distances in a block of a longer call; None: 0
+    parts: Any = None  # parts of the sequences and heads that share a bias; None: one
 
 
 class RowPointers(NamedTuple):
@@ -107,6 +111,20 @@ class RowConstants(NamedTuple):
     BLOCK_DV: Any
     ROWS: Any
     NATURAL: Any  # scores and lse are in natural units
+
+
+class PartPointers(NamedTuple):
+    """``t`` of the sum of the parts of dbias."""
+
+    parts: Any = None  # float32 [parts, ...]
+    dbias: Any = None
+
+
+class PartNumbers(NamedTuple):
+    """``n`` of the sum of the parts of dbias."""
+
+    size: Any  # numbers of dbias
+    parts: Any
 
 
 class ProductPointers(NamedTuple):

@@ -20,6 +20,10 @@ Barriers of a block, with the arrivals that complete a phase:
     bias.empty[t]  each consumer, dbias is stored         producer, before it fills t again
 
 dbias is stored from the buffer in which its bias arrived.
+
+A bias of few tiles would leave processors idle: 36 tiles of 384 x 384 positions and 4 heads. Then
+several blocks compute a tile, each for a part of the sequences and heads that share it. They store
+float32 sums, which ``sum_parts`` adds in order.
 """
 
 from __future__ import annotations
@@ -84,6 +88,11 @@ class Shared(NamedTuple):
     over: Any  # number of (sequence, head) pairs of a run
     ratio: Any  # query heads of a kv head
     hq: Any
+    parts: Any  # blocks that share the runs, or the pairs of the one run; None: one
+    q_range: Any  # the least and the greatest document of each tile of queries
+    k_range: Any
+    each_q: Any  # 0 where all sequences share the documents, else 1
+    each_k: Any
 
 
 class Grid(NamedTuple):
@@ -92,15 +101,26 @@ class Grid(NamedTuple):
     down: Any  # tiles of queries of a plane
     across: Any  # tiles of keys
     tiles: Any  # tiles of all planes
+    all: Any  # tiles of all planes and parts
 
 
 class Place(NamedTuple):
-    """A tile of the bias."""
+    """A tile of the bias, and a part of what shares it."""
 
     first: Any  # its first query
     plane: Any
     t: Any  # its tile of keys
+    part: Any
     nth: Any  # number of the tile among those of this block
+
+
+class Portion(NamedTuple):
+    """The runs, and in each run the pairs, that a block computes of a tile."""
+
+    run: Any
+    end_run: Any
+    s: Any
+    end: Any
 
 
 class State(NamedTuple):
@@ -115,22 +135,59 @@ def grid_of(C: gl.constexpr, sizes, shared):
     """Return the Grid of a bias ``[planes, nq, nk]``."""
     across = (sizes.nk + C.BLOCK_STREAMED - 1) // C.BLOCK_STREAMED
     down = (sizes.nq + C.BLOCK_RESIDENT - 1) // C.BLOCK_RESIDENT
-    return Grid(down, across, down * across * shared.planes)
+    tiles = down * across * shared.planes
+    total = tiles
+    if shared.parts is not None:
+        total = tiles * shared.parts
+    return Grid(down, across, tiles, total)
 
 
 @gluon.jit
-def place_of(C: gl.constexpr, i, grid, nth):
-    """Return the Place of tile i, the nth of this block."""
+def place_of(C: gl.constexpr, i, grid, nth, parts):
+    """Return the Place of number i, the nth of this block. Blocks side by side have one part."""
+    part = 0
+    if parts is not None:
+        part = i // grid.tiles
+        i = i % grid.tiles
     row = i // grid.across
-    return Place(row % grid.down * C.BLOCK_RESIDENT, row // grid.down, i % grid.across, nth)
+    first = row % grid.down * C.BLOCK_RESIDENT
+    return Place(first, row // grid.down, i % grid.across, part, nth)
+
+
+@gluon.jit
+def portion_of(C: gl.constexpr, place, shared):
+    """Return the Portion of a place."""
+    n = shared.runs if C.RUNS else shared.over
+    begin = 0
+    end = n
+    if shared.parts is not None:
+        begin = n * place.part // shared.parts
+        end = n * (place.part + 1) // shared.parts
+    if C.RUNS:
+        return Portion(begin, end, 0, shared.over)
+    return Portion(0, 1, begin, end)
 
 
 @gluon.jit
 def tile_of_run(C: gl.constexpr, place, run, sizes, seqs, shared):
-    """Return (Tile, seen): the tile in the sequences of a run; True if its queries see its keys."""
+    """Return (Tile, seen, alike) of the tile in the sequences of a run.
+
+    seen: its queries may see its keys; alike: all of them are of one document.
+    """
     b = place.plane // shared.heads + run
     tile = tile_of(C, place.first, 0, b, sizes, seqs)
-    return tile, (place.t >= tile.lo) & (place.t < tile.hi)
+    seen = (place.t >= tile.lo) & (place.t < tile.hi)
+    alike = seen
+    if C.DOCUMENTS:
+        down = (sizes.nq + C.BLOCK_RESIDENT - 1) // C.BLOCK_RESIDENT
+        across = (sizes.nk + C.BLOCK_STREAMED - 1) // C.BLOCK_STREAMED
+        of_q = shared.q_range + 2 * (b * shared.each_q * down + place.first // C.BLOCK_RESIDENT)
+        of_k = shared.k_range + 2 * (b * shared.each_k * across + place.t)
+        low, high = gl.load(of_q), gl.load(of_q + 1)
+        least, greatest = gl.load(of_k), gl.load(of_k + 1)
+        seen = seen & (low <= greatest) & (least <= high)
+        alike = (low == high) & (least == greatest)
+    return tile, seen, alike
 
 
 @gluon.jit
@@ -177,8 +234,8 @@ def producer(C: gl.constexpr, descs, rings, sizes, seqs, shared):
     nth = 0
     grid = grid_of(C, sizes, shared)
     i = gl.program_id(0)
-    while i < grid.tiles:
-        place = place_of(C, i, grid, nth)
+    while i < grid.all:
+        place = place_of(C, i, grid, nth, shared.parts)
         bar = rings.bias.full.index(slot(nth, C.BIAS_STAGES))
         wait_empty(rings.bias, nth, C.BIAS_STAGES)
         mbarrier.expect(bar, C.WARPGROUPS * descs.bias.block_type.nbytes)
@@ -188,9 +245,10 @@ def producer(C: gl.constexpr, descs, rings, sizes, seqs, shared):
             first = place.first + c * C.TOKENS
             tma_load(descs.bias, corner(C, place, first, shared), bar, to)
         nth += 1
-        for run in range(shared.runs):
-            tile, seen = tile_of_run(C, place, run, sizes, seqs, shared)
-            for s in range(gl.where(seen, shared.over, 0)):
+        some = portion_of(C, place, shared)
+        for run in range(some.run, some.end_run):
+            _, seen, _ = tile_of_run(C, place, run, sizes, seqs, shared)
+            for s in range(some.s, gl.where(seen, some.end, some.s)):
                 b, head = sharer(place, run, s, shared)
                 load_step(C, descs, rings, place, b, head, shared, use)
                 use += 1
@@ -222,10 +280,10 @@ def load_rows(C: gl.constexpr, c: gl.constexpr, rows, s):
 
 @gluon.jit
 def step(
-    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, place, head, s, over, state, rings,
+    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, place, head, s, end, state, rings,
     tile, sizes, args,
 ):  # fmt: skip
-    """Return the State with the s-th of ``over`` heads of a run."""
+    """Return the State with pair s of a run, whose pairs end before ``end``."""
     use = state.use
     a = slot(use, C.QK_STAGES)
     u = slot(use, C.VDO_STAGES)
@@ -247,7 +305,7 @@ def step(
     p, _ = weights(C, MASKED, c, S, less, bias, place.t, head, tile, sizes, args, dtype)
     after = use + 1
     # begins a basic block, so that the exponentials overlap with the product
-    wait_full(rings.qk, after, C.QK_STAGES, pred=s + 1 < over)
+    wait_full(rings.qk, after, C.QK_STAGES, pred=s + 1 < end)
     dp = warpgroup_mma_wait(0, deps=[dp])
     release(rings.vdo, use, C.VDO_STAGES)
     ds = score_gradient(p, dp, delta[:, None])
@@ -258,46 +316,64 @@ def step(
 
 @gluon.jit
 def add_run(
-    C: gl.constexpr, c: gl.constexpr, place, first, run, state, rings, sizes, args, seqs, shared
-):
+    C: gl.constexpr, c: gl.constexpr, place, first, run, some, state, rings, sizes, args, seqs,
+    shared,
+):  # fmt: skip
     """Return the State after a run; ``first`` is the warpgroup's first query."""
-    tile, seen = tile_of_run(C, place, run, sizes, seqs, shared)
+    tile, seen, alike = tile_of_run(C, place, run, sizes, seqs, shared)
+    seen = seen & (some.s < some.end)
     wait_full(rings.qk, state.use, C.QK_STAGES, pred=seen)
     full = full_range(C, first, tile, sizes)
-    whole = (place.t >= full.begin) & (place.t < full.end)
-    over = shared.over
+    whole = (place.t >= full.begin) & (place.t < full.end) & alike
     if C.MASKS:
-        for s in range(gl.where(seen & (whole == 0), over, 0)):
+        for s in range(some.s, gl.where(seen & (whole == 0), some.end, some.s)):
             b, head = sharer(place, run, s, shared)
-            state = step(C, True, c, place, head, s, over, state, rings, tile, sizes, args)
-    for s in range(gl.where(seen & whole, over, 0)):
+            state = step(C, True, c, place, head, s, some.end, state, rings, tile, sizes, args)
+    for s in range(some.s, gl.where(seen & whole, some.end, some.s)):
         b, head = sharer(place, run, s, shared)
-        state = step(C, False, c, place, head, s, over, state, rings, tile, sizes, args)
+        state = step(C, False, c, place, head, s, some.end, state, rings, tile, sizes, args)
     return state
 
 
 @gluon.jit
-def consumer(C: gl.constexpr, c: gl.constexpr, dbias, rings, sizes, args, seqs, shared):
+def store_part(C: gl.constexpr, c: gl.constexpr, x, to, place, sizes, shared):
+    """Store the sum x ``[64, BLOCK_STREAMED]`` of a part in ``[parts, planes, nq, nk]``."""
+    L: gl.constexpr = x.type.layout
+    first = place.first + c * C.TOKENS
+    plane = (place.part * shared.planes + place.plane).to(gl.int64)
+    to += (plane * sizes.nq + first) * sizes.nk + place.t * C.BLOCK_STREAMED
+    r = gl.arange(0, x.shape[0], gl.SliceLayout(1, L))
+    j = gl.arange(0, x.shape[1], gl.SliceLayout(0, L))
+    inside = (r < sizes.nq - first)[:, None] & (j < sizes.nk - place.t * C.BLOCK_STREAMED)[None, :]
+    gl.store(to + (r * sizes.nk)[:, None] + j[None, :], x, mask=inside)
+
+
+@gluon.jit
+def consumer(C: gl.constexpr, c: gl.constexpr, dbias, parts, rings, sizes, args, seqs, shared):
     """Compute dbias of queries ``64 c`` to ``64 c + 63`` of every tile of this block."""
     use = 0
     nth = 0
     grid = grid_of(C, sizes, shared)
     i = gl.program_id(0)
-    while i < grid.tiles:
-        place = place_of(C, i, grid, nth)
+    while i < grid.all:
+        place = place_of(C, i, grid, nth, shared.parts)
         first = place.first + c * C.TOKENS
         wait_full(rings.bias, nth, C.BIAS_STAGES)
         x = gl.full([C.TOKENS, C.BLOCK_STREAMED], 0.0, gl.float32, score_layout(C))
         state = State(use, x)
-        for run in range(shared.runs):
-            state = add_run(C, c, place, first, run, state, rings, sizes, args, seqs, shared)
+        some = portion_of(C, place, shared)
+        for run in range(some.run, some.end_run):
+            state = add_run(C, c, place, first, run, some, state, rings, sizes, args, seqs, shared)
         use = state.use
-        own = own_bias(C, c, rings.bias.buffers, nth)
-        own.store(state.x.to(dbias.dtype))
-        fence_async_shared()
-        half = reinterpret(own, dbias.dtype, dbias.block_type.shape, dbias.layout)
-        tma_store(dbias, corner(C, place, first, shared), half)
-        tma_store_wait(0)
+        if parts is not None:
+            store_part(C, c, state.x, parts, place, sizes, shared)
+        else:
+            own = own_bias(C, c, rings.bias.buffers, nth)
+            own.store(state.x.to(dbias.dtype))
+            fence_async_shared()
+            half = reinterpret(own, dbias.dtype, dbias.block_type.shape, dbias.layout)
+            tma_store(dbias, corner(C, place, first, shared), half)
+            tma_store_wait(0)
         release(rings.bias, nth, C.BIAS_STAGES)
         nth += 1
         i += gl.num_programs(0)
@@ -338,20 +414,34 @@ def backward_dbias(q, do, k, v, rows, bias, dbias, t, n, C: gl.constexpr):
     many = n.batch // batch
     runs = 1
     over = each * many
-    if C.PREFIX or C.DOCUMENTS:
+    if C.RUNS:
         runs = many
         over = each
-    shared = Shared(heads, each, heads * batch, runs, over, n.ratio, n.hq)
+    shared = Shared(
+        heads, each, heads * batch, runs, over, n.ratio, n.hq, n.parts, t.q_range, t.k_range,
+        gl.where(n.ids_q > 0, 1, 0), gl.where(n.ids_k > 0, 1, 0),
+    )  # fmt: skip
     follow()
     gl.warp_specialize(
         [
-            (consumer, (C, 0, dbias, rings, sizes, args, seqs, shared)),
-            (consumer, (C, 1, dbias, rings, sizes, args, seqs, shared)),
+            (consumer, (C, 0, dbias, t.parts, rings, sizes, args, seqs, shared)),
+            (consumer, (C, 1, dbias, t.parts, rings, sizes, args, seqs, shared)),
             (producer, (C, descs, rings, sizes, seqs, shared)),
         ],
         [4, 1],
         [C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS],
     )
+
+
+@triton.jit
+def sum_parts(t, n, BLOCK: tl.constexpr):
+    """Store dbias, the sum of its parts in their order."""
+    gdc_wait()
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.zeros([BLOCK], tl.float32)
+    for part in range(n.parts):
+        x += tl.load(t.parts + part * n.size + i, mask=i < n.size, other=0.0)
+    tl.store(t.dbias + i, x.to(t.dbias.dtype.element_ty), mask=i < n.size)
 
 
 # --- dq, where dS is in memory because it is dbias ----------------------------------------------

@@ -6,11 +6,13 @@ The launches follow one another:
 - ``prepare``: lse and delta of every row, and zeros where kernels add (``row_stats.py``);
 - ``backward_dbias``: the gradient of a bias that sequences or heads share;
 - ``backward``: dk, dv and float32 sums of dq; of wide heads ``backward_dq`` and ``backward_dkdv``;
-- ``finish``: dq from its sums; or ``dq_of_dbias``, where dS is in memory.
+- ``finish``: dq from its sums; or ``dq_of_dbias``, where dS is in memory;
+- ``sum_parts``: the gradient of a bias of few tiles, from its parts.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +27,8 @@ from ..preprocess import row_sums
 from . import packed, row_stats
 from .backward_args import (
     Numbers,
+    PartNumbers,
+    PartPointers,
     Pointers,
     ProductConstants,
     ProductNumbers,
@@ -34,7 +38,7 @@ from .backward_args import (
     RowPointers,
 )
 from .backward_bias import gradient_by, kind_of, new_dbias, refused_gradient, sum_dbias
-from .backward_dbias import backward_dbias, dq_of_dbias
+from .backward_dbias import backward_dbias, dq_of_dbias, sum_parts
 from .backward_dkdv import backward_dkdv
 from .backward_dq import backward_dq
 from .backward_fused import backward as backward_fused
@@ -55,7 +59,7 @@ from .backward_tiles import (
     config_for,
     sizes_of,
 )
-from .documents import tile_spans
+from .documents import tile_ranges, tile_spans
 from .host import GluonLaunch, processors
 from .lib.order import SECTION_BYTES, dense_table, touched_tile_count
 from .lib.tma import Descriptors, aligned, descriptor, is_aligned, strides
@@ -66,6 +70,8 @@ _COUNTERS = 16
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 #: options of a launch that overlaps with the end of the one before (backward_lib.follow)
 _FOLLOWS = _OPTIONS | {"launch_pdl": True}
+#: the most parts of dbias, the fewest sequences and heads of one, and the bytes of all
+MOST_PARTS, LEAST_SHARERS, PART_BYTES = 8, 2, 2**25
 #: the most blocks that work on one head, where each follows another (``backward_order.py``)
 FOLLOWERS = 66
 KERNELS: dict[type[Config], Any] = {
@@ -97,6 +103,8 @@ class Plan(NamedTuple):
     works: tuple[Work, ...]  # the fused kernel; or dq, and dk with dv
     after: Launch  # dq, from its sums or from dbias
     done: int  # words of done steps, if dq is added to in an order
+    parts: int  # parts of dbias, each of float32
+    total: Launch | None  # the sum of the parts, if there are several
 
     @property
     def fused(self) -> FusedConfig | None:
@@ -208,8 +216,12 @@ def launch(
     t, dsink = prepare(plan, problem, tensors, (out, lse, dout, dlse), wanted, made)
     if t.scaled is not None:
         dout = t.scaled
+    parts = None
+    if plan.total is not None:
+        assert dbias is not None
+        parts = lse.new_empty((plan.parts, *dbias.shape))
     if plan.shared is not None:
-        run(plan.shared, problem, tensors, dout, t, made)
+        run(plan.shared, problem, tensors, dout, t, made, parts=parts)
     for n, work in enumerate(plan.works):
         order = orders[n] if orders else None
         run(work, problem, tensors, dout, t, made, n, order)
@@ -221,6 +233,8 @@ def launch(
             lengths = None if lengths is None else lengths.contiguous()
             args = ProductPointers(dbias, tensors.k, dq, lengths)
         plan.after(args)
+    if plan.total is not None:
+        plan.total(PartPointers(parts, dbias))
     dq, dk, dv = (x if w else None for x, w in zip(made[:3], wanted[:3], strict=True))
     return Gradients(dq, dk, dv, sum_dbias(dbias, tensors.bias), dsink)
 
@@ -303,6 +317,7 @@ def run(
     made: Gradients,
     nth: int = 0,
     order: packed.Order | None = None,
+    parts: Tensor | None = None,
 ) -> None:
     """Launch a work, unless it makes nothing of ``made``. ``nth`` is its counter."""
     q, k, v, bias = tensors[:4]
@@ -323,7 +338,7 @@ def run(
     if out is None and not isinstance(c, DbiasConfig):
         return
     args = pointers(work, problem, tensors, t, (out, dv, dbias), nth, order)
-    work.launch(args, operands)
+    work.launch(args if parts is None else args._replace(parts=parts), operands)
 
 
 def pointers(
@@ -338,7 +353,8 @@ def pointers(
     """Return the pointers of a work that fills ``results``: dk or dq, dv, uncopied dbias."""
     bias, heads, lengths = tensors.bias, tensors.heads, tensors.lengths
     q_ids, k_ids = tensors.q_ids, tensors.k_ids
-    c, table, ends, counter, spans = work.config, work.table, work.ends, None, None
+    c, table, ends = work.config, work.table, work.ends
+    counter = spans = q_range = k_range = None
     if order is not None:
         counter, ends, table = order[:3]
     elif c.DRAWN:
@@ -347,7 +363,11 @@ def pointers(
     if q_ids is not None and k_ids is not None:
         q_ids, k_ids = q_ids.contiguous(), k_ids.contiguous()
         resident, streamed = (q_ids, k_ids) if c.QUERIES_RESIDENT else (k_ids, q_ids)
-        spans = tile_spans(resident, streamed, c.BLOCK_RESIDENT, c.BLOCK_STREAMED, problem.batch)
+        sizes = c.BLOCK_RESIDENT, c.BLOCK_STREAMED
+        if c.SPANS:
+            spans = tile_spans(resident, streamed, *sizes, problem.batch)
+        else:
+            q_range, k_range = map(tile_ranges, (q_ids, k_ids), sizes)
     if c.COLUMN and bias is not None:
         bias = bias.expand(-1, -1, problem.nq, -1).contiguous()
     elif not (c.ROW or (c.BIAS and isinstance(c, DqConfig))):
@@ -365,6 +385,8 @@ def pointers(
         cu_k=tensors.cu_seqlens_k,
         lengths=None if lengths is None else lengths.contiguous(),
         spans=spans,
+        q_range=q_range,
+        k_range=k_range,
         q_ids=q_ids,
         k_ids=k_ids,
         alibi=None if heads is None else heads.contiguous(),
@@ -412,10 +434,13 @@ def build_plan(
     configs = [config_for(p, tile, **(bias_options(p, tile, by) | options)) for tile in tiles]
     rows = padded_rows(ROW_TILE, p.nq, p.total_q, p.batch, p.varlen)
     planes = p.hq if p.varlen else p.batch * p.hq
-    shared = None
+    shared = total = None
+    parts = 1
     if by == "shared":
         c = config_for(p, SHARED_BIAS[sizes_of(p.d, p.dv)])
-        shared = build_work(p, c, tensors, dout, planes, rows)
+        parts = parts_of(p, c, processors(tensors.q.device))
+        shared = build_work(p, c, tensors, dout, planes, rows, parts)
+        total = sum_of_parts(p, parts) if parts > 1 else None
     works = tuple(build_work(p, c, tensors, dout, planes, rows) for c in configs)
     fused = configs[0] if isinstance(configs[0], FusedConfig) else None
     row_tiles = rows // ROW_TILE
@@ -433,6 +458,8 @@ def build_plan(
         works=works,
         after=after,
         done=done_words(p) if fused is not None and fused.ORDERED else 0,
+        parts=parts,
+        total=total,
     )
 
 
@@ -488,12 +515,20 @@ def product_of_dbias(p: Problem, c: FusedConfig, k: Tensor) -> Launch:
     return Launch(dq_of_dbias, (p.batch * p.hq * tiles, 1, 1), options, (numbers, constants))
 
 
+def sum_of_parts(p: Problem, parts: int) -> Launch:
+    """Return the launch that sums the parts of dbias."""
+    assert p.bias is not None
+    size, block = math.prod(p.bias), 1024
+    last = (PartNumbers(size, parts), gl.constexpr(block))
+    return Launch(sum_parts, (-(-size // block), 1, 1), _FOLLOWS, last)
+
+
 def build_work(
-    p: Problem, c: Config, tensors: Tensors, dout: Tensor, planes: int, rows: int
+    p: Problem, c: Config, tensors: Tensors, dout: Tensor, planes: int, rows: int, parts: int = 1
 ) -> Work:
     """Return the launch of a kernel; ``planes`` and ``rows`` are those of lse and delta."""
     of_queries = c.QUERIES_RESIDENT
-    programs, table, ends = order_for(p, c, tensors.q.device)
+    programs, table, ends = order_for(p, c, tensors.q.device, parts)
     ids = (tensors.q_ids, tensors.k_ids)
     each = (0, 0) if p.bias is None else (int(size > 1) for size in p.bias[:2])
     numbers = Numbers(
@@ -513,6 +548,7 @@ def build_work(
         p.group,
         *bias_strides(tensors.bias if kind_of(p) == "tile" else None),
         None if p.positions is None else p.positions.shift,
+        parts if parts > 1 else None,
     )
     last = (numbers, gl.constexpr(Constants(c)))
     copies = copies_of(c, tensors, dout, planes, rows)
@@ -588,16 +624,34 @@ def score_scales(problem: Problem) -> tuple[float, float]:
     return 0.0, problem.scale * unit
 
 
+def bias_tiles(p: Problem, c: Config) -> int:
+    """Return the number of tiles of a bias."""
+    assert p.bias is not None
+    b, h, i, j = p.bias
+    return b * h * -(-i // c.BLOCK_RESIDENT) * -(-j // c.BLOCK_STREAMED)
+
+
+def parts_of(p: Problem, c: DbiasConfig, most: int) -> int:
+    """Return the number of blocks that compute a tile of dbias, on ``most`` processors.
+
+    With n parts, processors work ``ceil(tiles n / most) / n`` times as long as one block for one
+    tile, and each part costs time and memory.
+    """
+    assert p.bias is not None
+    tiles, sequences = bias_tiles(p, c), p.batch // p.bias[0]
+    sharers = sequences if c.RUNS else sequences * (p.hq // p.bias[1])
+    bound = min(MOST_PARTS, sharers // LEAST_SHARERS, PART_BYTES // (4 * math.prod(p.bias)))
+    return min(range(1, max(1, bound) + 1), key=lambda n: -(-tiles * n // most) / n * (1 + n / 20))
+
+
 def order_for(
-    p: Problem, c: Config, device: torch.device
+    p: Problem, c: Config, device: torch.device, parts: int = 1
 ) -> tuple[int, Tensor | None, Tensor | None]:
     """Return (blocks, the order of the tiles, the end of each block's places)."""
     most = processors(device)
     tile = (c.BLOCK_RESIDENT, c.BLOCK_STREAMED)
     if isinstance(c, DbiasConfig):
-        assert p.bias is not None
-        b, h, i, j = p.bias
-        return min(most, b * h * -(-i // tile[0]) * -(-j // tile[1])), None, None
+        return min(most, bias_tiles(p, c) * parts), None, None
     of_queries = c.QUERIES_RESIDENT
     heads, total, longest = (p.hq, p.total_q, p.nq) if of_queries else (p.hk, p.total_k, p.nk)
     if p.varlen:

@@ -109,7 +109,7 @@ def next_place(C: gl.constexpr, n, order):
 @gluon.jit
 def in_documents(C: gl.constexpr, lo, hi, first, b, sizes):
     """Return (lo, hi) cut to the tiles that may share a document with the resident tile."""
-    if C.DOCUMENTS:
+    if C.SPANS:
         n = sizes.nq if C.QUERIES_RESIDENT else sizes.nk
         tiles = (n + C.BLOCK_RESIDENT - 1) // C.BLOCK_RESIDENT
         m = gl.minimum(gl.maximum(first, 0) // C.BLOCK_RESIDENT, tiles - 1)
@@ -164,7 +164,7 @@ def full_range(C: gl.constexpr, first, tile, sizes):
             end = gl.minimum(end, tile.used // C.BLOCK_STREAMED)
         else:
             full = gl.where(last < tile.used, full, tile.hi)
-    if C.DOCUMENTS:
+    if C.SPANS:
         full = tile.hi
     full = gl.minimum(gl.maximum(full, tile.lo), tile.hi)
     return Full(full, gl.minimum(gl.maximum(end, full), tile.hi))

@@ -76,6 +76,11 @@ class Config:
         return self.RIGHT or self.LEFT or self.RAGGED or self.DOCUMENTS
 
     @property
+    def SPANS(self) -> bool:
+        """Return True if a table holds the streamed tiles that documents leave."""
+        return self.DOCUMENTS
+
+    @property
     def LOW_MASKED(self) -> bool:
         """Return True if partial streamed tiles come before the full ones."""
         band = self.LEFT if self.QUERIES_RESIDENT else self.RIGHT or self.RAGGED
@@ -200,6 +205,12 @@ class DbiasConfig(Config):
     BIAS: bool = True
 
     QUERIES_RESIDENT = True
+    SPANS = False  # a tile of the bias is not that of a sequence
+
+    @property
+    def RUNS(self) -> bool:
+        """Return True if each sequence may see other keys."""
+        return self.PREFIX or self.DOCUMENTS
 
 
 #: by (D, DV), both padded to one of these: the kernels of dq, dk and dv

@@ -51,6 +51,13 @@ def tile_spans(
     return spans
 
 
+def tile_ranges(ids: Tensor, block: int) -> Tensor:
+    """Return ``[B|1, tiles, 2]``, the least and greatest id of each tile of ids ``[B|1, N]``."""
+    if ids.device.type == "cpu" and not _is_interpreted():
+        return torch.stack(tile_range(ids, block), -1).contiguous()
+    return _ranges(ids, block)
+
+
 def spans_of(p: Problem, t: Tensors, warpgroups: int, tokens: int, block_k: int) -> Spans:
     """Return what the forward reads of documents."""
     assert t.q_ids is not None
