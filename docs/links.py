@@ -1,11 +1,13 @@
 """A Sphinx extension: links that neither Markdown nor a docstring has to write.
 
 - A link to a file outside ``docs`` leads to the repository, where the file is shown.
+- A page that only includes a file of the repository has the links of that file.
 - A literal that names something public, such as ``Window(left, right)``, leads to its description.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -17,23 +19,33 @@ from sphinx.util.nodes import make_refnode
 
 #: a relative link of Markdown
 _LINK = re.compile(r"\]\((?P<path>(?![a-z]+:|#)[^)\s#]+)(?P<anchor>#[^)\s]+)?\)")
+#: a page that is another file
+_INCLUDE = re.compile(r"\s*```\{include\} (?P<path>\S+)\s+```\s*")
 #: a name, perhaps called
 _NAME = re.compile(r"(?P<name>[A-Za-z_][\w.]*)(?:\(.*\))?")
 
 
 def _link_files(app: Sphinx, page: str, source: list[str]) -> None:
-    """Replace links that leave the folder of the pages."""
-    pages, folder = Path(app.srcdir), (Path(app.srcdir) / page).parent
+    """Replace links that leave the folder of the pages, also those of an included file."""
+    pages = Path(app.srcdir)
+    here = folder = (pages / page).parent
+    included = _INCLUDE.fullmatch(source[0])
+    if included is not None:
+        file = (here / included["path"]).resolve()
+        app.env.note_dependency(file)
+        source[0], folder = file.read_text(encoding="utf-8"), file.parent
 
-    def absolute(link: re.Match[str]) -> str:
-        target = (folder / link["path"]).resolve()
-        if target.is_relative_to(pages) or not target.is_relative_to(pages.parent):
+    def followed(link: re.Match[str]) -> str:
+        target, anchor = (folder / link["path"]).resolve(), link["anchor"] or ""
+        if target.is_relative_to(pages):
+            return f"]({os.path.relpath(target, here)}{anchor})"
+        if not target.is_relative_to(pages.parent):
             return link[0]
         kind = "tree" if target.is_dir() else "blob"
         path = target.relative_to(pages.parent)
-        return f"]({app.config.repository}/{kind}/main/{path}{link['anchor'] or ''})"
+        return f"]({app.config.repository}/{kind}/main/{path}{anchor})"
 
-    source[0] = _LINK.sub(absolute, source[0])
+    source[0] = _LINK.sub(followed, source[0])
 
 
 def _link_names(app: Sphinx, page: nodes.document, docname: str) -> None:

@@ -105,7 +105,7 @@ def explain(
     attention. Reads masks and packed offsets, which waits for a GPU.
 
     Returns:
-        An ``Explanation``: print it, or read its attributes.
+        An ``Explanation``, to print or to read by its attributes.
 
     Raises:
         TypeError, ValueError: as the call itself would. A backend that refuses does not raise.

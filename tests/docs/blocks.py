@@ -38,7 +38,8 @@ def program_of(page: str) -> Program:
         ValueError: a marker in another form, or without a block after it.
     """
     lines = page.splitlines()
-    code, skipped, ran, inside = [""] * len(lines), [], 0, False
+    code, skipped, ran = [""] * len(lines), [], 0
+    inside, reason = False, None
     for n, line in enumerate(lines):
         if inside:
             inside = not line.startswith("```")

@@ -90,7 +90,9 @@ def test_a_block_is_left_out_for_a_reason():
     assert program.skipped == ("line 8: takes an hour",)
 
 
-@pytest.mark.parametrize("marker", ["<!-- needs -->", "<!-- needs: torch -->\n", "<!-- not run -->"])
+@pytest.mark.parametrize(
+    "marker", ["<!-- needs -->", "<!-- needs: torch -->\n", "<!-- not run -->"]
+)
 def test_a_marker_in_another_form_is_an_error(marker: str):
     with pytest.raises(ValueError, match="line 7"):
         program_of(PAGE.replace("<!-- needs: cuda, no_such_module -->", marker))

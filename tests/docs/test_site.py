@@ -104,9 +104,10 @@ def test_links_between_pages_resolve(site: Path):
             target = (file.parent / unquote(parts.path)).resolve() if parts.path else file
             if not target.is_file():
                 wrong.append(f"{file.name}: {link}")
-            elif parts.fragment and target in pages:
-                if unquote(parts.fragment) not in pages[target].anchors:
-                    wrong.append(f"{file.name}: {link}")
+                continue
+            anchors = {""} | pages[target].anchors if target in pages else {parts.fragment}
+            if unquote(parts.fragment) not in anchors:
+                wrong.append(f"{file.name}: {link}")
     assert len(pages) > 20
     assert wrong == []
 

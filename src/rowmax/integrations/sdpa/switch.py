@@ -62,8 +62,8 @@ def enable(*modules: ModuleType) -> Enabled:
             are replaced as well.
 
     Returns:
-        A switch, for ``with enable():`` or ``remove()``. Switches nest: rowmax computes until all
-        are off. ``disable()`` turns all of them off.
+        A switch. The end of a ``with`` block, or ``remove()``, turns it off. Switches nest: rowmax
+        computes until all are off. ``disable()`` turns all of them off.
 
     Raises:
         TypeError: an argument that is not a module.
