@@ -32,6 +32,7 @@ nitpick_ignore_regex = [
 ]
 
 myst_heading_anchors = 3
+myst_enable_extensions = ["html_image"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
@@ -39,6 +40,7 @@ autodoc_mock_imports = ["transformers"]
 python_maximum_signature_line_length = 80
 python_display_short_literal_types = True
 napoleon_numpy_docstring = False
+napoleon_use_ivar = True
 
 html_theme = "furo"
 html_title = f"rowmax {version}"

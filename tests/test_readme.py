@@ -14,12 +14,11 @@ import rowmax
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
-#: pages of the built documentation alone
-SITE = ("changelog.md", "contributing.md", "index.md", "releasing.md", "start.md")
 GUIDES = [
     page
     for page in sorted((ROOT / "docs").rglob("*.md"))
-    if page.parent.name != "reference" and page.name not in SITE
+    if page.parent.name not in ("project", "reference")
+    and page.name not in ("index.md", "start.md")
 ]
 
 

@@ -67,9 +67,11 @@ class Explanation:
 
     Attributes:
         problem: shapes, dtypes and features, as backends see them.
-        forward, backward: the jobs with their backends, and why other backends have none.
+        forward: the jobs with their backends, and why other backends have none.
+        backward: those of the backward.
         tiles: skipped, partial and full tiles of 128 by 128, and the pairs in visited tiles.
-        forward_flops, backward_flops: operations of the matrix products in visited tiles.
+        forward_flops: operations of the matrix products in visited tiles.
+        backward_flops: those of the backward.
         output_bytes: the size of out and lse.
         dense_bytes: the size of the whole score matrix in q's dtype, which is never allocated.
     """
