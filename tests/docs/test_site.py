@@ -117,6 +117,12 @@ def test_files_of_the_repository_are_links_to_it(site: Path):
     assert "https://github.com/rowmax/rowmax/blob/main/examples/pairformer.py" in page.links
 
 
+def test_an_included_file_has_its_own_links(site: Path):
+    page = Page((site / "project" / "contributing.html").read_text(encoding="utf-8"))
+    assert "releasing.html" in page.links
+    assert "Add a score term" in (site / "project" / "contributing.html").read_text("utf-8")
+
+
 def test_names_in_docstrings_are_links(site: Path):
     page = Page((site / "reference" / "attention.html").read_text(encoding="utf-8"))
     assert {"masks.html#rowmax.Window", "explain.html#rowmax.explain"} <= page.links

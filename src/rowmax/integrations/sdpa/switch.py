@@ -101,7 +101,15 @@ def disable() -> None:
 
 
 def is_enabled() -> bool:
-    """Return True while a switch is on."""
+    """Return True while a switch is on.
+
+    >>> from rowmax.integrations import sdpa
+    >>> with sdpa.enable():
+    ...     sdpa.is_enabled()
+    True
+    >>> sdpa.is_enabled()
+    False
+    """
     return _on
 
 
