@@ -16,8 +16,10 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
 WITH_CODE = [page for page in PAGES if "```python" in TEXTS[page]]
 
-#: runs the program of standard input; a traceback shows the lines of the page
-_RUN = "import sys; exec(compile(sys.stdin.read(), sys.argv[1], 'exec'), {'__name__': '__main__'})"
+#: runs the program of standard input in ``__main__``, where a compiler looks for names; a traceback
+#: shows the lines of the page
+_SYS = "__import__('sys')"
+_RUN = f"exec(compile({_SYS}.stdin.read(), {_SYS}.argv[1], 'exec'))"
 
 
 def run(page: Path) -> subprocess.CompletedProcess[str]:
@@ -96,6 +98,14 @@ def test_a_block_is_left_out_for_a_reason():
 def test_a_marker_in_another_form_is_an_error(marker: str):
     with pytest.raises(ValueError, match="line 7"):
         program_of(PAGE.replace("<!-- needs: cuda, no_such_module -->", marker))
+
+
+def test_a_page_compiles_its_functions(tmp_path: Path):
+    page = tmp_path / "page.md"
+    code = "import torch\n\n@torch.compile(backend='eager')\ndef f(x):\n    return torch.sin(x)\n"
+    page.write_text(f"```python\n{code}f(torch.ones(3))\n```\n", encoding="utf-8")
+    done = run(page)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_traceback_has_the_line_of_the_page(tmp_path: Path):
