@@ -11,7 +11,7 @@ PYTHON ?= $(shell for p in $(CANDIDATES); do \
 	$$p -c '$(MODERN)' >/dev/null 2>&1 && { echo $$p; break; }; done)
 ARGS ?=
 
-.PHONY: help demo test lint unit doctest bench clean
+.PHONY: help demo test lint unit doctest docs bench clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -65,6 +65,9 @@ unit-interpreter: $(STAMP)
 doctest: $(STAMP) ## the examples in docstrings
 	$(BIN)/python -m pytest --doctest-modules src demo
 
+docs: $(STAMP) ## the documentation, in build/docs (index.html is its first page)
+	$(BIN)/python -m sphinx -W --keep-going --quiet -b html docs build/docs $(ARGS)
+
 bench: $(STAMP) ## time against PyTorch's own attention; writes benchmarks/results/cpu.csv
 	$(BIN)/python -m benchmarks --device cpu --csv benchmarks/results/cpu.csv $(ARGS)
 	$(BIN)/python -m benchmarks --device cpu --cells memory --only H8 --passes memory --turns 1
@@ -80,7 +83,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || $(PYTHON) -m venv --without-pip $(VENV)
 	@if $(BIN)/python -m pip --version >/dev/null 2>&1; then pip="$(BIN)/python -m pip"; \
 		else pip="$(PYTHON) -m pip --python $(BIN)/python"; fi; \
-		$$pip install --disable-pip-version-check --constraint constraints.txt --editable '.[cpu,cli,dev]'
+		$$pip install --disable-pip-version-check --constraint constraints.txt --editable '.[cpu,cli,docs,dev]'
 	@touch $@
 
 clean: ## remove .venv, the report and caches

@@ -1,4 +1,4 @@
-"""The README and the pages of docs are right: examples run, links and numbers hold."""
+"""The README is right: its example runs, links and numbers hold. ``tests/docs`` checks docs."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ import rowmax
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = sorted((ROOT / "docs").rglob("*.md"))
+GUIDES = [
+    page
+    for page in sorted((ROOT / "docs").rglob("*.md"))
+    if page.parent.name not in ("project", "reference")
+    and page.name not in ("index.md", "start.md")
+]
 
 
-def blocks(language: str, text: str = TEXT) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.M | re.S)
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", TEXT, flags=re.M | re.S)
 
 
 def links(text: str) -> list[str]:
     return sorted(set(re.findall(r"\]\(([^)#:]+)\)", text)))
-
-
-WITH_CODE = [page for page in PAGES if blocks("python", page.read_text(encoding="utf-8"))]
 
 
 @pytest.mark.parametrize("code", blocks("python"))
@@ -45,29 +47,15 @@ def test_there_is_an_example():
     assert len(blocks("python")) == 1
 
 
-@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
-def test_the_examples_of_a_page_run(page: Path):
-    """One after the other, as they are read."""
-    code = blocks("python", page.read_text(encoding="utf-8"))
-    command = [sys.executable, "-W", "error", "-c", "\n".join(code)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.parametrize("target", links(TEXT))
 def test_links_lead_somewhere(target: str):
     assert (ROOT / target).exists()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_of_a_page_lead_somewhere(page: Path):
-    for target in links(page.read_text(encoding="utf-8")):
-        assert (page.parent / target).exists(), target
-
-
-def test_the_readme_links_every_page():
-    assert WITH_CODE
-    assert {str(page.relative_to(ROOT)) for page in PAGES} <= set(links(TEXT))
+def test_the_readme_links_every_guide():
+    """``docs/index.md`` leads to the other pages: Sphinx warns of a page that it leaves out."""
+    assert GUIDES
+    assert {str(page.relative_to(ROOT)) for page in GUIDES} <= set(links(TEXT))
 
 
 def test_the_commands_exist():

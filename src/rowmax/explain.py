@@ -26,25 +26,39 @@ TILE = 128
 
 
 class Choice(NamedTuple):
-    """The backends that compute the results of a call, and why the others compute none."""
+    """The backends that compute the results of a call, and why the others compute none.
 
-    jobs: tuple[Job, ...]  # empty: the named backend refuses, and the call would raise
+    Attributes:
+        jobs: each has a ``backend`` and the names of its ``results``. Empty if the named backend
+            refuses: then the call would raise.
+        others: the name of each other backend, with the reason why it computes nothing.
+        notes: sentences of each job's backend, such as the tile or the assembler.
+    """
+
+    jobs: tuple[Job, ...]
     others: Mapping[str, str]
-    notes: tuple[tuple[str, ...], ...] = ()  # sentences of each job's backend
+    notes: tuple[tuple[str, ...], ...] = ()
 
     @property
     def backend(self) -> str | None:
-        """The backend of the first job (of a backward: dq); None if the call would raise."""
+        """The backend of the first job, of dq in a backward; None if the call would raise."""
         return self.jobs[0].backend if self.jobs else None
 
 
 class Tiles(NamedTuple):
-    """Tiles of ``TILE`` by ``TILE`` pairs, over all sequences and query heads."""
+    """Tiles of 128 by 128 pairs, over all sequences and query heads.
+
+    Attributes:
+        skipped: tiles of which no pair may attend; they are not computed.
+        partial: tiles of which some pairs may attend.
+        full: tiles of which every pair may attend; they need no mask.
+        pairs: the pairs in partial and full tiles.
+    """
 
     skipped: int
     partial: int
     full: int
-    pairs: int  # in the partial and the full ones
+    pairs: int
 
 
 @dataclass(frozen=True)
@@ -53,9 +67,11 @@ class Explanation:
 
     Attributes:
         problem: shapes, dtypes and features, as backends see them.
-        forward, backward: the jobs with their backends, and why other backends have none.
+        forward: the jobs with their backends, and why other backends have none.
+        backward: those of the backward.
         tiles: skipped, partial and full tiles of 128 by 128, and the pairs in visited tiles.
-        forward_flops, backward_flops: operations of the matrix products in visited tiles.
+        forward_flops: operations of the matrix products in visited tiles.
+        backward_flops: those of the backward.
         output_bytes: the size of out and lse.
         dense_bytes: the size of the whole score matrix in q's dtype, which is never allocated.
     """
@@ -91,7 +107,7 @@ def explain(
     attention. Reads masks and packed offsets, which waits for a GPU.
 
     Returns:
-        An ``Explanation``: print it, or read its attributes.
+        An ``Explanation``, to print or to read by its attributes.
 
     Raises:
         TypeError, ValueError: as the call itself would. A backend that refuses does not raise.

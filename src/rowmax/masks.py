@@ -77,6 +77,15 @@ class Mask:
 
     Raises:
         TypeError, ValueError: naming the field, what it got and what it accepts.
+
+    >>> import torch, rowmax
+    >>> lengths = torch.tensor([3, 5])
+    >>> rowmax.Mask(right=0, lengths=lengths)
+    Mask(right=0, lengths=[2])
+    >>> rowmax.Causal() & rowmax.PrefixLengths(lengths)
+    Mask(right=0, lengths=[2])
+    >>> rowmax.Window(9, 0) | rowmax.Window(0, 9)
+    Mask(left=9, right=9)
     """
 
     __slots__ = ("align", "allowed", "documents", "left", "lengths", "prefix", "right")

@@ -32,6 +32,15 @@ def unpad_input(
     Returns:
         (rows ``[total, ...]``, indices ``[total]`` among B N, cu_seqlens ``[B + 1]`` int32, the
         longest sequence, rows in use ``[B]`` int32).
+
+    >>> import torch
+    >>> from rowmax.integrations.flash_attn.bert_padding import pad_input, unpad_input
+    >>> x, mask = torch.randn(2, 4, 8), torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
+    >>> rows, indices, cu_seqlens, longest, used = unpad_input(x, mask)
+    >>> rows.shape, cu_seqlens.tolist(), longest
+    (torch.Size([4, 8]), [0, 3, 4], 3)
+    >>> torch.equal(pad_input(rows, indices, 2, 4), x * mask[..., None])
+    True
     """
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = kept.sum(-1, dtype=torch.int32)

@@ -49,6 +49,15 @@ def flash_attn_func(
     Raises:
         TypeError, ValueError: naming the argument, what it got and what it accepts.
         NotImplementedError: return_attn_probs with dropout.
+
+    >>> import torch
+    >>> import rowmax.integrations.flash_attn as flash_attn
+    >>> q, k = torch.randn(2, 8, 4, 16), torch.randn(2, 8, 2, 16)
+    >>> flash_attn.flash_attn_func(q, k, k, causal=True, window_size=(4, 0)).shape
+    torch.Size([2, 8, 4, 16])
+    >>> out, lse, _ = flash_attn.flash_attn_func(q, k, k, return_attn_probs=True)
+    >>> lse.shape
+    torch.Size([2, 4, 8])
     """
     refuse_probabilities(dropout_p, return_attn_probs)
     options = keywords(softmax_scale, causal, window_size, softcap)
@@ -77,6 +86,11 @@ def flash_attn_qkvpacked_func(
     """Compute attention of qkv ``[B, N, 3, H, D]``; see ``flash_attn_func``.
 
     The gradient of qkv is one tensor ``[B, N, 3, H, D]``.
+
+    >>> import torch
+    >>> import rowmax.integrations.flash_attn as flash_attn
+    >>> flash_attn.flash_attn_qkvpacked_func(torch.randn(2, 8, 3, 4, 16)).shape
+    torch.Size([2, 8, 4, 16])
     """
     q, k, v = unpacked("qkv", qkv, 2, "[B, N, 3, H, D]")
     return flash_attn_func(
@@ -100,6 +114,12 @@ def flash_attn_kvpacked_func(
     """Compute attention of q over kv ``[B, Nk, 2, Hk, D]``; see ``flash_attn_func``.
 
     The gradient of kv is one tensor ``[B, Nk, 2, Hk, D]``.
+
+    >>> import torch
+    >>> import rowmax.integrations.flash_attn as flash_attn
+    >>> q, kv = torch.randn(2, 3, 4, 16), torch.randn(2, 8, 2, 2, 16)
+    >>> flash_attn.flash_attn_kvpacked_func(q, kv).shape
+    torch.Size([2, 3, 4, 16])
     """
     k, v = unpacked("kv", kv, 2, "[B, Nk, 2, Hk, D]")
     return flash_attn_func(
@@ -142,6 +162,12 @@ def flash_attn_varlen_func(
         TypeError, ValueError: naming the argument, what it got and what it accepts.
         NotImplementedError: return_attn_probs with dropout; a block table; slopes of each
             sequence.
+
+    >>> import torch
+    >>> import rowmax.integrations.flash_attn as flash_attn
+    >>> q, cu = torch.randn(10, 2, 16), torch.tensor([0, 3, 10], dtype=torch.int32)
+    >>> flash_attn.flash_attn_varlen_func(q, q, q, cu, cu, 7, 7, causal=True).shape
+    torch.Size([10, 2, 16])
     """
     refuse_pages(block_table)
     refuse_probabilities(dropout_p, return_attn_probs)
@@ -180,7 +206,14 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """Compute attention of qkv ``[total, 3, H, D]``; see ``flash_attn_varlen_func``."""
+    """Compute attention of qkv ``[total, 3, H, D]``; see ``flash_attn_varlen_func``.
+
+    >>> import torch
+    >>> import rowmax.integrations.flash_attn as flash_attn
+    >>> qkv, cu = torch.randn(10, 3, 2, 16), torch.tensor([0, 3, 10], dtype=torch.int32)
+    >>> flash_attn.flash_attn_varlen_qkvpacked_func(qkv, cu, 7).shape
+    torch.Size([10, 2, 16])
+    """
     q, k, v = unpacked("qkv", qkv, 1, "[total, 3, H, D]")
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal,
@@ -204,7 +237,15 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """Compute attention of q over kv ``[total_k, 2, Hk, D]``; see ``flash_attn_varlen_func``."""
+    """Compute attention of q over kv ``[total_k, 2, Hk, D]``; see ``flash_attn_varlen_func``.
+
+    >>> import torch
+    >>> import rowmax.integrations.flash_attn as flash_attn
+    >>> q, kv = torch.randn(10, 4, 16), torch.randn(10, 2, 2, 16)
+    >>> cu = torch.tensor([0, 3, 10], dtype=torch.int32)
+    >>> flash_attn.flash_attn_varlen_kvpacked_func(q, kv, cu, cu, 7, 7).shape
+    torch.Size([10, 4, 16])
+    """
     k, v = unpacked("kv", kv, 1, "[total_k, 2, Hk, D]")
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,

@@ -74,6 +74,16 @@ def flash_attn_with_kvcache(
     Raises:
         TypeError, ValueError: naming the argument, what it got and what it accepts.
         NotImplementedError: a block table, num_splits, an input that requires a gradient.
+
+    >>> import torch
+    >>> import rowmax.integrations.flash_attn as flash_attn
+    >>> cache, new = torch.zeros(2, 16, 2, 8), torch.randn(2, 1, 2, 8)
+    >>> used = torch.tensor([5, 9], dtype=torch.int32)
+    >>> out = flash_attn.flash_attn_with_kvcache(
+    ...     new, cache, cache.clone(), new, new, cache_seqlens=used, causal=True
+    ... )
+    >>> out.shape, torch.equal(cache[1, 9], new[1, 0])
+    (torch.Size([2, 1, 2, 8]), True)
     """
     refuse_pages(block_table)
     if num_splits != 0:

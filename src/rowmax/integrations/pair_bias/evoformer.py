@@ -32,6 +32,13 @@ def DS4Sci_EvoformerAttention(  # noqa: N802  (DeepSpeed's name)
 
     Raises:
         TypeError, ValueError: naming the argument, what it got and what it accepts.
+
+    >>> import torch
+    >>> from rowmax.integrations.pair_bias import DS4Sci_EvoformerAttention
+    >>> Q, K, V = (torch.randn(1, 3, 6, 2, 16) for _ in range(3))  # [B, N, L, H, D]
+    >>> keys, pairs = torch.zeros(1, 3, 1, 1, 6), torch.randn(1, 1, 2, 6, 6)
+    >>> DS4Sci_EvoformerAttention(Q, K, V, [keys, pairs]).shape
+    torch.Size([1, 3, 6, 2, 16])
     """
     if len(biases) > 2:
         raise ValueError(f"biases: got {len(biases)}; want at most two, of keys and of pairs")

@@ -69,6 +69,18 @@ def attention_pair_bias(
 
     Raises:
         TypeError, ValueError: naming the argument, what it got and what it accepts.
+
+    >>> import torch
+    >>> from rowmax.integrations.pair_bias import attention_pair_bias
+    >>> c, z, h = 16, 8, 2  # channels of singles and of pairs, heads
+    >>> q, k, v, g, o = (torch.randn(c, c) for _ in range(5))
+    >>> singles, pairs = torch.randn(1, 6, c), torch.randn(1, 6, 6, z)
+    >>> out, _ = attention_pair_bias(
+    ...     singles, pairs, None, h, torch.ones(c), torch.zeros(c), q, None, k, v, g, o,
+    ...     w_proj_z=torch.randn(h, z), w_ln_z=torch.ones(z), b_ln_z=torch.zeros(z),
+    ... )
+    >>> out.shape
+    torch.Size([1, 6, 16])
     """
     norm = _Norm(norm_kind, eps)
     b, m, n = _check(single_repr, pair_repr, mask, num_heads, is_cached_z_proj, inf)

@@ -43,6 +43,16 @@ def triangle_attention(
 
     Raises:
         TypeError, ValueError: naming the argument, what it got and what it accepts.
+
+    >>> import torch
+    >>> from rowmax.integrations.pair_bias import mask_to_kv_lengths, triangle_attention
+    >>> q, k, v = (torch.randn(1, 6, 2, 6, 16) for _ in range(3))  # [B, N, H, S, D]
+    >>> bias = torch.randn(1, 1, 2, 6, 6)
+    >>> mask = (torch.arange(6) < 4).expand(1, 6, 1, 1, 6)
+    >>> out = triangle_attention(q, k, v, bias, mask)
+    >>> lengths = mask_to_kv_lengths(mask)
+    >>> torch.allclose(out, triangle_attention(q, k, v, bias, kv_lengths=lengths), atol=1e-6)
+    True
     """
     if mask is not None and kv_lengths is not None:
         raise ValueError("mask: got a mask and kv_lengths; want one of them")
@@ -76,6 +86,11 @@ def mask_to_kv_lengths(mask: Tensor) -> Tensor:
 
     Raises:
         ValueError: another shape; a row with a hidden key before one that may be seen.
+
+    >>> import torch
+    >>> from rowmax.integrations.pair_bias import mask_to_kv_lengths
+    >>> mask_to_kv_lengths(torch.tensor([True, True, False]).view(1, 1, 1, 1, 3)).flatten()
+    tensor([2], dtype=torch.int32)
     """
     mask = _five_axes(mask).to(torch.bool)
     _want("mask", mask, (None, None, 1, 1, None), "[B, N, 1, 1, K]")

@@ -62,8 +62,8 @@ def enable(*modules: ModuleType) -> Enabled:
             are replaced as well.
 
     Returns:
-        A switch, for ``with enable():`` or ``remove()``. Switches nest: rowmax computes until all
-        are off. ``disable()`` turns all of them off.
+        A switch. The end of a ``with`` block, or ``remove()``, turns it off. Switches nest: rowmax
+        computes until all are off. ``disable()`` turns all of them off.
 
     Raises:
         TypeError: an argument that is not a module.
@@ -101,7 +101,15 @@ def disable() -> None:
 
 
 def is_enabled() -> bool:
-    """Return True while a switch is on."""
+    """Return True while a switch is on.
+
+    >>> from rowmax.integrations import sdpa
+    >>> with sdpa.enable():
+    ...     sdpa.is_enabled()
+    True
+    >>> sdpa.is_enabled()
+    False
+    """
     return _on
 
 

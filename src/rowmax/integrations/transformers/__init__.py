@@ -17,7 +17,7 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError(
         "rowmax.integrations.transformers: transformers 5.17 or newer is not installed; "
-        'pip install "rowmax[hf]"'
+        'pip install "rowmax[hf]", in a checkout ".[hf]"'
     ) from error
 
 from .attention import attention_forward
