@@ -25,6 +25,13 @@ GRAD = "ignore:The .grad attribute of a Tensor that is not a leaf"
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.fixture(autouse=True)
+def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep float32 where a GPU is, and its tolerance."""
+    for example in (fsdp_compile, long_context, relative_bias, train_gpt):
+        monkeypatch.setattr(example, "DEVICE", "cpu")
+
+
 @pytest.fixture
 def dense(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function after which examples compute by the dense definition."""
@@ -87,10 +94,11 @@ def test_the_buckets_of_the_relative_bias() -> None:
     assert bias.bucket(distances).tolist() == want
 
 
-def test_switch_transformers() -> None:
+def test_switch_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     from examples import switch_transformers
 
+    monkeypatch.setattr(switch_transformers, "DEVICE", "cpu")
     results = switch_transformers.main(steps=4, size=32)
     losses, tokens = results["rowmax"]
     assert losses[-1] < losses[0]
