@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import pytest
@@ -196,6 +197,10 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"dropout": 0.1}, TypeError, ".* 'dropout'; want dropout_p="),
     ({"softmax_scale": 0.1}, TypeError, ".* 'softmax_scale'; want scale="),
     ({"window_size": (4, 0)}, TypeError, r".* 'window_size'; want mask=Window\(left, right\)"),
+    ({"attn_bias": None}, TypeError, r".* 'attn_bias'; want bias= for a tensor .* mask="),
+    ({"score_mod": None}, TypeError, ".* 'score_mod'; want bias=, alibi= or softcap="),
+    ({"block_mask": None}, TypeError, r".* 'block_mask'; want mask=from_block_mask\(block_mask\)"),
+    ({"cache_seqlens": 1}, TypeError, r".* 'cache_seqlens'; want mask=PrefixLengths\(.*align="),
     ({"casual": True}, TypeError, r"attention\(\) got an unexpected keyword argument 'casual'$"),
     (
         {
@@ -280,6 +285,40 @@ def test_attention(changed: dict[str, Any], error: type[Exception], text: str) -
 def test_attention_varlen(changed: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=f"^{text}"):
         rowmax.attention_varlen(**packed(**changed))
+
+
+#: arguments of the intended sizes, B 2, Hq 4, N 12, for q [2, 4, 12, 8], k and v [2, 2, 12, 8]
+HEADS_FIRST: list[tuple[str, Any]] = [
+    ("bias", torch.ones(4, 12, 12)),
+    ("bias", torch.ones(12, 12)),
+    ("mask", torch.ones(2, 1, 12, 12, dtype=torch.bool)),
+    ("mask: KeyPadding", rowmax.KeyPadding(torch.zeros(2, 12, dtype=torch.bool))),
+    ("mask: Documents(ids=)", rowmax.Documents(torch.zeros(12, dtype=torch.int64))),
+    ("sink", torch.ones(4)),
+    ("alibi", torch.ones(4)),
+]
+
+
+@pytest.mark.usefixtures("_no_work")
+@pytest.mark.parametrize(("name", "given"), HEADS_FIRST, ids=[name for name, _ in HEADS_FIRST])
+def test_heads_before_positions(name: str, given: Any) -> None:
+    """The error names the layout where the other layout would pass, and nowhere else."""
+    argument = name.partition(":")[0]
+    other = tensors(q=(2, 4, 12, 8), k=(2, 2, 12, 8), v=(2, 2, 12, 8))
+    hint = r"; the layout is \[B, N, H, D\]: pass transpose\(1, 2\) of q, k, v \[B, H, N, D\]$"
+    with pytest.raises(ValueError, match=rf"^{re.escape(name)}: got shape .*{hint}"):
+        rowmax.attention(**other, **{argument: given})
+    wrong = tensors(q=(2, 5, 3, 8), k=(2, 5, 3, 8), v=(2, 5, 3, 8))  # in neither layout
+    with pytest.raises(ValueError, match=f"^{re.escape(name)}: ") as raised:
+        rowmax.attention(**wrong, **{argument: given})
+    assert "transpose" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("name", "given"), HEADS_FIRST, ids=[name for name, _ in HEADS_FIRST])
+def test_the_hint_about_the_layout_is_a_call_that_works(name: str, given: Any) -> None:
+    other = tensors(q=(2, 4, 12, 8), k=(2, 2, 12, 8), v=(2, 2, 12, 8))
+    q, k, v = (t.transpose(1, 2) for t in other.values())
+    assert rowmax.attention(q, k, v, **{name.partition(":")[0]: given}).shape == (2, 12, 4, 8)
 
 
 @pytest.mark.usefixtures("_no_work")

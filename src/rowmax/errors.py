@@ -21,6 +21,10 @@ _ELSEWHERE = {
     "softmax_scale": "scale=",
     "window_size": "mask=Window(left, right), None for no limit",
     "alibi_slopes": "alibi=",
+    "attn_bias": "bias= for a tensor that is added, mask= for a mask such as Documents",
+    "score_mod": "bias=, alibi= or softcap=",
+    "block_mask": "mask=from_block_mask(block_mask)",
+    "cache_seqlens": 'mask=PrefixLengths(cache_seqlens, align="lengths")',
     "return_attn_probs": "return_lse=True",
     "return_softmax_lse": "return_lse=True",
 }

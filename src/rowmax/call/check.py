@@ -21,6 +21,8 @@ from .problem import Problem
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 MAX_HEAD_DIM = 512
 LARGEST = 1e30  # the largest scale and softcap: times a score, or divided, they stay within float32
+#: the end of an error where ``[B, H, N, D]`` would have passed
+HEADS_FIRST = "; the layout is [B, N, H, D]: pass transpose(1, 2) of q, k, v [B, H, N, D]"
 
 
 class Arguments(NamedTuple):
@@ -76,7 +78,8 @@ def check(a: Arguments, shape: Shape) -> None:
     Call ``check_tensors`` and ``check_packed`` first: ``shape`` is made of checked tensors.
     """
     q, mask = a.q, a.mask
-    check_documents(a, shape)
+    swapped = heads_first(a, shape)
+    check_documents(a, shape, swapped)
     p = number("dropout_p", a.dropout_p)
     if not 0.0 <= p < 1.0:
         raise bad("dropout_p", p, "a probability in [0, 1)")
@@ -92,17 +95,28 @@ def check(a: Arguments, shape: Shape) -> None:
         raise bad("softcap", softcap, want)
     if a.backend is not None and a.backend not in NAMES:
         raise bad("backend", repr(a.backend), "None, or one of " + ", ".join(map(repr, NAMES)))
-    _check_bias(q, a.bias, shape)
+    _check_bias(q, a.bias, shape, swapped)
     _check_per_head("sink", a.sink, q)
     for name, given in a.heads.items():
         for one, t in zip(head_names(name), head_tensors(name, given), strict=True):
             _check_per_head(one, t, q)
     if mask.allowed is not None:
         check_device("mask", mask.allowed, q)
-        _check_broadcast("mask", mask.allowed, shape)
+        _check_broadcast("mask", mask.allowed, shape, swapped)
     _check_lengths("mask: PrefixLengths(lengths=)", mask.lengths, shape, q)
     _check_lengths("mask: Prefix(lengths=)", mask.prefix, shape, q)
     check_seed(a.seed, q.device)
+
+
+def heads_first(a: Arguments, shape: Shape) -> Shape | None:
+    """Return the sizes of the scores if q and k were ``[B, H, N, D]``; None for a packed call.
+
+    The call of such tensors is often valid: heads attend to heads. A mask, a bias or a sink of the
+    intended sizes then fails, and its error can name the reason.
+    """
+    if a.cu_seqlens is not None:
+        return None
+    return Shape(shape.batch, shape.nq, shape.hq, a.k.shape[2])
 
 
 # --- q, k, v -----------------------------------------------------------------------------------
@@ -156,11 +170,9 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
         raise bad("v", f"shape {got}", f"{axes} with the leading sizes of k, {want}")
     if hk == 0 or hq == 0 or hq % hk:
         want = f"a multiple of the {hk} heads of k and v, at least one"
-        if (
-            not packed and 0 < nk <= nq and nq % nk == 0
-        ):  # the lengths would be valid numbers of heads
-            want += "; the layout is [B, N, H, D]: pass transpose(1, 2) of q, k, v [B, H, N, D]"
-        raise bad("q", f"{hq} heads", want)
+        # the lengths would be valid numbers of heads
+        hint = HEADS_FIRST if not packed and 0 < nk <= nq and nq % nk == 0 else ""
+        raise bad("q", f"{hq} heads", want + hint)
     for name, size in (("q", d), ("v", dv)):
         if not 1 <= size <= MAX_HEAD_DIM:
             raise bad(name, f"head size {size}", f"1 to {MAX_HEAD_DIM}")
@@ -235,7 +247,7 @@ def _check_bound(name: str, given: int, cu: Tensor) -> None:
 # --- masks -------------------------------------------------------------------------------------
 
 
-def check_documents(a: Arguments, shape: Shape) -> None:
+def check_documents(a: Arguments, shape: Shape, swapped: Shape | None) -> None:
     """Raise unless the documents of the mask, if any, fit the call."""
     if not a.mask.documents:
         return
@@ -250,10 +262,10 @@ def check_documents(a: Arguments, shape: Shape) -> None:
         got = 'Documents without q_ids and PrefixLengths(align="lengths")'
         raise bad("mask", got, "q_ids as well: the id of each query")
     for one in a.mask.documents:
-        _check_ids(one, shape, a.q)
+        _check_ids(one, shape, swapped, a.q)
 
 
-def _check_ids(given: Ids, shape: Shape, q: Tensor) -> None:
+def _check_ids(given: Ids, shape: Shape, swapped: Shape | None, q: Tensor) -> None:
     batch, _, nq, nk = shape
     if given.step is not None:
         return
@@ -264,15 +276,18 @@ def _check_ids(given: Ids, shape: Shape, q: Tensor) -> None:
         check_device("mask: KeyPadding", given.ids, q)
         if given.ids.shape not in ((batch, nk), (1, nk)):
             got = f"shape {list(given.ids.shape)}"
-            raise bad("mask: KeyPadding", got, f"[B, Nk] = [{batch}, {nk}]")
+            hint = _layout_hint(swapped is not None and given.ids.shape[1] == swapped.nk)
+            raise bad("mask: KeyPadding", got, f"[B, Nk] = [{batch}, {nk}]{hint}")
         return
     if given.ids is not None:
-        _check_each_id("mask: Documents(ids=)", given.ids, batch, nk, "keys", q)
+        other = None if swapped is None else swapped.nk
+        _check_each_id("mask: Documents(ids=)", given.ids, (batch, nk), "keys", q, other)
     else:
         assert given.cu_seqlens is not None
         _check_document_offsets("mask: Documents(cu_seqlens=)", given.cu_seqlens, nk, q)
     if given.q_ids is not None:
-        _check_each_id("mask: Documents(q_ids=)", given.q_ids, batch, nq, "queries", q)
+        other = None if swapped is None else swapped.nq
+        _check_each_id("mask: Documents(q_ids=)", given.q_ids, (batch, nq), "queries", q, other)
     elif nq > nk:
         raise bad("mask", f"Documents without q_ids, {nq} queries, {nk} keys", "q_ids as well")
 
@@ -286,11 +301,17 @@ def _check_document_offsets(name: str, cu: Tensor, nk: int, q: Tensor) -> None:
         assert_later(good, f"{name}: want offsets from 0 to the number of keys")
 
 
-def _check_each_id(name: str, ids: Tensor, batch: int, n: int, of: str, q: Tensor) -> None:
+def _check_each_id(
+    name: str, ids: Tensor, shape: tuple[int, int], of: str, q: Tensor, other: int | None
+) -> None:
+    """Check ids of B sequences of N positions; ``other`` is N of the layout ``[B, H, N, D]``."""
+    batch, n = shape
     check_device(name, ids, q)
     sizes = (1, *ids.shape) if ids.dim() == 1 else ids.shape
     if sizes[0] not in (1, batch) or sizes[1] != n:
-        raise bad(name, f"shape {list(sizes)}", f"[{n}] or [{batch}, {n}], one id for all {of}")
+        hint = _layout_hint(sizes[0] in (1, batch) and sizes[1] == other)
+        want = f"[{n}] or [{batch}, {n}], one id for all {of}{hint}"
+        raise bad(name, f"shape {list(sizes)}", want)
     if ids.dtype != torch.int64 or not ids.numel():
         return
     if values_are_readable(ids):
@@ -316,7 +337,7 @@ def _check_lengths(name: str, lengths: Tensor | None, shape: Shape, q: Tensor) -
 # --- score terms and numbers -------------------------------------------------------------------
 
 
-def _check_bias(q: Tensor, bias: Tensor | None, shape: Shape) -> None:
+def _check_bias(q: Tensor, bias: Tensor | None, shape: Shape, swapped: Shape | None) -> None:
     if bias is None:
         return
     if not isinstance(bias, Tensor):
@@ -327,7 +348,7 @@ def _check_bias(q: Tensor, bias: Tensor | None, shape: Shape) -> None:
     if bias.dtype not in (q.dtype, torch.float32):
         raise wrong_type("bias", bias.dtype, f"the dtype of q, {q.dtype}, or float32")
     check_device("bias", bias, q)
-    _check_broadcast("bias", bias, shape)
+    _check_broadcast("bias", bias, shape, swapped)
 
 
 def _check_per_head(name: str, t: Tensor | None, q: Tensor) -> None:
@@ -340,21 +361,32 @@ def _check_per_head(name: str, t: Tensor | None, q: Tensor) -> None:
         raise wrong_type(name, t.dtype, "floating-point numbers")
     check_device(name, t, q)
     if t.shape != (q.shape[-2],):
-        raise bad(name, f"shape {list(t.shape)}", f"[Hq] = [{q.shape[-2]}]")
+        hint = _layout_hint(q.dim() == 4 and t.shape == (q.shape[1],))
+        raise bad(name, f"shape {list(t.shape)}", f"[Hq] = [{q.shape[-2]}]{hint}")
 
 
-def _check_broadcast(name: str, t: Tensor, shape: Sequence[int]) -> None:
+def _layout_hint(fits: bool) -> str:
+    """Return the end of an error whose tensor fits q, k and v of the layout ``[B, H, N, D]``."""
+    return HEADS_FIRST if fits else ""
+
+
+def _check_broadcast(name: str, t: Tensor, shape: Shape, swapped: Shape | None) -> None:
     if t.dim() > 4:
         raise bad(name, f"shape {list(t.shape)}", f"one that broadcasts to {list(shape)}")
-    sizes = (1,) * (4 - t.dim()) + tuple(t.shape)
-    if any(a not in (1, b) for a, b in zip(sizes, shape, strict=True)):
+    if not _broadcasts(t, shape):
         want = f"one that broadcasts to [B, Hq, Nq, Nk] = {list(shape)}"
         if name == "mask" and t.shape == (shape[0], shape[3]):
             want += (
                 "; a padding mask [B, Nk] is KeyPadding(key_padding_mask), True at padding, or "
                 "KeyPadding(keep=mask), True at the keys that are seen"
             )
+        want += _layout_hint(swapped is not None and _broadcasts(t, swapped))
         raise bad(name, f"shape {list(t.shape)}", want)
+
+
+def _broadcasts(t: Tensor, shape: Sequence[int]) -> bool:
+    sizes = (1,) * (4 - t.dim()) + tuple(t.shape)
+    return all(a in (1, b) for a, b in zip(sizes, shape, strict=True))
 
 
 def check_seed(seed: Any, device: torch.device) -> None:

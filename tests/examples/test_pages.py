@@ -1,0 +1,152 @@
+"""Pages assert, their tables name real arguments, figures are in CSVs, the picture is current.
+
+``tests/test_readme.py`` runs the blocks and follows the links.
+"""
+
+from __future__ import annotations
+
+import csv
+import inspect
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import rowmax
+from tests.test_readme import blocks
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "docs" / name for name in ("coming_from.md", "recipes.md")]
+PICTURES = ROOT / "docs" / "pictures"
+
+
+@pytest.fixture(scope="module", params=PAGES, ids=lambda page: page.name)
+def text(request: pytest.FixtureRequest) -> str:
+    return request.param.read_text(encoding="utf-8")
+
+
+def test_each_block_compares_something(text: str) -> None:
+    """The first block makes the tensors of the others."""
+    found = re.findall(r"^```python\n(.*?)^```", text, flags=re.M | re.S)
+    assert len(found) >= 7
+    for code in found[1:]:
+        assert "assert" in code, code
+
+
+def test_the_arguments_of_the_tables_exist() -> None:
+    """``bias=`` and ``mask=Window(...)`` in the last column are arguments and masks of rowmax."""
+    rows = re.findall(r"^\|.*$", PAGES[0].read_text(encoding="utf-8"), flags=re.M)
+    ours = "\n".join(row.rpartition(" | ")[2] for row in rows)
+    used, masks = (re.findall(form, ours) for form in (r"`(\w+)=", r"mask=~?([A-Z]\w+)\("))
+    assert len(used) > 20
+    assert set(used) <= set(inspect.signature(rowmax.attention).parameters)
+    assert len(masks) > 5
+    assert set(masks) <= set(rowmax.__all__)
+
+
+def test_every_library_of_the_page_has_a_section() -> None:
+    page = PAGES[0].read_text(encoding="utf-8")
+    for library in ("scaled_dot_product_attention", "nn.MultiheadAttention", "flash-attn",
+                    "FlexAttention", "xformers", "cuEquivariance"):  # fmt: skip
+        assert re.search(rf"^## .*{re.escape(library)}$", page, flags=re.M), library
+
+
+def test_a_signature_in_a_table_is_that_of_the_installed_torch() -> None:
+    """The arguments of torch that the page names."""
+    from torch import nn
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    forward = inspect.signature(nn.MultiheadAttention.forward).parameters
+    assert {"key_padding_mask", "attn_mask", "is_causal", "need_weights"} <= set(forward)
+    flex = inspect.signature(flex_attention).parameters
+    assert {"score_mod", "block_mask", "scale", "enable_gqa", "return_aux"} <= set(flex)
+    assert "lse" in inspect.signature(AuxRequest).parameters
+
+
+def test_the_picture_is_current(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script writes the committed files: it has the tiles of the masks as they are."""
+    monkeypatch.syspath_prepend(PICTURES)
+    import tiles
+
+    monkeypatch.delitem(sys.modules, "tiles")
+    tiles.main(tmp_path)
+    written = sorted(tmp_path.iterdir())
+    assert [file.name for file in written] == ["tiles-dark.svg", "tiles-light.svg"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for file in written:
+        assert file.read_text() == (PICTURES / file.name).read_text()
+        assert f'"docs/pictures/{file.name}"' in readme
+
+
+def test_the_tiles_of_the_picture_are_those_of_explain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many tiles are skipped, partial and full as in a call of eight tiles a side."""
+    monkeypatch.syspath_prepend(PICTURES)
+    import tiles
+
+    monkeypatch.delitem(sys.modules, "tiles")
+    shares = torch.tensor(tiles.seen_share(rowmax.Causal())).flatten()
+    q = torch.empty(1, 8 * 128, 1, 16)
+    want = rowmax.explain(q, q, q, causal=True).tiles
+    found = [int(((shares > 0) & (shares < 1)).sum()), int((shares == 1).sum())]
+    assert [int((shares == 0).sum()), *found] == list(want[:3])
+
+
+@pytest.mark.parametrize("code", blocks("python"))
+def test_the_example_of_the_readme_is_ten_lines(code: str) -> None:
+    lines = [line for line in code.splitlines() if line and not line.startswith(("import", "#"))]
+    assert len(lines) <= 10
+
+
+# --- the figures of README ---------------------------------------------------------------------
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def results(name: str) -> list[dict[str, str]]:
+    with (ROOT / "benchmarks/results" / name).open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def row_of(first: str) -> list[str]:
+    """Return the cells of the table row that begins with this cell, without it."""
+    row = re.findall(rf"^\| {re.escape(first)} \| (.*) \|$", README, flags=re.M)[0]
+    return row.split(" | ")
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_figures_of_the_gpu_are_those_of_the_results(d: int) -> None:
+    want = []
+    for name in ("hopper_forward.csv", "hopper_backward.csv"):
+        tflops = {(row["case"], row["implementation"]): row["tflops"] for row in results(name)}
+        for kind in ("full", "causal"):
+            want += [tflops[f"D{d} N16384 {kind}", by] for by in ("rowmax", "cudnn")]
+    assert row_of(f"D {d}") == want
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_figures_of_the_cpu_are_those_of_the_results(d: int) -> None:
+    ratios = {
+        (row["case"], row["n"]): row["ratio"]
+        for row in results("cpu.csv")
+        if (row["dtype"], row["direction"]) == ("float32", "forward + backward")
+        and row["d"] == str(d)
+    }
+    found = row_of(f"forward + backward, D {d}")
+    assert found == [ratios["dense", n] for n in ("512", "2048", "8192")]
+    assert (
+        f"| {' | '.join(found)} |\n| the same, causal | "
+        + " | ".join(ratios["causal", n] for n in ("512", "2048", "8192"))
+        in README
+    )
+
+
+def test_memory_is_that_of_the_results() -> None:
+    plain, bias = (row for row in results("cpu.csv") if row["rowmax_mib"])
+    text = " ".join(README.split())
+    assert f"{plain['rowmax_mib']} MiB for N 8192 causal" in text
+    assert f"float32; PyTorch {plain['torch_mib']})" in text
+    assert f"it is {bias['rowmax_mib']} MiB" in text
+    assert f"is 512 (PyTorch {bias['torch_mib']})" in text
+    assert f"8192 tokens in 8 heads add {plain['rowmax_mib']} MiB" in text
