@@ -28,8 +28,11 @@ from pathlib import Path
 
 import torch
 
-from .cells import SETS, cells
-from .run import COLUMNS, Contestant, Run
+from rowmax.bench.cells import cells
+from rowmax.bench.run import COLUMNS, Contestant
+
+from .run import Run
+from .sets import SETS
 
 #: columns that are printed
 SHOWN = (
