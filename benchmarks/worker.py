@@ -25,6 +25,9 @@ class Worker(worker.Worker):
             raise RuntimeError(f"rowmax is imported from {source}, not of {settings.root}")
         adapter = settings.root / "benchmarks" / "variants.py"
         if settings.root != ROOT and adapter.exists():  # private names of that checkout
+            for name in ("cells", "providers"):  # an older adapter imports them from benchmarks
+                module = importlib.import_module(f"rowmax.bench.{name}")
+                sys.modules.setdefault(f"benchmarks.{name}", module)
             spec: Any = importlib.util.spec_from_file_location("benchmarks.variants", adapter)
             sys.modules[spec.name] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(sys.modules[spec.name])

@@ -33,8 +33,8 @@ class Pace(NamedTuple):
     """The device of a worker, and how it times a turn."""
 
     device: str
-    seconds: float  # of calls
-    rested: bool = False  # after 15 ms of rest, on a GPU
+    seconds: float  # spent on calls in a turn
+    rested: bool = False  # each call after 15 ms of rest, on a GPU
 
 
 @dataclass
