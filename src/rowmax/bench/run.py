@@ -20,12 +20,8 @@ COLUMNS = (
 BOUNDS = {"bfloat16": 3e-2, "float16": 5e-3, "float32": 1e-3}
 #: products of matrices that are counted in a pass
 PRODUCTS = {"matmul": 1, "forward": 2, "backward": 5, "both": 7}
-#: column, factor of its unit and digits, of passes that do not give milliseconds
-UNITS = {
-    "memory": ("peak_mib", 1, 1),
-    "host": ("host_us", 1e3, 1),
-    "host-both": ("host_us", 1e3, 1),
-}
+#: column and factor of its unit, of passes that do not give milliseconds
+UNITS = {"memory": ("peak_mib", 1), "host": ("host_us", 1e3), "host-both": ("host_us", 1e3)}
 
 
 class Contestant(NamedTuple):
@@ -52,7 +48,7 @@ Results = dict[Contestant, Result]
 class Turns(NamedTuple):
     """The turns of every contestant, and the rest before each."""
 
-    count: int = 5
+    number: int = 5
     pause: float = 0.0  # seconds: a card slows down as it warms
     once: Sequence[str] = ()  # providers that take one turn
 
@@ -137,7 +133,7 @@ class Run:
         names, turns = list(workers), self.turns
         times: Times = {one: [] for one in names}
         time.sleep(3 * turns.pause)
-        for turn in range(1 if what == "memory" else turns.count):
+        for turn in range(1 if what == "memory" else turns.number):
             at = (turn + 1) // 2 % max(1, len(names))
             order = names[at:] + names[:at]
             for one in order if turn % 2 == 0 else order[::-1]:
