@@ -155,7 +155,7 @@ class Run:
         if self.products.get(what):
             row["tflops"] = f"{cell.flops(self.products[what]) / value / 1e9:.4g}"
         peer = self.peer_of(one, found)
-        if peer is not None and value:
+        if peer is not None and value and found[peer].value:
             row |= {"ratio": f"{found[peer].value / value:.3f}", "peer": str(peer)}
         if "off" in info:
             row["off"] = f"{info['off']:.1e}"

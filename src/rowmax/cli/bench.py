@@ -262,7 +262,7 @@ def _table(what: str, rows: list[dict[str, Any]]) -> Table:
     title, unit = TITLES[what]
     timed, shown = unit == "ms", rows[0]["cell"].partition(" N")
     features = shown[2].partition(" ")[2]
-    table = Table(title=f"{title}: {shown[0]} {features}", title_justify="left")
+    table = Table(title=f"{title}\n{shown[0]} {features}", title_justify="left")
     table.add_column("N", justify="right")
     table.add_column("provider")
     table.add_column(unit, justify="right")

@@ -49,7 +49,7 @@ def draw(rows: list[dict[str, Any]], folder: Path) -> list[Path]:
     """Draw a file for each pass that was measured; return the files."""
     paths = []
     for what, plot in PLOTS.items():
-        of_pass = [row for row in rows if row["pass"] == what and row.get(plot.column)]
+        of_pass = [x for x in rows if x["pass"] == what and float(x.get(plot.column) or 0)]
         if of_pass:
             paths.append(folder / plot.file)
             _figure(of_pass, plot).savefig(paths[-1], dpi=150)
