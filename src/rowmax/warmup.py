@@ -130,11 +130,12 @@ def warmup(
     start = time.perf_counter()
     mask = as_mask(options.get("mask"))
     short = where.type == "cpu" and not _holds_tensors(mask)
+    directions: tuple[Call, ...] = ("forward", "backward") if gradient else ("forward",)
     plan = [
         (call, _Shape(*sizes, nq, nk, kind, where))
         for kind in _dtypes(dtype, where)
         for nq, nk in _lengths(lengths, short)
-        for call in (("forward", "backward") if gradient else ("forward",))
+        for call in directions
     ]
     for _, shape in plan:
         _inputs(shape, options)  # invalid arguments raise before anything is compiled
@@ -268,17 +269,16 @@ def _dtypes(
 
 
 def _lengths(lengths: int | Iterable[int | tuple[int, int]], short: bool) -> list[tuple[int, int]]:
-    """Return (Nq, Nk) of each length once; at most ``SHORT`` of them if so wanted."""
-    every = [lengths] if as_int(lengths) is not None else lengths
+    """Return (Nq, Nk) of each length once; if ``short``, one that stands for all."""
+    every: Any = [lengths] if as_int(lengths) is not None else lengths
     if isinstance(every, str) or not isinstance(every, Iterable):
         raise wrong_type("lengths", repr(lengths), "an int, or several of N or (Nq, Nk)")
-    found = []
+    found: list[tuple[int, int]] = []
     for n in every:
         pair = n if isinstance(n, (tuple, list)) else (n, n)
         if len(pair) != 2 or any((as_int(x) or 0) < 1 for x in pair):
             raise bad("lengths", repr(n), "an int of at least 1, or (Nq, Nk)")
-        nq, nk = int(pair[0]), int(pair[1])
-        found.append((min(nq, SHORT), min(nk, SHORT)) if short else (nq, nk))
+        found.append((SHORT, SHORT) if short else (int(pair[0]), int(pair[1])))
     if not found:
         raise bad("lengths", repr(lengths), "at least one length")
     return list(dict.fromkeys(found))

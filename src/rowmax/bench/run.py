@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from .cells import Cell
 from .worker import Alone, Pace, Task, Worker
 
-COLUMNS = (
+COLUMNS: tuple[str, ...] = (
     "cell", "pass", "provider", "version", "dtype", "b", "n", "hq", "hk", "d", "ms", "tflops",
     "host_us", "peak_mib", "tokens_per_second", "error_share", "ratio", "peer", "off", "registers",
     "local", "note", "turns", "device", "threads", "vectors", "torch", "triton", "numba", "date",

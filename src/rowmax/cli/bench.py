@@ -29,10 +29,14 @@ from .call_spec import (
     BIAS_HELP,
     DOCUMENTS_HELP,
     WINDOW_HELP,
+    Alibi,
     Batch,
+    Causal,
+    Dropout,
     Heads,
     HeadSize,
     KvHeads,
+    Softcap,
     integers,
     shape_letters,
     window_limits,
@@ -60,16 +64,16 @@ class BenchSpec:
         typer.Option(help=f"{', '.join(BOUNDS)}. By default bfloat16, on a CPU float32."),
     ] = None
     device: Device = None
-    causal: Annotated[bool, typer.Option("--causal")] = False
+    causal: Causal = False
     window: Annotated[str | None, typer.Option(help=WINDOW_HELP + " Here right is 0.")] = None
     documents: Annotated[int, typer.Option(min=0, help=DOCUMENTS_HELP)] = 0
     bias: Annotated[str, typer.Option(help=BIAS_HELP)] = ""
     bias_gradient: Annotated[
         bool, typer.Option("--bias-gradient", help="The bias has a gradient.")
     ] = False
-    alibi: Annotated[bool, typer.Option("--alibi")] = False
-    softcap: Annotated[float, typer.Option(min=0)] = 0.0
-    dropout: Annotated[float, typer.Option(min=0, max=0.99)] = 0.0
+    alibi: Alibi = False
+    softcap: Softcap = 0.0
+    dropout: Dropout = 0.0
     passes: Annotated[str, typer.Option(help=f"Some of {', '.join(PASSES)}.")] = "forward,backward"
     providers: Annotated[
         str | None,

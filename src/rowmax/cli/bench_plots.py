@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
 #: TFLOP/s of dense products in half precision by the vendors' data sheets, by the device's name
 CEILINGS = {

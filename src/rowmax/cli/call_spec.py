@@ -26,6 +26,14 @@ BIAS_HELP = "Added to the scores. " + SHAPE
 Batch = Annotated[int, typer.Option("--batch", "-b", min=0, help="Sequences.")]
 Heads = Annotated[int, typer.Option("--heads", min=1, help="Of q.")]
 KvHeads = Annotated[int | None, typer.Option(min=1, help="Of k and v, if not as many.")]
+Causal = Annotated[bool, typer.Option("--causal", help="The last query sees every key.")]
+Alibi = Annotated[bool, typer.Option("--alibi", help="A slope a head: scores fall with distance.")]
+Sink = Annotated[bool, typer.Option("--sink", help="A logit a head in the softmax's sum.")]
+Softcap = Annotated[float, typer.Option(min=0, help="c bends scores to c tanh(score / c).")]
+Dropout = Annotated[float, typer.Option(min=0, max=0.999, help="Probability of each weight.")]
+Deterministic = Annotated[
+    bool, typer.Option("--deterministic", help="Gradients are bitwise equal from run to run.")
+]
 HeadSize = Annotated[int, typer.Option("-d", "--head-dim", min=1, help="Of q and k.")]
 
 
@@ -42,7 +50,7 @@ class CallSpec:
     dv: Annotated[int | None, typer.Option("--value-dim", min=1, help="Of v, if not d.")] = None
     dtype: Annotated[str, typer.Option(help=", ".join(DTYPES) + ".")] = "float32"
     device: Device = None
-    causal: Annotated[bool, typer.Option("--causal")] = False
+    causal: Causal = False
     window: Annotated[str | None, typer.Option(help=WINDOW_HELP)] = None
     documents: Annotated[int, typer.Option(min=0, help=DOCUMENTS_HELP)] = 0
     lengths: Annotated[str | None, typer.Option(help="Keys of each sequence: 100,250.")] = None
@@ -51,11 +59,11 @@ class CallSpec:
     ] = "keys"
     mask: Annotated[str | None, typer.Option(help="A boolean mask. " + SHAPE)] = None
     bias: Annotated[str | None, typer.Option(help=BIAS_HELP)] = None
-    alibi: Annotated[bool, typer.Option("--alibi")] = False
-    sink: Annotated[bool, typer.Option("--sink")] = False
-    softcap: float = 0.0
-    dropout: float = 0.0
-    deterministic: Annotated[bool, typer.Option("--deterministic")] = False
+    alibi: Alibi = False
+    sink: Sink = False
+    softcap: Softcap = 0.0
+    dropout: Dropout = 0.0
+    deterministic: Deterministic = False
     packed: Annotated[str | None, typer.Option(help="Lengths of packed sequences: 9,70.")] = None
     backend: Backend = None
 

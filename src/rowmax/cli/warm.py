@@ -23,7 +23,21 @@ import rowmax
 
 from ..masks import Mask
 from ..warmup import Step, Warmup
-from .call_spec import BIAS_HELP, WINDOW_HELP, Batch, Heads, HeadSize, KvHeads, window_limits
+from .call_spec import (
+    BIAS_HELP,
+    WINDOW_HELP,
+    Alibi,
+    Batch,
+    Causal,
+    Deterministic,
+    Dropout,
+    Heads,
+    HeadSize,
+    KvHeads,
+    Sink,
+    Softcap,
+    window_limits,
+)
 from .options import DTYPES, Backend, Device, check_backend, find_device
 
 
@@ -47,14 +61,14 @@ class WarmSpec:
     gradient: Annotated[
         bool, typer.Option("--gradient/--no-gradient", help="Also compile the backward.")
     ] = True
-    causal: Annotated[bool, typer.Option("--causal")] = False
+    causal: Causal = False
     window: Annotated[str | None, typer.Option(help=WINDOW_HELP)] = None
     bias: Annotated[str | None, typer.Option(help=BIAS_HELP)] = None
-    alibi: Annotated[bool, typer.Option("--alibi")] = False
-    sink: Annotated[bool, typer.Option("--sink")] = False
-    softcap: float = 0.0
-    dropout: float = 0.0
-    deterministic: Annotated[bool, typer.Option("--deterministic")] = False
+    alibi: Alibi = False
+    sink: Sink = False
+    softcap: Softcap = 0.0
+    dropout: Dropout = 0.0
+    deterministic: Deterministic = False
     backend: Backend = None
 
     def arguments(self) -> dict[str, Any]:
@@ -132,11 +146,11 @@ def run_warm(spec: WarmSpec, console: Console) -> None:
             done = rowmax.warmup(**arguments, on_step=on_step)
     finally:
         logger.setLevel(level)
-    console.print(warm_table(done))
+    console.print(warm_table(done, arguments["lengths"]))
 
 
-def warm_table(done: Warmup) -> Table:
-    """Return a row for each step."""
+def warm_table(done: Warmup, asked: list[tuple[int, int]]) -> Table:
+    """Return a row for each step. On a CPU the kernels of a step serve any length."""
     table = Table(
         title=f"Ready in {done.seconds:.1f} s",
         title_justify="left",
@@ -150,7 +164,7 @@ def warm_table(done: Warmup) -> Table:
         table.add_row(
             step.call,
             str(step.dtype).removeprefix("torch."),
-            f"{step.queries} x {step.keys}",
+            f"{step.queries} x {step.keys}" if (step.queries, step.keys) in asked else "any",
             ", ".join(step.backends),
             f"{step.seconds:.2f}",
         )
