@@ -131,7 +131,7 @@ def warmup(
     mask = as_mask(options.get("mask"))
     short = where.type == "cpu" and not _holds_tensors(mask)
     directions: tuple[Call, ...] = ("forward", "backward") if gradient else ("forward",)
-    plan = [
+    plan: list[tuple[Call, _Shape]] = [
         (call, _Shape(*sizes, nq, nk, kind, where))
         for kind in _dtypes(dtype, where)
         for nq, nk in _lengths(lengths, short)

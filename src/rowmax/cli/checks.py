@@ -64,6 +64,12 @@ class Checks:
         return sum(r.ok for r in results), len(results)
 
     @property
+    def largest_share(self) -> float | None:
+        """Return the largest error as a share of what the rule allows, None if none is known."""
+        results = [r for row in self.rows.values() for r in row.values()]
+        return max((x for r in results for x in r.shares if x is not None), default=None)
+
+    @property
     def left_out(self) -> int:
         """Return the number of checks that did not fit into the time."""
         return sum(result.left_out for row in self.rows.values() for result in row.values())
