@@ -24,7 +24,7 @@ class Size(NamedTuple):
     left: int
     most_ticks: int
     right: int = 14
-    top: int = 58  # of the legend and the title of the vertical axis
+    top: int = 58  # above: the title of the vertical axis and the legend
     bottom: int = 46
 
 

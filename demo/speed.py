@@ -1,7 +1,7 @@
 """The speed and the memory of rowmax next to SDPA's, by length and by feature.
 
 A process of its own measures (``python -m demo.speed``) with the code of ``rowmax bench``, and can
-be stopped at any time. What matters most comes first.
+be stopped at any time. Forward and backward together come first.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import statistics
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ class Measurement(NamedTuple):
     """One pass of one problem, with rowmax and with SDPA."""
 
     group: str  # "length" or "feature"
-    name: str  # of the feature
+    name: str  # such as "every key"
     what: str  # "forward", "both" or "memory"
     n: int
     dtype: str
@@ -103,21 +103,21 @@ def plan_for(device: str, quick: bool) -> list[Part]:
     if device != "cpu":
         lengths = (512, 1024, 2048) if quick else (512, 1024, 2048, 4096, 8192, 16384)
     usual = usual_cell(device)
-    options = {name: getattr(usual, name) for name in ("d", "b", "hq", "dtype")}
     n = min(usual.n, 512) if quick else usual.n
-    causal = options | {"causal": True}
-    by_length = [Cell(m, **causal) for m in lengths]
-    features = {
-        "causal": Cell(n, **causal),
-        "every key": Cell(n, **options),
-        "window of 128 keys": Cell(n, window=128, **options),
-        "8 documents, causal": Cell(n, documents=8, **causal),
-        "bias with its gradient": Cell(n, bias="1hqk", dbias=True, **options),
-        "ALiBi, causal": Cell(n, alibi=True, **causal),
-        "grouped heads, 4 to 1": Cell(n, hk=usual.hq // 4, **causal),
-    }
+    causal = replace(usual, n=n)
+    full = replace(causal, causal=False)
+    by_length = [replace(usual, n=m) for m in lengths]
     other = "bfloat16" if usual.dtype == "float32" else "float16"
-    features[f"{other}, causal"] = Cell(n, **causal | {"dtype": other})
+    features = {
+        "causal": causal,
+        "every key": full,
+        "window of 128 keys": replace(full, window=128),
+        "8 documents, causal": replace(causal, documents=8),
+        "bias with its gradient": replace(full, bias="1hqk", dbias=True),
+        "ALiBi, causal": replace(causal, alibi=True),
+        "grouped heads, 4 to 1": replace(causal, hk=usual.hq // 4),
+        f"{other}, causal": replace(causal, dtype=other),
+    }
     passes = ("both", "forward")
     found = [Part("length", "causal", what, cell) for what in passes for cell in by_length]
     found += [Part("feature", f, what, cell) for what in passes for f, cell in features.items()]
