@@ -23,7 +23,7 @@ class Size(NamedTuple):
     height: int
     left: int
     most_ticks: int
-    right: int = 14
+    right: int = 26
     top: int = 58  # above: the title of the vertical axis and the legend
     bottom: int = 46
 

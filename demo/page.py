@@ -143,9 +143,9 @@ def _speed(speed: Speed | None) -> str:
         )
     return f"""
 <h2>Is it fast?</h2>
-<p>Next to PyTorch's own attention (<code>scaled_dot_product_attention</code>, SDPA) in this
+<p>Next to PyTorch's own attention (<code>scaled_dot_product_attention</code>, SDPA), in one
 process: {speed.heads} heads of {speed.d}, {speed.dtype} unless said. The two take turns; a time is
-the median of them.</p>
+the median of their turns. Memory is measured in a process for each.</p>
 {verdict}
 {_by_length(speed, "both", "Forward and backward, causal", "ms")}
 {_by_length(speed, "forward", "Forward, causal", "ms")}
@@ -166,14 +166,13 @@ def _by_length(speed: Speed, what: str, title: str, unit: str) -> str:
     chart = ""
     if len(found) > 1:
         chart = charts.lines(series, Axes("N", unit, "{:g}", "{:g}", doubling=True))
-    better = "SDPA / rowmax"
-    rows = [("N", *(f"{m.n:,}" for m in found))]
-    rows.append((f"rowmax, {unit}", *(f"{m.rowmax:.3g}" for m in found)))
-    rows.append((f"SDPA, {unit}", *(f"{m.sdpa:.3g}" if m.sdpa else "" for m in found)))
-    rows.append((better, *(f"{m.ratio:.2f}" if m.ratio else "" for m in found)))
+    rows: list[tuple[str, ...]] = [("N", f"rowmax, {unit}", f"SDPA, {unit}", "SDPA / rowmax")]
+    for m in found:
+        ratio = f"{m.ratio:.2f}" if m.ratio else ""
+        rows.append((f"{m.n:,}", f"{m.rowmax:.3g}", f"{m.sdpa:.3g}" if m.sdpa else "", ratio))
+    scale = "<figcaption>Logarithmic on both axes; lower is better.</figcaption>" if chart else ""
     return f"""
-<figure>{chart}<figcaption>{title}. Both axes double by equal steps; lower is better.</figcaption>
-{_table(rows)}</figure>"""
+<figure><h3>{title}</h3>{chart}{scale}{_table(rows)}</figure>"""
 
 
 def _by_feature(speed: Speed, what: str, title: str) -> str:
@@ -184,9 +183,10 @@ def _by_feature(speed: Speed, what: str, title: str) -> str:
     longest = max([2.0, *(m.ratio for m in found if m.ratio)])
     bars = "".join(_feature_bar(m, longest) for m in found)
     return f"""
-<figure><div class="bars" style="--mark: {100 / longest:.1f}%">{bars}</div>
-<figcaption>Speed by feature, {title}, N {found[0].n:,}, as a multiple of SDPA's: the line marks
-SDPA, longer is better.</figcaption></figure>"""
+<figure><h3>Speed by feature, {title}, N {found[0].n:,}</h3>
+<div class="bars" style="--mark: {100 / longest:.1f}%">{bars}</div>
+<figcaption>As a multiple of SDPA's speed: the line marks SDPA, longer is better.</figcaption>
+</figure>"""
 
 
 def _feature_bar(m: Measurement, longest: float) -> str:

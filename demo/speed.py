@@ -109,13 +109,12 @@ def plan_for(device: str, quick: bool) -> list[Part]:
     by_length = [replace(usual, n=m) for m in lengths]
     other = "bfloat16" if usual.dtype == "float32" else "float16"
     features = {
-        "causal": causal,
         "every key": full,
         "window of 128 keys": replace(full, window=128),
         "8 documents, causal": replace(causal, documents=8),
         "bias with its gradient": replace(full, bias="1hqk", dbias=True),
         "ALiBi, causal": replace(causal, alibi=True),
-        "grouped heads, 4 to 1": replace(causal, hk=usual.hq // 4),
+        "grouped heads, 4 to 1, causal": replace(causal, hk=usual.hq // 4),
         f"{other}, causal": replace(causal, dtype=other),
     }
     passes = ("both", "forward")

@@ -70,7 +70,11 @@ svg .dot.s0 { fill: var(--s0); } svg .dot.s1 { fill: var(--s1); }
 .bars[style] .track::after { content: ""; position: absolute; top: 0; bottom: 0;
   left: var(--mark); width: 2px; background: var(--ink); }
 .scroll { overflow-x: auto; border: 1px solid var(--rule); border-radius: .5rem;
-  background: var(--card); margin: 1rem 0; max-width: 100%; }
+  margin: 1rem 0; max-width: 100%; background:
+    linear-gradient(to left, var(--card) 40%, transparent) right / 3rem 100% no-repeat local,
+    linear-gradient(to left, var(--soft), transparent) right / .9rem 100% no-repeat scroll,
+    var(--card); }
+figure h3 { margin-bottom: .6rem; } .group h3 { margin-bottom: .2rem; }
 figure .scroll { margin: .8rem 0 0; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums;
   font-size: .92rem; }
@@ -79,7 +83,7 @@ th, td { padding: .4rem .75rem; border-bottom: 1px solid var(--rule); text-align
 tbody tr:last-child td { border-bottom: 0; }
 th { font-weight: 600; vertical-align: bottom; } tr > :not(:first-child) { text-align: right; }
 tr > :first-child { position: sticky; left: 0; background: var(--card); white-space: normal;
-  min-width: 6.5rem; }
+  min-width: 4.5rem; }
 summary { cursor: pointer; }
 pre { background: var(--card); border: 1px solid var(--rule); border-radius: .6rem;
   padding: .8rem 1rem; white-space: pre-wrap; overflow-wrap: anywhere;
@@ -89,6 +93,7 @@ footer { margin-top: 3rem; color: var(--soft); font-size: .92rem; }
   svg.wide-only { display: none; } svg.phone-only { display: block; margin: 0 auto; }
 }
 @media (max-width: 600px) {
+  th { white-space: normal; } th, td { padding: .4rem .6rem; }
   main { padding: 1.25rem 1rem 3rem; }
   figure { padding: .8rem .7rem; }
   .tiles, .bars.groups { grid-template-columns: 1fr; }
