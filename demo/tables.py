@@ -16,10 +16,10 @@ from .training import Training
 def speed_table(speed: Speed | None) -> RenderableType:
     """Return times and memory next to SDPA's."""
     if speed is None or not speed.measurements:
-        return Text("2. The speed was not measured (time)\n", style="yellow")
+        return Text("4. The speed was not measured (time)\n", style="yellow")
     part = "" if speed.complete else f", {len(speed.measurements)} of {speed.planned} (time)"
     table = Table(
-        title=f"2. Next to SDPA: H {speed.heads}, D {speed.d}, {speed.dtype} unless said{part}",
+        title=f"4. Next to SDPA: H {speed.heads}, D {speed.d}, {speed.dtype} unless said{part}",
         title_justify="left",
     )
     for name in ("problem", "pass"):
@@ -39,13 +39,13 @@ def speed_table(speed: Speed | None) -> RenderableType:
 def training_table(training: Training | None) -> RenderableType:
     """Return both runs side by side, and their agreement."""
     if training is None:
-        return Text("3. The training was not run (time)\n", style="yellow")
+        return Text("2. The training was not run (time)\n", style="yellow")
     plan = training.plan
     steps = f"{training.steps} steps"
     if not training.complete:
         steps = f"{training.steps} of {training.asked} steps (time)"
     table = Table(
-        title=f"3. A GPT of {count(training.parameters)} parameters, {steps} of "
+        title=f"2. A GPT of {count(training.parameters)} parameters, {steps} of "
         f"{plan.rows} x {plan.size.context} bytes of Python's standard library",
         title_justify="left",
     )
@@ -66,13 +66,13 @@ def training_table(training: Training | None) -> RenderableType:
 def long_sequence_table(long: LongSequence | None) -> RenderableType:
     """Return times and memory next to the size of the score matrix."""
     if long is None:
-        return Text("4. The long sequence was not run (time)\n", style="yellow")
+        return Text("3. The long sequence was not run (time)\n", style="yellow")
     shape = long.shape
     positions = f"{shape.n:,} positions"
     if not long.complete:
         positions = f"{shape.n:,} of {long.asked:,} positions (time)"
     table = Table(
-        title=f"4. {positions}, causal, H {shape.heads}, D {shape.d}, {shape.dtype}",
+        title=f"3. {positions}, causal, H {shape.heads}, D {shape.d}, {shape.dtype}",
         title_justify="left",
         show_header=False,
     )
