@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
-
 #: TFLOP/s of dense products in half precision by the vendors' data sheets, by the device's name
 CEILINGS = {
     "NVIDIA H100 80GB HBM3": 989,
@@ -56,8 +54,10 @@ def draw(rows: list[dict[str, Any]], folder: Path) -> list[Path]:
     return paths
 
 
-def _figure(rows: list[dict[str, Any]], plot: Plot) -> Figure:
+def _figure(rows: list[dict[str, Any]], plot: Plot) -> Any:
     """Return the figure of one pass: a line for each provider."""
+    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
+
     figure = Figure(figsize=(7.2, 4.5), layout="constrained")
     axes = figure.subplots()
     for name in dict.fromkeys(row["provider"] for row in rows):
