@@ -87,4 +87,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 clean: ## remove .venv, the report and caches
-	rm -rf $(VENV) report.html build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) report.html report.json build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -7,8 +7,9 @@
     python -m benchmarks --cells small --passes host --providers rowmax sdpa
     python -m benchmarks --cells training --passes step --providers none cudnn flash flex rowmax
 
-``--cells`` takes sets (cells.py) and cells as text, ``--providers`` those of providers.py. A pass
-is forward, backward, both, memory, host, host-both, step, matmul or a kernel of variants.py.
+``--cells`` takes sets (sets.py) and cells as text, ``--providers`` those of
+src/rowmax/bench/providers.py. A pass is forward, backward, both, memory, host, host-both, step,
+matmul or a kernel of variants.py.
 
 Contestants take turns, in an order that changes from turn to turn; results are medians of the
 turns. A ratio is a peer's time over a contestant's, both of this run. Results of rowmax are
@@ -28,8 +29,11 @@ from pathlib import Path
 
 import torch
 
-from .cells import SETS, cells
-from .run import COLUMNS, Contestant, Run
+from rowmax.bench.cells import cells
+from rowmax.bench.run import COLUMNS, Contestant
+
+from .run import Run
+from .sets import SETS
 
 #: columns that are printed
 SHOWN = (

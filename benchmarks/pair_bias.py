@@ -34,9 +34,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from examples.pairformer import PairformerBlock
+from rowmax.bench.timing import facts, milliseconds
 from rowmax.integrations import pair_bias
-
-from .timing import facts, milliseconds
 
 HEADS, D = 4, 32
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

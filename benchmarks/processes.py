@@ -6,23 +6,14 @@ chooses its checkout first.
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 import sys
 from multiprocessing.managers import BaseManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .cells import Cell
-
 ROOT = Path(__file__).resolve().parents[1]
-
-
-class Task(NamedTuple):
-    """A cell, the pass that is timed, and the provider (for a kernel alone: the change)."""
-
-    cell: Cell
-    what: str
-    provider: str
 
 
 class Settings(NamedTuple):
@@ -39,9 +30,26 @@ class Settings(NamedTuple):
 def worker_of(settings: Settings) -> Any:
     """Return a worker with the rowmax of a checkout; runs in the child."""
     sys.path.insert(0, str(settings.root / "src"))
+    use_these_measurements()
     from .worker import Worker
 
     return Worker(settings)
+
+
+def use_these_measurements() -> None:
+    """Import ``rowmax.bench`` of this checkout, next to any other version of rowmax."""
+    import rowmax
+
+    folder = ROOT / "src" / "rowmax" / "bench"
+    if Path(rowmax.__file__ or "").resolve().parent == folder.parent:
+        return
+    places = [str(folder)]
+    spec: Any = importlib.util.spec_from_file_location(
+        "rowmax.bench", folder / "__init__.py", submodule_search_locations=places
+    )
+    sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[spec.name])
+    vars(rowmax)["bench"] = sys.modules[spec.name]
 
 
 class Child(BaseManager):

@@ -16,10 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from demo.gpt import GPT, Size, standard_library
-
-from .cells import Cell
-from .providers import Attend
-from .timing import wait
+from rowmax.bench.cells import Cell
+from rowmax.bench.providers import Attend
+from rowmax.bench.timing import wait
 
 #: bounds of bfloat16's error (8 bits) in a loss of all tokens, and in a gradient of weights
 NEAR, GRADIENT = 2**-7, 3e-2

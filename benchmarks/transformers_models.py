@@ -29,11 +29,11 @@ import torch
 import transformers
 from torch import Tensor
 
+from rowmax.bench.timing import facts, wait
 from rowmax.integrations.transformers import skip_full_masks
 from rowmax.reference.tolerance import GRADIENT, OUTPUT, complaint, relative_error
 
 from .model_families import FAMILIES, Sizes, inputs_of, model_of, padding_of, result_of
-from .timing import facts, wait
 
 PARTS = ("equality", "generation", "training")
 Row = dict[str, Any]

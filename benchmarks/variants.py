@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from .cells import Cell, Inputs
-from .providers import UnsupportedError, arguments
+from rowmax.bench.cells import Cell, Inputs
+from rowmax.bench.providers import UnsupportedError, arguments
 
 Call = Callable[[], Any]
 

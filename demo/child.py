@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -36,6 +37,7 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
+            start_new_session=hasattr(os, "killpg"),  # its own children end with it
             env=os.environ | {"OMP_NUM_THREADS": threads, "PYTHONPATH": path},
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -63,7 +65,10 @@ class Child:
     def stop(self) -> None:
         """End the process if it still runs."""
         if self._process.poll() is None:
-            self._process.kill()
+            if hasattr(os, "killpg"):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            else:
+                self._process.kill()
         self._process.wait()
         self._reader.join()
         assert self._process.stdout is not None

@@ -42,10 +42,10 @@ def count(n: int) -> str:
     return f"{n / 1e6:.1f} million" if n >= 1e6 else f"{n / 1e3:.0f} thousand"
 
 
-def printable(text: str) -> str:
-    r"""Return the text with a dot for each control character, which an early model often writes.
+def times(ratio: float) -> str:
+    """Return a ratio as a multiple.
 
-    >>> printable("a\x00b")
-    'a·b'
+    >>> times(1.234), times(0.05)
+    ('1.23 ×', '0.05 ×')
     """
-    return "".join(c if c.isprintable() or c in "\n\t" else "\N{MIDDLE DOT}" for c in text)
+    return f"{ratio:.2f} \N{MULTIPLICATION SIGN}"

@@ -101,33 +101,6 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
 
 
-@torch.no_grad()
-def sample_text(
-    model: GPT,
-    prompt: str,
-    length: int,
-    seed: int,
-    keep_on: Callable[[], bool] = lambda: True,
-    temperature: float = 0.7,
-) -> str:
-    """Return the prompt and ``length`` bytes that the model adds to it, sampled by the seed.
-
-    Stop earlier when ``keep_on`` returns False.
-    """
-    device = model.embed.weight.device
-    generator = torch.Generator(device).manual_seed(seed)
-    text = torch.tensor([list(prompt.encode())], device=device)
-    for _ in range(length):
-        if not keep_on():
-            break
-        logits = model(text[:, -model.size.context :])[0, -1].float()
-        probabilities = torch.softmax(logits / temperature, -1)
-        if not probabilities.isfinite().all():
-            break  # the losses show that the model is broken
-        text = torch.cat([text, torch.multinomial(probabilities, 1, generator=generator)[None]], 1)
-    return bytes(text[0].tolist()).decode(errors="replace")
-
-
 class Corpus(NamedTuple):
     """Bytes to train on and bytes held out."""
 

@@ -2,82 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from html import escape
+from typing import NamedTuple
 
 from rowmax.cli.checks import Checks, Result
 
 from . import charts
-from .format import count, duration, printable, size
+from .charts import Axes, Limit
+from .format import count, duration, size, times
 from .long_sequence import LongSequence
 from .report import DemoReport
+from .speed import Measurement, Speed
+from .style import STYLE
 from .training import SMOOTHING, Training
 
-STYLE = """
-:root {
-  color-scheme: light dark;
-  --ground: #fbfaf8; --card: #ffffff; --ink: #1d1c1a; --soft: #6a6660; --rule: #e4e0d9;
-  --good: #1f7a4a; --some: #8a5a00; --bad: #b3261e; --s0: #c2410c; --s1: #1d4ed8; --s2: #8a857c;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --ground: #161513; --card: #1f1d1b; --ink: #ece9e4; --soft: #a39d93; --rule: #37332e;
-    --good: #5cc98d; --some: #f0b429; --bad: #ff8a80; --s0: #fb923c; --s1: #7aa2ff; --s2: #7d776d;
-  }
-}
-* { box-sizing: border-box; }
-body {
-  margin: 0; background: var(--ground); color: var(--ink);
-  font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif;
-}
-main { max-width: 62rem; margin: 0 auto; padding: 2.5rem 1.25rem 4rem; }
-h1 { font-size: 2rem; line-height: 1.2; margin: 0 0 .25rem; letter-spacing: -.01em; }
-h2 { font-size: 1.3rem; margin: 3rem 0 .5rem; letter-spacing: -.005em; }
-p { margin: .5rem 0; max-width: 46rem; }
-.soft { color: var(--soft); }
-.good { color: var(--good); } .some { color: var(--some); }
-.bad { color: var(--bad); font-weight: 600; }
-.tiles { display: grid; gap: .9rem; margin: 1.75rem 0 0;
-  grid-template-columns: repeat(auto-fit, minmax(13rem, 1fr)); }
-.tile { background: var(--card); border: 1px solid var(--rule); border-radius: .6rem;
-  padding: .9rem 1.1rem 1rem; }
-.tile b { display: block; font-size: 1.6rem; line-height: 1.25; font-weight: 650;
-  font-variant-numeric: tabular-nums; }
-.tile span { color: var(--soft); font-size: .9rem; line-height: 1.4; display: block; }
-figure { margin: 1rem 0; background: var(--card); border: 1px solid var(--rule);
-  border-radius: .6rem; padding: 1rem 1rem .8rem; }
-figcaption { color: var(--soft); font-size: .9rem; margin-top: .5rem; }
-svg { display: block; width: 100%; height: auto; font: 13px system-ui, sans-serif; }
-svg .grid { stroke: var(--rule); } svg .limit { stroke: var(--bad); stroke-dasharray: 5 5; }
-svg .tick { fill: var(--soft); } svg .label { fill: var(--ink); }
-svg .value { fill: var(--ink); font-weight: 600; }
-svg .curve { fill: none; stroke-width: 2; stroke-linejoin: round; }
-svg .curve.s0 { stroke: var(--s0); stroke-width: 5; stroke-opacity: .55; }
-svg .curve.s1 { stroke: var(--s1); stroke-width: 1.6; }
-.single svg .curve.s0 { stroke-width: 2; stroke-opacity: 1; }
-svg .bar.s0 { fill: var(--s2); } svg .bar.s1 { fill: var(--s0); } svg .bar.s2 { fill: var(--s0);
-  fill-opacity: .45; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums;
-  font-size: .95rem; margin: 1rem 0; }
-th, td { padding: .4rem .75rem .4rem 0; border-bottom: 1px solid var(--rule); text-align: left;
-  white-space: nowrap; }
-th { font-weight: 600; vertical-align: bottom; } tr > :not(:first-child) { text-align: right; }
-pre { background: var(--card); border: 1px solid var(--rule); border-radius: .6rem;
-  padding: 1rem 1.1rem; overflow-x: auto; white-space: pre-wrap; overflow-wrap: anywhere;
-  font: .88rem/1.5 ui-monospace, "SF Mono", Menlo, Consolas, monospace; }
-footer { margin-top: 3rem; color: var(--soft); font-size: .9rem; }
-"""
+ICONS = {"good": "\N{CHECK MARK}", "some": "!", "bad": "\N{BALLOT X}"}
+NOT_RUN = '<p class="some">Not run (time).</p>'
 
 
 def render(report: DemoReport) -> str:
     """Return the whole page."""
     kind = {0: "good", 1: "bad"}.get(report.exit_code, "some")
-    verdict = f'<p class="{kind}">{escape(report.verdict)}</p>'
     sections = (
         _tiles(report),
+        _speed(report.speed),
+        _checks(report.checks, report.rule),
         _training(report.training),
         _long_sequence(report.long_sequence),
-        _checks(report.checks),
+        _machine(report),
     )
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -91,58 +44,241 @@ def render(report: DemoReport) -> str:
 <main>
 <h1>rowmax on this machine</h1>
 <p class="soft">{escape(str(report.machine))}</p>
-{verdict}
-{_time(report)}
+<p class="verdict {kind}"><span class="icon">{ICONS[kind]}</span>{escape(report.verdict)}</p>
+{_warnings(report)}
 {"".join(sections)}
-<footer><p>Written by <code>make demo</code>. Every figure on this page was measured on the
-machine and the day named at its head.</p></footer>
+<footer><p>Times, memory, losses and errors on this page were measured on the machine and the day
+named at its head. Ratios, shares and the sizes of score matrices are computed. The same numbers
+are in <code>{escape(report.json_name)}</code>.</p></footer>
 </main>
 </body>
 </html>
 """
 
 
-def _time(report: DemoReport) -> str:
-    """Return a list of the things left out, and how busy the machine was."""
+def _warnings(report: DemoReport) -> str:
+    """Return a line for a busy machine, and a list of the things left out."""
+    busy = f'<p class="note some">{escape(report.busy)}</p>' if report.busy else ""
     notes = "".join(f"<li>{escape(text)}</li>" for text in report.left_out)
-    left_out = f'<ul class="some">{notes}</ul>' if notes else "<p>Nothing was left out.</p>"
-    loads = (report.machine.load, report.load)
-    load = ""
-    if None not in loads:
-        load = (
-            f" The load average was {loads[0]:.1f} at the start and {loads[1]:.1f} at the end, on "
-            f"{report.machine.cores} cores; more than the cores can run makes all times longer."
-        )
-    took = f"{duration(report.seconds)} of the {duration(report.allowed)} allowed"
-    return f'{left_out}<p class="soft">It took {took}.{load}</p>'
+    return busy + (f'<ul class="some">{notes}</ul>' if notes else "<p>Nothing was left out.</p>")
+
+
+# --- tiles ---------------------------------------------------------------------------------------
+
+
+class Tile(NamedTuple):
+    """One result, its limit, and its colour."""
+
+    value: str
+    text: str
+    limit: str
+    kind: str
 
 
 def _tiles(report: DemoReport) -> str:
-    right, checked = report.checks.count
-    training, long = report.training, report.long_sequence
-    tiles = [(f"{right} of {checked}", "checks against the float64 definition are right")]
-    if training is not None:
-        speeds = training.tokens_per_second
-        ratio = speeds["rowmax"] / speeds["SDPA"]
-        apart = f"{100 * training.differences.curves:.2f}%"
-        tiles.append((apart, "is the most by which the two loss curves differ"))
-        tiles.append((f"{ratio:.2f} times", "the tokens a second of the same model with SDPA"))
-    if long is not None:
-        matrix = size(long.shape.matrix_bytes)
-        tiles.append((size(long.memory), f"at the peak where the score matrix would take {matrix}"))
-    cells = (f'<div class="tile"><b>{b}</b><span>{escape(text)}</span></div>' for b, text in tiles)
+    cells = (
+        f'<div class="tile {tile.kind}"><b><span class="icon">{ICONS[tile.kind]}</span>'
+        f"{escape(tile.value)}</b><span>{escape(tile.text)}</span>"
+        f'<span class="limit">{escape(tile.limit)}</span></div>'
+        for tile in _each_tile(report)
+    )
     return f'<div class="tiles">{"".join(cells)}</div>'
+
+
+def _each_tile(report: DemoReport) -> Iterable[Tile]:
+    """Yield the tiles of the parts that were run."""
+    checks, training, long = report.checks, report.training, report.long_sequence
+    right, checked = checks.count
+    kind = "good" if right == checked and checks.ok else "bad"
+    yield Tile(f"{right} of {checked}", "checks of features are right", "limit: all", kind)
+    share = checks.largest_share
+    if share is not None:
+        kind = "good" if share <= 1 else "bad"
+        yield Tile(_percent(share), "of the allowed error, at the most", "limit: 100 %", kind)
+    if report.speed is not None:
+        yield from _speed_tiles(report.speed)
+    if training is not None:
+        kind = "good" if training.ok else "bad"
+        apart, allowed = training.agreement["curves"]
+        text = "between the loss curves of one model, with rowmax and with SDPA"
+        yield Tile(f"{100 * apart:.2g} %", text, f"limit: {100 * allowed:g} %", kind)
+    if long is not None:
+        kind = "good" if long.ok else "bad"
+        worst = max(long.errors.values(), default=0.0)
+        text = f"of the allowed error in a sequence of {long.shape.n:,}"
+        yield Tile(_percent(worst / long.limit), text, "limit: 100 %", kind)
+
+
+def _speed_tiles(speed: Speed) -> Iterable[Tile]:
+    """Yield the ratios to SDPA. Slower than SDPA is no failure."""
+    longest, largest = speed.longest, speed.largest
+    if longest is not None and longest.ratio is not None:
+        kind = "good" if longest.ratio >= 1 else "some"
+        text = f"SDPA's speed, forward and backward, N {longest.n:,}, causal"
+        yield Tile(times(longest.ratio), text, "SDPA: 1 \N{MULTIPLICATION SIGN}", kind)
+    if largest is not None and largest.sdpa:
+        kind = "good" if largest.rowmax <= 1.1 * largest.sdpa else "some"
+        text = f"at the peak beyond the inputs, N {largest.n:,}, forward and backward"
+        yield Tile(f"{largest.rowmax:.3g} MiB", text, f"SDPA: {largest.sdpa:.3g} MiB", kind)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+# --- speed ---------------------------------------------------------------------------------------
+
+
+def _speed(speed: Speed | None) -> str:
+    if speed is None or not speed.measurements:
+        return f"<h2>Is it fast?</h2>{NOT_RUN}"
+    ratios = speed.ratios
+    faster, kind = sum(r >= 1 for r in ratios), "good" if speed.mean >= 1 else "some"
+    verdict = ""
+    if ratios:
+        verdict = (
+            f'<p class="{kind}">Faster than SDPA in {faster} of {len(ratios)} measurements: '
+            f"{times(min(ratios))} to {times(max(ratios))} its speed, "
+            f"{times(speed.mean)} in the geometric mean.</p>"
+        )
+    return f"""
+<h2>Is it fast?</h2>
+<p>Next to PyTorch's own attention (<code>scaled_dot_product_attention</code>, SDPA), in one
+process: {speed.heads} heads of {speed.d}, {speed.dtype} unless said. The two take turns; a time is
+the median of their turns. Memory is measured in a process for each.</p>
+{verdict}
+{_by_length(speed, "both", "Forward and backward, causal", "ms")}
+{_by_length(speed, "forward", "Forward, causal", "ms")}
+{_by_length(speed, "memory", "Peak memory beyond the inputs, forward and backward, causal", "MiB")}
+{_by_feature(speed, "both", "forward and backward")}
+{_by_feature(speed, "forward", "forward")}"""
+
+
+def _by_length(speed: Speed, what: str, title: str, unit: str) -> str:
+    """Return a chart and a table of times or of memory by length."""
+    found = sorted(speed.of("length", what), key=lambda m: m.n)
+    if not found:
+        return ""
+    series = {
+        "rowmax": [(float(m.n), m.rowmax) for m in found],
+        "SDPA": [(float(m.n), m.sdpa) for m in found if m.sdpa],
+    }
+    chart = ""
+    if len(found) > 1:
+        chart = charts.lines(series, Axes("N", unit, "{:g}", "{:g}", doubling=True))
+    rows: list[tuple[str, ...]] = [("N", f"rowmax, {unit}", f"SDPA, {unit}", "SDPA / rowmax")]
+    for m in found:
+        ratio = f"{m.ratio:.2f}" if m.ratio else ""
+        rows.append((f"{m.n:,}", f"{m.rowmax:.3g}", f"{m.sdpa:.3g}" if m.sdpa else "", ratio))
+    scale = "<figcaption>Logarithmic on both axes; lower is better.</figcaption>" if chart else ""
+    return f"""
+<figure><h3>{title}</h3>{chart}{scale}{_table(rows)}</figure>"""
+
+
+def _by_feature(speed: Speed, what: str, title: str) -> str:
+    """Return a bar for each feature: rowmax's speed as a multiple of SDPA's."""
+    found = speed.of("feature", what)
+    if not found:
+        return ""
+    longest = max([2.0, *(m.ratio for m in found if m.ratio)])
+    bars = "".join(_feature_bar(m, longest) for m in found)
+    return f"""
+<figure><h3>Speed by feature, {title}, N {found[0].n:,}</h3>
+<div class="bars" style="--mark: {100 / longest:.1f}%">{bars}</div>
+<figcaption>As a multiple of SDPA's speed: the line marks SDPA, longer is better.</figcaption>
+</figure>"""
+
+
+def _feature_bar(m: Measurement, longest: float) -> str:
+    if m.ratio is None or m.sdpa is None:
+        return _bar(m.name, 0.0, f"{m.rowmax:.3g} ms; SDPA does not compute it", "some")
+    text = f"{times(m.ratio)} ({m.rowmax:.3g} ms, SDPA {m.sdpa:.3g})"
+    return _bar(m.name, m.ratio / longest, text, "good" if m.ratio >= 1 else "some")
+
+
+def _bar(name: str, share: float, text: str, kind: str) -> str:
+    """Return a bar of a share of the track, with its text below its name."""
+    width = 100 * min(1.0, max(0.0, share))
+    return (
+        f'<div class="row"><span class="name">{escape(name)}</span>'
+        f'<span class="track"><i class="{kind}" style="width: {width:.1f}%"></i></span>'
+        f'<span class="{kind} figure">{escape(text)}</span></div>'
+    )
+
+
+# --- checks --------------------------------------------------------------------------------------
+
+
+def _checks(checks: Checks, rule: str) -> str:
+    bars = "".join(
+        f'<div class="group"><h3>{escape(feature)}</h3>'
+        + "".join(_check_bar(name, row[name]) for name in checks.backends)
+        + "</div>"
+        for feature, row in checks.rows.items()
+    )
+    head = ["Feature"]
+    for name in checks.backends:
+        head += [f"{name}: forward", f"{name}: gradients"]
+    rows = [tuple(head)]
+    for feature, row in checks.rows.items():
+        rows.append((feature, *(x for name in checks.backends for x in _errors(row[name]))))
+    wrong = "".join(f'<p class="bad">{escape(note)}</p>' for note in checks.errors)
+    absent = "".join(
+        f'<p class="soft">{escape(name)}: {escape(why)}.</p>' for name, why in checks.absent.items()
+    )
+    right, checked = checks.count
+    backends = f"{len(checks.backends)} backend{'s' if len(checks.backends) > 1 else ''}"
+    return f"""
+<h2>Is it right?</h2>
+<p>{right} of {checked} checks are right: {len(checks.rows)} features on {backends}, in
+{checks.dtype} unless said. The dense definition in float64 is the reference. A bar is the largest
+error of out, lse and all gradients, as a share of what <a href="{escape(rule)}">the rule</a>
+allows: for out twice the error of standard attention in the same dtype, for gradients three times.
+</p>
+{wrong}
+<figure><div class="bars groups">{bars}</div>
+<figcaption>Error as a share of what is allowed; the right end of a track is 100 %.</figcaption>
+</figure>
+<details><summary>Relative errors, in norm</summary>{_table(rows)}</details>
+{absent}"""
+
+
+def _check_bar(name: str, result: Result) -> str:
+    """Return the bar of one feature on one backend."""
+    if result.left_out:
+        return _bar(name, 0.0, "not run (time)", "some")
+    shares = [x for x in result.shares if x is not None]
+    if result.forward is None:
+        return _bar(name, 0.0, "refused", "soft")
+    share = max(shares, default=0.0)
+    return _bar(
+        name, share, _percent(share) if result.ok else "wrong", "good" if result.ok else "bad"
+    )
+
+
+def _errors(result: Result) -> list[str]:
+    """Return the relative errors of one result: forward, gradients."""
+    if result.left_out:
+        return ["not run (time)"] * 2
+    return ["refused" if x is None else f"{x:.1e}" for x in (result.forward, result.gradients)]
+
+
+# --- training and the long sequence --------------------------------------------------------------
 
 
 def _training(training: Training | None) -> str:
     if training is None:
-        return '<h2>A small GPT, trained twice</h2><p class="some">Not run (time).</p>'
+        return f"<h2>A small GPT, trained twice</h2>{NOT_RUN}"
     plan, curves = training.plan, training.curves
     smooth = {name: curve.smooth for name, curve in curves.items()}
     ours, theirs = smooth.values()
-    apart = [100 * abs(a - b) / b for a, b in zip(ours, theirs, strict=True)]
-    last = len(next(iter(curves.values())).losses)
-    first = last - len(ours) + 1
+    first = training.steps - len(ours) + 1
+    apart = [
+        (first + n, 100 * abs(a - b) / b) for n, (a, b) in enumerate(zip(ours, theirs, strict=True))
+    ]
+    series = {
+        name: [(first + n, y) for n, y in enumerate(values)] for name, values in smooth.items()
+    }
     speeds = training.tokens_per_second
     rows: list[tuple[str, ...]] = [
         ("Attention", "First loss", "Last loss", "Held-out loss", "Tokens a second")
@@ -155,23 +291,23 @@ def _training(training: Training | None) -> str:
     agreement = [("Largest relative difference", "Found", "Allowed")]
     agreement += [(k, f"{a:.1e}", f"{b:.0e}") for k, (a, b) in training.agreement.items()]
     allowed = 100 * plan.allowed.curves
-    limit = (allowed, f"allowed: {allowed:g}%")
+    limit = Limit(allowed, f"allowed: {allowed:g} %")
     return f"""
 <h2>A small GPT, trained twice</h2>
 <p>{count(training.parameters)} parameters, {plan.size.layers} layers, bytes for tokens,
 {plan.size.context} to a row and {plan.rows} rows to a step, in {precision}; the text is
 {training.files} files, {size(training.corpus_bytes)}, of Python's standard library. The same
-model from the same start saw the same batches twice: once with rowmax, once with PyTorch's
-standard attention (SDPA). Their steps took turns: {training.steps} each, of {training.asked}
-where there is time.</p>
-<p class="{kind}">The two {text}.</p>
-<figure>{charts.lines(smooth, "step", "loss, nats a byte", first)}
+model from the same start saw the same batches twice: once with rowmax, once with SDPA. Their steps
+took turns: {training.steps} each, of {training.asked} where there is time.</p>
+<p class="{kind}"><span class="icon">{ICONS[kind]}</span>The two {text}.</p>
+<figure class="broad">{charts.lines(series, Axes("step", "loss, nats a byte"))}
 <figcaption>Loss in nats a byte, running mean of {SMOOTHING} steps. The thin line lies on the
 broad one where they agree.</figcaption></figure>
-<figure class="single">
-{charts.lines({"difference": apart}, "step", "difference, %", first, 180, "{:g}%", limit)}
-<figcaption>Their difference. Rounding drives two runs apart with every step; more than the
-allowed share would be an error of attention or of its gradients.</figcaption></figure>
+<figure>
+{charts.lines({"difference": apart}, Axes("step", "difference of the losses, %"), limit)}
+<figcaption>Their difference. Rounding drives two runs apart with every step, in either direction;
+more than the allowed share would be an error of attention or of its gradients. The held-out losses
+differ by the same rounding.</figcaption></figure>
 {_table(agreement)}
 <p class="soft">The first losses are compared one by one, the curves by their running means. The
 gradients are those of all weights of the trained model, on one batch, with either attention:
@@ -179,73 +315,59 @@ there is no chaos in them.</p>
 {_table(rows)}
 <p class="soft">Losses are in nats a byte, the last one a running mean; tokens a second by the
 median step. The first step of rowmax, with what is compiled in it, took
-{duration(training.first_call)}.</p>
-<h2>What it writes</h2>
-<pre>{escape(printable(training.sample))}</pre>"""
+{duration(training.first_call)}.</p>"""
 
 
 def _long_sequence(long: LongSequence | None) -> str:
     if long is None:
-        return '<h2>A long sequence</h2><p class="some">Not run (time).</p>'
+        return f"<h2>A long sequence</h2>{NOT_RUN}"
     shape = long.shape
-    rows = {
-        "the score matrix would take": (float(shape.matrix_bytes), size(shape.matrix_bytes)),
-        "peak beyond the inputs": (float(long.memory or 0), size(long.memory)),
-        "of which the results": (float(long.results), size(long.results)),
-    }
-    text, kind = ("agree with", "good") if long.ok else ("differ from", "bad")
-    found = [("Recomputed", *long.errors)]
-    found.append(("Relative error", *(f"{error:.1e}" for error in long.errors.values())))
+    kind, text = ("good", "agree with") if long.ok else ("bad", "differ from")
+    bars = "".join(
+        _bar(name, error / long.limit, f"{error:.1e}", kind) for name, error in long.errors.items()
+    )
     return f"""
 <h2>A long sequence</h2>
 <p>{shape.n:,} positions, causal, {shape.heads} heads of {shape.d}, {shape.dtype}: forward in
-<b>{duration(long.forward)}</b>, backward in <b>{duration(long.backward)}</b>.</p>
-<figure>{charts.bars(rows)}
-<figcaption>Memory. The results are out, lse, dq, dk and dv. Standard attention without tiles
-holds the score matrix at least once forward and twice backward.</figcaption></figure>
-<p class="{kind}">Rows and keys taken from it {text} the float64 definition
-(allowed: {long.limit:.0e}).</p>
-{_table(found)}"""
+<b>{duration(long.forward)}</b>, backward in <b>{duration(long.backward)}</b>. The peak of memory
+beyond the inputs was {size(long.memory)}, of which the results (out, lse, dq, dk and dv) are
+{size(long.results)}. A score matrix, which neither rowmax nor SDPA allocates here, would have
+{size(shape.matrix_bytes)} (computed).</p>
+<p class="{kind}"><span class="icon">{ICONS[kind]}</span>Rows and keys taken from it {text} the
+float64 definition.</p>
+<figure><div class="bars">{bars}</div>
+<figcaption>Relative errors; the right end of a track is the limit, {long.limit:.0e}.</figcaption>
+</figure>"""
 
 
-def _checks(checks: Checks) -> str:
-    head = ["Feature"]
-    for name in checks.backends:
-        head += [f"{name}: forward", "gradients"]
-    rows = [tuple(head)]
-    for feature, row in checks.rows.items():
-        cells = (cell for name in checks.backends for cell in _cells(row[name]))
-        rows.append((escape(feature), *cells))
-    wrong = "".join(f'<p class="bad">{escape(note)}</p>' for note in checks.errors)
-    absent = "".join(
-        f'<p class="soft">{escape(name)}: {escape(why)}.</p>' for name, why in checks.absent.items()
-    )
+# --- the machine ---------------------------------------------------------------------------------
+
+
+def _machine(report: DemoReport) -> str:
+    """Return the facts of the machine, the time it took, and the command to repeat it."""
+    machine = report.machine
+    rows = [("Fact", "Value"), *machine.facts]
+    if None not in (machine.load, report.load):
+        rows.append(
+            ("load average", f"{machine.load:.1f} at the start, {report.load:.1f} at the end")
+        )
+    rows.append(("time", f"{duration(report.seconds)} of the {duration(report.allowed)} allowed"))
     return f"""
-<h2>Every feature against the definition</h2>
-<p>The relative error of out and lse, and of all gradients, against the dense definition in
-float64; in {checks.dtype} unless said. Each tensor is held to at most twice the error of standard
-attention in the same dtype, three times for gradients.</p>
-{wrong}{_table(rows, escaped=True)}{absent}"""
+<h2>The machine</h2>
+{_table(rows)}
+<p>To repeat it, in the repository:</p>
+<pre>{escape(report.command)}</pre>"""
 
 
-def _cells(result: Result) -> list[str]:
-    if result.left_out:
-        return ['<span class="some">not run (time)</span>'] * 2
-    kind = "good" if result.ok else "bad"
-    refused = f'<span class="soft" title="{escape(result.refusal or "")}">refused</span>'
-    return [
-        refused if x is None else f'<span class="{kind}">{x:.1e}</span>'
-        for x in (result.forward, result.gradients)
-    ]
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in a frame that scrolls; its first column stays in view."""
 
-
-def _table(rows: list[tuple[str, ...]], escaped: bool = False) -> str:
-    def line(cells: tuple[str, ...], tag: str) -> str:
-        inner = (f"<{tag}>{c if escaped else escape(c)}</{tag}>" for c in cells)
+    def line(cells: Sequence[str], tag: str) -> str:
+        inner = (f"<{tag}>{escape(c)}</{tag}>" for c in cells)
         return f"<tr>{''.join(inner)}</tr>"
 
     body = "".join(line(row, "td") for row in rows[1:])
     return (
-        f'<div class="wide"><table><thead>{line(rows[0], "th")}</thead>'
+        f'<div class="scroll" tabindex="0"><table><thead>{line(rows[0], "th")}</thead>'
         f"<tbody>{body}</tbody></table></div>"
     )

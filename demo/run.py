@@ -1,4 +1,4 @@
-"""The parts of the demo, run by one clock: checks, training, long sequence, report.
+"""The parts of the demo, run by one clock: checks, training, long sequence, speed, report.
 
 Each part ends at a share of the time, runs less where the machine is slow, and reports what it
 left out.
@@ -6,6 +6,7 @@ left out.
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from rowmax.cli.check_table import check_table
 from rowmax.cli.checks import Checks, collect, find_backends
 from rowmax.cli.progress import Progress
 
-from . import long_sequence, page, tables, timed_checks, training
+from . import long_sequence, page, speed, tables, timed_checks, training
 from .clock import Clock, load_average
 from .compiling import Kernels
 from .format import duration
@@ -28,7 +29,7 @@ from .threads import best_threads
 
 SECONDS, QUICK_SECONDS = 160.0, 50.0  # three minutes and one, less the end of the process
 #: the end of each part, as a share of all the time
-CHECKS, TRAINING, LONG_SEQUENCE = 0.7, 0.86, 0.97
+CHECKS, TRAINING, LONG_SEQUENCE, SPEED = 0.7, 0.86, 0.94, 0.98
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,32 @@ class Options:
     seconds: float | None = None  # time for everything; None for the usual time
     spent: float = 0.0  # seconds that have passed already
 
+    @property
+    def command(self) -> str:
+        """The command that runs the same again."""
+        given = {
+            "--device": str(self.device),
+            "--backend": self.backend,
+            "--steps": self.steps,
+            "--seconds": None if self.seconds is None else f"{self.seconds:g}",
+            "--seed": self.seed or None,
+            "--report": None if str(self.report) == "report.html" else str(self.report),
+        }
+        words = [word for name, x in given.items() if x is not None for word in (name, str(x))]
+        return shlex.join(["python", "-m", "demo", *(["--quick"] if self.quick else []), *words])
+
 
 def report_error(path: Path) -> str | None:
-    """Return why a report cannot be written to this path, or None."""
+    """Return why a report cannot be written to this path, or None; also of the JSON next to it."""
     if not path.parent.is_dir():
         return f"{path}: there is no folder {path.parent}"
+    if path.suffix == ".json":
+        return f"{path}: the report is a page; want a name that ends in .html"
+    return _unwritable(path) or _unwritable(path.with_suffix(".json"))
+
+
+def _unwritable(path: Path) -> str | None:
+    """Return why a file cannot be written, or None."""
     new = not path.exists()
     try:
         with path.open("a", encoding="utf-8"):
@@ -66,7 +88,7 @@ def run_demo(
     """Run everything that fits into the time, and write the report."""
     usual = QUICK_SECONDS if options.quick else SECONDS
     clock = Clock(options.seconds or usual, now, spent=options.spent)
-    trained = stretched = None  # where no backend can run in time
+    compared = trained = stretched = None  # where no backend can run in time
     with best_threads():
         machine = Machine.here(options.device)
         console.print(str(machine), highlight=False, soft_wrap=True)
@@ -74,10 +96,22 @@ def run_demo(
         if able:
             trained = run_training(options, console, clock.until(TRAINING), backend)
             stretched = run_long_sequence(options, console, clock.until(LONG_SEQUENCE), backend)
+            # last: the verdict does not need it, and it uses any time that is left
+            compared = run_speed(options, console, clock.until(SPEED), backend)
     report = DemoReport(
-        machine, checks, trained, stretched, clock.elapsed, clock.seconds, load_average()
+        machine,
+        checks,
+        compared,
+        trained,
+        stretched,
+        clock.elapsed,
+        clock.seconds,
+        load_average(),
+        options.report,
+        options.command,
     )
     options.report.write_text(page.render(report), encoding="utf-8")
+    report.write_json()
     console.print(tables.verdict(report))
     console.print(f"Report: {options.report.resolve()}", soft_wrap=True, highlight=False)
     return report
@@ -104,6 +138,22 @@ def run_checks(options: Options, console: Console, clock: Clock) -> tuple[Checks
     if compiled or options.backend is not None:
         return checks, options.backend, compiled
     return checks, "torch", True
+
+
+def run_speed(
+    options: Options, console: Console, clock: Clock, backend: str | None
+) -> speed.Speed | None:
+    """Measure speed and memory next to SDPA, as much as fits."""
+    result = None
+    with Progress(console, "Speed: starting its process", lambda: clock.elapsed) as progress:
+
+        def on_measurement(done: int, planned: int) -> None:
+            progress.show(f"Speed: {done} of {planned} measurements next to SDPA")
+
+        if clock.left:
+            result = speed.run(options.device, backend, options.quick, clock.left, on_measurement)
+    console.print(tables.speed_table(result))
+    return result
 
 
 def run_training(

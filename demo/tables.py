@@ -3,19 +3,41 @@
 from __future__ import annotations
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
-from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from .format import count, duration, printable, size
+from .format import count, duration, size, times
 from .long_sequence import LongSequence
 from .report import DemoReport
+from .speed import Speed
 from .training import Training
 
 
+def speed_table(speed: Speed | None) -> RenderableType:
+    """Return times and memory next to SDPA's."""
+    if speed is None or not speed.measurements:
+        return Text("4. The speed was not measured (time)\n", style="yellow")
+    part = "" if speed.complete else f", {len(speed.measurements)} of {speed.planned} (time)"
+    table = Table(
+        title=f"4. Next to SDPA: H {speed.heads}, D {speed.d}, {speed.dtype} unless said{part}",
+        title_justify="left",
+    )
+    for name in ("problem", "pass"):
+        table.add_column(name)
+    for name in ("N", "rowmax", "SDPA", "SDPA / rowmax"):
+        table.add_column(name, justify="right")
+    for m in speed.measurements:
+        unit, ratio = "MiB" if m.what == "memory" else "ms", m.ratio
+        shown = Text("" if ratio is None else times(ratio))
+        shown.stylize("green" if ratio is not None and ratio >= 1 else "yellow")
+        what = "forward and backward" if m.what == "both" else m.what
+        theirs = "" if m.sdpa is None else f"{m.sdpa:.3g} {unit}"
+        table.add_row(m.name, what, f"{m.n:,}", f"{m.rowmax:.3g} {unit}", theirs, shown)
+    return Group(table, "")
+
+
 def training_table(training: Training | None) -> RenderableType:
-    """Return both runs side by side, their agreement, and text that the model writes."""
+    """Return both runs side by side, and their agreement."""
     if training is None:
         return Text("2. The training was not run (time)\n", style="yellow")
     plan = training.plan
@@ -38,8 +60,7 @@ def training_table(training: Training | None) -> RenderableType:
     parts = (f"{k} {a:.1e} (allowed {b:.0e})" for k, (a, b) in training.agreement.items())
     agreement = f"{text}. Relative differences: {', '.join(parts)}."
     style = "green" if training.ok else "bold red"
-    sample = Panel(escape(printable(training.sample)), title="It writes", title_align="left")
-    return Group(table, Text(agreement, style=style), sample, "")
+    return Group(table, Text(agreement, style=style), "")
 
 
 def long_sequence_table(long: LongSequence | None) -> RenderableType:
@@ -61,7 +82,7 @@ def long_sequence_table(long: LongSequence | None) -> RenderableType:
     table.add_row("backward", duration(long.backward))
     table.add_row("peak memory beyond the inputs", size(long.memory))
     table.add_row("  of which out, lse, dq, dk and dv", size(long.results))
-    table.add_row("the score matrix would take", size(shape.matrix_bytes))
+    table.add_row("a score matrix would have", size(shape.matrix_bytes))
     text = "agree with" if long.ok else "differ from"
     worst = max(long.errors.values())
     checked = f"Rows and keys taken from it {text} the float64 definition: {worst:.1e}"

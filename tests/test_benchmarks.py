@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import run, variants
-from benchmarks.cells import SETS, cells
+from benchmarks import variants
 from benchmarks.command import main
 from benchmarks.processes import ROOT
+from benchmarks.sets import SETS
+from rowmax.bench import run
+from rowmax.bench.cells import cells
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

@@ -16,6 +16,7 @@ from .masks import (
 )
 from .operators.primitives import logsumexp, softmax
 from .reference.online import merge
+from .warmup import Warmup, warmup
 
 __version__ = "0.1.0"
 
@@ -29,6 +30,7 @@ __all__ = [
     "Mask",
     "Prefix",
     "PrefixLengths",
+    "Warmup",
     "Window",
     "attention",
     "attention_varlen",
@@ -37,4 +39,5 @@ __all__ = [
     "logsumexp",
     "merge",
     "softmax",
+    "warmup",
 ]

@@ -11,11 +11,14 @@ import torch
 
 pytest.importorskip("typer")
 
+import typer
 from typer.testing import CliRunner
 
 import rowmax
 from rowmax.cli.app import app
 from rowmax.cli.features import FEATURES
+
+COMMANDS = ("check", "explain", "bench", "warm", "tune")
 
 
 def invoke(*arguments: str):
@@ -27,9 +30,28 @@ def invoke(*arguments: str):
 def test_help_names_every_command():
     code, text = invoke("--help")
     assert code == 0
-    for name in ("check", "explain", "tune"):
+    for name in COMMANDS:
         assert f" {name} " in text
     assert "demo" not in text
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_a_command_has_an_example_and_says_what_options_mean(name: str):
+    code, text = invoke(name, "--help")
+    assert code == 0
+    assert f"Example: rowmax {name} -" in text
+    command = typer.main.get_command(app).commands[name]  # pyright: ignore
+    assert [p.name for p in command.params if not p.help] == []
+    example = command.epilog.split("rowmax ")[1].split()
+    context = command.make_context(name, example[1:], resilient_parsing=True)
+    assert context.params
+
+
+def test_without_a_command_it_prints_the_help():
+    code, text = invoke()
+    assert code in (0, 2)
+    assert "Usage" in text
+    assert "rowmax check" in text
 
 
 def test_version():

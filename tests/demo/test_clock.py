@@ -19,7 +19,7 @@ pytest.importorskip("typer")
 from rich.console import Console
 from typer.testing import CliRunner
 
-from demo import child, compiling, gpt, long_sequence, page, run, timed_checks, training
+from demo import child, compiling, gpt, long_sequence, page, run, speed, timed_checks, training
 from demo.app import app
 from demo.clock import MARGIN, Clock, load_average, process_age
 from demo.compiling import Kernels
@@ -84,6 +84,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., An
         monkeypatch.setattr(run, "find_backends", lambda device: (names, {}))
         monkeypatch.setattr(run, "Kernels", _simulated_kernels(now, slowness))
         _simulate_checks(monkeypatch, work)
+        _simulate_speed(monkeypatch, work, now)
         _simulate_training(monkeypatch, work, slowness)
         _simulate_long_sequence(monkeypatch, work, slowness, now)
         output = io.StringIO()
@@ -128,6 +129,27 @@ def _simulate_checks(monkeypatch: pytest.MonkeyPatch, work: Work) -> None:
     monkeypatch.setattr(timed_checks, "check_feature", check_feature)
 
 
+def _simulate_speed(monkeypatch: pytest.MonkeyPatch, work: Work, now: Time) -> None:
+    def run_child(
+        device: Any, backend: Any, quick: bool, seconds: float, on_measurement: Any
+    ) -> speed.Speed:
+        plan, end, found = speed.plan_for("cpu", quick), now.seconds + seconds, []
+        work(3.0)
+        for part in plan:
+            work(3.0 if part.what == "memory" else 0.5)
+            if now.seconds > end:
+                now.seconds = end  # the demo stops the process then
+                break
+            cell = part.cell
+            found.append(
+                speed.Measurement(part.group, part.name, part.what, cell.n, cell.dtype, 1.0, 2.0)
+            )
+        now.seconds = min(now.seconds, end)
+        return speed.Speed(4, 64, "float32", tuple(found), len(plan))
+
+    monkeypatch.setattr(speed, "run", run_child)
+
+
 def _simulate_training(monkeypatch: pytest.MonkeyPatch, work: Work, slowness: float) -> None:
     corpus = gpt.standard_library()
     full = training.plan_for(CPU, None, quick=False).work
@@ -141,17 +163,9 @@ def _simulate_training(monkeypatch: pytest.MonkeyPatch, work: Work, slowness: fl
         work(0.1 * self.plan.work / full)
         return sum(p.sum() for p in self.model.parameters()) * 1.0  # pyright: ignore
 
-    def sample_text(model: Any, prompt: str, length: int, seed: int, keep_on: Any) -> str:
-        for _ in range(length):
-            if not keep_on():
-                break
-            work(0.01)
-        return prompt
-
     monkeypatch.setattr(run, "standard_library", lambda: corpus)
     monkeypatch.setattr(training.Learner, "step", step)
     monkeypatch.setattr(training.Learner, "loss", loss)
-    monkeypatch.setattr(training, "sample_text", sample_text)
 
 
 def _simulate_long_sequence(
@@ -182,7 +196,8 @@ def test_a_fast_machine_does_all(machine):
     assert found.exit_code == 0
     assert found.left_out == []
     assert found.checks.count == (2 * len(FEATURES), 2 * len(FEATURES))
-    assert found.training.steps == 300
+    assert found.training.steps == 150
+    assert found.speed.complete
     assert found.long_sequence.shape.n == 32768
     assert "All of it holds" in output
 

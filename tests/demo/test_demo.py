@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from demo import long_sequence, page, run
 from demo.app import app
 from demo.memory import Memory
 from demo.report import DemoReport
+from rowmax.reference import tolerance
 
 VOID = {"meta", "br", "line", "rect", "path"}
 
@@ -29,11 +32,13 @@ class Page(HTMLParser):
         super().__init__()
         self.open: list[str] = []
         self.outside: list[str] = []
+        self.links: list[str] = []
         self.counts: dict[str, int] = {}
 
     def handle_starttag(self, tag, attrs):
         self.counts[tag] = self.counts.get(tag, 0) + 1
-        self.outside += [f"{tag} {k}={v}" for k, v in attrs if k in ("src", "href", "srcset")]
+        self.outside += [f"{tag} {k}={v}" for k, v in attrs if k in ("src", "srcset")]
+        self.links += [v for k, v in attrs if k == "href"]
         if tag not in VOID:
             self.open.append(tag)
 
@@ -88,20 +93,89 @@ def test_the_report_is_well_formed_and_needs_nothing_else(demo):
     assert tags.outside == []
     assert "url(" not in text
     assert "@import" not in text
-    assert tags.counts["svg"] == 3
+    assert [(path.parent / link).resolve() for link in tags.links] == [
+        Path(tolerance.__file__ or "").resolve()
+    ]
+    assert tags.counts["svg"] == 2 * 4  # speed forward and both, losses, their difference
+    assert text.count('class="phone-only"') == 4
     assert "Nothing was left out" in text
     assert "load average" in text
     assert tags.counts.get("script", 0) == 0
     assert "prefers-color-scheme: dark" in text
-    assert not re.search(r"\bnan\b|\binf\b|None", re.sub(r"<pre>.*?</pre>", "", text, flags=re.S))
+    assert not re.search(r"\bnan\b|\binf\b|None", text)
 
 
-def test_what_a_model_writes_is_escaped(demo):
+def test_texts_are_escaped(demo):
     found, _, _ = demo
-    training = replace(found.training, sample="<script>alert(1)</script>\x1b[31m</pre>")
-    text = page.render(replace(found, training=training))
+    machine = replace(found.machine, device="<script>alert(1)</script>")
+    text = page.render(replace(found, machine=machine, command="python '</pre><script>'"))
     assert read(text).counts.get("script", 0) == 0
-    assert "\x1b" not in text
+
+
+def test_the_text_of_charts_is_at_least_12_pixels_on_a_phone(demo):
+    _, _, path = demo
+    text = path.read_text(encoding="utf-8")
+    widths = [int(w) for w in re.findall(r'class="phone-only" width="(\d+)"', text)]
+    inner = 390 - 2 * 16 - 2 * 0.7 * 16 - 2  # the width inside a figure
+    assert widths
+    assert max(widths) <= inner
+    assert re.search(r"svg \{[^}]*font: 14px", text)
+    assert not re.search(r"font(-size)?: \.[0-7]\d*rem", text)
+
+
+def test_the_same_numbers_are_in_a_file(demo):
+    found, _, path = demo
+    numbers = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+    assert numbers["verdict"] == found.verdict
+    assert numbers["machine"]["torch"] == torch.__version__
+    speed = numbers["speed"]["measurements"]
+    assert [m["rowmax"] for m in speed] == [m.rowmax for m in found.speed.measurements]
+    assert len(numbers["checks"]["rows"]) == len(found.checks.rows)
+    assert len(numbers["training"]["curves"]["SDPA"]["losses"]) == found.training.steps
+    assert path.with_suffix(".json").name in path.read_text(encoding="utf-8")
+
+
+def test_speed_is_shown_next_to_that_of_sdpa(demo):
+    found, output, path = demo
+    assert found.speed.complete
+    assert {m.what for m in found.speed.measurements} == {"forward", "both", "memory"}
+    assert all(m.sdpa is not None for m in found.speed.measurements)
+    text = path.read_text(encoding="utf-8")
+    for part in ("Is it fast?", "bias with its gradient", "SDPA / rowmax", "Peak memory"):
+        assert part in text
+    assert "Next to SDPA" in output
+
+
+def test_errors_are_bars_of_the_share_that_is_allowed(demo):
+    found, _, path = demo
+    share = found.checks.largest_share
+    assert 0 < share <= 1
+    text = path.read_text(encoding="utf-8")
+    assert f"{100 * share:.0f} %" in text
+    assert text.count('class="group"') == len(found.checks.rows)
+    wrong = replace(found.checks.rows["causal"]["torch"], wrong=("dq: wrong",), shares=(7.0, 1.0))
+    rows = found.checks.rows | {"causal": {"torch": wrong}}
+    text = page.render(replace(found, checks=replace(found.checks, rows=rows)))
+    assert 'class="bad" style="width: 100.0%"' in text
+    assert 'class="tile bad"' in text
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "busy"), [(0.2, 2.4, False), (4.0, 2.0, True), (0.1, 5.0, True)]
+)
+def test_a_busy_machine_is_named(demo, start: float, end: float, busy: bool):
+    found, _, _ = demo
+    machine = replace(found.machine, load=start, cores=2)
+    text = page.render(replace(found, machine=machine, load=end))
+    assert ("The machine was busy" in text) == busy
+
+
+def test_the_report_names_the_machine_and_the_command(demo):
+    found, _, path = demo
+    text = path.read_text(encoding="utf-8")
+    for part in ("instructions", "Numba", "load average", torch.__version__, found.command):
+        assert escape(part) in text
+    assert found.command.startswith("python -m demo --quick --device cpu --backend torch")
 
 
 def test_the_report_of_a_failure_says_so(demo):
@@ -117,6 +191,7 @@ def test_the_report_of_a_failure_says_so(demo):
 def test_a_failure_is_the_exit_code(monkeypatch: pytest.MonkeyPatch, demo, tmp_path: Path):
     found, _, _ = demo
     monkeypatch.setattr(run, "run_checks", lambda *_: (found.checks, "torch", True))
+    monkeypatch.setattr(run, "run_speed", lambda *_: found.speed)
     monkeypatch.setattr(run, "run_training", lambda *_: found.training)
     bad = found.long_sequence._replace(errors={"dq": 0.5})
     monkeypatch.setattr(run, "run_long_sequence", lambda *_: bad)

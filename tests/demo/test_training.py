@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from demo.gpt import GPT, Size, sample_text, standard_library
+from demo.gpt import GPT, Size, standard_library
 from demo.learner import Plan, learning_rate
 from demo.training import (
     Curve,
@@ -34,7 +34,6 @@ def test_the_same_attention_trains_the_same(corpus):
     first, last = (found.curves["rowmax"].smooth[n] for n in (0, -1))
     assert last < 0.9 * first, "it learns"
     assert found.differences.first_losses > 0, "the two runs are two runs"
-    assert len(found.sample) > len("def ")
 
 
 def _half_gradient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -65,7 +64,6 @@ def test_training_is_deterministic(corpus):
     runs = [train(plan, corpus, CPU, rowmax_attention("torch"), seed=3) for _ in range(2)]
     assert runs[0].curves["SDPA"].losses == runs[1].curves["SDPA"].losses
     assert runs[0].curves["rowmax"].losses == runs[1].curves["rowmax"].losses
-    assert runs[0].sample == runs[1].sample
 
 
 def test_agreement_is_measured_at_the_worst_place():
@@ -90,12 +88,6 @@ def test_a_model_sees_only_what_came_before():
     a, b = model(x), model(y)
     torch.testing.assert_close(a[:, :40], b[:, :40])
     assert not torch.allclose(a[:, 40:], b[:, 40:])
-
-
-def test_writing_goes_on_past_the_context():
-    torch.manual_seed(0)
-    model = GPT(Size(1, 1, 16, 32), rowmax_attention("torch"))
-    assert sample_text(model, "def ", 40, seed=0).startswith("def ")
 
 
 def test_the_corpus_holds_files_out(corpus):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 import torch
@@ -11,15 +13,18 @@ from rich.console import Console
 
 import rowmax
 
+from .bench import BenchSpec, run_bench
 from .call_spec import CallSpec
 from .check_table import check_table
 from .checks import run_checks
 from .options import DTYPES, Backend, Device, Seed, check_backend, fields_as_options, find_device
 from .progress import Progress
+from .warm import WarmSpec, run_warm
 
 app = typer.Typer(
     name="rowmax",
     help="Exact attention for PyTorch, tile by tile, with every derivative.",
+    epilog="Begin with: rowmax check",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -29,18 +34,32 @@ console = Console()
 TUNED_DTYPES = DTYPES[:3]
 
 
+@contextmanager
+def _errors_of_options() -> Iterator[None]:
+    """Turn errors of arguments into errors of options, without a traceback."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from None
+
+
 @app.callback(invoke_without_command=True)
 def _version(
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the versions of rowmax and torch.")
+    ] = False,
 ) -> None:
     if version:
         console.print(f"rowmax {rowmax.__version__}, torch {torch.__version__}", highlight=False)
         raise typer.Exit
 
 
-@app.command()
+@app.command(epilog="Example: rowmax check --device cpu --backend torch")
 def check(device: Device = None, backend: Backend = None, seed: Seed = 0) -> None:
-    """Check every feature against the float64 definition, on every backend that runs here."""
+    """Check every feature against the float64 definition, on every backend that runs here.
+
+    Exits with 1 if any result is wrong.
+    """
     where, name = find_device(device), check_backend(backend)
     names = None if name is None else (name,)
     with Progress(console, "Checks: starting") as progress:
@@ -49,24 +68,62 @@ def check(device: Device = None, backend: Backend = None, seed: Seed = 0) -> Non
     raise typer.Exit(0 if checks.ok else 1)
 
 
-@app.command()
+@app.command(
+    epilog="Example: rowmax explain -n 8192 --heads 32 --kv-heads 8 -d 128 --causal "
+    "--window 1024,0 --dtype bfloat16"
+)
 @fields_as_options(CallSpec)
 def explain(spec: CallSpec) -> None:
-    """Print the backend of a call and why it was chosen, its tiles, its work and its memory."""
-    try:
+    """Print the backend of a call and why it was chosen, its tiles, its work and its memory.
+
+    Computes no attention, so any size is quick. Options are the arguments of rowmax.explain.
+    """
+    with _errors_of_options():
         explanation = rowmax.explain(**spec.arguments())
-    except (TypeError, ValueError) as error:
-        raise typer.BadParameter(str(error)) from None
     print(explanation)
 
 
-@app.command()
+@app.command(
+    epilog="Example: rowmax bench -n 512,1024,2048 --heads 16 --kv-heads 4 --causal "
+    "--csv bench.csv --plots plots"
+)
+@fields_as_options(BenchSpec)
+def bench(spec: BenchSpec) -> None:
+    """Time rowmax and its installed peers on your shapes, in one run.
+
+    Providers take turns and their order rotates; figures are medians of the turns. Results of
+    rowmax are compared with a peer's. Exits with 1 if one is wrong.
+    """
+    with _errors_of_options():
+        spec.check()
+    raise typer.Exit(run_bench(spec, console))
+
+
+@app.command(epilog="Example: rowmax warm --heads 32 --kv-heads 8 -d 128 -n 1024,1x4096 --causal")
+@fields_as_options(WarmSpec)
+def warm(spec: WarmSpec) -> None:
+    """Compile the kernels of a model's shapes ahead: in an image, or before a server starts.
+
+    The compiled code stays in the caches of Numba and Triton. rowmax.warmup does the same from
+    Python.
+    """
+    with _errors_of_options():
+        run_warm(spec, console)
+
+
+@app.command(epilog="Example: rowmax tune --heads 64,128 --dtype bfloat16")
 def tune(
-    heads: Annotated[str, typer.Option(help="Head sizes, with commas.")] = "64,128,256",
+    heads: Annotated[
+        str, typer.Option("--head-dim", "-d", "--heads", help="Head sizes, with commas.")
+    ] = "64,128,256",
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(TUNED_DTYPES)}.")] = "bfloat16",
     device: Device = None,
 ) -> None:
-    """Measure tile shapes on this machine's GPU and keep the fastest for later calls."""
+    """Measure tile shapes on this machine's GPU and keep the fastest for later calls.
+
+    They are kept in a file in the folder ROWMAX_CACHE, by default ~/.cache/rowmax, and only the
+    Triton backend reads it.
+    """
     from .tune import tune_tiles
 
     gpu = find_device(device)

@@ -35,6 +35,8 @@ class Result:
     wrong: tuple[str, ...] = ()  # a sentence for each tensor that breaks the rule
     refusal: str | None = None  # why the backend refuses the call, or some of its gradients
     left_out: bool = False  # not run: no time was left
+    #: the errors of forward and gradients as shares of what the rule allows
+    shares: tuple[float | None, float | None] = (None, None)
 
     @property
     def ok(self) -> bool:
@@ -60,6 +62,12 @@ class Checks:
         """Return (right, checked); a refused call is not checked."""
         results = [r for row in self.rows.values() for r in row.values() if r.forward is not None]
         return sum(r.ok for r in results), len(results)
+
+    @property
+    def largest_share(self) -> float | None:
+        """Return the largest error as a share of what the rule allows, None if none is known."""
+        results = [r for row in self.rows.values() for r in row.values()]
+        return max((x for r in results for x in r.shares if x is not None), default=None)
 
     @property
     def left_out(self) -> int:
@@ -131,16 +139,10 @@ def check_feature(
     """Return the result of one feature on each of the backends."""
     maker = Maker(device, feature.dtype or usual_dtype(device), seed)
     call = feature.make(maker)
-    dtype = call.q.dtype
     dout = maker.normal(*call.q.shape[:-1], call.v.shape[-1])
     dlse = maker.normal(*call.q.shape[:-3], call.q.shape[-2], call.q.shape[-3], wide=True)
-    ref = _definition(call, dout, dlse, torch.float64)
-    std = _definition(call, dout, dlse, torch.float32 if dtype == torch.float64 else dtype)
-    leaves = call.leaves()
-    problem, tensors = _build_problem(call, leaves)
-    known = (ref["out"], ref["lse"], dout, dlse)
-    known = tuple(t[None] for t in known) if problem.varlen else known
-    noise = tolerance.noise(problem, tensors, *known)
+    judge, leaves = Judge(call, dout, dlse), call.leaves()
+    problem = judge.problem
     results = {}
     for name in names:
         forward, backward = (dispatch.refusal(name, problem, c) for c in ("forward", "backward"))
@@ -158,8 +160,26 @@ def check_feature(
             wrong = (f"{type(error).__name__}: {error}",)
             results[name] = Result(math.nan, math.nan, wrong)
         else:
-            results[name] = replace(_judge(values, ref, std, noise, dtype), refusal=backward)
+            results[name] = replace(judge(values), refusal=backward)
     return results
+
+
+class Judge:
+    """The definition of a call, and the rule that its values must meet."""
+
+    def __init__(self, call: Call, dout: Tensor, dlse: Tensor) -> None:
+        self.dtype = call.q.dtype
+        half = torch.float32 if self.dtype == torch.float64 else self.dtype
+        self.ref = _definition(call, dout, dlse, torch.float64)
+        self.std = _definition(call, dout, dlse, half)
+        self.problem, tensors = _build_problem(call, call.leaves())
+        known = (self.ref["out"], self.ref["lse"], dout, dlse)
+        known = tuple(t[None] for t in known) if self.problem.varlen else known
+        self.noise = tolerance.noise(self.problem, tensors, *known)
+
+    def __call__(self, values: Values) -> Result:
+        """Return the errors of the values, and a sentence for each that breaks the rule."""
+        return _judge(values, self.ref, self.std, self.noise, self.dtype)
 
 
 def _judge(
@@ -167,15 +187,20 @@ def _judge(
 ) -> Result:
     """Return the errors of the values, and a sentence for each that breaks the rule."""
     errors: dict[str, list[float]] = {"forward": [], "gradients": []}
+    shares: dict[str, list[float]] = {"forward": [], "gradients": []}
     wrong = []
     for name, x in values.items():
         kind = "forward" if name in ("out", "lse") else "gradients"
         factor = tolerance.OUTPUT if kind == "forward" else tolerance.GRADIENT
-        text = tolerance.complaint(x, ref[name], std[name], dtype, factor, noise[name])
+        rule = (x, ref[name], std[name], dtype, factor, noise[name])
+        text = tolerance.complaint(*rule)
         if text is not None:
             wrong.append(f"{name}: {text}")
         errors[kind].append(tolerance.relative_error(x, ref[name]))
-    return Result(_worst(errors["forward"]), _worst(errors["gradients"]), tuple(wrong))
+        shares[kind].append(tolerance.share(*rule))
+    forward, gradients = (_worst(x) for x in errors.values())
+    parts = _worst(shares["forward"]), _worst(shares["gradients"])
+    return Result(forward, gradients, tuple(wrong), shares=parts)
 
 
 def _worst(errors: list[float]) -> float | None:

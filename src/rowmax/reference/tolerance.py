@@ -102,9 +102,38 @@ def complaint(
     finite = ref.isfinite()
     if not torch.equal(x.isfinite(), finite) or not torch.equal(x[~finite], ref[~finite]):
         return "not infinite where the definition is"
-    x, ref, std = x[finite], ref[finite], std[finite]
-    if x.numel() == 0:
+    if not finite.any():
         return None
+    found = bounds(x[finite], ref[finite], std[finite], dtype, factor, noise)
+    if not found.error <= found.allowed:
+        compared = f"max error {found.error:.3g}, allowed {found.allowed:.3g}"
+        return f"{compared} (std has {found.theirs:.3g})"
+    if not found.off <= found.limit:
+        compared = f"norm of the error {found.off:.3g}, allowed {found.limit:.3g}"
+        return f"{compared}, of the answer {ref[finite].norm().item():.3g}"
+    return None
+
+
+class Bounds(NamedTuple):
+    """The errors of an answer next to those that the rule allows."""
+
+    error: float  # the largest of an element
+    allowed: float
+    theirs: float  # the largest error of std
+    off: float  # the norm of all errors
+    limit: float
+
+    @property
+    def share(self) -> float:
+        """Return the error as a share of what is allowed, the larger of both comparisons."""
+        pairs = ((self.error, self.allowed), (self.off, self.limit))
+        return max(x / most if most else math.inf if x else 0.0 for x, most in pairs)
+
+
+def bounds(
+    x: Tensor, ref: Tensor, std: Tensor, dtype: torch.dtype, factor: float, noise: Noise
+) -> Bounds:
+    """Return the errors of x and what the rule allows, over numbers in float64 that are finite."""
     scale = TO_FLOAT64 if dtype == torch.float64 else 1.0
     error, largest = (x - ref).abs().max().item(), ref.abs().max().item()
     theirs = (std - ref).abs().max().item() * scale
@@ -112,18 +141,33 @@ def complaint(
     if not math.isfinite(theirs):
         theirs, their_norm = LIMITS[dtype] * largest, LIMITS[dtype] * ref.norm().item()
     allowed = factor * theirs + 2 * ulp(largest, dtype) + noise.largest
-    if not error <= allowed:
-        return f"max error {error:.3g}, allowed {allowed:.3g} (std has {theirs:.3g})"
     size, off = ref.norm().item(), (x - ref).norm().item()
     # If std itself exceeds the limit (dS of a row that sees one key cancels, and is noise),
     # every answer of this dtype would: the factor decides instead.
     limit = max(LIMITS[dtype] * size, factor * their_norm)
     if size <= noise.norm:
         limit = max(limit, noise.norm)
-    limit += noise.cut
-    if not off <= limit:
-        return f"norm of the error {off:.3g}, allowed {limit:.3g}, of the answer {size:.3g}"
-    return None
+    return Bounds(error, allowed, theirs, off, limit + noise.cut)
+
+
+def share(
+    x: Tensor,
+    ref: Tensor,
+    std: Tensor,
+    dtype: torch.dtype,
+    factor: float = OUTPUT,
+    noise: Noise = NO_NOISE,
+) -> float:
+    """Return the error of x as a share of what the rule allows, inf if x is wrong otherwise."""
+    x, ref, std = x.detach().double(), ref.double(), std.double()
+    finite = ref.isfinite()
+    if x.shape != ref.shape or not torch.equal(x[~finite], ref[~finite]):
+        return math.inf
+    if not x[finite].isfinite().all():
+        return math.inf
+    if not finite.any():
+        return 0.0
+    return bounds(x[finite], ref[finite], std[finite], dtype, factor, noise).share
 
 
 def relative_error(x: Tensor, ref: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Cells: the problems that are timed, in named sets, and their inputs."""
+"""Cells: the problems that are measured, and their inputs."""
 
 from __future__ import annotations
 
@@ -83,49 +83,6 @@ def _value(name: str, text: str) -> Any:
     if kind is tuple:
         return tuple(map(int, text.split("+")))
     return kind(int(text)) if kind is bool else kind(text)
-
-
-_CPU = "b=1 hq=8 dtype=float32"
-_LONG = "n=16384 d=128 hq=32 hk=8"
-_CUTS = "73+1980+328+850+361+511+375+1682+219+1580+1174+5864+2613+5035+6306+3817"
-_SHORT = "lengths=2048+1500+1100+600"
-SETS: dict[str, tuple[str, ...]] = {
-    "main": ("d=64|128|256 n=512|1024|2048|4096|8192|16384 causal=0|1",),
-    "features": (
-        f"{_LONG} causal=1 softcap=0|30",
-        f"{_LONG} window=1024",
-        "n=16384 d=128 window=1024",
-        "n=4096 d=128 causal=1 alibi=1",
-        "n=4096 d=128 causal=1 dropout=0.1",
-        "n=16384 d=128 causal=1 documents=16",
-        f"d=128 causal=1 packed={'+'.join(['2048'] * 16)}|{_CUTS}",
-    ),
-    # biases of each pair, shared by sequences, of each key, of each query, with short sequences
-    "bias": (
-        "n=4096 d=128 b=1 bias=1hqk dbias=0|1",
-        "n=4096 d=256 b=1 bias=1hqk dbias=1",
-        "n=2048 d=64|128|256 b=4 bias=1hqk dbias=0|1",
-        "n=2048 d=128 b=4 bias=b11k|11q1 dbias=1",
-        f"n=2048 d=64|128 b=4 bias=1hqk dbias=1 {_SHORT}",
-    ),
-    "shared-bias": ("n=4096 d=64|128 b=4 bias=1hqk|b1qk dbias=1 causal=0|1",),
-    "cpu": (
-        f"causal=0|1 d=64|128 n=512|1024|2048|4096|8192 {_CPU}",
-        f"causal=0|1 n=2048|4096 d=64 bias=1hqk dbias=1 {_CPU}",
-        f"n=2048 d=64 window=256 {_CPU}",
-        f"n=4096 d=128 window=256 {_CPU}",
-        "causal=0|1 n=2048 d=64 b=1 hq=16 hk=4 dtype=float32",
-        "causal=0|1 n=512|2048 d=64 b=1 hq=8",
-    ),
-    "memory": (
-        f"n=8192 d=64 causal=1 {_CPU}",
-        f"n=4096 d=64 bias=1hqk dbias=1 {_CPU}",
-        "n=65536 d=128 hq=1",
-    ),
-    "small": ("n=128 d=64 b=1 hq=4|8 causal=1", "n=512 d=64 b=1 hq=16 causal=1"),
-    "training": ("n=8192 d=128 b=2 hq=8 causal=1 layers=12",),
-    "matmul": ("n=8192 d=8192 hq=1",),
-}
 
 
 @dataclass

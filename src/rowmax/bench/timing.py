@@ -34,7 +34,8 @@ def milliseconds(call: Call, device: str, rested: bool, seconds: float) -> float
     import triton
 
     rep = int(1e3 * seconds)
-    return float(triton.testing.do_bench(call, warmup=rep // 4, rep=rep, return_mode="median"))
+    bench: Any = triton.testing.do_bench
+    return float(bench(call, warmup=rep // 4, rep=rep, return_mode="median"))
 
 
 def after_rest(call: Call, seconds: float) -> float:
@@ -74,6 +75,15 @@ def host_milliseconds(call: Call) -> float:
         times.append((time.perf_counter() - start) / 50)
     wait()
     return 1e3 * statistics.median(times)
+
+
+def free_bytes(device: str) -> int | None:
+    """Return the free memory of the device, None where the system does not report it."""
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    info = Path("/proc/meminfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((1024 * int(x.split()[1]) for x in lines if x.startswith("MemAvailable")), None)
 
 
 def device_mib(call: Call) -> float:

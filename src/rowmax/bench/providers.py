@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
+from importlib.util import find_spec
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import rowmax
 
 from .cells import Cell, Inputs, allowed
+from .timing import free_bytes
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 KERNELS = {
@@ -32,10 +34,30 @@ KERNELS = {
     "math": SDPBackend.MATH,
 }
 FLASH = {"fa2": "flash_attn", "fa3": "flash_attn_interface", "fa4": "flash_attn.cute"}
+NAMES = ("rowmax", *KERNELS, "flex", *FLASH, "xformers", "none")
+#: matrices of scores, in float32, that SDPA's math kernel holds forward and backward
+MATRICES = 6
 
 
 class UnsupportedError(RuntimeError):
     """The provider does not compute the cell."""
+
+
+def installed_providers(device: str) -> tuple[str, ...]:
+    """Return rowmax and the peers that this device can run, without those that compile on a CPU."""
+    if device == "cpu":
+        return ("rowmax", "flash", "math")
+    flash = {"fa2": "flash_attn.flash_attn_interface"}  # fa4 alone also has a flash_attn
+    found = [name for name, module in FLASH.items() if _is_there(flash.get(name, module))]
+    return ("rowmax", "cudnn", "flash", "efficient", "math", "flex", *found)
+
+
+def _is_there(module: str) -> bool:
+    """Return True if a module can be found, without importing it whole."""
+    try:
+        return find_spec(module) is not None
+    except ImportError:
+        return False
 
 
 class Provider(NamedTuple):
@@ -110,6 +132,8 @@ class _Nothing(torch.autograd.Function):
 def of_sdpa(cell: Cell, x: Inputs, kernel: SDPBackend | None) -> Attend:
     """Return torch's SDPA with one of its kernels; None: torch chooses."""
     refuse(cell, "softcap")
+    if kernel is SDPBackend.MATH:
+        _refuse_matrices(cell, x.q.device.type)
     if cell.packed:  # a call for each sequence
         refuse(cell, "bias alibi")
         each = [of_sdpa(replace(cell, n=n, packed=()), x, kernel) for n in cell.packed]
@@ -144,6 +168,14 @@ def of_sdpa(cell: Cell, x: Inputs, kernel: SDPBackend | None) -> Attend:
             return scaled_dot_product_attention(q, k, v, mask, **options)
 
     return attend
+
+
+def _refuse_matrices(cell: Cell, device: str) -> None:
+    """Raise an UnsupportedError if the matrices of scores do not fit into free memory."""
+    wanted, free = 4 * MATRICES * cell.b * cell.hq * cell.n**2, free_bytes(device)
+    if free is not None and wanted > 0.8 * free:
+        sizes = f"about {wanted / 2**30:.1f} GiB of scores, {free / 2**30:.1f} GiB are free"
+        raise UnsupportedError(sizes)
 
 
 def of_flex(cell: Cell, x: Inputs) -> Attend:
