@@ -28,7 +28,7 @@ nitpicky = True
 #: that no user makes.
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|transformers|types|collections\.abc)\..*|Tensor|'\w+'"),
-    ("py:.*", r"(rowmax\..*\.)?(CallOptions|Problem|Job|Ids|Sizes|Wanted|Tensors|Options|Noise)"),
+    ("py:.*", r"(rowmax\..*\.)?((Call|Warmup)?Options|Problem|Job|Ids|Sizes|Wanted|Tensors|Noise)"),
 ]
 
 myst_heading_anchors = 3

@@ -17,6 +17,7 @@ def main() -> None:
 def require_libraries() -> None:
     """Exit with code 2 and a line on stderr if typer or rich is missing."""
     if find_spec("typer") is None or find_spec("rich") is None:
-        message = 'rowmax: the command line needs typer and rich: pip install "rowmax[cli]"'
+        hint = 'pip install "rowmax[cli]", in a checkout ".[cli]"'
+        message = f"rowmax: the command line needs typer and rich: {hint}"
         print(message, file=sys.stderr)
         raise SystemExit(2)
