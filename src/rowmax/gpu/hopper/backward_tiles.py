@@ -205,7 +205,11 @@ class DbiasConfig(Config):
     BIAS: bool = True
 
     QUERIES_RESIDENT = True
-    SPANS = False  # a tile of the bias is not that of a sequence
+
+    @property
+    def SPANS(self) -> bool:
+        """Return False: a tile of the bias is not that of one sequence."""
+        return False
 
     @property
     def RUNS(self) -> bool:
