@@ -70,6 +70,22 @@ def is_forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
+def unpack_dual(t: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return (t without its tangent at this level, the tangent or None)."""
+    found = forward_ad.unpack_dual(t, level=0)  # torch has one level, and ``torch.func`` its own
+    return (t, None) if found.tangent is None else (found.primal, found.tangent)
+
+
+def make_dual(t: Tensor, tangent: Tensor) -> Tensor:
+    """Return t with a tangent at this level."""
+    return forward_ad.make_dual(t, tangent, level=0)
+
+
+def is_zeros_not_written(t: Tensor) -> bool:
+    """Return True for zeros without memory, as forward mode makes where nothing changes."""
+    return t._is_zerotensor()
+
+
 def is_observed() -> bool:
     """Return True if a tracer, mode, transform or profiler may observe calls of this thread.
 
