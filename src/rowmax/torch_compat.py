@@ -70,10 +70,9 @@ def is_forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
-def unpack_dual(t: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return (t without its tangent at this level, the tangent or None)."""
-    found = forward_ad.unpack_dual(t, level=0)  # torch has one level, and ``torch.func`` its own
-    return (t, None) if found.tangent is None else (found.primal, found.tangent)
+def primal_of(t: Tensor) -> Tensor:
+    """Return a dual tensor without its tangent, at the only level that torch has."""
+    return forward_ad.unpack_dual(t, level=0).primal
 
 
 def make_dual(t: Tensor, tangent: Tensor) -> Tensor:

@@ -17,11 +17,11 @@ from ..torch_compat import (
     SingleLevelFunction,
     below_autograd,
     forward_mode_enabled,
-    is_forward_mode,
     is_transformed,
     is_zeros_not_written,
     make_dual,
-    unpack_dual,
+    primal_of,
+    single_level_autograd,
 )
 from . import flop_counter, library
 
@@ -65,7 +65,10 @@ class Function(SingleLevelFunction):
         if along is None:
             raise NotImplementedError(_NO_TANGENT)
         ctx.along = None  # the graph of the tangents must not outlive them
-        return tuple(along.tangents)
+        return tuple(  # torch takes None for no result that may have a tangent
+            torch.zeros_like(x) if t is None else t
+            for x, t in zip(along.results, along.tangents, strict=True)
+        )
 
     @staticmethod
     def _compiled_autograd_key(ctx: Any) -> tuple[int, ...]:
@@ -103,18 +106,36 @@ def redispatch(operator: Any, below: DispatchKeySet, inputs: tuple[Any, ...]) ->
         return operator.redispatch(below, *inputs)
 
 
+class _Tangents(SingleLevelFunction):
+    """A function without results, which finds the tangents that its inputs have at this level.
+
+    Autograd passes them to ``jvp``. Compiled graphs enter levels of forward mode that
+    ``forward_ad`` in Python does not know, and a view of each input would be traced.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, found: list[Tensor | None], *inputs: Any) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.found = found
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> None:
+        ctx.found.extend(tangents)
+
+
 def unpacked(inputs: Sequence[Any]) -> tuple[list[Any], list[Tensor | None]] | None:
     """Return the inputs without their tangents at this level, and the tangents; None if none has.
 
     A tangent of zeros that are not written is None.
     """
-    if not is_forward_mode():
-        return None
-    pairs = [unpack_dual(x) if isinstance(x, Tensor) else (x, None) for x in inputs]
-    tangents = [None if t is None or is_zeros_not_written(t) else t for _, t in pairs]
+    found: list[Tensor | None] = []
+    with single_level_autograd():
+        _Tangents.apply(found, *inputs)  # pyright: ignore
+    tangents = [None if t is None or is_zeros_not_written(t) else t for t in found]
     if all(t is None for t in tangents):
         return None
-    return [x for x, _ in pairs], tangents
+    pairs = zip(inputs, found, strict=True)
+    return [x if t is None else primal_of(x) for x, t in pairs], tangents
 
 
 def register(name: str, kernel: Callable[..., Any]) -> None:
