@@ -398,6 +398,5 @@ def test_the_backward_compiles_as_it_runs() -> None:
     first = torch.autograd.grad(attention(q, k, v).square().sum(), q, create_graph=True)[0]
     with (
         compiled_autograd._enable(torch.compile(backend="eager")),
-        pytest.raises(NotImplementedError, match="second derivatives"),
     ):
         first.sum().backward()

@@ -54,6 +54,8 @@ class Explanation:
     Attributes:
         problem: shapes, dtypes and features, as backends see them.
         forward, backward: the jobs with their backends, and why other backends have none.
+        tangent, tangent_backward: the same of forward mode, and of its backward: together they
+            compute every second derivative.
         tiles: skipped, partial and full tiles of 128 by 128, and the pairs in visited tiles.
         forward_flops, backward_flops: operations of the matrix products in visited tiles.
         output_bytes: the size of out and lse.
@@ -63,6 +65,8 @@ class Explanation:
     problem: Problem
     forward: Choice
     backward: Choice
+    tangent: Choice
+    tangent_backward: Choice
     tiles: Tiles
     forward_flops: int
     backward_flops: int
@@ -123,6 +127,8 @@ def explain(
         problem=problem,
         forward=_choice(problem, "forward", given.backend),
         backward=_choice(problem, "backward", given.backend),
+        tangent=_choice(problem, "tangent", given.backend),
+        tangent_backward=_choice(problem, "tangent_backward", given.backend),
         tiles=tiles,
         forward_flops=2 * tiles.pairs * (problem.d + problem.dv),
         backward_flops=2 * tiles.pairs * (3 * problem.d + 2 * problem.dv),
@@ -206,6 +212,7 @@ def _lines(e: Explanation) -> Iterator[tuple[str, str]]:
         if call == "forward" or _choices(choice) != _choices(e.forward):
             for other, reason in choice.others.items():
                 yield "", f"  not {other}: {reason}"
+    yield "tangent", ", ".join(_tangents(e))
     t = e.tiles
     yield (
         "tiles",
@@ -221,6 +228,19 @@ def _lines(e: Explanation) -> Iterator[tuple[str, str]]:
         f"out and lse {_scaled(e.output_bytes, 1024, 'B')}; "
         f"a dense score matrix would be {_scaled(e.dense_bytes, 1024, 'B')}",
     )
+
+
+def _tangents(e: Explanation) -> Iterator[str]:
+    """Yield the backends of forward mode and of second derivatives, or why there is none."""
+    whole = {"forward mode": e.tangent, "second derivatives": e.tangent_backward}
+    if e.tangent.backend is not None and e.tangent.backend == e.tangent_backward.backend:
+        whole = {"forward mode and second derivatives": e.tangent}
+    elif e.tangent.backend is None and e.tangent_backward.backend is None:
+        named = e.forward.backend
+        yield f"no backend: {e.tangent.others.get(named or '', 'the call would raise')}"
+        return
+    for name, choice in whole.items():
+        yield f"{choice.backend or 'no backend'} ({name})"
 
 
 def _made(choice: Choice) -> Iterator[str]:

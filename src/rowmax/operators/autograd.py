@@ -197,7 +197,10 @@ class _AttentionBackward(Function):
             inputs = needed[_N_ROWS : _N_ROWS + library.N_DIFFERENTIABLE]
             given = ((dout, dlse), (out, lse), inputs, tensors, ctx.options)
             of_dout, of_dlse, gradients = second_order.of_backward(grads, *given)
-            found = (of_dout, of_dlse, *(None,) * (_N_ROWS - 2), *gradients)
+            none = (None, None)
+            if torch.compiler.is_compiling():  # compiled autograd adds gradients, and no None
+                none = (torch.zeros_like(out), torch.zeros_like(lse))
+            found = (of_dout, of_dlse, *none, None, *gradients)
         return (None, *found, *(None,) * (len(needed) - len(found)))
 
 
