@@ -6,6 +6,15 @@ wrong = complaints(answer(call, *grads, backend="triton"), expected(call, *grads
 """
 
 from .cases import LEAVES, Call, Case, field_of, make
+from .second_order import (
+    Directions,
+    SecondExpected,
+    directions,
+    second_answer,
+    second_complaints,
+    second_definition,
+    second_expected,
+)
 from .table import CASES, COVERING, tagged
 from .tolerance import (
     Answer,
@@ -27,16 +36,23 @@ __all__ = [
     "Answer",
     "Call",
     "Case",
+    "Directions",
     "Expected",
+    "SecondExpected",
     "answer",
     "complaint",
     "complaints",
     "cotangents",
     "definition",
+    "directions",
     "expected",
     "field_of",
     "make",
     "poisoned",
     "refusal",
+    "second_answer",
+    "second_complaints",
+    "second_definition",
+    "second_expected",
     "tagged",
 ]
