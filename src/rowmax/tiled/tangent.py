@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..call.inputs import Tangents, Tensors
 from ..call.problem import Problem, each_sequence
-from ..rules.over_tensors import moved, out_tangent, sink_in_tangent, with_sink
+from ..rules.over_tensors import moved, out_tangent, sink_in_tangent, tangent_base, with_sink
 from .scores import (
     factor,
     folded,
@@ -71,7 +71,7 @@ def _strip(
     if tangents.q is not None:
         tq = strip.queries(tangents.q.detach(), group, dtype) * factor(problem)
     m = q.new_full((*q.shape[:2], 1), -torch.inf)
-    l, tl = torch.zeros_like(m), torch.zeros_like(m)
+    l, tl, r = torch.zeros_like(m), torch.zeros_like(m), torch.zeros_like(m)
     O = q.new_zeros(*q.shape[:2], problem.dv)
     tO = torch.zeros_like(O)
     for cols, full in strip.tiles:
@@ -90,8 +90,10 @@ def _strip(
         m_new, base = moved(m, S.amax(-1, keepdim=True))
         P = power_(problem, S.sub_(base))
         alpha = power_(problem, m - base)
-        T = P * T
-        l = alpha * l + P.sum(-1, keepdim=True)
+        tile_l = P.sum(-1, keepdim=True)
+        r = tangent_base(l, tile_l, (P * T).sum(-1, keepdim=True), r)
+        T = T.sub_(r).mul_(P)
+        l = alpha * l + tile_l
         tl = alpha * tl + T.sum(-1, keepdim=True)
         if problem.dropout_threshold:
             R = kept(problem, tensors, strip, cols)
@@ -107,10 +109,10 @@ def _strip(
         sink = sink_of(problem, tensors.sink, strip, m)
         m, l, alpha = with_sink(m, l, sink)
         O, tO, tl = O.mul_(alpha), tO.mul_(alpha), tl * alpha
-        if tangents.sink is not None:
-            tl = sink_in_tangent(tl, 1.0, m, sink, sink_of(problem, tangents.sink, strip, m))
+        tsink = -r if tangents.sink is None else sink_of(problem, tangents.sink, strip, m) - r
+        tl = sink_in_tangent(tl, 1.0, m, sink, tsink)
     empty = m == -torch.inf
     l = l.masked_fill(empty, 1.0)
     e = (m + torch.log(l)).masked_fill(empty, -torch.inf)
     out, te = O.div_(l), (tl / l).masked_fill(empty, 0.0)
-    return out, e, out_tangent(tO.div_(l), te, out), te
+    return out, e, out_tangent(tO.div_(l), te, out), te + r
