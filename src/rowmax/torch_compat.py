@@ -75,11 +75,6 @@ def primal_of(t: Tensor) -> Tensor:
     return forward_ad.unpack_dual(t, level=0).primal
 
 
-def make_dual(t: Tensor, tangent: Tensor) -> Tensor:
-    """Return t with a tangent at this level."""
-    return forward_ad.make_dual(t, tangent, level=0)
-
-
 def is_zeros_not_written(t: Tensor) -> bool:
     """Return True for zeros without memory, as forward mode makes where nothing changes."""
     return t._is_zerotensor()

@@ -132,7 +132,7 @@ class _Attention(Function):
             ctx.prepared, ctx.options = None, inputs[library.N_TENSORS :]
             if isinstance(way, Along):
                 ctx.along = way
-                out, lse = (t.detach() for t in way.results)
+                out, lse = way.values()
             else:
                 out, lse = redispatch(torch.ops.rowmax.forward.default, way, inputs)
         ctx.set_materialize_grads(False)
@@ -176,7 +176,7 @@ class _AttentionBackward(Function):
     def forward(ctx: Any, way: DispatchKeySet | Along, *inputs: Any) -> tuple[Tensor, ...]:
         if isinstance(way, Along):
             ctx.along = way
-            gradients = tuple(t.detach() for t in way.results)
+            gradients = way.values()
         else:
             gradients = redispatch(torch.ops.rowmax.backward.default, way, inputs)
         ctx.set_materialize_grads(False)
@@ -224,10 +224,10 @@ def _backward(operator: Any, below: DispatchKeySet, *inputs: Any) -> Any:
 def _recorded(
     function: type[Function], operator: Any, way: DispatchKeySet | Along, inputs: tuple[Any, ...]
 ) -> Any:
-    if any_requires_grad(inputs):
-        with single_level_autograd():
-            return function.apply(way, *inputs)  # pyright: ignore
-    return way.duals() if isinstance(way, Along) else operator.redispatch(way, *inputs)
+    if not isinstance(way, Along) and not any_requires_grad(inputs):
+        return operator.redispatch(way, *inputs)
+    with single_level_autograd():
+        return function.apply(way, *inputs)  # pyright: ignore
 
 
 register("forward", _forward)

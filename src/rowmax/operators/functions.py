@@ -19,7 +19,6 @@ from ..torch_compat import (
     forward_mode_enabled,
     is_transformed,
     is_zeros_not_written,
-    make_dual,
     primal_of,
     single_level_autograd,
 )
@@ -45,12 +44,9 @@ class Along(NamedTuple):
     results: Sequence[Tensor]
     tangents: Sequence[Tensor | None]
 
-    def duals(self) -> tuple[Tensor, ...]:
-        """Return the results as dual tensors."""
-        return tuple(
-            x if t is None else make_dual(x, t)
-            for x, t in zip(self.results, self.tangents, strict=True)
-        )
+    def values(self) -> tuple[Tensor, ...]:
+        """Return the results without their graph. The older ``vmap`` has no rule for detach."""
+        return tuple(t.detach() if t.requires_grad else t for t in self.results)
 
 
 class Function(SingleLevelFunction):

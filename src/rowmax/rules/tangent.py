@@ -6,10 +6,12 @@ running sums, rescaled by ``alpha`` as ``l`` and ``O`` are,
     tl' = alpha tl + rowsum P s'        (P before dropout)
     tO' = alpha tO + (P R s') V + (P R) V'
 
-and at the end ``LSE' = tl / l``, ``out' = tO / l - LSE' out``. s' is natural. A part of s' that a
-row has in common (of slopes at distances of thousands, of a bias that moves as a whole) cancels
-there after rounding. So a backend may subtract a number r of the row from every s', best the mean of s' over the first
-tile in which it has weights: then ``LSE' = r + tl / l``, ``out' = tO / l - (LSE' - r) out``.
+and at the end ``LSE' = tl / l``, ``out' = tO / l - LSE' out``. s' is natural.
+
+A part of s' that a row has in common (of slopes at distances of thousands, of a bias that moves as
+a whole) cancels there after rounding. So a backend may subtract a number r of the row from every
+s', best the mean of s' over the first tile in which the row has weights. Then ``LSE' = r + tl / l``
+and ``out' = tO / l - (LSE' - r) out``.
 
 Backward of both, for cotangents e of out, a of LSE, g of out' and a' of LSE', with P recomputed
 from LSE and ``D = s' - LSE'``:
@@ -32,8 +34,8 @@ from .softmax import LOG2E, exp2, inf, where
 def sink_in_tangent(tl, alpha, m, sink, tsink):
     """Return tl' with the sink as one more score, of tangent ``tsink``.
 
-    Its weight is ``exp(sink - m)``; m, which includes the sink, and alpha are of ``with_sink``. r is
-    subtracted from ``tsink`` as from every s'.
+    Its weight is ``exp(sink - m)``; m, which includes the sink, and alpha are of ``with_sink``. A
+    number r is subtracted from ``tsink`` as from every s'.
     """
     return tl * alpha + exp2((sink - where(m == -inf, 0.0, m)) * LOG2E) * tsink
 
