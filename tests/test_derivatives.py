@@ -377,8 +377,6 @@ def test_a_named_backend_without_tangents_refuses() -> None:
         ValueError, match=r"cannot take this tangent \(forward mode\): cpu: it comp"
     ):
         torch.func.jvp(call, (q,), (q,))
-    with pytest.raises(ValueError, match=r"neither tangents .* the torch backend does"):
-        _second(call, q)
     problem, _ = make(Case("plain")).problem()
     assert "neither tangents" in str(dispatch.refusal("cpu", problem, "tangent_backward"))
 

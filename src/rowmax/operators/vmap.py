@@ -142,7 +142,7 @@ def _folded(size: int, t: Tensors, batched: set[str], wanted: Wanted | None) -> 
     """Return the inputs of one call over all slices, or None if the slices need separate calls."""
     if t.seed is not None or t.cu_seqlens_q is not None or batched & {"sink", "heads"}:
         return None
-    if wanted is not None and wanted.sink:
+    if wanted is not None and (wanted.sink or wanted.heads):
         return None
     batch = t.q.shape[1 if "q" in batched else 0]
     large = {}
