@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rowmax
 
@@ -443,6 +444,36 @@ def test_vmap_of_derivatives(term: str | None, transform: str) -> None:
     got = torch.vmap(derivative)(q, extra)
     want = torch.vmap(functools.partial(derivative, backend="reference"))(q, extra)
     torch.testing.assert_close(got, want)
+
+
+class _Calls(TorchDispatchMode):
+    """The names of rowmax's operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "rowmax" in str(func):
+            self.names.append(str(func).split(".")[1])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_jacobian_is_one_call(with_bias: bool) -> None:
+    q, k, v = inputs(2, 4)
+    b = torch.randn(4, 4) if with_bias else None
+
+    def call(q: Tensor) -> Tensor:
+        return attention(q, k, v, bias=b).square().sum((1, 2, 3))
+
+    with _Calls() as calls:
+        torch.func.jacfwd(call)(q)
+    assert calls.names == ["tangent"]
+    with _Calls() as calls:
+        torch.func.hessian(call)(q)
+    assert set(calls.names) == {"tangent", "tangent_backward"}
+    assert len(calls.names) == 2
 
 
 @pytest.mark.parametrize("name", ["q", "bias", "bias-shared", "sink", "alibi", "packed"])
