@@ -289,7 +289,7 @@ _WAYS: dict[str, Callable[[Tensor, Callable], Any]] = {
 }
 
 
-#: what torch itself cannot compile, and raises: by the way and the compilers
+#: compilers that torch itself refuses, by the way
 _NOT_COMPILED = {
     "jvp-of-compiled": ("eager", "aot_eager"),  # transform inside the compiled function instead
     "linearize": ("eager", "aot_eager"),
