@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rowmax
 from rowmax import tiled
+from rowmax.call.inputs import HEAD_TERMS
 from rowmax.call.problem import Tensors, Wanted
 from rowmax.rules import mask as rules
 from rowmax.rules.dropout import keep_columns, keep_tile
@@ -242,7 +243,17 @@ def test_refuses_only_what_it_has_not():
     problem, _ = make(COVERING[0]).problem()
     assert tiled.supports(problem, "forward") is None
     assert tiled.supports(problem, "backward") is None
-    assert tiled.supports(problem, "tangent") == "it has no tangent"
+    assert tiled.supports(problem, "tangent") is None
+
+
+def test_refuses_tangents_of_terms_that_bend_scores(monkeypatch: pytest.MonkeyPatch):
+    """Their second derivatives need rules that added terms do not."""
+    problem, _ = make(Case("alibi", alibi=True)).problem()
+    assert tiled.supports(problem, "tangent_backward") is None
+    monkeypatch.setitem(HEAD_TERMS, "alibi", HEAD_TERMS["alibi"]._replace(added=False))
+    assert tiled.supports(problem, "backward") is None
+    for call in ("tangent", "tangent_backward"):
+        assert tiled.supports(problem, call) == "it has no tangent of alibi"
 
 
 def test_gradcheck():

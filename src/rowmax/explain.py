@@ -69,6 +69,9 @@ class Explanation:
         problem: shapes, dtypes and features, as backends see them.
         forward: the jobs with their backends, and why other backends have none.
         backward: those of the backward.
+        tangent: those of forward mode.
+        tangent_backward: those of the backward of forward mode: with ``tangent`` they compute every
+            second derivative.
         tiles: skipped, partial and full tiles of 128 by 128, and the pairs in visited tiles.
         forward_flops: operations of the matrix products in visited tiles.
         backward_flops: those of the backward.
@@ -79,6 +82,8 @@ class Explanation:
     problem: Problem
     forward: Choice
     backward: Choice
+    tangent: Choice
+    tangent_backward: Choice
     tiles: Tiles
     forward_flops: int
     backward_flops: int
@@ -139,6 +144,8 @@ def explain(
         problem=problem,
         forward=_choice(problem, "forward", given.backend),
         backward=_choice(problem, "backward", given.backend),
+        tangent=_choice(problem, "tangent", given.backend),
+        tangent_backward=_choice(problem, "tangent_backward", given.backend),
         tiles=tiles,
         forward_flops=2 * tiles.pairs * (problem.d + problem.dv),
         backward_flops=2 * tiles.pairs * (3 * problem.d + 2 * problem.dv),
@@ -222,6 +229,7 @@ def _lines(e: Explanation) -> Iterator[tuple[str, str]]:
         if call == "forward" or _choices(choice) != _choices(e.forward):
             for other, reason in choice.others.items():
                 yield "", f"  not {other}: {reason}"
+    yield "tangent", ", ".join(_tangents(e))
     t = e.tiles
     yield (
         "tiles",
@@ -237,6 +245,19 @@ def _lines(e: Explanation) -> Iterator[tuple[str, str]]:
         f"out and lse {_scaled(e.output_bytes, 1024, 'B')}; "
         f"a dense score matrix would be {_scaled(e.dense_bytes, 1024, 'B')}",
     )
+
+
+def _tangents(e: Explanation) -> Iterator[str]:
+    """Yield the backends of forward mode and of second derivatives, or why there is none."""
+    whole = {"forward mode": e.tangent, "second derivatives": e.tangent_backward}
+    if e.tangent.backend is not None and e.tangent.backend == e.tangent_backward.backend:
+        whole = {"forward mode and second derivatives": e.tangent}
+    elif e.tangent.backend is None and e.tangent_backward.backend is None:
+        named = e.forward.backend
+        yield f"no backend: {e.tangent.others.get(named or '', 'the call would raise')}"
+        return
+    for name, choice in whole.items():
+        yield f"{choice.backend or 'no backend'} ({name})"
 
 
 def _made(choice: Choice) -> Iterator[str]:

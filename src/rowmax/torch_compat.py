@@ -74,6 +74,16 @@ def is_forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
+def primal_of(t: Tensor) -> Tensor:
+    """Return a dual tensor without its tangent, at the only level that torch has."""
+    return forward_ad.unpack_dual(t, level=0).primal
+
+
+def is_zeros_not_written(t: Tensor) -> bool:
+    """Return True for zeros without memory, as forward mode makes where nothing changes."""
+    return t._is_zerotensor()
+
+
 def is_observed() -> bool:
     """Return True if a tracer, mode, transform or profiler may observe calls of this thread.
 

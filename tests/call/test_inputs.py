@@ -12,6 +12,7 @@ from rowmax.call.inputs import (
     Gradients,
     Options,
     Positions,
+    Tangents,
     Tensors,
     Wanted,
     parameters_of,
@@ -23,7 +24,7 @@ from rowmax.testing import CASES, Case, make
 
 
 def test_records_have_the_fields_of_the_declaration() -> None:
-    assert Gradients._fields == Wanted._fields == DIFFERENTIABLE
+    assert Gradients._fields == Tangents._fields == Wanted._fields == DIFFERENTIABLE
     assert Tensors._fields[: len(DIFFERENTIABLE)] == DIFFERENTIABLE
 
 

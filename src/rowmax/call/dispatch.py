@@ -13,10 +13,12 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
-from .inputs import Gradients, Options, Tensors, Wanted
+from .inputs import Cotangents, Gradients, Options, Tangents, Tensors, Wanted, WantedSecond
 from .problem import Problem, problem_of
 
-Call = Literal["forward", "backward"]
+Call = Literal["forward", "backward", "tangent", "tangent_backward"]
+#: calls that a backend may be without, and that one backend computes whole
+SECOND_ORDER = ("tangent", "tangent_backward")
 
 #: every backend, the most specialised first
 NAMES = ("hopper", "triton", "cpu", "torch", "reference")
@@ -41,8 +43,9 @@ PLAIN_OPERATIONS = ("reference",)
 class Backend(Protocol):
     """The functions that the module of a backend has.
 
-    It may have three more. ``lacks(problem, call) -> dict[str, str]`` names the results that it
-    does not compute of a call that ``supports`` accepts, each with the reason.
+    It may have those of ``SecondOrder``, and three more. ``lacks(problem, call) -> dict[str, str]``
+    names the results that it does not compute of a call that ``supports`` accepts, each with the
+    reason.
     ``notes(problem, call) -> list[str]`` returns sentences that ``explain`` prints below a job.
     ``record(run, given)`` returns the results of ``run(given)``, and a function that repeats its
     launches for tensors like these or returns None. In its place it returns False if such calls
@@ -71,6 +74,34 @@ class Backend(Protocol):
         ...
 
 
+class SecondOrder(Protocol):
+    """The functions of a backend that also computes tangents. ``lacks`` is not read of them."""
+
+    def tangent(
+        self, problem: Problem, tensors: Tensors, tangents: Tangents
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return (out, lse, tout, tlse), in one pass: the results and their tangents."""
+        ...
+
+    def tangent_backward(
+        self,
+        problem: Problem,
+        tensors: Tensors,
+        tangents: Tangents,
+        out: Tensor,
+        lse: Tensor,
+        tout: Tensor,
+        tlse: Tensor,
+        cotangents: Cotangents,
+        wanted: WantedSecond,
+    ) -> tuple[Gradients, Gradients]:
+        """Return the wanted gradients of the inputs and of the tangents, as a backward does.
+
+        ``cotangents`` are those of (out, lse, tout, tlse).
+        """
+        ...
+
+
 class Limit(NamedTuple):
     """A limit of a backend, and the sentence about a problem past it."""
 
@@ -90,7 +121,8 @@ class Job(NamedTuple):
     """Results of a call that one backend computes together."""
 
     call: Call
-    results: tuple[str, ...]  # out and lse; or some of dq, dk, dv, dbias, dsink, dheads
+    #: out and lse; or some of dq, dk, dv, dbias, dsink, dheads. Of tangents: tout, tlse; dtq, ...
+    results: tuple[str, ...]
     backend: str | None  # None: the backend that was named does not compute them
     reason: str | None = None  # why no backend before it computes them
 
@@ -162,6 +194,24 @@ class Prepared:
 
         return self._run(key, plan.computes(wanted), run, given)
 
+    def tangent(self, tensors: Tensors, tangents: Tangents) -> tuple[Tensor, ...]:
+        """Return (out, lse, tout, tlse)."""
+        backend: Any = choose(self.problem, "tangent", self.options.backend).first
+        return backend.tangent(self.problem, tensors, tangents)
+
+    def tangent_backward(
+        self,
+        tensors: Tensors,
+        tangents: Tangents,
+        results: Iterable[Tensor],
+        cotangents: Cotangents,
+        wanted: WantedSecond,
+    ) -> tuple[Gradients, Gradients]:
+        """Return the wanted gradients, from the results of ``tangent``."""
+        backend: Any = choose(self.problem, "tangent_backward", self.options.backend).first
+        given = (tensors, tangents, *results, cotangents, wanted)
+        return backend.tangent_backward(self.problem, *given)
+
     def _run(self, key: Any, backend: Backend | None, run: Callable[[Any], Any], given: Any) -> Any:
         record = getattr(backend, "record", None)
         if record is None or key not in self._again:
@@ -197,6 +247,9 @@ def prepared(tensors: Tensors, options: Options) -> Prepared:
     return found
 
 
+_IN_WORDS = {"tangent": "tangent (forward mode)", "tangent_backward": "second derivative"}
+
+
 @lru_cache(maxsize=512)
 def choose(problem: Problem, call: Call, name: str | None = None) -> Plan:
     """Return the plan of a call: each result from backend ``name``, or from the first that can.
@@ -214,7 +267,7 @@ def choose(problem: Problem, call: Call, name: str | None = None) -> Plan:
         if reason is not None:
             refusals[candidate] = reason
             continue
-        lacking = lacks(candidate, problem, call)
+        lacking = {} if call in SECOND_ORDER else lacks(candidate, problem, call)
         made = tuple(result for result in missing if result not in lacking)
         if made:
             jobs.append(Job(call, made, candidate, _joined(missing, made)))
@@ -227,7 +280,8 @@ def choose(problem: Problem, call: Call, name: str | None = None) -> Plan:
     if not jobs:
         refusals.update({result: reason for result, reason in missing.items() if reason})
         reasons = "; ".join(f"{n}: {r}" for n, r in refusals.items())
-        raise ValueError(f"backend: got {name!r}; it cannot take this {call}: {reasons}")
+        what = _IN_WORDS.get(call, call)
+        raise ValueError(f"backend: got {name!r}; it cannot take this {what}: {reasons}")
     loaded = [_load(job.backend) for job in jobs if job.backend is not None]
     if missing:
         jobs.append(Job(call, tuple(missing), None, _joined(missing, tuple(missing))))
@@ -277,6 +331,11 @@ def run_backward(
     return found
 
 
+_NO_SECOND_ORDER = (
+    "it computes neither tangents (forward mode) nor second derivatives; the torch backend does"
+)
+
+
 def refusal(name: str, problem: Problem, call: Call) -> str | None:
     """Return why the backend cannot take the call, or None."""
     devices = _DEVICES.get(name)
@@ -290,6 +349,8 @@ def refusal(name: str, problem: Problem, call: Call) -> str | None:
         return f"{error.name} is not installed{hint}"
     except (ImportError, OSError, RuntimeError) as error:
         return _broken(name, f"it cannot be loaded: {type(error).__name__}: {error}")
+    if getattr(backend, call, None) is None:
+        return _NO_SECOND_ORDER
     return backend.supports(problem, call)
 
 
@@ -316,8 +377,12 @@ def _results(problem: Problem, call: Call) -> tuple[str, ...]:
     """Return the names of all results that a call can have."""
     if call == "forward":
         return "out", "lse"
-    present = {"dbias": problem.bias is not None, "dsink": problem.sink, "dheads": problem.heads}
-    return ("dq", "dk", "dv", *(name for name, there in present.items() if there))
+    if call == "tangent":
+        return "out", "lse", "tout", "tlse"
+    present = {"bias": problem.bias is not None, "sink": problem.sink, "heads": problem.heads}
+    names = ["q", "k", "v", *(name for name, there in present.items() if there)]
+    kinds = ("d", "dt") if call == "tangent_backward" else ("d",)
+    return tuple(kind + name for kind in kinds for name in names)
 
 
 def _part(job: Job, wanted: Wanted) -> Wanted:

@@ -30,6 +30,19 @@ def backward_flops(problem: Problem, lengths: Lengths | None = None) -> int:
     return 2 * _pairs(problem, lengths) * (3 * problem.d + 2 * problem.dv)
 
 
+def tangent_flops(problem: Problem, lengths: Lengths | None = None) -> int:
+    """Return the operations of a forward, of ``q' k^T``, ``q k'^T``, ``(P s') v`` and ``P v'``."""
+    return 2 * _pairs(problem, lengths) * (3 * problem.d + 3 * problem.dv)
+
+
+def tangent_backward_flops(problem: Problem, lengths: Lengths | None = None) -> int:
+    """Return the operations of three products of scores, three of ``dO v^T``, and the gradients'.
+
+    dV takes two products and dV' one, dQ and dK two each, dQ' and dK' one.
+    """
+    return 2 * _pairs(problem, lengths) * (9 * problem.d + 6 * problem.dv)
+
+
 def _pairs(problem: Problem, lengths: Lengths | None) -> int:
     """Return the number of allowed pairs of all heads and sequences."""
     if lengths is not None:

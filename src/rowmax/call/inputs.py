@@ -132,6 +132,36 @@ class Wanted(NamedTuple):
     heads: bool = False
 
 
+class Tangents(NamedTuple):
+    """The tangents of the inputs, each of its input's shape and dtype. None is zero."""
+
+    q: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+    bias: Tensor | None = None
+    sink: Tensor | None = None
+    heads: Tensor | None = None
+
+
+class Cotangents(NamedTuple):
+    """The gradients of the results of a tangent. None is zero."""
+
+    out: Tensor | None = None  # e of the formulas, like out
+    lse: Tensor | None = None  # a, like lse
+    tout: Tensor | None = None  # g, like out
+    tlse: Tensor | None = None  # a', like lse
+
+
+class WantedSecond(NamedTuple):
+    """The gradients that a ``tangent_backward`` computes.
+
+    The gradient of a tangent may be wanted where the tangent is None.
+    """
+
+    inputs: Wanted
+    tangents: Wanted
+
+
 def _hints(record: type) -> dict[str, Any]:
     return get_type_hints(record, include_extras=True)
 

@@ -2,12 +2,12 @@
 
 The autograd kernels are our own. ``torch.library.register_autograd`` would make ones that lose
 tangents (forward mode would silently give zero) and that fail under ``torch.func`` while compiling.
-These refuse what they cannot do, wherever they run: eager, traced or exported.
+These refuse what they cannot do, wherever they run: eager, traced or exported. Second derivatives
+are in ``second_order.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,21 +19,17 @@ from ..call.inputs import Options, Tensors, Wanted
 from ..call.problem import Problem
 from ..torch_compat import (
     DispatchKeySet,
-    SingleLevelFunction,
     any_requires_grad,
-    below_autograd,
-    forward_mode_enabled,
     is_batched,
     is_fake,
-    is_forward_mode,
     is_observed,
     is_traced,
     is_traced_by_make_fx,
-    is_transformed,
     plain_addresses,
     single_level_autograd,
 )
-from . import flop_counter, library
+from . import flop_counter, library, second_order
+from .functions import Along, Function, redispatch, register, unpacked
 
 
 def attend(tensors: Tensors, options: Options, prepared: Prepared | None) -> tuple[Tensor, Tensor]:
@@ -99,35 +95,6 @@ def _connected(x: Tensor, tensors: Tensors) -> Tensor:
 
 # --- the functions of autograd -----------------------------------------------------------------
 
-_WAY_OUT = (
-    'backend="reference", neither compiled nor traced (it is dense: memory for Nq x Nk scores), or '
-    "torch's own scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH)"
-)
-_NO_TANGENT = (
-    "rowmax: forward-mode derivatives (jvp, dual tensors) are not supported here; use reverse mode "
-    f"(backward, torch.func.grad or vjp), {_WAY_OUT}"
-)
-_NO_SECOND = (
-    "rowmax: second derivatives (create_graph=True followed by a backward, hessian) are not "
-    f"supported here; use {_WAY_OUT}"
-)
-
-
-class _Function(SingleLevelFunction):
-    """Forward mode and compiled autograd of both functions."""
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise NotImplementedError(_NO_TANGENT)
-
-    @staticmethod
-    def _compiled_autograd_key(ctx: Any) -> tuple[int, ...]:
-        """Return the key of ``torch.autograd.Function``, for compiled autograd.
-
-        Dynamo guards everything else that the backward depends on.
-        """
-        return (ctx._autograd_function_id,)
-
 
 def _check_backward(problem: Problem, name: str, wanted: tuple[bool, ...]) -> None:
     """Raise now if the named backend will refuse the backward."""
@@ -140,15 +107,19 @@ def _check_backward(problem: Problem, name: str, wanted: tuple[bool, ...]) -> No
         check_wanted(plan, Wanted(*wanted))
 
 
-class _Attention(_Function):
+class _Attention(Function):
     """The forward operator between autograd and the kernels below it.
 
-    ``way`` is what a call past the dispatcher has prepared, and the inputs are the tensors; or
-    ``way`` holds the dispatch keys below autograd, and the inputs are those of the operator.
+    ``way`` is what a call past the dispatcher has prepared, and the inputs are the tensors. Or the
+    inputs are those of the operator, and ``way`` holds the dispatch keys below autograd, or the
+    results with their tangents. The inputs are saved with their tangents: so a backward at this
+    level has a tangent, too.
     """
 
     @staticmethod
-    def forward(ctx: Any, way: DispatchKeySet | Prepared, *inputs: Any) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, way: DispatchKeySet | Prepared | Along, *inputs: Any
+    ) -> tuple[Tensor, Tensor]:
         tensors = inputs[: library.N_TENSORS]
         if isinstance(way, Prepared):
             ctx.prepared, ctx.options = way, way.options
@@ -159,7 +130,11 @@ class _Attention(_Function):
             # The backend is checked in the backward: the problem of a traced or transformed call
             # may not be the one that runs.
             ctx.prepared, ctx.options = None, inputs[library.N_TENSORS :]
-            out, lse = _redispatch(_forward_operator, way, inputs)
+            if isinstance(way, Along):
+                ctx.along = way
+                out, lse = way.values()
+            else:
+                out, lse = redispatch(torch.ops.rowmax.forward.default, way, inputs)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, out, lse)
         ctx.n_inputs = len(inputs)
@@ -191,53 +166,69 @@ def _wanted(ctx: Any) -> Wanted:
     return Wanted(*needed, *(False,) * (library.N_DIFFERENTIABLE - len(needed)))
 
 
-class _AttentionBackward(_Function):
-    """The backward operator, likewise; it has no derivative yet."""
+_N_ROWS = 5  # arguments of the backward operator before the tensors
+
+
+class _AttentionBackward(Function):
+    """The backward operator, likewise."""
 
     @staticmethod
-    def forward(ctx: Any, below: DispatchKeySet, *inputs: Any) -> tuple[Tensor, ...]:
-        return _redispatch(_backward_operator, below, inputs)
+    def forward(ctx: Any, way: DispatchKeySet | Along, *inputs: Any) -> tuple[Tensor, ...]:
+        if isinstance(way, Along):
+            ctx.along = way
+            gradients = way.values()
+        else:
+            gradients = redispatch(torch.ops.rowmax.backward.default, way, inputs)
+        ctx.set_materialize_grads(False)
+        ctx.wanted = inputs[_N_ROWS - 1]
+        ctx.options = inputs[_N_ROWS + library.N_TENSORS :]
+        ctx.save_for_backward(
+            *inputs[: _N_ROWS - 1], *inputs[_N_ROWS : _N_ROWS + library.N_TENSORS]
+        )
+        return gradients
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        raise NotImplementedError(_NO_SECOND)
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        needed = ctx.needs_input_grad[1:]
+        grads = tuple(g if want else None for g, want in zip(grads, ctx.wanted, strict=True))
+        dout, dlse, out, lse, *tensors = ctx.saved_tensors
+        found: tuple[Any, ...] = ()
+        if any(g is not None for g in grads):
+            inputs = needed[_N_ROWS : _N_ROWS + library.N_DIFFERENTIABLE]
+            given = ((dout, dlse), (out, lse), inputs, tensors, ctx.options)
+            of_dout, of_dlse, gradients = second_order.of_backward(grads, *given)
+            none = (None, None)
+            if torch.compiler.is_compiling():  # compiled autograd adds gradients, and no None
+                none = (torch.zeros_like(out), torch.zeros_like(lse))
+            found = (of_dout, of_dlse, *none, None, *gradients)
+        return (None, *found, *(None,) * (len(needed) - len(found)))
 
 
-def _redispatch(operator: Any, below: DispatchKeySet, inputs: tuple[Any, ...]) -> Any:
-    """Call the kernel below this level's autograd or, in a ``grad(grad)``, the next level.
-
-    A Function's forward runs with gradients off. That is meant for its own level, not the next.
-    """
-    if not is_transformed():
-        return operator.redispatch(below, *inputs)
-    with torch.enable_grad(), forward_mode_enabled(True):
-        return operator.redispatch(below, *inputs)
-
-
-def _autograd(operator: Any, function: type[SingleLevelFunction]) -> Callable[..., Any]:
-    """Return an autograd kernel that records ``function``, at the level of differentiation.
-
-    Under ``torch.func`` the dispatcher calls it once for each level, which is what a
-    single-level function is for.
-    """
-
-    def kernel(keys: DispatchKeySet, *inputs: Any) -> Any:
-        flop_counter.register()
-        below = below_autograd(keys)
-        reverse = any_requires_grad(inputs)
-        if not reverse and not is_forward_mode():
-            return operator.redispatch(below, *inputs)
-        with single_level_autograd():
-            return function.apply(below, *inputs)  # pyright: ignore
-
-    return kernel
+def _forward(operator: Any, below: DispatchKeySet, *inputs: Any) -> Any:
+    """Return out and lse, and record their derivatives at this level of differentiation."""
+    dual = unpacked(inputs)
+    way: Any = below
+    if dual is not None:
+        primals, tangents = dual
+        way = second_order.along_forward(primals, tangents[: library.N_TANGENTS])
+    return _recorded(_Attention, operator, way, inputs)
 
 
-_forward_operator = torch.ops.rowmax.forward.default
-_backward_operator = torch.ops.rowmax.backward.default
-library.LIBRARY.impl(
-    "forward", _autograd(_forward_operator, _Attention), "Autograd", with_keyset=True
-)
-library.LIBRARY.impl(
-    "backward", _autograd(_backward_operator, _AttentionBackward), "Autograd", with_keyset=True
-)
+def _backward(operator: Any, below: DispatchKeySet, *inputs: Any) -> Any:
+    """Return the gradients, and record their derivatives at this level of differentiation."""
+    dual = unpacked(inputs)
+    way = below if dual is None else second_order.along_backward(*dual)
+    return _recorded(_AttentionBackward, operator, way, inputs)
+
+
+def _recorded(
+    function: type[Function], operator: Any, way: DispatchKeySet | Along, inputs: tuple[Any, ...]
+) -> Any:
+    if not isinstance(way, Along) and not any_requires_grad(inputs):
+        return operator.redispatch(way, *inputs)
+    with single_level_autograd():
+        return function.apply(way, *inputs)  # pyright: ignore
+
+
+register("forward", _forward)
+register("backward", _backward)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..call import flops
 from ..call.problem import Problem, problem_of
 from ..torch_compat import active_dispatch_modes, is_fake
-from .library import split
+from .library import N_TANGENTS, second_arguments, split
 
 
 def register() -> None:
@@ -27,8 +27,8 @@ def register() -> None:
     for counter in (module, *counting):
         registry = getattr(counter, "flop_registry", None)
         if registry is not None:
-            registry.setdefault(torch.ops.rowmax.forward, _forward_flops)
-            registry.setdefault(torch.ops.rowmax.backward, _backward_flops)
+            for name, formula in _FORMULAS.items():
+                registry.setdefault(getattr(torch.ops.rowmax, name), formula)
 
 
 def _forward_flops(*inputs: Any, out_val: Any = None) -> int:
@@ -39,6 +39,22 @@ def _backward_flops(
     dout: Tensor, dlse: Any, out: Any, lse: Any, wanted: Any, *inputs: Any, out_val: Any = None
 ) -> int:
     return flops.backward_flops(*_measured(inputs))
+
+
+def _tangent_flops(*inputs: Any, out_val: Any = None) -> int:
+    return flops.tangent_flops(*_measured(inputs[N_TANGENTS:]))
+
+
+def _tangent_backward_flops(*inputs: Any, out_val: Any = None) -> int:
+    return flops.tangent_backward_flops(*_measured(second_arguments(*inputs).inputs))
+
+
+_FORMULAS = {
+    "forward": _forward_flops,
+    "backward": _backward_flops,
+    "tangent": _tangent_flops,
+    "tangent_backward": _tangent_backward_flops,
+}
 
 
 def _measured(inputs: tuple[Any, ...]) -> tuple[Problem, flops.Lengths | None]:

@@ -8,6 +8,9 @@ computed one by one, which is always correct, under
 - a sink or parameters of heads with the vmapped dimension
 - a gradient that is summed over the batch
 - a bias or boolean mask that would be copied to join
+
+A tangent may have the vmapped dimension where its input has none (a Jacobian column by column); the
+input is then expanded.
 """
 
 from __future__ import annotations
@@ -18,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.inputs import INPUTS, Tensors, Wanted
+from ..call.inputs import INPUTS, Tangents, Tensors, Wanted
 
 _N = len(Tensors._fields)
+_T = len(Tangents._fields)
 #: inputs with a row for each sequence; terms whose axes may be 1 join by a rule of their own
 _PER_SEQUENCE = tuple(n for n, x in INPUTS.items() if x.axes[:1] == "b" and "h?" not in x.axes)
 
@@ -58,9 +62,73 @@ def backward(info: Any, in_dims: Sequence[Any], *inputs: Any) -> tuple[Any, Any]
     return tuple(apart), tuple(0 if want else None for want in wanted)
 
 
+def tangent(info: Any, in_dims: Sequence[Any], *inputs: Any) -> tuple[Any, Any]:
+    """Return the same for ``rowmax::tangent``, whose first arguments are the tangents."""
+    size, dims = info.batch_size, (in_dims[:_T], in_dims[_T : _T + _N])
+    slices = Tensors(*_leading(inputs[_T : _T + _N], dims[1]))
+    along = Tangents(*_leading(inputs[:_T], dims[0]))
+    folded = _folded_pair(size, slices, along, dims, None)
+    if folded is None:
+        return _one_by_one(size, torch.ops.rowmax.tangent, in_dims, inputs)
+    batch = slices.q.shape[0 if dims[1][0] is None else 1]
+    results = torch.ops.rowmax.tangent(*folded[1], *folded[0], *inputs[_T + _N :])
+    return tuple(r.unflatten(0, (size, batch)) for r in results), (0,) * len(results)
+
+
+def tangent_backward(info: Any, in_dims: Sequence[Any], *inputs: Any) -> tuple[Any, Any]:
+    """Return the same for ``rowmax::tangent_backward``.
+
+    After the tangents it has out, lse, tout, tlse, their gradients, and wanted.
+    """
+    size, wanted, at = info.batch_size, inputs[_T + 8], _T + 9
+    dims = in_dims[:_T], in_dims[at : at + _N]
+    slices = Tensors(*_leading(inputs[at : at + _N], dims[1]))
+    along = Tangents(*_leading(inputs[:_T], dims[0]))
+    either = Wanted(*(a or b for a, b in zip(wanted[:_T], wanted[_T:], strict=True)))
+    folded = _folded_pair(size, slices, along, dims, either)
+    if folded is None:
+        return _one_by_one(size, torch.ops.rowmax.tangent_backward, in_dims, inputs)
+    given = in_dims[_T : _T + 8]
+    rows = [
+        _joined(size, t, d is not None)
+        for t, d in zip(_leading(inputs[_T : _T + 8], given), given, strict=True)
+    ]
+    tail = inputs[at + _N :]
+    results = torch.ops.rowmax.tangent_backward(*folded[1], *rows, wanted, *folded[0], *tail)
+    first = list[Any](slices[:_T]), list(dims[1][:_T])
+    twice = zip(results, wanted, 2 * first[0], 2 * first[1], strict=True)
+    apart = (
+        r.unflatten(0, (size, x.shape[0 if d is None else 1])) if want else r
+        for r, want, x, d in twice
+    )
+    return tuple(apart), tuple(0 if want else None for want in wanted)
+
+
+def _folded_pair(
+    size: int, t: Tensors, along: Tangents, dims: Sequence[Any], wanted: Wanted | None
+) -> tuple[Tensors, Tangents] | None:
+    """Return the inputs and tangents of one call over all slices, or None as ``_folded``.
+
+    ``dims`` has those of the tangents, then those of the inputs.
+    """
+    own, batched = _names(dims[0]), _names(dims[1])
+    if own & {"sink", "heads"}:
+        return None
+    if t.bias is not None and "bias" in own - batched:
+        t, batched = t._replace(bias=t.bias.expand(size, *t.bias.shape)), batched | {"bias"}
+    folded = _folded(size, t, batched, wanted)
+    if folded is None:
+        return None
+    joined = {name: _joined(size, getattr(along, name), name in own) for name in "qkv"}
+    if along.bias is not None and folded.bias is not None:
+        shared = folded.bias.shape[0] != folded.q.shape[0]  # then so is the tangent
+        joined["bias"] = along.bias if shared else _joined(size, along.bias, "bias" in own)
+    return folded, along._replace(**joined)
+
+
 def _names(dims: Sequence[Any]) -> set[str]:
-    """Return the names of the inputs that have a vmapped dimension."""
-    return {name for name, d in zip(Tensors._fields, dims, strict=True) if d is not None}
+    """Return the names of the inputs, or of the tangents, that have a vmapped dimension."""
+    return {name for name, d in zip(Tensors._fields, dims, strict=False) if d is not None}
 
 
 def _leading(tensors: Sequence[Any], dims: Sequence[Any]) -> list[Any]:
@@ -74,7 +142,7 @@ def _folded(size: int, t: Tensors, batched: set[str], wanted: Wanted | None) -> 
     """Return the inputs of one call over all slices, or None if the slices need separate calls."""
     if t.seed is not None or t.cu_seqlens_q is not None or batched & {"sink", "heads"}:
         return None
-    if wanted is not None and wanted.sink:
+    if wanted is not None and (wanted.sink or wanted.heads):
         return None
     batch = t.q.shape[1 if "q" in batched else 0]
     large = {}

@@ -44,6 +44,11 @@ deviation, are added to the second line.
 A number below the least normal one of float32 may be computed as 0: each term of the sum over rows
 that is the gradient of a sink may be off by that number.
 
+Tangents are outputs and second derivatives are gradients: the same factors and limits. Their noise
+is that of the weights alone, in the formulas of ``rules/tangent.py``: P is off by ``u (2 + |s| +
+|lse|)`` of itself, each other factor by 2 u, and all terms are taken by their absolute values. The
+numbers b and c of a row are rounded as Delta is.
+
 Standard attention in half precision overflows with a large scale or softcap. Where ref is finite
 and std is not, ``limit`` times max |ref| and times its norm replaces std's error.
 """
@@ -56,7 +61,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..call.inputs import HEAD_TERMS, parameters_of
+from ..call.inputs import HEAD_TERMS, Cotangents, Tangents, parameters_of, part_of
 from ..call.problem import Problem, Tensors, each_sequence
 from ..rules import bound, score
 from ..rules.score import ScoreTerms
@@ -292,6 +297,101 @@ def _spread(
     for name, each in by_parameter.items():
         found[f"d{name}"] = (dS * each).sum(3).norm().item()
     return found
+
+
+def second_noise(
+    problem: Problem,
+    tensors: Tensors,
+    tangents: Tangents,
+    results: tuple[Tensor, ...],
+    cotangents: Cotangents,
+) -> dict[str, Noise]:
+    """Return the noise of tout, tlse and each gradient of inputs (dq) and tangents (dtq).
+
+    ``results`` is (out, lse, tout, tlse) of the definition; all have a batch dimension.
+    """
+
+    def size(t: Tensor | None, like: Tensor) -> Tensor:
+        t = torch.zeros_like(like, dtype=torch.float64) if t is None else t.detach().double()
+        return t.nan_to_num(0.0, 0.0, 0.0).abs()
+
+    def rows(t: Tensor | None, like: Tensor) -> Tensor:
+        return size(t, like).transpose(1, 2)
+
+    out, lse, tout, tlse = results
+    (q, tq), (k, tk), (v, tv) = (
+        (rows(getattr(tensors, n), tensors.q), rows(getattr(tangents, n), getattr(tensors, n)))
+        for n in "qkv"
+    )
+    k, tk, v, tv = (t.repeat_interleave(problem.group, 1) for t in (k, tk, v, tv))
+    e, g = (rows(t, out) for t in (cotangents.out, cotangents.tout))
+    a, at = (size(t, lse)[..., None] for t in (cotangents.lse, cotangents.tlse))
+    o, to, tl = rows(out, out), rows(tout, out), size(tlse, lse)[..., None]
+    P = _weights(problem._replace(dropout_p=0.0), tensors)
+    R = _weights(problem, tensors) if problem.dropout_p else P
+    far = lse.masked_fill(lse.isinf(), 0.0)[..., None]
+    s = (far + P.log()).masked_fill(P == 0, 0.0).abs()
+    w = 4 + s + far.abs()  # the error of P, and 2 u of the factor next to it
+    bend = 1.0 / problem.softcap if problem.softcap > 0 else 0.0
+    x = problem.scale * (tq @ k.transpose(2, 3) + q @ tk.transpose(2, 3))  # |x'|
+    each = _by_parameter(problem, tensors)
+    ts = x
+    if tangents.bias is not None:
+        tb = size(tangents.bias, tensors.q)
+        ts = ts + (_placed(problem, tensors, tb) if problem.varlen else tb)
+    if tangents.heads is not None:
+        for row, by in zip(size(tangents.heads, tensors.q), each.values(), strict=True):
+            ts = ts + row[:, None, None] * by
+    vt = v.transpose(2, 3)
+    ratio = torch.finfo(problem.dtype).eps / torch.finfo(problem.accumulator).eps
+    half = 4 / math.sqrt(3) * ratio if ratio > 1 else 0.0
+    b = (g * o).sum(-1, keepdim=True) + at
+    c = (g * to).sum(-1, keepdim=True) + (e * o).sum(-1, keepdim=True) + a
+    off_b = half * (g * o).square().sum(-1, keepdim=True).sqrt()
+    off_c = half * ((g * to).square() + (e * o).square()).sum(-1, keepdim=True).sqrt()
+    D = ts + tl
+    dts = R * w * (g @ vt) + P * (w * b + off_b)
+    ds = R * w * (g @ tv.transpose(2, 3) + e @ vt) + P * (w * c + off_c) + D * dts
+    dx = ds + 2 * bend * x * dts
+    found = {"tlse": (P * w * ts).sum(-1)}
+    found["tout"] = (R * w) @ tv + (R * w * D) @ v + found["tlse"][..., None] * o
+    found["dv"] = (R * w * D).transpose(2, 3) @ g + (R * w).transpose(2, 3) @ e
+    found["dtv"] = (R * w).transpose(2, 3) @ g
+    found["dq"] = problem.scale * (dx @ k + dts @ tk)
+    found["dtq"] = problem.scale * dts @ k
+    found["dk"] = problem.scale * (dx.transpose(2, 3) @ q + dts.transpose(2, 3) @ tq)
+    found["dtk"] = problem.scale * dts.transpose(2, 3) @ q
+    for name in ("dk", "dtk", "dv", "dtv"):
+        found[name] = found[name].unflatten(1, (problem.hk, problem.group)).sum(2)
+    for prefix, d in (("d", ds), ("dt", dts)):
+        if tensors.bias is not None:
+            pairs = _by_sequence(problem, tensors, d) if problem.varlen else d
+            over = [n for n in range(4) if tensors.bias.shape[n] == 1]
+            found[f"{prefix}bias"] = pairs.sum(over) if over else pairs
+        for name, by in each.items():
+            found[f"{prefix}{name}"] = (d * by).sum((0, 2, 3))
+    if tensors.sink is not None:
+        sigma = tensors.sink.detach().double()[:, None]
+        weight = (sigma - lse).exp() * (4 + sigma.abs() + lse.abs())
+        away = tl[..., 0] + size(tangents.sink, tensors.sink)[:, None]
+        found["tlse"] = found["tlse"] + weight * (away - tl[..., 0])
+        row_b, row_c = (t[..., 0] + off[..., 0] for t, off in ((b, off_b), (c, off_c)))
+        found["dtsink"] = (weight * row_b).sum((0, 2))
+        found["dsink"] = (weight * (row_c + away * row_b)).sum((0, 2))
+    u = torch.finfo(problem.accumulator).eps / 2
+    return {
+        name: Noise(u * t.max().item() if t.numel() else 0.0, u * t.norm().item())
+        for name, t in found.items()
+    }
+
+
+def _placed(problem: Problem, tensors: Tensors, bias: Tensor) -> Tensor:
+    """Return ``[1, Hq, total_q, total_k]`` of the bias of a packed call; inverts _by_sequence."""
+    whole = bias.new_zeros(1, problem.hq, problem.total_q, problem.total_k)
+    for b, (rows, cols, one, _) in enumerate(each_sequence(problem, tensors)):
+        own = {"b": slice(b, b + 1), "i": slice(one.nq), "j": slice(one.nk)}
+        whole[:, :, rows, cols] = part_of("bias", bias, **own)  # pyright: ignore
+    return whole
 
 
 def _partial_sums(problem: Problem, tensors: Tensors) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import band, bound, softmax
 from . import score as _score
+from . import tangent as _tangent
 
 
 class Overwritten:
@@ -100,8 +101,26 @@ def product_gradient(ds: Tensor, y: Tensor, terms: _score.ScoreTerms) -> Tensor:
 
 
 head_gradient = _score.head_gradient
+score_tangent = _score.score_tangent
+product_curvature = _score.product_curvature
+sink_in_tangent = bound(_tangent.sink_in_tangent, where=_where, exp2=torch.exp2)
+out_tangent = _tangent.out_tangent
+
+
+def tangent_base(l: Tensor, tile_l: Tensor, tile_tl: Tensor, r: Tensor) -> Tensor:
+    """Return r of ``rules/tangent.py``; 0 where it would not be finite."""
+    first = tile_tl / tile_l.masked_fill(tile_l == 0, 1.0)
+    return torch.where(l > 0, r, first.nan_to_num(0.0, 0.0, 0.0))
 
 
 def score_gradient(p: Tensor, dp: Tensor, delta: Tensor) -> Tensor:
     """Return dS, which overwrites dP."""
     return softmax.score_gradient(p, Overwritten(dp), delta).tile
+
+
+def score_gradients(
+    p: Tensor, beta: Tensor, gamma: Tensor, d: Tensor, b: Tensor, c: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return (dS, dS'), which overwrite gamma and beta."""
+    dts = score_gradient(p, beta, b)
+    return score_gradient(p, gamma, c).addcmul_(d, dts), dts

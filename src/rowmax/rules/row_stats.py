@@ -1,6 +1,7 @@
 """The numbers of each row that a backward reads before its tiles.
 
-``Delta_i = dO_i . out_i``; the gradient of lse is subtracted: ``dS = P (dP - (Delta - dLSE))``.
+``Delta_i = dO_i . out_i``; the gradient of lse is subtracted: ``dS = P (dP - (Delta - dLSE))``. The
+second order has two of them, b and c of ``rules/tangent.py``.
 First the rules of numbers, which kernels bind to their language, then the rules over tensors.
 """
 
@@ -9,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import bound
+from ..call.inputs import Cotangents
+from . import bound, tangent
 from .softmax import LOG2E, exp2, inf, where
 
 
@@ -58,3 +60,40 @@ def dsink(sink: Tensor, lse: Tensor, delta: Tensor, rest: Tensor | None) -> Tens
     rest2 = 0.0 if rest is None else rest * LOG2E
     weight = _natural_weight(sink.detach()[:, None].to(lse.dtype), _without_weights(lse), rest2)
     return -(weight * delta).sum((0, 2))
+
+
+def second_deltas(
+    out: Tensor, tout: Tensor, lse: Tensor, cotangents: Cotangents
+) -> tuple[Tensor, Tensor]:
+    """Return (b, c) of ``rules/tangent.py`` like lse; 0 for a row that sees nothing.
+
+    ``b = g.out - a'`` and ``c = g.out' + e.out - a``.
+    """
+    e, a, g, at = cotangents
+    zero = torch.zeros_like(lse)
+    b = zero if g is None else delta(out, g, lse, None)
+    c = zero if g is None else delta(tout, g, lse, None)
+    if e is not None:
+        c = c + delta(out, e, lse, None)
+    b, c = (x if t is None else x - t.to(lse.dtype) for x, t in ((b, at), (c, a)))
+    empty = lse == -torch.inf
+    return b.masked_fill(empty, 0.0), c.masked_fill(empty, 0.0)
+
+
+def second_dsink(
+    sink: Tensor,
+    tsink: Tensor | None,
+    lse: Tensor,
+    tlse: Tensor,
+    deltas: tuple[Tensor, Tensor],
+    rest: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the sink and of its tangent, ``[Hq]`` each.
+
+    ``deltas`` is (b, c); lse and ``rest`` are as of ``dsink``.
+    """
+    rest2 = 0.0 if rest is None else rest * LOG2E
+    weight = _natural_weight(sink.detach()[:, None].to(lse.dtype), _without_weights(lse), rest2)
+    d = -tlse if tsink is None else tsink.detach()[:, None].to(lse.dtype) - tlse
+    ds, dts = tangent.score_gradients(weight, 0.0, 0.0, d, *deltas)
+    return ds.sum((0, 2)), dts.sum((0, 2))

@@ -1,8 +1,10 @@
-"""The score of a pair, and its derivative.
+"""The score of a pair, its derivatives and its tangent.
 
 ``s = c tanh(scale x / c) + bias - slope |i + offset - j|`` of the product ``x = q.k``; without a
 softcap ``s = scale x + ...``. Scores are in natural units or in base 2, ``log2(e)`` times as large:
 the terms of a record carry that factor (``Problem.natural``).
+
+Names: ``ds`` is a gradient, ``ts`` a tangent (s' in formulas), ``dts`` the gradient of a tangent.
 """
 
 from __future__ import annotations
@@ -49,8 +51,42 @@ def product_gradient(ds, y, p):
     return ds
 
 
+def score_tangent(tx, y, p, tp):
+    """Return s', the tangent of ``score``: ``scale x' (1 - y^2) + bias' - slope' distance``.
+
+    ``tx`` is the tangent of x, ``tq.k + q.tk``, with the factor that x has. ``tp`` has the tangents
+    of the bias and of head terms; None is 0, and other fields are not read. s' is in the units of
+    the terms of p: kernels give natural ones, whatever the units of their scores.
+    """
+    ts = tx
+    if p.inner is not None:
+        ts = tx * (1.0 - y * y) * (p.cap * p.inner)
+    elif p.scale is not None:
+        ts = tx * p.scale
+    if tp.bias is not None:
+        ts = ts + tp.bias
+    if tp.slope is not None:
+        ts = ts - tp.slope * p.distance
+    return ts
+
+
+def product_curvature(ds, dts, tx, y, p):
+    """Return the gradient of x, without scale, from those of s and s'.
+
+    ``dX = dS (1 - y^2) - dS' x' (2 y / c) (1 - y^2)``. ``tx`` has the factor that x has; ds and dts
+    are natural, whatever the units of p. The gradient of x' is ``product_gradient(dts, y, p)``.
+    """
+    if p.inner is not None:
+        bend = dts * (tx * p.inner) * y
+        ds = (ds - bend - bend) * (1.0 - y * y)
+    return ds
+
+
 def head_gradient(ds, x, y, p, name):
-    """Return the gradient of the parameter ``name`` from each pair of a tile, natural."""
+    """Return the gradient of the parameter ``name`` from each pair of a tile, natural.
+
+    Of dts it is the gradient of the parameter's tangent: added terms are linear in parameters.
+    """
     g = ds
     if name == "slope":
         g = 0.0 - ds * p.distance

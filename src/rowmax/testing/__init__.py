@@ -8,6 +8,15 @@
 """
 
 from .cases import LEAVES, Call, Case, field_of, make
+from .second_order import (
+    Directions,
+    SecondExpected,
+    directions,
+    second_answer,
+    second_complaints,
+    second_definition,
+    second_expected,
+)
 from .table import CASES, COVERING, tagged
 from .tolerance import (
     Answer,
@@ -29,16 +38,23 @@ __all__ = [
     "Answer",
     "Call",
     "Case",
+    "Directions",
     "Expected",
+    "SecondExpected",
     "answer",
     "complaint",
     "complaints",
     "cotangents",
     "definition",
+    "directions",
     "expected",
     "field_of",
     "make",
     "poisoned",
     "refusal",
+    "second_answer",
+    "second_complaints",
+    "second_definition",
+    "second_expected",
     "tagged",
 ]

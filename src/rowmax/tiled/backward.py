@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..call.inputs import Gradients, Tensors, Wanted, parameters_of, part_of
+from ..call.inputs import Gradients, Tensors, Wanted, parameters_of
 from ..call.problem import FAR, Problem, each_sequence
 from ..rules import row_stats
 from ..rules.over_tensors import head_gradient, product_gradient, score_gradient
@@ -29,19 +29,19 @@ from .scores import (
     tame,
     unfolded,
 )
-from .strips import Strip, strips
+from .strips import Strip, of_sequence, strips
 
 
 class _Rows(NamedTuple):
     """The rows of a strip, ``[heads, group * rows, ...]``."""
 
     q: Tensor  # q times factor
-    do: Tensor  # divided by the sum of the weights, as is delta (_normalized)
+    do: Tensor  # divided by the sum of the weights, as is delta (``sum_of_weights``)
     lse: Tensor  # in the units of the scores; +inf where weights are 0
     delta: Tensor  # Delta - dLSE
 
 
-class _Tile(NamedTuple):
+class Tile(NamedTuple):
     """One tile of a strip, ``[heads, group * rows, cols]``."""
 
     k: Tensor  # [heads, cols, D]
@@ -60,7 +60,7 @@ def backward(
     wanted: Wanted,
 ) -> Gradients:
     """Return the gradients that are wanted."""
-    sums = _zeros(problem, tensors, wanted)
+    sums = zeros(problem, tensors, wanted)
     with torch.autocast(dout.device.type, enabled=False):
         if not problem.varlen:
             _add(problem, tensors, out, lse, dout, dlse, sums)
@@ -73,8 +73,13 @@ def backward(
                     lse[:, :, rows],
                     dout[:, rows],
                     None if dlse is None else dlse[:, :, rows],
-                    _sums_of_sequence(sums, n, rows, cols, one),
+                    of_sequence(sums, n, rows, cols, one),
                 )
+    return rounded(tensors, sums)
+
+
+def rounded(tensors: Tensors, sums: Gradients) -> Gradients:
+    """Return the gradients in the dtypes of their inputs."""
     return Gradients(
         **{
             name: g.to(getattr(tensors, name).dtype)
@@ -84,7 +89,7 @@ def backward(
     )
 
 
-def _zeros(problem: Problem, tensors: Tensors, wanted: Wanted) -> Gradients:
+def zeros(problem: Problem, tensors: Tensors, wanted: Wanted) -> Gradients:
     """Return zeros for the wanted gradients."""
     inputs = {name: getattr(tensors, name) for name, want in wanted._asdict().items() if want}
     return Gradients(
@@ -100,19 +105,6 @@ def _sum_dtype(problem: Problem, name: str, t: Tensor) -> torch.dtype:
     pairs = (problem.batch, problem.hq, problem.nq, problem.nk)
     once = name == "q" or (name == "bias" and t.shape == pairs)
     return t.dtype if once else problem.accumulator
-
-
-def _sums_of_sequence(sums: Gradients, n: int, rows: slice, cols: slice, one: Problem) -> Gradients:
-    """Return the views of the gradients that sequence n of a packed call adds to."""
-    own = {"b": slice(n, n + 1), "i": slice(one.nq), "j": slice(one.nk)}
-    return Gradients(
-        q=part_of("q", sums.q, i=rows),
-        k=part_of("k", sums.k, j=cols),
-        v=part_of("v", sums.v, j=cols),
-        bias=part_of("bias", sums.bias, **own),
-        sink=sums.sink,
-        heads=sums.heads,
-    )
 
 
 def _add(
@@ -132,11 +124,12 @@ def _add(
     rest = torch.zeros_like(lse) if problem.natural else None
     for strip in strips(problem, tensors):
         rows = _rows(problem, tensors, strip, dout, shift, delta)
-        if rest is not None:
-            rows = _normalized(problem, tensors, strip, exact, rows, rest)
+        total = sum_of_weights(problem, tensors, strip, exact, (rows.q, rows.lse), rest)
+        if total is not None:  # all gradients are linear in do and delta
+            rows = rows._replace(do=rows.do / total, delta=rows.delta / total)
         dQ = torch.zeros_like(rows.q)
         for cols, full in strip.tiles:
-            tile = _weights(problem, tensors, strip, cols, full, exact, rows)
+            tile = weights(problem, tensors, strip, cols, full, exact, (rows.q, rows.lse))
             _add_tile(problem, tensors, strip, cols, rows, tile, dQ, sums)
         if sums.q is not None:
             b, h, g, n = strip.size(group)
@@ -162,47 +155,56 @@ def _rows(
     )
 
 
-def _normalized(
-    problem: Problem, tensors: Tensors, strip: Strip, exact: bool, rows: _Rows, rest: Tensor
-) -> _Rows:
-    """Return the rows with do and delta divided by the sum of their weights, ``exp(s - lse)``.
+def sum_of_weights(
+    problem: Problem,
+    tensors: Tensors,
+    strip: Strip,
+    exact: bool,
+    rows: tuple[Tensor, Tensor],
+    rest: Tensor | None,
+) -> Tensor | None:
+    """Return the sum of the weights ``exp(s - lse)`` of each row, or None where all are 1.
 
-    It differs from 1 where lse is so far from 0 (``FAR``) that rounding lost its fraction; the log
-    of the sum is ``rest``. All gradients are linear in do and delta.
+    It differs from 1 where lse is so far from 0 (``FAR``) that rounding lost its fraction. The log
+    of the sum goes into ``rest``, which is None for scores in base 2: they are not far.
     """
-    far = (rows.lse.abs() >= FAR) & (rows.lse < torch.inf)
+    lse = rows[1]
+    if rest is None:
+        return None
+    far = (lse.abs() >= FAR) & (lse < torch.inf)
     if not bool(far.any()):
-        return rows
-    total = torch.zeros_like(rows.lse)
+        return None
+    total = torch.zeros_like(lse)
     for cols, full in strip.tiles:
-        tile = _weights(problem, tensors, strip, cols, full, exact, rows)
-        total += tile.P.sum(-1, True)
+        total += weights(problem, tensors, strip, cols, full, exact, rows).P.sum(-1, True)
     if tensors.sink is not None:
-        total += torch.exp(sink_of(problem, tensors.sink, strip, total) - rows.lse)
+        total += torch.exp(sink_of(problem, tensors.sink, strip, total) - lse)
     total = total.masked_fill(~far | (total == 0), 1.0)
     strip.row_numbers(rest, problem.group).copy_(total.log().view(strip.size(problem.group)))
-    return rows._replace(do=rows.do / total, delta=rows.delta / total)
+    return total
 
 
-def _weights(
+def weights(
     problem: Problem,
     tensors: Tensors,
     strip: Strip,
     cols: slice,
     full: bool,
     exact: bool,
-    rows: _Rows,
-) -> _Tile:
-    k = strip.keys(tensors.k, cols, rows.q.dtype)
-    S, y = scores(problem, tensors, strip, cols, rows.q, k)
+    rows: tuple[Tensor, Tensor],
+) -> Tile:
+    """Return a tile of the rows (q with ``factor``, lse in the units of the scores)."""
+    q, lse = rows
+    k = strip.keys(tensors.k, cols, q.dtype)
+    S, y = scores(problem, tensors, strip, cols, q, k)
     unseen = None if full else hidden(problem, tensors, strip, cols)
     apart = folded(problem, strip, unseen) if unseen is not None and exact else None
     if unseen is not None and not exact:
         hide(problem, strip, S, unseen)
-    P = power_(problem, S.sub_(rows.lse))
+    P = power_(problem, S.sub_(lse))
     if apart is not None:
         P.masked_fill_(apart, 0.0)
-    return _Tile(k, P, y, apart)
+    return Tile(k, P, y, apart)
 
 
 def _add_tile(
@@ -211,7 +213,7 @@ def _add_tile(
     strip: Strip,
     cols: slice,
     rows: _Rows,
-    tile: _Tile,
+    tile: Tile,
     dQ: Tensor,
     sums: Gradients,
 ) -> None:
@@ -242,10 +244,10 @@ def _add_tile(
         if sums.k is not None:
             # rows.q includes factor; dk needs only the scale in it
             dK = product(dX.transpose(1, 2), rows.q, apart_t) * scale_of_factor(problem)
-            _add_keys(strip, sums.k, cols, dK)
+            add_keys(strip, sums.k, cols, dK)
     if sums.v is not None:
         PR = P if R is None else P.mul_(R)
-        _add_keys(strip, sums.v, cols, product(PR.transpose(1, 2), rows.do, apart_t))
+        add_keys(strip, sums.v, cols, product(PR.transpose(1, 2), rows.do, apart_t))
 
 
 def _product_gradient(
@@ -265,7 +267,7 @@ def _add_heads(
     sums: Tensor,
     dS: Tensor,
     rows: _Rows,
-    tile: _Tile,
+    tile: Tile,
     terms: ScoreTerms,
 ) -> None:
     """Add a tile's part to the gradient of heads' parameters, ``[P, Hq]``."""
@@ -281,6 +283,7 @@ def _add_heads(
         sums[n, strip.q_heads(problem.group)] += part.sum((0, 3, 4)).flatten()
 
 
-def _add_keys(strip: Strip, sums: Tensor, cols: slice, part: Tensor) -> None:
+def add_keys(strip: Strip, sums: Tensor, cols: slice, part: Tensor) -> None:
+    """Add a tile's part ``[heads, cols, D]`` to a gradient of keys or values."""
     view = sums[strip.batch, cols, strip.heads].transpose(1, 2)
     view += part.view(view.shape)

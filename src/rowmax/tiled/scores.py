@@ -6,13 +6,15 @@ Scores are in base 2, and log2(e) is in the factor of q: a weight is an ``exp2``
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from ..call.inputs import Tensors, parameters_of, part_of
+from ..call.inputs import Tangents, Tensors, parameters_of, part_of
 from ..call.problem import Problem
 from ..rules import dropout, mask
-from ..rules.over_tensors import score
+from ..rules.over_tensors import score, score_tangent
 from ..rules.score import ScoreTerms
 from ..rules.softmax import LOG2E
 from .strips import Strip
@@ -63,11 +65,63 @@ def scores(
 
 def head_terms(problem: Problem, tensors: Tensors, strip: Strip, unit: float = 1.0) -> ScoreTerms:
     """Return the parameters of heads times ``unit``; they broadcast against ``unfolded``."""
-    if tensors.heads is None:
-        return ScoreTerms()
-    rows = tensors.heads.detach().unflatten(1, (-1, problem.group))
+    return ScoreTerms(**_by_parameter(problem, tensors.heads, strip, unit))
+
+
+def _by_parameter(
+    problem: Problem, heads: Tensor | None, strip: Strip, unit: float = 1.0
+) -> dict[str, Tensor]:
+    """Return the strip's part of ``Tensors.heads``, or of its tangent, by parameter."""
+    if heads is None:
+        return {}
+    rows = heads.detach().unflatten(1, (-1, problem.group))
     rows = rows[:, strip.heads, :, None, None] * unit
-    return ScoreTerms(**dict(zip(parameters_of(problem.heads), rows, strict=True)))
+    return dict(zip(parameters_of(problem.heads), rows, strict=True))
+
+
+def natural_terms(
+    problem: Problem, tensors: Tensors, strip: Strip, cols: slice, like: Tensor
+) -> ScoreTerms:
+    """Return the terms of a tile in natural units, for products that carry ``factor``."""
+    terms = head_terms(problem, tensors, strip)._replace(scale=scale_of_factor(problem))
+    if problem.distance:
+        terms = terms._replace(distance=distances(problem, strip, cols, like))
+    if problem.softcap > 0:
+        terms = terms._replace(inner=1, cap=problem.softcap)
+    return terms
+
+
+def product_tangent(q: Tensor, tq: Tensor | None, k: Tensor, tk: Tensor | None) -> Tensor:
+    """Return the tangent of ``q k^T``; q and tq carry ``factor``."""
+    if tq is None and tk is None:
+        return q.new_zeros(q.shape[0], q.shape[1], k.shape[1])
+    tx = None if tq is None else torch.bmm(tq, k.transpose(1, 2))
+    if tk is None:
+        assert tx is not None
+        return tx
+    t = tk.transpose(1, 2)
+    return torch.bmm(q, t) if tx is None else tx.baddbmm_(q, t)
+
+
+def tangents_of_scores(
+    problem: Problem,
+    tangents: Tangents,
+    strip: Strip,
+    cols: slice,
+    products: tuple[Tensor, Tensor],
+    terms: ScoreTerms,
+) -> Tensor:
+    """Return s' of a tile, natural, ``[heads, group * rows, cols]``.
+
+    ``products`` is (tx of ``product_tangent``, y of ``scores``).
+    """
+    bias = None
+    if tangents.bias is not None:
+        tile = bias_tile(tangents.bias.detach(), problem, strip, cols)
+        bias = _heads_split(tile, problem).to(problem.accumulator)
+    along = ScoreTerms(bias=bias, **_by_parameter(problem, tangents.heads, strip))
+    tx, y = (unfolded(problem, strip, t) for t in products)
+    return score_tangent(tx, y, terms, along).reshape(products[0].shape)
 
 
 def distances(problem: Problem, strip: Strip, cols: slice, like: Tensor) -> Tensor:
@@ -155,13 +209,14 @@ def tame(
     lse: Tensor | None = None,
     dout: Tensor | None = None,
     dlse: Tensor | None = None,
+    more: Sequence[Tensor | None] = (),
 ) -> bool:
     """Return True if all numbers are finite and no product can overflow (by Cauchy and Schwarz).
 
     Then 0 times any number is 0, and arithmetic excludes masked keys. Otherwise they are excluded
-    pair by pair, which is exact and slow. A bias or lse may hold -inf.
+    pair by pair, which is exact and slow. A bias or lse may hold -inf. ``more`` has to be as q is.
     """
-    bounded = [t for t in (tensors.q, tensors.k, tensors.v, dout, dlse) if t is not None]
+    bounded = [t for t in (tensors.q, tensors.k, tensors.v, dout, dlse, *more) if t is not None]
     added = [t for t in (tensors.bias, tensors.heads, lse) if t is not None]
     dtype = problem.accumulator
     norms = [torch.linalg.vector_norm(t, dtype=dtype) for t in bounded]

@@ -13,11 +13,12 @@ four arrays of this size at a time, a backward six; drawing dropout's mask takes
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor
 
+from ..call.inputs import Gradients, Tangents, part_of
 from ..call.problem import Problem, Tensors
 from ..rules import band, mask
 
@@ -52,8 +53,14 @@ class Strip(NamedTuple):
     def q_heads(self, group: int) -> slice:
         return slice(self.heads.start * group, self.heads.stop * group)
 
-    def keys(self, t: Tensor, cols: slice, dtype: torch.dtype) -> Tensor:
-        """Return k or v of these columns, ``[heads, cols, D]``."""
+    @overload
+    def keys(self, t: Tensor, cols: slice, dtype: torch.dtype) -> Tensor: ...
+    @overload
+    def keys(self, t: Tensor | None, cols: slice, dtype: torch.dtype) -> Tensor | None: ...
+    def keys(self, t: Tensor | None, cols: slice, dtype: torch.dtype) -> Tensor | None:
+        """Return k or v of these columns, or a tangent of them, ``[heads, cols, D]``."""
+        if t is None:
+            return None
         tile = t[self.batch, cols, self.heads].transpose(1, 2).to(dtype)
         return tile.reshape(-1, *tile.shape[2:])
 
@@ -69,6 +76,19 @@ class Strip(NamedTuple):
     def row_numbers(self, t: Tensor, group: int) -> Tensor:
         """Return the view ``[sequences, kv heads, group, rows]`` of a ``[B, Hq, Nq]``."""
         return t.unflatten(1, (-1, group))[self.batch, self.heads, :, self.rows]
+
+
+#: the records of a tensor for each input that has a gradient
+Each = TypeVar("Each", Gradients, Tangents)
+
+
+def of_sequence(each: Each, n: int, rows: slice, cols: slice, one: Problem) -> Each:
+    """Return the views of the gradients or tangents that are of sequence n of a packed call."""
+    packed = {"q": {"i": rows}, "k": {"j": cols}, "v": {"j": cols}}
+    own = {"b": slice(n, n + 1), "i": slice(one.nq), "j": slice(one.nk)}
+    ranges = {**packed, "bias": own}
+    views = {name: part_of(name, getattr(each, name), **cut) for name, cut in ranges.items()}
+    return each._replace(**views)
 
 
 def strips(problem: Problem, tensors: Tensors) -> Iterator[Strip]:

@@ -1,0 +1,169 @@
+"""The operators of tangents under autograd, and how second derivatives are made of them.
+
+- The backward of ``tangent`` is ``tangent_backward``: reverse over forward.
+- The backward of ``backward``: along cotangents (a, b, ..) of (dq, dk, ..), the gradient of (dout,
+  dlse) is the tangent of (out, lse); that of the inputs is ``tangent_backward`` with the cotangents
+  (dout, dlse) of (tout, tlse). These are total derivatives: the saved out and lse have none.
+- The tangent of ``backward`` is the same with the cotangents (dout', dlse') of (out, lse).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..torch_compat import (
+    DispatchKeySet,
+    any_requires_grad,
+    single_level_autograd,
+)
+from .functions import NO_THIRD, Along, Function, ThirdOrder, redispatch, register, unpacked
+from .library import N_TANGENTS, N_TENSORS
+
+NONE = (None,) * N_TANGENTS
+Gradients = Sequence[Tensor | None]
+_NOT_WANTED = (False,) * N_TANGENTS
+
+
+class _Tangent(Function):
+    """The operator ``tangent``; its inputs are the tangents, the tensors and the options."""
+
+    @staticmethod
+    def forward(ctx: Any, operator: Any, below: DispatchKeySet, *inputs: Any) -> tuple[Tensor, ...]:
+        results = redispatch(operator, below, inputs)
+        ctx.set_materialize_grads(False)
+        ctx.options = inputs[N_TANGENTS + N_TENSORS :]
+        ctx.save_for_backward(*inputs[: N_TANGENTS + N_TENSORS], *results)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        given = ctx.saved_tensors
+        tangents, tensors = given[:N_TANGENTS], given[N_TANGENTS : N_TANGENTS + N_TENSORS]
+        results = given[N_TANGENTS + N_TENSORS :]
+        needed = ctx.needs_input_grad[2:]
+        first, second = needed[N_TANGENTS : 2 * N_TANGENTS], needed[:N_TANGENTS]
+        dout, dlse, dtout, dtlse = grads
+        if dtout is None and dtlse is None:
+            found = NONE
+            if any(first) and not (dout is None and dlse is None):
+                found = _backward(dout, dlse, results[:2], first, tensors, ctx.options)
+            found = (*NONE, *found)
+        else:
+            both = tangent_backward(
+                tangents, results, grads, (*first, *second), tensors, ctx.options
+            )
+            found = (*both[N_TANGENTS:], *both[:N_TANGENTS])
+        return (None, None, *found, *(None,) * (len(needed) - len(found)))
+
+
+def _tangent(operator: Any, below: DispatchKeySet, *inputs: Any) -> Any:
+    """Return the results of ``tangent``, and record its derivative at this level."""
+    if unpacked(inputs) is not None:
+        raise NotImplementedError(NO_THIRD)
+    if not any_requires_grad(inputs):
+        return operator.redispatch(below, *inputs)
+    with single_level_autograd():
+        return _Tangent.apply(operator, below, *inputs)  # pyright: ignore
+
+
+def _tangent_backward(operator: Any, below: DispatchKeySet, *inputs: Any) -> Any:
+    """Return the results of ``tangent_backward``; its derivatives raise."""
+    if unpacked(inputs) is not None:
+        raise NotImplementedError(NO_THIRD)
+    if not any_requires_grad(inputs):
+        return operator.redispatch(below, *inputs)
+    with single_level_autograd():
+        return ThirdOrder.apply(operator, below, *inputs)  # pyright: ignore
+
+
+register("tangent", _tangent)
+register("tangent_backward", _tangent_backward)
+
+
+# --- calls of the operators ----------------------------------------------------------------------
+
+
+def tangent_backward(
+    tangents: Gradients,
+    results: Sequence[Tensor],
+    cotangents: Gradients,
+    wanted: Sequence[bool],
+    tensors: Sequence[Tensor | None],
+    options: Sequence[Any],
+) -> list[Tensor | None]:
+    """Return the wanted gradients of the inputs, then of the tangents; others are None."""
+    given = (*tangents, *results, *cotangents, list(wanted), *tensors, *options)
+    found = torch.ops.rowmax.tangent_backward(*given)
+    return [g if want else None for g, want in zip(found, wanted, strict=True)]
+
+
+def _backward(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    results: Sequence[Tensor],
+    wanted: Sequence[bool],
+    tensors: Sequence[Tensor | None],
+    options: Sequence[Any],
+) -> list[Tensor | None]:
+    """Return the wanted gradients of the inputs; others are None."""
+    dout = torch.zeros_like(results[0]) if dout is None else dout
+    found = torch.ops.rowmax.backward(dout, dlse, *results, list(wanted), *tensors, *options)
+    return [g if want else None for g, want in zip(found, wanted, strict=True)]
+
+
+def along_forward(primals: Sequence[Any], tangents: Gradients) -> Along:
+    """Return out and lse with their tangents."""
+    results = torch.ops.rowmax.tangent(*tangents, *primals)
+    return Along(results[:2], results[2:])
+
+
+def along_backward(primals: Sequence[Any], tangents: Gradients) -> Along:
+    """Return the gradients of ``backward`` with their tangents; primals are its arguments."""
+    dout, dlse, out, lse, wanted, *inputs = primals
+    tensors, options = inputs[:N_TENSORS], inputs[N_TENSORS:]
+    e, a, tout, tlse, _, *of_inputs = tangents
+    along = of_inputs[:N_TANGENTS]
+    if all(t is None for t in along):  # linear in dout and dlse
+        found = torch.ops.rowmax.backward(*primals)
+        moved: Gradients = NONE
+        if e is not None or a is not None:
+            moved = _backward(e, a, (out, lse), wanted, tensors, options)
+        return Along(found, moved)
+    if tout is None or tlse is None:  # else those of the forward, at this level
+        _, _, tout, tlse = torch.ops.rowmax.tangent(*along, *inputs)
+    results, cotangents = (out, lse, tout, tlse), (e, a, dout, dlse)
+    both = tangent_backward(along, results, cotangents, [*wanted, *wanted], tensors, options)
+    # the gradient of a tangent is the gradient of the call: both are linear in (dout, dlse)
+    found = [out.new_empty(0) if g is None else g for g in both[N_TANGENTS:]]
+    return Along(found, both[:N_TANGENTS])
+
+
+def of_backward(
+    grads: Gradients,
+    cotangents: tuple[Tensor, Tensor | None],
+    results: tuple[Tensor, Tensor],
+    needed: Sequence[bool],
+    tensors: Sequence[Tensor | None],
+    options: Sequence[Any],
+) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
+    """Return the gradients of (dout, dlse, inputs) of a backward from those of its results.
+
+    ``cotangents`` is (dout, dlse), ``results`` is (out, lse), and ``needed`` is of the inputs.
+    """
+    _, _, tout, tlse = torch.ops.rowmax.tangent(*grads, *tensors, *options)
+    found: list[Tensor | None] = list(NONE)
+    if any(needed):
+        both = tangent_backward(
+            grads,
+            (*results, tout, tlse),
+            (None, None, *cotangents),
+            (*needed, *_NOT_WANTED),
+            tensors,
+            options,
+        )
+        found = both[:N_TANGENTS]
+    return tout, None if cotangents[1] is None else tlse, found
