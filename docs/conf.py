@@ -28,7 +28,10 @@ nitpicky = True
 #: that no user makes.
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|transformers|types|collections\.abc)\..*|Tensor|'\w+'"),
-    ("py:.*", r"(rowmax\..*\.)?((Call|Warmup)?Options|Problem|Job|Ids|Sizes|Wanted|Tensors|Noise)"),
+    (
+        "py:.*",
+        r"(rowmax\..*\.)?((Call|Warmup)?Options|Problem|Job|Ids|Sizes|Wanted|Tensors|Cotangents|Noise)",
+    ),
 ]
 
 myst_heading_anchors = 3

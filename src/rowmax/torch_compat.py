@@ -69,11 +69,6 @@ def is_traced_by_make_fx() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
-def is_forward_mode() -> bool:
-    """Return True inside a level of ``torch.autograd.forward_ad``."""
-    return forward_ad._current_level >= 0
-
-
 def primal_of(t: Tensor) -> Tensor:
     """Return a dual tensor without its tangent, at the only level that torch has."""
     return forward_ad.unpack_dual(t, level=0).primal

@@ -26,7 +26,9 @@ def run(page: Path) -> subprocess.CompletedProcess[str]:
     program = program_of(page.read_text(encoding="utf-8"))
     for text in program.skipped:
         print(f"left out: {text}")
-    command = [sys.executable, "-W", "error", "-c", _RUN, str(page)]
+    # torch's own: forward mode imports scripted functions
+    own = "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
+    command = [sys.executable, "-W", "error", "-W", own, "-c", _RUN, str(page)]
     return subprocess.run(
         command, input=program.code, capture_output=True, text=True, check=False, timeout=240
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -202,13 +203,37 @@ def test_math_alone_goes_to_torch_for_second_derivatives() -> None:
         assert sdpa.explain(q, q, q).by == "rowmax"
 
 
-def test_forward_mode_goes_to_torch() -> None:
+def test_forward_mode_is_computed_once() -> None:
     q, tangent = tensors((1, 2, 3, 8), (1, 2, 3, 8))
-    with sdpa_kernel(SDPBackend.MATH), forward_ad.dual_level():
-        out = ours(*[forward_ad.make_dual(q, tangent)] * 3)
-        assert forward_ad.unpack_dual(out).tangent is not None
+
+    def both(attention: Callable[..., Tensor]) -> Tensor:
+        with forward_ad.dual_level():
+            out = attention(*[forward_ad.make_dual(q, tangent)] * 3)
+            return forward_ad.unpack_dual(out).tangent
+
+    with sdpa_kernel(SDPBackend.MATH):
+        want = both(theirs)
+    torch.testing.assert_close(both(ours), want)
     with forward_ad.dual_level():
-        assert "forward-mode" in (sdpa.explain(q, q, q).reason or "")
+        assert sdpa.explain(q, q, q).by == "rowmax"
+
+
+def test_nested_forward_mode_goes_to_torch() -> None:
+    q, tangent = tensors((1, 2, 3, 8), (1, 2, 3, 8))
+    reasons = []
+
+    def energy(x: Tensor) -> Tensor:
+        reasons.append(sdpa.explain(x, x, x).reason)
+        return ours(x, x, x).square().sum()
+
+    def slope(x: Tensor) -> Tensor:
+        return torch.func.jvp(energy, (x,), (tangent,))[1]
+
+    with sdpa_kernel(SDPBackend.MATH):
+        assert torch.func.jvp(slope, (q,), (tangent,))[1].isfinite()
+    with pytest.raises(NotImplementedError, match="forward AD with _scaled_dot_product"):
+        torch.func.jvp(slope, (q,), (tangent,))
+    assert "nested" in reasons[-1]
 
 
 def test_causal_bias() -> None:

@@ -10,6 +10,7 @@
 from .cases import LEAVES, Call, Case, field_of, make
 from .second_order import (
     Directions,
+    SecondAnswer,
     SecondExpected,
     directions,
     second_answer,
@@ -40,6 +41,7 @@ __all__ = [
     "Case",
     "Directions",
     "Expected",
+    "SecondAnswer",
     "SecondExpected",
     "answer",
     "complaint",

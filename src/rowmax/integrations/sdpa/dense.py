@@ -17,7 +17,7 @@ from torch.overrides import handle_torch_function
 from ...attention import attention
 from ...call.check import DTYPES, LARGEST, MAX_HEAD_DIM
 from ...masks import Mask, Window
-from ...torch_compat import allows_fused_attention, is_forward_mode, stands_for_numbers
+from ...torch_compat import allows_fused_attention, forward_mode_levels, stands_for_numbers
 
 _CAST = (torch.float32, torch.float16, torch.bfloat16)  # the dtypes that autocast casts
 
@@ -222,8 +222,8 @@ def tensors_refusal(query: Any, key: Any, value: Any) -> str | None:
         return f"query is {dtype}, key {key.dtype}, value {value.dtype}"
     if not allows_fused_attention():
         return "sdpa_kernel or torch.backends.cuda allows no fused backend, only MATH"
-    if not torch.compiler.is_compiling() and is_forward_mode():
-        return "a level of forward-mode differentiation is active; rowmax has reverse mode"
+    if not torch.compiler.is_compiling() and forward_mode_levels() > 1:
+        return "levels of forward mode are nested; rowmax has one, and reverse mode over it"
     return None
 
 
