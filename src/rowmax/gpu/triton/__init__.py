@@ -10,8 +10,10 @@ from .. import assembler
 from ..replay import record
 from .backward import backward
 from .forward import forward
+from .tangent import tangent
+from .tangent_backward import tangent_backward
 
-__all__ = ["backward", "forward", "notes", "record", "supports"]
+__all__ = ["backward", "forward", "notes", "record", "supports", "tangent", "tangent_backward"]
 
 
 def _has_capability(problem: Problem, *least: int) -> bool:

@@ -1,0 +1,161 @@
+# ruff: noqa: RET505, SIM102, SIM108, RUF100  (constant branches need an else)
+"""Shared parts of the kernels of tangents and of their backward: scores, weights, gradients.
+
+Names are those of ``rules/tangent.py``. Tangents of scores and gradients are natural, whatever the
+units of the scores. A tangent or cotangent that is None is 0, and no product of it is compiled.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..rules.score import ScoreTerms
+from . import lib, rules
+from .rules import LN2
+
+
+class RowNumbers(NamedTuple):
+    """The numbers of the rows of a tile, in shapes that broadcast over its scores."""
+
+    lse2: Any
+    rest: Any
+    tlse: Any
+    b: Any
+    c: Any
+
+
+class At(NamedTuple):
+    """The place of a tile of scores."""
+
+    row: Any
+    col: Any
+    j0: Any  # keys are j0 + j, as for ``lib.kept``
+    j: Any
+    partial: Any
+
+
+class Products(NamedTuple):
+    """The products of a tile: ``q.k``, its tangent, and beta and gamma before dropout."""
+
+    x: Any
+    tx: Any
+    beta: Any
+    gamma: Any
+
+
+class Gradients(NamedTuple):
+    """The gradients of a tile of scores, and the weights of dV and dV' but for ``keep_scale``."""
+
+    ds: Any
+    dts: Any
+    pr: Any  # P R
+    prd: Any  # P R D
+    y: Any  # of ``rules.score``
+
+
+@triton.jit
+def two_products(a, b, c, d, cfg):
+    """Return ``a @ b^T + c @ d^T``, of which None makes a product 0; a or c is a tile."""
+    if a is not None and b is not None:
+        first = tl.dot(a, tl.trans(b), input_precision=cfg.PRECISION)
+        if c is not None and d is not None:
+            return tl.dot(c, tl.trans(d), first, input_precision=cfg.PRECISION)
+        else:
+            return first
+    else:
+        return tl.dot(c, tl.trans(d), input_precision=cfg.PRECISION)
+
+
+@triton.jit
+def two_times_row(a, b, c, d):
+    """Return ``a @ b^T + c @ d^T`` of rows b and d as a column, in float32."""
+    if a is not None and b is not None:
+        first = lib.times_row(a, b)
+        if c is not None and d is not None:
+            return first + lib.times_row(c, d)
+        else:
+            return first
+    else:
+        return lib.times_row(c, d)
+
+
+@triton.jit
+def score_tangent(tx, y, ptr, num, cfg, place, row, col):
+    """Return s' of a tile from the tangent of ``q.k`` and y of ``rules.score``."""
+    bias = None
+    distance = None
+    if ptr.tbias is not None:
+        at = lib.pair_pointers(ptr.tbias, num.tbias, place, row, col)
+        bias = tl.load(at, mask=(row < place.nq) & (col < place.nk), other=0.0).to(tl.float32)
+    if cfg.DISTANCE and ptr.theads is not None:
+        distance = lib.distances(num, place, row, col)
+    at = ptr.theads
+    along = [
+        (tl.load(at + n * cfg.HQ + place.head) if at is not None and n >= 0 else None)
+        for n in cfg.HEAD_ROWS
+    ]
+    none = [None for n in cfg.HEAD_ROWS]
+    cap = None
+    if num.cap2 is not None:
+        cap = num.cap2
+        if not cfg.NATURAL:
+            cap = cap * LN2
+    terms = ScoreTerms(num.scale, num.scale_cap, cap, None, distance, *none)
+    return rules.score_tangent(tx, y, terms, ScoreTerms(None, None, None, bias, None, *along))
+
+
+@triton.jit
+def product_curvature(g, tx, num, cfg):
+    """Return dX of a tile, without scale, from its gradients; tx is that of its products."""
+    none = [None for n in cfg.HEAD_ROWS]
+    terms = ScoreTerms(None, num.scale_cap, None, None, None, *none)
+    return rules.product_curvature(g.ds, g.dts, tx, g.y, terms)
+
+
+@triton.jit
+def load_numbers(rows, ptr, num, cfg, place, RAGGED: tl.constexpr):
+    """Return (lse2, tlse, b, c) of the rows, ``[BLOCK_Q]`` each."""
+    nq = place.nq
+    lse2 = lib.load_rows(lib.row_vector(ptr.lse2, num, cfg, place), rows, nq, float("inf"), RAGGED)
+    tlse = lib.vector(
+        ptr.tlse, place.b, place.head, place.q_start, num.total_q, cfg.HQ, cfg.PACKED
+    )
+    tlse = lib.load_rows(tlse, rows, nq, 0.0, RAGGED)
+    b = lib.load_rows(lib.row_vector(ptr.tdelta, num, cfg, place), rows, nq, 0.0, RAGGED)
+    c = lib.load_rows(lib.row_vector(ptr.delta, num, cfg, place), rows, nq, 0.0, RAGGED)
+    return lse2, tlse, b, c
+
+
+@triton.jit
+def gradients(
+    products, rows, at, ptr, num, cfg, place, KIND: tl.constexpr, BLOCK: tl.constexpr, bias=None
+):  # fmt: skip
+    """Return the Gradients of a tile of Products; BLOCK is the number of its keys."""
+    p, y = lib.weights(
+        products.x, rows.lse2, rows.rest, ptr, num, cfg, place, at.row, at.col, at.partial, KIND,
+        bias,
+    )  # fmt: skip
+    d = score_tangent(products.tx, y, ptr, num, cfg, place, at.row, at.col) - rows.tlse
+    pr = p
+    beta = products.beta
+    gamma = products.gamma
+    if ptr.seed is not None:
+        keep = lib.kept(ptr, num, place, at.row, at.j0, at.j, BLOCK)
+        pr = tl.where(keep, p, 0.0)
+        beta = tl.where(keep, beta * num.keep_scale, 0.0)
+        gamma = tl.where(keep, gamma * num.keep_scale, 0.0)
+    ds, dts = rules.score_gradients(p, beta, gamma, d, rows.b, rows.c)
+    return Gradients(ds, dts, pr, pr * d, y)
+
+
+@triton.jit
+def store_pairs(x, g, at, num, cfg, place, inside):
+    """Store a tile of gradients of the bias; ``inside`` is True for rows before the end."""
+    to = lib.pair_pointers(x, num.dbias, place, at.row, at.col)
+    mask = inside
+    if cfg.RAGGED_K:
+        mask = mask & (at.col < place.nk)
+    tl.store(to, g.to(x.dtype.element_ty), mask=mask)
