@@ -17,16 +17,6 @@ from . import lib, rules
 from .rules import LN2
 
 
-class RowNumbers(NamedTuple):
-    """The numbers of the rows of a tile, in shapes that broadcast over its scores."""
-
-    lse2: Any
-    rest: Any
-    tlse: Any
-    b: Any
-    c: Any
-
-
 class At(NamedTuple):
     """The place of a tile of scores."""
 
@@ -37,22 +27,12 @@ class At(NamedTuple):
     partial: Any
 
 
-class Products(NamedTuple):
-    """The products of a tile: ``q.k``, its tangent, and beta and gamma before dropout."""
+class Weights(NamedTuple):
+    """The weights of a tile."""
 
-    x: Any
-    tx: Any
-    beta: Any
-    gamma: Any
-
-
-class Gradients(NamedTuple):
-    """The gradients of a tile of scores, and the weights of dV and dV' but for ``keep_scale``."""
-
-    ds: Any
-    dts: Any
-    pr: Any  # P R
-    prd: Any  # P R D
+    p: Any
+    pr: Any  # P R, but for ``keep_scale``
+    d: Any  # s' - LSE'
     y: Any  # of ``rules.score``
 
 
@@ -108,47 +88,54 @@ def score_tangent(tx, y, ptr, num, cfg, place, row, col):
 
 
 @triton.jit
-def product_curvature(g, tx, num, cfg):
-    """Return dX of a tile, without scale, from its gradients; tx is that of its products."""
+def product_gradients(ds, dts, tx, y, num, cfg):
+    """Return (dX, dX') of a tile, without scale; tx is the tangent of its products."""
     none = [None for n in cfg.HEAD_ROWS]
     terms = ScoreTerms(None, num.scale_cap, None, None, None, *none)
-    return rules.product_curvature(g.ds, g.dts, tx, g.y, terms)
+    dx = rules.product_curvature(ds, dts, tx, y, terms)
+    return dx, rules.product_gradient(dts, y, terms)
 
 
 @triton.jit
-def load_numbers(rows, ptr, num, cfg, place, RAGGED: tl.constexpr):
-    """Return (lse2, tlse, b, c) of the rows, ``[BLOCK_Q]`` each."""
-    nq = place.nq
-    lse2 = lib.load_rows(lib.row_vector(ptr.lse2, num, cfg, place), rows, nq, float("inf"), RAGGED)
-    tlse = lib.vector(
-        ptr.tlse, place.b, place.head, place.q_start, num.total_q, cfg.HQ, cfg.PACKED
-    )
-    tlse = lib.load_rows(tlse, rows, nq, 0.0, RAGGED)
-    b = lib.load_rows(lib.row_vector(ptr.tdelta, num, cfg, place), rows, nq, 0.0, RAGGED)
-    c = lib.load_rows(lib.row_vector(ptr.delta, num, cfg, place), rows, nq, 0.0, RAGGED)
-    return lse2, tlse, b, c
+def load_tlse(rows, ptr, num, cfg, place, RAGGED: tl.constexpr):
+    """Return LSE' of the rows."""
+    x = lib.vector(ptr.tlse, place.b, place.head, place.q_start, num.total_q, cfg.HQ, cfg.PACKED)
+    return lib.load_rows(x, rows, place.nq, 0.0, RAGGED)
 
 
 @triton.jit
-def gradients(
-    products, rows, at, ptr, num, cfg, place, KIND: tl.constexpr, BLOCK: tl.constexpr, bias=None
+def load_vector(x, rows, num, cfg, place, other, RAGGED: tl.constexpr):
+    """Return the numbers of rows in a vector of padded rows."""
+    return lib.load_rows(lib.row_vector(x, num, cfg, place), rows, place.nq, other, RAGGED)
+
+
+@triton.jit
+def weights(
+    x, tx, numbers, at, ptr, num, cfg, place, KIND: tl.constexpr, BLOCK: tl.constexpr, bias=None
 ):  # fmt: skip
-    """Return the Gradients of a tile of Products; BLOCK is the number of its keys."""
+    """Return the Weights of ``x = q.k`` with the tangent tx; BLOCK is the number of its keys.
+
+    ``numbers`` is (lse2, rest, tlse) in shapes that broadcast over the tile.
+    """
+    lse2, rest, tlse = numbers
     p, y = lib.weights(
-        products.x, rows.lse2, rows.rest, ptr, num, cfg, place, at.row, at.col, at.partial, KIND,
-        bias,
-    )  # fmt: skip
-    d = score_tangent(products.tx, y, ptr, num, cfg, place, at.row, at.col) - rows.tlse
+        x, lse2, rest, ptr, num, cfg, place, at.row, at.col, at.partial, KIND, bias
+    )
+    d = score_tangent(tx, y, ptr, num, cfg, place, at.row, at.col) - tlse
     pr = p
-    beta = products.beta
-    gamma = products.gamma
     if ptr.seed is not None:
-        keep = lib.kept(ptr, num, place, at.row, at.j0, at.j, BLOCK)
-        pr = tl.where(keep, p, 0.0)
+        pr = tl.where(lib.kept(ptr, num, place, at.row, at.j0, at.j, BLOCK), p, 0.0)
+    return Weights(p, pr, d, y)
+
+
+@triton.jit
+def score_gradients(w, beta, gamma, b, c, ptr, num):
+    """Return (dS, dS') of a tile; beta and gamma lack dropout."""
+    if ptr.seed is not None:
+        keep = w.pr != 0.0  # a pair of weight 0 has the gradient 0 either way
         beta = tl.where(keep, beta * num.keep_scale, 0.0)
         gamma = tl.where(keep, gamma * num.keep_scale, 0.0)
-    ds, dts = rules.score_gradients(p, beta, gamma, d, rows.b, rows.c)
-    return Gradients(ds, dts, pr, pr * d, y)
+    return rules.score_gradients(w.p, beta, gamma, w.d, b, c)
 
 
 @triton.jit

@@ -232,7 +232,7 @@ def fits(kind: Kind, tiles: Tiles, limits: Limits) -> bool:
         "delta": (0, 0, 2 * bq * kind.dv, 1),
         "tangent": (2 * bk * both, 2 * bq * kind.d, 2 * bq * kind.dv, 2),
         "tangent_dq": (2 * bk * both, 2 * bq * both, 2 * bq * kind.d, 4),
-        "tangent_dkdv": (2 * bq * both, 2 * bk * both, 2 * bk * both, 4),
+        "tangent_dkdv": (2 * bq * both, 2 * bk * both, bk * max(both, min(2 * both, 256)), 4),
         "tangent_dk": (2 * bq * both, 2 * bk * both, 2 * bk * kind.d, 4),
         "tangent_dv": (2 * bq * both, 2 * bk * kind.d, 2 * bk * kind.dv, 2),
         "tangent_dheads": (2 * bk * both, 2 * bq * both, 0, 4),

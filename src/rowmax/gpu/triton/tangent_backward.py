@@ -24,8 +24,8 @@ from .tangent_dkdv import TANGENT_DK, TANGENT_DKDV, TANGENT_DV
 from .tangent_dq import TANGENT_DQ
 from .tangent_rows import row_numbers
 
-#: the widest head whose four sums of keys one kernel holds
-ALL_UP_TO = 64
+#: by the number of sums of keys that are wanted: the widest head for which one kernel holds them
+TOGETHER_UP_TO = {2: 128, 3: 64, 4: 64}
 #: the gradients of an input and of its tangent
 Both = tuple[Tensor | None, Tensor | None]
 _NEITHER: Both = (None, None)
@@ -96,9 +96,10 @@ def key_gradients(given: Given, wanted: WantedSecond, how: str | None) -> tuple[
     if how == "cols":
         shape = (problem.batch, problem.hq, problem.nk)
         cols = {name: read["delta"].new_zeros(shape) for name in ("dbias_cols", "dtbias_cols")}
-    want_k, want_v = any(first_of(of_k)) or bool(cols), any(first_of(of_v))
+    want_k, want_v = any(present(of_k)) or bool(cols), any(present(of_v))
     if k.numel() or v.numel():
-        if want_k and want_v and max(problem.d, problem.dv) <= ALL_UP_TO:
+        count = sum((*present(of_k), *present(of_v)))
+        if want_k and want_v and max(problem.d, problem.dv) <= TOGETHER_UP_TO.get(count, 128):
             launch(TANGENT_DKDV, problem, tensors, tiles, {**read, **of_k, **of_v, **cols})
         else:
             if want_k:
@@ -109,7 +110,7 @@ def key_gradients(given: Given, wanted: WantedSecond, how: str | None) -> tuple[
     return *of_k.values(), *of_v.values(), dbias
 
 
-def first_of(made: dict[str, Tensor | None]) -> list[bool]:
+def present(made: dict[str, Tensor | None]) -> list[bool]:
     """Return True for each tensor that there is."""
     return [x is not None for x in made.values()]
 
@@ -131,7 +132,7 @@ def query_gradients(given: Given, wanted: WantedSecond, how: str | None) -> tupl
     elif how == "rows":
         shape = (problem.batch, problem.hq, problem.nq)
         of_bias = {x: read["delta"].new_zeros(shape) for x in ("dbias_rows", "dtbias_rows")}
-    if of_bias or any(first_of(made)):
+    if of_bias or any(present(made)):
         launch(TANGENT_DQ, problem, tensors, tiles, {**read, **made, **of_bias})
     both = tuple(of_bias.values())
     if how == "rows":

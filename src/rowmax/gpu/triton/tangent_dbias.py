@@ -12,8 +12,9 @@ import triton.language as tl
 
 from .. import lib, second_order
 from ..launch import JobSpec
-from ..second_order import At, Products, RowNumbers
+from ..second_order import At
 from .backward_dbias import BiasTile, load_columns, sharer, tile_state
+from .tangent_dq import load_numbers
 
 
 @triton.jit
@@ -32,7 +33,7 @@ def load_keys(x, matrix, j0, d0, cfg, place):
 
 @triton.jit
 def sharer_products(i0, j0, ptr, num, cfg, place):
-    """Return the Products of a tile of one sharer."""
+    """Return (q.k, its tangent, beta, gamma) of a tile of one sharer."""
     s = tl.zeros([cfg.BLOCK_Q, cfg.BLOCK_K], tl.float32)
     tx = tl.zeros([cfg.BLOCK_Q, cfg.BLOCK_K], tl.float32)
     beta = tl.zeros([cfg.BLOCK_Q, cfg.BLOCK_K], tl.float32)
@@ -57,7 +58,7 @@ def sharer_products(i0, j0, ptr, num, cfg, place):
         if ptr.tv is not None:
             tv = load_keys(ptr.tv, num.tv, j0, d0, cfg, place)
             gamma = tl.dot(g, tl.trans(tv), gamma, input_precision=cfg.PRECISION)
-    return Products(s, tx, beta, gamma)
+    return s, tx, beta, gamma
 
 
 @triton.jit
@@ -65,19 +66,18 @@ def add_sharer(acc, tacc, place, state, ptr, num, cfg, tile):
     """Return (acc, tacc) ``[BLOCK_Q, BLOCK_K]`` with dS and dS' of the sharer at ``place``."""
     i0 = tile.tile_q * cfg.BLOCK_Q
     j0 = tile.tile_k * cfg.BLOCK_K
-    rows = i0 + tl.arange(0, cfg.BLOCK_Q)
+    row = i0 + tl.arange(0, cfg.BLOCK_Q)[:, None]
     j = tl.arange(0, cfg.BLOCK_K)[None, :]
-    at = At(rows[:, None], j0 + j, j0, j, False)
-    products = sharer_products(i0, j0, ptr, num, cfg, place)
-    lse2, tlse, b, c = second_order.load_numbers(rows, ptr, num, cfg, place, True)
-    rest = lib.load_rest(ptr, num, cfg, place, at.row, True)
-    numbers = RowNumbers(lse2[:, None], rest, tlse[:, None], b[:, None], c[:, None])
-    g = second_order.gradients(
-        products, numbers, at, ptr, num, cfg, place, "full", cfg.BLOCK_K, tile.bias
+    at = At(row, j0 + j, j0, j, False)
+    x, tx, beta, gamma = sharer_products(i0, j0, ptr, num, cfg, place)
+    lse2, rest, tlse, b, c = load_numbers(i0, ptr, num, cfg, place)
+    w = second_order.weights(
+        x, tx, (lse2, rest, tlse), at, ptr, num, cfg, place, "full", cfg.BLOCK_K, tile.bias
     )
+    ds, dts = second_order.score_gradients(w, beta, gamma, b, c, ptr, num)
     partial = state < 2
-    acc += lib.only_seen(g.ds, ptr, num, cfg, place, at.row, at.col, partial, "any")
-    tacc += lib.only_seen(g.dts, ptr, num, cfg, place, at.row, at.col, partial, "any")
+    acc += lib.only_seen(ds, ptr, num, cfg, place, at.row, at.col, partial, "any")
+    tacc += lib.only_seen(dts, ptr, num, cfg, place, at.row, at.col, partial, "any")
     return acc, tacc
 
 
@@ -100,7 +100,8 @@ def tangent_dbias_kernel(ptr, num, cfg):
     tile = BiasTile(b, head, tile_q, tile_k, lib.load_bias(ptr, num, cfg, shared, row, col))
     acc = tl.zeros([cfg.BLOCK_Q, cfg.BLOCK_K], tl.float32)
     tacc = tl.zeros([cfg.BLOCK_Q, cfg.BLOCK_K], tl.float32)
-    for i in tl.range(0, cfg.SHARING * (num.batch // num.bias_batch), num_stages=1):
+    sharers = cfg.SHARING * (num.batch // num.bias_batch)
+    for i in tl.range(0, sharers, num_stages=1):
         place = sharer(i, ptr, num, cfg, tile)
         state = tile_state(ptr, num, cfg, tile, place)
         if state > 0:

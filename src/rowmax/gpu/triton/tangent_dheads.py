@@ -9,10 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .. import lib, second_order
+from .. import lib
 from ..launch import JobSpec
 from ..second_order import At
-from .tangent_dq import QueryTile, load_numbers, load_rows, products_of
+from .tangent_dq import QueryTile, load_numbers, load_rows, tile_gradients
 
 
 @triton.jit
@@ -36,15 +36,11 @@ def add_keys(sums, tsums, x, ptr, num, cfg, place, plan):
         if ptr.tv is not None:
             tv = lib.keys(ptr.tv, num.tv, cfg, place)
             tv = lib.load_tile(tv, num.tv, j0, place.used, BLOCK_K, cfg.RAGGED_K)
-        products = products_of(x, k, tk, v, tv, cfg)
-        g = second_order.gradients(
-            products, x.numbers, at, ptr, num, cfg, place, "any", BLOCK_K
-        )
-        ds = lib.only_seen(g.ds, ptr, num, cfg, place, x.row, at.col, partial, "any")
-        dts = lib.only_seen(g.dts, ptr, num, cfg, place, x.row, at.col, partial, "any")
-        s = products.x
-        sums += lib.head_gradients(ds, s, g.y, ptr, num, cfg, place, x.row, at.col)
-        tsums += lib.head_gradients(dts, s, g.y, ptr, num, cfg, place, x.row, at.col)
+        ds, dts, s, _, y = tile_gradients(x, k, tk, v, tv, at, ptr, num, cfg, place, "any")
+        ds = lib.only_seen(ds, ptr, num, cfg, place, x.row, at.col, partial, "any")
+        dts = lib.only_seen(dts, ptr, num, cfg, place, x.row, at.col, partial, "any")
+        sums += lib.head_gradients(ds, s, y, ptr, num, cfg, place, x.row, at.col)
+        tsums += lib.head_gradients(dts, s, y, ptr, num, cfg, place, x.row, at.col)
     return sums, tsums
 
 
@@ -76,15 +72,12 @@ def tangent_dheads_kernel(ptr, num, cfg):
     e = None
     if ptr.dout is not None:
         e = load_rows(ptr.dout, num.dout, i0, cfg, place)
-    x = QueryTile(
-        load_rows(ptr.q, num.q, i0, cfg, place),
-        tq,
-        e,
-        load_rows(ptr.dtout, num.dtout, i0, cfg, place),
-        load_numbers(i0, ptr, num, cfg, place),
-        tl.minimum(row, place.nq - 1),
-        row < place.nq,
-    )
+    q = load_rows(ptr.q, num.q, i0, cfg, place)
+    g = load_rows(ptr.dtout, num.dtout, i0, cfg, place)
+    lse2, rest, tlse, b, c = load_numbers(i0, ptr, num, cfg, place)
+    numbers = (lse2, rest, tlse)
+    last = tl.minimum(row, place.nq - 1)
+    x = QueryTile(q, tq, e, g, numbers, b, c, last, row < place.nq)
     plan = lib.plan_keys(ptr, num, cfg, place, tile)
     sums = tl.zeros([lib.PARAMETER_ROWS, cfg.BLOCK_Q], tl.float32)
     sums, tsums = add_keys(sums, sums, x, ptr, num, cfg, place, plan)

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from .. import lib, second_order
 from ..launch import JobSpec
-from ..second_order import At, Products, RowNumbers
+from ..second_order import At
 from .backward_dkdv import at_head, plan_queries
 
 
@@ -39,29 +39,20 @@ class Sums(NamedTuple):
 
 
 @triton.jit
-def products_of(x, q, tq, e, g, ptr, cfg):
-    """Return the Products of the resident tile with a tile of queries, keys down.
-
-    Without a gradient of scores, beta and gamma are not read.
-    """
-    s = tl.dot(x.k, tl.trans(q), input_precision=cfg.PRECISION)
-    zero = tl.zeros([cfg.BLOCK_K, cfg.BLOCK_Q], tl.float32)
-    tx = zero
-    if x.tk is not None or tq is not None:
-        tx = second_order.two_products(x.tk, q, x.k, tq, cfg)
-    beta = zero
-    gamma = zero
-    if ptr.dk is not None or ptr.dtk is not None or ptr.dbias_cols is not None:
-        beta = tl.dot(x.v, tl.trans(g), input_precision=cfg.PRECISION)
-        if x.tv is not None or e is not None:
-            gamma = second_order.two_products(x.tv, g, x.v, e, cfg)
-    return Products(s, tx, beta, gamma)
+def load_numbers(rows, ptr, num, cfg, place, RAGGED: tl.constexpr):
+    """Return (lse2, rest, tlse) of the rows."""
+    lse2 = second_order.load_vector(ptr.lse2, rows, num, cfg, place, float("inf"), RAGGED)
+    rest = lib.load_rest(ptr, num, cfg, place, rows, RAGGED)
+    return lse2, rest, second_order.load_tlse(rows, ptr, num, cfg, place, RAGGED)
 
 
 @triton.jit
 def add_queries(sums, cols, tcols, x, ptr, num, cfg, place, plan, KIND: tl.constexpr):
     """Return (Sums, sums of dS and of dS' over queries ``[BLOCK_K]``) after the tiles of a kind."""
     BLOCK_Q: tl.constexpr = cfg.BLOCK_Q
+    WANT_DS: tl.constexpr = (
+        ptr.dk is not None or ptr.dtk is not None or ptr.dbias_cols is not None
+    )
     dk, dtk, dv, dtv = sums
     q_base = lib.queries(ptr.q, num.q, cfg, place)
     g_base = lib.queries(ptr.dtout, num.dtout, cfg, place)
@@ -84,33 +75,41 @@ def add_queries(sums, cols, tcols, x, ptr, num, cfg, place, plan, KIND: tl.const
         if ptr.dout is not None:
             e = lib.queries(ptr.dout, num.dout, cfg, place)
             e = lib.load_tile(e, num.dout, i0, place.nq, BLOCK_Q, cfg.RAGGED_Q)
-        products = products_of(x, q, tq, e, g, ptr, cfg)
-        lse2, tlse, b, c = second_order.load_numbers(rows, ptr, num, cfg, place, cfg.RAGGED_Q)
-        rest = lib.load_rest(ptr, num, cfg, place, at.row, cfg.RAGGED_Q)
-        numbers = RowNumbers(lse2[None, :], rest, tlse[None, :], b[None, :], c[None, :])
-        got = second_order.gradients(
-            products, numbers, at, ptr, num, cfg, place, KIND, cfg.BLOCK_K
-        )
-        pr = got.pr.to(g.dtype)
+        s = tl.dot(x.k, tl.trans(q), input_precision=cfg.PRECISION)
+        tx = tl.zeros([cfg.BLOCK_K, BLOCK_Q], tl.float32)
+        if x.tk is not None or tq is not None:
+            tx = second_order.two_products(x.tk, q, x.k, tq, cfg)
+        numbers = load_numbers(at.row, ptr, num, cfg, place, cfg.RAGGED_Q)
+        w = second_order.weights(s, tx, numbers, at, ptr, num, cfg, place, KIND, cfg.BLOCK_K)
+        pr = w.pr.to(g.dtype)
         if ptr.dtv is not None:
             dtv = tl.dot(pr, g, dtv, input_precision=cfg.PRECISION)
         if ptr.dv is not None:
-            dv = tl.dot(got.prd.to(g.dtype), g, dv, input_precision=cfg.PRECISION)
+            prd = (w.pr * w.d).to(g.dtype)
+            dv = tl.dot(prd, g, dv, input_precision=cfg.PRECISION)
             if ptr.dout is not None:
                 dv = tl.dot(pr, e, dv, input_precision=cfg.PRECISION)
-        if ptr.dbias_cols is not None:
-            ds = lib.only_seen(got.ds, ptr, num, cfg, place, at.row, at.col, partial, KIND)
-            dts = lib.only_seen(got.dts, ptr, num, cfg, place, at.row, at.col, partial, KIND)
-            cols += tl.sum(ds, 1)
-            tcols += tl.sum(dts, 1)
-        dts = lib.product_gradient(got.dts, got.y, ptr, num, cfg, place).to(q.dtype)
-        if ptr.dk is not None:
-            ds = second_order.product_curvature(got, products.tx, num, cfg).to(q.dtype)
-            dk = tl.dot(ds, q, dk, input_precision=cfg.PRECISION)
-            if ptr.tq is not None:
-                dk = tl.dot(dts, tq, dk, input_precision=cfg.PRECISION)
-        if ptr.dtk is not None:
-            dtk = tl.dot(dts, q, dtk, input_precision=cfg.PRECISION)
+        if WANT_DS:
+            beta = tl.dot(x.v, tl.trans(g), input_precision=cfg.PRECISION)
+            gamma = tl.zeros([cfg.BLOCK_K, BLOCK_Q], tl.float32)
+            if x.tv is not None or e is not None:
+                gamma = second_order.two_products(x.tv, g, x.v, e, cfg)
+            b = second_order.load_vector(ptr.tdelta, at.row, num, cfg, place, 0.0, cfg.RAGGED_Q)
+            c = second_order.load_vector(ptr.delta, at.row, num, cfg, place, 0.0, cfg.RAGGED_Q)
+            ds, dts = second_order.score_gradients(w, beta, gamma, b, c, ptr, num)
+            if ptr.dbias_cols is not None:
+                ds = lib.only_seen(ds, ptr, num, cfg, place, at.row, at.col, partial, KIND)
+                dts = lib.only_seen(dts, ptr, num, cfg, place, at.row, at.col, partial, KIND)
+                cols += tl.sum(ds, 1)
+                tcols += tl.sum(dts, 1)
+            dx, dtx = second_order.product_gradients(ds, dts, tx, w.y, num, cfg)
+            dtx = dtx.to(q.dtype)
+            if ptr.dk is not None:
+                dk = tl.dot(dx.to(q.dtype), q, dk, input_precision=cfg.PRECISION)
+                if ptr.tq is not None:
+                    dk = tl.dot(dtx, tq, dk, input_precision=cfg.PRECISION)
+            if ptr.dtk is not None:
+                dtk = tl.dot(dtx, q, dtk, input_precision=cfg.PRECISION)
     return Sums(dk, dtk, dv, dtv), cols, tcols
 
 
@@ -137,24 +136,23 @@ def add_each_query(sums, x, ptr, num, cfg, place):
         gamma = zero
         if x.tv is not None or e is not None:
             gamma = second_order.two_times_row(x.tv, g, x.v, e)
-        products = Products(lib.times_row(x.k, q), tx, lib.times_row(x.v, g), gamma)
-        lse2, tlse, b, c = second_order.load_numbers(row, ptr, num, cfg, place, False)
-        rest = lib.load_rest(ptr, num, cfg, place, row, False)
-        numbers = RowNumbers(lse2, rest, tlse, b, c)
-        got = second_order.gradients(
-            products, numbers, at, ptr, num, cfg, place, "full", cfg.BLOCK_K
-        )
+        numbers = load_numbers(row, ptr, num, cfg, place, False)
+        s = lib.times_row(x.k, q)
+        w = second_order.weights(s, tx, numbers, at, ptr, num, cfg, place, "full", cfg.BLOCK_K)
+        b = second_order.load_vector(ptr.tdelta, row, num, cfg, place, 0.0, False)
+        c = second_order.load_vector(ptr.delta, row, num, cfg, place, 0.0, False)
+        beta = lib.times_row(x.v, g)
+        ds, dts = second_order.score_gradients(w, beta, gamma, b, c, ptr, num)
+        dx, dtx = second_order.product_gradients(ds, dts, tx, w.y, num, cfg)
         ok = lib.seen(ptr, num, place, row, at.col)
-        dts = lib.product_gradient(got.dts, got.y, ptr, num, cfg, place)
-        ds = second_order.product_curvature(got, tx, num, cfg)
-        dtk += tl.where(ok, dts * q, 0.0)
-        dk += tl.where(ok, ds * q, 0.0)
+        dtk += tl.where(ok, dtx * q, 0.0)
+        dk += tl.where(ok, dx * q, 0.0)
         if ptr.tq is not None:
-            dk += tl.where(ok, dts * tq, 0.0)
-        dtv += tl.where(ok, got.pr * g, 0.0)
-        dv += tl.where(ok, got.prd * g, 0.0)
+            dk += tl.where(ok, dtx * tq, 0.0)
+        dtv += tl.where(ok, w.pr * g, 0.0)
+        dv += tl.where(ok, w.pr * w.d * g, 0.0)
         if ptr.dout is not None:
-            dv += tl.where(ok, got.pr * e, 0.0)
+            dv += tl.where(ok, w.pr * e, 0.0)
     return Sums(dk, dtk, dv, dtv)
 
 

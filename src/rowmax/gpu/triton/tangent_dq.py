@@ -14,7 +14,7 @@ import triton.language as tl
 
 from .. import lib, second_order
 from ..launch import JobSpec
-from ..second_order import At, Products, RowNumbers
+from ..second_order import At
 
 
 class QueryTile(NamedTuple):
@@ -24,7 +24,9 @@ class QueryTile(NamedTuple):
     tq: Any  # as q, or None
     e: Any  # [BLOCK_Q, BLOCK_DV], or None
     g: Any  # [BLOCK_Q, BLOCK_DV]
-    numbers: Any  # RowNumbers, [BLOCK_Q, 1] each
+    numbers: Any  # (lse2, rest, tlse), [BLOCK_Q, 1] each, as b and c
+    b: Any
+    c: Any
     row: Any  # [BLOCK_Q, 1]
     inside: Any  # bool [BLOCK_Q, 1]: not past the end
 
@@ -40,11 +42,14 @@ class Sums(NamedTuple):
 
 @triton.jit
 def load_numbers(i0, ptr, num, cfg, place):
-    """Return the RowNumbers of a tile of queries, ``[BLOCK_Q, 1]`` each."""
-    rows = i0 + tl.arange(0, cfg.BLOCK_Q)
-    lse2, tlse, b, c = second_order.load_numbers(rows, ptr, num, cfg, place, True)
-    rest = lib.load_rest(ptr, num, cfg, place, rows[:, None], True)
-    return RowNumbers(lse2[:, None], rest, tlse[:, None], b[:, None], c[:, None])
+    """Return (lse2, rest, tlse, b, c) of a tile of queries, ``[BLOCK_Q, 1]`` each."""
+    rows = i0 + tl.arange(0, cfg.BLOCK_Q)[:, None]
+    lse2 = second_order.load_vector(ptr.lse2, rows, num, cfg, place, float("inf"), True)
+    rest = lib.load_rest(ptr, num, cfg, place, rows, True)
+    tlse = second_order.load_tlse(rows, ptr, num, cfg, place, True)
+    b = second_order.load_vector(ptr.tdelta, rows, num, cfg, place, 0.0, True)
+    c = second_order.load_vector(ptr.delta, rows, num, cfg, place, 0.0, True)
+    return lse2, rest, tlse, b, c
 
 
 @triton.jit
@@ -55,17 +60,19 @@ def load_rows(x, matrix, i0, cfg, place):
 
 
 @triton.jit
-def products_of(x, k, tk, v, tv, cfg):
-    """Return the Products of the resident tile with a tile of keys."""
+def tile_gradients(x, k, tk, v, tv, at, ptr, num, cfg, place, KIND: tl.constexpr):
+    """Return (dS, dS', q.k, its tangent, y) of the resident tile with a tile of keys."""
     s = tl.dot(x.q, tl.trans(k), input_precision=cfg.PRECISION)
     tx = tl.zeros([cfg.BLOCK_Q, cfg.BLOCK_K], tl.float32)
     if x.tq is not None or tk is not None:
         tx = second_order.two_products(x.tq, k, x.q, tk, cfg)
+    w = second_order.weights(s, tx, x.numbers, at, ptr, num, cfg, place, KIND, cfg.BLOCK_K)
     beta = tl.dot(x.g, tl.trans(v), input_precision=cfg.PRECISION)
     gamma = tl.zeros([cfg.BLOCK_Q, cfg.BLOCK_K], tl.float32)
     if x.e is not None or tv is not None:
         gamma = second_order.two_products(x.e, v, x.g, tv, cfg)
-    return Products(s, tx, beta, gamma)
+    ds, dts = second_order.score_gradients(w, beta, gamma, x.b, x.c, ptr, num)
+    return ds, dts, s, tx, w.y
 
 
 @triton.jit
@@ -90,27 +97,24 @@ def add_keys(sums, x, ptr, num, cfg, place, plan, KIND: tl.constexpr):
         if ptr.tv is not None:
             tv = lib.keys(ptr.tv, num.tv, cfg, place)
             tv = lib.load_tile(tv, num.tv, j0, place.used, BLOCK_K, cfg.RAGGED_K)
-        products = products_of(x, k, tk, v, tv, cfg)
-        g = second_order.gradients(
-            products, x.numbers, at, ptr, num, cfg, place, KIND, BLOCK_K
-        )
+        ds, dts, _, tx, y = tile_gradients(x, k, tk, v, tv, at, ptr, num, cfg, place, KIND)
         if ptr.dbias is not None or ptr.dbias_rows is not None:
-            ds = lib.only_seen(g.ds, ptr, num, cfg, place, x.row, at.col, partial, KIND)
-            dts = lib.only_seen(g.dts, ptr, num, cfg, place, x.row, at.col, partial, KIND)
+            ds = lib.only_seen(ds, ptr, num, cfg, place, x.row, at.col, partial, KIND)
+            dts = lib.only_seen(dts, ptr, num, cfg, place, x.row, at.col, partial, KIND)
             if ptr.dbias is not None:
                 second_order.store_pairs(ptr.dbias, ds, at, num, cfg, place, x.inside)
                 second_order.store_pairs(ptr.dtbias, dts, at, num, cfg, place, x.inside)
             else:
                 rows += tl.sum(ds, 1)
                 trows += tl.sum(dts, 1)
-        dts = lib.product_gradient(g.dts, g.y, ptr, num, cfg, place).to(k.dtype)
+        dx, dtx = second_order.product_gradients(ds, dts, tx, y, num, cfg)
+        dtx = dtx.to(k.dtype)
         if ptr.dq is not None:
-            ds = second_order.product_curvature(g, products.tx, num, cfg).to(k.dtype)
-            dq = tl.dot(ds, k, dq, input_precision=cfg.PRECISION)
+            dq = tl.dot(dx.to(k.dtype), k, dq, input_precision=cfg.PRECISION)
             if ptr.tk is not None:
-                dq = tl.dot(dts, tk, dq, input_precision=cfg.PRECISION)
+                dq = tl.dot(dtx, tk, dq, input_precision=cfg.PRECISION)
         if ptr.dtq is not None:
-            dtq = tl.dot(dts, k, dtq, input_precision=cfg.PRECISION)
+            dtq = tl.dot(dtx, k, dtq, input_precision=cfg.PRECISION)
     return Sums(dq, dtq, rows, trows)
 
 
@@ -137,15 +141,16 @@ def add_each_key(x, ptr, num, cfg, place):
         gamma = tl.zeros([cfg.BLOCK_Q, 1], tl.float32)
         if x.e is not None or tv is not None:
             gamma = second_order.two_times_row(x.e, v, x.g, tv)
-        products = Products(lib.times_row(x.q, k), tx, lib.times_row(x.g, v), gamma)
-        g = second_order.gradients(products, x.numbers, at, ptr, num, cfg, place, "full", 16)
+        x_k = lib.times_row(x.q, k)
+        w = second_order.weights(x_k, tx, x.numbers, at, ptr, num, cfg, place, "full", 16)
+        beta = lib.times_row(x.g, v)
+        ds, dts = second_order.score_gradients(w, beta, gamma, x.b, x.c, ptr, num)
+        dx, dtx = second_order.product_gradients(ds, dts, tx, w.y, num, cfg)
         ok = lib.seen(ptr, num, place, x.row, at.col)
-        dts = lib.product_gradient(g.dts, g.y, ptr, num, cfg, place)
-        ds = second_order.product_curvature(g, tx, num, cfg)
-        dq += tl.where(ok, ds * k, 0.0)
+        dq += tl.where(ok, dx * k, 0.0)
         if ptr.tk is not None:
-            dq += tl.where(ok, dts * tk, 0.0)
-        dtq += tl.where(ok, dts * k, 0.0)
+            dq += tl.where(ok, dtx * tk, 0.0)
+        dtq += tl.where(ok, dtx * k, 0.0)
     return dq, dtq
 
 
@@ -159,15 +164,12 @@ def add_seen_keys(sums, i0, ptr, num, cfg, place, plan, EACH: tl.constexpr):
     e = None
     if ptr.dout is not None:
         e = load_rows(ptr.dout, num.dout, i0, cfg, place)
-    x = QueryTile(
-        load_rows(ptr.q, num.q, i0, cfg, place),
-        tq,
-        e,
-        load_rows(ptr.dtout, num.dtout, i0, cfg, place),
-        load_numbers(i0, ptr, num, cfg, place),
-        tl.minimum(row, place.nq - 1),
-        row < place.nq,
-    )
+    q = load_rows(ptr.q, num.q, i0, cfg, place)
+    g = load_rows(ptr.dtout, num.dtout, i0, cfg, place)
+    lse2, rest, tlse, b, c = load_numbers(i0, ptr, num, cfg, place)
+    numbers = (lse2, rest, tlse)
+    last = tl.minimum(row, place.nq - 1)
+    x = QueryTile(q, tq, e, g, numbers, b, c, last, row < place.nq)
     if EACH:
         dq, dtq = add_each_key(x, ptr, num, cfg, place)
         return Sums(dq, dtq, sums.rows, sums.trows)
