@@ -166,6 +166,20 @@ _H200 = {
     ("dbias", 64): (Tiles(64, 64, 4, 3),) * 3,
     ("dbias", 128): (Tiles(64, 64, 4, 3),) * 3,
 }
+#: as ``_H200`` for tangents, not measured: the largest whose loops do not spill, but for at most 11
+#: loads of loop invariants, compiled for sm_90 with triton 3.6.0
+_TANGENTS = {
+    ("tangent", 64): (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2)),
+    ("tangent", 128): (Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 2)),
+    ("tangent_dq", 64): (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 2)),
+    ("tangent_dq", 128): (Tiles(128, 32, 8, 2), Tiles(128, 32, 8, 2), Tiles(128, 16, 8, 2)),
+    ("tangent_dkdv", 64): (Tiles(32, 128, 8, 3), Tiles(32, 128, 8, 2), Tiles(32, 128, 8, 2)),
+    ("tangent_dkdv", 128): (Tiles(32, 128, 8, 2), Tiles(32, 128, 8, 2), Tiles(16, 128, 8, 2)),
+    ("tangent_dk", 64): (Tiles(32, 128, 8, 3),) * 3,
+    ("tangent_dk", 128): (Tiles(32, 128, 8, 2), Tiles(32, 128, 8, 2), Tiles(16, 128, 8, 2)),
+    ("tangent_dv", 64): (Tiles(32, 128, 8, 3),) * 3,
+    ("tangent_dv", 128): (Tiles(32, 128, 8, 3), Tiles(32, 128, 8, 3), Tiles(32, 128, 8, 2)),
+}
 #: faster than the middle one beyond ``LONG``
 _H200_LONG = {("dkdv", 128): Tiles(64, 128, 8, 3, split=True)}
 
@@ -175,7 +189,7 @@ def table(kind: Kind, limits: Limits) -> Tiles | None:
     if not any(name in limits.name for name in ("H100", "H200", "GH200")) or kind.bytes != 2:
         return None
     width = max(kind.d, kind.dv, 64)
-    found = _H200.get((kind.job, width))
+    found = (_H200 | _TANGENTS).get((kind.job, width))
     if found is None or kind.scored:
         return found and found[2]
     if kind.masked and kind.long:

@@ -59,14 +59,10 @@ def attend_tiles(m, l, acc, sums, r, tacc, x, ptr, num, cfg, place, plan):
             tk = lib.keys(ptr.tk, num.tk, cfg, place)
             tk = lib.load_tile(tk, num.tk, j0, place.used, BLOCK_K, cfg.RAGGED_K)
         s = tl.dot(x.q, tl.trans(k), input_precision=cfg.PRECISION)
-        tx = tangent_of_product(x, k, tk, cfg)
         s, y = lib.scored(s, ptr, num, cfg, place, x.row, j0 + j)
-        t = second_order.score_tangent(tx, y, ptr, num, cfg, place, x.row, j0 + j)
         if cfg.EDGES:
             if partial:
-                ok = lib.seen(ptr, num, place, x.row, j0 + j)
-                s = tl.where(ok, s, float("-inf"))
-                t = tl.where(ok, t, 0.0)
+                s = tl.where(lib.seen(ptr, num, place, x.row, j0 + j), s, float("-inf"))
         if cfg.FOLDED:
             m_new, base = rules.moved(m, tl.max(s, 1) * num.scale2)
             p = tl.exp2(s * num.scale2 - base[:, None])
@@ -74,21 +70,24 @@ def attend_tiles(m, l, acc, sums, r, tacc, x, ptr, num, cfg, place, plan):
             m_new, base = rules.moved(m, tl.max(s, 1))
             p = lib.power(s - base[:, None], cfg)
         alpha = lib.power(m - base, cfg)
+        m = m_new
         tile_l = tl.sum(p, 1)
+        tx = tangent_of_product(x, k, tk, cfg)
+        t = second_order.score_tangent(tx, y, ptr, num, cfg, place, x.row, j0 + j)
+        if cfg.EDGES:
+            if partial:  # s' of a pair that is not seen may be NaN
+                t = tl.where(p == 0.0, 0.0, t)
         r = rules.tangent_base(l, tile_l, tl.sum(p * t, 1), r)
         t = p * (t - r[:, None])
         l = l * alpha + tile_l
         sums = sums * alpha + tl.sum(t, 1)
-        m = m_new
-        acc = acc * alpha[:, None]
-        tacc = tacc * alpha[:, None]
         if ptr.seed is not None:
             keep = lib.kept(ptr, num, place, x.row, j0, j, BLOCK_K)
             p = tl.where(keep, p, 0.0)
             t = tl.where(keep, t, 0.0)
         v = lib.load_tile(v_base, num.v, j0, place.used, BLOCK_K, cfg.RAGGED_K)
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=cfg.PRECISION)
-        tacc = tl.dot(t.to(v.dtype), v, tacc, input_precision=cfg.PRECISION)
+        tacc = tl.dot(t.to(v.dtype), v, tacc * alpha[:, None], input_precision=cfg.PRECISION)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=cfg.PRECISION)
         if ptr.tv is not None:
             tv = lib.keys(ptr.tv, num.tv, cfg, place)
             tv = lib.load_tile(tv, num.tv, j0, place.used, BLOCK_K, cfg.RAGGED_K)
