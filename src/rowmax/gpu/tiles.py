@@ -209,11 +209,11 @@ _SHAPES = {
     "dbias": ((128, 64, 8), (64, 64, 4), (32, 64, 4), (32, 32, 4)),
     "row_sums": ((128, 64, 8), (64, 64, 8), (64, 64, 4), (64, 32, 4), (32, 32, 4)),
     "delta": ((64, 16, 4), (32, 16, 4), (16, 16, 4)),
-    "tangent": ((128, 64, 8), (64, 64, 8), (64, 64, 4), (64, 32, 4), (32, 32, 4)),
-    "tangent_dq": ((128, 32, 8), (64, 64, 8), (64, 32, 8), (64, 32, 4), (32, 32, 4)),
-    "tangent_dkdv": ((64, 64, 8), (32, 64, 8), (32, 64, 4), (32, 32, 4)),
-    "tangent_dk": ((64, 64, 8), (32, 64, 8), (32, 64, 4), (32, 32, 4)),
-    "tangent_dv": ((64, 64, 8), (32, 64, 8), (32, 64, 4), (32, 32, 4)),
+    "tangent": ((128, 64, 8), (128, 32, 8), (64, 32, 8), (64, 16, 8), (32, 32, 8), (32, 16, 8)),
+    "tangent_dq": ((128, 32, 8), (64, 64, 8), (64, 32, 8), (64, 16, 8), (32, 32, 8), (32, 16, 8)),
+    "tangent_dkdv": ((32, 128, 8), (32, 64, 8), (16, 64, 8), (32, 32, 8), (16, 32, 8)),
+    "tangent_dk": ((32, 128, 8), (32, 64, 8), (16, 64, 8), (32, 32, 8), (16, 32, 8)),
+    "tangent_dv": ((32, 128, 8), (32, 64, 8), (16, 64, 8), (32, 32, 8), (16, 32, 8)),
     "tangent_dheads": ((64, 64, 8), (64, 32, 8), (64, 32, 4), (32, 32, 4)),
     "tangent_dbias": ((64, 64, 8), (32, 64, 4), (32, 32, 4)),
     "tangent_rows": ((64, 16, 4), (32, 16, 4), (16, 16, 4)),
@@ -266,7 +266,18 @@ def fits(kind: Kind, tiles: Tiles, limits: Limits) -> bool:
         else:
             halves = 4 * bq * bk * (kind.job in ("forward", "tangent"))
             shared = max(shared + halves, loaded // 2 + 8 * resident + VECTORS * bq)
-    return shared <= limits.shared and (sums + scores * bq * bk) / threads <= 200
+    return shared <= limits.shared and (sums + scores * bq * bk) / threads <= held(kind, tiles)
+
+
+def held(kind: Kind, tiles: Tiles) -> int:
+    """Return the numbers of sums and scores that the registers of a thread hold.
+
+    Kernels of tangents have more operands. As compiled for sm_90, their loops spill beyond 56
+    numbers in float32, and beyond 70 where tiles are too small for wgmma.
+    """
+    if not kind.job.startswith("tangent"):
+        return 200
+    return 56 if kind.bytes == 4 else 200 if wide(tiles) else 70
 
 
 def smaller(tiles: Tiles) -> Tiles | None:

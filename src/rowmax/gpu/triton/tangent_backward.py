@@ -24,8 +24,8 @@ from .tangent_dkdv import TANGENT_DK, TANGENT_DKDV, TANGENT_DV
 from .tangent_dq import TANGENT_DQ
 from .tangent_rows import row_numbers
 
-#: by the number of sums of keys that are wanted: the widest head for which one kernel holds them
-TOGETHER_UP_TO = {2: 128, 3: 64, 4: 64}
+#: bytes of the widest head for which one kernel holds the sums of keys: two sums, or more
+TWO_UP_TO, ALL_UP_TO = 256, 128
 #: the gradients of an input and of its tangent
 Both = tuple[Tensor | None, Tensor | None]
 _NEITHER: Both = (None, None)
@@ -99,7 +99,8 @@ def key_gradients(given: Given, wanted: WantedSecond, how: str | None) -> tuple[
     want_k, want_v = any(present(of_k)) or bool(cols), any(present(of_v))
     if k.numel() or v.numel():
         count = sum((*present(of_k), *present(of_v)))
-        if want_k and want_v and max(problem.d, problem.dv) <= TOGETHER_UP_TO.get(count, 128):
+        width = max(problem.d, problem.dv) * problem.dtype.itemsize
+        if want_k and want_v and width <= (TWO_UP_TO if count == 2 else ALL_UP_TO):
             launch(TANGENT_DKDV, problem, tensors, tiles, {**read, **of_k, **of_v, **cols})
         else:
             if want_k:
