@@ -251,7 +251,7 @@ def fits(kind: Kind, tiles: Tiles, limits: Limits) -> bool:
         "tangent_dv": (2 * bq * both, 2 * bk * kind.d, 2 * bk * kind.dv, 2),
         "tangent_dheads": (2 * bk * both, 2 * bq * both, 0, 4),
         "tangent_dbias": (4 * (bq + bk) * columns(kind), 0, 2 * bq * bk, 4),
-        "tangent_rows": (0, 0, 4 * bq * kind.dv, 1),
+        "tangent_rows": (0, 0, 2 * bq * kind.dv, 1),
     }[kind.job]
     threads = tiles.warps * limits.lanes
     ahead = kind.scored and not kind.job.endswith("dbias")  # a bias is prefetched too
@@ -275,7 +275,7 @@ def held(kind: Kind, tiles: Tiles) -> int:
     Kernels of tangents have more operands. As compiled for sm_90, their loops spill beyond 56
     numbers in float32, and beyond 70 where tiles are too small for wgmma.
     """
-    if not kind.job.startswith("tangent"):
+    if not kind.job.startswith("tangent") or kind.job == "tangent_rows":
         return 200
     return 56 if kind.bytes == 4 else 200 if wide(tiles) else 70
 
