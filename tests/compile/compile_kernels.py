@@ -1,7 +1,7 @@
 """Compile kernels without their GPUs, and print facts about the machine code.
 
 Run by ``test_compile.py`` in a process without the interpreter: the arguments are a target and
-"features", "tuned" or "float32"; each line is JSON.
+"features", "tuned", "float32" or "tangents"; each line is JSON.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.errors import OutOfResources
 
+from rowmax.call.inputs import Cotangents, Tangents, WantedSecond
 from rowmax.call.problem import Wanted
 from rowmax.testing import Case, make
 from tests.compile import sass
 
 forward = importlib.import_module("rowmax.gpu.triton.forward")
 backward = importlib.import_module("rowmax.gpu.triton.backward")
+tangent = importlib.import_module("rowmax.gpu.triton.tangent")
+tangent_backward = importlib.import_module("rowmax.gpu.triton.tangent_backward")
 kernel_args = importlib.import_module("rowmax.gpu.kernel_args")
 launch = importlib.import_module("rowmax.gpu.launch")
 tiles = importlib.import_module("rowmax.gpu.tiles")
@@ -60,6 +63,13 @@ FEATURES = [
     Case("prefix", b=2, nq=200, hq=4, hk=2, d=64, prefix=(0.5,), left=90, bias="1hqk"),
 ]
 
+#: tangents and second derivatives of these: the entries of the table, and every kernel once
+TANGENTS = [
+    *((Case(f"{d}-full", b=1, nq=512, hq=1, d=d), torch.bfloat16) for d in (64, 128)),
+    *((Case(f"{d}-causal", b=1, nq=512, hq=1, d=d, causal=True), torch.bfloat16) for d in (64, 128)),
+    (Case("64-float32", b=1, nq=512, hq=1, d=64), torch.float32),
+    (Case("64-terms", b=2, nq=200, hq=2, d=64, bias="1hqk", alibi=True, sink=True), torch.bfloat16),
+]
 
 #: calls with kernels that ptxas 12.8.93 assembles wrong: three of those that failed on an H200
 FLOAT32 = [
@@ -92,8 +102,11 @@ class Made(NamedTuple):
     refused: int  # larger tiles before these, which did not fit shared memory
 
 
-def made(case: Case, dtype: torch.dtype, name: str) -> list[Made]:
-    """Return the launches of a call and its backward, compiled for a target."""
+def made(case: Case, dtype: torch.dtype, name: str, second: bool = False) -> list[Made]:
+    """Return the launches of a call and its backward, compiled for a target.
+
+    If ``second``, those of its tangent and of the backward of the tangent.
+    """
     target, limit = TARGETS[name]
     found: list[Made] = []
     refused = 0
@@ -111,8 +124,14 @@ def made(case: Case, dtype: torch.dtype, name: str) -> list[Made]:
     launch._jobs.clear()
     kernel_args.capability = lambda _: None if target.backend == "hip" else divmod(target.arch, 10)
     problem, tensors = make(case, dtype=dtype).problem()
-    out, lse = forward.forward(problem, tensors)
     wanted = Wanted(*(getattr(tensors, name) is not None for name in Wanted._fields))
+    if second:
+        along = Tangents(*(getattr(tensors, name) for name in Tangents._fields))
+        results = tangent.tangent(problem, tensors, along)
+        given = problem, tensors, along, *results, Cotangents(*results)
+        tangent_backward.tangent_backward(*given, WantedSecond(wanted, wanted))
+        return found
+    out, lse = forward.forward(problem, tensors)
     dout = torch.zeros(problem.out_shape, dtype=dtype)
     backward.backward(problem, tensors, out, lse, dout, torch.zeros_like(lse), wanted)
     return found
@@ -167,7 +186,7 @@ def facts(made: Made, name: str, what: str) -> dict[str, Any]:
     if "cubin" in kernel.asm:
         taken = re.findall(r"\.param \.(?:align \d+ \.)?(\w+)", kernel.asm["ptx"])
         found["taken"] = taken[: len(found["given"])]  # Triton adds parameters behind these
-    if what == "tuned":
+    if what in ("tuned", "tangents"):
         loops = loops_with_products(kernel.asm["cubin"])
         found["spills"] = max(
             (len(re.findall(r"\b(LDL|STL)\b", loop)) for loop in loops), default=0
@@ -181,7 +200,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     name, what = sys.argv[1:]
     _, shared = TARGETS[name]
-    device = "NVIDIA H200" if what == "tuned" else name
+    device = "NVIDIA H200" if what in ("tuned", "tangents") else name
     amd = name.startswith("gfx")
     limits = tiles.Limits(device, shared, 64 if amd else 32, split=not amd, wgmma=name == "sm_90")
     tiles.limits_of = lambda _: limits
@@ -189,9 +208,10 @@ def main() -> None:
         "features": features(name),
         "tuned": [(case, torch.bfloat16) for case in tuned()],
         "float32": [(case, torch.float32) for case in FLOAT32],
+        "tangents": TANGENTS,
     }
     for case, dtype in cases[what]:
-        for one in made(case, dtype, name):
+        for one in made(case, dtype, name, what == "tangents"):
             print(json.dumps({"case": case.name, **facts(one, name, what)}), flush=True)
 
 

@@ -391,7 +391,7 @@ def test_a_kernel_is_compiled_for_no_positions_and_for_any(features: dict[str, A
         case = Case("", b=1, nq=64, hq=1, causal=True, positions=positions or None, **features)
         problem, tensors = make(case).problem()
         chosen = tiles.Tiles(64, 64, 4, 2, False)
-        job = jobs.build_job(forward.FORWARD, problem, tensors, chosen, None)
+        job = jobs.build_job(forward.FORWARD, problem, tensors, chosen, {})
         pointers = kernel_args.Pointers(*tensors, out=tensors.q, lse=torch.zeros(1, 1, 64))
         return job.launch.signature(pointers, job.numbers, job.config)
 

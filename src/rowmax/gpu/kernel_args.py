@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..call.inputs import parameters_of
+from ..call.inputs import Tangents, parameters_of
 from ..call.problem import Problem, Tensors
 from ..rules.softmax import LOG2E
 from .tiles import Tiles, padded
@@ -59,6 +59,26 @@ class Pointers(NamedTuple):
     dbias_cols: Any = None  # float32 [B, Hq, Nk], dS summed over queries
     dsink: Any = None  # float32 [B, Hq, tiles], of each tile of rows
     dheads: Any = None  # float32 [B, Hq, Nq, PARAMETER_ROWS], of each row
+    # tangents of inputs and results, and the gradients of the tangents
+    tq: Any = None
+    tk: Any = None
+    tv: Any = None
+    tbias: Any = None
+    tsink: Any = None
+    theads: Any = None  # as heads
+    tout: Any = None
+    tlse: Any = None
+    dtout: Any = None
+    dtlse: Any = None
+    tdelta: Any = None  # as delta: b of rules/tangent.py, where delta is c
+    dtq: Any = None
+    dtk: Any = None
+    dtv: Any = None
+    dtbias: Any = None
+    dtbias_rows: Any = None
+    dtbias_cols: Any = None
+    dtsink: Any = None
+    dtheads: Any = None
 
 
 class Matrix(NamedTuple):
@@ -123,6 +143,15 @@ class Numbers(NamedTuple):
     dv: Any = None
     bias: Any = None  # Pairs
     dbias: Any = None
+    tq: Any = None  # a Matrix each
+    tk: Any = None
+    tv: Any = None
+    tout: Any = None
+    dtout: Any = None
+    dtq: Any = None
+    dtk: Any = None
+    dtv: Any = None
+    tbias: Any = None  # Pairs
     allowed: Any = None
     q_ids: Any = None  # strides of the batch
     k_ids: Any = None
@@ -178,6 +207,14 @@ def prepared(tensors: Tensors) -> Tensors:
     return tensors._replace(**fixed) if fixed else tensors
 
 
+def prepared_tangents(tangents: Tangents) -> Tangents:
+    """Return the tangents as kernels read them, as ``prepared`` does."""
+    q, k, v, bias, sink, heads = tangents
+    q, k, v = (None if x is None else aligned(x) for x in (q, k, v))
+    sink, heads = (None if x is None else x.contiguous() for x in (sink, heads))
+    return Tangents(q, k, v, bias, sink, heads)
+
+
 def aligned(x: Tensor) -> Tensor:
     """Return x, or a copy, with rows without gaps that start at multiples of 16 bytes.
 
@@ -209,13 +246,23 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 # --- arguments of one job ----------------------------------------------------------------------
 
 
+#: the matrices and terms whose strides are those of the tensors that a launch is given
+STRIDED = ("dout", "tq", "tk", "tv", "dtout", "tbias")
+
+
+def strided(made: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of a launch, other than inputs, whose strides its numbers hold."""
+    return {name: made[name] for name in STRIDED if made.get(name) is not None}
+
+
 def matrices(
-    problem: Problem, tensors: Tensors, names: tuple[str, ...], dout: Tensor | None
+    problem: Problem, tensors: Tensors, names: tuple[str, ...], given: dict[str, Tensor]
 ) -> dict[str, Matrix]:
-    """Return q, k, v and the named matrices. All but q, k, v and dout are contiguous."""
+    """Return q, k, v and the named matrices, contiguous but for q, k, v and those ``given``."""
     q, k, v = tensors[:3]
-    given = {"q": q, "k": k, "v": v, "dout": dout}
-    shapes = {"out": problem.out_shape, "dq": q.shape, "dk": k.shape, "dv": v.shape}
+    given = {"q": q, "k": k, "v": v, **given}
+    kinds = {"q": q.shape, "k": k.shape, "v": v.shape, "out": problem.out_shape}
+    shapes = {mark + name: shape for name, shape in kinds.items() for mark in ("", "d", "t", "dt")}
     unit = 16 // q.element_size()
     found = {}
     for name in ("q", "k", "v", *names):
@@ -228,13 +275,17 @@ def matrices(
     return found
 
 
-def pair_strides(tensors: Tensors) -> dict[str, Any]:
+def pair_strides(tensors: Tensors, tbias: Tensor | None = None) -> dict[str, Any]:
     """Return the strides of the terms of pairs and of ids."""
     found: dict[str, Any] = {}
     if tensors.bias is not None:
         read, written = strides(tensors.bias), contiguous_strides(tensors.bias.shape)
-        align = common_align((*read[:3], *written[:3]), 16 // tensors.bias.element_size())
+        unit = 16 // tensors.bias.element_size()
+        align = common_align((*read[:3], *written[:3]), unit)
         found |= {"bias": pairs(read, align), "dbias": pairs(written, align)}
+        if tbias is not None:
+            read = strides(tbias)
+            found["tbias"] = pairs(read, common_align(read[:3], unit))
     if tensors.allowed is not None:
         found["allowed"] = pairs(strides(tensors.allowed), 1)
     if tensors.q_ids is not None and tensors.k_ids is not None:

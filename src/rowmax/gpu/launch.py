@@ -16,7 +16,7 @@ from ..call.problem import Problem, Tensors
 from . import kernel_args
 from .compat import current_device
 from .compiled import Launch
-from .kernel_args import Config, Numbers, Pointers, prepared
+from .kernel_args import Config, Numbers, Pointers, prepared, strided
 from .tile_maps import listed, tile_pointers, tile_strides
 from .tiles import Tiles, columns, kind_of, smaller, tiles_for
 
@@ -82,13 +82,13 @@ class Job:
 
 
 def build_job(
-    spec: JobSpec, problem: Problem, tensors: Tensors, tiles: Tiles, dout: Tensor | None
+    spec: JobSpec, problem: Problem, tensors: Tensors, tiles: Tiles, given: dict[str, Tensor]
 ) -> Job:
-    """Return the job for tensors with these strides."""
+    """Return the job for tensors with these strides; ``given`` is of ``kernel_args.strided``."""
     resident = spec.resident
     count, heads = grid_of(problem, tiles, resident)
     together = heads_together(problem, resident) if spec.alternate else 1
-    terms, bias_batch, constants = kernel_args.pair_strides(tensors), None, {}
+    terms, bias_batch, constants = kernel_args.pair_strides(tensors, given.get("tbias")), None, {}
     if resident == "rows":
         constants["PACKED"] = False
     elif spec.lists and listed(problem):
@@ -104,7 +104,7 @@ def build_job(
         tiles=count,
         together=together,
         bias_batch=bias_batch,
-        **kernel_args.matrices(problem, tensors, spec.matrices, dout),
+        **kernel_args.matrices(problem, tensors, spec.matrices, given),
         **terms,
     )
     precision = kernel_args.precision_of(tensors)
@@ -157,20 +157,20 @@ def launch(
     ``made`` holds the tensors other than inputs, by their names among ``Pointers``; ``more``
     returns those that depend on the job. ``tiles`` overrides the tables.
     """
-    dout = made.get("dout")
-    key = _key(spec, problem, tensors, tiles, dout)
+    given = strided(made)
+    key = _key(spec, problem, tensors, tiles, given)
     job = _jobs.get(key)
     q, k, v = tensors[:3]
     if job is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
         # strides of a kept job are such as ``prepared`` leaves alone
         tensors = prepared(tensors)
-        key = _key(spec, problem, tensors, tiles, dout)
+        key = _key(spec, problem, tensors, tiles, given)
         job = _jobs.get(key)
     if job is not None:
         return _run(job, spec, problem, tensors, made, more)
     chosen = tiles or tiles_for(spec.name, problem, q.device)
     while True:
-        job = build_job(spec, problem, tensors, chosen, dout)
+        job = build_job(spec, problem, tensors, chosen, given)
         try:
             ptr = _run(job, spec, problem, tensors, made, more)
         except OutOfResources:
@@ -208,7 +208,7 @@ def _key(
     problem: Problem,
     tensors: Tensors,
     tiles: Tiles | None,
-    dout: Tensor | None,
+    given: dict[str, Tensor],
 ) -> tuple[Any, ...]:
     """Return all that a job depends on. The problem says which tensors there are."""
     strides = [x.stride() for x in tensors if x is not None]
@@ -221,6 +221,6 @@ def _key(
         tensors.q.get_device(),
         tiles,
         *strides,
-        None if dout is None else dout.stride(),
+        *[(name, x.stride()) for name, x in given.items()],
         *batches,
     )

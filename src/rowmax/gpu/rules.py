@@ -8,7 +8,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ..rules import band, bound, dropout, row_stats, softmax
+from ..rules import band, bound, dropout, row_stats, softmax, tangent
 from ..rules import score as scores
 from . import compat
 
@@ -72,10 +72,15 @@ score = compiled(scores.score, tanh=tanh)
 score_precise = compiled(scores.score, tanh=tanh_precise)
 product_gradient = compiled(scores.product_gradient)
 head_gradient = compiled(scores.head_gradient)
+score_tangent = compiled(scores.score_tangent)
+product_curvature = compiled(scores.product_curvature)
 _numbers = {"LOG2E": LOG2E, "inf": tl.constexpr(softmax.inf)}
 moved = compiled(softmax.moved, max="maximum", where="where", inf=_numbers["inf"])
 with_sink = compiled(softmax.with_sink, max="maximum", where="where", exp2="exp2", **_numbers)
 score_gradient = compiled(softmax.score_gradient)
+score_gradients = compiled(tangent.score_gradients)
+sink_in_tangent = compiled(tangent.sink_in_tangent, where="where", exp2="exp2", **_numbers)
+out_tangent = compiled(tangent.out_tangent)
 without_weights = compiled(row_stats.without_weights, where="where", inf=_numbers["inf"])
 natural_weight = compiled(row_stats.natural_weight, exp2="exp2", LOG2E=LOG2E)
 philox_round = compiled(
@@ -84,6 +89,14 @@ philox_round = compiled(
     M0=tl.constexpr(dropout.M0),
     M1=tl.constexpr(dropout.M1),
 )
+
+
+@triton.jit
+def tangent_base(l, tile_l, tile_tl, r):
+    """Return r of ``rules/tangent.py``: kept, or of the first tile in which a row has weights."""
+    first = tile_tl / tl.where(tile_l == 0.0, 1.0, tile_l)
+    first = tl.where(tl.abs(first) < float("inf"), first, 0.0)
+    return tl.where(l > 0.0, r, first)
 
 
 @triton.jit

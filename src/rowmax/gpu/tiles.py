@@ -166,6 +166,20 @@ _H200 = {
     ("dbias", 64): (Tiles(64, 64, 4, 3),) * 3,
     ("dbias", 128): (Tiles(64, 64, 4, 3),) * 3,
 }
+#: as ``_H200`` for tangents, not measured: the largest whose loops do not spill, but for at most 11
+#: loads of loop invariants, compiled for sm_90 with triton 3.6.0
+_TANGENTS = {
+    ("tangent", 64): (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2)),
+    ("tangent", 128): (Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 2)),
+    ("tangent_dq", 64): (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 2)),
+    ("tangent_dq", 128): (Tiles(128, 32, 8, 2), Tiles(128, 32, 8, 2), Tiles(128, 16, 8, 2)),
+    ("tangent_dkdv", 64): (Tiles(32, 128, 8, 3), Tiles(32, 128, 8, 2), Tiles(32, 128, 8, 2)),
+    ("tangent_dkdv", 128): (Tiles(32, 128, 8, 2), Tiles(32, 128, 8, 2), Tiles(16, 128, 8, 2)),
+    ("tangent_dk", 64): (Tiles(32, 128, 8, 3),) * 3,
+    ("tangent_dk", 128): (Tiles(32, 128, 8, 2), Tiles(32, 128, 8, 2), Tiles(16, 128, 8, 2)),
+    ("tangent_dv", 64): (Tiles(32, 128, 8, 3),) * 3,
+    ("tangent_dv", 128): (Tiles(32, 128, 8, 3), Tiles(32, 128, 8, 3), Tiles(32, 128, 8, 2)),
+}
 #: faster than the middle one beyond ``LONG``
 _H200_LONG = {("dkdv", 128): Tiles(64, 128, 8, 3, split=True)}
 
@@ -175,7 +189,7 @@ def table(kind: Kind, limits: Limits) -> Tiles | None:
     if not any(name in limits.name for name in ("H100", "H200", "GH200")) or kind.bytes != 2:
         return None
     width = max(kind.d, kind.dv, 64)
-    found = _H200.get((kind.job, width))
+    found = (_H200 | _TANGENTS).get((kind.job, width))
     if found is None or kind.scored:
         return found and found[2]
     if kind.masked and kind.long:
@@ -195,6 +209,14 @@ _SHAPES = {
     "dbias": ((128, 64, 8), (64, 64, 4), (32, 64, 4), (32, 32, 4)),
     "row_sums": ((128, 64, 8), (64, 64, 8), (64, 64, 4), (64, 32, 4), (32, 32, 4)),
     "delta": ((64, 16, 4), (32, 16, 4), (16, 16, 4)),
+    "tangent": ((128, 64, 8), (128, 32, 8), (64, 32, 8), (64, 16, 8), (32, 32, 8), (32, 16, 8)),
+    "tangent_dq": ((128, 32, 8), (64, 64, 8), (64, 32, 8), (64, 16, 8), (32, 32, 8), (32, 16, 8)),
+    "tangent_dkdv": ((32, 128, 8), (32, 64, 8), (16, 64, 8), (32, 32, 8), (16, 32, 8)),
+    "tangent_dk": ((32, 128, 8), (32, 64, 8), (16, 64, 8), (32, 32, 8), (16, 32, 8)),
+    "tangent_dv": ((32, 128, 8), (32, 64, 8), (16, 64, 8), (32, 32, 8), (16, 32, 8)),
+    "tangent_dheads": ((64, 64, 8), (64, 32, 8), (64, 32, 4), (32, 32, 4)),
+    "tangent_dbias": ((64, 64, 8), (32, 64, 4), (32, 32, 4)),
+    "tangent_rows": ((64, 16, 4), (32, 16, 4), (16, 16, 4)),
 }
 _LAST = ((32, 16, 4), (16, 32, 4), (16, 16, 4), (16, 16, 8))
 
@@ -212,32 +234,50 @@ def candidates(kind: Kind, limits: Limits) -> Iterator[Tiles]:
 def fits(kind: Kind, tiles: Tiles, limits: Limits) -> bool:
     """Return True if shared memory holds the tiles and registers hold the sums and scores."""
     bq, bk, both = tiles.block_q, tiles.block_k, kind.d + kind.dv
-    streamed, resident, sums = {
-        "forward": (bk * both, bq * kind.d, bq * kind.dv),
-        "dkdv": (bq * both, bk * both, bk * both),
-        "dk": (bq * both, bk * both, bk * kind.d),
-        "dv": (bq * both, bk * kind.d, bk * kind.dv),
-        "dq": (bk * both, bq * both, bq * kind.d),
-        "dheads": (bk * both, bq * both, 0),
-        "dbias": (2 * (bq + bk) * columns(kind), 0, bq * bk),
-        "row_sums": (bk * kind.d, bq * kind.d, 0),
-        "delta": (0, 0, 2 * bq * kind.dv),
+    streamed, resident, sums, scores = {
+        "forward": (bk * both, bq * kind.d, bq * kind.dv, 1),
+        "dkdv": (bq * both, bk * both, bk * both, 2),
+        "dk": (bq * both, bk * both, bk * kind.d, 2),
+        "dv": (bq * both, bk * kind.d, bk * kind.dv, 1),
+        "dq": (bk * both, bq * both, bq * kind.d, 2),
+        "dheads": (bk * both, bq * both, 0, 2),
+        "dbias": (2 * (bq + bk) * columns(kind), 0, bq * bk, 2),
+        "row_sums": (bk * kind.d, bq * kind.d, 0, 1),
+        "delta": (0, 0, 2 * bq * kind.dv, 1),
+        "tangent": (2 * bk * both, 2 * bq * kind.d, 2 * bq * kind.dv, 2),
+        "tangent_dq": (2 * bk * both, 2 * bq * both, 2 * bq * kind.d, 4),
+        "tangent_dkdv": (2 * bq * both, 2 * bk * both, bk * max(both, min(2 * both, 256)), 4),
+        "tangent_dk": (2 * bq * both, 2 * bk * both, 2 * bk * kind.d, 4),
+        "tangent_dv": (2 * bq * both, 2 * bk * kind.d, 2 * bk * kind.dv, 2),
+        "tangent_dheads": (2 * bk * both, 2 * bq * both, 0, 4),
+        "tangent_dbias": (4 * (bq + bk) * columns(kind), 0, 2 * bq * bk, 4),
+        "tangent_rows": (0, 0, 2 * bq * kind.dv, 1),
     }[kind.job]
-    scores = bq * bk * (1 if kind.job in ("forward", "row_sums", "delta", "dv") else 2)
     threads = tiles.warps * limits.lanes
-    ahead = kind.scored and kind.job != "dbias"  # a bias is prefetched too
+    ahead = kind.scored and not kind.job.endswith("dbias")  # a bias is prefetched too
     loaded = kind.bytes * tiles.stages * streamed + 4 * ahead * tiles.stages * bq * bk
     shared = loaded + kind.bytes * (resident + bq * bk)
     if limits.split and kind.bytes == 4:
         if limits.wgmma and wide(tiles):
             # as measured: a resident tile has two halves, and narrow tiles do not pack with wide
-            side = bq if kind.job in ("dkdv", "dk", "dv") else bk
+            side = bq if kind.job.endswith(("dkdv", "dk", "dv")) else bk
             packed = 2 * resident + side * abs(kind.d - kind.dv) - ahead * bq * bk
             shared = loaded + 4 * packed + VECTORS * side
         else:
-            halves = 4 * bq * bk * (kind.job == "forward")
+            halves = 4 * bq * bk * (kind.job in ("forward", "tangent"))
             shared = max(shared + halves, loaded // 2 + 8 * resident + VECTORS * bq)
-    return shared <= limits.shared and (sums + scores) / threads <= 200
+    return shared <= limits.shared and (sums + scores * bq * bk) / threads <= held(kind, tiles)
+
+
+def held(kind: Kind, tiles: Tiles) -> int:
+    """Return the numbers of sums and scores that the registers of a thread hold.
+
+    Kernels of tangents have more operands. As compiled for sm_90, their loops spill beyond 56
+    numbers in float32, and beyond 70 where tiles are too small for wgmma.
+    """
+    if not kind.job.startswith("tangent") or kind.job == "tangent_rows":
+        return 200
+    return 56 if kind.bytes == 4 else 200 if wide(tiles) else 70
 
 
 def smaller(tiles: Tiles) -> Tiles | None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from ...call.dispatch import Limit, beyond
+from ...call.dispatch import SECOND_ORDER, Limit, beyond
+from ...call.inputs import HEAD_TERMS
 from ...call.problem import Problem
 from .. import assembler
 from ..replay import record
 from .backward import backward
 from .forward import forward
+from .tangent import tangent
+from .tangent_backward import tangent_backward
 
-__all__ = ["backward", "forward", "notes", "record", "supports"]
+__all__ = ["backward", "forward", "notes", "record", "supports", "tangent", "tangent_backward"]
 
 
 def _has_capability(problem: Problem, *least: int) -> bool:
@@ -42,10 +45,28 @@ LIMITS = (
     ),
 )
 
+#: bytes of a row of the widest head: of wider ones, most of the sums would lie in local memory
+_WIDEST = 512
+#: the limits of tangents and of their backward, past those of all calls
+TANGENT_LIMITS = (
+    Limit(
+        lambda p: max(p.d, p.dv) * p.dtype.itemsize <= _WIDEST,
+        "it computes tangents of head sizes up to 256, in float32 up to 128, not of "
+        "{0.d} and {0.dv}",
+    ),
+    Limit(
+        lambda p: all(HEAD_TERMS[name].added for name in p.heads),
+        "it has no tangent of terms that bend scores: {0.heads}",
+    ),
+)
+
 
 def supports(problem: Problem, call: str) -> str | None:
     """Return None, or the reason why no kernel computes the problem."""
-    return beyond(LIMITS, problem)
+    refused = beyond(LIMITS, problem)
+    if refused is None and call in SECOND_ORDER:
+        return beyond(TANGENT_LIMITS, problem)
+    return refused
 
 
 def notes(problem: Problem, call: str) -> list[str]:

@@ -99,7 +99,7 @@ def key_gradients(
         launch(DV, problem, tensors, tiles, {**read, "dv": dv})
     elif dk.numel():
         launch(DKDV, problem, tensors, tiles, {**read, "dk": dk, "dv": dv, "dbias_cols": cols})
-    return dk, dv, None if cols is None else _summed(cols.unsqueeze(2), tensors.bias)
+    return dk, dv, None if cols is None else summed(cols.unsqueeze(2), tensors.bias)
 
 
 def query_gradients(
@@ -115,7 +115,7 @@ def query_gradients(
     elif how == "rows":
         rows = read["delta"].new_zeros((problem.batch, problem.hq, problem.nq))
     launch(DQ, problem, tensors, tiles, {**read, "dq": dq, "dbias": dbias, "dbias_rows": rows})
-    return dq, dbias if rows is None else _summed(rows.unsqueeze(3), bias)
+    return dq, dbias if rows is None else summed(rows.unsqueeze(3), bias)
 
 
 def bias_gradient(problem: Problem, tensors: Tensors, tiles: Tiles | None, read: Read) -> Tensor:
@@ -135,7 +135,7 @@ def head_gradients(problem: Problem, tensors: Tensors, tiles: Tiles | None, read
     return dheads.sum((0, 2)).T[: tensors.heads.shape[0]].contiguous()
 
 
-def _summed(parts: Tensor, bias: Tensor | None) -> Tensor:
+def summed(parts: Tensor, bias: Tensor | None) -> Tensor:
     """Return the partial sums ``[B, H, Nq|1, Nk|1]``, summed to the shape of the bias."""
     assert bias is not None
     over = [d for d in range(4) if bias.shape[d] == 1 and parts.shape[d] != 1]

@@ -1,0 +1,227 @@
+# ruff: noqa: RET505, SIM102, SIM108, RUF100  (constant branches need an else)
+"""dQ and dQ' of a tangent: a tile of queries is resident, tiles of keys pass.
+
+``dQ_i = scale sum_j (dX_ij k_j + dX'_ij k'_j)`` and ``dQ'_i = scale sum_j dX'_ij k_j``. The kernel
+also stores the gradients of a bias and of its tangent, as ``backward_dq.py`` does.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .. import lib, second_order
+from ..launch import JobSpec
+from ..second_order import At
+
+
+class QueryTile(NamedTuple):
+    """The resident tile. Rows past the end repeat the last."""
+
+    q: Any  # [BLOCK_Q, BLOCK_D]
+    tq: Any  # as q, or None
+    e: Any  # [BLOCK_Q, BLOCK_DV], or None
+    g: Any  # [BLOCK_Q, BLOCK_DV]
+    numbers: Any  # (lse2, rest, tlse), [BLOCK_Q, 1] each, as b and c
+    b: Any
+    c: Any
+    row: Any  # [BLOCK_Q, 1]
+    inside: Any  # bool [BLOCK_Q, 1]: not past the end
+
+
+class Sums(NamedTuple):
+    """The sums over keys; those that are not wanted stay 0."""
+
+    dq: Any  # [BLOCK_Q, BLOCK_D], without the scale, as dtq
+    dtq: Any
+    rows: Any  # [BLOCK_Q], of dS
+    trows: Any  # of dS'
+
+
+@triton.jit
+def load_numbers(i0, ptr, num, cfg, place):
+    """Return (lse2, rest, tlse, b, c) of a tile of queries, ``[BLOCK_Q, 1]`` each."""
+    rows = i0 + tl.arange(0, cfg.BLOCK_Q)[:, None]
+    lse2 = second_order.load_vector(ptr.lse2, rows, num, cfg, place, float("inf"), True)
+    rest = lib.load_rest(ptr, num, cfg, place, rows, True)
+    tlse = second_order.load_tlse(rows, ptr, num, cfg, place, True)
+    b = second_order.load_vector(ptr.tdelta, rows, num, cfg, place, 0.0, True)
+    c = second_order.load_vector(ptr.delta, rows, num, cfg, place, 0.0, True)
+    return lse2, rest, tlse, b, c
+
+
+@triton.jit
+def load_rows(x, matrix, i0, cfg, place):
+    """Return ``[BLOCK_Q, BLOCK_D]`` of queries from row i0 on."""
+    x = lib.queries(x, matrix, cfg, place)
+    return lib.load_tile(x, matrix, i0, place.nq, cfg.BLOCK_Q, True)
+
+
+@triton.jit
+def tile_gradients(x, k, tk, v, tv, at, ptr, num, cfg, place, KIND: tl.constexpr):
+    """Return (dS, dS', q.k, its tangent, y) of the resident tile with a tile of keys."""
+    s = tl.dot(x.q, tl.trans(k), input_precision=cfg.PRECISION)
+    tx = tl.zeros([cfg.BLOCK_Q, cfg.BLOCK_K], tl.float32)
+    if x.tq is not None or tk is not None:
+        tx = second_order.two_products(x.tq, k, x.q, tk, cfg)
+    w = second_order.weights(s, tx, x.numbers, at, ptr, num, cfg, place, KIND, cfg.BLOCK_K)
+    beta = tl.dot(x.g, tl.trans(v), input_precision=cfg.PRECISION)
+    gamma = tl.zeros([cfg.BLOCK_Q, cfg.BLOCK_K], tl.float32)
+    if x.e is not None or tv is not None:
+        gamma = second_order.two_products(x.e, v, x.g, tv, cfg)
+    ds, dts = second_order.score_gradients(w, beta, gamma, x.b, x.c, ptr, num)
+    return ds, dts, s, tx, w.y
+
+
+@triton.jit
+def add_keys(sums, x, ptr, num, cfg, place, plan, KIND: tl.constexpr):
+    """Return the Sums after the tiles of one kind; ``x`` is the resident tile."""
+    BLOCK_K: tl.constexpr = cfg.BLOCK_K
+    dq, dtq, rows, trows = sums
+    k_base = lib.keys(ptr.k, num.k, cfg, place)
+    v_base = lib.keys(ptr.v, num.v, cfg, place)
+    j = tl.arange(0, BLOCK_K)[None, :]
+    for i in tl.range(0, lib.tile_count(plan, KIND)):
+        tile, partial = lib.nth_tile(i, ptr, plan, KIND)
+        j0 = tile * BLOCK_K
+        at = At(x.row, j0 + j, j0, j, partial)
+        k = lib.load_tile(k_base, num.k, j0, place.used, BLOCK_K, cfg.RAGGED_K)
+        v = lib.load_tile(v_base, num.v, j0, place.used, BLOCK_K, cfg.RAGGED_K)
+        tk = None
+        if ptr.tk is not None:
+            tk = lib.keys(ptr.tk, num.tk, cfg, place)
+            tk = lib.load_tile(tk, num.tk, j0, place.used, BLOCK_K, cfg.RAGGED_K)
+        tv = None
+        if ptr.tv is not None:
+            tv = lib.keys(ptr.tv, num.tv, cfg, place)
+            tv = lib.load_tile(tv, num.tv, j0, place.used, BLOCK_K, cfg.RAGGED_K)
+        ds, dts, _, tx, y = tile_gradients(x, k, tk, v, tv, at, ptr, num, cfg, place, KIND)
+        if ptr.dbias is not None or ptr.dbias_rows is not None:
+            ds = lib.only_seen(ds, ptr, num, cfg, place, x.row, at.col, partial, KIND)
+            dts = lib.only_seen(dts, ptr, num, cfg, place, x.row, at.col, partial, KIND)
+            if ptr.dbias is not None:
+                second_order.store_pairs(ptr.dbias, ds, at, num, cfg, place, x.inside)
+                second_order.store_pairs(ptr.dtbias, dts, at, num, cfg, place, x.inside)
+            else:
+                rows += tl.sum(ds, 1)
+                trows += tl.sum(dts, 1)
+        dx, dtx = second_order.product_gradients(ds, dts, tx, y, num, cfg)
+        dtx = dtx.to(k.dtype)
+        if ptr.dq is not None:
+            dq = tl.dot(dx.to(k.dtype), k, dq, input_precision=cfg.PRECISION)
+            if ptr.tk is not None:
+                dq = tl.dot(dtx, tk, dq, input_precision=cfg.PRECISION)
+        if ptr.dtq is not None:
+            dtq = tl.dot(dtx, k, dtq, input_precision=cfg.PRECISION)
+    return Sums(dq, dtq, rows, trows)
+
+
+@triton.jit
+def add_each_key(x, ptr, num, cfg, place):
+    """Return (dQ, dQ') ``[BLOCK_Q, BLOCK_D]``, without scale, from the keys that each row sees."""
+    dq = tl.zeros([cfg.BLOCK_Q, num.q.BLOCK_D], tl.float32)
+    dtq = tl.zeros([cfg.BLOCK_Q, num.q.BLOCK_D], tl.float32)
+    for j in tl.range(0, place.used, num_stages=1):
+        j0 = j // 16 * 16
+        column = tl.full([1, 1], 0, tl.int32) + (j - j0)
+        at = At(x.row, j0 + column, j0, column, False)
+        k = lib.load_row(lib.keys(ptr.k, num.k, cfg, place), num.k, j)
+        v = lib.load_row(lib.keys(ptr.v, num.v, cfg, place), num.v, j)
+        tk = None
+        if ptr.tk is not None:
+            tk = lib.load_row(lib.keys(ptr.tk, num.tk, cfg, place), num.tk, j)
+        tv = None
+        if ptr.tv is not None:
+            tv = lib.load_row(lib.keys(ptr.tv, num.tv, cfg, place), num.tv, j)
+        tx = tl.zeros([cfg.BLOCK_Q, 1], tl.float32)
+        if x.tq is not None or tk is not None:
+            tx = second_order.two_times_row(x.tq, k, x.q, tk)
+        gamma = tl.zeros([cfg.BLOCK_Q, 1], tl.float32)
+        if x.e is not None or tv is not None:
+            gamma = second_order.two_times_row(x.e, v, x.g, tv)
+        x_k = lib.times_row(x.q, k)
+        w = second_order.weights(x_k, tx, x.numbers, at, ptr, num, cfg, place, "full", 16)
+        beta = lib.times_row(x.g, v)
+        ds, dts = second_order.score_gradients(w, beta, gamma, x.b, x.c, ptr, num)
+        dx, dtx = second_order.product_gradients(ds, dts, tx, w.y, num, cfg)
+        ok = lib.seen(ptr, num, place, x.row, at.col)
+        dq += tl.where(ok, dx * k, 0.0)
+        if ptr.tk is not None:
+            dq += tl.where(ok, dtx * tk, 0.0)
+        dtq += tl.where(ok, dtx * k, 0.0)
+    return dq, dtq
+
+
+@triton.jit
+def add_seen_keys(sums, i0, ptr, num, cfg, place, plan, EACH: tl.constexpr):
+    """Return the Sums of the tile of queries from i0 on: key by key if EACH, else tile by tile."""
+    row = i0 + tl.arange(0, cfg.BLOCK_Q)[:, None]
+    tq = None
+    if ptr.tq is not None:
+        tq = load_rows(ptr.tq, num.tq, i0, cfg, place)
+    e = None
+    if ptr.dout is not None:
+        e = load_rows(ptr.dout, num.dout, i0, cfg, place)
+    q = load_rows(ptr.q, num.q, i0, cfg, place)
+    g = load_rows(ptr.dtout, num.dtout, i0, cfg, place)
+    lse2, rest, tlse, b, c = load_numbers(i0, ptr, num, cfg, place)
+    numbers = (lse2, rest, tlse)
+    last = tl.minimum(row, place.nq - 1)
+    x = QueryTile(q, tq, e, g, numbers, b, c, last, row < place.nq)
+    if EACH:
+        dq, dtq = add_each_key(x, ptr, num, cfg, place)
+        return Sums(dq, dtq, sums.rows, sums.trows)
+    elif cfg.SPLIT:
+        sums = add_keys(sums, x, ptr, num, cfg, place, plan, "full")
+        return add_keys(sums, x, ptr, num, cfg, place, plan, "partial")
+    else:
+        return add_keys(sums, x, ptr, num, cfg, place, plan, "any")
+
+
+@triton.jit
+def store_rows(x, sums, i0, ptr, num, cfg, place):
+    """Store sums of rows ``[BLOCK_Q]`` from row i0 on."""
+    to = lib.vector(x, place.b, place.head, 0, num.longest_q, cfg.HQ, False)
+    row = i0 + tl.arange(0, cfg.BLOCK_Q)
+    tl.store(to + row, sums, mask=row < tl.where(place.b < num.batch, place.nq, 0))
+
+
+@triton.jit(do_not_specialize=["num"])
+def tangent_dq_kernel(ptr, num, cfg):
+    """Store dQ and dQ' of one tile of queries of a head."""
+    tile, head = lib.tile_and_head(num)
+    b, tile = lib.sequence_of_queries(ptr, num, cfg, tile, head)
+    sizes = lib.sizes_of(ptr, num, cfg, b, False)
+    i0 = tile * cfg.BLOCK_Q
+    if i0 >= sizes.nq:
+        return
+    place = lib.place_of(ptr, num, cfg, b, head % cfg.HQ, sizes)
+    plan = lib.plan_keys(ptr, num, cfg, place, tile)
+    wide = tl.zeros([cfg.BLOCK_Q, num.q.BLOCK_D], tl.float32)
+    narrow = tl.zeros([cfg.BLOCK_Q], tl.float32)
+    sums = Sums(wide, wide, narrow, narrow)
+    sums = add_seen_keys(sums, i0, ptr, num, cfg, place, plan, False)
+    if cfg.MASKS:
+        if lib.has_nan(sums.dq) | lib.has_nan(sums.dtq):
+            # tiles are loaded again: kept until here, they would take registers from the loop
+            sums = add_seen_keys(sums, i0, ptr, num, cfg, place, plan, True)
+    if ptr.dq is not None:
+        to = lib.queries(ptr.dq, num.dq, cfg, place)
+        lib.store_tile(to, num.dq, i0, place.nq, sums.dq * num.scale, cfg.BLOCK_Q)
+    if ptr.dtq is not None:
+        to = lib.queries(ptr.dtq, num.dtq, cfg, place)
+        lib.store_tile(to, num.dtq, i0, place.nq, sums.dtq * num.scale, cfg.BLOCK_Q)
+    if ptr.dbias_rows is not None:
+        store_rows(ptr.dbias_rows, sums.rows, i0, ptr, num, cfg, place)
+        store_rows(ptr.dtbias_rows, sums.trows, i0, ptr, num, cfg, place)
+
+
+TANGENT_DQ = JobSpec(
+    "tangent_dq",
+    tangent_dq_kernel,
+    "queries",
+    ("tq", "tk", "tv", "dout", "dtout", "dq", "dtq"),
+    alternate=True,
+)
