@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from ..call.flops import backward_flops
@@ -22,7 +21,7 @@ from ..call.problem import FAR, Gradients, Problem, Tensors, Wanted
 from ..rules import row_stats
 from ..rules.softmax import LOG2E
 from .call import Call
-from .functions import STRICT, SUMS, array, exp2, number
+from .functions import STRICT, SUMS, array, exp2, inner, number
 from .heads import add_to_dheads, through_heads
 from .kernel import kernel, launch
 from .operands import (
@@ -243,7 +242,7 @@ def backward_worker(calls, sequences, states, starts, order, like, operand_like,
     return heads_owner.size + tiles_owner.size
 
 
-@njit
+@inner
 def head_memory(call, longest, like):
     """Return (the array that owns it, the memory of a kv head of up to ``longest`` keys)."""
     d, value_d = call.d_padded, call.value_d_padded
@@ -256,7 +255,7 @@ def head_memory(call, longest, like):
     return owner, HeadMemory(k_panels, v_panels, dk, dv, dv + size * value_d)
 
 
-@njit
+@inner
 def tile_memory(call, like):
     """Return (the array that owns it, the memory of a tile)."""
     d, value_d = call.d_padded, call.value_d_padded
@@ -271,7 +270,7 @@ def tile_memory(call, like):
     return owner, TileMemory(queries, douts, S, dP, dS, dq, q_pairs, q_pairs + pairs_size * d)
 
 
-@njit
+@inner
 def pack_head(call, seq, s, h, memory, finite, operand_like):
     """Write a kv head's keys and values as panels; note which tiles of keys are finite."""
     size, row, nk = operand_like.itemsize, row_size(operand_like), seq.keys
@@ -288,7 +287,7 @@ def pack_head(call, seq, s, h, memory, finite, operand_like):
         pack_pairs(operand_like, to, call.d_padded, rows, k_bytes, n, HALF_K, call.d)
 
 
-@njit
+@inner
 def write_parts(to, rows, d, padded, call, seq, at, like, operand_like):
     """Write a head's dK or dV: the gradient itself, or a part that is added at the end."""
     if not to.address:
@@ -302,7 +301,7 @@ def write_parts(to, rows, d, padded, call, seq, at, like, operand_like):
         write_rows(address, to.n, rows, seq.keys, d, padded, like, like)
 
 
-@njit
+@inner
 def write_rows(to, stride, rows, n, d, padded, like, operand_like):
     """Write n rows of scratch memory, padded to whole vectors, to rows ``stride`` apart."""
     one = like.dtype.type(1)
@@ -311,7 +310,7 @@ def write_rows(to, stride, rows, n, d, padded, like, operand_like):
         store(operand_like, to + row_size(operand_like) * stride * j, row, one)
 
 
-@njit
+@inner
 def backward_tile(call, seq, state, finite, place, p, head, tile, buffers, like, operand_like):
     """Compute a tile of queries over its keys: add to dK and dV, write dQ."""
     row_bytes, d, value_d = row_size(operand_like), call.d_padded, call.value_d_padded
@@ -343,7 +342,7 @@ def backward_tile(call, seq, state, finite, place, p, head, tile, buffers, like,
         write_rows(to, call.dq.n, tile.dq, n, call.d, d, like, operand_like)
 
 
-@njit
+@inner
 def rows_of(call, seq, place, like):
     """Return the numbers of the rows of a tile of queries."""
     size, at = like.itemsize, seq.query + place.i0
@@ -353,7 +352,7 @@ def rows_of(call, seq, place, like):
     return Rows(delta, lse, array(numbers_at(call.rest, size, place.s, place.h, at), natural, like))
 
 
-@njit
+@inner
 def scores_of_row(call, seq, place, r, part, S, y, x, like, operand_like):
     """Return the scores of row r of a tile, ``[part.width]``, whose products S holds.
 
@@ -367,7 +366,7 @@ def scores_of_row(call, seq, place, r, part, S, y, x, like, operand_like):
     return row
 
 
-@njit
+@inner
 def tile_gradients(call, seq, place, part, p, rows, head, tile, buffers, like, operand_like):
     """Write P R to S and dS, times scale, to dP, ``[n, part.width]``; add to dbias."""
     size, width, n = like.itemsize, part.width, place.n
@@ -398,7 +397,7 @@ def tile_gradients(call, seq, place, part, p, rows, head, tile, buffers, like, o
     fold_rows(operand_like, tile.dp, n, width)
 
 
-@njit
+@inner
 def add_products(call, seq, place, part, whole, q, dout, head, tile, like, operand_like):
     """Add ``(P R)^T dO`` to dV, ``dS^T Q`` to dK and ``dS K`` to dQ; ``whole``: all finite."""
     size, d, value_d = like.itemsize, call.d_padded, call.value_d_padded
@@ -437,7 +436,7 @@ def add_products(call, seq, place, part, whole, q, dout, head, tile, like, opera
         sparse_product(tile.dq, d, n, dS, keys, k, call.k.n, d, 0, like)
 
 
-@njit
+@inner
 def sum_far_rows(call, seq, state, place, rows, head, tile, buffers, like, operand_like):
     """Write the log of the sum of ``exp(s - lse)``, which rounding took from lse, to rest.
 
@@ -470,13 +469,13 @@ def sum_far_rows(call, seq, state, place, rows, head, tile, buffers, like, opera
             rows.rest[r] = math.log(total) if total > zero else zero
 
 
-@njit(fastmath=STRICT, inline="always")
+@inner(fastmath=STRICT, inline="always")
 def weight(x, lse, rest, natural):
     """Return the weight of a score; ``rest`` is in base 2 and used only in natural units."""
     return natural_weight(x, lse, rest) if natural else exp2(x - lse)
 
 
-@njit(fastmath=STRICT)
+@inner(fastmath=STRICT)
 def gradient_row(p, ds, kept, row, keep_scale, unit):
     """Replace scores by ``P R``, and ``dO . v`` by ``unit P (R (dO . v) - Delta)``.
 
@@ -499,7 +498,7 @@ def gradient_row(p, ds, kept, row, keep_scale, unit):
             p[j] = w
 
 
-@njit(fastmath=STRICT)
+@inner(fastmath=STRICT)
 def scaled_dx(ds, y, scale):
     """Replace dS by ``scale dX``, a factor of both dQ and dK.
 
@@ -514,7 +513,7 @@ def scaled_dx(ds, y, scale):
             ds[j] *= unit
 
 
-@njit(fastmath=SUMS)
+@inner(fastmath=SUMS)
 def add_to_bias(call, ds, s, h, i, j0, p):
     """Add dS to dbias, summed along the dimensions that the bias broadcasts over."""
     at = call.dbias.p * p + pair_at(call.dbias, s, h, i, j0)

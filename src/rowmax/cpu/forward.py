@@ -7,13 +7,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from ..call.flops import forward_flops
 from ..call.problem import Problem, Tensors
 from .call import Call, query_tasks
-from .functions import array
+from .functions import array, inner
 from .kernel import kernel, launch
 from .operands import (
     HALF_K,
@@ -127,7 +126,7 @@ def forward_worker(calls, sequences, states, tasks, firsts, finite, like, operan
     return owner.size
 
 
-@njit
+@inner
 def packed_head(call, firsts, s, h, operand_like):
     """Return the packed kv head h of sequence s."""
     at, total = firsts[s], firsts[-1]
@@ -136,7 +135,7 @@ def packed_head(call, firsts, s, h, operand_like):
     return PackedHead(h * total.tile + at.tile, keys, pairs)
 
 
-@njit
+@inner
 def pack_keys(call, sequences, firsts, finite, operand_like, counters):
     """Write every head's keys as panels; threads share the tiles. Return when all are done."""
     row = row_size(operand_like)
@@ -165,7 +164,7 @@ def pack_keys(call, sequences, firsts, finite, operand_like, counters):
         pass
 
 
-@njit
+@inner
 def forward_tile(call, seq, state, finite, place, head, scratch, none, like, operand_like):
     """Compute out and lse of a tile of queries."""
     size, row_bytes, padded = like.itemsize, row_size(operand_like), call.value_d_padded
@@ -200,7 +199,7 @@ def forward_tile(call, seq, state, finite, place, head, scratch, none, like, ope
     finish_rows(call, seq, place, scratch.O, m, l, like, operand_like)
 
 
-@njit
+@inner
 def add_values(call, seq, place, part, finite, head, scratch, like, operand_like):
     """Add ``P V`` of a part of a tile of keys to O."""
     padded, n = call.value_d_padded, place.n
@@ -220,7 +219,7 @@ def add_values(call, seq, place, part, finite, head, scratch, like, operand_like
     sparse_product(scratch.O, padded, n, P, k, values, stride, padded, unseen, like)
 
 
-@njit
+@inner
 def softmax_step(row, m, l, r, average, natural):
     """Replace scores by exponentials under the new maximum; scale sums by ``alpha = exp(m - m')``.
 
@@ -236,7 +235,7 @@ def softmax_step(row, m, l, r, average, natural):
     l[r] += exponentials(row, base, natural)
 
 
-@njit
+@inner
 def finish_rows(call, seq, place, O, m, l, like, operand_like):
     """Add the sink, divide by l, and write out and ``LSE = m + log l`` in natural units."""
     size, row_bytes = like.itemsize, row_size(operand_like)

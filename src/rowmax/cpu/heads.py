@@ -10,13 +10,12 @@ from textwrap import indent
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from ..call.inputs import HEAD_TERMS, HeadTerm
 from ..rules import score
 from ..rules.score import ScoreTerms
 from ..rules.softmax import LOG2E
-from .functions import STRICT, SUMS, array
+from .functions import STRICT, SUMS, array, inner
 from .rules import formula_of, of_texts
 
 _BENT = {name: term for name, term in HEAD_TERMS.items() if not term.added}
@@ -26,7 +25,7 @@ _score, _product, _gradient = map(
 )
 
 
-@njit
+@inner
 def parameter(call, number, h, like):
     """Return parameter ``number``, from 1 on, of head h, in the units of the scores."""
     unit = 1.0 if call.natural else LOG2E
@@ -69,7 +68,7 @@ def _function(name: str, arguments: str, parts: list[str], fastmath: Any = STRIC
     """Compile a function with these parts."""
     body = indent("\n".join(parts) or "pass", "    ")
     exec(f"def {name}({arguments}):\n{body}\n", _space)
-    return njit(fastmath=fastmath)(_space[name])
+    return inner(fastmath=fastmath)(_space[name])
 
 
 def _added(name: str, term: HeadTerm) -> str:

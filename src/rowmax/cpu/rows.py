@@ -14,7 +14,7 @@ from numba import njit, types
 from numba.extending import overload
 
 from ..rules.softmax import LOG2E
-from .functions import STRICT, SUMS, array, bfloat_to_float, exp2, half_to_float, number
+from .functions import STRICT, SUMS, array, bfloat_to_float, exp2, half_to_float, inner, number
 from .heads import add_heads, bend_by_heads
 from .rules import any_range, biased, capped, philox
 
@@ -55,13 +55,13 @@ def _row_max(row):
     return compute
 
 
-@njit(fastmath=STRICT)
+@inner(fastmath=STRICT)
 def power(x, natural):
     """Return ``e^x`` of a difference of natural scores, ``2^x`` of one in base 2."""
     return exp2(x * number(LOG2E, x)) if natural else exp2(x)
 
 
-@njit(fastmath=SUMS)
+@inner(fastmath=SUMS)
 def exponentials(row, shift, natural):
     """Replace each score s by ``power(s - shift)`` and return the sum."""
     total, unit = number(0, shift), number(LOG2E, shift)
@@ -78,7 +78,7 @@ def exponentials(row, shift, natural):
     return total
 
 
-@njit(fastmath=STRICT)
+@inner(fastmath=STRICT)
 def cap(row, y, size):
     """Cap a row of ``scale q.k / c``; keep y for the derivative, if wanted."""
     size = row.dtype.type(size)
@@ -90,7 +90,7 @@ def cap(row, y, size):
             row[j], _ = capped(row[j], size)
 
 
-@njit(fastmath=STRICT)
+@inner(fastmath=STRICT)
 def add_bias(row, address, kind, stride):
     """Add the bias; kind is its dtype, stride 0 where it broadcasts along keys."""
     n = row.size
@@ -117,19 +117,19 @@ def add_bias(row, address, kind, stride):
             row[j] = biased(row[j], half_to_float(half[j * stride]))
 
 
-@njit
+@inner
 def pair_at(tensor, s, h, i, j):
     """Return the offset of a pair's number in a tensor such as the bias, in elements."""
     return tensor.b * s + tensor.h * h + tensor.i * i + tensor.j * j
 
 
-@njit
+@inner
 def position(call, seq, i, part):
     """Return the keys from the first column of a part to the position of query i."""
     return i + seq.offset + call.shift - part.j0
 
 
-@njit(fastmath=STRICT)
+@inner(fastmath=STRICT)
 def score_row(row, y, call, seq, s, h, i, part):
     """Compute the scores of query i and the columns of a part of a tile, ``[part.width]``.
 
@@ -160,7 +160,7 @@ def hide(row, nothing, call, seq, s, h, i, part):
         mask_row(row[low:high], nothing, call, s, h, i, part.j0 + low)
 
 
-@njit
+@inner
 def mask_row(row, nothing, call, s, h, i, j0):
     """Write ``nothing`` where documents or the boolean tensor forbid."""
     n = row.size
@@ -182,19 +182,19 @@ def mask_row(row, nothing, call, s, h, i, j0):
                 row[j] = row[j] if allowed[j * stride] else nothing
 
 
-@njit
+@inner
 def log_unit(call):
     """Return the factor from natural units to those of the scores."""
     return 1.0 if call.natural else LOG2E
 
 
-@njit
+@inner
 def query_scale(call):
     """Return the factor of Q before the product: scores come out in their units, or over c."""
     return call.scale / call.softcap if call.softcap > 0 else call.scale * log_unit(call)
 
 
-@njit
+@inner
 def draws(kept, seed, s, h, i, j, threshold):
     """Write 1 or 0 for the 64 keys from j on (see dropout.py); j is a multiple of 64."""
     key = np.uint64(seed) & np.uint64(0xFFFFFFFF), np.uint64(seed) >> np.uint64(32)
@@ -207,7 +207,7 @@ def draws(kept, seed, s, h, i, j, threshold):
             kept[8 * (lane + 4) + r] = (word >> np.uint64(16)) >= np.uint64(threshold)
 
 
-@njit
+@inner
 def keep_row(kept, n, call, s, h, i, j0):
     """Return 1 for each of the n keys from j0 on that dropout keeps, else 0; a part of ``kept``."""
     s, h, i = s + call.first_sequence, h + call.first_head, i + call.first_query

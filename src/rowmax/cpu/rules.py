@@ -17,7 +17,7 @@ from numba import njit
 
 from ..rules import band, bound, dropout, row_stats, score, softmax
 from ..rules.score import ScoreTerms
-from .functions import STRICT, exp2, number, tanh
+from .functions import STRICT, exp2, inner, number, tanh
 
 
 class _Formula:
@@ -73,10 +73,10 @@ def formula_of(name: str, arguments: tuple[str, ...], function: Callable[..., An
     text += f"    return {', '.join(map(_text, results))}\n"
     space: dict[str, Any] = {"number": number, "tanh": tanh, "exp2": exp2, "inf": math.inf}
     exec(text, space | {"__name__": __name__}, space)
-    return njit(fastmath=STRICT)(space[name])
+    return inner(fastmath=STRICT)(space[name])
 
 
-any_range = njit(band.any_range)
+any_range = inner(band.any_range)
 
 _score = of_texts(score.score)
 
