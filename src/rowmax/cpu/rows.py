@@ -15,8 +15,8 @@ from numba.extending import overload
 
 from ..rules.softmax import LOG2E
 from .functions import STRICT, SUMS, array, bfloat_to_float, exp2, half_to_float, inner, number
-from .heads import add_heads, bend_by_heads
-from .rules import any_range, biased, capped, philox
+from .heads import add_head_tangents, add_heads, bend_by_heads
+from .rules import any_range, biased, capped, capped_tangent, philox, scaled_tangent
 
 
 def ordered(x) -> Any:
@@ -91,6 +91,18 @@ def cap(row, y, size):
 
 
 @inner(fastmath=STRICT)
+def scale_tangents(ts, y, scale, cap):
+    """Replace x' by s' before the terms after it; y is empty without a softcap."""
+    scale, cap = ts.dtype.type(scale), ts.dtype.type(cap)
+    if y.size:
+        for j in range(ts.size):
+            ts[j] = capped_tangent(ts[j], y[j], cap)
+    else:
+        for j in range(ts.size):
+            ts[j] = scaled_tangent(ts[j], scale)
+
+
+@inner(fastmath=STRICT)
 def add_bias(row, address, kind, stride):
     """Add the bias; kind is its dtype, stride 0 where it broadcasts along keys."""
     n = row.size
@@ -118,6 +130,13 @@ def add_bias(row, address, kind, stride):
 
 
 @inner
+def bias_address(bias, call, s, h, i, j):
+    """Return the address of a pair's number in the bias, or in its tangent."""
+    size = 2 if call.bias_kind >= 2 else 4 * (1 + call.bias_kind)
+    return bias.address + size * pair_at(bias, s, h, i, j)
+
+
+@inner
 def pair_at(tensor, s, h, i, j):
     """Return the offset of a pair's number in a tensor such as the bias, in elements."""
     return tensor.b * s + tensor.h * h + tensor.i * i + tensor.j * j
@@ -139,11 +158,25 @@ def score_row(row, y, call, seq, s, h, i, part):
         cap(row, y, call.softcap * log_unit(call))
     bend_by_heads(row, y, call, h)
     if call.bias.address:
-        size = 2 if call.bias_kind >= 2 else 4 * (1 + call.bias_kind)
-        address = call.bias.address + size * pair_at(call.bias, s, h, i, part.j0)
+        address = bias_address(call.bias, call, s, h, i, part.j0)
         add_bias(row[: part.keys], address, call.bias_kind, call.bias.j)
     add_heads(row, call, h, position(call, seq, i, part))
     hide(row, row.dtype.type(-np.inf), call, seq, s, h, i, part)
+
+
+@inner
+def tangent_row(ts, y, call, seq, s, h, i, part):
+    """Replace x' by s' of query i and the columns of a part of a tile, natural.
+
+    On entry the row holds ``q'.k + q.k'`` times ``query_scale``. Hidden pairs hold any number.
+    """
+    scale = 1.0 / log_unit(call)
+    scale_tangents(ts, y[: y.size if call.softcap > 0 else 0], scale, call.softcap)
+    if call.tbias.address:  # it is added, as a bias is
+        address = bias_address(call.tbias, call, s, h, i, part.j0)
+        add_bias(ts[: part.keys], address, call.bias_kind, call.tbias.j)
+    if call.theads.address:
+        add_head_tangents(ts, call, h, position(call, seq, i, part))
 
 
 @njit(inline="always")

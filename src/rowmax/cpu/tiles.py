@@ -93,10 +93,13 @@ def columns(like, low, high, tile, state):
 
 
 @inner
-def score_tile(like, to, queries, keys, part, n, d):
-    """Compute ``Q K^T`` of n queries and a tile's columns ``[n, TILE_K]``, from packed operands."""
+def score_tile(like, to, queries, keys, part, n, d, add):
+    """Compute ``Q K^T`` of n queries and a tile's columns ``[n, TILE_K]``, from packed operands.
+
+    add is 1 to add it to the numbers that are there.
+    """
     size, step, d = like.itemsize, panel(like), depth(like, d)
     for j in range(0, part.width, step):
         b = keys + size * (part.j0 + j) * d
         c = to + size * j
-        from_columns(like, n, step, d, c, TILE_K, queries, TILE_Q, b, step, 0)
+        from_columns(like, n, step, d, c, TILE_K, queries, TILE_Q, b, step, add)
