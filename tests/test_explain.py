@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -107,6 +108,21 @@ def test_the_backend_is_the_one_that_is_chosen():
 def test_a_backend_that_is_named(name):
     found = rowmax.explain(*tensors(), backend=name)
     assert found.forward.backend == found.backward.backend == name
+    assert found.tangent.backend == found.tangent_backward.backend == name
+
+
+def test_the_backend_of_tangents():
+    found = rowmax.explain(*tensors())
+    assert found.tangent.jobs == (("tangent", ("out", "lse", "tout", "tlse"), "torch", None),)
+    names = ("dq", "dk", "dv", "dtq", "dtk", "dtv")
+    assert found.tangent_backward.jobs == (("tangent_backward", names, "torch", None),)
+    line = "tangent   torch (forward mode and second derivatives)"
+    assert line in str(found).splitlines()
+    if find_spec("numba") is not None:
+        assert "neither tangents" in found.tangent.others["cpu"]
+        text = str(rowmax.explain(*tensors(), backend="cpu"))
+        assert "tangent   no backend: it computes neither tangents" in text
+    assert "tangent   no backend: the call" in str(rowmax.explain(*tensors(), backend="triton"))
 
 
 def test_a_named_backend_that_refuses_is_explained():

@@ -80,6 +80,31 @@ def test_opcheck_backward(case: Case) -> None:
     torch.library.opcheck(torch.ops.rowmax.backward.default, arguments)
 
 
+def _tangents(operands: tuple[Any, ...], grad: bool = False) -> list[Any]:
+    first = operands[:N_DIFFERENTIABLE]
+    return [None if t is None else torch.randn_like(t).requires_grad_(grad) for t in first]
+
+
+@pytest.mark.parametrize("case", SAMPLE + BLOCKS, ids=str)
+def test_opcheck_tangent(case: Case) -> None:
+    operands = _operands(case, grad=True)
+    arguments = (*_tangents(operands, grad=True), *operands)
+    torch.library.opcheck(torch.ops.rowmax.tangent.default, arguments)
+
+
+@pytest.mark.parametrize("case", SAMPLE + BLOCKS, ids=str)
+def test_opcheck_tangent_backward(case: Case) -> None:
+    operands = _operands(case, grad=False)
+    tangents = _tangents(operands)
+    results = torch.ops.rowmax.tangent(*tangents, *operands)
+    cotangents = [torch.randn_like(t) for t in results]
+    wanted = 2 * [t is not None for t in tangents]
+    arguments = (*tangents, *results, *cotangents, wanted, *operands)
+    torch.library.opcheck(torch.ops.rowmax.tangent_backward.default, arguments)
+    arguments = (*tangents, *results, None, None, *cotangents[2:], wanted, *operands)
+    torch.library.opcheck(torch.ops.rowmax.tangent_backward.default, arguments)
+
+
 # --- compile and export ------------------------------------------------------------------------
 
 

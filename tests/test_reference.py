@@ -235,7 +235,7 @@ def test_derivatives_beside_a_masked_nan(bad: float) -> None:
     torch.testing.assert_close(torch.vmap(second)(q, k, v)[:, :, :3], want[:, :, :3])
 
 
-def test_compiled_it_has_first_derivatives_and_no_silent_zero() -> None:
+def test_compiled_it_has_two_derivatives_and_no_silent_zero() -> None:
     torch._dynamo.reset()
     q, k, v = (normal(1, 5, 2, 3, grad=True) for _ in range(3))
 
@@ -249,8 +249,11 @@ def test_compiled_it_has_first_derivatives_and_no_silent_zero() -> None:
         torch.testing.assert_close(a, b)
     for transform in (torch.func.hessian, torch.func.jacfwd):
         whole = torch.compile(transform(total), backend="eager", fullgraph=True)
-        with pytest.raises((NotImplementedError, torch._dynamo.exc.TorchDynamoException)):
-            whole(q.detach())
+        torch.testing.assert_close(whole(q.detach()), transform(total)(q.detach()))
+    third = torch.func.grad(lambda q: torch.func.hessian(total)(q).sum())
+    assert third(q.detach()).abs().sum() > 0
+    with pytest.raises((NotImplementedError, torch._dynamo.exc.TorchDynamoException)):
+        torch.compile(third, backend="eager", fullgraph=True)(q.detach())
 
 
 def test_backend_gives_what_autograd_does() -> None:

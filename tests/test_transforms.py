@@ -1,4 +1,4 @@
-"""torch.func over the operators: grad, vmap and both, and what is refused instead of guessed."""
+"""torch.func over the operators: grad, jvp, vmap and each over the others; refusals."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rowmax
 
@@ -22,6 +24,7 @@ from .small_calls import BACKEND, Layer, attention, inputs, with_lse
 pytestmark = [  # torch's own, of torch's own
     pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning"),
 ]
 
 # --- torch.func --------------------------------------------------------------------------------
@@ -159,7 +162,7 @@ def test_vmap_of_terms(term: str, batch: int, shared: bool) -> None:
         return with_lse(q, k, v, **keywords(t))
 
     _vmap_agrees(call, in_dims, q, k, v, extra)
-    floating = term in ("bias", "bias-heads", "sink")
+    floating = term in ("bias", "bias-heads", "sink", "alibi")
     gradient = torch.func.grad(
         lambda *a: call(*a)[0].square().sum() + call(*a)[1].clamp(-9).sum(),
         argnums=(0, 1, 2, 3) if floating else (0, 1, 2),
@@ -242,7 +245,7 @@ def test_per_sample_gradients() -> None:
             torch.testing.assert_close(got[name][n], p.grad)
 
 
-# --- what is refused ---------------------------------------------------------------------------
+# --- forward mode and second derivatives -------------------------------------------------------
 
 
 def _self(q: Tensor) -> Tensor:
@@ -268,8 +271,8 @@ def _jvp(q: Tensor) -> Any:
     return torch.func.jvp(_self, (q,), (torch.ones_like(q),))
 
 
-#: ways to derivatives that are not there yet; each a function of q and, maybe, a compiler
-_REFUSED: dict[str, Callable[[Tensor, Callable], Any]] = {
+#: ways to tangents and second derivatives; each a function of q and, maybe, a compiler
+_WAYS: dict[str, Callable[[Tensor, Callable], Any]] = {
     "jvp": lambda q, c: c(_jvp)(q),
     "jvp-of-compiled": lambda q, c: torch.func.jvp(c(_self), (q,), (torch.ones_like(q),)),
     "dual": lambda q, c: _dual(c(_self), q),
@@ -286,41 +289,223 @@ _REFUSED: dict[str, Callable[[Tensor, Callable], Any]] = {
 }
 
 
+#: compilers that torch itself refuses, by the way
+_NOT_COMPILED = {
+    "jvp-of-compiled": ("eager", "aot_eager"),  # transform inside the compiled function instead
+    "linearize": ("eager", "aot_eager"),
+    "double-backward": ("aot_eager",),  # torch.func.grad twice is compiled
+}
+
+
 @pytest.mark.parametrize("compiler", [None, "eager", "aot_eager"])
-@pytest.mark.parametrize("way", _REFUSED)
-def test_no_silent_zero(way: str, compiler: str | None) -> None:
-    """Forward mode and second derivatives raise, whatever the way to them."""
+@pytest.mark.parametrize("way", _WAYS)
+def test_derivatives(way: str, compiler: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's own composed attention gives them, or an error: never a silent zero."""
     torch._dynamo.reset()
-    q = torch.randn(1, 6, 2, 8)
-    if compiler is None:
-        text = (
-            r"rowmax: (forward-mode|second) derivatives .* not supported here; use .*"
-            r'backend="reference", neither compiled nor traced .* sdpa_kernel\(SDPBackend.MATH\)'
-        )
-        with pytest.raises(NotImplementedError, match=text):
-            _REFUSED[way](q, lambda f: f)
+    q = torch.randn(1, 6, 2, 8, dtype=torch.float64)
+    if compiler in _NOT_COMPILED.get(way, ()):
+        errors = (RuntimeError, torch._dynamo.exc.TorchDynamoException)
+        with pytest.raises(errors):
+            _WAYS[way](q, functools.partial(torch.compile, backend=compiler, fullgraph=True))
         return
-    # a graph that cannot be traced raises torch's error around ours
-    errors = (NotImplementedError, RuntimeError, torch._dynamo.exc.TorchDynamoException)
-    with pytest.raises(errors):
-        _REFUSED[way](q, functools.partial(torch.compile, backend=compiler, fullgraph=True))
+    compiled = functools.partial(torch.compile, backend=compiler, fullgraph=True)
+    got = _WAYS[way](q, compiled if compiler else lambda f: f)
+    _as_composed(way, q, got, monkeypatch)
 
 
-@pytest.mark.parametrize("way", _REFUSED)
+def _as_composed(way: str, q: Tensor, got: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "attention", _composed)
+    want = _WAYS[way](q, lambda f: f)
+    if way == "linearize":  # (out, its tangent as a function)
+        got, want = ((out, tangent(q)) for out, tangent in (got, want))
+    torch.testing.assert_close(got, want)
+    assert all(t.abs().max() > 1e-3 for t in pytree.tree_leaves(got))
+
+
+@pytest.mark.parametrize("way", _WAYS)
 def test_the_reference_has_every_derivative(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gives derivatives that other backends refuse, as torch's own composed attention does."""
     q = torch.randn(1, 6, 2, 8, dtype=torch.float64)
     here = sys.modules[__name__]
     monkeypatch.setattr(here, "attention", functools.partial(rowmax.attention, backend="reference"))
-    if way == "linearize":  # it traces
-        with pytest.raises(NotImplementedError, match="neither compiled nor traced"):
-            _REFUSED[way](q, lambda f: f)
-        return
-    got = _REFUSED[way](q, lambda f: f)
-    monkeypatch.setattr(here, "attention", _composed)
-    want = _REFUSED[way](q, lambda f: f)
+    _as_composed(way, q, _WAYS[way](q, lambda f: f), monkeypatch)
+
+
+#: a third derivative, and forward mode twice
+_THIRD: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
+    "jacfwd-of-jacfwd": lambda f, q: torch.func.jacfwd(torch.func.jacfwd(f))(q),
+    "grad-of-hessian": lambda f, q: torch.func.grad(lambda q: torch.func.hessian(f)(q).sum())(q),
+    "jacrev-thrice": lambda f, q: torch.func.jacrev(torch.func.jacrev(torch.func.jacrev(f)))(q),
+    "jvp-of-grad-of-jvp": lambda f, q: torch.func.jvp(
+        torch.func.grad(lambda q: torch.func.jvp(f, (q,), (q,))[1]), (q,), (q,)
+    ),
+    "dual-of-double-backward": lambda f, q: _dual(lambda q: _second(f, q)[0], q),
+}
+
+
+@pytest.mark.parametrize("way", _THIRD)
+def test_third_derivatives_are_refused(way: str) -> None:
+    q = torch.randn(1, 3, 1, 2, dtype=torch.float64)
+
+    def total(q: Tensor, backend: str = BACKEND) -> Tensor:
+        return rowmax.attention(q, q, q, causal=True, backend=backend).square().sum()
+
+    text = r"rowmax: third derivatives, and forward mode twice .* jacfwd\(jacrev\(f\)\) .* use back"
+    with pytest.raises(NotImplementedError, match=text):
+        _THIRD[way](total, q)
+    assert _THIRD[way](functools.partial(total, backend="reference"), q) is not None
+
+
+def test_forward_over_reverse_and_reverse_over_forward_without_transforms() -> None:
+    """At one level of ``forward_ad``, in tensors that also require gradients."""
+    q, t = (torch.randn(1, 6, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+
+    def both(attention: Callable[..., Tensor]) -> list[Any]:
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(q, t)
+            out = attention(dual, dual, dual, causal=True)
+            (dq,) = torch.autograd.grad(out.square().sum(), q, retain_graph=True)
+            primal, tangent = forward_ad.unpack_dual(out)
+            found = torch.autograd.grad(tangent.square().sum() + primal.sin().sum(), (q, t))
+            return [*forward_ad.unpack_dual(dq), *found]
+
+    dense = functools.partial(rowmax.attention, backend="reference")
+    for got, want in zip(both(attention), both(dense), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_compiled_jvp_of_any_length() -> None:
+    """One graph serves every length."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def along(q: Tensor, t: Tensor) -> Any:
+        return torch.func.jvp(lambda q: attention(q, q, q, causal=True), (q,), (t,))
+
+    compiled = torch.compile(along, backend=counter, fullgraph=True, dynamic=True)
+    counts = []
+    for n in (7, 12, 20):
+        q, t, _ = inputs(2, n)  # views of one tensor have offsets, which torch cannot trace
+        torch.testing.assert_close(compiled(q, t), along(q, t))
+        counts.append(counter.frame_count)
+    assert counts[0] == counts[-1]
+
+
+def test_compiled_loss_with_a_jvp_in_it() -> None:
+    """A graph whose backward is ``tangent_backward``."""
+    torch._dynamo.reset()
+    x, t = torch.randn(2, 9, 16, dtype=torch.float64), torch.randn(2, 9, 16, dtype=torch.float64)
+    weight = torch.randn(3, 16, dtype=torch.float64, requires_grad=True)
+
+    def layer(x: Tensor) -> Tensor:  # not of nn.Linear, whose tangent torch fails to compile
+        q, k, v = (x * w for w in weight)
+        return attention(*(y.unflatten(-1, (2, 8)) for y in (q, k, v)), causal=True)
+
+    def loss() -> Tensor:
+        return torch.func.jvp(layer, (x,), (t,))[1].square().sum()
+
+    want = torch.autograd.grad(loss(), weight)
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(torch.autograd.grad(compiled(), weight), want)
+
+
+_VMAPPED = ["hessian", "jacfwd", "jvp", "jvp-of-grad", "grad-of-jvp", "jacrev-of-grad"]
+
+
+def _derivative(transform: str, function: Callable[[Tensor], Tensor], q: Tensor) -> Any:
+    along = torch.ones_like(q)
+    if transform == "jvp":
+        return torch.func.jvp(function, (q,), (along,))
+    if transform == "jvp-of-grad":
+        return torch.func.jvp(torch.func.grad(function), (q,), (along,))
+    if transform == "grad-of-jvp":
+        return torch.func.grad(lambda q: torch.func.jvp(function, (q,), (along,))[1])(q)
+    if transform == "jacrev-of-grad":
+        return torch.func.jacrev(torch.func.grad(function))(q)
+    return getattr(torch.func, transform)(function)(q)
+
+
+@pytest.mark.parametrize("transform", _VMAPPED)
+@pytest.mark.parametrize("term", [None, *_TERMS])
+def test_vmap_of_derivatives(term: str | None, transform: str) -> None:
+    """Folded into the batch or one by one: as the dense definition gives them."""
+    keywords, draw = _TERMS[term] if term else (lambda t: {}, lambda: torch.zeros(3))
+    q, extra = torch.randn(3, 1, 10, 2, 2, dtype=torch.float64), draw()
+    if term in _BATCHED:
+        extra = extra[:, :1]
+    k, v = torch.randn(2, 1, 10, 2, 2, dtype=torch.float64)
+
+    def derivative(q: Tensor, t: Tensor, backend: str = BACKEND) -> Any:
+        def loss(q: Tensor) -> Tensor:
+            out, lse = rowmax.attention(q, k, v, **keywords(t), return_lse=True, backend=backend)
+            return out.square().sum() + lse.clamp(-9).square().sum()
+
+        return _derivative(transform, loss, q)
+
+    got = torch.vmap(derivative)(q, extra)
+    want = torch.vmap(functools.partial(derivative, backend="reference"))(q, extra)
     torch.testing.assert_close(got, want)
-    assert all(t.abs().max() > 1e-3 for t in pytree.tree_leaves(got))  # no silent zero
+
+
+class _Calls(TorchDispatchMode):
+    """The names of rowmax's operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "rowmax" in str(func):
+            self.names.append(str(func).split(".")[1])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_jacobian_is_one_call(with_bias: bool) -> None:
+    q, k, v = inputs(2, 4)
+    b = torch.randn(4, 4) if with_bias else None
+
+    def call(q: Tensor) -> Tensor:
+        return attention(q, k, v, bias=b).square().sum((1, 2, 3))
+
+    with _Calls() as calls:
+        torch.func.jacfwd(call)(q)
+    assert calls.names == ["tangent"]
+    with _Calls() as calls:
+        torch.func.hessian(call)(q)
+    assert set(calls.names) == {"tangent", "tangent_backward"}
+    assert len(calls.names) == 2
+
+
+@pytest.mark.parametrize("name", ["q", "bias", "bias-shared", "sink", "alibi", "packed"])
+def test_jacobians_by_each_input(name: str) -> None:
+    """In a Jacobian by columns the tangents have a vmapped dimension that their inputs lack."""
+    q, k, v = torch.randn(3, 2, 4, 2, 2, dtype=torch.float64)
+    terms = {
+        "bias": torch.randn(2, 1, 4, 1, dtype=torch.float64),
+        "bias-shared": torch.randn(4, 4, dtype=torch.float64),
+        "sink": torch.randn(2, dtype=torch.float64),
+        "alibi": torch.rand(2, dtype=torch.float64),
+    }
+    x = terms.get(name, q)
+    cu = torch.tensor([0, 3, 8])
+
+    def call(x: Tensor, backend: str = BACKEND) -> Tensor:
+        if name == "packed":
+            rows = (t.flatten(0, 1) for t in (x, k, v))
+            return rowmax.attention_varlen(*rows, cu, cu, causal=True, backend=backend)
+        given = {} if name == "q" else {name.removesuffix("-shared"): x}
+        return rowmax.attention(x if name == "q" else q, k, v, **given, backend=backend)
+
+    dense = functools.partial(call, backend="reference")
+    torch.testing.assert_close(torch.func.jacfwd(call)(x), torch.func.jacrev(dense)(x))
+
+    def total(x: Tensor, call: Callable[[Tensor], Tensor] = call) -> Tensor:
+        return call(x).sin().sum()
+
+    want = torch.func.hessian(functools.partial(total, call=dense))(x)
+    torch.testing.assert_close(torch.func.hessian(total)(x), want)
+    torch.testing.assert_close(torch.func.jacrev(torch.func.jacrev(total))(x), want)
+    torch.testing.assert_close(torch.func.jacrev(torch.func.jacfwd(total))(x), want)
 
 
 def _composed(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:

@@ -76,8 +76,8 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute exact softmax attention, tile by tile: ``softmax(scale q k^T + bias) v``.
 
-    The score matrix is never allocated, forward or backward. Differentiable in q, k, v, bias, sink
-    and alibi, through out and through lse.
+    The score matrix is never allocated, forward or backward. Differentiable twice, in forward and
+    reverse mode, in q, k, v, bias, sink and alibi, through out and through lse.
 
     Nested tensors of the layout ``torch.jagged``, ``[B, j, H, D]``, are packed sequences: the call
     is ``attention_varlen`` of their values and offsets, with jagged results (lse ``[B, Hq, j]``). q
@@ -116,7 +116,7 @@ def attention(
 
     Raises:
         TypeError, ValueError: naming the argument, what it got and what it accepts.
-        NotImplementedError: forward-mode and second derivatives, unless of
+        NotImplementedError: third derivatives and forward mode twice, unless of
             ``backend="reference"`` where it is neither compiled nor traced.
 
     The formulas are those of FlashAttention-2 (Dao, arXiv:2307.08691) over the online softmax

@@ -1,4 +1,4 @@
-"""What the functions of autograd share: levels of differentiation, dual tensors, refusals.
+"""The base of autograd's functions: levels of differentiation, dual tensors, refusals.
 
 Under ``torch.func`` the dispatcher calls an operator's autograd kernel once for each level of
 ``grad`` and ``jvp``, with tensors of that level: their graph and their tangents belong to it.
@@ -115,8 +115,8 @@ class _Tangents(SingleLevelFunction):
         ctx.found = found
 
     @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> None:
-        ctx.found.extend(tangents)
+    def jvp(ctx: Any, *tangents: Tensor | None) -> None:
+        ctx.found.extend(tangents[1:])  # the first is that of ``found``
 
 
 def unpacked(inputs: Sequence[Any]) -> tuple[list[Any], list[Tensor | None]] | None:

@@ -81,8 +81,8 @@ class SecondArguments(NamedTuple):
     """The arguments of ``tangent_backward``."""
 
     tangents: Tangents
-    results: tuple[Tensor, ...]  # of ``tangent``
-    cotangents: Cotangents  # of these
+    results: tuple[Tensor, ...]  # out, lse, tout, tlse
+    cotangents: Cotangents
     wanted: WantedSecond
     inputs: tuple[Any, ...]  # the tensors and options
 

@@ -95,7 +95,8 @@ def tangent_backward(info: Any, in_dims: Sequence[Any], *inputs: Any) -> tuple[A
     ]
     tail = inputs[at + _N :]
     results = torch.ops.rowmax.tangent_backward(*folded[1], *rows, wanted, *folded[0], *tail)
-    twice = zip(results, wanted, 2 * slices[:_T], 2 * tuple(dims[1][:_T]), strict=True)
+    first = list[Any](slices[:_T]), list(dims[1][:_T])
+    twice = zip(results, wanted, 2 * first[0], 2 * first[1], strict=True)
     apart = (
         r.unflatten(0, (size, x.shape[0 if d is None else 1])) if want else r
         for r, want, x, d in twice
@@ -120,8 +121,7 @@ def _folded_pair(
         return None
     joined = {name: _joined(size, getattr(along, name), name in own) for name in "qkv"}
     if along.bias is not None and folded.bias is not None:
-        rows = size * t.q.shape[1 if "q" in batched else 0]
-        shared = folded.bias.shape[0] != rows  # then so is the tangent
+        shared = folded.bias.shape[0] != folded.q.shape[0]  # then so is the tangent
         joined["bias"] = along.bias if shared else _joined(size, along.bias, "bias" in own)
     return folded, along._replace(**joined)
 
@@ -142,7 +142,7 @@ def _folded(size: int, t: Tensors, batched: set[str], wanted: Wanted | None) -> 
     """Return the inputs of one call over all slices, or None if the slices need separate calls."""
     if t.seed is not None or t.cu_seqlens_q is not None or batched & {"sink", "heads"}:
         return None
-    if wanted is not None and wanted.sink:
+    if wanted is not None and (wanted.sink or wanted.heads):
         return None
     batch = t.q.shape[1 if "q" in batched else 0]
     large = {}

@@ -123,10 +123,10 @@ def second_expected(call: Call, along: Directions) -> SecondExpected:
     problem, tensors = call.problem()
     with torch.no_grad():
         out, lse = dense.attention(problem, tensors)
-    rows = [ref["tout"], ref["tlse"], *along.cotangents]
+    tout, tlse, cots = ref["tout"], ref["tlse"], list(along.cotangents)
     if call.case.packed:
-        rows = [None if t is None else t[None] for t in rows]
-    tout, tlse, *cots = rows
+        tout, tlse = tout[None], tlse[None]
+        cots = [None if t is None else t[None] for t in cots]
     named: dict[str, Any] = dict(along.tangents)
     for name in "qkv":
         if call.case.packed and name in named:

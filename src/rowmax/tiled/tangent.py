@@ -23,7 +23,6 @@ from .scores import (
     sink_of,
     tame,
     tangents_of_scores,
-    unfolded,
 )
 from .strips import Strip, of_sequence, strips
 
@@ -75,7 +74,7 @@ def _strip(
     O = q.new_zeros(*q.shape[:2], problem.dv)
     tO = torch.zeros_like(O)
     for cols, full in strip.tiles:
-        k, tk = (strip.keys(t, cols, dtype) for t in (tensors.k, tangents.k))
+        k, tk = strip.keys(tensors.k, cols, dtype), strip.keys(tangents.k, cols, dtype)
         S, y = scores(problem, tensors, strip, cols, q, k)
         terms = natural_terms(problem, tensors, strip, cols, S)
         tx = product_tangent(q, tq, k, tk)
@@ -84,7 +83,7 @@ def _strip(
         apart = folded(problem, strip, unseen) if unseen is not None and exact else None
         if apart is not None:
             T = T.masked_fill(apart, 0.0)
-            unfolded(problem, strip, S).masked_fill_(unseen, -torch.inf)
+            S.masked_fill_(apart, -torch.inf)
         elif unseen is not None:
             hide(problem, strip, S, unseen)
         m_new, base = moved(m, S.amax(-1, keepdim=True))
@@ -98,7 +97,7 @@ def _strip(
         if problem.dropout_threshold:
             R = kept(problem, tensors, strip, cols)
             P, T = P.mul_(R), T.mul_(R)
-        v, tv = (strip.keys(t, cols, dtype) for t in (tensors.v, tangents.v))
+        v, tv = strip.keys(tensors.v, cols, dtype), strip.keys(tangents.v, cols, dtype)
         O = O.mul_(alpha).add_(product(P, v, apart))
         tO = tO.mul_(alpha).add_(product(T, v, apart))
         if tv is not None:

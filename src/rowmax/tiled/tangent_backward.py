@@ -233,7 +233,7 @@ def _of_scores(
     R: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return (dS, dS') of a tile."""
-    v, tv = (strip.keys(t, cols, D.dtype) for t in (tensors.v, tangents.v))
+    v, tv = strip.keys(tensors.v, cols, D.dtype), strip.keys(tangents.v, cols, D.dtype)
     vt = v.transpose(1, 2)
     beta = torch.bmm(rows.g, vt)
     gamma = torch.zeros_like(beta) if rows.e is None else torch.bmm(rows.e, vt)
