@@ -13,7 +13,7 @@ __all__ = ["backward", "forward", "supports", "tangent", "tangent_backward"]
 
 
 def supports(problem: Problem, call: str) -> str | None:
-    """Return None: the backend computes every call, but for tangents of terms that bend scores."""
+    """Return None: the backend computes every call except tangents of terms that bend scores."""
     if call in ("forward", "backward"):
         return None
     bending = [name for name in problem.heads if not HEAD_TERMS[name].added]

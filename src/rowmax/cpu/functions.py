@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numba import (
@@ -41,7 +41,7 @@ _EXP2_64 = (
 
 #: compiles a function that only compiled functions call. Wrappers for Python and for C took a sixth
 #: of the time to compile a kernel.
-inner = partial(njit, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+inner: Any = partial(cast(Any, njit), no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 STRICT = {"contract", "nsz"}  # keeps NaN, inf and the order of additions
 SUMS = {"contract", "nsz", "reassoc"}  # allows a sum in the lanes of a vector

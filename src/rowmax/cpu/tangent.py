@@ -57,7 +57,7 @@ class Sums(NamedTuple):
     m: np.ndarray
     l: np.ndarray
     tl: np.ndarray
-    base: np.ndarray  # r, which is subtracted from each s' of a row
+    base: np.ndarray  # r of the rules, which is subtracted from each s' of a row
 
 
 class Buffers(NamedTuple):
@@ -191,12 +191,25 @@ def product_tangents(call, to, queries, keys, part, n, like):
 
 @inner
 def tangent_step(P, T, sums, r, both, natural):
-    """Replace scores by exponentials and s' by ``P (s' - base)``; scale and add to the sums."""
+    """Replace scores by exponentials and s' by ``P (s' - base)``; scale and add to the sums.
+
+    ``both`` is a row of O and of tO. The base moves to the mean of a tile that outweighs those
+    before it: distances under ALiBi differ by thousands from tile to tile.
+    """
     before = sums.l[r]
-    sums.tl[r] *= softmax_step(P, sums.m, sums.l, r, both, natural)
-    if before == 0:  # the first tile in which the row has weights
-        mean = weighted(P, T) / sums.l[r]
-        sums.base[r] = mean if abs(mean) < np.inf else P.dtype.type(0)
+    alpha = softmax_step(P, sums.m, sums.l, r, both, natural)
+    before *= alpha
+    sums.tl[r] *= alpha
+    here = sums.l[r] - before
+    if here > before:
+        mean = weighted(P, T) / here
+        if abs(mean) < np.inf:
+            shift = sums.base[r] - mean
+            sums.base[r] = mean
+            sums.tl[r] += shift * before
+            half = both.size // 2
+            for x in range(half if before > 0 else 0):
+                both[half + x] += shift * both[x]
     sums.tl[r] += weigh(P, T, sums.base[r])
 
 
