@@ -12,6 +12,7 @@ from torch import Tensor
 
 import rowmax
 from demo.memory import Memory
+from rowmax import tiled
 from rowmax.call import dispatch
 from rowmax.call.inputs import HEAD_TERMS, Cotangents, Tangents, Wanted, WantedSecond
 from rowmax.testing import (
@@ -121,9 +122,10 @@ def test_absent_tangents(absent: tuple[str, ...]) -> None:
 def test_values_of_a_tangent_are_those_of_the_forward() -> None:
     call = make(Case("same", nq=200, nk=600, causal=True, dropout=0.1, **TERMS))
     problem, tensors = call.problem()
-    want = cpu.forward(problem, tensors)
-    found = cpu.tangent(problem, tensors, Tangents(q=torch.randn_like(tensors.q)))
-    assert all(map(torch.equal, want, found))
+    want = tiled.forward(problem, tensors)
+    with poisoned():
+        found = cpu.tangent(problem, tensors, Tangents(q=torch.randn_like(tensors.q)))
+    torch.testing.assert_close(found[:2], want)
 
 
 @pytest.mark.parametrize("heads", [1, 3])
