@@ -72,12 +72,12 @@ class Call:
     """The record, and the owner of the memory that it points at."""
 
     def __init__(
-        self, problem: Problem, tensors: Tensors, *more: Tensor, pairs: bool = PAIRS
+        self, problem: Problem, tensors: Tensors, *more: Tensor, pairs: bool = True
     ) -> None:
         self.problem = problem
         self.dtype = problem.accumulator
         self.like = np.empty(0, np.float64 if self.dtype == torch.float64 else np.float32)
-        self.paired = pairs and _finite_bfloats(*tensors[:3], *more)
+        self.paired = pairs and PAIRS and _finite_bfloats(*tensors[:3], *more)
         self.operand_like = np.empty(0, np.uint32) if self.paired else self.like
         #: the dtype of the caller's rows as kernels read and write them
         self.row_dtype = torch.bfloat16 if self.paired else self.dtype
