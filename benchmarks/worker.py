@@ -21,6 +21,9 @@ from .providers import provider
 
 #: providers that a result is compared with: the first that computes the cell
 PEERS = {"cuda": ("cudnn", "efficient", "flash", "math"), "cpu": ("sdpa",)}
+#: passes whose results are compared: ``jvp`` is the forward with its tangent, ``second`` the
+#: backward of a backward
+PASSES = ("forward", "backward", "both", "jvp", "second")
 #: scores that a dense peer may hold
 DENSE = {"cuda": 2**29, "cpu": 2**26}
 
@@ -41,6 +44,19 @@ class Ready:
         return [
             t.transpose(-3, -2) if self.heads_first and n < 3 else t for n, t in enumerate(made)
         ]
+
+
+def along(
+    what: str, attend: Callable[..., Any], leaves: list[Tensor], dout: Tensor
+) -> Callable[[], Any]:
+    """Return a call along tangents of q, k and v: a ``jvp``, or the ``second`` backward."""
+    tangents = tuple(t.detach().roll(1, -1) for t in leaves)
+    if what == "jvp":
+        primals = tuple(t.detach() for t in leaves)
+        return lambda: torch.func.jvp(attend, primals, tangents)
+    dout = dout.requires_grad_()
+    first = torch.autograd.grad(attend(*leaves), leaves, dout, create_graph=True)
+    return lambda: torch.autograd.grad(first, [*leaves, dout], tangents, retain_graph=True)
 
 
 class Worker:
@@ -115,7 +131,7 @@ class Worker:
             return ("shipped",) if name != "shipped" else ()
         ours = name.startswith("rowmax")
         drawn = cell.dropout and not ours  # weights of its own
-        if what not in ("forward", "backward", "both", "step") or name == "none" or drawn:
+        if what not in (*PASSES, "step") or name == "none" or drawn:
             return ()
         dense = cell.b * cell.hq * cell.n**2 <= DENSE[self.device] and what != "step"
         others = tuple(x for x in PEERS[self.device] if x != name and not cell.dropout)
@@ -170,6 +186,8 @@ class Worker:
             if graded and cell.dbias and chosen.dbias:
                 wanted.append(x.bias.requires_grad_())  # pyright: ignore
         attend = chosen.make(cell, x)
+        if what in ("jvp", "second"):
+            return Ready(task, along(what, attend, leaves, dout), chosen.heads_first)
         out = attend(*leaves) if what == "backward" else None
 
         def call() -> Any:
