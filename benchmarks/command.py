@@ -4,6 +4,7 @@
     python -m benchmarks --device cpu --quick
     python -m benchmarks --cells "d=64 n=512|1024 causal=1" --against ../before
     python -m benchmarks --passes hopper.forward --tiles v_stages=3,q_stages=1 STAGED=0
+    python -m benchmarks --passes forward jvp backward second --providers rowmax rowmax:torch
     python -m benchmarks --cells small --passes host --providers rowmax sdpa
     python -m benchmarks --cells training --passes step --providers none cudnn flash flex rowmax
 

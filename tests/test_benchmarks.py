@@ -58,6 +58,14 @@ def test_every_feature_is_timed_and_agrees_with_a_peer(tmp_path: Path):
     assert len(ours) - len(peers) == 3  # with the softcap, which it lacks
 
 
+def test_tangents_and_second_derivatives_are_timed(tmp_path: Path):
+    cell = "n=40 d=16 b=1 hq=2 causal=1 dtype=float32"
+    passes = ("jvp", "second")
+    rows = measured(tmp_path, "--cells", cell, "--passes", *passes, "--providers", "rowmax:torch")
+    assert [row["pass"] for row in rows] == list(passes)
+    assert all(float(row["off"]) < 1e-5 for row in rows)
+
+
 def test_the_host_and_the_products_of_matrices_are_timed(tmp_path: Path):
     cell = "n=16 d=16 b=1 hq=1 dtype=float32"
     passes = ("host", "host-both", "matmul")

@@ -66,7 +66,10 @@ FEATURES = [
 #: tangents and second derivatives of these: the entries of the table, and every kernel once
 TANGENTS = [
     *((Case(f"{d}-full", b=1, nq=512, hq=1, d=d), torch.bfloat16) for d in (64, 128)),
-    *((Case(f"{d}-causal", b=1, nq=512, hq=1, d=d, causal=True), torch.bfloat16) for d in (64, 128)),
+    *(
+        (Case(f"{d}-causal", b=1, nq=512, hq=1, d=d, causal=True), torch.bfloat16)
+        for d in (64, 128)
+    ),
     (Case("64-float32", b=1, nq=512, hq=1, d=64), torch.float32),
     (Case("64-terms", b=2, nq=200, hq=2, d=64, bias="1hqk", alibi=True, sink=True), torch.bfloat16),
 ]

@@ -19,7 +19,7 @@ COLUMNS: tuple[str, ...] = (
 #: relative differences, in norm, that rounding explains
 BOUNDS = {"bfloat16": 3e-2, "float16": 5e-3, "float32": 1e-3}
 #: products of matrices that are counted in a pass
-PRODUCTS = {"matmul": 1, "forward": 2, "backward": 5, "both": 7}
+PRODUCTS = {"matmul": 1, "forward": 2, "backward": 5, "both": 7, "jvp": 6, "second": 16}
 #: column and factor of its unit, of passes that do not give milliseconds
 UNITS = {"memory": ("peak_mib", 1), "host": ("host_us", 1e3), "host-both": ("host_us", 1e3)}
 

@@ -17,6 +17,9 @@ from .providers import provider
 
 #: providers that a result is compared with: the first that computes the cell
 PEERS = {"cuda": ("cudnn", "efficient", "flash", "math"), "cpu": ("sdpa",)}
+#: passes whose results are compared: ``jvp`` is the forward with its tangent, ``second`` the
+#: backward of a backward
+PASSES = ("forward", "backward", "both", "jvp", "second")
 #: scores that a dense peer may hold
 DENSE = {"cuda": 2**29, "cpu": 2**26}
 
@@ -53,6 +56,19 @@ class Ready:
         return [
             t.transpose(-3, -2) if self.heads_first and n < 3 else t for n, t in enumerate(made)
         ]
+
+
+def along(
+    what: str, attend: Callable[..., Any], leaves: list[Tensor], dout: Tensor
+) -> Callable[[], Any]:
+    """Return a call along tangents of q, k and v: a ``jvp``, or the ``second`` backward."""
+    tangents = tuple(t.detach().roll(1, -1) for t in leaves)
+    if what == "jvp":
+        primals = tuple(t.detach() for t in leaves)
+        return lambda: torch.func.jvp(attend, primals, tangents)
+    dout = dout.requires_grad_()
+    first = torch.autograd.grad(attend(*leaves), leaves, dout, create_graph=True)
+    return lambda: torch.autograd.grad(first, [*leaves, dout], tangents, retain_graph=True)
 
 
 class Worker:
@@ -111,7 +127,7 @@ class Worker:
         """Return the providers that may check a result; none if a check has no meaning."""
         cell, what, name = task
         drawn = cell.dropout and not name.startswith("rowmax")  # weights of its own
-        if what not in ("forward", "backward", "both") or name == "none" or drawn:
+        if what not in PASSES or name == "none" or drawn:
             return ()
         dense = cell.b * cell.hq * cell.n**2 <= DENSE[self.device]
         return (*self.others(task), "rowmax:reference") if dense else self.others(task)
@@ -168,6 +184,8 @@ class Worker:
             if graded and cell.dbias and chosen.dbias:
                 wanted.append(x.bias.requires_grad_())  # pyright: ignore
         attend = chosen.make(cell, x)
+        if what in ("jvp", "second"):
+            return Ready(task, along(what, attend, leaves, dout), chosen.heads_first)
         out = attend(*leaves) if what == "backward" else None
 
         def call() -> Any:

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from ..call.flops import backward_flops
@@ -22,7 +21,7 @@ from ..call.problem import FAR, Gradients, Problem, Tensors, Wanted
 from ..rules import row_stats
 from ..rules.softmax import LOG2E
 from .call import Call
-from .functions import STRICT, SUMS, array, exp2, number
+from .functions import STRICT, SUMS, array, exp2, inner, number
 from .heads import add_to_dheads, through_heads
 from .kernel import kernel, launch
 from .operands import (
@@ -119,22 +118,22 @@ def backward(
     call.tensor("delta", delta.contiguous())
     if rest is not None:
         call.tensor("rest", rest)
-    starts, order = _owners(problem, wanted.bias)
+    starts, order = owners_of(problem, wanted.bias)
     tasks = len(starts) - 1
-    parts = _parts(problem, tasks)
-    sums = _outputs(call, tensors, wanted, parts)
+    parts = parts_of(problem, tasks)
+    sums = outputs(call, tensors, wanted, parts)
     arguments = (call.record, call.sequences, call.states, starts, order)
     arguments = (*arguments, call.like, call.operand_like)
     launch(backward_worker, *arguments, tasks=tasks * parts, flops=backward_flops(problem))
     inputs = {name: getattr(tensors, name) for name in Gradients._fields}
-    done = {name: _finished(g, inputs[name]) for name, g in sums.items()}
+    done = {name: finished(g, inputs[name]) for name, g in sums.items()}
     if wanted.sink:
         assert tensors.sink is not None
         done["sink"] = row_stats.dsink(tensors.sink, lse, delta, rest).to(tensors.sink.dtype)
     return Gradients(**done)
 
 
-def _owners(problem: Problem, bias_wanted: bool) -> tuple[np.ndarray, np.ndarray]:
+def owners_of(problem: Problem, bias_wanted: bool) -> tuple[np.ndarray, np.ndarray]:
     """Return (the start of each owner's part of the order, ``HEAD [heads]`` in order).
 
     Heads that add to the same elements of dbias have one owner.
@@ -151,7 +150,7 @@ def _owners(problem: Problem, bias_wanted: bool) -> tuple[np.ndarray, np.ndarray
     return np.append(starts, s.size).astype(np.int64), order
 
 
-def _parts(problem: Problem, owners: int) -> int:
+def parts_of(problem: Problem, owners: int) -> int:
     """Return the tasks of each owner: as few as keep every thread busy."""
     threads = torch.get_num_threads()
     if owners == 0 or owners % threads == 0 or owners >= 4 * threads:
@@ -159,35 +158,40 @@ def _parts(problem: Problem, owners: int) -> int:
     return max(1, min(-(-threads // owners), -(-problem.nq // TILE_Q)))
 
 
-def _outputs(call: Call, tensors: Tensors, wanted: Wanted, parts: int) -> dict[str, Tensor]:
-    """Return the tensors that kernels write: sums for each part, except dq."""
+def outputs(
+    call: Call, tensors: Tensors, wanted: Wanted, parts: int, kind: str = "d"
+) -> dict[str, Tensor]:
+    """Return the tensors that kernels write: sums for each part, except dq.
+
+    ``kind`` begins their names: dt for gradients of tangents.
+    """
     sums: dict[str, Tensor] = {}
     call.set(parts=parts)
     if wanted.q:
         sums["q"] = torch.empty(1, *tensors.q.shape, dtype=call.row_dtype)
-        call.tensor("dq", sums["q"][0])
+        call.tensor(f"{kind}q", sums["q"][0])
     for name in ("k", "v"):
         if getattr(wanted, name):
             dtype = call.row_dtype if parts == 1 else call.dtype  # the parts are added afterwards
             sums[name] = torch.empty(parts, *getattr(tensors, name).shape, dtype=dtype)
-            call.tensor(f"d{name}", sums[name])
+            call.tensor(f"{kind}{name}", sums[name])
     if wanted.heads:
         assert tensors.heads is not None
         shape = (parts, call.problem.batch, *tensors.heads.shape)
         sums["heads"] = torch.zeros(shape, dtype=torch.float64)  # a sum over all pairs of a head
-        call.tensor("dheads", sums["heads"])
+        call.tensor(f"{kind}heads", sums["heads"])
     if wanted.bias:
         assert tensors.bias is not None
         shape = tensors.bias.shape
         parts = parts if shape[2] == 1 else 1  # tiles of queries share only a single row
         sums["bias"] = torch.zeros(parts, *shape, dtype=call.dtype)
-        call.tensor("dbias", sums["bias"])
+        call.tensor(f"{kind}bias", sums["bias"])
         p = call.problem
         call.set(store_bias=tuple(shape) == (p.batch, p.hq, p.nq, p.nk))
     return sums
 
 
-def _finished(parts: Tensor, like: Tensor) -> Tensor:
+def finished(parts: Tensor, like: Tensor) -> Tensor:
     """Return the sum of the parts, of the input's shape and dtype."""
     parts = parts.flatten(0, parts.dim() - like.dim() - 1)
     whole = parts[0] if parts.shape[0] == 1 else parts.sum(0)
@@ -243,7 +247,7 @@ def backward_worker(calls, sequences, states, starts, order, like, operand_like,
     return heads_owner.size + tiles_owner.size
 
 
-@njit
+@inner
 def head_memory(call, longest, like):
     """Return (the array that owns it, the memory of a kv head of up to ``longest`` keys)."""
     d, value_d = call.d_padded, call.value_d_padded
@@ -256,7 +260,7 @@ def head_memory(call, longest, like):
     return owner, HeadMemory(k_panels, v_panels, dk, dv, dv + size * value_d)
 
 
-@njit
+@inner
 def tile_memory(call, like):
     """Return (the array that owns it, the memory of a tile)."""
     d, value_d = call.d_padded, call.value_d_padded
@@ -271,7 +275,7 @@ def tile_memory(call, like):
     return owner, TileMemory(queries, douts, S, dP, dS, dq, q_pairs, q_pairs + pairs_size * d)
 
 
-@njit
+@inner
 def pack_head(call, seq, s, h, memory, finite, operand_like):
     """Write a kv head's keys and values as panels; note which tiles of keys are finite."""
     size, row, nk = operand_like.itemsize, row_size(operand_like), seq.keys
@@ -288,7 +292,7 @@ def pack_head(call, seq, s, h, memory, finite, operand_like):
         pack_pairs(operand_like, to, call.d_padded, rows, k_bytes, n, HALF_K, call.d)
 
 
-@njit
+@inner
 def write_parts(to, rows, d, padded, call, seq, at, like, operand_like):
     """Write a head's dK or dV: the gradient itself, or a part that is added at the end."""
     if not to.address:
@@ -302,7 +306,7 @@ def write_parts(to, rows, d, padded, call, seq, at, like, operand_like):
         write_rows(address, to.n, rows, seq.keys, d, padded, like, like)
 
 
-@njit
+@inner
 def write_rows(to, stride, rows, n, d, padded, like, operand_like):
     """Write n rows of scratch memory, padded to whole vectors, to rows ``stride`` apart."""
     one = like.dtype.type(1)
@@ -311,7 +315,7 @@ def write_rows(to, stride, rows, n, d, padded, like, operand_like):
         store(operand_like, to + row_size(operand_like) * stride * j, row, one)
 
 
-@njit
+@inner
 def backward_tile(call, seq, state, finite, place, p, head, tile, buffers, like, operand_like):
     """Compute a tile of queries over its keys: add to dK and dV, write dQ."""
     row_bytes, d, value_d = row_size(operand_like), call.d_padded, call.value_d_padded
@@ -343,7 +347,7 @@ def backward_tile(call, seq, state, finite, place, p, head, tile, buffers, like,
         write_rows(to, call.dq.n, tile.dq, n, call.d, d, like, operand_like)
 
 
-@njit
+@inner
 def rows_of(call, seq, place, like):
     """Return the numbers of the rows of a tile of queries."""
     size, at = like.itemsize, seq.query + place.i0
@@ -353,7 +357,7 @@ def rows_of(call, seq, place, like):
     return Rows(delta, lse, array(numbers_at(call.rest, size, place.s, place.h, at), natural, like))
 
 
-@njit
+@inner
 def scores_of_row(call, seq, place, r, part, S, y, x, like, operand_like):
     """Return the scores of row r of a tile, ``[part.width]``, whose products S holds.
 
@@ -367,12 +371,12 @@ def scores_of_row(call, seq, place, r, part, S, y, x, like, operand_like):
     return row
 
 
-@njit
+@inner
 def tile_gradients(call, seq, place, part, p, rows, head, tile, buffers, like, operand_like):
     """Write P R to S and dS, times scale, to dP, ``[n, part.width]``; add to dbias."""
     size, width, n = like.itemsize, part.width, place.n
-    score_tile(operand_like, tile.s, tile.queries, head.k_panels, part, n, call.d_operand)
-    score_tile(operand_like, tile.dp, tile.douts, head.v_panels, part, n, call.value_d_operand)
+    score_tile(operand_like, tile.s, tile.queries, head.k_panels, part, n, call.d_operand, 0)
+    score_tile(operand_like, tile.dp, tile.douts, head.v_panels, part, n, call.value_d_operand, 0)
     y, x, keep = buffers.y[:width], buffers.x[:width], buffers.kept
     # where nothing else reads dS it includes the scale, which saves a pass
     unit = 1.0 if call.dbias.address or y.size or x.size else call.scale
@@ -386,10 +390,12 @@ def tile_gradients(call, seq, place, part, p, rows, head, tile, buffers, like, o
         row = (rows.lse[r], rest, rows.delta[r], call.natural)
         gradient_row(P, dS, keep, row, call.keep_scale, unit)
         if call.dbias.address:
-            add_to_bias(call, dS[: part.keys], place.s, place.h, i, part.j0, p)
+            add_to_bias(
+                call.dbias, dS[: part.keys], call.store_bias, place.s, place.h, i, part.j0, p
+            )
         if x.size:
             at = position(call, seq, i, part)
-            add_to_dheads(dS, x, y, call, place.s, place.h, at, p)
+            add_to_dheads(dS, x, y, call, call.dheads, place.s, place.h, at, p)
         if unit == 1.0:
             through_heads(dS, y, call, place.h)
             scaled_dx(dS, y[: y.size if call.softcap > 0 else 0], call.scale)
@@ -398,7 +404,7 @@ def tile_gradients(call, seq, place, part, p, rows, head, tile, buffers, like, o
     fold_rows(operand_like, tile.dp, n, width)
 
 
-@njit
+@inner
 def add_products(call, seq, place, part, whole, q, dout, head, tile, like, operand_like):
     """Add ``(P R)^T dO`` to dV, ``dS^T Q`` to dK and ``dS K`` to dQ; ``whole``: all finite."""
     size, d, value_d = like.itemsize, call.d_padded, call.value_d_padded
@@ -437,7 +443,7 @@ def add_products(call, seq, place, part, whole, q, dout, head, tile, like, opera
         sparse_product(tile.dq, d, n, dS, keys, k, call.k.n, d, 0, like)
 
 
-@njit
+@inner
 def sum_far_rows(call, seq, state, place, rows, head, tile, buffers, like, operand_like):
     """Write the log of the sum of ``exp(s - lse)``, which rounding took from lse, to rest.
 
@@ -454,7 +460,9 @@ def sum_far_rows(call, seq, state, place, rows, head, tile, buffers, like, opera
         if skipped(state, tile_k):
             continue
         part = columns(operand_like, low, high, tile_k, state)
-        score_tile(operand_like, tile.s, tile.queries, head.k_panels, part, place.n, call.d_operand)
+        score_tile(
+            operand_like, tile.s, tile.queries, head.k_panels, part, place.n, call.d_operand, 0
+        )
         for r in range(place.n):
             if FAR <= abs(rows.lse[r]) < np.inf:
                 y = buffers.y[: part.width]
@@ -470,13 +478,13 @@ def sum_far_rows(call, seq, state, place, rows, head, tile, buffers, like, opera
             rows.rest[r] = math.log(total) if total > zero else zero
 
 
-@njit(fastmath=STRICT, inline="always")
+@inner(fastmath=STRICT, inline="always")
 def weight(x, lse, rest, natural):
     """Return the weight of a score; ``rest`` is in base 2 and used only in natural units."""
     return natural_weight(x, lse, rest) if natural else exp2(x - lse)
 
 
-@njit(fastmath=STRICT)
+@inner(fastmath=STRICT)
 def gradient_row(p, ds, kept, row, keep_scale, unit):
     """Replace scores by ``P R``, and ``dO . v`` by ``unit P (R (dO . v) - Delta)``.
 
@@ -499,7 +507,7 @@ def gradient_row(p, ds, kept, row, keep_scale, unit):
             p[j] = w
 
 
-@njit(fastmath=STRICT)
+@inner(fastmath=STRICT)
 def scaled_dx(ds, y, scale):
     """Replace dS by ``scale dX``, a factor of both dQ and dK.
 
@@ -514,19 +522,22 @@ def scaled_dx(ds, y, scale):
             ds[j] *= unit
 
 
-@njit(fastmath=SUMS)
-def add_to_bias(call, ds, s, h, i, j0, p):
-    """Add dS to dbias, summed along the dimensions that the bias broadcasts over."""
-    at = call.dbias.p * p + pair_at(call.dbias, s, h, i, j0)
-    address = call.dbias.address + ds.itemsize * at
-    if call.dbias.j == 0:
+@inner(fastmath=SUMS)
+def add_to_bias(dbias, ds, store, s, h, i, j0, p):
+    """Add dS to dbias, summed along the dimensions that the bias broadcasts over.
+
+    ``store`` is True if no other row adds to these elements.
+    """
+    at = dbias.p * p + pair_at(dbias, s, h, i, j0)
+    address = dbias.address + ds.itemsize * at
+    if dbias.j == 0:
         total = ds.dtype.type(0)
         for j in range(ds.size):
             total += ds[j]
         array(address, 1, ds)[0] += total
         return
     to = array(address, ds.size, ds)
-    if call.store_bias:
+    if store:
         for j in range(ds.size):
             to[j] = ds[j]
     else:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..call.inputs import HEAD_TERMS, INPUTS, Positions, Tensors, parameters_of
+from ..call.inputs import HEAD_TERMS, INPUTS, Positions, Tangents, Tensors, parameters_of
 from ..call.problem import Problem
 from ..rules.mask import tile_states
 from .operands import bfloats_are_finite
@@ -30,9 +30,12 @@ _ROW_AXES = str.maketrans("ijge", "nnhd")
 #: the axes of each tensor that kernels read or write; p: parts that are added at the end
 _AXES = {name: _axes(name) for name in _READ}
 _AXES |= {"out": "bnhd", "dout": "bnhd", "lse": "bhn", "delta": "bhn", "rest": "bhn"}
-_AXES |= {"dq": _AXES["q"]} | {f"d{name}": "p" + _AXES[name] for name in ("k", "v", "bias")}
-_AXES |= {"dheads": "pbth"}
-_MEMORY = ("panels", "pairs")  # addresses of memory that kernels fill
+_AXES |= {f"t{name}": _AXES[name] for name in Tangents._fields}
+_AXES |= {"tout": "bnhd", "dtout": "bnhd", "tlse": "bhn", "row_b": "bhn", "row_c": "bhn"}
+for _d in ("d", "dt"):  # gradients, and those of tangents
+    _AXES |= {f"{_d}q": _AXES["q"], f"{_d}heads": "pbth"}
+    _AXES |= {f"{_d}{name}": "p" + _AXES[name] for name in ("k", "v", "bias")}
+_MEMORY = ("panels", "tangent_panels", "pairs")  # addresses of memory that kernels fill
 _SIZES = ["hq", "hk", "group", "d", "value_d", "d_operand", "value_d_operand", "d_padded"]
 _SIZES += ["value_d_padded", "left", "right", "seed", "threshold", "natural", "bias_kind"]
 _SIZES += ["longest_k", "parts", "store_bias", "bent"]
@@ -68,11 +71,13 @@ _BIAS_KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.floa
 class Call:
     """The record, and the owner of the memory that it points at."""
 
-    def __init__(self, problem: Problem, tensors: Tensors, *more: Tensor) -> None:
+    def __init__(
+        self, problem: Problem, tensors: Tensors, *more: Tensor, pairs: bool = True
+    ) -> None:
         self.problem = problem
         self.dtype = problem.accumulator
         self.like = np.empty(0, np.float64 if self.dtype == torch.float64 else np.float32)
-        self.paired = PAIRS and _finite_bfloats(*tensors[:3], *more)
+        self.paired = pairs and PAIRS and _finite_bfloats(*tensors[:3], *more)
         self.operand_like = np.empty(0, np.uint32) if self.paired else self.like
         #: the dtype of the caller's rows as kernels read and write them
         self.row_dtype = torch.bfloat16 if self.paired else self.dtype
@@ -93,6 +98,12 @@ class Call:
             self.set(bias_kind=_BIAS_KINDS[tensors.bias.dtype])
         if tensors.seed is not None:
             self.set(seed=int(tensors.seed))
+
+    def tangents(self, tangents: Tangents) -> None:
+        """Store the tangents that are not zero."""
+        for name, t in tangents._asdict().items():
+            if t is not None:
+                self.tensor(f"t{name}", self._readable(name, t.detach()))
 
     def set(self, **fields: int) -> None:
         for name, value in fields.items():

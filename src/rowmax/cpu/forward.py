@@ -7,13 +7,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from ..call.flops import forward_flops
 from ..call.problem import Problem, Tensors
 from .call import Call, query_tasks
-from .functions import array
+from .functions import array, inner
 from .kernel import kernel, launch
 from .operands import (
     HALF_K,
@@ -53,11 +52,12 @@ FIRSTS = np.dtype([("tile", np.int64), ("row", np.int64), ("pair_row", np.int64)
 
 
 class PackedHead(NamedTuple):
-    """A kv head's keys as panels and its values as pairs, by address."""
+    """A kv head's keys as panels and its values as pairs, by address; the tangents of its keys."""
 
     first_tile: int
     keys: int
     pairs: int
+    tangent_keys: int
 
 
 class Scratch(NamedTuple):
@@ -77,7 +77,7 @@ def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
     lse = torch.empty(problem.lse_shape, dtype=call.dtype)
     call.tensor("out", out)
     call.tensor("lse", lse)
-    firsts = _firsts(call)
+    firsts = firsts_of(call)
     tiles, rows, pair_rows = (problem.hk * int(n) for n in firsts[-1])
     finite = np.empty(tiles, np.bool_)
     call.memory("panels", rows * problem.d)
@@ -90,7 +90,7 @@ def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
     return out.to(problem.dtype), lse
 
 
-def _firsts(call: Call) -> np.ndarray:
+def firsts_of(call: Call) -> np.ndarray:
     """Return ``FIRSTS [sequences + 1]``; the last holds the totals."""
     nk = call.sequences["keys"]
     firsts = np.zeros(len(nk) + 1, FIRSTS)
@@ -127,18 +127,22 @@ def forward_worker(calls, sequences, states, tasks, firsts, finite, like, operan
     return owner.size
 
 
-@njit
+@inner
 def packed_head(call, firsts, s, h, operand_like):
     """Return the packed kv head h of sequence s."""
     at, total = firsts[s], firsts[-1]
     keys = call.panels + operand_like.itemsize * (h * total.row + at.row) * call.d
     pairs = call.pairs + 4 * (h * total.pair_row + at.pair_row) * call.value_d_padded
-    return PackedHead(h * total.tile + at.tile, keys, pairs)
+    tangent_keys = call.tangent_panels + keys - call.panels
+    return PackedHead(h * total.tile + at.tile, keys, pairs, tangent_keys)
 
 
-@njit
+@inner
 def pack_keys(call, sequences, firsts, finite, operand_like, counters):
-    """Write every head's keys as panels; threads share the tiles. Return when all are done."""
+    """Write every head's keys as panels; threads share the tiles. Return when all are done.
+
+    Tangents of keys are written as well; ``finite`` is of values and of their tangents.
+    """
     row = row_size(operand_like)
     first_tile = firsts.tile
     per_head = first_tile[-1]
@@ -158,6 +162,14 @@ def pack_keys(call, sequences, firsts, finite, operand_like, counters):
         head = packed_head(call, firsts, s, h, operand_like)
         pack_panels(operand_like, head.keys, keys, k_bytes, j0, seq.keys, call.d_operand)
         finite[t] = rows_are_finite(operand_like, values, v_bytes, n, call.value_d)
+        if call.tk.address:
+            keys, k_bytes = call.tk.address + row * row_at(call.tk, s, seq.key, h), row * call.tk.n
+            to = head.tangent_keys
+            pack_panels(operand_like, to, keys, k_bytes, j0, seq.keys, call.d_operand)
+        if call.tv.address:
+            more, t_bytes = row * row_at(call.tv, s, seq.key + j0, h), row * call.tv.n
+            more += call.tv.address
+            finite[t] &= rows_are_finite(operand_like, more, t_bytes, n, call.value_d)
         pairs, padded = head.pairs + 4 * tile * HALF_K * call.value_d_padded, call.value_d_padded
         pack_pairs(operand_like, pairs, padded, values, v_bytes, n, HALF_K, call.value_d)
         fetch_add(counters + 8 * PACKED, 1)
@@ -165,7 +177,7 @@ def pack_keys(call, sequences, firsts, finite, operand_like, counters):
         pass
 
 
-@njit
+@inner
 def forward_tile(call, seq, state, finite, place, head, scratch, none, like, operand_like):
     """Compute out and lse of a tile of queries."""
     size, row_bytes, padded = like.itemsize, row_size(operand_like), call.value_d_padded
@@ -184,7 +196,7 @@ def forward_tile(call, seq, state, finite, place, head, scratch, none, like, ope
         if skipped(state, tile):
             continue
         part = columns(operand_like, low, high, tile, state)
-        score_tile(operand_like, scratch.S, scratch.queries, head.keys, part, n, call.d_operand)
+        score_tile(operand_like, scratch.S, scratch.queries, head.keys, part, n, call.d_operand, 0)
         for r in range(n):
             row = array(scratch.S + size * r * TILE_K, part.width, like)
             rescale(operand_like, row, factor)
@@ -200,7 +212,7 @@ def forward_tile(call, seq, state, finite, place, head, scratch, none, like, ope
     finish_rows(call, seq, place, scratch.O, m, l, like, operand_like)
 
 
-@njit
+@inner
 def add_values(call, seq, place, part, finite, head, scratch, like, operand_like):
     """Add ``P V`` of a part of a tile of keys to O."""
     padded, n = call.value_d_padded, place.n
@@ -220,13 +232,14 @@ def add_values(call, seq, place, part, finite, head, scratch, like, operand_like
     sparse_product(scratch.O, padded, n, P, k, values, stride, padded, unseen, like)
 
 
-@njit
+@inner
 def softmax_step(row, m, l, r, average, natural):
     """Replace scores by exponentials under the new maximum; scale sums by ``alpha = exp(m - m')``.
 
-    A row that has seen nothing so far has weights of 0; NaN stays NaN.
+    Return alpha. A row that has seen nothing so far has weights of 0; NaN stays NaN.
     """
     m_new, base = moved(m[r], row_max(row))
+    alpha = row.dtype.type(1)
     if m_new != m[r] and m_new != -np.inf:
         alpha = power(m[r] - base, natural)
         l[r] *= alpha
@@ -234,9 +247,10 @@ def softmax_step(row, m, l, r, average, natural):
             average[x] *= alpha
         m[r] = m_new
     l[r] += exponentials(row, base, natural)
+    return alpha
 
 
-@njit
+@inner
 def finish_rows(call, seq, place, O, m, l, like, operand_like):
     """Add the sink, divide by l, and write out and ``LSE = m + log l`` in natural units."""
     size, row_bytes = like.itemsize, row_size(operand_like)

@@ -10,23 +10,22 @@ from textwrap import indent
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from ..call.inputs import HEAD_TERMS, HeadTerm
 from ..rules import score
 from ..rules.score import ScoreTerms
 from ..rules.softmax import LOG2E
-from .functions import STRICT, SUMS, array
+from .functions import STRICT, SUMS, array, inner
 from .rules import formula_of, of_texts
 
 _BENT = {name: term for name, term in HEAD_TERMS.items() if not term.added}
 _ADDED = {name: term for name, term in HEAD_TERMS.items() if term.added}
-_score, _product, _gradient = map(
-    of_texts, (score.score, score.product_gradient, score.head_gradient)
+_score, _product, _gradient, _tangent = map(
+    of_texts, (score.score, score.product_gradient, score.head_gradient, score.score_tangent)
 )
 
 
-@njit
+@inner
 def parameter(call, number, h, like):
     """Return parameter ``number``, from 1 on, of head h, in the units of the scores."""
     unit = 1.0 if call.natural else LOG2E
@@ -34,8 +33,15 @@ def parameter(call, number, h, like):
     return like.dtype.type(array(call.heads.address, call.hq * number, like)[at] * unit)
 
 
+@inner
+def tangent_of_parameter(call, number, h, like):
+    """Return the tangent of parameter ``number``, from 1 on, of head h, natural."""
+    return array(call.theads.address, call.hq * number, like)[(number - 1) * call.hq + h]
+
+
 #: the functions that the loops call
-_space: dict[str, Any] = {"np": np, "array": array, "parameter": parameter}
+_space: dict[str, Any] = {"np": np, "array": array}
+_space |= {"parameter": parameter, "tangent_of_parameter": tangent_of_parameter}
 
 
 def _terms(term: HeadTerm, names: dict[str, Any]) -> ScoreTerms:
@@ -55,10 +61,10 @@ def _declare(kind: str, name: str, term: HeadTerm, first: tuple[str, ...], funct
     return f"{called}({', '.join((*(f'{x}[j]' for x in first), *more))})"
 
 
-def _loop(name: str, term: HeadTerm, like: str, body: str) -> str:
-    """Return the text of a loop over columns, with the parameters of a term."""
+def _loop(name: str, term: HeadTerm, like: str, body: str, of: str = "parameter") -> str:
+    """Return the text of a loop over columns, with the parameters of a term or their tangents."""
     lines = [f"if call.head_{term.parameters[0]}:"]
-    lines += [f"    {p} = parameter(call, call.head_{p}, h, {like})" for p in term.parameters]
+    lines += [f"    {p} = {of}(call, call.head_{p}, h, {like})" for p in term.parameters]
     lines += [f"    for j in range({like}.size):"]
     if term.distance:
         lines += [f"        distance = {like}.dtype.type(abs(at - j))"]
@@ -69,12 +75,21 @@ def _function(name: str, arguments: str, parts: list[str], fastmath: Any = STRIC
     """Compile a function with these parts."""
     body = indent("\n".join(parts) or "pass", "    ")
     exec(f"def {name}({arguments}):\n{body}\n", _space)
-    return njit(fastmath=fastmath)(_space[name])
+    return inner(fastmath=fastmath)(_space[name])
 
 
 def _added(name: str, term: HeadTerm) -> str:
     call = _declare("add", name, term, ("row",), lambda **n: _score(n["row"], _terms(term, n))[0])
     return _loop(name, term, "row", f"row[j] = {call}")
+
+
+def _added_tangents(name: str, term: HeadTerm) -> str:
+    def tangent(**n: Any) -> Any:
+        terms = _terms(term, n)  # the rule reads the distance of p and the parameters of tp
+        return _tangent(n["row"], None, ScoreTerms(distance=terms.distance), terms)
+
+    call = _declare("tangent", name, term, ("row",), tangent)
+    return _loop(name, term, "row", f"row[j] = {call}", "tangent_of_parameter")
 
 
 def _bent(name: str, term: HeadTerm) -> str:
@@ -100,8 +115,8 @@ def _gradients(name: str, term: HeadTerm) -> str:
             ),
         )  # fmt: skip
         loop = _loop(name, term, "ds", f"if ds[j] != 0:\n    total += {call}")
-        at = f"p * call.dheads.p + s * call.dheads.b + (call.head_{p} - 1) * call.dheads.t + h"
-        to = f"array(call.dheads.address + 8 * ({at}), 1, np.empty(0, np.float64))"
+        at = f"p * to.p + s * to.b + (call.head_{p} - 1) * to.t + h"
+        to = f"array(to.address + 8 * ({at}), 1, np.empty(0, np.float64))"
         store = f"    {to}[0] += total"
         parts += ["total = ds.dtype.type(0)", loop, store]
     return "\n".join(parts)
@@ -111,6 +126,12 @@ add_heads = _function(
     "add_heads", "row, call, h, at", [_added(name, term) for name, term in _ADDED.items()]
 )
 add_heads.__doc__ = "Add the terms after the bias to a row; its column 0 is ``at`` keys away."
+add_head_tangents = _function(
+    "add_head_tangents",
+    "row, call, h, at",
+    [_added_tangents(name, term) for name, term in _ADDED.items()],
+)
+add_head_tangents.__doc__ = "Add the tangents of these terms to a row of tangents, natural."
 bend_by_heads = _function(
     "bend_by_heads", "row, y, call, h", [_bent(name, term) for name, term in _BENT.items()]
 )
@@ -121,8 +142,8 @@ through_heads = _function(
 through_heads.__doc__ = "Replace dS by dX where a function of the product has bent it."
 add_to_dheads = _function(
     "add_to_dheads",
-    "ds, x, y, call, s, h, at, p",
+    "ds, x, y, call, to, s, h, at, p",
     [_gradients(name, term) for name, term in HEAD_TERMS.items()],
     SUMS,
 )
-add_to_dheads.__doc__ = "Add a row's part to the gradients of the parameters of head h."
+add_to_dheads.__doc__ = "Add a row's part to the gradients of the parameters of head h, in ``to``."

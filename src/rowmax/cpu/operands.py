@@ -13,10 +13,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.extending import overload
 
-from .functions import STRICT, SUMS, array
+from .functions import STRICT, SUMS, array, inner
 from .kernel import kernel
 from .products import panel, span
 from .vector import TILE_K, TILE_Q
@@ -34,19 +34,19 @@ def _paired(like):
     return lambda like: pairs
 
 
-@njit
+@inner
 def row_size(like):
     """Return the bytes of a number of the caller's rows."""
     return 2 if paired(like) else like.itemsize
 
 
-@njit
+@inner
 def depth(like, d):
     """Return the number of operands along a head."""
     return d // 2 if paired(like) else d
 
 
-@njit
+@inner
 def tile_depth(like, count, half):
     """Return the number of operands along ``count`` of the ``2 half`` keys or queries of a tile."""
     return min(count, half) if paired(like) else count
@@ -55,7 +55,7 @@ def tile_depth(like, count, half):
 # --- transposed copies -------------------------------------------------------------------------
 
 
-@njit
+@inner
 def pack_panels(like, to, rows, row_bytes, first, n, d):
     """Write the tile of rows that begins at first as panels ``[rows / panel, d, panel]``.
 
@@ -80,7 +80,7 @@ def pack_panels(like, to, rows, row_bytes, first, n, d):
                 out[c * width + j] = row[c]
 
 
-@njit
+@inner
 def _pack_eight(like, out, j, width, rows, row_bytes, d):
     a, b = array(rows, d, like), array(rows + row_bytes, d, like)
     e, f = array(rows + 2 * row_bytes, d, like), array(rows + 3 * row_bytes, d, like)
@@ -104,7 +104,7 @@ def _times_impl(x, factor):
     return lambda x, factor: x * factor
 
 
-@njit(fastmath=STRICT)
+@inner(fastmath=STRICT)
 def pack_columns(like, to, rows, row_bytes, n, d, factor):
     """Write n rows as columns ``[d, TILE_Q]``, zero past n; times factor, except pairs."""
     d = depth(like, d)
@@ -122,7 +122,7 @@ def pack_columns(like, to, rows, row_bytes, n, d, factor):
 # --- pairs -------------------------------------------------------------------------------------
 
 
-@njit
+@inner
 def _bfloat(x):
     """Return a float32 rounded to a bfloat16 (to nearest, ties to even), as bits."""
     bits = np.float32(x).view(np.uint32)
@@ -130,7 +130,7 @@ def _bfloat(x):
     return np.uint32(np.uint32(bits + np.uint32(np.uint32(0x7FFF) + odd)) >> np.uint32(16))
 
 
-@njit
+@inner
 def _pair(low, high):
     return np.uint32(np.uint32(high << np.uint32(16)) | low)
 
@@ -274,7 +274,7 @@ def _rows_are_finite(like, rows, row_bytes, n, d):
     return lambda like, rows, row_bytes, n, d: _plain_rows_are_finite(like, rows, row_bytes, n, d)
 
 
-@njit(fastmath=SUMS)
+@inner(fastmath=SUMS)
 def _plain_rows_are_finite(like, rows, row_bytes, n, d):
     zero = like.dtype.type(0)
     probe = zero
@@ -285,7 +285,7 @@ def _plain_rows_are_finite(like, rows, row_bytes, n, d):
     return probe == zero
 
 
-@njit(fastmath=STRICT)
+@inner(fastmath=STRICT)
 def sparse_product(c, c_row, m, weights, k, b, b_row, n, skip, like):
     """Add ``A B`` to C without the weights equal to ``skip``, whose rows of B may be NaN or inf.
 
@@ -305,7 +305,7 @@ def sparse_product(c, c_row, m, weights, k, b, b_row, n, skip, like):
                     out[x] += weight * row[x]
 
 
-@njit
+@inner
 def aligned(numbers, like):
     """Return scratch memory: (the array that owns it, an address in it on a cache line)."""
     owner = np.empty(numbers + 64 // like.itemsize, like.dtype)

@@ -14,9 +14,9 @@ from numba import njit, types
 from numba.extending import overload
 
 from ..rules.softmax import LOG2E
-from .functions import STRICT, SUMS, array, bfloat_to_float, exp2, half_to_float, number
-from .heads import add_heads, bend_by_heads
-from .rules import any_range, biased, capped, philox
+from .functions import STRICT, SUMS, array, bfloat_to_float, exp2, half_to_float, inner, number
+from .heads import add_head_tangents, add_heads, bend_by_heads
+from .rules import any_range, biased, capped, capped_tangent, philox, scaled_tangent
 
 
 def ordered(x) -> Any:
@@ -55,13 +55,13 @@ def _row_max(row):
     return compute
 
 
-@njit(fastmath=STRICT)
+@inner(fastmath=STRICT)
 def power(x, natural):
     """Return ``e^x`` of a difference of natural scores, ``2^x`` of one in base 2."""
     return exp2(x * number(LOG2E, x)) if natural else exp2(x)
 
 
-@njit(fastmath=SUMS)
+@inner(fastmath=SUMS)
 def exponentials(row, shift, natural):
     """Replace each score s by ``power(s - shift)`` and return the sum."""
     total, unit = number(0, shift), number(LOG2E, shift)
@@ -78,7 +78,7 @@ def exponentials(row, shift, natural):
     return total
 
 
-@njit(fastmath=STRICT)
+@inner(fastmath=STRICT)
 def cap(row, y, size):
     """Cap a row of ``scale q.k / c``; keep y for the derivative, if wanted."""
     size = row.dtype.type(size)
@@ -90,7 +90,19 @@ def cap(row, y, size):
             row[j], _ = capped(row[j], size)
 
 
-@njit(fastmath=STRICT)
+@inner(fastmath=STRICT)
+def scale_tangents(ts, y, scale, cap):
+    """Replace x' by s' before the terms after it; y is empty without a softcap."""
+    scale, cap = ts.dtype.type(scale), ts.dtype.type(cap)
+    if y.size:
+        for j in range(ts.size):
+            ts[j] = capped_tangent(ts[j], y[j], cap)
+    else:
+        for j in range(ts.size):
+            ts[j] = scaled_tangent(ts[j], scale)
+
+
+@inner(fastmath=STRICT)
 def add_bias(row, address, kind, stride):
     """Add the bias; kind is its dtype, stride 0 where it broadcasts along keys."""
     n = row.size
@@ -117,19 +129,26 @@ def add_bias(row, address, kind, stride):
             row[j] = biased(row[j], half_to_float(half[j * stride]))
 
 
-@njit
+@inner
+def bias_address(bias, call, s, h, i, j):
+    """Return the address of a pair's number in the bias, or in its tangent."""
+    size = 2 if call.bias_kind >= 2 else 4 * (1 + call.bias_kind)
+    return bias.address + size * pair_at(bias, s, h, i, j)
+
+
+@inner
 def pair_at(tensor, s, h, i, j):
     """Return the offset of a pair's number in a tensor such as the bias, in elements."""
     return tensor.b * s + tensor.h * h + tensor.i * i + tensor.j * j
 
 
-@njit
+@inner
 def position(call, seq, i, part):
     """Return the keys from the first column of a part to the position of query i."""
     return i + seq.offset + call.shift - part.j0
 
 
-@njit(fastmath=STRICT)
+@inner(fastmath=STRICT)
 def score_row(row, y, call, seq, s, h, i, part):
     """Compute the scores of query i and the columns of a part of a tile, ``[part.width]``.
 
@@ -139,11 +158,25 @@ def score_row(row, y, call, seq, s, h, i, part):
         cap(row, y, call.softcap * log_unit(call))
     bend_by_heads(row, y, call, h)
     if call.bias.address:
-        size = 2 if call.bias_kind >= 2 else 4 * (1 + call.bias_kind)
-        address = call.bias.address + size * pair_at(call.bias, s, h, i, part.j0)
+        address = bias_address(call.bias, call, s, h, i, part.j0)
         add_bias(row[: part.keys], address, call.bias_kind, call.bias.j)
     add_heads(row, call, h, position(call, seq, i, part))
     hide(row, row.dtype.type(-np.inf), call, seq, s, h, i, part)
+
+
+@inner
+def tangent_row(ts, y, call, seq, s, h, i, part):
+    """Replace x' by s' of query i and the columns of a part of a tile, natural.
+
+    On entry the row holds ``q'.k + q.k'`` times ``query_scale``. Hidden pairs hold any number.
+    """
+    scale = 1.0 / log_unit(call)
+    scale_tangents(ts, y[: y.size if call.softcap > 0 else 0], scale, call.softcap)
+    if call.tbias.address:  # it is added, as a bias is
+        address = bias_address(call.tbias, call, s, h, i, part.j0)
+        add_bias(ts[: part.keys], address, call.bias_kind, call.tbias.j)
+    if call.theads.address:
+        add_head_tangents(ts, call, h, position(call, seq, i, part))
 
 
 @njit(inline="always")
@@ -160,7 +193,7 @@ def hide(row, nothing, call, seq, s, h, i, part):
         mask_row(row[low:high], nothing, call, s, h, i, part.j0 + low)
 
 
-@njit
+@inner
 def mask_row(row, nothing, call, s, h, i, j0):
     """Write ``nothing`` where documents or the boolean tensor forbid."""
     n = row.size
@@ -182,19 +215,19 @@ def mask_row(row, nothing, call, s, h, i, j0):
                 row[j] = row[j] if allowed[j * stride] else nothing
 
 
-@njit
+@inner
 def log_unit(call):
     """Return the factor from natural units to those of the scores."""
     return 1.0 if call.natural else LOG2E
 
 
-@njit
+@inner
 def query_scale(call):
     """Return the factor of Q before the product: scores come out in their units, or over c."""
     return call.scale / call.softcap if call.softcap > 0 else call.scale * log_unit(call)
 
 
-@njit
+@inner
 def draws(kept, seed, s, h, i, j, threshold):
     """Write 1 or 0 for the 64 keys from j on (see dropout.py); j is a multiple of 64."""
     key = np.uint64(seed) & np.uint64(0xFFFFFFFF), np.uint64(seed) >> np.uint64(32)
@@ -207,7 +240,7 @@ def draws(kept, seed, s, h, i, j, threshold):
             kept[8 * (lane + 4) + r] = (word >> np.uint64(16)) >= np.uint64(threshold)
 
 
-@njit
+@inner
 def keep_row(kept, n, call, s, h, i, j0):
     """Return 1 for each of the n keys from j0 on that dropout keeps, else 0; a part of ``kept``."""
     s, h, i = s + call.first_sequence, h + call.first_head, i + call.first_query

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from ..rules import band, bound, dropout, row_stats, score, softmax
+from ..rules import band, bound, dropout, row_stats, score, softmax, tangent
 from ..rules.score import ScoreTerms
-from .functions import STRICT, exp2, number, tanh
+from .functions import STRICT, exp2, inner, number, tanh
 
 
 class _Formula:
@@ -73,10 +73,10 @@ def formula_of(name: str, arguments: tuple[str, ...], function: Callable[..., An
     text += f"    return {', '.join(map(_text, results))}\n"
     space: dict[str, Any] = {"number": number, "tanh": tanh, "exp2": exp2, "inf": math.inf}
     exec(text, space | {"__name__": __name__}, space)
-    return njit(fastmath=STRICT)(space[name])
+    return inner(fastmath=STRICT)(space[name])
 
 
-any_range = njit(band.any_range)
+any_range = inner(band.any_range)
 
 _score = of_texts(score.score)
 
@@ -99,10 +99,36 @@ def through_softcap(ds, y):
     return of_texts(score.product_gradient)(ds, y, ScoreTerms(inner=1))
 
 
+_score_tangent = of_texts(score.score_tangent)
+
+
+@formula
+def scaled_tangent(tx, scale):
+    """Return s' of x' without a softcap, before the terms after it."""
+    return _score_tangent(tx, None, ScoreTerms(scale=scale), ScoreTerms())
+
+
+@formula
+def capped_tangent(tx, y, cap):
+    """Return s' of x' under a softcap, before the terms after it."""
+    return _score_tangent(tx, y, ScoreTerms(inner=1, cap=cap), ScoreTerms())
+
+
+@formula
+def curved_by_softcap(ds, dts, tx, y):
+    """Return (dX, dX') of dS and dS' under a softcap."""
+    terms = ScoreTerms(inner=1)
+    dx = of_texts(score.product_curvature)(ds, dts, tx, y, terms)
+    return dx, of_texts(score.product_gradient)(dts, y, terms)
+
+
 moved = formula(of_texts(softmax.moved))
 with_sink = formula(of_texts(softmax.with_sink))
 score_gradient = formula(of_texts(softmax.score_gradient))
 natural_weight = formula(of_texts(row_stats.natural_weight))
+sink_in_tangent = formula(of_texts(tangent.sink_in_tangent))
+out_tangent = formula(of_texts(tangent.out_tangent))
+score_gradients = formula(of_texts(tangent.score_gradients))
 
 
 @njit(inline="always")

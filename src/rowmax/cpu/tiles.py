@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from numba import njit
-
 from ..rules.mask import FULL, SKIP
+from .functions import inner
 from .operands import depth, paired
 from .products import from_columns, panel, span
 from .rules import any_range
@@ -32,26 +31,26 @@ class Columns(NamedTuple):
     partial: bool  # documents or a boolean tensor forbid some pairs
 
 
-@njit
+@inner
 def place_of(seq, s, h, tile):
     """Return the Place of a tile of queries."""
     i0 = tile * TILE_Q
     return Place(s, h, i0, min(TILE_Q, seq.queries - i0))
 
 
-@njit
+@inner
 def row_at(rows, s, n, h):
     """Return the offset of a row, in elements, from its strides."""
     return rows.b * s + rows.n * n + rows.h * h
 
 
-@njit
+@inner
 def numbers_at(tensor, size, s, h, n):
     """Return the address of a row's number in a tensor such as lse."""
     return tensor.address + size * (tensor.b * s + tensor.h * h + tensor.n * n)
 
 
-@njit
+@inner
 def tile_row(states, s, h, tile):
     """Return the states of the tiles of keys for a tile of queries; empty without a map."""
     if states.size == 0:
@@ -59,7 +58,7 @@ def tile_row(states, s, h, tile):
     return states[min(s, states.shape[0] - 1), min(h, states.shape[1] - 1), tile]
 
 
-@njit
+@inner
 def key_range(call, seq, place):
     """Return the keys [low, high) that some query sees by band and lengths; [0, 0) for none."""
     last = place.i0 + place.n - 1
@@ -68,19 +67,19 @@ def key_range(call, seq, place):
     return (low, high) if low < high else (0, 0)
 
 
-@njit
+@inner
 def tile_range(low, high):
     """Return the tiles that hold keys [low, high)."""
     return range(low // TILE_K, (high + TILE_K - 1) // TILE_K)
 
 
-@njit
+@inner
 def skipped(state, tile):
     """Return True if no pair of a tile of keys may attend."""
     return state.size > 0 and state[tile] == SKIP
 
 
-@njit
+@inner
 def columns(like, low, high, tile, state):
     """Return the part of a tile that holds keys [low, high)."""
     step = span(like)
@@ -93,11 +92,14 @@ def columns(like, low, high, tile, state):
     return Columns(tile, first + start, width, stop - start, partial)
 
 
-@njit
-def score_tile(like, to, queries, keys, part, n, d):
-    """Compute ``Q K^T`` of n queries and a tile's columns ``[n, TILE_K]``, from packed operands."""
+@inner
+def score_tile(like, to, queries, keys, part, n, d, add):
+    """Compute ``Q K^T`` of n queries and a tile's columns ``[n, TILE_K]``, from packed operands.
+
+    add is 1 to add it to the numbers that are there.
+    """
     size, step, d = like.itemsize, panel(like), depth(like, d)
     for j in range(0, part.width, step):
         b = keys + size * (part.j0 + j) * d
         c = to + size * j
-        from_columns(like, n, step, d, c, TILE_K, queries, TILE_Q, b, step, 0)
+        from_columns(like, n, step, d, c, TILE_K, queries, TILE_Q, b, step, add)

@@ -11,7 +11,8 @@ and at the end ``LSE' = tl / l``, ``out' = tO / l - LSE' out``. s' is natural.
 A part of s' that a row has in common (of slopes at distances of thousands, of a bias that moves as
 a whole) cancels there after rounding. So a backend may subtract a number r of the row from every
 s', best the mean of s' over the first tile in which the row has weights. Then ``LSE' = r + tl / l``
-and ``out' = tO / l - (LSE' - r) out``.
+and ``out' = tO / l - (LSE' - r) out``. To move r to another number u, add ``(r - u) l`` to tl and
+``(r - u) O`` to tO.
 
 Backward of both, for cotangents e of out, a of LSE, g of out' and a' of LSE', with P recomputed
 from LSE and ``D = s' - LSE'``:

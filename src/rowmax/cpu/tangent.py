@@ -1,0 +1,293 @@
+"""The tangent: the forward's pass over tiles of keys, with two more running sums.
+
+Names are those of ``rules/tangent.py``. Operands are of the accumulator's dtype, never pairs.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..call.flops import tangent_flops
+from ..call.inputs import Tangents, Tensors
+from ..call.problem import Problem
+from .call import Call, query_tasks
+from .forward import NEXT, firsts_of, pack_keys, packed_head, softmax_step
+from .functions import STRICT, SUMS, array, inner, number
+from .kernel import kernel, launch
+from .operands import aligned, pack_columns, sparse_product, store
+from .products import from_rows
+from .rows import hide, keep_row, log_unit, query_scale, score_row, tangent_row
+from .rules import out_tangent, sink_in_tangent, with_sink
+from .tiles import (
+    columns,
+    key_range,
+    numbers_at,
+    place_of,
+    row_at,
+    score_tile,
+    skipped,
+    tile_range,
+    tile_row,
+)
+from .vector import TILE_K, TILE_Q, fetch_add
+
+#: stands for a weight of a hidden pair; a sum of rounded products is no such number but by chance
+UNSEEN = 1.2345678e-38
+
+
+class Scratch(NamedTuple):
+    """Addresses in a thread's scratch memory."""
+
+    queries: int  # [d, TILE_Q]
+    tqueries: int  # [d, TILE_Q]
+    S: int  # [TILE_Q, TILE_K], then P
+    T: int  # [TILE_Q, TILE_K], x', then s', then P s'
+    O: int  # [TILE_Q, 2 value_d_padded], each row of O before that of tO
+    sums: int  # [4, TILE_Q], the fields of Sums
+
+
+class Sums(NamedTuple):
+    """Running numbers of the rows of a tile, ``[TILE_Q]``."""
+
+    m: np.ndarray
+    l: np.ndarray
+    tl: np.ndarray
+    base: np.ndarray  # r of the rules, which is subtracted from each s' of a row
+
+
+class Buffers(NamedTuple):
+    """Arrays of one row of a tile, ``[TILE_K]``; empty if the call does not use them."""
+
+    y: np.ndarray  # y of ``rules.score``
+    kept: np.ndarray  # 1 where dropout keeps the pair, else 0
+
+
+def tangent(
+    problem: Problem, tensors: Tensors, tangents: Tangents
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return (out, lse, tout, tlse)."""
+    call = Call(problem, tensors, pairs=False)
+    call.tangents(tangents)
+    out = torch.empty(problem.out_shape, dtype=call.dtype)
+    lse = torch.empty(problem.lse_shape, dtype=call.dtype)
+    results = {"out": out, "lse": lse, "tout": torch.empty_like(out), "tlse": torch.empty_like(lse)}
+    for name, t in results.items():
+        call.tensor(name, t)
+    firsts = firsts_of(call)
+    tiles, rows = (problem.hk * int(n) for n in (firsts["tile"][-1], firsts["row"][-1]))
+    finite = np.empty(tiles, np.bool_)
+    call.memory("panels", rows * problem.d)
+    if tangents.k is not None:
+        call.memory("tangent_panels", rows * problem.d)
+    tasks = query_tasks(call)
+    arguments = (call.record, call.sequences, call.states, tasks, firsts, finite, call.like)
+    launch(tangent_worker, *arguments, tasks=len(tasks), flops=tangent_flops(problem))
+    return out.to(problem.dtype), lse, results["tout"].to(problem.dtype), results["tlse"]
+
+
+@kernel
+def tangent_worker(calls, sequences, states, tasks, firsts, finite, like, counters):
+    """Pack keys with the other threads, then compute tiles of queries."""
+    call = calls[0]
+    pack_keys(call, sequences, firsts, finite, like, counters.ctypes.data)
+    owner, scratch = scratch_memory(call, like)
+    buffers = Buffers(
+        np.empty(TILE_K if call.bent else 0, like.dtype),
+        np.empty(TILE_K + 64 if call.threshold else 0, np.uint8),
+    )
+    next_task = counters.ctypes.data + 8 * NEXT
+    while True:
+        t = fetch_add(next_task, 1)
+        if t >= len(tasks):
+            break
+        task = tasks[t]
+        seq = sequences[task.s]
+        place = place_of(seq, task.s, task.h, task.tile)
+        head = packed_head(call, firsts, task.s, task.h // call.group, like)
+        state = tile_row(states, task.s, task.h, task.tile)
+        ok = finite[head.first_tile :]
+        tangent_tile(call, seq, state, ok, place, head, scratch, buffers, like)
+    return owner.size
+
+
+@inner
+def scratch_memory(call, like):
+    """Return (the array that owns it, the scratch memory of a thread)."""
+    size = like.itemsize * TILE_Q
+    d, value_d = call.d_operand, call.value_d_padded
+    owner, queries = aligned(TILE_Q * (2 * d + 2 * TILE_K + 2 * value_d + 4), like)
+    S = queries + 2 * size * d
+    T, O = S + size * TILE_K, S + 2 * size * TILE_K
+    return owner, Scratch(queries, queries + size * d, S, T, O, O + 2 * size * value_d)
+
+
+@inner
+def tangent_tile(call, seq, state, finite, place, head, scratch, buffers, like):
+    """Compute out, lse and their tangents of a tile of queries."""
+    size, padded = like.itemsize, 2 * call.value_d_padded
+    s, h, i0, n = place
+    numbers = array(scratch.sums, 4 * TILE_Q, like).reshape(4, TILE_Q)
+    sums = Sums(numbers[0], numbers[1], numbers[2], numbers[3])
+    numbers[:] = like.dtype.type(0)
+    sums.m[:] = -np.inf
+    array(scratch.O, TILE_Q * padded, like)[:] = like.dtype.type(0)
+    pack_queries(call, call.q, scratch.queries, seq, place, like)
+    pack_queries(call, call.tq, scratch.tqueries, seq, place, like)
+
+    low, high = key_range(call, seq, place)
+    for tile in tile_range(low, high):
+        if skipped(state, tile):
+            continue
+        part = columns(like, low, high, tile, state)
+        keys = head.keys, head.tangent_keys
+        score_tile(like, scratch.S, scratch.queries, head.keys, part, n, call.d_operand, 0)
+        product_tangents(call, scratch.T, (scratch.queries, scratch.tqueries), keys, part, n, like)
+        for r in range(n):
+            P = array(scratch.S + size * r * TILE_K, part.width, like)
+            T = array(scratch.T + size * r * TILE_K, part.width, like)
+            y = buffers.y[: part.width]
+            score_row(P, y, call, seq, s, h, i0 + r, part)
+            tangent_row(T, y, call, seq, s, h, i0 + r, part)
+            both = array(scratch.O + size * r * padded, padded, like)
+            tangent_step(P, T, sums, r, both, call.natural)
+            if call.threshold:
+                kept = keep_row(buffers.kept, part.width, call, s, h, i0 + r, part.j0)
+                for j in range(part.width):
+                    P[j] *= kept[j]
+                    T[j] *= kept[j]
+        add_values(call, seq, place, part, finite[tile], scratch, like)
+    finish_rows(call, seq, place, scratch.O, sums, like)
+
+
+@inner
+def pack_queries(call, rows, to, seq, place, like):
+    """Write a tile of queries, or of other rows like them, as columns times ``query_scale``."""
+    if rows.address:
+        address = rows.address + like.itemsize * row_at(
+            rows, place.s, seq.query + place.i0, place.h
+        )
+        row_bytes = like.itemsize * rows.n
+        pack_columns(like, to, address, row_bytes, place.n, call.d_operand, query_scale(call))
+
+
+@inner
+def product_tangents(call, to, queries, keys, part, n, like):
+    """Compute ``Q' K^T + Q K'^T``; each pair of operands is (the packed rows, their tangents)."""
+    q, tq = queries
+    k, tk = keys
+    if call.tq.address:
+        score_tile(like, to, tq, k, part, n, call.d_operand, 0)
+    else:
+        for r in range(n):
+            array(to + like.itemsize * r * TILE_K, part.width, like)[:] = like.dtype.type(0)
+    if call.tk.address:
+        score_tile(like, to, q, tk, part, n, call.d_operand, 1)
+
+
+@inner
+def tangent_step(P, T, sums, r, both, natural):
+    """Replace scores by exponentials and s' by ``P (s' - base)``; scale and add to the sums.
+
+    ``both`` is a row of O and of tO. The base moves to the mean of a tile that outweighs those
+    before it: distances under ALiBi differ by thousands from tile to tile.
+    """
+    before = sums.l[r]
+    alpha = softmax_step(P, sums.m, sums.l, r, both, natural)
+    before *= alpha
+    sums.tl[r] *= alpha
+    here = sums.l[r] - before
+    if here > before:
+        mean = weighted(P, T) / here
+        if abs(mean) < np.inf:
+            shift = sums.base[r] - mean
+            sums.base[r] = mean
+            sums.tl[r] += shift * before
+            half = both.size // 2
+            for x in range(half if before > 0 else 0):
+                both[half + x] += shift * both[x]
+    sums.tl[r] += weigh(P, T, sums.base[r])
+
+
+@inner(fastmath=SUMS)
+def weighted(P, T):
+    """Return the sum of ``P s'``; a weight of 0 has none, even if its s' is NaN."""
+    zero = P.dtype.type(0)
+    total = zero
+    for j in range(P.size):
+        total += zero if P[j] == zero else P[j] * T[j]
+    return total
+
+
+@inner(fastmath=SUMS)
+def weigh(P, T, base):
+    """Replace s' by ``P (s' - base)`` and return the sum; a weight of 0 has none."""
+    zero = number(0, base)
+    total = zero
+    for j in range(P.size):
+        t = zero if P[j] == zero else P[j] * (T[j] - base)
+        T[j] = t
+        total += t
+    return total
+
+
+@inner
+def add_values(call, seq, place, part, finite, scratch, like):
+    """Add ``P V`` of a part of a tile of keys to O, ``(P s') V`` and ``P V'`` to tO."""
+    size, padded, n, keys = like.itemsize, call.value_d_padded, place.n, part.keys
+    at = place.s, seq.key + part.j0, place.h // call.group
+    v = call.v.address + size * row_at(call.v, *at)
+    tv = call.tv.address + size * row_at(call.tv, *at)
+    O, tO, S, T = scratch.O, scratch.O + size * padded, scratch.S, scratch.T
+    row = 2 * padded
+    if finite:
+        from_rows(like, n, padded, keys, O, row, S, v, call.v.n, 1)
+        from_rows(like, n, padded, keys, tO, row, T, v, call.v.n, 1)
+        if call.tv.address:
+            from_rows(like, n, padded, keys, tO, row, S, tv, call.tv.n, 1)
+        return
+    unseen = like.dtype.type(UNSEEN)
+    for r in range(n):
+        for tile in (S, T):
+            weights = array(tile + size * r * TILE_K, part.width, like)
+            hide(weights, unseen, call, seq, place.s, place.h, place.i0 + r, part)
+    sparse_product(O, row, n, (S, TILE_K, 1), keys, v, call.v.n, padded, unseen, like)
+    sparse_product(tO, row, n, (T, TILE_K, 1), keys, v, call.v.n, padded, unseen, like)
+    if call.tv.address:
+        sparse_product(tO, row, n, (S, TILE_K, 1), keys, tv, call.tv.n, padded, unseen, like)
+
+
+@inner(fastmath=STRICT)
+def finish_rows(call, seq, place, O, sums, like):
+    """Add the sink, divide by l, and write out, lse and their tangents."""
+    size, padded, one = like.itemsize, call.value_d_padded, like.dtype.type(1)
+    s, h, i0, n = place
+    lse = array(numbers_at(call.lse, size, s, h, seq.query + i0), n, like)
+    tlse = array(numbers_at(call.tlse, size, s, h, seq.query + i0), n, like)
+    for r in range(n):
+        top, total, alpha = sums.m[r] / log_unit(call), np.float64(sums.l[r]), 1.0
+        tl, base = np.float64(sums.tl[r]), np.float64(sums.base[r])
+        if call.sink.address:
+            sink = np.float64(array(call.sink.address, call.hq, like)[h])
+            top, total, alpha = with_sink(top, total, sink)
+            tsink = 0.0
+            if call.tsink.address:
+                tsink = np.float64(array(call.tsink.address, call.hq, like)[h])
+            tl = sink_in_tangent(tl, alpha, top, sink, tsink - base)
+        empty = total == 0
+        share = like.dtype.type(1.0 if empty else alpha * call.keep_scale / total)
+        mean = like.dtype.type(0.0 if empty else tl / total)  # LSE' - base
+        out = array(O + 2 * size * r * padded, padded, like)
+        tout = array(O + 2 * size * r * padded + size * padded, padded, like)
+        for x in range(call.value_d):
+            tout[x] = out_tangent(tout[x] * share, mean, out[x] * share)
+        at = size * row_at(call.out, s, seq.query + i0 + r, h)
+        store(like, call.out.address + at, out[: call.value_d], share)
+        at = size * row_at(call.tout, s, seq.query + i0 + r, h)
+        store(like, call.tout.address + at, tout[: call.value_d], one)
+        lse[r] = -np.inf if empty else top + math.log(total)
+        tlse[r] = 0.0 if empty else tl / total + base
