@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -70,6 +71,34 @@ def test_launches_are_repeated_at_the_addresses_of_other_tensors() -> None:
         assert pointers == [x if isinstance(x, int) else x.data_ptr() for x in want]
         assert bases[0] == given.v.data_ptr()
         assert words not in {x.data_ptr() for x in (out, lse, *given[:3])}
+
+
+def test_kernels_are_those_of_the_device_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = ["cuda:0"]
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        current.append(str(device))
+        yield
+        current.pop()
+
+    class OnDevice(Launch):
+        def addressed(self, t: Any, bases: Any) -> Any:
+            found.append(current[-1])
+            return super().addressed(t, bases)
+
+    found: list[str] = []
+    launch = OnDevice()
+    monkeypatch.setattr(replay, "_current", on)
+
+    def run(given: Tensors) -> tuple[Tensor]:
+        out = given.q.new_empty(given.q.shape)
+        launch((out,))
+        return (out,)
+
+    given = inputs()
+    replay.record(run, given)
+    assert found == [str(given.q.device)]
 
 
 def test_results_keep_their_type_and_strides() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -148,6 +149,11 @@ class Record:
         return tuple(results) if self.type is tuple else self.type(*results)
 
 
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which the device of a call is the current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def _is_recordable(device: torch.device) -> bool:
     """Return True on a CUDA device, unless it captures a graph: tensors have no values then."""
     return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
@@ -171,7 +177,8 @@ def record(
         results = run(type(given)(*aliases) if hasattr(given, "_fields") else aliases)
     if not watch.complete or not launches:
         return results, False
-    found = Record(aliases, watch, results, launches)
+    with _current(given[0].device):  # kernels are those of the tensors' device
+        found = Record(aliases, watch, results, launches)
     if not found.complete:
         return results, False
     _RECORDS.keep(next(_numbers), found)
