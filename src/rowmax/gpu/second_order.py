@@ -118,9 +118,7 @@ def weights(
     ``numbers`` is (lse2, rest, tlse) in shapes that broadcast over the tile.
     """
     lse2, rest, tlse = numbers
-    p, y = lib.weights(
-        x, lse2, rest, ptr, num, cfg, place, at.row, at.col, at.partial, KIND, bias
-    )
+    p, y = lib.weights(x, lse2, rest, ptr, num, cfg, place, at.row, at.col, at.partial, KIND, bias)
     d = score_tangent(tx, y, ptr, num, cfg, place, at.row, at.col) - tlse
     pr = p
     if ptr.seed is not None:

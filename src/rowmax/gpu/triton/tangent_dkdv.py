@@ -50,9 +50,7 @@ def load_numbers(rows, ptr, num, cfg, place, RAGGED: tl.constexpr):
 def add_queries(sums, cols, tcols, x, ptr, num, cfg, place, plan, KIND: tl.constexpr):
     """Return (Sums, sums of dS and of dS' over queries ``[BLOCK_K]``) after the tiles of a kind."""
     BLOCK_Q: tl.constexpr = cfg.BLOCK_Q
-    WANT_DS: tl.constexpr = (
-        ptr.dk is not None or ptr.dtk is not None or ptr.dbias_cols is not None
-    )
+    WANT_DS: tl.constexpr = ptr.dk is not None or ptr.dtk is not None or ptr.dbias_cols is not None
     dk, dtk, dv, dtv = sums
     q_base = lib.queries(ptr.q, num.q, cfg, place)
     g_base = lib.queries(ptr.dtout, num.dtout, cfg, place)

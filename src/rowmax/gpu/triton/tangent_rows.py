@@ -78,7 +78,9 @@ def tangent_rows_kernel(ptr, num, cfg):
         tl.store(ptr.dtsink + part, tl.sum(tl.where(row < end, dts, 0.0), 0))
 
 
-TANGENT_ROWS = JobSpec("tangent_rows", tangent_rows_kernel, "rows", ("out", "tout", "dout", "dtout"))
+TANGENT_ROWS = JobSpec(
+    "tangent_rows", tangent_rows_kernel, "rows", ("out", "tout", "dout", "dtout")
+)
 
 
 def row_numbers(
