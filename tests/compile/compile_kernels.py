@@ -186,7 +186,7 @@ def facts(made: Made, name: str, what: str) -> dict[str, Any]:
     if "cubin" in kernel.asm:
         taken = re.findall(r"\.param \.(?:align \d+ \.)?(\w+)", kernel.asm["ptx"])
         found["taken"] = taken[: len(found["given"])]  # Triton adds parameters behind these
-    if what in ("tuned", "tangents"):
+    if what == "tuned" or (what == "tangents" and name == "sm_90"):
         loops = loops_with_products(kernel.asm["cubin"])
         found["spills"] = max(
             (len(re.findall(r"\b(LDL|STL)\b", loop)) for loop in loops), default=0

@@ -33,7 +33,7 @@ class Weights(NamedTuple):
     p: Any
     pr: Any  # P R, but for ``keep_scale``
     d: Any  # s' - LSE'
-    y: Any  # of ``rules.score``
+    y: Any  # tanh of ``rules.score``, or q.k
 
 
 @triton.jit
