@@ -31,7 +31,7 @@ class Weights(NamedTuple):
     """The weights of a tile."""
 
     p: Any
-    pr: Any  # P R, but for ``keep_scale``
+    pr: Any  # P R without the factor ``keep_scale``
     d: Any  # s' - LSE'
     y: Any  # tanh of ``rules.score``, or q.k
 

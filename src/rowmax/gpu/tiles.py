@@ -274,14 +274,14 @@ def fits(kind: Kind, tiles: Tiles, limits: Limits) -> bool:
 def held(kind: Kind, tiles: Tiles, limits: Limits) -> int:
     """Return the numbers of sums and scores that the registers of a thread hold.
 
-    Kernels of tangents have more operands. As compiled, their loops spill beyond 56 numbers in
-    float32, and beyond 70 without wgmma.
+    Kernels of tangents have more operands. As compiled, their loops spill beyond these numbers.
     """
     if not kind.job.startswith("tangent") or kind.job == "tangent_rows":
         return 200
+    by_wgmma = limits.wgmma and wide(tiles)
     if kind.bytes == 4:
-        return 56
-    return 200 if limits.wgmma and wide(tiles) else 70
+        return 56 if by_wgmma else 39
+    return 200 if by_wgmma else 70
 
 
 def smaller(tiles: Tiles) -> Tiles | None:
