@@ -280,7 +280,7 @@ def held(kind: Kind, tiles: Tiles, limits: Limits) -> int:
         return 200
     by_wgmma = limits.wgmma and wide(tiles)
     if kind.bytes == 4:
-        return 56 if by_wgmma else 39
+        return 56 if by_wgmma else 35
     return 200 if by_wgmma else 70
 
 
