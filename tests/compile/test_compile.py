@@ -89,7 +89,7 @@ def test_tuned_kernels() -> None:
 
 @pytest.mark.timeout(900)
 def test_kernels_of_tangents() -> None:
-    """No loop over tiles spills, but for loads of loop invariants (``tiles._TANGENTS``)."""
+    """No loop over tiles spills; two load loop invariants (``tiles._TANGENTS``)."""
     found = compiled("sm_90", "tangents")
     kernels = {f["kernel"] for f in found if f["kernel"].startswith("tangent")}
     assert len(kernels) == 6, kernels

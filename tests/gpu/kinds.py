@@ -9,17 +9,23 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rowmax.call import dispatch
 from rowmax.testing import (
     CASES,
     COVERING,
+    Call,
     Case,
     answer,
     complaints,
     cotangents,
+    directions,
     expected,
     make,
     poisoned,
     refusal,
+    second_answer,
+    second_complaints,
+    second_expected,
     tagged,
 )
 from tests import extreme_bias
@@ -90,6 +96,46 @@ def check_case(case: Case, dtype: str, size: int, backend: str, device: str) -> 
     return complaints(got, want)
 
 
+def wrong_tangents(call: Call, seed: int, backend: str) -> list[str]:
+    """Return what is wrong with the tangents and second derivatives of a call.
+
+    Raises:
+        RefusedError: the backend does not take them.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for job in dispatch.SECOND_ORDER:
+        if reason := dispatch.refusal(backend, call.problem()[0], job):
+            raise RefusedError(reason)
+    along = directions(call, seed)
+    want = second_expected(call, along)
+    with poisoned():
+        got = second_answer(call, along, backend=backend)
+    return second_complaints(got, want)
+
+
+def check_tangents(case: Case, dtype: str, size: int, backend: str, device: str) -> list[str]:
+    try:
+        call = make(case, device, getattr(torch, dtype), size=size)
+        return wrong_tangents(call, 2, backend)
+    except RefusedError as error:
+        return [f"refused: {error}"]
+
+
+def check_repeated_tangents(case: Case, backend: str, device: str) -> list[str]:
+    """Return the first tangent or second derivative that differs from call to call."""
+    call = make(case, device, torch.bfloat16)
+    if reason := dispatch.refusal(backend, call.problem()[0], "tangent_backward"):
+        return [f"refused: {reason}"]
+    along = directions(call)
+    first = second_answer(call, along, backend=backend)
+    for n in range(REPEATS // 4):
+        again = second_answer(call, along, backend=backend)
+        differing = [name for name, x in first.items() if not torch.equal(x, again[name])]
+        if differing:
+            return [f"{differing[0]} differs in repeat {n}"]
+    return []
+
+
 def check_repeats(case: Case, backend: str, device: str, times: int = REPEATS) -> list[str]:
     """Return the first result that differs from call to call.
 
@@ -136,7 +182,7 @@ def every_backend(kind: Kind) -> Kind:
                     yield check._replace(
                         variant=f"{backend} {check.variant}".strip(),
                         args=(*check.args, backend, given.device),
-                        may_refuse=backend not in GENERAL,
+                        may_refuse=check.may_refuse or backend not in GENERAL,
                     )
 
     return checks
@@ -157,6 +203,24 @@ def cases(given: Namespace) -> Iterator[Check]:
     for case, dtype, n in items:
         variant = f"x{n}" if n > 1 else ""
         yield Check("cases", case.name, dtype, variant, check_case, (case, dtype, n))
+
+
+@every_backend
+def tangents(given: Namespace) -> Iterator[Check]:
+    """Yield tangents and second derivatives of the table; some must agree to the bit."""
+    size = 1 if given.device == "cpu" else 4
+    items = [(c, "bfloat16", size) for c in (COVERING if given.quick else CASES)]
+    items += [(c, d, 1) for c in COVERING for d in ("float32", "float16")]
+    if given.tag:
+        items = [(case, "bfloat16", 1) for case in tagged(given.tag)]
+    for case, dtype, n in items:
+        if make(case).leaves:
+            args, variant = (case, dtype, n), f"x{n}" if n > 1 else ""
+            found = Check("tangents", case.name, dtype, variant, check_tangents, args)
+            yield found._replace(may_refuse=True)
+    for case in tagged(given.tag or "repeats"):
+        args = "tangents", case.name, "bfloat16", "repeats", check_repeated_tangents, (case,)
+        yield Check(*args, may_refuse=True, slow=True)
 
 
 @every_backend
@@ -252,6 +316,7 @@ def two_devices(given: Namespace) -> Iterator[Check]:
 
 KINDS: dict[str, Kind] = {
     "cases": cases,
+    "tangents": tangents,
     "repeats": repeats,
     "extremes": all_extremes,
     "extreme-biases": extreme_biases,
@@ -262,4 +327,4 @@ KINDS: dict[str, Kind] = {
     "two-devices": two_devices,
 }
 #: kinds that need no GPU
-ON_CPU = ("cases", "repeats", "extremes", "extreme-biases", "known-faults")
+ON_CPU = ("cases", "tangents", "repeats", "extremes", "extreme-biases", "known-faults")

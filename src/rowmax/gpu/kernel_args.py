@@ -258,7 +258,7 @@ def strided(made: dict[str, Any]) -> dict[str, Tensor]:
 def matrices(
     problem: Problem, tensors: Tensors, names: tuple[str, ...], given: dict[str, Tensor]
 ) -> dict[str, Matrix]:
-    """Return q, k, v and the named matrices, contiguous but for q, k, v and those ``given``."""
+    """Return q, k, v and the named matrices, contiguous except q, k, v and those ``given``."""
     q, k, v = tensors[:3]
     given = {"q": q, "k": k, "v": v, **given}
     kinds = {"q": q.shape, "k": k.shape, "v": v.shape, "out": problem.out_shape}

@@ -31,9 +31,9 @@ class Weights(NamedTuple):
     """The weights of a tile."""
 
     p: Any
-    pr: Any  # P R, but for ``keep_scale``
+    pr: Any  # P R without the factor ``keep_scale``
     d: Any  # s' - LSE'
-    y: Any  # of ``rules.score``
+    y: Any  # tanh of ``rules.score``, or q.k
 
 
 @triton.jit

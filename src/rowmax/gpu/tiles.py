@@ -166,8 +166,8 @@ _H200 = {
     ("dbias", 64): (Tiles(64, 64, 4, 3),) * 3,
     ("dbias", 128): (Tiles(64, 64, 4, 3),) * 3,
 }
-#: as ``_H200`` for tangents, not measured: the largest whose loops do not spill, but for at most 11
-#: loads of loop invariants, compiled for sm_90 with triton 3.6.0
+#: as ``_H200`` for tangents, not measured: the largest whose loops do not spill, compiled for sm_90
+#: with triton 3.6.0; two load up to 11 loop invariants from local memory
 _TANGENTS = {
     ("tangent", 64): (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2)),
     ("tangent", 128): (Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 2)),
@@ -266,18 +266,22 @@ def fits(kind: Kind, tiles: Tiles, limits: Limits) -> bool:
         else:
             halves = 4 * bq * bk * (kind.job in ("forward", "tangent"))
             shared = max(shared + halves, loaded // 2 + 8 * resident + VECTORS * bq)
-    return shared <= limits.shared and (sums + scores * bq * bk) / threads <= held(kind, tiles)
+    return shared <= limits.shared and (sums + scores * bq * bk) / threads <= held(
+        kind, tiles, limits
+    )
 
 
-def held(kind: Kind, tiles: Tiles) -> int:
+def held(kind: Kind, tiles: Tiles, limits: Limits) -> int:
     """Return the numbers of sums and scores that the registers of a thread hold.
 
-    Kernels of tangents have more operands. As compiled for sm_90, their loops spill beyond 56
-    numbers in float32, and beyond 70 where tiles are too small for wgmma.
+    Kernels of tangents have more operands. As compiled, their loops spill beyond these numbers.
     """
     if not kind.job.startswith("tangent") or kind.job == "tangent_rows":
         return 200
-    return 56 if kind.bytes == 4 else 200 if wide(tiles) else 70
+    by_wgmma = limits.wgmma and wide(tiles)
+    if kind.bytes == 4:
+        return 56 if by_wgmma else 35
+    return 200 if by_wgmma else 70
 
 
 def smaller(tiles: Tiles) -> Tiles | None:

@@ -36,8 +36,8 @@ class Sums(NamedTuple):
 
     dq: Any  # [BLOCK_Q, BLOCK_D], without the scale, as dtq
     dtq: Any
-    rows: Any  # [BLOCK_Q], of dS
-    trows: Any  # of dS'
+    rows: Any  # [BLOCK_Q], sums of dS
+    trows: Any  # [BLOCK_Q], sums of dS'
 
 
 @triton.jit
