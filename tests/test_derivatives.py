@@ -486,3 +486,12 @@ def test_autocast() -> None:
     assert second.dtype == torch.float32
     want = torch.func.jvp(call, (q,), (q,))[1]
     torch.testing.assert_close(tangent.float(), want, rtol=0.1, atol=0.05)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_distances_of_thousands(causal: bool) -> None:
+    """Under ALiBi the number that is subtracted from s' moves from tile to tile."""
+    call = make(Case("far", b=1, nq=100, nk=2000, hq=2, alibi=True, causal=causal))
+    along = directions(call)
+    got = second_answer(call, along, backend="torch")
+    assert not second_complaints(got, second_expected(call, along))

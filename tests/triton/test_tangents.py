@@ -84,6 +84,13 @@ def test_float16(case: Case) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("more", [{"causal": True}, {"b": 3, "prefix": (0.4, 0.0, 1.3)}], ids=str)
+def test_distances_of_hundreds_float16(more: dict[str, Any]) -> None:
+    """Under ALiBi the number that is subtracted from s' moves from tile to tile."""
+    assert not _wrong(Case("far", nq=5, nk=600, hk=1, alibi=True, **more), torch.float16)
+
+
+@interpreted
 @pytest.mark.parametrize("shape", [(16, 16), (16, 64), (64, 32)], ids=str)
 @pytest.mark.parametrize(
     "case",

@@ -41,7 +41,11 @@ for _name, _pattern in {
     "__sub__": "({} - {})",
     "__rsub__": "({1} - {0})",
     "__mul__": "({} * {})",
+    "__truediv__": "({} / {})",
     "__eq__": "({} == {})",
+    "__gt__": "({} > {})",
+    "__lt__": "({} < {})",
+    "__and__": "({} and {})",
 }.items():
     setattr(_Formula, _name, _written(_pattern))
 
@@ -128,6 +132,7 @@ score_gradient = formula(of_texts(softmax.score_gradient))
 natural_weight = formula(of_texts(row_stats.natural_weight))
 sink_in_tangent = formula(of_texts(tangent.sink_in_tangent))
 out_tangent = formula(of_texts(tangent.out_tangent))
+tangent_base = formula(of_texts(tangent.tangent_base))
 score_gradients = formula(of_texts(tangent.score_gradients))
 
 

@@ -22,7 +22,7 @@ from .kernel import kernel, launch
 from .operands import aligned, pack_columns, sparse_product, store
 from .products import from_rows
 from .rows import hide, keep_row, log_unit, query_scale, score_row, tangent_row
-from .rules import out_tangent, sink_in_tangent, with_sink
+from .rules import out_tangent, sink_in_tangent, tangent_base, with_sink
 from .tiles import (
     columns,
     key_range,
@@ -201,11 +201,11 @@ def tangent_step(P, T, sums, r, both, natural):
     before *= alpha
     sums.tl[r] *= alpha
     here = sums.l[r] - before
-    if here > before:
-        mean = weighted(P, T) / here
-        if abs(mean) < np.inf:
-            shift = sums.base[r] - mean
-            sums.base[r] = mean
+    if here > before:  # else the rule keeps the base
+        base = tangent_base(before, here, weighted(P, T), sums.base[r])
+        shift = sums.base[r] - base
+        if shift != 0:
+            sums.base[r] = base
             sums.tl[r] += shift * before
             half = both.size // 2
             for x in range(half if before > 0 else 0):

@@ -81,6 +81,7 @@ score_gradient = compiled(softmax.score_gradient)
 score_gradients = compiled(tangent.score_gradients)
 sink_in_tangent = compiled(tangent.sink_in_tangent, where="where", exp2="exp2", **_numbers)
 out_tangent = compiled(tangent.out_tangent)
+tangent_base = compiled(tangent.tangent_base, where="where", inf=_numbers["inf"])
 without_weights = compiled(row_stats.without_weights, where="where", inf=_numbers["inf"])
 natural_weight = compiled(row_stats.natural_weight, exp2="exp2", LOG2E=LOG2E)
 philox_round = compiled(
@@ -89,14 +90,6 @@ philox_round = compiled(
     M0=tl.constexpr(dropout.M0),
     M1=tl.constexpr(dropout.M1),
 )
-
-
-@triton.jit
-def tangent_base(l, tile_l, tile_tl, r):
-    """Return r of ``rules/tangent.py``: kept, or of the first tile in which a row has weights."""
-    first = tile_tl / tl.where(tile_l == 0.0, 1.0, tile_l)
-    first = tl.where(tl.abs(first) < float("inf"), first, 0.0)
-    return tl.where(l > 0.0, r, first)
 
 
 @triton.jit

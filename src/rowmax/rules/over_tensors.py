@@ -105,12 +105,7 @@ score_tangent = _score.score_tangent
 product_curvature = _score.product_curvature
 sink_in_tangent = bound(_tangent.sink_in_tangent, where=_where, exp2=torch.exp2)
 out_tangent = _tangent.out_tangent
-
-
-def tangent_base(l: Tensor, tile_l: Tensor, tile_tl: Tensor, r: Tensor) -> Tensor:
-    """Return r of ``rules/tangent.py``; 0 where it would not be finite."""
-    first = tile_tl / tile_l.masked_fill(tile_l == 0, 1.0)
-    return torch.where(l > 0, r, first.nan_to_num(0.0, 0.0, 0.0))
+tangent_base = bound(_tangent.tangent_base, where=torch.where)
 
 
 def score_gradient(p: Tensor, dp: Tensor, delta: Tensor) -> Tensor:

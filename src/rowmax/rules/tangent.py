@@ -10,9 +10,9 @@ and at the end ``LSE' = tl / l``, ``out' = tO / l - LSE' out``. s' is natural.
 
 A part of s' that a row has in common (of slopes at distances of thousands, of a bias that moves as
 a whole) cancels there after rounding. So a backend may subtract a number r of the row from every
-s', best the mean of s' over the first tile in which the row has weights. Then ``LSE' = r + tl / l``
-and ``out' = tO / l - (LSE' - r) out``. To move r to another number u, add ``(r - u) l`` to tl and
-``(r - u) O`` to tO.
+s', best the mean of s' over a tile in which the row has most of its weights. Then ``LSE' = r + tl /
+l`` and ``out' = tO / l - (LSE' - r) out``. To move r to another number u, add ``(r - u) l`` to tl
+and ``(r - u) O`` to tO.
 
 Backward of both, for cotangents e of out, a of LSE, g of out' and a' of LSE', with P recomputed
 from LSE and ``D = s' - LSE'``:
@@ -30,6 +30,18 @@ gradients of the backward itself.
 from __future__ import annotations
 
 from .softmax import LOG2E, exp2, inf, where
+
+
+def tangent_base(l, tile_l, tile_tl, r):
+    """Return r after a tile: the mean of its s' if it outweighs the tiles before, of weight l.
+
+    Distances under ALiBi differ by thousands from tile to tile. l is rescaled to the maximum of
+    ``tile_l``, the weights of the tile, and ``tile_tl``, the sum of P s'. r stays where the mean is
+    not finite.
+    """
+    mean = tile_tl / where(tile_l == 0.0, 1.0, tile_l)
+    outweighs = (tile_l > l) & (mean < inf) & (mean > -inf)
+    return where(outweighs, mean, r)
 
 
 def sink_in_tangent(tl, alpha, m, sink, tsink):

@@ -90,16 +90,18 @@ def _strip(
         P = power_(problem, S.sub_(base))
         alpha = power_(problem, m - base)
         tile_l = P.sum(-1, keepdim=True)
+        l, before = alpha * l, r
         r = tangent_base(l, tile_l, (P * T).sum(-1, keepdim=True), r)
         T = T.sub_(r).mul_(P)
-        l = alpha * l + tile_l
-        tl = alpha * tl + T.sum(-1, keepdim=True)
+        tl = alpha * tl + (before - r) * l + T.sum(-1, keepdim=True)
+        l = l + tile_l
         if problem.dropout_threshold:
             R = kept(problem, tensors, strip, cols)
             P, T = P.mul_(R), T.mul_(R)
         v, tv = strip.keys(tensors.v, cols, dtype), strip.keys(tangents.v, cols, dtype)
-        O = O.mul_(alpha).add_(product(P, v, apart))
-        tO = tO.mul_(alpha).add_(product(T, v, apart))
+        O = O.mul_(alpha)
+        tO = tO.mul_(alpha).addcmul_(O, before - r).add_(product(T, v, apart))
+        O.add_(product(P, v, apart))
         if tv is not None:
             tO += product(P, tv, apart)
         m = m_new

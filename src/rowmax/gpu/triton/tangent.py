@@ -47,6 +47,8 @@ def attend_tiles(m, l, acc, sums, r, tacc, x, ptr, num, cfg, place, plan):
     m, l, r and ``sums``, which is tl, are ``[BLOCK_Q]``; acc and tacc ``[BLOCK_Q, BLOCK_DV]``.
     """
     BLOCK_K: tl.constexpr = cfg.BLOCK_K
+    # tangents of a bias and of slopes may differ much from tile to tile
+    MOVES: tl.constexpr = ptr.tbias is not None or ptr.theads is not None
     k_base = lib.keys(ptr.k, num.k, cfg, place)
     v_base = lib.keys(ptr.v, num.v, cfg, place)
     j = tl.arange(0, BLOCK_K)[None, :]
@@ -77,7 +79,12 @@ def attend_tiles(m, l, acc, sums, r, tacc, x, ptr, num, cfg, place, plan):
         if cfg.EDGES:
             if partial:  # s' of a pair that is not seen may be NaN
                 t = tl.where(p == 0.0, 0.0, t)
-        r = rules.tangent_base(l, tile_l, tl.sum(p * t, 1), r)
+        before = r
+        if MOVES:
+            r = rules.tangent_base(l * alpha, tile_l, tl.sum(p * t, 1), r)
+            sums += (before - r) * l
+        else:  # only while the sums are 0: no register is left for more
+            r = tl.where(l > 0.0, r, rules.tangent_base(0.0, tile_l, tl.sum(p * t, 1), 0.0))
         t = p * (t - r[:, None])
         l = l * alpha + tile_l
         sums = sums * alpha + tl.sum(t, 1)
@@ -86,6 +93,8 @@ def attend_tiles(m, l, acc, sums, r, tacc, x, ptr, num, cfg, place, plan):
             p = tl.where(keep, p, 0.0)
             t = tl.where(keep, t, 0.0)
         v = lib.load_tile(v_base, num.v, j0, place.used, BLOCK_K, cfg.RAGGED_K)
+        if MOVES:
+            tacc += acc * (before - r)[:, None]
         tacc = tl.dot(t.to(v.dtype), v, tacc * alpha[:, None], input_precision=cfg.PRECISION)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=cfg.PRECISION)
         if ptr.tv is not None:
