@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rowmax.rules import band, dropout, score, softmax
+from rowmax.rules import band, dropout, score, softmax, tangent
 from rowmax.rules.score import ScoreTerms
 
 np = pytest.importorskip("numpy")
-pytest.importorskip("numba")
+numba = pytest.importorskip("numba")
 from rowmax.cpu import rules  # noqa: E402
 
 FLOATS = {np.float32: 1e-5, np.float64: 1e-13}
-NUMBERS = st.lists(st.floats(-8.0, 8.0, width=32), min_size=3, max_size=3)
+NUMBERS = st.lists(st.floats(-8.0, 8.0, width=32), min_size=4, max_size=4)
 WORDS = st.integers(0, 2**32 - 1)
 
 # each compiled rule, the plain one, and how many numbers they take
@@ -27,13 +30,21 @@ RULES = {
     "moved": (softmax.moved, 2),
     "with_sink": (softmax.with_sink, 3),
     "score_gradient": (softmax.score_gradient, 3),
+    "out_tangent": (tangent.out_tangent, 3),
+    "tangent_base": (lambda *x: tangent.tangent_base(*map(np.float64, x)), 4),
 }
+
+
+@cache
+def from_python(compiled: Any) -> Callable[..., Any]:
+    """Return a function for calls from Python: compiled rules have none (``functions.inner``)."""
+    return numba.njit(compiled.py_func)
 
 
 def _checked(name: str, numbers: list[float], real: type) -> None:
     plain, count = RULES[name]
     given = [real(x) for x in numbers[:count]]
-    got, want = getattr(rules, name)(*given), plain(*map(float, given))
+    got, want = from_python(getattr(rules, name))(*given), plain(*map(float, given))
     pairs = zip(got, want, strict=True) if isinstance(want, tuple) else [(got, want)]
     for a, b in pairs:
         assert math.isclose(a, b, rel_tol=FLOATS[real], abs_tol=FLOATS[real]), (name, given)
@@ -71,11 +82,12 @@ def test_nothing_becomes_double(name: str) -> None:
 @given(st.lists(st.integers(-40, 40), min_size=5, max_size=5), st.integers(0, 60))
 @settings(deadline=None)
 def test_ranges(numbers: list[int], end: int) -> None:
-    assert rules.any_range(*numbers, end) == band.any_range(*numbers, end)
+    assert from_python(rules.any_range)(*numbers, end) == band.any_range(*numbers, end)
 
 
 @given(st.tuples(WORDS, WORDS, WORDS, WORDS), st.tuples(WORDS, WORDS))
 @settings(deadline=None)
 def test_words(counter: tuple[int, ...], key: tuple[int, int]) -> None:
-    got = rules.philox(tuple(map(np.uint64, counter)), tuple(map(np.uint64, key)))
+    words = (tuple(map(np.uint64, x)) for x in (counter, key))
+    got = from_python(rules.philox)(*words)
     assert tuple(map(int, got)) == dropout.philox_rounds(counter, key)
