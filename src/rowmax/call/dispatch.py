@@ -332,7 +332,8 @@ def run_backward(
 
 
 _NO_SECOND_ORDER = (
-    "it computes neither tangents (forward mode) nor second derivatives; the torch backend does"
+    "it computes neither tangents (forward mode) nor second derivatives; without a name, a backend "
+    "that does is chosen"
 )
 
 
