@@ -1,0 +1,154 @@
+"""Agreement of ranks on the arguments of a call, before its first collective.
+
+A rank with other arguments would wait for rows that never come. The first call of each kind
+compares its facts across ranks, and all raise the same error. A rank whose arguments are invalid
+takes part with its error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from ..call.inputs import Wanted
+from .calls import ShardedCall
+from .collectives import all_objects
+from .groups import Group
+from .layout import Layout
+
+_ERROR = "error"
+#: kinds of calls on which all ranks have agreed, and what they found
+_agreed: dict[Any, dict[str, str]] = {}
+_LIMIT = 4096
+
+
+def agreed(call: ShardedCall, wanted: Wanted | None = None) -> ShardedCall:
+    """Return the call with what its ranks agreed on; compare its facts if its kind is new.
+
+    Raises:
+        ValueError: naming the arguments in which ranks differ, on every rank.
+    """
+    alike = [None if t is None else (t.dtype, t.shape) for t in call.tensors]
+    options = call.options._replace(scale=float(call.options.scale))
+    found = agree((call.place, options, wanted, *alike), call.group, lambda: _facts(call, wanted))
+    return call._replace(bias_rows=found["rows of bias"])
+
+
+def agree(kind: Any, group: Group, facts: Any) -> dict[str, str]:
+    """Return what ranks agree on for this kind: the facts, with "either" decided by other ranks.
+
+    Raises:
+        ValueError: naming the arguments in which ranks differ, on every rank.
+    """
+    key = (group, kind)
+    found = _agreed.get(key)
+    if found is None:
+        if len(_agreed) >= _LIMIT:
+            _agreed.clear()
+        found = _agreed[key] = _compared(all_objects(facts(), group))
+    return found
+
+
+def refuse_together(group: Group, error: Exception) -> NoReturn:
+    """Raise the error of this rank's arguments, after other ranks have received it."""
+    if group.size > 1:
+        all_objects({_ERROR: str(error)}, group)
+    raise error
+
+
+def _compared(each: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    errors = {rank: facts[_ERROR] for rank, facts in enumerate(each) if _ERROR in facts}
+    if errors:
+        rank, text = next(iter(errors.items()))
+        raise ValueError(f"rowmax.distributed: rank {rank} refused this call: {text}")
+    agreed, wrong = {}, []
+    for name in dict.fromkeys(name for facts in each for name in facts):
+        values: dict[str, list[int]] = {}
+        for rank, facts in enumerate(each):
+            values.setdefault(facts.get(name, "no such argument"), []).append(rank)
+        if len(values) > 1:
+            values.pop("either", None)
+        agreed[name] = next(iter(values))
+        if len(values) > 1:
+            got = " and ".join(f"{value} on {_ranks(ranks)}" for value, ranks in values.items())
+            wrong.append(f"{name}: got {got}; want the same on every rank")
+    if wrong:
+        raise ValueError("rowmax.distributed: ranks differ. " + ". ".join(wrong))
+    return agreed
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
+
+
+def digest(layout: Layout) -> str:
+    """Return a layout in few words."""
+    lengths = str(list(layout.lengths[:8]))[:-1] + (", ...]" if layout.ranks > 8 else "]")
+    sha = hashlib.sha256(layout.text.encode()).hexdigest()[:8]
+    return f"a layout of lengths {lengths} ({sha})"
+
+
+def _facts(call: ShardedCall, wanted: Wanted | None) -> dict[str, str]:
+    """Return what all ranks of a call have in common, by the argument that says it."""
+    t, o, place = call.tensors, call.options, call.place
+    batch, n, hq, d = t.q.shape
+    hk, dv = t.k.shape[2], t.v.shape[3]
+    facts = {
+        "call": "forward" if wanted is None else "backward",
+        "dtype": str(t.q.dtype),
+        "batch": str(batch),
+        "heads": f"{hq} of q and {hk} of k",
+        "head size": f"{d} and {dv}",
+        "layout": digest(call.queries),
+        "k_layout": digest(call.keys),
+        "band of mask": f"left={o.left}, right={o.right}, align={o.align!r}",
+        "mask": _features(call),
+        "rows of mask": _rows(t.allowed, n),
+        "rows of bias": _rows(t.bias, n),
+        "scale": str(o.scale),
+        "softcap": str(o.softcap),
+        "dropout_p": str(o.dropout_p),
+        "sink": _given(t.sink),
+        "head terms": o.head_terms or "none",
+        "deterministic": str(o.deterministic),
+        "backend": repr(o.backend),
+        "strategy": repr(place.strategy),
+        "reduce_replicated": str(place.reduce_replicated),
+    }
+    for name, tensor in (("mask", t.allowed), ("bias", t.bias)):
+        if tensor is not None:
+            b, h, _, j = tensor.shape
+            facts[f"shape of {name}"] = f"[{b}, {h}, rows, {j}]"
+    if wanted is not None:
+        facts["requires_grad of k or v"] = str(wanted.k or wanted.v)
+        if place.reduce_replicated:
+            replicated = (wanted.bias, wanted.sink, wanted.heads)
+            facts["requires_grad of bias, sink, head terms"] = str(replicated)
+    return facts
+
+
+def _features(call: ShardedCall) -> str:
+    t = call.tensors
+    given = {
+        "documents": t.k_ids,
+        "lengths": t.lengths,
+        "prefix": t.prefix,
+        "boolean tensor": t.allowed,
+    }
+    return " and ".join(name for name, one in given.items() if one is not None) or "none"
+
+
+def _given(t: Tensor | None) -> str:
+    return "none" if t is None else "a tensor"
+
+
+def _rows(t: Tensor | None, n: int) -> str:
+    """Return "one" for one row that serves all queries, "own" for a row of each own query."""
+    if t is None:
+        return "none"
+    if t.shape[2] != 1:
+        return "own"
+    return "either" if n == 1 else "one"
