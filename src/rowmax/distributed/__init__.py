@@ -2,5 +2,6 @@
 
 from .attention import attention
 from .layout import Layout
+from .sharding import shard, unshard
 
-__all__ = ["Layout", "attention"]
+__all__ = ["Layout", "attention", "shard", "unshard"]

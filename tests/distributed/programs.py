@@ -1,0 +1,105 @@
+"""The functions that ranks run, and the rows that they hold."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import rowmax
+from rowmax import distributed as rd
+from rowmax.distributed import Layout
+from rowmax.masks import as_mask
+from rowmax.testing import Answer, Call, Case, cotangents, make
+
+
+def uneven(n: int, ranks: int) -> Layout:
+    """Return a layout of pieces of any length; the last of several ranks holds nothing."""
+    choice = random.Random(n * 10 + ranks)
+    cuts = sorted(choice.sample(range(1, n), min(n - 1, 5))) if n > 1 else []
+    owned: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+    for start, stop in zip([0, *cuts], [*cuts, n], strict=True):
+        owned[choice.randrange(max(1, ranks - 1))].append((start, stop))
+    return Layout(tuple(map(tuple, owned)))
+
+
+LAYOUTS: dict[str, Any] = {
+    "contiguous": Layout.contiguous,
+    "zigzag": Layout.zigzag,
+    "balanced": lambda n, ranks: Layout.balanced(rowmax.Causal(), n, ranks, chunk=32),
+    "uneven": uneven,
+}
+
+
+def layouts(case: Case, kind: str, ranks: int) -> tuple[Layout, Layout]:
+    """Return the layouts of queries and of keys."""
+    nk = case.nq if case.nk is None else case.nk
+    return LAYOUTS[kind](case.nq, ranks), LAYOUTS[kind](nk, ranks)
+
+
+def has_rows(t: Tensor, n: int) -> bool:
+    """Return True if a bias or a mask has a row for each query."""
+    return t.dim() > 1 and t.shape[-2] == n and n != 1
+
+
+def own_call(call: Call, queries: Layout, keys: Layout, rank: int) -> tuple[Any, dict[str, Any]]:
+    """Return own rows of q, k and v, and the keywords with own rows."""
+    q, k, v = call.inputs[:3]
+    i, j = queries.positions(rank), keys.positions(rank)
+    keywords = dict(call.keywords)
+    if keywords.get("bias") is not None and has_rows(keywords["bias"], queries.n):
+        keywords["bias"] = keywords["bias"][..., i, :]
+    if keywords.get("mask") is not None:
+        mask = as_mask(keywords["mask"])
+        if mask.allowed is not None and has_rows(mask.allowed, queries.n):
+            mask = rowmax.Mask(**{**mask.fields(), "allowed": mask.allowed[..., i, :]})
+        keywords["mask"] = mask
+    return (q[:, i], k[:, j], v[:, j]), keywords
+
+
+def own_answer(
+    rank: int, case: Case, dtype: torch.dtype, kind: str, ranks: int, overrides: dict[str, Any]
+) -> Answer:
+    """Return the answer of a rank's rows."""
+    call = make(case, dtype=dtype)
+    queries, keys = layouts(case, kind, ranks)
+    dout, dlse = cotangents(call)
+    (q, k, v), keywords = own_call(call, queries, keys, rank)
+    named = {"q": q, "k": k, "v": v, **keywords}
+    leaves = {name: named[name].detach().requires_grad_() for name in call.leaves}
+    named.update(leaves)
+    out, lse = rd.attention(
+        **named, layout=queries, k_layout=keys, return_lse=True, **overrides
+    )  # fmt: skip
+    i = queries.positions(rank)
+    outputs, grads = ([out, lse], [dout[:, i], dlse[..., i]])
+    got = torch.autograd.grad(outputs, list(leaves.values()), grads)
+    return Answer(out.detach(), lse.detach(), dict(zip(leaves, got, strict=True)))
+
+
+def whole_answer(call: Call, queries: Layout, keys: Layout, parts: Sequence[Answer]) -> Answer:
+    """Return the answer of the whole from those of all ranks."""
+    q, k = call.inputs[:2]
+    n_out = (q.shape[0], queries.n, q.shape[2], call.inputs[2].shape[3])
+    first = parts[0]
+    out, lse = first.out.new_empty(n_out), first.lse.new_empty(q.shape[0], q.shape[2], queries.n)
+    totals: dict[str, Tensor] = {}
+    for name, leaf in call.leaves.items():
+        wide = torch.promote_types(leaf.dtype, torch.float32)
+        totals[name] = torch.zeros(leaf.shape, dtype=wide)
+    for rank, part in enumerate(parts):
+        i, j = queries.positions(rank), keys.positions(rank)
+        out[:, i], lse[..., i] = part.out, part.lse
+        for name, total in totals.items():
+            got = part.gradients[name]
+            if name in "qkv":
+                total[:, i if name == "q" else j] = got.to(total.dtype)
+            elif name == "bias" and has_rows(total, queries.n):
+                total[..., i, :] = got.to(total.dtype)
+            else:
+                total += got
+    gradients = {name: t.to(call.leaves[name].dtype) for name, t in totals.items()}
+    return Answer(out, lse, gradients)
