@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ def test_a_layout_is_a_partition(kind: str, n: int, ranks: int) -> None:
         assert mine.tolist() == [i for chunk in layout.chunks(rank) for i in chunk]
         assert (mine.diff() > 0).all()
         ends = [(c.start, c.stop) for c in layout.chunks(rank)]
-        assert all(a[1] < b[0] for a, b in zip(ends, ends[1:], strict=False))
+        assert all(a[1] < b[0] for a, b in pairwise(ends))
     assert Layout.parse(layout.text) == layout
     assert hash(Layout.parse(layout.text)) == hash(layout)
 

@@ -48,18 +48,20 @@ class World:
             pipe.send_bytes(pickle.dumps((function, args)))
 
     def result(self, rank: int, wait: float = WAIT) -> Any:
-        """Return the result of a rank; raise its error."""
+        """Return the result of a rank, or its error."""
         if not self.pipes[rank].poll(wait):
             raise TimeoutError(f"rank {rank} did not answer in {wait} s")
         good, value = pickle.loads(self.pipes[rank].recv_bytes())
-        if not good:
-            raise RankError(f"rank {rank}: {value}")
-        return value
+        return value if good else RankError(f"rank {rank}: {value}")
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Return the results of ``function(rank, *args)``, one for each rank."""
         self.start(function, *args)
-        return [self.result(rank) for rank in range(self.size)]
+        found = [self.result(rank) for rank in range(self.size)]
+        for one in found:
+            if isinstance(one, RankError):
+                raise one
+        return found
 
     def close(self) -> None:
         """End the processes."""
@@ -82,7 +84,7 @@ def _serve(pipe: Connection, rank: int, size: int, store: str, timeout: float) -
     while True:
         try:
             function, args = pickle.loads(pipe.recv_bytes())
-        except EOFError:
+        except (EOFError, OSError):
             break
         torch.manual_seed(rank)  # ranks draw different numbers
         try:

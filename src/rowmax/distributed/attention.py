@@ -158,7 +158,4 @@ def _layouts(layout: Any, k_layout: Any, group: Group) -> tuple[Layout, Layout]:
 def _check_rows(name: str, t: Tensor, layout: Layout, rank: int) -> None:
     want = layout.lengths[rank]
     if t.shape[1] != want:
-        axes = "[B, n, H, D]"
-        raise bad(
-            name, f"{t.shape[1]} rows on rank {rank}", f"{axes} with n = {want}, as the layout has"
-        )
+        raise bad(name, f"{t.shape[1]} rows on rank {rank}", f"{want}, as the layout has")

@@ -22,7 +22,7 @@ _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 def all_gather(x: Tensor, sizes: Sequence[int], group: Group) -> list[Tensor]:
     """Return the flat tensors of all ranks, of these sizes."""
     most = max(sizes)
-    if most == 0:
+    if most == 0 or group.size == 1:
         return [x] * group.size
     if x.numel() < most:  # the collective needs equal sizes
         x = torch.cat((x, x.new_zeros(most - x.numel())))
