@@ -120,6 +120,14 @@ def constant_in_graphs(function: Function) -> Function:
 constant_in_graphs(allows_fused_attention)
 
 
+def process_group_named(name: str) -> Any:
+    """Return the process group of a name that every rank knows, or None if torch cannot find it."""
+    from torch.distributed import distributed_c10d
+
+    resolve = getattr(distributed_c10d, "_resolve_process_group", None)
+    return None if resolve is None else resolve(name)
+
+
 # --- tensors -----------------------------------------------------------------------------------
 
 #: dispatch keys of tensors that hold only numbers on a device

@@ -94,6 +94,8 @@ def own_answer(
     i = queries.positions(rank)
     outputs, grads = ([out, lse], [dout[:, i], dlse[..., i]])
     got = torch.autograd.grad(outputs, list(leaves.values()), grads)
+    # the fake kernels promise it: compilers read strides from them
+    assert all(t.is_contiguous() for t in (out, lse, *got))
     return Answer(out.detach(), lse.detach(), dict(zip(leaves, got, strict=True)))
 
 
@@ -160,12 +162,13 @@ def with_unit_values(call: Call) -> Call:
     return replace(call, inputs=(q, k, unit))
 
 
-def kept(rank: int, case: Case, kind: str, ranks: int) -> Tensor:
+def kept(rank: int, case: Case, kind: str, ranks: int, strategy: str) -> Tensor:
     """Return True where a pair of own queries is kept."""
     call = with_unit_values(make(case))
     queries, keys = layouts(case, kind, ranks)
     (q, k, v), keywords = own_call(call, queries, keys, rank)
-    out = rd.attention(q, k, v, layout=queries, k_layout=keys, backend="torch", **keywords)
+    more = {"layout": queries, "k_layout": keys, "strategy": strategy}
+    out = rd.attention(q, k, v, backend="torch", **keywords, **more)
     assert isinstance(out, Tensor)
     return out != 0
 
@@ -205,11 +208,14 @@ def received_rows(rank: int, n: int, left: int) -> tuple[int, int]:
     return seen[0], layout.lengths[rank]
 
 
-def compiled(rank: int, fullgraph: bool) -> int:
+def compiled(rank: int, kind: str) -> int:
     """Return the graphs of a compiled call, after a check of its results and gradients."""
     counter = CompileCounterWithBackend("aot_eager")
     layout = Layout.zigzag(256, 2)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))["cp"]
+    mesh: Any = None
+    if kind != "default":
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))["cp"]
+        mesh = mesh.get_group() if kind == "group" else mesh
     x = torch.randn(1, 256, 4, 16, generator=torch.Generator().manual_seed(0))
 
     def f(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sink: Tensor) -> Tensor:
@@ -219,7 +225,7 @@ def compiled(rank: int, fullgraph: bool) -> int:
 
     found = []
     torch.compiler.reset()
-    for function in (f, torch.compile(f, backend=counter, fullgraph=fullgraph)):
+    for function in (f, torch.compile(f, backend=counter, fullgraph=True)):
         leaves = [rd.shard(t, layout, mesh).requires_grad_() for t in (x, x[:, :, :2], x[:, :, 2:])]
         bias = torch.linspace(0, 1, leaves[0].shape[1] * 256).view(-1, 256).requires_grad_()
         leaves += [bias, torch.zeros(4, requires_grad=True)]
@@ -273,6 +279,17 @@ def loss_of_one(rank: int) -> bool:
     out, lse = rd.attention(x, x, x, layout=layout, return_lse=True, backend="torch")
     loss = lse.sum() if rank == 0 else 0 * out.sum()
     return bool(torch.autograd.grad(loss, x)[0].isfinite().all())
+
+
+def without_names(rank: int) -> str:
+    """Return the error of a round trip where torch finds no group by name."""
+    layout, x = Layout.zigzag(10, 2), torch.arange(10.0)[None]
+    with mock.patch.object(dist.distributed_c10d, "_resolve_process_group", None):
+        return _errors([lambda: torch.testing.assert_close(_round_trip(x, layout), x)])[0]
+
+
+def _round_trip(x: Tensor, layout: Layout) -> Tensor:
+    return rd.unshard(rd.shard(x, layout), layout)
 
 
 # --- programs of test_sharding -----------------------------------------------------------------
@@ -378,6 +395,7 @@ _UNLIKE: dict[str, Any] = {
     "dropout_p": lambda x: {"dropout_p": 0.5, "seed": 1},
     "head terms": lambda x: {"alibi": torch.ones(2)},
     "reduce_replicated": lambda x: {"reduce_replicated": True},
+    "strategy": lambda x: {"strategy": "heads"},
     "dtype": lambda x: {"q": x.double(), "k": x.double(), "v": x.double()},
 }
 
@@ -426,3 +444,61 @@ def killed(rank: int, way: str) -> str:
     except RuntimeError as error:
         return str(error)
     return "no error"
+
+
+# --- programs of test_varlen -------------------------------------------------------------------
+
+
+def packed_layouts(call: Call, kind: str, ranks: int) -> tuple[Layout, Layout]:
+    """Return the layouts of the queries and the keys of all sequences together."""
+    queries, keys = (LAYOUTS[kind](t.shape[0], ranks) for t in call.inputs[:2])
+    return queries, keys
+
+
+def one_sequence(call: Call) -> Call:
+    """Return the call with a batch dimension for the rows of all sequences."""
+    return replace(call, inputs=tuple(t[None] for t in call.inputs[:3]))
+
+
+def packed_answer(rank: int, case: Case, dtype: torch.dtype, kind: str, ranks: int) -> Answer:
+    """Return the answer of a rank's rows, with a batch dimension."""
+    call = make(case, dtype=dtype)
+    queries, keys = packed_layouts(call, kind, ranks)
+    i, j = queries.positions(rank), keys.positions(rank)
+    named = {**dict(zip("qkv", call.inputs, strict=False)), **call.keywords}
+    named.update({"q": named["q"][i], "k": named["k"][j], "v": named["v"][j]})
+    leaves = {name: named[name].detach().requires_grad_() for name in call.leaves}
+    named.update(leaves)
+    cu_q, cu_k = call.inputs[3:5]
+    more = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "layout": queries, "k_layout": keys}
+    out, lse = rd.attention_varlen(**named, **more, return_lse=True, backend="torch")
+    dout, dlse = cotangents(call)
+    got = torch.autograd.grad([out, lse], list(leaves.values()), [dout[i], dlse[..., i]])
+    gradients = {n: g[None] if n in "qkv" else g for n, g in zip(leaves, got, strict=True)}
+    return Answer(out.detach()[None], lse.detach()[None], gradients)
+
+
+def wrong_packed(rank: int) -> list[str]:
+    layout = Layout.zigzag(64, 2)
+    x = torch.zeros(32, 2, 16)
+    cu, other = torch.tensor([0, 20, 64]), torch.tensor([0, 30, 64])
+    one: Any = 1
+
+    def call(cu_q: Tensor = cu, cu_k: Tensor = cu, q: Tensor = x, **options: Any) -> Any:
+        return lambda: rd.attention_varlen(
+            q, x, x, cu_q, cu_k, layout=layout, backend="torch", **options
+        )
+
+    return _errors(
+        [
+            call(bias=torch.zeros(1)),
+            call(dropout_p=0.1),
+            call(mask=rowmax.PrefixLengths(torch.tensor([3]))),
+            call(cu, other, causal=True),
+            call(cu, torch.tensor([0, 64])),
+            call(torch.tensor([0, 20, 63])),
+            call(q=x[None]),
+            call(causal=one),
+            call(cu, other),
+        ]
+    )

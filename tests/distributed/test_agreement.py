@@ -19,7 +19,7 @@ LOCAL = {
     "bias": "bias: got shape [128, 3]; want one that broadcasts to [B, Hq, Nq, Nk] = "
     "[1, 2, 128, 384]",
     "causal": "causal: got 1; want True or False",
-    "strategy": "strategy: got 'rings'; want one of 'auto', 'keys'",
+    "strategy": "strategy: got 'rings'; want one of 'auto', 'keys', 'heads'",
     "mask": "mask: Documents(ids=): got shape [1, 5]; want [384] or [1, 384]",
 }
 

@@ -36,6 +36,7 @@ _ALSO = ("empty", "lengths", "documents", "window", "rows-nq=1-", "bias", "gqa",
 DENSE = [c for c in CASES if not c.packed and c not in COVERING_DENSE and c.name.startswith(_ALSO)]
 TABLE = [(case, *next(_next)) for case in (*DENSE, *COVERING_DENSE)]
 DOUBLE = [(case, *next(_next)) for case in COVERING_DENSE]
+HEADS = [(case, *next(_next)) for case in COVERING_DENSE]
 HALF = [
     (case, dtype, *next(_next))
     for dtype in (torch.float16, torch.bfloat16)
@@ -77,6 +78,11 @@ def test_float64(case: Case, size: int, kind: str, world: Worlds) -> None:
     _check(world(size), case, torch.float64, kind, backend="torch")
 
 
+@pytest.mark.parametrize(("case", "size", "kind"), HEADS, ids=_name)
+def test_heads(case: Case, size: int, kind: str, world: Worlds) -> None:
+    _check(world(size), case, torch.float32, kind, backend="torch", strategy="heads")
+
+
 @pytest.mark.parametrize(("case", "dtype", "size", "kind"), HALF, ids=_name)
 def test_half(case: Case, dtype: torch.dtype, size: int, kind: str, world: Worlds) -> None:
     _check(world(size), case, dtype, kind, backend="torch")
@@ -99,36 +105,41 @@ def test_one_rank_is_one_device(world: Worlds) -> None:
         assert world(1).run(programs.one_rank, case) == [True]
 
 
+@pytest.mark.parametrize("strategy", ["keys", "heads"])
 @pytest.mark.parametrize(("size", "kind"), PLACES, ids=_name)
-def test_dropout_keeps_the_set_of_one_device(size: int, kind: str, world: Worlds) -> None:
+def test_dropout_keeps_the_set_of_one_device(
+    size: int, kind: str, strategy: str, world: Worlds
+) -> None:
     """With values that are a unit matrix, out is the weights: those of dropped pairs are 0."""
     case = Case("kept", b=2, nq=190, nk=230, hk=2, d=8, dv=230, dropout=0.4)
     call = programs.with_unit_values(make(case))
     want = call(backend="torch")[0]
     assert 0.3 < (want == 0).float().mean() < 0.5
-    parts = world(size).run(programs.kept, case, kind, size)
+    parts = world(size).run(programs.kept, case, kind, size, strategy)
     queries, _ = programs.layouts(case, kind, size)
     for rank, part in enumerate(parts):
         assert torch.equal(part, want[:, queries.positions(rank)] != 0)
 
 
-@pytest.mark.parametrize("kind", ["zigzag", "uneven"])
-def test_repeats_are_equal_to_the_bit(kind: str, world: Worlds) -> None:
-    first, again = (
-        _answer(world(3), FEATURES, torch.float32, kind, backend="torch", deterministic=True)[1]
-        for _ in range(2)
-    )
+@pytest.mark.parametrize(
+    ("kind", "strategy"), [("zigzag", "keys"), ("uneven", "keys"), ("zigzag", "heads")]
+)
+def test_repeats_are_equal_to_the_bit(kind: str, strategy: str, world: Worlds) -> None:
+    more = {"backend": "torch", "deterministic": True, "strategy": strategy}
+    first, again = (_answer(world(3), FEATURES, torch.float32, kind, **more)[1] for _ in range(2))
     for a, b in zip(first, again, strict=True):
         assert torch.equal(a.out, b.out)
         for name, t in a.gradients.items():
             assert torch.equal(t, b.gradients[name]), name
 
 
-def test_replicated_gradients_are_shares_or_sums(world: Worlds) -> None:
+@pytest.mark.parametrize("strategy", ["keys", "heads"])
+def test_replicated_gradients_are_shares_or_sums(strategy: str, world: Worlds) -> None:
     case = Case("shared", nq=150, hk=2, d=16, causal=True, sink=True, alibi=True, bias="1h1k")
     _, want = _expected(case, torch.float32)
+    more = {"backend": "torch", "strategy": strategy}
     shares, sums = (
-        _answer(world(3), case, torch.float32, "zigzag", backend="torch", reduce_replicated=flag)[1]
+        _answer(world(3), case, torch.float32, "zigzag", reduce_replicated=flag, **more)[1]
         for flag in (False, True)
     )
     for name in ("sink", "alibi", "bias"):
@@ -141,7 +152,8 @@ def test_replicated_gradients_are_shares_or_sums(world: Worlds) -> None:
         assert not torch.allclose(shares[0].gradients[name], sums[0].gradients[name], rtol=1e-2)
 
 
-def test_own_rows_of_bias_are_not_summed(world: Worlds) -> None:
+@pytest.mark.parametrize("strategy", ["keys", "heads"])
+def test_own_rows_of_bias_are_not_summed(strategy: str, world: Worlds) -> None:
     """A rank with one query gives a bias of one row, too: other ranks say that rows are own."""
     case = Case("own", nq=150, bias="1hqk", d=16)
     got, _ = _answer(
@@ -171,9 +183,9 @@ def test_only_rows_that_are_seen_move(world: Worlds) -> None:
         assert own <= received <= own + 128
 
 
-@pytest.mark.parametrize("fullgraph", [True, False])
-def test_compiled(fullgraph: bool, world: Worlds) -> None:
-    for frames in world(2).run(programs.compiled, fullgraph):
+@pytest.mark.parametrize("mesh", ["mesh", "group", "default"])
+def test_compiled_in_one_graph(mesh: str, world: Worlds) -> None:
+    for frames in world(2).run(programs.compiled, mesh):
         assert frames == 1
 
 
@@ -190,3 +202,8 @@ def test_derivatives_that_are_not_there(name: str, world: Worlds) -> None:
 def test_no_cotangent_on_one_rank_hangs_no_other(world: Worlds) -> None:
     """A rank whose loss reads lse alone, or multiplies by zero, takes part in the backward."""
     assert world(2).run(programs.loss_of_one) == [True, True]
+
+
+def test_groups_without_names_in_torch(world: Worlds) -> None:
+    """A torch that finds no group by its name leaves it to those of earlier calls."""
+    assert world(2).run(programs.without_names) == ["no error"] * 2

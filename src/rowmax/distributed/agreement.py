@@ -2,26 +2,29 @@
 
 A rank with other arguments would wait for rows that never come. The first call of each kind
 compares its facts across ranks, and all raise the same error. A rank whose arguments are invalid
-takes part with its error.
+takes part with its error. Later calls of a kind compare nothing: if one rank then raises alone, the
+others raise after the time limit of the group.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor
 
 from ..call.inputs import Wanted
+from ..errors import bad
 from .calls import ShardedCall
 from .collectives import all_objects
 from .groups import Group
 from .layout import Layout
 
 _ERROR = "error"
-#: kinds of calls on which all ranks have agreed, and what they found
-_agreed: dict[Any, dict[str, str]] = {}
+#: by group, because its ranks see the same kinds in the same order: kinds on which all ranks have
+#: agreed, and what they found
+_agreed: dict[Group, dict[Any, dict[str, str]]] = {}
 _LIMIT = 4096
 
 
@@ -34,21 +37,25 @@ def agreed(call: ShardedCall, wanted: Wanted | None = None) -> ShardedCall:
     alike = [None if t is None else (t.dtype, t.shape) for t in call.tensors]
     options = call.options._replace(scale=float(call.options.scale))
     found = agree((call.place, options, wanted, *alike), call.group, lambda: _facts(call, wanted))
-    return call._replace(bias_rows=found["rows of bias"])
+    rows = found["rows of bias"]
+    if rows == "either" and call.place.reduce_replicated and wanted is not None and wanted.bias:
+        want = "reduce_replicated=False: own rows and one row for all cannot be distinguished"
+        raise bad("bias", "one row on every rank, each with one query", want)
+    return call._replace(bias_rows=rows, mask_rows=found["rows of mask"])
 
 
-def agree(kind: Any, group: Group, facts: Any) -> dict[str, str]:
+def agree(kind: Any, group: Group, facts: Callable[[], dict[str, str]]) -> dict[str, str]:
     """Return what ranks agree on for this kind: the facts, with "either" decided by other ranks.
 
     Raises:
         ValueError: naming the arguments in which ranks differ, on every rank.
     """
-    key = (group, kind)
-    found = _agreed.get(key)
+    known = _agreed.setdefault(group, {})
+    found = known.get(kind)
     if found is None:
-        if len(_agreed) >= _LIMIT:
-            _agreed.clear()
-        found = _agreed[key] = _compared(all_objects(facts(), group))
+        if len(known) >= _LIMIT:
+            known.clear()
+        found = known[kind] = _compared(all_objects(facts(), group))
     return found
 
 

@@ -32,7 +32,9 @@ class ShardedCall(NamedTuple):
     queries: Layout
     keys: Layout
     group: Group
-    bias_rows: str = "none"  # own, one, or either: what ranks agreed on
+    #: what ranks agreed on: "own", "one" row for all queries, "either" (ranks of one query), "none"
+    bias_rows: str = "none"
+    mask_rows: str = "none"
 
     @property
     def accumulator(self) -> torch.dtype:
@@ -49,10 +51,6 @@ class ShardedCall(NamedTuple):
         q, v = self.tensors.q, self.tensors.v
         out = q.new_empty((*q.shape[:3], v.shape[3]))
         return out, q.new_empty((q.shape[0], q.shape[2], 0), dtype=self.accumulator)
-
-    def bias_is_replicated(self) -> bool:
-        """Return True if one row of bias serves all queries, so its gradient is a sum."""
-        return self.bias_rows == "one"
 
 
 def whole_rows(q: Tensor, k: Tensor, v: Tensor, nq: int, nk: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,8 +9,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import bad, wrong_type
-from ..torch_compat import constant_in_graphs
+from ..torch_compat import constant_in_graphs, process_group_named
 
+#: the groups of calls, for a torch that does not find them by name. While a call is traced, the
+#: object in its place may stand for a group and have no collectives
 _groups: dict[str, ProcessGroup] = {}
 
 
@@ -23,7 +25,7 @@ class Group(NamedTuple):
 
     @property
     def process_group(self) -> ProcessGroup:
-        return _groups[self.name]
+        return process_group_named(self.name) or _groups[self.name]
 
 
 @constant_in_graphs
@@ -59,5 +61,5 @@ def group_of(mesh: DeviceMesh | ProcessGroup | None) -> Group:
 
 def group_named(name: str) -> Group:
     """Return a group that ``group_of`` has returned before."""
-    group = _groups[name]
+    group = process_group_named(name) or _groups[name]
     return Group(name, dist.get_rank(group), dist.get_world_size(group))

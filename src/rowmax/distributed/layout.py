@@ -178,7 +178,7 @@ class Layout:
 
 def _load(mask: Masks, n: int, keys: int | None) -> Tensor:
     """Return the number of allowed pairs of each query, of all masks together, int64 ``[n]``."""
-    several = list(mask) if isinstance(mask, (list, tuple)) else [mask]
+    several: list[Any] = list(mask) if isinstance(mask, (list, tuple)) else [mask]
     if not several:
         raise bad("mask", "no masks", "at least one, or None")
     nk = n if keys is None else _at_least("keys", keys, 0)

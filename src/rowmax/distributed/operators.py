@@ -55,7 +55,8 @@ def _call(given: tuple[Any, ...]) -> ShardedCall:
 
 def _forward_kernel(*given: Any) -> tuple[Tensor, Tensor]:
     call = agreed(_call(given))
-    return STRATEGIES[call.place.strategy].forward(call)
+    out, lse = STRATEGIES[call.place.strategy].forward(call)
+    return out.contiguous(), lse.contiguous()  # as the fake kernels have them
 
 
 def _backward_kernel(
@@ -65,7 +66,7 @@ def _backward_kernel(
     call = agreed(call, chosen)
     backward = STRATEGIES[call.place.strategy].backward
     gradients = backward(call, out, lse, dout, dlse, chosen)
-    return tuple(dout.new_empty(0) if g is None else g for g in gradients)
+    return tuple(dout.new_empty(0) if g is None else g.contiguous() for g in gradients)
 
 
 def _seed_kernel(seed: Tensor, group: str) -> Tensor:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from types import ModuleType
 
 from ...errors import bad
-from . import keys
+from . import heads, keys
 
 #: by name, the preferred ones first. Each module has ``forward`` and ``backward``
-STRATEGIES: dict[str, ModuleType] = {"keys": keys}
+STRATEGIES: dict[str, ModuleType] = {"keys": keys, "heads": heads}
 
 
 def chosen(name: object) -> str:

@@ -1,7 +1,7 @@
 """Keys and values are gathered in the order of positions; a call for each chunk of own queries.
 
-A chunk of queries stands at its place of the whole call, so bands, distances, ids and dropout are
-those of one device, and nothing has to be merged. The backward gathers again and saves nothing.
+A chunk of queries stands at its place of the whole call. So bands, distances, ids and dropout are
+those of one device, and no results are merged. The backward gathers again and saves nothing.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from ...call.blocks import Block, block_of
 from ...call.dispatch import prepared
 from ...call.inputs import Gradients, Options, Tensors, Wanted, part_of
 from ..calls import ShardedCall
-from ..collectives import all_sum
 from ..exchange import gathered, returned
 from ..routes import Part, Route, route, sight_of
+from .shares import reduced
 
 
 def forward(call: ShardedCall) -> tuple[Tensor, Tensor]:
@@ -41,8 +41,10 @@ def backward(
     sums = _Sums(call, k, v, wanted)
     for part in way.parts:
         tensors, options = _part(call, part, k, v)
-        rows = [None if x is None else x[..., part.rows].contiguous() for x in (lse, dlse)]
-        given = (out[:, part.rows].contiguous(), rows[0], dout[:, part.rows], rows[1])
+        rows = part.rows
+        of_lse = None if dlse is None else dlse[..., rows].contiguous()
+        of_rows = out[:, rows].contiguous(), lse[..., rows].contiguous()
+        given = (*of_rows, dout[:, rows], of_lse)
         sums.add(part, prepared(tensors, options).backward(tensors, *given, wanted))
     return sums.total(way)
 
@@ -107,6 +109,7 @@ class _Sums:
         if self.bias is not None:
             place = part_of("bias", self.bias, i=part.rows, j=part.j)
             assert place is not None
+            assert found.bias is not None
             place += found.bias
 
     def total(self, way: Route) -> Gradients:
@@ -117,19 +120,12 @@ class _Sums:
             sent = [t for t in (dk, dv) if t is not None]
             back = iter(returned(sent, way, own.k.shape[1], call.group))
             dk, dv = (None if t is None else next(back) for t in (dk, dv))
-        shared = [self.bias, self.sink, self.heads]
-        if call.place.reduce_replicated:
-            which = (call.bias_is_replicated(), True, True)
-            shared = [
-                all_sum(t, call.group) if t is not None and one else t
-                for t, one in zip(shared, which, strict=True)
-            ]
-        bias, sink, heads = shared
+        bias, sink, heads = reduced(call, self.bias, self.sink, self.heads)
         return Gradients(
             q=(_one(self.q, 1) if self.q else torch.zeros_like(own.q)) if self.wanted.q else None,
             k=None if dk is None else dk.to(own.k.dtype),
             v=None if dv is None else dv.to(own.v.dtype),
-            bias=None if bias is None or own.bias is None else bias.to(own.bias.dtype),
+            bias=bias,
             sink=sink,
             heads=heads,
         )
