@@ -9,7 +9,7 @@ The command starts a process for each device (NCCL; gloo on a CPU) and ends them
 time, and none that would not fit by the times of its first calls.
 
 Providers: ``one`` (the first device computes the whole, the others rest), ``rowmax:keys``,
-``rowmax:heads`` (DeepSpeed's Ulysses over rowmax), each with ``:deterministic`` if wanted;
+``rowmax:heads`` (DeepSpeed's Ulysses over rowmax), each with ``:deterministic`` or a backend;
 ``torch:allgather`` and ``torch:alltoall`` (context_parallel with cuDNN's attention, both
 rotations; causal and full masks). They take turns, in an order that rotates, after a rest.
 
@@ -30,6 +30,7 @@ How long: start 20 to 40 s, kernels that compile 5 to 30 s, then a cell of up to
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import os
 import statistics
@@ -61,7 +62,8 @@ SHARE = 0.85  # of the seconds, after which nothing begins
 COMPILE = 120.0  # seconds for a first call
 SHORT = {"cuda": 4096, "cpu": 256}  # positions of the cell whose rows are all compared
 #: contestants of one cell hold so many copies of its inputs on the first device at once
-COPIES = 5
+COPIES = 6
+SIZES = 4  # of messages of the wire
 
 
 class Stopped(Exception):  # noqa: N818  (no error: the time is over)
@@ -93,10 +95,13 @@ class Distributed:
     def say(self, *words: Any) -> None:
         print(f"{time.time() - self.begin:5.0f} s", *words, flush=True)
 
+    def late(self, seconds: float = 0.0) -> bool:
+        """Return True if work of some seconds must not begin."""
+        return time.time() + seconds > self.begin + SHARE * self.options.seconds
+
     def due(self, seconds: float = 0.0) -> None:
         """Raise Stopped if work of some seconds must not begin."""
-        now = time.time() + seconds
-        if now > self.begin + SHARE * self.options.seconds:
+        if self.late(seconds):
             raise Stopped
 
     def all(self, function: Any, *args: Any, limit: float = COMPILE) -> list[Any]:
@@ -105,43 +110,54 @@ class Distributed:
     def of(self, name: str, function: Any, *args: Any, limit: float = COMPILE) -> list[Any]:
         """Return the results of a provider's ranks: those of ``one`` are the first alone."""
         self.current = name
-        only = (0,) if name == "one" else None
+        only = (0,) if calls.is_one(name) else None
         return self.ranks.run(function, *args, limit=limit, only=only)
 
     # --- a cell ----------------------------------------------------------------------------------
 
     def measure(self, label: str, cell: Cell) -> None:
         """Measure the passes of a cell; begin again without a provider whose ranks hang or die."""
+        known = len(self.rows)
         while True:
             try:
                 return self._measure(label, cell)
             except RanksError as error:
-                note = str(error).split("\n")[0]
-                self.failed.append(f"{label} {self.current}: {note}")
-                self.say("FAILED", self.failed[-1], *str(error).split("\n")[1:])
-                self.ranks.close(grace=0.0)
-                self.due(30.0)
-                self.ranks = self.started()
-                if (label, self.current) in self.banned or self.current == "":
-                    return None
+                first, *rest = str(error).split("\n")
+                self.failed.append(f"{label} {self.current}: {first}")
+                self.say("FAILED", self.failed[-1], *rest)
+                again = (label, self.current) not in self.banned and self.current != ""
                 self.banned.add((label, self.current))
+                self.recover()
+                if not again or len(self.rows) > known:
+                    return None
+
+    def recover(self) -> None:
+        """Drop what ranks hold; start others if one has ended."""
+        with contextlib.suppress(RanksError):
+            if self.ranks.alive:
+                self.all(calls.release)
+                return
+        self.ranks.close(grace=0.0)
+        self.due(30.0)
+        self.ranks = self.started()
 
     def _measure(self, label: str, cell: Cell) -> None:
         self.current = ""
         names = self.right_ones(label, cell)
         apart = COPIES * self.bytes_of(cell) > self.memory
         groups = [(name,) for name in names] if apart else [tuple(names)]
-        samples: dict[str, Any] = {}
-        found: dict[tuple[str, str], dict[str, Any]] = {}
+        self.samples: dict[str, Any] = {}
+        ones: dict[str, dict[str, Any]] = {}
         for group in groups:
             layouts = {name: self.of(name, calls.prepare, cell, name)[0] for name in group}
             for what in self.options.passes:
-                infos = self.first_calls(label, cell, group, what, samples)
-                for name, info in self.take_turns(what, infos).items():
-                    found[what, name] = info | {"layout": layouts[name]}
+                infos = self.take_turns(what, self.first_calls(label, cell, group, what))
+                for name, info in infos.items():
+                    if calls.is_one(name):
+                        ones[what] = info
+                    info["layout"] = layouts[name]
+                    self.add(self.row(label, cell, what, name, info, ones.get(what)))
             self.all(calls.release)
-        for (what, name), info in found.items():
-            self.add(self.row(label, cell, what, name, info, found.get((what, "one"))))
 
     def bytes_of(self, cell: Cell) -> float:
         """Return the bytes of q, k, v, dout, out, and of the bias."""
@@ -157,7 +173,7 @@ class Distributed:
             self.due()
             if (label, name) in self.banned:
                 continue
-            if name == "one":
+            if calls.is_one(name):
                 found.append(name)
                 continue
             for variant in (name, f"{name}:repeated"):
@@ -176,7 +192,8 @@ class Distributed:
     def try_short(self, cell: Cell, name: str) -> dict[str, Any]:
         """Return the largest difference of all ranks, the refusal, or the error that all raised."""
         self.current = name
-        found = self.ranks.attempt(calls.check_short, cell, name, limit=COMPILE)
+        one = next(filter(calls.is_one, self.options.providers), "one")
+        found = self.ranks.attempt(calls.check_short, cell, name, one, limit=COMPILE)
         failed = [one for one in found if isinstance(one, Failure)]
         if failed:
             return {"raised": failed[0].text.split("\n")[0]}
@@ -193,15 +210,15 @@ class Distributed:
         return right
 
     def first_calls(
-        self, label: str, cell: Cell, names: tuple[str, ...], what: str, samples: dict[str, Any]
+        self, label: str, cell: Cell, names: tuple[str, ...], what: str
     ) -> dict[str, dict[str, Any]]:
         """Run each contestant once; return the facts of those whose sampled rows are right."""
         infos = {}
         for name in names:
             self.due()
-            found = self.of(name, calls.first_call, name, what, samples.get(what))
-            if name == "one":
-                samples[what] = found[0].pop("sample")
+            found = self.of(name, calls.first_call, name, what, self.samples.get(what))
+            if calls.is_one(name):
+                self.samples[what] = found[0].pop("sample")
             info = {key: max(one[key] for one in found) for key in found[0]}
             if "off" not in info or self.expect(info["off"], cell, f"{label} {what}: {name}"):
                 infos[name] = info
@@ -219,6 +236,8 @@ class Distributed:
         a_turn = sum(options.pause + 1e-3 * infos[x]["ms"] * number[x] + 0.03 for x in names)
         turns: dict[str, list[calls.Turn]] = {name: [] for name in names}
         for turn in range(options.turns):
+            if turn and self.late(a_turn):
+                break
             self.due(a_turn)
             at = turn % max(1, len(names))
             for name in names[at:] + names[:at]:
@@ -272,7 +291,8 @@ class Distributed:
         one: dict[str, Any] | None,
     ) -> dict[str, Any]:
         """Return the row of a contestant."""
-        devices = 1 if name == "one" else self.options.devices
+        alone = calls.is_one(name)
+        devices = 1 if alone else self.options.devices
         row = {key: getattr(cell, key) for key in ("dtype", "b", "n", "hq", "hk", "d")}
         row |= {"cell": label, "pass": what, "provider": name, "layout": info["layout"]}
         row |= {"causal": int(cell.causal), "window": cell.window or "", "dbias": int(cell.dbias)}
@@ -280,7 +300,7 @@ class Distributed:
         row |= {"calls": info["calls"], "ms": f"{info['ms']:.4f}"}
         row["tflops"] = f"{cell.flops(PRODUCTS[what]) / devices / info['ms'] / 1e9:.4g}"
         row["host_us"] = f"{1e3 * info['host_ms']:.0f}"
-        if one is not None and name != "one":
+        if one is not None and not alone:
             row["one_ms"] = f"{one['ms']:.4f}"
             row["efficiency"] = f"{one['ms'] / devices / info['ms']:.4f}"
         if "peak_mib" in info:
@@ -301,9 +321,11 @@ class Distributed:
 
 
 def sizes_of(cells: list[Cell], devices: int) -> list[float]:
-    """Return the MiB of a rank's keys and values, and of their float32 gradients, of all cells."""
+    """Return the MiB of a rank's keys and values, and of their float32 gradients: four of all."""
     rows = {cell.n * cell.hk * cell.d * cell.b // devices for cell in cells}
-    return sorted({2 * x * size / 2**20 for x in rows for size in (2, 4)})
+    found = sorted({2 * x * size / 2**20 for x in rows for size in (2, 4)})
+    most = min(SIZES, len(found))
+    return [found[round(n * (len(found) - 1) / max(1, most - 1))] for n in range(most)]
 
 
 def interconnect() -> str:
@@ -350,8 +372,8 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     options.plan = [(x if x in CELLS else cell.name, cell) for x, cell in options.plan]
     options.wire = options.wire or "wire" in options.passes
     options.passes = [what for what in options.passes if what != "wire"]
-    if "one" in options.providers:  # its rows are compared with: it comes first
-        options.providers = sorted(options.providers, key=lambda name: name != "one")
+    # rows of one device are compared with: it comes first
+    options.providers = sorted(options.providers, key=lambda name: not calls.is_one(name))
     return options
 
 

@@ -1,8 +1,9 @@
 """The calls of ``benchmarks.distributed``, as each rank runs them.
 
-A contestant is ``one`` (the first device alone computes the whole), ``rowmax:STRATEGY`` with
-``:deterministic`` if wanted, or ``torch:ROTATION``: torch's ``context_parallel`` with cuDNN's
-attention, which gathers keys and values ("allgather") or passes them around ("alltoall").
+A contestant is ``one`` (the first device alone computes the whole), ``rowmax:STRATEGY``, both
+with ``:deterministic`` or the name of a backend if wanted, or ``torch:ROTATION``: torch's
+``context_parallel`` with cuDNN's attention, which gathers keys and values ("allgather") or passes
+them around ("alltoall").
 """
 
 from __future__ import annotations
@@ -132,10 +133,10 @@ def contestant(rank: Rank, cell: Cell, name: str) -> Contestant:
     if cell.bias and cell.bias[-2:] != "qk":
         raise UnsupportedError(f"a bias of sizes {cell.bias!r}; want a row for each query")
     family, *words = name.split(":")
-    if name == "one":
+    if family == "one":
         x = own_inputs(cell, None, rank.device)
         everything = torch.arange(cell.n, device=rank.device)
-        return Contestant(cell, x, of_rowmax(cell, x, []), everything, "whole")
+        return Contestant(cell, x, of_rowmax(cell, x, words), everything, "whole")
     if family == "rowmax":
         return _of_rowmax(rank, cell, words)
     if family == "torch":
@@ -145,12 +146,13 @@ def contestant(rank: Rank, cell: Cell, name: str) -> Contestant:
 
 def _of_rowmax(rank: Rank, cell: Cell, words: list[str]) -> Contestant:
     refuse(cell, "alibi dropout lengths documents")
-    strategy = words[0] if words else "auto"
+    strategy, *words = words or ["auto"]
     kind, layout = layout_for(cell, strategy, rank.size)
     positions = layout.positions(rank.rank, rank.device)
     x = own_inputs(cell, positions, rank.device)
     options = arguments(cell, x)
     options |= {"layout": layout, "strategy": strategy, "deterministic": "deterministic" in words}
+    options["backend"] = next((word for word in words if word != "deterministic"), None)
     function: Any = rd.attention
     more: tuple[Any, ...] = ()
     if cell.packed:
@@ -164,6 +166,8 @@ def _of_torch(rank: Rank, cell: Cell, words: list[str]) -> Contestant:
     refuse(cell, "packed window bias softcap alibi dropout lengths documents")
     if not words or words[0] not in ("allgather", "alltoall"):
         raise UnsupportedError("torch rotates by allgather or alltoall")
+    if cell.n % (2 * rank.size):
+        raise UnsupportedError(f"it takes multiples of {2 * rank.size} positions, not {cell.n}")
     try:
         module: Any = import_module("torch.distributed.tensor.experimental")
         private: Any = import_module("torch.distributed.tensor.experimental._attention")
@@ -179,14 +183,18 @@ def _of_torch(rank: Rank, cell: Cell, words: list[str]) -> Contestant:
         private.set_rotate_method(words[0])
         state.enable_load_balance = cell.causal  # without causal its balance raises
         order = torch.arange(cell.n, device=rank.device) if order is None else order
-        try:
-            options = {"buffer_seq_dims": [0], "no_restore_buffers": {order}}
-            with module.context_parallel(mesh, buffers=[order], **options):
-                # the context may set the option by its own rule
-                state.enable_load_balance = cell.causal
+        options = {"buffer_seq_dims": [0], "no_restore_buffers": {order}}
+        raised = None
+        with module.context_parallel(mesh, buffers=[order], **options):
+            # the context may set the option by its own rule
+            state.enable_load_balance = cell.causal
+            try:
                 yield
-        finally:
-            state.enable_load_balance, state.rotate_method = before, method
+            except Exception as error:  # torch 2.11 restores nothing after an error
+                raised = error
+        state.enable_load_balance, state.rotate_method = before, method
+        if raised is not None:
+            raise raised
 
     positions = torch.arange(cell.n, device=rank.device)
     with context(positions):
@@ -224,10 +232,15 @@ def _norms(got: list[Tensor], want: list[Tensor]) -> float:
     return max(x / max(norm, least) for x, norm in zip(off, norms, strict=True))
 
 
-def check_short(rank: Rank, cell: Cell, name: str) -> dict[str, Any]:
+def is_one(name: str) -> bool:
+    """Return True for a contestant that the first rank runs alone."""
+    return name.partition(":")[0] == "one"
+
+
+def check_short(rank: Rank, cell: Cell, name: str, peer: str = "one") -> dict[str, Any]:
     """Return the largest difference of own rows from one device's, both passes."""
     try:
-        ours, one = contestant(rank, cell, name), contestant(rank, cell, "one")
+        ours, one = contestant(rank, cell, name), contestant(rank, cell, peer)
         off = []
         for what in ("forward", "backward"):
             with ours.context():
@@ -258,24 +271,23 @@ def first_call(rank: Rank, name: str, what: str, sample: list[Tensor] | None) ->
     """Run a pass for the first time, and once for its peak of memory; compare sampled rows."""
     one: Contestant = rank.kept["contestants"][name]
     with one.context():
-        if what == "backward":
-            one.call(what)  # with its forward
         got = one.rows(one.call(what))
         facts: dict[str, Any] = {}
         every = max(1, one.cell.n // SAMPLED)
         at = one.positions % every == 0
         mine = [t[at] for t in got]
-        if name == "one":
+        if is_one(name):
             facts["sample"] = [t.detach().cpu() for t in mine]
         elif sample is not None:
             rows = (one.positions[at] // every).cpu()
             facts["off"] = _norms(mine, [t[rows].to(rank.device) for t in sample])
         del got, mine
         _wait(rank)
+        begin = time.perf_counter()
         if rank.device.type == "cuda":
             facts["peak_mib"] = timing.device_mib(lambda: one.call(what))
-        begin = time.perf_counter()
-        one.call(what)
+        else:
+            one.call(what)
         _wait(rank)
     facts["ms"] = 1e3 * (time.perf_counter() - begin)
     return facts
@@ -285,7 +297,7 @@ def take_turn(rank: Rank, name: str, what: str, calls: int) -> Turn:
     """Time some calls, one after the other, without a barrier between them."""
     one: Contestant = rank.kept["contestants"][name]
     with one.context():
-        if name != "one":
+        if not is_one(name):
             dist.barrier()
         return _timed(rank, lambda: one.call(what), calls)
 

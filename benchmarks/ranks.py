@@ -56,7 +56,7 @@ class Ranks:
 
     def __init__(self, size: int, device: str = "cuda", end: float | None = None) -> None:
         """Start ``size`` processes, each killed at the time ``end``, in 10 minutes if None."""
-        self.size, self.device = size, device
+        self.size, self.device, self.alive = size, device, True
         self.end = time.time() + 600.0 if end is None else end
         self.folder = tempfile.TemporaryDirectory()
         self.pipes: list[Connection] = []
@@ -140,6 +140,7 @@ class Ranks:
 
     def close(self, grace: float = GRACE) -> None:
         """End the processes; kill those that run after ``grace`` seconds."""
+        self.alive = False
         for pipe in self.pipes:
             pipe.close()
         end = time.time() + grace
