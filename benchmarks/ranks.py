@@ -32,6 +32,10 @@ START_LIMIT = 90.0  # seconds until a rank has imported torch and joined the gro
 GRACE = 5.0  # seconds for ranks to end by themselves
 
 
+#: guards the environment, which a new process inherits
+_LOCK = threading.Lock()
+
+
 class RanksError(RuntimeError):
     """A rank raised, died or did not answer; the others may wait for it."""
 
@@ -165,16 +169,17 @@ def _environment(device: str) -> Iterator[None]:
     wanted = ENVIRONMENT | {key: x for key, x in USUAL.items() if key not in os.environ}
     if device == "cpu":
         wanted |= {"OMP_NUM_THREADS": "1"}
-    before = {key: os.environ.get(key) for key in wanted}
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for key, x in before.items():
-            if x is None:
-                del os.environ[key]
-            else:
-                os.environ[key] = x
+    with _LOCK:
+        before = {key: os.environ.get(key) for key in wanted}
+        os.environ.update(wanted)
+        try:
+            yield
+        finally:
+            for key, x in before.items():
+                if x is None:
+                    del os.environ[key]
+                else:
+                    os.environ[key] = x
 
 
 # --- in the process ----------------------------------------------------------------------------
