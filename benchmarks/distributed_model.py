@@ -15,8 +15,9 @@ Strategies, as ``rowmax.distributed`` has them now:
     staged  copies while tiles are computed; exposed is a quarter of one shard of dK, dV (not built)
     grid    heads within a node, keys between nodes (not built)
 
-The speeds are inputs. Those of wires are of published runs on H100 (NCCL, GB/s a direction). With
-``--csv``, speed of one device and of the wire are those of the file, where it has them.
+The speeds are inputs. Those of wires are of published runs on H100 (NCCL, GB/s a direction); those
+of memory, launches and slower computing are assumptions. With ``--csv``, speed of one device and of
+the wire are those of the file, where it has them.
 """
 
 from __future__ import annotations
@@ -169,10 +170,10 @@ def _grid(cell: Cell, backward: bool, devices: int, inside: int) -> tuple[Traffi
 
 
 @lru_cache(maxsize=256)
-def imbalance(cell: Cell, name: str, devices: int) -> float:
+def imbalance(cell: Cell, name: str, devices: int, per_node: int) -> float:
     """Return the operations of the most loaded rank over the mean."""
     if name in ("heads", "grid"):
-        of_heads = devices if name == "heads" else min(devices, 8)
+        of_heads = devices if name == "heads" else min(devices, per_node)
         return math.ceil(cell.hq / of_heads) * of_heads / cell.hq
     layout: Layout = layout_for(cell, name, devices)[1]
     return layout.imbalance(mask_of(cell))
@@ -203,7 +204,7 @@ def predict(
     slower = machine.slower * min(hidden, ideal)
     copies = (come.copied + back.copied) / machine.memory / 1e9
     launches = 1e-6 * machine.launches * (2 if what == "backward" else 1)
-    uneven = imbalance(cell, name, devices)
+    uneven = imbalance(cell, name, devices, machine.per_node)
     spent = ideal * uneven + slower + exposed + copies + launches
     parts = (first + last, exposed, copies, launches)
     return Prediction(ideal / spent, uneven, *(x / ideal for x in parts))

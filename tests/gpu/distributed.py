@@ -42,13 +42,13 @@ from benchmarks.ranks import ENVIRONMENT, Rank, Ranks, RanksError
 from rowmax import distributed as rd
 from rowmax.bench import timing
 from rowmax.distributed import Layout
+from rowmax.distributed.strategies import STRATEGIES
 from rowmax.testing import COVERING, Answer, Call, Case, complaints, cotangents, expected, make
 from tests.distributed.programs import LAYOUTS, has_rows, own_call, with_unit_values
 from tests.gpu import results
 from tests.gpu.check import EVERY, Report
 from tests.gpu.kinds import Check
 
-STRATEGIES = ("keys", "heads")
 #: layouts and strategies, one after the other
 PAIRS = [(kind, strategy) for strategy, kind in product(STRATEGIES, LAYOUTS)]
 SIZE = 4  # times the lengths of a case, on a GPU
@@ -63,6 +63,13 @@ FEATURES = Case(
 )  # fmt: skip
 PLAIN = Case("causal", b=1, nq=1000, hq=8, hk=4, d=128, causal=True)
 CALLS = (PLAIN, FEATURES)
+_LENGTHS = ((60, 60), (3, 3), (0, 0), (130, 130), (57, 57))
+#: the table's packed cases have features that packed calls across ranks refuse
+PACKED_CASES = (
+    Case("packed-causal", sequences=_LENGTHS, hk=2, d=64, causal=True, sink=True, softcap=9.0),
+    Case("packed-window", sequences=_LENGTHS, d=64, left=20, right=5, alibi=True),
+    Case("packed-full", sequences=((60, 30), (1, 200), (130, 7)), hk=1, d=64),
+)
 #: the most memory that a call adds, in copies of the keys and values of all ranks: forward,
 #: backward. It has out, gradients, gathered rows (as received and in order) and float32 sums
 COPIES = {"keys": (4.0, 14.0), "heads": (8.0, 16.0)}
@@ -134,14 +141,14 @@ def layouts_of(call: Call, kind: str, ranks: int) -> tuple[Layout, Layout]:
 
 
 def check_case(
-    rank: Rank, case: Case, dtype: str, size: int, kind: str, strategy: str
+    rank: Rank, case: Case, dtype: str, size: int, kind: str, strategy: str, backend: str | None
 ) -> list[str]:
     """Return what is wrong with a case; the first rank alone compares."""
     torch.backends.cuda.matmul.allow_tf32 = False
     call = make(case, rank.device, getattr(torch, dtype), size=size)
     layouts = layouts_of(call, kind, rank.size)
     try:
-        own = own_answer(rank, call, layouts, {"strategy": strategy})
+        own = own_answer(rank, call, layouts, {"strategy": strategy, "backend": backend})
     except ValueError as error:
         if PACKED not in str(error):
             raise
@@ -150,7 +157,7 @@ def check_case(
     return complaints(got, expected(call, *cotangents(call))) if rank.rank == 0 else []
 
 
-def check_dropout(rank: Rank, kind: str, strategy: str) -> list[str]:
+def check_dropout(rank: Rank, kind: str, strategy: str, backend: str | None) -> list[str]:
     """Return an error if another set of pairs is kept than on one device.
 
     With values that are a unit matrix, out is the weights: those of dropped pairs are 0.
@@ -158,12 +165,12 @@ def check_dropout(rank: Rank, kind: str, strategy: str) -> list[str]:
     case = Case("kept", b=2, nq=190, nk=230, hk=2, d=16, dv=230, dropout=0.4)
     call = with_unit_values(make(case, rank.device))
     unit = torch.eye(230, device=rank.device)[None, :, None].expand(call.inputs[2].shape)
-    whole = rowmax.attention(*call.inputs[:2], unit, **call.keywords)
+    whole = rowmax.attention(*call.inputs[:2], unit, **call.keywords, backend=backend)
     assert isinstance(whole, Tensor)
     queries, keys = layouts_of(call, kind, rank.size)
     (q, k, _), keywords = own_call(call, queries, keys, rank.rank)
     v = unit[:, keys.positions(rank.rank, rank.device)]
-    more = {"layout": queries, "k_layout": keys, "strategy": strategy}
+    more = {"layout": queries, "k_layout": keys, "strategy": strategy, "backend": backend}
     out = rd.attention(q, k, v, **keywords, **more)
     assert isinstance(out, Tensor)
     want = whole[:, queries.positions(rank.rank, rank.device)] != 0
@@ -172,26 +179,29 @@ def check_dropout(rank: Rank, kind: str, strategy: str) -> list[str]:
     return found + ([] if 0.3 < dropped < 0.5 else [f"one device drops {dropped:.2f}"])
 
 
-def check_one_rank(rank: Rank, case: Case, dtype: str) -> list[str]:
+def check_one_rank(rank: Rank, case: Case, dtype: str, backend: str | None) -> list[str]:
     """Return what differs from one device in a group of this rank alone."""
     groups = rank.kept.get("alone") or [dist.new_group([other]) for other in range(rank.size)]
     rank.kept["alone"] = groups
     call = make(case, rank.device, getattr(torch, dtype), size=2)
-    more = {"deterministic": True, "mesh": groups[rank.rank]}
-    got = own_answer(Rank(0, 1, rank.device, {}), call, layouts_of(call, "zigzag", 1), more)
+    more = {"deterministic": True, "backend": backend}
+    alone, group = Rank(0, 1, rank.device, {}), {"mesh": groups[rank.rank]}
+    got = own_answer(alone, call, layouts_of(call, "zigzag", 1), more | group)
     leaves = {name: t.detach().requires_grad_() for name, t in call.leaves.items()}
-    out, lse = call.with_leaves(leaves)(deterministic=True)
+    out, lse = call.with_leaves(leaves)(**more)
     grads = torch.autograd.grad([out, lse], list(leaves.values()), cotangents(call))
     want = [out, lse, *grads]
     pairs = zip(got.items(), want, strict=True)
     return [f"{name} differs" for (name, t, _), x in pairs if not torch.equal(t, x)]
 
 
-def check_repeats(rank: Rank, case: Case, kind: str, strategy: str, times: int) -> list[str]:
+def check_repeats(
+    rank: Rank, case: Case, kind: str, strategy: str, times: int, backend: str | None
+) -> list[str]:
     """Return the results that differ in any repeat; the last rank begins each call late."""
     call = make(case, rank.device, torch.bfloat16)
     layouts = layouts_of(call, kind, rank.size)
-    more = {"strategy": strategy, "deterministic": True}
+    more = {"strategy": strategy, "deterministic": True, "backend": backend}
     first = own_answer(rank, call, layouts, more)
     draw = random.Random(0)
     counts = {name: torch.zeros((), dtype=torch.int64, device=rank.device) for name in _names(first)}
@@ -215,7 +225,7 @@ def _delay(rank: Rank, seconds: float) -> None:
         torch.cuda._sleep(int(seconds / 2 * 1.7e9))
 
 
-def check_multicast(rank: Rank, strategy: str) -> list[str]:
+def check_multicast(rank: Rank, strategy: str, backend: str | None) -> list[str]:
     """Return the multicast pointers of workspaces that a call has made."""
     found = [f"{key} is not {x}" for key, x in ENVIRONMENT.items() if os.environ.get(key) != x]
     memory: Any = importlib.import_module("torch.distributed._symmetric_memory")
@@ -228,12 +238,15 @@ def check_multicast(rank: Rank, strategy: str) -> list[str]:
 
     call = make(PLAIN, rank.device, torch.bfloat16, size=5)  # lengths that no call has had
     with mock.patch.object(memory, "rendezvous", recorded):
-        own_answer(rank, call, layouts_of(call, "zigzag", rank.size), {"strategy": strategy})
+        more = {"strategy": strategy, "backend": backend}
+        own_answer(rank, call, layouts_of(call, "zigzag", rank.size), more)
     pointers = [handle.multicast_ptr for handle in handles]
     return found + [f"a multicast pointer {x:#x}" for x in pointers if x]
 
 
-def check_waits(rank: Rank, case: Case, kind: str, strategy: str) -> list[str]:
+def check_waits(
+    rank: Rank, case: Case, kind: str, strategy: str, backend: str | None
+) -> list[str]:
     """Return the first copy to the host, or other wait for the device, of warm calls."""
     call = make(case, rank.device, torch.bfloat16, size=SIZE)
     layouts = layouts_of(call, kind, rank.size)
@@ -241,7 +254,8 @@ def check_waits(rank: Rank, case: Case, kind: str, strategy: str) -> list[str]:
     (q, k, v), keywords = own_call(call, queries, keys, rank.rank)
     named = {"q": q, "k": k, "v": v, **keywords}
     leaves = {name: named[name].detach().requires_grad_() for name in call.leaves}
-    more = {"layout": queries, "k_layout": keys, "return_lse": True, "strategy": strategy}
+    more: dict[str, Any] = {"layout": queries, "k_layout": keys, "return_lse": True}
+    more |= {"strategy": strategy, "backend": backend}
 
     def once() -> None:
         out, lse = rd.attention(**{**named, **leaves}, **more)
@@ -262,7 +276,7 @@ def check_waits(rank: Rank, case: Case, kind: str, strategy: str) -> list[str]:
     return [error] if error else []
 
 
-def check_memory(rank: Rank, n: int, kind: str, strategy: str) -> list[str]:
+def check_memory(rank: Rank, n: int, kind: str, strategy: str, backend: str | None) -> list[str]:
     """Return the peaks that are beyond their bounds, or the peaks."""
     case = Case("memory", b=1, nq=n, hq=16, hk=4, d=128, causal=True)
     layouts = layouts_of(make(case, "cpu", torch.bfloat16), kind, rank.size)
@@ -271,6 +285,7 @@ def check_memory(rank: Rank, n: int, kind: str, strategy: str) -> list[str]:
     k, v = (torch.randn(1, i, 4, 128, device=rank.device).bfloat16() for _ in "kv")
     leaves = [t.requires_grad_() for t in (q, k, v)]
     more: dict[str, Any] = {"layout": layouts[0], "causal": True, "strategy": strategy}
+    more["backend"] = backend
     kept: list[Any] = []
 
     def forward() -> Any:
@@ -298,7 +313,7 @@ def cases(given: argparse.Namespace) -> Iterator[Check]:
     following = cycle(PAIRS)
     size = 1 if given.device == "cpu" else SIZE
     for dtype, every, some in (("bfloat16", 1, 2), ("float16", 1, 1), ("float32", 6, 1)):
-        for case in COVERING[::every]:
+        for case in (*PACKED_CASES, *COVERING)[::every]:
             pairs = PAIRS if given.all else list(islice(following, some))
             for kind, strategy in dict.fromkeys(pairs):
                 args = (case, dtype, size, kind, strategy)
@@ -363,10 +378,17 @@ ON_CPU = ("repeats", "dropout", "one-rank", "cases")
 
 
 def checks_of(given: argparse.Namespace) -> list[Check]:
-    """Return all checks; the variant of a row begins with the number of ranks."""
+    """Return all checks, with the backend as last argument; a row names the number of ranks."""
     found = [check for kind in given.kinds for check in KINDS[kind](given)]
     ranks = f"{given.ranks} ranks"
-    named = [one._replace(kind="distributed", variant=f"{ranks} {one.variant}") for one in found]
+    named = [
+        one._replace(
+            kind="distributed",
+            variant=" ".join(filter(None, (ranks, one.variant, given.backend))),
+            args=(*one.args, given.backend),
+        )
+        for one in found
+    ]
     return [one for one in named if any(text in one.name for text in given.only)]
 
 
@@ -438,6 +460,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--kind", dest="kinds", help=f"some of {', '.join(KINDS)}")
+    parser.add_argument("--backend", help="of every call, for that of the device")
     parser.add_argument("--only", default="", help="texts, with commas; names have one of them")
     parser.add_argument("--all", action="store_true", help="each case with every pair")
     parser.add_argument("--repeats", type=int, default=1000, help="of deterministic calls")
