@@ -21,7 +21,10 @@ BOUNDS = {"bfloat16": 3e-2, "float16": 5e-3, "float32": 1e-3}
 #: products of matrices that are counted in a pass
 PRODUCTS = {"matmul": 1, "forward": 2, "backward": 5, "both": 7, "jvp": 6, "second": 16}
 #: column and factor of its unit, of passes that do not give milliseconds
-UNITS = {"memory": ("peak_mib", 1), "host": ("host_us", 1e3), "host-both": ("host_us", 1e3)}
+UNITS = {
+    **dict.fromkeys(("memory", "jvp-memory", "second-memory"), ("peak_mib", 1)),
+    **dict.fromkeys(("host", "host-both"), ("host_us", 1e3)),
+}
 
 
 class Contestant(NamedTuple):
@@ -101,7 +104,7 @@ class Run:
         with ExitStack() as stack:
             for one in self.contestants(cell, what):
                 worker = self.workers[one.version]
-                if what == "memory" and self.pace.device == "cpu":  # a process has one peak
+                if what.endswith("memory") and self.pace.device == "cpu":  # a process has one peak
                     worker = stack.enter_context(self.alone(one.version))
                 info = worker.prepare(str(one), Task(cell, what, one.provider))
                 if "error" not in info:
@@ -133,7 +136,7 @@ class Run:
         names, turns = list(workers), self.turns
         times: Times = {one: [] for one in names}
         time.sleep(3 * turns.pause)
-        for turn in range(1 if what == "memory" else turns.number):
+        for turn in range(1 if what.endswith("memory") else turns.number):
             at = (turn + 1) // 2 % max(1, len(names))
             order = names[at:] + names[:at]
             for one in order if turn % 2 == 0 else order[::-1]:
