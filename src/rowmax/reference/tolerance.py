@@ -6,8 +6,9 @@ inputs, the result of standard attention. An answer x is right when
     max |x - ref| <= factor max |std - ref| + 2 ulp(max |ref|) + noise   factor 2; gradients 3
     norm(x - ref) <= limit norm(ref)                                     limit by dtype
 
-and it is infinite exactly where ref is. NaN is never right. Next to the largest number of x's dtype and
-past it, x, ref and std count as no larger than that number: there infinity is the rounding of ref.
+and it is infinite exactly where ref is. NaN is never right. Next to the largest number of x's dtype
+and past it, x, ref and std count as no larger than that number: there infinity is the rounding of
+ref.
 
 ``noise`` is an error that the tile recurrence cannot avoid and standard attention may. Tiles hold
 ``P = exp(s - lse)`` and not ``exp(s - m) / l``. One rounding of s and one of lse, each by up to u
