@@ -71,7 +71,8 @@ def test_the_wheel_holds_the_package_alone(built: Built):
         names = set(archive.namelist())
     wanted = {str(f.relative_to(PACKAGE.parent)) for f in PACKAGE.rglob("*.py")}
     found = {name for name in names if ".dist-info/" not in name}
-    assert found == wanted | {"rowmax/py.typed"}
+    page = {f"rowmax/trace/page.{kind}" for kind in ("html", "css", "js")}
+    assert found == wanted | page | {"rowmax/py.typed"}
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
     assert built.wheel.name.endswith("-py3-none-any.whl")
 
