@@ -222,6 +222,13 @@ def test_the_command_line_of_the_installed_wheel(site: Path, command: tuple[str,
     assert "causal" in shown
 
 
+def test_the_page_of_the_installed_wheel(site: Path):
+    code = f"{_PLAIN}\nfrom rowmax.trace import Setting, page; print(page(Setting(queries=8)))"
+    done = run(site / "bin" / "python", "-W", "error", "-c", code, cwd=site)
+    assert done.stdout.startswith("<!doctype html>")
+    assert "{{" not in done.stdout
+
+
 def test_the_command_line_without_its_extra(site: Path):
     code = f"{_PLAIN}\nimport runpy; runpy.run_module('rowmax', run_name='__main__')"
     done = run(site / "bin" / "python", "-c", code, cwd=site, code=2)

@@ -94,7 +94,7 @@ def test_the_state_after_each_tile_is_attention_over_the_keys_so_far(one: Record
 
 
 def test_a_step_is_the_update_of_the_one_before(one: Recorded):
-    call, found = one
+    _, found = one
     m = l = O = None
     for step in found["forward"].steps:
         x = step.values

@@ -21,9 +21,7 @@ class TraceSpec:
 
     queries: Annotated[int, typer.Option("--queries", "-n", help="Nq, 1 to 64.")] = 24
     keys: Annotated[int | None, typer.Option("--keys", help="Nk, if not Nq.")] = None
-    head_dim: Annotated[
-        int, typer.Option("--head-dim", "-d", help="Of q, k and v, 1 to 16.")
-    ] = 4
+    head_dim: Annotated[int, typer.Option("--head-dim", "-d", help="Of q, k and v, 1 to 16.")] = 4
     block_q: Annotated[int, typer.Option("--block-q", help="Queries of a tile.")] = 4
     block_k: Annotated[int, typer.Option("--block-k", help="Keys of a tile.")] = 4
     mask: Annotated[

@@ -532,7 +532,7 @@ function begin() {
   at("lede").textContent =
     `One head, ${data.queries} queries and ${data.keys} keys of ${data.headDim} numbers, in tiles of ` +
     `${data.blockQ} by ${data.blockK}. The score matrix is never stored: one tile of it exists at a time, ` +
-    "and a few numbers of each row stay. At the end they are exactly those of the dense softmax.";
+    "and a few numbers of each row stay. At the end they equal the dense softmax in every printed digit.";
   at("note").textContent =
     `All numbers were computed in float64 by rowmax's own rules (seed ${data.seed}, scale ${data.scale}` +
     (data.softcap ? `, softcap ${data.softcap}` : "") +

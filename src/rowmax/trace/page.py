@@ -98,7 +98,6 @@ def _mask(call: Call) -> dict[str, Any]:
     }
 
 
-
 def _pass(one: Pass) -> dict[str, Any]:
     steps = [
         {"kind": step.kind, "i": step.i, "j": step.j, "read": step.read, "done": step.done}

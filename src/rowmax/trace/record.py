@@ -6,9 +6,9 @@ Three passes, by the rules of the backends and over the tiles that they visit:
 - dq: the same order; P is recomputed from LSE, and dQ of each row is summed;
 - dkdv: a tile of keys is resident, tiles of queries pass; dK and dV of each key are summed.
 
-Skipped tiles are no steps. Scores are in natural units. Tiles of the inner loop come in the order of
-their numbers; kernels that read a list visit the full ones first. Kernels compute the tiles of the
-outer loop in parallel; here they follow each other.
+Skipped tiles are no steps. Scores are in natural units. Tiles of the inner loop come in the order
+of their numbers; kernels that read a list visit the full ones first. Kernels compute the tiles of
+the outer loop in parallel; here they follow each other.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class Call(NamedTuple):
     problem: Problem
     tensors: Tensors
     dout: Tensor  # like out, [1, Nq, 1, D]
-    states: Tensor  # of ``rules.mask.tile_states``, [tiles of queries, tiles of keys]
+    states: Tensor  # ``rules.mask.tile_states``, [tiles of queries, tiles of keys]
     seen: Tensor  # bool [Nq, Nk]
     query_tiles: tuple[slice, ...]
     key_tiles: tuple[slice, ...]
