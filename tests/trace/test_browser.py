@@ -168,6 +168,7 @@ def test_every_step_shows_the_numbers_of_the_recording(opened: Opened, recorded:
     forward = recorded["window"][0]["forward"]
     opened.choose("window", "forward")
     assert "nothing is read" in opened.text("#status")
+    before = None
     for n, step in enumerate(forward.steps, 1):
         opened.page.click("#forth")
         assert opened.step == n
@@ -176,14 +177,25 @@ def test_every_step_shows_the_numbers_of_the_recording(opened: Opened, recorded:
         shown = opened.text("#formulas")
         if step.kind == "end":
             assert printed([values["lse"][r]])[0] in shown
+            before = None
             continue
         assert opened.numbers("m") == printed([values["m"][r]])
         assert opened.numbers("l") == printed([values["l"][r]])
         assert opened.numbers("O") == printed(values["O"][r])
         if values["m"][r] is not None:
-            for name in ("peak", "alpha", "added"):
-                assert printed([values[name][r]])[0] in shown, name
-            assert "(" + ", ".join(printed(values["P"][r])) + ")" in shown
+            m, l, O = (before[name][r] for name in "mlO") if before else (None, 0, [0, 0, 0])
+            m, l, peak, alpha, added = printed(
+                [m, l, *(values[name][r] for name in ("peak", "alpha", "added"))]
+            )
+            assert f"max({m}, {peak}) = {printed([values['m'][r]])[0]}" in shown
+            assert f"{alpha} · {l} + {added} = {printed([values['l'][r]])[0]}" in shown
+            O, P, part, new = (
+                f"({', '.join(printed(x))})"
+                for x in (O, values["P"][r], values["part"][r], values["O"][r])
+            )
+            assert P in shown
+            assert f"{alpha} · {O} + {part} = {new}" in shown
+        before = values
         assert f"{step.read:,} bytes of" in opened.text("#counts")
 
 
@@ -295,7 +307,8 @@ def test_the_focus_is_seen_and_every_control_has_a_name(opened: Opened):
 
 
 def test_it_plays_to_the_end_and_pauses(opened: Opened):
-    opened.page.clock.install()
+    opened.page.clock.install(time=0)
+    opened.page.clock.pause_at(10_000)  # from here on only run_for moves it
     opened.choose("causal", "forward")
     opened.page.select_option("#speed", "5")
     opened.page.locator("h1").click()
