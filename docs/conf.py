@@ -22,7 +22,7 @@ copyright = "2026, The rowmax authors"
 version = release = rowmax.__version__
 repository = "https://github.com/rowmax/rowmax"
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "links"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "links", "trace_page"]
 nitpicky = True
 #: Other documentation cannot be read without a network. The last names are records of the package
 #: that no user makes.

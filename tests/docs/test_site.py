@@ -133,3 +133,11 @@ def test_a_signature_shows_the_keywords(site: Path):
     text = (site / "reference" / "attention.html").read_text(encoding="utf-8")
     assert "softcap" in text
     assert "CallOptions" not in text
+
+
+def test_the_page_of_rowmax_trace_is_built_and_linked(site: Path):
+    page = Page((site / "command_line.html").read_text(encoding="utf-8"))
+    assert "_static/trace.html" in page.links
+    text = (site / "_static" / "trace.html").read_text(encoding="utf-8")
+    assert "<title>Attention, tile by tile</title>" in text
+    assert '"masks":[{"name":"none"' in text
