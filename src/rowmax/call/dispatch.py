@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
 from importlib import import_module
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
@@ -181,7 +182,7 @@ class Prepared:
         """Return the wanted gradients."""
         given = (*tensors, out, lse, dout, dlse)
         # a hook on saved tensors may return others than the forward had
-        key = (wanted, *[None if x is None else (x.data_ptr() & 15, x.stride()) for x in given])
+        key = (wanted, *_placed(given))
         again = self._again.get(key)
         found = again(given) if callable(again) else None
         if found is not None:
@@ -197,7 +198,13 @@ class Prepared:
     def tangent(self, tensors: Tensors, tangents: Tangents) -> tuple[Tensor, ...]:
         """Return (out, lse, tout, tlse)."""
         backend: Any = choose(self.problem, "tangent", self.options.backend).first
-        return backend.tangent(self.problem, tensors, tangents)
+        split = len(tensors)
+
+        def run(given: tuple[Any, ...]) -> tuple[Tensor, ...]:
+            parts = Tensors(*given[:split]), Tangents(*given[split:])
+            return backend.tangent(self.problem, *parts)
+
+        return self._again_or_run(("tangent",), backend, run, (*tensors, *tangents))
 
     def tangent_backward(
         self,
@@ -209,8 +216,31 @@ class Prepared:
     ) -> tuple[Gradients, Gradients]:
         """Return the wanted gradients, from the results of ``tangent``."""
         backend: Any = choose(self.problem, "tangent_backward", self.options.backend).first
-        given = (tensors, tangents, *results, cotangents, wanted)
-        return backend.tangent_backward(self.problem, *given)
+        parts = (tuple(tensors), tuple(tangents), tuple(results), tuple(cotangents))
+        stops = tuple(accumulate(map(len, parts)))
+
+        def run(given: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
+            inputs, along, rows, cots = (
+                given[stop - len(part) : stop] for part, stop in zip(parts, stops, strict=True)
+            )
+            found = backend.tangent_backward(
+                self.problem, Tensors(*inputs), Tangents(*along), *rows, Cotangents(*cots), wanted
+            )
+            return (*found[0], *found[1])
+
+        key = ("tangent_backward", wanted)
+        flat = self._again_or_run(key, backend, run, sum(parts, ()))
+        half = len(Gradients._fields)
+        return Gradients(*flat[:half]), Gradients(*flat[half:])
+
+    def _again_or_run(
+        self, kind: tuple[Any, ...], backend: Backend, run: Callable[[Any], Any], given: Any
+    ) -> Any:
+        """Return the results of a call of second order: repeated, or computed by ``run``."""
+        key = (*kind, *_placed(given))
+        again = self._again.get(key)
+        found = again(given) if callable(again) else None
+        return self._run(key, backend, run, given) if found is None else found
 
     def _run(self, key: Any, backend: Backend | None, run: Callable[[Any], Any], given: Any) -> Any:
         record = getattr(backend, "record", None)
@@ -223,6 +253,11 @@ class Prepared:
             return run(given)
         results, self._again[key] = record(run, given)
         return results
+
+
+def _placed(given: Iterable[Tensor | None]) -> list[Any]:
+    """Return the strides of each tensor and where it begins, past a boundary of 16 bytes."""
+    return [None if x is None else (x.data_ptr() & 15, x.stride()) for x in given]
 
 
 _prepared: dict[Any, Prepared] = {}
