@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-for library in ("sphinx", "myst_parser", "furo"):
+for library in ("sphinx", "myst_parser", "furo", "latex2mathml"):
     pytest.importorskip(library)
 
 ROOT = Path(__file__).parents[2]
