@@ -37,9 +37,8 @@ nitpick_ignore_regex = [
 
 myst_heading_anchors = 3
 myst_enable_extensions = ["dollarmath", "html_image"]
-#: "$5 to $7" is no formula
+#: "$5 and $7" is no formula
 myst_dmath_allow_space = False
-myst_dmath_allow_digits = False
 html_math_renderer = "mathml"
 
 autodoc_member_order = "bysource"

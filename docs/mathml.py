@@ -18,6 +18,15 @@ _logger = logging.getLogger(__name__)
 
 #: text of a formula that the converter copied because it does not know it
 _COPIED = re.compile(r"\\[A-Za-z]+|&(?!#?\w+;)")
+#: the converter knows align*, which stands alone, and not aligned, which is its form in $$; it puts
+#: spaces around the name of an operator, and none after log
+_SOURCE = {
+    r"\{aligned\}": "{align*}",
+    r"\\operatorname\{": r"\\mathrm{",
+    r"\\log (?=[\w\\])": r"\\log\\,",
+}
+#: as an operator it has spaces around it, also after a sign
+_INFINITY = "<{0}>&#x0221E;</{0}>"
 
 
 def mathml(tex: str, display: str = "inline") -> str:
@@ -26,13 +35,13 @@ def mathml(tex: str, display: str = "inline") -> str:
     Raises:
         ValueError: a command or an environment that the converter does not know.
     """
-    # the converter knows align*, which stands alone, and not aligned, which is its form in $$
-    known = tex.replace("{aligned}", "{align*}")
-    element = convert(known, display=display)
+    for pattern, known in _SOURCE.items():
+        tex = re.sub(pattern, known, tex)
+    element = convert(tex, display=display)
     copied = _COPIED.search(element)
     if copied is not None:
         raise ValueError(f"formula {tex!r}: {copied[0]!r} has no MathML")
-    return element
+    return element.replace(_INFINITY.format("mo"), _INFINITY.format("mi"))
 
 
 def _element(self: Any, node: nodes.Node, display: str) -> str:

@@ -35,7 +35,7 @@ END = "\x00end "
 class Output(NamedTuple):
     """The output that a page prints below a block."""
 
-    line: int  # of its fence
+    line: int  # the line of its fence
     text: str
     varies: bool
 

@@ -10,17 +10,22 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-#: fonts and brackets, spaces, relations, and functions that need no definition
+_COMMAND = r"\\(?:[A-Za-z]+|.)"
+#: layout, brackets, spaces, relations, and functions that need no definition
 KNOWN = frozenset(
-    r"""\left \right \frac \sqrt \begin \end \text \lceil \rceil \dots \ldots \cdot \times \qquad
-    \quad \, \; \! \\ \le \ge \ne \in \approx \to \leftarrow \infty \sum \exp \log \max \min
-    \tanh \left[ \right]""".split()
+    re.findall(
+        _COMMAND,
+        r"\left\right\frac\sqrt\begin\end\text\lceil\rceil\dots\ldots\cdot\times\qquad\quad\,\;\!"
+        r"\\\le\ge\ne\in\approx\to\leftarrow\infty\sum\exp\log\max\min\tanh",
+    )
 )
-_FORMULA = re.compile(r"\$\$(?P<block>.+?)\$\$|(?<![\\$\w])\$(?P<inline>[^$\s](?:[^$\n]*[^$\s])?)\$", re.S)
+_FORMULA = re.compile(
+    r"\$\$(?P<block>.+?)\$\$|(?<![\\$\w])\$(?P<inline>[^$\s](?:[^$\n]*[^$\s])?)\$", re.S
+)
 _CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.M | re.S)
 _ROW = re.compile(r"\| (?P<symbols>\$.*?\$) \|.*\| \[(?P<chapter>\d+)\]\(\S+\) \|$")
 _WORDS = re.compile(r"\\text\{[^}]*\}|\\(?:begin|end)\{[^}]*\}")
-_TOKEN = re.compile(r"\\(?:[A-Za-z]+|.)|[A-Za-z]")
+_TOKEN = re.compile(rf"{_COMMAND}|[A-Za-z]")
 #: wrappers whose argument belongs to the symbol
 _WRAPPED = re.compile(r"\\(?:mathrm|operatorname|tilde|mathcal|hat|bar|dot)\{[^}]*\}")
 
@@ -57,13 +62,17 @@ def formulas(page: str) -> Iterator[tuple[int, str]]:
 
 def used(page: str, symbols: dict[str, int]) -> Iterator[Use]:
     """Yield each symbol, letter and unknown command of a page's formulas, in their order."""
-    whole = "|".join(re.escape(symbol) + r"(?![A-Za-z])" if symbol.startswith("\\") and symbol[-1].isalpha()
-                     else re.escape(symbol) for symbol in sorted(symbols, key=len, reverse=True))
+    names = sorted(symbols, key=len, reverse=True)
+    whole = "|".join(
+        re.escape(name) + (r"(?![A-Za-z])" if re.search(r"\\[A-Za-z]+$", name) else "")
+        for name in names
+    )
     token = re.compile("|".join(filter(None, (whole, _WRAPPED.pattern, _TOKEN.pattern))))
     for line, formula in formulas(page):
-        for found in token.finditer(_WORDS.sub(" ", formula)):
+        text = _WORDS.sub(" ", formula)
+        for found in token.finditer(text):
             if found[0] not in KNOWN:
-                yield Use(line, found[0])
+                yield Use(line + text[: found.start()].count("\n"), found[0])
 
 
 def mistakes(page: str, chapter: int, symbols: dict[str, int]) -> list[str]:
@@ -81,4 +90,5 @@ def mistakes(page: str, chapter: int, symbols: dict[str, int]) -> list[str]:
 def missing(page: str, chapter: int, symbols: dict[str, int]) -> list[str]:
     """Return the symbols that the list has for this chapter and the page does not use."""
     here = {use.symbol for use in used(page, symbols)}
-    return [symbol for symbol, defined in symbols.items() if defined == chapter and symbol not in here]
+    own = (symbol for symbol, defined in symbols.items() if defined == chapter)
+    return [symbol for symbol in own if symbol not in here]

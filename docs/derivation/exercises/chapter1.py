@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 
 def dense_bytes(n: int, d: int, unit: int) -> int:
     """Return the bytes that dense attention moves with a softmax of three programs.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 
 
@@ -27,7 +25,7 @@ def online_average(x: list[float], v: Tensor) -> Tensor:
 def without_last(m: float, l: float, x_n: float, m_before: float) -> float:
     """Return l before the last score came, from m and l after it.
 
-    ``m_before`` is the maximum before it. Raise ValueError if that maximum is so far below the score
-    that the old sum has underflowed: then l no longer has it.
+    ``m_before`` is the maximum before it. Raise ValueError if nothing of the old sum is left in l:
+    the score may be so much larger that rounding lost the sum.
     """
     raise NotImplementedError

@@ -1,7 +1,7 @@
 """The answers that the checks of the exercises read.
 
-    python -m pytest docs/derivation/exercises
-    python -m pytest docs/derivation/exercises --answers docs/derivation/solutions
+python -m pytest docs/derivation/exercises
+python -m pytest docs/derivation/exercises --answers docs/derivation/solutions
 """
 
 from __future__ import annotations

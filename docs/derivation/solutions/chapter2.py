@@ -39,10 +39,10 @@ def online_average(x: list[float], v: Tensor) -> Tensor:
 def without_last(m: float, l: float, x_n: float, m_before: float) -> float:
     """Return l before the last score came, from m and l after it.
 
-    ``m_before`` is the maximum before it. Raise ValueError if that maximum is so far below the score
-    that the old sum has underflowed: then l no longer has it.
+    ``m_before`` is the maximum before it. Raise ValueError if nothing of the old sum is left in l:
+    the score may be so much larger that rounding lost the sum.
     """
-    delta = math.exp(m_before - m)
-    if delta == 0.0:
-        raise ValueError(f"m_before: got {m_before}; want a maximum within 700 of {m}")
-    return (l - math.exp(x_n - m)) / delta
+    rest = l - math.exp(x_n - m)
+    if rest <= 0.0:
+        raise ValueError(f"m_before: got {m_before}, too far below {m}; its sum is not in l")
+    return rest * math.exp(m - m_before)
