@@ -22,7 +22,8 @@ copyright = "2026, The rowmax authors"
 version = release = rowmax.__version__
 repository = "https://github.com/rowmax/rowmax"
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "links", "trace_page"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions += ["links", "mathml", "themes", "trace_page"]  # next to this file
 nitpicky = True
 #: Other documentation cannot be read without a network. The last names are records of the package
 #: that no user makes.
@@ -35,7 +36,10 @@ nitpick_ignore_regex = [
 ]
 
 myst_heading_anchors = 3
-myst_enable_extensions = ["html_image"]
+myst_enable_extensions = ["dollarmath", "html_image"]
+#: "$5 and $7" is no formula
+myst_dmath_allow_space = False
+html_math_renderer = "mathml"
 
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
