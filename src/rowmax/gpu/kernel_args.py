@@ -79,6 +79,8 @@ class Pointers(NamedTuple):
     dtbias_cols: Any = None
     dtsink: Any = None
     dtheads: Any = None
+    part_out: Any = None  # float32 [parts, B, Hq, Nq, Dv], O of a part of the keys
+    part_rows: Any = None  # float32 [parts, 2, B, Hq, Nq], m and l of a part
 
 
 class Matrix(NamedTuple):
@@ -155,6 +157,7 @@ class Numbers(NamedTuple):
     allowed: Any = None
     q_ids: Any = None  # strides of the batch
     k_ids: Any = None
+    parts: Any = None  # of the keys of a tile
     # one of these is None: triton 3.6 loses the constants of a record within this one, in a loop,
     # unless a constant of this one follows
     states: Any = None  # Pairs of tiles

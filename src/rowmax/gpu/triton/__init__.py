@@ -10,7 +10,7 @@ from ...call.problem import Problem
 from .. import assembler
 from ..replay import record
 from .backward import backward
-from .forward import forward
+from .few import forward
 from .tangent import tangent
 from .tangent_backward import tangent_backward
 
