@@ -208,7 +208,7 @@ def forward(
     if ptr.part_out is not None:
         count = ptr.part_out.shape[0]
         merged = Tiles(1, min(MERGED, triton.next_power_of_2(count)), 4, 1, parts=count)
-        names = ("sink", "out", "lse", "part_out", "part_rows")
-        values = (tensors.sink, out, lse, ptr.part_out, ptr.part_rows)
+        names = ("sink", "seed", "out", "lse", "part_out", "part_rows")
+        values = (tensors.sink, tensors.seed, out, lse, ptr.part_out, ptr.part_rows)
         launch(MERGE, problem, tensors, merged, dict(zip(names, values, strict=True)))
     return out, lse
