@@ -107,6 +107,12 @@ def features(name: str) -> list[tuple[Case, torch.dtype]]:
     return some
 
 
+def few_cases(name: str) -> list[tuple[Case, torch.dtype]]:
+    """Return the cases of few queries of a target: all of Hopper, each compiler's main ones."""
+    some = FEW if name == "sm_90" else [x for x in FEW if x.name in ("128", "packed")]
+    return [*((case, torch.bfloat16) for case in some), (FEW[1], torch.float32)]
+
+
 class Made(NamedTuple):
     """A launch that was skipped, and its compiled kernel."""
 
@@ -231,7 +237,7 @@ def main() -> None:
         "tuned": [(case, torch.bfloat16) for case in tuned()],
         "float32": [(case, torch.float32) for case in FLOAT32],
         "tangents": TANGENTS,
-        "few": [*((case, torch.bfloat16) for case in FEW), (FEW[1], torch.float32)],
+        "few": few_cases(name),
     }
     for case, dtype in cases[what]:
         for one in made(case, dtype, name, what):
