@@ -122,7 +122,7 @@ def test_drawn_calls(seed: int, split: Split) -> None:
 def test_biases_as_small_as_they_go(sink: bool, split: Split) -> None:
     """All biases are ``finfo.min``: out is the mean of v, though parts differ in length.
 
-    Beside such a maximum the logarithm of a part's sum is rounded away.
+    Next to such a maximum the logarithm of a part's sum is rounded away.
     """
     split(2, block_k=16)
     least = torch.finfo(torch.float32).min
@@ -179,8 +179,10 @@ def test_repeats_and_batches_have_the_same_bits(split: Split) -> None:
 def problem(b: int = 1, nq: int = 1, nk: int = 8192, **more: Any) -> Problem:
     """Return a decode of 32 heads of 128, in groups of four, without its tensors."""
     case = Case("", **{"b": 1, "nq": 1, "nk": 8, "hq": 32, "hk": 8, "d": 128, **more})
-    return make(case, dtype=torch.bfloat16).problem()[0]._replace(
-        batch=b, nq=nq, nk=nk, total_q=nq, total_k=nk
+    return (
+        make(case, dtype=torch.bfloat16)
+        .problem()[0]
+        ._replace(batch=b, nq=nq, nk=nk, total_q=nq, total_k=nk)
     )
 
 

@@ -157,7 +157,7 @@ class Numbers(NamedTuple):
     allowed: Any = None
     q_ids: Any = None  # strides of the batch
     k_ids: Any = None
-    parts: Any = None  # of the keys of a tile
+    parts: Any = None  # the number of parts of a tile's keys
     # one of these is None: triton 3.6 loses the constants of a record within this one, in a loop,
     # unless a constant of this one follows
     states: Any = None  # Pairs of tiles

@@ -28,7 +28,7 @@ class Tiles:
     warps: int
     stages: int
     split: bool = False  # in a backward: full and partial tiles in separate loops
-    parts: int = 0  # of the keys, in a forward of few queries; 0: as ``parts.py`` has it
+    parts: int = 0  # number of parts of the keys, of few queries; 0: that of ``parts.py``
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def table(kind: Kind, limits: Limits) -> Tiles | None:
     if not any(name in limits.name for name in ("H100", "H200", "GH200")) or kind.bytes != 2:
         return None
     width = max(kind.d, kind.dv, 64)
-    found = (_H200 | _FEW | _TANGENTS).get((kind.job, width))
+    found = {**_H200, **_FEW, **_TANGENTS}.get((kind.job, width))
     if found is None or kind.scored:
         return found and found[2]
     if kind.masked and kind.long:

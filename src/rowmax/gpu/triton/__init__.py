@@ -45,7 +45,7 @@ LIMITS = (
     ),
 )
 
-#: what ``explain`` says of few queries
+#: the sentence of ``explain`` for few queries
 _IN_PARTS = "few queries: their keys in %d parts, which a second kernel merges"
 #: bytes of a row of the widest head: of wider ones, most of the sums would lie in local memory
 _WIDEST = 512

@@ -19,8 +19,8 @@ from ...call.problem import Problem, Tensors
 from .. import lib, parts, rules
 from ..launch import Job, JobSpec, launch
 from ..tiles import Tiles
-from . import forward as of_tiles
 from .forward import attend_keys, attend_tiles, finished
+from .forward import forward as forward_of_tiles
 
 #: parts that a program of the second kernel reads at once: with four warps 64 numbers a thread
 MERGED = 64
@@ -190,7 +190,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of any problem; ``tiles`` overrides the tables of few queries."""
     if tiles is None and not parts.splits(problem):
-        return of_tiles.forward(problem, tensors)
+        return forward_of_tiles(problem, tensors)
     q = tensors.q
     out = q.new_empty(*problem.out_shape)
     lse = q.new_empty(*problem.lse_shape, dtype=torch.float32)

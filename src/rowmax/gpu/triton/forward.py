@@ -82,7 +82,7 @@ def attend_keys(m, q, start, end, ptr, num, cfg, place, row):
 
 @triton.jit
 def finished(m, l, acc, ptr, num, cfg, head):
-    """Return (O, LSE) of the sums over all keys; ``head`` is the query head, or that of each row."""
+    """Return (O, LSE) of the sums over all keys; ``head`` is one, or each row's."""
     if not cfg.NATURAL:
         m = m * LN2
     if ptr.sink is not None:
