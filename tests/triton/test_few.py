@@ -18,6 +18,7 @@ from rowmax.call.problem import Problem
 from rowmax.gpu import hopper, parts, replay
 from rowmax.testing import COVERING, Case, answer, complaints, cotangents, expected, make, poisoned
 from tests.drawn import drawn, wrong
+from tests.few_queries import with_few_queries
 from tests.triton.test_interpreter import _watched, interpreter  # noqa: F401  (a fixture)
 
 forward = importlib.import_module("rowmax.gpu.triton.forward")
@@ -48,13 +49,6 @@ def split(monkeypatch: pytest.MonkeyPatch) -> Split:
         )
 
     return split
-
-
-def with_few_queries(case: Case) -> Case:
-    """Return the case with at most five queries in a sequence, and as many keys as before."""
-    sequences = case.sequences and tuple((min(i, 5), j) for i, j in case.sequences)
-    nk = case.nq if case.nk is None else case.nk
-    return replace(case, nq=min(case.nq, 5), nk=nk, sequences=sequences, grads=())
 
 
 def check(case: Case, dtype: torch.dtype) -> None:
