@@ -167,6 +167,19 @@ def test_repeats_and_batches_have_the_same_bits(split: Split) -> None:
     assert torch.equal(lse[1:2], one[1])
 
 
+@interpreted
+def test_a_sink_with_gaps(split: Split) -> None:
+    """The second kernel reads the sink as the first reads its inputs."""
+    split(2)
+    call = make(Case("", b=1, nq=1, nk=64, hq=4, hk=2, d=16, sink=True, grads=()))
+    out, lse = call(backend="triton")
+    wide = torch.full((8,), 100.0)
+    wide[::2] = call.keywords["sink"]
+    again = call(backend="triton", sink=wide[::2])
+    assert torch.equal(out, again[0])
+    assert torch.equal(lse, again[1])
+
+
 # --- the plan ----------------------------------------------------------------------------------
 
 
@@ -231,6 +244,16 @@ def test_a_replay_can_repeat_the_launches(more: dict[str, Any], monkeypatch: Any
         few.forward(given, tensors)
     assert watch.complete
     assert [job.grid[0] for job in ran] == [4 * 9, 16]
+
+
+@pytest.mark.parametrize("name", ["backward_dbias.DBIAS", "forward.FORWARD"])
+def test_other_jobs_have_no_parts(name: str) -> None:
+    """Each number more would be an argument more of their kernels."""
+    module, spec = name.split(".")
+    found = importlib.import_module(f"rowmax.gpu.triton.{module}")
+    given, tensors = make(Case("", b=2, nq=64, hq=2, d=32, bias="1hqk")).problem()
+    job = launch.build_job(getattr(found, spec), given, tensors, tiles.Tiles(32, 32, 4, 2), {})
+    assert job.numbers.parts is None
 
 
 # --- the choice --------------------------------------------------------------------------------

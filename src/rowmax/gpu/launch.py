@@ -89,7 +89,7 @@ def build_job(
     resident = spec.resident
     count, heads = grid_of(problem, tiles, resident)
     together = heads_together(problem, resident) if spec.alternate else 1
-    parts = tiles.parts or (parts_of(problem) if resident == "groups" else None)
+    shares = tiles.parts or (parts_of(problem) if resident == "groups" else None)
     terms, bias_batch, constants = kernel_args.pair_strides(tensors, given.get("tbias")), None, {}
     if resident == "rows":
         constants["PACKED"] = False
@@ -106,13 +106,13 @@ def build_job(
         tiles=count,
         together=together,
         bias_batch=bias_batch,
-        parts=parts,
+        parts=shares,
         **kernel_args.matrices(problem, tensors, spec.matrices, given),
         **terms,
     )
     precision = kernel_args.precision_of(tensors)
     config = kernel_args.config(problem, tiles, precision, **constants)
-    programs = heads * (parts or 1) if resident == "groups" else heads
+    programs = heads * (shares or 1) if resident == "groups" else heads
     return Job(spec.kernel, numbers, config, tiles, programs)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...call.problem import Problem, Tensors
 from .. import lib, parts, rules
+from ..kernel_args import prepared
 from ..launch import Job, JobSpec, launch
 from ..tiles import Tiles
 from .forward import attend_keys, attend_tiles, finished
@@ -191,6 +192,7 @@ def forward(
     """Return (out, lse) of any problem; ``tiles`` overrides the tables of few queries."""
     if tiles is None and not parts.splits(problem):
         return forward_of_tiles(problem, tensors)
+    tensors = prepared(tensors)  # also for the second kernel, which reads the sink
     q = tensors.q
     out = q.new_empty(*problem.out_shape)
     lse = q.new_empty(*problem.lse_shape, dtype=torch.float32)
