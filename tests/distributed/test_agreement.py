@@ -48,6 +48,13 @@ def test_arguments_that_differ_are_named_on_all_ranks(name: str, world: Worlds) 
     assert " on rank 1; want the same on every rank" in texts[0]
 
 
+def test_other_functions_are_named(world: Worlds) -> None:
+    texts = world(3).run(programs.other_functions)
+    assert texts == [texts[0]] * 3
+    want = "call: got forward on ranks 0, 2 and unshard along 1 on rank 1; want the same"
+    assert texts[0].startswith(f"rowmax.distributed: ranks differ. {want}")
+
+
 def test_a_call_after_an_error_is_right(world: Worlds) -> None:
     world(3).run(programs.refused, "unlike", "scale", 2)
     assert world(3).run(programs.refused, "unlike", "scale", None) == ["no error"] * 3

@@ -20,7 +20,7 @@ from .agreement import refuse_together
 from .calls import Place, whole_rows
 from .groups import Group, group_of
 from .layout import Layout
-from .operators import attend, seed_of_first
+from .operators import attend
 from .strategies import chosen
 
 if TYPE_CHECKING:
@@ -88,8 +88,6 @@ def attention(
             refuse_together(group, error)
     if group.size == 1:
         return on_one_device(q, k, v, return_lse=return_lse, **options)
-    if tensors.seed is not None and options.get("seed") is None:
-        tensors = tensors._replace(seed=seed_of_first(tensors.seed, group.name))
     out, lse = attend(place, tensors, rest)
     return (out, lse) if return_lse else out
 
@@ -114,8 +112,10 @@ def _normalized(
     check_tensors(given)
     _check_rows("q", given.q, queries, group.rank)
     _check_rows("k", given.k, keys, group.rank)
-    place = Place(group.name, queries.text, keys.text, chosen(strategy), reduce_replicated)
-    return place, *_whole(given, queries, keys)
+    tensors, rest = _whole(given, queries, keys)
+    drawn = tensors.seed is not None and given.seed is None
+    names = (group.name, queries.text, keys.text, chosen(strategy))
+    return Place(*names, reduce_replicated, drawn), tensors, rest
 
 
 def _whole(given: Arguments, queries: Layout, keys: Layout) -> tuple[Tensors, Options]:

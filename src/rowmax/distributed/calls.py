@@ -21,6 +21,7 @@ class Place(NamedTuple):
     k_layout: str
     strategy: str
     reduce_replicated: bool
+    drawn: bool  # the seed is this rank's own: the call has that of rank 0
 
 
 class ShardedCall(NamedTuple):
