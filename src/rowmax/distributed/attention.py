@@ -28,15 +28,13 @@ if TYPE_CHECKING:
 
     from ..attention import CallOptions
 
-Mesh = DeviceMesh | ProcessGroup | None
-
 
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    mesh: Mesh = None,
+    mesh: DeviceMesh | ProcessGroup | None = None,
     layout: Layout,
     k_layout: Layout | None = None,
     strategy: str = "auto",
