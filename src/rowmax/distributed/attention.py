@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..attention import arguments
+from ..attention import CallOptions, arguments
 from ..attention import attention as on_one_device
 from ..call.check import Arguments, Shape, check, check_tensors
 from ..call.inputs import Options, Tensors
 from ..call.normalize import normalized
-from ..errors import bad, check_flag, wrong_type
+from ..errors import bad, check_flag, refuse_unexpected, wrong_type
 from ..masks import Mask
 from .agreement import refuse_together
 from .calls import Place, whole_rows
@@ -26,7 +26,7 @@ from .strategies import chosen
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..attention import CallOptions
+_OPTIONS = frozenset(CallOptions.__annotations__)
 
 
 def attention(
@@ -102,6 +102,9 @@ def _normalized(
     Raises:
         TypeError, ValueError: naming the argument, what it got and what it accepts.
     """
+    unexpected = {name: x for name, x in options.items() if name not in _OPTIONS}
+    if unexpected:
+        refuse_unexpected("attention", (), unexpected)
     strategy, reduce_replicated, return_lse = flags
     check_flag("return_lse", return_lse)
     check_flag("reduce_replicated", reduce_replicated)
