@@ -90,16 +90,13 @@ def changed(tile: Any, text: str, launch: str = "") -> tuple[Any, dict[str, Any]
 
 def posed(cell: Cell, x: Inputs) -> tuple[Any, Any]:
     """Return the arguments of a backend for a cell: tensors and problem."""
-    from rowmax.call.check import Arguments
+    from rowmax.attention import arguments as call_of
     from rowmax.call.normalize import normalized
     from rowmax.call.problem import problem_of
-    from rowmax.masks import Causal, Mask
 
     if cell.packed:
         raise UnsupportedError("without packed sequences")
-    given = arguments(cell, x)
-    mask = given.pop("mask", Mask()) & (Causal() if given.pop("causal") else Mask())
-    tensors, options, known = normalized(Arguments(x.q, x.k, x.v, mask=mask, **given))
+    tensors, options, known = normalized(call_of(x.q, x.k, x.v, **arguments(cell, x)))
     return tensors, known.problem if known else problem_of(tensors, options)
 
 

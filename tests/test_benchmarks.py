@@ -16,7 +16,7 @@ from benchmarks.command import main
 from benchmarks.processes import ROOT
 from benchmarks.sets import SETS
 from rowmax.bench import run
-from rowmax.bench.cells import allowed, cells, inputs_of
+from rowmax.bench.cells import Cell, allowed, cells, inputs_of
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -161,3 +161,12 @@ def test_the_private_names_of_the_adapter_exist():
             module = import_module(node.module or "")
             for x in node.names:
                 assert hasattr(module, x.name) or import_module(f"{node.module}.{x.name}")
+
+
+def test_a_cell_is_posed_with_its_terms() -> None:
+    cell = Cell(n=64, d=16, b=1, hq=2, window=8, alibi=True, softcap=2.0, dtype="float32")
+    tensors, problem = variants.posed(cell, inputs_of(cell, "cpu"))
+    assert (problem.left, problem.right, problem.softcap) == (8, 0, 2.0)
+    assert tensors.heads is not None
+    causal = Cell(n=64, d=16, b=1, hq=2, causal=True, dtype="float32")
+    assert variants.posed(causal, inputs_of(causal, "cpu"))[1].right == 0
