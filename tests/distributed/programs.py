@@ -383,6 +383,7 @@ _LOCAL_ERRORS: dict[str, Any] = {
     "k": lambda x: {"k": x.double()},
     "bias": lambda x: {"bias": torch.zeros(x.shape[1], 3)},
     "causal": lambda x: {"causal": 1},
+    "unexpected": lambda x: {"is_causal": True},
     "strategy": lambda x: {"strategy": "rings"},
     "mask": lambda x: {"mask": rowmax.Documents(torch.zeros(5, dtype=torch.int32))},
 }
@@ -393,6 +394,7 @@ _UNLIKE: dict[str, Any] = {
     "sink": lambda x: {"sink": torch.zeros(2)},
     "rows of bias": lambda x: {"bias": torch.zeros(1, 384)},
     "dropout_p": lambda x: {"dropout_p": 0.5, "seed": 1},
+    "seed": lambda x: {"dropout_p": 0.5},
     "head terms": lambda x: {"alibi": torch.ones(2)},
     "reduce_replicated": lambda x: {"reduce_replicated": True},
     "strategy": lambda x: {"strategy": "heads"},
@@ -412,6 +414,15 @@ def refused(rank: int, kind: str, name: str, rank_of_it: int | None) -> str:
             more |= dict.fromkeys("qkv", torch.zeros(1, n, 2, 16))
         named |= more
     return _errors([lambda: rd.attention(**named)])[0]
+
+
+def other_functions(rank: int) -> str:
+    """Return the error of a rank that joins rows while others attend."""
+    layout = Layout.zigzag(384, 3)
+    x = torch.zeros(1, layout.lengths[rank], 2, 8)
+    attend = rank != 1
+    named: Any = {"layout": layout, "backend": "torch"}
+    return _errors([lambda: rd.attention(x, x, x, **named) if attend else rd.unshard(x, layout)])[0]
 
 
 def unlike_gradients(rank: int) -> str:

@@ -19,6 +19,8 @@ LOCAL = {
     "bias": "bias: got shape [128, 3]; want one that broadcasts to [B, Hq, Nq, Nk] = "
     "[1, 2, 128, 384]",
     "causal": "causal: got 1; want True or False",
+    "unexpected": "attention() got an unexpected keyword argument 'is_causal'; want causal=True "
+    "(aligned bottom-right: the last query sees every key)",
     "strategy": "strategy: got 'rings'; want one of 'auto', 'keys', 'heads'",
     "mask": "mask: Documents(ids=): got shape [1, 5]; want [384] or [1, 384]",
 }
@@ -46,6 +48,13 @@ def test_arguments_that_differ_are_named_on_all_ranks(name: str, world: Worlds) 
     assert f"{name}: got " in texts[0]
     assert " on ranks 0, 2 and " in texts[0]
     assert " on rank 1; want the same on every rank" in texts[0]
+
+
+def test_other_functions_are_named(world: Worlds) -> None:
+    texts = world(3).run(programs.other_functions)
+    assert texts == [texts[0]] * 3
+    want = "call: got forward on ranks 0, 2 and unshard along 1 on rank 1; want the same"
+    assert texts[0].startswith(f"rowmax.distributed: ranks differ. {want}")
 
 
 def test_a_call_after_an_error_is_right(world: Worlds) -> None:

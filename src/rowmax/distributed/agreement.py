@@ -72,7 +72,10 @@ def _compared(each: Sequence[Mapping[str, str]]) -> dict[str, str]:
         rank, text = next(iter(errors.items()))
         raise ValueError(f"rowmax.distributed: rank {rank} refused this call: {text}")
     agreed, wrong = {}, []
-    for name in dict.fromkeys(name for facts in each for name in facts):
+    names = dict.fromkeys(name for facts in each for name in facts)
+    if len({facts["call"] for facts in each}) > 1:
+        names = {"call": None}  # other functions have other arguments
+    for name in names:
         values: dict[str, list[int]] = {}
         for rank, facts in enumerate(each):
             values.setdefault(facts.get(name, "no such argument"), []).append(rank)
@@ -118,6 +121,7 @@ def _facts(call: ShardedCall, wanted: Wanted | None) -> dict[str, str]:
         "scale": str(o.scale),
         "softcap": str(o.softcap),
         "dropout_p": str(o.dropout_p),
+        "seed": "None" if place.drawn else _given(t.seed),
         "sink": _given(t.sink),
         "head terms": o.head_terms or "none",
         "deterministic": str(o.deterministic),

@@ -9,26 +9,24 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..attention import arguments
+from ..attention import CallOptions, arguments
 from ..attention import attention as on_one_device
 from ..call.check import Arguments, Shape, check, check_tensors
 from ..call.inputs import Options, Tensors
 from ..call.normalize import normalized
-from ..errors import bad, check_flag, wrong_type
+from ..errors import bad, check_flag, refuse_unexpected, wrong_type
 from ..masks import Mask
 from .agreement import refuse_together
 from .calls import Place, whole_rows
 from .groups import Group, group_of
 from .layout import Layout
-from .operators import attend, seed_of_first
+from .operators import attend
 from .strategies import chosen
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..attention import CallOptions
-
-Mesh = DeviceMesh | ProcessGroup | None
+_OPTIONS = frozenset(CallOptions.__annotations__)
 
 
 def attention(
@@ -36,7 +34,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    mesh: Mesh = None,
+    mesh: DeviceMesh | ProcessGroup | None = None,
     layout: Layout,
     k_layout: Layout | None = None,
     strategy: str = "auto",
@@ -88,8 +86,6 @@ def attention(
             refuse_together(group, error)
     if group.size == 1:
         return on_one_device(q, k, v, return_lse=return_lse, **options)
-    if tensors.seed is not None and options.get("seed") is None:
-        tensors = tensors._replace(seed=seed_of_first(tensors.seed, group.name))
     out, lse = attend(place, tensors, rest)
     return (out, lse) if return_lse else out
 
@@ -106,6 +102,9 @@ def _normalized(
     Raises:
         TypeError, ValueError: naming the argument, what it got and what it accepts.
     """
+    unexpected = {name: x for name, x in options.items() if name not in _OPTIONS}
+    if unexpected:
+        refuse_unexpected("attention", (), unexpected)
     strategy, reduce_replicated, return_lse = flags
     check_flag("return_lse", return_lse)
     check_flag("reduce_replicated", reduce_replicated)
@@ -114,8 +113,10 @@ def _normalized(
     check_tensors(given)
     _check_rows("q", given.q, queries, group.rank)
     _check_rows("k", given.k, keys, group.rank)
-    place = Place(group.name, queries.text, keys.text, chosen(strategy), reduce_replicated)
-    return place, *_whole(given, queries, keys)
+    tensors, rest = _whole(given, queries, keys)
+    drawn = tensors.seed is not None and given.seed is None
+    names = (group.name, queries.text, keys.text, chosen(strategy))
+    return Place(*names, reduce_replicated, drawn), tensors, rest
 
 
 def _whole(given: Arguments, queries: Layout, keys: Layout) -> tuple[Tensors, Options]:

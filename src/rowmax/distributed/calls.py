@@ -21,6 +21,7 @@ class Place(NamedTuple):
     k_layout: str
     strategy: str
     reduce_replicated: bool
+    drawn: bool  # the seed is this rank's own: the call has that of rank 0
 
 
 class ShardedCall(NamedTuple):
@@ -32,7 +33,7 @@ class ShardedCall(NamedTuple):
     queries: Layout
     keys: Layout
     group: Group
-    #: what ranks agreed on: "own", "one" row for all queries, "either" (ranks of one query), "none"
+    #: agreed by all ranks: "own", "one" row for all queries, "either" (ranks of one query), "none"
     bias_rows: str = "none"
     mask_rows: str = "none"
 

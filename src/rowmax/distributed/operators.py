@@ -17,11 +17,10 @@ from ..torch_compat import DispatchKeySet, any_requires_grad, single_level_autog
 from .agreement import agreed
 from .calls import Place, ShardedCall, sharded
 from .collectives import broadcast
-from .groups import group_named
 from .strategies import STRATEGIES
 
 _N_PLACE = len(Place._fields)
-_PLACE = "str group, str layout, str k_layout, str strategy, bool reduce_replicated"
+_PLACE = "str group, str layout, str k_layout, str strategy, bool reduce_replicated, bool drawn"
 _ARGUMENTS = f"{_PLACE}, {schema()}"
 _ONCE = (
     "rowmax.distributed: attention across ranks has first derivatives in reverse mode; want "
@@ -33,7 +32,6 @@ LIBRARY.define(
     "distributed_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] wanted, "
     f"{_ARGUMENTS}) -> ({', '.join(f'Tensor d{name}' for name in DIFFERENTIABLE)})"
 )
-LIBRARY.define("distributed_seed(Tensor seed, str group) -> Tensor")
 
 
 def attend(place: Place, tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
@@ -41,20 +39,20 @@ def attend(place: Place, tensors: Tensors, options: Options) -> tuple[Tensor, Te
     return torch.ops.rowmax.distributed_forward(*place, *tensors, *options)
 
 
-def seed_of_first(seed: Tensor, group: str) -> Tensor:
-    """Return the seed that rank 0 has drawn."""
-    return torch.ops.rowmax.distributed_seed(seed, group)
-
-
-def _call(given: tuple[Any, ...]) -> ShardedCall:
-    return sharded(Place(*given[:_N_PLACE]), *split(given[_N_PLACE:]))
+def _call(given: tuple[Any, ...], wanted: Wanted | None = None) -> ShardedCall:
+    """Return the call of an operator's arguments, on which ranks have agreed."""
+    call = agreed(sharded(Place(*given[:_N_PLACE]), *split(given[_N_PLACE:])), wanted)
+    seed = call.tensors.seed
+    if seed is None or not call.place.drawn:
+        return call
+    return call._replace(tensors=call.tensors._replace(seed=broadcast(seed, call.group)))
 
 
 # --- kernels -----------------------------------------------------------------------------------
 
 
 def _forward_kernel(*given: Any) -> tuple[Tensor, Tensor]:
-    call = agreed(_call(given))
+    call = _call(given)
     out, lse = STRATEGIES[call.place.strategy].forward(call)
     return out.contiguous(), lse.contiguous()  # as the fake kernels have them
 
@@ -62,21 +60,16 @@ def _forward_kernel(*given: Any) -> tuple[Tensor, Tensor]:
 def _backward_kernel(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, wanted: list[bool], *given: Any
 ) -> tuple[Tensor, ...]:
-    call, chosen = _call(given), Wanted(*wanted)
-    call = agreed(call, chosen)
+    chosen = Wanted(*wanted)
+    call = _call(given, chosen)
     backward = STRATEGIES[call.place.strategy].backward
     gradients = backward(call, out, lse, dout, dlse, chosen)
     return tuple(dout.new_empty(0) if g is None else g.contiguous() for g in gradients)
 
 
-def _seed_kernel(seed: Tensor, group: str) -> Tensor:
-    return broadcast(seed, group_named(group))
-
-
 for _name, _kernel in {
     "distributed_forward": _forward_kernel,
     "distributed_backward": _backward_kernel,
-    "distributed_seed": _seed_kernel,
 }.items():
     LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
 
@@ -98,11 +91,6 @@ def _(
         x.new_empty(x.shape) if want else dout.new_empty(0)
         for want, x in zip(wanted, given[_N_PLACE:], strict=False)
     )
-
-
-@torch.library.register_fake("rowmax::distributed_seed")
-def _(seed: Tensor, group: str) -> Tensor:
-    return torch.empty_like(seed)
 
 
 # --- autograd ----------------------------------------------------------------------------------
