@@ -23,8 +23,9 @@ provider with a wrong result is not timed, and the exit status is 1.
     peak_mib    memory that a call adds, of the largest rank; without NCCL's buffers
     gbs         of the pass "wire": GB/s that a rank receives
 
-How long: start 20 to 40 s, kernels that compile 5 to 30 s, then a cell of up to 64k tokens 4 to 8 s,
-128k 10 s, 256k 40 s, 512k 2 min, 1M 8 min (``--long``; with --turns 1 a third).
+How long, by the operations at 690 and 620 TFLOP/s on 2 GPUs: start and kernels that compile about
+a minute in all, then a cell of up to 64k tokens 5 to 12 s, 128k 15 s, 256k 50 s, 512k 3 min, 1M
+12 min (``--long``; with --turns 1 half of it). 4 GPUs take two thirds of it.
 """
 
 from __future__ import annotations
@@ -57,13 +58,13 @@ COLUMNS = (
 SHOWN = ("ms", "efficiency", "tflops", "host_us", "peak_mib", "gbs", "off", "note")
 PROVIDERS = ("one", "rowmax:keys", "rowmax:heads", "torch:allgather", "torch:alltoall")
 PASSES = ("forward", "backward")
-MOST_CALLS = 20  # of a turn
-SHARE = 0.85  # of the seconds, after which nothing begins
-COMPILE = 120.0  # seconds for a first call
+MOST_CALLS = 20  # in a turn
+SHARE = 0.85  # nothing begins after so much of the seconds
+COMPILE = 75.0  # seconds for a first call
 SHORT = {"cuda": 4096, "cpu": 256}  # positions of the cell whose rows are all compared
 #: contestants of one cell hold so many copies of its inputs on the first device at once
 COPIES = 6
-SIZES = 4  # of messages of the wire
+SIZES = 4  # at most so many sizes of messages
 
 
 class Stopped(Exception):  # noqa: N818  (no error: the time is over)
@@ -81,6 +82,9 @@ class Distributed:
         self.failed: list[str] = []
         self.banned: set[tuple[str, str]] = set()  # (cell, provider) that ended a process
         self.current = ""  # the provider that runs
+        #: by (cell, pass): the facts of one device, and rows of its results
+        self.ones: dict[tuple[str, str], dict[str, Any]] = {}
+        self.samples: dict[tuple[str, str], Any] = {}
         self.ranks = self.started()
         found = self.ranks.run(calls.facts, limit=COMPILE)[0]
         self.memory = float(found.pop("memory", "inf"))
@@ -117,19 +121,23 @@ class Distributed:
 
     def measure(self, label: str, cell: Cell) -> None:
         """Measure the passes of a cell; begin again without a provider whose ranks hang or die."""
-        known = len(self.rows)
-        while True:
-            try:
-                return self._measure(label, cell)
-            except RanksError as error:
-                first, *rest = str(error).split("\n")
-                self.failed.append(f"{label} {self.current}: {first}")
-                self.say("FAILED", self.failed[-1], *rest)
-                again = (label, self.current) not in self.banned and self.current != ""
-                self.banned.add((label, self.current))
-                self.recover()
-                if not again or len(self.rows) > known:
-                    return None
+        while not self.attempt(label, cell):
+            pass
+
+    def attempt(self, label: str, cell: Cell) -> bool:
+        """Return True if a cell is measured, or cannot be; False to begin again."""
+        try:
+            self._measure(label, cell)
+        except RanksError as error:
+            name = self.current.removesuffix(":repeated")
+            first, *rest = str(error).split("\n")
+            self.failed.append(f"{label} {self.current}: {first}")
+            self.say("FAILED", self.failed[-1], *rest)
+            again = (label, name) not in self.banned and name != ""
+            self.banned.add((label, name))
+            self.recover()
+            return not again
+        return True
 
     def recover(self) -> None:
         """Drop what ranks hold; start others if one has ended."""
@@ -146,17 +154,17 @@ class Distributed:
         names = self.right_ones(label, cell)
         apart = COPIES * self.bytes_of(cell) > self.memory
         groups = [(name,) for name in names] if apart else [tuple(names)]
-        self.samples: dict[str, Any] = {}
-        ones: dict[str, dict[str, Any]] = {}
+        done = {(row["cell"], row["pass"], row["provider"]) for row in self.rows}
         for group in groups:
             layouts = {name: self.of(name, calls.prepare, cell, name)[0] for name in group}
             for what in self.options.passes:
-                infos = self.take_turns(what, self.first_calls(label, cell, group, what))
+                left = [name for name in group if (label, what, name) not in done]
+                infos = self.take_turns(what, self.first_calls(label, cell, left, what))
                 for name, info in infos.items():
                     if calls.is_one(name):
-                        ones[what] = info
+                        self.ones[label, what] = info
                     info["layout"] = layouts[name]
-                    self.add(self.row(label, cell, what, name, info, ones.get(what)))
+                    self.add(self.row(label, cell, what, name, info))
             self.all(calls.release)
 
     def bytes_of(self, cell: Cell) -> float:
@@ -210,23 +218,21 @@ class Distributed:
         return right
 
     def first_calls(
-        self, label: str, cell: Cell, names: tuple[str, ...], what: str
+        self, label: str, cell: Cell, names: list[str], what: str
     ) -> dict[str, dict[str, Any]]:
         """Run each contestant once; return the facts of those whose sampled rows are right."""
         infos = {}
         for name in names:
             self.due()
-            found = self.of(name, calls.first_call, name, what, self.samples.get(what))
+            found = self.of(name, calls.first_call, name, what, self.samples.get((label, what)))
             if calls.is_one(name):
-                self.samples[what] = found[0].pop("sample")
+                self.samples[label, what] = found[0].pop("sample")
             info = {key: max(one[key] for one in found) for key in found[0]}
             if "off" not in info or self.expect(info["off"], cell, f"{label} {what}: {name}"):
                 infos[name] = info
         return infos
 
-    def take_turns(
-        self, what: str, infos: dict[str, dict[str, Any]]
-    ) -> dict[str, dict[str, Any]]:
+    def take_turns(self, what: str, infos: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         """Add the medians of turns to the facts of each contestant."""
         options, names = self.options, list(infos)
         number = {
@@ -282,15 +288,10 @@ class Distributed:
     # --- rows ------------------------------------------------------------------------------------
 
     def row(
-        self,
-        label: str,
-        cell: Cell,
-        what: str,
-        name: str,
-        info: dict[str, Any],
-        one: dict[str, Any] | None,
+        self, label: str, cell: Cell, what: str, name: str, info: dict[str, Any]
     ) -> dict[str, Any]:
         """Return the row of a contestant."""
+        one = self.ones.get((label, what))
         alone = calls.is_one(name)
         devices = 1 if alone else self.options.devices
         row = {key: getattr(cell, key) for key in ("dtype", "b", "n", "hq", "hk", "d")}

@@ -57,7 +57,7 @@ class Contestant:
     cell: Cell
     x: Inputs
     attend: Callable[..., Tensor]
-    positions: Tensor  # of own rows
+    positions: Tensor  # those of own rows
     layout: str = ""
     heads_first: bool = False  # tensors are [B, H, N, D]
     context: Callable[[], Any] = contextlib.nullcontext
@@ -221,7 +221,7 @@ def _mesh(rank: Rank) -> Any:
     return init_device_mesh(rank.device.type, (rank.size,))
 
 
-# --- programs of ranks -----------------------------------------------------------------------------
+# --- programs of ranks ---------------------------------------------------------------------------
 
 
 def _norms(got: list[Tensor], want: list[Tensor]) -> float:

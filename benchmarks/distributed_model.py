@@ -4,9 +4,13 @@
     python -m benchmarks.distributed_model --devices 16 32 --strategies keys grid --cells causal-1m
     python -m benchmarks.distributed_model --csv measured.csv     (rows of benchmarks.distributed)
 
-Time of a pass on the slowest rank = share of the operations / speed of one device x imbalance
-+ exposed copies between devices + slower computing under hidden ones + copies in own memory
-+ launches. Efficiency = time of one device / devices / that time.
+The time of a pass on the slowest rank is a sum:
+
+    its share of the operations / speed of one device x imbalance
+    + exposed copies between devices, and slower computing under hidden ones
+    + copies in own memory + launches
+
+Efficiency is the time of one device / devices / that sum.
 
 Strategies, as ``rowmax.distributed`` has them now:
 
@@ -55,7 +59,7 @@ class Machine:
     between: float = 50.0  # GB/s a direction from a device to other nodes
     per_node: int = 8
     launches: float = 60.0  # microseconds of launches and barriers of a forward; twice backward
-    slower: float = 0.05  # of the computing, while the wire is busy
+    slower: float = 0.05  # computing takes so much longer while the wire is busy
     memory: float = 2400.0  # GB/s of copies in own memory
 
     def wire(self, devices: int) -> float:
@@ -155,7 +159,7 @@ def traffic(
 def _grid(cell: Cell, backward: bool, devices: int, inside: int) -> tuple[Traffic, Traffic]:
     """Return the bytes of heads within a node and keys between nodes."""
     nodes = devices // inside
-    some = replace(cell, n=cell.n // nodes)  # what a node holds
+    some = replace(cell, n=cell.n // nodes)  # the rows of a node
     what = "backward" if backward else "forward"
     come, back = traffic(some, "heads", what, inside, inside)
     share = max(1 / inside, 1 / cell.hk)  # heads of kv on a device
@@ -197,7 +201,7 @@ def predict(
     come, back = traffic(cell, name, what, devices, machine.per_node)
     first, last = (_seconds(part, devices, machine) for part in (come, back))
     exposed = strategy.gather * first + strategy.scatter * last
-    # what is hidden needs as much computing; one shard's last return has none
+    # hidden copies need as much computing; the last return of one shard has none
     tail = strategy.tail * last / max(1, devices - 1)
     hidden = first + last - exposed
     exposed += max(tail, hidden - ideal)
@@ -227,7 +231,7 @@ def hiding_rows(heads: int, kv: int, what: str, machine: Machine, wire: float) -
     return bytes_ * kv / heads * getattr(machine, what) * 1e12 / (products * wire * 1e9)
 
 
-# --- measured rows ---------------------------------------------------------------------------------
+# --- measured rows -------------------------------------------------------------------------------
 
 
 class Measured(NamedTuple):
@@ -288,10 +292,11 @@ def cell_of(row: Mapping[str, str]) -> Cell | None:
     return Cell(**sizes, **flags, dtype=row["dtype"], bias=bias, dbias=bool(bias))
 
 
-# --- the command -----------------------------------------------------------------------------------
+# --- the command ---------------------------------------------------------------------------------
 
 
 def arguments(given: list[str] | None) -> argparse.Namespace:
+    """Return the options."""
     parser = argparse.ArgumentParser(
         "python -m benchmarks.distributed_model",
         description=__doc__,

@@ -108,14 +108,15 @@ class Ranks:
         limit: float,
         only: Sequence[int] | None = None,
     ) -> list[Any]:
-        """Return the results as ``run`` does, with a Failure in the place of an error."""
+        """Return the results as ``run`` does, with a Failure instead of an error."""
         ranks = range(self.size) if only is None else only
-        for rank in ranks:
-            try:
-                self.pipes[rank].send_bytes(pickle.dumps((function, args)))
-            except OSError:
-                self.close(grace=0.0)
-                raise RanksError(f"rank {rank} has ended") from None
+        sent = pickle.dumps((function, args))
+        try:
+            for rank in ranks:
+                self.pipes[rank].send_bytes(sent)
+        except OSError:
+            self.close(grace=0.0)
+            raise RanksError("a rank has ended") from None
         return self._results(ranks, limit)
 
     def _results(self, ranks: Sequence[int], limit: float) -> list[Any]:

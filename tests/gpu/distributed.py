@@ -4,11 +4,16 @@
     python -m tests.gpu.distributed --ranks 4 --kind cases --all --minutes 8
     python -m tests.gpu.distributed --ranks 2 --device cpu --only window --repeats 5
 
-Kinds: ``cases`` (the covering cases in bfloat16 and float16, some in float32, each with one or two
-pairs of layout and strategy, every pair with ``--all``), ``dropout`` (the kept set is that of one device),
-``one-rank`` (equal to one device to the bit), ``repeats`` (deterministic calls while one rank is
-delayed at random), and on GPUs ``multicast`` (no pointer of it exists), ``waits`` (warm calls copy
-nothing to the host) and ``memory`` (peaks within their bounds).
+Kinds:
+
+    cases      covering cases in bfloat16 and float16, some in float32: each with one or two pairs
+               of layout and strategy, with --all every pair
+    dropout    the kept set is that of one device
+    one-rank   a group of one rank equals one device to the bit
+    repeats    deterministic calls are equal to the bit while one rank is delayed at random
+    multicast  no pointer of it exists (GPUs)
+    waits      warm calls copy nothing to the host (GPUs)
+    memory     peaks are within their bounds (GPUs)
 
 Several groups of ranks share the GPUs (``--groups``): most of the time kernels compile. Ranks that
 hang or die are replaced, and the others go on. Checks that do not begin in ``--minutes`` are left
@@ -26,7 +31,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle, islice, product
 from pathlib import Path
@@ -78,10 +83,10 @@ COPIES = {"keys": (4.0, 14.0), "heads": (8.0, 16.0)}
 # --- what ranks run ------------------------------------------------------------------------------
 
 
-def own_answer(
+def prepared(
     rank: Rank, call: Call, layouts: tuple[Layout, Layout], more: dict[str, Any]
-) -> Answer:
-    """Return the answer of own rows, with a batch dimension."""
+) -> Callable[[], Answer]:
+    """Return a function that returns the answer of own rows."""
     queries, keys = layouts
     i, j = (one.positions(rank.rank, rank.device) for one in layouts)
     dout, dlse = cotangents(call)
@@ -90,22 +95,25 @@ def own_answer(
         q, k, v, cu_q, cu_k, *_ = call.inputs
         named = {**call.keywords, "q": q[i], "k": k[j], "v": v[j]}
         options |= {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
-        function: Any = rd.attention_varlen
-        dout, dlse = dout[i], dlse[..., i]
+        grads = [dout[i], dlse[..., i]]
     else:
         (q, k, v), keywords = own_call(call, queries, keys, rank.rank)
         named = {**keywords, "q": q, "k": k, "v": v}
-        function = rd.attention
-        dout, dlse = dout[:, i], dlse[..., i]
-    leaves = {name: named[name].detach().requires_grad_() for name in call.leaves}
-    out, lse = function(**{**named, **leaves}, **options)
-    got = torch.autograd.grad([out, lse], list(leaves.values()), [dout, dlse])
-    return Answer(out.detach(), lse.detach(), dict(zip(leaves, got, strict=True)))
+        grads = [dout[:, i], dlse[..., i]]
+
+    def answer() -> Answer:
+        leaves = {name: named[name].detach().requires_grad_() for name in call.leaves}
+        function: Any = rd.attention_varlen if call.case.packed else rd.attention
+        out, lse = function(**{**named, **leaves}, **options)
+        got = torch.autograd.grad([out, lse], list(leaves.values()), grads)
+        return Answer(out.detach(), lse.detach(), dict(zip(leaves, got, strict=True)))
+
+    return answer
 
 
 def joined(call: Call, layouts: tuple[Layout, Layout], rank: int, own: Answer) -> Answer:
     """Return the answer of the whole: rows from their ranks, and sums of shares."""
-    queries, keys = layouts
+    queries, _ = layouts
     i, j = (one.positions(rank, own.out.device) for one in layouts)
     q, v = call.inputs[0], call.inputs[2]
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -148,7 +156,7 @@ def check_case(
     call = make(case, rank.device, getattr(torch, dtype), size=size)
     layouts = layouts_of(call, kind, rank.size)
     try:
-        own = own_answer(rank, call, layouts, {"strategy": strategy, "backend": backend})
+        own = prepared(rank, call, layouts, {"strategy": strategy, "backend": backend})()
     except ValueError as error:
         if PACKED not in str(error):
             raise
@@ -186,7 +194,7 @@ def check_one_rank(rank: Rank, case: Case, dtype: str, backend: str | None) -> l
     call = make(case, rank.device, getattr(torch, dtype), size=2)
     more = {"deterministic": True, "backend": backend}
     alone, group = Rank(0, 1, rank.device, {}), {"mesh": groups[rank.rank]}
-    got = own_answer(alone, call, layouts_of(call, "zigzag", 1), more | group)
+    got = prepared(alone, call, layouts_of(call, "zigzag", 1), more | group)()
     leaves = {name: t.detach().requires_grad_() for name, t in call.leaves.items()}
     out, lse = call.with_leaves(leaves)(**more)
     grads = torch.autograd.grad([out, lse], list(leaves.values()), cotangents(call))
@@ -202,20 +210,18 @@ def check_repeats(
     call = make(case, rank.device, torch.bfloat16)
     layouts = layouts_of(call, kind, rank.size)
     more = {"strategy": strategy, "deterministic": True, "backend": backend}
-    first = own_answer(rank, call, layouts, more)
+    once = prepared(rank, call, layouts, more)
+    first = once()
     draw = random.Random(0)
-    counts = {name: torch.zeros((), dtype=torch.int64, device=rank.device) for name in _names(first)}
+    zero = torch.zeros((), dtype=torch.int64, device=rank.device)
+    counts = {name: zero.clone() for name, *_ in first.items()}
     for _ in range(times):
         if rank.rank == rank.size - 1:
             _delay(rank, draw.random() * DELAY)
-        again = own_answer(rank, call, layouts, more)
+        again = once()
         for (name, a, _), (_, b, _) in zip(first.items(), again.items(), strict=True):
             counts[name] += (a != b).any()
     return [f"{name} differs in {int(n)} of {times}" for name, n in counts.items() if int(n)]
-
-
-def _names(one: Answer) -> list[str]:
-    return [name for name, *_ in one.items()]
 
 
 def _delay(rank: Rank, seconds: float) -> None:
@@ -239,28 +245,16 @@ def check_multicast(rank: Rank, strategy: str, backend: str | None) -> list[str]
     call = make(PLAIN, rank.device, torch.bfloat16, size=5)  # lengths that no call has had
     with mock.patch.object(memory, "rendezvous", recorded):
         more = {"strategy": strategy, "backend": backend}
-        own_answer(rank, call, layouts_of(call, "zigzag", rank.size), more)
+        prepared(rank, call, layouts_of(call, "zigzag", rank.size), more)()
     pointers = [handle.multicast_ptr for handle in handles]
     return found + [f"a multicast pointer {x:#x}" for x in pointers if x]
 
 
-def check_waits(
-    rank: Rank, case: Case, kind: str, strategy: str, backend: str | None
-) -> list[str]:
+def check_waits(rank: Rank, case: Case, kind: str, strategy: str, backend: str | None) -> list[str]:
     """Return the first copy to the host, or other wait for the device, of warm calls."""
     call = make(case, rank.device, torch.bfloat16, size=SIZE)
-    layouts = layouts_of(call, kind, rank.size)
-    queries, keys = layouts
-    (q, k, v), keywords = own_call(call, queries, keys, rank.rank)
-    named = {"q": q, "k": k, "v": v, **keywords}
-    leaves = {name: named[name].detach().requires_grad_() for name in call.leaves}
-    more: dict[str, Any] = {"layout": queries, "k_layout": keys, "return_lse": True}
-    more |= {"strategy": strategy, "backend": backend}
-
-    def once() -> None:
-        out, lse = rd.attention(**{**named, **leaves}, **more)
-        torch.autograd.grad([out, lse], list(leaves.values()), [out, lse])
-
+    more = {"strategy": strategy, "backend": backend}
+    once = prepared(rank, call, layouts_of(call, kind, rank.size), more)
     for _ in range(3):
         once()
     torch.cuda.synchronize()
@@ -278,13 +272,12 @@ def check_waits(
 
 def check_memory(rank: Rank, n: int, kind: str, strategy: str, backend: str | None) -> list[str]:
     """Return the peaks that are beyond their bounds, or the peaks."""
-    case = Case("memory", b=1, nq=n, hq=16, hk=4, d=128, causal=True)
-    layouts = layouts_of(make(case, "cpu", torch.bfloat16), kind, rank.size)
-    i = layouts[0].lengths[rank.rank]
+    layout = LAYOUTS[kind](n, rank.size)
+    i = layout.lengths[rank.rank]
     q, dout = (torch.randn(1, i, 16, 128, device=rank.device).bfloat16() for _ in "qd")
     k, v = (torch.randn(1, i, 4, 128, device=rank.device).bfloat16() for _ in "kv")
     leaves = [t.requires_grad_() for t in (q, k, v)]
-    more: dict[str, Any] = {"layout": layouts[0], "causal": True, "strategy": strategy}
+    more: dict[str, Any] = {"layout": layout, "causal": True, "strategy": strategy}
     more["backend"] = backend
     kept: list[Any] = []
 
