@@ -389,7 +389,11 @@ def main(given: list[str] | None = None) -> int:
             table.writerow(row)
             file.flush()
 
-        run = Distributed(options, write)
+        try:
+            run = Distributed(options, write)
+        except RanksError as error:
+            print(f"FAILED: no process could start: {error}")
+            return 1
         run.say(", ".join(f"{key} {x}" for key, x in run.facts.items() if x))
         try:
             if options.wire:

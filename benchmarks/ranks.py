@@ -122,7 +122,8 @@ class Ranks:
     def _results(self, ranks: Sequence[int], limit: float) -> list[Any]:
         """Return what each rank sends, in order; kill all if one does not."""
         found: dict[int, Any] = {}
-        end = min(self.end, time.time() + limit)
+        begin = time.time()
+        end = min(self.end, begin + limit)
         of = {self.pipes[rank]: rank for rank in ranks}
         while len(found) < len(of):
             left = [pipe for pipe, rank in of.items() if rank not in found]
@@ -132,7 +133,7 @@ class Ranks:
                 failed = [x.text for x in found.values() if isinstance(x, Failure)]
                 self.close(grace=0.0)
                 why = failed[0] if failed else "no answer"
-                raise RanksError(f"rank {late}: not done within {limit:.0f} s; {why}")
+                raise RanksError(f"rank {late}: not done within {end - begin:.0f} s; {why}")
             for pipe in ready:
                 try:
                     found[of[pipe]] = pickle.loads(pipe.recv_bytes())

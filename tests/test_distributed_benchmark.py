@@ -23,6 +23,7 @@ from rowmax import distributed as rd
 from rowmax.bench import run
 from rowmax.testing import Case
 
+from . import hanging_rank
 from .gpu import distributed as checks
 from .gpu import results
 
@@ -128,6 +129,26 @@ def test_a_wrong_result_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     code, rows = measured(tmp_path, *words)
     assert code == 1
     assert {row["provider"] for row in rows} == {"one:torch"}
+
+
+def test_a_provider_whose_ranks_hang_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Its ranks are killed; others take their place, and the other providers are timed."""
+    monkeypatch.setattr(distributed_calls, "check_short", hanging_rank.check_short)
+    monkeypatch.setattr(distributed, "COMPILE", 5.0)
+    words = ("--cells", "tiny-documents", "--no-wire", "--passes", "forward")
+    code, rows = measured(tmp_path, *words, "--providers", *PROVIDERS)
+    assert code == 1
+    assert [row["provider"] for row in rows] == list(PROVIDERS[:2])
+    assert "rowmax:heads:torch: rank 0, 1: not done within 5 s" in capsys.readouterr().out
+
+
+def test_the_time_ends_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    words = ("--cells", "tiny-documents", "--no-wire", "--providers", "one:torch")
+    code, rows = measured(tmp_path, *words, "--seconds", "0.5")
+    assert (code, rows) == (1, [])  # no rank starts in half a second
+    assert "no process could start" in capsys.readouterr().out
 
 
 def shifted(rank: Rank) -> dict[str, Any]:
