@@ -1,6 +1,6 @@
 """Time attention over a sequence that several devices share, against one of them and torch's.
 
-    python -m benchmarks.distributed --devices 2 --csv two.csv        (about 150 s on 2 GPUs)
+    python -m benchmarks.distributed --devices 2 --csv two.csv        (at most 150 s)
     python -m benchmarks.distributed --devices 4 --cells causal-64k --seconds 60
     python -m benchmarks.distributed --devices 2 --device cpu         (about 10 s, tiny cells)
 
@@ -23,9 +23,9 @@ provider with a wrong result is not timed, and the exit status is 1.
     peak_mib    memory that a call adds, of the largest rank; without NCCL's buffers
     gbs         of the pass "wire": GB/s that a rank receives
 
-How long, by the operations at 690 and 620 TFLOP/s on 2 GPUs: start and kernels that compile about
-a minute in all, then a cell of up to 64k tokens 5 to 12 s, 128k 15 s, 256k 50 s, 512k 3 min, 1M
-12 min (``--long``; with --turns 1 half of it). 4 GPUs take two thirds of it.
+How long, expected from the operations at 690 and 620 TFLOP/s on 2 GPUs: start and kernels that
+compile about a minute in all, then a cell of up to 64k tokens 5 to 12 s, 128k 15 s, 256k 50 s,
+512k 3 min, 1M 12 min (``--long``; with --turns 1 half of it). 4 GPUs take two thirds of it.
 """
 
 from __future__ import annotations

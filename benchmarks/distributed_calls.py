@@ -174,7 +174,9 @@ def _of_torch(rank: Rank, cell: Cell, words: list[str]) -> Contestant:
         state: Any = private._cp_options
     except (ImportError, AttributeError) as error:
         raise UnsupportedError(f"this torch has no context_parallel: {error}") from None
-    mesh = rank.kept.setdefault("mesh", _mesh(rank))
+    if "mesh" not in rank.kept:
+        rank.kept["mesh"] = init_device_mesh(rank.device.type, (rank.size,))
+    mesh = rank.kept["mesh"]
 
     @contextlib.contextmanager
     def context(order: Tensor | None = None) -> Any:
@@ -215,10 +217,6 @@ def _of_torch(rank: Rank, cell: Cell, words: list[str]) -> Contestant:
 
     kind = "zigzag" if cell.causal else "contiguous"
     return Contestant(cell, x, attend, positions, kind, True, context)
-
-
-def _mesh(rank: Rank) -> Any:
-    return init_device_mesh(rank.device.type, (rank.size,))
 
 
 # --- programs of ranks ---------------------------------------------------------------------------

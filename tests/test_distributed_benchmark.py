@@ -197,7 +197,7 @@ def test_messages_have_sizes_of_the_cells():
 def test_checks_run_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "out.csv"
     words = ["--device", "cpu", "--out", str(out), "--repeats", "2", "--backend", "torch"]
-    only = "2 repeats: features,dropout,one rank: features,packed-,window"
+    only = "2 repeats: features,dropout,one rank: features,packed-causal,packed-window"
     assert checks.main([*words, "--only", only]) == 0
     rows = results.read(out)
     names = {row.check for row in rows}
@@ -205,7 +205,7 @@ def test_checks_run_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert {row.kind for row in rows} == {"distributed"}
     assert {row.dtype for row in rows} == {"bfloat16", "float16", "float32"}
     assert all(row.variant.startswith("2 ranks") for row in rows)
-    assert sum(row.right for row in rows) > 20
+    assert sum(row.right for row in rows) > 15
     assert "0 wrong" in capsys.readouterr().out
     assert checks.main([*words, "--only", "such a name"]) == 2
 
