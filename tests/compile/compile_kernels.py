@@ -80,13 +80,13 @@ FLOAT32 = [
 ]
 
 #: few queries of many keys: every entry of the table, and what a decode has
-_DECODE: dict[str, Any] = {"b": 1, "nq": 1, "nk": 1024, "hq": 32, "hk": 8, "d": 128}
+_DECODE: dict[str, Any] = {"b": 1, "nq": 1, "nk": 4096, "hq": 32, "hk": 8, "d": 128}
 FEW = [
     *(Case(f"{d}", **_DECODE | {"d": d}) for d in (64, 128, 256)),
-    Case("ragged", **_DECODE | {"nk": 1023}),
+    Case("ragged", **_DECODE | {"nk": 4095}),
     Case("rows", **_DECODE | {"nq": 16, "causal": True}),
     Case("one-part", **_DECODE | {"b": 128}),
-    Case("packed", hq=32, hk=8, d=128, sequences=((1, 900), (4, 700)), causal=True),
+    Case("packed", hq=32, hk=8, d=128, sequences=((1, 3000), (4, 2500)), causal=True),
     Case("terms", **_DECODE | {"causal": True, "alibi": True, "sink": True, "softcap": 10.0,
                                "lengths": (0.5,), "align": "lengths"}),
     Case("mask", **_DECODE | {"allowed": "b11k", "dropout": 0.1}),

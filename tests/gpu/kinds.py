@@ -209,9 +209,9 @@ def cases(given: Namespace) -> Iterator[Check]:
 
 @every_backend
 def few_queries(given: Namespace) -> Iterator[Check]:
-    """Yield the table with few queries of 16 times as many keys, which programs share."""
+    """Yield the table with few queries of 32 times as many keys, which programs share."""
     every = tagged(given.tag) if given.tag else COVERING if given.quick else CASES
-    for case in map(partial(with_few_queries, times=16), every):
+    for case in map(partial(with_few_queries, times=32), every):
         for dtype in ("bfloat16",) if given.quick else ("bfloat16", "float16", "float32"):
             yield Check("few-queries", case.name, dtype, "", check_case, (case, dtype, 1))
         args = "few-queries", case.name, "bfloat16", "repeats", check_repeats, (case,)

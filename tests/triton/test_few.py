@@ -196,15 +196,16 @@ def problem(b: int = 1, nq: int = 1, nk: int = 8192, **more: Any) -> Problem:
 @pytest.mark.parametrize(
     ("b", "nq", "nk", "count"),
     [
-        (1, 1, 1024, 16),  # one tile of keys each
+        (1, 1, 1024, 1),
+        (1, 1, 2048, 32),  # one tile of keys each
         (1, 1, 8192, 32),
         (1, 1, 131072, 32),
         (1, 16, 8192, 32),
-        (1, 16, 1024, 8),  # more rows write more sums
+        (1, 16, 2048, 16),  # more rows write more sums
         (4, 1, 8192, 8),
         (16, 1, 8192, 2),
         (17, 1, 8192, 8),
-        (17, 1, 1024, 2),
+        (17, 1, 2048, 4),
         (64, 1, 8192, 2),
         (128, 1, 8192, 1),
     ],
@@ -217,7 +218,7 @@ def test_number_of_parts(b: int, nq: int, nk: int, count: int) -> None:
 
 def test_parts_of_a_band_and_of_one_head() -> None:
     assert parts.visible_keys(problem(nq=2)._replace(left=1023, right=0)) == 1025
-    assert parts.parts_of(problem()._replace(left=1023, right=0)) == 16
+    assert parts.parts_of(problem()._replace(left=2047, right=0)) == 32
     assert parts.parts_of(problem()._replace(left=64, right=0)) == 1
     assert not parts.splits(problem()._replace(left=64, right=0))
     assert parts.visible_keys(problem()._replace(right=-8000)) == 192
@@ -237,13 +238,13 @@ def test_a_replay_can_repeat_the_launches(more: dict[str, Any], monkeypatch: Any
     """A forward makes empty tensors and launches two kernels, with masks as well."""
     monkeypatch.setattr(launch.Job, "run", lambda job, ptr: ran.append(job))
     ran: list[Any] = []
-    case = Case("", b=2, nq=2, nk=600, hq=4, hk=2, d=16, **more)
+    case = Case("", b=2, nq=2, nk=2100, hq=4, hk=2, d=16, **more)
     given, tensors = make(case, dtype=torch.float16).problem()
-    assert parts.parts_of(given) == 9
+    assert parts.parts_of(given) == 32
     with replay._Watch() as watch:
         few.forward(given, tensors)
     assert watch.complete
-    assert [job.grid[0] for job in ran] == [4 * 9, 16]
+    assert [job.grid[0] for job in ran] == [4 * 32, 16]
 
 
 @pytest.mark.parametrize("name", ["backward_dbias.DBIAS", "forward.FORWARD"])

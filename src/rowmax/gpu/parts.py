@@ -14,6 +14,9 @@ from ..call.problem import Problem
 #: the most rows of a kv head, queries times heads of the group, and the fewest keys that they see
 MOST_ROWS = 128
 LEAST_KEYS = 256
+#: fewer keys stay in one part: the host takes longer for a second launch than one program for them.
+#: 1024 keys, 32 heads on 8 of 128 (an H200): 16 us by Hopper's one program, 32 us in 16 parts
+LEAST_SPLIT = 2048
 #: rows of a program: the height of a wgmma
 TILE_ROWS = 64
 #: programs wanted: two for each of 132 processors, whose memory holds two. With more tiles than
@@ -39,6 +42,8 @@ def splits(problem: Problem) -> bool:
 
 def parts_of(problem: Problem) -> int:
     """Return the number of parts of the keys of a tile."""
+    if visible_keys(problem) < LEAST_SPLIT:
+        return 1
     rows = problem.nq * problem.group
     tiles = max(1, problem.batch * problem.hk * -(-rows // TILE_ROWS))
     wanted, least = PROGRAMS // tiles, LEAST_OF_PART
