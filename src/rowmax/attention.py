@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 import torch
 from torch import Tensor
 
+from .call import around
 from .call.check import Arguments
 from .call.jagged import jagged, packed
 from .call.normalize import normalized
@@ -130,6 +131,13 @@ def attention(
     if more or unexpected:
         refuse_unexpected("attention", more, unexpected)
     check_flag("return_lse", return_lse)
+    if around.used and (context := around.current()) is not None:
+        return context.attention(
+            q, k, v,
+            causal=causal, mask=mask, bias=bias, alibi=alibi, scale=scale, softcap=softcap,
+            sink=sink, dropout_p=dropout_p, seed=seed, return_lse=return_lse,
+            deterministic=deterministic, backend=backend,
+        )  # fmt: skip
     if isinstance(q, Tensor) and q.is_nested:
         pairs = _mask(mask, causal)
         sequences = packed(q, k, v, bias is not None or pairs.allowed is not None)
@@ -246,6 +254,13 @@ def attention_varlen(
     if more or unexpected:
         refuse_unexpected("attention_varlen", more, unexpected)
     check_flag("return_lse", return_lse)
+    if around.used and (context := around.current()) is not None:
+        return context.attention_varlen(
+            q, k, v, cu_seqlens_q, cu_seqlens_k,
+            causal=causal, mask=mask, bias=bias, alibi=alibi, scale=scale, softcap=softcap,
+            sink=sink, dropout_p=dropout_p, seed=seed, return_lse=return_lse,
+            deterministic=deterministic, backend=backend,
+        )  # fmt: skip
     given = arguments(
         *(q, k, v, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)),
         causal=causal,
