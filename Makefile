@@ -39,7 +39,7 @@ lint: $(STAMP) ## style, plain words, types, and which module may import which
 # operation, on the core of another part. Triton's interpreter has to be on before anything imports
 # triton: a process of its own. It is slow: float32 here, and a bias that all share; float16 and
 # tiles of every shape without the -k.
-PARTS := unit-others unit-compile unit-backward unit-emulator unit-interpreter
+PARTS := unit-files unit-compile unit-backward unit-folders unit-emulator unit-interpreter
 APART := tests/compile tests/emulator tests/hopper tests/triton
 unit: export OMP_WAIT_POLICY := passive
 unit: export OPENBLAS_NUM_THREADS := 1
@@ -47,8 +47,11 @@ unit: $(STAMP) ## the tests
 	$(MAKE) -j3 $(PARTS)
 
 .PHONY: $(PARTS)
-unit-others: $(STAMP)
-	$(BIN)/python -m pytest $(APART:%=--ignore %) $(ARGS)
+unit-files: $(STAMP)
+	$(BIN)/python -m pytest tests/test_*.py $(ARGS)
+
+unit-folders: $(STAMP)
+	$(BIN)/python -m pytest tests --ignore-glob 'tests/test_*.py' $(APART:%=--ignore %) $(ARGS)
 
 unit-compile: $(STAMP)
 	$(BIN)/python -m pytest tests/compile --ignore tests/compile/test_hopper_backward.py $(ARGS)

@@ -9,8 +9,8 @@
     python -m benchmarks --cells training --passes step --providers none cudnn flash flex rowmax
 
 ``--cells`` takes sets (sets.py) and cells as text, ``--providers`` those of
-src/rowmax/bench/providers.py. A pass is forward, backward, both, memory, host, host-both, step,
-matmul or a kernel of variants.py.
+src/rowmax/bench/providers.py. A pass is forward, backward, both, jvp, second, memory,
+jvp-memory, second-memory, host, host-both, step, matmul or a kernel of variants.py.
 
 Contestants take turns, in an order that changes from turn to turn; results are medians of the
 turns. A ratio is a peer's time over a contestant's, both of this run. Results of rowmax are
@@ -38,7 +38,8 @@ from .sets import SETS
 
 #: columns that are printed
 SHOWN = (
-    "ms", "tflops", "host_us", "peak_mib", "tokens_per_second", "ratio", "off", "local", "note"
+    "ms", "tflops", "gb_per_s", "host_us", "peak_mib", "tokens_per_second", "ratio", "off",
+    "local", "note",
 )  # fmt: skip
 
 

@@ -22,12 +22,14 @@ copyright = "2026, The rowmax authors"
 version = release = rowmax.__version__
 repository = "https://github.com/rowmax/rowmax"
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "links"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions += ["links", "mathml", "themes", "trace_page"]  # next to this file
 nitpicky = True
 #: Other documentation cannot be read without a network. The last names are records of the package
 #: that no user makes.
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|transformers|types|collections\.abc)\..*|Tensor|'\w+'"),
+    ("py:.*", r"DeviceMesh|ProcessGroup"),
     (
         "py:.*",
         r"(rowmax\..*\.)?((Call|Warmup)?Options|Problem|Job|Ids|Sizes|Wanted|Tensors|Cotangents|Noise)",
@@ -35,7 +37,10 @@ nitpick_ignore_regex = [
 ]
 
 myst_heading_anchors = 3
-myst_enable_extensions = ["html_image"]
+myst_enable_extensions = ["dollarmath", "html_image"]
+#: "$5 and $7" is no formula
+myst_dmath_allow_space = False
+html_math_renderer = "mathml"
 
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"

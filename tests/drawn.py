@@ -86,13 +86,16 @@ class Drawn:
     def call(self, device: str | torch.device = "cpu") -> Call:
         return make(self.case, device, getattr(torch, self.dtype), self.seed)
 
-    def snippet(self, backend: str, device: str) -> str:
-        """Return Python that makes the call again and prints what is wrong."""
+    def snippet(
+        self, backend: str, device: str, check: str = "wrong", module: str = "tests.drawn"
+    ) -> str:
+        """Return Python that makes the call again and prints what a check finds wrong."""
         return (
             "from rowmax.testing import Case\n"
-            "from tests.drawn import Drawn, wrong\n"
+            "from tests.drawn import Drawn\n"
+            f"from {module} import {check}\n"
             f"case = {literal(self.case)}\n"
-            f"print(wrong(Drawn(case, {self.dtype!r}, {self.seed}), {backend!r}, {device!r}))\n"
+            f"print({check}(Drawn(case, {self.dtype!r}, {self.seed}), {backend!r}, {device!r}))\n"
         )
 
     def as_json(self) -> str:

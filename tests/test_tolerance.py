@@ -80,6 +80,26 @@ def test_a_row_of_nothing_must_be_minus_infinity() -> None:
     assert "infinite" in complaints(replace(got, lse=finite), want)[0]
 
 
+@pytest.mark.parametrize(
+    ("x", "ref", "right"),
+    [
+        (math.inf, 1e5, True),
+        (math.inf, 65530.0, True),  # rounds to infinity
+        (65504.0, 65530.0, True),
+        (math.inf, 65480.0, True),  # within the error that is allowed
+        (-math.inf, 1e5, False),
+        (math.inf, 6e4, False),
+        (6e4, 1e5, False),
+    ],
+)
+def test_past_the_largest_number(x: float, ref: float, right: bool) -> None:
+    """Infinity is the rounding of a finite number past the largest one of the dtype."""
+    given = (torch.tensor([1.0, n], dtype=torch.float64) for n in (x, ref, ref))
+    got, want, std = given
+    text = rule.complaint(got.half(), want, std.half(), torch.float16)
+    assert (text is None) == right, text
+
+
 def test_float32_is_not_tf32() -> None:
     """An answer from operands of ten bits breaks the rule of float32."""
     got, want = _given(torch.float32, Case("plain"))

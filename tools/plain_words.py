@@ -53,6 +53,9 @@ _VERB = re.compile(r"[A-Z][a-z]+(?<![^s]s)\b")
 _NO_COMMENT = re.compile(r"(?:of|what|whether|who)\b", re.IGNORECASE)
 _SUBJECT = re.compile(r"(?:What|Whether|Who)\b(?![^.]*\?)")
 
+#: code and formulas of a page
+_LITERAL = re.compile(r"`[^`]*`|\$\$[^$]*\$\$|\$(?! )[^$\n]*(?<! )\$")
+
 #: decorators of functions that are read as attributes
 _PROPERTIES = {"property", "cached_property"}
 
@@ -110,10 +113,10 @@ def _paragraphs(source: str) -> Iterator[Text]:
         table = line.lstrip().startswith(("|", "#"))
         code ^= line.lstrip().startswith("```")
         if lines and (code or table or not line.strip()):
-            yield Text(first, "page", re.sub(r"`[^`]*`", "x", "\n".join(lines).replace("**", "")))
+            yield Text(first, "page", _LITERAL.sub("x", "\n".join(lines).replace("**", "")))
             lines = []
         if table and not code:
-            yield Text(n, "row", re.sub(r"`[^`]*`", "x", line))
+            yield Text(n, "row", _LITERAL.sub("x", line))
         elif not code and line.strip() and not line.lstrip().startswith("```"):
             first = first if lines else n
             lines.append(line)

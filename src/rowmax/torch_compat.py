@@ -27,6 +27,10 @@ from torch.utils._python_dispatch import (
 )
 
 try:
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:  # then calls are found by the attributes of their tensors, which takes longer
+    TensorGuards = None
+try:
     from torch._subclasses.functional_tensor import FunctionalTensor
 except ImportError:  # then torch, and not rowmax, computes torch's modules in compiled graphs
     FunctionalTensor = FakeTensor
@@ -177,6 +181,24 @@ def plain_addresses(tensors: Iterable[Tensor | None]) -> list[int] | None:
     except RuntimeError:  # a batch of ``vmap`` has no address
         return None
     return found
+
+
+def is_strided(t: Any) -> bool:
+    """Return True for a tensor of torch's own type that has strides."""
+    return type(t) in PLAIN and t.layout is torch.strided and not t.is_nested
+
+
+def likeness_of(*tensors: Tensor) -> Callable[..., bool] | None:
+    """Return a function that is True for as many other tensors like these, none of them twice.
+
+    It compares types, dtypes, devices, sizes, strides, whether gradients are recorded, and
+    dispatch keys: those of subclasses, transforms, modes and autocast. The tensors have to be
+    ``is_strided``: torch ends the process where it reads sizes of a nested one.
+    """
+    if TensorGuards is None or len({id(t) for t in tensors}) < len(tensors):
+        return None
+    found = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    return found.check
 
 
 def stands_for_numbers(t: Tensor) -> bool:

@@ -18,7 +18,7 @@ import rowmax
 from rowmax.cli.app import app
 from rowmax.cli.features import FEATURES
 
-COMMANDS = ("check", "explain", "bench", "warm", "tune")
+COMMANDS = ("check", "explain", "bench", "warm", "trace", "tune")
 
 
 def invoke(*arguments: str):

@@ -115,7 +115,12 @@ def given(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     def only(*tools: Assembler, cuda: str | None = None) -> Choice:
         by_path = {one.path: one for one in tools}
-        monkeypatch.setattr(assembler, "_given", lambda: iter(by_path))
+
+        def paths() -> Iterator[str]:
+            now = settings()["ptxas"]  # Triton's choice is what the knob says
+            return iter(dict.fromkeys([now, *by_path] if now in by_path else by_path))
+
+        monkeypatch.setattr(assembler, "_given", paths)
         monkeypatch.setattr(assembler, "release_of", by_path.get)
         monkeypatch.setattr(torch.version, "cuda", cuda)
         assembler._choice.cache_clear()
@@ -205,13 +210,13 @@ def test_threads_share_the_swap(given: Any) -> None:
     given(OLD, SOUND)
     before = settings()
     entered, leave = threading.Event(), threading.Event()
-    seen: list[str] = []
+    seen: list[Any] = []
 
     def other() -> None:
-        with assembling(90):
+        with assembling(90) as more:
             entered.set()
             leave.wait(60)
-            seen.append(settings()["ptxas"])
+            seen.extend([more, assembler.choice().usual, settings()["ptxas"]])
 
     thread = threading.Thread(target=other)
     with assembling(90):
@@ -220,7 +225,7 @@ def test_threads_share_the_swap(given: Any) -> None:
     assert settings()["ptxas"] == SOUND.path  # the other thread is still compiling
     leave.set()
     thread.join()
-    assert seen == [SOUND.path]
+    assert seen == [{"ptx_version": SOUND.ptx_version}, OLD, SOUND.path]
     assert settings() == before
 
 

@@ -383,6 +383,7 @@ _LOCAL_ERRORS: dict[str, Any] = {
     "k": lambda x: {"k": x.double()},
     "bias": lambda x: {"bias": torch.zeros(x.shape[1], 3)},
     "causal": lambda x: {"causal": 1},
+    "unexpected": lambda x: {"is_causal": True},
     "strategy": lambda x: {"strategy": "rings"},
     "mask": lambda x: {"mask": rowmax.Documents(torch.zeros(5, dtype=torch.int32))},
 }

@@ -19,6 +19,8 @@ LOCAL = {
     "bias": "bias: got shape [128, 3]; want one that broadcasts to [B, Hq, Nq, Nk] = "
     "[1, 2, 128, 384]",
     "causal": "causal: got 1; want True or False",
+    "unexpected": "attention() got an unexpected keyword argument 'is_causal'; want causal=True "
+    "(aligned bottom-right: the last query sees every key)",
     "strategy": "strategy: got 'rings'; want one of 'auto', 'keys', 'heads'",
     "mask": "mask: Documents(ids=): got shape [1, 5]; want [384] or [1, 384]",
 }

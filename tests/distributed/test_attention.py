@@ -34,7 +34,16 @@ _next = cycle(PLACES)
 COVERING_DENSE = [case for case in COVERING if not case.packed]
 _ALSO = ("empty", "lengths", "documents", "window", "rows-nq=1-", "bias", "gqa", "mqa", "strides")
 DENSE = [c for c in CASES if not c.packed and c not in COVERING_DENSE and c.name.startswith(_ALSO)]
+#: chunks whose keys begin after the first one, end before the last one, or are none
+CHUNKS = [
+    Case("sink-window", b=1, nq=400, d=16, left=40, right=9, sink=True, dropout=0.2, alibi=True),
+    Case("sink-window-longer-keys", nq=200, nk=500, hk=2, d=16, left=70, causal=True, sink=True),
+    Case("sink-nothing-seen", nq=300, d=16, right=-150, sink=True, bias="1hqk"),
+    Case("nothing-seen", nq=500, nk=200, d=16, left=30, right=-5, bias="b11k", documents="queries"),
+    Case("prefix-window", nq=400, d=16, prefix=(0.4, 0.1), left=64, sink=True, lengths=(0.9, 0.5)),
+]
 TABLE = [(case, *next(_next)) for case in (*DENSE, *COVERING_DENSE)]
+TABLE += [(case, *place) for case in CHUNKS for place in PLACES[::3]]
 DOUBLE = [(case, *next(_next)) for case in COVERING_DENSE]
 HEADS = [(case, *next(_next)) for case in COVERING_DENSE]
 HALF = [

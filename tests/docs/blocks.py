@@ -9,6 +9,10 @@ block says what it needs, and readers of the page do not see it::
 
 ``needs`` names ``cuda`` or modules, separated by commas. A block that lacks one is left out, as is
 one that is not run; the blocks after it run.
+
+A block ``text`` that follows a block ``python``, with only empty lines between them, is its output,
+character by character. ``<!-- numbers vary -->`` on the line before it marks times and rates of the
+reader's machine: its words are compared, and its numbers are not.
 """
 
 from __future__ import annotations
@@ -19,8 +23,21 @@ from typing import NamedTuple
 
 import torch
 
-_FENCE = re.compile(r"```python\s*$")
+_FENCE = re.compile(r"```(python|text)\s*$")
 _MARKER = re.compile(r"<!-- (needs|not run): (.+) -->\s*$")
+_VARY = "<!-- numbers vary -->"
+_NUMBER = re.compile(r"\s*[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
+
+#: ends the output of a block: the number of the line that closes it follows
+END = "\x00end "
+
+
+class Output(NamedTuple):
+    """The output that a page prints below a block."""
+
+    line: int  # the line of its fence
+    text: str
+    varies: bool
 
 
 class Program(NamedTuple):
@@ -29,6 +46,7 @@ class Program(NamedTuple):
     code: str  # as many lines as the page: a traceback has the page's line numbers
     ran: int
     skipped: tuple[str, ...]
+    outputs: dict[int, Output]  # by the line that closes the block
 
 
 def program_of(page: str) -> Program:
@@ -38,24 +56,78 @@ def program_of(page: str) -> Program:
         ValueError: a marker in another form, or without a block after it.
     """
     lines = page.splitlines()
-    code, skipped, ran = [""] * len(lines), [], 0
-    inside, reason = False, None
+    code, skipped, ran, outputs = [""] * len(lines), [], 0, {}
+    inside, reason, closed = "", None, None  # closed: the last line of a block that ran
     for n, line in enumerate(lines):
-        if inside:
-            inside = not line.startswith("```")
-            if inside and reason is None:
+        fence = _FENCE.match(line)
+        if inside and not line.startswith("```"):
+            if inside == "python" and reason is None:
                 code[n] = line
-        elif _FENCE.match(line):
-            inside, reason = True, _reason(lines[n - 1] if n else "")
+            elif inside == "output":
+                outputs[closed] = outputs[closed]._replace(text=outputs[closed].text + line + "\n")
+        elif inside:
+            if inside == "python" and reason is None:
+                code[n] = f"print({END!r} {str(n + 1)!r})"
+            closed = n + 1 if inside == "python" and reason is None else None
+            inside = ""
+        elif fence and fence[1] == "text" and closed is not None:
+            inside = "output"
+            outputs[closed] = Output(n + 1, "", lines[n - 1] == _VARY)
+        elif fence and fence[1] == "python":
+            inside, reason = "python", _reason(lines[n - 1] if n else "")
             if reason is None:
                 ran += 1
             else:
                 skipped.append(f"line {n + 1}: {reason}")
+        elif line.startswith("```"):
+            inside = "other"
         elif line.startswith(("<!-- needs", "<!-- not run")) and not (
-            _MARKER.match(line) and n + 1 < len(lines) and _FENCE.match(lines[n + 1])
+            _MARKER.match(line) and _opens(lines, n + 1, "python")
         ):
             raise ValueError(f"line {n + 1}: {line!r}; want '<!-- needs: NAME -->' before a block")
-    return Program("\n".join(code) + "\n", ran, tuple(skipped))
+        elif line.startswith("<!-- numbers") and not (
+            line == _VARY and closed is not None and _opens(lines, n + 1, "text")
+        ):
+            raise ValueError(f"line {n + 1}: {line!r}; want {_VARY!r} between a block and its text")
+        elif line.strip() and line != _VARY:
+            closed = None
+    return Program("\n".join(code) + "\n", ran, tuple(skipped), outputs)
+
+
+def outputs_of(printed: str) -> dict[int, str]:
+    """Return what each block printed, by the line that closes it."""
+    text, *parts = printed.split(END)
+    texts = {}
+    for part in parts:
+        end, _, following = part.partition("\n")
+        texts[int(end)] = text
+        text = following
+    return texts
+
+
+def differences(program: Program, printed: str) -> list[str]:
+    """Return a text for each output of a page that is not what its block printed."""
+    texts, found = outputs_of(printed), []
+    for end, output in program.outputs.items():
+        if end not in texts:
+            found.append(f"line {output.line}: the block above has not run")
+            continue
+        got, want = _comparable(texts[end], output.varies), _comparable(output.text, output.varies)
+        if got != want:
+            found.append(f"line {output.line}: the page has\n{output.text}, printed\n{texts[end]}")
+    return found
+
+
+def _comparable(text: str, varies: bool) -> str:
+    """Return the text without spaces at the ends of lines, and without numbers that vary."""
+    text = "\n".join(line.rstrip() for line in text.rstrip().splitlines())
+    return _NUMBER.sub(" 0", text) if varies else text
+
+
+def _opens(lines: list[str], n: int, kind: str) -> bool:
+    """Return True if line n opens a block of this kind."""
+    fence = _FENCE.match(lines[n]) if n < len(lines) else None
+    return fence is not None and fence[1] == kind
 
 
 def _reason(before: str) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 import zlib
@@ -13,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-for library in ("sphinx", "myst_parser", "furo"):
+for library in ("sphinx", "myst_parser", "furo", "latex2mathml"):
     pytest.importorskip(library)
 
 ROOT = Path(__file__).parents[2]
@@ -21,6 +22,7 @@ PACKAGE = ROOT / "src" / "rowmax"
 #: the modules whose ``__all__`` is public
 PUBLIC = [
     PACKAGE / "__init__.py",
+    PACKAGE / "distributed" / "__init__.py",
     PACKAGE / "testing" / "__init__.py",
     *sorted((PACKAGE / "integrations").glob("*/__init__.py")),
 ]
@@ -133,3 +135,66 @@ def test_a_signature_shows_the_keywords(site: Path):
     text = (site / "reference" / "attention.html").read_text(encoding="utf-8")
     assert "softcap" in text
     assert "CallOptions" not in text
+
+
+def test_the_page_of_rowmax_trace_is_built_and_linked(site: Path):
+    page = Page((site / "command_line.html").read_text(encoding="utf-8"))
+    assert "_static/trace.html" in page.links
+    text = (site / "_static" / "trace.html").read_text(encoding="utf-8")
+    assert "<title>Attention, tile by tile</title>" in text
+    assert '"masks":[{"name":"none"' in text
+
+
+def test_formulas_are_mathml(site: Path):
+    pages = sorted((site / "derivation").glob("[0-9]*.html"))
+    assert len(pages) >= 5
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        assert text.count("<math ") > 20
+        prose = re.sub(r"<(pre|code|script)\b.*?</\1>", "", text, flags=re.S)
+        assert "$" not in prose
+
+
+def test_no_page_loads_a_script_of_the_network(site: Path):
+    for page in site.rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        assert re.findall(r"<script[^>]*src=\"(?:https?:)?//[^\"]*", text) == []
+
+
+def test_pictures_have_a_light_and_a_dark_image(site: Path):
+    text = (site / "derivation" / "01_memory.html").read_text(encoding="utf-8")
+    for mode in ("light", "dark"):
+        assert re.search(rf'class="only-{mode}" src="\.\./_images/roofline-{mode}\.svg"', text)
+    assert "<picture>" not in text
+
+
+# --- the extension ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mathml(monkeypatch: pytest.MonkeyPatch):
+    """Return the function that converts a formula."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    from mathml import mathml as convert
+
+    monkeypatch.delitem(sys.modules, "mathml")
+    return convert
+
+
+def test_a_formula_is_converted(mathml):
+    element = mathml(r"\begin{aligned} m &= -\infty \\ l &= \log z \end{aligned}", "block")
+    assert element.startswith("<math ")
+    assert 'display="block"' in element
+    assert element.count("<mtr>") == 2
+    assert "<mi>&#x0221E;</mi>" in element
+    assert re.search(r'<mi>log</mi><mspace width="[^"]+" /><mi>z</mi>', element)
+
+
+def test_the_name_of_an_operator_has_no_spaces(mathml):
+    assert "<mo>" not in mathml(r"\operatorname{diag}")
+
+
+@pytest.mark.parametrize("tex", [r"a \nosuch b", r"\begin{nosuch} a & b \end{nosuch}"])
+def test_a_formula_that_cannot_be_converted_is_an_error(mathml, tex: str):
+    with pytest.raises(ValueError, match="has no MathML"):
+        mathml(tex)

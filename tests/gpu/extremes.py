@@ -5,6 +5,7 @@ Each function returns what is wrong with a backend on a device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ LARGE = ("more_elements_than_31_bits", "bias_of_more_elements_than_31_bits", "li
 #: the other checks, slow ones first
 SMALL = (
     "cuda_graph",
+    "cuda_graph_of_tangents",
     "offsets_out_of_range",
     "unseen_nan",
     "padding_after_the_last_sequence",
@@ -123,22 +125,53 @@ def cuda_graph(backend: str, device: str) -> list[str]:
         more = torch.autograd.grad(packed, leaves, leaves[0].detach())
         return (out, *grads, packed, *more)  # pyright: ignore
 
-    both()
+    def change() -> None:
+        for t in (q, k, v):
+            t.copy_(_normal(*t.shape, seed=int(t.numel()) + 5))
+        cu.copy_(torch.tensor([0, 400, 410, 1000]))
+
+    return _replayed(both, change)
+
+
+def cuda_graph_of_tangents(backend: str, device: str) -> list[str]:
+    """Capture a forward, its tangent, a backward, and a backward of the backward."""
+    if backend != "triton":
+        return []
+    q, k, v, *along = (_normal(2, 300, 4, 64, seed=s) for s in range(6))
+
+    def attend(*qkv: Tensor) -> Tensor:
+        return rowmax.attention(*qkv, causal=True, backend=backend, deterministic=True)  # pyright: ignore
+
+    def both() -> tuple[Tensor, ...]:
+        out, tout = torch.func.jvp(attend, (q, k, v), tuple(along))
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        first = torch.autograd.grad(attend(*leaves), leaves, along[0], create_graph=True)
+        return (out, tout, *first, *torch.autograd.grad(first, leaves, along))
+
+    def change() -> None:
+        for n, t in enumerate((q, k, v, *along)):
+            t.copy_(_normal(*t.shape, seed=n + 50))
+
+    return _replayed(both, change)
+
+
+def _replayed(call: Callable[[], tuple[Tensor, ...]], change: Callable[[], None]) -> list[str]:
+    """Return how a captured call, replayed after a change of its inputs, differs from a new one."""
+    for _ in range(3):  # the third repeats recorded launches
+        call()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        both()
+        call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = both()
-    for t in (q, k, v):
-        t.copy_(_normal(*t.shape, seed=int(t.numel()) + 5))
-    cu.copy_(torch.tensor([0, 400, 410, 1000]))
+        captured = call()
+    change()
     graph.replay()
     torch.cuda.synchronize()
     return [
         f"output {n} of a replay differs from a call"
-        for n, (a, b) in enumerate(zip(captured, both(), strict=True))
+        for n, (a, b) in enumerate(zip(captured, call(), strict=True))
         if not torch.equal(a, b)
     ]
 

@@ -3,7 +3,7 @@
     python -m tests.gpu.random_search --minutes 8 --seed 0 --out random_search.csv
     python -m tests.gpu.random_search --tangents --minutes 8 --backend triton
     python -m tests.gpu.random_search --shrink failures.txt --minutes 6
-    python -m tests.gpu.random_search --cells failures.txt
+    python -m tests.gpu.random_search --cells failures.txt  # with --tangents where they are of it
     python -m tests.gpu.random_search --memcheck 300 --processes 12 --out memcheck.csv
 
 ``tests/drawn.py`` draws everything that a call can vary. Most of the time goes into compiling, so
@@ -178,8 +178,8 @@ def second_wrong(drawn: Drawn, backend: str, device: str) -> list[str]:
     return [text for text in found if sum(text.split(":")[0] in names for names in again) > 3]
 
 
-def run_call(drawn: Drawn, backend: str, device: str) -> Iterator[Report]:
-    yield judged(drawn, backend, device, wrong)
+def run_call(drawn: Drawn, backend: str, device: str, check: CheckCall) -> Iterator[Report]:
+    yield judged(drawn, backend, device, check)
 
 
 # --- the search --------------------------------------------------------------------------------
@@ -253,13 +253,13 @@ class Search:
         key = f"{group.seed} {report.kind}"
         if all(other != key for other, *_ in self.failed):  # a group's failures are often alike
             print(report.kind.upper(), group.dtype, group.backend, *report.texts, flush=True)
-            print(report.drawn.snippet(group.backend, group.device), flush=True)
+            print(snippet(self.given, report.drawn, group.backend), flush=True)
         self.failed.append((key, group.backend, report.drawn, report.texts))
 
     def tell(self) -> None:
         given, seconds = self.given, time.time() - self.begin
         write_counts(given.out, "random-search", self.counts, given.device, seconds)
-        write_failures(given.failures, self.failed, given.device)
+        write_failures(given, self.failed)
         calls, kernels = sum(c.calls for c in self.counts.values()), self.pool.kernels
         rate = f", {calls / kernels:.1f} calls a kernel" if kernels else ""
         print(f"{seconds:.0f} s: {calls} calls, {kernels} kernels{rate}")
@@ -296,13 +296,24 @@ def write_counts(
     results.write(path, rows)
 
 
-def write_failures(path: Path, failed: list[Any], device: str) -> None:
+def write_failures(given: argparse.Namespace, failed: list[Any]) -> None:
     """Write Python for each failure, and the line that ``--shrink`` reads."""
-    with path.open("w") as file:
+    with given.failures.open("w") as file:
         for key, backend, drawn, texts in failed[:MOST_WRITTEN]:
             notes = "".join(f"# {line}\n" for text in texts for line in text.splitlines())
-            file.write(f"# group {key}, {backend} on {device}\n{notes}")
-            file.write(f"# drawn {backend} {drawn.as_json()}\n{drawn.snippet(backend, device)}\n")
+            file.write(f"# group {key}, {backend} on {given.device}\n{notes}")
+            file.write(f"# drawn {backend} {drawn.as_json()}\n{snippet(given, drawn, backend)}\n")
+
+
+def check_of(given: argparse.Namespace) -> CheckCall:
+    return second_wrong if given.tangents else wrong
+
+
+def snippet(given: argparse.Namespace, drawn: Drawn, backend: str) -> str:
+    """Return Python that makes a call again and checks it as the search does."""
+    check = check_of(given)
+    module = "tests.gpu.random_search" if given.tangents else "tests.drawn"
+    return drawn.snippet(backend, given.device, check.__name__, module)
 
 
 def listed(path: Path) -> list[tuple[str, str, Drawn]]:
@@ -321,31 +332,38 @@ def listed(path: Path) -> list[tuple[str, str, Drawn]]:
 
 
 def each_alone(
-    calls: list[tuple[Drawn, str]], device: str, processes: int, limit: float
+    calls: list[tuple[Drawn, str]],
+    device: str,
+    processes: int,
+    limit: float,
+    check: CheckCall = wrong,
 ) -> Iterator[tuple[Drawn, str, str]]:
     """Yield (call, backend, its result) as they come."""
-    jobs = [Job((drawn, backend, device), fresh=True) for drawn, backend in calls]
+    jobs = [Job((drawn, backend, device, check), fresh=True) for drawn, backend in calls]
     for event in Pool(run_call, processes, limit, device).run(jobs):
         if event is not None and event.kind != "end":
-            drawn, backend, _ = event.job.args
+            drawn, backend, *_ = event.job.args
             if event.kind == "fault":
                 yield drawn, backend, f"fault {event.value}"
             else:
                 yield drawn, backend, " ".join([event.value.kind, *event.value.texts])
 
 
-def in_a_child(drawn: Drawn, backend: str, device: str, limit: float) -> str:
+def in_a_child(given: argparse.Namespace, drawn: Drawn, backend: str) -> str:
     """Return the result of a call in a process of its own, which may die or hang."""
-    return next(result for *_, result in each_alone([(drawn, backend)], device, 1, limit))
+    calls = [(drawn, backend)]
+    found = each_alone(calls, given.device, 1, given.limit, check_of(given))
+    return next(result for *_, result in found)
 
 
 def cells(given: argparse.Namespace) -> int:
     """Run every call of a file of failures again; return 1 if one is not right."""
     calls = [(drawn, backend) for _, backend, drawn in listed(given.cells)]
-    bad = 0
-    for drawn, backend, result in each_alone(calls, given.device, given.processes, given.limit):
+    bad, check = 0, check_of(given)
+    found = each_alone(calls, given.device, given.processes, given.limit, check)
+    for drawn, backend, result in found:
         bad += not result.startswith("right")
-        print(f"{result}\n{drawn.snippet(backend, given.device)}", flush=True)
+        print(f"{result}\n{snippet(given, drawn, backend)}", flush=True)
     print(f"{len(calls)} calls, {bad} not right")
     return int(bad > 0)
 
@@ -361,13 +379,13 @@ def shrink(given: argparse.Namespace) -> int:
         name, (backend, drawn) = item
 
         def result(other: Drawn) -> str:
-            return in_a_child(other, backend, given.device, given.limit)
+            return in_a_child(given, other, backend)
 
         def fails(other: Drawn) -> bool:
             return time.time() < end and result(other).startswith(("wrong", "fault"))
 
         small = reduced(drawn, fails)
-        text = small.snippet(backend, given.device)
+        text = snippet(given, small, backend)
         print(f"{name}\n# {result(small)}\n{text}", flush=True)
 
     with ThreadPoolExecutor(given.processes) as pool:
@@ -504,8 +522,7 @@ def main() -> int:
     given = arguments()
     if given.one is not None:
         warnings.simplefilter("ignore")
-        check = second_wrong if given.tangents else wrong
-        report = judged(from_json(given.one), given.backends[0], given.device, check)
+        report = judged(from_json(given.one), given.backends[0], given.device, check_of(given))
         print(report.kind, *report.texts, flush=True)
         return int(report.kind in FAILURES)
     if given.cells is not None:
@@ -516,7 +533,7 @@ def main() -> int:
         return sanitized(given)
     if given.memcheck is not None:
         return memcheck(given)
-    search = Search(given, second_wrong if given.tangents else wrong)
+    search = Search(given, check_of(given))
     search.run()
     return int(search.bad > 0)
 

@@ -71,7 +71,8 @@ def test_the_wheel_holds_the_package_alone(built: Built):
         names = set(archive.namelist())
     wanted = {str(f.relative_to(PACKAGE.parent)) for f in PACKAGE.rglob("*.py")}
     found = {name for name in names if ".dist-info/" not in name}
-    assert found == wanted | {"rowmax/py.typed"}
+    page = {f"rowmax/trace/page.{kind}" for kind in ("html", "css", "js")}
+    assert found == wanted | page | {"rowmax/py.typed"}
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
     assert built.wheel.name.endswith("-py3-none-any.whl")
 
@@ -219,6 +220,13 @@ def test_the_command_line_of_the_installed_wheel(site: Path, command: tuple[str,
     program = [site / command[0], *command[1:]]
     shown = run(*program, "explain", "-n", "256", "--causal", "--device", "cpu", cwd=site).stdout
     assert "causal" in shown
+
+
+def test_the_page_of_the_installed_wheel(site: Path):
+    code = f"{_PLAIN}\nfrom rowmax.trace import Setting, page; print(page(Setting(queries=8)))"
+    done = run(site / "bin" / "python", "-W", "error", "-c", code, cwd=site)
+    assert done.stdout.startswith("<!doctype html>")
+    assert "{{" not in done.stdout
 
 
 def test_the_command_line_without_its_extra(site: Path):

@@ -20,6 +20,7 @@ from rowmax.cpu import rules  # noqa: E402
 
 FLOATS = {np.float32: 1e-5, np.float64: 1e-13}
 NUMBERS = st.lists(st.floats(-8.0, 8.0, width=32), min_size=4, max_size=4)
+WEIGHTS = st.one_of(st.just(0.0), st.floats(0.5, 8.0, width=32))
 WORDS = st.integers(0, 2**32 - 1)
 
 # each compiled rule, the plain one, and how many numbers they take
@@ -31,7 +32,6 @@ RULES = {
     "with_sink": (softmax.with_sink, 3),
     "score_gradient": (softmax.score_gradient, 3),
     "out_tangent": (tangent.out_tangent, 3),
-    "tangent_base": (lambda *x: tangent.tangent_base(*map(np.float64, x)), 4),
 }
 
 
@@ -56,6 +56,18 @@ def _checked(name: str, numbers: list[float], real: type) -> None:
 @settings(deadline=None)
 def test_numbers(name: str, real: type, numbers: list[float]) -> None:
     _checked(name, numbers, real)
+
+
+@pytest.mark.parametrize("real", FLOATS)
+@given(weights=st.tuples(WEIGHTS, WEIGHTS), means=NUMBERS)
+@settings(deadline=None)
+def test_base_of_tangents(real: type, weights: tuple[float, float], means: list[float]) -> None:
+    """The base is the mean of s' over all tiles, whatever it was before."""
+    (l, tile_l), (mean, tile_mean, r, _) = weights, means
+    given = [real(x) for x in (l, l * (mean - r), tile_l, tile_l * tile_mean, r)]
+    got = from_python(rules.tangent_base)(*given)
+    want = (l * mean + tile_l * tile_mean) / (l + tile_l) if l + tile_l else r
+    assert math.isclose(got, want, rel_tol=FLOATS[real], abs_tol=8 * FLOATS[real])
 
 
 @pytest.mark.parametrize("real", FLOATS)

@@ -11,7 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from rowmax.call.inputs import Gradients, Tensors
+from rowmax.call import dispatch
+from rowmax.call.inputs import (
+    Cotangents,
+    Gradients,
+    Options,
+    Tangents,
+    Tensors,
+    Wanted,
+    WantedSecond,
+)
 
 pytest.importorskip("triton")
 
@@ -131,6 +140,61 @@ def test_other_calls_are_not_recorded(what: str) -> None:
     results, again = replay.record(run, inputs())
     assert again is False
     assert isinstance(results[0], Tensor)
+
+
+@pytest.mark.parametrize("kind", ["tangent", "tangent_backward"])
+def test_second_order_is_repeated(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tangents and cotangents are tensors of a record, as the inputs are."""
+    launch, runs = Launch(), []
+
+    class Backend:
+        record = staticmethod(replay.record)
+
+        @staticmethod
+        def tangent(problem: Any, tensors: Tensors, tangents: Tangents) -> tuple[Tensor, ...]:
+            runs.append(kind)
+            made = tuple(tensors.q.new_empty(n + 1) for n in range(4))
+            launch((*made, tensors.q, tangents.k))
+            return made
+
+        @staticmethod
+        def tangent_backward(*given: Any) -> tuple[Gradients, Gradients]:
+            _, tensors, tangents, out, _, _, tlse, cotangents, _ = given
+            runs.append(kind)
+            dq, dtv = (x.new_empty(x.shape) for x in (tensors.q, tangents.v))
+            launch((dq, dtv, tensors.q, tangents.k, out, tlse, cotangents.tout))
+            return Gradients(q=dq), Gradients(v=dtv)
+
+    class Plan:
+        first = Backend
+
+    monkeypatch.setattr(dispatch, "choose", lambda *_: Plan)
+    call = dispatch.Prepared(Options(1.0), None)  # pyright: ignore
+    every = Wanted(*(True,) * 6)
+
+    def once(gap: int = 0) -> None:
+        tensors = inputs()
+        tangents = Tangents(k=torch.randn(2, 4, 2, 8 + gap)[..., :8], v=torch.randn(2, 4, 2, 8))
+        rows = [torch.randn(n + 1) for n in range(4)]
+        read = [tensors.q, tangents.k]
+        if kind == "tangent":
+            found: Any = call.tangent(tensors, tangents)
+            made = list(found)
+        else:
+            cotangents = Cotangents(tout=torch.randn(5))
+            wanted = WantedSecond(every, every)
+            found = call.tangent_backward(tensors, tangents, rows, cotangents, wanted)
+            made, read = [found[0].q, found[1].v], [*read, rows[0], rows[3], cotangents.tout]
+            assert found[1].q is None
+        if launch.repeated:
+            assert launch.repeated[-1][0] == [x.data_ptr() for x in (*made, *read)]
+
+    for _ in range(4):
+        once()
+    assert (len(runs), len(launch.repeated)) == (2, 2)  # run, run and recorded, repeated twice
+    launch.repeated.clear()
+    once(gap=8)  # other strides are another call
+    assert (len(runs), len(launch.repeated)) == (3, 0)
 
 
 def test_a_record_that_was_dropped_repeats_nothing() -> None:

@@ -95,10 +95,11 @@ class Worker:
 
     def first_run(self, ready: Ready) -> dict[str, Any]:
         """Run a call for the first time, which compiles its kernels; return facts about it."""
-        if ready.task.what == "memory" and self.device == "cpu":
+        if ready.task.what.endswith("memory") and self.device == "cpu":
             # compile and start threads, but do not touch the memory of the call itself
             short = replace(ready.task.cell, n=256)
-            self.made(Task(short, "both", ready.task.provider)).call()
+            what = ready.task.what.removesuffix("memory").rstrip("-") or "both"
+            self.made(Task(short, what, ready.task.provider)).call()
         else:
             ready.call()
         return {}
@@ -106,7 +107,7 @@ class Worker:
     def turn(self, name: str) -> float:
         """Return milliseconds, or MiB of a memory pass."""
         call, what = self.ready[name].call, self.ready[name].task.what
-        if what == "memory":
+        if what.endswith("memory"):
             return (timing.process_mib if self.device == "cpu" else timing.device_mib)(call)
         if what.startswith("host"):
             return timing.host_milliseconds(call)
@@ -129,7 +130,7 @@ class Worker:
         drawn = cell.dropout and not name.startswith("rowmax")  # weights of its own
         if what not in PASSES or name == "none" or drawn:
             return ()
-        dense = cell.b * cell.hq * cell.n**2 <= DENSE[self.device]
+        dense = cell.b * cell.hq * cell.queries * cell.n <= DENSE[self.device]
         return (*self.others(task), "rowmax:reference") if dense else self.others(task)
 
     def others(self, task: Task) -> tuple[str, ...]:
@@ -184,8 +185,8 @@ class Worker:
             if graded and cell.dbias and chosen.dbias:
                 wanted.append(x.bias.requires_grad_())  # pyright: ignore
         attend = chosen.make(cell, x)
-        if what in ("jvp", "second"):
-            return Ready(task, along(what, attend, leaves, dout), chosen.heads_first)
+        if (second := what.removesuffix("-memory")) in ("jvp", "second"):
+            return Ready(task, along(second, attend, leaves, dout), chosen.heads_first)
         out = attend(*leaves) if what == "backward" else None
 
         def call() -> Any:

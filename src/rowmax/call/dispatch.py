@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
 from importlib import import_module
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
@@ -43,9 +44,11 @@ PLAIN_OPERATIONS = ("reference",)
 class Backend(Protocol):
     """The functions that the module of a backend has.
 
-    It may have those of ``SecondOrder``, and three more. ``lacks(problem, call) -> dict[str, str]``
+    It may have those of ``SecondOrder``, and four more. ``lacks(problem, call) -> dict[str, str]``
     names the results that it does not compute of a call that ``supports`` accepts, each with the
     reason.
+    ``defers(problem, call) -> str | None`` returns why the next backend that can takes a call that
+    ``supports`` accepts, unless this one is named: another computes it faster.
     ``notes(problem, call) -> list[str]`` returns sentences that ``explain`` prints below a job.
     ``record(run, given)`` returns the results of ``run(given)``, and a function that repeats its
     launches for tensors like these or returns None. In its place it returns False if such calls
@@ -181,7 +184,7 @@ class Prepared:
         """Return the wanted gradients."""
         given = (*tensors, out, lse, dout, dlse)
         # a hook on saved tensors may return others than the forward had
-        key = (wanted, *[None if x is None else (x.data_ptr() & 15, x.stride()) for x in given])
+        key = (wanted, *_placed(given))
         again = self._again.get(key)
         found = again(given) if callable(again) else None
         if found is not None:
@@ -197,7 +200,13 @@ class Prepared:
     def tangent(self, tensors: Tensors, tangents: Tangents) -> tuple[Tensor, ...]:
         """Return (out, lse, tout, tlse)."""
         backend: Any = choose(self.problem, "tangent", self.options.backend).first
-        return backend.tangent(self.problem, tensors, tangents)
+        split = len(tensors)
+
+        def run(given: tuple[Any, ...]) -> tuple[Tensor, ...]:
+            parts = Tensors(*given[:split]), Tangents(*given[split:])
+            return backend.tangent(self.problem, *parts)
+
+        return self._again_or_run(("tangent",), backend, run, (*tensors, *tangents))
 
     def tangent_backward(
         self,
@@ -209,8 +218,31 @@ class Prepared:
     ) -> tuple[Gradients, Gradients]:
         """Return the wanted gradients, from the results of ``tangent``."""
         backend: Any = choose(self.problem, "tangent_backward", self.options.backend).first
-        given = (tensors, tangents, *results, cotangents, wanted)
-        return backend.tangent_backward(self.problem, *given)
+        parts = (tuple(tensors), tuple(tangents), tuple(results), tuple(cotangents))
+        stops = tuple(accumulate(map(len, parts)))
+
+        def run(given: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
+            inputs, along, rows, cots = (
+                given[stop - len(part) : stop] for part, stop in zip(parts, stops, strict=True)
+            )
+            found = backend.tangent_backward(
+                self.problem, Tensors(*inputs), Tangents(*along), *rows, Cotangents(*cots), wanted
+            )
+            return (*found[0], *found[1])
+
+        key = ("tangent_backward", wanted)
+        flat = self._again_or_run(key, backend, run, sum(parts, ()))
+        half = len(Gradients._fields)
+        return Gradients(*flat[:half]), Gradients(*flat[half:])
+
+    def _again_or_run(
+        self, kind: tuple[Any, ...], backend: Backend, run: Callable[[Any], Any], given: Any
+    ) -> Any:
+        """Return the results of a call of second order: repeated, or computed by ``run``."""
+        key = (*kind, *_placed(given))
+        again = self._again.get(key)
+        found = again(given) if callable(again) else None
+        return self._run(key, backend, run, given) if found is None else found
 
     def _run(self, key: Any, backend: Backend | None, run: Callable[[Any], Any], given: Any) -> Any:
         record = getattr(backend, "record", None)
@@ -223,6 +255,11 @@ class Prepared:
             return run(given)
         results, self._again[key] = record(run, given)
         return results
+
+
+def _placed(given: Iterable[Tensor | None]) -> list[Any]:
+    """Return the strides of each tensor and where it begins, past a boundary of 16 bytes."""
+    return [None if x is None else (x.data_ptr() & 15, x.stride()) for x in given]
 
 
 _prepared: dict[Any, Prepared] = {}
@@ -264,6 +301,8 @@ def choose(problem: Problem, call: Call, name: str | None = None) -> Plan:
         if not missing or (name is None and candidate in _BY_NAME_ONLY):
             continue
         reason = refusal(candidate, problem, call)
+        if reason is None and name is None:
+            reason = deferral(candidate, problem, call)
         if reason is not None:
             refusals[candidate] = reason
             continue
@@ -353,6 +392,12 @@ def refusal(name: str, problem: Problem, call: Call) -> str | None:
     if getattr(backend, call, None) is None:
         return _NO_SECOND_ORDER
     return backend.supports(problem, call)
+
+
+def deferral(name: str, problem: Problem, call: Call) -> str | None:
+    """Return why a backend leaves a call that it can compute to the next one, or None."""
+    found = getattr(_load(name), "defers", None)
+    return None if found is None else found(problem, call)
 
 
 @lru_cache(maxsize=16)  # the warning comes once

@@ -19,6 +19,7 @@ from .check_table import check_table
 from .checks import run_checks
 from .options import DTYPES, Backend, Device, Seed, check_backend, fields_as_options, find_device
 from .progress import Progress
+from .trace import TraceSpec, run_trace
 from .warm import WarmSpec, run_warm
 
 app = typer.Typer(
@@ -109,6 +110,18 @@ def warm(spec: WarmSpec) -> None:
     """
     with _errors_of_options():
         run_warm(spec, console)
+
+
+@app.command(epilog="Example: rowmax trace -n 32 --block-q 8 --mask window --window 9,0 --open")
+@fields_as_options(TraceSpec)
+def trace(spec: TraceSpec) -> None:
+    """Write a page that shows a small problem being computed tile by tile.
+
+    One HTML file, without a network: the forward and both loops of the backward under five masks,
+    step by step, with the numbers of a row next to the dense softmax.
+    """
+    with _errors_of_options():
+        run_trace(spec, console)
 
 
 @app.command(epilog="Example: rowmax tune --heads 64,128 --dtype bfloat16")

@@ -193,23 +193,21 @@ def product_tangents(call, to, queries, keys, part, n, like):
 def tangent_step(P, T, sums, r, both, natural):
     """Replace scores by exponentials and s' by ``P (s' - base)``; scale and add to the sums.
 
-    ``both`` is a row of O and of tO. The base moves to the mean of a tile that outweighs those
-    before it: distances under ALiBi differ by thousands from tile to tile.
+    ``both`` is a row of O and of tO.
     """
     before = sums.l[r]
     alpha = softmax_step(P, sums.m, sums.l, r, both, natural)
     before *= alpha
     sums.tl[r] *= alpha
     here = sums.l[r] - before
-    if here > before:  # else the rule keeps the base
-        base = tangent_base(before, here, weighted(P, T), sums.base[r])
-        shift = sums.base[r] - base
-        if shift != 0:
-            sums.base[r] = base
-            sums.tl[r] += shift * before
-            half = both.size // 2
-            for x in range(half if before > 0 else 0):
-                both[half + x] += shift * both[x]
+    base = tangent_base(before, sums.tl[r], here, weighted(P, T), sums.base[r])
+    shift = sums.base[r] - base
+    if shift != 0:
+        sums.base[r] = base
+        sums.tl[r] += shift * before
+        half = both.size // 2
+        for x in range(half if before > 0 else 0):
+            both[half + x] += shift * both[x]
     sums.tl[r] += weigh(P, T, sums.base[r])
 
 

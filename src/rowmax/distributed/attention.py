@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..attention import arguments
+from ..attention import CallOptions, arguments
 from ..call.check import Arguments, Shape, check, check_tensors
 from ..call.inputs import Options, Tensors
 from ..call.normalize import normalized
-from ..errors import bad, check_flag, wrong_type
+from ..errors import bad, check_flag, refuse_unexpected, wrong_type
 from ..masks import Mask
 from ..operators.autograd import attend as attend_here
 from .agreement import refuse_together
@@ -26,9 +26,7 @@ from .strategies import chosen
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..attention import CallOptions
-
-Mesh = DeviceMesh | ProcessGroup | None
+_OPTIONS = frozenset(CallOptions.__annotations__)
 
 
 def attention(
@@ -36,7 +34,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    mesh: Mesh = None,
+    mesh: DeviceMesh | ProcessGroup | None = None,
     layout: Layout,
     k_layout: Layout | None = None,
     strategy: str = "auto",
@@ -106,6 +104,9 @@ def _normalized(
     Raises:
         TypeError, ValueError: naming the argument, what it got and what it accepts.
     """
+    unexpected = {name: x for name, x in options.items() if name not in _OPTIONS}
+    if unexpected:
+        refuse_unexpected("attention", (), unexpected)
     strategy, reduce_replicated, return_lse = flags
     check_flag("return_lse", return_lse)
     check_flag("reduce_replicated", reduce_replicated)

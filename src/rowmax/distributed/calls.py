@@ -33,7 +33,7 @@ class ShardedCall(NamedTuple):
     queries: Layout
     keys: Layout
     group: Group
-    #: what ranks agreed on: "own", "one" row for all queries, "either" (ranks of one query), "none"
+    #: agreed by all ranks: "own", "one" row for all queries, "either" (ranks of one query), "none"
     bias_rows: str = "none"
     mask_rows: str = "none"
 

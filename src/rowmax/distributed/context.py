@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..call import around
 from ..errors import bad, check_flag, wrong_type
 from ..masks import Mask, as_mask
 from .agreement import refuse_together
-from .attention import Mesh, attention, check_layouts
+from .attention import attention, check_layouts
 from .groups import Group, group_of
 from .layout import Layout
 from .strategies import chosen
@@ -38,7 +40,7 @@ class Context:
         reduce_replicated: of every call.
     """
 
-    mesh: Mesh
+    mesh: DeviceMesh | ProcessGroup | None
     layout: Layout | None
     k_layout: Layout | None = None
     mask: Mask | None = None
@@ -119,7 +121,7 @@ class Context:
 
 
 def context_parallel(
-    mesh: Mesh,
+    mesh: DeviceMesh | ProcessGroup | None,
     layout: Layout | None,
     *,
     k_layout: Layout | None = None,

@@ -122,8 +122,10 @@ class Layout:
 
         >>> import torch, rowmax
         >>> documents = rowmax.Documents(cu_seqlens=torch.tensor([0, 1536, 2048]))
-        >>> Layout.balanced(documents & rowmax.Causal(), 2048, 2, chunk=512).imbalance(documents)
-        1.0
+        >>> mask = documents & rowmax.Causal()
+        >>> layout = Layout.balanced(mask, 2048, 2, chunk=256)
+        >>> layout.lengths, round(layout.imbalance(mask), 2)
+        ((1024, 1024), 1.0)
         """
         n, ranks = _sizes(n, ranks)
         size = _chunk_size(n, ranks, _at_least("chunk", chunk, 1))

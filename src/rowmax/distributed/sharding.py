@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import bad, check_dense, wrong_type
 from ..masks import as_int
@@ -17,7 +19,6 @@ from ..operators.functions import Along, Function, redispatch, register, unpacke
 from ..operators.library import LIBRARY
 from ..torch_compat import DispatchKeySet, any_requires_grad, single_level_autograd
 from .agreement import agree, digest, refuse_together
-from .attention import Mesh
 from .calls import layout_of
 from .collectives import all_gather
 from .groups import Group, group_named, group_of
@@ -27,7 +28,9 @@ LIBRARY.define("shard(Tensor x, int dim, str group, str layout) -> Tensor")
 LIBRARY.define("unshard(Tensor x, int dim, str group, str layout) -> Tensor")
 
 
-def shard(x: Tensor, layout: Layout, mesh: Mesh = None, dim: int = 1) -> Tensor:
+def shard(
+    x: Tensor, layout: Layout, mesh: DeviceMesh | ProcessGroup | None = None, dim: int = 1
+) -> Tensor:
     """Return this rank's rows of a tensor that all ranks hold, along ``dim``.
 
     Differentiable to any order: the derivative is ``unshard``, so every rank runs the backward.
@@ -46,7 +49,9 @@ def shard(x: Tensor, layout: Layout, mesh: Mesh = None, dim: int = 1) -> Tensor:
     return torch.ops.rowmax.shard(x, axis, group.name, layout.text)
 
 
-def unshard(x: Tensor, layout: Layout, mesh: Mesh = None, dim: int = 1) -> Tensor:
+def unshard(
+    x: Tensor, layout: Layout, mesh: DeviceMesh | ProcessGroup | None = None, dim: int = 1
+) -> Tensor:
     """Return the whole tensor, on every rank, from the rows of all ranks.
 
     Differentiable to any order: the derivative is ``shard``. Args are those of ``shard``; x has

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..call.check import number
 from ..errors import bad, check_integers, wrong_type
@@ -13,7 +15,7 @@ from ..masks import Causal, Documents, Mask, as_mask
 from ..rules.mask import ids_of_offsets
 from ..torch_compat import values_are_readable
 from .agreement import refuse_together
-from .attention import Mesh, attention
+from .attention import attention
 from .groups import group_of
 from .layout import Layout
 
@@ -27,7 +29,7 @@ def attention_varlen(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     *,
-    mesh: Mesh = None,
+    mesh: DeviceMesh | ProcessGroup | None = None,
     layout: Layout,
     k_layout: Layout | None = None,
     mask: Mask | None = None,

@@ -59,6 +59,12 @@ class Choice(NamedTuple):
         return self.taken is not None and self.taken != self.usual
 
 
+_lock = threading.Lock()
+_kept: dict[str, Any] = {}
+_threads = 0  # that compile
+_entered: Choice | None = None  # theirs
+
+
 @lru_cache(maxsize=64)
 def release_of(path: str) -> Assembler | None:
     """Return the assembler at a path, or None if none runs there."""
@@ -72,6 +78,14 @@ def release_of(path: str) -> Assembler | None:
 
 def choice() -> Choice:
     """Return the first sound ptxas: Triton's choice, its other one, then one of a CUDA toolkit."""
+    with _lock:
+        return _chosen()
+
+
+def _chosen() -> Choice:
+    """Return the choice, under the lock: while a thread compiles, the knobs hold what it took."""
+    if _threads and _entered is not None:
+        return _entered
     return _choice(tuple(_given()), torch.version.cuda)
 
 
@@ -132,11 +146,6 @@ def note(index: int | None) -> str | None:
     return None
 
 
-_lock = threading.Lock()
-_kept: dict[str, Any] = {}
-_within = 0
-
-
 @contextmanager
 def assembling(arch: Any) -> Iterator[dict[str, Any]]:
     """Compile the kernels for ``arch`` in this context by a sound ptxas; yield the options for it.
@@ -144,13 +153,12 @@ def assembling(arch: Any) -> Iterator[dict[str, Any]]:
     The options name the PTX version of that ptxas. An older ptxas refuses that version: a kernel
     assembled by the wrong one is an error. The option also separates the results in Triton's cache.
     """
-    chosen = choice() if arch == HOPPER else None
-    if chosen is None or chosen.taken is None or not chosen.swapped:
+    taken = _enter() if arch == HOPPER else None
+    if taken is None:
         yield {}
         return
-    _enter(chosen.taken.path)
     try:
-        yield {"ptx_version": chosen.taken.ptx_version}
+        yield {"ptx_version": taken.ptx_version}
     finally:
         _leave()
 
@@ -159,22 +167,28 @@ def assembling(arch: Any) -> Iterator[dict[str, Any]]:
 # Threads may compile at the same time: the first sets the path, the last puts back what was there.
 
 
-def _enter(path: str) -> None:
-    global _within
+def _enter() -> Assembler | None:
+    """Set the path of the assembler and return it, or None if Triton's own is taken."""
+    global _threads, _entered
     with _lock:
+        found = _chosen()
+        if found.taken is None or not found.swapped:
+            return None
         values = vars(knobs.nvidia)
-        if _within == 0:
+        if _threads == 0:
             _kept.clear()
             _kept.update({name: values[name] for name in _KNOBS if name in values})
-        _within += 1
-        values.update(dict.fromkeys(_KNOBS, path))
+            _entered = found
+        _threads += 1
+        values.update(dict.fromkeys(_KNOBS, found.taken.path))
+        return found.taken
 
 
 def _leave() -> None:
-    global _within
+    global _threads
     with _lock:
-        _within -= 1
-        if _within == 0:
+        _threads -= 1
+        if _threads == 0:
             values = vars(knobs.nvidia)
             for name in _KNOBS:
                 values.pop(name, None)

@@ -6,7 +6,9 @@ inputs, the result of standard attention. An answer x is right when
     max |x - ref| <= factor max |std - ref| + 2 ulp(max |ref|) + noise   factor 2; gradients 3
     norm(x - ref) <= limit norm(ref)                                     limit by dtype
 
-and it is infinite exactly where ref is. NaN is never right.
+and it is infinite exactly where ref is. NaN is never right. Next to the largest number of x's dtype
+and past it, x, ref and std count as no larger than that number: there infinity is the rounding of
+ref.
 
 ``noise`` is an error that the tile recurrence cannot avoid and standard attention may. Tiles hold
 ``P = exp(s - lse)`` and not ``exp(s - m) / l``. One rounding of s and one of lse, each by up to u
@@ -100,7 +102,7 @@ def complaint(
     """Return a sentence on how x breaks the rule, or None."""
     if x.shape != ref.shape:
         return f"shape {list(x.shape)}, want {list(ref.shape)}"
-    x, ref, std = x.detach().double(), ref.double(), std.double()
+    x, ref, std = within_range(x.detach(), ref, std, dtype)
     if x.isnan().any():
         where = x.isnan().nonzero()[0].tolist()
         return f"{int(x.isnan().sum())} of {x.numel()} are NaN, the first at {where}"
@@ -117,6 +119,21 @@ def complaint(
         compared = f"norm of the error {found.off:.3g}, allowed {found.limit:.3g}"
         return f"{compared}, of the answer {ref[finite].norm().item():.3g}"
     return None
+
+
+def within_range(
+    x: Tensor, ref: Tensor, std: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x, ref and std in float64, clamped to x's dtype where ref nears its end or passes it.
+
+    What is near is a share ``limit`` of the largest number.
+    """
+    most = torch.finfo(x.dtype).max
+    x, ref, std = x.double(), ref.double(), std.double()
+    edge = ref.isfinite() & (ref.abs() > most * (1 - LIMITS[dtype]))
+    if not edge.any():
+        return x, ref, std
+    return tuple(torch.where(edge, t.clamp(-most, most), t) for t in (x, ref, std))  # pyright: ignore
 
 
 class Bounds(NamedTuple):
@@ -164,9 +181,11 @@ def share(
     noise: Noise = NO_NOISE,
 ) -> float:
     """Return the error of x as a share of what the rule allows, inf if x is wrong otherwise."""
-    x, ref, std = x.detach().double(), ref.double(), std.double()
+    if x.shape != ref.shape:
+        return math.inf
+    x, ref, std = within_range(x.detach(), ref, std, dtype)
     finite = ref.isfinite()
-    if x.shape != ref.shape or not torch.equal(x[~finite], ref[~finite]):
+    if not torch.equal(x[~finite], ref[~finite]):
         return math.inf
     if not x[finite].isfinite().all():
         return math.inf
@@ -251,8 +270,7 @@ def noise(
     if ratio > 1:
         spread = _spread(problem, tensors, P, delta / 4, by_parameter)
         spread["dsink"] = ((sigma - lse).exp() * delta[..., 0] / 4).norm().item()
-    tiny = torch.finfo(problem.accumulator).tiny * lse.numel() / problem.hq  # the sum over rows
-    flushed = {"dsink": tiny}
+    flushed = _flushed(problem, lse)
 
     def norm_of_errors(name: str, t: Tensor) -> float:
         total = u * math.hypot(t.norm().item(), spread.get(name, 0.0))
@@ -266,6 +284,12 @@ def noise(
         )
         for name, t in every.items()
     }
+
+
+def _flushed(problem: Problem, lse: Tensor) -> dict[str, float]:
+    """Return the most that numbers computed as 0 change the sums over rows, by name."""
+    tiny = torch.finfo(problem.accumulator).tiny * lse.numel() / problem.hq
+    return {"dsink": tiny, "dtsink": tiny}
 
 
 def _spread(
@@ -379,8 +403,13 @@ def second_noise(
         found["dtsink"] = (weight * row_b).sum((0, 2))
         found["dsink"] = (weight * (row_c + away * row_b)).sum((0, 2))
     u = torch.finfo(problem.accumulator).eps / 2
+    flushed = _flushed(problem, lse)
     return {
-        name: Noise(u * t.max().item() if t.numel() else 0.0, u * t.norm().item())
+        name: Noise(
+            (u * t.max().item() if t.numel() else 0.0) + flushed.get(name, 0.0),
+            u * t.norm().item(),
+            flushed.get(name, 0.0) * math.sqrt(t.numel()),
+        )
         for name, t in found.items()
     }
 

@@ -10,7 +10,9 @@ and at the end ``LSE' = tl / l``, ``out' = tO / l - LSE' out``. s' is natural.
 
 A part of s' that a row has in common (of slopes at distances of thousands, of a bias that moves as
 a whole) cancels there after rounding. So a backend may subtract a number r of the row from every
-s', best the mean of s' over a tile in which the row has most of its weights. Then ``LSE' = r + tl /
+s', best the mean of s' over the tiles so far, weighted by P: no other r makes the numbers that are
+rounded smaller. One tile is not enough: under a small slope the mean distance falls from tile to
+tile, and no tile outweighs all tiles before it. Then ``LSE' = r + tl /
 l`` and ``out' = tO / l - (LSE' - r) out``. To move r to another number u, add ``(r - u) l`` to tl
 and ``(r - u) O`` to tO.
 
@@ -32,16 +34,16 @@ from __future__ import annotations
 from .softmax import LOG2E, exp2, inf, where
 
 
-def tangent_base(l, tile_l, tile_tl, r):
-    """Return r after a tile: the mean of its s' if it outweighs the tiles before, of weight l.
+def tangent_base(l, tl, tile_l, tile_tl, r):
+    """Return r after a tile: the mean of s' over it and the tiles before.
 
-    Distances under ALiBi differ by thousands from tile to tile. l is rescaled to the maximum of
-    ``tile_l``, the weights of the tile, and ``tile_tl``, the sum of P s'. r stays where the mean is
+    l and tl, the sums of P and ``P (s' - r)`` over the tiles before, are rescaled to the maximum of
+    ``tile_l``, the weights of the tile, and ``tile_tl``, its sum of P s'. r stays where the mean is
     not finite.
     """
-    mean = tile_tl / where(tile_l == 0.0, 1.0, tile_l)
-    outweighs = (tile_l > l) & (mean < inf) & (mean > -inf)
-    return where(outweighs, mean, r)
+    total = l + tile_l
+    mean = r + (tl + tile_tl - r * tile_l) / where(total == 0.0, 1.0, total)
+    return where((mean < inf) & (mean > -inf), mean, r)
 
 
 def sink_in_tangent(tl, alpha, m, sink, tsink):

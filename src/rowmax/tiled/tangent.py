@@ -90,10 +90,10 @@ def _strip(
         P = power_(problem, S.sub_(base))
         alpha = power_(problem, m - base)
         tile_l = P.sum(-1, keepdim=True)
-        l, before = alpha * l, r
-        r = tangent_base(l, tile_l, (P * T).sum(-1, keepdim=True), r)
+        l, tl, before = alpha * l, alpha * tl, r
+        r = tangent_base(l, tl, tile_l, (P * T).sum(-1, keepdim=True), r)
         T = T.sub_(r).mul_(P)
-        tl = alpha * tl + (before - r) * l + T.sum(-1, keepdim=True)
+        tl = tl + (before - r) * l + T.sum(-1, keepdim=True)
         l = l + tile_l
         if problem.dropout_threshold:
             R = kept(problem, tensors, strip, cols)

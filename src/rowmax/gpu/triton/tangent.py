@@ -80,14 +80,16 @@ def attend_tiles(m, l, acc, sums, r, tacc, x, ptr, num, cfg, place, plan):
             if partial:  # s' of a pair that is not seen may be NaN
                 t = tl.where(p == 0.0, 0.0, t)
         before = r
+        l = l * alpha
+        sums = sums * alpha
         if MOVES:
-            r = rules.tangent_base(l * alpha, tile_l, tl.sum(p * t, 1), r)
+            r = rules.tangent_base(l, sums, tile_l, tl.sum(p * t, 1), r)
             sums += (before - r) * l
         else:  # only while the sums are 0: no register is left for more
-            r = tl.where(l > 0.0, r, rules.tangent_base(0.0, tile_l, tl.sum(p * t, 1), 0.0))
+            r = tl.where(l > 0.0, r, rules.tangent_base(0.0, 0.0, tile_l, tl.sum(p * t, 1), 0.0))
         t = p * (t - r[:, None])
-        l = l * alpha + tile_l
-        sums = sums * alpha + tl.sum(t, 1)
+        l += tile_l
+        sums += tl.sum(t, 1)
         if ptr.seed is not None:
             keep = lib.kept(ptr, num, place, x.row, j0, j, BLOCK_K)
             p = tl.where(keep, p, 0.0)

@@ -1,0 +1,163 @@
+"""Calls that are found by one check in C: the same results, and nothing else is taken for them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+import rowmax
+from rowmax import torch_compat
+from rowmax.call import normalize, recent
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return the arguments of calls that took the usual way; nothing is remembered before."""
+    found: list[Any] = []
+    usual = normalize.normalized
+
+    def normalized(a: Any) -> Any:
+        found.append(a)
+        return usual(a)
+
+    monkeypatch.setattr(recent, "_calls", {})
+    # the function has the name of its module
+    monkeypatch.setattr(sys.modules["rowmax.attention"], "normalized", normalized)
+    return found
+
+
+def qkv(n: int = 8, dtype: torch.dtype = torch.float32, **more: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.randn(2, n, 2, 16, dtype=dtype, **more) for _ in range(3))
+
+
+def attend(*tensors: Tensor, **more: Any) -> Tensor:
+    return rowmax.attention(*tensors, **({"causal": True, "backend": "torch"} | more))  # pyright: ignore
+
+
+@pytest.mark.skipif(torch_compat.TensorGuards is None, reason="torch has no such check")
+def test_a_call_like_the_last_one_is_found(calls: list[Any]) -> None:
+    for _ in range(3):
+        q, k, v = qkv()
+        want = rowmax.attention(q, k, v, causal=True, backend="reference")
+        calls.clear()
+        assert torch.allclose(attend(q, k, v), want, atol=1e-5)
+    assert not calls
+    out, lse = attend(*qkv(), return_lse=True)
+    assert out.shape == (2, 8, 2, 16)
+    assert lse.shape == (2, 2, 8)
+    assert not calls
+
+
+CHANGES: dict[str, Callable[[], Any]] = {
+    "size": lambda: attend(*qkv(9)),
+    "dtype": lambda: attend(*qkv(dtype=torch.float64)),
+    "strides": lambda: attend(*(t.transpose(1, 2).contiguous().transpose(1, 2) for t in qkv())),
+    "gradient": lambda: attend(*qkv(requires_grad=True)),
+    "one tensor": lambda: attend(*qkv()[:1] * 3),
+    "alignment": lambda: attend(
+        *(torch.randn(2 * 8 * 32 + 1)[1:].view(2, 8, 2, 16) for _ in "qkv")
+    ),
+    "causal": lambda: attend(*qkv(), causal=False),
+    "scale": lambda: attend(*qkv(), scale=0.5),
+    "softcap": lambda: attend(*qkv(), softcap=2.0),
+    "deterministic": lambda: attend(*qkv(), deterministic=True),
+    "mask": lambda: attend(*qkv(), mask=rowmax.Window(2, 0)),
+    "bias": lambda: attend(*qkv(), bias=torch.zeros(8, 8)),
+    "dropout": lambda: attend(*qkv(), dropout_p=0.5),
+    "subclass": lambda: attend(*(t.as_subclass(Other) for t in qkv())),
+    "vmap": lambda: torch.vmap(attend)(*(t[None] for t in qkv())),
+}
+
+
+class Other(torch.Tensor):
+    """A subclass."""
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_another_call_takes_the_usual_way(name: str, calls: list[Any]) -> None:
+    attend(*qkv())
+    calls.clear()
+    CHANGES[name]()
+    assert calls
+
+
+NOT_STRIDED: dict[str, Callable[[], Any]] = {
+    "nested": lambda: torch.nested.nested_tensor([torch.randn(8, 2, 16)] * 2),
+    "jagged": lambda: torch.nested.nested_tensor([torch.randn(8, 2, 16)] * 2, layout=torch.jagged),
+    "sparse": lambda: torch.randn(2, 8, 2, 16).to_sparse(),
+    "no tensor": lambda: [1.0],
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("name", NOT_STRIDED)
+def test_other_tensors_are_not_compared(name: str, calls: list[Any]) -> None:
+    """torch's check ends the process where it reads sizes of a nested tensor."""
+    attend(*qkv())
+    other = NOT_STRIDED[name]()
+    key = recent.key_of(True, None, 0.0, 0.0, "torch", False)
+    assert key in recent._calls
+    for place in range(3):
+        tensors: list[Any] = [*qkv()]
+        tensors[place] = other
+        assert recent.recall(key, *tensors) is None
+
+
+def test_a_call_that_something_observes_takes_the_usual_way(calls: list[Any]) -> None:
+    class Mode(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    attend(*qkv())
+    for context in (Mode(), torch.autocast("cpu", torch.bfloat16), torch.inference_mode()):
+        tensors = qkv()
+        calls.clear()
+        with context:
+            attend(*tensors)
+        assert calls, context
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"causal": 1}, {"softcap": True}, {"scale": True}, {"dropout_p": False}]
+)
+def test_wrong_arguments_that_equal_right_ones_raise(wrong: dict[str, Any]) -> None:
+    attend(*qkv(), causal=True, softcap=1.0, scale=1.0)
+    with pytest.raises(TypeError, match=next(iter(wrong))):
+        attend(*qkv(), **({"causal": True, "softcap": 1.0, "scale": 1.0} | wrong))
+
+
+def test_gradients_are_those_of_the_usual_way(calls: list[Any]) -> None:
+    attend(*qkv(requires_grad=True))
+    tensors = qkv(requires_grad=True)
+    calls.clear()
+    got = torch.autograd.grad(attend(*tensors).square().sum(), tensors)
+    want = torch.autograd.grad(attend(*tensors, backend="reference").square().sum(), tensors)
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-4)
+
+
+def test_without_the_check_every_call_takes_the_usual_way(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_compat, "TensorGuards", None)
+    for _ in range(2):
+        calls.clear()
+        attend(*qkv())
+        assert calls
+
+
+def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recent, "_MOST_KEYS", 4)
+    for n in range(20):
+        attend(*qkv(n + 1), softcap=float(n % 5))
+        attend(*qkv(n + 1))
+    assert len(recent._calls) <= 4
+    assert all(len(kinds) <= recent._MOST_KINDS for kinds in recent._calls.values())
