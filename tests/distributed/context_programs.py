@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import rowmax
 from rowmax import distributed as rd
 from rowmax.call import around
+from rowmax.distributed import collectives
 from rowmax.integrations import sdpa
 
 attend = partial(rowmax.attention, backend="torch")
@@ -289,3 +290,53 @@ def by_sdpa(rank: int) -> list[str]:
 def used() -> bool:
     """Return True if this process has entered a context."""
     return around.used
+
+
+# --- programs of test_explain ------------------------------------------------------------------
+
+
+class Counted:
+    """The bytes that this rank sends to others and receives, while ``on``."""
+
+    def __init__(self) -> None:
+        self.sent = self.received = 0
+
+    def gather(self, found: Tensor, x: Tensor, group: Any) -> None:
+        others = dist.get_world_size(group) - 1
+        self.sent += others * x.nbytes
+        self.received += others * x.nbytes
+        self._gather(found, x, group=group)
+
+    def exchange(self, found: Tensor, x: Tensor, received: Any, sent: Any, group: Any) -> None:
+        rank = dist.get_rank(group)
+        self.sent += x.nbytes - sent[rank] * x.itemsize
+        self.received += found.nbytes - received[rank] * x.itemsize
+        self._exchange(found, x, received, sent, group=group)
+
+    def __enter__(self) -> Counted:
+        self._gather, self._exchange = collectives._gather, dist.all_to_all_single
+        collectives._gather, dist.all_to_all_single = self.gather, self.exchange
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        collectives._gather, dist.all_to_all_single = self._gather, self._exchange
+
+
+def explained(rank: int, size: int, strategy: str, kind: str) -> tuple[Any, Any]:
+    """Return the explained and the counted bytes of both directions."""
+    layout = rd.Layout.balanced(rowmax.Causal(), 300, size, chunk=64)
+    n = layout.lengths[rank]
+    q, k, v = (numbers(2, n, h, d).bfloat16() for h, d in ((4, 16), (2, 16), (2, 8)))
+    bias = torch.zeros(1, 4, n, 300)
+    options: dict[str, Any] = {"backend": "torch", "layout": layout, "strategy": strategy}
+    options |= {"window": {"mask": rowmax.Window(30, 0)}, "bias": {"bias": bias}}.get(kind, {})
+    found = rd.explain(q, k, v, **options)
+    leaves = [t.requires_grad_() for t in (q, k, v, *([bias] if kind == "bias" else []))]
+    counts = []
+    with Counted() as forward:
+        out = rd.attention(q, k, v, **options)
+    with Counted() as backward:
+        torch.autograd.grad(out.sum(), leaves)  # pyright: ignore
+    for one, want in ((forward, found.forward), (backward, found.backward)):
+        counts.append((want.wire[rank], (one.sent, one.received)))
+    return counts[0], counts[1]

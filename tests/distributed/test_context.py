@@ -18,7 +18,9 @@ from . import context_programs as programs
 from .world import World
 
 Worlds = Callable[[int], World]
-NO_CONTEXT = "RuntimeError: rowmax.attention: called in a backward, as activation checkpointing does"
+NO_CONTEXT = (
+    "RuntimeError: rowmax.attention: called in a backward, as activation checkpointing does"
+)
 OTHERS = (
     "for cross attention want rowmax.distributed.attention with k_layout=; for a part of the model "
     "whose rows every rank has, want it in context_parallel(mesh, None)"
@@ -112,5 +114,3 @@ def test_a_backward_is_noticed_without_torchs_private_function() -> None:
         assert not torch_compat.is_in_backward()
         with mock.patch.object(threading.current_thread(), "_name", "Dummy-1"):
             assert torch_compat.is_in_backward()
-
-

@@ -73,12 +73,12 @@ def attention(
     group = group_of(mesh)
     local: dict[str, Any] = dict(options)
     if torch.compiler.is_compiling():  # an error while compiling is the same on every rank
-        place, tensors, rest = _normalized(
+        place, tensors, rest = normalized_rows(
             (q, k, v), group, (layout, k_layout), (strategy, reduce_replicated, return_lse), local
         )
     else:
         try:
-            place, tensors, rest = _normalized(
+            place, tensors, rest = normalized_rows(
                 *((q, k, v), group, (layout, k_layout)),
                 *((strategy, reduce_replicated, return_lse), local),
             )
@@ -92,7 +92,7 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _normalized(
+def normalized_rows(
     rows: tuple[Tensor, Tensor, Tensor],
     group: Group,
     layouts: tuple[Layout, Layout | None],
