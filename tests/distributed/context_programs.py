@@ -134,12 +134,12 @@ def warm(rank: int) -> None:
     layout = rd.Layout.contiguous(96, 2)
     x = numbers(1, 96, 2, 16)
     rows = rd.shard(x, layout)
-    alone = [rowmax.attention(rows, rows, rows) for _ in range(3)][-1]
+    alone = [attend(rows, rows, rows) for _ in range(3)][-1]
     for _ in range(3):
         with rd.context_parallel(None, layout):
-            out = rowmax.attention(rows, rows, rows)
+            out = attend(rows, rows, rows)
         torch.testing.assert_close(rd.unshard(out, layout), attend(x, x, x))
-        assert torch.equal(rowmax.attention(rows, rows, rows), alone)
+        assert torch.equal(attend(rows, rows, rows), alone)
 
 
 def backward_elsewhere(rank: int) -> None:
@@ -171,7 +171,9 @@ def checkpoints(rank: int) -> list[str]:
 
     compare(block, partial(own, use_reentrant=False, context_fn=rd.checkpoint_contexts), layout)
 
-    def without(x: Tensor, w: Tensor) -> Tensor:  # of this device, also if it comes to a context
+    def without(
+        x: Tensor, w: Tensor
+    ) -> Tensor:
         return checkpoint(block, x, w, use_reentrant=False, context_fn=rd.checkpoint_contexts)
 
     x, w = numbers(1, 96, 2, 16).requires_grad_(), numbers(16, 16)
@@ -273,10 +275,10 @@ def by_sdpa(rank: int) -> list[str]:
         assert torch.equal(out, again)
     errors = []
     with sdpa.enable(), rd.context_parallel(None, layout, k_layout=keys):
-        for own in ({"attn_mask": torch.ones(48, 32, dtype=torch.bool)}, {"dropout_p": 1.0}):
-            errors.append(
-                caught(lambda own=own: F.scaled_dot_product_attention(mine, theirs, theirs, **own))
-            )
+        errors += [
+            caught(lambda own=own: F.scaled_dot_product_attention(mine, theirs, theirs, **own))
+            for own in ({"attn_mask": torch.ones(48, 32, dtype=torch.bool)}, {"dropout_p": 1.0})
+        ]
         cu = torch.tensor([0, 48], dtype=torch.int32)
         packed = mine[0].transpose(0, 1)
         errors.append(

@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 
-import rowmax
 from rowmax import torch_compat
 
 from . import context_programs as programs
@@ -80,7 +79,7 @@ def test_refusals(world: Worlds) -> None:
 
 
 def test_torchs_attention_in_a_context(world: Worlds) -> None:
-    """What rowmax does not take raises: torch would attend to the rows of one rank."""
+    """A call that rowmax does not take raises: torch would attend to the rows of one rank."""
     for mask, dropout, packed in world(2).run(programs.by_sdpa):
         assert "attn_mask of shape [48, 32] does not broadcast to [1, 2, 48, 64]" in mask
         assert "dropout_p is 1.0" in dropout

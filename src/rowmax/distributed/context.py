@@ -18,6 +18,7 @@ from .agreement import refuse_together
 from .attention import attention, check_layouts
 from .groups import Group, group_of
 from .layout import Layout
+from .sharding import shard, unshard
 from .strategies import chosen
 from .varlen import attention_varlen
 
@@ -68,6 +69,14 @@ class Context:
     def positions(self) -> Tensor:
         """The positions of own queries, int64, on the CPU: what rotary embeddings read."""
         return self.layouts[0].positions(self.group.rank)
+
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Return own rows of a tensor that all ranks hold, in the layout of q."""
+        return shard(x, self.layouts[0], self.mesh, dim)
+
+    def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Return the whole tensor, on every rank, of own rows in the layout of q."""
+        return unshard(x, self.layouts[0], self.mesh, dim)
 
     def is_local(self) -> bool:
         """Return True if calls in this context are those of one device."""

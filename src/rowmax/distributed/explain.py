@@ -234,7 +234,7 @@ def _loads(call: ShardedCall) -> tuple[int, ...] | None:
     values = (t.q_ids, t.k_ids, t.lengths, t.prefix)
     if call.mask_rows == "own" or any(one is not None and one.is_meta for one in values):
         return None
-    tensors = Tensors(*(None if t is None else _on_cpu(t) for t in call.whole()))
+    tensors = Tensors(*map(_on_cpu, call.whole()))
     each = by_ranges(tensors, call.options)
     if call.place.strategy == "heads":
         total = int(each.sum())
@@ -247,12 +247,12 @@ def _loads(call: ShardedCall) -> tuple[int, ...] | None:
     )
 
 
-def _on_cpu(t: Tensor) -> Tensor:
-    """Return a tensor on the CPU: of an expanded element one element, of a meta tensor zeros."""
-    if t.is_meta:
+def _on_cpu(t: Any) -> Any:
+    """Return a tensor on the CPU; of numbers that no mask reads, zeros of its shape."""
+    if t is None:
+        return None
+    if t.dtype.is_floating_point or t.is_meta:
         return torch.zeros((), dtype=t.dtype).expand(t.shape)
-    if t.dtype.is_floating_point:
-        return t.new_zeros((), device="cpu").expand(t.shape)
     return t.cpu()
 
 

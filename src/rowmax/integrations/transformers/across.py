@@ -36,13 +36,11 @@ def whole_padding(
         _refuse(context, "attention_mask", got, f"own rows, {own}, of queries and of keys")
     if padding is None or padding.shape[-1] == keys.n or padding.dim() != 2:
         return (queries.n, keys.n), padding
-    from rowmax.distributed import unshard
-
-    return (queries.n, keys.n), unshard(padding, keys, context.mesh, dim=1)
+    return (queries.n, keys.n), context.unshard(padding)
 
 
 def of_whole(terms: tuple[Term, ...]) -> tuple[tuple[Term, ...], bool]:
-    """Return the terms that need no table of own rows, and True if packed sequences were among them.
+    """Return the terms that need no table of own rows, and True if there were packed sequences.
 
     Raises:
         UnknownPatternError: a table that is not of positions.
@@ -114,11 +112,8 @@ def documents(context: Any, positions: Any, packs: bool) -> rowmax.Mask | None:
 
 
 def _documents(context: Any, positions: Tensor, packs: bool) -> rowmax.Mask | None:
-    from rowmax.distributed import unshard
-
-    layout = context.layout
     # the last bit is ``packs``, which may differ between ranks
-    both = unshard(positions.long() * 2 + packs, layout, context.mesh, dim=1)
+    both = context.unshard(positions.long() * 2 + packs)
     at, any_packs = both >> 1, bool((both & 1).any())
     begins = at.diff(prepend=at[:, :1] - 1) != 1
     jumps = begins.nonzero()

@@ -109,7 +109,7 @@ def _of_value(value: MaskValue, positions: Any) -> rowmax.Mask | None:
     context = parallel.context()
     if context is None or value.by_positions is None:
         return mask
-    documents = across.documents(context, positions, value.by_positions)
+    documents = across.documents(context, positions, value.by_positions)  # pyright: ignore
     if documents is None or mask is None:
         return mask if documents is None else documents
     return mask & documents
