@@ -171,9 +171,7 @@ def checkpoints(rank: int) -> list[str]:
 
     compare(block, partial(own, use_reentrant=False, context_fn=rd.checkpoint_contexts), layout)
 
-    def without(
-        x: Tensor, w: Tensor
-    ) -> Tensor:
+    def without(x: Tensor, w: Tensor) -> Tensor:
         return checkpoint(block, x, w, use_reentrant=False, context_fn=rd.checkpoint_contexts)
 
     x, w = numbers(1, 96, 2, 16).requires_grad_(), numbers(16, 16)

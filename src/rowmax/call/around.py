@@ -18,6 +18,7 @@ class Context(Protocol):
     def attention(self, *tensors: Any, **options: Any) -> Any: ...
     def attention_varlen(self, *tensors: Any, **options: Any) -> Any: ...
     def is_local(self) -> bool: ...
+    def differs(self) -> bool: ...
 
 
 class _Here(threading.local):
@@ -31,12 +32,15 @@ class _Here(threading.local):
 here = _Here()
 #: True once this process has entered a context. Until then this is all that a call reads
 used = False
+#: True once this process has entered a context in which calls have other results
+_differed = False
 
 
 def enter(context: Context) -> None:
     """Let a context compute the calls of this thread."""
-    global used
+    global used, _differed
     used = True
+    _differed = _differed or context.differs()
     here.outer.append(here.context)
     here.context = context
 
@@ -55,7 +59,7 @@ def current() -> Context | None:
     """
     context = here.context
     if context is None:
-        if used and is_in_backward():
+        if _differed and is_in_backward():
             raise RuntimeError(
                 "rowmax.attention: called in a backward, as activation checkpointing does, without "
                 "the context_parallel of its forward; want torch.utils.checkpoint.checkpoint(..., "

@@ -82,6 +82,10 @@ class Context:
         """Return True if calls in this context are those of one device."""
         return self.layout is None
 
+    def differs(self) -> bool:
+        """Return True if calls in this context have other results than on this device alone."""
+        return self.layout is not None and (self.mask is not None or self.group.size > 1)
+
     def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         """Compute a call of ``rowmax.attention`` in this context."""
         self._check("attention", 4, q, k, v)
