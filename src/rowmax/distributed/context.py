@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +66,7 @@ class Context:
 
     @property
     def positions(self) -> Tensor:
-        """The positions of own queries, int64, on the CPU: what rotary embeddings read."""
+        """The positions of own queries, which rotary embeddings read, as int64 on the CPU."""
         return self.layouts[0].positions(self.group.rank)
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
@@ -197,8 +196,8 @@ def current_context() -> Context | None:
 _HERE = Context(None, None)
 
 
-def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the contexts of a checkpoint: it recomputes in the context of its forward.
+def checkpoint_contexts() -> tuple[Context, Context]:
+    """Return the contexts of a checkpoint: it recomputes in that of its forward.
 
     It is the argument ``context_fn`` of ``torch.utils.checkpoint.checkpoint``, which recomputes
     within the backward: later, and for a GPU in another thread. Without it a recomputation outside
@@ -212,4 +211,5 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
     >>> checkpoint(torch.exp, x, **more).sum().backward()
     """
     context = around.here.context
-    return nullcontext(), context if isinstance(context, Context) else _HERE
+    found = context if isinstance(context, Context) else _HERE
+    return found, found
