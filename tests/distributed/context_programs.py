@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rowmax
 from rowmax import distributed as rd
-from rowmax.call import around
+from rowmax.call import recent
 from rowmax.distributed import collectives
 from rowmax.integrations import sdpa
 
@@ -132,14 +132,17 @@ def scopes(rank: int, size: int) -> None:
 def warm(rank: int) -> None:
     """Check that a call which has passed all checks before does not skip the context."""
     layout = rd.Layout.contiguous(96, 2)
-    x = numbers(1, 96, 2, 16)
-    rows = rd.shard(x, layout)
-    alone = [attend(rows, rows, rows) for _ in range(3)][-1]
+    whole = [numbers(1, 96, 2, 16, seed=seed) for seed in range(3)]
+    rows = [rd.shard(x, layout) for x in whole]
+    alone = [attend(*rows) for _ in range(3)][-1]
+    key = recent.key_of(False, None, 0.0, 0.0, "torch", False)
+    assert key is not None
+    assert recent.recall(key, rows[0], rows[1], rows[2]) is not None
     for _ in range(3):
         with rd.context_parallel(None, layout):
-            out = attend(rows, rows, rows)
-        torch.testing.assert_close(rd.unshard(out, layout), attend(x, x, x))
-        assert torch.equal(attend(rows, rows, rows), alone)
+            out = attend(*rows)
+        torch.testing.assert_close(rd.unshard(out, layout), attend(*whole))
+        assert torch.equal(attend(*rows), alone)
 
 
 def backward_elsewhere(rank: int) -> None:
@@ -285,11 +288,6 @@ def by_sdpa(rank: int) -> list[str]:
         with rd.context_parallel(None, None):  # torch computes what rowmax does not
             assert attention(mine, theirs, theirs, dropout_p=1.0).abs().sum() == 0
     return errors
-
-
-def used() -> bool:
-    """Return True if this process has entered a context."""
-    return around.used
 
 
 # --- programs of test_explain ------------------------------------------------------------------
