@@ -37,6 +37,14 @@ class Route(NamedTuple):
     whole: bool  # every rank needs all rows
 
 
+class Load(NamedTuple):
+    """The work of the mean rank."""
+
+    rows: float  # keys that arrive from other ranks
+    pairs: float  # pairs of a query and a key within the band, to a few at its ends
+    chunk: float  # the queries of one call
+
+
 def sight_of(tensors: Tensors, options: Options) -> Sight:
     """Return the limits of a call; a band that tensors move limits nothing here."""
     if options.align == "lengths":
@@ -74,6 +82,21 @@ def route(queries: Layout, keys: Layout, sight: Sight, rank: int) -> Route:
         received=tuple(_rows_of(_common(mine, held), mine) for held in keys.owned),
         whole=all(one == ((0, keys.n),) for one in needed),
     )
+
+
+@lru_cache(maxsize=512)
+def load_of(queries: Layout, keys: Layout, sight: Sight) -> Load:
+    """Return the load of the mean rank."""
+    rows = pairs = chunks = 0
+    for rank in range(queries.ranks):
+        for other, ranges in enumerate(route(queries, keys, sight, rank).received):
+            rows += (other != rank) * sum(stop - start for start, stop in ranges)
+        for i in queries.chunks(rank):
+            middle = (i.start + i.stop - 1) // 2  # a band sees as many keys on average
+            low, high = any_range(middle, middle, keys.n - queries.n, *sight, keys.n)
+            pairs += len(i) * max(0, high - low)
+            chunks += 1
+    return Load(rows / queries.ranks, pairs / queries.ranks, queries.n / max(1, chunks))
 
 
 def _seen(i: range, nq: int, nk: int, sight: Sight) -> tuple[int, int]:

@@ -1,0 +1,152 @@
+"""Stages by kv heads: the results of one, copies under the calls, and the rule of their sizes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from rowmax.distributed import Layout
+from rowmax.distributed.routes import Sight, load_of
+from rowmax.distributed.strategies.stages import stage_sizes
+from rowmax.testing import Answer, Case, complaints, cotangents, expected, make
+
+from . import programs
+from .world import RankError, World
+
+Worlds = Callable[[int], World]
+CAUSAL = Sight(None, 0)
+FEATURES = Case(
+    "features", b=2, nq=170, hq=8, hk=4, d=16, left=90, causal=True, documents="sorted", sink=True,
+    alibi=True, bias="1hqk", dropout=0.2,
+)  # fmt: skip
+CASES = [
+    (FEATURES, 3, "zigzag"),
+    (
+        Case(
+            "mask", nq=150, nk=190, hq=4, hk=4, d=16, allowed="1hqk", empty_rows=True, softcap=3.0
+        ),
+        2,
+        "uneven",
+    ),
+    (Case("shared bias", b=2, nq=130, hq=8, hk=4, d=16, bias="11qk", sink=True), 3, "single"),
+    (Case("row", nq=130, hq=4, d=16, bias="111k", causal=True, lengths=(0.7,)), 2, "contiguous"),
+]
+
+
+def _parts(
+    world: World, case: Case, dtype: torch.dtype, kind: str, stages: int, **overrides: Any
+) -> list[Answer]:
+    given = (case, dtype, kind, world.size, {"backend": "torch", **overrides}, stages)
+    return world.run(programs.own_answer, *given)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize(("case", "size", "kind"), CASES, ids=str)
+def test_the_definition(case: Case, size: int, kind: str, stages: int, world: Worlds) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        call = make(case, dtype=dtype)
+        parts = _parts(world(size), case, dtype, kind, stages)
+        got = programs.whole_answer(call, *programs.layouts(case, kind, size), parts)
+        wrong = complaints(got, expected(call, *cotangents(call)))
+        assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_the_bits_of_one_stage(stages: int, world: Worlds) -> None:
+    """Heads do not depend on each other: dropout, terms and own rows of a bias are the same."""
+    more = {"deterministic": True}
+    one, several = (
+        _parts(world(3), FEATURES, torch.float32, "zigzag", n, **more) for n in (1, stages)
+    )
+    for a, b in zip(one, several, strict=True):
+        assert torch.equal(a.out, b.out)
+        assert torch.equal(a.lse, b.lse)
+        for name, t in a.gradients.items():
+            assert torch.equal(t, b.gradients[name]), name
+
+
+def test_copies_run_beside_calls(world: Worlds) -> None:
+    """The rows of a stage begin to move before the calls of the stage before it."""
+    two = ["call", "call"]  # a chunk each
+    for forward, backward, text in world(2).run(programs.staged, 3):
+        assert text == "no error, no error"
+        assert forward == [
+            *("begin 0", "begin 1", "wait 0", *two),
+            *("begin 2", "wait 1", *two),
+            *("wait 2", *two),
+        ]
+        # copies 2, 4 and 5 return gradients: one is waited for after the calls beside it
+        assert backward == [
+            *("begin 0", "begin 1", "wait 0", *two, "begin 2"),
+            *("begin 3", "wait 1", *two, "begin 4", "wait 2"),
+            *("wait 3", *two, "begin 5", "wait 4", "wait 5"),
+        ]
+
+
+@pytest.mark.parametrize("fail", [1, 3, 6])
+def test_no_copy_outlives_an_error(fail: int, world: Worlds) -> None:
+    for forward, backward, text in world(2).run(programs.staged, 3, fail):
+        assert text == "a call that fails, a call that fails"
+        for events in (forward, backward):
+            begun, waited = (
+                {e.split()[1] for e in events if e.startswith(word)} for word in ("begin", "wait")
+            )
+            assert events.count("call") == fail
+            assert begun == waited
+    for _, _, text in world(2).run(programs.staged, 3):
+        assert text == "no error, no error"
+
+
+def test_an_error_of_one_rank_between_stages_ends_all() -> None:
+    """The others raise after the time limit of the group, here 3 seconds."""
+    world = World(3, timeout=3.0)
+    try:
+        began = time.monotonic()
+        world.start(programs.fails_alone)
+        texts = [world.result(rank, wait=30.0) for rank in range(3)]
+        assert texts[1] == "a call that fails"
+        for rank in (0, 2):
+            assert not isinstance(texts[rank], RankError), texts[rank]
+            assert texts[rank] != "no error"
+        assert time.monotonic() - began < 25.0
+    finally:
+        world.close()
+
+
+@pytest.mark.parametrize("returns", [False, True])
+@pytest.mark.parametrize("growth", [1.0, 1.9, 3.5, 40.0])
+@pytest.mark.parametrize("least", [1, 2, 3, 7])
+def test_sizes_of_stages(least: int, growth: float, returns: bool) -> None:
+    for heads in range(1, 65):
+        sizes = stage_sizes(heads, least, growth, returns)
+        assert sum(sizes) == heads
+        assert min(sizes) >= min(least, heads)
+        assert (len(sizes) == 1) == (heads < 2 * least)
+        if len(sizes) == 1:
+            continue
+        assert min(sizes) == sizes[0] <= max(least, heads / 8)
+        for before, after in pairwise(sizes):
+            assert after < growth * before + sizes[0]
+        if returns and heads >= 3 * sizes[0]:
+            assert sizes[-1] == sizes[0]
+        fewer = stage_sizes(heads, least, 2 * growth, returns)
+        assert len(fewer) <= len(sizes)
+
+
+def test_load_of_the_mean_rank() -> None:
+    """Exact for a causal mask: half of all pairs, and the rows that others hold."""
+    n = 4096
+    for layout in (Layout.zigzag(n, 4), Layout.contiguous(n, 4)):
+        load = load_of(layout, layout, CAUSAL)
+        assert load.pairs == pytest.approx(n * (n + 1) / 2 / 4, rel=1e-3)
+    assert load.chunk == n / 4
+    assert load.rows == (0 + 1 + 2 + 3) / 4 * n / 4
+    zigzag = load_of(Layout.zigzag(n, 4), Layout.zigzag(n, 4), Sight(None, None))
+    assert zigzag.rows == 3 * n / 4
+    assert zigzag.chunk == n / 7  # the two chunks of the last rank are one
+    assert zigzag.pairs == n * n / 4
