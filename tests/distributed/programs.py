@@ -388,6 +388,26 @@ def staged(rank: int, stages: int, fail: int | None = None) -> tuple[list[str], 
     return events[0].numbered(), events[1].numbered(), ", ".join(texts)
 
 
+def equal_to_one_device(rank: int) -> float:
+    """Return the share of dk and dv in bfloat16, of many chunks, with the bits of one device."""
+    n = 16
+    owned = [[(32 * c, 32 * c + 32) for c in range(r, n, 2)] for r in range(2)]
+    layout = Layout(tuple(map(tuple, owned)))
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 32 * n, 2, 16, generator=generator).bfloat16() for _ in "qkvo")
+    i = layout.positions(rank)
+    found = []
+    for rows, function, more in (
+        (slice(None), rowmax.attention, {}),
+        (i, rd.attention, {"layout": layout}),
+    ):
+        leaves = [t[:, rows].clone().requires_grad_() for t in (k, v)]
+        out: Any = function(q[:, rows], *leaves, backend="torch", **more)
+        found.append(torch.autograd.grad(out, leaves, dout[:, rows]))
+    same = [(a[:, i] == b).double().mean() for a, b in zip(*found, strict=True)]
+    return float(min(same))
+
+
 def fails_alone(rank: int) -> str:
     """Return the error of a rank while the call of another one fails between its stages."""
     layout = Layout.zigzag(256, 3)

@@ -47,16 +47,20 @@ def backward(
     """Return the wanted gradients: of own rows, and this rank's share of replicated inputs."""
     way, stages = _route(call), stages_of(call, returns=True)
     whole, sums = call.whole(), _Sums(call, way, len(stages), wanted)
+    # often the call with most keys sees all of them: sums begin with it, and not with zeros
+    parts = sorted(way.parts, key=lambda part: part.gathered.start - part.gathered.stop)
 
     def compute(heads: Heads, k: Tensor, v: Tensor) -> None:
         sums.begin(k, v)
-        for part in way.parts:
+        for part in parts:
             tensors, options = _part(call, whole, heads, part, (k, v))
             rows, h = part.rows, heads.q
             of_rows = out[:, rows, h].contiguous(), lse[:, h, rows].contiguous()
             of_lse = None if dlse is None else dlse[:, h, rows].contiguous()
             given = (*of_rows, dout[:, rows, h], of_lse)
-            sums.add(heads, part, prepared(tensors, options).backward(tensors, *given, wanted))
+            # partial sums: rounding each would add to the error
+            job = prepared(tensors, options)
+            sums.add(heads, part, job.backward(tensors, *given, wanted, wide=True))
         sums.send(heads, under_way)
 
     with UnderWay() as under_way:
@@ -155,13 +159,15 @@ class _Sums:
         self.call, self.way, self.wanted, self.wide = call, way, wanted, call.accumulator
         own = call.tensors
         self.alone = len(way.parts) * stages == 1
-        self.q = torch.empty_like(own.q, memory_format=_DENSE) if wanted.q else None
+        several = wanted.q and not self.alone
+        self.q = torch.empty_like(own.q, memory_format=_DENSE) if several else None
         #: the gradients of own rows; a stage writes its heads
         self.k, self.v = (
             torch.empty_like(t, memory_format=_DENSE) if want else None
             for t, want in ((own.k, wanted.k), (own.v, wanted.v))
         )
-        self.stage: list[Tensor] = []  # those of gathered rows and of a stage's heads
+        self.gathered: list[Tensor] = []  # the inputs of a stage with gradients
+        self.stage: list[Tensor] = []  # their gradients, from the first call on
         self.returning: tuple[Heads, Return] | None = None
         self.sink, self.heads = (
             torch.zeros_like(t) if want and t is not None else None
@@ -177,11 +183,7 @@ class _Sums:
 
     def begin(self, k: Tensor, v: Tensor) -> None:
         """Begin a stage with its gathered rows."""
-        self.stage = [
-            torch.zeros_like(t, dtype=self.wide)
-            for t, total in ((k, self.k), (v, self.v))
-            if total is not None
-        ]
+        self.gathered = [t for t, want in ((k, self.wanted.k), (v, self.wanted.v)) if want]
 
     def add(self, heads: Heads, part: Part, found: Gradients) -> None:
         """Add the gradients of a call."""
@@ -191,8 +193,12 @@ class _Sums:
             assert found.q is not None
             self.q[:, part.rows, heads.q] = found.q
         of_keys = [t for t in (found.k, found.v) if t is not None]
-        for total, t in zip(self.stage, of_keys, strict=True):
-            total[:, part.gathered] += t
+        if not self.stage and part.gathered == slice(0, self.way.length):
+            self.stage = [t.to(self.wide) for t in of_keys]
+        else:
+            self.stage = self.stage or self._zeros()
+            for total, t in zip(self.stage, of_keys, strict=True):
+                total[:, part.gathered] += t
         place = {"h": heads.q, "i": part.rows, "j": part.j}
         for name in ("sink", "heads", "bias"):
             total = part_of(name, getattr(self, name), **place)
@@ -201,14 +207,17 @@ class _Sums:
 
     def send(self, heads: Heads, under_way: UnderWay) -> None:
         """Send the gradients of a stage. Add those of the stage before, which have arrived."""
-        if not self.stage:
+        if not self.gathered:
             return
         rows = self.call.tensors.k.shape[1]
-        back = Return(self.stage, self.way, rows, self.call.group)
+        back = Return(self.stage or self._zeros(), self.way, rows, self.call.group)
         under_way.append(back.copy)
-        self.stage = []
+        self.gathered, self.stage = [], []
         self._receive()
         self.returning = heads, back
+
+    def _zeros(self) -> list[Tensor]:
+        return [torch.zeros_like(t, dtype=self.wide) for t in self.gathered]
 
     def _receive(self) -> None:
         """Write the gradients of own rows that a stage returns."""
