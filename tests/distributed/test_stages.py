@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from rowmax.call.inputs import Options, Tensors
 from rowmax.distributed import Layout
+from rowmax.distributed.calls import Place, ShardedCall
+from rowmax.distributed.groups import Group
 from rowmax.distributed.routes import Sight, load_of
-from rowmax.distributed.strategies.stages import stage_sizes
+from rowmax.distributed.strategies.stages import stage_sizes, stages_of
 from rowmax.testing import Answer, Case, complaints, cotangents, expected, make
 
 from . import programs
@@ -141,6 +144,29 @@ def test_sizes_of_stages(least: int, growth: float, returns: bool) -> None:
             assert sizes[-1] == sizes[0]
         fewer = stage_sizes(heads, least, 2 * growth, returns)
         assert len(fewer) <= len(sizes)
+
+
+def _stages(n: int, ranks: int, heads: tuple[int, int], **terms: Any) -> list[tuple[int, ...]]:
+    """Return the stages of a causal forward and backward in bfloat16, with heads of 128."""
+    layout = Layout.zigzag(n, ranks)
+    q, k = (torch.empty(1, n // ranks, h, 128, dtype=torch.bfloat16, device="meta") for h in heads)
+    place = Place("", layout.text, layout.text, "keys", False, False)
+    given = (place, Tensors(q, k, k, **terms), Options(0.1, right=0), layout, layout)
+    call = ShardedCall(*given, Group("", 0, ranks), mask_rows="none")
+    return [tuple(map(len, stages_of(call, returns))) for returns in (False, True)]
+
+
+def test_the_rule_of_stages() -> None:
+    assert _stages(65536, 4, (32, 8)) == [(1, 7), (1, 6, 1)]
+    # the copies of as many kv heads as query heads take a fifth of the time of the products
+    assert _stages(65536, 4, (32, 32)) == [(4, 13, 15), (4, 13, 11, 4)]
+    # pairs that the host cannot count: equal stages
+    ids = torch.empty(1, 65536, dtype=torch.int32, device="meta")
+    assert _stages(65536, 4, (32, 8), q_ids=ids, k_ids=ids) == [(1,) * 8] * 2
+    # a head leaves multiprocessors idle, or its copy is short: more heads in a stage
+    assert _stages(65536, 8, (32, 8)) == [(2, 6), (2, 4, 2)]
+    assert _stages(16384, 8, (32, 8)) == [(8,), (8,)]
+    assert _stages(65536, 4, (32, 1)) == [(1,), (1,)]
 
 
 def test_load_of_the_mean_rank() -> None:
