@@ -30,6 +30,7 @@ from rowmax.testing import (
     make,
     poisoned,
 )
+from tests import partial_sums
 
 HALF_AND_DOUBLE = [
     *COVERING,
@@ -73,6 +74,11 @@ def test_float32(case: Case, backend: str) -> None:
 @pytest.mark.parametrize("case", HALF_AND_DOUBLE, ids=str)
 def test_other_dtypes(case: Case, dtype: torch.dtype, backend: str) -> None:
     _check(case, backend, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_partial_sums_are_not_rounded(dtype: torch.dtype, backend: str) -> None:
+    partial_sums.check(backend, dtype)
 
 
 @pytest.mark.parametrize("case", [c for c in COVERING if c.sink or c.bias], ids=str)

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rowmax
 from rowmax import distributed as rd
-from rowmax.distributed import Layout, collectives
+from rowmax.distributed import Layout, collectives, exchange
 from rowmax.distributed.strategies import keys as by_keys
 from rowmax.masks import as_mask
 from rowmax.testing import Answer, Call, Case, cotangents, make
@@ -77,10 +77,34 @@ def own_call(call: Call, queries: Layout, keys: Layout, rank: int) -> tuple[Any,
     return (q[:, i], k[:, j], v[:, j]), keywords
 
 
+def even(count: int) -> Any:
+    """Return a rule of stages: kv heads in so many stages, if there are as many."""
+
+    def rule(call: Any, *, returns: bool) -> tuple[range, ...]:
+        heads = call.tensors.k.shape[2]
+        n = min(count, heads)
+        return tuple(range(heads * s // n, heads * (s + 1) // n) for s in range(n))
+
+    return rule
+
+
 def own_answer(
-    rank: int, case: Case, dtype: torch.dtype, kind: str, ranks: int, overrides: dict[str, Any]
+    rank: int,
+    case: Case,
+    dtype: torch.dtype,
+    kind: str,
+    ranks: int,
+    overrides: dict[str, Any],
+    stages: int = 1,
 ) -> Answer:
     """Return the answer of a rank's rows."""
+    with mock.patch.object(by_keys, "stages_of", even(stages)):
+        return _own_answer(rank, case, dtype, kind, ranks, overrides)
+
+
+def _own_answer(
+    rank: int, case: Case, dtype: torch.dtype, kind: str, ranks: int, overrides: dict[str, Any]
+) -> Answer:
     call = make(case, dtype=dtype)
     queries, keys = layouts(case, kind, ranks)
     dout, dlse = cotangents(call)
@@ -194,14 +218,14 @@ def received_rows(rank: int, n: int, left: int) -> tuple[int, int]:
     layout = Layout.contiguous(n, 4)
     x = torch.randn(1, layout.lengths[rank], 2, 16)
     seen: list[int] = []
-    gathered = by_keys.gathered
+    wait = exchange.Gather.wait
 
-    def counted(*given: Any) -> list[Tensor]:
-        found = gathered(*given)
+    def counted(gather: exchange.Gather) -> list[Tensor]:
+        found = wait(gather)
         seen.extend(t.shape[1] for t in found)
         return found
 
-    with mock.patch.object(by_keys, "gathered", counted):
+    with mock.patch.object(exchange.Gather, "wait", counted):
         mask = rowmax.Window(left, 0)
         rd.attention(x, x, x, layout=layout, mask=mask, backend="torch")
     assert len(set(seen)) == 1
@@ -290,6 +314,116 @@ def without_names(rank: int) -> str:
 
 def _round_trip(x: Tensor, layout: Layout) -> Tensor:
     return rd.unshard(rd.shard(x, layout), layout)
+
+
+# --- programs of test_stages -------------------------------------------------------------------
+
+
+class Events:
+    """The order in which copies begin, are waited for, and calls run."""
+
+    def __init__(self, fail: int | None = None) -> None:
+        self.seen: list[str] = []
+        self.calls = 0
+        self.fail = fail  # the number of the call that raises
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record the events of calls by keys."""
+        wait, ready = collectives.Copy.wait, by_keys.prepared
+
+        def begun(name: str) -> Any:
+            real = getattr(exchange, name)
+
+            def begin(*given: Any) -> Any:
+                copy = real(*given)
+                self.seen.append(f"begin {id(copy)}")
+                return copy
+
+            return mock.patch.object(exchange, name, begin)
+
+        def waited(copy: collectives.Copy) -> list[Tensor]:
+            self.seen.append(f"wait {id(copy)}")
+            return wait(copy)
+
+        def called(*given: Any) -> Any:
+            self.calls += 1
+            self.seen.append("call")
+            if self.calls == self.fail:
+                raise ValueError("a call that fails")
+            return ready(*given)
+
+        with (
+            begun("begin_all_gather"),
+            begun("begin_all_to_all"),
+            mock.patch.object(collectives.Copy, "wait", waited),
+            mock.patch.object(by_keys, "prepared", called),
+        ):
+            yield
+
+    def numbered(self) -> list[str]:
+        """Return the events, with a number for each copy in the order that they begin."""
+        begun = [x.split()[1] for x in self.seen if x.startswith("begin")]
+        assert len(set(begun)) == len(begun)
+        number = {name: str(n) for n, name in enumerate(begun)}
+        return [" ".join(number.get(word, word) for word in x.split()) for x in self.seen]
+
+
+def staged(rank: int, stages: int, fail: int | None = None) -> tuple[list[str], list[str], str]:
+    """Return the events of a forward and of its backward, two calls a stage, and the errors."""
+    layout = Layout((((0, 64), (128, 192)), ((64, 128), (192, 256))))
+    # full masks gather all rows: there are copies of both kinds
+    q = torch.randn(1, 128, 8, 16).requires_grad_()
+    k = torch.randn(1, 128, 4, 16).requires_grad_()
+
+    def f() -> Any:
+        return rd.attention(q, k, k, layout=layout, backend="torch")
+
+    with mock.patch.object(by_keys, "stages_of", even(stages)):
+        out = f()
+        events, texts = (Events(fail), Events(fail)), []
+        for one, function in zip(events, (f, lambda: out.sum().backward()), strict=True):
+            with one.recorded():
+                texts += _errors([function])
+    return events[0].numbered(), events[1].numbered(), ", ".join(texts)
+
+
+def equal_to_one_device(rank: int) -> float:
+    """Return the share of dk and dv in bfloat16, of many chunks, with the bits of one device."""
+    n = 16
+    owned = [[(32 * c, 32 * c + 32) for c in range(r, n, 2)] for r in range(2)]
+    layout = Layout(tuple(map(tuple, owned)))
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 32 * n, 2, 16, generator=generator).bfloat16() for _ in "qkvo")
+    i = layout.positions(rank)
+    found = []
+    for rows, function, more in (
+        (slice(None), rowmax.attention, {}),
+        (i, rd.attention, {"layout": layout}),
+    ):
+        leaves = [t[:, rows].clone().requires_grad_() for t in (k, v)]
+        out: Any = function(q[:, rows], *leaves, backend="torch", **more)
+        found.append(torch.autograd.grad(out, leaves, dout[:, rows]))
+    same = [(a[:, i] == b).double().mean() for a, b in zip(*found, strict=True)]
+    return float(min(same))
+
+
+def fails_alone(rank: int) -> str:
+    """Return the error of a rank while the call of another one fails between its stages."""
+    layout = Layout.zigzag(256, 3)
+    x = torch.randn(1, layout.lengths[rank], 4, 16)
+    events = Events(fail=1 if rank == 1 else None)
+    with mock.patch.object(by_keys, "stages_of", even(4)):
+        rd.attention(x, x, x, layout=layout, backend="torch")
+        with events.recorded():
+            try:
+                rd.attention(x, x, x, layout=layout, backend="torch")
+            except (RuntimeError, ValueError) as error:
+                waits = sum(e.startswith("wait") for e in events.seen)
+                begins = sum(e.startswith("begin") for e in events.seen)
+                assert waits >= begins
+                return str(error)
+    return "no error"
 
 
 # --- programs of test_sharding -----------------------------------------------------------------

@@ -33,6 +33,7 @@ from rowmax.testing import (
     tagged,
 )
 from rowmax.testing.table import EXPANDED
+from tests import partial_sums
 from tests.extreme_bias import CASES as EXTREMES
 from tests.extreme_bias import checks
 
@@ -150,6 +151,10 @@ def test_float32(case: Case) -> None:
 @pytest.mark.parametrize("case", COVERING[1::2] + SINGLES[::2], ids=str)
 def test_float16(case: Case) -> None:
     _check(case, torch.float16)
+
+
+def test_float32_partial_sums_of_float16() -> None:
+    partial_sums.check("triton", torch.float16)
 
 
 @pytest.mark.parametrize(

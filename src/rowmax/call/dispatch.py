@@ -73,7 +73,11 @@ class Backend(Protocol):
         dlse: Tensor | None,
         wanted: Wanted,
     ) -> Gradients:
-        """Return the wanted gradients, contiguous, each of its input's shape and dtype."""
+        """Return the wanted gradients, contiguous, each of its input's shape.
+
+        Their dtypes are those of ``problem.gradient_dtype``. A backend whose stores round dk and dv
+        returns these in their inputs' dtype.
+        """
         ...
 
 
@@ -180,20 +184,22 @@ class Prepared:
         dout: Tensor,
         dlse: Tensor | None,
         wanted: Wanted,
+        wide: bool = False,
     ) -> Gradients:
-        """Return the wanted gradients."""
+        """Return the wanted gradients; ``wide``: dk and dv as parts of sums (``Problem.wide``)."""
         given = (*tensors, out, lse, dout, dlse)
         # a hook on saved tensors may return others than the forward had
-        key = (wanted, *_placed(given))
+        key = (wanted, wide, *_placed(given))
         again = self._again.get(key)
         found = again(given) if callable(again) else None
         if found is not None:
             return found
-        plan = choose(self.problem, "backward", self.options.backend)
+        problem = self.problem._replace(wide=True) if wide else self.problem
+        plan = choose(problem, "backward", self.options.backend)
 
         def run(given: tuple[Any, ...]) -> Gradients:
             *inputs, out, lse, dout, dlse = given
-            return run_backward(plan, self.problem, Tensors(*inputs), out, lse, dout, dlse, wanted)
+            return run_backward(plan, problem, Tensors(*inputs), out, lse, dout, dlse, wanted)
 
         return self._run(key, plan.computes(wanted), run, given)
 

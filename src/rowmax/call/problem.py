@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from .inputs import HEAD_TERMS, Gradients, Options, Positions, Tensors, Wanted, part_of  # noqa: F401
 
@@ -54,6 +55,7 @@ class Problem(NamedTuple):
     align: str = "keys"  # "lengths" only where a band or a distance reads positions
     device_index: int | None = None  # index among the devices of its type; None: the current one
     bidirectional: bool = False  # a prefix of the keys is seen whatever ``right`` is
+    wide: bool = False  # dk and dv are parts of sums: in the accumulator's dtype
 
     @property
     def offset(self) -> int:
@@ -72,6 +74,10 @@ class Problem(NamedTuple):
     def accumulator(self) -> torch.dtype:
         """The dtype of lse and of every running sum."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    def gradient_dtype(self, name: str, like: Tensor) -> torch.dtype:
+        """Return the dtype of the gradient of an input, by its name."""
+        return self.accumulator if self.wide and name in ("k", "v") else like.dtype
 
     @property
     def natural(self) -> bool:

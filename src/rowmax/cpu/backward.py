@@ -125,8 +125,7 @@ def backward(
     arguments = (call.record, call.sequences, call.states, starts, order)
     arguments = (*arguments, call.like, call.operand_like)
     launch(backward_worker, *arguments, tasks=tasks * parts, flops=backward_flops(problem))
-    inputs = {name: getattr(tensors, name) for name in Gradients._fields}
-    done = {name: finished(g, inputs[name]) for name, g in sums.items()}
+    done = finished(problem, tensors, sums)
     if wanted.sink:
         assert tensors.sink is not None
         done["sink"] = row_stats.dsink(tensors.sink, lse, delta, rest).to(tensors.sink.dtype)
@@ -172,7 +171,8 @@ def outputs(
         call.tensor(f"{kind}q", sums["q"][0])
     for name in ("k", "v"):
         if getattr(wanted, name):
-            dtype = call.row_dtype if parts == 1 else call.dtype  # the parts are added afterwards
+            # parts are added afterwards
+            dtype = call.row_dtype if parts == 1 and not call.problem.wide else call.dtype
             sums[name] = torch.empty(parts, *getattr(tensors, name).shape, dtype=dtype)
             call.tensor(f"{kind}{name}", sums[name])
     if wanted.heads:
@@ -191,11 +191,15 @@ def outputs(
     return sums
 
 
-def finished(parts: Tensor, like: Tensor) -> Tensor:
-    """Return the sum of the parts, of the input's shape and dtype."""
-    parts = parts.flatten(0, parts.dim() - like.dim() - 1)
-    whole = parts[0] if parts.shape[0] == 1 else parts.sum(0)
-    return whole.to(like.dtype)
+def finished(problem: Problem, tensors: Tensors, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the sums of the parts, of the inputs' shapes and the gradients' dtypes."""
+    done = {}
+    for name, parts in sums.items():
+        like = getattr(tensors, name)
+        parts = parts.flatten(0, parts.dim() - like.dim() - 1)
+        whole = parts[0] if parts.shape[0] == 1 else parts.sum(0)
+        done[name] = whole.to(problem.gradient_dtype(name, like))
+    return done
 
 
 @kernel
@@ -294,11 +298,11 @@ def pack_head(call, seq, s, h, memory, finite, operand_like):
 
 @inner
 def write_parts(to, rows, d, padded, call, seq, at, like, operand_like):
-    """Write a head's dK or dV: the gradient itself, or a part that is added at the end."""
+    """Write a head's dK or dV: the gradient itself, or a part of a sum."""
     if not to.address:
         return
     p, s, h = at
-    if call.parts == 1:
+    if call.parts == 1 and not call.wide:
         address = to.address + row_size(operand_like) * row_at(to, s, seq.key, h)
         write_rows(address, to.n, rows, seq.keys, d, padded, like, operand_like)
     else:

@@ -38,7 +38,7 @@ for _d in ("d", "dt"):  # gradients, and those of tangents
 _MEMORY = ("panels", "tangent_panels", "pairs")  # addresses of memory that kernels fill
 _SIZES = ["hq", "hk", "group", "d", "value_d", "d_operand", "value_d_operand", "d_padded"]
 _SIZES += ["value_d_padded", "left", "right", "seed", "threshold", "natural", "bias_kind"]
-_SIZES += ["longest_k", "parts", "store_bias", "bent"]
+_SIZES += ["longest_k", "parts", "store_bias", "bent", "wide"]
 #: 1 + the row of each parameter of head terms; 0: absent
 _SIZES += [f"head_{name}" for name in parameters_of()]
 #: from ``Positions``: the shift of distances, and the first of each of dropout's counters
@@ -160,7 +160,7 @@ def _numbers(p: Problem, paired: bool, lanes: int) -> np.ndarray:
         "bent": p.softcap > 0 or not all(HEAD_TERMS[name].added for name in p.heads),
     }
     fields |= {f"head_{name}": 1 + n for n, name in enumerate(parameters_of(p.heads))}
-    for name in ("hq", "hk", "group", "d", "natural", "scale", "softcap", "keep_scale"):
+    for name in ("hq", "hk", "group", "d", "natural", "scale", "softcap", "keep_scale", "wide"):
         fields[name] = getattr(p, name)
     for name, value in (p.positions or Positions())._asdict().items():
         fields[name if name == "shift" else f"first_{name}"] = value

@@ -142,7 +142,7 @@ def tangent_backward(
     arguments = (call.record, call.sequences, call.states, starts, order, call.like)
     flops = tangent_backward_flops(problem)
     launch(tangent_backward_worker, *arguments, tasks=tasks * parts, flops=flops)
-    done = [{name: finished(g, getattr(tensors, name)) for name, g in s.items()} for s in sums]
+    done = [finished(problem, tensors, s) for s in sums]
     if wanted.inputs.sink or wanted.tangents.sink:
         assert tensors.sink is not None
         found = row_stats.second_dsink(tensors.sink, tangents.sink, lse, tlse, deltas, rest)

@@ -47,11 +47,11 @@ class ShardedCall(NamedTuple):
         q, k, v = whole_rows(own.q, own.k, own.v, self.queries.n, self.keys.n)
         return own._replace(q=q, k=k, v=v, bias=None, allowed=None)
 
-    def no_results(self) -> tuple[Tensor, Tensor]:
-        """Return the (out, lse) of a rank without queries."""
+    def new_results(self) -> tuple[Tensor, Tensor]:
+        """Return memory for (out, lse) of own queries."""
         q, v = self.tensors.q, self.tensors.v
-        out = q.new_empty((*q.shape[:3], v.shape[3]))
-        return out, q.new_empty((q.shape[0], q.shape[2], 0), dtype=self.accumulator)
+        b, n, h, _ = q.shape
+        return q.new_empty((b, n, h, v.shape[3])), q.new_empty((b, h, n), dtype=self.accumulator)
 
 
 def whole_rows(q: Tensor, k: Tensor, v: Tensor, nq: int, nk: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,7 @@
-"""Copies of rows between ranks: keys and values come, and their gradients return."""
+"""Copies of rows between ranks: keys and values come, and their gradients return.
+
+A copy begins when its record is made. ``wait`` returns the rows.
+"""
 
 from __future__ import annotations
 
@@ -7,81 +10,100 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .collectives import all_gather, all_to_all
+from .collectives import begin_all_gather, begin_all_to_all
 from .groups import Group
 from .layout import Layout, Ranges
 from .routes import Route
 
+Shapes = Sequence[torch.Size]
 
-def gathered(tensors: Sequence[Tensor], route: Route, keys: Layout, group: Group) -> list[Tensor]:
-    """Return the rows that a rank needs of each ``[B, n, H, D]``, in the order of positions."""
-    if route.whole:
-        own = torch.cat([_rows_first(t).flatten() for t in tensors])
-        wide = sum(t.shape[0] * t.shape[2] * t.shape[3] for t in tensors)
-        found = all_gather(own, [n * wide for n in keys.lengths], group)
-    else:
-        flat = _packed(tensors, route.sent)
-        sent, received = (
-            [_elements(tensors, ranges) for ranges in each] for each in (route.sent, route.received)
+
+class Gather:
+    """The rows that a rank needs of each ``[B, n, H, D]``, on their way to it."""
+
+    def __init__(self, tensors: Sequence[Tensor], route: Route, keys: Layout, group: Group) -> None:
+        self.tensors, self.route = tensors, route
+        self.shapes = [t.shape for t in tensors]
+        self.received = [_elements(self.shapes, ranges) for ranges in route.received]
+        if route.whole:
+            own = _packed(tensors, [((0, keys.lengths[group.rank]),)])
+            wide = _elements(self.shapes, ((0, 1),))
+            self.copy = begin_all_gather(own, [n * wide for n in keys.lengths], group)
+        else:
+            sent = [_elements(self.shapes, ranges) for ranges in route.sent]
+            flat = _packed(tensors, route.sent)
+            self.copy = begin_all_to_all(flat, sent, self.received, group)
+
+    def wait(self) -> list[Tensor]:
+        """Return the rows, in the order of positions."""
+        found = self.copy.wait()
+        if not self.route.whole:
+            found = found[0].split(self.received)
+        pieces: list[list[tuple[int, Tensor]]] = [[] for _ in self.tensors]
+        for flat, ranges in zip(found, self.route.received, strict=True):
+            for place, each in zip(pieces, _unpacked(flat, self.shapes, ranges), strict=True):
+                place += each
+        return [_joined(t, place) for t, place in zip(self.tensors, pieces, strict=True)]
+
+
+class Return:
+    """Gradients of gathered rows ``[B, length, H, D]``, on their way to the ranks of the rows."""
+
+    def __init__(self, tensors: Sequence[Tensor], route: Route, rows: int, group: Group) -> None:
+        self.route, self.rows = route, rows
+        self.shapes = [t.shape for t in tensors]
+        sent, self.received = (
+            [_elements(self.shapes, ranges) for ranges in each]
+            for each in (route.received, route.sent)
         )
-        found = all_to_all(flat, sent, received, group).split(received)
-    pieces: list[list[tuple[int, Tensor]]] = [[] for _ in tensors]
-    for flat, ranges in zip(found, route.received, strict=True):
-        for place, each in zip(pieces, _unpacked(flat, tensors, ranges), strict=True):
-            place += each
-    return [_joined(t, place) for t, place in zip(tensors, pieces, strict=True)]
+        self.copy = begin_all_to_all(_packed(tensors, route.received), sent, self.received, group)
+
+    def wait(self) -> list[Tensor]:
+        """Return the sums over all ranks for each own row, in the dtype of the tensors.
+
+        Summands are added in the order of ranks.
+        """
+        flat = self.copy.wait()[0]
+        sums = [flat.new_zeros((self.rows, b, *rest)) for b, _, *rest in self.shapes]
+        for part, ranges in zip(flat.split(self.received), self.route.sent, strict=True):
+            for total, each in zip(sums, _unpacked(part, self.shapes, ranges), strict=True):
+                for (start, stop), (_, piece) in zip(ranges, each, strict=True):
+                    total[start:stop] += piece
+        return [total.transpose(0, 1) for total in sums]
 
 
-def returned(tensors: Sequence[Tensor], route: Route, rows: int, group: Group) -> list[Tensor]:
-    """Return the sums, for each own row, of the gathered rows ``[B, length, H, D]`` of all ranks.
-
-    Summands are added in the order of ranks, in the dtype of the tensors.
-    """
-    sent, received = (
-        [_elements(tensors, ranges) for ranges in each] for each in (route.received, route.sent)
-    )
-    flat = _packed(tensors, route.received)
-    found = all_to_all(flat, sent, received, group).split(received)
-    sums = [t.new_zeros((rows, t.shape[0], *t.shape[2:])) for t in tensors]
-    for flat, ranges in zip(found, route.sent, strict=True):
-        for total, each in zip(sums, _unpacked(flat, tensors, ranges), strict=True):
-            for (start, stop), (_, piece) in zip(ranges, each, strict=True):
-                total[start:stop] += piece
-    return [total.transpose(0, 1) for total in sums]
-
-
-def _rows_first(t: Tensor) -> Tensor:
-    return t.transpose(0, 1)
-
-
-def _elements(tensors: Sequence[Tensor], ranges: Ranges) -> int:
+def _elements(shapes: Shapes, ranges: Ranges) -> int:
     rows = sum(stop - start for start, stop in ranges)
-    return sum(rows * t.shape[0] * t.shape[2] * t.shape[3] for t in tensors)
+    return sum(rows * b * h * d for b, _, h, d in shapes)
 
 
 def _packed(tensors: Sequence[Tensor], each: Sequence[Ranges]) -> Tensor:
-    """Return for each rank the rows of its ranges: those of one tensor, then of the next."""
-    pieces = [
-        _rows_first(t)[start:stop].flatten()
-        for ranges in each
-        for t in tensors
-        for start, stop in ranges
-    ]
-    return torch.cat(pieces) if pieces else tensors[0].new_empty(0)
+    """Return for each rank the rows of its ranges: those of one tensor, then of the next.
+
+    A row is copied once, from any strides.
+    """
+    shapes = [t.shape for t in tensors]
+    flat = tensors[0].new_empty(sum(_elements(shapes, ranges) for ranges in each))
+    begin = 0
+    for ranges in each:
+        for t in tensors:
+            rows = [t.transpose(0, 1)[start:stop] for start, stop in ranges]
+            end = begin + _elements([t.shape], ranges)
+            if begin < end:
+                to = flat[begin:end].view(-1, *rows[0].shape[1:])
+                _ = torch.cat(rows, out=to) if len(rows) > 1 else to.copy_(rows[0])
+            begin = end
+    return flat
 
 
-def _unpacked(
-    flat: Tensor, tensors: Sequence[Tensor], ranges: Ranges
-) -> list[list[tuple[int, Tensor]]]:
+def _unpacked(flat: Tensor, shapes: Shapes, ranges: Ranges) -> list[list[tuple[int, Tensor]]]:
     """Return (first row, rows ``[n, B, H, D]``) of each range of each tensor of one rank."""
     found, begin = [], 0
-    for t in tensors:
-        shape = (t.shape[0], *t.shape[2:])
-        wide = shape[0] * shape[1] * shape[2]
+    for b, _, h, d in shapes:
         each = []
         for start, stop in ranges:
-            end = begin + (stop - start) * wide
-            each.append((start, flat[begin:end].view(stop - start, *shape)))
+            end = begin + (stop - start) * b * h * d
+            each.append((start, flat[begin:end].view(stop - start, b, h, d)))
             begin = end
         found.append(each)
     return found

@@ -37,6 +37,14 @@ class Route(NamedTuple):
     whole: bool  # every rank needs all rows
 
 
+class Load(NamedTuple):
+    """The work of the mean rank."""
+
+    rows: float  # keys that arrive from other ranks
+    pairs: float  # pairs of a query and a key within the band, to a few at its ends
+    chunk: float  # the queries of one call
+
+
 def sight_of(tensors: Tensors, options: Options) -> Sight:
     """Return the limits of a call; a band that tensors move limits nothing here."""
     if options.align == "lengths":
@@ -48,10 +56,7 @@ def sight_of(tensors: Tensors, options: Options) -> Sight:
 @lru_cache(maxsize=512)
 def route(queries: Layout, keys: Layout, sight: Sight, rank: int) -> Route:
     """Return the route of a rank."""
-    needed = [
-        _union(_seen(i, queries.n, keys.n, sight) for i in queries.chunks(r))
-        for r in range(queries.ranks)
-    ]
+    needed = _needed(queries, keys, sight)
     mine = needed[rank]
     own = keys.owned[rank]
     parts, row = [], 0
@@ -69,11 +74,38 @@ def route(queries: Layout, keys: Layout, sight: Sight, rank: int) -> Route:
         row += len(i)
     return Route(
         parts=tuple(parts),
-        length=sum(stop - start for start, stop in mine),
+        length=_length(mine),
         sent=tuple(_rows_of(_common(own, theirs), own) for theirs in needed),
         received=tuple(_rows_of(_common(mine, held), mine) for held in keys.owned),
         whole=all(one == ((0, keys.n),) for one in needed),
     )
+
+
+@lru_cache(maxsize=512)
+def load_of(queries: Layout, keys: Layout, sight: Sight) -> Load:
+    """Return the load of the mean rank."""
+    rows = pairs = chunks = 0
+    for rank, needed in enumerate(_needed(queries, keys, sight)):
+        rows += _length(needed) - _length(_common(needed, keys.owned[rank]))
+        for i in queries.chunks(rank):
+            middle = (i.start + i.stop - 1) // 2  # a band sees as many keys on average
+            low, high = any_range(middle, middle, keys.n - queries.n, *sight, keys.n)
+            pairs += len(i) * max(0, high - low)
+            chunks += 1
+    return Load(rows / queries.ranks, pairs / queries.ranks, queries.n / max(1, chunks))
+
+
+@lru_cache(maxsize=512)
+def _needed(queries: Layout, keys: Layout, sight: Sight) -> tuple[Ranges, ...]:
+    """Return the positions of the keys that each rank's queries may see."""
+    return tuple(
+        _union(_seen(i, queries.n, keys.n, sight) for i in queries.chunks(rank))
+        for rank in range(queries.ranks)
+    )
+
+
+def _length(ranges: Ranges) -> int:
+    return sum(stop - start for start, stop in ranges)
 
 
 def _seen(i: range, nq: int, nk: int, sight: Sight) -> tuple[int, int]:

@@ -34,9 +34,10 @@ def backward(
     """Return the gradients, by autograd through the definition."""
     with torch.enable_grad(), torch.autocast(problem.device, enabled=False):
         leaves = {
-            name: getattr(tensors, name).detach().requires_grad_()
+            name: x.detach().to(problem.gradient_dtype(name, x)).requires_grad_()
             for name, want in wanted._asdict().items()
             if want
+            for x in [getattr(tensors, name)]
         }
         o, e = attention(problem, tensors._replace(**leaves), problem.accumulator)
         pairs = [(o, dout.to(o.dtype)), (e, dlse)]  # lse does not depend on v

@@ -75,14 +75,14 @@ def backward(
                     None if dlse is None else dlse[:, :, rows],
                     of_sequence(sums, n, rows, cols, one),
                 )
-    return rounded(tensors, sums)
+    return rounded(problem, tensors, sums)
 
 
-def rounded(tensors: Tensors, sums: Gradients) -> Gradients:
-    """Return the gradients in the dtypes of their inputs."""
+def rounded(problem: Problem, tensors: Tensors, sums: Gradients) -> Gradients:
+    """Return the gradients in their dtypes."""
     return Gradients(
         **{
-            name: g.to(getattr(tensors, name).dtype)
+            name: g.to(problem.gradient_dtype(name, getattr(tensors, name)))
             for name, g in sums._asdict().items()
             if g is not None
         }

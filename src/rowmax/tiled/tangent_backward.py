@@ -82,7 +82,7 @@ def tangent_backward(
                     tuple(of_sequence(s, n, rows, cols, one) for s in sums),
                 )
     first, second = sums
-    return rounded(tensors, first), rounded(tensors, second)
+    return rounded(problem, tensors, first), rounded(problem, tensors, second)
 
 
 def _of_rows(t: Tensor | None, rows: slice) -> Tensor | None:

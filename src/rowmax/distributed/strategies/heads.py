@@ -57,7 +57,9 @@ def backward(
     )
     found = Gradients()
     if tensors.q.shape[2]:
-        found = prepared(tensors, options).backward(tensors, out, lse, dout, dlse, wanted)
+        # ranks that share a kv head have parts of its gradient
+        wide = call.tensors.k.shape[2] < call.group.size
+        found = prepared(tensors, options).backward(tensors, out, lse, dout, dlse, wanted, wide)
     return _returned(call, heads, tensors, found, wanted)
 
 

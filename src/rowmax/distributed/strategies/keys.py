@@ -2,9 +2,15 @@
 
 A chunk of queries stands at its place of the whole call. So bands, distances, ids and dropout are
 those of one device, and no results are merged. The backward gathers again and saves nothing.
+
+Stages of kv heads hide the copies (``stages.py``): while a stage computes, the keys and values of
+the next one arrive, and in the backward the gradients of the one before return.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,40 +19,89 @@ from ...call.blocks import Block, block_of
 from ...call.dispatch import prepared
 from ...call.inputs import Gradients, Options, Tensors, Wanted, part_of
 from ..calls import ShardedCall
-from ..exchange import gathered, returned
+from ..collectives import UnderWay
+from ..exchange import Gather, Return
 from ..routes import Part, Route, route, sight_of
 from .shares import reduced
+from .stages import stages_of
 
 
 def forward(call: ShardedCall) -> tuple[Tensor, Tensor]:
     """Return (out ``[B, n, Hq, Dv]``, lse ``[B, Hq, n]``) of this rank's queries."""
-    way = _route(call)
-    k, v = gathered((call.tensors.k, call.tensors.v), way, call.keys, call.group)
-    results = []
-    for part in way.parts:
-        tensors, options = _part(call, part, k, v)
-        results.append(prepared(tensors, options).forward(tensors))
-    if not results:
-        return call.no_results()
-    outs, lses = zip(*results, strict=True)
-    return _one(outs, 1), _one(lses, 2)
+    way, stages = _route(call), stages_of(call, returns=False)
+    whole, found = call.whole(), _Results(call, len(way.parts) * len(stages))
+
+    def compute(heads: Heads, k: Tensor, v: Tensor) -> None:
+        for part in way.parts:
+            tensors, options = _part(call, whole, heads, part, (k, v))
+            found.add(heads, part, prepared(tensors, options).forward(tensors))
+
+    with UnderWay() as under_way:
+        _by_stages(call, way, stages, under_way, compute)
+    return found.total()
 
 
 def backward(
     call: ShardedCall, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wanted: Wanted
 ) -> Gradients:
     """Return the wanted gradients: of own rows, and this rank's share of replicated inputs."""
-    way = _route(call)
-    k, v = gathered((call.tensors.k, call.tensors.v), way, call.keys, call.group)
-    sums = _Sums(call, k, v, wanted)
-    for part in way.parts:
-        tensors, options = _part(call, part, k, v)
-        rows = part.rows
-        of_lse = None if dlse is None else dlse[..., rows].contiguous()
-        of_rows = out[:, rows].contiguous(), lse[..., rows].contiguous()
-        given = (*of_rows, dout[:, rows], of_lse)
-        sums.add(part, prepared(tensors, options).backward(tensors, *given, wanted))
-    return sums.total(way)
+    way, stages = _route(call), stages_of(call, returns=True)
+    whole, sums = call.whole(), _Sums(call, way, len(stages), wanted)
+    # often the call with most keys sees all of them: sums begin with it, and not with zeros
+    parts = sorted(way.parts, key=lambda part: part.gathered.start - part.gathered.stop)
+
+    def compute(heads: Heads, k: Tensor, v: Tensor) -> None:
+        sums.begin(k, v)
+        for part in parts:
+            tensors, options = _part(call, whole, heads, part, (k, v))
+            rows, h = part.rows, heads.q
+            of_rows = out[:, rows, h].contiguous(), lse[:, h, rows].contiguous()
+            of_lse = None if dlse is None else dlse[:, h, rows].contiguous()
+            given = (*of_rows, dout[:, rows, h], of_lse)
+            # partial sums: rounding each would add to the error
+            job = prepared(tensors, options)
+            sums.add(heads, part, job.backward(tensors, *given, wanted, wide=True))
+        sums.send(heads, under_way)
+
+    with UnderWay() as under_way:
+        _by_stages(call, way, stages, under_way, compute)
+        return sums.total()
+
+
+class Heads(NamedTuple):
+    """The heads of a stage."""
+
+    q: slice
+    kv: slice
+
+
+def _by_stages(
+    call: ShardedCall,
+    way: Route,
+    stages: Sequence[range],
+    under_way: UnderWay,
+    compute: Callable[[Heads, Tensor, Tensor], None],
+) -> None:
+    """Call ``compute(heads, k, v)`` for each stage, with the rows of the next on their way.
+
+    A copy begins before the kernels that hide it: persistent ones leave no multiprocessor to a
+    later kernel. No reference to a stage's k and v outlives its turn.
+    """
+    group = call.tensors.q.shape[2] // call.tensors.k.shape[2]
+    slices = [slice(one.start, one.stop) for one in stages]
+
+    def begin(kv: slice) -> Gather:
+        own = [t[:, :, kv] for t in (call.tensors.k, call.tensors.v)]
+        gather = Gather(own, way, call.keys, call.group)
+        under_way.append(gather.copy)
+        return gather
+
+    arriving = begin(slices[0])
+    for kv, following in zip(slices, [*slices[1:], None], strict=True):
+        gather = arriving
+        if following is not None:
+            arriving = begin(following)
+        compute(Heads(slice(group * kv.start, group * kv.stop), kv), *gather.wait())
 
 
 def _route(call: ShardedCall) -> Route:
@@ -54,82 +109,131 @@ def _route(call: ShardedCall) -> Route:
     return route(call.queries, call.keys, sight, call.group.rank)
 
 
-def _part(call: ShardedCall, part: Part, k: Tensor, v: Tensor) -> tuple[Tensors, Options]:
+def _part(
+    call: ShardedCall, whole: Tensors, heads: Heads, part: Part, gathered: tuple[Tensor, Tensor]
+) -> tuple[Tensors, Options]:
     """Return the call of a part: the inputs of the whole that its queries and keys read."""
-    own = call.tensors
-    tensors, options = block_of(call.whole(), call.options, Block(i=part.i, j=part.j))
-    local = {name: part_of(name, getattr(own, name), i=part.rows, j=part.j) for name in _LOCAL}
+    own, (k, v) = call.tensors, gathered
+    tensors, options = block_of(whole, call.options, Block(h=heads.q, i=part.i, j=part.j))
+    mine = {"i": part.rows, "j": part.j, "h": heads.q}
     tensors = tensors._replace(
         k=part_of("k", k, j=part.gathered),
         v=part_of("v", v, j=part.gathered),
-        sink=own.sink,  # a block without the first key leaves it to another
-        **local,
+        # a block without the first key leaves the sink to another
+        **{name: part_of(name, getattr(own, name), **mine) for name in _LOCAL},
     )
     return tensors, options
 
 
-#: inputs whose queries are own rows
-_LOCAL = ("q", "bias", "allowed")
+#: inputs whose queries are own rows, and the sink
+_LOCAL = ("q", "bias", "allowed", "sink")
+
+
+class _Results:
+    """The results of a rank. Each call writes its heads and rows; those of a single one are kept.
+
+    Of several calls this is one copy of the results, as joining chunks is.
+    """
+
+    def __init__(self, call: ShardedCall, calls: int) -> None:
+        self.found = None if calls == 1 else call.new_results()
+
+    def add(self, heads: Heads, part: Part, found: tuple[Tensor, Tensor]) -> None:
+        """Add the results of a call."""
+        if self.found is None:
+            self.found = found
+            return
+        out, lse = self.found
+        out[:, part.rows, heads.q], lse[:, heads.q, part.rows] = found
+
+    def total(self) -> tuple[Tensor, Tensor]:
+        """Return (out, lse)."""
+        assert self.found is not None
+        return self.found
 
 
 class _Sums:
-    """The gradients of a rank, added up over its parts in the dtype of sums."""
+    """The gradients of a rank: those of keys by stages, the others added up over all calls."""
 
-    def __init__(self, call: ShardedCall, k: Tensor, v: Tensor, wanted: Wanted) -> None:
-        self.call, self.wanted, self.wide = call, wanted, call.accumulator
-        self.q: list[Tensor] = []
+    def __init__(self, call: ShardedCall, way: Route, stages: int, wanted: Wanted) -> None:
+        self.call, self.way, self.wanted, self.wide = call, way, wanted, call.accumulator
+        own = call.tensors
+        self.alone = len(way.parts) * stages == 1
+        several = wanted.q and not self.alone
+        self.q = torch.empty_like(own.q, memory_format=_DENSE) if several else None
+        #: the gradients of own rows; a stage writes its heads
         self.k, self.v = (
-            torch.zeros_like(t, dtype=self.wide) if want else None
-            for t, want in ((k, wanted.k), (v, wanted.v))
+            torch.empty_like(t, memory_format=_DENSE) if want else None
+            for t, want in ((own.k, wanted.k), (own.v, wanted.v))
         )
+        self.gathered: list[Tensor] = []  # the inputs of a stage with gradients
+        self.stage: list[Tensor] = []  # their gradients, from the first call on
+        self.returning: tuple[Heads, Return] | None = None
         self.sink, self.heads = (
             torch.zeros_like(t) if want and t is not None else None
-            for t, want in ((call.tensors.sink, wanted.sink), (call.tensors.heads, wanted.heads))
+            for t, want in ((own.sink, wanted.sink), (own.heads, wanted.heads))
         )
-        bias = call.tensors.bias
+        bias = own.bias
         self.bias = None
         if wanted.bias and bias is not None:
-            # a row that parts share is a sum; own rows belong to one part
-            self.bias = torch.zeros_like(
-                bias,
-                dtype=self.wide if bias.shape[2] == 1 else bias.dtype,
-                memory_format=torch.contiguous_format,
-            )
+            # a row that parts share is a sum, and a head that stages share
+            shared = bias.shape[2] == 1 or (bias.shape[1] == 1 and stages > 1)
+            dtype = self.wide if shared else bias.dtype
+            self.bias = torch.zeros_like(bias, dtype=dtype, memory_format=_DENSE)
 
-    def add(self, part: Part, found: Gradients) -> None:
-        """Add the gradients of a part."""
-        if found.q is not None:
-            self.q.append(found.q)
-        for name, total in (("k", self.k), ("v", self.v)):
-            if total is not None:
-                total[:, part.gathered] += getattr(found, name)
-        for name, total in (("sink", self.sink), ("heads", self.heads)):
+    def begin(self, k: Tensor, v: Tensor) -> None:
+        """Begin a stage with its gathered rows."""
+        self.gathered = [t for t, want in ((k, self.wanted.k), (v, self.wanted.v)) if want]
+
+    def add(self, heads: Heads, part: Part, found: Gradients) -> None:
+        """Add the gradients of a call."""
+        if self.alone:
+            self.q = found.q
+        elif self.q is not None:
+            assert found.q is not None
+            self.q[:, part.rows, heads.q] = found.q
+        of_keys = [t for t in (found.k, found.v) if t is not None]
+        if not self.stage and part.gathered == slice(0, self.way.length):
+            self.stage = [t.to(self.wide) for t in of_keys]
+        else:
+            self.stage = self.stage or self._zeros()
+            for total, t in zip(self.stage, of_keys, strict=True):
+                total[:, part.gathered] += t
+        place = {"h": heads.q, "i": part.rows, "j": part.j}
+        for name in ("sink", "heads", "bias"):
+            total = part_of(name, getattr(self, name), **place)
             if total is not None:
                 total += getattr(found, name)
-        if self.bias is not None:
-            place = part_of("bias", self.bias, i=part.rows, j=part.j)
-            assert place is not None
-            assert found.bias is not None
-            place += found.bias
 
-    def total(self, way: Route) -> Gradients:
+    def send(self, heads: Heads, under_way: UnderWay) -> None:
+        """Send the gradients of a stage. Add those of the stage before, which have arrived."""
+        if not self.gathered:
+            return
+        rows = self.call.tensors.k.shape[1]
+        back = Return(self.stage or self._zeros(), self.way, rows, self.call.group)
+        under_way.append(back.copy)
+        self.gathered, self.stage = [], []
+        self._receive()
+        self.returning = heads, back
+
+    def _zeros(self) -> list[Tensor]:
+        return [torch.zeros_like(t, dtype=self.wide) for t in self.gathered]
+
+    def _receive(self) -> None:
+        """Write the gradients of own rows that a stage returns."""
+        if self.returning is None:
+            return
+        heads, back = self.returning
+        totals = [t for t in (self.k, self.v) if t is not None]
+        for total, t in zip(totals, back.wait(), strict=True):
+            total[:, :, heads.kv] = t
+        self.returning = None
+
+    def total(self) -> Gradients:
         """Return the gradients, those of keys and values from all ranks."""
-        call, own = self.call, self.call.tensors
-        dk, dv = self.k, self.v
-        if dk is not None or dv is not None:
-            sent = [t for t in (dk, dv) if t is not None]
-            back = iter(returned(sent, way, own.k.shape[1], call.group))
-            dk, dv = (None if t is None else next(back) for t in (dk, dv))
-        bias, sink, heads = reduced(call, self.bias, self.sink, self.heads)
-        return Gradients(
-            q=(_one(self.q, 1) if self.q else torch.zeros_like(own.q)) if self.wanted.q else None,
-            k=None if dk is None else dk.to(own.k.dtype),
-            v=None if dv is None else dv.to(own.v.dtype),
-            bias=bias,
-            sink=sink,
-            heads=heads,
-        )
+        self._receive()
+        bias, sink, heads = reduced(self.call, self.bias, self.sink, self.heads)
+        return Gradients(self.q, self.k, self.v, bias, sink, heads)
 
 
-def _one(parts: list[Tensor] | tuple[Tensor, ...], dim: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+_DENSE = torch.contiguous_format

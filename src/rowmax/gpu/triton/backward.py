@@ -42,7 +42,12 @@ def backward(
     out, dout = out.contiguous(), aligned(dout)
     if not lse.numel() or not any(wanted):
         return Gradients(
-            *(x.new_zeros(x.shape) if w else None for w, x in zip(wanted, tensors, strict=False))  # pyright: ignore
+            **{
+                name: x.new_zeros(x.shape, dtype=problem.gradient_dtype(name, x))
+                for name, want in wanted._asdict().items()
+                if want
+                for x in [getattr(tensors, name)]
+            }
         )
     lse = lse.contiguous()
     rest = preprocess.row_sums(problem, tensors, lse, tiles)
@@ -90,8 +95,11 @@ def key_gradients(
     problem: Problem, tensors: Tensors, tiles: Tiles | None, read: Read, how: str | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return (dk, dv, dbias): dbias of a bias that broadcasts over queries, else None."""
-    q = tensors.q
-    dk, dv, cols = q.new_empty(tensors.k.shape), q.new_empty(tensors.v.shape), None
+    dk, dv = (  # kernels round to the dtype that they store to
+        t.new_empty(t.shape, dtype=problem.gradient_dtype(name, t))
+        for name, t in (("k", tensors.k), ("v", tensors.v))
+    )
+    cols = None
     if how == "cols":
         cols = read["delta"].new_zeros((problem.batch, problem.hq, problem.nk))
     if dk.numel() and max(problem.d, problem.dv) > BOTH_UP_TO:
