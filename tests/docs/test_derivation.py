@@ -46,6 +46,11 @@ MISTAKES = {
         ("(dout * out).sum(1) - dlse", "(dout * out).sum(1)"),
         ("dq[i : i + rows] += call.scale * dS", "dq[i : i + rows] += dS"),
     ],
+    6: [
+        ("max(i1 + offset + right, prefix - 1)", "i1 + offset + right"),
+        ("torch.exp(lse - base)[:, None] * out", "out"),
+        ("(column, i, 0, 0)", "(column, 0, 0, 0)"),
+    ],
 }
 
 
@@ -182,13 +187,15 @@ def test_outputs_are_written_into_a_page(tmp_path: Path):
 def test_the_pictures_are_current(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(PICTURES)
     import derivation
+    import schedules
     import tiles
 
-    for module in (derivation, tiles):
+    for module in (derivation, schedules, tiles):
         monkeypatch.delitem(sys.modules, module.__name__)
     derivation.main(tmp_path)
+    schedules.main(tmp_path)
     written = sorted(tmp_path.iterdir())
-    assert len(written) == 4
+    assert len(written) == 4 + 2 * len(schedules.PICTURES)
     pages = "".join(page.read_text(encoding="utf-8") for page in CHAPTERS.values())
     for file in written:
         assert file.read_text() == (PICTURES / file.name).read_text()
