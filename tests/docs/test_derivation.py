@@ -51,6 +51,11 @@ MISTAKES = {
         ("torch.exp(lse - base)[:, None] * out", "out"),
         ("(column, i, 0, 0)", "(column, 0, 0, 0)"),
     ],
+    7: [
+        ("return p * (tx - tlse), tlse", "return p * tx, tlse"),
+        ("tl=state.tl + (state.mu - mu) * state.l", "tl=state.tl"),
+        ("(tS - tlse) * dtS - P", "tS * dtS - P"),
+    ],
 }
 
 
