@@ -56,6 +56,11 @@ MISTAKES = {
         ("tl=state.tl + (state.mu - mu) * state.l", "tl=state.tl"),
         ("(tS - tlse) * dtS - P", "tS * dtS - P"),
     ],
+    8: [
+        ("torch.exp2((products - peak) * factor)", "torch.exp2(products * factor - peak * factor)"),
+        ("torch.exp(near - rest)", "torch.exp(near)"),
+        ("if peak > m + 8:", "if peak > m:"),
+    ],
 }
 
 
