@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,11 @@ MISTAKES = {
         ("torch.exp(near - rest)", "torch.exp(near)"),
         ("if peak > m + 8:", "if peak > m:"),
     ],
+    9: [
+        ("x + i * x_row + j * x_col", "x + i * cols + j"),
+        ("l = l * tl.exp(m - base) +", "l = l +"),
+        ("tl.maximum(i0 + offset - limits[0], 0) // BLOCK_K * BLOCK_K", "0"),
+    ],
 }
 
 
@@ -85,8 +91,14 @@ def outcomes(answers: Path) -> dict[str, set[str]]:
 
 def checks() -> set[str]:
     """Return the names of all checks."""
-    texts = (file.read_text(encoding="utf-8") for file in EXERCISES.glob("test_*.py"))
+    files = [EXERCISES / f"test_chapter{n}.py" for n in CHAPTERS if can_be_checked(n)]
+    texts = (file.read_text(encoding="utf-8") for file in files)
     return {name for text in texts for name in re.findall(r"^def (test_\w+)", text, re.M)}
+
+
+def can_be_checked(chapter: int) -> bool:
+    """Return False for the chapter whose checks need Triton, where it is not installed."""
+    return chapter != 9 or find_spec("triton") is not None
 
 
 def test_the_solutions_pass():
@@ -101,7 +113,8 @@ def test_a_mistake_in_any_function_fails(tmp_path: Path):
     functions = set()
     for chapter, changes in MISTAKES.items():
         text = (SOLUTIONS / f"chapter{chapter}.py").read_text(encoding="utf-8")
-        functions |= {f"test_{name}" for name in re.findall(r"^def (\w+)", text, re.M)}
+        if can_be_checked(chapter):
+            functions |= {f"test_{name}" for name in re.findall(r"^def (\w+)", text, re.M)}
         for right, wrong in changes:
             assert text.count(right) == 1, right
             text = text.replace(right, wrong)
