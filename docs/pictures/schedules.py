@@ -7,6 +7,7 @@ It writes each picture for light and dark, next to this file.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +18,22 @@ from tiles import THEMES, Colors, rect, text
 #: the band of the picture: four queries, sixteen keys, tiles of two keys
 QUERIES, KEYS, TILE = range(8, 12), 16, 2
 BACK, AHEAD = 6, 1
+
+KERNEL = Path(__file__).parents[2] / "src/rowmax/gpu/hopper/forward_kernel.py"
+#: the calls of the kernel's ``step`` that the picture shows, each with its words
+CALLS = {
+    "issue_scores": "issue S(n) = Q K(n)",
+    "issue_output": "issue O += P(n-1) V(n-1)",
+    "warpgroup_mma_wait": "wait for S(n)",
+    "ring.release(shared.k)": "release K(n)",
+    "softmax_step": "mask and softmax of S(n)",
+    "ring.wait_full(shared.k)": "wait for K(n+1)",
+    "wait_output": "wait for O",
+    "ring.release(shared.v)": "release V(n-1)",
+    "scaled_rows": "rescale O",
+}
+#: the width of the softmax in the picture: it is the longest part of a step on the threads
+SOFTMAX = 4
 
 
 class Picture(NamedTuple):
@@ -56,8 +73,64 @@ def band(c: Colors) -> Iterator[str]:
         yield text(left + (j + 1) * cell - 2, below + 88, kind, c.faint, 12, "middle")
 
 
+def order_of_step(source: str) -> list[str]:
+    """Return the names of ``CALLS`` in the order in which the kernel's ``step`` has them."""
+    (step,) = (
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef) and node.name == "step"
+    )
+    calls = [node for node in ast.walk(step) if isinstance(node, ast.Call)]
+    found: list[str] = []
+    for call in sorted(calls, key=lambda call: (call.lineno, call.col_offset)):
+        name = ast.unparse(call.func)
+        if name.startswith("ring."):
+            name = f"{name}({ast.unparse(call.args[0])})"
+        if name in CALLS and name not in found:  # O has two parts
+            found.append(name)
+    return found
+
+
+def schedule(c: Colors) -> Iterator[str]:
+    """Yield two steps of a warpgroup: the copies, the tensor core, and the threads."""
+    order = order_of_step(KERNEL.read_text(encoding="utf-8"))
+    left, unit, height = 118, 27, 24
+    tops = {"copies": 40, "tensor core": 84, "threads": 128}
+    widths = [SOFTMAX if name == "softmax_step" else 1 for name in order]
+    starts = [sum(widths[:n]) for n in range(len(order) + 1)]
+    length = starts[-1]
+    for name, top in tops.items():
+        yield text(left - 12, top + 17, name, c.text, 12, "end")
+    for n in range(2):
+        at = {name: n * length + start for name, start in zip(order, starts, strict=False)}
+        tile = f"n{'+1' * n}"
+        before = "n-1" if n == 0 else "n"
+
+        def bar(lane: str, begin: float, end: float, words: str, fill: str) -> Iterator[str]:
+            x, y = left + begin * unit, tops[lane]
+            stroke = c.step if lane == "copies" else c.line
+            yield rect(x + 1, y, (end - begin) * unit - 2, height, fill, stroke)
+            yield text(x + (end - begin) * unit / 2, y + 16, words, c.text, 11, "middle")
+
+        seen = at["warpgroup_mma_wait"] + 1
+        yield from bar("tensor core", at["issue_scores"] + 1, seen, f"S({tile})", c.partial)
+        done = at["wait_output"] + 1
+        yield from bar("tensor core", seen, done, f"O += P({before}) V({before})", c.partial)
+        key, value = at["ring.release(shared.k)"] + 1, at["ring.release(shared.v)"] + 1
+        yield from bar("copies", key, key + 3, f"K({'n+2' if n == 0 else 'n+3'})", "none")
+        yield from bar("copies", value, value + 3, f"V({'n+1' if n == 0 else 'n+2'})", "none")
+        for number, (name, width) in enumerate(zip(order, widths, strict=True), 1):
+            words = f"softmax({tile})" if name == "softmax_step" else str(number)
+            fill = c.partial if name == "softmax_step" else "none"
+            yield from bar("threads", at[name], at[name] + width, words, fill)
+    for number, name in enumerate(order, 1):
+        x, y = left + 240 * ((number - 1) // 3), 186 + 20 * ((number - 1) % 3)
+        yield text(x, y, f"{number}  {CALLS[name]}", c.faint, 12)
+
+
 PICTURES = {
     "band": Picture("A band: the keys that some, and all, queries of a tile see.", 600, 260, band),
+    "schedule": Picture("Two steps of the Hopper forward, in order.", 880, 244, schedule),
 }
 
 

@@ -67,6 +67,11 @@ MISTAKES = {
         ("l = l * tl.exp(m - base) +", "l = l +"),
         ("tl.maximum(i0 + offset - limits[0], 0) // BLOCK_K * BLOCK_K", "0"),
     ],
+    10: [
+        ("(turn + 1) % 2", "turn % 2"),
+        ("max(softmax, output)", "softmax"),
+        ("stages * 2 * cols * d", "stages * cols * d"),
+    ],
 }
 
 
@@ -223,6 +228,21 @@ def test_the_pictures_are_current(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for file in written:
         assert file.read_text() == (PICTURES / file.name).read_text()
         assert f'"../pictures/{file.name}"' in pages
+
+
+def test_the_picture_of_a_step_has_every_call(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(PICTURES)
+    import schedules
+
+    for name in ("derivation", "schedules", "tiles"):
+        monkeypatch.delitem(sys.modules, name)
+    order = schedules.order_of_step(schedules.KERNEL.read_text(encoding="utf-8"))
+    assert sorted(order) == sorted(schedules.CALLS)
+    # the words of chapter 10: its numbers are places in this order
+    assert order.index("issue_output") < order.index("warpgroup_mma_wait")
+    between = order[order.index("ring.release(shared.k)") : order.index("wait_output")]
+    assert between == ["ring.release(shared.k)", "softmax_step", "ring.wait_full(shared.k)"]
+    assert order[-2:] == ["ring.release(shared.v)", "scaled_rows"]
 
 
 def test_the_measured_rates_are_those_of_the_results(monkeypatch: pytest.MonkeyPatch):
