@@ -32,6 +32,10 @@ CALLS = {
     "ring.release(shared.v)": "release V(n-1)",
     "scaled_rows": "rescale O",
 }
+#: the layouts of the picture: the device of each of eight chunks, for four devices
+DEVICES = 4
+LAYOUTS = {"contiguous": (0, 0, 1, 1, 2, 2, 3, 3), "zigzag": (0, 1, 2, 3, 3, 2, 1, 0)}
+
 #: the width of the softmax in the picture: it is the longest part of a step on the threads
 SOFTMAX = 4
 
@@ -128,9 +132,31 @@ def schedule(c: Colors) -> Iterator[str]:
         yield text(x, y, f"{number}  {CALLS[name]}", c.faint, 12)
 
 
+def layouts(c: Colors) -> Iterator[str]:
+    """Yield the causal tiles of the chunks of four devices, and the work of each device."""
+    cell, top = 24, 40
+    for n, (name, owners) in enumerate(LAYOUTS.items()):
+        left = 84 + 400 * n
+        yield text(left, 22, name, c.text, 15)
+        work = [0.0] * DEVICES
+        for i, owner in enumerate(owners):
+            yield text(left - 10, top + i * cell + 16, f"device {owner}", c.faint, 12, "end")
+            work[owner] += i + 0.5
+            for j in range(len(owners)):
+                fill = c.full if j < i else c.partial if j == i else "none"
+                yield rect(left + j * cell, top + i * cell, cell - 2, cell - 2, fill, c.line)
+        across = left + len(owners) * cell + 16
+        yield text(across, top - 6, "full tiles", c.faint, 12)
+        for owner, tiles in enumerate(work):
+            y = top + 2 * owner * cell
+            yield rect(across, y + 12, 5 * tiles, 18, c.partial, c.line)
+            yield text(across + 5 * tiles + 6, y + 26, f"{owner}: {tiles:g}", c.text, 12)
+
+
 PICTURES = {
     "band": Picture("A band: the keys that some, and all, queries of a tile see.", 600, 260, band),
     "schedule": Picture("Two steps of the Hopper forward, in order.", 880, 244, schedule),
+    "layouts": Picture("Causal work of four devices in two layouts.", 780, 244, layouts),
 }
 
 

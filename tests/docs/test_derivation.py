@@ -72,6 +72,11 @@ MISTAKES = {
         ("max(softmax, output)", "softmax"),
         ("stages * 2 * cols * d", "stages * cols * d"),
     ],
+    11: [
+        ("chunks[2 * devices - 1 - d]", "chunks[d + devices]"),
+        ("torch.logaddexp(total, sink)", "torch.logaddexp(total, sink + math.log(len(parts)))"),
+        ("max(forward, backward)", "min(forward, backward)"),
+    ],
 }
 
 
