@@ -38,7 +38,8 @@ from .sets import SETS
 
 #: columns that are printed
 SHOWN = (
-    "ms", "tflops", "host_us", "peak_mib", "tokens_per_second", "ratio", "off", "local", "note"
+    "ms", "tflops", "gb_per_s", "host_us", "peak_mib", "tokens_per_second", "ratio", "off",
+    "local", "note",
 )  # fmt: skip
 
 

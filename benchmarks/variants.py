@@ -51,6 +51,11 @@ triton.dv 256 causal: 64,64,8,3 32,64,4,4 TOGETHER=0 TOGETHER=0.25 TOGETHER=4
 triton.dq 256: 64,32,4,3 64,32,4,4 64,64,4,2 128,32,8,3
 triton.dq 256 causal: 128,32,8,3,split 64,32,4,3,split 64,64,8,2
 triton.dq 256 causal: TOGETHER=0 TOGETHER=0.25 TOGETHER=4
+triton.few 128: parts=8 parts=16 parts=64 parts=128 stages=3 stages=5 warps=2 warps=8
+triton.few 128: block_k=32 block_k=32,warps=2 block_k=32,stages=6 block_k=128 block_k=128,stages=3
+triton.few 128: block_k=128,warps=8,stages=3 block_k=128,parts=16 block_k=32,warps=2,parts=64
+triton.few 64: parts=16 parts=64 stages=3 stages=5 warps=2 block_k=64 block_k=256,stages=3
+triton.few 256: parts=16 parts=64 stages=3 stages=5 warps=8 block_k=64,stages=3 block_k=16
 triton.dbias 64 bias: 128,128,8,3 128,128,8,2 128,128,16,3 128,64,8,3 64,128,4,2 64,64,4,3
 triton.dbias 128 bias: 128,128,8,3 128,128,8,2 128,128,16,3 128,64,8,3 64,128,4,2 64,64,4,3
 """
@@ -85,16 +90,13 @@ def changed(tile: Any, text: str, launch: str = "") -> tuple[Any, dict[str, Any]
 
 def posed(cell: Cell, x: Inputs) -> tuple[Any, Any]:
     """Return the arguments of a backend for a cell: tensors and problem."""
-    from rowmax.call.check import Arguments
+    from rowmax.attention import arguments as call_of
     from rowmax.call.normalize import normalized
     from rowmax.call.problem import problem_of
-    from rowmax.masks import Causal, Mask
 
     if cell.packed:
         raise UnsupportedError("without packed sequences")
-    given = arguments(cell, x)
-    mask = given.pop("mask", Mask()) & (Causal() if given.pop("causal") else Mask())
-    tensors, options, known = normalized(Arguments(x.q, x.k, x.v, mask=mask, **given))
+    tensors, options, known = normalized(call_of(x.q, x.k, x.v, **arguments(cell, x)))
     return tensors, known.problem if known else problem_of(tensors, options)
 
 
@@ -163,8 +165,8 @@ def triton_job(job: str, cell: Cell, x: Inputs, change: str) -> Call:
 
     tensors, problem = posed(cell, x)
     tiles, options = changed(tiles_for(job, problem, x.q.device), change)
-    if job == "forward":
-        forward = import_module("rowmax.gpu.triton.forward").forward
+    if job in ("forward", "few"):
+        forward = import_module(f"rowmax.gpu.triton.{job}").forward
         return lambda: forward(problem, tensors, tiles)[0]
     spec, made, results = _triton_operands(job, problem, tensors, x)
     run = build_job(spec, problem, tensors, tiles, x.dout)
@@ -210,7 +212,7 @@ KERNELS: dict[str, tuple[Callable[[Cell, Inputs, str], Call], int]] = {
     "hopper.dq": (partial(hopper_backward, "dq"), 3),
     "hopper.dkdv": (partial(hopper_backward, "dkdv"), 4),
 }
-_JOBS = {"forward": 2, "delta": 0, "dkdv": 4, "dk": 3, "dv": 2, "dq": 3, "dbias": 2}
+_JOBS = {"forward": 2, "few": 2, "delta": 0, "dkdv": 4, "dk": 3, "dv": 2, "dq": 3, "dbias": 2}
 KERNELS |= {f"triton.{job}": (partial(triton_job, job), n) for job, n in _JOBS.items()}
 
 

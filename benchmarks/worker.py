@@ -37,7 +37,9 @@ class Worker(worker.Worker):
 
     def first_run(self, ready: Ready) -> dict[str, Any]:
         """Run a call for the first time; return the registers of its kernels if wanted."""
-        if self.settings.registers and not (ready.task.what.endswith("memory") and self.device == "cpu"):
+        if self.settings.registers and not (
+            ready.task.what.endswith("memory") and self.device == "cpu"
+        ):
             return self.variants.usage(ready.call)
         return super().first_run(ready)
 

@@ -29,6 +29,7 @@ nitpicky = True
 #: that no user makes.
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|transformers|types|collections\.abc)\..*|Tensor|'\w+'"),
+    ("py:.*", r"DeviceMesh|ProcessGroup"),
     (
         "py:.*",
         r"(rowmax\..*\.)?((Call|Warmup)?Options|Problem|Job|Ids|Sizes|Wanted|Tensors|Cotangents|Noise)",

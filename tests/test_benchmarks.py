@@ -16,7 +16,7 @@ from benchmarks.command import main
 from benchmarks.processes import ROOT
 from benchmarks.sets import SETS
 from rowmax.bench import run
-from rowmax.bench.cells import cells
+from rowmax.bench.cells import Cell, allowed, cells, inputs_of
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -31,6 +31,9 @@ FEATURES = (
     f"{TINY} bias=bhqk documents=3 causal=1",
     f"{TINY} dropout=0.25",
     "d=16 hq=2 dtype=float32 causal=1 packed=30+7",
+    f"{TINY} nq=3 hk=1 causal=1",
+    f"{TINY} nq=5 window=20 alibi=1",
+    f"{TINY} nq=1 lengths=40+64 bias=1hqk",
 )
 
 
@@ -40,6 +43,22 @@ def measured(tmp_path: Path, *arguments: str) -> list[dict[str, str]]:
     assert main([*arguments, *usual]) == 0
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def test_few_queries_stand_at_the_last_keys():
+    (cell,) = cells("n=64 d=16 b=2 hq=4 hk=2 dtype=float32 nq=3 window=9")
+    x = inputs_of(cell, "cpu")
+    assert x.q.shape == x.dout.shape == (2, 3, 4, 16)
+    pairs = allowed(cell, x)
+    assert pairs is not None
+    assert pairs.shape == (1, 1, 3, 64)
+    assert [row.nonzero().flatten().tolist()[-1] for row in pairs[0, 0]] == [61, 62, 63]
+    assert pairs.sum() == 3 * 10
+    assert cell.pairs == 2 * 3 * 10
+    assert cell.streamed == 2 * 12 * 2 * 2 * 16 * 4
+    assert "nq 3" in cell.name
+    with pytest.raises(ValueError, match="nq: got 3 with packed"):
+        cells("nq=3 packed=5+7")
 
 
 def test_every_feature_is_timed_and_agrees_with_a_peer(tmp_path: Path):
@@ -142,3 +161,12 @@ def test_the_private_names_of_the_adapter_exist():
             module = import_module(node.module or "")
             for x in node.names:
                 assert hasattr(module, x.name) or import_module(f"{node.module}.{x.name}")
+
+
+def test_a_cell_is_posed_with_its_terms() -> None:
+    cell = Cell(n=64, d=16, b=1, hq=2, window=8, alibi=True, softcap=2.0, dtype="float32")
+    tensors, problem = variants.posed(cell, inputs_of(cell, "cpu"))
+    assert (problem.left, problem.right, problem.softcap) == (8, 0, 2.0)
+    assert tensors.heads is not None
+    causal = Cell(n=64, d=16, b=1, hq=2, causal=True, dtype="float32")
+    assert variants.posed(causal, inputs_of(causal, "cpu"))[1].right == 0

@@ -182,7 +182,10 @@ def _choice(problem: Problem, call: backends.Call, name: str | None) -> Choice:
             continue
         by_name = other in backends._BY_NAME_ONLY and other != name
         reason = "taken only by name: it holds the score matrix" if by_name else None
-        others[other] = reason or backends.refusal(other, problem, call) or f"able, but {first}"
+        reason = reason or backends.refusal(other, problem, call)
+        if reason is None and name is None:
+            reason = backends.deferral(other, problem, call)
+        others[other] = reason or f"able, but {first}"
     return Choice(jobs, others, tuple(backends.notes(problem, job) for job in jobs))
 
 

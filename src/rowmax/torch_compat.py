@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import _C, Tensor
@@ -43,6 +43,7 @@ __all__ = [
     "single_level_autograd",
 ]
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 #: the types of tensors that hold only numbers
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
@@ -110,9 +111,25 @@ def allows_fused_attention() -> bool:
     return cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()
 
 
-# as torch.compiler.assume_constant_result does, which imports the compiler (a second). Dynamo reads
-# it; without it a compiled call would not be one graph
-allows_fused_attention._dynamo_marked_constant = True  # pyright: ignore
+def constant_in_graphs(function: Function) -> Function:
+    """Mark a function whose result is a constant of compiled graphs: it runs while they are traced.
+
+    As ``torch.compiler.assume_constant_result`` does, which imports the compiler (a second). Dynamo
+    reads the mark; without it a compiled call would not be one graph.
+    """
+    function._dynamo_marked_constant = True  # pyright: ignore
+    return function
+
+
+constant_in_graphs(allows_fused_attention)
+
+
+def process_group_named(name: str) -> Any:
+    """Return the process group of a name that every rank knows, or None if torch cannot find it."""
+    from torch.distributed import distributed_c10d
+
+    resolve = getattr(distributed_c10d, "_resolve_process_group", None)
+    return None if resolve is None else resolve(name)
 
 
 # --- tensors -----------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Compile kernels without their GPUs, and print facts about the machine code.
 
 Run by ``test_compile.py`` in a process without the interpreter: the arguments are a target and
-"features", "tuned", "float32" or "tangents"; each line is JSON.
+"features", "tuned", "float32", "tangents" or "few"; each line is JSON.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from rowmax.call.problem import Wanted
 from rowmax.testing import Case, make
 from tests.compile import sass
 
+few = importlib.import_module("rowmax.gpu.triton.few")
 forward = importlib.import_module("rowmax.gpu.triton.forward")
 backward = importlib.import_module("rowmax.gpu.triton.backward")
 tangent = importlib.import_module("rowmax.gpu.triton.tangent")
@@ -78,6 +79,19 @@ FLOAT32 = [
     Case("8x128-softcap", b=2, nq=257, nk=130, hq=8, hk=2, d=8, dv=128, softcap=5.0),
 ]
 
+#: few queries of many keys: every entry of the table, and what a decode has
+_DECODE: dict[str, Any] = {"b": 1, "nq": 1, "nk": 4096, "hq": 32, "hk": 8, "d": 128}
+FEW = [
+    *(Case(f"{d}", **_DECODE | {"d": d}) for d in (64, 128, 256)),
+    Case("ragged", **_DECODE | {"nk": 4095}),
+    Case("rows", **_DECODE | {"nq": 16, "causal": True}),
+    Case("one-part", **_DECODE | {"b": 128}),
+    Case("packed", hq=32, hk=8, d=128, sequences=((1, 3000), (4, 2500)), causal=True),
+    Case("terms", **_DECODE | {"causal": True, "alibi": True, "sink": True, "softcap": 10.0,
+                               "lengths": (0.5,), "align": "lengths"}),
+    Case("mask", **_DECODE | {"allowed": "b11k", "dropout": 0.1}),
+]  # fmt: skip
+
 #: every feature for one target of each compiler back end; the others need only be reached
 THOROUGH = ("sm_80", "sm_90", "gfx942")
 
@@ -93,6 +107,12 @@ def features(name: str) -> list[tuple[Case, torch.dtype]]:
     return some
 
 
+def few_cases(name: str) -> list[tuple[Case, torch.dtype]]:
+    """Return the cases of few queries of a target: all of Hopper, each compiler's main ones."""
+    some = FEW if name == "sm_90" else [x for x in FEW if x.name in ("128", "packed")]
+    return [*((case, torch.bfloat16) for case in some), (FEW[1], torch.float32)]
+
+
 class Made(NamedTuple):
     """A launch that was skipped, and its compiled kernel."""
 
@@ -102,10 +122,10 @@ class Made(NamedTuple):
     refused: int  # larger tiles before these, which did not fit shared memory
 
 
-def made(case: Case, dtype: torch.dtype, name: str, second: bool = False) -> list[Made]:
+def made(case: Case, dtype: torch.dtype, name: str, what: str = "features") -> list[Made]:
     """Return the launches of a call and its backward, compiled for a target.
 
-    If ``second``, those of its tangent and of the backward of the tangent.
+    Of "tangents", those of its tangent and of the backward of the tangent; of "few", the forward.
     """
     target, limit = TARGETS[name]
     found: list[Made] = []
@@ -125,7 +145,10 @@ def made(case: Case, dtype: torch.dtype, name: str, second: bool = False) -> lis
     kernel_args.capability = lambda _: None if target.backend == "hip" else divmod(target.arch, 10)
     problem, tensors = make(case, dtype=dtype).problem()
     wanted = Wanted(*(getattr(tensors, name) is not None for name in Wanted._fields))
-    if second:
+    if what == "few":
+        few.forward(problem, tensors)
+        return found
+    if what == "tangents":
         along = Tangents(*(getattr(tensors, name) for name in Tangents._fields))
         results = tangent.tangent(problem, tensors, along)
         given = problem, tensors, along, *results, Cotangents(*results)
@@ -186,8 +209,12 @@ def facts(made: Made, name: str, what: str) -> dict[str, Any]:
     if "cubin" in kernel.asm:
         taken = re.findall(r"\.param \.(?:align \d+ \.)?(\w+)", kernel.asm["ptx"])
         found["taken"] = taken[: len(found["given"])]  # Triton adds parameters behind these
-    if what == "tuned" or (what == "tangents" and name == "sm_90"):
+    if what == "tuned" or (what in ("tangents", "few") and name == "sm_90"):
         loops = loops_with_products(kernel.asm["cubin"])
+        found["parts"] = job.numbers.parts
+        found["copies"], found["loads"] = (
+            sum(len(re.findall(rf"\b{x}\b", loop)) for loop in loops) for x in ("LDGSTS", "LDG")
+        )
         found["spills"] = max(
             (len(re.findall(r"\b(LDL|STL)\b", loop)) for loop in loops), default=0
         )
@@ -200,7 +227,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     name, what = sys.argv[1:]
     _, shared = TARGETS[name]
-    measured = what == "tuned" or (what == "tangents" and name == "sm_90")
+    measured = what == "tuned" or (what in ("tangents", "few") and name == "sm_90")
     device = "NVIDIA H200" if measured else name
     amd = name.startswith("gfx")
     limits = tiles.Limits(device, shared, 64 if amd else 32, split=not amd, wgmma=name == "sm_90")
@@ -210,9 +237,10 @@ def main() -> None:
         "tuned": [(case, torch.bfloat16) for case in tuned()],
         "float32": [(case, torch.float32) for case in FLOAT32],
         "tangents": TANGENTS,
+        "few": few_cases(name),
     }
     for case, dtype in cases[what]:
-        for one in made(case, dtype, name, what == "tangents"):
+        for one in made(case, dtype, name, what):
             print(json.dumps({"case": case.name, **facts(one, name, what)}), flush=True)
 
 

@@ -22,6 +22,7 @@ PACKAGE = ROOT / "src" / "rowmax"
 #: the modules whose ``__all__`` is public
 PUBLIC = [
     PACKAGE / "__init__.py",
+    PACKAGE / "distributed" / "__init__.py",
     PACKAGE / "testing" / "__init__.py",
     *sorted((PACKAGE / "integrations").glob("*/__init__.py")),
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from rowmax.testing import (
 )
 from tests import extreme_bias
 from tests.drawn import Drawn, RefusedError, wrong
+from tests.few_queries import with_few_queries
 from tests.gpu import extremes
 
 REPEATS = 200  # calls of a check of the kind repeats
@@ -206,6 +208,18 @@ def cases(given: Namespace) -> Iterator[Check]:
 
 
 @every_backend
+def few_queries(given: Namespace) -> Iterator[Check]:
+    """Yield the table with few queries of 32 times as many keys, which programs share."""
+    every = tagged(given.tag) if given.tag else COVERING if given.quick else CASES
+    for case in map(partial(with_few_queries, times=32), every):
+        for dtype in ("bfloat16",) if given.quick else ("bfloat16", "float16", "float32"):
+            yield Check("few-queries", case.name, dtype, "", check_case, (case, dtype, 1))
+        args = "few-queries", case.name, "bfloat16", "repeats", check_repeats, (case,)
+        if "repeats" in case.tags:
+            yield Check(*args, slow=True)
+
+
+@every_backend
 def tangents(given: Namespace) -> Iterator[Check]:
     """Yield tangents and second derivatives of the table; some must agree to the bit."""
     size = 1 if given.device == "cpu" else 4
@@ -316,6 +330,7 @@ def two_devices(given: Namespace) -> Iterator[Check]:
 
 KINDS: dict[str, Kind] = {
     "cases": cases,
+    "few-queries": few_queries,
     "tangents": tangents,
     "repeats": repeats,
     "extremes": all_extremes,
@@ -327,4 +342,12 @@ KINDS: dict[str, Kind] = {
     "two-devices": two_devices,
 }
 #: kinds that need no GPU
-ON_CPU = ("cases", "tangents", "repeats", "extremes", "extreme-biases", "known-faults")
+ON_CPU = (
+    "cases",
+    "few-queries",
+    "tangents",
+    "repeats",
+    "extremes",
+    "extreme-biases",
+    "known-faults",
+)

@@ -14,7 +14,7 @@ TOKENS, WIDTH = 16384, 2048
 
 @dataclass(frozen=True)
 class Cell:
-    """Describe one problem, with as many queries as keys."""
+    """Describe one problem. Fewer queries than keys stand at the last keys."""
 
     n: int = 1024
     d: int = 64
@@ -34,8 +34,11 @@ class Cell:
     documents: int = 0  # number of documents of equal length
     layers: int = 0  # layers of the model of a training step; b are its rows
     compiled: bool = False  # torch.compile compiles the whole model
+    nq: int = 0  # queries; 0: as many as keys
 
     def __post_init__(self) -> None:
+        if self.nq and (self.packed or self.documents):
+            raise ValueError(f"nq: got {self.nq} with packed sequences or documents; want 0")
         n = sum(self.packed) or self.n
         heads = self.hq or WIDTH // self.d
         sizes = {"n": n, "b": self.b or max(1, TOKENS // n), "hq": heads, "hk": self.hk or heads}
@@ -46,7 +49,7 @@ class Cell:
     def name(self) -> str:
         """Return the sizes and the features that are not the default."""
         parts = [f"D{self.d} N{self.n} {'causal' if self.causal else 'full'}"]
-        parts += [f"B{self.b}"] * (self.b > 1 and self.b * self.n != TOKENS)
+        parts += [f"B{self.b}"] * (self.b > 1 and (self.nq > 0 or self.b * self.n != TOKENS))
         parts += [f"H{self.hq}"] * (self.hq * self.d != WIDTH)
         parts += [f"kv heads {self.hk}"] * (self.hq != self.hk)
         for f in fields(self)[5:]:
@@ -58,12 +61,28 @@ class Cell:
         return ", ".join(parts)
 
     @property
+    def queries(self) -> int:
+        return self.nq or self.n
+
+    @property
     def pairs(self) -> float:
-        """Return the pairs of one head that may attend, in all sequences; half if causal."""
+        """Return the pairs of one head that may attend, in all sequences; half if causal.
+
+        Few queries see nearly all keys.
+        """
         n, w = self.n, self.window
+        if self.nq:
+            return self.nq * (sum(self.lengths) or self.b * min(w + 1 if w else n, n))
         every = self.b * (n * (w + 1) - w * (w + 1) / 2 if w else n * n) / (self.documents or 1)
         every = sum(x * x for x in self.packed) or n * sum(self.lengths) or every
         return every / (2 if self.causal else 1)
+
+    @property
+    def streamed(self) -> float:
+        """Return the bytes of the keys and values that some query sees."""
+        each = getattr(torch, self.dtype).itemsize * 2 * self.hk * self.d
+        n, w = self.n, self.window
+        return each * (sum(self.lengths) or self.b * min(w + self.queries if w else n, n))
 
     def flops(self, products: int) -> float:
         """Return the operations of a number of products: 2 of a forward, 5 of a backward."""
@@ -87,7 +106,10 @@ def _value(name: str, text: str) -> Any:
 
 @dataclass
 class Inputs:
-    """The tensors of a cell: q, k, v, dout ``[B, N, H, D]``, of a packed one ``[N, H, D]``."""
+    """The tensors of a cell: q, k, v, dout ``[B, N, H, D]``, of a packed one ``[N, H, D]``.
+
+    q and dout have the cell's queries for N.
+    """
 
     q: Tensor
     k: Tensor
@@ -108,9 +130,10 @@ def inputs_of(cell: Cell, device: str) -> Inputs:
         return torch.randn(shape, device=device, dtype=getattr(torch, cell.dtype))
 
     first = () if cell.packed else (cell.b,)
-    heads = (cell.hq, cell.hk, cell.hk, cell.hq)
-    found = Inputs(*(normal(*first, cell.n, h, cell.d) for h in heads))
-    sizes = {"b": cell.b, "h": cell.hq, "q": cell.n, "k": cell.n, "1": 1}
+    i = cell.queries
+    rows = ((i, cell.hq), (cell.n, cell.hk), (cell.n, cell.hk), (i, cell.hq))
+    found = Inputs(*(normal(*first, n, h, cell.d) for n, h in rows))
+    sizes = {"b": cell.b, "h": cell.hq, "q": i, "k": cell.n, "1": 1}
     if cell.bias:
         found.bias = normal(*(sizes[x] for x in cell.bias))
     if cell.alibi:
@@ -125,12 +148,10 @@ def inputs_of(cell: Cell, device: str) -> Inputs:
 
 
 def allowed(cell: Cell, x: Inputs) -> Tensor | None:
-    """Return the pairs that may attend ``[1 or B, 1, N, N]``, or None for all."""
+    """Return the pairs that may attend ``[1 or B, 1, Nq, N]``, or None for all."""
     i = torch.arange(cell.n, device=x.q.device)
-    ok, distance = (
-        torch.ones(1, 1, cell.n, cell.n, dtype=torch.bool, device=i.device),
-        i[:, None] - i,
-    )
+    distance = i[-cell.queries :, None] - i
+    ok = torch.ones_like(distance, dtype=torch.bool)[None, None]
     if cell.causal or cell.window:
         ok = ok & (distance >= 0) & (distance <= (cell.window or cell.n))
     if x.ids is not None:

@@ -143,12 +143,13 @@ def of_sdpa(cell: Cell, x: Inputs, kernel: SDPBackend | None) -> Attend:
             return torch.cat([f(*part) for f, part in zip(each, parts, strict=True)], -2)[0]
 
         return one_by_one
-    plain = not (cell.window or cell.lengths or cell.documents or cell.alibi or cell.bias)
+    few = cell.nq and cell.causal  # SDPA aligns positions to the first key
+    plain = not (cell.window or cell.lengths or cell.documents or cell.alibi or cell.bias or few)
     pairs, bias = None if plain else allowed(cell, x), x.bias
     if x.slopes is not None:
         refuse(cell, "bias")
         i = torch.arange(cell.n, device=x.q.device)
-        bias = (-x.slopes[:, None, None] * (i[:, None] - i).abs()).to(x.q.dtype)[None]
+        bias = (-x.slopes[:, None, None] * (i[-cell.queries :, None] - i).abs()).to(x.q.dtype)[None]
 
     def joined() -> Tensor | None:
         if bias is None or pairs is None:
@@ -172,7 +173,7 @@ def of_sdpa(cell: Cell, x: Inputs, kernel: SDPBackend | None) -> Attend:
 
 def _refuse_matrices(cell: Cell, device: str) -> None:
     """Raise an UnsupportedError if the matrices of scores do not fit into free memory."""
-    wanted, free = 4 * MATRICES * cell.b * cell.hq * cell.n**2, free_bytes(device)
+    wanted, free = 4 * MATRICES * cell.b * cell.hq * cell.queries * cell.n, free_bytes(device)
     if free is not None and wanted > 0.8 * free:
         sizes = f"about {wanted / 2**30:.1f} GiB of scores, {free / 2**30:.1f} GiB are free"
         raise UnsupportedError(sizes)
@@ -188,8 +189,10 @@ def of_flex(cell: Cell, x: Inputs) -> Attend:
     torch._dynamo.config.recompile_limit = 256  # beyond it flex_attention holds the matrix
     torch._dynamo.config.accumulated_recompile_limit = 4096
     bias, slopes, ids, lengths = x.bias, x.slopes, x.ids, x.lengths
+    offset = cell.n - cell.queries
 
     def keep(b: Any, h: Any, i: Any, j: Any) -> Any:
+        i = i + offset
         ok = i >= j if cell.causal or cell.window else i >= 0
         ok = ok & (i - j <= cell.window) if cell.window else ok
         ok = ok & (ids[i] == ids[j]) if ids is not None else ok
@@ -199,7 +202,7 @@ def of_flex(cell: Cell, x: Inputs) -> Attend:
         if cell.softcap:
             score = cell.softcap * torch.tanh(score / cell.softcap)
         if slopes is not None:
-            score = score - slopes[h] * (i - j).abs()
+            score = score - slopes[h] * (i + offset - j).abs()
         if bias is None:
             return score
         b, h, i, j = (
@@ -209,7 +212,7 @@ def of_flex(cell: Cell, x: Inputs) -> Attend:
 
     options: dict[str, Any] = {"enable_gqa": cell.hq != cell.hk}
     if cell.causal or cell.window or cell.documents or cell.lengths:
-        sizes = (cell.b if cell.lengths else None, None, cell.n, cell.n)
+        sizes = (cell.b if cell.lengths else None, None, cell.queries, cell.n)
         options["block_mask"] = create_block_mask(keep, *sizes, device=x.q.device.type)
     if cell.softcap or cell.bias or cell.alibi:
         options["score_mod"] = add
@@ -254,7 +257,7 @@ def of_flash(cell: Cell, x: Inputs, name: str) -> Attend:
 
 def of_xformers(cell: Cell, x: Inputs) -> Attend:
     """Return xformers' memory_efficient_attention."""
-    refuse(cell, "softcap alibi packed window documents lengths")
+    refuse(cell, "softcap alibi packed window documents lengths nq")
     ops = installed("xformers.ops")
     if cell.hq != cell.hk or (cell.causal and cell.bias):
         raise UnsupportedError("without grouped heads, and without causal beside a bias")

@@ -12,9 +12,10 @@ from .cells import Cell
 from .worker import Alone, Pace, Task, Worker
 
 COLUMNS: tuple[str, ...] = (
-    "cell", "pass", "provider", "version", "dtype", "b", "n", "hq", "hk", "d", "ms", "tflops",
-    "host_us", "peak_mib", "tokens_per_second", "error_share", "ratio", "peer", "off", "registers",
-    "local", "note", "turns", "device", "threads", "vectors", "torch", "triton", "numba", "date",
+    "cell", "pass", "provider", "version", "dtype", "b", "n", "hq", "hk", "d", "nq", "ms", "tflops",
+    "gb_per_s", "host_us", "peak_mib", "tokens_per_second", "error_share", "ratio", "peer", "off",
+    "registers", "local", "note", "turns", "device", "threads", "vectors", "torch", "triton",
+    "numba", "date",
 )  # fmt: skip
 #: relative differences, in norm, that rounding explains
 BOUNDS = {"bfloat16": 3e-2, "float16": 5e-3, "float32": 1e-3}
@@ -151,12 +152,20 @@ class Run:
         """Return the row of a contestant: its sizes, its figures and its ratio to a peer."""
         value, turns, info = found[one]
         row = {x: getattr(cell, x) for x in ("dtype", "b", "n", "hq", "hk", "d")}
-        row |= {"cell": cell.name, "pass": what, "turns": turns, **one._asdict()}
+        row |= {
+            "nq": cell.queries,
+            "cell": cell.name,
+            "pass": what,
+            "turns": turns,
+            **one._asdict(),
+        }
         row |= {x: info[x] for x in ("registers", "local", "note") if x in info}
         column, factor = UNITS.get(what, ("ms", 1))
         row[column] = f"{factor * value:.{4 if column == 'ms' else 1}f}"
         if self.products.get(what):
             row["tflops"] = f"{cell.flops(self.products[what]) / value / 1e9:.4g}"
+        if column == "ms" and cell.nq and self.products.get(what):
+            row["gb_per_s"] = f"{cell.streamed / value / 1e6:.0f}"
         peer = self.peer_of(one, found)
         if peer is not None and value and found[peer].value:
             row |= {"ratio": f"{found[peer].value / value:.3f}", "peer": str(peer)}

@@ -130,7 +130,7 @@ class Worker:
         drawn = cell.dropout and not name.startswith("rowmax")  # weights of its own
         if what not in PASSES or name == "none" or drawn:
             return ()
-        dense = cell.b * cell.hq * cell.n**2 <= DENSE[self.device]
+        dense = cell.b * cell.hq * cell.queries * cell.n <= DENSE[self.device]
         return (*self.others(task), "rowmax:reference") if dense else self.others(task)
 
     def others(self, task: Task) -> tuple[str, ...]:

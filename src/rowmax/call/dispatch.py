@@ -44,9 +44,11 @@ PLAIN_OPERATIONS = ("reference",)
 class Backend(Protocol):
     """The functions that the module of a backend has.
 
-    It may have those of ``SecondOrder``, and three more. ``lacks(problem, call) -> dict[str, str]``
+    It may have those of ``SecondOrder``, and four more. ``lacks(problem, call) -> dict[str, str]``
     names the results that it does not compute of a call that ``supports`` accepts, each with the
     reason.
+    ``defers(problem, call) -> str | None`` returns why the next backend that can takes a call that
+    ``supports`` accepts, unless this one is named: another computes it faster.
     ``notes(problem, call) -> list[str]`` returns sentences that ``explain`` prints below a job.
     ``record(run, given)`` returns the results of ``run(given)``, and a function that repeats its
     launches for tensors like these or returns None. In its place it returns False if such calls
@@ -299,6 +301,8 @@ def choose(problem: Problem, call: Call, name: str | None = None) -> Plan:
         if not missing or (name is None and candidate in _BY_NAME_ONLY):
             continue
         reason = refusal(candidate, problem, call)
+        if reason is None and name is None:
+            reason = deferral(candidate, problem, call)
         if reason is not None:
             refusals[candidate] = reason
             continue
@@ -388,6 +392,12 @@ def refusal(name: str, problem: Problem, call: Call) -> str | None:
     if getattr(backend, call, None) is None:
         return _NO_SECOND_ORDER
     return backend.supports(problem, call)
+
+
+def deferral(name: str, problem: Problem, call: Call) -> str | None:
+    """Return why a backend leaves a call that it can compute to the next one, or None."""
+    found = getattr(_load(name), "defers", None)
+    return None if found is None else found(problem, call)
 
 
 @lru_cache(maxsize=16)  # the warning comes once

@@ -254,17 +254,12 @@ class Launch:
 
     def loaded(self, *args: Any) -> Kept:
         """Return the kernel for these arguments on the current device, compiled once."""
-        signature = self.signature(*args)
         device = torch.cuda.current_device()
-        key = (
-            self.kernel,
-            device,
-            *(tuple(x.items()) for x in signature),
-            *self.options.items(),
-        )
+        key = (self.kernel, device, (_kinds(args),), *self.options.items())
         kept = self._found(key)
         if kept is not None:
             return kept
+        signature = self.signature(*args)
         kernel = self.compile(*args)
         # before other threads find the kernel: Triton makes its launcher of the types, and would
         # take records and constants apart at every launch
@@ -323,6 +318,25 @@ def _leaves(x: Any) -> Iterator[Any]:
 def _numbers(last: tuple[Any, ...]) -> list[Any]:
     """Return the numbers among the last arguments: a compiled kernel takes no others of them."""
     return [x for x in _leaves(last) if x is not None and not isinstance(x, tl.constexpr)]
+
+
+def _kinds(x: Any) -> Any:
+    """Return all that ``_described`` reads of arguments, which is less work than a signature.
+
+    A call of a new length, such as each step of a growing cache, looks its kernels up by it.
+    """
+    kind = x.__class__
+    if x is None or kind is float:
+        return kind
+    if kind is int:
+        return -(2**31) <= x < 2**31
+    if kind is tl.constexpr:
+        return x.value.__class__, x.value
+    if isinstance(x, Tensor):
+        return x.dtype, x.data_ptr() % 16 == 0
+    if isinstance(x, tuple) and not hasattr(x, "block_shape"):
+        return kind, *map(_kinds, x)
+    return _described(x, (), Signature({}, {}, {}))
 
 
 def _described(x: Any, path: tuple[int, ...], found: Signature) -> Any:

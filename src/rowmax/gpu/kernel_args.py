@@ -6,6 +6,7 @@ code is not compiled.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,9 @@ from ..call.inputs import Tangents, parameters_of
 from ..call.problem import Problem, Tensors
 from ..rules.softmax import LOG2E
 from .tiles import Tiles, padded
+
+#: constants of kernels are kept: 40 new ones would take 28 us of every new length (a CPU's host)
+constant = lru_cache(maxsize=4096, typed=True)(tl.constexpr)
 
 #: rows of lse2 and delta start at multiples of it, so that they are read in pairs
 ROW_UNIT = 16
@@ -79,6 +83,8 @@ class Pointers(NamedTuple):
     dtbias_cols: Any = None
     dtsink: Any = None
     dtheads: Any = None
+    part_out: Any = None  # float32 [parts, B, Hq, Nq, Dv], O of a part of the keys
+    part_rows: Any = None  # float32 [parts, 2, B, Hq, Nq], m and l of a part
 
 
 class Matrix(NamedTuple):
@@ -155,6 +161,7 @@ class Numbers(NamedTuple):
     allowed: Any = None
     q_ids: Any = None  # strides of the batch
     k_ids: Any = None
+    parts: Any = None  # the number of parts of a tile's keys
     # one of these is None: triton 3.6 loses the constants of a record within this one, in a loop,
     # unless a constant of this one follows
     states: Any = None  # Pairs of tiles
@@ -270,7 +277,7 @@ def matrices(
         b, row, head, _ = contiguous_strides(shapes[name]) if x is None else strides(x)
         d = shapes[name][3] if x is None else x.shape[3]
         align = common_align((b, row, head), unit)
-        fixed = map(tl.constexpr, (row, d, padded(d), align))
+        fixed = map(constant, (row, d, padded(d), align))
         found[name] = Matrix(b // align, head // align, *fixed)
     return found
 
@@ -368,8 +375,8 @@ def config(problem: Problem, tiles: Tiles, precision: str, **more: Any) -> Confi
         "WIDTH": 0,
         "PARTS": 0,
     }
-    constants = {name: tl.constexpr(x) for name, x in (values | more).items()}
-    return Config(**constants, HEAD_ROWS=tuple(map(tl.constexpr, head_rows(problem))))
+    constants = {name: constant(x) for name, x in (values | more).items()}
+    return Config(**constants, HEAD_ROWS=tuple(map(constant, head_rows(problem))))
 
 
 def head_rows(problem: Problem) -> list[int]:

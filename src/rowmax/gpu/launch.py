@@ -17,6 +17,7 @@ from . import kernel_args
 from .compat import current_device
 from .compiled import Launch
 from .kernel_args import Config, Numbers, Pointers, prepared, strided
+from .parts import parts_of
 from .tile_maps import listed, tile_pointers, tile_strides
 from .tiles import Tiles, columns, kind_of, smaller, tiles_for
 
@@ -32,8 +33,8 @@ class JobSpec(NamedTuple):
 
     name: str
     kernel: Any
-    #: a program's tile: "queries" or "keys" of a sequence, "rows" of all packed sequences as one,
-    #: "bias"
+    #: a program's tile: "queries" or "keys" of a sequence, "groups" of the rows of a kv head,
+    #: "rows" of all packed sequences as one, "bias"
     resident: str
     #: tensors that are read or written, other than q, k and v
     matrices: tuple[str, ...] = ()
@@ -88,6 +89,7 @@ def build_job(
     resident = spec.resident
     count, heads = grid_of(problem, tiles, resident)
     together = heads_together(problem, resident) if spec.alternate else 1
+    shares = tiles.parts or (parts_of(problem) if resident == "groups" else None)
     terms, bias_batch, constants = kernel_args.pair_strides(tensors, given.get("tbias")), None, {}
     if resident == "rows":
         constants["PACKED"] = False
@@ -104,12 +106,14 @@ def build_job(
         tiles=count,
         together=together,
         bias_batch=bias_batch,
+        parts=shares,
         **kernel_args.matrices(problem, tensors, spec.matrices, given),
         **terms,
     )
     precision = kernel_args.precision_of(tensors)
     config = kernel_args.config(problem, tiles, precision, **constants)
-    return Job(spec.kernel, numbers, config, tiles, heads)
+    programs = heads * (shares or 1) if resident == "groups" else heads
+    return Job(spec.kernel, numbers, config, tiles, programs)
 
 
 def grid_of(problem: Problem, tiles: Tiles, resident: str) -> tuple[int, int]:
@@ -125,6 +129,8 @@ def grid_of(problem: Problem, tiles: Tiles, resident: str) -> tuple[int, int]:
     block, total, heads = tiles.block_q, problem.total_q, problem.hq
     if resident == "keys":
         block, total, heads = tiles.block_k, problem.total_k, problem.hk
+    if resident == "groups":
+        total, heads = total * problem.group, problem.hk
     if problem.varlen and resident != "rows":
         return total // block + problem.batch + 1, heads * batch
     return -(-total // block), heads * batch

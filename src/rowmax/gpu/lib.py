@@ -84,20 +84,22 @@ def sequence(cu, b, batch, total, longest):
 
 
 @triton.jit
-def sequence_of_slot(cu, slot, batch, total, BLOCK: tl.constexpr):
-    """Return (b, tile) of one of ``total // BLOCK + batch + 1`` slots.
+def sequence_of_slot(cu, slot, batch, total, BLOCK: tl.constexpr, GROUP: tl.constexpr = 1):
+    """Return (b, tile) of one of ``total GROUP // BLOCK + batch + 1`` slots.
 
-    Sequence b has the slots from ``cu[b] // BLOCK + b`` on: at least as many as it has tiles.
+    Sequence b has the slots from ``cu[b] GROUP // BLOCK + b`` on: at least as many as it has tiles
+    of BLOCK rows, GROUP rows for each query.
     """
     before = 0
     for s in tl.range(0, batch + 1, 256):
         b = s + tl.arange(0, 256)
         start = tl.load(cu + b, mask=b <= batch, other=0)
         start = tl.minimum(tl.maximum(start, 0), total)
-        before += tl.sum(((start // BLOCK + b <= slot) & (b <= batch)).to(tl.int32), 0)
+        first = start * GROUP // BLOCK + b
+        before += tl.sum(((first <= slot) & (b <= batch)).to(tl.int32), 0)
     b = tl.maximum(before - 1, 0)
     start = tl.minimum(tl.maximum(tl.load(cu + b), 0), total)
-    return b, slot - (start // BLOCK + b)
+    return b, slot - (start * GROUP // BLOCK + b)
 
 
 @triton.jit

@@ -28,6 +28,7 @@ class Tiles:
     warps: int
     stages: int
     split: bool = False  # in a backward: full and partial tiles in separate loops
+    parts: int = 0  # number of parts of the keys, of few queries; 0: that of ``parts.py``
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,8 @@ def chosen(kind: Kind, limits: Limits, problem: Problem) -> Tiles:
         # whole operands choose the float32 tiles, too; where the halves of tf32x3 do not fit,
         # tiles shrink below and keep their warps
         tiles = next(candidates(kind, replace(limits, split=False)))
-    block_q = min(tiles.block_q, padded(max(problem.nq, 1)))
+    rows = problem.nq * (problem.group if kind.job == "few" else 1)
+    block_q = min(tiles.block_q, padded(max(rows, 1)))
     block_k = min(tiles.block_k, padded(max(problem.nk, 1)))
     tiles = replace(tiles, block_q=block_q, block_k=block_k)
     while limits.split and kind.bytes == 4 and not fits(kind, tiles, limits):
@@ -180,6 +182,13 @@ _TANGENTS = {
     ("tangent_dv", 64): (Tiles(32, 128, 8, 3),) * 3,
     ("tangent_dv", 128): (Tiles(32, 128, 8, 3), Tiles(32, 128, 8, 3), Tiles(32, 128, 8, 2)),
 }
+#: as ``_H200`` for few queries, not measured: four stages, of which three are loaded ahead, 32 KiB
+#: of keys and values each. The memory of a processor holds two programs
+_FEW = {
+    ("few", 64): (Tiles(64, 128, 4, 4),) * 3,
+    ("few", 128): (Tiles(64, 64, 4, 4),) * 3,
+    ("few", 256): (Tiles(64, 32, 4, 4),) * 3,
+}
 #: faster than the middle one beyond ``LONG``
 _H200_LONG = {("dkdv", 128): Tiles(64, 128, 8, 3, split=True)}
 
@@ -189,7 +198,7 @@ def table(kind: Kind, limits: Limits) -> Tiles | None:
     if not any(name in limits.name for name in ("H100", "H200", "GH200")) or kind.bytes != 2:
         return None
     width = max(kind.d, kind.dv, 64)
-    found = (_H200 | _TANGENTS).get((kind.job, width))
+    found = {**_H200, **_FEW, **_TANGENTS}.get((kind.job, width))
     if found is None or kind.scored:
         return found and found[2]
     if kind.masked and kind.long:
@@ -201,6 +210,7 @@ def table(kind: Kind, limits: Limits) -> Tiles | None:
 
 _SHAPES = {
     "forward": ((128, 128, 8), (128, 64, 8), (128, 64, 4), (64, 64, 4), (64, 32, 4), (32, 32, 4)),
+    "few": ((64, 64, 4), (64, 32, 4), (32, 32, 4)),
     "dkdv": ((64, 128, 8), (64, 64, 8), (64, 64, 4), (32, 64, 4), (32, 32, 4)),
     "dk": ((64, 64, 4), (32, 64, 4), (32, 32, 4)),
     "dv": ((64, 64, 4), (32, 64, 4), (32, 32, 4)),
@@ -236,6 +246,7 @@ def fits(kind: Kind, tiles: Tiles, limits: Limits) -> bool:
     bq, bk, both = tiles.block_q, tiles.block_k, kind.d + kind.dv
     streamed, resident, sums, scores = {
         "forward": (bk * both, bq * kind.d, bq * kind.dv, 1),
+        "few": (bk * both, bq * kind.d, bq * kind.dv, 1),
         "dkdv": (bq * both, bk * both, bk * both, 2),
         "dk": (bq * both, bk * both, bk * kind.d, 2),
         "dv": (bq * both, bk * kind.d, bk * kind.dv, 1),
@@ -264,7 +275,7 @@ def fits(kind: Kind, tiles: Tiles, limits: Limits) -> bool:
             packed = 2 * resident + side * abs(kind.d - kind.dv) - ahead * bq * bk
             shared = loaded + 4 * packed + VECTORS * side
         else:
-            halves = 4 * bq * bk * (kind.job in ("forward", "tangent"))
+            halves = 4 * bq * bk * (kind.job in ("forward", "few", "tangent"))
             shared = max(shared + halves, loaded // 2 + 8 * resident + VECTORS * bq)
     return shared <= limits.shared and (sums + scores * bq * bk) / threads <= held(
         kind, tiles, limits

@@ -126,7 +126,7 @@ def within_range(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return x, ref and std in float64, clamped to x's dtype where ref nears its end or passes it.
 
-    What is near is a share ``limit`` of the largest number.
+    Numbers within a share ``limit`` of the largest one are near.
     """
     most = torch.finfo(x.dtype).max
     x, ref, std = x.double(), ref.double(), std.double()
@@ -402,8 +402,12 @@ def second_noise(
         row_b, row_c = (t[..., 0] + off[..., 0] for t, off in ((b, off_b), (c, off_c)))
         found["dtsink"] = (weight * row_b).sum((0, 2))
         found["dsink"] = (weight * (row_c + away * row_b)).sum((0, 2))
-    u = torch.finfo(problem.accumulator).eps / 2
-    flushed = _flushed(problem, lse)
+    return _second_noise(found, problem, lse)
+
+
+def _second_noise(found: dict[str, Tensor], problem: Problem, lse: Tensor) -> dict[str, Noise]:
+    """Return the noise of sums over absolute values, in units of the roundoff."""
+    u, flushed = torch.finfo(problem.accumulator).eps / 2, _flushed(problem, lse)
     return {
         name: Noise(
             (u * t.max().item() if t.numel() else 0.0) + flushed.get(name, 0.0),

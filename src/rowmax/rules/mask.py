@@ -35,7 +35,7 @@ def dense(problem: Problem, tensors: Tensors, start: int | Tensor | None = None)
     device = tensors.q.device
     i = torch.arange(problem.nq, device=device).view(1, 1, -1, 1)
     j = torch.arange(problem.nk, device=device).view(1, 1, 1, -1)
-    low, high = any_range(i, i, *_band(problem, tensors, start))
+    low, high = any_range(i, i, *band_of(problem, tensors, start))
     seen = ((low <= j) & (j < high)).expand(-1, -1, problem.nq, -1)
     if tensors.q_ids is not None and tensors.k_ids is not None:
         seen = seen & (tensors.q_ids[:, None, :, None] == tensors.k_ids[:, None, None, :])
@@ -56,7 +56,7 @@ def tile_states(problem: Problem, tensors: Tensors, block_q: int, block_k: int) 
     j0 = torch.arange(0, nk, block_k, device=device).view(1, 1, 1, -1)
     i1 = (i0 + block_q).clamp(max=nq) - 1  # the last row and column of the tile
     j1 = (j0 + block_k).clamp(max=nk) - 1
-    band = _band(problem, tensors)
+    band = band_of(problem, tensors)
     low, high = any_range(i0, i1, *band)
     some = ((low <= j1) & (j0 < high)).expand(-1, -1, i0.shape[2], -1)
     low, high = all_range(i0, i1, *band)
@@ -75,7 +75,7 @@ def tile_states(problem: Problem, tensors: Tensors, block_q: int, block_k: int) 
     return some.to(torch.uint8) + (some & every).to(torch.uint8)
 
 
-def _band(problem: Problem, tensors: Tensors, start: int | Tensor | None = None) -> tuple:
+def band_of(problem: Problem, tensors: Tensors, start: int | Tensor | None = None) -> tuple:
     """Return (shift, back, ahead, end, prefix) of the band of keys that queries see."""
     end = problem.nk if tensors.lengths is None else tensors.lengths[:, None, None, None]
     shift = offset(problem, tensors) if start is None else start

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ...call.dispatch import Limit, beyond
 from ...call.problem import Gradients, Problem, Tensors, Wanted
+from .. import parts
 
-__all__ = ["backward", "forward", "lacks", "notes", "record", "supports"]
+__all__ = ["backward", "defers", "forward", "lacks", "notes", "record", "supports"]
 
 
 #: a call that keeps all of these has a kernel
@@ -51,6 +52,12 @@ def supports(problem: Problem, call: str) -> str | None:
     if call == "backward":
         reason = reason or _refused_backward(problem)
     return reason or _missing(problem.device_index)
+
+
+def defers(problem: Problem, call: str) -> str | None:
+    """Return why the Triton backend takes a call unless this one is named, or None."""
+    count = parts.parts_of(problem) if call == "forward" and parts.splits(problem) else 1
+    return None if count == 1 else f"few queries: triton reads their keys in {count} parts"
 
 
 def lacks(problem: Problem, call: str) -> dict[str, str]:

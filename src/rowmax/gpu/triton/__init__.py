@@ -7,10 +7,10 @@ import torch
 from ...call.dispatch import SECOND_ORDER, Limit, beyond
 from ...call.inputs import HEAD_TERMS
 from ...call.problem import Problem
-from .. import assembler
+from .. import assembler, parts
 from ..replay import record
 from .backward import backward
-from .forward import forward
+from .few import forward
 from .tangent import tangent
 from .tangent_backward import tangent_backward
 
@@ -45,6 +45,8 @@ LIMITS = (
     ),
 )
 
+#: the sentence of ``explain`` for few queries
+_IN_PARTS = "few queries: their keys in %d parts, which a second kernel merges"
 #: bytes of a row of the widest head: of wider ones, most of the sums would lie in local memory
 _WIDEST = 512
 #: the limits of tangents and of their backward, past those of all calls
@@ -71,8 +73,12 @@ def supports(problem: Problem, call: str) -> str | None:
 
 def notes(problem: Problem, call: str) -> list[str]:
     """Return the sentences that ``explain`` adds to a job of this backend."""
+    found = []
+    if call == "forward" and parts.splits(problem):
+        count = parts.parts_of(problem)
+        found.append("one tile for the queries of a kv head" if count == 1 else _IN_PARTS % count)
     text = assembler.note(problem.device_index) if problem.device == "cuda" else None
     if text is None:
-        return []
+        return found
     narrow = assembler.choice().taken is None and problem.dtype == torch.float32
-    return [text, *(["tiles of at most 32 x 32, which make no wgmma"] if narrow else [])]
+    return [*found, text, *(["tiles of at most 32 x 32, which make no wgmma"] if narrow else [])]

@@ -57,12 +57,15 @@ def attend_tiles(m, l, acc, q, ptr, num, cfg, place, row, plan):
 
 
 @triton.jit
-def attend_keys(m, q, ptr, num, cfg, place, row):
-    """Return O ``[BLOCK_Q, BLOCK_DV]`` from the keys that each row sees; m is final."""
+def attend_keys(m, q, start, end, ptr, num, cfg, place, row):
+    """Return O ``[BLOCK_Q, BLOCK_DV]`` from the keys in [start, end) that each row sees.
+
+    m is final.
+    """
     k_base = lib.keys(ptr.k, num.k, cfg, place)
     v_base = lib.keys(ptr.v, num.v, cfg, place)
     acc = tl.zeros([cfg.BLOCK_Q, num.v.BLOCK_D], tl.float32)
-    for j in tl.range(0, place.used, num_stages=1):
+    for j in tl.range(start, end, num_stages=1):
         j0 = j // 16 * 16
         column = tl.full([1, 1], 0, tl.int32) + (j - j0)
         x = lib.times_row(q, lib.load_row(k_base, num.k, j))
@@ -75,6 +78,21 @@ def attend_keys(m, q, ptr, num, cfg, place, row):
         v = lib.load_row(v_base, num.v, j)
         acc += tl.where(lib.seen(ptr, num, place, row, j0 + column), p * v, 0.0)
     return acc
+
+
+@triton.jit
+def finished(m, l, acc, ptr, num, cfg, head):
+    """Return (O, LSE) of the sums over all keys; ``head`` is one, or each row's."""
+    if not cfg.NATURAL:
+        m = m * LN2
+    if ptr.sink is not None:
+        m, l, alpha = rules.with_sink(m, l, tl.load(ptr.sink + head).to(tl.float32))
+        acc = acc * alpha[:, None]
+    empty = l == 0.0
+    l = tl.where(empty, 1.0, l)
+    if ptr.seed is not None:
+        acc = acc * num.keep_scale
+    return acc / l[:, None], tl.where(empty, float("-inf"), m + tl.log(l))
 
 
 @triton.jit(do_not_specialize=["num"])
@@ -103,19 +121,9 @@ def forward_kernel(ptr, num, cfg):
         if lib.has_nan(acc):
             # loaded again: kept until here, it would take registers from the loop
             q = lib.load_tile(q_base, num.q, i0, place.nq, BLOCK_Q, True)
-            acc = attend_keys(m, q, ptr, num, cfg, place, row)
+            acc = attend_keys(m, q, 0, place.used, ptr, num, cfg, place, row)
 
-    if not cfg.NATURAL:
-        m = m * LN2
-    if ptr.sink is not None:
-        m, l, alpha = rules.with_sink(m, l, tl.load(ptr.sink + place.head).to(tl.float32))
-        acc = acc * alpha[:, None]
-    empty = l == 0.0
-    l = tl.where(empty, 1.0, l)
-    if ptr.seed is not None:
-        acc = acc * num.keep_scale
-    acc = acc / l[:, None]
-    lse = tl.where(empty, float("-inf"), m + tl.log(l))
+    acc, lse = finished(m, l, acc, ptr, num, cfg, place.head)
     out = lib.queries(ptr.out, num.out, cfg, place)
     lib.store_tile(out, num.out, i0, place.nq, acc, BLOCK_Q)
     to = lib.vector(ptr.lse, place.b, place.head, place.q_start, num.total_q, cfg.HQ, cfg.PACKED)

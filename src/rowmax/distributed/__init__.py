@@ -1,0 +1,14 @@
+"""Exact attention over a sequence that is cut across devices.
+
+>>> from rowmax import distributed as rd
+>>> layout = rd.Layout.zigzag(4096, ranks=4)
+>>> layout.positions(1)[:3]
+tensor([512, 513, 514])
+"""
+
+from .attention import attention
+from .layout import Layout
+from .sharding import shard, unshard
+from .varlen import attention_varlen
+
+__all__ = ["Layout", "attention", "attention_varlen", "shard", "unshard"]

@@ -1,0 +1,162 @@
+"""The public calls: the arguments of one device, rows of one rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..attention import CallOptions, arguments
+from ..attention import attention as on_one_device
+from ..call.check import Arguments, Shape, check, check_tensors
+from ..call.inputs import Options, Tensors
+from ..call.normalize import normalized
+from ..errors import bad, check_flag, refuse_unexpected, wrong_type
+from ..masks import Mask
+from .agreement import refuse_together
+from .calls import Place, whole_rows
+from .groups import Group, group_of
+from .layout import Layout
+from .operators import attend
+from .strategies import chosen
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_OPTIONS = frozenset(CallOptions.__annotations__)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mesh: DeviceMesh | ProcessGroup | None = None,
+    layout: Layout,
+    k_layout: Layout | None = None,
+    strategy: str = "auto",
+    reduce_replicated: bool = False,
+    return_lse: bool = False,
+    **options: Unpack[CallOptions],
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute attention over a sequence whose rows are distributed over the ranks of a group.
+
+    The result of each row is that of ``rowmax.attention`` on one device: the same masks, positions
+    and kept set of dropout. Every rank makes the call, and every rank runs the backward.
+
+    Args:
+        q: own rows ``[B, n, Hq, D]``, ``layout.lengths[rank]`` of them; k and v likewise, of
+            ``k_layout``.
+        mesh: a DeviceMesh of one dimension, a ProcessGroup, or None for the default group.
+        layout: the rows of each rank; equal on all ranks.
+        k_layout: those of k and v; None is ``layout``.
+        strategy: "keys" gathers keys and values; "auto" selects the best there is.
+        reduce_replicated: sum the gradients of replicated inputs over the ranks. They are sink,
+            alibi and a bias with one row for all queries. False leaves each rank its share, as
+            any parameter has it: data parallelism adds them.
+        return_lse: also return lse ``[B, Hq, n]`` of own rows.
+        options: those of ``rowmax.attention``. Masks are of the whole sequence. A boolean mask and
+            a bias have own rows (or one row) and all columns: ``shard(bias, layout, mesh, dim=2)``.
+            A seed of None is that of rank 0.
+
+    Returns:
+        out ``[B, n, Hq, Dv]`` of own rows, or (out, lse).
+
+    Raises:
+        TypeError, ValueError: naming the argument, what it got and what it accepts. On the first
+            call of a kind ranks compare arguments, and all of them raise.
+        NotImplementedError: second derivatives and forward mode, of more than one rank.
+    """
+    group = group_of(mesh)
+    local: dict[str, Any] = dict(options)
+    if torch.compiler.is_compiling():  # an error while compiling is the same on every rank
+        place, tensors, rest = _normalized(
+            (q, k, v), group, (layout, k_layout), (strategy, reduce_replicated, return_lse), local
+        )
+    else:
+        try:
+            place, tensors, rest = _normalized(
+                *((q, k, v), group, (layout, k_layout)),
+                *((strategy, reduce_replicated, return_lse), local),
+            )
+        except (TypeError, ValueError) as error:
+            refuse_together(group, error)
+    if group.size == 1:
+        return on_one_device(q, k, v, return_lse=return_lse, **options)
+    out, lse = attend(place, tensors, rest)
+    return (out, lse) if return_lse else out
+
+
+def _normalized(
+    rows: tuple[Tensor, Tensor, Tensor],
+    group: Group,
+    layouts: tuple[Layout, Layout | None],
+    flags: tuple[str, bool, bool],
+    options: dict[str, Any],
+) -> tuple[Place, Tensors, Options]:
+    """Return the checked inputs of the operator.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what it got and what it accepts.
+    """
+    unexpected = {name: x for name, x in options.items() if name not in _OPTIONS}
+    if unexpected:
+        refuse_unexpected("attention", (), unexpected)
+    strategy, reduce_replicated, return_lse = flags
+    check_flag("return_lse", return_lse)
+    check_flag("reduce_replicated", reduce_replicated)
+    queries, keys = _layouts(*layouts, group)
+    given = arguments(*rows, **options)
+    check_tensors(given)
+    _check_rows("q", given.q, queries, group.rank)
+    _check_rows("k", given.k, keys, group.rank)
+    tensors, rest = _whole(given, queries, keys)
+    drawn = tensors.seed is not None and given.seed is None
+    names = (group.name, queries.text, keys.text, chosen(strategy))
+    return Place(*names, reduce_replicated, drawn), tensors, rest
+
+
+def _whole(given: Arguments, queries: Layout, keys: Layout) -> tuple[Tensors, Options]:
+    """Return the inputs of the whole call, with own rows of q, k, v, bias and boolean mask."""
+    q, k, v = whole_rows(given.q, given.k, given.v, queries.n, keys.n)
+    mask, allowed = given.mask, given.mask.allowed
+    if allowed is not None:
+        mask = Mask(**{**mask.fields(), "allowed": None})
+    # a bias and a boolean mask have own rows: they fit a call of own queries with all keys
+    part = Arguments(given.q, k, v, Mask(allowed=allowed), given.bias)
+    check(part, Shape(q.shape[0], q.shape[2], given.q.shape[1], keys.n))
+    tensors, options, _ = normalized(given._replace(q=q, k=k, v=v, mask=mask, bias=None))
+    return (
+        tensors._replace(
+            q=given.q,
+            k=given.k,
+            v=given.v,
+            bias=_four_axes(given.bias),
+            allowed=_four_axes(allowed),
+        ),
+        options,
+    )
+
+
+def _four_axes(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t[(None,) * (4 - t.dim())]
+
+
+def _layouts(layout: Any, k_layout: Any, group: Group) -> tuple[Layout, Layout]:
+    found = []
+    for name, one in (("layout", layout), ("k_layout", layout if k_layout is None else k_layout)):
+        if not isinstance(one, Layout):
+            raise wrong_type(name, type(one).__name__, "a Layout, such as Layout.zigzag(n, ranks)")
+        if one.ranks != group.size:
+            raise bad(name, f"{one.ranks} ranks", f"those of the group, {group.size}")
+        found.append(one)
+    return found[0], found[1]
+
+
+def _check_rows(name: str, t: Tensor, layout: Layout, rank: int) -> None:
+    want = layout.lengths[rank]
+    if t.shape[1] != want:
+        raise bad(name, f"{t.shape[1]} rows on rank {rank}", f"{want}, as the layout has")

@@ -1,0 +1,515 @@
+"""The functions that ranks run, and the rows that they hold."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import rowmax
+from rowmax import distributed as rd
+from rowmax.distributed import Layout, collectives
+from rowmax.distributed.strategies import keys as by_keys
+from rowmax.masks import as_mask
+from rowmax.testing import Answer, Call, Case, cotangents, make
+
+
+def uneven(n: int, ranks: int) -> Layout:
+    """Return a layout of pieces of any length; the last of several ranks holds nothing."""
+    choice = random.Random(n * 10 + ranks)
+    cuts = sorted(choice.sample(range(1, n), min(n - 1, 5))) if n > 1 else []
+    owned: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+    for start, stop in zip([0, *cuts], [*cuts, n], strict=True):
+        owned[choice.randrange(max(1, ranks - 1))].append((start, stop))
+    return Layout(tuple(map(tuple, owned)))
+
+
+def single(n: int, ranks: int) -> Layout:
+    """Return a layout of one row for the first rank, and none for those after the second."""
+    ranges = (((0, min(1, n)),), ((min(1, n), n),), *[()] * (ranks - 2))
+    return Layout(ranges if ranks > 1 else (((0, n),),))
+
+
+LAYOUTS: dict[str, Any] = {
+    "contiguous": Layout.contiguous,
+    "zigzag": Layout.zigzag,
+    "balanced": lambda n, ranks: Layout.balanced(rowmax.Causal(), n, ranks, chunk=32),
+    "uneven": uneven,
+    "single": single,
+}
+
+
+def layouts(case: Case, kind: str, ranks: int) -> tuple[Layout, Layout]:
+    """Return the layouts of queries and of keys."""
+    nk = case.nq if case.nk is None else case.nk
+    return LAYOUTS[kind](case.nq, ranks), LAYOUTS[kind](nk, ranks)
+
+
+def has_rows(t: Tensor, n: int) -> bool:
+    """Return True if a bias or a mask has a row for each query."""
+    return t.dim() > 1 and t.shape[-2] == n and n != 1
+
+
+def own_call(call: Call, queries: Layout, keys: Layout, rank: int) -> tuple[Any, dict[str, Any]]:
+    """Return own rows of q, k and v, and the keywords with own rows."""
+    q, k, v = call.inputs[:3]
+    i, j = queries.positions(rank), keys.positions(rank)
+    keywords = dict(call.keywords)
+    if keywords.get("bias") is not None and has_rows(keywords["bias"], queries.n):
+        keywords["bias"] = keywords["bias"][..., i, :]
+    if keywords.get("mask") is not None:
+        mask = as_mask(keywords["mask"])
+        if mask.allowed is not None and has_rows(mask.allowed, queries.n):
+            mask = rowmax.Mask(**{**mask.fields(), "allowed": mask.allowed[..., i, :]})
+        keywords["mask"] = mask
+    return (q[:, i], k[:, j], v[:, j]), keywords
+
+
+def own_answer(
+    rank: int, case: Case, dtype: torch.dtype, kind: str, ranks: int, overrides: dict[str, Any]
+) -> Answer:
+    """Return the answer of a rank's rows."""
+    call = make(case, dtype=dtype)
+    queries, keys = layouts(case, kind, ranks)
+    dout, dlse = cotangents(call)
+    (q, k, v), keywords = own_call(call, queries, keys, rank)
+    named = {"q": q, "k": k, "v": v, **keywords}
+    leaves = {name: named[name].detach().requires_grad_() for name in call.leaves}
+    named.update(leaves)
+    out, lse = rd.attention(
+        **named, layout=queries, k_layout=keys, return_lse=True, **overrides
+    )  # fmt: skip
+    i = queries.positions(rank)
+    outputs, grads = ([out, lse], [dout[:, i], dlse[..., i]])
+    got = torch.autograd.grad(outputs, list(leaves.values()), grads)
+    # the fake kernels promise it: compilers read strides from them
+    assert all(t.is_contiguous() for t in (out, lse, *got))
+    return Answer(out.detach(), lse.detach(), dict(zip(leaves, got, strict=True)))
+
+
+def whole_answer(call: Call, queries: Layout, keys: Layout, parts: Sequence[Answer]) -> Answer:
+    """Return the answer of the whole from those of all ranks."""
+    q = call.inputs[0]
+    n_out = (q.shape[0], queries.n, q.shape[2], call.inputs[2].shape[3])
+    first = parts[0]
+    out, lse = first.out.new_empty(n_out), first.lse.new_empty(q.shape[0], q.shape[2], queries.n)
+    totals: dict[str, Tensor] = {}
+    for name, leaf in call.leaves.items():
+        wide = torch.promote_types(leaf.dtype, torch.float32)
+        totals[name] = torch.zeros(leaf.shape, dtype=wide)
+    for rank, part in enumerate(parts):
+        i, j = queries.positions(rank), keys.positions(rank)
+        out[:, i], lse[..., i] = part.out, part.lse
+        for name, total in totals.items():
+            got = part.gradients[name]
+            if name in "qkv":
+                total[:, i if name == "q" else j] = got.to(total.dtype)
+            elif name == "bias" and has_rows(total, queries.n):
+                total[..., i, :] = got.to(total.dtype)
+            else:
+                total += got
+    gradients = {name: t.to(call.leaves[name].dtype) for name, t in totals.items()}
+    return Answer(out, lse, gradients)
+
+
+# --- programs of test_attention ----------------------------------------------------------------
+
+
+def one_rank(rank: int, case: Case) -> bool:
+    """Return True if a world of one rank gives one device's results without a collective."""
+    call = make(case)
+    layout, keys = (Layout.zigzag(t.shape[1], 1) for t in call.inputs[:2])
+    dout, dlse = cotangents(call)
+    found = []
+    with mock.patch.object(collectives, "_gather", None), _no_collectives():
+        for function, more in (
+            (rowmax.attention, {}),
+            (rd.attention, {"layout": layout, "k_layout": keys}),
+        ):
+            named = {**dict(zip("qkv", call.inputs, strict=False)), **call.keywords}
+            leaves = {name: t.detach().requires_grad_() for name, t in call.leaves.items()}
+            out, lse = function(**{**named, **leaves}, return_lse=True, backend="torch", **more)
+            grads = torch.autograd.grad([out, lse], list(leaves.values()), [dout, dlse])
+            found.append((out, lse, *grads))
+    return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@contextlib.contextmanager
+def _no_collectives() -> Iterator[None]:
+    names = ("all_to_all_single", "all_gather_object", "broadcast")
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(mock.patch.object(dist, name, None))
+        yield
+
+
+def with_unit_values(call: Call) -> Call:
+    """Return the call with a unit matrix for the values of each head."""
+    q, k, v = call.inputs
+    unit = torch.eye(v.shape[1])[None, :, None].expand(v.shape)
+    return replace(call, inputs=(q, k, unit))
+
+
+def kept(rank: int, case: Case, kind: str, ranks: int, strategy: str) -> Tensor:
+    """Return True where a pair of own queries is kept."""
+    call = with_unit_values(make(case))
+    queries, keys = layouts(case, kind, ranks)
+    (q, k, v), keywords = own_call(call, queries, keys, rank)
+    more = {"layout": queries, "k_layout": keys, "strategy": strategy}
+    out = rd.attention(q, k, v, backend="torch", **keywords, **more)
+    assert isinstance(out, Tensor)
+    return out != 0
+
+
+def drawn_seed(rank: int, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return own next seed, and own rows with the first rank's: of one device, and distributed."""
+    layout = Layout.zigzag(130, ranks)
+    x = torch.randn(1, 130, 2, 16, generator=torch.Generator().manual_seed(0))
+    mine = layout.positions(rank)
+    torch.manual_seed(rank)
+    own = torch.randint(2**63 - 1, ())
+    torch.manual_seed(0)
+    seed = torch.randint(2**63 - 1, ())
+    whole = rowmax.attention(x, x, x, dropout_p=0.3, seed=seed, backend="torch")
+    torch.manual_seed(rank)
+    rows = rd.attention(*(x[:, mine],) * 3, layout=layout, dropout_p=0.3, backend="torch")
+    assert isinstance(rows, Tensor)
+    return own, whole[:, mine], rows
+
+
+def received_rows(rank: int, n: int, left: int) -> tuple[int, int]:
+    """Return the rows of k and v that a windowed call gathers, and own rows."""
+    layout = Layout.contiguous(n, 4)
+    x = torch.randn(1, layout.lengths[rank], 2, 16)
+    seen: list[int] = []
+    gathered = by_keys.gathered
+
+    def counted(*given: Any) -> list[Tensor]:
+        found = gathered(*given)
+        seen.extend(t.shape[1] for t in found)
+        return found
+
+    with mock.patch.object(by_keys, "gathered", counted):
+        mask = rowmax.Window(left, 0)
+        rd.attention(x, x, x, layout=layout, mask=mask, backend="torch")
+    assert len(set(seen)) == 1
+    return seen[0], layout.lengths[rank]
+
+
+def compiled(rank: int, kind: str) -> int:
+    """Return the graphs of a compiled call, after a check of its results and gradients."""
+    counter = CompileCounterWithBackend("aot_eager")
+    layout = Layout.zigzag(256, 2)
+    mesh: Any = None
+    if kind != "default":
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))["cp"]
+        mesh = mesh.get_group() if kind == "group" else mesh
+    x = torch.randn(1, 256, 4, 16, generator=torch.Generator().manual_seed(0))
+
+    def f(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sink: Tensor) -> Tensor:
+        keywords = {"causal": True, "bias": bias, "sink": sink, "softcap": 5.0, "seed": 3}
+        out = rd.attention(q * 2, k, v, mesh=mesh, layout=layout, dropout_p=0.1, **keywords)
+        return rd.unshard(out, layout, mesh).square()
+
+    found = []
+    torch.compiler.reset()
+    for function in (f, torch.compile(f, backend=counter, fullgraph=True)):
+        leaves = [rd.shard(t, layout, mesh).requires_grad_() for t in (x, x[:, :, :2], x[:, :, 2:])]
+        bias = torch.linspace(0, 1, leaves[0].shape[1] * 256).view(-1, 256).requires_grad_()
+        leaves += [bias, torch.zeros(4, requires_grad=True)]
+        out = function(*leaves)
+        found.append((out, *torch.autograd.grad(out.sum(), leaves)))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+    return counter.frame_count
+
+
+def checkpointed(rank: int) -> bool:
+    """Return True if a checkpointed call, with a seed of None, has the gradients of a plain one."""
+    layout = Layout.zigzag(200, 2)
+    x = torch.randn(1, layout.lengths[rank], 2, 16).requires_grad_()
+
+    def f(x: Tensor) -> Any:
+        return rd.attention(x, x, x, layout=layout, causal=True, dropout_p=0.2, backend="torch")
+
+    found = []
+    for function in (f, lambda x: checkpoint(f, x, use_reentrant=False)):
+        torch.manual_seed(rank)
+        found.append(torch.autograd.grad(function(x).square().sum(), x)[0])
+    return torch.equal(*found)
+
+
+def refused_derivative(rank: int, name: str) -> str:
+    """Return the error of a derivative that is not there."""
+    layout = Layout.zigzag(64, 2)
+    x = torch.randn(1, layout.lengths[rank], 2, 16).requires_grad_()
+
+    def f(x: Tensor) -> Any:
+        return rd.attention(x, x, x, layout=layout, backend="torch")
+
+    try:
+        if name == "second":
+            (g,) = torch.autograd.grad(f(x).sum(), x, create_graph=True)
+            torch.autograd.grad(g.sum(), x)
+        else:
+            with warnings.catch_warnings():  # torch compiles its decompositions the first time
+                warnings.filterwarnings("ignore", message="`torch.jit", category=DeprecationWarning)
+                torch.func.jvp(f, (x.detach(),), (x.detach(),))
+    except NotImplementedError as error:
+        return str(error)
+    return "no error"
+
+
+def loss_of_one(rank: int) -> bool:
+    """Return True if ranks with different losses finish, with finite gradients."""
+    layout = Layout.zigzag(200, 2)
+    x = torch.randn(1, layout.lengths[rank], 2, 16).requires_grad_()
+    out, lse = rd.attention(x, x, x, layout=layout, return_lse=True, backend="torch")
+    loss = lse.sum() if rank == 0 else 0 * out.sum()
+    return bool(torch.autograd.grad(loss, x)[0].isfinite().all())
+
+
+def without_names(rank: int) -> str:
+    """Return the error of a round trip where torch finds no group by name."""
+    layout, x = Layout.zigzag(10, 2), torch.arange(10.0)[None]
+    with mock.patch.object(dist.distributed_c10d, "_resolve_process_group", None):
+        return _errors([lambda: torch.testing.assert_close(_round_trip(x, layout), x)])[0]
+
+
+def _round_trip(x: Tensor, layout: Layout) -> Tensor:
+    return rd.unshard(rd.shard(x, layout), layout)
+
+
+# --- programs of test_sharding -----------------------------------------------------------------
+
+
+def _errors(calls: Sequence[Any]) -> list[str]:
+    """Return the errors of some calls."""
+
+    def text(call: Any) -> str:
+        try:
+            call()
+        except (TypeError, ValueError) as error:
+            return str(error)
+        return "no error"
+
+    return [text(call) for call in calls]
+
+
+def round_trips(rank: int, kind: str, ranks: int) -> bool:
+    """Return True if the rows of every shape and dtype come back."""
+    for shape, dim in (((3, 50, 2), 1), ((50,), 0), ((2, 3, 4, 50), -1), ((0, 50), 1), ((1, 0), 1)):
+        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64):
+            whole = torch.arange(torch.Size(shape).numel()).view(shape)
+            x = (whole % 3 == 0) if dtype == torch.bool else whole.to(dtype)
+            layout = LAYOUTS[kind](shape[dim], ranks)
+            rows = rd.shard(x, layout, dim=dim)
+            assert torch.equal(rows, x.index_select(dim, layout.positions(rank)))
+            assert torch.equal(rd.unshard(rows, layout, dim=dim), x)
+    return True
+
+
+def dot_products(rank: int, kind: str, ranks: int) -> dict[str, Any]:
+    """Return the products of a shard and of a join, and what their derivatives are."""
+    layout = LAYOUTS[kind](70, ranks)
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(2, 70, 3, generator=generator, dtype=torch.float64) for _ in "xy")
+    own = y[:, layout.positions(rank)].clone()
+
+    def cut(t: Tensor) -> Tensor:
+        return rd.shard(t, layout)
+
+    def join(t: Tensor) -> Tensor:
+        return rd.unshard(t, layout)
+
+    (of_shard,) = torch.autograd.grad(cut(x.requires_grad_()), x, own)
+    (of_join,) = torch.autograd.grad(join(own.requires_grad_()), own, x)
+    with warnings.catch_warnings():  # torch compiles its decompositions the first time
+        warnings.filterwarnings("ignore", message="`torch.jit", category=DeprecationWarning)
+        _, tangent = torch.func.jvp(cut, (torch.zeros_like(x),), (x.detach(),))
+    (g,) = torch.autograd.grad(cut(x).pow(3).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(g.sum(), x)
+    x, own, tangent = x.detach(), own.detach(), tangent.detach()
+    return {
+        "whole": float((x * join(own)).sum()),
+        "shards": float((cut(x) * own).sum()),
+        "tangents": float((tangent * own).sum()),
+        "gradient of shard": torch.equal(of_shard, y),
+        "gradient of unshard": torch.equal(of_join, x[:, layout.positions(rank)]),
+        "second derivative": torch.allclose(second, 6 * x),
+    }
+
+
+def wrong_shards(rank: int) -> list[str]:
+    layout = Layout.zigzag(8, 2)
+    x: Any = torch.zeros(1, 7)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+    words: Any = "words"
+    return _errors(
+        [
+            lambda: rd.shard(x, Layout.zigzag(7, 3)),
+            lambda: rd.shard(x, layout),
+            lambda: rd.unshard(x, layout),
+            lambda: rd.shard(x.tolist(), layout),
+            lambda: rd.shard(x, words),
+            lambda: rd.shard(x, layout, dim=3),
+            lambda: rd.shard(x, layout, mesh),
+            lambda: rd.shard(x, layout, words),
+        ]
+    )
+
+
+def unlike_shards(rank: int) -> str:
+    layout = Layout.zigzag(8, 2)
+    return _errors([lambda: rd.unshard(torch.zeros(3 + rank, 4), layout)])[0]
+
+
+# --- programs of test_agreement ----------------------------------------------------------------
+
+_LOCAL_ERRORS: dict[str, Any] = {
+    "q": lambda x: {"q": x[:, 1:]},
+    "k": lambda x: {"k": x.double()},
+    "bias": lambda x: {"bias": torch.zeros(x.shape[1], 3)},
+    "causal": lambda x: {"causal": 1},
+    "unexpected": lambda x: {"is_causal": True},
+    "strategy": lambda x: {"strategy": "rings"},
+    "mask": lambda x: {"mask": rowmax.Documents(torch.zeros(5, dtype=torch.int32))},
+}
+_UNLIKE: dict[str, Any] = {
+    "band of mask": lambda x: {"causal": True},
+    "layout": lambda x: {"layout": Layout.contiguous(384, 3)},
+    "scale": lambda x: {"scale": 0.5},
+    "sink": lambda x: {"sink": torch.zeros(2)},
+    "rows of bias": lambda x: {"bias": torch.zeros(1, 384)},
+    "dropout_p": lambda x: {"dropout_p": 0.5, "seed": 1},
+    "seed": lambda x: {"dropout_p": 0.5},
+    "head terms": lambda x: {"alibi": torch.ones(2)},
+    "reduce_replicated": lambda x: {"reduce_replicated": True},
+    "strategy": lambda x: {"strategy": "heads"},
+    "dtype": lambda x: {"q": x.double(), "k": x.double(), "v": x.double()},
+}
+
+
+def refused(rank: int, kind: str, name: str, rank_of_it: int | None) -> str:
+    """Return the error of a call with a wrong argument, on one rank or on all."""
+    layout = Layout.zigzag(384, 3)
+    x = torch.zeros(1, layout.lengths[rank], 2, 16)
+    named: dict[str, Any] = {"q": x, "k": x, "v": x, "layout": layout, "backend": "torch"}
+    if rank_of_it in (None, rank):
+        more = (_LOCAL_ERRORS if kind == "local" else _UNLIKE)[name](x)
+        if name == "layout":  # the lengths of this rank fit its layout
+            n = more["layout"].lengths[rank]
+            more |= dict.fromkeys("qkv", torch.zeros(1, n, 2, 16))
+        named |= more
+    return _errors([lambda: rd.attention(**named)])[0]
+
+
+def other_functions(rank: int) -> str:
+    """Return the error of a rank that joins rows while others attend."""
+    layout = Layout.zigzag(384, 3)
+    x = torch.zeros(1, layout.lengths[rank], 2, 8)
+    attend = rank != 1
+    named: Any = {"layout": layout, "backend": "torch"}
+    return _errors([lambda: rd.attention(x, x, x, **named) if attend else rd.unshard(x, layout)])[0]
+
+
+def unlike_gradients(rank: int) -> str:
+    """Return the error of a backward in which one rank needs no gradient of k and v."""
+    layout = Layout.zigzag(200, 3)
+    q, k = (torch.zeros(1, layout.lengths[rank], 2, 16) for _ in "qk")
+    q.requires_grad_()
+    k.requires_grad_(rank != 1)
+    out: Any = rd.attention(q, k, k, layout=layout, backend="torch")
+    return _errors([lambda: out.sum().backward()])[0]
+
+
+def killed(rank: int, way: str) -> str:
+    """End one rank before or within a call; return the error that the others see."""
+    layout = Layout.zigzag(200, 3)
+    x = torch.zeros(1, layout.lengths[rank], 2, 16)
+
+    def f() -> Any:
+        return rd.attention(x, x, x, layout=layout, backend="torch")
+
+    dist.barrier()
+    if way != "first call":
+        f()
+    if rank == 1 and way == "raises":
+        return "raised"
+    if rank == 1:
+        os._exit(1)
+    try:
+        f()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+# --- programs of test_varlen -------------------------------------------------------------------
+
+
+def packed_layouts(call: Call, kind: str, ranks: int) -> tuple[Layout, Layout]:
+    """Return the layouts of the queries and the keys of all sequences together."""
+    queries, keys = (LAYOUTS[kind](t.shape[0], ranks) for t in call.inputs[:2])
+    return queries, keys
+
+
+def one_sequence(call: Call) -> Call:
+    """Return the call with a batch dimension for the rows of all sequences."""
+    return replace(call, inputs=tuple(t[None] for t in call.inputs[:3]))
+
+
+def packed_answer(rank: int, case: Case, dtype: torch.dtype, kind: str, ranks: int) -> Answer:
+    """Return the answer of a rank's rows, with a batch dimension."""
+    call = make(case, dtype=dtype)
+    queries, keys = packed_layouts(call, kind, ranks)
+    i, j = queries.positions(rank), keys.positions(rank)
+    named = {**dict(zip("qkv", call.inputs, strict=False)), **call.keywords}
+    named.update({"q": named["q"][i], "k": named["k"][j], "v": named["v"][j]})
+    leaves = {name: named[name].detach().requires_grad_() for name in call.leaves}
+    named.update(leaves)
+    cu_q, cu_k = call.inputs[3:5]
+    more = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "layout": queries, "k_layout": keys}
+    out, lse = rd.attention_varlen(**named, **more, return_lse=True, backend="torch")
+    dout, dlse = cotangents(call)
+    got = torch.autograd.grad([out, lse], list(leaves.values()), [dout[i], dlse[..., i]])
+    gradients = {n: g[None] if n in "qkv" else g for n, g in zip(leaves, got, strict=True)}
+    return Answer(out.detach()[None], lse.detach()[None], gradients)
+
+
+def wrong_packed(rank: int) -> list[str]:
+    layout = Layout.zigzag(64, 2)
+    x = torch.zeros(32, 2, 16)
+    cu, other = torch.tensor([0, 20, 64]), torch.tensor([0, 30, 64])
+    one: Any = 1
+
+    def call(cu_q: Tensor = cu, cu_k: Tensor = cu, q: Tensor = x, **options: Any) -> Any:
+        return lambda: rd.attention_varlen(
+            q, x, x, cu_q, cu_k, layout=layout, backend="torch", **options
+        )
+
+    return _errors(
+        [
+            call(bias=torch.zeros(1)),
+            call(dropout_p=0.1),
+            call(mask=rowmax.PrefixLengths(torch.tensor([3]))),
+            call(cu, other, causal=True),
+            call(cu, torch.tensor([0, 64])),
+            call(torch.tensor([0, 20, 63])),
+            call(q=x[None]),
+            call(causal=one),
+            call(cu, other),
+        ]
+    )

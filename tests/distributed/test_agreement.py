@@ -1,0 +1,84 @@
+"""Errors are the same on all ranks and come before rows move; no rank waits without end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from . import programs
+from .world import RankError, World
+
+Worlds = Callable[[int], World]
+
+#: by the argument that is wrong on one rank: the error of that rank
+LOCAL = {
+    "q": "q: got 127 rows on rank 0; want 128, as the layout has",
+    "k": "k: got torch.float64; want the dtype of q, torch.float32",
+    "bias": "bias: got shape [128, 3]; want one that broadcasts to [B, Hq, Nq, Nk] = "
+    "[1, 2, 128, 384]",
+    "causal": "causal: got 1; want True or False",
+    "unexpected": "attention() got an unexpected keyword argument 'is_causal'; want causal=True "
+    "(aligned bottom-right: the last query sees every key)",
+    "strategy": "strategy: got 'rings'; want one of 'auto', 'keys', 'heads'",
+    "mask": "mask: Documents(ids=): got shape [1, 5]; want [384] or [1, 384]",
+}
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_an_error_of_one_rank_reaches_all(name: str, world: Worlds) -> None:
+    own, *others = world(3).run(programs.refused, "local", name, 0)
+    assert own.startswith(LOCAL[name])
+    assert others == [f"rowmax.distributed: rank 0 refused this call: {own}"] * 2
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_an_error_of_all_ranks_is_their_own(name: str, world: Worlds) -> None:
+    for rank, text in enumerate(world(3).run(programs.refused, "local", name, None)):
+        assert text.partition(":")[0] == LOCAL[name].partition(":")[0], rank
+        assert "refused this call" not in text
+
+
+@pytest.mark.parametrize("name", programs._UNLIKE)
+def test_arguments_that_differ_are_named_on_all_ranks(name: str, world: Worlds) -> None:
+    texts = world(3).run(programs.refused, "unlike", name, 1)
+    assert texts == [texts[0]] * 3
+    assert texts[0].startswith("rowmax.distributed: ranks differ. ")
+    assert f"{name}: got " in texts[0]
+    assert " on ranks 0, 2 and " in texts[0]
+    assert " on rank 1; want the same on every rank" in texts[0]
+
+
+def test_other_functions_are_named(world: Worlds) -> None:
+    texts = world(3).run(programs.other_functions)
+    assert texts == [texts[0]] * 3
+    want = "call: got forward on ranks 0, 2 and unshard along 1 on rank 1; want the same"
+    assert texts[0].startswith(f"rowmax.distributed: ranks differ. {want}")
+
+
+def test_a_call_after_an_error_is_right(world: Worlds) -> None:
+    world(3).run(programs.refused, "unlike", "scale", 2)
+    assert world(3).run(programs.refused, "unlike", "scale", None) == ["no error"] * 3
+
+
+def test_gradients_that_differ(world: Worlds) -> None:
+    texts = world(3).run(programs.unlike_gradients)
+    assert texts == [texts[0]] * 3
+    assert "requires_grad of k or v: got True on ranks 0, 2 and False on rank 1" in texts[0]
+
+
+@pytest.mark.parametrize("way", ["first call", "later call", "raises"])
+def test_a_rank_that_ends_or_raises_ends_the_others(way: str) -> None:
+    """The others raise after the time limit of the group at the latest, here 4 seconds."""
+    world = World(3, timeout=4.0)
+    try:
+        began = time.monotonic()
+        world.start(programs.killed, way)
+        for rank in (0, 2):
+            text = world.result(rank, wait=30.0)
+            assert not isinstance(text, RankError)
+            assert text != "no error"
+        assert time.monotonic() - began < 25.0
+    finally:
+        world.close()
