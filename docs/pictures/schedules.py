@@ -132,7 +132,7 @@ def schedule(c: Colors) -> Iterator[str]:
         yield text(x, y, f"{number}  {CALLS[name]}", c.faint, 12)
 
 
-def layouts(c: Colors) -> Iterator[str]:
+def devices(c: Colors) -> Iterator[str]:
     """Yield the causal tiles of the chunks of four devices, and the work of each device."""
     cell, top = 24, 40
     for n, (name, owners) in enumerate(LAYOUTS.items()):
@@ -156,7 +156,7 @@ def layouts(c: Colors) -> Iterator[str]:
 PICTURES = {
     "band": Picture("A band: the keys that some, and all, queries of a tile see.", 600, 260, band),
     "schedule": Picture("Two steps of the Hopper forward, in order.", 880, 244, schedule),
-    "layouts": Picture("Causal work of four devices in two layouts.", 780, 244, layouts),
+    "devices": Picture("Causal work of four devices in two layouts.", 780, 244, devices),
 }
 
 
