@@ -207,7 +207,7 @@ def _prepared(
         want = expected(call, *grads)
     else:
         same = drawn.call(reference)
-        want = expected(same, *given_cotangents(same, drawn.seed))
+        want = expected(same, *given_cotangents(same, drawn.seed), torch.device(device).type)
     if device != "cpu":  # a later error is not the reference's
         torch.cuda.synchronize()
     return call, grads, want

@@ -225,3 +225,12 @@ def test_numbers_below_the_least_normal_one_may_be_zero() -> None:
     rows = lse.numel() / problem.hq
     assert noise["dsink"].largest == pytest.approx(rows * torch.finfo(torch.float32).tiny)
     assert noise["dq"].largest == 0
+
+
+def test_references_allow_for_the_device_that_answers() -> None:
+    """Tensor cores truncate the sums of float32, wherever the references are computed."""
+    call = make(Case("plain", nq=40, nk=300, d=128))
+    here, there = (expected(call, *cotangents(call), device) for device in (None, "cuda"))
+    assert here.noise["dq"].cut == 0.0
+    assert there.noise["dq"].cut > 0.0
+    assert there.noise["dq"].largest > here.noise["dq"].largest

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 import torch
 from torch import Tensor
 
-from .call import recent
+from .call import around, recent
 from .call.check import Arguments
 from .call.inputs import Tensors
 from .call.jagged import jagged, packed
@@ -133,6 +133,13 @@ def attention(
     if more or unexpected:
         refuse_unexpected("attention", more, unexpected)
     check_flag("return_lse", return_lse)
+    if around.used and (context := around.current()) is not None:
+        return context.attention(
+            q, k, v,
+            causal=causal, mask=mask, bias=bias, alibi=alibi, scale=scale, softcap=softcap,
+            sink=sink, dropout_p=dropout_p, seed=seed, return_lse=return_lse,
+            deterministic=deterministic, backend=backend,
+        )  # fmt: skip
     key = None
     if mask is bias is alibi is sink is seed is None:
         key = recent.key_of(causal, scale, softcap, dropout_p, backend, deterministic)
@@ -259,6 +266,13 @@ def attention_varlen(
     if more or unexpected:
         refuse_unexpected("attention_varlen", more, unexpected)
     check_flag("return_lse", return_lse)
+    if around.used and (context := around.current()) is not None:
+        return context.attention_varlen(
+            q, k, v, cu_seqlens_q, cu_seqlens_k,
+            causal=causal, mask=mask, bias=bias, alibi=alibi, scale=scale, softcap=softcap,
+            sink=sink, dropout_p=dropout_p, seed=seed, return_lse=return_lse,
+            deterministic=deterministic, backend=backend,
+        )  # fmt: skip
     given = arguments(
         *(q, k, v, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)),
         causal=causal,

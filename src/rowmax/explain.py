@@ -240,13 +240,13 @@ def _lines(e: Explanation) -> Iterator[tuple[str, str]]:
     )
     yield (
         "work",
-        f"forward {_scaled(e.forward_flops, 1000, 'FLOP')}, "
-        f"backward {_scaled(e.backward_flops, 1000, 'FLOP')}, in the tiles visited",
+        f"forward {scaled(e.forward_flops, 1000, 'FLOP')}, "
+        f"backward {scaled(e.backward_flops, 1000, 'FLOP')}, in the tiles visited",
     )
     yield (
         "memory",
-        f"out and lse {_scaled(e.output_bytes, 1024, 'B')}; "
-        f"a dense score matrix would be {_scaled(e.dense_bytes, 1024, 'B')}",
+        f"out and lse {scaled(e.output_bytes, 1024, 'B')}; "
+        f"a dense score matrix would be {scaled(e.dense_bytes, 1024, 'B')}",
     )
 
 
@@ -318,7 +318,7 @@ def _features(p: Problem) -> Iterator[str]:
         yield f"{p.group} query heads a kv head"
 
 
-def _scaled(n: int, base: int, unit: str) -> str:
+def scaled(n: int, base: int, unit: str) -> str:
     """Return a number with a unit: 5_000_000 FLOP -> 5 MFLOP, 2048 B -> 2 KiB."""
     value, prefixes = float(n), iter("KMGTPE" if base == 1024 else "kMGTPE")
     prefix = ""

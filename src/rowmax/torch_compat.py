@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -122,6 +123,15 @@ def constant_in_graphs(function: Function) -> Function:
 
 
 constant_in_graphs(allows_fused_attention)
+
+
+@constant_in_graphs
+def is_in_backward() -> bool:
+    """Return True while autograd runs a backward in this thread."""
+    task = getattr(_C, "_current_graph_task_id", None)
+    if task is None:  # autograd's threads for GPUs are not Python's
+        return threading.current_thread().name.startswith("Dummy-")
+    return task() >= 0
 
 
 def process_group_named(name: str) -> Any:

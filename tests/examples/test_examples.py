@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 
 import rowmax
-from examples import fsdp_compile, long_context, relative_bias, train_gpt
+from examples import context_parallel, fsdp_compile, long_context, relative_bias, train_gpt
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(autouse=True)
 def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep float32 where a GPU is, and its tolerance."""
-    for example in (fsdp_compile, long_context, relative_bias, train_gpt):
+    for example in (context_parallel, fsdp_compile, long_context, relative_bias, train_gpt):
         monkeypatch.setattr(example, "DEVICE", "cpu")
 
 
@@ -107,16 +107,11 @@ def test_switch_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(tokens, results["sdpa"][1])
 
 
-@pytest.mark.filterwarnings(GRAD)
-def test_fsdp_compile() -> None:
-    """Two processes have the losses of one."""
-    want = fsdp_compile.main(steps=3, size=32, width=32, compiler="aot_eager")
-    assert want[-1] < want[0]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--standalone", "examples/fsdp_compile.py", "--compiler", "aot_eager"]
-    command += ["--steps", "3", "--size", "32", "--width", "32"]
+def losses_of_two_processes(*command: str) -> list[float]:
+    """Return the losses that an example prints under torchrun."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     done = subprocess.run(
-        command,
+        [*launcher, "--standalone", *command],
         capture_output=True,
         text=True,
         check=False,
@@ -125,7 +120,25 @@ def test_fsdp_compile() -> None:
         env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert done.returncode == 0, done.stderr
-    found = [float(x) for x in re.findall(r"^step \d: loss (\S+)$", done.stdout, flags=re.M)]
+    return [float(x) for x in re.findall(r"^step \d: loss (\S+)$", done.stdout, flags=re.M)]
+
+
+@pytest.mark.filterwarnings(GRAD)
+def test_fsdp_compile() -> None:
+    """Two processes have the losses of one."""
+    want = fsdp_compile.main(steps=3, size=32, width=32, compiler="aot_eager")
+    assert want[-1] < want[0]
+    sizes = ("--steps", "3", "--size", "32", "--width", "32")
+    found = losses_of_two_processes("examples/fsdp_compile.py", "--compiler", "aot_eager", *sizes)
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=2e-6)
+
+
+def test_context_parallel() -> None:
+    """Two processes, each with half of each sequence, have the losses of one."""
+    want = context_parallel.main(steps=3, size=64, width=32)
+    assert want[-1] < want[0]
+    sizes = ("--steps", "3", "--size", "64", "--width", "32")
+    found = losses_of_two_processes("examples/context_parallel.py", *sizes)
     torch.testing.assert_close(found, want, rtol=1e-5, atol=2e-6)
 
 

@@ -80,6 +80,27 @@ def test_the_picture_is_current(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert f'"docs/pictures/{file.name}"' in readme
 
 
+def test_the_picture_of_layouts_is_current(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tiles have one owner each, and a rank computes those of its rows."""
+    monkeypatch.syspath_prepend(PICTURES)
+    import layouts
+    import tiles
+
+    for module in (layouts, tiles):
+        monkeypatch.delitem(sys.modules, module.__name__)
+    layouts.main(tmp_path)
+    written = sorted(tmp_path.iterdir())
+    assert [file.name for file in written] == ["layouts-dark.svg", "layouts-light.svg"]
+    page = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
+    for file in written:
+        assert file.read_text() == (PICTURES / file.name).read_text()
+        assert f'"pictures/{file.name}"' in page
+    assert [layouts.owners(panel.layout) for panel in layouts.PANELS[:2]] == [
+        [0, 0, 1, 1, 2, 2, 3, 3],
+        [0, 1, 2, 3, 3, 2, 1, 0],
+    ]
+
+
 def test_the_tiles_of_the_picture_are_those_of_explain(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many tiles are skipped, partial and full as in a call of eight tiles a side."""
     monkeypatch.syspath_prepend(PICTURES)

@@ -7,8 +7,26 @@ tensor([512, 513, 514])
 """
 
 from .attention import attention
+from .context import Context, checkpoint_contexts, context_parallel, current_context
+from .explain import Direction, Explanation, Prediction, Roofline, Wire, explain
 from .layout import Layout
 from .sharding import shard, unshard
 from .varlen import attention_varlen
 
-__all__ = ["Layout", "attention", "attention_varlen", "shard", "unshard"]
+__all__ = [
+    "Context",
+    "Direction",
+    "Explanation",
+    "Layout",
+    "Prediction",
+    "Roofline",
+    "Wire",
+    "attention",
+    "attention_varlen",
+    "checkpoint_contexts",
+    "context_parallel",
+    "current_context",
+    "explain",
+    "shard",
+    "unshard",
+]

@@ -29,7 +29,7 @@ def areas(mask: Mask | Tensor | None, nq: int, nk: int) -> Tensor:
     batch = _batch(record)
     q, k = (torch.zeros(()).expand(batch, n, heads, 1) for n in (nq, nk))
     tensors, options, _ = normalized(arguments(q, k, k, mask=record))
-    return _counted(tensors, options) if allowed is not None else _by_ranges(tensors, options)
+    return _counted(tensors, options) if allowed is not None else by_ranges(tensors, options)
 
 
 def _batch(mask: Mask) -> int:
@@ -52,8 +52,11 @@ def _counted(tensors: Tensors, options: Options) -> Tensor:
     return torch.cat(parts)
 
 
-def _by_ranges(tensors: Tensors, options: Options) -> Tensor:
-    """Count by ranges: every query sees one range of keys, those of its own document in it."""
+def by_ranges(tensors: Tensors, options: Options) -> Tensor:
+    """Return the number of pairs of each query of a call on the CPU without a boolean mask.
+
+    Every query sees one range of keys, and of them those of its own document.
+    """
     problem = problem_of(tensors, options)
     i = torch.arange(problem.nq).view(1, 1, -1, 1)
     found = any_range(i, i, *rules.band_of(problem, tensors))

@@ -10,12 +10,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..attention import CallOptions, arguments
-from ..attention import attention as on_one_device
 from ..call.check import Arguments, Shape, check, check_tensors
 from ..call.inputs import Options, Tensors
 from ..call.normalize import normalized
 from ..errors import bad, check_flag, refuse_unexpected, wrong_type
 from ..masks import Mask
+from ..operators.autograd import attend as attend_here
 from .agreement import refuse_together
 from .calls import Place, whole_rows
 from .groups import Group, group_of
@@ -73,24 +73,26 @@ def attention(
     group = group_of(mesh)
     local: dict[str, Any] = dict(options)
     if torch.compiler.is_compiling():  # an error while compiling is the same on every rank
-        place, tensors, rest = _normalized(
+        place, tensors, rest = normalized_rows(
             (q, k, v), group, (layout, k_layout), (strategy, reduce_replicated, return_lse), local
         )
     else:
         try:
-            place, tensors, rest = _normalized(
+            place, tensors, rest = normalized_rows(
                 *((q, k, v), group, (layout, k_layout)),
                 *((strategy, reduce_replicated, return_lse), local),
             )
         except (TypeError, ValueError) as error:
             refuse_together(group, error)
     if group.size == 1:
-        return on_one_device(q, k, v, return_lse=return_lse, **options)
-    out, lse = attend(place, tensors, rest)
+        # not ``rowmax.attention``: a context may compute that
+        out, lse = attend_here(*normalized(arguments(q, k, v, **options)))
+    else:
+        out, lse = attend(place, tensors, rest)
     return (out, lse) if return_lse else out
 
 
-def _normalized(
+def normalized_rows(
     rows: tuple[Tensor, Tensor, Tensor],
     group: Group,
     layouts: tuple[Layout, Layout | None],
@@ -108,7 +110,7 @@ def _normalized(
     strategy, reduce_replicated, return_lse = flags
     check_flag("return_lse", return_lse)
     check_flag("reduce_replicated", reduce_replicated)
-    queries, keys = _layouts(*layouts, group)
+    queries, keys = check_layouts(*layouts, group)
     given = arguments(*rows, **options)
     check_tensors(given)
     _check_rows("q", given.q, queries, group.rank)
@@ -145,7 +147,12 @@ def _four_axes(t: Tensor | None) -> Tensor | None:
     return None if t is None else t[(None,) * (4 - t.dim())]
 
 
-def _layouts(layout: Any, k_layout: Any, group: Group) -> tuple[Layout, Layout]:
+def check_layouts(layout: Any, k_layout: Any, group: Group) -> tuple[Layout, Layout]:
+    """Return the layouts of queries and of keys.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what it got and what it accepts.
+    """
     found = []
     for name, one in (("layout", layout), ("k_layout", layout if k_layout is None else k_layout)):
         if not isinstance(one, Layout):

@@ -131,20 +131,21 @@ class Expected:
         return replace(self, ref=self.ref.to(device), std=self.std.to(device))
 
 
-def expected(call: Call, dout: Tensor, dlse: Tensor | None) -> Expected:
-    """Return the references of a call. std of float64 is computed in float32: see ``LIMITS``."""
+def expected(call: Call, dout: Tensor, dlse: Tensor | None, device: str | None = None) -> Expected:
+    """Return the references of a call. std of float64 is computed in float32: see ``LIMITS``.
+
+    ``device`` is the type of the device that answers, if it is not the call's: the rule allows for
+    the rounding of its products.
+    """
     dtype = call.inputs[0].dtype
     ref = definition(call, dout, dlse, torch.float64)
     std = definition(call, dout, dlse, torch.float32 if dtype == torch.float64 else dtype)
-    return Expected(dtype, ref, std, _noise(call, dout, dlse, ref))
-
-
-def _noise(call: Call, dout: Tensor, dlse: Tensor | None, ref: Answer) -> dict[str, Noise]:
-    """Return the noise of each tensor. The rule needs a batch dimension."""
+    problem, tensors = call.problem()
     rows = (ref.out, ref.lse, dout, dlse)
-    if call.case.packed:
+    if call.case.packed:  # the rule needs a batch dimension
         rows = (t if t is None else t[None] for t in rows)
-    return tolerance.noise(*call.problem(), *rows)  # pyright: ignore
+    problem = problem._replace(device=device or problem.device)
+    return Expected(dtype, ref, std, tolerance.noise(problem, tensors, *rows))  # pyright: ignore
 
 
 def complaints(got: Answer, want: Expected) -> list[str]:

@@ -108,7 +108,7 @@ def _bias_gradient(
         assert place is not None
         place += found
         return total
-    split = _shared(own, heads.q)
+    split = shared_heads(own, heads.q)
     return _to_rows(found.transpose(1, 2), call, call.queries, split, own.shape[1]).transpose(1, 2)
 
 
@@ -148,7 +148,7 @@ def split_heads(hq: int, hk: int, ranks: int) -> _Split:
     return _Split(tuple(q), tuple(kv))
 
 
-def _shared(t: Tensor, heads: Heads) -> Heads:
+def shared_heads(t: Tensor, heads: Heads) -> Heads:
     """Return the heads of a bias or mask that each rank reads; one may serve all."""
     if t.shape[1] != 1:
         return heads
@@ -182,7 +182,7 @@ def _term_of_heads(
         return None
     if rows == "one":
         return part_of(name, t, h=slice(*_ends(heads.q[call.group.rank])))
-    split = _shared(t, heads.q)
+    split = shared_heads(t, heads.q)
     return _to_heads(t.transpose(1, 2), call, call.queries, split).transpose(1, 2)
 
 

@@ -18,6 +18,7 @@ from ...attention import attention
 from ...call.check import DTYPES, LARGEST, MAX_HEAD_DIM
 from ...masks import Mask, Window
 from ...torch_compat import allows_fused_attention, forward_mode_levels, stands_for_numbers
+from .. import parallel
 
 _CAST = (torch.float32, torch.float16, torch.bfloat16)  # the dtypes that autocast casts
 
@@ -69,7 +70,9 @@ def scaled_dot_product_attention(
     - Under autocast a float32 attn_mask stays float32.
     - Dropout keeps other weights than torch does. Its seed comes from torch's generator.
 
-    Calls that rowmax does not take go to torch. ``explain`` returns the reason.
+    Calls that rowmax does not take go to torch. ``explain`` returns the reason. In
+    ``rowmax.distributed.context_parallel`` they raise. There is_causal is of the whole sequence,
+    and attn_mask has own rows (or one) and all columns.
 
     >>> import torch
     >>> from rowmax.integrations import sdpa
@@ -77,8 +80,20 @@ def scaled_dot_product_attention(
     >>> sdpa.scaled_dot_product_attention(q, k, k, enable_gqa=True).shape
     torch.Size([1, 4, 3, 16])
     """
-    call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    return by_rowmax(call) if refusal(call) is None else by_torch(call)
+    return compute(Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
+
+
+def compute(call: Call) -> Tensor:
+    """Compute a call with rowmax, or with torch if rowmax does not take it.
+
+    Raises:
+        NotImplementedError: in a context that distributes calls, rather than give one to torch.
+    """
+    reason = refusal(call)
+    if reason is None:
+        return by_rowmax(call)
+    parallel.check_refusal("scaled_dot_product_attention", reason)
+    return by_torch(call)
 
 
 def by_torch(call: Call) -> Tensor:
@@ -118,7 +133,8 @@ def arguments(call: Call) -> Arguments:
     causal, mask, bias = False, None, None
     if attn_mask is None:
         if is_causal:
-            extra = query.shape[-2] - key.shape[-2]
+            nq, nk = parallel.lengths(query.shape[-2], key.shape[-2])
+            extra = nq - nk
             if torch.compiler.is_compiling() or extra != 0:
                 mask = Window(right=extra)  # a comparison would tie a graph to its lengths
             else:
@@ -273,9 +289,10 @@ def _shape_refusal(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
 def _mask_refusal(mask: Any, query: Tensor, key: Tensor, is_causal: bool) -> str | None:
     if is_causal:
         return "attn_mask is given and is_causal is True"
-    sizes = (*query.shape[:-1], key.shape[-2])
+    whole = parallel.lengths(query.shape[-2], key.shape[-2])
+    sizes = (*query.shape[:-1], whole[1])  # across ranks, a mask has own rows and all columns
     if _is_causal_bias(mask):
-        if (mask.seq_len_q, mask.seq_len_kv) == sizes[-2:]:
+        if (mask.seq_len_q, mask.seq_len_kv) == whole:
             return None
         return f"attn_mask is of {mask.seq_len_q} queries and {mask.seq_len_kv} keys"
     if not isinstance(mask, Tensor) or not stands_for_numbers(mask):

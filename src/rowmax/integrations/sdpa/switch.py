@@ -166,7 +166,7 @@ def _sdpa(
         return dense.by_torch(call)
     if has_torch_function((query,)) and stands_for_numbers(query):  # a mode is active
         return handle_torch_function(_sdpa, (query, key, value), *call)
-    return dense.by_rowmax(call) if dense.refusal(call) is None else dense.by_torch(call)
+    return dense.compute(call)
 
 
 def _varlen(*args: Any, **keywords: Any) -> Any:

@@ -11,6 +11,7 @@ from ...attention import attention_varlen
 from ...call.check import MAX_HEAD_DIM
 from ...masks import Mask, PrefixLengths, Window
 from ...torch_compat import stands_for_numbers
+from .. import parallel
 from .dense import scale_refusal, tensors_refusal
 
 #: torch's function, once its module is imported: it computes the other calls
@@ -70,7 +71,11 @@ def varlen_attn(
         query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, return_aux, scale, window_size,
         enable_gqa, seqused_k, block_table, num_splits,
     )  # fmt: skip
-    return by_rowmax(call) if refusal(call) is None else by_torch(call)
+    reason = refusal(call)
+    if reason is None:
+        return by_rowmax(call)
+    parallel.check_refusal("varlen_attn", reason)
+    return by_torch(call)
 
 
 def by_torch(call: Call) -> Any:

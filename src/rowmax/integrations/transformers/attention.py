@@ -9,6 +9,8 @@ from torch import Tensor
 
 import rowmax
 
+from .. import parallel
+from . import across
 from .masks import MaskValue
 
 #: arguments that would change the result and have no form here -> an advice
@@ -70,11 +72,11 @@ def attention_forward(
     if packed:
         mask = _packed_mask(mask, bias)
     elif isinstance(mask, MaskValue):
-        _check_sizes(mask, query, key)
+        across.check_mask(mask, query, key)
         if mask.keys is not None:
             key, value = key[:, :, : mask.keys], value[:, :, : mask.keys]
             bias = bias if bias is None or bias.shape[-1] == 1 else bias[..., : mask.keys]
-        mask = mask.mask()
+        mask = _of_value(mask, more.get("position_ids"))
     elif isinstance(mask, Tensor):
         mask, bias = _of_tensor(mask, bias, query)
     options: dict[str, Any] = {
@@ -99,6 +101,18 @@ def _band(is_causal: bool, sliding_window: int | None) -> rowmax.Mask | None:
     if sliding_window is not None:
         return rowmax.Window(sliding_window - 1, 0 if is_causal else sliding_window - 1)
     return rowmax.Causal() if is_causal else None
+
+
+def _of_value(value: MaskValue, positions: Any) -> rowmax.Mask | None:
+    """Return the mask of a value, with the documents of the position ids across ranks."""
+    mask = value.mask()
+    context = parallel.context()
+    if context is None or value.by_positions is None:
+        return mask
+    documents = across.documents(context, positions, value.by_positions)  # pyright: ignore
+    if documents is None or mask is None:
+        return mask if documents is None else documents
+    return mask & documents
 
 
 def _of_tensor(mask: Tensor, bias: Tensor | None, query: Tensor) -> tuple[Any, Tensor | None]:
@@ -180,12 +194,3 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, t in (("query", query), ("key", key), ("value", value)):
         if t.dim() != 4:
             raise ValueError(f"{name}: got shape {list(t.shape)}; want [B, H, N, D]")
-
-
-def _check_sizes(mask: MaskValue, query: Tensor, key: Tensor) -> None:
-    nq, nk = mask.sizes.nq, mask.sizes.nk
-    if query.shape[2] != nq or key.shape[2] != nk:
-        raise ValueError(
-            f"attention_mask: got one of {nq} queries and {nk} keys; want one of "
-            f"{query.shape[2]} queries and {key.shape[2]} keys, as this layer has"
-        )

@@ -12,6 +12,8 @@ from transformers.utils.import_utils import is_tracing
 
 import rowmax
 
+from .. import parallel
+from . import across
 from .pattern import Band, Chunks, InUse, Place, Same, Term, UnknownPatternError, terms_of
 
 _skips_full_masks = True
@@ -71,6 +73,8 @@ class MaskValue:
         keys: only the first ``keys`` of Nk keys are read.
         offset: the key at which the first query stands, for ``dense``.
         packed: the ids separate packed sequences and nothing else.
+        by_positions: across ranks, True if layers have to find packed sequences by their position
+            ids, False if other ranks may, None if there are none.
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class MaskValue:
         lengths: Tensor | None = None,
         keys: int | None = None,
         packed: bool = False,
+        by_positions: bool | None = None,
     ) -> None:
         self.sizes = sizes
         self.device = device
@@ -92,6 +97,7 @@ class MaskValue:
         self.lengths = lengths
         self.keys = keys
         self.packed = packed
+        self.by_positions = by_positions
         # a compiler reads the fields: it would have to guard every field of a second object
         self.built = None if torch.compiler.is_compiling() else self._build()
 
@@ -175,8 +181,9 @@ class MaskValue:
         sizes = self.sizes._replace(q_offset=moved(self.sizes.q_offset))
         ids = tuple((moved(k), moved(q)) for k, q in self.ids)
         return MaskValue(
-            sizes, device, self.left, self.right, ids, moved(self.lengths), self.keys, self.packed
-        )
+            sizes, device, self.left, self.right, ids, moved(self.lengths), self.keys, self.packed,
+            self.by_positions,
+        )  # fmt: skip
 
     def __getitem__(self, index: Any) -> Tensor:
         return self.dense()[index]
@@ -258,13 +265,24 @@ def attention_mask(
 
     Returns:
         A ``MaskValue``; None if every pair may attend; a boolean tensor ``[B, 1, Nq, Nk]`` for a
-        mask function that is no intersection of bands, chunks, packed sequences and padding.
+        mask function that is no intersection of bands, chunks, packed sequences and padding. In
+        ``context_parallel`` the value is of the whole sequence.
+
+    Raises:
+        NotImplementedError: in ``context_parallel``, a mask without a form of the whole sequence.
     """
     if isinstance(attention_mask, MaskValue):  # made before, such as by generate()
         return attention_mask
     sizes = Sizes(batch_size, q_length, kv_length, q_offset, kv_offset)
     device = torch.device(device)
     bidirectional = allow_is_bidirectional_skip is not None
+    by_positions = None
+    context = parallel.context()
+    if context is not None:
+        if attention_mask is None and not bidirectional:
+            by_positions = False
+        whole, attention_mask = across.whole_padding(context, sizes, attention_mask)
+        sizes = sizes._replace(nq=whole[0], nk=whole[1])
     try:
         if attention_mask is not None and attention_mask.dim() != 2:
             raise UnknownPatternError("a padding mask that is not [B, Nk]")
@@ -273,11 +291,15 @@ def attention_mask(
             terms, sizes, allow_is_bidirectional_skip if bidirectional else allow_is_causal_skip
         ):
             raise UnknownPatternError("the model computes with its mask")
+        if context is not None:
+            terms, packs = across.of_whole(terms)
+            by_positions = packs or by_positions
         if attention_mask is not None and _hides_nothing(attention_mask, sizes):
             found = value_of(terms, sizes, device, None)
         else:
             found = value_of(terms, sizes, device, attention_mask)
-    except UnknownPatternError:
+    except UnknownPatternError as error:
+        across.refuse_pattern(context, error)
         return sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
@@ -291,6 +313,7 @@ def attention_mask(
             use_vmap=use_vmap,
             device=device,
         )
+    found.by_positions = by_positions
     return None if bidirectional and found.allows_all() else found
 
 

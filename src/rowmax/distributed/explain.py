@@ -1,0 +1,437 @@
+"""Explain a distributed call without making it: strategy, copies, balance and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..call.inputs import Tensors
+from ..errors import bad, wrong_type
+from ..explain import scaled
+from ..masks import as_int
+from .area import by_ranges
+from .attention import check_layouts, normalized_rows
+from .calls import ShardedCall
+from .groups import Group, group_of
+from .layout import Layout
+from .routes import route, sight_of
+from .strategies import STRATEGIES
+from .strategies.heads import shared_heads, split_heads
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..attention import CallOptions
+
+
+class Wire(NamedTuple):
+    """The bytes that a rank sends to others and receives from them."""
+
+    sent: int
+    received: int
+
+    def __add__(self, other: Any) -> Wire:
+        return Wire(self.sent + other.sent, self.received + other.received)
+
+
+class Roofline(NamedTuple):
+    """The speeds that a prediction reads: those of one device.
+
+    Attributes:
+        forward: operations a second of the forward's matrix products.
+        backward: those of the backward.
+        wire: bytes a second in each direction.
+        source: where the numbers are from.
+    """
+
+    forward: float
+    backward: float
+    wire: float
+    source: str = "given"
+
+
+#: by a part of the device's name
+ROOFLINES = {
+    "H200": Roofline(
+        711e12,
+        656e12,
+        450e9,
+        "16 bits, D 128, N 16384, causal in benchmarks/results; NVLink's nominal 450 GB/s",
+    ),
+}
+
+
+class Prediction(NamedTuple):
+    """Seconds of one direction of a call, and the share of the copies that can be hidden.
+
+    Attributes:
+        compute: of the most loaded rank.
+        wire: of the rank that copies most.
+        hidden: the share of wire that fits under compute, from 0 to 1: a limit, not a measurement.
+    """
+
+    compute: float
+    wire: float
+    hidden: float
+
+
+class Direction(NamedTuple):
+    """The forward or the backward of a call.
+
+    Attributes:
+        wire: the bytes of each rank.
+        memory: bytes of this rank for rows of others, and for sums of gradients.
+        flops: operations of the matrix products of the most loaded rank; None if unknown.
+        time: predicted from a roofline; None if that or flops is unknown.
+    """
+
+    wire: tuple[Wire, ...]
+    memory: int
+    flops: int | None
+    time: Prediction | None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The result of ``explain``; ``str`` of it is a text to read.
+
+    Attributes:
+        call: the shapes and layouts, as text.
+        rank: the rank whose rows are given.
+        strategy: the name of the chosen one.
+        others: each other strategy, with the reason why it is not chosen.
+        loads: the allowed pairs of each rank, over its heads. None where they are unknown: the
+            other rows of a boolean mask with own rows, and masks of meta tensors.
+        imbalance: the most loaded rank over the mean; None likewise.
+        forward: bytes, memory and time of the forward.
+        backward: those of the backward, if q, k, v and bias need gradients.
+        roofline: the speeds of the predictions, None if unknown.
+        overlaps: True if the strategy computes while rows are copied.
+    """
+
+    call: str
+    rank: int
+    strategy: str
+    others: Mapping[str, str]
+    loads: tuple[int, ...] | None
+    imbalance: float | None
+    forward: Direction
+    backward: Direction
+    roofline: Roofline | None
+    overlaps: bool
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:<9} {text}".rstrip() for name, text in _lines(self))
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mesh: DeviceMesh | ProcessGroup | None = None,
+    layout: Layout,
+    k_layout: Layout | None = None,
+    strategy: str = "auto",
+    rank: int | None = None,
+    device: str | Roofline | None = None,
+    **options: Unpack[CallOptions],
+) -> Explanation:
+    """Return the strategy of a distributed call, its copies, its balance and its memory.
+
+    Takes the arguments of ``distributed.attention``, makes no collective and computes no
+    attention. Reads masks, which waits for a GPU. Without process groups it plans: q, k and v may
+    be meta tensors or expanded zeros of the shapes of a rank.
+
+    Args:
+        q: own rows, as k and v.
+        mesh: as ``attention`` takes it. None without a default group is a plan for
+            ``layout.ranks`` ranks.
+        rank: the rank whose rows are given; None is this process's, or 0 of a plan.
+        device: a ``Roofline``, a name such as "H200", or None for the name of q's device.
+        options: those of ``rowmax.attention``.
+
+    Returns:
+        An ``Explanation``, to print or to read by its attributes.
+
+    Raises:
+        TypeError, ValueError: as the call itself would.
+
+    >>> import torch
+    >>> from rowmax import distributed as rd
+    >>> layout = rd.Layout.zigzag(65536, 4)
+    >>> q, k = (torch.empty(1, 16384, h, 128, dtype=torch.bfloat16, device="meta") for h in (32, 8))
+    >>> found = rd.explain(q, k, k, layout=layout, causal=True, device="H200")
+    >>> found.strategy, found.imbalance
+    ('keys', 1.0)
+    >>> found.forward.wire[0]
+    Wire(sent=100663296, received=201326592)
+    """
+    planned = mesh is None and not dist.is_initialized()
+    group = Group("", 0, getattr(layout, "ranks", 1)) if planned else group_of(mesh)
+    check_layouts(layout, k_layout, group)
+    if rank is not None:
+        whole = as_int(rank)
+        if whole is None or not 0 <= whole < group.size:
+            raise bad("rank", repr(rank), f"0 to {group.size - 1}, or None")
+        group = group._replace(rank=whole)
+    if options.get("seed") is None:
+        options["seed"] = 0  # does not advance torch's generator
+    place, tensors, rest = normalized_rows(
+        (q, k, v), group, (layout, k_layout), (strategy, False, False), dict(options)
+    )
+    queries, keys = check_layouts(layout, k_layout, group)
+    rows = [_rows(t, tensors.q) for t in (tensors.bias, tensors.allowed)]
+    call = ShardedCall(place, tensors, rest, queries, keys, group, *rows)
+    roofline = _roofline(device, tensors.q)
+    loads = _loads(call)
+    chosen = place.strategy
+    return Explanation(
+        call=_text(call),
+        rank=group.rank,
+        strategy=chosen,
+        others={name: _reason(name, call, strategy) for name in STRATEGIES if name != chosen},
+        loads=loads,
+        imbalance=None if loads is None else _imbalance(loads),
+        forward=_direction(call, loads, roofline, False),
+        backward=_direction(call, loads, roofline, True),
+        roofline=roofline,
+        overlaps=getattr(STRATEGIES[chosen], "OVERLAPS", False),
+    )
+
+
+def _rows(t: Tensor | None, q: Tensor) -> str:
+    if t is None:
+        return "none"
+    return "own" if t.shape[2] == q.shape[1] != 1 else "one"
+
+
+def _roofline(device: Any, q: Tensor) -> Roofline | None:
+    """Return the speeds of a device, or None for other devices and dtypes."""
+    if isinstance(device, Roofline):
+        return device
+    if device is not None and not isinstance(device, str):
+        raise wrong_type("device", type(device).__name__, "a name, a Roofline or None")
+    name = device or (torch.cuda.get_device_name(q.device) if q.is_cuda else "")
+    if q.dtype.itemsize != 2:
+        return None
+    return next((found for part, found in ROOFLINES.items() if part in name), None)
+
+
+# --- the work ----------------------------------------------------------------------------------
+
+
+def _loads(call: ShardedCall) -> tuple[int, ...] | None:
+    """Return the pairs of each rank over its heads, or None if they are unknown."""
+    t = call.tensors
+    values = (t.q_ids, t.k_ids, t.lengths, t.prefix)
+    if call.mask_rows == "own" or any(one is not None and one.is_meta for one in values):
+        return None
+    tensors = Tensors(*map(_on_cpu, call.whole()))
+    each = by_ranges(tensors, call.options)
+    if call.place.strategy == "heads":
+        total = int(each.sum())
+        heads = split_heads(call.tensors.q.shape[2], call.tensors.k.shape[2], call.group.size)
+        return tuple(total * len(one) for one in heads.q)
+    hq = call.tensors.q.shape[2]
+    return tuple(
+        hq * sum(int(each[start:stop].sum()) for start, stop in owned)
+        for owned in call.queries.owned
+    )
+
+
+def _on_cpu(t: Any) -> Any:
+    """Return a tensor on the CPU; of numbers that no mask reads, zeros of its shape."""
+    if t is None:
+        return None
+    if t.dtype.is_floating_point or t.is_meta:
+        return torch.zeros((), dtype=t.dtype).expand(t.shape)
+    return t.cpu()
+
+
+def _imbalance(loads: tuple[int, ...]) -> float:
+    return max(loads) * len(loads) / sum(loads) if any(loads) else 1.0
+
+
+def _direction(
+    call: ShardedCall, loads: tuple[int, ...] | None, roofline: Roofline | None, back: bool
+) -> Direction:
+    name, size = call.place.strategy, call.group.size
+    wires = tuple(WIRES[name](call, rank, back) for rank in range(size))
+    d, dv = call.tensors.q.shape[3], call.tensors.v.shape[3]
+    flops = None if loads is None else max(loads) * 2 * (3 * d + 2 * dv if back else d + dv)
+    time = None
+    if flops is not None and roofline is not None:
+        compute = flops / (roofline.backward if back else roofline.forward)
+        wire = max(max(one) for one in wires) / roofline.wire
+        time = Prediction(compute, wire, min(1.0, compute / wire) if wire else 1.0)
+    return Direction(wires, MEMORY[name](call, back), flops, time)
+
+
+# --- gathered keys -----------------------------------------------------------------------------
+
+
+def _keys_wire(call: ShardedCall, rank: int, back: bool) -> Wire:
+    """Return the bytes of the keys and values that move, and of their gradients."""
+    size, wide = _key_bytes(call)
+    way = route(call.queries, call.keys, sight_of(call.tensors, call.options), rank)
+    others = [r for r in range(call.group.size) if r != rank]
+    sent, received = (
+        sum(stop - start for r in others for start, stop in ranges[r])
+        for ranges in (way.sent, way.received)
+    )
+    rows = Wire(sent, received)
+    if way.whole:  # padded to the longest rank
+        rows = Wire(*[len(others) * max(call.keys.lengths)] * 2)
+    found = Wire(rows.sent * size, rows.received * size)
+    return found + Wire(received * wide, sent * wide) if back else found
+
+
+def _keys_memory(call: ShardedCall, back: bool) -> int:
+    size, wide = _key_bytes(call)
+    sight = sight_of(call.tensors, call.options)
+    length = route(call.queries, call.keys, sight, call.group.rank).length
+    return length * (size + back * wide)
+
+
+def _key_bytes(call: ShardedCall) -> tuple[int, int]:
+    """Return the bytes of a row of k and v, and of its gradients in the dtype of sums."""
+    b, _, hk, d = call.tensors.k.shape
+    row = b * hk * (d + call.tensors.v.shape[3])
+    return row * call.tensors.k.dtype.itemsize, row * call.accumulator.itemsize
+
+
+# --- distributed heads -------------------------------------------------------------------------
+
+
+class _Exchanged(NamedTuple):
+    """A tensor of which ranks exchange rows for heads."""
+
+    heads: tuple[range, ...]
+    layout: Layout
+    unit: int  # bytes of one row of one head
+    to_heads: bool
+
+    def wire(self, rank: int) -> Wire:
+        n, mine = self.layout.lengths[rank], len(self.heads[rank])
+        rows = n * (sum(map(len, self.heads)) - mine) * self.unit
+        heads = (self.layout.n - n) * mine * self.unit
+        return Wire(rows, heads) if self.to_heads else Wire(heads, rows)
+
+    def memory(self, rank: int) -> int:
+        return self.layout.n * len(self.heads[rank]) * self.unit
+
+
+def _exchanges(call: ShardedCall, back: bool) -> Iterator[_Exchanged]:
+    """Yield what the forward or the backward exchanges."""
+    t, wide = call.tensors, call.accumulator.itemsize
+    b, _, hq, d = t.q.shape
+    hk, dv = t.k.shape[2], t.v.shape[3]
+    heads = split_heads(hq, hk, call.group.size)
+    size, q, k = t.q.dtype.itemsize, call.queries, call.keys
+    yield _Exchanged(heads.q, q, b * d * size, True)
+    yield _Exchanged(heads.kv, k, b * (d + dv) * size, True)
+    for one, rows in ((t.bias, call.bias_rows), (t.allowed, call.mask_rows)):
+        if one is not None and rows == "own":
+            unit = one.shape[0] * one.shape[3]
+            split = shared_heads(one, heads.q)
+            yield _Exchanged(split, q, unit * one.dtype.itemsize, True)
+            if back and one is t.bias:
+                yield _Exchanged(split, q, unit * wide, False)
+    rows = b * (dv * size + wide)  # out and lse, or their cotangents
+    yield _Exchanged(heads.q, q, rows, back)
+    if back:
+        yield _Exchanged(heads.q, q, rows, True)
+        yield _Exchanged(heads.q, q, b * d * size, False)
+        yield _Exchanged(heads.kv, k, b * (d + dv) * wide, False)
+
+
+def _heads_wire(call: ShardedCall, rank: int, back: bool) -> Wire:
+    return sum((one.wire(rank) for one in _exchanges(call, back)), Wire(0, 0))
+
+
+def _heads_memory(call: ShardedCall, back: bool) -> int:
+    return sum(one.memory(call.group.rank) for one in _exchanges(call, back))
+
+
+WIRES: dict[str, Callable[[ShardedCall, int, bool], Wire]] = {
+    "keys": _keys_wire,
+    "heads": _heads_wire,
+}
+MEMORY: dict[str, Callable[[ShardedCall, bool], int]] = {
+    "keys": _keys_memory,
+    "heads": _heads_memory,
+}
+
+
+# --- the text ----------------------------------------------------------------------------------
+
+
+def _reason(name: str, call: ShardedCall, given: str) -> str:
+    """Return why a strategy is not chosen, with the bytes that it would copy."""
+    moved = [max(max(WIRES[name](call, r, back)) for r in _ranks(call)) for back in (False, True)]
+    texts = " and ".join(scaled(n, 1024, "B") for n in moved)
+    first = f"strategy={given!r} is asked for" if given != "auto" else "'auto' prefers another"
+    hq, hk, ranks = call.tensors.q.shape[2], call.tensors.k.shape[2], call.group.size
+    notes = ""
+    if name == "heads" and hq < ranks:
+        notes = f"; {ranks - hq} of {ranks} ranks would have no head"
+    elif name == "heads" and hk < ranks:
+        notes = f"; {ranks} ranks would hold copies of {hk} kv heads"
+    return f"able, but {first}; it would copy {texts} (forward and backward){notes}"
+
+
+def _ranks(call: ShardedCall) -> range:
+    return range(call.group.size)
+
+
+def _text(call: ShardedCall) -> str:
+    t = call.tensors
+    rows = f"{call.queries.n} queries and {call.keys.n} keys on {call.group.size} ranks"
+    shapes = ", ".join(f"{name} {list(getattr(t, name).shape)}" for name in "qkv")
+    return f"{str(t.q.dtype).removeprefix('torch.')}, {rows}; rank {call.group.rank}: {shapes}"
+
+
+def _lines(e: Explanation) -> Iterator[tuple[str, str]]:
+    yield "call", e.call
+    yield "strategy", e.strategy
+    for name, reason in e.others.items():
+        yield "", f"  not {name}: {reason}"
+    unknown = "unknown: the rows of a boolean mask on other ranks, or a mask without values"
+    yield "balance", unknown if e.imbalance is None else f"most loaded rank {e.imbalance:.3f}"
+    for name, one in (("forward", e.forward), ("backward", e.backward)):
+        own = one.wire[e.rank]
+        most = max(max(w) for w in one.wire)
+        yield (
+            name,
+            f"sends {scaled(own.sent, 1024, 'B')}, receives {scaled(own.received, 1024, 'B')} "
+            f"(at most {scaled(most, 1024, 'B')} on a rank); "
+            f"memory {scaled(one.memory, 1024, 'B')}",
+        )
+        yield "", f"  {_time(one)}"
+    if e.roofline is not None:
+        r = e.roofline
+        yield (
+            "roofline",
+            f"{r.forward / 1e12:g} and {r.backward / 1e12:g} TFLOP/s, {r.wire / 1e9:g} GB/s each "
+            f"way ({r.source})",
+        )
+        turns = "copies and products overlap" if e.overlaps else "copies and products take turns"
+        yield "", f"  {turns} in {e.strategy!r}"
+
+
+def _time(one: Direction) -> str:
+    if one.time is None:
+        return "share of copies that products can hide: unknown"
+    compute, wire, hidden = one.time
+    return (
+        f"products {compute * 1e3:.3g} ms, copies {wire * 1e3:.3g} ms: "
+        f"at most {hidden:.0%} of the copies can be hidden"
+    )
