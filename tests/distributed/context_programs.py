@@ -299,17 +299,19 @@ class Counted:
     def __init__(self) -> None:
         self.sent = self.received = 0
 
-    def gather(self, found: Tensor, x: Tensor, group: Any) -> None:
+    def gather(self, found: Tensor, x: Tensor, group: Any, async_op: bool = False) -> Any:
         others = dist.get_world_size(group) - 1
         self.sent += others * x.nbytes
         self.received += others * x.nbytes
-        self._gather(found, x, group=group)
+        return self._gather(found, x, group=group, async_op=async_op)
 
-    def exchange(self, found: Tensor, x: Tensor, received: Any, sent: Any, group: Any) -> None:
+    def exchange(
+        self, found: Tensor, x: Tensor, received: Any, sent: Any, group: Any, async_op: bool = False
+    ) -> Any:
         rank = dist.get_rank(group)
         self.sent += x.nbytes - sent[rank] * x.itemsize
         self.received += found.nbytes - received[rank] * x.itemsize
-        self._exchange(found, x, received, sent, group=group)
+        return self._exchange(found, x, received, sent, group=group, async_op=async_op)
 
     def __enter__(self) -> Counted:
         self._gather, self._exchange = collectives._gather, dist.all_to_all_single

@@ -75,6 +75,8 @@ def test_what_does_not_fit_under_compute() -> None:
     assert f"at most {found.forward.time.hidden:.0%} of the copies" in str(found)
     assert "600 and 500 TFLOP/s, 50 GB/s each way (given)" in str(found)
     assert "copies and products take turns in 'keys'" in str(found)
+    long = rd.explain(*rows(65536, 32, 8), layout=rd.Layout.zigzag(65536 * 4, 4), device="H200")
+    assert "copies and products overlap in 'keys'" in str(long)
 
 
 def test_figures_of_the_roofline_are_those_of_the_results() -> None:

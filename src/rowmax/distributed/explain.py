@@ -24,6 +24,7 @@ from .layout import Layout
 from .routes import route, sight_of
 from .strategies import STRATEGIES
 from .strategies.heads import shared_heads, split_heads
+from .strategies.stages import stages_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -113,7 +114,7 @@ class Explanation:
         forward: bytes, memory and time of the forward.
         backward: those of the backward, if q, k, v and bias need gradients.
         roofline: the speeds of the predictions, None if unknown.
-        overlaps: True if the strategy computes while rows are copied.
+        overlaps: True if rows are copied while others compute.
     """
 
     call: str
@@ -203,7 +204,7 @@ def explain(
         forward=_direction(call, loads, roofline, False),
         backward=_direction(call, loads, roofline, True),
         roofline=roofline,
-        overlaps=getattr(STRATEGIES[chosen], "OVERLAPS", False),
+        overlaps=STRATEGIES[chosen].overlaps(call),
     )
 
 
@@ -295,10 +296,13 @@ def _keys_wire(call: ShardedCall, rank: int, back: bool) -> Wire:
 
 
 def _keys_memory(call: ShardedCall, back: bool) -> int:
+    """Return the bytes of gathered rows: of the stage that computes and of the one that moves."""
     size, wide = _key_bytes(call)
     sight = sight_of(call.tensors, call.options)
     length = route(call.queries, call.keys, sight, call.group.rank).length
-    return length * (size + back * wide)
+    sizes = [len(one) for one in stages_of(call, back)]
+    most = max(a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True))
+    return length * (size + back * wide) * most // sum(sizes)
 
 
 def _key_bytes(call: ShardedCall) -> tuple[int, int]:

@@ -63,6 +63,11 @@ def backward(
     return _returned(call, heads, tensors, found, wanted)
 
 
+def overlaps(call: ShardedCall) -> bool:
+    """Return False: the exchanges come before and after the kernels."""
+    return False
+
+
 def _returned(
     call: ShardedCall, heads: _Split, here: Tensors, found: Gradients, wanted: Wanted
 ) -> Gradients:

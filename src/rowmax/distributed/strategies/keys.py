@@ -104,6 +104,11 @@ def _by_stages(
         compute(Heads(slice(group * kv.start, group * kv.stop), kv), *gather.wait())
 
 
+def overlaps(call: ShardedCall) -> bool:
+    """Return True if rows of one stage move while another computes."""
+    return len(stages_of(call, returns=True)) > 1
+
+
 def _route(call: ShardedCall) -> Route:
     sight = sight_of(call.tensors, call.options)
     return route(call.queries, call.keys, sight, call.group.rank)
