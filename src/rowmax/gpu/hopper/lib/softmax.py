@@ -6,8 +6,8 @@ reduction over the second and the last dimension stays within a thread. The stat
 ``[64, 4]``, have one number for each lane: m is the same in all four, l is a partial sum.
 
 m is not the running maximum but a reference that follows it. The reference moves only where a
-maximum exceeds it by a factor of more than 2^8, so weights stay below 2^8. Elsewhere the factor of O
-is 1. The result is exact for any reference.
+maximum exceeds it by a factor of more than 2^8, so weights stay below 2^8. Elsewhere the factor of
+O is 1. The result is exact for any reference.
 
 The reference is in base 2, with log2(e) in the factor of a score, so that an exponent is one FMA.
 Natural scores (``Problem.natural``) have a natural reference, and only their difference is
