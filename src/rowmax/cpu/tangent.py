@@ -154,7 +154,9 @@ def tangent_tile(call, seq, state, finite, place, head, scratch, buffers, like):
             score_row(P, y, call, seq, s, h, i0 + r, part)
             tangent_row(T, y, call, seq, s, h, i0 + r, part)
             both = array(scratch.O + size * r * padded, padded, like)
-            tangent_step(P, T, sums, r, both, call.natural)
+            # tangents of a bias and of slopes may differ much from tile to tile
+            moves = call.tbias.address or call.theads.address
+            tangent_step(P, T, sums, r, both, call.natural, moves)
             if call.threshold:
                 kept = keep_row(buffers.kept, part.width, call, s, h, i0 + r, part.j0)
                 for j in range(part.width):
@@ -190,24 +192,25 @@ def product_tangents(call, to, queries, keys, part, n, like):
 
 
 @inner
-def tangent_step(P, T, sums, r, both, natural):
+def tangent_step(P, T, sums, r, both, natural, moves):
     """Replace scores by exponentials and s' by ``P (s' - base)``; scale and add to the sums.
 
-    ``both`` is a row of O and of tO.
+    ``both`` is a row of O and of tO. The base moves with every tile, or stays at the first one's.
     """
     before = sums.l[r]
     alpha = softmax_step(P, sums.m, sums.l, r, both, natural)
     before *= alpha
     sums.tl[r] *= alpha
-    here = sums.l[r] - before
-    base = tangent_base(before, sums.tl[r], here, weighted(P, T), sums.base[r])
-    shift = sums.base[r] - base
-    if shift != 0:
-        sums.base[r] = base
-        sums.tl[r] += shift * before
-        half = both.size // 2
-        for x in range(half if before > 0 else 0):
-            both[half + x] += shift * both[x]
+    if moves or before == 0:
+        here = sums.l[r] - before
+        base = tangent_base(before, sums.tl[r], here, weighted(P, T), sums.base[r])
+        shift = sums.base[r] - base
+        if shift != 0:
+            sums.base[r] = base
+            sums.tl[r] += shift * before
+            half = both.size // 2
+            for x in range(half if before > 0 else 0):
+                both[half + x] += shift * both[x]
     sums.tl[r] += weigh(P, T, sums.base[r])
 
 
