@@ -495,3 +495,18 @@ def test_distances_of_thousands(causal: bool) -> None:
     along = directions(call)
     got = second_answer(call, along, backend="torch")
     assert not second_complaints(got, second_expected(call, along))
+
+
+def test_a_sink_of_no_weight_may_have_no_gradient() -> None:
+    """Terms below the least normal number may be computed as 0, also in second derivatives."""
+    case = Case("faint", nq=20, nk=20, hq=2, hk=2, sink=True)
+    call = make(case)
+    call = call.with_leaves({**call.leaves, "sink": torch.full((2,), -95.0)})
+    along = directions(call)
+    want = second_expected(call, along)
+    got = second_answer(call, along, backend=BACKEND)
+    assert 0 < want.ref["dsink"].abs().max() < torch.finfo(torch.float32).tiny
+    none = {name: torch.zeros_like(got[name]) for name in ("dsink", "dtsink")}
+    assert not second_complaints(got | none, want)
+    more = {"dsink": torch.full_like(got["dsink"], 1e-30)}
+    assert second_complaints(got | more, want)

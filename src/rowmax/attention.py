@@ -267,9 +267,8 @@ def attention_varlen(
         refuse_unexpected("attention_varlen", more, unexpected)
     check_flag("return_lse", return_lse)
     if around.used and (context := around.current()) is not None:
-        # without max_seqlens: documents need no bounds
         return context.attention_varlen(
-            q, k, v, cu_seqlens_q, cu_seqlens_k,
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlens=(max_seqlen_q, max_seqlen_k),
             causal=causal, mask=mask, bias=bias, alibi=alibi, scale=scale, softcap=softcap,
             sink=sink, dropout_p=dropout_p, seed=seed, return_lse=return_lse,
             deterministic=deterministic, backend=backend,

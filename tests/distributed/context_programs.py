@@ -239,6 +239,8 @@ def refused(rank: int) -> list[str]:
                 lambda: rd.context_parallel(None, layout, mask=words),
                 lambda: rd.context_parallel(None, layout, strategy="rings"),
                 lambda: rd.context_parallel(None, None, mask=rowmax.Causal()),
+                lambda: rowmax.attention_varlen(x[0], x[0], x[0], cu, cu, 95, 96),
+                lambda: rowmax.attention_varlen(x[0], x[0], x[0], cu, cu, 96, -1),
             )
         ]
 

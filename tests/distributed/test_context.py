@@ -76,6 +76,8 @@ def test_refusals(world: Worlds) -> None:
         assert found[9].startswith("TypeError: mask: got str")
         assert "strategy: got 'rings'" in found[10]
         assert "mask: got a value with a layout of None" in found[11]
+        assert "max_seqlen_q: got 95; want at least the longest sequence, 96" in found[12]
+        assert "max_seqlen_k: got -1; want 0 or more" in found[13]
 
 
 def test_torchs_attention_in_a_context(world: Worlds) -> None:

@@ -196,7 +196,12 @@ def check_packed(a: Arguments) -> None:
     if values_are_readable(cu_q):
         _check_offset_values("cu_seqlens_q", cu_q, "the packed length", a.q.shape[0])
         _check_offset_values("cu_seqlens_k", cu_k, "the packed length", a.k.shape[0])
-    for axis, given, cu in zip("qk", a.max_seqlens, (cu_q, cu_k), strict=True):
+    check_longest(a.max_seqlens, a.cu_seqlens)
+
+
+def check_longest(max_seqlens: tuple[Any, Any], cu_seqlens: tuple[Tensor, Tensor]) -> None:
+    """Raise unless the longest lengths are bounds of the sequences, or None."""
+    for axis, given, cu in zip("qk", max_seqlens, cu_seqlens, strict=True):
         if given is not None:
             _check_longest(f"max_seqlen_{axis}", given, cu)
 

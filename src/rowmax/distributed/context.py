@@ -11,7 +11,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..call import around
-from ..errors import bad, check_flag, wrong_type
+from ..call.check import check_longest
+from ..errors import bad, check_flag, check_integers, wrong_type
 from ..masks import Mask, as_mask
 from .agreement import refuse_together
 from .attention import attention, check_layouts
@@ -90,9 +91,26 @@ class Context:
         self._check("attention", 4, q, k, v)
         return attention(q, k, v, **self._place(options))
 
-    def attention_varlen(self, q: Tensor, k: Tensor, v: Tensor, *cu: Tensor, **options: Any) -> Any:
-        """Compute a call of ``rowmax.attention_varlen`` in this context."""
+    def attention_varlen(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *cu: Tensor,
+        max_seqlens: tuple[int | None, int | None],
+        **options: Any,
+    ) -> Any:
+        """Compute a call of ``rowmax.attention_varlen`` in this context.
+
+        The longest lengths are checked. Documents, by which it is computed, need no bounds.
+        """
         self._check("attention_varlen", 3, q, k, v)
+        try:
+            for name, t in zip(("cu_seqlens_q", "cu_seqlens_k"), cu, strict=True):
+                check_integers(name, t, (1,))
+            check_longest(max_seqlens, (cu[0], cu[1]))
+        except (TypeError, ValueError) as error:
+            self.refuse(error)
         return attention_varlen(q, k, v, *cu, **self._place(options))
 
     def refuse(self, error: Exception) -> None:
