@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 
 from ..calls import ShardedCall
 from ..routes import load_of, sight_of
+from ..shared import shares_memory
 
 #: floating-point operations that a GPU computes while one byte arrives. An H100 over NVLink, in
 #: bfloat16: 620 TFLOP/s of a backward, 340 GB/s. On other devices only the time differs
@@ -31,8 +32,9 @@ def stages_of(call: ShardedCall, returns: bool) -> tuple[range, ...]:
     """
     own = call.tensors
     b, _, heads, _ = own.k.shape
-    if heads == 1:
-        return (range(1),)
+    # NCCL's kernels take multiprocessors from persistent kernels (shared.py has the figures)
+    if heads == 1 or (own.k.is_cuda and not shares_memory(call.group, own.k.device)):
+        return (range(heads),)
     group = own.q.shape[2] // heads
     width = own.k.shape[3] + own.v.shape[3]
     load = load_of(call.queries, call.keys, sight_of(own, call.options))
