@@ -37,7 +37,7 @@ _ROUND = 2 << 20  # sizes are multiples of so many bytes
 class Pull:
     """Copies under way from the memory of other ranks."""
 
-    def __init__(self, event: torch.cuda.Event | None) -> None:
+    def __init__(self, event: Any) -> None:
         self._event = event
 
     def wait(self) -> None:
@@ -58,8 +58,8 @@ class Region:
         self.group, self.device = group, device
         self.memory: _Symmetric | _File | None = None
         self.size = 0
-        self._shown: torch.cuda.Event | None = None
-        self._read: torch.cuda.Event | None = None  # the last of own copies
+        self._shown: Any = None  # an event
+        self._read: Any = None  # an event: the last of own copies
         self._stream: torch.cuda.Stream | None = None  # the stream of the last use
 
     def open(self, size: int) -> Tensor:
