@@ -10,16 +10,17 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..attention import CallOptions, arguments
-from ..call.check import Arguments, Shape, check, check_tensors
+from ..call.check import Arguments, Shape, check, check_offsets, check_tensors
 from ..call.inputs import Options, Tensors
 from ..call.normalize import normalized
-from ..errors import bad, check_flag, refuse_unexpected, wrong_type
+from ..errors import bad, check_device, check_flag, refuse_unexpected, wrong_type
 from ..masks import Mask
 from ..operators.autograd import attend as attend_here
 from .agreement import refuse_together
 from .calls import Place, whole_rows
 from .groups import Group, group_of
 from .layout import Layout
+from .offsets import offsets_of, text_of
 from .operators import attend
 from .strategies import chosen
 
@@ -115,10 +116,31 @@ def normalized_rows(
     check_tensors(given)
     _check_rows("q", given.q, queries, group.rank)
     _check_rows("k", given.k, keys, group.rank)
+    documents = _documents(given, queries, keys)
+    if documents:
+        mask = Mask(**{**given.mask.fields(), "documents": ()})
+        given = given._replace(mask=mask)
     tensors, rest = _whole(given, queries, keys)
     drawn = tensors.seed is not None and given.seed is None
     names = (group.name, queries.text, keys.text, chosen(strategy))
-    return Place(*names, reduce_replicated, drawn), tensors, rest
+    return Place(*names, reduce_replicated, drawn, documents), tensors, rest
+
+
+def _documents(given: Arguments, queries: Layout, keys: Layout) -> str:
+    """Return the text of the documents of a mask where the host knows their offsets, else ""."""
+    mask = given.mask
+    if len(mask.documents) != 1 or queries.n != keys.n or mask.align == "lengths":
+        return ""
+    (one,) = mask.documents
+    if one.cu_seqlens is None or one.q_ids is not None:
+        return ""
+    name = "mask: Documents(cu_seqlens=)"
+    check_device(name, one.cu_seqlens, given.q)
+    values = offsets_of(one.cu_seqlens)
+    if not values:
+        return ""
+    check_offsets(name, values, "the number of keys", keys.n)
+    return text_of(values)
 
 
 def _whole(given: Arguments, queries: Layout, keys: Layout) -> tuple[Tensors, Options]:

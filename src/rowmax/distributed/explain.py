@@ -191,6 +191,7 @@ def explain(
     queries, keys = check_layouts(layout, k_layout, group)
     rows = [_rows(t, tensors.q) for t in (tensors.bias, tensors.allowed)]
     call = ShardedCall(place, tensors, rest, queries, keys, group, *rows)
+    call = call if call.packs else call.with_ids()
     roofline = _roofline(device, tensors.q)
     loads = _loads(call)
     chosen = place.strategy
@@ -231,6 +232,7 @@ def _roofline(device: Any, q: Tensor) -> Roofline | None:
 
 def _loads(call: ShardedCall) -> tuple[int, ...] | None:
     """Return the pairs of each rank over its heads, or None if they are unknown."""
+    call = call.with_ids(torch.device("cpu"))
     t = call.tensors
     values = (t.q_ids, t.k_ids, t.lengths, t.prefix)
     if call.mask_rows == "own" or any(one is not None and one.is_meta for one in values):
@@ -282,7 +284,7 @@ def _direction(
 def _keys_wire(call: ShardedCall, rank: int, back: bool) -> Wire:
     """Return the bytes of the keys and values that move, and of their gradients."""
     size, wide = _key_bytes(call)
-    way = route(call.queries, call.keys, sight_of(call.tensors, call.options), rank)
+    way = route(call.queries, call.keys, sight_of(call), rank)
     others = [r for r in range(call.group.size) if r != rank]
     sent, received = (
         sum(stop - start for r in others for start, stop in ranges[r])
@@ -298,11 +300,14 @@ def _keys_wire(call: ShardedCall, rank: int, back: bool) -> Wire:
 def _keys_memory(call: ShardedCall, back: bool) -> int:
     """Return the bytes of gathered rows: of the stage that computes and of the one that moves."""
     size, wide = _key_bytes(call)
-    sight = sight_of(call.tensors, call.options)
-    length = route(call.queries, call.keys, sight, call.group.rank).length
+    way = route(call.queries, call.keys, sight_of(call), call.group.rank)
     sizes = [len(one) for one in stages_of(call, back)]
     most = max(a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True))
-    return length * (size + back * wide) * most // sum(sizes)
+    rows = way.length * (size + back * wide) * most
+    for part in way.parts:
+        if part.packing is not None:  # a copy for each piece, and its gradients
+            rows += part.packing.copied * (size + back * size) * max(sizes)
+    return rows // sum(sizes)
 
 
 def _key_bytes(call: ShardedCall) -> tuple[int, int]:

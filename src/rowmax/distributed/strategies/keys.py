@@ -1,7 +1,8 @@
 """Keys and values are gathered in the order of positions; a call for each chunk of own queries.
 
 A chunk of queries stands at its place of the whole call. So bands, distances, ids and dropout are
-those of one device, and no results are merged. The backward gathers again and saves nothing.
+those of one device, and no results are merged. The backward gathers again and saves nothing. Of
+documents that the host knows, all chunks are one packed call (``pieces.py``).
 
 Stages of kv heads hide the copies (``stages.py``): while a stage computes, the keys and values of
 the next one arrive, and in the backward the gradients of the one before return.
@@ -22,6 +23,7 @@ from ...call.inputs import Gradients, Options, Tensors, Wanted, part_of
 from ..calls import ShardedCall
 from ..collectives import UnderWay
 from ..exchange import Gather, Return
+from ..pieces import Packing
 from ..pulls import PulledReturn, PulledRows, PulledStage
 from ..routes import Part, Route, route, sight_of
 from ..shared import regions_of, without_regions
@@ -63,7 +65,8 @@ def backward(
             given = (*of_rows, dout[:, rows, h], of_lse)
             # partial sums: rounding each would add to the error
             job = prepared(tensors, options)
-            sums.add(heads, part, job.backward(tensors, *given, wanted, wide=True))
+            made = job.backward(tensors, *given, wanted, wide=True)
+            sums.add(heads, part, made if part.packing is None else _summed(part.packing, made))
         sums.send(heads, under_way)
 
     with UnderWay() as under_way:
@@ -150,7 +153,7 @@ def _planned(call: ShardedCall, returns: bool) -> tuple[Route, tuple[range, ...]
 
 def _ways(call: ShardedCall) -> list[Route]:
     """Return the routes of all ranks."""
-    sight = sight_of(call.tensors, call.options)
+    sight = sight_of(call)
     return [route(call.queries, call.keys, sight, rank) for rank in range(call.group.size)]
 
 
@@ -158,6 +161,8 @@ def _part(
     call: ShardedCall, whole: Tensors, heads: Heads, part: Part, gathered: tuple[Tensor, Tensor]
 ) -> tuple[Tensors, Options]:
     """Return the call of a part: the inputs of the whole that its queries and keys read."""
+    if part.packing is not None:
+        return _packed_part(call, heads, part.packing, gathered)
     own, (k, v) = call.tensors, gathered
     tensors, options = block_of(whole, call.options, Block(h=heads.q, i=part.i, j=part.j))
     mine = {"i": part.rows, "j": part.j, "h": heads.q}
@@ -168,6 +173,30 @@ def _part(
         **{name: part_of(name, getattr(own, name), **mine) for name in _LOCAL},
     )
     return tensors, options
+
+
+def _packed_part(
+    call: ShardedCall, heads: Heads, packing: Packing, gathered: tuple[Tensor, Tensor]
+) -> tuple[Tensors, Options]:
+    """Return the packed call of a rank's pieces."""
+    own, tables = call.tensors, packing.on(gathered[0].device)
+    k, v = map(packing.packed, gathered)
+    terms = {name: part_of(name, getattr(own, name), h=heads.q) for name in ("q", "sink", "heads")}
+    offsets = {"cu_seqlens_q": tables.cu_q, "cu_seqlens_k": tables.cu_k}
+    most_q, most_k = packing.longest
+    return (
+        own._replace(**terms, k=k, v=v, **offsets),
+        call.options._replace(max_q=most_q, max_k=most_k),
+    )
+
+
+def _summed(packing: Packing, found: Gradients) -> Gradients:
+    """Return the gradients with those of gathered keys, of those of the packed ones."""
+    k, v = (
+        None if t is None else packing.sums(t, torch.promote_types(t.dtype, torch.float32))
+        for t in (found.k, found.v)
+    )
+    return found._replace(k=k, v=v)
 
 
 #: inputs whose queries are own rows, and the sink
