@@ -91,10 +91,8 @@ def mask_of(cell: Cell) -> rowmax.Mask:
     return mask
 
 
-def layout_for(
-    cell: Cell, strategy: str, ranks: int, balanced: bool = False
-) -> tuple[str, Layout]:
-    """Return the layout that suits a cell, and its name; "balanced" if that is asked for.
+def layout_for(cell: Cell, strategy: str, ranks: int, balanced: bool = False) -> tuple[str, Layout]:
+    """Return the layout that suits a cell, and its name; "balanced" on request.
 
     Distributed heads need no balance. A window needs none either, and a contiguous layout moves
     the fewest rows.

@@ -23,7 +23,7 @@ from .distributed_cells import CELLS, named
 from .ranks import Rank, Ranks
 
 CALLS = 8
-ROWS = 22  # of a table
+ROWS = 22  # rows of a table
 
 
 def profiled(rank: Rank, cell: Any, name: str, what: str) -> str:
@@ -67,6 +67,7 @@ def _device(one: Any, what: str) -> str:
 
 
 def main() -> None:
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     gpu = torch.cuda.is_available()
     parser.add_argument("--devices", type=int, default=2)

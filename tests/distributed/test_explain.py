@@ -29,7 +29,7 @@ def rows(n: int, hq: int = 8, hk: int = 2, d: int = 128) -> tuple[torch.Tensor, 
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("kind", ["plain", "window", "bias"])
+@pytest.mark.parametrize("kind", ["plain", "window", "bias", "documents"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_bytes_are_those_that_move(size: int, kind: str, strategy: str, world: Worlds) -> None:
     for parts in world(size).run(programs.explained, size, strategy, kind):
@@ -117,6 +117,23 @@ def test_imbalance_of_masks_and_strategies() -> None:
     found = rd.explain(*rows(1024), layout=layout, mask=own)
     assert (found.imbalance, found.forward.flops) == (None, None)
     assert "balance   unknown" in str(found)
+
+
+def test_documents_that_the_host_knows() -> None:
+    """Only the keys of a rank's documents move, and pieces are copied."""
+    cu = [0, 3072, 3584, 4096]
+    layout = rd.Layout.documents(cu, 2)
+    mask = rowmax.Documents(cu_seqlens=torch.tensor(cu)) & rowmax.Causal()
+    found = rd.explain(*rows(2048), layout=layout, mask=mask)
+    # one rank has both ends of the cut document, the other one its middle half
+    assert layout.chunks(0)[0] == range(768)
+    row = 2 * 2 * 128 * 2
+    assert found.forward.wire[0].received == 1536 * row
+    assert found.forward.wire[1].received == 768 * row
+    gathered, copied = 3072 + 512, 768 + 3072 + 512
+    assert found.forward.memory == (gathered + copied) * row
+    assert found.backward.memory == (3 * gathered + 2 * copied) * row
+    assert found.imbalance == pytest.approx(layout.imbalance(mask))
 
 
 def test_reasons() -> None:

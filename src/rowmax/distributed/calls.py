@@ -59,11 +59,11 @@ class ShardedCall(NamedTuple):
         if o.dropout_p or any(one is not None for one in others):
             return False
         terms = tuple(o.head_terms.split(",")) if o.head_terms else ()
-        if o.right is None:  # the keys of a piece end after it: nothing may read its alignment
-            aligned = o.left is None and not reads_distance(terms)
-        else:
-            aligned = o.right <= 0
-        return aligned and few_copies(self.queries, self.place.documents, o.left, o.right)
+        if o.right is None and (o.left is not None or reads_distance(terms)):
+            return False  # the keys of a piece end after it, so nothing may read its alignment
+        if o.right is not None and o.right > 0:
+            return False
+        return few_copies(self.queries, self.place.documents, o.left, o.right)
 
     def with_ids(self, device: torch.device | None = None) -> ShardedCall:
         """Return the call with ids of documents that the host knows."""

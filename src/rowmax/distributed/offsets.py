@@ -20,7 +20,7 @@ Offsets = tuple[int, ...]
 
 
 class _Known(NamedTuple):
-    """What was read of a tensor on a GPU."""
+    """The offsets that were read from a tensor on a GPU."""
 
     tensor: weakref.ref[Tensor]
     version: int

@@ -19,7 +19,6 @@ from torch import Tensor
 from .layout import Layout
 from .offsets import moved, parsed
 
-
 #: keys of a packed call for each key that a rank needs: past it, copies take too much memory
 MOST = 4
 
@@ -78,7 +77,7 @@ class Tables(NamedTuple):
     cu_q: Tensor  # int32 [pieces + 1]
     cu_k: Tensor
     rows: Tensor  # int64 [T], the gathered row of each packed key
-    #: of each level the packed rows, and the gathered ones that they are
+    #: for each level the packed rows, and the gathered ones that they are
     levels: tuple[tuple[Tensor, Tensor], ...]
 
 
@@ -130,7 +129,8 @@ class Packing:
                 sizes
             )
             levels.append((moved(packed, device), moved(rows[packed], device)))
-        return Tables(*(moved(t, device) for t in (cu_q, cu_k, rows)), tuple(levels))
+        cu_q, cu_k, rows = (moved(t, device) for t in (cu_q, cu_k, rows))
+        return Tables(cu_q, cu_k, rows, tuple(levels))
 
     def packed(self, gathered: Tensor) -> Tensor:
         """Return the keys of all pieces, ``[1, T, H, D]``, of gathered rows."""

@@ -32,7 +32,7 @@ class Part(NamedTuple):
     i: slice  # the queries, as positions
     j: slice  # the keys, as positions
     gathered: slice  # the keys, as rows of the gathered ones
-    packing: Packing | None = None  # of all pieces of a rank; ``i`` and ``j`` are then not read
+    packing: Packing | None = None  # then ``i`` and ``j`` are not read
 
 
 class Route(NamedTuple):

@@ -46,9 +46,9 @@ def attention_varlen(
         q: own rows ``[n, Hq, D]``; k and v likewise.
         cu_seqlens_q: ``[S + 1]``, where each sequence's queries start among those of all ranks:
             0 first, never falling, ``layout.n`` last. Equal on all ranks.
+            On a GPU a tensor is read once, which waits for it; on the CPU nothing waits.
         cu_seqlens_k: the same for keys. Under causal, a window or ALiBi, which align each sequence
-            to its own keys, the same tensor or equal values. Two tensors on a GPU are compared
-            there, which waits for it.
+            to its own keys, the same tensor or equal values.
         mask: None, ``Causal`` or a window.
         options: those of ``attention``, except bias and dropout.
 
@@ -100,9 +100,7 @@ def _band(mask: Any, causal: bool) -> Mask:
     return given & Causal() if causal else given
 
 
-def _documents(
-    cu_q: Tensor, cu_k: Tensor, layout: Any, placed: bool, device: torch.device
-) -> Mask:
+def _documents(cu_q: Tensor, cu_k: Tensor, layout: Any, placed: bool, device: torch.device) -> Mask:
     """Return the mask of packed sequences."""
     for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
         check_integers(name, cu, (1,))
@@ -114,7 +112,8 @@ def _documents(
     values_q = offsets_of(cu_q)
     values_k = values_q if cu_k is cu_q else offsets_of(cu_k)
     if values_q and values_q[-1] != layout.n:
-        raise bad("cu_seqlens_q", f"last offset {values_q[-1]}", f"the rows of all ranks, {layout.n}")
+        want = f"the rows of all ranks, {layout.n}"
+        raise bad("cu_seqlens_q", f"last offset {values_q[-1]}", want)
     if values_q is not None and values_k is not None:
         cu_q, cu_k = (on_device(values, device) for values in (values_q, values_k))
         same = values_q == values_k
