@@ -177,7 +177,7 @@ def test_a_part_of_a_shared_bias_stays_in_registers():
 
 def test_parts_of_sums_stay_in_registers():
     """dk and dv in float32: loops are those of a whole call."""
-    kernel = build(config(TILES[128, 128][0], CAUSAL=True), wide=True)
+    kernel = build(config(TILES[128, 128][0], **FEATURES["causal"]), wide=True)
     stays_in_registers(kernel, kernel.loops(0), "fused", "causal")
     assert sass.report(kernel.cubin).findings == []
 
