@@ -22,9 +22,9 @@ from .calls import ShardedCall
 from .groups import Group, group_of
 from .layout import Layout
 from .routes import route, sight_of
+from .shared import shares_memory
 from .strategies import STRATEGIES
 from .strategies.heads import shared_heads, split_heads
-from .shared import shares_memory
 from .strategies.stages import stages_of
 
 if TYPE_CHECKING:
