@@ -156,7 +156,6 @@ class Record:
         results = [None if n is None else tensors[n] for n in self.results]
         return tuple(results) if self.type is tuple else self.type(*results)
 
-
     def _replaced(self, into: Tensor) -> int:
         """Return which of the tensors that a call makes may be ``into``.
 
