@@ -39,7 +39,8 @@ def forward(call: ShardedCall) -> tuple[Tensor, Tensor]:
     def compute(heads: Heads, k: Tensor, v: Tensor) -> None:
         for part in way.parts:
             tensors, options = _part(call, whole, heads, part, (k, v))
-            found.add(heads, part, prepared(tensors, options).forward(tensors))
+            into = found.place(heads, part)
+            found.add(heads, part, prepared(tensors, options).forward(tensors, into))
 
     with UnderWay() as under_way:
         _by_stages(call, way, stages, under_way, compute)
@@ -65,7 +66,8 @@ def backward(
             given = (*of_rows, dout[:, rows, h], of_lse)
             # partial sums: rounding each would add to the error
             job = prepared(tensors, options)
-            made = job.backward(tensors, *given, wanted, wide=True)
+            into = sums.place(heads, part)
+            made = job.backward(tensors, *given, wanted, wide=True, into=into)
             sums.add(heads, part, made if part.packing is None else _summed(part.packing, made))
         sums.send(heads, under_way)
 
@@ -206,19 +208,23 @@ _LOCAL = ("q", "bias", "allowed", "sink")
 class _Results:
     """The results of a rank. Each call writes its heads and rows; those of a single one are kept.
 
-    Of several calls this is one copy of the results, as joining chunks is.
+    Of several calls this is one copy of the results, unless kernels write them in place.
     """
 
     def __init__(self, call: ShardedCall, calls: int) -> None:
         self.found = None if calls == 1 else call.new_results()
+
+    def place(self, heads: Heads, part: Part) -> Tensor | None:
+        """Return the memory of a call's output."""
+        return None if self.found is None else self.found[0][:, part.rows, heads.q]
 
     def add(self, heads: Heads, part: Part, found: tuple[Tensor, Tensor]) -> None:
         """Add the results of a call."""
         if self.found is None:
             self.found = found
             return
-        out, lse = self.found
-        out[:, part.rows, heads.q], lse[:, heads.q, part.rows] = found
+        _store(found[0], self.place(heads, part))
+        self.found[1][:, heads.q, part.rows] = found[1]
 
     def total(self) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
@@ -259,13 +265,16 @@ class _Sums:
         """Begin a stage with its gathered rows."""
         self.gathered = [t for t, want in ((k, self.wanted.k), (v, self.wanted.v)) if want]
 
+    def place(self, heads: Heads, part: Part) -> Tensor | None:
+        """Return the memory of a call's gradient of q."""
+        return None if self.q is None else self.q[:, part.rows, heads.q]
+
     def add(self, heads: Heads, part: Part, found: Gradients) -> None:
         """Add the gradients of a call."""
         if self.alone:
             self.q = found.q
-        elif self.q is not None:
-            assert found.q is not None
-            self.q[:, part.rows, heads.q] = found.q
+        elif found.q is not None:
+            _store(found.q, self.place(heads, part))
         of_keys = [t for t in (found.k, found.v) if t is not None]
         if not self.stage and part.gathered == slice(0, self.way.length):
             self.stage = [t.to(self.wide) for t in of_keys]
@@ -307,6 +316,12 @@ class _Sums:
         self._receive()
         bias, sink, heads = reduced(self.call, self.bias, self.sink, self.heads)
         return Gradients(self.q, self.k, self.v, bias, sink, heads)
+
+
+def _store(x: Tensor, place: Tensor | None) -> None:
+    """Copy a result to its place, unless a kernel has written it there."""
+    if place is not None and x.data_ptr() != place.data_ptr():
+        place.copy_(x)
 
 
 _DENSE = torch.contiguous_format
