@@ -96,6 +96,12 @@ def test_pieces_in_half(dtype: torch.dtype, world: Worlds) -> None:
         assert _check(world(3), case, dtype, kind) == [2, 2, 2]
 
 
+@pytest.mark.parametrize(("case", "size", "kind", "stages"), DRAWN[:6], ids=str)
+def test_shared_memory(case: Case, size: int, kind: str, stages: int, world: Worlds) -> None:
+    given = (case, torch.float32, kind, size, stages)
+    assert all(world(size).run(programs.packed_in_shared_memory, *given))
+
+
 def test_sums_over_pieces_repeat_to_the_bit(world: Worlds) -> None:
     first, again = (world(3).run(programs.packed_bits, 20) for _ in range(2))
     for a, b in zip(first, again, strict=True):
