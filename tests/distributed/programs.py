@@ -728,6 +728,23 @@ def packed_in_shared_memory(rank: int, *given: Any) -> bool:
     return all(torch.equal(a, b) for a, b in pairs)
 
 
+def shows_of_whole_documents(rank: int) -> int:
+    """Return how often a rank shows rows where no document is cut."""
+    cu = torch.arange(0, 801, 100)
+    layout = Layout.documents(cu, 2)
+    x = torch.randn(layout.lengths[rank], 2, 16).requires_grad_()
+
+    def call() -> None:
+        out: Any = rd.attention_varlen(x, x, x, cu, cu, layout=layout, backend="torch")
+        out.sum().backward()
+
+    with copies("shared"):
+        call()
+        with mock.patch.object(shared.Region, "show") as shows:
+            call()
+        return shows.call_count
+
+
 def packed_bits(rank: int, chunk: int) -> list[Tensor]:
     """Return the results in bfloat16 of documents that are cut into many chunks."""
     mask = rowmax.Documents(cu_seqlens=torch.tensor([0, 300, 340, 512])) & rowmax.Causal()

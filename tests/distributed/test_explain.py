@@ -147,6 +147,32 @@ def test_documents_that_the_host_knows() -> None:
     assert found.imbalance == pytest.approx(layout.imbalance(mask))
 
 
+def test_few_queries_of_many_keys() -> None:
+    """Queries move by default where that copies less than half of what keys would."""
+    keys, one = rd.Layout.contiguous(65536, 4), rd.Layout.contiguous(4, 4)
+    q, _, _ = rows(1)
+    _, k, v = rows(16384)
+    found = rd.explain(q, k, v, layout=one, k_layout=keys, causal=True)
+    assert found.strategy == "queries"
+    gathered, result = 8 * 128 * 2, 8 * 129 * 4
+    assert found.forward.wire[1] == (3 * (gathered + result),) * 2
+    assert found.imbalance == pytest.approx(1.0, abs=1e-3)
+    # all ranks see the last rank's keys in a window, so few of them move
+    found = rd.explain(q, k, v, layout=one, k_layout=keys, mask=rowmax.Window(8, 0))
+    assert found.strategy == "keys"
+    q, _, _ = rows(8192)
+    found = rd.explain(q, k, v, layout=rd.Layout.zigzag(32768, 4), k_layout=keys, causal=True)
+    assert found.strategy == "keys"
+    lengths = rowmax.PrefixLengths(torch.tensor([70]), align="lengths") & rowmax.Causal()
+    q, _, _ = rows(1)
+    found = rd.explain(q, k, v, layout=one, k_layout=keys, mask=lengths)
+    assert found.strategy == "keys"
+    reason = "a rank's keys alone have no position aligned to the lengths"
+    assert found.others["queries"] == f"not able: {reason}"
+    with pytest.raises(ValueError, match=f"strategy: got 'queries' \\({reason}\\); want 'auto'"):
+        rd.explain(q, k, v, layout=one, k_layout=keys, mask=lengths, strategy="queries")
+
+
 def test_reasons() -> None:
     layout = rd.Layout.zigzag(4096, 4)
     found = rd.explain(*rows(1024), layout=layout)

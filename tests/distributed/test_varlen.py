@@ -102,6 +102,10 @@ def test_shared_memory(case: Case, size: int, kind: str, stages: int, world: Wor
     assert all(world(size).run(programs.packed_in_shared_memory, *given))
 
 
+def test_whole_documents_move_nothing(world: Worlds) -> None:
+    assert world(2).run(programs.shows_of_whole_documents) == [0, 0]
+
+
 def test_sums_over_pieces_repeat_to_the_bit(world: Worlds) -> None:
     first, again = (world(3).run(programs.packed_bits, 20) for _ in range(2))
     for a, b in zip(first, again, strict=True):

@@ -17,12 +17,12 @@ from ..errors import bad, check_device, check_flag, refuse_unexpected, wrong_typ
 from ..masks import Mask
 from ..operators.autograd import attend as attend_here
 from .agreement import refuse_together
-from .calls import Place, whole_rows
+from .calls import Place, ShardedCall, whole_rows
 from .groups import Group, group_of
 from .layout import Layout
 from .offsets import offsets_of, text_of
 from .operators import attend
-from .strategies import chosen
+from .strategies import chosen, selected
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -54,7 +54,8 @@ def attention(
         mesh: a DeviceMesh of one dimension, a ProcessGroup, or None for the default group.
         layout: the rows of each rank; equal on all ranks.
         k_layout: those of k and v; None is ``layout``.
-        strategy: "keys" gathers keys and values; "auto" selects the best there is.
+        strategy: "keys" gathers keys and values, "heads" exchanges rows for heads, "queries"
+            gathers queries. "auto" is "queries" for few queries of many keys, else "keys".
         reduce_replicated: sum the gradients of replicated inputs over the ranks. They are sink,
             alibi and a bias with one row for all queries. False leaves each rank its share, as
             any parameter has it: data parallelism adds them.
@@ -123,7 +124,9 @@ def normalized_rows(
     tensors, rest = _whole(given, queries, keys)
     drawn = tensors.seed is not None and given.seed is None
     names = (group.name, queries.text, keys.text, chosen(strategy))
-    return Place(*names, reduce_replicated, drawn, documents), tensors, rest
+    place = Place(*names, reduce_replicated, drawn, documents)
+    name = selected(strategy, ShardedCall(place, tensors, rest, queries, keys, group))
+    return place._replace(strategy=name), tensors, rest
 
 
 def _documents(given: Arguments, queries: Layout, keys: Layout) -> str:

@@ -77,6 +77,10 @@ class Tables(NamedTuple):
     cu_q: Tensor  # int32 [pieces + 1]
     cu_k: Tensor
     rows: Tensor  # int64 [T], the gathered row of each packed key
+    own: Tensor  # int64 [T], the own row of each packed key; 0 for one of another rank
+    #: the packed rows of other ranks, and each one's number among the rows that arrive
+    others: Tensor
+    arriving: Tensor
     #: for each level the packed rows, and the gathered ones that they are
     levels: tuple[tuple[Tensor, Tensor], ...]
 
@@ -88,10 +92,17 @@ class Packing:
         pieces: in the order of own rows.
         starts: the first key of each, as a row of the gathered ones.
         length: the number of gathered rows.
+        held: the ranges of gathered rows that are this rank's own, each with its own rows.
     """
 
-    def __init__(self, pieces: Sequence[Piece], starts: Sequence[int], length: int) -> None:
-        self.starts, self.length = tuple(starts), length
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        starts: Sequence[int],
+        length: int,
+        held: tuple[tuple[tuple[int, int], tuple[int, int]], ...],
+    ) -> None:
+        self.starts, self.length, self.held = tuple(starts), length, held
         self.lengths_q = [len(one.queries) for one in pieces]
         self.lengths = [len(one.keys) for one in pieces]
         self.longest = max(self.lengths_q), max(self.lengths)
@@ -129,14 +140,32 @@ class Packing:
                 sizes
             )
             levels.append((moved(packed, device), moved(rows[packed], device)))
-        cu_q, cu_k, rows = (moved(t, device) for t in (cu_q, cu_k, rows))
-        return Tables(cu_q, cu_k, rows, tuple(levels))
+        own = torch.full((self.length,), -1)
+        for (start, stop), (first, end) in self.held:
+            own[start:stop] = torch.arange(first, end)
+        number, own = (own < 0).cumsum(0) - 1, own[rows]
+        others = (own < 0).nonzero()[:, 0]
+        tables = (cu_q, cu_k, rows, own.clamp(min=0), others, number[rows[others]])
+        cu_q, cu_k, rows, own, others, arriving = (moved(t, device) for t in tables)
+        return Tables(cu_q, cu_k, rows, own, others, arriving, tuple(levels))
 
     def packed(self, gathered: Tensor) -> Tensor:
         """Return the keys of all pieces, ``[1, T, H, D]``, of gathered rows."""
         if not self.copied:
             return gathered
         return gathered[0].index_select(0, self.on(gathered.device).rows)[None]
+
+    def of_own(self, own: Tensor) -> Tensor:
+        """Return the keys of all pieces, ``[T, H, D]``, of own rows: others are not set."""
+        if not own.shape[0]:
+            return own.new_empty((self.rows, *own.shape[1:]))
+        return own.index_select(0, self.on(own.device).own)
+
+    def set_others(self, packed: Tensor, arrived: Tensor) -> None:
+        """Set the packed keys that arrived from other ranks, ``[rows, H, D]``."""
+        if arrived.shape[0]:
+            tables = self.on(packed.device)
+            packed.index_copy_(0, tables.others, arrived.index_select(0, tables.arriving))
 
     def sums(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the gradients of gathered rows, of those of packed ones.

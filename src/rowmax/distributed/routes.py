@@ -43,6 +43,7 @@ class Route(NamedTuple):
     sent: tuple[Ranges, ...]  # to each rank: ranges of own rows
     received: tuple[Ranges, ...]  # from each rank: ranges of gathered rows
     whole: bool  # every rank needs all rows
+    shown: Ranges = ()  # the own rows that any other rank needs
 
     def rows_of_others(self, rank: int) -> tuple[int, int]:
         """Return the number of rows that this rank sends to others and receives from them."""
@@ -82,9 +83,15 @@ def route(queries: Layout, keys: Layout, sight: Sight, rank: int) -> Route:
     return Route(
         parts=parts(queries, keys, sight, rank),
         length=_length(mine),
-        sent=tuple(_rows_of(_common(own, theirs), own) for theirs in needed),
-        received=tuple(_rows_of(_common(mine, held), mine) for held in keys.owned),
+        sent=tuple(rows_of(_common(own, theirs), own) for theirs in needed),
+        received=tuple(rows_of(_common(mine, held), mine) for held in keys.owned),
         whole=all(one == ((0, keys.n),) for one in needed),
+        shown=_union(
+            pair
+            for other, theirs in enumerate(needed)
+            if other != rank
+            for pair in rows_of(_common(own, theirs), own)
+        ),
     )
 
 
@@ -117,8 +124,9 @@ def _packed_parts(queries: Layout, keys: Layout, sight: Sight, rank: int) -> tup
     first = _Rows(mine)
     starts = [first.of(one.keys.start) if one.keys else 0 for one in pieces]
     every, length = slice(0, queries.lengths[rank]), _length(mine)
-    gathered = slice(0, length)
-    return (Part(every, every, gathered, gathered, Packing(pieces, starts, length)),)
+    gathered, own = slice(0, length), _common(mine, keys.owned[rank])
+    held = tuple(zip(rows_of(own, mine), rows_of(own, keys.owned[rank]), strict=True))
+    return (Part(every, every, gathered, gathered, Packing(pieces, starts, length, held)),)
 
 
 @lru_cache(maxsize=512)
@@ -212,7 +220,7 @@ class _Rows:
         return self.before[at] + position - self.starts[at]
 
 
-def _rows_of(ranges: Ranges, held: Ranges) -> Ranges:
+def rows_of(ranges: Ranges, held: Ranges) -> Ranges:
     """Return the rows of ranges of positions among those of ``held``, in one pass."""
     found, row, x = [], 0, 0
     for start, stop in ranges:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,10 +21,10 @@ from ...call.blocks import Block, block_of
 from ...call.dispatch import prepared
 from ...call.inputs import Gradients, Options, Tensors, Wanted, part_of
 from ..calls import ShardedCall
-from ..collectives import UnderWay
+from ..collectives import UnderWay, Waits
 from ..exchange import Gather, Return
 from ..pieces import Packing
-from ..pulls import PulledReturn, PulledRows, PulledStage
+from ..pulls import PulledPieces, PulledReturn, PulledRows
 from ..routes import Part, Route, route, sight_of
 from ..shared import regions_of, without_regions
 from .shares import reduced
@@ -76,6 +76,19 @@ def backward(
         return sums.total()
 
 
+class Arriving(Protocol):
+    """Keys and values of a stage, on their way."""
+
+    @property
+    def copy(self) -> Waits:
+        """The copies."""
+        ...
+
+    def wait(self) -> list[Tensor]:
+        """Return them, in the order in which calls read them."""
+        ...
+
+
 class Heads(NamedTuple):
     """The heads of a stage."""
 
@@ -99,7 +112,7 @@ def _by_stages(
     slices = [slice(one.start, one.stop) for one in stages]
     gathers = _gathers(call, way, slices)
 
-    def begin(stage: int) -> Gather | PulledStage:
+    def begin(stage: int) -> Arriving:
         gather = gathers(stage)
         under_way.append(gather.copy)
         return gather
@@ -112,16 +125,33 @@ def _by_stages(
         compute(Heads(slice(group * kv.start, group * kv.stop), kv), *gather.wait())
 
 
-def _gathers(
-    call: ShardedCall, way: Route, slices: Sequence[slice]
-) -> Callable[[int], Gather | PulledStage]:
+def _gathers(call: ShardedCall, way: Route, slices: Sequence[slice]) -> Callable[[int], Arriving]:
     """Return what begins the copies of a stage."""
-    own = [call.tensors.k, call.tensors.v]
-    regions = regions_of(call.group, call.tensors.q.device)
+    own, group = [call.tensors.k, call.tensors.v], call.group
+    packing = way.parts[0].packing if way.parts else None
+    regions = regions_of(group, call.tensors.q.device)
     if regions is not None:
         with _or_collectives(call):
-            return PulledRows(own, slices, _ways(call), call.keys, call.group, regions.rows).begin
-    return lambda stage: Gather([t[:, :, slices[stage]] for t in own], way, call.keys, call.group)
+            if call.packs:
+                return PulledPieces(own, slices, _ways(call), packing, group, regions.rows).begin
+            return PulledRows(own, slices, _ways(call), call.keys, group, regions.rows).begin
+
+    def begin(stage: int) -> Arriving:
+        gather = Gather([t[:, :, slices[stage]] for t in own], way, call.keys, group)
+        return gather if packing is None else _PackedGather(gather, packing)
+
+    return begin
+
+
+class _PackedGather:
+    """The packed keys of a stage, on their way by a collective."""
+
+    def __init__(self, gather: Gather, packing: Packing) -> None:
+        self.gather, self.packing, self.copy = gather, packing, gather.copy
+
+    def wait(self) -> list[Tensor]:
+        """Return the keys of all pieces, ``[1, T, H, D]``."""
+        return [self.packing.packed(t) for t in self.gather.wait()]
 
 
 def _returned(call: ShardedCall, way: Route, tensors: Sequence[Tensor]) -> Return | PulledReturn:
@@ -178,11 +208,10 @@ def _part(
 
 
 def _packed_part(
-    call: ShardedCall, heads: Heads, packing: Packing, gathered: tuple[Tensor, Tensor]
+    call: ShardedCall, heads: Heads, packing: Packing, packed: tuple[Tensor, Tensor]
 ) -> tuple[Tensors, Options]:
     """Return the packed call of a rank's pieces."""
-    own, tables = call.tensors, packing.on(gathered[0].device)
-    k, v = map(packing.packed, gathered)
+    (k, v), own, tables = packed, call.tensors, packing.on(packed[0].device)
     terms = {name: part_of(name, getattr(own, name), h=heads.q) for name in ("q", "sink", "heads")}
     offsets = {"cu_seqlens_q": tables.cu_q, "cu_seqlens_k": tables.cu_k}
     most_q, most_k = packing.longest
