@@ -37,11 +37,11 @@ def offsets_of(cu: Tensor) -> Offsets | None:
     That is while a call is traced or captured. Values that change without torch's knowledge, such
     as those that a graph of CUDA writes, raise on the device.
     """
-    if not has_values(cu):
+    if not has_values(cu) or cu.is_meta or captured():
         return None
     if cu.device.type == "cpu":
         return tuple(cu.tolist())
-    if cu.is_inference() or cu.is_meta or _captured(cu):
+    if cu.is_inference():
         return None
     found = _known.get(id(cu))
     if found is not None and found.tensor() is cu and found.version == cu._version:
@@ -60,8 +60,9 @@ def _remember(cu: Tensor, values: Offsets, copy: Tensor | None) -> None:
     _known[key] = _Known(there, cu._version, values, copy)
 
 
-def _captured(cu: Tensor) -> bool:
-    return cu.is_cuda and torch.cuda.is_current_stream_capturing()
+def captured() -> bool:
+    """Return True while a CUDA graph is captured: it may outlive every table that is kept here."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 @lru_cache(maxsize=32)

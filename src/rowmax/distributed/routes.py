@@ -78,20 +78,16 @@ def route(queries: Layout, keys: Layout, sight: Sight, rank: int) -> Route:
     """Return the route of a rank."""
     needed = _needed(queries, keys, sight)
     mine = needed[rank]
-    own = keys.owned[rank]
+    own, moved = keys.owned[rank], _moved(queries, keys, sight)
+    sent = tuple(rows_of(ranges, own) for ranges in moved[rank])
     parts = _packed_parts if sight.documents else _parts
     return Route(
         parts=parts(queries, keys, sight, rank),
         length=_length(mine),
-        sent=tuple(rows_of(_common(own, theirs), own) for theirs in needed),
-        received=tuple(rows_of(_common(mine, held), mine) for held in keys.owned),
+        sent=sent,
+        received=tuple(rows_of(each[rank], mine) for each in moved),
         whole=all(one == ((0, keys.n),) for one in needed),
-        shown=_union(
-            pair
-            for other, theirs in enumerate(needed)
-            if other != rank
-            for pair in rows_of(_common(own, theirs), own)
-        ),
+        shown=_union(pair for other, ranges in enumerate(sent) if other != rank for pair in ranges),
     )
 
 
@@ -124,7 +120,7 @@ def _packed_parts(queries: Layout, keys: Layout, sight: Sight, rank: int) -> tup
     first = _Rows(mine)
     starts = [first.of(one.keys.start) if one.keys else 0 for one in pieces]
     every, length = slice(0, queries.lengths[rank]), _length(mine)
-    gathered, own = slice(0, length), _common(mine, keys.owned[rank])
+    gathered, own = slice(0, length), _moved(queries, keys, sight)[rank][rank]
     held = tuple(zip(rows_of(own, mine), rows_of(own, keys.owned[rank]), strict=True))
     return (Part(every, every, gathered, gathered, Packing(pieces, starts, length, held)),)
 
@@ -134,7 +130,7 @@ def load_of(queries: Layout, keys: Layout, sight: Sight) -> Load:
     """Return the load of the mean rank."""
     rows = pairs = chunks = 0
     for rank, needed in enumerate(_needed(queries, keys, sight)):
-        rows += _length(needed) - _length(_common(needed, keys.owned[rank]))
+        rows += _length(needed) - _length(_moved(queries, keys, sight)[rank][rank])
         if sight.documents:
             pieces = pieces_of(queries, sight.documents, sight.left, sight.right, rank)
             pairs += sum(_pairs(one.queries, one.keys, sight) for one in pieces)
@@ -168,6 +164,13 @@ def _needed(queries: Layout, keys: Layout, sight: Sight) -> tuple[Ranges, ...]:
         _union(_seen(i, queries.n, keys.n, sight) for i in queries.chunks(rank))
         for rank in range(queries.ranks)
     )
+
+
+@lru_cache(maxsize=256)
+def _moved(queries: Layout, keys: Layout, sight: Sight) -> tuple[tuple[Ranges, ...], ...]:
+    """Return the positions of the keys of each rank that each rank needs, by both."""
+    needed = _needed(queries, keys, sight)
+    return tuple(tuple(_common(own, theirs) for theirs in needed) for own in keys.owned)
 
 
 def _length(ranges: Ranges) -> int:

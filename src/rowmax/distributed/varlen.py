@@ -17,7 +17,7 @@ from .agreement import refuse_together
 from .attention import attention
 from .groups import group_of
 from .layout import Layout
-from .offsets import offsets_of, on_device
+from .offsets import captured, offsets_of, on_device
 
 _DENSE = "attention of [1, n, H, D] with mask=Documents(cu_seqlens=...)"
 
@@ -118,8 +118,13 @@ def _documents(cu_q: Tensor, cu_k: Tensor, layout: Any, placed: bool, device: to
         cu_q, cu_k = (on_device(values, device) for values in (values_q, values_k))
         same = values_q == values_k
     else:
-        same = cu_q is cu_k or (not torch.compiler.is_compiling() and torch.equal(cu_q, cu_k))
+        same = cu_q is cu_k
+        for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
+            if cu.device != device and captured():
+                got = f"a tensor on {cu.device} while a CUDA graph is captured"
+                raise bad(name, got, f"one on {device}, as q is")
         cu_q, cu_k = cu_q.to(device), cu_k.to(device)
+        same = same or (not torch.compiler.is_compiling() and torch.equal(cu_q, cu_k))
     if same:
         return Documents(cu_seqlens=cu_k)
     if placed:
