@@ -237,7 +237,7 @@ def _delay(rank: Rank, seconds: float) -> None:
 
 
 def check_stages(rank: Rank, case: Case, stages: int, times: int, backend: str | None) -> list[str]:
-    """Return the results that differ, in any repeat, from those of as many stages by collectives."""
+    """Return the results that differ in a repeat from those of collectives in as many stages."""
     call = make(case, rank.device, torch.bfloat16, size=2)
     layouts = layouts_of(call, "zigzag", rank.size)
     once = prepared(rank, call, layouts, {"deterministic": True, "backend": backend})
