@@ -159,15 +159,15 @@ def _stages(n: int, ranks: int, heads: tuple[int, int], **terms: Any) -> list[tu
 def test_the_rule_of_stages() -> None:
     assert _stages(262144, 4, (32, 8)) == [(1, 7), (1, 6, 1)]
     # copies that take less time than the launches of more stages
-    assert _stages(65536, 4, (32, 8)) == [(1, 7), (8,)]
-    assert _stages(32768, 4, (32, 8)) == [(8,), (8,)]
+    assert _stages(65536, 4, (32, 8)) == [(8,), (8,)]
+    assert _stages(32768, 2, (32, 32)) == [(32,), (32,)]
     # the copies of as many kv heads as query heads take a fifth of the time of the products
-    assert _stages(65536, 4, (32, 32)) == [(4, 13, 15), (4, 13, 11, 4)]
+    assert _stages(65536, 4, (32, 32)) == [(4, 28), (4, 13, 11, 4)]
     # pairs that the host cannot count: as many stages as pay for their launches
     ids = torch.empty(1, 262144, dtype=torch.int32, device="meta")
-    assert _stages(262144, 4, (32, 8), q_ids=ids, k_ids=ids) == [(1, 2, 4, 1), (1, 2, 4, 1)]
+    assert _stages(262144, 4, (32, 8), q_ids=ids, k_ids=ids) == [(1, 7), (1, 2, 4, 1)]
     # a head leaves multiprocessors idle: more heads in a stage
-    assert _stages(65536, 8, (32, 8)) == [(2, 6), (8,)]
+    assert _stages(131072, 8, (16, 8)) == [(8,), (2, 4, 2)]
     assert _stages(16384, 8, (32, 8)) == [(8,), (8,)]
     assert _stages(65536, 4, (32, 1)) == [(1,), (1,)]
 

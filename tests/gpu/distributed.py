@@ -11,7 +11,7 @@ Kinds:
     dropout    the kept set is that of one device
     one-rank   a group of one rank equals one device to the bit
     repeats    deterministic calls are equal to the bit while one rank is delayed at random
-    stages     stages of heads, through shared memory, have the bits of one stage by collectives
+    stages     stages of heads, through shared memory, have the bits of collectives
     graphs     replays of a CUDA graph, between other calls, are right (GPUs)
     multicast  no pointer of it exists (GPUs)
     waits      warm calls copy nothing to the host (GPUs)
@@ -237,11 +237,11 @@ def _delay(rank: Rank, seconds: float) -> None:
 
 
 def check_stages(rank: Rank, case: Case, stages: int, times: int, backend: str | None) -> list[str]:
-    """Return the results of stages that differ, in any repeat, from those of collectives."""
+    """Return the results that differ in a repeat from those of collectives in as many stages."""
     call = make(case, rank.device, torch.bfloat16, size=2)
     layouts = layouts_of(call, "zigzag", rank.size)
     once = prepared(rank, call, layouts, {"deterministic": True, "backend": backend})
-    with copies("collectives"), mock.patch.object(by_keys, "stages_of", even(1)):
+    with copies("collectives"), mock.patch.object(by_keys, "stages_of", even(stages)):
         first = once()
     draw = random.Random(0)
     zero = torch.zeros((), dtype=torch.int64, device=rank.device)

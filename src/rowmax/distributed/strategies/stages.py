@@ -26,9 +26,10 @@ FULL = 256
 #: bytes of a copy that reach most of the rate of the wire
 WIDE = 8 << 20
 #: bytes of copies, of a forward and of a backward, that take as long as the calls that stages add:
-#: their launches and last waves. On two H200, 32 query heads, one stage and several, in ms: 67 MB
-#: 24.8 and 24.9, 268 MB 7.40 and 7.12; backward 201 MB 69.4 and 74.6, 805 MB 21.7 and 20.4
-COST = (128 << 20, 384 << 20)
+#: their launches and last waves. Two H200, 32 query heads of 128, one stage and the best of others,
+#: in ms: forward 67 MB 26.5 and 26.9, 268 MB 7.50 and 7.59; backward 201 MB 76.5 and 76.7, 805 MB
+#: 22.5 and 21.9
+COST = (512 << 20, 384 << 20)
 
 
 def stages_of(call: ShardedCall, returns: bool) -> tuple[range, ...]:
