@@ -5,7 +5,11 @@ then a uint32 of two numbers, two terms of the sum over k. Along a head these ar
 keys and queries, number j of a tile's first half and number j of its second, so that a pair of
 rows gives a row of pairs.
 
-``like`` is an array of the operands' dtype: uint32 for pairs, else that of the sums.
+On processors with tile instructions (amx.py) an operand is a bfloat16 of rows as they are, or of
+pairs of neighbouring rows.
+
+``like`` is an array of the operands' dtype: uint32 for pairs, uint16 for tile instructions, else
+that of the sums.
 """
 
 from __future__ import annotations
@@ -16,10 +20,11 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
+from .amx import STRIP, configure, release
 from .functions import STRICT, SUMS, array, inner
-from .kernel import kernel
 from .products import panel, span
-from .vector import TILE_K, TILE_Q
+from .vector import TILE_K, TILE_Q, fetch_add
+from .wide import LANES, multiply, transpose, weave
 
 HALF_K, HALF_Q = TILE_K // 2, TILE_Q // 2
 
@@ -32,6 +37,16 @@ def paired(like) -> Any:
 def _paired(like):
     pairs = like.dtype == types.uint32
     return lambda like: pairs
+
+
+def in_strips(like) -> Any:
+    """Return True if operands are those of tile instructions."""
+
+
+@overload(in_strips, inline="always")
+def _in_strips(like):
+    strips = like.dtype == types.uint16
+    return lambda like: strips
 
 
 @inner
@@ -55,15 +70,42 @@ def tile_depth(like, count, half):
 # --- transposed copies -------------------------------------------------------------------------
 
 
-@inner
-def pack_panels(like, to, rows, row_bytes, first, n, d):
+def pack_panels(like, to, rows, row_bytes, first, n, d) -> Any:
     """Write the tile of rows that begins at first as panels ``[rows / panel, d, panel]``.
 
-    They are zero past n, as far as a step of columns reaches.
-
-    ``to`` and ``rows`` are addresses of the whole head's panels and rows. A panel is written eight
-    rows at a time: their cache lines stay in the first cache while the panel's are filled.
+    They are zero past n, as far as a step of columns reaches. Pairs along a head stay together, and
+    d counts them. ``to`` and ``rows`` are addresses of the whole head's panels and rows.
     """
+
+
+@overload(pack_panels)
+def _pack_panels(like, to, rows, row_bytes, first, n, d):
+    pack = _strip_panels if like.dtype == types.uint16 else _plain_panels
+    return lambda like, to, rows, row_bytes, first, n, d: pack(
+        like, to, rows, row_bytes, first, n, d
+    )
+
+
+@inner
+def _strip_panels(like, to, rows, row_bytes, first, n, d):
+    in_use = 0  # the copy of the last strip has to live until it is packed
+    for j0 in range(first, min(first + TILE_K, n), STRIP):
+        panel_at, at, step = to + 2 * j0 * d, rows + row_bytes * j0, row_bytes
+        room = np.empty(0 if j0 + STRIP <= n else STRIP * d, np.uint16)
+        if room.size:
+            at, step = room.ctypes.data, 2 * d
+            copy_rows(at, rows + row_bytes * j0, row_bytes, n - j0, STRIP, d)
+        for j in range(0, STRIP, LANES):
+            for c in range(0, d // 2, LANES):
+                block = panel_at + 4 * (STRIP * c + j)
+                transpose(block, 4 * STRIP, at + step * j + 4 * c, step)
+        in_use += room.size
+    return in_use
+
+
+@inner
+def _plain_panels(like, to, rows, row_bytes, first, n, d):
+    """Write panels eight rows at a time: their cache lines stay in the first cache."""
     size, width, d = like.itemsize, panel(like), depth(like, d)
     step = span(like)
     last = min(first + TILE_K, (n + step - 1) // step * step)
@@ -188,6 +230,10 @@ def pack_pairs(like, to, padded, rows, row_bytes, n, half, d) -> Any:
 
 @overload(pack_pairs)
 def _pack_pairs(like, to, padded, rows, row_bytes, n, half, d):
+    if like.dtype == types.uint16:
+        return lambda like, to, padded, rows, row_bytes, n, half, d: pack_neighbours(
+            to, rows, row_bytes, n, padded
+        )
     if like.dtype != types.uint32:
         return lambda like, to, padded, rows, row_bytes, n, half, d: None
 
@@ -201,35 +247,137 @@ def _pack_pairs(like, to, padded, rows, row_bytes, n, half, d):
                 out[c] = _pair(np.uint32(row[c]), np.uint32(second[c]))
             for c in range(d - second.size):
                 out[second.size + c] = np.uint32(row[second.size + c])
-            out[d:] = np.uint32(0)
+            for c in range(d, padded):  # Numba drops an assignment to a slice of an inlined array
+                out[c] = np.uint32(0)
 
     return pack
 
 
-@kernel
-def bfloats_are_finite(address, sizes, b_stride, n_stride, h_stride):
-    """Return True if no exponent in rows ``[b, n, h, d]`` of bfloat16 is that of inf and NaN."""
-    b, n, h, d = sizes
+# --- operands of tile instructions ---------------------------------------------------------------
+
+
+def begin_tiles(like) -> Any:
+    """Configure the tile registers of a thread that uses them."""
+
+
+@overload(begin_tiles)
+def _begin_tiles(like):
+    return (lambda like: configure()) if like.dtype == types.uint16 else (lambda like: 0)
+
+
+def end_tiles(like) -> Any:
+    """Release the tile registers of a thread that used them."""
+
+
+@overload(end_tiles)
+def _end_tiles(like):
+    return (lambda like: release()) if like.dtype == types.uint16 else (lambda like: None)
+
+
+@inner
+def copy_rows(to, rows, row_bytes, n, count, d):
+    """Write n rows of d bfloat16 to contiguous rows, zero from n to count."""
+    bits = np.empty(0, np.uint16)
+    out = array(to, count * d, bits)
+    for i in range(min(n, count)):
+        row = array(rows + row_bytes * i, d, bits)
+        for c in range(d):
+            out[i * d + c] = row[c]
+    for c in range(min(n, count) * d, count * d):
+        out[c] = np.uint16(0)
+
+
+@inner
+def pack_neighbours(to, rows, row_bytes, n, d):
+    """Write n rows as pairs of neighbouring rows ``[n / 2, d]``, zero up to a whole strip."""
+    in_use = 0
+    for i0 in range(0, n, STRIP):
+        at, step = rows + row_bytes * i0, row_bytes
+        room = np.empty(0 if i0 + STRIP <= n else STRIP * d, np.uint16)
+        if room.size:
+            at, step = room.ctypes.data, 2 * d
+            copy_rows(at, rows + row_bytes * i0, row_bytes, n - i0, STRIP, d)
+        for i in range(0, STRIP, 2):
+            weave(to + 2 * d * (i0 + i), at + step * i, at + step * (i + 1), d)
+        in_use += room.size
+    return in_use
+
+
+@inner
+def pack_transposed(to, pairs, count, d):
+    """Write pairs of neighbouring rows ``[count / 2, d]`` as d rows of ``count`` bfloat16."""
+    for i in range(0, count // 2, LANES):
+        for c in range(0, d, LANES):
+            transpose(to + 2 * (count * c + 2 * i), 2 * count, pairs + 4 * (d * i + c), 4 * d)
+
+
+# --- inf and NaN -------------------------------------------------------------------------------
+
+
+def count_infinite(like, rows, row_bytes, n, d, counter) -> Any:
+    """Add 1 to the counter at an address if rows of bfloat16 operands hold inf or NaN.
+
+    Products of such rows skip no pair, so the call is computed again in float32.
+    """
+
+
+@overload(count_infinite)
+def _count_infinite(like, rows, row_bytes, n, d, counter):
+    if like.dtype not in (types.uint16, types.uint32):
+        return lambda like, rows, row_bytes, n, d, counter: None
+
+    def count(like, rows, row_bytes, n, d, counter):
+        if not _bfloats_are_finite(rows, row_bytes, n, d):
+            fetch_add(counter, 1)
+
+    return count
+
+
+@inner
+def _bfloats_are_finite(rows, row_bytes, n, d):
+    """Return True if no exponent is that of inf and NaN."""
     bits = np.empty(0, np.uint16)
     bad = np.uint16(0)
-    for i in range(b):
-        for j in range(n):
-            for k in range(h):
-                row = array(address + 2 * (i * b_stride + j * n_stride + k * h_stride), d, bits)
-                for c in range(d):
-                    bad |= np.uint16((row[c] & np.uint16(0x7F80)) == np.uint16(0x7F80))
+    for i in range(n):
+        row = array(rows + row_bytes * i, d, bits)
+        for c in range(d):
+            bad |= np.uint16((row[c] & np.uint16(0x7F80)) == np.uint16(0x7F80))
     return bad == 0
+
+
+def rows_are_finite(like, rows, row_bytes, n, d) -> Any:
+    """Return True if the caller's rows hold neither inf nor NaN; operands of bfloat16 never do."""
+
+
+@overload(rows_are_finite)
+def _rows_are_finite(like, rows, row_bytes, n, d):
+    if like.dtype in (types.uint16, types.uint32):
+        return lambda like, rows, row_bytes, n, d: True
+    return lambda like, rows, row_bytes, n, d: _plain_rows_are_finite(like, rows, row_bytes, n, d)
+
+
+@inner(fastmath=SUMS)
+def _plain_rows_are_finite(like, rows, row_bytes, n, d):
+    zero = like.dtype.type(0)
+    probe = zero
+    for i in range(n):
+        row = array(rows + row_bytes * i, d, like)
+        for c in range(d):
+            probe += row[c] * zero
+    return probe == zero
 
 
 # --- rows as they are --------------------------------------------------------------------------
 
 
 def rescale(like, row, factor) -> Any:
-    """Scale the scores of pairs: scaling the queries instead would round them."""
+    """Scale the scores of bfloat16 operands: scaling the queries instead would round them."""
 
 
 @overload(rescale)
 def _rescale(like, row, factor):
+    if like.dtype == types.uint16:
+        return lambda like, row, factor: multiply(row.ctypes.data, row.size, np.float32(factor))
     if like.dtype != types.uint32:
         return lambda like, row, factor: None
 
@@ -246,7 +394,7 @@ def store(like, to, row, factor) -> Any:
 
 @overload(store)
 def _store(like, to, row, factor):
-    if like.dtype != types.uint32:
+    if like.dtype not in (types.uint16, types.uint32):
 
         def plain(like, to, row, factor):
             out = array(to, row.size, like)
@@ -261,28 +409,6 @@ def _store(like, to, row, factor):
             out[c] = np.uint16(_bfloat(row[c] * factor))
 
     return rounded
-
-
-def rows_are_finite(like, rows, row_bytes, n, d) -> Any:
-    """Return True if the caller's rows hold neither inf nor NaN; pairs never do."""
-
-
-@overload(rows_are_finite)
-def _rows_are_finite(like, rows, row_bytes, n, d):
-    if like.dtype == types.uint32:
-        return lambda like, rows, row_bytes, n, d: True
-    return lambda like, rows, row_bytes, n, d: _plain_rows_are_finite(like, rows, row_bytes, n, d)
-
-
-@inner(fastmath=SUMS)
-def _plain_rows_are_finite(like, rows, row_bytes, n, d):
-    zero = like.dtype.type(0)
-    probe = zero
-    for i in range(n):
-        row = array(rows + row_bytes * i, d, like)
-        for c in range(d):
-            probe += row[c] * zero
-    return probe == zero
 
 
 @inner(fastmath=STRICT)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ..rules.mask import FULL, SKIP
 from .functions import inner
-from .operands import depth, paired
+from .operands import depth, paired, row_size
 from .products import from_columns, panel, span
 from .rules import any_range
 from .vector import TILE_K, TILE_Q
@@ -42,6 +42,12 @@ def place_of(seq, s, h, tile):
 def row_at(rows, s, n, h):
     """Return the offset of a row, in elements, from its strides."""
     return rows.b * s + rows.n * n + rows.h * h
+
+
+@inner
+def row_address(rows, seq, place, like):
+    """Return the address of the caller's first row of a tile of queries; ``like``: operands."""
+    return rows.address + row_size(like) * row_at(rows, place.s, seq.query + place.i0, place.h)
 
 
 @inner
