@@ -24,7 +24,7 @@ from .amx import STRIP, configure, release
 from .functions import STRICT, SUMS, array, inner
 from .products import panel, span
 from .vector import TILE_K, TILE_Q, fetch_add
-from .wide import LANES, multiply, transpose, weave
+from .wide import LANES, STEP, finite, multiply, transpose, weave
 
 HALF_K, HALF_Q = TILE_K // 2, TILE_Q // 2
 
@@ -336,13 +336,15 @@ def _count_infinite(like, rows, row_bytes, n, d, counter):
 @inner
 def _bfloats_are_finite(rows, row_bytes, n, d):
     """Return True if no exponent is that of inf and NaN."""
-    bits = np.empty(0, np.uint16)
-    bad = np.uint16(0)
+    whole, bits, good = d // STEP * STEP, np.empty(0, np.uint16), True
     for i in range(n):
-        row = array(rows + row_bytes * i, d, bits)
-        for c in range(d):
-            bad |= np.uint16((row[c] & np.uint16(0x7F80)) == np.uint16(0x7F80))
-    return bad == 0
+        at = rows + row_bytes * i
+        if whole:
+            good &= finite(at, whole)
+        rest = array(at + 2 * whole, d - whole, bits)
+        for c in range(d - whole):
+            good &= (rest[c] & np.uint16(0x7F80)) != np.uint16(0x7F80)
+    return good
 
 
 def rows_are_finite(like, rows, row_bytes, n, d) -> Any:

@@ -112,15 +112,13 @@ def weigh_strip(call, seq, strip, part, memory, m, l, O, kept, like, operand_lik
     whole = covered(call, seq, strip, part)
     for r in range(n):
         at = memory.S + 4 * TILE_K * r
-        row = array(at, width, like)
         if apart:
+            row = array(at, width, like)
             rescale(operand_like, row, factor)
             score_row(row, row[:0], call, seq, s, h, i0 + r, part)
-            peak = greatest(at, width)
-        else:
-            if not whole:
-                hide(row, np.float32(-np.inf), call, seq, s, h, i0 + r, part)
-            peak = greatest(at, width) * factor
+        elif not whole:
+            hide(array(at, width, like), np.float32(-np.inf), call, seq, s, h, i0 + r, part)
+        peak = greatest(at, width) * (np.float32(1) if apart else factor)
         m_new, base = moved(m[r], peak)
         if m_new != m[r] and m_new != -np.inf:
             alpha = power(m[r] - base, call.natural)

@@ -59,6 +59,9 @@ class Lanes:
     def __init__(self, builder: ir.IRBuilder, value: ir.Value) -> None:
         self.builder, self.value = builder, value
 
+    def _by(self, operation: Callable[..., ir.Value], x: Lanes | float) -> Lanes:
+        return Lanes(self.builder, operation(self.value, self._other(x), flags=_FLAGS))
+
     def _other(self, x: Lanes | float) -> ir.Value:
         return x.value if isinstance(x, Lanes) else self.all(x).value
 
@@ -67,13 +70,13 @@ class Lanes:
         return Lanes(self.builder, ir.Constant(FLOATS, [float(np.float32(x))] * LANES))
 
     def __add__(self, x: Lanes | float) -> Lanes:
-        return Lanes(self.builder, self.builder.fadd(self.value, self._other(x), _FLAGS))
+        return self._by(self.builder.fadd, x)
 
     def __sub__(self, x: Lanes | float) -> Lanes:
-        return Lanes(self.builder, self.builder.fsub(self.value, self._other(x), _FLAGS))
+        return self._by(self.builder.fsub, x)
 
     def __mul__(self, x: Lanes | float) -> Lanes:
-        return Lanes(self.builder, self.builder.fmul(self.value, self._other(x), _FLAGS))
+        return self._by(self.builder.fmul, x)
 
     def where(
         self, relation: str, x: Lanes | float, yes: Lanes | float, no: Lanes | float
@@ -241,6 +244,20 @@ def greatest(b, row, n):
 
     x, y = (Lanes(b, top) for top in loop(b, n, STEP, [least, least], body))
     return x.where(">", y, x, y).greatest()
+
+
+@step_of_row([_ADDRESS, _COUNT], types.boolean)
+def finite(b, row, n):
+    """Return True if n bfloat16 are neither inf nor NaN: no exponent is full."""
+    mask = ir.Constant(TWO_BFLOATS, [0x7F80] * STEP)
+    none = ir.Constant(ir.VectorType(ir.IntType(1), STEP), [0] * STEP)
+
+    def body(i, full):
+        exponents = b.and_(load(b, offset(b, row, i, 2), TWO_BFLOATS), mask)
+        return [b.or_(full[0], b.icmp_unsigned("==", exponents, mask))]
+
+    full = loop(b, n, STEP, [none], body)[0]
+    return b.icmp_unsigned("==", b.bitcast(full, I32), const(0, I32))
 
 
 @step_of_row([_ADDRESS, _COUNT, _REAL])
