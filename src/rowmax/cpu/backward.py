@@ -38,18 +38,20 @@ from .operands import (
     HALF_Q,
     aligned,
     begin_tiles,
+    bfloats,
     count_infinite,
     end_tiles,
     fold_row,
     fold_rows,
     in_strips,
     pack_columns,
-    pack_pairs,
     pack_panels,
+    pack_rows,
     paired,
     row_size,
     rows_are_finite,
     sparse_product,
+    sum_size,
     tile_depth,
 )
 from .products import from_columns, from_rows
@@ -78,7 +80,7 @@ class HeadMemory(NamedTuple):
     v_panels: int
     dk: int  # [keys, d_padded]
     dv: int  # [keys, value_d_padded]
-    k_pairs: int  # [keys / 2, d_padded]
+    k_rows: int  # [keys, d_padded], or pairs [keys / 2, d_padded]
 
 
 class TileMemory(NamedTuple):
@@ -90,8 +92,8 @@ class TileMemory(NamedTuple):
     dp: int  # [TILE_Q, TILE_K], then dS
     ds: int  # [TILE_Q, TILE_K / 2], only for pairs: dS in pairs of keys
     dq: int  # [TILE_Q, d_padded]
-    q_pairs: int  # [TILE_Q / 2, d_padded]
-    dout_pairs: int  # [TILE_Q / 2, value_d_padded]
+    q_rows: int  # [TILE_Q, d_padded], or pairs [TILE_Q / 2, d_padded]
+    dout_rows: int  # [TILE_Q, value_d_padded], or pairs [TILE_Q / 2, value_d_padded]
 
 
 def backward(
@@ -285,9 +287,8 @@ def plain_memory(call, like):
     douts = queries + size * call.d_operand
     S = douts + size * call.value_d_operand
     dP, dS, dq = S + size * TILE_K, S + 2 * size * TILE_K, S + 3 * size * TILE_K
-    q_pairs = dq + size * d
-    pairs_size = like.itemsize * HALF_Q
-    return owner, TileMemory(queries, douts, S, dP, dS, dq, q_pairs, q_pairs + pairs_size * d)
+    q_rows = dq + size * d
+    return owner, TileMemory(queries, douts, S, dP, dS, dq, q_rows, q_rows + size * d)
 
 
 @inner
@@ -305,8 +306,9 @@ def pack_head(call, seq, s, h, memory, finite, infinite, operand_like):
         count_infinite(operand_like, v + v_bytes * j0, v_bytes, n, call.value_d, infinite)
         pack_panels(operand_like, memory.k_panels, k, k_bytes, j0, nk, call.d_operand)
         pack_panels(operand_like, memory.v_panels, v, v_bytes, j0, nk, call.value_d_operand)
-        to = memory.k_pairs + 4 * HALF_K * call.d_padded * tile
-        pack_pairs(operand_like, to, call.d_padded, rows, k_bytes, n, HALF_K, call.d)
+        count = HALF_K if bfloats(operand_like) else TILE_K
+        to = memory.k_rows + sum_size(operand_like) * count * call.d_padded * tile
+        pack_rows(operand_like, to, call.d_padded, rows, k_bytes, n, HALF_K, call.d)
 
 
 @inner
@@ -367,8 +369,8 @@ def _plain_tile(call, seq, state, finite, place, p, head, tile, buffers, like, o
     clean &= rows_are_finite(operand_like, dout, dout_bytes, n, call.value_d)
     pack_columns(operand_like, tile.queries, q, q_bytes, n, call.d_operand, query_scale(call))
     pack_columns(operand_like, tile.douts, dout, dout_bytes, n, call.value_d_operand, 1.0)
-    pack_pairs(operand_like, tile.q_pairs, d, q, q_bytes, n, HALF_Q, call.d)
-    pack_pairs(operand_like, tile.dout_pairs, value_d, dout, dout_bytes, n, HALF_Q, call.value_d)
+    pack_rows(operand_like, tile.q_rows, d, q, q_bytes, n, HALF_Q, call.d)
+    pack_rows(operand_like, tile.dout_rows, value_d, dout, dout_bytes, n, HALF_Q, call.value_d)
     array(tile.dq, TILE_Q * d, like)[:] = like.dtype.type(0)
 
     low, high = key_range(call, seq, place)
@@ -412,7 +414,7 @@ def add_products(call, seq, place, part, whole, q, dout, head, tile, like, opera
     at = row_at(call.k, place.s, seq.key + part.j0, place.h // call.group)
     k = call.k.address + row_size(operand_like) * at
     if paired(operand_like):
-        pairs = head.k_pairs + size * HALF_K * d * part.tile
+        pairs = head.k_rows + size * HALF_K * d * part.tile
         half, depth_k = min(n, HALF_Q), tile_depth(operand_like, keys, HALF_K)
         from_columns(
             operand_like,
@@ -423,18 +425,19 @@ def add_products(call, seq, place, part, whole, q, dout, head, tile, like, opera
             value_d,
             tile.s,
             TILE_K,
-            tile.dout_pairs,
+            tile.dout_rows,
             value_d,
             1,
         )
-        from_columns(operand_like, width, d, half, dk, d, tile.dp, TILE_K, tile.q_pairs, d, 1)
+        from_columns(operand_like, width, d, half, dk, d, tile.dp, TILE_K, tile.q_rows, d, 1)
         from_rows(operand_like, n, d, depth_k, tile.dq, d, tile.ds, pairs, d, 1)
     elif whole:
+        rows = head.k_rows + size * d * part.j0
         from_columns(
-            operand_like, width, value_d, n, dv, value_d, tile.s, TILE_K, dout, call.dout.n, 1
+            operand_like, width, value_d, n, dv, value_d, tile.s, TILE_K, tile.dout_rows, value_d, 1
         )
-        from_columns(operand_like, width, d, n, dk, d, tile.dp, TILE_K, q, call.q.n, 1)
-        from_rows(operand_like, n, d, keys, tile.dq, d, tile.dp, k, call.k.n, 1)
+        from_columns(operand_like, width, d, n, dk, d, tile.dp, TILE_K, tile.q_rows, d, 1)
+        from_rows(operand_like, n, d, keys, tile.dq, d, tile.dp, rows, d, 1)
     else:
         P_t, dS_t, dS = (tile.s, 1, TILE_K), (tile.dp, 1, TILE_K), (tile.dp, TILE_K, 1)
         sparse_product(dv, value_d, width, P_t, n, dout, call.dout.n, value_d, 0, like)

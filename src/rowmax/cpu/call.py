@@ -35,7 +35,7 @@ _AXES |= {"tout": "bnhd", "dtout": "bnhd", "tlse": "bhn", "row_b": "bhn", "row_c
 for _d in ("d", "dt"):  # gradients, and those of tangents
     _AXES |= {f"{_d}q": _AXES["q"], f"{_d}heads": "pbth"}
     _AXES |= {f"{_d}{name}": "p" + _AXES[name] for name in ("k", "v", "bias")}
-_MEMORY = ("panels", "tangent_panels", "pairs")  # addresses of memory that kernels fill
+_MEMORY = ("panels", "tangent_panels", "values")  # addresses of memory that kernels fill
 _SIZES = ["hq", "hk", "group", "d", "value_d", "d_operand", "value_d_operand", "d_padded"]
 _SIZES += ["value_d_padded", "left", "right", "seed", "threshold", "natural", "bias_kind"]
 _SIZES += ["longest_k", "parts", "store_bias", "bent", "wide"]

@@ -20,18 +20,20 @@ from .operands import (
     HALF_K,
     aligned,
     begin_tiles,
+    bfloats,
     count_infinite,
     end_tiles,
     fold_row,
     pack_columns,
-    pack_pairs,
     pack_panels,
+    pack_rows,
     paired,
     rescale,
     row_size,
     rows_are_finite,
     sparse_product,
     store,
+    sum_size,
     tile_depth,
 )
 from .products import from_rows
@@ -59,11 +61,14 @@ FIRSTS = np.dtype([("tile", np.int64), ("row", np.int64), ("pair_row", np.int64)
 
 
 class PackedHead(NamedTuple):
-    """A kv head's keys as panels and its values as pairs, by address; the tangents of its keys."""
+    """A kv head's keys as panels and its values as rows or pairs, by address.
+
+    ``tangent_keys`` are panels of the tangents of its keys.
+    """
 
     first_tile: int
     keys: int
-    pairs: int
+    values: int
     tangent_keys: int
 
 
@@ -88,8 +93,11 @@ def forward(problem: Problem, tensors: Tensors, bfloats: bool = True) -> tuple[T
     tiles, rows, pair_rows = (problem.hk * int(n) for n in firsts[-1])
     finite = np.empty(tiles, np.bool_)
     call.memory("panels", rows * int(call.record["d_operand"][0]))
+    padded = int(call.record["value_d_padded"][0])
     if call.paired or call.strips:
-        call.memory("pairs", pair_rows * int(call.record["value_d_padded"][0]))
+        call.memory("values", pair_rows * padded)
+    elif problem.nq > TILE_Q and tensors.v.stride(1) != padded:
+        call.memory("values", rows * padded)
     tasks = query_tasks(call)
     arguments = (call.record, call.sequences, call.states, tasks, firsts, finite)
     flops = forward_flops(problem)
@@ -148,9 +156,19 @@ def packed_head(call, firsts, s, h, operand_like):
     """Return the packed kv head h of sequence s."""
     at, total = firsts[s], firsts[-1]
     keys = call.panels + operand_like.itemsize * (h * total.row + at.row) * call.d_operand
-    pairs = call.pairs + 4 * (h * total.pair_row + at.pair_row) * call.value_d_padded
+    row = h * total.pair_row + at.pair_row
+    if not bfloats(operand_like):
+        row = h * total.row + at.row
+    values = call.values + sum_size(operand_like) * row * call.value_d_padded
     tangent_keys = call.tangent_panels + keys - call.panels
-    return PackedHead(h * total.tile + at.tile, keys, pairs, tangent_keys)
+    return PackedHead(h * total.tile + at.tile, keys, values, tangent_keys)
+
+
+@inner
+def tile_values(call, head, tile, operand_like):
+    """Return the address of the packed values of a tile of keys."""
+    rows = tile * (HALF_K if bfloats(operand_like) else TILE_K)
+    return head.values + sum_size(operand_like) * rows * call.value_d_padded
 
 
 @inner
@@ -189,8 +207,9 @@ def pack_keys(call, sequences, firsts, finite, operand_like, counters):
             more, t_bytes = row * row_at(call.tv, s, seq.key + j0, h), row * call.tv.n
             more += call.tv.address
             finite[t] &= rows_are_finite(operand_like, more, t_bytes, n, call.value_d)
-        pairs, padded = head.pairs + 4 * tile * HALF_K * call.value_d_padded, call.value_d_padded
-        pack_pairs(operand_like, pairs, padded, values, v_bytes, n, HALF_K, call.value_d)
+        if call.values:
+            to, padded = tile_values(call, head, tile, operand_like), call.value_d_padded
+            pack_rows(operand_like, to, padded, values, v_bytes, n, HALF_K, call.value_d)
         fetch_add(counters + 8 * PACKED, 1)
     while fetch_add(counters + 8 * PACKED, 0) < count:
         pass
@@ -257,8 +276,10 @@ def add_values(call, seq, place, part, finite, head, scratch, like, operand_like
     padded, n = call.value_d_padded, place.n
     at = row_at(call.v, place.s, seq.key + part.j0, place.h // call.group)
     values, stride = call.v.address + like.itemsize * at, call.v.n
-    if paired(operand_like):
-        values, stride = head.pairs + 4 * part.tile * HALF_K * padded, padded
+    if call.values:
+        values, stride = tile_values(call, head, part.tile, operand_like), padded
+        if not paired(operand_like):
+            values += like.itemsize * padded * (part.j0 - TILE_K * part.tile)
     if finite[part.tile]:
         k = tile_depth(operand_like, part.keys, HALF_K)
         from_rows(operand_like, n, padded, k, scratch.O, padded, scratch.S, values, stride, 1)

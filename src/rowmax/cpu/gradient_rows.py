@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numba.extending import overload
 
 from ..call.problem import FAR
 from ..rules.softmax import LOG2E
 from .functions import STRICT, SUMS, array, exp2, inner, number
 from .heads import add_to_dheads, through_heads
 from .operands import rescale, row_size, store
-from .rows import exponentials, keep_row, pair_at, position, power, query_scale, score_row
+from .rows import exponentials, is_wide, keep_row, pair_at, position, power, query_scale, score_row
 from .rules import natural_weight, score_gradient, through_softcap
 from .tiles import numbers_at
 from .vector import TILE_K
+from .wide import gradients as wide_gradients
 
 
 class Rows(NamedTuple):
@@ -92,12 +94,36 @@ def weight(x, lse, rest, natural):
     return natural_weight(x, lse, rest) if natural else exp2(x - lse)
 
 
-@inner(fastmath=STRICT)
-def gradient_row(p, ds, kept, row, keep_scale, unit):
+def gradient_row(p, ds, kept, row, keep_scale, unit) -> Any:
     """Replace scores by ``P R``, and ``dO . v`` by ``unit P (R (dO . v) - Delta)``.
 
     A weight of 0 has no gradient, even if its value is NaN.
     """
+
+
+@overload(gradient_row)
+def _gradient_row(p, ds, kept, row, keep_scale, unit):
+    if not is_wide(p.dtype):
+        return _plain_gradient_row
+
+    def compute(p, ds, kept, row, keep_scale, unit):
+        lse, _, delta, natural = row
+        if natural or kept.size:
+            loop_gradient_row(p, ds, kept, row, keep_scale, unit)
+        else:
+            at, to = p.ctypes.data, ds.ctypes.data
+            wide_gradients(at, to, p.size, lse, delta, np.float32(unit))
+
+    return compute
+
+
+def _plain_gradient_row(p, ds, kept, row, keep_scale, unit):
+    loop_gradient_row(p, ds, kept, row, keep_scale, unit)
+
+
+@inner(fastmath=STRICT)
+def loop_gradient_row(p, ds, kept, row, keep_scale, unit):
+    """Compute ``gradient_row`` in vectors of the compiler's choice."""
     lse, rest, delta, natural = row
     zero, unit = number(0, lse), number(unit, lse)
     rest = rest * number(LOG2E, lse)

@@ -23,7 +23,7 @@ from numba.extending import overload
 from .amx import STRIP, configure, release
 from .functions import STRICT, SUMS, array, inner
 from .products import panel, span
-from .vector import TILE_K, TILE_Q, fetch_add
+from .vector import TILE_K, TILE_Q, W, fetch_add
 from .wide import LANES, STEP, finite, multiply, transpose, weave
 
 HALF_K, HALF_Q = TILE_K // 2, TILE_Q // 2
@@ -47,6 +47,22 @@ def in_strips(like) -> Any:
 def _in_strips(like):
     strips = like.dtype == types.uint16
     return lambda like: strips
+
+
+def bfloats(like) -> Any:
+    """Return True if operands are bfloat16."""
+
+
+@overload(bfloats, inline="always")
+def _bfloats(like):
+    short = like.dtype in (types.uint16, types.uint32)
+    return lambda like: short
+
+
+@inner
+def sum_size(like):
+    """Return the bytes of a sum; a pair has as many."""
+    return 4 if bfloats(like) else like.itemsize
 
 
 @inner
@@ -114,12 +130,37 @@ def _plain_panels(like, to, rows, row_bytes, first, n, d):
         out = array(to + size * j0 * d, width * d, like)
         if real < width:
             out[:] = like.dtype.type(0)
-        for j in range(0, real - real % 8, 8):
+        done = turn(like, to + size * j0 * d, width, rows + row_bytes * j0, row_bytes, real, d)
+        for j in range(done, real - real % 8, 8):
             _pack_eight(like, out, j, width, rows + row_bytes * (j0 + j), row_bytes, d)
-        for j in range(real - real % 8, real):
+        for j in range(max(done, real - real % 8), real):
             row = array(rows + row_bytes * (j0 + j), d, like)
             for c in range(d):
                 out[c * width + j] = row[c]
+
+
+def turn(like, to, to_row, rows, row_bytes, n, d) -> Any:
+    """Write as many of n rows as whole vectors allow to columns, ``to_row`` numbers apart.
+
+    Return their number.
+    """
+
+
+@overload(turn)
+def _turn(like, to, to_row, rows, row_bytes, n, d):
+    if W != LANES or like.dtype not in (types.float32, types.uint32):
+        return lambda like, to, to_row, rows, row_bytes, n, d: 0
+
+    def compute(like, to, to_row, rows, row_bytes, n, d):
+        if d % LANES:
+            return 0
+        for j in range(0, n - n % LANES, LANES):
+            for c in range(0, d, LANES):
+                block = to + 4 * (to_row * c + j)
+                transpose(block, 4 * to_row, rows + row_bytes * j + 4 * c, row_bytes)
+        return n - n % LANES
+
+    return compute
 
 
 @inner
@@ -152,7 +193,11 @@ def pack_columns(like, to, rows, row_bytes, n, d, factor):
     d = depth(like, d)
     out = array(to, d * TILE_Q, like)
     zero = like.dtype.type(0)
-    for i in range(n):
+    done = turn(like, to, TILE_Q, rows, row_bytes, n, d)
+    for c in range(d if done and factor != 1 else 0):
+        for i in range(done):
+            out[c * TILE_Q + i] = _times(out[c * TILE_Q + i], factor)
+    for i in range(done, n):
         row = array(rows + row_bytes * i, d, like)
         for c in range(d):
             out[c * TILE_Q + i] = _times(row[c], factor)
@@ -224,18 +269,30 @@ def _fold_rows(like, tile, n, width):
     return fold
 
 
-def pack_pairs(like, to, padded, rows, row_bytes, n, half, d) -> Any:
-    """Write rows of bfloat16 as pairs ``[half, padded]`` of (i, i + half), zero past n and d."""
+def pack_rows(like, to, padded, rows, row_bytes, n, half, d) -> Any:
+    """Write contiguous rows; those of bfloat16 as pairs ``[half, padded]`` of (i, i + half).
+
+    Pairs are zero past n and d. Rows of one head lie H D apart, which uses few sets of a cache, and
+    products read them often.
+    """
 
 
-@overload(pack_pairs)
-def _pack_pairs(like, to, padded, rows, row_bytes, n, half, d):
+@overload(pack_rows)
+def _pack_rows(like, to, padded, rows, row_bytes, n, half, d):
     if like.dtype == types.uint16:
         return lambda like, to, padded, rows, row_bytes, n, half, d: pack_neighbours(
             to, rows, row_bytes, n, padded
         )
     if like.dtype != types.uint32:
-        return lambda like, to, padded, rows, row_bytes, n, half, d: None
+
+        def copy(like, to, padded, rows, row_bytes, n, half, d):
+            for i in range(n):
+                out = array(to + like.itemsize * padded * i, padded, like)
+                row = array(rows + row_bytes * i, padded, like)
+                for c in range(padded):
+                    out[c] = row[c]
+
+        return copy
 
     def pack(like, to, padded, rows, row_bytes, n, half, d):
         bits = np.empty(0, np.uint16)

@@ -94,7 +94,7 @@ def add_strips(call, seq, state, place, head, scratch, m, l, like, operand_like)
             O = scratch.O + 4 * padded * r
             weigh_strip(call, seq, strip, part, memory, m[r:], l[r:], O, kept, like, operand_like)
             inside = tile * HALF_K + (part.j0 - tile * TILE_K) // 2
-            values, steps = head.pairs + 4 * padded * inside, part.width // STRIP
+            values, steps = head.values + 4 * padded * inside, part.width // STRIP
             for c in range(0, padded, STRIP):
                 to, b = O + 4 * c, values + 4 * c
                 product(to, 4 * padded, memory.P, 2 * TILE_K, b, 4 * padded, steps, 1)

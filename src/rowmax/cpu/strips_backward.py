@@ -185,7 +185,7 @@ def add_strip_products(call, place, part, head, tile):
         for c in range(0, d, STRIP):
             a = tile.queries_t + 2 * TILE_Q * c
             product(dk + row * c, row, a, 2 * TILE_Q, ds_pairs, row, steps, 1)
-    keys = head.k_pairs + 4 * d * (HALF_K * part.tile + first // 2)
+    keys = head.k_rows + 4 * d * (HALF_K * part.tile + first // 2)
     for c in range(0, d, STRIP):
         for r in range(0, place.n, STRIP):
             a, to = tile.ds + 2 * (TILE_K * r + first), tile.dq + 4 * (d * r + c)
