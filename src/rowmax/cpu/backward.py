@@ -53,6 +53,7 @@ from .operands import (
     sparse_product,
     sum_size,
     tile_depth,
+    unowned,
 )
 from .products import from_columns, from_rows
 from .rows import query_scale
@@ -209,14 +210,15 @@ def finished(problem: Problem, tensors: Tensors, sums: dict[str, Tensor]) -> dic
 def backward_worker(calls, sequences, states, starts, order, like, operand_like, counters):
     """Compute the tasks of one thread until the counter of owners has passed the last."""
     call = calls[0]
+    like_owner, operand_owner = like, operand_like
+    like, operand_like = unowned(like), unowned(operand_like)
     longest = (call.longest_k + TILE_K - 1) // TILE_K * TILE_K
     heads_owner, memory = head_memory(call, longest, like)
     tiles_owner, tile_mem = tile_memory(call, like, operand_like)
-    buffers = Buffers(
-        np.empty(TILE_K if call.bent else 0, like.dtype),
-        np.empty(TILE_K if call.dheads.address else 0, like.dtype),
-        np.empty(TILE_K + 64 if call.threshold else 0, np.uint8),
-    )
+    y = np.empty(TILE_K if call.bent else 0, like.dtype)
+    x = np.empty(TILE_K if call.dheads.address else 0, like.dtype)
+    kept = np.empty(TILE_K + 64 if call.threshold else 0, np.uint8)
+    buffers = Buffers(unowned(y), unowned(x), unowned(kept))
     finite = np.empty(longest // TILE_K, np.bool_)
     begin_tiles(operand_like)
     while True:
@@ -238,10 +240,10 @@ def backward_worker(calls, sequences, states, starts, order, like, operand_like,
             for h in range(hk * call.group, (hk + 1) * call.group):
                 for tile in range(p, count, call.parts):
                     state, place = tile_row(states, s, h, tile), place_of(seq, s, h, tile)
-                    for x, d in ((call.q, call.d), (call.dout, call.value_d)):
-                        row = row_address(x, seq, place, operand_like)
-                        row_bytes = row_size(operand_like) * x.n
-                        count_infinite(operand_like, row, row_bytes, place.n, d, infinite)
+                    for rows, d in ((call.q, call.d), (call.dout, call.value_d)):
+                        at = row_address(rows, seq, place, operand_like)
+                        row_bytes = row_size(operand_like) * rows.n
+                        count_infinite(operand_like, at, row_bytes, place.n, d, infinite)
                     backward_tile(
                         *(call, seq, state, finite, place, p),
                         *(memory, tile_mem, buffers, like, operand_like),
@@ -250,7 +252,8 @@ def backward_worker(calls, sequences, states, starts, order, like, operand_like,
             write_parts(call.dk, memory.dk, call.d, call, seq, (p, s, hk), like, operand_like)
             write_parts(call.dv, memory.dv, call.value_d, call, seq, (p, s, hk), like, operand_like)
     end_tiles(operand_like)
-    return heads_owner.size + tiles_owner.size
+    in_use = heads_owner.size + tiles_owner.size + y.size + x.size + kept.size
+    return in_use + like_owner.size + operand_owner.size
 
 
 @inner

@@ -35,6 +35,7 @@ from .operands import (
     store,
     sum_size,
     tile_depth,
+    unowned,
 )
 from .products import from_rows
 from .rows import exponentials, hide, keep_row, log_unit, power, query_scale, row_max, score_row
@@ -124,6 +125,8 @@ def firsts_of(call: Call) -> np.ndarray:
 def forward_worker(calls, sequences, states, tasks, firsts, finite, like, operand_like, counters):
     """Pack keys and values with the other threads, then compute tiles of queries."""
     call = calls[0]
+    like_owner, operand_owner = like, operand_like
+    like, operand_like = unowned(like), unowned(operand_like)
     pack_keys(call, sequences, firsts, finite, operand_like, counters.ctypes.data)
     numbers = TILE_Q * (call.d_operand + TILE_K + call.value_d_padded + 2)
     owner, queries = aligned(numbers, like)
@@ -131,7 +134,7 @@ def forward_worker(calls, sequences, states, tasks, firsts, finite, like, operan
     O = S + like.itemsize * TILE_Q * TILE_K
     m = O + like.itemsize * TILE_Q * call.value_d_padded
     scratch = Scratch(queries, S, O, m, m + like.itemsize * TILE_Q)
-    none = np.empty(0, like.dtype)
+    none = like
     begin_tiles(operand_like)
     next_task = counters.ctypes.data + 8 * NEXT
     while True:
@@ -148,7 +151,7 @@ def forward_worker(calls, sequences, states, tasks, firsts, finite, like, operan
         count_infinite(operand_like, *rows, place.n, call.d, counters.ctypes.data + 8 * INFINITE)
         forward_tile(call, seq, state, ok, place, head, scratch, none, like, operand_like)
     end_tiles(operand_like)
-    return owner.size
+    return owner.size + like_owner.size + operand_owner.size
 
 
 @inner

@@ -495,3 +495,12 @@ def aligned(numbers, like):
     """Return scratch memory: (the array that owns it, an address in it on a cache line)."""
     owner = np.empty(numbers + 64 // like.itemsize, like.dtype)
     return owner, (owner.ctypes.data + 63) // 64 * 64
+
+
+@inner
+def unowned(x):
+    """Return the numbers of an array that outlives them, without its count of references.
+
+    A call with a counted array adds to the count and subtracts: two locked instructions.
+    """
+    return array(x.ctypes.data, x.size, x)

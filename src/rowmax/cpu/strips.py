@@ -22,10 +22,11 @@ from .wide import bfloat_exponentials, greatest, multiply, natural_bfloat_expone
 
 
 class Strip(NamedTuple):
-    """Addresses of a strip's scores and weights."""
+    """Addresses of a strip's scores and weights, within the memory of a tile of scores."""
 
     S: int  # [32, TILE_K], float32
     P: int  # [32, TILE_K], bfloat16
+    kept: int  # [TILE_K + 64], bytes: 1 where dropout keeps the pair
 
 
 @inner
@@ -79,8 +80,9 @@ def add_strips(call, seq, state, place, head, scratch, m, l, like, operand_like)
     count = (n + STRIP - 1) // STRIP * STRIP
     q = row_address(call.q, seq, place, operand_like)
     copy_rows(scratch.queries, q, 2 * call.q.n, n, count, d)
-    memory = Strip(scratch.S, scratch.S + 4 * STRIP * TILE_K)
-    kept = np.empty(TILE_K + 64 if call.threshold else 0, np.uint8)
+    weights = scratch.S + 4 * STRIP * TILE_K
+    memory = Strip(scratch.S, weights, weights + 2 * STRIP * TILE_K)
+    kept = array(memory.kept, TILE_K + 64, state)
     low, high = key_range(call, seq, place)
     for tile in tile_range(low, high):
         if skipped(state, tile):
