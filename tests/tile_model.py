@@ -1,7 +1,7 @@
 """A model of the tile instruction of rowmax/cpu/amx.py, for processors that lack it.
 
-``install()`` puts it in the place of the instruction before any kernel is compiled, so use it in a
-process of its own, with its own NUMBA_CACHE_DIR.
+``install()`` replaces the instruction in kernels that are compiled later. Use it in a process of
+its own, with its own NUMBA_CACHE_DIR.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from numba import types
 
 from .functions import inner
 from .vector import FEATURES
-from .wide import const, loop, step_of_row
+from .wide import Value, const, loop, step_of_row
 
 STRIP = 32  # rows of C
 
@@ -32,22 +32,22 @@ _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 def ready() -> bool:
     """Return True if kernels may use tile instructions: the processor has them and Linux permits.
 
-    Linux grants the registers to a process with all its threads once it asks. It refuses where a
-    thread's signal stack is too small for them; the answer is kept.
+    Linux grants the registers to a process, with all its threads, at its request. It refuses where
+    a thread's signal stack is too small for them. The answer is kept.
     """
     there = {"amx-tile", "amx-bf16", "avx512f", "avx512dq", "avx512bf16"} <= FEATURES
     return there and sys.platform == "linux" and permitted()
 
 
 def permitted() -> bool:
-    """Ask Linux for the tile registers; return False if it refuses."""
+    """Request the tile registers from Linux; return False if it refuses."""
     try:
         return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
     except (OSError, AttributeError):
         return False
 
 
-def _emit(b: ir.IRBuilder, text: str, *arguments: ir.Value) -> None:
+def _emit(b: ir.IRBuilder, text: str, *arguments: Value) -> None:
     """Emit assembly that reads and writes memory."""
     kind = ir.FunctionType(ir.VoidType(), [x.type for x in arguments])
     places = ",".join(["r"] * len(arguments) + ["~{memory}"])

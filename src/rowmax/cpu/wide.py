@@ -20,6 +20,8 @@ from numba.extending import intrinsic
 from ..rules.softmax import score_gradient
 from .vector import FEATURES, TILE_K, TILE_Q
 
+Value = Any  # LLVM's values have no types in its bindings
+
 LANES, STEP = 16, 32  # numbers of a vector; of a step of a loop
 
 #: coefficients of f, f^2, .. in ``2^f - 1`` on [0, 1): relative errors 2.9e-6, for weights that are
@@ -56,13 +58,13 @@ def const(value: int, kind: ir.Type = I64) -> ir.Constant:
 class Lanes:
     """A vector of float32; operators emit instructions."""
 
-    def __init__(self, builder: ir.IRBuilder, value: ir.Value) -> None:
+    def __init__(self, builder: ir.IRBuilder, value: Value) -> None:
         self.builder, self.value = builder, value
 
-    def _by(self, operation: Callable[..., ir.Value], x: Lanes | float) -> Lanes:
+    def _by(self, operation: Callable[..., Value], x: Lanes | float) -> Lanes:
         return Lanes(self.builder, operation(self.value, self._other(x), flags=_FLAGS))
 
-    def _other(self, x: Lanes | float) -> ir.Value:
+    def _other(self, x: Lanes | float) -> Value:
         return x.value if isinstance(x, Lanes) else self.all(x).value
 
     def all(self, x: float) -> Lanes:
@@ -85,7 +87,7 @@ class Lanes:
         test = self.builder.fcmp_ordered(relation, self.value, self._other(x))
         return Lanes(self.builder, self.builder.select(test, self._other(yes), self._other(no)))
 
-    def call(self, name: str, *more: ir.Value) -> Lanes:
+    def call(self, name: str, *more: Value) -> Lanes:
         """Call an LLVM function of this vector."""
         arguments = [self.value, *more]
         kind = ir.FunctionType(FLOATS, [x.type for x in arguments])
@@ -93,7 +95,7 @@ class Lanes:
         function = module.globals.get(name) or ir.Function(module, kind, name)
         return Lanes(self.builder, self.builder.call(function, arguments))
 
-    def total(self) -> ir.Value:
+    def total(self) -> Value:
         """Return the sum of the lanes."""
         x = self
         for width in (8, 4, 2, 1):
@@ -102,7 +104,7 @@ class Lanes:
             )
         return self.builder.extract_element(x.value, const(0, I32))
 
-    def greatest(self) -> ir.Value:
+    def greatest(self) -> Value:
         """Return the greatest lane."""
         x = self
         for width in (8, 4, 2, 1):
@@ -111,45 +113,45 @@ class Lanes:
         return self.builder.extract_element(x.value, const(0, I32))
 
 
-def shuffled(b: ir.IRBuilder, x: ir.Value, lanes: Sequence[int], y: ir.Value | None = None) -> Any:
+def shuffled(b: ir.IRBuilder, x: Value, lanes: Sequence[int], y: Value | None = None) -> Any:
     """Return the named lanes of x, or of x and y one after the other."""
     mask = ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes))
     return b.shuffle_vector(x, x if y is None else y, mask)
 
 
-def spread(b: ir.IRBuilder, x: ir.Value) -> Lanes:
+def spread(b: ir.IRBuilder, x: Value) -> Lanes:
     """Return a number in every lane."""
     one = b.insert_element(ir.Constant(FLOATS, ir.Undefined), x, const(0, I32))
     return Lanes(b, shuffled(b, one, [0] * LANES))
 
 
-def load(b: ir.IRBuilder, address: ir.Value, kind: ir.Type = FLOATS) -> ir.Value:
+def load(b: ir.IRBuilder, address: Value, kind: ir.Type = FLOATS) -> Value:
     """Load a vector from any address."""
     return b.load(b.inttoptr(address, kind.as_pointer()), align=2)
 
 
-def write(b: ir.IRBuilder, value: ir.Value, address: ir.Value) -> None:
+def write(b: ir.IRBuilder, value: Value, address: Value) -> None:
     """Write a vector to any address."""
     b.store(value, b.inttoptr(address, value.type.as_pointer()), align=2)
 
 
-def floats(b: ir.IRBuilder, address: ir.Value) -> Lanes:
+def floats(b: ir.IRBuilder, address: Value) -> Lanes:
     """Load 16 float32."""
     return Lanes(b, load(b, address))
 
 
-def offset(b: ir.IRBuilder, address: ir.Value, i: ir.Value, size: int, more: int = 0) -> ir.Value:
+def offset(b: ir.IRBuilder, address: Value, i: Value, size: int, more: int = 0) -> Value:
     """Return the address of element ``i + more``, of ``size`` bytes."""
     return b.add(address, b.mul(b.add(i, const(more)), const(size)))
 
 
 def loop(
     b: ir.IRBuilder,
-    count: ir.Value,
+    count: Value,
     step: int,
-    starts: Sequence[ir.Value],
-    body: Callable[[ir.Value, list[ir.Value]], list[ir.Value]],
-) -> list[ir.Value]:
+    starts: Sequence[Value],
+    body: Callable[[Value, list[Value]], list[Value]],
+) -> list[Value]:
     """Emit ``for i in range(0, count, step): carried = body(i, carried)``; count is positive."""
     before, inside = b.block, b.append_basic_block("loop")
     done = b.append_basic_block("done")
@@ -172,6 +174,7 @@ def exp2(x: Lanes, coefficients: Sequence[float]) -> Lanes:
     every, now = const(-1, I16), const(4, I32)
     if _ROUNDS:
         f = x.call("llvm.x86.avx512.mask.reduce.ps.512", const(9, I32), x.value, every, now)
+        floor = None
     else:
         x = x.where("<", -127.0, -127.0, x)
         x = x.where(">", 128.0, 128.0, x)
@@ -180,7 +183,7 @@ def exp2(x: Lanes, coefficients: Sequence[float]) -> Lanes:
     p = x.all(coefficients[-1])
     for c in (*coefficients[-2::-1], 1.0):
         p = p * f + c
-    if _ROUNDS:
+    if floor is None:
         name = "llvm.x86.avx512.mask.scalef.ps.512"
         return p.call(name, x.value, x.value, every, now)
     b = x.builder
@@ -189,7 +192,7 @@ def exp2(x: Lanes, coefficients: Sequence[float]) -> Lanes:
     return p * Lanes(b, b.bitcast(power, FLOATS))
 
 
-def bfloats(low: Lanes, high: Lanes) -> ir.Value:
+def bfloats(low: Lanes, high: Lanes) -> Value:
     """Return 32 bfloat16: those of low, then those of high; to nearest, ties to even."""
     b = low.builder
     if _SHORTENS:
@@ -208,7 +211,9 @@ def bfloats(low: Lanes, high: Lanes) -> ir.Value:
     return shuffled(b, halves[0], range(2 * LANES), halves[1])
 
 
-def step_of_row(parameters: Sequence[types.Type], result: types.Type = types.void) -> Callable:
+def step_of_row(
+    parameters: Sequence[types.Type], result: types.Type = types.void
+) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator: ``emit(builder, *arguments)`` becomes a function for compiled code."""
 
     def decorate(emit: Callable[..., Any]) -> Any:
@@ -232,7 +237,7 @@ _REAL = types.float32
 
 @step_of_row([_ADDRESS, _COUNT], _REAL)
 def greatest(b, row, n):
-    """Return the greatest score, or NaN, or a number where NaN stands beside it."""
+    """Return the greatest score; where one is NaN, NaN or another score."""
     least = ir.Constant(FLOATS, [float("-inf")] * LANES)
 
     def body(i, tops):
@@ -376,7 +381,7 @@ def weave(b, to, first, second, n):
 _WOVEN = [i // 2 + LANES * (i % 2) for i in range(2 * LANES)]
 
 
-def _write_pairs(b: ir.IRBuilder, rows: list[Lanes], to: ir.Value) -> ir.Value:
+def _write_pairs(b: ir.IRBuilder, rows: list[Lanes], to: Value) -> Value:
     """Write 16 numbers of two rows as pairs of bfloat16; return them, those of the first first."""
     both = bfloats(*rows)
     write(b, shuffled(b, both, _WOVEN), to)
