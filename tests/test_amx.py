@@ -174,3 +174,13 @@ def test_values_that_are_not_finite(name: str, value: float) -> None:
         answers.append((out, *torch.autograd.grad(out, leaves, dout)))  # pyright: ignore
     for a, b in zip(*answers, strict=True):
         torch.testing.assert_close(a.float(), b, rtol=2e-2, atol=2e-2, equal_nan=True)
+
+
+def test_the_only_key_has_a_weight_of_one() -> None:
+    """Its score less the row's maximum may round to just below 0."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 200, 4, 8).bfloat16() for _ in range(3))
+    out, lse = rowmax.attention(q, k[:, :1], v[:, :1], scale=1e-3, return_lse=True, backend="cpu")
+    scores = torch.einsum("bihd,bjhd->bhi", q.double(), k[:, :1].double()) * 1e-3
+    assert torch.equal(out, v[:, :1].expand_as(out))
+    assert (lse - scores).abs().max() < 3e-7
