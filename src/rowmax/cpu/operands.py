@@ -24,7 +24,7 @@ from .amx import STRIP, configure, release
 from .functions import STRICT, SUMS, array, inner
 from .products import panel, span
 from .vector import TILE_K, TILE_Q, W, fetch_add
-from .wide import LANES, STEP, finite, multiply, transpose, weave
+from .wide import LANES, STEP, finite, multiply, shorten, transpose, weave
 
 HALF_K, HALF_Q = TILE_K // 2, TILE_Q // 2
 
@@ -110,7 +110,7 @@ def _strip_panels(like, to, rows, row_bytes, first, n, d):
         room = np.empty(0 if j0 + STRIP <= n else STRIP * d, np.uint16)
         if room.size:
             at, step = room.ctypes.data, 2 * d
-            copy_rows(at, rows + row_bytes * j0, row_bytes, n - j0, STRIP, d)
+            copy_rows(like, at, rows + row_bytes * j0, row_bytes, n - j0, STRIP, d)
         for j in range(0, STRIP, LANES):
             for c in range(0, d // 2, LANES):
                 block = panel_at + 4 * (STRIP * c + j)
@@ -281,7 +281,7 @@ def pack_rows(like, to, padded, rows, row_bytes, n, half, d) -> Any:
 def _pack_rows(like, to, padded, rows, row_bytes, n, half, d):
     if like.dtype == types.uint16:
         return lambda like, to, padded, rows, row_bytes, n, half, d: pack_neighbours(
-            to, rows, row_bytes, n, padded
+            like, to, rows, row_bytes, n, padded
         )
     if like.dtype != types.uint32:
 
@@ -332,12 +332,11 @@ def _end_tiles(like):
 
 
 @inner
-def copy_rows(to, rows, row_bytes, n, count, d):
+def copy_rows(like, to, rows, row_bytes, n, count, d):
     """Write n rows of d bfloat16 to contiguous rows, zero from n to count."""
-    bits = np.empty(0, np.uint16)
-    out = array(to, count * d, bits)
+    out = array(to, count * d, like)
     for i in range(min(n, count)):
-        row = array(rows + row_bytes * i, d, bits)
+        row = array(rows + row_bytes * i, d, like)
         for c in range(d):
             out[i * d + c] = row[c]
     for c in range(min(n, count) * d, count * d):
@@ -345,7 +344,7 @@ def copy_rows(to, rows, row_bytes, n, count, d):
 
 
 @inner
-def pack_neighbours(to, rows, row_bytes, n, d):
+def pack_neighbours(like, to, rows, row_bytes, n, d):
     """Write n rows as pairs of neighbouring rows ``[n / 2, d]``, zero up to a whole strip."""
     in_use = 0
     for i0 in range(0, n, STRIP):
@@ -353,7 +352,7 @@ def pack_neighbours(to, rows, row_bytes, n, d):
         room = np.empty(0 if i0 + STRIP <= n else STRIP * d, np.uint16)
         if room.size:
             at, step = room.ctypes.data, 2 * d
-            copy_rows(at, rows + row_bytes * i0, row_bytes, n - i0, STRIP, d)
+            copy_rows(like, at, rows + row_bytes * i0, row_bytes, n - i0, STRIP, d)
         for i in range(0, STRIP, 2):
             weave(to + 2 * d * (i0 + i), at + step * i, at + step * (i + 1), d)
         in_use += room.size
@@ -393,14 +392,15 @@ def _count_infinite(like, rows, row_bytes, n, d, counter):
 @inner
 def _bfloats_are_finite(rows, row_bytes, n, d):
     """Return True if no exponent is that of inf and NaN."""
-    whole, bits, good = d // STEP * STEP, np.empty(0, np.uint16), True
+    whole, good = d // STEP * STEP, True
     for i in range(n):
         at = rows + row_bytes * i
         if whole:
             good &= finite(at, whole)
-        rest = array(at + 2 * whole, d - whole, bits)
-        for c in range(d - whole):
-            good &= (rest[c] & np.uint16(0x7F80)) != np.uint16(0x7F80)
+        if whole < d:
+            rest = array(at + 2 * whole, d - whole, np.empty(0, np.uint16))
+            for c in range(d - whole):
+                good &= (rest[c] & np.uint16(0x7F80)) != np.uint16(0x7F80)
     return good
 
 
@@ -453,7 +453,19 @@ def store(like, to, row, factor) -> Any:
 
 @overload(store)
 def _store(like, to, row, factor):
-    if like.dtype not in (types.uint16, types.uint32):
+    if like.dtype == types.uint16:
+
+        def short(like, to, row, factor):
+            if row.size % STEP == 0:
+                shorten(to, row.ctypes.data, row.size, np.float32(factor))
+                return
+            out = array(to, row.size, like)
+            for c in range(row.size):
+                out[c] = np.uint16(_bfloat(row[c] * factor))
+
+        return short
+
+    if like.dtype != types.uint32:
 
         def plain(like, to, row, factor):
             out = array(to, row.size, like)

@@ -79,7 +79,7 @@ def add_strips(call, seq, state, place, head, scratch, m, l, like, operand_like)
     d, padded = call.d_operand, call.value_d_padded
     count = (n + STRIP - 1) // STRIP * STRIP
     q = row_address(call.q, seq, place, operand_like)
-    copy_rows(scratch.queries, q, 2 * call.q.n, n, count, d)
+    copy_rows(operand_like, scratch.queries, q, 2 * call.q.n, n, count, d)
     weights = scratch.S + 4 * STRIP * TILE_K
     memory = Strip(scratch.S, weights, weights + 2 * STRIP * TILE_K)
     kept = array(memory.kept, TILE_K + 64, state)
@@ -137,6 +137,6 @@ def weigh_strip(call, seq, strip, part, memory, m, l, O, kept, like, operand_lik
             l[r] += bfloat_exponentials(at, to, width, factor, base, unit)
         if call.threshold:
             keep = keep_row(kept, width, call, s, h, i0 + r, part.j0)
-            weights = array(to, width, np.empty(0, np.uint16))
+            weights = array(to, width, operand_like)
             for j in range(width):
                 weights[j] = weights[j] if keep[j] else np.uint16(0)

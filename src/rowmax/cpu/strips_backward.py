@@ -69,8 +69,8 @@ def strip_memory(call, like):
 def pack_tile(rows, seq, place, to, to_t, room, d, like):
     """Write a tile of queries or of dO as contiguous rows and as their transpose."""
     at = row_address(rows, seq, place, like)
-    copy_rows(to, at, 2 * rows.n, place.n, TILE_Q, d)
-    pack_neighbours(room, to, 2 * d, TILE_Q, d)
+    copy_rows(like, to, at, 2 * rows.n, place.n, TILE_Q, d)
+    pack_neighbours(like, room, to, 2 * d, TILE_Q, d)
     pack_transposed(to_t, room, TILE_Q, d)
 
 

@@ -379,6 +379,19 @@ def weave(b, to, first, second, n):
     loop(b, n, STEP, [], body)
 
 
+@step_of_row([_ADDRESS, _ADDRESS, _COUNT, _REAL])
+def shorten(b, to, row, n, factor):
+    """Write n float32 times factor as bfloat16."""
+    factor = spread(b, factor)
+
+    def body(i, _):
+        x, y = (floats(b, offset(b, row, i, 4, LANES * v)) * factor for v in range(2))
+        write(b, bfloats(x, y), offset(b, to, i, 2))
+        return []
+
+    loop(b, n, STEP, [], body)
+
+
 _WOVEN = [i // 2 + LANES * (i % 2) for i in range(2 * LANES)]
 
 
