@@ -37,13 +37,14 @@ _ROUND = 2 << 20  # sizes are multiples of so many bytes
 class Pull:
     """Copies under way from the memory of other ranks."""
 
-    def __init__(self, event: Any) -> None:
-        self._event = event
+    def __init__(self, event: Any, device: torch.device) -> None:
+        self._event, self._device = event, device
 
     def wait(self) -> None:
         """Let the current stream wait for the copies. The host goes on."""
-        if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+        event, self._event = self._event, None
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
 
 
 class Region:
@@ -59,7 +60,7 @@ class Region:
         self.memory: _Symmetric | _File | None = None
         self.size = 0
         self._shown: Any = None  # an event
-        self._read: Any = None  # an event: the last of own copies
+        self._read: Pull | None = None  # the last of own copies
         self._stream: torch.cuda.Stream | None = None  # the stream of the last use
 
     def open(self, size: int) -> Tensor:
@@ -70,11 +71,13 @@ class Region:
         """
         if self.device.type == "cuda":
             current = torch.cuda.current_stream(self.device)
-            if self._stream is not None and self._stream != current:
+            captures = torch.cuda.is_current_stream_capturing()
+            # a graph waits for no stream outside of it; torch synchronizes before it captures
+            if self._stream is not None and self._stream != current and not captures:
                 current.wait_stream(self._stream)
-            self._stream = current
+            self._stream = None if captures else current
         if self._read is not None:
-            torch.cuda.current_stream(self.device).wait_event(self._read)
+            self._read.wait()
             self._read = None
         if size > self.size:
             self._grow(size)
@@ -99,14 +102,14 @@ class Region:
         if self._shown is None:
             for to, origin in copies:
                 to.copy_(origin)
-            return Pull(None)
+            return Pull(None, self.device)
         stream = _copy_stream(self.device)
         stream.wait_event(self._shown)
         with torch.cuda.stream(stream):
             for to, origin in copies:
                 to.copy_(origin, non_blocking=True)
-            self._read = stream.record_event()
-        return Pull(self._read)
+            self._read = Pull(stream.record_event(), self.device)
+        return self._read
 
     def _grow(self, size: int) -> None:
         """Replace the memory by a larger one, on all ranks."""
