@@ -189,6 +189,14 @@ _FEW = {
     ("few", 128): (Tiles(64, 64, 4, 4),) * 3,
     ("few", 256): (Tiles(64, 32, 4, 4),) * 3,
 }
+#: as ``_H200`` for backwards of few keys, by the number of keys that a program holds
+_SHORT = {
+    ("short-64", 64): (Tiles(32, 64, 4, 2),) * 3,
+    ("short-64", 128): (Tiles(32, 64, 4, 2),) * 3,
+    ("short-128", 64): (Tiles(32, 128, 8, 2),) * 3,
+    ("short-128", 128): (Tiles(32, 128, 8, 2),) * 3,
+    ("short-256", 64): (Tiles(32, 256, 8, 2),) * 3,
+}
 #: faster than the middle one beyond ``LONG``
 _H200_LONG = {("dkdv", 128): Tiles(64, 128, 8, 3, split=True)}
 
@@ -198,7 +206,7 @@ def table(kind: Kind, limits: Limits) -> Tiles | None:
     if not any(name in limits.name for name in ("H100", "H200", "GH200")) or kind.bytes != 2:
         return None
     width = max(kind.d, kind.dv, 64)
-    found = {**_H200, **_FEW, **_TANGENTS}.get((kind.job, width))
+    found = {**_H200, **_FEW, **_SHORT, **_TANGENTS}.get((kind.job, width))
     if found is None or kind.scored:
         return found and found[2]
     if kind.masked and kind.long:
