@@ -113,6 +113,20 @@ def test_few_queries_for_other_targets(target: str) -> None:
 
 
 @pytest.mark.timeout(900)
+def test_kernels_of_few_keys() -> None:
+    """Queries are copied to shared memory ahead of the loop, and no loop spills."""
+    found = [f for f in compiled("sm_90", "short") if f["kernel"] == "short_kernel"]
+    assert len({f["case"] for f in found}) == 12
+    for fact in found:
+        assert fact["findings"] == fact["stack"] == [], fact
+        assert fact["refused"] == 0, fact
+        assert fact["given"] == fact["taken"], fact
+        assert fact["copies"] > 0, fact
+        if version("triton").startswith("3.6."):  # by which the tiles were chosen
+            assert fact["spills"] <= ALLOWED_SHORT_SPILLS.get(fact["case"], 0), fact
+
+
+@pytest.mark.timeout(900)
 def test_kernels_of_tangents() -> None:
     """No loop over tiles spills; two load loop invariants (``tiles._TANGENTS``)."""
     found = compiled("sm_90", "tangents")

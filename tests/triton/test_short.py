@@ -12,10 +12,11 @@ import torch
 
 pytest.importorskip("triton")
 
+import rowmax
+from rowmax.call import dispatch as backends
 from rowmax.call.problem import Problem, Wanted
-from rowmax.gpu import short_keys
-from rowmax.testing import CASES, COVERING, Case, answer, complaints, cotangents, expected, make
-from rowmax.testing import poisoned
+from rowmax.gpu import hopper, replay, short_keys
+from rowmax.testing import COVERING, Case, answer, complaints, cotangents, expected, make, poisoned
 from tests.drawn import drawn, wrong
 from tests.triton.test_interpreter import _watched, interpreter  # noqa: F401  (a fixture)
 
@@ -82,3 +83,160 @@ def test_float16(case: Case, forced: Forced) -> None:
 @pytest.mark.parametrize("case", TAKEN[3::4], ids=str)
 def test_parts(case: Case, forced: Forced) -> None:
     check(case, torch.float32, forced(parts=3, block_q=16))
+
+
+@interpreted
+@pytest.mark.parametrize("seed", range(6))
+def test_drawn_calls(seed: int, forced: Forced) -> None:
+    taken = forced(parts=1 + seed % 3, block_q=(16, 32, 64)[seed % 3])
+    one = drawn(seed, "float32", 1200)
+    one = replace(one, case=replace(one.case, sequences=None, grads=("q", "k", "v")))
+    texts = wrong(one, "triton")
+    assert not texts, "\n".join([*texts, one.snippet("triton", "cpu")])
+    assert taken[0] > 0
+
+
+@interpreted
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_numbers_that_are_not_seen_do_not_matter(
+    name: str, bad: float, parts: int, forced: Forced
+) -> None:
+    """Keys from 44 on are masked, and queries before 10 see no key."""
+    forced(parts, block_q=16)
+    case = Case("", b=1, nq=50, nk=60, hq=4, hk=2, d=16)
+    call = make(case)
+    q, k, v = (x.detach() for x in call.inputs)
+    row, col = torch.arange(50)[:, None], torch.arange(60)[None]
+    mask = (row >= 10) & (col < 44)
+    dout = torch.randn(1, 50, 4, 16)
+
+    def gradients(name: str | None) -> tuple[torch.Tensor, ...]:
+        given = {"q": q, "k": k, "v": v, "dout": dout}
+        if name is not None:
+            given[name] = given[name].clone()
+            given[name][:, slice(44, None) if name in "kv" else slice(10)] = bad
+        leaves = [given[n].clone().requires_grad_() for n in "qkv"]
+        out = rowmax.attention(*leaves, mask=mask, backend="triton")
+        return torch.autograd.grad(out, leaves, given["dout"])
+
+    for x, want in zip(gradients(name), gradients(None), strict=True):
+        torch.testing.assert_close(x, want)
+    assert gradients(None)[0][:, :10].abs().max() == 0.0
+
+
+@interpreted
+def test_repeats_and_batches_have_the_same_bits(forced: Forced) -> None:
+    forced(2, block_q=16)
+    call = make(Case("", b=3, nq=90, nk=33, hq=4, hk=2, d=16, causal=True, alibi=True,
+                     grads=("q", "k", "v")))  # fmt: skip
+    grads = cotangents(call)
+    first, again = (answer(call, *grads, backend="triton") for _ in range(2))
+    for (name, x, _), (_, y, _) in zip(first.items(), again.items(), strict=True):
+        assert torch.equal(x, y), name
+
+
+# --- the plan ----------------------------------------------------------------------------------
+
+
+def problem(**more: Any) -> Problem:
+    """Return 64 sequences of 197 positions, 12 heads of 64, without their tensors."""
+    batch = more.pop("b", 64)
+    given = make(Case("", **{"b": 1, "nq": 197, "hq": 12, "d": 64, **more}), dtype=torch.bfloat16)
+    return given.problem()[0]._replace(batch=batch, device="cuda")
+
+
+@pytest.fixture
+def hopper_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = tiles.Limits("NVIDIA H200", 227 << 10, 32, split=True, wgmma=True)
+    monkeypatch.setattr(short_keys, "limits_of", lambda device: limits)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+@pytest.mark.usefixtures("hopper_device")
+@pytest.mark.parametrize(
+    ("more", "keys"),
+    [
+        ({}, 256),
+        ({"nq": 77, "causal": True}, 128),
+        ({"nq": 64, "d": 128}, 64),
+        ({"nq": 128, "d": 128, "hk": 4}, 128),
+        ({"nq": 1}, 64),
+        ({"nq": 257}, None),
+        ({"nq": 129, "d": 128}, None),
+        ({"nq": 64, "d": 136}, None),
+        ({"bias": "1hqk"}, None),
+        ({"bias": "1hqk", "grads": ("q",)}, 256),
+        ({"sink": True}, None),
+        ({"alibi": True}, None),
+        ({"alibi": True, "grads": ("q", "k", "v")}, 256),
+        ({"sequences": ((77, 77), (50, 50))}, None),
+    ],
+)
+def test_calls_of_few_keys(more: dict[str, Any], keys: int | None) -> None:
+    case = Case("", **{"b": 1, "nq": 197, "hq": 12, "d": 64, **more})
+    found = short_keys.tiles_of(problem(**more), make(case).wanted)
+    assert (None if found is None else found.block_k) == keys
+
+
+@pytest.mark.usefixtures("hopper_device")
+def test_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the wanted gradients all are; on a device that was not measured there are no tiles."""
+    assert short_keys.tiles_of(problem()) is not None
+    assert short_keys.tiles_of(problem(alibi=True)) is None
+    assert short_keys.tiles_of(problem()._replace(dtype=torch.float32)) is None
+    assert short_keys.tiles_of(problem()._replace(nk=0)) is None
+    other = tiles.Limits("NVIDIA A100", 163 << 10, 32)
+    monkeypatch.setattr(short_keys, "limits_of", lambda device: other)
+    assert short_keys.tiles_of(problem()) is None
+
+
+@pytest.mark.parametrize(
+    ("b", "hq", "nq", "count"),
+    [(64, 12, 197, 1), (1, 2, 197, 1), (2, 8, 4096, 16), (8, 8, 4096, 4), (64, 8, 4096, 1)],
+)
+def test_number_of_parts(b: int, hq: int, nq: int, count: int) -> None:
+    assert short_keys.parts_of(problem(b=b, hq=hq, nq=nq, nk=77)) == count
+
+
+@pytest.mark.parametrize(
+    ("parts", "launches"), [(1, ["short_kernel"]), (3, ["short_kernel", "add_parts_kernel"])]
+)
+def test_a_replay_can_repeat_the_launches(
+    parts: int, launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backward makes dq, dk, dv, and memory for parts if there are some; nothing else runs."""
+    ran: list[Any] = []
+    monkeypatch.setattr(launch.Job, "run", lambda job, ptr: ran.append(job))
+    launch._jobs.clear()
+    case = Case("", b=2, nq=100, nk=60, hq=4, hk=2, d=16)
+    given, tensors = make(case, dtype=torch.float16).problem()
+    out, lse = torch.zeros(given.out_shape, dtype=torch.float16), torch.zeros(given.lse_shape)
+    dout = torch.zeros_like(out)
+    shape = tiles.Tiles(32, 64, 4, 2, parts=parts)
+    wanted = Wanted(True, True, True, False, False, False)
+    with replay._Watch() as watch:
+        short.backward(given, tensors, out, lse, dout, None, wanted, shape)
+    assert watch.complete
+    assert len(watch.made) == 3 + (parts > 1)
+    assert [job.kernel.fn.__name__ for job in ran] == launches
+    assert ran[0].grid == (2 * 2 * parts, 1, 1)
+    launch._jobs.clear()
+
+
+def test_hopper_defers_to_triton(hopper_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = {"hopper": hopper, "triton": importlib.import_module("rowmax.gpu.triton")}
+    monkeypatch.setattr(hopper, "_missing", lambda index: None)
+    monkeypatch.setattr(backends, "_load", loaded.__getitem__)
+    monkeypatch.setattr(loaded["triton"], "_has_capability", lambda *_: True)
+
+    def chosen(given: Problem, name: str | None = None) -> list[str | None]:
+        return [job.backend for job in backends.choose.__wrapped__(given, "backward", name).jobs]
+
+    assert chosen(problem()) == ["triton"]
+    assert chosen(problem(), "hopper") == ["hopper"]
+    assert chosen(problem(nq=300)) == ["hopper"]
+    assert chosen(problem(sink=True)) == ["hopper"]
+    text = backends.deferral("hopper", problem(), "backward")
+    assert text == "few keys: triton computes all gradients in one launch"

@@ -23,7 +23,9 @@ LEAST_QUERIES = 256
 
 #: a backward that keeps all of these is computed by one program a kv head
 LIMITS = (
-    Limit(lambda p: p.device == "cuda", "the tensors are not on a GPU"),
+    Limit(
+        lambda p: p.device == "cuda" and torch.cuda.is_available(), "the tensors are not on a GPU"
+    ),
     Limit(lambda p: p.dtype.itemsize == 2, "{0.dtype} needs twice the memory"),
     Limit(lambda p: not p.varlen, "sequences are packed"),
     Limit(lambda p: 0 < p.nk and _elements(p) <= MOST_ELEMENTS, "{0.nk} keys are too many"),
