@@ -38,32 +38,35 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CELLS: dict[str, tuple[int, int, int, int, int, int, bool]] = {
     "64x197 h12 d64": (64, 197, 197, 12, 12, 64, False),
     "256x77 h12 d64 causal": (256, 77, 77, 12, 12, 64, True),
-    "256x77 h8 d64 causal": (256, 77, 77, 8, 8, 64, True),
     "8x128 h16 d64": (8, 128, 128, 16, 16, 64, False),
-    "8x128 h16 d64 causal": (8, 128, 128, 16, 16, 64, True),
     "8 cross 4096x77 h8 d40": (8, 4096, 77, 8, 8, 40, False),
-    "2 cross 4096x77 h8 d40": (2, 4096, 77, 8, 8, 40, False),
+    "512x64 h16 d64": (512, 64, 64, 16, 16, 64, False),
+    "64x128 h16 d64": (64, 128, 128, 16, 16, 64, False),
+    "64x128 h16 d64 causal": (64, 128, 128, 16, 16, 64, True),
+    "64x128 h16 d128": (64, 128, 128, 16, 16, 128, False),
+    "64x128 h16 d128 causal": (64, 128, 128, 16, 16, 128, True),
     "64x256 h16 d64": (64, 256, 256, 16, 16, 64, False),
     "64x256 h16 d64 causal": (64, 256, 256, 16, 16, 64, True),
-    "64x128 h16 d128 causal": (64, 128, 128, 16, 16, 128, True),
+    "8x197 h12 d64": (8, 197, 197, 12, 12, 64, False),
+    "32x77 h8 d64 causal": (32, 77, 77, 8, 8, 64, True),
+    "2 cross 4096x77 h8 d40": (2, 4096, 77, 8, 8, 40, False),
+    "512x50 h16 d64 causal": (512, 50, 50, 16, 16, 64, True),
+    "256x64 h16 d128": (256, 64, 64, 16, 16, 128, False),
     "64x128 h16 hk4 d64": (64, 128, 128, 16, 4, 64, False),
-    "512x64 h16 d64": (512, 64, 64, 16, 16, 64, False),
-    "32x512 h16 d64": (32, 512, 512, 16, 16, 64, False),
-    "32x512 h16 d128": (32, 512, 512, 16, 16, 128, False),
-    "1x512 h16 d128 causal": (1, 512, 512, 16, 16, 128, True),
-    "1x1024 h16 d128 causal": (1, 1024, 1024, 16, 16, 128, True),
+    "256x77 h8 d64": (256, 77, 77, 8, 8, 64, False),
+    "16x512 h16 hk4 d64 x64 keys": (16, 512, 64, 16, 4, 64, False),
 }
 #: by (keys that a program holds, padded head size): (queries, warps, stages, registers)
 BACKWARD = {
-    (64, 64): ((32, 4, 2, 0), (64, 4, 2, 0), (64, 8, 2, 0), (32, 4, 2, 128), (32, 4, 3, 0)),
-    (64, 128): ((32, 4, 2, 0), (64, 8, 2, 0), (32, 8, 2, 0)),
-    (128, 64): ((32, 8, 2, 0), (16, 8, 2, 128), (32, 8, 2, 128), (64, 8, 2, 0), (16, 4, 2, 0),
-                (32, 8, 3, 0)),
-    (128, 128): ((32, 8, 2, 0), (16, 8, 2, 0), (64, 8, 2, 0), (32, 8, 3, 0)),
-    (256, 64): ((32, 8, 2, 0), (16, 8, 2, 0), (32, 16, 2, 0), (32, 8, 3, 0)),
+    (64, 64): ((32, 4, 3, 0), (32, 4, 4, 0), (64, 4, 3, 0), (16, 4, 4, 0)),
+    (64, 128): ((32, 4, 3, 0), (32, 8, 3, 0), (16, 4, 3, 0)),
+    (128, 64): ((32, 8, 3, 0), (16, 4, 3, 0), (16, 4, 4, 0), (32, 8, 3, 128), (16, 8, 4, 128),
+                (64, 8, 2, 0)),
+    (128, 128): ((32, 8, 3, 0), (32, 8, 2, 0), (16, 8, 3, 0)),
+    (256, 64): ((32, 8, 3, 0), (32, 8, 4, 0), (32, 8, 2, 0)),
 }  # fmt: skip
-FORWARD = (T(64, 64, 4, 2), T(64, 128, 4, 2), T(128, 64, 8, 2), T(128, 128, 8, 2), T(64, 32, 4, 3),
-           T(64, 256, 4, 2), T(128, 256, 8, 2))  # fmt: skip
+FORWARD = (T(64, 32, 4, 3), T(64, 32, 4, 4), T(64, 32, 4, 2), T(64, 64, 4, 3), T(64, 16, 4, 4),
+           T(32, 32, 4, 3), T(64, 64, 4, 4))  # fmt: skip
 PEERS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
@@ -168,7 +171,7 @@ def variants(cell: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
     height, width = max(64, tiles.padded(nk)), max(64, tiles.padded(d))
     heads = b * hk
     for block_q, warps, stages, registers in BACKWARD.get((height, width), ()):
-        parts = [1] if nq < 512 else [max(1, 264 // heads), max(1, 528 // heads)]
+        parts = [1] if nq < 512 else [max(1, 264 // heads)]
         for count in dict.fromkeys(parts):
             name = f"short q{block_q} w{warps} s{stages} r{registers} p{count}"
             shape = Tiles(block_q, height, warps, stages, parts=count)
@@ -313,12 +316,71 @@ def measure(seconds: float) -> None:
         csv.writer(file).writerows([("cell", "way", "variant", "gpu_us", "clock_us"), *rows])
 
 
+def host() -> None:
+    """Print the host's microseconds of a backward: whole, in the Function, prepared, replayed."""
+    from rowmax.gpu import replay
+    from rowmax.operators import autograd as operators
+
+    cell = CELLS["8x128 h16 d64"]
+    data = inputs(cell)
+    q, k, v, dout = data
+    calls, _ = calls_of(cell, data)
+    spent: dict[str, list[float]] = {}
+
+    def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **more: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return call(*args, **more)
+            finally:
+                spent.setdefault(name, []).append(1e6 * (time.perf_counter() - start))
+
+        return run
+
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *given: Any) -> Any:
+            return given[0].detach().clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return q, k, v
+
+    nothing, clone = Nothing.apply(q, k, v), q.clone()
+    some = {
+        "python function alone": lambda: torch.autograd.grad(nothing, (q, k, v), dout,
+                                                             retain_graph=True),
+        "clone alone": lambda: torch.autograd.grad(clone, (q,), dout, retain_graph=True),
+        **{name: pair[1] for name, pair in calls.items() if pair[1] is not None},
+    }  # fmt: skip
+    before = operators._Attention.backward, dispatch.Prepared.backward, replay.Record.__call__
+    operators._Attention.backward = staticmethod(timed("function", before[0]))
+    dispatch.Prepared.backward = timed("prepared", before[1])
+    replay.Record.__call__ = timed("record", before[2])
+    try:
+        for turn in range(3):
+            for name, call in some.items():
+                spent.clear()
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                for _ in range(100):
+                    call()
+                whole = 1e4 * (time.perf_counter() - start)
+                torch.cuda.synchronize()
+                parts = {part: round(median(found), 1) for part, found in spent.items()}
+                if turn:
+                    print(f"host {name:30s} {whole:7.1f} us a call; medians {parts}", flush=True)
+    finally:
+        operators._Attention.backward = staticmethod(before[0])
+        dispatch.Prepared.backward, replay.Record.__call__ = before[1:]
+
+
 def everything() -> None:
     """Compile and check in processes of their own, then time."""
     me = [sys.executable, "-m", "tests.gpu.short_variants"]
     begun = time.monotonic()
     some = [subprocess.Popen([*me, "warm", str(n)]) for n in range(len(CELLS))]
-    some += [subprocess.Popen([*me, "check", "35", str(n)]) for n in range(8)]
+    some += [subprocess.Popen([*me, "check", "40", str(n)]) for n in range(20, 32)]
     for one in some:
         try:
             one.wait(timeout=max(1, 65 - (time.monotonic() - begun)))
@@ -326,6 +388,7 @@ def everything() -> None:
             one.kill()
             print("killed", one.args, flush=True)
     print("compiled and checked", round(time.monotonic() - begun), "s", flush=True)
+    subprocess.run([*me, "host"], timeout=25, check=False)
     left = max(20, 140 - (time.monotonic() - begun))
     subprocess.run([*me, "time", str(left - 15)], timeout=left)
 
@@ -338,6 +401,8 @@ def main() -> None:
     elif what == "warm":
         cell = list(CELLS.values())[int(numbers[0])]
         calls_of(cell, inputs(cell))
+    elif what == "host":
+        host()
     elif what == "time":
         measure(float(numbers[0]))
     else:

@@ -191,11 +191,11 @@ _FEW = {
 }
 #: as ``_H200`` for backwards of few keys, by the number of keys that a program holds
 _SHORT = {
-    ("short-64", 64): (Tiles(32, 64, 4, 2),) * 3,
-    ("short-64", 128): (Tiles(32, 64, 4, 2),) * 3,
-    ("short-128", 64): (Tiles(32, 128, 8, 2),) * 3,
-    ("short-128", 128): (Tiles(32, 128, 8, 2),) * 3,
-    ("short-256", 64): (Tiles(32, 256, 8, 2),) * 3,
+    ("short-64", 64): (Tiles(32, 64, 4, 3),) * 3,
+    ("short-64", 128): (Tiles(32, 64, 8, 3),) * 3,
+    ("short-128", 64): (Tiles(32, 128, 8, 3),) * 3,
+    ("short-128", 128): (Tiles(32, 128, 8, 3),) * 3,
+    ("short-256", 64): (Tiles(32, 256, 8, 3),) * 3,
 }
 #: faster than the middle one beyond ``LONG``
 _H200_LONG = {("dkdv", 128): Tiles(64, 128, 8, 3, split=True)}

@@ -121,37 +121,48 @@ def add_each_query(dk, dv, k, v, j0, i0, i1, ptr, num, cfg, place):
 
 
 @triton.jit
-def sum_over_group(tile, ptr, num, cfg, place, EACH: tl.constexpr, i0, i1):
-    """Return (dK, dV) of a tile over the heads of its group; store the sums over queries.
-
-    Query by query if EACH, those in [i0, i1), else tile by tile.
-    """
+def resident_keys(tile, ptr, num, cfg, place):
+    """Return (k, v, dk, dv) of a tile of keys, dk and dv of 0."""
     BLOCK_K: tl.constexpr = cfg.BLOCK_K
     j0 = tile * BLOCK_K
     k = lib.load_tile(lib.keys(ptr.k, num.k, cfg, place), num.k, j0, place.used, BLOCK_K, True)
     v = lib.load_tile(lib.keys(ptr.v, num.v, cfg, place), num.v, j0, place.used, BLOCK_K, True)
     dk = tl.zeros([BLOCK_K, num.k.BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_K, num.v.BLOCK_D], tl.float32)
+    return k, v, dk, dv
+
+
+@triton.jit
+def sum_over_group(tile, ptr, num, cfg, place):
+    """Return (dK, dV) of a tile over the heads of its group; store the sums over queries."""
+    BLOCK_K: tl.constexpr = cfg.BLOCK_K
+    j0 = tile * BLOCK_K
+    k, v, dk, dv = resident_keys(tile, ptr, num, cfg, place)
     for g in tl.range(0, cfg.GROUP, num_stages=1):
         here = at_head(place, place.head + g)
-        if EACH:
-            dk, dv = add_each_query(dk, dv, k, v, j0, i0, i1, ptr, num, cfg, here)
+        plan = plan_queries(ptr, num, cfg, here, tile)
+        cols = tl.zeros([BLOCK_K], tl.float32)
+        if cfg.SPLIT:
+            dk, dv, cols = add_queries(dk, dv, cols, k, v, j0, ptr, num, cfg, here, plan, "full")
+            dk, dv, cols = add_queries(
+                dk, dv, cols, k, v, j0, ptr, num, cfg, here, plan, "partial"
+            )
         else:
-            plan = plan_queries(ptr, num, cfg, here, tile)
-            cols = tl.zeros([BLOCK_K], tl.float32)
-            if cfg.SPLIT:
-                dk, dv, cols = add_queries(
-                    dk, dv, cols, k, v, j0, ptr, num, cfg, here, plan, "full"
-                )
-                dk, dv, cols = add_queries(
-                    dk, dv, cols, k, v, j0, ptr, num, cfg, here, plan, "partial"
-                )
-            else:
-                dk, dv, cols = add_queries(dk, dv, cols, k, v, j0, ptr, num, cfg, here, plan, "any")
-            if ptr.dbias_cols is not None:
-                col = j0 + tl.arange(0, BLOCK_K)
-                to = lib.vector(ptr.dbias_cols, here.b, here.head, 0, num.longest_k, cfg.HQ, False)
-                tl.store(to + col, cols, mask=col < tl.where(here.b < num.batch, here.nk, 0))
+            dk, dv, cols = add_queries(dk, dv, cols, k, v, j0, ptr, num, cfg, here, plan, "any")
+        if ptr.dbias_cols is not None:
+            col = j0 + tl.arange(0, BLOCK_K)
+            to = lib.vector(ptr.dbias_cols, here.b, here.head, 0, num.longest_k, cfg.HQ, False)
+            tl.store(to + col, cols, mask=col < tl.where(here.b < num.batch, here.nk, 0))
+    return dk, dv
+
+
+@triton.jit
+def sum_each_over_group(tile, i0, i1, ptr, num, cfg, place):
+    """Return (dK, dV) of a tile over the queries in [i0, i1) of its group, those that see a key."""
+    k, v, dk, dv = resident_keys(tile, ptr, num, cfg, place)
+    for g in tl.range(0, cfg.GROUP, num_stages=1):
+        here = at_head(place, place.head + g)
+        dk, dv = add_each_query(dk, dv, k, v, tile * cfg.BLOCK_K, i0, i1, ptr, num, cfg, here)
     return dk, dv
 
 
@@ -168,11 +179,11 @@ def backward_dkdv_kernel(ptr, num, cfg):
     if j0 >= sizes.nk:
         return
     place = lib.place_of(ptr, num, cfg, b, head % HK * cfg.GROUP, sizes)
-    dk, dv = sum_over_group(tile, ptr, num, cfg, place, False, 0, sizes.nq)
+    dk, dv = sum_over_group(tile, ptr, num, cfg, place)
     if cfg.MASKS:
         if lib.has_nan(dk) | lib.has_nan(dv):
             # K and V are loaded again: kept until here, they would take registers from the loop
-            dk, dv = sum_over_group(tile, ptr, num, cfg, place, True, 0, sizes.nq)
+            dk, dv = sum_each_over_group(tile, 0, place.nq, ptr, num, cfg, place)
     if ptr.dk is not None:
         to = lib.keys(ptr.dk, num.dk, cfg, place)
         lib.store_tile(to, num.dk, j0, place.nk, dk * num.scale, cfg.BLOCK_K)

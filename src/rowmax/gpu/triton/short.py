@@ -23,7 +23,7 @@ from ..kernel_args import aligned, prepared
 from ..launch import Job, JobSpec, launch
 from ..rules import LOG2E
 from ..tiles import Tiles
-from .backward_dkdv import at_head, sum_over_group
+from .backward_dkdv import at_head, sum_each_over_group
 from .backward_dq import QueryTile, add_each_key
 
 #: keys of a program of the second kernel
@@ -31,16 +31,57 @@ ADDED_KEYS = 16
 
 
 @triton.jit
-def add_tiles(dk, dv, k, v, first, count, ptr, num, cfg, place):
-    """Return (dK, dV) after ``count`` tiles of queries of each head; store dQ of each tile.
+def seen_keys(ptr, num, cfg, place, row, col):
+    """Return True for the pairs that may attend; rows past the end have weights of 0 anyway.
 
-    k and dk are ``[BLOCK_K, BLOCK_D]``, v and dv ``[BLOCK_K, BLOCK_DV]``. dk lacks the scale.
+    A band is a range of keys for each row: one comparison a pair where ``lib.seen`` has four.
+    """
+    if ptr.q_ids is not None or ptr.allowed is not None:
+        return lib.seen(ptr, num, place, row, col)
+    else:
+        prefix = None
+        if ptr.prefix is not None:
+            prefix = place.prefix
+        low, high = rules.any_range(
+            row, row, place.offset, num.left, num.right, place.used, prefix
+        )
+        ok = col < high
+        if num.left is not None:
+            ok = ok & (col >= low)
+        return ok
+
+
+@triton.jit
+def tile_of(n, first, count, cfg, place):
+    """Return (place, first row) of tile n of the group: ``count`` tiles of each head."""
+    if cfg.GROUP == 1:
+        return place, (first + n) * cfg.BLOCK_Q
+    else:
+        return at_head(place, place.head + n // count), (first + n % count) * cfg.BLOCK_Q
+
+
+@triton.jit
+def no_sums(ptr, num, cfg):
+    """Return zeros of the shape in which a tile of dQ is computed, one number if none is needed."""
+    if not cfg.MASKS:
+        return tl.zeros([1, 1], tl.float32)
+    elif cfg.BLOCK_Q >= 64:
+        return tl.zeros([cfg.BLOCK_Q, num.q.BLOCK_D], tl.float32)
+    else:
+        return tl.zeros([num.q.BLOCK_D, cfg.BLOCK_Q], tl.float32)
+
+
+@triton.jit
+def add_tiles(dk, dv, sums, k, v, first, count, ptr, num, cfg, place):
+    """Return (dK, dV, sums) after ``count`` tiles of queries of each head; store dQ of each tile.
+
+    k and dk are ``[BLOCK_K, BLOCK_D]``, v and dv ``[BLOCK_K, BLOCK_DV]``. dk lacks the scale. With
+    masks ``sums`` adds all tiles of dQ: it is NaN if one holds NaN.
     """
     BLOCK_Q: tl.constexpr = cfg.BLOCK_Q
     j = tl.arange(0, cfg.BLOCK_K)[:, None]
     for n in tl.range(0, count * cfg.GROUP):
-        here = at_head(place, place.head + n // count)
-        i0 = (first + n % count) * BLOCK_Q
+        here, i0 = tile_of(n, first, count, cfg, place)
         rows = i0 + tl.arange(0, BLOCK_Q)
         row = rows[None, :]
         q = lib.load_tile(
@@ -52,22 +93,27 @@ def add_tiles(dk, dv, k, v, first, count, ptr, num, cfg, place):
         lse2, delta = lib.row_numbers(rows, do, i0, ptr, num, cfg, here, cfg.RAGGED_Q)
         rest = lib.load_rest(ptr, num, cfg, here, row, cfg.RAGGED_Q)
         s = tl.dot(k, tl.trans(q), input_precision=cfg.PRECISION)
-        p, y = lib.weights(s, lse2[None, :], rest, ptr, num, cfg, here, row, j, True, "partial")
+        p, y = lib.weights(s, lse2[None, :], rest, ptr, num, cfg, here, row, j, False, "full")
+        if cfg.EDGES:
+            p = tl.where(seen_keys(ptr, num, cfg, here, row, j), p, 0.0)
         dp = tl.dot(v, tl.trans(do), input_precision=cfg.PRECISION)
         pr, dp = lib.dropped(p, dp, ptr, num, here, row, 0, j, cfg.BLOCK_K)
         dv = tl.dot(pr.to(do.dtype), do, dv, input_precision=cfg.PRECISION)
         ds = rules.score_gradient(p, dp, delta[None, :])
-        if cfg.MASKS:  # dP or Delta of a pair that is not seen may be NaN
-            ds = lib.only_seen(ds, ptr, num, cfg, here, row, j, True, "partial")
         ds = lib.product_gradient(ds, y, ptr, num, cfg, here).to(q.dtype)
         dk = tl.dot(ds, q, dk, input_precision=cfg.PRECISION)
         if BLOCK_Q >= 64:
             dq = tl.dot(tl.trans(ds), k, input_precision=cfg.PRECISION)
+            if cfg.MASKS:
+                sums += dq
         else:  # the height of a wgmma is 64
-            dq = tl.trans(tl.dot(tl.trans(k), ds, input_precision=cfg.PRECISION))
+            dq = tl.dot(tl.trans(k), ds, input_precision=cfg.PRECISION)
+            if cfg.MASKS:
+                sums += dq
+            dq = tl.trans(dq)
         to = lib.queries(ptr.dq, num.dq, cfg, here)
         lib.store_tile(to, num.dq, i0, here.nq, dq * num.scale, BLOCK_Q)
-    return dk, dv
+    return dk, dv, sums
 
 
 @triton.jit
@@ -75,8 +121,7 @@ def store_each_dq(first, count, ptr, num, cfg, place):
     """Store dQ of tiles of queries from the keys that each row sees."""
     BLOCK_Q: tl.constexpr = cfg.BLOCK_Q
     for n in tl.range(0, count * cfg.GROUP, num_stages=1):
-        here = at_head(place, place.head + n // count)
-        i0 = (first + n % count) * BLOCK_Q
+        here, i0 = tile_of(n, first, count, cfg, place)
         rows = i0 + tl.arange(0, BLOCK_Q)
         q = lib.load_tile(lib.queries(ptr.q, num.q, cfg, here), num.q, i0, here.nq, BLOCK_Q, True)
         do = lib.queries(ptr.dout, num.dout, cfg, here)
@@ -125,17 +170,16 @@ def short_kernel(ptr, num, cfg):
     v = lib.load_tile(v_base, num.v, 0, place.used, cfg.BLOCK_K, cfg.RAGGED_K)
     dk = tl.zeros([cfg.BLOCK_K, num.k.BLOCK_D], tl.float32)
     dv = tl.zeros([cfg.BLOCK_K, num.v.BLOCK_D], tl.float32)
-    dk, dv = add_tiles(dk, dv, k, v, first, count, ptr, num, cfg, place)
+    sums = no_sums(ptr, num, cfg)
+    dk, dv, sums = add_tiles(dk, dv, sums, k, v, first, count, ptr, num, cfg, place)
     if cfg.MASKS:
-        # a product with a key that is not seen adds 0 to dQ, unless it is not finite
-        k = lib.load_tile(k_base, num.k, 0, place.used, cfg.BLOCK_K, cfg.RAGGED_K)
-        if lib.has_nan(k * 0.0):
+        if lib.has_nan(sums):
             tl.debug_barrier()  # other threads have stored these rows
             store_each_dq(first, count, ptr, num, cfg, place)
         if lib.has_nan(dk) | lib.has_nan(dv):
             i0 = first * cfg.BLOCK_Q
             i1 = tl.minimum(i0 + count * cfg.BLOCK_Q, place.nq)
-            dk, dv = sum_over_group(0, ptr, num, cfg, place, True, i0, i1)
+            dk, dv = sum_each_over_group(0, i0, i1, ptr, num, cfg, place)
     if ptr.seed is not None:
         dv = dv * num.keep_scale
     store_keys(ptr.dk, ptr.dk_parts, num.dk, dk * num.scale, part, num, cfg, place)
