@@ -160,18 +160,19 @@ def hopper_device(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({}, 256),
         ({"nq": 77, "causal": True}, 128),
-        ({"nq": 64, "d": 128}, 64),
         ({"nq": 128, "d": 128, "hk": 4}, 128),
         ({"nq": 1}, 64),
+        ({"sink": True, "grads": ("q",)}, 256),
         ({"nq": 257}, None),
         ({"nq": 129, "d": 128}, None),
         ({"nq": 64, "d": 136}, None),
-        ({"bias": "1hqk"}, None),
-        ({"bias": "1hqk", "grads": ("q",)}, 256),
         ({"sink": True}, None),
-        ({"alibi": True}, None),
-        ({"alibi": True, "grads": ("q", "k", "v")}, 256),
         ({"sequences": ((77, 77), (50, 50))}, None),
+        # not measured, or slower
+        ({"nq": 64, "d": 128}, None),
+        ({"causal": True}, None),
+        ({"bias": "1hqk", "grads": ("q",)}, None),
+        ({"alibi": True, "grads": ("q", "k", "v")}, None),
     ],
 )
 def test_calls_of_few_keys(more: dict[str, Any], keys: int | None) -> None:
@@ -182,14 +183,15 @@ def test_calls_of_few_keys(more: dict[str, Any], keys: int | None) -> None:
 
 @pytest.mark.usefixtures("hopper_device")
 def test_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the wanted gradients all are; on a device that was not measured there are no tiles."""
+    """Without the wanted gradients all are; other devices have no tiles."""
     assert short_keys.tiles_of(problem()) is not None
-    assert short_keys.tiles_of(problem(alibi=True)) is None
+    assert short_keys.tiles_of(problem(sink=True)) is None
     assert short_keys.tiles_of(problem()._replace(dtype=torch.float32)) is None
     assert short_keys.tiles_of(problem()._replace(nk=0)) is None
     other = tiles.Limits("NVIDIA A100", 163 << 10, 32)
     monkeypatch.setattr(short_keys, "limits_of", lambda device: other)
     assert short_keys.tiles_of(problem()) is None
+    assert short_keys.forward_tiles(problem()) is None
 
 
 @pytest.mark.parametrize(
@@ -225,18 +227,55 @@ def test_a_replay_can_repeat_the_launches(
     launch._jobs.clear()
 
 
-def test_hopper_defers_to_triton(hopper_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+SMALL: dict[str, Any] = {"b": 8, "nq": 128, "hq": 16}
+CROSS: dict[str, Any] = {"b": 8, "nq": 4096, "nk": 77, "hq": 8, "d": 40}
+
+
+@pytest.mark.parametrize(
+    ("more", "of_forward", "of_backward"),
+    [
+        (SMALL, True, True),
+        ({**SMALL, "causal": True}, True, True),
+        (CROSS, True, True),
+        ({**CROSS, "b": 2}, True, True),
+        ({"b": 512, "nq": 64, "hq": 16}, True, True),
+        ({"b": 64, "nq": 128, "hq": 16, "hk": 4}, False, True),
+        ({}, True, False),  # 64 x 197
+        ({"nq": 256, "hq": 16}, False, False),
+        ({"b": 256, "nq": 77, "causal": True}, False, False),
+        ({**SMALL, "d": 128}, False, False),
+        ({**SMALL, "nq": 1}, False, True),
+        ({**SMALL, "sink": True}, True, False),  # its gradient may be wanted
+    ],
+)
+def test_hopper_defers_to_triton(
+    more: dict[str, Any],
+    of_forward: bool,
+    of_backward: bool,
+    hopper_device: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where Triton's kernels of few keys were faster."""
     loaded = {"hopper": hopper, "triton": importlib.import_module("rowmax.gpu.triton")}
     monkeypatch.setattr(hopper, "_missing", lambda index: None)
     monkeypatch.setattr(backends, "_load", loaded.__getitem__)
     monkeypatch.setattr(loaded["triton"], "_has_capability", lambda *_: True)
 
-    def chosen(given: Problem, name: str | None = None) -> list[str | None]:
-        return [job.backend for job in backends.choose.__wrapped__(given, "backward", name).jobs]
+    def chosen(call: Any, given: Problem, name: str | None = None) -> str | None:
+        return backends.choose.__wrapped__(given, call, name).jobs[0].backend
 
-    assert chosen(problem()) == ["triton"]
-    assert chosen(problem(), "hopper") == ["hopper"]
-    assert chosen(problem(nq=300)) == ["hopper"]
-    assert chosen(problem(sink=True)) == ["hopper"]
-    text = backends.deferral("hopper", problem(), "backward")
-    assert text == "few keys: triton computes all gradients in one launch"
+    for call, deferred in (("forward", of_forward), ("backward", of_backward)):
+        assert chosen(call, problem(**more)) == ("triton" if deferred else "hopper"), call
+        assert chosen(call, problem(**more), "hopper") == "hopper"
+
+
+def test_sentences_of_explain(hopper_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    triton_backend = importlib.import_module("rowmax.gpu.triton")
+    monkeypatch.setattr(triton_backend.assembler, "note", lambda index: None)
+    text = "few keys: triton computes all gradients in one launch"
+    assert hopper.defers(problem(**SMALL), "backward") == text
+    assert hopper.defers(problem(**SMALL), "forward") == "few keys: triton's tiles are smaller"
+    note = "few keys: one program a kv head"
+    assert triton_backend.notes(problem(**SMALL), "backward") == [note]
+    parts = f"{note}, in 4 parts that a second launch adds"
+    assert triton_backend.notes(problem(**CROSS), "backward") == [parts]

@@ -34,7 +34,7 @@ class JobSpec(NamedTuple):
     name: str
     kernel: Any
     #: a program's tile: "queries" or "keys" of a sequence, "groups" of the rows of a kv head,
-    #: "rows" of all packed sequences as one, "bias", "heads" for all keys of a kv head
+    #: "rows" of all packed sequences as one, "bias". Or "heads": all keys of a kv head
     resident: str
     #: tensors that are read or written, other than q, k and v
     matrices: tuple[str, ...] = ()

@@ -57,10 +57,10 @@ def supports(problem: Problem, call: str) -> str | None:
 
 def defers(problem: Problem, call: str) -> str | None:
     """Return why the Triton backend takes a call unless this one is named, or None."""
-    if call == "backward" and short_keys.tiles_of(problem) is not None:
-        return "few keys: triton computes all gradients in one launch"
     count = parts.parts_of(problem) if call == "forward" and parts.splits(problem) else 1
-    return None if count == 1 else f"few queries: triton reads their keys in {count} parts"
+    if count > 1:
+        return f"few queries: triton reads their keys in {count} parts"
+    return short_keys.deferral(problem, call)
 
 
 def lacks(problem: Problem, call: str) -> dict[str, str]:

@@ -144,9 +144,7 @@ def sum_over_group(tile, ptr, num, cfg, place):
         cols = tl.zeros([BLOCK_K], tl.float32)
         if cfg.SPLIT:
             dk, dv, cols = add_queries(dk, dv, cols, k, v, j0, ptr, num, cfg, here, plan, "full")
-            dk, dv, cols = add_queries(
-                dk, dv, cols, k, v, j0, ptr, num, cfg, here, plan, "partial"
-            )
+            dk, dv, cols = add_queries(dk, dv, cols, k, v, j0, ptr, num, cfg, here, plan, "partial")
         else:
             dk, dv, cols = add_queries(dk, dv, cols, k, v, j0, ptr, num, cfg, here, plan, "any")
         if ptr.dbias_cols is not None:

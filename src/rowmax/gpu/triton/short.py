@@ -42,9 +42,7 @@ def seen_keys(ptr, num, cfg, place, row, col):
         prefix = None
         if ptr.prefix is not None:
             prefix = place.prefix
-        low, high = rules.any_range(
-            row, row, place.offset, num.left, num.right, place.used, prefix
-        )
+        low, high = rules.any_range(row, row, place.offset, num.left, num.right, place.used, prefix)
         ok = col < high
         if num.left is not None:
             ok = ok & (col >= low)
@@ -259,6 +257,4 @@ def backward(
         add = Tiles(16, ADDED_KEYS, 4, 2, parts=count)
         of_keys = {"dk": dk, "dv": dv, "dk_parts": ptr.dk_parts, "dv_parts": ptr.dv_parts}
         launch(ADD_PARTS, problem, tensors, add, of_keys)
-    return Gradients(
-        dq if wanted.q else None, dk if wanted.k else None, dv if wanted.v else None
-    )
+    return Gradients(dq if wanted.q else None, dk if wanted.k else None, dv if wanted.v else None)
