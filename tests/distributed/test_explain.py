@@ -16,6 +16,7 @@ from rowmax.distributed.explain import ROOFLINES
 from rowmax.distributed.strategies import STRATEGIES
 
 from . import context_programs as programs
+from .programs import copies
 from .world import World
 
 Worlds = Callable[[int], World]
@@ -63,6 +64,16 @@ def test_a_plan_without_processes() -> None:
     assert time.compute == flops / roofline.forward
     assert time.wire == 3 * shard / roofline.wire
     assert time.hidden == min(1.0, time.compute / time.wire)
+
+
+def test_memory_that_ranks_share() -> None:
+    """Rows of all stages, own rows that others read, and gradients that return both ways."""
+    layout = rd.Layout.zigzag(65536, 4)
+    shard = 16384 * 2 * 2 * 128 * 2
+    with copies("shared"):
+        found = rd.explain(*rows(16384), layout=layout, causal=True, device="H200")
+        assert found.forward.memory == (4 + 1) * shard
+        assert found.backward.memory == (5 + 2 * (4 + 1.5 + 3)) * shard
 
 
 def test_what_does_not_fit_under_compute() -> None:

@@ -22,6 +22,7 @@ from .calls import ShardedCall
 from .groups import Group, group_of
 from .layout import Layout
 from .routes import route, sight_of
+from .shared import shares_memory
 from .strategies import STRATEGIES
 from .strategies.heads import shared_heads, split_heads
 from .strategies.stages import stages_of
@@ -283,26 +284,30 @@ def _keys_wire(call: ShardedCall, rank: int, back: bool) -> Wire:
     """Return the bytes of the keys and values that move, and of their gradients."""
     size, wide = _key_bytes(call)
     way = route(call.queries, call.keys, sight_of(call.tensors, call.options), rank)
-    others = [r for r in range(call.group.size) if r != rank]
-    sent, received = (
-        sum(stop - start for r in others for start, stop in ranges[r])
-        for ranges in (way.sent, way.received)
-    )
+    sent, received = way.rows_of_others(rank)
     rows = Wire(sent, received)
-    if way.whole:  # padded to the longest rank
-        rows = Wire(*[len(others) * max(call.keys.lengths)] * 2)
+    if way.whole and not shares_memory(call.group, call.tensors.k.device):
+        # padded to the longest rank
+        rows = Wire(*[(call.group.size - 1) * max(call.keys.lengths)] * 2)
     found = Wire(rows.sent * size, rows.received * size)
     return found + Wire(received * wide, sent * wide) if back else found
 
 
 def _keys_memory(call: ShardedCall, back: bool) -> int:
-    """Return the bytes of gathered rows: of the stage that computes and of the one that moves."""
+    """Return the bytes of gathered rows: of the stage that computes and of the one that moves.
+
+    With shared memory: of all stages, and of what this rank shows to others.
+    """
     size, wide = _key_bytes(call)
     sight = sight_of(call.tensors, call.options)
-    length = route(call.queries, call.keys, sight, call.group.rank).length
+    way = route(call.queries, call.keys, sight, call.group.rank)
     sizes = [len(one) for one in stages_of(call, back)]
+    if shares_memory(call.group, call.tensors.k.device):
+        memory = (way.length + max(call.keys.lengths)) * size
+        returned = way.length + sum(way.rows_of_others(call.group.rank))
+        return memory + back * returned * wide * max(sizes) // sum(sizes)
     most = max(a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True))
-    return length * (size + back * wide) * most // sum(sizes)
+    return way.length * (size + back * wide) * most // sum(sizes)
 
 
 def _key_bytes(call: ShardedCall) -> tuple[int, int]:

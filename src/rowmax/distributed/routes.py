@@ -36,6 +36,14 @@ class Route(NamedTuple):
     received: tuple[Ranges, ...]  # from each rank: ranges of gathered rows
     whole: bool  # every rank needs all rows
 
+    def rows_of_others(self, rank: int) -> tuple[int, int]:
+        """Return the number of rows that this rank sends to others and receives from them."""
+        sent, received = (
+            sum(_length(ranges) for other, ranges in enumerate(each) if other != rank)
+            for each in (self.sent, self.received)
+        )
+        return sent, received
+
 
 class Load(NamedTuple):
     """The work of the mean rank."""

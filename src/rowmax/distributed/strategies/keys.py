@@ -9,7 +9,8 @@ the next one arrive, and in the backward the gradients of the one before return.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,20 +22,23 @@ from ...call.inputs import Gradients, Options, Tensors, Wanted, part_of
 from ..calls import ShardedCall
 from ..collectives import UnderWay
 from ..exchange import Gather, Return
+from ..pulls import PulledReturn, PulledRows, PulledStage
 from ..routes import Part, Route, route, sight_of
+from ..shared import regions_of, without_regions
 from .shares import reduced
 from .stages import stages_of
 
 
 def forward(call: ShardedCall) -> tuple[Tensor, Tensor]:
     """Return (out ``[B, n, Hq, Dv]``, lse ``[B, Hq, n]``) of this rank's queries."""
-    way, stages = _route(call), stages_of(call, returns=False)
+    way, stages = _planned(call, returns=False)
     whole, found = call.whole(), _Results(call, len(way.parts) * len(stages))
 
     def compute(heads: Heads, k: Tensor, v: Tensor) -> None:
         for part in way.parts:
             tensors, options = _part(call, whole, heads, part, (k, v))
-            found.add(heads, part, prepared(tensors, options).forward(tensors))
+            into = found.place(heads, part)
+            found.add(heads, part, prepared(tensors, options).forward(tensors, into))
 
     with UnderWay() as under_way:
         _by_stages(call, way, stages, under_way, compute)
@@ -45,7 +49,7 @@ def backward(
     call: ShardedCall, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wanted: Wanted
 ) -> Gradients:
     """Return the wanted gradients: of own rows, and this rank's share of replicated inputs."""
-    way, stages = _route(call), stages_of(call, returns=True)
+    way, stages = _planned(call, returns=True)
     whole, sums = call.whole(), _Sums(call, way, len(stages), wanted)
     # often the call with most keys sees all of them: sums begin with it, and not with zeros
     parts = sorted(way.parts, key=lambda part: part.gathered.start - part.gathered.stop)
@@ -60,7 +64,9 @@ def backward(
             given = (*of_rows, dout[:, rows, h], of_lse)
             # partial sums: rounding each would add to the error
             job = prepared(tensors, options)
-            sums.add(heads, part, job.backward(tensors, *given, wanted, wide=True))
+            into = sums.place(heads, part)
+            made = job.backward(tensors, *given, wanted, wide=True, into=into)
+            sums.add(heads, part, made)
         sums.send(heads, under_way)
 
     with UnderWay() as under_way:
@@ -89,19 +95,49 @@ def _by_stages(
     """
     group = call.tensors.q.shape[2] // call.tensors.k.shape[2]
     slices = [slice(one.start, one.stop) for one in stages]
+    gathers = _gathers(call, way, slices)
 
-    def begin(kv: slice) -> Gather:
-        own = [t[:, :, kv] for t in (call.tensors.k, call.tensors.v)]
-        gather = Gather(own, way, call.keys, call.group)
+    def begin(stage: int) -> Gather | PulledStage:
+        gather = gathers(stage)
         under_way.append(gather.copy)
         return gather
 
-    arriving = begin(slices[0])
-    for kv, following in zip(slices, [*slices[1:], None], strict=True):
+    arriving = begin(0)
+    for stage, kv in enumerate(slices):
         gather = arriving
-        if following is not None:
-            arriving = begin(following)
+        if stage + 1 < len(slices):
+            arriving = begin(stage + 1)
         compute(Heads(slice(group * kv.start, group * kv.stop), kv), *gather.wait())
+
+
+def _gathers(
+    call: ShardedCall, way: Route, slices: Sequence[slice]
+) -> Callable[[int], Gather | PulledStage]:
+    """Return what begins the copies of a stage."""
+    own = [call.tensors.k, call.tensors.v]
+    regions = regions_of(call.group, call.tensors.q.device)
+    if regions is not None:
+        with _or_collectives(call):
+            return PulledRows(own, slices, _ways(call), call.keys, call.group, regions.rows).begin
+    return lambda stage: Gather([t[:, :, slices[stage]] for t in own], way, call.keys, call.group)
+
+
+def _returned(call: ShardedCall, way: Route, tensors: Sequence[Tensor]) -> Return | PulledReturn:
+    """Return the gradients of gathered rows, on their way to the ranks of the rows."""
+    rows, regions = call.tensors.k.shape[1], regions_of(call.group, call.tensors.q.device)
+    if regions is not None:
+        with _or_collectives(call):
+            return PulledReturn(tensors, _ways(call), rows, call.group, regions.gradients)
+    return Return(tensors, way, rows, call.group)
+
+
+@contextlib.contextmanager
+def _or_collectives(call: ShardedCall) -> Iterator[None]:
+    """Let the call go on with collectives where no rank can share so much memory."""
+    try:
+        yield
+    except MemoryError:
+        without_regions(call.group, call.tensors.q.device)
 
 
 def overlaps(call: ShardedCall) -> bool:
@@ -109,9 +145,16 @@ def overlaps(call: ShardedCall) -> bool:
     return len(stages_of(call, returns=True)) > 1
 
 
-def _route(call: ShardedCall) -> Route:
+def _planned(call: ShardedCall, returns: bool) -> tuple[Route, tuple[range, ...]]:
+    """Return the route of this rank, and the stages; ranks agree first on the way of copies."""
+    regions_of(call.group, call.tensors.q.device)
+    return _ways(call)[call.group.rank], stages_of(call, returns=returns)
+
+
+def _ways(call: ShardedCall) -> list[Route]:
+    """Return the routes of all ranks."""
     sight = sight_of(call.tensors, call.options)
-    return route(call.queries, call.keys, sight, call.group.rank)
+    return [route(call.queries, call.keys, sight, rank) for rank in range(call.group.size)]
 
 
 def _part(
@@ -137,19 +180,23 @@ _LOCAL = ("q", "bias", "allowed", "sink")
 class _Results:
     """The results of a rank. Each call writes its heads and rows; those of a single one are kept.
 
-    Of several calls this is one copy of the results, as joining chunks is.
+    Of several calls this is one copy of the results, unless kernels write them in place.
     """
 
     def __init__(self, call: ShardedCall, calls: int) -> None:
         self.found = None if calls == 1 else call.new_results()
+
+    def place(self, heads: Heads, part: Part) -> Tensor | None:
+        """Return the memory of a call's output."""
+        return None if self.found is None else self.found[0][:, part.rows, heads.q]
 
     def add(self, heads: Heads, part: Part, found: tuple[Tensor, Tensor]) -> None:
         """Add the results of a call."""
         if self.found is None:
             self.found = found
             return
-        out, lse = self.found
-        out[:, part.rows, heads.q], lse[:, heads.q, part.rows] = found
+        _store(found[0], self.place(heads, part))
+        self.found[1][:, heads.q, part.rows] = found[1]
 
     def total(self) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
@@ -173,7 +220,7 @@ class _Sums:
         )
         self.gathered: list[Tensor] = []  # the inputs of a stage with gradients
         self.stage: list[Tensor] = []  # their gradients, from the first call on
-        self.returning: tuple[Heads, Return] | None = None
+        self.returning: tuple[Heads, Return | PulledReturn] | None = None
         self.sink, self.heads = (
             torch.zeros_like(t) if want and t is not None else None
             for t, want in ((own.sink, wanted.sink), (own.heads, wanted.heads))
@@ -190,13 +237,16 @@ class _Sums:
         """Begin a stage with its gathered rows."""
         self.gathered = [t for t, want in ((k, self.wanted.k), (v, self.wanted.v)) if want]
 
+    def place(self, heads: Heads, part: Part) -> Tensor | None:
+        """Return the memory of a call's gradient of q."""
+        return None if self.q is None else self.q[:, part.rows, heads.q]
+
     def add(self, heads: Heads, part: Part, found: Gradients) -> None:
         """Add the gradients of a call."""
         if self.alone:
             self.q = found.q
-        elif self.q is not None:
-            assert found.q is not None
-            self.q[:, part.rows, heads.q] = found.q
+        elif found.q is not None:
+            _store(found.q, self.place(heads, part))
         of_keys = [t for t in (found.k, found.v) if t is not None]
         if not self.stage and part.gathered == slice(0, self.way.length):
             self.stage = [t.to(self.wide) for t in of_keys]
@@ -214,8 +264,7 @@ class _Sums:
         """Send the gradients of a stage. Add those of the stage before, which have arrived."""
         if not self.gathered:
             return
-        rows = self.call.tensors.k.shape[1]
-        back = Return(self.stage or self._zeros(), self.way, rows, self.call.group)
+        back = _returned(self.call, self.way, self.stage or self._zeros())
         under_way.append(back.copy)
         self.gathered, self.stage = [], []
         self._receive()
@@ -239,6 +288,12 @@ class _Sums:
         self._receive()
         bias, sink, heads = reduced(self.call, self.bias, self.sink, self.heads)
         return Gradients(self.q, self.k, self.v, bias, sink, heads)
+
+
+def _store(x: Tensor, place: Tensor | None) -> None:
+    """Copy a result to its place, unless a kernel has written it there."""
+    if place is not None and x.data_ptr() != place.data_ptr():
+        place.copy_(x)
 
 
 _DENSE = torch.contiguous_format
