@@ -255,7 +255,7 @@ def test_hopper_defers_to_triton(
     hopper_device: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where Triton's kernels of few keys were faster."""
+    """Leave those calls where Triton's kernels of few keys were faster."""
     loaded = {"hopper": hopper, "triton": importlib.import_module("rowmax.gpu.triton")}
     monkeypatch.setattr(hopper, "_missing", lambda index: None)
     monkeypatch.setattr(backends, "_load", loaded.__getitem__)

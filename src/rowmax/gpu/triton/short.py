@@ -21,7 +21,6 @@ from ...call.problem import Gradients, Problem, Tensors, Wanted
 from .. import lib, preprocess, rules
 from ..kernel_args import aligned, prepared
 from ..launch import Job, JobSpec, launch
-from ..rules import LOG2E
 from ..tiles import Tiles
 from .backward_dkdv import at_head, sum_each_over_group
 from .backward_dq import QueryTile, add_each_key
