@@ -288,9 +288,13 @@ def is_batched(t: Tensor | None) -> bool:
 
 def values_are_readable(t: Tensor) -> bool:
     """Return True if reading values is free: not on a GPU, which waits, and not while tracing."""
+    return t.device.type == "cpu" and has_values(t)
+
+
+def has_values(t: Tensor) -> bool:
+    """Return True if a tensor has values that the host can read, if it waits for them."""
     return (
-        t.device.type == "cpu"
-        and not torch.compiler.is_compiling()
+        not torch.compiler.is_compiling()
         and not is_transformed()
         and not is_traced_by_make_fx()
         and type(t) in PLAIN

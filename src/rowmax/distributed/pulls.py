@@ -12,7 +12,8 @@ from torch import Tensor
 from .exchange import elements, packed, unpacked
 from .groups import Group
 from .layout import Layout, Ranges
-from .routes import Route
+from .pieces import Packing
+from .routes import Route, rows_of
 from .shared import Pull, Region
 
 
@@ -82,6 +83,92 @@ class PulledStage:
         return [t.transpose(0, 1) for t in rows]
 
 
+class PulledPieces:
+    """The packed keys of a rank's pieces (``pieces.py``), by stages of heads.
+
+    Only rows that other ranks need are shown. Own rows are packed while others arrive.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        stages: Sequence[slice],
+        ways: Sequence[Route],
+        packing: Packing | None,
+        group: Group,
+        region: Region,
+    ) -> None:
+        self.rank, self.ways, self.packing, self.region = group.rank, ways, packing, region
+        self.dtype = tensors[0].dtype
+        self.parts = [[t[:, :, heads] for t in tensors] for heads in stages]
+        self.shown = [_length(way.shown) for way in ways]  # rows of each rank
+        self.moves = max(self.shown) > 0  # else no rank waits for another
+        way = ways[self.rank]
+        arriving = sum(_length(way.received[other]) for other in _others(self.rank, len(ways)))
+        #: memory for rows of other ranks, from before the copies
+        self.rows = [[t.new_empty((arriving, *t.shape[2:])) for t in part] for part in self.parts]
+        if self.moves:
+            size = max(self.shown) * sum(map(_row, tensors)) * tensors[0].element_size()
+            own, begin = region.open(size).view(self.dtype), 0
+            for part in self.parts:
+                end = begin + elements([t.shape for t in part], way.shown)
+                packed(part, [way.shown], own[begin:end])
+                begin = end
+            region.show()
+
+    def begin(self, stage: int) -> PackedStage:
+        """Begin the copies of a stage."""
+        rows, self.rows[stage] = self.rows[stage], []
+        copies, received = [], self.ways[self.rank].received
+        numbers = _numbers(received, self.rank)
+        for other in _others(self.rank, len(self.ways)) if self.moves else ():
+            n, way = self.shown[other], self.ways[other]
+            shown = self.region.of(other, self.dtype)
+            begin = n * sum(_row(t) for part in self.parts[:stage] for t in part)
+            at = rows_of(way.sent[self.rank], way.shown)
+            for to, t in zip(rows, self.parts[stage], strict=True):
+                size = n * _row(t)
+                origin = shown[begin : begin + size].view(n, *t.shape[2:])
+                begin += size
+                for (a, b), (c, d) in zip(received[other], at, strict=True):
+                    first = numbers[a]
+                    copies.append((to[first : first + b - a], origin[c:d]))
+        return PackedStage(self.parts[stage], rows, self.packing, self.region.pull(copies))
+
+
+def _numbers(received: Sequence[Ranges], rank: int) -> dict[int, int]:
+    """Return the number of the first row of each range from other ranks, among all such rows."""
+    found, row = {}, 0
+    for start, stop in sorted(
+        pair for other, ranges in enumerate(received) if other != rank for pair in ranges
+    ):
+        found[start] = row
+        row += stop - start
+    return found
+
+
+class PackedStage:
+    """The packed keys of a stage, on their way."""
+
+    def __init__(
+        self, own: list[Tensor], rows: list[Tensor], packing: Packing | None, copy: Pull
+    ) -> None:
+        self.own, self.rows, self.packing, self.copy = own, rows, packing, copy
+
+    def wait(self) -> list[Tensor]:
+        """Return the keys of all pieces, ``[1, T, H, D]``."""
+        packing, own, rows = self.packing, self.own, self.rows
+        self.own, self.rows = [], []
+        if packing is None:  # no queries
+            self.copy.wait()
+            return [t[:, :0] for t in own]
+        found = [packing.of_own(t[0]) for t in own]
+        self.copy.wait()
+        for t, arrived in zip(found, rows, strict=True):
+            packing.set_others(t, arrived)
+        return [t[None] for t in found]
+
+
 class PulledReturn:
     """Gradients of gathered rows ``[B, length, H, D]``, on their way to the ranks of the rows."""
 
@@ -98,7 +185,10 @@ class PulledReturn:
         me, way = group.rank, ways[group.rank]
         dtype = tensors[0].dtype
         sizes = [self._sent(rank) for rank in range(group.size)]  # elements of each rank for each
-        own = region.open(max(map(sum, sizes)) * tensors[0].element_size()).view(dtype)
+        most = max(map(sum, sizes))
+        own = tensors[0].new_empty(0)
+        if most:  # else no rank waits for another
+            own = region.open(most * tensors[0].element_size()).view(dtype)
         others = [() if rank == me else ranges for rank, ranges in enumerate(way.received)]
         packed(tensors, others, own)
         #: own rows need no copy
@@ -110,7 +200,8 @@ class PulledReturn:
             part = own.new_empty(sizes[other][me])
             self.parts[other] = part
             copies.append((part, begin, other))
-        region.show()
+        if most:
+            region.show()
         self.copy = region.pull(
             (part, region.of(other, dtype)[begin : begin + part.numel()])
             for part, begin, other in copies
@@ -137,6 +228,10 @@ class PulledReturn:
                 for (start, stop), (_, piece) in zip(ranges, each, strict=True):
                     total[start:stop] += piece
         return [total.transpose(0, 1) for total in sums]
+
+
+def _length(ranges: Ranges) -> int:
+    return sum(stop - start for start, stop in ranges)
 
 
 def _row(t: Tensor) -> int:

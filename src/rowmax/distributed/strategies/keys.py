@@ -1,7 +1,8 @@
 """Keys and values are gathered in the order of positions; a call for each chunk of own queries.
 
 A chunk of queries stands at its place of the whole call. So bands, distances, ids and dropout are
-those of one device, and no results are merged. The backward gathers again and saves nothing.
+those of one device, and no results are merged. The backward gathers again and saves nothing. Of
+documents that the host knows, all chunks are one packed call (``pieces.py``).
 
 Stages of kv heads hide the copies (``stages.py``): while a stage computes, the keys and values of
 the next one arrive, and in the backward the gradients of the one before return.
@@ -11,7 +12,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from functools import lru_cache
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,9 +22,10 @@ from ...call.blocks import Block, block_of
 from ...call.dispatch import prepared
 from ...call.inputs import Gradients, Options, Tensors, Wanted, part_of
 from ..calls import ShardedCall
-from ..collectives import UnderWay
+from ..collectives import UnderWay, Waits
 from ..exchange import Gather, Return
-from ..pulls import PulledReturn, PulledRows, PulledStage
+from ..pieces import Packing
+from ..pulls import PulledPieces, PulledReturn, PulledRows
 from ..routes import Part, Route, route, sight_of
 from ..shared import regions_of, without_regions
 from .shares import reduced
@@ -66,12 +69,25 @@ def backward(
             job = prepared(tensors, options)
             into = sums.place(heads, part)
             made = job.backward(tensors, *given, wanted, wide=True, into=into)
-            sums.add(heads, part, made)
+            sums.add(heads, part, made if part.packing is None else _summed(part.packing, made))
         sums.send(heads, under_way)
 
     with UnderWay() as under_way:
         _by_stages(call, way, stages, under_way, compute)
         return sums.total()
+
+
+class Arriving(Protocol):
+    """Keys and values of a stage, on their way."""
+
+    @property
+    def copy(self) -> Waits:
+        """The copies."""
+        ...
+
+    def wait(self) -> list[Tensor]:
+        """Return them, in the order in which calls read them."""
+        ...
 
 
 class Heads(NamedTuple):
@@ -97,7 +113,7 @@ def _by_stages(
     slices = [slice(one.start, one.stop) for one in stages]
     gathers = _gathers(call, way, slices)
 
-    def begin(stage: int) -> Gather | PulledStage:
+    def begin(stage: int) -> Arriving:
         gather = gathers(stage)
         under_way.append(gather.copy)
         return gather
@@ -110,16 +126,33 @@ def _by_stages(
         compute(Heads(slice(group * kv.start, group * kv.stop), kv), *gather.wait())
 
 
-def _gathers(
-    call: ShardedCall, way: Route, slices: Sequence[slice]
-) -> Callable[[int], Gather | PulledStage]:
+def _gathers(call: ShardedCall, way: Route, slices: Sequence[slice]) -> Callable[[int], Arriving]:
     """Return what begins the copies of a stage."""
-    own = [call.tensors.k, call.tensors.v]
-    regions = regions_of(call.group, call.tensors.q.device)
+    own, group = [call.tensors.k, call.tensors.v], call.group
+    packing = way.parts[0].packing if way.parts else None
+    regions = regions_of(group, call.tensors.q.device)
     if regions is not None:
         with _or_collectives(call):
-            return PulledRows(own, slices, _ways(call), call.keys, call.group, regions.rows).begin
-    return lambda stage: Gather([t[:, :, slices[stage]] for t in own], way, call.keys, call.group)
+            if call.packs:
+                return PulledPieces(own, slices, _ways(call), packing, group, regions.rows).begin
+            return PulledRows(own, slices, _ways(call), call.keys, group, regions.rows).begin
+
+    def begin(stage: int) -> Arriving:
+        gather = Gather([t[:, :, slices[stage]] for t in own], way, call.keys, group)
+        return gather if packing is None else _PackedGather(gather, packing)
+
+    return begin
+
+
+class _PackedGather:
+    """The packed keys of a stage, on their way by a collective."""
+
+    def __init__(self, gather: Gather, packing: Packing) -> None:
+        self.gather, self.packing, self.copy = gather, packing, gather.copy
+
+    def wait(self) -> list[Tensor]:
+        """Return the keys of all pieces, ``[1, T, H, D]``."""
+        return [self.packing.packed(t) for t in self.gather.wait()]
 
 
 def _returned(call: ShardedCall, way: Route, tensors: Sequence[Tensor]) -> Return | PulledReturn:
@@ -153,7 +186,7 @@ def _planned(call: ShardedCall, returns: bool) -> tuple[Route, tuple[range, ...]
 
 def _ways(call: ShardedCall) -> list[Route]:
     """Return the routes of all ranks."""
-    sight = sight_of(call.tensors, call.options)
+    sight = sight_of(call)
     return [route(call.queries, call.keys, sight, rank) for rank in range(call.group.size)]
 
 
@@ -161,8 +194,15 @@ def _part(
     call: ShardedCall, whole: Tensors, heads: Heads, part: Part, gathered: tuple[Tensor, Tensor]
 ) -> tuple[Tensors, Options]:
     """Return the call of a part: the inputs of the whole that its queries and keys read."""
+    if part.packing is not None:
+        return _packed_part(call, heads, part.packing, gathered)
     own, (k, v) = call.tensors, gathered
-    tensors, options = block_of(whole, call.options, Block(h=heads.q, i=part.i, j=part.j))
+    if all(getattr(own, name) is None for name in _CUT):  # 20 us, and 75 by a block
+        ends = tuple((x.start, x.stop) for x in (heads.q, part.i, part.j))
+        sizes = tuple(t.shape for t in (whole.q, whole.k, whole.v))
+        tensors, options = own, _options_of(call.options, sizes, own.q.dtype, ends)
+    else:
+        tensors, options = block_of(whole, call.options, Block(h=heads.q, i=part.i, j=part.j))
     mine = {"i": part.rows, "j": part.j, "h": heads.q}
     tensors = tensors._replace(
         k=part_of("k", k, j=part.gathered),
@@ -173,6 +213,42 @@ def _part(
     return tensors, options
 
 
+@lru_cache(maxsize=512)
+def _options_of(
+    options: Options, sizes: tuple[torch.Size, ...], dtype: torch.dtype, ends: Sequence[Ends]
+) -> Options:
+    """Return the options of a block of a call of these sizes; ``ends`` are those of h, i and j."""
+    q, k, v = (torch.empty((), dtype=dtype).expand(size) for size in sizes)
+    h, i, j = (slice(*each) for each in ends)
+    return block_of(Tensors(q, k, v), options, Block(h=h, i=i, j=j))[1]
+
+
+def _packed_part(
+    call: ShardedCall, heads: Heads, packing: Packing, packed: tuple[Tensor, Tensor]
+) -> tuple[Tensors, Options]:
+    """Return the packed call of a rank's pieces."""
+    (k, v), own, tables = packed, call.tensors, packing.on(packed[0].device)
+    terms = {name: part_of(name, getattr(own, name), h=heads.q) for name in ("q", "sink", "heads")}
+    offsets = {"cu_seqlens_q": tables.cu_q, "cu_seqlens_k": tables.cu_k}
+    most_q, most_k = packing.longest
+    return (
+        own._replace(**terms, k=k, v=v, **offsets),
+        call.options._replace(max_q=most_q, max_k=most_k),
+    )
+
+
+def _summed(packing: Packing, found: Gradients) -> Gradients:
+    """Return the gradients with those of gathered keys, of those of the packed ones."""
+    k, v = (
+        None if t is None else packing.sums(t, torch.promote_types(t.dtype, torch.float32))
+        for t in (found.k, found.v)
+    )
+    return found._replace(k=k, v=v)
+
+
+Ends = tuple[int, int]
+#: inputs of the whole that a block cuts
+_CUT = ("heads", "q_ids", "k_ids", "lengths", "prefix")
 #: inputs whose queries are own rows, and the sink
 _LOCAL = ("q", "bias", "allowed", "sink")
 

@@ -44,7 +44,7 @@ def stages_of(call: ShardedCall, returns: bool) -> tuple[range, ...]:
         return (range(heads),)
     group = own.q.shape[2] // heads
     width = own.k.shape[3] + own.v.shape[3]
-    load = load_of(call.queries, call.keys, sight_of(own, call.options))
+    load = load_of(call.queries, call.keys, sight_of(call))
     tiles = b * group * load.chunk / 128
     received = b * load.rows * width * own.k.element_size()
     own_bytes, sums = own.k.element_size(), call.accumulator.itemsize
