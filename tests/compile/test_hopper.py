@@ -121,3 +121,34 @@ def test_softmax_runs_under_the_output(case):
         before = sum("MUFU.EX2" in text for text in texts[waits[0] : ends])
         assert before >= weights
         assert after <= 2  # the factor of O may come late
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_stores_of_clocks_leave_loops_in_registers(d):
+    """A measurement with spills in the loops would be one of another kernel."""
+    case = Case("even", b=200, hq=1, nq=8, nk=5120, d=d)  # without a mask, as is measured
+    assert kept(case).count("SR_CLOCKLO") == 0
+    events = 0b01111 if d == 64 else 0b11111
+    kernel = build(case, clocks=events)
+    assert kernel.count("SR_CLOCKLO") > 0
+    loops = sorted(kernel.loops(stores=events.bit_count()), key=len)
+    # longer ones begin and end a query tile
+    steps = loops[: kernel.plan.tile.warpgroups]
+    assert len(steps) == kernel.plan.tile.warpgroups
+    for loop in steps:
+        assert not any(re.search(r"\b(LDL|STL)\b", x.text) for x in loop)
+
+
+def test_three_warpgroups_take_turns():
+    """A warpgroup waits before its products and passes the turn on after them."""
+    for case in LONG:
+        kernel = kept(case)
+        assert kernel.plan.constants.config.ORDERED
+        for loop in kernel.loops():
+            texts = [x.text for x in loop]
+            waits, passes, products = (
+                [n for n, text in enumerate(texts) if re.search(pattern, text)]
+                for pattern in (r"BAR\.SYNC\S* \S+, 0x100", r"BAR\.ARV \S+, 0x100", "HGMMA")
+            )
+            assert len(waits) == len(passes) == 1
+            assert waits[0] < products[0] < products[-1] < passes[0]

@@ -53,6 +53,8 @@ MORE = [
     Case("deep-256", b=1, nq=200, nk=600, hq=2, d=256),
     Case("deep-bias", b=1, nq=256, nk=640, hq=1, d=128, bias="bhqk"),
     Case("long", b=1, nq=300, nk=2000, hq=1, d=64, left=700, right=0),
+    Case("turns", b=1, nq=300, nk=2000, hq=1, d=64),
+    Case("turns-causal", b=1, nq=450, nk=4200, hq=2, d=64, causal=True, sink=True),
     Case("far", b=1, nq=150, nk=270, hq=1, d=64, left=2**31, right=2**32 - 1),
     Case("grouped", b=2, nq=20, nk=300, hq=8, hk=2, d=64, causal=True, sink=True),
     Case(
@@ -63,6 +65,7 @@ MORE = [
 
 def prepare(processors: int) -> None:
     host.processors = lambda _: processors
+    host.spills = lambda *_: False  # nothing is compiled
     packed._CLEARING = 3  # each of few programs clears several parts
     host._PLANS.clear()
     torch.cuda.current_device = lambda: None  # pyright: ignore

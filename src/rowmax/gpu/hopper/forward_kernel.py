@@ -3,7 +3,8 @@
 The producer, one warp, copies tiles of queries, keys and values into shared memory. A consumer, a
 warpgroup, holds 64 query rows: it makes their scores, softmax and output, tile after tile. Within a
 warpgroup the product of one tile's weights and values runs under the softmax of the next. This
-holds across query tiles: the last product of one runs under the first softmax of the next.
+holds across query tiles: the last product of one runs under the first softmax of the next. Three
+warpgroups issue their products in turn (ORDERED).
 
 (The file is not named ``forward``: the package has a function of this name.)
 """
@@ -26,6 +27,8 @@ from .gluon_compat import (
     warpgroup_mma_wait,
 )
 from .lib import ring, rules
+from .lib.assembly import turn_text
+from .lib.clocks import mark, mark_time
 from .lib.layouts import output_layout, product_layout, weight_layout
 from .lib.order import Order, Row, Sequences, Tile, first_place, next_place, row_ahead, row_at
 from .lib.ring import Mailbox, Ring
@@ -55,6 +58,7 @@ class Pointers(NamedTuple):
     alibi: Any = None  # [Hq]
     sink: Any = None
     bias: Any = None  # unless TMA copies it
+    clocks: Any = None  # lib/clocks.py
 
 
 class Numbers(NamedTuple):
@@ -284,8 +288,11 @@ def producer(C: gl.constexpr, copies, shared, t, n):
         use += 1
         for i in range(lo + 1, hi):
             j = hi - 1 - i + lo
+            mark(C, t.clocks, C.WARPGROUPS, use, 0)
             load_keys(C, copies, shared, source, this, j, use, n)
+            mark(C, t.clocks, C.WARPGROUPS, use, 1)
             cut = load_values(C, copies, shared, behind, j + 1, use - 1, cut)
+            mark(C, t.clocks, C.WARPGROUPS, use, 2)
             use += 1
         number += 1
     if number:
@@ -405,6 +412,23 @@ def partial(C: gl.constexpr, j, first, tile, t, n):
 
 
 @gluon.jit
+def wait_turn(C: gl.constexpr, c: gl.constexpr):
+    """Wait until the warpgroup before has issued its products. The first turn has none before."""
+    if C.ORDERED:
+        text: gl.constexpr = turn_text("sync", c)
+        gl.inline_asm_elementwise(text, "=r", [], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def pass_turn(C: gl.constexpr, c: gl.constexpr, more):
+    """Let the next warpgroup issue its products. The last one has a next if there are ``more``."""
+    if C.ORDERED:
+        text: gl.constexpr = turn_text("arrive", (c + 1) % C.WARPGROUPS)
+        if c + 1 < C.WARPGROUPS or more:
+            gl.inline_asm_elementwise(text, "=r", [], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def issue_scores(C: gl.constexpr, c: gl.constexpr, shared, number, use):
     """Issue S = Q K^T ``[64, BLOCK_K]`` of query tile ``number`` and use ``use`` of K.
 
@@ -489,10 +513,15 @@ def step(
     """Compute the scores of key tile j, and the output of the one before under its softmax."""
     first = tile.token + c * C.TOKENS
     dtype: gl.constexpr = shared.v.buffers.low.dtype
+    mark(C, t.clocks, c, use, 0)
+    wait_turn(C, c)
     S = issue_scores(C, c, shared, number, use)
     o0, o1 = issue_output(C, state.p, state.o0, state.o1, shared.v, use - 1)
+    pass_turn(C, c, True)
+    mark(C, t.clocks, c, use, 1)
     copied = load_bias(C, c, shared.bias, use, True)
     S = warpgroup_mma_wait(1, deps=[S])
+    mark(C, t.clocks, c, use, 2)
     ring.release(shared.k, use, C.K_STAGES)
     if C.Q_STAGES == 1:
         ring.release(shared.q, number, 1, c, pred=j == tile.lo)
@@ -508,7 +537,9 @@ def step(
     # A wait begins a new basic block. Without one here ptxas moves the softmax below the wait for
     # the product that it overlaps with.
     ring.wait_full(shared.k, use + 1, C.K_STAGES, pred=j > tile.lo)
+    mark(C, t.clocks, c, use, 3)
     o0, o1 = wait_output(C, o0, o1)
+    mark(C, t.clocks, c, use, 4)
     ring.release(shared.v, use - 1, C.V_STAGES)
     release_bias(C, c, shared.bias, use, True)
     p = p.to(dtype)
@@ -594,7 +625,12 @@ def compute_tiles(C: gl.constexpr, c: gl.constexpr, tile, copies, shared, t, n):
     use = 0
     ring.wait_full(shared.q, 0, C.Q_STAGES, c)
     ring.wait_full(shared.k, 0, C.K_STAGES)
-    S = warpgroup_mma_wait(0, deps=[issue_scores(C, c, shared, 0, 0)])
+    mark_time(C, t.clocks, c, 0)
+    if c:
+        wait_turn(C, c)
+    S = issue_scores(C, c, shared, 0, 0)
+    pass_turn(C, c, True)
+    S = warpgroup_mma_wait(0, deps=[S])
     ring.release(shared.k, 0, C.K_STAGES)
     if C.Q_STAGES == 1:
         ring.release(shared.q, 0, 1, c, pred=tile.lo + 1 == tile.hi)
@@ -616,8 +652,10 @@ def compute_tiles(C: gl.constexpr, c: gl.constexpr, tile, copies, shared, t, n):
         after, more = ring.read_message(shared.mail, number)
         ring.wait_full(shared.k, use, C.K_STAGES, pred=more)
         ring.wait_full(shared.q, number, C.Q_STAGES, c, pred=more)
+        wait_turn(C, c)
         S = issue_scores(C, c, shared, number, use)
         o0, o1 = issue_output(C, state.p, state.o0, state.o1, shared.v, use - 1)
+        pass_turn(C, c, more)
         # released late, because each release waits for the four warps
         ring.release(shared.mail, number, 2)
         if C.Q_STAGES > 1:
@@ -641,6 +679,7 @@ def compute_tiles(C: gl.constexpr, c: gl.constexpr, tile, copies, shared, t, n):
         use += 1
         tile = after
         live = more
+    mark_time(C, t.clocks, c, 2)
     if C.STAGED:
         tma_store_wait(0)
 

@@ -33,6 +33,7 @@ class Tile:
     q_stages: int
     b_stages: int = 1
     registers: tuple[int, int] = (240, 24)
+    ordered: bool = False  # warpgroups issue their products in turn
 
 
 #: by (D, Dv), both padded to one of the sizes below
@@ -56,8 +57,9 @@ FEW = {
 }
 SIZES = (64, 96, 128, 192, 256)
 #: head size 64 without score terms, with many keys: three warpgroups. Taller tiles waste more at
-#: the end of a sequence and on a diagonal
-LONG_64 = Tile(3, 128, 4, 4, 2, registers=(160, 32))
+#: the end of a sequence and on a diagonal. Turns are taken (config_for) where they were measured:
+#: without a left limit, packed sequences or prefixes
+LONG_64 = Tile(3, 128, 4, 4, 2, registers=(160, 32), ordered=True)
 #: words of local memory that a thread of that tile may use. Compiled by triton 3.6.0 (ptxas 12.8 or
 #: 12.9) it uses 0 and, causal, 22, once a query tile; by triton 3.9.0 30 and 50, also in its loops
 #: over keys
@@ -92,6 +94,8 @@ class Config:
     STAGED: int = 0  # columns of the output that TMA copies at a time; 0: threads store them
     NATURAL: bool = False  # scores and the reference are in natural units (Problem.natural)
     ROUND_LATE: bool = False  # round the weights after the product that overlaps with their softmax
+    ORDERED: bool = False  # warpgroups issue their products in turn
+    CLOCKS: int = 0  # events, a bit each, whose clocks the first block stores (lib/clocks.py)
     CONSUMER_REGISTERS: int = 240  # registers of a thread
     PRODUCER_REGISTERS: int = 24
 
@@ -244,6 +248,7 @@ def config_for(p: Problem, tile: Tile, bias: str, group: int) -> Config:
         BIAS=bias, B_STAGES=tile.b_stages if bias == "copied" else 1,
         EVEN_K=not (p.varlen or p.prefix) and p.nk % tile.block_k == 0,
         STAGED=staged_columns(p, tile, bias), ROUND_LATE=tile.warpgroups == 3,
+        ORDERED=tile.ordered and not (p.varlen or p.prefix or p.left is not None),
         CONSUMER_REGISTERS=tile.registers[0], PRODUCER_REGISTERS=tile.registers[1],
     )  # fmt: skip
 
