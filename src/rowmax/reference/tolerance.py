@@ -50,11 +50,11 @@ leaves it only to pairs with a small x, and in few pairs std's error may be smal
 noise takes it at two standard deviations, in float32, times the derivative of s by x.
 
 lse is stored in the accumulator. It is rounded once as a natural logarithm, and once in base 2.
-Each error is at most ``u |lse|``, both together ``sqrt(2 / 3) u |lse|`` in the mean square. P and dS of
-the row change by that part of themselves. Three standard deviations are added to the second line
-of float32: a far key of ALiBi makes |lse| thousands. Errors of rows are independent, except where
-rows differ by a number without rounding, as under ALiBi. So a gradient that is one number a head
-takes the sum over rows of the sizes of their parts.
+Each error is at most ``u |lse|``, both together ``sqrt(2 / 3) u |lse|`` in the mean square. P and
+dS of the row change by that part of themselves. Three standard deviations are added to the second
+line of float32: a far key of ALiBi makes |lse| thousands. Errors of rows are independent, except
+where rows differ by a number without rounding, as under ALiBi. So a gradient that is one number a
+head takes the sum over rows of the sizes of their parts.
 
 A number below the least normal one of float32 may be computed as 0: each term of the sum over rows
 that is the gradient of a sink may be off by that number.
