@@ -443,12 +443,53 @@ def issue_output(C: gl.constexpr, p, o0, o1, v, use):
 
 
 @gluon.jit
+def issue_products(C: gl.constexpr, c: gl.constexpr, shared, number, use, state):
+    """Issue the scores of use ``use`` and the output of the use before; return (S, O).
+
+    OVERLAP: both are in flight, and O runs under the softmax. Otherwise O is finished first, so
+    that its weights and S are never in registers at the same time.
+    """
+    if C.OVERLAP:
+        S = issue_scores(C, c, shared, number, use)
+        o0, o1 = issue_output(C, state.p, state.o0, state.o1, shared.v, use - 1)
+    else:
+        o0, o1 = whole_output(C, shared, use - 1, state)
+        S = issue_scores(C, c, shared, number, use)
+    return S, o0, o1
+
+
+@gluon.jit
+def whole_output(C: gl.constexpr, shared, use, state):
+    """Compute O of use ``use``, with no product in flight before or after."""
+    o0, o1 = issue_output(C, state.p, state.o0, state.o1, shared.v, use)
+    o0, o1 = wait_output(C, o0, o1)
+    ring.release(shared.v, use, C.V_STAGES)
+    return o0, o1
+
+
+@gluon.jit
+def wait_scores(C: gl.constexpr, S):
+    """Wait for S. Each part of O is a product of its own, and may stay in flight."""
+    PARTS: gl.constexpr = 2 if C.DV1 else 1
+    return warpgroup_mma_wait(PARTS if C.OVERLAP else 0, deps=[S])
+
+
+@gluon.jit
 def wait_output(C: gl.constexpr, o0, o1):
     """Wait for the product in flight; return both parts of O."""
     if C.DV1:
         o0, o1 = warpgroup_mma_wait(0, deps=[o0, o1])
     else:
         o0 = warpgroup_mma_wait(0, deps=[o0])
+    return o0, o1
+
+
+@gluon.jit
+def finish_output(C: gl.constexpr, shared, use, o0, o1):
+    """Wait for the output of use ``use`` after its softmax, if it is in flight; return O."""
+    if C.OVERLAP:
+        o0, o1 = wait_output(C, o0, o1)
+        ring.release(shared.v, use, C.V_STAGES)
     return o0, o1
 
 
@@ -489,10 +530,9 @@ def step(
     """Compute the scores of key tile j, and the output of the one before under its softmax."""
     first = tile.token + c * C.TOKENS
     dtype: gl.constexpr = shared.v.buffers.low.dtype
-    S = issue_scores(C, c, shared, number, use)
-    o0, o1 = issue_output(C, state.p, state.o0, state.o1, shared.v, use - 1)
+    S, o0, o1 = issue_products(C, c, shared, number, use, state)
     copied = load_bias(C, c, shared.bias, use, True)
-    S = warpgroup_mma_wait(1, deps=[S])
+    S = wait_scores(C, S)
     ring.release(shared.k, use, C.K_STAGES)
     if C.Q_STAGES == 1:
         ring.release(shared.q, number, 1, c, pred=j == tile.lo)
@@ -508,8 +548,7 @@ def step(
     # A wait begins a new basic block. Without one here ptxas moves the softmax below the wait for
     # the product that it overlaps with.
     ring.wait_full(shared.k, use + 1, C.K_STAGES, pred=j > tile.lo)
-    o0, o1 = wait_output(C, o0, o1)
-    ring.release(shared.v, use - 1, C.V_STAGES)
+    o0, o1 = finish_output(C, shared, use - 1, o0, o1)
     release_bias(C, c, shared.bias, use, True)
     p = p.to(dtype)
     o0 = scaled_rows(o0, alpha)
@@ -610,34 +649,39 @@ def compute_tiles(C: gl.constexpr, c: gl.constexpr, tile, copies, shared, t, n):
     while live:
         use, state = rest_of_tile(C, c, use, number, p, m, l, alpha, tile, shared, t, n)
 
-        # The last product of this tile, under the first scores and softmax of the next. When there
-        # is no next, the scores are stale and unused.
         number += 1
+        if not C.OVERLAP:  # stored before the next scores take registers
+            o0, o1 = whole_output(C, shared, use - 1, state)
+            inverse = store_lse(C, c, state.m, state.l, tile, t, n)
+            store_output(C, c, o0, o1, inverse, tile, copies, shared, t, n)
+        # OVERLAP: the last product of this tile, under the first scores and softmax of the next.
+        # When there is no next, the scores are stale and unused.
         after, more = ring.read_message(shared.mail, number)
         ring.wait_full(shared.k, use, C.K_STAGES, pred=more)
         ring.wait_full(shared.q, number, C.Q_STAGES, c, pred=more)
         S = issue_scores(C, c, shared, number, use)
-        o0, o1 = issue_output(C, state.p, state.o0, state.o1, shared.v, use - 1)
+        if C.OVERLAP:
+            o0, o1 = issue_output(C, state.p, state.o0, state.o1, shared.v, use - 1)
         # released late, because each release waits for the four warps
         ring.release(shared.mail, number, 2)
         if C.Q_STAGES > 1:
             ring.release(shared.q, number - 1, C.Q_STAGES, c)
         copied = load_bias(C, c, shared.bias, use, more)
-        S = warpgroup_mma_wait(1, deps=[S])
+        S = wait_scores(C, S)
         ring.release(shared.k, use, C.K_STAGES, pred=more)
         if C.Q_STAGES == 1:
             ring.release(shared.q, number, 1, c, pred=more & (after.lo + 1 == after.hi))
         p, m, l, alpha = first_weights(C, c, S, copied, after, t, n, dtype)
-        if C.WARPGROUPS < 3:
-            inverse = store_lse(C, c, state.m, state.l, tile, t, n)
-        # begins a basic block, as in step
-        ring.wait_full(shared.v, use - 1, C.V_STAGES)
-        o0, o1 = wait_output(C, o0, o1)
-        ring.release(shared.v, use - 1, C.V_STAGES)
-        release_bias(C, c, shared.bias, use, more)
-        if C.WARPGROUPS == 3:
-            inverse = store_lse(C, c, state.m, state.l, tile, t, n)
-        store_output(C, c, o0, o1, inverse, tile, copies, shared, t, n)
+        if C.OVERLAP:
+            if C.WARPGROUPS < 3:
+                inverse = store_lse(C, c, state.m, state.l, tile, t, n)
+            # begins a basic block, as in step
+            ring.wait_full(shared.v, use - 1, C.V_STAGES)
+            o0, o1 = finish_output(C, shared, use - 1, o0, o1)
+            release_bias(C, c, shared.bias, use, more)
+            if C.WARPGROUPS == 3:
+                inverse = store_lse(C, c, state.m, state.l, tile, t, n)
+            store_output(C, c, o0, o1, inverse, tile, copies, shared, t, n)
         use += 1
         tile = after
         live = more

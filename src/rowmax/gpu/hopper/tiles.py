@@ -23,7 +23,8 @@ class Tile:
     """A tile of ``64 warpgroups`` rows by ``block_k`` keys.
 
     ``k_stages`` are buffers of K, ``v_stages`` of V, ``q_stages`` of Q, ``b_stages`` of a copied
-    bias. Registers are those of a consumer's thread and of the producer's.
+    bias. Registers are those of a consumer's thread and of the producer's. ``overlap``: a
+    warpgroup's products run under its own softmax; else under that of the other warpgroups.
     """
 
     warpgroups: int
@@ -33,11 +34,13 @@ class Tile:
     q_stages: int
     b_stages: int = 1
     registers: tuple[int, int] = (240, 24)
+    overlap: bool = True
 
 
 #: by (D, Dv), both padded to one of the sizes below
 TILES = {
     (64, 64): Tile(2, 128, 4, 4, 2),
+    (80, 80): Tile(2, 128, 2, 2, 2),
     (96, 96): Tile(2, 128, 2, 2, 2),
     (128, 128): Tile(2, 128, 2, 2, 2),
     (192, 128): Tile(2, 128, 2, 2, 1),
@@ -48,13 +51,14 @@ TILES = {
 #: with more buffers fewer loads wait
 FEW = {
     (64, 64): Tile(1, 128, 4, 4, 1),
+    (80, 80): Tile(1, 128, 4, 4, 1),
     (96, 96): Tile(1, 128, 4, 4, 1),
     (128, 128): Tile(1, 128, 3, 3, 1),
     (192, 128): Tile(1, 128, 2, 2, 1),
     (192, 192): Tile(1, 64, 4, 4, 1),
     (256, 256): Tile(1, 64, 3, 3, 1),
 }
-SIZES = (64, 96, 128, 192, 256)
+SIZES = (64, 80, 96, 128, 192, 256)
 #: head size 64 without score terms, with many keys: three warpgroups. Taller tiles waste more at
 #: the end of a sequence and on a diagonal
 LONG_64 = Tile(3, 128, 4, 4, 2, registers=(160, 32))
@@ -92,6 +96,7 @@ class Config:
     STAGED: int = 0  # columns of the output that TMA copies at a time; 0: threads store them
     NATURAL: bool = False  # scores and the reference are in natural units (Problem.natural)
     ROUND_LATE: bool = False  # round the weights after the product that overlaps with their softmax
+    OVERLAP: bool = True  # O of a key tile runs under the softmax of the next
     CONSUMER_REGISTERS: int = 240  # registers of a thread
     PRODUCER_REGISTERS: int = 24
 
@@ -243,7 +248,7 @@ def config_for(p: Problem, tile: Tile, bias: str, group: int) -> Config:
         SOFTCAP=p.softcap > 0, ALIBI=p.distance, SINK=p.sink, NATURAL=p.natural,
         BIAS=bias, B_STAGES=tile.b_stages if bias == "copied" else 1,
         EVEN_K=not (p.varlen or p.prefix) and p.nk % tile.block_k == 0,
-        STAGED=staged_columns(p, tile, bias), ROUND_LATE=tile.warpgroups == 3,
+        STAGED=staged_columns(p, tile, bias), ROUND_LATE=tile.warpgroups == 3 and tile.overlap, OVERLAP=tile.overlap,
         CONSUMER_REGISTERS=tile.registers[0], PRODUCER_REGISTERS=tile.registers[1],
     )  # fmt: skip
 
