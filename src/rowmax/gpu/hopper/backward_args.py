@@ -107,8 +107,7 @@ class RowConstants(NamedTuple):
 
     D: Any
     DV: Any
-    D0: Any  # the parts of a tile of dq (lib/parts.py)
-    D1: Any
+    BLOCK_D: Any
     BLOCK_DV: Any
     ROWS: Any
     NATURAL: Any  # scores and lse are in natural units

@@ -30,7 +30,6 @@ from .lib.order import Order, Row, Sequences, Tile, first_place, next_place, row
 from .lib.parts import (
     Parts,
     cleared_parts,
-    count,
     issue_over_columns,
     issue_with_columns,
     load_parts,
@@ -440,9 +439,8 @@ def whole_output(C: gl.constexpr, shared, use, state):
 
 @gluon.jit
 def wait_scores(C: gl.constexpr, S):
-    """Wait for S. Each part of O is a product of its own, and may stay in flight."""
-    flying: gl.constexpr = count(C.DV1) if C.OVERLAP else 0
-    return warpgroup_mma_wait(flying, deps=[S])
+    """Wait for S, issued before the products of O."""
+    return warpgroup_mma_wait(C.FLYING, deps=[S])
 
 
 @gluon.jit
