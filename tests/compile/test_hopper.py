@@ -20,6 +20,7 @@ if find_spec("triton") is None or sys.platform != "linux":
 import torch
 import triton
 
+from rowmax.gpu.hopper.host import bias_path
 from rowmax.gpu.hopper.tiles import LONG, LONG_64_SPILLS, SHARED, TILES, tile_for
 from rowmax.testing import Case, make
 
@@ -52,7 +53,7 @@ CASES = [
 ]
 CASES += [Case(f"{d}x{dv}-few", b=1, d=d, dv=dv, causal=True) for d, dv in TILES]
 LONG_CASES = [
-    Case(f"{d}x{d}-long-{name}", b=200, hq=1, nq=8, nk=9000, d=d, **FEATURES[name])
+    Case(f"{d}x{d}-long-{name}", b=2, hq=2, nq=9000, nk=9001, d=d, **FEATURES[name])
     for d, _ in LONG
     for name in ("full", "causal")
 ]
@@ -129,3 +130,27 @@ def test_softmax_runs_under_the_output(case):
         before = sum("MUFU.EX2" in text for text in texts[waits[0] : ends])
         assert before >= weights
         assert after <= 2  # the factor of O may come late
+
+
+@pytest.mark.parametrize(
+    ("features", "tall"),
+    [
+        ({}, True),
+        ({"d": 72}, True),
+        ({"causal": True, "sink": True}, True),
+        ({"nk": 8192}, False),
+        ({"nq": 8192}, False),
+        ({"b": 1, "hq": 1}, False),  # no more rows than processors with one warpgroup each
+        ({"lengths": (0.5,)}, False),
+        ({"sequences": ((9000, 9000),)}, False),
+        ({"bias": "bh1k"}, False),
+        ({"softcap": 2.0}, False),
+        ({"d": 128}, False),
+    ],
+    ids=str,
+)
+def test_tall_tiles_serve_the_calls_that_they_were_measured_on(features, tall):
+    given = {"b": 2, "hq": 2, "nq": 8300, "nk": 8300, "d": 96, **features}
+    problem, tensors = make(Case("", **given), dtype=torch.bfloat16).problem()
+    tile = tile_for(problem, bias_path(problem, tensors.bias), 132)
+    assert (tile.warpgroups == 3) is tall

@@ -244,9 +244,7 @@ def best_tile(p: Problem, bias: str, device: torch.device) -> Tile:
 def note_of_tile(p: Problem) -> str | None:
     """Return a sentence about the tile of a problem, where the compiled kernel decides on it."""
     device = torch.device(p.device, p.device_index)
-    if p.bias is not None or (
-        tiles.tile_for(p, "", processors(device)) not in tiles.LONG.values()
-    ):
+    if p.bias is not None or (tiles.tile_for(p, "", processors(device)) not in tiles.LONG.values()):
         return None
     found = long_spills(p)
     if found is None:

@@ -74,9 +74,11 @@ LONG = {
     (80, 80): replace(_LONG_PARTS, v_stages=3),
     (96, 96): _LONG_PARTS,
 }
-#: by head size and mask, the keys above which three warpgroups are faster
+#: by head size and mask, the keys above which three warpgroups are faster; above head size 64 also
+#: the queries
 LONG_KEYS = {
-    **{(64, "full"): 1536, (64, "causal"): 4096},
+    (64, "full"): 1536,
+    (64, "causal"): 4096,
     **dict.fromkeys([(d, mask) for d in (80, 96) for mask in ("full", "causal")], 8192),
 }
 
@@ -203,9 +205,9 @@ def first_part(d: int) -> int:
 
 
 def dense(p: Problem) -> bool:
-    """Return True for calls like those that tiles of 80 columns, and LONG above 64, were measured on.
+    """Return True without a bias and without tiles that end past their sequence.
 
-    They have no bias, and no tile that ends past its sequence.
+    Tiles of 80 columns, and LONG above head size 64, were measured on such calls.
     """
     return p.bias is None and not (p.varlen or p.prefix)
 
@@ -218,6 +220,14 @@ def sizes_of(p: Problem) -> tuple[int, int]:
     return (big, big_v) if (big, big_v) in TILES else (both, both)
 
 
+def is_long(p: Problem, d: int, few: bool) -> bool:
+    """Return True if three warpgroups are faster at head size d; ``few``: rows are few."""
+    keys = LONG_KEYS[d, "full" if p.right is None else "causal"]
+    if d == 64:
+        return p.nk > keys
+    return dense(p) and not few and min(p.nq, p.nk) > keys
+
+
 def tile_for(p: Problem, bias: str, processors: int, spilled: bool = False) -> Tile:
     """Return the tile of a problem with a bias of this path.
 
@@ -226,12 +236,12 @@ def tile_for(p: Problem, bias: str, processors: int, spilled: bool = False) -> T
     d, dv = sizes_of(p)
     tile = TILES[d, dv]
     rows = p.total_q // ROWS + p.batch if p.varlen else -(-p.nq // ROWS) * p.batch
-    if rows * p.hq <= processors:
+    few = rows * p.hq <= processors
+    if few:
         tile = FEW[d, dv]
     plain = not (bias or p.heads or p.documents or p.softcap > 0)
-    if not spilled and plain and (d, dv) in LONG and (d == 64 or dense(p)):
-        if p.nk > LONG_KEYS[d, "full" if p.right is None else "causal"]:
-            return LONG[d, dv]
+    if not spilled and plain and (d, dv) in LONG and is_long(p, d, few):
+        return LONG[d, dv]
     if bias in ("row", "gathered"):  # numbers in flight need registers too
         return replace(tile, block_k=64 if dv <= 128 else 32)
     if bias != "copied":
@@ -279,7 +289,8 @@ def config_for(p: Problem, tile: Tile, bias: str, group: int) -> Config:
         SOFTCAP=p.softcap > 0, ALIBI=p.distance, SINK=p.sink, NATURAL=p.natural,
         BIAS=bias, B_STAGES=tile.b_stages if bias == "copied" else 1,
         EVEN_K=not (p.varlen or p.prefix) and p.nk % tile.block_k == 0,
-        STAGED=staged_columns(p, tile, bias), ROUND_LATE=tile.warpgroups == 3 and tile.overlap, OVERLAP=tile.overlap,
+        STAGED=staged_columns(p, tile, bias),
+        OVERLAP=tile.overlap, ROUND_LATE=tile.warpgroups == 3 and tile.overlap,
         CONSUMER_REGISTERS=tile.registers[0], PRODUCER_REGISTERS=tile.registers[1],
     )  # fmt: skip
 
