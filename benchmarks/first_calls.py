@@ -5,16 +5,17 @@
     python -m benchmarks.first_calls --pause 3 --profile profiles
     python -m benchmarks.first_calls --device cpu --seconds 300
 
-Each row is a process of its own. Of a head size the first has an empty cache of compiled kernels
-("cold"); ``--repeats`` more find it filled ("warm"). A process imports torch and rowmax, makes its
-tensors and multiplies two matrices. Then it times attention up to the end of its work on the
-device: its first forward, its first backward after a pause, and each again.
+Each row is a process of its own. Of a head size the first has empty caches of compiled kernels and
+of Python's compiled modules ("cold"); ``--repeats`` more find them filled ("warm"). A process
+imports torch and rowmax, makes its tensors and differentiates a product of matrices, for which
+torch imports SymPy. Then it times attention up to the end of its work on the device: its first
+forward, its first backward after a pause, and each again.
 
     import      ms of ``import rowmax``, after torch
     forward     ms of the first forward with gradients
     backward    ms of the first backward
-    again       ms of the second forward and backward
-    error       greatest difference of out, dq, dk, dv of the first calls from the second ones'
+    again       ms of the second forward and backward, which record their launches
+    error       greatest difference of out, dq, dk, dv of the first calls from torch's in float32
 
 ``--profile FOLDER`` writes what Python spent in each call, which makes a call slower. ``--stages``
 prints each compiled kernel and the ms of its stages.
@@ -29,6 +30,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -86,7 +88,9 @@ def _run(a: argparse.Namespace, d: int, cache: str, kind: str, seconds: float) -
     command += ["--stages"] if a.stages else []
     command += ["--profile", str(a.profile / f"{d}-{kind}")] if a.profile else []
     places = {"TRITON_CACHE_DIR": "triton", "NUMBA_CACHE_DIR": "numba", "ROWMAX_CACHE": "rowmax"}
+    places["PYTHONPYCACHEPREFIX"] = "python"
     env = os.environ | {name: str(Path(cache) / folder) for name, folder in places.items()}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
     try:
         done = subprocess.run(
             command, env=env, stdout=subprocess.PIPE, text=True, timeout=seconds, check=True
@@ -127,25 +131,38 @@ def _child(a: argparse.Namespace, d: int) -> dict[str, Any]:
         torch.randn(b, n, h, d, dtype=dtype, device=a.device, requires_grad=True) for _ in range(3)
     )
     dout = torch.randn_like(q)
-    (q[0, :64, 0] @ k[0, :64, 0].T).sum().backward()
+    product = q[0, :64, 0] @ k[0, :64, 0].T
+    torch.autograd.grad(product, (q, k), torch.ones_like(product))
     _wait(a.device)
     if a.stages:
         _print_stages()
-    results, seconds = [], []
+    results, seconds = (), []
     for turn in ("first", "second"):
         out, forward = _timed(a, f"forward-{turn}", lambda: rowmax.attention(q, k, v, causal=True))
         time.sleep(a.pause if turn == "first" else 0.0)
         found, backward = _timed(
             a, f"backward-{turn}", lambda out=out: torch.autograd.grad(out, (q, k, v), dout)
         )
-        results.append((out, *found))
+        results = results or (out, *found)
         seconds.append((forward, backward))
-    error = max((x - y).abs().max().item() for x, y in zip(*results, strict=True))
+    error = max(
+        (x - y).abs().max().item() for x, y in zip(results, _of_torch(q, k, v, dout), strict=True)
+    )
     (first_forward, first_backward), again = seconds
     of_calls = (imported, first_forward, first_backward, sum(again))
     times = zip(COLUMNS[3:7], (round(1e3 * x, 1) for x in of_calls), strict=True)
     name = torch.cuda.get_device_name().split()[-1] if cuda else "cpu"
     return {"device": name, **dict(times), "error": error}
+
+
+def _of_torch(q: Any, k: Any, v: Any, dout: Any) -> tuple[Any, ...]:
+    """Return (out, dq, dk, dv) of torch's attention, in float32."""
+    import torch
+
+    inputs = [x.detach().float().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    out = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True)
+    found = torch.autograd.grad(out, inputs, dout.float().transpose(1, 2))
+    return tuple(x.detach().transpose(1, 2) for x in (out, *found))
 
 
 def _timed(a: argparse.Namespace, name: str, call: Any) -> tuple[Any, float]:
@@ -183,9 +200,12 @@ def _print_stages() -> None:
 
     def listen(src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
         at = 1e3 * (time.perf_counter() - start)
+        thread = threading.current_thread().name
         stages = {"front": times.ir_initialization, **dict(times.lowering_stages)}
         text = "  ".join(f"{name} {x / 1e3:.0f}" for name, x in stages.items())
-        print(f"  {src.name}: {'found' if cache_hit else 'compiled'} at {at:.0f} ms: {text}")
+        print(
+            f"  {src.name}: {'found' if cache_hit else 'compiled'} at {at:.0f} ms, {thread}: {text}"
+        )
 
     knobs.compilation.listener = listen
 

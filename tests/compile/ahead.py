@@ -38,10 +38,10 @@ def main() -> None:
         return backward_host.backward(problem, tensors, out, lse, dout, None, wanted)
 
     with (
-        mock.patch.object(host, "processors", lambda device: 132),
-        mock.patch.object(backward_host, "processors", lambda device: 132),
-        mock.patch.object(torch.cuda, "current_device", lambda: None),
-        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
+        mock.patch.object(host, "processors", return_value=132),
+        mock.patch.object(backward_host, "processors", return_value=132),
+        mock.patch.object(torch.cuda, "current_device", return_value=None),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
     ):
         like = torch.zeros(problem.out_shape, dtype=torch.bfloat16)
         backward_host.plan_of(problem, tensors, like)

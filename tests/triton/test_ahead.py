@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -132,22 +133,61 @@ def test_a_job_holds_no_tensor(pool, compiles):
     job()
 
 
-def test_jobs_wait_until_the_first_call_has_read_its_sources(pool):
-    ran = threading.Event()
-    with threads.first():
-        pool.submit([ran.set])
-        assert not ran.wait(0.2)
-        threads.source_read()
-        threads.source_read()  # of a second kernel
-        assert ran.wait(LIMIT)
-    with threads.first():  # a call that compiles nothing
-        ran.clear()
-        pool.submit([ran.set])
-    assert ran.wait(LIMIT)
+class Source:
+    """A stand-in for Triton's class of sources."""
+
+    def make_ir(self, *args: Any) -> tuple[Any, ...]:
+        if not args:
+            raise ValueError("an error of a kernel")
+        return args
+
+
+def test_a_source_that_is_read_calls_once():
+    calls: list[int] = []
+    source = compiled._announced(Source)()
+    assert source.make_ir(1, 2) == (1, 2)
+    with compiled.once_read(lambda: calls.append(1)):
+        assert calls == []
+        with pytest.raises(ValueError, match="an error of a kernel"):
+            source.make_ir()
+        assert calls == []
+        thread = threading.Thread(target=source.make_ir, args=(1,))
+        thread.start()
+        thread.join()
+        assert calls == []  # that of another thread
+        source.make_ir(1)
+        source.make_ir(1)
+        assert calls == [1]
+    with compiled.once_read(lambda: calls.append(2)):
+        pass  # all kernels are there
+    source.make_ir(1)
+    assert calls == [1]
+
+
+MODES = """
+import sys
+import torch
+from rowmax.gpu import ahead, replay
+
+x = torch.zeros(3)
+with replay._Watch() as watch, ahead._Pretended("cpu"):
+    x.new_empty(3).sum()
+assert not {"torch._dynamo", "sympy"} & set(sys.modules)
+import torch._dynamo
+
+with replay._Watch() as disabled:
+    x.new_empty(3).sum()
+assert isinstance(disabled, replay._Watch) and type(disabled) is not type(watch)
+assert len(disabled.made) == 1 and not disabled.complete
+"""
+
+
+def test_modes_import_no_compiler_of_torch_and_are_left_alone_by_it():
+    subprocess.run([sys.executable, "-c", MODES], timeout=LIMIT, check=True)
 
 
 def test_threads_end_when_no_job_is_left(pool):
-    pool.submit([lambda: None] * 20)
+    pool.submit([threading.Event().set] * 20)
     pool.wait()
     assert not pool._running
     assert "rowmax-compile" not in [x.name for x in threading.enumerate()]
@@ -215,7 +255,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Wanted]:
 
     def compile_ahead(problem: Any, tensors: Any, backward: Any, wanted: Wanted) -> Any:
         found.append(wanted)
-        return threads.first()
+        return nullcontext()
 
     monkeypatch.setattr(tiled, "compile_ahead", compile_ahead, raising=False)
     monkeypatch.setattr("rowmax.call.dispatch._prepared", {})
@@ -230,7 +270,7 @@ def test_the_first_forward_with_gradients_asks_once(asked):
     q, k, v = (torch.randn(1, 32, 2, 8, requires_grad=n != 1) for n in range(3))
     for _ in range(3):
         rowmax.attention(q, k, v, backend="torch").sum().backward()
-    assert [x._asdict() for x in asked] == [{**dict.fromkeys(Wanted._fields, False), "q": True, "v": True}]
+    assert [[name for name, want in x._asdict().items() if want] for x in asked] == [["q", "v"]]
     q = torch.randn(1, 40, 2, 8, requires_grad=True)
     with torch.no_grad():
         rowmax.attention(q, q, q, backend="torch")

@@ -170,9 +170,7 @@ class Prepared:
         #: False where calls cannot be recorded
         self._again: dict[Any, Callable[[Any], Any] | bool | None] = {}
 
-    def forward(
-        self, tensors: Tensors, wanted: Wanted | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, tensors: Tensors, wanted: Wanted | None = None) -> tuple[Tensor, Tensor]:
         """Return (out, lse); ``wanted`` are the gradients that a backward will compute."""
         again = self._again.get("forward")
         found = again(tensors) if callable(again) else None
@@ -185,9 +183,7 @@ class Prepared:
         with self._compile_ahead(tensors, wanted):
             return self._run("forward", backend, run, tensors)
 
-    def _compile_ahead(
-        self, tensors: Tensors, wanted: Wanted
-    ) -> AbstractContextManager[None]:
+    def _compile_ahead(self, tensors: Tensors, wanted: Wanted) -> AbstractContextManager[None]:
         """Return a context in which the backward's kernels begin to compile, if its backend can."""
         try:
             plan = choose(self.problem, "backward", self.options.backend)

@@ -1,25 +1,24 @@
 """Compile the kernels of a backward while its forward compiles and runs.
 
-The first forward of a kind of call goes through its backward without running it: tensors have no
-memory, operations compute nothing, and launches are only noted. Threads compile what was noted
+A forward that compiles goes through its backward first, without running it: tensors have no memory,
+operations compute nothing, and launches are only noted. Threads compile what was noted
 (``threads.py``). Nothing here raises: what fails is left to the backward.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..call.problem import Problem, Tensors
+from ..torch_compat import DispatchMode
 from . import compat, threads
-from .compiled import Launch, recorded_by
+from .compiled import Launch, once_read, recorded_by
 from .replay import EMPTY, VIEWS
 
 #: operations that keep the memory of their argument; ``torch.tensor`` ends with the last
@@ -30,10 +29,9 @@ Backward = Callable[[Tensor, Tensor, Tensor], Any]
 #: kinds of calls whose backward has been compiled ahead. Lengths do not separate them: each step of
 #: a growing cache has one of its own, and often no backward
 _kinds: set[Any] = set()
-_kinds_lock = threading.Lock()
 
 
-class _Pretended(TorchDispatchMode):
+class _Pretended(DispatchMode):
     """Operations on tensors of a device make results without memory, and compute nothing.
 
     Those on tensors of the CPU run: plans make tables there.
@@ -77,7 +75,9 @@ def _is_without_memory(x: Tensor) -> bool:
     return x.numel() > 0 and x.untyped_storage().nbytes() == 0
 
 
-def arguments(problem: Problem, tensors: Tensors, backward: Backward) -> list[tuple[Launch, tuple[Any, ...]]]:
+def arguments(
+    problem: Problem, tensors: Tensors, backward: Backward
+) -> list[tuple[Launch, tuple[Any, ...]]]:
     """Return the launches of a backward with their arguments, as far as none depends on values."""
     q = tensors.q
     with _Pretended(q.device.type):
@@ -90,26 +90,32 @@ def arguments(problem: Problem, tensors: Tensors, backward: Backward) -> list[tu
         return [(launch, launch.arguments(t, bases)) for launch, t, bases in found]
 
 
-@contextmanager
-def _compiling(problem: Problem, tensors: Tensors, backward: Backward) -> Iterator[None]:
-    with threads.first():
-        with suppress(Exception), torch.cuda.device(tensors.q.device):
-            every = arguments(problem, tensors, backward)
-            jobs = (x.pending(*args) for x, args in every if compat.is_compiled(x.kernel))
-            threads.THREADS.submit([job for job in jobs if job is not None])
-        yield
-
-
 def compile_ahead(problem: Problem, tensors: Tensors, backward: Backward, wanted: Any) -> Any:
-    """Return a context for a first forward in which threads compile its backward's kernels."""
+    """Return a context for a first forward in which threads compile its backward's kernels.
+
+    They begin once the forward has read its own source, which holds the interpreter's lock. Where
+    the forward finds its kernel in Triton's cache, the backward will, too: nothing begins.
+    """
     q = tensors.q
     if not (threads.enabled() and q.is_cuda) or torch.cuda.is_current_stream_capturing():
         return nullcontext()
     bias = None if problem.bias is None else tuple(n > 1 for n in problem.bias)
     lengths = {"batch": 0, "nq": 0, "nk": 0, "total_q": 0, "total_k": 0}
     kind = (problem._replace(bias=bias, allowed=None, **lengths), wanted)  # pyright: ignore
-    with _kinds_lock:
-        if kind in _kinds:
-            return nullcontext()
+    if kind in _kinds:
+        return nullcontext()
+
+    def begin() -> None:
         _kinds.add(kind)
-    return _compiling(problem, tensors, backward)
+        with suppress(Exception):
+            submit(problem, tensors, backward)
+
+    return once_read(begin)
+
+
+def submit(problem: Problem, tensors: Tensors, backward: Backward) -> None:
+    """Let threads compile the kernels of a backward, the longest first."""
+    with torch.cuda.device(tensors.q.device):
+        every = arguments(problem, tensors, backward)
+        jobs = (x.pending(*args) for x, args in every if compat.is_compiled(x.kernel))
+        threads.THREADS.submit([job for job in jobs if job is not None])

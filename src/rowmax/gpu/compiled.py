@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.compiler import ASTSource
 
-from . import compat, threads
+from . import compat
 from .assembler import assembling, current_arch
 from .folder import cache_folder
 
@@ -113,6 +113,23 @@ def _note_launch(launch: Launch, t: Any, bases: tuple[Any, ...]) -> bool:
     if found is not None:
         found.append((launch, t, bases))
     return running
+
+
+#: by thread: what to call once it has read the source of a kernel
+_waiting: dict[int, Callable[[], None]] = {}
+
+
+@contextmanager
+def once_read(call: Callable[[], None]) -> Iterator[None]:
+    """Call a function when this thread has read the source of a kernel, to compile it.
+
+    Not if all kernels of the context are in a cache.
+    """
+    _waiting[threading.get_ident()] = call
+    try:
+        yield
+    finally:
+        _waiting.pop(threading.get_ident(), None)
 
 
 def runs() -> bool:
@@ -378,14 +395,15 @@ def _remember_key() -> None:
 
 @lru_cache(maxsize=8)
 def _announced(source: Any) -> Any:
-    """Return the class of sources, with a call of ``threads.source_read`` where it is read."""
+    """Return the class of sources, which calls what waits for ``once_read``."""
 
     class Source(source):
         def make_ir(self, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return super().make_ir(*args, **kwargs)
-            finally:
-                threads.source_read()
+            module = super().make_ir(*args, **kwargs)
+            call = _waiting.pop(threading.get_ident(), None)
+            if call is not None:
+                call()
+            return module
 
     return Source
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..torch_compat import DispatchMode
 from . import compat
 from .compiled import Addressed, Launch, Span, recorded_by
 from .kept import Plans
@@ -45,7 +45,7 @@ VIEWS = frozenset({
 })  # fmt: skip
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(DispatchMode):
     """The tensors that a call makes, and whether it does anything else."""
 
     def __init__(self) -> None:

@@ -1,8 +1,7 @@
 """Threads that compile kernels before a call needs them.
 
-A compile is C++ without the interpreter's lock, a process of ptxas, and the reading of the source,
-which holds the lock. So jobs start once the call that submits them has read its own sources.
-``ROWMAX_COMPILE_AHEAD=0`` leaves all compiling to the calls that need the kernels.
+A compile reads the source, which holds the interpreter's lock, and goes on in C++ and in ptxas,
+without it. ``ROWMAX_COMPILE_AHEAD=0`` leaves all compiling to the calls that need the kernels.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ import atexit
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 
 VARIABLE = "ROWMAX_COMPILE_AHEAD"
 #: kernels that compile at a time
@@ -40,15 +39,14 @@ class Threads:
 
     def reset(self) -> None:
         """Forget all jobs and threads: those of a process before a fork."""
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._jobs: deque[Job] = deque()
         self._running: set[threading.Thread] = set()
-        self._holds = 0
         self._stopped = False
 
     def submit(self, jobs: list[Job]) -> None:
         """Add jobs, the first to start first."""
-        with self._changed:
+        with self._lock:
             if self._stopped:
                 return
             self._jobs.extend(jobs)
@@ -58,29 +56,9 @@ class Threads:
                 thread.start()
                 self._running.add(thread)
 
-    @contextmanager
-    def held(self) -> Iterator[Callable[[], None]]:
-        """Start no job in this context, until the function that it yields is called."""
-        open_ = True
-
-        def release() -> None:
-            nonlocal open_
-            with self._changed:
-                self._holds -= open_
-                open_ = False
-                self._changed.notify_all()
-
-        with self._changed:
-            self._holds += 1
-        try:
-            yield release
-        finally:
-            release()
-
     def _run(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: not self._holds or self._stopped)
+            with self._lock:
                 if not self._jobs:
                     self._running.discard(threading.current_thread())
                     return
@@ -92,12 +70,12 @@ class Threads:
     def wait(self) -> None:
         """Return when no job is left."""
         while True:
-            with self._changed:
+            with self._lock:
                 some = next(iter(self._running), None)
             if some is None:
                 return
             some.join()
-            with self._changed:
+            with self._lock:
                 self._running.discard(some)
 
     def stop(self) -> None:
@@ -105,34 +83,12 @@ class Threads:
 
         A thread that returns from C++ to an interpreter that has ended would abort the process.
         """
-        with self._changed:
+        with self._lock:
             self._stopped = True
             self._jobs.clear()
-            self._changed.notify_all()
         self.wait()
 
 
 THREADS = Threads()
 atexit.register(THREADS.stop)
 os.register_at_fork(after_in_child=THREADS.reset)
-
-#: by thread: the end of the hold of the call that runs there
-_releases: dict[int, Callable[[], None]] = {}
-
-
-@contextmanager
-def first() -> Iterator[None]:
-    """Let the kernels of this context be read before the jobs start."""
-    with THREADS.held() as release:
-        _releases[threading.get_ident()] = release
-        try:
-            yield
-        finally:
-            del _releases[threading.get_ident()]
-
-
-def source_read() -> None:
-    """Let jobs start: this thread has read the source of a kernel, and goes on in C++."""
-    release = _releases.get(threading.get_ident())
-    if release is not None:
-        release()
