@@ -60,7 +60,7 @@ class DispatchMode(TorchDispatchMode):
     """A mode that torch.compile leaves alone, and that does not import torch._dynamo for it.
 
     Torch's own modes import it at their first operation, to disable it there: 1 to 2 s. A torch
-    that does not ask ``_should_skip_dynamo`` goes on to do so.
+    that does not read ``_should_skip_dynamo`` goes on to do so.
     """
 
     def __new__(cls, *args: Any) -> Self:

@@ -36,4 +36,4 @@ def test_a_process_ends_well_while_threads_compile(tmp_path, monkeypatch):
     first = compiled("exit", tmp_path, monkeypatch)
     assert ["backward", "rowmax-compile", "compiled"] in first
     second = compiled("needed", tmp_path, monkeypatch)
-    assert ["backward", "rowmax-compile", "found"] in second  # what was compiled is of use
+    assert ["backward", "rowmax-compile", "found"] in second  # in the cache

@@ -245,7 +245,7 @@ def test_another_value_of_the_switch_is_an_error(monkeypatch):
         threads.enabled()
 
 
-# --- which calls ask for it ---------------------------------------------------------------------
+# --- which calls compile ahead ---------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -263,7 +263,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Wanted]:
     return found
 
 
-def test_the_first_forward_with_gradients_asks_once(asked):
+def test_the_first_forward_with_gradients_begins_once(asked):
     q, k, v = (torch.randn(1, 24, 2, 8) for _ in range(3))
     rowmax.attention(q, k, v, backend="torch")
     assert asked == []
@@ -277,7 +277,7 @@ def test_the_first_forward_with_gradients_asks_once(asked):
     assert len(asked) == 1
 
 
-def test_a_backend_that_compiles_nothing_is_not_asked(asked):
+def test_a_backend_that_compiles_nothing_is_left_out(asked):
     q = torch.randn(1, 25, 2, 8, requires_grad=True)
     rowmax.attention(q, q, q, backend="reference").sum().backward()
     assert asked == []

@@ -26,6 +26,9 @@ _SAME = VIEWS | {torch.ops.aten.lift_fresh.default}
 #: the backward of (out, lse, dout)
 Backward = Callable[[Tensor, Tensor, Tensor], Any]
 
+#: launches, each with all arguments of its kernel
+Launches = list[tuple[Launch, tuple[Any, ...]]]
+
 #: kinds of calls whose backward has been compiled ahead. Lengths do not separate them: each step of
 #: a growing cache has one of its own, and often no backward
 _kinds: set[Any] = set()
@@ -75,9 +78,7 @@ def _is_without_memory(x: Tensor) -> bool:
     return x.numel() > 0 and x.untyped_storage().nbytes() == 0
 
 
-def arguments(
-    problem: Problem, tensors: Tensors, backward: Backward
-) -> list[tuple[Launch, tuple[Any, ...]]]:
+def arguments(problem: Problem, tensors: Tensors, backward: Backward) -> Launches:
     """Return the launches of a backward with their arguments, as far as none depends on values."""
     q = tensors.q
     with _Pretended(q.device.type):

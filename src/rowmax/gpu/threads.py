@@ -65,7 +65,7 @@ class Threads:
                 job = self._jobs.popleft()
             with suppress(Exception):
                 job()
-            del job  # what it refers to
+            del job
 
     def wait(self) -> None:
         """Return when no job is left."""
