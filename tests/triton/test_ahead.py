@@ -245,7 +245,7 @@ def test_another_value_of_the_switch_is_an_error(monkeypatch):
         threads.enabled()
 
 
-# --- which calls compile ahead ---------------------------------------------------------------------
+# --- which calls compile ahead ------------------------------------------------------------------
 
 
 @pytest.fixture
