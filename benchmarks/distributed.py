@@ -9,7 +9,8 @@ The command starts a process for each device (NCCL; gloo on a CPU) and ends them
 time, and none that would not fit by the times of its first calls.
 
 Providers: ``one`` (the first device computes the whole, the others rest), ``rowmax:keys``,
-``rowmax:heads`` (DeepSpeed's Ulysses over rowmax), each with ``:deterministic`` or a backend;
+``rowmax:heads`` (DeepSpeed's Ulysses over rowmax), each with ``:deterministic``, ``:balanced`` (the
+layout) or a backend;
 ``torch:allgather`` and ``torch:alltoall`` (context_parallel with cuDNN's attention, both
 rotations; causal and full masks). They take turns, in an order that rotates, after a rest.
 

@@ -147,12 +147,13 @@ def contestant(rank: Rank, cell: Cell, name: str) -> Contestant:
 def _of_rowmax(rank: Rank, cell: Cell, words: list[str]) -> Contestant:
     refuse(cell, "alibi dropout lengths documents")
     strategy, *words = words or ["auto"]
-    kind, layout = layout_for(cell, strategy, rank.size)
+    kind, layout = layout_for(cell, strategy, rank.size, "balanced" in words)
     positions = layout.positions(rank.rank, rank.device)
     x = own_inputs(cell, positions, rank.device)
     options = arguments(cell, x)
     options |= {"layout": layout, "strategy": strategy, "deterministic": "deterministic" in words}
-    options["backend"] = next((word for word in words if word != "deterministic"), None)
+    more_words = ("deterministic", "balanced")
+    options["backend"] = next((word for word in words if word not in more_words), None)
     function: Any = rd.attention
     more: tuple[Any, ...] = ()
     if cell.packed:

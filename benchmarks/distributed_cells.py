@@ -19,7 +19,8 @@ DOCUMENTS = (
     (2048, 2106566), (4096, 988525), (8192, 410002), (16384, 173574), (32768, 115007),
     (65536, 18428), (131072, 22513), (196608, 18284),
 )  # fmt: skip
-CHUNK = 512  # rows of a chunk where documents are balanced
+
+CHUNK = 512  # rows of a chunk of a balanced layout
 
 
 def document_lengths(n: int, seed: int = 0) -> tuple[int, ...]:
@@ -90,14 +91,16 @@ def mask_of(cell: Cell) -> rowmax.Mask:
     return mask
 
 
-def layout_for(cell: Cell, strategy: str, ranks: int) -> tuple[str, Layout]:
-    """Return the layout that suits a cell, and its name.
+def layout_for(cell: Cell, strategy: str, ranks: int, balanced: bool = False) -> tuple[str, Layout]:
+    """Return the layout that suits a cell, and its name; "balanced" on request.
 
     Distributed heads need no balance. A window needs none either, and a contiguous layout moves
     the fewest rows.
     """
+    if balanced:
+        return "balanced", Layout.balanced(mask_of(cell), cell.n, ranks, CHUNK)
     if strategy == "heads" or cell.window or not cell.causal:
         return "contiguous", Layout.contiguous(cell.n, ranks)
     if cell.packed:
-        return "balanced", Layout.balanced(mask_of(cell), cell.n, ranks, CHUNK)
+        return "documents", Layout.documents([0, *accumulate(cell.packed)], ranks)
     return "zigzag", Layout.zigzag(cell.n, ranks)

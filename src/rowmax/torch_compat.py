@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -171,6 +172,52 @@ def process_group_named(name: str) -> Any:
     return None if resolve is None else resolve(name)
 
 
+class SymmetricBytes:
+    """Bytes on each GPU of a group, that the kernels and copy engines of all of them reach.
+
+    torch's symmetric memory, without multicast.
+
+    Raises:
+        RuntimeError: the GPUs cannot reach each other, or torch has no symmetric memory.
+    """
+
+    def __init__(self, size: int, process_group: Any, device: torch.device) -> None:
+        name = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+        before = os.environ.get(name)
+        os.environ[name] = "1"  # torch reads it when ranks meet
+        try:
+            from torch.distributed import _symmetric_memory as symmetric
+
+            self.memory = symmetric.empty(size, dtype=torch.uint8, device=device)
+            handle = symmetric.rendezvous(self.memory, process_group.group_name)
+            if getattr(handle, "multicast_ptr", 0):
+                raise RuntimeError("symmetric memory with multicast, which rowmax does not use")
+            # memory of a pool begins within an allocation: later versions count from there
+            reach = getattr(handle, "get_remote_tensor", handle.get_buffer)
+            self.bytes = [reach(rank, (size,), torch.uint8) for rank in range(handle.world_size)]
+            self.handle = handle
+        except (ImportError, AttributeError, TypeError) as error:
+            raise RuntimeError(f"this torch has no symmetric memory as known: {error}") from error
+        finally:
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before
+
+    def barrier(self, milliseconds: int) -> None:
+        """Let the current stream wait for those of all ranks, at most so long."""
+        self.handle.barrier(0, milliseconds)
+
+
+def time_limit_of(process_group: Any, device: torch.device) -> int:
+    """Return the time limit of a group in milliseconds, or torch's own if it cannot be read."""
+    try:
+        limit = process_group._get_backend(device).options._timeout
+        return int(1000 * limit.total_seconds())
+    except (AttributeError, RuntimeError):
+        return 600_000
+
+
 # --- tensors -----------------------------------------------------------------------------------
 
 #: dispatch keys of tensors that hold only numbers on a device
@@ -270,9 +317,13 @@ def is_batched(t: Tensor | None) -> bool:
 
 def values_are_readable(t: Tensor) -> bool:
     """Return True if reading values is free: not on a GPU, which waits, and not while tracing."""
+    return t.device.type == "cpu" and has_values(t)
+
+
+def has_values(t: Tensor) -> bool:
+    """Return True if a tensor has values that the host can read, if it waits for them."""
     return (
-        t.device.type == "cpu"
-        and not torch.compiler.is_compiling()
+        not torch.compiler.is_compiling()
         and not is_transformed()
         and not is_traced_by_make_fx()
         and type(t) in PLAIN

@@ -37,7 +37,14 @@ def config(tile: Config, **features: Any) -> Config:
 
 
 @lru_cache
-def build(c: Config, dtype: str = "bf16", shifted: bool = False, parts: bool = False) -> Built:
+def build(
+    c: Config,
+    dtype: str = "bf16",
+    shifted: bool = False,
+    parts: bool = False,
+    wide: bool = False,
+) -> Built:
+    """Return the kernel; ``wide``: dk and dv are parts of sums."""
     like: dict[str, Any] = dict.fromkeys(Numbers._fields, 1)
     like |= {"inner": 1.0, "scale": 1.0, "out_scale": 1.0, "shift": 1 if shifted else None}
     like["parts"] = 2 if parts else None
@@ -45,7 +52,7 @@ def build(c: Config, dtype: str = "bf16", shifted: bool = False, parts: bool = F
     launch = GluonLaunch(KERNELS[type(c)], (1, 1, 1), options)
     made = launch.compile(
         *_copies(c, _DTYPES[dtype]),
-        _pointers(c, _DTYPES[dtype], parts),
+        _pointers(c, _DTYPES[dtype], parts, wide),
         Numbers(**like),
         gl.constexpr(Constants(c)),
         target=GPUTarget("cuda", 90, 32),
@@ -53,15 +60,16 @@ def build(c: Config, dtype: str = "bf16", shifted: bool = False, parts: bool = F
     return _read(None, made.asm["cubin"], made.metadata.shared)  # pyright: ignore
 
 
-def _pointers(c: Config, dtype: torch.dtype, parts: bool) -> Pointers:
+def _pointers(c: Config, dtype: torch.dtype, parts: bool, wide: bool) -> Pointers:
     """Return one of each pointer that a problem with these features has."""
     words, number = torch.empty(4, dtype=torch.int32), torch.empty(4)
     some = torch.empty(8, dtype=dtype)
     own_bias = isinstance(c, DqConfig) and c.BIAS
     dbias = some if isinstance(c, DqConfig) and c.DBIAS else None
+    of_keys = number if wide else some
     return Pointers(
-        out=some,
-        dv=some if isinstance(c, (FusedConfig, DkdvConfig)) else None,
+        out=some if isinstance(c, DqConfig) else of_keys,
+        dv=of_keys if isinstance(c, (FusedConfig, DkdvConfig)) else None,
         rows=number if isinstance(c, DqConfig) else None,
         table=words,
         ends=words,

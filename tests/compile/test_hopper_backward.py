@@ -175,6 +175,13 @@ def test_a_part_of_a_shared_bias_stays_in_registers():
     assert sass.report(kernel.cubin).findings == []
 
 
+def test_parts_of_sums_stay_in_registers():
+    """dk and dv in float32: loops are those of a whole call."""
+    kernel = build(config(TILES[128, 128][0], **FEATURES["causal"]), wide=True)
+    stays_in_registers(kernel, kernel.loops(0), "fused", "causal")
+    assert sass.report(kernel.cubin).findings == []
+
+
 def stays_in_registers(kernel: Built, loops: list[list[Line]], kind: str, name: str) -> None:
     most, stack = MORE.get((kind, name), (SPILLS, SPILLS))[not OLDEST]
     assert max(count(loop, "(LDL|STL)") for loop in loops) <= most

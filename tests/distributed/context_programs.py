@@ -328,10 +328,16 @@ def explained(rank: int, size: int, strategy: str, kind: str) -> tuple[Any, Any]
     """Return the explained and the counted bytes of both directions."""
     layout = rd.Layout.balanced(rowmax.Causal(), 300, size, chunk=64)
     n = layout.lengths[rank]
-    q, k, v = (numbers(2, n, h, d).bfloat16() for h, d in ((4, 16), (2, 16), (2, 8)))
+    b = 1 if kind == "documents" else 2
+    q, k, v = (numbers(b, n, h, d).bfloat16() for h, d in ((4, 16), (2, 16), (2, 8)))
     bias = torch.zeros(1, 4, n, 300)
     options: dict[str, Any] = {"backend": "torch", "layout": layout, "strategy": strategy}
-    options |= {"window": {"mask": rowmax.Window(30, 0)}, "bias": {"bias": bias}}.get(kind, {})
+    documents = rowmax.Documents(cu_seqlens=torch.tensor([0, 90, 91, 300])) & rowmax.Causal()
+    options |= {
+        "window": {"mask": rowmax.Window(30, 0)},
+        "bias": {"bias": bias},
+        "documents": {"mask": documents},
+    }.get(kind, {})
     found = rd.explain(q, k, v, **options)
     leaves = [t.requires_grad_() for t in (q, k, v, *([bias] if kind == "bias" else []))]
     counts = []

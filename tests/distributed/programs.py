@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -20,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 import rowmax
 from rowmax import distributed as rd
-from rowmax.distributed import Layout, collectives, exchange
+from rowmax.distributed import Layout, collectives, exchange, shared
+from rowmax.distributed.groups import group_of
 from rowmax.distributed.strategies import keys as by_keys
 from rowmax.masks import as_mask
 from rowmax.testing import Answer, Call, Case, cotangents, make
@@ -49,6 +51,8 @@ LAYOUTS: dict[str, Any] = {
     "uneven": uneven,
     "single": single,
 }
+#: the same, and one of packed documents, made of their offsets
+PACKED = (*LAYOUTS, "documents")
 
 
 def layouts(case: Case, kind: str, ranks: int) -> tuple[Layout, Layout]:
@@ -426,6 +430,85 @@ def fails_alone(rank: int) -> str:
     return "no error"
 
 
+# --- programs of test_shared ---------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def copies(way: str) -> Iterator[None]:
+    """Copy in this way: "shared" or "collectives"."""
+    with mock.patch.dict(os.environ, {shared.VARIABLE: way}), shared.forgotten():
+        yield
+
+
+def shared_answer(rank: int, *given: Any) -> tuple[Answer, int]:
+    """Return the answer of a rank's rows with shared memory, and the uses of it."""
+    used = 0
+    show = shared.Region.show
+
+    def counted(region: shared.Region) -> None:
+        nonlocal used
+        used += 1
+        show(region)
+
+    with copies("shared"), mock.patch.object(shared.Region, "show", counted):
+        return own_answer(rank, *given), used
+
+
+def one_after_the_other(rank: int, size: int, calls: int) -> float:
+    """Return the largest difference of calls with shared memory, of sizes that change."""
+    worst = 0.0
+    for way in ("shared", "collectives"):
+        generator, found = torch.Generator().manual_seed(0), []
+        with copies(way):
+            for one in range(calls):
+                n = (64, 1024, 192)[one % 3] * size
+                layout = Layout.zigzag(n, size)
+                q = torch.randn(3, 1, n, 4, 64, generator=generator)[:, :, layout.positions(rank)]
+                leaves = [t.clone().requires_grad_() for t in q]
+                if rank == one % size:
+                    time.sleep(0.02)  # another rank comes late
+                out: Any = rd.attention(*leaves, layout=layout, backend="torch", mask=_CAUSAL)
+                found += [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+        if way == "shared":
+            first = found
+        else:
+            pairs = zip(first, found, strict=True)
+            worst = max(float((a - b).abs().max()) for a, b in pairs)
+    return worst
+
+
+_CAUSAL = rowmax.Causal()
+
+
+def shared_or_not(rank: int, trouble: str) -> tuple[bool, bool, str]:
+    """Return if memory is shared where rank 1 has a trouble, if the result is right, the error."""
+    layout = Layout.zigzag(4096, 2)
+    x = torch.randn(1, 4096, 2, 128, generator=torch.Generator().manual_seed(0))
+    mine = x[:, layout.positions(rank)]
+    want = rowmax.attention(x, x, x, backend="torch")[:, layout.positions(rank)]  # pyright: ignore
+    makes = shared._File.__init__
+
+    def failing(self: Any, size: int, group: Any, device: torch.device) -> None:
+        if trouble == "at once" or size > 1 << 21:
+            collectives.all_objects(("", "no room"), group)
+            raise OSError("no room")
+        makes(self, size, group, device)
+
+    patches = {
+        "host": mock.patch.object(shared, "_host", return_value=f"host {rank}"),
+        "word": mock.patch.dict(os.environ, {shared.VARIABLE: "shmem"} if rank else {}),
+        "none": contextlib.nullcontext(),
+    }
+    patch = patches.get(trouble) or mock.patch.object(shared._File, "__init__", failing)
+    with copies("shared"), patch:
+        try:
+            got: Any = rd.attention(mine, mine, mine, layout=layout, backend="torch")
+        except ValueError as error:
+            return False, False, str(error)
+        regions = shared.shares_memory(group_of(None), x.device)
+    return regions, torch.allclose(got, want, atol=1e-5), ""
+
+
 # --- programs of test_sharding -----------------------------------------------------------------
 
 
@@ -596,6 +679,12 @@ def killed(rank: int, way: str) -> str:
 
 def packed_layouts(call: Call, kind: str, ranks: int) -> tuple[Layout, Layout]:
     """Return the layouts of the queries and the keys of all sequences together."""
+    if kind == "documents":
+        queries, keys = (Layout.documents(cu, ranks) for cu in call.inputs[3:5])
+        return queries, keys
+    if kind == "chunks of 8":
+        layout = Layout.balanced(rowmax.Causal(), call.inputs[0].shape[0], ranks, chunk=8)
+        return layout, layout
     queries, keys = (LAYOUTS[kind](t.shape[0], ranks) for t in call.inputs[:2])
     return queries, keys
 
@@ -605,8 +694,10 @@ def one_sequence(call: Call) -> Call:
     return replace(call, inputs=tuple(t[None] for t in call.inputs[:3]))
 
 
-def packed_answer(rank: int, case: Case, dtype: torch.dtype, kind: str, ranks: int) -> Answer:
-    """Return the answer of a rank's rows, with a batch dimension."""
+def packed_answer(
+    rank: int, case: Case, dtype: torch.dtype, kind: str, ranks: int, stages: int = 1, **more: Any
+) -> tuple[Answer, int]:
+    """Return the answer of a rank's rows, with a batch dimension, and the number of calls."""
     call = make(case, dtype=dtype)
     queries, keys = packed_layouts(call, kind, ranks)
     i, j = queries.positions(rank), keys.positions(rank)
@@ -615,12 +706,68 @@ def packed_answer(rank: int, case: Case, dtype: torch.dtype, kind: str, ranks: i
     leaves = {name: named[name].detach().requires_grad_() for name in call.leaves}
     named.update(leaves)
     cu_q, cu_k = call.inputs[3:5]
-    more = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "layout": queries, "k_layout": keys}
-    out, lse = rd.attention_varlen(**named, **more, return_lse=True, backend="torch")
-    dout, dlse = cotangents(call)
-    got = torch.autograd.grad([out, lse], list(leaves.values()), [dout[i], dlse[..., i]])
+    more |= {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "layout": queries, "k_layout": keys}
+    with (
+        mock.patch.object(by_keys, "stages_of", even(stages)),
+        mock.patch.object(by_keys, "prepared", wraps=by_keys.prepared) as calls,
+    ):
+        out, lse = rd.attention_varlen(**named, **more, return_lse=True, backend="torch")
+        dout, dlse = cotangents(call)
+        got = torch.autograd.grad([out, lse], list(leaves.values()), [dout[i], dlse[..., i]])
     gradients = {n: g[None] if n in "qkv" else g for n, g in zip(leaves, got, strict=True)}
-    return Answer(out.detach()[None], lse.detach()[None], gradients)
+    return Answer(out.detach()[None], lse.detach()[None], gradients), calls.call_count
+
+
+def packed_in_shared_memory(rank: int, *given: Any) -> bool:
+    """Return True if copies through shared memory give the bits of collectives."""
+    with copies("shared"):
+        one, _ = packed_answer(rank, *given)
+    other, _ = packed_answer(rank, *given)
+    pairs = [(one.out, other.out), (one.lse, other.lse)]
+    pairs += [(g, other.gradients[name]) for name, g in one.gradients.items()]
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def shows_of_whole_documents(rank: int) -> int:
+    """Return how often a rank shows rows where no document is cut."""
+    cu = torch.arange(0, 801, 100)
+    layout = Layout.documents(cu, 2)
+    x = torch.randn(layout.lengths[rank], 2, 16).requires_grad_()
+
+    def call() -> None:
+        out: Any = rd.attention_varlen(x, x, x, cu, cu, layout=layout, backend="torch")
+        out.sum().backward()
+
+    with copies("shared"):
+        call()
+        with mock.patch.object(shared.Region, "show") as shows:
+            call()
+        return shows.call_count
+
+
+def packed_bits(rank: int, chunk: int) -> list[Tensor]:
+    """Return the results in bfloat16 of documents that are cut into many chunks."""
+    mask = rowmax.Documents(cu_seqlens=torch.tensor([0, 300, 340, 512])) & rowmax.Causal()
+    layout = Layout.balanced(mask, 512, 3, chunk=chunk)
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randn(1, 512, 2, 16, generator=generator).bfloat16() for _ in "qkv"]
+    leaves = [t[:, layout.positions(rank)].requires_grad_() for t in rows]
+    out: Any = rd.attention(*leaves, mask=mask, layout=layout, backend="torch")
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+
+
+def offsets_in_place(rank: int) -> bool:
+    """Return True if offsets that change in place are those of the second call."""
+    layout, cu = Layout.zigzag(64, 2), torch.tensor([0, 20, 64], dtype=torch.int32)
+    x = torch.randn(64, 2, 16, generator=torch.Generator().manual_seed(0))
+    for values in ([0, 20, 64], [0, 50, 64]):
+        cu.copy_(torch.tensor(values))
+        i = layout.positions(rank)
+        got = rd.attention_varlen(x[i], x[i], x[i], cu, cu, layout=layout, causal=True)
+        want = rowmax.attention_varlen(x, x, x, cu, cu, causal=True)
+        if not torch.allclose(got, want[i], atol=1e-5):  # pyright: ignore
+            return False
+    return True
 
 
 def wrong_packed(rank: int) -> list[str]:

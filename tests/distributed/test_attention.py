@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from rowmax.distributed.strategies import STRATEGIES
 from rowmax.testing import (
     CASES,
     COVERING,
@@ -46,6 +47,8 @@ TABLE = [(case, *next(_next)) for case in (*DENSE, *COVERING_DENSE)]
 TABLE += [(case, *place) for case in CHUNKS for place in PLACES[::3]]
 DOUBLE = [(case, *next(_next)) for case in COVERING_DENSE]
 HEADS = [(case, *next(_next)) for case in COVERING_DENSE]
+BY_QUERIES = [case for case in (*COVERING_DENSE, *CHUNKS) if case.align != "lengths"]
+QUERIES = [(case, *next(_next)) for case in BY_QUERIES]
 HALF = [
     (case, dtype, *next(_next))
     for dtype in (torch.float16, torch.bfloat16)
@@ -92,9 +95,17 @@ def test_heads(case: Case, size: int, kind: str, world: Worlds) -> None:
     _check(world(size), case, torch.float32, kind, backend="torch", strategy="heads")
 
 
+@pytest.mark.parametrize(("case", "size", "kind"), QUERIES, ids=_name)
+def test_queries(case: Case, size: int, kind: str, world: Worlds) -> None:
+    dtype = torch.float64 if size == 3 else torch.float32
+    _check(world(size), case, dtype, kind, backend="torch", strategy="queries")
+
+
 @pytest.mark.parametrize(("case", "dtype", "size", "kind"), HALF, ids=_name)
 def test_half(case: Case, dtype: torch.dtype, size: int, kind: str, world: Worlds) -> None:
     _check(world(size), case, dtype, kind, backend="torch")
+    if case in BY_QUERIES:
+        _check(world(size), case, dtype, kind, backend="torch", strategy="queries")
 
 
 FEATURES = Case(
@@ -114,7 +125,7 @@ def test_one_rank_is_one_device(world: Worlds) -> None:
         assert world(1).run(programs.one_rank, case) == [True]
 
 
-@pytest.mark.parametrize("strategy", ["keys", "heads"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("size", "kind"), PLACES, ids=_name)
 def test_dropout_keeps_the_set_of_one_device(
     size: int, kind: str, strategy: str, world: Worlds
@@ -131,7 +142,8 @@ def test_dropout_keeps_the_set_of_one_device(
 
 
 @pytest.mark.parametrize(
-    ("kind", "strategy"), [("zigzag", "keys"), ("uneven", "keys"), ("zigzag", "heads")]
+    ("kind", "strategy"),
+    [("zigzag", "keys"), ("uneven", "keys"), ("zigzag", "heads"), ("uneven", "queries")],
 )
 def test_repeats_are_equal_to_the_bit(kind: str, strategy: str, world: Worlds) -> None:
     more = {"backend": "torch", "deterministic": True, "strategy": strategy}
@@ -142,7 +154,7 @@ def test_repeats_are_equal_to_the_bit(kind: str, strategy: str, world: Worlds) -
             assert torch.equal(t, b.gradients[name]), name
 
 
-@pytest.mark.parametrize("strategy", ["keys", "heads"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_replicated_gradients_are_shares_or_sums(strategy: str, world: Worlds) -> None:
     case = Case("shared", nq=150, hk=2, d=16, causal=True, sink=True, alibi=True, bias="1h1k")
     _, want = _expected(case, torch.float32)
@@ -158,16 +170,16 @@ def test_replicated_gradients_are_shares_or_sums(strategy: str, world: Worlds) -
             torch.testing.assert_close(part.gradients[name], total, rtol=1e-5, atol=1e-5)
             exact = want.ref.gradients[name].to(total.dtype)
             torch.testing.assert_close(part.gradients[name], exact, rtol=1e-4, atol=1e-4)
-        assert not torch.allclose(shares[0].gradients[name], sums[0].gradients[name], rtol=1e-2)
+        whole = sums[0].gradients[name]
+        assert not all(torch.allclose(p.gradients[name], whole, rtol=1e-2) for p in shares)
 
 
-@pytest.mark.parametrize("strategy", ["keys", "heads"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_own_rows_of_bias_are_not_summed(strategy: str, world: Worlds) -> None:
     """A rank with one query gives a bias of one row, too: other ranks say that rows are own."""
     case = Case("own", nq=150, bias="1hqk", d=16)
-    got, _ = _answer(
-        world(3), case, torch.float32, "single", backend="torch", reduce_replicated=True
-    )
+    more = {"backend": "torch", "reduce_replicated": True, "strategy": strategy}
+    got, _ = _answer(world(3), case, torch.float32, "single", **more)
     assert not complaints(got, _expected(case, torch.float32)[1])
 
 

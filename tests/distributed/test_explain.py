@@ -16,6 +16,7 @@ from rowmax.distributed.explain import ROOFLINES
 from rowmax.distributed.strategies import STRATEGIES
 
 from . import context_programs as programs
+from .programs import copies
 from .world import World
 
 Worlds = Callable[[int], World]
@@ -29,7 +30,7 @@ def rows(n: int, hq: int = 8, hk: int = 2, d: int = 128) -> tuple[torch.Tensor, 
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("kind", ["plain", "window", "bias"])
+@pytest.mark.parametrize("kind", ["plain", "window", "bias", "documents"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_bytes_are_those_that_move(size: int, kind: str, strategy: str, world: Worlds) -> None:
     for parts in world(size).run(programs.explained, size, strategy, kind):
@@ -63,6 +64,16 @@ def test_a_plan_without_processes() -> None:
     assert time.compute == flops / roofline.forward
     assert time.wire == 3 * shard / roofline.wire
     assert time.hidden == min(1.0, time.compute / time.wire)
+
+
+def test_memory_that_ranks_share() -> None:
+    """Rows of all stages, own rows that others read, and gradients that return both ways."""
+    layout = rd.Layout.zigzag(65536, 4)
+    shard = 16384 * 2 * 2 * 128 * 2
+    with copies("shared"):
+        found = rd.explain(*rows(16384), layout=layout, causal=True, device="H200")
+        assert found.forward.memory == (4 + 1) * shard
+        assert found.backward.memory == (5 + 2 * (4 + 1.5 + 3)) * shard
 
 
 def test_what_does_not_fit_under_compute() -> None:
@@ -117,6 +128,49 @@ def test_imbalance_of_masks_and_strategies() -> None:
     found = rd.explain(*rows(1024), layout=layout, mask=own)
     assert (found.imbalance, found.forward.flops) == (None, None)
     assert "balance   unknown" in str(found)
+
+
+def test_documents_that_the_host_knows() -> None:
+    """Only the keys of a rank's documents move, and pieces are copied."""
+    cu = [0, 3072, 3584, 4096]
+    layout = rd.Layout.documents(cu, 2)
+    mask = rowmax.Documents(cu_seqlens=torch.tensor(cu)) & rowmax.Causal()
+    found = rd.explain(*rows(2048), layout=layout, mask=mask)
+    # one rank has both ends of the cut document, the other one its middle half
+    assert layout.chunks(0)[0] == range(768)
+    row = 2 * 2 * 128 * 2
+    assert found.forward.wire[0].received == 1536 * row
+    assert found.forward.wire[1].received == 768 * row
+    gathered, copied = 3072 + 512, 768 + 3072 + 512
+    assert found.forward.memory == (gathered + copied) * row
+    assert found.backward.memory == (3 * gathered + 3 * copied) * row
+    assert found.imbalance == pytest.approx(layout.imbalance(mask))
+
+
+def test_few_queries_of_many_keys() -> None:
+    """Queries move by default where that copies less than half of what keys would."""
+    keys, one = rd.Layout.contiguous(65536, 4), rd.Layout.contiguous(4, 4)
+    q, _, _ = rows(1)
+    _, k, v = rows(16384)
+    found = rd.explain(q, k, v, layout=one, k_layout=keys, causal=True)
+    assert found.strategy == "queries"
+    gathered, result = 8 * 128 * 2, 8 * 129 * 4
+    assert found.forward.wire[1] == (3 * (gathered + result),) * 2
+    assert found.imbalance == pytest.approx(1.0, abs=1e-3)
+    # all ranks see the last rank's keys in a window, so few of them move
+    found = rd.explain(q, k, v, layout=one, k_layout=keys, mask=rowmax.Window(8, 0))
+    assert found.strategy == "keys"
+    q, _, _ = rows(8192)
+    found = rd.explain(q, k, v, layout=rd.Layout.zigzag(32768, 4), k_layout=keys, causal=True)
+    assert found.strategy == "keys"
+    lengths = rowmax.PrefixLengths(torch.tensor([70]), align="lengths") & rowmax.Causal()
+    q, _, _ = rows(1)
+    found = rd.explain(q, k, v, layout=one, k_layout=keys, mask=lengths)
+    assert found.strategy == "keys"
+    reason = "a rank's keys alone have no position aligned to the lengths"
+    assert found.others["queries"] == f"not able: {reason}"
+    with pytest.raises(ValueError, match=f"strategy: got 'queries' \\({reason}\\); want 'auto'"):
+        rd.explain(q, k, v, layout=one, k_layout=keys, mask=lengths, strategy="queries")
 
 
 def test_reasons() -> None:

@@ -165,3 +165,57 @@ def test_areas_count_the_pairs_of_the_definition(case: Case) -> None:
 def test_wrong_values(make_it: Any, text: str) -> None:
     with pytest.raises((TypeError, ValueError), match=text):
         make_it()
+
+
+OFFSETS = st.lists(st.integers(0, 400), min_size=1, max_size=30)
+
+
+@given(sizes=OFFSETS, ranks=st.integers(1, 9))
+def test_documents_are_a_partition_of_equal_lengths(sizes: list[int], ranks: int) -> None:
+    cu = torch.tensor([0, *sizes]).cumsum(0)
+    layout = Layout.documents(cu, ranks)
+    assert (layout.n, layout.ranks) == (int(cu[-1]), ranks)
+    rows = torch.cat([layout.positions(rank) for rank in range(ranks)])
+    assert torch.equal(rows.sort()[0], torch.arange(layout.n))
+    # a cut document gives ranks equal numbers to two rows
+    assert max(layout.lengths) - min(layout.lengths) <= 1 + 2 * len(sizes)
+    assert Layout.documents(cu.tolist(), ranks) == layout
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_documents_are_balanced_and_cut_no_more_than_that_needs(ranks: int) -> None:
+    lengths = [16000, 5000, *(100 + 37 * n % 900 for n in range(100))]
+    cu = torch.tensor([0, *lengths]).cumsum(0)
+    mask = rowmax.Documents(cu_seqlens=cu) & rowmax.Causal()
+    layout = Layout.documents(cu, ranks)
+    assert layout.imbalance(mask) < 1.02
+    assert max(layout.lengths) - min(layout.lengths) <= 4
+    others = Layout.balanced(mask, layout.n, ranks, chunk=512)
+    ends = set(cu.tolist())
+    cuts, more = (
+        sum(c.start not in ends for rank in range(ranks) for c in one.chunks(rank))
+        for one in (layout, others)
+    )
+    assert cuts < more / 2
+
+
+def test_equal_documents_are_whole() -> None:
+    layout = Layout.documents(list(range(0, 801, 100)), 4)
+    assert all(c.start % 100 == 0 == c.stop % 100 for rank in range(4) for c in layout.chunks(rank))
+    assert Layout.documents([0], 3).lengths == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("given_", "text"),
+    [
+        ([], "offsets: a tensor on the CPU, or ints"),
+        ([0, 1.5], "offsets: a tensor on the CPU, or ints"),
+        ([1, 2], "offsets that begin with 0 and never fall"),
+        (torch.tensor([0, 5, 3]), "offsets that begin with 0 and never fall"),
+        (torch.empty(3, dtype=torch.int32, device="meta"), "one on the CPU, or a list"),
+        (torch.zeros(2, 2, dtype=torch.int32), "cu_seqlens"),
+    ],
+)
+def test_wrong_offsets(given_: Any, text: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=text):
+        Layout.documents(given_, 2)

@@ -45,6 +45,7 @@ CASES = [
     (2, "Llama", "packed", "zigzag"),
     (3, "Llama", "packed", "zigzag"),
     (1, "Llama", "packed", "zigzag"),
+    (3, "Llama", "packed row", "zigzag"),
     (3, "Llama", "padding", "zigzag"),
     (2, "Mistral", "no cache", "zigzag"),
     (2, "Mistral", "packed", "contiguous"),

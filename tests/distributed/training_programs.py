@@ -150,12 +150,12 @@ def same_as_one_process(
     rank: int, size: int, kind: str, case: str, layout_kind: str = "zigzag", **options: Any
 ) -> None:
     """Compare loss and gradients of a model of transformers, whose sequence is distributed."""
-    n, rows = 96, 2
+    n, rows = 96, 1 if case == "packed row" else 2
     x, y = text(n, rows)
     layout = getattr(rd.Layout, layout_kind)(n, size)
     whole: dict[str, Any] = {}
     positions = torch.arange(n)[None]
-    if case == "packed":  # documents that begin within chunks, and where chunks do
+    if case.startswith("packed"):  # documents that begin within chunks, and where chunks do
         positions = torch.cat([torch.arange(k) for k in (24, 30, 18, 24)])[None]
         whole["use_cache"] = False
     if case == "padding":

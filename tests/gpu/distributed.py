@@ -11,6 +11,8 @@ Kinds:
     dropout    the kept set is that of one device
     one-rank   a group of one rank equals one device to the bit
     repeats    deterministic calls are equal to the bit while one rank is delayed at random
+    stages     stages of heads, through shared memory, have the bits of collectives
+    graphs     replays of a CUDA graph, between other calls, are right (GPUs)
     multicast  no pointer of it exists (GPUs)
     waits      warm calls copy nothing to the host (GPUs)
     memory     peaks are within their bounds (GPUs)
@@ -47,9 +49,12 @@ from benchmarks.ranks import ENVIRONMENT, Rank, Ranks, RanksError
 from rowmax import distributed as rd
 from rowmax.bench import timing
 from rowmax.distributed import Layout
+from rowmax.distributed.groups import group_of
+from rowmax.distributed.shared import shares_memory
 from rowmax.distributed.strategies import STRATEGIES
+from rowmax.distributed.strategies import keys as by_keys
 from rowmax.testing import COVERING, Answer, Call, Case, complaints, cotangents, expected, make
-from tests.distributed.programs import LAYOUTS, has_rows, own_call, with_unit_values
+from tests.distributed.programs import LAYOUTS, copies, even, has_rows, own_call, with_unit_values
 from tests.gpu import results
 from tests.gpu.check import EVERY, Report
 from tests.gpu.kinds import Check
@@ -60,8 +65,8 @@ SIZE = 4  # times the lengths of a case, on a GPU
 COMPILE = 240.0  # seconds of any check
 GROUPS = 6
 DELAY = 3e-3  # seconds, the longest of one rank
-#: in errors of packed calls with features that they do not take
-PACKED = "attention of [1, n, H, D] with mask=Documents"
+#: in errors of packed calls with features that they do not take, and of a strategy
+REFUSED = ("attention of [1, n, H, D] with mask=Documents", "no position aligned to the lengths")
 FEATURES = Case(
     "features", b=2, nq=200, hk=2, d=64, left=90, causal=True, documents="sorted", sink=True,
     alibi=True, bias="1hqk", dropout=0.2,
@@ -158,7 +163,7 @@ def check_case(
     try:
         own = prepared(rank, call, layouts, {"strategy": strategy, "backend": backend})()
     except ValueError as error:
-        if PACKED not in str(error):
+        if not any(text in str(error) for text in REFUSED):
             raise
         return [f"refused: {error}"]
     got = joined(call, layouts, rank.rank, own)
@@ -231,6 +236,56 @@ def _delay(rank: Rank, seconds: float) -> None:
         torch.cuda._sleep(int(seconds / 2 * 1.7e9))
 
 
+def check_stages(rank: Rank, case: Case, stages: int, times: int, backend: str | None) -> list[str]:
+    """Return the results that differ in a repeat from those of collectives in as many stages."""
+    call = make(case, rank.device, torch.bfloat16, size=2)
+    layouts = layouts_of(call, "zigzag", rank.size)
+    once = prepared(rank, call, layouts, {"deterministic": True, "backend": backend})
+    with copies("collectives"), mock.patch.object(by_keys, "stages_of", even(stages)):
+        first = once()
+    draw = random.Random(0)
+    zero = torch.zeros((), dtype=torch.int64, device=rank.device)
+    counts = {name: zero.clone() for name, *_ in first.items()}
+    with copies("shared"), mock.patch.object(by_keys, "stages_of", even(stages)):
+        for n in range(times):
+            if rank.rank == n % rank.size:
+                _delay(rank, draw.random() * DELAY)
+            again = once()
+            for (name, a, _), (_, b, _) in zip(first.items(), again.items(), strict=True):
+                counts[name] += (a != b).any()
+        shares = shares_memory(group_of(None), rank.device)
+    found = [f"{name} differs in {int(n)} of {times}" for name, n in counts.items() if int(n)]
+    return found + ([] if shares else ["no memory is shared"])
+
+
+def check_graph(rank: Rank, case: Case, strategy: str, backend: str | None) -> list[str]:
+    """Return the results of a CUDA graph that differ from calls outside of it."""
+    call = make(case, rank.device, torch.bfloat16, size=2)
+    more = {"strategy": strategy, "deterministic": True, "backend": backend}
+    once = prepared(rank, call, layouts_of(call, "zigzag", rank.size), more)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            want = once()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        got = once()
+    found = []
+    for n in range(4):
+        for _, t, _ in got.items():
+            t.fill_(torch.nan)
+        graph.replay()
+        between = once() if n % 2 else want
+        torch.cuda.synchronize()
+        for result in (got, between):
+            for (name, a, _), (_, b, _) in zip(want.items(), result.items(), strict=True):
+                if not torch.equal(a, b):
+                    found.append(f"{name} of replay {n} differs")
+    return found
+
+
 def check_multicast(rank: Rank, strategy: str, backend: str | None) -> list[str]:
     """Return the multicast pointers of workspaces that a call has made."""
     found = [f"{key} is not {x}" for key, x in ENVIRONMENT.items() if os.environ.get(key) != x]
@@ -243,9 +298,11 @@ def check_multicast(rank: Rank, strategy: str, backend: str | None) -> list[str]
         return handles[-1]
 
     call = make(PLAIN, rank.device, torch.bfloat16, size=5)  # lengths that no call has had
-    with mock.patch.object(memory, "rendezvous", recorded):
+    with mock.patch.object(memory, "rendezvous", recorded), copies("shared"):
         more = {"strategy": strategy, "backend": backend}
         prepared(rank, call, layouts_of(call, "zigzag", rank.size), more)()
+    if strategy == "keys" and not handles:
+        found.append("no memory is shared")
     pointers = [handle.multicast_ptr for handle in handles]
     return found + [f"a multicast pointer {x:#x}" for x in pointers if x]
 
@@ -337,6 +394,22 @@ def repeats(given: argparse.Namespace) -> Iterator[Check]:
         yield found._replace(limit=limit)
 
 
+def stages(given: argparse.Namespace) -> Iterator[Check]:
+    """Yield repeated calls in stages, with random delays."""
+    for case, count in product(CALLS, (1, 2)):
+        args = (case, count, given.repeats)
+        name = f"{given.repeats} repeats of {count} stages: {case.name}"
+        found = Check("", name, "bfloat16", "zigzag keys", check_stages, args)
+        yield found._replace(limit=COMPILE + given.repeats * 0.1)
+
+
+def graphs(given: argparse.Namespace) -> Iterator[Check]:
+    """Yield CUDA graphs of calls."""
+    for case, strategy in product(CALLS, STRATEGIES):
+        args = (case, strategy)
+        yield Check("", f"graph: {case.name}", "bfloat16", f"zigzag {strategy}", check_graph, args)
+
+
 def multicast(given: argparse.Namespace) -> Iterator[Check]:
     """Yield checks that no multicast pointer exists."""
     for strategy in STRATEGIES:
@@ -345,7 +418,7 @@ def multicast(given: argparse.Namespace) -> Iterator[Check]:
 
 def waits(given: argparse.Namespace) -> Iterator[Check]:
     """Yield warm calls that must not wait for the device."""
-    for case, strategy in product(CALLS, STRATEGIES):
+    for case, strategy in product((*CALLS, PACKED_CASES[0]), STRATEGIES):
         args = (case, "zigzag", strategy)
         yield Check("", f"waits: {case.name}", "bfloat16", f"zigzag {strategy}", check_waits, args)
 
@@ -359,6 +432,8 @@ def memory(given: argparse.Namespace) -> Iterator[Check]:
 
 KINDS = {
     "repeats": repeats,
+    "stages": stages,
+    "graphs": graphs,
     "memory": memory,
     "waits": waits,
     "multicast": multicast,
@@ -367,7 +442,7 @@ KINDS = {
     "cases": cases,
 }
 #: kinds that need no GPU
-ON_CPU = ("repeats", "dropout", "one-rank", "cases")
+ON_CPU = ("repeats", "stages", "dropout", "one-rank", "cases")
 
 
 def checks_of(given: argparse.Namespace) -> list[Check]:

@@ -112,12 +112,26 @@ def check_backward(
         lambda name: deterministic or wide or name != "q",
     )
     found += [text] if text else []
+    if problem.hk < problem.hq:
+        found += rounded_parts(got, hopper.backward(problem._replace(wide=True), *arguments[1:]))
     if reference is None:
         found += far_from_triton(got, triton.backward(*arguments), LIMITS[problem.dtype])
     for n in range(repeats):
         text = differs(got, hopper.backward(*arguments), deterministic, LIMITS[problem.dtype])
         if text:
             return [*found, f"repeat {n}: {text}"]
+    return found
+
+
+def rounded_parts(got: Gradients, parts: Gradients) -> list[str]:
+    """Return what is wrong with dk and dv as parts of sums: gradients are their rounding."""
+    found = []
+    for name in ("k", "v"):
+        x, part = getattr(got, name), getattr(parts, name)
+        if x is not None and part.dtype != torch.float32:
+            found.append(f"d{name}: a part of a sum is {part.dtype}")
+        elif x is not None and not torch.equal(part.to(x.dtype), x):
+            found.append(f"d{name}: the part of a sum differs before rounding")
     return found
 
 

@@ -82,6 +82,49 @@ def test_launches_are_repeated_at_the_addresses_of_other_tensors() -> None:
         assert words not in {x.data_ptr() for x in (out, lse, *given[:3])}
 
 
+def test_the_first_result_has_the_memory_that_is_given() -> None:
+    launch = Launch()
+
+    def run(given: Tensors) -> tuple[Tensor, Tensor]:
+        words, out = given.q.new_empty(3), given.q.new_empty(given.q.shape)
+        lse = given.q.new_empty(5)
+        launch((words, out, lse))
+        return out, lse
+
+    _, again = replay.record(run, inputs())
+    memory = torch.empty(3, *inputs().q.shape)
+    out, lse = again(inputs(), memory[1])
+    assert out.data_ptr() == memory[1].data_ptr()
+    pointers, _ = launch.repeated[-1]
+    assert pointers[1:] == [memory[1].data_ptr(), lse.data_ptr()]
+    shape = memory[1].shape
+    for other in (
+        memory[1].transpose(1, 2).contiguous().transpose(1, 2),  # strides
+        memory[1, :1],  # a shape
+        memory[1].double(),  # a dtype
+        torch.empty(memory[1].numel() + 1)[1:].view(shape),  # an address of no 16 bytes
+    ):
+        out, _ = again(inputs(), other)
+        assert out.data_ptr() != other.data_ptr()
+        assert (out.shape, out.dtype) == (shape, torch.float32)
+        assert launch.repeated[-1][0][1] == out.data_ptr()
+
+
+def test_a_first_result_that_is_not_made_needs_no_memory() -> None:
+    launch = Launch()
+
+    def run(given: tuple[Any, ...]) -> Gradients:
+        dk = given[0].new_empty(given[0].shape)
+        launch((dk,))
+        return Gradients(None, dk)
+
+    _, again = replay.record(run, (torch.empty(4), torch.empty(4)))
+    memory = torch.empty(4)
+    found = again((torch.empty(4), torch.empty(4)), memory)
+    assert found.q is None
+    assert found.k.data_ptr() != memory.data_ptr()
+
+
 def test_kernels_are_those_of_the_device_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     current = ["cuda:0"]
 

@@ -223,10 +223,14 @@ def longest_of(cu: Tensor) -> int:
 
 
 def _check_offset_values(name: str, cu: Tensor, what: str, last: int) -> None:
-    values = cu.tolist()
+    check_offsets(name, cu.tolist(), what, last)
+
+
+def check_offsets(name: str, values: Sequence[int], what: str, last: int) -> None:
+    """Raise unless offsets begin with 0, never fall and end with ``last``."""
     if values[0] != 0:
         raise bad(name, f"first offset {values[0]}", "0")
-    if values != sorted(values):
+    if any(a > b for a, b in pairwise(values)):
         n, (a, b) = next((n, pair) for n, pair in enumerate(pairwise(values)) if pair[1] < pair[0])
         raise bad(name, f"{b} after {a} at {n + 1}", "offsets that never fall")
     if values[-1] != last:

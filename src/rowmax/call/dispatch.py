@@ -168,12 +168,19 @@ class Prepared:
         self.problem = problem
         #: by direction, and what the tensors of a backward are like; None after the first call,
         #: False where calls cannot be recorded
-        self._again: dict[Any, Callable[[Any], Any] | bool | None] = {}
+        self._again: dict[Any, Callable[..., Any] | bool | None] = {}
 
-    def forward(self, tensors: Tensors, wanted: Wanted | None = None) -> tuple[Tensor, Tensor]:
-        """Return (out, lse); ``wanted`` are the gradients that a backward will compute."""
+    def forward(
+        self, tensors: Tensors, into: Tensor | None = None, wanted: Wanted | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return (out, lse).
+
+        Args:
+            into: memory for out, which may be it.
+            wanted: the gradients that a backward will compute.
+        """
         again = self._again.get("forward")
-        found = again(tensors) if callable(again) else None
+        found = again(tensors, into) if callable(again) else None
         if found is not None:
             return found
         backend = choose(self.problem, "forward", self.options.backend).first
@@ -207,13 +214,19 @@ class Prepared:
         dlse: Tensor | None,
         wanted: Wanted,
         wide: bool = False,
+        into: Tensor | None = None,
     ) -> Gradients:
-        """Return the wanted gradients; ``wide``: dk and dv as parts of sums (``Problem.wide``)."""
+        """Return the wanted gradients.
+
+        Args:
+            wide: dk and dv as parts of sums (``Problem.wide``).
+            into: memory for the gradient of q, which may be it.
+        """
         given = (*tensors, out, lse, dout, dlse)
         # a hook on saved tensors may return others than the forward had
         key = (wanted, wide, *_placed(given))
         again = self._again.get(key)
-        found = again(given) if callable(again) else None
+        found = again(given, into) if callable(again) else None
         if found is not None:
             return found
         problem = self.problem._replace(wide=True) if wide else self.problem

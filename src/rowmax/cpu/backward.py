@@ -9,46 +9,60 @@ are bitwise equal from run to run.
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numba import types
+from numba.extending import overload
 from torch import Tensor
 
 from ..call.flops import backward_flops
-from ..call.problem import FAR, Gradients, Problem, Tensors, Wanted
+from ..call.problem import Gradients, Problem, Tensors, Wanted
 from ..rules import row_stats
-from ..rules.softmax import LOG2E
+from .amx import STRIP
 from .call import Call
-from .functions import STRICT, SUMS, array, exp2, inner, number
-from .heads import add_to_dheads, through_heads
-from .kernel import kernel, launch
+from .functions import array, inner
+from .gradient_rows import (
+    Buffers,
+    add_far_rows,
+    any_far,
+    finish_far_rows,
+    row_gradients,
+    rows_of,
+    write_rows,
+)
+from .kernel import INFINITE, kernel, launch
 from .operands import (
     HALF_K,
     HALF_Q,
     aligned,
+    begin_tiles,
+    bfloats,
+    count_infinite,
+    end_tiles,
     fold_row,
     fold_rows,
+    in_strips,
     pack_columns,
-    pack_pairs,
     pack_panels,
+    pack_rows,
     paired,
-    rescale,
     row_size,
     rows_are_finite,
     sparse_product,
-    store,
+    sum_size,
     tile_depth,
+    unowned,
 )
 from .products import from_columns, from_rows
-from .rows import exponentials, keep_row, pair_at, position, power, query_scale, score_row
-from .rules import natural_weight, score_gradient, through_softcap
+from .rows import query_scale
+from .strips_backward import backward_strips, strip_memory, turn_sums
 from .tiles import (
     columns,
     key_range,
-    numbers_at,
     place_of,
+    row_address,
     row_at,
     score_tile,
     skipped,
@@ -67,7 +81,7 @@ class HeadMemory(NamedTuple):
     v_panels: int
     dk: int  # [keys, d_padded]
     dv: int  # [keys, value_d_padded]
-    k_pairs: int  # [keys / 2, d_padded]
+    k_rows: int  # [keys, d_padded], or pairs [keys / 2, d_padded]
 
 
 class TileMemory(NamedTuple):
@@ -79,24 +93,8 @@ class TileMemory(NamedTuple):
     dp: int  # [TILE_Q, TILE_K], then dS
     ds: int  # [TILE_Q, TILE_K / 2], only for pairs: dS in pairs of keys
     dq: int  # [TILE_Q, d_padded]
-    q_pairs: int  # [TILE_Q / 2, d_padded]
-    dout_pairs: int  # [TILE_Q / 2, value_d_padded]
-
-
-class Rows(NamedTuple):
-    """Numbers of the rows of a tile, arrays ``[n]``."""
-
-    delta: np.ndarray  # Delta - dLSE
-    lse: np.ndarray  # in the units of the scores; +inf for a row that sees nothing
-    rest: np.ndarray  # the rounding error of LSE, natural; empty where scores are in base 2
-
-
-class Buffers(NamedTuple):
-    """Arrays of one row of a tile, ``[TILE_K]``; empty if the call does not use them."""
-
-    y: np.ndarray  # y of ``rules.score``
-    x: np.ndarray  # scaled products, for the gradient of heads' parameters
-    kept: np.ndarray  # 1 where dropout keeps the pair, else 0
+    q_rows: int  # [TILE_Q, d_padded], or pairs [TILE_Q / 2, d_padded]
+    dout_rows: int  # [TILE_Q, value_d_padded], or pairs [TILE_Q / 2, value_d_padded]
 
 
 def backward(
@@ -107,9 +105,13 @@ def backward(
     dout: Tensor,
     dlse: Tensor | None,
     wanted: Wanted,
+    bfloats: bool = True,
 ) -> Gradients:
-    """Return the gradients; those summed by several tasks are added in a fixed order."""
-    call = Call(problem, tensors, dout)
+    """Return the gradients; those summed by several tasks are added in a fixed order.
+
+    ``bfloats``: products of bfloat16 where the processor has them.
+    """
+    call = Call(problem, tensors, dout, bfloats=bfloats)
     lse = lse.to(call.dtype).contiguous()
     delta = row_stats.delta(out, dout, lse, dlse)
     rest = torch.zeros_like(lse) if problem.natural else None
@@ -124,7 +126,9 @@ def backward(
     sums = outputs(call, tensors, wanted, parts)
     arguments = (call.record, call.sequences, call.states, starts, order)
     arguments = (*arguments, call.like, call.operand_like)
-    launch(backward_worker, *arguments, tasks=tasks * parts, flops=backward_flops(problem))
+    flops = backward_flops(problem)
+    if not launch(backward_worker, *arguments, tasks=tasks * parts, flops=flops):
+        return backward(problem, tensors, out, lse, dout, dlse, wanted, bfloats=False)
     done = finished(problem, tensors, sums)
     if wanted.sink:
         assert tensors.sink is not None
@@ -206,15 +210,17 @@ def finished(problem: Problem, tensors: Tensors, sums: dict[str, Tensor]) -> dic
 def backward_worker(calls, sequences, states, starts, order, like, operand_like, counters):
     """Compute the tasks of one thread until the counter of owners has passed the last."""
     call = calls[0]
+    like_owner, operand_owner = like, operand_like
+    like, operand_like = unowned(like), unowned(operand_like)
     longest = (call.longest_k + TILE_K - 1) // TILE_K * TILE_K
     heads_owner, memory = head_memory(call, longest, like)
-    tiles_owner, tile_mem = tile_memory(call, like)
-    buffers = Buffers(
-        np.empty(TILE_K if call.bent else 0, like.dtype),
-        np.empty(TILE_K if call.dheads.address else 0, like.dtype),
-        np.empty(TILE_K + 64 if call.threshold else 0, np.uint8),
-    )
+    tiles_owner, tile_mem = tile_memory(call, like, operand_like)
+    y = np.empty(TILE_K if call.bent else 0, like.dtype)
+    x = np.empty(TILE_K if call.dheads.address else 0, like.dtype)
+    kept = np.empty(TILE_K + 64 if call.threshold else 0, np.uint8)
+    buffers = Buffers(unowned(y), unowned(x), unowned(kept))
     finite = np.empty(longest // TILE_K, np.bool_)
+    begin_tiles(operand_like)
     while True:
         t = fetch_add(counters.ctypes.data, 1)
         if t >= (len(starts) - 1) * call.parts:
@@ -223,32 +229,31 @@ def backward_worker(calls, sequences, states, starts, order, like, operand_like,
         for n in range(starts[owner], starts[owner + 1]):
             s, hk = order[n].s, order[n].h
             seq = sequences[s]
-            pack_head(call, seq, s, hk, memory, finite, operand_like)
-            array(memory.dk, seq.keys * call.d_padded, like)[:] = like.dtype.type(0)
-            array(memory.dv, seq.keys * call.value_d_padded, like)[:] = like.dtype.type(0)
+            infinite = counters.ctypes.data + 8 * INFINITE
+            pack_head(call, seq, s, hk, memory, finite, infinite, operand_like)
+            keys = seq.keys
+            if in_strips(operand_like):
+                keys = (keys + STRIP - 1) // STRIP * STRIP
+            array(memory.dk, keys * call.d_padded, like)[:] = like.dtype.type(0)
+            array(memory.dv, keys * call.value_d_padded, like)[:] = like.dtype.type(0)
             count = (seq.queries + TILE_Q - 1) // TILE_Q
             for h in range(hk * call.group, (hk + 1) * call.group):
                 for tile in range(p, count, call.parts):
                     state, place = tile_row(states, s, h, tile), place_of(seq, s, h, tile)
+                    for rows, d in ((call.q, call.d), (call.dout, call.value_d)):
+                        at = row_address(rows, seq, place, operand_like)
+                        row_bytes = row_size(operand_like) * rows.n
+                        count_infinite(operand_like, at, row_bytes, place.n, d, infinite)
                     backward_tile(
                         *(call, seq, state, finite, place, p),
                         *(memory, tile_mem, buffers, like, operand_like),
                     )
-            write_parts(
-                call.dk, memory.dk, call.d, call.d_padded, call, seq, (p, s, hk), like, operand_like
-            )
-            write_parts(
-                call.dv,
-                memory.dv,
-                call.value_d,
-                call.value_d_padded,
-                call,
-                seq,
-                (p, s, hk),
-                like,
-                operand_like,
-            )
-    return heads_owner.size + tiles_owner.size
+            finish_sums(call, seq, memory, tile_mem, like, operand_like)
+            write_parts(call.dk, memory.dk, call.d, call, seq, (p, s, hk), like, operand_like)
+            write_parts(call.dv, memory.dv, call.value_d, call, seq, (p, s, hk), like, operand_like)
+    end_tiles(operand_like)
+    in_use = heads_owner.size + tiles_owner.size + y.size + x.size + kept.size
+    return in_use + like_owner.size + operand_owner.size
 
 
 @inner
@@ -264,9 +269,20 @@ def head_memory(call, longest, like):
     return owner, HeadMemory(k_panels, v_panels, dk, dv, dv + size * value_d)
 
 
-@inner
-def tile_memory(call, like):
+def tile_memory(call, like, operand_like) -> Any:
     """Return (the array that owns it, the memory of a tile)."""
+
+
+@overload(tile_memory)
+def _tile_memory(call, like, operand_like):
+    if operand_like.dtype == types.uint16:
+        return lambda call, like, operand_like: strip_memory(call, like)
+    return lambda call, like, operand_like: plain_memory(call, like)
+
+
+@inner
+def plain_memory(call, like):
+    """Return (the array that owns it, the memory of a tile), except for tile instructions."""
     d, value_d = call.d_padded, call.value_d_padded
     numbers = call.d_operand + call.value_d_operand + 3 * TILE_K + 2 * d + value_d
     owner, queries = aligned(TILE_Q * numbers, like)
@@ -274,15 +290,14 @@ def tile_memory(call, like):
     douts = queries + size * call.d_operand
     S = douts + size * call.value_d_operand
     dP, dS, dq = S + size * TILE_K, S + 2 * size * TILE_K, S + 3 * size * TILE_K
-    q_pairs = dq + size * d
-    pairs_size = like.itemsize * HALF_Q
-    return owner, TileMemory(queries, douts, S, dP, dS, dq, q_pairs, q_pairs + pairs_size * d)
+    q_rows = dq + size * d
+    return owner, TileMemory(queries, douts, S, dP, dS, dq, q_rows, q_rows + size * d)
 
 
 @inner
-def pack_head(call, seq, s, h, memory, finite, operand_like):
+def pack_head(call, seq, s, h, memory, finite, infinite, operand_like):
     """Write a kv head's keys and values as panels; note which tiles of keys are finite."""
-    size, row, nk = operand_like.itemsize, row_size(operand_like), seq.keys
+    row, nk = row_size(operand_like), seq.keys
     k = call.k.address + row * row_at(call.k, s, seq.key, h)
     v = call.v.address + row * row_at(call.v, s, seq.key, h)
     k_bytes, v_bytes = row * call.k.n, row * call.v.n
@@ -290,18 +305,22 @@ def pack_head(call, seq, s, h, memory, finite, operand_like):
         j0 = tile * TILE_K
         n, rows = min(TILE_K, nk - j0), k + k_bytes * j0
         finite[tile] = rows_are_finite(operand_like, rows, k_bytes, n, call.d)
+        count_infinite(operand_like, rows, k_bytes, n, call.d, infinite)
+        count_infinite(operand_like, v + v_bytes * j0, v_bytes, n, call.value_d, infinite)
         pack_panels(operand_like, memory.k_panels, k, k_bytes, j0, nk, call.d_operand)
         pack_panels(operand_like, memory.v_panels, v, v_bytes, j0, nk, call.value_d_operand)
-        to = memory.k_pairs + size * HALF_K * call.d_padded * tile
-        pack_pairs(operand_like, to, call.d_padded, rows, k_bytes, n, HALF_K, call.d)
+        count = HALF_K if bfloats(operand_like) else TILE_K
+        to = memory.k_rows + sum_size(operand_like) * count * call.d_padded * tile
+        pack_rows(operand_like, to, call.d_padded, rows, k_bytes, n, HALF_K, call.d)
 
 
 @inner
-def write_parts(to, rows, d, padded, call, seq, at, like, operand_like):
-    """Write a head's dK or dV: the gradient itself, or a part of a sum."""
+def write_parts(to, rows, d, call, seq, at, like, operand_like):
+    """Write a head's dK or dV, d wide: the gradient itself, or a part of a sum."""
     if not to.address:
         return
     p, s, h = at
+    padded = call.d_padded if d == call.d else call.value_d_padded
     if call.parts == 1 and not call.wide:
         address = to.address + row_size(operand_like) * row_at(to, s, seq.key, h)
         write_rows(address, to.n, rows, seq.keys, d, padded, like, operand_like)
@@ -310,29 +329,51 @@ def write_parts(to, rows, d, padded, call, seq, at, like, operand_like):
         write_rows(address, to.n, rows, seq.keys, d, padded, like, like)
 
 
-@inner
-def write_rows(to, stride, rows, n, d, padded, like, operand_like):
-    """Write n rows of scratch memory, padded to whole vectors, to rows ``stride`` apart."""
-    one = like.dtype.type(1)
-    for j in range(n):
-        row = array(rows + like.itemsize * j * padded, d, like)
-        store(operand_like, to + row_size(operand_like) * stride * j, row, one)
+def finish_sums(call, seq, head, tile, like, operand_like) -> Any:
+    """Turn dK and dV into rows where they are gathered transposed."""
 
 
-@inner
-def backward_tile(call, seq, state, finite, place, p, head, tile, buffers, like, operand_like):
+@overload(finish_sums)
+def _finish_sums(call, seq, head, tile, like, operand_like):
+    if operand_like.dtype != types.uint16:
+        return lambda call, seq, head, tile, like, operand_like: None
+
+    def finish(call, seq, head, tile, like, operand_like):
+        turn_sums(head.dk, seq.keys, call.d_padded, tile.room, like)
+        turn_sums(head.dv, seq.keys, call.value_d_padded, tile.room, like)
+
+    return finish
+
+
+def backward_tile(
+    call, seq, state, finite, place, p, head, tile, buffers, like, operand_like
+) -> Any:
     """Compute a tile of queries over its keys: add to dK and dV, write dQ."""
+
+
+@overload(backward_tile)
+def _backward_tile(call, seq, state, finite, place, p, head, tile, buffers, like, operand_like):
+    if operand_like.dtype != types.uint16:
+        return _plain_tile
+
+    def strips(call, seq, state, finite, place, p, head, tile, buffers, like, operand_like):
+        backward_strips(call, seq, state, place, p, head, tile, buffers, like, operand_like)
+
+    return strips
+
+
+def _plain_tile(call, seq, state, finite, place, p, head, tile, buffers, like, operand_like):
     row_bytes, d, value_d = row_size(operand_like), call.d_padded, call.value_d_padded
-    s, h, i0, n = place
-    q = call.q.address + row_bytes * row_at(call.q, s, seq.query + i0, h)
-    dout = call.dout.address + row_bytes * row_at(call.dout, s, seq.query + i0, h)
+    n = place.n
+    q = row_address(call.q, seq, place, operand_like)
+    dout = row_address(call.dout, seq, place, operand_like)
     q_bytes, dout_bytes = row_bytes * call.q.n, row_bytes * call.dout.n
     clean = rows_are_finite(operand_like, q, q_bytes, n, call.d)
     clean &= rows_are_finite(operand_like, dout, dout_bytes, n, call.value_d)
     pack_columns(operand_like, tile.queries, q, q_bytes, n, call.d_operand, query_scale(call))
     pack_columns(operand_like, tile.douts, dout, dout_bytes, n, call.value_d_operand, 1.0)
-    pack_pairs(operand_like, tile.q_pairs, d, q, q_bytes, n, HALF_Q, call.d)
-    pack_pairs(operand_like, tile.dout_pairs, value_d, dout, dout_bytes, n, HALF_Q, call.value_d)
+    pack_rows(operand_like, tile.q_rows, d, q, q_bytes, n, HALF_Q, call.d)
+    pack_rows(operand_like, tile.dout_rows, value_d, dout, dout_bytes, n, HALF_Q, call.value_d)
     array(tile.dq, TILE_Q * d, like)[:] = like.dtype.type(0)
 
     low, high = key_range(call, seq, place)
@@ -347,32 +388,8 @@ def backward_tile(call, seq, state, finite, place, p, head, tile, buffers, like,
         whole = clean and finite[tile_k]
         add_products(call, seq, place, part, whole, q, dout, head, tile, like, operand_like)
     if call.dq.address:
-        to = call.dq.address + row_bytes * row_at(call.dq, s, seq.query + i0, h)
+        to = row_address(call.dq, seq, place, operand_like)
         write_rows(to, call.dq.n, tile.dq, n, call.d, d, like, operand_like)
-
-
-@inner
-def rows_of(call, seq, place, like):
-    """Return the numbers of the rows of a tile of queries."""
-    size, at = like.itemsize, seq.query + place.i0
-    delta = array(numbers_at(call.delta, size, place.s, place.h, at), place.n, like)
-    lse = array(numbers_at(call.lse, size, place.s, place.h, at), place.n, like)
-    natural = place.n if call.natural else 0
-    return Rows(delta, lse, array(numbers_at(call.rest, size, place.s, place.h, at), natural, like))
-
-
-@inner
-def scores_of_row(call, seq, place, r, part, S, y, x, like, operand_like):
-    """Return the scores of row r of a tile, ``[part.width]``, whose products S holds.
-
-    Write y, and the scaled products to x, unless they are empty.
-    """
-    row = array(S + like.itemsize * r * TILE_K, part.width, like)
-    rescale(operand_like, row, query_scale(call))
-    for j in range(x.size):
-        x[j] = row[j]
-    score_row(row, y, call, seq, place.s, place.h, place.i0 + r, part)
-    return row
 
 
 @inner
@@ -381,28 +398,11 @@ def tile_gradients(call, seq, place, part, p, rows, head, tile, buffers, like, o
     size, width, n = like.itemsize, part.width, place.n
     score_tile(operand_like, tile.s, tile.queries, head.k_panels, part, n, call.d_operand, 0)
     score_tile(operand_like, tile.dp, tile.douts, head.v_panels, part, n, call.value_d_operand, 0)
-    y, x, keep = buffers.y[:width], buffers.x[:width], buffers.kept
-    # where nothing else reads dS it includes the scale, which saves a pass
-    unit = 1.0 if call.dbias.address or y.size or x.size else call.scale
     for r in range(n):
-        i = place.i0 + r
-        P = scores_of_row(call, seq, place, r, part, tile.s, y, x, like, operand_like)
+        row_gradients(
+            call, seq, place, r, part, p, rows, (tile.s, tile.dp), buffers, like, operand_like
+        )
         dS = array(tile.dp + size * r * TILE_K, width, like)
-        if call.threshold:
-            keep = keep_row(buffers.kept, width, call, place.s, place.h, i, part.j0)
-        rest = rows.rest[r] if call.natural else like.dtype.type(0)
-        row = (rows.lse[r], rest, rows.delta[r], call.natural)
-        gradient_row(P, dS, keep, row, call.keep_scale, unit)
-        if call.dbias.address:
-            add_to_bias(
-                call.dbias, dS[: part.keys], call.store_bias, place.s, place.h, i, part.j0, p
-            )
-        if x.size:
-            at = position(call, seq, i, part)
-            add_to_dheads(dS, x, y, call, call.dheads, place.s, place.h, at, p)
-        if unit == 1.0:
-            through_heads(dS, y, call, place.h)
-            scaled_dx(dS, y[: y.size if call.softcap > 0 else 0], call.scale)
         fold_row(operand_like, tile.ds + size * r * TILE_K, dS)
     fold_rows(operand_like, tile.s, n, width)
     fold_rows(operand_like, tile.dp, n, width)
@@ -417,7 +417,7 @@ def add_products(call, seq, place, part, whole, q, dout, head, tile, like, opera
     at = row_at(call.k, place.s, seq.key + part.j0, place.h // call.group)
     k = call.k.address + row_size(operand_like) * at
     if paired(operand_like):
-        pairs = head.k_pairs + size * HALF_K * d * part.tile
+        pairs = head.k_rows + size * HALF_K * d * part.tile
         half, depth_k = min(n, HALF_Q), tile_depth(operand_like, keys, HALF_K)
         from_columns(
             operand_like,
@@ -428,18 +428,19 @@ def add_products(call, seq, place, part, whole, q, dout, head, tile, like, opera
             value_d,
             tile.s,
             TILE_K,
-            tile.dout_pairs,
+            tile.dout_rows,
             value_d,
             1,
         )
-        from_columns(operand_like, width, d, half, dk, d, tile.dp, TILE_K, tile.q_pairs, d, 1)
+        from_columns(operand_like, width, d, half, dk, d, tile.dp, TILE_K, tile.q_rows, d, 1)
         from_rows(operand_like, n, d, depth_k, tile.dq, d, tile.ds, pairs, d, 1)
     elif whole:
+        rows = head.k_rows + size * d * part.j0
         from_columns(
-            operand_like, width, value_d, n, dv, value_d, tile.s, TILE_K, dout, call.dout.n, 1
+            operand_like, width, value_d, n, dv, value_d, tile.s, TILE_K, tile.dout_rows, value_d, 1
         )
-        from_columns(operand_like, width, d, n, dk, d, tile.dp, TILE_K, q, call.q.n, 1)
-        from_rows(operand_like, n, d, keys, tile.dq, d, tile.dp, k, call.k.n, 1)
+        from_columns(operand_like, width, d, n, dk, d, tile.dp, TILE_K, tile.q_rows, d, 1)
+        from_rows(operand_like, n, d, keys, tile.dq, d, tile.dp, rows, d, 1)
     else:
         P_t, dS_t, dS = (tile.s, 1, TILE_K), (tile.dp, 1, TILE_K), (tile.dp, TILE_K, 1)
         sparse_product(dv, value_d, width, P_t, n, dout, call.dout.n, value_d, 0, like)
@@ -449,15 +450,8 @@ def add_products(call, seq, place, part, whole, q, dout, head, tile, like, opera
 
 @inner
 def sum_far_rows(call, seq, state, place, rows, head, tile, buffers, like, operand_like):
-    """Write the log of the sum of ``exp(s - lse)``, which rounding took from lse, to rest.
-
-    Rows whose lse is near 0 (``FAR``) keep 0: their rounding error is negligible.
-    """
-    zero = like.dtype.type(0)
-    far = False
-    for r in range(place.n):
-        far |= FAR <= abs(rows.lse[r]) < np.inf
-    if not far:
+    """Write the log of the sum of ``exp(s - lse)``, which rounding took from lse, to rest."""
+    if not any_far(rows, place.n):
         return
     low, high = key_range(call, seq, place)
     for tile_k in tile_range(low, high):
@@ -467,83 +461,5 @@ def sum_far_rows(call, seq, state, place, rows, head, tile, buffers, like, opera
         score_tile(
             operand_like, tile.s, tile.queries, head.k_panels, part, place.n, call.d_operand, 0
         )
-        for r in range(place.n):
-            if FAR <= abs(rows.lse[r]) < np.inf:
-                y = buffers.y[: part.width]
-                none = buffers.x[:0]
-                row = scores_of_row(call, seq, place, r, part, tile.s, y, none, like, operand_like)
-                rows.rest[r] += exponentials(row, rows.lse[r], True)
-    for r in range(place.n):
-        if FAR <= abs(rows.lse[r]) < np.inf:
-            total = rows.rest[r]
-            if call.sink.address:
-                sink = array(call.sink.address, call.hq, like)[place.h]
-                total += power(sink - rows.lse[r], True)
-            rows.rest[r] = math.log(total) if total > zero else zero
-
-
-@inner(fastmath=STRICT, inline="always")
-def weight(x, lse, rest, natural):
-    """Return the weight of a score; ``rest`` is in base 2 and used only in natural units."""
-    return natural_weight(x, lse, rest) if natural else exp2(x - lse)
-
-
-@inner(fastmath=STRICT)
-def gradient_row(p, ds, kept, row, keep_scale, unit):
-    """Replace scores by ``P R``, and ``dO . v`` by ``unit P (R (dO . v) - Delta)``.
-
-    A weight of 0 has no gradient, even if its value is NaN.
-    """
-    lse, rest, delta, natural = row
-    zero, unit = number(0, lse), number(unit, lse)
-    rest = rest * number(LOG2E, lse)
-    if kept.size:
-        scale = p.dtype.type(keep_scale)
-        for j in range(p.size):
-            w = weight(p[j], lse, rest, natural)
-            keep = scale if kept[j] else zero
-            ds[j] = zero if w == zero else score_gradient(unit * w, ds[j] * keep, delta)
-            p[j] = w * keep
-    else:
-        for j in range(p.size):
-            w = weight(p[j], lse, rest, natural)
-            ds[j] = zero if w == zero else score_gradient(unit * w, ds[j], delta)
-            p[j] = w
-
-
-@inner(fastmath=STRICT)
-def scaled_dx(ds, y, scale):
-    """Replace dS by ``scale dX``, a factor of both dQ and dK.
-
-    A dS of 0 stays 0: under a masked pair y may be that of a key that is NaN.
-    """
-    unit, zero = ds.dtype.type(scale), ds.dtype.type(0)
-    if y.size:
-        for j in range(ds.size):
-            ds[j] = zero if ds[j] == zero else through_softcap(ds[j], y[j]) * unit
-    else:
-        for j in range(ds.size):
-            ds[j] *= unit
-
-
-@inner(fastmath=SUMS)
-def add_to_bias(dbias, ds, store, s, h, i, j0, p):
-    """Add dS to dbias, summed along the dimensions that the bias broadcasts over.
-
-    ``store`` is True if no other row adds to these elements.
-    """
-    at = dbias.p * p + pair_at(dbias, s, h, i, j0)
-    address = dbias.address + ds.itemsize * at
-    if dbias.j == 0:
-        total = ds.dtype.type(0)
-        for j in range(ds.size):
-            total += ds[j]
-        array(address, 1, ds)[0] += total
-        return
-    to = array(address, ds.size, ds)
-    if store:
-        for j in range(ds.size):
-            to[j] = ds[j]
-    else:
-        for j in range(ds.size):
-            to[j] += ds[j]
+        add_far_rows(call, seq, place, part, rows, tile.s, buffers, like, operand_like)
+    finish_far_rows(call, place, rows, like)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..call.inputs import HEAD_TERMS, INPUTS, Positions, Tangents, Tensors, parameters_of
 from ..call.problem import Problem
 from ..rules.mask import tile_states
-from .operands import bfloats_are_finite
+from . import amx
 from .vector import MR, NV, PAIRS, TILE_K, TILE_Q, W
 
 UNLIMITED = 1 << 40  # the limit of an unlimited side of a band
@@ -35,7 +35,7 @@ _AXES |= {"tout": "bnhd", "dtout": "bnhd", "tlse": "bhn", "row_b": "bhn", "row_c
 for _d in ("d", "dt"):  # gradients, and those of tangents
     _AXES |= {f"{_d}q": _AXES["q"], f"{_d}heads": "pbth"}
     _AXES |= {f"{_d}{name}": "p" + _AXES[name] for name in ("k", "v", "bias")}
-_MEMORY = ("panels", "tangent_panels", "pairs")  # addresses of memory that kernels fill
+_MEMORY = ("panels", "tangent_panels", "values")  # addresses of memory that kernels fill
 _SIZES = ["hq", "hk", "group", "d", "value_d", "d_operand", "value_d_operand", "d_padded"]
 _SIZES += ["value_d_padded", "left", "right", "seed", "threshold", "natural", "bias_kind"]
 _SIZES += ["longest_k", "parts", "store_bias", "bent", "wide"]
@@ -72,21 +72,32 @@ class Call:
     """The record, and the owner of the memory that it points at."""
 
     def __init__(
-        self, problem: Problem, tensors: Tensors, *more: Tensor, pairs: bool = True
+        self, problem: Problem, tensors: Tensors, *more: Tensor, bfloats: bool = True
     ) -> None:
+        """Describe a call; ``bfloats``: operands of bfloat16 where the processor multiplies them.
+
+        Kernels count the tiles in which such operands are not finite.
+        """
         self.problem = problem
         self.dtype = problem.accumulator
         self.like = np.empty(0, np.float64 if self.dtype == torch.float64 else np.float32)
-        self.paired = pairs and PAIRS and _finite_bfloats(*tensors[:3], *more)
-        self.operand_like = np.empty(0, np.uint32) if self.paired else self.like
+        strips = amx.ready()
+        bfloats = bfloats and (PAIRS or strips)
+        bfloats = bfloats and all(t.dtype == torch.bfloat16 for t in (*tensors[:3], *more))
+        self.strips, self.paired = bfloats and strips, bfloats and not strips
+        self.operand_like = self.like
+        if bfloats:
+            self.operand_like = np.empty(0, np.uint16 if strips else np.uint32)
         #: the dtype of the caller's rows as kernels read and write them
-        self.row_dtype = torch.bfloat16 if self.paired else self.dtype
+        self.row_dtype = torch.bfloat16 if bfloats else self.dtype
         self.lanes = W if self.dtype == torch.float32 else max(2, W // 2)
         #: columns of a step of scores: the host's ``products.span``
-        self.span = math.lcm(MR, NV * self.lanes)
+        self.span = amx.STRIP if self.strips else math.lcm(MR, NV * self.lanes)
+        #: numbers of which a row has a multiple
+        self.whole = amx.STRIP if self.strips else 2 if self.paired else 1
         self.sequences = _sequences(problem, tensors)
         self.states = _tile_map(problem, tensors)
-        words = _numbers(problem, self.paired, self.lanes).view(np.int64).copy()
+        words = _numbers(problem, self.whole, max(self.lanes, self.whole)).view(np.int64).copy()
         self.record = words.view(CALL)
         self._words = words.data
         self.set(longest_k=int(self.sequences["keys"].max(initial=0)))
@@ -126,10 +137,10 @@ class Call:
     def rows(self, t: Tensor) -> Tensor:
         """Return ``[B, N, H, D]`` as the kernels read it: most tensors unchanged, others copied.
 
-        Each row is contiguous, in whole vectors of the accumulator's dtype or in whole pairs.
+        Each row is contiguous, in whole vectors of the accumulator's dtype, pairs or strips.
         """
         t = t.detach().to(self.row_dtype)
-        whole = 2 if self.paired else self.lanes
+        whole = self.lanes if self.whole == 1 else self.whole
         if t.shape[3] % whole:
             t = torch.nn.functional.pad(t, (0, -t.shape[3] % whole))
         return t if t.stride(3) == 1 else t.contiguous()
@@ -144,9 +155,8 @@ class Call:
 
 
 @lru_cache(maxsize=64)
-def _numbers(p: Problem, paired: bool, lanes: int) -> np.ndarray:
+def _numbers(p: Problem, whole: int, lanes: int) -> np.ndarray:
     """Return the record with the numbers of the problem, without addresses."""
-    whole = 2 if paired else 1
     record = np.zeros(1, CALL)
     fields = {
         "d_operand": -(-p.d // whole) * whole,
@@ -167,16 +177,6 @@ def _numbers(p: Problem, paired: bool, lanes: int) -> np.ndarray:
     for name, value in fields.items():
         record[name] = value
     return record
-
-
-def _finite_bfloats(*rows: Tensor) -> bool:
-    """Return True if all are bfloat16 and hold neither inf nor NaN."""
-    return all(
-        t.dtype == torch.bfloat16
-        and t.stride(3) == 1
-        and bool(bfloats_are_finite(t.data_ptr(), tuple(t.shape), *t.stride()[:3]))
-        for t in rows
-    )
 
 
 def _sequences(problem: Problem, tensors: Tensors) -> np.ndarray:

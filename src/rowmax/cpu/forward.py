@@ -3,40 +3,50 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numba import types
+from numba.extending import overload
 from torch import Tensor
 
 from ..call.flops import forward_flops
 from ..call.problem import Problem, Tensors
 from .call import Call, query_tasks
 from .functions import array, inner
-from .kernel import kernel, launch
+from .kernel import INFINITE, kernel, launch
 from .operands import (
     HALF_K,
     aligned,
+    begin_tiles,
+    bfloats,
+    count_infinite,
+    end_tiles,
     fold_row,
     pack_columns,
-    pack_pairs,
     pack_panels,
+    pack_rows,
     paired,
     rescale,
     row_size,
     rows_are_finite,
     sparse_product,
     store,
+    sum_size,
     tile_depth,
+    unowned,
 )
 from .products import from_rows
 from .rows import exponentials, hide, keep_row, log_unit, power, query_scale, row_max, score_row
 from .rules import moved, with_sink
+from .strips import add_strips
 from .tiles import (
     columns,
     key_range,
     numbers_at,
     place_of,
+    row_address,
     row_at,
     score_tile,
     skipped,
@@ -52,11 +62,14 @@ FIRSTS = np.dtype([("tile", np.int64), ("row", np.int64), ("pair_row", np.int64)
 
 
 class PackedHead(NamedTuple):
-    """A kv head's keys as panels and its values as pairs, by address; the tangents of its keys."""
+    """A kv head's keys as panels and its values as rows or pairs, by address.
+
+    ``tangent_keys`` are panels of the tangents of its keys.
+    """
 
     first_tile: int
     keys: int
-    pairs: int
+    values: int
     tangent_keys: int
 
 
@@ -70,9 +83,9 @@ class Scratch(NamedTuple):
     l: int  # [TILE_Q]
 
 
-def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
-    """Return (out, lse)."""
-    call = Call(problem, tensors)
+def forward(problem: Problem, tensors: Tensors, bfloats: bool = True) -> tuple[Tensor, Tensor]:
+    """Return (out, lse); ``bfloats``: products of bfloat16 where the processor has them."""
+    call = Call(problem, tensors, bfloats=bfloats)
     out = torch.empty(problem.out_shape, dtype=call.row_dtype)
     lse = torch.empty(problem.lse_shape, dtype=call.dtype)
     call.tensor("out", out)
@@ -80,13 +93,18 @@ def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
     firsts = firsts_of(call)
     tiles, rows, pair_rows = (problem.hk * int(n) for n in firsts[-1])
     finite = np.empty(tiles, np.bool_)
-    call.memory("panels", rows * problem.d)
-    if call.paired:
-        call.memory("pairs", pair_rows * int(call.record["value_d_padded"][0]))
+    call.memory("panels", rows * int(call.record["d_operand"][0]))
+    padded = int(call.record["value_d_padded"][0])
+    if call.paired or call.strips:
+        call.memory("values", pair_rows * padded)
+    elif problem.nq > TILE_Q and tensors.v.stride(1) != padded:
+        call.memory("values", rows * padded)
     tasks = query_tasks(call)
     arguments = (call.record, call.sequences, call.states, tasks, firsts, finite)
     flops = forward_flops(problem)
-    launch(forward_worker, *arguments, call.like, call.operand_like, tasks=len(tasks), flops=flops)
+    arguments = (*arguments, call.like, call.operand_like)
+    if not launch(forward_worker, *arguments, tasks=len(tasks), flops=flops):
+        return forward(problem, tensors, bfloats=False)
     return out.to(problem.dtype), lse
 
 
@@ -96,7 +114,10 @@ def firsts_of(call: Call) -> np.ndarray:
     firsts = np.zeros(len(nk) + 1, FIRSTS)
     firsts["tile"][1:] = np.cumsum(-(-nk // TILE_K))
     firsts["row"][1:] = np.cumsum(-(-nk // call.span) * call.span)
-    firsts["pair_row"][1:] = np.cumsum(nk // TILE_K * HALF_K + np.minimum(nk % TILE_K, HALF_K))
+    if call.strips:
+        firsts["pair_row"] = firsts["row"] // 2
+    else:
+        firsts["pair_row"][1:] = np.cumsum(nk // TILE_K * HALF_K + np.minimum(nk % TILE_K, HALF_K))
     return firsts
 
 
@@ -104,6 +125,8 @@ def firsts_of(call: Call) -> np.ndarray:
 def forward_worker(calls, sequences, states, tasks, firsts, finite, like, operand_like, counters):
     """Pack keys and values with the other threads, then compute tiles of queries."""
     call = calls[0]
+    like_owner, operand_owner = like, operand_like
+    like, operand_like = unowned(like), unowned(operand_like)
     pack_keys(call, sequences, firsts, finite, operand_like, counters.ctypes.data)
     numbers = TILE_Q * (call.d_operand + TILE_K + call.value_d_padded + 2)
     owner, queries = aligned(numbers, like)
@@ -111,7 +134,8 @@ def forward_worker(calls, sequences, states, tasks, firsts, finite, like, operan
     O = S + like.itemsize * TILE_Q * TILE_K
     m = O + like.itemsize * TILE_Q * call.value_d_padded
     scratch = Scratch(queries, S, O, m, m + like.itemsize * TILE_Q)
-    none = np.empty(0, like.dtype)
+    none = like
+    begin_tiles(operand_like)
     next_task = counters.ctypes.data + 8 * NEXT
     while True:
         t = fetch_add(next_task, 1)
@@ -123,18 +147,31 @@ def forward_worker(calls, sequences, states, tasks, firsts, finite, like, operan
         head = packed_head(call, firsts, task.s, task.h // call.group, operand_like)
         state = tile_row(states, task.s, task.h, task.tile)
         ok = finite[head.first_tile :]
+        rows = row_address(call.q, seq, place, operand_like), row_size(operand_like) * call.q.n
+        count_infinite(operand_like, *rows, place.n, call.d, counters.ctypes.data + 8 * INFINITE)
         forward_tile(call, seq, state, ok, place, head, scratch, none, like, operand_like)
-    return owner.size
+    end_tiles(operand_like)
+    return owner.size + like_owner.size + operand_owner.size
 
 
 @inner
 def packed_head(call, firsts, s, h, operand_like):
     """Return the packed kv head h of sequence s."""
     at, total = firsts[s], firsts[-1]
-    keys = call.panels + operand_like.itemsize * (h * total.row + at.row) * call.d
-    pairs = call.pairs + 4 * (h * total.pair_row + at.pair_row) * call.value_d_padded
+    keys = call.panels + operand_like.itemsize * (h * total.row + at.row) * call.d_operand
+    row = h * total.pair_row + at.pair_row
+    if not bfloats(operand_like):
+        row = h * total.row + at.row
+    values = call.values + sum_size(operand_like) * row * call.value_d_padded
     tangent_keys = call.tangent_panels + keys - call.panels
-    return PackedHead(h * total.tile + at.tile, keys, pairs, tangent_keys)
+    return PackedHead(h * total.tile + at.tile, keys, values, tangent_keys)
+
+
+@inner
+def tile_values(call, head, tile, operand_like):
+    """Return the address of the packed values of a tile of keys."""
+    rows = tile * (HALF_K if bfloats(operand_like) else TILE_K)
+    return head.values + sum_size(operand_like) * rows * call.value_d_padded
 
 
 @inner
@@ -162,6 +199,9 @@ def pack_keys(call, sequences, firsts, finite, operand_like, counters):
         head = packed_head(call, firsts, s, h, operand_like)
         pack_panels(operand_like, head.keys, keys, k_bytes, j0, seq.keys, call.d_operand)
         finite[t] = rows_are_finite(operand_like, values, v_bytes, n, call.value_d)
+        infinite = counters + 8 * INFINITE
+        count_infinite(operand_like, keys + k_bytes * j0, k_bytes, n, call.d, infinite)
+        count_infinite(operand_like, values, v_bytes, n, call.value_d, infinite)
         if call.tk.address:
             keys, k_bytes = call.tk.address + row * row_at(call.tk, s, seq.key, h), row * call.tk.n
             to = head.tangent_keys
@@ -170,8 +210,9 @@ def pack_keys(call, sequences, firsts, finite, operand_like, counters):
             more, t_bytes = row * row_at(call.tv, s, seq.key + j0, h), row * call.tv.n
             more += call.tv.address
             finite[t] &= rows_are_finite(operand_like, more, t_bytes, n, call.value_d)
-        pairs, padded = head.pairs + 4 * tile * HALF_K * call.value_d_padded, call.value_d_padded
-        pack_pairs(operand_like, pairs, padded, values, v_bytes, n, HALF_K, call.value_d)
+        if call.values:
+            to, padded = tile_values(call, head, tile, operand_like), call.value_d_padded
+            pack_rows(operand_like, to, padded, values, v_bytes, n, HALF_K, call.value_d)
         fetch_add(counters + 8 * PACKED, 1)
     while fetch_add(counters + 8 * PACKED, 0) < count:
         pass
@@ -180,13 +221,34 @@ def pack_keys(call, sequences, firsts, finite, operand_like, counters):
 @inner
 def forward_tile(call, seq, state, finite, place, head, scratch, none, like, operand_like):
     """Compute out and lse of a tile of queries."""
-    size, row_bytes, padded = like.itemsize, row_size(operand_like), call.value_d_padded
-    s, h, i0, n = place
+    padded = call.value_d_padded
     m, l = array(scratch.m, TILE_Q, like), array(scratch.l, TILE_Q, like)
     m[:] = -np.inf
     l[:] = like.dtype.type(0)
     array(scratch.O, TILE_Q * padded, like)[:] = like.dtype.type(0)
-    q, factor = call.q.address + row_bytes * row_at(call.q, s, seq.query + i0, h), query_scale(call)
+    add_keys(call, seq, state, finite, place, head, scratch, m, l, none, like, operand_like)
+    finish_rows(call, seq, place, scratch.O, m, l, like, operand_like)
+
+
+def add_keys(call, seq, state, finite, place, head, scratch, m, l, none, like, operand_like) -> Any:
+    """Add the keys that a tile of queries sees to m, l and O."""
+
+
+@overload(add_keys)
+def _add_keys(call, seq, state, finite, place, head, scratch, m, l, none, like, operand_like):
+    if operand_like.dtype == types.uint16:
+        return (
+            lambda call, seq, state, finite, place, head, scratch, m, l, none, like, operand_like: (
+                add_strips(call, seq, state, place, head, scratch, m, l, like, operand_like)
+            )
+        )
+    return _add_tiles
+
+
+def _add_tiles(call, seq, state, finite, place, head, scratch, m, l, none, like, operand_like):
+    size, row_bytes, padded = like.itemsize, row_size(operand_like), call.value_d_padded
+    s, h, i0, n = place
+    q, factor = row_address(call.q, seq, place, operand_like), query_scale(call)
     q_bytes = row_bytes * call.q.n
     pack_columns(operand_like, scratch.queries, q, q_bytes, n, call.d_operand, factor)
     kept = np.empty(TILE_K + 64 if call.threshold else 0, np.uint8)
@@ -209,7 +271,6 @@ def forward_tile(call, seq, state, finite, place, head, scratch, none, like, ope
                     row[j] *= kept_row[j]
             fold_row(operand_like, scratch.S + size * r * TILE_K, row)
         add_values(call, seq, place, part, finite, head, scratch, like, operand_like)
-    finish_rows(call, seq, place, scratch.O, m, l, like, operand_like)
 
 
 @inner
@@ -218,8 +279,10 @@ def add_values(call, seq, place, part, finite, head, scratch, like, operand_like
     padded, n = call.value_d_padded, place.n
     at = row_at(call.v, place.s, seq.key + part.j0, place.h // call.group)
     values, stride = call.v.address + like.itemsize * at, call.v.n
-    if paired(operand_like):
-        values, stride = head.pairs + 4 * part.tile * HALF_K * padded, padded
+    if call.values:
+        values, stride = tile_values(call, head, part.tile, operand_like), padded
+        if not paired(operand_like):
+            values += like.itemsize * padded * (part.j0 - TILE_K * part.tile)
     if finite[part.tile]:
         k = tile_depth(operand_like, part.keys, HALF_K)
         from_rows(operand_like, n, padded, k, scratch.O, padded, scratch.S, values, stride, 1)

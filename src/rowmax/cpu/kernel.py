@@ -90,10 +90,18 @@ class _Notice(event.Listener):
 event.register("numba:compile", _Notice())
 
 
-def launch(worker: Callable, *arguments: object, tasks: int, flops: float) -> None:
-    """Run ``worker(*arguments, counters)`` on ``min(tasks, 1 + flops / 2e6)`` threads or fewer."""
+#: the last counter: tiles that hold inf or NaN where operands are bfloat16
+COUNTERS, INFINITE = 8, 7
+
+
+def launch(worker: Callable, *arguments: object, tasks: int, flops: float) -> bool:
+    """Run ``worker(*arguments, counters)`` on ``min(tasks, 1 + flops / 2e6)`` threads or fewer.
+
+    Return False if its results are wrong because operands of bfloat16 are not finite.
+    """
+    counters = np.zeros(COUNTERS, np.int64)
     if tasks == 0:
-        return
-    counters = np.zeros(8, np.int64)
+        return True
     wanted = min(torch.get_num_threads(), tasks, 1 + int(flops / 2e6))
     threads.run(lambda: worker(*arguments, counters), wanted)
+    return not counters[INFINITE]

@@ -5,7 +5,11 @@ then a uint32 of two numbers, two terms of the sum over k. Along a head these ar
 keys and queries, number j of a tile's first half and number j of its second, so that a pair of
 rows gives a row of pairs.
 
-``like`` is an array of the operands' dtype: uint32 for pairs, else that of the sums.
+On processors with tile instructions (amx.py) an operand is a bfloat16 of rows as they are, or of
+pairs of neighbouring rows.
+
+``like`` is an array of the operands' dtype: uint32 for pairs, uint16 for tile instructions, else
+that of the sums.
 """
 
 from __future__ import annotations
@@ -16,10 +20,11 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
+from .amx import STRIP, configure, release
 from .functions import STRICT, SUMS, array, inner
-from .kernel import kernel
 from .products import panel, span
-from .vector import TILE_K, TILE_Q
+from .vector import TILE_K, TILE_Q, W, fetch_add
+from .wide import LANES, STEP, finite, multiply, shorten, transpose, weave
 
 HALF_K, HALF_Q = TILE_K // 2, TILE_Q // 2
 
@@ -32,6 +37,32 @@ def paired(like) -> Any:
 def _paired(like):
     pairs = like.dtype == types.uint32
     return lambda like: pairs
+
+
+def in_strips(like) -> Any:
+    """Return True if operands are those of tile instructions."""
+
+
+@overload(in_strips, inline="always")
+def _in_strips(like):
+    strips = like.dtype == types.uint16
+    return lambda like: strips
+
+
+def bfloats(like) -> Any:
+    """Return True if operands are bfloat16."""
+
+
+@overload(bfloats, inline="always")
+def _bfloats(like):
+    short = like.dtype in (types.uint16, types.uint32)
+    return lambda like: short
+
+
+@inner
+def sum_size(like):
+    """Return the bytes of a sum; a pair has as many."""
+    return 4 if bfloats(like) else like.itemsize
 
 
 @inner
@@ -55,15 +86,42 @@ def tile_depth(like, count, half):
 # --- transposed copies -------------------------------------------------------------------------
 
 
-@inner
-def pack_panels(like, to, rows, row_bytes, first, n, d):
+def pack_panels(like, to, rows, row_bytes, first, n, d) -> Any:
     """Write the tile of rows that begins at first as panels ``[rows / panel, d, panel]``.
 
-    They are zero past n, as far as a step of columns reaches.
-
-    ``to`` and ``rows`` are addresses of the whole head's panels and rows. A panel is written eight
-    rows at a time: their cache lines stay in the first cache while the panel's are filled.
+    They are zero past n, as far as a step of columns reaches. Pairs along a head stay together, and
+    d counts them. ``to`` and ``rows`` are addresses of the whole head's panels and rows.
     """
+
+
+@overload(pack_panels)
+def _pack_panels(like, to, rows, row_bytes, first, n, d):
+    pack = _strip_panels if like.dtype == types.uint16 else _plain_panels
+    return lambda like, to, rows, row_bytes, first, n, d: pack(
+        like, to, rows, row_bytes, first, n, d
+    )
+
+
+@inner
+def _strip_panels(like, to, rows, row_bytes, first, n, d):
+    in_use = 0  # the copy of the last strip has to live until it is packed
+    for j0 in range(first, min(first + TILE_K, n), STRIP):
+        panel_at, at, step = to + 2 * j0 * d, rows + row_bytes * j0, row_bytes
+        room = np.empty(0 if j0 + STRIP <= n else STRIP * d, np.uint16)
+        if room.size:
+            at, step = room.ctypes.data, 2 * d
+            copy_rows(like, at, rows + row_bytes * j0, row_bytes, n - j0, STRIP, d)
+        for j in range(0, STRIP, LANES):
+            for c in range(0, d // 2, LANES):
+                block = panel_at + 4 * (STRIP * c + j)
+                transpose(block, 4 * STRIP, at + step * j + 4 * c, step)
+        in_use += room.size
+    return in_use
+
+
+@inner
+def _plain_panels(like, to, rows, row_bytes, first, n, d):
+    """Write panels eight rows at a time: their cache lines stay in the first cache."""
     size, width, d = like.itemsize, panel(like), depth(like, d)
     step = span(like)
     last = min(first + TILE_K, (n + step - 1) // step * step)
@@ -72,12 +130,37 @@ def pack_panels(like, to, rows, row_bytes, first, n, d):
         out = array(to + size * j0 * d, width * d, like)
         if real < width:
             out[:] = like.dtype.type(0)
-        for j in range(0, real - real % 8, 8):
+        done = turn(like, to + size * j0 * d, width, rows + row_bytes * j0, row_bytes, real, d)
+        for j in range(done, real - real % 8, 8):
             _pack_eight(like, out, j, width, rows + row_bytes * (j0 + j), row_bytes, d)
-        for j in range(real - real % 8, real):
+        for j in range(max(done, real - real % 8), real):
             row = array(rows + row_bytes * (j0 + j), d, like)
             for c in range(d):
                 out[c * width + j] = row[c]
+
+
+def turn(like, to, to_row, rows, row_bytes, n, d) -> Any:
+    """Write as many of n rows as whole vectors allow to columns, ``to_row`` numbers apart.
+
+    Return their number.
+    """
+
+
+@overload(turn)
+def _turn(like, to, to_row, rows, row_bytes, n, d):
+    if W != LANES or like.dtype not in (types.float32, types.uint32):
+        return lambda like, to, to_row, rows, row_bytes, n, d: 0
+
+    def compute(like, to, to_row, rows, row_bytes, n, d):
+        if d % LANES:
+            return 0
+        for j in range(0, n - n % LANES, LANES):
+            for c in range(0, d, LANES):
+                block = to + 4 * (to_row * c + j)
+                transpose(block, 4 * to_row, rows + row_bytes * j + 4 * c, row_bytes)
+        return n - n % LANES
+
+    return compute
 
 
 @inner
@@ -110,7 +193,11 @@ def pack_columns(like, to, rows, row_bytes, n, d, factor):
     d = depth(like, d)
     out = array(to, d * TILE_Q, like)
     zero = like.dtype.type(0)
-    for i in range(n):
+    done = turn(like, to, TILE_Q, rows, row_bytes, n, d)
+    for c in range(d if done and factor != 1 else 0):
+        for i in range(done):
+            out[c * TILE_Q + i] = _times(out[c * TILE_Q + i], factor)
+    for i in range(done, n):
         row = array(rows + row_bytes * i, d, like)
         for c in range(d):
             out[c * TILE_Q + i] = _times(row[c], factor)
@@ -182,14 +269,30 @@ def _fold_rows(like, tile, n, width):
     return fold
 
 
-def pack_pairs(like, to, padded, rows, row_bytes, n, half, d) -> Any:
-    """Write rows of bfloat16 as pairs ``[half, padded]`` of (i, i + half), zero past n and d."""
+def pack_rows(like, to, padded, rows, row_bytes, n, half, d) -> Any:
+    """Write contiguous rows; those of bfloat16 as pairs ``[half, padded]`` of (i, i + half).
+
+    Pairs are zero past n and d. Rows of one head lie H D apart, which uses few sets of a cache, and
+    products read them often.
+    """
 
 
-@overload(pack_pairs)
-def _pack_pairs(like, to, padded, rows, row_bytes, n, half, d):
+@overload(pack_rows)
+def _pack_rows(like, to, padded, rows, row_bytes, n, half, d):
+    if like.dtype == types.uint16:
+        return lambda like, to, padded, rows, row_bytes, n, half, d: pack_neighbours(
+            like, to, rows, row_bytes, n, padded
+        )
     if like.dtype != types.uint32:
-        return lambda like, to, padded, rows, row_bytes, n, half, d: None
+
+        def copy(like, to, padded, rows, row_bytes, n, half, d):
+            for i in range(n):
+                out = array(to + like.itemsize * padded * i, padded, like)
+                row = array(rows + row_bytes * i, padded, like)
+                for c in range(padded):
+                    out[c] = row[c]
+
+        return copy
 
     def pack(like, to, padded, rows, row_bytes, n, half, d):
         bits = np.empty(0, np.uint16)
@@ -201,35 +304,139 @@ def _pack_pairs(like, to, padded, rows, row_bytes, n, half, d):
                 out[c] = _pair(np.uint32(row[c]), np.uint32(second[c]))
             for c in range(d - second.size):
                 out[second.size + c] = np.uint32(row[second.size + c])
-            out[d:] = np.uint32(0)
+            for c in range(d, padded):  # Numba drops an assignment to a slice of an inlined array
+                out[c] = np.uint32(0)
 
     return pack
 
 
-@kernel
-def bfloats_are_finite(address, sizes, b_stride, n_stride, h_stride):
-    """Return True if no exponent in rows ``[b, n, h, d]`` of bfloat16 is that of inf and NaN."""
-    b, n, h, d = sizes
-    bits = np.empty(0, np.uint16)
-    bad = np.uint16(0)
-    for i in range(b):
-        for j in range(n):
-            for k in range(h):
-                row = array(address + 2 * (i * b_stride + j * n_stride + k * h_stride), d, bits)
-                for c in range(d):
-                    bad |= np.uint16((row[c] & np.uint16(0x7F80)) == np.uint16(0x7F80))
-    return bad == 0
+# --- operands of tile instructions ---------------------------------------------------------------
+
+
+def begin_tiles(like) -> Any:
+    """Configure the tile registers of a thread that uses them."""
+
+
+@overload(begin_tiles)
+def _begin_tiles(like):
+    return (lambda like: configure()) if like.dtype == types.uint16 else (lambda like: 0)
+
+
+def end_tiles(like) -> Any:
+    """Release the tile registers of a thread that used them."""
+
+
+@overload(end_tiles)
+def _end_tiles(like):
+    return (lambda like: release()) if like.dtype == types.uint16 else (lambda like: None)
+
+
+@inner
+def copy_rows(like, to, rows, row_bytes, n, count, d):
+    """Write n rows of d bfloat16 to contiguous rows, zero from n to count."""
+    out = array(to, count * d, like)
+    for i in range(min(n, count)):
+        row = array(rows + row_bytes * i, d, like)
+        for c in range(d):
+            out[i * d + c] = row[c]
+    for c in range(min(n, count) * d, count * d):
+        out[c] = np.uint16(0)
+
+
+@inner
+def pack_neighbours(like, to, rows, row_bytes, n, d):
+    """Write n rows as pairs of neighbouring rows ``[n / 2, d]``, zero up to a whole strip."""
+    in_use = 0
+    for i0 in range(0, n, STRIP):
+        at, step = rows + row_bytes * i0, row_bytes
+        room = np.empty(0 if i0 + STRIP <= n else STRIP * d, np.uint16)
+        if room.size:
+            at, step = room.ctypes.data, 2 * d
+            copy_rows(like, at, rows + row_bytes * i0, row_bytes, n - i0, STRIP, d)
+        for i in range(0, STRIP, 2):
+            weave(to + 2 * d * (i0 + i), at + step * i, at + step * (i + 1), d)
+        in_use += room.size
+    return in_use
+
+
+@inner
+def pack_transposed(to, pairs, count, d):
+    """Write pairs of neighbouring rows ``[count / 2, d]`` as d rows of ``count`` bfloat16."""
+    for i in range(0, count // 2, LANES):
+        for c in range(0, d, LANES):
+            transpose(to + 2 * (count * c + 2 * i), 2 * count, pairs + 4 * (d * i + c), 4 * d)
+
+
+# --- inf and NaN -------------------------------------------------------------------------------
+
+
+def count_infinite(like, rows, row_bytes, n, d, counter) -> Any:
+    """Add 1 to the counter at an address if rows of bfloat16 operands hold inf or NaN.
+
+    Products of such rows skip no pair, so the call is computed again in float32.
+    """
+
+
+@overload(count_infinite)
+def _count_infinite(like, rows, row_bytes, n, d, counter):
+    if like.dtype not in (types.uint16, types.uint32):
+        return lambda like, rows, row_bytes, n, d, counter: None
+
+    def count(like, rows, row_bytes, n, d, counter):
+        if not _bfloats_are_finite(rows, row_bytes, n, d):
+            fetch_add(counter, 1)
+
+    return count
+
+
+@inner
+def _bfloats_are_finite(rows, row_bytes, n, d):
+    """Return True if no exponent is that of inf and NaN."""
+    whole, good = d // STEP * STEP, True
+    for i in range(n):
+        at = rows + row_bytes * i
+        if whole:
+            good &= finite(at, whole)
+        if whole < d:
+            rest = array(at + 2 * whole, d - whole, np.empty(0, np.uint16))
+            for c in range(d - whole):
+                good &= (rest[c] & np.uint16(0x7F80)) != np.uint16(0x7F80)
+    return good
+
+
+def rows_are_finite(like, rows, row_bytes, n, d) -> Any:
+    """Return True if the caller's rows hold neither inf nor NaN; operands of bfloat16 never do."""
+
+
+@overload(rows_are_finite)
+def _rows_are_finite(like, rows, row_bytes, n, d):
+    if like.dtype in (types.uint16, types.uint32):
+        return lambda like, rows, row_bytes, n, d: True
+    return lambda like, rows, row_bytes, n, d: _plain_rows_are_finite(like, rows, row_bytes, n, d)
+
+
+@inner(fastmath=SUMS)
+def _plain_rows_are_finite(like, rows, row_bytes, n, d):
+    zero = like.dtype.type(0)
+    probe = zero
+    for i in range(n):
+        row = array(rows + row_bytes * i, d, like)
+        for c in range(d):
+            probe += row[c] * zero
+    return probe == zero
 
 
 # --- rows as they are --------------------------------------------------------------------------
 
 
 def rescale(like, row, factor) -> Any:
-    """Scale the scores of pairs: scaling the queries instead would round them."""
+    """Scale the scores of bfloat16 operands: scaling the queries instead would round them."""
 
 
 @overload(rescale)
 def _rescale(like, row, factor):
+    if like.dtype == types.uint16:
+        return lambda like, row, factor: multiply(row.ctypes.data, row.size, np.float32(factor))
     if like.dtype != types.uint32:
         return lambda like, row, factor: None
 
@@ -246,6 +453,18 @@ def store(like, to, row, factor) -> Any:
 
 @overload(store)
 def _store(like, to, row, factor):
+    if like.dtype == types.uint16:
+
+        def short(like, to, row, factor):
+            if row.size % STEP == 0:
+                shorten(to, row.ctypes.data, row.size, np.float32(factor))
+                return
+            out = array(to, row.size, like)
+            for c in range(row.size):
+                out[c] = np.uint16(_bfloat(row[c] * factor))
+
+        return short
+
     if like.dtype != types.uint32:
 
         def plain(like, to, row, factor):
@@ -261,28 +480,6 @@ def _store(like, to, row, factor):
             out[c] = np.uint16(_bfloat(row[c] * factor))
 
     return rounded
-
-
-def rows_are_finite(like, rows, row_bytes, n, d) -> Any:
-    """Return True if the caller's rows hold neither inf nor NaN; pairs never do."""
-
-
-@overload(rows_are_finite)
-def _rows_are_finite(like, rows, row_bytes, n, d):
-    if like.dtype == types.uint32:
-        return lambda like, rows, row_bytes, n, d: True
-    return lambda like, rows, row_bytes, n, d: _plain_rows_are_finite(like, rows, row_bytes, n, d)
-
-
-@inner(fastmath=SUMS)
-def _plain_rows_are_finite(like, rows, row_bytes, n, d):
-    zero = like.dtype.type(0)
-    probe = zero
-    for i in range(n):
-        row = array(rows + row_bytes * i, d, like)
-        for c in range(d):
-            probe += row[c] * zero
-    return probe == zero
 
 
 @inner(fastmath=STRICT)
@@ -310,3 +507,12 @@ def aligned(numbers, like):
     """Return scratch memory: (the array that owns it, an address in it on a cache line)."""
     owner = np.empty(numbers + 64 // like.itemsize, like.dtype)
     return owner, (owner.ctypes.data + 63) // 64 * 64
+
+
+@inner
+def unowned(x):
+    """Return the numbers of an array that outlives them, without its count of references.
+
+    A call with a counted array adds to the count and subtracts: two locked instructions.
+    """
+    return array(x.ctypes.data, x.size, x)

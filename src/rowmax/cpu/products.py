@@ -5,7 +5,7 @@
 B is always read along its rows. Arguments are addresses and strides in elements.
 
 ``like`` is an array of the operands' dtype: float32, float64, or uint32 for pairs of
-bfloat16, each two terms of the sum over k.
+bfloat16, each two terms of the sum over k. Those of uint16 are bfloat16 for amx.py.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import overload, register_jitable
 
+from .amx import STRIP
 from .vector import MR, NV, TILE_K, W, product
 
 
@@ -33,6 +34,8 @@ def panel(like) -> Any:
 
 @overload(panel)
 def _panel(like):
+    if like.dtype == types.uint16:
+        return lambda like: STRIP
     nr = NV * _kind(like.dtype)[0]
     return lambda like: nr
 
@@ -43,6 +46,8 @@ def span(like) -> Any:
 
 @overload(span)
 def _span(like):
+    if like.dtype == types.uint16:
+        return lambda like: STRIP
     step = math.lcm(MR, NV * _kind(like.dtype)[0])
     return lambda like: step
 

@@ -14,9 +14,17 @@ from numba import njit, types
 from numba.extending import overload
 
 from ..rules.softmax import LOG2E
+from . import wide
 from .functions import STRICT, SUMS, array, bfloat_to_float, exp2, half_to_float, inner, number
 from .heads import add_head_tangents, add_heads, bend_by_heads
 from .rules import any_range, biased, capped, capped_tangent, philox, scaled_tangent
+from .vector import W
+from .wide import LANES, greatest
+
+
+def is_wide(dtype) -> bool:
+    """Return True if wide.py has the steps of rows of this dtype."""
+    return W == LANES and dtype == types.float32
 
 
 def ordered(x) -> Any:
@@ -40,6 +48,8 @@ def row_max(row) -> Any:
 
 @overload(row_max)
 def _row_max(row):
+    if is_wide(row.dtype):
+        return lambda row: greatest(row.ctypes.data, row.size)
     double = row.dtype == types.float64
     whole, real = (np.int64, np.float64) if double else (np.int32, np.float32)
     least = -(2**63) if double else -(2**31)
@@ -61,9 +71,28 @@ def power(x, natural):
     return exp2(x * number(LOG2E, x)) if natural else exp2(x)
 
 
-@inner(fastmath=SUMS)
-def exponentials(row, shift, natural):
+def exponentials(row, shift, natural) -> Any:
     """Replace each score s by ``power(s - shift)`` and return the sum."""
+
+
+@overload(exponentials)
+def _exponentials(row, shift, natural):
+    return _wide_exponentials if is_wide(row.dtype) else _plain_exponentials
+
+
+def _wide_exponentials(row, shift, natural):
+    if natural:
+        return wide.natural_exponentials(row.ctypes.data, row.size, shift, np.float32(LOG2E))
+    return wide.exponentials(row.ctypes.data, row.size, shift, np.float32(1))
+
+
+def _plain_exponentials(row, shift, natural):
+    return loop_exponentials(row, shift, natural)
+
+
+@inner(fastmath=SUMS)
+def loop_exponentials(row, shift, natural):
+    """Compute ``exponentials`` in vectors of the compiler's choice."""
     total, unit = number(0, shift), number(LOG2E, shift)
     if natural:
         for j in range(row.size):

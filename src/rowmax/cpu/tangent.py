@@ -71,7 +71,7 @@ def tangent(
     problem: Problem, tensors: Tensors, tangents: Tangents
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (out, lse, tout, tlse)."""
-    call = Call(problem, tensors, pairs=False)
+    call = Call(problem, tensors, bfloats=False)
     call.tangents(tangents)
     out = torch.empty(problem.out_shape, dtype=call.dtype)
     lse = torch.empty(problem.lse_shape, dtype=call.dtype)

@@ -16,19 +16,10 @@ from ..call.inputs import Cotangents, Gradients, Tangents, Tensors, WantedSecond
 from ..call.problem import Problem
 from ..rules import row_stats
 from ..rules.softmax import LOG2E
-from .backward import (
-    add_to_bias,
-    finished,
-    outputs,
-    owners_of,
-    parts_of,
-    sum_far_rows,
-    weight,
-    write_parts,
-    write_rows,
-)
+from .backward import finished, outputs, owners_of, parts_of, sum_far_rows, write_parts
 from .call import Call
 from .functions import STRICT, array, inner, number
+from .gradient_rows import add_to_bias, weight, write_rows
 from .heads import add_to_dheads
 from .kernel import kernel, launch
 from .operands import aligned, pack_columns, pack_panels, rows_are_finite, sparse_product
@@ -118,7 +109,7 @@ def tangent_backward(
     wanted: WantedSecond,
 ) -> tuple[Gradients, Gradients]:
     """Return the wanted gradients of the inputs and of their tangents, as a backward does."""
-    call = Call(problem, tensors, pairs=False)
+    call = Call(problem, tensors, bfloats=False)
     call.tangents(tangents)
     lse, tlse = (t.to(call.dtype).contiguous() for t in (lse, tlse))
     deltas = row_stats.second_deltas(out, tout, lse, cotangents)
@@ -250,11 +241,10 @@ def pack_rows(rows, to, at, d, check, finite, like):
 @inner
 def write_head(call, seq, at, memory, like):
     """Write the gradients of a kv head's keys and values, and of their tangents."""
-    d, value_d = (call.d, call.d_padded), (call.value_d, call.value_d_padded)
-    write_parts(call.dk, memory.dk, *d, call, seq, at, like, like)
-    write_parts(call.dtk, memory.dtk, *d, call, seq, at, like, like)
-    write_parts(call.dv, memory.dv, *value_d, call, seq, at, like, like)
-    write_parts(call.dtv, memory.dtv, *value_d, call, seq, at, like, like)
+    write_parts(call.dk, memory.dk, call.d, call, seq, at, like, like)
+    write_parts(call.dtk, memory.dtk, call.d, call, seq, at, like, like)
+    write_parts(call.dv, memory.dv, call.value_d, call, seq, at, like, like)
+    write_parts(call.dtv, memory.dtv, call.value_d, call, seq, at, like, like)
 
 
 @inner

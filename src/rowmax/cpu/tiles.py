@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..rules.mask import FULL, SKIP
-from .functions import inner
-from .operands import depth, paired
+from .functions import array, inner
+from .operands import depth, paired, row_size, unowned
 from .products import from_columns, panel, span
 from .rules import any_range
 from .vector import TILE_K, TILE_Q
@@ -45,6 +45,12 @@ def row_at(rows, s, n, h):
 
 
 @inner
+def row_address(rows, seq, place, like):
+    """Return the address of the caller's first row of a tile of queries; ``like``: operands."""
+    return rows.address + row_size(like) * row_at(rows, place.s, seq.query + place.i0, place.h)
+
+
+@inner
 def numbers_at(tensor, size, s, h, n):
     """Return the address of a row's number in a tensor such as lse."""
     return tensor.address + size * (tensor.b * s + tensor.h * h + tensor.n * n)
@@ -54,8 +60,9 @@ def numbers_at(tensor, size, s, h, n):
 def tile_row(states, s, h, tile):
     """Return the states of the tiles of keys for a tile of queries; empty without a map."""
     if states.size == 0:
-        return states.reshape(0)
-    return states[min(s, states.shape[0] - 1), min(h, states.shape[1] - 1), tile]
+        return array(0, 0, states)
+    row = states[min(s, states.shape[0] - 1), min(h, states.shape[1] - 1), tile]
+    return unowned(row)
 
 
 @inner

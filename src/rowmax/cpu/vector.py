@@ -33,11 +33,10 @@ class Machine(NamedTuple):
 
 
 def _machine() -> Machine:
-    features = _features()
-    if {"avx512f", "avx512dq", "avx512vl"} <= features:  # 32 registers of 512 bits
-        pairs = "avx512bf16" in features
-        return Machine(w=16, mr=8, nv=2, tile_q=64, tile_k=256, pairs=pairs)
-    if {"avx2", "fma"} <= features:  # 16 of 256
+    if {"avx512f", "avx512dq", "avx512vl"} <= FEATURES:  # 32 registers of 512 bits
+        pairs, large = "avx512bf16" in FEATURES, "amx-tile" in FEATURES  # a second cache of 2 MB
+        return Machine(w=16, mr=8, nv=2, tile_q=128 if large else 64, tile_k=256, pairs=pairs)
+    if {"avx2", "fma"} <= FEATURES:  # 16 of 256
         return Machine(w=8, mr=6, nv=2, tile_q=96, tile_k=192)
     if platform.machine().lower() in ("arm64", "aarch64"):  # 32 of 128
         return Machine(w=4, mr=6, nv=4, tile_q=96, tile_k=192)
@@ -52,6 +51,7 @@ def _features() -> set[str]:
     return {name for name, there in llvm.get_host_cpu_features().items() if there}
 
 
+FEATURES = _features()
 W, MR, NV, TILE_Q, TILE_K, PAIRS = _machine()
 if PAIRS:
     llvm.initialize_native_asmparser()  # their instruction is named in assembly below

@@ -97,8 +97,17 @@ def _ranks(ranks: Sequence[int]) -> str:
 def digest(layout: Layout) -> str:
     """Return a layout in few words."""
     lengths = str(list(layout.lengths[:8]))[:-1] + (", ...]" if layout.ranks > 8 else "]")
-    sha = hashlib.sha256(layout.text.encode()).hexdigest()[:8]
-    return f"a layout of lengths {lengths} ({sha})"
+    return f"a layout of lengths {lengths} ({_sha(layout.text)})"
+
+
+def _short(documents: str) -> str:
+    """Return offsets in few words."""
+    count = documents.count(",")
+    return f"those of {count} documents ({_sha(documents)})" if documents else ""
+
+
+def _sha(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def _facts(call: ShardedCall, wanted: Wanted | None) -> dict[str, str]:
@@ -116,6 +125,7 @@ def _facts(call: ShardedCall, wanted: Wanted | None) -> dict[str, str]:
         "k_layout": digest(call.keys),
         "band of mask": f"left={o.left}, right={o.right}, align={o.align!r}",
         "mask": _features(call),
+        "offsets of documents": _short(place.documents) or "not known to the host",
         "rows of mask": _rows(t.allowed, n),
         "rows of bias": _rows(t.bias, n),
         "scale": str(o.scale),
@@ -144,7 +154,7 @@ def _facts(call: ShardedCall, wanted: Wanted | None) -> dict[str, str]:
 def _features(call: ShardedCall) -> str:
     t = call.tensors
     given = {
-        "documents": t.k_ids,
+        "documents": t.k_ids if t.k_ids is not None else call.place.documents or None,
         "lengths": t.lengths,
         "prefix": t.prefix,
         "boolean tensor": t.allowed,

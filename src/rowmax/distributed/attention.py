@@ -10,18 +10,19 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..attention import CallOptions, arguments
-from ..call.check import Arguments, Shape, check, check_tensors
+from ..call.check import Arguments, Shape, check, check_offsets, check_tensors
 from ..call.inputs import Options, Tensors
 from ..call.normalize import normalized
-from ..errors import bad, check_flag, refuse_unexpected, wrong_type
+from ..errors import bad, check_device, check_flag, refuse_unexpected, wrong_type
 from ..masks import Mask
 from ..operators.autograd import attend as attend_here
 from .agreement import refuse_together
-from .calls import Place, whole_rows
+from .calls import Place, ShardedCall, whole_rows
 from .groups import Group, group_of
 from .layout import Layout
+from .offsets import offsets_of, text_of
 from .operators import attend
-from .strategies import chosen
+from .strategies import chosen, selected
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -53,7 +54,8 @@ def attention(
         mesh: a DeviceMesh of one dimension, a ProcessGroup, or None for the default group.
         layout: the rows of each rank; equal on all ranks.
         k_layout: those of k and v; None is ``layout``.
-        strategy: "keys" gathers keys and values; "auto" selects the best there is.
+        strategy: "keys" gathers keys and values, "heads" exchanges rows for heads, "queries"
+            gathers queries. "auto" is "queries" for few queries of many keys, else "keys".
         reduce_replicated: sum the gradients of replicated inputs over the ranks. They are sink,
             alibi and a bias with one row for all queries. False leaves each rank its share, as
             any parameter has it: data parallelism adds them.
@@ -115,10 +117,33 @@ def normalized_rows(
     check_tensors(given)
     _check_rows("q", given.q, queries, group.rank)
     _check_rows("k", given.k, keys, group.rank)
+    documents = _documents(given, queries, keys)
+    if documents:
+        mask = Mask(**{**given.mask.fields(), "documents": ()})
+        given = given._replace(mask=mask)
     tensors, rest = _whole(given, queries, keys)
     drawn = tensors.seed is not None and given.seed is None
     names = (group.name, queries.text, keys.text, chosen(strategy))
-    return Place(*names, reduce_replicated, drawn), tensors, rest
+    place = Place(*names, reduce_replicated, drawn, documents)
+    name = selected(strategy, ShardedCall(place, tensors, rest, queries, keys, group))
+    return place._replace(strategy=name), tensors, rest
+
+
+def _documents(given: Arguments, queries: Layout, keys: Layout) -> str:
+    """Return the text of the documents of a mask where the host knows their offsets, else ""."""
+    mask = given.mask
+    if len(mask.documents) != 1 or queries.n != keys.n or mask.align == "lengths":
+        return ""
+    (one,) = mask.documents
+    if one.cu_seqlens is None or one.q_ids is not None:
+        return ""
+    name = "mask: Documents(cu_seqlens=)"
+    check_device(name, one.cu_seqlens, given.q)
+    values = offsets_of(one.cu_seqlens)
+    if not values:
+        return ""
+    check_offsets(name, values, "the number of keys", keys.n)
+    return text_of(values)
 
 
 def _whole(given: Arguments, queries: Layout, keys: Layout) -> tuple[Tensors, Options]:

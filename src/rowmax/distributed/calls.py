@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from ..call.inputs import Options, Tensors
+from ..call.problem import reads_distance
 from .groups import Group, group_named
 from .layout import Layout
+from .offsets import ids_on
+from .pieces import few_copies
 
 
 class Place(NamedTuple):
@@ -22,6 +25,7 @@ class Place(NamedTuple):
     strategy: str
     reduce_replicated: bool
     drawn: bool  # the seed is this rank's own: the call has that of rank 0
+    documents: str = ""  # the text of offsets that the host knows: no ids are made of them yet
 
 
 class ShardedCall(NamedTuple):
@@ -40,6 +44,33 @@ class ShardedCall(NamedTuple):
     @property
     def accumulator(self) -> torch.dtype:
         return torch.float64 if self.tensors.q.dtype == torch.float64 else torch.float32
+
+    @property
+    def packs(self) -> bool:
+        """True if the rows of a rank are one packed call, whose sequences are its pieces.
+
+        The mask is documents that the host knows, whole or causal, with a window or without.
+        Every rank finds the same.
+        """
+        t, o = self.tensors, self.options
+        if not self.place.documents or self.place.strategy != "keys" or t.q.shape[0] != 1:
+            return False
+        others = (t.bias, t.allowed, t.q_ids, t.k_ids, t.lengths, t.prefix)
+        if o.dropout_p or any(one is not None for one in others):
+            return False
+        terms = tuple(o.head_terms.split(",")) if o.head_terms else ()
+        if o.right is None and (o.left is not None or reads_distance(terms)):
+            return False  # the keys of a piece end after it, so nothing may read its alignment
+        if o.right is not None and o.right > 0:
+            return False
+        return few_copies(self.queries, self.place.documents, o.left, o.right)
+
+    def with_ids(self, device: torch.device | None = None) -> ShardedCall:
+        """Return the call with ids of documents that the host knows."""
+        if not self.place.documents or self.tensors.k_ids is not None:
+            return self
+        ids = ids_on(self.place.documents, self.keys.n, device or self.tensors.q.device)
+        return self._replace(tensors=self.tensors._replace(q_ids=ids, k_ids=ids))
 
     def whole(self) -> Tensors:
         """Return the inputs of the whole call, with tensors of its sizes for the rows of others."""
@@ -70,4 +101,5 @@ def layout_of(text: str) -> Layout:
 def sharded(place: Place, tensors: Tensors, options: Options) -> ShardedCall:
     """Return the call of an operator's arguments."""
     queries, keys = layout_of(place.layout), layout_of(place.k_layout)
-    return ShardedCall(place, tensors, options, queries, keys, group_named(place.group))
+    call = ShardedCall(place, tensors, options, queries, keys, group_named(place.group))
+    return call if call.packs else call.with_ids()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,14 @@ class Copy:
         return found
 
 
-class UnderWay(list[Copy]):
+class Waits(Protocol):
+    """Something under way."""
+
+    def wait(self) -> object:
+        """Wait for it."""
+
+
+class UnderWay(list[Waits]):
     """The copies of a call. An error waits for those that have begun: none outlives the call.
 
     A copy that fails then has the same cause, or follows from it on another rank.

@@ -24,14 +24,14 @@ class Gather:
     def __init__(self, tensors: Sequence[Tensor], route: Route, keys: Layout, group: Group) -> None:
         self.tensors, self.route = tensors, route
         self.shapes = [t.shape for t in tensors]
-        self.received = [_elements(self.shapes, ranges) for ranges in route.received]
+        self.received = [elements(self.shapes, ranges) for ranges in route.received]
         if route.whole:
-            own = _packed(tensors, [((0, keys.lengths[group.rank]),)])
-            wide = _elements(self.shapes, ((0, 1),))
+            own = packed(tensors, [((0, keys.lengths[group.rank]),)])
+            wide = elements(self.shapes, ((0, 1),))
             self.copy = begin_all_gather(own, [n * wide for n in keys.lengths], group)
         else:
-            sent = [_elements(self.shapes, ranges) for ranges in route.sent]
-            flat = _packed(tensors, route.sent)
+            sent = [elements(self.shapes, ranges) for ranges in route.sent]
+            flat = packed(tensors, route.sent)
             self.copy = begin_all_to_all(flat, sent, self.received, group)
 
     def wait(self) -> list[Tensor]:
@@ -41,7 +41,7 @@ class Gather:
             found = found[0].split(self.received)
         pieces: list[list[tuple[int, Tensor]]] = [[] for _ in self.tensors]
         for flat, ranges in zip(found, self.route.received, strict=True):
-            for place, each in zip(pieces, _unpacked(flat, self.shapes, ranges), strict=True):
+            for place, each in zip(pieces, unpacked(flat, self.shapes, ranges), strict=True):
                 place += each
         return [_joined(t, place) for t, place in zip(self.tensors, pieces, strict=True)]
 
@@ -53,10 +53,10 @@ class Return:
         self.route, self.rows = route, rows
         self.shapes = [t.shape for t in tensors]
         sent, self.received = (
-            [_elements(self.shapes, ranges) for ranges in each]
+            [elements(self.shapes, ranges) for ranges in each]
             for each in (route.received, route.sent)
         )
-        self.copy = begin_all_to_all(_packed(tensors, route.received), sent, self.received, group)
+        self.copy = begin_all_to_all(packed(tensors, route.received), sent, self.received, group)
 
     def wait(self) -> list[Tensor]:
         """Return the sums over all ranks for each own row, in the dtype of the tensors.
@@ -66,29 +66,31 @@ class Return:
         flat = self.copy.wait()[0]
         sums = [flat.new_zeros((self.rows, b, *rest)) for b, _, *rest in self.shapes]
         for part, ranges in zip(flat.split(self.received), self.route.sent, strict=True):
-            for total, each in zip(sums, _unpacked(part, self.shapes, ranges), strict=True):
+            for total, each in zip(sums, unpacked(part, self.shapes, ranges), strict=True):
                 for (start, stop), (_, piece) in zip(ranges, each, strict=True):
                     total[start:stop] += piece
         return [total.transpose(0, 1) for total in sums]
 
 
-def _elements(shapes: Shapes, ranges: Ranges) -> int:
+def elements(shapes: Shapes, ranges: Ranges) -> int:
+    """Return the number of elements of some rows of all tensors."""
     rows = sum(stop - start for start, stop in ranges)
     return sum(rows * b * h * d for b, _, h, d in shapes)
 
 
-def _packed(tensors: Sequence[Tensor], each: Sequence[Ranges]) -> Tensor:
+def packed(tensors: Sequence[Tensor], each: Sequence[Ranges], flat: Tensor | None = None) -> Tensor:
     """Return for each rank the rows of its ranges: those of one tensor, then of the next.
 
-    A row is copied once, from any strides.
+    A row is copied once, from any strides. ``flat`` is memory for them, or for more.
     """
     shapes = [t.shape for t in tensors]
-    flat = tensors[0].new_empty(sum(_elements(shapes, ranges) for ranges in each))
+    if flat is None:
+        flat = tensors[0].new_empty(sum(elements(shapes, ranges) for ranges in each))
     begin = 0
     for ranges in each:
         for t in tensors:
             rows = [t.transpose(0, 1)[start:stop] for start, stop in ranges]
-            end = begin + _elements([t.shape], ranges)
+            end = begin + elements([t.shape], ranges)
             if begin < end:
                 to = flat[begin:end].view(-1, *rows[0].shape[1:])
                 _ = torch.cat(rows, out=to) if len(rows) > 1 else to.copy_(rows[0])
@@ -96,7 +98,7 @@ def _packed(tensors: Sequence[Tensor], each: Sequence[Ranges]) -> Tensor:
     return flat
 
 
-def _unpacked(flat: Tensor, shapes: Shapes, ranges: Ranges) -> list[list[tuple[int, Tensor]]]:
+def unpacked(flat: Tensor, shapes: Shapes, ranges: Ranges) -> list[list[tuple[int, Tensor]]]:
     """Return (first row, rows ``[n, B, H, D]``) of each range of each tensor of one rank."""
     found, begin = [], 0
     for b, _, h, d in shapes:

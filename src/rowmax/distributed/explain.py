@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..call.inputs import Tensors
+from ..call.blocks import Block, block_of
+from ..call.inputs import Options, Tensors
 from ..errors import bad, wrong_type
 from ..explain import scaled
 from ..masks import as_int
@@ -22,7 +23,8 @@ from .calls import ShardedCall
 from .groups import Group, group_of
 from .layout import Layout
 from .routes import route, sight_of
-from .strategies import STRATEGIES
+from .shared import shares_memory
+from .strategies import STRATEGIES, unable
 from .strategies.heads import shared_heads, split_heads
 from .strategies.stages import stages_of
 
@@ -191,6 +193,7 @@ def explain(
     queries, keys = check_layouts(layout, k_layout, group)
     rows = [_rows(t, tensors.q) for t in (tensors.bias, tensors.allowed)]
     call = ShardedCall(place, tensors, rest, queries, keys, group, *rows)
+    call = call if call.packs else call.with_ids()
     roofline = _roofline(device, tensors.q)
     loads = _loads(call)
     chosen = place.strategy
@@ -231,6 +234,7 @@ def _roofline(device: Any, q: Tensor) -> Roofline | None:
 
 def _loads(call: ShardedCall) -> tuple[int, ...] | None:
     """Return the pairs of each rank over its heads, or None if they are unknown."""
+    call = call.with_ids(torch.device("cpu"))
     t = call.tensors
     values = (t.q_ids, t.k_ids, t.lengths, t.prefix)
     if call.mask_rows == "own" or any(one is not None and one.is_meta for one in values):
@@ -242,10 +246,20 @@ def _loads(call: ShardedCall) -> tuple[int, ...] | None:
         heads = split_heads(call.tensors.q.shape[2], call.tensors.k.shape[2], call.group.size)
         return tuple(total * len(one) for one in heads.q)
     hq = call.tensors.q.shape[2]
+    if call.place.strategy == "queries":
+        return tuple(
+            hq * sum(_pairs(tensors, call.options, j) for j in call.keys.chunks(rank))
+            for rank in _ranks(call)
+        )
     return tuple(
         hq * sum(int(each[start:stop].sum()) for start, stop in owned)
         for owned in call.queries.owned
     )
+
+
+def _pairs(tensors: Tensors, options: Options, j: range) -> int:
+    """Return the pairs of all queries with a chunk of keys."""
+    return int(by_ranges(*block_of(tensors, options, Block(j=slice(j.start, j.stop)))).sum())
 
 
 def _on_cpu(t: Any) -> Any:
@@ -282,27 +296,47 @@ def _direction(
 def _keys_wire(call: ShardedCall, rank: int, back: bool) -> Wire:
     """Return the bytes of the keys and values that move, and of their gradients."""
     size, wide = _key_bytes(call)
-    way = route(call.queries, call.keys, sight_of(call.tensors, call.options), rank)
-    others = [r for r in range(call.group.size) if r != rank]
-    sent, received = (
-        sum(stop - start for r in others for start, stop in ranges[r])
-        for ranges in (way.sent, way.received)
-    )
+    way = route(call.queries, call.keys, sight_of(call), rank)
+    sent, received = way.rows_of_others(rank)
     rows = Wire(sent, received)
-    if way.whole:  # padded to the longest rank
-        rows = Wire(*[len(others) * max(call.keys.lengths)] * 2)
+    if way.whole and not shares_memory(call.group, call.tensors.k.device):
+        # padded to the longest rank
+        rows = Wire(*[(call.group.size - 1) * max(call.keys.lengths)] * 2)
     found = Wire(rows.sent * size, rows.received * size)
     return found + Wire(received * wide, sent * wide) if back else found
 
 
 def _keys_memory(call: ShardedCall, back: bool) -> int:
-    """Return the bytes of gathered rows: of the stage that computes and of the one that moves."""
+    """Return the bytes of gathered rows: of the stage that computes and of the one that moves.
+
+    With shared memory: of all stages, and of what this rank shows to others.
+    """
     size, wide = _key_bytes(call)
-    sight = sight_of(call.tensors, call.options)
-    length = route(call.queries, call.keys, sight, call.group.rank).length
+    way = route(call.queries, call.keys, sight_of(call), call.group.rank)
     sizes = [len(one) for one in stages_of(call, back)]
+    # keys of each piece, and their gradients
+    packed = sum(part.packing.copied for part in way.parts if part.packing is not None)
+    copies = packed * (size + back * wide)
+    if shares_memory(call.group, call.tensors.k.device):
+        memory = (way.length + max(call.keys.lengths)) * size
+        if call.packs:
+            memory, packed = _pulled_pieces(call, size)
+            copies = packed * (size + back * wide)
+        returned = way.length + sum(way.rows_of_others(call.group.rank))
+        return memory + (back * returned * wide + copies) * max(sizes) // sum(sizes)
     most = max(a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True))
-    return length * (size + back * wide) * most // sum(sizes)
+    return (way.length * (size + back * wide) * most + copies * max(sizes)) // sum(sizes)
+
+
+def _pulled_pieces(call: ShardedCall, size: int) -> tuple[int, int]:
+    """Return the bytes that are shown and that arrive, and the number of packed keys."""
+    sight, ranks = sight_of(call), _ranks(call)
+    ways = [route(call.queries, call.keys, sight, rank) for rank in ranks]
+    way = ways[call.group.rank]
+    shown = max(sum(stop - start for start, stop in one.shown) for one in ways)
+    _, arriving = way.rows_of_others(call.group.rank)
+    packed = sum(part.packing.rows for part in way.parts if part.packing is not None)
+    return (shown + arriving) * size, packed
 
 
 def _key_bytes(call: ShardedCall) -> tuple[int, int]:
@@ -365,13 +399,46 @@ def _heads_memory(call: ShardedCall, back: bool) -> int:
     return sum(one.memory(call.group.rank) for one in _exchanges(call, back))
 
 
+# --- gathered queries --------------------------------------------------------------------------
+
+
+def _query_bytes(call: ShardedCall, back: bool) -> tuple[int, int]:
+    """Return the bytes of a row that is gathered, and of the results that return for it."""
+    t, wide = call.tensors, call.accumulator.itemsize
+    b, _, hq, d = t.q.shape
+    size, dv = t.q.dtype.itemsize, t.v.shape[3]
+    gathered, returned = b * hq * d * size, b * hq * (d if back else dv + 1) * wide
+    if back:  # out and its cotangent, lse and its
+        gathered += b * hq * 2 * (dv * size + wide)
+    for one, rows in ((t.bias, call.bias_rows), (t.allowed, call.mask_rows)):
+        if one is not None and rows != "one":
+            row = one.shape[0] * one.shape[1] * one.shape[3]
+            gathered += row * one.dtype.itemsize
+            returned += row * wide * (back and one is t.bias)
+    return gathered, returned
+
+
+def _queries_wire(call: ShardedCall, rank: int, back: bool) -> Wire:
+    gathered, returned = _query_bytes(call, back)
+    others, n = call.group.size - 1, call.queries.lengths[rank]
+    all_of_them = others * max(call.queries.lengths) * gathered  # padded to the longest rank
+    results = Wire((call.queries.n - n) * returned, others * n * returned)
+    return Wire(all_of_them, all_of_them) + results
+
+
+def _queries_memory(call: ShardedCall, back: bool) -> int:
+    return call.queries.n * sum(_query_bytes(call, back))
+
+
 WIRES: dict[str, Callable[[ShardedCall, int, bool], Wire]] = {
     "keys": _keys_wire,
     "heads": _heads_wire,
+    "queries": _queries_wire,
 }
 MEMORY: dict[str, Callable[[ShardedCall, bool], int]] = {
     "keys": _keys_memory,
     "heads": _heads_memory,
+    "queries": _queries_memory,
 }
 
 
@@ -380,6 +447,9 @@ MEMORY: dict[str, Callable[[ShardedCall, bool], int]] = {
 
 def _reason(name: str, call: ShardedCall, given: str) -> str:
     """Return why a strategy is not chosen, with the bytes that it would copy."""
+    reason = unable(name, call)
+    if reason is not None:
+        return f"not able: {reason}"
     moved = [max(max(WIRES[name](call, r, back)) for r in _ranks(call)) for back in (False, True)]
     texts = " and ".join(scaled(n, 1024, "B") for n in moved)
     first = f"strategy={given!r} is asked for" if given != "auto" else "'auto' prefers another"

@@ -20,7 +20,10 @@ from .collectives import broadcast
 from .strategies import STRATEGIES
 
 _N_PLACE = len(Place._fields)
-_PLACE = "str group, str layout, str k_layout, str strategy, bool reduce_replicated, bool drawn"
+_PLACE = (
+    "str group, str layout, str k_layout, str strategy, bool reduce_replicated, bool drawn, "
+    "str documents"
+)
 _ARGUMENTS = f"{_PLACE}, {schema()}"
 _ONCE = (
     "rowmax.distributed: attention across ranks has first derivatives in reverse mode; want "

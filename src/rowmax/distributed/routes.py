@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
-from ..call.inputs import Options, Tensors
 from ..rules.band import any_range
+from .calls import ShardedCall
 from .layout import ALIGNED, Layout, Ranges
+from .pieces import Packing, pieces_of
 
 
 class Sight(NamedTuple):
-    """The limits of a mask that the host knows: those of ``rules.band.any_range``."""
+    """The limits of a mask that the host knows: those of ``rules.band.any_range``, and documents.
+
+    With documents a rank has one call, whose sequences are its pieces.
+    """
 
     left: int | None
     right: int | None
+    documents: str = ""
 
 
 class Part(NamedTuple):
@@ -25,6 +32,7 @@ class Part(NamedTuple):
     i: slice  # the queries, as positions
     j: slice  # the keys, as positions
     gathered: slice  # the keys, as rows of the gathered ones
+    packing: Packing | None = None  # then ``i`` and ``j`` are not read
 
 
 class Route(NamedTuple):
@@ -35,6 +43,15 @@ class Route(NamedTuple):
     sent: tuple[Ranges, ...]  # to each rank: ranges of own rows
     received: tuple[Ranges, ...]  # from each rank: ranges of gathered rows
     whole: bool  # every rank needs all rows
+    shown: Ranges = ()  # the own rows that any other rank needs
+
+    def rows_of_others(self, rank: int) -> tuple[int, int]:
+        """Return the number of rows that this rank sends to others and receives from them."""
+        sent, received = (
+            sum(_length(ranges) for other, ranges in enumerate(each) if other != rank)
+            for each in (self.sent, self.received)
+        )
+        return sent, received
 
 
 class Load(NamedTuple):
@@ -45,12 +62,15 @@ class Load(NamedTuple):
     chunk: float  # the queries of one call
 
 
-def sight_of(tensors: Tensors, options: Options) -> Sight:
+def sight_of(call: ShardedCall) -> Sight:
     """Return the limits of a call; a band that tensors move limits nothing here."""
+    options = call.options
     if options.align == "lengths":
         return Sight(None, None)
     left, right = (None if n is None else int(n) for n in (options.left, options.right))
-    return Sight(left, None if tensors.prefix is not None else right)
+    if call.packs:
+        return Sight(left, right, call.place.documents)
+    return Sight(left, None if call.tensors.prefix is not None else right)
 
 
 @lru_cache(maxsize=512)
@@ -58,11 +78,27 @@ def route(queries: Layout, keys: Layout, sight: Sight, rank: int) -> Route:
     """Return the route of a rank."""
     needed = _needed(queries, keys, sight)
     mine = needed[rank]
-    own = keys.owned[rank]
+    own, moved = keys.owned[rank], _moved(queries, keys, sight)
+    sent = tuple(rows_of(ranges, own) for ranges in moved[rank])
+    parts = _packed_parts if sight.documents else _parts
+    return Route(
+        parts=parts(queries, keys, sight, rank),
+        length=_length(mine),
+        sent=sent,
+        received=tuple(rows_of(each[rank], mine) for each in moved),
+        whole=all(one == ((0, keys.n),) for one in needed),
+        shown=_union(pair for other, ranges in enumerate(sent) if other != rank for pair in ranges),
+    )
+
+
+def _parts(queries: Layout, keys: Layout, sight: Sight, rank: int) -> tuple[Part, ...]:
+    """Return a call for each chunk of a rank."""
+    mine = _needed(queries, keys, sight)[rank]
+    rows = _Rows(mine)
     parts, row = [], 0
     for i in queries.chunks(rank):
         start, stop = _seen(i, queries.n, keys.n, sight)
-        begin = _row_of(start, mine) if start < stop else 0
+        begin = rows.of(start) if start < stop else 0
         parts.append(
             Part(
                 rows=slice(row, row + len(i)),
@@ -72,13 +108,21 @@ def route(queries: Layout, keys: Layout, sight: Sight, rank: int) -> Route:
             )
         )
         row += len(i)
-    return Route(
-        parts=tuple(parts),
-        length=_length(mine),
-        sent=tuple(_rows_of(_common(own, theirs), own) for theirs in needed),
-        received=tuple(_rows_of(_common(mine, held), mine) for held in keys.owned),
-        whole=all(one == ((0, keys.n),) for one in needed),
-    )
+    return tuple(parts)
+
+
+def _packed_parts(queries: Layout, keys: Layout, sight: Sight, rank: int) -> tuple[Part, ...]:
+    """Return one call for all pieces of a rank."""
+    pieces = pieces_of(queries, sight.documents, sight.left, sight.right, rank)
+    if not pieces:
+        return ()
+    mine = _needed(queries, keys, sight)[rank]
+    first = _Rows(mine)
+    starts = [first.of(one.keys.start) if one.keys else 0 for one in pieces]
+    every, length = slice(0, queries.lengths[rank]), _length(mine)
+    gathered, own = slice(0, length), _moved(queries, keys, sight)[rank][rank]
+    held = tuple(zip(rows_of(own, mine), rows_of(own, keys.owned[rank]), strict=True))
+    return (Part(every, every, gathered, gathered, Packing(pieces, starts, length, held)),)
 
 
 @lru_cache(maxsize=512)
@@ -86,22 +130,47 @@ def load_of(queries: Layout, keys: Layout, sight: Sight) -> Load:
     """Return the load of the mean rank."""
     rows = pairs = chunks = 0
     for rank, needed in enumerate(_needed(queries, keys, sight)):
-        rows += _length(needed) - _length(_common(needed, keys.owned[rank]))
+        rows += _length(needed) - _length(_moved(queries, keys, sight)[rank][rank])
+        if sight.documents:
+            pieces = pieces_of(queries, sight.documents, sight.left, sight.right, rank)
+            pairs += sum(_pairs(one.queries, one.keys, sight) for one in pieces)
+            chunks += 1
+            continue
         for i in queries.chunks(rank):
-            middle = (i.start + i.stop - 1) // 2  # a band sees as many keys on average
-            low, high = any_range(middle, middle, keys.n - queries.n, *sight, keys.n)
-            pairs += len(i) * max(0, high - low)
+            pairs += _pairs(i, range(keys.n), sight, keys.n - queries.n)
             chunks += 1
     return Load(rows / queries.ranks, pairs / queries.ranks, queries.n / max(1, chunks))
+
+
+def _pairs(i: range, j: range, sight: Sight, offset: int = 0) -> int:
+    """Return the pairs of queries and keys within the band: those of the middle query, each."""
+    middle = (i.start + i.stop - 1) // 2
+    low, high = any_range(middle, middle, offset, sight.left, sight.right, j.stop)
+    return len(i) * max(0, high - max(low, j.start))
 
 
 @lru_cache(maxsize=512)
 def _needed(queries: Layout, keys: Layout, sight: Sight) -> tuple[Ranges, ...]:
     """Return the positions of the keys that each rank's queries may see."""
+    if sight.documents:
+        return tuple(
+            _union(
+                (one.keys.start, one.keys.stop)
+                for one in pieces_of(queries, sight.documents, sight.left, sight.right, rank)
+            )
+            for rank in range(queries.ranks)
+        )
     return tuple(
         _union(_seen(i, queries.n, keys.n, sight) for i in queries.chunks(rank))
         for rank in range(queries.ranks)
     )
+
+
+@lru_cache(maxsize=256)
+def _moved(queries: Layout, keys: Layout, sight: Sight) -> tuple[tuple[Ranges, ...], ...]:
+    """Return the positions of the keys of each rank that each rank needs, by both."""
+    needed = _needed(queries, keys, sight)
+    return tuple(tuple(_common(own, theirs) for theirs in needed) for own in keys.owned)
 
 
 def _length(ranges: Ranges) -> int:
@@ -142,17 +211,19 @@ def _common(a: Ranges, b: Ranges) -> Ranges:
     return tuple(found)
 
 
-def _row_of(position: int, held: Ranges) -> int:
-    """Return the row of a position among those of some ranges."""
-    row = 0
-    for start, stop in held:
-        if position < stop:
-            return row + position - start
-        row += stop - start
-    raise AssertionError(position)
+class _Rows:
+    """The rows of positions among those of some ranges."""
+
+    def __init__(self, held: Ranges) -> None:
+        self.starts = [start for start, _ in held]
+        self.before = [0, *accumulate(stop - start for start, stop in held)]
+
+    def of(self, position: int) -> int:
+        at = bisect_right(self.starts, position) - 1
+        return self.before[at] + position - self.starts[at]
 
 
-def _rows_of(ranges: Ranges, held: Ranges) -> Ranges:
+def rows_of(ranges: Ranges, held: Ranges) -> Ranges:
     """Return the rows of ranges of positions among those of ``held``, in one pass."""
     found, row, x = [], 0, 0
     for start, stop in ranges:

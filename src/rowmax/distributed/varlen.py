@@ -13,11 +13,11 @@ from ..call.check import number
 from ..errors import bad, check_integers, wrong_type
 from ..masks import Causal, Documents, Mask, as_mask
 from ..rules.mask import ids_of_offsets
-from ..torch_compat import values_are_readable
 from .agreement import refuse_together
 from .attention import attention
 from .groups import group_of
 from .layout import Layout
+from .offsets import captured, offsets_of, on_device
 
 _DENSE = "attention of [1, n, H, D] with mask=Documents(cu_seqlens=...)"
 
@@ -46,9 +46,9 @@ def attention_varlen(
         q: own rows ``[n, Hq, D]``; k and v likewise.
         cu_seqlens_q: ``[S + 1]``, where each sequence's queries start among those of all ranks:
             0 first, never falling, ``layout.n`` last. Equal on all ranks.
+            On a GPU a tensor is read once, which waits for it; on the CPU nothing waits.
         cu_seqlens_k: the same for keys. Under causal, a window or ALiBi, which align each sequence
-            to its own keys, the same tensor or equal values. Two tensors on a GPU are compared
-            there, which waits for it.
+            to its own keys, the same tensor or equal values.
         mask: None, ``Causal`` or a window.
         options: those of ``attention``, except bias and dropout.
 
@@ -69,7 +69,7 @@ def attention_varlen(
         placed = (
             pairs.left is not None or pairs.right is not None or options.get("alibi") is not None
         )
-        documents = _documents(cu_seqlens_q, cu_seqlens_k, layout, placed)
+        documents = _documents(cu_seqlens_q, cu_seqlens_k, layout, placed, q.device)
     except (TypeError, ValueError) as error:
         if torch.compiler.is_compiling():
             raise
@@ -100,7 +100,7 @@ def _band(mask: Any, causal: bool) -> Mask:
     return given & Causal() if causal else given
 
 
-def _documents(cu_q: Tensor, cu_k: Tensor, layout: Any, placed: bool) -> Mask:
+def _documents(cu_q: Tensor, cu_k: Tensor, layout: Any, placed: bool, device: torch.device) -> Mask:
     """Return the mask of packed sequences."""
     for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
         check_integers(name, cu, (1,))
@@ -109,11 +109,23 @@ def _documents(cu_q: Tensor, cu_k: Tensor, layout: Any, placed: bool) -> Mask:
         raise bad("cu_seqlens_k", f"{cu_k.shape[0]} offsets", want)
     if not isinstance(layout, Layout):
         raise wrong_type("layout", type(layout).__name__, "a Layout")
-    if values_are_readable(cu_q) and cu_q.shape[0] and int(cu_q[-1]) != layout.n:
-        raise bad(
-            "cu_seqlens_q", f"last offset {int(cu_q[-1])}", f"the rows of all ranks, {layout.n}"
-        )
-    if cu_q is cu_k or (not torch.compiler.is_compiling() and torch.equal(cu_q, cu_k)):
+    values_q = offsets_of(cu_q)
+    values_k = values_q if cu_k is cu_q else offsets_of(cu_k)
+    if values_q and values_q[-1] != layout.n:
+        want = f"the rows of all ranks, {layout.n}"
+        raise bad("cu_seqlens_q", f"last offset {values_q[-1]}", want)
+    if values_q is not None and values_k is not None:
+        cu_q, cu_k = (on_device(values, device) for values in (values_q, values_k))
+        same = values_q == values_k
+    else:
+        same = cu_q is cu_k
+        for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
+            if cu.device != device and captured():
+                got = f"a tensor on {cu.device} while a CUDA graph is captured"
+                raise bad(name, got, f"one on {device}, as q is")
+        cu_q, cu_k = cu_q.to(device), cu_k.to(device)
+        same = same or (not torch.compiler.is_compiling() and torch.equal(cu_q, cu_k))
+    if same:
         return Documents(cu_seqlens=cu_k)
     if placed:
         want = (

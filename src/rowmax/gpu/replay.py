@@ -22,8 +22,9 @@ from . import compat
 from .compiled import Addressed, Launch, Span, recorded_by
 from .kept import Plans
 
-#: function of the tensors of a call -> its results, or None where it is no longer kept
-Again = Callable[[Sequence[Any]], Any]
+#: function of the tensors of a call, and of memory for its first result -> its results, or None
+#: where it is no longer kept
+Again = Callable[..., Any]
 #: where an operand begins: (number of its tensor, bytes from the start)
 Place = tuple[int, int]
 
@@ -131,13 +132,20 @@ class Record:
         self.stay = places.tensors[first + len(watch.made) :]
         self.addresses = [x.data_ptr() for x in self.stay]
 
-    def __call__(self, given: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the results of a call with these tensors."""
+    def __call__(self, given: Sequence[Any], into: Tensor | None = None) -> tuple[Any, ...]:
+        """Return the results of a call with these tensors.
+
+        ``into`` is memory for the first result; it is not used if kernels cannot write it.
+        """
         if compat.current_device() != self.device:
             with torch.cuda.device(self.device):
-                return self(given)
+                return self(given, into)
         tensors = [given[n] for n in self.given]
+        replaced = len(tensors) + self._replaced(into) if into is not None else -1
         for like, (shape, strides) in self.made:
+            if len(tensors) == replaced:
+                tensors.append(into)
+                continue
             tensors.append(
                 like.new_empty_strided(shape, strides) if strides else like.new_empty(shape)
             )
@@ -147,6 +155,19 @@ class Record:
             launch([at[n] + offset for n, offset in pointers], [at[n] + o for n, o in bases])
         results = [None if n is None else tensors[n] for n in self.results]
         return tuple(results) if self.type is tuple else self.type(*results)
+
+    def _replaced(self, into: Tensor) -> int:
+        """Return which of the tensors that a call makes may be ``into``.
+
+        If none may, return a number before all of them.
+        """
+        none = -1 - len(self.given)
+        if self.results[0] is None:
+            return none
+        made = self.results[0] - len(self.given)
+        like, (shape, strides) = self.made[made]
+        same = into.shape == shape and into.dtype == like.dtype and not strides
+        return made if same and into.is_contiguous() and not into.data_ptr() & 15 else none
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
@@ -185,8 +206,8 @@ def record(
     kept = weakref.ref(found)  # weak: the cache knows how many tables may stay
     del found
 
-    def again(given: Sequence[Any]) -> Any:
+    def again(given: Sequence[Any], into: Tensor | None = None) -> Any:
         record = kept()
-        return None if record is None else record(given)
+        return None if record is None else record(given, into)
 
     return results, again

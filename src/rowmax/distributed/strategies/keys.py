@@ -1,7 +1,8 @@
 """Keys and values are gathered in the order of positions; a call for each chunk of own queries.
 
 A chunk of queries stands at its place of the whole call. So bands, distances, ids and dropout are
-those of one device, and no results are merged. The backward gathers again and saves nothing.
+those of one device, and no results are merged. The backward gathers again and saves nothing. Of
+documents that the host knows, all chunks are one packed call (``pieces.py``).
 
 Stages of kv heads hide the copies (``stages.py``): while a stage computes, the keys and values of
 the next one arrive, and in the backward the gradients of the one before return.
@@ -9,8 +10,10 @@ the next one arrive, and in the backward the gradients of the one before return.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,22 +22,26 @@ from ...call.blocks import Block, block_of
 from ...call.dispatch import prepared
 from ...call.inputs import Gradients, Options, Tensors, Wanted, part_of
 from ..calls import ShardedCall
-from ..collectives import UnderWay
+from ..collectives import UnderWay, Waits
 from ..exchange import Gather, Return
+from ..pieces import Packing
+from ..pulls import PulledPieces, PulledReturn, PulledRows
 from ..routes import Part, Route, route, sight_of
+from ..shared import regions_of, without_regions
 from .shares import reduced
 from .stages import stages_of
 
 
 def forward(call: ShardedCall) -> tuple[Tensor, Tensor]:
     """Return (out ``[B, n, Hq, Dv]``, lse ``[B, Hq, n]``) of this rank's queries."""
-    way, stages = _route(call), stages_of(call, returns=False)
+    way, stages = _planned(call, returns=False)
     whole, found = call.whole(), _Results(call, len(way.parts) * len(stages))
 
     def compute(heads: Heads, k: Tensor, v: Tensor) -> None:
         for part in way.parts:
             tensors, options = _part(call, whole, heads, part, (k, v))
-            found.add(heads, part, prepared(tensors, options).forward(tensors))
+            into = found.place(heads, part)
+            found.add(heads, part, prepared(tensors, options).forward(tensors, into))
 
     with UnderWay() as under_way:
         _by_stages(call, way, stages, under_way, compute)
@@ -45,7 +52,7 @@ def backward(
     call: ShardedCall, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wanted: Wanted
 ) -> Gradients:
     """Return the wanted gradients: of own rows, and this rank's share of replicated inputs."""
-    way, stages = _route(call), stages_of(call, returns=True)
+    way, stages = _planned(call, returns=True)
     whole, sums = call.whole(), _Sums(call, way, len(stages), wanted)
     # often the call with most keys sees all of them: sums begin with it, and not with zeros
     parts = sorted(way.parts, key=lambda part: part.gathered.start - part.gathered.stop)
@@ -60,12 +67,27 @@ def backward(
             given = (*of_rows, dout[:, rows, h], of_lse)
             # partial sums: rounding each would add to the error
             job = prepared(tensors, options)
-            sums.add(heads, part, job.backward(tensors, *given, wanted, wide=True))
+            into = sums.place(heads, part)
+            made = job.backward(tensors, *given, wanted, wide=True, into=into)
+            sums.add(heads, part, made if part.packing is None else _summed(part.packing, made))
         sums.send(heads, under_way)
 
     with UnderWay() as under_way:
         _by_stages(call, way, stages, under_way, compute)
         return sums.total()
+
+
+class Arriving(Protocol):
+    """Keys and values of a stage, on their way."""
+
+    @property
+    def copy(self) -> Waits:
+        """The copies."""
+        ...
+
+    def wait(self) -> list[Tensor]:
+        """Return them, in the order in which calls read them."""
+        ...
 
 
 class Heads(NamedTuple):
@@ -89,19 +111,66 @@ def _by_stages(
     """
     group = call.tensors.q.shape[2] // call.tensors.k.shape[2]
     slices = [slice(one.start, one.stop) for one in stages]
+    gathers = _gathers(call, way, slices)
 
-    def begin(kv: slice) -> Gather:
-        own = [t[:, :, kv] for t in (call.tensors.k, call.tensors.v)]
-        gather = Gather(own, way, call.keys, call.group)
+    def begin(stage: int) -> Arriving:
+        gather = gathers(stage)
         under_way.append(gather.copy)
         return gather
 
-    arriving = begin(slices[0])
-    for kv, following in zip(slices, [*slices[1:], None], strict=True):
+    arriving = begin(0)
+    for stage, kv in enumerate(slices):
         gather = arriving
-        if following is not None:
-            arriving = begin(following)
+        if stage + 1 < len(slices):
+            arriving = begin(stage + 1)
         compute(Heads(slice(group * kv.start, group * kv.stop), kv), *gather.wait())
+
+
+def _gathers(call: ShardedCall, way: Route, slices: Sequence[slice]) -> Callable[[int], Arriving]:
+    """Return what begins the copies of a stage."""
+    own, group = [call.tensors.k, call.tensors.v], call.group
+    packing = way.parts[0].packing if way.parts else None
+    regions = regions_of(group, call.tensors.q.device)
+    if regions is not None:
+        with _or_collectives(call):
+            if call.packs:
+                return PulledPieces(own, slices, _ways(call), packing, group, regions.rows).begin
+            return PulledRows(own, slices, _ways(call), call.keys, group, regions.rows).begin
+
+    def begin(stage: int) -> Arriving:
+        gather = Gather([t[:, :, slices[stage]] for t in own], way, call.keys, group)
+        return gather if packing is None else _PackedGather(gather, packing)
+
+    return begin
+
+
+class _PackedGather:
+    """The packed keys of a stage, on their way by a collective."""
+
+    def __init__(self, gather: Gather, packing: Packing) -> None:
+        self.gather, self.packing, self.copy = gather, packing, gather.copy
+
+    def wait(self) -> list[Tensor]:
+        """Return the keys of all pieces, ``[1, T, H, D]``."""
+        return [self.packing.packed(t) for t in self.gather.wait()]
+
+
+def _returned(call: ShardedCall, way: Route, tensors: Sequence[Tensor]) -> Return | PulledReturn:
+    """Return the gradients of gathered rows, on their way to the ranks of the rows."""
+    rows, regions = call.tensors.k.shape[1], regions_of(call.group, call.tensors.q.device)
+    if regions is not None:
+        with _or_collectives(call):
+            return PulledReturn(tensors, _ways(call), rows, call.group, regions.gradients)
+    return Return(tensors, way, rows, call.group)
+
+
+@contextlib.contextmanager
+def _or_collectives(call: ShardedCall) -> Iterator[None]:
+    """Let the call go on with collectives where no rank can share so much memory."""
+    try:
+        yield
+    except MemoryError:
+        without_regions(call.group, call.tensors.q.device)
 
 
 def overlaps(call: ShardedCall) -> bool:
@@ -109,17 +178,31 @@ def overlaps(call: ShardedCall) -> bool:
     return len(stages_of(call, returns=True)) > 1
 
 
-def _route(call: ShardedCall) -> Route:
-    sight = sight_of(call.tensors, call.options)
-    return route(call.queries, call.keys, sight, call.group.rank)
+def _planned(call: ShardedCall, returns: bool) -> tuple[Route, tuple[range, ...]]:
+    """Return the route of this rank, and the stages; ranks agree first on the way of copies."""
+    regions_of(call.group, call.tensors.q.device)
+    return _ways(call)[call.group.rank], stages_of(call, returns=returns)
+
+
+def _ways(call: ShardedCall) -> list[Route]:
+    """Return the routes of all ranks."""
+    sight = sight_of(call)
+    return [route(call.queries, call.keys, sight, rank) for rank in range(call.group.size)]
 
 
 def _part(
     call: ShardedCall, whole: Tensors, heads: Heads, part: Part, gathered: tuple[Tensor, Tensor]
 ) -> tuple[Tensors, Options]:
     """Return the call of a part: the inputs of the whole that its queries and keys read."""
+    if part.packing is not None:
+        return _packed_part(call, heads, part.packing, gathered)
     own, (k, v) = call.tensors, gathered
-    tensors, options = block_of(whole, call.options, Block(h=heads.q, i=part.i, j=part.j))
+    if all(getattr(own, name) is None for name in _CUT):  # 20 us, and 75 by a block
+        ends = tuple((x.start, x.stop) for x in (heads.q, part.i, part.j))
+        sizes = tuple(t.shape for t in (whole.q, whole.k, whole.v))
+        tensors, options = own, _options_of(call.options, sizes, own.q.dtype, ends)
+    else:
+        tensors, options = block_of(whole, call.options, Block(h=heads.q, i=part.i, j=part.j))
     mine = {"i": part.rows, "j": part.j, "h": heads.q}
     tensors = tensors._replace(
         k=part_of("k", k, j=part.gathered),
@@ -130,6 +213,42 @@ def _part(
     return tensors, options
 
 
+@lru_cache(maxsize=512)
+def _options_of(
+    options: Options, sizes: tuple[torch.Size, ...], dtype: torch.dtype, ends: Sequence[Ends]
+) -> Options:
+    """Return the options of a block of a call of these sizes; ``ends`` are those of h, i and j."""
+    q, k, v = (torch.empty((), dtype=dtype).expand(size) for size in sizes)
+    h, i, j = (slice(*each) for each in ends)
+    return block_of(Tensors(q, k, v), options, Block(h=h, i=i, j=j))[1]
+
+
+def _packed_part(
+    call: ShardedCall, heads: Heads, packing: Packing, packed: tuple[Tensor, Tensor]
+) -> tuple[Tensors, Options]:
+    """Return the packed call of a rank's pieces."""
+    (k, v), own, tables = packed, call.tensors, packing.on(packed[0].device)
+    terms = {name: part_of(name, getattr(own, name), h=heads.q) for name in ("q", "sink", "heads")}
+    offsets = {"cu_seqlens_q": tables.cu_q, "cu_seqlens_k": tables.cu_k}
+    most_q, most_k = packing.longest
+    return (
+        own._replace(**terms, k=k, v=v, **offsets),
+        call.options._replace(max_q=most_q, max_k=most_k),
+    )
+
+
+def _summed(packing: Packing, found: Gradients) -> Gradients:
+    """Return the gradients with those of gathered keys, of those of the packed ones."""
+    k, v = (
+        None if t is None else packing.sums(t, torch.promote_types(t.dtype, torch.float32))
+        for t in (found.k, found.v)
+    )
+    return found._replace(k=k, v=v)
+
+
+Ends = tuple[int, int]
+#: inputs of the whole that a block cuts
+_CUT = ("heads", "q_ids", "k_ids", "lengths", "prefix")
 #: inputs whose queries are own rows, and the sink
 _LOCAL = ("q", "bias", "allowed", "sink")
 
@@ -137,19 +256,23 @@ _LOCAL = ("q", "bias", "allowed", "sink")
 class _Results:
     """The results of a rank. Each call writes its heads and rows; those of a single one are kept.
 
-    Of several calls this is one copy of the results, as joining chunks is.
+    Of several calls this is one copy of the results, unless kernels write them in place.
     """
 
     def __init__(self, call: ShardedCall, calls: int) -> None:
         self.found = None if calls == 1 else call.new_results()
+
+    def place(self, heads: Heads, part: Part) -> Tensor | None:
+        """Return the memory of a call's output."""
+        return None if self.found is None else self.found[0][:, part.rows, heads.q]
 
     def add(self, heads: Heads, part: Part, found: tuple[Tensor, Tensor]) -> None:
         """Add the results of a call."""
         if self.found is None:
             self.found = found
             return
-        out, lse = self.found
-        out[:, part.rows, heads.q], lse[:, heads.q, part.rows] = found
+        _store(found[0], self.place(heads, part))
+        self.found[1][:, heads.q, part.rows] = found[1]
 
     def total(self) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
@@ -173,7 +296,7 @@ class _Sums:
         )
         self.gathered: list[Tensor] = []  # the inputs of a stage with gradients
         self.stage: list[Tensor] = []  # their gradients, from the first call on
-        self.returning: tuple[Heads, Return] | None = None
+        self.returning: tuple[Heads, Return | PulledReturn] | None = None
         self.sink, self.heads = (
             torch.zeros_like(t) if want and t is not None else None
             for t, want in ((own.sink, wanted.sink), (own.heads, wanted.heads))
@@ -190,13 +313,16 @@ class _Sums:
         """Begin a stage with its gathered rows."""
         self.gathered = [t for t, want in ((k, self.wanted.k), (v, self.wanted.v)) if want]
 
+    def place(self, heads: Heads, part: Part) -> Tensor | None:
+        """Return the memory of a call's gradient of q."""
+        return None if self.q is None else self.q[:, part.rows, heads.q]
+
     def add(self, heads: Heads, part: Part, found: Gradients) -> None:
         """Add the gradients of a call."""
         if self.alone:
             self.q = found.q
-        elif self.q is not None:
-            assert found.q is not None
-            self.q[:, part.rows, heads.q] = found.q
+        elif found.q is not None:
+            _store(found.q, self.place(heads, part))
         of_keys = [t for t in (found.k, found.v) if t is not None]
         if not self.stage and part.gathered == slice(0, self.way.length):
             self.stage = [t.to(self.wide) for t in of_keys]
@@ -214,8 +340,7 @@ class _Sums:
         """Send the gradients of a stage. Add those of the stage before, which have arrived."""
         if not self.gathered:
             return
-        rows = self.call.tensors.k.shape[1]
-        back = Return(self.stage or self._zeros(), self.way, rows, self.call.group)
+        back = _returned(self.call, self.way, self.stage or self._zeros())
         under_way.append(back.copy)
         self.gathered, self.stage = [], []
         self._receive()
@@ -239,6 +364,12 @@ class _Sums:
         self._receive()
         bias, sink, heads = reduced(self.call, self.bias, self.sink, self.heads)
         return Gradients(self.q, self.k, self.v, bias, sink, heads)
+
+
+def _store(x: Tensor, place: Tensor | None) -> None:
+    """Copy a result to its place, unless a kernel has written it there."""
+    if place is not None and x.data_ptr() != place.data_ptr():
+        place.copy_(x)
 
 
 _DENSE = torch.contiguous_format

@@ -1,7 +1,6 @@
 """Attention for Hopper (sm_90a) in Gluon: TMA, asynchronous wgmma, specialised warps.
 
-``supports`` refuses calls without a kernel, ``lacks`` gradients without a kernel. Descriptors store
-dk and dv in the dtype of their inputs, also as parts of sums (``Problem.wide``).
+``supports`` refuses calls without a kernel, ``lacks`` gradients without a kernel.
 """
 
 from __future__ import annotations

@@ -503,9 +503,9 @@ def store_tile(C: gl.constexpr, c: gl.constexpr, out, state, tile, sizes, heads)
 def store(C: gl.constexpr, x, to, stride, rows, WIDTH: gl.constexpr, OUT: gl.constexpr):
     """Store the first ``rows`` rows of x ``[64, WIDTH]``.
 
-    Stores have 16 bytes where shared memory has room to rearrange x.
+    Stores have 16 bytes where shared memory has room to rearrange x. Parts of sums are float32.
     """
-    if not C.BIAS:
+    if not C.BIAS and to.dtype.element_ty.primitive_bitwidth == 16:
         x = gl.convert_layout(x.to(to.dtype.element_ty), output_layout(WIDTH))
     store_rows(x, to, stride, rows, OUT)
 

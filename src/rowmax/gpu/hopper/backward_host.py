@@ -207,8 +207,9 @@ def launch(
     # a kernel computes dk and dv together; a dbias that it stores needs the kernel too
     dq = q.new_empty(q.shape) if wanted.q or plan.dbias == "stored" else None
     both = plan.fused is not None or wanted.k or wanted.v or plan.dbias == "row"
-    dk = q.new_empty(tensors.k.shape) if both else None
-    dv = q.new_empty(tensors.v.shape) if both else None
+    dtype = problem.gradient_dtype("k", q)
+    dk = q.new_empty(tensors.k.shape, dtype=dtype) if both else None
+    dv = q.new_empty(tensors.v.shape, dtype=dtype) if both else None
     dbias = None
     if tensors.bias is not None:
         dbias = new_dbias(plan.dbias, problem, tensors.bias, lse)

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 import rowmax
 
@@ -129,6 +130,9 @@ def _documents(context: Any, positions: Tensor, packs: bool) -> rowmax.Mask | No
             f"with use_cache=False and no attention_mask, or {_DOCUMENTS}"
         )
         _refuse(context, "position_ids", got, want)
+    if len(both) == 1:  # offsets, because the host can plan by them
+        offsets = functional.pad(functional.pad(jumps[:, 1], (1, 0)), (0, 1), value=both.shape[1])
+        return rowmax.Documents(cu_seqlens=offsets.to(torch.int32))
     return rowmax.Documents(begins.cumsum(1).to(torch.int32))
 
 

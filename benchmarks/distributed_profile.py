@@ -1,0 +1,90 @@
+"""Show where the time of a distributed call goes: kernels and copies, or functions of the host.
+
+    python -m benchmarks.distributed_profile --devices 2 --cell documents-64k
+    python -m benchmarks.distributed_profile --device cpu --cell tiny-documents
+
+Rank 0 prints two tables for each pass: the device's time by kernel (on a GPU), and the host's time
+by function of rowmax, while the device sleeps or other ranks wait.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import io
+import pstats
+import time
+from typing import Any
+
+import torch
+
+from . import distributed_calls as calls
+from .distributed_cells import CELLS, named
+from .ranks import Rank, Ranks
+
+CALLS = 8
+ROWS = 22  # rows of a table
+
+
+def profiled(rank: Rank, cell: Any, name: str, what: str) -> str:
+    """Return the tables of a pass, after calls that compile and plan."""
+    one = calls.contestant(rank, cell, name)
+    for _ in range(3):
+        one.call(what)
+    return _host(rank, one, what) + (_device(one, what) if rank.device.type == "cuda" else "")
+
+
+def _host(rank: Rank, one: Any, what: str) -> str:
+    gpu = rank.device.type == "cuda"
+    if gpu:
+        torch.cuda.synchronize()
+        torch.cuda._sleep(40 * calls.ASLEEP)
+    profile, begin = cProfile.Profile(), time.perf_counter()
+    for _ in range(CALLS):
+        one.call(what)
+    plain = 1e3 * (time.perf_counter() - begin) / CALLS
+    if gpu:
+        torch.cuda.synchronize()
+        torch.cuda._sleep(40 * calls.ASLEEP)
+    profile.enable()
+    for _ in range(CALLS):
+        one.call(what)
+    profile.disable()
+    text = io.StringIO()
+    pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(ROWS)
+    return f"{what}: host {plain:.3f} ms a call; {CALLS} calls by function:\n{text.getvalue()}"
+
+
+def _device(one: Any, what: str) -> str:
+    torch.cuda.synchronize()
+    activity = torch.profiler.ProfilerActivity.CUDA
+    with torch.profiler.profile(activities=[activity]) as profile:
+        for _ in range(CALLS):
+            one.call(what)
+        torch.cuda.synchronize()
+    table = profile.key_averages().table(sort_by="cuda_time_total", row_limit=ROWS)
+    return f"{what}: {CALLS} calls by kernel:\n{table}\n"
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    gpu = torch.cuda.is_available()
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if gpu else "cpu")
+    parser.add_argument("--cell", default="documents-64k", help=f"text, or one of {list(CELLS)}")
+    parser.add_argument("--provider", default="rowmax:keys")
+    parser.add_argument("--seconds", type=float, default=100.0)
+    given = parser.parse_args()
+    ranks = Ranks(given.devices, given.device, time.time() + given.seconds)
+    (cell,) = named(given.cell)
+    try:
+        for what in ("forward", "backward"):
+            found = ranks.run(profiled, cell, given.provider, what, limit=given.seconds)
+            print(found[0], flush=True)
+    finally:
+        ranks.close()
+
+
+if __name__ == "__main__":
+    main()

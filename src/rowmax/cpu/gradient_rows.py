@@ -1,0 +1,220 @@
+"""Steps of one row of the backward: its weights, dS, and what is summed from dS alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba.extending import overload
+
+from ..call.problem import FAR
+from ..rules.softmax import LOG2E
+from .functions import STRICT, SUMS, array, exp2, inner, number
+from .heads import add_to_dheads, through_heads
+from .operands import rescale, row_size, store
+from .rows import exponentials, is_wide, keep_row, pair_at, position, power, query_scale, score_row
+from .rules import natural_weight, score_gradient, through_softcap
+from .tiles import numbers_at
+from .vector import TILE_K
+from .wide import gradients as wide_gradients
+
+
+class Rows(NamedTuple):
+    """Numbers of the rows of a tile, arrays ``[n]``."""
+
+    delta: np.ndarray  # Delta - dLSE
+    lse: np.ndarray  # in the units of the scores; +inf for a row that sees nothing
+    rest: np.ndarray  # the rounding error of LSE, natural; empty where scores are in base 2
+
+
+class Buffers(NamedTuple):
+    """Arrays of one row of a tile, ``[TILE_K]``; empty if the call does not use them."""
+
+    y: np.ndarray  # y of ``rules.score``
+    x: np.ndarray  # scaled products, for the gradient of heads' parameters
+    kept: np.ndarray  # 1 where dropout keeps the pair, else 0
+
+
+@inner
+def rows_of(call, seq, place, like):
+    """Return the numbers of the rows of a tile of queries."""
+    size, at = like.itemsize, seq.query + place.i0
+    delta = array(numbers_at(call.delta, size, place.s, place.h, at), place.n, like)
+    lse = array(numbers_at(call.lse, size, place.s, place.h, at), place.n, like)
+    natural = place.n if call.natural else 0
+    return Rows(delta, lse, array(numbers_at(call.rest, size, place.s, place.h, at), natural, like))
+
+
+@inner
+def scores_of_row(call, seq, place, r, part, S, y, x, like, operand_like):
+    """Return the scores of row r of a tile, ``[part.width]``, whose products S holds.
+
+    Write y, and the scaled products to x, unless they are empty.
+    """
+    row = array(S + like.itemsize * r * TILE_K, part.width, like)
+    rescale(operand_like, row, query_scale(call))
+    for j in range(x.size):
+        x[j] = row[j]
+    score_row(row, y, call, seq, place.s, place.h, place.i0 + r, part)
+    return row
+
+
+@inner
+def row_gradients(call, seq, place, r, part, p, rows, tiles, buffers, like, operand_like):
+    """Replace row r of products by P R, and of dP by dS, times scale; add to dbias and dheads.
+
+    ``tiles`` are the addresses of the products and of dP, in rows of TILE_K.
+    """
+    S, dP = tiles
+    width, i = part.width, place.i0 + r
+    y, x, keep = buffers.y[:width], buffers.x[:width], buffers.kept
+    # where nothing else reads dS it includes the scale, which saves a pass
+    unit = 1.0 if call.dbias.address or y.size or x.size else call.scale
+    P = scores_of_row(call, seq, place, r, part, S, y, x, like, operand_like)
+    dS = array(dP + like.itemsize * r * TILE_K, width, like)
+    if call.threshold:
+        keep = keep_row(buffers.kept, width, call, place.s, place.h, i, part.j0)
+    rest = rows.rest[r] if call.natural else like.dtype.type(0)
+    row = (rows.lse[r], rest, rows.delta[r], call.natural)
+    gradient_row(P, dS, keep, row, call.keep_scale, unit)
+    if call.dbias.address:
+        add_to_bias(call.dbias, dS[: part.keys], call.store_bias, place.s, place.h, i, part.j0, p)
+    if x.size:
+        at = position(call, seq, i, part)
+        add_to_dheads(dS, x, y, call, call.dheads, place.s, place.h, at, p)
+    if unit == 1.0:
+        through_heads(dS, y, call, place.h)
+        scaled_dx(dS, y[: y.size if call.softcap > 0 else 0], call.scale)
+
+
+@inner(fastmath=STRICT, inline="always")
+def weight(x, lse, rest, natural):
+    """Return the weight of a score; ``rest`` is in base 2 and used only in natural units."""
+    return natural_weight(x, lse, rest) if natural else exp2(x - lse)
+
+
+def gradient_row(p, ds, kept, row, keep_scale, unit) -> Any:
+    """Replace scores by ``P R``, and ``dO . v`` by ``unit P (R (dO . v) - Delta)``.
+
+    A weight of 0 has no gradient, even if its value is NaN.
+    """
+
+
+@overload(gradient_row)
+def _gradient_row(p, ds, kept, row, keep_scale, unit):
+    if not is_wide(p.dtype):
+        return _plain_gradient_row
+
+    def compute(p, ds, kept, row, keep_scale, unit):
+        lse, _, delta, natural = row
+        if natural or kept.size:
+            loop_gradient_row(p, ds, kept, row, keep_scale, unit)
+        else:
+            at, to = p.ctypes.data, ds.ctypes.data
+            wide_gradients(at, to, p.size, lse, delta, np.float32(unit))
+
+    return compute
+
+
+def _plain_gradient_row(p, ds, kept, row, keep_scale, unit):
+    loop_gradient_row(p, ds, kept, row, keep_scale, unit)
+
+
+@inner(fastmath=STRICT)
+def loop_gradient_row(p, ds, kept, row, keep_scale, unit):
+    """Compute ``gradient_row`` in vectors of the compiler's choice."""
+    lse, rest, delta, natural = row
+    zero, unit = number(0, lse), number(unit, lse)
+    rest = rest * number(LOG2E, lse)
+    if kept.size:
+        scale = p.dtype.type(keep_scale)
+        for j in range(p.size):
+            w = weight(p[j], lse, rest, natural)
+            keep = scale if kept[j] else zero
+            ds[j] = zero if w == zero else score_gradient(unit * w, ds[j] * keep, delta)
+            p[j] = w * keep
+    else:
+        for j in range(p.size):
+            w = weight(p[j], lse, rest, natural)
+            ds[j] = zero if w == zero else score_gradient(unit * w, ds[j], delta)
+            p[j] = w
+
+
+@inner(fastmath=STRICT)
+def scaled_dx(ds, y, scale):
+    """Replace dS by ``scale dX``, a factor of both dQ and dK.
+
+    A dS of 0 stays 0: under a masked pair y may be that of a key that is NaN.
+    """
+    unit, zero = ds.dtype.type(scale), ds.dtype.type(0)
+    if y.size:
+        for j in range(ds.size):
+            ds[j] = zero if ds[j] == zero else through_softcap(ds[j], y[j]) * unit
+    else:
+        for j in range(ds.size):
+            ds[j] *= unit
+
+
+@inner(fastmath=SUMS)
+def add_to_bias(dbias, ds, store, s, h, i, j0, p):
+    """Add dS to dbias, summed along the dimensions that the bias broadcasts over.
+
+    ``store`` is True if no other row adds to these elements.
+    """
+    at = dbias.p * p + pair_at(dbias, s, h, i, j0)
+    address = dbias.address + ds.itemsize * at
+    if dbias.j == 0:
+        total = ds.dtype.type(0)
+        for j in range(ds.size):
+            total += ds[j]
+        array(address, 1, ds)[0] += total
+        return
+    to = array(address, ds.size, ds)
+    if store:
+        for j in range(ds.size):
+            to[j] = ds[j]
+    else:
+        for j in range(ds.size):
+            to[j] += ds[j]
+
+
+@inner
+def any_far(rows, n):
+    """Return True if rounding matters in the lse of some row (``FAR``)."""
+    far = False
+    for r in range(n):
+        far |= FAR <= abs(rows.lse[r]) < np.inf
+    return far
+
+
+@inner
+def add_far_rows(call, seq, place, part, rows, S, buffers, like, operand_like):
+    """Add the sum of ``exp(s - lse)`` over a part of a tile, whose products S holds, to rest."""
+    for r in range(place.n):
+        if FAR <= abs(rows.lse[r]) < np.inf:
+            y, none = buffers.y[: part.width], buffers.x[:0]
+            row = scores_of_row(call, seq, place, r, part, S, y, none, like, operand_like)
+            rows.rest[r] += exponentials(row, rows.lse[r], True)
+
+
+@inner
+def finish_far_rows(call, place, rows, like):
+    """Add the sink to the sums in rest, and replace them by their logs."""
+    zero = like.dtype.type(0)
+    for r in range(place.n):
+        if FAR <= abs(rows.lse[r]) < np.inf:
+            total = rows.rest[r]
+            if call.sink.address:
+                sink = array(call.sink.address, call.hq, like)[place.h]
+                total += power(sink - rows.lse[r], True)
+            rows.rest[r] = math.log(total) if total > zero else zero
+
+
+@inner
+def write_rows(to, stride, rows, n, d, padded, like, operand_like):
+    """Write n rows of scratch memory, padded to whole vectors, to rows ``stride`` apart."""
+    one = like.dtype.type(1)
+    for j in range(n):
+        row = array(rows + like.itemsize * j * padded, d, like)
+        store(operand_like, to + row_size(operand_like) * stride * j, row, one)

@@ -1,0 +1,462 @@
+"""Steps of a row over vectors of 16 numbers, as LLVM IR.
+
+LLVM makes vectors of 256 bits of Numba's loops on Intel's processors, and 22 instructions of the
+range of an exponential. Written out, they are vectors of 512 bits, and two instructions of AVX-512.
+Other processors run the same IR in narrower vectors, with an exponential of plain operations.
+
+A row is given by its address; its count of numbers is a multiple of ``STEP``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from ..rules.softmax import score_gradient
+from .vector import FEATURES, TILE_K, TILE_Q
+
+Value = Any  # LLVM's values have no types in its bindings
+
+LANES, STEP = 16, 32  # numbers of a vector; of a step of a loop
+
+#: coefficients of f, f^2, .. in ``2^f - 1`` on [0, 1): relative errors 3.3e-6, for weights that are
+#: rounded to bfloat16, and 2.2e-9. Their sum is 1: the weight of a row's greatest score, 2^0 or
+#: just below, is exact
+_EXP2_BFLOAT = (
+    0.6930321208213494,
+    0.24137976288891044,
+    0.05203236913271023,
+    0.013555747157029976,
+)
+_EXP2 = (
+    0.6931470324006426,
+    0.24022951328618783,
+    0.05548415247612147,
+    0.009678063876108676,
+    0.0012440877066409789,
+    0.00021715025429841638,
+)
+_FLAGS = ("contract", "nsz")  # NaN, inf and the order of additions stay
+
+I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
+BFLOATS, TWO_BFLOATS = ir.VectorType(I16, LANES), ir.VectorType(I16, 2 * LANES)
+
+_ROUNDS = {"avx512f", "avx512dq"} <= FEATURES  # has instructions for floor and 2^floor
+_SHORTENS = {"avx512f", "avx512bf16"} <= FEATURES  # has one for float32 to bfloat16
+
+
+def const(value: int, kind: ir.Type = I64) -> ir.Constant:
+    """Return a constant integer."""
+    return ir.Constant(kind, value)
+
+
+class Lanes:
+    """A vector of float32; operators emit instructions."""
+
+    def __init__(self, builder: ir.IRBuilder, value: Value) -> None:
+        self.builder, self.value = builder, value
+
+    def _by(self, operation: Callable[..., Value], x: Lanes | float) -> Lanes:
+        return Lanes(self.builder, operation(self.value, self._other(x), flags=_FLAGS))
+
+    def _other(self, x: Lanes | float) -> Value:
+        return x.value if isinstance(x, Lanes) else self.all(x).value
+
+    def all(self, x: float) -> Lanes:
+        """Return the same number in every lane."""
+        return Lanes(self.builder, ir.Constant(FLOATS, [float(np.float32(x))] * LANES))
+
+    def __add__(self, x: Lanes | float) -> Lanes:
+        return self._by(self.builder.fadd, x)
+
+    def __sub__(self, x: Lanes | float) -> Lanes:
+        return self._by(self.builder.fsub, x)
+
+    def __mul__(self, x: Lanes | float) -> Lanes:
+        return self._by(self.builder.fmul, x)
+
+    def where(
+        self, relation: str, x: Lanes | float, yes: Lanes | float, no: Lanes | float
+    ) -> Lanes:
+        """Return ``yes`` in the lanes where the relation to x holds, else ``no``."""
+        test = self.builder.fcmp_ordered(relation, self.value, self._other(x))
+        return Lanes(self.builder, self.builder.select(test, self._other(yes), self._other(no)))
+
+    def call(self, name: str, *more: Value) -> Lanes:
+        """Call an LLVM function of this vector."""
+        arguments = [self.value, *more]
+        kind = ir.FunctionType(FLOATS, [x.type for x in arguments])
+        module = self.builder.module
+        function = module.globals.get(name) or ir.Function(module, kind, name)
+        return Lanes(self.builder, self.builder.call(function, arguments))
+
+    def total(self) -> Value:
+        """Return the sum of the lanes."""
+        x = self
+        for width in (8, 4, 2, 1):
+            x = x + Lanes(
+                self.builder, shuffled(self.builder, x.value, [i ^ width for i in range(16)])
+            )
+        return self.builder.extract_element(x.value, const(0, I32))
+
+    def greatest(self) -> Value:
+        """Return the greatest lane."""
+        x = self
+        for width in (8, 4, 2, 1):
+            y = Lanes(self.builder, shuffled(self.builder, x.value, [i ^ width for i in range(16)]))
+            x = x.where(">", y, x, y)
+        return self.builder.extract_element(x.value, const(0, I32))
+
+
+def shuffled(b: ir.IRBuilder, x: Value, lanes: Sequence[int], y: Value | None = None) -> Any:
+    """Return the named lanes of x, or of x and y one after the other."""
+    mask = ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes))
+    return b.shuffle_vector(x, x if y is None else y, mask)
+
+
+def spread(b: ir.IRBuilder, x: Value) -> Lanes:
+    """Return a number in every lane."""
+    one = b.insert_element(ir.Constant(FLOATS, ir.Undefined), x, const(0, I32))
+    return Lanes(b, shuffled(b, one, [0] * LANES))
+
+
+def load(b: ir.IRBuilder, address: Value, kind: ir.Type = FLOATS) -> Value:
+    """Load a vector from any address."""
+    return b.load(b.inttoptr(address, kind.as_pointer()), align=2)
+
+
+def write(b: ir.IRBuilder, value: Value, address: Value) -> None:
+    """Write a vector to any address."""
+    b.store(value, b.inttoptr(address, value.type.as_pointer()), align=2)
+
+
+def floats(b: ir.IRBuilder, address: Value) -> Lanes:
+    """Load 16 float32."""
+    return Lanes(b, load(b, address))
+
+
+def offset(b: ir.IRBuilder, address: Value, i: Value, size: int, more: int = 0) -> Value:
+    """Return the address of element ``i + more``, of ``size`` bytes."""
+    return b.add(address, b.mul(b.add(i, const(more)), const(size)))
+
+
+def loop(
+    b: ir.IRBuilder,
+    count: Value,
+    step: int,
+    starts: Sequence[Value],
+    body: Callable[[Value, list[Value]], list[Value]],
+) -> list[Value]:
+    """Emit ``for i in range(0, count, step): carried = body(i, carried)``; count is positive."""
+    before, inside = b.block, b.append_basic_block("loop")
+    done = b.append_basic_block("done")
+    b.branch(inside)
+    b.position_at_end(inside)
+    i, carried = b.phi(I64), [b.phi(start.type) for start in starts]
+    after = body(i, list(carried))
+    following = b.add(i, const(step))
+    starts, new = [const(0), *starts], [following, *after]
+    for phi, first, last in zip([i, *carried], starts, new, strict=True):
+        phi.add_incoming(first, before)
+        phi.add_incoming(last, b.block)
+    b.cbranch(b.icmp_signed("<", following, count), inside, done)
+    b.position_at_end(done)
+    return after
+
+
+def exp2(x: Lanes, coefficients: Sequence[float]) -> Lanes:
+    """Return ``2^floor(x) (1 + f ..)``, f = x - floor(x); 0 of -inf, and NaN of NaN."""
+    every, now = const(-1, I16), const(4, I32)
+    if _ROUNDS:
+        f = x.call("llvm.x86.avx512.mask.reduce.ps.512", const(9, I32), x.value, every, now)
+        floor = None
+    else:
+        x = x.where("<", -127.0, -127.0, x)
+        x = x.where(">", 128.0, 128.0, x)
+        floor = x.call("llvm.floor.v16f32")
+        f = x - floor
+    p = x.all(coefficients[-1])
+    for c in (*coefficients[-2::-1], 1.0):
+        p = p * f + c
+    if floor is None:
+        name = "llvm.x86.avx512.mask.scalef.ps.512"
+        return p.call(name, x.value, x.value, every, now)
+    b = x.builder
+    bias, shift = (ir.Constant(INTS, [n] * LANES) for n in (127, 23))
+    power = b.shl(b.add(b.fptosi(floor.value, INTS), bias), shift)
+    return p * Lanes(b, b.bitcast(power, FLOATS))
+
+
+def bfloats(low: Lanes, high: Lanes) -> Value:
+    """Return 32 bfloat16: those of low, then those of high; to nearest, ties to even."""
+    b = low.builder
+    if _SHORTENS:
+        kind = ir.FunctionType(TWO_BFLOATS, [FLOATS, FLOATS])
+        convert = ir.InlineAsm(kind, "vcvtne2ps2bf16 $1, $2, $0", "=v,v,v")
+        return b.call(convert, [low.value, high.value])
+    halves = []
+    for x in (low, high):
+        bits = b.bitcast(x.value, INTS)
+        sixteen, one, most = (ir.Constant(INTS, [n] * LANES) for n in (16, 1, 0x7FFF))
+        odd = b.and_(b.lshr(bits, sixteen), one)
+        rounded = b.lshr(b.add(bits, b.add(odd, most)), sixteen)
+        quiet = ir.Constant(INTS, [0x7FC0] * LANES)
+        nan = b.fcmp_unordered("uno", x.value, x.value)
+        halves.append(b.trunc(b.select(nan, quiet, rounded), BFLOATS))
+    return shuffled(b, halves[0], range(2 * LANES), halves[1])
+
+
+def step_of_row(
+    parameters: Sequence[types.Type], result: types.Type = types.void
+) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator: ``emit(builder, *arguments)`` becomes a function for compiled code."""
+
+    def decorate(emit: Callable[..., Any]) -> Any:
+        names = ", ".join(f"x{n}" for n in range(len(parameters)))
+
+        def codegen(context, builder, signature, arguments):
+            value = emit(builder, *arguments)
+            return context.get_dummy_value() if value is None else value
+
+        signature = result(*parameters)
+        space: dict[str, Any] = {"signature": signature, "codegen": codegen}
+        exec(f"def {emit.__name__}(typing, {names}): return signature, codegen", space)
+        return intrinsic(space[emit.__name__])
+
+    return decorate
+
+
+_ADDRESS = _COUNT = types.int64
+_REAL = types.float32
+
+
+@step_of_row([_ADDRESS, _COUNT], _REAL)
+def greatest(b, row, n):
+    """Return the greatest score; where one is NaN, NaN or another score."""
+    least = ir.Constant(FLOATS, [float("-inf")] * LANES)
+
+    def body(i, tops):
+        found = []
+        for v in range(2):
+            x, top = floats(b, offset(b, row, i, 4, LANES * v)), Lanes(b, tops[v])
+            found.append(top.where(">", x, top, x).value)
+        return found
+
+    x, y = (Lanes(b, top) for top in loop(b, n, STEP, [least, least], body))
+    return x.where(">", y, x, y).greatest()
+
+
+@step_of_row([_ADDRESS, _COUNT], types.boolean)
+def finite(b, row, n):
+    """Return True if n bfloat16 are neither inf nor NaN: no exponent is full."""
+    mask = ir.Constant(TWO_BFLOATS, [0x7F80] * STEP)
+    none = ir.Constant(ir.VectorType(ir.IntType(1), STEP), [0] * STEP)
+
+    def body(i, full):
+        exponents = b.and_(load(b, offset(b, row, i, 2), TWO_BFLOATS), mask)
+        return [b.or_(full[0], b.icmp_unsigned("==", exponents, mask))]
+
+    full = loop(b, n, STEP, [none], body)[0]
+    return b.icmp_unsigned("==", b.bitcast(full, I32), const(0, I32))
+
+
+@step_of_row([_ADDRESS, _COUNT, _REAL])
+def multiply(b, row, n, factor):
+    """Multiply a row by a number."""
+    factor = spread(b, factor)
+
+    def body(i, _):
+        at = offset(b, row, i, 4)
+        write(b, (floats(b, at) * factor).value, at)
+        return []
+
+    loop(b, n, LANES, [], body)
+
+
+def _exponentials(natural: bool) -> Any:
+    @step_of_row([_ADDRESS, _COUNT, _REAL, _REAL], _REAL)
+    def exponentials(b, row, n, shift, unit):
+        shift, unit = spread(b, shift), spread(b, unit)
+        zero = shift.all(0.0).value
+
+        def body(i, totals):
+            after = []
+            for v in range(2):
+                at = offset(b, row, i, 4, LANES * v)
+                x = floats(b, at) - shift
+                p = exp2(x * unit if natural else x, _EXP2)
+                write(b, p.value, at)
+                after.append((Lanes(b, totals[v]) + p).value)
+            return after
+
+        x, y = (Lanes(b, total) for total in loop(b, n, STEP, [zero, zero], body))
+        return (x + y).total()
+
+    return exponentials
+
+
+#: ``(row, n, shift, unit)``: replace each score s by ``2^(s - shift)``, or of natural scores by
+#: ``2^(unit (s - shift))``, and return the sum
+exponentials, natural_exponentials = _exponentials(False), _exponentials(True)
+
+
+def _bfloat_exponentials(natural: bool) -> Any:
+    @step_of_row([_ADDRESS, _ADDRESS, _COUNT, _REAL, _REAL, _REAL], _REAL)
+    def bfloat_exponentials(b, row, to, n, factor, shift, unit):
+        factor, shift, unit = spread(b, factor), spread(b, shift), spread(b, unit)
+        zero = shift.all(0.0).value
+
+        def body(i, totals):
+            p = []
+            for v in range(2):
+                x = floats(b, offset(b, row, i, 4, LANES * v))
+                x = (x - shift) * unit if natural else x * factor - shift
+                p.append(exp2(x, _EXP2_BFLOAT))
+            write(b, bfloats(*p), offset(b, to, i, 2))
+            return [(Lanes(b, t) + x).value for t, x in zip(totals, p, strict=True)]
+
+        x, y = (Lanes(b, total) for total in loop(b, n, STEP, [zero, zero], body))
+        return (x + y).total()
+
+    return bfloat_exponentials
+
+
+#: ``(row, to, n, factor, shift, unit)``: write ``2^(factor s - shift)``, or of natural scores
+#: ``2^(unit (s - shift))``, as bfloat16 and return the float32 sum
+bfloat_exponentials = _bfloat_exponentials(False)
+natural_bfloat_exponentials = _bfloat_exponentials(True)
+
+
+@step_of_row([_ADDRESS, _ADDRESS, _COUNT, _REAL, _REAL, _REAL])
+def gradients(b, p, dp, n, lse, delta, unit):
+    """Replace scores by weights P, and dP by ``unit dS``; a weight of 0 has no gradient."""
+    lse, delta, unit = spread(b, lse), spread(b, delta), spread(b, unit)
+
+    def body(i, _):
+        for v in range(2):
+            at, to = (offset(b, x, i, 4, LANES * v) for x in (p, dp))
+            weight = exp2(floats(b, at) - lse, _EXP2)
+            ds = score_gradient(unit * weight, floats(b, to), delta)
+            write(b, weight.value, at)
+            write(b, weight.where("==", 0.0, 0.0, ds).value, to)
+        return []
+
+    loop(b, n, STEP, [], body)
+
+
+@step_of_row([_ADDRESS, _COUNT, _ADDRESS, _COUNT])
+def transpose(b, to, to_bytes, rows, row_bytes):
+    """Transpose 16 x 16 numbers of 4 bytes; rows are so many bytes apart."""
+    x = [load(b, b.add(rows, b.mul(row_bytes, const(r))), INTS) for r in range(LANES)]
+    for step in (1, 2, 4, 8):
+        low = [i if not i & step else LANES + i - step for i in range(LANES)]
+        high = [i + step if not i & step else LANES + i for i in range(LANES)]
+        for r in range(LANES):
+            if not r & step:
+                u, v = x[r], x[r + step]
+                x[r], x[r + step] = shuffled(b, u, low, v), shuffled(b, u, high, v)
+    for r in range(LANES):
+        write(b, x[r], b.add(to, b.mul(to_bytes, const(r))))
+
+
+@step_of_row([_ADDRESS, _ADDRESS, _ADDRESS, _COUNT])
+def weave(b, to, first, second, n):
+    """Write two rows of n bfloat16 as n pairs of neighbours."""
+
+    def body(i, _):
+        x, y = (load(b, offset(b, row, i, 2), TWO_BFLOATS) for row in (first, second))
+        for half in range(2):
+            lanes = [LANES * half + j // 2 + STEP * (j % 2) for j in range(STEP)]
+            write(b, shuffled(b, x, lanes, y), offset(b, to, i, 4, LANES * half))
+        return []
+
+    loop(b, n, STEP, [], body)
+
+
+@step_of_row([_ADDRESS, _ADDRESS, _COUNT, _REAL])
+def shorten(b, to, row, n, factor):
+    """Write n float32 times factor as bfloat16."""
+    factor = spread(b, factor)
+
+    def body(i, _):
+        x, y = (floats(b, offset(b, row, i, 4, LANES * v)) * factor for v in range(2))
+        write(b, bfloats(x, y), offset(b, to, i, 2))
+        return []
+
+    loop(b, n, STEP, [], body)
+
+
+_WOVEN = [i // 2 + LANES * (i % 2) for i in range(2 * LANES)]
+
+
+def _write_pairs(b: ir.IRBuilder, rows: list[Lanes], to: Value) -> Value:
+    """Write 16 numbers of two rows as pairs of bfloat16; return them, those of the first first."""
+    both = bfloats(*rows)
+    write(b, shuffled(b, both, _WOVEN), to)
+    return both
+
+
+def _write_gradients(b, at, v, p, ds, places):
+    """Write P and dS of two rows at column ``at + 16 v``: both as pairs, and dS as rows.
+
+    Panels of pairs are 32 columns wide and hold TILE_Q queries.
+    """
+    p_pairs, ds_pairs, ds_rows = places
+    panel = b.mul(at, const(2 * TILE_Q))
+    _write_pairs(b, p, b.add(p_pairs, b.add(panel, const(64 * v))))
+    both = _write_pairs(b, ds, b.add(ds_pairs, b.add(panel, const(64 * v))))
+    for r in range(2):
+        to = b.add(offset(b, ds_rows, at, 2, LANES * v), const(2 * TILE_K * r))
+        write(b, shuffled(b, both, range(LANES * r, LANES * (r + 1))), to)
+
+
+def _two_rows(b, row, at, v):
+    """Load 16 numbers of a row of TILE_K and of the next."""
+    first = offset(b, row, at, 4, LANES * v)
+    return [floats(b, first), floats(b, b.add(first, const(4 * TILE_K)))]
+
+
+@step_of_row([_ADDRESS] * 5 + [_COUNT])
+def pair_gradients(b, p, dp, p_pairs, ds_pairs, ds_rows, n):
+    """Write two rows of P and dS, which are float32, as operands of bfloat16."""
+
+    def body(i, _):
+        for v in range(2):
+            both = _two_rows(b, p, i, v), _two_rows(b, dp, i, v)
+            _write_gradients(b, i, v, *both, (p_pairs, ds_pairs, ds_rows))
+        return []
+
+    loop(b, n, STEP, [], body)
+
+
+@step_of_row([_ADDRESS] * 5 + [_COUNT, _ADDRESS, _ADDRESS, _REAL, _REAL])
+def bfloat_gradients(b, s, dp, p_pairs, ds_pairs, ds_rows, n, lse, delta, factor, unit):
+    """Write P and ``unit dS`` of two rows of scores as operands of bfloat16.
+
+    Scores are in base 2 after ``factor``; lse and delta are addresses of two numbers.
+    """
+    lse, delta = (
+        [spread(b, b.load(b.inttoptr(offset(b, x, const(r), 4), F32.as_pointer()))) for r in (0, 1)]
+        for x in (lse, delta)
+    )
+    factor, unit = spread(b, factor), spread(b, unit)
+
+    def body(i, _):
+        for v in range(2):
+            weights, found = [], []
+            scores, products = _two_rows(b, s, i, v), _two_rows(b, dp, i, v)
+            for r in range(2):
+                w = exp2(scores[r] * factor - lse[r], _EXP2_BFLOAT)
+                ds = score_gradient(unit * w, products[r], delta[r])
+                weights.append(w)
+                found.append(w.where("==", 0.0, 0.0, ds))
+            _write_gradients(b, i, v, weights, found, (p_pairs, ds_pairs, ds_rows))
+        return []
+
+    loop(b, n, STEP, [], body)

@@ -1,0 +1,277 @@
+"""Memory of each rank that the other ranks of its host read directly.
+
+On GPUs it is torch's symmetric memory: copy engines move rows over NVLink and take no
+multiprocessor from the kernels that run meanwhile. NCCL's kernels take some, and a persistent
+kernel then needs a second wave: on two H200 the backward of 64k tokens, with copies by
+NCCL under its stages, took 114 ms, and 71 in one stage. On CPUs it is a file in memory.
+
+Multicast is never created: a driver may have it and a host forbid it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import tempfile
+import uuid
+import weakref
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..torch_compat import SymmetricBytes, time_limit_of
+from .collectives import all_objects
+from .groups import Group
+
+#: "shared" or "collectives": the way of copies. Unset: shared on GPUs of one host
+VARIABLE = "ROWMAX_DISTRIBUTED_COPIES"
+WAYS = ("shared", "collectives")
+_ROUND = 2 << 20  # sizes are multiples of so many bytes
+
+
+class Pull:
+    """Copies under way from the memory of other ranks."""
+
+    def __init__(self, event: Any, device: torch.device) -> None:
+        self._event, self._device = event, device
+
+    def wait(self) -> None:
+        """Let the current stream wait for the copies. The host goes on."""
+        event, self._event = self._event, None
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+
+
+class Region:
+    """Memory in which each rank shows rows to the others, one use after the other.
+
+    ``open`` returns own memory, once the others have read what it showed before. ``show`` lets
+    them read. Both are for all ranks of the group, on the current stream, and stop no host with a
+    GPU. Graphs of calls may be replayed: a use depends on no number of uses.
+    """
+
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self.memory: _Symmetric | _File | None = None
+        self.size = 0
+        self._shown: Any = None  # an event
+        self._read: Pull | None = None  # the last of own copies
+        self._stream: torch.cuda.Stream | None = None  # the stream of the last use
+
+    def open(self, size: int) -> Tensor:
+        """Return own memory to write, of at least so many bytes, the same number on all ranks.
+
+        Raises:
+            MemoryError: a rank cannot have the memory; on all ranks.
+        """
+        if self.device.type == "cuda":
+            current = torch.cuda.current_stream(self.device)
+            captures = torch.cuda.is_current_stream_capturing()
+            # a graph waits for no stream outside of it; torch synchronizes before it captures
+            if self._stream is not None and self._stream != current and not captures:
+                current.wait_stream(self._stream)
+            self._stream = None if captures else current
+        if self._read is not None:
+            self._read.wait()
+            self._read = None
+        if size > self.size:
+            self._grow(size)
+        assert self.memory is not None
+        self.memory.barrier()
+        return self.memory.bytes[self.group.rank]
+
+    def show(self) -> None:
+        """Let other ranks read what this one has written since ``open``."""
+        assert self.memory is not None
+        self.memory.barrier()
+        if self.device.type == "cuda":
+            self._shown = torch.cuda.current_stream(self.device).record_event()
+
+    def of(self, rank: int, dtype: torch.dtype) -> Tensor:
+        """Return the memory that a rank shows."""
+        assert self.memory is not None
+        return self.memory.bytes[rank].view(dtype)
+
+    def pull(self, copies: Iterable[tuple[Tensor, Tensor]]) -> Pull:
+        """Begin copies (to, from), both contiguous. Memory to write is older than ``show``."""
+        if self._shown is None:
+            for to, origin in copies:
+                to.copy_(origin)
+            return Pull(None, self.device)
+        stream = _copy_stream(self.device)
+        stream.wait_event(self._shown)
+        with torch.cuda.stream(stream):
+            for to, origin in copies:
+                to.copy_(origin, non_blocking=True)
+            self._read = Pull(stream.record_event(), self.device)
+        return self._read
+
+    def _grow(self, size: int) -> None:
+        """Replace the memory by a larger one, on all ranks."""
+        size = -(-size // _ROUND) * _ROUND
+        old, error = self.memory, ""
+        if old is not None:
+            old.barrier()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        self.memory, self.size = None, 0
+        del old
+        try:
+            made = _MEMORY[self.device.type](size, self.group, self.device)
+        except (RuntimeError, OSError) as problem:
+            made, error = None, str(problem) or type(problem).__name__
+        errors = [text for text in all_objects(error, self.group) if text]
+        if made is not None:
+            made.settled()
+        if made is None or errors:
+            del made
+            raise MemoryError(f"rowmax.distributed: no shared memory of {size} bytes: {errors[0]}")
+        self.memory, self.size = made, size
+
+
+class _Symmetric:
+    """Bytes of each GPU of a group."""
+
+    def __init__(self, size: int, group: Group, device: torch.device) -> None:
+        self.made = SymmetricBytes(size, group.process_group, device)
+        self.bytes = self.made.bytes
+        self.limit = time_limit_of(group.process_group, device)
+
+    def settled(self) -> None:
+        """Do nothing: no name is left to remove."""
+
+    def barrier(self) -> None:
+        """Let the current stream wait for those of all ranks."""
+        self.made.barrier(self.limit)
+
+
+class _File:
+    """Bytes of each process of a group, in files in memory."""
+
+    def __init__(self, size: int, group: Group, device: torch.device) -> None:
+        folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+        self.group, self.path, error = group, f"{folder}/rowmax-{uuid.uuid4().hex}", ""
+        try:
+            with Path(self.path).open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as problem:
+            error = str(problem)
+        found = all_objects((self.path, error), group)
+        for _, text in found:
+            if text:
+                self.settled()
+                raise OSError(text)
+        self.bytes = [
+            torch.from_file(name, shared=True, size=size, dtype=torch.uint8) for name, _ in found
+        ]
+
+    def settled(self) -> None:
+        """Remove the name, once all ranks have opened the file or none will."""
+        with contextlib.suppress(OSError):
+            os.unlink(self.path)
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        dist.barrier(group=self.group.process_group)
+
+
+_MEMORY: dict[str, Any] = {"cuda": _Symmetric, "cpu": _File}
+
+
+class Regions:
+    """The regions of a group: one for rows, one for gradients that return."""
+
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self.rows, self.gradients = Region(group, device), Region(group, device)
+
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+#: by name of group and device: the group, because another may have its name later, and its
+#: regions, or None where its ranks cannot share memory
+_known: dict[tuple[str, torch.device], tuple[Any, Regions | None]] = {}
+
+
+def regions_of(group: Group, device: torch.device) -> Regions | None:
+    """Return the regions of a group, or None where its ranks cannot share memory.
+
+    The first call of a group is for all its ranks, and they agree.
+    """
+    if group.size == 1:
+        return None
+    key, process_group = (group.name, device), group.process_group
+    there, found = _known.get(key, (None, None))
+    if there is None or there() is not process_group:
+        found = _agreed(group, device)
+        _known[key] = weakref.ref(process_group), found
+    return found
+
+
+def without_regions(group: Group, device: torch.device) -> None:
+    """Use collectives from here on: memory for regions has failed, on all ranks."""
+    _known[group.name, device] = weakref.ref(group.process_group), None
+
+
+def shares_memory(group: Group, device: torch.device) -> bool:
+    """Return True if copies of this group read the memory of other ranks, or are expected to."""
+    there, found = _known.get((group.name, device), (None, None))
+    if there is not None:
+        return found is not None
+    return group.size > 1 and _wanted(device) == "shared"
+
+
+@contextlib.contextmanager
+def forgotten() -> Iterator[None]:
+    """Let groups agree again within a block and after it: for tests."""
+    _known.clear()
+    try:
+        yield
+    finally:
+        _known.clear()
+
+
+def _wanted(device: torch.device) -> str:
+    given = os.environ.get(VARIABLE) or ("shared" if device.type == "cuda" else "collectives")
+    if given not in WAYS:
+        raise ValueError(f"{VARIABLE}: got {given!r}; want one of {', '.join(map(repr, WAYS))}")
+    return given
+
+
+def _agreed(group: Group, device: torch.device) -> Regions | None:
+    """Return regions if all ranks want them, are on one host and can have a little memory."""
+    try:
+        wanted = _wanted(device)
+    except ValueError as error:
+        wanted = f"error: {error}"
+    facts = all_objects((wanted, _host(), device.type), group)
+    if len(set(facts)) > 1 or facts[0][0] != "shared" or device.type not in _MEMORY:
+        for text, _, _ in facts:
+            if text.startswith("error"):
+                raise ValueError(text[len("error: ") :])
+        return None
+    regions = Regions(group, device)
+    try:
+        for region in (regions.rows, regions.gradients):
+            region.open(_ROUND)
+            region.show()
+    except MemoryError:
+        return None
+    return regions
+
+
+def _host() -> str:
+    """Return a name of the running system."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()} {boot}"
+    return socket.gethostname()
+
+
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    return _streams[device]

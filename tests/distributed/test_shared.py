@@ -1,0 +1,61 @@
+"""Copies through memory that ranks share: here of processes on one CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from rowmax.testing import Case, complaints, cotangents, expected, make
+
+from . import programs
+from .test_stages import CASES
+from .world import World
+
+Worlds = Callable[[int], World]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize(("case", "size", "kind"), CASES, ids=str)
+def test_the_definition_and_the_bits_of_collectives(
+    case: Case, size: int, kind: str, stages: int, world: Worlds
+) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        given = (case, dtype, kind, size, {"backend": "torch"}, stages)
+        found = world(size).run(programs.shared_answer, *given)
+        parts, used = zip(*found, strict=True)
+        # two to agree, rows of the forward, and of the backward, whose stages return gradients
+        # unless one rank of two holds all rows
+        returns = size > 2 or 0 not in programs.layouts(case, kind, size)[0].lengths
+        assert set(used) == {2 + 2 + returns * min(stages, make(case).inputs[1].shape[2])}
+        call = make(case, dtype=dtype)
+        got = programs.whole_answer(call, *programs.layouts(case, kind, size), parts)
+        wrong = complaints(got, expected(call, *cotangents(call)))
+        assert not wrong, "\n".join(wrong)
+        for mine, theirs in zip(parts, world(size).run(programs.own_answer, *given), strict=True):
+            assert torch.equal(mine.out, theirs.out)
+            assert torch.equal(mine.lse, theirs.lse)
+            for name, grad in mine.gradients.items():
+                assert torch.equal(grad, theirs.gradients[name]), name
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_calls_of_sizes_that_change(size: int, world: Worlds) -> None:
+    assert world(size).run(programs.one_after_the_other, size, 7) == [0.0] * size
+
+
+@pytest.mark.parametrize(
+    ("trouble", "shares"),
+    [("none", True), ("host", False), ("at once", False), ("later", False)],
+)
+def test_ranks_agree_where_memory_cannot_be_shared(
+    trouble: str, shares: bool, world: Worlds
+) -> None:
+    assert world(2).run(programs.shared_or_not, trouble) == [(shares, True, "")] * 2
+
+
+def test_a_wrong_word(world: Worlds) -> None:
+    found = world(2).run(programs.shared_or_not, "word")
+    want = "ROWMAX_DISTRIBUTED_COPIES: got 'shmem'; want one of 'shared', 'collectives'"
+    assert found == [(False, False, want)] * 2
