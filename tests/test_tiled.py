@@ -308,7 +308,7 @@ def test_sums_of_the_largest_values_do_not_overflow(case: Case, dtype: torch.dty
     v[:, ::2, :, 1] *= -1
     v = v.to(dtype)
     out, lse = tiled.forward(problem, tensors._replace(v=v))
-    less = tensors._replace(v=v / 2**60)  # exact but for the small column
+    less = tensors._replace(v=v / 2**60)  # exact except the small column
     want, lse_want = tiled.forward(problem, less)
     assert torch.equal(lse, lse_want)
     scaled = want.double() * 2.0**60
