@@ -217,6 +217,53 @@ def test_the_error_of_delta_is_as_large_as_the_rule_says(features: Any, dropout:
             assert 0.5 < error / noise[f"d{name}"].cut < 1.3, name
 
 
+@pytest.mark.parametrize("shift", [-5000, 0])
+def test_the_error_of_a_rounded_lse_is_as_large_as_the_rule_says(shift: int) -> None:
+    """Compare backwards that read lse, rounded twice and not: with far keys, and without."""
+    positions = (shift, 0, 0, 0, 0)
+    case = Case("far", nq=64, nk=64, hq=8, d=9, alibi=True, positions=positions)
+    call = make(case, dtype=torch.float32)
+    dout, dlse = (t.double() if t is not None else t for t in cotangents(call))
+    problem, tensors = call.problem()
+    floats = (torch.float32,)
+    given = Tensors(*(t.double() if t is not None and t.dtype in floats else t for t in tensors))
+    exact = problem._replace(dtype=torch.float64)
+    out, lse = tiled.forward(exact, given)
+    wanted = Wanted(True, True, True, False, False, True)
+
+    def gradients(lse: Tensor) -> Gradients:
+        return tiled.backward(exact, given, out, lse, dout, dlse, wanted)
+
+    in_base_2 = (lse.float().double() * math.log2(math.e)).float().double()
+    rounded = gradients(in_base_2 / math.log2(math.e))
+    noise = rule.noise(problem, tensors, out, lse, dout, dlse)
+    for name, right, got in zip(Gradients._fields, gradients(lse), rounded, strict=True):
+        if right is None:
+            continue
+        known = noise["dalibi" if name == "heads" else f"d{name}"]
+        error, limit = (got - right).norm().item(), 1e-5 * right.norm().item()
+        assert error < known.cut
+        # far keys make it larger than the limit; where |lse| is small it is not seen
+        if shift and name in ("v", "heads"):
+            assert known.cut > limit
+            assert error > 0.1 * limit
+        elif not shift:
+            assert known.cut < 2 * limit
+
+
+def test_a_small_score_of_large_products_is_off_by_their_roundings() -> None:
+    """The errors of sums of D products in float32, over the size that the rule takes."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(4000, 74, generator=generator) for _ in "qk")
+    exact = (q.double() * k.double()).sum(-1)
+    total = torch.zeros(4000)
+    for x, y in zip(q.unbind(1), k.unbind(1), strict=True):
+        total = total + x * y
+    root = (q.double() * k.double()).square().sum(-1).sqrt()
+    size = 2**-24 * math.sqrt(74 / 3) * (exact.abs() + root)
+    assert 0.1 < ((total - exact) / size).square().mean().sqrt() < 1
+
+
 def test_numbers_below_the_least_normal_one_may_be_zero() -> None:
     case = Case("tiny", sink=True, dlse=False)
     problem, tensors = make(case).problem()
@@ -231,6 +278,5 @@ def test_references_allow_for_the_device_that_answers() -> None:
     """Tensor cores truncate the sums of float32, wherever the references are computed."""
     call = make(Case("plain", nq=40, nk=300, d=128))
     here, there = (expected(call, *cotangents(call), device) for device in (None, "cuda"))
-    assert here.noise["dq"].cut == 0.0
-    assert there.noise["dq"].cut > 0.0
+    assert there.noise["dq"].cut > 10 * here.noise["dq"].cut > 0.0
     assert there.noise["dq"].largest > here.noise["dq"].largest

@@ -11,6 +11,8 @@ from .products import from_columns, panel, span
 from .rules import any_range
 from .vector import TILE_K, TILE_Q
 
+SUMMED = 128  # columns of a head whose products are added up one after the other
+
 
 class Place(NamedTuple):
     """A tile of queries: i0 to i0 + n of one head of one sequence."""
@@ -103,10 +105,15 @@ def columns(like, low, high, tile, state):
 def score_tile(like, to, queries, keys, part, n, d, add):
     """Compute ``Q K^T`` of n queries and a tile's columns ``[n, TILE_K]``, from packed operands.
 
-    add is 1 to add it to the numbers that are there.
+    add is 1 to add it to the numbers that are there. The error of a sum grows with its length, so
+    heads of more than ``SUMMED`` columns are added up in blocks.
     """
     size, step, d = like.itemsize, panel(like), depth(like, d)
     for j in range(0, part.width, step):
         b = keys + size * (part.j0 + j) * d
         c = to + size * j
-        from_columns(like, n, step, d, c, TILE_K, queries, TILE_Q, b, step, add)
+        for k in range(0, d, SUMMED):
+            more = add if k == 0 else 1
+            a = queries + size * k * TILE_Q
+            each, rows = min(SUMMED, d - k), b + size * k * step
+            from_columns(like, n, step, each, c, TILE_K, a, TILE_Q, rows, step, more)

@@ -66,7 +66,8 @@ def product(width: int, mr: int, nv: int, a_row: int, sums: ir.Type, operands: i
     Arguments are addresses, strides in elements, k >= 1, and 1 to add to C:
     ``(C, c_row, A, a_stride, B, b_stride, k, add)``. ``A[r, i]`` is at ``r a_row + i a_stride``;
     a_row is a constant, so that one moving pointer reaches the whole of A. Operands of int32 are
-    pairs of bfloat16, two terms of the sum over k each.
+    pairs of bfloat16, two terms of the sum over k each. The sum over k begins with 0, and C is
+    added to it: sums of long rows in blocks have smaller errors.
     """
     vector, words = ir.VectorType(sums, width), ir.VectorType(operands, width)
     size = 8 if isinstance(sums, ir.DoubleType) else 4
@@ -81,8 +82,8 @@ def product(width: int, mr: int, nv: int, a_row: int, sums: ir.Type, operands: i
             multiply_add = _multiply_add(builder, vector, words)
             c = builder.inttoptr(c, sums.as_pointer())
             a, b = (builder.inttoptr(x, operands.as_pointer()) for x in (a, b))
-            zero, load, loop, done = (
-                builder.append_basic_block(label) for label in ("zero", "load", "loop", "done")
+            loop, done, added, stored = (
+                builder.append_basic_block(label) for label in ("loop", "done", "sum", "stored")
             )
 
             def tile(r: int, v: int) -> ir.Value:
@@ -101,23 +102,16 @@ def product(width: int, mr: int, nv: int, a_row: int, sums: ir.Type, operands: i
                 return builder.shuffle_vector(first, blank, zeros)
 
             cells = [(r, v) for r in range(mr) for v in range(nv)]
-            builder.cbranch(builder.icmp_signed("!=", add, n(0)), load, zero)
-            builder.position_at_end(zero)
+            results: list[tuple[int, int, ir.Value]] = []
+            start = builder.block
             builder.branch(loop)
-            builder.position_at_end(load)
-            before = [builder.load(tile(r, v), align=size) for r, v in cells]
-            builder.branch(loop)
-
             builder.position_at_end(loop)
             i = builder.phi(_I64)
             pa, pb = builder.phi(operands.as_pointer()), builder.phi(operands.as_pointer())
             running = [builder.phi(vector) for _ in cells]
-            for block in (zero, load):
-                for phi, start in ((i, n(0)), (pa, a), (pb, b)):
-                    phi.add_incoming(start, block)
-            for phi, start in zip(running, before, strict=True):
-                phi.add_incoming(ir.Constant(vector, [0.0] * width), zero)
-                phi.add_incoming(start, load)
+            zero = ir.Constant(vector, [0.0] * width)
+            for phi, value in ((i, n(0)), (pa, a), (pb, b), *((x, zero) for x in running)):
+                phi.add_incoming(value, start)
             row = [lanes(pb, v) for v in range(nv)]
             after = []
             for r in range(mr):
@@ -129,8 +123,21 @@ def product(width: int, mr: int, nv: int, a_row: int, sums: ir.Type, operands: i
             builder.cbranch(builder.icmp_signed("<", moved[0], k), loop, done)
 
             builder.position_at_end(done)
-            for (r, v), value in zip(cells, after, strict=True):
-                builder.store(value, tile(r, v), align=size)
+            builder.cbranch(builder.icmp_signed("!=", add, n(0)), added, stored)
+            builder.position_at_end(added)
+            totals = [
+                builder.fadd(builder.load(tile(r, v), align=size), value)
+                for (r, v), value in zip(cells, after, strict=True)
+            ]
+            builder.branch(stored)
+            builder.position_at_end(stored)
+            for (r, v), value, total in zip(cells, after, totals, strict=True):
+                result = builder.phi(vector)
+                result.add_incoming(value, done)
+                result.add_incoming(total, added)
+                results.append((r, v, result))
+            for r, v, result in results:
+                builder.store(result, tile(r, v), align=size)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 8), emit

@@ -43,6 +43,19 @@ dP and Delta cancel, as in rows that see one key. The errors of rows are indepen
 changes every dS of its row by P times itself: the norms of these changes, at one standard
 deviation, are added to the second line.
 
+A score ``x = sum q_d k_d`` has D rounded partial sums. Each rounding is of u times ``|x| + sqrt(sum
+(q_d k_d)^2)`` at most, and they are independent: in the mean square x is off by ``sqrt(D / 3)`` of
+that. Without a softcap every pair of std has such an error, and the factor covers them. A softcap
+leaves it only to pairs with a small x, and in few pairs std's error may be small by chance. There
+noise takes it at two standard deviations, in float32, times the derivative of s by x.
+
+lse is stored in the accumulator. It is rounded once as a natural logarithm, and once in base 2. Each
+error is at most ``u |lse|``, both together ``sqrt(2 / 3) u |lse|`` in the mean square. P and dS of
+the row change by that part of themselves. Three standard deviations are added to the second line of
+float32: a far key of ALiBi makes |lse| thousands. Errors of rows are independent, except where rows
+differ by a number without rounding, as under ALiBi. So a gradient that is one number a head takes
+the sum over rows of the sizes of their parts.
+
 A number below the least normal one of float32 may be computed as 0: each term of the sum over rows
 that is the gradient of a sink may be off by that number.
 
@@ -254,6 +267,8 @@ def noise(
     ratio = torch.finfo(problem.dtype).eps / torch.finfo(problem.accumulator).eps
     rounded = 4 / math.sqrt(3) * ratio * (dO * o).square().sum(-1, keepdim=True).sqrt()
     delta = rounded if ratio > 1 else torch.zeros_like(rounded)
+    if ratio == 1 and problem.softcap > 0:
+        s = s + 2 * math.sqrt(problem.d / 3) * _partial_sums(problem, tensors)
     every = sums(2 + s + size.abs(), 2 + sigma.abs() + lse.abs(), 0.0, delta)
     cut = {name: torch.zeros_like(t) for name, t in every.items()}
     if problem.device == "cuda" and problem.dtype == torch.float32:
@@ -266,10 +281,11 @@ def noise(
         cut = sums(of_cap + of_cap, of_cap[..., 0], 0.0, torch.zeros_like(delta))
         cut["lse"] = cut["lse"] / 2  # without the error of lse in P
     u = torch.finfo(problem.accumulator).eps / 2
-    spread = {}
     if ratio > 1:
-        spread = _spread(problem, tensors, P, delta / 4, by_parameter)
+        spread = _spread(problem, tensors, P * delta / 4, by_parameter)
         spread["dsink"] = ((sigma - lse).exp() * delta[..., 0] / 4).norm().item()
+    else:
+        spread = _of_rounded_lse(problem, tensors, (P, R), (out, lse, dout, dlse), by_parameter)
     flushed = _flushed(problem, lse)
 
     def norm_of_errors(name: str, t: Tensor) -> float:
@@ -292,23 +308,53 @@ def _flushed(problem: Problem, lse: Tensor) -> dict[str, float]:
     return {"dsink": tiny, "dtsink": tiny}
 
 
-def _spread(
+def _of_rounded_lse(
     problem: Problem,
     tensors: Tensors,
-    P: Tensor,
-    delta: Tensor,
+    weights: tuple[Tensor, Tensor],
+    given: tuple[Tensor, Tensor, Tensor, Tensor | None],
     by_parameter: dict[str, Tensor],
 ) -> dict[str, float]:
-    """Return the norms of the gradients' errors from independent errors ``delta`` of rows.
+    """Return the norms of the gradients' errors from roundings of lse, over u.
 
-    P ``[B, Hq, Nq, Nk]``, delta ``[B, Hq, Nq, 1]``, at one standard deviation.
+    Args:
+        weights: P and P R, ``[B, Hq, Nq, Nk]``.
+        given: out, lse, dout and dlse.
+    """
+    (P, R), (out, lse, dout, dlse) = weights, given
+    v, dO, o = (
+        t.detach().double().nan_to_num(0.0, 0.0, 0.0).transpose(1, 2)
+        for t in (tensors.v, dout, out)
+    )
+    v = v.repeat_interleave(problem.group, 1)
+    of_row = (dO * o).sum(-1, keepdim=True)
+    if dlse is not None:
+        of_row = of_row - dlse.double()[..., None]
+    dS = R * (dO @ v.transpose(2, 3)) - P * of_row
+    deviation = math.sqrt(2 / 3) * lse.masked_fill(lse.isinf(), 0.0).abs()[..., None]
+    found = _spread(problem, tensors, dS * deviation, by_parameter)
+    found["dv"] = ((R * deviation).square().transpose(2, 3) @ dO.square()).sum().sqrt().item()
+    for name, each in by_parameter.items():
+        found[f"d{name}"] = (dS * deviation * each).sum(3).abs().sum((0, 2)).norm().item()
+    if tensors.sink is not None:
+        of_sink = (tensors.sink.detach().double()[:, None] - lse).exp()
+        parts = of_sink * (of_row * deviation)[..., 0]
+        found["dsink"] = parts.abs().sum((0, 2)).norm().item()
+    return {name: 3 * norm for name, norm in found.items()}
+
+
+def _spread(
+    problem: Problem, tensors: Tensors, dS: Tensor, by_parameter: dict[str, Tensor]
+) -> dict[str, float]:
+    """Return the norms of the gradients' errors from independent errors of rows.
+
+    dS ``[B, Hq, Nq, Nk]`` is the change by the error of its row, at one standard deviation.
     """
     q, k = (
         t.detach().double().nan_to_num(0.0, 0.0, 0.0).transpose(1, 2)
         for t in (tensors.q, tensors.k)
     )
     k = k.repeat_interleave(problem.group, 1)
-    dS = P * delta
     found = {
         "dq": problem.scale * (dS @ k).norm().item(),
         "dk": problem.scale * (dS.square().transpose(2, 3) @ q.square()).sum().sqrt().item(),

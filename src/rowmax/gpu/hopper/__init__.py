@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...call.dispatch import Limit, beyond
 from ...call.problem import Gradients, Problem, Tensors, Wanted
-from .. import parts
+from .. import parts, short_keys
 
 __all__ = [
     "backward", "compile_ahead", "defers", "forward", "lacks", "notes", "record", "supports"
@@ -59,7 +59,9 @@ def supports(problem: Problem, call: str) -> str | None:
 def defers(problem: Problem, call: str) -> str | None:
     """Return why the Triton backend takes a call unless this one is named, or None."""
     count = parts.parts_of(problem) if call == "forward" and parts.splits(problem) else 1
-    return None if count == 1 else f"few queries: triton reads their keys in {count} parts"
+    if count > 1:
+        return f"few queries: triton reads their keys in {count} parts"
+    return short_keys.deferral(problem, call)
 
 
 def lacks(problem: Problem, call: str) -> dict[str, str]:
