@@ -15,7 +15,7 @@ from triton.runtime.errors import OutOfResources
 from ..call.problem import Problem, Tensors
 from . import kernel_args
 from .compat import current_device
-from .compiled import Launch
+from .compiled import Launch, runs
 from .kernel_args import Config, Numbers, Pointers, prepared, strided
 from .parts import parts_of
 from .tile_maps import listed, tile_pointers, tile_strides
@@ -187,9 +187,10 @@ def launch(
                 raise
             chosen = less
             continue
-        if len(_jobs) >= _LIMIT:
-            _jobs.clear()
-        _jobs[key] = job
+        if runs():  # else it may not fit
+            if len(_jobs) >= _LIMIT:
+                _jobs.clear()
+            _jobs[key] = job
         return ptr
 
 

@@ -17,6 +17,7 @@ import torch
 
 from ..call.problem import Problem
 from . import assembler
+from .folder import cache_folder
 
 
 @dataclass(frozen=True)
@@ -325,9 +326,7 @@ def smaller(tiles: Tiles) -> Tiles | None:
 
 def cache_file() -> Path:
     """Return the file of tuned tiles, in ``$ROWMAX_CACHE`` or the user's cache directory."""
-    given, home = os.environ.get("ROWMAX_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    folder = Path(given) if given else Path(home or Path.home() / ".cache") / "rowmax"
-    return folder / "tiles.json"
+    return cache_folder() / "tiles.json"
 
 
 @lru_cache(maxsize=8)

@@ -16,7 +16,9 @@ from ...call.dispatch import Limit, beyond
 from ...call.problem import Gradients, Problem, Tensors, Wanted
 from .. import parts, short_keys
 
-__all__ = ["backward", "defers", "forward", "lacks", "notes", "record", "supports"]
+__all__ = [
+    "backward", "compile_ahead", "defers", "forward", "lacks", "notes", "record", "supports"
+]  # fmt: skip
 
 
 #: a call that keeps all of these has a kernel
@@ -89,6 +91,13 @@ def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
     from . import host
 
     return host.forward(problem, tensors)
+
+
+def compile_ahead(problem: Problem, tensors: Tensors, backward: Any, wanted: Wanted) -> Any:
+    """Return a context for a first forward; threads compile its backward's kernels (``ahead``)."""
+    from .. import ahead
+
+    return ahead.compile_ahead(problem, tensors, backward, wanted)
 
 
 def record(run: Callable[[Any], Any], given: Any) -> tuple[Any, Callable[[Any], Any] | bool | None]:

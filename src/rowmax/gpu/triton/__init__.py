@@ -8,13 +8,17 @@ from ...call.dispatch import SECOND_ORDER, Limit, beyond
 from ...call.inputs import HEAD_TERMS
 from ...call.problem import Problem
 from .. import assembler, parts, short_keys
+from ..ahead import compile_ahead
 from ..replay import record
 from .backward import backward
 from .few import forward
 from .tangent import tangent
 from .tangent_backward import tangent_backward
 
-__all__ = ["backward", "forward", "notes", "record", "supports", "tangent", "tangent_backward"]
+__all__ = [
+    "backward", "compile_ahead", "forward", "notes", "record", "supports", "tangent",
+    "tangent_backward",
+]  # fmt: skip
 
 
 def _has_capability(problem: Problem, *least: int) -> bool:
