@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import rowmax
@@ -92,6 +93,12 @@ def even(count: int) -> Any:
     return rule
 
 
+@cache
+def mesh_of(*shape: int) -> DeviceMesh:
+    """Return a mesh of this world, made once. The last dimension distributes heads."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "keys", "heads")[-len(shape) :])
+
+
 def own_answer(
     rank: int,
     case: Case,
@@ -100,8 +107,11 @@ def own_answer(
     ranks: int,
     overrides: dict[str, Any],
     stages: int = 1,
+    shape: tuple[int, ...] = (),
 ) -> Answer:
-    """Return the answer of a rank's rows."""
+    """Return the answer of a rank's rows; ``shape`` is that of a mesh of two dimensions."""
+    if shape:
+        overrides = {**overrides, "mesh": mesh_of(*shape)}
     with mock.patch.object(by_keys, "stages_of", even(stages)):
         return _own_answer(rank, case, dtype, kind, ranks, overrides)
 
@@ -190,18 +200,21 @@ def with_unit_values(call: Call) -> Call:
     return replace(call, inputs=(q, k, unit))
 
 
-def kept(rank: int, case: Case, kind: str, ranks: int, strategy: str) -> Tensor:
+def kept(
+    rank: int, case: Case, kind: str, ranks: int, strategy: str, shape: tuple[int, ...] = ()
+) -> Tensor:
     """Return True where a pair of own queries is kept."""
     call = with_unit_values(make(case))
     queries, keys = layouts(case, kind, ranks)
     (q, k, v), keywords = own_call(call, queries, keys, rank)
-    more = {"layout": queries, "k_layout": keys, "strategy": strategy}
+    more: dict[str, Any] = {"layout": queries, "k_layout": keys, "strategy": strategy}
+    more |= {"mesh": mesh_of(*shape)} if shape else {}
     out = rd.attention(q, k, v, backend="torch", **keywords, **more)
     assert isinstance(out, Tensor)
     return out != 0
 
 
-def drawn_seed(rank: int, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
+def drawn_seed(rank: int, ranks: int, shape: tuple[int, ...] = ()) -> tuple[Tensor, Tensor, Tensor]:
     """Return own next seed, and own rows with the first rank's: of one device, and distributed."""
     layout = Layout.zigzag(130, ranks)
     x = torch.randn(1, 130, 2, 16, generator=torch.Generator().manual_seed(0))
@@ -212,7 +225,8 @@ def drawn_seed(rank: int, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
     seed = torch.randint(2**63 - 1, ())
     whole = rowmax.attention(x, x, x, dropout_p=0.3, seed=seed, backend="torch")
     torch.manual_seed(rank)
-    rows = rd.attention(*(x[:, mine],) * 3, layout=layout, dropout_p=0.3, backend="torch")
+    more: Any = {"mesh": mesh_of(*shape)} if shape else {}
+    rows = rd.attention(*(x[:, mine],) * 3, layout=layout, dropout_p=0.3, backend="torch", **more)
     assert isinstance(rows, Tensor)
     return own, whole[:, mine], rows
 
@@ -236,12 +250,14 @@ def received_rows(rank: int, n: int, left: int) -> tuple[int, int]:
     return seen[0], layout.lengths[rank]
 
 
-def compiled(rank: int, kind: str) -> int:
+def compiled(rank: int, kind: str, shape: tuple[int, ...] = ()) -> int:
     """Return the graphs of a compiled call, after a check of its results and gradients."""
     counter = CompileCounterWithBackend("aot_eager")
-    layout = Layout.zigzag(256, 2)
+    layout = Layout.zigzag(256, dist.get_world_size())
     mesh: Any = None
-    if kind != "default":
+    if kind == "grid":
+        mesh = mesh_of(*shape)
+    elif kind != "default":
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))["cp"]
         mesh = mesh.get_group() if kind == "group" else mesh
     x = torch.randn(1, 256, 4, 16, generator=torch.Generator().manual_seed(0))
@@ -525,16 +541,17 @@ def _errors(calls: Sequence[Any]) -> list[str]:
     return [text(call) for call in calls]
 
 
-def round_trips(rank: int, kind: str, ranks: int) -> bool:
+def round_trips(rank: int, kind: str, ranks: int, shape_of_mesh: tuple[int, ...] = ()) -> bool:
     """Return True if the rows of every shape and dtype come back."""
+    mesh = mesh_of(*shape_of_mesh) if shape_of_mesh else None
     for shape, dim in (((3, 50, 2), 1), ((50,), 0), ((2, 3, 4, 50), -1), ((0, 50), 1), ((1, 0), 1)):
         for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64):
             whole = torch.arange(torch.Size(shape).numel()).view(shape)
             x = (whole % 3 == 0) if dtype == torch.bool else whole.to(dtype)
             layout = LAYOUTS[kind](shape[dim], ranks)
-            rows = rd.shard(x, layout, dim=dim)
+            rows = rd.shard(x, layout, mesh, dim=dim)
             assert torch.equal(rows, x.index_select(dim, layout.positions(rank)))
-            assert torch.equal(rd.unshard(rows, layout, dim=dim), x)
+            assert torch.equal(rd.unshard(rows, layout, mesh, dim=dim), x)
     return True
 
 
@@ -572,7 +589,7 @@ def dot_products(rank: int, kind: str, ranks: int) -> dict[str, Any]:
 def wrong_shards(rank: int) -> list[str]:
     layout = Layout.zigzag(8, 2)
     x: Any = torch.zeros(1, 7)
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+    mesh = mesh_of(1, 1, 2)
     words: Any = "words"
     return _errors(
         [
@@ -619,11 +636,14 @@ _UNLIKE: dict[str, Any] = {
 }
 
 
-def refused(rank: int, kind: str, name: str, rank_of_it: int | None) -> str:
+def refused(
+    rank: int, kind: str, name: str, rank_of_it: int | None, shape: tuple[int, ...] = ()
+) -> str:
     """Return the error of a call with a wrong argument, on one rank or on all."""
-    layout = Layout.zigzag(384, 3)
+    layout = Layout.zigzag(384, dist.get_world_size())
     x = torch.zeros(1, layout.lengths[rank], 2, 16)
     named: dict[str, Any] = {"q": x, "k": x, "v": x, "layout": layout, "backend": "torch"}
+    named |= {"mesh": mesh_of(*shape)} if shape else {}
     if rank_of_it in (None, rank):
         more = (_LOCAL_ERRORS if kind == "local" else _UNLIKE)[name](x)
         if name == "layout":  # the lengths of this rank fit its layout
@@ -695,9 +715,17 @@ def one_sequence(call: Call) -> Call:
 
 
 def packed_answer(
-    rank: int, case: Case, dtype: torch.dtype, kind: str, ranks: int, stages: int = 1, **more: Any
+    rank: int,
+    case: Case,
+    dtype: torch.dtype,
+    kind: str,
+    ranks: int,
+    stages: int = 1,
+    shape: tuple[int, ...] = (),
+    **more: Any,
 ) -> tuple[Answer, int]:
     """Return the answer of a rank's rows, with a batch dimension, and the number of calls."""
+    more |= {"mesh": mesh_of(*shape)} if shape else {}
     call = make(case, dtype=dtype)
     queries, keys = packed_layouts(call, kind, ranks)
     i, j = queries.positions(rank), keys.positions(rank)
