@@ -77,7 +77,7 @@ def test_an_exposed_gather():
 
 
 def test_stages_hide_copies():
-    """Of as many kv heads as query heads, the rule makes stages from four devices on."""
+    """The rule makes stages from four devices on, if every query head has a kv head."""
     found = predict(cell("mha-64k"), "keys", "forward", 4, WIRE_ONLY)
     sizes = model.pulled(cell("mha-64k"), False, 4).stages
     assert sizes == (4 / 32, 28 / 32)

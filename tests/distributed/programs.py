@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import signal
 import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -85,7 +87,7 @@ def own_call(call: Call, queries: Layout, keys: Layout, rank: int) -> tuple[Any,
 def even(count: int) -> Any:
     """Return a rule of stages: kv heads in so many stages, if there are as many."""
 
-    def rule(call: Any, *, returns: bool) -> tuple[range, ...]:
+    def rule(call: Any, returns: bool) -> tuple[range, ...]:
         heads = call.tensors.k.shape[2]
         n = min(count, heads)
         return tuple(range(heads * s // n, heads * (s + 1) // n) for s in range(n))
@@ -672,26 +674,65 @@ def unlike_gradients(rank: int) -> str:
     return _errors([lambda: out.sum().backward()])[0]
 
 
-def killed(rank: int, way: str) -> str:
+def with_limit(keys: int, heads: int, seconds: float = 4.0) -> DeviceMesh:
+    """Return a mesh of two dimensions whose groups have a time limit: torch's is half an hour."""
+    ranks, groups = torch.arange(keys * heads).view(keys, heads), []
+    for rows in (ranks.T, ranks):
+        each = [dist.new_group(row, timedelta(seconds=seconds)) for row in rows.tolist()]
+        groups.append(each[int((rows == dist.get_rank()).nonzero()[0, 0])])
+    return DeviceMesh.from_group(groups, "cpu", ranks, mesh_dim_names=("keys", "heads"))
+
+
+def killed(rank: int, way: str, shape: tuple[int, ...] = ()) -> str:
     """End one rank before or within a call; return the error that the others see."""
-    layout = Layout.zigzag(200, 3)
-    x = torch.zeros(1, layout.lengths[rank], 2, 16)
+    layout = Layout.zigzag(200, dist.get_world_size())
+    x = torch.zeros(1, layout.lengths[rank], 8, 16)
+    mesh: Any = with_limit(*shape) if shape else None
 
     def f() -> Any:
-        return rd.attention(x, x, x, layout=layout, backend="torch")
+        return rd.attention(x, x, x, layout=layout, mesh=mesh, backend="torch")
+
+    def end(*given: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
 
     dist.barrier()
     if way != "first call":
         f()
     if rank == 1 and way == "raises":
         return "raised"
-    if rank == 1:
-        os._exit(1)
-    try:
-        f()
-    except RuntimeError as error:
-        return str(error)
+    if rank == 1 and way != "within":
+        end()
+    patch = contextlib.nullcontext()
+    if rank == 1:  # while rows of the next stage move, and before those of the last
+        patch = mock.patch.object(by_keys, "prepared", end)
+    with mock.patch.object(by_keys, "stages_of", even(4)), patch:
+        try:
+            f()
+        except RuntimeError as error:
+            return str(error)
     return "no error"
+
+
+def late(rank: int, repeats: int, way: str, shape: tuple[int, ...] = ()) -> bool:
+    """Return True if all repeats have the same bits, with a rank that is late at random."""
+    size, draw = dist.get_world_size(), random.Random(rank)
+    layout = Layout.zigzag(150, size)
+    x = torch.randn(3, 1, 150, 4, 16, generator=torch.Generator().manual_seed(0))
+    rows = [t.requires_grad_() for t in x[:, :, layout.positions(rank)].unbind()]
+    mesh: Any = mesh_of(*shape) if shape else None
+    first: list[Tensor] = []
+    with copies(way), mock.patch.object(by_keys, "stages_of", even(2)):
+        for _ in range(repeats):
+            out: Any = rd.attention(
+                *rows, layout=layout, mesh=mesh, causal=True, deterministic=True, backend="torch"
+            )
+            if rank == 1 and draw.random() < 0.3:
+                time.sleep(draw.random() * 0.004)
+            found = [out.detach(), *torch.autograd.grad(out.square().sum(), rows)]
+            first = first or found
+            if not all(torch.equal(a, b) for a, b in zip(first, found, strict=True)):
+                return False
+    return True
 
 
 # --- programs of test_varlen -------------------------------------------------------------------

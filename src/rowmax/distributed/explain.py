@@ -91,7 +91,8 @@ class Direction(NamedTuple):
 
     Attributes:
         wire: the bytes of each rank.
-        memory: bytes of this rank for rows of others, and for sums of gradients.
+        memory: bytes of this rank for rows of others, and for sums of gradients. By "keys" it is
+            the peak besides results; the others copy these rows two to four times.
         flops: operations of the matrix products of the most loaded rank; None if unknown.
         time: predicted from a roofline; None if that or flops is unknown.
     """
@@ -321,25 +322,35 @@ def _keys_wire(call: ShardedCall, rank: int, back: bool) -> Wire:
 
 
 def _keys_memory(call: ShardedCall, back: bool) -> int:
-    """Return the bytes of gathered rows: of the stage that computes and of the one that moves.
+    """Return the bytes of copies, gathered rows and gradients at the peak, besides results.
 
-    With shared memory: of all stages, and of what this rank shows to others.
+    With shared memory: of the rows of all stages, and of what this rank shows to others.
     """
     size, wide = _key_bytes(call)
-    way = route(call.queries, call.keys, sight_of(call), call.group.rank)
+    sight, rank = sight_of(call), call.group.rank
+    way = route(call.queries, call.keys, sight, rank)
     sizes = [len(one) for one in stages_of(call, back)]
+    most, total = max(sizes), sum(sizes)
+    sent = sum(stop - start for ranges in way.sent for start, stop in ranges)  # own rows too
     # keys of each piece, and their gradients
     packed = sum(part.packing.copied for part in way.parts if part.packing is not None)
-    copies = packed * (size + back * wide)
     if shares_memory(call.group, call.tensors.k.device):
         memory = (way.length + max(call.keys.lengths)) * size
         if call.packs:
             memory, packed = _pulled_pieces(call, size)
-            copies = packed * (size + back * wide)
-        returned = way.length + sum(way.rows_of_others(call.group.rank))
-        return memory + (back * returned * wide + copies) * max(sizes) // sum(sizes)
-    most = max(a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True))
-    return (way.length * (size + back * wide) * most + copies * max(sizes)) // sum(sizes)
+        ways = (route(call.queries, call.keys, sight, one) for one in _ranks(call))
+        shown = max(one.rows_of_others(n)[1] for n, one in enumerate(ways))
+        returned = back * (way.length + shown + sent + sent * (len(sizes) > 1)) * wide
+        return memory + (returned + packed * (size + back * wide)) * most // total
+    # rows arrive, and are then put in order; meanwhile those of the next stage arrive
+    arriving = call.group.size * max(call.keys.lengths) if way.whole else way.length
+    here = (way.length + (0 if back else arriving)) * size + packed * (size + back * wide)
+    moving, returned = (sent + arriving) * size, 0
+    if back:  # sums, and copies of them to send and to receive
+        here += (2 * way.length + sent) * wide
+        returned = (way.length + sent) * wide
+    each = zip([0, *sizes], sizes, [*sizes[1:], 0], strict=False)
+    return max(a * returned + b * here + c * moving for a, b, c in each) // total
 
 
 def _pulled_pieces(call: ShardedCall, size: int) -> tuple[int, int]:
