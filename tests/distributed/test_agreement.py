@@ -98,4 +98,4 @@ def test_a_rank_that_ends_or_raises_ends_the_others(way: str, shape: tuple[int, 
 def test_a_rank_that_is_late_changes_no_bit(
     size: int, way: str, shape: tuple[int, ...], world: Worlds
 ) -> None:
-    assert all(world(size).run(programs.late, 30, way, shape))
+    assert all(world(size).run(programs.late, 15, way, shape))

@@ -26,10 +26,10 @@ _next = cycle(programs.LAYOUTS)
 KEYS = [(case, torch.float32, "keys", next(_next)) for case in (*DENSE, *CHUNKS)]
 QUERIES = [
     (case, torch.float64, "queries", next(_next))
-    for case in (*DENSE[::4], *CHUNKS)
+    for case in (*DENSE[::8], *CHUNKS)
     if case.align != "lengths"
 ]
-HALF = [(case, torch.bfloat16, "keys", next(_next)) for case in DENSE[1::8]]
+HALF = [(case, torch.bfloat16, "keys", next(_next)) for case in DENSE[1::16]]
 #: fewer heads of keys than ranks of the second dimension, unequal numbers, and a rank without one
 HEADS = [
     Case("one kv head", nq=150, hq=4, hk=1, d=16, causal=True, bias="11qk", sink=True, alibi=True),
