@@ -24,6 +24,7 @@ def speed_up() -> None:
         return
     setattr(interpreter, _DONE, True)
     _patch_once_a_launch()
+    _call_builtins_directly()
     _keep_dtypes()
     _keep_shapes()
     _skip_checks_of_equal_types()
@@ -54,6 +55,24 @@ def _patch_once_a_launch() -> None:
         return scope
 
     interpreter._patch_lang = patch_once
+
+
+def _call_builtins_directly() -> None:
+    """Call what a builtin of the language wraps: the wrapper asks for an argument that is there."""
+
+    semantics: dict[int, Any] = {}
+
+    def patch(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        inner = getattr(member, "__wrapped__", member)
+        semantic = semantics.setdefault(id(builder), TritonSemantic(builder))
+
+        def call(*args: Any, **options: Any) -> Any:
+            options["_semantic"] = semantic
+            return inner(*args, **options)
+
+        scope.set_attr(obj, name, call)
+
+    interpreter._patch_attr = patch
 
 
 def _keep_dtypes() -> None:
@@ -88,9 +107,9 @@ def _keep_shapes() -> None:
         if key not in shapes:
             init(self, element_ty, shape)
             of_tensor = core.constexpr(self.numel), core.tuple([core.constexpr(n) for n in key])
-            shapes[key] = self.shape, self.numel, of_tensor
+            shapes[key] = self.shape, self.numel, of_tensor, list(key)
         self.element_ty = element_ty
-        self.shape, self.numel, self.of_tensor = shapes[key]
+        self.shape, self.numel, self.of_tensor, self.ints = shapes[key]
         self.name = f"<{key}, {element_ty.name}>"
         self.others = {}
 
@@ -110,9 +129,12 @@ def _keep_shapes() -> None:
 
 
 def _skip_checks_of_equal_types() -> None:
-    """Return operands of one type and shape as they are, and check no overflow in vain."""
+    """Return operands as they are where their types ask for no change.
+
+    Numbers that become the other operand's type are kept, as constants of its shape. How shapes
+    meet is kept as well. Overflow is not checked in vain.
+    """
     check = TritonSemantic.binary_op_type_checking_impl
-    broadcast = TritonSemantic.broadcast_impl_value
     unwrap = core._unwrap_if_constexpr
     equal = core.dtype.__eq__
     overflow = TritonSemantic.binary_op_sanitize_overflow_impl
@@ -126,17 +148,18 @@ def _skip_checks_of_equal_types() -> None:
         arithmetic_check: bool = True,
         div_or_mod: bool = False,
     ) -> Any:
-        if lhs.__class__ is core.tensor and rhs.__class__ is core.tensor and not div_or_mod:
-            a, b = lhs.type, rhs.type
-            if (a is b or a.name == b.name) and a.scalar.__class__ is core.dtype:
-                return lhs, rhs
+        if not div_or_mod:
+            x, y = lhs.__class__ is core.tensor, rhs.__class__ is core.tensor
+            if x and y:
+                a, b = lhs.dtype, rhs.dtype
+                offset = allow_lhs_ptr and a.__class__ is core.pointer_type and b.is_int()
+                if offset or (a.__class__ is core.dtype and a.name == b.name):
+                    return self.broadcast_impl_value(lhs, rhs)
+            elif x and _takes(lhs.dtype, rhs):
+                return lhs, _constant(self, lhs.type, rhs)
+            elif y and _takes(rhs.dtype, lhs):
+                return _constant(self, rhs.type, lhs), rhs
         return check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
-
-    def broadcast_values(self: Any, lhs: Any, rhs: Any) -> Any:
-        a, b = lhs.type, rhs.type
-        if a.is_block() and b.is_block() and a.shape is b.shape:
-            return lhs, rhs
-        return broadcast(self, lhs, rhs)
 
     def check_overflow(self: Any, *args: Any) -> None:
         if self.builder.options.debug:  # else the assertion of what this computes does nothing
@@ -151,7 +174,66 @@ def _skip_checks_of_equal_types() -> None:
     plain = core.tensor, core.dtype, int, float, bool
 
     TritonSemantic.binary_op_type_checking_impl = check_types
-    TritonSemantic.broadcast_impl_value = broadcast_values
+    TritonSemantic.broadcast_impl_value = _broadcast_values()
     TritonSemantic.binary_op_sanitize_overflow_impl = check_overflow
     core.dtype.__eq__ = is_equal
     core._unwrap_if_constexpr = unwrap_constant
+
+
+#: types that an int of 32 bits, or a float of their range, becomes beside a tensor of them
+_FLOATS = frozenset(("fp16", "bf16", "fp32", "fp64"))
+_TAKE = {int: _FLOATS | {"int32", "int64"}, float: _FLOATS}
+
+
+def _takes(dtype: Any, x: Any) -> bool:
+    """Return True if the number x becomes the dtype of the tensor beside it."""
+    if dtype.__class__ is not core.dtype or dtype.name not in _TAKE.get(x.__class__, ()):
+        return False
+    # a float past the range of float32 is of float64
+    return -(2**31) <= x < 2**31 if x.__class__ is int else x == 0 or 2**-126 <= abs(x) <= 2**127
+
+
+def _constant(semantic: Any, type: Any, x: Any) -> Any:
+    """Return a number as a tensor of a type."""
+    key = type.name, x.__class__, x, str(x) if x == 0 else ""  # -0.0 equals 0.0
+    found = _constants.get(key)
+    if found is None:
+        found = semantic.scalar_constant(x, dtype=type.scalar)
+        if type.is_block():
+            found = semantic.make_tensor(semantic.builder.create_splat(type, found.handle), type)
+        found.handle.data.flags.writeable = False  # others share it
+        if len(_constants) < 10_000:
+            _constants[key] = found
+    return found
+
+
+_constants: dict[Any, Any] = {}
+
+
+def _broadcast_values() -> Any:
+    """Return the broadcast of two operands, which keeps the types that pairs of types become."""
+    broadcast = TritonSemantic.broadcast_impl_value
+    known: dict[Any, Any] = {}
+
+    def to(self: Any, x: Any, type: Any) -> Any:
+        if type is None:
+            return x
+        if x.type.is_block():
+            return self.make_tensor(self.builder.create_broadcast(x.handle, type.ints), type)
+        return self.make_tensor(self.builder.create_splat(type, x.handle), type)
+
+    def broadcast_values(self: Any, lhs: Any, rhs: Any) -> Any:
+        a, b = lhs.type, rhs.type
+        if a.is_block() and b.is_block() and a.shape is b.shape:
+            return lhs, rhs
+        key = a.name, b.name
+        if key in known:
+            to_a, to_b = known[key]
+            return to(self, lhs, to_a), to(self, rhs, to_b)
+        x, y = broadcast(self, lhs, rhs)
+        ranks = {len(t.shape) for t in (a, b) if t.is_block()}
+        if len(ranks) < 2:  # else an axis is added first
+            known[key] = None if x is lhs else x.type, None if y is rhs else y.type
+        return x, y
+
+    return broadcast_values

@@ -104,6 +104,11 @@ class Watched:
 
     def _check(self, pointers: Any, mask: Any, size: int) -> None:
         at = np.asarray(pointers).astype(np.int64)[np.asarray(mask).astype(bool)]
+        if not at.size:
+            return
+        first, last = at.min(), at.max() + size
+        if any(low <= first and last <= high for low, high, _ in self.ranges):
+            return  # all of them in one range
         inside = np.zeros(at.shape, bool)
         for low, high, _ in self.ranges:
             inside |= (at >= low) & (at + size <= high)
