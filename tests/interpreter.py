@@ -58,8 +58,7 @@ def _patch_once_a_launch() -> None:
 
 
 def _call_builtins_directly() -> None:
-    """Call what a builtin of the language wraps: the wrapper asks for an argument that is there."""
-
+    """Call what a builtin of the language wraps. The wrapper only checks that it has semantics."""
     semantics: dict[int, Any] = {}
 
     def patch(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
@@ -129,7 +128,7 @@ def _keep_shapes() -> None:
 
 
 def _skip_checks_of_equal_types() -> None:
-    """Return operands as they are where their types ask for no change.
+    """Return operands as they are where their types need no change.
 
     Numbers that become the other operand's type are kept, as constants of its shape. How shapes
     meet is kept as well. Overflow is not checked in vain.
@@ -180,13 +179,13 @@ def _skip_checks_of_equal_types() -> None:
     core._unwrap_if_constexpr = unwrap_constant
 
 
-#: types that an int of 32 bits, or a float of their range, becomes beside a tensor of them
+#: types that an int of 32 bits, or a float of their range, becomes next to a tensor of them
 _FLOATS = frozenset(("fp16", "bf16", "fp32", "fp64"))
 _TAKE = {int: _FLOATS | {"int32", "int64"}, float: _FLOATS}
 
 
 def _takes(dtype: Any, x: Any) -> bool:
-    """Return True if the number x becomes the dtype of the tensor beside it."""
+    """Return True if the number x becomes the dtype of the tensor next to it."""
     if dtype.__class__ is not core.dtype or dtype.name not in _TAKE.get(x.__class__, ()):
         return False
     # a float past the range of float32 is of float64
@@ -200,7 +199,7 @@ def _constant(semantic: Any, type: Any, x: Any) -> Any:
     if found is None:
         found = semantic.scalar_constant(x, dtype=type.scalar)
         if type.is_block():
-            found = semantic.make_tensor(semantic.builder.create_splat(type, found.handle), type)
+            found = core.tensor(semantic.builder.create_splat(type, found.handle), type)
         found.handle.data.flags.writeable = False  # others share it
         if len(_constants) < 10_000:
             _constants[key] = found
@@ -219,8 +218,8 @@ def _broadcast_values() -> Any:
         if type is None:
             return x
         if x.type.is_block():
-            return self.make_tensor(self.builder.create_broadcast(x.handle, type.ints), type)
-        return self.make_tensor(self.builder.create_splat(type, x.handle), type)
+            return core.tensor(self.builder.create_broadcast(x.handle, type.ints), type)
+        return core.tensor(self.builder.create_splat(type, x.handle), type)
 
     def broadcast_values(self: Any, lhs: Any, rhs: Any) -> Any:
         a, b = lhs.type, rhs.type
