@@ -25,7 +25,7 @@ Call = Callable[[], Any]
 
 #: a kernel, its head size (with "bias" or "causal" for such cells), and the changes to try
 TRIED = """
-hopper.forward 64: warpgroups=2,registers=240+24
+hopper.forward 64: warpgroups=2,registers=240+24 ordered=0
 hopper.forward 128: v_stages=3,q_stages=1
 hopper.forward 256: STAGED=0
 hopper.forward 64 bias: b_stages=1,k_stages=4,v_stages=4,q_stages=2
@@ -105,6 +105,12 @@ def posed(cell: Cell, x: Inputs) -> tuple[Any, Any]:
 
 def hopper_forward(cell: Cell, x: Inputs, change: str) -> Call:
     """Return the launch of the forward kernel with a change, its plan built before."""
+    plan, pointers, bases, out = _forward_launch(cell, x, change)
+    return lambda: (plan.launch(pointers, bases), out)[1]
+
+
+def _forward_launch(cell: Cell, x: Inputs, change: str, **more: Any) -> tuple[Any, Any, Any, Any]:
+    """Return the plan of a change and of more constants, its pointers and bases, and the output."""
     from rowmax.gpu.hopper import host
     from rowmax.gpu.hopper.tiles import tile_for
 
@@ -113,10 +119,27 @@ def hopper_forward(cell: Cell, x: Inputs, change: str) -> Call:
     out, lse = torch.empty_like(q), torch.empty(problem.lse_shape, device=q.device)
     path = host.bias_path(problem, bias)
     tile, options = changed(tile_for(problem, path, host.processors(q.device)), change)
-    plan = host.build_plan(problem, tensors, out, tile, **options)
-    bases = host.bases(q, k, v, bias, out)
+    plan = host.build_plan(problem, tensors, out, tile, **options, **more)
     pointers = host.pointers(plan, problem, tensors, out, lse)
-    return lambda: (plan.launch(pointers, bases), out)[1]
+    return plan, pointers, host.bases(q, k, v, bias, out), out
+
+
+def hopper_clocks(cell: Cell, x: Inputs, change: str, events: int) -> tuple[list[Any], float]:
+    """Return the clocks of a forward's events (lib/clocks.py), and its milliseconds."""
+    from rowmax.gpu.hopper.lib.clocks import USES
+
+    plan, pointers, bases, _ = _forward_launch(cell, x, change, CLOCKS=events)
+    shape = (plan.tile.warpgroups + 1, USES.value, 8)
+    clocks = torch.zeros(shape, dtype=torch.int32, device=x.q.device)
+    pointers = pointers._replace(clocks=clocks)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(15):  # until the power cap is in effect
+        plan.launch(pointers, bases)
+    begin.record()
+    plan.launch(pointers, bases)
+    end.record()
+    torch.cuda.synchronize()
+    return clocks.tolist(), begin.elapsed_time(end)
 
 
 #: the part of a Hopper backward -> the name of its config

@@ -23,13 +23,13 @@ def _image(file: str, alt: str, mode: str) -> str:
 
 
 def _split(app: Sphinx, page: str, source: list[str]) -> None:
-    """Replace each picture of a page by two images."""
-    source[0] = _PICTURE.sub(
-        lambda found: "\n\n".join(
-            _image(found[mode], found["alt"], mode) for mode in ("light", "dark")
-        ),
-        source[0],
-    )
+    """Replace each picture of a page by two images, in a box that scrolls (``rowmax.css``)."""
+
+    def box(found: re.Match[str]) -> str:
+        images = (_image(found[mode], found["alt"], mode) for mode in ("light", "dark"))
+        return "\n\n".join(('<div class="picture">', *images, "</div>"))
+
+    source[0] = _PICTURE.sub(box, source[0])
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

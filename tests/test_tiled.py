@@ -280,3 +280,42 @@ def test_gradcheck():
 
     with sized(Sizes(4, 3, 20)):
         assert torch.autograd.gradcheck(call, (q, k, v, bias, sink))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("full", b=1, nq=40, nk=300),
+        Case("causal", b=2, nq=300, hq=4, hk=2, causal=True),
+        Case("window", b=1, nq=90, nk=700, left=600, right=20),
+        Case("sink", b=1, nq=33, nk=257, sink=True, softcap=2.0),
+        Case("packed", hq=2, sequences=((100, 300), (28, 60)), causal=True),
+        Case("dropout", b=1, nq=40, nk=300, dropout=0.5),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_sums_of_the_largest_values_do_not_overflow(case: Case, dtype: torch.dtype):
+    """Their average is as large as they are, and their sum is not a number of the dtype.
+
+    A column of small values keeps its digits, and one of both signs has no NaN.
+    """
+    problem, tensors = make(case, dtype=dtype).problem()
+    big, small = (1.5e308, 1e-300) if dtype == torch.float64 else (3e38, 1e-36)
+    big *= 1.0 - problem.dropout_p  # 1 / (1 - p) is a factor of the weights
+    v = (1.0 + 0.01 * torch.rand(tensors.v.shape, dtype=torch.float64)) * big
+    v[..., 0] *= small / big
+    v[:, ::2, :, 1] *= -1
+    v = v.to(dtype)
+    out, lse = tiled.forward(problem, tensors._replace(v=v))
+    less = tensors._replace(v=v / 2**60)  # exact except the small column
+    want, lse_want = tiled.forward(problem, less)
+    assert torch.equal(lse, lse_want)
+    scaled = want.double() * 2.0**60
+    assert scaled[..., 2:].amax() > big / 2
+    seen = scaled.abs() <= torch.finfo(dtype).max
+    assert seen.all() or case.dropout
+    error = ((out.double() - scaled) / big)[..., 1:]
+    assert error[seen[..., 1:]].abs().max() <= 4 * torch.finfo(dtype).eps
+    v[..., 1:] = 1.0
+    assert torch.equal(tiled.forward(problem, tensors._replace(v=v))[0][..., 0], out[..., 0])

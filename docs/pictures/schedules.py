@@ -1,4 +1,4 @@
-"""Draw the pictures of chapters 6 and on: a band, the Hopper forward, layouts of devices.
+"""Draw the pictures of chapters 6 and on: a band, the Hopper forward and its clocks, devices.
 
     python docs/pictures/schedules.py
 
@@ -8,6 +8,7 @@ It writes each picture for light and dark, next to this file.
 from __future__ import annotations
 
 import ast
+import csv
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +33,16 @@ CALLS = {
     "ring.release(shared.v)": "release V(n-1)",
     "scaled_rows": "rescale O",
 }
+#: clocks that the kernel stored (benchmarks/clocks.py)
+CLOCKS = Path(__file__).parents[2] / "benchmarks/results/hopper_clocks.csv"
+#: by cell: the first use of K in the picture of clocks, and the clocks that are drawn
+SEEN = {"D64 N16384 full": (41, 8000), "D128 N16384 full": (41, 8000)}
+#: the parts of a step: from an event to the next one, or to the next step
+SPANS = (
+    ("begin", "products issued", "issue S and O += P V"),
+    ("scores done", "softmax done", "softmax"),
+    ("softmax done", "begin", "wait for O, rescale, round"),
+)
 #: the layouts of the picture: the device of each of eight chunks, for four devices
 DEVICES = 4
 LAYOUTS = {"contiguous": (0, 0, 1, 1, 2, 2, 3, 3), "zigzag": (0, 1, 2, 3, 3, 2, 1, 0)}
@@ -132,6 +143,61 @@ def schedule(c: Colors) -> Iterator[str]:
         yield text(x, y, f"{number}  {CALLS[name]}", c.faint, 12)
 
 
+def stored_clocks(cell: str) -> dict[int, dict[int, dict[str, int]]]:
+    """Return the clock of each event of a cell, by part and use of K."""
+    found: dict[int, dict[int, dict[str, int]]] = {}
+    with CLOCKS.open(newline="") as file:
+        for row in csv.DictReader(file):
+            if row["cell"] == cell:
+                uses = found.setdefault(int(row["part"]), {})
+                uses.setdefault(int(row["use"]), {})[row["event"]] = int(row["clock"])
+    return found
+
+
+def spans_of(uses: dict[int, dict[str, int]]) -> Iterator[tuple[int, int, int]]:
+    """Yield (number of a span of ``SPANS``, its begin, its end) of a warpgroup."""
+    for use, at in uses.items():
+        for n, (begin, end, _) in enumerate(SPANS):
+            after = uses.get(use + 1, {}) if end == "begin" else at
+            if begin in at and end in after:
+                yield n, at[begin], after[end]
+
+
+def clocks(c: Colors) -> Iterator[str]:
+    """Yield measured steps of each warpgroup, for two head sizes, over clocks."""
+    left, width, height = 118, 740, 22
+    fills = (c.full, c.partial, "none")
+    top = 34
+    for cell, (first, length) in SEEN.items():
+        found = stored_clocks(cell)
+        producer = max(found)
+        start = min(found[part][first]["begin"] for part in range(producer))
+        unit = width / length
+        yield text(left, top - 12, cell.replace(" full", ", full"), c.text, 13)
+        for part in range(producer):
+            y = top + part * (height + 6)
+            yield text(left - 12, y + 15, f"warpgroup {part}", c.text, 12, "end")
+            for n, begin, end in spans_of(found[part]):
+                x0, x1 = (min(max(x - start, 0), length) * unit for x in (begin, end))
+                if x1 > x0:
+                    yield rect(round(left + x0, 1), y, round(x1 - x0, 1), height, fills[n], c.line)
+        y = top + producer * (height + 6)
+        yield text(left - 12, y + 15, "copies", c.text, 12, "end")
+        for use, at in found[producer].items():
+            for event, name in (("K issued", "K"), ("V issued", "V")):
+                x = (at[event] - start) * unit
+                if 0 <= x <= width:
+                    words = f"{name}({use if name == 'K' else use - 1})"
+                    yield text(round(left + x, 1), y + 15, words, c.faint, 11, "middle")
+        for clock in range(0, length + 1, 1000):
+            yield text(left + clock * unit, y + 38, str(clock), c.faint, 11, "middle")
+        top = y + 86
+    for n, (_, _, words) in enumerate(SPANS):
+        x = left + 250 * n
+        yield rect(x, top - 34, 14, 14, fills[n], c.line)
+        yield text(x + 20, top - 22, words, c.faint, 12)
+
+
 def devices(c: Colors) -> Iterator[str]:
     """Yield the causal tiles of the chunks of four devices, and the work of each device."""
     cell, top = 24, 40
@@ -156,6 +222,7 @@ def devices(c: Colors) -> Iterator[str]:
 PICTURES = {
     "band": Picture("A band: the keys that some, and all, queries of a tile see.", 600, 260, band),
     "schedule": Picture("Two steps of the Hopper forward, in order.", 880, 244, schedule),
+    "clocks": Picture("Measured steps of the Hopper forward, in clocks.", 880, 366, clocks),
     "devices": Picture("Causal work of four devices in two layouts.", 780, 244, devices),
 }
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import _C, Tensor
@@ -23,9 +25,13 @@ from torch.autograd import _profiler_enabled as profiler_enabled  # pyright: ign
 from torch.autograd import forward_ad, profiler
 from torch.autograd.forward_ad import _set_fwd_grad_enabled as forward_mode_enabled
 from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack as active_dispatch_modes,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 try:
     from torch._C._dynamo.guards import TensorGuards
@@ -39,6 +45,7 @@ except ImportError:  # then torch, and not rowmax, computes torch's modules in c
 __all__ = [
     "PLAIN",
     "DispatchKeySet",
+    "DispatchMode",
     "SingleLevelFunction",
     "active_dispatch_modes",
     "forward_mode_enabled",
@@ -48,6 +55,28 @@ __all__ = [
 Function = TypeVar("Function", bound=Callable[..., Any])
 #: the types of tensors that hold only numbers
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
+
+
+class DispatchMode(TorchDispatchMode):
+    """A mode that torch.compile leaves alone, and that does not import torch._dynamo for it.
+
+    Torch's own modes import it at their first operation, to disable it there: 1 to 2 s. A torch
+    that does not read ``_should_skip_dynamo`` goes on to do so.
+    """
+
+    def __new__(cls, *args: Any) -> Self:
+        return super().__new__(_uncompiled(cls) if "torch._dynamo" in sys.modules else cls)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+@lru_cache(maxsize=16)
+def _uncompiled(mode: type[DispatchMode]) -> Any:
+    """Return the mode with operations that torch.compile skips."""
+    uncompiled = torch.compiler.disable(mode.__torch_dispatch__)
+    return type(mode.__name__, (mode,), {"__torch_dispatch__": uncompiled})
 
 
 # --- the call that runs ------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Compile kernels without their GPUs, and print facts about the machine code.
 
 Run by ``test_compile.py`` in a process without the interpreter. The arguments are a target and
-"features", "tuned", "float32", "tangents" or "few"; each line is JSON. Without arguments each line
-of the input has the two: a fork of this process answers, after the imports that all need.
+"features", "tuned", "float32", "tangents", "few" or "short"; each line is JSON. Without arguments
+each line of the input has the two: a fork of this process answers, after the imports that all need.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from rowmax.testing import Case, make
 from tests.compile import sass
 from tests.garbage import collect_less
 
+short = importlib.import_module("rowmax.gpu.triton.short")
+short_keys = importlib.import_module("rowmax.gpu.short_keys")
 few = importlib.import_module("rowmax.gpu.triton.few")
 forward = importlib.import_module("rowmax.gpu.triton.forward")
 backward = importlib.import_module("rowmax.gpu.triton.backward")
@@ -96,6 +98,18 @@ FEW = [
     Case("mask", **_DECODE | {"allowed": "b11k", "dropout": 0.1}),
 ]  # fmt: skip
 
+#: backwards of few keys: every entry of the table, and what the calls of one kernel share
+_SHORT: dict[str, Any] = {"b": 64, "nq": 128, "hq": 8, "d": 64, "grads": ("q", "k", "v")}
+SHORT = [
+    *(Case(f"{d}x{n}", **_SHORT | {"d": d, "nq": n})
+      for d, n in ((64, 64), (64, 128), (64, 256), (64, 197), (128, 128))),
+    *(Case(f"{d}x{n}-causal", **_SHORT | {"d": d, "nq": n, "causal": True})
+      for d, n in ((64, 50), (64, 77), (128, 77))),
+    Case("parts", **_SHORT | {"b": 2, "nq": 4096, "nk": 77, "d": 40}),
+    Case("terms", **_SHORT | {"hk": 2, "alibi": True, "softcap": 10.0, "lengths": (0.5,),
+                              "align": "lengths", "dropout": 0.1, "left": 40, "sink": True}),
+]  # fmt: skip
+
 #: every feature for one target of each compiler back end; the others need only be reached
 THOROUGH = ("sm_80", "sm_90", "gfx942")
 
@@ -129,7 +143,8 @@ class Made(NamedTuple):
 def made(case: Case, dtype: torch.dtype, name: str, what: str = "features") -> list[Made]:
     """Return the launches of a call and its backward, compiled for a target.
 
-    Of "tangents", those of its tangent and of the backward of the tangent; of "few", the forward.
+    Of "tangents", those of its tangent and of the backward of the tangent; of "few", the forward;
+    of "short", the backward.
     """
     target, limit = TARGETS[name]
     found: list[Made] = []
@@ -158,8 +173,16 @@ def made(case: Case, dtype: torch.dtype, name: str, what: str = "features") -> l
         given = problem, tensors, along, *results, Cotangents(*results)
         tangent_backward.tangent_backward(*given, WantedSecond(wanted, wanted))
         return found
-    out, lse = forward.forward(problem, tensors)
     dout = torch.zeros(problem.out_shape, dtype=dtype)
+    if what == "short":
+        torch.cuda.is_available, short_keys.limits_of = (lambda: True), tiles.limits_of
+        wanted = Wanted(True, True, True, False, False, False)
+        shape = short_keys.tiles_of(problem._replace(device="cuda"), wanted)
+        shape = shape or tiles.Tiles(32, short_keys.held_keys(problem), 8, 3, parts=1)
+        lse = torch.zeros(problem.lse_shape)
+        short.backward(problem, tensors, dout, lse, dout, lse, wanted, shape)
+        return found
+    out, lse = forward.forward(problem, tensors)
     backward.backward(problem, tensors, out, lse, dout, torch.zeros_like(lse), wanted)
     return found
 
@@ -213,7 +236,7 @@ def facts(made: Made, name: str, what: str) -> dict[str, Any]:
     if "cubin" in kernel.asm:
         taken = re.findall(r"\.param \.(?:align \d+ \.)?(\w+)", kernel.asm["ptx"])
         found["taken"] = taken[: len(found["given"])]  # Triton adds parameters behind these
-    if what == "tuned" or (what in ("tangents", "few") and name == "sm_90"):
+    if what == "tuned" or (what in ("tangents", "few", "short") and name == "sm_90"):
         loops = loops_with_products(kernel.asm["cubin"])
         found["parts"] = job.numbers.parts
         found["copies"], found["loads"] = (
@@ -230,7 +253,7 @@ def facts(made: Made, name: str, what: str) -> dict[str, Any]:
 def report(name: str, what: str) -> None:
     """Print the facts of each kernel of a target."""
     _, shared = TARGETS[name]
-    measured = what == "tuned" or (what in ("tangents", "few") and name == "sm_90")
+    measured = what == "tuned" or (what in ("tangents", "few", "short") and name == "sm_90")
     device = "NVIDIA H200" if measured else name
     amd = name.startswith("gfx")
     limits = tiles.Limits(device, shared, 64 if amd else 32, split=not amd, wgmma=name == "sm_90")
@@ -241,6 +264,7 @@ def report(name: str, what: str) -> None:
         "float32": [(case, torch.float32) for case in FLOAT32],
         "tangents": TANGENTS,
         "few": few_cases(name),
+        "short": [(case, torch.bfloat16) for case in SHORT],
     }
     for case, dtype in cases[what]:
         for one in made(case, dtype, name, what):

@@ -106,8 +106,11 @@ def _within(a: list[Line], b: list[Line]) -> bool:
 
 
 @lru_cache
-def build(case: Case, dtype: torch.dtype = torch.bfloat16) -> Built:
-    """Return the kernel of this case on a GPU with as many processors as an H200."""
+def build(case: Case, dtype: torch.dtype = torch.bfloat16, clocks: int = 0) -> Built:
+    """Return the kernel of this case on a GPU with as many processors as an H200.
+
+    ``clocks``: the events whose clocks it stores.
+    """
     problem, tensors = make(case, dtype=dtype).problem()
     out = torch.empty(problem.out_shape, dtype=dtype)
     lse = torch.empty(problem.lse_shape)
@@ -115,8 +118,9 @@ def build(case: Case, dtype: torch.dtype = torch.bfloat16) -> Built:
         patch.setattr(host, "processors", lambda _: 132)
         words = torch.zeros(64, dtype=torch.int32)
         patch.setattr(host.packed, "order", lambda *_: host.packed.Order(*[words] * 5))
-        plan = host.build_plan(problem, tensors, out)
+        plan = host.build_plan(problem, tensors, out, CLOCKS=clocks)
         t = host.pointers(plan, problem, tensors, out, lse)
+        t = t._replace(clocks=words if clocks else None)
     args = plan.launch.arguments(t, host.bases(*tensors[:4], out))
     kernel = plan.launch.compile(*args, target=GPUTarget("cuda", 90, 32))
     return _read(plan, kernel.asm["cubin"], kernel.metadata.shared)

@@ -20,7 +20,8 @@ if find_spec("triton") is None or sys.platform != "linux":
 import torch
 import triton
 
-from rowmax.gpu.hopper.tiles import LONG_64, LONG_64_SPILLS, SHARED, TILES, tile_for
+from rowmax.gpu.hopper.host import bias_path
+from rowmax.gpu.hopper.tiles import LONG, LONG_64_SPILLS, SHARED, TILES, tile_for
 from rowmax.testing import Case, make
 
 from . import sass
@@ -51,11 +52,14 @@ CASES = [
     if name in ("full", "causal") or (d, dv) in ((128, 128), (256, 256))
 ]
 CASES += [Case(f"{d}x{dv}-few", b=1, d=d, dv=dv, causal=True) for d, dv in TILES]
-LONG = [
-    Case(f"64x64-long-{name}", b=200, hq=1, nq=8, nk=5000, d=64, **FEATURES[name])
+LONG_CASES = [
+    Case(f"{d}x{d}-long-{name}", b=2, hq=2, nq=9000, nk=9001, d=d, **FEATURES[name])
+    for d, _ in LONG
     for name in ("full", "causal")
 ]
-CASES += LONG
+CASES += LONG_CASES
+#: without overlap within a warpgroup
+APART = [case for case in LONG_CASES if not LONG[case.d, case.d].overlap]
 #: none with the triton that torch 2.11 pins; 3.9 spills up to three scalars a key tile where
 #: registers are fewest (head size 256 with a window, ALiBi or a bias for each query)
 SPILLS = 0 if triton.__version__.startswith("3.6.") else 3
@@ -66,20 +70,20 @@ STACK = 160
 def kept(case: Case) -> Built:
     """Return the kernel of a case. Skip three warpgroups that the host would not take."""
     kernel = build(case)
-    if kernel.plan.tile == LONG_64 and kernel.stack > 4 * LONG_64_SPILLS:
+    if kernel.plan.tile in LONG.values() and kernel.stack > 4 * LONG_64_SPILLS:
         pytest.skip("three warpgroups spill with this compiler: the host takes the next tile")
     return kernel
 
 
-@pytest.mark.parametrize("case", LONG, ids=str)
+@pytest.mark.parametrize("case", LONG_CASES, ids=str)
 def test_three_warpgroups_give_way_where_they_spill(case):
     """The host knows local memory alone: a kernel below its limit must have none in its loops."""
     kernel = build(case)
-    assert kernel.plan.tile == LONG_64
+    assert kernel.plan.tile == LONG[case.d, case.d]
     spilled = any(re.search(r"\b(LDL|STL)\b", x.text) for loop in kernel.loops() for x in loop)
     assert spilled is (kernel.stack > 4 * LONG_64_SPILLS)
     problem, _ = make(case, dtype=torch.bfloat16).problem()
-    assert tile_for(problem, "", 132, spilled=True) == TILES[64, 64]
+    assert tile_for(problem, "", 132, spilled=True) == TILES[case.d, case.d]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -101,13 +105,18 @@ def test_loops_keep_to_registers(case):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_products_are_not_serialised(case):
-    """One wait for scores and one for the output in a loop; one after each HGMMA otherwise."""
-    for loop in kept(case).loops():
+    """One wait for scores and one for the output in a loop; one after each HGMMA otherwise.
+
+    Without overlap a loop over query tiles has scores and no output.
+    """
+    kernel = kept(case)
+    for loop in kernel.loops():
         waits = [line for line in loop if "WARPGROUP.DEPBAR" in line.text]
-        assert len(waits) == 2
+        output = kernel.plan.tile.overlap or any("tnspB" in line.text for line in loop)
+        assert len(waits) == 1 + output
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [c for c in CASES if c not in APART], ids=str)
 def test_softmax_runs_under_the_output(case):
     """All exponentials of the weights come before the wait for the product that hides them."""
     kernel = kept(case)
@@ -121,3 +130,58 @@ def test_softmax_runs_under_the_output(case):
         before = sum("MUFU.EX2" in text for text in texts[waits[0] : ends])
         assert before >= weights
         assert after <= 2  # the factor of O may come late
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_stores_of_clocks_leave_loops_in_registers(d):
+    """A measurement with spills in the loops would be one of another kernel."""
+    case = Case("even", b=200, hq=1, nq=8, nk=5120, d=d)  # without a mask, as is measured
+    assert kept(case).count("SR_CLOCKLO") == 0
+    events = 0b01111 if d == 64 else 0b11111
+    kernel = build(case, clocks=events)
+    assert kernel.count("SR_CLOCKLO") > 0
+    loops = sorted(kernel.loops(stores=events.bit_count()), key=len)
+    # longer ones begin and end a query tile
+    steps = loops[: kernel.plan.tile.warpgroups]
+    assert len(steps) == kernel.plan.tile.warpgroups
+    for loop in steps:
+        assert not any(re.search(r"\b(LDL|STL)\b", x.text) for x in loop)
+
+
+def test_three_warpgroups_take_turns():
+    """A warpgroup waits before its products and passes the turn on after them."""
+    for case in LONG:
+        kernel = kept(case)
+        assert kernel.plan.constants.config.ORDERED
+        for loop in kernel.loops():
+            texts = [x.text for x in loop]
+            waits, passes, products = (
+                [n for n, text in enumerate(texts) if re.search(pattern, text)]
+                for pattern in (r"BAR\.SYNC\S* \S+, 0x100", r"BAR\.ARV \S+, 0x100", "HGMMA")
+            )
+            assert len(waits) == len(passes) == 1
+            assert waits[0] < products[0] < products[-1] < passes[0]
+
+
+@pytest.mark.parametrize(
+    ("features", "tall"),
+    [
+        ({}, True),
+        ({"d": 72}, True),
+        ({"causal": True, "sink": True}, True),
+        ({"nk": 8192}, False),
+        ({"nq": 8192}, False),
+        ({"b": 1, "hq": 1}, False),  # no more rows than processors with one warpgroup each
+        ({"lengths": (0.5,)}, False),
+        ({"sequences": ((9000, 9000),)}, False),
+        ({"bias": "bh1k"}, False),
+        ({"softcap": 2.0}, False),
+        ({"d": 128}, False),
+    ],
+    ids=str,
+)
+def test_tall_tiles_serve_the_calls_that_they_were_measured_on(features, tall):
+    given = {"b": 2, "hq": 2, "nq": 8300, "nk": 8300, "d": 96, **features}
+    problem, tensors = make(Case("", **given), dtype=torch.bfloat16).problem()
+    tile = tile_for(problem, bias_path(problem, tensors.bias), 132)
+    assert (tile.warpgroups == 3) is tall

@@ -121,6 +121,23 @@ def _moved(args: list[Any], threshold: np.float32) -> Tensor:
     return Tensor(np.where(top > m + threshold, top, m))
 
 
+# --- order -------------------------------------------------------------------------------------
+
+
+def _meet(barrier: int, *, waits: bool) -> None:
+    """Declare one side of a named barrier of two warpgroups: a thread stands for 128."""
+    verb = "sync" if waits else "arrive"
+
+    @means(f"bar.{verb} {barrier}, 256; mov.u32 $0, 0;")
+    def meet(args: list[Any], dtype: Any) -> None:
+        threads.meet(barrier, 128, 256, waits=waits)
+
+
+for _barrier in (9, 10, 11):
+    _meet(_barrier, waits=True)
+    _meet(_barrier, waits=False)
+
+
 # --- memory ------------------------------------------------------------------------------------
 
 

@@ -171,6 +171,38 @@ def _start(function: Callable[..., Any], args: tuple[Any, ...], block: Block) ->
     return thread
 
 
+class Named:
+    """A named barrier of a block: the threads that have arrived, and its phases so far."""
+
+    def __init__(self) -> None:
+        self.arrived = self.phase = 0
+
+    def arrive(self, threads: int, count: int) -> int:
+        """Add arrivals, and return the phase that they belong to. The caller holds the lock."""
+        phase = self.phase
+        self.arrived += threads
+        if self.arrived > count:
+            raise RuntimeError(f"a named barrier of {count} threads has {self.arrived} arrivals")
+        if self.arrived == count:
+            self.arrived, self.phase = 0, phase + 1
+            progress()
+        return phase
+
+
+_named: dict[tuple[int, int], Named] = {}
+
+
+def meet(number: int, threads: int, count: int, *, waits: bool) -> None:
+    """Arrive at a named barrier of this block; ``waits``: until ``count`` threads have."""
+    pause_sometimes()
+    with lock:
+        check()
+        barrier = _named.setdefault((here.block.pid, number), Named())
+        phase = barrier.arrive(threads, count)
+    if waits:
+        wait_until(lambda: barrier.phase > phase, f"named barrier {number}")
+
+
 def warp_specialize(partitions: list[Any], warps: Any, registers: Any) -> None:
     """Run the partitions of a block, and return when all are done."""
     threads = [_start(function, args, here.block) for function, args in partitions]
@@ -182,12 +214,15 @@ def warp_specialize(partitions: list[Any], warps: Any, registers: Any) -> None:
 def run_blocks(kernel: Callable[..., Any], programs: int, *args: Any) -> None:
     """Run a kernel over a grid, all blocks at once, and raise what one of them raised."""
     _failures.clear()
+    _named.clear()
     with lock:
         progress()
     with _counted(1):  # no deadlock before all have started
         threads = [_start(kernel, args, Block(pid, programs)) for pid in range(programs)]
     for thread in threads:
         thread.join()
+    if not _failures and any(barrier.arrived for barrier in _named.values()):
+        raise RuntimeError("a named barrier is left with arrivals that no thread has waited for")
     first_cause = [e for e in _failures if not isinstance(e, Stuck)]
     if _failures:
         raise (first_cause or _failures)[0]

@@ -21,7 +21,7 @@ from tests import emulator
 emulator.install()
 
 from rowmax.call.dispatch import beyond  # noqa: E402
-from rowmax.gpu.hopper import LIMITS, host, packed  # noqa: E402
+from rowmax.gpu.hopper import LIMITS, host, packed, tiles  # noqa: E402
 from rowmax.reference import dense  # noqa: E402
 from rowmax.testing import CASES, Answer, Case, complaint, make, poisoned, tagged  # noqa: E402
 from tests.extreme_bias import CASES as EXTREMES  # noqa: E402
@@ -34,7 +34,8 @@ from tests.poison_padding import padding_matters  # noqa: E402
 #: cases that the table of all backends lacks: lengths that meet tiles in every way, few and many
 #: tiles, every path of a bias, every head size of a tile
 LENGTHS = ((1, 1), (3, 3), (64, 1), (239, 1), (113, 203), (256, 256), (128, 384), (255, 257))
-SIZES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (80, 72), (256, 64))
+SIZES = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (80, 72),
+         (256, 64))  # fmt: skip
 MORE = [
     *(
         Case(f"odd-{n}-{m}{'-causal' * causal}", b=1, nq=n, nk=m, hq=2, d=64, causal=causal)
@@ -54,6 +55,13 @@ MORE = [
     Case("deep-256", b=1, nq=200, nk=600, hq=2, d=256),
     Case("deep-bias", b=1, nq=256, nk=640, hq=1, d=128, bias="bhqk"),
     Case("long", b=1, nq=300, nk=2000, hq=1, d=64, left=700, right=0),
+    Case("turns", b=1, nq=300, nk=2000, hq=1, d=64),
+    Case("turns-causal", b=1, nq=450, nk=4200, hq=2, d=64, causal=True, sink=True),
+    *(
+        Case(f"tall-{d}{'-causal' * causal}", b=1, nq=300, nk=420, hq=2, d=d, causal=causal)
+        for d in (72, 96)
+        for causal in (False, True)
+    ),
     Case("far", b=1, nq=150, nk=270, hq=1, d=64, left=2**31, right=2**32 - 1),
     Case("grouped", b=2, nq=20, nk=300, hq=8, hk=2, d=64, causal=True, sink=True),
     Case(
@@ -62,8 +70,13 @@ MORE = [
 ]
 
 
+LONG_KEYS = tiles.LONG_KEYS
+TALL = [key for key in LONG_KEYS if key[0] > 64]
+
+
 def prepare(processors: int) -> None:
     host.processors = lambda _: processors
+    host.spills = lambda *_: False  # nothing is compiled
     packed._CLEARING = 3  # each of few programs clears several parts
     host._PLANS.clear()
     torch.cuda.current_device = lambda: None  # pyright: ignore
@@ -75,6 +88,9 @@ def check(case: Case, seed: int) -> list[str]:
     random.seed(f"{case.name} {seed}")
     torch.manual_seed(seed)
     prepare(random.choice((1, 1, 2, 3, 64)))
+    if case.name.startswith("tall"):  # on one processor, else few rows have tiles of their own
+        prepare(1)
+    tiles.LONG_KEYS = LONG_KEYS | dict.fromkeys(TALL, 0 if case.name.startswith("tall") else 8192)
     problem, tensors = make(case, dtype=torch.float16).problem()
     if beyond(LIMITS, problem):
         return ["refused"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
 from importlib import import_module
 from itertools import accumulate
@@ -53,6 +54,8 @@ class Backend(Protocol):
     ``record(run, given)`` returns the results of ``run(given)``, and a function that repeats its
     launches for tensors like these or returns None. In its place it returns False if such calls
     cannot be recorded, None if a later one may be.
+    ``compile_ahead(problem, tensors, backward, wanted)`` returns a context for a first forward.
+    Meanwhile and after, threads compile the kernels of ``backward(out, lse, dout)``.
     """
 
     def supports(self, problem: Problem, call: Call) -> str | None:
@@ -167,14 +170,40 @@ class Prepared:
         #: False where calls cannot be recorded
         self._again: dict[Any, Callable[..., Any] | bool | None] = {}
 
-    def forward(self, tensors: Tensors, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return (out, lse); out may be ``into``, memory for it."""
+    def forward(
+        self, tensors: Tensors, into: Tensor | None = None, wanted: Wanted | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return (out, lse).
+
+        Args:
+            into: memory for out, which may be it.
+            wanted: the gradients that a backward will compute.
+        """
         again = self._again.get("forward")
         found = again(tensors, into) if callable(again) else None
         if found is not None:
             return found
         backend = choose(self.problem, "forward", self.options.backend).first
-        return self._run("forward", backend, partial(backend.forward, self.problem), tensors)
+        run = partial(backend.forward, self.problem)
+        if wanted is None or "forward" in self._again:
+            return self._run("forward", backend, run, tensors)
+        with self._compile_ahead(tensors, wanted):
+            return self._run("forward", backend, run, tensors)
+
+    def _compile_ahead(self, tensors: Tensors, wanted: Wanted) -> AbstractContextManager[None]:
+        """Return a context in which the backward's kernels begin to compile, if its backend can."""
+        try:
+            plan = choose(self.problem, "backward", self.options.backend)
+        except ValueError:  # the backward will raise it
+            return nullcontext()
+        compile_ahead = getattr(plan.first, "compile_ahead", None)
+        if compile_ahead is None:
+            return nullcontext()
+
+        def backward(out: Tensor, lse: Tensor, dout: Tensor) -> Gradients:
+            return run_backward(plan, self.problem, tensors, out, lse, dout, None, wanted)
+
+        return compile_ahead(self.problem, tensors, backward, wanted)
 
     def backward(
         self,

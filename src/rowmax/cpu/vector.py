@@ -66,8 +66,8 @@ def product(width: int, mr: int, nv: int, a_row: int, sums: ir.Type, operands: i
     Arguments are addresses, strides in elements, k >= 1, and 1 to add to C:
     ``(C, c_row, A, a_stride, B, b_stride, k, add)``. ``A[r, i]`` is at ``r a_row + i a_stride``;
     a_row is a constant, so that one moving pointer reaches the whole of A. Operands of int32 are
-    pairs of bfloat16, two terms of the sum over k each. The sum over k begins with 0, and C is added
-    to it: sums of long rows in blocks have smaller errors.
+    pairs of bfloat16, two terms of the sum over k each. The sum over k begins with 0, and C is
+    added to it: sums of long rows in blocks have smaller errors.
     """
     vector, words = ir.VectorType(sums, width), ir.VectorType(operands, width)
     size = 8 if isinstance(sums, ir.DoubleType) else 4

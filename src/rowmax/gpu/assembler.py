@@ -91,7 +91,8 @@ def _chosen() -> Choice:
 
 @lru_cache(maxsize=16)
 def _choice(paths: tuple[str, ...], cuda: str | None) -> Choice:
-    found = [one for one in map(release_of, paths) if one is not None]
+    # one by one: each is a process
+    found = (one for one in map(release_of, paths) if one is not None)
     # a driver loads machine code of its own major release and of older ones
     newest = int(cuda.split(".")[0]) if cuda else 99
     usual = release_of(paths[0]) if paths else None

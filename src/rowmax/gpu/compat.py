@@ -6,10 +6,15 @@ Tried with triton 3.6.0 and 3.9.0. Gluon's are in ``hopper/gluon_compat.py``.
 from __future__ import annotations
 
 import gc
+import hashlib
 import inspect
+import json
+import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -155,6 +160,61 @@ def _types_of_parts(x: Any) -> Parts:
         return [x]
     rank = found[1].count(",") + 1
     return ["nvTmaDesc", *["i32"] * rank, *["i64"] * rank]
+
+
+#: the folders in Triton's whose sources are part of its key
+_KEYED = ("compiler", "backends", "language")
+
+
+def remember_key(folder: Path) -> None:
+    """Keep the key that Triton gives its own release, in a file of this folder.
+
+    Triton hashes its files for it in every process that compiles, 400 MB: 0.4 s. The file holds the
+    key with the names, sizes and times of the files, and is used while these stay as they are.
+    Where Triton computes its key in another way, it goes on to do so.
+    """
+    from triton.runtime import cache
+
+    compute = getattr(cache, "triton_key", None)
+    if compute is None or getattr(compute, "kept", False):
+        return
+    root = Path(cache.__file__).parent.parent
+    stamp, path = _stamp(root), folder / "triton_key.json"
+    key = None
+    with suppress(OSError, ValueError, AttributeError):
+        found = json.loads(path.read_text())
+        key = found.get("key") if found.get("stamp") == stamp else None
+    if not isinstance(key, str):
+        key = compute()
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part = path.with_suffix(f".{os.getpid()}")
+            part.write_text(json.dumps({"stamp": stamp, "key": key}))
+            part.replace(path)
+
+    def kept_key() -> str:
+        return key
+
+    kept_key.kept = True  # pyright: ignore
+    cache.triton_key = kept_key
+
+
+def _stamp(root: Path) -> str:
+    """Return a hash of the names, sizes and times of the files of Triton's key."""
+    files = [root / "runtime" / "cache.py", *(root / "_C").glob("libtriton*")]
+    files += [x for name in _KEYED for x in sorted((root / name).rglob("*.py"))]
+    found = [(str(x), x.stat().st_size, x.stat().st_mtime_ns) for x in files]
+    return hashlib.sha256(repr((triton.__version__, found)).encode()).hexdigest()
+
+
+def build_launcher(compiled: Any) -> None:
+    """Fill Triton's cache with the launcher of a kernel, which it compiles from C (gcc).
+
+    Nothing happens where a driver makes its launchers in another way: the first launch builds it.
+    """
+    make = getattr(triton.runtime.driver.active, "launcher_cls", None)
+    if make is not None:
+        make(compiled.src, compiled.metadata)
 
 
 def spills(kernel: Any) -> int | None:

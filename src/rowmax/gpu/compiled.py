@@ -9,7 +9,9 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -21,6 +23,7 @@ from triton.compiler import ASTSource
 
 from . import compat
 from .assembler import assembling, current_arch
+from .folder import cache_folder
 
 _TYPES = {
     torch.float32: "*fp32",
@@ -87,30 +90,59 @@ class Ready(NamedTuple):
 
 #: a launch at the addresses of its pointers, and of the tensors of its copies
 Addressed = Callable[[list[int], list[int]], None]
-#: by thread: the launches that ``recorded_by`` gathers
-_recorders: dict[int, list[tuple[Launch, Any, tuple[Any, ...]]]] = {}
+#: a launch with its pointers and the tensors of its copies
+Noted = tuple["Launch", Any, tuple[Any, ...]]
+#: by thread: the launches that ``recorded_by`` gathers, and whether they run
+_recorders: dict[int, tuple[list[Noted], bool]] = {}
 
 
 @contextmanager
-def recorded_by() -> Iterator[list[tuple[Launch, Any, tuple[Any, ...]]]]:
-    """Gather the launches of this thread, each as (launch, pointers, tensors of its copies)."""
-    found: list[tuple[Launch, Any, tuple[Any, ...]]] = []
-    _recorders[threading.get_ident()] = found
+def recorded_by(running: bool = True) -> Iterator[list[Noted]]:
+    """Gather the launches of this thread. Unless ``running``, none of them runs."""
+    found: list[Noted] = []
+    _recorders[threading.get_ident()] = found, running
     try:
         yield found
     finally:
         del _recorders[threading.get_ident()]
 
 
-def _note_launch(launch: Launch, t: Any, bases: tuple[Any, ...]) -> None:
-    found = _recorders.get(threading.get_ident())
+def _note_launch(launch: Launch, t: Any, bases: tuple[Any, ...]) -> bool:
+    """Note a launch for the recorder of this thread; return False if it shall not run."""
+    found, running = _recorders.get(threading.get_ident(), (None, True))
     if found is not None:
         found.append((launch, t, bases))
+    return running
+
+
+#: by thread: what to call once it has read the source of a kernel
+_waiting: dict[int, Callable[[], None]] = {}
+
+
+@contextmanager
+def once_read(call: Callable[[], None]) -> Iterator[None]:
+    """Call a function when this thread has read the source of a kernel, to compile it.
+
+    Not if all kernels of the context are in a cache.
+    """
+    _waiting[threading.get_ident()] = call
+    try:
+        yield
+    finally:
+        _waiting.pop(threading.get_ident(), None)
+
+
+def runs() -> bool:
+    """Return False while the launches of this thread are only noted."""
+    return not _recorders or _recorders.get(threading.get_ident(), (None, True))[1]
 
 
 #: by kernel, device, signature and options; the one used last is the last
 _kernels: OrderedDict[Any, Kept] = OrderedDict()
+#: those that a thread compiles now
+_compiling: dict[Any, Future[Kept]] = {}
 _kernels_lock = threading.Lock()
+_key_lock = threading.Lock()
 
 
 def _evicted() -> list[Kept]:
@@ -180,8 +212,8 @@ class Launch:
         ``t`` holds tensors, or None where a term is missing; ``bases`` are the tensors of
         ``copies``.
         """
-        if _recorders:
-            _note_launch(self, t, bases)
+        if _recorders and not _note_launch(self, t, bases):
+            return
         pointers = [None if x is None else x.data_ptr() for x in t]
         run, parts_of, numbers = self._ready_for(pointers, t, bases)
         if run is None:
@@ -255,16 +287,40 @@ class Launch:
     def loaded(self, *args: Any) -> Kept:
         """Return the kernel for these arguments on the current device, compiled once."""
         device = torch.cuda.current_device()
-        key = (self.kernel, device, (_kinds(args),), *self.options.items())
+        key = self._key(device, args)
         kept = self._found(key)
         if kept is not None:
             return kept
+        made = _once(key, lambda: _keepable(self.compile(*args), self.signature(*args), device))
+        return self._found(key, made)
+
+    def pending(self, *args: Any) -> Callable[[], None] | None:
+        """Return the function that compiles the kernel for these arguments, to run in a thread.
+
+        It holds no tensors and calls nothing of CUDA, since another thread may capture a graph.
+        Return None if the kernel is there.
+        """
+        device = torch.cuda.current_device()
+        key = self._key(device, args)
+        with _kernels_lock:
+            if key in _kernels or key in _compiling:
+                return None
         signature = self.signature(*args)
-        kernel = self.compile(*args)
-        # before other threads find the kernel: Triton makes its launcher of the types, and would
-        # take records and constants apart at every launch
-        parts_of = compat.flatten_arguments(kernel, signature.flat())
-        return self._found(key, Kept(kernel, device, parts_of))
+        target = triton.runtime.driver.active.get_current_target()
+
+        def make() -> Kept:
+            kept = _keepable(self._compiled(signature, target), signature, device)
+            with suppress(Exception):  # the first launch would raise it
+                compat.build_launcher(kept.kernel)
+            return kept
+
+        def compile() -> None:
+            _once(key, make)
+
+        return compile
+
+    def _key(self, device: int, args: tuple[Any, ...]) -> Any:
+        return (self.kernel, device, (_kinds(args),), *self.options.items())
 
     def _found(self, key: Any, new: Kept | None = None) -> Any:
         """Return the kept kernel of a key, else ``new``; this launch then uses it."""
@@ -282,8 +338,12 @@ class Launch:
 
     def compile(self, *args: Any, target: Any = None) -> Any:
         """Return the kernel for these arguments, for the current device or another target."""
-        source = self.source(self.kernel, *self.signature(*args))
         target = target or triton.runtime.driver.active.get_current_target()
+        return self._compiled(self.signature(*args), target)
+
+    def _compiled(self, signature: Signature, target: Any) -> Any:
+        _remember_key()
+        source = _announced(self.source)(self.kernel, *signature)
         with assembling(target.arch) as more:
             return triton.compile(source, target=target, options={**self.options, **more})
 
@@ -292,6 +352,60 @@ class Launch:
         for i, (name, x) in enumerate(zip(self.kernel.arg_names, args, strict=True)):
             found.types[name] = _described(x, (i,), found)
         return found
+
+
+def _keepable(kernel: Any, signature: Signature, device: int) -> Kept:
+    """Return a compiled kernel as it is kept.
+
+    Before other threads find it: Triton makes its launcher of the types, and would take records and
+    constants apart at every launch.
+    """
+    return Kept(kernel, device, compat.flatten_arguments(kernel, signature.flat()))
+
+
+def _once(key: Any, make: Callable[[], Kept]) -> Kept:
+    """Return the kernel of a key. One thread makes it, others wait and get its error."""
+    with _kernels_lock:
+        kept, future = _kernels.get(key), _compiling.get(key)
+        if kept is not None:
+            return kept
+        mine = future is None
+        if future is None:
+            future = _compiling[key] = Future()
+    if not mine:
+        return future.result()
+    try:
+        kept = make()
+    except BaseException as error:
+        with _kernels_lock:
+            del _compiling[key]
+        future.set_exception(error)
+        raise
+    with _kernels_lock:
+        _kernels.setdefault(key, kept)
+        del _compiling[key]
+    future.set_result(kept)
+    return kept
+
+
+def _remember_key() -> None:
+    with _key_lock, suppress(RuntimeError):  # this user has no home
+        compat.remember_key(cache_folder())
+
+
+@lru_cache(maxsize=8)
+def _announced(source: Any) -> Any:
+    """Return the class of sources, which calls what waits for ``once_read``."""
+
+    class Source(source):
+        def make_ir(self, *args: Any, **kwargs: Any) -> Any:
+            module = super().make_ir(*args, **kwargs)
+            call = _waiting.pop(threading.get_ident(), None)
+            if call is not None:
+                call()
+            return module
+
+    return Source
 
 
 def _whole(x: Any) -> Any:

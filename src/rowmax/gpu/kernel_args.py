@@ -83,6 +83,8 @@ class Pointers(NamedTuple):
     dtbias_cols: Any = None
     dtsink: Any = None
     dtheads: Any = None
+    dk_parts: Any = None  # float32 [parts, B, Nk, Hk, D], dK of a part of the queries
+    dv_parts: Any = None
     part_out: Any = None  # float32 [parts, B, Hq, Nq, Dv], O of a part of the keys
     part_rows: Any = None  # float32 [parts, 2, B, Hq, Nq], m and l of a part
 

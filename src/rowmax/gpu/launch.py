@@ -15,7 +15,7 @@ from triton.runtime.errors import OutOfResources
 from ..call.problem import Problem, Tensors
 from . import kernel_args
 from .compat import current_device
-from .compiled import Launch
+from .compiled import Launch, runs
 from .kernel_args import Config, Numbers, Pointers, prepared, strided
 from .parts import parts_of
 from .tile_maps import listed, tile_pointers, tile_strides
@@ -34,7 +34,7 @@ class JobSpec(NamedTuple):
     name: str
     kernel: Any
     #: a program's tile: "queries" or "keys" of a sequence, "groups" of the rows of a kv head,
-    #: "rows" of all packed sequences as one, "bias"
+    #: "rows" of all packed sequences as one, "bias". Or "heads": all keys of a kv head
     resident: str
     #: tensors that are read or written, other than q, k and v
     matrices: tuple[str, ...] = ()
@@ -112,7 +112,7 @@ def build_job(
     )
     precision = kernel_args.precision_of(tensors)
     config = kernel_args.config(problem, tiles, precision, **constants)
-    programs = heads * (shares or 1) if resident == "groups" else heads
+    programs = heads * (shares or 1) if resident in ("groups", "heads") else heads
     return Job(spec.kernel, numbers, config, tiles, programs)
 
 
@@ -125,6 +125,8 @@ def grid_of(problem: Problem, tiles: Tiles, resident: str) -> tuple[int, int]:
         assert problem.bias is not None
         b, h, i, j = problem.bias
         return -(-i // tiles.block_q) * -(-j // tiles.block_k), b * h
+    if resident == "heads":
+        return 1, problem.batch * problem.hk
     batch = 1 if problem.varlen else problem.batch
     block, total, heads = tiles.block_q, problem.total_q, problem.hq
     if resident == "keys":
@@ -185,9 +187,10 @@ def launch(
                 raise
             chosen = less
             continue
-        if len(_jobs) >= _LIMIT:
-            _jobs.clear()
-        _jobs[key] = job
+        if runs():  # else it may not fit
+            if len(_jobs) >= _LIMIT:
+                _jobs.clear()
+            _jobs[key] = job
         return ptr
 
 

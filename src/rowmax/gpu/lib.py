@@ -242,6 +242,33 @@ def load_rows(x, row, end, other, RAGGED: tl.constexpr):
 
 
 @triton.jit
+def row_numbers(rows, do, i0, ptr, num, cfg, place, RAGGED: tl.constexpr):
+    """Return (lse in the units of the scores, Delta - dlse) of the rows of dO from i0 on.
+
+    They are loaded where a kernel before has stored them, else computed from lse, O and dlse. Past
+    the end lse is +inf, for weights of 0.
+    """
+    nq = place.nq
+    if ptr.delta is not None:
+        lse2 = load_rows(row_vector(ptr.lse2, num, cfg, place), rows, nq, float("inf"), RAGGED)
+        delta = load_rows(row_vector(ptr.delta, num, cfg, place), rows, nq, 0.0, RAGGED)
+        return lse2, delta
+    else:
+        start, total = place.q_start, num.total_q
+        lse = vector(ptr.lse, place.b, place.head, start, total, cfg.HQ, cfg.PACKED)
+        lse2 = load_rows(lse, rows, nq, float("inf"), RAGGED)
+        if not cfg.NATURAL:
+            lse2 = lse2 * LOG2E
+        o = queries(ptr.out, num.out, cfg, place)
+        o = load_tile(o, num.out, i0, nq, do.shape[0], RAGGED)
+        delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+        if ptr.dlse is not None:
+            dlse = vector(ptr.dlse, place.b, place.head, start, total, cfg.HQ, cfg.PACKED)
+            delta -= load_rows(dlse, rows, nq, 0.0, RAGGED)
+        return rules.without_weights(lse2), delta
+
+
+@triton.jit
 def load_rest(ptr, num, cfg, place, row, RAGGED: tl.constexpr):
     """Return the rest of LSE (``preprocess.py``) of the rows; 0 without natural scores."""
     rest = 0.0

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..torch_compat import DispatchMode
 from . import compat
 from .compiled import Addressed, Launch, Span, recorded_by
 from .kept import Plans
@@ -34,19 +34,19 @@ _numbers = count()
 
 aten = torch.ops.aten
 #: operations that make a tensor without values
-_EMPTY = frozenset({
+EMPTY = frozenset({
     aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default,
     aten.new_empty.default, aten.new_empty_strided.default,
 })  # fmt: skip
 #: operations that look at the memory of their first argument
-_VIEWS = frozenset({
+VIEWS = frozenset({
     aten.alias.default, aten.detach.default, aten.expand.default, aten.permute.default,
     aten.select.int, aten.slice.Tensor, aten.transpose.int, aten.unsqueeze.default,
     aten.view.default,
 })  # fmt: skip
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(DispatchMode):
     """The tensors that a call makes, and whether it does anything else."""
 
     def __init__(self) -> None:
@@ -57,9 +57,9 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in _EMPTY:
+        if func in EMPTY:
             self.made.append(result)
-        elif func in _VIEWS:
+        elif func in VIEWS:
             self.views.append((result, args[0]))
         else:
             self.complete = False

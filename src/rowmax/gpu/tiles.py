@@ -17,6 +17,7 @@ import torch
 
 from ..call.problem import Problem
 from . import assembler
+from .folder import cache_folder
 
 
 @dataclass(frozen=True)
@@ -189,6 +190,15 @@ _FEW = {
     ("few", 128): (Tiles(64, 64, 4, 4),) * 3,
     ("few", 256): (Tiles(64, 32, 4, 4),) * 3,
 }
+#: as ``_H200`` for few keys; of backwards, by the number of keys that a program holds. None: not
+#: measured, or slower than the tiles of longer sequences
+_SHORT: dict[tuple[str, int], tuple[Tiles | None, Tiles | None, Tiles | None]] = {
+    ("short-64", 64): (Tiles(32, 64, 4, 3), Tiles(32, 64, 4, 3), None),
+    ("short-128", 64): (Tiles(32, 128, 8, 3), Tiles(32, 128, 8, 3), None),
+    ("short-128", 128): (Tiles(32, 128, 8, 3), Tiles(32, 128, 8, 3), None),
+    ("short-256", 64): (Tiles(32, 256, 8, 3), None, None),
+    ("forward-short", 64): (Tiles(64, 32, 4, 3), Tiles(64, 64, 4, 2), None),
+}
 #: faster than the middle one beyond ``LONG``
 _H200_LONG = {("dkdv", 128): Tiles(64, 128, 8, 3, split=True)}
 
@@ -198,7 +208,7 @@ def table(kind: Kind, limits: Limits) -> Tiles | None:
     if not any(name in limits.name for name in ("H100", "H200", "GH200")) or kind.bytes != 2:
         return None
     width = max(kind.d, kind.dv, 64)
-    found = {**_H200, **_FEW, **_TANGENTS}.get((kind.job, width))
+    found = {**_H200, **_FEW, **_SHORT, **_TANGENTS}.get((kind.job, width))
     if found is None or kind.scored:
         return found and found[2]
     if kind.masked and kind.long:
@@ -316,9 +326,7 @@ def smaller(tiles: Tiles) -> Tiles | None:
 
 def cache_file() -> Path:
     """Return the file of tuned tiles, in ``$ROWMAX_CACHE`` or the user's cache directory."""
-    given, home = os.environ.get("ROWMAX_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    folder = Path(given) if given else Path(home or Path.home() / ".cache") / "rowmax"
-    return folder / "tiles.json"
+    return cache_folder() / "tiles.json"
 
 
 @lru_cache(maxsize=8)

@@ -43,18 +43,18 @@ dP and Delta cancel, as in rows that see one key. The errors of rows are indepen
 changes every dS of its row by P times itself: the norms of these changes, at one standard
 deviation, are added to the second line.
 
-A score ``x = sum q_d k_d`` has D rounded partial sums: of u times ``|x| + sqrt(sum (q_d k_d)^2)``
-each at most, and independent, so they are off by ``sqrt(D / 3)`` of that in the mean square. Without
-a softcap every pair of std has such an error, and the factor covers them. A softcap leaves it only
-to pairs with a small x, and in few pairs std's error may be small by chance. There noise takes it
-at two standard deviations, in float32, times the derivative of s by x.
+A score ``x = sum q_d k_d`` has D rounded partial sums. Each rounding is of u times ``|x| + sqrt(sum
+(q_d k_d)^2)`` at most, and they are independent: in the mean square x is off by ``sqrt(D / 3)`` of
+that. Without a softcap every pair of std has such an error, and the factor covers them. A softcap
+leaves it only to pairs with a small x, and in few pairs std's error may be small by chance. There
+noise takes it at two standard deviations, in float32, times the derivative of s by x.
 
-lse is stored in the accumulator: it is rounded once as a natural logarithm, and once in base 2. The
-errors are at most ``u |lse|`` each, in the mean square ``sqrt(2 / 3) u |lse|`` together, and change
-P and dS of their row by that part of themselves. At three standard deviations this is added to the
-second line of float32, where a far key of ALiBi makes |lse| thousands. Errors of rows are
-independent, but not where rows differ by a number without rounding, as under ALiBi: a gradient that
-is one number a head takes the sum over rows of the sizes of their parts.
+lse is stored in the accumulator. It is rounded once as a natural logarithm, and once in base 2.
+Each error is at most ``u |lse|``, both together ``sqrt(2 / 3) u |lse|`` in the mean square. P and
+dS of the row change by that part of themselves. Three standard deviations are added to the second
+line of float32: a far key of ALiBi makes |lse| thousands. Errors of rows are independent, except
+where rows differ by a number without rounding, as under ALiBi. So a gradient that is one number a
+head takes the sum over rows of the sizes of their parts.
 
 A number below the least normal one of float32 may be computed as 0: each term of the sum over rows
 that is the gradient of a sink may be off by that number.

@@ -49,6 +49,16 @@ def with_sink(m, l, sink):
     return m_new, l * alpha + exp2((sink - base) * LOG2E), alpha
 
 
+def headroom(keys, dropout_p):
+    """Return a power of two c for which the sums of c v cannot overflow.
+
+    Before it is divided, ``O = sum_j P_j R_j v_j`` has up to ``keys / (1 - p)`` times the greatest
+    |v|: each weight is at most 1, and its R at most ``1 / (1 - p)``. So c is less than half the
+    inverse. Times c a v is exact, unless it falls below the least normal number.
+    """
+    return 2.0 ** -(math.frexp(keys / (1.0 - dropout_p))[1] + 1)
+
+
 def score_gradient(p, dp, delta):
     """Return ``dS = P (dP - Delta)``."""
     return p * (dp - delta)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..call.problem import Problem, Tensors, each_sequence
 from ..rules.over_tensors import moved, with_sink
+from ..rules.softmax import headroom
 from .scores import (
     factor,
     folded,
@@ -42,13 +43,30 @@ def _fill(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None:
     exact = problem.masked and not tame(problem, tensors)
     for strip in strips(problem, tensors):
         O, e = _strip(problem, tensors, strip, exact)
+        if overflowed(problem, O):
+            c = headroom(problem.nk, problem.dropout_p)
+            small, _ = _strip(problem, tensors, strip, exact, c)
+            O = torch.where(O.isfinite(), O, small / c)
         b, h, g, rows = strip.size(problem.group)
         strip.rows_of(out, g).copy_(O.view(b, h, g, rows, -1).permute(0, 3, 1, 2, 4))
         strip.row_numbers(lse, g).copy_(e.view(b, h, g, rows))
 
 
-def _strip(problem: Problem, tensors: Tensors, strip: Strip, exact: bool) -> tuple[Tensor, Tensor]:
-    """Return (out ``[heads, group * rows, Dv]``, lse ``[heads, group * rows, 1]``) of a strip."""
+def overflowed(problem: Problem, O: Tensor) -> bool:
+    """Return True if sums of a strip may have overflowed. Other devices than a CPU do not look.
+
+    An infinity stays: every later factor and term leaves it infinite or makes it NaN.
+    """
+    return problem.device == "cpu" and not bool(O.isfinite().all())
+
+
+def _strip(
+    problem: Problem, tensors: Tensors, strip: Strip, exact: bool, c: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Return (out ``[heads, group * rows, Dv]``, lse ``[heads, group * rows, 1]``) of a strip.
+
+    out is that of the values times ``c``.
+    """
     dtype = problem.accumulator
     q = strip.queries(tensors.q, problem.group, dtype) * factor(problem)
     m = q.new_full((*q.shape[:2], 1), -torch.inf)
@@ -70,6 +88,7 @@ def _strip(problem: Problem, tensors: Tensors, strip: Strip, exact: bool) -> tup
             P.mul_(kept(problem, tensors, strip, cols))
         apart = folded(problem, strip, unseen) if unseen is not None and exact else None
         v = strip.keys(tensors.v, cols, dtype)
+        v = v if c == 1.0 else v * c
         O = O.mul_(alpha).add_(product(P, v, apart))
         m = m_new
     m = m / log_unit(problem)

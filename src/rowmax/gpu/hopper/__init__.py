@@ -14,9 +14,11 @@ from torch import Tensor
 
 from ...call.dispatch import Limit, beyond
 from ...call.problem import Gradients, Problem, Tensors, Wanted
-from .. import parts
+from .. import parts, short_keys
 
-__all__ = ["backward", "defers", "forward", "lacks", "notes", "record", "supports"]
+__all__ = [
+    "backward", "compile_ahead", "defers", "forward", "lacks", "notes", "record", "supports"
+]  # fmt: skip
 
 
 #: a call that keeps all of these has a kernel
@@ -57,7 +59,9 @@ def supports(problem: Problem, call: str) -> str | None:
 def defers(problem: Problem, call: str) -> str | None:
     """Return why the Triton backend takes a call unless this one is named, or None."""
     count = parts.parts_of(problem) if call == "forward" and parts.splits(problem) else 1
-    return None if count == 1 else f"few queries: triton reads their keys in {count} parts"
+    if count > 1:
+        return f"few queries: triton reads their keys in {count} parts"
+    return short_keys.deferral(problem, call)
 
 
 def lacks(problem: Problem, call: str) -> dict[str, str]:
@@ -87,6 +91,13 @@ def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
     from . import host
 
     return host.forward(problem, tensors)
+
+
+def compile_ahead(problem: Problem, tensors: Tensors, backward: Any, wanted: Wanted) -> Any:
+    """Return a context for a first forward; threads compile its backward's kernels (``ahead``)."""
+    from .. import ahead
+
+    return ahead.compile_ahead(problem, tensors, backward, wanted)
 
 
 def record(run: Callable[[Any], Any], given: Any) -> tuple[Any, Callable[[Any], Any] | bool | None]:

@@ -3,7 +3,8 @@
 The producer, one warp, copies tiles of queries, keys and values into shared memory. A consumer, a
 warpgroup, holds 64 query rows: it makes their scores, softmax and output, tile after tile. Within a
 warpgroup the product of one tile's weights and values runs under the softmax of the next. This
-holds across query tiles: the last product of one runs under the first softmax of the next.
+holds across query tiles: the last product of one runs under the first softmax of the next. Three
+warpgroups issue their products in turn (ORDERED).
 
 (The file is not named ``forward``: the package has a function of this name.)
 """
@@ -22,12 +23,23 @@ from .gluon_compat import (
     tma_load,
     tma_store,
     tma_store_wait,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 from .lib import ring, rules
-from .lib.layouts import output_layout, product_layout, weight_layout
+from .lib.assembly import turn_text
+from .lib.clocks import mark, mark_time
+from .lib.layouts import output_layout, product_layout
 from .lib.order import Order, Row, Sequences, Tile, first_place, next_place, row_ahead, row_at
+from .lib.parts import (
+    Parts,
+    cleared_parts,
+    issue_over_columns,
+    issue_with_columns,
+    load_parts,
+    part_buffers,
+    parts_at,
+    wait_parts,
+)
 from .lib.ring import Mailbox, Ring
 from .lib.scores import columns, lanes, rows_of, settled
 from .lib.softmax import LN2, LOG2E, LOWEST, LOWEST_NATURAL, along_row, by_lane, softmax_step
@@ -55,6 +67,7 @@ class Pointers(NamedTuple):
     alibi: Any = None  # [Hq]
     sink: Any = None
     bias: Any = None  # unless TMA copies it
+    clocks: Any = None  # lib/clocks.py
 
 
 class Numbers(NamedTuple):
@@ -82,13 +95,6 @@ class Numbers(NamedTuple):
     ratio: Any  # heads of a tile that share a kv head
     total_q: Any
     shift: Any  # for ALiBi's distances in a block of a longer call; None: 0
-
-
-class Parts(NamedTuple):
-    """The columns of a tile: the largest power of two, and the others or None (96 is 64 + 32)."""
-
-    low: Any
-    high: Any
 
 
 class Copies(NamedTuple):
@@ -172,18 +178,6 @@ def full_range(C: gl.constexpr, first, tile, n):
 
 
 @gluon.jit
-def load_parts(copy, corner, W0: gl.constexpr, W1: gl.constexpr, bar, buffers, s):
-    """Copy a tile into buffer s, in one part or two. ``corner`` is without the column."""
-    if W1:
-        mbarrier.expect(bar, copy.low.block_type.nbytes + copy.high.block_type.nbytes)
-        tma_load(copy.low, corner + (0,), bar, buffers.low.index(s))
-        tma_load(copy.high, corner + (W0,), bar, buffers.high.index(s))
-    else:
-        mbarrier.expect(bar, copy.low.block_type.nbytes)
-        tma_load(copy.low, corner + (0,), bar, buffers.low.index(s))
-
-
-@gluon.jit
 def load_queries(C: gl.constexpr, copies, shared, tile, number):
     """Copy 64 rows of queries to each warpgroup: TOKENS positions of each of the GROUP heads."""
     for c in gl.static_range(C.WARPGROUPS):
@@ -227,13 +221,7 @@ def load_values(C: gl.constexpr, copies, shared, source, j, use, cut):
     corner = (source.part, source.row + j * C.BLOCK_K, source.head)
     load_parts(copies.v, corner, C.DV0, C.DV1, bar, v.buffers, s)
     if C.PADDED:
-        if short:
-            mbarrier.wait(v.full.index(C.V_STAGES), cut & 1)
-            ring.clear_rows(v.buffers.low.index(s), C.BLOCK_K, C.DV0, rows)
-            if C.DV1:
-                ring.clear_rows(v.buffers.high.index(s), C.BLOCK_K, C.DV1, rows)
-            fence_async_shared()
-            mbarrier.arrive(v.full.index(s), count=1)
+        cleared_parts(v.full, s, C.V_STAGES, v.buffers, C.BLOCK_K, C.DV0, C.DV1, rows, cut)
         cut += short.to(gl.int32)
     return cut
 
@@ -284,8 +272,11 @@ def producer(C: gl.constexpr, copies, shared, t, n):
         use += 1
         for i in range(lo + 1, hi):
             j = hi - 1 - i + lo
+            mark(C, t.clocks, C.WARPGROUPS, use, 0)
             load_keys(C, copies, shared, source, this, j, use, n)
+            mark(C, t.clocks, C.WARPGROUPS, use, 1)
             cut = load_values(C, copies, shared, behind, j + 1, use - 1, cut)
+            mark(C, t.clocks, C.WARPGROUPS, use, 2)
             use += 1
         number += 1
     if number:
@@ -405,6 +396,23 @@ def partial(C: gl.constexpr, j, first, tile, t, n):
 
 
 @gluon.jit
+def wait_turn(C: gl.constexpr, c: gl.constexpr):
+    """Wait until the warpgroup before has issued its products. The first turn has none before."""
+    if C.ORDERED:
+        text: gl.constexpr = turn_text("sync", c)
+        gl.inline_asm_elementwise(text, "=r", [], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def pass_turn(C: gl.constexpr, c: gl.constexpr, more):
+    """Let the next warpgroup issue its products. The last one has a next if there are ``more``."""
+    if C.ORDERED:
+        text: gl.constexpr = turn_text("arrive", (c + 1) % C.WARPGROUPS)
+        if c + 1 < C.WARPGROUPS or more:
+            gl.inline_asm_elementwise(text, "=r", [], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def issue_scores(C: gl.constexpr, c: gl.constexpr, shared, number, use):
     """Issue S = Q K^T ``[64, BLOCK_K]`` of query tile ``number`` and use ``use`` of K.
 
@@ -412,43 +420,65 @@ def issue_scores(C: gl.constexpr, c: gl.constexpr, shared, number, use):
     two loops share only before the first loop; the second reads an undefined one when the first is
     skipped.
     """
-    q = shared.q.buffers
-    k = shared.k.buffers
     i = c * C.Q_STAGES + ring.slot(number + (use >> 30), C.Q_STAGES)
     s = ring.slot(use, C.K_STAGES)
     z = gl.full([64, C.BLOCK_K], 0.0, gl.float32, product_layout(C.BLOCK_K))
-    q0 = ring.tile_at(q.low, i, 64, C.D0)
-    k0 = ring.tile_at(k.low, s, C.BLOCK_K, C.D0)
-    S = warpgroup_mma(q0, k0.permute((1, 0)), z, use_acc=False, is_async=True)
-    if C.D1:
-        q1 = ring.tile_at(q.high, i, 64, C.D1)
-        k1 = ring.tile_at(k.high, s, C.BLOCK_K, C.D1)
-        S = warpgroup_mma(q1, k1.permute((1, 0)), S, is_async=True)
-    return S
+    q = parts_at(shared.q.buffers, i, 64, C.D0, C.D1)
+    k = parts_at(shared.k.buffers, s, C.BLOCK_K, C.D0, C.D1)
+    return issue_over_columns(q, k, z, C.D1)
 
 
 @gluon.jit
 def issue_output(C: gl.constexpr, p, o0, o1, v, use):
     """Wait for use ``use`` of V, issue O += P V, and return O."""
     ring.wait_full(v, use, C.V_STAGES)
-    s = ring.slot(use, C.V_STAGES)
-    v0 = ring.tile_at(v.buffers.low, s, C.BLOCK_K, C.DV0)
-    P0 = gl.convert_layout(p, weight_layout(C.DV0))
-    o0 = warpgroup_mma(P0, v0, o0, use_acc=True, is_async=True)
-    if C.DV1:
-        v1 = ring.tile_at(v.buffers.high, s, C.BLOCK_K, C.DV1)
-        P1 = gl.convert_layout(p, weight_layout(C.DV1))
-        o1 = warpgroup_mma(P1, v1, o1, use_acc=True, is_async=True)
+    tile = parts_at(v.buffers, ring.slot(use, C.V_STAGES), C.BLOCK_K, C.DV0, C.DV1)
+    return issue_with_columns(p, tile, Parts(o0, o1), C.DV0, C.DV1)
+
+
+@gluon.jit
+def issue_products(C: gl.constexpr, c: gl.constexpr, shared, number, use, state):
+    """Issue the scores of use ``use`` and the output of the use before; return (S, O).
+
+    OVERLAP: both are in flight, and O runs under the softmax. Otherwise O is finished first, so
+    that its weights and S are never in registers at the same time.
+    """
+    if C.OVERLAP:
+        S = issue_scores(C, c, shared, number, use)
+        o0, o1 = issue_output(C, state.p, state.o0, state.o1, shared.v, use - 1)
+    else:
+        o0, o1 = whole_output(C, shared, use - 1, state)
+        S = issue_scores(C, c, shared, number, use)
+    return S, o0, o1
+
+
+@gluon.jit
+def whole_output(C: gl.constexpr, shared, use, state):
+    """Compute O of use ``use``, with no product in flight before or after."""
+    o0, o1 = issue_output(C, state.p, state.o0, state.o1, shared.v, use)
+    o0, o1 = wait_output(C, o0, o1)
+    ring.release(shared.v, use, C.V_STAGES)
     return o0, o1
+
+
+@gluon.jit
+def wait_scores(C: gl.constexpr, S):
+    """Wait for S, issued before the products of O."""
+    return warpgroup_mma_wait(C.FLYING, deps=[S])
 
 
 @gluon.jit
 def wait_output(C: gl.constexpr, o0, o1):
     """Wait for the product in flight; return both parts of O."""
-    if C.DV1:
-        o0, o1 = warpgroup_mma_wait(0, deps=[o0, o1])
-    else:
-        o0 = warpgroup_mma_wait(0, deps=[o0])
+    return wait_parts(0, Parts(o0, o1), C.DV1)
+
+
+@gluon.jit
+def finish_output(C: gl.constexpr, shared, use, o0, o1):
+    """Wait for the output of use ``use`` after its softmax, if it is in flight; return O."""
+    if C.OVERLAP:
+        o0, o1 = wait_output(C, o0, o1)
+        ring.release(shared.v, use, C.V_STAGES)
     return o0, o1
 
 
@@ -489,10 +519,14 @@ def step(
     """Compute the scores of key tile j, and the output of the one before under its softmax."""
     first = tile.token + c * C.TOKENS
     dtype: gl.constexpr = shared.v.buffers.low.dtype
-    S = issue_scores(C, c, shared, number, use)
-    o0, o1 = issue_output(C, state.p, state.o0, state.o1, shared.v, use - 1)
+    mark(C, t.clocks, c, use, 0)
+    wait_turn(C, c)
+    S, o0, o1 = issue_products(C, c, shared, number, use, state)
+    pass_turn(C, c, True)
+    mark(C, t.clocks, c, use, 1)
     copied = load_bias(C, c, shared.bias, use, True)
-    S = warpgroup_mma_wait(1, deps=[S])
+    S = wait_scores(C, S)
+    mark(C, t.clocks, c, use, 2)
     ring.release(shared.k, use, C.K_STAGES)
     if C.Q_STAGES == 1:
         ring.release(shared.q, number, 1, c, pred=j == tile.lo)
@@ -508,8 +542,9 @@ def step(
     # A wait begins a new basic block. Without one here ptxas moves the softmax below the wait for
     # the product that it overlaps with.
     ring.wait_full(shared.k, use + 1, C.K_STAGES, pred=j > tile.lo)
-    o0, o1 = wait_output(C, o0, o1)
-    ring.release(shared.v, use - 1, C.V_STAGES)
+    mark(C, t.clocks, c, use, 3)
+    o0, o1 = finish_output(C, shared, use - 1, o0, o1)
+    mark(C, t.clocks, c, use, 4)
     release_bias(C, c, shared.bias, use, True)
     p = p.to(dtype)
     o0 = scaled_rows(o0, alpha)
@@ -594,7 +629,12 @@ def compute_tiles(C: gl.constexpr, c: gl.constexpr, tile, copies, shared, t, n):
     use = 0
     ring.wait_full(shared.q, 0, C.Q_STAGES, c)
     ring.wait_full(shared.k, 0, C.K_STAGES)
-    S = warpgroup_mma_wait(0, deps=[issue_scores(C, c, shared, 0, 0)])
+    mark_time(C, t.clocks, c, 0)
+    if c:
+        wait_turn(C, c)
+    S = issue_scores(C, c, shared, 0, 0)
+    pass_turn(C, c, True)
+    S = warpgroup_mma_wait(0, deps=[S])
     ring.release(shared.k, 0, C.K_STAGES)
     if C.Q_STAGES == 1:
         ring.release(shared.q, 0, 1, c, pred=tile.lo + 1 == tile.hi)
@@ -610,37 +650,45 @@ def compute_tiles(C: gl.constexpr, c: gl.constexpr, tile, copies, shared, t, n):
     while live:
         use, state = rest_of_tile(C, c, use, number, p, m, l, alpha, tile, shared, t, n)
 
-        # The last product of this tile, under the first scores and softmax of the next. When there
-        # is no next, the scores are stale and unused.
         number += 1
+        if not C.OVERLAP:  # stored before the next scores take registers
+            o0, o1 = whole_output(C, shared, use - 1, state)
+            inverse = store_lse(C, c, state.m, state.l, tile, t, n)
+            store_output(C, c, o0, o1, inverse, tile, copies, shared, t, n)
+        # OVERLAP: the last product of this tile, under the first scores and softmax of the next.
+        # When there is no next, the scores are stale and unused.
         after, more = ring.read_message(shared.mail, number)
         ring.wait_full(shared.k, use, C.K_STAGES, pred=more)
         ring.wait_full(shared.q, number, C.Q_STAGES, c, pred=more)
+        wait_turn(C, c)
         S = issue_scores(C, c, shared, number, use)
-        o0, o1 = issue_output(C, state.p, state.o0, state.o1, shared.v, use - 1)
+        if C.OVERLAP:
+            o0, o1 = issue_output(C, state.p, state.o0, state.o1, shared.v, use - 1)
+        pass_turn(C, c, more)
         # released late, because each release waits for the four warps
         ring.release(shared.mail, number, 2)
         if C.Q_STAGES > 1:
             ring.release(shared.q, number - 1, C.Q_STAGES, c)
         copied = load_bias(C, c, shared.bias, use, more)
-        S = warpgroup_mma_wait(1, deps=[S])
+        S = wait_scores(C, S)
         ring.release(shared.k, use, C.K_STAGES, pred=more)
         if C.Q_STAGES == 1:
             ring.release(shared.q, number, 1, c, pred=more & (after.lo + 1 == after.hi))
         p, m, l, alpha = first_weights(C, c, S, copied, after, t, n, dtype)
-        if C.WARPGROUPS < 3:
-            inverse = store_lse(C, c, state.m, state.l, tile, t, n)
-        # begins a basic block, as in step
-        ring.wait_full(shared.v, use - 1, C.V_STAGES)
-        o0, o1 = wait_output(C, o0, o1)
-        ring.release(shared.v, use - 1, C.V_STAGES)
-        release_bias(C, c, shared.bias, use, more)
-        if C.WARPGROUPS == 3:
-            inverse = store_lse(C, c, state.m, state.l, tile, t, n)
-        store_output(C, c, o0, o1, inverse, tile, copies, shared, t, n)
+        if C.OVERLAP:
+            if C.WARPGROUPS < 3:
+                inverse = store_lse(C, c, state.m, state.l, tile, t, n)
+            # begins a basic block, as in step
+            ring.wait_full(shared.v, use - 1, C.V_STAGES)
+            o0, o1 = finish_output(C, shared, use - 1, o0, o1)
+            release_bias(C, c, shared.bias, use, more)
+            if C.WARPGROUPS == 3:
+                inverse = store_lse(C, c, state.m, state.l, tile, t, n)
+            store_output(C, c, o0, o1, inverse, tile, copies, shared, t, n)
         use += 1
         tile = after
         live = more
+    mark_time(C, t.clocks, c, 2)
     if C.STAGED:
         tma_store_wait(0)
 
@@ -743,16 +791,6 @@ def store_rows(C: gl.constexpr, o, inverse, base, column: gl.constexpr, tokens, 
 
 
 # --- the entry ---------------------------------------------------------------------------------
-
-
-@gluon.jit
-def part_buffers(copy, n: gl.constexpr, W1: gl.constexpr):
-    """Return n buffers for each part of a tile; an absent part's are unused."""
-    low = ring.tile_buffers(copy.low, n)
-    high = low
-    if W1:
-        high = ring.tile_buffers(copy.high, n)
-    return Parts(low, high)
 
 
 @gluon.jit

@@ -76,7 +76,7 @@ def launch(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None
         q, k, v = aligned(q), aligned(k), aligned(v)
         tensors = tensors._replace(q=q, k=k, v=v)
         plan = find_plan(problem, tensors, out)
-        if plan.tile is tiles.LONG_64 and spills(plan, problem, tensors, out, lse):
+        if plan.tile in tiles.LONG.values() and spills(plan, problem, tensors, out, lse):
             _PLANS.pop(key_of(problem, tensors), None)
             plan = find_plan(problem, tensors, out)  # now with the next best tile
     else:
@@ -229,13 +229,14 @@ def bases(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor) -> 
 
 def long_spills(p: Problem) -> bool | None:
     """Return ``spills`` of three warpgroups for a problem, None until that kernel is compiled."""
-    return _SPILLED.get(tiles.config_for(p, tiles.LONG_64, "", tiles.packed_heads(p, "")))
+    tile = tiles.LONG[tiles.sizes_of(p)]
+    return _SPILLED.get(tiles.config_for(p, tile, "", tiles.packed_heads(p, "")))
 
 
 def best_tile(p: Problem, bias: str, device: torch.device) -> Tile:
     """Return the tile of a problem, as far as kernels compiled before allow."""
     tile = tiles.tile_for(p, bias, processors(device))
-    if tile == tiles.LONG_64 and long_spills(p):
+    if tile in tiles.LONG.values() and long_spills(p):
         return tiles.tile_for(p, bias, processors(device), spilled=True)
     return tile
 
@@ -243,7 +244,7 @@ def best_tile(p: Problem, bias: str, device: torch.device) -> Tile:
 def note_of_tile(p: Problem) -> str | None:
     """Return a sentence about the tile of a problem, where the compiled kernel decides on it."""
     device = torch.device(p.device, p.device_index)
-    if p.bias is not None or tiles.tile_for(p, "", processors(device)) != tiles.LONG_64:
+    if p.bias is not None or (tiles.tile_for(p, "", processors(device)) not in tiles.LONG.values()):
         return None
     found = long_spills(p)
     if found is None:

@@ -23,7 +23,8 @@ class Tile:
     """A tile of ``64 warpgroups`` rows by ``block_k`` keys.
 
     ``k_stages`` are buffers of K, ``v_stages`` of V, ``q_stages`` of Q, ``b_stages`` of a copied
-    bias. Registers are those of a consumer's thread and of the producer's.
+    bias. Registers are those of a consumer's thread and of the producer's. ``overlap``: a
+    warpgroup's products run under its own softmax; else under that of the other warpgroups.
     """
 
     warpgroups: int
@@ -33,11 +34,14 @@ class Tile:
     q_stages: int
     b_stages: int = 1
     registers: tuple[int, int] = (240, 24)
+    ordered: bool = False  # warpgroups issue their products in turn
+    overlap: bool = True
 
 
 #: by (D, Dv), both padded to one of the sizes below
 TILES = {
     (64, 64): Tile(2, 128, 4, 4, 2),
+    (80, 80): Tile(2, 128, 2, 2, 2),
     (96, 96): Tile(2, 128, 2, 2, 2),
     (128, 128): Tile(2, 128, 2, 2, 2),
     (192, 128): Tile(2, 128, 2, 2, 1),
@@ -48,21 +52,37 @@ TILES = {
 #: with more buffers fewer loads wait
 FEW = {
     (64, 64): Tile(1, 128, 4, 4, 1),
+    (80, 80): Tile(1, 128, 4, 4, 1),
     (96, 96): Tile(1, 128, 4, 4, 1),
     (128, 128): Tile(1, 128, 3, 3, 1),
     (192, 128): Tile(1, 128, 2, 2, 1),
     (192, 192): Tile(1, 64, 4, 4, 1),
     (256, 256): Tile(1, 64, 3, 3, 1),
 }
-SIZES = (64, 96, 128, 192, 256)
+SIZES = (64, 80, 96, 128, 192, 256)
 #: head size 64 without score terms, with many keys: three warpgroups. Taller tiles waste more at
-#: the end of a sequence and on a diagonal
-LONG_64 = Tile(3, 128, 4, 4, 2, registers=(160, 32))
+#: the end of a sequence and on a diagonal. Turns are taken (config_for) where they were measured:
+#: without a left limit, packed sequences or prefixes
+LONG_64 = Tile(3, 128, 4, 4, 2, registers=(160, 32), ordered=True)
 #: words of local memory that a thread of that tile may use. Compiled by triton 3.6.0 (ptxas 12.8 or
 #: 12.9) it uses 0 and, causal, 22, once a query tile; by triton 3.9.0 30 and 50, also in its loops
 #: over keys
 LONG_64_SPILLS = 24
-LONG_64_KEYS = {"full": 1536, "causal": 4096}
+#: the same with columns in two parts, for more keys than were measured with two warpgroups. Three
+#: have no registers to overlap their own products and softmax
+_LONG_PARTS = Tile(3, 128, 3, 2, 1, registers=(160, 32), overlap=False)
+LONG = {
+    (64, 64): LONG_64,
+    (80, 80): replace(_LONG_PARTS, v_stages=3),
+    (96, 96): _LONG_PARTS,
+}
+#: by head size and mask, the keys above which three warpgroups are faster; above head size 64 also
+#: the queries
+LONG_KEYS = {
+    (64, "full"): 1536,
+    (64, "causal"): 4096,
+    **dict.fromkeys([(d, mask) for d in (80, 96) for mask in ("full", "causal")], 8192),
+}
 
 
 @dataclass(frozen=True)
@@ -92,6 +112,9 @@ class Config:
     STAGED: int = 0  # columns of the output that TMA copies at a time; 0: threads store them
     NATURAL: bool = False  # scores and the reference are in natural units (Problem.natural)
     ROUND_LATE: bool = False  # round the weights after the product that overlaps with their softmax
+    ORDERED: bool = False  # warpgroups issue their products in turn
+    CLOCKS: int = 0  # events, a bit each, whose clocks the first block stores (lib/clocks.py)
+    OVERLAP: bool = True  # O of a key tile runs under the softmax of the next
     CONSUMER_REGISTERS: int = 240  # registers of a thread
     PRODUCER_REGISTERS: int = 24
 
@@ -146,6 +169,16 @@ class Config:
         return self.RIGHT
 
     @property
+    def FLYING(self) -> int:
+        """Return the products that stay in flight while a warpgroup waits for its scores.
+
+        Each part of O is one. Both were measured in flight at head size 80; at 96 that is slower.
+        """
+        if not self.OVERLAP:
+            return 0
+        return 2 if self.DV == 80 else 1
+
+    @property
     def ADDED(self) -> bool:
         """Return True if there are terms that the scale does not multiply."""
         return self.ALIBI or bool(self.BIAS)
@@ -175,11 +208,28 @@ def first_part(d: int) -> int:
     return 1 << (d.bit_length() - 1)
 
 
-def sizes_of(d: int, dv: int) -> tuple[int, int]:
+def dense(p: Problem) -> bool:
+    """Return True without a bias and without tiles that end past their sequence.
+
+    Tiles of 80 columns, and LONG above head size 64, were measured on such calls.
+    """
+    return p.bias is None and not (p.varlen or p.prefix)
+
+
+def sizes_of(p: Problem) -> tuple[int, int]:
     """Return the head sizes of the tile that holds (d, dv); missing columns read as zero."""
-    big, big_v = (next(size for size in SIZES if size >= n) for n in (d, dv))
+    sizes = [size for size in SIZES if size != 80 or dense(p)]
+    big, big_v = (next(size for size in sizes if size >= n) for n in (p.d, p.dv))
     both = max(big, big_v)
     return (big, big_v) if (big, big_v) in TILES else (both, both)
+
+
+def is_long(p: Problem, d: int, few: bool) -> bool:
+    """Return True if three warpgroups are faster at head size d; ``few``: rows are few."""
+    keys = LONG_KEYS[d, "full" if p.right is None else "causal"]
+    if d == 64:
+        return p.nk > keys
+    return dense(p) and not few and min(p.nq, p.nk) > keys
 
 
 def tile_for(p: Problem, bias: str, processors: int, spilled: bool = False) -> Tile:
@@ -187,15 +237,15 @@ def tile_for(p: Problem, bias: str, processors: int, spilled: bool = False) -> T
 
     ``spilled``: the second best, if the kernel of three warpgroups spilled registers.
     """
-    d, dv = sizes_of(p.d, p.dv)
+    d, dv = sizes_of(p)
     tile = TILES[d, dv]
     rows = p.total_q // ROWS + p.batch if p.varlen else -(-p.nq // ROWS) * p.batch
-    if rows * p.hq <= processors:
+    few = rows * p.hq <= processors
+    if few:
         tile = FEW[d, dv]
     plain = not (bias or p.heads or p.documents or p.softcap > 0)
-    long = p.nk > LONG_64_KEYS["full" if p.right is None else "causal"]
-    if not spilled and plain and d == 64 and long:
-        return LONG_64
+    if not spilled and plain and (d, dv) in LONG and is_long(p, d, few):
+        return LONG[d, dv]
     if bias in ("row", "gathered"):  # numbers in flight need registers too
         return replace(tile, block_k=64 if dv <= 128 else 32)
     if bias != "copied":
@@ -213,7 +263,7 @@ def tile_for(p: Problem, bias: str, processors: int, spilled: bool = False) -> T
 def bias_fits(p: Problem) -> bool:
     """Return True if tiles of the bias have room in shared memory."""
     assert p.bias_dtype is not None
-    d, dv = sizes_of(p.d, p.dv)
+    d, dv = sizes_of(p)
     least = replace(TILES[d, dv], block_k=64, k_stages=2, v_stages=2, q_stages=1)
     return shared_bytes(least, d, dv, p.bias_dtype) <= SHARED
 
@@ -234,7 +284,7 @@ def shared_bytes(
 
 def config_for(p: Problem, tile: Tile, bias: str, group: int) -> Config:
     """Return the config of a problem: the tile, and the features that it has."""
-    d, dv = sizes_of(p.d, p.dv)
+    d, dv = sizes_of(p)
     return Config(
         D=d, DV=dv, DV_OUT=p.dv, GROUP=group, WARPGROUPS=tile.warpgroups, BLOCK_K=tile.block_k,
         K_STAGES=tile.k_stages, V_STAGES=tile.v_stages, Q_STAGES=tile.q_stages,
@@ -243,14 +293,16 @@ def config_for(p: Problem, tile: Tile, bias: str, group: int) -> Config:
         SOFTCAP=p.softcap > 0, ALIBI=p.distance, SINK=p.sink, NATURAL=p.natural,
         BIAS=bias, B_STAGES=tile.b_stages if bias == "copied" else 1,
         EVEN_K=not (p.varlen or p.prefix) and p.nk % tile.block_k == 0,
-        STAGED=staged_columns(p, tile, bias), ROUND_LATE=tile.warpgroups == 3,
+        STAGED=staged_columns(p, tile, bias),
+        OVERLAP=tile.overlap, ROUND_LATE=tile.warpgroups == 3 and tile.overlap,
+        ORDERED=tile.ordered and not (p.varlen or p.prefix or p.left is not None),
         CONSUMER_REGISTERS=tile.registers[0], PRODUCER_REGISTERS=tile.registers[1],
     )  # fmt: skip
 
 
 def staged_columns(p: Problem, tile: Tile, bias: str) -> int:
     """Return the columns of the output that have room in shared memory for a TMA copy."""
-    d, dv = sizes_of(p.d, p.dv)
+    d, dv = sizes_of(p)
     columns = min(dv, 128)
     if dv % columns or dv != first_part(dv):
         return 0
@@ -260,7 +312,7 @@ def staged_columns(p: Problem, tile: Tile, bias: str) -> int:
 
 def packed_heads(p: Problem, bias: str) -> int:
     """Return the query heads of a kv head that share a tile: all, if one has few rows."""
-    group, tokens = p.group, TILES[sizes_of(p.d, p.dv)].warpgroups * ROWS
+    group, tokens = p.group, TILES[sizes_of(p)].warpgroups * ROWS
     if bias in ("copied", "row") or group == 1 or group > ROWS or group & (group - 1):
         return 1
     filled = p.nq / (-(-p.nq // tokens) * tokens)

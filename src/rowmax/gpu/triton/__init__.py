@@ -7,14 +7,18 @@ import torch
 from ...call.dispatch import SECOND_ORDER, Limit, beyond
 from ...call.inputs import HEAD_TERMS
 from ...call.problem import Problem
-from .. import assembler, parts
+from .. import assembler, parts, short_keys
+from ..ahead import compile_ahead
 from ..replay import record
 from .backward import backward
 from .few import forward
 from .tangent import tangent
 from .tangent_backward import tangent_backward
 
-__all__ = ["backward", "forward", "notes", "record", "supports", "tangent", "tangent_backward"]
+__all__ = [
+    "backward", "compile_ahead", "forward", "notes", "record", "supports", "tangent",
+    "tangent_backward",
+]  # fmt: skip
 
 
 def _has_capability(problem: Problem, *least: int) -> bool:
@@ -77,6 +81,10 @@ def notes(problem: Problem, call: str) -> list[str]:
     if call == "forward" and parts.splits(problem):
         count = parts.parts_of(problem)
         found.append("one tile for the queries of a kv head" if count == 1 else _IN_PARTS % count)
+    shape = short_keys.tiles_of(problem) if call == "backward" else None
+    if shape is not None:
+        more = f", in {shape.parts} parts that a second launch adds" if shape.parts > 1 else ""
+        found.append("few keys: one program a kv head" + more)
     text = assembler.note(problem.device_index) if problem.device == "cuda" else None
     if text is None:
         return found

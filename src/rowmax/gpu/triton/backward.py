@@ -14,10 +14,11 @@ from typing import Any
 from torch import Tensor
 
 from ...call.problem import Gradients, Problem, Tensors, Wanted
-from .. import preprocess
+from .. import preprocess, short_keys
 from ..kernel_args import PARAMETER_ROWS, aligned, prepared
 from ..launch import launch
 from ..tiles import BOTH_UP_TO, Tiles
+from . import short
 from .backward_dbias import DBIAS
 from .backward_dheads import DHEADS
 from .backward_dkdv import DK, DKDV, DV
@@ -38,6 +39,9 @@ def backward(
     tiles: Tiles | None = None,
 ) -> Gradients:
     """Return the wanted gradients; ``tiles`` overrides the tables."""
+    short_tiles = short_keys.tiles_of(problem, wanted) if tiles is None else None
+    if short_tiles is not None and lse.numel() and any(wanted):
+        return short.backward(problem, tensors, out, lse, dout, dlse, wanted, short_tiles)
     tensors = prepared(tensors)
     out, dout = out.contiguous(), aligned(dout)
     if not lse.numel() or not any(wanted):

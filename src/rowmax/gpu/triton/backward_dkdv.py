@@ -93,27 +93,25 @@ def add_queries(dk, dv, cols, k, v, j0, ptr, num, cfg, place, plan, KIND: tl.con
 
 
 @triton.jit
-def add_each_query(dk, dv, k, v, j0, ptr, num, cfg, place):
-    """Return (dK, dV) with the queries of one head that see each key."""
+def add_each_query(dk, dv, k, v, j0, i0, i1, ptr, num, cfg, place):
+    """Return (dK, dV) with the queries in [i0, i1) of one head that see each key."""
     q_base = lib.queries(ptr.q, num.q, cfg, place)
     do_base = lib.queries(ptr.dout, num.dout, cfg, place)
-    lse2_base = lib.row_vector(ptr.lse2, num, cfg, place)
-    delta_base = lib.row_vector(ptr.delta, num, cfg, place)
     j = tl.arange(0, cfg.BLOCK_K)[:, None]
     col = j0 + j
-    for i in tl.range(0, place.nq, num_stages=1):
+    for i in tl.range(i0, i1, num_stages=1):
         row = tl.full([1, 1], 0, tl.int32) + i
         q = lib.load_row(q_base, num.q, i)
         do = lib.load_row(do_base, num.dout, i)
         rest = lib.load_rest(ptr, num, cfg, place, row, False)
-        lse2 = tl.load(lse2_base + i)
+        lse2, delta = lib.row_numbers(i + tl.arange(0, 1), do, i, ptr, num, cfg, place, False)
         s = lib.times_row(k, q)
-        p, y = lib.weights(s, lse2, rest, ptr, num, cfg, place, row, col, False, "full")
+        p, y = lib.weights(s, lse2[None, :], rest, ptr, num, cfg, place, row, col, False, "full")
         ok = lib.seen(ptr, num, place, row, col)
         dp = lib.times_row(v, do)
         pr, dp = lib.dropped(p, dp, ptr, num, place, row, j0, j, cfg.BLOCK_K)
         ds = lib.product_gradient(
-            rules.score_gradient(p, dp, tl.load(delta_base + i)), y, ptr, num, cfg, place
+            rules.score_gradient(p, dp, delta[None, :]), y, ptr, num, cfg, place
         )
         if ptr.dv is not None:
             dv += tl.where(ok, pr * do, 0.0)
@@ -123,37 +121,46 @@ def add_each_query(dk, dv, k, v, j0, ptr, num, cfg, place):
 
 
 @triton.jit
-def sum_over_group(tile, ptr, num, cfg, place, EACH: tl.constexpr):
-    """Return (dK, dV) of a tile over the heads of its group; store the sums over queries.
-
-    Query by query if EACH, else tile by tile.
-    """
+def resident_keys(tile, ptr, num, cfg, place):
+    """Return (k, v, dk, dv) of a tile of keys, dk and dv of 0."""
     BLOCK_K: tl.constexpr = cfg.BLOCK_K
     j0 = tile * BLOCK_K
     k = lib.load_tile(lib.keys(ptr.k, num.k, cfg, place), num.k, j0, place.used, BLOCK_K, True)
     v = lib.load_tile(lib.keys(ptr.v, num.v, cfg, place), num.v, j0, place.used, BLOCK_K, True)
     dk = tl.zeros([BLOCK_K, num.k.BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_K, num.v.BLOCK_D], tl.float32)
+    return k, v, dk, dv
+
+
+@triton.jit
+def sum_over_group(tile, ptr, num, cfg, place):
+    """Return (dK, dV) of a tile over the heads of its group; store the sums over queries."""
+    BLOCK_K: tl.constexpr = cfg.BLOCK_K
+    j0 = tile * BLOCK_K
+    k, v, dk, dv = resident_keys(tile, ptr, num, cfg, place)
     for g in tl.range(0, cfg.GROUP, num_stages=1):
         here = at_head(place, place.head + g)
-        if EACH:
-            dk, dv = add_each_query(dk, dv, k, v, j0, ptr, num, cfg, here)
+        plan = plan_queries(ptr, num, cfg, here, tile)
+        cols = tl.zeros([BLOCK_K], tl.float32)
+        if cfg.SPLIT:
+            dk, dv, cols = add_queries(dk, dv, cols, k, v, j0, ptr, num, cfg, here, plan, "full")
+            dk, dv, cols = add_queries(dk, dv, cols, k, v, j0, ptr, num, cfg, here, plan, "partial")
         else:
-            plan = plan_queries(ptr, num, cfg, here, tile)
-            cols = tl.zeros([BLOCK_K], tl.float32)
-            if cfg.SPLIT:
-                dk, dv, cols = add_queries(
-                    dk, dv, cols, k, v, j0, ptr, num, cfg, here, plan, "full"
-                )
-                dk, dv, cols = add_queries(
-                    dk, dv, cols, k, v, j0, ptr, num, cfg, here, plan, "partial"
-                )
-            else:
-                dk, dv, cols = add_queries(dk, dv, cols, k, v, j0, ptr, num, cfg, here, plan, "any")
-            if ptr.dbias_cols is not None:
-                col = j0 + tl.arange(0, BLOCK_K)
-                to = lib.vector(ptr.dbias_cols, here.b, here.head, 0, num.longest_k, cfg.HQ, False)
-                tl.store(to + col, cols, mask=col < tl.where(here.b < num.batch, here.nk, 0))
+            dk, dv, cols = add_queries(dk, dv, cols, k, v, j0, ptr, num, cfg, here, plan, "any")
+        if ptr.dbias_cols is not None:
+            col = j0 + tl.arange(0, BLOCK_K)
+            to = lib.vector(ptr.dbias_cols, here.b, here.head, 0, num.longest_k, cfg.HQ, False)
+            tl.store(to + col, cols, mask=col < tl.where(here.b < num.batch, here.nk, 0))
+    return dk, dv
+
+
+@triton.jit
+def sum_each_over_group(tile, i0, i1, ptr, num, cfg, place):
+    """Return (dK, dV) of a tile over the queries in [i0, i1) of its group, those that see a key."""
+    k, v, dk, dv = resident_keys(tile, ptr, num, cfg, place)
+    for g in tl.range(0, cfg.GROUP, num_stages=1):
+        here = at_head(place, place.head + g)
+        dk, dv = add_each_query(dk, dv, k, v, tile * cfg.BLOCK_K, i0, i1, ptr, num, cfg, here)
     return dk, dv
 
 
@@ -170,11 +177,11 @@ def backward_dkdv_kernel(ptr, num, cfg):
     if j0 >= sizes.nk:
         return
     place = lib.place_of(ptr, num, cfg, b, head % HK * cfg.GROUP, sizes)
-    dk, dv = sum_over_group(tile, ptr, num, cfg, place, False)
+    dk, dv = sum_over_group(tile, ptr, num, cfg, place)
     if cfg.MASKS:
         if lib.has_nan(dk) | lib.has_nan(dv):
             # K and V are loaded again: kept until here, they would take registers from the loop
-            dk, dv = sum_over_group(tile, ptr, num, cfg, place, True)
+            dk, dv = sum_each_over_group(tile, 0, place.nq, ptr, num, cfg, place)
     if ptr.dk is not None:
         to = lib.keys(ptr.dk, num.dk, cfg, place)
         lib.store_tile(to, num.dk, j0, place.nk, dk * num.scale, cfg.BLOCK_K)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...call.problem import Problem, Tensors
-from .. import lib, parts, rules
+from .. import lib, parts, rules, short_keys
 from ..kernel_args import prepared
 from ..launch import Job, JobSpec, launch
 from ..tiles import Tiles
@@ -191,7 +191,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of any problem; ``tiles`` overrides the tables of few queries."""
     if tiles is None and not parts.splits(problem):
-        return forward_of_tiles(problem, tensors)
+        return forward_of_tiles(problem, tensors, short_keys.forward_tiles(problem))
     tensors = prepared(tensors)  # also for the second kernel, which reads the sink
     q = tensors.q
     out = q.new_empty(*problem.out_shape)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 TANH = gl.constexpr("tanh.approx.f32 $0, $1;")
 TO_BFLOAT16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 TO_FLOAT16 = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
+
+CLOCK = gl.constexpr("mov.u32 $0, %clock;")
+NANOSECONDS = gl.constexpr("mov.u32 $0, %globaltimer_lo;")
 
 #: Copies eight registers, and reads all of them in one instruction that depends on their values.
 SETTLE = gl.constexpr(
@@ -53,3 +57,12 @@ _MOVE = """{
 #: by 8 ln 2 in natural units.
 MOVE = gl.constexpr(_MOVE.replace("THRESHOLD", "0f41000000"))
 MOVE_NATURAL = gl.constexpr(_MOVE.replace("THRESHOLD", "0f40b17218"))
+
+
+@gluon.constexpr_function
+def turn_text(verb, c):
+    """Return the text that waits for the turn of warpgroup c ("sync"), or gives it ("arrive").
+
+    Triton's barriers have lower numbers.
+    """
+    return f"bar.{verb} {9 + c}, 256; mov.u32 $0, 0;"

@@ -31,9 +31,11 @@ def output_layout(width):
     A quad keeps its rows, so the conversion from the product's layout stays within a warp.
     """
     far = [[0, n] for n in (32, 64, 128) if n < width]
+    rows = [[1, 0], [2, 0], [4, 0], [8, 0]]
+    lanes = [[0, 8], [0, 16], *rows[:3]] if width > 16 else [[0, 8], *rows]
     return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], *far],
-        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        reg_bases=[[0, 1], [0, 2], [0, 4], *(rows[3:] if width > 16 else []), *far],
+        lane_bases=lanes,
         warp_bases=[[16, 0], [32, 0]],
         block_bases=[],
         shape=[64, width],

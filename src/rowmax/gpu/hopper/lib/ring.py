@@ -140,7 +140,7 @@ def clear_rows(buffer, ROWS: gl.constexpr, WIDTH: gl.constexpr, begin):
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     single = reinterpret(buffer, buffer.dtype, [parts * ROWS, W], plain)
     eight = reinterpret(buffer, buffer.dtype, [parts * eights, 8, W], flat)
-    row: gl.constexpr = gl.BlockedLayout([W // 32], [32], [gl.num_warps()], [0])
+    row: gl.constexpr = gl.BlockedLayout([max(W // 32, 1)], [32], [gl.num_warps()], [0])
     rows: gl.constexpr = gl.BlockedLayout([1, W // 16], [2, 16], [gl.num_warps(), 1], [1, 0])
     for part in gl.static_range(parts):
         for r in range(begin, gl.minimum((begin + 7) // 8 * 8, ROWS)):
