@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,12 @@ _held = threading.local()
 
 
 def compile_once() -> None:
-    """Make Numba wait for other processes, once it is imported."""
-    dispatcher = sys.modules.get("numba.core.dispatcher")
-    if dispatcher is None or sys.platform == "win32":
+    """Make Numba wait for other processes, where it is installed."""
+    if find_spec("numba") is None or sys.platform == "win32":
         return
+    from numba.core import dispatcher
+
     compile_now = dispatcher.Dispatcher.compile
-    if hasattr(compile_now, "waits"):
-        return
 
     def compile_alone(self: Any, sig: Any) -> Any:
         folder = self._cache.cache_path
@@ -30,7 +30,6 @@ def compile_once() -> None:
         with _alone(Path(folder) / f"{self.py_func.__name__}.lock"):
             return compile_now(self, sig)
 
-    compile_alone.waits = True
     dispatcher.Dispatcher.compile = compile_alone
 
 

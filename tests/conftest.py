@@ -18,14 +18,14 @@ settings.load_profile("rowmax")
 
 
 def pytest_collection_finish() -> None:
-    """Collect less garbage, once all is imported."""
+    """Collect less garbage, once all is imported, and share what Numba compiles."""
+    compile_once()
     collect_less()
 
 
 @pytest.fixture(autouse=True)
 def _seeded() -> Iterator[None]:
     """Seed torch, so that a test has the same numbers whichever tests run before."""
-    compile_once()
     state = torch.get_rng_state()
     torch.manual_seed(0)
     yield
