@@ -170,6 +170,11 @@ class Prepared:
         #: False where calls cannot be recorded
         self._again: dict[Any, Callable[..., Any] | bool | None] = {}
 
+    @property
+    def has_run(self) -> bool:
+        """True after a forward of this kind: its backward needs no compiling ahead."""
+        return "forward" in self._again
+
     def forward(
         self, tensors: Tensors, into: Tensor | None = None, wanted: Wanted | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -185,7 +190,7 @@ class Prepared:
             return found
         backend = choose(self.problem, "forward", self.options.backend).first
         run = partial(backend.forward, self.problem)
-        if wanted is None or "forward" in self._again:
+        if wanted is None or self.has_run:
             return self._run("forward", backend, run, tensors)
         with self._compile_ahead(tensors, wanted):
             return self._run("forward", backend, run, tensors)

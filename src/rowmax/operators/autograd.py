@@ -125,7 +125,8 @@ class _Attention(Function):
             ctx.prepared, ctx.options = way, way.options
             if way.options.backend is not None:
                 _check_backward(way.problem, way.options.backend, _wanted(ctx))
-            out, lse = way.forward(Tensors(*tensors), wanted=_wanted(ctx))
+            wanted = None if way.has_run else _wanted(ctx)
+            out, lse = way.forward(Tensors(*tensors), None, wanted)
         else:
             # The backend is checked in the backward: the problem of a traced or transformed call
             # may not be the one that runs.
