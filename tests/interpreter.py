@@ -7,6 +7,7 @@ It computes whether integers overflow, for an assertion that is off.
 
 from __future__ import annotations
 
+import inspect
 import types
 from typing import Any
 
@@ -17,10 +18,31 @@ from triton.runtime import interpreter
 
 _DONE = "rowmax_tests_sped_up"
 
+#: what is replaced or called here, with its arguments in Triton 3.6 to 3.9
+KNOWN: tuple[tuple[Any, str, str], ...] = (
+    (interpreter, "_patch_lang", "fn"),
+    (interpreter, "_patch_attr", "obj name member builder scope"),
+    (interpreter, "_get_np_dtype", "tt_dtype"),
+    (interpreter, "_validate_np_data_size", "np_array tl_dtype"),
+    (core.block_type, "__init__", "self element_ty shape"),
+    (core.block_type, "with_element_ty", "self scalar_ty"),
+    (core.tensor, "__init__", "self handle type"),
+    (core.dtype, "__eq__", "self other"),
+    (core, "_unwrap_if_constexpr", "o"),
+    (TritonSemantic, "__init__", "self builder"),
+    (
+        *(TritonSemantic, "binary_op_type_checking_impl"),
+        "self lhs rhs allow_lhs_ptr allow_rhs_ptr arithmetic_check div_or_mod",
+    ),
+    (TritonSemantic, "binary_op_sanitize_overflow_impl", "self lhs rhs binary_op"),
+    (TritonSemantic, "broadcast_impl_value", "self lhs rhs"),
+    (TritonSemantic, "scalar_constant", "self value dtype"),
+)
+
 
 def speed_up() -> None:
-    """Replace parts of the interpreter, once in a process."""
-    if hasattr(interpreter, _DONE):
+    """Replace parts of the interpreter, once in a process. One of another form is left as it is."""
+    if hasattr(interpreter, _DONE) or not _is_known():
         return
     setattr(interpreter, _DONE, True)
     _patch_once_a_launch()
@@ -28,6 +50,15 @@ def speed_up() -> None:
     _keep_dtypes()
     _keep_shapes()
     _skip_checks_of_equal_types()
+
+
+def _is_known() -> bool:
+    """Return True if this release of Triton has everything that is replaced, in its known form."""
+    for owner, name, arguments in KNOWN:
+        found = getattr(owner, name, None)
+        if found is None or " ".join(inspect.signature(found).parameters) != arguments:
+            return False
+    return True
 
 
 def _patch_once_a_launch() -> None:
