@@ -40,7 +40,7 @@ lint: $(STAMP) ## style, plain words, types, and which module may import which
 # operation, on the core of another part. Triton's interpreter has to be on before anything imports
 # triton: a process of its own. It is slow: float32 here, and a bias that all share; float16 and
 # tiles of every shape without the -k.
-PARTS := unit-files unit-backward unit-folders unit-forward unit-compile unit-emulator unit-cpu \
+PARTS := unit-compile unit-files unit-folders unit-forward unit-backward unit-cpu unit-emulator \
 	unit-interpreter
 APART := tests/compile tests/emulator tests/hopper tests/triton
 HOPPER := tests/compile/test_hopper.py tests/compile/test_hopper_backward.py

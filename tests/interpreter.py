@@ -18,7 +18,7 @@ from triton.runtime import interpreter
 
 _DONE = "rowmax_tests_sped_up"
 
-#: what is replaced or called here, with its arguments in Triton 3.6 to 3.9
+#: functions that are replaced or called here, with their arguments in Triton 3.6 to 3.9
 KNOWN: tuple[tuple[Any, str, str], ...] = (
     (interpreter, "_patch_lang", "fn"),
     (interpreter, "_patch_attr", "obj name member builder scope"),

@@ -125,6 +125,14 @@ def features(name: str) -> list[tuple[Case, torch.dtype]]:
     return some
 
 
+def tangent_cases(name: str) -> list[tuple[Case, torch.dtype]]:
+    """Return the cases of tangents of a target: all of Hopper, each compiler's main ones."""
+    if name == "sm_90":
+        return TANGENTS
+    some = ("128-causal", "64-terms", *["64-float32"] * (name in THOROUGH))
+    return [given for given in TANGENTS if given[0].name in some]
+
+
 def few_cases(name: str) -> list[tuple[Case, torch.dtype]]:
     """Return the cases of few queries of a target: all of Hopper, each compiler's main ones."""
     some = FEW if name == "sm_90" else [x for x in FEW if x.name in ("128", "packed")]
@@ -262,7 +270,7 @@ def report(name: str, what: str) -> None:
         "features": features(name),
         "tuned": [(case, torch.bfloat16) for case in tuned()],
         "float32": [(case, torch.float32) for case in FLOAT32],
-        "tangents": TANGENTS,
+        "tangents": tangent_cases(name),
         "few": few_cases(name),
         "short": [(case, torch.bfloat16) for case in SHORT],
     }
