@@ -73,7 +73,7 @@ unit-emulator: $(STAMP)
 	$(BIN)/python -m pytest tests/emulator tests/hopper $(ARGS)
 
 unit-interpreter: $(STAMP)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/triton -k "float32 or shared-11qk" $(ARGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/triton -k "float32 or shared-11qk or another_form" $(ARGS)
 
 doctest: $(STAMP) ## the examples in docstrings
 	$(BIN)/python -m pytest --doctest-modules src demo
