@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ import torch
 
 import rowmax
 from demo.memory import Memory
+from tests import forks
 
 pytest.importorskip("numba")
 
@@ -25,19 +25,13 @@ def _gradients(q: torch.Tensor, **options: object) -> tuple[torch.Tensor, ...]:
     return (out.detach(), *torch.autograd.grad(out.square().sum(), leaves))
 
 
-def _printed(code: str, *options: str, **environment: str) -> tuple[str, str]:
+def _printed(code: str, **environment: str) -> tuple[str, str]:
     """Return what a child prints to stdout and to stderr.
 
     It collects no garbage: collections take a sixth of Numba's time to compile.
     """
-    done = subprocess.run(
-        [sys.executable, *options, "-c", "import gc\ngc.disable()\n" + textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        env=os.environ | environment,
-        timeout=200,
-        check=False,
-    )
+    code = "import gc\ngc.disable()\n" + textwrap.dedent(code)
+    done = forks.run(code, environment=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip(), done.stderr
 

@@ -29,6 +29,7 @@ from rowmax.reference import dense
 from rowmax.testing import Call, Case, Expected, cotangents, expected, make, poisoned, tagged
 from tests import extreme_bias, interpreter
 from tests.emulator.remote import RemoteLaunch
+from tests.garbage import collect_less
 from tests.gpu import hopper_direct as device
 from tests.hopper.packed_calls import in_range, longer, with_rows_past_the_last
 
@@ -237,6 +238,7 @@ def main() -> int:
     parser.add_argument("--kernels", action="store_true", help="small cases of every kernel")
     parser.add_argument("--every-size", action="store_true", help="each of them at every head size")
     options = parser.parse_args()
+    collect_less()
     prepare()
     if options.extremes:
         return int(bool(extremes(options.only)))
