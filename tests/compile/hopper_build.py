@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from rowmax.gpu.hopper import host
 from rowmax.testing import Case, make
 
-from . import sass
+from . import arrivals, sass
 
 
 class Line(NamedTuple):
@@ -55,11 +55,12 @@ class Built:
         """Return the arrivals of one thread for a warpgroup that may come too early.
 
         Since the warpgroup last read or wrote shared memory, in the order of addresses, its threads
-        have not met: others may not have read yet.
+        have not met: others may not have read yet. Or loads had not arrived when they met.
         """
         parts = [part for part in self.partitions() if count(part, "HGMMA")]
         assert len(parts) == consumers  # the others are warps, whose lanes go together
-        found = []
+        late = arrivals.too_early(self.cubin)
+        found = [line for part in parts for line in part if line.address in late]
         for part in parts:
             busy = False
             assert count(part, "SYNCS.ARRIVE") > 0

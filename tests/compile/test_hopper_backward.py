@@ -172,6 +172,7 @@ def test_compiles_to(tile, name, dtype):
 def test_a_part_of_a_shared_bias_stays_in_registers():
     kernel = build(config(SHARED_BIAS[64, 64], **FEATURES["bias"]), parts=True)
     stays_in_registers(kernel, kernel.loops(0), "dbias", "bias")
+    assert kernel.too_early(WARPGROUPS) == []
     assert sass.report(kernel.cubin).findings == []
 
 
@@ -179,6 +180,7 @@ def test_parts_of_sums_stay_in_registers():
     """dk and dv in float32: loops are those of a whole call."""
     kernel = build(config(TILES[128, 128][0], **FEATURES["causal"]), wide=True)
     stays_in_registers(kernel, kernel.loops(0), "fused", "causal")
+    assert kernel.too_early(WARPGROUPS) == []
     assert sass.report(kernel.cubin).findings == []
 
 

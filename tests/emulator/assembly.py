@@ -58,12 +58,20 @@ def convert(args: list[Any], dtype: Any) -> Tensor:
 
 @means(
     """{
-    .reg .pred p;
-    .reg .b32 a, b, c, d, e, f, g, h;
-    mov.b32 a, $8; mov.b32 b, $9; mov.b32 c, $10; mov.b32 d, $11;
-    mov.b32 e, $12; mov.b32 f, $13; mov.b32 g, $14; mov.b32 h, $15;
-    or.b32 a, a, b; or.b32 c, c, d; or.b32 e, e, f; or.b32 g, g, h;
-    or.b32 a, a, c; or.b32 e, e, g; or.b32 a, a, e;
+    .reg .pred p; .reg .b32 a;
+    mov.b32 a, $2;
+    or.b32 a, a, $3;
+    setp.eq.b32 p, a, 0xffffffff;
+    @p nanosleep.u32 1;
+    mov.b32 $0, $2; mov.b32 $1, $3;
+    }"""
+)
+@means(
+    """{
+    .reg .pred p; .reg .b32 a;
+    mov.b32 a, $8;
+    or.b32 a, a, $9; or.b32 a, a, $10; or.b32 a, a, $11; or.b32 a, a, $12;
+    or.b32 a, a, $13; or.b32 a, a, $14; or.b32 a, a, $15;
     setp.eq.b32 p, a, 0xffffffff;
     @p nanosleep.u32 1;
     mov.b32 $0, $8; mov.b32 $1, $9; mov.b32 $2, $10; mov.b32 $3, $11;

@@ -62,6 +62,7 @@ from .gluon_compat import (
 )
 from .lib.ring import Ring, barriers, release, slot, tile_buffers, wait_empty, wait_full
 from .lib.rules import score_gradient
+from .lib.scores import settled
 
 
 class Rings(NamedTuple):
@@ -268,12 +269,16 @@ def corner(C: gl.constexpr, place, first, shared):
 
 @gluon.jit
 def load_rows(C: gl.constexpr, c: gl.constexpr, rows, s):
-    """Return lse and delta of the warpgroup's queries ``[64]``, from buffer s."""
+    """Return lse and delta of the warpgroup's queries ``[64]``, from buffer s, which is then free.
+
+    Without ``settled`` the other warpgroup's stores of a sum delayed these loads until the rows of
+    the next tile were in the buffer (0.4 percent of dbias, up to 3 of 9, on an H200).
+    """
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     L: gl.constexpr = gl.SliceLayout(1, score_layout(C))
     both = reinterpret(rows.index(s), rows.dtype, [2, C.BLOCK_RESIDENT], flat)
-    lse = both.index(0).slice(c * C.TOKENS, C.TOKENS).load(memory_by_row())
-    delta = both.index(1).slice(c * C.TOKENS, C.TOKENS).load(memory_by_row())
+    lse = settled(both.index(0).slice(c * C.TOKENS, C.TOKENS).load(memory_by_row()), 2)
+    delta = settled(both.index(1).slice(c * C.TOKENS, C.TOKENS).load(memory_by_row()), 2)
     lse = gl.convert_layout(from_memory_order(lse, C.TOKENS), L)
     return lse, gl.convert_layout(from_memory_order(delta, C.TOKENS), L)
 

@@ -20,6 +20,7 @@ from triton.experimental.gluon import language as gl
 from ..gluon_compat import fence_async_shared, mbarrier, reinterpret
 from .layouts import matrix
 from .order import Tile
+from .scores import settled
 
 
 class Ring(NamedTuple):
@@ -179,10 +180,13 @@ def _word(words, at, i: gl.constexpr):
 
 @gluon.jit
 def read_message(mail, n):
-    """Return (tile, True if it is one) of message n. The caller must release the slot."""
+    """Return (tile, True if it is one) of message n. The caller must release the slot.
+
+    The values have arrived, so the release cannot overtake the load.
+    """
     L: gl.constexpr = gl.BlockedLayout([16], [32], [gl.num_warps()], [0])
     wait_full(mail, n, 2)
-    w = mail.messages.index(slot(n, 2)).load(L)
+    w = settled(mail.messages.index(slot(n, 2)).load(L))
     at = gl.arange(0, 16, L)
     tile = Tile(
         _word(w, at, 1), _word(w, at, 2), _word(w, at, 3), _word(w, at, 4), _word(w, at, 5),
