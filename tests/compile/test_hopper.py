@@ -164,7 +164,7 @@ def test_steps_that_lag_take_no_maximum(case):
 
 @pytest.mark.parametrize("case", [LAGGING[0], LAGGING[-1], *LAGGING[-7:-3]], ids=str)
 def test_the_second_launch_is_the_shipped_kernel(case):
-    """It is that of maxima but for the choice of tiles, and keeps to shared memory."""
+    """It takes maxima, as without a reference that lags, and keeps to shared memory."""
     kernel = build(case, lags=True, mends=True)
     assert kernel.shared <= SHARED
     assert kernel.too_early(kernel.plan.tile.warpgroups) == []

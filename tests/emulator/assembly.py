@@ -152,7 +152,7 @@ def _moved(args: list[Any], threshold: np.float32) -> Tensor:
     KEEP:
     }"""
 )
-def follow(args: list[Any], dtype: Any) -> Tensor:
+def follow_sums(args: list[Any], dtype: Any) -> Tensor:
     """Return the reference of each row after the largest sum of its lanes."""
     s, m = args[0].a, args[1].a
     top = np.broadcast_to(np.fmax.reduce(s, axis=1, keepdims=True), m.shape)

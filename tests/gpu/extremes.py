@@ -71,7 +71,8 @@ def scores_that_rise(backend: str, device: str) -> list[str]:
         (64, None, 0.0), (64, None, 300.0), (128, None, 1000.0), (128, rowmax.Causal(), 300.0),
         (96, rowmax.Causal(), 300.0), (256, None, 300.0),
     ):  # fmt: skip
-        q, k, v = (_normal(1, 8192, 16 if d < 256 else 8, d, device=device, seed=s) for s in (0, 1, 2))
+        shape = (1, 8192, 16 if d < 256 else 8, d)
+        q, k, v = (_normal(*shape, device=device, seed=s) for s in (0, 1, 2))
         if rise:  # half of the queries see the steps
             q[..., 0] = (q[..., 0] > 0).to(q.dtype)
             k[..., 0] = (k[:, ::199, :, 0] * rise).repeat_interleave(199, 1)[:, : k.shape[1]]

@@ -93,7 +93,8 @@ def not_finite() -> list[str]:
     """Return the faults with infinite and NaN inputs: results are those of maxima in all tiles."""
     problem, tensors = make(CASES[0], dtype=torch.float32).problem()
     q, k, v = (t.clone() for t in tensors[:3])
-    q[:, 7, 0], q[:, 70, 0, 3], k[:, 600, 1, 5], v[:, 9, 0] = torch.nan, torch.inf, torch.inf, -torch.inf
+    q[:, 7, 0], q[:, 70, 0, 3] = torch.nan, torch.inf
+    k[:, 600, 1, 5], v[:, 9, 0] = torch.inf, -torch.inf
     tensors = tensors._replace(q=q, k=k, v=v)
     got = []
     for lagging in (True, False):
@@ -111,7 +112,8 @@ def not_finite() -> list[str]:
 def aligned_blocks(causal: bool) -> list[str]:
     """Return the faults of tiles of queries computed alone: rows are the same bits."""
     prepare(2)
-    problem, tensors = make(Case("b", b=1, nq=500, nk=500, hq=2, d=64), dtype=torch.float32).problem()
+    case = Case("blocks", b=1, nq=500, nk=500, hq=2, d=64)
+    problem, tensors = make(case, dtype=torch.float32).problem()
     tensors = stepped(problem, tensors, 60)
     problem = problem._replace(right=0 if causal else None)
     whole = host.forward(problem, tensors)

@@ -102,9 +102,9 @@ def softmax_step(
 
 @gluon.jit
 def followed(m, l, s):
-    """Return (m, l, alpha) once the reference m has followed s, the lanes' sums of the last weights.
+    """Return (m, l, alpha) once the reference m has followed s, the lanes' sums of weights.
 
-    A row moves by the largest sum of its own lanes, as in ``moved``. alpha is the factor of O. None
+    Those are of the step before. A row moves by the largest sum of its own lanes, as in ``moved``. alpha is the factor of O. None
     of it waits for scores.
     """
     m_new = gl.inline_asm_elementwise(
