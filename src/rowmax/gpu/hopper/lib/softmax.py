@@ -104,8 +104,8 @@ def softmax_step(
 def followed(m, l, s):
     """Return (m, l, alpha) once the reference m has followed s, the lanes' sums of weights.
 
-    Those are of the step before. A row moves by the largest sum of its own lanes, as in ``moved``. alpha is the factor of O. None
-    of it waits for scores.
+    Those are of the step before. A row moves by the largest sum of its own lanes, as in ``moved``.
+    alpha is the factor of O. None of it waits for scores.
     """
     m_new = gl.inline_asm_elementwise(
         FOLLOW, "=&f,=&f,f,f,f,f", [s, m], dtype=gl.float32, is_pure=True, pack=2
