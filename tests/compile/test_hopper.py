@@ -217,7 +217,7 @@ def test_three_warpgroups_take_turns():
         ({"d": 64}, True),
         ({"b": 1, "hq": 1}, False),  # little work
         ({"sequences": ((4096, 4096),) * 8}, True),
-        ({"sequences": ((4096, 4096), *[(64, 64)] * 99)}, False),
+        ({"sequences": ((4096, 4096), *[(64, 64)] * 19)}, False),
         ({"bias": "bh1k"}, False),
         ({"alibi": True}, False),
         ({"softcap": 2.0}, False),
