@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from triton.experimental.gluon import language as gl
 
+from ...call.flops import forward_flops
 from ...call.problem import Problem
 
 ROWS = 64  # query rows of one warpgroup: the height of a wgmma
@@ -83,6 +84,10 @@ LONG_KEYS = {
     (64, "causal"): 4096,
     **dict.fromkeys([(d, mask) for d in (80, 96) for mask in ("full", "causal")], 8192),
 }
+#: head sizes whose reference lags (``lags``); none: every step takes a maximum
+LAGS = tuple(TILES)
+#: from so many operations on: 100 us at 600 TFLOP/s. The second launch costs a few microseconds
+LAGS_OPERATIONS = 60e9
 
 
 @dataclass(frozen=True)
@@ -115,6 +120,8 @@ class Config:
     ORDERED: bool = False  # warpgroups issue their products in turn
     CLOCKS: int = 0  # events, a bit each, whose clocks the first block stores (lib/clocks.py)
     OVERLAP: bool = True  # O of a key tile runs under the softmax of the next
+    LAGS: bool = False  # full tiles take no maximum; lse of an overflowed row is NaN
+    MENDS: bool = False  # only tiles with such a row are computed
     CONSUMER_REGISTERS: int = 240  # registers of a thread
     PRODUCER_REGISTERS: int = 24
 
@@ -161,7 +168,12 @@ class Config:
     @property
     def DRAWN(self) -> bool:
         """Return True if blocks take tiles from a counter: lengths are only on the device."""
-        return self.VARLEN or self.DOCUMENTS
+        return (self.VARLEN or self.DOCUMENTS) and not self.MENDS
+
+    @property
+    def SOUGHT(self) -> bool:
+        """Return True if a block cannot know its next tile before it takes it."""
+        return self.DRAWN or self.MENDS
 
     @property
     def LAST_FIRST(self) -> bool:
@@ -296,8 +308,27 @@ def config_for(p: Problem, tile: Tile, bias: str, group: int) -> Config:
         STAGED=staged_columns(p, tile, bias),
         OVERLAP=tile.overlap, ROUND_LATE=tile.warpgroups == 3 and tile.overlap,
         ORDERED=tile.ordered and not (p.varlen or p.prefix or p.left is not None),
+        LAGS=lags(p, tile, bias),
         CONSUMER_REGISTERS=tile.registers[0], PRODUCER_REGISTERS=tile.registers[1],
     )  # fmt: skip
+
+
+def lags(p: Problem, tile: Tile, bias: str) -> bool:
+    """Return True if the reference of the softmax lags, and a second launch mends overflowed rows.
+
+    Score terms keep the maximum: they were not measured, and ALiBi of queries before their keys may
+    rise by more than a tile's range. So does float16, whose weights end at 2^16. So do three
+    warpgroups that overlap, under a diagonal: their loops would spill (26 words of local memory).
+    """
+    if tile.warpgroups == 3 and tile.overlap and p.right is not None:
+        return False
+    terms = bias or p.heads or p.documents or p.softcap > 0
+    if terms or p.dtype != torch.bfloat16 or sizes_of(p) not in LAGS:
+        return False
+    operations = forward_flops(p)
+    if p.varlen:  # as many sequences of the longest length as there are queries for
+        operations = operations * p.total_q // max(p.batch * p.nq, 1)
+    return operations >= LAGS_OPERATIONS
 
 
 def staged_columns(p: Problem, tile: Tile, bias: str) -> int:
