@@ -19,6 +19,7 @@ if find_spec("triton") is None or sys.platform != "linux":
 import triton
 
 from rowmax.gpu.hopper.backward_tiles import (
+    BETWEEN,
     SHARED_BIAS,
     TILES,
     WARPGROUPS,
@@ -95,6 +96,12 @@ def cases():
                 yield tile, name, "bf16"
             if isinstance(tile, FusedConfig):
                 yield tile, "causal", "fp16"
+    for tiles in BETWEEN.values():
+        for tile in tiles:
+            for name in ("full", "causal", "packed", "ordered", "documents", "softcap", "alibi"):
+                if name != "ordered" or isinstance(tile, FusedConfig):
+                    yield tile, name, "bf16"
+            yield tile, "causal", "fp16"
     for tile in SHARED_BIAS.values():
         for name in ("bias", "causal bias", "bias lengths"):
             yield tile, name, "bf16"

@@ -33,8 +33,9 @@ from tests.garbage import collect_less
 from tests.gpu import hopper_direct as device
 from tests.hopper.packed_calls import in_range, longer, with_rows_past_the_last
 
-#: head sizes of each tile shape: two of the fused kernel, two of dq with dk and dv
-SIZES = ((64, 64), (128, 128), (256, 128), (256, 256))
+#: head sizes of each tile shape: two of the fused kernel, two of dq with dk and dv, and three whose
+#: columns are in two parts
+SIZES = ((64, 64), (128, 128), (256, 128), (256, 256), (96, 80), (80, 72), (192, 128))
 #: the numbers of processors of the machine, of which a case has one
 PROCESSORS = (1, 2, 3, 5, 7, 9)
 LENGTHS = ((1, 1), (3, 3), (64, 1), (239, 1), (399, 3), (1, 300), (113, 203), (108, 256),
@@ -93,7 +94,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 def kernel_cases(every: bool) -> list[Case]:
     """Return every length, mask and mode, as small as tiles allow.
 
-    Each comes at one head size of the fused kernel and at one of the others, or at ``every``.
+    Each comes at one head size of each kind, or at ``every``.
     """
     alone: dict[str, Any] = {"b": 1, "hq": 1}
     named: dict[str, dict[str, Any]] = {

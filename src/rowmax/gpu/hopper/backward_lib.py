@@ -221,12 +221,18 @@ def own_rows(C: gl.constexpr, c: gl.constexpr, buffers, at, WIDTH: gl.constexpr)
 
 
 @gluon.jit
+def no_scores(C: gl.constexpr):
+    """Return an accumulator ``[64, BLOCK_STREAMED]`` of a product."""
+    return gl.full([C.TOKENS, C.BLOCK_STREAMED], 0.0, gl.float32, score_layout(C))
+
+
+@gluon.jit
 def issue_product(C: gl.constexpr, resident, streamed):
     """Issue resident ``[64, WIDTH]`` times streamed ``[BLOCK_STREAMED, WIDTH]``.
 
     Return the accumulator ``[64, BLOCK_STREAMED]``.
     """
-    x = gl.full([C.TOKENS, C.BLOCK_STREAMED], 0.0, gl.float32, score_layout(C))
+    x = no_scores(C)
     return warpgroup_mma(resident, streamed.permute((1, 0)), x, use_acc=False, is_async=True)
 
 
@@ -380,3 +386,11 @@ def store_rows(x, to, stride, rows, OUT: gl.constexpr):
     if x.shape[1] != OUT:
         there = there & (d < OUT)[None, :]
     gl.store(to + (r * stride)[:, None] + d[None, :], x.to(to.dtype.element_ty), mask=there)
+
+
+@gluon.jit
+def store_parts(x, to, stride, rows, W0: gl.constexpr, OUT: gl.constexpr):
+    """Store the first ``rows`` rows and OUT columns of Parts x ``[64, WIDTH]``."""
+    store_rows(x.low, to, stride, rows, min(OUT, W0))
+    if OUT > W0:
+        store_rows(x.high, to + W0, stride, rows, OUT - W0)
