@@ -257,7 +257,7 @@ TILES: dict[tuple[int, int], tuple[Config, ...]] = {
         DkdvConfig(D=256, DV=256, Q_STAGES=3, DO_STAGES=2, HELD_K=128, HELD_V=128, ALONE=True),
     ),
 }
-#: head sizes in between, in two parts of columns. A bias takes their registers: it has the tile above
+#: head sizes in between, in two parts of columns. A bias takes their registers, and the tile above
 BETWEEN: dict[tuple[int, int], tuple[Config, ...]] = {
     (80, 80): (FusedConfig(D=80, DV=80, Q_STAGES=4, DO_STAGES=3, DQ_STAGES=2, HELD=True),),
     (96, 96): (FusedConfig(D=96, DV=96, Q_STAGES=4, DO_STAGES=3, DQ_STAGES=2, AHEAD=True),),
@@ -293,7 +293,8 @@ SIZES = (64, 128, 256)
 #: (head size, under a diagonal) -> the most keys for which the ordered sum of dQ is faster, if
 #: there are at least MANY tiles of keys
 IN_ORDER = {
-    **{(64, False): 1024, (64, True): 512},
+    (64, False): 1024,
+    (64, True): 512,
     **dict.fromkeys([(d, causal) for d in (80, 96, 128) for causal in (False, True)], 1024),
 }
 MANY = 512
