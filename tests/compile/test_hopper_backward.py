@@ -117,7 +117,7 @@ SPILLS = (0, 144) if OLDEST else (6, 208)
 MORE = {
     ("fused", "dbias"): ((4, 128), SPILLS),
     ("fused", "dbias alone"): ((8, 48), SPILLS),
-    ("fused", "row"): ((5, 144), (16, 208)),
+    ("fused", "row"): ((5, 144), (17, 208)),
     ("dkdv", "row"): (SPILLS, (9, 208)),
     # a number for each query is 16 more in a thread; such a bias changes lse alone, so it is rare
     # (measured with 3.9, and used for the oldest as well)
@@ -130,7 +130,7 @@ MORE = {
     ("dbias", "causal bias"): ((3, 40), (16, 40)),
     ("dbias", "bias lengths"): ((2, 40), (27, 56)),
     # only where a tile has several documents: others need no mask, and steps without have 0 or 1
-    ("dbias", "bias documents"): ((65, 280), (62, 304)),
+    ("dbias", "bias documents"): ((51, 240), (48, 288)),
 }
 #: for products, in a step
 WAITS = {"fused": 3, "dq": 3, "dkdv": 2, "dbias": 2}
@@ -138,7 +138,9 @@ WAITS = {"fused": 3, "dq": 3, "dkdv": 2, "dbias": 2}
 LATE = 7 if OLDEST else 9
 #: a row of a bias arrives late: one of the two warpgroups has its exponentials after the product
 #: (481 TFLOP/s on an H200, 485 without a bias), the other does not
-ONE_IN_TIME = (64, "fused", "row")
+ONE_IN_TIME = {(64, "fused", "row")} | ({(64, "fused", "column")} if OLDEST else set())
+#: one loop over masked steps, of one warpgroup, waits for lse before its exponentials
+MASKED_LATE = {("dbias", "causal bias"): 16}
 
 
 @pytest.mark.parametrize(
@@ -171,8 +173,11 @@ def test_compiles_to(tile, name, dtype):
         if kind != "dkdv":  # which has no other product in flight
             wait = waits[0 if kind == "fused" else 1]
             late.append(exponentials_after(texts, wait, tile.BLOCK_STREAMED))
-    if (tile.D, kind, name) == ONE_IN_TIME:
+    if (tile.D, kind, name) in ONE_IN_TIME:
         late = sorted(late)[: len(late) // 2]
+    if (kind, name) in MASKED_LATE:
+        late.sort()
+        assert late.pop() <= MASKED_LATE[kind, name]
     assert all(n <= LATE for n in late)
 
 

@@ -60,7 +60,9 @@ from .backward_lib import (
     held_layout,
     next_tile,
     no_scores,
+    peek_message,
     read_message,
+    release_message,
     row_numbers,
     score_layout,
     store_parts,
@@ -484,11 +486,12 @@ def consumer(C: gl.constexpr, OF_DK: gl.constexpr, out, rings, mail, sizes, args
         release(rings.own, nth, 1, pred=some)
         nth += some.to(gl.int32)
         message += 1
-        following, live = read_message(mail, message)
+        following, live = peek_message(mail, message)
         row = gradient_row(C, 0, tile)
         to = out.dk if OF_DK else out.dv
         to = to + (row.to(gl.int64) * heads.resident + tile.head) * OUT
         store_parts(x, to, heads.resident * OUT, rows_left(C, 0, tile), W0, OUT)
+        release_message(mail, message, following, live)
         tile = following
 
 

@@ -39,7 +39,9 @@ from .backward_lib import (
     next_tile,
     no_scores,
     own_rows,
+    peek_message,
     read_message,
+    release_message,
     score_layout,
     store_parts,
     tile_buffer,
@@ -317,11 +319,12 @@ def consumer(C: gl.constexpr, c: gl.constexpr, memory, rings, mail, sizes, args,
         release(rings.own, nth, 1, pred=some)
         nth += some.to(gl.int32)
         message += 1
-        following, live = read_message(mail, message)
+        following, live = peek_message(mail, message)
         row = gradient_row(C, c, tile)
         to = memory.out + (row.to(gl.int64) * heads.resident + tile.head) * C.D_OUT
         dq = scaled_parts(x.dq, memory.out_scale, C.D1)
         store_parts(dq, to, heads.resident * C.D_OUT, rows_left(C, c, tile), C.D0, C.D_OUT)
+        release_message(mail, message, following, live)
         tile = following
 
 

@@ -62,7 +62,9 @@ from .backward_lib import (
     held_layout,
     next_tile,
     no_scores,
+    peek_message,
     read_message,
+    release_message,
     row_numbers,
     score_layout,
     store_rows,
@@ -511,8 +513,9 @@ def consumer(C: gl.constexpr, c: gl.constexpr, rings, mail, sizes, args, heads, 
         release(rings.k, nth, C.KV_STAGES, pred=some)
         nth += some.to(gl.int32)
         message += 1
-        following, live = read_message(mail, message)
+        following, live = peek_message(mail, message)
         store_tile(C, c, out, state, tile, sizes, heads)
+        release_message(mail, message, following, live)
         tile = following
     if C.DBIAS:
         tma_store_wait(0)

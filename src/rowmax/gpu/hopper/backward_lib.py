@@ -94,9 +94,22 @@ class ScoreArgs(NamedTuple):
 @gluon.jit
 def read_message(mail, n):
     """Read message n and release its slot; return (Tile, True if it is one)."""
+    tile, live = peek_message(mail, n)
+    release_message(mail, n, tile, live)
+    return tile, live
+
+
+@gluon.jit
+def peek_message(mail, n):
+    """Read message n; return (Tile, True if it is one). ``release_message`` must follow."""
     words, live = ring.read_message(mail, n)
-    ring.release(mail, n, 2)
     return Tile(*words), live
+
+
+@gluon.jit
+def release_message(mail, n, tile, live):
+    """Release the slot of message n, which ``peek_message`` returned."""
+    ring.release_message(mail, n, tile, live)
 
 
 @gluon.jit

@@ -259,8 +259,8 @@ TILES: dict[tuple[int, int], tuple[Config, ...]] = {
 }
 #: head sizes in between, in two parts of columns. A bias takes their registers, and the tile above
 BETWEEN: dict[tuple[int, int], tuple[Config, ...]] = {
-    (80, 80): (FusedConfig(D=80, DV=80, Q_STAGES=4, DO_STAGES=3, DQ_STAGES=2, HELD=True),),
-    (96, 96): (FusedConfig(D=96, DV=96, Q_STAGES=4, DO_STAGES=3, DQ_STAGES=2, AHEAD=True),),
+    (80, 80): (FusedConfig(D=80, DV=80, Q_STAGES=4, DO_STAGES=3),),
+    (96, 96): (FusedConfig(D=96, DV=96, Q_STAGES=4, DO_STAGES=3),),
     (192, 128): (
         DqConfig(D=192, DV=128, K_STAGES=2, V_STAGES=2),
         DkdvConfig(D=192, DV=128, Q_STAGES=3, DO_STAGES=2, HELD_K=192, HELD_V=128),

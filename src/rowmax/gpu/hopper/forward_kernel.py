@@ -706,7 +706,7 @@ def rest_of_tile(
 def consumer(C: gl.constexpr, c: gl.constexpr, copies, shared, t, n):
     """Compute rows ``64 c`` to ``64 c + 63`` of every tile of this block, in warpgroup c."""
     tile, live = ring.read_message(shared.mail, 0)
-    ring.release(shared.mail, 0, 2)
+    ring.release_message(shared.mail, 0, tile, live)
     if live:
         compute_tiles(C, c, tile, copies, shared, t, n)
 
@@ -756,7 +756,7 @@ def compute_tiles(C: gl.constexpr, c: gl.constexpr, tile, copies, shared, t, n):
             o0, o1 = issue_output(C, state.p, state.o0, state.o1, shared.v, use - 1)
         pass_turn(C, c, more)
         # released late, because each release waits for the four warps
-        ring.release(shared.mail, number, 2)
+        ring.release_message(shared.mail, number, after, more)
         if C.Q_STAGES > 1:
             ring.release(shared.q, number - 1, C.Q_STAGES, c)
         copied = load_bias(C, c, shared.bias, use, more)
