@@ -21,8 +21,8 @@ Barriers of a block, with the arrivals that complete a phase:
 dbias is stored from the buffer in which its bias arrived.
 
 lse and delta are with V and dO, whose buffer is released when both have arrived. With Q and K it
-was released when their loads were issued. Stores of the other warpgroup's sums delayed the loads
-until the rows of the next tile were in the buffer (at a head size of 32 on an H200).
+was released when their loads were issued. Stores of the other warpgroup's sums delayed the loads:
+the rows of the next tile were in the buffer first (at a head size of 32 on an H200).
 
 A bias of few tiles would leave processors idle: 36 tiles of 384 x 384 positions and 4 heads. Then
 several blocks compute a tile, each for a part of the sequences and heads that share it. They store
