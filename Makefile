@@ -11,7 +11,7 @@ PYTHON ?= $(shell for p in $(CANDIDATES); do \
 	$$p -c '$(MODERN)' >/dev/null 2>&1 && { echo $$p; break; }; done)
 ARGS ?=
 
-.PHONY: help demo test lint unit doctest docs bench clean
+.PHONY: help demo test lint unit doctest gates docs bench clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -40,17 +40,21 @@ lint: $(STAMP) ## style, plain words, types, and which module may import which
 # operation, on the core of another part. Triton's interpreter has to be on before anything imports
 # triton: a process of its own. It is slow: float32 here, and a bias that all share; float16 and
 # tiles of every shape without the -k.
-PARTS := unit-compile unit-files unit-folders unit-forward unit-backward unit-cpu unit-emulator \
-	unit-interpreter
+PARTS := unit-files unit-folders unit-cpu unit-emulator unit-interpreter
+# What a change of a GPU kernel needs besides. They take as long as everything else.
+GATES := gates-targets gates-forward gates-backward
 APART := tests/compile tests/emulator tests/hopper tests/triton
 HOPPER := tests/compile/test_hopper.py tests/compile/test_hopper_backward.py
 CPU := $(wildcard tests/test_cpu*.py tests/test_amx.py)
-test unit: export OMP_WAIT_POLICY := passive
-test unit: export OPENBLAS_NUM_THREADS := 1
+test unit gates: export OMP_WAIT_POLICY := passive
+test unit gates: export OPENBLAS_NUM_THREADS := 1
 unit: $(STAMP) ## the tests
 	$(MAKE) -j3 $(PARTS)
 
-.PHONY: $(PARTS)
+gates: $(STAMP) ## compile all GPU kernels for six targets, and read the machine code of Hopper
+	$(MAKE) -j3 $(GATES)
+
+.PHONY: $(PARTS) $(GATES)
 unit-files: $(STAMP)
 	$(BIN)/python -m pytest $(filter-out $(CPU),$(wildcard tests/test_*.py)) $(ARGS)
 
@@ -60,13 +64,13 @@ unit-cpu: $(STAMP)
 unit-folders: $(STAMP)
 	$(BIN)/python -m pytest tests --ignore-glob 'tests/test_*.py' $(APART:%=--ignore %) $(ARGS)
 
-unit-compile: $(STAMP)
+gates-targets: $(STAMP)
 	$(BIN)/python -m pytest tests/compile $(HOPPER:%=--ignore %) $(ARGS)
 
-unit-forward: $(STAMP)
+gates-forward: $(STAMP)
 	$(BIN)/python -m pytest tests/compile/test_hopper.py $(ARGS)
 
-unit-backward: $(STAMP)
+gates-backward: $(STAMP)
 	$(BIN)/python -m pytest tests/compile/test_hopper_backward.py $(ARGS)
 
 unit-emulator: $(STAMP)

@@ -118,6 +118,7 @@ MORE = {
     ("fused", "dbias"): ((4, 128), SPILLS),
     ("fused", "dbias alone"): ((8, 48), SPILLS),
     ("fused", "row"): ((5, 144), (17, 208)),
+    ("fused", "packed"): (SPILLS, (6, 232)),  # the next tile, while this one is stored
     ("dkdv", "row"): (SPILLS, (9, 208)),
     # a number for each query is 16 more in a thread; such a bias changes lse alone, so it is rare
     # (measured with 3.9, and used for the oldest as well)
