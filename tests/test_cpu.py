@@ -236,8 +236,8 @@ def test_rows_between_a_window_and_a_length_read_nothing(dtype: torch.dtype) -> 
 def test_memory_is_linear() -> None:
     """Forward and backward at N 8192: out and gradients are 64 MiB, the scores of a head 256.
 
-    The squares and the gradient of out are 32 MiB. Calls of one kind took 118 to 165 MiB in all, with
-    the order in which threads free memory, so the bound is 200.
+    The squares and the gradient of out are 32 MiB. Such calls took 118 to 165 MiB in all, depending
+    on the order in which threads free memory, so the bound is 200.
     """
     _gradients(torch.randn(1, 64, 8, 64), causal=True)
     q = torch.randn(1, 8192, 8, 64)
