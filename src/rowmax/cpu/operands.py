@@ -21,6 +21,7 @@ from numba import types
 from numba.extending import overload
 
 from .amx import STRIP, configure, release
+from .few_vector import narrow
 from .functions import STRICT, SUMS, array, inner
 from .products import panel, span
 from .vector import TILE_K, TILE_Q, W, fetch_add
@@ -464,6 +465,15 @@ def _store(like, to, row, factor):
                 out[c] = np.uint16(_bfloat(row[c] * factor))
 
         return short
+
+    if like.dtype == types.int16:  # float16
+
+        def half(like, to, row, factor):
+            for c in range(row.size):
+                row[c] *= factor
+            narrow(like, to, row.ctypes.data, row.size)
+
+        return half
 
     if like.dtype != types.uint32:
 
