@@ -27,7 +27,7 @@ from .vector import TILE_K, fetch_add
 
 #: words of 8 bytes before the record of a call: what its threads share
 HEADER = 16
-NEXT, INFINITE, TASKS, QUERIES, SEQUENCES, COUNT, STATES, SHAPE = 0, 1, 2, 3, 4, 5, 6, 8
+NEXT, INFINITE, TASKS, QUERIES, SEQUENCES, COUNT, STATES, KEYS, SHAPE = 0, 1, 2, 3, 4, 5, 6, 7, 8
 
 
 class Rows4(NamedTuple):
@@ -191,21 +191,24 @@ def product_of_rows(a, b):
 
 
 @inner
-def read_numbers(call, seq, s, h, rows, r, like, kind):
-    """Write lse in base 2 and ``Delta - dLSE`` of the queries of a head, from row r on."""
-    n, value_d = seq.queries, call.value_d
-    at = array(numbers_at(call.lse, 4, s, h, seq.query), n, like)
-    lse, delta = array(rows.lse, r + n, like), array(rows.delta, r + n, like)
-    out = array(rows.dP, value_d, like)
+def read_numbers(call, seq, place, places, like, kind):
+    """Write lse in base 2 and ``Delta - dLSE`` of a tile of queries.
+
+    ``places`` are the addresses of both, of rows of dO and of memory for a row.
+    """
+    lse_at, delta_at, douts, room = places
+    s, h, i0, n = place
+    value_d, first = call.value_d, seq.query + i0
+    given = array(numbers_at(call.lse, 4, s, h, first), n, like)
+    lse, delta, out = array(lse_at, n, like), array(delta_at, n, like), array(room, value_d, like)
     for i in range(n):
-        place = row_at(call.out, s, seq.query + i, h)
-        widen(kind, rows.dP, call.out.address + kind.itemsize * place, value_d)
-        dout = array(rows.dout + 4 * (r + i) * value_d, value_d, like)
-        total = product_of_rows(out, dout)
+        at = row_at(call.out, s, first + i, h)
+        widen(kind, room, call.out.address + kind.itemsize * at, value_d)
+        total = product_of_rows(out, array(douts + 4 * i * value_d, value_d, like))
         if call.dlse.address:
-            total -= array(numbers_at(call.dlse, 4, s, h, seq.query + i), 1, like)[0]
-        delta[r + i] = np.float32(0) if at[i] == -np.inf else total
-        lse[r + i] = without_weights(at[i] * np.float32(LOG2E))
+            total -= array(numbers_at(call.dlse, 4, s, h, first + i), 1, like)[0]
+        delta[i] = np.float32(0) if given[i] == -np.inf else total
+        lse[i] = without_weights(given[i] * np.float32(LOG2E))
 
 
 @inner
@@ -219,7 +222,8 @@ def backward_head(call, seq, states, s, hk, rows, buffers, like, kind):
         read_rows(kind, rows.q + 4 * r * d, call.q, s, seq.query, n, h, d, 1.0, like)
         to = rows.dout + 4 * r * value_d
         read_rows(kind, to, call.dout, s, seq.query, n, h, value_d, 1.0, like)
-        read_numbers(call, seq, s, h, rows, r, like, kind)
+        numbers = rows.lse + 4 * r, rows.delta + 4 * r, to, rows.dP
+        read_numbers(call, seq, Place(s, h, 0, n), numbers, like, kind)
     array(rows.dq, group * n * d, like)[:] = np.float32(0)
     for tile in tile_range(0, seq.keys):
         for g in range(group):

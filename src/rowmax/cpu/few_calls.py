@@ -1,4 +1,4 @@
-"""Calls of few queries, and how they are repeated with other tensors."""
+"""Calls of few queries and of short sequences, and how they are repeated with other tensors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 import threading
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,37 +14,89 @@ from torch import Tensor
 
 from ..call.dispatch import Limit, beyond
 from ..call.problem import Gradients, Problem, Tensors, Wanted
-from . import few, threads
+from . import amx, few, short, threads
 from .backward import finished, outputs
 from .call import Call, word_of
 from .few_vector import HALVES
 from .kernel import address_of
+from .vector import PAIRS
 
-#: queries of all heads of a kv head, and of one sequence
-MOST_ROWS, MOST_QUERIES, MOST_WIDE = 64, 16, 512
 _DTYPES = (torch.float32, torch.bfloat16, *((torch.float16,) if HALVES else ()))
-LIMITS = (
-    Limit(lambda p: p.dtype in _DTYPES, "{0.dtype} is not read in place"),
+#: queries of all heads of a kv head, and of one sequence, whose products are made in place
+MOST_ROWS, MOST_QUERIES = 64, 8
+#: queries and keys of a sequence that a thread packs into its own memory
+MOST_TOKENS = 256
+MOST_WIDENED = 24  # keys of bfloat16 where the processor multiplies it
+MOST_WIDE = 512  # columns of a head
+
+_ANY = (
+    Limit(lambda p: p.dtype in _DTYPES, "{0.dtype} is computed by tiles"),
     Limit(lambda p: not p.varlen, "packed sequences are computed by tiles"),
-    Limit(lambda p: p.nk > 0, "there are no keys"),
-    Limit(
-        lambda p: 0 < p.nq <= MOST_QUERIES and p.nq * p.group <= MOST_ROWS,
-        "{0.nq} queries a head in groups of {0.group} are computed by tiles",
-    ),
     Limit(
         lambda p: p.d % 16 == p.dv % 16 == 0 and 0 < p.d <= MOST_WIDE and 0 < p.dv <= MOST_WIDE,
         "head sizes {0.d} and {0.dv} are no whole vectors, or too wide",
     ),
 )
-#: of a backward as well
-BACKWARD_LIMITS = (
-    *LIMITS,
+_BACKWARD = (
     Limit(lambda p: not p.natural, "scores in natural units need a second pass"),
     Limit(lambda p: not p.sink, "the gradient of a sink is computed by tiles"),
     Limit(lambda p: not p.wide, "parts of sums are written by tiles"),
 )
-_FORWARD = dict(zip(_DTYPES, (few.forward_float32, few.forward_bfloat16, few.forward_float16)))
-_BACKWARD = dict(zip(_DTYPES, (few.backward_float32, few.backward_bfloat16, few.backward_float16)))
+_FEW = (
+    Limit(
+        lambda p: p.nk > 0 and 0 < p.nq <= MOST_QUERIES and p.nq * p.group <= MOST_ROWS,
+        "{0.nq} queries a head in groups of {0.group} are not few",
+    ),
+)
+_SHORT = (
+    Limit(
+        lambda p: (
+            p.dtype != torch.bfloat16 or p.nk <= MOST_WIDENED or not (PAIRS or amx.ready())
+        ),
+        "this processor multiplies bfloat16, by tiles",
+    ),
+    Limit(
+        lambda p: 0 < p.nq <= MOST_TOKENS and 0 < p.nk <= MOST_TOKENS,
+        "{0.nq} queries and {0.nk} keys are not short sequences",
+    ),
+)
+
+
+class Way(NamedTuple):
+    """A way to compute a call: its limits, and a kernel for each dtype."""
+
+    limits: tuple[Limit, ...]
+    kernels: tuple[Any, ...]  # as _DTYPES
+    passes: int  # over keys and values
+
+
+#: the first that can is taken
+WAYS = {
+    "forward": (
+        Way(_ANY + _FEW, (few.forward_float32, few.forward_bfloat16, few.forward_float16), 1),
+        Way(
+            _ANY + _SHORT,
+            (short.short_forward_float32, short.short_forward_bfloat16, short.short_forward_float16),
+            1,
+        ),
+    ),
+    "backward": (
+        Way(
+            _ANY + _BACKWARD + _FEW,
+            (few.backward_float32, few.backward_bfloat16, few.backward_float16),
+            3,
+        ),
+        Way(
+            _ANY + _BACKWARD + _SHORT,
+            (
+                short.short_backward_float32,
+                short.short_backward_bfloat16,
+                short.short_backward_float16,
+            ),
+            3,
+        ),
+    ),
+}
 
 #: bytes of keys and values that are worth a thread
 _BYTES = 1 << 16
@@ -54,30 +106,30 @@ _noted = threading.local()
 
 
 @lru_cache(maxsize=512)
-def takes(problem: Problem, call: str) -> bool:
-    """Return True if a forward or backward keeps the limits."""
-    return beyond(BACKWARD_LIMITS if call == "backward" else LIMITS, problem) is None
+def way(problem: Problem, call: str) -> Way | None:
+    """Return the way of a forward or backward; None: by tiles."""
+    return next((x for x in WAYS[call] if beyond(x.limits, problem) is None), None)
 
 
 class Launch:
     """The memory that a kernel reads, for one kind of call, and its threads."""
 
-    def __init__(self, call: Call, worker: Any, passes: int) -> None:
+    def __init__(self, call: Call, way: Way) -> None:
         p = call.problem
         self.tasks = p.batch * p.hk
-        size = p.dtype.itemsize * passes * p.nk * (p.d + p.dv)
+        size = p.dtype.itemsize * way.passes * (p.nk + p.nq * p.nk // 16) * (p.d + p.dv)
         self.most = min(self.tasks, 1 + self.tasks * size // _BYTES)
         self.states = np.ascontiguousarray(call.states)
         self.sequences = call.sequences
         header = np.zeros(few.HEADER, np.int64)
         header[few.TASKS], header[few.QUERIES] = self.tasks, p.nq
         header[few.SEQUENCES], header[few.COUNT] = self.sequences.ctypes.data, len(self.sequences)
-        header[few.STATES] = self.states.ctypes.data
+        header[few.STATES], header[few.KEYS] = self.states.ctypes.data, p.nk
         header[few.SHAPE : few.SHAPE + 4] = self.states.shape
         words = np.concatenate([header, call.record.view(np.int64)])
         self.words = words.tobytes()
         self.kind = ctypes.c_int64 * len(words)
-        self.worker = address_of(worker)
+        self.worker = address_of(way.kernels[_DTYPES.index(p.dtype)])
 
     def __call__(self, addresses: list[tuple[int, int]]) -> bool:
         """Run the kernel; return False if results are not finite.
@@ -101,13 +153,16 @@ def _plain(tensors: Tensors) -> bool:
 
 
 def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor] | None:
-    """Return (out, lse), or None if they are not finite."""
+    """Return (out, lse), or None: by tiles."""
+    taken = way(problem, "forward")
+    if taken is None:
+        return None
     call = Call(problem, tensors, in_place=True)
     out = torch.empty(problem.out_shape, dtype=problem.dtype)
     lse = torch.empty(problem.lse_shape)
     call.tensor("out", out)
     call.tensor("lse", lse)
-    launch = Launch(call, _FORWARD[problem.dtype], 1)
+    launch = Launch(call, taken)
     if not launch([]):
         return None
     given = tensors[:3]
@@ -141,7 +196,10 @@ def backward(
     dlse: Tensor | None,
     wanted: Wanted,
 ) -> Gradients | None:
-    """Return the gradients, or None if they are not finite."""
+    """Return the gradients, or None: by tiles."""
+    taken = way(problem, "backward")
+    if taken is None:
+        return None
     call = Call(problem, tensors, in_place=True)
     sums = outputs(call, tensors, wanted, 1)
     rows, numbers = {"out": out, "dout": dout}, {"lse": lse, "dlse": dlse}
@@ -150,7 +208,7 @@ def backward(
     for name, t in numbers.items():
         if t is not None:
             call.tensor(name, t.detach().to(torch.float32))
-    launch = Launch(call, _BACKWARD[problem.dtype], 3)
+    launch = Launch(call, taken)
     if not launch([]):
         return None
     if _plain(tensors) and call.reads((*tensors[:3], out, lse, dout, dlse)):

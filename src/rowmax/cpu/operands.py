@@ -24,7 +24,7 @@ from .amx import STRIP, configure, release
 from .few_vector import narrow
 from .functions import STRICT, SUMS, array, inner
 from .products import panel, span
-from .vector import TILE_K, TILE_Q, W, fetch_add
+from .vector import MR, TILE_K, TILE_Q, W, fetch_add
 from .wide import LANES, STEP, finite, multiply, shorten, transpose, weave
 
 HALF_K, HALF_Q = TILE_K // 2, TILE_Q // 2
@@ -190,7 +190,7 @@ def _times_impl(x, factor):
 
 @inner(fastmath=STRICT)
 def pack_columns(like, to, rows, row_bytes, n, d, factor):
-    """Write n rows as columns ``[d, TILE_Q]``, zero past n; times factor, except pairs."""
+    """Write n rows as columns ``[d, TILE_Q]``, zero past n as products read; times factor, except pairs."""
     d = depth(like, d)
     out = array(to, d * TILE_Q, like)
     zero = like.dtype.type(0)
@@ -202,8 +202,9 @@ def pack_columns(like, to, rows, row_bytes, n, d, factor):
         row = array(rows + row_bytes * i, d, like)
         for c in range(d):
             out[c * TILE_Q + i] = _times(row[c], factor)
-    for i in range(n, TILE_Q):
-        for c in range(d):
+    whole = (n + MR - 1) // MR * MR  # rows of the products
+    for c in range(d if n < whole else 0):
+        for i in range(n, whole):
             out[c * TILE_Q + i] = zero
 
 
