@@ -30,7 +30,7 @@ HEADER = 16
 NEXT, INFINITE, TASKS, QUERIES, SEQUENCES, COUNT, STATES, KEYS, SHAPE = 0, 1, 2, 3, 4, 5, 6, 7, 8
 
 
-class Rows4(NamedTuple):
+class Scratch(NamedTuple):
     """Addresses of a task's rows, in a thread's scratch memory: float32, contiguous."""
 
     q: int  # [group n, d], scaled as scores are
@@ -49,6 +49,7 @@ def states_of(header, small):
 
 @inner(fastmath=SUMS)
 def scale_row(row, factor):
+    """Multiply a row by a number."""
     for c in range(row.size):
         row[c] *= row.dtype.type(factor)
 
@@ -83,7 +84,7 @@ def few_forward(data, kind):
     S = q + 4 * most * call.d
     O = S + 4 * most * TILE_K
     m = O + 4 * most * call.value_d
-    rows = Rows4(q, S, O, m, m + 4 * most)
+    rows = Scratch(q, S, O, m, m + 4 * most)
     kept = np.empty(TILE_K + 64 if call.threshold else 0, np.uint8)
     while True:
         t = fetch_add(data + 8 * NEXT, 1)
@@ -184,6 +185,7 @@ def few_backward(data, kind):
 
 @inner(fastmath=SUMS)
 def product_of_rows(a, b):
+    """Return the product of two rows."""
     total = a.dtype.type(0)
     for c in range(a.size):
         total += a[c] * b[c]
@@ -230,13 +232,10 @@ def backward_head(call, seq, states, s, hk, rows, buffers, like, kind):
             head_gradients(call, seq, states, s, hk, g, tile, rows, buffers, like, kind)
         j0 = tile * TILE_K
         keys = min(TILE_K, seq.keys - j0)
-        size, m = kind.itemsize, group * n
-        if call.dk.address:
-            to = call.dk.address + size * row_at(call.dk, s, seq.key + j0, hk)
-            write_sums(kind, to, size * call.dk.n, keys, rows.dP, 4 * TILE_K, rows.q, m, d)
-        if call.dv.address:
-            to = call.dv.address + size * row_at(call.dv, s, seq.key + j0, hk)
-            write_sums(kind, to, size * call.dv.n, keys, rows.S, 4 * TILE_K, rows.dout, m, value_d)
+        m, k_rows = group * n, (rows.dP, rows.q, d)
+        write_keys(call.dk, call, seq, s, hk, j0, keys, m, k_rows, like, kind)
+        v_rows = rows.S, rows.dout, value_d
+        write_keys(call.dv, call, seq, s, hk, j0, keys, m, v_rows, like, kind)
     if call.dq.address:
         for g in range(group):
             for i in range(n):
@@ -246,6 +245,20 @@ def backward_head(call, seq, states, s, hk, rows, buffers, like, kind):
     finite = rows_are_finite(like, rows.dq, 4 * d, group * n, d)
     finite &= rows_are_finite(like, rows.q, 4 * d, group * n, d)
     return finite & rows_are_finite(like, rows.dout, 4 * value_d, group * n, value_d)
+
+
+@inner
+def write_keys(to, call, seq, s, hk, j0, keys, m, rows, like, kind):
+    """Write dK or dV of a tile of keys, if wanted: sums of m rows of (weights, others, d)."""
+    if not to.address:
+        return
+    weights, others, d = rows
+    if call.wide:
+        at, step = head_rows(like, to, s, seq.key + j0, hk)
+        write_sums(like, at, step, keys, weights, 4 * TILE_K, others, m, d)
+    else:
+        at, step = head_rows(kind, to, s, seq.key + j0, hk)
+        write_sums(kind, at, step, keys, weights, 4 * TILE_K, others, m, d)
 
 
 @inner
@@ -288,24 +301,29 @@ def forward_float32(data):
 
 @kernel
 def forward_bfloat16(data):
+    """Compute those of bfloat16."""
     return few_forward(data, np.empty(0, np.uint16))
 
 
 @kernel
 def forward_float16(data):
+    """Compute those of float16."""
     return few_forward(data, np.empty(0, np.int16))
 
 
 @kernel
 def backward_float32(data):
+    """Compute tasks of a backward of float32."""
     return few_backward(data, np.empty(0, np.float32))
 
 
 @kernel
 def backward_bfloat16(data):
+    """Compute those of bfloat16."""
     return few_backward(data, np.empty(0, np.uint16))
 
 
 @kernel
 def backward_float16(data):
+    """Compute those of float16."""
     return few_backward(data, np.empty(0, np.int16))

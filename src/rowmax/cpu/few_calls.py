@@ -40,7 +40,6 @@ _ANY = (
 _BACKWARD = (
     Limit(lambda p: not p.natural, "scores in natural units need a second pass"),
     Limit(lambda p: not p.sink, "the gradient of a sink is computed by tiles"),
-    Limit(lambda p: not p.wide, "parts of sums are written by tiles"),
 )
 _FEW = (
     Limit(
@@ -222,7 +221,8 @@ def backward(
             found: list[Tensor | None] = [None] * 6
             addresses = [(word, given[n].data_ptr()) for n, word in places]
             for n, word in made:
-                found[n] = t = torch.empty(given[n].shape, dtype=given[n].dtype)
+                dtype = problem.gradient_dtype("qkv"[n], given[n])
+                found[n] = t = torch.empty(given[n].shape, dtype=dtype)
                 addresses.append((word, t.data_ptr()))
             return Gradients(*found) if launch(addresses) else None
 

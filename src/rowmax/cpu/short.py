@@ -241,8 +241,8 @@ def short_backward(data, kind):
                 place = place_of(seq, s, h, n)
                 state = tile_row(states, s, h, n)
                 finite &= backward_part(call, seq, state, place, head, tile, buffers, like, kind)
-        write_head(kind, call.dk, head.dk, s, seq, hk, call.d)
-        write_head(kind, call.dv, head.dv, s, seq, hk, call.value_d)
+        write_head(call.dk, head.dk, call, seq, s, hk, call.d, like, kind)
+        write_head(call.dv, head.dv, call, seq, s, hk, call.value_d, like, kind)
         finite &= rows_are_finite(like, head.dk, 4 * call.d, seq.keys, call.d)
         finite &= rows_are_finite(like, head.dv, 4 * call.value_d, seq.keys, call.value_d)
         if not finite:
@@ -252,11 +252,14 @@ def short_backward(data, kind):
 
 
 @inner
-def write_head(kind, to, rows, s, seq, hk, d):
+def write_head(to, rows, call, seq, s, hk, d, like, kind):
     """Write dK or dV of a kv head, if it is wanted."""
     for j in range(seq.keys if to.address else 0):
-        at, _ = head_rows(kind, to, s, seq.key + j, hk)
-        narrow(kind, at, rows + 4 * d * j, d)
+        row = rows + 4 * d * j
+        if call.wide:
+            narrow(like, head_rows(like, to, s, seq.key + j, hk)[0], row, d)
+        else:
+            narrow(kind, head_rows(kind, to, s, seq.key + j, hk)[0], row, d)
 
 
 @inner
