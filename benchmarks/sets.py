@@ -52,8 +52,8 @@ SETS: dict[str, tuple[str, ...]] = {
     ),
     # decoding one token, and many short sequences
     "cpu-few": (
-        f"dtype=float32|bfloat16|float16 nq=1 n=16|128|1024|4096 b=1|8 hq=8 hk=8 d=64|128",
-        f"dtype=float32|bfloat16|float16 nq=1 n=16|128|1024|4096 b=1|8 hq=32 hk=8 d=64|128",
+        "dtype=float32|bfloat16|float16 nq=1 n=16|128|1024|4096 b=1|8 hq=8 hk=8 d=64|128",
+        "dtype=float32|bfloat16|float16 nq=1 n=16|128|1024|4096 b=1|8 hq=32 hk=8 d=64|128",
     ),
     "cpu-short": (
         "dtype=float32|bfloat16|float16 n=16|32|49|128|197 b=512 hq=12 d=64",

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, get_num_threads
 
 from ..call.dispatch import Limit, beyond
 from ..call.problem import Gradients, Problem, Tensors, Wanted
@@ -26,7 +26,8 @@ _DTYPES = (torch.float32, torch.bfloat16, *((torch.float16,) if HALVES else ()))
 MOST_ROWS, MOST_QUERIES = 64, 8
 #: queries and keys of a sequence that a thread packs into its own memory
 MOST_TOKENS = 256
-MOST_WIDENED = 24  # keys of bfloat16 where the processor multiplies it
+#: where the processor multiplies bfloat16: keys, and pairs in all, for which it is widened
+MOST_WIDENED, MOST_PAIRS = 24, 1 << 17
 MOST_WIDE = 512  # columns of a head
 
 _ANY = (
@@ -50,7 +51,10 @@ _FEW = (
 _SHORT = (
     Limit(
         lambda p: (
-            p.dtype != torch.bfloat16 or p.nk <= MOST_WIDENED or not (PAIRS or amx.ready())
+            p.dtype != torch.bfloat16
+            or p.nk <= MOST_WIDENED
+            or p.batch * p.hq * p.nq * p.nk <= MOST_PAIRS
+            or not (PAIRS or amx.ready())
         ),
         "this processor multiplies bfloat16, by tiles",
     ),
@@ -67,12 +71,13 @@ class Way(NamedTuple):
     limits: tuple[Limit, ...]
     kernels: tuple[Any, ...]  # as _DTYPES
     passes: int  # over keys and values
+    reach: int = 1  # threads that tiles need to be faster than one task
 
 
 #: the first that can is taken
 WAYS = {
     "forward": (
-        Way(_ANY + _FEW, (few.forward_float32, few.forward_bfloat16, few.forward_float16), 1),
+        Way(_ANY + _FEW, (few.forward_float32, few.forward_bfloat16, few.forward_float16), 1, 4),
         Way(
             _ANY + _SHORT,
             (short.short_forward_float32, short.short_forward_bfloat16, short.short_forward_float16),
@@ -84,6 +89,7 @@ WAYS = {
             _ANY + _BACKWARD + _FEW,
             (few.backward_float32, few.backward_bfloat16, few.backward_float16),
             3,
+            4,
         ),
         Way(
             _ANY + _BACKWARD + _SHORT,
@@ -104,9 +110,18 @@ Again = Callable[..., Any]
 _noted = threading.local()
 
 
-@lru_cache(maxsize=512)
 def way(problem: Problem, call: str) -> Way | None:
-    """Return the way of a forward or backward; None: by tiles."""
+    """Return the way of a forward or backward; None: by tiles.
+
+    A task is a kv head. Tiles are more tasks, for more threads.
+    """
+    found = _way(problem, call)
+    few_tasks = found is not None and problem.batch * problem.hk * found.reach < get_num_threads()
+    return None if few_tasks else found
+
+
+@lru_cache(maxsize=512)
+def _way(problem: Problem, call: str) -> Way | None:
     return next((x for x in WAYS[call] if beyond(x.limits, problem) is None), None)
 
 
@@ -138,7 +153,7 @@ class Launch:
         data = self.kind.from_buffer_copy(self.words)
         for word, address in addresses:
             data[word] = address
-        threads.run_compiled(self.worker, data, min(self.most, torch.get_num_threads()))
+        threads.run_compiled(self.worker, data, min(self.most, get_num_threads()))
         return not data[few.INFINITE]
 
 
