@@ -121,7 +121,8 @@ import gc; gc.disable()
 import torch, rowmax
 from rowmax.cpu import few_vector, few_calls
 assert few_vector.LANES == 8 and few_vector.HALVES == {halves}
-for dtype in few_calls._DTYPES:
+assert (torch.float16 in few_calls._DTYPES) == {halves}
+for dtype in (torch.{dtype},):
     for nq, nk in ((1, 300), (40, 60)):
         leaves = [torch.randn(2, n, 2, 48, dtype=dtype).requires_grad_() for n in (nq, nk, nk)]
         answers = []
@@ -130,7 +131,7 @@ for dtype in few_calls._DTYPES:
             answers.append((out, *torch.autograd.grad(out.float().square().sum(), leaves)))
         for a, b in zip(*answers):
             error = (a - b).float().norm() / b.float().norm()
-            assert error < {{4: 2e-6, 2: 1e-2}}[dtype.itemsize], (dtype, nq, error)
+            assert error < {{4: 2e-6, 2: 2e-3}}[dtype.itemsize], (dtype, nq, error)
 print("right")
 """
 
@@ -148,7 +149,11 @@ print("right")
 def test_on_lesser_machines(name: str, features: str, halves: bool, tmp_path) -> None:
     machine = {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
     done = subprocess.run(
-        [sys.executable, "-c", _LESSER.format(halves=halves)],
+        [
+            sys.executable,
+            "-c",
+            _LESSER.format(halves=halves, dtype="float16" if halves else "float32"),
+        ],
         capture_output=True,
         text=True,
         env=os.environ | machine | {"NUMBA_CACHE_DIR": str(tmp_path)},

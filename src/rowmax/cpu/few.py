@@ -145,7 +145,7 @@ class Sums(NamedTuple):
     q: int  # [group n, d]
     dout: int  # [group n, value_d]
     S: int  # [group n, TILE_K], then P R
-    dP: int  # [group n, TILE_K], then dS
+    dp: int  # [group n, TILE_K], then dS
     dq: int  # [group n, d]
     lse: int  # [group n]
     delta: int  # [group n]
@@ -224,7 +224,7 @@ def backward_head(call, seq, states, s, hk, rows, buffers, like, kind):
         read_rows(kind, rows.q + 4 * r * d, call.q, s, seq.query, n, h, d, 1.0, like)
         to = rows.dout + 4 * r * value_d
         read_rows(kind, to, call.dout, s, seq.query, n, h, value_d, 1.0, like)
-        numbers = rows.lse + 4 * r, rows.delta + 4 * r, to, rows.dP
+        numbers = rows.lse + 4 * r, rows.delta + 4 * r, to, rows.dp
         read_numbers(call, seq, Place(s, h, 0, n), numbers, like, kind)
     array(rows.dq, group * n * d, like)[:] = np.float32(0)
     for tile in tile_range(0, seq.keys):
@@ -232,7 +232,7 @@ def backward_head(call, seq, states, s, hk, rows, buffers, like, kind):
             head_gradients(call, seq, states, s, hk, g, tile, rows, buffers, like, kind)
         j0 = tile * TILE_K
         keys = min(TILE_K, seq.keys - j0)
-        m, k_rows = group * n, (rows.dP, rows.q, d)
+        m, k_rows = group * n, (rows.dp, rows.q, d)
         write_keys(call.dk, call, seq, s, hk, j0, keys, m, k_rows, like, kind)
         v_rows = rows.S, rows.dout, value_d
         write_keys(call.dv, call, seq, s, hk, j0, keys, m, v_rows, like, kind)
@@ -269,7 +269,7 @@ def head_gradients(call, seq, states, s, hk, g, tile, rows, buffers, like, kind)
     place = Place(s, h, 0, n)
     low, high = key_range(call, seq, place)
     state = tile_row(states, s, h, 0)
-    S, dP = rows.S + 4 * first * TILE_K, rows.dP + 4 * first * TILE_K
+    S, dP = rows.S + 4 * first * TILE_K, rows.dp + 4 * first * TILE_K
     for at in (S, dP):
         array(at, n * TILE_K, like)[:] = np.float32(0)
     if tile * TILE_K >= high or (tile + 1) * TILE_K <= low or skipped(state, tile):

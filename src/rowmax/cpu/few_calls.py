@@ -80,7 +80,11 @@ WAYS = {
         Way(_ANY + _FEW, (few.forward_float32, few.forward_bfloat16, few.forward_float16), 1, 4),
         Way(
             _ANY + _SHORT,
-            (short.short_forward_float32, short.short_forward_bfloat16, short.short_forward_float16),
+            (
+                short.short_forward_float32,
+                short.short_forward_bfloat16,
+                short.short_forward_float16,
+            ),
             1,
         ),
     ),

@@ -15,7 +15,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from .vector import FEATURES
-from .wide import F32, I16, I32, I64, Value, const, loop
+from .wide import F32, I16, I32, Value, const, loop
 
 #: numbers of a vector, and keys of a step of scores: their sums fill the registers
 LANES = 16 if {"avx512f", "avx512dq", "avx512vl"} <= FEATURES else 8
@@ -85,10 +85,7 @@ def _totals(b: ir.IRBuilder, x: list[Value]) -> Value:
         high = [i + step if not i & step else LANES + i for i in range(LANES)]
         pairs = []
         for u, v in zip(x[::2], x[1::2], strict=True):
-            parts = (
-                b.shuffle_vector(u, v, ir.Constant(_INTS, lanes)) for lanes in (low, high)
-            )
-            pairs.append(b.fadd(*parts))
+            pairs.append(b.fadd(_shuffled(b, u, v, low), _shuffled(b, u, v, high)))
         x, step = pairs, 2 * step
     return x[0]
 
@@ -130,9 +127,9 @@ def dots(b, kind, to, q, rows, row_bytes, n, d):
             at.append(b.add(rows, b.mul(row_bytes, key)))
 
         def step(c, sums, count):
-            x = _of_columns(b, [_load(b, b.add(q, b.mul(c, const(4)))), *(
-                _load(b, b.add(q, b.mul(b.add(c, const(LANES)), const(4)))) for _ in range(count - 1)
-            )], kind)
+            at_q = [b.add(c, const(LANES * n)) for n in range(count)]
+            x = [_load(b, b.add(q, b.mul(at_c, const(4)))) for at_c in at_q]
+            x = _of_columns(b, x, kind)
             inside, found = b.mul(c, const(_size(kind))), []
             for row, total in zip(at, sums, strict=True):
                 place = b.add(row, inside)
@@ -180,7 +177,8 @@ def _of_columns(b: ir.IRBuilder, x: list[Value], kind: str) -> list[Value]:
     """Return two vectors of consecutive numbers in the order of ``_parts``."""
     if kind != "bfloat16" or len(x) == 1:
         return x
-    return [_shuffled(b, *x, range(first, 2 * LANES, 2)) for first in (0, 1)]
+    first, second = x
+    return [_shuffled(b, first, second, range(n, 2 * LANES, 2)) for n in (0, 1)]
 
 
 def _to_columns(b: ir.IRBuilder, x: list[Value], kind: str) -> list[Value]:
@@ -188,19 +186,17 @@ def _to_columns(b: ir.IRBuilder, x: list[Value], kind: str) -> list[Value]:
     if kind != "bfloat16" or len(x) == 1:
         return x
     woven = [n // 2 + LANES * (n % 2) for n in range(2 * LANES)]
-    return [_shuffled(b, *x, woven[n : n + LANES]) for n in (0, LANES)]
+    first, second = x
+    return [_shuffled(b, first, second, woven[n : n + LANES]) for n in (0, LANES)]
 
 
-def _shuffled(b: ir.IRBuilder, x: Value, y: Value, lanes: Any) -> Value:
+def _shuffled(b: ir.IRBuilder, x: Value, y: Value, lanes: Any) -> Any:
     return b.shuffle_vector(x, y, ir.Constant(_INTS, list(lanes)))
 
 
 @_of_kinds(6)
 def add_rows(b, kind, to, weights, rows, row_bytes, n, d):
-    """Add the sum of n rows, times float32 weights, to the float32 row ``to``; n is positive.
-
-   
-    """
+    """Add the sum of n rows, times float32 weights, to the float32 row ``to``; n is positive."""
     size = _size(kind)
 
     def columns(c, count):

@@ -190,7 +190,10 @@ def _times_impl(x, factor):
 
 @inner(fastmath=STRICT)
 def pack_columns(like, to, rows, row_bytes, n, d, factor):
-    """Write n rows as columns ``[d, TILE_Q]``, zero past n as products read; times factor, except pairs."""
+    """Write n rows as columns ``[d, TILE_Q]``, times factor, except pairs.
+
+    Columns past n are zero as far as products read.
+    """
     d = depth(like, d)
     out = array(to, d * TILE_Q, like)
     zero = like.dtype.type(0)

@@ -20,7 +20,6 @@ from .few import (
     INFINITE,
     KEYS,
     NEXT,
-    QUERIES,
     SEQUENCES,
     TASKS,
     head_rows,
@@ -55,7 +54,7 @@ class Head(NamedTuple):
     k: int  # [keys, d]
     v: int  # [keys, value_d]
     k_panels: int  # [keys / panel, d, panel]
-    v_panels: int  # of a backward
+    v_panels: int  # only of a backward, as dk and dv
     dk: int  # [keys, d]
     dv: int  # [keys, value_d]
 
@@ -68,7 +67,7 @@ class Tile(NamedTuple):
     queries: int  # [d, TILE_Q], scaled
     douts: int  # [value_d, TILE_Q]
     S: int  # [TILE_Q, TILE_K], then P R
-    dP: int  # [TILE_Q, TILE_K], then dS
+    dp: int  # [TILE_Q, TILE_K], then dS
     O: int  # [TILE_Q, value_d]; of a backward dq, [TILE_Q, d]
     m: int  # [TILE_Q]; of a backward lse
     l: int  # [TILE_Q]; of a backward delta
@@ -281,16 +280,16 @@ def backward_part(call, seq, state, place, head, tile, buffers, like, kind):
             continue
         part = columns(like, low, high, number, state)
         score_tile(like, tile.S, tile.queries, head.k_panels, part, n, d, 0)
-        score_tile(like, tile.dP, tile.douts, head.v_panels, part, n, value_d, 0)
-        tiles = tile.S, tile.dP
+        score_tile(like, tile.dp, tile.douts, head.v_panels, part, n, value_d, 0)
+        tiles = tile.S, tile.dp
         for r in range(n):
             row_gradients(call, seq, place, r, part, 0, rows, tiles, buffers, like, like)
         dk, dv = head.dk + 4 * d * part.j0, head.dv + 4 * value_d * part.j0
         w = part.width
         from_columns(like, w, value_d, n, dv, value_d, tile.S, TILE_K, tile.dout, value_d, 1)
-        from_columns(like, w, d, n, dk, d, tile.dP, TILE_K, tile.q, d, 1)
+        from_columns(like, w, d, n, dk, d, tile.dp, TILE_K, tile.q, d, 1)
         k = head.k + 4 * d * part.j0
-        from_rows(like, n, d, part.keys, tile.O, d, tile.dP, k, d, 1)
+        from_rows(like, n, d, part.keys, tile.O, d, tile.dp, k, d, 1)
     for r in range(n if call.dq.address else 0):
         at = call.dq.address + kind.itemsize * row_at(call.dq, s, seq.query + i0 + r, h)
         narrow(kind, at, tile.O + 4 * d * r, d)

@@ -70,10 +70,10 @@ def _compiled(address: int) -> Callable:
 @lru_cache(maxsize=1)
 def _openmp_for_compiled() -> Callable | None:
     """Return ``GOMP_parallel`` for the address of a function; it ignores the result."""
-    function = _openmp()
+    function: Any = _openmp()
     if function is None:
         return None
-    kind = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 2, *[ctypes.c_uint] * 2)
+    kind: Any = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 2, *[ctypes.c_uint] * 2)
     return kind(ctypes.cast(function, ctypes.c_void_p).value)
 
 
