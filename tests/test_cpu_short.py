@@ -69,8 +69,8 @@ def test_short_sequences(case: Case, dtype: torch.dtype) -> None:
 def test_the_table_reaches_these_kernels(smaller) -> None:
     """The cases above would prove nothing if tiles computed them."""
     count = Counter(tuple(_ways(smaller(case))) for case in COVERING)
-    assert sum(n for (forward, _), n in count.items() if forward) > len(COVERING) * 0.8
-    assert sum(n for (_, backward), n in count.items() if backward) > len(COVERING) * 0.2
+    assert sum(n for (forward, _), n in count.items() if forward) > len(COVERING) * 0.2
+    assert all(forward == backward for forward, backward in count)  # one order of sums
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

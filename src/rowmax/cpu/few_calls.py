@@ -37,8 +37,7 @@ _ANY = (
         lambda p: p.d % 16 == p.dv % 16 == 0 and 0 < p.d <= MOST_WIDE and 0 < p.dv <= MOST_WIDE,
         "head sizes {0.d} and {0.dv} are no whole vectors, or too wide",
     ),
-)
-_BACKWARD = (
+    # a forward adds its scores up in the order of its backward: else weights do not sum to 1
     Limit(lambda p: not p.natural, "scores in natural units need a second pass"),
     Limit(lambda p: not p.sink, "the gradient of a sink is computed by tiles"),
 )
@@ -90,13 +89,13 @@ WAYS = {
     ),
     "backward": (
         Way(
-            _ANY + _BACKWARD + _FEW,
+            _ANY + _FEW,
             (few.backward_float32, few.backward_bfloat16, few.backward_float16),
             3,
             4,
         ),
         Way(
-            _ANY + _BACKWARD + _SHORT,
+            _ANY + _SHORT,
             (
                 short.short_backward_float32,
                 short.short_backward_bfloat16,
