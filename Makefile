@@ -40,7 +40,7 @@ lint: $(STAMP) ## style, plain words, types, and which module may import which
 # operation, on the core of another part. Triton's interpreter has to be on before anything imports
 # triton: a process of its own. It is slow: float32 here, and a bias that all share; float16 and
 # tiles of every shape without the -k.
-PARTS := unit-files unit-folders unit-cpu unit-emulator unit-interpreter
+PARTS := unit-folders unit-files unit-emulator unit-cpu unit-interpreter
 # What a change of a GPU kernel needs besides. They take as long as everything else.
 GATES := gates-targets gates-forward gates-backward
 APART := tests/compile tests/emulator tests/hopper tests/triton
