@@ -33,7 +33,7 @@ from tests.poison_padding import padding_matters  # noqa: E402
 #: cases that the table of all backends lacks: lengths that meet tiles in every way, few and many
 #: tiles, every path of a bias, every head size of a tile
 LENGTHS = ((1, 1), (3, 3), (64, 1), (239, 1), (113, 203), (256, 256), (128, 384), (255, 257))
-SIZES = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (80, 72),
+SIZES = ((32, 32), (24, 8), (32, 64), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (80, 72),
          (256, 64))  # fmt: skip
 MORE = [
     *(
@@ -61,6 +61,19 @@ MORE = [
         for d in (72, 96)
         for causal in (False, True)
     ),
+    *(
+        Case(f"strip-{pattern}-{d}-{n}-{m}", b=b, nq=n, nk=m, hq=hq, d=d, bias=pattern)
+        for pattern, b, hq in (("1hqk", 9, 2), ("11qk", 5, 3), ("b1qk", 2, 8))
+        for d, n, m in ((32, 150, 264), (32, 128, 104), (64, 300, 384))
+    ),
+    Case("strip-lengths", b=9, nq=150, nk=272, hq=2, hk=1, d=32, bias="1hqk",
+         lengths=(1.0, 0.0, 0.43, 0.004, 0.9, 1.0, 0.5, 0.2, 0.7)),
+    *(
+        Case(f"strip-float32-{nk}", b=9, nq=150, nk=nk, hq=2, d=32, bias="1hqk", bias_float32=True)
+        for nk in (164, 384)
+    ),
+    Case("streamed-float32", b=9, nq=150, nk=520, hq=2, d=32, bias="1hqk", bias_float32=True),
+    Case("strip-terms", b=9, nq=150, nk=272, hq=2, d=32, bias="1hqk", softcap=1.5, sink=True),
     Case("far", b=1, nq=150, nk=270, hq=1, d=64, left=2**31, right=2**32 - 1),
     Case("grouped", b=2, nq=20, nk=300, hq=8, hk=2, d=64, causal=True, sink=True),
     Case(
@@ -87,6 +100,8 @@ def check(case: Case, seed: int) -> list[str]:
     random.seed(f"{case.name} {seed}")
     torch.manual_seed(seed)
     prepare(random.choice((1, 1, 2, 3, 64)))
+    if case.name.startswith("strip"):  # where blocks have many tiles
+        prepare(random.choice((1, 2, 3)))
     if case.name.startswith("tall"):  # on one processor, else few rows have tiles of their own
         prepare(1)
     tiles.LONG_KEYS = LONG_KEYS | dict.fromkeys(TALL, 0 if case.name.startswith("tall") else 8192)
@@ -97,6 +112,10 @@ def check(case: Case, seed: int) -> list[str]:
     std = dense.attention(problem, tensors, problem.dtype)
     with poisoned():
         got = host.forward(problem, tensors)
+    if case.name.startswith("strip") and not any(
+        plan.constants.config.STRIP for plan in host._PLANS.values()
+    ):
+        return ["no block keeps the bias"]
     found = [
         complaint(name, *three, problem.dtype)
         for name, *three in zip(("out", "lse"), got, ref, std, strict=True)

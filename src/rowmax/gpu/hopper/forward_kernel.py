@@ -41,7 +41,7 @@ from .lib.parts import (
     wait_parts,
 )
 from .lib.ring import Mailbox, Ring
-from .lib.scores import columns, lanes, rows_of, settled
+from .lib.scores import columns, lanes, rows_of, settled, widened
 from .lib.softmax import LN2, LOG2E, LOWEST, LOWEST_NATURAL, along_row, by_lane, softmax_step
 
 
@@ -136,6 +136,7 @@ class State(NamedTuple):
     m: Any
     l: Any
     alpha: Any
+    strip: Any  # number of the strip of the bias
 
 
 # --- tiles -------------------------------------------------------------------------------------
@@ -195,15 +196,38 @@ def load_keys(C: gl.constexpr, copies, shared, source, tile, j, use, n):
     ring.wait_empty(shared.k, use, C.K_STAGES)
     corner = (source.part, source.row + j * C.BLOCK_K, source.head)
     load_parts(copies.k, corner, C.D0, C.D1, shared.k.full.index(s), shared.k.buffers, s)
-    if C.BIAS == "copied":
+    if C.BIAS == "copied" and not C.STRIP:
         for c in gl.static_range(C.WARPGROUPS):
-            i = c * C.B_STAGES + ring.slot(use, C.B_STAGES)
             ring.wait_empty(shared.bias, use, C.B_STAGES, c)
-            bar = shared.bias.full.index(i)
-            mbarrier.expect(bar, copies.bias.block_type.nbytes)
-            row = tile.token + 64 * c
-            corner = [tile.b * n.each_b, tile.head * n.each_h, row, j * C.BLOCK_K]
-            tma_load(copies.bias, corner, bar, shared.bias.buffers.index(i))
+            i = c * C.B_STAGES + ring.slot(use, C.B_STAGES)
+            copy_bias(C, c, copies, shared.bias, tile, j, i, n)
+
+
+@gluon.jit
+def copy_bias(C: gl.constexpr, c: gl.constexpr, copies, biases, tile, j, i, n):
+    """Copy the bias of a warpgroup's queries and key tile j into buffer i."""
+    bar = biases.full.index(i)
+    mbarrier.expect(bar, copies.bias.block_type.nbytes)
+    corner = [tile.b * n.each_b, tile.head * n.each_h, tile.token + 64 * c, j * C.BLOCK_K]
+    tma_load(copies.bias, corner, bar, biases.buffers.index(i))
+
+
+@gluon.jit
+def other_strip(a, b, n):
+    """Return True if two tiles read the bias of other queries, heads or sequences."""
+    other = (a.token != b.token) | (a.head * n.each_h != b.head * n.each_h)
+    return other | (a.b * n.each_b != b.b * n.each_b)
+
+
+@gluon.jit
+def load_strip(C: gl.constexpr, copies, biases, tile, strip, n):
+    """Copy the bias of a tile's queries and all keys, as strip ``strip``; the last keys first."""
+    for c in gl.static_range(C.WARPGROUPS):
+        ring.wait_empty(biases, strip, 1, c)
+    for i in range(C.STRIP):
+        j = C.STRIP - 1 - i
+        for c in gl.static_range(C.WARPGROUPS):
+            copy_bias(C, c, copies, biases, tile, j, c * C.STRIP + j, n)
 
 
 @gluon.jit
@@ -246,6 +270,8 @@ def producer(C: gl.constexpr, copies, shared, t, n):
         coming = row_ahead(C, place, end, order, sequences)
     ring.post_message(shared.mail, 0, tile, place < end)
     cut = 0
+    strip = 0
+    fresh = True  # the tile begins a strip of the bias
     behind = Source(0, 0, 0, 0)  # the tile before; its values of key tile ``last`` come next
     last = 0
     while place < end:
@@ -257,6 +283,10 @@ def producer(C: gl.constexpr, copies, shared, t, n):
         if number:
             cut = load_values(C, copies, shared, behind, last, use - 1, cut)
         load_queries(C, copies, shared, tile, number)
+        if C.STRIP:
+            if fresh:
+                load_strip(C, copies, shared.bias, tile, strip, n)
+                strip += 1
         # the message of the next tile is posted early
         this = tile
         here = place
@@ -264,6 +294,8 @@ def producer(C: gl.constexpr, copies, shared, t, n):
         if C.DRAWN:
             coming = row_at(C, gl.where(place < end, place, here), order, sequences)
         tile = tile_of(C, coming, t, n)
+        if C.STRIP:
+            fresh = other_strip(this, tile, n)
         ring.post_message(shared.mail, number + 1, tile, place < end)
         if not C.DRAWN:
             coming = row_ahead(C, place, end, order, sequences)
@@ -297,7 +329,7 @@ def scores(C: gl.constexpr, S, copied, j, first, tile, t, n, dtype: gl.constexpr
     L: gl.constexpr = S.type.layout
     bias, slope, distance = None, None, None
     if C.BIAS == "copied":
-        bias = by_lane(copied).to(gl.float32)
+        bias = by_lane(widened(copied))
     elif C.BIAS != "":
         bias = gathered(C, L, j, first, tile, t, n).to(gl.float32)
     if C.ALIBI:
@@ -491,10 +523,17 @@ def scaled_rows(o, r):
 
 
 @gluon.jit
-def load_bias(C: gl.constexpr, c: gl.constexpr, biases, use, live):
-    """Return the tile ``[64, BLOCK_K]`` of a copied bias, loaded while the product runs."""
+def load_bias(C: gl.constexpr, c: gl.constexpr, biases, use, j, strip, live):
+    """Return the tile ``[64, BLOCK_K]`` of a copied bias, loaded while the product runs.
+
+    It is that of use ``use`` of its ring, or that of key tile j of a strip.
+    """
     copied = 0
-    if C.BIAS == "copied":
+    if C.STRIP:
+        i = c * C.STRIP + j
+        mbarrier.wait(biases.full.index(i), strip & 1, pred=live)
+        copied = ring.tile_at(biases.buffers, i, 64, C.BLOCK_K).load(product_layout(C.BLOCK_K))
+    elif C.BIAS == "copied":
         ring.wait_full(biases, use, C.B_STAGES, c, pred=live)
         i = c * C.B_STAGES + ring.slot(use, C.B_STAGES)
         copied = ring.tile_at(biases.buffers, i, 64, C.BLOCK_K).load(product_layout(C.BLOCK_K))
@@ -507,7 +546,7 @@ def load_bias(C: gl.constexpr, c: gl.constexpr, biases, use, live):
 @gluon.jit
 def release_bias(C: gl.constexpr, c: gl.constexpr, biases, use, live):
     """Release the bias after the softmax, which has read all of it."""
-    if C.BIAS == "copied" and C.B_STAGES > 1:
+    if C.BIAS == "copied" and C.B_STAGES > 1 and not C.STRIP:
         ring.release(biases, use, C.B_STAGES, c, pred=live)
 
 
@@ -524,7 +563,7 @@ def step(
     S, o0, o1 = issue_products(C, c, shared, number, use, state)
     pass_turn(C, c, True)
     mark(C, t.clocks, c, use, 1)
-    copied = load_bias(C, c, shared.bias, use, True)
+    copied = load_bias(C, c, shared.bias, use, j, state.strip, True)
     S = wait_scores(C, S)
     mark(C, t.clocks, c, use, 2)
     ring.release(shared.k, use, C.K_STAGES)
@@ -550,7 +589,7 @@ def step(
     o0 = scaled_rows(o0, alpha)
     if C.DV1:
         o1 = scaled_rows(o1, alpha)
-    return use + 1, State(o0, o1, p, m, l, alpha)
+    return use + 1, State(o0, o1, p, m, l, alpha, state.strip)
 
 
 @gluon.jit
@@ -580,15 +619,19 @@ def first_weights(C: gl.constexpr, c: gl.constexpr, S, copied, tile, t, n, dtype
 
 
 @gluon.jit
-def rest_of_tile(
-    C: gl.constexpr, c: gl.constexpr, use, number, p, m, l, alpha, tile, shared, t, n
-):  # fmt: skip
-    """Compute all key tiles of a query tile after its first step, and return (use, state)."""
-    first = tile.token + c * C.TOKENS
+def first_state(C: gl.constexpr, weights, strip):
+    """Return the State after the first step of a query tile."""
     W1: gl.constexpr = C.DV1 if C.DV1 else 16
     o0 = gl.full([64, C.DV0], 0.0, gl.float32, product_layout(C.DV0))
     o1 = gl.full([64, W1], 0.0, gl.float32, product_layout(W1))
-    state = State(o0, o1, p, m, l, alpha)
+    p, m, l, alpha = weights
+    return State(o0, o1, p, m, l, alpha, strip)
+
+
+@gluon.jit
+def rest_of_tile(C: gl.constexpr, c: gl.constexpr, use, number, state, tile, shared, t, n):
+    """Compute all key tiles of a query tile after its first step, and return (use, state)."""
+    first = tile.token + c * C.TOKENS
     lo = tile.lo
     end = tile.hi - 1
     ring.wait_full(shared.k, use, C.K_STAGES, pred=lo < end)
@@ -638,7 +681,8 @@ def compute_tiles(C: gl.constexpr, c: gl.constexpr, tile, copies, shared, t, n):
     ring.release(shared.k, 0, C.K_STAGES)
     if C.Q_STAGES == 1:
         ring.release(shared.q, 0, 1, c, pred=tile.lo + 1 == tile.hi)
-    copied = load_bias(C, c, shared.bias, use, True)
+    strip = 0
+    copied = load_bias(C, c, shared.bias, use, tile.hi - 1, strip, True)
     p, m, l, alpha = first_weights(C, c, S, copied, tile, t, n, dtype)
     if C.BIAS == "copied":
         # begins a basic block, as in step; these values are kept until their product
@@ -648,7 +692,8 @@ def compute_tiles(C: gl.constexpr, c: gl.constexpr, tile, copies, shared, t, n):
 
     live = True
     while live:
-        use, state = rest_of_tile(C, c, use, number, p, m, l, alpha, tile, shared, t, n)
+        state = first_state(C, (p, m, l, alpha), strip)
+        use, state = rest_of_tile(C, c, use, number, state, tile, shared, t, n)
 
         number += 1
         if not C.OVERLAP:  # stored before the next scores take registers
@@ -669,7 +714,11 @@ def compute_tiles(C: gl.constexpr, c: gl.constexpr, tile, copies, shared, t, n):
         ring.release(shared.mail, number, 2)
         if C.Q_STAGES > 1:
             ring.release(shared.q, number - 1, C.Q_STAGES, c)
-        copied = load_bias(C, c, shared.bias, use, more)
+        if C.STRIP:  # its last reads are in the weights of the product above
+            fresh = more & other_strip(tile, after, n)
+            ring.release(shared.bias, strip, 1, c, pred=fresh)
+            strip += fresh.to(gl.int32)
+        copied = load_bias(C, c, shared.bias, use, after.hi - 1, strip, more)
         S = wait_scores(C, S)
         ring.release(shared.k, use, C.K_STAGES, pred=more)
         if C.Q_STAGES == 1:
@@ -809,8 +858,9 @@ def forward(q0, q1, k0, k1, v0, v1, bias, out, t, n, C: gl.constexpr):
     biases, outs = None, None
     if C.BIAS == "copied":
         tiles: gl.constexpr = C.WARPGROUPS * C.B_STAGES
+        free: gl.constexpr = C.WARPGROUPS if C.STRIP else tiles
         biases = Ring(
-            ring.tile_buffers(bias, tiles), ring.barriers(tiles, 1), ring.barriers(tiles, 1)
+            ring.tile_buffers(bias, tiles), ring.barriers(tiles, 1), ring.barriers(free, 1)
         )
     mail = ring.mailbox(C.WARPGROUPS)
     q_ring = Ring(qs, ring.barriers(each, 1), ring.barriers(each, 1))

@@ -21,7 +21,7 @@ from .documents import spans_of
 from .forward_kernel import Numbers, Pointers
 from .forward_kernel import forward as kernel
 from .gluon_compat import GluonASTSource
-from .lib.order import SECTION_BYTES, dense_table, tile_count
+from .lib.order import SECTION_BYTES, dense_table, strip_table, tile_count
 from .lib.tma import Descriptors, aligned, descriptor, is_aligned, strides
 from .tiles import Config, Constants, Tile
 
@@ -180,7 +180,10 @@ def build_plan(
     constants = Constants(replace(tiles.config_for(p, tile, path, group), **options))
     C = constants.config
     heads = p.hq // group
-    blocks, rows, ends = tile_order(p, C.TILE, tile.block_k, heads, q.device)
+    if C.STRIP:
+        blocks, rows, ends = strip_order(p, C.TILE, q.device)
+    else:
+        blocks, rows, ends = tile_order(p, C.TILE, tile.block_k, heads, q.device)
     last = (numbers(p, tensors, C, heads), gl.constexpr(constants))
     copies = descriptors(C, q, k, v, bias, out)
     options = {"num_warps": 4, "enable_fp_fusion": True}
@@ -300,6 +303,14 @@ def tile_order(
     if p.documents:
         ends = torch.tensor([every], dtype=torch.int32, device=device)
     return blocks, rows, ends
+
+
+def strip_order(p: Problem, tokens: int, device: torch.device) -> tuple[int, Tensor, Tensor]:
+    """Return (blocks, the order of the tiles, each block's end) where blocks keep a bias."""
+    assert p.bias is not None
+    most = processors(device)
+    rows, ends = strip_table(-(-p.nq // tokens), tokens, (p.batch, p.hq), p.bias[:2], most)
+    return len(ends), rows.to(device), ends.to(device)
 
 
 @lru_cache(maxsize=256)

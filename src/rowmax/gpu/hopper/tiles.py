@@ -36,10 +36,12 @@ class Tile:
     registers: tuple[int, int] = (240, 24)
     ordered: bool = False  # warpgroups issue their products in turn
     overlap: bool = True
+    strip: bool = False  # b_stages are all key tiles: sequences share the bias of a query tile
 
 
 #: by (D, Dv), both padded to one of the sizes below
 TILES = {
+    (32, 32): Tile(2, 128, 4, 4, 2),
     (64, 64): Tile(2, 128, 4, 4, 2),
     (80, 80): Tile(2, 128, 2, 2, 2),
     (96, 96): Tile(2, 128, 2, 2, 2),
@@ -51,6 +53,7 @@ TILES = {
 #: tiles of one warpgroup, for processors that have no more rows: one warpgroup finishes sooner, and
 #: with more buffers fewer loads wait
 FEW = {
+    (32, 32): Tile(1, 128, 4, 4, 1),
     (64, 64): Tile(1, 128, 4, 4, 1),
     (80, 80): Tile(1, 128, 4, 4, 1),
     (96, 96): Tile(1, 128, 4, 4, 1),
@@ -59,7 +62,7 @@ FEW = {
     (192, 192): Tile(1, 64, 4, 4, 1),
     (256, 256): Tile(1, 64, 3, 3, 1),
 }
-SIZES = (64, 80, 96, 128, 192, 256)
+SIZES = (32, 64, 80, 96, 128, 192, 256)
 #: head size 64 without score terms, with many keys: three warpgroups. Taller tiles waste more at
 #: the end of a sequence and on a diagonal. Turns are taken (config_for) where they were measured:
 #: without a left limit, packed sequences or prefixes
@@ -72,6 +75,7 @@ LONG_64_SPILLS = 24
 #: have no registers to overlap their own products and softmax
 _LONG_PARTS = Tile(3, 128, 3, 2, 1, registers=(160, 32), overlap=False)
 LONG = {
+    (32, 32): LONG_64,
     (64, 64): LONG_64,
     (80, 80): replace(_LONG_PARTS, v_stages=3),
     (96, 96): _LONG_PARTS,
@@ -79,10 +83,14 @@ LONG = {
 #: by head size and mask, the keys above which three warpgroups are faster; above head size 64 also
 #: the queries
 LONG_KEYS = {
-    (64, "full"): 1536,
-    (64, "causal"): 4096,
+    **dict.fromkeys([(32, "full"), (64, "full")], 1536),
+    **dict.fromkeys([(32, "causal"), (64, "causal")], 4096),
     **dict.fromkeys([(d, mask) for d in (80, 96) for mask in ("full", "causal")], 8192),
 }
+#: the fewest tiles of a block, and of sequences and heads, that share a strip of a bias
+STRIP_SHARERS = 4
+#: by preference, (keys of a tile, buffers of K and of V, of Q) beside a strip
+STRIP_STAGES = ((128, 4, 2), (128, 4, 1), (128, 2, 1), (64, 4, 1), (64, 2, 1))
 
 
 @dataclass(frozen=True)
@@ -108,6 +116,7 @@ class Config:
     SINK: bool = False
     BIAS: str = ""  # path of the bias (host.bias_path), or none
     B_STAGES: int = 1  # buffers of a copied bias
+    STRIP: int = 0  # key tiles of a bias that a block keeps for all its sequences; 0: none
     EVEN_K: bool = False  # key tiles fill every sequence's keys
     STAGED: int = 0  # columns of the output that TMA copies at a time; 0: threads store them
     NATURAL: bool = False  # scores and the reference are in natural units (Problem.natural)
@@ -227,7 +236,7 @@ def sizes_of(p: Problem) -> tuple[int, int]:
 def is_long(p: Problem, d: int, few: bool) -> bool:
     """Return True if three warpgroups are faster at head size d; ``few``: rows are few."""
     keys = LONG_KEYS[d, "full" if p.right is None else "causal"]
-    if d == 64:
+    if d <= 64:
         return p.nk > keys
     return dense(p) and not few and min(p.nq, p.nk) > keys
 
@@ -251,6 +260,9 @@ def tile_for(p: Problem, bias: str, processors: int, spilled: bool = False) -> T
     if bias != "copied":
         return tile
     assert p.bias_dtype is not None
+    held = strip_for(p, tile, processors)
+    if held is not None:
+        return held
     one = replace(tile, q_stages=1)
     two = replace(one, k_stages=2, v_stages=2)
     every = [replace(t, b_stages=n) for n in (2, 1) for t in (tile, one, two)]
@@ -258,6 +270,30 @@ def tile_for(p: Problem, bias: str, processors: int, spilled: bool = False) -> T
         if shared_bytes(choice, d, dv, p.bias_dtype) <= SHARED:
             return choice
     raise AssertionError("a bias that does not fit is gathered")
+
+
+def strip_for(p: Problem, tile: Tile, processors: int) -> Tile | None:
+    """Return the tile that keeps the bias of its queries and all keys for many sequences, or None.
+
+    Streamed, a bias is two thirds of what a block reads from L2 at head size 32.
+    """
+    assert p.bias is not None
+    assert p.bias_dtype is not None
+    d, dv = sizes_of(p)
+    sharers = p.batch // p.bias[0] * (p.hq // p.bias[1])
+    tiles = -(-p.nq // (tile.warpgroups * ROWS)) * p.batch * p.hq
+    banded = p.left is not None or p.right is not None or p.documents
+    if banded or sharers < STRIP_SHARERS or tiles < STRIP_SHARERS * processors:
+        return None
+    for block_k, stages, q_stages in STRIP_STAGES:
+        choice = replace(
+            tile, block_k=min(block_k, tile.block_k), k_stages=stages, v_stages=stages,
+            q_stages=q_stages, b_stages=-(-p.nk // block_k), strip=True,
+        )  # fmt: skip
+        staged = min(dv, 128) if dv == first_part(dv) else 0
+        if shared_bytes(choice, d, dv, p.bias_dtype, staged) <= SHARED:
+            return choice
+    return None
 
 
 def bias_fits(p: Problem) -> bool:
@@ -292,6 +328,7 @@ def config_for(p: Problem, tile: Tile, bias: str, group: int) -> Config:
         VARLEN=p.varlen, PREFIX=p.prefix, DOCUMENTS=p.documents,
         SOFTCAP=p.softcap > 0, ALIBI=p.distance, SINK=p.sink, NATURAL=p.natural,
         BIAS=bias, B_STAGES=tile.b_stages if bias == "copied" else 1,
+        STRIP=tile.b_stages if tile.strip else 0,
         EVEN_K=not (p.varlen or p.prefix) and p.nk % tile.block_k == 0,
         STAGED=staged_columns(p, tile, bias),
         OVERLAP=tile.overlap, ROUND_LATE=tile.warpgroups == 3 and tile.overlap,

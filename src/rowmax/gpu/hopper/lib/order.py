@@ -182,6 +182,34 @@ def dense_table(
     return rows, torch.tensor(ends, dtype=torch.int32)
 
 
+def strip_table(
+    n: int, tokens: int, sizes: tuple[int, int], shared: tuple[int, int], blocks: int
+) -> tuple[Tensor, Tensor]:
+    """Return (rows, each block's end) where a block computes tiles of one strip after another.
+
+    A strip is a bias of one of n query tiles. ``sizes`` are (sequences, heads), ``shared`` those of
+    the bias, 1 where they share it. Every block has as many tiles but the last. The sequences of a
+    strip begin further on with each strip: blocks that read the same keys then do so together.
+    """
+    (batch, heads), (own_b, own_h) = sizes, shared
+    each = batch // own_b * (heads // own_h)
+    plane, m, sharer = torch.meshgrid(
+        torch.arange(own_b * own_h), torch.arange(n), torch.arange(each), indexing="ij"
+    )
+    most = -(-sharer.numel() // blocks)
+    begin = (plane * n + m) * each % most
+    plane, m, sharer = (x.flatten() for x in (plane, m, (sharer + begin) % each))
+    b = plane // own_h + sharer // (heads // own_h)
+    head = plane % own_h + sharer % (heads // own_h)
+    rows = table_rows(m * tokens, b * heads + head, heads)
+    blocks = -(-len(rows) // most)
+    place = torch.arange(len(rows))
+    table = torch.zeros(most * blocks, 4, dtype=torch.int32)
+    table[place // most + place % most * blocks] = rows
+    counts = (len(rows) - torch.arange(blocks) * most).clamp(max=most)
+    return table, (torch.arange(blocks) + counts * blocks).int()
+
+
 def table_rows(token: Tensor, head: Tensor, heads: int) -> Tensor:
     """Return rows (token, head, sequence, 0); the given heads count on through all sequences."""
     return torch.stack([token, head % heads, head // heads, torch.zeros_like(head)], 1).int()
