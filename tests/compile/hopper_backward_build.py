@@ -92,5 +92,6 @@ def _pointers(c: Config, dtype: torch.dtype, parts: bool, wide: bool) -> Pointer
 
 def _copies(c: Config, dtype: torch.dtype) -> Descriptors:
     q, dout, k, v = (torch.empty(1, 256, 1, d, dtype=dtype) for d in (c.D, c.DV) * 2)
-    bias = torch.empty(1, 1, 256, 256, dtype=dtype) if c.BIAS else None
+    kind = torch.float32 if c.BIAS_FLOAT32 else dtype
+    bias = torch.empty(1, 1, 256, 256, dtype=kind) if c.BIAS else None
     return copies_of(c, Tensors(q, k, v, bias), dout, 1, 256)

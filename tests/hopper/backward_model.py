@@ -32,8 +32,8 @@ from tests.emulator.remote import RemoteLaunch
 from tests.gpu import hopper_direct as device
 from tests.hopper.packed_calls import in_range, longer, with_rows_past_the_last
 
-#: head sizes of each tile shape: two of the fused kernel, two of dq with dk and dv
-SIZES = ((64, 64), (128, 128), (256, 128), (256, 256))
+#: head sizes of each tile shape: three of the fused kernel, two of dq with dk and dv
+SIZES = ((64, 64), (128, 128), (256, 128), (256, 256), (32, 32))
 #: the numbers of processors of the machine, of which a case has one
 PROCESSORS = (1, 2, 3, 5, 7, 9)
 LENGTHS = ((1, 1), (3, 3), (64, 1), (239, 1), (399, 3), (1, 300), (113, 203), (108, 256),
@@ -65,6 +65,18 @@ FEATURES: dict[str, dict[str, Any]] = {
     "bias-parts-lengths": {"b": 5, "nq": 70, "nk": 136, "bias": "11qk",
                            "lengths": (1.0, 0.0, 0.43, 0.004, 0.9)},
     "bias-parts-documents": {"b": 5, "nq": 70, "nk": 136, "bias": "11qk", "documents": "sorted"},
+    **{
+        f"float32-{name}": {"b": 5, "nq": 150, "nk": 264, "hq": 2, "bias": pattern,
+                            "bias_float32": True, **more}
+        for pattern, name, more in (
+            ("1hqk", "shared", {}),
+            ("11qk", "heads", {"hk": 1, "causal": True}),
+            ("bhqk", "own", {"softcap": 1.5}),
+            ("b1qk", "lengths", {"lengths": (1.0, 0.0, 0.43, 0.004, 0.9)}),
+            ("1hqk", "window", {"left": 40, "right": 90}),
+            ("1hqk", "documents", {"b": 2, "documents": "sorted"}),
+        )
+    },
     "row": {"b": 2, "nq": 300, "nk": 333, "hq": 4, "hk": 2, "bias": "b11k", "causal": True},
     "row-softcap": {"b": 2, "nq": 130, "nk": 260, "hq": 2, "bias": "1h1k", "softcap": 1.5,
                     "lengths": (1.0, 0.3)},
@@ -92,7 +104,8 @@ FEATURES: dict[str, dict[str, Any]] = {
 def kernel_cases(every: bool) -> list[Case]:
     """Return every length, mask and mode, as small as tiles allow.
 
-    Each comes at one head size of the fused kernel and at one of the others, or at ``every``.
+    Each comes at 32, at one head size more of the fused kernel and at one of the others, or at
+    ``every``.
     """
     alone: dict[str, Any] = {"b": 1, "hq": 1}
     named: dict[str, dict[str, Any]] = {
@@ -103,7 +116,7 @@ def kernel_cases(every: bool) -> list[Case]:
     found = []
     for n, (name, features) in enumerate(named.items()):
         for m, (d, dv) in enumerate(SIZES):
-            if every or m % 2 == n % 2:
+            if every or d == 32 or m % 2 == n % 2:
                 found.append(Case(f"{name}-{d}-{dv}", **(alone | {"d": d, "dv": dv} | features)))
     return found
 

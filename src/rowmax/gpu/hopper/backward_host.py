@@ -48,8 +48,6 @@ from .backward_tiles import (
     DQ_OF_DBIAS,
     ROW_TILE,
     ROWS,
-    SHARED_BIAS,
-    TILES,
     WARPGROUPS,
     Config,
     DbiasConfig,
@@ -57,7 +55,8 @@ from .backward_tiles import (
     DqConfig,
     FusedConfig,
     config_for,
-    sizes_of,
+    shared_bias_tile,
+    tiles_of,
 )
 from .documents import tile_ranges, tile_spans
 from .host import GluonLaunch, processors
@@ -429,7 +428,7 @@ def build_plan(
     **options: Any,
 ) -> Plan:
     """Return the plan of a problem; with other tiles and constants to measure those."""
-    tiles = tiles or TILES[sizes_of(p.d, p.dv)]
+    tiles = tiles or tiles_of(p, kind_of(p) == "tile")
     assert not (dbias and refused_gradient(p))
     by = gradient_by(p) if dbias else ""
     configs = [config_for(p, tile, **(bias_options(p, tile, by) | options)) for tile in tiles]
@@ -438,7 +437,7 @@ def build_plan(
     shared = total = None
     parts = 1
     if by == "shared":
-        c = config_for(p, SHARED_BIAS[sizes_of(p.d, p.dv)])
+        c = config_for(p, shared_bias_tile(p))
         parts = parts_of(p, c, processors(tensors.q.device))
         shared = build_work(p, c, tensors, dout, planes, rows, parts)
         total = sum_of_parts(p, parts) if parts > 1 else None
@@ -599,7 +598,8 @@ def copies_of(c: Config, tensors: Tensors, dout: Tensor, planes: int, rows: int)
         shape = (planes, rows * c.D // 32, 32)
         sums = descriptor(f32, shape, (rows * c.D, 32, 1), [1, 2 * c.D, 32])
     dbias = cut_dbias(n_q, ROWS) if c.DBIAS else None
-    return (*queries, stats, *keys, sums, cut_bias(n_q, n_k), dbias)
+    each = ROWS if c.BIAS_FLOAT32 else n_k
+    return (*queries, stats, *keys, sums, cut_bias(n_q, each), dbias)
 
 
 def limits(p: Problem) -> tuple[int, int]:
