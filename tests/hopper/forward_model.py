@@ -61,19 +61,33 @@ MORE = [
         for d in (72, 96)
         for causal in (False, True)
     ),
+    # blocks with one side, two and four
     *(
         Case(f"strip-{pattern}-{d}-{n}-{m}", b=b, nq=n, nk=m, hq=hq, d=d, bias=pattern)
-        for pattern, b, hq in (("1hqk", 9, 2), ("11qk", 5, 3), ("b1qk", 2, 8))
-        for d, n, m in ((32, 150, 264), (32, 128, 104), (64, 300, 384))
+        for pattern, b, hq in (("1hqk", 9, 2), ("1hqk", 10, 2), ("11qk", 4, 3), ("b1qk", 2, 8))
+        for d, n, m in ((32, 150, 264), (32, 128, 104), (24, 200, 768), (64, 300, 384))
     ),
-    Case("strip-lengths", b=9, nq=150, nk=272, hq=2, hk=1, d=32, bias="1hqk",
-         lengths=(1.0, 0.0, 0.43, 0.004, 0.9, 1.0, 0.5, 0.2, 0.7)),
     *(
-        Case(f"strip-float32-{nk}", b=9, nq=150, nk=nk, hq=2, d=32, bias="1hqk", bias_float32=True)
-        for nk in (164, 384)
+        Case(
+            f"strip-lengths-{nk}",
+            b=8,
+            nq=150,
+            nk=nk,
+            hq=2,
+            hk=1,
+            d=32,
+            bias="1hqk",
+            sink=True,
+            lengths=(1.0, 0.0, 0.43, 0.004, 0.9, 0.5, 0.2, 0.7),
+        )
+        for nk in (272, 768)
     ),
-    Case("streamed-float32", b=9, nq=150, nk=520, hq=2, d=32, bias="1hqk", bias_float32=True),
+    *(
+        Case(f"strip-float32-{nk}", b=8, nq=150, nk=nk, hq=2, d=32, bias="1hqk", bias_float32=True)
+        for nk in (164, 384, 512)
+    ),
     Case("strip-terms", b=9, nq=150, nk=272, hq=2, d=32, bias="1hqk", softcap=1.5, sink=True),
+    Case("streamed-float32", b=9, nq=150, nk=776, hq=2, d=32, bias="1hqk", bias_float32=True),
     Case("far", b=1, nq=150, nk=270, hq=1, d=64, left=2**31, right=2**32 - 1),
     Case("grouped", b=2, nq=20, nk=300, hq=8, hk=2, d=64, causal=True, sink=True),
     Case(

@@ -251,14 +251,14 @@ def load_values(C: gl.constexpr, copies, shared, source, j, use, cut):
 
 
 @gluon.jit
-def producer(C: gl.constexpr, copies, shared, t, n):
-    """Copy every tile of this block, in the order in which buffers become free.
+def producer(C: gl.constexpr, side: gl.constexpr, copies, shared, t, n):
+    """Copy every tile of a side of this block, in the order in which buffers become free.
 
     Keys are free a softmax and a product earlier than the values of the key tile before.
     """
     order = Order(t.table, t.ends, t.counter, n.heads, n.kv_heads, n.keys)
     sequences = Sequences(t.cu_q, t.cu_k, n.batch)
-    place, end = first_place(C, order)
+    place, end = first_place(C, order, side)
     number = 0  # number of the tile and of its message
     use = 0
     # in an order that the host made every block has a tile
@@ -283,7 +283,7 @@ def producer(C: gl.constexpr, copies, shared, t, n):
         if number:
             cut = load_values(C, copies, shared, behind, last, use - 1, cut)
         load_queries(C, copies, shared, tile, number)
-        if C.STRIP:
+        if C.STRIP and side == 0:
             if fresh:
                 load_strip(C, copies, shared.bias, tile, strip, n)
                 strip += 1
@@ -294,7 +294,7 @@ def producer(C: gl.constexpr, copies, shared, t, n):
         if C.DRAWN:
             coming = row_at(C, gl.where(place < end, place, here), order, sequences)
         tile = tile_of(C, coming, t, n)
-        if C.STRIP:
+        if C.STRIP and side == 0:
             fresh = other_strip(this, tile, n)
         ring.post_message(shared.mail, number + 1, tile, place < end)
         if not C.DRAWN:
@@ -843,6 +843,24 @@ def store_rows(C: gl.constexpr, o, inverse, base, column: gl.constexpr, tokens, 
 
 
 @gluon.jit
+def shared_of(C: gl.constexpr, copies):
+    """Return (q, k, v, out, mail) of a side of a block (``Shared``)."""
+    each: gl.constexpr = C.WARPGROUPS * C.Q_STAGES
+    qs = part_buffers(copies.q, each, C.D1)
+    ks = part_buffers(copies.k, C.K_STAGES, C.D1)
+    vs = part_buffers(copies.v, C.V_STAGES, C.DV1)
+    mail = ring.mailbox(C.WARPGROUPS)
+    q_ring = Ring(qs, ring.barriers(each, 1), ring.barriers(each, 1))
+    k_ring = Ring(ks, ring.barriers(C.K_STAGES, 1), ring.barriers(C.K_STAGES, C.WARPGROUPS))
+    v_full = ring.full_barriers(C.V_STAGES, C.PADDED)
+    v_ring = Ring(vs, v_full, ring.barriers(C.V_STAGES, C.WARPGROUPS))
+    outs = qs.low
+    if C.STAGED:
+        outs = ring.tile_buffers(copies.out, C.WARPGROUPS)
+    return q_ring, k_ring, v_ring, outs, mail
+
+
+@gluon.jit
 def forward(q0, q1, k0, k1, v0, v1, bias, out, t, n, C: gl.constexpr):
     """Compute out and lse.
 
@@ -850,43 +868,60 @@ def forward(q0, q1, k0, k1, v0, v1, bias, out, t, n, C: gl.constexpr):
     output. Absent ones are None.
     """
     copies = Copies(Parts(q0, q1), Parts(k0, k1), Parts(v0, v1), bias, out)
-    each: gl.constexpr = C.WARPGROUPS * C.Q_STAGES
-    qs = part_buffers(copies.q, each, C.D1)
-    ks = part_buffers(copies.k, C.K_STAGES, C.D1)
-    vs = part_buffers(copies.v, C.V_STAGES, C.DV1)
     # an unused barrier would share memory with another buffer
-    biases, outs = None, None
+    biases = None
     if C.BIAS == "copied":
         tiles: gl.constexpr = C.WARPGROUPS * C.B_STAGES
         free: gl.constexpr = C.WARPGROUPS if C.STRIP else tiles
         biases = Ring(
-            ring.tile_buffers(bias, tiles), ring.barriers(tiles, 1), ring.barriers(free, 1)
+            ring.tile_buffers(bias, tiles), ring.barriers(tiles, 1), ring.barriers(free, C.SIDES)
         )
-    mail = ring.mailbox(C.WARPGROUPS)
-    q_ring = Ring(qs, ring.barriers(each, 1), ring.barriers(each, 1))
-    k_ring = Ring(ks, ring.barriers(C.K_STAGES, 1), ring.barriers(C.K_STAGES, C.WARPGROUPS))
-    v_full = ring.full_barriers(C.V_STAGES, C.PADDED)
-    v_ring = Ring(vs, v_full, ring.barriers(C.V_STAGES, C.WARPGROUPS))
-    fence_async_shared()
-    if C.STAGED:
-        outs = ring.tile_buffers(out, C.WARPGROUPS)
-    shared = Shared(q_ring, k_ring, v_ring, biases, outs, mail)
     R0: gl.constexpr = C.CONSUMER_REGISTERS
     R1: gl.constexpr = C.PRODUCER_REGISTERS
-    if C.WARPGROUPS == 1:
+    q, k, v, outs, mail = shared_of(C, copies)
+    a = Shared(q, k, v, biases, outs, mail)
+    if C.SIDES == 4:
+        q, k, v, outs, mail = shared_of(C, copies)
+        b = Shared(q, k, v, biases, outs, mail)
+        q, k, v, outs, mail = shared_of(C, copies)
+        c = Shared(q, k, v, biases, outs, mail)
+        q, k, v, outs, mail = shared_of(C, copies)
+        d = Shared(q, k, v, biases, outs, mail)
+        fence_async_shared()
         gl.warp_specialize(
-            [(consumer, (C, 0, copies, shared, t, n)), (producer, (C, copies, shared, t, n))],
+            [(consumer, (C, 0, copies, a, t, n)), (consumer, (C, 0, copies, b, t, n)),
+             (consumer, (C, 0, copies, c, t, n)), (consumer, (C, 0, copies, d, t, n)),
+             (producer, (C, 0, copies, a, t, n)), (producer, (C, 1, copies, b, t, n)),
+             (producer, (C, 2, copies, c, t, n)), (producer, (C, 3, copies, d, t, n))],
+            [4, 4, 4, 1, 1, 1, 1], [R0, R0, R0, R1, R1, R1, R1],
+        )  # fmt: skip
+    elif C.SIDES == 2:
+        q, k, v, outs, mail = shared_of(C, copies)
+        b = Shared(q, k, v, biases, outs, mail)
+        fence_async_shared()
+        gl.warp_specialize(
+            [(consumer, (C, 0, copies, a, t, n)), (consumer, (C, 1, copies, a, t, n)),
+             (consumer, (C, 0, copies, b, t, n)), (consumer, (C, 1, copies, b, t, n)),
+             (producer, (C, 0, copies, a, t, n)), (producer, (C, 1, copies, b, t, n))],
+            [4, 4, 4, 1, 1], [R0, R0, R0, R1, R1],
+        )  # fmt: skip
+    elif C.WARPGROUPS == 1:
+        fence_async_shared()
+        gl.warp_specialize(
+            [(consumer, (C, 0, copies, a, t, n)), (producer, (C, 0, copies, a, t, n))],
             [1], [R1],
         )  # fmt: skip
     elif C.WARPGROUPS == 2:
+        fence_async_shared()
         gl.warp_specialize(
-            [(consumer, (C, 0, copies, shared, t, n)), (consumer, (C, 1, copies, shared, t, n)),
-             (producer, (C, copies, shared, t, n))],
+            [(consumer, (C, 0, copies, a, t, n)), (consumer, (C, 1, copies, a, t, n)),
+             (producer, (C, 0, copies, a, t, n))],
             [4, 1], [R0, R1],
         )  # fmt: skip
     else:
+        fence_async_shared()
         gl.warp_specialize(
-            [(consumer, (C, 0, copies, shared, t, n)), (consumer, (C, 1, copies, shared, t, n)),
-             (consumer, (C, 2, copies, shared, t, n)), (producer, (C, copies, shared, t, n))],
+            [(consumer, (C, 0, copies, a, t, n)), (consumer, (C, 1, copies, a, t, n)),
+             (consumer, (C, 2, copies, a, t, n)), (producer, (C, 0, copies, a, t, n))],
             [4, 4, 1], [R0, R0, R1],
         )  # fmt: skip

@@ -181,7 +181,7 @@ def build_plan(
     C = constants.config
     heads = p.hq // group
     if C.STRIP:
-        blocks, rows, ends = strip_order(p, C.TILE, q.device)
+        blocks, rows, ends = strip_order(p, C, q.device)
     else:
         blocks, rows, ends = tile_order(p, C.TILE, tile.block_k, heads, q.device)
     last = (numbers(p, tensors, C, heads), gl.constexpr(constants))
@@ -305,12 +305,12 @@ def tile_order(
     return blocks, rows, ends
 
 
-def strip_order(p: Problem, tokens: int, device: torch.device) -> tuple[int, Tensor, Tensor]:
-    """Return (blocks, the order of the tiles, each block's end) where blocks keep a bias."""
+def strip_order(p: Problem, C: Config, device: torch.device) -> tuple[int, Tensor, Tensor]:
+    """Return (blocks, the order of the tiles, the ends of their sides) where blocks keep a bias."""
     assert p.bias is not None
-    most = processors(device)
-    rows, ends = strip_table(-(-p.nq // tokens), tokens, (p.batch, p.hq), p.bias[:2], most)
-    return len(ends), rows.to(device), ends.to(device)
+    sizes, most = (p.batch, p.hq), processors(device)
+    rows, ends = strip_table(-(-p.nq // C.TILE), C.TILE, sizes, p.bias[:2], most, C.SIDES)
+    return len(ends) // C.SIDES, rows.to(device), ends.to(device)
 
 
 @lru_cache(maxsize=256)

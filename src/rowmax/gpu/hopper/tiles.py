@@ -24,7 +24,8 @@ class Tile:
 
     ``k_stages`` are buffers of K, ``v_stages`` of V, ``q_stages`` of Q, ``b_stages`` of a copied
     bias. Registers are those of a consumer's thread and of the producer's. ``overlap``: a
-    warpgroup's products run under its own softmax; else under that of the other warpgroups.
+    warpgroup's products run under its own softmax; else under that of the other warpgroups. A block
+    has one tile at a time on each of its ``sides``, which share only a strip of the bias.
     """
 
     warpgroups: int
@@ -37,6 +38,7 @@ class Tile:
     ordered: bool = False  # warpgroups issue their products in turn
     overlap: bool = True
     strip: bool = False  # b_stages are all key tiles: sequences share the bias of a query tile
+    sides: int = 1
 
 
 #: by (D, Dv), both padded to one of the sizes below
@@ -89,8 +91,19 @@ LONG_KEYS = {
 }
 #: the fewest tiles of a block, and of sequences and heads, that share a strip of a bias
 STRIP_SHARERS = 4
-#: by preference, (keys of a tile, buffers of K and of V, of Q) beside a strip
-STRIP_STAGES = ((128, 4, 2), (128, 4, 1), (128, 2, 1), (64, 4, 1), (64, 2, 1))
+#: four consumers: products of one run under the softmax of the others
+_FOUR = {"block_k": 64, "q_stages": 1, "registers": (112, 24), "overlap": False}
+#: by preference, what changes of a tile beside a strip; at head sizes of 32 alone with four
+#: consumers. Sides of one warpgroup have half the strip, and read keys twice as often.
+STRIPS: tuple[dict[str, Any], ...] = (
+    {"sides": 2, "k_stages": 4, "v_stages": 4, **_FOUR},
+    {"sides": 4, "warpgroups": 1, "k_stages": 2, "v_stages": 2, **_FOUR},
+    {"k_stages": 4, "v_stages": 4},
+    {"k_stages": 4, "v_stages": 4, "q_stages": 1},
+    {"k_stages": 2, "v_stages": 2, "q_stages": 1},
+    {"block_k": 64, "k_stages": 4, "v_stages": 4, "q_stages": 1},
+    {"block_k": 64, "k_stages": 2, "v_stages": 2, "q_stages": 1},
+)
 
 
 @dataclass(frozen=True)
@@ -117,6 +130,7 @@ class Config:
     BIAS: str = ""  # path of the bias (host.bias_path), or none
     B_STAGES: int = 1  # buffers of a copied bias
     STRIP: int = 0  # key tiles of a bias that a block keeps for all its sequences; 0: none
+    SIDES: int = 1
     EVEN_K: bool = False  # key tiles fill every sequence's keys
     STAGED: int = 0  # columns of the output that TMA copies at a time; 0: threads store them
     NATURAL: bool = False  # scores and the reference are in natural units (Problem.natural)
@@ -285,15 +299,22 @@ def strip_for(p: Problem, tile: Tile, processors: int) -> Tile | None:
     banded = p.left is not None or p.right is not None or p.documents
     if banded or sharers < STRIP_SHARERS or tiles < STRIP_SHARERS * processors:
         return None
-    for block_k, stages, q_stages in STRIP_STAGES:
-        choice = replace(
-            tile, block_k=min(block_k, tile.block_k), k_stages=stages, v_stages=stages,
-            q_stages=q_stages, b_stages=-(-p.nk // block_k), strip=True,
-        )  # fmt: skip
-        staged = min(dv, 128) if dv == first_part(dv) else 0
-        if shared_bytes(choice, d, dv, p.bias_dtype, staged) <= SHARED:
+    for changes in STRIPS:
+        choice = replace(tile, strip=True, **changes)
+        choice = replace(choice, b_stages=-(-p.nk // choice.block_k))
+        if choice.sides > 1 and (max(d, dv) > 32 or sharers % choice.sides):
+            continue
+        if strip_bytes(choice, d, dv, p.bias_dtype) <= SHARED:
             return choice
     return None
+
+
+def strip_bytes(tile: Tile, d: int, dv: int, bias: torch.dtype) -> int:
+    """Return the bytes of a block that keeps a strip, with copied columns of the output."""
+    staged = min(dv, 128) if dv == first_part(dv) else 0
+    strip = tile.b_stages * tile.warpgroups * ROWS * tile.block_k * bias.itemsize
+    side = shared_bytes(tile, d, dv, bias, staged) - strip - BARRIERS
+    return strip + tile.sides * side + BARRIERS // 2 * (1 + tile.sides)
 
 
 def bias_fits(p: Problem) -> bool:
@@ -328,7 +349,7 @@ def config_for(p: Problem, tile: Tile, bias: str, group: int) -> Config:
         VARLEN=p.varlen, PREFIX=p.prefix, DOCUMENTS=p.documents,
         SOFTCAP=p.softcap > 0, ALIBI=p.distance, SINK=p.sink, NATURAL=p.natural,
         BIAS=bias, B_STAGES=tile.b_stages if bias == "copied" else 1,
-        STRIP=tile.b_stages if tile.strip else 0,
+        STRIP=tile.b_stages if tile.strip else 0, SIDES=tile.sides,
         EVEN_K=not (p.varlen or p.prefix) and p.nk % tile.block_k == 0,
         STAGED=staged_columns(p, tile, bias),
         OVERLAP=tile.overlap, ROUND_LATE=tile.warpgroups == 3 and tile.overlap,
@@ -343,6 +364,8 @@ def staged_columns(p: Problem, tile: Tile, bias: str) -> int:
     columns = min(dv, 128)
     if dv % columns or dv != first_part(dv):
         return 0
+    if tile.strip:
+        return columns
     copied = p.bias_dtype if bias == "copied" else None
     return columns if shared_bytes(tile, d, dv, copied, columns) <= SHARED else 0
 
