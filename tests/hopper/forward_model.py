@@ -33,8 +33,8 @@ from tests.poison_padding import padding_matters  # noqa: E402
 #: cases that the table of all backends lacks: lengths that meet tiles in every way, few and many
 #: tiles, every path of a bias, every head size of a tile
 LENGTHS = ((1, 1), (3, 3), (64, 1), (239, 1), (113, 203), (256, 256), (128, 384), (255, 257))
-SIZES = ((32, 32), (24, 8), (32, 64), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (80, 72),
-         (256, 64))  # fmt: skip
+SIZES = ((32, 32), (24, 8), (32, 64), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128),
+         (192, 192), (256, 256), (80, 72), (256, 64))  # fmt: skip
 MORE = [
     *(
         Case(f"odd-{n}-{m}{'-causal' * causal}", b=1, nq=n, nk=m, hq=2, d=64, causal=causal)

@@ -294,8 +294,9 @@ SIZES = (32, 64, 128, 256)
 #: (head size, under a diagonal) -> the most keys for which the ordered sum of dQ is faster, if
 #: there are at least MANY tiles of keys
 IN_ORDER = {
-    (32, False): 1024, (32, True): 512, (64, False): 1024, (64, True): 512, (128, False): 1024, (128, True): 1024,
-}  # fmt: skip
+    **dict.fromkeys([(32, False), (64, False), (128, False), (128, True)], 1024),
+    **dict.fromkeys([(32, True), (64, True)], 512),
+}
 MANY = 512
 #: the widest heads whose K and V are in registers beside a bias
 HELD_WITH_BIAS = 32

@@ -283,7 +283,7 @@ def producer(C: gl.constexpr, side: gl.constexpr, copies, shared, t, n):
         if number:
             cut = load_values(C, copies, shared, behind, last, use - 1, cut)
         load_queries(C, copies, shared, tile, number)
-        if C.STRIP and side == 0:
+        if C.STRIP and side == 0:  # noqa: SIM102  (the first is a constant)
             if fresh:
                 load_strip(C, copies, shared.bias, tile, strip, n)
                 strip += 1
