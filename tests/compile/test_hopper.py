@@ -25,7 +25,7 @@ from rowmax.gpu.hopper.tiles import LONG, LONG_64_SPILLS, SHARED, TILES, tile_fo
 from rowmax.testing import Case, make
 
 from . import sass
-from .hopper_build import Built, build
+from .hopper_build import Built, Line, build
 
 FEATURES: dict[str, dict[str, Any]] = {
     "full": {},
@@ -77,6 +77,8 @@ CASES += STRIPS
 #: none with the triton that torch 2.11 pins; 3.9 spills up to three scalars a key tile where
 #: registers are fewest (head size 256 with a window, ALiBi or a bias for each query)
 SPILLS = 0 if triton.__version__.startswith("3.6.") else 3
+#: the same in a loop over query tiles, which blocks with four consumers have
+ONCE = 0 if SPILLS == 0 else 25
 #: bytes of scalars that a thread may spill once a query tile, out of the loops
 STACK = 160
 
@@ -87,6 +89,11 @@ def kept(case: Case) -> Built:
     if kernel.plan.tile in LONG.values() and kernel.stack > 4 * LONG_64_SPILLS:
         pytest.skip("three warpgroups spill with this compiler: the host takes the next tile")
     return kernel
+
+
+def has_output(kernel: Built, loop: list[Line]) -> bool:
+    """Return True for a loop over key tiles: without overlap others have scores alone."""
+    return kernel.plan.tile.overlap or any("tnspB" in line.text for line in loop)
 
 
 @pytest.mark.parametrize("case", LONG_CASES, ids=str)
@@ -107,7 +114,8 @@ def test_loops_keep_to_registers(case):
     consumers = kernel.plan.tile.warpgroups * kernel.plan.tile.sides
     assert len(loops) >= consumers
     for loop in loops:
-        assert len([line for line in loop if re.search(r"\b(LDL|STL)\b", line.text)]) <= SPILLS
+        spilled = len([line for line in loop if re.search(r"\b(LDL|STL)\b", line.text)])
+        assert spilled <= (SPILLS if has_output(kernel, loop) else ONCE)
     assert kernel.stack <= STACK
     assert kernel.shared <= SHARED
     # a barrier that nothing uses would lie where another does
@@ -127,8 +135,7 @@ def test_products_are_not_serialised(case):
     kernel = kept(case)
     for loop in kernel.loops():
         waits = [line for line in loop if "WARPGROUP.DEPBAR" in line.text]
-        output = kernel.plan.tile.overlap or any("tnspB" in line.text for line in loop)
-        assert len(waits) == 1 + output
+        assert len(waits) == 1 + has_output(kernel, loop)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -151,7 +158,7 @@ def test_softmax_runs_under_the_output(case):
 
 @pytest.mark.parametrize("case", STRIPS, ids=str)
 def test_blocks_keep_a_bias(case):
-    """Two sides where a strip of 128 queries fits beside two tiles, else four of 64 queries."""
+    """Two sides where a strip of 128 queries fits next to two tiles, else four of 64 queries."""
     tile = build(case).plan.tile
     odd, wide = "odd" in case.name, case.nq == 768 or case.bias_float32
     sides = 1 if case.d == 64 or odd else 4 if wide else 2

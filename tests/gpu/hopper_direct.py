@@ -29,7 +29,6 @@ from rowmax.testing import (
 )
 from tests.poison_padding import padding_matters, padding_matters_backward
 
-
 #: sequences that share a bias of each pair, with so many tiles that blocks keep it
 PAIRS = [
     Case(f"pairs-{n}-{d}{'-float32' * wide}{'-lengths' * bool(lengths)}", b=b, nq=n, nk=n, hq=4,

@@ -2,8 +2,8 @@
 
 ``rowmax[:BACKEND][:deterministic]``; torch's SDPA as ``sdpa`` (torch chooses), ``cudnn``,
 ``flash``, ``efficient`` or ``math``; ``flex``; ``fa2``, ``fa3``, ``fa4``, ``xformers`` and
-``cuequivariance`` where installed; ``none`` returns v. Constants that a peer needs, such as a dense mask, are computed
-before timing.
+``cuequivariance`` where installed; ``none`` returns v. Constants that a peer needs, such as a dense
+mask, are computed before timing.
 """
 
 from __future__ import annotations

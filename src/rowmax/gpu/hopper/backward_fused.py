@@ -126,7 +126,7 @@ class Rings(NamedTuple):
     k: Any
     v: Any
     ds: Any  # a tile of a bias arrives in the buffer of dS of its step
-    bias: Any  # of float32 in two halves of 64 keys, one for each warpgroup; else unused
+    bias: Any  # halves of a float32 bias, 64 keys for each warpgroup; else unused
     dq: Any
 
 

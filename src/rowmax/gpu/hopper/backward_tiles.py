@@ -298,7 +298,7 @@ IN_ORDER = {
     **dict.fromkeys([(32, True), (64, True)], 512),
 }
 MANY = 512
-#: the widest heads whose K and V are in registers beside a bias
+#: the widest heads whose K and V are in registers next to a bias
 HELD_WITH_BIAS = 32
 
 

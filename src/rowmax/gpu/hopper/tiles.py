@@ -93,7 +93,7 @@ LONG_KEYS = {
 STRIP_SHARERS = 4
 #: four consumers: products of one run under the softmax of the others
 _FOUR = {"block_k": 64, "q_stages": 1, "registers": (112, 24), "overlap": False}
-#: by preference, what changes of a tile beside a strip; at head sizes of 32 alone with four
+#: by preference, the changes of a tile with a strip; at head sizes of 32 alone with four
 #: consumers. Sides of one warpgroup have half the strip, and read keys twice as often.
 STRIPS: tuple[dict[str, Any], ...] = (
     {"sides": 2, "k_stages": 4, "v_stages": 4, **_FOUR},
