@@ -87,6 +87,22 @@ MORE = [
         for nk in (164, 384, 512)
     ),
     Case("strip-terms", b=9, nq=150, nk=272, hq=2, d=32, bias="1hqk", softcap=1.5, sink=True),
+    *(  # two sides that read a bias at the same time; one side
+        Case(
+            f"streamed-{b}-{n}-{nk}",
+            b=b,
+            nq=n,
+            nk=nk,
+            hq=2,
+            d=32,
+            bias="1hqk",
+            bias_float32=True,
+            sink=True,
+        )
+        for b, n, nk in ((10, 150, 776), (6, 300, 840), (9, 150, 776))
+    ),
+    Case("streamed-long", b=6, nq=200, nk=1800, hq=2, d=24, bias="1hqk"),
+    Case("streamed-lengths", b=6, nq=200, nk=1800, hq=2, d=32, bias="1hqk", lengths=(0.5, 1.0, 0)),
     Case("streamed-float32", b=9, nq=150, nk=776, hq=2, d=32, bias="1hqk", bias_float32=True),
     Case("far", b=1, nq=150, nk=270, hq=1, d=64, left=2**31, right=2**32 - 1),
     Case("grouped", b=2, nq=20, nk=300, hq=8, hk=2, d=64, causal=True, sink=True),
@@ -114,7 +130,7 @@ def check(case: Case, seed: int) -> list[str]:
     random.seed(f"{case.name} {seed}")
     torch.manual_seed(seed)
     prepare(random.choice((1, 1, 2, 3, 64)))
-    if case.name.startswith("strip"):  # where blocks have many tiles
+    if case.name.startswith("str"):  # where blocks have many tiles
         prepare(random.choice((1, 2, 3)))
     if case.name.startswith("tall"):  # on one processor, else few rows have tiles of their own
         prepare(1)

@@ -190,13 +190,13 @@ def load_queries(C: gl.constexpr, copies, shared, tile, number):
 
 
 @gluon.jit
-def load_keys(C: gl.constexpr, copies, shared, source, tile, j, use, n):
-    """Copy keys of tile j, and its bias, as use ``use`` of their rings."""
+def load_keys(C: gl.constexpr, side: gl.constexpr, copies, shared, source, tile, j, use, n):
+    """Copy keys of tile j, and the bias of all sides, as use ``use`` of their rings."""
     s = ring.slot(use, C.K_STAGES)
     ring.wait_empty(shared.k, use, C.K_STAGES)
     corner = (source.part, source.row + j * C.BLOCK_K, source.head)
     load_parts(copies.k, corner, C.D0, C.D1, shared.k.full.index(s), shared.k.buffers, s)
-    if C.BIAS == "copied" and not C.STRIP:
+    if C.BIAS == "copied" and not C.STRIP and side == 0:
         for c in gl.static_range(C.WARPGROUPS):
             ring.wait_empty(shared.bias, use, C.B_STAGES, c)
             i = c * C.B_STAGES + ring.slot(use, C.B_STAGES)
@@ -279,7 +279,7 @@ def producer(C: gl.constexpr, side: gl.constexpr, copies, shared, t, n):
         source = Source(part, tile.k_row, tile.head // n.ratio, tile.nk)
         lo = tile.lo
         hi = tile.hi
-        load_keys(C, copies, shared, source, tile, hi - 1, use, n)
+        load_keys(C, side, copies, shared, source, tile, hi - 1, use, n)
         if number:
             cut = load_values(C, copies, shared, behind, last, use - 1, cut)
         load_queries(C, copies, shared, tile, number)
@@ -305,7 +305,7 @@ def producer(C: gl.constexpr, side: gl.constexpr, copies, shared, t, n):
         for i in range(lo + 1, hi):
             j = hi - 1 - i + lo
             mark(C, t.clocks, C.WARPGROUPS, use, 0)
-            load_keys(C, copies, shared, source, this, j, use, n)
+            load_keys(C, side, copies, shared, source, this, j, use, n)
             mark(C, t.clocks, C.WARPGROUPS, use, 1)
             cut = load_values(C, copies, shared, behind, j + 1, use - 1, cut)
             mark(C, t.clocks, C.WARPGROUPS, use, 2)
@@ -734,6 +734,9 @@ def compute_tiles(C: gl.constexpr, c: gl.constexpr, tile, copies, shared, t, n):
             if C.WARPGROUPS == 3:
                 inverse = store_lse(C, c, state.m, state.l, tile, t, n)
             store_output(C, c, o0, o1, inverse, tile, copies, shared, t, n)
+        elif C.BIAS == "copied" and not C.STRIP:
+            ring.wait_full(shared.v, use, C.V_STAGES, pred=more)  # as before the loop
+            release_bias(C, c, shared.bias, use, more)
         use += 1
         tile = after
         live = more

@@ -180,7 +180,7 @@ def build_plan(
     constants = Constants(replace(tiles.config_for(p, tile, path, group), **options))
     C = constants.config
     heads = p.hq // group
-    if C.STRIP:
+    if C.STRIP or C.SIDES > 1:
         blocks, rows, ends = strip_order(p, C, q.device)
     else:
         blocks, rows, ends = tile_order(p, C.TILE, tile.block_k, heads, q.device)
@@ -306,7 +306,7 @@ def tile_order(
 
 
 def strip_order(p: Problem, C: Config, device: torch.device) -> tuple[int, Tensor, Tensor]:
-    """Return (blocks, the order of the tiles, the ends of their sides) where blocks keep a bias."""
+    """Return (blocks, the order of the tiles, the ends of their sides) where sequences share a bias."""
     assert p.bias is not None
     sizes, most = (p.batch, p.hq), processors(device)
     rows, ends = strip_table(-(-p.nq // C.TILE), C.TILE, sizes, p.bias[:2], most, C.SIDES)

@@ -25,7 +25,7 @@ class Tile:
     ``k_stages`` are buffers of K, ``v_stages`` of V, ``q_stages`` of Q, ``b_stages`` of a copied
     bias. Registers are those of a consumer's thread and of the producer's. ``overlap``: a
     warpgroup's products run under its own softmax; else under that of the other warpgroups. A block
-    has one tile at a time on each of its ``sides``, which share only a strip of the bias.
+    has one tile at a time on each of its ``sides``, which share only the buffers of the bias.
     """
 
     warpgroups: int
@@ -289,7 +289,8 @@ def tile_for(p: Problem, bias: str, processors: int, spilled: bool = False) -> T
 def strip_for(p: Problem, tile: Tile, processors: int) -> Tile | None:
     """Return the tile that keeps the bias of its queries and all keys for many sequences, or None.
 
-    Streamed, a bias is two thirds of what a block reads from L2 at head size 32.
+    Streamed, a bias is two thirds of what a block reads from L2 at head size 32. Where it has no
+    room, two sides read each tile of the bias at the same time, if they have as many key tiles.
     """
     assert p.bias is not None
     assert p.bias_dtype is not None
@@ -306,11 +307,18 @@ def strip_for(p: Problem, tile: Tile, processors: int) -> Tile | None:
             continue
         if strip_bytes(choice, d, dv, p.bias_dtype) <= SHARED:
             return choice
-    return None
+    if max(d, dv) > 32 or sharers % 2 or p.prefix:
+        return None
+    return next(
+        choice
+        for stages in (4, 2)
+        for choice in (replace(tile, **(STRIPS[0] | {"b_stages": stages})),)
+        if strip_bytes(choice, d, dv, p.bias_dtype) <= SHARED
+    )
 
 
 def strip_bytes(tile: Tile, d: int, dv: int, bias: torch.dtype) -> int:
-    """Return the bytes of a block that keeps a strip, with copied columns of the output."""
+    """Return the bytes of a block whose sides share a bias, with copied columns of the output."""
     staged = min(dv, 128) if dv == first_part(dv) else 0
     strip = tile.b_stages * tile.warpgroups * ROWS * tile.block_k * bias.itemsize
     side = shared_bytes(tile, d, dv, bias, staged) - strip - BARRIERS
@@ -364,7 +372,7 @@ def staged_columns(p: Problem, tile: Tile, bias: str) -> int:
     columns = min(dv, 128)
     if dv % columns or dv != first_part(dv):
         return 0
-    if tile.strip:
+    if tile.strip or tile.sides > 1:
         return columns
     copied = p.bias_dtype if bias == "copied" else None
     return columns if shared_bytes(tile, d, dv, copied, columns) <= SHARED else 0
