@@ -143,6 +143,12 @@ def test_same_bits_every_time(heads: int) -> None:
         torch.set_num_threads(before)
 
 
+def test_a_sink_that_outweighs_far_keys() -> None:
+    """The mean of s' over the keys is in the thousands, and LSE' is the sink's tangent."""
+    far = Case("far", nq=70, nk=5, alibi=True, sink=True, positions=(-5000, 0, 0, 0, 0))
+    assert not _wrong(make(far))
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_tangents_of_slopes_at_long_distances(causal: bool) -> None:
     """They differ by hundreds from tile to tile; a row of weights sees a few of them."""

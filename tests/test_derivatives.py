@@ -497,6 +497,12 @@ def test_distances_of_thousands(causal: bool) -> None:
     assert not second_complaints(got, second_expected(call, along))
 
 
+def test_a_sink_that_outweighs_far_keys() -> None:
+    """The mean of s' over the keys is in the thousands, and LSE' is the sink's tangent."""
+    far = Case("far", nq=70, nk=5, alibi=True, sink=True, positions=(-5000, 0, 0, 0, 0))
+    assert not _wrong(make(far))
+
+
 def test_a_sink_of_no_weight_may_have_no_gradient() -> None:
     """Terms below the least normal number may be computed as 0, also in second derivatives."""
     case = Case("faint", nq=20, nk=20, hq=2, hk=2, sink=True)

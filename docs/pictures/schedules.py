@@ -25,7 +25,7 @@ KERNEL = Path(__file__).parents[2] / "src/rowmax/gpu/hopper/forward_kernel.py"
 CALLS = {
     "issue_scores": "issue S(n) = Q K(n)",
     "issue_output": "issue O += P(n-1) V(n-1)",
-    "warpgroup_mma_wait": "wait for S(n)",
+    "wait_scores": "wait for S(n)",
     "ring.release(shared.k)": "release K(n)",
     "softmax_step": "mask and softmax of S(n)",
     "ring.wait_full(shared.k)": "wait for K(n+1)",
@@ -33,6 +33,8 @@ CALLS = {
     "ring.release(shared.v)": "release V(n-1)",
     "scaled_rows": "rescale O",
 }
+#: functions of the kernel that have some of these calls
+PARTS = ("issue_products", "finish_output")
 #: clocks that the kernel stored (benchmarks/clocks.py)
 CLOCKS = Path(__file__).parents[2] / "benchmarks/results/hopper_clocks.csv"
 #: by cell: the first use of K in the picture of clocks, and the clocks that are drawn
@@ -89,20 +91,29 @@ def band(c: Colors) -> Iterator[str]:
 
 
 def order_of_step(source: str) -> list[str]:
-    """Return the names of ``CALLS`` in the order in which the kernel's ``step`` has them."""
-    (step,) = (
-        node
-        for node in ast.parse(source).body
-        if isinstance(node, ast.FunctionDef) and node.name == "step"
-    )
-    calls = [node for node in ast.walk(step) if isinstance(node, ast.Call)]
+    """Return the names of ``CALLS`` in the order in which the kernel's ``step`` has them.
+
+    ``PARTS`` of the step are functions of their own. The picture shows their branch for overlap.
+    """
+    functions = {
+        node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)
+    }
     found: list[str] = []
-    for call in sorted(calls, key=lambda call: (call.lineno, call.col_offset)):
-        name = ast.unparse(call.func)
-        if name.startswith("ring."):
-            name = f"{name}({ast.unparse(call.args[0])})"
-        if name in CALLS and name not in found:  # O has two parts
-            found.append(name)
+
+    def add(nodes: list[ast.stmt]) -> None:
+        calls = [x for node in nodes for x in ast.walk(node) if isinstance(x, ast.Call)]
+        for call in sorted(calls, key=lambda call: (call.lineno, call.col_offset)):
+            name = ast.unparse(call.func)
+            if name in PARTS:
+                (overlap,) = (x for x in functions[name].body if isinstance(x, ast.If))
+                assert ast.unparse(overlap.test) == "C.OVERLAP"
+                add(overlap.body)
+            if name.startswith("ring."):
+                name = f"{name}({ast.unparse(call.args[0])})"
+            if name in CALLS and name not in found:  # O has two parts
+                found.append(name)
+
+    add(functions["step"].body)
     return found
 
 
@@ -127,7 +138,7 @@ def schedule(c: Colors) -> Iterator[str]:
             yield rect(x + 1, y, (end - begin) * unit - 2, height, fill, stroke)
             yield text(x + (end - begin) * unit / 2, y + 16, words, c.text, 11, "middle")
 
-        seen = at["warpgroup_mma_wait"] + 1
+        seen = at["wait_scores"] + 1
         yield from bar("tensor core", at["issue_scores"] + 1, seen, f"S({tile})", c.partial)
         done = at["wait_output"] + 1
         yield from bar("tensor core", seen, done, f"O += P({before}) V({before})", c.partial)

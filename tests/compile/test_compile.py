@@ -30,7 +30,7 @@ ALLOWED_SPILLS = {
 ALLOWED_TANGENT_SPILLS = {
     ("128-full", "tangent_kernel"): 1,
     ("128-causal", "tangent_kernel"): 11,
-    ("64-terms", "tangent_kernel"): 8,  # with a base that moves; smaller tiles were not measured
+    ("64-terms", "tangent_kernel"): 9,  # a base that moves, and a sink; smaller tiles: not measured
 }
 
 

@@ -190,7 +190,7 @@ def test_stores_of_clocks_leave_loops_in_registers(d):
 
 def test_three_warpgroups_take_turns():
     """A warpgroup waits before its products and passes the turn on after them."""
-    for case in LONG:
+    for case in (case for case in LONG_CASES if case.d == 64):
         kernel = kept(case)
         assert kernel.plan.constants.config.ORDERED
         for loop in kernel.loops():

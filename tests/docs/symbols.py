@@ -15,7 +15,7 @@ _COMMAND = r"\\(?:[A-Za-z]+|.)"
 KNOWN = frozenset(
     re.findall(
         _COMMAND,
-        r"\left\right\frac\sqrt\begin\end\text\lceil\rceil\dots\ldots\cdot\times\qquad\quad\,\;\!"
+        r"\left\right\lvert\rvert\frac\sqrt\begin\end\text\lceil\rceil\dots\ldots\cdot\times\qquad\quad\,\;\!"
         r"\\\le\ge\ne\in\approx\to\leftarrow\infty\sum\exp\log\max\min\tanh",
     )
 )

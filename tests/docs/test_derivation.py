@@ -244,7 +244,7 @@ def test_the_picture_of_a_step_has_every_call(monkeypatch: pytest.MonkeyPatch):
     order = schedules.order_of_step(schedules.KERNEL.read_text(encoding="utf-8"))
     assert sorted(order) == sorted(schedules.CALLS)
     # the words of chapter 10: its numbers are places in this order
-    assert order.index("issue_output") < order.index("warpgroup_mma_wait")
+    assert order.index("issue_output") < order.index("wait_scores")
     between = order[order.index("ring.release(shared.k)") : order.index("wait_output")]
     assert between == ["ring.release(shared.k)", "softmax_step", "ring.wait_full(shared.k)"]
     assert order[-2:] == ["ring.release(shared.v)", "scaled_rows"]

@@ -160,13 +160,18 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_aligned_blocks_have_the_bits_of_the_whole(name: str, backend: str) -> None:
-    """Rows of out, lse and dq are the same bits where no tile is cut."""
+    """Rows of out, lse and dq are the same bits where no tile is cut.
+
+    Sequences are not cut for the torch backend: its products are of all heads of a tile of queries,
+    and torch may round those of fewer matrices differently.
+    """
     if backend == "reference":
         pytest.skip("products of other sizes round differently")
     call = make(Case(name, **{"nq": 3 * TILE + 40, "d": 16, **FEATURES[name]}))
     grads = cotangents(call)
     whole = answer(call, *grads, backend=backend)
-    for cuts in ({"i": [TILE]}, {"i": [TILE, 2 * TILE]}, {"b": [1]}):
+    sequences: list[Cuts] = [] if backend == "torch" else [{"b": [1]}]
+    for cuts in ({"i": [TILE]}, {"i": [TILE, 2 * TILE]}, *sequences):
         got = in_blocks(call, cuts, *grads, backend)
         for x, y in ((got.out, whole.out), (got.lse, whole.lse)):
             assert torch.equal(x, y), (cuts, (x - y).abs().max())

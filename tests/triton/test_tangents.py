@@ -91,6 +91,13 @@ def test_distances_of_hundreds_float16(more: dict[str, Any]) -> None:
 
 
 @interpreted
+def test_a_sink_that_outweighs_far_keys() -> None:
+    """The mean of s' over the keys is in the thousands, and LSE' is the sink's tangent."""
+    far = Case("far", nq=20, nk=5, alibi=True, sink=True, positions=(-5000, 0, 0, 0, 0))
+    assert not _wrong(far, torch.float32)
+
+
+@interpreted
 def test_distances_of_thousands_float16() -> None:
     """Under a slope of 1/256 no tile of keys outweighs all tiles before it."""
     sizes = {"nq": 16, "nk": 2600, "hq": 3, "hk": 1, "d": 128, "dv": 128}

@@ -272,13 +272,15 @@ def finish_rows(call, seq, place, O, sums, like):
     for r in range(n):
         top, total, alpha = sums.m[r] / log_unit(call), np.float64(sums.l[r]), 1.0
         tl, base = np.float64(sums.tl[r]), np.float64(sums.base[r])
+        along = base + (0.0 if total == 0 else tl / total)
         if call.sink.address:
             sink = np.float64(array(call.sink.address, call.hq, like)[h])
+            keys = total
             top, total, alpha = with_sink(top, total, sink)
             tsink = 0.0
             if call.tsink.address:
                 tsink = np.float64(array(call.tsink.address, call.hq, like)[h])
-            tl = sink_in_tangent(tl, alpha, top, sink, tsink - base)
+            tl, along = sink_in_tangent(tl * alpha, keys * alpha, top, sink, tsink, base)
         empty = total == 0
         share = like.dtype.type(1.0 if empty else alpha * call.keep_scale / total)
         mean = like.dtype.type(0.0 if empty else tl / total)  # LSE' - base
@@ -291,4 +293,4 @@ def finish_rows(call, seq, place, O, sums, like):
         at = size * row_at(call.tout, s, seq.query + i0 + r, h)
         store(like, call.tout.address + at, tout[: call.value_d], one)
         lse[r] = -np.inf if empty else top + math.log(total)
-        tlse[r] = 0.0 if empty else tl / total + base
+        tlse[r] = 0.0 if empty else along

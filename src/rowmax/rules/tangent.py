@@ -46,13 +46,16 @@ def tangent_base(l, tl, tile_l, tile_tl, r):
     return where((mean < inf) & (mean > -inf), mean, r)
 
 
-def sink_in_tangent(tl, alpha, m, sink, tsink):
-    """Return tl' with the sink as one more score, of tangent ``tsink``.
+def sink_in_tangent(tl, l, m, sink, tsink, r):
+    """Return (tl', LSE') with the sink as one more score, of tangent ``tsink``.
 
-    Its weight is ``exp(sink - m)``; m, which includes the sink, and alpha are of ``with_sink``. A
-    number r is subtracted from ``tsink`` as from every s'.
+    Its weight is ``exp(sink - m)``; m includes the sink, and tl and l, of the keys alone, are
+    relative to it. ``r + tl' / l'`` is LSE' too, but cancels where the sink outweighs all keys: r,
+    their mean, may be large where LSE' is ``tsink``. A mean by shares does not cancel.
     """
-    return tl * alpha + exp2((sink - where(m == -inf, 0.0, m)) * LOG2E) * tsink
+    w = exp2((sink - where(m == -inf, 0.0, m)) * LOG2E)
+    total = where(l + w == 0.0, 1.0, l + w)
+    return tl + w * (tsink - r), l / total * r + (tl + w * tsink) / total
 
 
 def out_tangent(t, tlse, out):

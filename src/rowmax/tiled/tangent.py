@@ -106,14 +106,19 @@ def _strip(
             tO += product(P, tv, apart)
         m = m_new
     m = m / log_unit(problem)
+    te = None
     if tensors.sink is not None:
         sink = sink_of(problem, tensors.sink, strip, m)
+        keys = l
         m, l, alpha = with_sink(m, l, sink)
-        O, tO, tl = O.mul_(alpha), tO.mul_(alpha), tl * alpha
-        tsink = -r if tangents.sink is None else sink_of(problem, tangents.sink, strip, m) - r
-        tl = sink_in_tangent(tl, 1.0, m, sink, tsink)
+        O, tO = O.mul_(alpha), tO.mul_(alpha)
+        tsink = torch.zeros_like(sink)
+        if tangents.sink is not None:
+            tsink = sink_of(problem, tangents.sink, strip, m)
+        tl, te = sink_in_tangent(tl * alpha, keys * alpha, m, sink, tsink, r)
     empty = m == -torch.inf
     l = l.masked_fill(empty, 1.0)
     e = (m + torch.log(l)).masked_fill(empty, -torch.inf)
-    out, te = O.div_(l), (tl / l).masked_fill(empty, 0.0)
-    return out, e, out_tangent(tO.div_(l), te, out), te + r
+    out, above = O.div_(l), (tl / l).masked_fill(empty, 0.0)  # LSE' - r
+    te = above + r if te is None else te
+    return out, e, out_tangent(tO.div_(l), above, out), te.masked_fill(empty, 0.0)

@@ -151,11 +151,12 @@ def store_results(m, l, acc, sums, r, tacc, rows, ptr, num, cfg, place):
         m = m * LN2
     if ptr.sink is not None:
         sink = tl.load(ptr.sink + place.head).to(tl.float32)
+        keys = l
         m, l, alpha = rules.with_sink(m, l, sink)
-        along = -r
+        tsink = 0.0
         if ptr.tsink is not None:
-            along = tl.load(ptr.tsink + place.head).to(tl.float32) - r
-        sums = rules.sink_in_tangent(sums, alpha, m, sink, along)
+            tsink = tl.load(ptr.tsink + place.head).to(tl.float32)
+        sums, tlse = rules.sink_in_tangent(sums * alpha, keys * alpha, m, sink, tsink, r)
         acc = acc * alpha[:, None]
         tacc = tacc * alpha[:, None]
     empty = l == 0.0
@@ -165,6 +166,8 @@ def store_results(m, l, acc, sums, r, tacc, rows, ptr, num, cfg, place):
         tacc = tacc * num.keep_scale
     acc = acc / l[:, None]
     sums = tl.where(empty, 0.0, sums / l)
+    if ptr.sink is None:
+        tlse = sums + r
     tacc = rules.out_tangent(tacc / l[:, None], sums[:, None], acc)
     lse = tl.where(empty, float("-inf"), m + tl.log(l))
     nq = place.nq
@@ -174,7 +177,7 @@ def store_results(m, l, acc, sums, r, tacc, rows, ptr, num, cfg, place):
     to = lib.vector(ptr.lse, place.b, place.head, start, total, cfg.HQ, cfg.PACKED)
     tl.store(to + rows, lse, mask=rows < nq)
     to = lib.vector(ptr.tlse, place.b, place.head, start, total, cfg.HQ, cfg.PACKED)
-    tl.store(to + rows, sums + tl.where(empty, 0.0, r), mask=rows < nq)
+    tl.store(to + rows, tl.where(empty, 0.0, tlse), mask=rows < nq)
 
 
 @triton.jit(do_not_specialize=["num"])
