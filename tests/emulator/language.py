@@ -125,7 +125,7 @@ def install() -> None:
     """Make ``import triton`` find the emulator, in a process that has not imported triton."""
     gl: Any = language()
     gl.__path__ = []
-    _module("triton", jit=_jit, __version__="3.6.0", language=gl, knobs=None)
+    _module("triton", jit=_jit, __version__="3.6.0", language=gl)
     _module("triton._C")
     _module("triton._C.libtriton", ir=None)
     sys.modules["triton.language"] = gl

@@ -306,7 +306,7 @@ def tile_order(
 
 
 def strip_order(p: Problem, C: Config, device: torch.device) -> tuple[int, Tensor, Tensor]:
-    """Return (blocks, the order of the tiles, the ends of their sides) where sequences share a bias."""
+    """Return (blocks, the order of the tiles, the ends of sides) where tiles share a bias."""
     assert p.bias is not None
     sizes, most = (p.batch, p.hq), processors(device)
     rows, ends = strip_table(-(-p.nq // C.TILE), C.TILE, sizes, p.bias[:2], most, C.SIDES)
