@@ -172,6 +172,18 @@ def test_blocks_keep_a_bias(case):
     assert (tile.sides, tile.overlap) == (sides, sides == 1)
 
 
+@pytest.mark.parametrize("case", [c for c in STRIPS if "streamed" in c.name], ids=str)
+def test_a_bias_is_used_before_its_buffer_is_free(case):
+    """Loads that are issued may not have returned when threads meet; exponentials need them."""
+    for loop in build(case).loops():
+        last = {
+            name: max(n for n, line in enumerate(loop) if name in line.text)
+            for name in ("MUFU.EX2", "SYNCS.ARRIVE")
+        }
+        between = loop[last["MUFU.EX2"] : last["SYNCS.ARRIVE"]]
+        assert any("BAR.SYNC" in line.text for line in between)
+
+
 @pytest.mark.parametrize("d", [64, 128])
 def test_stores_of_clocks_leave_loops_in_registers(d):
     """A measurement with spills in the loops would be one of another kernel."""
