@@ -35,7 +35,35 @@ from tests.poison_padding import padding_matters  # noqa: E402
 LENGTHS = ((1, 1), (3, 3), (64, 1), (239, 1), (113, 203), (256, 256), (128, 384), (255, 257))
 SIZES = ((32, 32), (24, 8), (32, 64), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128),
          (192, 192), (256, 256), (80, 72), (256, 64))  # fmt: skip
+
+
+def drawn_pairs(count: int, seed: int) -> list[Case]:
+    """Return random calls whose sequences share a bias, with many tiles or few for a block."""
+    found, rng = [], random.Random(seed)
+    for n in range(count):
+        b, heads = rng.choice((3, 4, 6, 8, 12)), rng.choice((1, 2, 4))
+        lengths = tuple(rng.choice((0.0, 0.01, 0.3, 0.77, 1.0)) for _ in range(b))
+        found.append(
+            Case(
+                f"drawn-pairs-{n}",
+                b=b,
+                nq=rng.randint(1, 330),
+                nk=8 * rng.randint(1, 100),
+                hq=heads,
+                hk=rng.choice((1, heads)),
+                d=8 * rng.randint(1, 4),
+                bias=rng.choice(("1hqk", "11qk", "b1qk")),
+                bias_float32=rng.random() < 0.5,
+                lengths=lengths if rng.random() < 0.3 else None,
+                softcap=rng.choice((0.0, 0.0, 2.0)),
+                sink=rng.random() < 0.3,
+            )
+        )
+    return found
+
+
 MORE = [
+    *drawn_pairs(40, 0),
     *(
         Case(f"odd-{n}-{m}{'-causal' * causal}", b=1, nq=n, nk=m, hq=2, d=64, causal=causal)
         for n, m in LENGTHS
@@ -130,7 +158,7 @@ def check(case: Case, seed: int) -> list[str]:
     random.seed(f"{case.name} {seed}")
     torch.manual_seed(seed)
     prepare(random.choice((1, 1, 2, 3, 64)))
-    if case.name.startswith("str"):  # where blocks have many tiles
+    if case.name.startswith(("strip", "streamed", "drawn")):  # where blocks have many tiles
         prepare(random.choice((1, 2, 3)))
     if case.name.startswith("tall"):  # on one processor, else few rows have tiles of their own
         prepare(1)
