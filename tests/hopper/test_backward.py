@@ -39,7 +39,7 @@ def run_backward(*arguments: str) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("size", ["-64-64", "-128-128", "-256-128", "-256-256"])
+@pytest.mark.parametrize("size", ["-32-32", "-64-64", "-128-128", "-256-128", "-256-256"])
 def test_every_length_mask_and_bias_is_right(size):
     run_backward("--kernels", f"--only={size}")
 
