@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, TypeVar
 
 from ...call.problem import Problem
+from .tiles import first_part
 
 ROWS = 64  # rows of one warpgroup: the height of a wgmma
 WARPGROUPS = 2
@@ -48,6 +49,27 @@ class Config:
     @property
     def WARPGROUPS(self) -> int:
         return WARPGROUPS
+
+    @property
+    def D0(self) -> int:
+        return first_part(self.D)
+
+    @property
+    def D1(self) -> int:
+        return self.D - self.D0
+
+    @property
+    def DV0(self) -> int:
+        return first_part(self.DV)
+
+    @property
+    def DV1(self) -> int:
+        return self.DV - self.DV0
+
+    @property
+    def BUFFER_D(self) -> int:
+        """Return the columns of a buffer that holds both parts of D side by side."""
+        return self.D0 << (self.D1 > 0)
 
     @property
     def TOKENS(self) -> int:
@@ -242,6 +264,15 @@ TILES: dict[tuple[int, int], tuple[Config, ...]] = {
         DkdvConfig(D=256, DV=256, Q_STAGES=3, DO_STAGES=2, HELD_K=128, HELD_V=128, ALONE=True),
     ),
 }
+#: head sizes in between, in two parts of columns. A bias takes their registers, and the tile above
+BETWEEN: dict[tuple[int, int], tuple[Config, ...]] = {
+    (80, 80): (FusedConfig(D=80, DV=80, Q_STAGES=4, DO_STAGES=3),),
+    (96, 96): (FusedConfig(D=96, DV=96, Q_STAGES=4, DO_STAGES=3),),
+    (192, 128): (
+        DqConfig(D=192, DV=128, K_STAGES=2, V_STAGES=2),
+        DkdvConfig(D=192, DV=128, Q_STAGES=3, DO_STAGES=2, HELD_K=192, HELD_V=128),
+    ),
+}
 #: by (D, DV): dbias of a bias that sequences or heads share
 SHARED_BIAS = {
     (32, 32): DbiasConfig(
@@ -294,8 +325,9 @@ SIZES = (32, 64, 128, 256)
 #: (head size, under a diagonal) -> the most keys for which the ordered sum of dQ is faster, if
 #: there are at least MANY tiles of keys
 IN_ORDER = {
-    **dict.fromkeys([(32, False), (64, False), (128, False), (128, True)], 1024),
+    **dict.fromkeys([(32, False), (64, False)], 1024),
     **dict.fromkeys([(32, True), (64, True)], 512),
+    **dict.fromkeys([(d, causal) for d in (80, 96, 128) for causal in (False, True)], 1024),
 }
 MANY = 512
 #: the widest heads whose K and V are in registers next to a bias
@@ -308,12 +340,6 @@ def shared_bias_tile(p: Problem) -> DbiasConfig:
     return FLOAT32_BIAS[sizes][1] if float32_bias(p) else SHARED_BIAS[sizes]
 
 
-def tiles_of(p: Problem, copied: bool) -> tuple[Config, ...]:
-    """Return the tiles of dq, dk and dv; ``copied``: tiles of the bias are copied."""
-    sizes = sizes_of(p.d, p.dv)
-    return FLOAT32_BIAS[sizes][:1] if copied and float32_bias(p) else TILES[sizes]
-
-
 def float32_bias(p: Problem) -> bool:
     """Return True if the bias has another dtype than q: float32."""
     return p.bias is not None and p.bias_dtype != p.dtype
@@ -324,6 +350,15 @@ def sizes_of(d: int, dv: int) -> tuple[int, int]:
     big, big_v = (next(size for size in SIZES if size >= n) for n in (d, dv))
     both = max(big, big_v)
     return (big, big_v) if (big, big_v) in TILES else (both, both)
+
+
+def tiles_of(p: Problem, copied: bool) -> tuple[Config, ...]:
+    """Return the tiles of dq, dk and dv; ``copied``: tiles of the bias are copied."""
+    size = sizes_of(p.d, p.dv)
+    if copied and float32_bias(p):
+        return FLOAT32_BIAS[size][:1]
+    fits = [x for x in BETWEEN if p.d <= x[0] and p.dv <= x[1] and x < size]
+    return BETWEEN[fits[0]] if fits and p.bias is None else TILES[size]
 
 
 _Config = TypeVar("_Config", bound=Config)
