@@ -63,6 +63,15 @@ def convert(args: list[Any], dtype: Any) -> Tensor:
 @means(
     """{
     .reg .pred p; .reg .b32 a;
+    mov.b32 a, $1;
+    setp.eq.b32 p, a, 0xffffffff;
+    @p nanosleep.u32 1;
+    mov.b32 $0, $1;
+    }"""
+)
+@means(
+    """{
+    .reg .pred p; .reg .b32 a;
     mov.b32 a, $2;
     or.b32 a, a, $3;
     setp.eq.b32 p, a, 0xffffffff;

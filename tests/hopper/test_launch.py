@@ -24,6 +24,7 @@ from rowmax.gpu import hopper
 forward = importlib.import_module("rowmax.gpu.hopper.host")
 backward = importlib.import_module("rowmax.gpu.hopper.backward_host")
 tiles = importlib.import_module("rowmax.gpu.hopper.backward_tiles")
+MOST_WORDS = importlib.import_module("rowmax.gpu.hopper.tiles").LONG_64_SPILLS
 tma = importlib.import_module("rowmax.gpu.hopper.lib.tma")
 order = importlib.import_module("rowmax.gpu.hopper.lib.order")
 biases = importlib.import_module("rowmax.gpu.hopper.backward_bias")
@@ -319,7 +320,7 @@ def test_a_bias_comes_as_the_copy_engine_takes_it(
         assert got.numel() <= bias.numel() // 8
 
 
-@pytest.mark.parametrize("words", [0, 24, 25, None])
+@pytest.mark.parametrize("words", [0, MOST_WORDS, MOST_WORDS + 1, None])
 def test_three_warpgroups_if_they_keep_to_registers(
     words: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -354,7 +355,7 @@ def test_three_warpgroups_if_they_keep_to_registers(
         forward.launch(problem, tensors, out, lse)
     assert launched == ["loaded", 1, 1]
     (plan,) = forward._PLANS.values()
-    spilled = words is None or words > 24
+    spilled = words is None or words > MOST_WORDS
     assert plan.tile.warpgroups == (2 if spilled else 3)
     assert forward.note_of_tile(problem).startswith("two" if spilled else "three warpgroups")
 

@@ -374,7 +374,7 @@ def _plain_tile(call, seq, state, finite, place, p, head, tile, buffers, like, o
     pack_columns(operand_like, tile.douts, dout, dout_bytes, n, call.value_d_operand, 1.0)
     pack_rows(operand_like, tile.q_rows, d, q, q_bytes, n, HALF_Q, call.d)
     pack_rows(operand_like, tile.dout_rows, value_d, dout, dout_bytes, n, HALF_Q, call.value_d)
-    array(tile.dq, n * d, like)[:] = like.dtype.type(0)
+    array(tile.dq, TILE_Q * d, like)[:] = like.dtype.type(0)
 
     low, high = key_range(call, seq, place)
     rows = rows_of(call, seq, place, like)
