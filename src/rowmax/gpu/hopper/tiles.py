@@ -94,9 +94,12 @@ LONG_KEYS = {
 #: by head sizes and mask, the operations from which on the reference lags (``lags``): where it was
 #: measured. 5e11 take 0.7 ms, and the second launch 8 us.
 LAGS_OPERATIONS: dict[tuple[tuple[int, int], str], float] = {
+    ((32, 32), "full"): 1e12,
     ((64, 64), "full"): 5e11,
-    ((64, 64), "causal"): 1e12,
-    ((128, 128), "full"): 5e11,
+    ((64, 64), "causal"): 5e11,
+    ((80, 80), "causal"): 1e12,
+    ((96, 96), "full"): 1e12,
+    ((128, 128), "full"): 2.5e11,
     ((128, 128), "causal"): 2.5e11,
 }
 #: the fewest tiles of a block, and of sequences and heads, that share a strip of a bias
