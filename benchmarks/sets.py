@@ -25,6 +25,17 @@ SETS: dict[str, tuple[str, ...]] = {
         "n=2048 d=128 b=4 bias=b11k|11q1 dbias=1",
         f"n=2048 d=64|128 b=4 bias=1hqk dbias=1 {_SHORT}",
     ),
+    # S sequences of S positions that share a bias of each pair, as in models of proteins
+    "pair": tuple(
+        f"n={n} b={n} hq={hq} d={d} bias=1hqk dbias=1 bias_float32=0|1"
+        for n in (256, 384, 512, 768)
+        for d, hq in ((32, 4), (64, 4), (32, 8))
+        if (d, hq) == (32, 4) or n in (512, 768)
+    ),
+    "pair-lengths": tuple(
+        f"n={n} b={n} hq=4 d=32 bias=1hqk dbias=1 lengths={'+'.join([str(n * 3 // 4)] * n)}"
+        for n in (512, 768)
+    ),
     "shared-bias": ("n=4096 d=64|128 b=4 bias=1hqk|b1qk dbias=1 causal=0|1",),
     "cpu": (
         f"causal=0|1 d=64|128 n=512|1024|2048|4096|8192 {_CPU}",

@@ -28,6 +28,9 @@ TRIED = """
 hopper.forward 64: warpgroups=2,registers=240+24 ordered=0 LAGS=0 LAGS=1
 hopper.forward 128: v_stages=3,q_stages=1 LAGS=0 LAGS=1
 hopper.forward 256: STAGED=0 LAGS=0 LAGS=1
+hopper.forward 32 bias: sides=1,registers=240+24,overlap
+hopper.forward 32 bias: overlap k_stages=2,v_stages=2
+hopper.forward 32 bias: strip=0,sides=1,warpgroups=2,block_k=128,b_stages=2,registers=240+24,overlap
 hopper.forward 64 bias: b_stages=1,k_stages=4,v_stages=4,q_stages=2
 hopper.forward 64 bias: b_stages=2,k_stages=2,v_stages=2,q_stages=2
 hopper.forward 64 bias: b_stages=3,block_k=64,k_stages=4,v_stages=4
@@ -151,11 +154,12 @@ def hopper_backward(part: str, cell: Cell, x: Inputs, change: str) -> Call:
     from rowmax.call.inputs import Gradients, Wanted
     from rowmax.gpu import hopper
     from rowmax.gpu.hopper import backward_host as host
-    from rowmax.gpu.hopper.backward_tiles import TILES, sizes_of
+    from rowmax.gpu.hopper.backward_bias import kind_of
+    from rowmax.gpu.hopper.backward_tiles import tiles_of
 
     tensors, problem = posed(cell, x)
     names = {name: kind for kind, name in _PARTS.items()}
-    shipped = TILES[sizes_of(problem.d, problem.dv)]
+    shipped = tiles_of(problem, kind_of(problem) == "tile")
     found = [changed(tile, change, names[type(tile).__name__]) for tile in shipped]
     tiles = tuple(tile for tile, _ in found)
     out, lse = hopper.forward(problem, tensors)
@@ -163,18 +167,41 @@ def hopper_backward(part: str, cell: Cell, x: Inputs, change: str) -> Call:
     wanted = Wanted(True, True, True, cell.dbias, False)
     if not part:
         return lambda: host.launch(plan, problem, tensors, out, lse, x.dout, None, wanted)[:4]
-    if cell.bias:
-        raise UnsupportedError("a launch alone without bias")
-    made = Gradients(*(torch.empty_like(t) for t in tensors[:3]))
+    if cell.bias and plan.dbias not in ("", "shared"):
+        raise UnsupportedError("a launch alone with a bias whose gradient others share")
+    dbias = torch.empty_like(tensors.bias) if plan.dbias else None
+    made = Gradients(*(torch.empty_like(t) for t in tensors[:3]), dbias)
     rows = (out, lse, x.dout, None)
     if part == "rows":
         return lambda: host.prepare(plan, problem, tensors, rows, wanted, made) and None
     t, _ = host.prepare(plan, problem, tensors, rows, wanted, made)
+    if part == "dbias":
+        return _shared_bias(plan, problem, tensors, x.dout, t, made)
     works = [(n, w) for n, w in enumerate(plan.works) if type(w.config).__name__ == _PARTS[part]]
     if not works:
         raise UnsupportedError(f"no launch {part} at this head size")
     n, work = works[0]
     return lambda: host.run(work, problem, tensors, x.dout, t, made, n)
+
+
+def _shared_bias(plan: Any, problem: Any, tensors: Any, dout: Any, t: Any, made: Any) -> Call:
+    """Return the launches that make the gradient of a shared bias."""
+    from rowmax.gpu.hopper import backward_host as host
+    from rowmax.gpu.hopper.backward_args import PartPointers
+
+    if plan.shared is None:
+        raise UnsupportedError("no launch for the gradient of a shared bias")
+    parts = None
+    if plan.total is not None:
+        parts = torch.empty((plan.parts, *made.bias.shape), device=dout.device)
+
+    def call() -> Any:
+        host.run(plan.shared, problem, tensors, dout, t, made, parts=parts)
+        if plan.total is not None:
+            plan.total(PartPointers(parts, made.bias))
+        return (made.bias,)
+
+    return call
 
 
 # --- Triton ------------------------------------------------------------------------------------
@@ -232,6 +259,7 @@ KERNELS: dict[str, tuple[Callable[[Cell, Inputs, str], Call], int]] = {
     "hopper.backward": (partial(hopper_backward, ""), 5),
     "hopper.rows": (partial(hopper_backward, "rows"), 0),
     "hopper.fused": (partial(hopper_backward, "fused"), 5),
+    "hopper.dbias": (partial(hopper_backward, "dbias"), 2),
     "hopper.dq": (partial(hopper_backward, "dq"), 3),
     "hopper.dkdv": (partial(hopper_backward, "dkdv"), 4),
 }

@@ -14,7 +14,13 @@ from rowmax.call.problem import Tensors
 from rowmax.gpu.hopper.backward_args import Numbers, Pointers
 from rowmax.gpu.hopper.backward_host import KERNELS, copies_of
 from rowmax.gpu.hopper.backward_lib import Constants
-from rowmax.gpu.hopper.backward_tiles import Config, DkdvConfig, DqConfig, FusedConfig
+from rowmax.gpu.hopper.backward_tiles import (
+    HELD_WITH_BIAS,
+    Config,
+    DkdvConfig,
+    DqConfig,
+    FusedConfig,
+)
 from rowmax.gpu.hopper.host import GluonLaunch
 from rowmax.gpu.hopper.lib.tma import Descriptors
 
@@ -31,7 +37,7 @@ def config(tile: Config, **features: Any) -> Config:
         "NATURAL": any(features.get(name) for name in ("BIAS", "ROW", "COLUMN")),
     }
     if isinstance(tile, FusedConfig):
-        found["HELD"] = tile.HELD and not features.get("BIAS")
+        found["HELD"] = tile.HELD and not (features.get("BIAS") and tile.D > HELD_WITH_BIAS)
     names = {field.name for field in fields(tile)}
     return replace(tile, **{name: x for name, x in (found | features).items() if name in names})
 
@@ -92,5 +98,6 @@ def _pointers(c: Config, dtype: torch.dtype, parts: bool, wide: bool) -> Pointer
 
 def _copies(c: Config, dtype: torch.dtype) -> Descriptors:
     q, dout, k, v = (torch.empty(1, 256, 1, d, dtype=dtype) for d in (c.D, c.DV) * 2)
-    bias = torch.empty(1, 1, 256, 256, dtype=dtype) if c.BIAS else None
+    kind = torch.float32 if c.BIAS_FLOAT32 else dtype
+    bias = torch.empty(1, 1, 256, 256, dtype=kind) if c.BIAS else None
     return copies_of(c, Tensors(q, k, v, bias), dout, 1, 256)

@@ -31,13 +31,23 @@ from rowmax.testing import (
 )
 from tests.poison_padding import padding_matters, padding_matters_backward
 
+#: sequences that share a bias of each pair, with so many tiles that blocks keep it
+PAIRS = [
+    Case(f"pairs-{n}-{d}{'-float32' * wide}{'-lengths' * bool(lengths)}", b=b, nq=n, nk=n, hq=4,
+         d=d, bias="1hqk", bias_float32=wide, lengths=lengths)
+    for n, b, d in ((256, 72, 32), (384, 48, 32), (512, 36, 32), (768, 24, 32), (504, 33, 32),
+                    (512, 36, 64), (768, 24, 64))
+    for wide in (False, True)
+    for lengths in (None, (0.75, 1.0, 0.0, 0.3))
+]  # fmt: skip
+
 
 def cases(call: str) -> list[Case]:
     """Return the cases of the forward or of the backward."""
     found = tagged("odd lengths", "every head size")
     if call == "forward":
         found = [case for case in found if "gradients" not in case.tags]
-    return [*found, *CASES]
+    return [*found, *CASES, *PAIRS]
 
 
 def check_forward(

@@ -33,9 +33,12 @@ from tests.garbage import collect_less
 from tests.gpu import hopper_direct as device
 from tests.hopper.packed_calls import in_range, longer, with_rows_past_the_last
 
-#: head sizes of each tile shape: two of the fused kernel, two of dq with dk and dv, and three whose
-#: columns are in two parts
-SIZES = ((64, 64), (128, 128), (256, 128), (256, 256), (96, 80), (80, 72), (192, 128))
+#: head sizes of each tile shape: three of the fused kernel, two of dq with dk and dv, and three
+#: with columns in two parts
+SIZES = (
+    *((64, 64), (128, 128), (256, 128), (256, 256), (96, 80), (80, 72), (192, 128)),
+    (32, 32),
+)
 #: the numbers of processors of the machine, of which a case has one
 PROCESSORS = (1, 2, 3, 5, 7, 9)
 LENGTHS = ((1, 1), (3, 3), (64, 1), (239, 1), (399, 3), (1, 300), (113, 203), (108, 256),
@@ -67,6 +70,18 @@ FEATURES: dict[str, dict[str, Any]] = {
     "bias-parts-lengths": {"b": 5, "nq": 70, "nk": 136, "bias": "11qk",
                            "lengths": (1.0, 0.0, 0.43, 0.004, 0.9)},
     "bias-parts-documents": {"b": 5, "nq": 70, "nk": 136, "bias": "11qk", "documents": "sorted"},
+    **{
+        f"float32-{name}": {"b": 5, "nq": 150, "nk": 264, "hq": 2, "bias": pattern,
+                            "bias_float32": True, **more}
+        for pattern, name, more in (
+            ("1hqk", "shared", {}),
+            ("11qk", "heads", {"hk": 1, "causal": True}),
+            ("bhqk", "own", {"softcap": 1.5}),
+            ("b1qk", "lengths", {"lengths": (1.0, 0.0, 0.43, 0.004, 0.9)}),
+            ("1hqk", "window", {"left": 40, "right": 90}),
+            ("1hqk", "documents", {"b": 2, "documents": "sorted"}),
+        )
+    },
     "row": {"b": 2, "nq": 300, "nk": 333, "hq": 4, "hk": 2, "bias": "b11k", "causal": True},
     "row-softcap": {"b": 2, "nq": 130, "nk": 260, "hq": 2, "bias": "1h1k", "softcap": 1.5,
                     "lengths": (1.0, 0.3)},
@@ -105,7 +120,7 @@ def kernel_cases(every: bool) -> list[Case]:
     found = []
     for n, (name, features) in enumerate(named.items()):
         for m, (d, dv) in enumerate(SIZES):
-            if every or m % 3 == n % 3:
+            if every or d == 32 or m % 3 == n % 3:
                 found.append(Case(f"{name}-{d}-{dv}", **(alone | {"d": d, "dv": dv} | features)))
     return found
 

@@ -34,9 +34,37 @@ from tests.poison_padding import padding_matters  # noqa: E402
 #: cases that the table of all backends lacks: lengths that meet tiles in every way, few and many
 #: tiles, every path of a bias, every head size of a tile
 LENGTHS = ((1, 1), (3, 3), (64, 1), (239, 1), (113, 203), (256, 256), (128, 384), (255, 257))
-SIZES = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (80, 72),
-         (256, 64))  # fmt: skip
+SIZES = ((32, 32), (24, 8), (32, 64), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128),
+         (192, 192), (256, 256), (80, 72), (256, 64))  # fmt: skip
+
+
+def drawn_pairs(count: int, seed: int) -> list[Case]:
+    """Return random calls whose sequences share a bias, with many tiles or few for a block."""
+    found, rng = [], random.Random(seed)
+    for n in range(count):
+        b, heads = rng.choice((3, 4, 6, 8, 12)), rng.choice((1, 2, 4))
+        lengths = tuple(rng.choice((0.0, 0.01, 0.3, 0.77, 1.0)) for _ in range(b))
+        found.append(
+            Case(
+                f"drawn-pairs-{n}",
+                b=b,
+                nq=rng.randint(1, 330),
+                nk=8 * rng.randint(1, 100),
+                hq=heads,
+                hk=rng.choice((1, heads)),
+                d=8 * rng.randint(1, 4),
+                bias=rng.choice(("1hqk", "11qk", "b1qk")),
+                bias_float32=rng.random() < 0.5,
+                lengths=lengths if rng.random() < 0.3 else None,
+                softcap=rng.choice((0.0, 0.0, 2.0)),
+                sink=rng.random() < 0.3,
+            )
+        )
+    return found
+
+
 MORE = [
+    *drawn_pairs(40, 0),
     *(
         Case(f"odd-{n}-{m}{'-causal' * causal}", b=1, nq=n, nk=m, hq=2, d=64, causal=causal)
         for n, m in LENGTHS
@@ -62,6 +90,49 @@ MORE = [
         for d in (72, 96)
         for causal in (False, True)
     ),
+    # blocks with one side, two and four
+    *(
+        Case(f"strip-{pattern}-{d}-{n}-{m}", b=b, nq=n, nk=m, hq=hq, d=d, bias=pattern)
+        for pattern, b, hq in (("1hqk", 9, 2), ("1hqk", 10, 2), ("11qk", 4, 3), ("b1qk", 2, 8))
+        for d, n, m in ((32, 150, 264), (32, 128, 104), (24, 200, 768), (64, 300, 384))
+    ),
+    *(
+        Case(
+            f"strip-lengths-{nk}",
+            b=8,
+            nq=150,
+            nk=nk,
+            hq=2,
+            hk=1,
+            d=32,
+            bias="1hqk",
+            sink=True,
+            lengths=(1.0, 0.0, 0.43, 0.004, 0.9, 0.5, 0.2, 0.7),
+        )
+        for nk in (272, 768)
+    ),
+    *(
+        Case(f"strip-float32-{nk}", b=8, nq=150, nk=nk, hq=2, d=32, bias="1hqk", bias_float32=True)
+        for nk in (164, 384, 512)
+    ),
+    Case("strip-terms", b=9, nq=150, nk=272, hq=2, d=32, bias="1hqk", softcap=1.5, sink=True),
+    *(  # two sides that read a bias at the same time; one side
+        Case(
+            f"streamed-{b}-{n}-{nk}",
+            b=b,
+            nq=n,
+            nk=nk,
+            hq=2,
+            d=32,
+            bias="1hqk",
+            bias_float32=True,
+            sink=True,
+        )
+        for b, n, nk in ((10, 150, 776), (6, 300, 840), (9, 150, 776))
+    ),
+    Case("streamed-long", b=6, nq=200, nk=1800, hq=2, d=24, bias="1hqk"),
+    Case("streamed-lengths", b=6, nq=200, nk=1800, hq=2, d=32, bias="1hqk", lengths=(0.5, 1.0, 0)),
+    Case("streamed-float32", b=9, nq=150, nk=776, hq=2, d=32, bias="1hqk", bias_float32=True),
     Case("far", b=1, nq=150, nk=270, hq=1, d=64, left=2**31, right=2**32 - 1),
     Case("grouped", b=2, nq=20, nk=300, hq=8, hk=2, d=64, causal=True, sink=True),
     Case(
@@ -88,6 +159,8 @@ def check(case: Case, seed: int) -> list[str]:
     random.seed(f"{case.name} {seed}")
     torch.manual_seed(seed)
     prepare(random.choice((1, 1, 2, 3, 64)))
+    if case.name.startswith(("strip", "streamed", "drawn")):  # where blocks have many tiles
+        prepare(random.choice((1, 2, 3)))
     if case.name.startswith("tall"):  # on one processor, else few rows have tiles of their own
         prepare(1)
     tiles.LONG_KEYS = LONG_KEYS | dict.fromkeys(TALL, 0 if case.name.startswith("tall") else 8192)
@@ -98,6 +171,10 @@ def check(case: Case, seed: int) -> list[str]:
     std = dense.attention(problem, tensors, problem.dtype)
     with poisoned():
         got = host.forward(problem, tensors)
+    if case.name.startswith("strip") and not any(
+        plan.constants.config.STRIP for plan in host._PLANS.values()
+    ):
+        return ["no block keeps the bias"]
     found = [
         complaint(name, *three, problem.dtype)
         for name, *three in zip(("out", "lse"), got, ref, std, strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,7 @@ backward = importlib.import_module("rowmax.gpu.hopper.backward_host")
 tiles = importlib.import_module("rowmax.gpu.hopper.backward_tiles")
 MOST_WORDS = importlib.import_module("rowmax.gpu.hopper.tiles").LONG_64_SPILLS
 tma = importlib.import_module("rowmax.gpu.hopper.lib.tma")
+order = importlib.import_module("rowmax.gpu.hopper.lib.order")
 biases = importlib.import_module("rowmax.gpu.hopper.backward_bias")
 
 
@@ -153,13 +155,56 @@ def test_what_makes_the_gradient_of_a_bias(
 
 
 def test_a_bias_of_each_pair_is_copied_or_refused() -> None:
-    q, k = torch.zeros(2, 64, 4, 64).half(), torch.zeros(2, 100, 4, 64).half()
-    for bias, text in (
-        (torch.zeros(1, 1, 64, 100), "this one is torch.float32"),
-        (torch.zeros(1, 1, 64, 100).half(), "multiple of 8 keys, these are 100"),
+    for bias, d, text in (
+        (torch.zeros(1, 1, 64, 104), 128, "torch.float32 for head sizes up to 64, these are 128"),
+        (torch.zeros(1, 1, 64, 100), 64, "multiple of 8 keys, these are 100"),
+        (torch.zeros(1, 1, 64, 100).half(), 64, "multiple of 8 keys, these are 100"),
     ):
+        q, k = torch.zeros(2, 64, 4, d).half(), torch.zeros(2, bias.shape[3], 4, d).half()
         problem = problem_of(Tensors(q, k, k, bias), Options(scale=0.125))
         assert text in (hopper.supports(problem, "backward") or "")
+
+
+@pytest.mark.parametrize(
+    ("shape", "d", "held"), [((2, 4, 64, 104), 64, False), ((1, 4, 64, 104), 32, True)]
+)
+def test_a_float32_bias_has_buffers_and_a_gradient_of_its_own(
+    shape: tuple[int, ...], d: int, held: bool
+) -> None:
+    q, k = torch.zeros(2, 64, 4, d).half(), torch.zeros(2, 104, 4, d).half()
+    problem = problem_of(Tensors(q, k, k, torch.zeros(shape)), Options(scale=0.125))
+    assert (biases.kind_of(problem), biases.gradient_by(problem)) == ("tile", "shared")
+    (tile,) = tiles.tiles_of(problem, True)
+    config: Any = tiles.config_for(problem, tile, BIAS=True)
+    assert config.BIAS_FLOAT32
+    assert config.HELD is held
+    assert config.DS_STAGES == 2
+    assert tiles.shared_bias_tile(problem).BIAS_FLOAT32
+    assert not tiles.tiles_of(problem, False)[0].BIAS_FLOAT32
+
+
+@pytest.mark.parametrize(
+    ("shared", "sides"), [*product([(1, 3), (1, 1)], [1, 2, 4]), ((8, 1), 1), ((8, 1), 3)]
+)
+def test_blocks_with_a_strip_compute_every_tile_once(shared: tuple[int, int], sides: int) -> None:
+    """Sides of a block go through the same strips, at the same places in their order."""
+    batch, heads, n, blocks = 8, 3, 5, 7
+    table, ends = order.strip_table(n, 128, (batch, heads), shared, blocks, sides)
+    columns = len(ends)
+    assert columns % sides == 0
+    assert columns <= blocks * sides
+    seen, most = [], []
+    for first in range(0, columns, sides):
+        strips = []
+        for place in range(first, first + sides):
+            rows = table[place : int(ends[place]) : columns].tolist()
+            most.append(len(rows))
+            seen += [tuple(row) for row in rows]
+            strips.append([(m, h % shared[1], b % shared[0]) for m, h, b, _ in rows])
+        assert all(one == strips[0] for one in strips)
+    every = [(128 * m, h, b, 0) for b in range(batch) for h in range(heads) for m in range(n)]
+    assert sorted(seen) == sorted(every)
+    assert max(most[:-sides], default=most[0]) == min(most[:-sides], default=most[0])
 
 
 def test_sums_are_over_what_shares_a_bias() -> None:

@@ -35,6 +35,7 @@ class Cell:
     layers: int = 0  # layers of the model of a training step; b are its rows
     compiled: bool = False  # torch.compile compiles the whole model
     nq: int = 0  # queries; 0: as many as keys
+    bias_float32: bool = False  # whatever the dtype of q
 
     def __post_init__(self) -> None:
         if self.nq and (self.packed or self.documents):
@@ -136,6 +137,8 @@ def inputs_of(cell: Cell, device: str) -> Inputs:
     sizes = {"b": cell.b, "h": cell.hq, "q": i, "k": cell.n, "1": 1}
     if cell.bias:
         found.bias = normal(*(sizes[x] for x in cell.bias))
+        if cell.bias_float32:
+            found.bias = found.bias.float()
     if cell.alibi:
         found.slopes = 2.0 ** -torch.linspace(1, 8, cell.hq, device=device)
     if cell.lengths:

@@ -1,9 +1,9 @@
 """Providers: rowmax and its peers, each as a function of q, k and v for one cell.
 
 ``rowmax[:BACKEND][:deterministic]``; torch's SDPA as ``sdpa`` (torch chooses), ``cudnn``,
-``flash``, ``efficient`` or ``math``; ``flex``; ``fa2``, ``fa3``, ``fa4`` and ``xformers`` where
-installed; ``none`` returns v. Constants that a peer needs, such as a dense mask, are computed
-before timing.
+``flash``, ``efficient`` or ``math``; ``flex``; ``fa2``, ``fa3``, ``fa4``, ``xformers`` and
+``cuequivariance`` where installed; ``none`` returns v. Constants that a peer needs, such as a dense
+mask, are computed before timing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ KERNELS = {
     "math": SDPBackend.MATH,
 }
 FLASH = {"fa2": "flash_attn", "fa3": "flash_attn_interface", "fa4": "flash_attn.cute"}
-NAMES = ("rowmax", *KERNELS, "flex", *FLASH, "xformers", "none")
+NAMES = ("rowmax", *KERNELS, "flex", *FLASH, "xformers", "cuequivariance", "none")
 #: matrices of scores, in float32, that SDPA's math kernel holds forward and backward
 MATRICES = 6
 
@@ -80,6 +80,7 @@ def provider(name: str) -> Provider:
     return {
         "flex": Provider(of_flex),
         "xformers": Provider(of_xformers, False, False),
+        "cuequivariance": Provider(of_cuequivariance),
         "none": Provider(lambda cell, x: _Nothing.apply, False, False),  # pyright: ignore
     }[name]
 
@@ -152,9 +153,10 @@ def of_sdpa(cell: Cell, x: Inputs, kernel: SDPBackend | None) -> Attend:
         bias = (-x.slopes[:, None, None] * (i[-cell.queries :, None] - i).abs()).to(x.q.dtype)[None]
 
     def joined() -> Tensor | None:
-        if bias is None or pairs is None:
-            return pairs if bias is None else bias
-        return bias.masked_fill(~pairs, -torch.inf)
+        if bias is None:
+            return pairs
+        same = bias.to(x.q.dtype)  # SDPA takes no other
+        return same if pairs is None else same.masked_fill(~pairs, -torch.inf)
 
     inside = bias is not None and bias.requires_grad  # then the mask has a gradient
     fixed = None if inside else joined()
@@ -265,3 +267,16 @@ def of_xformers(cell: Cell, x: Inputs) -> Attend:
     if x.bias is not None:
         bias = x.bias.expand(cell.b, cell.hq, cell.n, cell.n)
     return lambda q, k, v: ops.memory_efficient_attention(q, k, v, bias, p=cell.dropout)
+
+
+def of_cuequivariance(cell: Cell, x: Inputs) -> Attend:
+    """Return triangle_attention, for sequences that share a bias of each pair."""
+    refuse(cell, "causal softcap alibi dropout packed window documents nq")
+    attend = installed("cuequivariance_torch").triangle_attention
+    if cell.hq != cell.hk or x.bias is None or x.bias.shape[0] > 1:
+        raise UnsupportedError("without a bias that all sequences share, or with grouped heads")
+    pairs, bias = allowed(cell, x), x.bias
+    mask = None
+    if pairs is not None:  # [1, B, 1, 1, N]
+        mask = pairs.expand(cell.b, -1, -1, -1)[None, :, :, :1].contiguous()
+    return lambda q, k, v: attend(q[None], k[None], v[None], bias[None], mask)[0]

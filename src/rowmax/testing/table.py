@@ -160,6 +160,15 @@ SINGLES = [
     Case("causal-deeper", b=1, nq=300, hq=2, d=64, causal=True),
     *(_named({"bias": p, "nq": 90, "nk": 140}, "bias") for p in _BIASES),
     Case("bias-float32", bias="1hqk", bias_float32=True),
+    *(
+        _named({"b": 5, "nq": 40, "hq": 2, "d": 32, "bias": "1hqk"} | more, "pairs")
+        for more in (
+            {},
+            {"bias_float32": True},
+            {"lengths": (0.6, 0.0, 1.0, 0.3, 0.9)},
+            {"lengths": (0.6, 0.0, 1.0, 0.3, 0.9), "bias_float32": True, "sink": True},
+        )
+    ),
     Case("bias-float32-causal-gqa", bias="bh1k", bias_float32=True, causal=True, hk=2),
     *(_named({"allowed": p, "nq": 90, "nk": 140}, "mask") for p in _MASKS),
     *(
@@ -345,6 +354,7 @@ def _odd(lengths: Iterable[tuple[int, int]], heads: tuple[int, ...]) -> list[Cas
 
 _TILE_SIZES = (
     *((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (80, 72), (40, 40)),
+    (32, 32),
 )
 _FEATURES: tuple[dict[str, Any], ...] = (
     {},
@@ -398,6 +408,8 @@ _FIRST_SIZES = (
     (256, 256, 128, True),
     (300, 520, 64, True),
     (520, 300, 128, False),
+    (256, 256, 32, False),
+    (300, 520, 32, True),
 )
 #: one tile of each kind, then several, then what changes the order of the tiles
 _EVERY_BARRIER = [

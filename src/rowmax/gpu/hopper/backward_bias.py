@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...call.problem import Problem
-from .backward_tiles import TILES, FusedConfig, sizes_of
+from .backward_tiles import FLOAT32_BIAS, TILES, FusedConfig, float32_bias, sizes_of
 
 
 def kind_of(p: Problem) -> str:
@@ -28,8 +28,11 @@ def refused_tile(p: Problem) -> str | None:
     """Return the reason why a bias cannot be copied tile by tile, or None."""
     if p.varlen:
         return "its backward takes no bias with a number for each pair of packed sequences"
-    if p.bias_dtype != p.dtype:
-        return f"its backward takes such a bias of {p.dtype}, this one is {p.bias_dtype}"
+    if float32_bias(p) and sizes_of(p.d, p.dv) not in FLOAT32_BIAS:
+        return (
+            f"its backward takes such a bias of {p.bias_dtype} for head sizes up to "
+            f"{max(map(max, FLOAT32_BIAS))}, these are {p.d} and {p.dv}"
+        )
     if p.nk % 8:
         return f"its backward takes such a bias for a multiple of 8 keys, these are {p.nk}"
     return None
@@ -38,13 +41,14 @@ def refused_tile(p: Problem) -> str | None:
 def gradient_by(p: Problem) -> str:
     """Return how dbias is computed, for a bias that ``refused_gradient`` accepts.
 
-    "stored": dbias is dS, from the kernel for dq, where nothing is summed over; "shared": by
-    ``backward_dbias``; "row": sums over queries by the kernel for dk; "column": by ``prepare``.
+    "stored": dbias is dS, from the kernel for dq, where nothing is summed over and q has the dtype
+    of the bias; "shared": by ``backward_dbias``; "row": sums over queries by the kernel for dk;
+    "column": by ``prepare``.
     """
     kind = kind_of(p)
     assert p.bias is not None
     if kind == "tile":
-        if p.bias[:2] == (p.batch, p.hq) and p.softcap == 0:
+        if p.bias[:2] == (p.batch, p.hq) and p.softcap == 0 and not float32_bias(p):
             return "stored"
         return "shared"
     return kind

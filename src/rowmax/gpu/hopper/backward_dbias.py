@@ -65,7 +65,7 @@ from .gluon_compat import (
 )
 from .lib.ring import Ring, barriers, release, slot, tile_buffers, wait_empty, wait_full
 from .lib.rules import score_gradient
-from .lib.scores import settled
+from .lib.scores import settled, widened
 
 
 class Rings(NamedTuple):
@@ -245,7 +245,7 @@ def producer(C: gl.constexpr, descs, rings, sizes, seqs, shared):
         mbarrier.expect(bar, C.WARPGROUPS * descs.bias.block_type.nbytes)
         for c in gl.static_range(C.WARPGROUPS):
             to = own_bias(C, c, rings.bias.buffers, nth)
-            to = reinterpret(to, descs.q.dtype, descs.bias.block_type.shape, descs.bias.layout)
+            to = reinterpret(to, descs.bias.dtype, descs.bias.block_type.shape, descs.bias.layout)
             first = place.first + c * C.TOKENS
             tma_load(descs.bias, corner(C, place, first, shared), bar, to)
         nth += 1
@@ -304,6 +304,7 @@ def step(
     lse, delta = load_rows(C, c, rings.rows, u)
     # the 0 again: no registers are free to keep the tile of the bias
     bias = own_bias(C, c, rings.bias.buffers, place.nth + (use >> 30)).load(score_layout(C))
+    bias = widened(bias)
     dtype: gl.constexpr = rings.k.dtype
     less = lse[:, None]
     p, _ = weights(C, MASKED, c, S, less, bias, place.t, head, tile, sizes, args, dtype)
@@ -396,13 +397,13 @@ def backward_dbias(q, do, k, v, rows, bias, dbias, t, n, C: gl.constexpr):
     """
     descs = Descriptors(q, do, k, v, rows, bias)
     box: gl.constexpr = [C.TOKENS, C.BLOCK_STREAMED]
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(box, q.dtype)
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(box, bias.dtype)
     qs = tile_buffers(q, C.QK_STAGES)
     ks = tile_buffers(k, C.QK_STAGES)
     stats = tile_buffers(rows, C.VDO_STAGES)
     vs = tile_buffers(v, C.VDO_STAGES)
     dos = tile_buffers(do, C.VDO_STAGES)
-    biases = gl.allocate_shared_memory(q.dtype, [C.BIAS_STAGES * C.WARPGROUPS] + box, layout)
+    biases = gl.allocate_shared_memory(bias.dtype, [C.BIAS_STAGES * C.WARPGROUPS] + box, layout)
     qk = Ring(qs, barriers(C.QK_STAGES, 1), barriers(C.QK_STAGES, C.WARPGROUPS))
     vdo = Ring(vs, barriers(C.VDO_STAGES, 1), barriers(C.VDO_STAGES, C.WARPGROUPS))
     own = Ring(biases, barriers(C.BIAS_STAGES, 1), barriers(C.BIAS_STAGES, C.WARPGROUPS))

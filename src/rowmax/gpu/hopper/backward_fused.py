@@ -13,6 +13,7 @@ memory. Barriers of a block, with the arrivals that complete a phase:
     v.full[s]     producer's expect + bytes of V         consumers, before a tile's first dP
     kv_empty[s]   each consumer, after a tile's last     producer, before K of a later tile
     ds.full[t]    producer's expect + bytes of the bias  consumers, before P of the use
+    bias.full[t]  the same of a float32 bias             the same
     dq.full[s]    the consumer that makes dQ of the use  writer, once a use
     dq.empty[s]   writer, its copy has been read         the consumer that fills s next
     mail.full[t]  producer, a tile is announced          consumers and writer, once a message
@@ -128,6 +129,7 @@ from .lib.ring import (
     wait_full,
 )
 from .lib.rules import score_gradient
+from .lib.scores import widened
 from .lib.softmax import rounded
 
 
@@ -140,6 +142,7 @@ class Rings(NamedTuple):
     k: Any
     v: Any
     ds: Any  # a tile of a bias arrives in the buffer of dS of its step
+    bias: Any  # halves of a float32 bias, 64 keys for each warpgroup; else unused
     dq: Any
 
 
@@ -206,7 +209,10 @@ def load_step(C: gl.constexpr, descs, rings, tile, heads, i, use, cut):
     wait_free(C, rings, use - C.DO_STAGES)
     do = rings.do.buffers
     load_parts(descs.do, corner, C.DV0, C.DV1, bar, do, u)
-    if C.BIAS:
+    if C.BIAS_FLOAT32:
+        of_bias = [tile.b * heads.each_b, head * heads.each_h, first, tile.first]
+        load_float32(C, descs.bias, rings.bias, rings, of_bias, use)
+    elif C.BIAS:
         t = slot(use, C.DS_STAGES)
         bar = rings.ds.full.index(t)
         wait_free(C, rings, use - C.DS_STAGES + 1)  # released with dQ of the use before
@@ -220,6 +226,18 @@ def load_step(C: gl.constexpr, descs, rings, tile, heads, i, use, cut):
         cleared_parts(rings.do.full, u, C.DO_STAGES, do, C.BLOCK_STREAMED, C.DV0, C.DV1, rest, cut)
         cut += short.to(gl.int32)
     return cut
+
+
+@gluon.jit
+def load_float32(C: gl.constexpr, desc, ring, rings, corner, use):
+    """Load a float32 bias of a use, half of the keys for each warpgroup."""
+    t = slot(use, C.BIAS_STAGES)
+    wait_free(C, rings, use - C.BIAS_STAGES)
+    bar = ring.full.index(t)
+    mbarrier.expect(bar, C.WARPGROUPS * desc.block_type.nbytes)
+    for c in gl.static_range(C.WARPGROUPS):
+        at = [corner[0], corner[1], corner[2], corner[3] + c * C.TOKENS]
+        tma_load(desc, at, bar, ring.buffers.index(C.WARPGROUPS * t + c))
 
 
 @gluon.jit
@@ -318,6 +336,20 @@ def own_ds(C: gl.constexpr, c: gl.constexpr, ds, use):
 
 
 @gluon.jit
+def own_bias(C: gl.constexpr, c: gl.constexpr, rings, use):
+    """Return the warpgroup's part ``[64, BLOCK_STREAMED]`` of the bias of a use."""
+    if C.BIAS_FLOAT32:
+        wait_full(rings.bias, use, C.BIAS_STAGES)
+        i = C.WARPGROUPS * slot(use, C.BIAS_STAGES) + c
+        half = tile_buffer(rings.bias.buffers, i, C.BLOCK_STREAMED, C.TOKENS)
+        x = half.permute((1, 0)).load(score_layout(C))
+    else:
+        wait_full(rings.ds, use, C.DS_STAGES)
+        x = widened(own_ds(C, c, rings.ds, use).load(score_layout(C)))
+    return x
+
+
+@gluon.jit
 def issue_scores(C: gl.constexpr, c: gl.constexpr, resident, rings, use):
     """Issue S^T = K Q^T of a use."""
     q = parts_at(rings.q.buffers, slot(use, C.Q_STAGES), C.BLOCK_STREAMED, C.D0, C.D1)
@@ -403,8 +435,7 @@ def step(
     lse = row_numbers(C, rings.rows, s, 0)[None, :]
     bias = 0
     if C.BIAS:
-        wait_full(rings.ds, use, C.DS_STAGES)
-        bias = own_ds(C, c, rings.ds, use).load(score_layout(C))
+        bias = own_bias(C, c, rings, use)
     p, w = weights(C, MASKED, c, state.s, lse, bias, m, head, tile, sizes, args, dtype)
     P = rounded(p, dtype)
     # A wait begins a new basic block. Without one here ptxas moves the exponentials below the wait
@@ -710,7 +741,11 @@ def all_rings(C: gl.constexpr, descs, dq):
     mail = mailbox(C.READERS)
     q_full = full_barriers(C.Q_STAGES, C.VARLEN)
     b_full = q_full
-    if C.BIAS:
+    biases = ds
+    if C.BIAS_FLOAT32:
+        biases = tile_buffers(descs.bias, C.WARPGROUPS * C.BIAS_STAGES)
+        b_full = barriers(C.BIAS_STAGES, 1)
+    elif C.BIAS:
         b_full = barriers(C.DS_STAGES, 1)
     do_full = full_barriers(C.DO_STAGES, C.VARLEN)
     done = barriers(C.Q_STAGES, C.WARPGROUPS)
@@ -728,6 +763,7 @@ def all_rings(C: gl.constexpr, descs, dq):
         k=Ring(k, k_full, kv_empty),
         v=Ring(v, v_full, kv_empty),
         ds=Ring(ds, b_full, done),
+        bias=Ring(biases, b_full, done),
         dq=of_dq,
     )
     return rings, mail

@@ -49,7 +49,6 @@ from .backward_tiles import (
     DQ_OF_DBIAS,
     ROW_TILE,
     ROWS,
-    SHARED_BIAS,
     WARPGROUPS,
     Config,
     DbiasConfig,
@@ -57,7 +56,7 @@ from .backward_tiles import (
     DqConfig,
     FusedConfig,
     config_for,
-    sizes_of,
+    shared_bias_tile,
     tiles_of,
 )
 from .documents import tile_ranges, tile_spans
@@ -431,7 +430,7 @@ def build_plan(
     **options: Any,
 ) -> Plan:
     """Return the plan of a problem; with other tiles and constants to measure those."""
-    tiles = tiles or tiles_of(p)
+    tiles = tiles or tiles_of(p, kind_of(p) == "tile")
     assert not (dbias and refused_gradient(p))
     by = gradient_by(p) if dbias else ""
     configs = [config_for(p, tile, **(bias_options(p, tile, by) | options)) for tile in tiles]
@@ -440,7 +439,7 @@ def build_plan(
     shared = total = None
     parts = 1
     if by == "shared":
-        c = config_for(p, SHARED_BIAS[sizes_of(p.d, p.dv)])
+        c = config_for(p, shared_bias_tile(p))
         parts = parts_of(p, c, processors(tensors.q.device))
         shared = build_work(p, c, tensors, dout, planes, rows, parts)
         total = sum_of_parts(p, parts) if parts > 1 else None
@@ -596,15 +595,18 @@ def copies_of(c: Config, tensors: Tensors, dout: Tensor, planes: int, rows: int)
             )
         ]  # fmt: skip
         dbias = cut_dbias(n_q, ROWS) if c.DBIAS else None
+        of_bias = cut_bias(n_q, ROWS if c.BIAS_FLOAT32 else n_k)
         sums = sums_of(c, planes, rows)
-        return (*both[0], *both[1], stats, *both[2], *both[3], *sums, cut_bias(n_q, n_k), dbias)
+        return (*both[0], *both[1], stats, *both[2], *both[3], *sums, of_bias, dbias)
     queries = (cut(q, n_q, c.BUFFER_D), cut(dout, n_q, c.DV))
     keys = (cut(k, n_k, c.BUFFER_D // halves), cut(v, n_k, c.DV // halves))
     if isinstance(c, DqConfig):
         return (*queries, *keys)
     if isinstance(c, DkdvConfig):
         return (*keys, *queries, stats, cut_bias(n_q, n_k))
-    return (*queries, *keys, stats, cut_bias(ROWS, n_k), cut_dbias(ROWS, n_k))
+    if isinstance(c, DbiasConfig):
+        return (*queries, *keys, stats, cut_bias(ROWS, n_k), cut_dbias(ROWS, n_k))
+    raise TypeError(f"no copies of a {type(c).__name__}")
 
 
 def sums_of(c: FusedConfig, planes: int, rows: int) -> Descriptors:

@@ -39,6 +39,7 @@ class Config:
     SOFTCAP: bool = False
     ALIBI: bool = False
     BIAS: bool = False  # a number for each pair
+    BIAS_FLOAT32: bool = False  # it has float32 numbers, whatever the dtype of q
     ROW: bool = False  # the bias is a number for each key
     COLUMN: bool = False  # the bias is a number for each query
     NATURAL: bool = False  # scores and lse are in natural units, else in base 2 (Problem.natural)
@@ -137,6 +138,7 @@ class FusedConfig(Config):
     DO_STAGES: int
     KV_STAGES: int = 1  # 2: K and V of the next tile arrive during this one
     DQ_STAGES: int = 1
+    BIAS_STAGES: int = 2  # buffers of a float32 bias
     HELD: bool = False  # K and V in registers as well, unless a bias needs the registers
     AHEAD: bool = False  # S of the next step starts before dQ, where registers hold both
     DBIAS: bool = False  # dbias is stored tile by tile: the bias broadcasts over nothing
@@ -157,9 +159,9 @@ class FusedConfig(Config):
         """Return the number of buffers of dS.
 
         A tile of a bias arrives in the buffer of dS of its step, while dS of two earlier steps is
-        in use.
+        in use. A float32 bias has buffers of its own.
         """
-        return 3 if self.BIAS else 2
+        return 3 if self.BIAS and not self.BIAS_FLOAT32 else 2
 
     @property
     def DRAWN(self) -> bool:
@@ -241,6 +243,11 @@ class DbiasConfig(Config):
 
 #: by (D, DV), both padded to one of these: the kernels of dq, dk and dv
 TILES: dict[tuple[int, int], tuple[Config, ...]] = {
+    (32, 32): (
+        FusedConfig(
+            D=32, DV=32, Q_STAGES=4, DO_STAGES=3, KV_STAGES=2, DQ_STAGES=2, HELD=True, AHEAD=True
+        ),
+    ),
     (64, 64): (
         FusedConfig(
             D=64, DV=64, Q_STAGES=4, DO_STAGES=3, KV_STAGES=2, DQ_STAGES=2, HELD=True, AHEAD=True
@@ -268,6 +275,9 @@ BETWEEN: dict[tuple[int, int], tuple[Config, ...]] = {
 }
 #: by (D, DV): dbias of a bias that sequences or heads share
 SHARED_BIAS = {
+    (32, 32): DbiasConfig(
+        D=32, DV=32, BLOCK_STREAMED=128, QK_STAGES=4, VDO_STAGES=4, BIAS_STAGES=2
+    ),
     (64, 64): DbiasConfig(
         D=64, DV=64, BLOCK_STREAMED=128, QK_STAGES=2, VDO_STAGES=2, BIAS_STAGES=2
     ),
@@ -277,6 +287,28 @@ SHARED_BIAS = {
     (256, 128): DbiasConfig(D=256, DV=128, QK_STAGES=1, VDO_STAGES=2, BIAS_STAGES=2),
     (256, 256): DbiasConfig(D=256, DV=256, QK_STAGES=1, VDO_STAGES=1, BIAS_STAGES=2),
 }
+#: by (D, DV): the same two for a bias of float32 numbers
+FLOAT32_BIAS: dict[tuple[int, int], tuple[FusedConfig, DbiasConfig]] = {
+    (32, 32): (
+        FusedConfig(
+            D=32, DV=32, Q_STAGES=4, DO_STAGES=3, KV_STAGES=2, DQ_STAGES=2, BIAS_STAGES=3,
+            HELD=True, AHEAD=True, BIAS_FLOAT32=True,
+        ),
+        DbiasConfig(
+            D=32, DV=32, BLOCK_STREAMED=128, QK_STAGES=2, VDO_STAGES=2, BIAS_STAGES=2,
+            BIAS_FLOAT32=True,
+        ),
+    ),
+    (64, 64): (
+        FusedConfig(
+            D=64, DV=64, Q_STAGES=4, DO_STAGES=3, DQ_STAGES=2, AHEAD=True, BIAS_FLOAT32=True
+        ),
+        DbiasConfig(
+            D=64, DV=64, BLOCK_STREAMED=128, QK_STAGES=2, VDO_STAGES=2, BIAS_STAGES=1,
+            BIAS_FLOAT32=True,
+        ),
+    ),
+}  # fmt: skip
 
 
 class ProductTile(NamedTuple):
@@ -289,15 +321,28 @@ class ProductTile(NamedTuple):
 
 
 DQ_OF_DBIAS = ProductTile(128, 64, 8, 4)
-SIZES = (64, 128, 256)
+SIZES = (32, 64, 128, 256)
 #: (head size, under a diagonal) -> the most keys for which the ordered sum of dQ is faster, if
 #: there are at least MANY tiles of keys
 IN_ORDER = {
-    (64, False): 1024,
-    (64, True): 512,
+    **dict.fromkeys([(32, False), (64, False)], 1024),
+    **dict.fromkeys([(32, True), (64, True)], 512),
     **dict.fromkeys([(d, causal) for d in (80, 96, 128) for causal in (False, True)], 1024),
 }
 MANY = 512
+#: the widest heads whose K and V are in registers next to a bias
+HELD_WITH_BIAS = 32
+
+
+def shared_bias_tile(p: Problem) -> DbiasConfig:
+    """Return the tile of the gradient of a bias that sequences or heads share."""
+    sizes = sizes_of(p.d, p.dv)
+    return FLOAT32_BIAS[sizes][1] if float32_bias(p) else SHARED_BIAS[sizes]
+
+
+def float32_bias(p: Problem) -> bool:
+    """Return True if the bias has another dtype than q: float32."""
+    return p.bias is not None and p.bias_dtype != p.dtype
 
 
 def sizes_of(d: int, dv: int) -> tuple[int, int]:
@@ -307,9 +352,11 @@ def sizes_of(d: int, dv: int) -> tuple[int, int]:
     return (big, big_v) if (big, big_v) in TILES else (both, both)
 
 
-def tiles_of(p: Problem) -> tuple[Config, ...]:
-    """Return the tiles of the kernels of dq, dk and dv of a problem."""
+def tiles_of(p: Problem, copied: bool) -> tuple[Config, ...]:
+    """Return the tiles of dq, dk and dv; ``copied``: tiles of the bias are copied."""
     size = sizes_of(p.d, p.dv)
+    if copied and float32_bias(p):
+        return FLOAT32_BIAS[size][:1]
     fits = [x for x in BETWEEN if p.d <= x[0] and p.dv <= x[1] and x < size]
     return BETWEEN[fits[0]] if fits and p.bias is None else TILES[size]
 
@@ -337,7 +384,7 @@ def config_for(p: Problem, tile: _Config, **options: Any) -> _Config:
         found["ORDERED"] = ordered
         found["FRESH"] = ordered and every_query_sees(p)
         found["ABREAST"] = ordered and p.group > 1 and p.right is not None and p.left is None
-        found["HELD"] = tile.HELD and not options.get("BIAS")
+        found["HELD"] = tile.HELD and not (options.get("BIAS") and tile.D > HELD_WITH_BIAS)
     names = {field.name for field in fields(tile)}
     return replace(tile, **{name: x for name, x in (found | options).items() if name in names})
 

@@ -44,7 +44,7 @@ from .lib.parts import (
     wait_parts,
 )
 from .lib.ring import Mailbox, Ring
-from .lib.scores import columns, lanes, rows_of, settled
+from .lib.scores import columns, lanes, rows_of, settled, widened
 from .lib.softmax import (
     FULL,
     LN2,
@@ -150,6 +150,7 @@ class State(NamedTuple):
     m: Any
     l: Any
     s: Any  # LAGS: the sums of the last weights, which the reference m has not followed yet
+    strip: Any  # number of the strip of the bias
 
 
 # --- tiles -------------------------------------------------------------------------------------
@@ -263,21 +264,44 @@ def load_queries(C: gl.constexpr, copies, shared, tile, number):
 
 
 @gluon.jit
-def load_keys(C: gl.constexpr, copies, shared, source, tile, j, use, n):
-    """Copy keys of tile j, and its bias, as use ``use`` of their rings."""
+def load_keys(C: gl.constexpr, side: gl.constexpr, copies, shared, source, tile, j, use, n):
+    """Copy keys of tile j, and the bias of all sides, as use ``use`` of their rings."""
     s = ring.slot(use, C.K_STAGES)
     ring.wait_empty(shared.k, use, C.K_STAGES)
     corner = (source.part, source.row + j * C.BLOCK_K, source.head)
     load_parts(copies.k, corner, C.D0, C.D1, shared.k.full.index(s), shared.k.buffers, s)
-    if C.BIAS == "copied":
+    if C.BIAS == "copied" and not C.STRIP and side == 0:
         for c in gl.static_range(C.WARPGROUPS):
-            i = c * C.B_STAGES + ring.slot(use, C.B_STAGES)
             ring.wait_empty(shared.bias, use, C.B_STAGES, c)
-            bar = shared.bias.full.index(i)
-            mbarrier.expect(bar, copies.bias.block_type.nbytes)
-            row = tile.token + 64 * c
-            corner = [tile.b * n.each_b, tile.head * n.each_h, row, j * C.BLOCK_K]
-            tma_load(copies.bias, corner, bar, shared.bias.buffers.index(i))
+            i = c * C.B_STAGES + ring.slot(use, C.B_STAGES)
+            copy_bias(C, c, copies, shared.bias, tile, j, i, n)
+
+
+@gluon.jit
+def copy_bias(C: gl.constexpr, c: gl.constexpr, copies, biases, tile, j, i, n):
+    """Copy the bias of a warpgroup's queries and key tile j into buffer i."""
+    bar = biases.full.index(i)
+    mbarrier.expect(bar, copies.bias.block_type.nbytes)
+    corner = [tile.b * n.each_b, tile.head * n.each_h, tile.token + 64 * c, j * C.BLOCK_K]
+    tma_load(copies.bias, corner, bar, biases.buffers.index(i))
+
+
+@gluon.jit
+def other_strip(a, b, n):
+    """Return True if two tiles read the bias of other queries, heads or sequences."""
+    other = (a.token != b.token) | (a.head * n.each_h != b.head * n.each_h)
+    return other | (a.b * n.each_b != b.b * n.each_b)
+
+
+@gluon.jit
+def load_strip(C: gl.constexpr, copies, biases, tile, strip, n):
+    """Copy the bias of a tile's queries and all keys, as strip ``strip``; the last keys first."""
+    for c in gl.static_range(C.WARPGROUPS):
+        ring.wait_empty(biases, strip, 1, c)
+    for i in range(C.STRIP):
+        j = C.STRIP - 1 - i
+        for c in gl.static_range(C.WARPGROUPS):
+            copy_bias(C, c, copies, biases, tile, j, c * C.STRIP + j, n)
 
 
 @gluon.jit
@@ -301,15 +325,15 @@ def load_values(C: gl.constexpr, copies, shared, source, j, use, cut):
 
 
 @gluon.jit
-def producer(C: gl.constexpr, copies, shared, t, n, some):
-    """Copy every tile of this block, in the order in which buffers become free.
+def producer(C: gl.constexpr, side: gl.constexpr, copies, shared, t, n, some):
+    """Copy every tile of a side of this block, in the order in which buffers become free.
 
     Keys are free a softmax and a product earlier than the values of the key tile before. MENDS:
     only tiles to mend, and none unless there are ``some``.
     """
     order = Order(t.table, t.ends, t.counter, n.heads, n.kv_heads, n.keys)
     sequences = Sequences(t.cu_q, t.cu_k, n.batch)
-    place, end = first_place(C, order)
+    place, end = first_place(C, order, side)
     if C.MENDS:
         end = gl.where(some, end, 0)
         place = next_overflowed(C, place, end, order, sequences, t, n)
@@ -324,6 +348,8 @@ def producer(C: gl.constexpr, copies, shared, t, n, some):
         coming = row_ahead(C, place, end, order, sequences)
     ring.post_message(shared.mail, 0, tile, place < end)
     cut = 0
+    strip = 0
+    fresh = True  # the tile begins a strip of the bias
     behind = Source(0, 0, 0, 0)  # the tile before; its values of key tile ``last`` come next
     last = 0
     while place < end:
@@ -331,10 +357,14 @@ def producer(C: gl.constexpr, copies, shared, t, n, some):
         source = Source(part, tile.k_row, tile.head // n.ratio, tile.nk)
         lo = tile.lo
         hi = tile.hi
-        load_keys(C, copies, shared, source, tile, hi - 1, use, n)
+        load_keys(C, side, copies, shared, source, tile, hi - 1, use, n)
         if number:
             cut = load_values(C, copies, shared, behind, last, use - 1, cut)
         load_queries(C, copies, shared, tile, number)
+        if C.STRIP and side == 0:  # noqa: SIM102  (the first is a constant)
+            if fresh:
+                load_strip(C, copies, shared.bias, tile, strip, n)
+                strip += 1
         # the message of the next tile is posted early
         this = tile
         here = place
@@ -344,6 +374,8 @@ def producer(C: gl.constexpr, copies, shared, t, n, some):
         if C.SOUGHT:
             coming = row_at(C, gl.where(place < end, place, here), order, sequences)
         tile = tile_of(C, coming, t, n)
+        if C.STRIP and side == 0:
+            fresh = other_strip(this, tile, n)
         ring.post_message(shared.mail, number + 1, tile, place < end)
         if not C.SOUGHT:
             coming = row_ahead(C, place, end, order, sequences)
@@ -353,7 +385,7 @@ def producer(C: gl.constexpr, copies, shared, t, n, some):
         for i in range(lo + 1, hi):
             j = hi - 1 - i + lo
             mark(C, t.clocks, C.WARPGROUPS, use, 0)
-            load_keys(C, copies, shared, source, this, j, use, n)
+            load_keys(C, side, copies, shared, source, this, j, use, n)
             mark(C, t.clocks, C.WARPGROUPS, use, 1)
             cut = load_values(C, copies, shared, behind, j + 1, use - 1, cut)
             mark(C, t.clocks, C.WARPGROUPS, use, 2)
@@ -377,7 +409,7 @@ def scores(C: gl.constexpr, S, copied, j, first, tile, t, n, dtype: gl.constexpr
     L: gl.constexpr = S.type.layout
     bias, slope, distance = None, None, None
     if C.BIAS == "copied":
-        bias = by_lane(copied).to(gl.float32)
+        bias = by_lane(widened(copied))
     elif C.BIAS != "":
         bias = gathered(C, L, j, first, tile, t, n).to(gl.float32)
     if C.ALIBI:
@@ -571,10 +603,17 @@ def scaled_rows(o, r):
 
 
 @gluon.jit
-def load_bias(C: gl.constexpr, c: gl.constexpr, biases, use, live):
-    """Return the tile ``[64, BLOCK_K]`` of a copied bias, loaded while the product runs."""
+def load_bias(C: gl.constexpr, c: gl.constexpr, biases, use, j, strip, live):
+    """Return the tile ``[64, BLOCK_K]`` of a copied bias, loaded while the product runs.
+
+    It is that of use ``use`` of its ring, or that of key tile j of a strip.
+    """
     copied = 0
-    if C.BIAS == "copied":
+    if C.STRIP:
+        i = c * C.STRIP + j
+        mbarrier.wait(biases.full.index(i), strip & 1, pred=live)
+        copied = ring.tile_at(biases.buffers, i, 64, C.BLOCK_K).load(product_layout(C.BLOCK_K))
+    elif C.BIAS == "copied":
         ring.wait_full(biases, use, C.B_STAGES, c, pred=live)
         i = c * C.B_STAGES + ring.slot(use, C.B_STAGES)
         copied = ring.tile_at(biases.buffers, i, 64, C.BLOCK_K).load(product_layout(C.BLOCK_K))
@@ -587,7 +626,7 @@ def load_bias(C: gl.constexpr, c: gl.constexpr, biases, use, live):
 @gluon.jit
 def release_bias(C: gl.constexpr, c: gl.constexpr, biases, use, live):
     """Release the bias after the softmax, which has read all of it."""
-    if C.BIAS == "copied" and C.B_STAGES > 1:
+    if C.BIAS == "copied" and C.B_STAGES > 1 and not C.STRIP:
         ring.release(biases, use, C.B_STAGES, c, pred=live)
 
 
@@ -604,7 +643,7 @@ def step(
     S, o0, o1 = issue_products(C, c, shared, number, use, state)
     pass_turn(C, c, True)
     mark(C, t.clocks, c, use, 1)
-    copied = load_bias(C, c, shared.bias, use, True)
+    copied = load_bias(C, c, shared.bias, use, j, state.strip, True)
     m, l, s = state.m, state.l, gl.full([64, 4], 0.0, gl.float32, state.l.type.layout)
     if C.LAGS and not MASKED:
         m, l, alpha = followed(m, l, state.s)
@@ -636,7 +675,7 @@ def step(
     o0 = scaled_rows(o0, alpha)
     if C.DV1:
         o1 = scaled_rows(o1, alpha)
-    return use + 1, State(o0, o1, p, m, l, s)
+    return use + 1, State(o0, o1, p, m, l, s, state.strip)
 
 
 @gluon.jit
@@ -668,15 +707,18 @@ def first_weights(C: gl.constexpr, c: gl.constexpr, S, copied, tile, t, n, dtype
 
 
 @gluon.jit
-def rest_of_tile(
-    C: gl.constexpr, c: gl.constexpr, use, number, p, m, l, tile, shared, t, n
-):  # fmt: skip
-    """Compute all key tiles of a query tile after its first step, and return (use, state)."""
-    first = tile.token + c * C.TOKENS
+def first_state(C: gl.constexpr, p, m, l, strip):
+    """Return the State after the first step of a query tile."""
     W1: gl.constexpr = C.DV1 if C.DV1 else 16
     o0 = gl.full([64, C.DV0], 0.0, gl.float32, product_layout(C.DV0))
     o1 = gl.full([64, W1], 0.0, gl.float32, product_layout(W1))
-    state = State(o0, o1, p, m, l, gl.full([64, 4], 0.0, gl.float32, l.type.layout))
+    return State(o0, o1, p, m, l, gl.full([64, 4], 0.0, gl.float32, l.type.layout), strip)
+
+
+@gluon.jit
+def rest_of_tile(C: gl.constexpr, c: gl.constexpr, use, number, state, tile, shared, t, n):
+    """Compute all key tiles of a query tile after its first step, and return (use, state)."""
+    first = tile.token + c * C.TOKENS
     lo = tile.lo
     end = tile.hi - 1
     ring.wait_full(shared.k, use, C.K_STAGES, pred=lo < end)
@@ -728,7 +770,8 @@ def compute_tiles(C: gl.constexpr, c: gl.constexpr, tile, copies, shared, t, n):
     ring.release(shared.k, 0, C.K_STAGES)
     if C.Q_STAGES == 1:
         ring.release(shared.q, 0, 1, c, pred=tile.lo + 1 == tile.hi)
-    copied = load_bias(C, c, shared.bias, use, True)
+    strip = 0
+    copied = load_bias(C, c, shared.bias, use, tile.hi - 1, strip, True)
     p, m, l = first_weights(C, c, S, copied, tile, t, n, dtype)
     if C.BIAS == "copied":
         # begins a basic block, as in step; these values are kept until their product
@@ -738,7 +781,8 @@ def compute_tiles(C: gl.constexpr, c: gl.constexpr, tile, copies, shared, t, n):
 
     live = True
     while live:
-        use, state = rest_of_tile(C, c, use, number, p, m, l, tile, shared, t, n)
+        state = first_state(C, p, m, l, strip)
+        use, state = rest_of_tile(C, c, use, number, state, tile, shared, t, n)
 
         number += 1
         if not C.OVERLAP:  # stored before the next scores take registers
@@ -759,7 +803,11 @@ def compute_tiles(C: gl.constexpr, c: gl.constexpr, tile, copies, shared, t, n):
         ring.release_message(shared.mail, number, after, more)
         if C.Q_STAGES > 1:
             ring.release(shared.q, number - 1, C.Q_STAGES, c)
-        copied = load_bias(C, c, shared.bias, use, more)
+        if C.STRIP:  # its last reads are in the weights of the product above
+            fresh = more & other_strip(tile, after, n)
+            ring.release(shared.bias, strip, 1, c, pred=fresh)
+            strip += fresh.to(gl.int32)
+        copied = load_bias(C, c, shared.bias, use, after.hi - 1, strip, more)
         S = wait_scores(C, S)
         ring.release(shared.k, use, C.K_STAGES, pred=more)
         if C.Q_STAGES == 1:
@@ -775,6 +823,9 @@ def compute_tiles(C: gl.constexpr, c: gl.constexpr, tile, copies, shared, t, n):
             if C.WARPGROUPS == 3:
                 inverse = store_lse(C, c, state.m, state.l, tile, t, n)
             store_output(C, c, o0, o1, inverse, tile, copies, shared, t, n)
+        elif C.BIAS == "copied" and not C.STRIP:
+            ring.wait_full(shared.v, use, C.V_STAGES, pred=more)  # as before the loop
+            release_bias(C, c, shared.bias, use, more)
         use += 1
         tile = after
         live = more
@@ -909,6 +960,24 @@ def store_rows(C: gl.constexpr, o, inverse, base, column: gl.constexpr, tokens, 
 
 
 @gluon.jit
+def shared_of(C: gl.constexpr, copies):
+    """Return (q, k, v, out, mail) of a side of a block (``Shared``)."""
+    each: gl.constexpr = C.WARPGROUPS * C.Q_STAGES
+    qs = part_buffers(copies.q, each, C.D1)
+    ks = part_buffers(copies.k, C.K_STAGES, C.D1)
+    vs = part_buffers(copies.v, C.V_STAGES, C.DV1)
+    mail = ring.mailbox(C.WARPGROUPS)
+    q_ring = Ring(qs, ring.barriers(each, 1), ring.barriers(each, 1))
+    k_ring = Ring(ks, ring.barriers(C.K_STAGES, 1), ring.barriers(C.K_STAGES, C.WARPGROUPS))
+    v_full = ring.full_barriers(C.V_STAGES, C.PADDED)
+    v_ring = Ring(vs, v_full, ring.barriers(C.V_STAGES, C.WARPGROUPS))
+    outs = qs.low
+    if C.STAGED:
+        outs = ring.tile_buffers(copies.out, C.WARPGROUPS)
+    return q_ring, k_ring, v_ring, outs, mail
+
+
+@gluon.jit
 def forward(q0, q1, k0, k1, v0, v1, bias, out, t, n, C: gl.constexpr):
     """Compute out and lse.
 
@@ -916,46 +985,64 @@ def forward(q0, q1, k0, k1, v0, v1, bias, out, t, n, C: gl.constexpr):
     output. Absent ones are None.
     """
     copies = Copies(Parts(q0, q1), Parts(k0, k1), Parts(v0, v1), bias, out)
-    each: gl.constexpr = C.WARPGROUPS * C.Q_STAGES
-    qs = part_buffers(copies.q, each, C.D1)
-    ks = part_buffers(copies.k, C.K_STAGES, C.D1)
-    vs = part_buffers(copies.v, C.V_STAGES, C.DV1)
     # an unused barrier would share memory with another buffer
-    biases, outs = None, None
+    biases = None
     if C.BIAS == "copied":
         tiles: gl.constexpr = C.WARPGROUPS * C.B_STAGES
+        free: gl.constexpr = C.WARPGROUPS if C.STRIP else tiles
         biases = Ring(
-            ring.tile_buffers(bias, tiles), ring.barriers(tiles, 1), ring.barriers(tiles, 1)
+            ring.tile_buffers(bias, tiles), ring.barriers(tiles, 1), ring.barriers(free, C.SIDES)
         )
-    mail = ring.mailbox(C.WARPGROUPS)
-    q_ring = Ring(qs, ring.barriers(each, 1), ring.barriers(each, 1))
-    k_ring = Ring(ks, ring.barriers(C.K_STAGES, 1), ring.barriers(C.K_STAGES, C.WARPGROUPS))
-    v_full = ring.full_barriers(C.V_STAGES, C.PADDED)
-    v_ring = Ring(vs, v_full, ring.barriers(C.V_STAGES, C.WARPGROUPS))
-    fence_async_shared()
-    if C.STAGED:
-        outs = ring.tile_buffers(out, C.WARPGROUPS)
-    shared = Shared(q_ring, k_ring, v_ring, biases, outs, mail)
     some = n.batch
     if C.MENDS:
         order = Order(t.table, t.ends, t.counter, n.heads, n.kv_heads, n.keys)
         some = any_overflowed(C, order, Sequences(t.cu_q, t.cu_k, n.batch), t, n)
     R0: gl.constexpr = C.CONSUMER_REGISTERS
     R1: gl.constexpr = C.PRODUCER_REGISTERS
-    if C.WARPGROUPS == 1:
+    q, k, v, outs, mail = shared_of(C, copies)
+    a = Shared(q, k, v, biases, outs, mail)
+    if C.SIDES == 4:
+        q, k, v, outs, mail = shared_of(C, copies)
+        b = Shared(q, k, v, biases, outs, mail)
+        q, k, v, outs, mail = shared_of(C, copies)
+        c = Shared(q, k, v, biases, outs, mail)
+        q, k, v, outs, mail = shared_of(C, copies)
+        d = Shared(q, k, v, biases, outs, mail)
+        fence_async_shared()
         gl.warp_specialize(
-            [(consumer, (C, 0, copies, shared, t, n)), (producer, (C, copies, shared, t, n, some))],
+            [(consumer, (C, 0, copies, a, t, n)), (consumer, (C, 0, copies, b, t, n)),
+             (consumer, (C, 0, copies, c, t, n)), (consumer, (C, 0, copies, d, t, n)),
+             (producer, (C, 0, copies, a, t, n, some)), (producer, (C, 1, copies, b, t, n, some)),
+             (producer, (C, 2, copies, c, t, n, some)), (producer, (C, 3, copies, d, t, n, some))],
+            [4, 4, 4, 1, 1, 1, 1], [R0, R0, R0, R1, R1, R1, R1],
+        )  # fmt: skip
+    elif C.SIDES == 2:
+        q, k, v, outs, mail = shared_of(C, copies)
+        b = Shared(q, k, v, biases, outs, mail)
+        fence_async_shared()
+        gl.warp_specialize(
+            [(consumer, (C, 0, copies, a, t, n)), (consumer, (C, 1, copies, a, t, n)),
+             (consumer, (C, 0, copies, b, t, n)), (consumer, (C, 1, copies, b, t, n)),
+             (producer, (C, 0, copies, a, t, n, some)), (producer, (C, 1, copies, b, t, n, some))],
+            [4, 4, 4, 1, 1], [R0, R0, R0, R1, R1],
+        )  # fmt: skip
+    elif C.WARPGROUPS == 1:
+        fence_async_shared()
+        gl.warp_specialize(
+            [(consumer, (C, 0, copies, a, t, n)), (producer, (C, 0, copies, a, t, n, some))],
             [1], [R1],
         )  # fmt: skip
     elif C.WARPGROUPS == 2:
+        fence_async_shared()
         gl.warp_specialize(
-            [(consumer, (C, 0, copies, shared, t, n)), (consumer, (C, 1, copies, shared, t, n)),
-             (producer, (C, copies, shared, t, n, some))],
+            [(consumer, (C, 0, copies, a, t, n)), (consumer, (C, 1, copies, a, t, n)),
+             (producer, (C, 0, copies, a, t, n, some))],
             [4, 1], [R0, R1],
         )  # fmt: skip
     else:
+        fence_async_shared()
         gl.warp_specialize(
-            [(consumer, (C, 0, copies, shared, t, n)), (consumer, (C, 1, copies, shared, t, n)),
-             (consumer, (C, 2, copies, shared, t, n)), (producer, (C, copies, shared, t, n, some))],
+            [(consumer, (C, 0, copies, a, t, n)), (consumer, (C, 1, copies, a, t, n)),
+             (consumer, (C, 2, copies, a, t, n)), (producer, (C, 0, copies, a, t, n, some))],
             [4, 4, 1], [R0, R0, R1],
         )  # fmt: skip

@@ -21,7 +21,7 @@ from .documents import spans_of
 from .forward_kernel import Numbers, Pointers
 from .forward_kernel import forward as kernel
 from .gluon_compat import GluonASTSource
-from .lib.order import SECTION_BYTES, dense_table, tile_count
+from .lib.order import SECTION_BYTES, dense_table, strip_table, tile_count
 from .lib.tma import Descriptors, aligned, descriptor, is_aligned, strides
 from .tiles import Config, Constants, Tile
 
@@ -198,8 +198,13 @@ def build_plan(
     group = tiles.packed_heads(p, path)
     constants = Constants(replace(tiles.config_for(p, tile, path, group), **options))
     C = constants.config
+    if C.LAGS and (C.STRIP or C.SIDES > 1):
+        raise ValueError(f"LAGS=1 with {C.SIDES} sides and a strip of {C.STRIP} tiles: give LAGS=0")
     heads = p.hq // group
-    blocks, rows, ends = tile_order(p, C.TILE, tile.block_k, heads, q.device)
+    if C.STRIP or C.SIDES > 1:
+        blocks, rows, ends = strip_order(p, C, q.device)
+    else:
+        blocks, rows, ends = tile_order(p, C.TILE, tile.block_k, heads, q.device)
     copies = descriptors(C, q, k, v, bias, out)
     options = {"num_warps": 4, "enable_fp_fusion": True}
     at_run_time = numbers(p, tensors, C, heads)
@@ -284,8 +289,7 @@ def note_of_maxima(p: Problem) -> str | None:
     """Return a sentence about the second launch of a problem, if it has one."""
     if p.bias is not None:
         return None
-    tile = best_tile(p, "", torch.device(p.device, p.device_index))
-    if not tiles.lags(p, tile, ""):
+    if not tiles.lags(p, ""):
         return None
     return "full tiles take no maxima: a second launch computes rows again whose weights overflow"
 
@@ -336,6 +340,14 @@ def tile_order(
     if p.documents:
         ends = torch.tensor([every], dtype=torch.int32, device=device)
     return blocks, rows, ends
+
+
+def strip_order(p: Problem, C: Config, device: torch.device) -> tuple[int, Tensor, Tensor]:
+    """Return (blocks, the order of the tiles, the ends of sides) where tiles share a bias."""
+    assert p.bias is not None
+    sizes, most = (p.batch, p.hq), processors(device)
+    rows, ends = strip_table(-(-p.nq // C.TILE), C.TILE, sizes, p.bias[:2], most, C.SIDES)
+    return len(ends) // C.SIDES, rows.to(device), ends.to(device)
 
 
 @lru_cache(maxsize=256)

@@ -26,7 +26,8 @@ class Tile:
 
     ``k_stages`` are buffers of K, ``v_stages`` of V, ``q_stages`` of Q, ``b_stages`` of a copied
     bias. Registers are those of a consumer's thread and of the producer's. ``overlap``: a
-    warpgroup's products run under its own softmax; else under that of the other warpgroups.
+    warpgroup's products run under its own softmax; else under that of the other warpgroups. A block
+    has one tile at a time on each of its ``sides``, which share only the buffers of the bias.
     """
 
     warpgroups: int
@@ -38,10 +39,13 @@ class Tile:
     registers: tuple[int, int] = (240, 24)
     ordered: bool = False  # warpgroups issue their products in turn
     overlap: bool = True
+    strip: bool = False  # b_stages are all key tiles: sequences share the bias of a query tile
+    sides: int = 1
 
 
 #: by (D, Dv), both padded to one of the sizes below
 TILES = {
+    (32, 32): Tile(2, 128, 4, 4, 2),
     (64, 64): Tile(2, 128, 4, 4, 2),
     (80, 80): Tile(2, 128, 2, 2, 2),
     (96, 96): Tile(2, 128, 2, 2, 2),
@@ -53,6 +57,7 @@ TILES = {
 #: tiles of one warpgroup, for processors that have no more rows: one warpgroup finishes sooner, and
 #: with more buffers fewer loads wait
 FEW = {
+    (32, 32): Tile(1, 128, 4, 4, 1),
     (64, 64): Tile(1, 128, 4, 4, 1),
     (80, 80): Tile(1, 128, 4, 4, 1),
     (96, 96): Tile(1, 128, 4, 4, 1),
@@ -61,7 +66,7 @@ FEW = {
     (192, 192): Tile(1, 64, 4, 4, 1),
     (256, 256): Tile(1, 64, 3, 3, 1),
 }
-SIZES = (64, 80, 96, 128, 192, 256)
+SIZES = (32, 64, 80, 96, 128, 192, 256)
 #: head size 64 without score terms, with many keys: three warpgroups. Taller tiles waste more at
 #: the end of a sequence and on a diagonal. Turns are taken (config_for) where they were measured:
 #: without a left limit, packed sequences or prefixes
@@ -74,6 +79,7 @@ LONG_64_SPILLS = 32
 #: have no registers to overlap their own products and softmax
 _LONG_PARTS = Tile(3, 128, 3, 2, 1, registers=(160, 32), overlap=False)
 LONG = {
+    (32, 32): LONG_64,
     (64, 64): LONG_64,
     (80, 80): replace(_LONG_PARTS, v_stages=3),
     (96, 96): _LONG_PARTS,
@@ -81,16 +87,36 @@ LONG = {
 #: by head size and mask, the keys above which three warpgroups are faster; above head size 64 also
 #: the queries
 LONG_KEYS = {
-    (64, "full"): 1536,
-    (64, "causal"): 4096,
+    **dict.fromkeys([(32, "full"), (64, "full")], 1536),
+    **dict.fromkeys([(32, "causal"), (64, "causal")], 4096),
     **dict.fromkeys([(d, mask) for d in (80, 96) for mask in ("full", "causal")], 8192),
 }
 #: by head sizes and mask, the operations from which on the reference lags (``lags``): where it was
 #: measured. 5e11 take 0.7 ms, and the second launch 8 us.
 LAGS_OPERATIONS: dict[tuple[tuple[int, int], str], float] = {
+    ((32, 32), "full"): 1e12,
     ((64, 64), "full"): 5e11,
-    ((128, 128), "full"): 5e11,
+    ((64, 64), "causal"): 5e11,
+    ((80, 80), "causal"): 1e12,
+    ((96, 96), "full"): 1e12,
+    ((128, 128), "full"): 2.5e11,
+    ((128, 128), "causal"): 2.5e11,
 }
+#: the fewest tiles of a block, and of sequences and heads, that share a strip of a bias
+STRIP_SHARERS = 4
+#: four consumers: products of one run under the softmax of the others
+_FOUR = {"block_k": 64, "q_stages": 1, "registers": (112, 24), "overlap": False}
+#: by preference, the changes of a tile with a strip; at head sizes of 32 alone with four
+#: consumers. Sides of one warpgroup have half the strip, and read keys twice as often.
+STRIPS: tuple[dict[str, Any], ...] = (
+    {"sides": 2, "k_stages": 4, "v_stages": 4, **_FOUR},
+    {"sides": 4, "warpgroups": 1, "k_stages": 2, "v_stages": 2, **_FOUR},
+    {"k_stages": 4, "v_stages": 4},
+    {"k_stages": 4, "v_stages": 4, "q_stages": 1},
+    {"k_stages": 2, "v_stages": 2, "q_stages": 1},
+    {"block_k": 64, "k_stages": 4, "v_stages": 4, "q_stages": 1},
+    {"block_k": 64, "k_stages": 2, "v_stages": 2, "q_stages": 1},
+)
 
 
 @dataclass(frozen=True)
@@ -116,6 +142,8 @@ class Config:
     SINK: bool = False
     BIAS: str = ""  # path of the bias (host.bias_path), or none
     B_STAGES: int = 1  # buffers of a copied bias
+    STRIP: int = 0  # key tiles of a bias that a block keeps for all its sequences; 0: none
+    SIDES: int = 1
     EVEN_K: bool = False  # key tiles fill every sequence's keys
     STAGED: int = 0  # columns of the output that TMA copies at a time; 0: threads store them
     NATURAL: bool = False  # scores and the reference are in natural units (Problem.natural)
@@ -242,7 +270,7 @@ def sizes_of(p: Problem) -> tuple[int, int]:
 def is_long(p: Problem, d: int, few: bool) -> bool:
     """Return True if three warpgroups are faster at head size d; ``few``: rows are few."""
     keys = LONG_KEYS[d, "full" if p.right is None else "causal"]
-    if d == 64:
+    if d <= 64:
         return p.nk > keys
     return dense(p) and not few and min(p.nq, p.nk) > keys
 
@@ -266,6 +294,9 @@ def tile_for(p: Problem, bias: str, processors: int, spilled: bool = False) -> T
     if bias != "copied":
         return tile
     assert p.bias_dtype is not None
+    held = strip_for(p, tile, processors)
+    if held is not None:
+        return held
     one = replace(tile, q_stages=1)
     two = replace(one, k_stages=2, v_stages=2)
     every = [replace(t, b_stages=n) for n in (2, 1) for t in (tile, one, two)]
@@ -273,6 +304,45 @@ def tile_for(p: Problem, bias: str, processors: int, spilled: bool = False) -> T
         if shared_bytes(choice, d, dv, p.bias_dtype) <= SHARED:
             return choice
     raise AssertionError("a bias that does not fit is gathered")
+
+
+def strip_for(p: Problem, tile: Tile, processors: int) -> Tile | None:
+    """Return the tile that keeps the bias of its queries and all keys for many sequences, or None.
+
+    Streamed, a bias is two thirds of what a block reads from L2 at head size 32. Where it has no
+    room, two sides read each tile of the bias at the same time, if they have as many key tiles.
+    """
+    assert p.bias is not None
+    assert p.bias_dtype is not None
+    d, dv = sizes_of(p)
+    sharers = p.batch // p.bias[0] * (p.hq // p.bias[1])
+    tiles = -(-p.nq // (tile.warpgroups * ROWS)) * p.batch * p.hq
+    banded = p.left is not None or p.right is not None or p.documents
+    if banded or sharers < STRIP_SHARERS or tiles < STRIP_SHARERS * processors:
+        return None
+    for changes in STRIPS:
+        choice = replace(tile, strip=True, **changes)
+        choice = replace(choice, b_stages=-(-p.nk // choice.block_k))
+        if choice.sides > 1 and (max(d, dv) > 32 or sharers % choice.sides):
+            continue
+        if strip_bytes(choice, d, dv, p.bias_dtype) <= SHARED:
+            return choice
+    if max(d, dv) > 32 or sharers % 2 or p.prefix:
+        return None
+    return next(
+        choice
+        for stages in (4, 2)
+        for choice in (replace(tile, **(STRIPS[0] | {"b_stages": stages})),)
+        if strip_bytes(choice, d, dv, p.bias_dtype) <= SHARED
+    )
+
+
+def strip_bytes(tile: Tile, d: int, dv: int, bias: torch.dtype) -> int:
+    """Return the bytes of a block whose sides share a bias, with copied columns of the output."""
+    staged = min(dv, 128) if dv == first_part(dv) else 0
+    strip = tile.b_stages * tile.warpgroups * ROWS * tile.block_k * bias.itemsize
+    side = shared_bytes(tile, d, dv, bias, staged) - strip - BARRIERS
+    return strip + tile.sides * side + BARRIERS // 2 * (1 + tile.sides)
 
 
 def bias_fits(p: Problem) -> bool:
@@ -307,28 +377,27 @@ def config_for(p: Problem, tile: Tile, bias: str, group: int) -> Config:
         VARLEN=p.varlen, PREFIX=p.prefix, DOCUMENTS=p.documents,
         SOFTCAP=p.softcap > 0, ALIBI=p.distance, SINK=p.sink, NATURAL=p.natural,
         BIAS=bias, B_STAGES=tile.b_stages if bias == "copied" else 1,
+        STRIP=tile.b_stages if tile.strip else 0, SIDES=tile.sides,
         EVEN_K=not (p.varlen or p.prefix) and p.nk % tile.block_k == 0,
         STAGED=staged_columns(p, tile, bias),
         OVERLAP=tile.overlap, ROUND_LATE=tile.warpgroups == 3 and tile.overlap,
         ORDERED=tile.ordered and not (p.varlen or p.prefix or p.left is not None),
-        LAGS=lags(p, tile, bias),
+        LAGS=lags(p, bias),
         CONSUMER_REGISTERS=tile.registers[0], PRODUCER_REGISTERS=tile.registers[1],
     )  # fmt: skip
 
 
-def lags(p: Problem, tile: Tile, bias: str) -> bool:
+def lags(p: Problem, bias: str) -> bool:
     """Return True if the reference of the softmax lags, and a second launch mends overflowed rows.
 
     Score terms keep the maximum: they were not measured, and ALiBi of queries before their keys may
-    rise by more than a tile's range. So does float16, whose weights end at 2^16. So do three
-    warpgroups that overlap, under a diagonal: they were not measured.
+    rise by more than a tile's range. So do left limits, which were not measured, and float16, whose
+    weights end at 2^16.
     """
-    if tile.warpgroups == 3 and tile.overlap and p.right is not None:
-        return False
     terms = bias or p.heads or p.documents or p.softcap > 0
-    if terms or p.dtype != torch.bfloat16:
+    if terms or p.left is not None or p.dtype != torch.bfloat16:
         return False
-    mask = "full" if p.left is None and p.right is None else "causal"
+    mask = "full" if p.right is None else "causal"
     operations = forward_flops(p)
     if p.varlen:  # as many sequences of the longest length as there are queries for
         operations = operations * p.total_q // max(p.batch * p.nq, 1)
@@ -341,6 +410,8 @@ def staged_columns(p: Problem, tile: Tile, bias: str) -> int:
     columns = min(dv, 128)
     if dv % columns or dv != first_part(dv):
         return 0
+    if tile.strip or tile.sides > 1:
+        return columns
     copied = p.bias_dtype if bias == "copied" else None
     return columns if shared_bytes(tile, d, dv, copied, columns) <= SHARED else 0
 

@@ -9,6 +9,9 @@ TANH = gl.constexpr("tanh.approx.f32 $0, $1;")
 TO_BFLOAT16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 TO_FLOAT16 = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
 
+#: two numbers of bfloat16 are the upper halves of two of float32
+FROM_BFLOAT16 = gl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
+
 CLOCK = gl.constexpr("mov.u32 $0, %clock;")
 NANOSECONDS = gl.constexpr("mov.u32 $0, %globaltimer_lo;")
 

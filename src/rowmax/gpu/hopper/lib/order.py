@@ -92,9 +92,11 @@ def row_at(C: gl.constexpr, n, order, sequences):
 
 
 @gluon.jit
-def first_place(C: gl.constexpr, order):
-    """Return (this block's first place in the order, its end)."""
+def first_place(C: gl.constexpr, order, side: gl.constexpr = 0):
+    """Return (the first place of this block, or of a side of it, in the order, its end)."""
     place = gl.program_id(0)
+    if C.SIDES > 1:
+        place = C.SIDES * place + side
     if C.VARLEN:
         end = gl.load(order.ends) * order.heads
     elif C.DRAWN:
@@ -110,14 +112,14 @@ def next_place(C: gl.constexpr, place, order):
     if C.DRAWN:
         place = gl.num_programs(0) + gl.atomic_add(order.counter, 1)
     else:
-        place = place + gl.num_programs(0)
+        place = place + C.SIDES * gl.num_programs(0)
     return place
 
 
 @gluon.jit
 def row_ahead(C: gl.constexpr, place, end, order, sequences):
     """Return the row a stride on, loaded early; past the end it may be any row."""
-    following = place + gl.num_programs(0)
+    following = place + C.SIDES * gl.num_programs(0)
     following = gl.where(following < end, following, gl.program_id(0))
     return row_at(C, following, order, sequences)
 
@@ -180,6 +182,35 @@ def dense_table(
     rows = torch.zeros(int(max(ends)), 4, dtype=torch.int32)
     rows[place] = table_rows(m * tokens, h, heads)
     return rows, torch.tensor(ends, dtype=torch.int32)
+
+
+def strip_table(
+    n: int, tokens: int, sizes: tuple[int, int], shared: tuple[int, int], blocks: int, sides: int
+) -> tuple[Tensor, Tensor]:
+    """Return (rows, the end of each side of each block) where a block keeps a bias for many tiles.
+
+    A strip is a bias of one of n query tiles. ``sizes`` are (sequences, heads), ``shared`` those of
+    the bias, 1 where they share it. Every block has as many tiles but the last, of one strip after
+    another, and its sides take turns. The sequences of a strip begin further on with each strip:
+    blocks that read the same keys then do so together.
+    """
+    (batch, heads), (own_b, own_h) = sizes, shared
+    each = batch // own_b * (heads // own_h)
+    plane, m, sharer = torch.meshgrid(
+        torch.arange(own_b * own_h), torch.arange(n), torch.arange(each), indexing="ij"
+    )
+    most = -(-sharer.numel() // (blocks * sides)) * sides
+    begin = (plane * n + m) * each % most
+    plane, m, sharer = (x.flatten() for x in (plane, m, (sharer + begin) % each))
+    b = plane // own_h + sharer // (heads // own_h)
+    head = plane % own_h + sharer % (heads // own_h)
+    rows = table_rows(m * tokens, b * heads + head, heads)
+    columns = -(-len(rows) // most) * sides
+    block, nth = torch.arange(len(rows)) // most, torch.arange(len(rows)) % most
+    table = torch.zeros(most // sides * columns, 4, dtype=torch.int32)
+    table[block * sides + nth % sides + nth // sides * columns] = rows
+    counts = (len(rows) - torch.arange(columns) // sides * most).clamp(max=most) // sides
+    return table, (torch.arange(columns) + counts * columns).int()
 
 
 def table_rows(token: Tensor, head: Tensor, heads: int) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .assembly import TANH, copy_constraints, settle_text
+from .assembly import FROM_BFLOAT16, TANH, copy_constraints, settle_text
 from .softmax import LOG2E
 
 
@@ -31,6 +31,18 @@ def tanh(x, dtype: gl.constexpr):
         y = tanh_of_hardware(x)
     else:
         y = tanh_from_exponential(x)
+    return y
+
+
+@gluon.jit
+def widened(x):
+    """Return x in float32, an instruction a number (the compiler takes three for two)."""
+    if x.dtype == gl.bfloat16:
+        y = gl.inline_asm_elementwise(
+            FROM_BFLOAT16, "=f,=f,r", [x], gl.float32, is_pure=True, pack=2
+        )
+    else:
+        y = x.to(gl.float32)
     return y
 
 
