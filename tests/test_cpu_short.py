@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -71,6 +72,51 @@ def test_the_table_reaches_these_kernels(smaller) -> None:
     count = Counter(tuple(_ways(smaller(case))) for case in COVERING)
     assert sum(n for (forward, _), n in count.items() if forward) > len(COVERING) * 0.2
     assert all(forward == backward for forward, backward in count)  # one order of sums
+
+
+def _bits(case: Case, dtype: torch.dtype) -> list[torch.Tensor]:
+    call = make(case, dtype=dtype)
+    got = answer(call, *cotangents(call), backend="cpu")
+    dq = [got.gradients["q"]] if "q" in got.gradients else []
+    return [got.out, got.lse, *dq]  # parts of dk and dv depend on threads in tiles, too
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("case", COVERING, ids=str)
+def test_short_sequences_have_the_bits_of_tiles(case: Case, dtype: torch.dtype) -> None:
+    """So the choice may depend on threads, on other sequences and on other queries."""
+    made = replace(_short(case), nq=max(9, min(case.nq, 150)))
+    with mock.patch.object(few_calls, "get_num_threads", lambda: 1):
+        short = _bits(made, dtype)
+    with mock.patch.object(few_calls, "way", lambda problem, call: None):
+        tiles = _bits(made, dtype)
+    for a, b in zip(short, tiles, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("nq", [1, 8, 300])
+def test_a_sequence_has_the_same_bits_in_any_batch(nq: int, dtype: torch.dtype) -> None:
+    """On any number of threads, and next to other sequences."""
+    q, k, v = (torch.randn(5, n, 4, 32, dtype=dtype) for n in (nq, 20, 20))
+    whole = rowmax.attention(q, k, v, causal=True, backend="cpu")
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, threads):
+            torch.set_num_threads(count)
+            alone = rowmax.attention(q[:1], k[:1], v[:1], causal=True, backend="cpu")
+            assert torch.equal(alone[0], whole[0])
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("nk", [20, 130])
+def test_blocks_of_queries_have_the_bits_of_the_whole(nk: int, dtype: torch.dtype) -> None:
+    q, k, v = (torch.randn(2, n, 4, 32, dtype=dtype) for n in (400, nk, nk))
+    whole = rowmax.attention(q, k, v, backend="cpu")
+    block = rowmax.attention(q[:, :128], k, v, backend="cpu")
+    assert torch.equal(block, whole[:, :128])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -113,11 +113,18 @@ def backward(
     """
     call = Call(problem, tensors, dout, bfloats=bfloats)
     lse = lse.to(call.dtype).contiguous()
-    delta = row_stats.delta(out, dout, lse, dlse)
     rest = torch.zeros_like(lse) if problem.natural else None
     call.tensor("dout", call.rows(dout))
     call.tensor("lse", row_stats.score_lse(lse, problem.natural))
-    call.tensor("delta", delta.contiguous())
+    if call.operand_like is call.like and not problem.natural and not problem.sink:
+        # summed by the kernel, in the order of short calls (short.py)
+        delta = torch.empty_like(lse)
+        call.tensor("out", call.rows(out))
+        if dlse is not None:
+            call.tensor("dlse", dlse.detach().to(call.dtype))
+    else:
+        delta = row_stats.delta(out, dout, lse, dlse).contiguous()
+    call.tensor("delta", delta)
     if rest is not None:
         call.tensor("rest", rest)
     starts, order = owners_of(problem, wanted.bias)

@@ -17,7 +17,7 @@ from .call import CALL, SEQUENCE
 from .few_vector import add_rows, dots, narrow, widen, write_sums
 from .forward import finish_rows, softmax_step
 from .functions import SUMS, array, inner
-from .gradient_rows import Buffers, Rows, row_gradients
+from .gradient_rows import Buffers, Rows, product_of_rows, row_gradients
 from .kernel import kernel
 from .operands import aligned, rows_are_finite
 from .rows import keep_row, query_scale, score_row
@@ -181,15 +181,6 @@ def few_backward(data, kind):
             fetch_add(data + 8 * INFINITE, 1)
     in_use = like.size + ints.size + small.size + calls.size + every.size
     return in_use + owner.size + kept.size + kind.size + y.size + x.size
-
-
-@inner(fastmath=SUMS)
-def product_of_rows(a, b):
-    """Return the product of two rows."""
-    total = a.dtype.type(0)
-    for c in range(a.size):
-        total += a[c] * b[c]
-    return total
 
 
 @inner

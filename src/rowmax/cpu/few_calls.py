@@ -26,8 +26,8 @@ _DTYPES = (torch.float32, torch.bfloat16, *((torch.float16,) if HALVES else ()))
 MOST_ROWS, MOST_QUERIES = 64, 8
 #: queries and keys of a sequence that a thread packs into its own memory
 MOST_TOKENS = 256
-#: where the processor multiplies bfloat16: keys, and pairs in all, for which it is widened
-MOST_WIDENED, MOST_PAIRS = 24, 1 << 17
+#: where the processor multiplies bfloat16: keys for which it is widened
+MOST_WIDENED = 24
 MOST_WIDE = 512  # columns of a head
 
 _ANY = (
@@ -49,34 +49,38 @@ _FEW = (
 )
 _SHORT = (
     Limit(
-        lambda p: (
-            p.dtype != torch.bfloat16
-            or p.nk <= MOST_WIDENED
-            or p.batch * p.hq * p.nq * p.nk <= MOST_PAIRS
-            or not (PAIRS or amx.ready())
-        ),
+        lambda p: not multiplied(p.dtype) or p.nk <= MOST_WIDENED,
         "this processor multiplies bfloat16, by tiles",
     ),
     Limit(
-        lambda p: 0 < p.nq <= MOST_TOKENS and 0 < p.nk <= MOST_TOKENS,
-        "{0.nq} queries and {0.nk} keys are not short sequences",
+        lambda p: p.nq > 0 and (p.nq <= MOST_TOKENS or multiplied(p.dtype)),
+        "{0.nq} queries are not those of a short sequence",
     ),
+    Limit(lambda p: 0 < p.nk <= MOST_TOKENS, "{0.nk} keys are not those of a short sequence"),
 )
 
 
+def multiplied(dtype: torch.dtype) -> bool:
+    """Return True if the processor multiplies numbers of a dtype: tiles round as it does."""
+    return dtype == torch.bfloat16 and (PAIRS or amx.ready())
+
+
 class Way(NamedTuple):
-    """A way to compute a call: its limits, and a kernel for each dtype."""
+    """A way to compute a call: its limits, and a kernel for each dtype.
+
+    ``exact``: its results are those of tiles to the bit, except of bfloat16 that is multiplied.
+    """
 
     limits: tuple[Limit, ...]
     kernels: tuple[Any, ...]  # as _DTYPES
     passes: int  # over keys and values
-    reach: int = 1  # threads that tiles need to be faster than one task
+    exact: bool
 
 
 #: the first that can is taken
 WAYS = {
     "forward": (
-        Way(_ANY + _FEW, (few.forward_float32, few.forward_bfloat16, few.forward_float16), 1, 4),
+        Way(_ANY + _FEW, (few.forward_float32, few.forward_bfloat16, few.forward_float16), 1, False),
         Way(
             _ANY + _SHORT,
             (
@@ -85,6 +89,7 @@ WAYS = {
                 short.short_forward_float16,
             ),
             1,
+            True,
         ),
     ),
     "backward": (
@@ -92,7 +97,7 @@ WAYS = {
             _ANY + _FEW,
             (few.backward_float32, few.backward_bfloat16, few.backward_float16),
             3,
-            4,
+            False,
         ),
         Way(
             _ANY + _SHORT,
@@ -102,6 +107,7 @@ WAYS = {
                 short.short_backward_float16,
             ),
             3,
+            True,
         ),
     ),
 }
@@ -116,11 +122,13 @@ _noted = threading.local()
 def way(problem: Problem, call: str) -> Way | None:
     """Return the way of a forward or backward; None: by tiles.
 
-    A task is a kv head. Tiles are more tasks, for more threads.
+    A task is a kv head. Tiles are more tasks, for more threads, and taken where they have the same
+    bits: those of a sequence depend neither on threads nor on other sequences.
     """
     found = _way(problem, call)
-    few_tasks = found is not None and problem.batch * problem.hk * found.reach < get_num_threads()
-    return None if few_tasks else found
+    if found is None or not found.exact or multiplied(problem.dtype):
+        return found
+    return None if problem.batch * problem.hk < get_num_threads() else found
 
 
 @lru_cache(maxsize=512)
