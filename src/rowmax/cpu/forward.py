@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numba import types
-from numba.extending import overload
 from torch import Tensor
 
 from ..call.flops import forward_flops
 from ..call.problem import Problem, Tensors
 from .call import Call, query_tasks
-from .functions import array, inner
+from .functions import array, choice, inner
 from .kernel import INFINITE, kernel, launch
 from .operands import (
     HALF_K,
@@ -234,7 +233,7 @@ def add_keys(call, seq, state, finite, place, head, scratch, m, l, none, like, o
     """Add the keys that a tile of queries sees to m, l and O."""
 
 
-@overload(add_keys)
+@choice(add_keys)
 def _add_keys(call, seq, state, finite, place, head, scratch, m, l, none, like, operand_like):
     if operand_like.dtype == types.uint16:
         return (

@@ -11,9 +11,10 @@ from numba import (
     njit,
     types,
 )
-from numba.extending import overload, register_jitable
+from numba.extending import overload
 
 from ..rules.softmax import LOG2E
+from .numba_compat import PART
 from .vector import pointer_to
 
 # ``(2^f - 1) / f`` on [-1/2, 1/2], by the Remez algorithm: relative errors 1.1e-8 and 1.8e-17.
@@ -41,7 +42,10 @@ _EXP2_64 = (
 
 #: compiles a function that only compiled functions call. Wrappers for Python and for C took a sixth
 #: of the time to compile a kernel.
-inner: Any = partial(cast(Any, njit), no_cpython_wrapper=True, no_cfunc_wrapper=True)
+_OPTIONS = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, **PART}
+inner: Any = partial(cast(Any, njit), **_OPTIONS)
+#: a choice of compiled functions by the types of the arguments
+choice: Any = partial(overload, jit_options=_OPTIONS)
 
 STRICT = {"contract", "nsz"}  # keeps NaN, inf and the order of additions
 SUMS = {"contract", "nsz", "reassoc"}  # allows a sum in the lanes of a vector
@@ -73,12 +77,11 @@ def exponential(x) -> Any:
     """
 
 
-@overload(exponential)
+@choice(exponential)
 def _exponential(x):
     return _exponential64 if x == types.float64 else _exponential32
 
 
-@register_jitable
 def _exponential32(x):
     x = np.float32(-127) if x < np.float32(-127) else x  # in this order a NaN stays
     x = np.float32(128) if x > np.float32(128) else x
@@ -94,7 +97,6 @@ def _exponential32(x):
     return power.view(np.float32), g * f
 
 
-@register_jitable
 def _exponential64(x):
     x = -1023.0 if x < -1023.0 else x
     x = 1024.0 if x > 1024.0 else x

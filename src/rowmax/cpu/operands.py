@@ -21,7 +21,7 @@ from numba import types
 from numba.extending import overload
 
 from .amx import STRIP, configure, release
-from .functions import STRICT, SUMS, array, inner
+from .functions import STRICT, SUMS, array, choice, inner
 from .products import panel, span
 from .vector import TILE_K, TILE_Q, W, fetch_add
 from .wide import LANES, STEP, finite, multiply, shorten, transpose, weave
@@ -94,7 +94,7 @@ def pack_panels(like, to, rows, row_bytes, first, n, d) -> Any:
     """
 
 
-@overload(pack_panels)
+@choice(pack_panels)
 def _pack_panels(like, to, rows, row_bytes, first, n, d):
     pack = _strip_panels if like.dtype == types.uint16 else _plain_panels
     return lambda like, to, rows, row_bytes, first, n, d: pack(
@@ -146,7 +146,7 @@ def turn(like, to, to_row, rows, row_bytes, n, d) -> Any:
     """
 
 
-@overload(turn)
+@choice(turn)
 def _turn(like, to, to_row, rows, row_bytes, n, d):
     if W != LANES or like.dtype not in (types.float32, types.uint32):
         return lambda like, to, to_row, rows, row_bytes, n, d: 0
@@ -226,7 +226,7 @@ def fold_row(like, to, row) -> Any:
     """Write a row of weights as pairs of keys, (j, j + HALF_K), to the address ``to``."""
 
 
-@overload(fold_row)
+@choice(fold_row)
 def _fold_row(like, to, row):
     if like.dtype != types.uint32:
         return lambda like, to, row: None
@@ -246,7 +246,7 @@ def fold_rows(like, tile, n, width) -> Any:
     """Fold n rows of weights into pairs of queries, (i, i + HALF_Q), in place."""
 
 
-@overload(fold_rows)
+@choice(fold_rows)
 def _fold_rows(like, tile, n, width):
     if like.dtype != types.uint32:
         return lambda like, tile, n, width: None
@@ -277,7 +277,7 @@ def pack_rows(like, to, padded, rows, row_bytes, n, half, d) -> Any:
     """
 
 
-@overload(pack_rows)
+@choice(pack_rows)
 def _pack_rows(like, to, padded, rows, row_bytes, n, half, d):
     if like.dtype == types.uint16:
         return lambda like, to, padded, rows, row_bytes, n, half, d: pack_neighbours(
@@ -317,7 +317,7 @@ def begin_tiles(like) -> Any:
     """Configure the tile registers of a thread that uses them."""
 
 
-@overload(begin_tiles)
+@choice(begin_tiles)
 def _begin_tiles(like):
     return (lambda like: configure()) if like.dtype == types.uint16 else (lambda like: 0)
 
@@ -326,7 +326,7 @@ def end_tiles(like) -> Any:
     """Release the tile registers of a thread that used them."""
 
 
-@overload(end_tiles)
+@choice(end_tiles)
 def _end_tiles(like):
     return (lambda like: release()) if like.dtype == types.uint16 else (lambda like: None)
 
@@ -377,7 +377,7 @@ def count_infinite(like, rows, row_bytes, n, d, counter) -> Any:
     """
 
 
-@overload(count_infinite)
+@choice(count_infinite)
 def _count_infinite(like, rows, row_bytes, n, d, counter):
     if like.dtype not in (types.uint16, types.uint32):
         return lambda like, rows, row_bytes, n, d, counter: None
@@ -408,7 +408,7 @@ def rows_are_finite(like, rows, row_bytes, n, d) -> Any:
     """Return True if the caller's rows hold neither inf nor NaN; operands of bfloat16 never do."""
 
 
-@overload(rows_are_finite)
+@choice(rows_are_finite)
 def _rows_are_finite(like, rows, row_bytes, n, d):
     if like.dtype in (types.uint16, types.uint32):
         return lambda like, rows, row_bytes, n, d: True
@@ -433,7 +433,7 @@ def rescale(like, row, factor) -> Any:
     """Scale the scores of bfloat16 operands: scaling the queries instead would round them."""
 
 
-@overload(rescale)
+@choice(rescale)
 def _rescale(like, row, factor):
     if like.dtype == types.uint16:
         return lambda like, row, factor: multiply(row.ctypes.data, row.size, np.float32(factor))
@@ -451,7 +451,7 @@ def store(like, to, row, factor) -> Any:
     """Write a row of sums, times factor, in the caller's dtype, to the address ``to``."""
 
 
-@overload(store)
+@choice(store)
 def _store(like, to, row, factor):
     if like.dtype == types.uint16:
 

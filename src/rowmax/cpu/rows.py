@@ -15,7 +15,17 @@ from numba.extending import overload
 
 from ..rules.softmax import LOG2E
 from . import wide
-from .functions import STRICT, SUMS, array, bfloat_to_float, exp2, half_to_float, inner, number
+from .functions import (
+    STRICT,
+    SUMS,
+    array,
+    bfloat_to_float,
+    choice,
+    exp2,
+    half_to_float,
+    inner,
+    number,
+)
 from .heads import add_head_tangents, add_heads, bend_by_heads
 from .rules import any_range, biased, capped, capped_tangent, philox, scaled_tangent
 from .vector import W
@@ -46,7 +56,7 @@ def row_max(row) -> Any:
     """
 
 
-@overload(row_max)
+@choice(row_max)
 def _row_max(row):
     if is_wide(row.dtype):
         return lambda row: greatest(row.ctypes.data, row.size)
@@ -75,7 +85,7 @@ def exponentials(row, shift, natural) -> Any:
     """Replace each score s by ``power(s - shift)`` and return the sum."""
 
 
-@overload(exponentials)
+@choice(exponentials)
 def _exponentials(row, shift, natural):
     return _wide_exponentials if is_wide(row.dtype) else _plain_exponentials
 
