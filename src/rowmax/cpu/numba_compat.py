@@ -12,8 +12,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from numba import carray, types  # pyright: ignore[reportPrivateImportUsage]
+from numba.core import cgutils
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
+from numba.core.datamodel import default_manager
+from numba.core.datamodel.models import ArrayModel
+from numba.extending import intrinsic, overload
+
+from .vector import pointer_to
 
 _HOOKS = ("_optimize_final_module", "_finalize_final_module", "_finalize_dynamic_globals")
 
@@ -60,3 +67,45 @@ def part_options(library: type = JITCodeLibrary) -> dict[str, Any]:
 
 
 PART = part_options()
+
+
+# --- arrays at an address ----------------------------------------------------------------------
+
+_MEMBERS = {"meminfo", "parent", "nitems", "itemsize", "data", "shape", "strides"}
+
+
+def _array(typing, address, n, like):
+    """Return the n numbers at an address, of ``like``'s dtype."""
+    kind = types.Array(like.dtype, 1, "C")
+
+    def emit(context, builder, signature, arguments):
+        made = cgutils.create_struct_proxy(kind)(context, builder)
+        for member in ("meminfo", "parent"):
+            setattr(made, member, cgutils.get_null_value(getattr(made, member).type))
+        size = context.get_abi_sizeof(context.get_data_type(like.dtype))
+        made.data = builder.inttoptr(arguments[0], made.data.type)
+        made.nitems, made.itemsize = arguments[1], context.get_constant(types.intp, size)
+        made.shape = cgutils.pack_array(builder, [made.nitems])
+        made.strides = cgutils.pack_array(builder, [made.itemsize])
+        return made._getvalue()
+
+    return kind(types.int64, types.intp, like), emit
+
+
+def _carray(address, n, like) -> Any:
+    """Compute ``_array`` by Numba's public function, which each call compiles again."""
+
+
+@overload(_carray, inline="always")
+def _carray_of(address, n, like):
+    return lambda address, n, like: carray(pointer_to(address, like), n)
+
+
+def array_function(model: type = ArrayModel) -> Any:
+    """Return ``array(address, n, like)``: the n numbers at an address, of ``like``'s dtype."""
+    kind = types.Array(types.float32, 1, "C")
+    members = set(model(default_manager, kind)._fields)
+    return intrinsic(_array) if members == _MEMBERS else _carray
+
+
+array = array_function()

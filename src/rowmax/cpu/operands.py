@@ -21,54 +21,25 @@ from numba import types
 from numba.extending import overload
 
 from .amx import STRIP, configure, release
-from .functions import STRICT, SUMS, array, choice, inner
+from .functions import STRICT, SUMS, array, choice, inner, of_dtype
 from .products import panel, span
 from .vector import TILE_K, TILE_Q, W, fetch_add
 from .wide import LANES, STEP, finite, multiply, shorten, transpose, weave
 
 HALF_K, HALF_Q = TILE_K // 2, TILE_Q // 2
+_BFLOATS = (types.uint16, types.uint32)
 
 
-def paired(like) -> Any:
-    """Return True if operands are pairs."""
-
-
-@overload(paired, inline="always")
-def _paired(like):
-    pairs = like.dtype == types.uint32
-    return lambda like: pairs
-
-
-def in_strips(like) -> Any:
-    """Return True if operands are those of tile instructions."""
-
-
-@overload(in_strips, inline="always")
-def _in_strips(like):
-    strips = like.dtype == types.uint16
-    return lambda like: strips
-
-
-def bfloats(like) -> Any:
-    """Return True if operands are bfloat16."""
-
-
-@overload(bfloats, inline="always")
-def _bfloats(like):
-    short = like.dtype in (types.uint16, types.uint32)
-    return lambda like: short
-
-
-@inner
-def sum_size(like):
-    """Return the bytes of a sum; a pair has as many."""
-    return 4 if bfloats(like) else like.itemsize
-
-
-@inner
-def row_size(like):
-    """Return the bytes of a number of the caller's rows."""
-    return 2 if paired(like) else like.itemsize
+#: True if operands are pairs
+paired = of_dtype(lambda dtype: dtype == types.uint32)
+#: True if operands are those of tile instructions
+in_strips = of_dtype(lambda dtype: dtype == types.uint16)
+#: True if operands are bfloat16
+bfloats = of_dtype(lambda dtype: dtype in _BFLOATS)
+#: bytes of a sum; a pair has as many
+sum_size = of_dtype(lambda dtype: 4 if dtype in _BFLOATS else dtype.bitwidth // 8)
+#: bytes of a number of the caller's rows
+row_size = of_dtype(lambda dtype: 2 if dtype in _BFLOATS else dtype.bitwidth // 8)
 
 
 @inner
@@ -379,7 +350,7 @@ def count_infinite(like, rows, row_bytes, n, d, counter) -> Any:
 
 @choice(count_infinite)
 def _count_infinite(like, rows, row_bytes, n, d, counter):
-    if like.dtype not in (types.uint16, types.uint32):
+    if like.dtype not in _BFLOATS:
         return lambda like, rows, row_bytes, n, d, counter: None
 
     def count(like, rows, row_bytes, n, d, counter):
@@ -410,7 +381,7 @@ def rows_are_finite(like, rows, row_bytes, n, d) -> Any:
 
 @choice(rows_are_finite)
 def _rows_are_finite(like, rows, row_bytes, n, d):
-    if like.dtype in (types.uint16, types.uint32):
+    if like.dtype in _BFLOATS:
         return lambda like, rows, row_bytes, n, d: True
     return lambda like, rows, row_bytes, n, d: _plain_rows_are_finite(like, rows, row_bytes, n, d)
 

@@ -17,7 +17,7 @@ from llvmlite import ir
 from numba import types
 
 from .amx import STRIP
-from .functions import choice, inner
+from .functions import choice, inner, of_dtype
 from .vector import MR, NV, TILE_K, W, product
 
 
@@ -28,28 +28,14 @@ def _kind(dtype) -> tuple[int, ir.Type, ir.Type, int]:
     return W, ir.FloatType(), ir.IntType(32) if dtype == types.uint32 else ir.FloatType(), 4
 
 
-def panel(like) -> Any:
-    """Return the columns of a register tile."""
+def _panel(dtype) -> int:
+    return STRIP if dtype == types.uint16 else NV * _kind(dtype)[0]
 
 
-@choice(panel)
-def _panel(like):
-    if like.dtype == types.uint16:
-        return lambda like: STRIP
-    nr = NV * _kind(like.dtype)[0]
-    return lambda like: nr
-
-
-def span(like) -> Any:
-    """Return the number of columns of which a step is a multiple: whole register tiles."""
-
-
-@choice(span)
-def _span(like):
-    if like.dtype == types.uint16:
-        return lambda like: STRIP
-    step = math.lcm(MR, NV * _kind(like.dtype)[0])
-    return lambda like: step
+#: columns of a register tile
+panel = of_dtype(_panel)
+#: columns of which a step is a multiple: whole register tiles
+span = of_dtype(lambda d: STRIP if d == types.uint16 else math.lcm(MR, _panel(d)))
 
 
 def _tiled(name, full, single, w, size, a_row):
