@@ -188,7 +188,7 @@ def pack_keys(call, sequences, firsts, finite, operand_like, counters):
         if t >= count:
             break
         h, tile = t // per_head, t % per_head
-        s = np.searchsorted(first_tile, tile, side="right") - 1
+        s = sequence_of(first_tile, tile)
         seq, tile = sequences[s], tile - first_tile[s]
         j0 = tile * TILE_K
         n = min(seq.keys - j0, TILE_K)
@@ -215,6 +215,19 @@ def pack_keys(call, sequences, firsts, finite, operand_like, counters):
         fetch_add(counters + 8 * PACKED, 1)
     while fetch_add(counters + 8 * PACKED, 0) < count:
         pass
+
+
+@inner
+def sequence_of(first_tile, tile):
+    """Return the last sequence whose first tile is at or before a tile, by bisection."""
+    low, high = 0, first_tile.size
+    while high - low > 1:
+        middle = (low + high) // 2
+        if first_tile[middle] <= tile:
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 @inner

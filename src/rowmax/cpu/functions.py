@@ -41,8 +41,11 @@ _EXP2_64 = (
 
 #: compiles a function that only compiled functions call. Wrappers for Python and for C took a sixth
 #: of the time to compile a kernel.
-_OPTIONS = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, **numba_compat.PART}
+_ALONE = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+_OPTIONS = {**_ALONE, **numba_compat.PART}
 inner: Any = partial(cast(Any, njit), **_OPTIONS)
+#: as ``inner``, but optimised before a kernel inlines it; it calls no function of ``inner``
+optimised: Any = partial(cast(Any, njit), **_ALONE)
 #: a choice of compiled functions by the types of the arguments
 choice: Any = partial(overload, jit_options=_OPTIONS)
 

@@ -222,15 +222,12 @@ def _fold_rows(like, tile, n, width):
     if like.dtype != types.uint32:
         return lambda like, tile, n, width: None
 
-    floats = np.float32
-
     def fold(like, tile, n, width):
-        floats_like = np.empty(0, floats)
         for i in range(min(n, HALF_Q)):
-            row = array(tile + 4 * TILE_K * i, width, floats_like)
+            row = array(tile + 4 * TILE_K * i, width, np.float32)
             out = row.view(np.uint32)
             if i + HALF_Q < n:
-                second = array(tile + 4 * TILE_K * (i + HALF_Q), width, floats_like)
+                second = array(tile + 4 * TILE_K * (i + HALF_Q), width, np.float32)
                 for j in range(width):
                     out[j] = _pair(_bfloat(row[j]), _bfloat(second[j]))
             else:
@@ -266,11 +263,10 @@ def _pack_rows(like, to, padded, rows, row_bytes, n, half, d):
         return copy
 
     def pack(like, to, padded, rows, row_bytes, n, half, d):
-        bits = np.empty(0, np.uint16)
         for i in range(min(n, half)):
             out = array(to + 4 * padded * i, padded, like)
-            row = array(rows + row_bytes * i, d, bits)
-            second = array(rows + row_bytes * (i + half), d if i + half < n else 0, bits)
+            row = array(rows + row_bytes * i, d, np.uint16)
+            second = array(rows + row_bytes * (i + half), d if i + half < n else 0, np.uint16)
             for c in range(second.size):
                 out[c] = _pair(np.uint32(row[c]), np.uint32(second[c]))
             for c in range(d - second.size):
@@ -369,7 +365,7 @@ def _bfloats_are_finite(rows, row_bytes, n, d):
         if whole:
             good &= finite(at, whole)
         if whole < d:
-            rest = array(at + 2 * whole, d - whole, np.empty(0, np.uint16))
+            rest = array(at + 2 * whole, d - whole, np.uint16)
             for c in range(d - whole):
                 good &= (rest[c] & np.uint16(0x7F80)) != np.uint16(0x7F80)
     return good
@@ -446,7 +442,7 @@ def _store(like, to, row, factor):
         return plain
 
     def rounded(like, to, row, factor):
-        out = array(to, row.size, np.empty(0, np.uint16))
+        out = array(to, row.size, np.uint16)
         for c in range(row.size):
             out[c] = np.uint16(_bfloat(row[c] * factor))
 
