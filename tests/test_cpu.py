@@ -309,6 +309,7 @@ def test_compiling_is_logged_and_loading_is_not(tmp_path: Path) -> None:
 
 _PARTS = """
     import numpy as np
+    from numba import njit
     from rowmax.cpu import numba_compat
     from rowmax.cpu.functions import array, choice, inner
     from rowmax.cpu.kernel import kernel
@@ -331,7 +332,9 @@ _PARTS = """
     def total(x):
         return twice(x.ctypes.data, x) + np.float64(array(x.ctypes.data, x.size, x).size)
 
-    assert total(np.array([3, 5], np.float32)) == 12
+    x = np.array([3, 5], np.float32)
+    assert total(x) == 12
+    assert njit(total.py_func)(x) == 12  # no kernel: Numba links a part with all that it calls
     if {parts}:
         (part,) = twice.overloads.values()
         assert part.library.get_pointer_to_function(part.fndesc.llvm_func_name) == 0

@@ -35,10 +35,25 @@ class _NoEnvironments:
         """Store nothing: as in kernels loaded from disk, code that is linked in has none."""
 
 
+class _Own:
+    """The code of a part without what it calls, as a kernel links it."""
+
+    def __init__(self, part: Any) -> None:
+        self._get_module_for_linking = super(_Part, part)._get_module_for_linking
+        self._reload_init = part._reload_init
+
+
 class _Part(JITCodeLibrary):
-    """The LLVM code of one function, as kernels link it, without what it calls."""
+    """The LLVM code of a function that only compiled functions call."""
 
     codegen: Any = _NoEnvironments()
+
+    def _get_module_for_linking(self) -> Any:
+        """Return its code with all that it calls, for a function that is no kernel of rowmax."""
+        module = super()._get_module_for_linking().clone()
+        for library in self._linking_libraries:
+            module.link_in(library._get_module_for_linking(), preserve=True)
+        return module
 
     def _optimize_functions(self, ll_module: Any) -> None:
         """Do only what linking needs: the kernel optimises all its functions."""
@@ -58,10 +73,18 @@ class _Part(JITCodeLibrary):
 class _Whole(JITCodeLibrary):
     """The code of a kernel, with that of all functions that it and its parts call."""
 
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._parts: set[_Part] = set()
+
     def add_linking_library(self, library: Any) -> None:
-        if library not in self._linking_libraries:
+        """Add a library; of a part its own code, and then what it calls."""
+        if not isinstance(library, _Part):
             super().add_linking_library(library)
-            for called in library._linking_libraries if isinstance(library, _Part) else ():
+        elif library not in self._parts:
+            self._parts.add(library)
+            self._linking_libraries.append(_Own(library))
+            for called in library._linking_libraries:
                 self.add_linking_library(called)
 
 
