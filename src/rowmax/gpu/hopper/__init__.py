@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...call.dispatch import Limit, beyond
 from ...call.problem import Gradients, Problem, Tensors, Wanted
-from .. import parts, short_keys
+from .. import parts
 
 __all__ = [
     "backward", "compile_ahead", "defers", "forward", "lacks", "notes", "record", "supports"
@@ -61,6 +61,8 @@ def defers(problem: Problem, call: str) -> str | None:
     count = parts.parts_of(problem) if call == "forward" and parts.splits(problem) else 1
     if count > 1:
         return f"few queries: triton reads their keys in {count} parts"
+    from .. import short_keys
+
     return short_keys.deferral(problem, call)
 
 
