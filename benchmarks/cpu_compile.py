@@ -27,7 +27,7 @@ CALLS = ("float32", "bfloat16", "bias+softcap")
 
 def main() -> int:
     """Run two processes of each call; print the rows and write them."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--calls", nargs="+", choices=CALLS, default=list(CALLS))
     parser.add_argument("--functions", action="store_true", help="print each with its own time")
     parser.add_argument("--csv", type=Path, default=None)

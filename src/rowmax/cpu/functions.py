@@ -47,7 +47,7 @@ inner: Any = partial(cast(Any, njit), **_OPTIONS)
 #: as ``inner``, but optimised before a kernel inlines it; it calls no function of ``inner``
 optimised: Any = partial(cast(Any, njit), **_ALONE)
 #: a choice of compiled functions by the types of the arguments
-choice: Any = partial(overload, jit_options=_OPTIONS)
+choice: Any = partial(cast(Any, overload), jit_options=_OPTIONS)
 
 #: ``(address, n, like)``: the n numbers at an address, of ``like``'s dtype
 array = numba_compat.array

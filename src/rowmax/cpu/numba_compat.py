@@ -10,19 +10,20 @@ as Numba's own do, in about 1.6 times the time.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 from numba import carray, types  # pyright: ignore[reportPrivateImportUsage]
 from numba.core import cgutils, registry
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
-from numba.core.datamodel import default_manager
 from numba.core.datamodel.models import ArrayModel
+from numba.core.datamodel.registry import default_manager
 from numba.extending import intrinsic, overload
 
 from .vector import pointer_to
 
-#: what the classes below replace or read of Numba's library of code
+#: names of Numba's library of code that the classes below replace or read
 _METHODS = ("add_linking_library", "finalize", "_optimize_functions", "_finalize_dynamic_globals")
 _METHODS += ("get_pointer_to_function", "enable_object_caching", "_get_module_for_linking")
 _DATA = ("codegen", "_codegen", "_finalized", "_linking_libraries")
@@ -39,7 +40,7 @@ class _Own:
     """The code of a part without what it calls, as a kernel links it."""
 
     def __init__(self, part: Any) -> None:
-        self._get_module_for_linking = super(_Part, part)._get_module_for_linking
+        self._get_module_for_linking = partial(JITCodeLibrary._get_module_for_linking, part)
         self._reload_init = part._reload_init
 
 
@@ -109,7 +110,8 @@ class _KernelCompiler(_PartCompiler):
 
 def pipelines(library: type = JITCodeLibrary) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return Numba's options for kernels and for their parts; none if its names are others."""
-    sample = library(registry.cpu_target.target_context.codegen(), "rowmax")
+    context = cast(Any, registry.cpu_target.target_context)
+    sample = library(context.codegen(), "rowmax")
     if not all(hasattr(sample, name) for name in (*_METHODS, *_DATA)):
         return {}, {}
     return {"pipeline_class": _KernelCompiler}, {"pipeline_class": _PartCompiler}
