@@ -21,7 +21,7 @@ from numba import types
 from numba.extending import overload
 
 from .amx import STRIP, configure, release
-from .functions import STRICT, SUMS, array, choice, inner, of_dtype
+from .functions import STRICT, SUMS, array, choice, inner, of_dtype, optimised
 from .products import panel, span
 from .vector import TILE_K, TILE_Q, W, fetch_add
 from .wide import LANES, STEP, finite, multiply, shorten, transpose, weave
@@ -298,7 +298,7 @@ def _end_tiles(like):
     return (lambda like: release()) if like.dtype == types.uint16 else (lambda like: None)
 
 
-@inner
+@optimised  # as ``inner``, forwards in bfloat16 took 1.1 times as long
 def copy_rows(like, to, rows, row_bytes, n, count, d):
     """Write n rows of d bfloat16 to contiguous rows, zero from n to count."""
     out = array(to, count * d, like)
