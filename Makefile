@@ -11,7 +11,7 @@ PYTHON ?= $(shell for p in $(CANDIDATES); do \
 	$$p -c '$(MODERN)' >/dev/null 2>&1 && { echo $$p; break; }; done)
 ARGS ?=
 
-.PHONY: help demo test lint unit doctest docs bench clean
+.PHONY: help demo test lint unit doctest gates docs bench clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -24,7 +24,8 @@ help: ## list the targets
 demo: $(STAMP) ## check this machine, train a small GPT, run a long sequence; writes report.html
 	$(BIN)/python -m demo $(ARGS)
 
-test: lint unit doctest ## lint, unit and doctest
+test: $(STAMP) ## lint, unit and doctest
+	$(MAKE) -j3 lint $(PARTS) doctest
 
 lint: $(STAMP) ## style, plain words, types, and which module may import which
 	$(BIN)/ruff check .
@@ -39,31 +40,44 @@ lint: $(STAMP) ## style, plain words, types, and which module may import which
 # operation, on the core of another part. Triton's interpreter has to be on before anything imports
 # triton: a process of its own. It is slow: float32 here, and a bias that all share; float16 and
 # tiles of every shape without the -k.
-PARTS := unit-files unit-compile unit-backward unit-folders unit-emulator unit-interpreter
+PARTS := unit-folders unit-files unit-emulator unit-cpu unit-interpreter
+# What a change of a GPU kernel needs besides. They take as long as everything else.
+GATES := gates-targets gates-forward gates-backward
 APART := tests/compile tests/emulator tests/hopper tests/triton
-unit: export OMP_WAIT_POLICY := passive
-unit: export OPENBLAS_NUM_THREADS := 1
+HOPPER := tests/compile/test_hopper.py tests/compile/test_hopper_backward.py
+CPU := $(wildcard tests/test_cpu*.py tests/test_amx.py)
+test unit gates: export OMP_WAIT_POLICY := passive
+test unit gates: export OPENBLAS_NUM_THREADS := 1
 unit: $(STAMP) ## the tests
 	$(MAKE) -j3 $(PARTS)
 
-.PHONY: $(PARTS)
+gates: $(STAMP) ## compile all GPU kernels for six targets, and read the machine code of Hopper
+	$(MAKE) -j3 $(GATES)
+
+.PHONY: $(PARTS) $(GATES)
 unit-files: $(STAMP)
-	$(BIN)/python -m pytest tests/test_*.py $(ARGS)
+	$(BIN)/python -m pytest $(filter-out $(CPU),$(wildcard tests/test_*.py)) $(ARGS)
+
+unit-cpu: $(STAMP)
+	$(BIN)/python -m pytest $(CPU) $(ARGS)
 
 unit-folders: $(STAMP)
 	$(BIN)/python -m pytest tests --ignore-glob 'tests/test_*.py' $(APART:%=--ignore %) $(ARGS)
 
-unit-compile: $(STAMP)
-	$(BIN)/python -m pytest tests/compile --ignore tests/compile/test_hopper_backward.py $(ARGS)
+gates-targets: $(STAMP)
+	$(BIN)/python -m pytest tests/compile $(HOPPER:%=--ignore %) $(ARGS)
 
-unit-backward: $(STAMP)
+gates-forward: $(STAMP)
+	$(BIN)/python -m pytest tests/compile/test_hopper.py $(ARGS)
+
+gates-backward: $(STAMP)
 	$(BIN)/python -m pytest tests/compile/test_hopper_backward.py $(ARGS)
 
 unit-emulator: $(STAMP)
 	$(BIN)/python -m pytest tests/emulator tests/hopper $(ARGS)
 
 unit-interpreter: $(STAMP)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/triton -k "float32 or shared-11qk" $(ARGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/triton -k "float32 or shared-11qk or another_form" $(ARGS)
 
 doctest: $(STAMP) ## the examples in docstrings
 	$(BIN)/python -m pytest --doctest-modules src demo

@@ -4,7 +4,7 @@
     python -m benchmarks.distributed_model --devices 16 32 --strategies keys grid --cells causal-1m
     python -m benchmarks.distributed_model --csv measured.csv     (rows of benchmarks.distributed)
 
-The time of a pass on the slowest rank is a sum:
+The time of a pass on the slowest rank is a sum, or the time of its host if that is longer:
 
     its share of the operations / speed of one device x imbalance
     + exposed copies between devices, and slower computing under hidden ones
@@ -12,16 +12,17 @@ The time of a pass on the slowest rank is a sum:
 
 Efficiency is the time of one device / devices / that sum.
 
-Strategies, as ``rowmax.distributed`` has them now:
+Strategies, as ``rowmax.distributed`` has them:
 
-    keys    K, V come before the first tile, dK, dV return in float32 after the last: all exposed
+    keys    on one host: copy engines pull K, V from shared memory, and dK, dV in float32, by the
+            stages of kv heads of the actual rule; rows are those of the actual routes. Between
+            hosts NCCL copies, in one stage: all exposed
     heads   rows for heads and back: all exposed; the backward exchanges q, k, v, out and dout again
-    staged  copies while tiles are computed; exposed is a quarter of one shard of dK, dV (not built)
-    grid    heads within a node, keys between nodes (not built)
+    grid    a mesh of two dimensions: heads within a node, keys between nodes
 
-The speeds are inputs. Those of wires are of published runs on H100 (NCCL, GB/s a direction); those
-of memory, launches and slower computing are assumptions. With ``--csv``, speed of one device and of
-the wire are those of the file, where it has them.
+The speeds are inputs. Those of NCCL are of published runs on H100 (GB/s a direction); those of
+copy engines, memory, launches, host and slower computing are assumptions. With ``--csv``, the
+speed of one device and of NCCL are those of the file, where it has them.
 """
 
 from __future__ import annotations
@@ -32,13 +33,21 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from rowmax.bench.cells import Cell
 from rowmax.bench.run import PRODUCTS
+from rowmax.call.inputs import Options, Tensors
 from rowmax.distributed import Layout
+from rowmax.distributed.calls import Place, ShardedCall
+from rowmax.distributed.groups import Group
 from rowmax.distributed.layout import ALIGNED
+from rowmax.distributed.routes import route, sight_of
+from rowmax.distributed.strategies.stages import stages_of
 
 from .distributed_cells import layout_for, mask_of, named
 
@@ -58,9 +67,14 @@ class Machine:
     wires: Mapping[int, float] = field(default_factory=lambda: {2: 329.0, 4: 355.0, 8: 361.0})
     between: float = 50.0  # GB/s a direction from a device to other nodes
     per_node: int = 8
-    launches: float = 60.0  # microseconds of launches and barriers of a forward; twice backward
+    #: microseconds of launches and barriers of a forward; half as much for each further call of a
+    #: kernel; twice backward
+    launches: float = 60.0
     slower: float = 0.05  # computing takes so much longer while the wire is busy
-    memory: float = 2400.0  # GB/s of copies in own memory
+    pulls: float = 370.0  # GB/s a direction of copy engines within a node
+    memory: float = 3600.0  # GB/s of copies in own memory, bytes read and written: 75% of an H200
+    latency: float = 5.0  # microseconds of a copy from one other device, whatever its size
+    host: float = 1000.0  # microseconds of the host for a forward; two and a half times backward
 
     def wire(self, devices: int) -> float:
         """Return GB/s within a node that has so many devices of the group."""
@@ -68,7 +82,8 @@ class Machine:
         return self.wires[max(known, default=min(self.wires))]
 
 
-IDEAL = Machine(wires={2: math.inf}, between=math.inf, launches=0.0, slower=0.0, memory=math.inf)
+IDEAL = Machine(wires={2: math.inf}, between=math.inf, launches=0.0, slower=0.0, memory=math.inf,
+                pulls=math.inf, latency=0.0, host=0.0)  # fmt: skip
 
 
 class Traffic(NamedTuple):
@@ -82,20 +97,7 @@ class Traffic(NamedTuple):
         return Traffic(*(a + b for a, b in zip(self, other, strict=True)))
 
 
-class Strategy(NamedTuple):
-    """Exposed shares: of what comes, and of what returns; and those of one shard of dK, dV."""
-
-    gather: float
-    scatter: float
-    tail: float = 0.0
-
-
-STRATEGIES = {
-    "keys": Strategy(1.0, 1.0),
-    "heads": Strategy(1.0, 1.0),
-    "staged": Strategy(0.0, 0.0, 0.25),
-    "grid": Strategy(1.0, 1.0),
-}
+STRATEGIES = ("keys", "heads", "grid")
 
 
 class Prediction(NamedTuple):
@@ -140,20 +142,18 @@ def traffic(
         came = (3 * q + kv) if backward else q + kv
         went = (q + kv * WIDE / HALF) if backward else q
         share = (devices - 1) / devices
-        come = _split(came * share, devices, inside)._replace(copied=4 * came)
-        back = _split(went * share, devices, inside)._replace(copied=6 * went)
+        come = _split(came * share, devices, inside)._replace(copied=6 * came)
+        back = _split(went * share, devices, inside)._replace(copied=8 * went)
         return come, back
-    seen = 2 * received_rows(cell, devices) * cell.b * cell.d * cell.hk
     if name == "grid":
         return _grid(cell, backward, devices, inside)
+    seen = 2 * received_rows(cell, devices) * cell.b * cell.d * cell.hk
     # packed for each receiver, then put in order; sums are cleared, added up, packed and added
     whole = seen + kv / HALF
-    copied = 0.0 if name == "staged" else 4 * whole * HALF
-    come = _split(seen * HALF, devices, inside)._replace(copied=copied)
+    come = _split(seen * HALF, devices, inside)._replace(copied=4 * whole * HALF)
     if not backward:
         return come, Traffic()
-    copied = 0.0 if name == "staged" else (4 * WIDE + HALF) * whole
-    return come, _split(seen * WIDE, devices, inside)._replace(copied=copied)
+    return come, _split(seen * WIDE, devices, inside)._replace(copied=(4 * WIDE + HALF) * whole)
 
 
 def _grid(cell: Cell, backward: bool, devices: int, inside: int) -> tuple[Traffic, Traffic]:
@@ -168,6 +168,82 @@ def _grid(cell: Cell, backward: bool, devices: int, inside: int) -> tuple[Traffi
     if backward:
         back = back.plus(Traffic(0.0, kv * WIDE, 4 * kv * WIDE))
     return come, back
+
+
+# --- shared memory -------------------------------------------------------------------------------
+
+
+class Pulled(NamedTuple):
+    """The bytes that the slowest rank of a host pulls, copies in own memory, and its calls."""
+
+    come: float
+    back: float
+    copied: float
+    stages: tuple[float, ...]  # the share of kv heads of each
+    calls: int
+
+
+@lru_cache(maxsize=256)
+def pulled(cell: Cell, backward: bool, devices: int) -> Pulled:
+    """Return the copies of the strategy "keys" on one host, by the routes and the rule of stages.
+
+    Copies in own memory are counted as bytes read and written, of ``rowmax.distributed.pulls``.
+    """
+    call = planned(cell, devices)
+    ways = [route(call.queries, call.keys, sight_of(call), rank) for rank in range(devices)]
+    row = 2 * cell.b * cell.hk * cell.d  # elements of k and v
+    come = back = copied = 0.0
+    for rank, way in enumerate(ways):
+        own = call.keys.lengths[rank]
+        sent, received = way.rows_of_others(rank)
+        come, back = max(come, received * row * HALF), max(back, sent * row * WIDE * backward)
+        packing = way.parts[0].packing if way.parts else None
+        if packing is None:
+            bytes_ = 4 * own * HALF  # to shared memory, and to their places
+            # all but the first call's gradients are added to those of the first
+            covered = sum(part.gathered.stop - part.gathered.start for part in way.parts)
+            sums = 3 * (covered - way.length)
+        else:
+            shown = sum(stop - start for start, stop in way.shown)
+            bytes_ = (2 * shown + 2 * packing.rows + 4 * received) * HALF
+            sums = 2 * way.length + 3 * (packing.rows - way.length)
+        if backward:
+            # packed, added to zeros in the order of ranks, and rounded
+            bytes_ += (sums + 2 * way.length + own + 3 * (sent + own) + own) * WIDE + own * HALF
+        copied = max(copied, bytes_ * row)
+    sizes = [len(one) for one in stages_of(call, backward)]
+    calls = max(len(way.parts) for way in ways) * len(sizes)
+    return Pulled(come, back, copied, tuple(n / sum(sizes) for n in sizes), calls)
+
+
+def planned(cell: Cell, devices: int) -> ShardedCall:
+    """Return the call of the first rank, without memory for its rows."""
+    layout = layout_for(cell, "keys", devices)[1]
+    q, k = (
+        torch.empty(cell.b, layout.lengths[0], heads, cell.d, dtype=torch.bfloat16, device="meta")
+        for heads in (cell.hq, cell.hk)
+    )
+    documents = ",".join(map(str, accumulate(cell.packed, initial=0))) if cell.packed else ""
+    place = Place("", layout.text, layout.text, "keys", False, False, documents)
+    right = 0 if cell.causal or cell.window else None
+    options = Options(0.1, left=cell.window or None, right=right)
+    given = (place, Tensors(q, k, k), options, layout, layout, Group("", 0, devices))
+    return ShardedCall(*given)
+
+
+def _staged(found: Pulled, computing: float, machine: Machine) -> tuple[float, float]:
+    """Return the seconds of copies of the wire, and those of them that nothing hides.
+
+    While a stage computes, rows of the next one come and gradients of the one before return.
+    """
+    first, last = found.come / machine.pulls / 1e9, found.back / machine.pulls / 1e9
+    shares = found.stages
+    exposed = first * shares[0] + last * shares[-1]
+    for n, share in enumerate(shares):
+        comes = first * shares[n + 1] if n + 1 < len(shares) else 0.0
+        returns = last * shares[n - 1] if n else 0.0
+        exposed += max(0.0, comes + returns - computing * share)
+    return first + last, exposed
 
 
 # --- time ----------------------------------------------------------------------------------------
@@ -189,28 +265,34 @@ def predict(
     """Return the predicted efficiency of a pass of a cell on some devices.
 
     >>> from benchmarks.distributed_cells import named
-    >>> round(predict(named("causal-64k")[0], "staged", "forward", 8).efficiency, 3)
-    0.986
+    >>> round(predict(named("causal-128k")[0], "keys", "forward", 8).efficiency, 2)
+    0.94
     """
     machine = Machine() if machine is None else machine
-    speed = getattr(machine, what)
+    speed, backward = getattr(machine, what), what == "backward"
     ideal = cell.flops(PRODUCTS[what]) / devices / speed / 1e12
     if devices == 1:
         return Prediction(1.0, 1.0, 0.0, 0.0, 0.0, 0.0)
-    strategy = STRATEGIES[name]
-    come, back = traffic(cell, name, what, devices, machine.per_node)
-    first, last = (_seconds(part, devices, machine) for part in (come, back))
-    exposed = strategy.gather * first + strategy.scatter * last
-    # hidden copies need as much computing; the last return of one shard has none
-    tail = strategy.tail * last / max(1, devices - 1)
-    hidden = first + last - exposed
-    exposed += max(tail, hidden - ideal)
-    slower = machine.slower * min(hidden, ideal)
-    copies = (come.copied + back.copied) / machine.memory / 1e9
-    launches = 1e-6 * machine.launches * (2 if what == "backward" else 1)
     uneven = imbalance(cell, name, devices, machine.per_node)
+    if name == "keys" and devices <= machine.per_node:
+        found = pulled(cell, backward, devices)
+        wire, exposed = _staged(found, ideal * uneven, machine)
+        copied, calls = found.copied, found.calls
+        peers = 2 * (devices - 1) * len(found.stages)  # a copy of k and one of v from each
+    else:
+        come, back = traffic(cell, name, what, devices, machine.per_node)
+        wire = exposed = sum(_seconds(part, devices, machine) for part in (come, back))
+        copied, calls, peers = come.copied + back.copied, 1, devices - 1
+        if name == "grid":
+            inside = min(devices, machine.per_node)
+            peers = inside - 1 + devices // inside - 1
+    slower = machine.slower * min(wire - exposed, ideal)
+    copies = copied / machine.memory / 1e9
+    times = 1 + backward
+    launches = 1e-6 * times * (machine.launches * (1 + calls) / 2 + machine.latency * peers)
     spent = ideal * uneven + slower + exposed + copies + launches
-    parts = (first + last, exposed, copies, launches)
+    spent = max(spent, 1e-6 * machine.host * (2.5 if backward else 1.0))
+    parts = (wire, exposed, copies, launches)
     return Prediction(ideal / spent, uneven, *(x / ideal for x in parts))
 
 
@@ -305,7 +387,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     add, usual = parser.add_argument, Machine()
     add("--devices", nargs="+", type=int, default=[2, 4, 8])
     add("--cells", nargs="+", default=list(CELLS))
-    add("--strategies", nargs="+", default=["keys", "heads", "staged"], choices=STRATEGIES)
+    add("--strategies", nargs="+", default=["keys", "heads"], choices=STRATEGIES)
     add("--csv", type=Path, help="measured rows: print them with their predictions")
     for name in ("forward", "backward", "between", "launches", "slower", "memory"):
         add(f"--{name}", type=float, default=getattr(usual, name))

@@ -25,9 +25,9 @@ Call = Callable[[], Any]
 
 #: a kernel, its head size (with "bias" or "causal" for such cells), and the changes to try
 TRIED = """
-hopper.forward 64: warpgroups=2,registers=240+24 ordered=0
-hopper.forward 128: v_stages=3,q_stages=1
-hopper.forward 256: STAGED=0
+hopper.forward 64: warpgroups=2,registers=240+24 ordered=0 LAGS=0 LAGS=1
+hopper.forward 128: v_stages=3,q_stages=1 LAGS=0 LAGS=1
+hopper.forward 256: STAGED=0 LAGS=0 LAGS=1
 hopper.forward 64 bias: b_stages=1,k_stages=4,v_stages=4,q_stages=2
 hopper.forward 64 bias: b_stages=2,k_stages=2,v_stages=2,q_stages=2
 hopper.forward 64 bias: b_stages=3,block_k=64,k_stages=4,v_stages=4
@@ -106,7 +106,7 @@ def posed(cell: Cell, x: Inputs) -> tuple[Any, Any]:
 def hopper_forward(cell: Cell, x: Inputs, change: str) -> Call:
     """Return the launch of the forward kernel with a change, its plan built before."""
     plan, pointers, bases, out = _forward_launch(cell, x, change)
-    return lambda: (plan.launch(pointers, bases), out)[1]
+    return lambda: (plan.run(pointers, bases), out)[1]
 
 
 def _forward_launch(cell: Cell, x: Inputs, change: str, **more: Any) -> tuple[Any, Any, Any, Any]:

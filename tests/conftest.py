@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -10,24 +9,18 @@ import pytest
 import torch
 from hypothesis import settings
 
+from .compile_once import compile_once
+from .garbage import collect_less
+
 # The first example may compile kernels, and a busy machine is no failure.
 settings.register_profile("rowmax", deadline=None, derandomize=True, max_examples=30)
 settings.load_profile("rowmax")
 
 
 def pytest_collection_finish() -> None:
-    """Leave what is imported out of garbage collections, and collect less often.
-
-    Compiling makes many objects that live: collections took a sixth of Numba's time.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
-
-
-def pytest_unconfigure() -> None:
-    """Let the end of the process collect everything: Triton prints what it finds alive."""
-    gc.unfreeze()
+    """Collect less garbage, once all is imported, and share what Numba compiles."""
+    compile_once()
+    collect_less()
 
 
 @pytest.fixture(autouse=True)

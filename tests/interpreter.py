@@ -7,6 +7,7 @@ It computes whether integers overflow, for an assertion that is off.
 
 from __future__ import annotations
 
+import inspect
 import types
 from typing import Any
 
@@ -17,16 +18,47 @@ from triton.runtime import interpreter
 
 _DONE = "rowmax_tests_sped_up"
 
+#: functions that are replaced or called here, with their arguments in Triton 3.6 to 3.9
+KNOWN: tuple[tuple[Any, str, str], ...] = (
+    (interpreter, "_patch_lang", "fn"),
+    (interpreter, "_patch_attr", "obj name member builder scope"),
+    (interpreter, "_get_np_dtype", "tt_dtype"),
+    (interpreter, "_validate_np_data_size", "np_array tl_dtype"),
+    (core.block_type, "__init__", "self element_ty shape"),
+    (core.block_type, "with_element_ty", "self scalar_ty"),
+    (core.tensor, "__init__", "self handle type"),
+    (core.dtype, "__eq__", "self other"),
+    (core, "_unwrap_if_constexpr", "o"),
+    (TritonSemantic, "__init__", "self builder"),
+    (
+        *(TritonSemantic, "binary_op_type_checking_impl"),
+        "self lhs rhs allow_lhs_ptr allow_rhs_ptr arithmetic_check div_or_mod",
+    ),
+    (TritonSemantic, "binary_op_sanitize_overflow_impl", "self lhs rhs binary_op"),
+    (TritonSemantic, "broadcast_impl_value", "self lhs rhs"),
+    (TritonSemantic, "scalar_constant", "self value dtype"),
+)
+
 
 def speed_up() -> None:
-    """Replace parts of the interpreter, once in a process."""
-    if hasattr(interpreter, _DONE):
+    """Replace parts of the interpreter, once in a process. One of another form is left as it is."""
+    if hasattr(interpreter, _DONE) or not _is_known():
         return
     setattr(interpreter, _DONE, True)
     _patch_once_a_launch()
+    _call_builtins_directly()
     _keep_dtypes()
     _keep_shapes()
     _skip_checks_of_equal_types()
+
+
+def _is_known() -> bool:
+    """Return True if this release of Triton has everything that is replaced, in its known form."""
+    for owner, name, arguments in KNOWN:
+        found = getattr(owner, name, None)
+        if found is None or " ".join(inspect.signature(found).parameters) != arguments:
+            return False
+    return True
 
 
 def _patch_once_a_launch() -> None:
@@ -54,6 +86,23 @@ def _patch_once_a_launch() -> None:
         return scope
 
     interpreter._patch_lang = patch_once
+
+
+def _call_builtins_directly() -> None:
+    """Call what a builtin of the language wraps. The wrapper only checks that it has semantics."""
+    semantics: dict[int, Any] = {}
+
+    def patch(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        inner = getattr(member, "__wrapped__", member)
+        semantic = semantics.setdefault(id(builder), TritonSemantic(builder))
+
+        def call(*args: Any, **options: Any) -> Any:
+            options["_semantic"] = semantic
+            return inner(*args, **options)
+
+        scope.set_attr(obj, name, call)
+
+    interpreter._patch_attr = patch
 
 
 def _keep_dtypes() -> None:
@@ -88,9 +137,9 @@ def _keep_shapes() -> None:
         if key not in shapes:
             init(self, element_ty, shape)
             of_tensor = core.constexpr(self.numel), core.tuple([core.constexpr(n) for n in key])
-            shapes[key] = self.shape, self.numel, of_tensor
+            shapes[key] = self.shape, self.numel, of_tensor, list(key)
         self.element_ty = element_ty
-        self.shape, self.numel, self.of_tensor = shapes[key]
+        self.shape, self.numel, self.of_tensor, self.ints = shapes[key]
         self.name = f"<{key}, {element_ty.name}>"
         self.others = {}
 
@@ -110,9 +159,12 @@ def _keep_shapes() -> None:
 
 
 def _skip_checks_of_equal_types() -> None:
-    """Return operands of one type and shape as they are, and check no overflow in vain."""
+    """Return operands as they are where their types need no change.
+
+    Numbers that become the other operand's type are kept, as constants of its shape. How shapes
+    meet is kept as well. Overflow is not checked in vain.
+    """
     check = TritonSemantic.binary_op_type_checking_impl
-    broadcast = TritonSemantic.broadcast_impl_value
     unwrap = core._unwrap_if_constexpr
     equal = core.dtype.__eq__
     overflow = TritonSemantic.binary_op_sanitize_overflow_impl
@@ -126,17 +178,18 @@ def _skip_checks_of_equal_types() -> None:
         arithmetic_check: bool = True,
         div_or_mod: bool = False,
     ) -> Any:
-        if lhs.__class__ is core.tensor and rhs.__class__ is core.tensor and not div_or_mod:
-            a, b = lhs.type, rhs.type
-            if (a is b or a.name == b.name) and a.scalar.__class__ is core.dtype:
-                return lhs, rhs
+        if not div_or_mod:
+            x, y = lhs.__class__ is core.tensor, rhs.__class__ is core.tensor
+            if x and y:
+                a, b = lhs.dtype, rhs.dtype
+                offset = allow_lhs_ptr and a.__class__ is core.pointer_type and b.is_int()
+                if offset or (a.__class__ is core.dtype and a.name == b.name):
+                    return self.broadcast_impl_value(lhs, rhs)
+            elif x and _takes(lhs.dtype, rhs):
+                return lhs, _constant(self, lhs.type, rhs)
+            elif y and _takes(rhs.dtype, lhs):
+                return _constant(self, rhs.type, lhs), rhs
         return check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
-
-    def broadcast_values(self: Any, lhs: Any, rhs: Any) -> Any:
-        a, b = lhs.type, rhs.type
-        if a.is_block() and b.is_block() and a.shape is b.shape:
-            return lhs, rhs
-        return broadcast(self, lhs, rhs)
 
     def check_overflow(self: Any, *args: Any) -> None:
         if self.builder.options.debug:  # else the assertion of what this computes does nothing
@@ -151,7 +204,66 @@ def _skip_checks_of_equal_types() -> None:
     plain = core.tensor, core.dtype, int, float, bool
 
     TritonSemantic.binary_op_type_checking_impl = check_types
-    TritonSemantic.broadcast_impl_value = broadcast_values
+    TritonSemantic.broadcast_impl_value = _broadcast_values()
     TritonSemantic.binary_op_sanitize_overflow_impl = check_overflow
     core.dtype.__eq__ = is_equal
     core._unwrap_if_constexpr = unwrap_constant
+
+
+#: types that an int of 32 bits, or a float of their range, becomes next to a tensor of them
+_FLOATS = frozenset(("fp16", "bf16", "fp32", "fp64"))
+_TAKE = {int: _FLOATS | {"int32", "int64"}, float: _FLOATS}
+
+
+def _takes(dtype: Any, x: Any) -> bool:
+    """Return True if the number x becomes the dtype of the tensor next to it."""
+    if dtype.__class__ is not core.dtype or dtype.name not in _TAKE.get(x.__class__, ()):
+        return False
+    # a float past the range of float32 is of float64
+    return -(2**31) <= x < 2**31 if x.__class__ is int else x == 0 or 2**-126 <= abs(x) <= 2**127
+
+
+def _constant(semantic: Any, type: Any, x: Any) -> Any:
+    """Return a number as a tensor of a type."""
+    key = type.name, x.__class__, x, str(x) if x == 0 else ""  # -0.0 equals 0.0
+    found = _constants.get(key)
+    if found is None:
+        found = semantic.scalar_constant(x, dtype=type.scalar)
+        if type.is_block():
+            found = core.tensor(semantic.builder.create_splat(type, found.handle), type)
+        found.handle.data.flags.writeable = False  # others share it
+        if len(_constants) < 10_000:
+            _constants[key] = found
+    return found
+
+
+_constants: dict[Any, Any] = {}
+
+
+def _broadcast_values() -> Any:
+    """Return the broadcast of two operands, which keeps the types that pairs of types become."""
+    broadcast = TritonSemantic.broadcast_impl_value
+    known: dict[Any, Any] = {}
+
+    def to(self: Any, x: Any, type: Any) -> Any:
+        if type is None:
+            return x
+        if x.type.is_block():
+            return core.tensor(self.builder.create_broadcast(x.handle, type.ints), type)
+        return core.tensor(self.builder.create_splat(type, x.handle), type)
+
+    def broadcast_values(self: Any, lhs: Any, rhs: Any) -> Any:
+        a, b = lhs.type, rhs.type
+        if a.is_block() and b.is_block() and a.shape is b.shape:
+            return lhs, rhs
+        key = a.name, b.name
+        if key in known:
+            to_a, to_b = known[key]
+            return to(self, lhs, to_a), to(self, rhs, to_b)
+        x, y = broadcast(self, lhs, rhs)
+        ranks = {len(t.shape) for t in (a, b) if t.is_block()}
+        if len(ranks) < 2:  # else an axis is added first
+            known[key] = None if x is lhs else x.type, None if y is rhs else y.type
+        return x, y
+
+    return broadcast_values

@@ -36,9 +36,9 @@ def behave(how: str) -> Iterator[str]:
 
 def test_a_process_that_dies_or_hangs_is_replaced() -> None:
     names = ["dies", "hangs", "raises", "right", "right again"]
-    pool = Pool(behave, 2, limit=2, device="cpu")
+    pool = Pool(behave, 2, limit=100, device="cpu")  # the others may wait for a processor
     found: dict[str, list[Event]] = {name: [] for name in names}
-    for event in pool.run([Job((name,)) for name in names]):
+    for event in pool.run([Job((name,), limit=2.0 * (name == "hangs")) for name in names]):
         if event is not None:
             found[event.job.args[0]].append(event)
     for name, events in found.items():
@@ -50,17 +50,21 @@ def test_a_process_that_dies_or_hangs_is_replaced() -> None:
     assert "out of bounds" in found["raises"][-1].value
 
 
-def place(name: str, seconds: float) -> Iterator[tuple[Any, ...]]:
+def place(name: str, seconds: float, folder: Path) -> Iterator[tuple[Any, ...]]:
+    """Yield where the job ran, and when, once jobs have begun on two GPUs."""
     begin = time.time()
+    (folder / os.environ[VISIBLE]).touch()
+    while len(list(folder.iterdir())) < 2:
+        time.sleep(0.05)
     time.sleep(seconds)
     yield name, os.getpid(), os.environ[VISIBLE], begin, time.time()
 
 
-def test_jobs_are_spread_over_gpus_and_some_are_alone() -> None:
-    jobs = [Job(("alone", 0.4), alone=True) for _ in range(2)]
-    jobs += [Job(("usual", 0.2)) for _ in range(9)]
-    jobs += [Job(("fresh", 0.1), fresh=True)]
-    pool = Pool(place, 3, limit=20, device="cpu", gpus=["3", "5"])
+def test_jobs_are_spread_over_gpus_and_some_are_alone(tmp_path: Path) -> None:
+    jobs = [Job(("alone", 0.4, tmp_path), alone=True) for _ in range(2)]
+    jobs += [Job(("usual", 0.2, tmp_path)) for _ in range(9)]
+    jobs += [Job(("fresh", 0.1, tmp_path), fresh=True)]
+    pool = Pool(place, 3, limit=100, device="cpu", gpus=["3", "5"])
     ran = [e.value for e in pool.run(jobs) if e is not None and e.kind == "message"]
     assert Counter(name for name, *_ in ran) == {"alone": 2, "usual": 9, "fresh": 1}
     assert {gpu for _, _, gpu, *_ in ran} == {"3", "5"}

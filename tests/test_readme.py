@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import rowmax
+from tests import forks
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -32,13 +32,7 @@ def links(text: str) -> list[str]:
 
 @pytest.mark.parametrize("code", blocks("python"))
 def test_the_example_runs(code: str):
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code + "\nassert bias.grad.shape == bias.shape"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    done = forks.run(code + "\nassert bias.grad.shape == bias.shape", strict=True)
     assert done.returncode == 0, done.stderr
     assert "float32" in done.stdout
 

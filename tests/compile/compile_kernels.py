@@ -1,15 +1,18 @@
 """Compile kernels without their GPUs, and print facts about the machine code.
 
-Run by ``test_compile.py`` in a process without the interpreter: the arguments are a target and
-"features", "tuned", "float32", "tangents", "few" or "short"; each line is JSON.
+Run by ``test_compile.py`` in a process without the interpreter. The arguments are a target and
+"features", "tuned", "float32", "tangents", "few" or "short"; each line is JSON. Without arguments
+each line of the input has the two: a fork of this process answers, after the imports that all need.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import sys
+import traceback
 import warnings
 from typing import Any, NamedTuple
 
@@ -21,6 +24,7 @@ from rowmax.call.inputs import Cotangents, Tangents, WantedSecond
 from rowmax.call.problem import Wanted
 from rowmax.testing import Case, make
 from tests.compile import sass
+from tests.garbage import collect_less
 
 short = importlib.import_module("rowmax.gpu.triton.short")
 short_keys = importlib.import_module("rowmax.gpu.short_keys")
@@ -119,6 +123,14 @@ def features(name: str) -> list[tuple[Case, torch.dtype]]:
     if name == "sm_89":
         some.append((FEATURES[4], torch.bfloat16))
     return some
+
+
+def tangent_cases(name: str) -> list[tuple[Case, torch.dtype]]:
+    """Return the cases of tangents of a target: all of Hopper, each compiler's main ones."""
+    if name == "sm_90":
+        return TANGENTS
+    some = ("128-causal", "64-terms", *["64-float32"] * (name in THOROUGH))
+    return [given for given in TANGENTS if given[0].name in some]
 
 
 def few_cases(name: str) -> list[tuple[Case, torch.dtype]]:
@@ -246,9 +258,8 @@ def facts(made: Made, name: str, what: str) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    warnings.simplefilter("ignore")
-    name, what = sys.argv[1:]
+def report(name: str, what: str) -> None:
+    """Print the facts of each kernel of a target."""
     _, shared = TARGETS[name]
     measured = what == "tuned" or (what in ("tangents", "few", "short") and name == "sm_90")
     device = "NVIDIA H200" if measured else name
@@ -259,13 +270,44 @@ def main() -> None:
         "features": features(name),
         "tuned": [(case, torch.bfloat16) for case in tuned()],
         "float32": [(case, torch.float32) for case in FLOAT32],
-        "tangents": TANGENTS,
+        "tangents": tangent_cases(name),
         "few": few_cases(name),
         "short": [(case, torch.bfloat16) for case in SHORT],
     }
     for case, dtype in cases[what]:
         for one in made(case, dtype, name, what):
             print(json.dumps({"case": case.name, **facts(one, name, what)}), flush=True)
+
+
+def answer(name: str, what: str) -> None:
+    """Print what ``report`` prints in a fork, then a line with the text of its error, or none."""
+    read, write = os.pipe()
+    if os.fork() == 0:
+        status = 1
+        try:
+            report(name, what)
+            status = 0
+        except BaseException:
+            os.write(write, traceback.format_exc()[-3000:].encode())
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        text = pipe.read()
+    _, status = os.wait()
+    error = text or (f"it ended with status {status}" if status else "")
+    print(json.dumps({"error": error}), flush=True)
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    collect_less()
+    if sys.argv[1:]:
+        report(*sys.argv[1:])
+        return
+    for line in sys.stdin:
+        answer(*line.split())
 
 
 if __name__ == "__main__":

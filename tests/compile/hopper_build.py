@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from rowmax.gpu.hopper import host
 from rowmax.testing import Case, make
 
-from . import sass
+from . import arrivals, sass
 
 
 class Line(NamedTuple):
@@ -55,11 +55,12 @@ class Built:
         """Return the arrivals of one thread for a warpgroup that may come too early.
 
         Since the warpgroup last read or wrote shared memory, in the order of addresses, its threads
-        have not met: others may not have read yet.
+        have not met: others may not have read yet. Or loads had not arrived when they met.
         """
         parts = [part for part in self.partitions() if count(part, "HGMMA")]
         assert len(parts) == consumers  # the others are warps, whose lanes go together
-        found = []
+        late = arrivals.too_early(self.cubin)
+        found = [line for part in parts for line in part if line.address in late]
         for part in parts:
             busy = False
             assert count(part, "SYNCS.ARRIVE") > 0
@@ -106,10 +107,17 @@ def _within(a: list[Line], b: list[Line]) -> bool:
 
 
 @lru_cache
-def build(case: Case, dtype: torch.dtype = torch.bfloat16, clocks: int = 0) -> Built:
+def build(
+    case: Case,
+    dtype: torch.dtype = torch.bfloat16,
+    clocks: int = 0,
+    lags: bool = False,
+    mends: bool = False,
+) -> Built:
     """Return the kernel of this case on a GPU with as many processors as an H200.
 
-    ``clocks``: the events whose clocks it stores.
+    ``clocks``: the events whose clocks it stores. ``lags``: with a reference that lags; ``mends``:
+    the second kernel of that plan.
     """
     problem, tensors = make(case, dtype=dtype).problem()
     out = torch.empty(problem.out_shape, dtype=dtype)
@@ -118,11 +126,13 @@ def build(case: Case, dtype: torch.dtype = torch.bfloat16, clocks: int = 0) -> B
         patch.setattr(host, "processors", lambda _: 132)
         words = torch.zeros(64, dtype=torch.int32)
         patch.setattr(host.packed, "order", lambda *_: host.packed.Order(*[words] * 5))
-        plan = host.build_plan(problem, tensors, out, CLOCKS=clocks)
+        plan = host.build_plan(problem, tensors, out, CLOCKS=clocks, LAGS=lags)
         t = host.pointers(plan, problem, tensors, out, lse)
         t = t._replace(clocks=words if clocks else None)
-    args = plan.launch.arguments(t, host.bases(*tensors[:4], out))
-    kernel = plan.launch.compile(*args, target=GPUTarget("cuda", 90, 32))
+    launch = plan.mends if mends else plan.launch
+    assert launch is not None
+    args = launch.arguments(t, host.bases(*tensors[:4], out))
+    kernel = launch.compile(*args, target=GPUTarget("cuda", 90, 32))
     return _read(plan, kernel.asm["cubin"], kernel.metadata.shared)
 
 

@@ -81,7 +81,11 @@ def instructions(cubin: bytes) -> tuple[list[tuple[int, str]], dict[str, int]]:
         file.write(cubin)
         file.flush()
         done = subprocess.run(
-            [TOOLS / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True
+            # without its analysis of indirect branches, which takes a fifth of the time
+            [TOOLS / "nvdisasm", "-c", "-ndf", file.name],
+            capture_output=True,
+            text=True,
+            check=True,
         )
     code: list[tuple[int, str]] = []
     labels: dict[str, int] = {}

@@ -21,7 +21,7 @@ import torch
 import triton
 
 from rowmax.gpu.hopper.host import bias_path
-from rowmax.gpu.hopper.tiles import LONG, LONG_64_SPILLS, SHARED, TILES, tile_for
+from rowmax.gpu.hopper.tiles import LONG, LONG_64_SPILLS, SHARED, TILES, lags, tile_for
 from rowmax.testing import Case, make
 
 from . import sass
@@ -132,6 +132,51 @@ def test_softmax_runs_under_the_output(case):
         assert after <= 2  # the factor of O may come late
 
 
+#: every head size, and the features with a reference that lags
+LAGGING = [
+    *(c for c in CASES if c.name.endswith(("-full", "-causal")) and "long" not in c.name),
+    *(Case(f"128x128-{name}", **{"b": 1, "hq": 64, "d": 128, **FEATURES[name]})
+      for name in ("window", "lengths", "packed", "sink-grouped")),
+    *(c for c in LONG_CASES if c.d > 64 or not c.causal),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LAGGING, ids=str)
+def test_steps_that_lag_take_no_maximum(case):
+    """Their loops keep to registers, too, and their softmax runs under the output."""
+    kernel = build(case, lags=True)
+    if kernel.plan.tile in LONG.values() and kernel.stack > 4 * LONG_64_SPILLS:
+        pytest.skip("three warpgroups spill with this compiler: the host takes the next tile")
+    loops = [[line.text for line in loop] for loop in kernel.loops()]
+    free = 0
+    for texts in loops:
+        assert sum(bool(re.search(r"\b(LDL|STL)\b", x)) for x in texts) <= SPILLS
+        waits = [n for n, text in enumerate(texts) if "WARPGROUP.DEPBAR" in text]
+        late = sum("MUFU.EX2" in text for text in texts[waits[-1] :])
+        assert late <= 2 or not kernel.plan.tile.overlap
+        free += sum("FMNMX" in text for text in texts) <= 4
+    assert free >= kernel.plan.tile.warpgroups
+    assert kernel.stack <= STACK
+    assert kernel.too_early(kernel.plan.tile.warpgroups) == []
+    report = sass.report(kernel.cubin)
+    assert report.findings == report.stack == []
+
+
+@pytest.mark.parametrize("case", [LAGGING[0], LAGGING[-1], *LAGGING[-7:-3]], ids=str)
+def test_the_second_launch_is_the_shipped_kernel(case):
+    """It takes maxima, as without a reference that lags, and keeps to shared memory."""
+    kernel = build(case, lags=True, mends=True)
+    assert kernel.shared <= SHARED
+    assert kernel.too_early(kernel.plan.tile.warpgroups) == []
+    report = sass.report(kernel.cubin)
+    assert report.products > 0
+    assert report.findings == report.stack == []
+    usual = build(case)
+    for loop, same in zip(kernel.loops(), usual.loops(), strict=True):
+        maxima = [sum("FMNMX" in line.text for line in x) for x in (loop, same)]
+        assert maxima[0] == maxima[1] > 4
+
+
 @pytest.mark.parametrize("d", [64, 128])
 def test_stores_of_clocks_leave_loops_in_registers(d):
     """A measurement with spills in the loops would be one of another kernel."""
@@ -161,6 +206,32 @@ def test_three_warpgroups_take_turns():
             )
             assert len(waits) == len(passes) == 1
             assert waits[0] < products[0] < products[-1] < passes[0]
+
+
+@pytest.mark.parametrize(
+    ("features", "lagging"),
+    [
+        ({}, True),
+        ({"d": 64}, True),
+        ({"causal": True}, False),  # not measured, nor other head sizes
+        ({"d": 96}, False),
+        ({"hq": 1, "nq": 8200, "nk": 8200}, False),  # little work
+        ({"sequences": ((16384, 16384),) * 4}, True),
+        ({"sequences": ((16384, 16384), *[(64, 64)] * 19)}, False),
+        ({"bias": "bh1k"}, False),
+        ({"alibi": True}, False),
+        ({"softcap": 2.0}, False),
+    ],
+    ids=str,
+)
+def test_references_lag_where_there_is_much_work(features, lagging):
+    shape = {} if "sequences" in features else {"b": 1, "nq": 32776, "nk": 32776}
+    case = Case("", **{"hq": 2, "d": 128, **shape, **features})
+    for dtype in (torch.bfloat16, torch.float16):
+        problem, tensors = make(case, dtype=dtype).problem()
+        path = bias_path(problem, tensors.bias)
+        tile = tile_for(problem, path, 132)
+        assert lags(problem, tile, path) is (lagging and dtype == torch.bfloat16)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ from rowmax.call import recent
 from rowmax.distributed import collectives
 from rowmax.integrations import sdpa
 
+from .programs import mesh_of
+
 attend = partial(rowmax.attention, backend="torch")
 
 
@@ -37,7 +39,9 @@ def caught(call: Callable[[], Any]) -> str:
     return "no error"
 
 
-def compare(whole: Callable[..., Tensor], own: Callable[..., Tensor], layout: Any, dim: int = 1):
+def compare(
+    whole: Callable[..., Tensor], own: Callable[..., Tensor], layout: Any, dim: int = 1
+) -> None:
     """Compare results and gradients of own rows with those of one device.
 
     Args:
@@ -143,6 +147,59 @@ def warm(rank: int) -> None:
             out = attend(*rows)
         torch.testing.assert_close(rd.unshard(out, layout), attend(*whole))
         assert torch.equal(attend(*rows), alone)
+
+
+def in_a_grid(rank: int, size: int) -> None:
+    """Compare calls in a context of a mesh of two dimensions, and torch's attention in it."""
+    layout, mesh = rd.Layout.zigzag(96, 4), mesh_of(2, 2)
+    documents = rowmax.Documents(cu_seqlens=torch.tensor([0, 40, 96]))
+
+    def dense(x: Tensor, w: Tensor, **more: Any) -> Tensor:
+        return attend(x @ w, x[:, :, :2], x[:, :, :2], causal=True, **more)
+
+    def own(x: Tensor, w: Tensor) -> Tensor:
+        with rd.context_parallel(mesh, layout, mask=documents) as context:
+            assert torch.equal(context.positions, layout.positions(rank))
+            return dense(x, w)
+
+    compare(partial(dense, mask=documents), own, layout)
+    x = numbers(1, 4, 96, 16)
+    rows = rd.shard(x, layout, mesh, dim=2)
+    want = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+    with sdpa.enable(), rd.context_parallel(mesh, layout) as context:
+        out = F.scaled_dot_product_attention(rows, rows, rows, is_causal=True)
+    torch.testing.assert_close(context.unshard(out, dim=2), want)
+
+
+def refused_grids(rank: int) -> list[str]:
+    """Return the errors of calls over a mesh of two dimensions."""
+    mesh, layout = mesh_of(2, 2), rd.Layout.zigzag(96, 4)
+    x = numbers(1, layout.lengths[rank], 2, 16)
+    lengths = rowmax.PrefixLengths(torch.tensor([50]), align="lengths") & rowmax.Causal()
+
+    def call(**more: Any) -> Callable[[], Any]:
+        named = {"mesh": mesh, "layout": layout, "backend": "torch", **more}
+        return lambda: rd.attention(x, x, x, **named)
+
+    def second() -> Any:
+        q = x.clone().requires_grad_()
+        out: Any = rd.attention(q, x, x, mesh=mesh, layout=layout, backend="torch")
+        (g,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+        return torch.autograd.grad(g.sum(), q)
+
+    return [
+        caught(one)
+        for one in (
+            call(strategy="heads"),
+            call(strategy="rings"),
+            call(strategy="queries", mask=lengths),
+            call(layout=rd.Layout.zigzag(96, 2)),
+            call(mesh=mesh_of(1, 2, 2)),
+            call(mask=torch.ones(96, 96, dtype=torch.bool)),
+            second,
+            lambda: rd.context_parallel(mesh, rd.Layout.zigzag(96, 2)),
+        )
+    ]
 
 
 def backward_elsewhere(rank: int) -> None:
@@ -324,7 +381,9 @@ class Counted:
         collectives._gather, dist.all_to_all_single = self._gather, self._exchange
 
 
-def explained(rank: int, size: int, strategy: str, kind: str) -> tuple[Any, Any]:
+def explained(
+    rank: int, size: int, strategy: str, kind: str, shape: tuple[int, ...] = ()
+) -> tuple[Any, Any]:
     """Return the explained and the counted bytes of both directions."""
     layout = rd.Layout.balanced(rowmax.Causal(), 300, size, chunk=64)
     n = layout.lengths[rank]
@@ -332,6 +391,7 @@ def explained(rank: int, size: int, strategy: str, kind: str) -> tuple[Any, Any]
     q, k, v = (numbers(b, n, h, d).bfloat16() for h, d in ((4, 16), (2, 16), (2, 8)))
     bias = torch.zeros(1, 4, n, 300)
     options: dict[str, Any] = {"backend": "torch", "layout": layout, "strategy": strategy}
+    options |= {"mesh": mesh_of(*shape)} if shape else {}
     documents = rowmax.Documents(cu_seqlens=torch.tensor([0, 90, 91, 300])) & rowmax.Causal()
     options |= {
         "window": {"mask": rowmax.Window(30, 0)},

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import signal
 import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from datetime import timedelta
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -16,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import rowmax
@@ -84,12 +87,18 @@ def own_call(call: Call, queries: Layout, keys: Layout, rank: int) -> tuple[Any,
 def even(count: int) -> Any:
     """Return a rule of stages: kv heads in so many stages, if there are as many."""
 
-    def rule(call: Any, *, returns: bool) -> tuple[range, ...]:
+    def rule(call: Any, returns: bool) -> tuple[range, ...]:
         heads = call.tensors.k.shape[2]
         n = min(count, heads)
         return tuple(range(heads * s // n, heads * (s + 1) // n) for s in range(n))
 
     return rule
+
+
+@cache
+def mesh_of(*shape: int) -> DeviceMesh:
+    """Return a mesh of this world, made once. The last dimension distributes heads."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "keys", "heads")[-len(shape) :])
 
 
 def own_answer(
@@ -100,8 +109,11 @@ def own_answer(
     ranks: int,
     overrides: dict[str, Any],
     stages: int = 1,
+    shape: tuple[int, ...] = (),
 ) -> Answer:
-    """Return the answer of a rank's rows."""
+    """Return the answer of a rank's rows; ``shape`` is that of a mesh of two dimensions."""
+    if shape:
+        overrides = {**overrides, "mesh": mesh_of(*shape)}
     with mock.patch.object(by_keys, "stages_of", even(stages)):
         return _own_answer(rank, case, dtype, kind, ranks, overrides)
 
@@ -190,18 +202,21 @@ def with_unit_values(call: Call) -> Call:
     return replace(call, inputs=(q, k, unit))
 
 
-def kept(rank: int, case: Case, kind: str, ranks: int, strategy: str) -> Tensor:
+def kept(
+    rank: int, case: Case, kind: str, ranks: int, strategy: str, shape: tuple[int, ...] = ()
+) -> Tensor:
     """Return True where a pair of own queries is kept."""
     call = with_unit_values(make(case))
     queries, keys = layouts(case, kind, ranks)
     (q, k, v), keywords = own_call(call, queries, keys, rank)
-    more = {"layout": queries, "k_layout": keys, "strategy": strategy}
+    more: dict[str, Any] = {"layout": queries, "k_layout": keys, "strategy": strategy}
+    more |= {"mesh": mesh_of(*shape)} if shape else {}
     out = rd.attention(q, k, v, backend="torch", **keywords, **more)
     assert isinstance(out, Tensor)
     return out != 0
 
 
-def drawn_seed(rank: int, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
+def drawn_seed(rank: int, ranks: int, shape: tuple[int, ...] = ()) -> tuple[Tensor, Tensor, Tensor]:
     """Return own next seed, and own rows with the first rank's: of one device, and distributed."""
     layout = Layout.zigzag(130, ranks)
     x = torch.randn(1, 130, 2, 16, generator=torch.Generator().manual_seed(0))
@@ -212,7 +227,8 @@ def drawn_seed(rank: int, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
     seed = torch.randint(2**63 - 1, ())
     whole = rowmax.attention(x, x, x, dropout_p=0.3, seed=seed, backend="torch")
     torch.manual_seed(rank)
-    rows = rd.attention(*(x[:, mine],) * 3, layout=layout, dropout_p=0.3, backend="torch")
+    more: Any = {"mesh": mesh_of(*shape)} if shape else {}
+    rows = rd.attention(*(x[:, mine],) * 3, layout=layout, dropout_p=0.3, backend="torch", **more)
     assert isinstance(rows, Tensor)
     return own, whole[:, mine], rows
 
@@ -236,12 +252,14 @@ def received_rows(rank: int, n: int, left: int) -> tuple[int, int]:
     return seen[0], layout.lengths[rank]
 
 
-def compiled(rank: int, kind: str) -> int:
+def compiled(rank: int, kind: str, shape: tuple[int, ...] = ()) -> int:
     """Return the graphs of a compiled call, after a check of its results and gradients."""
     counter = CompileCounterWithBackend("aot_eager")
-    layout = Layout.zigzag(256, 2)
+    layout = Layout.zigzag(256, dist.get_world_size())
     mesh: Any = None
-    if kind != "default":
+    if kind == "grid":
+        mesh = mesh_of(*shape)
+    elif kind != "default":
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))["cp"]
         mesh = mesh.get_group() if kind == "group" else mesh
     x = torch.randn(1, 256, 4, 16, generator=torch.Generator().manual_seed(0))
@@ -525,16 +543,17 @@ def _errors(calls: Sequence[Any]) -> list[str]:
     return [text(call) for call in calls]
 
 
-def round_trips(rank: int, kind: str, ranks: int) -> bool:
+def round_trips(rank: int, kind: str, ranks: int, shape_of_mesh: tuple[int, ...] = ()) -> bool:
     """Return True if the rows of every shape and dtype come back."""
+    mesh = mesh_of(*shape_of_mesh) if shape_of_mesh else None
     for shape, dim in (((3, 50, 2), 1), ((50,), 0), ((2, 3, 4, 50), -1), ((0, 50), 1), ((1, 0), 1)):
         for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64):
             whole = torch.arange(torch.Size(shape).numel()).view(shape)
             x = (whole % 3 == 0) if dtype == torch.bool else whole.to(dtype)
             layout = LAYOUTS[kind](shape[dim], ranks)
-            rows = rd.shard(x, layout, dim=dim)
+            rows = rd.shard(x, layout, mesh, dim=dim)
             assert torch.equal(rows, x.index_select(dim, layout.positions(rank)))
-            assert torch.equal(rd.unshard(rows, layout, dim=dim), x)
+            assert torch.equal(rd.unshard(rows, layout, mesh, dim=dim), x)
     return True
 
 
@@ -572,7 +591,7 @@ def dot_products(rank: int, kind: str, ranks: int) -> dict[str, Any]:
 def wrong_shards(rank: int) -> list[str]:
     layout = Layout.zigzag(8, 2)
     x: Any = torch.zeros(1, 7)
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+    mesh = mesh_of(1, 1, 2)
     words: Any = "words"
     return _errors(
         [
@@ -619,11 +638,14 @@ _UNLIKE: dict[str, Any] = {
 }
 
 
-def refused(rank: int, kind: str, name: str, rank_of_it: int | None) -> str:
+def refused(
+    rank: int, kind: str, name: str, rank_of_it: int | None, shape: tuple[int, ...] = ()
+) -> str:
     """Return the error of a call with a wrong argument, on one rank or on all."""
-    layout = Layout.zigzag(384, 3)
+    layout = Layout.zigzag(384, dist.get_world_size())
     x = torch.zeros(1, layout.lengths[rank], 2, 16)
     named: dict[str, Any] = {"q": x, "k": x, "v": x, "layout": layout, "backend": "torch"}
+    named |= {"mesh": mesh_of(*shape)} if shape else {}
     if rank_of_it in (None, rank):
         more = (_LOCAL_ERRORS if kind == "local" else _UNLIKE)[name](x)
         if name == "layout":  # the lengths of this rank fit its layout
@@ -652,26 +674,65 @@ def unlike_gradients(rank: int) -> str:
     return _errors([lambda: out.sum().backward()])[0]
 
 
-def killed(rank: int, way: str) -> str:
+def with_limit(keys: int, heads: int, seconds: float = 4.0) -> DeviceMesh:
+    """Return a mesh of two dimensions whose groups have a time limit: torch's is half an hour."""
+    ranks, groups = torch.arange(keys * heads).view(keys, heads), []
+    for rows in (ranks.T, ranks):
+        each = [dist.new_group(row, timedelta(seconds=seconds)) for row in rows.tolist()]
+        groups.append(each[int((rows == dist.get_rank()).nonzero()[0, 0])])
+    return DeviceMesh.from_group(groups, "cpu", ranks, mesh_dim_names=("keys", "heads"))
+
+
+def killed(rank: int, way: str, shape: tuple[int, ...] = ()) -> str:
     """End one rank before or within a call; return the error that the others see."""
-    layout = Layout.zigzag(200, 3)
-    x = torch.zeros(1, layout.lengths[rank], 2, 16)
+    layout = Layout.zigzag(200, dist.get_world_size())
+    x = torch.zeros(1, layout.lengths[rank], 8, 16)
+    mesh: Any = with_limit(*shape) if shape else None
 
     def f() -> Any:
-        return rd.attention(x, x, x, layout=layout, backend="torch")
+        return rd.attention(x, x, x, layout=layout, mesh=mesh, backend="torch")
+
+    def end(*given: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
 
     dist.barrier()
     if way != "first call":
         f()
     if rank == 1 and way == "raises":
         return "raised"
-    if rank == 1:
-        os._exit(1)
-    try:
-        f()
-    except RuntimeError as error:
-        return str(error)
+    if rank == 1 and way != "within":
+        end()
+    patch = contextlib.nullcontext()
+    if rank == 1:  # while rows of the next stage move, and before those of the last
+        patch = mock.patch.object(by_keys, "prepared", end)
+    with mock.patch.object(by_keys, "stages_of", even(4)), patch:
+        try:
+            f()
+        except RuntimeError as error:
+            return str(error)
     return "no error"
+
+
+def late(rank: int, repeats: int, way: str, shape: tuple[int, ...] = ()) -> bool:
+    """Return True if all repeats have the same bits, with a rank that is late at random."""
+    size, draw = dist.get_world_size(), random.Random(rank)
+    layout = Layout.zigzag(150, size)
+    x = torch.randn(3, 1, 150, 4, 16, generator=torch.Generator().manual_seed(0))
+    rows = [t.requires_grad_() for t in x[:, :, layout.positions(rank)].unbind()]
+    mesh: Any = mesh_of(*shape) if shape else None
+    first: list[Tensor] = []
+    with copies(way), mock.patch.object(by_keys, "stages_of", even(2)):
+        for _ in range(repeats):
+            out: Any = rd.attention(
+                *rows, layout=layout, mesh=mesh, causal=True, deterministic=True, backend="torch"
+            )
+            if rank == 1 and draw.random() < 0.3:
+                time.sleep(draw.random() * 0.004)
+            found = [out.detach(), *torch.autograd.grad(out.square().sum(), rows)]
+            first = first or found
+            if not all(torch.equal(a, b) for a, b in zip(first, found, strict=True)):
+                return False
+    return True
 
 
 # --- programs of test_varlen -------------------------------------------------------------------
@@ -695,9 +756,17 @@ def one_sequence(call: Call) -> Call:
 
 
 def packed_answer(
-    rank: int, case: Case, dtype: torch.dtype, kind: str, ranks: int, stages: int = 1, **more: Any
+    rank: int,
+    case: Case,
+    dtype: torch.dtype,
+    kind: str,
+    ranks: int,
+    stages: int = 1,
+    shape: tuple[int, ...] = (),
+    **more: Any,
 ) -> tuple[Answer, int]:
     """Return the answer of a rank's rows, with a batch dimension, and the number of calls."""
+    more |= {"mesh": mesh_of(*shape)} if shape else {}
     call = make(case, dtype=dtype)
     queries, keys = packed_layouts(call, kind, ranks)
     i, j = queries.positions(rank), keys.positions(rank)

@@ -68,17 +68,34 @@ def test_gradients_that_differ(world: Worlds) -> None:
     assert "requires_grad of k or v: got True on ranks 0, 2 and False on rank 1" in texts[0]
 
 
-@pytest.mark.parametrize("way", ["first call", "later call", "raises"])
-def test_a_rank_that_ends_or_raises_ends_the_others(way: str) -> None:
-    """The others raise after the time limit of the group at the latest, here 4 seconds."""
-    world = World(3, timeout=4.0)
+@pytest.mark.parametrize(
+    ("way", "shape"),
+    [("first call", ()), ("later call", ()), ("raises", ()), ("within", ()), ("within", (2, 2))],
+)
+def test_a_rank_that_ends_or_raises_ends_the_others(way: str, shape: tuple[int, ...]) -> None:
+    """The others raise after the time limit of the group at the latest, here 4 seconds.
+
+    One that raises between stages is a test of stages.
+    """
+    world = World(4 if shape else 3, timeout=4.0)
     try:
         began = time.monotonic()
-        world.start(programs.killed, way)
-        for rank in (0, 2):
+        world.start(programs.killed, way, shape)
+        for rank in range(world.size):
+            if rank == 1:
+                continue
             text = world.result(rank, wait=30.0)
-            assert not isinstance(text, RankError)
+            assert not isinstance(text, RankError), text
             assert text != "no error"
         assert time.monotonic() - began < 25.0
     finally:
         world.close()
+
+
+@pytest.mark.parametrize(
+    ("size", "way", "shape"), [(3, "collectives", ()), (3, "shared", ()), (4, "shared", (2, 2))]
+)
+def test_a_rank_that_is_late_changes_no_bit(
+    size: int, way: str, shape: tuple[int, ...], world: Worlds
+) -> None:
+    assert all(world(size).run(programs.late, 15, way, shape))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from itertools import cycle, product
 from typing import Any
 
@@ -15,16 +14,13 @@ from rowmax.testing import (
     CASES,
     COVERING,
     Answer,
-    Call,
     Case,
-    Expected,
     complaints,
-    cotangents,
-    expected,
     make,
 )
 
 from . import programs
+from .references import reference
 from .world import World
 
 Worlds = Callable[[int], World]
@@ -56,12 +52,6 @@ HALF = [
 ]
 
 
-@cache
-def _expected(case: Case, dtype: torch.dtype) -> tuple[Call, Expected]:
-    call = make(case, dtype=dtype)
-    return call, expected(call, *cotangents(call))
-
-
 def _answer(
     world: World, case: Case, dtype: torch.dtype, kind: str, **overrides: Any
 ) -> tuple[Answer, list[Answer]]:
@@ -72,7 +62,7 @@ def _answer(
 
 def _check(world: World, case: Case, dtype: torch.dtype, kind: str, **overrides: Any) -> None:
     got, _ = _answer(world, case, dtype, kind, **overrides)
-    wrong = complaints(got, _expected(case, dtype)[1])
+    wrong = complaints(got, reference(case, dtype))
     assert not wrong, "\n".join(wrong)
 
 
@@ -157,7 +147,7 @@ def test_repeats_are_equal_to_the_bit(kind: str, strategy: str, world: Worlds) -
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_replicated_gradients_are_shares_or_sums(strategy: str, world: Worlds) -> None:
     case = Case("shared", nq=150, hk=2, d=16, causal=True, sink=True, alibi=True, bias="1h1k")
-    _, want = _expected(case, torch.float32)
+    want = reference(case, torch.float32)
     more = {"backend": "torch", "strategy": strategy}
     shares, sums = (
         _answer(world(3), case, torch.float32, "zigzag", reduce_replicated=flag, **more)[1]
@@ -180,7 +170,7 @@ def test_own_rows_of_bias_are_not_summed(strategy: str, world: Worlds) -> None:
     case = Case("own", nq=150, bias="1hqk", d=16)
     more = {"backend": "torch", "reduce_replicated": True, "strategy": strategy}
     got, _ = _answer(world(3), case, torch.float32, "single", **more)
-    assert not complaints(got, _expected(case, torch.float32)[1])
+    assert not complaints(got, reference(case, torch.float32))
 
 
 def test_a_seed_of_none_is_that_of_the_first_rank(world: Worlds) -> None:

@@ -50,8 +50,9 @@ def test_a_plan_without_processes() -> None:
     assert found.forward.wire[0] == (1.5 * shard, 3 * shard)
     assert found.forward.wire[3] == (3 * shard, 1.5 * shard)
     assert found.backward.wire[0] == ((1.5 + 2 * 3) * shard, (3 + 2 * 1.5) * shard)
-    assert found.forward.memory == 4 * shard
-    assert found.backward.memory == 4 * shard + 2 * 4 * shard
+    # rows as they arrive and in order; then their sums, and copies that leave and that come
+    assert found.forward.memory == 2 * 4 * shard
+    assert found.backward.memory == 4 * shard + 2 * (4 + 4 + 2.5) * shard
     assert found.loads is not None
     assert sum(found.loads) == 8 * 65536 * 65537 // 2
     assert found.imbalance == pytest.approx(1.0)
@@ -73,7 +74,7 @@ def test_memory_that_ranks_share() -> None:
     with copies("shared"):
         found = rd.explain(*rows(16384), layout=layout, causal=True, device="H200")
         assert found.forward.memory == (4 + 1) * shard
-        assert found.backward.memory == (5 + 2 * (4 + 1.5 + 3)) * shard
+        assert found.backward.memory == (5 + 2 * (4 + 3 + 2.5)) * shard
 
 
 def test_what_does_not_fit_under_compute() -> None:
@@ -142,8 +143,9 @@ def test_documents_that_the_host_knows() -> None:
     assert found.forward.wire[0].received == 1536 * row
     assert found.forward.wire[1].received == 768 * row
     gathered, copied = 3072 + 512, 768 + 3072 + 512
-    assert found.forward.memory == (gathered + copied) * row
-    assert found.backward.memory == (3 * gathered + 3 * copied) * row
+    assert found.forward.memory == (2 * gathered + copied) * row
+    own, sent = 2048, 768
+    assert found.backward.memory == (5 * gathered + 3 * copied + 2 * (own + sent)) * row
     assert found.imbalance == pytest.approx(layout.imbalance(mask))
 
 

@@ -44,8 +44,8 @@ def test_wrong_values(world: Worlds) -> None:
         "x: got list; want a tensor",
         "layout: got str; want a Layout",
         "dim: got 3; want an axis of x, which has 2",
-        "mesh: got 2 dimensions; want one, such as mesh['cp']",
-        "mesh: got str; want a DeviceMesh of one dimension, a ProcessGroup, or None for the "
+        "mesh: got 3 dimensions; want one or two, such as mesh['heads'] or mesh['keys', 'heads']",
+        "mesh: got str; want a DeviceMesh of one dimension or two, a ProcessGroup, or None for the "
         "default group",
     ]
     assert parts[1][:2] == parts[0][:2]

@@ -25,11 +25,12 @@ def _want() -> list[float]:
         (2, (1, 2), "fsdp", False),
         (4, (2, 2), "ddp", False),
         (4, (2, 2), "fsdp", False),
+        (4, (1, 2, 2), "fsdp", False),
         (2, (1, 2), "fsdp", True),
     ],
 )
 def test_a_gpt_trains_as_in_one_process(
-    size: int, shape: tuple[int, int], kind: str, compiled: bool, world: Worlds
+    size: int, shape: tuple[int, ...], kind: str, compiled: bool, world: Worlds
 ) -> None:
     """The losses of each step, of plain descent: another scale of gradients would show."""
     want = _want()
@@ -60,6 +61,11 @@ def test_models_of_transformers(
     """Loss and gradients, with masks that transformers makes of own rows."""
     pytest.importorskip("transformers")
     world(size).run(programs.same_as_one_process, size, kind, case, layout)
+
+
+def test_a_model_of_transformers_on_two_dimensions(world: Worlds) -> None:
+    pytest.importorskip("transformers")
+    world(2).run(programs.same_as_one_process, 2, "Llama", "packed", "zigzag", (1, 2))
 
 
 def test_refusals_of_transformers(world: Worlds) -> None:

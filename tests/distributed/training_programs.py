@@ -20,6 +20,7 @@ from demo.gpt import GPT, Size, rotary
 from rowmax import distributed as rd
 
 from .context_programs import caught
+from .programs import mesh_of
 
 SIZE = Size(layers=2, heads=2, width=16, context=64)
 ROWS, STEPS = 4, 3
@@ -73,12 +74,20 @@ def one_process() -> list[float]:
     return trained(model, mean, lambda loss: loss)
 
 
-def parallel(rank: int, shape: tuple[int, int], kind: str, compiled: bool = False) -> list[float]:
-    """Return the losses of a mesh dp x cp: data parallelism, and sequences across ranks."""
+def parallel(rank: int, shape: tuple[int, ...], kind: str, compiled: bool = False) -> list[float]:
+    """Return the losses of a mesh dp x cp: data parallelism, and sequences across ranks.
+
+    Of a mesh dp x keys x heads, cp is the last two dimensions.
+    """
+    inner, cp = shape[1:], None
+    if len(inner) == 2:
+        cp = mesh_of(*shape)["keys", "heads"]
+        shape = shape[0], inner[0] * inner[1]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp"))
-    cp, dp = mesh["cp"], mesh["dp"]
+    rank_of_cp, dp = mesh["cp"].get_local_rank(), mesh["dp"]
+    cp = mesh["cp"] if cp is None else cp
     layout = rd.Layout.zigzag(SIZE.context, shape[1])
-    model: Any = gpt(layout, cp.get_local_rank())
+    model: Any = gpt(layout, rank_of_cp)
     if compiled:
         torch.compiler.reset()
         for block in model.blocks:
@@ -147,7 +156,7 @@ def loss_and_gradients(model: Any, x: Tensor, y: Tensor, count: int, **more: Any
 
 
 def same_as_one_process(
-    rank: int, size: int, kind: str, case: str, layout_kind: str = "zigzag", **options: Any
+    rank: int, size: int, kind: str, case: str, layout_kind: str = "zigzag", shape: Any = None
 ) -> None:
     """Compare loss and gradients of a model of transformers, whose sequence is distributed."""
     n, rows = 96, 1 if case == "packed row" else 2
@@ -173,7 +182,7 @@ def same_as_one_process(
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=more)
         model.train()
     want = loss_and_gradients(model, x, y, rows * n, **whole)
-    with rd.context_parallel(None, layout, **options):
+    with rd.context_parallel(None if shape is None else mesh_of(*shape), layout):
         found = loss_and_gradients(model, *(rd.shard(t, layout) for t in (x, y)), rows * n, **own)
     if case == "checkpoints":
         with warnings.catch_warnings():

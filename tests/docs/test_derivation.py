@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from tests import forks
 
 from .fill import filled
 from .symbols import listed, missing, mistakes
@@ -82,15 +83,9 @@ MISTAKES = {
 
 def outcomes(answers: Path) -> dict[str, set[str]]:
     """Return the outcomes of each check, "passed" or an error, of these answers."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", "--tb=line", "-q"]
-    done = subprocess.run(
-        [*command, str(EXERCISES), "--answers", str(answers)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-        cwd=ROOT,
-    )
+    options = ("-p", "no:cacheprovider", "-rA", "--tb=line", "-q")
+    program = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
+    done = forks.run(program, *options, str(EXERCISES), "--answers", str(answers))
     assert done.returncode in (0, 1), done.stdout + done.stderr
     found: dict[str, set[str]] = {}
     lines = re.findall(r"^(PASSED|FAILED|ERROR|SKIPPED) \S+::(\w+)\S*", done.stdout, re.M)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import forks
 
 from .blocks import differences, program_of
 
@@ -16,22 +17,13 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
 WITH_CODE = [page for page in PAGES if "```python" in TEXTS[page]]
 
-#: runs the program of standard input in ``__main__``, where a compiler looks for names; a traceback
-#: shows the lines of the page
-_SYS = "__import__('sys')"
-_RUN = f"exec(compile({_SYS}.stdin.read(), {_SYS}.argv[1], 'exec'))"
-
 
 def run(page: Path) -> subprocess.CompletedProcess[str]:
+    """Run the program of a page. A traceback shows the lines of the page."""
     program = program_of(page.read_text(encoding="utf-8"))
     for text in program.skipped:
         print(f"left out: {text}")
-    # torch's own: forward mode imports scripted functions
-    own = "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
-    command = [sys.executable, "-W", "error", "-W", own, "-c", _RUN, str(page)]
-    return subprocess.run(
-        command, input=program.code, capture_output=True, text=True, check=False, timeout=240
-    )
+    return forks.run(program.code, file=str(page), strict=True, preload=("torch", "numba"))
 
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: str(page.relative_to(ROOT / "docs")))

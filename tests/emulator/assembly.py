@@ -12,9 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from rowmax.rules import bound, softmax
+
 from . import threads
 from .memory import land_stores
 from .values import Pointer, Tensor, raw
+
+_followed = bound(softmax.followed, where=np.where, log2=np.log2)
 
 #: the meaning of each text: a function of the arguments and the dtype of the result
 MEANINGS: dict[str, Callable[[list[Any], Any], Any]] = {}
@@ -58,12 +62,29 @@ def convert(args: list[Any], dtype: Any) -> Tensor:
 
 @means(
     """{
-    .reg .pred p;
-    .reg .b32 a, b, c, d, e, f, g, h;
-    mov.b32 a, $8; mov.b32 b, $9; mov.b32 c, $10; mov.b32 d, $11;
-    mov.b32 e, $12; mov.b32 f, $13; mov.b32 g, $14; mov.b32 h, $15;
-    or.b32 a, a, b; or.b32 c, c, d; or.b32 e, e, f; or.b32 g, g, h;
-    or.b32 a, a, c; or.b32 e, e, g; or.b32 a, a, e;
+    .reg .pred p; .reg .b32 a;
+    mov.b32 a, $1;
+    setp.eq.b32 p, a, 0xffffffff;
+    @p nanosleep.u32 1;
+    mov.b32 $0, $1;
+    }"""
+)
+@means(
+    """{
+    .reg .pred p; .reg .b32 a;
+    mov.b32 a, $2;
+    or.b32 a, a, $3;
+    setp.eq.b32 p, a, 0xffffffff;
+    @p nanosleep.u32 1;
+    mov.b32 $0, $2; mov.b32 $1, $3;
+    }"""
+)
+@means(
+    """{
+    .reg .pred p; .reg .b32 a;
+    mov.b32 a, $8;
+    or.b32 a, a, $9; or.b32 a, a, $10; or.b32 a, a, $11; or.b32 a, a, $12;
+    or.b32 a, a, $13; or.b32 a, a, $14; or.b32 a, a, $15;
     setp.eq.b32 p, a, 0xffffffff;
     @p nanosleep.u32 1;
     mov.b32 $0, $8; mov.b32 $1, $9; mov.b32 $2, $10; mov.b32 $3, $11;
@@ -119,6 +140,41 @@ def _moved(args: list[Any], threshold: np.float32) -> Tensor:
     peak, m = args[0].a, args[1].a
     top = np.broadcast_to(peak.max(1, keepdims=True), m.shape)
     return Tensor(np.where(top > m + threshold, top, m))
+
+
+@means(
+    """{
+    .reg .pred p, q, r;
+    .reg .f32 a, b, s, t;
+    setp.gt.f32 p, $2, 0f43800000;
+    setp.gt.or.f32 r, $3, 0f43800000, p;
+    mov.f32 $0, $4;
+    mov.f32 $1, $5;
+    vote.sync.any.pred r, r, 0xffffffff;
+    @!r bra KEEP;
+    shfl.sync.bfly.b32 a, $2, 1, 31, 0xffffffff;
+    shfl.sync.bfly.b32 b, $3, 1, 31, 0xffffffff;
+    max.f32 a, a, $2;
+    max.f32 b, b, $3;
+    shfl.sync.bfly.b32 s, a, 2, 31, 0xffffffff;
+    shfl.sync.bfly.b32 t, b, 2, 31, 0xffffffff;
+    max.f32 a, a, s;
+    max.f32 b, b, t;
+    setp.gt.f32 p, a, 0f43800000;
+    setp.gt.f32 q, b, 0f43800000;
+    lg2.approx.f32 a, a;
+    lg2.approx.f32 b, b;
+    @p add.f32 $0, $4, a;
+    @q add.f32 $1, $5, b;
+    KEEP:
+    }"""
+)
+def follow_sums(args: list[Any], dtype: Any) -> Tensor:
+    """Return the reference of each row after the largest sum of its lanes."""
+    s, m = args[0].a, args[1].a
+    top = np.broadcast_to(np.fmax.reduce(s, axis=1, keepdims=True), m.shape)
+    with np.errstate(invalid="ignore"):
+        return Tensor(_followed(m, top).astype(np.float32))
 
 
 # --- order -------------------------------------------------------------------------------------

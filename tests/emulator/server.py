@@ -6,7 +6,6 @@ standard output, each a pickle: the arrays after the launch, or a sentence about
 
 from __future__ import annotations
 
-import gc
 import importlib
 import pickle
 import random
@@ -17,6 +16,7 @@ import numpy as np
 
 from tests import emulator
 from tests.emulator import memory, threads, values
+from tests.garbage import collect_less
 
 
 class Job(NamedTuple):
@@ -55,8 +55,7 @@ def _named(name: tuple[str, str]) -> Any:
 
 def main() -> None:
     emulator.install()
-    gc.freeze()  # collections took a sixth of the time
-    gc.set_threshold(50_000, 20, 50)
+    collect_less()
     while True:
         try:
             job = Job(*pickle.load(sys.stdin.buffer))

@@ -12,6 +12,8 @@ Kinds:
     one-rank   a group of one rank equals one device to the bit
     repeats    deterministic calls are equal to the bit while one rank is delayed at random
     stages     stages of heads, through shared memory, have the bits of collectives
+    meshes     two dimensions: one of them as long as the group has the bits of a strategy; on 4
+               ranks, and more, both have the definition's results
     graphs     replays of a CUDA graph, between other calls, are right (GPUs)
     multicast  no pointer of it exists (GPUs)
     waits      warm calls copy nothing to the host (GPUs)
@@ -43,6 +45,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import rowmax
 from benchmarks.ranks import ENVIRONMENT, Rank, Ranks, RanksError
@@ -258,6 +261,29 @@ def check_stages(rank: Rank, case: Case, stages: int, times: int, backend: str |
     return found + ([] if shares else ["no memory is shared"])
 
 
+def check_mesh(
+    rank: Rank, case: Case, keys: int, heads: int, strategy: str, backend: str | None
+) -> list[str]:
+    """Return what differs from the strategy of one dimension; of two, from the definition."""
+    meshes = rank.kept.setdefault("meshes", {})
+    if (keys, heads) not in meshes:
+        names = ("keys", "heads")
+        shape = (keys, heads)
+        meshes[shape] = init_device_mesh(rank.device.type, shape, mesh_dim_names=names)
+    call = make(case, rank.device, torch.bfloat16, size=2)
+    layouts = layouts_of(call, "zigzag", rank.size)
+    more = {"deterministic": True, "backend": backend}
+    across = "keys" if strategy == "heads" else strategy
+    mesh = {"mesh": meshes[keys, heads], "strategy": across}
+    got = prepared(rank, call, layouts, {**more, **mesh})()
+    if keys > 1 < heads:
+        whole = joined(call, layouts, rank.rank, got)
+        return complaints(whole, expected(call, *cotangents(call))) if rank.rank == 0 else []
+    want = prepared(rank, call, layouts, {**more, "strategy": strategy})()
+    pairs = zip(got.items(), want.items(), strict=True)
+    return [f"{name} differs" for (name, a, _), (_, b, _) in pairs if not torch.equal(a, b)]
+
+
 def check_graph(rank: Rank, case: Case, strategy: str, backend: str | None) -> list[str]:
     """Return the results of a CUDA graph that differ from calls outside of it."""
     call = make(case, rank.device, torch.bfloat16, size=2)
@@ -403,6 +429,18 @@ def stages(given: argparse.Namespace) -> Iterator[Check]:
         yield found._replace(limit=COMPILE + given.repeats * 0.1)
 
 
+def meshes(given: argparse.Namespace) -> Iterator[Check]:
+    """Yield meshes of two dimensions."""
+    n = given.ranks
+    shapes = [(n, 1, "keys"), (n, 1, "queries"), (1, n, "heads")]
+    if n % 2 == 0 and n > 2:
+        shapes += [(n // 2, 2, "keys"), (2, n // 2, "queries")]
+    for case, (keys, heads, strategy) in product(CALLS, shapes):
+        args = (case, keys, heads, strategy)
+        name = f"mesh {keys} x {heads}: {case.name}"
+        yield Check("", name, "bfloat16", f"zigzag {strategy}", check_mesh, args)
+
+
 def graphs(given: argparse.Namespace) -> Iterator[Check]:
     """Yield CUDA graphs of calls."""
     for case, strategy in product(CALLS, STRATEGIES):
@@ -433,6 +471,7 @@ def memory(given: argparse.Namespace) -> Iterator[Check]:
 KINDS = {
     "repeats": repeats,
     "stages": stages,
+    "meshes": meshes,
     "graphs": graphs,
     "memory": memory,
     "waits": waits,
@@ -442,7 +481,7 @@ KINDS = {
     "cases": cases,
 }
 #: kinds that need no GPU
-ON_CPU = ("repeats", "stages", "dropout", "one-rank", "cases")
+ON_CPU = ("repeats", "stages", "meshes", "dropout", "one-rank", "cases")
 
 
 def checks_of(given: argparse.Namespace) -> list[Check]:

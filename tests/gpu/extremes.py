@@ -20,6 +20,7 @@ SMALL = (
     "cuda_graph",
     "cuda_graph_of_tangents",
     "offsets_out_of_range",
+    "scores_that_rise",
     "unseen_nan",
     "padding_after_the_last_sequence",
     "float32_is_not_tf32",
@@ -60,6 +61,35 @@ def more_elements_than_31_bits(backend: str, device: str) -> list[str]:
         for name, x, y in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
             x = x[:, -some:, head : head + 1]
             wrong += _far(f"{name} of head {head}", x, y[:, -some:])
+    return wrong
+
+
+def scores_that_rise(backend: str, device: str) -> list[str]:
+    """Compare long calls whose scores rise by hundreds within and between tiles of keys."""
+    wrong = []
+    for d, mask, rise in (
+        (64, None, 0.0), (64, None, 300.0), (128, None, 1000.0), (128, rowmax.Causal(), 300.0),
+        (96, rowmax.Causal(), 300.0), (256, None, 300.0),
+    ):  # fmt: skip
+        shape = (1, 8192, 16 if d < 256 else 8, d)
+        q, k, v = (_normal(*shape, device=device, seed=s) for s in (0, 1, 2))
+        if rise:  # half of the queries see the steps
+            q[..., 0] = (q[..., 0] > 0).to(q.dtype)
+            k[..., 0] = (k[:, ::199, :, 0] * rise).repeat_interleave(199, 1)[:, : k.shape[1]]
+        runs = [rowmax.attention(q, k, v, mask=mask, scale=0.125, backend=backend, return_lse=True)
+                for _ in range(3)]  # fmt: skip
+        if not all(torch.equal(x, y) for r in runs[1:] for x, y in zip(r, runs[0], strict=True)):
+            wrong.append(f"head size {d}, steps of {rise}: repeats differ")
+        for head in (0, q.shape[2] - 1):
+            part = [t[:, :, head : head + 1].float() for t in (q, k, v)]
+            want = rowmax.attention(
+                *part, mask=mask, scale=0.125, backend="reference", return_lse=True
+            )
+            name = f"head size {d}, steps of {rise}, head {head}"
+            wrong += _far(f"out, {name}", runs[0][0][:, :, head : head + 1], want[0])
+            lse = runs[0][1][:, head : head + 1]
+            off = ((lse - want[1]).abs() / (want[1].abs() + 1.0)).max().item()
+            wrong += [f"lse, {name}: relative error {off:.3g}"] * (not off <= 1e-5)
     return wrong
 
 

@@ -298,6 +298,17 @@ def hopper_forward(given: Namespace) -> Iterator[Check]:
             yield Check("hopper-forward", case.name, dtype, "", check_forward, args, True)
 
 
+def hopper_lagging(given: Namespace) -> Iterator[Check]:
+    """Yield cases of the Hopper forward with a reference that lags, without score terms."""
+    from tests.gpu.hopper_direct import cases, check_lagging
+
+    for case in tagged(given.tag) if given.tag else cases("forward"):
+        if case.bias or case.alibi or case.softcap or case.documents or case.dropout:
+            continue
+        args = (case, "bfloat16", given.repeats, given.device, given.reference)
+        yield Check("hopper-lagging", case.name, "bfloat16", "", check_lagging, args, True)
+
+
 def hopper_backward(given: Namespace) -> Iterator[Check]:
     """Yield cases of the Hopper backward without dispatch and autograd."""
     from tests.gpu.hopper_direct import cases, check_backward
@@ -338,6 +349,7 @@ KINDS: dict[str, Kind] = {
     "known-faults": known_faults,
     "launches": launches,
     "hopper-forward": hopper_forward,
+    "hopper-lagging": hopper_lagging,
     "hopper-backward": hopper_backward,
     "two-devices": two_devices,
 }

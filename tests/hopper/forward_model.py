@@ -27,6 +27,7 @@ from rowmax.testing import CASES, Answer, Case, complaint, make, poisoned, tagge
 from tests.extreme_bias import CASES as EXTREMES  # noqa: E402
 from tests.extreme_bias import complaints as extreme_complaints  # noqa: E402
 from tests.extreme_bias import extreme, limit, row_complaints  # noqa: E402
+from tests.garbage import collect_less  # noqa: E402
 from tests.hopper.packed_calls import in_range, with_rows_past_the_last  # noqa: E402
 from tests.poison_padding import padding_matters  # noqa: E402
 
@@ -166,6 +167,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--every", type=int, default=1, help="take one case in so many")
     options = parser.parse_args()
+    collect_less()
     wrong = right = refused = 0
     for case in [c for c in (*MORE, *CASES, *tagged("blocks")) if options.only in c.name][
         :: options.every

@@ -34,12 +34,15 @@ def run(*arguments: str, **variables: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+SIZES = ("-64-64", "-80-72", "-96-80", "-128-128", "-192-128", "-256-128", "-256-256")
+
+
 def run_backward(*arguments: str) -> None:
     run("tests.hopper.backward_model", *arguments, TRITON_INTERPRET="1")
 
 
 @needs_triton
-@pytest.mark.parametrize("size", ["-64-64", "-128-128", "-256-128", "-256-256"])
+@pytest.mark.parametrize("size", SIZES)
 def test_every_length_mask_and_bias_is_right(size):
     run_backward("--kernels", f"--only={size}")
 

@@ -23,6 +23,7 @@ from rowmax.gpu import hopper
 forward = importlib.import_module("rowmax.gpu.hopper.host")
 backward = importlib.import_module("rowmax.gpu.hopper.backward_host")
 tiles = importlib.import_module("rowmax.gpu.hopper.backward_tiles")
+MOST_WORDS = importlib.import_module("rowmax.gpu.hopper.tiles").LONG_64_SPILLS
 tma = importlib.import_module("rowmax.gpu.hopper.lib.tma")
 biases = importlib.import_module("rowmax.gpu.hopper.backward_bias")
 
@@ -72,7 +73,7 @@ def test_a_dropped_plan_serves_the_call(module: Any, monkeypatch: pytest.MonkeyP
     if module is forward:
         key = forward.key_of(problem, tensors)
         monkeypatch.setattr(forward, "pointers", lambda plan, *_: done.append(plan))
-        plan = type("Plan", (), {"launch": lambda *_: None})()
+        plan = type("Plan", (), {"run": lambda *_: None})()
     else:
         key = backward.key_of(problem, tensors, q, False)
         monkeypatch.setattr(backward, "launch", lambda plan, *_: done.append(plan))
@@ -274,7 +275,7 @@ def test_a_bias_comes_as_the_copy_engine_takes_it(
         assert got.numel() <= bias.numel() // 8
 
 
-@pytest.mark.parametrize("words", [0, 24, 25, None])
+@pytest.mark.parametrize("words", [0, MOST_WORDS, MOST_WORDS + 1, None])
 def test_three_warpgroups_if_they_keep_to_registers(
     words: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,7 +310,7 @@ def test_three_warpgroups_if_they_keep_to_registers(
         forward.launch(problem, tensors, out, lse)
     assert launched == ["loaded", 1, 1]
     (plan,) = forward._PLANS.values()
-    spilled = words is None or words > 24
+    spilled = words is None or words > MOST_WORDS
     assert plan.tile.warpgroups == (2 if spilled else 3)
     assert forward.note_of_tile(problem).startswith("two" if spilled else "three warpgroups")
 

@@ -51,11 +51,13 @@ def attention(
     Args:
         q: own rows ``[B, n, Hq, D]``, ``layout.lengths[rank]`` of them; k and v likewise, of
             ``k_layout``.
-        mesh: a DeviceMesh of one dimension, a ProcessGroup, or None for the default group.
+        mesh: a DeviceMesh of one dimension, a ProcessGroup, or None for the default group. Of two
+            dimensions, the second one distributes heads, within a host, and the first one keys.
         layout: the rows of each rank; equal on all ranks.
         k_layout: those of k and v; None is ``layout``.
         strategy: "keys" gathers keys and values, "heads" exchanges rows for heads, "queries"
-            gathers queries. "auto" is "queries" for few queries of many keys, else "keys".
+            gathers queries. "auto" is "queries" for few queries of many keys, else "keys". With a
+            mesh of two dimensions it is that of the first one: not "heads".
         reduce_replicated: sum the gradients of replicated inputs over the ranks. They are sink,
             alibi and a bias with one row for all queries. False leaves each rank its share, as
             any parameter has it: data parallelism adds them.

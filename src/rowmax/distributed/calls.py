@@ -40,6 +40,9 @@ class ShardedCall(NamedTuple):
     #: agreed by all ranks: "own", "one" row for all queries, "either" (ranks of one query), "none"
     bias_rows: str = "none"
     mask_rows: str = "none"
+    #: gradients are parts of sums over other ranks: those of keys, values and shared inputs stay
+    #: in the accumulator's dtype
+    wide: bool = False
 
     @property
     def accumulator(self) -> torch.dtype:
@@ -102,4 +105,4 @@ def sharded(place: Place, tensors: Tensors, options: Options) -> ShardedCall:
     """Return the call of an operator's arguments."""
     queries, keys = layout_of(place.layout), layout_of(place.k_layout)
     call = ShardedCall(place, tensors, options, queries, keys, group_named(place.group))
-    return call if call.packs else call.with_ids()
+    return call if call.group.parts or call.packs else call.with_ids()

@@ -65,8 +65,14 @@ class UnderWay(list[Waits]):
 
 
 def all_gather(x: Tensor, sizes: Sequence[int], group: Group) -> list[Tensor]:
-    """Return the flat tensors of all ranks, of these sizes."""
-    return begin_all_gather(x, sizes, group).wait()
+    """Return the flat tensors of all ranks, of these sizes. A grid joins heads, then keys."""
+    if not group.parts:
+        return begin_all_gather(x, sizes, group).wait()
+    keys, heads = group.parts
+    rows = [sizes[n * heads.size :][: heads.size] for n in range(keys.size)]
+    row = torch.cat(all_gather(x, rows[keys.rank], heads))
+    each = all_gather(row, [sum(one) for one in rows], keys)
+    return [x for one, row in zip(rows, each, strict=True) for x in row.split(one)]
 
 
 def begin_all_gather(x: Tensor, sizes: Sequence[int], group: Group) -> Copy:
@@ -107,6 +113,9 @@ def all_sum(x: Tensor, group: Group) -> Tensor:
 
 def all_objects(x: Any, group: Group) -> list[Any]:
     """Return the picklable values of all ranks."""
+    if group.parts:
+        keys, heads = group.parts
+        return [one for row in all_objects(all_objects(x, heads), keys) for one in row]
     found: list[Any] = [None] * group.size
     dist.all_gather_object(found, x, group=group.process_group)
     return found
@@ -114,6 +123,9 @@ def all_objects(x: Any, group: Group) -> list[Any]:
 
 def broadcast(x: Tensor, group: Group) -> Tensor:
     """Return the tensor of rank 0 of the group."""
+    if group.parts:
+        keys, heads = group.parts
+        return broadcast(broadcast(x, keys), heads)
     found = x.clone()
     dist.broadcast(found, group=group.process_group, group_src=0)
     return found

@@ -19,13 +19,14 @@ from ..explain import scaled
 from ..masks import as_int
 from .area import by_ranges
 from .attention import check_layouts, normalized_rows
-from .calls import ShardedCall
-from .groups import Group, group_of
+from .calls import ShardedCall, whole_rows
+from .groups import Group, grid, group_of
 from .layout import Layout
 from .routes import route, sight_of
 from .shared import shares_memory
 from .strategies import STRATEGIES, unable
-from .strategies.heads import shared_heads, split_heads
+from .strategies.grid import ACROSS, across, exchange_within, rows_across
+from .strategies.heads import Exchange, shared_heads, split_heads
 from .strategies.stages import stages_of
 
 if TYPE_CHECKING:
@@ -90,7 +91,8 @@ class Direction(NamedTuple):
 
     Attributes:
         wire: the bytes of each rank.
-        memory: bytes of this rank for rows of others, and for sums of gradients.
+        memory: bytes of this rank for rows of others, and for sums of gradients. By "keys" it is
+            the peak besides results; the others copy these rows two to four times.
         flops: operations of the matrix products of the most loaded rank; None if unknown.
         time: predicted from a roofline; None if that or flops is unknown.
     """
@@ -139,7 +141,7 @@ def explain(
     k: Tensor,
     v: Tensor,
     *,
-    mesh: DeviceMesh | ProcessGroup | None = None,
+    mesh: DeviceMesh | ProcessGroup | tuple[int, int] | None = None,
     layout: Layout,
     k_layout: Layout | None = None,
     strategy: str = "auto",
@@ -156,7 +158,7 @@ def explain(
     Args:
         q: own rows, as k and v.
         mesh: as ``attention`` takes it. None without a default group is a plan for
-            ``layout.ranks`` ranks.
+            ``layout.ranks`` ranks, and sizes such as (2, 8) for a mesh of two dimensions.
         rank: the rank whose rows are given; None is this process's, or 0 of a plan.
         device: a ``Roofline``, a name such as "H200", or None for the name of q's device.
         options: those of ``rowmax.attention``.
@@ -177,14 +179,13 @@ def explain(
     >>> found.forward.wire[0]
     Wire(sent=100663296, received=201326592)
     """
-    planned = mesh is None and not dist.is_initialized()
-    group = Group("", 0, getattr(layout, "ranks", 1)) if planned else group_of(mesh)
+    group = _group(mesh, layout)
     check_layouts(layout, k_layout, group)
     if rank is not None:
         whole = as_int(rank)
         if whole is None or not 0 <= whole < group.size:
             raise bad("rank", repr(rank), f"0 to {group.size - 1}, or None")
-        group = group._replace(rank=whole)
+        group = group.at(whole)
     if options.get("seed") is None:
         options["seed"] = 0  # does not advance torch's generator
     place, tensors, rest = normalized_rows(
@@ -192,23 +193,36 @@ def explain(
     )
     queries, keys = check_layouts(layout, k_layout, group)
     rows = [_rows(t, tensors.q) for t in (tensors.bias, tensors.allowed)]
-    call = ShardedCall(place, tensors, rest, queries, keys, group, *rows)
-    call = call if call.packs else call.with_ids()
+    call = ShardedCall(place, tensors, rest, queries, keys, group, rows[0], rows[1])
+    call = call if group.parts or call.packs else call.with_ids()
     roofline = _roofline(device, tensors.q)
     loads = _loads(call)
     chosen = place.strategy
+    names = ACROSS if group.parts else (chosen,) if group.axes == "heads" else STRATEGIES
     return Explanation(
         call=_text(call),
         rank=group.rank,
-        strategy=chosen,
-        others={name: _reason(name, call, strategy) for name in STRATEGIES if name != chosen},
+        strategy=f"heads x {chosen}" if group.parts else chosen,
+        others={name: _reason(name, call, strategy) for name in names if name != chosen},
         loads=loads,
         imbalance=None if loads is None else _imbalance(loads),
         forward=_direction(call, loads, roofline, False),
         backward=_direction(call, loads, roofline, True),
         roofline=roofline,
-        overlaps=STRATEGIES[chosen].overlaps(call),
+        overlaps=STRATEGIES[chosen].overlaps(_calls_of_grid(call, group.rank)[-1]),
     )
+
+
+def _group(mesh: Any, layout: Any) -> Group:
+    """Return the group of a mesh, or one of a plan without processes."""
+    if isinstance(mesh, tuple):
+        sizes = [as_int(n) for n in mesh]
+        if len(sizes) != 2 or any(n is None or n < 1 for n in sizes):
+            raise bad("mesh", repr(mesh), "the sizes of a mesh of two dimensions, such as (2, 8)")
+        return grid(*(Group("", 0, n) for n in sizes if n is not None))
+    if mesh is None and not dist.is_initialized():
+        return Group("", 0, getattr(layout, "ranks", 1))
+    return group_of(mesh)
 
 
 def _rows(t: Tensor | None, q: Tensor) -> str:
@@ -241,20 +255,21 @@ def _loads(call: ShardedCall) -> tuple[int, ...] | None:
         return None
     tensors = Tensors(*map(_on_cpu, call.whole()))
     each = by_ranges(tensors, call.options)
-    if call.place.strategy == "heads":
-        total = int(each.sum())
-        heads = split_heads(call.tensors.q.shape[2], call.tensors.k.shape[2], call.group.size)
-        return tuple(total * len(one) for one in heads.q)
-    hq = call.tensors.q.shape[2]
-    if call.place.strategy == "queries":
-        return tuple(
-            hq * sum(_pairs(tensors, call.options, j) for j in call.keys.chunks(rank))
-            for rank in _ranks(call)
-        )
-    return tuple(
-        hq * sum(int(each[start:stop].sum()) for start, stop in owned)
-        for owned in call.queries.owned
-    )
+    name, queries, keys, heads = call.place.strategy, call.queries, call.keys, 1
+    if name == "heads":
+        queries, heads = rows_across(queries, queries.ranks), call.group.size
+    elif call.group.parts:
+        heads = call.group.parts[1].size
+        queries, keys = (rows_across(one, heads) for one in (queries, keys))
+    if name == "queries":
+        loads = [
+            sum(_pairs(tensors, call.options, j) for j in keys.chunks(rank))
+            for rank in range(keys.ranks)
+        ]
+    else:
+        loads = [sum(int(each[a:b].sum()) for a, b in owned) for owned in queries.owned]
+    split = split_heads(call.tensors.q.shape[2], call.tensors.k.shape[2], heads)
+    return tuple(pairs * len(mine) for pairs in loads for mine in split.q)
 
 
 def _pairs(tensors: Tensors, options: Options, j: range) -> int:
@@ -279,7 +294,7 @@ def _direction(
     call: ShardedCall, loads: tuple[int, ...] | None, roofline: Roofline | None, back: bool
 ) -> Direction:
     name, size = call.place.strategy, call.group.size
-    wires = tuple(WIRES[name](call, rank, back) for rank in range(size))
+    wires = tuple(_wire(call, name, rank, back) for rank in range(size))
     d, dv = call.tensors.q.shape[3], call.tensors.v.shape[3]
     flops = None if loads is None else max(loads) * 2 * (3 * d + 2 * dv if back else d + dv)
     time = None
@@ -287,7 +302,7 @@ def _direction(
         compute = flops / (roofline.backward if back else roofline.forward)
         wire = max(max(one) for one in wires) / roofline.wire
         time = Prediction(compute, wire, min(1.0, compute / wire) if wire else 1.0)
-    return Direction(wires, MEMORY[name](call, back), flops, time)
+    return Direction(wires, _memory(call, back), flops, time)
 
 
 # --- gathered keys -----------------------------------------------------------------------------
@@ -307,25 +322,35 @@ def _keys_wire(call: ShardedCall, rank: int, back: bool) -> Wire:
 
 
 def _keys_memory(call: ShardedCall, back: bool) -> int:
-    """Return the bytes of gathered rows: of the stage that computes and of the one that moves.
+    """Return the bytes of copies, gathered rows and gradients at the peak, besides results.
 
-    With shared memory: of all stages, and of what this rank shows to others.
+    With shared memory: of the rows of all stages, and of what this rank shows to others.
     """
     size, wide = _key_bytes(call)
-    way = route(call.queries, call.keys, sight_of(call), call.group.rank)
+    sight, rank = sight_of(call), call.group.rank
+    way = route(call.queries, call.keys, sight, rank)
     sizes = [len(one) for one in stages_of(call, back)]
+    most, total = max(sizes), sum(sizes)
+    sent = sum(stop - start for ranges in way.sent for start, stop in ranges)  # own rows too
     # keys of each piece, and their gradients
     packed = sum(part.packing.copied for part in way.parts if part.packing is not None)
-    copies = packed * (size + back * wide)
     if shares_memory(call.group, call.tensors.k.device):
         memory = (way.length + max(call.keys.lengths)) * size
         if call.packs:
             memory, packed = _pulled_pieces(call, size)
-            copies = packed * (size + back * wide)
-        returned = way.length + sum(way.rows_of_others(call.group.rank))
-        return memory + (back * returned * wide + copies) * max(sizes) // sum(sizes)
-    most = max(a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True))
-    return (way.length * (size + back * wide) * most + copies * max(sizes)) // sum(sizes)
+        ways = (route(call.queries, call.keys, sight, one) for one in _ranks(call))
+        shown = max(one.rows_of_others(n)[1] for n, one in enumerate(ways))
+        returned = back * (way.length + shown + sent + sent * (len(sizes) > 1)) * wide
+        return memory + (returned + packed * (size + back * wide)) * most // total
+    # rows arrive, and are then put in order; meanwhile those of the next stage arrive
+    arriving = call.group.size * max(call.keys.lengths) if way.whole else way.length
+    here = (way.length + (0 if back else arriving)) * size + packed * (size + back * wide)
+    moving, returned = (sent + arriving) * size, 0
+    if back:  # sums, and copies of them to send and to receive
+        here += (2 * way.length + sent) * wide
+        returned = (way.length + sent) * wide
+    each = zip([0, *sizes], sizes, [*sizes[1:], 0], strict=False)
+    return max(a * returned + b * here + c * moving for a, b, c in each) // total
 
 
 def _pulled_pieces(call: ShardedCall, size: int) -> tuple[int, int]:
@@ -442,6 +467,57 @@ MEMORY: dict[str, Callable[[ShardedCall, bool], int]] = {
 }
 
 
+# --- a mesh of two dimensions ------------------------------------------------------------------
+
+
+def _wire(call: ShardedCall, name: str, rank: int, back: bool) -> Wire:
+    """Return the bytes of a rank by a strategy: of a grid, those of both dimensions."""
+    if not call.group.parts:
+        return WIRES[name](call, rank, back)
+    place = call.place._replace(strategy=name)
+    within, inner = _calls_of_grid(call._replace(place=place), rank)
+    found = _heads_wire(within, within.group.rank, back)
+    return found + WIRES[name](inner, inner.group.rank, back) if inner.tensors.q.shape[2] else found
+
+
+def _memory(call: ShardedCall, back: bool) -> int:
+    """Return the bytes of this rank for rows of others, and for sums of gradients."""
+    *within, last = _calls_of_grid(call, call.group.rank)
+    found = sum(_heads_memory(one, back) for one in within)
+    return found + MEMORY[call.place.strategy](last, back) if last.tensors.q.shape[2] else found
+
+
+def _calls_of_grid(call: ShardedCall, rank: int) -> tuple[ShardedCall, ...]:
+    """Return the calls of a rank by which a grid is counted: of its exchange, and of own heads.
+
+    That of another group is itself.
+    """
+    if not call.group.parts:
+        return (call,)
+    group, t = call.group.at(rank), call.tensors
+    call = call._replace(group=group)
+    ranks, mine = exchange_within(call), group.parts[1].rank
+    q, k, v = whole_rows(t.q, t.k, t.v, ranks.queries.n, ranks.keys.n)
+    hq, hk = len(ranks.q[mine]), len(ranks.kv[mine])
+    terms = {
+        name: None if one is None else _rows_of_heads(one, ranks, rows)
+        for name, one, rows in (
+            ("bias", t.bias, call.bias_rows),
+            ("allowed", t.allowed, call.mask_rows),
+        )
+    }
+    own = t._replace(q=q[:, :, :hq], k=k[:, :, :hk], v=v[:, :, :hk], **terms)
+    within = call._replace(group=ranks.group, queries=ranks.queries, keys=ranks.keys)
+    return within, across(call, own, call.options)
+
+
+def _rows_of_heads(t: Tensor, ranks: Exchange, rows: str) -> Tensor:
+    """Return a bias or boolean mask of own heads by its shape alone."""
+    b, _, n, j = t.shape
+    mine = len(shared_heads(t, ranks.q)[ranks.group.rank])
+    return t.new_empty(()).expand(b, mine, n if rows == "one" else ranks.queries.n, j)
+
+
 # --- the text ----------------------------------------------------------------------------------
 
 
@@ -450,7 +526,7 @@ def _reason(name: str, call: ShardedCall, given: str) -> str:
     reason = unable(name, call)
     if reason is not None:
         return f"not able: {reason}"
-    moved = [max(max(WIRES[name](call, r, back)) for r in _ranks(call)) for back in (False, True)]
+    moved = [max(max(_wire(call, name, r, back)) for r in _ranks(call)) for back in (False, True)]
     texts = " and ".join(scaled(n, 1024, "B") for n in moved)
     first = f"strategy={given!r} is asked for" if given != "auto" else "'auto' prefers another"
     hq, hk, ranks = call.tensors.q.shape[2], call.tensors.k.shape[2], call.group.size

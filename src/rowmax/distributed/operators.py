@@ -17,7 +17,7 @@ from ..torch_compat import DispatchKeySet, any_requires_grad, single_level_autog
 from .agreement import agreed
 from .calls import Place, ShardedCall, sharded
 from .collectives import broadcast
-from .strategies import STRATEGIES
+from .strategies import module_of
 
 _N_PLACE = len(Place._fields)
 _PLACE = (
@@ -56,7 +56,7 @@ def _call(given: tuple[Any, ...], wanted: Wanted | None = None) -> ShardedCall:
 
 def _forward_kernel(*given: Any) -> tuple[Tensor, Tensor]:
     call = _call(given)
-    out, lse = STRATEGIES[call.place.strategy].forward(call)
+    out, lse = module_of(call).forward(call)
     return out.contiguous(), lse.contiguous()  # as the fake kernels have them
 
 
@@ -65,8 +65,7 @@ def _backward_kernel(
 ) -> tuple[Tensor, ...]:
     chosen = Wanted(*wanted)
     call = _call(given, chosen)
-    backward = STRATEGIES[call.place.strategy].backward
-    gradients = backward(call, out, lse, dout, dlse, chosen)
+    gradients = module_of(call).backward(call, out, lse, dout, dlse, chosen)
     return tuple(dout.new_empty(0) if g is None else g.contiguous() for g in gradients)
 
 

@@ -37,7 +37,7 @@ def shard(
 
     Args:
         x: any dtype, with ``layout.n`` rows along ``dim``.
-        mesh: a DeviceMesh of one dimension, a ProcessGroup, or None for the default group.
+        mesh: a DeviceMesh of one dimension or two, a ProcessGroup, or None for the default group.
 
     Raises:
         TypeError, ValueError: naming the argument, what it got and what it accepts.

@@ -4,6 +4,14 @@
 P``, ``O' = alpha O + P V``; at the end ``out = O / l`` and ``LSE = m + log l``. Backward, with P
 recomputed from LSE, ``Delta_i = dO_i . out_i - dLSE_i`` and ``dS = P (dP - Delta)``.
 
+Any finite reference in place of the maximum m gives the same out and LSE: it cancels in ``O / l``
+and in ``m + log l``. It only has to keep weights in range. So it may lag (``followed``): the
+weights of a tile are made by the reference of the tile before, and no maximum is taken. Their sums,
+which l needs anyway, show how far the scores have risen. The reference then follows, before the
+next tile. A weight is infinite only where a score exceeds the reference by 128 in base 2 within one
+tile. Then l or O is not finite any more, whatever follows, and the row is computed again by
+maxima. bfloat16 has the range of float32, and weights of any size have the same relative rounding.
+
 Exponentials are of two. Scores in natural units enter them times ``LOG2E``, and only as a
 difference from the row's maximum or lse: a bias may be the largest number of its dtype, and times
 log2(e) it would overflow.
@@ -17,6 +25,11 @@ from typing import Any
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 inf = math.inf
+log2 = math.log2
+#: the sum of weights from which a reference that lags moves
+FAR = 2.0**8
+#: the sum l from which a row counts as overflowed: up to 2^126, 1 / l is a normal number
+FULL = 2.0**100
 
 
 def where(condition: Any, x: Any, y: Any) -> Any:
@@ -36,6 +49,15 @@ def moved(m, peak):
     """
     m = max(m, peak)
     return m, where(m == -inf, 0.0, m)
+
+
+def followed(m, s):
+    """Return the reference, in base 2, after weights with the sum s: ``m + log2 s`` past 2^8.
+
+    The next weights of such scores are then at most 1. It moves by less than the scores have risen,
+    and by the logarithm of the number of weights.
+    """
+    return where(s > FAR, m + log2(where(s > FAR, s, 1.0)), m)
 
 
 def with_sink(m, l, sink):

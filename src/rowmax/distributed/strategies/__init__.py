@@ -6,12 +6,12 @@ from types import ModuleType
 
 from ...errors import bad
 from ..calls import ShardedCall
-from . import heads, keys, queries
+from . import grid, heads, keys, queries
 
 #: by name, the preferred ones first. Each module has ``forward`` and ``backward``
 STRATEGIES: dict[str, ModuleType] = {"keys": keys, "heads": heads, "queries": queries}
 
-
+_OF_TWO = "of a mesh of two dimensions, whose second one distributes heads"
 #: keys for each query, from which on "auto" compares the bytes of "queries" with those of "keys"
 FEW = 8
 
@@ -29,15 +29,27 @@ def chosen(name: object) -> str:
     return str(name)
 
 
+def module_of(call: ShardedCall) -> ModuleType:
+    """Return the module that computes a call."""
+    return grid if call.group.parts else STRATEGIES[call.place.strategy]
+
+
 def selected(name: object, call: ShardedCall) -> str:
     """Return the name of the strategy of a call, the same on every rank.
 
     Raises:
         ValueError: the strategy does not compute the call.
     """
+    axes = call.group.axes
+    if name == "heads" and axes:
+        raise bad("strategy", f"'heads' {_OF_TWO}", "'auto', 'keys' or 'queries', for the first")
     reason = unable("queries", call)
     if name == "queries" and reason is not None:
-        raise bad("strategy", f"'queries' ({reason})", "'auto', 'keys' or 'heads'")
+        others = "'auto' or 'keys'" if axes else "'auto', 'keys' or 'heads'"
+        raise bad("strategy", f"'queries' ({reason})", others)
+    if axes == "heads":
+        chosen(name)
+        return "heads"
     if name != "auto":
         return chosen(name)
     return "queries" if reason is None and _few_bytes(call) else chosen(name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,24 +19,92 @@ from ...call.dispatch import prepared
 from ...call.inputs import Gradients, Options, Tensors, Wanted, part_of
 from ..calls import ShardedCall
 from ..collectives import all_to_all
+from ..groups import Group
 from ..layout import Layout
 from .shares import reduced
 
 Heads = tuple[range, ...]
 
 
+class Exchange(NamedTuple):
+    """The ranks that exchange rows for heads."""
+
+    group: Group
+    queries: Layout  # the rows of each, among those of all of them
+    keys: Layout
+    q: Heads
+    kv: Heads
+
+
+class Inside(Protocol):
+    """The way to compute the call of own heads, with the rows of all ranks of an exchange."""
+
+    def forward(self, tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
+        """Return (out, lse)."""
+        ...
+
+    def backward(
+        self,
+        tensors: Tensors,
+        options: Options,
+        results: tuple[Tensor, Tensor],
+        cotangents: tuple[Tensor, Tensor],
+        wanted: Wanted,
+    ) -> Gradients:
+        """Return the wanted gradients."""
+        ...
+
+
+class OneDevice:
+    """The rows of an exchange are all rows of the call.
+
+    Args:
+        wide: dk and dv are parts of sums.
+    """
+
+    def __init__(self, wide: bool) -> None:
+        self.wide = wide
+
+    def forward(self, tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
+        """Return (out, lse)."""
+        return prepared(tensors, options).forward(tensors)
+
+    def backward(
+        self,
+        tensors: Tensors,
+        options: Options,
+        results: tuple[Tensor, Tensor],
+        cotangents: tuple[Tensor, Tensor],
+        wanted: Wanted,
+    ) -> Gradients:
+        """Return the wanted gradients."""
+        given = (*results, *cotangents)
+        return prepared(tensors, options).backward(tensors, *given, wanted, self.wide)
+
+
+def _alone(call: ShardedCall) -> tuple[Exchange, OneDevice]:
+    """Return the exchange of all ranks, and the way inside of it."""
+    # ranks that share a kv head have parts of its gradient
+    inside = OneDevice(call.tensors.k.shape[2] < call.group.size)
+    return exchange_of(call, call.group, call.queries, call.keys), inside
+
+
 def forward(call: ShardedCall) -> tuple[Tensor, Tensor]:
     """Return (out ``[B, n, Hq, Dv]``, lse ``[B, Hq, n]``) of this rank's queries."""
-    heads = _heads(call)
-    tensors, options = _part(call, heads)
+    return exchanged_forward(call, *_alone(call))
+
+
+def exchanged_forward(call: ShardedCall, ranks: Exchange, inside: Inside) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) of this rank's queries, computed inside of an exchange."""
+    tensors, options = _part(call, ranks)
     if tensors.q.shape[2]:
-        out, lse = prepared(tensors, options).forward(tensors)
+        out, lse = inside.forward(tensors, options)
     else:
         b, n, _, _ = tensors.q.shape
         out = tensors.q.new_empty((b, n, 0, tensors.v.shape[3]))
         lse = tensors.q.new_empty((b, 0, n), dtype=call.accumulator)
-    out = _to_rows(out, call, call.queries, heads.q, call.tensors.q.shape[2])
-    rows = _to_rows(lse.transpose(1, 2)[..., None], call, call.queries, heads.q, out.shape[2])
+    out = _to_rows(out, ranks, ranks.queries, ranks.q, call.tensors.q.shape[2])
+    rows = _to_rows(lse.transpose(1, 2)[..., None], ranks, ranks.queries, ranks.q, out.shape[2])
     return out, rows[..., 0].transpose(1, 2)
 
 
@@ -44,23 +112,33 @@ def backward(
     call: ShardedCall, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wanted: Wanted
 ) -> Gradients:
     """Return the wanted gradients: of own rows, and this rank's share of replicated inputs."""
-    heads = _heads(call)
-    tensors, options = _part(call, heads)
-    out, dout = (_to_heads(t, call, call.queries, heads.q) for t in (out, dout))
+    return exchanged_backward(call, *_alone(call), (out, lse), (dout, dlse), wanted)
+
+
+def exchanged_backward(
+    call: ShardedCall,
+    ranks: Exchange,
+    inside: Inside,
+    results: tuple[Tensor, Tensor],
+    cotangents: tuple[Tensor, Tensor | None],
+    wanted: Wanted,
+) -> Gradients:
+    """Return the wanted gradients, computed inside of an exchange."""
+    (out, lse), (dout, dlse) = results, cotangents
+    tensors, options = _part(call, ranks)
+    out, dout = (_to_heads(t, ranks, ranks.queries, ranks.q) for t in (out, dout))
     # a cotangent of zeros on ranks without one: all take part in the exchange
     lses = (lse, torch.zeros_like(lse) if dlse is None else dlse)
     lse, dlse = (
-        _to_heads(t.transpose(1, 2)[..., None], call, call.queries, heads.q)[..., 0]
+        _to_heads(t.transpose(1, 2)[..., None], ranks, ranks.queries, ranks.q)[..., 0]
         .transpose(1, 2)
         .contiguous()
         for t in lses
     )
     found = Gradients()
     if tensors.q.shape[2]:
-        # ranks that share a kv head have parts of its gradient
-        wide = call.tensors.k.shape[2] < call.group.size
-        found = prepared(tensors, options).backward(tensors, out, lse, dout, dlse, wanted, wide)
-    return _returned(call, heads, tensors, found, wanted)
+        found = inside.backward(tensors, options, (out, lse), (dout, dlse), wanted)
+    return _returned(call, ranks, tensors, found, wanted)
 
 
 def overlaps(call: ShardedCall) -> bool:
@@ -69,26 +147,26 @@ def overlaps(call: ShardedCall) -> bool:
 
 
 def _returned(
-    call: ShardedCall, heads: _Split, here: Tensors, found: Gradients, wanted: Wanted
+    call: ShardedCall, ranks: Exchange, here: Tensors, found: Gradients, wanted: Wanted
 ) -> Gradients:
     """Return the gradients of own rows from those of own heads."""
     own, wide = call.tensors, call.accumulator
     rows = {}
     for name, layout, mine, dtype in (
-        ("q", call.queries, heads.q, own.q.dtype),
-        ("k", call.keys, heads.kv, wide),
-        ("v", call.keys, heads.kv, wide),
+        ("q", ranks.queries, ranks.q, own.q.dtype),
+        ("k", ranks.keys, ranks.kv, wide),
+        ("v", ranks.keys, ranks.kv, wide),
     ):
         if getattr(wanted, name):
             t, g = getattr(here, name), getattr(found, name)
             g = torch.zeros_like(t) if g is None else g
             total = getattr(own, name)
-            back = _to_rows(g.to(dtype), call, layout, mine, total.shape[2])
+            back = _to_rows(g.to(dtype), ranks, layout, mine, total.shape[2])
             rows[name] = back.to(total.dtype)
-    q_heads = slice(*_ends(heads.q[call.group.rank]))
+    q_heads = slice(*_ends(ranks.q[ranks.group.rank]))
     bias = sink = terms = None
     if wanted.bias and own.bias is not None and here.bias is not None:
-        bias = _bias_gradient(call, heads, here.bias, found.bias, q_heads)
+        bias = _bias_gradient(call, ranks, here.bias, found.bias, q_heads)
     if wanted.sink and own.sink is not None:
         sink = torch.zeros_like(own.sink)
         if found.sink is not None:
@@ -102,7 +180,7 @@ def _returned(
 
 
 def _bias_gradient(
-    call: ShardedCall, heads: _Split, here: Tensor, found: Tensor | None, mine: slice
+    call: ShardedCall, ranks: Exchange, here: Tensor, found: Tensor | None, mine: slice
 ) -> Tensor:
     """Return the gradient of bias: complete for own rows, a share of one row for all queries."""
     own = call.tensors.bias
@@ -115,8 +193,10 @@ def _bias_gradient(
         assert place is not None
         place += found
         return total
-    split = shared_heads(own, heads.q)
-    return _to_rows(found.transpose(1, 2), call, call.queries, split, own.shape[1]).transpose(1, 2)
+    split = shared_heads(own, ranks.q)
+    return _to_rows(found.transpose(1, 2), ranks, ranks.queries, split, own.shape[1]).transpose(
+        1, 2
+    )
 
 
 # --- the heads of each rank --------------------------------------------------------------------
@@ -129,9 +209,10 @@ class _Split(NamedTuple):
     kv: Heads
 
 
-def _heads(call: ShardedCall) -> _Split:
+def exchange_of(call: ShardedCall, group: Group, queries: Layout, keys: Layout) -> Exchange:
+    """Return the exchange of a group, whose ranks have these rows."""
     hq, hk = call.tensors.q.shape[2], call.tensors.k.shape[2]
-    return split_heads(hq, hk, call.group.size)
+    return Exchange(group, queries, keys, *split_heads(hq, hk, group.size))
 
 
 @lru_cache(maxsize=64)
@@ -162,49 +243,47 @@ def shared_heads(t: Tensor, heads: Heads) -> Heads:
     return tuple(range(int(len(one) > 0)) for one in heads)
 
 
-def _part(call: ShardedCall, heads: _Split) -> tuple[Tensors, Options]:
-    """Return the call of own heads over the whole sequence."""
+def _part(call: ShardedCall, ranks: Exchange) -> tuple[Tensors, Options]:
+    """Return the call of own heads, with the rows of all ranks of the exchange."""
     own = call.tensors
-    q = _to_heads(own.q, call, call.queries, heads.q)
-    k, v = (_to_heads(t, call, call.keys, heads.kv) for t in (own.k, own.v))
+    q = _to_heads(own.q, ranks, ranks.queries, ranks.q)
+    k, v = (_to_heads(t, ranks, ranks.keys, ranks.kv) for t in (own.k, own.v))
     terms = {
-        name: _term_of_heads(name, t, rows, call, heads)
+        name: _term_of_heads(name, t, rows, ranks)
         for name, t, rows in (
             ("bias", own.bias, call.bias_rows),
             ("allowed", own.allowed, call.mask_rows),
         )
     }
-    mine = heads.q[call.group.rank]
+    mine = ranks.q[ranks.group.rank]
     if not mine:
         return own._replace(q=q, k=k, v=v, **terms), call.options
     tensors, options = block_of(call.whole(), call.options, Block(h=slice(*_ends(mine))))
     return tensors._replace(q=q, k=k, v=v, **terms), options
 
 
-def _term_of_heads(
-    name: str, t: Tensor | None, rows: str, call: ShardedCall, heads: _Split
-) -> Tensor | None:
+def _term_of_heads(name: str, t: Tensor | None, rows: str, ranks: Exchange) -> Tensor | None:
     """Return a bias or boolean mask of own heads, with all rows."""
     if t is None:
         return None
     if rows == "one":
-        return part_of(name, t, h=slice(*_ends(heads.q[call.group.rank])))
-    split = shared_heads(t, heads.q)
-    return _to_heads(t.transpose(1, 2), call, call.queries, split).transpose(1, 2)
+        return part_of(name, t, h=slice(*_ends(ranks.q[ranks.group.rank])))
+    split = shared_heads(t, ranks.q)
+    return _to_heads(t.transpose(1, 2), ranks, ranks.queries, split).transpose(1, 2)
 
 
 # --- rows for heads, and back ------------------------------------------------------------------
 
 
-def _to_heads(t: Tensor, call: ShardedCall, layout: Layout, heads: Heads) -> Tensor:
+def _to_heads(t: Tensor, ranks: Exchange, layout: Layout, heads: Heads) -> Tensor:
     """Return ``[B, N, h, X]``, all rows of own heads, of ``[B, n, H, X]``, own rows of all."""
-    rank = call.group.rank
+    rank = ranks.group.rank
     b, _, _, x = t.shape
     rows_first = t.transpose(0, 1)
     pieces = [rows_first[:, :, slice(*_ends(one))].flatten() for one in heads]
     mine = len(heads[rank])
     received = [n * b * mine * x for n in layout.lengths]
-    flat = all_to_all(torch.cat(pieces), [p.numel() for p in pieces], received, call.group)
+    flat = all_to_all(torch.cat(pieces), [p.numel() for p in pieces], received, ranks.group)
     found: list[tuple[int, Tensor]] = []
     for n, ranges, piece in zip(layout.lengths, layout.owned, flat.split(received), strict=True):
         each = piece.view(n, b, mine, x).split([stop - start for start, stop in ranges])
@@ -214,9 +293,9 @@ def _to_heads(t: Tensor, call: ShardedCall, layout: Layout, heads: Heads) -> Ten
     return joined.transpose(0, 1)
 
 
-def _to_rows(t: Tensor, call: ShardedCall, layout: Layout, heads: Heads, total: int) -> Tensor:
+def _to_rows(t: Tensor, ranks: Exchange, layout: Layout, heads: Heads, total: int) -> Tensor:
     """Return own rows of all heads, the inverse. Ranks that share a head are added in order."""
-    rank = call.group.rank
+    rank = ranks.group.rank
     b, x = t.shape[0], t.shape[3]
     rows_first = t.transpose(0, 1)
     pieces = [
@@ -225,7 +304,7 @@ def _to_rows(t: Tensor, call: ShardedCall, layout: Layout, heads: Heads, total: 
     ]
     n = layout.lengths[rank]
     received = [n * b * len(one) * x for one in heads]
-    flat = all_to_all(torch.cat(pieces), [p.numel() for p in pieces], received, call.group)
+    flat = all_to_all(torch.cat(pieces), [p.numel() for p in pieces], received, ranks.group)
     found = t.new_zeros((n, b, total, x))
     for one, piece in zip(heads, flat.split(received), strict=True):
         found[:, :, slice(*_ends(one))] += piece.view(n, b, len(one), x)

@@ -291,7 +291,7 @@ class _Sums:
         self.q = torch.empty_like(own.q, memory_format=_DENSE) if several else None
         #: the gradients of own rows; a stage writes its heads
         self.k, self.v = (
-            torch.empty_like(t, memory_format=_DENSE) if want else None
+            t.new_empty(t.shape, dtype=self.wide if call.wide else t.dtype) if want else None
             for t, want in ((own.k, wanted.k), (own.v, wanted.v))
         )
         self.gathered: list[Tensor] = []  # the inputs of a stage with gradients
@@ -304,8 +304,8 @@ class _Sums:
         bias = own.bias
         self.bias = None
         if wanted.bias and bias is not None:
-            # a row that parts share is a sum, and a head that stages share
-            shared = bias.shape[2] == 1 or (bias.shape[1] == 1 and stages > 1)
+            # a row that parts share is a sum, and a head that stages or other ranks share
+            shared = bias.shape[2] == 1 or (bias.shape[1] == 1 and (stages > 1 or call.wide))
             dtype = self.wide if shared else bias.dtype
             self.bias = torch.zeros_like(bias, dtype=dtype, memory_format=_DENSE)
 

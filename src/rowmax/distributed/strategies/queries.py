@@ -56,7 +56,7 @@ def backward(
     lse, dlse = (t[..., 0].transpose(1, 2).contiguous() for t in lses)
     q = torch.zeros_like(whole.q, dtype=wide) if wanted.q else None
     k, v = (
-        torch.empty_like(t, memory_format=torch.contiguous_format) if want else None
+        t.new_empty(t.shape, dtype=wide if call.wide else t.dtype) if want else None
         for t, want in ((own.k, wanted.k), (own.v, wanted.v))
     )
     totals = {
@@ -70,7 +70,8 @@ def backward(
     for rows, j in _chunks(call):
         tensors, options = _block(call, whole, rows, j)
         here = wanted._replace(sink=wanted.sink and tensors.sink is not None)
-        found = prepared(tensors, options).backward(tensors, out, lse, dout, dlse, here)
+        job = prepared(tensors, options)
+        found = job.backward(tensors, out, lse, dout, dlse, here, wide=call.wide)
         if q is not None and found.q is not None:
             q += found.q
         for total, t in ((k, found.k), (v, found.v)):

@@ -84,8 +84,10 @@ def notes(problem: Problem, call: str) -> list[str]:
     from .. import assembler
     from . import host
 
-    tile = host.note_of_tile(problem) if call == "forward" else None
-    return [text for text in (tile, assembler.note(problem.device_index)) if text]
+    found = [assembler.note(problem.device_index)]
+    if call == "forward":
+        found = [host.note_of_tile(problem), host.note_of_maxima(problem), *found]
+    return [text for text in found if text]
 
 
 def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:

@@ -107,7 +107,8 @@ class RowConstants(NamedTuple):
 
     D: Any
     DV: Any
-    BLOCK_D: Any
+    D0: Any  # the parts of a tile of dq (lib/parts.py)
+    D1: Any
     BLOCK_DV: Any
     ROWS: Any
     NATURAL: Any  # scores and lse are in natural units

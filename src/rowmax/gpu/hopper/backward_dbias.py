@@ -10,16 +10,19 @@ each sequence and head that shares it, Q and K arrive in one ring of buffers, V 
 Barriers of a block, with the arrivals that complete a phase:
 
     barrier        arrivals                               waited for by
-    qk.full[s]     producer's expect + bytes of Q, K,     consumers, before S of the use
+    qk.full[s]     producer's expect + bytes of Q and K   consumers, before S of the use
+    qk.empty[s]    each consumer, S is made               producer, before it fills s again
+    vdo.full[s]    producer's expect + bytes of V, dO,    consumers, before dP of the use
                    lse and delta
-    qk.empty[s]    each consumer, S is made, lse and      producer, before it fills s again
-                   delta are read
-    vdo.full[s]    producer's expect + bytes of V and dO  consumers, before dP of the use
     vdo.empty[s]   each consumer, dP is made              producer, before it fills s again
     bias.full[t]   producer's expect + bytes of the bias  consumers, once a tile
     bias.empty[t]  each consumer, dbias is stored         producer, before it fills t again
 
 dbias is stored from the buffer in which its bias arrived.
+
+lse and delta are with V and dO, whose buffer is released when both have arrived. With Q and K it
+was released when their loads were issued. Stores of the other warpgroup's sums delayed the loads:
+the rows of the next tile were in the buffer first (at a head size of 32 on an H200).
 
 A bias of few tiles would leave processors idle: 36 tiles of 384 x 384 positions and 4 heads. Then
 several blocks compute a tile, each for a part of the sequences and heads that share it. They store
@@ -62,16 +65,17 @@ from .gluon_compat import (
 )
 from .lib.ring import Ring, barriers, release, slot, tile_buffers, wait_empty, wait_full
 from .lib.rules import score_gradient
+from .lib.scores import settled
 
 
 class Rings(NamedTuple):
     """The rings of a block. Rings filled by one barrier share it."""
 
-    qk: Any  # Q's buffers; ``k`` and ``rows`` (lse and delta) have the same barriers
+    qk: Any  # Q's buffers; ``k`` has the same barriers
     k: Any
-    rows: Any
-    vdo: Any  # V's buffers; ``do`` has the same barriers
+    vdo: Any  # V's buffers; ``do`` and ``rows`` (lse and delta) have the same barriers
     do: Any
+    rows: Any
     bias: Any  # two buffers for each tile, one for each warpgroup
 
 
@@ -214,15 +218,15 @@ def load_step(C: gl.constexpr, descs, rings, place, b, head, shared, use):
     s = slot(use, C.QK_STAGES)
     bar = rings.qk.full.index(s)
     wait_empty(rings.qk, use, C.QK_STAGES)
-    both: gl.constexpr = descs.q.block_type.nbytes + descs.k.block_type.nbytes
-    mbarrier.expect(bar, both + descs.rows.block_type.nbytes)
-    tma_load(descs.rows, [b * shared.hq + head, 0, place.first], bar, rings.rows.index(s))
+    mbarrier.expect(bar, descs.q.block_type.nbytes + descs.k.block_type.nbytes)
     tma_load(descs.q, [b, place.first, head, 0], bar, rings.qk.buffers.index(s))
     tma_load(descs.k, [b, col, kv_head, 0], bar, rings.k.index(s))
     u = slot(use, C.VDO_STAGES)
     bar = rings.vdo.full.index(u)
     wait_empty(rings.vdo, use, C.VDO_STAGES)
-    mbarrier.expect(bar, descs.v.block_type.nbytes + descs.do.block_type.nbytes)
+    both: gl.constexpr = descs.v.block_type.nbytes + descs.do.block_type.nbytes
+    mbarrier.expect(bar, both + descs.rows.block_type.nbytes)
+    tma_load(descs.rows, [b * shared.hq + head, 0, place.first], bar, rings.rows.index(u))
     tma_load(descs.v, [b, col, kv_head, 0], bar, rings.vdo.buffers.index(u))
     tma_load(descs.do, [b, place.first, head, 0], bar, rings.do.index(u))
 
@@ -295,9 +299,9 @@ def step(
     v = tile_buffer(rings.vdo.buffers, u, C.BLOCK_STREAMED, C.DV)
     do = own_rows(C, c, rings.do, u + (use >> 30), C.DV)
     dp = issue_product(C, do, v)
-    lse, delta = load_rows(C, c, rings.rows, a)
     S = warpgroup_mma_wait(1, deps=[S])
     release(rings.qk, use, C.QK_STAGES)
+    lse, delta = load_rows(C, c, rings.rows, u)
     # the 0 again: no registers are free to keep the tile of the bias
     bias = own_bias(C, c, rings.bias.buffers, place.nth + (use >> 30)).load(score_layout(C))
     dtype: gl.constexpr = rings.k.dtype
@@ -307,6 +311,7 @@ def step(
     # begins a basic block, so that the exponentials overlap with the product
     wait_full(rings.qk, after, C.QK_STAGES, pred=s + 1 < end)
     dp = warpgroup_mma_wait(0, deps=[dp])
+    delta = settled(delta, 2)
     release(rings.vdo, use, C.VDO_STAGES)
     ds = score_gradient(p, dp, delta[:, None])
     if MASKED and C.PREFIX:  # values past a length may be NaN
@@ -394,14 +399,14 @@ def backward_dbias(q, do, k, v, rows, bias, dbias, t, n, C: gl.constexpr):
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(box, q.dtype)
     qs = tile_buffers(q, C.QK_STAGES)
     ks = tile_buffers(k, C.QK_STAGES)
-    stats = tile_buffers(rows, C.QK_STAGES)
+    stats = tile_buffers(rows, C.VDO_STAGES)
     vs = tile_buffers(v, C.VDO_STAGES)
     dos = tile_buffers(do, C.VDO_STAGES)
     biases = gl.allocate_shared_memory(q.dtype, [C.BIAS_STAGES * C.WARPGROUPS] + box, layout)
     qk = Ring(qs, barriers(C.QK_STAGES, 1), barriers(C.QK_STAGES, C.WARPGROUPS))
     vdo = Ring(vs, barriers(C.VDO_STAGES, 1), barriers(C.VDO_STAGES, C.WARPGROUPS))
     own = Ring(biases, barriers(C.BIAS_STAGES, 1), barriers(C.BIAS_STAGES, C.WARPGROUPS))
-    rings = Rings(qk, ks, stats, vdo, dos, own)
+    rings = Rings(qk, ks, vdo, dos, stats, own)
     fence_async_shared()
     sizes = Sizes(n.nq, n.nk, n.left if C.LEFT else None, n.right if C.RIGHT else None, t.spans)
     seqs = Sequences(t.cu_q, t.cu_k, n.batch, t.lengths)

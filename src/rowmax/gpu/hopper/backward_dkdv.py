@@ -59,10 +59,13 @@ from .backward_lib import (
     follow,
     held_layout,
     next_tile,
+    no_scores,
+    peek_message,
     read_message,
+    release_message,
     row_numbers,
     score_layout,
-    store_rows,
+    store_parts,
     store_sums,
     sums_by_lane,
     tile_buffer,
@@ -84,8 +87,17 @@ from .gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .lib.layouts import matrix, product_layout, weight_layout
+from .lib.layouts import matrix
 from .lib.order import Order
+from .lib.parts import (
+    Parts,
+    columns_of,
+    issue_over_columns,
+    issue_with_columns,
+    scaled_parts,
+    wait_parts,
+    zeros,
+)
 from .lib.ring import (
     Ring,
     barriers,
@@ -127,7 +139,7 @@ class State(NamedTuple):
     """The values that a step passes to the next."""
 
     use: Any
-    x: Any  # the sum of dK [64, D] or dV [64, DV]
+    x: Any  # Parts of the sum of dK [64, D] or dV [64, DV]
     drow: Any  # parts of dbias of a row [64, 4]
 
 
@@ -158,7 +170,7 @@ def load_step(C: gl.constexpr, descs, rings, tile, heads, i, q_use, use, cut):
     q = rings.q.buffers.index(s)
     tma_load(descs.q, [part, row, head, 0], bar, q)
     if C.VARLEN:  # before the wait for a buffer of dO
-        cleared(rings.q.full, s, C.Q_STAGES, q, C.BLOCK_STREAMED, C.D, rest, cut)
+        cleared(rings.q.full, s, C.Q_STAGES, q, C.BLOCK_STREAMED, C.BUFFER_D, rest, cut)
     u = slot(use, C.DO_STAGES)
     bar = landing(rings.do.full, u, C.DO_STAGES, C.VARLEN, short)
     wait_empty(rings.do, use, C.DO_STAGES)
@@ -199,7 +211,7 @@ def load_resident(C: gl.constexpr, descs, rings, tile, nth, cut):
     if C.PREFIX:
         if short:
             mbarrier.wait(rings.own.full.index(1), cut & 1)
-            clear_rows(k, C.BLOCK_RESIDENT, C.D, rest)
+            clear_rows(k, C.BLOCK_RESIDENT, C.BUFFER_D, rest)
             clear_rows(v, C.BLOCK_RESIDENT, C.DV, rest)
             fence_async_shared()
             mbarrier.arrive(rings.own.full.index(0), count=1)
@@ -336,6 +348,10 @@ def held_columns(C: gl.constexpr, OF_K: gl.constexpr, use, some, rings):
         both = tile_buffer(rings.q.buffers, s, C.BLOCK_STREAMED, C.D)
         x = settled(both.slice(FROM, HELD, dim=1).load(held_layout(C)))
         release(rings.q, use, C.Q_STAGES, pred=some)
+    elif OF_K and C.D1:
+        k = tile_buffer(rings.own.buffers, 0, C.BLOCK_RESIDENT, C.BUFFER_D)
+        both = columns_of(k, C.D0, C.D1)
+        x = Parts(both.low.load(held_layout(C)), both.high.load(held_layout(C)))
     elif OF_K:
         k = tile_buffer(rings.own.buffers, 0, C.BLOCK_RESIDENT, C.D)
         x = k.slice(0, HELD, dim=1).load(held_layout(C))
@@ -357,7 +373,11 @@ def step_of_dv(
     u = slot(use, C.DO_STAGES)
     wait_full(rings.q, q_use, C.Q_STAGES)
     # use >> 30 is 0, which the compiler cannot derive
-    S = product(C, C.HELD_K, k.columns, rings.own.buffers, rings.q.buffers, s, use >> 30, C.D)
+    if C.D1:
+        q = tile_buffer(rings.q.buffers, s, C.BLOCK_STREAMED, C.BUFFER_D)
+        S = issue_over_columns(k.columns, columns_of(q, C.D0, C.D1), no_scores(C), C.D1)
+    else:
+        S = product(C, C.HELD_K, k.columns, rings.own.buffers, rings.q.buffers, s, use >> 30, C.D)
     lse = row_numbers(C, rings.rows, s, 0)[None, :]
     S = warpgroup_mma_wait(0, deps=[S])
     bias = 0
@@ -368,15 +388,15 @@ def step_of_dv(
         halves = reinterpret(rings.w.buffers.index(u), dtype, box, layout)
         bias = halves.index(0).permute((1, 0)).load(score_layout(C))
     p, w = weights(C, MASKED, 0, S, lse, bias, m, head, tile, sizes, args, dtype)
-    P = gl.convert_layout(rounded(p, dtype), weight_layout(C.DV))
+    P = rounded(p, dtype)
     if not C.BIAS:
         wait_full(rings.do, use, C.DO_STAGES)
-    do = tile_buffer(rings.do.buffers, u, C.BLOCK_STREAMED, C.DV)
-    dv = warpgroup_mma(P, do, state.x, is_async=True)
+    do = columns_of(tile_buffer(rings.do.buffers, u, C.BLOCK_STREAMED, C.DV), C.DV, 0)
+    dv = issue_with_columns(P, do, state.x, C.DV, 0)
     rings.w.buffers.index(u).store(w)
     mbarrier.arrive(rings.w.full.index(u), count=1)
     release(rings.q, q_use, C.Q_STAGES)
-    dv = warpgroup_mma_wait(0, deps=[dv])
+    dv = wait_parts(0, dv, 0)
     release(rings.do, use, C.DO_STAGES)
     return State(use + 1, dv, state.drow)
 
@@ -402,11 +422,10 @@ def step_of_dk(C: gl.constexpr, state, v, rings):
     drow = state.drow
     if C.DROW:
         drow = drow + sums_by_lane(ds)
-    ds = gl.convert_layout(rounded(ds, dtype), weight_layout(C.D))
-    q = tile_buffer(rings.q.buffers, s, C.BLOCK_STREAMED, C.D)
-    dk = warpgroup_mma(ds, q, state.x, is_async=True)
+    q = columns_of(tile_buffer(rings.q.buffers, s, C.BLOCK_STREAMED, C.BUFFER_D), C.D0, C.D1)
+    dk = issue_with_columns(rounded(ds, dtype), q, state.x, C.D0, C.D1)
     release(rings.do, use, C.DO_STAGES)
-    dk = warpgroup_mma_wait(0, deps=[dk])
+    dk = wait_parts(0, dk, C.D1)
     release(rings.q, q_use, C.Q_STAGES)
     return State(use + 1, dk, drow)
 
@@ -431,7 +450,8 @@ def steps_of_dv(C: gl.constexpr, state, k, rings, tile, sizes, args, group):
 @gluon.jit
 def consumer(C: gl.constexpr, OF_DK: gl.constexpr, out, rings, mail, sizes, args, heads):
     """Compute dK, or dV, of every tile of this block."""
-    WIDTH: gl.constexpr = C.D if OF_DK else C.DV
+    W0: gl.constexpr = C.D0 if OF_DK else C.DV
+    W1: gl.constexpr = C.D1 if OF_DK else 0
     OUT: gl.constexpr = C.D_OUT if OF_DK else C.DV_OUT
     message = 0
     use = 0
@@ -444,7 +464,7 @@ def consumer(C: gl.constexpr, OF_DK: gl.constexpr, out, rings, mail, sizes, args
         if C.ALONE:
             shift = nth + 1
         operand = Held(held_columns(C, not OF_DK, use + nth, some, rings), shift)
-        x = gl.full([C.BLOCK_RESIDENT, WIDTH], 0.0, gl.float32, product_layout(WIDTH))
+        x = zeros(C.BLOCK_RESIDENT, W0, W1)
         if OF_DK:
             drow = 0
             if C.DROW:
@@ -453,7 +473,7 @@ def consumer(C: gl.constexpr, OF_DK: gl.constexpr, out, rings, mail, sizes, args
             state = State(use, x, drow)
             for _ in range((tile.hi - tile.lo) * heads.group):
                 state = step_of_dk(C, state, operand, rings)
-            x = state.x * out.scale
+            x = scaled_parts(state.x, out.scale, W1)
             if C.DROW:
                 plane = (tile.b * heads.resident + tile.head).to(gl.int64)
                 to = out.dbias + plane * sizes.nk + tile.first
@@ -466,11 +486,12 @@ def consumer(C: gl.constexpr, OF_DK: gl.constexpr, out, rings, mail, sizes, args
         release(rings.own, nth, 1, pred=some)
         nth += some.to(gl.int32)
         message += 1
-        following, live = read_message(mail, message)
+        following, live = peek_message(mail, message)
         row = gradient_row(C, 0, tile)
         to = out.dk if OF_DK else out.dv
         to = to + (row.to(gl.int64) * heads.resident + tile.head) * OUT
-        store_rows(x, to, heads.resident * OUT, rows_left(C, 0, tile), OUT)
+        store_parts(x, to, heads.resident * OUT, rows_left(C, 0, tile), W0, OUT)
+        release_message(mail, message, following, live)
         tile = following
 
 

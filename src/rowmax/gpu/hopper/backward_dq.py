@@ -37,10 +37,13 @@ from .backward_lib import (
     issue_product,
     memory_place,
     next_tile,
+    no_scores,
     own_rows,
+    peek_message,
     read_message,
+    release_message,
     score_layout,
-    store_rows,
+    store_parts,
     tile_buffer,
     weights,
 )
@@ -56,11 +59,17 @@ from .gluon_compat import (
     fence_async_shared,
     mbarrier,
     tma_load,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .lib.layouts import product_layout, weight_layout
 from .lib.order import Order
+from .lib.parts import (
+    columns_of,
+    issue_over_columns,
+    issue_with_columns,
+    scaled_parts,
+    wait_parts,
+    zeros,
+)
 from .lib.ring import (
     Ring,
     barriers,
@@ -115,7 +124,7 @@ class State(NamedTuple):
     """The values that a step passes to the next."""
 
     use: Any
-    dq: Any  # [64, D]
+    dq: Any  # Parts of [64, D]
 
 
 # --- the producer ------------------------------------------------------------------------------
@@ -140,7 +149,7 @@ def load_step(C: gl.constexpr, descs, rings, tile, heads, t, use, cut):
     k = rings.k.buffers.index(s)
     tma_load(descs.k, [part, row, head, 0], bar, k)
     if C.PADDED:  # before the wait for a buffer of V
-        cleared(rings.k.full, s, C.K_STAGES, k, C.BLOCK_STREAMED, C.D, rest, cut)
+        cleared(rings.k.full, s, C.K_STAGES, k, C.BLOCK_STREAMED, C.BUFFER_D, rest, cut)
     u = slot(use, C.V_STAGES)
     bar = landing(rings.v.full, u, C.V_STAGES, C.PADDED, short)
     wait_empty(rings.v, use, C.V_STAGES)
@@ -246,9 +255,9 @@ def step(
     s = slot(use, C.K_STAGES)
     u = slot(use, C.V_STAGES)
     # use >> 30 is 0, which the compiler cannot derive
-    q = own_rows(C, c, rings.own.buffers, use >> 30, C.D)
-    k = tile_buffer(rings.k.buffers, s, C.BLOCK_STREAMED, C.D)
-    S = issue_product(C, q, k)
+    q = columns_of(own_rows(C, c, rings.own.buffers, use >> 30, C.BUFFER_D), C.D0, C.D1)
+    k = columns_of(tile_buffer(rings.k.buffers, s, C.BLOCK_STREAMED, C.BUFFER_D), C.D0, C.D1)
+    S = issue_over_columns(q, k, no_scores(C), C.D1)
     wait_full(rings.v, use, C.V_STAGES)
     do = own_rows(C, c, rings.do, use >> 30, C.DV)
     v = tile_buffer(rings.v.buffers, u, C.BLOCK_STREAMED, C.DV)
@@ -276,9 +285,7 @@ def step(
         if MASKED:
             ok = ok & there
         gl.store(at, ds, mask=ok)
-    ds = gl.convert_layout(ds, weight_layout(C.D))
-    dq = warpgroup_mma(ds, k, state.dq, is_async=True)
-    dq = warpgroup_mma_wait(0, deps=[dq])
+    dq = wait_parts(0, issue_with_columns(ds, k, state.dq, C.D0, C.D1), C.D1)
     release(rings.k, use, C.K_STAGES)
     return State(after, dq)
 
@@ -297,7 +304,7 @@ def consumer(C: gl.constexpr, c: gl.constexpr, memory, rings, mail, sizes, args,
         wait_full(rings.own, nth, 1, pred=some)
         wait_full(rings.k, use, C.K_STAGES, pred=some)
         own = load_rows(C, c, memory, tile, heads, end)
-        x = State(use, gl.full([C.TOKENS, C.D], 0.0, gl.float32, product_layout(C.D)))
+        x = State(use, zeros(C.TOKENS, C.D0, C.D1))
         for g in range(heads.group):  # one pass; without the loop too much is kept in registers
             head = tile.head * heads.group + g
             if C.LOW_MASKED:
@@ -312,11 +319,12 @@ def consumer(C: gl.constexpr, c: gl.constexpr, memory, rings, mail, sizes, args,
         release(rings.own, nth, 1, pred=some)
         nth += some.to(gl.int32)
         message += 1
-        following, live = read_message(mail, message)
+        following, live = peek_message(mail, message)
         row = gradient_row(C, c, tile)
         to = memory.out + (row.to(gl.int64) * heads.resident + tile.head) * C.D_OUT
-        dq = x.dq * memory.out_scale
-        store_rows(dq, to, heads.resident * C.D_OUT, rows_left(C, c, tile), C.D_OUT)
+        dq = scaled_parts(x.dq, memory.out_scale, C.D1)
+        store_parts(dq, to, heads.resident * C.D_OUT, rows_left(C, c, tile), C.D0, C.D_OUT)
+        release_message(mail, message, following, live)
         tile = following
 
 

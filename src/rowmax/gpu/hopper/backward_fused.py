@@ -60,10 +60,11 @@ from .backward_lib import (
     first_tile,
     follow,
     held_layout,
-    issue_product,
     next_tile,
-    own_rows,
+    no_scores,
+    peek_message,
     read_message,
+    release_message,
     row_numbers,
     score_layout,
     store_rows,
@@ -95,12 +96,27 @@ from .gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .lib.layouts import output_layout, product_layout, weight_layout
+from .lib.layouts import output_layout
 from .lib.order import Order
+from .lib.parts import (
+    Parts,
+    cleared_parts,
+    copy_parts,
+    count,
+    expect_parts,
+    issue_over_columns,
+    issue_with_columns,
+    load_parts,
+    part_buffers,
+    parts_at,
+    rows_of_parts,
+    wait_parts,
+    wait_two,
+    zeros,
+)
 from .lib.ring import (
     Ring,
     barriers,
-    cleared,
     full_barriers,
     landing,
     mailbox,
@@ -142,8 +158,8 @@ class State(NamedTuple):
 
     use: Any
     s: Any  # S^T of the use [64, BLOCK_STREAMED]
-    dk: Any  # [64, D]
-    dv: Any  # [64, DV]
+    dk: Any  # Parts of [64, D]
+    dv: Any  # Parts of [64, DV]
     drow: Any  # parts of dbias of a row [64, 4]
 
 
@@ -178,18 +194,18 @@ def load_step(C: gl.constexpr, descs, rings, tile, heads, i, use, cut):
     s = slot(use, C.Q_STAGES)
     bar = landing(rings.q.full, s, C.Q_STAGES, C.VARLEN, short)
     wait_free(C, rings, use - C.Q_STAGES)
-    mbarrier.expect(bar, descs.q.block_type.nbytes + descs.rows.block_type.nbytes)
-    q = rings.q.buffers.index(s)
-    tma_load(descs.q, [part, tile.q_row + first, head, 0], bar, q)
+    expect_parts(bar, descs.q, C.D1, descs.rows.block_type.nbytes)
+    corner = (part, tile.q_row + first, head)
+    q = rings.q.buffers
+    copy_parts(descs.q, corner, C.D0, C.D1, bar, q, s)
     tma_load(descs.rows, [plane, 0, row + first], bar, rings.rows.index(s))
     if C.VARLEN:  # before the wait for a buffer of dO
-        cleared(rings.q.full, s, C.Q_STAGES, q, C.BLOCK_STREAMED, C.D, rest, cut)
+        cleared_parts(rings.q.full, s, C.Q_STAGES, q, C.BLOCK_STREAMED, C.D0, C.D1, rest, cut)
     u = slot(use, C.DO_STAGES)
     bar = landing(rings.do.full, u, C.DO_STAGES, C.VARLEN, short)
     wait_free(C, rings, use - C.DO_STAGES)
-    mbarrier.expect(bar, descs.do.block_type.nbytes)
-    do = rings.do.buffers.index(u)
-    tma_load(descs.do, [part, tile.q_row + first, head, 0], bar, do)
+    do = rings.do.buffers
+    load_parts(descs.do, corner, C.DV0, C.DV1, bar, do, u)
     if C.BIAS:
         t = slot(use, C.DS_STAGES)
         bar = rings.ds.full.index(t)
@@ -198,10 +214,10 @@ def load_step(C: gl.constexpr, descs, rings, tile, heads, i, use, cut):
         ds = rings.ds.buffers
         box: gl.constexpr = [1, 1, C.BLOCK_STREAMED, C.BLOCK_RESIDENT]
         to = reinterpret(ds.index(t), ds.dtype, box, descs.bias.layout)
-        corner = [tile.b * heads.each_b, head * heads.each_h, first, tile.first]
-        tma_load(descs.bias, corner, bar, to)
+        at = [tile.b * heads.each_b, head * heads.each_h, first, tile.first]
+        tma_load(descs.bias, at, bar, to)
     if C.VARLEN:
-        cleared(rings.do.full, u, C.DO_STAGES, do, C.BLOCK_STREAMED, C.DV, rest, cut)
+        cleared_parts(rings.do.full, u, C.DO_STAGES, do, C.BLOCK_STREAMED, C.DV0, C.DV1, rest, cut)
         cut += short.to(gl.int32)
     return cut
 
@@ -210,22 +226,21 @@ def load_step(C: gl.constexpr, descs, rings, tile, heads, i, use, cut):
 def load_resident(C: gl.constexpr, descs, rings, tile, nth, cut):
     """Load K and V of the nth tile that has steps; ``cut`` as of ``load_step``."""
     part = 0 if C.VARLEN else tile.b
-    row = tile.k_row + tile.first
+    corner = (part, tile.k_row + tile.first, tile.head)
     rest = tile.used - tile.first
     short = rest < C.BLOCK_RESIDENT
     s = slot(nth, C.KV_STAGES)
     wait_empty(rings.k, nth, C.KV_STAGES)
-    k = rings.k.buffers.index(s)
+    k = rings.k.buffers
     bar = landing(rings.k.full, s, C.KV_STAGES, C.PADDED, short)
-    mbarrier.expect(bar, descs.k.block_type.nbytes)
-    tma_load(descs.k, [part, row, tile.head, 0], bar, k)
-    v = rings.v.buffers.index(s)
+    load_parts(descs.k, corner, C.D0, C.D1, bar, k, s)
+    v = rings.v.buffers
     bar = landing(rings.v.full, s, C.KV_STAGES, C.PADDED, short)
-    mbarrier.expect(bar, descs.v.block_type.nbytes)
-    tma_load(descs.v, [part, row, tile.head, 0], bar, v)
+    load_parts(descs.v, corner, C.DV0, C.DV1, bar, v, s)
     if C.PADDED:
-        cleared(rings.k.full, s, C.KV_STAGES, k, C.BLOCK_RESIDENT, C.D, rest, cut)
-        cleared(rings.v.full, s, C.KV_STAGES, v, C.BLOCK_RESIDENT, C.DV, rest, cut)
+        rows: gl.constexpr = C.BLOCK_RESIDENT
+        cleared_parts(rings.k.full, s, C.KV_STAGES, k, rows, C.D0, C.D1, rest, cut)
+        cleared_parts(rings.v.full, s, C.KV_STAGES, v, rows, C.DV0, C.DV1, rest, cut)
         cut += short.to(gl.int32)
     return cut
 
@@ -266,14 +281,29 @@ def producer(C: gl.constexpr, descs, rings, mail, order, sizes, seqs, heads):
 
 
 @gluon.jit
-def held(C: gl.constexpr, c: gl.constexpr, buffers, at, WIDTH: gl.constexpr):
-    """Return the warpgroup's rows of K or V ``[64, WIDTH]`` as left operands.
+def own_parts(C: gl.constexpr, c: gl.constexpr, buffers, at, W0: gl.constexpr, W1: gl.constexpr):
+    """Return the warpgroup's rows of K or V ``[64, W0 + W1]`` in buffer ``at``.
+
+    ``at`` is as for ``backward_lib.own_rows``.
+    """
+    both = parts_at(buffers, at, C.BLOCK_RESIDENT, W0, W1)
+    return rows_of_parts(both, c * C.TOKENS, C.TOKENS, W1)
+
+
+@gluon.jit
+def held(C: gl.constexpr, c: gl.constexpr, buffers, at, W0: gl.constexpr, W1: gl.constexpr):
+    """Return the warpgroup's rows of K or V ``[64, W0 + W1]`` as left operands.
 
     Where HELD they are in registers: S and dP then read half as much of shared memory.
     """
-    x = 0
+    x = Parts(0, 0)
     if C.HELD:
-        x = own_rows(C, c, buffers, at, WIDTH).load(held_layout(C))
+        own = own_parts(C, c, buffers, at, W0, W1)
+        low = own.low.load(held_layout(C))
+        high = 0
+        if W1:
+            high = own.high.load(held_layout(C))
+        x = Parts(low, high)
     return x
 
 
@@ -290,37 +320,44 @@ def own_ds(C: gl.constexpr, c: gl.constexpr, ds, use):
 @gluon.jit
 def issue_scores(C: gl.constexpr, c: gl.constexpr, resident, rings, use):
     """Issue S^T = K Q^T of a use."""
-    q = tile_buffer(rings.q.buffers, slot(use, C.Q_STAGES), C.BLOCK_STREAMED, C.D)
+    q = parts_at(rings.q.buffers, slot(use, C.Q_STAGES), C.BLOCK_STREAMED, C.D0, C.D1)
     k = resident.k
     if not C.HELD:
-        k = own_rows(C, c, rings.k.buffers, resident.slot + (use >> 30), C.D)
-    return issue_product(C, k, q)
+        k = own_parts(C, c, rings.k.buffers, resident.slot + (use >> 30), C.D0, C.D1)
+    return issue_over_columns(k, q, no_scores(C), C.D1)
 
 
 @gluon.jit
 def issue_dp(C: gl.constexpr, c: gl.constexpr, resident, rings, use):
     """Wait for dO of a use, issue dP^T = V dO^T, and return (dO, dP^T)."""
     wait_full(rings.do, use, C.DO_STAGES)
-    do = tile_buffer(rings.do.buffers, slot(use, C.DO_STAGES), C.BLOCK_STREAMED, C.DV)
+    do = parts_at(rings.do.buffers, slot(use, C.DO_STAGES), C.BLOCK_STREAMED, C.DV0, C.DV1)
     v = resident.v
     if not C.HELD:
-        v = own_rows(C, c, rings.v.buffers, resident.slot + (use >> 30), C.DV)
-    return do, issue_product(C, v, do)
+        v = own_parts(C, c, rings.v.buffers, resident.slot + (use >> 30), C.DV0, C.DV1)
+    return do, issue_over_columns(v, do, no_scores(C), C.DV1)
 
 
 @gluon.jit
 def make_dq(C: gl.constexpr, resident, rings, use):
     """Compute dQ = dS K of a use ``[BLOCK_STREAMED, D]``, and pass it to the writer.
 
-    Waits for all products in flight. dQ is stored as ``[2 D, 32]`` (``thread_order``).
+    Waits for all products in flight. Each part of dQ is stored as ``[2 W, 32]`` (``thread_order``).
     """
-    z = gl.full([C.BLOCK_STREAMED, C.D], 0.0, gl.float32, product_layout(C.D))
-    k = tile_buffer(rings.k.buffers, resident.slot + (use >> 30), C.BLOCK_RESIDENT, C.D)
+    k = parts_at(rings.k.buffers, resident.slot + (use >> 30), C.BLOCK_RESIDENT, C.D0, C.D1)
     ds = rings.ds.buffers.index(slot(use, C.DS_STAGES))
-    dq = warpgroup_mma_wait(0, deps=[warpgroup_mma(ds, k, z, use_acc=False, is_async=True)])
+    z = zeros(C.BLOCK_STREAMED, C.D0, C.D1)
+    low = warpgroup_mma(ds, k.low, z.low, use_acc=False, is_async=True)
+    high = z.high
+    if C.D1:
+        high = warpgroup_mma(ds, k.high, high, use_acc=False, is_async=True)
+    dq = wait_parts(0, Parts(low, high), C.D1)
     s = slot(use, C.DQ_STAGES)
     wait_empty(rings.dq, use, C.DQ_STAGES)
-    tile_buffer(rings.dq.buffers, s, 2 * C.D, 32).store(thread_order(dq, C.D))
+    to = rings.dq.buffers
+    tile_buffer(to.low, s, 2 * C.D0, 32).store(thread_order(dq.low, C.D0))
+    if C.D1:
+        tile_buffer(to.high, s, 2 * C.D1, 32).store(thread_order(dq.high, C.D1))
     fence_async_shared()
     mbarrier.arrive(rings.dq.full.index(s), count=1)
 
@@ -360,7 +397,7 @@ def step(
     before = gl.maximum(use - 1, 0)
     after = use + 1
     was = use > resident.begin
-    dtype: gl.constexpr = rings.q.buffers.dtype
+    dtype: gl.constexpr = rings.ds.buffers.dtype
     do, dp = issue_dp(C, c, resident, rings, use)
     s = slot(use, C.Q_STAGES)
     lse = row_numbers(C, rings.rows, s, 0)[None, :]
@@ -375,8 +412,7 @@ def step(
     wait_full(rings.q, after, C.Q_STAGES, pred=after < resident.end)
     dp = warpgroup_mma_wait(0, deps=[dp])
 
-    P = gl.convert_layout(P, weight_layout(C.DV))
-    dv = warpgroup_mma(P, do, state.dv, is_async=True)
+    dv = issue_with_columns(P, do, state.dv, C.DV0, C.DV1)
     if C.DQ:
         wait_done(C, rings, before, was)
     delta = row_numbers(C, rings.rows, s, 1)[None, :]
@@ -388,18 +424,18 @@ def step(
     fence_async_shared()
     if C.DBIAS:
         store_dbias(C, c, dbias, rings.ds, use, m, head, tile)
-    q = tile_buffer(rings.q.buffers, s, C.BLOCK_STREAMED, C.D)
-    dk = warpgroup_mma(gl.convert_layout(ds, weight_layout(C.D)), q, state.dk, is_async=True)
+    q = parts_at(rings.q.buffers, s, C.BLOCK_STREAMED, C.D0, C.D1)
+    dk = issue_with_columns(ds, q, state.dk, C.D0, C.D1)
     if C.AHEAD:
         S = issue_scores(C, c, resident, rings, after)
     if C.DQ:
         if not C.AHEAD:  # dQ reuses the registers of P
-            dv = warpgroup_mma_wait(1, deps=[dv])
+            dv = wait_parts(count(C.D1), dv, C.DV1)
         if was & ((before & 1) == c):
             make_dq(C, resident, rings, before)
     if not C.AHEAD:
         S = issue_scores(C, c, resident, rings, after)
-    dv, dk = warpgroup_mma_wait(1, deps=[dv, dk])
+    dv, dk = wait_two(count(C.D1), dv, dk, C.D1)
     release(rings.q, use, C.Q_STAGES)
     return State(after, warpgroup_mma_wait(0, deps=[S]), dk, dv, drow)
 
@@ -452,17 +488,18 @@ def consumer(C: gl.constexpr, c: gl.constexpr, rings, mail, sizes, args, heads, 
         at = slot(nth, C.KV_STAGES)
         wait_full(rings.k, nth, C.KV_STAGES, pred=some)
         wait_full(rings.q, use, C.Q_STAGES, pred=some)
-        k = held(C, c, rings.k.buffers, at, C.D)
+        k = held(C, c, rings.k.buffers, at, C.D0, C.D1)
         S = issue_scores(C, c, Resident(k, 0, at, use, end), rings, use)
         S = warpgroup_mma_wait(0, deps=[S])
         wait_full(rings.v, nth, C.KV_STAGES, pred=some)
-        resident = Resident(k, held(C, c, rings.v.buffers, at, C.DV), at, use, end)
-        dk = gl.full([C.TOKENS, C.D], 0.0, gl.float32, product_layout(C.D))
-        dv = gl.full([C.TOKENS, C.DV], 0.0, gl.float32, product_layout(C.DV))
+        v = held(C, c, rings.v.buffers, at, C.DV0, C.DV1)
+        resident = Resident(k, v, at, use, end)
+        dk = zeros(C.TOKENS, C.D0, C.D1)
+        dv = zeros(C.TOKENS, C.DV0, C.DV1)
         drow = 0
         if C.DROW:
-            zeros = gl.full([C.TOKENS, C.BLOCK_STREAMED], 0.0, gl.float32, score_layout(C))
-            drow = sums_by_lane(zeros)
+            none = gl.full([C.TOKENS, C.BLOCK_STREAMED], 0.0, gl.float32, score_layout(C))
+            drow = sums_by_lane(none)
         state = State(use, S, dk, dv, drow)
         state = all_steps(
             C, c, state, resident, rings, tile, full, sizes, args, heads.group, out.dbias
@@ -476,8 +513,9 @@ def consumer(C: gl.constexpr, c: gl.constexpr, rings, mail, sizes, args, heads, 
         release(rings.k, nth, C.KV_STAGES, pred=some)
         nth += some.to(gl.int32)
         message += 1
-        following, live = read_message(mail, message)
+        following, live = peek_message(mail, message)
         store_tile(C, c, out, state, tile, sizes, heads)
+        release_message(mail, message, following, live)
         tile = following
     if C.DBIAS:
         tma_store_wait(0)
@@ -489,25 +527,34 @@ def store_tile(C: gl.constexpr, c: gl.constexpr, out, state, tile, sizes, heads)
     row = gradient_row(C, c, tile)
     rows = rows_left(C, c, tile)
     place = row.to(gl.int64) * heads.resident + tile.head
-    dk = state.dk * out.scale
-    store(C, dk, out.dk + place * C.D_OUT, heads.resident * C.D_OUT, rows, C.D, C.D_OUT)
+    to = out.dk + place * C.D_OUT
+    stride = heads.resident * C.D_OUT
+    store(C, state.dk.low * out.scale, to, stride, rows, C.D0, 0, C.D_OUT)
+    if C.D_OUT > C.D0:
+        store(C, state.dk.high * out.scale, to, stride, rows, C.D1, C.D0, C.D_OUT)
     if C.DROW:
         plane = (tile.b * heads.resident + tile.head).to(gl.int64)
         to = out.dbias + plane * sizes.nk + tile.first + c * C.TOKENS
         store_sums(state.drow, to, rows)
-    dv = out.dv + place * C.DV_OUT
-    store(C, state.dv, dv, heads.resident * C.DV_OUT, rows, C.DV, C.DV_OUT)
+    to = out.dv + place * C.DV_OUT
+    stride = heads.resident * C.DV_OUT
+    store(C, state.dv.low, to, stride, rows, C.DV0, 0, C.DV_OUT)
+    if C.DV_OUT > C.DV0:
+        store(C, state.dv.high, to, stride, rows, C.DV1, C.DV0, C.DV_OUT)
 
 
 @gluon.jit
-def store(C: gl.constexpr, x, to, stride, rows, WIDTH: gl.constexpr, OUT: gl.constexpr):
-    """Store the first ``rows`` rows of x ``[64, WIDTH]``.
+def store(
+    C: gl.constexpr, x, to, stride, rows, WIDTH: gl.constexpr, column: gl.constexpr,
+    OUT: gl.constexpr,
+):  # fmt: skip
+    """Store the first ``rows`` rows of x ``[64, WIDTH]``, the columns from ``column`` on.
 
     Stores have 16 bytes where shared memory has room to rearrange x. Parts of sums are float32.
     """
     if not C.BIAS and to.dtype.element_ty.primitive_bitwidth == 16:
         x = gl.convert_layout(x.to(to.dtype.element_ty), output_layout(WIDTH))
-    store_rows(x, to, stride, rows, OUT)
+    store_rows(x, to + column, stride, rows, min(OUT - column, WIDTH))
 
 
 # --- the writer of dQ --------------------------------------------------------------------------
@@ -574,6 +621,14 @@ def wait_for_neighbour(C: gl.constexpr, place, seen, ours, i):
 
 
 @gluon.jit
+def add_parts(C: gl.constexpr, desc, plane, row, buffers, s):
+    """Add both parts of dQ in buffer s to memory, one behind the other."""
+    tma_add(desc.low, [plane, row, 0], buffers.low.index(s))
+    if C.D1:
+        tma_add(desc.high, [plane, row + 2 * C.D0, 0], buffers.high.index(s))
+
+
+@gluon.jit
 def add_dq(C: gl.constexpr, desc, ring, mail, done, tiles, sizes, heads):
     """Add dQ of every step to memory, in one warp.
 
@@ -603,11 +658,13 @@ def add_dq(C: gl.constexpr, desc, ring, mail, done, tiles, sizes, heads):
             wait_full(ring, use, C.DQ_STAGES)
             if C.FRESH:
                 if ours == 0:
-                    tma_store(desc, [plane, row, 0], ring.buffers.index(s))
+                    tma_store(desc.low, [plane, row, 0], ring.buffers.low.index(s))
+                    if C.D1:
+                        tma_store(desc.high, [plane, row + 2 * C.D0, 0], ring.buffers.high.index(s))
                 else:
-                    tma_add(desc, [plane, row, 0], ring.buffers.index(s))
+                    add_parts(C, desc, plane, row, ring.buffers, s)
             else:
-                tma_add(desc, [plane, row, 0], ring.buffers.index(s))
+                add_parts(C, desc, plane, row, ring.buffers, s)
             tma_store_wait(0)
             release(ring, use, C.DQ_STAGES)
             if C.ORDERED:
@@ -638,17 +695,18 @@ def all_rings(C: gl.constexpr, descs, dq):
     Unused barriers are not allocated: they would share memory with others. The barriers of Q are
     returned instead, since a function cannot return None (triton 3.6).
     """
-    q = tile_buffers(descs.q, C.Q_STAGES)
-    do = tile_buffers(descs.do, C.DO_STAGES)
+    q = part_buffers(descs.q, C.Q_STAGES, C.D1)
+    do = part_buffers(descs.do, C.DO_STAGES, C.DV1)
     rows = tile_buffers(descs.rows, C.Q_STAGES)
-    k = tile_buffers(descs.k, C.KV_STAGES)
-    v = tile_buffers(descs.v, C.KV_STAGES)
+    k = part_buffers(descs.k, C.KV_STAGES, C.D1)
+    v = part_buffers(descs.v, C.KV_STAGES, C.DV1)
     box: gl.constexpr = [C.BLOCK_STREAMED, C.BLOCK_RESIDENT]
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(box, descs.q.dtype)
-    ds = gl.allocate_shared_memory(descs.q.dtype, [C.DS_STAGES] + box, layout)
-    dqs = ds
+    dtype: gl.constexpr = descs.q.low.dtype
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(box, dtype)
+    ds = gl.allocate_shared_memory(dtype, [C.DS_STAGES] + box, layout)
+    dqs = Parts(ds, ds)
     if C.DQ:
-        dqs = tile_buffers(dq, C.DQ_STAGES)
+        dqs = part_buffers(dq, C.DQ_STAGES, C.D1)
     mail = mailbox(C.READERS)
     q_full = full_barriers(C.Q_STAGES, C.VARLEN)
     b_full = q_full
@@ -676,13 +734,16 @@ def all_rings(C: gl.constexpr, descs, dq):
 
 
 @gluon.jit
-def backward(q, do, rows, k, v, dq, bias, dbias, t, n, C: gl.constexpr):
+def backward(  # noqa: PLR0913, PLR0917  (Triton takes no record of descriptors)
+    q0, q1, do0, do1, rows, k0, k1, v0, v1, dq0, dq1, bias, dbias, t, n, C: gl.constexpr
+):  # fmt: skip
     """Run the partitions of a block.
 
-    The arguments are descriptors of copies (rows are lse and delta), ``backward_args.Pointers`` and
-    ``Numbers``.
+    The arguments are descriptors of copies (rows are lse and delta), of columns in two parts, then
+    ``backward_args.Pointers`` and ``Numbers``.
     """
-    descs = Descriptors(q, do, k, v, rows, bias)
+    descs = Descriptors(Parts(q0, q1), Parts(do0, do1), Parts(k0, k1), Parts(v0, v1), rows, bias)
+    dq = Parts(dq0, dq1)
     rings, mail = all_rings(C, descs, dq)
     sizes = Sizes(n.nq, n.nk, n.left if C.LEFT else None, n.right if C.RIGHT else None, t.spans)
     order = Order(t.table, t.ends, t.counter, n.heads, n.heads, n.streamed)

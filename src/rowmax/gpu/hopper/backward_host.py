@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton import next_power_of_2
 from triton.experimental.gluon import language as gl
 
 from ...call.problem import Gradients, Problem, Tensors, Wanted
@@ -49,7 +50,6 @@ from .backward_tiles import (
     ROW_TILE,
     ROWS,
     SHARED_BIAS,
-    TILES,
     WARPGROUPS,
     Config,
     DbiasConfig,
@@ -58,6 +58,7 @@ from .backward_tiles import (
     FusedConfig,
     config_for,
     sizes_of,
+    tiles_of,
 )
 from .documents import tile_ranges, tile_spans
 from .host import GluonLaunch, processors
@@ -325,7 +326,8 @@ def run(
     c = work.config
     out, dv, dbias = made.k, made.v, None
     if isinstance(c, FusedConfig):
-        operands = (q, dout, t.stats, k, v, t.sums, bias, made.bias)
+        twice = (q, q, dout, dout, t.stats, k, k, v, v, t.sums, t.sums)  # each in two parts
+        operands = (*twice, bias, made.bias)
         dbias = made.bias if c.DROW else None
     elif isinstance(c, DqConfig):
         operands = (q, dout, k, v)
@@ -429,7 +431,7 @@ def build_plan(
     **options: Any,
 ) -> Plan:
     """Return the plan of a problem; with other tiles and constants to measure those."""
-    tiles = tiles or TILES[sizes_of(p.d, p.dv)]
+    tiles = tiles or tiles_of(p)
     assert not (dbias and refused_gradient(p))
     by = gradient_by(p) if dbias else ""
     configs = [config_for(p, tile, **(bias_options(p, tile, by) | options)) for tile in tiles]
@@ -497,7 +499,7 @@ def row_arguments(p: Problem, c: Config, dout: Tensor, tiles: int) -> tuple[Any,
     numbers = RowNumbers(
         p.batch, p.total_q, p.total_k, p.hq, p.hk, tiles, done_words(p), *eights, p.scale, p.nq
     )
-    constants = (p.d, p.dv, c.D, c.DV, ROW_TILE, c.NATURAL)
+    constants = (p.d, p.dv, c.D0, c.D1, next_power_of_2(c.DV), ROW_TILE, c.NATURAL)
     return numbers, RowConstants(*map(gl.constexpr, constants))
 
 
@@ -584,22 +586,39 @@ def copies_of(c: Config, tensors: Tensors, dout: Tensor, planes: int, rows: int)
         return descriptor(bias.dtype, bias.shape, (h * i * j, i * j, j, 1), [1, 1, *box])
 
     halves = 2 if isinstance(c, DkdvConfig) and c.ALONE else 1
-    queries = (cut(q, n_q, c.D), cut(dout, n_q, c.DV))
-    keys = (cut(k, n_k, c.D // halves), cut(v, n_k, c.DV // halves))
     stats = descriptor(f32, (planes, 2, rows), (2 * rows, rows, 1), [1, 2, n_q])
+    if isinstance(c, FusedConfig):
+        both = [
+            tuple(cut(t, rows, width) if width else None for width in widths)
+            for t, rows, widths in (
+                (q, n_q, (c.D0, c.D1)), (dout, n_q, (c.DV0, c.DV1)),
+                (k, n_k, (c.D0, c.D1)), (v, n_k, (c.DV0, c.DV1)),
+            )
+        ]  # fmt: skip
+        dbias = cut_dbias(n_q, ROWS) if c.DBIAS else None
+        sums = sums_of(c, planes, rows)
+        return (*both[0], *both[1], stats, *both[2], *both[3], *sums, cut_bias(n_q, n_k), dbias)
+    queries = (cut(q, n_q, c.BUFFER_D), cut(dout, n_q, c.DV))
+    keys = (cut(k, n_k, c.BUFFER_D // halves), cut(v, n_k, c.DV // halves))
     if isinstance(c, DqConfig):
         return (*queries, *keys)
     if isinstance(c, DkdvConfig):
         return (*keys, *queries, stats, cut_bias(n_q, n_k))
-    if isinstance(c, DbiasConfig):
-        return (*queries, *keys, stats, cut_bias(ROWS, n_k), cut_dbias(ROWS, n_k))
-    assert isinstance(c, FusedConfig)
-    sums = None
-    if c.DQ:  # a tile of it is 32 numbers wide (backward_fused.thread_order)
-        shape = (planes, rows * c.D // 32, 32)
-        sums = descriptor(f32, shape, (rows * c.D, 32, 1), [1, 2 * c.D, 32])
-    dbias = cut_dbias(n_q, ROWS) if c.DBIAS else None
-    return (*queries, stats, *keys, sums, cut_bias(n_q, n_k), dbias)
+    return (*queries, *keys, stats, cut_bias(ROWS, n_k), cut_dbias(ROWS, n_k))
+
+
+def sums_of(c: FusedConfig, planes: int, rows: int) -> Descriptors:
+    """Return the descriptors of both parts of a tile of dQ, if the kernel makes it.
+
+    A tile of it is 32 numbers wide (backward_fused.thread_order).
+    """
+    if not c.DQ:
+        return None, None
+    shape, strides = (planes, rows * c.D // 32, 32), (rows * c.D, 32, 1)
+    return tuple(
+        descriptor(torch.float32, shape, strides, [1, 2 * w, 32]) if w else None
+        for w in (c.D0, c.D1)
+    )
 
 
 def limits(p: Problem) -> tuple[int, int]:

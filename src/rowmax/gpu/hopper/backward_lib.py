@@ -94,9 +94,22 @@ class ScoreArgs(NamedTuple):
 @gluon.jit
 def read_message(mail, n):
     """Read message n and release its slot; return (Tile, True if it is one)."""
+    tile, live = peek_message(mail, n)
+    release_message(mail, n, tile, live)
+    return tile, live
+
+
+@gluon.jit
+def peek_message(mail, n):
+    """Read message n; return (Tile, True if it is one). ``release_message`` must follow."""
     words, live = ring.read_message(mail, n)
-    ring.release(mail, n, 2)
     return Tile(*words), live
+
+
+@gluon.jit
+def release_message(mail, n, tile, live):
+    """Release the slot of message n, which ``peek_message`` returned."""
+    ring.release_message(mail, n, tile, live)
 
 
 @gluon.jit
@@ -221,12 +234,18 @@ def own_rows(C: gl.constexpr, c: gl.constexpr, buffers, at, WIDTH: gl.constexpr)
 
 
 @gluon.jit
+def no_scores(C: gl.constexpr):
+    """Return an accumulator ``[64, BLOCK_STREAMED]`` of a product."""
+    return gl.full([C.TOKENS, C.BLOCK_STREAMED], 0.0, gl.float32, score_layout(C))
+
+
+@gluon.jit
 def issue_product(C: gl.constexpr, resident, streamed):
     """Issue resident ``[64, WIDTH]`` times streamed ``[BLOCK_STREAMED, WIDTH]``.
 
     Return the accumulator ``[64, BLOCK_STREAMED]``.
     """
-    x = gl.full([C.TOKENS, C.BLOCK_STREAMED], 0.0, gl.float32, score_layout(C))
+    x = no_scores(C)
     return warpgroup_mma(resident, streamed.permute((1, 0)), x, use_acc=False, is_async=True)
 
 
@@ -380,3 +399,11 @@ def store_rows(x, to, stride, rows, OUT: gl.constexpr):
     if x.shape[1] != OUT:
         there = there & (d < OUT)[None, :]
     gl.store(to + (r * stride)[:, None] + d[None, :], x.to(to.dtype.element_ty), mask=there)
+
+
+@gluon.jit
+def store_parts(x, to, stride, rows, W0: gl.constexpr, OUT: gl.constexpr):
+    """Store the first ``rows`` rows and OUT columns of Parts x ``[64, WIDTH]``."""
+    store_rows(x.low, to, stride, rows, min(OUT, W0))
+    if OUT > W0:
+        store_rows(x.high, to + W0, stride, rows, OUT - W0)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, TypeVar
 
 from ...call.problem import Problem
+from .tiles import first_part
 
 ROWS = 64  # rows of one warpgroup: the height of a wgmma
 WARPGROUPS = 2
@@ -47,6 +48,27 @@ class Config:
     @property
     def WARPGROUPS(self) -> int:
         return WARPGROUPS
+
+    @property
+    def D0(self) -> int:
+        return first_part(self.D)
+
+    @property
+    def D1(self) -> int:
+        return self.D - self.D0
+
+    @property
+    def DV0(self) -> int:
+        return first_part(self.DV)
+
+    @property
+    def DV1(self) -> int:
+        return self.DV - self.DV0
+
+    @property
+    def BUFFER_D(self) -> int:
+        """Return the columns of a buffer that holds both parts of D side by side."""
+        return self.D0 << (self.D1 > 0)
 
     @property
     def TOKENS(self) -> int:
@@ -235,6 +257,15 @@ TILES: dict[tuple[int, int], tuple[Config, ...]] = {
         DkdvConfig(D=256, DV=256, Q_STAGES=3, DO_STAGES=2, HELD_K=128, HELD_V=128, ALONE=True),
     ),
 }
+#: head sizes in between, in two parts of columns. A bias takes their registers, and the tile above
+BETWEEN: dict[tuple[int, int], tuple[Config, ...]] = {
+    (80, 80): (FusedConfig(D=80, DV=80, Q_STAGES=4, DO_STAGES=3),),
+    (96, 96): (FusedConfig(D=96, DV=96, Q_STAGES=4, DO_STAGES=3),),
+    (192, 128): (
+        DqConfig(D=192, DV=128, K_STAGES=2, V_STAGES=2),
+        DkdvConfig(D=192, DV=128, Q_STAGES=3, DO_STAGES=2, HELD_K=192, HELD_V=128),
+    ),
+}
 #: by (D, DV): dbias of a bias that sequences or heads share
 SHARED_BIAS = {
     (64, 64): DbiasConfig(
@@ -261,7 +292,11 @@ DQ_OF_DBIAS = ProductTile(128, 64, 8, 4)
 SIZES = (64, 128, 256)
 #: (head size, under a diagonal) -> the most keys for which the ordered sum of dQ is faster, if
 #: there are at least MANY tiles of keys
-IN_ORDER = {(64, False): 1024, (64, True): 512, (128, False): 1024, (128, True): 1024}
+IN_ORDER = {
+    (64, False): 1024,
+    (64, True): 512,
+    **dict.fromkeys([(d, causal) for d in (80, 96, 128) for causal in (False, True)], 1024),
+}
 MANY = 512
 
 
@@ -270,6 +305,13 @@ def sizes_of(d: int, dv: int) -> tuple[int, int]:
     big, big_v = (next(size for size in SIZES if size >= n) for n in (d, dv))
     both = max(big, big_v)
     return (big, big_v) if (big, big_v) in TILES else (both, both)
+
+
+def tiles_of(p: Problem) -> tuple[Config, ...]:
+    """Return the tiles of the kernels of dq, dk and dv of a problem."""
+    size = sizes_of(p.d, p.dv)
+    fits = [x for x in BETWEEN if p.d <= x[0] and p.dv <= x[1] and x < size]
+    return BETWEEN[fits[0]] if fits and p.bias is None else TILES[size]
 
 
 _Config = TypeVar("_Config", bound=Config)

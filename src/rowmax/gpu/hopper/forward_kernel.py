@@ -6,6 +6,9 @@ warpgroup the product of one tile's weights and values runs under the softmax of
 holds across query tiles: the last product of one runs under the first softmax of the next. Three
 warpgroups issue their products in turn (ORDERED).
 
+LAGS: full key tiles take no maximum (rules/softmax.py). A row that overflows gets NaN as its lse,
+and a second launch, of a kernel with MENDS, computes the tiles of such rows by maxima.
+
 (The file is not named ``forward``: the package has a function of this name.)
 """
 
@@ -42,7 +45,18 @@ from .lib.parts import (
 )
 from .lib.ring import Mailbox, Ring
 from .lib.scores import columns, lanes, rows_of, settled
-from .lib.softmax import LN2, LOG2E, LOWEST, LOWEST_NATURAL, along_row, by_lane, softmax_step
+from .lib.softmax import (
+    FULL,
+    LN2,
+    LOG2E,
+    LOWEST,
+    LOWEST_NATURAL,
+    along_row,
+    by_lane,
+    followed,
+    lagging_step,
+    softmax_step,
+)
 
 
 class Pointers(NamedTuple):
@@ -135,7 +149,7 @@ class State(NamedTuple):
     p: Any
     m: Any
     l: Any
-    alpha: Any
+    s: Any  # LAGS: the sums of the last weights, which the reference m has not followed yet
 
 
 # --- tiles -------------------------------------------------------------------------------------
@@ -172,6 +186,66 @@ def full_range(C: gl.constexpr, first, tile, n):
     """Return (low, high): the keys that all queries of a warpgroup, from ``first`` on, see."""
     last = first + C.TOKENS - 1
     return rules.all_range(first, last, tile.offset, n.left, n.right, tile.nk)
+
+
+# --- tiles to mend -----------------------------------------------------------------------------
+
+
+@gluon.jit
+def place_of_lse(C: gl.constexpr, first, head, b, q_row, r, n):
+    """Return (the place of lse of row r of 64, its position); ``first`` is that of row 0."""
+    row = first + r // C.GROUP
+    h = head * C.GROUP + r % C.GROUP
+    if C.VARLEN:
+        at = h.to(gl.int64) * n.total_q + q_row + row
+    else:
+        at = (b * n.hq + h).to(gl.int64) * n.total_q + row
+    return at, row
+
+
+@gluon.jit
+def overflowed(C: gl.constexpr, COUNT: gl.constexpr, place, end, order, sequences, t, n):
+    """Return True if a row of COUNT tiles, a stride apart from ``place`` on, has NaN as its lse."""
+    L: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
+    places = place + gl.arange(0, COUNT, gl.SliceLayout(1, L)) * gl.num_programs(0)
+    there = places < end
+    token, head, b = row_at(C, gl.where(there, places, place), order, sequences)
+    q_row, nq = 0 * token, n.nq + 0 * token
+    if C.VARLEN:
+        q_row = gl.load(t.cu_q + b)
+        nq = gl.load(t.cu_q + b + 1) - q_row
+    nq = gl.where(there, nq, 0)[:, None]
+    r = gl.arange(0, 64, gl.SliceLayout(0, L))[None, :]
+    found = gl.full([COUNT, 64], 0, gl.int32, L)
+    for c in gl.static_range(C.WARPGROUPS):
+        first = (token + c * C.TOKENS)[:, None]
+        at, row = place_of_lse(C, first, head[:, None], b[:, None], q_row[:, None], r, n)
+        lse = gl.load(t.lse + at, mask=row < nq, other=0.0)
+        found = found | (lse != lse).to(gl.int32)
+    return gl.max(gl.max(found, 1), 0) != 0
+
+
+@gluon.jit
+def any_overflowed(C: gl.constexpr, order, sequences, t, n):
+    """Return True if a row of this block's tiles has NaN as its lse: many tiles at a time."""
+    COUNT: gl.constexpr = 16
+    place, end = first_place(C, order)
+    found = place < 0
+    while place < end:
+        found = found | overflowed(C, COUNT, place, end, order, sequences, t, n)
+        place += COUNT * gl.num_programs(0)
+    return found
+
+
+@gluon.jit
+def next_overflowed(C: gl.constexpr, place, end, order, sequences, t, n):
+    """Return the first place of this block from ``place`` on whose tile has such a row."""
+    going = place < end
+    while going:
+        clean = overflowed(C, 1, place, end, order, sequences, t, n) == 0
+        place += gl.where(clean, gl.num_programs(0), 0)
+        going = clean & (place < end)
+    return place
 
 
 # --- the producer ------------------------------------------------------------------------------
@@ -227,22 +301,26 @@ def load_values(C: gl.constexpr, copies, shared, source, j, use, cut):
 
 
 @gluon.jit
-def producer(C: gl.constexpr, copies, shared, t, n):
+def producer(C: gl.constexpr, copies, shared, t, n, some):
     """Copy every tile of this block, in the order in which buffers become free.
 
-    Keys are free a softmax and a product earlier than the values of the key tile before.
+    Keys are free a softmax and a product earlier than the values of the key tile before. MENDS:
+    only tiles to mend, and none unless there are ``some``.
     """
     order = Order(t.table, t.ends, t.counter, n.heads, n.kv_heads, n.keys)
     sequences = Sequences(t.cu_q, t.cu_k, n.batch)
     place, end = first_place(C, order)
+    if C.MENDS:
+        end = gl.where(some, end, 0)
+        place = next_overflowed(C, place, end, order, sequences, t, n)
     number = 0  # number of the tile and of its message
     use = 0
     # in an order that the host made every block has a tile
-    here = gl.where(place < end, place, 0) if C.DRAWN else place
+    here = gl.where(place < end, place, 0) if C.SOUGHT else place
     tile = tile_of(C, row_at(C, here, order, sequences), t, n)
     # the next tile is loaded early, because a load from memory is slow
     coming = Row(tile.token, tile.head, tile.b)
-    if not C.DRAWN:
+    if not C.SOUGHT:
         coming = row_ahead(C, place, end, order, sequences)
     ring.post_message(shared.mail, 0, tile, place < end)
     cut = 0
@@ -261,11 +339,13 @@ def producer(C: gl.constexpr, copies, shared, t, n):
         this = tile
         here = place
         place = next_place(C, place, order)
-        if C.DRAWN:
+        if C.MENDS:
+            place = next_overflowed(C, place, end, order, sequences, t, n)
+        if C.SOUGHT:
             coming = row_at(C, gl.where(place < end, place, here), order, sequences)
         tile = tile_of(C, coming, t, n)
         ring.post_message(shared.mail, number + 1, tile, place < end)
-        if not C.DRAWN:
+        if not C.SOUGHT:
             coming = row_ahead(C, place, end, order, sequences)
         behind = source
         last = lo
@@ -525,6 +605,9 @@ def step(
     pass_turn(C, c, True)
     mark(C, t.clocks, c, use, 1)
     copied = load_bias(C, c, shared.bias, use, True)
+    m, l, s = state.m, state.l, gl.full([64, 4], 0.0, gl.float32, state.l.type.layout)
+    if C.LAGS and not MASKED:
+        m, l, alpha = followed(m, l, state.s)
     S = wait_scores(C, S)
     mark(C, t.clocks, c, use, 2)
     ring.release(shared.k, use, C.K_STAGES)
@@ -538,7 +621,10 @@ def step(
         else:
             S = masked(C, S, j, first, tile, t, n)
     scale = LOG2E if C.ADDED else n.scale
-    p, m, l, alpha = softmax_step(S, state.m, state.l, scale, C.NATURAL, C.ROUND_LATE, dtype)
+    if C.LAGS and not MASKED:
+        p, l, s = lagging_step(S, m, l, scale, C.ROUND_LATE, dtype)
+    else:
+        p, m, l, alpha = softmax_step(S, m, l, scale, C.NATURAL, C.ROUND_LATE, dtype)
     # A wait begins a new basic block. Without one here ptxas moves the softmax below the wait for
     # the product that it overlaps with.
     ring.wait_full(shared.k, use + 1, C.K_STAGES, pred=j > tile.lo)
@@ -550,7 +636,7 @@ def step(
     o0 = scaled_rows(o0, alpha)
     if C.DV1:
         o1 = scaled_rows(o1, alpha)
-    return use + 1, State(o0, o1, p, m, l, alpha)
+    return use + 1, State(o0, o1, p, m, l, s)
 
 
 @gluon.jit
@@ -567,7 +653,7 @@ def steps(
 
 @gluon.jit
 def first_weights(C: gl.constexpr, c: gl.constexpr, S, copied, tile, t, n, dtype: gl.constexpr):
-    """Return the weights of a query tile's first step: its last key tile, with every limit."""
+    """Return (p, m, l) of a query tile's first step: its last key tile, with every limit."""
     first = tile.token + c * C.TOKENS
     j = tile.hi - 1
     S = scores(C, S, copied, j, first, tile, t, n, dtype)
@@ -576,19 +662,21 @@ def first_weights(C: gl.constexpr, c: gl.constexpr, S, copied, tile, t, n, dtype
     rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, S.type.layout))
     m = gl.full([64, 4], LOWEST_NATURAL if C.NATURAL else LOWEST, gl.float32, rows)
     l = gl.full([64, 4], 0.0, gl.float32, rows)
-    return softmax_step(S, m, l, LOG2E if C.ADDED else n.scale, C.NATURAL, False, dtype)
+    scale = LOG2E if C.ADDED else n.scale
+    p, m, l, alpha = softmax_step(S, m, l, scale, C.NATURAL, False, dtype)
+    return p, m, l
 
 
 @gluon.jit
 def rest_of_tile(
-    C: gl.constexpr, c: gl.constexpr, use, number, p, m, l, alpha, tile, shared, t, n
+    C: gl.constexpr, c: gl.constexpr, use, number, p, m, l, tile, shared, t, n
 ):  # fmt: skip
     """Compute all key tiles of a query tile after its first step, and return (use, state)."""
     first = tile.token + c * C.TOKENS
     W1: gl.constexpr = C.DV1 if C.DV1 else 16
     o0 = gl.full([64, C.DV0], 0.0, gl.float32, product_layout(C.DV0))
     o1 = gl.full([64, W1], 0.0, gl.float32, product_layout(W1))
-    state = State(o0, o1, p, m, l, alpha)
+    state = State(o0, o1, p, m, l, gl.full([64, 4], 0.0, gl.float32, l.type.layout))
     lo = tile.lo
     end = tile.hi - 1
     ring.wait_full(shared.k, use, C.K_STAGES, pred=lo < end)
@@ -601,6 +689,8 @@ def rest_of_tile(
             # without filled_tiles, whose scalars spill at head size 256
             low, high = full_range(C, first, tile, n)
             if C.RIGHT:
+                if C.LAGS:  # the tile with the last key of the first row, so that m exists
+                    high -= 1
                 full_end = gl.minimum(gl.maximum(high // C.BLOCK_K, lo), end)
             if C.LEFT:
                 full = gl.minimum(gl.maximum((low + C.BLOCK_K - 1) // C.BLOCK_K, lo), full_end)
@@ -616,7 +706,7 @@ def rest_of_tile(
 def consumer(C: gl.constexpr, c: gl.constexpr, copies, shared, t, n):
     """Compute rows ``64 c`` to ``64 c + 63`` of every tile of this block, in warpgroup c."""
     tile, live = ring.read_message(shared.mail, 0)
-    ring.release(shared.mail, 0, 2)
+    ring.release_message(shared.mail, 0, tile, live)
     if live:
         compute_tiles(C, c, tile, copies, shared, t, n)
 
@@ -639,7 +729,7 @@ def compute_tiles(C: gl.constexpr, c: gl.constexpr, tile, copies, shared, t, n):
     if C.Q_STAGES == 1:
         ring.release(shared.q, 0, 1, c, pred=tile.lo + 1 == tile.hi)
     copied = load_bias(C, c, shared.bias, use, True)
-    p, m, l, alpha = first_weights(C, c, S, copied, tile, t, n, dtype)
+    p, m, l = first_weights(C, c, S, copied, tile, t, n, dtype)
     if C.BIAS == "copied":
         # begins a basic block, as in step; these values are kept until their product
         ring.wait_full(shared.v, 0, C.V_STAGES)
@@ -648,7 +738,7 @@ def compute_tiles(C: gl.constexpr, c: gl.constexpr, tile, copies, shared, t, n):
 
     live = True
     while live:
-        use, state = rest_of_tile(C, c, use, number, p, m, l, alpha, tile, shared, t, n)
+        use, state = rest_of_tile(C, c, use, number, p, m, l, tile, shared, t, n)
 
         number += 1
         if not C.OVERLAP:  # stored before the next scores take registers
@@ -666,7 +756,7 @@ def compute_tiles(C: gl.constexpr, c: gl.constexpr, tile, copies, shared, t, n):
             o0, o1 = issue_output(C, state.p, state.o0, state.o1, shared.v, use - 1)
         pass_turn(C, c, more)
         # released late, because each release waits for the four warps
-        ring.release(shared.mail, number, 2)
+        ring.release_message(shared.mail, number, after, more)
         if C.Q_STAGES > 1:
             ring.release(shared.q, number - 1, C.Q_STAGES, c)
         copied = load_bias(C, c, shared.bias, use, more)
@@ -674,7 +764,7 @@ def compute_tiles(C: gl.constexpr, c: gl.constexpr, tile, copies, shared, t, n):
         ring.release(shared.k, use, C.K_STAGES, pred=more)
         if C.Q_STAGES == 1:
             ring.release(shared.q, number, 1, c, pred=more & (after.lo + 1 == after.hi))
-        p, m, l, alpha = first_weights(C, c, S, copied, after, t, n, dtype)
+        p, m, l = first_weights(C, c, S, copied, after, t, n, dtype)
         if C.OVERLAP:
             if C.WARPGROUPS < 3:
                 inverse = store_lse(C, c, state.m, state.l, tile, t, n)
@@ -701,13 +791,13 @@ def store_lse(C: gl.constexpr, c: gl.constexpr, m, l, tile, t, n):
     """Store lse = log sum exp of a finished tile, and return the factor ``[64]`` of O's rows."""
     m = gl.max(m, 1)
     l = gl.sum(l, 1)
+    overflow = gl.where(l < FULL, 0.0, float("nan"))
     r = gl.arange(0, 64, l.type.layout)
-    row = tile.token + c * C.TOKENS + r // C.GROUP
-    h = tile.head * C.GROUP + r % C.GROUP
     if C.SINK:
         # in natural units: the sink may be the largest number of its dtype
         if not C.NATURAL:
             m = gl.where(l > 0.0, m * LN2, LOWEST_NATURAL)
+        h = tile.head * C.GROUP + r % C.GROUP
         m, l, alpha = rules.with_sink(m, l, gl.load(t.sink + h).to(gl.float32))
         inverse = gl.where(l > 0.0, alpha / l, 0.0)
     else:
@@ -717,12 +807,35 @@ def store_lse(C: gl.constexpr, c: gl.constexpr, m, l, tile, t, n):
     else:
         value = (m + gl.log2(l)) * LN2
     value = gl.where(l > 0.0, value, float("-inf"))
-    if C.VARLEN:
-        at = h.to(gl.int64) * n.total_q + tile.q_row + row
-    else:
-        at = (tile.b * n.hq + h).to(gl.int64) * n.total_q + row
+    if C.LAGS:
+        value += overflow
+    first = tile.token + c * C.TOKENS
+    at, row = place_of_lse(C, first, tile.head, tile.b, tile.q_row, r, n)
     gl.store(t.lse + at, value, mask=row < tile.nq)
     return inverse
+
+
+@gluon.jit
+def mark_overflow(C: gl.constexpr, c: gl.constexpr, o0, o1, inverse, tile, t, n):
+    """Store NaN as lse of the rows of O that are not finite, by the threads that stored lse.
+
+    ``inverse`` has the layout of those threads.
+    """
+    L: gl.constexpr = inverse.type.layout
+    x = sums_of_zeros(o0, L)
+    if C.DV1:
+        x += sums_of_zeros(o1, L)
+    r = gl.arange(0, 64, L)
+    first = tile.token + c * C.TOKENS
+    at, row = place_of_lse(C, first, tile.head, tile.b, tile.q_row, r, n)
+    gl.store(t.lse + at, x, mask=(row < tile.nq) & (x != x))
+
+
+@gluon.jit
+def sums_of_zeros(o, L: gl.constexpr):
+    """Return the sums ``[64]`` of the rows of 0 O: 0, or NaN where O is not finite."""
+    x = gl.sum(gl.sum(by_lane(o) * 0.0, 3), 1)
+    return gl.convert_layout(gl.sum(x, 1), L)
 
 
 @gluon.jit
@@ -730,6 +843,8 @@ def store_output(
     C: gl.constexpr, c: gl.constexpr, o0, o1, inverse, tile, copies, shared, t, n
 ):  # fmt: skip
     """Store out = O / l of a finished tile."""
+    if C.LAGS:
+        mark_overflow(C, c, o0, o1, inverse, tile, t, n)
     first = tile.token + c * C.TOKENS
     row = tile.q_row + first
     if not C.VARLEN:
@@ -821,22 +936,26 @@ def forward(q0, q1, k0, k1, v0, v1, bias, out, t, n, C: gl.constexpr):
     if C.STAGED:
         outs = ring.tile_buffers(out, C.WARPGROUPS)
     shared = Shared(q_ring, k_ring, v_ring, biases, outs, mail)
+    some = n.batch
+    if C.MENDS:
+        order = Order(t.table, t.ends, t.counter, n.heads, n.kv_heads, n.keys)
+        some = any_overflowed(C, order, Sequences(t.cu_q, t.cu_k, n.batch), t, n)
     R0: gl.constexpr = C.CONSUMER_REGISTERS
     R1: gl.constexpr = C.PRODUCER_REGISTERS
     if C.WARPGROUPS == 1:
         gl.warp_specialize(
-            [(consumer, (C, 0, copies, shared, t, n)), (producer, (C, copies, shared, t, n))],
+            [(consumer, (C, 0, copies, shared, t, n)), (producer, (C, copies, shared, t, n, some))],
             [1], [R1],
         )  # fmt: skip
     elif C.WARPGROUPS == 2:
         gl.warp_specialize(
             [(consumer, (C, 0, copies, shared, t, n)), (consumer, (C, 1, copies, shared, t, n)),
-             (producer, (C, copies, shared, t, n))],
+             (producer, (C, copies, shared, t, n, some))],
             [4, 1], [R0, R1],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [(consumer, (C, 0, copies, shared, t, n)), (consumer, (C, 1, copies, shared, t, n)),
-             (consumer, (C, 2, copies, shared, t, n)), (producer, (C, copies, shared, t, n))],
+             (consumer, (C, 2, copies, shared, t, n)), (producer, (C, copies, shared, t, n, some))],
             [4, 4, 1], [R0, R0, R1],
         )  # fmt: skip

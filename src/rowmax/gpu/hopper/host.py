@@ -13,8 +13,8 @@ from triton.experimental.gluon import language as gl
 
 from ...call.problem import Problem, Tensors
 from ...rules.softmax import LOG2E
-from .. import compat
-from ..compiled import Launch
+from .. import compat, threads
+from ..compiled import Launch, runs
 from ..kept import Plans
 from . import packed, tiles
 from .documents import spans_of
@@ -42,6 +42,21 @@ class Plan(NamedTuple):
     rows: Tensor | None  # the order of the tiles, and each block's end; packed calls make theirs
     ends: Tensor | None
     launch: Launch
+    mends: Launch | None = None  # after a launch whose reference lags
+
+    def run(self, t: Pointers, copied: tuple[Any, ...]) -> None:
+        """Launch all kernels, with pointers and with the tensors of the descriptors."""
+        self.launch(t, copied)
+        if self.mends is not None:
+            self.mends(t, copied)
+
+    def compile_ahead(self, t: Pointers, copied: tuple[Any, ...]) -> None:
+        """Let a thread compile the second kernel while this one compiles the first."""
+        if self.mends is None or not (t.out.is_cuda and threads.enabled() and runs()):
+            return
+        job = self.mends.pending(*self.mends.arguments(t, copied))
+        if job is not None:
+            threads.THREADS.submit([job])
 
 
 _PLANS = Plans(_MOST_PLANS)
@@ -71,10 +86,11 @@ def launch(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None
     """Launch the kernel. Prepare a plan where the cache has none."""
     q, k, v, bias = tensors[:4]
     key = key_of(problem, tensors)
-    plan = _PLANS.get(key)
+    plan, new = _PLANS.get(key), False
     if plan is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
         q, k, v = aligned(q), aligned(k), aligned(v)
         tensors = tensors._replace(q=q, k=k, v=v)
+        new = plan is None
         plan = find_plan(problem, tensors, out)
         if plan.tile in tiles.LONG.values() and spills(plan, problem, tensors, out, lse):
             _PLANS.pop(key_of(problem, tensors), None)
@@ -85,7 +101,10 @@ def launch(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None
         except KeyError:  # another thread has dropped it; this call still uses it
             pass
     t = pointers(plan, problem, tensors, out, lse)
-    plan.launch(t, bases(q, k, v, bias, out))
+    copied = bases(q, k, v, bias, out)
+    if new:
+        plan.compile_ahead(t, copied)
+    plan.run(t, copied)
 
 
 def pointers(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> Pointers:
@@ -181,11 +200,18 @@ def build_plan(
     C = constants.config
     heads = p.hq // group
     blocks, rows, ends = tile_order(p, C.TILE, tile.block_k, heads, q.device)
-    last = (numbers(p, tensors, C, heads), gl.constexpr(constants))
     copies = descriptors(C, q, k, v, bias, out)
     options = {"num_warps": 4, "enable_fp_fusion": True}
-    launch = GluonLaunch(kernel, (blocks, 1, 1), options, last, copies)
-    return Plan(tile, constants, rows, ends, launch)
+    at_run_time = numbers(p, tensors, C, heads)
+
+    def launch_of(constants: Constants) -> Launch:
+        last = (at_run_time, gl.constexpr(constants))
+        return GluonLaunch(kernel, (blocks, 1, 1), options, last, copies)
+
+    mends = None
+    if C.LAGS:
+        mends = launch_of(Constants(replace(C, LAGS=False, MENDS=True)))
+    return Plan(tile, constants, rows, ends, launch_of(constants), mends)
 
 
 def descriptors(
@@ -252,6 +278,16 @@ def note_of_tile(p: Problem) -> str | None:
     if found:
         return "two warpgroups: a kernel of three was compiled and did not keep to registers"
     return "three warpgroups"
+
+
+def note_of_maxima(p: Problem) -> str | None:
+    """Return a sentence about the second launch of a problem, if it has one."""
+    if p.bias is not None:
+        return None
+    tile = best_tile(p, "", torch.device(p.device, p.device_index))
+    if not tiles.lags(p, tile, ""):
+        return None
+    return "full tiles take no maxima: a second launch computes rows again whose weights overflow"
 
 
 def numbers(p: Problem, tensors: Tensors, c: Config, heads: int) -> Numbers:

@@ -50,14 +50,21 @@ def memory_order(x, ROWS: tl.constexpr):
 
 
 @triton.jit
+def clear_part(to, ROWS: tl.constexpr, W: tl.constexpr):
+    """Store zeros in ROWS times W numbers of the sums."""
+    r = tl.arange(0, ROWS)
+    w = tl.arange(0, W)
+    tl.store(to + (r * W)[:, None] + w[None, :], tl.zeros([ROWS, W], tl.float32))
+
+
+@triton.jit
 def clear(t, n, c, i):
     """Store zeros in sums and counters, and in gradients past the last packed sequence."""
     if t.sums is not None:
-        r = tl.arange(0, c.ROWS)
-        w = tl.arange(0, c.BLOCK_D)
-        to = t.sums + i.to(tl.int64) * (c.ROWS * c.BLOCK_D)
-        zeros = tl.zeros([c.ROWS, c.BLOCK_D], tl.float32)
-        tl.store(to + (r * c.BLOCK_D)[:, None] + w[None, :], zeros)
+        to = t.sums + i.to(tl.int64) * (c.ROWS * (c.D0 + c.D1))
+        clear_part(to, c.ROWS, c.D0)
+        if c.D1:
+            clear_part(to + c.ROWS * c.D0, c.ROWS, c.D1)
     if t.done is not None:
         for word in range(i, n.done, tl.num_programs(0)):
             tl.store(t.done + word, 0)
@@ -143,16 +150,25 @@ def finish(t, n, c):
     """Store ``dq = scale sums`` of a tile of rows, in the dtype of q; 0 past the last sequence."""
     gdc_wait()
     i, tile, plane, b, head, start, size, i0 = place(t, n, c)
-    r = tl.arange(0, c.ROWS)
-    d = tl.arange(0, c.BLOCK_D)
-    there = (i0 + r < size)[:, None] & (d < c.D)[None, :]
-    at = i.to(tl.int64) * (c.ROWS * c.BLOCK_D) + tl.arange(0, c.ROWS * c.BLOCK_D)
-    x = (tl.load(t.sums + at) * n.scale).to(t.dq.dtype.element_ty)
-    # from the order of backward_fused.thread_order
-    x = tl.permute(tl.reshape(x, [4, c.BLOCK_D // 8, 8, 4, 2, 2]), (0, 4, 2, 1, 3, 5))
-    x = tl.reshape(x, [c.ROWS, c.BLOCK_D])
-    row = (start + i0 + r).to(tl.int64)
+    at = i.to(tl.int64) * (c.ROWS * (c.D0 + c.D1))
+    row = (start + i0 + tl.arange(0, c.ROWS)).to(tl.int64)
     if t.cu_q is None:
         row += b.to(tl.int64) * n.total_q
-    at = (row * n.hq + head) * c.D
-    tl.store(t.dq + at[:, None] + d[None, :], x, mask=there)
+    to = (row * n.hq + head) * c.D
+    finish_part(t, n, c, at, to, size - i0, c.D0, 0)
+    if c.D > c.D0:
+        finish_part(t, n, c, at + c.ROWS * c.D0, to, size - i0, c.D1, c.D0)
+
+
+@triton.jit
+def finish_part(t, n, c, at, to, rows, W: tl.constexpr, column: tl.constexpr):
+    """Store W columns of dq from ``column`` on, from the sums from ``at`` on."""
+    r = tl.arange(0, c.ROWS)
+    d = column + tl.arange(0, W)
+    there = (r < rows)[:, None] & (d < c.D)[None, :]
+    x = tl.load(t.sums + at + tl.arange(0, c.ROWS * W))
+    x = (x * n.scale).to(t.dq.dtype.element_ty)
+    # from the order of backward_fused.thread_order
+    x = tl.permute(tl.reshape(x, [4, W // 8, 8, 4, 2, 2]), (0, 4, 2, 1, 3, 5))
+    x = tl.reshape(x, [c.ROWS, W])
+    tl.store(t.dq + to[:, None] + d[None, :], x, mask=there)

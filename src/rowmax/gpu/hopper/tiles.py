@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from triton.experimental.gluon import language as gl
 
+from ...call.flops import forward_flops
 from ...call.problem import Problem
 
 ROWS = 64  # query rows of one warpgroup: the height of a wgmma
@@ -65,9 +67,9 @@ SIZES = (64, 80, 96, 128, 192, 256)
 #: without a left limit, packed sequences or prefixes
 LONG_64 = Tile(3, 128, 4, 4, 2, registers=(160, 32), ordered=True)
 #: words of local memory that a thread of that tile may use. Compiled by triton 3.6.0 (ptxas 12.8 or
-#: 12.9) it uses 0 and, causal, 22, once a query tile; by triton 3.9.0 30 and 50, also in its loops
-#: over keys
-LONG_64_SPILLS = 24
+#: 12.9) it uses 0 and, causal, 6, once a query tile; by triton 3.9.0 32, and causal 52, also in its
+#: loops over keys
+LONG_64_SPILLS = 32
 #: the same with columns in two parts, for more keys than were measured with two warpgroups. Three
 #: have no registers to overlap their own products and softmax
 _LONG_PARTS = Tile(3, 128, 3, 2, 1, registers=(160, 32), overlap=False)
@@ -82,6 +84,12 @@ LONG_KEYS = {
     (64, "full"): 1536,
     (64, "causal"): 4096,
     **dict.fromkeys([(d, mask) for d in (80, 96) for mask in ("full", "causal")], 8192),
+}
+#: by head sizes and mask, the operations from which on the reference lags (``lags``): where it was
+#: measured. 5e11 take 0.7 ms, and the second launch 8 us.
+LAGS_OPERATIONS: dict[tuple[tuple[int, int], str], float] = {
+    ((64, 64), "full"): 5e11,
+    ((128, 128), "full"): 5e11,
 }
 
 
@@ -115,6 +123,8 @@ class Config:
     ORDERED: bool = False  # warpgroups issue their products in turn
     CLOCKS: int = 0  # events, a bit each, whose clocks the first block stores (lib/clocks.py)
     OVERLAP: bool = True  # O of a key tile runs under the softmax of the next
+    LAGS: bool = False  # full tiles take no maximum; lse of an overflowed row is NaN
+    MENDS: bool = False  # only tiles with such a row are computed
     CONSUMER_REGISTERS: int = 240  # registers of a thread
     PRODUCER_REGISTERS: int = 24
 
@@ -161,7 +171,12 @@ class Config:
     @property
     def DRAWN(self) -> bool:
         """Return True if blocks take tiles from a counter: lengths are only on the device."""
-        return self.VARLEN or self.DOCUMENTS
+        return (self.VARLEN or self.DOCUMENTS) and not self.MENDS
+
+    @property
+    def SOUGHT(self) -> bool:
+        """Return True if a block cannot know its next tile before it takes it."""
+        return self.DRAWN or self.MENDS
 
     @property
     def LAST_FIRST(self) -> bool:
@@ -296,8 +311,28 @@ def config_for(p: Problem, tile: Tile, bias: str, group: int) -> Config:
         STAGED=staged_columns(p, tile, bias),
         OVERLAP=tile.overlap, ROUND_LATE=tile.warpgroups == 3 and tile.overlap,
         ORDERED=tile.ordered and not (p.varlen or p.prefix or p.left is not None),
+        LAGS=lags(p, tile, bias),
         CONSUMER_REGISTERS=tile.registers[0], PRODUCER_REGISTERS=tile.registers[1],
     )  # fmt: skip
+
+
+def lags(p: Problem, tile: Tile, bias: str) -> bool:
+    """Return True if the reference of the softmax lags, and a second launch mends overflowed rows.
+
+    Score terms keep the maximum: they were not measured, and ALiBi of queries before their keys may
+    rise by more than a tile's range. So does float16, whose weights end at 2^16. So do three
+    warpgroups that overlap, under a diagonal: they were not measured.
+    """
+    if tile.warpgroups == 3 and tile.overlap and p.right is not None:
+        return False
+    terms = bias or p.heads or p.documents or p.softcap > 0
+    if terms or p.dtype != torch.bfloat16:
+        return False
+    mask = "full" if p.left is None and p.right is None else "causal"
+    operations = forward_flops(p)
+    if p.varlen:  # as many sequences of the longest length as there are queries for
+        operations = operations * p.total_q // max(p.batch * p.nq, 1)
+    return operations >= LAGS_OPERATIONS.get((sizes_of(p), mask), math.inf)
 
 
 def staged_columns(p: Problem, tile: Tile, bias: str) -> int:

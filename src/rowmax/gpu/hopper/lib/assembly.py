@@ -12,21 +12,28 @@ TO_FLOAT16 = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
 CLOCK = gl.constexpr("mov.u32 $0, %clock;")
 NANOSECONDS = gl.constexpr("mov.u32 $0, %globaltimer_lo;")
 
-#: Copies eight registers, and reads all of them in one instruction that depends on their values.
-SETTLE = gl.constexpr(
-    """{
-    .reg .pred p;
-    .reg .b32 a, b, c, d, e, f, g, h;
-    mov.b32 a, $8; mov.b32 b, $9; mov.b32 c, $10; mov.b32 d, $11;
-    mov.b32 e, $12; mov.b32 f, $13; mov.b32 g, $14; mov.b32 h, $15;
-    or.b32 a, a, b; or.b32 c, c, d; or.b32 e, e, f; or.b32 g, g, h;
-    or.b32 a, a, c; or.b32 e, e, g; or.b32 a, a, e;
-    setp.eq.b32 p, a, 0xffffffff;
-    @p nanosleep.u32 1;
-    mov.b32 $0, $8; mov.b32 $1, $9; mov.b32 $2, $10; mov.b32 $3, $11;
-    mov.b32 $4, $12; mov.b32 $5, $13; mov.b32 $6, $14; mov.b32 $7, $15;
-    }"""
-)
+
+@gluon.constexpr_function
+def settle_text(n):
+    """Return the text that copies n registers, and reads all in an instruction that needs them."""
+    copies = [f"mov.b32 ${i}, ${n + i};" for i in range(n)]
+    reads = [f"or.b32 a, a, ${n + i};" for i in range(1, n)]
+    lines = [
+        ".reg .pred p; .reg .b32 a;",
+        f"mov.b32 a, ${n};",
+        *reads,
+        "setp.eq.b32 p, a, 0xffffffff;",
+        "@p nanosleep.u32 1;",
+        *copies,
+    ]
+    return "{ " + " ".join(lines) + " }"
+
+
+@gluon.constexpr_function
+def copy_constraints(kind, n):
+    """Return the constraints of n registers that are copied to n others."""
+    return ",".join([f"={kind}"] * n + [kind] * n)
+
 
 _MOVE = """{
     .reg .pred p, q, r;
@@ -57,6 +64,35 @@ _MOVE = """{
 #: by 8 ln 2 in natural units.
 MOVE = gl.constexpr(_MOVE.replace("THRESHOLD", "0f41000000"))
 MOVE_NATURAL = gl.constexpr(_MOVE.replace("THRESHOLD", "0f40b17218"))
+
+#: Move the reference of two rows by log2 of the largest sum of weights of their lanes, past 2^8.
+FOLLOW = gl.constexpr(
+    """{
+    .reg .pred p, q, r;
+    .reg .f32 a, b, s, t;
+    setp.gt.f32 p, $2, 0f43800000;
+    setp.gt.or.f32 r, $3, 0f43800000, p;
+    mov.f32 $0, $4;
+    mov.f32 $1, $5;
+    vote.sync.any.pred r, r, 0xffffffff;
+    @!r bra KEEP;
+    shfl.sync.bfly.b32 a, $2, 1, 31, 0xffffffff;
+    shfl.sync.bfly.b32 b, $3, 1, 31, 0xffffffff;
+    max.f32 a, a, $2;
+    max.f32 b, b, $3;
+    shfl.sync.bfly.b32 s, a, 2, 31, 0xffffffff;
+    shfl.sync.bfly.b32 t, b, 2, 31, 0xffffffff;
+    max.f32 a, a, s;
+    max.f32 b, b, t;
+    setp.gt.f32 p, a, 0f43800000;
+    setp.gt.f32 q, b, 0f43800000;
+    lg2.approx.f32 a, a;
+    lg2.approx.f32 b, b;
+    @p add.f32 $0, $4, a;
+    @q add.f32 $1, $5, b;
+    KEEP:
+    }"""
+)
 
 
 @gluon.constexpr_function

@@ -2,7 +2,7 @@
 
 W0 and W1 are the widths of the parts, and W1 is 0 where one part has all columns. A product over
 columns is a sum of two products, a product with columns is one for each part. Each is a product in
-flight of its own.
+flight of its own (``count``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .layouts import weight_layout
+from .layouts import product_layout, weight_layout
 from .ring import clear_rows, tile_at, tile_buffers
 
 
@@ -28,6 +28,12 @@ class Parts(NamedTuple):
 
     low: Any
     high: Any
+
+
+@gluon.constexpr_function
+def count(W1):
+    """Return the products in flight of a product with parts."""
+    return 2 if W1 else 1
 
 
 # --- shared memory -----------------------------------------------------------------------------
@@ -54,15 +60,48 @@ def parts_at(buffers, s, ROWS: gl.constexpr, W0: gl.constexpr, W1: gl.constexpr)
 
 
 @gluon.jit
-def load_parts(copy, corner, W0: gl.constexpr, W1: gl.constexpr, bar, buffers, s):
-    """Copy a tile into buffer s, in one part or two. ``corner`` is without the column."""
+def columns_of(x, W0: gl.constexpr, W1: gl.constexpr):
+    """Return both parts of a tile in shared memory that holds them side by side."""
+    low = x
+    high = x
     if W1:
-        mbarrier.expect(bar, copy.low.block_type.nbytes + copy.high.block_type.nbytes)
-        tma_load(copy.low, corner + (0,), bar, buffers.low.index(s))
-        tma_load(copy.high, corner + (W0,), bar, buffers.high.index(s))
+        low = x.slice(0, W0, dim=1)
+        high = x.slice(W0, W1, dim=1)
+    return Parts(low, high)
+
+
+@gluon.jit
+def rows_of_parts(x, first: gl.constexpr, n: gl.constexpr, W1: gl.constexpr):
+    """Return n rows of tiles in shared memory."""
+    low = x.low.slice(first, n, dim=0)
+    high = low
+    if W1:
+        high = x.high.slice(first, n, dim=0)
+    return Parts(low, high)
+
+
+@gluon.jit
+def expect_parts(bar, copy, W1: gl.constexpr, more: gl.constexpr = 0):
+    """Expect the bytes of both parts of a copy, and ``more``."""
+    if W1:
+        mbarrier.expect(bar, copy.low.block_type.nbytes + copy.high.block_type.nbytes + more)
     else:
-        mbarrier.expect(bar, copy.low.block_type.nbytes)
-        tma_load(copy.low, corner + (0,), bar, buffers.low.index(s))
+        mbarrier.expect(bar, copy.low.block_type.nbytes + more)
+
+
+@gluon.jit
+def copy_parts(copy, corner, W0: gl.constexpr, W1: gl.constexpr, bar, buffers, s):
+    """Copy a tile into buffer s. ``corner`` is without the column."""
+    tma_load(copy.low, corner + (0,), bar, buffers.low.index(s))
+    if W1:
+        tma_load(copy.high, corner + (W0,), bar, buffers.high.index(s))
+
+
+@gluon.jit
+def load_parts(copy, corner, W0: gl.constexpr, W1: gl.constexpr, bar, buffers, s):
+    """Expect the bytes of a tile, and copy it into buffer s."""
+    expect_parts(bar, copy, W1)
+    copy_parts(copy, corner, W0, W1, bar, buffers, s)
 
 
 @gluon.jit
@@ -105,6 +144,16 @@ def issue_with_columns(p, b, acc, W0: gl.constexpr, W1: gl.constexpr):
 
 
 @gluon.jit
+def zeros(ROWS: gl.constexpr, W0: gl.constexpr, W1: gl.constexpr):
+    """Return sums ``[ROWS, W0 + W1]`` of a warpgroup, all 0; an absent part is the number 0."""
+    low = gl.full([ROWS, W0], 0.0, gl.float32, product_layout(W0))
+    high = 0
+    if W1:
+        high = gl.full([ROWS, W1], 0.0, gl.float32, product_layout(W1))
+    return Parts(low, high)
+
+
+@gluon.jit
 def wait_parts(n: gl.constexpr, x, W1: gl.constexpr):
     """Wait until n products are in flight; return x."""
     if W1:
@@ -113,3 +162,26 @@ def wait_parts(n: gl.constexpr, x, W1: gl.constexpr):
     else:
         x = Parts(warpgroup_mma_wait(n, deps=[x.low]), x.high)
     return x
+
+
+@gluon.jit
+def wait_two(n: gl.constexpr, x, y, W1: gl.constexpr):
+    """Wait until n products are in flight; return x and y, whose parts are alike."""
+    if W1:
+        a, b, c, d = warpgroup_mma_wait(n, deps=[x.low, x.high, y.low, y.high])
+        x = Parts(a, b)
+        y = Parts(c, d)
+    else:
+        a, c = warpgroup_mma_wait(n, deps=[x.low, y.low])
+        x = Parts(a, x.high)
+        y = Parts(c, y.high)
+    return x, y
+
+
+@gluon.jit
+def scaled_parts(x, scale, W1: gl.constexpr):
+    """Return x times a number."""
+    high = x.high
+    if W1:
+        high = x.high * scale
+    return Parts(x.low * scale, high)

@@ -20,6 +20,7 @@ from triton.experimental.gluon import language as gl
 from ..gluon_compat import fence_async_shared, mbarrier, reinterpret
 from .layouts import matrix
 from .order import Tile
+from .scores import settled
 
 
 class Ring(NamedTuple):
@@ -179,7 +180,7 @@ def _word(words, at, i: gl.constexpr):
 
 @gluon.jit
 def read_message(mail, n):
-    """Return (tile, True if it is one) of message n. The caller must release the slot."""
+    """Return (tile, True if it is one) of message n. The caller must release it."""
     L: gl.constexpr = gl.BlockedLayout([16], [32], [gl.num_warps()], [0])
     wait_full(mail, n, 2)
     w = mail.messages.index(slot(n, 2)).load(L)
@@ -189,3 +190,13 @@ def read_message(mail, n):
         _word(w, at, 6), _word(w, at, 7), _word(w, at, 8), _word(w, at, 9), _word(w, at, 10),
     )  # fmt: skip
     return tile, _word(w, at, 0) != 0
+
+
+@gluon.jit
+def release_message(mail, n, tile, live):
+    """Release the slot of message n, whose values must have arrived."""
+    total = live.to(gl.int32)
+    for i in gl.static_range(10):
+        total += tile[i]
+    settled(total, 1)
+    release(mail, n, 2)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .assembly import SETTLE, TANH
+from .assembly import TANH, copy_constraints, settle_text
 from .softmax import LOG2E
 
 
@@ -35,20 +35,18 @@ def tanh(x, dtype: gl.constexpr):
 
 
 @gluon.jit
-def settled(x):
-    """Wait until all of x has arrived from shared memory; return it.
+def settled(x, N: gl.constexpr = 8):
+    """Wait until all of x has arrived from shared memory; return it. N registers are read at once.
 
     A barrier waits until loads are issued, not until their values arrive, and a TMA copy may
     overtake them. A buffer is free only when an instruction has read every register.
     """
-    F32: gl.constexpr = x.dtype == gl.float32
-    constraints: gl.constexpr = (
-        "=f,=f,=f,=f,=f,=f,=f,=f,f,f,f,f,f,f,f,f"
-        if F32
-        else "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r"
+    kind: gl.constexpr = "f" if x.dtype == gl.float32 else "r"
+    constraints: gl.constexpr = copy_constraints(kind, N)
+    pack: gl.constexpr = N * 32 // x.dtype.primitive_bitwidth
+    return gl.inline_asm_elementwise(
+        settle_text(N), constraints, [x], x.dtype, is_pure=False, pack=pack
     )
-    pack: gl.constexpr = 8 if F32 else 16
-    return gl.inline_asm_elementwise(SETTLE, constraints, [x], x.dtype, is_pure=False, pack=pack)
 
 
 @gluon.jit

@@ -10,6 +10,9 @@ maximum exceeds it by a factor of more than 2^8, so weights stay below 2^8. Else
 O is 1. The result is exact for any reference.
 
 The reference is in base 2, with log2(e) in the factor of a score, so that an exponent is one FMA.
+A step may also take no maximum (``lagging_step``; rules/softmax.py): the reference follows the sums
+of the weights of the step before.
+
 Natural scores (``Problem.natural``) have a natural reference, and only their difference is
 multiplied by log2(e): a bias of 3e38, or the lowest number of float32, would overflow in base 2.
 """
@@ -20,7 +23,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ....rules import softmax
-from .assembly import MOVE, MOVE_NATURAL, TO_BFLOAT16, TO_FLOAT16
+from .assembly import FOLLOW, MOVE, MOVE_NATURAL, TO_BFLOAT16, TO_FLOAT16
 
 #: below any score, and finite, so that a row that sees nothing has exp2(-inf) = 0, not NaN
 LOWEST = gl.constexpr(-1e30)
@@ -28,6 +31,7 @@ LOWEST = gl.constexpr(-1e30)
 LOWEST_NATURAL = gl.constexpr(-3.4028234663852886e38)
 LOG2E = gl.constexpr(softmax.LOG2E)
 LN2 = gl.constexpr(softmax.LN2)
+FULL = gl.constexpr(softmax.FULL)
 
 
 @gluon.jit
@@ -94,3 +98,31 @@ def softmax_step(
     if not LATE:
         p = rounded(p, dtype)
     return p.reshape([x.shape[0], 8 * x.shape[1]]), m_new, l, alpha
+
+
+@gluon.jit
+def followed(m, l, s):
+    """Return (m, l, alpha) once the reference m has followed s, the lanes' sums of weights.
+
+    Those are of the step before. A row moves by the largest sum of its own lanes, as in ``moved``.
+    alpha is the factor of O. None of it waits for scores.
+    """
+    m_new = gl.inline_asm_elementwise(
+        FOLLOW, "=&f,=&f,f,f,f,f", [s, m], dtype=gl.float32, is_pure=True, pack=2
+    )
+    alpha = gl.exp2(m - m_new)
+    return m_new, l * alpha, alpha
+
+
+@gluon.jit
+def lagging_step(x, m, l, scale, LATE: gl.constexpr, dtype: gl.constexpr):
+    """Return (p, l, s): weights by the reference m as it is, and their sums by lane.
+
+    Arguments are those of ``softmax_step``, scores in base 2. Weights below 2^8 follow from scores
+    that have not risen; past 2^127 they are infinite, and then l is never finite again.
+    """
+    p = gl.exp2(x * scale - along_row(m))
+    s = gl.sum(gl.sum(p, 3), 1)
+    if not LATE:
+        p = rounded(p, dtype)
+    return p.reshape([x.shape[0], 8 * x.shape[1]]), l + s, s
