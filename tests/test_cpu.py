@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
@@ -302,6 +303,68 @@ def test_compiling_is_logged_and_loading_is_not(tmp_path: Path) -> None:
     assert out == "True"
     assert err.count("rowmax: compiling twice for this processor") == 1
     assert _printed("import own", **given) == ("True", "")
+
+
+_PARTS = """
+    import numpy as np
+    from numba import njit
+    from rowmax.cpu import numba_compat
+    from rowmax.cpu.functions import array, choice, inner
+    from rowmax.cpu.kernel import kernel
+
+    def add(x, y): ...
+
+    @choice(add)
+    def _add(x, y):
+        return lambda x, y: x + y
+
+    @inner
+    def second(address, like):
+        return array(address, 2, like)[1]
+
+    @inner
+    def twice(address, like):
+        return add(second(address, like), second(address, np.float32))
+
+    @kernel
+    def total(x):
+        return twice(x.ctypes.data, x) + np.float64(array(x.ctypes.data, x.size, x).size)
+
+    x = np.array([3, 5], np.float32)
+    assert total(x) == 12
+    assert njit(total.py_func)(x) == 12  # no kernel: Numba links a part with all that it calls
+    if {parts}:
+        (part,) = twice.overloads.values()
+        assert part.library.get_pointer_to_function(part.fndesc.llvm_func_name) == 0
+    else:
+        assert numba_compat.KERNEL == numba_compat.PART == {{}}
+        assert numba_compat.array is numba_compat._carray
+    print("right")
+"""
+
+
+def test_functions_of_kernels_have_no_machine_code_of_their_own() -> None:
+    assert _child(_PARTS.format(parts=True)) == "right"
+
+
+def test_numba_with_other_private_names(tmp_path: Path) -> None:
+    """Functions then compile as Numba's own do, and attention is right."""
+    copy = shutil.copytree(Path(rowmax.__file__).parent, tmp_path / "rowmax")
+    file = copy / "cpu" / "numba_compat.py"
+    text = file.read_text()
+    for known in ("_DATA = (", "_MEMBERS = {"):
+        assert text.count(known) == 1
+        text = text.replace(known, f'{known}"absent", ')
+    file.write_text(text)
+    more = """
+    import torch, rowmax
+    q = torch.randn(1, 40, 1, 16)
+    out, want = (rowmax.attention(q, q, q, backend=b) for b in ("cpu", "reference"))
+    torch.testing.assert_close(out, want)
+    """
+    path = str(tmp_path) + os.pathsep + os.environ.get("PYTHONPATH", "")
+    given = {"PYTHONPATH": path, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    assert _child(_PARTS.format(parts=False) + more, **given) == "right"
 
 
 def test_a_numba_that_does_not_load_leaves_the_work_to_torch(tmp_path: Path) -> None:

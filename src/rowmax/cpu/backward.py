@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numba import types
-from numba.extending import overload
 from torch import Tensor
 
 from ..call.flops import backward_flops
@@ -22,7 +21,7 @@ from ..call.problem import Gradients, Problem, Tensors, Wanted
 from ..rules import row_stats
 from .amx import STRIP
 from .call import Call
-from .functions import array, inner
+from .functions import array, choice, inner
 from .gradient_rows import (
     Buffers,
     add_far_rows,
@@ -280,7 +279,7 @@ def tile_memory(call, like, operand_like) -> Any:
     """Return (the array that owns it, the memory of a tile)."""
 
 
-@overload(tile_memory)
+@choice(tile_memory)
 def _tile_memory(call, like, operand_like):
     if operand_like.dtype == types.uint16:
         return lambda call, like, operand_like: strip_memory(call, like)
@@ -340,7 +339,7 @@ def finish_sums(call, seq, head, tile, like, operand_like) -> Any:
     """Turn dK and dV into rows where they are gathered transposed."""
 
 
-@overload(finish_sums)
+@choice(finish_sums)
 def _finish_sums(call, seq, head, tile, like, operand_like):
     if operand_like.dtype != types.uint16:
         return lambda call, seq, head, tile, like, operand_like: None
@@ -358,7 +357,7 @@ def backward_tile(
     """Compute a tile of queries over its keys: add to dK and dV, write dQ."""
 
 
-@overload(backward_tile)
+@choice(backward_tile)
 def _backward_tile(call, seq, state, finite, place, p, head, tile, buffers, like, operand_like):
     if operand_like.dtype != types.uint16:
         return _plain_tile

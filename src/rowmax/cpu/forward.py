@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numba import types
-from numba.extending import overload
 from torch import Tensor
 
 from ..call.flops import forward_flops
 from ..call.problem import Problem, Tensors
 from .call import Call, query_tasks
-from .functions import array, inner
+from .functions import array, choice, inner
 from .kernel import INFINITE, kernel, launch
 from .operands import (
     HALF_K,
@@ -189,7 +188,7 @@ def pack_keys(call, sequences, firsts, finite, operand_like, counters):
         if t >= count:
             break
         h, tile = t // per_head, t % per_head
-        s = np.searchsorted(first_tile, tile, side="right") - 1
+        s = sequence_of(first_tile, tile)
         seq, tile = sequences[s], tile - first_tile[s]
         j0 = tile * TILE_K
         n = min(seq.keys - j0, TILE_K)
@@ -219,6 +218,19 @@ def pack_keys(call, sequences, firsts, finite, operand_like, counters):
 
 
 @inner
+def sequence_of(first_tile, tile):
+    """Return the last sequence whose first tile is at or before a tile, by bisection."""
+    low, high = 0, first_tile.size
+    while high - low > 1:
+        middle = (low + high) // 2
+        if first_tile[middle] <= tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@inner
 def forward_tile(call, seq, state, finite, place, head, scratch, none, like, operand_like):
     """Compute out and lse of a tile of queries."""
     padded = call.value_d_padded
@@ -234,7 +246,7 @@ def add_keys(call, seq, state, finite, place, head, scratch, m, l, none, like, o
     """Add the keys that a tile of queries sees to m, l and O."""
 
 
-@overload(add_keys)
+@choice(add_keys)
 def _add_keys(call, seq, state, finite, place, head, scratch, m, l, none, like, operand_like):
     if operand_like.dtype == types.uint16:
         return (

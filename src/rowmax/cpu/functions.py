@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
 import numpy as np
 from numba import (
-    carray,  # pyright: ignore[reportPrivateImportUsage]
     njit,
     types,
 )
-from numba.extending import overload, register_jitable
+from numba.extending import intrinsic, overload
 
 from ..rules.softmax import LOG2E
-from .vector import pointer_to
+from . import numba_compat
 
 # ``(2^f - 1) / f`` on [-1/2, 1/2], by the Remez algorithm: relative errors 1.1e-8 and 1.8e-17.
 _EXP2_32 = (
@@ -41,29 +41,48 @@ _EXP2_64 = (
 
 #: compiles a function that only compiled functions call. Wrappers for Python and for C took a sixth
 #: of the time to compile a kernel.
-inner: Any = partial(cast(Any, njit), no_cpython_wrapper=True, no_cfunc_wrapper=True)
+_ALONE = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+_OPTIONS = {**_ALONE, **numba_compat.PART}
+inner: Any = partial(cast(Any, njit), **_OPTIONS)
+#: as ``inner``, but optimised before a kernel inlines it; it calls no function of ``inner``
+optimised: Any = partial(cast(Any, njit), **_ALONE)
+#: a choice of compiled functions by the types of the arguments
+choice: Any = partial(cast(Any, overload), jit_options=_OPTIONS)
+
+#: ``(address, n, like)``: the n numbers at an address, of ``like``'s dtype
+array = numba_compat.array
 
 STRICT = {"contract", "nsz"}  # keeps NaN, inf and the order of additions
 SUMS = {"contract", "nsz", "reassoc"}  # allows a sum in the lanes of a vector
 
 
-def array(address, n, like) -> Any:
-    """Return the n numbers at an address, of ``like``'s dtype."""
+def of_dtype(choose: Callable[[Any], bool | int]) -> Any:
+    """Return a function of an array, for compiled code: ``choose`` of its dtype, a constant."""
+
+    def typed(typing, like):
+        value = choose(like.dtype)
+        kind = types.boolean if isinstance(value, bool) else types.int64
+
+        def emit(context, builder, signature, arguments):
+            return context.get_constant(kind, value)
+
+        return kind(like), emit
+
+    return intrinsic(typed)
 
 
-@overload(array, inline="always")
-def _array(address, n, like):
-    return lambda address, n, like: carray(pointer_to(address, like), n)
+def _number(typing, value, x):
+    """Return a number in the type of x: a Python number would make the arithmetic double."""
+    real = types.float64 if x == types.float64 else types.float32
+
+    def emit(context, builder, signature, arguments):
+        return context.cast(builder, arguments[0], signature.args[0], real)
+
+    return real(types.unliteral(value), x), emit
 
 
-def number(value, x) -> Any:
-    """Return the constant in the type of x: a Python number would make the arithmetic double."""
-
-
-@overload(number, inline="always")
-def _number(value, x):
-    real = np.float64 if x == types.float64 else np.float32
-    return lambda value, x: real(value)
+# Numba passes an intrinsic's first parameter itself: a call has one fewer.
+number: Any = intrinsic(_number)
 
 
 def exponential(x) -> Any:
@@ -73,12 +92,11 @@ def exponential(x) -> Any:
     """
 
 
-@overload(exponential)
+@choice(exponential)
 def _exponential(x):
     return _exponential64 if x == types.float64 else _exponential32
 
 
-@register_jitable
 def _exponential32(x):
     x = np.float32(-127) if x < np.float32(-127) else x  # in this order a NaN stays
     x = np.float32(128) if x > np.float32(128) else x
@@ -94,7 +112,6 @@ def _exponential32(x):
     return power.view(np.float32), g * f
 
 
-@register_jitable
 def _exponential64(x):
     x = -1023.0 if x < -1023.0 else x
     x = 1024.0 if x > 1024.0 else x

@@ -6,11 +6,10 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba.extending import overload
 
 from ..call.problem import FAR
 from ..rules.softmax import LOG2E
-from .functions import STRICT, SUMS, array, exp2, inner, number
+from .functions import STRICT, SUMS, array, choice, exp2, inner, number
 from .heads import add_to_dheads, through_heads
 from .operands import rescale, row_size, store
 from .rows import exponentials, is_wide, keep_row, pair_at, position, power, query_scale, score_row
@@ -127,7 +126,7 @@ def gradient_row(p, ds, kept, row, keep_scale, unit) -> Any:
     """
 
 
-@overload(gradient_row)
+@choice(gradient_row)
 def _gradient_row(p, ds, kept, row, keep_scale, unit):
     if not is_wide(p.dtype):
         return _plain_gradient_row

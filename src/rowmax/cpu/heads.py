@@ -116,7 +116,7 @@ def _gradients(name: str, term: HeadTerm) -> str:
         )  # fmt: skip
         loop = _loop(name, term, "ds", f"if ds[j] != 0:\n    total += {call}")
         at = f"p * to.p + s * to.b + (call.head_{p} - 1) * to.t + h"
-        to = f"array(to.address + 8 * ({at}), 1, np.empty(0, np.float64))"
+        to = f"array(to.address + 8 * ({at}), 1, np.float64)"
         store = f"    {to}[0] += total"
         parts += ["total = ds.dtype.type(0)", loop, store]
     return "\n".join(parts)

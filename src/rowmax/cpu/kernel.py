@@ -17,6 +17,7 @@ from numba.core import event
 
 from ..call.inputs import HEAD_TERMS
 from . import threads
+from .numba_compat import KERNEL
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ def kernel(function: Callable) -> Callable:
     Where Numba finds no folder for its cache, each process compiles for itself.
     """
     function.__qualname__ = f"{function.__name__}_{_fingerprint()}"
-    compiled = njit(nogil=True, error_model="numpy", boundscheck=False)(function)
+    compiled = njit(nogil=True, error_model="numpy", boundscheck=False, **KERNEL)(function)
     _KERNELS[compiled] = True
     try:
         compiled.enable_caching()

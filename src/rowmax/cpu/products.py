@@ -15,9 +15,9 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import overload, register_jitable
 
 from .amx import STRIP
+from .functions import choice, inner, of_dtype
 from .vector import MR, NV, TILE_K, W, product
 
 
@@ -28,28 +28,14 @@ def _kind(dtype) -> tuple[int, ir.Type, ir.Type, int]:
     return W, ir.FloatType(), ir.IntType(32) if dtype == types.uint32 else ir.FloatType(), 4
 
 
-def panel(like) -> Any:
-    """Return the columns of a register tile."""
+def _panel(dtype) -> int:
+    return STRIP if dtype == types.uint16 else NV * _kind(dtype)[0]
 
 
-@overload(panel)
-def _panel(like):
-    if like.dtype == types.uint16:
-        return lambda like: STRIP
-    nr = NV * _kind(like.dtype)[0]
-    return lambda like: nr
-
-
-def span(like) -> Any:
-    """Return the number of columns of which a step is a multiple: whole register tiles."""
-
-
-@overload(span)
-def _span(like):
-    if like.dtype == types.uint16:
-        return lambda like: STRIP
-    step = math.lcm(MR, NV * _kind(like.dtype)[0])
-    return lambda like: step
+#: columns of a register tile
+panel = of_dtype(_panel)
+#: columns of which a step is a multiple: whole register tiles
+span = of_dtype(lambda d: STRIP if d == types.uint16 else math.lcm(MR, _panel(d)))
 
 
 def _tiled(name, full, single, w, size, a_row):
@@ -71,7 +57,7 @@ def _tiled(name, full, single, w, size, a_row):
                 single(c_at, c_row, a_at, a_stride, b + size * col, b_stride, k, add)
 
     multiply.__qualname__ = name
-    return register_jitable(multiply)
+    return inner(multiply)
 
 
 def _multiply(dtype, a_row):
@@ -84,7 +70,7 @@ def from_rows(like, m, n, k, c, c_row, a, b, b_stride, add) -> Any:
     """Compute ``C (+)= A B`` with A[r, i] at ``r TILE_K + i``."""
 
 
-@overload(from_rows)
+@choice(from_rows)
 def _from_rows(like, m, n, k, c, c_row, a, b, b_stride, add):
     multiply = _multiply(like.dtype, TILE_K)
     return lambda like, m, n, k, c, c_row, a, b, b_stride, add: multiply(
@@ -96,7 +82,7 @@ def from_columns(like, m, n, k, c, c_row, a, a_stride, b, b_stride, add) -> Any:
     """Compute ``C (+)= A B`` with A[r, i] at ``r + i a_stride``."""
 
 
-@overload(from_columns)
+@choice(from_columns)
 def _from_columns(like, m, n, k, c, c_row, a, a_stride, b, b_stride, add):
     multiply = _multiply(like.dtype, 1)
     return lambda like, m, n, k, c, c_row, a, a_stride, b, b_stride, add: multiply(

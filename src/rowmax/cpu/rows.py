@@ -15,7 +15,18 @@ from numba.extending import overload
 
 from ..rules.softmax import LOG2E
 from . import wide
-from .functions import STRICT, SUMS, array, bfloat_to_float, exp2, half_to_float, inner, number
+from .functions import (
+    STRICT,
+    SUMS,
+    array,
+    bfloat_to_float,
+    choice,
+    exp2,
+    half_to_float,
+    inner,
+    number,
+    optimised,
+)
 from .heads import add_head_tangents, add_heads, bend_by_heads
 from .rules import any_range, biased, capped, capped_tangent, philox, scaled_tangent
 from .vector import W
@@ -46,7 +57,7 @@ def row_max(row) -> Any:
     """
 
 
-@overload(row_max)
+@choice(row_max)
 def _row_max(row):
     if is_wide(row.dtype):
         return lambda row: greatest(row.ctypes.data, row.size)
@@ -75,7 +86,7 @@ def exponentials(row, shift, natural) -> Any:
     """Replace each score s by ``power(s - shift)`` and return the sum."""
 
 
-@overload(exponentials)
+@choice(exponentials)
 def _exponentials(row, shift, natural):
     return _wide_exponentials if is_wide(row.dtype) else _plain_exponentials
 
@@ -137,7 +148,7 @@ def add_bias(row, address, kind, stride):
     n = row.size
     reach = max(1, 1 + (n - 1) * stride)
     if kind == 0:
-        b32 = array(address, reach, np.empty(0, np.float32))
+        b32 = array(address, reach, np.float32)
         if stride == 1:
             for j in range(n):
                 row[j] = biased(row[j], b32[j])
@@ -145,15 +156,15 @@ def add_bias(row, address, kind, stride):
             for j in range(n):
                 row[j] = biased(row[j], b32[j * stride])
     elif kind == 1:
-        b64 = array(address, reach, np.empty(0, np.float64))
+        b64 = array(address, reach, np.float64)
         for j in range(n):
             row[j] = biased(row[j], row.dtype.type(b64[j * stride]))
     elif kind == 2:
-        brain = array(address, reach, np.empty(0, np.uint16))
+        brain = array(address, reach, np.uint16)
         for j in range(n):
             row[j] = biased(row[j], bfloat_to_float(brain[j * stride]))
     else:
-        half = array(address, reach, np.empty(0, np.uint16))
+        half = array(address, reach, np.uint16)
         for j in range(n):
             row[j] = biased(row[j], half_to_float(half[j * stride]))
 
@@ -227,15 +238,14 @@ def mask_row(row, nothing, call, s, h, i, j0):
     """Write ``nothing`` where documents or the boolean tensor forbid."""
     n = row.size
     if call.k_ids.address:
-        ints = np.empty(0, np.int32)
-        q_id = array(call.q_ids.address + 4 * (call.q_ids.b * s + i), 1, ints)[0]
-        k_ids = array(call.k_ids.address + 4 * (call.k_ids.b * s + j0), n, ints)
+        q_id = array(call.q_ids.address + 4 * (call.q_ids.b * s + i), 1, np.int32)[0]
+        k_ids = array(call.k_ids.address + 4 * (call.k_ids.b * s + j0), n, np.int32)
         for j in range(n):
             row[j] = row[j] if k_ids[j] == q_id else nothing
     if call.allowed.address:
         stride = call.allowed.j
         address = call.allowed.address + pair_at(call.allowed, s, h, i, j0)
-        allowed = array(address, max(1, n * stride), np.empty(0, np.uint8))
+        allowed = array(address, max(1, n * stride), np.uint8)
         if stride == 1:
             for j in range(n):
                 row[j] = row[j] if allowed[j] else nothing
@@ -256,7 +266,7 @@ def query_scale(call):
     return call.scale / call.softcap if call.softcap > 0 else call.scale * log_unit(call)
 
 
-@inner
+@optimised  # as ``inner``, dropout's forward took 1.4 times as long
 def draws(kept, seed, s, h, i, j, threshold):
     """Write 1 or 0 for the 64 keys from j on (see dropout.py); j is a multiple of 64."""
     key = np.uint64(seed) & np.uint64(0xFFFFFFFF), np.uint64(seed) >> np.uint64(32)

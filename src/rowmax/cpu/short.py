@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numba import types
-from numba.extending import overload
 
 from .call import CALL, SEQUENCE
 from .few import (
@@ -29,7 +28,7 @@ from .few import (
 )
 from .few_vector import narrow
 from .forward import finish_rows, softmax_step
-from .functions import array, inner
+from .functions import array, choice, inner
 from .gradient_rows import Buffers, Rows, row_gradients
 from .kernel import kernel
 from .operands import aligned, pack_columns, pack_panels, rows_are_finite
@@ -114,7 +113,7 @@ def float_rows(kind, room, tensor, s, first, n, h, d, like) -> Any:
     """
 
 
-@overload(float_rows)
+@choice(float_rows)
 def _float_rows(kind, room, tensor, s, first, n, h, d, like):
     if kind.dtype == types.float32:
         return lambda kind, room, tensor, s, first, n, h, d, like: head_rows(
