@@ -86,9 +86,9 @@ def _bits(case: Case, dtype: torch.dtype) -> list[torch.Tensor]:
 def test_short_sequences_have_the_bits_of_tiles(case: Case, dtype: torch.dtype) -> None:
     """So the choice may depend on threads, on other sequences and on other queries."""
     made = replace(_short(case), nq=max(9, min(case.nq, 150)))
-    with mock.patch.object(few_calls, "get_num_threads", lambda: 1):
+    with mock.patch.object(few_calls, "get_num_threads", return_value=1):
         short = _bits(made, dtype)
-    with mock.patch.object(few_calls, "way", lambda problem, call: None):
+    with mock.patch.object(few_calls, "way", return_value=None):
         tiles = _bits(made, dtype)
     for a, b in zip(short, tiles, strict=True):
         assert torch.equal(a, b)

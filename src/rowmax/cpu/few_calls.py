@@ -74,13 +74,13 @@ class Way(NamedTuple):
     limits: tuple[Limit, ...]
     kernels: tuple[Any, ...]  # as _DTYPES
     passes: int  # over keys and values
-    exact: bool
+    exact: bool = False
 
 
 #: the first that can is taken
 WAYS = {
     "forward": (
-        Way(_ANY + _FEW, (few.forward_float32, few.forward_bfloat16, few.forward_float16), 1, False),
+        Way(_ANY + _FEW, (few.forward_float32, few.forward_bfloat16, few.forward_float16), 1),
         Way(
             _ANY + _SHORT,
             (
@@ -97,7 +97,6 @@ WAYS = {
             _ANY + _FEW,
             (few.backward_float32, few.backward_bfloat16, few.backward_float16),
             3,
-            False,
         ),
         Way(
             _ANY + _SHORT,
