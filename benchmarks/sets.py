@@ -61,6 +61,15 @@ SETS: dict[str, tuple[str, ...]] = {
         "d=128 hq=32 hk=32|1 b=1 n=32768 nq=1",
         "d=128 hq=32 hk=8 b=64 n=2048|8192 nq=1",
     ),
+    # decoding one token, and many short sequences
+    "cpu-few": (
+        "dtype=float32|bfloat16|float16 nq=1 n=16|128|1024|4096 b=1|8 hq=8 hk=8 d=64|128",
+        "dtype=float32|bfloat16|float16 nq=1 n=16|128|1024|4096 b=1|8 hq=32 hk=8 d=64|128",
+    ),
+    "cpu-short": (
+        "dtype=float32|bfloat16|float16 n=16|32|49|128|197 b=512 hq=12 d=64",
+        "dtype=float32|bfloat16|float16 n=16|32|49|128|197 b=512 hq=8 d=128",
+    ),
     "small": ("n=128 d=64 b=1 hq=4|8 causal=1", "n=512 d=64 b=1 hq=16 causal=1"),
     "training": ("n=8192 d=128 b=2 hq=8 causal=1 layers=12",),
     "matmul": ("n=8192 d=8192 hq=1",),

@@ -66,7 +66,7 @@ _ASSEMBLY = """
         return True
 
     sys.modules["rowmax.cpu.forward"].launch, amx.permitted = launch, lambda: True
-    q = torch.zeros(1, 64, 1, 64, dtype=torch.bfloat16)
+    q = torch.zeros(1, 300, 1, 64, dtype=torch.bfloat16)
     rowmax.attention(q, q, q, backend="cpu")
 """
 _SAPPHIRE = "+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+avx512f,+avx512dq,+avx512vl,+avx512bw,+avx512bf16"
@@ -145,7 +145,7 @@ def test_permission_refused(answer: object, asked_anew: pytest.MonkeyPatch) -> N
     asked_anew.setattr(amx, "FEATURES", _ALL)
     asked_anew.setattr(sys, "platform", "linux")
     asked_anew.setattr(sys.modules["rowmax.cpu.forward"], "launch", launch)
-    q = torch.randn(1, 40, 1, 16, dtype=torch.bfloat16)
+    q = torch.randn(1, 300, 1, 16, dtype=torch.bfloat16)
     for _ in range(2):
         rowmax.attention(q, q, q, backend="cpu")
     assert asked == [(158, 0x1023, 18)]

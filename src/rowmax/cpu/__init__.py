@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from ..call.inputs import HEAD_TERMS
-from ..call.problem import Problem
-from .backward import backward
-from .forward import forward
+from ..call.problem import Gradients, Problem, Tensors, Wanted
+from . import few_calls
+from .backward import backward as backward_by_tiles
+from .few_calls import record
+from .forward import forward as forward_by_tiles
 from .tangent import tangent
 from .tangent_backward import tangent_backward
 
-__all__ = ["backward", "forward", "supports", "tangent", "tangent_backward"]
+__all__ = ["backward", "forward", "record", "supports", "tangent", "tangent_backward"]
 
 
 def supports(problem: Problem, call: str) -> str | None:
@@ -18,3 +22,24 @@ def supports(problem: Problem, call: str) -> str | None:
         return None
     bending = [name for name in problem.heads if not HEAD_TERMS[name].added]
     return f"it has no tangent of {', '.join(bending)}" if bending else None
+
+
+def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    """Return (out, lse)."""
+    found = few_calls.forward(problem, tensors)
+    return forward_by_tiles(problem, tensors) if found is None else found
+
+
+def backward(
+    problem: Problem,
+    tensors: Tensors,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    wanted: Wanted,
+) -> Gradients:
+    """Return the wanted gradients."""
+    given = problem, tensors, out, lse, dout, dlse, wanted
+    found = few_calls.backward(*given)
+    return backward_by_tiles(*given) if found is None else found

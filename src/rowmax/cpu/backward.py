@@ -113,11 +113,18 @@ def backward(
     """
     call = Call(problem, tensors, dout, bfloats=bfloats)
     lse = lse.to(call.dtype).contiguous()
-    delta = row_stats.delta(out, dout, lse, dlse)
     rest = torch.zeros_like(lse) if problem.natural else None
     call.tensor("dout", call.rows(dout))
     call.tensor("lse", row_stats.score_lse(lse, problem.natural))
-    call.tensor("delta", delta.contiguous())
+    if call.operand_like is call.like and not problem.natural and not problem.sink:
+        # summed by the kernel, in the order of short calls (short.py)
+        delta = torch.empty_like(lse)
+        call.tensor("out", call.rows(out))
+        if dlse is not None:
+            call.tensor("dlse", dlse.detach().to(call.dtype))
+    else:
+        delta = row_stats.delta(out, dout, lse, dlse).contiguous()
+    call.tensor("delta", delta)
     if rest is not None:
         call.tensor("rest", rest)
     starts, order = owners_of(problem, wanted.bias)
@@ -374,7 +381,7 @@ def _plain_tile(call, seq, state, finite, place, p, head, tile, buffers, like, o
     pack_columns(operand_like, tile.douts, dout, dout_bytes, n, call.value_d_operand, 1.0)
     pack_rows(operand_like, tile.q_rows, d, q, q_bytes, n, HALF_Q, call.d)
     pack_rows(operand_like, tile.dout_rows, value_d, dout, dout_bytes, n, HALF_Q, call.value_d)
-    array(tile.dq, TILE_Q * d, like)[:] = like.dtype.type(0)
+    array(tile.dq, n * d, like)[:] = like.dtype.type(0)
 
     low, high = key_range(call, seq, place)
     rows = rows_of(call, seq, place, like)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import lru_cache
 
 import numpy as np
@@ -30,6 +31,7 @@ _ROW_AXES = str.maketrans("ijge", "nnhd")
 #: the axes of each tensor that kernels read or write; p: parts that are added at the end
 _AXES = {name: _axes(name) for name in _READ}
 _AXES |= {"out": "bnhd", "dout": "bnhd", "lse": "bhn", "delta": "bhn", "rest": "bhn"}
+_AXES |= {"dlse": "bhn"}
 _AXES |= {f"t{name}": _AXES[name] for name in Tangents._fields}
 _AXES |= {"tout": "bnhd", "dtout": "bnhd", "tlse": "bhn", "row_b": "bhn", "row_c": "bhn"}
 for _d in ("d", "dt"):  # gradients, and those of tangents
@@ -68,13 +70,25 @@ TASK = _fields("s", "h", "tile")  # sequence, query head, tile of queries
 _BIAS_KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 
 
+def word_of(name: str) -> int:
+    """Return the place of a field of the record, in words; of a tensor that of its address."""
+    return _WORD[name]
+
+
 class Call:
     """The record, and the owner of the memory that it points at."""
 
     def __init__(
-        self, problem: Problem, tensors: Tensors, *more: Tensor, bfloats: bool = True
+        self,
+        problem: Problem,
+        tensors: Tensors,
+        *more: Tensor,
+        bfloats: bool = True,
+        in_place: bool = False,
     ) -> None:
         """Describe a call; ``bfloats``: operands of bfloat16 where the processor multiplies them.
+
+        ``in_place``: kernels read and write rows of the caller's dtype.
 
         Kernels count the tiles in which such operands are not finite.
         """
@@ -82,14 +96,14 @@ class Call:
         self.dtype = problem.accumulator
         self.like = np.empty(0, np.float64 if self.dtype == torch.float64 else np.float32)
         strips = amx.ready()
-        bfloats = bfloats and (PAIRS or strips)
+        bfloats = bfloats and not in_place and (PAIRS or strips)
         bfloats = bfloats and all(t.dtype == torch.bfloat16 for t in (*tensors[:3], *more))
         self.strips, self.paired = bfloats and strips, bfloats and not strips
         self.operand_like = self.like
         if bfloats:
             self.operand_like = np.empty(0, np.uint16 if strips else np.uint32)
         #: the dtype of the caller's rows as kernels read and write them
-        self.row_dtype = torch.bfloat16 if bfloats else self.dtype
+        self.row_dtype = problem.dtype if bfloats or in_place else self.dtype
         self.lanes = W if self.dtype == torch.float32 else max(2, W // 2)
         #: columns of a step of scores: the host's ``products.span``
         self.span = amx.STRIP if self.strips else math.lcm(MR, NV * self.lanes)
@@ -128,6 +142,11 @@ class Call:
         for n, stride in zip(t.shape, t.stride(), strict=True):
             word += 1
             self._words[word] = 0 if n == 1 else stride
+
+    def reads(self, given: Iterable[Tensor | None]) -> bool:
+        """Return True if these tensors are read in place: none of them was copied."""
+        kept = {t.data_ptr() for t in self._kept}
+        return all(t is None or t.data_ptr() in kept for t in given)
 
     def memory(self, name: str, numbers: int) -> None:
         """Allocate memory that kernels fill, for so many numbers of the accumulator's size."""

@@ -225,7 +225,7 @@ def forward_tile(call, seq, state, finite, place, head, scratch, none, like, ope
     m, l = array(scratch.m, TILE_Q, like), array(scratch.l, TILE_Q, like)
     m[:] = -np.inf
     l[:] = like.dtype.type(0)
-    array(scratch.O, TILE_Q * padded, like)[:] = like.dtype.type(0)
+    array(scratch.O, place.n * padded, like)[:] = like.dtype.type(0)
     add_keys(call, seq, state, finite, place, head, scratch, m, l, none, like, operand_like)
     finish_rows(call, seq, place, scratch.O, m, l, like, operand_like)
 
@@ -304,10 +304,12 @@ def softmax_step(row, m, l, r, average, natural):
     m_new, base = moved(m[r], row_max(row))
     alpha = row.dtype.type(1)
     if m_new != m[r] and m_new != -np.inf:
-        alpha = power(m[r] - base, natural)
-        l[r] *= alpha
-        for x in range(average.size):
-            average[x] *= alpha
+        alpha = row.dtype.type(0)
+        if m[r] != -np.inf:  # else both sums are 0
+            alpha = power(m[r] - base, natural)
+            l[r] *= alpha
+            for x in range(average.size):
+                average[x] *= alpha
         m[r] = m_new
     l[r] += exponentials(row, base, natural)
     return alpha

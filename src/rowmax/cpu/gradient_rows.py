@@ -15,7 +15,7 @@ from .heads import add_to_dheads, through_heads
 from .operands import rescale, row_size, store
 from .rows import exponentials, is_wide, keep_row, pair_at, position, power, query_scale, score_row
 from .rules import natural_weight, score_gradient, through_softcap
-from .tiles import numbers_at
+from .tiles import numbers_at, row_at
 from .vector import TILE_K
 from .wide import gradients as wide_gradients
 
@@ -36,12 +36,38 @@ class Buffers(NamedTuple):
     kept: np.ndarray  # 1 where dropout keeps the pair, else 0
 
 
+@inner(fastmath=SUMS)
+def product_of_rows(a, b):
+    """Return the product of two rows."""
+    total = a.dtype.type(0)
+    for c in range(a.size):
+        total += a[c] * b[c]
+    return total
+
+
+@inner
+def write_deltas(call, seq, place, delta, lse, like):
+    """Write ``Delta - dLSE`` of a tile of queries; 0 for a row that sees nothing."""
+    size = like.itemsize
+    for i in range(place.n):
+        at = place.s, seq.query + place.i0 + i, place.h
+        out = array(call.out.address + size * row_at(call.out, *at), call.value_d, like)
+        dout = array(call.dout.address + size * row_at(call.dout, *at), call.value_d, like)
+        total = product_of_rows(out, dout)
+        if call.dlse.address:
+            row = numbers_at(call.dlse, size, place.s, place.h, seq.query + place.i0 + i)
+            total -= array(row, 1, like)[0]
+        delta[i] = like.dtype.type(0) if lse[i] == np.inf else total
+
+
 @inner
 def rows_of(call, seq, place, like):
     """Return the numbers of the rows of a tile of queries."""
     size, at = like.itemsize, seq.query + place.i0
     delta = array(numbers_at(call.delta, size, place.s, place.h, at), place.n, like)
     lse = array(numbers_at(call.lse, size, place.s, place.h, at), place.n, like)
+    if call.out.address:  # else the host has written delta
+        write_deltas(call, seq, place, delta, lse, like)
     natural = place.n if call.natural else 0
     return Rows(delta, lse, array(numbers_at(call.rest, size, place.s, place.h, at), natural, like))
 

@@ -8,10 +8,11 @@ import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
+from numba import njit, types
 from numba.core import event
 
 from ..call.inputs import HEAD_TERMS
@@ -52,6 +53,14 @@ def kernel(function: Callable) -> Callable:
         _KERNELS[compiled] = False
         _warn_uncached()
     return compiled
+
+
+@lru_cache(maxsize=64)
+def address_of(compiled: Any) -> int:
+    """Return the address of a kernel of one int64 for callers in C."""
+    compiled.compile((types.int64,))
+    made = compiled.overloads[(types.int64,)]
+    return made.library.get_pointer_to_function(made.fndesc.llvm_cfunc_wrapper_name)
 
 
 def kept() -> bool:

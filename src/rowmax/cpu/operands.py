@@ -21,9 +21,10 @@ from numba import types
 from numba.extending import overload
 
 from .amx import STRIP, configure, release
+from .few_vector import narrow
 from .functions import STRICT, SUMS, array, inner
 from .products import panel, span
-from .vector import TILE_K, TILE_Q, W, fetch_add
+from .vector import MR, TILE_K, TILE_Q, W, fetch_add
 from .wide import LANES, STEP, finite, multiply, shorten, transpose, weave
 
 HALF_K, HALF_Q = TILE_K // 2, TILE_Q // 2
@@ -189,7 +190,10 @@ def _times_impl(x, factor):
 
 @inner(fastmath=STRICT)
 def pack_columns(like, to, rows, row_bytes, n, d, factor):
-    """Write n rows as columns ``[d, TILE_Q]``, zero past n; times factor, except pairs."""
+    """Write n rows as columns ``[d, TILE_Q]``, times factor, except pairs.
+
+    Columns past n are zero as far as products read.
+    """
     d = depth(like, d)
     out = array(to, d * TILE_Q, like)
     zero = like.dtype.type(0)
@@ -201,8 +205,9 @@ def pack_columns(like, to, rows, row_bytes, n, d, factor):
         row = array(rows + row_bytes * i, d, like)
         for c in range(d):
             out[c * TILE_Q + i] = _times(row[c], factor)
-    for i in range(n, TILE_Q):
-        for c in range(d):
+    whole = (n + MR - 1) // MR * MR  # rows of the products
+    for c in range(d if n < whole else 0):
+        for i in range(n, whole):
             out[c * TILE_Q + i] = zero
 
 
@@ -464,6 +469,15 @@ def _store(like, to, row, factor):
                 out[c] = np.uint16(_bfloat(row[c] * factor))
 
         return short
+
+    if like.dtype == types.int16:  # float16
+
+        def half(like, to, row, factor):
+            for c in range(row.size):
+                row[c] *= factor
+            narrow(like, to, row.ctypes.data, row.size)
+
+        return half
 
     if like.dtype != types.uint32:
 

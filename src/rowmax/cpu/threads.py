@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -47,6 +48,33 @@ def run(body: Callable[[], None], threads: int) -> None:
             other.result()
     if errors:
         raise errors[0]
+
+
+def run_compiled(address: int, data: Any, threads: int) -> None:
+    """Call compiled code ``int64 f(void *data)`` on each of up to ``threads`` threads, and wait."""
+    if threads <= 1:
+        _compiled(address)(data)
+        return
+    parallel = None if _forked else _openmp_for_compiled()
+    if parallel is not None:
+        parallel(address, data, threads, 0)
+    else:
+        run(lambda: _compiled(address)(data), threads)
+
+
+@lru_cache(maxsize=64)
+def _compiled(address: int) -> Callable:
+    return ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p)(address)
+
+
+@lru_cache(maxsize=1)
+def _openmp_for_compiled() -> Callable | None:
+    """Return ``GOMP_parallel`` for the address of a function; it ignores the result."""
+    function: Any = _openmp()
+    if function is None:
+        return None
+    kind: Any = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 2, *[ctypes.c_uint] * 2)
+    return kind(ctypes.cast(function, ctypes.c_void_p).value)
 
 
 _forked = False

@@ -1,0 +1,263 @@
+"""Calls of few queries and of short sequences, and how they are repeated with other tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, get_num_threads
+
+from ..call.dispatch import Limit, beyond
+from ..call.problem import Gradients, Problem, Tensors, Wanted
+from . import amx, few, short, threads
+from .backward import finished, outputs
+from .call import Call, word_of
+from .few_vector import HALVES
+from .kernel import address_of
+from .vector import PAIRS
+
+_DTYPES = (torch.float32, torch.bfloat16, *((torch.float16,) if HALVES else ()))
+#: queries of all heads of a kv head, and of one sequence, whose products are made in place
+MOST_ROWS, MOST_QUERIES = 64, 8
+#: queries and keys of a sequence that a thread packs into its own memory
+MOST_TOKENS = 256
+#: where the processor multiplies bfloat16: keys for which it is widened
+MOST_WIDENED = 24
+MOST_WIDE = 512  # columns of a head
+
+_ANY = (
+    Limit(lambda p: p.dtype in _DTYPES, "{0.dtype} is computed by tiles"),
+    Limit(lambda p: not p.varlen, "packed sequences are computed by tiles"),
+    Limit(
+        lambda p: p.d % 16 == p.dv % 16 == 0 and 0 < p.d <= MOST_WIDE and 0 < p.dv <= MOST_WIDE,
+        "head sizes {0.d} and {0.dv} are no whole vectors, or too wide",
+    ),
+    # a forward adds its scores up in the order of its backward: else weights do not sum to 1
+    Limit(lambda p: not p.natural, "scores in natural units need a second pass"),
+    Limit(lambda p: not p.sink, "the gradient of a sink is computed by tiles"),
+)
+_FEW = (
+    Limit(
+        lambda p: p.nk > 0 and 0 < p.nq <= MOST_QUERIES and p.nq * p.group <= MOST_ROWS,
+        "{0.nq} queries a head in groups of {0.group} are not few",
+    ),
+)
+_SHORT = (
+    Limit(
+        lambda p: not multiplied(p.dtype) or p.nk <= MOST_WIDENED,
+        "this processor multiplies bfloat16, by tiles",
+    ),
+    Limit(
+        lambda p: p.nq > 0 and (p.nq <= MOST_TOKENS or multiplied(p.dtype)),
+        "{0.nq} queries are not those of a short sequence",
+    ),
+    Limit(lambda p: 0 < p.nk <= MOST_TOKENS, "{0.nk} keys are not those of a short sequence"),
+)
+
+
+def multiplied(dtype: torch.dtype) -> bool:
+    """Return True if the processor multiplies numbers of a dtype: tiles round as it does."""
+    return dtype == torch.bfloat16 and (PAIRS or amx.ready())
+
+
+class Way(NamedTuple):
+    """A way to compute a call: its limits, and a kernel for each dtype.
+
+    ``exact``: its results are those of tiles to the bit, except of bfloat16 that is multiplied.
+    """
+
+    limits: tuple[Limit, ...]
+    kernels: tuple[Any, ...]  # as _DTYPES
+    passes: int  # over keys and values
+    exact: bool = False
+
+
+#: the first that can is taken
+WAYS = {
+    "forward": (
+        Way(_ANY + _FEW, (few.forward_float32, few.forward_bfloat16, few.forward_float16), 1),
+        Way(
+            _ANY + _SHORT,
+            (
+                short.short_forward_float32,
+                short.short_forward_bfloat16,
+                short.short_forward_float16,
+            ),
+            1,
+            True,
+        ),
+    ),
+    "backward": (
+        Way(
+            _ANY + _FEW,
+            (few.backward_float32, few.backward_bfloat16, few.backward_float16),
+            3,
+        ),
+        Way(
+            _ANY + _SHORT,
+            (
+                short.short_backward_float32,
+                short.short_backward_bfloat16,
+                short.short_backward_float16,
+            ),
+            3,
+            True,
+        ),
+    ),
+}
+
+#: bytes of keys and values that are worth a thread
+_BYTES = 1 << 16
+
+Again = Callable[..., Any]
+_noted = threading.local()
+
+
+def way(problem: Problem, call: str) -> Way | None:
+    """Return the way of a forward or backward; None: by tiles.
+
+    A task is a kv head. Tiles are more tasks, for more threads, and taken where they have the same
+    bits: those of a sequence depend neither on threads nor on other sequences.
+    """
+    found = _way(problem, call)
+    if found is None or not found.exact or multiplied(problem.dtype):
+        return found
+    return None if problem.batch * problem.hk < get_num_threads() else found
+
+
+@lru_cache(maxsize=512)
+def _way(problem: Problem, call: str) -> Way | None:
+    return next((x for x in WAYS[call] if beyond(x.limits, problem) is None), None)
+
+
+class Launch:
+    """The memory that a kernel reads, for one kind of call, and its threads."""
+
+    def __init__(self, call: Call, way: Way) -> None:
+        p = call.problem
+        self.tasks = p.batch * p.hk
+        size = p.dtype.itemsize * way.passes * (p.nk + p.nq * p.nk // 16) * (p.d + p.dv)
+        self.most = min(self.tasks, 1 + self.tasks * size // _BYTES)
+        self.states = np.ascontiguousarray(call.states)
+        self.sequences = call.sequences
+        header = np.zeros(few.HEADER, np.int64)
+        header[few.TASKS], header[few.QUERIES] = self.tasks, p.nq
+        header[few.SEQUENCES], header[few.COUNT] = self.sequences.ctypes.data, len(self.sequences)
+        header[few.STATES], header[few.KEYS] = self.states.ctypes.data, p.nk
+        header[few.SHAPE : few.SHAPE + 4] = self.states.shape
+        words = np.concatenate([header, call.record.view(np.int64)])
+        self.words = words.tobytes()
+        self.kind = ctypes.c_int64 * len(words)
+        self.worker = address_of(way.kernels[_DTYPES.index(p.dtype)])
+
+    def __call__(self, addresses: list[tuple[int, int]]) -> bool:
+        """Run the kernel; return False if results are not finite.
+
+        ``addresses`` are words of the record and their numbers, if they are not as at first.
+        """
+        data = self.kind.from_buffer_copy(self.words)
+        for word, address in addresses:
+            data[word] = address
+        threads.run_compiled(self.worker, data, min(self.most, get_num_threads()))
+        return not data[few.INFINITE]
+
+
+def _word(name: str) -> int:
+    return few.HEADER + word_of(name)
+
+
+def _plain(tensors: Tensors) -> bool:
+    """Return True for q, k and v alone: nothing of the record depends on values."""
+    return all(x is None for x in tensors[3:])
+
+
+def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor] | None:
+    """Return (out, lse), or None: by tiles."""
+    taken = way(problem, "forward")
+    if taken is None:
+        return None
+    call = Call(problem, tensors, in_place=True)
+    out = torch.empty(problem.out_shape, dtype=problem.dtype)
+    lse = torch.empty(problem.lse_shape)
+    call.tensor("out", out)
+    call.tensor("lse", lse)
+    launch = Launch(call, taken)
+    if not launch([]):
+        return None
+    given = tensors[:3]
+    if _plain(tensors) and call.reads(given):
+        q, k, v, out_word, lse_word = map(_word, ("q", "k", "v", "out", "lse"))
+        shape, lse_shape, dtype = problem.out_shape, problem.lse_shape, problem.dtype
+
+        def again(tensors: Any, into: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
+            out, lse = torch.empty(shape, dtype=dtype), torch.empty(lse_shape, dtype=torch.float32)
+            done = launch(
+                [
+                    (q, tensors[0].data_ptr()),
+                    (k, tensors[1].data_ptr()),
+                    (v, tensors[2].data_ptr()),
+                    (out_word, out.data_ptr()),
+                    (lse_word, lse.data_ptr()),
+                ]
+            )
+            return (out, lse) if done else None
+
+        _noted.again = again
+    return out, lse
+
+
+def backward(
+    problem: Problem,
+    tensors: Tensors,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    wanted: Wanted,
+) -> Gradients | None:
+    """Return the gradients, or None: by tiles."""
+    taken = way(problem, "backward")
+    if taken is None:
+        return None
+    call = Call(problem, tensors, in_place=True)
+    sums = outputs(call, tensors, wanted, 1)
+    rows, numbers = {"out": out, "dout": dout}, {"lse": lse, "dlse": dlse}
+    for name, t in rows.items():
+        call.tensor(name, call.rows(t))
+    for name, t in numbers.items():
+        if t is not None:
+            call.tensor(name, t.detach().to(torch.float32))
+    launch = Launch(call, taken)
+    if not launch([]):
+        return None
+    if _plain(tensors) and call.reads((*tensors[:3], out, lse, dout, dlse)):
+        count = len(tensors)
+        places = [(n, _word(name)) for n, name in enumerate(("q", "k", "v"))]
+        more = ("out", "lse", "dout") if dlse is None else ("out", "lse", "dout", "dlse")
+        places += [(count + n, _word(name)) for n, name in enumerate(more)]
+        made = [(n, _word(f"d{name}")) for n, name in enumerate("qkv") if wanted[n]]
+
+        def again(given: Any, into: Tensor | None = None) -> Gradients | None:
+            found: list[Tensor | None] = [None] * 6
+            addresses = [(word, given[n].data_ptr()) for n, word in places]
+            for n, word in made:
+                dtype = problem.gradient_dtype("qkv"[n], given[n])
+                found[n] = t = torch.empty(given[n].shape, dtype=dtype)
+                addresses.append((word, t.data_ptr()))
+            return Gradients(*found) if launch(addresses) else None
+
+        _noted.again = again
+    return Gradients(**finished(problem, tensors, sums))
+
+
+def record(run: Callable[[Any], Any], given: Any) -> tuple[Any, Again | bool]:
+    """Return (results of the call, the function that repeats it for other tensors, or False)."""
+    _noted.again = None
+    results = run(given)
+    again, _noted.again = _noted.again, None
+    return results, again or False

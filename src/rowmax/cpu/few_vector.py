@@ -1,0 +1,320 @@
+"""Products of few rows with rows of a head in place, as LLVM IR.
+
+One query reads every key once, so its speed is that of memory: nothing is packed. Rows of float32,
+bfloat16 or float16 are widened in registers; sums are float32. Rows are whole vectors.
+
+A function is one of three, by the dtype of ``kind``: float32, uint16 (bfloat16) or int16 (float16).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from .vector import FEATURES
+from .wide import F32, I16, I32, Value, const, loop
+
+#: numbers of a vector, and keys of a step of scores: their sums fill the registers
+LANES = 16 if {"avx512f", "avx512dq", "avx512vl"} <= FEATURES else 8
+COLUMNS = 4  # vectors of a step of sums of rows
+#: True if the processor converts float16
+HALVES = "f16c" in FEATURES or "avx512f" in FEATURES
+
+_FLOATS = ir.VectorType(F32, LANES)
+_INTS = ir.VectorType(I32, LANES)
+_SHORTS = ir.VectorType(I16, LANES)
+_HALVES = ir.VectorType(ir.HalfType(), LANES)
+_ZERO = ir.Constant(_FLOATS, [0.0] * LANES)
+
+
+def _kind(dtype: types.Type) -> str:
+    return {types.uint16: "bfloat16", types.int16: "float16"}.get(dtype, "float32")
+
+
+def _load(b: ir.IRBuilder, address: Value, kind: str = "float32") -> Value:
+    """Load a vector of numbers of a kind, as float32."""
+    if kind == "float32":
+        return b.load(b.inttoptr(address, _FLOATS.as_pointer()), align=2)
+    if kind == "float16":
+        return b.fpext(b.load(b.inttoptr(address, _HALVES.as_pointer()), align=2), _FLOATS)
+    bits = b.zext(b.load(b.inttoptr(address, _SHORTS.as_pointer()), align=2), _INTS)
+    return b.bitcast(b.shl(bits, ir.Constant(_INTS, [16] * LANES)), _FLOATS)
+
+
+def _store(b: ir.IRBuilder, x: Value, address: Value, kind: str = "float32") -> None:
+    """Store a vector of float32 as numbers of a kind, to nearest, ties to even."""
+    if kind == "float16":
+        x = b.fptrunc(x, _HALVES)
+    elif kind == "bfloat16":
+        bits = b.bitcast(x, _INTS)
+        sixteen, one, most, quiet = (
+            ir.Constant(_INTS, [n] * LANES) for n in (16, 1, 0x7FFF, 0x7FC0)
+        )
+        odd = b.and_(b.lshr(bits, sixteen), one)
+        rounded = b.lshr(b.add(bits, b.add(odd, most)), sixteen)
+        x = b.trunc(b.select(b.fcmp_unordered("uno", x, x), quiet, rounded), _SHORTS)
+    b.store(x, b.inttoptr(address, x.type.as_pointer()), align=2)
+
+
+def _spread(b: ir.IRBuilder, address: Value) -> Value:
+    """Return the float32 at an address in every lane."""
+    return _all(b, b.load(b.inttoptr(address, F32.as_pointer()), align=4))
+
+
+def _all(b: ir.IRBuilder, x: Value) -> Value:
+    one = b.insert_element(ir.Constant(_FLOATS, ir.Undefined), x, const(0, I32))
+    return b.shuffle_vector(one, one, ir.Constant(_INTS, [0] * LANES))
+
+
+def _multiply_add(b: ir.IRBuilder, x: Value, y: Value, z: Value) -> Value:
+    name = f"llvm.fmuladd.v{LANES}f32"
+    kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
+    found = b.module.globals.get(name) or ir.Function(b.module, kind, name)
+    return b.call(found, [x, y, z])
+
+
+def _totals(b: ir.IRBuilder, x: list[Value]) -> Value:
+    """Return the sums of the lanes of each of ``LANES`` vectors, in one vector."""
+    step = 1
+    while len(x) > 1:
+        # lanes of a pair: those of the first where the bit of the lane is 0, else of the second
+        low = [i if not i & step else LANES + i - step for i in range(LANES)]
+        high = [i + step if not i & step else LANES + i for i in range(LANES)]
+        pairs = []
+        for u, v in zip(x[::2], x[1::2], strict=True):
+            pairs.append(b.fadd(_shuffled(b, u, v, low), _shuffled(b, u, v, high)))
+        x, step = pairs, 2 * step
+    return x[0]
+
+
+def _of_kinds(count: int) -> Any:
+    """Return a decorator of ``emit(builder, kind, *int64)``; ``kind`` is an array's dtype."""
+
+    def decorate(emit: Any) -> Any:
+        names = ", ".join(f"x{n}" for n in range(count))
+
+        def typed(kind: Any) -> Any:
+            def codegen(context, builder, signature, arguments):
+                emit(builder, _kind(kind.dtype), *arguments[1:])
+                return context.get_dummy_value()
+
+            return types.void(kind, *[types.int64] * count), codegen
+
+        space: dict[str, Any] = {"typed": typed}
+        text = f"def {emit.__name__}(typing, kind, {names}): return typed(kind)"
+        exec(text, space)
+        return intrinsic(space[emit.__name__])
+
+    return decorate
+
+
+@_of_kinds(6)
+def dots(b, kind, to, q, rows, row_bytes, n, d):
+    """Write ``q . row`` of n rows to float32 ``to``, whole steps of ``LANES``; q is float32.
+
+    Past n it writes again the product of the last row.
+    """
+    last = b.sub(n, const(1))
+
+    def block(j, _):
+        at = []
+        for g in range(LANES):
+            key = b.add(j, const(g))
+            key = b.select(b.icmp_signed("<", key, last), key, last)
+            at.append(b.add(rows, b.mul(row_bytes, key)))
+
+        def step(c, sums, count):
+            at_q = [b.add(c, const(LANES * n)) for n in range(count)]
+            x = [_load(b, b.add(q, b.mul(at_c, const(4)))) for at_c in at_q]
+            x = _of_columns(b, x, kind)
+            inside, found = b.mul(c, const(_size(kind))), []
+            for row, total in zip(at, sums, strict=True):
+                place = b.add(row, inside)
+                for part, y in zip(x, _parts(b, place, kind, count), strict=True):
+                    total = _multiply_add(b, y, part, total)
+                found.append(total)
+            return found
+
+        sums = _by_pairs(b, d, [_ZERO] * LANES, step)
+        _store(b, _totals(b, sums), b.add(to, b.mul(j, const(4))))
+        return []
+
+    loop(b, n, LANES, [], block)
+
+
+def _size(kind: str) -> int:
+    return 4 if kind == "float32" else 2
+
+
+def _by_pairs(b: ir.IRBuilder, d: Value, values: list[Value], step: Any) -> list[Value]:
+    """Emit ``values = step(c, values, count)`` for pairs of vectors of d, then for the last one."""
+    whole = b.and_(d, const(-2 * LANES))
+    pairs = b.icmp_signed(">", whole, const(0))
+    values = _guarded(
+        b, pairs, values, lambda v: loop(b, whole, 2 * LANES, v, lambda c, x: step(c, x, 2))
+    )
+    return _guarded(b, b.icmp_signed("<", whole, d), values, lambda v: step(whole, v, 1))
+
+
+def _parts(b: ir.IRBuilder, address: Value, kind: str, count: int) -> list[Value]:
+    """Return vectors of consecutive numbers; of two of bfloat16, the even ones, then the odd ones.
+
+    Two of bfloat16 are one vector of pairs, and each is a shift or a mask away.
+    """
+    if kind != "bfloat16" or count == 1:
+        step = _size(kind) * LANES
+        return [_load(b, b.add(address, const(step * n)), kind) for n in range(count)]
+    pairs = b.load(b.inttoptr(address, _INTS.as_pointer()), align=2)
+    low = b.shl(pairs, ir.Constant(_INTS, [16] * LANES))
+    high = b.and_(pairs, ir.Constant(_INTS, [0xFFFF0000] * LANES))
+    return [b.bitcast(x, _FLOATS) for x in (low, high)]
+
+
+def _of_columns(b: ir.IRBuilder, x: list[Value], kind: str) -> list[Value]:
+    """Return two vectors of consecutive numbers in the order of ``_parts``."""
+    if kind != "bfloat16" or len(x) == 1:
+        return x
+    first, second = x
+    return [_shuffled(b, first, second, range(n, 2 * LANES, 2)) for n in (0, 1)]
+
+
+def _to_columns(b: ir.IRBuilder, x: list[Value], kind: str) -> list[Value]:
+    """Return two vectors in the order of ``_parts`` as vectors of consecutive numbers."""
+    if kind != "bfloat16" or len(x) == 1:
+        return x
+    woven = [n // 2 + LANES * (n % 2) for n in range(2 * LANES)]
+    first, second = x
+    return [_shuffled(b, first, second, woven[n : n + LANES]) for n in (0, LANES)]
+
+
+def _shuffled(b: ir.IRBuilder, x: Value, y: Value, lanes: Any) -> Any:
+    return b.shuffle_vector(x, y, ir.Constant(_INTS, list(lanes)))
+
+
+@_of_kinds(6)
+def add_rows(b, kind, to, weights, rows, row_bytes, n, d):
+    """Add the sum of n rows, times float32 weights, to the float32 row ``to``; n is positive."""
+    size = _size(kind)
+
+    def columns(c, count):
+        """Add up ``count`` vectors from column c on, even and odd rows apart."""
+        whole = b.and_(n, const(-2))
+        pairs = [2] * (count // 2) + [1] * (count % 2)
+
+        def one(j, sums):
+            w = _spread(b, b.add(weights, b.mul(j, const(4))))
+            row = b.add(b.add(rows, b.mul(row_bytes, j)), b.mul(c, const(size)))
+            parts = []
+            for n, both in enumerate(pairs):
+                at = b.add(row, const(size * LANES * 2 * n))
+                parts += _parts(b, at, kind, both)
+            return [_multiply_add(b, w, x, t) for x, t in zip(parts, sums, strict=True)]
+
+        def two(j, sums):
+            return one(j, sums[:count]) + one(b.add(j, const(1)), sums[count:])
+
+        at = [b.add(to, b.mul(b.add(c, const(LANES * v)), const(4))) for v in range(count)]
+        sums = [_ZERO] * (2 * count)
+        some = b.icmp_signed(">", whole, const(0))
+        sums = _guarded(b, some, sums, lambda s: loop(b, whole, 2, s, two))
+        odd = b.icmp_signed("<", whole, n)
+        sums = _guarded(b, odd, sums, lambda s: one(whole, s[:count]) + s[count:])
+        totals = [b.fadd(sums[v], sums[count + v]) for v in range(count)]
+        found = []
+        for both in pairs:
+            found += _to_columns(b, totals[len(found) : len(found) + both], kind)
+        for x, place in zip(found, at, strict=True):
+            _store(b, b.fadd(x, _load(b, place)), place)
+
+    _by_columns(b, d, columns)
+
+
+@_of_kinds(8)
+def write_sums(b, kind, to, row_bytes, n, weights, weight_bytes, others, m, d):
+    """Write n rows: number j is ``sum_r weights[r, j] others[r]`` of m float32 rows of d."""
+    size = 4 if kind == "float32" else 2
+
+    def columns(c, count):
+        inside = b.mul(c, const(4))
+
+        def row(j, _):
+            column = b.add(weights, b.mul(j, const(4)))
+
+            def one(r, sums):
+                w = _spread(b, b.add(column, b.mul(weight_bytes, r)))
+                other = b.add(b.add(others, b.mul(b.mul(r, d), const(4))), inside)
+                return [
+                    _multiply_add(b, w, _load(b, b.add(other, const(4 * LANES * v))), total)
+                    for v, total in enumerate(sums)
+                ]
+
+            sums = loop(b, m, 1, [_ZERO] * count, one)
+            at = b.add(b.add(to, b.mul(row_bytes, j)), b.mul(c, const(size)))
+            for v, total in enumerate(sums):
+                _store(b, total, b.add(at, const(size * LANES * v)), kind)
+            return []
+
+        loop(b, n, 1, [], row)
+
+    _by_columns(b, d, columns)
+
+
+@_of_kinds(3)
+def widen(b, kind, to, row, d):
+    """Write a row as float32."""
+    size = 4 if kind == "float32" else 2
+
+    def step(c, _):
+        _store(b, _load(b, b.add(row, b.mul(c, const(size))), kind), b.add(to, b.mul(c, const(4))))
+        return []
+
+    loop(b, d, LANES, [], step)
+
+
+@_of_kinds(3)
+def narrow(b, kind, to, row, d):
+    """Write a float32 row in the dtype of a kind."""
+    size = 4 if kind == "float32" else 2
+
+    def step(c, _):
+        _store(b, _load(b, b.add(row, b.mul(c, const(4)))), b.add(to, b.mul(c, const(size))), kind)
+        return []
+
+    loop(b, d, LANES, [], step)
+
+
+def _guarded(b: ir.IRBuilder, condition: Value, values: list[Value], body: Any) -> list[Value]:
+    """Emit ``values = body(values)`` where the condition holds."""
+    before = b.block
+    with b.if_then(condition):
+        found = body(values)
+        inside = b.block
+    phis = []
+    for old, new in zip(values, found, strict=True):
+        phi = b.phi(old.type)
+        phi.add_incoming(old, before)
+        phi.add_incoming(new, inside)
+        phis.append(phi)
+    return phis
+
+
+def _by_columns(b: ir.IRBuilder, d: Value, columns: Any) -> None:
+    """Emit ``columns(c, count)`` for steps of ``COLUMNS`` vectors of d, then for single vectors."""
+    step = COLUMNS * LANES
+    whole = b.sub(d, b.urem(d, const(step)))
+
+    def wide(c, _):
+        columns(c, COLUMNS)
+        return []
+
+    def single(c, _):
+        columns(b.add(whole, c), 1)
+        return []
+
+    with b.if_then(b.icmp_signed(">", whole, const(0))):
+        loop(b, whole, step, [], wide)
+    with b.if_then(b.icmp_signed("<", whole, d)):
+        loop(b, b.sub(d, whole), LANES, [], single)

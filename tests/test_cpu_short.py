@@ -1,0 +1,209 @@
+"""The CPU backend on few queries and short sequences, which have kernels of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+import rowmax
+from rowmax.testing import Case, answer, complaints, cotangents, expected, make, poisoned
+from rowmax.testing.table import COVERING
+
+pytest.importorskip("numba")
+
+from rowmax.cpu import few_calls
+
+from .few_queries import with_few_queries
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _few(case: Case) -> Case:
+    """Return a case with few queries, and its gradients."""
+    made = with_few_queries(case)
+    return replace(made, d=32, dv=None, sequences=None, grads=case.grads, dlse=case.dlse)
+
+
+def _short(case: Case) -> Case:
+    """Return a case of short sequences."""
+    nk = case.nq if case.nk is None else case.nk
+    lengths = {"nq": min(case.nq, 150), "nk": min(nk, 250)}
+    return replace(case, **lengths, d=48, dv=64, sequences=None)
+
+
+def _check(case: Case, dtype: torch.dtype) -> None:
+    call = make(case, dtype=dtype)
+    grads = cotangents(call)
+    want = expected(call, *grads)
+    for _ in range(3):  # the first is prepared, the second noted, the third repeated
+        with poisoned():
+            got = answer(call, *grads, backend="cpu")
+        found = complaints(got, want)
+        assert not found, "\n".join(found)
+
+
+def _ways(case: Case) -> list[bool]:
+    problem = make(case).problem()[0]
+    return [few_calls.way(problem, call) is not None for call in ("forward", "backward")]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", COVERING, ids=str)
+def test_few_queries(case: Case, dtype: torch.dtype) -> None:
+    _check(_few(case), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", COVERING, ids=str)
+def test_short_sequences(case: Case, dtype: torch.dtype) -> None:
+    _check(_short(case), dtype)
+
+
+@pytest.mark.parametrize("smaller", [_few, _short])
+def test_the_table_reaches_these_kernels(smaller) -> None:
+    """The cases above would prove nothing if tiles computed them."""
+    count = Counter(tuple(_ways(smaller(case))) for case in COVERING)
+    assert sum(n for (forward, _), n in count.items() if forward) > len(COVERING) * 0.2
+    assert all(forward == backward for forward, backward in count)  # one order of sums
+
+
+def _bits(case: Case, dtype: torch.dtype) -> list[torch.Tensor]:
+    call = make(case, dtype=dtype)
+    got = answer(call, *cotangents(call), backend="cpu")
+    dq = [got.gradients["q"]] if "q" in got.gradients else []
+    return [got.out, got.lse, *dq]  # parts of dk and dv depend on threads in tiles, too
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("case", COVERING, ids=str)
+def test_short_sequences_have_the_bits_of_tiles(case: Case, dtype: torch.dtype) -> None:
+    """So the choice may depend on threads, on other sequences and on other queries."""
+    made = replace(_short(case), nq=max(9, min(case.nq, 150)))
+    with mock.patch.object(few_calls, "get_num_threads", return_value=1):
+        short = _bits(made, dtype)
+    with mock.patch.object(few_calls, "way", return_value=None):
+        tiles = _bits(made, dtype)
+    for a, b in zip(short, tiles, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("nq", [1, 8, 300])
+def test_a_sequence_has_the_same_bits_in_any_batch(nq: int, dtype: torch.dtype) -> None:
+    """On any number of threads, and next to other sequences."""
+    q, k, v = (torch.randn(5, n, 4, 32, dtype=dtype) for n in (nq, 20, 20))
+    whole = rowmax.attention(q, k, v, causal=True, backend="cpu")
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, threads):
+            torch.set_num_threads(count)
+            alone = rowmax.attention(q[:1], k[:1], v[:1], causal=True, backend="cpu")
+            assert torch.equal(alone[0], whole[0])
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("nk", [20, 130])
+def test_blocks_of_queries_have_the_bits_of_the_whole(nk: int, dtype: torch.dtype) -> None:
+    q, k, v = (torch.randn(2, n, 4, 32, dtype=dtype) for n in (400, nk, nk))
+    whole = rowmax.attention(q, k, v, backend="cpu")
+    block = rowmax.attention(q[:, :128], k, v, backend="cpu")
+    assert torch.equal(block, whole[:, :128])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("nq", "nk"), [(1, 1), (1, 300), (8, 65), (9, 9), (20, 24), (97, 193)])
+@pytest.mark.parametrize("d", [16, 48, 80, 144])
+def test_sizes_of_vectors(nq: int, nk: int, d: int, dtype: torch.dtype) -> None:
+    _check(Case("size", b=2, nq=nq, nk=nk, hq=6, hk=2, d=d, dv=d + 16), dtype)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("nq", [1, 40])
+def test_bad_numbers_past_the_mask_stay_out(nq: int, bad: float) -> None:
+    """Also in a call that is repeated: it is then computed again by tiles."""
+    mask = rowmax.PrefixLengths(torch.tensor([30, 60]))
+    q, k, v = (torch.randn(2, n, 2, 32) for n in (nq, 60, 60))
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    want = rowmax.attention(*leaves, mask=mask, backend="reference")
+    grads = torch.autograd.grad(want.sum(), leaves)
+    dirty = [t.detach().clone() for t in leaves]
+    for t in dirty[1:]:
+        t[0, 30:] = bad
+    dirty = [t.requires_grad_() for t in dirty]
+    for _ in range(3):
+        out = rowmax.attention(*dirty, mask=mask, backend="cpu")
+        torch.testing.assert_close(out, want)
+        for a, b in zip(torch.autograd.grad(out.sum(), dirty), grads, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("nq", [1, 40])
+def test_a_repeated_call_reads_its_own_tensors(nq: int) -> None:
+    for n in range(6):
+        leaves = [torch.randn(2, m, 2, 32).requires_grad_() for m in (nq, 60, 60)]
+        if n == 4:
+            with torch.no_grad():
+                leaves[2][1, 7, 1, 3] = torch.nan
+        answers = []
+        for backend in ("cpu", "reference"):
+            out, lse = rowmax.attention(*leaves, return_lse=True, backend=backend)
+            loss = out.square().sum() + lse.sin().sum()
+            answers.append((out, lse, *torch.autograd.grad(loss, leaves)))
+        for a, b in zip(*answers, strict=True):
+            torch.testing.assert_close(a, b, equal_nan=True, rtol=1e-4, atol=1e-5)
+
+
+_LESSER = """
+import gc; gc.disable()
+import torch, rowmax
+from rowmax.cpu import few_vector, few_calls
+assert few_vector.LANES == 8 and few_vector.HALVES == {halves}
+assert (torch.float16 in few_calls._DTYPES) == {halves}
+for dtype in (torch.{dtype},):
+    for nq, nk in ((1, 300), (40, 60)):
+        leaves = [torch.randn(2, n, 2, 48, dtype=dtype).requires_grad_() for n in (nq, nk, nk)]
+        answers = []
+        for backend in ("cpu", "reference"):
+            out = rowmax.attention(*leaves, causal=True, backend=backend)
+            answers.append((out, *torch.autograd.grad(out.float().square().sum(), leaves)))
+        for a, b in zip(*answers):
+            error = (a - b).float().norm() / b.float().norm()
+            assert error < {{4: 2e-6, 2: 2e-3}}[dtype.itemsize], (dtype, nq, error)
+print("right")
+"""
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or os.uname().machine != "x86_64", reason="x86-64 names"
+)
+@pytest.mark.parametrize(
+    ("name", "features", "halves"),
+    [
+        ("haswell", "+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2", True),
+        ("nehalem", "+sse4.2,+popcnt", False),
+    ],
+)
+def test_on_lesser_machines(name: str, features: str, halves: bool, tmp_path) -> None:
+    machine = {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            _LESSER.format(halves=halves, dtype="float16" if halves else "float32"),
+        ],
+        capture_output=True,
+        text=True,
+        env=os.environ | machine | {"NUMBA_CACHE_DIR": str(tmp_path)},
+        timeout=400,
+        check=False,
+    )
+    assert done.stdout.strip() == "right", done.stderr
