@@ -25,6 +25,9 @@ from rowmax.distributed.strategies import queries as by_queries
 
 from .programs import copies, even, mesh_of
 
+#: gloo's threads may drop a tensor after the collective has returned, which only adds to a peak
+TRIES = 4
+
 
 class Live(TorchDispatchMode):
     """The bytes of tensors that are made within it and still live, and their peak."""
@@ -109,15 +112,24 @@ def memory(
             (operators._forward_kernel, given, plan.forward),
             (operators._backward_kernel, back, plan.backward),
         ):
-            with Live() as live:
-                results = kernel(*inputs)
+            live, results = min((_run(kernel, inputs) for _ in range(TRIES)), key=_peak)
             found.append({
                 "peak": live.peak,
                 "largest": live.largest,
                 "formula": one.memory,
-                "results": sum(t.nbytes for t in results),
+                "results": results,
                 "own": k.nbytes + v.nbytes,
                 "q": q.nbytes,
             })  # fmt: skip
-            del results
     return found
+
+
+def _run(kernel: Any, inputs: Any) -> tuple[Live, int]:
+    """Return what lived while the kernel ran, and the bytes of its results."""
+    with Live() as live:
+        results = kernel(*inputs)
+    return live, sum(t.nbytes for t in results)
+
+
+def _peak(run: tuple[Live, int]) -> int:
+    return run[0].peak

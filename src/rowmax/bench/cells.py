@@ -36,6 +36,7 @@ class Cell:
     compiled: bool = False  # torch.compile compiles the whole model
     nq: int = 0  # queries; 0: as many as keys
     bias_float32: bool = False  # whatever the dtype of q
+    dv: int = 0  # columns of values and results; 0: as many as of q and k
 
     def __post_init__(self) -> None:
         if self.nq and (self.packed or self.documents):
@@ -66,6 +67,11 @@ class Cell:
         return self.nq or self.n
 
     @property
+    def values(self) -> int:
+        """Return the columns of values."""
+        return self.dv or self.d
+
+    @property
     def pairs(self) -> float:
         """Return the pairs of one head that may attend, in all sequences; half if causal.
 
@@ -81,13 +87,17 @@ class Cell:
     @property
     def streamed(self) -> float:
         """Return the bytes of the keys and values that some query sees."""
-        each = getattr(torch, self.dtype).itemsize * 2 * self.hk * self.d
+        each = getattr(torch, self.dtype).itemsize * self.hk * (self.d + self.values)
         n, w = self.n, self.window
         return each * (sum(self.lengths) or self.b * min(w + self.queries if w else n, n))
 
     def flops(self, products: int) -> float:
-        """Return the operations of a number of products: 2 of a forward, 5 of a backward."""
-        return 2 * products * self.hq * self.d * self.pairs
+        """Return the operations of a number of products: 2 of a forward, 5 of a backward.
+
+        Every second one has the columns of values: out and dP, dV of a backward.
+        """
+        columns = (products + 1) // 2 * self.d + products // 2 * self.values
+        return 2 * self.hq * columns * self.pairs
 
 
 def cells(text: str) -> list[Cell]:
@@ -132,8 +142,9 @@ def inputs_of(cell: Cell, device: str) -> Inputs:
 
     first = () if cell.packed else (cell.b,)
     i = cell.queries
-    rows = ((i, cell.hq), (cell.n, cell.hk), (cell.n, cell.hk), (i, cell.hq))
-    found = Inputs(*(normal(*first, n, h, cell.d) for n, h in rows))
+    n, d, dv = cell.n, cell.d, cell.values
+    rows = ((i, cell.hq, d), (n, cell.hk, d), (n, cell.hk, dv), (i, cell.hq, dv))
+    found = Inputs(*(normal(*first, *sizes) for sizes in rows))
     sizes = {"b": cell.b, "h": cell.hq, "q": i, "k": cell.n, "1": 1}
     if cell.bias:
         found.bias = normal(*(sizes[x] for x in cell.bias))
