@@ -269,6 +269,9 @@ def test_three_warpgroups_take_turns():
         ({"causal": True}, True),
         ({"causal": True, "d": 64, "hq": 4}, True),
         ({"causal": True, "d": 80, "hq": 8}, True),
+        ({"d": 96, "hq": 4}, True),
+        ({"d": 96, "hq": 128, "nq": 8192, "nk": 8192}, False),  # slower with two warpgroups
+        ({"d": 192, "dv": 128}, True),
         ({"causal": True, "hq": 1}, True),
         ({"causal": True, "d": 64}, False),  # little work
         ({"causal": True, "left": 1024}, False),  # not measured, nor other head sizes

@@ -85,7 +85,10 @@ def check_lagging(
     from rowmax.gpu.hopper import host, tiles
 
     every = dict.fromkeys(product(tiles.TILES, ("full", "causal")), 0.0)
-    with mock.patch.object(tiles, "LAGS_OPERATIONS", every):
+    with (
+        mock.patch.object(tiles, "LAGS_OPERATIONS", every),
+        mock.patch.object(tiles, "LAGS_KEYS", {}),
+    ):
         host._PLANS.clear()
         try:
             return check_forward(case, dtype, repeats, device, reference)

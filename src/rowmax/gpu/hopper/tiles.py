@@ -97,11 +97,19 @@ LAGS_OPERATIONS: dict[tuple[tuple[int, int], str], float] = {
     ((32, 32), "full"): 1e12,
     ((64, 64), "full"): 5e11,
     ((64, 64), "causal"): 5e11,
-    ((80, 80), "causal"): 1e12,
+    ((80, 80), "full"): 5e11,
+    ((80, 80), "causal"): 2.5e11,
     ((96, 96), "full"): 1e12,
+    ((96, 96), "causal"): 1e12,
     ((128, 128), "full"): 2.5e11,
     ((128, 128), "causal"): 2.5e11,
+    ((192, 128), "full"): 5e11,
+    ((192, 128), "causal"): 2.5e11,
+    ((192, 192), "full"): 1e12,
+    ((192, 192), "causal"): 5e11,
 }
+#: likewise the keys of a sequence above which it lags: with two warpgroups it was slower
+LAGS_KEYS = {((96, 96), "full"): LONG_KEYS[96, "full"]}
 #: the fewest tiles of a block, and of sequences and heads, that share a strip of a bias
 STRIP_SHARERS = 4
 #: four consumers: products of one run under the softmax of the others
@@ -401,7 +409,9 @@ def lags(p: Problem, bias: str) -> bool:
     operations = forward_flops(p)
     if p.varlen:  # as many sequences of the longest length as there are queries for
         operations = operations * p.total_q // max(p.batch * p.nq, 1)
-    return operations >= LAGS_OPERATIONS.get((sizes_of(p), mask), math.inf)
+    size = sizes_of(p), mask
+    enough = p.nk > LAGS_KEYS.get(size, 0)
+    return enough and operations >= LAGS_OPERATIONS.get(size, math.inf)
 
 
 def staged_columns(p: Problem, tile: Tile, bias: str) -> int:
