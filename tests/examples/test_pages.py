@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import inspect
+import math
 import re
 import sys
 from pathlib import Path
@@ -137,13 +138,27 @@ def row_of(first: str) -> list[str]:
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])
-def test_figures_of_the_gpu_are_those_of_the_results(d: int) -> None:
-    want = []
-    for name in ("hopper_forward.csv", "hopper_backward.csv"):
-        tflops = {(row["case"], row["implementation"]): row["tflops"] for row in results(name)}
-        for kind in ("full", "causal"):
-            want += [tflops[f"D{d} N16384 {kind}", by] for by in ("rowmax", "cudnn")]
-    assert row_of(f"D {d}") == want
+@pytest.mark.parametrize("what", ["forward", "backward"])
+def test_figures_of_the_gpu_are_those_of_the_results(what: str, d: int) -> None:
+    names = ("cell", "pass", "provider")
+    tflops = {tuple(row[x] for x in names): row["tflops"] for row in results("hopper_peers.csv")}
+    want = [
+        tflops[f"D{d} N16384 {kind}", what, by]
+        for kind in ("full", "causal")
+        for by in ("rowmax", "fa4", "cudnn")
+    ]
+    assert row_of(f"{what}, D {d}") == want
+    cells = {(cell, by) for cell, passed, by in tflops if passed == what}
+    shares = [
+        float(tflops[cell, what, "rowmax"])
+        / max(float(tflops[cell, what, by]) for by in ("fa4", "cudnn"))
+        for cell in sorted({cell for cell, _ in cells})
+        if re.fullmatch(r"D(64|128|256) N\d+ (full|causal)", cell)
+    ]
+    assert len(shares) == 36
+    mean, least = math.exp(sum(map(math.log, shares)) / 36), min(shares)
+    text = README.replace("\n", " ")
+    assert re.search(rf"at {mean:.2f} (of the better|\().*?least {least:.3f}", text)
 
 
 @pytest.mark.parametrize("d", [64, 128])
