@@ -25,7 +25,8 @@ from rowmax.testing import Case, make
 
 
 def note(src: Any, cache_hit: bool, **_: Any) -> None:
-    print(src.name, threading.current_thread().name, "found" if cache_hit else "compiled")
+    line = (src.name, threading.current_thread().name, "found" if cache_hit else "compiled")
+    sys.stdout.write(f"{' '.join(line)}\n")  # at once: `print` writes the end of a line by itself
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, TypeVar
 
 from ...call.problem import Problem
+from .gluon_compat import COPIES_OPERANDS
 from .tiles import first_part
 
 ROWS = 64  # rows of one warpgroup: the height of a wgmma
@@ -266,7 +267,8 @@ TILES: dict[tuple[int, int], tuple[Config, ...]] = {
 }
 #: head sizes in between, in two parts of columns. A bias takes their registers, and the tile above
 BETWEEN: dict[tuple[int, int], tuple[Config, ...]] = {
-    (80, 80): (FusedConfig(D=80, DV=80, Q_STAGES=4, DO_STAGES=3),),
+    # copies of K and V in registers would spill
+    (80, 80): (FusedConfig(D=80, DV=80, Q_STAGES=4, DO_STAGES=3, HELD=not COPIES_OPERANDS),),
     (96, 96): (FusedConfig(D=96, DV=96, Q_STAGES=4, DO_STAGES=3),),
     (192, 128): (
         DqConfig(D=192, DV=128, K_STAGES=2, V_STAGES=2),

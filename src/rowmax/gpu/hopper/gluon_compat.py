@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import triton
 from triton._C.libtriton import ir
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -35,6 +36,10 @@ else:  # 3.6 has the operation without a name
         _semantic.builder.create_async_tma_reduce(add, tensor_desc.handle, coord, src.handle)
 
 
+#: from 3.9 on, a product reads a left operand in registers from copies: operands that are used
+#: again take their registers twice
+COPIES_OPERANDS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+
 #: 3.9 made it public
 reinterpret = (
     gl.shared_memory_descriptor.reinterpret
@@ -43,6 +48,7 @@ reinterpret = (
 )
 
 __all__ = [
+    "COPIES_OPERANDS",
     "GluonASTSource",
     "TensorDescriptor",
     "fence_async_shared",
