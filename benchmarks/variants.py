@@ -209,7 +209,7 @@ def _shared_bias(plan: Any, problem: Any, tensors: Any, dout: Any, t: Any, made:
 
 def triton_job(job: str, cell: Cell, x: Inputs, change: str) -> Call:
     """Return the launch of one Triton kernel with a change."""
-    from rowmax.gpu.kernel_args import Pointers
+    from rowmax.gpu.kernel_args import Pointers, strided
     from rowmax.gpu.launch import build_job
     from rowmax.gpu.tiles import tiles_for
 
@@ -219,7 +219,7 @@ def triton_job(job: str, cell: Cell, x: Inputs, change: str) -> Call:
         forward = import_module(f"rowmax.gpu.triton.{job}").forward
         return lambda: forward(problem, tensors, tiles)[0]
     spec, made, results = _triton_operands(job, problem, tensors, x)
-    run = build_job(spec, problem, tensors, tiles, x.dout)
+    run = build_job(spec, problem, tensors, tiles, strided(made))
     if "TOGETHER" in options:
         heads = max(1, int(run.numbers.together * options["TOGETHER"]))
         run.launch.last = (run.numbers._replace(together=heads), run.config)
@@ -235,12 +235,13 @@ def _triton_operands(job: str, problem: Any, tensors: Any, x: Inputs) -> tuple[A
     forward = import_module("rowmax.gpu.triton.forward").forward
     backward = import_module("rowmax.gpu.triton.backward")
     out, lse = forward(problem, tensors)
-    lse2, delta = (lse.new_empty(preprocess.padded_rows(problem)) for _ in range(2))
-    rest = torch.zeros_like(lse2) if problem.natural else None
+    rest = None
+    if problem.natural:
+        rest = lse.new_zeros(preprocess.padded_rows(problem))
+    lse2, delta, _ = preprocess.delta(problem, tensors, out, lse, rest, x.dout, None, False, None)
     rows = {"dout": x.dout, "lse2": lse2, "delta": delta, "rest": rest}
     if job == "delta":
         return preprocess.DELTA, {**rows, "out": out, "lse": lse}, (delta,)
-    preprocess.delta(problem, tensors, out, lse, rest, x.dout, None, False, None)
     q, k, v = (torch.empty_like(t) for t in tensors[:3])
     written: dict[str, dict[str, Any]] = {
         "dq": {"dq": q},

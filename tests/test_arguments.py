@@ -77,9 +77,9 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"q": (2, 6, 0, 8)}, ValueError, "q: got 0 heads"),
     ({"k": (2, 9, 0, 8), "v": (2, 9, 0, 8)}, ValueError, "q: got 4 heads; want a multiple"),
-    ({"q": (2, 6, 4, 0), "k": (2, 9, 2, 0)}, ValueError, "q: got head size 0; want 1 to 512"),
-    ({"q": (2, 6, 4, 513), "k": (2, 9, 2, 513)}, ValueError, "q: got head size 513"),
-    ({"v": (2, 9, 2, 600)}, ValueError, "v: got head size 600; want 1 to 512"),
+    ({"q": (2, 6, 4, 0), "k": (2, 9, 2, 0)}, ValueError, "q: got head size 0; want 1 to 576"),
+    ({"q": (2, 6, 4, 577), "k": (2, 9, 2, 577)}, ValueError, "q: got head size 577"),
+    ({"v": (2, 9, 2, 600)}, ValueError, "v: got head size 600; want 1 to 576"),
     ({"v": (2, 9, 2, 0)}, ValueError, "v: got head size 0"),
     # numbers
     ({"scale": nan}, ValueError, "scale: got nan; want a finite number"),

@@ -87,7 +87,7 @@ def attention(
     may have other lengths than k and v.
 
     Args:
-        q: ``[B, Nq, Hq, D]``, float32, float16, bfloat16 or float64, any strides, D <= 512.
+        q: ``[B, Nq, Hq, D]``, float32, float16, bfloat16 or float64, any strides, D <= 576.
         k: ``[B, Nk, Hk, D]``. Hq is a multiple of Hk: query head h reads head ``h // (Hq/Hk)``.
         v: ``[B, Nk, Hk, Dv]``.
         causal: query i sees keys ``j <= i + Nk - Nq`` (aligned bottom-right; with

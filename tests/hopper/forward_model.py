@@ -133,6 +133,15 @@ MORE = [
     Case("streamed-long", b=6, nq=200, nk=1800, hq=2, d=24, bias="1hqk"),
     Case("streamed-lengths", b=6, nq=200, nk=1800, hq=2, d=32, bias="1hqk", lengths=(0.5, 1.0, 0)),
     Case("streamed-float32", b=9, nq=150, nk=776, hq=2, d=32, bias="1hqk", bias_float32=True),
+    # values in one launch and in two
+    Case("wide-values", b=1, nq=140, nk=270, hq=2, d=512, dv=256, causal=True),
+    Case("wide-parts", b=2, nq=140, nk=270, hq=4, hk=2, d=400, dv=328, causal=True, sink=True),
+    Case("wide-latent", b=1, nq=140, nk=270, hq=4, hk=1, d=576, dv=512, causal=True),
+    Case("wide-widest", b=1, nq=140, nk=130, hq=1, d=520, dv=576, left=50),
+    Case("wide-narrow", b=1, nq=70, nk=150, hq=1, d=40, dv=512),
+    Case("wide-grouped", b=2, nq=20, nk=150, hq=8, hk=2, d=512, left=60, right=0),
+    Case("wide-bias", b=2, nq=70, nk=160, hq=2, d=512, bias="bhqk", lengths=(0.5,), softcap=3.0),
+    Case("wide-packed", hq=2, d=512, causal=True, sequences=((5, 90), (0, 17), (150, 270))),
     Case("far", b=1, nq=150, nk=270, hq=1, d=64, left=2**31, right=2**32 - 1),
     Case("grouped", b=2, nq=20, nk=300, hq=8, hk=2, d=64, causal=True, sink=True),
     Case(

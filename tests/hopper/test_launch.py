@@ -73,7 +73,7 @@ def test_a_dropped_plan_serves_the_call(module: Any, monkeypatch: pytest.MonkeyP
     # q, k and v begin on 16 bytes
     assert not any(t.data_ptr() & 15 for t in tensors[:3])
     if module is forward:
-        key = forward.key_of(problem, tensors)
+        key = forward.key_of(problem, tensors, q)
         monkeypatch.setattr(forward, "pointers", lambda plan, *_: done.append(plan))
         plan = type("Plan", (), {"run": lambda *_: None})()
     else:

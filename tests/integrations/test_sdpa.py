@@ -145,14 +145,14 @@ def _refused() -> dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]]:
     """Return by name: a part of the reason, arguments and keywords that torch computes."""
     q = torch.randn(2, 4, 5, 16)
     nested = torch.nested.nested_tensor([torch.randn(4, 3, 16), torch.randn(4, 5, 16)])
-    wide = torch.randn(1, 1, 3, 513)
+    wide = torch.randn(1, 1, 3, 577)
     one = torch.randn(1, 4, 5, 16)
     return {
         "nested": ("nested", (nested,) * 3, {}),
         "subclass": ("Subclass", (q.as_subclass(Subclass), q, q), {}),
         "batch": ("broadcasts", (q, one, one), {}),
         "heads": ("heads", (q, q[:, :1], q[:, :1]), {}),
-        "head size": ("513", (wide,) * 3, {}),
+        "head size": ("577", (wide,) * 3, {}),
         "dropout": ("dropout_p", (q, q, q), {"dropout_p": 1.0}),
         "scale": ("scale", (q, q, q), {"scale": -1.0}),
         "meta": ("meta", (q.to("meta"),) * 3, {}),
@@ -246,8 +246,8 @@ def test_causal_bias() -> None:
             got = ours(q, k, v, bias)
         assert calls == ["forward"]
         torch.testing.assert_close(got, theirs(q, k, v, attn_mask=bias._materialize()))
-        assert "513" not in str(sdpa.explain(q, k, v, bias))
-        wide = torch.randn(1, 1, 4, 513), torch.randn(1, 1, 9, 513)
+        assert "577" not in str(sdpa.explain(q, k, v, bias))
+        wide = torch.randn(1, 1, 4, 577), torch.randn(1, 1, 9, 577)
         with counted() as calls:
             got = ours(wide[0], wide[1], wide[1], bias)
         assert not calls

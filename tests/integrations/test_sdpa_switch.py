@@ -141,7 +141,7 @@ def test_another_replacement_is_respected() -> None:
         calls.append(1)
         return theirs(*args, **keywords)
 
-    q = torch.randn(1, 1, 3, 513)
+    q = torch.randn(1, 1, 3, 577)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(F, "scaled_dot_product_attention", logged)
         with sdpa.enable():

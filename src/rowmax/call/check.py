@@ -19,7 +19,7 @@ from .inputs import HEAD_TERMS, Options, Positions, Tensors
 from .problem import Problem
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-MAX_HEAD_DIM = 512
+MAX_HEAD_DIM = 576  # keys of latent attention: 512 and 64 rotated
 LARGEST = 1e30  # the largest scale and softcap: times a score, or divided, they stay within float32
 #: the end of an error where ``[B, H, N, D]`` would have passed
 HEADS_FIRST = "; the layout is [B, N, H, D]: pass transpose(1, 2) of q, k, v [B, H, N, D]"

@@ -145,8 +145,8 @@ def tune(
     if dtype not in TUNED_DTYPES:
         want = ", ".join(TUNED_DTYPES)
         raise typer.BadParameter(f"{dtype!r}; want {want}", param_hint="--dtype")
-    if not all(d.isdigit() and 1 <= int(d) <= 512 for d in heads.split(",")):
-        raise typer.BadParameter(f"{heads!r}; want numbers from 1 to 512", param_hint="--heads")
+    if not all(d.isdigit() and 1 <= int(d) <= 576 for d in heads.split(",")):
+        raise typer.BadParameter(f"{heads!r}; want numbers from 1 to 576", param_hint="--heads")
     sizes = tuple(int(d) for d in heads.split(","))
     try:
         path = tune_tiles(console, sizes, getattr(torch, dtype), gpu)

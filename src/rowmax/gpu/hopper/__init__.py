@@ -28,8 +28,8 @@ LIMITS = (
         "it takes float16 and bfloat16, the tensors are {0.dtype}",
     ),
     Limit(
-        lambda p: max(p.d, p.dv) <= 256,
-        "it takes head sizes up to 256, these are {0.d} and {0.dv}",
+        lambda p: max(p.d, p.dv) <= 576,
+        "it takes head sizes up to 576, these are {0.d} and {0.dv}",
     ),
     Limit(
         lambda p: p.d % 8 == p.dv % 8 == 0,
@@ -130,6 +130,8 @@ def _refused_backward(p: Problem) -> str | None:
     """Return why no backward kernel computes a problem, or None."""
     from .backward_bias import kind_of, refused_tile
 
+    if max(p.d, p.dv) > 256:
+        return f"its backward takes head sizes up to 256, these are {p.d} and {p.dv}"
     if p.bias is None or kind_of(p):
         return None
     return refused_tile(p)

@@ -530,10 +530,12 @@ def issue_scores(C: gl.constexpr, c: gl.constexpr, shared, number, use):
 
     ``use >> 30`` is 0, which the compiler cannot derive. ptxas (12.8) may compute an address that
     two loops share only before the first loop; the second reads an undefined one when the first is
-    skipped.
+    skipped. Where K has one buffer, its addresses would stay in registers, and others spill.
     """
     i = c * C.Q_STAGES + ring.slot(number + (use >> 30), C.Q_STAGES)
     s = ring.slot(use, C.K_STAGES)
+    if C.K_STAGES == 1:
+        s = use >> 30
     z = gl.full([64, C.BLOCK_K], 0.0, gl.float32, product_layout(C.BLOCK_K))
     q = parts_at(shared.q.buffers, i, 64, C.D0, C.D1)
     k = parts_at(shared.k.buffers, s, C.BLOCK_K, C.D0, C.D1)
@@ -900,7 +902,7 @@ def store_output(
     row = tile.q_row + first
     if not C.VARLEN:
         row = row + tile.b * tile.nq
-    base = t.out + (row.to(gl.int64) * n.hq + tile.head * C.GROUP) * C.DV_OUT
+    base = t.out + (row.to(gl.int64) * n.hq + tile.head * C.GROUP) * C.OUT_ROW
     rest = tile.nq - first
     if C.STAGED and not C.VARLEN:
         corner = (tile.b, first, tile.head, 0)
@@ -949,7 +951,7 @@ def store_rows(C: gl.constexpr, o, inverse, base, column: gl.constexpr, tokens, 
     x = gl.convert_layout((o * inverse[:, None]).to(base.dtype.element_ty), WL)
     r = gl.arange(0, 64, gl.SliceLayout(1, WL))
     d = column + gl.arange(0, o.shape[1], gl.SliceLayout(0, WL))
-    at = ((r // C.GROUP) * n.hq + r % C.GROUP)[:, None] * C.DV_OUT + d[None, :]
+    at = ((r // C.GROUP) * n.hq + r % C.GROUP)[:, None] * C.OUT_ROW + d[None, :]
     there = (r // C.GROUP < tokens)[:, None]
     if C.DV_OUT != C.DV:
         there = there & (d < C.DV_OUT)[None, :]

@@ -76,16 +76,31 @@ def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
         return out.zero_(), lse
     if q.device.index != torch.cuda.current_device():
         with torch.cuda.device(q.device):
-            launch(problem, tensors, out, lse)
+            launch_all(problem, tensors, out, lse)
     else:
-        launch(problem, tensors, out, lse)
+        launch_all(problem, tensors, out, lse)
     return out, lse
+
+
+def launch_all(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None:
+    """Launch the kernel once for every ``tiles.MOST_COLUMNS`` columns of the values.
+
+    Each launch computes all scores again.
+    """
+    most = tiles.MOST_COLUMNS
+    if problem.dv <= most:
+        launch(problem, tensors, out, lse)
+        return
+    for first in range(0, problem.dv, most):
+        width = min(most, problem.dv - first)
+        v, some = (x.narrow(3, first, width) for x in (tensors.v, out))
+        launch(problem._replace(dv=width), tensors._replace(v=v), some, lse)
 
 
 def launch(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None:
     """Launch the kernel. Prepare a plan where the cache has none."""
     q, k, v, bias = tensors[:4]
-    key = key_of(problem, tensors)
+    key = key_of(problem, tensors, out)
     plan, new = _PLANS.get(key), False
     if plan is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
         q, k, v = aligned(q), aligned(k), aligned(v)
@@ -93,7 +108,7 @@ def launch(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None
         new = plan is None
         plan = find_plan(problem, tensors, out)
         if plan.tile in tiles.LONG.values() and spills(plan, problem, tensors, out, lse):
-            _PLANS.pop(key_of(problem, tensors), None)
+            _PLANS.pop(key_of(problem, tensors, out), None)
             plan = find_plan(problem, tensors, out)  # now with the next best tile
     else:
         try:  # noqa: SIM105  (suppress takes longer)
@@ -151,19 +166,20 @@ def spills(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: Ten
 # --- plans -------------------------------------------------------------------------------------
 
 
-def key_of(problem: Problem, tensors: Tensors) -> tuple[Any, ...]:
+def key_of(problem: Problem, tensors: Tensors, out: Tensor) -> tuple[Any, ...]:
     """Return all that a plan depends on."""
     q, k, v, bias, _, _, _, q_ids, k_ids, *_ = tensors
     more = None
     if bias is not None:
         more = (bias.stride(), bias.data_ptr() & 15)
     batches = [None if x is None else x.shape[0] for x in (q_ids, k_ids)]
-    return (problem, q.device.index, q.stride(), k.stride(), v.stride(), more, *batches)
+    strides = (q.stride(), k.stride(), v.stride(), out.stride(2))
+    return (problem, q.device.index, *strides, more, *batches)
 
 
 def find_plan(problem: Problem, tensors: Tensors, out: Tensor) -> Plan:
     """Return the plan of aligned tensors."""
-    key = key_of(problem, tensors)
+    key = key_of(problem, tensors, out)
     plan = _PLANS.get(key)
     if plan is None:
         plan = build_plan(problem, tensors, out)
@@ -196,7 +212,8 @@ def build_plan(
     path = bias_path(p, bias)
     tile = tile or best_tile(p, path, q.device)
     group = tiles.packed_heads(p, path)
-    constants = Constants(replace(tiles.config_for(p, tile, path, group), **options))
+    C = replace(tiles.config_for(p, tile, path, group), OUT_ROW=out.stride(2))
+    constants = Constants(replace(C, **options))
     C = constants.config
     if C.LAGS and (C.STRIP or C.SIDES > 1):
         raise ValueError(f"LAGS=1 with {C.SIDES} sides and a strip of {C.STRIP} tiles: give LAGS=0")

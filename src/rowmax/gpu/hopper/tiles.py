@@ -53,6 +53,8 @@ TILES = {
     (192, 128): Tile(2, 128, 2, 2, 1),
     (192, 192): Tile(2, 64, 2, 2, 2),
     (256, 256): Tile(2, 64, 2, 2, 1),
+    (512, 256): Tile(2, 32, 2, 2, 1),
+    (576, 256): Tile(2, 32, 1, 2, 1),
 }
 #: tiles of one warpgroup, for processors that have no more rows: one warpgroup finishes sooner, and
 #: with more buffers fewer loads wait
@@ -65,8 +67,12 @@ FEW = {
     (192, 128): Tile(1, 128, 2, 2, 1),
     (192, 192): Tile(1, 64, 4, 4, 1),
     (256, 256): Tile(1, 64, 3, 3, 1),
+    (512, 256): Tile(1, 32, 3, 3, 1),
+    (576, 256): Tile(1, 32, 2, 3, 1),
 }
-SIZES = (32, 64, 80, 96, 128, 192, 256)
+SIZES = (32, 64, 80, 96, 128, 192, 256, 512, 576)
+#: columns of values for which a consumer's registers hold the output; for more there are launches
+MOST_COLUMNS = 256
 #: head size 64 without score terms, with many keys: three warpgroups. Taller tiles waste more at
 #: the end of a sequence and on a diagonal. Turns are taken (config_for) where they were measured:
 #: without a left limit, packed sequences or prefixes
@@ -133,7 +139,8 @@ class Config:
 
     D: int  # head sizes of the tile
     DV: int
-    DV_OUT: int  # the head size of values and the output, DV or less
+    DV_OUT: int  # the columns of values and the output, DV or less
+    OUT_ROW: int  # the numbers of a row of the output: more, if other launches make the others
     BLOCK_K: int
     K_STAGES: int
     V_STAGES: int
@@ -154,6 +161,7 @@ class Config:
     SIDES: int = 1
     EVEN_K: bool = False  # key tiles fill every sequence's keys
     STAGED: int = 0  # columns of the output that TMA copies at a time; 0: threads store them
+    TURNED: bool = False  # threads convert rows for stores of 16 bytes
     NATURAL: bool = False  # scores and the reference are in natural units (Problem.natural)
     ROUND_LATE: bool = False  # round the weights after the product that overlaps with their softmax
     ORDERED: bool = False  # warpgroups issue their products in turn
@@ -189,15 +197,6 @@ class Config:
     def TILE(self) -> int:
         """Return the query positions of all warpgroups."""
         return self.WARPGROUPS * self.TOKENS
-
-    @property
-    def TURNED(self) -> bool:
-        """Return True if threads convert rows for stores of 16 bytes.
-
-        They do not where they store only the ends of sequences, or where a bias leaves no
-        memory.
-        """
-        return not (self.STAGED or self.BIAS == "copied")
 
     @property
     def PADDED(self) -> bool:
@@ -272,7 +271,7 @@ def sizes_of(p: Problem) -> tuple[int, int]:
     sizes = [size for size in SIZES if size != 80 or dense(p)]
     big, big_v = (next(size for size in sizes if size >= n) for n in (p.d, p.dv))
     both = max(big, big_v)
-    return (big, big_v) if (big, big_v) in TILES else (both, both)
+    return (big, big_v) if (big, big_v) in TILES else (both, min(both, MOST_COLUMNS))
 
 
 def is_long(p: Problem, d: int, few: bool) -> bool:
@@ -379,7 +378,8 @@ def config_for(p: Problem, tile: Tile, bias: str, group: int) -> Config:
     """Return the config of a problem: the tile, and the features that it has."""
     d, dv = sizes_of(p)
     return Config(
-        D=d, DV=dv, DV_OUT=p.dv, GROUP=group, WARPGROUPS=tile.warpgroups, BLOCK_K=tile.block_k,
+        D=d, DV=dv, DV_OUT=p.dv, OUT_ROW=p.dv, GROUP=group,
+        WARPGROUPS=tile.warpgroups, BLOCK_K=tile.block_k,
         K_STAGES=tile.k_stages, V_STAGES=tile.v_stages, Q_STAGES=tile.q_stages,
         LEFT=p.left is not None, RIGHT=p.right is not None,
         VARLEN=p.varlen, PREFIX=p.prefix, DOCUMENTS=p.documents,
@@ -387,7 +387,7 @@ def config_for(p: Problem, tile: Tile, bias: str, group: int) -> Config:
         BIAS=bias, B_STAGES=tile.b_stages if bias == "copied" else 1,
         STRIP=tile.b_stages if tile.strip else 0, SIDES=tile.sides,
         EVEN_K=not (p.varlen or p.prefix) and p.nk % tile.block_k == 0,
-        STAGED=staged_columns(p, tile, bias),
+        STAGED=staged_columns(p, tile, bias), TURNED=is_turned(p, tile, bias),
         OVERLAP=tile.overlap, ROUND_LATE=tile.warpgroups == 3 and tile.overlap,
         ORDERED=tile.ordered and not (p.varlen or p.prefix or p.left is not None),
         LAGS=lags(p, bias),
@@ -424,6 +424,16 @@ def staged_columns(p: Problem, tile: Tile, bias: str) -> int:
         return columns
     copied = p.bias_dtype if bias == "copied" else None
     return columns if shared_bytes(tile, d, dv, copied, columns) <= SHARED else 0
+
+
+def is_turned(p: Problem, tile: Tile, bias: str) -> bool:
+    """Return True if shared memory has room to convert rows of the output.
+
+    Where TMA copies it, threads store only the ends of sequences.
+    """
+    if bias == "copied" or staged_columns(p, tile, bias):
+        return False
+    return shared_bytes(tile, *sizes_of(p)) <= SHARED
 
 
 def packed_heads(p: Problem, bias: str) -> int:

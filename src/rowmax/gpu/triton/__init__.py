@@ -35,6 +35,10 @@ LIMITS = (
         "it computes in float32, float16 and bfloat16, not in {0.dtype}",
     ),
     Limit(
+        lambda p: max(p.d, p.dv) <= 512,
+        "it takes head sizes up to 512, these are {0.d} and {0.dv}",
+    ),
+    Limit(
         lambda p: p.positions is None or p.positions.key % 64 == 0,
         "it draws dropout for 64 keys at a time: it takes no block that begins at key "
         "{0.positions.key}",

@@ -57,7 +57,7 @@ def varlen_attn(
     """Compute ``torch.nn.attention.varlen.varlen_attn`` with rowmax.
 
     Arguments and results are those of torch 2.13, with these additions, whatever torch is
-    installed: CPUs, float32 and float64, head sizes to 512, a value size of its own, and
+    installed: CPUs, float32 and float64, head sizes to 576, a value size of its own, and
     gradients with seqused_k. A lse is ``[H, total_q]``, as torch's is. Calls that rowmax does not
     take go to torch: pages (block_table) and num_splits. ``explain_varlen`` returns the reason.
 
