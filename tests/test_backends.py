@@ -29,6 +29,7 @@ from rowmax.testing import (
     expected,
     make,
     poisoned,
+    tagged,
 )
 from tests import partial_sums
 
@@ -36,6 +37,7 @@ HALF_AND_DOUBLE = [
     *COVERING,
     *(c for c in CASES if c.name in ("plain", "causal-deeper", "bias-float32", "packed-none")),
     *(c for c in CASES if c.name.startswith(("bias-float32-", "rows-nq=1-nk=1", "strides"))),
+    *tagged("latent"),
 ]
 
 
@@ -65,7 +67,7 @@ def _check(case: Case, backend: str, dtype: torch.dtype) -> None:
     _right(got, want)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES + tagged("latent"), ids=str)
 def test_float32(case: Case, backend: str) -> None:
     _check(case, backend, torch.float32)
 

@@ -152,16 +152,7 @@ _BIASES = ["".join(p) for p in product("b1", "h1", "q1", "k1")] + ["hqk", "qk", 
 _MASKS = ["bhqk", "bh1k", "b1qk", "b11k", "1hqk", "11qk", "1h11", "b1q1", "b111", "hqk", "qk", "k"]
 _LENGTHS = ((1, 1), (3, 3), (1, 200), (239, 1), (113, 203), (203, 113), (64, 64), (128, 256))
 _HEAD_SIZES = ((1, 1), (7, 7), (8, 8), (33, 33), (64, 64), (80, 80), (96, 96), (128, 128))
-_WIDE_SIZES = (
-    (160, 160),
-    (192, 128),
-    (256, 256),
-    (512, 512),
-    (512, 8),
-    (576, 512),
-    (16, 64),
-    (1, 40),
-)
+_WIDE_SIZES = ((160, 160), (192, 128), (256, 256), (512, 512), (512, 8), (16, 64), (1, 40))
 
 SINGLES = [
     Case("plain"),
@@ -330,6 +321,12 @@ EXPANDED = [
     Case("mask-expanded-lengths", b=3, nq=90, nk=140, allowed="bHqk", lengths=(0.6, 0.0, 1.0)),
     Case("mask-expanded-rows", nq=90, nk=140, allowed="BhQk"),
     Case("packed-mask-expanded", sequences=_UNEQUAL, allowed="BHqk", causal=True),
+]
+
+#: keys as latent attention has them; no Triton kernel has heads as wide
+_LATENT = [
+    Case("latent", b=1, nq=150, nk=230, hq=4, hk=1, d=576, dv=512, causal=True, sink=True),
+    Case("latent-packed", d=576, dv=512, hq=2, sequences=((70, 70), (0, 3), (9, 140)), left=90),
 ]
 
 _EVERY_BACKEND = (
@@ -625,6 +622,7 @@ TABLE = (
     *_tag(_every_head_size(_FEATURES), "every head size"),
     *_tag(_every_head_size(_GRADIENT_FEATURES), "every head size", "gradients"),
     *_tag(_PACKED_WIDE, "every head size"),
+    *_tag(_LATENT, "every head size", "latent"),
     *_tag(_EVERY_BARRIER, "every barrier"),
     *_tag(_SANITIZER, "sanitizer"),
     *_tag(_REPEATS, "repeats"),

@@ -267,14 +267,18 @@ TILES: dict[tuple[int, int], tuple[Config, ...]] = {
 }
 #: head sizes in between, in two parts of columns. A bias takes their registers, and the tile above
 BETWEEN: dict[tuple[int, int], tuple[Config, ...]] = {
-    # copies of K and V in registers would spill
-    (80, 80): (FusedConfig(D=80, DV=80, Q_STAGES=4, DO_STAGES=3, HELD=not COPIES_OPERANDS),),
+    (80, 80): (
+        FusedConfig(
+            D=80, DV=80, Q_STAGES=3, DO_STAGES=3, KV_STAGES=2, DQ_STAGES=2,
+            HELD=not COPIES_OPERANDS,  # copies of K and V would spill
+        ),
+    ),
     (96, 96): (FusedConfig(D=96, DV=96, Q_STAGES=4, DO_STAGES=3),),
     (192, 128): (
         DqConfig(D=192, DV=128, K_STAGES=2, V_STAGES=2),
         DkdvConfig(D=192, DV=128, Q_STAGES=3, DO_STAGES=2, HELD_K=192, HELD_V=128),
     ),
-}
+}  # fmt: skip
 #: by (D, DV): dbias of a bias that sequences or heads share
 SHARED_BIAS = {
     (32, 32): DbiasConfig(
