@@ -41,6 +41,7 @@ hopper.forward 256 bias: b_stages=1
 hopper.backward 64: HELD=0 ORDERED=1,FRESH=1
 hopper.backward 128: ORDERED=0,FRESH=0 ORDERED=1,FRESH=1
 hopper.backward 256: dkdv.Q_STAGES=2,dkdv.ALONE=0
+hopper.dv 512: dv.SECOND_STAGES=3 dv.FIRST_STAGES=3
 triton.delta 128: 16,16,4,2 32,16,4,2 64,16,4,2 64,16,8,2 128,16,8,2 TOGETHER=0
 triton.delta 256: 16,16,4,2 32,16,4,2 64,16,4,2 32,16,8,2 64,16,8,2 TOGETHER=0
 triton.dkdv 128: 64,128,8,3 64,128,8,4 64,128,8,2 64,64,4,2
@@ -145,8 +146,13 @@ def hopper_clocks(cell: Cell, x: Inputs, change: str, events: int) -> tuple[list
     return clocks.tolist(), begin.elapsed_time(end)
 
 
-#: the part of a Hopper backward -> the name of its config
-_PARTS = {"fused": "FusedConfig", "dq": "DqConfig", "dkdv": "DkdvConfig"}
+#: the name of a config of a Hopper backward -> its part
+_PARTS = {"FusedConfig": "fused", "DqConfig": "dq", "DkdvConfig": "dkdv"}
+
+
+def _part_of(config: Any) -> str:
+    """Return the part of a Hopper backward that a config is of; of wide heads dq, dk or dv."""
+    return _PARTS.get(type(config).__name__) or f"d{config.GRADIENT}"
 
 
 def hopper_backward(part: str, cell: Cell, x: Inputs, change: str) -> Call:
@@ -158,9 +164,8 @@ def hopper_backward(part: str, cell: Cell, x: Inputs, change: str) -> Call:
     from rowmax.gpu.hopper.backward_tiles import tiles_of
 
     tensors, problem = posed(cell, x)
-    names = {name: kind for kind, name in _PARTS.items()}
     shipped = tiles_of(problem, kind_of(problem) == "tile")
-    found = [changed(tile, change, names[type(tile).__name__]) for tile in shipped]
+    found = [changed(tile, change, _part_of(tile)) for tile in shipped]
     tiles = tuple(tile for tile, _ in found)
     out, lse = hopper.forward(problem, tensors)
     plan = host.build_plan(problem, tensors, x.dout, tiles, dbias=cell.dbias, **found[0][1])
@@ -177,7 +182,7 @@ def hopper_backward(part: str, cell: Cell, x: Inputs, change: str) -> Call:
     t, _ = host.prepare(plan, problem, tensors, rows, wanted, made)
     if part == "dbias":
         return _shared_bias(plan, problem, tensors, x.dout, t, made)
-    works = [(n, w) for n, w in enumerate(plan.works) if type(w.config).__name__ == _PARTS[part]]
+    works = [(n, w) for n, w in enumerate(plan.works) if _part_of(w.config) == part]
     if not works:
         raise UnsupportedError(f"no launch {part} at this head size")
     n, work = works[0]
@@ -263,6 +268,8 @@ KERNELS: dict[str, tuple[Callable[[Cell, Inputs, str], Call], int]] = {
     "hopper.dbias": (partial(hopper_backward, "dbias"), 2),
     "hopper.dq": (partial(hopper_backward, "dq"), 3),
     "hopper.dkdv": (partial(hopper_backward, "dkdv"), 4),
+    "hopper.dk": (partial(hopper_backward, "dk"), 3),
+    "hopper.dv": (partial(hopper_backward, "dv"), 2),
 }
 _JOBS = {"forward": 2, "few": 2, "delta": 0, "dkdv": 4, "dk": 3, "dv": 2, "dq": 3, "dbias": 2}
 KERNELS |= {f"triton.{job}": (partial(triton_job, job), n) for job, n in _JOBS.items()}

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from rowmax.call.problem import Tensors
 from rowmax.gpu.hopper.backward_args import Numbers, Pointers
-from rowmax.gpu.hopper.backward_host import KERNELS, copies_of
+from rowmax.gpu.hopper.backward_host import KERNELS, copies_of, reads_rows
 from rowmax.gpu.hopper.backward_lib import Constants
 from rowmax.gpu.hopper.backward_tiles import (
     HELD_WITH_BIAS,
@@ -76,7 +76,7 @@ def _pointers(c: Config, dtype: torch.dtype, parts: bool, wide: bool) -> Pointer
     return Pointers(
         out=some if isinstance(c, DqConfig) else of_keys,
         dv=of_keys if isinstance(c, (FusedConfig, DkdvConfig)) else None,
-        rows=number if isinstance(c, DqConfig) else None,
+        rows=number if reads_rows(c) else None,
         table=words,
         ends=words,
         counter=words if c.DRAWN else None,

@@ -28,6 +28,7 @@ from rowmax.gpu.hopper.backward_tiles import (
     DkdvConfig,
     DqConfig,
     FusedConfig,
+    WideConfig,
 )
 from rowmax.gpu.hopper.tiles import SHARED
 
@@ -72,10 +73,17 @@ WIDE_FEATURES = {
         "row",
         "column",
     ),
+    "wide": ("window", "packed", "documents", "softcap", "alibi", "alibi block"),
 }
 
 
-NAMES = {FusedConfig: "fused", DqConfig: "dq", DkdvConfig: "dkdv", DbiasConfig: "dbias"}
+NAMES = {
+    FusedConfig: "fused",
+    DqConfig: "dq",
+    DkdvConfig: "dkdv",
+    WideConfig: "wide",
+    DbiasConfig: "dbias",
+}
 
 
 def cases():
@@ -91,7 +99,7 @@ def cases():
                 some = ["full", "causal", "packed", "dbias", "dbias alone", "row", "column"]
                 names = every if size == (128, 128) else some
             else:
-                more = WIDE_FEATURES[NAMES[type(tile)]] if size == (256, 256) else ()
+                more = WIDE_FEATURES[NAMES[type(tile)]] if size in ((256, 256), (512, 512)) else ()
                 names = ["full", "causal", *more]
             for name in names:
                 yield tile, name, "bf16"
@@ -136,11 +144,14 @@ MORE = {
     ("dbias", "bias"): ((2, 40), (8, 40)),
     ("dbias", "causal bias"): ((3, 40), (16, 40)),
     ("dbias", "bias lengths"): ((2, 40), (27, 56)),
+    # dk alone, with the oldest; at the end of a tile the next one is kept
+    **dict.fromkeys([("wide", name) for name in FEATURES], ((13, 144), SPILLS)),
+    ("wide", "packed"): ((10, 336), (6, 360)),
     # only where a tile has several documents: others need no mask, and steps without have 0 or 1
     ("dbias", "bias documents"): ((51, 240), (48, 288)),
 }
 #: for products, in a step
-WAITS = {"fused": 3, "dq": 3, "dkdv": 2, "dbias": 2}
+WAITS = {"fused": 3, "dq": 3, "dkdv": 2, "wide": 3, "dbias": 2}
 #: exponentials that may come after the wait for the product over them, of 32
 LATE = 7 if OLDEST else 9
 #: a row of a bias arrives late: one of the two warpgroups has its exponentials after the product
@@ -156,6 +167,8 @@ MASKED_LATE = {("dbias", "causal bias"): 17}
 def identity(tile, name, dtype):
     """Return the name of a case."""
     kind = NAMES[type(tile)] + "-float32" * tile.BIAS_FLOAT32
+    if isinstance(tile, WideConfig):
+        kind += f"-d{tile.GRADIENT}"
     return f"{tile.D}x{tile.DV}-{kind}-{name}-{dtype}"
 
 
@@ -181,8 +194,9 @@ def test_compiles_to(tile, name, dtype):
         # one after each HGMMA where products wait for one another; dQ is waited for, and before it
         # dV, where dQ takes the registers of P (backward_fused.step)
         own_dq = kind == "fused" and name != "dbias alone"
-        assert len(waits) == WAITS[kind] + own_dq + (own_dq and not tile.AHEAD)
-        if kind != "dkdv":  # which has no other product in flight
+        alone = kind == "wide" and tile.SCORES_ALONE
+        assert len(waits) == WAITS[kind] - alone + own_dq + (own_dq and not tile.AHEAD)
+        if kind != "dkdv" and not alone:  # which have no other product in flight
             wait = waits[0 if kind == "fused" else 1]
             late.append(exponentials_after(texts, wait, tile.BLOCK_STREAMED))
     if (tile.D, kind, name) in ONE_IN_TIME:

@@ -37,7 +37,7 @@ from tests.hopper.packed_calls import in_range, longer, with_rows_past_the_last
 #: with columns in two parts
 SIZES = (
     *((64, 64), (128, 128), (256, 128), (256, 256), (96, 80), (80, 72), (192, 128)),
-    (32, 32),
+    *((32, 32), (400, 328)),
 )
 #: the numbers of processors of the machine, of which a case has one
 PROCESSORS = (1, 2, 3, 5, 7, 9)

@@ -34,7 +34,10 @@ def run(*arguments: str, **variables: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-SIZES = ("-32-32", "-64-64", "-80-72", "-96-80", "-128-128", "-192-128", "-256-128", "-256-256")
+SIZES = (
+    *("-32-32", "-64-64", "-80-72", "-96-80", "-128-128", "-192-128", "-256-128", "-256-256"),
+    "-400-328",
+)
 
 
 def run_backward(*arguments: str) -> None:

@@ -360,7 +360,7 @@ def _odd(lengths: Iterable[tuple[int, int]], heads: tuple[int, ...]) -> list[Cas
 
 _TILE_SIZES = (
     *((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (80, 72), (40, 40)),
-    (32, 32),
+    *((32, 32), (320, 264), (512, 512)),
 )
 _FEATURES: tuple[dict[str, Any], ...] = (
     {},

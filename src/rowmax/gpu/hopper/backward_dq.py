@@ -35,13 +35,13 @@ from .backward_lib import (
     first_tile,
     follow,
     issue_product,
-    memory_place,
     next_tile,
     no_scores,
     own_rows,
     peek_message,
     read_message,
     release_message,
+    resident_numbers,
     score_layout,
     store_parts,
     tile_buffer,
@@ -52,7 +52,6 @@ from .backward_order import (
     Sizes,
     full_range,
     gradient_row,
-    plane_of,
     rows_left,
 )
 from .gluon_compat import (
@@ -226,13 +225,8 @@ def bias_tile(C: gl.constexpr, t, bias, rows, tile):
 
 @gluon.jit
 def load_rows(C: gl.constexpr, c: gl.constexpr, memory, tile, heads, end):
-    """Return the Rows of the warpgroup; lse is +inf and delta 0 past the last query."""
-    plane, row = plane_of(C, tile.b, tile.head, tile.q_row, heads.query)
-    L: gl.constexpr = gl.SliceLayout(1, score_layout(C))
-    r = tile.first + c * C.TOKENS + gl.arange(0, C.TOKENS, L)
-    at = memory.rows + (plane.to(gl.int64) * 2 * memory.plane + row) + memory_place(r)
-    lse = gl.load(at, mask=r < tile.nq, other=float("inf"))
-    delta = gl.load(at + memory.plane, mask=r < tile.nq, other=0.0)
+    """Return the Rows of the warpgroup."""
+    lse, delta = resident_numbers(C, c, memory.rows, memory.plane, tile, heads)
     bias = 0
     dbias = 0
     if C.BIAS:

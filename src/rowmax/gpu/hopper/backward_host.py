@@ -5,7 +5,8 @@ The launches follow one another:
 - ``row_sums``: the rounding error of lse, for natural scores (``gpu/preprocess.py``);
 - ``prepare``: lse and delta of every row, and zeros where kernels add (``row_stats.py``);
 - ``backward_dbias``: the gradient of a bias that sequences or heads share;
-- ``backward``: dk, dv and float32 sums of dq; of wide heads ``backward_dq`` and ``backward_dkdv``;
+- ``backward``: dk, dv and float32 sums of dq; of wide heads ``backward_dq`` and ``backward_dkdv``,
+  of wider ones three launches of ``backward_wide``;
 - ``finish``: dq from its sums; or ``dq_of_dbias``, where dS is in memory;
 - ``sum_parts``: the gradient of a bias of few tiles, from its parts.
 """
@@ -55,10 +56,12 @@ from .backward_tiles import (
     DkdvConfig,
     DqConfig,
     FusedConfig,
+    WideConfig,
     config_for,
     shared_bias_tile,
     tiles_of,
 )
+from .backward_wide import backward_wide
 from .documents import tile_ranges, tile_spans
 from .host import GluonLaunch, processors
 from .lib.order import SECTION_BYTES, dense_table, touched_tile_count
@@ -79,6 +82,7 @@ KERNELS: dict[type[Config], Any] = {
     DqConfig: backward_dq,
     DkdvConfig: backward_dkdv,
     DbiasConfig: backward_dbias,
+    WideConfig: backward_wide,
 }
 
 
@@ -334,6 +338,9 @@ def run(
     elif isinstance(c, DkdvConfig):
         operands = (k, v, q, dout, t.stats, bias)
         dbias = made.bias if c.DROW else None
+    elif isinstance(c, WideConfig):
+        operands = wide_operands(c, q, dout, k, v, t.stats)
+        out, dv = getattr(made, c.GRADIENT), None
     else:
         operands = (q, dout, k, v, t.stats, bias, made.bias)
         out = dv = None
@@ -341,6 +348,18 @@ def run(
         return
     args = pointers(work, problem, tensors, t, (out, dv, dbias), nth, order)
     work.launch(args if parts is None else args._replace(parts=parts), operands)
+
+
+def wide_operands(c: WideConfig, q: Any, dout: Any, k: Any, v: Any, stats: Any) -> tuple[Any, ...]:
+    """Return what ``backward_wide`` copies, in its order: of the tensors, or of their copies."""
+    if c.QUERIES_RESIDENT:
+        return q, dout, k, v, None
+    return k, None if c.SCORES_ALONE else v, q, dout, stats
+
+
+def reads_rows(c: Config) -> bool:
+    """Return True if the kernel reads lse and delta of resident queries without TMA."""
+    return isinstance(c, DqConfig) or (isinstance(c, WideConfig) and c.QUERIES_RESIDENT)
 
 
 def pointers(
@@ -378,7 +397,7 @@ def pointers(
     return Pointers(
         out=out,
         dv=dv,
-        rows=t.stats if isinstance(c, DqConfig) else None,
+        rows=t.stats if reads_rows(c) else None,
         table=table,
         ends=ends,
         counter=counter,
@@ -602,6 +621,8 @@ def copies_of(c: Config, tensors: Tensors, dout: Tensor, planes: int, rows: int)
     keys = (cut(k, n_k, c.BUFFER_D // halves), cut(v, n_k, c.DV // halves))
     if isinstance(c, DqConfig):
         return (*queries, *keys)
+    if isinstance(c, WideConfig):
+        return wide_operands(c, *queries, *keys, stats)
     if isinstance(c, DkdvConfig):
         return (*keys, *queries, stats, cut_bias(n_q, n_k))
     if isinstance(c, DbiasConfig):

@@ -17,6 +17,7 @@ from .backward_order import (
     first_place,
     next_place,
     place_tile,
+    plane_of,
 )
 from .backward_tiles import Config
 from .gluon_compat import reinterpret, warpgroup_mma
@@ -210,6 +211,21 @@ def row_numbers(C: gl.constexpr, rows, s, i: gl.constexpr):
     both = reinterpret(rows.index(s), rows.dtype, [2, C.BLOCK_STREAMED], flat)
     x = from_memory_order(both.index(i).load(memory_by_column(C)), C.BLOCK_STREAMED)
     return gl.convert_layout(x, gl.SliceLayout(0, score_layout(C)))
+
+
+@gluon.jit
+def resident_numbers(C: gl.constexpr, c: gl.constexpr, rows, plane_rows, tile, heads):
+    """Return (lse, delta) of the warpgroup's queries ``[64]``: +inf and 0 past the last query.
+
+    ``rows`` points to planes of ``plane_rows`` rows, of lse and of delta.
+    """
+    plane, row = plane_of(C, tile.b, tile.head, tile.q_row, heads.query)
+    L: gl.constexpr = gl.SliceLayout(1, score_layout(C))
+    r = tile.first + c * C.TOKENS + gl.arange(0, C.TOKENS, L)
+    at = rows + (plane.to(gl.int64) * 2 * plane_rows + row) + memory_place(r)
+    lse = gl.load(at, mask=r < tile.nq, other=float("inf"))
+    delta = gl.load(at + plane_rows, mask=r < tile.nq, other=0.0)
+    return lse, delta
 
 
 # --- products ----------------------------------------------------------------------------------

@@ -221,6 +221,58 @@ class DkdvConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WideConfig(Config):
+    """The constants of ``backward_wide.py``.
+
+    A step waits for the first tile of the next step before it releases its own. So there are at
+    least two buffers of it.
+    """
+
+    GRADIENT: str  # q, k or v
+    D_OUT: int = 0
+    DV_OUT: int = 0
+    BLOCK_STREAMED: int = 32
+    FIRST_STAGES: int
+    SECOND_STAGES: int
+
+    def __post_init__(self) -> None:
+        if self.FIRST_STAGES < 2:
+            raise ValueError(f"FIRST_STAGES: got {self.FIRST_STAGES}; want 2 or more")
+
+    @property
+    def QUERIES_RESIDENT(self) -> bool:
+        return self.GRADIENT == "q"
+
+    @property
+    def SCORES_ALONE(self) -> bool:
+        """Return True if the gradient needs the weights, and not dS."""
+        return self.GRADIENT == "v"
+
+    @property
+    def BLOCK_RESIDENT(self) -> int:
+        return ROWS
+
+    @property
+    def WIDTH(self) -> int:
+        """Return the columns of the gradient."""
+        return self.DV if self.SCORES_ALONE else self.D
+
+    @property
+    def OUT(self) -> int:
+        """Return its columns in the tensor."""
+        return self.DV_OUT if self.SCORES_ALONE else self.D_OUT
+
+    @property
+    def HALF(self) -> int:
+        """Return the columns of one warpgroup."""
+        return self.WIDTH // WARPGROUPS
+
+    @property
+    def LAST_FIRST(self) -> bool:
+        return self.QUERIES_RESIDENT and self.RIGHT
+
+
+@dataclass(frozen=True, kw_only=True)
 class DbiasConfig(Config):
     """The constants of ``backward_dbias.py``."""
 
@@ -263,6 +315,11 @@ TILES: dict[tuple[int, int], tuple[Config, ...]] = {
     (256, 256): (
         DqConfig(D=256, DV=256, K_STAGES=2, V_STAGES=1),
         DkdvConfig(D=256, DV=256, Q_STAGES=3, DO_STAGES=2, HELD_K=128, HELD_V=128, ALONE=True),
+    ),
+    (512, 512): (
+        WideConfig(D=512, DV=512, GRADIENT="q", FIRST_STAGES=2, SECOND_STAGES=1),
+        WideConfig(D=512, DV=512, GRADIENT="k", FIRST_STAGES=2, SECOND_STAGES=1),
+        WideConfig(D=512, DV=512, GRADIENT="v", FIRST_STAGES=2, SECOND_STAGES=2),
     ),
 }
 #: head sizes in between, in two parts of columns. A bias takes their registers, and the tile above
@@ -327,7 +384,7 @@ class ProductTile(NamedTuple):
 
 
 DQ_OF_DBIAS = ProductTile(128, 64, 8, 4)
-SIZES = (32, 64, 128, 256)
+SIZES = (32, 64, 128, 256, 512)
 #: (head size, under a diagonal) -> the most keys for which the ordered sum of dQ is faster, if
 #: there are at least MANY tiles of keys
 IN_ORDER = {

@@ -188,4 +188,5 @@ def order(
     launch = _placing(Numbers(batch, most, *totals, *rows), tokens, cu.device)
     launch(Pointers(words, cu, other, out, lse, sink))
     ranged = words[room:]
-    return Order(words, words[1:], words[HEADER:], ranged, ranged[batch + 1 :])
+    cu, rest = ranged[: batch + 1], ranged[batch + 1 :]
+    return Order(words, words[1:], words[HEADER:], cu, rest)
