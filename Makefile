@@ -35,11 +35,10 @@ lint: $(STAMP) ## style, plain words, types, and which module may import which
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
-# Parts, three at a time, the longest first: one test seldom keeps two cores busy, and the emulator
-# sleeps a third of its time. Idle threads sleep: those of torch and numpy spin at the end of an
-# operation, on the core of another part. Triton's interpreter has to be on before anything imports
-# triton: a process of its own. It is slow: float32 here, and a bias that all share; float16 and
-# tiles of every shape without the -k.
+# Parts, three at a time, the longest first: one test seldom keeps two cores busy. Idle threads
+# sleep: those of torch and numpy spin at the end of an operation, on the core of another part.
+# Triton's interpreter has to be on before anything imports triton: a process of its own. It is slow:
+# float32 here, and a bias that all share; float16 and tiles of every shape without the -k.
 PARTS := unit-folders unit-files unit-emulator unit-cpu unit-interpreter
 # What a change of a GPU kernel needs besides. They take as long as everything else.
 GATES := gates-targets gates-forward gates-backward

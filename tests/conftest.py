@@ -27,7 +27,10 @@ def pytest_collection_finish() -> None:
 def _seeded() -> Iterator[None]:
     """Seed torch, so that a test has the same numbers whichever tests run before."""
     state = torch.get_rng_state()
-    torch.manual_seed(0)
+    # torch.manual_seed formats a stack for each kind of device that is not in use: 3 ms
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(0)
     yield
     torch.set_rng_state(state)
 

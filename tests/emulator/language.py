@@ -70,12 +70,21 @@ def _arange(start: int, end: int, layout: Any = None) -> Tensor:
     return Tensor(np.arange(start, end, dtype=np.int32))
 
 
-def _max(x: Tensor, axis: int) -> Tensor:
-    return Tensor(x.a.max(axis))
+def _reduction(f: np.ufunc) -> Callable[..., Tensor]:
+    """Return a reduction along an axis, by halves: numpy's takes 20 times as long on short ones."""
 
+    def run(x: Tensor, axis: int) -> Tensor:
+        a = x.a
+        if a.ndim < 3:
+            return Tensor(f.reduce(a, axis, dtype=a.dtype))
+        before = (slice(None),) * axis
+        while a.shape[axis] > 1:
+            half, odd = divmod(a.shape[axis], 2)
+            assert not odd, "only axes of a power of two are modelled"
+            a = f(a[(*before, slice(half))], a[(*before, slice(half, None))])
+        return Tensor(a[(*before, 0)])
 
-def _sum(x: Tensor, axis: int) -> Tensor:
-    return Tensor(x.a.sum(axis, dtype=x.a.dtype))
+    return run
 
 
 def language() -> types.ModuleType:
@@ -88,7 +97,8 @@ def language() -> types.ModuleType:
         setattr(gl, name, getattr(values, name))
     gl.shared_memory_descriptor = types.SimpleNamespace(reinterpret=reinterpret)
     gl.allocate_shared_memory = allocate
-    gl.full, gl.arange, gl.where, gl.sum, gl.max = _full, _arange, _where, _sum, _max
+    gl.full, gl.arange, gl.where = _full, _arange, _where
+    gl.sum, gl.max = _reduction(np.add), _reduction(np.maximum)
     gl.zeros = lambda shape, dtype, layout=None: _full(shape, 0, dtype)
     gl.maximum, gl.minimum = _elementwise(np.maximum), _elementwise(np.minimum)
     gl.exp2, gl.abs, gl.log2 = _elementwise(np.exp2), _elementwise(np.abs), _elementwise(np.log2)

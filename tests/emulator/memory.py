@@ -93,7 +93,7 @@ class Barrier:
         self.count = self.pending = self.phase = self.bytes = 0
 
     def settle(self) -> None:
-        """Begin the next phase if nothing is missing. The caller holds the lock."""
+        """Begin the next phase if nothing is missing."""
         assert self.count > 0, "a barrier is used before it is initialised"
         assert self.pending >= 0, "too many arrivals"
         if self.pending == 0 and self.bytes == 0:
@@ -128,18 +128,16 @@ class mbarrier:  # noqa: N801
     @staticmethod
     def expect(bar: Barrier, size: int, pred: Any = True) -> None:
         if bool(pred):
-            with threads.lock:
-                bar.bytes += size
-                bar.pending -= 1
-                bar.settle()
+            bar.bytes += size
+            bar.pending -= 1
+            bar.settle()
 
     @staticmethod
     def arrive(bar: Barrier, *, count: int = 1, pred: Any = True) -> None:
         threads.pause_sometimes()
         if bool(pred):
-            with threads.lock:
-                bar.pending -= count
-                bar.settle()
+            bar.pending -= count
+            bar.settle()
 
     @staticmethod
     def wait(bar: Barrier, phase: Any, pred: Any = True) -> None:
@@ -218,12 +216,11 @@ def land_stores() -> None:
     while here.in_flight:
         add, desc, at, box = here.in_flight.pop(0)
         whole, part = desc.region(at)
-        with threads.lock:
-            if add:
-                desc.a[whole] += box[part]
-            else:
-                desc.a[whole] = box[part]
-            threads.progress()
+        if add:
+            desc.a[whole] += box[part]
+        else:
+            desc.a[whole] = box[part]
+        threads.progress()
 
 
 def _finish() -> None:

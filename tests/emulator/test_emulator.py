@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -86,6 +87,46 @@ def test_a_poll_without_progress_raises(monkeypatch: pytest.MonkeyPatch) -> None
 
     with pytest.raises(Stuck, match="polls without progress"):
         run(poll)
+
+
+def test_a_seed_gives_the_same_order_again() -> None:
+    def order(seed: int) -> list[int]:
+        found: list[int] = []
+
+        def step(n: int) -> Partition:
+            def partition(*_: Any) -> None:
+                for _ in range(10):
+                    threads.pause_sometimes()
+                    found.append(n)
+
+            return partition
+
+        random.seed(seed)
+        run(*(step(n) for n in range(3)))
+        return found
+
+    orders = [order(seed) for seed in range(8)]
+    assert orders == [order(seed) for seed in range(8)]
+    assert len({tuple(one) for one in orders}) == 8
+
+
+def test_a_store_between_a_load_and_a_store_is_seen() -> None:
+    """Threads that add to a number without an atomic lose additions; with one they lose none."""
+    sums = {}
+    for atomic in (False, True):
+        place = values.Pointer(np.zeros(1, np.int32))
+
+        def add(*_: Any, atomic: bool = atomic, place: values.Pointer = place) -> None:
+            for _ in range(100):
+                if atomic:
+                    values.atomic(lambda before, x: before + x)(place, 1)
+                else:
+                    values.store(place, values.load(place).a + 1)
+
+        run(add, add)
+        sums[atomic] = int(place.memory[0])
+    assert sums[True] == 200
+    assert sums[False] < 200
 
 
 def test_an_arrival_too_many_raises() -> None:

@@ -1,22 +1,24 @@
 """Blocks and partitions as threads: their order, their waits, deadlocks and failures.
 
-Every partition of every block is a thread. A wait that can never end raises ``Stuck`` at once:
-every thread waits, no copy is in flight, and no condition holds. A loop that polls memory is not
-seen as a wait; it raises after ``LIMIT`` seconds without progress.
+Every partition of every block is a thread, and one of them runs at a time. It runs until it waits,
+pauses or ends; then the thread or the copy of the earliest time comes next. Time is a number that
+pauses and copies move by random amounts, so nothing sleeps, and a seed of ``random`` gives the same
+order again. A wait that can never end raises ``Stuck``: nothing is left that may come next. A loop
+that polls memory raises after ``LIMIT`` seconds of that time without progress.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import random
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-LIMIT = 60.0  # seconds without progress of any thread
+LIMIT = 1.0  # seconds without progress of any thread
 
 
 class Stuck(RuntimeError):  # noqa: N818
@@ -35,139 +37,161 @@ class Here(threading.local):
 
     def __init__(self) -> None:
         self.block = Block(0, 1)
+        self.thread: Thread | None = None  # outside of a launch
         self.products: list[Any] = []  # issued, and not waited for
         self.stores: list[Any] = []  # issued; their sources may still be read
         self.in_flight: list[Any] = []  # read, and not yet in memory
 
 
-class Wait(NamedTuple):
-    """A thread that waits: for what, the condition that ends it, and how to wake the thread."""
+class Thread:
+    """A partition of a block, or the caller of a launch."""
 
-    thread: str
+    def __init__(self, name: str, run: Callable[[], None] | None = None) -> None:
+        self.name, self.ended = name, False
+        self._turn = threading.Lock()
+        self._turn.acquire()
+        self._run = run  # until it starts
+
+    def resume(self) -> None:
+        """Let it run. The current thread has to stop then."""
+        if self._run is None:
+            self._turn.release()
+        else:
+            real = threading.Thread(target=self._run, name=self.name, daemon=True)
+            self._run = None
+            real.start()
+
+    def stop(self) -> None:
+        """Sleep, as the current thread, until another one resumes it."""
+        self._turn.acquire()
+
+
+class Wait(NamedTuple):
+    """The wait of a thread: its name in errors, and the condition that ends it."""
+
     text: str
     ready: Callable[[], bool]
-    bell: threading.Condition
 
 
 here = Here()
-#: guards barriers, memory and what follows
-lock = threading.RLock()
 #: checks at the end of every thread
 at_end: list[Callable[[], None]] = []
 _failures: list[BaseException] = []
-_waits: dict[int, Wait] = {}
-_active = 0  # threads that run or wait, and copies in flight
-_last_progress = 0.0
+_waits: dict[Thread, Wait] = {}
+#: threads that may run and copies that land, by time
+_events: list[tuple[float, int, Thread | Callable[[], None]]] = []
+_numbers = itertools.count()
+_now = _last_progress = 0.0
+_caller = Thread("the caller")
+
+
+def _at(time: float, event: Thread | Callable[[], None]) -> None:
+    heapq.heappush(_events, (time, next(_numbers), event))
 
 
 def progress() -> None:
-    """Record that something changed that a thread may wait for. The caller holds the lock."""
+    """Record that something changed that a thread may wait for."""
     global _last_progress
-    _last_progress = time.monotonic()
-    for wait in _waits.values():  # each thread that wakes in vain would take the lock twice
-        if wait.ready():
-            wait.bell.notify()
+    _last_progress = _now
+    for thread in [thread for thread, wait in _waits.items() if wait.ready()]:
+        _wake(thread)
 
 
-def _wake_all() -> None:
-    """Let all that wait look for a failure or a deadlock. The caller holds the lock."""
-    for wait in _waits.values():
-        wait.bell.notify()
+def _wake(thread: Thread) -> None:
+    del _waits[thread]
+    _at(_now + random.random() * 1e-4, thread)
+
+
+def _fail(error: BaseException) -> None:
+    """Record a failure, which ends every wait."""
+    _failures.append(error)
+    for thread in list(_waits):
+        _wake(thread)
 
 
 def check() -> None:
     """Raise if another thread failed, or nothing has happened for ``LIMIT`` seconds."""
     if _failures:
         raise Stuck("another thread failed")
-    if time.monotonic() - _last_progress > LIMIT:
+    if _now - _last_progress > LIMIT:
         raise Stuck(f"{threading.current_thread().name} polls without progress")
 
 
-def wait_until(ready: Callable[[], bool], text: str) -> None:
-    """Wait until ``ready``, which is called with the lock held."""
-    thread = threading.current_thread()
-    with lock:
-        if ready():
-            return
-        bell = threading.Condition(lock)
-        _waits[id(thread)] = Wait(thread.name, text, ready, bell)
+def _next() -> Thread:
+    """Return the thread that comes next, after the copies that land before it."""
+    global _now
+    while True:
+        if not _events:
+            if not _waits:
+                return _caller
+            _fail(Stuck("; ".join(f"{t.name} waits for {w.text}" for t, w in _waits.items())))
+        _now, _, event = heapq.heappop(_events)
+        if isinstance(event, Thread):
+            return event
         try:
-            while not ready():
-                if _failures:
-                    raise Stuck("another thread failed")
-                if _deadlocked() or time.monotonic() - _last_progress > LIMIT:
-                    waits = "; ".join(f"{w.thread} waits for {w.text}" for w in _waits.values())
-                    raise Stuck(waits)
-                bell.wait(0.5)
-        finally:
-            del _waits[id(thread)]
+            event()
+        except Exception as error:
+            _fail(error)
 
 
-def _deadlocked() -> bool:
-    return len(_waits) >= _active and not any(wait.ready() for wait in _waits.values())
+def _switch(thread: Thread) -> None:
+    """Let others run until it is the turn of this thread again."""
+    following = _next()
+    if following is not thread:
+        following.resume()
+        thread.stop()
 
 
-def _count(change: int) -> None:
-    global _active
-    with lock:
-        _active += change
-        if _deadlocked():
-            _wake_all()
-
-
-@contextmanager
-def _counted(change: int) -> Iterator[None]:
-    _count(change)
-    try:
-        yield
-    finally:
-        _count(-change)
+def wait_until(ready: Callable[[], bool], text: str) -> None:
+    """Wait until ``ready``."""
+    while not ready():
+        if _failures:
+            raise Stuck("another thread failed")
+        if here.thread is None:
+            raise Stuck(f"a program waits for {text}")
+        _waits[here.thread] = Wait(text, ready)
+        _switch(here.thread)
 
 
 def pause(seconds: float) -> None:
-    """Sleep for up to so many seconds."""
-    time.sleep(random.random() * seconds)
+    """Let others come first, for up to so many seconds."""
+    if here.thread is not None:
+        _at(_now + random.random() * seconds, here.thread)
+        _switch(here.thread)
 
 
 def pause_sometimes() -> None:
     """Let other threads come first, now and then."""
-    if random.random() < 0.02:
+    if random.random() < 0.1:
         pause(1e-3)
 
 
 def run_later(land: Callable[[], None]) -> None:
-    """Call ``land`` up to a millisecond later, from another thread, with the lock held."""
+    """Call ``land`` up to a millisecond later."""
 
     def run() -> None:
-        pause(1e-3)
-        with lock:
-            land()
-            progress()
+        land()
+        progress()
 
-    _start(run, (), here.block)
+    _at(_now + random.random() * 1e-3, run)
 
 
-def _run_thread(function: Callable[..., Any], args: tuple[Any, ...], block: Block) -> None:
-    here.block = block
-    try:
-        with np.errstate(all="ignore"):
-            function(*args)
-            for finish in at_end:
-                finish()
-    except BaseException as error:
-        with lock:
-            _failures.append(error)
-            _wake_all()
-    finally:
-        _count(-1)
+def _start(function: Callable[..., Any], args: tuple[Any, ...], block: Block) -> Thread:
+    def run() -> None:
+        here.block, here.thread = block, thread
+        try:
+            with np.errstate(all="ignore"):
+                function(*args)
+                for finish in at_end:
+                    finish()
+        except BaseException as error:
+            _fail(error)
+        thread.ended = True
+        progress()
+        _next().resume()
 
-
-def _start(function: Callable[..., Any], args: tuple[Any, ...], block: Block) -> threading.Thread:
-    _count(1)
-    name = f"{getattr(function, '__name__', 'kernel')} of block {block.pid}"
-    thread = threading.Thread(target=_run_thread, args=(function, args, block), name=name)
-    thread.daemon = True
-    thread.start()
+    thread = Thread(f"{getattr(function, '__name__', 'kernel')} of block {block.pid}", run)
+    _at(_now + random.random() * 1e-4, thread)
     return thread
 
 
@@ -178,7 +202,7 @@ class Named:
         self.arrived = self.phase = 0
 
     def arrive(self, threads: int, count: int) -> int:
-        """Add arrivals, and return the phase that they belong to. The caller holds the lock."""
+        """Add arrivals, and return the phase that they belong to."""
         phase = self.phase
         self.arrived += threads
         if self.arrived > count:
@@ -195,10 +219,9 @@ _named: dict[tuple[int, int], Named] = {}
 def meet(number: int, threads: int, count: int, *, waits: bool) -> None:
     """Arrive at a named barrier of this block; ``waits``: until ``count`` threads have."""
     pause_sometimes()
-    with lock:
-        check()
-        barrier = _named.setdefault((here.block.pid, number), Named())
-        phase = barrier.arrive(threads, count)
+    check()
+    barrier = _named.setdefault((here.block.pid, number), Named())
+    phase = barrier.arrive(threads, count)
     if waits:
         wait_until(lambda: barrier.phase > phase, f"named barrier {number}")
 
@@ -206,21 +229,18 @@ def meet(number: int, threads: int, count: int, *, waits: bool) -> None:
 def warp_specialize(partitions: list[Any], warps: Any, registers: Any) -> None:
     """Run the partitions of a block, and return when all are done."""
     threads = [_start(function, args, here.block) for function, args in partitions]
-    with _counted(-1):  # this thread only joins the others
-        for thread in threads:
-            thread.join()
+    for thread in threads:
+        wait_until(lambda thread=thread: thread.ended, "its partitions")
 
 
 def run_blocks(kernel: Callable[..., Any], programs: int, *args: Any) -> None:
     """Run a kernel over a grid, all blocks at once, and raise what one of them raised."""
     _failures.clear()
     _named.clear()
-    with lock:
-        progress()
-    with _counted(1):  # no deadlock before all have started
-        threads = [_start(kernel, args, Block(pid, programs)) for pid in range(programs)]
-    for thread in threads:
-        thread.join()
+    progress()
+    for pid in range(programs):
+        _start(kernel, args, Block(pid, programs))
+    _switch(_caller)
     if not _failures and any(barrier.arrived for barrier in _named.values()):
         raise RuntimeError("a named barrier is left with arrivals that no thread has waited for")
     first_cause = [e for e in _failures if not isinstance(e, Stuck)]

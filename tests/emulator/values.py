@@ -7,6 +7,7 @@ rounds toward zero.
 
 from __future__ import annotations
 
+import operator
 import types
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +33,8 @@ float32, float16 = DType("fp32", np.float32), DType("fp16", np.float16)
 bfloat16 = DType("bf16", np.float32)
 int32, int64, int1 = DType("i32", np.int32), DType("i64", np.int64), DType("i1", np.bool_)
 _FLOAT64 = np.dtype(np.float64)
+#: numpy's scalars compute four times as fast as arrays without axes
+_KEPT = frozenset((np.ndarray, np.float16, np.float32, np.int32, np.int64, np.bool_))
 DTYPES = {d.kind: d for d in (float16, int32, int64, int1, float32)}
 
 
@@ -46,7 +49,7 @@ class Tensor:
     __slots__ = ("a",)
 
     def __init__(self, a: Any) -> None:
-        a = a if type(a) is np.ndarray else np.asarray(a)
+        a = a if type(a) in _KEPT else np.asarray(a)
         self.a: Any = a.astype(np.float32) if a.dtype is _FLOAT64 else a
 
     dtype = property(lambda self: DTYPES[self.a.dtype])
@@ -60,7 +63,9 @@ class Tensor:
         return Tensor(self.a.reshape(*shape))
 
     def expand_dims(self, axis: int) -> Tensor:
-        return Tensor(np.expand_dims(self.a, axis))
+        at: list[Any] = [slice(None)] * self.a.ndim
+        at.insert(axis if axis >= 0 else axis + len(at) + 1, None)
+        return Tensor(self.a[tuple(at)])
 
     def permute(self, order: Any) -> Tensor:
         return Tensor(self.a.transpose(order))
@@ -101,32 +106,33 @@ def matched(a: Any, b: Any) -> Any:
     if (
         type(a) is not np.ndarray
         and isinstance(a, (bool, int, float))
-        and (isinstance(b, np.ndarray) and b.dtype.kind != "b")
+        and (isinstance(b, (np.ndarray, np.generic)) and b.dtype.kind != "b")
     ):
-        kind = b.dtype if isinstance(a, int) or b.dtype.kind == "f" else np.float32
-        return np.asarray(a, kind)
+        kind = b.dtype if isinstance(a, int) or b.dtype.kind == "f" else np.dtype(np.float32)
+        return kind.type(a)
     return a
 
 
 def _quotient(a: Any, b: Any) -> Any:
     """Return a / b, rounded toward zero."""
+    if isinstance(a, np.generic) and isinstance(b, np.generic) and b != 0:
+        quotient = abs(int(a)) // abs(int(b))
+        return np.result_type(a, b).type(quotient if (a < 0) == (b < 0) else -quotient)
     return np.where((a < 0) != (b < 0), -(abs(a) // abs(b)), abs(a) // abs(b)).astype(
         np.result_type(a, b)
     )
 
 
 _OPERATORS = {
-    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b,
-    "truediv": lambda a, b: a / b, "floordiv": _quotient,
-    "mod": lambda a, b: a - b * _quotient(a, b), "and": lambda a, b: a & b,
-    "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b, "rshift": lambda a, b: a >> b,
-    "lshift": lambda a, b: a << b,
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "truediv": operator.truediv,
+    "floordiv": _quotient, "mod": lambda a, b: a - b * _quotient(a, b), "and": operator.and_,
+    "or": operator.or_, "xor": operator.xor, "rshift": operator.rshift, "lshift": operator.lshift,
 }  # fmt: skip
 for _name, _f in _OPERATORS.items():
     setattr(Tensor, f"__{_name}__", _operator(_f))
     setattr(Tensor, f"__r{_name}__", (lambda g: lambda b, a: g(a, b))(_operator(_f)))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
-    setattr(Tensor, f"__{_name}__", _operator(getattr(np.ndarray, f"__{_name}__")))
+    setattr(Tensor, f"__{_name}__", _operator(getattr(operator, _name)))
 Tensor.__hash__ = None  # pyright: ignore
 
 
@@ -149,6 +155,7 @@ class Pointer:
 
 def load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Tensor:
     """Return the values at the addresses. An address outside the allocation raises."""
+    threads.pause_sometimes()
     at = pointer.at
     if mask is None:
         assert (at >= 0).all(), "a load before its tensor"
@@ -162,6 +169,7 @@ def load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Tensor:
 
 def store(pointer: Pointer, value: Any, mask: Any = True) -> None:
     """Store the values at the addresses. An address outside the allocation raises."""
+    threads.pause_sometimes()
     at, ok, x = np.broadcast_arrays(pointer.at, raw(mask), raw(value))
     assert (at[ok] >= 0).all(), "a store before its tensor"
     pointer.memory[at[ok]] = x[ok]
@@ -172,16 +180,15 @@ def atomic(change: Callable[[Any, Any], Any]) -> Callable[..., Tensor]:
 
     def run(pointer: Pointer, value: Any, **_: Any) -> Tensor:
         threads.pause(2e-4)
-        with threads.lock:
-            threads.check()
-            before = pointer.memory[pointer.at].copy()
-            pointer.memory[pointer.at] = change(before, raw(value))
-            threads.progress()
-            return Tensor(before)
+        threads.check()
+        before = pointer.memory[pointer.at].copy()
+        pointer.memory[pointer.at] = change(before, raw(value))
+        threads.progress()
+        return Tensor(before)
 
     return run
 
 
 def scalar(x: Any) -> Tensor:
     """Return a number as kernels get it: int32 or float32."""
-    return Tensor(np.asarray(x, np.int32 if isinstance(x, int) else np.float32))
+    return Tensor(np.int32(x) if isinstance(x, int) else np.float32(x))

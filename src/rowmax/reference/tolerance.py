@@ -120,17 +120,21 @@ def complaint(
         where = x.isnan().nonzero()[0].tolist()
         return f"{int(x.isnan().sum())} of {x.numel()} are NaN, the first at {where}"
     finite = ref.isfinite()
-    if not torch.equal(x.isfinite(), finite) or not torch.equal(x[~finite], ref[~finite]):
+    if not torch.equal(x.isfinite(), finite):
         return "not infinite where the definition is"
-    if not finite.any():
+    if not finite.all():  # an index takes half of the time
+        if not torch.equal(x[~finite], ref[~finite]):
+            return "not infinite where the definition is"
+        x, ref, std = x[finite], ref[finite], std[finite]
+    if not ref.numel():
         return None
-    found = bounds(x[finite], ref[finite], std[finite], dtype, factor, noise)
+    found = bounds(x, ref, std, dtype, factor, noise)
     if not found.error <= found.allowed:
         compared = f"max error {found.error:.3g}, allowed {found.allowed:.3g}"
         return f"{compared} (std has {found.theirs:.3g})"
     if not found.off <= found.limit:
         compared = f"norm of the error {found.off:.3g}, allowed {found.limit:.3g}"
-        return f"{compared}, of the answer {ref[finite].norm().item():.3g}"
+        return f"{compared}, of the answer {ref.norm().item():.3g}"
     return None
 
 
