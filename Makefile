@@ -35,15 +35,17 @@ lint: $(STAMP) ## style, plain words, types, and which module may import which
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
-# Parts, three at a time, the longest first: one test seldom keeps two cores busy. Idle threads
-# sleep: those of torch and numpy spin at the end of an operation, on the core of another part.
-# Triton's interpreter has to be on before anything imports triton: a process of its own. It is slow:
-# float32 here, and a bias that all share; float16 and tiles of every shape without the -k.
-PARTS := unit-folders unit-files unit-emulator unit-cpu unit-interpreter
+# Parts, three at a time: the longest first, and at the end three short ones of 80 to 160 s, so that
+# both cores have work until the end. One test seldom keeps two cores busy. Idle threads sleep: those
+# of torch and numpy spin at the end of an operation, on the core of another part. Triton's
+# interpreter has to be on before anything imports triton: a process of its own. It is slow: float32
+# here, and a bias that all share; float16 and tiles of every shape without the -k.
+PARTS := unit-files unit-folders unit-cpu unit-backward unit-interpreter unit-emulator
 # What a change of a GPU kernel needs besides. They take as long as everything else.
 GATES := gates-targets gates-forward gates-backward
 APART := tests/compile tests/emulator tests/hopper tests/triton
 HOPPER := tests/compile/test_hopper.py tests/compile/test_hopper_backward.py
+BACKWARD := tests/hopper/test_backward.py
 CPU := $(wildcard tests/test_cpu*.py tests/test_amx.py)
 test unit gates: export OMP_WAIT_POLICY := passive
 test unit gates: export OPENBLAS_NUM_THREADS := 1
@@ -72,8 +74,11 @@ gates-forward: $(STAMP)
 gates-backward: $(STAMP)
 	$(BIN)/python -m pytest tests/compile/test_hopper_backward.py $(ARGS)
 
+unit-backward: $(STAMP)
+	$(BIN)/python -m pytest $(BACKWARD) $(ARGS)
+
 unit-emulator: $(STAMP)
-	$(BIN)/python -m pytest tests/emulator tests/hopper $(ARGS)
+	$(BIN)/python -m pytest tests/emulator tests/hopper $(BACKWARD:%=--ignore %) $(ARGS)
 
 unit-interpreter: $(STAMP)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/triton -k "float32 or shared-11qk or another_form" $(ARGS)
