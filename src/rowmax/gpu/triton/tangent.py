@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...call.inputs import Tangents
+from ...call.inputs import Results, Tangents
 from ...call.problem import Problem, Tensors
 from .. import lib, rules, second_order
 from ..kernel_args import prepared_tangents
@@ -225,15 +225,16 @@ TANGENT = JobSpec("tangent", tangent_kernel, "queries", ("out", "tq", "tk", "tv"
 
 def tangent(
     problem: Problem, tensors: Tensors, tangents: Tangents, tiles: Tiles | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (out, lse, tout, tlse); ``tiles`` overrides the tables."""
+) -> Results:
+    """Return the results and their tangents; ``tiles`` overrides the tables."""
     q = tensors.q
     out, tout = (q.new_empty(*problem.out_shape) for _ in range(2))
     lse, tlse = (q.new_empty(*problem.lse_shape, dtype=torch.float32) for _ in range(2))
+    results = Results(out, lse, tout, tlse)
     if lse.numel():
-        made = {"out": out, "lse": lse, "tout": tout, "tlse": tlse, **named(tangents)}
+        made = {**results._asdict(), **named(tangents)}
         launch(TANGENT, problem, tensors, tiles, made)
-    return out, lse, tout, tlse
+    return results
 
 
 def named(tangents: Tangents) -> dict[str, Tensor | None]:
