@@ -178,6 +178,16 @@ def _pointer_to(typing, address, like):
     return types.CPointer(like.dtype)(types.int64, like), emit
 
 
+def _address(typing, pointer):
+    """Return the address that a pointer holds."""
+
+    def emit(context, builder, signature, arguments):
+        return builder.ptrtoint(arguments[0], _I64)
+
+    return types.int64(pointer), emit
+
+
 # Numba passes an intrinsic's first parameter itself: a call has one fewer.
 fetch_add: Any = intrinsic(_fetch_add)
 pointer_to: Any = intrinsic(_pointer_to)
+address: Any = intrinsic(_address)
