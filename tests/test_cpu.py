@@ -312,10 +312,8 @@ _PARTS = """
     from rowmax.cpu.functions import array, choice, inner
     from rowmax.cpu.kernel import kernel
 
-    def add(x, y): ...
-
-    @choice(add)
-    def _add(x, y):
+    @choice
+    def add(x, y):
         return lambda x, y: x + y
 
     @inner

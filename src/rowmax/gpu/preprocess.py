@@ -51,8 +51,7 @@ def row_sums_kernel(ptr, num, cfg):
     far = (tl.abs(lse) >= _FAR) & (tl.abs(lse) < float("inf"))
     total = tl.zeros([BLOCK_Q], tl.float32)
     if tl.max(far.to(tl.int32), 0) > 0:
-        q = lib.queries(ptr.q, num.q, cfg, place)
-        q = lib.load_tile(q, num.q, i0, place.nq, BLOCK_Q, True)
+        q = lib.load_queries(ptr.q, num.q, i0, cfg, place, True)
         k_base = lib.keys(ptr.k, num.k, cfg, place)
         row = tl.minimum(rows, place.nq - 1)[:, None]
         j = tl.arange(0, BLOCK_K)[None, :]
