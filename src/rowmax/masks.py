@@ -123,14 +123,9 @@ class Mask:
         if allowed is not None:
             check_booleans(f"{name}(allowed=)", allowed)
         _want_alignment(type(self), align, lengths)
-        put = object.__setattr__
-        put(self, "left", left)
-        put(self, "right", right)
-        put(self, "prefix", prefix)
-        put(self, "documents", documents)
-        put(self, "lengths", lengths)
-        put(self, "allowed", allowed)
-        put(self, "align", align)
+        values = align, allowed, documents, left, lengths, prefix, right  # as ``__slots__``
+        for field, value in zip(Mask.__slots__, values, strict=True):
+            object.__setattr__(self, field, value)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"{name}: a mask cannot be changed; make another and combine with &")

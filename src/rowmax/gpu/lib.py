@@ -233,7 +233,7 @@ def store_tile(x, matrix, i0, end, value, ROWS: tl.constexpr):
 
 
 @triton.jit
-def load_queries(x, matrix, i0, cfg, place, RAGGED: tl.constexpr):
+def load_queries(x, matrix, i0, cfg, place, RAGGED: tl.constexpr) -> Any:
     """Return ``[BLOCK_Q, BLOCK_D]`` of queries from row i0 on; None of None."""
     if x is None:
         return None
@@ -243,7 +243,7 @@ def load_queries(x, matrix, i0, cfg, place, RAGGED: tl.constexpr):
 
 
 @triton.jit
-def load_keys(x, matrix, j0, cfg, place, RAGGED: tl.constexpr):
+def load_keys(x, matrix, j0, cfg, place, RAGGED: tl.constexpr) -> Any:
     """Return ``[BLOCK_K, BLOCK_D]`` of keys from j0 on, zeros past those in use; None of None."""
     if x is None:
         return None
@@ -619,7 +619,7 @@ def load_row(x, matrix, i):
 
 
 @triton.jit
-def query_row(x, matrix, i, cfg, place):
+def query_row(x, matrix, i, cfg, place) -> Any:
     """Return query i as float32, ``[1, BLOCK_D]``; None of None."""
     if x is None:
         return None
@@ -628,7 +628,7 @@ def query_row(x, matrix, i, cfg, place):
 
 
 @triton.jit
-def key_row(x, matrix, j, cfg, place):
+def key_row(x, matrix, j, cfg, place) -> Any:
     """Return key j as float32, ``[1, BLOCK_D]``; None of None."""
     if x is None:
         return None

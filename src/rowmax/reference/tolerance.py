@@ -76,7 +76,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..call.inputs import HEAD_TERMS, Cotangents, Tangents, parameters_of, part_of
+from ..call.inputs import HEAD_TERMS, Cotangents, Results, Tangents, parameters_of, part_of
 from ..call.problem import Problem, Tensors, each_sequence
 from ..rules import bound, score
 from ..rules.score import ScoreTerms
@@ -254,9 +254,7 @@ def noise(
         for name in ("dk", "dv"):
             found[name] = found[name].unflatten(1, (problem.hk, problem.group)).sum(2)
         if tensors.bias is not None:
-            each = _by_sequence(problem, tensors, dS) if problem.varlen else dS
-            over = [n for n in range(4) if tensors.bias.shape[n] == 1]
-            found["dbias"] = each.sum(over) if over else each
+            found["dbias"] = _of_bias(problem, tensors, dS)
         if tensors.sink is not None:
             row = of_sink * (sigma - lse).exp() * (products[1][..., 0] + dP.sum(-1))
             found["dsink"] = row.sum((0, 2))
@@ -373,12 +371,12 @@ def second_noise(
     problem: Problem,
     tensors: Tensors,
     tangents: Tangents,
-    results: tuple[Tensor, ...],
+    results: Results,
     cotangents: Cotangents,
 ) -> dict[str, Noise]:
     """Return the noise of tout, tlse and each gradient of inputs (dq) and tangents (dtq).
 
-    ``results`` is (out, lse, tout, tlse) of the definition; all have a batch dimension.
+    ``results`` is of the definition; all have a batch dimension.
     """
 
     def size(t: Tensor | None, like: Tensor) -> Tensor:
@@ -435,9 +433,7 @@ def second_noise(
         found[name] = found[name].unflatten(1, (problem.hk, problem.group)).sum(2)
     for prefix, d in (("d", ds), ("dt", dts)):
         if tensors.bias is not None:
-            pairs = _by_sequence(problem, tensors, d) if problem.varlen else d
-            over = [n for n in range(4) if tensors.bias.shape[n] == 1]
-            found[f"{prefix}bias"] = pairs.sum(over) if over else pairs
+            found[f"{prefix}bias"] = _of_bias(problem, tensors, d)
         for name, by in each.items():
             found[f"{prefix}{name}"] = (d * by).sum((0, 2, 3))
     if tensors.sink is not None:
@@ -538,6 +534,14 @@ def _distances(problem: Problem, tensors: Tensors) -> Tensor:
     i, j = dense._positions(problem, tensors)
     shift = 0 if problem.positions is None else problem.positions.shift
     return (i + shift - j).abs().double()
+
+
+def _of_bias(problem: Problem, tensors: Tensors, dS: Tensor) -> Tensor:
+    """Return the sums of dS over the axes that the bias broadcasts."""
+    assert tensors.bias is not None
+    each = _by_sequence(problem, tensors, dS) if problem.varlen else dS
+    over = [n for n in range(4) if tensors.bias.shape[n] == 1]
+    return each.sum(over) if over else each
 
 
 def _by_sequence(problem: Problem, tensors: Tensors, dS: Tensor) -> Tensor:
