@@ -235,7 +235,7 @@ def add_rows(b, kind, to, weights, rows, row_bytes, n, d):
 @_of_kinds(8)
 def write_sums(b, kind, to, row_bytes, n, weights, weight_bytes, others, m, d):
     """Write n rows: number j is ``sum_r weights[r, j] others[r]`` of m float32 rows of d."""
-    size = 4 if kind == "float32" else 2
+    size = _size(kind)
 
     def columns(c, count):
         inside = b.mul(c, const(4))
@@ -265,22 +265,19 @@ def write_sums(b, kind, to, row_bytes, n, weights, weight_bytes, others, m, d):
 @_of_kinds(3)
 def widen(b, kind, to, row, d):
     """Write a row as float32."""
-    size = 4 if kind == "float32" else 2
-
-    def step(c, _):
-        _store(b, _load(b, b.add(row, b.mul(c, const(size))), kind), b.add(to, b.mul(c, const(4))))
-        return []
-
-    loop(b, d, LANES, [], step)
+    _converted(b, to, "float32", row, kind, d)
 
 
 @_of_kinds(3)
 def narrow(b, kind, to, row, d):
     """Write a float32 row in the dtype of a kind."""
-    size = 4 if kind == "float32" else 2
+    _converted(b, to, kind, row, "float32", d)
 
+
+def _converted(b: ir.IRBuilder, to: Value, to_kind: str, row: Value, kind: str, d: Value) -> None:
     def step(c, _):
-        _store(b, _load(b, b.add(row, b.mul(c, const(4)))), b.add(to, b.mul(c, const(size))), kind)
+        x = _load(b, b.add(row, b.mul(c, const(_size(kind)))), kind)
+        _store(b, x, b.add(to, b.mul(c, const(_size(to_kind)))), to_kind)
         return []
 
     loop(b, d, LANES, [], step)

@@ -75,19 +75,13 @@ def attention(
         NotImplementedError: second derivatives and forward mode, of more than one rank.
     """
     group = group_of(mesh)
-    local: dict[str, Any] = dict(options)
-    if torch.compiler.is_compiling():  # an error while compiling is the same on every rank
-        place, tensors, rest = normalized_rows(
-            (q, k, v), group, (layout, k_layout), (strategy, reduce_replicated, return_lse), local
-        )
-    else:
-        try:
-            place, tensors, rest = normalized_rows(
-                *((q, k, v), group, (layout, k_layout)),
-                *((strategy, reduce_replicated, return_lse), local),
-            )
-        except (TypeError, ValueError) as error:
-            refuse_together(group, error)
+    flags, local = (strategy, reduce_replicated, return_lse), dict[str, Any](options)
+    try:
+        place, tensors, rest = normalized_rows((q, k, v), group, (layout, k_layout), flags, local)
+    except (TypeError, ValueError) as error:
+        if torch.compiler.is_compiling():  # it is the same on every rank
+            raise
+        refuse_together(group, error)
     if group.size == 1:
         # not ``rowmax.attention``: a context may compute that
         out, lse = attend_here(*normalized(arguments(q, k, v, **options)))
@@ -158,16 +152,9 @@ def _whole(given: Arguments, queries: Layout, keys: Layout) -> tuple[Tensors, Op
     part = Arguments(given.q, k, v, Mask(allowed=allowed), given.bias)
     check(part, Shape(q.shape[0], q.shape[2], given.q.shape[1], keys.n))
     tensors, options, _ = normalized(given._replace(q=q, k=k, v=v, mask=mask, bias=None))
-    return (
-        tensors._replace(
-            q=given.q,
-            k=given.k,
-            v=given.v,
-            bias=_four_axes(given.bias),
-            allowed=_four_axes(allowed),
-        ),
-        options,
-    )
+    own = {"q": given.q, "k": given.k, "v": given.v}
+    own |= {"bias": _four_axes(given.bias), "allowed": _four_axes(allowed)}
+    return tensors._replace(**own), options
 
 
 def _four_axes(t: Tensor | None) -> Tensor | None:

@@ -71,7 +71,7 @@ and std is not, ``limit`` times max |ref| and times its norm replaces std's erro
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -104,15 +104,29 @@ class Noise(NamedTuple):
 NO_NOISE = Noise(0.0, 0.0)
 
 
-def complaint(
+def complaint(x: Tensor, *given: Any, **rule: Any) -> str | None:
+    """Return a sentence on how x breaks the rule, or None; arguments are those of ``compared``."""
+    found = compared(x, *given, **rule)
+    if not isinstance(found, Bounds):
+        return found
+    if not found.error <= found.allowed:
+        text = f"max error {found.error:.3g}, allowed {found.allowed:.3g}"
+        return f"{text} (std has {found.theirs:.3g})"
+    if not found.off <= found.limit:
+        text = f"norm of the error {found.off:.3g}, allowed {found.limit:.3g}"
+        return f"{text}, of the answer {found.size:.3g}"
+    return None
+
+
+def compared(
     x: Tensor,
     ref: Tensor,
     std: Tensor,
     dtype: torch.dtype,
     factor: float = OUTPUT,
     noise: Noise = NO_NOISE,
-) -> str | None:
-    """Return a sentence on how x breaks the rule, or None."""
+) -> Bounds | str | None:
+    """Return the errors of x and what is allowed, or how x is wrong; None if all are infinite."""
     if x.shape != ref.shape:
         return f"shape {list(x.shape)}, want {list(ref.shape)}"
     x, ref, std = within_range(x.detach(), ref, std, dtype)
@@ -124,14 +138,7 @@ def complaint(
         return "not infinite where the definition is"
     if not finite.any():
         return None
-    found = bounds(x[finite], ref[finite], std[finite], dtype, factor, noise)
-    if not found.error <= found.allowed:
-        compared = f"max error {found.error:.3g}, allowed {found.allowed:.3g}"
-        return f"{compared} (std has {found.theirs:.3g})"
-    if not found.off <= found.limit:
-        compared = f"norm of the error {found.off:.3g}, allowed {found.limit:.3g}"
-        return f"{compared}, of the answer {ref[finite].norm().item():.3g}"
-    return None
+    return bounds(x[finite], ref[finite], std[finite], dtype, factor, noise)
 
 
 def within_range(
@@ -157,6 +164,7 @@ class Bounds(NamedTuple):
     theirs: float  # the largest error of std
     off: float  # the norm of all errors
     limit: float
+    size: float  # the norm of ref
 
     @property
     def share(self) -> float:
@@ -182,29 +190,15 @@ def bounds(
     limit = max(LIMITS[dtype] * size, factor * their_norm)
     if size <= noise.norm:
         limit = max(limit, noise.norm)
-    return Bounds(error, allowed, theirs, off, limit + noise.cut)
+    return Bounds(error, allowed, theirs, off, limit + noise.cut, size)
 
 
-def share(
-    x: Tensor,
-    ref: Tensor,
-    std: Tensor,
-    dtype: torch.dtype,
-    factor: float = OUTPUT,
-    noise: Noise = NO_NOISE,
-) -> float:
+def share(x: Tensor, *given: Any, **rule: Any) -> float:
     """Return the error of x as a share of what the rule allows, inf if x is wrong otherwise."""
-    if x.shape != ref.shape:
+    found = compared(x, *given, **rule)
+    if isinstance(found, str):
         return math.inf
-    x, ref, std = within_range(x.detach(), ref, std, dtype)
-    finite = ref.isfinite()
-    if not torch.equal(x[~finite], ref[~finite]):
-        return math.inf
-    if not x[finite].isfinite().all():
-        return math.inf
-    if not finite.any():
-        return 0.0
-    return bounds(x[finite], ref[finite], std[finite], dtype, factor, noise).share
+    return 0.0 if found is None else found.share
 
 
 def relative_error(x: Tensor, ref: Tensor) -> float:
