@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from torch import Tensor
 
 from .inputs import (
+    HEAD_TERMS,
     Cotangents,
     Gradients,
     Options,
@@ -126,6 +127,14 @@ def beyond(limits: Iterable[Limit], problem: Problem) -> str | None:
         if not limit.keeps(problem):
             return limit.sentence.format(problem)
     return None
+
+
+def supports_all_but_bent_tangents(problem: Problem, call: str) -> str | None:
+    """Return None for every call, except tangents of terms that bend scores."""
+    bending = [name for name in problem.heads if not HEAD_TERMS[name].added]
+    if call not in SECOND_ORDER or not bending:
+        return None
+    return f"it has no tangent of {', '.join(bending)}"
 
 
 class Job(NamedTuple):
