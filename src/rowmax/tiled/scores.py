@@ -131,7 +131,7 @@ def _distances(strip: Strip, cols: slice, like: Tensor) -> Tensor:
 
 
 class Hidden(NamedTuple):
-    """Where a pair of a tile may not attend; both None if every pair may."""
+    """The pairs of a tile that may not attend; both None if every pair may."""
 
     unseen: Tensor | None  # broadcasts against a tile unfolded
     apart: Tensor | None  # the same as a tile, where pairs must be excluded by index; else None

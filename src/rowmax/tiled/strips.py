@@ -117,7 +117,7 @@ class Part(NamedTuple):
 
     problem: Problem
     tensors: Tensors
-    sequence: tuple[int, slice, slice] | None  # of a packed call: (number, queries, keys)
+    sequence: tuple[int, slice, slice] | None  # (number, queries, keys) in a packed call
 
     def each(self, each: Each) -> Each:
         """Return the views of the gradients or tangents that are of this part."""

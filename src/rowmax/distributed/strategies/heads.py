@@ -40,7 +40,7 @@ class Inside(NamedTuple):
     """The way to compute the call of own heads, with the rows of all ranks of an exchange."""
 
     forward: Callable[[Tensors, Options], tuple[Tensor, Tensor]]
-    #: of the tensors and options, (out, lse, dout, dlse) and the wanted gradients
+    #: takes the tensors and options, (out, lse, dout, dlse) and the wanted gradients
     backward: Callable[[Tensors, Options, Sequence[Tensor], Wanted], Gradients]
 
 

@@ -37,7 +37,7 @@ class Sums(NamedTuple):
     dv: Any  # [BLOCK_K, BLOCK_DV], as dtv
     dtv: Any
     cols: Any  # [BLOCK_K], of dS of one head
-    tcols: Any  # of dS'
+    tcols: Any  # those of dS'
 
 
 @triton.jit
