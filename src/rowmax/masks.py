@@ -445,7 +445,7 @@ class Prefix(Mask):
         super().__init__(right=0, prefix=lengths)
 
 
-def as_mask(mask: Mask | Tensor | None, name: str = "mask") -> Mask:
+def as_mask(mask: Mask | Tensor | None) -> Mask:
     """Return the record of a mask, of a boolean tensor, or of None."""
     if mask is None:
         return Mask()
@@ -454,9 +454,9 @@ def as_mask(mask: Mask | Tensor | None, name: str = "mask") -> Mask:
     if not isinstance(mask, Tensor):
         got = f"the class {mask.__name__}" if isinstance(mask, type) else type(mask).__name__
         raise TypeError(
-            f"{name}: got {got}; want a rowmax mask or a boolean tensor{_mask_hint(mask)}"
+            f"mask: got {got}; want a rowmax mask or a boolean tensor{_mask_hint(mask)}"
         )
-    check_booleans(name, mask)
+    check_booleans("mask", mask)
     return Mask(allowed=mask)
 
 
