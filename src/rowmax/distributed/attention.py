@@ -75,7 +75,8 @@ def attention(
         NotImplementedError: second derivatives and forward mode, of more than one rank.
     """
     group = group_of(mesh)
-    flags, local = (strategy, reduce_replicated, return_lse), dict[str, Any](options)
+    flags = strategy, reduce_replicated, return_lse
+    local: dict[str, Any] = dict(options)
     try:
         place, tensors, rest = normalized_rows((q, k, v), group, (layout, k_layout), flags, local)
     except (TypeError, ValueError) as error:
