@@ -182,7 +182,7 @@ _PAIRS = """
 
         return multiply_add
 
-    original, vector._multiply_add = vector._multiply_add, as_two_products
+    original, vector.multiply_add = vector.multiply_add, as_two_products
     rowmax.cpu.call.PAIRS = True
     torch.manual_seed(0)
     shapes = (130, 4), (300, 2), (300, 2)
@@ -312,10 +312,8 @@ _PARTS = """
     from rowmax.cpu.functions import array, choice, inner
     from rowmax.cpu.kernel import kernel
 
-    def add(x, y): ...
-
-    @choice(add)
-    def _add(x, y):
+    @choice
+    def add(x, y):
         return lambda x, y: x + y
 
     @inner

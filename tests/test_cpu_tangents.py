@@ -105,7 +105,7 @@ def _jobs(call: Any, backend: str, absent: tuple[str, ...] = ()) -> list[Any]:
     tangents = Tangents(**{n: None if n in absent else t for n, t in along.items()})
     results = chosen.tangent(problem, tensors, tangents)
     cotangents = Cotangents(*(torch.randn_like(t) for t in results))
-    given = (tensors, tangents, *results, cotangents, WantedSecond(wanted, wanted))
+    given = (tensors, tangents, results, cotangents, WantedSecond(wanted, wanted))
     return [*results, *(g for half in chosen.tangent_backward(problem, *given) for g in half)]
 
 
@@ -214,7 +214,7 @@ def test_bad_numbers_do_not_cross_the_mask(bad: float) -> None:
         cotangents = Cotangents(*(torch.randn_like(t) for t in found))
         wanted = Wanted(True, True, True, False, False)
         both = cpu.tangent_backward(
-            problem, given, tangents, *found, cotangents, WantedSecond(wanted, wanted)
+            problem, given, tangents, found, cotangents, WantedSecond(wanted, wanted)
         )
         return [*found, *(t for half in both for t in half if t is not None)]
 

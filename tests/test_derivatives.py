@@ -113,7 +113,8 @@ def test_results_are_as_promised(case: Case, dtype: torch.dtype, backend: str) -
     chosen: Any = dispatch.choose(problem, "tangent", backend).first
     given = {n: None if t is None else torch.randn_like(t) for n, t in _first(tensors).items()}
     tangents = Tangents(**given)
-    out, lse, tout, tlse = chosen.tangent(problem, tensors, tangents)
+    results = chosen.tangent(problem, tensors, tangents)
+    out, lse, tout, tlse = results
     for t in (out, tout):
         assert (t.shape, t.dtype) == (problem.out_shape, problem.dtype)
     for t in (lse, tlse):
@@ -122,7 +123,7 @@ def test_results_are_as_promised(case: Case, dtype: torch.dtype, backend: str) -
     wanted = Wanted(*(t is not None for t in tangents))
     dtout = torch.randn(1, dtype=dtype).expand(out.shape)  # as the gradient of a sum comes
     found = chosen.tangent_backward(
-        problem, tensors, Tangents(v=tangents.v), out, lse, tout, tlse,
+        problem, tensors, Tangents(v=tangents.v), results,
         Cotangents(tout=dtout), WantedSecond(wanted, wanted),
     )  # fmt: skip
     for gradients in found:
@@ -153,7 +154,7 @@ def test_jobs_agree_with_those_of_the_reference(case: Case) -> None:
             torch.manual_seed(1)
             cotangents = Cotangents(*(torch.randn_like(t) for t in results))
             halves = chosen.tangent_backward(
-                problem, tensors, tangents, *results, cotangents, WantedSecond(wanted, wanted)
+                problem, tensors, tangents, results, cotangents, WantedSecond(wanted, wanted)
             )
             found.append((results, *halves))
         torch.testing.assert_close(*found, rtol=1e-8, atol=1e-8)

@@ -67,13 +67,13 @@ def test_strips_visit_every_allowed_pair_once(case: Case, sizes: Sizes):
     visits = torch.zeros(seen.shape, dtype=torch.int32)
     with sized(sizes):
         for strip in strips(problem, tensors):
-            pairs = strip.size(problem.group)
+            pairs = strip.size
             for cols, full in strip.tiles:
                 assert cols.start < cols.stop
                 many = pairs[0] * pairs[1] > 1  # one pair may be more than a tile alone
                 numbers = torch.Size(pairs).numel() * (cols.stop - cols.start)
                 assert numbers <= max(sizes.tile, sizes.rows * sizes.cols) or not many
-                at = (strip.batch, strip.q_heads(problem.group), strip.rows, cols)
+                at = (strip.batch, strip.q_heads, strip.rows, cols)
                 visits[at] += 1
                 assert not full or seen[at].all()
     assert (visits[seen] == 1).all()

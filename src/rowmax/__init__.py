@@ -21,23 +21,7 @@ from .warmup import Warmup, warmup
 __version__ = "0.1.0"
 
 __all__ = [
-    "Causal",
-    "Dilated",
-    "Documents",
-    "Explanation",
-    "KeyPadding",
-    "LeftPadding",
-    "Mask",
-    "Prefix",
-    "PrefixLengths",
-    "Warmup",
-    "Window",
-    "attention",
-    "attention_varlen",
-    "explain",
-    "from_block_mask",
-    "logsumexp",
-    "merge",
-    "softmax",
-    "warmup",
-]
+    "Causal", "Dilated", "Documents", "Explanation", "KeyPadding", "LeftPadding", "Mask", "Prefix",
+    "PrefixLengths", "Warmup", "Window", "attention", "attention_varlen", "explain",
+    "from_block_mask", "logsumexp", "merge", "softmax", "warmup",
+]  # fmt: skip

@@ -266,28 +266,17 @@ def attention_varlen(
     if more or unexpected:
         refuse_unexpected("attention_varlen", more, unexpected)
     check_flag("return_lse", return_lse)
+    cu_seqlens, max_seqlens = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    given: CallOptions = {
+        "causal": causal, "mask": mask, "bias": bias, "alibi": alibi, "scale": scale,
+        "softcap": softcap, "sink": sink, "dropout_p": dropout_p, "seed": seed,
+        "deterministic": deterministic, "backend": backend,
+    }  # fmt: skip
     if around.used and (context := around.current()) is not None:
         return context.attention_varlen(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlens=(max_seqlen_q, max_seqlen_k),
-            causal=causal, mask=mask, bias=bias, alibi=alibi, scale=scale, softcap=softcap,
-            sink=sink, dropout_p=dropout_p, seed=seed, return_lse=return_lse,
-            deterministic=deterministic, backend=backend,
-        )  # fmt: skip
-    given = arguments(
-        *(q, k, v, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)),
-        causal=causal,
-        mask=mask,
-        bias=bias,
-        alibi=alibi,
-        scale=scale,
-        softcap=softcap,
-        sink=sink,
-        dropout_p=dropout_p,
-        seed=seed,
-        deterministic=deterministic,
-        backend=backend,
-    )
-    tensors, options, prepared = normalized(given)
+            q, k, v, *cu_seqlens, max_seqlens=max_seqlens, return_lse=return_lse, **given
+        )
+    tensors, options, prepared = normalized(arguments(q, k, v, cu_seqlens, max_seqlens, **given))
     out, lse = attend(tensors, options, prepared)
     return (out[0], lse[0]) if return_lse else out[0]
 

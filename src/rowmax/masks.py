@@ -123,14 +123,9 @@ class Mask:
         if allowed is not None:
             check_booleans(f"{name}(allowed=)", allowed)
         _want_alignment(type(self), align, lengths)
-        put = object.__setattr__
-        put(self, "left", left)
-        put(self, "right", right)
-        put(self, "prefix", prefix)
-        put(self, "documents", documents)
-        put(self, "lengths", lengths)
-        put(self, "allowed", allowed)
-        put(self, "align", align)
+        values = align, allowed, documents, left, lengths, prefix, right  # as ``__slots__``
+        for field, value in zip(Mask.__slots__, values, strict=True):
+            object.__setattr__(self, field, value)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"{name}: a mask cannot be changed; make another and combine with &")
@@ -450,7 +445,7 @@ class Prefix(Mask):
         super().__init__(right=0, prefix=lengths)
 
 
-def as_mask(mask: Mask | Tensor | None, name: str = "mask") -> Mask:
+def as_mask(mask: Mask | Tensor | None) -> Mask:
     """Return the record of a mask, of a boolean tensor, or of None."""
     if mask is None:
         return Mask()
@@ -459,9 +454,9 @@ def as_mask(mask: Mask | Tensor | None, name: str = "mask") -> Mask:
     if not isinstance(mask, Tensor):
         got = f"the class {mask.__name__}" if isinstance(mask, type) else type(mask).__name__
         raise TypeError(
-            f"{name}: got {got}; want a rowmax mask or a boolean tensor{_mask_hint(mask)}"
+            f"mask: got {got}; want a rowmax mask or a boolean tensor{_mask_hint(mask)}"
         )
-    check_booleans(name, mask)
+    check_booleans("mask", mask)
     return Mask(allowed=mask)
 
 

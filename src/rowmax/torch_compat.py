@@ -43,14 +43,9 @@ except ImportError:  # then torch, and not rowmax, computes torch's modules in c
     FunctionalTensor = FakeTensor
 
 __all__ = [
-    "PLAIN",
-    "DispatchKeySet",
-    "DispatchMode",
-    "SingleLevelFunction",
-    "active_dispatch_modes",
-    "forward_mode_enabled",
-    "single_level_autograd",
-]
+    "PLAIN", "DispatchKeySet", "DispatchMode", "SingleLevelFunction", "active_dispatch_modes",
+    "forward_mode_enabled", "single_level_autograd",
+]  # fmt: skip
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 #: the types of tensors that hold only numbers

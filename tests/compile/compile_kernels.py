@@ -178,7 +178,7 @@ def made(case: Case, dtype: torch.dtype, name: str, what: str = "features") -> l
     if what == "tangents":
         along = Tangents(*(getattr(tensors, name) for name in Tangents._fields))
         results = tangent.tangent(problem, tensors, along)
-        given = problem, tensors, along, *results, Cotangents(*results)
+        given = problem, tensors, along, results, Cotangents(*results)
         tangent_backward.tangent_backward(*given, WantedSecond(wanted, wanted))
         return found
     dout = torch.zeros(problem.out_shape, dtype=dtype)

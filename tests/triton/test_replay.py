@@ -202,7 +202,7 @@ def test_second_order_is_repeated(kind: str, monkeypatch: pytest.MonkeyPatch) ->
 
         @staticmethod
         def tangent_backward(*given: Any) -> tuple[Gradients, Gradients]:
-            _, tensors, tangents, out, _, _, tlse, cotangents, _ = given
+            _, tensors, tangents, (out, _, _, tlse), cotangents, _ = given
             runs.append(kind)
             dq, dtv = (x.new_empty(x.shape) for x in (tensors.q, tangents.v))
             launch((dq, dtv, tensors.q, tangents.k, out, tlse, cotangents.tout))

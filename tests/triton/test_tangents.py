@@ -166,7 +166,7 @@ def test_some_of_the_derivatives_float32(along: str, cotangent: str, of: str) ->
     for x, y in zip(got, want, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
     for wanted in (WantedSecond(flags, none), WantedSecond(none, flags)):
-        given = problem, tensors, tangents, *want, alone, wanted
+        given = problem, tensors, tangents, want, alone, wanted
         with poisoned():
             got = tangent_backward.tangent_backward(*given)
         for mine, theirs in zip(got, tiled.tangent_backward(*given), strict=True):
@@ -188,7 +188,7 @@ def test_unseen_nan_does_not_matter_float32(bad: float) -> None:
         given = problem, tensors._replace(**inputs), tangents
         found = tangent.tangent(*given)
         gradients = tangent_backward.tangent_backward(
-            *given, *found, cotangents, WantedSecond(every, every)
+            *given, found, cotangents, WantedSecond(every, every)
         )
         return found[2], found[3].transpose(1, 2), gradients[0].q, gradients[1].q
 

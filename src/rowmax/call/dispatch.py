@@ -15,7 +15,17 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
-from .inputs import Cotangents, Gradients, Options, Tangents, Tensors, Wanted, WantedSecond
+from .inputs import (
+    HEAD_TERMS,
+    Cotangents,
+    Gradients,
+    Options,
+    Results,
+    Tangents,
+    Tensors,
+    Wanted,
+    WantedSecond,
+)
 from .problem import Problem, problem_of
 
 Call = Literal["forward", "backward", "tangent", "tangent_backward"]
@@ -87,10 +97,8 @@ class Backend(Protocol):
 class SecondOrder(Protocol):
     """The functions of a backend that also computes tangents. ``lacks`` is not read of them."""
 
-    def tangent(
-        self, problem: Problem, tensors: Tensors, tangents: Tangents
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return (out, lse, tout, tlse), in one pass: the results and their tangents."""
+    def tangent(self, problem: Problem, tensors: Tensors, tangents: Tangents) -> Results:
+        """Return the results and their tangents, in one pass."""
         ...
 
     def tangent_backward(
@@ -98,17 +106,11 @@ class SecondOrder(Protocol):
         problem: Problem,
         tensors: Tensors,
         tangents: Tangents,
-        out: Tensor,
-        lse: Tensor,
-        tout: Tensor,
-        tlse: Tensor,
+        results: Results,
         cotangents: Cotangents,
         wanted: WantedSecond,
     ) -> tuple[Gradients, Gradients]:
-        """Return the wanted gradients of the inputs and of the tangents, as a backward does.
-
-        ``cotangents`` are those of (out, lse, tout, tlse).
-        """
+        """Return the wanted gradients of the inputs and of the tangents, as a backward does."""
         ...
 
 
@@ -125,6 +127,14 @@ def beyond(limits: Iterable[Limit], problem: Problem) -> str | None:
         if not limit.keeps(problem):
             return limit.sentence.format(problem)
     return None
+
+
+def supports_all_but_bent_tangents(problem: Problem, call: str) -> str | None:
+    """Return None for every call, except tangents of terms that bend scores."""
+    bending = [name for name in problem.heads if not HEAD_TERMS[name].added]
+    if call not in SECOND_ORDER or not bending:
+        return None
+    return f"it has no tangent of {', '.join(bending)}"
 
 
 class Job(NamedTuple):
@@ -271,9 +281,8 @@ class Prepared:
             inputs, along, rows, cots = (
                 given[stop - len(part) : stop] for part, stop in zip(parts, stops, strict=True)
             )
-            found = backend.tangent_backward(
-                self.problem, Tensors(*inputs), Tangents(*along), *rows, Cotangents(*cots), wanted
-            )
+            records = Tensors(*inputs), Tangents(*along), Results(*rows), Cotangents(*cots)
+            found = backend.tangent_backward(self.problem, *records, wanted)
             return (*found[0], *found[1])
 
         key = ("tangent_backward", wanted)

@@ -143,6 +143,15 @@ class Tangents(NamedTuple):
     heads: Tensor | None = None
 
 
+class Results(NamedTuple):
+    """The results of a forward, and their tangents."""
+
+    out: Tensor
+    lse: Tensor
+    tout: Tensor
+    tlse: Tensor
+
+
 class Cotangents(NamedTuple):
     """The gradients of the results of a tangent. None is zero."""
 

@@ -138,14 +138,7 @@ class Problem(NamedTuple):
 
 def problem_of(tensors: Tensors, options: Options) -> Problem:
     """Return the problem of a normalized call."""
-    q, k, v, bias, allowed, cu = (
-        tensors.q,
-        tensors.k,
-        tensors.v,
-        tensors.bias,
-        tensors.allowed,
-        tensors.cu_seqlens_q,
-    )
+    q, k, v, bias, _, _, allowed, _, _, _, cu, *_ = tensors
     b, total_q, hq, d = q.shape
     total_k, _, dv = v.shape[1:]
     varlen = cu is not None

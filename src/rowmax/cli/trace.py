@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import webbrowser
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
 
@@ -47,18 +47,9 @@ class TraceSpec:
         Raises:
             ValueError: an option cannot be used; the message names it.
         """
-        return Setting(
-            queries=self.queries,
-            keys=self.keys,
-            head_dim=self.head_dim,
-            block_q=self.block_q,
-            block_k=self.block_k,
-            window=None if self.window is None else window_limits(self.window),
-            documents=self.documents,
-            prefix=self.prefix,
-            softcap=self.softcap,
-            seed=self.seed,
-        )
+        names = {field.name for field in fields(Setting)} - {"window"}
+        given = {name: getattr(self, name) for name in names}
+        return Setting(**given, window=None if self.window is None else window_limits(self.window))
 
 
 def run_trace(spec: TraceSpec, console: Console) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..call.inputs import HEAD_TERMS
+from ..call.dispatch import supports_all_but_bent_tangents as supports
 from ..call.problem import Gradients, Problem, Tensors, Wanted
 from . import few_calls
 from .backward import backward as backward_by_tiles
@@ -14,14 +14,6 @@ from .tangent import tangent
 from .tangent_backward import tangent_backward
 
 __all__ = ["backward", "forward", "record", "supports", "tangent", "tangent_backward"]
-
-
-def supports(problem: Problem, call: str) -> str | None:
-    """Return None: the backend computes every call except tangents of terms that bend scores."""
-    if call in ("forward", "backward"):
-        return None
-    bending = [name for name in problem.heads if not HEAD_TERMS[name].added]
-    return f"it has no tangent of {', '.join(bending)}" if bending else None
 
 
 def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:

@@ -26,6 +26,7 @@ from .gradient_rows import (
     Buffers,
     add_far_rows,
     any_far,
+    buffers_of,
     finish_far_rows,
     row_gradients,
     rows_of,
@@ -221,10 +222,8 @@ def backward_worker(calls, sequences, states, starts, order, like, operand_like,
     longest = (call.longest_k + TILE_K - 1) // TILE_K * TILE_K
     heads_owner, memory = head_memory(call, longest, like)
     tiles_owner, tile_mem = tile_memory(call, like, operand_like)
-    y = np.empty(TILE_K if call.bent else 0, like.dtype)
-    x = np.empty(TILE_K if call.dheads.address else 0, like.dtype)
-    kept = np.empty(TILE_K + 64 if call.threshold else 0, np.uint8)
-    buffers = Buffers(unowned(y), unowned(x), unowned(kept))
+    owned = buffers_of(call, like)
+    buffers = Buffers(unowned(owned.y), unowned(owned.x), unowned(owned.kept))
     finite = np.empty(longest // TILE_K, np.bool_)
     begin_tiles(operand_like)
     while True:
@@ -258,7 +257,8 @@ def backward_worker(calls, sequences, states, starts, order, like, operand_like,
             write_parts(call.dk, memory.dk, call.d, call, seq, (p, s, hk), like, operand_like)
             write_parts(call.dv, memory.dv, call.value_d, call, seq, (p, s, hk), like, operand_like)
     end_tiles(operand_like)
-    in_use = heads_owner.size + tiles_owner.size + y.size + x.size + kept.size
+    in_use = heads_owner.size + tiles_owner.size
+    in_use += owned.y.size + owned.x.size + owned.kept.size
     return in_use + like_owner.size + operand_owner.size
 
 
@@ -275,19 +275,13 @@ def head_memory(call, longest, like):
     return owner, HeadMemory(k_panels, v_panels, dk, dv, dv + size * value_d)
 
 
+@choice
 def tile_memory(call, like, operand_like) -> Any:
     """Return (the array that owns it, the memory of a tile)."""
+    return strip_memory if operand_like.dtype == types.uint16 else plain_memory
 
 
-@choice(tile_memory)
-def _tile_memory(call, like, operand_like):
-    if operand_like.dtype == types.uint16:
-        return lambda call, like, operand_like: strip_memory(call, like)
-    return lambda call, like, operand_like: plain_memory(call, like)
-
-
-@inner
-def plain_memory(call, like):
+def plain_memory(call, like, operand_like):
     """Return (the array that owns it, the memory of a tile), except for tile instructions."""
     d, value_d = call.d_padded, call.value_d_padded
     numbers = call.d_operand + call.value_d_operand + 3 * TILE_K + 2 * d + value_d
@@ -335,12 +329,9 @@ def write_parts(to, rows, d, call, seq, at, like, operand_like):
         write_rows(address, to.n, rows, seq.keys, d, padded, like, like)
 
 
+@choice
 def finish_sums(call, seq, head, tile, like, operand_like) -> Any:
     """Turn dK and dV into rows where they are gathered transposed."""
-
-
-@choice(finish_sums)
-def _finish_sums(call, seq, head, tile, like, operand_like):
     if operand_like.dtype != types.uint16:
         return lambda call, seq, head, tile, like, operand_like: None
 
@@ -351,21 +342,12 @@ def _finish_sums(call, seq, head, tile, like, operand_like):
     return finish
 
 
+@choice
 def backward_tile(
     call, seq, state, finite, place, p, head, tile, buffers, like, operand_like
 ) -> Any:
     """Compute a tile of queries over its keys: add to dK and dV, write dQ."""
-
-
-@choice(backward_tile)
-def _backward_tile(call, seq, state, finite, place, p, head, tile, buffers, like, operand_like):
-    if operand_like.dtype != types.uint16:
-        return _plain_tile
-
-    def strips(call, seq, state, finite, place, p, head, tile, buffers, like, operand_like):
-        backward_strips(call, seq, state, place, p, head, tile, buffers, like, operand_like)
-
-    return strips
+    return backward_strips if operand_like.dtype == types.uint16 else _plain_tile
 
 
 def _plain_tile(call, seq, state, finite, place, p, head, tile, buffers, like, operand_like):
@@ -425,19 +407,8 @@ def add_products(call, seq, place, part, whole, q, dout, head, tile, like, opera
     if paired(operand_like):
         pairs = head.k_rows + size * HALF_K * d * part.tile
         half, depth_k = min(n, HALF_Q), tile_depth(operand_like, keys, HALF_K)
-        from_columns(
-            operand_like,
-            width,
-            value_d,
-            half,
-            dv,
-            value_d,
-            tile.s,
-            TILE_K,
-            tile.dout_rows,
-            value_d,
-            1,
-        )
+        dv_at, dout_at = (dv, value_d), (tile.dout_rows, value_d, 1)
+        from_columns(operand_like, width, value_d, half, *dv_at, tile.s, TILE_K, *dout_at)
         from_columns(operand_like, width, d, half, dk, d, tile.dp, TILE_K, tile.q_rows, d, 1)
         from_rows(operand_like, n, d, depth_k, tile.dq, d, tile.ds, pairs, d, 1)
     elif whole:

@@ -8,22 +8,23 @@ A result that is not finite is computed again by tiles: there a masked NaN or in
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numba import types
 
 from ..rules.softmax import LOG2E
 from .call import CALL, SEQUENCE
 from .few_vector import add_rows, dots, narrow, widen, write_sums
 from .forward import finish_rows, softmax_step
-from .functions import SUMS, array, inner
-from .gradient_rows import Buffers, Rows, product_of_rows, row_gradients
+from .functions import SUMS, array, choice, inner
+from .gradient_rows import Rows, buffers_of, product_of_rows, row_gradients
 from .kernel import kernel
 from .operands import aligned, rows_are_finite
 from .rows import keep_row, query_scale, score_row
 from .rules import without_weights
 from .tiles import Place, columns, key_range, numbers_at, row_at, skipped, tile_range, tile_row
-from .vector import TILE_K, fetch_add
+from .vector import TILE_K, address, fetch_add
 
 #: words of 8 bytes before the record of a call: what its threads share
 HEADER = 16
@@ -40,11 +41,22 @@ class Scratch(NamedTuple):
     l: int  # [group n]
 
 
+@choice
+def kind_of(pointer) -> Any:
+    """Return an empty array of the dtype that a pointer has: that of the rows of a call."""
+    kind = {types.uint16: np.uint16, types.int16: np.int16}.get(pointer.dtype, np.float32)
+    return lambda pointer: np.empty(0, kind)
+
+
 @inner
-def states_of(header, small):
-    """Return the states of tiles whose address and shape a header holds."""
+def opened(data):
+    """Return (header, the record in an array, sequences, states of tiles) of a header's address."""
+    header = array(data, HEADER, np.int64)
+    calls = array(data + 8 * HEADER, 1, CALL)
+    sequences = array(header[SEQUENCES], header[COUNT], SEQUENCE)
     a, b, c, d = header[SHAPE], header[SHAPE + 1], header[SHAPE + 2], header[SHAPE + 3]
-    return array(header[STATES], a * b * c * d, small).reshape((a, b, c, d))
+    states = array(header[STATES], a * b * c * d, np.uint8).reshape((a, b, c, d))
+    return header, calls, sequences, states
 
 
 @inner(fastmath=SUMS)
@@ -71,14 +83,12 @@ def head_rows(kind, tensor, s, key, h):
     return tensor.address + size * row_at(tensor, s, key, h), size * tensor.n
 
 
-@inner
-def few_forward(data, kind):
-    """Compute tasks of a forward until none is left; ``kind`` has the dtype of rows."""
-    like, ints, small = np.empty(0, np.float32), np.empty(0, np.int64), np.empty(0, np.uint8)
-    calls, every = np.empty(0, CALL), np.empty(0, SEQUENCE)
-    header = array(data, HEADER, ints)
-    call = array(data + 8 * HEADER, 1, calls)[0]
-    sequences, states = array(header[SEQUENCES], header[COUNT], every), states_of(header, small)
+@kernel
+def few_forward(pointer):
+    """Compute tasks of a forward until none is left; the pointer is that of a header."""
+    data, kind, like = address(pointer), kind_of(pointer), np.empty(0, np.float32)
+    header, calls, sequences, states = opened(data)
+    call = calls[0]
     most = call.group * header[QUERIES]
     owner, q = aligned(most * (call.d + TILE_K + call.value_d + 2), like)
     S = q + 4 * most * call.d
@@ -93,8 +103,7 @@ def few_forward(data, kind):
         s, hk = t // call.hk, t % call.hk
         if not forward_head(call, sequences[s], states, s, hk, rows, kept, like, kind):
             fetch_add(data + 8 * INFINITE, 1)
-    in_use = like.size + ints.size + small.size + calls.size + every.size
-    return in_use + owner.size + kept.size + kind.size
+    return owner.size + kept.size + like.size + kind.size
 
 
 @inner
@@ -151,14 +160,12 @@ class Sums(NamedTuple):
     delta: int  # [group n]
 
 
-@inner
-def few_backward(data, kind):
-    """Compute tasks of a backward until none is left; ``kind`` has the dtype of rows."""
-    like, ints, small = np.empty(0, np.float32), np.empty(0, np.int64), np.empty(0, np.uint8)
-    calls, every = np.empty(0, CALL), np.empty(0, SEQUENCE)
-    header = array(data, HEADER, ints)
-    call = array(data + 8 * HEADER, 1, calls)[0]
-    sequences, states = array(header[SEQUENCES], header[COUNT], every), states_of(header, small)
+@kernel
+def few_backward(pointer):
+    """Compute tasks of a backward until none is left; the pointer is that of a header."""
+    data, kind, like = address(pointer), kind_of(pointer), np.empty(0, np.float32)
+    header, calls, sequences, states = opened(data)
+    call = calls[0]
     most, d, value_d = call.group * header[QUERIES], call.d, call.value_d
     owner, scaled = aligned(most * (3 * d + value_d + 2 * TILE_K + 2), like)
     q = scaled + 4 * most * d
@@ -168,10 +175,7 @@ def few_backward(data, kind):
     dq = dP + 4 * most * TILE_K
     lse = dq + 4 * most * d
     rows = Sums(scaled, q, dout, S, dP, dq, lse, lse + 4 * most)
-    y = np.empty(TILE_K if call.bent else 0, np.float32)
-    x = np.empty(TILE_K if call.dheads.address else 0, np.float32)
-    kept = np.empty(TILE_K + 64 if call.threshold else 0, np.uint8)
-    buffers = Buffers(y, x, kept)
+    buffers = buffers_of(call, like)
     while True:
         t = fetch_add(data + 8 * NEXT, 1)
         if t >= header[TASKS]:
@@ -179,8 +183,8 @@ def few_backward(data, kind):
         s, hk = t // call.hk, t % call.hk
         if not backward_head(call, sequences[s], states, s, hk, rows, buffers, like, kind):
             fetch_add(data + 8 * INFINITE, 1)
-    in_use = like.size + ints.size + small.size + calls.size + every.size
-    return in_use + owner.size + kept.size + kind.size + y.size + x.size
+    in_use = buffers.y.size + buffers.x.size + buffers.kept.size
+    return in_use + owner.size + like.size + kind.size
 
 
 @inner
@@ -282,39 +286,3 @@ def head_gradients(call, seq, states, s, hk, g, tile, rows, buffers, like, kind)
         dots(kind, tiles[1] + inside, dout, v, v_bytes, part.keys, value_d)
         row_gradients(call, seq, place, i, part, 0, numbers, tiles, buffers, like, like)
         add_rows(kind, rows.dq + 4 * at * d, tiles[1] + inside, k, k_bytes, part.keys, d)
-
-
-@kernel
-def forward_float32(data):
-    """Compute tasks of a forward of float32; ``data`` is the address of a header and a record."""
-    return few_forward(data, np.empty(0, np.float32))
-
-
-@kernel
-def forward_bfloat16(data):
-    """Compute those of bfloat16."""
-    return few_forward(data, np.empty(0, np.uint16))
-
-
-@kernel
-def forward_float16(data):
-    """Compute those of float16."""
-    return few_forward(data, np.empty(0, np.int16))
-
-
-@kernel
-def backward_float32(data):
-    """Compute tasks of a backward of float32."""
-    return few_backward(data, np.empty(0, np.float32))
-
-
-@kernel
-def backward_bfloat16(data):
-    """Compute those of bfloat16."""
-    return few_backward(data, np.empty(0, np.uint16))
-
-
-@kernel
-def backward_float16(data):
-    """Compute those of float16."""
-    return few_backward(data, np.empty(0, np.int16))

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numba import types
 from torch import Tensor, get_num_threads
 
 from ..call.dispatch import Limit, beyond
@@ -21,7 +22,9 @@ from .few_vector import HALVES
 from .kernel import address_of
 from .vector import PAIRS
 
-_DTYPES = (torch.float32, torch.bfloat16, *((torch.float16,) if HALVES else ()))
+#: the dtypes of rows, as kernels distinguish them
+_DTYPES = {torch.float32: types.float32, torch.bfloat16: types.uint16}
+_DTYPES |= {torch.float16: types.int16} if HALVES else {}
 #: queries of all heads of a kv head, and of one sequence, whose products are made in place
 MOST_ROWS, MOST_QUERIES = 64, 8
 #: queries and keys of a sequence that a thread packs into its own memory
@@ -66,13 +69,13 @@ def multiplied(dtype: torch.dtype) -> bool:
 
 
 class Way(NamedTuple):
-    """A way to compute a call: its limits, and a kernel for each dtype.
+    """A way to compute a call: its limits and its kernel.
 
     ``exact``: its results are those of tiles to the bit, except of bfloat16 that is multiplied.
     """
 
     limits: tuple[Limit, ...]
-    kernels: tuple[Any, ...]  # as _DTYPES
+    kernel: Any
     passes: int  # over keys and values
     exact: bool = False
 
@@ -80,34 +83,12 @@ class Way(NamedTuple):
 #: the first that can is taken
 WAYS = {
     "forward": (
-        Way(_ANY + _FEW, (few.forward_float32, few.forward_bfloat16, few.forward_float16), 1),
-        Way(
-            _ANY + _SHORT,
-            (
-                short.short_forward_float32,
-                short.short_forward_bfloat16,
-                short.short_forward_float16,
-            ),
-            1,
-            True,
-        ),
+        Way(_ANY + _FEW, few.few_forward, 1),
+        Way(_ANY + _SHORT, short.short_forward, 1, exact=True),
     ),
     "backward": (
-        Way(
-            _ANY + _FEW,
-            (few.backward_float32, few.backward_bfloat16, few.backward_float16),
-            3,
-        ),
-        Way(
-            _ANY + _SHORT,
-            (
-                short.short_backward_float32,
-                short.short_backward_bfloat16,
-                short.short_backward_float16,
-            ),
-            3,
-            True,
-        ),
+        Way(_ANY + _FEW, few.few_backward, 3),
+        Way(_ANY + _SHORT, short.short_backward, 3, exact=True),
     ),
 }
 
@@ -153,7 +134,7 @@ class Launch:
         words = np.concatenate([header, call.record.view(np.int64)])
         self.words = words.tobytes()
         self.kind = ctypes.c_int64 * len(words)
-        self.worker = address_of(way.kernels[_DTYPES.index(p.dtype)])
+        self.worker = address_of(way.kernel, _DTYPES[p.dtype])
 
     def __call__(self, addresses: list[tuple[int, int]]) -> bool:
         """Run the kernel; return False if results are not finite.
@@ -191,20 +172,13 @@ def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor] | None:
         return None
     given = tensors[:3]
     if _plain(tensors) and call.reads(given):
-        q, k, v, out_word, lse_word = map(_word, ("q", "k", "v", "out", "lse"))
+        words = [_word(name) for name in ("q", "k", "v", "out", "lse")]
         shape, lse_shape, dtype = problem.out_shape, problem.lse_shape, problem.dtype
 
         def again(tensors: Any, into: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
             out, lse = torch.empty(shape, dtype=dtype), torch.empty(lse_shape, dtype=torch.float32)
-            done = launch(
-                [
-                    (q, tensors[0].data_ptr()),
-                    (k, tensors[1].data_ptr()),
-                    (v, tensors[2].data_ptr()),
-                    (out_word, out.data_ptr()),
-                    (lse_word, lse.data_ptr()),
-                ]
-            )
+            made = (*tensors[:3], out, lse)
+            done = launch([(word, t.data_ptr()) for word, t in zip(words, made, strict=True)])
             return (out, lse) if done else None
 
         _noted.again = again

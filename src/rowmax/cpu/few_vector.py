@@ -14,8 +14,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .vector import FEATURES
-from .wide import F32, I16, I32, Value, const, loop
+from .vector import FEATURES, multiply_add
+from .wide import F32, I16, I32, Value, const, halves, loop, shuffled
 
 #: numbers of a vector, and keys of a step of scores: their sums fill the registers
 LANES = 16 if {"avx512f", "avx512dq", "avx512vl"} <= FEATURES else 8
@@ -61,31 +61,23 @@ def _store(b: ir.IRBuilder, x: Value, address: Value, kind: str = "float32") -> 
 
 def _spread(b: ir.IRBuilder, address: Value) -> Value:
     """Return the float32 at an address in every lane."""
-    return _all(b, b.load(b.inttoptr(address, F32.as_pointer()), align=4))
-
-
-def _all(b: ir.IRBuilder, x: Value) -> Value:
+    x = b.load(b.inttoptr(address, F32.as_pointer()), align=4)
     one = b.insert_element(ir.Constant(_FLOATS, ir.Undefined), x, const(0, I32))
     return b.shuffle_vector(one, one, ir.Constant(_INTS, [0] * LANES))
 
 
 def _multiply_add(b: ir.IRBuilder, x: Value, y: Value, z: Value) -> Value:
-    name = f"llvm.fmuladd.v{LANES}f32"
-    kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
-    found = b.module.globals.get(name) or ir.Function(b.module, kind, name)
-    return b.call(found, [x, y, z])
+    return multiply_add(b, _FLOATS, _FLOATS)(x, y, z)
 
 
 def _totals(b: ir.IRBuilder, x: list[Value]) -> Value:
     """Return the sums of the lanes of each of ``LANES`` vectors, in one vector."""
     step = 1
     while len(x) > 1:
-        # lanes of a pair: those of the first where the bit of the lane is 0, else of the second
-        low = [i if not i & step else LANES + i - step for i in range(LANES)]
-        high = [i + step if not i & step else LANES + i for i in range(LANES)]
+        low, high = halves(step, LANES)
         pairs = []
         for u, v in zip(x[::2], x[1::2], strict=True):
-            pairs.append(b.fadd(_shuffled(b, u, v, low), _shuffled(b, u, v, high)))
+            pairs.append(b.fadd(shuffled(b, u, low, v), shuffled(b, u, high, v)))
         x, step = pairs, 2 * step
     return x[0]
 
@@ -140,7 +132,6 @@ def dots(b, kind, to, q, rows, row_bytes, n, d):
 
         sums = _by_pairs(b, d, [_ZERO] * LANES, step)
         _store(b, _totals(b, sums), b.add(to, b.mul(j, const(4))))
-        return []
 
     loop(b, n, LANES, [], block)
 
@@ -178,7 +169,7 @@ def _of_columns(b: ir.IRBuilder, x: list[Value], kind: str) -> list[Value]:
     if kind != "bfloat16" or len(x) == 1:
         return x
     first, second = x
-    return [_shuffled(b, first, second, range(n, 2 * LANES, 2)) for n in (0, 1)]
+    return [shuffled(b, first, range(n, 2 * LANES, 2), second) for n in (0, 1)]
 
 
 def _to_columns(b: ir.IRBuilder, x: list[Value], kind: str) -> list[Value]:
@@ -187,11 +178,7 @@ def _to_columns(b: ir.IRBuilder, x: list[Value], kind: str) -> list[Value]:
         return x
     woven = [n // 2 + LANES * (n % 2) for n in range(2 * LANES)]
     first, second = x
-    return [_shuffled(b, first, second, woven[n : n + LANES]) for n in (0, LANES)]
-
-
-def _shuffled(b: ir.IRBuilder, x: Value, y: Value, lanes: Any) -> Any:
-    return b.shuffle_vector(x, y, ir.Constant(_INTS, list(lanes)))
+    return [shuffled(b, first, woven[n : n + LANES], second) for n in (0, LANES)]
 
 
 @_of_kinds(6)
@@ -235,7 +222,7 @@ def add_rows(b, kind, to, weights, rows, row_bytes, n, d):
 @_of_kinds(8)
 def write_sums(b, kind, to, row_bytes, n, weights, weight_bytes, others, m, d):
     """Write n rows: number j is ``sum_r weights[r, j] others[r]`` of m float32 rows of d."""
-    size = 4 if kind == "float32" else 2
+    size = _size(kind)
 
     def columns(c, count):
         inside = b.mul(c, const(4))
@@ -255,7 +242,6 @@ def write_sums(b, kind, to, row_bytes, n, weights, weight_bytes, others, m, d):
             at = b.add(b.add(to, b.mul(row_bytes, j)), b.mul(c, const(size)))
             for v, total in enumerate(sums):
                 _store(b, total, b.add(at, const(size * LANES * v)), kind)
-            return []
 
         loop(b, n, 1, [], row)
 
@@ -265,23 +251,19 @@ def write_sums(b, kind, to, row_bytes, n, weights, weight_bytes, others, m, d):
 @_of_kinds(3)
 def widen(b, kind, to, row, d):
     """Write a row as float32."""
-    size = 4 if kind == "float32" else 2
-
-    def step(c, _):
-        _store(b, _load(b, b.add(row, b.mul(c, const(size))), kind), b.add(to, b.mul(c, const(4))))
-        return []
-
-    loop(b, d, LANES, [], step)
+    _converted(b, to, "float32", row, kind, d)
 
 
 @_of_kinds(3)
 def narrow(b, kind, to, row, d):
     """Write a float32 row in the dtype of a kind."""
-    size = 4 if kind == "float32" else 2
+    _converted(b, to, kind, row, "float32", d)
 
+
+def _converted(b: ir.IRBuilder, to: Value, to_kind: str, row: Value, kind: str, d: Value) -> None:
     def step(c, _):
-        _store(b, _load(b, b.add(row, b.mul(c, const(4)))), b.add(to, b.mul(c, const(size))), kind)
-        return []
+        x = _load(b, b.add(row, b.mul(c, const(_size(kind)))), kind)
+        _store(b, x, b.add(to, b.mul(c, const(_size(to_kind)))), to_kind)
 
     loop(b, d, LANES, [], step)
 
@@ -306,15 +288,7 @@ def _by_columns(b: ir.IRBuilder, d: Value, columns: Any) -> None:
     step = COLUMNS * LANES
     whole = b.sub(d, b.urem(d, const(step)))
 
-    def wide(c, _):
-        columns(c, COLUMNS)
-        return []
-
-    def single(c, _):
-        columns(b.add(whole, c), 1)
-        return []
-
     with b.if_then(b.icmp_signed(">", whole, const(0))):
-        loop(b, whole, step, [], wide)
+        loop(b, whole, step, [], lambda c, _: columns(c, COLUMNS))
     with b.if_then(b.icmp_signed("<", whole, d)):
-        loop(b, b.sub(d, whole), LANES, [], single)
+        loop(b, b.sub(d, whole), LANES, [], lambda c, _: columns(b.add(whole, c), 1))

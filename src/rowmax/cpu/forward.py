@@ -242,19 +242,10 @@ def forward_tile(call, seq, state, finite, place, head, scratch, none, like, ope
     finish_rows(call, seq, place, scratch.O, m, l, like, operand_like)
 
 
+@choice
 def add_keys(call, seq, state, finite, place, head, scratch, m, l, none, like, operand_like) -> Any:
     """Add the keys that a tile of queries sees to m, l and O."""
-
-
-@choice(add_keys)
-def _add_keys(call, seq, state, finite, place, head, scratch, m, l, none, like, operand_like):
-    if operand_like.dtype == types.uint16:
-        return (
-            lambda call, seq, state, finite, place, head, scratch, m, l, none, like, operand_like: (
-                add_strips(call, seq, state, place, head, scratch, m, l, like, operand_like)
-            )
-        )
-    return _add_tiles
+    return add_strips if operand_like.dtype == types.uint16 else _add_tiles
 
 
 def _add_tiles(call, seq, state, finite, place, head, scratch, m, l, none, like, operand_like):

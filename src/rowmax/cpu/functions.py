@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any, cast
 
 import numpy as np
-from numba import (
-    njit,
-    types,
-)
+from numba import njit, types
 from numba.extending import intrinsic, overload
 
 from ..rules.softmax import LOG2E
@@ -46,8 +43,19 @@ _OPTIONS = {**_ALONE, **numba_compat.PART}
 inner: Any = partial(cast(Any, njit), **_OPTIONS)
 #: as ``inner``, but optimised before a kernel inlines it; it calls no function of ``inner``
 optimised: Any = partial(cast(Any, njit), **_ALONE)
-#: a choice of compiled functions by the types of the arguments
-choice: Any = partial(cast(Any, overload), jit_options=_OPTIONS)
+
+
+def choice(choose: Any = None, **options: Any) -> Any:
+    """Return a function for compiled code, which ``choose`` returns for the arguments' types."""
+    if choose is None:
+        return partial(choice, **options)
+
+    @wraps(choose)
+    def stands_for_it(*_: Any) -> None: ...
+
+    cast(Any, overload)(stands_for_it, **(options or {"jit_options": _OPTIONS}))(choose)
+    return stands_for_it
+
 
 #: ``(address, n, like)``: the n numbers at an address, of ``like``'s dtype
 array = numba_compat.array
@@ -85,15 +93,12 @@ def _number(typing, value, x):
 number: Any = intrinsic(_number)
 
 
+@choice
 def exponential(x) -> Any:
     """Return (2^r, g) with ``2^x = 2^r + 2^r g``, g = 2^(x - r) - 1 small.
 
     2^r is 0 from -127 (-1023) down.
     """
-
-
-@choice(exponential)
-def _exponential(x):
     return _exponential64 if x == types.float64 else _exponential32
 
 

@@ -35,6 +35,14 @@ class Buffers(NamedTuple):
     kept: np.ndarray  # 1 where dropout keeps the pair, else 0
 
 
+@inner
+def buffers_of(call, like):
+    """Return the Buffers of a thread."""
+    y = np.empty(TILE_K if call.bent else 0, like.dtype)
+    x = np.empty(TILE_K if call.dheads.address else 0, like.dtype)
+    return Buffers(y, x, np.empty(TILE_K + 64 if call.threshold else 0, np.uint8))
+
+
 @inner(fastmath=SUMS)
 def product_of_rows(a, b):
     """Return the product of two rows."""
@@ -119,15 +127,12 @@ def weight(x, lse, rest, natural):
     return natural_weight(x, lse, rest) if natural else exp2(x - lse)
 
 
+@choice
 def gradient_row(p, ds, kept, row, keep_scale, unit) -> Any:
     """Replace scores by ``P R``, and ``dO . v`` by ``unit P (R (dO . v) - Delta)``.
 
     A weight of 0 has no gradient, even if its value is NaN.
     """
-
-
-@choice(gradient_row)
-def _gradient_row(p, ds, kept, row, keep_scale, unit):
     if not is_wide(p.dtype):
         return _plain_gradient_row
 

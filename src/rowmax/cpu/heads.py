@@ -71,7 +71,7 @@ def _loop(name: str, term: HeadTerm, like: str, body: str, of: str = "parameter"
     return "\n".join([*lines, indent(body, " " * 8)])
 
 
-def _function(name: str, arguments: str, parts: list[str], fastmath: Any = STRICT) -> Any:
+def _function(name: str, arguments: str, parts: list[str], fastmath: Any) -> Any:
     """Compile a function with these parts."""
     body = indent("\n".join(parts) or "pass", "    ")
     exec(f"def {name}({arguments}):\n{body}\n", _space)
@@ -122,28 +122,22 @@ def _gradients(name: str, term: HeadTerm) -> str:
     return "\n".join(parts)
 
 
-add_heads = _function(
-    "add_heads", "row, call, h, at", [_added(name, term) for name, term in _ADDED.items()]
+def _of_all(name: str, arguments: str, part: Any, terms: dict[str, HeadTerm], fast: Any) -> Any:
+    """Compile the function with a part for each term."""
+    return _function(name, arguments, [part(n, term) for n, term in terms.items()], fast)
+
+
+#: add the terms after the bias to a row; its column 0 is ``at`` keys away
+add_heads = _of_all("add_heads", "row, call, h, at", _added, _ADDED, STRICT)
+#: add the tangents of these terms to a row of tangents, natural
+add_head_tangents = _of_all(
+    "add_head_tangents", "row, call, h, at", _added_tangents, _ADDED, STRICT
 )
-add_heads.__doc__ = "Add the terms after the bias to a row; its column 0 is ``at`` keys away."
-add_head_tangents = _function(
-    "add_head_tangents",
-    "row, call, h, at",
-    [_added_tangents(name, term) for name, term in _ADDED.items()],
+#: replace a row of ``scale q.k`` by its functions; keep y, if wanted
+bend_by_heads = _of_all("bend_by_heads", "row, y, call, h", _bent, _BENT, STRICT)
+#: replace dS by dX where a function of the product has bent it
+through_heads = _of_all("through_heads", "ds, y, call, h", _through, _BENT, STRICT)
+#: add a row's part to the gradients of the parameters of head h, in ``to``
+add_to_dheads = _of_all(
+    "add_to_dheads", "ds, x, y, call, to, s, h, at, p", _gradients, HEAD_TERMS, SUMS
 )
-add_head_tangents.__doc__ = "Add the tangents of these terms to a row of tangents, natural."
-bend_by_heads = _function(
-    "bend_by_heads", "row, y, call, h", [_bent(name, term) for name, term in _BENT.items()]
-)
-bend_by_heads.__doc__ = "Replace a row of ``scale q.k`` by its functions; keep y, if wanted."
-through_heads = _function(
-    "through_heads", "ds, y, call, h", [_through(name, term) for name, term in _BENT.items()]
-)
-through_heads.__doc__ = "Replace dS by dX where a function of the product has bent it."
-add_to_dheads = _function(
-    "add_to_dheads",
-    "ds, x, y, call, to, s, h, at, p",
-    [_gradients(name, term) for name, term in HEAD_TERMS.items()],
-    SUMS,
-)
-add_to_dheads.__doc__ = "Add a row's part to the gradients of the parameters of head h, in ``to``."

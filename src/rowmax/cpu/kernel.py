@@ -57,10 +57,11 @@ def kernel(function: Callable) -> Callable:
 
 
 @lru_cache(maxsize=64)
-def address_of(compiled: Any) -> int:
-    """Return the address of a kernel of one int64 for callers in C."""
-    compiled.compile((types.int64,))
-    made = compiled.overloads[(types.int64,)]
+def address_of(compiled: Any, dtype: types.Type) -> int:
+    """Return the address of a kernel of one pointer to a dtype, for callers in C."""
+    given = (types.CPointer(dtype),)
+    compiled.compile(given)
+    made = compiled.overloads[given]
     return made.library.get_pointer_to_function(made.fndesc.llvm_cfunc_wrapper_name)
 
 

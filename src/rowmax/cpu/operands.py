@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 from numba import types
-from numba.extending import overload
 
 from .amx import STRIP, configure, release
 from .few_vector import narrow
@@ -58,23 +57,16 @@ def tile_depth(like, count, half):
 # --- transposed copies -------------------------------------------------------------------------
 
 
+@choice
 def pack_panels(like, to, rows, row_bytes, first, n, d) -> Any:
     """Write the tile of rows that begins at first as panels ``[rows / panel, d, panel]``.
 
     They are zero past n, as far as a step of columns reaches. Pairs along a head stay together, and
     d counts them. ``to`` and ``rows`` are addresses of the whole head's panels and rows.
     """
+    return _strip_panels if like.dtype == types.uint16 else _plain_panels
 
 
-@choice(pack_panels)
-def _pack_panels(like, to, rows, row_bytes, first, n, d):
-    pack = _strip_panels if like.dtype == types.uint16 else _plain_panels
-    return lambda like, to, rows, row_bytes, first, n, d: pack(
-        like, to, rows, row_bytes, first, n, d
-    )
-
-
-@inner
 def _strip_panels(like, to, rows, row_bytes, first, n, d):
     in_use = 0  # the copy of the last strip has to live until it is packed
     for j0 in range(first, min(first + TILE_K, n), STRIP):
@@ -91,7 +83,6 @@ def _strip_panels(like, to, rows, row_bytes, first, n, d):
     return in_use
 
 
-@inner
 def _plain_panels(like, to, rows, row_bytes, first, n, d):
     """Write panels eight rows at a time: their cache lines stay in the first cache."""
     size, width, d = like.itemsize, panel(like), depth(like, d)
@@ -111,15 +102,12 @@ def _plain_panels(like, to, rows, row_bytes, first, n, d):
                 out[c * width + j] = row[c]
 
 
+@choice
 def turn(like, to, to_row, rows, row_bytes, n, d) -> Any:
     """Write as many of n rows as whole vectors allow to columns, ``to_row`` numbers apart.
 
     Return their number.
     """
-
-
-@choice(turn)
-def _turn(like, to, to_row, rows, row_bytes, n, d):
     if W != LANES or like.dtype not in (types.float32, types.uint32):
         return lambda like, to, to_row, rows, row_bytes, n, d: 0
 
@@ -147,11 +135,9 @@ def _pack_eight(like, out, j, width, rows, row_bytes, d):
         out[at + 4], out[at + 5], out[at + 6], out[at + 7] = g[c], h[c], k[c], l[c]
 
 
-def _times(x, factor) -> Any: ...
-
-
-@overload(_times, inline="always")
-def _times_impl(x, factor):
+@choice(inline="always")
+def _times(x, factor) -> Any:
+    """Return x times factor, pairs as they are."""
     if x == types.uint32:
         return lambda x, factor: x
     if x == types.float32:
@@ -198,12 +184,9 @@ def _pair(low, high):
     return np.uint32(np.uint32(high << np.uint32(16)) | low)
 
 
+@choice
 def fold_row(like, to, row) -> Any:
     """Write a row of weights as pairs of keys, (j, j + HALF_K), to the address ``to``."""
-
-
-@choice(fold_row)
-def _fold_row(like, to, row):
     if like.dtype != types.uint32:
         return lambda like, to, row: None
 
@@ -218,12 +201,9 @@ def _fold_row(like, to, row):
     return fold
 
 
+@choice
 def fold_rows(like, tile, n, width) -> Any:
     """Fold n rows of weights into pairs of queries, (i, i + HALF_Q), in place."""
-
-
-@choice(fold_rows)
-def _fold_rows(like, tile, n, width):
     if like.dtype != types.uint32:
         return lambda like, tile, n, width: None
 
@@ -242,16 +222,13 @@ def _fold_rows(like, tile, n, width):
     return fold
 
 
+@choice
 def pack_rows(like, to, padded, rows, row_bytes, n, half, d) -> Any:
     """Write contiguous rows; those of bfloat16 as pairs ``[half, padded]`` of (i, i + half).
 
     Pairs are zero past n and d. Rows of one head lie H D apart, which uses few sets of a cache, and
     products read them often.
     """
-
-
-@choice(pack_rows)
-def _pack_rows(like, to, padded, rows, row_bytes, n, half, d):
     if like.dtype == types.uint16:
         return lambda like, to, padded, rows, row_bytes, n, half, d: pack_neighbours(
             like, to, rows, row_bytes, n, padded
@@ -285,21 +262,15 @@ def _pack_rows(like, to, padded, rows, row_bytes, n, half, d):
 # --- operands of tile instructions ---------------------------------------------------------------
 
 
+@choice
 def begin_tiles(like) -> Any:
     """Configure the tile registers of a thread that uses them."""
-
-
-@choice(begin_tiles)
-def _begin_tiles(like):
     return (lambda like: configure()) if like.dtype == types.uint16 else (lambda like: 0)
 
 
+@choice
 def end_tiles(like) -> Any:
     """Release the tile registers of a thread that used them."""
-
-
-@choice(end_tiles)
-def _end_tiles(like):
     return (lambda like: release()) if like.dtype == types.uint16 else (lambda like: None)
 
 
@@ -342,15 +313,12 @@ def pack_transposed(to, pairs, count, d):
 # --- inf and NaN -------------------------------------------------------------------------------
 
 
+@choice
 def count_infinite(like, rows, row_bytes, n, d, counter) -> Any:
     """Add 1 to the counter at an address if rows of bfloat16 operands hold inf or NaN.
 
     Products of such rows skip no pair, so the call is computed again in float32.
     """
-
-
-@choice(count_infinite)
-def _count_infinite(like, rows, row_bytes, n, d, counter):
     if like.dtype not in _BFLOATS:
         return lambda like, rows, row_bytes, n, d, counter: None
 
@@ -376,12 +344,9 @@ def _bfloats_are_finite(rows, row_bytes, n, d):
     return good
 
 
+@choice
 def rows_are_finite(like, rows, row_bytes, n, d) -> Any:
     """Return True if the caller's rows hold neither inf nor NaN; operands of bfloat16 never do."""
-
-
-@choice(rows_are_finite)
-def _rows_are_finite(like, rows, row_bytes, n, d):
     if like.dtype in _BFLOATS:
         return lambda like, rows, row_bytes, n, d: True
     return lambda like, rows, row_bytes, n, d: _plain_rows_are_finite(like, rows, row_bytes, n, d)
@@ -401,12 +366,9 @@ def _plain_rows_are_finite(like, rows, row_bytes, n, d):
 # --- rows as they are --------------------------------------------------------------------------
 
 
+@choice
 def rescale(like, row, factor) -> Any:
     """Scale the scores of bfloat16 operands: scaling the queries instead would round them."""
-
-
-@choice(rescale)
-def _rescale(like, row, factor):
     if like.dtype == types.uint16:
         return lambda like, row, factor: multiply(row.ctypes.data, row.size, np.float32(factor))
     if like.dtype != types.uint32:
@@ -419,12 +381,9 @@ def _rescale(like, row, factor):
     return scale
 
 
+@choice
 def store(like, to, row, factor) -> Any:
     """Write a row of sums, times factor, in the caller's dtype, to the address ``to``."""
-
-
-@choice(store)
-def _store(like, to, row, factor):
     if like.dtype == types.uint16:
 
         def short(like, to, row, factor):

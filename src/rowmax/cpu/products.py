@@ -66,24 +66,18 @@ def _multiply(dtype, a_row):
     return _tiled(f"multiply_{dtype}_{a_row}", full, single, w, size, a_row)
 
 
+@choice
 def from_rows(like, m, n, k, c, c_row, a, b, b_stride, add) -> Any:
     """Compute ``C (+)= A B`` with A[r, i] at ``r TILE_K + i``."""
-
-
-@choice(from_rows)
-def _from_rows(like, m, n, k, c, c_row, a, b, b_stride, add):
     multiply = _multiply(like.dtype, TILE_K)
     return lambda like, m, n, k, c, c_row, a, b, b_stride, add: multiply(
         m, n, k, c, c_row, a, 1, b, b_stride, add
     )
 
 
+@choice
 def from_columns(like, m, n, k, c, c_row, a, a_stride, b, b_stride, add) -> Any:
     """Compute ``C (+)= A B`` with A[r, i] at ``r + i a_stride``."""
-
-
-@choice(from_columns)
-def _from_columns(like, m, n, k, c, c_row, a, a_stride, b, b_stride, add):
     multiply = _multiply(like.dtype, 1)
     return lambda like, m, n, k, c, c_row, a, a_stride, b, b_stride, add: multiply(
         m, n, k, c, c_row, a, a_stride, b, b_stride, add

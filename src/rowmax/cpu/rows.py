@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 from numba import njit, types
-from numba.extending import overload
 
 from ..rules.softmax import LOG2E
 from . import wide
@@ -38,27 +37,21 @@ def is_wide(dtype) -> bool:
     return W == LANES and dtype == types.float32
 
 
+@choice(inline="always")
 def ordered(x) -> Any:
     """Return a float's bits as an integer of the same order; its own inverse."""
-
-
-@overload(ordered, inline="always")
-def _ordered(x):
     if x == types.int64:
         return lambda x: np.int64(x ^ ((x >> np.int64(63)) & np.int64(0x7FFFFFFFFFFFFFFF)))
     return lambda x: np.int32(x ^ np.int32(np.int32(x >> np.int32(31)) & np.int32(0x7FFFFFFF)))
 
 
+@choice
 def row_max(row) -> Any:
     """Return the greatest score.
 
     The compiler vectorises the maximum of integers. It does not vectorise that of floats, which is
     not associative where there is NaN.
     """
-
-
-@choice(row_max)
-def _row_max(row):
     if is_wide(row.dtype):
         return lambda row: greatest(row.ctypes.data, row.size)
     double = row.dtype == types.float64
@@ -82,12 +75,9 @@ def power(x, natural):
     return exp2(x * number(LOG2E, x)) if natural else exp2(x)
 
 
+@choice
 def exponentials(row, shift, natural) -> Any:
     """Replace each score s by ``power(s - shift)`` and return the sum."""
-
-
-@choice(exponentials)
-def _exponentials(row, shift, natural):
     return _wide_exponentials if is_wide(row.dtype) else _plain_exponentials
 
 

@@ -12,39 +12,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import types
 
-from .call import CALL, SEQUENCE
-from .few import (
-    COUNT,
-    HEADER,
-    INFINITE,
-    KEYS,
-    NEXT,
-    SEQUENCES,
-    TASKS,
-    head_rows,
-    read_numbers,
-    read_rows,
-    states_of,
-)
+from .few import INFINITE, KEYS, NEXT, TASKS, head_rows, kind_of, opened, read_numbers, read_rows
 from .few_vector import narrow
 from .forward import finish_rows, softmax_step
 from .functions import array, choice, inner
-from .gradient_rows import Buffers, Rows, row_gradients
+from .gradient_rows import Rows, buffers_of, row_gradients
 from .kernel import kernel
 from .operands import aligned, pack_columns, pack_panels, rows_are_finite
 from .products import from_columns, from_rows
 from .rows import keep_row, query_scale, score_row
-from .tiles import (
-    columns,
-    key_range,
-    place_of,
-    row_at,
-    score_tile,
-    skipped,
-    tile_range,
-    tile_row,
-)
-from .vector import TILE_K, TILE_Q, fetch_add
+from .tiles import columns, key_range, place_of, row_at, score_tile, skipped, tile_range, tile_row
+from .vector import TILE_K, TILE_Q, address, fetch_add
 
 
 class Head(NamedTuple):
@@ -106,15 +84,12 @@ def numbers_of(keys, call):
     return 3 * whole * (d + value_d) + TILE_Q * (3 * (d + value_d) + 2 * TILE_K + 2)
 
 
+@choice
 def float_rows(kind, room, tensor, s, first, n, h, d, like) -> Any:
     """Return the address of n rows of a head as float32, and the bytes from row to row.
 
     Those of other dtypes are written to ``room``.
     """
-
-
-@choice(float_rows)
-def _float_rows(kind, room, tensor, s, first, n, h, d, like):
     if kind.dtype == types.float32:
         return lambda kind, room, tensor, s, first, n, h, d, like: head_rows(
             kind, tensor, s, first, h
@@ -143,14 +118,12 @@ def read_head(call, seq, s, hk, head, passes, like, kind):
     return v, v_bytes
 
 
-@inner
-def short_forward(data, kind):
-    """Compute tasks of a forward until none is left; ``kind`` has the dtype of rows."""
-    like, ints, small = np.empty(0, np.float32), np.empty(0, np.int64), np.empty(0, np.uint8)
-    calls, every = np.empty(0, CALL), np.empty(0, SEQUENCE)
-    header = array(data, HEADER, ints)
-    call = array(data + 8 * HEADER, 1, calls)[0]
-    sequences, states = array(header[SEQUENCES], header[COUNT], every), states_of(header, small)
+@kernel
+def short_forward(pointer):
+    """Compute tasks of a forward until none is left; the pointer is that of a header."""
+    data, kind, like = address(pointer), kind_of(pointer), np.empty(0, np.float32)
+    header, calls, sequences, states = opened(data)
+    call = calls[0]
     owner, at = aligned(numbers_of(header[KEYS], call), like)
     head, at = head_of(at, header[KEYS], call, 1)
     tile = tile_of(at, call, 1)
@@ -172,8 +145,7 @@ def short_forward(data, kind):
                 )
         if not finite:
             fetch_add(data + 8 * INFINITE, 1)
-    in_use = like.size + ints.size + small.size + calls.size + every.size
-    return in_use + owner.size + kept.size + kind.size
+    return owner.size + kept.size + like.size + kind.size
 
 
 @inner
@@ -209,21 +181,16 @@ def forward_part(call, seq, state, place, head, values, tile, kept, like, kind):
     return rows_are_finite(like, tile.O, 4 * value_d, n, value_d)
 
 
-@inner
-def short_backward(data, kind):
-    """Compute tasks of a backward until none is left; ``kind`` has the dtype of rows."""
-    like, ints, small = np.empty(0, np.float32), np.empty(0, np.int64), np.empty(0, np.uint8)
-    calls, every = np.empty(0, CALL), np.empty(0, SEQUENCE)
-    header = array(data, HEADER, ints)
-    call = array(data + 8 * HEADER, 1, calls)[0]
-    sequences, states = array(header[SEQUENCES], header[COUNT], every), states_of(header, small)
+@kernel
+def short_backward(pointer):
+    """Compute tasks of a backward until none is left; the pointer is that of a header."""
+    data, kind, like = address(pointer), kind_of(pointer), np.empty(0, np.float32)
+    header, calls, sequences, states = opened(data)
+    call = calls[0]
     owner, at = aligned(numbers_of(header[KEYS], call), like)
     head, at = head_of(at, header[KEYS], call, 2)
     tile = tile_of(at, call, 2)
-    y = np.empty(TILE_K if call.bent else 0, np.float32)
-    x = np.empty(TILE_K if call.dheads.address else 0, np.float32)
-    kept = np.empty(TILE_K + 64 if call.threshold else 0, np.uint8)
-    buffers = Buffers(y, x, kept)
+    buffers = buffers_of(call, like)
     while True:
         t = fetch_add(data + 8 * NEXT, 1)
         if t >= header[TASKS]:
@@ -245,8 +212,8 @@ def short_backward(data, kind):
         finite &= rows_are_finite(like, head.dv, 4 * call.value_d, seq.keys, call.value_d)
         if not finite:
             fetch_add(data + 8 * INFINITE, 1)
-    in_use = like.size + ints.size + small.size + calls.size + every.size
-    return in_use + owner.size + kept.size + kind.size + y.size + x.size
+    in_use = buffers.y.size + buffers.x.size + buffers.kept.size
+    return in_use + owner.size + like.size + kind.size
 
 
 @inner
@@ -293,39 +260,3 @@ def backward_part(call, seq, state, place, head, tile, buffers, like, kind):
         at = call.dq.address + kind.itemsize * row_at(call.dq, s, seq.query + i0 + r, h)
         narrow(kind, at, tile.O + 4 * d * r, d)
     return rows_are_finite(like, tile.O, 4 * d, n, d)
-
-
-@kernel
-def short_forward_float32(data):
-    """Compute tasks of a forward of float32; ``data`` is the address of a header and a record."""
-    return short_forward(data, np.empty(0, np.float32))
-
-
-@kernel
-def short_forward_bfloat16(data):
-    """Compute those of bfloat16."""
-    return short_forward(data, np.empty(0, np.uint16))
-
-
-@kernel
-def short_forward_float16(data):
-    """Compute those of float16."""
-    return short_forward(data, np.empty(0, np.int16))
-
-
-@kernel
-def short_backward_float32(data):
-    """Compute tasks of a backward of float32."""
-    return short_backward(data, np.empty(0, np.float32))
-
-
-@kernel
-def short_backward_bfloat16(data):
-    """Compute those of bfloat16."""
-    return short_backward(data, np.empty(0, np.uint16))
-
-
-@kernel
-def short_backward_float16(data):
-    """Compute those of float16."""
-    return short_backward(data, np.empty(0, np.int16))

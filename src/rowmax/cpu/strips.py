@@ -72,9 +72,8 @@ def strip_scores(S, rows, panels, part, d):
         product(S + 4 * j, 4 * TILE_K, rows, 2 * d, b, 4 * STRIP, d // STRIP, 0)
 
 
-@inner
-def add_strips(call, seq, state, place, head, scratch, m, l, like, operand_like):
-    """Add the keys that a tile of queries sees to m, l and O."""
+def add_strips(call, seq, state, finite, place, head, scratch, m, l, none, like, operand_like):
+    """Add the keys that a tile of queries sees to m, l and O: a choice of ``add_keys``."""
     n = place.n
     d, padded = call.d_operand, call.value_d_padded
     count = (n + STRIP - 1) // STRIP * STRIP

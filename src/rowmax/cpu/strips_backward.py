@@ -46,9 +46,8 @@ class StripMemory(NamedTuple):
     room: int  # [TILE_Q / 2, the greater of d and value_d], float32
 
 
-@inner
-def strip_memory(call, like):
-    """Return (the array that owns it, the memory of a tile)."""
+def strip_memory(call, like, operand_like):
+    """Return (the array that owns it, the memory of a tile): a choice of ``tile_memory``."""
     d, value_d = call.d_operand, call.value_d_operand
     numbers = TILE_Q * (2 * d + value_d) + 2 * STRIP * TILE_K + TILE_Q * TILE_K * 3 // 2
     owner, queries = aligned(numbers + 2 * STRIP + TILE_Q // 2 * max(d, value_d), like)
@@ -74,9 +73,8 @@ def pack_tile(rows, seq, place, to, to_t, room, d, like):
     pack_transposed(to_t, room, TILE_Q, d)
 
 
-@inner
-def backward_strips(call, seq, state, place, p, head, tile, buffers, like, operand_like):
-    """Compute a tile of queries over its keys: add to dK and dV, write dQ."""
+def backward_strips(call, seq, state, finite, place, p, head, tile, buffers, like, operand_like):
+    """Compute a tile of queries over its keys: a choice of ``backward_tile``."""
     n, d, value_d = place.n, call.d_operand, call.value_d_operand
     q, dout = (tile.queries, tile.queries_t), (tile.douts, tile.douts_t)
     pack_tile(call.q, seq, place, *q, tile.room, d, operand_like)

@@ -10,10 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ..call.flops import tangent_flops
-from ..call.inputs import Tangents, Tensors
+from ..call.inputs import Results, Tangents, Tensors
 from ..call.problem import Problem
 from .call import Call, query_tasks
 from .forward import NEXT, firsts_of, pack_keys, packed_head, softmax_step
@@ -67,16 +66,14 @@ class Buffers(NamedTuple):
     kept: np.ndarray  # 1 where dropout keeps the pair, else 0
 
 
-def tangent(
-    problem: Problem, tensors: Tensors, tangents: Tangents
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (out, lse, tout, tlse)."""
+def tangent(problem: Problem, tensors: Tensors, tangents: Tangents) -> Results:
+    """Return the results and their tangents."""
     call = Call(problem, tensors, bfloats=False)
     call.tangents(tangents)
     out = torch.empty(problem.out_shape, dtype=call.dtype)
     lse = torch.empty(problem.lse_shape, dtype=call.dtype)
-    results = {"out": out, "lse": lse, "tout": torch.empty_like(out), "tlse": torch.empty_like(lse)}
-    for name, t in results.items():
+    results = Results(out, lse, torch.empty_like(out), torch.empty_like(lse))
+    for name, t in results._asdict().items():
         call.tensor(name, t)
     firsts = firsts_of(call)
     tiles, rows = (problem.hk * int(n) for n in (firsts["tile"][-1], firsts["row"][-1]))
@@ -87,7 +84,7 @@ def tangent(
     tasks = query_tasks(call)
     arguments = (call.record, call.sequences, call.states, tasks, firsts, finite, call.like)
     launch(tangent_worker, *arguments, tasks=len(tasks), flops=tangent_flops(problem))
-    return out.to(problem.dtype), lse, results["tout"].to(problem.dtype), results["tlse"]
+    return results._replace(out=out.to(problem.dtype), tout=results.tout.to(problem.dtype))
 
 
 @kernel

@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ..call.flops import tangent_backward_flops
-from ..call.inputs import Cotangents, Gradients, Tangents, Tensors, WantedSecond
+from ..call.inputs import Cotangents, Gradients, Results, Tangents, Tensors, WantedSecond
 from ..call.problem import Problem
 from ..rules import row_stats
 from ..rules.softmax import LOG2E
@@ -101,20 +100,17 @@ def tangent_backward(
     problem: Problem,
     tensors: Tensors,
     tangents: Tangents,
-    out: Tensor,
-    lse: Tensor,
-    tout: Tensor,
-    tlse: Tensor,
+    results: Results,
     cotangents: Cotangents,
     wanted: WantedSecond,
 ) -> tuple[Gradients, Gradients]:
     """Return the wanted gradients of the inputs and of their tangents, as a backward does."""
     call = Call(problem, tensors, bfloats=False)
     call.tangents(tangents)
-    lse, tlse = (t.to(call.dtype).contiguous() for t in (lse, tlse))
-    deltas = row_stats.second_deltas(out, tout, lse, cotangents)
+    lse, tlse = (t.to(call.dtype).contiguous() for t in (results.lse, results.tlse))
+    deltas = row_stats.second_deltas(results._replace(lse=lse), cotangents)
     rest = torch.zeros_like(lse) if problem.natural else None
-    g = torch.zeros_like(out) if cotangents.tout is None else cotangents.tout
+    g = torch.zeros_like(results.out) if cotangents.tout is None else cotangents.tout
     call.tensor("dtout", call.rows(g))
     if cotangents.out is not None:
         call.tensor("dout", call.rows(cotangents.out))
@@ -136,7 +132,7 @@ def tangent_backward(
     done = [finished(problem, tensors, s) for s in sums]
     if wanted.inputs.sink or wanted.tangents.sink:
         assert tensors.sink is not None
-        found = row_stats.second_dsink(tensors.sink, tangents.sink, lse, tlse, deltas, rest)
+        found = row_stats.second_dsink(tensors.sink, tangents.sink, (lse, tlse), deltas, rest)
         for part, want, x in zip(done, wanted, found, strict=True):
             if want.sink:
                 part["sink"] = x.to(tensors.sink.dtype)

@@ -79,7 +79,7 @@ def product(width: int, mr: int, nv: int, a_row: int, sums: ir.Type, operands: i
     def tile_product(typing, c, c_row, a, a_stride, b, b_stride, k, add):
         def emit(context, builder, signature, arguments):
             c, c_row, a, a_stride, b, b_stride, k, add = arguments
-            multiply_add = _multiply_add(builder, vector, words)
+            fma = multiply_add(builder, vector, words)
             c = builder.inttoptr(c, sums.as_pointer())
             a, b = (builder.inttoptr(x, operands.as_pointer()) for x in (a, b))
             loop, done, added, stored = (
@@ -116,7 +116,7 @@ def product(width: int, mr: int, nv: int, a_row: int, sums: ir.Type, operands: i
             after = []
             for r in range(mr):
                 x = spread(pa, r)
-                after += [multiply_add(x, row[v], running[r * nv + v]) for v in range(nv)]
+                after += [fma(x, row[v], running[r * nv + v]) for v in range(nv)]
             moved = (builder.add(i, n(1)), builder.gep(pa, [a_stride]), builder.gep(pb, [b_stride]))
             for phi, new in zip((i, pa, pb, *running), (*moved, *after), strict=True):
                 phi.add_incoming(new, loop)
@@ -145,7 +145,7 @@ def product(width: int, mr: int, nv: int, a_row: int, sums: ir.Type, operands: i
     return tile_product
 
 
-def _multiply_add(builder: ir.IRBuilder, vector: ir.VectorType, words: ir.VectorType):
+def multiply_add(builder: ir.IRBuilder, vector: ir.VectorType, words: ir.VectorType):
     """Return ``(a, b, c) -> a b + c``, lane by lane."""
     if isinstance(words.element, ir.IntType):  # pairs of bfloat16: AVX512-BF16's own instruction
         kind = ir.FunctionType(vector, [vector, words, words])
@@ -178,6 +178,16 @@ def _pointer_to(typing, address, like):
     return types.CPointer(like.dtype)(types.int64, like), emit
 
 
+def _address(typing, pointer):
+    """Return the address that a pointer holds."""
+
+    def emit(context, builder, signature, arguments):
+        return builder.ptrtoint(arguments[0], _I64)
+
+    return types.int64(pointer), emit
+
+
 # Numba passes an intrinsic's first parameter itself: a call has one fewer.
 fetch_add: Any = intrinsic(_fetch_add)
 pointer_to: Any = intrinsic(_pointer_to)
+address: Any = intrinsic(_address)

@@ -120,6 +120,15 @@ def shuffled(b: ir.IRBuilder, x: Value, lanes: Sequence[int], y: Value | None = 
     return b.shuffle_vector(x, x if y is None else y, mask)
 
 
+def halves(step: int, lanes: int) -> tuple[list[int], list[int]]:
+    """Return lanes of a pair of vectors: of the first where the bit ``step`` is 0, else the second.
+
+    The first list has the lanes in which the bit is 0, the second those in which it is 1.
+    """
+    low = [i if not i & step else lanes + i - step for i in range(lanes)]
+    return low, [i + step if not i & step else lanes + i for i in range(lanes)]
+
+
 def spread(b: ir.IRBuilder, x: Value) -> Lanes:
     """Return a number in every lane."""
     one = b.insert_element(ir.Constant(FLOATS, ir.Undefined), x, const(0, I32))
@@ -151,15 +160,18 @@ def loop(
     count: Value,
     step: int,
     starts: Sequence[Value],
-    body: Callable[[Value, list[Value]], list[Value]],
+    body: Callable[[Value, list[Value]], list[Value] | None],
 ) -> list[Value]:
-    """Emit ``for i in range(0, count, step): carried = body(i, carried)``; count is positive."""
+    """Emit ``for i in range(0, count, step): carried = body(i, carried)``; count is positive.
+
+    A body that carries nothing returns None.
+    """
     before, inside = b.block, b.append_basic_block("loop")
     done = b.append_basic_block("done")
     b.branch(inside)
     b.position_at_end(inside)
     i, carried = b.phi(I64), [b.phi(start.type) for start in starts]
-    after = body(i, list(carried))
+    after = body(i, list(carried)) or []
     following = b.add(i, const(step))
     starts, new = [const(0), *starts], [following, *after]
     for phi, first, last in zip([i, *carried], starts, new, strict=True):
@@ -274,7 +286,6 @@ def multiply(b, row, n, factor):
     def body(i, _):
         at = offset(b, row, i, 4)
         write(b, (floats(b, at) * factor).value, at)
-        return []
 
     loop(b, n, LANES, [], body)
 
@@ -345,7 +356,6 @@ def gradients(b, p, dp, n, lse, delta, unit):
             ds = score_gradient(unit * weight, floats(b, to), delta)
             write(b, weight.value, at)
             write(b, weight.where("==", 0.0, 0.0, ds).value, to)
-        return []
 
     loop(b, n, STEP, [], body)
 
@@ -355,8 +365,7 @@ def transpose(b, to, to_bytes, rows, row_bytes):
     """Transpose 16 x 16 numbers of 4 bytes; rows are so many bytes apart."""
     x = [load(b, b.add(rows, b.mul(row_bytes, const(r))), INTS) for r in range(LANES)]
     for step in (1, 2, 4, 8):
-        low = [i if not i & step else LANES + i - step for i in range(LANES)]
-        high = [i + step if not i & step else LANES + i for i in range(LANES)]
+        low, high = halves(step, LANES)
         for r in range(LANES):
             if not r & step:
                 u, v = x[r], x[r + step]
@@ -374,7 +383,6 @@ def weave(b, to, first, second, n):
         for half in range(2):
             lanes = [LANES * half + j // 2 + STEP * (j % 2) for j in range(STEP)]
             write(b, shuffled(b, x, lanes, y), offset(b, to, i, 4, LANES * half))
-        return []
 
     loop(b, n, STEP, [], body)
 
@@ -387,7 +395,6 @@ def shorten(b, to, row, n, factor):
     def body(i, _):
         x, y = (floats(b, offset(b, row, i, 4, LANES * v)) * factor for v in range(2))
         write(b, bfloats(x, y), offset(b, to, i, 2))
-        return []
 
     loop(b, n, STEP, [], body)
 
@@ -430,7 +437,6 @@ def pair_gradients(b, p, dp, p_pairs, ds_pairs, ds_rows, n):
         for v in range(2):
             both = _two_rows(b, p, i, v), _two_rows(b, dp, i, v)
             _write_gradients(b, i, v, *both, (p_pairs, ds_pairs, ds_rows))
-        return []
 
     loop(b, n, STEP, [], body)
 
@@ -457,6 +463,5 @@ def bfloat_gradients(b, s, dp, p_pairs, ds_pairs, ds_rows, n, lse, delta, factor
                 weights.append(w)
                 found.append(w.where("==", 0.0, 0.0, ds))
             _write_gradients(b, i, v, weights, found, (p_pairs, ds_pairs, ds_rows))
-        return []
 
     loop(b, n, STEP, [], body)

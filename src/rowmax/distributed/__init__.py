@@ -14,19 +14,7 @@ from .sharding import shard, unshard
 from .varlen import attention_varlen
 
 __all__ = [
-    "Context",
-    "Direction",
-    "Explanation",
-    "Layout",
-    "Prediction",
-    "Roofline",
-    "Wire",
-    "attention",
-    "attention_varlen",
-    "checkpoint_contexts",
-    "context_parallel",
-    "current_context",
-    "explain",
-    "shard",
-    "unshard",
-]
+    "Context", "Direction", "Explanation", "Layout", "Prediction", "Roofline", "Wire", "attention",
+    "attention_varlen", "checkpoint_contexts", "context_parallel", "current_context", "explain",
+    "shard", "unshard",
+]  # fmt: skip

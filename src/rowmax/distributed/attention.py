@@ -75,17 +75,14 @@ def attention(
         NotImplementedError: second derivatives and forward mode, of more than one rank.
     """
     group = group_of(mesh)
+    flags = strategy, reduce_replicated, return_lse
     local: dict[str, Any] = dict(options)
+    given = (q, k, v), group, (layout, k_layout), flags, local
     if torch.compiler.is_compiling():  # an error while compiling is the same on every rank
-        place, tensors, rest = normalized_rows(
-            (q, k, v), group, (layout, k_layout), (strategy, reduce_replicated, return_lse), local
-        )
+        place, tensors, rest = normalized_rows(*given)
     else:
         try:
-            place, tensors, rest = normalized_rows(
-                *((q, k, v), group, (layout, k_layout)),
-                *((strategy, reduce_replicated, return_lse), local),
-            )
+            place, tensors, rest = normalized_rows(*given)
         except (TypeError, ValueError) as error:
             refuse_together(group, error)
     if group.size == 1:
@@ -158,16 +155,9 @@ def _whole(given: Arguments, queries: Layout, keys: Layout) -> tuple[Tensors, Op
     part = Arguments(given.q, k, v, Mask(allowed=allowed), given.bias)
     check(part, Shape(q.shape[0], q.shape[2], given.q.shape[1], keys.n))
     tensors, options, _ = normalized(given._replace(q=q, k=k, v=v, mask=mask, bias=None))
-    return (
-        tensors._replace(
-            q=given.q,
-            k=given.k,
-            v=given.v,
-            bias=_four_axes(given.bias),
-            allowed=_four_axes(allowed),
-        ),
-        options,
-    )
+    own = {"q": given.q, "k": given.k, "v": given.v}
+    own |= {"bias": _four_axes(given.bias), "allowed": _four_axes(allowed)}
+    return tensors._replace(**own), options
 
 
 def _four_axes(t: Tensor | None) -> Tensor | None:

@@ -63,13 +63,20 @@ class Return:
 
         Summands are added in the order of ranks.
         """
-        flat = self.copy.wait()[0]
-        sums = [flat.new_zeros((self.rows, b, *rest)) for b, _, *rest in self.shapes]
-        for part, ranges in zip(flat.split(self.received), self.route.sent, strict=True):
-            for total, each in zip(sums, unpacked(part, self.shapes, ranges), strict=True):
-                for (start, stop), (_, piece) in zip(ranges, each, strict=True):
-                    total[start:stop] += piece
-        return [total.transpose(0, 1) for total in sums]
+        parts = self.copy.wait()[0].split(self.received)
+        return summed(parts, self.route.sent, self.rows, self.shapes)
+
+
+def summed(
+    parts: Sequence[Tensor], each: Sequence[Ranges], rows: int, shapes: Shapes
+) -> list[Tensor]:
+    """Return the sums over all ranks for each own row, of flat parts that hold these ranges."""
+    sums = [parts[0].new_zeros((rows, b, *rest)) for b, _, *rest in shapes]
+    for part, ranges in zip(parts, each, strict=True):
+        for total, found in zip(sums, unpacked(part, shapes, ranges), strict=True):
+            for (start, stop), (_, piece) in zip(ranges, found, strict=True):
+                total[start:stop] += piece
+    return [total.transpose(0, 1) for total in sums]
 
 
 def elements(shapes: Shapes, ranges: Ranges) -> int:

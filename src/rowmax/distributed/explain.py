@@ -21,7 +21,7 @@ from .area import by_ranges
 from .attention import check_layouts, normalized_rows
 from .calls import ShardedCall, whole_rows
 from .groups import Group, grid, group_of
-from .layout import Layout
+from .layout import Layout, imbalance
 from .routes import route, sight_of
 from .shared import shares_memory
 from .strategies import STRATEGIES, unable
@@ -205,7 +205,7 @@ def explain(
         strategy=f"heads x {chosen}" if group.parts else chosen,
         others={name: _reason(name, call, strategy) for name in names if name != chosen},
         loads=loads,
-        imbalance=None if loads is None else _imbalance(loads),
+        imbalance=None if loads is None else imbalance(loads),
         forward=_direction(call, loads, roofline, False),
         backward=_direction(call, loads, roofline, True),
         roofline=roofline,
@@ -284,10 +284,6 @@ def _on_cpu(t: Any) -> Any:
     if t.dtype.is_floating_point or t.is_meta:
         return torch.zeros((), dtype=t.dtype).expand(t.shape)
     return t.cpu()
-
-
-def _imbalance(loads: tuple[int, ...]) -> float:
-    return max(loads) * len(loads) / sum(loads) if any(loads) else 1.0
 
 
 def _direction(

@@ -205,13 +205,18 @@ class Layout:
             sum(int(each[start:stop].sum()) for start, stop in self.owned[rank])
             for rank in range(self.ranks)
         ]
-        return max(loads) * self.ranks / sum(loads) if any(loads) else 1.0
+        return imbalance(loads)
 
     def _rank(self, rank: int) -> int:
         whole = as_int(rank)
         if whole is None or not 0 <= whole < self.ranks:
             raise bad("rank", repr(rank), f"0 to {self.ranks - 1}")
         return whole
+
+
+def imbalance(loads: Sequence[int]) -> float:
+    """Return the largest load over the mean; 1 if all are 0."""
+    return max(loads) * len(loads) / sum(loads) if any(loads) else 1.0
 
 
 def _offsets(given: Any) -> list[int]:

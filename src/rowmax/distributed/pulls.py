@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .exchange import elements, packed, unpacked
+from .exchange import elements, packed, summed
 from .groups import Group
 from .layout import Layout, Ranges
 from .pieces import Packing
@@ -192,19 +192,14 @@ class PulledReturn:
         others = [() if rank == me else ranges for rank, ranges in enumerate(way.received)]
         packed(tensors, others, own)
         #: own rows need no copy
-        self.parts: list[Tensor | None] = [None] * group.size
+        self.parts = [own.new_empty(each[me]) for each in sizes]
         self.parts[me] = packed(tensors, [way.received[me]])
-        copies = []
-        for other in _others(me, group.size):
-            begin = sum(sizes[other][:me])
-            part = own.new_empty(sizes[other][me])
-            self.parts[other] = part
-            copies.append((part, begin, other))
         if most:
             region.show()
+        starts = {other: sum(sizes[other][:me]) for other in _others(me, group.size)}
         self.copy = region.pull(
-            (part, region.of(other, dtype)[begin : begin + part.numel()])
-            for part, begin, other in copies
+            (self.parts[other], region.of(other, dtype)[begin : begin + sizes[other][me]])
+            for other, begin in starts.items()
         )
 
     def _sent(self, rank: int) -> list[int]:
@@ -219,15 +214,7 @@ class PulledReturn:
         """Return the sums over all ranks for each own row, in the order of ranks."""
         self.copy.wait()
         parts, self.parts = self.parts, []
-        first = parts[0]
-        assert first is not None
-        sums = [first.new_zeros((self.rows, b, *rest)) for b, _, *rest in self.shapes]
-        for part, ranges in zip(parts, self.ways[self.rank].sent, strict=True):
-            assert part is not None
-            for total, each in zip(sums, unpacked(part, self.shapes, ranges), strict=True):
-                for (start, stop), (_, piece) in zip(ranges, each, strict=True):
-                    total[start:stop] += piece
-        return [total.transpose(0, 1) for total in sums]
+        return summed(parts, self.ways[self.rank].sent, self.rows, self.shapes)
 
 
 def _length(ranges: Ranges) -> int:

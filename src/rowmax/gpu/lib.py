@@ -233,6 +233,46 @@ def store_tile(x, matrix, i0, end, value, ROWS: tl.constexpr):
 
 
 @triton.jit
+def load_queries(x, matrix, i0, cfg, place, RAGGED: tl.constexpr) -> Any:
+    """Return ``[BLOCK_Q, BLOCK_D]`` of queries from row i0 on; None of None."""
+    if x is None:
+        return None
+    else:
+        x = queries(x, matrix, cfg, place)
+        return load_tile(x, matrix, i0, place.nq, cfg.BLOCK_Q, RAGGED)
+
+
+@triton.jit
+def load_keys(x, matrix, j0, cfg, place, RAGGED: tl.constexpr) -> Any:
+    """Return ``[BLOCK_K, BLOCK_D]`` of keys from j0 on, zeros past those in use; None of None."""
+    if x is None:
+        return None
+    else:
+        x = keys(x, matrix, cfg, place)
+        return load_tile(x, matrix, j0, place.used, cfg.BLOCK_K, RAGGED)
+
+
+@triton.jit
+def store_queries(x, matrix, value, i0, cfg, place, factor=None):
+    """Store a tile of queries from row i0 on, times ``factor``, unless x is None."""
+    if x is not None:
+        x = queries(x, matrix, cfg, place)
+        if factor is not None:
+            value = value * factor
+        store_tile(x, matrix, i0, place.nq, value, cfg.BLOCK_Q)
+
+
+@triton.jit
+def store_keys(x, matrix, value, j0, cfg, place, factor=None):
+    """Store a tile of keys from j0 on, times ``factor``, unless x is None."""
+    if x is not None:
+        x = keys(x, matrix, cfg, place)
+        if factor is not None:
+            value = value * factor
+        store_tile(x, matrix, j0, place.nk, value, cfg.BLOCK_K)
+
+
+@triton.jit
 def load_rows(x, row, end, other, RAGGED: tl.constexpr):
     """Return the numbers of the rows; ``other`` past ``end`` if RAGGED."""
     if RAGGED:
@@ -576,6 +616,24 @@ def load_row(x, matrix, i):
     d = tl.arange(0, matrix.BLOCK_D)
     x = tl.load(x + tl.cast(i, tl.int64) * matrix.ROW + d, mask=d < matrix.D, other=0.0)
     return x.to(tl.float32)[None]
+
+
+@triton.jit
+def query_row(x, matrix, i, cfg, place) -> Any:
+    """Return query i as float32, ``[1, BLOCK_D]``; None of None."""
+    if x is None:
+        return None
+    else:
+        return load_row(queries(x, matrix, cfg, place), matrix, i)
+
+
+@triton.jit
+def key_row(x, matrix, j, cfg, place) -> Any:
+    """Return key j as float32, ``[1, BLOCK_D]``; None of None."""
+    if x is None:
+        return None
+    else:
+        return load_row(keys(x, matrix, cfg, place), matrix, j)
 
 
 @triton.jit

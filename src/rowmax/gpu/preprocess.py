@@ -51,8 +51,7 @@ def row_sums_kernel(ptr, num, cfg):
     far = (tl.abs(lse) >= _FAR) & (tl.abs(lse) < float("inf"))
     total = tl.zeros([BLOCK_Q], tl.float32)
     if tl.max(far.to(tl.int32), 0) > 0:
-        q = lib.queries(ptr.q, num.q, cfg, place)
-        q = lib.load_tile(q, num.q, i0, place.nq, BLOCK_Q, True)
+        q = lib.load_queries(ptr.q, num.q, i0, cfg, place, True)
         k_base = lib.keys(ptr.k, num.k, cfg, place)
         row = tl.minimum(rows, place.nq - 1)[:, None]
         j = tl.arange(0, BLOCK_K)[None, :]
@@ -96,44 +95,68 @@ def row_sums(
 # --- Delta and dsink ---------------------------------------------------------------------------
 
 
+@triton.jit
+def rows_of_program(num, cfg):
+    """Return (place, first row) of this program, and its number; packed rows are one sequence."""
+    end = num.total_q
+    tile, head = lib.tile_and_head(num)
+    part = head * num.tiles + tile
+    b = head // cfg.HQ
+    head = head % cfg.HQ
+    return lib.Place(b, head, head, 0, end, 0, 0, 0, 0, 0), tile * cfg.BLOCK_Q, part
+
+
+@triton.jit
+def row_dots(x, x_matrix, y, y_matrix, i0, cfg, place):
+    """Return the products of the rows of x with those of y, ``[BLOCK_Q]``."""
+    x = lib.load_queries(x, x_matrix, i0, cfg, place, True)
+    y = lib.load_queries(y, y_matrix, i0, cfg, place, True)
+    return tl.sum(x.to(tl.float32) * y.to(tl.float32), 1)
+
+
+@triton.jit
+def row_numbers(x, row, other, cfg, place):
+    """Return the numbers of rows in a vector ``[B, Hq, Nq]``; ``other`` past the end."""
+    x = lib.vector(x, place.b, place.head, 0, place.nq, cfg.HQ, False)
+    return lib.load_rows(x, row, place.nq, other, True)
+
+
+@triton.jit
+def store_lse2(lse, row, ptr, num, cfg, place):
+    """Store LSE in the units of the scores, +inf for a row that sees nothing."""
+    lse2 = lse
+    if not cfg.NATURAL:
+        lse2 = lse * LOG2E
+    lse2 = rules.without_weights(lse2)
+    tl.store(lib.row_vector(ptr.lse2, num, cfg, place) + row, lse2, mask=row < place.nq)
+
+
+@triton.jit
+def weight_of_sink(lse, row, ptr, num, cfg, place):
+    """Return the weights of the sink in these rows."""
+    sink = tl.load(ptr.sink + place.head).to(tl.float32)
+    rest = lib.load_rest(ptr, num, cfg, place, row, True)
+    return rules.natural_weight(sink, rules.without_weights(lse), rest)
+
+
 @triton.jit(do_not_specialize=["num"])
 def delta_kernel(ptr, num, cfg):
     """Store ``Delta_i - dLSE_i`` and LSE of a tile of rows, and the tile's part of dsink.
 
     LSE is stored in the units of the scores. It is +inf, for weights of 0, in a row that sees
     nothing: that of -inf, or of a sink that is too low for units of log 2.
-    Packed rows are one sequence here.
     """
-    BLOCK_Q: tl.constexpr = cfg.BLOCK_Q
-    end = num.total_q
-    tile, head = lib.tile_and_head(num)
-    part = head * num.tiles + tile
-    b = head // cfg.HQ
-    head = head % cfg.HQ
-    place = lib.Place(b, head, head, 0, end, 0, 0, 0, 0, 0)
-    i0 = tile * BLOCK_Q
-    row = i0 + tl.arange(0, BLOCK_Q)
-    o = lib.queries(ptr.out, num.out, cfg, place)
-    o = lib.load_tile(o, num.out, i0, end, BLOCK_Q, True)
-    do = lib.queries(ptr.dout, num.dout, cfg, place)
-    do = lib.load_tile(do, num.dout, i0, end, BLOCK_Q, True)
-    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    place, i0, part = rows_of_program(num, cfg)
+    row = i0 + tl.arange(0, cfg.BLOCK_Q)
+    delta = row_dots(ptr.out, num.out, ptr.dout, num.dout, i0, cfg, place)
     if ptr.dlse is not None:
-        dlse = lib.vector(ptr.dlse, b, head, 0, end, cfg.HQ, False)
-        delta -= lib.load_rows(dlse, row, end, 0.0, True)
-    lse = lib.vector(ptr.lse, b, head, 0, end, cfg.HQ, False)
-    lse = lib.load_rows(lse, row, end, float("inf"), True)
-    lse2 = lse
-    if not cfg.NATURAL:
-        lse2 = lse * LOG2E
-    lse2 = rules.without_weights(lse2)
-    tl.store(lib.row_vector(ptr.lse2, num, cfg, place) + row, lse2, mask=row < end)
-    tl.store(lib.row_vector(ptr.delta, num, cfg, place) + row, delta, mask=row < end)
+        delta -= row_numbers(ptr.dlse, row, 0.0, cfg, place)
+    lse = row_numbers(ptr.lse, row, float("inf"), cfg, place)
+    store_lse2(lse, row, ptr, num, cfg, place)
+    tl.store(lib.row_vector(ptr.delta, num, cfg, place) + row, delta, mask=row < place.nq)
     if ptr.dsink is not None:
-        sink = tl.load(ptr.sink + head).to(tl.float32)
-        rest = lib.load_rest(ptr, num, cfg, place, row, True)
-        p = rules.natural_weight(sink, rules.without_weights(lse), rest)
-        tl.store(ptr.dsink + part, -tl.sum(tl.where(row < end, p * delta, 0.0), 0))
+        p = weight_of_sink(lse, row, ptr, num, cfg, place)
+        tl.store(ptr.dsink + part, -tl.sum(tl.where(row < place.nq, p * delta, 0.0), 0))
 
 
 DELTA = JobSpec("delta", delta_kernel, "rows", ("out", "dout"))

@@ -42,7 +42,8 @@ class _Tangent(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         given = ctx.saved_tensors
-        tangents, tensors = given[:N_TANGENTS], given[N_TANGENTS : N_TANGENTS + N_TENSORS]
+        tangents = given[:N_TANGENTS]
+        inputs = (*given[N_TANGENTS : N_TANGENTS + N_TENSORS], *ctx.options)
         results = given[N_TANGENTS + N_TENSORS :]
         needed = ctx.needs_input_grad[2:]
         first, second = needed[N_TANGENTS : 2 * N_TANGENTS], needed[:N_TANGENTS]
@@ -50,12 +51,10 @@ class _Tangent(Function):
         if dtout is None and dtlse is None:
             found = NONE
             if any(first) and not (dout is None and dlse is None):
-                found = _backward(dout, dlse, results[:2], first, tensors, ctx.options)
+                found = _backward(dout, dlse, results[:2], first, inputs)
             found = (*NONE, *found)
         else:
-            both = tangent_backward(
-                tangents, results, grads, (*first, *second), tensors, ctx.options
-            )
+            both = tangent_backward(tangents, results, grads, (*first, *second), inputs)
             found = (*both[N_TANGENTS:], *both[:N_TANGENTS])
         return (None, None, *found, *(None,) * (len(needed) - len(found)))
 
@@ -92,11 +91,10 @@ def tangent_backward(
     results: Sequence[Tensor],
     cotangents: Gradients,
     wanted: Sequence[bool],
-    tensors: Sequence[Tensor | None],
-    options: Sequence[Any],
+    inputs: Sequence[Any],
 ) -> list[Tensor | None]:
     """Return the wanted gradients of the inputs, then of the tangents; others are None."""
-    given = (*tangents, *results, *cotangents, list(wanted), *tensors, *options)
+    given = (*tangents, *results, *cotangents, list(wanted), *inputs)
     found = torch.ops.rowmax.tangent_backward(*given)
     return [g if want else None for g, want in zip(found, wanted, strict=True)]
 
@@ -106,12 +104,11 @@ def _backward(
     dlse: Tensor | None,
     results: Sequence[Tensor],
     wanted: Sequence[bool],
-    tensors: Sequence[Tensor | None],
-    options: Sequence[Any],
+    inputs: Sequence[Any],
 ) -> list[Tensor | None]:
     """Return the wanted gradients of the inputs; others are None."""
     dout = torch.zeros_like(results[0]) if dout is None else dout
-    found = torch.ops.rowmax.backward(dout, dlse, *results, list(wanted), *tensors, *options)
+    found = torch.ops.rowmax.backward(dout, dlse, *results, list(wanted), *inputs)
     return [g if want else None for g, want in zip(found, wanted, strict=True)]
 
 
@@ -124,19 +121,18 @@ def along_forward(primals: Sequence[Any], tangents: Gradients) -> Along:
 def along_backward(primals: Sequence[Any], tangents: Gradients) -> Along:
     """Return the gradients of ``backward`` with their tangents; primals are its arguments."""
     dout, dlse, out, lse, wanted, *inputs = primals
-    tensors, options = inputs[:N_TENSORS], inputs[N_TENSORS:]
     e, a, tout, tlse, _, *of_inputs = tangents
     along = of_inputs[:N_TANGENTS]
     if all(t is None for t in along):  # linear in dout and dlse
         found = torch.ops.rowmax.backward(*primals)
         moved: Gradients = NONE
         if e is not None or a is not None:
-            moved = _backward(e, a, (out, lse), wanted, tensors, options)
+            moved = _backward(e, a, (out, lse), wanted, inputs)
         return Along(found, moved)
     if tout is None or tlse is None:  # else those of the forward, at this level
         _, _, tout, tlse = torch.ops.rowmax.tangent(*along, *inputs)
     results, cotangents = (out, lse, tout, tlse), (e, a, dout, dlse)
-    both = tangent_backward(along, results, cotangents, [*wanted, *wanted], tensors, options)
+    both = tangent_backward(along, results, cotangents, [*wanted, *wanted], inputs)
     # the gradient of a tangent is the gradient of the call: both are linear in (dout, dlse)
     found = [out.new_empty(0) if g is None else g for g in both[N_TANGENTS:]]
     return Along(found, both[:N_TANGENTS])
@@ -154,16 +150,14 @@ def of_backward(
 
     ``cotangents`` is (dout, dlse), ``results`` is (out, lse), and ``needed`` is of the inputs.
     """
-    _, _, tout, tlse = torch.ops.rowmax.tangent(*grads, *tensors, *options)
+    inputs = (*tensors, *options)
+    _, _, tout, tlse = torch.ops.rowmax.tangent(*grads, *inputs)
     found: list[Tensor | None] = list(NONE)
     if any(needed):
-        both = tangent_backward(
-            grads,
+        rows, cots, wanted = (
             (*results, tout, tlse),
             (None, None, *cotangents),
             (*needed, *_NOT_WANTED),
-            tensors,
-            options,
         )
-        found = both[:N_TANGENTS]
+        found = tangent_backward(grads, rows, cots, wanted, inputs)[:N_TANGENTS]
     return tout, None if cotangents[1] is None else tlse, found

@@ -52,14 +52,9 @@ def backward(info: Any, in_dims: Sequence[Any], *inputs: Any) -> tuple[Any, Any]
     folded = _folded(size, slices, _names(dims), wanted)
     if folded is None:
         return _one_by_one(size, torch.ops.rowmax.backward, in_dims, inputs)
-    rows = _leading(inputs[:4], in_dims[:4])
-    rows = [_joined(size, t, d is not None) for t, d in zip(rows, in_dims[:4], strict=True)]
+    rows = _rows(size, inputs[:4], in_dims[:4])
     results = torch.ops.rowmax.backward(*rows, inputs[4], *folded, *inputs[5 + _N :])
-    apart = (
-        r.unflatten(0, (size, x.shape[0 if d is None else 1])) if want else r
-        for r, want, x, d in zip(results, wanted, list[Any](slices), dims, strict=False)
-    )
-    return tuple(apart), tuple(0 if want else None for want in wanted)
+    return _apart(size, results, wanted, slices, dims)
 
 
 def tangent(info: Any, in_dims: Sequence[Any], *inputs: Any) -> tuple[Any, Any]:
@@ -88,18 +83,25 @@ def tangent_backward(info: Any, in_dims: Sequence[Any], *inputs: Any) -> tuple[A
     folded = _folded_pair(size, slices, along, dims, either)
     if folded is None:
         return _one_by_one(size, torch.ops.rowmax.tangent_backward, in_dims, inputs)
-    given = in_dims[_T : _T + 8]
-    rows = [
-        _joined(size, t, d is not None)
-        for t, d in zip(_leading(inputs[_T : _T + 8], given), given, strict=True)
-    ]
+    rows = _rows(size, inputs[_T : _T + 8], in_dims[_T : _T + 8])
     tail = inputs[at + _N :]
     results = torch.ops.rowmax.tangent_backward(*folded[1], *rows, wanted, *folded[0], *tail)
-    first = list[Any](slices[:_T]), list(dims[1][:_T])
-    twice = zip(results, wanted, 2 * first[0], 2 * first[1], strict=True)
+    return _apart(size, results, wanted, 2 * slices[:_T], 2 * tuple(dims[1][:_T]))
+
+
+def _rows(size: int, rows: Sequence[Any], dims: Sequence[Any]) -> list[Tensor | None]:
+    """Return results of a call or their gradients, of all slices."""
+    pairs = zip(_leading(rows, dims), dims, strict=True)
+    return [_joined(size, t, d is not None) for t, d in pairs]
+
+
+def _apart(
+    size: int, results: Sequence[Tensor], wanted: Sequence[bool], inputs: Any, dims: Sequence[Any]
+) -> tuple[Any, Any]:
+    """Return gradients by slices; ``inputs`` are theirs, with these vmapped dimensions."""
     apart = (
         r.unflatten(0, (size, x.shape[0 if d is None else 1])) if want else r
-        for r, want, x, d in twice
+        for r, want, x, d in zip(results, wanted, inputs, dims, strict=False)
     )
     return tuple(apart), tuple(0 if want else None for want in wanted)
 

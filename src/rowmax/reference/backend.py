@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from ..call.inputs import Cotangents, Tangents, WantedSecond
+from ..call.inputs import Cotangents, Results, Tangents, WantedSecond
 from ..call.problem import Gradients, Problem, Tensors, Wanted
 from .dense import attention
 
@@ -42,33 +44,23 @@ def backward(
         o, e = attention(problem, tensors._replace(**leaves), problem.accumulator)
         pairs = [(o, dout.to(o.dtype)), (e, dlse)]  # lse does not depend on v
         used = [(x, g) for x, g in pairs if g is not None and x.requires_grad]
-        outputs, cotangents = zip(*used, strict=True)
-        grads = torch.autograd.grad(outputs, list(leaves.values()), cotangents, allow_unused=True)
-    shaped = (
-        torch.zeros_like(x) if g is None else g.contiguous()
-        for g, x in zip(grads, leaves.values(), strict=True)
-    )
-    return Gradients(**dict(zip(leaves, shaped, strict=True)))
+        found = _grad(used, list(leaves.values()))
+    return Gradients(**dict(zip(leaves, found, strict=True)))
 
 
-def tangent(
-    problem: Problem, tensors: Tensors, tangents: Tangents
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (out, lse, tout, tlse)."""
+def tangent(problem: Problem, tensors: Tensors, tangents: Tangents) -> Results:
+    """Return the results and their tangents."""
     with torch.enable_grad(), torch.autocast(problem.device, enabled=False):
-        (out, lse), (tout, tlse) = _along(problem, tensors, tangents)
-    out, tout = (t.detach().to(problem.dtype).contiguous() for t in (out, tout))
-    return out, lse.detach().contiguous(), tout, tlse.detach().contiguous()
+        out, lse, tout, tlse = (t.detach() for t in _along(problem, tensors, tangents))
+    out, tout = (t.to(problem.dtype).contiguous() for t in (out, tout))
+    return Results(out, lse.contiguous(), tout, tlse.contiguous())
 
 
 def tangent_backward(
     problem: Problem,
     tensors: Tensors,
     tangents: Tangents,
-    out: Tensor,
-    lse: Tensor,
-    tout: Tensor,
-    tlse: Tensor,
+    results: Results,
     cotangents: Cotangents,
     wanted: WantedSecond,
 ) -> tuple[Gradients, Gradients]:
@@ -84,33 +76,34 @@ def tangent_backward(
     ]
     with torch.enable_grad(), torch.autocast(problem.device, enabled=False):
         first, second = leaves
-        results, along = _along(problem, tensors._replace(**first), tangents._replace(**second))
+        found = _along(problem, tensors._replace(**first), tangents._replace(**second))
         pairs = [
             (x, g.to(x.dtype))
-            for x, g in zip((*results, *along), cotangents, strict=True)
+            for x, g in zip(found, cotangents, strict=True)
             if g is not None and x.requires_grad
         ]
         every = [*first.values(), *second.values()]
-        found: list[Tensor | None] = [None] * len(every)
-        if pairs and every:
-            outputs, grads = zip(*pairs, strict=True)
-            found = list(torch.autograd.grad(outputs, every, grads, allow_unused=True))
-    shaped = [
-        torch.zeros_like(x) if g is None else g.contiguous()
-        for g, x in zip(found, every, strict=True)
-    ]
-    cut = len(first)
+        made = _grad(pairs, every)
     return (
-        Gradients(**dict(zip(first, shaped[:cut], strict=True))),
-        Gradients(**dict(zip(second, shaped[cut:], strict=True))),
+        Gradients(**dict(zip(first, made, strict=False))),
+        Gradients(**dict(zip(second, made[len(first) :], strict=True))),
     )
 
 
-Pair = tuple[Tensor, Tensor]
+def _grad(pairs: Sequence[tuple[Tensor, Tensor]], leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients of the leaves from (result, cotangent), contiguous."""
+    found: Sequence[Tensor | None] = [None] * len(leaves)
+    if pairs and leaves:
+        outputs, cotangents = zip(*pairs, strict=True)
+        found = torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True)
+    return [
+        torch.zeros_like(x) if g is None else g.contiguous()
+        for g, x in zip(found, leaves, strict=True)
+    ]
 
 
-def _along(problem: Problem, tensors: Tensors, tangents: Tangents) -> tuple[Pair, Pair]:
-    """Return (out, lse) and their tangents, differentiable.
+def _along(problem: Problem, tensors: Tensors, tangents: Tangents) -> Results:
+    """Return the results and their tangents, differentiable.
 
     By reverse mode twice: the vjp is linear in its cotangents u, and the jvp is its derivative by
     u. A level of forward mode may be in use already, and torch has only one.
@@ -127,13 +120,8 @@ def _along(problem: Problem, tensors: Tensors, tangents: Tangents) -> tuple[Pair
     used = [n for n, x in enumerate(results) if leaves and x.requires_grad]
     if used:
         u = [torch.zeros_like(results[n]).requires_grad_() for n in used]
-        grads = torch.autograd.grad(
-            [results[n] for n in used],
-            list(leaves.values()),
-            u,
-            create_graph=True,
-            allow_unused=True,
-        )
+        outputs, inputs = [results[n] for n in used], list(leaves.values())
+        grads = torch.autograd.grad(outputs, inputs, u, create_graph=True, allow_unused=True)
         given = [getattr(tangents, name) for name in leaves]
         pairs = [(g, t.to(g.dtype)) for g, t in zip(grads, given, strict=True) if g is not None]
         if pairs:
@@ -141,7 +129,7 @@ def _along(problem: Problem, tensors: Tensors, tangents: Tangents) -> tuple[Pair
             jvp = torch.autograd.grad(lefts, u, rights, create_graph=True, allow_unused=True)
             for n, t in zip(used, jvp, strict=True):
                 found[n] = found[n] if t is None else t
-    return (out, lse), (found[0], found[1])
+    return Results(out, lse, *found)
 
 
 def _or_zeros(given: Tensors | Tangents, tensors: Tensors, name: str) -> Tensor:

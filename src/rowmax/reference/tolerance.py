@@ -71,12 +71,12 @@ and std is not, ``limit`` times max |ref| and times its norm replaces std's erro
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..call.inputs import HEAD_TERMS, Cotangents, Tangents, parameters_of, part_of
+from ..call.inputs import HEAD_TERMS, Cotangents, Results, Tangents, parameters_of, part_of
 from ..call.problem import Problem, Tensors, each_sequence
 from ..rules import bound, score
 from ..rules.score import ScoreTerms
@@ -104,15 +104,29 @@ class Noise(NamedTuple):
 NO_NOISE = Noise(0.0, 0.0)
 
 
-def complaint(
+def complaint(x: Tensor, *given: Any, **rule: Any) -> str | None:
+    """Return a sentence on how x breaks the rule, or None; arguments are those of ``compared``."""
+    found = compared(x, *given, **rule)
+    if not isinstance(found, Bounds):
+        return found
+    if not found.error <= found.allowed:
+        text = f"max error {found.error:.3g}, allowed {found.allowed:.3g}"
+        return f"{text} (std has {found.theirs:.3g})"
+    if not found.off <= found.limit:
+        text = f"norm of the error {found.off:.3g}, allowed {found.limit:.3g}"
+        return f"{text}, of the answer {found.size:.3g}"
+    return None
+
+
+def compared(
     x: Tensor,
     ref: Tensor,
     std: Tensor,
     dtype: torch.dtype,
     factor: float = OUTPUT,
     noise: Noise = NO_NOISE,
-) -> str | None:
-    """Return a sentence on how x breaks the rule, or None."""
+) -> Bounds | str | None:
+    """Return the errors of x and what is allowed, or how x is wrong; None if all are infinite."""
     if x.shape != ref.shape:
         return f"shape {list(x.shape)}, want {list(ref.shape)}"
     x, ref, std = within_range(x.detach(), ref, std, dtype)
@@ -128,14 +142,7 @@ def complaint(
         x, ref, std = x[finite], ref[finite], std[finite]
     if not ref.numel():
         return None
-    found = bounds(x, ref, std, dtype, factor, noise)
-    if not found.error <= found.allowed:
-        compared = f"max error {found.error:.3g}, allowed {found.allowed:.3g}"
-        return f"{compared} (std has {found.theirs:.3g})"
-    if not found.off <= found.limit:
-        compared = f"norm of the error {found.off:.3g}, allowed {found.limit:.3g}"
-        return f"{compared}, of the answer {ref.norm().item():.3g}"
-    return None
+    return bounds(x, ref, std, dtype, factor, noise)
 
 
 def within_range(
@@ -161,6 +168,7 @@ class Bounds(NamedTuple):
     theirs: float  # the largest error of std
     off: float  # the norm of all errors
     limit: float
+    size: float  # the norm of ref
 
     @property
     def share(self) -> float:
@@ -186,29 +194,15 @@ def bounds(
     limit = max(LIMITS[dtype] * size, factor * their_norm)
     if size <= noise.norm:
         limit = max(limit, noise.norm)
-    return Bounds(error, allowed, theirs, off, limit + noise.cut)
+    return Bounds(error, allowed, theirs, off, limit + noise.cut, size)
 
 
-def share(
-    x: Tensor,
-    ref: Tensor,
-    std: Tensor,
-    dtype: torch.dtype,
-    factor: float = OUTPUT,
-    noise: Noise = NO_NOISE,
-) -> float:
+def share(x: Tensor, *given: Any, **rule: Any) -> float:
     """Return the error of x as a share of what the rule allows, inf if x is wrong otherwise."""
-    if x.shape != ref.shape:
+    found = compared(x, *given, **rule)
+    if isinstance(found, str):
         return math.inf
-    x, ref, std = within_range(x.detach(), ref, std, dtype)
-    finite = ref.isfinite()
-    if not torch.equal(x[~finite], ref[~finite]):
-        return math.inf
-    if not x[finite].isfinite().all():
-        return math.inf
-    if not finite.any():
-        return 0.0
-    return bounds(x[finite], ref[finite], std[finite], dtype, factor, noise).share
+    return 0.0 if found is None else found.share
 
 
 def relative_error(x: Tensor, ref: Tensor) -> float:
@@ -258,9 +252,7 @@ def noise(
         for name in ("dk", "dv"):
             found[name] = found[name].unflatten(1, (problem.hk, problem.group)).sum(2)
         if tensors.bias is not None:
-            each = _by_sequence(problem, tensors, dS) if problem.varlen else dS
-            over = [n for n in range(4) if tensors.bias.shape[n] == 1]
-            found["dbias"] = each.sum(over) if over else each
+            found["dbias"] = _of_bias(problem, tensors, dS)
         if tensors.sink is not None:
             row = of_sink * (sigma - lse).exp() * (products[1][..., 0] + dP.sum(-1))
             found["dsink"] = row.sum((0, 2))
@@ -377,12 +369,12 @@ def second_noise(
     problem: Problem,
     tensors: Tensors,
     tangents: Tangents,
-    results: tuple[Tensor, ...],
+    results: Results,
     cotangents: Cotangents,
 ) -> dict[str, Noise]:
     """Return the noise of tout, tlse and each gradient of inputs (dq) and tangents (dtq).
 
-    ``results`` is (out, lse, tout, tlse) of the definition; all have a batch dimension.
+    ``results`` is of the definition; all have a batch dimension.
     """
 
     def size(t: Tensor | None, like: Tensor) -> Tensor:
@@ -439,9 +431,7 @@ def second_noise(
         found[name] = found[name].unflatten(1, (problem.hk, problem.group)).sum(2)
     for prefix, d in (("d", ds), ("dt", dts)):
         if tensors.bias is not None:
-            pairs = _by_sequence(problem, tensors, d) if problem.varlen else d
-            over = [n for n in range(4) if tensors.bias.shape[n] == 1]
-            found[f"{prefix}bias"] = pairs.sum(over) if over else pairs
+            found[f"{prefix}bias"] = _of_bias(problem, tensors, d)
         for name, by in each.items():
             found[f"{prefix}{name}"] = (d * by).sum((0, 2, 3))
     if tensors.sink is not None:
@@ -542,6 +532,14 @@ def _distances(problem: Problem, tensors: Tensors) -> Tensor:
     i, j = dense._positions(problem, tensors)
     shift = 0 if problem.positions is None else problem.positions.shift
     return (i + shift - j).abs().double()
+
+
+def _of_bias(problem: Problem, tensors: Tensors, dS: Tensor) -> Tensor:
+    """Return the sums of dS over the axes that the bias broadcasts."""
+    assert tensors.bias is not None
+    each = _by_sequence(problem, tensors, dS) if problem.varlen else dS
+    over = [n for n in range(4) if tensors.bias.shape[n] == 1]
+    return each.sum(over) if over else each
 
 
 def _by_sequence(problem: Problem, tensors: Tensors, dS: Tensor) -> Tensor:

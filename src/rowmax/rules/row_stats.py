@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..call.inputs import Cotangents
+from ..call.inputs import Cotangents, Results
 from . import bound, tangent
 from .softmax import LOG2E, exp2, inf, where
 
@@ -52,23 +52,23 @@ def score_lse(lse: Tensor, natural: bool) -> Tensor:
     return _without_weights(lse if natural else lse * LOG2E)
 
 
-def dsink(sink: Tensor, lse: Tensor, delta: Tensor, rest: Tensor | None) -> Tensor:
-    """Return ``dsigma_h = -sum_i exp(sigma_h - LSE_i) (Delta_i - dLSE_i)``, ``[Hq]``.
-
-    lse is natural; LSE is its sum with ``rest``, the part that rounding took from lse.
-    """
+def _sink_weight(sink: Tensor, lse: Tensor, rest: Tensor | None) -> Tensor:
+    """Return ``exp(sigma_h - LSE_i)``; LSE is lse, natural, and ``rest``, which rounding took."""
     rest2 = 0.0 if rest is None else rest * LOG2E
-    weight = _natural_weight(sink.detach()[:, None].to(lse.dtype), _without_weights(lse), rest2)
-    return -(weight * delta).sum((0, 2))
+    return _natural_weight(sink.detach()[:, None].to(lse.dtype), _without_weights(lse), rest2)
 
 
-def second_deltas(
-    out: Tensor, tout: Tensor, lse: Tensor, cotangents: Cotangents
-) -> tuple[Tensor, Tensor]:
+def dsink(sink: Tensor, lse: Tensor, delta: Tensor, rest: Tensor | None) -> Tensor:
+    """Return ``dsigma_h = -sum_i exp(sigma_h - LSE_i) (Delta_i - dLSE_i)``, ``[Hq]``."""
+    return -(_sink_weight(sink, lse, rest) * delta).sum((0, 2))
+
+
+def second_deltas(results: Results, cotangents: Cotangents) -> tuple[Tensor, Tensor]:
     """Return (b, c) of ``rules/tangent.py`` like lse; 0 for a row that sees nothing.
 
     ``b = g.out - a'`` and ``c = g.out' + e.out - a``.
     """
+    out, lse, tout, _ = results
     e, a, g, at = cotangents
     zero = torch.zeros_like(lse)
     b = zero if g is None else delta(out, g, lse, None)
@@ -83,17 +83,16 @@ def second_deltas(
 def second_dsink(
     sink: Tensor,
     tsink: Tensor | None,
-    lse: Tensor,
-    tlse: Tensor,
+    rows: tuple[Tensor, Tensor],
     deltas: tuple[Tensor, Tensor],
     rest: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the sink and of its tangent, ``[Hq]`` each.
 
-    ``deltas`` is (b, c); lse and ``rest`` are as of ``dsink``.
+    ``rows`` is (lse, tlse), ``deltas`` is (b, c), and ``rest`` is as of ``dsink``.
     """
-    rest2 = 0.0 if rest is None else rest * LOG2E
-    weight = _natural_weight(sink.detach()[:, None].to(lse.dtype), _without_weights(lse), rest2)
+    lse, tlse = rows
+    weight = _sink_weight(sink, lse, rest)
     d = -tlse if tsink is None else tsink.detach()[:, None].to(lse.dtype) - tlse
     ds, dts = tangent.score_gradients(weight, 0.0, 0.0, d, *deltas)
     return ds.sum((0, 2)), dts.sum((0, 2))

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..call.inputs import Cotangents, Tangents
+from ..call.inputs import Cotangents, Results, Tangents
 from ..reference import dense, tolerance
 from ..reference.tolerance import GRADIENT, OUTPUT, Noise
 from .cases import Call
-from .tolerance import complaint, cotangents
+from .tolerance import by_definition, complaint, cotangents, inputs_of
 
 #: by name: tout, tlse, the gradient of each leaf (dq) and of its tangent (dtq)
 SecondAnswer = dict[str, Tensor]
@@ -61,22 +61,8 @@ def second_answer(call: Call, along: Directions, **overrides: object) -> SecondA
 
 def second_definition(call: Call, along: Directions, dtype: torch.dtype) -> SecondAnswer:
     """Return the answer of the dense definition with every step in ``dtype``."""
-    problem, tensors = call.problem()
-
-    def function(named: dict[str, Tensor]) -> Any:
-        named = dict(named)
-        for name in "qkv":
-            if call.case.packed and name in named:
-                named[name] = named[name][None]
-        if "bias" in named and tensors.bias is not None:
-            named["bias"] = named["bias"].view(tensors.bias.shape)
-        if "alibi" in named:
-            named["heads"] = named.pop("alibi")[None]
-        out, lse = dense.attention(problem, tensors._replace(**named), dtype)
-        return (out[0], lse[0]) if call.case.packed else (out, lse)
-
     leaves = {name: _in_memory(t.detach().to(dtype)) for name, t in call.leaves.items()}
-    return _answer(leaves, along, function, dtype)
+    return _answer(leaves, along, lambda named: by_definition(call, named, dtype), dtype)
 
 
 def _in_memory(t: Tensor) -> Tensor:
@@ -127,17 +113,9 @@ def second_expected(call: Call, along: Directions) -> SecondExpected:
     if call.case.packed:
         tout, tlse = tout[None], tlse[None]
         cots = [None if t is None else t[None] for t in cots]
-    named: dict[str, Any] = dict(along.tangents)
-    for name in "qkv":
-        if call.case.packed and name in named:
-            named[name] = named[name][None]
-    if "bias" in named and tensors.bias is not None:
-        named["bias"] = named["bias"].view(tensors.bias.shape)
-    if "alibi" in named:
-        named["heads"] = named.pop("alibi")[None]
-    noise = tolerance.second_noise(
-        problem, tensors, Tangents(**named), (out, lse, tout, tlse), Cotangents(*cots)
-    )
+    tangents = Tangents(**inputs_of(call, along.tangents))
+    results = Results(out, lse, tout, tlse)
+    noise = tolerance.second_noise(problem, tensors, tangents, results, Cotangents(*cots))
     return SecondExpected(dtype, ref, std, noise)
 
 

@@ -6,13 +6,14 @@ import contextlib
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..call import dispatch
 from ..reference import dense, tolerance
-from ..reference.tolerance import GRADIENT, NO_NOISE, OUTPUT, Noise
+from ..reference.tolerance import GRADIENT, OUTPUT, Noise
 from .cases import Call, field_of, laid_out
 
 
@@ -69,11 +70,9 @@ def answer(call: Call, dout: Tensor, dlse: Tensor | None, **overrides: object) -
     return Answer(out.detach(), lse.detach(), dict(zip(leaves, got, strict=True)))
 
 
-def definition(call: Call, dout: Tensor, dlse: Tensor | None, dtype: torch.dtype) -> Answer:
-    """Return the answer of the dense definition with every step in ``dtype``."""
-    leaves = {name: t.detach().to(dtype).requires_grad_() for name, t in call.leaves.items()}
-    problem, tensors = call.problem()
-    named = dict(leaves)
+def inputs_of(call: Call, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return leaves of a call, or their tangents, as fields of ``Tensors``."""
+    named, (_, tensors) = dict(leaves), call.problem()
     for name in "qkv":
         if call.case.packed and name in named:
             named[name] = named[name][None]
@@ -81,10 +80,23 @@ def definition(call: Call, dout: Tensor, dlse: Tensor | None, dtype: torch.dtype
         named["bias"] = named["bias"].view(tensors.bias.shape)
     if "alibi" in named:
         named["heads"] = named.pop("alibi")[None]
-    tensors = tensors._replace(**named)
+    return named
+
+
+def by_definition(
+    call: Call, leaves: dict[str, Tensor], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) of the dense definition over these leaves."""
+    problem, tensors = call.problem()
+    tensors = tensors._replace(**inputs_of(call, leaves))
     out, lse = dense.attention(problem, tensors, dtype)
-    if call.case.packed:
-        out, lse = out[0], lse[0]
+    return (out[0], lse[0]) if call.case.packed else (out, lse)
+
+
+def definition(call: Call, dout: Tensor, dlse: Tensor | None, dtype: torch.dtype) -> Answer:
+    """Return the answer of the dense definition with every step in ``dtype``."""
+    leaves = {name: t.detach().to(dtype).requires_grad_() for name, t in call.leaves.items()}
+    out, lse = by_definition(call, leaves, dtype)
     if not leaves:
         return Answer(out, lse, {})
     pairs = [(out, dout)] if dlse is None else [(out, dout), (lse, dlse)]
@@ -159,17 +171,9 @@ def complaints(got: Answer, want: Expected) -> list[str]:
     return [text for text in found if text is not None]
 
 
-def complaint(
-    name: str,
-    x: Tensor,
-    ref: Tensor,
-    std: Tensor,
-    dtype: torch.dtype,
-    factor: float = OUTPUT,
-    noise: Noise = NO_NOISE,
-) -> str | None:
-    """Return a sentence if x breaks the rule, or None."""
-    text = tolerance.complaint(x, ref, std, dtype, factor, noise)
+def complaint(name: str, *given: Any, **rule: Any) -> str | None:
+    """Return a sentence if x breaks the rule, or None; arguments are ``tolerance.complaint``'s."""
+    text = tolerance.complaint(*given, **rule)
     return text if text is None else f"{name}: {text}"
 
 

@@ -1,18 +1,9 @@
 """Attention in tiles with torch operations alone: any device, any problem."""
 
-from ..call.inputs import HEAD_TERMS
-from ..call.problem import Problem
+from ..call.dispatch import supports_all_but_bent_tangents as supports
 from .backward import backward
 from .forward import forward
 from .tangent import tangent
 from .tangent_backward import tangent_backward
 
 __all__ = ["backward", "forward", "supports", "tangent", "tangent_backward"]
-
-
-def supports(problem: Problem, call: str) -> str | None:
-    """Return None: the backend computes every call except tangents of terms that bend scores."""
-    if call in ("forward", "backward"):
-        return None
-    bending = [name for name in problem.heads if not HEAD_TERMS[name].added]
-    return f"it has no tangent of {', '.join(bending)}" if bending else None

@@ -8,28 +8,26 @@ import torch
 from torch import Tensor
 
 from ..call.inputs import Gradients, Tensors, Wanted, parameters_of
-from ..call.problem import FAR, Problem, each_sequence
+from ..call.problem import FAR, Problem
 from ..rules import row_stats
 from ..rules.over_tensors import head_gradient, product_gradient, score_gradient
 from ..rules.score import ScoreTerms
 from .scores import (
     bias_tile,
-    distances,
     factor,
-    folded,
     head_terms,
     hidden,
     hide,
     kept,
+    placed_terms,
     power_,
     product,
     scale_of_factor,
     scores,
     sink_of,
     tame,
-    unfolded,
 )
-from .strips import Strip, of_sequence, strips
+from .strips import Strip, dense_parts, strips
 
 
 class _Rows(NamedTuple):
@@ -62,19 +60,9 @@ def backward(
     """Return the gradients that are wanted."""
     sums = zeros(problem, tensors, wanted)
     with torch.autocast(dout.device.type, enabled=False):
-        if not problem.varlen:
-            _add(problem, tensors, out, lse, dout, dlse, sums)
-        else:
-            for n, (rows, cols, one, parts) in enumerate(each_sequence(problem, tensors)):
-                _add(
-                    one,
-                    parts,
-                    out[:, rows],
-                    lse[:, :, rows],
-                    dout[:, rows],
-                    None if dlse is None else dlse[:, :, rows],
-                    of_sequence(sums, n, rows, cols, one),
-                )
+        for part in dense_parts(problem, tensors):
+            rows = part.rows(out, lse, dout, dlse)
+            _add(part.problem, part.tensors, part.each(sums), *rows)
     return rounded(problem, tensors, sums)
 
 
@@ -110,65 +98,46 @@ def _sum_dtype(problem: Problem, name: str, t: Tensor) -> torch.dtype:
 def _add(
     problem: Problem,
     tensors: Tensors,
+    sums: Gradients,
     out: Tensor,
     lse: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
-    sums: Gradients,
 ) -> None:
     """Add the gradients of one dense call."""
-    exact = problem.masked and not tame(problem, tensors, lse, dout, dlse)
-    group = problem.group
+    exact = problem.masked and not tame(problem, tensors, dout, dlse, lse=lse)
     delta = row_stats.delta(out, dout, lse, dlse)
     shift = row_stats.score_lse(lse, problem.natural)
     rest = torch.zeros_like(lse) if problem.natural else None
-    for strip in strips(problem, tensors):
-        rows = _rows(problem, tensors, strip, dout, shift, delta)
-        total = sum_of_weights(problem, tensors, strip, exact, (rows.q, rows.lse), rest)
+    for strip in strips(problem, tensors, exact):
+        rows = _rows(strip, dout, shift, delta)
+        total = sum_of_weights(strip, rows.q, rows.lse, rest)
         if total is not None:  # all gradients are linear in do and delta
             rows = rows._replace(do=rows.do / total, delta=rows.delta / total)
         dQ = torch.zeros_like(rows.q)
         for cols, full in strip.tiles:
-            tile = weights(problem, tensors, strip, cols, full, exact, (rows.q, rows.lse))
-            _add_tile(problem, tensors, strip, cols, rows, tile, dQ, sums)
+            tile = weights(strip, cols, full, rows.q, rows.lse)
+            _add_tile(strip, cols, rows, tile, dQ, sums)
         if sums.q is not None:
-            b, h, g, n = strip.size(group)
-            dQ = dQ.mul_(problem.scale).view(b, h, g, n, -1)
-            strip.rows_of(sums.q, group).copy_(dQ.permute(0, 3, 1, 2, 4))
+            strip.store(sums.q, dQ.mul_(problem.scale))
     if sums.sink is not None:
         assert tensors.sink is not None
         sums.sink.add_(row_stats.dsink(tensors.sink, lse, delta, rest))
 
 
-def _rows(
-    problem: Problem, tensors: Tensors, strip: Strip, dout: Tensor, lse: Tensor, delta: Tensor
-) -> _Rows:
-    dtype, group = problem.accumulator, problem.group
-    lse, delta = (
-        folded(problem, strip, strip.row_numbers(t, group).unsqueeze(-1)) for t in (lse, delta)
-    )
-    return _Rows(
-        q=strip.queries(tensors.q, group, dtype) * factor(problem),
-        do=strip.queries(dout, group, dtype).masked_fill(lse == torch.inf, 0.0),
-        lse=lse,
-        delta=delta,
-    )
+def _rows(strip: Strip, dout: Tensor, lse: Tensor, delta: Tensor) -> _Rows:
+    lse = strip.numbers(lse)
+    do = strip.queries(dout).masked_fill(lse == torch.inf, 0.0)
+    q = strip.queries(strip.tensors.q) * factor(strip.problem)
+    return _Rows(q, do, lse, strip.numbers(delta))
 
 
-def sum_of_weights(
-    problem: Problem,
-    tensors: Tensors,
-    strip: Strip,
-    exact: bool,
-    rows: tuple[Tensor, Tensor],
-    rest: Tensor | None,
-) -> Tensor | None:
+def sum_of_weights(strip: Strip, q: Tensor, lse: Tensor, rest: Tensor | None) -> Tensor | None:
     """Return the sum of the weights ``exp(s - lse)`` of each row, or None where all are 1.
 
     It differs from 1 where lse is so far from 0 (``FAR``) that rounding lost its fraction. The log
     of the sum goes into ``rest``, which is None for scores in base 2: they are not far.
     """
-    lse = rows[1]
     if rest is None:
         return None
     far = (lse.abs() >= FAR) & (lse < torch.inf)
@@ -176,111 +145,91 @@ def sum_of_weights(
         return None
     total = torch.zeros_like(lse)
     for cols, full in strip.tiles:
-        total += weights(problem, tensors, strip, cols, full, exact, rows).P.sum(-1, True)
-    if tensors.sink is not None:
-        total += torch.exp(sink_of(problem, tensors.sink, strip, total) - lse)
+        total += weights(strip, cols, full, q, lse).P.sum(-1, True)
+    if strip.tensors.sink is not None:
+        total += torch.exp(sink_of(strip, strip.tensors.sink, total) - lse)
     total = total.masked_fill(~far | (total == 0), 1.0)
-    strip.row_numbers(rest, problem.group).copy_(total.log().view(strip.size(problem.group)))
+    strip.store(rest, total.log())
     return total
 
 
-def weights(
-    problem: Problem,
-    tensors: Tensors,
-    strip: Strip,
-    cols: slice,
-    full: bool,
-    exact: bool,
-    rows: tuple[Tensor, Tensor],
-) -> Tile:
-    """Return a tile of the rows (q with ``factor``, lse in the units of the scores)."""
-    q, lse = rows
-    k = strip.keys(tensors.k, cols, q.dtype)
-    S, y = scores(problem, tensors, strip, cols, q, k)
-    unseen = None if full else hidden(problem, tensors, strip, cols)
-    apart = folded(problem, strip, unseen) if unseen is not None and exact else None
-    if unseen is not None and not exact:
-        hide(problem, strip, S, unseen)
-    P = power_(problem, S.sub_(lse))
+def weights(strip: Strip, cols: slice, full: bool, q: Tensor, lse: Tensor) -> Tile:
+    """Return a tile of the rows: q with ``factor``, lse in the units of the scores."""
+    k = strip.keys(strip.tensors.k, cols)
+    S, y = scores(strip, cols, q, k)
+    unseen, apart = hidden(strip, cols, full)
+    if unseen is not None and apart is None:
+        hide(strip, S, unseen)
+    P = power_(strip.problem, S.sub_(lse))
     if apart is not None:
         P.masked_fill_(apart, 0.0)
     return Tile(k, P, y, apart)
 
 
 def _add_tile(
-    problem: Problem,
-    tensors: Tensors,
-    strip: Strip,
-    cols: slice,
-    rows: _Rows,
-    tile: Tile,
-    dQ: Tensor,
-    sums: Gradients,
+    strip: Strip, cols: slice, rows: _Rows, tile: Tile, dQ: Tensor, sums: Gradients
 ) -> None:
     """Add one tile's part to dQ and to the other gradients."""
     k, P, y, apart = tile
     apart_t = None if apart is None else apart.transpose(1, 2)
-    R = kept(problem, tensors, strip, cols) if problem.dropout_threshold else None
+    R = kept(strip, cols)
 
     if any(x is not None for x in (sums.q, sums.k, sums.bias, sums.heads)):
-        v = strip.keys(tensors.v, cols, dQ.dtype)
-        dP = torch.bmm(rows.do, v.transpose(1, 2))
+        dP = torch.bmm(rows.do, strip.keys(strip.tensors.v, cols).transpose(1, 2))
         if R is not None:
             dP.mul_(R)
         dS = score_gradient(P, dP, rows.delta)
         if apart is not None:
             dS.masked_fill_(apart, 0.0)
-        if sums.bias is not None:
-            part = bias_tile(sums.bias, problem, strip, cols)
-            part += unfolded(problem, strip, dS).flatten(1, 2).sum_to_size(part.shape)
+        add_bias(strip, cols, sums, dS)
         if apart is not None:
             y = y.masked_fill_(apart, 0.0)
-        terms = head_terms(problem, tensors, strip)
         if sums.heads is not None:
-            _add_heads(problem, strip, cols, sums.heads, dS, rows, tile, terms)
-        dX = _product_gradient(problem, strip, dS, y, terms)
+            x = torch.bmm(rows.q, k.transpose(1, 2)).mul_(scale_of_factor(strip.problem))
+            if apart is not None:
+                x.masked_fill_(apart, 0.0)
+            terms = placed_terms(strip, cols, dS)._replace(scale=1.0)
+            add_heads(strip, sums, dS, terms, (x, y))
+        dX = _product_gradient(strip, dS, y)
         if sums.q is not None:
             dQ += product(dX, k, apart)
         if sums.k is not None:
             # rows.q includes factor; dk needs only the scale in it
-            dK = product(dX.transpose(1, 2), rows.q, apart_t) * scale_of_factor(problem)
+            dK = product(dX.transpose(1, 2), rows.q, apart_t) * scale_of_factor(strip.problem)
             add_keys(strip, sums.k, cols, dK)
     if sums.v is not None:
         PR = P if R is None else P.mul_(R)
         add_keys(strip, sums.v, cols, product(PR.transpose(1, 2), rows.do, apart_t))
 
 
-def _product_gradient(
-    problem: Problem, strip: Strip, dS: Tensor, y: Tensor, terms: ScoreTerms
-) -> Tensor:
+def _product_gradient(strip: Strip, dS: Tensor, y: Tensor) -> Tensor:
     """Return dX of a tile, without scale."""
-    if problem.softcap > 0:
+    terms = head_terms(strip)
+    if strip.problem.softcap > 0:
         terms = terms._replace(inner=1)
-    dX = product_gradient(unfolded(problem, strip, dS), unfolded(problem, strip, y), terms)
-    return dX.view(dS.shape)
+    return product_gradient(strip.unfolded(dS), strip.unfolded(y), terms).view(dS.shape)
 
 
-def _add_heads(
-    problem: Problem,
-    strip: Strip,
-    cols: slice,
-    sums: Tensor,
-    dS: Tensor,
-    rows: _Rows,
-    tile: Tile,
-    terms: ScoreTerms,
+def add_bias(strip: Strip, cols: slice, sums: Gradients, dS: Tensor) -> None:
+    """Add a tile's part to the gradient of the bias, if it is wanted."""
+    if sums.bias is not None:
+        part = bias_tile(sums.bias, strip, cols)
+        part += strip.unfolded(dS).flatten(1, 2).sum_to_size(part.shape)
+
+
+def add_heads(
+    strip: Strip, sums: Gradients, dS: Tensor, terms: ScoreTerms, xy: tuple[Tensor, Tensor] | None
 ) -> None:
-    """Add a tile's part to the gradient of heads' parameters, ``[P, Hq]``."""
-    x = torch.bmm(rows.q, tile.k.transpose(1, 2)).mul_(scale_of_factor(problem))
-    if tile.apart is not None:
-        x.masked_fill_(tile.apart, 0.0)
-    terms = terms._replace(scale=1.0)
-    if problem.distance:
-        terms = terms._replace(distance=distances(problem, strip, cols, dS))
-    dS, x, y = (unfolded(problem, strip, t) for t in (dS, x, tile.y))
-    for n, name in enumerate(parameters_of(problem.heads)):
-        part = head_gradient(dS, x, y, terms, name)
-        sums[n, strip.q_heads(problem.group)] += part.sum((0, 3, 4)).flatten()
+    """Add a tile's part to the gradient of heads' parameters, if it is wanted.
+
+    ``xy`` is x and y of ``rules.score``; None where all terms are added, which read neither.
+    """
+    if sums.heads is not None:
+        dS = strip.unfolded(dS)
+        x, y = map(strip.unfolded, xy) if xy else (None, None)
+        for n, name in enumerate(parameters_of(strip.problem.heads)):
+            part = head_gradient(dS, x, y, terms, name)
+            sums.heads[n, strip.q_heads] += part.sum((0, 3, 4)).flatten()
 
 
 def add_keys(strip: Strip, sums: Tensor, cols: slice, part: Tensor) -> None:

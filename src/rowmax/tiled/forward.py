@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..call.problem import Problem, Tensors, each_sequence
+from ..call.problem import Problem, Tensors
 from ..rules.over_tensors import moved, with_sink
 from ..rules.softmax import headroom
 from .scores import (
     factor,
-    folded,
     hidden,
     hide,
     kept,
@@ -20,9 +19,8 @@ from .scores import (
     scores,
     sink_of,
     tame,
-    unfolded,
 )
-from .strips import Strip, strips
+from .strips import Strip, dense_parts, strips
 
 
 def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
@@ -30,26 +28,21 @@ def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
     out = tensors.q.new_zeros(problem.out_shape)
     lse = out.new_full(problem.lse_shape, -torch.inf, dtype=problem.accumulator)
     with torch.autocast(tensors.q.device.type, enabled=False):
-        if problem.varlen:
-            for rows, _, one, parts in each_sequence(problem, tensors):
-                _fill(one, parts, out[:, rows], lse[:, :, rows])
-        else:
-            _fill(problem, tensors, out, lse)
+        for part in dense_parts(problem, tensors):
+            _fill(part.problem, part.tensors, *part.rows(out, lse))
     return out, lse
 
 
 def _fill(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None:
     """Write out and lse (views of them) of one dense call."""
-    exact = problem.masked and not tame(problem, tensors)
-    for strip in strips(problem, tensors):
-        O, e = _strip(problem, tensors, strip, exact)
+    for strip in strips(problem, tensors, problem.masked and not tame(problem, tensors)):
+        O, e = _strip(strip)
         if overflowed(problem, O):
             c = headroom(problem.nk, problem.dropout_p)
-            small, _ = _strip(problem, tensors, strip, exact, c)
+            small, _ = _strip(strip, c)
             O = torch.where(O.isfinite(), O, small / c)
-        b, h, g, rows = strip.size(problem.group)
-        strip.rows_of(out, g).copy_(O.view(b, h, g, rows, -1).permute(0, 3, 1, 2, 4))
-        strip.row_numbers(lse, g).copy_(e.view(b, h, g, rows))
+        strip.store(out, O)
+        strip.store(lse, e)
 
 
 def overflowed(problem: Problem, O: Tensor) -> bool:
@@ -60,40 +53,37 @@ def overflowed(problem: Problem, O: Tensor) -> bool:
     return problem.device == "cpu" and not bool(O.isfinite().all())
 
 
-def _strip(
-    problem: Problem, tensors: Tensors, strip: Strip, exact: bool, c: float = 1.0
-) -> tuple[Tensor, Tensor]:
+def _strip(strip: Strip, c: float = 1.0) -> tuple[Tensor, Tensor]:
     """Return (out ``[heads, group * rows, Dv]``, lse ``[heads, group * rows, 1]``) of a strip.
 
     out is that of the values times ``c``.
     """
-    dtype = problem.accumulator
-    q = strip.queries(tensors.q, problem.group, dtype) * factor(problem)
+    problem, tensors = strip.problem, strip.tensors
+    q = strip.queries(tensors.q) * factor(problem)
     m = q.new_full((*q.shape[:2], 1), -torch.inf)
     l = torch.zeros_like(m)
     O = q.new_zeros(*q.shape[:2], problem.dv)
     for cols, full in strip.tiles:
-        k = strip.keys(tensors.k, cols, dtype)
-        S, _ = scores(problem, tensors, strip, cols, q, k)
-        unseen = None if full else hidden(problem, tensors, strip, cols)
-        if unseen is not None and not exact:
-            hide(problem, strip, S, unseen)
+        S, _ = scores(strip, cols, q, strip.keys(tensors.k, cols))
+        unseen, apart = hidden(strip, cols, full)
+        if apart is not None:
+            S.masked_fill_(apart, -torch.inf)
         elif unseen is not None:
-            unfolded(problem, strip, S).masked_fill_(unseen, -torch.inf)
+            hide(strip, S, unseen)
         m_new, base = moved(m, S.amax(-1, keepdim=True))
         P = power_(problem, S.sub_(base))
         alpha = power_(problem, m - base)
         l = alpha * l + P.sum(-1, keepdim=True)
-        if problem.dropout_threshold:
-            P.mul_(kept(problem, tensors, strip, cols))
-        apart = folded(problem, strip, unseen) if unseen is not None and exact else None
-        v = strip.keys(tensors.v, cols, dtype)
+        R = kept(strip, cols)
+        if R is not None:
+            P.mul_(R)
+        v = strip.keys(tensors.v, cols)
         v = v if c == 1.0 else v * c
         O = O.mul_(alpha).add_(product(P, v, apart))
         m = m_new
     m = m / log_unit(problem)
     if tensors.sink is not None:
-        m, l, alpha = with_sink(m, l, sink_of(problem, tensors.sink, strip, m))
+        m, l, alpha = with_sink(m, l, sink_of(strip, tensors.sink, m))
         O.mul_(alpha)
     empty = m == -torch.inf
     l = l.masked_fill(empty, 1.0)

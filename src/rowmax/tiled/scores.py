@@ -6,7 +6,7 @@ Scores are in base 2, and log2(e) is in the factor of q: a weight is an ``exp2``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,53 +42,50 @@ def power_(problem: Problem, x: Tensor) -> Tensor:
     return x.exp_() if problem.natural else x.exp2_()
 
 
-def scores(
-    problem: Problem, tensors: Tensors, strip: Strip, cols: slice, q: Tensor, k: Tensor
-) -> tuple[Tensor, Tensor]:
+def scores(strip: Strip, cols: slice, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Return (scores before the mask, y of ``rules.score``), ``[heads, group * rows, cols]``.
 
     q carries ``factor``.
     """
-    x = torch.bmm(q, k.transpose(1, 2))
+    problem, x = strip.problem, torch.bmm(q, k.transpose(1, 2))
     bias = None
-    if tensors.bias is not None:
-        bias = _heads_split(bias_tile(tensors.bias, problem, strip, cols), problem)
+    if strip.tensors.bias is not None:
+        bias = _heads_split(bias_tile(strip.tensors.bias, strip, cols), problem)
     unit = log_unit(problem)
-    terms = head_terms(problem, tensors, strip, unit)._replace(bias=bias)
-    if problem.distance:
-        terms = terms._replace(distance=distances(problem, strip, cols, x))
+    terms = placed_terms(strip, cols, x, unit)._replace(bias=bias)
     if problem.softcap > 0:
         terms = terms._replace(inner=1, cap=problem.softcap * unit)
-    S, y = score(unfolded(problem, strip, x), terms)
+    S, y = score(strip.unfolded(x), terms)
     return S.view(x.shape), y.view(x.shape)
 
 
-def head_terms(problem: Problem, tensors: Tensors, strip: Strip, unit: float = 1.0) -> ScoreTerms:
-    """Return the parameters of heads times ``unit``; they broadcast against ``unfolded``."""
-    return ScoreTerms(**_by_parameter(problem, tensors.heads, strip, unit))
+def head_terms(strip: Strip, unit: float = 1.0) -> ScoreTerms:
+    """Return the parameters of heads times ``unit``; they broadcast against a tile unfolded."""
+    return ScoreTerms(**_by_parameter(strip, strip.tensors.heads, unit))
 
 
-def _by_parameter(
-    problem: Problem, heads: Tensor | None, strip: Strip, unit: float = 1.0
-) -> dict[str, Tensor]:
+def placed_terms(strip: Strip, cols: slice, like: Tensor, unit: float = 1.0) -> ScoreTerms:
+    """Return ``head_terms``, with the distances of a tile if any term reads them."""
+    terms = head_terms(strip, unit)
+    if not strip.problem.distance:
+        return terms
+    return terms._replace(distance=_distances(strip, cols, like))
+
+
+def _by_parameter(strip: Strip, heads: Tensor | None, unit: float = 1.0) -> dict[str, Tensor]:
     """Return the strip's part of ``Tensors.heads``, or of its tangent, by parameter."""
     if heads is None:
         return {}
-    rows = heads.detach().unflatten(1, (-1, problem.group))
+    rows = heads.detach().unflatten(1, (-1, strip.problem.group))
     rows = rows[:, strip.heads, :, None, None] * unit
-    return dict(zip(parameters_of(problem.heads), rows, strict=True))
+    return dict(zip(parameters_of(strip.problem.heads), rows, strict=True))
 
 
-def natural_terms(
-    problem: Problem, tensors: Tensors, strip: Strip, cols: slice, like: Tensor
-) -> ScoreTerms:
+def natural_terms(strip: Strip, cols: slice, like: Tensor) -> ScoreTerms:
     """Return the terms of a tile in natural units, for products that carry ``factor``."""
-    terms = head_terms(problem, tensors, strip)._replace(scale=scale_of_factor(problem))
-    if problem.distance:
-        terms = terms._replace(distance=distances(problem, strip, cols, like))
-    if problem.softcap > 0:
-        terms = terms._replace(inner=1, cap=problem.softcap)
-    return terms
+    problem = strip.problem
+    terms = placed_terms(strip, cols, like)._replace(scale=scale_of_factor(problem))
+    return terms._replace(inner=1, cap=problem.softcap) if problem.softcap > 0 else terms
 
 
 def product_tangent(q: Tensor, tq: Tensor | None, k: Tensor, tk: Tensor | None) -> Tensor:
@@ -104,9 +101,8 @@ def product_tangent(q: Tensor, tq: Tensor | None, k: Tensor, tk: Tensor | None) 
 
 
 def tangents_of_scores(
-    problem: Problem,
-    tangents: Tangents,
     strip: Strip,
+    tangents: Tangents,
     cols: slice,
     products: tuple[Tensor, Tensor],
     terms: ScoreTerms,
@@ -115,54 +111,72 @@ def tangents_of_scores(
 
     ``products`` is (tx of ``product_tangent``, y of ``scores``).
     """
-    bias = None
+    problem, bias = strip.problem, None
     if tangents.bias is not None:
-        tile = bias_tile(tangents.bias.detach(), problem, strip, cols)
+        tile = bias_tile(tangents.bias.detach(), strip, cols)
         bias = _heads_split(tile, problem).to(problem.accumulator)
-    along = ScoreTerms(bias=bias, **_by_parameter(problem, tangents.heads, strip))
-    tx, y = (unfolded(problem, strip, t) for t in products)
+    along = ScoreTerms(bias=bias, **_by_parameter(strip, tangents.heads))
+    tx, y = map(strip.unfolded, products)
     return score_tangent(tx, y, terms, along).reshape(products[0].shape)
 
 
-def distances(problem: Problem, strip: Strip, cols: slice, like: Tensor) -> Tensor:
-    """Return ``|i + offset - j|`` of a tile, to broadcast against ``unfolded``."""
-    i, j = _positions(strip, cols, like)
+def _distances(strip: Strip, cols: slice, like: Tensor) -> Tensor:
+    """Return ``|i + offset - j|`` of a tile, to broadcast against a tile unfolded."""
+    problem = strip.problem
+    i = torch.arange(strip.rows.start, strip.rows.stop, device=like.device)[:, None]
+    j = torch.arange(cols.start, cols.stop, device=like.device)[None, :]
     shift = 0 if problem.positions is None else problem.positions.shift
     distance = (i[None, None] + (strip.offset + shift) - j).to(like.dtype).abs_()
     return _heads_split(distance, problem)
 
 
-def unfolded(problem: Problem, strip: Strip, S: Tensor) -> Tensor:
-    """Return the view ``[sequences, kv heads, group, rows, cols]`` of a tile."""
-    return S.view(*strip.size(problem.group), S.shape[2])
+class Hidden(NamedTuple):
+    """The pairs of a tile that may not attend; both None if every pair may."""
+
+    unseen: Tensor | None  # broadcasts against a tile unfolded
+    apart: Tensor | None  # the same as a tile, where pairs must be excluded by index; else None
 
 
-def hidden(problem: Problem, tensors: Tensors, strip: Strip, cols: slice) -> Tensor:
-    """Return True where a pair of the tile may not attend; broadcasts against ``unfolded``.
+def hidden(strip: Strip, cols: slice, full: bool) -> Hidden:
+    """Return the hidden pairs of a tile; ``full``: there are none.
 
-    It is the mask of a smaller problem whose first row is the first row of the tile.
+    They are the mask of a smaller problem whose first row is the first row of the tile.
     """
+    if full:
+        return Hidden(None, None)
+    problem, tensors = strip.problem, strip.tensors
     part = problem._replace(nq=strip.rows.stop - strip.rows.start, nk=cols.stop - cols.start)
     start = strip.rows.start + strip.offset - cols.start
-    ranges = {"b": strip.batch, "h": strip.q_heads(problem.group), "i": strip.rows, "j": cols}
+    ranges = {"b": strip.batch, "h": strip.q_heads, "i": strip.rows, "j": cols}
     masks = {n: part_of(n, getattr(tensors, n), **ranges) for n in ("q_ids", "k_ids", "allowed")}
     for name in ("lengths", "prefix"):  # counted from the first column
         t = getattr(tensors, name)
         masks[name] = None if t is None else t[strip.batch] - cols.start
-    return _heads_split(~mask.dense(part, tensors._replace(**masks), start), problem)
+    unseen = _heads_split(~mask.dense(part, tensors._replace(**masks), start), problem)
+    return Hidden(unseen, strip.folded(unseen) if strip.exact else None)
 
 
-def kept(problem: Problem, tensors: Tensors, strip: Strip, cols: slice) -> Tensor:
-    """Return R of the definition on the tile, ``[heads, group * rows, cols]``."""
-    slices = (strip.batch, strip.q_heads(problem.group), strip.rows, cols)
-    R = dropout.tile(problem, tensors, *(range(x.start, x.stop) for x in slices))
+def hide(strip: Strip, S: Tensor, unseen: Tensor) -> None:
+    """Add -inf where a pair may not attend; exact only where ``tame``.
+
+    1 - 1 / seen is 0 or -inf. On a CPU this is vector code; filling by a mask is not.
+    """
+    strip.unfolded(S).add_((~unseen).to(S.dtype).reciprocal_().neg_().add_(1.0))
+
+
+def kept(strip: Strip, cols: slice) -> Tensor | None:
+    """Return R of the definition on the tile, ``[heads, group * rows, cols]``; None without it."""
+    problem = strip.problem
+    if not problem.dropout_threshold:
+        return None
+    slices = (strip.batch, strip.q_heads, strip.rows, cols)
+    R = dropout.tile(problem, strip.tensors, *(range(x.start, x.stop) for x in slices))
     return R.view(-1, problem.group * R.shape[2], R.shape[3])
 
 
-def bias_tile(t: Tensor, problem: Problem, strip: Strip, cols: slice) -> Tensor:
+def bias_tile(t: Tensor, strip: Strip, cols: slice) -> Tensor:
     """Return the tile's view of a tensor ``[B|1, Hq|1, Nq|1, Nk|1]``; its axes of 1 stay."""
-    heads = strip.q_heads(problem.group)
-    part = part_of("bias", t, b=strip.batch, h=heads, i=strip.rows, j=cols)
+    part = part_of("bias", t, b=strip.batch, h=strip.q_heads, i=strip.rows, j=cols)
     assert part is not None
     return part
 
@@ -183,40 +197,20 @@ def product(A: Tensor, X: Tensor, unseen: Tensor | None) -> Tensor:
     return total
 
 
-def folded(problem: Problem, strip: Strip, tile: Tensor) -> Tensor:
-    """Return ``[heads, group * rows, cols]`` of a term that broadcasts against ``unfolded``."""
-    b, h, g, rows = strip.size(problem.group)
-    return tile.expand(b, h, g, rows, -1).reshape(b * h, g * rows, -1)
-
-
-def sink_of(problem: Problem, sink: Tensor, strip: Strip, like: Tensor) -> Tensor:
+def sink_of(strip: Strip, sink: Tensor, like: Tensor) -> Tensor:
     """Return the sink of each row, ``[heads, group * rows, 1]``."""
-    sink = sink.detach().unflatten(0, (-1, problem.group))[strip.heads, :, None, None]
-    return folded(problem, strip, sink.to(like.dtype))
+    group = strip.problem.group
+    sink = sink.detach().unflatten(0, (-1, group))[strip.heads, :, None, None]
+    return strip.folded(sink.to(like.dtype))
 
 
-def hide(problem: Problem, strip: Strip, S: Tensor, unseen: Tensor) -> None:
-    """Add -inf where a pair may not attend; exact only where ``tame``.
-
-    1 - 1 / seen is 0 or -inf. On a CPU this is vector code; filling by a mask is not.
-    """
-    unfolded(problem, strip, S).add_((~unseen).to(S.dtype).reciprocal_().neg_().add_(1.0))
-
-
-def tame(
-    problem: Problem,
-    tensors: Tensors,
-    lse: Tensor | None = None,
-    dout: Tensor | None = None,
-    dlse: Tensor | None = None,
-    more: Sequence[Tensor | None] = (),
-) -> bool:
+def tame(problem: Problem, tensors: Tensors, *more: Tensor | None, lse: Any = None) -> bool:
     """Return True if all numbers are finite and no product can overflow (by Cauchy and Schwarz).
 
     Then 0 times any number is 0, and arithmetic excludes masked keys. Otherwise they are excluded
     pair by pair, which is exact and slow. A bias or lse may hold -inf. ``more`` has to be as q is.
     """
-    bounded = [t for t in (tensors.q, tensors.k, tensors.v, dout, dlse, *more) if t is not None]
+    bounded = [t for t in (tensors.q, tensors.k, tensors.v, *more) if t is not None]
     added = [t for t in (tensors.bias, tensors.heads, lse) if t is not None]
     dtype = problem.accumulator
     norms = [torch.linalg.vector_norm(t, dtype=dtype) for t in bounded]
@@ -228,9 +222,3 @@ def tame(
 def _heads_split(t: Tensor, problem: Problem) -> Tensor:
     """View ``[b, heads, rows, cols]`` as ``[b, kv heads, group, rows, cols]``; a 1 stays 1, 1."""
     return t.unflatten(1, (-1, problem.group)) if t.shape[1] > 1 else t.unsqueeze(1)
-
-
-def _positions(strip: Strip, cols: slice, like: Tensor) -> tuple[Tensor, Tensor]:
-    i = torch.arange(strip.rows.start, strip.rows.stop, device=like.device)
-    j = torch.arange(cols.start, cols.stop, device=like.device)
-    return i[:, None], j[None, :]

@@ -13,13 +13,12 @@ four arrays of this size at a time, a backward six; drawing dropout's mask takes
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
-import torch
 from torch import Tensor
 
 from ..call.inputs import Gradients, Tangents, part_of
-from ..call.problem import Problem, Tensors
+from ..call.problem import Problem, Tensors, each_sequence
 from ..rules import band, mask
 
 
@@ -38,60 +37,118 @@ OTHER_SIZES = Sizes(512, 1024, 1 << 22)
 
 
 class Strip(NamedTuple):
-    """Rows of some sequences and kv heads, and their tiles of keys."""
+    """Rows of some sequences and kv heads of a dense call, and their tiles of keys."""
 
+    problem: Problem
+    tensors: Tensors
     batch: slice
     heads: slice  # kv heads
     rows: slice
     offset: int | Tensor  # ``mask.offset`` of these sequences
     tiles: list[tuple[slice, bool]]  # (columns, True if every pair of the tile may attend)
+    exact: bool  # hidden pairs must be excluded by index, not by arithmetic
 
-    def size(self, group: int) -> tuple[int, int, int, int]:
+    @property
+    def size(self) -> tuple[int, int, int, int]:
         """Return [sequences, kv heads, group, rows]."""
-        return (_length(self.batch), _length(self.heads), group, _length(self.rows))
+        return _length(self.batch), _length(self.heads), self.problem.group, _length(self.rows)
 
-    def q_heads(self, group: int) -> slice:
-        return slice(self.heads.start * group, self.heads.stop * group)
+    @property
+    def q_heads(self) -> slice:
+        return slice(self.heads.start * self.problem.group, self.heads.stop * self.problem.group)
 
     @overload
-    def keys(self, t: Tensor, cols: slice, dtype: torch.dtype) -> Tensor: ...
+    def keys(self, t: Tensor, cols: slice) -> Tensor: ...
     @overload
-    def keys(self, t: Tensor | None, cols: slice, dtype: torch.dtype) -> Tensor | None: ...
-    def keys(self, t: Tensor | None, cols: slice, dtype: torch.dtype) -> Tensor | None:
+    def keys(self, t: Tensor | None, cols: slice) -> Tensor | None: ...
+    def keys(self, t: Tensor | None, cols: slice) -> Tensor | None:
         """Return k or v of these columns, or a tangent of them, ``[heads, cols, D]``."""
         if t is None:
             return None
-        tile = t[self.batch, cols, self.heads].transpose(1, 2).to(dtype)
+        tile = t[self.batch, cols, self.heads].transpose(1, 2).to(self.problem.accumulator)
         return tile.reshape(-1, *tile.shape[2:])
 
-    def queries(self, t: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+    @overload
+    def queries(self, t: Tensor) -> Tensor: ...
+    @overload
+    def queries(self, t: Tensor | None) -> Tensor | None: ...
+    def queries(self, t: Tensor | None) -> Tensor | None:
         """Return these rows of q, out or dout, ``[heads, group * rows, D]``."""
-        tile = self.rows_of(t, group).permute(0, 2, 3, 1, 4).to(dtype)
+        if t is None:
+            return None
+        tile = self._rows_of(t.detach()).permute(0, 2, 3, 1, 4).to(self.problem.accumulator)
         return tile.reshape(tile.shape[0] * tile.shape[1], -1, tile.shape[4])
 
-    def rows_of(self, t: Tensor, group: int) -> Tensor:
-        """Return the view ``[sequences, rows, kv heads, group, D]`` of a ``[B, Nq, Hq, D]``."""
-        return t.unflatten(2, (-1, group))[self.batch, self.rows, self.heads]
+    def numbers(self, t: Tensor) -> Tensor:
+        """Return these rows of a ``[B, Hq, Nq]``, ``[heads, group * rows, 1]``."""
+        return self.folded(self._row_numbers(t).unsqueeze(-1))
 
-    def row_numbers(self, t: Tensor, group: int) -> Tensor:
+    def store(self, to: Tensor, x: Tensor) -> None:
+        """Write x, as of ``queries`` or of ``numbers``, to these rows."""
+        if to.dim() == 4:
+            self._rows_of(to).copy_(x.view(*self.size, -1).permute(0, 3, 1, 2, 4))
+        else:
+            self._row_numbers(to).copy_(x.view(self.size))
+
+    def _rows_of(self, t: Tensor) -> Tensor:
+        """Return the view ``[sequences, rows, kv heads, group, D]`` of a ``[B, Nq, Hq, D]``."""
+        return t.unflatten(2, (-1, self.problem.group))[self.batch, self.rows, self.heads]
+
+    def _row_numbers(self, t: Tensor) -> Tensor:
         """Return the view ``[sequences, kv heads, group, rows]`` of a ``[B, Hq, Nq]``."""
-        return t.unflatten(1, (-1, group))[self.batch, self.heads, :, self.rows]
+        return t.unflatten(1, (-1, self.problem.group))[self.batch, self.heads, :, self.rows]
+
+    def unfolded(self, S: Tensor) -> Tensor:
+        """Return the view ``[sequences, kv heads, group, rows, cols]`` of a tile."""
+        return S.view(*self.size, S.shape[2])
+
+    def folded(self, tile: Tensor) -> Tensor:
+        """Return ``[heads, group * rows, cols]`` of a term that broadcasts against ``unfolded``."""
+        b, h, g, rows = self.size
+        return tile.expand(b, h, g, rows, -1).reshape(b * h, g * rows, -1)
 
 
 #: the records of a tensor for each input that has a gradient
 Each = TypeVar("Each", Gradients, Tangents)
 
 
-def of_sequence(each: Each, n: int, rows: slice, cols: slice, one: Problem) -> Each:
-    """Return the views of the gradients or tangents that are of sequence n of a packed call."""
-    packed = {"q": {"i": rows}, "k": {"j": cols}, "v": {"j": cols}}
-    own = {"b": slice(n, n + 1), "i": slice(one.nq), "j": slice(one.nk)}
-    ranges = {**packed, "bias": own}
-    views = {name: part_of(name, getattr(each, name), **cut) for name, cut in ranges.items()}
-    return each._replace(**views)
+class Part(NamedTuple):
+    """A dense call: a whole one, or a sequence of a packed one."""
+
+    problem: Problem
+    tensors: Tensors
+    sequence: tuple[int, slice, slice] | None  # (number, queries, keys) in a packed call
+
+    def each(self, each: Each) -> Each:
+        """Return the views of the gradients or tangents that are of this part."""
+        if self.sequence is None:
+            return each
+        n, rows, cols = self.sequence
+        packed = {"q": {"i": rows}, "k": {"j": cols}, "v": {"j": cols}}
+        own = {"b": slice(n, n + 1), "i": slice(self.problem.nq), "j": slice(self.problem.nk)}
+        ranges = {**packed, "bias": own}
+        views = {name: part_of(name, getattr(each, name), **cut) for name, cut in ranges.items()}
+        return each._replace(**views)
+
+    def rows(self, *ts: Any) -> Iterator[Any]:
+        """Yield the part's view of each ``[1, total_q, Hq, Dv]`` or ``[1, Hq, total_q]``."""
+        for t in ts:
+            if t is None or self.sequence is None:
+                yield t
+            else:
+                yield t[:, self.sequence[1]] if t.dim() == 4 else t[:, :, self.sequence[1]]
 
 
-def strips(problem: Problem, tensors: Tensors) -> Iterator[Strip]:
+def dense_parts(problem: Problem, tensors: Tensors) -> Iterator[Part]:
+    """Yield the dense calls that a call consists of."""
+    if not problem.varlen:
+        yield Part(problem, tensors, None)
+        return
+    for n, (rows, cols, one, parts) in enumerate(each_sequence(problem, tensors)):
+        yield Part(one, parts, (n, rows, cols))
+
+
+def strips(problem: Problem, tensors: Tensors, exact: bool = False) -> Iterator[Strip]:
     """Yield the strips that have rows, without tiles that have no allowed pair."""
     if 0 in (problem.batch, problem.nq):
         return
@@ -125,7 +182,7 @@ def strips(problem: Problem, tensors: Tensors) -> Iterator[Strip]:
             ]
             # a band that is empty (left + right < 0) may narrow a partial tile to nothing
             tiles = [(part, full) for part, full in found if _length(part) > 0]
-            yield Strip(batch, heads, row, here, tiles)
+            yield Strip(problem, tensors, batch, heads, row, here, tiles, exact)
 
 
 def _portions(problem: Problem, states: Tensor | None, most: int) -> Iterator[tuple[slice, slice]]:
@@ -139,10 +196,7 @@ def _portions(problem: Problem, states: Tensor | None, most: int) -> Iterator[tu
         batch = 1
     for b in range(0, problem.batch, batch):
         for h in range(0, problem.hk, heads):
-            yield (
-                slice(b, min(b + batch, problem.batch)),
-                slice(h, min(h + heads, problem.hk)),
-            )
+            yield slice(b, min(b + batch, problem.batch)), slice(h, min(h + heads, problem.hk))
 
 
 def _states_of(

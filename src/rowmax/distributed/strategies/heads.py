@@ -7,9 +7,9 @@ ranks hold the group's kv head, and its gradient is their sum.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,57 +36,28 @@ class Exchange(NamedTuple):
     kv: Heads
 
 
-class Inside(Protocol):
+class Inside(NamedTuple):
     """The way to compute the call of own heads, with the rows of all ranks of an exchange."""
 
-    def forward(self, tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
-        """Return (out, lse)."""
-        ...
-
-    def backward(
-        self,
-        tensors: Tensors,
-        options: Options,
-        results: tuple[Tensor, Tensor],
-        cotangents: tuple[Tensor, Tensor],
-        wanted: Wanted,
-    ) -> Gradients:
-        """Return the wanted gradients."""
-        ...
+    forward: Callable[[Tensors, Options], tuple[Tensor, Tensor]]
+    #: takes the tensors and options, (out, lse, dout, dlse) and the wanted gradients
+    backward: Callable[[Tensors, Options, Sequence[Tensor], Wanted], Gradients]
 
 
-class OneDevice:
-    """The rows of an exchange are all rows of the call.
+def _alone(call: ShardedCall) -> tuple[Exchange, Inside]:
+    """Return the exchange of all ranks, and the way inside of it: on one device."""
+    # ranks that share a kv head have parts of its gradient
+    wide = call.tensors.k.shape[2] < call.group.size
 
-    Args:
-        wide: dk and dv are parts of sums.
-    """
-
-    def __init__(self, wide: bool) -> None:
-        self.wide = wide
-
-    def forward(self, tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
-        """Return (out, lse)."""
+    def forward(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
         return prepared(tensors, options).forward(tensors)
 
     def backward(
-        self,
-        tensors: Tensors,
-        options: Options,
-        results: tuple[Tensor, Tensor],
-        cotangents: tuple[Tensor, Tensor],
-        wanted: Wanted,
+        tensors: Tensors, options: Options, given: Sequence[Tensor], wanted: Wanted
     ) -> Gradients:
-        """Return the wanted gradients."""
-        given = (*results, *cotangents)
-        return prepared(tensors, options).backward(tensors, *given, wanted, self.wide)
+        return prepared(tensors, options).backward(tensors, *given, wanted, wide)  # pyright: ignore
 
-
-def _alone(call: ShardedCall) -> tuple[Exchange, OneDevice]:
-    """Return the exchange of all ranks, and the way inside of it."""
-    # ranks that share a kv head have parts of its gradient
-    inside = OneDevice(call.tensors.k.shape[2] < call.group.size)
-    return exchange_of(call, call.group, call.queries, call.keys), inside
+    return exchange_of(call, call.group, call.queries, call.keys), Inside(forward, backward)
 
 
 def forward(call: ShardedCall) -> tuple[Tensor, Tensor]:
@@ -112,19 +83,18 @@ def backward(
     call: ShardedCall, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wanted: Wanted
 ) -> Gradients:
     """Return the wanted gradients: of own rows, and this rank's share of replicated inputs."""
-    return exchanged_backward(call, *_alone(call), (out, lse), (dout, dlse), wanted)
+    return exchanged_backward(call, *_alone(call), (out, lse, dout, dlse), wanted)
 
 
 def exchanged_backward(
     call: ShardedCall,
     ranks: Exchange,
     inside: Inside,
-    results: tuple[Tensor, Tensor],
-    cotangents: tuple[Tensor, Tensor | None],
+    given: tuple[Tensor, Tensor, Tensor, Tensor | None],
     wanted: Wanted,
 ) -> Gradients:
-    """Return the wanted gradients, computed inside of an exchange."""
-    (out, lse), (dout, dlse) = results, cotangents
+    """Return the wanted gradients, computed inside of an exchange, of (out, lse, dout, dlse)."""
+    out, lse, dout, dlse = given
     tensors, options = _part(call, ranks)
     out, dout = (_to_heads(t, ranks, ranks.queries, ranks.q) for t in (out, dout))
     # a cotangent of zeros on ranks without one: all take part in the exchange
@@ -137,7 +107,7 @@ def exchanged_backward(
     )
     found = Gradients()
     if tensors.q.shape[2]:
-        found = inside.backward(tensors, options, (out, lse), (dout, dlse), wanted)
+        found = inside.backward(tensors, options, (out, lse, dout, dlse), wanted)
     return _returned(call, ranks, tensors, found, wanted)
 
 

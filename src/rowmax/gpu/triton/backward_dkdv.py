@@ -125,8 +125,8 @@ def resident_keys(tile, ptr, num, cfg, place):
     """Return (k, v, dk, dv) of a tile of keys, dk and dv of 0."""
     BLOCK_K: tl.constexpr = cfg.BLOCK_K
     j0 = tile * BLOCK_K
-    k = lib.load_tile(lib.keys(ptr.k, num.k, cfg, place), num.k, j0, place.used, BLOCK_K, True)
-    v = lib.load_tile(lib.keys(ptr.v, num.v, cfg, place), num.v, j0, place.used, BLOCK_K, True)
+    k = lib.load_keys(ptr.k, num.k, j0, cfg, place, True)
+    v = lib.load_keys(ptr.v, num.v, j0, cfg, place, True)
     dk = tl.zeros([BLOCK_K, num.k.BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_K, num.v.BLOCK_D], tl.float32)
     return k, v, dk, dv
@@ -182,14 +182,10 @@ def backward_dkdv_kernel(ptr, num, cfg):
         if lib.has_nan(dk) | lib.has_nan(dv):
             # K and V are loaded again: kept until here, they would take registers from the loop
             dk, dv = sum_each_over_group(tile, 0, place.nq, ptr, num, cfg, place)
-    if ptr.dk is not None:
-        to = lib.keys(ptr.dk, num.dk, cfg, place)
-        lib.store_tile(to, num.dk, j0, place.nk, dk * num.scale, cfg.BLOCK_K)
-    if ptr.dv is not None:
-        if ptr.seed is not None:
-            dv = dv * num.keep_scale
-        to = lib.keys(ptr.dv, num.dv, cfg, place)
-        lib.store_tile(to, num.dv, j0, place.nk, dv, cfg.BLOCK_K)
+    lib.store_keys(ptr.dk, num.dk, dk, j0, cfg, place, num.scale)
+    if ptr.seed is not None:
+        dv = dv * num.keep_scale
+    lib.store_keys(ptr.dv, num.dv, dv, j0, cfg, place)
 
 
 DKDV, DK, DV = (

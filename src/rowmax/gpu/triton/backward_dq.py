@@ -34,9 +34,8 @@ def load_queries(i0, ptr, num, cfg, place):
     BLOCK_Q: tl.constexpr = cfg.BLOCK_Q
     nq = place.nq
     row = i0 + tl.arange(0, BLOCK_Q)
-    q = lib.load_tile(lib.queries(ptr.q, num.q, cfg, place), num.q, i0, nq, BLOCK_Q, True)
-    do = lib.queries(ptr.dout, num.dout, cfg, place)
-    do = lib.load_tile(do, num.dout, i0, nq, BLOCK_Q, True)
+    q = lib.load_queries(ptr.q, num.q, i0, cfg, place, True)
+    do = lib.load_queries(ptr.dout, num.dout, i0, cfg, place, True)
     lse2 = lib.load_rows(lib.row_vector(ptr.lse2, num, cfg, place), row, nq, float("inf"), True)
     delta = lib.load_rows(lib.row_vector(ptr.delta, num, cfg, place), row, nq, 0.0, True)
     rest = lib.load_rest(ptr, num, cfg, place, row[:, None], True)
@@ -132,8 +131,7 @@ def backward_dq_kernel(ptr, num, cfg):
             # loaded again: kept until here, they would take registers from the loop
             x = load_queries(i0, ptr, num, cfg, place)
             dq = add_each_key(x, ptr, num, cfg, place)
-    to = lib.queries(ptr.dq, num.dq, cfg, place)
-    lib.store_tile(to, num.dq, i0, nq, dq * num.scale, BLOCK_Q)
+    lib.store_queries(ptr.dq, num.dq, dq, i0, cfg, place, num.scale)
     if ptr.dbias_rows is not None:
         to = lib.vector(ptr.dbias_rows, place.b, place.head, 0, num.longest_q, cfg.HQ, False)
         row = i0 + tl.arange(0, BLOCK_Q)

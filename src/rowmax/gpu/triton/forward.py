@@ -124,8 +124,7 @@ def forward_kernel(ptr, num, cfg):
             acc = attend_keys(m, q, 0, place.used, ptr, num, cfg, place, row)
 
     acc, lse = finished(m, l, acc, ptr, num, cfg, place.head)
-    out = lib.queries(ptr.out, num.out, cfg, place)
-    lib.store_tile(out, num.out, i0, place.nq, acc, BLOCK_Q)
+    lib.store_queries(ptr.out, num.out, acc, i0, cfg, place)
     to = lib.vector(ptr.lse, place.b, place.head, place.q_start, num.total_q, cfg.HQ, cfg.PACKED)
     tl.store(to + rows, lse, mask=rows < place.nq)
 

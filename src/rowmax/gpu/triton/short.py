@@ -81,12 +81,8 @@ def add_tiles(dk, dv, sums, k, v, first, count, ptr, num, cfg, place):
         here, i0 = tile_of(n, first, count, cfg, place)
         rows = i0 + tl.arange(0, BLOCK_Q)
         row = rows[None, :]
-        q = lib.load_tile(
-            lib.queries(ptr.q, num.q, cfg, here), num.q, i0, here.nq, BLOCK_Q, cfg.RAGGED_Q
-        )
-        do = lib.load_tile(
-            lib.queries(ptr.dout, num.dout, cfg, here), num.dout, i0, here.nq, BLOCK_Q, cfg.RAGGED_Q
-        )
+        q = lib.load_queries(ptr.q, num.q, i0, cfg, here, cfg.RAGGED_Q)
+        do = lib.load_queries(ptr.dout, num.dout, i0, cfg, here, cfg.RAGGED_Q)
         lse2, delta = lib.row_numbers(rows, do, i0, ptr, num, cfg, here, cfg.RAGGED_Q)
         rest = lib.load_rest(ptr, num, cfg, here, row, cfg.RAGGED_Q)
         s = tl.dot(k, tl.trans(q), input_precision=cfg.PRECISION)
@@ -108,8 +104,7 @@ def add_tiles(dk, dv, sums, k, v, first, count, ptr, num, cfg, place):
             if cfg.MASKS:
                 sums += dq
             dq = tl.trans(dq)
-        to = lib.queries(ptr.dq, num.dq, cfg, here)
-        lib.store_tile(to, num.dq, i0, here.nq, dq * num.scale, BLOCK_Q)
+        lib.store_queries(ptr.dq, num.dq, dq, i0, cfg, here, num.scale)
     return dk, dv, sums
 
 
@@ -120,26 +115,24 @@ def store_each_dq(first, count, ptr, num, cfg, place):
     for n in tl.range(0, count * cfg.GROUP, num_stages=1):
         here, i0 = tile_of(n, first, count, cfg, place)
         rows = i0 + tl.arange(0, BLOCK_Q)
-        q = lib.load_tile(lib.queries(ptr.q, num.q, cfg, here), num.q, i0, here.nq, BLOCK_Q, True)
-        do = lib.queries(ptr.dout, num.dout, cfg, here)
-        do = lib.load_tile(do, num.dout, i0, here.nq, BLOCK_Q, True)
+        q = lib.load_queries(ptr.q, num.q, i0, cfg, here, True)
+        do = lib.load_queries(ptr.dout, num.dout, i0, cfg, here, True)
         lse2, delta = lib.row_numbers(rows, do, i0, ptr, num, cfg, here, True)
         rest = lib.load_rest(ptr, num, cfg, here, rows[:, None], True)
         row = tl.minimum(rows, here.nq - 1)[:, None]
         x = QueryTile(q, do, lse2, rest, delta, row, (rows < here.nq)[:, None])
         dq = add_each_key(x, ptr, num, cfg, here)
-        to = lib.queries(ptr.dq, num.dq, cfg, here)
-        lib.store_tile(to, num.dq, i0, here.nq, dq * num.scale, BLOCK_Q)
+        lib.store_queries(ptr.dq, num.dq, dq, i0, cfg, here, num.scale)
 
 
 @triton.jit
 def store_keys(x, part_sums, matrix, value, part, num, cfg, place):
     """Store a gradient of the keys, or a part of it in ``part_sums``."""
     if part_sums is None:
-        lib.store_tile(lib.keys(x, matrix, cfg, place), matrix, 0, place.nk, value, cfg.BLOCK_K)
+        lib.store_keys(x, matrix, value, 0, cfg, place)
     else:
-        to = lib.keys(part_sums + part_start(part, matrix, num, cfg), matrix, cfg, place)
-        lib.store_tile(to, matrix, 0, place.nk, value, cfg.BLOCK_K)
+        to = part_sums + part_start(part, matrix, num, cfg)
+        lib.store_keys(to, matrix, value, 0, cfg, place)
 
 
 @triton.jit
@@ -161,10 +154,8 @@ def short_kernel(ptr, num, cfg):
     first = tiles * part // num.parts
     count = tiles * (part + 1) // num.parts - first
 
-    k_base = lib.keys(ptr.k, num.k, cfg, place)
-    k = lib.load_tile(k_base, num.k, 0, place.used, cfg.BLOCK_K, cfg.RAGGED_K)
-    v_base = lib.keys(ptr.v, num.v, cfg, place)
-    v = lib.load_tile(v_base, num.v, 0, place.used, cfg.BLOCK_K, cfg.RAGGED_K)
+    k = lib.load_keys(ptr.k, num.k, 0, cfg, place, cfg.RAGGED_K)
+    v = lib.load_keys(ptr.v, num.v, 0, cfg, place, cfg.RAGGED_K)
     dk = tl.zeros([cfg.BLOCK_K, num.k.BLOCK_D], tl.float32)
     dv = tl.zeros([cfg.BLOCK_K, num.v.BLOCK_D], tl.float32)
     sums = no_sums(ptr, num, cfg)
@@ -190,8 +181,7 @@ def add_parts(x, parts, matrix, j0, num, cfg, place):
     for part in tl.range(0, num.parts):
         at = lib.keys(parts + part_start(part, matrix, num, cfg), matrix, cfg, place)
         total += lib.load_tile(at, matrix, j0, place.nk, cfg.BLOCK_K, True)
-    to = lib.keys(x, matrix, cfg, place)
-    lib.store_tile(to, matrix, j0, place.nk, total, cfg.BLOCK_K)
+    lib.store_keys(x, matrix, total, j0, cfg, place)
 
 
 @triton.jit(do_not_specialize=["num"])

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...call.inputs import Tangents
+from ...call.inputs import Results, Tangents
 from ...call.problem import Problem, Tensors
 from .. import lib, rules, second_order
 from ..kernel_args import prepared_tangents
@@ -56,10 +56,7 @@ def attend_tiles(m, l, acc, sums, r, tacc, x, ptr, num, cfg, place, plan):
         tile, partial = lib.nth_tile(i, ptr, plan, "any")
         j0 = tile * BLOCK_K
         k = lib.load_tile(k_base, num.k, j0, place.used, BLOCK_K, cfg.RAGGED_K)
-        tk = None
-        if ptr.tk is not None:
-            tk = lib.keys(ptr.tk, num.tk, cfg, place)
-            tk = lib.load_tile(tk, num.tk, j0, place.used, BLOCK_K, cfg.RAGGED_K)
+        tk = lib.load_keys(ptr.tk, num.tk, j0, cfg, place, cfg.RAGGED_K)
         s = tl.dot(x.q, tl.trans(k), input_precision=cfg.PRECISION)
         s, y = lib.scored(s, ptr, num, cfg, place, x.row, j0 + j)
         if cfg.EDGES:
@@ -100,8 +97,7 @@ def attend_tiles(m, l, acc, sums, r, tacc, x, ptr, num, cfg, place, plan):
         tacc = tl.dot(t.to(v.dtype), v, tacc * alpha[:, None], input_precision=cfg.PRECISION)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=cfg.PRECISION)
         if ptr.tv is not None:
-            tv = lib.keys(ptr.tv, num.tv, cfg, place)
-            tv = lib.load_tile(tv, num.tv, j0, place.used, BLOCK_K, cfg.RAGGED_K)
+            tv = lib.load_keys(ptr.tv, num.tv, j0, cfg, place, cfg.RAGGED_K)
             tacc = tl.dot(p.to(v.dtype), tv, tacc, input_precision=cfg.PRECISION)
     return m, l, acc, sums, r, tacc
 
@@ -117,9 +113,7 @@ def attend_keys(m, r, x, ptr, num, cfg, place):
         j0 = j // 16 * 16
         column = tl.full([1, 1], 0, tl.int32) + (j - j0)
         k = lib.load_row(k_base, num.k, j)
-        tk = None
-        if ptr.tk is not None:
-            tk = lib.load_row(lib.keys(ptr.tk, num.tk, cfg, place), num.tk, j)
+        tk = lib.key_row(ptr.tk, num.tk, j, cfg, place)
         tx = tl.zeros([cfg.BLOCK_Q, 1], tl.float32)
         if x.tq is not None or ptr.tk is not None:
             tx = second_order.two_times_row(x.tq, k, x.q, tk)
@@ -138,7 +132,7 @@ def attend_keys(m, r, x, ptr, num, cfg, place):
         acc += tl.where(ok, p * v, 0.0)
         tacc += tl.where(ok, t * v, 0.0)
         if ptr.tv is not None:
-            tv = lib.load_row(lib.keys(ptr.tv, num.tv, cfg, place), num.tv, j)
+            tv = lib.key_row(ptr.tv, num.tv, j, cfg, place)
             tacc += tl.where(ok, p * tv, 0.0)
     return acc, tacc
 
@@ -171,8 +165,8 @@ def store_results(m, l, acc, sums, r, tacc, rows, ptr, num, cfg, place):
     tacc = rules.out_tangent(tacc / l[:, None], sums[:, None], acc)
     lse = tl.where(empty, float("-inf"), m + tl.log(l))
     nq = place.nq
-    lib.store_tile(lib.queries(ptr.out, num.out, cfg, place), num.out, i0, nq, acc, cfg.BLOCK_Q)
-    lib.store_tile(lib.queries(ptr.tout, num.tout, cfg, place), num.tout, i0, nq, tacc, cfg.BLOCK_Q)
+    lib.store_queries(ptr.out, num.out, acc, i0, cfg, place)
+    lib.store_queries(ptr.tout, num.tout, tacc, i0, cfg, place)
     start, total = place.q_start, num.total_q
     to = lib.vector(ptr.lse, place.b, place.head, start, total, cfg.HQ, cfg.PACKED)
     tl.store(to + rows, lse, mask=rows < nq)
@@ -194,11 +188,8 @@ def tangent_kernel(ptr, num, cfg):
     place = lib.place_of(ptr, num, cfg, b, head % cfg.HQ, sizes)
     rows = i0 + tl.arange(0, BLOCK_Q)
     row = tl.minimum(rows, place.nq - 1)[:, None]
-    q = lib.load_tile(lib.queries(ptr.q, num.q, cfg, place), num.q, i0, place.nq, BLOCK_Q, True)
-    tq = None
-    if ptr.tq is not None:
-        tq = lib.queries(ptr.tq, num.tq, cfg, place)
-        tq = lib.load_tile(tq, num.tq, i0, place.nq, BLOCK_Q, True)
+    q = lib.load_queries(ptr.q, num.q, i0, cfg, place, True)
+    tq = lib.load_queries(ptr.tq, num.tq, i0, cfg, place, True)
     plan = lib.plan_keys(ptr, num, cfg, place, tile)
 
     m = tl.full([BLOCK_Q], float("-inf"), tl.float32)
@@ -211,11 +202,8 @@ def tangent_kernel(ptr, num, cfg):
     if cfg.MASKS:
         if lib.has_nan(acc) | lib.has_nan(tacc):
             # loaded again: kept until here, they would take registers from the loop
-            q = lib.queries(ptr.q, num.q, cfg, place)
-            q = lib.load_tile(q, num.q, i0, place.nq, BLOCK_Q, True)
-            if ptr.tq is not None:
-                tq = lib.queries(ptr.tq, num.tq, cfg, place)
-                tq = lib.load_tile(tq, num.tq, i0, place.nq, BLOCK_Q, True)
+            q = lib.load_queries(ptr.q, num.q, i0, cfg, place, True)
+            tq = lib.load_queries(ptr.tq, num.tq, i0, cfg, place, True)
             acc, tacc = attend_keys(m, r, Queries(q, tq, row), ptr, num, cfg, place)
     store_results(m, l, acc, sums, r, tacc, rows, ptr, num, cfg, place)
 
@@ -225,15 +213,16 @@ TANGENT = JobSpec("tangent", tangent_kernel, "queries", ("out", "tq", "tk", "tv"
 
 def tangent(
     problem: Problem, tensors: Tensors, tangents: Tangents, tiles: Tiles | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (out, lse, tout, tlse); ``tiles`` overrides the tables."""
+) -> Results:
+    """Return the results and their tangents; ``tiles`` overrides the tables."""
     q = tensors.q
     out, tout = (q.new_empty(*problem.out_shape) for _ in range(2))
     lse, tlse = (q.new_empty(*problem.lse_shape, dtype=torch.float32) for _ in range(2))
+    results = Results(out, lse, tout, tlse)
     if lse.numel():
-        made = {"out": out, "lse": lse, "tout": tout, "tlse": tlse, **named(tangents)}
+        made = {**results._asdict(), **named(tangents)}
         launch(TANGENT, problem, tensors, tiles, made)
-    return out, lse, tout, tlse
+    return results
 
 
 def named(tangents: Tangents) -> dict[str, Tensor | None]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ...call.inputs import Cotangents, Gradients, Tangents, Wanted, WantedSecond
+from ...call.inputs import Cotangents, Gradients, Results, Tangents, Wanted, WantedSecond
 from ...call.problem import Problem, Tensors
 from .. import preprocess
 from ..kernel_args import PARAMETER_ROWS, aligned, prepared
@@ -44,35 +44,32 @@ def tangent_backward(
     problem: Problem,
     tensors: Tensors,
     tangents: Tangents,
-    out: Tensor,
-    lse: Tensor,
-    tout: Tensor,
-    tlse: Tensor,
+    results: Results,
     cotangents: Cotangents,
     wanted: WantedSecond,
     tiles: Tiles | None = None,
 ) -> tuple[Gradients, Gradients]:
     """Return the wanted gradients of inputs and of tangents; ``tiles`` overrides the tables."""
     tensors = prepared(tensors)
-    if not lse.numel() or not any((*wanted.inputs, *wanted.tangents)):
+    out = results.out
+    if not results.lse.numel() or not any((*wanted.inputs, *wanted.tangents)):
         return _zeros(tensors, wanted.inputs), _zeros(tensors, wanted.tangents)
     e, a, g, at = cotangents
-    results = {"out": out, "lse": lse, "tout": tout, "tlse": tlse}
-    results = {name: x.contiguous() for name, x in results.items()}
+    made = {name: x.contiguous() for name, x in results._asdict().items()}
     rows = {
         "dout": None if e is None else aligned(e),
         "dtout": out.new_zeros(out.shape) if g is None else aligned(g),
-        "rest": preprocess.row_sums(problem, tensors, results["lse"], tiles),
+        "rest": preprocess.row_sums(problem, tensors, made["lse"], tiles),
     }
     lse_rows = {"dlse": a, "dtlse": at}
     lse_rows = {name: None if x is None else x.contiguous() for name, x in lse_rows.items()}
     along = named(tangents)
     both = Wanted(*(x or y for x, y in zip(*wanted, strict=True)))
     numbers, dsink, dtsink = row_numbers(
-        problem, tensors, along["tsink"], results | rows | lse_rows, both.sink, tiles
+        problem, tensors, along["tsink"], made | rows | lse_rows, both.sink, tiles
     )
     along.pop("tsink")
-    given = Given(problem, tensors, tiles, {**along, **rows, **numbers, "tlse": results["tlse"]})
+    given = Given(problem, tensors, tiles, {**along, **rows, **numbers, "tlse": made["tlse"]})
     how = bias_sum(problem) if both.bias else None
     dk, dtk, dv, dtv, dbias = key_gradients(given, wanted, how)
     dq, of_queries = query_gradients(given, wanted, how)

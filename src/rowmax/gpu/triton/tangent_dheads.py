@@ -12,7 +12,7 @@ import triton.language as tl
 from .. import lib
 from ..launch import JobSpec
 from ..second_order import At
-from .tangent_dq import QueryTile, load_numbers, load_rows, tile_gradients
+from .tangent_dq import load_queries, tile_gradients
 
 
 @triton.jit
@@ -28,14 +28,8 @@ def add_keys(sums, tsums, x, ptr, num, cfg, place, plan):
         at = At(x.row, j0 + j, j0, j, partial)
         k = lib.load_tile(k_base, num.k, j0, place.used, BLOCK_K, cfg.RAGGED_K)
         v = lib.load_tile(v_base, num.v, j0, place.used, BLOCK_K, cfg.RAGGED_K)
-        tk = None
-        if ptr.tk is not None:
-            tk = lib.keys(ptr.tk, num.tk, cfg, place)
-            tk = lib.load_tile(tk, num.tk, j0, place.used, BLOCK_K, cfg.RAGGED_K)
-        tv = None
-        if ptr.tv is not None:
-            tv = lib.keys(ptr.tv, num.tv, cfg, place)
-            tv = lib.load_tile(tv, num.tv, j0, place.used, BLOCK_K, cfg.RAGGED_K)
+        tk = lib.load_keys(ptr.tk, num.tk, j0, cfg, place, cfg.RAGGED_K)
+        tv = lib.load_keys(ptr.tv, num.tv, j0, cfg, place, cfg.RAGGED_K)
         ds, dts, s, _, y = tile_gradients(x, k, tk, v, tv, at, ptr, num, cfg, place, "any")
         ds = lib.only_seen(ds, ptr, num, cfg, place, x.row, at.col, partial, "any")
         dts = lib.only_seen(dts, ptr, num, cfg, place, x.row, at.col, partial, "any")
@@ -65,19 +59,7 @@ def tangent_dheads_kernel(ptr, num, cfg):
     if i0 >= sizes.nq:
         return
     place = lib.place_of(ptr, num, cfg, b, head % cfg.HQ, sizes)
-    row = i0 + tl.arange(0, cfg.BLOCK_Q)[:, None]
-    tq = None
-    if ptr.tq is not None:
-        tq = load_rows(ptr.tq, num.tq, i0, cfg, place)
-    e = None
-    if ptr.dout is not None:
-        e = load_rows(ptr.dout, num.dout, i0, cfg, place)
-    q = load_rows(ptr.q, num.q, i0, cfg, place)
-    g = load_rows(ptr.dtout, num.dtout, i0, cfg, place)
-    lse2, rest, tlse, b, c = load_numbers(i0, ptr, num, cfg, place)
-    numbers = (lse2, rest, tlse)
-    last = tl.minimum(row, place.nq - 1)
-    x = QueryTile(q, tq, e, g, numbers, b, c, last, row < place.nq)
+    x = load_queries(i0, ptr, num, cfg, place)
     plan = lib.plan_keys(ptr, num, cfg, place, tile)
     sums = tl.zeros([lib.PARAMETER_ROWS, cfg.BLOCK_Q], tl.float32)
     sums, tsums = add_keys(sums, sums, x, ptr, num, cfg, place, plan)

@@ -36,6 +36,8 @@ class Sums(NamedTuple):
     dtk: Any
     dv: Any  # [BLOCK_K, BLOCK_DV], as dtv
     dtv: Any
+    cols: Any  # [BLOCK_K], of dS of one head
+    tcols: Any  # those of dS'
 
 
 @triton.jit
@@ -47,11 +49,11 @@ def load_numbers(rows, ptr, num, cfg, place, RAGGED: tl.constexpr):
 
 
 @triton.jit
-def add_queries(sums, cols, tcols, x, ptr, num, cfg, place, plan, KIND: tl.constexpr):
-    """Return (Sums, sums of dS and of dS' over queries ``[BLOCK_K]``) after the tiles of a kind."""
+def add_queries(sums, x, ptr, num, cfg, place, plan, KIND: tl.constexpr):
+    """Return the Sums after the tiles of a kind."""
     BLOCK_Q: tl.constexpr = cfg.BLOCK_Q
     WANT_DS: tl.constexpr = ptr.dk is not None or ptr.dtk is not None or ptr.dbias_cols is not None
-    dk, dtk, dv, dtv = sums
+    dk, dtk, dv, dtv, cols, tcols = sums
     q_base = lib.queries(ptr.q, num.q, cfg, place)
     g_base = lib.queries(ptr.dtout, num.dtout, cfg, place)
     j = tl.arange(0, cfg.BLOCK_K)[:, None]
@@ -65,14 +67,8 @@ def add_queries(sums, cols, tcols, x, ptr, num, cfg, place, plan, KIND: tl.const
         at = At(rows[None, :], x.j0 + j, x.j0, j, partial)
         q = lib.load_tile(q_base, num.q, i0, place.nq, BLOCK_Q, cfg.RAGGED_Q)
         g = lib.load_tile(g_base, num.dtout, i0, place.nq, BLOCK_Q, cfg.RAGGED_Q)
-        tq = None
-        if ptr.tq is not None:
-            tq = lib.queries(ptr.tq, num.tq, cfg, place)
-            tq = lib.load_tile(tq, num.tq, i0, place.nq, BLOCK_Q, cfg.RAGGED_Q)
-        e = None
-        if ptr.dout is not None:
-            e = lib.queries(ptr.dout, num.dout, cfg, place)
-            e = lib.load_tile(e, num.dout, i0, place.nq, BLOCK_Q, cfg.RAGGED_Q)
+        tq = lib.load_queries(ptr.tq, num.tq, i0, cfg, place, cfg.RAGGED_Q)
+        e = lib.load_queries(ptr.dout, num.dout, i0, cfg, place, cfg.RAGGED_Q)
         s = tl.dot(x.k, tl.trans(q), input_precision=cfg.PRECISION)
         tx = tl.zeros([cfg.BLOCK_K, BLOCK_Q], tl.float32)
         if x.tk is not None or tq is not None:
@@ -108,26 +104,22 @@ def add_queries(sums, cols, tcols, x, ptr, num, cfg, place, plan, KIND: tl.const
                     dk = tl.dot(dtx, tq, dk, input_precision=cfg.PRECISION)
             if ptr.dtk is not None:
                 dtk = tl.dot(dtx, q, dtk, input_precision=cfg.PRECISION)
-    return Sums(dk, dtk, dv, dtv), cols, tcols
+    return Sums(dk, dtk, dv, dtv, cols, tcols)
 
 
 @triton.jit
 def add_each_query(sums, x, ptr, num, cfg, place):
     """Return the Sums with the queries of one head that see each key."""
-    dk, dtk, dv, dtv = sums
+    dk, dtk, dv, dtv, cols, tcols = sums
     j = tl.arange(0, cfg.BLOCK_K)[:, None]
     zero = tl.zeros([cfg.BLOCK_K, 1], tl.float32)
     for i in tl.range(0, place.nq, num_stages=1):
         row = tl.full([1, 1], 0, tl.int32) + i
         at = At(row, x.j0 + j, x.j0, j, False)
-        q = lib.load_row(lib.queries(ptr.q, num.q, cfg, place), num.q, i)
-        g = lib.load_row(lib.queries(ptr.dtout, num.dtout, cfg, place), num.dtout, i)
-        tq = None
-        if ptr.tq is not None:
-            tq = lib.load_row(lib.queries(ptr.tq, num.tq, cfg, place), num.tq, i)
-        e = None
-        if ptr.dout is not None:
-            e = lib.load_row(lib.queries(ptr.dout, num.dout, cfg, place), num.dout, i)
+        q = lib.query_row(ptr.q, num.q, i, cfg, place)
+        g = lib.query_row(ptr.dtout, num.dtout, i, cfg, place)
+        tq = lib.query_row(ptr.tq, num.tq, i, cfg, place)
+        e = lib.query_row(ptr.dout, num.dout, i, cfg, place)
         tx = zero
         if x.tk is not None or tq is not None:
             tx = second_order.two_times_row(x.tk, q, x.k, tq)
@@ -151,14 +143,7 @@ def add_each_query(sums, x, ptr, num, cfg, place):
         dv += tl.where(ok, w.pr * w.d * g, 0.0)
         if ptr.dout is not None:
             dv += tl.where(ok, w.pr * e, 0.0)
-    return Sums(dk, dtk, dv, dtv)
-
-
-@triton.jit
-def load_keys(x, matrix, j0, cfg, place):
-    """Return ``[BLOCK_K, BLOCK_D]`` of keys from j0 on, zeros past those in use."""
-    x = lib.keys(x, matrix, cfg, place)
-    return lib.load_tile(x, matrix, j0, place.used, cfg.BLOCK_K, True)
+    return Sums(dk, dtk, dv, dtv, cols, tcols)
 
 
 @triton.jit
@@ -177,18 +162,15 @@ def sum_over_group(tile, ptr, num, cfg, place, EACH: tl.constexpr):
     """
     BLOCK_K: tl.constexpr = cfg.BLOCK_K
     j0 = tile * BLOCK_K
-    tk = None
-    if ptr.tk is not None:
-        tk = load_keys(ptr.tk, num.tk, j0, cfg, place)
-    tv = None
-    if ptr.tv is not None:
-        tv = load_keys(ptr.tv, num.tv, j0, cfg, place)
-    k = load_keys(ptr.k, num.k, j0, cfg, place)
-    v = load_keys(ptr.v, num.v, j0, cfg, place)
+    tk = lib.load_keys(ptr.tk, num.tk, j0, cfg, place, True)
+    tv = lib.load_keys(ptr.tv, num.tv, j0, cfg, place, True)
+    k = lib.load_keys(ptr.k, num.k, j0, cfg, place, True)
+    v = lib.load_keys(ptr.v, num.v, j0, cfg, place, True)
     x = KeyTile(k, tk, v, tv, j0)
     dk = tl.zeros([BLOCK_K, num.k.BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_K, num.v.BLOCK_D], tl.float32)
-    sums = Sums(dk, dk, dv, dv)
+    none = tl.zeros([BLOCK_K], tl.float32)
+    sums = Sums(dk, dk, dv, dv, none, none)
     for g in tl.range(0, cfg.GROUP, num_stages=1):
         here = at_head(place, place.head + g)
         if EACH:
@@ -197,20 +179,15 @@ def sum_over_group(tile, ptr, num, cfg, place, EACH: tl.constexpr):
             plan = plan_queries(ptr, num, cfg, here, tile)
             cols = tl.zeros([BLOCK_K], tl.float32)
             tcols = tl.zeros([BLOCK_K], tl.float32)
+            sums = Sums(sums.dk, sums.dtk, sums.dv, sums.dtv, cols, tcols)
             if cfg.SPLIT:
-                sums, cols, tcols = add_queries(
-                    sums, cols, tcols, x, ptr, num, cfg, here, plan, "full"
-                )
-                sums, cols, tcols = add_queries(
-                    sums, cols, tcols, x, ptr, num, cfg, here, plan, "partial"
-                )
+                sums = add_queries(sums, x, ptr, num, cfg, here, plan, "full")
+                sums = add_queries(sums, x, ptr, num, cfg, here, plan, "partial")
             else:
-                sums, cols, tcols = add_queries(
-                    sums, cols, tcols, x, ptr, num, cfg, here, plan, "any"
-                )
+                sums = add_queries(sums, x, ptr, num, cfg, here, plan, "any")
             if ptr.dbias_cols is not None:
-                store_cols(ptr.dbias_cols, cols, j0, num, cfg, here)
-                store_cols(ptr.dtbias_cols, tcols, j0, num, cfg, here)
+                store_cols(ptr.dbias_cols, sums.cols, j0, num, cfg, here)
+                store_cols(ptr.dtbias_cols, sums.tcols, j0, num, cfg, here)
     return sums
 
 
@@ -250,18 +227,10 @@ def tangent_dkdv_kernel(ptr, num, cfg):
     keep_scale = 1.0
     if ptr.seed is not None:
         keep_scale = num.keep_scale
-    store_keys(ptr.dk, num.dk, sums.dk, num.scale, j0, cfg, place)
-    store_keys(ptr.dtk, num.dtk, sums.dtk, num.scale, j0, cfg, place)
-    store_keys(ptr.dv, num.dv, sums.dv, keep_scale, j0, cfg, place)
-    store_keys(ptr.dtv, num.dtv, sums.dtv, keep_scale, j0, cfg, place)
-
-
-@triton.jit
-def store_keys(x, matrix, value, factor, j0, cfg, place):
-    """Store ``value`` times ``factor`` as rows of keys from j0 on, unless x is None."""
-    if x is not None:
-        x = lib.keys(x, matrix, cfg, place)
-        lib.store_tile(x, matrix, j0, place.nk, value * factor, cfg.BLOCK_K)
+    lib.store_keys(ptr.dk, num.dk, sums.dk, j0, cfg, place, num.scale)
+    lib.store_keys(ptr.dtk, num.dtk, sums.dtk, j0, cfg, place, num.scale)
+    lib.store_keys(ptr.dv, num.dv, sums.dv, j0, cfg, place, keep_scale)
+    lib.store_keys(ptr.dtv, num.dtv, sums.dtv, j0, cfg, place, keep_scale)
 
 
 _MATRICES = ("tq", "tk", "tv", "dout", "dtout", "dk", "dtk", "dv", "dtv")

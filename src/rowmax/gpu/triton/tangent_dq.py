@@ -53,10 +53,17 @@ def load_numbers(i0, ptr, num, cfg, place):
 
 
 @triton.jit
-def load_rows(x, matrix, i0, cfg, place):
-    """Return ``[BLOCK_Q, BLOCK_D]`` of queries from row i0 on."""
-    x = lib.queries(x, matrix, cfg, place)
-    return lib.load_tile(x, matrix, i0, place.nq, cfg.BLOCK_Q, True)
+def load_queries(i0, ptr, num, cfg, place):
+    """Return the QueryTile from row i0 on."""
+    row = i0 + tl.arange(0, cfg.BLOCK_Q)[:, None]
+    tq = lib.load_queries(ptr.tq, num.tq, i0, cfg, place, True)
+    e = lib.load_queries(ptr.dout, num.dout, i0, cfg, place, True)
+    q = lib.load_queries(ptr.q, num.q, i0, cfg, place, True)
+    g = lib.load_queries(ptr.dtout, num.dtout, i0, cfg, place, True)
+    lse2, rest, tlse, b, c = load_numbers(i0, ptr, num, cfg, place)
+    numbers = (lse2, rest, tlse)
+    last = tl.minimum(row, place.nq - 1)
+    return QueryTile(q, tq, e, g, numbers, b, c, last, row < place.nq)
 
 
 @triton.jit
@@ -89,14 +96,8 @@ def add_keys(sums, x, ptr, num, cfg, place, plan, KIND: tl.constexpr):
         at = At(x.row, j0 + j, j0, j, partial)
         k = lib.load_tile(k_base, num.k, j0, place.used, BLOCK_K, cfg.RAGGED_K)
         v = lib.load_tile(v_base, num.v, j0, place.used, BLOCK_K, cfg.RAGGED_K)
-        tk = None
-        if ptr.tk is not None:
-            tk = lib.keys(ptr.tk, num.tk, cfg, place)
-            tk = lib.load_tile(tk, num.tk, j0, place.used, BLOCK_K, cfg.RAGGED_K)
-        tv = None
-        if ptr.tv is not None:
-            tv = lib.keys(ptr.tv, num.tv, cfg, place)
-            tv = lib.load_tile(tv, num.tv, j0, place.used, BLOCK_K, cfg.RAGGED_K)
+        tk = lib.load_keys(ptr.tk, num.tk, j0, cfg, place, cfg.RAGGED_K)
+        tv = lib.load_keys(ptr.tv, num.tv, j0, cfg, place, cfg.RAGGED_K)
         ds, dts, _, tx, y = tile_gradients(x, k, tk, v, tv, at, ptr, num, cfg, place, KIND)
         if ptr.dbias is not None or ptr.dbias_rows is not None:
             ds = lib.only_seen(ds, ptr, num, cfg, place, x.row, at.col, partial, KIND)
@@ -127,14 +128,10 @@ def add_each_key(x, ptr, num, cfg, place):
         j0 = j // 16 * 16
         column = tl.full([1, 1], 0, tl.int32) + (j - j0)
         at = At(x.row, j0 + column, j0, column, False)
-        k = lib.load_row(lib.keys(ptr.k, num.k, cfg, place), num.k, j)
-        v = lib.load_row(lib.keys(ptr.v, num.v, cfg, place), num.v, j)
-        tk = None
-        if ptr.tk is not None:
-            tk = lib.load_row(lib.keys(ptr.tk, num.tk, cfg, place), num.tk, j)
-        tv = None
-        if ptr.tv is not None:
-            tv = lib.load_row(lib.keys(ptr.tv, num.tv, cfg, place), num.tv, j)
+        k = lib.key_row(ptr.k, num.k, j, cfg, place)
+        v = lib.key_row(ptr.v, num.v, j, cfg, place)
+        tk = lib.key_row(ptr.tk, num.tk, j, cfg, place)
+        tv = lib.key_row(ptr.tv, num.tv, j, cfg, place)
         tx = tl.zeros([cfg.BLOCK_Q, 1], tl.float32)
         if x.tq is not None or tk is not None:
             tx = second_order.two_times_row(x.tq, k, x.q, tk)
@@ -157,19 +154,7 @@ def add_each_key(x, ptr, num, cfg, place):
 @triton.jit
 def add_seen_keys(sums, i0, ptr, num, cfg, place, plan, EACH: tl.constexpr):
     """Return the Sums of the tile of queries from i0 on: key by key if EACH, else tile by tile."""
-    row = i0 + tl.arange(0, cfg.BLOCK_Q)[:, None]
-    tq = None
-    if ptr.tq is not None:
-        tq = load_rows(ptr.tq, num.tq, i0, cfg, place)
-    e = None
-    if ptr.dout is not None:
-        e = load_rows(ptr.dout, num.dout, i0, cfg, place)
-    q = load_rows(ptr.q, num.q, i0, cfg, place)
-    g = load_rows(ptr.dtout, num.dtout, i0, cfg, place)
-    lse2, rest, tlse, b, c = load_numbers(i0, ptr, num, cfg, place)
-    numbers = (lse2, rest, tlse)
-    last = tl.minimum(row, place.nq - 1)
-    x = QueryTile(q, tq, e, g, numbers, b, c, last, row < place.nq)
+    x = load_queries(i0, ptr, num, cfg, place)
     if EACH:
         dq, dtq = add_each_key(x, ptr, num, cfg, place)
         return Sums(dq, dtq, sums.rows, sums.trows)
@@ -207,12 +192,8 @@ def tangent_dq_kernel(ptr, num, cfg):
         if lib.has_nan(sums.dq) | lib.has_nan(sums.dtq):
             # tiles are loaded again: kept until here, they would take registers from the loop
             sums = add_seen_keys(sums, i0, ptr, num, cfg, place, plan, True)
-    if ptr.dq is not None:
-        to = lib.queries(ptr.dq, num.dq, cfg, place)
-        lib.store_tile(to, num.dq, i0, place.nq, sums.dq * num.scale, cfg.BLOCK_Q)
-    if ptr.dtq is not None:
-        to = lib.queries(ptr.dtq, num.dtq, cfg, place)
-        lib.store_tile(to, num.dtq, i0, place.nq, sums.dtq * num.scale, cfg.BLOCK_Q)
+    lib.store_queries(ptr.dq, num.dq, sums.dq, i0, cfg, place, num.scale)
+    lib.store_queries(ptr.dtq, num.dtq, sums.dtq, i0, cfg, place, num.scale)
     if ptr.dbias_rows is not None:
         store_rows(ptr.dbias_rows, sums.rows, i0, ptr, num, cfg, place)
         store_rows(ptr.dtbias_rows, sums.trows, i0, ptr, num, cfg, place)

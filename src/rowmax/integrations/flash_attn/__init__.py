@@ -28,16 +28,10 @@ from .functions import (
 from .kvcache import flash_attn_with_kvcache
 
 __all__ = [
-    "bert_padding",
-    "flash_attn_func",
-    "flash_attn_kvpacked_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func",
-    "flash_attn_with_kvcache",
-    "install",
-]
+    "bert_padding", "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache", "install",
+]  # fmt: skip
 
 #: the release of flash-attn with this interface; other code compares versions
 __version__ = "2.8.4"

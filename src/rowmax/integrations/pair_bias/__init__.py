@@ -18,8 +18,5 @@ from .single import attention_pair_bias
 from .triangle import mask_to_kv_lengths, triangle_attention
 
 __all__ = [
-    "DS4Sci_EvoformerAttention",
-    "attention_pair_bias",
-    "mask_to_kv_lengths",
-    "triangle_attention",
-]
+    "DS4Sci_EvoformerAttention", "attention_pair_bias", "mask_to_kv_lengths", "triangle_attention",
+]  # fmt: skip

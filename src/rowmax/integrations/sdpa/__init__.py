@@ -34,13 +34,6 @@ from .switch import Enabled, disable, enable, is_enabled
 from .varlen import varlen_attn
 
 __all__ = [
-    "Enabled",
-    "Route",
-    "disable",
-    "enable",
-    "explain",
-    "explain_varlen",
-    "is_enabled",
-    "scaled_dot_product_attention",
-    "varlen_attn",
-]
+    "Enabled", "Route", "disable", "enable", "explain", "explain_varlen", "is_enabled",
+    "scaled_dot_product_attention", "varlen_attn",
+]  # fmt: skip

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, Literal
-
-from torch import Tensor
 
 import rowmax
 
@@ -35,19 +34,13 @@ class Route:
         return "\n".join([*lines, *([] if self.call is None else [str(self.call)])])
 
 
-def explain(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Route:
+def explain(*args: Any, **keywords: Any) -> Route:
     """Return the way of a ``scaled_dot_product_attention`` call; compute no attention.
 
     Reads masks, which waits for a GPU.
+
+    Raises:
+        TypeError: an argument that scaled_dot_product_attention does not have.
 
     >>> import torch
     >>> from rowmax.integrations import sdpa
@@ -55,23 +48,14 @@ def explain(
     >>> sdpa.explain(q, q, q, dropout_p=1.0).reason
     'dropout_p is 1.0; rowmax takes 0 <= dropout_p < 1'
     """
-    call = dense.Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    call = dense.Call(*args, **keywords)
     reason = dense.refusal(call)
     if reason is not None:
         return _by_torch(reason)
     return _by_rowmax(rowmax.explain(**dense.arguments(call)._asdict()))
 
 
-def explain_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    **keywords: Any,
-) -> Route:
+def explain_varlen(*args: Any, **keywords: Any) -> Route:
     """Return the way of a ``varlen_attn`` call with its keywords; compute no attention.
 
     Reads offsets and lengths, which waits for a GPU.
@@ -85,7 +69,7 @@ def explain_varlen(
     >>> sdpa.explain_varlen(q, q, q, cu, cu, 7, 7, num_splits=1).reason
     'num_splits is 1; rowmax takes None'
     """
-    call = varlen.Call(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **keywords)
+    call = varlen.Call(*args, **keywords)
     reason = varlen.refusal(call)
     if reason is not None:
         return _by_torch(reason)
@@ -99,3 +83,7 @@ def _by_torch(reason: str) -> Route:
 
 def _by_rowmax(call: rowmax.Explanation) -> Route:
     return Route("rowmax", None, call, switch.is_enabled())
+
+
+explain.__signature__ = signature(dense.scaled_dot_product_attention)  # pyright: ignore
+explain_varlen.__signature__ = signature(varlen.varlen_attn)  # pyright: ignore

@@ -151,21 +151,12 @@ def _restore() -> None:
 # --- the replacements --------------------------------------------------------------------------
 
 
-def _sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+def _sdpa(*args: Any, **keywords: Any) -> Tensor:
+    call = Call(*args, **keywords)
     if not _on:
         return dense.by_torch(call)
-    if has_torch_function((query,)) and stands_for_numbers(query):  # a mode is active
-        return handle_torch_function(_sdpa, (query, key, value), *call)
+    if has_torch_function(call[:1]) and stands_for_numbers(call.query):  # a mode is active
+        return handle_torch_function(_sdpa, call[:3], *call)
     return dense.compute(call)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -55,6 +56,7 @@ class Sizes(NamedTuple):
         return self.nq if side == "q" else self.nk
 
 
+@dataclass(eq=False, repr=False)
 class MaskValue:
     """The mask of one model call, given to layers instead of a tensor ``[B, 1, Nq, Nk]``.
 
@@ -77,27 +79,17 @@ class MaskValue:
             ids, False if other ranks may, None if there are none.
     """
 
-    def __init__(
-        self,
-        sizes: Sizes,
-        device: torch.device,
-        left: int | None = None,
-        right: int | None = None,
-        ids: tuple[tuple[Tensor, Tensor], ...] = (),
-        lengths: Tensor | None = None,
-        keys: int | None = None,
-        packed: bool = False,
-        by_positions: bool | None = None,
-    ) -> None:
-        self.sizes = sizes
-        self.device = device
-        self.left = left
-        self.right = right
-        self.ids = ids
-        self.lengths = lengths
-        self.keys = keys
-        self.packed = packed
-        self.by_positions = by_positions
+    sizes: Sizes
+    device: torch.device
+    left: int | None = None
+    right: int | None = None
+    ids: tuple[tuple[Tensor, Tensor], ...] = ()
+    lengths: Tensor | None = None
+    keys: int | None = None
+    packed: bool = False
+    by_positions: bool | None = None
+
+    def __post_init__(self) -> None:
         # a compiler reads the fields: it would have to guard every field of a second object
         self.built = None if torch.compiler.is_compiling() else self._build()
 
@@ -180,10 +172,7 @@ class MaskValue:
             return self
         sizes = self.sizes._replace(q_offset=moved(self.sizes.q_offset))
         ids = tuple((moved(k), moved(q)) for k, q in self.ids)
-        return MaskValue(
-            sizes, device, self.left, self.right, ids, moved(self.lengths), self.keys, self.packed,
-            self.by_positions,
-        )  # fmt: skip
+        return replace(self, sizes=sizes, device=device, ids=ids, lengths=moved(self.lengths))
 
     def __getitem__(self, index: Any) -> Tensor:
         return self.dense()[index]
