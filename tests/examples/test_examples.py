@@ -107,18 +107,26 @@ def test_switch_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(tokens, results["sdpa"][1])
 
 
+#: the last words of a process in which a thread of Gloo drops a tensor while Python ends: a
+#: destructor needs the interpreter's lock (torch 2.13, seen in a core; 1 of 40 under load)
+GLOO_AT_EXIT = "terminate called without an active exception"
+
+
 def losses_of_two_processes(*command: str) -> list[float]:
-    """Return the losses that an example prints under torchrun."""
+    """Return the losses that an example prints under torchrun, in up to three runs."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launcher, "--standalone", *command],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-        cwd=ROOT,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    for _ in range(3):
+        done = subprocess.run(
+            [*launcher, "--standalone", *command],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=200,
+            cwd=ROOT,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        if GLOO_AT_EXIT not in done.stderr:
+            break
     assert done.returncode == 0, done.stderr
     return [float(x) for x in re.findall(r"^step \d: loss (\S+)$", done.stdout, flags=re.M)]
 
