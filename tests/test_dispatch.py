@@ -128,6 +128,20 @@ def test_plain_is_what_a_kernel_can_read() -> None:
     assert torch_compat.plain_addresses([x[:0], None]) == [0]
 
 
+def test_memory_of_a_gpu_is_made_by_public_functions_where_torch_has_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = torch.empty_strided
+
+    def empty_strided(*args: Any, device: str, **more: Any) -> torch.Tensor:
+        assert device == "cuda"
+        return made(*args, **more)
+
+    monkeypatch.setattr(torch, "empty_strided", empty_strided)
+    x = torch_compat._public_empty((2, 3), (1, 2), torch.float16)
+    assert (x.shape, x.stride(), x.dtype) == ((2, 3), (1, 2), torch.float16)
+
+
 def test_a_cotangent_of_zeros_that_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """They have no memory: the dispatcher writes them for the kernel."""
     q, k, v = inputs(2, 12, grad=True)

@@ -143,7 +143,7 @@ def attention(
     key = None
     if mask is bias is alibi is sink is seed is None:
         key = recent.key_of(causal, scale, softcap, dropout_p, backend, deterministic)
-        found = None if key is None else recent.recall(key, q, k, v)
+        found = None if key is None else recent.calls.recall(key, q, k, v)
         if found is not None:
             out, lse = attend(Tensors(q, k, v), found.options, found)
             return (out, lse) if return_lse else out
@@ -167,7 +167,7 @@ def attention(
         )
     )  # fmt: skip
     if prepared is not None and key is not None and all(map(is_, given, (q, k, v))):
-        recent.remember(key, q, k, v, prepared)
+        recent.calls.remember(key, prepared, q, k, v)
     out, lse = attend(tensors, options, prepared)
     return (out, lse) if return_lse else out
 

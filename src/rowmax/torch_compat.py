@@ -254,6 +254,17 @@ def plain_addresses(tensors: Iterable[Tensor | None]) -> list[int] | None:
     return found
 
 
+def _public_empty(sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(sizes, strides, dtype=dtype, device="cuda")
+
+
+#: (sizes, strides, dtype) -> a tensor without values on the current GPU. Past the dispatcher, in
+#: half of the time; torch's deterministic mode does not fill it
+empty_on_gpu: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] = getattr(
+    getattr(getattr(_C, "_dynamo", None), "guards", None), "_empty_strided_cuda", _public_empty
+)
+
+
 def is_strided(t: Any) -> bool:
     """Return True for a tensor of torch's own type that has strides."""
     return type(t) in PLAIN and t.layout is torch.strided and not t.is_nested

@@ -26,7 +26,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append(a)
         return usual(a)
 
-    monkeypatch.setattr(recent, "_calls", {})
+    monkeypatch.setattr(recent.calls, "_kinds", {})
     # the function has the name of its module
     monkeypatch.setattr(sys.modules["rowmax.attention"], "normalized", normalized)
     return found
@@ -102,11 +102,11 @@ def test_other_tensors_are_not_compared(name: str, calls: list[Any]) -> None:
     attend(*qkv())
     other = NOT_STRIDED[name]()
     key = recent.key_of(True, None, 0.0, 0.0, "torch", False)
-    assert key in recent._calls
+    assert key in recent.calls._kinds
     for place in range(3):
         tensors: list[Any] = [*qkv()]
         tensors[place] = other
-        assert recent.recall(key, *tensors) is None
+        assert recent.calls.recall(key, *tensors) is None
 
 
 def test_a_call_that_something_observes_takes_the_usual_way(calls: list[Any]) -> None:
@@ -155,9 +155,10 @@ def test_without_the_check_every_call_takes_the_usual_way(
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recent, "_MOST_KEYS", 4)
+    monkeypatch.setattr(recent.Recent, "MOST_KEYS", 4)
     for n in range(20):
         attend(*qkv(n + 1), softcap=float(n % 5))
         attend(*qkv(n + 1))
-    assert len(recent._calls) <= 4
-    assert all(len(kinds) <= recent._MOST_KINDS for kinds in recent._calls.values())
+    kept = recent.calls._kinds
+    assert len(kept) <= 4
+    assert all(len(kinds) <= recent.Recent.MOST_KINDS for kinds in kept.values())

@@ -33,7 +33,7 @@ class Launch:
 
     def __init__(self, copies: tuple[Any, ...] = (), private: bool = True) -> None:
         self.copies, self.private = copies, private
-        self.repeated: list[tuple[list[int], list[int]]] = []
+        self.repeated: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
 
     def __call__(self, t: Any, bases: tuple[Any, ...] = ()) -> None:
         compiled._note_launch(self, t, bases)
@@ -42,10 +42,15 @@ class Launch:
         return (lambda *found: self.repeated.append(found)) if self.private else None
 
 
+def _empty(sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(sizes, strides, dtype=dtype)
+
+
 @pytest.fixture(autouse=True)
 def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(replay, "_is_recordable", lambda device: True)
     monkeypatch.setattr(replay.compat, "current_device", lambda: None)
+    monkeypatch.setattr(replay, "empty_on_gpu", _empty)
     yield
     replay._RECORDS.clear()
 
@@ -77,7 +82,7 @@ def test_launches_are_repeated_at_the_addresses_of_other_tensors() -> None:
         words = bases[1]
         row = given.k.stride(1) * 4
         want = [out, table, lse, words + 8, given.k.data_ptr() + row, given.q]
-        assert pointers == [x if isinstance(x, int) else x.data_ptr() for x in want]
+        assert list(pointers) == [x if isinstance(x, int) else x.data_ptr() for x in want]
         assert bases[0] == given.v.data_ptr()
         assert words not in {x.data_ptr() for x in (out, lse, *given[:3])}
 
@@ -96,7 +101,7 @@ def test_the_first_result_has_the_memory_that_is_given() -> None:
     out, lse = again(inputs(), memory[1])
     assert out.data_ptr() == memory[1].data_ptr()
     pointers, _ = launch.repeated[-1]
-    assert pointers[1:] == [memory[1].data_ptr(), lse.data_ptr()]
+    assert pointers[1:] == (memory[1].data_ptr(), lse.data_ptr())
     shape = memory[1].shape
     for other in (
         memory[1].transpose(1, 2).contiguous().transpose(1, 2),  # strides
@@ -165,6 +170,7 @@ def test_results_keep_their_type_and_strides() -> None:
     _, again = replay.record(run, (inputs().q, None))
     found = again((inputs().q, None))
     assert isinstance(found, Gradients)
+    assert found.q is not None
     assert found.q.stride() == (1, 2, 8, 16)
     assert found.k is None
 
@@ -230,7 +236,7 @@ def test_second_order_is_repeated(kind: str, monkeypatch: pytest.MonkeyPatch) ->
             made, read = [found[0].q, found[1].v], [*read, rows[0], rows[3], cotangents.tout]
             assert found[1].q is None
         if launch.repeated:
-            assert launch.repeated[-1][0] == [x.data_ptr() for x in (*made, *read)]
+            assert list(launch.repeated[-1][0]) == [x.data_ptr() for x in (*made, *read)]
 
     for _ in range(4):
         once()
@@ -238,6 +244,72 @@ def test_second_order_is_repeated(kind: str, monkeypatch: pytest.MonkeyPatch) ->
     launch.repeated.clear()
     once(gap=8)  # other strides are another call
     assert (len(runs), len(launch.repeated)) == (3, 0)
+
+
+class _Backward:
+    """A backend whose backward launches one kernel."""
+
+    record = staticmethod(replay.record)
+
+    def __init__(self) -> None:
+        self.launch, self.runs = Launch(), 0
+
+    def backward(self, *given: Any) -> Gradients:
+        _, tensors, out, lse, dout, _, _ = given
+        self.runs += 1
+        made = [x.new_empty(x.shape) for x in tensors[:3]]
+        self.launch((*made, *tensors[:3], out, lse, dout))
+        return Gradients(*made)
+
+
+def plain_rows() -> tuple[Tensor, ...]:
+    """Return q, k, v, out, lse and the gradient of out."""
+    q, k, v, out, dout = (torch.randn(2, 4, 2, 8) for _ in range(5))
+    return q, k, v, out, torch.randn(2, 2, 4), dout
+
+
+def test_the_backward_of_a_plain_call_is_found_by_one_check(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend = _Backward()
+
+    class Plan:
+        first = whole = backend
+
+        @staticmethod
+        def computes(wanted: Wanted) -> _Backward:
+            return backend
+
+    monkeypatch.setattr(dispatch, "choose", lambda *_: Plan)
+    call = dispatch.Prepared(Options(1.0), None)  # pyright: ignore
+    every = Wanted(True, True, True, False, False, False)
+
+    def usual(*rows: Tensor) -> Gradients:
+        q, k, v, out, lse, dout = rows
+        return call.backward(Tensors(q, k, v), out, lse, dout, None, every)
+
+    for _ in range(3):
+        assert call.repeated_backward(plain_rows(), every) is None
+        usual(*plain_rows())
+    rows = plain_rows()
+    found = call.repeated_backward(rows, every)
+    assert backend.runs == 2
+    assert found is not None
+    want = [x.data_ptr() for x in (*found[:3], *rows)]  # pyright: ignore
+    assert list(backend.launch.repeated[-1][0]) == want
+    others = {
+        "strides": (*rows[:5], rows[5].transpose(1, 2).contiguous().transpose(1, 2)),
+        "a term": (*rows[:3], torch.randn(4, 4), *rows[3:]),
+        "no gradient of out": (*rows[:5], None),
+        "a subclass": (*rows[:5], torch.nn.Buffer(rows[5])),
+    }
+    for name, other in others.items():
+        assert call.repeated_backward(other, every) is None, name  # pyright: ignore
+    assert call.repeated_backward(rows, every._replace(v=False)) is None
+    with torch.enable_grad(), torch.autograd.profiler.profile():
+        assert call.repeated_backward(rows, every) is None  # what observes sees the operator
+    replay._RECORDS.clear()
+    assert call.repeated_backward(rows, every) is None
 
 
 def test_a_record_that_was_dropped_repeats_nothing() -> None:

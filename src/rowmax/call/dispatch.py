@@ -27,6 +27,7 @@ from .inputs import (
     WantedSecond,
 )
 from .problem import Problem, problem_of
+from .recent import Recent
 
 Call = Literal["forward", "backward", "tangent", "tangent_backward"]
 #: calls that a backend may be without, and that one backend computes whole
@@ -162,6 +163,8 @@ class Plan(NamedTuple):
         return None
 
 
+_PLAIN = 3  # tensors of a plain call: q, k and v
+_NO_TERMS = (None,) * (len(Tensors._fields) - _PLAIN)
 _MOST_KINDS = 64  # kinds of backward of one kind of call: by strides and wanted gradients
 
 
@@ -171,11 +174,13 @@ class Prepared:
     The second call of a kind is recorded where its backend can; later ones repeat its launches.
     """
 
-    __slots__ = ("_again", "options", "problem")
+    __slots__ = ("_again", "_backwards", "options", "problem")
 
     def __init__(self, options: Options, problem: Problem) -> None:
         self.options = options
         self.problem = problem
+        #: by the gradients that are wanted: how to repeat the backward of a plain call
+        self._backwards: Recent[Callable[..., Any]] = Recent()
         #: by direction, and what the tensors of a backward are like; None after the first call,
         #: False where calls cannot be recorded
         self._again: dict[Any, Callable[..., Any] | bool | None] = {}
@@ -240,9 +245,11 @@ class Prepared:
         given = (*tensors, out, lse, dout, dlse)
         # a hook on saved tensors may return others than the forward had
         key = (wanted, wide, *_placed(given))
-        again = self._again.get(key)
+        again: Any = self._again.get(key)
         found = again(given, into) if callable(again) else None
         if found is not None:
+            if not wide and dlse is None and all(x is None for x in tensors[_PLAIN:]):
+                self._backwards.remember(wanted, again, *tensors[:_PLAIN], out, lse, dout)
             return found
         problem = self.problem._replace(wide=True) if wide else self.problem
         plan = choose(problem, "backward", self.options.backend)
@@ -252,6 +259,18 @@ class Prepared:
             return run_backward(plan, problem, Tensors(*inputs), out, lse, dout, dlse, wanted)
 
         return self._run(key, plan.computes(wanted), run, given)
+
+    def repeated_backward(self, rows: tuple[Tensor, ...], wanted: Wanted) -> Gradients | None:
+        """Return the wanted gradients of a plain call (``recent``) like one before, if there was.
+
+        ``rows`` are q, k, v, out, lse and the gradient of out; others are of no plain call.
+        """
+        if len(rows) != _PLAIN + 3:
+            return None
+        again = self._backwards.recall(wanted, *rows)
+        if again is None:
+            return None
+        return again((*rows[:_PLAIN], *_NO_TERMS, *rows[_PLAIN:], None))
 
     def tangent(self, tensors: Tensors, tangents: Tangents) -> tuple[Tensor, ...]:
         """Return (out, lse, tout, tlse)."""

@@ -2,34 +2,78 @@
 
 A plain call has q, k and v, a causal mask or none, and numbers. ``normalize`` reads twenty
 attributes of the tensors to know that a call passed the checks; here torch compares them all at
-once. A call that is not found takes the usual way.
+once. A call that is not found takes the usual way. Backwards of plain calls are found likewise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..torch_compat import is_observed, is_strided, likeness_of
-from .dispatch import Prepared
 
-#: (causal, scale, softcap, backend, deterministic, torch's deterministic mode)
+if TYPE_CHECKING:
+    from .dispatch import Prepared
+
+#: of a call: (causal, scale, softcap, backend, deterministic, torch's deterministic mode)
 Key = tuple[Any, ...]
+Found = TypeVar("Found")
 
 
-class _Recent(NamedTuple):
-    """One kind of call."""
+class _Kind(NamedTuple):
+    """Tensors of one kind, and what was found for them."""
 
-    alike: Callable[..., bool]  # True for q, k and v like these
-    begins: tuple[int, ...]  # where each begins after a boundary of 16 bytes
-    prepared: Prepared
+    alike: Callable[..., bool]  # True for tensors like these
+    begins: list[int]  # where each begins after a boundary of 16 bytes
+    found: Any
 
 
-_calls: dict[Key, list[_Recent]] = {}
-_MOST_KEYS, _MOST_KINDS = 64, 8
+class Recent(Generic[Found]):
+    """What was found for tensors of some kinds, by keys; the oldest are dropped."""
+
+    __slots__ = ("_kinds",)
+    MOST_KEYS, MOST_KINDS = 64, 8
+
+    def __init__(self) -> None:
+        self._kinds: dict[Key, list[_Kind]] = {}
+
+    def recall(self, key: Key, *tensors: Tensor) -> Found | None:
+        """Return what was remembered for tensors like these, unless the call is observed."""
+        kinds = self._kinds.get(key)
+        if kinds is None:
+            return None
+        for x in tensors:
+            if not is_strided(x):
+                return None
+        for kind in kinds:  # a tensor of ``torch.func`` is like none of them, and has no address
+            if kind.alike(*tensors) and _begins(tensors) == kind.begins:
+                return None if is_observed() else kind.found
+        return None
+
+    def remember(self, key: Key, found: Found, *tensors: Tensor) -> None:
+        """Keep what was found for tensors that passed the checks."""
+        if not all(map(is_strided, tensors)):
+            return
+        alike = likeness_of(*tensors)
+        if alike is None:
+            return
+        if len(self._kinds) >= self.MOST_KEYS:
+            self._kinds.clear()
+        kinds = self._kinds.get(key, [])
+        kind = _Kind(alike, _begins(tensors), found)
+        self._kinds[key] = [kind, *kinds[: self.MOST_KINDS - 1]]
+
+
+def _begins(tensors: tuple[Tensor, ...]) -> list[int]:
+    """Return where the tensors begin: an operand off the boundary is copied, or has own kernels."""
+    return [x.data_ptr() & 15 for x in tensors]
+
+
+#: what plain calls have prepared
+calls: Recent[Prepared] = Recent()
 
 
 def key_of(
@@ -57,30 +101,3 @@ def key_of(
         return None
     ordered = torch.are_deterministic_algorithms_enabled()
     return causal, scale, softcap, backend, deterministic, ordered
-
-
-def recall(key: Key, q: Tensor, k: Tensor, v: Tensor) -> Prepared | None:
-    """Return what calls like this one have prepared, if one was remembered."""
-    kinds = _calls.get(key)
-    if kinds is None or not (is_strided(q) and is_strided(k) and is_strided(v)):
-        return None
-    for alike, begins, prepared in kinds:
-        if alike(q, k, v) and _begins(q, k, v) == begins:
-            return None if is_observed() else prepared
-    return None
-
-
-def remember(key: Key, q: Tensor, k: Tensor, v: Tensor, prepared: Prepared) -> None:
-    """Keep a call that ``normalize`` found among those that passed the checks."""
-    alike = likeness_of(q, k, v)
-    if alike is None:
-        return
-    if len(_calls) >= _MOST_KEYS:
-        _calls.clear()
-    kinds = _calls.get(key, [])
-    _calls[key] = [_Recent(alike, _begins(q, k, v), prepared), *kinds[: _MOST_KINDS - 1]]
-
-
-def _begins(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
-    """Return where the tensors begin: an operand off the boundary is copied, or has own kernels."""
-    return q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import lru_cache
@@ -89,7 +89,7 @@ class Ready(NamedTuple):
 
 
 #: a launch at the addresses of its pointers, and of the tensors of its copies
-Addressed = Callable[[list[int], list[int]], None]
+Addressed = Callable[[tuple[int, ...], tuple[int, ...]], None]
 #: a launch with its pointers and the tensors of its copies
 Noted = tuple["Launch", Any, tuple[Any, ...]]
 #: by thread: the launches that ``recorded_by`` gathers, and whether they run
@@ -238,11 +238,20 @@ class Launch:
             return None
         if parts_of is None:
             return lambda pointers, bases: run(*pointers, *numbers)
-        parts = self._parts
-        return lambda pointers, bases: run(*parts(bases, parts_of), *pointers, *numbers)
+        known: dict[tuple[int, ...], compat.Parts] = {}
+
+        def launch(pointers: tuple[int, ...], bases: tuple[int, ...]) -> None:
+            parts = known.get(bases)  # a loop's tensors take few addresses
+            if parts is None:
+                if len(known) >= _MOST_PARTS:
+                    known.clear()
+                parts = known[bases] = self._parts(bases, parts_of)
+            run(*parts, *pointers, *numbers)
+
+        return launch
 
     def _parts(
-        self, addresses: list[int], parts_of: Callable[[int, Any], compat.Parts]
+        self, addresses: Sequence[int], parts_of: Callable[[int, Any], compat.Parts]
     ) -> compat.Parts:
         """Return the parts of all descriptors, made once for each address of a tensor."""
         found: compat.Parts = []

@@ -11,13 +11,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import count
+from itertools import chain, count
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..torch_compat import DispatchMode
+from ..torch_compat import DispatchMode, empty_on_gpu
 from . import compat
 from .compiled import Addressed, Launch, Span, recorded_by
 from .kept import Plans
@@ -67,11 +68,26 @@ class _Watch(DispatchMode):
 
 
 class Step(NamedTuple):
-    """One launch, and where its operands begin."""
+    """One launch, and where its operands begin: places, or functions from all addresses."""
 
     launch: Addressed
-    pointers: tuple[Place, ...]
-    bases: tuple[Place, ...]
+    pointers: Any
+    bases: Any
+
+    def at_numbers(self, n: int, within: dict[Place, int]) -> Step:
+        """Return the step with functions of the addresses of n tensors, then of those within."""
+        found = [
+            _picked([n + within[place] if place[1] else place[0] for place in places])
+            for places in (self.pointers, self.bases)
+        ]
+        return Step(self.launch, *found)
+
+
+def _picked(numbers: list[int]) -> Callable[[list[int]], tuple[int, ...]]:
+    """Return the function that picks the members with these numbers of a list."""
+    if len(numbers) < 2:  # itemgetter would return no tuple
+        return lambda at: tuple(at[n] for n in numbers)
+    return itemgetter(*numbers)
 
 
 class _Places:
@@ -110,25 +126,31 @@ class Record:
         self.given = [n for n, x in enumerate(given) if x is not None]
         first = len(self.given)
         places = _Places([given[n] for n in self.given] + watch.made, watch.views)
-        #: an empty tensor of the dtype, sizes, and strides where those are not the usual ones
-        self.made = [
-            (x.new_empty(0), (tuple(x.shape), () if x.is_contiguous() else x.stride()))
-            for x in watch.made
-        ]
+        #: (sizes, strides, dtype)
+        self.made = [(tuple(x.shape), x.stride(), x.dtype) for x in watch.made]
         self.type = type(results)
         of_result = [None if x is None else places.of(x) for x in results]
         self.complete = all(x is None or (x[0] >= first and x[1] == 0) for x in of_result)
         self.results = [None if x is None else x[0] for x in of_result]
         self.steps: list[Step] = []
+        within: dict[Place, int] = {}  # places inside of tensors, by their order
         for launch, t, bases in launches:
             addressed = launch.addressed(t, bases)
             if addressed is None:
                 self.complete = False
                 continue
-            pointers = tuple(places.of(x) for x in t if x is not None)
             copied = zip(launch.copies, bases, strict=True)
-            placed = tuple(places.of(x) for copy, x in copied if copy is not None)
-            self.steps.append(Step(addressed, pointers, placed))
+            of_step = (
+                [places.of(x) for x in t if x is not None],
+                [places.of(x) for copy, x in copied if copy is not None],
+            )
+            for place in chain(*of_step):
+                if place[1]:
+                    within.setdefault(place, len(within))
+            self.steps.append(Step(addressed, *of_step))
+        n = len(places.tensors)
+        self.steps = [x.at_numbers(n, within) for x in self.steps]
+        self.within = list(within)
         self.stay = places.tensors[first + len(watch.made) :]
         self.addresses = [x.data_ptr() for x in self.stay]
 
@@ -141,33 +163,27 @@ class Record:
             with torch.cuda.device(self.device):
                 return self(given, into)
         tensors = [given[n] for n in self.given]
-        replaced = len(tensors) + self._replaced(into) if into is not None else -1
-        for like, (shape, strides) in self.made:
-            if len(tensors) == replaced:
-                tensors.append(into)
-                continue
-            tensors.append(
-                like.new_empty_strided(shape, strides) if strides else like.new_empty(shape)
-            )
+        if into is None:
+            tensors += [empty_on_gpu(*like) for like in self.made]
+        else:
+            replaced = self._replaced(into)
+            for n, like in enumerate(self.made):
+                tensors.append(into if n == replaced else empty_on_gpu(*like))
         at = [x.data_ptr() for x in tensors]
         at += self.addresses
+        at += [at[n] + offset for n, offset in self.within]
         for launch, pointers, bases in self.steps:
-            launch([at[n] + offset for n, offset in pointers], [at[n] + o for n, o in bases])
+            launch(pointers(at), bases(at))
         results = [None if n is None else tensors[n] for n in self.results]
         return tuple(results) if self.type is tuple else self.type(*results)
 
     def _replaced(self, into: Tensor) -> int:
-        """Return which of the tensors that a call makes may be ``into``.
-
-        If none may, return a number before all of them.
-        """
-        none = -1 - len(self.given)
+        """Return which of the tensors that a call makes may be ``into``, -1 if none may."""
         if self.results[0] is None:
-            return none
+            return -1
         made = self.results[0] - len(self.given)
-        like, (shape, strides) = self.made[made]
-        same = into.shape == shape and into.dtype == like.dtype and not strides
-        return made if same and into.is_contiguous() and not into.data_ptr() & 15 else none
+        same = (into.shape, into.stride(), into.dtype) == self.made[made]
+        return made if same and not into.data_ptr() & 15 else -1
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:

@@ -146,10 +146,15 @@ class _Attention(Function):
         dout, dlse = grads
         if dout is None and dlse is None:
             return (None,) * (1 + ctx.n_inputs)
-        *inputs, out, lse = ctx.saved_tensors
-        tensors, wanted = Tensors(*inputs), _wanted(ctx)
-        dout = torch.zeros_like(out) if dout is None else dout
+        saved, wanted = ctx.saved_tensors, _wanted(ctx)
         dispatched = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        if dlse is None and ctx.prepared is not None and not dispatched:
+            gradients = ctx.prepared.repeated_backward((*saved, dout), wanted)
+            if gradients is not None:
+                return (None, *gradients[: ctx.n_inputs])
+        *inputs, out, lse = saved
+        tensors = Tensors(*inputs)
+        dout = torch.zeros_like(out) if dout is None else dout
         if not dispatched and _is_direct((*inputs, out, lse, dout, dlse)):
             prepared = ctx.prepared or prepared_of(tensors, Options(*ctx.options))
             gradients = prepared.backward(tensors, out, lse, dout, dlse, wanted)
