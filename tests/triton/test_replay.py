@@ -246,6 +246,10 @@ def test_second_order_is_repeated(kind: str, monkeypatch: pytest.MonkeyPatch) ->
     assert (len(runs), len(launch.repeated)) == (3, 0)
 
 
+class _Other(Tensor):
+    """A subclass."""
+
+
 class _Backward:
     """A backend whose backward launches one kernel."""
 
@@ -301,7 +305,7 @@ def test_the_backward_of_a_plain_call_is_found_by_one_check(
         "strides": (*rows[:5], rows[5].transpose(1, 2).contiguous().transpose(1, 2)),
         "a term": (*rows[:3], torch.randn(4, 4), *rows[3:]),
         "no gradient of out": (*rows[:5], None),
-        "a subclass": (*rows[:5], torch.nn.Buffer(rows[5])),
+        "a subclass": (*rows[:5], rows[5].as_subclass(_Other)),
     }
     for name, other in others.items():
         assert call.repeated_backward(other, every) is None, name  # pyright: ignore

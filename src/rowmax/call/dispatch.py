@@ -246,7 +246,7 @@ class Prepared:
         # a hook on saved tensors may return others than the forward had
         key = (wanted, wide, *_placed(given))
         again: Any = self._again.get(key)
-        found = again(given, into) if callable(again) else None
+        found: Any = again(given, into) if callable(again) else None
         if found is not None:
             if not wide and dlse is None and all(x is None for x in tensors[_PLAIN:]):
                 self._backwards.remember(wanted, again, *tensors[:_PLAIN], out, lse, dout)
