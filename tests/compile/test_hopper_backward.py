@@ -194,9 +194,9 @@ def test_compiles_to(tile, name, dtype):
         # one after each HGMMA where products wait for one another; dQ is waited for, and before it
         # dV, where dQ takes the registers of P (backward_fused.step)
         own_dq = kind == "fused" and name != "dbias alone"
-        alone = kind == "wide" and tile.SCORES_ALONE  # S of the next tile is waited for with dV
-        assert len(waits) == WAITS[kind] - 2 * alone + own_dq + (own_dq and not tile.AHEAD)
-        if kind not in ("dkdv", "wide"):  # which have no wait between S and dP
+        alone = kind == "wide" and tile.SCORES_ALONE
+        assert len(waits) == WAITS[kind] - alone + own_dq + (own_dq and not tile.AHEAD)
+        if kind != "dkdv" and not alone:  # which have no other product in flight
             wait = waits[0 if kind == "fused" else 1]
             late.append(exponentials_after(texts, wait, tile.BLOCK_STREAMED))
     if (tile.D, kind, name) in ONE_IN_TIME:

@@ -59,54 +59,31 @@ def allocate(dtype: DType, shape: list[int], layout: Any) -> Any:
 
 def reinterpret(buffer: Shared, dtype: DType, shape: list[int], layout: Any) -> Any:
     """Return the same memory with another dtype or shape."""
-    kind = buffer.a.dtype
-    in_strips = kind.itemsize == 2 and buffer.a.shape[-1] > STRIP
-    if in_strips and (shape[-1] < buffer.a.shape[-1] or dtype.kind != kind):
-        return Strips(buffer, dtype, shape)
-    a = buffer.a.view(dtype.kind).reshape(shape)
+    if dtype.kind != buffer.a.dtype:
+        a = buffer.a.view(dtype.kind).reshape(shape)
+        assert np.shares_memory(a, buffer.a)
+        return Shared(a, dtype)
+    if shape[-1] < buffer.a.shape[-1]:
+        return Strips(buffer, shape)
+    a = buffer.a.reshape(shape)
     assert np.shares_memory(a, buffer.a)
     return Shared(a, dtype)
-
-
-#: the columns of a strip of numbers of two bytes
-STRIP = 64
 
 
 class Strips:
     """A buffer in the order of memory: strips of 64 columns, one after another."""
 
-    def __init__(self, buffer: Shared, dtype: DType, shape: list[int]) -> None:
-        parts = buffer.a.shape[-1] // STRIP
-        strips = buffer.a.reshape(-1, parts, STRIP).transpose(1, 0, 2).view(dtype.kind)
-        n = min(shape[0], parts)  # members of the view in a strip, or strips in a member
-        self.a = strips.reshape(n, -1, *strips.shape[-2:]) if n < parts else strips
+    def __init__(self, buffer: Shared, shape: list[int]) -> None:
+        width = shape[-1]
+        parts = buffer.a.shape[-1] // width
+        rows = buffer.a.reshape(-1, parts, width).transpose(1, 0, 2)
+        self.a = rows.reshape(parts, shape[0] // parts, *shape[1:])
         assert np.shares_memory(self.a, buffer.a)
-        self.shape, self.dtype = shape, dtype
+        self.dtype = buffer.dtype
 
     def index(self, i: Any) -> Shared:
-        i = int(raw(i))
-        assert 0 <= i < self.shape[0], f"buffer {i} of {self.shape[0]}"
-        each = self.shape[0] // self.a.shape[0]
-        member = self.a[i // each]
-        if each > 1:
-            rows = member.shape[0] // each
-            member = member[i % each * rows : (i % each + 1) * rows]
-        return Folded(member, self.dtype, self.shape[1:])
-
-
-class Folded(Shared):
-    """A part of a buffer that is read and written in another shape."""
-
-    def __init__(self, a: np.ndarray, dtype: DType, folded: list[int]) -> None:
-        super().__init__(a, dtype)
-        self.folded = folded
-
-    def load(self, layout: Any) -> Tensor:
-        threads.pause_sometimes()
-        return Tensor(self.a.reshape(self.folded).copy())
-
-    def store(self, value: Tensor) -> None:
-        super().store(Tensor(value.a.reshape(self.a.shape)))
+        part, n = divmod(int(raw(i)), self.a.shape[1])
+        return Shared(self.a[part, n], self.dtype)
 
 
 class Barrier:

@@ -1,35 +1,26 @@
 """dq, dk or dv of heads wider than 256: a launch for each; both warpgroups have the same rows.
 
 The sum of one gradient of 64 rows and 512 columns takes the registers of two warpgroups: each has
-half of the columns. So each multiplies its half of the columns of Q and K, and of dO and V, and
-both add the two parts of the scores (``summed``): a warpgroup reads no column of the other half.
+half of the columns. Both compute the scores of all rows, so that neither waits for the other; they
+share only buffers. That is eight products where five would do, and thirteen as they are issued.
 
     gradient   resident, 64 rows   streamed, 32 rows   sum
     dq         Q, dO               K, V                dQ += dS K
     dk         K, V                Q, dO               dK += dS^T Q
     dv         K                   Q, dO               dV += P^T dO
 
-A part of the scores passes through shared memory as float32, ordered by thread: loads and stores of
-16 bytes have no bank conflict. For dq and dk the parts take the buffer of the second streamed tile,
-whose product is done: those of dP while S is computed, then those of S. For dv there are two
-buffers for parts of S, and S of the next tile is computed under the exponentials of this one.
-
-Barriers of a block, with the arrivals that complete a phase:
+A step computes S of the first streamed tile, dP of the second, and the product with its half of the
+columns. While one warpgroup computes exponentials, the other uses the tensor core. Barriers of a
+block, with the arrivals that complete a phase:
 
     barrier          arrivals                              waited for by
-    own.full         producer's expect + bytes             consumers, before a tile's first product
+    own.full         producer's expect + bytes             consumers, before a tile's first S
     own.empty        each consumer, after a tile's last    producer, before it loads another
     first.full[s]    producer's expect + bytes (and rows)  consumers, before S of the use
     first.empty[s]   each consumer, the product is done    producer, before it fills s again
     second.full[s]   producer's expect + bytes             consumers, before dP, or P^T dO
-    second.empty[s]  each consumer, that is done, or both  producer, before it fills s again
-                     parts are read
-    parts.full       each consumer, its part is stored     consumers, before they read the other's
+    second.empty[s]  each consumer, that is done           producer, before it fills s again
     mail             as in ``backward_fused.py``           consumers; producer
-
-No barrier signals that a part has been read. For dq and dk the next parts take the buffer after
-another tile was in it. For dv a warpgroup stores its part of S where that of the tile before the
-last was: it has read the last one's parts, which the other stored after it had read those before.
 """
 
 from __future__ import annotations
@@ -53,9 +44,7 @@ from .backward_lib import (
     release_message,
     resident_numbers,
     row_numbers,
-    score_layout,
     store_rows,
-    thread_layout,
     tile_buffer,
     weights,
 )
@@ -67,13 +56,7 @@ from .backward_order import (
     plane_of,
     rows_left,
 )
-from .gluon_compat import (
-    fence_async_shared,
-    mbarrier,
-    reinterpret,
-    tma_load,
-    warpgroup_mma_wait,
-)
+from .gluon_compat import fence_async_shared, mbarrier, tma_load, warpgroup_mma_wait
 from .lib.order import Order
 from .lib.parts import Parts, issue_with_columns, wait_parts, zeros
 from .lib.ring import (
@@ -90,7 +73,6 @@ from .lib.ring import (
     wait_full,
 )
 from .lib.rules import score_gradient
-from .lib.scores import settled
 from .lib.softmax import rounded
 
 
@@ -112,7 +94,6 @@ class Rings(NamedTuple):
     first: Any
     second: Any
     rows: Any  # buffers of lse and delta, filled with ``first``
-    parts: Any  # of scores; it has no empty barriers
 
 
 class Own(NamedTuple):
@@ -128,7 +109,6 @@ class State(NamedTuple):
 
     use: Any
     x: Any  # the warpgroup's half of the sum [64, HALF]
-    S: Any  # for dv: its part of S of the next tile
 
 
 # --- the producer ------------------------------------------------------------------------------
@@ -221,32 +201,9 @@ def numbers(C: gl.constexpr, own, rings, s):
     if C.QUERIES_RESIDENT:
         lse, delta = own.lse[:, None], own.delta[:, None]
     else:
-        lse = settled(row_numbers(C, rings.rows, s, 0))[None, :]
-        delta = settled(row_numbers(C, rings.rows, s, 1))[None, :]
+        lse = row_numbers(C, rings.rows, s, 0)[None, :]
+        delta = row_numbers(C, rings.rows, s, 1)[None, :]
     return lse, delta
-
-
-@gluon.jit
-def half_product(C: gl.constexpr, c: gl.constexpr, resident, streamed, s, zero, W: gl.constexpr):
-    """Issue the product of the resident tile and buffer s over half c of their W columns."""
-    H: gl.constexpr = W // C.WARPGROUPS
-    a = own_rows(C, 0, resident, zero, W).slice(c * H, H, dim=1)
-    b = tile_buffer(streamed, s, C.BLOCK_STREAMED, W).slice(c * H, H, dim=1)
-    return issue_product(C, a, b)
-
-
-@gluon.jit
-def summed(C: gl.constexpr, c: gl.constexpr, x, parts, i, n):
-    """Return x of this warpgroup plus x of the other one, the nth such sum of a block.
-
-    A warpgroup has two buffers of parts, of which i is taken. Where they lie in a streamed tile,
-    they are in the half that it multiplies.
-    """
-    parts.buffers.index(2 * c + i).store(x)
-    mbarrier.arrive(parts.full.index(0), count=1)
-    mbarrier.wait(parts.full.index(0), n & 1)
-    other = parts.buffers.index(2 - 2 * c + i).load(score_layout(C))
-    return x + settled(other)  # the buffer may be released now
 
 
 @gluon.jit
@@ -257,16 +214,7 @@ def issue_half(C: gl.constexpr, c: gl.constexpr, p, buffers, s, x):
 
 
 @gluon.jit
-def first_scores(C: gl.constexpr, c: gl.constexpr, rings, use):
-    """Return the warpgroup's part of S of a use, for dv."""
-    s = slot(use, C.FIRST_STAGES)
-    # use >> 30 is 0, which the compiler cannot derive
-    S = half_product(C, c, rings.own.buffers, rings.first.buffers, s, use >> 30, C.D)
-    return warpgroup_mma_wait(0, deps=[S])
-
-
-@gluon.jit
-def step_of_dv(
+def step(
     C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, t, head, state, own, rings, tile,
     sizes, args,
 ):  # fmt: skip
@@ -274,64 +222,33 @@ def step_of_dv(
     use = state.use
     after = use + 1
     dtype: gl.constexpr = rings.first.buffers.dtype
-    lse = settled(row_numbers(C, rings.rows, slot(use, C.FIRST_STAGES), 0))[None, :]
-    release(rings.first, use, C.FIRST_STAGES)
-    wait_full(rings.first, after, C.FIRST_STAGES, pred=after < own.end)
-    # after the last tile it multiplies what is there, for no one
-    s = slot(after, C.FIRST_STAGES)
-    following = half_product(C, c, rings.own.buffers, rings.first.buffers, s, use >> 30, C.D)
-    S = summed(C, c, state.S, rings.parts, slot(use, 2), use)
-    p, _ = weights(C, MASKED, 0, S, lse, 0, t, head, tile, sizes, args, dtype)
-    wait_full(rings.second, use, C.SECOND_STAGES)
-    u = slot(use, C.SECOND_STAGES)
-    x = issue_half(C, c, rounded(p, dtype), rings.second.buffers, u, state.x)
-    low, following = warpgroup_mma_wait(0, deps=[x.low, following])
-    release(rings.second, use, C.SECOND_STAGES)
-    return State(after, Parts(low, x.high), following)
-
-
-@gluon.jit
-def step_of_ds(
-    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, t, head, state, own, rings, tile,
-    sizes, args,
-):  # fmt: skip
-    """Return the State after streamed tile t, for dq or dk; ``head`` is the query head."""
-    use = state.use
-    after = use + 1
-    dtype: gl.constexpr = rings.first.buffers.dtype
     s = slot(use, C.FIRST_STAGES)
     u = slot(use, C.SECOND_STAGES)
-    wait_full(rings.second, use, C.SECOND_STAGES)
     # use >> 30 is 0, which the compiler cannot derive
-    dp = half_product(C, c, rings.other, rings.second.buffers, u, use >> 30, C.DV)
-    S = half_product(C, c, rings.own.buffers, rings.first.buffers, s, use >> 30, C.D)
+    a = own_rows(C, 0, rings.own.buffers, use >> 30, C.D)
+    S = issue_product(C, a, tile_buffer(rings.first.buffers, s, C.BLOCK_STREAMED, C.D))
     lse, delta = numbers(C, own, rings, s)
-    dp = warpgroup_mma_wait(1, deps=[dp])
-    dp = summed(C, c, dp, rings.parts, 0, 0)
-    S = warpgroup_mma_wait(0, deps=[S])
-    S = summed(C, c, S, rings.parts, 1, 1)
-    fence_async_shared()  # the next tile arrives where the parts were
-    release(rings.second, use, C.SECOND_STAGES)
-    _, w = weights(C, MASKED, 0, S, lse, 0, t, head, tile, sizes, args, dtype)
-    ds = rounded(score_gradient(w, dp, delta), dtype)
-    x = issue_half(C, c, ds, rings.first.buffers, s, state.x)
-    wait_full(rings.first, after, C.FIRST_STAGES, pred=after < own.end)
-    x = wait_parts(0, x, 0)
-    release(rings.first, use, C.FIRST_STAGES)
-    return State(after, x, state.S)
-
-
-@gluon.jit
-def step(
-    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, t, head, state, own, rings, tile,
-    sizes, args,
-):  # fmt: skip
-    """Return the State after streamed tile t."""
     if C.SCORES_ALONE:
-        state = step_of_dv(C, MASKED, c, t, head, state, own, rings, tile, sizes, args)
+        S = warpgroup_mma_wait(0, deps=[S])
+        p, w = weights(C, MASKED, 0, S, lse, 0, t, head, tile, sizes, args, dtype)
+        wait_full(rings.second, use, C.SECOND_STAGES)
+        x = issue_half(C, c, rounded(p, dtype), rings.second.buffers, u, state.x)
+        wait_full(rings.first, after, C.FIRST_STAGES, pred=after < own.end)
+        x = wait_parts(0, x, 0)
     else:
-        state = step_of_ds(C, MASKED, c, t, head, state, own, rings, tile, sizes, args)
-    return state
+        wait_full(rings.second, use, C.SECOND_STAGES)
+        b = own_rows(C, 0, rings.other, use >> 30, C.DV)
+        dp = issue_product(C, b, tile_buffer(rings.second.buffers, u, C.BLOCK_STREAMED, C.DV))
+        S = warpgroup_mma_wait(1, deps=[S])
+        p, w = weights(C, MASKED, 0, S, lse, 0, t, head, tile, sizes, args, dtype)
+        # begins a basic block, so that the exponentials overlap with the product
+        wait_full(rings.first, after, C.FIRST_STAGES, pred=after < own.end)
+        dp = warpgroup_mma_wait(0, deps=[dp])
+        ds = rounded(score_gradient(w, dp, delta), dtype)
+        x = wait_parts(0, issue_half(C, c, ds, rings.first.buffers, s, state.x), 0)
+    release(rings.second, use, C.SECOND_STAGES)
+    release(rings.first, use, C.FIRST_STAGES)
+    return State(after, x)
 
 
 @gluon.jit
@@ -351,10 +268,7 @@ def consumer(C: gl.constexpr, c: gl.constexpr, t, n, rings, mail, sizes, args, h
         if C.QUERIES_RESIDENT:
             lse, delta = resident_numbers(C, 0, t.rows, n.rows, tile, heads)
             own = Own(lse, delta, end)
-        S = 0
-        if C.SCORES_ALONE:
-            S = first_scores(C, c, rings, use)
-        x = State(use, zeros(C.TOKENS, C.HALF, 0), S)
+        x = State(use, zeros(C.TOKENS, C.HALF, 0))
         for g in range(heads.group):
             head = tile.head * heads.group + g
             if C.LOW_MASKED:
@@ -412,16 +326,8 @@ def backward_wide(own, other, first, second, rows, t, n, C: gl.constexpr):
     of_first = Ring(firsts, first_full, barriers(C.FIRST_STAGES, C.WARPGROUPS))
     second_full = full_barriers(C.SECOND_STAGES, C.VARLEN)
     of_second = Ring(seconds, second_full, barriers(C.SECOND_STAGES, C.WARPGROUPS))
-    if C.SCORES_ALONE:
-        parts = gl.allocate_shared_memory(
-            gl.float32, [4, C.TOKENS, C.BLOCK_STREAMED], thread_layout(C)
-        )
-    else:
-        shape: gl.constexpr = [4, C.TOKENS, C.BLOCK_STREAMED]
-        parts = reinterpret(seconds.index(0), gl.float32, shape, thread_layout(C))
-    of_parts = Ring(parts, barriers(1, C.WARPGROUPS), 0)
     fence_async_shared()
-    rings = Rings(of_own, others, of_first, of_second, stats, of_parts)
+    rings = Rings(of_own, others, of_first, of_second, stats)
     sizes = Sizes(n.nq, n.nk, n.left if C.LEFT else None, n.right if C.RIGHT else None, t.spans)
     kv_heads = n.heads // n.ratio if C.QUERIES_RESIDENT else n.heads
     order = Order(t.table, t.ends, t.counter, n.heads, kv_heads, n.streamed)
