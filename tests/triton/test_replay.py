@@ -293,10 +293,10 @@ def test_the_backward_of_a_plain_call_is_found_by_one_check(
         return call.backward(Tensors(q, k, v), out, lse, dout, None, every)
 
     for _ in range(3):
-        assert call.repeated_backward(plain_rows(), every) is None
+        assert call.repeated_backward(plain_rows(), every[:3]) is None
         usual(*plain_rows())
     rows = plain_rows()
-    found = call.repeated_backward(rows, every)
+    found = call.repeated_backward(rows, every[:3])
     assert backend.runs == 2
     assert found is not None
     want = [x.data_ptr() for x in (*found[:3], *rows)]  # pyright: ignore
@@ -308,12 +308,12 @@ def test_the_backward_of_a_plain_call_is_found_by_one_check(
         "a subclass": (*rows[:5], rows[5].as_subclass(_Other)),
     }
     for name, other in others.items():
-        assert call.repeated_backward(other, every) is None, name  # pyright: ignore
-    assert call.repeated_backward(rows, every._replace(v=False)) is None
+        assert call.repeated_backward(other, every[:3]) is None, name  # pyright: ignore
+    assert call.repeated_backward(rows, (True, True, False)) is None
     with torch.enable_grad(), torch.autograd.profiler.profile():
-        assert call.repeated_backward(rows, every) is None  # what observes sees the operator
+        assert call.repeated_backward(rows, every[:3]) is None  # what observes sees the operator
     replay._RECORDS.clear()
-    assert call.repeated_backward(rows, every) is None
+    assert call.repeated_backward(rows, every[:3]) is None
 
 
 def test_a_record_that_was_dropped_repeats_nothing() -> None:

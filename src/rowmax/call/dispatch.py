@@ -249,7 +249,7 @@ class Prepared:
         found: Any = again(given, into) if callable(again) else None
         if found is not None:
             if not wide and dlse is None and all(x is None for x in tensors[_PLAIN:]):
-                self._backwards.remember(wanted, again, *tensors[:_PLAIN], out, lse, dout)
+                self._backwards.remember(wanted[:_PLAIN], again, *tensors[:_PLAIN], out, lse, dout)
             return found
         problem = self.problem._replace(wide=True) if wide else self.problem
         plan = choose(problem, "backward", self.options.backend)
@@ -260,10 +260,13 @@ class Prepared:
 
         return self._run(key, plan.computes(wanted), run, given)
 
-    def repeated_backward(self, rows: tuple[Tensor, ...], wanted: Wanted) -> Gradients | None:
-        """Return the wanted gradients of a plain call (``recent``) like one before, if there was.
+    def repeated_backward(
+        self, rows: tuple[Tensor, ...], wanted: tuple[bool, ...]
+    ) -> Gradients | None:
+        """Return the gradients of a plain call (``recent``) like one before, if there was.
 
         ``rows`` are q, k, v, out, lse and the gradient of out; others are of no plain call.
+        ``wanted`` is for q, k and v.
         """
         if len(rows) != _PLAIN + 3:
             return None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..torch_compat import is_observed, is_strided, likeness_of
+from ..torch_compat import are_strided, is_observed, likeness_of
 
 if TYPE_CHECKING:
     from .dispatch import Prepared
@@ -43,11 +43,8 @@ class Recent(Generic[Found]):
     def recall(self, key: Key, *tensors: Tensor) -> Found | None:
         """Return what was remembered for tensors like these, unless the call is observed."""
         kinds = self._kinds.get(key)
-        if kinds is None:
+        if kinds is None or not are_strided(tensors):
             return None
-        for x in tensors:
-            if not is_strided(x):
-                return None
         for kind in kinds:  # a tensor of ``torch.func`` is like none of them, and has no address
             if kind.alike(*tensors) and _begins(tensors) == kind.begins:
                 return None if is_observed() else kind.found
@@ -55,9 +52,7 @@ class Recent(Generic[Found]):
 
     def remember(self, key: Key, found: Found, *tensors: Tensor) -> None:
         """Keep what was found for tensors that passed the checks."""
-        if not all(map(is_strided, tensors)):
-            return
-        alike = likeness_of(*tensors)
+        alike = likeness_of(*tensors) if are_strided(tensors) else None
         if alike is None:
             return
         if len(self._kinds) >= self.MOST_KEYS:

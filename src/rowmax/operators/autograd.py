@@ -146,17 +146,17 @@ class _Attention(Function):
         dout, dlse = grads
         if dout is None and dlse is None:
             return (None,) * (1 + ctx.n_inputs)
-        saved, wanted = ctx.saved_tensors, _wanted(ctx)
+        saved, prepared = ctx.saved_tensors, ctx.prepared
         dispatched = torch.is_grad_enabled() or torch.compiler.is_compiling()
-        if dlse is None and ctx.prepared is not None and not dispatched:
-            gradients = ctx.prepared.repeated_backward((*saved, dout), wanted)
+        if dlse is None and prepared is not None and not dispatched:
+            gradients = prepared.repeated_backward((*saved, dout), ctx.needs_input_grad[1:])
             if gradients is not None:
                 return (None, *gradients[: ctx.n_inputs])
         *inputs, out, lse = saved
-        tensors = Tensors(*inputs)
+        tensors, wanted = Tensors(*inputs), _wanted(ctx)
         dout = torch.zeros_like(out) if dout is None else dout
         if not dispatched and _is_direct((*inputs, out, lse, dout, dlse)):
-            prepared = ctx.prepared or prepared_of(tensors, Options(*ctx.options))
+            prepared = prepared or prepared_of(tensors, Options(*ctx.options))
             gradients = prepared.backward(tensors, out, lse, dout, dlse, wanted)
         else:
             given = (dout, dlse, out, lse, list(wanted), *tensors, *ctx.options)
