@@ -141,7 +141,7 @@ def warm(rank: int) -> None:
     alone = [attend(*rows) for _ in range(3)][-1]
     key = recent.key_of(False, None, 0.0, 0.0, "torch", False)
     assert key is not None
-    assert recent.recall(key, rows[0], rows[1], rows[2]) is not None
+    assert recent.calls.recall(key, rows[0], rows[1], rows[2]) is not None
     for _ in range(3):
         with rd.context_parallel(None, layout):
             out = attend(*rows)

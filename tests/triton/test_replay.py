@@ -311,7 +311,7 @@ def test_the_backward_of_a_plain_call_is_found_by_one_check(
         assert call.repeated_backward(other, every[:3]) is None, name  # pyright: ignore
     assert call.repeated_backward(rows, (True, True, False)) is None
     with torch.enable_grad(), torch.autograd.profiler.profile():
-        assert call.repeated_backward(rows, every[:3]) is None  # what observes sees the operator
+        assert call.repeated_backward(rows, every[:3]) is None  # a profiler sees the operator
     replay._RECORDS.clear()
     assert call.repeated_backward(rows, every[:3]) is None
 

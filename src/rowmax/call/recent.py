@@ -18,7 +18,7 @@ from ..torch_compat import are_strided, is_observed, likeness_of
 if TYPE_CHECKING:
     from .dispatch import Prepared
 
-#: of a call: (causal, scale, softcap, backend, deterministic, torch's deterministic mode)
+#: key of a call: (causal, scale, softcap, backend, deterministic, torch's deterministic mode)
 Key = tuple[Any, ...]
 Found = TypeVar("Found")
 
@@ -32,7 +32,7 @@ class _Kind(NamedTuple):
 
 
 class Recent(Generic[Found]):
-    """What was found for tensors of some kinds, by keys; the oldest are dropped."""
+    """Keep what was found for tensors of some kinds, by keys; the oldest are dropped."""
 
     __slots__ = ("_kinds",)
     MOST_KEYS, MOST_KINDS = 64, 8
@@ -67,7 +67,7 @@ def _begins(tensors: tuple[Tensor, ...]) -> list[int]:
     return [x.data_ptr() & 15 for x in tensors]
 
 
-#: what plain calls have prepared
+#: plain calls, with what they have prepared
 calls: Recent[Prepared] = Recent()
 
 
