@@ -90,7 +90,7 @@ class Grid:
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*args: Any) -> None:
             for pid in range(grid[0]):
-                threads.here.block = threads.Block(pid, grid[0])
+                threads.here.thread.block = threads.Block(pid, grid[0])
                 with np.errstate(all="ignore"):
                     self.f(*(x if isinstance(x, int) else argument(x) for x in args))
 

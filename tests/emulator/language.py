@@ -108,8 +108,8 @@ def language() -> types.ModuleType:
     gl.convert_layout = lambda x, layout: x
     gl.static_range = range
     gl.inline_asm_elementwise = inline_asm
-    gl.program_id = lambda axis: scalar(here.block.pid)
-    gl.num_programs = lambda axis: scalar(here.block.programs)
+    gl.program_id = lambda axis: scalar(here.thread.block.pid)
+    gl.num_programs = lambda axis: scalar(here.thread.block.programs)
     gl.num_warps = lambda: 4
     gl.warp_specialize = warp_specialize
     return gl

@@ -191,12 +191,12 @@ def tma_load(desc: Descriptor, at: Any, bar: Barrier, to: Shared) -> None:
 
 def tma_store(desc: Descriptor, at: Any, source: Shared) -> None:
     """Copy a box to global memory."""
-    here.stores.append((False, desc, _coordinates(at), source))
+    here.thread.stores.append((False, desc, _coordinates(at), source))
 
 
 def tma_add(desc: Descriptor, at: Any, source: Shared) -> None:
     """Add a box to global memory."""
-    here.stores.append((True, desc, _coordinates(at), source))
+    here.thread.stores.append((True, desc, _coordinates(at), source))
 
 
 def tma_store_wait(n: int) -> None:
@@ -204,17 +204,17 @@ def tma_store_wait(n: int) -> None:
     assert n == 0, "only waits for all stores are modelled"
     threads.pause(5e-4)
     # additions come first: nothing orders copies of one group
-    for add, desc, at, source in sorted(here.stores, key=lambda store: not store[0]):
-        here.in_flight.append((add, desc, at, source.a.reshape(desc.box).copy()))
-    here.stores.clear()
+    for add, desc, at, source in sorted(here.thread.stores, key=lambda store: not store[0]):
+        here.thread.in_flight.append((add, desc, at, source.a.reshape(desc.box).copy()))
+    here.thread.stores.clear()
     if random.random() < 0.3:  # global memory holds them now, or when the program waits for that
         land_stores()
 
 
 def land_stores() -> None:
     """Write to global memory what this thread's stores have read."""
-    while here.in_flight:
-        add, desc, at, box = here.in_flight.pop(0)
+    while here.thread.in_flight:
+        add, desc, at, box = here.thread.in_flight.pop(0)
         whole, part = desc.region(at)
         if add:
             desc.a[whole] += box[part]
@@ -224,7 +224,7 @@ def land_stores() -> None:
 
 
 def _finish() -> None:
-    assert not here.stores, "a copy was never waited for"
+    assert not here.thread.stores, "a copy was never waited for"
     land_stores()
 
 

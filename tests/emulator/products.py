@@ -37,28 +37,28 @@ def warpgroup_mma(a: Any, b: Shared, acc: Any, use_acc: Any = True, is_async: bo
     """Issue ``a @ b``, or ``acc + a @ b``."""
     assert is_async, "only asynchronous products are modelled"
     product = Product(a, b, acc, use_acc)
-    here.products.append(product)
+    here.thread.products.append(product)
     if random.random() < 0.5:
-        for one in here.products:
+        for one in here.thread.products:
             one.compute()
     return product
 
 
 def warpgroup_mma_wait(n: int, deps: list[Any]) -> Any:
     """Wait until at most n products are in flight; return ``deps`` with their results."""
-    while len(here.products) > n:
-        here.products.pop(0).compute()
+    while len(here.thread.products) > n:
+        here.thread.products.pop(0).compute()
     found = []
     for x in deps:
         if isinstance(x, Product):
-            assert x not in here.products, "a product is used before it was waited for"
+            assert x not in here.thread.products, "a product is used before it was waited for"
             x = x.result
         found.append(x)
     return found[0] if len(found) == 1 else tuple(found)
 
 
 def _finish() -> None:
-    assert not here.products, "a product was never waited for"
+    assert not here.thread.products, "a product was never waited for"
 
 
 at_end.append(_finish)

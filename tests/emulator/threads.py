@@ -1,10 +1,10 @@
 """Blocks and partitions as threads: their order, their waits, deadlocks and failures.
 
-Every partition of every block is a thread, and one of them runs at a time. It runs until it waits,
-pauses or ends; then the thread or the copy of the earliest time comes next. Time is a number that
-pauses and copies move by random amounts, so nothing sleeps, and a seed of ``random`` gives the same
-order again. A wait that can never end raises ``Stuck``: nothing is left that may come next. A loop
-that polls memory raises after ``LIMIT`` seconds of that time without progress.
+Every partition of every block is a thread, a greenlet here: one of them runs at a time, until it
+waits, pauses or ends. Then the thread or the copy of the earliest time comes next. Time is a number
+that pauses and copies move by random amounts, so nothing sleeps, and a seed of ``random`` gives the
+same order again. A wait that can never end raises ``Stuck``: nothing is left that may come next. A
+loop that polls memory raises after ``LIMIT`` seconds of that time without progress.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+from greenlet import getcurrent, greenlet
 
 LIMIT = 1.0  # seconds without progress of any thread
 
@@ -32,38 +32,22 @@ class Block(NamedTuple):
     programs: int
 
 
-class Here(threading.local):
-    """The state of the current thread."""
+class Thread:
+    """A partition of a block, or the caller of a launch. The caller lets the others run."""
 
-    def __init__(self) -> None:
-        self.block = Block(0, 1)
-        self.thread: Thread | None = None  # outside of a launch
+    def __init__(self, name: str, block: Block, run: Callable[[], None] | None = None) -> None:
+        self.name, self.block, self.ended = name, block, False
         self.products: list[Any] = []  # issued, and not waited for
         self.stores: list[Any] = []  # issued; their sources may still be read
         self.in_flight: list[Any] = []  # read, and not yet in memory
+        self.greenlet = greenlet(run) if run else getcurrent()
 
 
-class Thread:
-    """A partition of a block, or the caller of a launch."""
+class Here:
+    """The current thread."""
 
-    def __init__(self, name: str, run: Callable[[], None] | None = None) -> None:
-        self.name, self.ended = name, False
-        self._turn = threading.Lock()
-        self._turn.acquire()
-        self._run = run  # until it starts
-
-    def resume(self) -> None:
-        """Let it run. The current thread has to stop then."""
-        if self._run is None:
-            self._turn.release()
-        else:
-            real = threading.Thread(target=self._run, name=self.name, daemon=True)
-            self._run = None
-            real.start()
-
-    def stop(self) -> None:
-        """Sleep, as the current thread, until another one resumes it."""
-        self._turn.acquire()
+    def __init__(self) -> None:
+        self.thread = Thread("the caller", Block(0, 1))
 
 
 class Wait(NamedTuple):
@@ -82,7 +66,7 @@ _waits: dict[Thread, Wait] = {}
 _events: list[tuple[float, int, Thread | Callable[[], None]]] = []
 _numbers = itertools.count()
 _now = _last_progress = 0.0
-_caller = Thread("the caller")
+_caller = here.thread
 
 
 def _at(time: float, event: Thread | Callable[[], None]) -> None:
@@ -114,16 +98,16 @@ def check() -> None:
     if _failures:
         raise Stuck("another thread failed")
     if _now - _last_progress > LIMIT:
-        raise Stuck(f"{threading.current_thread().name} polls without progress")
+        raise Stuck(f"{here.thread.name} polls without progress")
 
 
-def _next() -> Thread:
+def _next() -> Thread | None:
     """Return the thread that comes next, after the copies that land before it."""
     global _now
     while True:
         if not _events:
             if not _waits:
-                return _caller
+                return None
             _fail(Stuck("; ".join(f"{t.name} waits for {w.text}" for t, w in _waits.items())))
         _now, _, event = heapq.heappop(_events)
         if isinstance(event, Thread):
@@ -134,12 +118,12 @@ def _next() -> Thread:
             _fail(error)
 
 
-def _switch(thread: Thread) -> None:
-    """Let others run until it is the turn of this thread again."""
-    following = _next()
-    if following is not thread:
-        following.resume()
-        thread.stop()
+def _run_all() -> None:
+    """Run all threads to their ends, as the caller."""
+    while (thread := _next()) is not None:
+        here.thread = thread
+        thread.greenlet.switch()
+    here.thread = _caller
 
 
 def wait_until(ready: Callable[[], bool], text: str) -> None:
@@ -147,17 +131,17 @@ def wait_until(ready: Callable[[], bool], text: str) -> None:
     while not ready():
         if _failures:
             raise Stuck("another thread failed")
-        if here.thread is None:
+        if here.thread is _caller:
             raise Stuck(f"a program waits for {text}")
         _waits[here.thread] = Wait(text, ready)
-        _switch(here.thread)
+        _caller.greenlet.switch()
 
 
 def pause(seconds: float) -> None:
     """Let others come first, for up to so many seconds."""
-    if here.thread is not None:
+    if here.thread is not _caller:
         _at(_now + random.random() * seconds, here.thread)
-        _switch(here.thread)
+        _caller.greenlet.switch()
 
 
 def pause_sometimes() -> None:
@@ -178,7 +162,6 @@ def run_later(land: Callable[[], None]) -> None:
 
 def _start(function: Callable[..., Any], args: tuple[Any, ...], block: Block) -> Thread:
     def run() -> None:
-        here.block, here.thread = block, thread
         try:
             with np.errstate(all="ignore"):
                 function(*args)
@@ -188,9 +171,8 @@ def _start(function: Callable[..., Any], args: tuple[Any, ...], block: Block) ->
             _fail(error)
         thread.ended = True
         progress()
-        _next().resume()
 
-    thread = Thread(f"{getattr(function, '__name__', 'kernel')} of block {block.pid}", run)
+    thread = Thread(f"{getattr(function, '__name__', 'kernel')} of block {block.pid}", block, run)
     _at(_now + random.random() * 1e-4, thread)
     return thread
 
@@ -220,7 +202,7 @@ def meet(number: int, threads: int, count: int, *, waits: bool) -> None:
     """Arrive at a named barrier of this block; ``waits``: until ``count`` threads have."""
     pause_sometimes()
     check()
-    barrier = _named.setdefault((here.block.pid, number), Named())
+    barrier = _named.setdefault((here.thread.block.pid, number), Named())
     phase = barrier.arrive(threads, count)
     if waits:
         wait_until(lambda: barrier.phase > phase, f"named barrier {number}")
@@ -228,7 +210,7 @@ def meet(number: int, threads: int, count: int, *, waits: bool) -> None:
 
 def warp_specialize(partitions: list[Any], warps: Any, registers: Any) -> None:
     """Run the partitions of a block, and return when all are done."""
-    threads = [_start(function, args, here.block) for function, args in partitions]
+    threads = [_start(function, args, here.thread.block) for function, args in partitions]
     for thread in threads:
         wait_until(lambda thread=thread: thread.ended, "its partitions")
 
@@ -240,7 +222,7 @@ def run_blocks(kernel: Callable[..., Any], programs: int, *args: Any) -> None:
     progress()
     for pid in range(programs):
         _start(kernel, args, Block(pid, programs))
-    _switch(_caller)
+    _run_all()
     if not _failures and any(barrier.arrived for barrier in _named.values()):
         raise RuntimeError("a named barrier is left with arrivals that no thread has waited for")
     first_cause = [e for e in _failures if not isinstance(e, Stuck)]

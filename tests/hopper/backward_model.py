@@ -106,10 +106,11 @@ FEATURES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def kernel_cases(every: bool) -> list[Case]:
+def kernel_cases(every: bool, third: int | None) -> list[Case]:
     """Return every length, mask and mode, as small as tiles allow.
 
-    Each comes at every third head size, or at ``every``.
+    Each comes at every third head size, or at ``every``. Of the head sizes, ``third`` takes the one
+    of this number and every third after it; None takes all.
     """
     alone: dict[str, Any] = {"b": 1, "hq": 1}
     named: dict[str, dict[str, Any]] = {
@@ -120,7 +121,8 @@ def kernel_cases(every: bool) -> list[Case]:
     found = []
     for n, (name, features) in enumerate(named.items()):
         for m, (d, dv) in enumerate(SIZES):
-            if every or d == 32 or m % 3 == n % 3:
+            drawn = every or d == 32 or m % 3 == n % 3
+            if drawn and third in (None, m % 3):
                 found.append(Case(f"{name}-{d}-{dv}", **(alone | {"d": d, "dv": dv} | features)))
     return found
 
@@ -252,6 +254,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--extremes", action="store_true", help="biases and sinks of any size")
     parser.add_argument("--kernels", action="store_true", help="small cases of every kernel")
+    parser.add_argument("--third", type=int, choices=range(3), help="a third of the head sizes")
     parser.add_argument("--every-size", action="store_true", help="each of them at every head size")
     options = parser.parse_args()
     collect_less()
@@ -264,7 +267,7 @@ def main() -> int:
 
     every = [*tagged("every barrier", "blocks"), *device.cases("backward")]
     if options.kernels:
-        every = kernel_cases(options.every_size)
+        every = kernel_cases(options.every_size, options.third)
     chosen = [c for c in every if wanted(c.name)]
     chosen = [c for c in chosen if c.nq * (c.nk or c.nq) * c.hq * c.b <= 4e6]
     named = options.only != [""]
