@@ -25,7 +25,7 @@ demo: $(STAMP) ## check this machine, train a small GPT, run a long sequence; wr
 	$(BIN)/python -m demo $(ARGS)
 
 test: $(STAMP) ## lint, unit and doctest
-	$(MAKE) -j3 lint $(PARTS) doctest
+	$(MAKE) -j4 lint $(PARTS) doctest
 
 lint: $(STAMP) ## style, plain words, types, and which module may import which
 	$(BIN)/ruff check .
@@ -35,22 +35,23 @@ lint: $(STAMP) ## style, plain words, types, and which module may import which
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
-# Parts, three at a time: the longest first, and at the end three short ones of 80 to 160 s, so that
-# both cores have work until the end. One test seldom keeps two cores busy. Idle threads sleep: those
-# of torch and numpy spin at the end of an operation, on the core of another part. Triton's
-# interpreter has to be on before anything imports triton: a process of its own. It is slow: float32
-# here, and a bias that all share; float16 and tiles of every shape without the -k.
-PARTS := unit-files unit-folders unit-cpu unit-backward unit-interpreter unit-emulator
+# Parts, four at a time: the longest first, so that both cores have work until the end. One test
+# seldom keeps two cores busy, and some wait. Idle threads sleep: those of torch and numpy spin at
+# the end of an operation, on the core of another part. Triton's interpreter has to be on before
+# anything imports triton: a process of its own. It is slow: float32 here, and a bias that all
+# share; float16 and tiles of every shape without the -k.
+PARTS := unit-files unit-folders unit-cpu unit-backward unit-distributed unit-interpreter \
+	unit-emulator
 # What a change of a GPU kernel needs besides. They take as long as everything else.
 GATES := gates-targets gates-forward gates-backward
-APART := tests/compile tests/emulator tests/hopper tests/triton
+APART := tests/compile tests/emulator tests/hopper tests/triton tests/distributed
 HOPPER := tests/compile/test_hopper.py tests/compile/test_hopper_backward.py
 BACKWARD := tests/hopper/test_backward.py
 CPU := $(wildcard tests/test_cpu*.py tests/test_amx.py)
 test unit gates: export OMP_WAIT_POLICY := passive
 test unit gates: export OPENBLAS_NUM_THREADS := 1
 unit: $(STAMP) ## the tests
-	$(MAKE) -j3 $(PARTS)
+	$(MAKE) -j4 $(PARTS)
 
 gates: $(STAMP) ## compile all GPU kernels for six targets, and read the machine code of Hopper
 	$(MAKE) -j3 $(GATES)
@@ -58,6 +59,9 @@ gates: $(STAMP) ## compile all GPU kernels for six targets, and read the machine
 .PHONY: $(PARTS) $(GATES)
 unit-files: $(STAMP)
 	$(BIN)/python -m pytest $(filter-out $(CPU),$(wildcard tests/test_*.py)) $(ARGS)
+
+unit-distributed: $(STAMP)
+	$(BIN)/python -m pytest tests/distributed $(ARGS)
 
 unit-cpu: $(STAMP)
 	$(BIN)/python -m pytest $(CPU) $(ARGS)
