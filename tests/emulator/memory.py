@@ -71,19 +71,39 @@ def reinterpret(buffer: Shared, dtype: DType, shape: list[int], layout: Any) -> 
 
 
 class Strips:
-    """A buffer in the order of memory: strips of 64 columns, one after another."""
+    """A buffer in the order of memory: strips of 64 columns, one after another.
+
+    A member of the view is rows of a strip, or several strips (``Folded``).
+    """
 
     def __init__(self, buffer: Shared, shape: list[int]) -> None:
         width = shape[-1]
         parts = buffer.a.shape[-1] // width
         rows = buffer.a.reshape(-1, parts, width).transpose(1, 0, 2)
-        self.a = rows.reshape(parts, shape[0] // parts, *shape[1:])
+        each, of_strip = (max(1, n) for n in (parts // shape[0], shape[0] // parts))
+        self.a = rows.reshape(parts // each, each, of_strip, -1, width)
         assert np.shares_memory(self.a, buffer.a)
-        self.dtype = buffer.dtype
+        self.shape, self.dtype = shape, buffer.dtype
 
     def index(self, i: Any) -> Shared:
-        part, n = divmod(int(raw(i)), self.a.shape[1])
-        return Shared(self.a[part, n], self.dtype)
+        n, part = divmod(int(raw(i)), self.a.shape[2])
+        return Folded(self.a[n, :, part], self.dtype, self.shape[1:])
+
+
+class Folded(Shared):
+    """A part of a buffer that is read and written in another shape."""
+
+    def __init__(self, a: np.ndarray, dtype: DType, shape: list[int]) -> None:
+        super().__init__(a, dtype)
+        self._shape = list(shape)
+
+    shape = property(lambda self: self._shape)
+
+    def load(self, layout: Any) -> Tensor:
+        return super().load(layout).reshape(self.shape)
+
+    def store(self, value: Tensor) -> None:
+        super().store(value.reshape(self.a.shape))
 
 
 class Barrier:
@@ -174,7 +194,7 @@ def _coordinates(at: Any) -> list[int]:
 
 def tma_load(desc: Descriptor, at: Any, bar: Barrier, to: Shared) -> None:
     """Copy a box to shared memory, later; elements outside the array are zero."""
-    assert list(to.a.shape) == list(desc.box), (to.a.shape, desc.box)
+    assert to.shape == list(desc.box), (to.shape, desc.box)
     at = _coordinates(at)
     to.a[...] = np.nan  # the copy may overwrite the buffer at once
 
@@ -182,7 +202,7 @@ def tma_load(desc: Descriptor, at: Any, bar: Barrier, to: Shared) -> None:
         box = np.zeros(desc.box, desc.a.dtype)
         whole, part = desc.region(at)
         box[part] = desc.a[whole]
-        to.a[...] = box
+        to.a[...] = box.reshape(to.a.shape)
         bar.bytes -= desc.block_type.nbytes
         bar.settle()
 

@@ -68,6 +68,7 @@ from .backward_lib import (
     store_parts,
     store_sums,
     sums_by_lane,
+    thread_layout,
     tile_buffer,
     weights,
 )
@@ -296,20 +297,6 @@ def producer(C: gl.constexpr, descs, rings, mail, order, sizes, seqs, heads):
 
 
 # --- the consumers -----------------------------------------------------------------------------
-
-
-@gluon.constexpr_function
-def thread_layout(C):
-    """Return the layout of w ``[64, BLOCK_STREAMED]`` in shared memory.
-
-    The first four numbers of each thread come first, then the next four of each. Tiles of a bias
-    arrive there as well.
-    """
-    near = [[0, 1], [8, 0]]
-    threads = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0]]
-    far = [[0, n] for n in (8, 16, 32, 64) if n < C.BLOCK_STREAMED]
-    alignment = 1024 if C.BIAS else 16
-    return gl.SharedLinearLayout(offset_bases=near + threads + far, alignment=alignment)
 
 
 @gluon.jit

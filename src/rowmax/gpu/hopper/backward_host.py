@@ -617,12 +617,15 @@ def copies_of(c: Config, tensors: Tensors, dout: Tensor, planes: int, rows: int)
         of_bias = cut_bias(n_q, ROWS if c.BIAS_FLOAT32 else n_k)
         sums = sums_of(c, planes, rows)
         return (*both[0], *both[1], stats, *both[2], *both[3], *sums, of_bias, dbias)
+    if isinstance(c, WideConfig):
+        resident, streamed = (c.HELD, c.DV), (c.D, c.HALF_V)
+        of_q, of_k = (resident, streamed) if c.QUERIES_RESIDENT else (streamed, resident)
+        queries = (cut(q, n_q, of_q[0]), cut(dout, n_q, of_q[1]))
+        return wide_operands(c, *queries, cut(k, n_k, of_k[0]), cut(v, n_k, of_k[1]), stats)
     queries = (cut(q, n_q, c.BUFFER_D), cut(dout, n_q, c.DV))
     keys = (cut(k, n_k, c.BUFFER_D // halves), cut(v, n_k, c.DV // halves))
     if isinstance(c, DqConfig):
         return (*queries, *keys)
-    if isinstance(c, WideConfig):
-        return wide_operands(c, *queries, *keys, stats)
     if isinstance(c, DkdvConfig):
         return (*keys, *queries, stats, cut_bias(n_q, n_k))
     if isinstance(c, DbiasConfig):

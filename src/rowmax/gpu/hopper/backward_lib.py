@@ -166,6 +166,20 @@ def held_layout(C):
 
 
 @gluon.constexpr_function
+def thread_layout(C):
+    """Return the layout of w ``[64, BLOCK_STREAMED]`` in shared memory.
+
+    The first four numbers of each thread come first, then the next four of each. Tiles of a bias
+    arrive there as well.
+    """
+    near = [[0, 1], [8, 0]]
+    threads = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0]]
+    far = [[0, n] for n in (8, 16, 32, 64) if n < C.BLOCK_STREAMED]
+    alignment = 1024 if C.BIAS else 16
+    return gl.SharedLinearLayout(offset_bases=near + threads + far, alignment=alignment)
+
+
+@gluon.constexpr_function
 def memory_by_column(C):
     """Return the layout of the columns' numbers in the order of memory: four a thread at a time."""
     return gl.DistributedLinearLayout(

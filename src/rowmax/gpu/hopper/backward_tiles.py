@@ -233,7 +233,8 @@ class WideConfig(Config):
     DV_OUT: int = 0
     BLOCK_STREAMED: int = 32
     FIRST_STAGES: int
-    SECOND_STAGES: int
+    SECOND_STAGES: int  # of halves of the columns
+    HELD: int = 128  # columns of the first resident tensor in registers alone
 
     def __post_init__(self) -> None:
         if self.FIRST_STAGES < 2:
@@ -266,6 +267,21 @@ class WideConfig(Config):
     def HALF(self) -> int:
         """Return the columns of one warpgroup."""
         return self.WIDTH // WARPGROUPS
+
+    @property
+    def HALF_V(self) -> int:
+        """Return the columns of a buffer of the second streamed tensor."""
+        return self.DV // WARPGROUPS
+
+    @property
+    def FIRST_READERS(self) -> int:
+        """Return the warpgroups that read the first streamed tensor."""
+        return 1 if self.SCORES_ALONE else WARPGROUPS
+
+    @property
+    def OPERAND_STAGES(self) -> int:
+        """Return the buffers of dS or P."""
+        return 2 if self.SCORES_ALONE else 1
 
     @property
     def LAST_FIRST(self) -> bool:
@@ -317,9 +333,9 @@ TILES: dict[tuple[int, int], tuple[Config, ...]] = {
         DkdvConfig(D=256, DV=256, Q_STAGES=3, DO_STAGES=2, HELD_K=128, HELD_V=128, ALONE=True),
     ),
     (512, 512): (
-        WideConfig(D=512, DV=512, GRADIENT="q", FIRST_STAGES=2, SECOND_STAGES=1),
-        WideConfig(D=512, DV=512, GRADIENT="k", FIRST_STAGES=2, SECOND_STAGES=1),
-        WideConfig(D=512, DV=512, GRADIENT="v", FIRST_STAGES=2, SECOND_STAGES=2),
+        WideConfig(D=512, DV=512, GRADIENT="q", FIRST_STAGES=2, SECOND_STAGES=2),
+        WideConfig(D=512, DV=512, GRADIENT="k", FIRST_STAGES=2, SECOND_STAGES=2),
+        WideConfig(D=512, DV=512, GRADIENT="v", FIRST_STAGES=3, SECOND_STAGES=4),
     ),
 }
 #: head sizes in between, in two parts of columns. A bias takes their registers, and the tile above

@@ -1,26 +1,44 @@
 """dq, dk or dv of heads wider than 256: a launch for each; both warpgroups have the same rows.
 
 The sum of one gradient of 64 rows and 512 columns takes the registers of two warpgroups: each has
-half of the columns. Both compute the scores of all rows, so that neither waits for the other; they
-share only buffers. That is eight products where five would do, and thirteen as they are issued.
+half of the columns. Each also makes one of the products of scores, for both:
 
     gradient   resident, 64 rows   streamed, 32 rows   sum
     dq         Q, dO               K, V                dQ += dS K
     dk         K, V                Q, dO               dK += dS^T Q
     dv         K                   Q, dO               dV += P^T dO
 
-A step computes S of the first streamed tile, dP of the second, and the product with its half of the
-columns. While one warpgroup computes exponentials, the other uses the tensor core. Barriers of a
-block, with the arrivals that complete a phase:
+    warpgroup      products     then
+    of weights     S            w (``weights``) to the other; of dv: P for both
+    of gradients   dP           dS = w (dP - delta) for both; of dv: nothing
+
+w passes through shared memory as float32: it is no operand of a product, and rounding it would
+double the rounding error of dS. It is ordered by thread: loads and stores of 16 bytes have no bank
+conflict. The operand of the sum, dS or P, passes as it is: the warpgroup that made it has it in
+registers, the other multiplies from shared memory (``operand``).
+
+S of the next streamed tile is under way while dS of this one is made. HELD columns of the first
+resident tensor are only in registers, since all of it would not fit: they arrive in a buffer of the
+first streamed one. Tiles of the second streamed tensor come in halves of the columns: one is loaded
+while the other is in use.
+
+Barriers of a block, with the arrivals that complete a phase:
 
     barrier          arrivals                              waited for by
-    own.full         producer's expect + bytes             consumers, before a tile's first S
+    own.full         producer's expect + bytes             consumers, before a tile's first product
     own.empty        each consumer, after a tile's last    producer, before it loads another
-    first.full[s]    producer's expect + bytes (and rows)  consumers, before S of the use
-    first.empty[s]   each consumer, the product is done    producer, before it fills s again
-    second.full[s]   producer's expect + bytes             consumers, before dP, or P^T dO
-    second.empty[s]  each consumer, that is done           producer, before it fills s again
+    first.full[s]    producer's expect + bytes (and rows)  consumers, before a product with it
+    first.empty[s]   each consumer that reads it           producer, before it fills s again
+    second.full[h]   producer's expect + bytes of a half   consumers, before a product with it
+    second.empty[h]  the consumer that reads the half      producer, before it fills h again
+    w.full           weights, w is stored                  gradients, before dS of the use
+    operand.full[s]  the warpgroup that stored it          the other, before its product
+    operand.empty[s] the other, its product is done        the one that stores, before the next
     mail             as in ``backward_fused.py``           consumers; producer
+
+No barrier signals that w has been read: dS of the use, for which the warpgroup of weights waits,
+comes after it. The ring of the first streamed tensor has one more use for each tile that has steps,
+before its steps: the columns in registers have arrived at first.full, and are there at first.empty.
 """
 
 from __future__ import annotations
@@ -36,15 +54,18 @@ from .backward_lib import (
     ScoreArgs,
     first_tile,
     follow,
+    held_layout,
     issue_product,
     next_tile,
-    own_rows,
+    no_scores,
     peek_message,
     read_message,
     release_message,
     resident_numbers,
     row_numbers,
+    score_layout,
     store_rows,
+    thread_layout,
     tile_buffer,
     weights,
 )
@@ -56,9 +77,17 @@ from .backward_order import (
     plane_of,
     rows_left,
 )
-from .gluon_compat import fence_async_shared, mbarrier, tma_load, warpgroup_mma_wait
+from .gluon_compat import (
+    fence_async_shared,
+    mbarrier,
+    reinterpret,
+    tma_load,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from .lib.layouts import matrix
 from .lib.order import Order
-from .lib.parts import Parts, issue_with_columns, wait_parts, zeros
+from .lib.parts import Parts, issue_with_columns, zeros
 from .lib.ring import (
     Ring,
     barriers,
@@ -73,6 +102,7 @@ from .lib.ring import (
     wait_full,
 )
 from .lib.rules import score_gradient
+from .lib.scores import settled
 from .lib.softmax import rounded
 
 
@@ -89,18 +119,22 @@ class Copies(NamedTuple):
 class Rings(NamedTuple):
     """The rings of a block."""
 
-    own: Any
+    own: Any  # the columns of the first resident tensor that are not held, HELD to a buffer
     other: Any  # buffers with the barriers of ``own``
     first: Any
-    second: Any
+    second: Any  # halves of the columns
     rows: Any  # buffers of lse and delta, filled with ``first``
+    w: Any  # it has no empty barriers
+    operand: Any  # dS or P
 
 
 class Own(NamedTuple):
-    """The numbers of resident queries ``[64]``, and the end of the uses of their tile."""
+    """What a warpgroup keeps of a resident tile, and the end of the uses of its steps."""
 
-    lse: Any
+    held: Any  # the first HELD columns as a left operand [64, HELD]
+    lse: Any  # numbers of resident queries [64]
     delta: Any
+    shift: Any  # uses of the first ring so far that were no steps
     end: Any
 
 
@@ -109,16 +143,18 @@ class State(NamedTuple):
 
     use: Any
     x: Any  # the warpgroup's half of the sum [64, HALF]
+    product: Any  # S or dP of the next step
 
 
 # --- the producer ------------------------------------------------------------------------------
 
 
 @gluon.jit
-def load_step(C: gl.constexpr, copies, rings, tile, heads, i, use, cut):
+def load_step(C: gl.constexpr, copies, rings, tile, heads, i, use, shift, cut):
     """Load both streamed tensors of step i of a tile, and lse and delta of queries.
 
-    Return the number of tiles so far that end after their sequence; ``cut`` were before this step.
+    The step is use ``use + shift`` of the first ring. Return the number of tiles so far that end
+    after their sequence; ``cut`` were before this step.
     """
     steps = tile.hi - tile.lo
     g = i // steps
@@ -129,9 +165,10 @@ def load_step(C: gl.constexpr, copies, rings, tile, heads, i, use, cut):
     else:
         row, head, rest = tile.q_row + begin, tile.head * heads.group + g, tile.nq - begin
     short = rest < C.BLOCK_STREAMED
-    s = slot(use, C.FIRST_STAGES)
+    first_use = use + shift
+    s = slot(first_use, C.FIRST_STAGES)
     bar = landing(rings.first.full, s, C.FIRST_STAGES, C.VARLEN, short)
-    wait_empty(rings.first, use, C.FIRST_STAGES)
+    wait_empty(rings.first, first_use, C.FIRST_STAGES)
     if C.QUERIES_RESIDENT:
         mbarrier.expect(bar, copies.first.block_type.nbytes)
     else:
@@ -142,32 +179,56 @@ def load_step(C: gl.constexpr, copies, rings, tile, heads, i, use, cut):
     tma_load(copies.first, [part, row, head, 0], bar, first)
     if C.VARLEN:  # before the wait for a buffer of the second
         cleared(rings.first.full, s, C.FIRST_STAGES, first, C.BLOCK_STREAMED, C.D, rest, cut)
-    u = slot(use, C.SECOND_STAGES)
-    bar = landing(rings.second.full, u, C.SECOND_STAGES, C.VARLEN, short)
-    wait_empty(rings.second, use, C.SECOND_STAGES)
-    mbarrier.expect(bar, copies.second.block_type.nbytes)
-    second = rings.second.buffers.index(u)
-    tma_load(copies.second, [part, row, head, 0], bar, second)
+    for h in gl.static_range(2):
+        u = slot(2 * use + h, C.SECOND_STAGES)
+        bar = landing(rings.second.full, u, C.SECOND_STAGES, C.VARLEN, short)
+        wait_empty(rings.second, 2 * use + h, C.SECOND_STAGES)
+        mbarrier.expect(bar, copies.second.block_type.nbytes)
+        second = rings.second.buffers.index(u)
+        tma_load(copies.second, [part, row, head, h * C.HALF_V], bar, second)
+        if C.VARLEN:
+            cleared(
+                rings.second.full, u, C.SECOND_STAGES, second, C.BLOCK_STREAMED, C.HALF_V, rest,
+                2 * cut + h,
+            )  # fmt: skip
     if C.VARLEN:
-        cleared(rings.second.full, u, C.SECOND_STAGES, second, C.BLOCK_STREAMED, C.DV, rest, cut)
         cut += short.to(gl.int32)
     return cut
 
 
 @gluon.jit
-def load_resident(C: gl.constexpr, copies, rings, tile, nth):
-    """Load the resident tensors of the nth tile that has steps."""
+def load_resident(C: gl.constexpr, copies, rings, tile, use, nth):
+    """Load the resident tensors of the nth tile that has steps.
+
+    The columns that are held arrive as use ``use`` of the first ring.
+    """
     part = 0 if C.VARLEN else tile.b
-    row = tile.q_row if C.QUERIES_RESIDENT else tile.k_row
-    corner = [part, row + tile.first, tile.head, 0]
+    row = (tile.q_row if C.QUERIES_RESIDENT else tile.k_row) + tile.first
+    each: gl.constexpr = copies.own.block_type.nbytes
+    rest: gl.constexpr = C.D // C.HELD - 1
+    s = slot(use, C.FIRST_STAGES)
+    wait_empty(rings.first, use, C.FIRST_STAGES)
+    bar = rings.first.full.index(s)
+    mbarrier.expect(bar, each)
+    tma_load(copies.own, [part, row, tile.head, 0], bar, held_buffer(C, copies, rings, s))
     bar = rings.own.full.index(0)
     wait_empty(rings.own, nth, 1)
     if C.SCORES_ALONE:
-        mbarrier.expect(bar, copies.own.block_type.nbytes)
+        mbarrier.expect(bar, rest * each)
     else:
-        mbarrier.expect(bar, copies.own.block_type.nbytes + copies.other.block_type.nbytes)
-        tma_load(copies.other, corner, bar, rings.other.index(0))
-    tma_load(copies.own, corner, bar, rings.own.buffers.index(0))
+        mbarrier.expect(bar, rest * each + copies.other.block_type.nbytes)
+        tma_load(copies.other, [part, row, tile.head, 0], bar, rings.other.index(0))
+    for i in gl.static_range(rest):
+        corner = [part, row, tile.head, (i + 1) * C.HELD]
+        tma_load(copies.own, corner, bar, rings.own.buffers.index(i))
+
+
+@gluon.jit
+def held_buffer(C: gl.constexpr, copies, rings, s):
+    """Return the part of buffer s of the first ring where the held columns arrive."""
+    buffers = rings.first.buffers
+    shape: gl.constexpr = [2] + copies.own.block_type.shape
+    return reinterpret(buffers.index(s), buffers.dtype, shape, copies.own.layout).index(0)
 
 
 @gluon.jit
@@ -180,111 +241,254 @@ def producer(C: gl.constexpr, copies, rings, mail, order, sizes, seqs, heads):
     n, end, tile = first_tile(C, mail, order, sizes, seqs)
     while n < end:
         if tile.lo < tile.hi:
-            load_resident(C, copies, rings, tile, nth)
+            load_resident(C, copies, rings, tile, use + nth, nth)
             nth += 1
-            cut = load_step(C, copies, rings, tile, heads, 0, use, cut)
+            cut = load_step(C, copies, rings, tile, heads, 0, use, nth, cut)
         n, following = next_tile(C, n, end, message + 1, mail, order, sizes, seqs)
         steps = (tile.hi - tile.lo) * heads.group
         for i in range(1, steps):
-            cut = load_step(C, copies, rings, tile, heads, i, use + i, cut)
+            cut = load_step(C, copies, rings, tile, heads, i, use + i, nth, cut)
         use += steps
         message += 1
         tile = following
 
 
-# --- the consumers -----------------------------------------------------------------------------
+# --- the warpgroup of weights ------------------------------------------------------------------
 
 
 @gluon.jit
-def numbers(C: gl.constexpr, own, rings, s):
-    """Return (lse, delta) of the queries, as they lie in scores: ``[64, 1]`` or across."""
-    if C.QUERIES_RESIDENT:
-        lse, delta = own.lse[:, None], own.delta[:, None]
+def held_columns(C: gl.constexpr, rings, use, some):
+    """Return the first HELD columns of the first resident tensor, a left operand in registers."""
+    wait_full(rings.first, use, C.FIRST_STAGES, pred=some)
+    buffers = rings.first.buffers
+    layout: gl.constexpr = matrix(C.TOKENS, C.HELD, buffers.dtype)
+    s = slot(use, C.FIRST_STAGES)
+    both = reinterpret(buffers.index(s), buffers.dtype, [2, C.TOKENS, C.HELD], layout)
+    x = settled(both.index(0).load(held_layout(C)))
+    release(rings.first, use, C.FIRST_STAGES, pred=some)
+    return x
+
+
+@gluon.jit
+def issue_scores(C: gl.constexpr, own, rings, use):
+    """Issue S of a step; of a tile that is not there for no one."""
+    s = slot(use + own.shift, C.FIRST_STAGES)
+    streamed = tile_buffer(rings.first.buffers, s, C.BLOCK_STREAMED, C.D)
+    S = no_scores(C)
+    for i in gl.static_range(C.D // C.HELD):
+        b = streamed.slice(i * C.HELD, C.HELD, dim=1).permute((1, 0))
+        if i == 0:
+            S = warpgroup_mma(own.held, b, S, use_acc=False, is_async=True)
+        else:  # use >> 30 is 0, which the compiler cannot derive: it would keep the operand
+            a = tile_buffer(rings.own.buffers, (use >> 30) + i - 1, C.TOKENS, C.HELD)
+            S = warpgroup_mma(a, b, S, use_acc=True, is_async=True)
+    return S
+
+
+@gluon.jit
+def issue_sum(C: gl.constexpr, c: gl.constexpr, a, rings, use, shift, x):
+    """Issue ``x + a b``, b being half c of the columns of the streamed tile of a step.
+
+    The left operand is in registers of the warpgroup that made it, or in shared memory.
+    """
+    if C.SCORES_ALONE:
+        u = slot(2 * use + c, C.SECOND_STAGES)
+        b = tile_buffer(rings.second.buffers, u, C.BLOCK_STREAMED, C.HALF)
     else:
-        lse = row_numbers(C, rings.rows, s, 0)[None, :]
-        delta = row_numbers(C, rings.rows, s, 1)[None, :]
-    return lse, delta
+        s = slot(use + shift, C.FIRST_STAGES)
+        b = tile_buffer(rings.first.buffers, s, C.BLOCK_STREAMED, C.WIDTH)
+        b = b.slice(c * C.HALF, C.HALF, dim=1)
+    if c == (0 if C.SCORES_ALONE else 1):
+        low = issue_with_columns(a, Parts(b, b), Parts(x, 0), C.HALF, 0).low
+    else:
+        low = warpgroup_mma(a, b, x, is_async=True)
+    return low
 
 
 @gluon.jit
-def issue_half(C: gl.constexpr, c: gl.constexpr, p, buffers, s, x):
-    """Issue ``x + p b``, b being the warpgroup's half of the columns of buffer s."""
-    b = tile_buffer(buffers, s, C.BLOCK_STREAMED, C.WIDTH).slice(c * C.HALF, C.HALF, dim=1)
-    return issue_with_columns(p, Parts(b, b), x, C.HALF, 0)
+def pass_operand(C: gl.constexpr, x, rings, use):
+    """Store dS or P of a step for the other warpgroup."""
+    wait_empty(rings.operand, use, C.OPERAND_STAGES)
+    s = slot(use, C.OPERAND_STAGES)
+    rings.operand.buffers.index(s).store(x)
+    fence_async_shared()
+    mbarrier.arrive(rings.operand.full.index(s), count=1)
 
 
 @gluon.jit
-def step(
-    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, t, head, state, own, rings, tile,
-    sizes, args,
+def passed_operand(C: gl.constexpr, rings, use):
+    """Return the buffer of dS or P of a step, when the other warpgroup has stored it."""
+    wait_full(rings.operand, use, C.OPERAND_STAGES)
+    return rings.operand.buffers.index(slot(use, C.OPERAND_STAGES))
+
+
+@gluon.jit
+def step_of_weights(
+    C: gl.constexpr, MASKED: gl.constexpr, t, head, state, own, rings, tile, sizes, args,
 ):  # fmt: skip
     """Return the State after streamed tile t; ``head`` is the query head."""
     use = state.use
     after = use + 1
+    first_use = use + own.shift
     dtype: gl.constexpr = rings.first.buffers.dtype
-    s = slot(use, C.FIRST_STAGES)
-    u = slot(use, C.SECOND_STAGES)
-    # use >> 30 is 0, which the compiler cannot derive
-    a = own_rows(C, 0, rings.own.buffers, use >> 30, C.D)
-    S = issue_product(C, a, tile_buffer(rings.first.buffers, s, C.BLOCK_STREAMED, C.D))
-    lse, delta = numbers(C, own, rings, s)
-    if C.SCORES_ALONE:
-        S = warpgroup_mma_wait(0, deps=[S])
-        p, w = weights(C, MASKED, 0, S, lse, 0, t, head, tile, sizes, args, dtype)
-        wait_full(rings.second, use, C.SECOND_STAGES)
-        x = issue_half(C, c, rounded(p, dtype), rings.second.buffers, u, state.x)
-        wait_full(rings.first, after, C.FIRST_STAGES, pred=after < own.end)
-        x = wait_parts(0, x, 0)
+    if C.QUERIES_RESIDENT:
+        lse = own.lse[:, None]
     else:
-        wait_full(rings.second, use, C.SECOND_STAGES)
-        b = own_rows(C, 0, rings.other, use >> 30, C.DV)
-        dp = issue_product(C, b, tile_buffer(rings.second.buffers, u, C.BLOCK_STREAMED, C.DV))
-        S = warpgroup_mma_wait(1, deps=[S])
-        p, w = weights(C, MASKED, 0, S, lse, 0, t, head, tile, sizes, args, dtype)
-        # begins a basic block, so that the exponentials overlap with the product
-        wait_full(rings.first, after, C.FIRST_STAGES, pred=after < own.end)
-        dp = warpgroup_mma_wait(0, deps=[dp])
-        ds = rounded(score_gradient(w, dp, delta), dtype)
-        x = wait_parts(0, issue_half(C, c, ds, rings.first.buffers, s, state.x), 0)
-    release(rings.second, use, C.SECOND_STAGES)
-    release(rings.first, use, C.FIRST_STAGES)
-    return State(after, x)
+        lse = settled(row_numbers(C, rings.rows, slot(first_use, C.FIRST_STAGES), 0))[None, :]
+    if C.SCORES_ALONE:
+        release(rings.first, first_use, C.FIRST_STAGES)
+        wait_full(rings.first, first_use + 1, C.FIRST_STAGES, pred=after < own.end)
+        S = issue_scores(C, own, rings, after)
+        p, _ = weights(C, MASKED, 0, state.product, lse, 0, t, head, tile, sizes, args, dtype)
+        p = rounded(p, dtype)
+        pass_operand(C, p, rings, use)
+        wait_full(rings.second, 2 * use, C.SECOND_STAGES)
+        x = issue_sum(C, 0, p, rings, use, own.shift, state.x)
+        x, S = warpgroup_mma_wait(0, deps=[x, S])
+        release(rings.second, 2 * use, C.SECOND_STAGES)
+    else:
+        _, w = weights(C, MASKED, 0, state.product, lse, 0, t, head, tile, sizes, args, dtype)
+        rings.w.buffers.index(0).store(w)
+        mbarrier.arrive(rings.w.full.index(0), count=1)
+        wait_full(rings.first, first_use + 1, C.FIRST_STAGES, pred=after < own.end)
+        S = issue_scores(C, own, rings, after)
+        ds = passed_operand(C, rings, use)
+        x = issue_sum(C, 0, ds, rings, use, own.shift, state.x)
+        x, S = warpgroup_mma_wait(0, deps=[x, S])
+        release(rings.operand, use, C.OPERAND_STAGES)
+        release(rings.first, first_use, C.FIRST_STAGES)
+    return State(after, x, S)
+
+
+@gluon.jit
+def steps_of_weights(C: gl.constexpr, use, own, rings, tile, sizes, args, heads):
+    """Return the State of the warpgroup of weights after all steps of a tile."""
+    wait_full(rings.first, use + own.shift, C.FIRST_STAGES, pred=use < own.end)
+    S = warpgroup_mma_wait(0, deps=[issue_scores(C, own, rings, use)])
+    full = full_range(C, tile.first, tile, sizes)
+    x = State(use, zeros(C.TOKENS, C.HALF, 0).low, S)
+    for g in range(heads.group):
+        head = tile.head * heads.group + g
+        if C.LOW_MASKED:
+            for i in range(tile.lo, full.begin):
+                x = step_of_weights(C, True, i, head, x, own, rings, tile, sizes, args)
+        for i in range(full.begin, full.end):
+            x = step_of_weights(C, False, i, head, x, own, rings, tile, sizes, args)
+        if C.HIGH_MASKED:
+            for i in range(full.end, tile.hi):
+                x = step_of_weights(C, True, i, head, x, own, rings, tile, sizes, args)
+    return x
+
+
+# --- the warpgroup of gradients ----------------------------------------------------------------
+
+
+@gluon.jit
+def issue_gradients(C: gl.constexpr, own, rings, use):
+    """Issue dP of a step, half of the columns after the other; after the last step for no one."""
+    some = use < own.end
+    dp = no_scores(C)
+    # use >> 30 is 0, which the compiler cannot derive
+    resident = tile_buffer(rings.other, use >> 30, C.TOKENS, C.DV)
+    for h in gl.static_range(2):
+        wait_full(rings.second, 2 * use + h, C.SECOND_STAGES, pred=some)
+        u = slot(2 * use + h, C.SECOND_STAGES)
+        a = resident.slice(h * C.HALF_V, C.HALF_V, dim=1)
+        b = tile_buffer(rings.second.buffers, u, C.BLOCK_STREAMED, C.HALF_V).permute((1, 0))
+        dp = warpgroup_mma(a, b, dp, use_acc=h > 0, is_async=True)
+    return dp
+
+
+@gluon.jit
+def finished_gradients(C: gl.constexpr, dp, x, own, rings, use):
+    """Wait for dP of a step, and release its halves; return (dP, x). x was issued before."""
+    x = warpgroup_mma_wait(1, deps=[x])
+    release(rings.second, 2 * use, C.SECOND_STAGES, pred=use < own.end)
+    dp = warpgroup_mma_wait(0, deps=[dp])
+    release(rings.second, 2 * use + 1, C.SECOND_STAGES, pred=use < own.end)
+    return dp, x
+
+
+@gluon.jit
+def step_of_gradients(C: gl.constexpr, state, own, rings):
+    """Return the State after one streamed tile."""
+    use = state.use
+    after = use + 1
+    if C.SCORES_ALONE:
+        p = passed_operand(C, rings, use)
+        wait_full(rings.second, 2 * use + 1, C.SECOND_STAGES)
+        x = issue_sum(C, 1, p, rings, use, own.shift, state.x)
+        x = warpgroup_mma_wait(0, deps=[x])
+        release(rings.operand, use, C.OPERAND_STAGES)
+        release(rings.second, 2 * use + 1, C.SECOND_STAGES)
+        dp = state.product
+    else:
+        first_use = use + own.shift
+        wait_full(rings.first, first_use, C.FIRST_STAGES)
+        if C.QUERIES_RESIDENT:
+            delta = own.delta[:, None]
+        else:
+            delta = settled(row_numbers(C, rings.rows, slot(first_use, C.FIRST_STAGES), 1))[None, :]
+        wait_full(rings.w, use, 1)
+        w = rings.w.buffers.index(0).load(score_layout(C))
+        ds = rounded(score_gradient(w, state.product, delta), rings.first.buffers.dtype)
+        pass_operand(C, ds, rings, use)
+        x = issue_sum(C, 1, ds, rings, use, own.shift, state.x)
+        dp = issue_gradients(C, own, rings, after)
+        x = warpgroup_mma_wait(2, deps=[x])
+        release(rings.first, first_use, C.FIRST_STAGES)
+        dp, x = finished_gradients(C, dp, x, own, rings, after)
+    return State(after, x, dp)
+
+
+@gluon.jit
+def steps_of_gradients(C: gl.constexpr, use, own, rings):
+    """Return the State of the warpgroup of gradients after all steps of a tile."""
+    dp = 0
+    x = zeros(C.TOKENS, C.HALF, 0).low
+    if not C.SCORES_ALONE:
+        dp = issue_gradients(C, own, rings, use)
+        dp, x = finished_gradients(C, dp, x, own, rings, use)
+    state = State(use, x, dp)
+    for _ in range(use, own.end):
+        state = step_of_gradients(C, state, own, rings)
+    return state
+
+
+# --- both --------------------------------------------------------------------------------------
 
 
 @gluon.jit
 def consumer(C: gl.constexpr, c: gl.constexpr, t, n, rings, mail, sizes, args, heads):
-    """Compute half c of the columns of every tile of this block."""
+    """Compute half c of the columns of every tile; 0 is of weights, 1 of gradients."""
     message = 0
     use = 0
     nth = 0
     tile, live = read_message(mail, 0)
     while live:
-        full = full_range(C, tile.first, tile, sizes)
         some = tile.lo < tile.hi
         end = use + (tile.hi - tile.lo) * heads.group
+        held = 0
+        if c == 0:
+            held = held_columns(C, rings, use + nth, some)
+        elif not C.SCORES_ALONE:  # the same use of the ring
+            wait_full(rings.first, use + nth, C.FIRST_STAGES, pred=some)
+            release(rings.first, use + nth, C.FIRST_STAGES, pred=some)
         wait_full(rings.own, nth, 1, pred=some)
-        wait_full(rings.first, use, C.FIRST_STAGES, pred=some)
-        own = Own(0, 0, end)
+        own = Own(held, 0, 0, nth + 1, end)
         if C.QUERIES_RESIDENT:
             lse, delta = resident_numbers(C, 0, t.rows, n.rows, tile, heads)
-            own = Own(lse, delta, end)
-        x = State(use, zeros(C.TOKENS, C.HALF, 0))
-        for g in range(heads.group):
-            head = tile.head * heads.group + g
-            if C.LOW_MASKED:
-                for i in range(tile.lo, full.begin):
-                    x = step(C, True, c, i, head, x, own, rings, tile, sizes, args)
-            for i in range(full.begin, full.end):
-                x = step(C, False, c, i, head, x, own, rings, tile, sizes, args)
-            if C.HIGH_MASKED:
-                for i in range(full.end, tile.hi):
-                    x = step(C, True, c, i, head, x, own, rings, tile, sizes, args)
-        use = x.use
+            own = Own(held, lse, delta, nth + 1, end)
+        if c == 0:
+            x = steps_of_weights(C, use, own, rings, tile, sizes, args, heads)
+        else:
+            x = steps_of_gradients(C, use, own, rings)
+        use = end
         release(rings.own, nth, 1, pred=some)
         nth += some.to(gl.int32)
         message += 1
         following, live = peek_message(mail, message)
-        store_half(C, c, x.x.low, t.out, n.out_scale, tile, heads)
+        store_half(C, c, x.x, t.out, n.out_scale, tile, heads)
         release_message(mail, message, following, live)
         tile = following
 
@@ -311,7 +515,7 @@ def backward_wide(own, other, first, second, rows, t, n, C: gl.constexpr):
     The arguments are descriptors of copies, ``backward_args.Pointers`` and ``Numbers``.
     """
     copies = Copies(own, other, first, second, rows)
-    owns = tile_buffers(own, 1)
+    owns = tile_buffers(own, C.D // C.HELD - 1)
     others = owns
     if not C.SCORES_ALONE:
         others = tile_buffers(other, 1)
@@ -323,11 +527,23 @@ def backward_wide(own, other, first, second, rows, t, n, C: gl.constexpr):
     mail = mailbox(C.WARPGROUPS)
     of_own = Ring(owns, barriers(1, 1), barriers(1, C.WARPGROUPS))
     first_full = full_barriers(C.FIRST_STAGES, C.VARLEN)
-    of_first = Ring(firsts, first_full, barriers(C.FIRST_STAGES, C.WARPGROUPS))
+    of_first = Ring(firsts, first_full, barriers(C.FIRST_STAGES, C.FIRST_READERS))
     second_full = full_barriers(C.SECOND_STAGES, C.VARLEN)
-    of_second = Ring(seconds, second_full, barriers(C.SECOND_STAGES, C.WARPGROUPS))
+    of_second = Ring(seconds, second_full, barriers(C.SECOND_STAGES, 1))
+    w = firsts
+    if not C.SCORES_ALONE:
+        shape: gl.constexpr = [1, C.TOKENS, C.BLOCK_STREAMED]
+        w = gl.allocate_shared_memory(gl.float32, shape, thread_layout(C))
+    of_w = Ring(w, barriers(1, 1), 0)
+    operands = gl.allocate_shared_memory(
+        own.dtype,
+        [C.OPERAND_STAGES, C.TOKENS, C.BLOCK_STREAMED],
+        matrix(C.TOKENS, C.BLOCK_STREAMED, own.dtype),
+    )
+    stages: gl.constexpr = C.OPERAND_STAGES
+    of_operand = Ring(operands, barriers(stages, 1), barriers(stages, 1))
     fence_async_shared()
-    rings = Rings(of_own, others, of_first, of_second, stats)
+    rings = Rings(of_own, others, of_first, of_second, stats, of_w, of_operand)
     sizes = Sizes(n.nq, n.nk, n.left if C.LEFT else None, n.right if C.RIGHT else None, t.spans)
     kv_heads = n.heads // n.ratio if C.QUERIES_RESIDENT else n.heads
     order = Order(t.table, t.ends, t.counter, n.heads, kv_heads, n.streamed)
