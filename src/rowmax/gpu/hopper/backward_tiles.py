@@ -233,7 +233,7 @@ class WideConfig(Config):
     DV_OUT: int = 0
     BLOCK_STREAMED: int = 32
     FIRST_STAGES: int
-    SECOND_STAGES: int  # of halves of the columns
+    SECOND_STAGES: int  # buffers of half of the columns
     HELD: int = 128  # columns of the first resident tensor in registers alone
 
     def __post_init__(self) -> None:
@@ -277,6 +277,11 @@ class WideConfig(Config):
     def FIRST_READERS(self) -> int:
         """Return the warpgroups that read the first streamed tensor."""
         return 1 if self.SCORES_ALONE else WARPGROUPS
+
+    @property
+    def PLACES(self) -> int:
+        """Return how many times the columns in registers fit into a buffer of the first tensor."""
+        return self.BLOCK_STREAMED * self.D // (ROWS * self.HELD)
 
     @property
     def OPERAND_STAGES(self) -> int:
@@ -335,7 +340,7 @@ TILES: dict[tuple[int, int], tuple[Config, ...]] = {
     (512, 512): (
         WideConfig(D=512, DV=512, GRADIENT="q", FIRST_STAGES=2, SECOND_STAGES=2),
         WideConfig(D=512, DV=512, GRADIENT="k", FIRST_STAGES=2, SECOND_STAGES=2),
-        WideConfig(D=512, DV=512, GRADIENT="v", FIRST_STAGES=3, SECOND_STAGES=4),
+        WideConfig(D=512, DV=512, GRADIENT="v", FIRST_STAGES=2, SECOND_STAGES=4, HELD=64),
     ),
 }
 #: head sizes in between, in two parts of columns. A bias takes their registers, and the tile above

@@ -55,7 +55,6 @@ from .backward_lib import (
     first_tile,
     follow,
     held_layout,
-    issue_product,
     next_tile,
     no_scores,
     peek_message,
@@ -129,7 +128,7 @@ class Rings(NamedTuple):
 
 
 class Own(NamedTuple):
-    """What a warpgroup keeps of a resident tile, and the end of the uses of its steps."""
+    """The operands that a warpgroup keeps for a resident tile, and the uses of its steps."""
 
     held: Any  # the first HELD columns as a left operand [64, HELD]
     lse: Any  # numbers of resident queries [64]
@@ -227,7 +226,7 @@ def load_resident(C: gl.constexpr, copies, rings, tile, use, nth):
 def held_buffer(C: gl.constexpr, copies, rings, s):
     """Return the part of buffer s of the first ring where the held columns arrive."""
     buffers = rings.first.buffers
-    shape: gl.constexpr = [2] + copies.own.block_type.shape
+    shape: gl.constexpr = [C.PLACES] + copies.own.block_type.shape
     return reinterpret(buffers.index(s), buffers.dtype, shape, copies.own.layout).index(0)
 
 
@@ -263,7 +262,7 @@ def held_columns(C: gl.constexpr, rings, use, some):
     buffers = rings.first.buffers
     layout: gl.constexpr = matrix(C.TOKENS, C.HELD, buffers.dtype)
     s = slot(use, C.FIRST_STAGES)
-    both = reinterpret(buffers.index(s), buffers.dtype, [2, C.TOKENS, C.HELD], layout)
+    both = reinterpret(buffers.index(s), buffers.dtype, [C.PLACES, C.TOKENS, C.HELD], layout)
     x = settled(both.index(0).load(held_layout(C)))
     release(rings.first, use, C.FIRST_STAGES, pred=some)
     return x
@@ -350,13 +349,14 @@ def step_of_weights(
         _, w = weights(C, MASKED, 0, state.product, lse, 0, t, head, tile, sizes, args, dtype)
         rings.w.buffers.index(0).store(w)
         mbarrier.arrive(rings.w.full.index(0), count=1)
-        wait_full(rings.first, first_use + 1, C.FIRST_STAGES, pred=after < own.end)
-        S = issue_scores(C, own, rings, after)
         ds = passed_operand(C, rings, use)
         x = issue_sum(C, 0, ds, rings, use, own.shift, state.x)
-        x, S = warpgroup_mma_wait(0, deps=[x, S])
+        wait_full(rings.first, first_use + 1, C.FIRST_STAGES, pred=after < own.end)
+        S = issue_scores(C, own, rings, after)
+        x = warpgroup_mma_wait(C.D // C.HELD, deps=[x])
         release(rings.operand, use, C.OPERAND_STAGES)
         release(rings.first, first_use, C.FIRST_STAGES)
+        S = warpgroup_mma_wait(0, deps=[S])
     return State(after, x, S)
 
 
