@@ -41,7 +41,7 @@ hopper.forward 256 bias: b_stages=1
 hopper.backward 64: HELD=0 ORDERED=1,FRESH=1
 hopper.backward 128: ORDERED=0,FRESH=0 ORDERED=1,FRESH=1
 hopper.backward 256: dkdv.Q_STAGES=2,dkdv.ALONE=0
-hopper.dv 512: dv.SECOND_STAGES=3 dv.FIRST_STAGES=3
+hopper.dv 512: dv.FIRST_STAGES=2 dv.HELD=64
 triton.delta 128: 16,16,4,2 32,16,4,2 64,16,4,2 64,16,8,2 128,16,8,2 TOGETHER=0
 triton.delta 256: 16,16,4,2 32,16,4,2 64,16,4,2 32,16,8,2 64,16,8,2 TOGETHER=0
 triton.dkdv 128: 64,128,8,3 64,128,8,4 64,128,8,2 64,64,4,2

@@ -340,7 +340,14 @@ TILES: dict[tuple[int, int], tuple[Config, ...]] = {
     (512, 512): (
         WideConfig(D=512, DV=512, GRADIENT="q", FIRST_STAGES=2, SECOND_STAGES=2),
         WideConfig(D=512, DV=512, GRADIENT="k", FIRST_STAGES=2, SECOND_STAGES=2),
-        WideConfig(D=512, DV=512, GRADIENT="v", FIRST_STAGES=2, SECOND_STAGES=4, HELD=64),
+        WideConfig(
+            D=512,
+            DV=512,
+            GRADIENT="v",
+            FIRST_STAGES=3,
+            SECOND_STAGES=4,
+            HELD=64 if COPIES_OPERANDS else 128,  # copies of more would spill
+        ),
     ),
 }
 #: head sizes in between, in two parts of columns. A bias takes their registers, and the tile above
