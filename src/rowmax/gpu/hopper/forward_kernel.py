@@ -255,7 +255,7 @@ def next_overflowed(C: gl.constexpr, place, end, order, sequences, t, n):
 @gluon.jit
 def load_queries(C: gl.constexpr, copies, shared, tile, number):
     """Copy 64 rows of queries to each warpgroup: TOKENS positions of each of the GROUP heads."""
-    for c in gl.static_range(C.WARPGROUPS):
+    for c in gl.static_range(C.ROW_GROUPS):
         i = c * C.Q_STAGES + ring.slot(number, C.Q_STAGES)
         ring.wait_empty(shared.q, number, C.Q_STAGES, c)
         part = 0 if C.VARLEN else tile.b
@@ -899,11 +899,7 @@ def store_output(
     if C.LAGS:
         mark_overflow(C, c, o0, o1, inverse, tile, t, n)
     first = tile.token + c * C.TOKENS
-    row = tile.q_row + first
-    if not C.VARLEN:
-        row = row + tile.b * tile.nq
-    base = t.out + (row.to(gl.int64) * n.hq + tile.head * C.GROUP) * C.OUT_ROW
-    rest = tile.nq - first
+    base, rest = output_place(C, first, tile, t, n)
     if C.STAGED and not C.VARLEN:
         corner = (tile.b, first, tile.head, 0)
         stage_output(C, c, o0, inverse, corner, copies.out, shared.out)
@@ -917,6 +913,16 @@ def store_output(
         store_rows(C, o0, inverse, base, 0, rest, n)
         if C.DV1:
             store_rows(C, o1, inverse, base, C.DV0, rest, n)
+
+
+@gluon.jit
+def output_place(C: gl.constexpr, first, tile, t, n):
+    """Return (a pointer to out of row ``first`` of a tile, the rows from there on)."""
+    row = tile.q_row + first
+    if not C.VARLEN:
+        row = row + tile.b * tile.nq
+    base = t.out + (row.to(gl.int64) * n.hq + tile.head * C.GROUP) * C.OUT_ROW
+    return base, tile.nq - first
 
 
 @gluon.jit
@@ -964,13 +970,13 @@ def store_rows(C: gl.constexpr, o, inverse, base, column: gl.constexpr, tokens, 
 @gluon.jit
 def shared_of(C: gl.constexpr, copies):
     """Return (q, k, v, out, mail) of a side of a block (``Shared``)."""
-    each: gl.constexpr = C.WARPGROUPS * C.Q_STAGES
+    each: gl.constexpr = C.ROW_GROUPS * C.Q_STAGES
     qs = part_buffers(copies.q, each, C.D1)
     ks = part_buffers(copies.k, C.K_STAGES, C.D1)
     vs = part_buffers(copies.v, C.V_STAGES, C.DV1)
     mail = ring.mailbox(C.WARPGROUPS)
     q_ring = Ring(qs, ring.barriers(each, 1), ring.barriers(each, 1))
-    k_ring = Ring(ks, ring.barriers(C.K_STAGES, 1), ring.barriers(C.K_STAGES, C.WARPGROUPS))
+    k_ring = Ring(ks, ring.barriers(C.K_STAGES, 1), ring.barriers(C.K_STAGES, C.ROW_GROUPS))
     v_full = ring.full_barriers(C.V_STAGES, C.PADDED)
     v_ring = Ring(vs, v_full, ring.barriers(C.V_STAGES, C.WARPGROUPS))
     outs = qs.low

@@ -20,6 +20,7 @@ from . import packed, tiles
 from .documents import spans_of
 from .forward_kernel import Numbers, Pointers
 from .forward_kernel import forward as kernel
+from .forward_wide import forward_wide
 from .gluon_compat import GluonASTSource
 from .lib.order import SECTION_BYTES, dense_table, strip_table, tile_count
 from .lib.tma import Descriptors, aligned, descriptor, is_aligned, strides
@@ -83,12 +84,12 @@ def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
 
 
 def launch_all(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None:
-    """Launch the kernel once for every ``tiles.MOST_COLUMNS`` columns of the values.
+    """Launch the kernel; once for every ``tiles.MOST_COLUMNS`` columns of values that are wider.
 
-    Each launch computes all scores again.
+    Each of those launches computes all scores again. Where ``tiles.is_wide`` there is one.
     """
     most = tiles.MOST_COLUMNS
-    if problem.dv <= most:
+    if problem.dv <= most or tiles.is_wide(problem, bias_path(problem, tensors.bias)):
         launch(problem, tensors, out, lse)
         return
     for first in range(0, problem.dv, most):
@@ -136,7 +137,7 @@ def pointers(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: T
         totals = (problem.total_q, problem.total_k)
         counter, ends, table, cu_q, cu_k = packed.order(cu_q, cu_k, totals, C.TILE, out, lse, sink)
     if problem.documents:
-        found = spans_of(problem, tensors, C.WARPGROUPS, C.TOKENS, C.BLOCK_K)
+        found = spans_of(problem, tensors, C.ROW_GROUPS, C.TOKENS, C.BLOCK_K)
         spans, q_range, k_range, counter = found
     bias = tensors.bias if C.BIAS != "copied" else None
     return Pointers(
@@ -228,7 +229,8 @@ def build_plan(
 
     def launch_of(constants: Constants) -> Launch:
         last = (at_run_time, gl.constexpr(constants))
-        return GluonLaunch(kernel, (blocks, 1, 1), options, last, copies)
+        made = forward_wide if isinstance(C, tiles.WideConfig) else kernel
+        return GluonLaunch(made, (blocks, 1, 1), options, last, copies)
 
     mends = None
     if C.LAGS:

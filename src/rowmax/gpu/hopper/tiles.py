@@ -55,6 +55,9 @@ TILES = {
     (256, 256): Tile(2, 64, 2, 2, 1),
     (512, 256): Tile(2, 32, 2, 2, 1),
     (576, 256): Tile(2, 32, 1, 2, 1),
+    # both warpgroups have the same rows (forward_wide.py)
+    (512, 512): Tile(2, 32, 2, 2, 1),
+    (576, 512): Tile(2, 32, 2, 2, 1),
 }
 #: tiles of one warpgroup, for processors that have no more rows: one warpgroup finishes sooner, and
 #: with more buffers fewer loads wait
@@ -69,6 +72,8 @@ FEW = {
     (256, 256): Tile(1, 64, 3, 3, 1),
     (512, 256): Tile(1, 32, 3, 3, 1),
     (576, 256): Tile(1, 32, 2, 3, 1),
+    (512, 512): TILES[512, 512],
+    (576, 512): TILES[576, 512],
 }
 SIZES = (32, 64, 80, 96, 128, 192, 256, 512, 576)
 #: columns of values for which a consumer's registers hold the output; for more there are launches
@@ -194,9 +199,14 @@ class Config:
         return ROWS // self.GROUP
 
     @property
+    def ROW_GROUPS(self) -> int:
+        """Return the warpgroups that have rows, and scores, of their own."""
+        return self.WARPGROUPS
+
+    @property
     def TILE(self) -> int:
         """Return the query positions of all warpgroups."""
-        return self.WARPGROUPS * self.TOKENS
+        return self.ROW_GROUPS * self.TOKENS
 
     @property
     def PADDED(self) -> bool:
@@ -234,13 +244,29 @@ class Config:
         return self.ALIBI or bool(self.BIAS)
 
 
+@dataclass(frozen=True)
+class WideConfig(Config):
+    """The constants of ``forward_wide.py``: two warpgroups share rows, and each has half of V."""
+
+    @property
+    def DV0(self) -> int:
+        return self.DV // 2
+
+    @property
+    def DV1(self) -> int:
+        return self.DV // 2
+
+    @property
+    def ROW_GROUPS(self) -> int:
+        return 1
+
+
 class Constants:
     """A config as kernels read it: every field and every property a constexpr."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
-        derived = [name for name, x in vars(type(config)).items() if isinstance(x, property)]
-        for name in (*(f.name for f in fields(config)), *derived):
+        for name in filter(str.isupper, dir(config)):
             setattr(self, name, gl.constexpr(getattr(config, name)))
 
     def __repr__(self) -> str:
@@ -272,6 +298,15 @@ def sizes_of(p: Problem) -> tuple[int, int]:
     big, big_v = (next(size for size in sizes if size >= n) for n in (p.d, p.dv))
     both = max(big, big_v)
     return (big, big_v) if (big, big_v) in TILES else (both, min(both, MOST_COLUMNS))
+
+
+def is_wide(p: Problem, bias: str) -> bool:
+    """Return True if one launch computes all columns of values wider than MOST_COLUMNS.
+
+    Keys must be as wide; a bias and rows that share a tile have their scores computed again.
+    """
+    wide = min(p.d, p.dv) > MOST_COLUMNS and p.dv <= 512
+    return wide and not bias and packed_heads(p, bias) == 1
 
 
 def is_long(p: Problem, d: int, few: bool) -> bool:
@@ -377,7 +412,8 @@ def shared_bytes(
 def config_for(p: Problem, tile: Tile, bias: str, group: int) -> Config:
     """Return the config of a problem: the tile, and the features that it has."""
     d, dv = sizes_of(p)
-    return Config(
+    wide = dv > MOST_COLUMNS
+    return (WideConfig if wide else Config)(
         D=d, DV=dv, DV_OUT=p.dv, OUT_ROW=p.dv, GROUP=group,
         WARPGROUPS=tile.warpgroups, BLOCK_K=tile.block_k,
         K_STAGES=tile.k_stages, V_STAGES=tile.v_stages, Q_STAGES=tile.q_stages,
@@ -387,7 +423,8 @@ def config_for(p: Problem, tile: Tile, bias: str, group: int) -> Config:
         BIAS=bias, B_STAGES=tile.b_stages if bias == "copied" else 1,
         STRIP=tile.b_stages if tile.strip else 0, SIDES=tile.sides,
         EVEN_K=not (p.varlen or p.prefix) and p.nk % tile.block_k == 0,
-        STAGED=staged_columns(p, tile, bias), TURNED=is_turned(p, tile, bias),
+        STAGED=0 if wide else staged_columns(p, tile, bias),
+        TURNED=wide or is_turned(p, tile, bias),
         OVERLAP=tile.overlap, ROUND_LATE=tile.warpgroups == 3 and tile.overlap,
         ORDERED=tile.ordered and not (p.varlen or p.prefix or p.left is not None),
         LAGS=lags(p, bias),
