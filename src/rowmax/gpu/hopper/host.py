@@ -348,6 +348,8 @@ def tile_order(
     of_one_head = p.nk * (p.d + p.dv) * 2
     section = max(1, SECTION_BYTES // of_one_head) * (heads // p.hk)
     every = counts.shape[0] * p.batch * heads
+    if every <= 2 * most:  # the tiles of all heads are under way: sections would only part them
+        section = heads
     blocks = min(most, every)
     if bool((counts == counts[0]).all()):
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
