@@ -16,8 +16,6 @@ the arrivals that complete a phase, besides those of the producer's rings:
     barrier          arrivals                           waited for by
     passed.full[s]   weights, P and factors are stored  values, before it reads them
     passed.empty[s]  values, its product is done        weights, before it stores others
-
-(The dtype of P is that of V, as everywhere.)
 """
 
 from __future__ import annotations

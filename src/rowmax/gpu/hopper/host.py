@@ -218,6 +218,10 @@ def build_plan(
     C = constants.config
     if C.LAGS and (C.STRIP or C.SIDES > 1):
         raise ValueError(f"LAGS=1 with {C.SIDES} sides and a strip of {C.STRIP} tiles: give LAGS=0")
+    if C.LAGS and isinstance(C, tiles.WideConfig):
+        raise ValueError(
+            f"LAGS=1 with {C.DV} columns of values: give LAGS=0, or {tiles.MOST_COLUMNS}"
+        )
     heads = p.hq // group
     if C.STRIP or C.SIDES > 1:
         blocks, rows, ends = strip_order(p, C, q.device)

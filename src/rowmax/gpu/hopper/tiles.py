@@ -436,11 +436,11 @@ def lags(p: Problem, bias: str) -> bool:
     """Return True if the reference of the softmax lags, and a second launch mends overflowed rows.
 
     Score terms keep the maximum: they were not measured, and ALiBi of queries before their keys may
-    rise by more than a tile's range. So do left limits, which were not measured, and float16, whose
-    weights end at 2^16.
+    rise by more than a tile's range. So do left limits, which were not measured, float16, whose
+    weights end at 2^16, and wide values, whose kernel has no step without a maximum.
     """
     terms = bias or p.heads or p.documents or p.softcap > 0
-    if terms or p.left is not None or p.dtype != torch.bfloat16:
+    if terms or p.left is not None or p.dtype != torch.bfloat16 or sizes_of(p)[1] > MOST_COLUMNS:
         return False
     mask = "full" if p.right is None else "causal"
     operations = forward_flops(p)
