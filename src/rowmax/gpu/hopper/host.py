@@ -20,7 +20,6 @@ from . import packed, tiles
 from .documents import spans_of
 from .forward_kernel import Numbers, Pointers
 from .forward_kernel import forward as kernel
-from .forward_wide import forward_wide
 from .gluon_compat import GluonASTSource
 from .lib.order import SECTION_BYTES, dense_table, strip_table, tile_count
 from .lib.tma import Descriptors, aligned, descriptor, is_aligned, strides
@@ -233,13 +232,21 @@ def build_plan(
 
     def launch_of(constants: Constants) -> Launch:
         last = (at_run_time, gl.constexpr(constants))
-        made = forward_wide if isinstance(C, tiles.WideConfig) else kernel
-        return GluonLaunch(made, (blocks, 1, 1), options, last, copies)
+        return GluonLaunch(kernel_of(C), (blocks, 1, 1), options, last, copies)
 
     mends = None
     if C.LAGS:
         mends = launch_of(Constants(replace(C, LAGS=False, MENDS=True)))
     return Plan(tile, constants, rows, ends, launch_of(constants), mends)
+
+
+def kernel_of(C: Config) -> Any:
+    """Return the kernel of a config. The wide one is imported where it is needed."""
+    if not isinstance(C, tiles.WideConfig):
+        return kernel
+    from .forward_wide import forward_wide
+
+    return forward_wide
 
 
 def descriptors(

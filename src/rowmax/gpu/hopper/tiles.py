@@ -303,10 +303,9 @@ def sizes_of(p: Problem) -> tuple[int, int]:
 def is_wide(p: Problem, bias: str) -> bool:
     """Return True if one launch computes all columns of values wider than MOST_COLUMNS.
 
-    Keys must be as wide; a bias and rows that share a tile have their scores computed again.
+    Keys must be as wide. With a bias each launch computes its scores again.
     """
-    wide = min(p.d, p.dv) > MOST_COLUMNS and p.dv <= 512
-    return wide and not bias and packed_heads(p, bias) == 1
+    return min(p.d, p.dv) > MOST_COLUMNS and p.dv <= 512 and not bias
 
 
 def is_long(p: Problem, d: int, few: bool) -> bool:
@@ -475,7 +474,8 @@ def is_turned(p: Problem, tile: Tile, bias: str) -> bool:
 
 def packed_heads(p: Problem, bias: str) -> int:
     """Return the query heads of a kv head that share a tile: all, if one has few rows."""
-    group, tokens = p.group, TILES[sizes_of(p)].warpgroups * ROWS
+    sizes, group = sizes_of(p), p.group
+    tokens = ROWS if sizes[1] > MOST_COLUMNS else TILES[sizes].warpgroups * ROWS
     if bias in ("copied", "row") or group == 1 or group > ROWS or group & (group - 1):
         return 1
     filled = p.nq / (-(-p.nq // tokens) * tokens)
