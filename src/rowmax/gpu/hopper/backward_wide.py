@@ -17,10 +17,10 @@ double the rounding error of dS. It is ordered by thread: loads and stores of 16
 conflict. The operand of the sum, dS or P, passes as it is: the warpgroup that made it has it in
 registers, the other multiplies from shared memory (``operand``).
 
-S of the next streamed tile is under way while dS of this one is made. HELD columns of the first
-resident tensor are only in registers, since all of it would not fit: they arrive in a buffer of the
-first streamed one. Tiles of the second streamed tensor come in halves of the columns: one is loaded
-while the other is in use.
+S of the next tile is issued after the product with dS, whose buffer is then free early; for dv it
+is issued first and runs under the exponentials. HELD columns of the first resident tensor are only
+in registers, since all of it would not fit: they arrive in a buffer of the first streamed one. The
+second streamed tensor comes in halves of the columns: one loads while the other is in use.
 
 Barriers of a block, with the arrivals that complete a phase:
 
@@ -252,36 +252,7 @@ def producer(C: gl.constexpr, copies, rings, mail, order, sizes, seqs, heads):
         tile = following
 
 
-# --- the warpgroup of weights ------------------------------------------------------------------
-
-
-@gluon.jit
-def held_columns(C: gl.constexpr, rings, use, some):
-    """Return the first HELD columns of the first resident tensor, a left operand in registers."""
-    wait_full(rings.first, use, C.FIRST_STAGES, pred=some)
-    buffers = rings.first.buffers
-    layout: gl.constexpr = matrix(C.TOKENS, C.HELD, buffers.dtype)
-    s = slot(use, C.FIRST_STAGES)
-    both = reinterpret(buffers.index(s), buffers.dtype, [C.PLACES, C.TOKENS, C.HELD], layout)
-    x = settled(both.index(0).load(held_layout(C)))
-    release(rings.first, use, C.FIRST_STAGES, pred=some)
-    return x
-
-
-@gluon.jit
-def issue_scores(C: gl.constexpr, own, rings, use):
-    """Issue S of a step; of a tile that is not there for no one."""
-    s = slot(use + own.shift, C.FIRST_STAGES)
-    streamed = tile_buffer(rings.first.buffers, s, C.BLOCK_STREAMED, C.D)
-    S = no_scores(C)
-    for i in gl.static_range(C.D // C.HELD):
-        b = streamed.slice(i * C.HELD, C.HELD, dim=1).permute((1, 0))
-        if i == 0:
-            S = warpgroup_mma(own.held, b, S, use_acc=False, is_async=True)
-        else:  # use >> 30 is 0, which the compiler cannot derive: it would keep the operand
-            a = tile_buffer(rings.own.buffers, (use >> 30) + i - 1, C.TOKENS, C.HELD)
-            S = warpgroup_mma(a, b, S, use_acc=True, is_async=True)
-    return S
+# --- the operand of the sum --------------------------------------------------------------------
 
 
 @gluon.jit
@@ -319,6 +290,38 @@ def passed_operand(C: gl.constexpr, rings, use):
     """Return the buffer of dS or P of a step, when the other warpgroup has stored it."""
     wait_full(rings.operand, use, C.OPERAND_STAGES)
     return rings.operand.buffers.index(slot(use, C.OPERAND_STAGES))
+
+
+# --- the warpgroup of weights ------------------------------------------------------------------
+
+
+@gluon.jit
+def held_columns(C: gl.constexpr, rings, use, some):
+    """Return the first HELD columns of the first resident tensor, a left operand in registers."""
+    wait_full(rings.first, use, C.FIRST_STAGES, pred=some)
+    buffers = rings.first.buffers
+    layout: gl.constexpr = matrix(C.TOKENS, C.HELD, buffers.dtype)
+    s = slot(use, C.FIRST_STAGES)
+    both = reinterpret(buffers.index(s), buffers.dtype, [C.PLACES, C.TOKENS, C.HELD], layout)
+    x = settled(both.index(0).load(held_layout(C)))
+    release(rings.first, use, C.FIRST_STAGES, pred=some)
+    return x
+
+
+@gluon.jit
+def issue_scores(C: gl.constexpr, own, rings, use):
+    """Issue S of a step; of a tile that is not there for no one."""
+    s = slot(use + own.shift, C.FIRST_STAGES)
+    streamed = tile_buffer(rings.first.buffers, s, C.BLOCK_STREAMED, C.D)
+    S = no_scores(C)
+    for i in gl.static_range(C.D // C.HELD):
+        b = streamed.slice(i * C.HELD, C.HELD, dim=1).permute((1, 0))
+        if i == 0:
+            S = warpgroup_mma(own.held, b, S, use_acc=False, is_async=True)
+        else:  # use >> 30 is 0, which the compiler cannot derive: it would keep the operand
+            a = tile_buffer(rings.own.buffers, (use >> 30) + i - 1, C.TOKENS, C.HELD)
+            S = warpgroup_mma(a, b, S, use_acc=True, is_async=True)
+    return S
 
 
 @gluon.jit
