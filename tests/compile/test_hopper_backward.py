@@ -21,9 +21,11 @@ import triton
 from rowmax.gpu.hopper.backward_tiles import (
     BETWEEN,
     FLOAT32_BIAS,
+    LONG,
     SHARED_BIAS,
     TILES,
     WARPGROUPS,
+    Config,
     DbiasConfig,
     DkdvConfig,
     DqConfig,
@@ -111,6 +113,10 @@ def cases():
                 if name != "ordered" or isinstance(tile, FusedConfig):
                     yield tile, name, "bf16"
             yield tile, "causal", "fp16"
+    for tile in LONG.values():
+        for name in ("full", "ragged", "causal"):
+            yield tile, name, "bf16"
+        yield tile, "causal", "fp16"
     for tile in SHARED_BIAS.values():
         for name in ("bias", "causal bias", "bias lengths"):
             yield tile, name, "bf16"
@@ -162,9 +168,14 @@ ONE_IN_TIME |= {(32, "fused", "row"), (32, "fused", "column")}
 MASKED_LATE = {("dbias", "causal bias"): 17}
 
 
+def is_halved(tile: Config) -> bool:
+    """Return True if a step has halves (``backward_fused.halved_step``)."""
+    return isinstance(tile, FusedConfig) and tile.HALVED
+
+
 def identity(tile, name, dtype):
     """Return the name of a case."""
-    kind = NAMES[type(tile)] + "-float32" * tile.BIAS_FLOAT32
+    kind = NAMES[type(tile)] + "-float32" * tile.BIAS_FLOAT32 + "-long" * is_halved(tile)
     if isinstance(tile, WideConfig):
         kind += f"-d{tile.GRADIENT}"
     return f"{tile.D}x{tile.DV}-{kind}-{name}-{dtype}"
@@ -181,7 +192,7 @@ def test_compiles_to(tile, name, dtype):
     loops = kernel.loops(16 if (kind, name) == ("dq", "dbias") else 0)
     assert len(loops) >= 2
     stays_in_registers(kernel, loops, kind, name)
-    assert kernel.too_early(WARPGROUPS) == []
+    assert kernel.too_early(tile.WARPGROUPS) == []
     report = sass.report(kernel.cubin)
     assert report.products > 0
     assert report.findings == report.stack == []
@@ -199,7 +210,9 @@ def test_compiles_to(tile, name, dtype):
                 late.append(exponentials_after(texts, waits[0], tile.BLOCK_STREAMED))
             continue
         assert len(waits) == WAITS[kind] + own_dq + (own_dq and not tile.AHEAD)
-        if kind != "dkdv":  # which has no other product in flight
+        if is_halved(tile):  # the first half's, between S and dP
+            late.append(exponentials_after(texts[: waits[2]], waits[1], tile.BLOCK_STREAMED // 2))
+        elif kind != "dkdv":  # which has no other product in flight
             wait = waits[0 if kind == "fused" else 1]
             late.append(exponentials_after(texts, wait, tile.BLOCK_STREAMED))
     if (tile.D, kind, name) in ONE_IN_TIME:

@@ -153,6 +153,26 @@ def check_backward(
     return found
 
 
+def check_long(
+    case: Case, dtype: str, repeats: int, device: str = "cuda", reference: str | None = None
+) -> list[str]:
+    """Return what is wrong with a backward by tiles of long sequences, however short they are."""
+    from rowmax.gpu.hopper import backward_host, backward_tiles
+
+    every = dict.fromkeys(backward_tiles.LONG, 0)
+    with (
+        mock.patch.object(backward_tiles, "LONG_KEYS", every),
+        mock.patch.object(backward_tiles, "LONG_TILES", 0),
+    ):
+        backward_host.PLANS.clear()
+        try:
+            found = check_backward(case, dtype, False, repeats, device, reference)
+            tiles = {plan.works[0].config.WARPGROUPS for plan in backward_host.PLANS.values()}
+        finally:
+            backward_host.PLANS.clear()
+    return found if found or 3 in tiles else ["refused: two warpgroups compute it"]
+
+
 def rounded_parts(got: Gradients, parts: Gradients) -> list[str]:
     """Return what is wrong with dk and dv as parts of sums: gradients are their rounding."""
     found = []

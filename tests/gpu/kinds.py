@@ -325,6 +325,20 @@ def hopper_backward(given: Namespace) -> Iterator[Check]:
                 )
 
 
+def hopper_long(given: Namespace) -> Iterator[Check]:
+    """Yield cases of the Hopper backward by tiles of long sequences."""
+    from tests.gpu.hopper_direct import cases, check_long
+
+    longer = [
+        Case("long-ragged", b=1, nq=4131, nk=4231, hq=2, d=64, causal=True),
+        Case("long-grouped", b=2, nq=2100, nk=4224, hq=4, hk=2, d=64),
+    ]
+    for case in tagged(given.tag) if given.tag else [*longer, *cases("backward")]:
+        if 32 < case.d <= 64 and not (case.bias or case.packed or case.documents or case.lengths):
+            args = (case, "bfloat16", given.repeats, given.device, given.reference)
+            yield Check("hopper-long", case.name, "bfloat16", "", check_long, args, True)
+
+
 # --- on two devices ----------------------------------------------------------------------------
 
 
@@ -351,6 +365,7 @@ KINDS: dict[str, Kind] = {
     "hopper-forward": hopper_forward,
     "hopper-lagging": hopper_lagging,
     "hopper-backward": hopper_backward,
+    "hopper-long": hopper_long,
     "two-devices": two_devices,
 }
 #: kinds that need no GPU

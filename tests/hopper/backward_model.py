@@ -1,6 +1,6 @@
 """Run the Hopper backward without a GPU, the host's side and all kernels.
 
-    TRITON_INTERPRET=1 python -m tests.hopper.backward_model [--kernels] [--only NAME ...]
+    TRITON_INTERPRET=1 python -m tests.hopper.backward_model [--kernels] [--long] [--only NAME ...]
 
 Plain Triton kernels run under Triton's interpreter, Gluon kernels on ``tests/emulator`` in a
 process of its own. The cases are those of the checks on a GPU, or with ``--kernels`` those of
@@ -43,6 +43,16 @@ SIZES = (
 PROCESSORS = (1, 2, 3, 5, 7, 9)
 LENGTHS = ((1, 1), (3, 3), (64, 1), (239, 1), (399, 3), (1, 300), (113, 203), (108, 256),
            (255, 256), (256, 255), (64, 128), (192, 384))  # fmt: skip
+#: cases whose tiles are those of long sequences (backward_tiles.LONG), which hold 192 keys
+LONG: dict[str, dict[str, Any]] = {
+    **{
+        f"{n}-{m}{'-causal' * c}": {"nq": n, "nk": m, "causal": c}
+        for n, m in ((1, 300), (64, 1), (64, 192), (399, 3), (108, 256), (256, 255), (300, 400))
+        for c in (False, True)
+    },
+    "heads": {"b": 2, "nq": 130, "nk": 260, "hq": 4, "hk": 2, "causal": True},
+    "many-tiles": {"nq": 200, "nk": 620, "hq": 2, "d": 40, "dv": 64},
+}
 PACKED = ((5, 90), (0, 17), (150, 270), (33, 0), (1, 40), (200, 200))
 FEATURES: dict[str, dict[str, Any]] = {
     "heads": {"b": 2, "nq": 130, "nk": 260, "hq": 4, "hk": 2, "causal": True},
@@ -125,6 +135,10 @@ def kernel_cases(every: bool, third: int | None) -> list[Case]:
             if drawn and third in (None, m % 3):
                 found.append(Case(f"{name}-{d}-{dv}", **(alone | {"d": d, "dv": dv} | features)))
     return found
+
+
+def long_cases() -> list[Case]:
+    return [Case(f"long-{name}", **({"b": 1, "hq": 1, "d": 64} | x)) for name, x in LONG.items()]
 
 
 class Interpreted(Launch):
@@ -253,12 +267,17 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[""], help="parts of names of cases")
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--extremes", action="store_true", help="biases and sinks of any size")
+    parser.add_argument("--long", action="store_true", help="by tiles of long sequences")
     parser.add_argument("--kernels", action="store_true", help="small cases of every kernel")
     parser.add_argument("--third", type=int, choices=range(3), help="a third of the head sizes")
     parser.add_argument("--every-size", action="store_true", help="each of them at every head size")
     options = parser.parse_args()
     collect_less()
     prepare()
+    if options.long:
+        wrong = [x for x in long_cases() if device.check_long(x, "float16", 0, "cpu")]
+        print(*(case.name for case in wrong))
+        return int(bool(wrong))
     if options.extremes:
         return int(bool(extremes(options.only)))
 

@@ -44,6 +44,11 @@ def test_every_length_mask_and_bias_is_right(third):
     run_backward("--kernels", f"--third={third}")
 
 
+@needs_triton
+def test_tiles_of_long_sequences_are_right():
+    run_backward("--long")
+
+
 def test_every_order_of_tiles_sums_dq_in_one_order():
     run("tests.hopper.order_model")
 

@@ -1,7 +1,7 @@
 """dk, dv and the sums of dq in one kernel: keys are resident, queries streamed.
 
-A block has two consumers of 64 keys each, a producer warp, and a writer warp that adds dQ to
-memory. Barriers of a block, with the arrivals that complete a phase:
+A block has two or three consumers of 64 keys each, a producer warp, and a writer warp that adds dQ
+to memory. Barriers of a block, with the arrivals that complete a phase:
 
     barrier       arrivals                               waited for by
     q.full[s]     producer's expect + bytes of Q, rows   consumers, before S of the use
@@ -32,6 +32,10 @@ that P^T and dS^T in registers are left operands of dV and dK. Only dQ needs the
 warpgroup: dS passes through shared memory, and the warpgroups alternate in computing dQ of a whole
 step. (Computing half of dQ each reads dS twice, and products of fewer columns read more for their
 size. Shared memory bandwidth, and its power, limit a step.)
+
+Three consumers have 160 registers a thread. At head size 64 these hold dK, dV, K and the scores of
+half a step (``halved_step``). A step then reads and adds as much of Q, dO and dQ for 192 keys as
+for 128.
 
 dQ of a step is computed in the next step, when the other warpgroup has long stored its dS. So
 neither waits for the other, and the products of one overlap with the exponentials of the other.
@@ -160,7 +164,7 @@ class State(NamedTuple):
     """The values that a step passes to the next."""
 
     use: Any
-    s: Any  # S^T of the use [64, BLOCK_STREAMED]
+    s: Any  # S^T of the use [64, BLOCK_STREAMED], unless it has halves
     dk: Any  # Parts of [64, D]
     dv: Any  # Parts of [64, DV]
     drow: Any  # parts of dbias of a row [64, 4]
@@ -241,6 +245,18 @@ def load_float32(C: gl.constexpr, desc, ring, rings, corner, use):
 
 
 @gluon.jit
+def load_keys(C: gl.constexpr, copy, corner, W0: gl.constexpr, W1: gl.constexpr, bar, buffers, s):
+    """Load K or V of a tile of keys into buffer s of a ring."""
+    if C.KEY_TILES == 1:
+        load_parts(copy, corner, W0, W1, bar, buffers, s)
+    else:
+        expect_parts(bar, copy, W1, (C.KEY_TILES - 1) * copy.low.block_type.nbytes)
+        for i in gl.static_range(C.KEY_TILES):
+            at = (corner[0], corner[1] + i * C.TOKENS, corner[2])
+            copy_parts(copy, at, W0, W1, bar, buffers, C.KEY_TILES * s + i)
+
+
+@gluon.jit
 def load_resident(C: gl.constexpr, descs, rings, tile, nth, cut):
     """Load K and V of the nth tile that has steps; ``cut`` as of ``load_step``."""
     part = 0 if C.VARLEN else tile.b
@@ -251,10 +267,10 @@ def load_resident(C: gl.constexpr, descs, rings, tile, nth, cut):
     wait_empty(rings.k, nth, C.KV_STAGES)
     k = rings.k.buffers
     bar = landing(rings.k.full, s, C.KV_STAGES, C.PADDED, short)
-    load_parts(descs.k, corner, C.D0, C.D1, bar, k, s)
+    load_keys(C, descs.k, corner, C.D0, C.D1, bar, k, s)
     v = rings.v.buffers
     bar = landing(rings.v.full, s, C.KV_STAGES, C.PADDED, short)
-    load_parts(descs.v, corner, C.DV0, C.DV1, bar, v, s)
+    load_keys(C, descs.v, corner, C.DV0, C.DV1, bar, v, s)
     if C.PADDED:
         rows: gl.constexpr = C.BLOCK_RESIDENT
         cleared_parts(rings.k.full, s, C.KV_STAGES, k, rows, C.D0, C.D1, rest, cut)
@@ -304,18 +320,25 @@ def own_parts(C: gl.constexpr, c: gl.constexpr, buffers, at, W0: gl.constexpr, W
 
     ``at`` is as for ``backward_lib.own_rows``.
     """
-    both = parts_at(buffers, at, C.BLOCK_RESIDENT, W0, W1)
-    return rows_of_parts(both, c * C.TOKENS, C.TOKENS, W1)
+    if C.KEY_TILES == 1:
+        both = parts_at(buffers, at, C.BLOCK_RESIDENT, W0, W1)
+        own = rows_of_parts(both, c * C.TOKENS, C.TOKENS, W1)
+    else:
+        own = parts_at(buffers, C.KEY_TILES * at + c, C.TOKENS, W0, W1)
+    return own
 
 
 @gluon.jit
-def held(C: gl.constexpr, c: gl.constexpr, buffers, at, W0: gl.constexpr, W1: gl.constexpr):
+def held(
+    C: gl.constexpr, c: gl.constexpr, buffers, at, W0: gl.constexpr, W1: gl.constexpr,
+    HELD: gl.constexpr,
+):  # fmt: skip
     """Return the warpgroup's rows of K or V ``[64, W0 + W1]`` as left operands.
 
-    Where HELD they are in registers: S and dP then read half as much of shared memory.
+    Where HELD they are in registers: S or dP then reads half as much of shared memory.
     """
     x = Parts(0, 0)
-    if C.HELD:
+    if HELD:
         own = own_parts(C, c, buffers, at, W0, W1)
         low = own.low.load(held_layout(C))
         high = 0
@@ -331,8 +354,12 @@ def own_ds(C: gl.constexpr, c: gl.constexpr, ds, use):
 
     In memory queries are down, as in a bias: loads and stores transpose matrices of 8 by 8.
     """
-    both = ds.buffers.index(slot(use, C.DS_STAGES)).permute((1, 0))
-    return both.slice(c * C.TOKENS, C.TOKENS, dim=0)
+    if C.KEY_TILES == 1:
+        both = ds.buffers.index(slot(use, C.DS_STAGES)).permute((1, 0))
+        own = both.slice(c * C.TOKENS, C.TOKENS, dim=0)
+    else:
+        own = ds.buffers.index(C.KEY_TILES * slot(use, C.DS_STAGES) + c).permute((1, 0))
+    return own
 
 
 @gluon.jit
@@ -371,18 +398,28 @@ def issue_dp(C: gl.constexpr, c: gl.constexpr, resident, rings, use):
 
 
 @gluon.jit
+def turn_of(C: gl.constexpr, use):
+    """Return the warpgroup that makes dQ of a use."""
+    return slot(use, C.WARPGROUPS)
+
+
+@gluon.jit
 def make_dq(C: gl.constexpr, resident, rings, use):
     """Compute dQ = dS K of a use ``[BLOCK_STREAMED, D]``, and pass it to the writer.
 
     Waits for all products in flight. Each part of dQ is stored as ``[2 W, 32]`` (``thread_order``).
     """
-    k = parts_at(rings.k.buffers, resident.slot + (use >> 30), C.BLOCK_RESIDENT, C.D0, C.D1)
-    ds = rings.ds.buffers.index(slot(use, C.DS_STAGES))
     z = zeros(C.BLOCK_STREAMED, C.D0, C.D1)
-    low = warpgroup_mma(ds, k.low, z.low, use_acc=False, is_async=True)
+    low = z.low
     high = z.high
-    if C.D1:
-        high = warpgroup_mma(ds, k.high, high, use_acc=False, is_async=True)
+    KEYS: gl.constexpr = C.BLOCK_RESIDENT // C.KEY_TILES
+    for i in gl.static_range(C.KEY_TILES):
+        at = C.KEY_TILES * (resident.slot + (use >> 30)) + i
+        k = parts_at(rings.k.buffers, at, KEYS, C.D0, C.D1)
+        ds = rings.ds.buffers.index(C.KEY_TILES * slot(use, C.DS_STAGES) + i)
+        low = warpgroup_mma(ds, k.low, low, use_acc=i > 0, is_async=True)
+        if C.D1:
+            high = warpgroup_mma(ds, k.high, high, use_acc=i > 0, is_async=True)
     dq = wait_parts(0, Parts(low, high), C.D1)
     s = slot(use, C.DQ_STAGES)
     wait_empty(rings.dq, use, C.DQ_STAGES)
@@ -418,6 +455,19 @@ def store_dbias(C: gl.constexpr, c: gl.constexpr, dbias, ds, use, m, head, tile)
 
 @gluon.jit
 def step(
+    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, m, head, state, resident, rings,
+    tile, sizes, args, dbias,
+):  # fmt: skip
+    """Return the State after tile m of the queries of a head."""
+    if C.HALVED:
+        after = halved_step(C, MASKED, c, m, head, state, resident, rings, tile, sizes, args)
+    else:
+        after = whole_step(C, MASKED, c, m, head, state, resident, rings, tile, sizes, args, dbias)
+    return after
+
+
+@gluon.jit
+def whole_step(
     C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, m, head, state, resident, rings,
     tile, sizes, args, dbias,
 ):  # fmt: skip
@@ -462,13 +512,94 @@ def step(
     if C.DQ:
         if not C.AHEAD:  # dQ reuses the registers of P
             dv = wait_parts(count(C.D1), dv, C.DV1)
-        if was & ((before & 1) == c):
+        if was & (turn_of(C, before) == c):
             make_dq(C, resident, rings, before)
     if not C.AHEAD:
         S = issue_scores(C, c, resident, rings, after)
     dv, dk = wait_two(count(C.D1), dv, dk, C.D1)
     release(rings.q, use, C.Q_STAGES)
     return State(after, warpgroup_mma_wait(0, deps=[S]), dk, dv, drow)
+
+
+@gluon.jit
+def halved_step(
+    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, m, head, state, resident, rings,
+    tile, sizes, args,
+):  # fmt: skip
+    """Return the State after tile m of the queries of a head, half of them at a time.
+
+    S has a product for each half, dP one for both, whose V is read once. The products of the other
+    warpgroups overlap with the exponentials of this one.
+    """
+    use = state.use
+    before = gl.maximum(use - 1, 0)
+    was = use > resident.begin
+    s = slot(use, C.Q_STAGES)
+    wait_full(rings.q, use, C.Q_STAGES)
+    S = issue_half(C, 0, resident, rings, use)
+    do, dp = issue_dp(C, c, resident, rings, use)
+    S = warpgroup_mma_wait(count(C.DV1), deps=[S])
+    p, P = half_weights(C, MASKED, c, 0, S, m, head, rings, s, tile, sizes, args)
+    if C.DQ:
+        wait_done(C, rings, before, was)
+    dp0, dp1 = halves_of(C, warpgroup_mma_wait(0, deps=[dp]))
+    dk, dv = add_half(C, c, 0, state.dk, state.dv, P, p, dp0, do, rings, use)
+    S = warpgroup_mma_wait(0, deps=[issue_half(C, 1, resident, rings, use)])
+    p, P = half_weights(C, MASKED, c, 1, S, m, head, rings, s, tile, sizes, args)
+    dk, dv = add_half(C, c, 1, dk, dv, P, p, dp1, do, rings, use)
+    fence_async_shared()
+    if C.DQ:
+        if was & (turn_of(C, before) == c):
+            make_dq(C, resident, rings, before)
+    dv, dk = wait_two(0, dv, dk, C.D1)
+    release(rings.q, use, C.Q_STAGES)
+    return State(use + 1, state.s, dk, dv, state.drow)
+
+
+@gluon.jit
+def issue_half(C: gl.constexpr, h: gl.constexpr, resident, rings, use):
+    """Issue S^T = K Q^T of half h of a use ``[64, BLOCK_STREAMED / 2]``."""
+    N: gl.constexpr = C.HALF.BLOCK_STREAMED
+    q = parts_at(rings.q.buffers, slot(use, C.Q_STAGES), C.BLOCK_STREAMED, C.D0, C.D1)
+    q = rows_of_parts(q, h * N, N, C.D1)
+    return issue_over_columns(resident.k, q, no_scores(C.HALF), C.D1)
+
+
+@gluon.jit
+def half_weights(
+    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, h: gl.constexpr, S, m, head, rings, s,
+    tile, sizes, args,
+):  # fmt: skip
+    """Return (w, P) of half h of a use: ``backward_lib.weights``, P rounded."""
+    dtype: gl.constexpr = rings.ds.buffers.dtype
+    lse = row_numbers(C.HALF, rings.rows, s, 0, h)[None, :]
+    p, w = weights(C.HALF, MASKED, c, S, lse, 0, 2 * m + h, head, tile, sizes, args, dtype)
+    return w, rounded(p, dtype)
+
+
+@gluon.jit
+def add_half(
+    C: gl.constexpr, c: gl.constexpr, h: gl.constexpr, dk, dv, P, w, dp, do, rings, use
+):  # fmt: skip
+    """Issue dV and dK of half h of a use, and store its dS; return (dK, dV)."""
+    N: gl.constexpr = C.HALF.BLOCK_STREAMED
+    s = slot(use, C.Q_STAGES)
+    dv = issue_with_columns(P, rows_of_parts(do, h * N, N, C.DV1), dv, C.DV0, C.DV1)
+    delta = row_numbers(C.HALF, rings.rows, s, 1, h)[None, :]
+    ds = rounded(score_gradient(w, dp, delta), rings.ds.buffers.dtype)
+    own_ds(C, c, rings.ds, use).slice(h * N, N, dim=1).store(ds)
+    q = parts_at(rings.q.buffers, s, C.BLOCK_STREAMED, C.D0, C.D1)
+    dk = issue_with_columns(ds, rows_of_parts(q, h * N, N, C.D1), dk, C.D0, C.D1)
+    return dk, dv
+
+
+@gluon.jit
+def halves_of(C: gl.constexpr, x):
+    """Return both halves of the columns of x ``[64, BLOCK_STREAMED]``, as their scores lie."""
+    N: gl.constexpr = C.HALF.BLOCK_STREAMED
+    L: gl.constexpr = score_layout(C.HALF)
+    low, high = x.reshape([C.TOKENS, 2, N]).permute((0, 2, 1)).split()
+    return gl.convert_layout(low, L), gl.convert_layout(high, L)
 
 
 @gluon.jit
@@ -519,11 +650,13 @@ def consumer(C: gl.constexpr, c: gl.constexpr, rings, mail, sizes, args, heads, 
         at = slot(nth, C.KV_STAGES)
         wait_full(rings.k, nth, C.KV_STAGES, pred=some)
         wait_full(rings.q, use, C.Q_STAGES, pred=some)
-        k = held(C, c, rings.k.buffers, at, C.D0, C.D1)
-        S = issue_scores(C, c, Resident(k, 0, at, use, end), rings, use)
-        S = warpgroup_mma_wait(0, deps=[S])
+        k = held(C, c, rings.k.buffers, at, C.D0, C.D1, C.HELD_K)
+        S = 0
+        if not C.HALVED:
+            S = issue_scores(C, c, Resident(k, 0, at, use, end), rings, use)
+            S = warpgroup_mma_wait(0, deps=[S])
         wait_full(rings.v, nth, C.KV_STAGES, pred=some)
-        v = held(C, c, rings.v.buffers, at, C.DV0, C.DV1)
+        v = held(C, c, rings.v.buffers, at, C.DV0, C.DV1, C.HELD)
         resident = Resident(k, v, at, use, end)
         dk = zeros(C.TOKENS, C.D0, C.D1)
         dv = zeros(C.TOKENS, C.DV0, C.DV1)
@@ -539,7 +672,7 @@ def consumer(C: gl.constexpr, c: gl.constexpr, rings, mail, sizes, args, heads, 
         if C.DQ:
             last = gl.maximum(end - 1, 0)
             wait_done(C, rings, last, some)
-            if some & ((last & 1) == c):
+            if some & (turn_of(C, last) == c):
                 make_dq(C, resident, rings, last)
         release(rings.k, nth, C.KV_STAGES, pred=some)
         nth += some.to(gl.int32)
@@ -729,12 +862,12 @@ def all_rings(C: gl.constexpr, descs, dq):
     q = part_buffers(descs.q, C.Q_STAGES, C.D1)
     do = part_buffers(descs.do, C.DO_STAGES, C.DV1)
     rows = tile_buffers(descs.rows, C.Q_STAGES)
-    k = part_buffers(descs.k, C.KV_STAGES, C.D1)
-    v = part_buffers(descs.v, C.KV_STAGES, C.DV1)
-    box: gl.constexpr = [C.BLOCK_STREAMED, C.BLOCK_RESIDENT]
+    k = part_buffers(descs.k, C.KEY_TILES * C.KV_STAGES, C.D1)
+    v = part_buffers(descs.v, C.KEY_TILES * C.KV_STAGES, C.DV1)
+    box: gl.constexpr = [C.BLOCK_STREAMED, C.BLOCK_RESIDENT // C.KEY_TILES]
     dtype: gl.constexpr = descs.q.low.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(box, dtype)
-    ds = gl.allocate_shared_memory(dtype, [C.DS_STAGES] + box, layout)
+    ds = gl.allocate_shared_memory(dtype, [C.KEY_TILES * C.DS_STAGES] + box, layout)
     dqs = Parts(ds, ds)
     if C.DQ:
         dqs = part_buffers(dq, C.DQ_STAGES, C.D1)
@@ -793,13 +926,28 @@ def backward(  # noqa: PLR0913, PLR0917  (Triton takes no record of descriptors)
     tiles = (n.nk + C.BLOCK_RESIDENT - 1) // C.BLOCK_RESIDENT
     if C.ORDERED and C.VARLEN:
         tiles = gl.load(t.cu_k + n.batch) // C.BLOCK_RESIDENT + n.batch
-    gl.warp_specialize(
-        [
-            (consumer, (C, 0, rings, mail, sizes, args, heads, out)),
-            (consumer, (C, 1, rings, mail, sizes, args, heads, out)),
-            (producer, (C, descs, rings, mail, order, sizes, seqs, heads)),
-            (writer, (C, dq, rings.dq, mail, t.done, tiles, sizes, heads)),
-        ],
-        [4, 1, 1],
-        [C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS, C.PRODUCER_REGISTERS],
-    )
+    few: gl.constexpr = C.PRODUCER_REGISTERS
+    many: gl.constexpr = C.CONSUMER_REGISTERS
+    if C.WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (consumer, (C, 0, rings, mail, sizes, args, heads, out)),
+                (consumer, (C, 1, rings, mail, sizes, args, heads, out)),
+                (producer, (C, descs, rings, mail, order, sizes, seqs, heads)),
+                (writer, (C, dq, rings.dq, mail, t.done, tiles, sizes, heads)),
+            ],
+            [4, 1, 1],
+            [many, few, few],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consumer, (C, 0, rings, mail, sizes, args, heads, out)),
+                (consumer, (C, 1, rings, mail, sizes, args, heads, out)),
+                (consumer, (C, 2, rings, mail, sizes, args, heads, out)),
+                (producer, (C, descs, rings, mail, order, sizes, seqs, heads)),
+                (writer, (C, dq, rings.dq, mail, t.done, tiles, sizes, heads)),
+            ],
+            [4, 4, 1, 1],
+            [many, many, few, few],
+        )

@@ -610,7 +610,7 @@ def copies_of(c: Config, tensors: Tensors, dout: Tensor, planes: int, rows: int)
             tuple(cut(t, rows, width) if width else None for width in widths)
             for t, rows, widths in (
                 (q, n_q, (c.D0, c.D1)), (dout, n_q, (c.DV0, c.DV1)),
-                (k, n_k, (c.D0, c.D1)), (v, n_k, (c.DV0, c.DV1)),
+                (k, n_k // c.KEY_TILES, (c.D0, c.D1)), (v, n_k // c.KEY_TILES, (c.DV0, c.DV1)),
             )
         ]  # fmt: skip
         dbias = cut_dbias(n_q, ROWS) if c.DBIAS else None

@@ -34,7 +34,9 @@ class Constants(tiles.Constants):
     def __init__(self, config: Config) -> None:
         self.config = config
         for name in filter(str.isupper, dir(config)):
-            setattr(self, name, gl.constexpr(getattr(config, name)))
+            value = getattr(config, name)
+            value = Constants(value) if isinstance(value, Config) else value
+            setattr(self, name, gl.constexpr(value))
 
 
 class Descriptors(NamedTuple):
@@ -219,11 +221,18 @@ def memory_place(r):
 
 
 @gluon.jit
-def row_numbers(C: gl.constexpr, rows, s, i: gl.constexpr):
-    """Return lse (i = 0) or delta (1) of the streamed queries in buffer s, one for each column."""
+def row_numbers(C: gl.constexpr, rows, s, i: gl.constexpr, part: gl.constexpr = 0):
+    """Return lse (i = 0) or delta (1) of the streamed queries in buffer s, one for each column.
+
+    The buffer may have several parts of as many queries as C has; return those of one.
+    """
+    N: gl.constexpr = C.BLOCK_STREAMED
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    both = reinterpret(rows.index(s), rows.dtype, [2, C.BLOCK_STREAMED], flat)
-    x = from_memory_order(both.index(i).load(memory_by_column(C)), C.BLOCK_STREAMED)
+    both = reinterpret(rows.index(s), rows.dtype, [2, rows.shape[3]], flat)
+    of_part = both.index(i)
+    if rows.shape[3] != N:
+        of_part = of_part.slice(part * N, N)
+    x = from_memory_order(of_part.load(memory_by_column(C)), N)
     return gl.convert_layout(x, gl.SliceLayout(0, score_layout(C)))
 
 

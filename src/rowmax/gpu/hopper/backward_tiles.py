@@ -29,6 +29,7 @@ class Config:
     D: int  # head sizes of the tile
     DV: int
     BLOCK_STREAMED: int = 64
+    WARPGROUPS: int = WARPGROUPS  # consumers: two, or three of ``backward_fused.py``
     CONSUMER_REGISTERS: int = 240
     PRODUCER_REGISTERS: int = 24
     LEFT: bool = False  # the band has a left limit
@@ -46,10 +47,6 @@ class Config:
     NATURAL: bool = False  # scores and lse are in natural units, else in base 2 (Problem.natural)
 
     QUERIES_RESIDENT = False
-
-    @property
-    def WARPGROUPS(self) -> int:
-        return WARPGROUPS
 
     @property
     def D0(self) -> int:
@@ -83,7 +80,7 @@ class Config:
 
     @property
     def BLOCK_RESIDENT(self) -> int:
-        return WARPGROUPS * ROWS
+        return self.WARPGROUPS * ROWS
 
     @property
     def TILE(self) -> int:
@@ -142,6 +139,7 @@ class FusedConfig(Config):
     BIAS_STAGES: int = 2  # buffers of a float32 bias
     HELD: bool = False  # K and V in registers as well, unless a bias needs the registers
     AHEAD: bool = False  # S of the next step starts before dQ, where registers hold both
+    HALVED: bool = False  # a step computes S, P and dS of half of its queries at a time
     DBIAS: bool = False  # dbias is stored tile by tile: the bias broadcasts over nothing
     DROW: bool = False  # dbias of a row is summed over queries
     DQ: bool = True  # dq is computed here; else afterwards, from dbias (backward_dbias.py)
@@ -153,7 +151,24 @@ class FusedConfig(Config):
     @property
     def READERS(self) -> int:
         """Return the partitions that read a message: the consumers, and the writer of dQ."""
-        return WARPGROUPS + self.DQ
+        return self.WARPGROUPS + self.DQ
+
+    @property
+    def HALF(self) -> FusedConfig | None:
+        """Return the constants of half a step, where a step has halves."""
+        if not self.HALVED:
+            return None
+        return replace(self, HALVED=False, BLOCK_STREAMED=self.BLOCK_STREAMED // 2)
+
+    @property
+    def HELD_K(self) -> bool:
+        """Return True if K is in registers as well."""
+        return self.HELD or self.HALVED
+
+    @property
+    def KEY_TILES(self) -> int:
+        """Return the tiles of K, V and dS of a step: 192 keys are three, for powers of two."""
+        return 1 if self.WARPGROUPS == WARPGROUPS else self.WARPGROUPS
 
     @property
     def DS_STAGES(self) -> int:
@@ -350,6 +365,17 @@ TILES: dict[tuple[int, int], tuple[Config, ...]] = {
         ),
     ),
 }
+#: by (D, DV): many long sequences (``is_long``). Q, dO and the sums of dQ pass once for 192 keys
+LONG = {
+    (64, 64): FusedConfig(
+        D=64, DV=64, WARPGROUPS=3, CONSUMER_REGISTERS=160, HALVED=True, Q_STAGES=4, DO_STAGES=2,
+        KV_STAGES=2,
+    ),
+}  # fmt: skip
+#: by (D, DV), the fewest keys of a long sequence, and the fewest tiles of keys: 8 a processor. With
+#: fewer the last tiles keep only some processors busy, and for longer than those of 128 keys
+LONG_KEYS = {(64, 64): 4096}
+LONG_TILES = 8 * 132
 #: head sizes in between, in two parts of columns. A bias takes their registers, and the tile above
 BETWEEN: dict[tuple[int, int], tuple[Config, ...]] = {
     (80, 80): (
@@ -448,8 +474,20 @@ def tiles_of(p: Problem, copied: bool) -> tuple[Config, ...]:
     size = sizes_of(p.d, p.dv)
     if copied and float32_bias(p):
         return FLOAT32_BIAS[size][:1]
+    if is_long(p, size):
+        return (LONG[size],)
     fits = [x for x in BETWEEN if p.d <= x[0] and p.dv <= x[1] and x < size]
     return BETWEEN[fits[0]] if fits and p.bias is None else TILES[size]
+
+
+def is_long(p: Problem, size: tuple[int, int]) -> bool:
+    """Return True if the tile of three warpgroups is faster, as far as it was measured."""
+    if size not in LONG or p.nk < LONG_KEYS[size]:
+        return False
+    plain = p.bias is None and not (p.varlen or p.prefix or p.documents or p.distance)
+    tiles = p.batch * p.hk * -(-p.nk // LONG[size].BLOCK_RESIDENT)
+    few_features = not (p.deterministic or p.softcap > 0 or p.left is not None)
+    return plain and few_features and tiles >= LONG_TILES
 
 
 _Config = TypeVar("_Config", bound=Config)
@@ -457,12 +495,13 @@ _Config = TypeVar("_Config", bound=Config)
 
 def config_for(p: Problem, tile: _Config, **options: Any) -> _Config:
     """Return the tile with the features of a problem, and those of ``options`` that it has."""
+    warpgroups = options.get("WARPGROUPS", tile.WARPGROUPS)
     found = {
         "D_OUT": p.d,
         "DV_OUT": p.dv,
         "LEFT": p.left is not None,
         "RIGHT": p.right is not None,
-        "RAGGED": p.varlen or p.prefix or p.nk % (WARPGROUPS * ROWS) > 0,
+        "RAGGED": p.varlen or p.prefix or p.nk % (warpgroups * ROWS) > 0,
         "VARLEN": p.varlen,
         "PREFIX": p.prefix,
         "DOCUMENTS": p.documents,
