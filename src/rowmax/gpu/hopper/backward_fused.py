@@ -549,7 +549,8 @@ def halved_step(
     dk, dv = add_half(C, c, 1, dk, dv, P, p, dp1, do, rings, use)
     fence_async_shared()
     if C.DQ:
-        if was & (turn_of(C, before) == c):
+        mine = was & (turn_of(C, before) == c)
+        if mine:
             make_dq(C, resident, rings, before)
     dv, dk = wait_two(0, dv, dk, C.D1)
     release(rings.q, use, C.Q_STAGES)
