@@ -156,21 +156,22 @@ def check_backward(
 def check_long(
     case: Case, dtype: str, repeats: int, device: str = "cuda", reference: str | None = None
 ) -> list[str]:
-    """Return what is wrong with a backward by tiles of long sequences, however short they are."""
+    """Return what is wrong with a backward whose steps have halves, however short sequences are."""
     from rowmax.gpu.hopper import backward_host, backward_tiles
 
     every = dict.fromkeys(backward_tiles.LONG, 0)
     with (
         mock.patch.object(backward_tiles, "LONG_KEYS", every),
         mock.patch.object(backward_tiles, "LONG_TILES", 0),
+        mock.patch.dict(backward_tiles.BETWEEN, {(96, 96): (backward_tiles.HALVES_OF_96,)}),
     ):
         backward_host.PLANS.clear()
         try:
             found = check_backward(case, dtype, False, repeats, device, reference)
-            tiles = {plan.works[0].config.WARPGROUPS for plan in backward_host.PLANS.values()}
+            halved = [plan.works[0].config.HALVED for plan in backward_host.PLANS.values()]
         finally:
             backward_host.PLANS.clear()
-    return found if found or 3 in tiles else ["refused: two warpgroups compute it"]
+    return found if found or any(halved) else ["refused: its steps have no halves"]
 
 
 def rounded_parts(got: Gradients, parts: Gradients) -> list[str]:

@@ -326,7 +326,7 @@ def hopper_backward(given: Namespace) -> Iterator[Check]:
 
 
 def hopper_long(given: Namespace) -> Iterator[Check]:
-    """Yield cases of the Hopper backward by tiles of long sequences."""
+    """Yield cases of the Hopper backward by halves of a step: of long sequences, and of 96."""
     from tests.gpu.hopper_direct import cases, check_long
 
     longer = [
@@ -334,7 +334,8 @@ def hopper_long(given: Namespace) -> Iterator[Check]:
         Case("long-grouped", b=2, nq=2100, nk=4224, hq=4, hk=2, d=64),
     ]
     for case in tagged(given.tag) if given.tag else [*longer, *cases("backward")]:
-        if 32 < case.d <= 64 and not (case.bias or case.packed or case.documents or case.lengths):
+        dense = not (case.packed or case.documents or case.lengths)
+        if not case.bias and (80 < case.d <= 96 or (32 < case.d <= 64 and dense)):
             args = (case, "bfloat16", given.repeats, given.device, given.reference)
             yield Check("hopper-long", case.name, "bfloat16", "", check_long, args, True)
 

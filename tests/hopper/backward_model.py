@@ -43,7 +43,7 @@ SIZES = (
 PROCESSORS = (1, 2, 3, 5, 7, 9)
 LENGTHS = ((1, 1), (3, 3), (64, 1), (239, 1), (399, 3), (1, 300), (113, 203), (108, 256),
            (255, 256), (256, 255), (64, 128), (192, 384))  # fmt: skip
-#: cases whose tiles are those of long sequences (backward_tiles.LONG), which hold 192 keys
+#: cases by halves of a step: of long sequences (backward_tiles.LONG), and of head size 96
 LONG: dict[str, dict[str, Any]] = {
     **{
         f"{n}-{m}{'-causal' * c}": {"nq": n, "nk": m, "causal": c}
@@ -52,6 +52,9 @@ LONG: dict[str, dict[str, Any]] = {
     },
     "heads": {"b": 2, "nq": 130, "nk": 260, "hq": 4, "hk": 2, "causal": True},
     "many-tiles": {"nq": 200, "nk": 620, "hq": 2, "d": 40, "dv": 64},
+    "96": {"nq": 113, "nk": 203, "hq": 2, "hk": 1, "d": 96},
+    "96-causal": {"nq": 256, "nk": 255, "d": 88, "dv": 96, "causal": True},
+    "96-packed": {"hq": 2, "d": 96, "causal": True, "sequences": ((5, 90), (0, 17), (150, 270))},
 }
 PACKED = ((5, 90), (0, 17), (150, 270), (33, 0), (1, 40), (200, 200))
 FEATURES: dict[str, dict[str, Any]] = {
@@ -275,9 +278,9 @@ def main() -> int:
     collect_less()
     prepare()
     if options.long:
-        wrong = [x for x in long_cases() if device.check_long(x, "float16", 0, "cpu")]
-        print(*(case.name for case in wrong))
-        return int(bool(wrong))
+        every = {case.name: device.check_long(case, "float16", 0, "cpu") for case in long_cases()}
+        print(*(f"{name}: {texts}" for name, texts in every.items() if texts), sep="\n")
+        return int(any(every.values()))
     if options.extremes:
         return int(bool(extremes(options.only)))
 

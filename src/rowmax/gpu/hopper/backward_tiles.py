@@ -376,6 +376,8 @@ LONG = {
 #: fewer the last tiles keep only some processors busy, and for longer than those of 128 keys
 LONG_KEYS = {(64, 64): 4096}
 LONG_TILES = 8 * 132
+#: half of a step at a time leaves registers for K and V, but not for copies of them
+HALVES_OF_96 = FusedConfig(D=96, DV=96, Q_STAGES=4, DO_STAGES=2, HALVED=True, HELD=True)
 #: head sizes in between, in two parts of columns. A bias takes their registers, and the tile above
 BETWEEN: dict[tuple[int, int], tuple[Config, ...]] = {
     (80, 80): (
@@ -384,7 +386,9 @@ BETWEEN: dict[tuple[int, int], tuple[Config, ...]] = {
             HELD=not COPIES_OPERANDS,  # copies of K and V would spill
         ),
     ),
-    (96, 96): (FusedConfig(D=96, DV=96, Q_STAGES=4, DO_STAGES=3),),
+    (96, 96): (
+        FusedConfig(D=96, DV=96, Q_STAGES=4, DO_STAGES=3) if COPIES_OPERANDS else HALVES_OF_96,
+    ),
     (192, 128): (
         DqConfig(D=192, DV=128, K_STAGES=2, V_STAGES=2),
         DkdvConfig(D=192, DV=128, Q_STAGES=3, DO_STAGES=2, HELD_K=192, HELD_V=128),
