@@ -23,6 +23,10 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+
+from . import source_compat  # noqa: F401  (first: it hastens the import of triton)
+
+# isort: split
 from triton import knobs
 
 #: the first release known to be right

@@ -1,6 +1,7 @@
 """Private interfaces of Triton and torch that launches use, each with a public alternative.
 
-Tried with triton 3.6.0 and 3.9.0. Gluon's are in ``hopper/gluon_compat.py``.
+Tried with triton 3.6.0 and 3.9.0. Those for sources are in ``source_compat.py``, Gluon's in
+``hopper/gluon_compat.py``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from . import source_compat  # noqa: F401  (first: it hastens the import of triton)
+
+# isort: split
 import triton
 from triton import knobs
 
