@@ -128,17 +128,17 @@ def backward(
 
 def _refused_backward(p: Problem) -> str | None:
     """Return why no backward kernel computes a problem, or None."""
-    from .backward_bias import kind_of, refused_tile
-
     if max(p.d, p.dv) > 512:
         return f"its backward takes head sizes up to 512, these are {p.d} and {p.dv}"
     if max(p.d, p.dv) > 256 and p.bias is not None:
         return "its backward of head sizes above 256 takes no bias"
     if max(p.d, p.dv) > 256 and p.prefix:
         return "its backward of head sizes above 256 takes no prefix lengths"
-    if p.bias is None or kind_of(p):
+    if p.bias is None:
         return None
-    return refused_tile(p)
+    from .backward_bias import kind_of, refused_tile
+
+    return None if kind_of(p) else refused_tile(p)
 
 
 def _missing(index: int | None) -> str | None:
