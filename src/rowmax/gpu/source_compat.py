@@ -1,4 +1,4 @@
-"""Read the sources of jitted functions faster than Triton does.
+"""Read and hash the sources of jitted functions faster than Triton does.
 
 Triton's ways remain where a source or a release has another form. Tried with triton 3.6.0 and
 3.9.0.
@@ -6,6 +6,7 @@ Triton's ways remain where a source or a release has another form. Tried with tr
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import linecache
 import os
@@ -118,7 +119,130 @@ class _Inspect(ModuleType):
 
 
 with _quick_inspect():  # Triton reads 48 functions of its own as it is imported: 16 ms
+    import triton
     from triton.runtime import jit
 
 if getattr(jit, "inspect", None) is inspect:
     jit.inspect = _Inspect("inspect")  # pyright: ignore
+
+
+# --- hashes ------------------------------------------------------------------------------------
+
+_WORDS = re.compile(r"[^\W\d]\w*")
+_ATTRIBUTES = re.compile(r"\.\s*([^\W\d]\w*)")
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+#: modules whose functions the language gives: Triton's own key has them
+_LANGUAGE = ("triton.language", "triton.experimental.gluon.language", "copy", "math")
+
+
+def source_hash(kernel: Any) -> str | None:
+    """Return a hash of all sources that a kernel consists of, None if Triton has another form.
+
+    Triton's ``cache_key`` visits the syntax trees of all functions that a kernel calls: 45 ms for
+    a forward. Here a function depends on every global and every nonlocal variable whose name is a
+    word of its source. They are more than it reads. A changed source, constant, class or function
+    changes the hash.
+    """
+    try:
+        return _Sources(kernel).hash
+    except Exception:
+        return None
+
+
+class _Sources:
+    """The functions that a kernel may call, numbered in the order in which they are found."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.functions: list[Any] = []
+        self._numbers: dict[int, int] = {}
+        self._add(kernel)
+        digest = hashlib.sha256(triton.__version__.encode())
+        for function in self.functions:  # it grows
+            digest.update("\n".join(self._text(function)).encode())
+        self.hash = digest.hexdigest()
+
+    def _add(self, function: Any) -> int:
+        number = self._numbers.get(id(function))
+        if number is None:
+            number = self._numbers[id(function)] = len(self.functions)
+            self.functions.append(function)
+        return number
+
+    def _text(self, function: Any) -> Iterator[str]:
+        """Yield the source of a function, and a text for each variable that it may read."""
+        source, of = function.src, function.fn
+        yield f"{type(function).__name__} {of.__module__}.{of.__qualname__}"
+        yield f"{function.starting_line_number} {getattr(function, 'noinline', False)}"
+        yield source
+        words, attributes = set(_WORDS.findall(source)), set(_ATTRIBUTES.findall(source))
+        cells = zip(of.__code__.co_freevars, of.__closure__ or (), strict=True)
+        scopes = {name: cell.cell_contents for name, cell in cells}, of.__globals__
+        for scope in scopes:
+            for name in sorted(words & scope.keys()):
+                yield f"{name} = {self._value(scope[name], attributes, ())}"
+
+    def _value(self, x: Any, attributes: set[str], within: tuple[Any, ...]) -> str:
+        """Return a text that changes with a value, and with attributes of these names."""
+        kind = type(x)
+        if kind in _PLAIN:
+            return f"{kind.__name__} {x!r}"
+        if isinstance(x, jit.JITCallable):
+            return f"function {self._add(x)}"
+        if getattr(x, "__triton_builtin__", False) or kind is FunctionType:
+            return f"builtin {x.__module__}.{x.__qualname__}"
+        if any(x is y for y in within):
+            return "within"
+        within = (*within, x)
+        if kind is triton.language.constexpr:
+            return f"constexpr {self._value(x.value, attributes, within)}"
+        if isinstance(x, tuple | list):
+            return f"{kind.__qualname__} {[self._value(y, attributes, within) for y in x]}"
+        if kind is ModuleType and x.__name__ in _LANGUAGE:
+            return f"module {x.__name__}"
+        found = [f"{kind.__qualname__} {_name(x)}"]
+        if getattr(x, "__triton_aggregate__", False):
+            members = [self._value(y, attributes, within) for y in x.hash_attrs]
+            found.append(f"{x.__annotations__} {members}")
+        for name in sorted(attributes):
+            y = getattr(x, name, None)
+            if y is not None:
+                found.append(f"{name}: {self._value(y, attributes, within)}")
+        return f"({', '.join(found)})"
+
+
+def _name(x: Any) -> str:
+    """Return the name of a module or a class, with its fields; the text of another value."""
+    if isinstance(x, ModuleType):
+        return x.__name__
+    if isinstance(x, type):
+        fields = getattr(x, "_fields", ()), getattr(x, "_field_defaults", {})
+        return f"{x.__module__}.{x.__qualname__} {fields}"
+    text = repr(x)
+    return "" if " at 0x" in text else text
+
+
+def quick_source(source: Any) -> Any:
+    """Return a class of sources for ``triton.compile``, whose hash has that of ``source_hash``."""
+
+    class Source(source):
+        def hash(self) -> str:
+            found = source_hash(self.fn)
+            if found is None:
+                return super().hash()
+            kernel, self.fn = self.fn, _Hashed(found)
+            try:
+                return super().hash()
+            except AttributeError:  # a release that reads more of it
+                self.fn = kernel
+                return super().hash()
+            finally:
+                self.fn = kernel
+
+    return Source
+
+
+class _Hashed:
+    """A kernel's key, in place of the kernel."""
+
+    def __init__(self, key: str) -> None:
+        self.cache_key = key
