@@ -272,3 +272,19 @@ def test_hashes_are_those_of_another_process() -> None:
     }
     assert len(found) == 1
     assert "None" not in found.pop()
+
+
+# --- a warm call -------------------------------------------------------------------------------
+
+
+def test_a_kernel_in_the_cache_takes_no_hash_of_triton_and_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("ROWMAX_CACHE", str(tmp_path))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for how in ("cold", "warm"):
+        command = [sys.executable, "-m", "tests.compile.warm", how]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == f"{how}\n"
