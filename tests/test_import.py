@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
+
+import pytest
+
+from rowmax import imports
 
 ALLOWED = 0.3  # seconds
 OPTIONAL = ("triton", "numba", "numpy", "rich", "typer", "click", "matplotlib", "transformers")
@@ -50,3 +55,56 @@ def test_the_public_names_are_all_there():
     assert sorted(rowmax.__all__) == rowmax.__all__
     for name in rowmax.__all__:
         assert getattr(rowmax, name).__doc__, f"{name} has no docstring"
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_imports_of_backends_leave_the_collector_as_it_was(enabled):
+    def within() -> None:
+        with imports.without_collections(), imports.without_collections():
+            assert not gc.isenabled()
+            raise ImportError
+
+    before, frozen = gc.isenabled(), gc.get_freeze_count()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with pytest.raises(ImportError):
+            within()
+        assert gc.isenabled() is enabled
+        assert gc.get_freeze_count() <= frozen
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
+_IMPORTS = """
+import gc
+from rowmax.imports import without_collections
+
+class Cycle:
+    def __init__(self):
+        self.me = self
+    def __del__(self):
+        print("gone")
+
+collections = []
+gc.callbacks.append(lambda phase, info: collections.append(info["generation"]))
+gc.collect()
+Cycle()
+with without_collections():
+    print("begun")
+    del collections[:]
+    made = [[i] for i in range(300_000)]
+    assert collections == []
+more = [[i] for i in range(30_000)]
+assert 2 not in collections, collections
+Cycle()
+gc.collect()
+gc.freeze()
+count = gc.get_freeze_count()
+with without_collections():
+    pass
+assert gc.get_freeze_count() == count
+"""
+
+
+def test_imports_of_backends_begin_no_collection_of_all_objects():
+    assert _child(_IMPORTS).split() == ["gone", "begun", "gone"]

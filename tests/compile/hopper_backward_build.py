@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from rowmax.call.problem import Tensors
 from rowmax.gpu.hopper.backward_args import Numbers, Pointers
-from rowmax.gpu.hopper.backward_host import KERNELS, copies_of, reads_rows
+from rowmax.gpu.hopper.backward_host import copies_of, kernel_of, reads_rows
 from rowmax.gpu.hopper.backward_lib import Constants
 from rowmax.gpu.hopper.backward_tiles import (
     HELD_WITH_BIAS,
@@ -55,7 +55,7 @@ def build(
     like |= {"inner": 1.0, "scale": 1.0, "out_scale": 1.0, "shift": 1 if shifted else None}
     like["parts"] = 2 if parts else None
     options = {"num_warps": 4, "enable_fp_fusion": True}
-    launch = GluonLaunch(KERNELS[type(c)], (1, 1, 1), options)
+    launch = GluonLaunch(kernel_of(type(c)), (1, 1, 1), options)
     made = launch.compile(
         *_copies(c, _DTYPES[dtype]),
         _pointers(c, _DTYPES[dtype], parts, wide),

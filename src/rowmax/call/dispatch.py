@@ -5,6 +5,7 @@ A backend is imported only for a problem on a kind of device that it runs on.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -15,6 +16,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
+from ..imports import without_collections
 from .inputs import (
     HEAD_TERMS,
     Cotangents,
@@ -523,4 +525,8 @@ def _joined(reasons: Mapping[str, str], results: tuple[str, ...]) -> str | None:
 
 
 def _load(name: str) -> Backend:
-    return import_module(_MODULES[name])  # pyright: ignore
+    module = _MODULES[name]
+    if module in sys.modules:
+        return import_module(module)  # pyright: ignore
+    with without_collections():
+        return import_module(module)  # pyright: ignore

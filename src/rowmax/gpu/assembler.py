@@ -23,7 +23,13 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+
+from . import source_compat  # noqa: F401  (first: it hastens the import of triton)
+
+# isort: split
 from triton import knobs
+
+from .versions import version_text
 
 #: the first release known to be right
 SOUND = (12, 9)
@@ -69,7 +75,7 @@ _entered: Choice | None = None  # theirs
 def release_of(path: str) -> Assembler | None:
     """Return the assembler at a path, or None if none runs there."""
     try:
-        text = subprocess.check_output([path, "--version"], text=True, stderr=subprocess.STDOUT)
+        text = version_text(path, stderr=subprocess.STDOUT).decode(errors="replace")
     except (OSError, subprocess.CalledProcessError):
         return None
     found = re.search(r"release (\d+)\.(\d+)", text)

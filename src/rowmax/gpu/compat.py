@@ -1,6 +1,7 @@
 """Private interfaces of Triton and torch that launches use, each with a public alternative.
 
-Tried with triton 3.6.0 and 3.9.0. Gluon's are in ``hopper/gluon_compat.py``.
+Tried with triton 3.6.0 and 3.9.0. Those for sources are in ``source_compat.py``, Gluon's in
+``hopper/gluon_compat.py``.
 """
 
 from __future__ import annotations
@@ -9,17 +10,25 @@ import gc
 import hashlib
 import inspect
 import json
-import os
 import re
+import subprocess
 from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
+
+from . import source_compat  # noqa: F401  (first: it hastens the import of triton)
+
+# isort: split
 import triton
 from triton import knobs
+
+from .folder import write
+from .versions import version_text
 
 
 def _public_stream(device: int) -> int:
@@ -186,11 +195,7 @@ def remember_key(folder: Path) -> None:
         key = found.get("key") if found.get("stamp") == stamp else None
     if not isinstance(key, str):
         key = compute()
-        with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            part = path.with_suffix(f".{os.getpid()}")
-            part.write_text(json.dumps({"stamp": stamp, "key": key}))
-            part.replace(path)
+        write(path, json.dumps({"stamp": stamp, "key": key}))
 
     def kept_key() -> str:
         return key
@@ -205,6 +210,34 @@ def _stamp(root: Path) -> str:
     files += [x for name in _KEYED for x in sorted((root / name).rglob("*.py"))]
     found = [(str(x), x.stat().st_size, x.stat().st_mtime_ns) for x in files]
     return hashlib.sha256(repr((triton.__version__, found)).encode()).hexdigest()
+
+
+class _Subprocess(ModuleType):
+    """The module subprocess, which starts no process for a version that is kept."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(subprocess, name)
+
+    @staticmethod
+    def check_output(command: Any, *args: Any, **options: Any) -> Any:
+        if not args and set(options) <= {"stderr"} and list(command[1:]) == ["--version"]:
+            return version_text(command[0], **options)
+        return subprocess.check_output(command, *args, **options)
+
+
+def keep_versions() -> None:
+    """Let Triton find the release of ptxas, a part of its keys, by ``version_text``."""
+    modules = [knobs]
+    with suppress(ImportError):
+        from triton.backends.nvidia import compiler
+
+        modules.append(compiler)
+    for module in modules:
+        if getattr(module, "subprocess", None) is subprocess:
+            module.subprocess = _Subprocess("subprocess")  # pyright: ignore
+
+
+keep_versions()
 
 
 def build_launcher(compiled: Any) -> None:

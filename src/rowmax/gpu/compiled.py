@@ -24,6 +24,7 @@ from triton.compiler import ASTSource
 from . import compat
 from .assembler import assembling, current_arch
 from .folder import cache_folder
+from .source_compat import quick_source
 
 _TYPES = {
     torch.float32: "*fp32",
@@ -66,6 +67,21 @@ class _Address:
 
     def __init__(self, address: int) -> None:
         self.data_ptr = lambda: address
+
+
+class _Same:
+    """A kernel in keys, by its identity: Triton would hash the sources of kernels for it."""
+
+    __slots__ = ("kernel",)
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.kernel is self.kernel
+
+    def __hash__(self) -> int:
+        return id(self.kernel)
 
 
 class Kept:
@@ -195,6 +211,7 @@ class Launch:
         copies: tuple[Any, ...] = (),
     ) -> None:
         self.kernel = kernel
+        self._same = _Same(kernel)
         self.grid = grid
         self.options = options
         self.last = last
@@ -329,7 +346,7 @@ class Launch:
         return compile
 
     def _key(self, device: int, args: tuple[Any, ...]) -> Any:
-        return (self.kernel, device, (_kinds(args),), *self.options.items())
+        return (self._same, device, (_kinds(args),), *self.options.items())
 
     def _found(self, key: Any, new: Kept | None = None) -> Any:
         """Return the kept kernel of a key, else ``new``; this launch then uses it."""
@@ -406,7 +423,7 @@ def _remember_key() -> None:
 def _announced(source: Any) -> Any:
     """Return the class of sources, which calls what waits for ``once_read``."""
 
-    class Source(source):
+    class Source(quick_source(source)):
         def make_ir(self, *args: Any, **kwargs: Any) -> Any:
             module = super().make_ir(*args, **kwargs)
             call = _waiting.pop(threading.get_ident(), None)

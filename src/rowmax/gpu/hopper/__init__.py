@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...call.dispatch import Limit, beyond
 from ...call.problem import Gradients, Problem, Tensors, Wanted
+from ...imports import without_collections
 from .. import parts
 
 __all__ = [
@@ -92,7 +93,8 @@ def notes(problem: Problem, call: str) -> list[str]:
 
 def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
     """Return (out, lse)."""
-    from . import host
+    with without_collections():
+        from . import host
 
     return host.forward(problem, tensors)
 
@@ -121,24 +123,25 @@ def backward(
     wanted: Wanted,
 ) -> Gradients:
     """Return the gradients that are wanted and not among ``lacks``."""
-    from . import backward_host
+    with without_collections():
+        from . import backward_host
 
     return backward_host.backward(problem, tensors, out, lse, dout, dlse, wanted)
 
 
 def _refused_backward(p: Problem) -> str | None:
     """Return why no backward kernel computes a problem, or None."""
-    from .backward_bias import kind_of, refused_tile
-
     if max(p.d, p.dv) > 512:
         return f"its backward takes head sizes up to 512, these are {p.d} and {p.dv}"
     if max(p.d, p.dv) > 256 and p.bias is not None:
         return "its backward of head sizes above 256 takes no bias"
     if max(p.d, p.dv) > 256 and p.prefix:
         return "its backward of head sizes above 256 takes no prefix lengths"
-    if p.bias is None or kind_of(p):
+    if p.bias is None:
         return None
-    return refused_tile(p)
+    from .backward_bias import kind_of, refused_tile
+
+    return None if kind_of(p) else refused_tile(p)
 
 
 def _missing(index: int | None) -> str | None:
@@ -154,8 +157,9 @@ def _missing(index: int | None) -> str | None:
 def _without_gluon() -> str | None:
     """Return why the kernels cannot be imported, or None."""
     try:
-        from ..compat import is_compiled
-        from . import forward_kernel, packed  # noqa: F401
+        with without_collections():
+            from ..compat import is_compiled
+            from . import forward_kernel, packed  # noqa: F401
     except ImportError as error:
         return f"triton's Gluon is missing or of another release ({error})"
     if not is_compiled(packed._place):

@@ -25,7 +25,6 @@ from ...call.problem import Gradients, Problem, Tensors, Wanted
 from ...rules.softmax import LOG2E
 from ..compiled import Launch, Span
 from ..kept import Plans
-from ..preprocess import row_sums
 from . import packed, row_stats
 from .backward_args import (
     Numbers,
@@ -40,10 +39,6 @@ from .backward_args import (
     RowPointers,
 )
 from .backward_bias import gradient_by, kind_of, new_dbias, refused_gradient, sum_dbias
-from .backward_dbias import backward_dbias, dq_of_dbias, sum_parts
-from .backward_dkdv import backward_dkdv
-from .backward_dq import backward_dq
-from .backward_fused import backward as backward_fused
 from .backward_lib import Constants
 from .backward_order import counter_table, padded_rows
 from .backward_tiles import (
@@ -61,7 +56,6 @@ from .backward_tiles import (
     shared_bias_tile,
     tiles_of,
 )
-from .backward_wide import backward_wide
 from .documents import tile_ranges, tile_spans
 from .host import GluonLaunch, processors
 from .lib.order import SECTION_BYTES, dense_table, touched_tile_count
@@ -77,13 +71,22 @@ _FOLLOWS = _OPTIONS | {"launch_pdl": True}
 MOST_PARTS, LEAST_SHARERS, PART_BYTES = 8, 2, 2**25
 #: the most blocks that work on one head, where each follows another (``backward_order.py``)
 FOLLOWERS = 66
-KERNELS: dict[type[Config], Any] = {
-    FusedConfig: backward_fused,
-    DqConfig: backward_dq,
-    DkdvConfig: backward_dkdv,
-    DbiasConfig: backward_dbias,
-    WideConfig: backward_wide,
-}
+
+
+def kernel_of(kind: type[Config]) -> Any:
+    """Return the kernel of a kind of config. A call imports its own: all five take 20 ms."""
+    if kind is FusedConfig:
+        from .backward_fused import backward as kernel
+    elif kind is DqConfig:
+        from .backward_dq import backward_dq as kernel
+    elif kind is DkdvConfig:
+        from .backward_dkdv import backward_dkdv as kernel
+    elif kind is DbiasConfig:
+        from .backward_dbias import backward_dbias as kernel
+    else:
+        assert kind is WideConfig
+        from .backward_wide import backward_wide as kernel
+    return kernel
 
 
 class Work(NamedTuple):
@@ -303,7 +306,7 @@ def prepare(
         dk=made.k,
         dv=made.v,
         dcolumn=made.bias if plan.dbias == "column" else None,
-        rest=row_sums(problem, tensors, lse),
+        rest=rest_of_lse(problem, tensors, lse),
         scaled=dout.new_empty_strided(dout.shape, dout.stride()) if problem.natural else None,
     )
     fresh = fused is not None and fused.FRESH
@@ -311,6 +314,15 @@ def prepare(
     if parts is None or sink is None:
         return t, None
     return t, parts.view(-1, problem.hq, plan.tiles).sum((0, 2)).to(sink.dtype)
+
+
+def rest_of_lse(problem: Problem, tensors: Tensors, lse: Tensor) -> Tensor | None:
+    """Return the rounding error of lse, None if scores are not natural."""
+    if not problem.natural:
+        return None
+    from ..preprocess import row_sums
+
+    return row_sums(problem, tensors, lse)
 
 
 def run(
@@ -523,6 +535,8 @@ def row_arguments(p: Problem, c: Config, dout: Tensor, tiles: int) -> tuple[Any,
 
 def product_of_dbias(p: Problem, c: FusedConfig, k: Tensor) -> Launch:
     """Return the launch that makes dq from dbias."""
+    from .backward_dbias import dq_of_dbias
+
     tile = DQ_OF_DBIAS
     tiles = -(-p.nq // tile.rows)
     eights = (s // 8 for s in strides(k)[:3])
@@ -538,6 +552,8 @@ def product_of_dbias(p: Problem, c: FusedConfig, k: Tensor) -> Launch:
 
 def sum_of_parts(p: Problem, parts: int) -> Launch:
     """Return the launch that sums the parts of dbias."""
+    from .backward_dbias import sum_parts
+
     assert p.bias is not None
     size, block = math.prod(p.bias), 1024
     last = (PartNumbers(size, parts), gl.constexpr(block))
@@ -573,7 +589,7 @@ def build_work(
     )
     last = (numbers, gl.constexpr(Constants(c)))
     copies = copies_of(c, tensors, dout, planes, rows)
-    launch = GluonLaunch(KERNELS[type(c)], (programs, 1, 1), _FOLLOWS, last, copies)
+    launch = GluonLaunch(kernel_of(type(c)), (programs, 1, 1), _FOLLOWS, last, copies)
     return Work(c, table, ends, launch)
 
 
