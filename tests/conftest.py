@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
 import pytest
@@ -11,6 +11,7 @@ from hypothesis import settings
 
 from .compile_once import compile_once
 from .garbage import collect_less
+from .kept_kernels import kept_folder
 
 # The first example may compile kernels, and a busy machine is no failure.
 settings.register_profile("rowmax", deadline=None, derandomize=True, max_examples=30)
@@ -48,6 +49,19 @@ def one_thread() -> Iterator[None]:
         patch.setenv("OMP_NUM_THREADS", "1")
         yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def kernel_folder(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., str]:
+    """Return a function that names a folder for compiled kernels, which later runs load."""
+
+    def folder(name: str, *texts: str) -> str:
+        kept = kept_folder(request.config, name, *texts)
+        return str(kept or tmp_path_factory.mktemp(name))
+
+    return folder
 
 
 @pytest.fixture(scope="session", params=["reference", "torch", "cpu"])

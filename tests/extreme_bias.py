@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -88,6 +89,19 @@ def extreme(case: Case, dtype: torch.dtype, bias_dtype: torch.dtype, device: str
     return call.with_leaves(leaves)
 
 
+@lru_cache(maxsize=256)
+def reference(
+    case: Case, dtype: torch.dtype, bias_dtype: torch.dtype, device: str
+) -> tuple[Call, tuple[Tensor, Tensor], Answer]:
+    """Return a case with extreme biases, its cotangents and the definition, once for all backends.
+
+    Checks must not change them.
+    """
+    call = extreme(case, dtype, bias_dtype, device)
+    grads = cotangents(call)
+    return call, grads, definition(call, *grads, torch.float64)
+
+
 def limit(dtype: torch.dtype, bias_dtype: torch.dtype) -> float:
     """Return the relative error that is allowed.
 
@@ -143,10 +157,8 @@ def check_backward(
 
     The backend makes no gradient that is ``lacked``.
     """
-    call = extreme(case, dtype, bias_dtype, device)
+    call, (dout, dlse), ref = reference(case, dtype, bias_dtype, device)
     problem, tensors = call.problem()
-    dout, dlse = cotangents(call)
-    ref = definition(call, dout, dlse, torch.float64)
     rows = (ref.out.to(dtype), ref.lse.to(problem.accumulator), dout, dlse)
     if case.packed:
         rows = tuple(t[None] for t in rows)
@@ -164,11 +176,9 @@ def check(
     case: Case, dtype: torch.dtype, bias_dtype: torch.dtype, backend: str, device: str
 ) -> list[str]:
     """Return what is wrong with one case; ["refused: reason"] if the backend does not take it."""
-    call = extreme(case, dtype, bias_dtype, device)
-    if reason := refusal(call, backend):
+    if reason := refusal(extreme(case, dtype, bias_dtype, device), backend):
         return [f"refused: {reason}"]
-    grads = cotangents(call)
-    ref = definition(call, *grads, torch.float64)
+    call, grads, ref = reference(case, dtype, bias_dtype, device)
     with poisoned():
         got = answer(call, *grads, backend=backend)
     allowed = limit(dtype, bias_dtype)

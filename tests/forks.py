@@ -129,6 +129,7 @@ def main() -> None:
     gc.freeze()
     program = _next_program()
     if program is None:
+        gc.unfreeze()  # Triton prints what the end of a process finds alive
         return
     _prepare(program)
     found: Any = types.ModuleType("__main__")

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import inspect
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import triton.language as tl
 from triton.language import core
 from triton.language.semantic import TritonSemantic
@@ -24,6 +25,8 @@ KNOWN: tuple[tuple[Any, str, str], ...] = (
     (interpreter, "_patch_attr", "obj name member builder scope"),
     (interpreter, "_get_np_dtype", "tt_dtype"),
     (interpreter, "_validate_np_data_size", "np_array tl_dtype"),
+    (interpreter.TensorHandle, "__init__", "self data dtype attr"),
+    (interpreter.TensorHandle, "get_element_ty", "self"),
     (core.block_type, "__init__", "self element_ty shape"),
     (core.block_type, "with_element_ty", "self scalar_ty"),
     (core.tensor, "__init__", "self handle type"),
@@ -37,6 +40,9 @@ KNOWN: tuple[tuple[Any, str, str], ...] = (
     (TritonSemantic, "binary_op_sanitize_overflow_impl", "self lhs rhs binary_op"),
     (TritonSemantic, "broadcast_impl_value", "self lhs rhs"),
     (TritonSemantic, "scalar_constant", "self value dtype"),
+    (TritonSemantic, "cast", "self input dst_ty fp_downcast_rounding"),
+    (TritonSemantic, "expand_dims", "self input axis"),
+    (TritonSemantic, "arange", "self start end ret_ty"),
 )
 
 
@@ -50,6 +56,7 @@ def speed_up() -> None:
     _keep_dtypes()
     _keep_shapes()
     _skip_checks_of_equal_types()
+    _keep_results()
 
 
 def _is_known() -> bool:
@@ -89,7 +96,10 @@ def _patch_once_a_launch() -> None:
 
 
 def _call_builtins_directly() -> None:
-    """Call what a builtin of the language wraps. The wrapper only checks that it has semantics."""
+    """Call what a builtin of the language wraps. The wrapper only checks that it has semantics.
+
+    Operators of tensors go to numpy at once, by the types that Triton's own gave the first time.
+    """
     semantics: dict[int, Any] = {}
 
     def patch(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
@@ -100,9 +110,85 @@ def _call_builtins_directly() -> None:
             options["_semantic"] = semantic
             return inner(*args, **options)
 
-        scope.set_attr(obj, name, call)
+        known = obj is core.tensor and name in _OPERATORS
+        scope.set_attr(obj, name, _operator(name, call) if known else call)
 
     interpreter._patch_attr = patch
+
+
+#: operators of tensors, and the function of numpy that Triton's interpreter takes for each
+_OPERATORS: dict[str, Any] = {
+    "__add__": np.add, "__sub__": np.subtract, "__mul__": np.multiply, "__lt__": np.less,
+    "__le__": np.less_equal, "__gt__": np.greater, "__ge__": np.greater_equal,
+    "__eq__": np.equal, "__ne__": np.not_equal,
+}  # fmt: skip
+_NUMBERS = frozenset(("fp16", "fp32", "fp64", "int32", "int64"))  # numpy has them as they are
+
+
+class Way(NamedTuple):
+    """The way to compute an operator for two types of operands, as Triton did the first time."""
+
+    casts: tuple[Any, Any]  # numpy dtypes that the operands become, or None
+    bytes: int  # size of an element, if the first operand is a pointer; else 0
+    element: Any  # the dtype of the result's handle
+    type: Any
+
+
+#: by operator and by the types of its operands
+_ways: dict[str, dict[tuple[str, str | None], Way | None]] = {}
+
+
+def _operator(name: str, call: Any) -> Any:
+    """Return an operator of tensors that resolves each pair of types once."""
+    function, ways = _OPERATORS[name], _ways.setdefault(name, {})
+    handle_of, tensor, constant = interpreter.TensorHandle, core.tensor, core.constexpr
+
+    def operate(x: Any, y: Any) -> Any:
+        if y.__class__ is constant:
+            y = y.value
+        if y.__class__ is tensor:
+            key = x.type.name, y.type.name
+        elif x.dtype.name in _NUMBERS and _takes(x.dtype, y):
+            key = x.type.name, None
+        else:
+            return call(x, y)
+        if key not in ways:
+            found = call(x, y)
+            ways[key] = _way_of(name, x, y, found)
+            return found
+        way = ways[key]
+        if way is None:
+            return call(x, y)
+        a, b = x.handle.data, y if key[1] is None else y.handle.data
+        left, right = way.casts
+        if left is not None:
+            a = a.astype(left)
+        if right is not None:
+            b = b.astype(right)
+        if way.bytes:
+            b = way.bytes * b
+        return tensor(handle_of(function(a, b), way.element), way.type)
+
+    return operate
+
+
+def _way_of(name: str, x: Any, y: Any, found: Any) -> Way | None:
+    """Return the way in which ``found`` was computed, or None if there is no short one."""
+    element, kinds = found.handle.dtype, interpreter._get_np_dtype
+    if x.dtype.is_ptr():
+        if name != "__add__" or y.__class__ is not core.tensor or y.dtype.name not in _NUMBERS:
+            return None
+        size = max(1, x.handle.get_element_ty().primitive_bitwidth // 8)
+        return Way((None, np.uint64), size, element, found.type)
+    if x.dtype.name not in _NUMBERS:
+        return None
+    if y.__class__ is not core.tensor:
+        return Way((None, None), 0, element, found.type)
+    if y.dtype.name not in _NUMBERS:
+        return None
+    wanted = kinds(element)
+    casts = tuple(None if kinds(t.dtype) == wanted else wanted for t in (x, y))
+    return Way(casts, 0, element, found.type)  # pyright: ignore
 
 
 def _keep_dtypes() -> None:
@@ -208,6 +294,50 @@ def _skip_checks_of_equal_types() -> None:
     TritonSemantic.binary_op_sanitize_overflow_impl = check_overflow
     core.dtype.__eq__ = is_equal
     core._unwrap_if_constexpr = unwrap_constant
+
+
+def _keep_results() -> None:
+    """Keep ranges, the types of expanded tensors, and those of casts that numpy knows."""
+    cast, expand, arange = (getattr(TritonSemantic, x) for x in ("cast", "expand_dims", "arange"))
+    handle_of, tensor = interpreter.TensorHandle, core.tensor
+    ranges: dict[tuple[int, int], Any] = {}
+    expanded: dict[tuple[str, int], Any] = {}
+
+    def cast_numbers(self: Any, input: Any, dst_ty: Any, fp_downcast_rounding: Any = None) -> Any:
+        kind, wanted = input.dtype, dst_ty.scalar
+        if kind is wanted:
+            return input
+        if fp_downcast_rounding is None and kind.name in _NUMBERS and wanted.name in _NUMBERS:
+            if kind.name == wanted.name:
+                return input
+            data = input.handle.data.astype(interpreter._get_np_dtype(wanted))
+            type = input.type.with_element_ty(wanted) if input.type.is_block() else wanted
+            return tensor(handle_of(data, wanted), type)
+        return cast(self, input, dst_ty, fp_downcast_rounding)
+
+    def expand_dims(self: Any, input: Any, axis: int) -> Any:
+        key = input.type.name, axis
+        if key not in expanded:
+            found = expand(self, input, axis)
+            expanded[key] = found.type if input.type.is_block() else None
+            return found
+        if expanded[key] is None:
+            return expand(self, input, axis)
+        handle = input.handle
+        data = handle.data[(*(slice(None),) * axis, None)]
+        return tensor(handle_of(data, handle.dtype.scalar), expanded[key])
+
+    def known_range(self: Any, start: int, end: int, *, ret_ty: Any = None) -> Any:
+        if ret_ty is not None:
+            return arange(self, start, end, ret_ty=ret_ty)
+        if (start, end) not in ranges:
+            found = ranges[start, end] = arange(self, start, end)
+            found.handle.data.flags.writeable = False  # others share it
+        return ranges[start, end]
+
+    TritonSemantic.cast = cast_numbers
+    TritonSemantic.expand_dims = expand_dims
+    TritonSemantic.arange = known_range
 
 
 #: types that an int of 32 bits, or a float of their range, becomes next to a tensor of them

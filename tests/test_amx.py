@@ -20,7 +20,7 @@ from numba import njit
 
 from rowmax.cpu import amx, vector
 
-from .test_cpu import NAMES_MACHINES, _child, _machine
+from .test_cpu import NAMES_MACHINES, Folder, _child, _machine
 
 _MODEL = """
     import torch, rowmax
@@ -47,10 +47,12 @@ _MODEL = """
 """
 
 
-def test_the_tiles_with_a_model_of_the_instruction(tmp_path: Path) -> None:
+def test_the_tiles_with_a_model_of_the_instruction(kernel_folder: Folder) -> None:
     """Packing, strips, masks and transposed sums, on any processor and in its own vectors."""
-    machine = _machine("avx2", str(tmp_path)) if NAMES_MACHINES else {}
-    assert _child(_MODEL, **(machine | {"NUMBA_CACHE_DIR": str(tmp_path)})) == "right"
+    model = Path(__file__).with_name("tile_model.py").read_text()
+    folder = kernel_folder("tile-model", _MODEL, model)
+    machine = _machine("avx2", folder) if NAMES_MACHINES else {}
+    assert _child(_MODEL, **(machine | {"NUMBA_CACHE_DIR": folder})) == "right"
 
 
 _ASSEMBLY = """

@@ -6,7 +6,6 @@ GPU backends meet the same table in ``tests/gpu``.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -20,18 +19,17 @@ from rowmax.testing import (
     COVERING,
     LEAVES,
     Answer,
-    Call,
     Case,
     Expected,
     answer,
     complaints,
     cotangents,
-    expected,
     make,
     poisoned,
     tagged,
 )
 from tests import partial_sums
+from tests.references import reference
 
 HALF_AND_DOUBLE = [
     *COVERING,
@@ -39,13 +37,6 @@ HALF_AND_DOUBLE = [
     *(c for c in CASES if c.name.startswith(("bias-float32-", "rows-nq=1-nk=1", "strides"))),
     *tagged("latent"),
 ]
-
-
-@cache
-def _expected(case: Case, dtype: torch.dtype) -> tuple[Call, tuple, Expected]:
-    call = make(case, dtype=dtype)
-    grads = cotangents(call)
-    return call, grads, expected(call, *grads)
 
 
 def _want_support(backend: str, problem: Problem) -> None:
@@ -60,7 +51,7 @@ def _right(got: Answer, want: Expected) -> None:
 
 
 def _check(case: Case, backend: str, dtype: torch.dtype) -> None:
-    call, grads, want = _expected(case, dtype)
+    call, grads, want = reference(case, dtype)
     _want_support(backend, call.problem()[0])
     with poisoned():
         got = answer(call, *grads, backend=backend)
@@ -85,12 +76,11 @@ def test_partial_sums_are_not_rounded(dtype: torch.dtype, backend: str) -> None:
 
 @pytest.mark.parametrize("case", [c for c in COVERING if c.sink or c.bias], ids=str)
 def test_gradient_through_out_alone(case: Case, backend: str) -> None:
-    call = make(case)
-    dout, _ = cotangents(call)
+    call, grads, want = reference(case, with_dlse=False)
     _want_support(backend, call.problem()[0])
     with poisoned():
-        got = answer(call, dout, None, backend=backend)
-    _right(got, expected(call, dout, None))
+        got = answer(call, *grads, backend=backend)
+    _right(got, want)
 
 
 @pytest.mark.parametrize("name", LEAVES)

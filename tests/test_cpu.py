@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import textwrap
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from demo.memory import Memory
 from tests import forks
 
 pytest.importorskip("numba")
+
+Folder = Callable[..., str]  # the fixture kernel_folder
 
 
 def _gradients(q: torch.Tensor, **options: object) -> tuple[torch.Tensor, ...]:
@@ -105,12 +108,6 @@ MACHINES = {
 NAMES_MACHINES = sys.platform == "linux" and os.uname().machine == "x86_64"
 
 
-@pytest.fixture(scope="module")
-def new_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return a folder for compiled kernels, empty before the first test that uses it."""
-    return str(tmp_path_factory.mktemp("kernels"))
-
-
 def _machine(name: str, cache: str) -> dict[str, str]:
     """Return the environment that compiles for a machine."""
     cpu, features, _ = MACHINES[name]
@@ -119,7 +116,7 @@ def _machine(name: str, cache: str) -> dict[str, str]:
 
 @pytest.mark.skipif(not NAMES_MACHINES, reason="x86-64 names")
 @pytest.mark.parametrize("name", MACHINES)
-def test_kernels_are_right_for_lesser_machines(name: str, new_cache: str) -> None:
+def test_kernels_are_right_for_lesser_machines(name: str, kernel_folder: Folder) -> None:
     """Kernels compiled for a lesser processor run on this one."""
     _, _, lanes = MACHINES[name]
     text = f"""
@@ -141,13 +138,14 @@ def test_kernels_are_right_for_lesser_machines(name: str, new_cache: str) -> Non
             assert (a - b).norm() <= 1e-5 * b.norm(), (a - b).norm() / b.norm()
         print("right")
     """
-    assert _child(text, **_machine(name, new_cache)) == "right"
+    assert _child(text, **_machine(name, kernel_folder("lesser"))) == "right"
 
 
-def test_a_process_loads_what_others_compiled_for_different_dtypes(new_cache: str) -> None:
+def test_a_process_loads_what_others_compiled_for_different_dtypes(kernel_folder: Folder) -> None:
     """No name in the cache may stand for the code of two dtypes.
 
     The float32 kernel is the one of ``test_kernels_are_right_for_lesser_machines``, for 16 s less.
+    The first two processes compile, or an earlier run's did.
     """
     text = """
         import torch, rowmax
@@ -157,7 +155,8 @@ def test_a_process_loads_what_others_compiled_for_different_dtypes(new_cache: st
             torch.testing.assert_close(out, want)
         print("right")
     """
-    machine = _machine("avx2", new_cache) if NAMES_MACHINES else {"NUMBA_CACHE_DIR": new_cache}
+    folder = kernel_folder("lesser")
+    machine = _machine("avx2", folder) if NAMES_MACHINES else {"NUMBA_CACHE_DIR": folder}
     for names in (["float32"], ["float64"], ["float32", "float64"], ["float64", "float32"]):
         child = _child(text.format(names=names), **machine)
         assert child == "right"
@@ -209,9 +208,9 @@ _PAIRS = """
 """
 
 
-def test_products_of_pairs_without_their_instruction(tmp_path: Path) -> None:
+def test_products_of_pairs_without_their_instruction(kernel_folder: Folder) -> None:
     """Pairs of bfloat16 take a path of their own; here two products stand for vdpbf16ps."""
-    assert _child(_PAIRS, NUMBA_CACHE_DIR=str(tmp_path)) == "right"
+    assert _child(_PAIRS, NUMBA_CACHE_DIR=kernel_folder("pairs", _PAIRS)) == "right"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -345,9 +344,12 @@ def test_functions_of_kernels_have_no_machine_code_of_their_own() -> None:
     assert _child(_PARTS.format(parts=True)) == "right"
 
 
-def test_numba_with_other_private_names(tmp_path: Path) -> None:
+def test_numba_with_other_private_names(kernel_folder: Folder) -> None:
     """Functions then compile as Numba's own do, and attention is right."""
-    copy = shutil.copytree(Path(rowmax.__file__).parent, tmp_path / "rowmax")
+    folder = Path(kernel_folder("private-names", _PARTS))
+    shutil.rmtree(folder / "rowmax", ignore_errors=True)
+    kernels = shutil.ignore_patterns("*.nbi", "*.nbc")
+    copy = shutil.copytree(Path(rowmax.__file__).parent, folder / "rowmax", ignore=kernels)
     file = copy / "cpu" / "numba_compat.py"
     text = file.read_text()
     for known in ("_DATA = (", "_MEMBERS = {"):
@@ -360,8 +362,8 @@ def test_numba_with_other_private_names(tmp_path: Path) -> None:
     out, want = (rowmax.attention(q, q, q, backend=b) for b in ("cpu", "reference"))
     torch.testing.assert_close(out, want)
     """
-    path = str(tmp_path) + os.pathsep + os.environ.get("PYTHONPATH", "")
-    given = {"PYTHONPATH": path, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    path = str(folder) + os.pathsep + os.environ.get("PYTHONPATH", "")
+    given = {"PYTHONPATH": path, "NUMBA_CACHE_DIR": str(folder / "cache")}
     assert _child(_PARTS.format(parts=False) + more, **given) == "right"
 
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from unittest import mock
 
@@ -192,7 +193,9 @@ print("right")
         ("nehalem", "+sse4.2,+popcnt", False),
     ],
 )
-def test_on_lesser_machines(name: str, features: str, halves: bool, tmp_path) -> None:
+def test_on_lesser_machines(
+    name: str, features: str, halves: bool, kernel_folder: Callable[..., str]
+) -> None:
     machine = {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
     done = subprocess.run(
         [
@@ -202,7 +205,7 @@ def test_on_lesser_machines(name: str, features: str, halves: bool, tmp_path) ->
         ],
         capture_output=True,
         text=True,
-        env=os.environ | machine | {"NUMBA_CACHE_DIR": str(tmp_path)},
+        env=os.environ | machine | {"NUMBA_CACHE_DIR": kernel_folder("lesser")},
         timeout=400,
         check=False,
     )

@@ -50,6 +50,8 @@ class _Layout:
 
 def _elementwise(f: Callable[..., Any]) -> Callable[..., Tensor]:
     def run(*args: Any) -> Tensor:
+        if len(args) == 1:
+            return Tensor(f(args[0].a))
         first = next((a for a in args if isinstance(a, Tensor)), None)
         other = raw(first) if first is not None else 0
         return Tensor(f(*(matched(raw(a), other) for a in args)))
@@ -58,8 +60,13 @@ def _elementwise(f: Callable[..., Any]) -> Callable[..., Tensor]:
 
 
 def _where(c: Any, x: Any, y: Any) -> Tensor:
-    x, y = matched(raw(x), raw(y)), matched(raw(y), raw(x))
-    return Tensor(np.where(raw(c), x, y).astype(np.result_type(x, y), copy=False))
+    c, x, y = raw(c), raw(x), raw(y)
+    kind = getattr(x, "dtype", None)
+    if kind is None or kind is not getattr(y, "dtype", None):
+        x, y = matched(x, y), matched(y, x)
+        kind = np.result_type(x, y)
+    found = np.where(c, x, y).astype(kind, copy=False)
+    return Tensor(found if found.ndim else found[()])
 
 
 def _full(shape: list[int], value: Any, dtype: DType, layout: Any = None) -> Tensor:

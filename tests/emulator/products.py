@@ -13,7 +13,9 @@ import numpy as np
 
 from .memory import Shared
 from .threads import at_end, here
-from .values import Tensor
+from .values import Tensor, cast
+
+_FLOAT32 = np.dtype(np.float32)
 
 
 class Product:
@@ -28,7 +30,7 @@ class Product:
             a, b, acc, use_acc = self.operands
             if isinstance(acc, Product):
                 acc = acc.compute()
-            x = a.a.astype(np.float32) @ b.a.astype(np.float32)
+            x = cast(a.a, _FLOAT32) @ cast(b.a, _FLOAT32)
             self.result = Tensor(x + acc.a if use_acc else x)
         return self.result
 

@@ -41,7 +41,7 @@ class RemoteLaunch(Launch):
         stdin, stdout = self.server.stdin, self.server.stdout
         assert stdin is not None
         assert stdout is not None
-        pickle.dump(job, stdin)
+        pickle.dump(job, stdin, pickle.HIGHEST_PROTOCOL)
         stdin.flush()
         answer = pickle.load(stdout)
         if isinstance(answer, str):

@@ -68,7 +68,7 @@ def main() -> None:
             answer: Any = job.arrays
         except BaseException as error:
             answer = f"{type(error).__name__}: {error}"
-        pickle.dump(answer, sys.stdout.buffer)
+        pickle.dump(answer, sys.stdout.buffer, pickle.HIGHEST_PROTOCOL)
         sys.stdout.buffer.flush()
 
 

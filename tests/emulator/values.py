@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 
 from . import threads
 
@@ -36,11 +37,20 @@ _FLOAT64 = np.dtype(np.float64)
 #: numpy's scalars compute four times as fast as arrays without axes
 _KEPT = frozenset((np.ndarray, np.float16, np.float32, np.int32, np.int64, np.bool_))
 DTYPES = {d.kind: d for d in (float16, int32, int64, int1, float32)}
+_TORCH = {float16.kind: torch.float16, float32.kind: torch.float32}
 
 
 def raw(x: Any) -> Any:
     """Return the numpy array of a Tensor; anything else as it is."""
     return x.a if type(x) is Tensor else x
+
+
+def cast(a: Any, kind: np.dtype) -> Any:
+    """Return a in another dtype. Torch converts float16 up to 30 times as fast as numpy."""
+    if a.ndim > 1 and a.dtype.kind == kind.kind == "f" and a.dtype is not kind:
+        a = a if a.flags.writeable else a.copy()  # torch warns of memory that is only read
+        return torch.from_numpy(a).to(_TORCH[kind]).numpy()
+    return a.astype(kind)
 
 
 class Tensor:
@@ -57,7 +67,7 @@ class Tensor:
     type = property(lambda self: types.SimpleNamespace(layout=None))
 
     def to(self, dtype: DType) -> Tensor:
-        return Tensor(self.a.astype(dtype.kind))
+        return Tensor(cast(self.a, dtype.kind))
 
     def reshape(self, *shape: Any) -> Tensor:
         return Tensor(self.a.reshape(*shape))
@@ -93,7 +103,12 @@ def _operator(f: Any) -> Any:
     def run(a: Any, b: Any) -> Any:
         if type(a) is Tensor and type(b) is Tensor:  # two arrays need no conversion
             return Tensor(f(a.a, b.a))
-        if isinstance(b, Pointer):
+        kind = type(b)
+        if kind is int or kind is float:
+            x = a.a
+            if x.dtype.kind == "f" or (kind is int and x.dtype.kind == "i"):
+                return Tensor(f(x, x.dtype.type(b)))
+        elif kind is Pointer:
             return NotImplemented
         a, b = raw(a), raw(b)
         return Tensor(f(matched(a, b), matched(b, a)))

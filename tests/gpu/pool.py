@@ -216,7 +216,10 @@ class _Worker:
     """A process and its job."""
 
     def __init__(self, work: Any, device: str, gpu: str | None, memory: float) -> None:
-        context = multiprocessing.get_context("spawn")
+        context: Any = multiprocessing.get_context("spawn")
+        if device == "cpu" and gpu is None:  # forks of a process that has imported the work
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload([getattr(work, "func", work).__module__])
         self.gpu = gpu
         self.pipe, other = context.Pipe()
         #: time of the last message, seconds of compiling since then, time at which the compiler

@@ -1,6 +1,6 @@
 """The Hopper backward is right on the emulator, and blocks take its tiles in a good order.
 
-The emulator takes the place of Triton, so each test of kernels starts a process of its own.
+The emulator takes the place of Triton, so each test of kernels runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import forks
+
 ROOT = Path(__file__).parents[2]
 
 needs_triton = pytest.mark.skipif(
@@ -21,13 +23,13 @@ needs_triton = pytest.mark.skipif(
 )
 
 
-def run(*arguments: str, **variables: str) -> None:
+def run(*arguments: str) -> None:
     """Run a model of this folder; its exit code says whether all cases are right."""
     pytest.importorskip("numpy")
     done = subprocess.run(
         [sys.executable, "-m", *arguments],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
@@ -35,7 +37,13 @@ def run(*arguments: str, **variables: str) -> None:
 
 
 def run_backward(*arguments: str) -> None:
-    run("tests.hopper.backward_model", *arguments, TRITON_INTERPRET="1")
+    """Run the model in a fork of a process that has imported it."""
+    pytest.importorskip("numpy")
+    code = "import sys; from tests.hopper import backward_model; sys.exit(backward_model.main())"
+    variables = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    preload = ("tests.hopper.interpreted",)
+    done = forks.run(code, *arguments, limit=600, preload=preload, environment=variables)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @needs_triton

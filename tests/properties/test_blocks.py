@@ -34,10 +34,10 @@ from rowmax.testing import (
     answer,
     complaints,
     cotangents,
-    expected,
     make,
     tagged,
 )
+from tests.references import reference
 
 Cuts = dict[str, Sequence[int]]  # by axis of ``Block``: where it is cut
 AXES = Block._fields
@@ -106,33 +106,31 @@ TABLE = [
 ]
 
 
-def right(call: Call, cuts: Cuts, backend: str) -> None:
+def right(case: Case, dtype: torch.dtype, cuts: Cuts, backend: str) -> None:
+    call, grads, want = reference(case, dtype, with_dlse=case.dlse)
     tensors, options = call.normalized()
     if refusal(backend, problem_of(tensors, options), "backward"):
         pytest.skip("the backend does not take the call")
-    dout, dlse = cotangents(call)
-    dlse = dlse if call.case.dlse else None
-    got = in_blocks(call, cuts, dout, dlse, backend)
-    wrong = complaints(got, expected(call, dout, dlse))
+    wrong = complaints(in_blocks(call, cuts, *grads, backend), want)
     assert not wrong, (cuts, wrong)
 
 
 @pytest.mark.parametrize("case", TABLE, ids=str)
 def test_blocks_of_queries_heads_and_sequences(case: Case, backend: str) -> None:
-    right(make(case), drawn_cuts(random.Random(case.name), case, keys=False), backend)
+    cuts = drawn_cuts(random.Random(case.name), case, keys=False)
+    right(case, torch.float32, cuts, backend)
 
 
 @pytest.mark.parametrize("case", [c for c in TABLE if c.align == "keys"], ids=str)
 def test_blocks_of_keys_merge(case: Case, backend: str) -> None:
-    call = make(case, dtype=torch.float64)  # a merge rounds again
-    right(call, drawn_cuts(random.Random(case.name), case, keys=True), backend)
+    cuts = drawn_cuts(random.Random(case.name), case, keys=True)
+    right(case, torch.float64, cuts, backend)  # a merge rounds again
 
 
 @pytest.mark.parametrize("case", tagged("blocks"), ids=str)
 def test_a_call_at_positions(case: Case, backend: str) -> None:
-    call = make(case)
-    grads = cotangents(call)
-    wrong = complaints(answer(call, *grads, backend=backend), expected(call, *grads))
+    call, grads, want = reference(case)
+    wrong = complaints(answer(call, *grads, backend=backend), want)
     assert not wrong
 
 
