@@ -212,8 +212,8 @@ def test_compiles_to(tile, name, dtype):
         assert len(waits) == WAITS[kind] + own_dq + (own_dq and not tile.AHEAD)
         if is_halved(tile):  # the first half's, between S and dP
             found = exponentials_after(texts[: waits[2]], waits[1], tile.BLOCK_STREAMED // 2)
-            # at head size 96 ptxas moves those of one warpgroup or both, and the kernel is faster
-            # all the same (1.055 of the one that takes a step at once, on an H200)
+            # At head size 96 ptxas moves those of one warpgroup or both. The kernel is still 1.055
+            # times as fast as with whole steps (H200).
             late.append(found if tile.D == 64 else 0)
         elif kind != "dkdv":  # which has no other product in flight
             wait = waits[0 if kind == "fused" else 1]
