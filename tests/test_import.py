@@ -60,7 +60,7 @@ def test_the_public_names_are_all_there():
 @pytest.mark.parametrize("enabled", [True, False])
 def test_imports_of_backends_leave_the_collector_as_it_was(enabled):
     def within() -> None:
-        with imports.without_collections(), imports.without_collections():
+        with imports.without_collections("a"), imports.without_collections("b"):
             assert not gc.isenabled()
             raise ImportError
 
@@ -73,6 +73,12 @@ def test_imports_of_backends_leave_the_collector_as_it_was(enabled):
         assert gc.get_freeze_count() <= frozen
     finally:
         (gc.enable if before else gc.disable)()
+
+
+def test_a_module_that_is_imported_costs_no_collection(monkeypatch):
+    monkeypatch.setattr(gc, "collect", lambda *_: pytest.fail("collected"))
+    with imports.without_collections("rowmax.imports"):
+        assert gc.isenabled()
 
 
 _IMPORTS = """
@@ -89,7 +95,7 @@ collections = []
 gc.callbacks.append(lambda phase, info: collections.append(info["generation"]))
 gc.collect()
 Cycle()
-with without_collections():
+with without_collections("new"):
     print("begun")
     del collections[:]
     made = [[i] for i in range(300_000)]
@@ -100,7 +106,7 @@ Cycle()
 gc.collect()
 gc.freeze()
 count = gc.get_freeze_count()
-with without_collections():
+with without_collections("new"):
     pass
 assert gc.get_freeze_count() == count
 """

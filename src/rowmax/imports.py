@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,14 +12,16 @@ _FROZEN = 1000
 
 
 @contextmanager
-def without_collections() -> Iterator[None]:
-    """Collect no garbage in this context, if the process collects any.
+def without_collections(module: str) -> Iterator[None]:
+    """Collect no garbage in this context, which imports a module, if the process collects any.
 
     Imports make many objects, and they stay. That of Triton used to begin a collection of all
     objects, which takes 95 ms after an import of torch. Objects of the context are old at once.
     Else the same collection would begin in the first backward. Younger garbage is collected before.
+    All of it takes milliseconds, so a module that is imported already has a context that does
+    nothing.
     """
-    if not gc.isenabled():
+    if module in sys.modules or not gc.isenabled():
         yield
         return
     gc.collect(1)

@@ -5,7 +5,6 @@ A backend is imported only for a problem on a kind of device that it runs on.
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -526,7 +525,5 @@ def _joined(reasons: Mapping[str, str], results: tuple[str, ...]) -> str | None:
 
 def _load(name: str) -> Backend:
     module = _MODULES[name]
-    if module in sys.modules:
-        return import_module(module)  # pyright: ignore
-    with without_collections():
+    with without_collections(module):
         return import_module(module)  # pyright: ignore

@@ -93,7 +93,7 @@ def notes(problem: Problem, call: str) -> list[str]:
 
 def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
     """Return (out, lse)."""
-    with without_collections():
+    with without_collections(f"{__name__}.host"):
         from . import host
 
     return host.forward(problem, tensors)
@@ -123,7 +123,7 @@ def backward(
     wanted: Wanted,
 ) -> Gradients:
     """Return the gradients that are wanted and not among ``lacks``."""
-    with without_collections():
+    with without_collections(f"{__name__}.backward_host"):
         from . import backward_host
 
     return backward_host.backward(problem, tensors, out, lse, dout, dlse, wanted)
@@ -157,7 +157,7 @@ def _missing(index: int | None) -> str | None:
 def _without_gluon() -> str | None:
     """Return why the kernels cannot be imported, or None."""
     try:
-        with without_collections():
+        with without_collections(f"{__name__}.forward_kernel"):
             from ..compat import is_compiled
             from . import forward_kernel, packed  # noqa: F401
     except ImportError as error:
