@@ -159,11 +159,11 @@ def check_long(
     """Return what is wrong with a backward whose steps have halves, however short sequences are."""
     from rowmax.gpu.hopper import backward_host, backward_tiles
 
-    every = dict.fromkeys(backward_tiles.LONG, 0)
+    every = backward_tiles.LONG | {(96, 96): backward_tiles.HALVES_OF_96}
     with (
-        mock.patch.object(backward_tiles, "LONG_KEYS", every),
-        mock.patch.object(backward_tiles, "LONG_TILES", 0),
-        mock.patch.dict(backward_tiles.BETWEEN, {(96, 96): (backward_tiles.HALVES_OF_96,)}),
+        mock.patch.object(backward_tiles, "LONG", every),
+        mock.patch.object(backward_tiles, "LONG_KEYS", dict.fromkeys(every, 0)),
+        mock.patch.object(backward_tiles, "LONG_TILES", dict.fromkeys(every, 0)),
     ):
         backward_host.PLANS.clear()
         try:

@@ -335,7 +335,7 @@ def hopper_long(given: Namespace) -> Iterator[Check]:
     ]
     for case in tagged(given.tag) if given.tag else [*longer, *cases("backward")]:
         dense = not (case.packed or case.documents or case.lengths)
-        if not case.bias and (80 < case.d <= 96 or (32 < case.d <= 64 and dense)):
+        if dense and not case.bias and (80 < case.d <= 96 or 32 < case.d <= 64):
             args = (case, "bfloat16", given.repeats, given.device, given.reference)
             yield Check("hopper-long", case.name, "bfloat16", "", check_long, args, True)
 

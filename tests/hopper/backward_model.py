@@ -54,7 +54,7 @@ LONG: dict[str, dict[str, Any]] = {
     "many-tiles": {"nq": 200, "nk": 620, "hq": 2, "d": 40, "dv": 64},
     "96": {"nq": 113, "nk": 203, "hq": 2, "hk": 1, "d": 96},
     "96-causal": {"nq": 256, "nk": 255, "d": 88, "dv": 96, "causal": True},
-    "96-packed": {"hq": 2, "d": 96, "causal": True, "sequences": ((5, 90), (0, 17), (150, 270))},
+    "96-ragged": {"nq": 399, "nk": 3, "d": 96},
 }
 PACKED = ((5, 90), (0, 17), (150, 270), (33, 0), (1, 40), (200, 200))
 FEATURES: dict[str, dict[str, Any]] = {

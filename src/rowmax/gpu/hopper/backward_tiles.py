@@ -365,19 +365,20 @@ TILES: dict[tuple[int, int], tuple[Config, ...]] = {
         ),
     ),
 }
-#: by (D, DV): many long sequences (``is_long``). Q, dO and the sums of dQ pass once for 192 keys
+#: half of a step at a time leaves registers for K and V, but not for copies of them
+HALVES_OF_96 = FusedConfig(D=96, DV=96, Q_STAGES=4, DO_STAGES=2, HALVED=True, HELD=True)
+#: by (D, DV): long sequences (``is_long``). At 64 Q, dO and sums of dQ pass once for 192 keys
 LONG = {
     (64, 64): FusedConfig(
         D=64, DV=64, WARPGROUPS=3, CONSUMER_REGISTERS=160, HALVED=True, Q_STAGES=4, DO_STAGES=2,
         KV_STAGES=2,
     ),
+    **({} if COPIES_OPERANDS else {(96, 96): HALVES_OF_96}),
 }  # fmt: skip
-#: by (D, DV), the fewest keys of a long sequence, and the fewest tiles of keys: 8 a processor. With
-#: fewer the last tiles keep only some processors busy, and for longer than those of 128 keys
-LONG_KEYS = {(64, 64): 4096}
-LONG_TILES = 8 * 132
-#: half of a step at a time leaves registers for K and V, but not for copies of them
-HALVES_OF_96 = FusedConfig(D=96, DV=96, Q_STAGES=4, DO_STAGES=2, HALVED=True, HELD=True)
+#: by (D, DV), the fewest keys of a long sequence, and the fewest tiles of keys. At 64 those are 8 a
+#: processor: with fewer the last tiles take longer than those of 128 keys
+LONG_KEYS = {(64, 64): 4096, (96, 96): 2048}
+LONG_TILES = {(64, 64): 8 * 132, (96, 96): 0}
 #: head sizes in between, in two parts of columns. A bias takes their registers, and the tile above
 BETWEEN: dict[tuple[int, int], tuple[Config, ...]] = {
     (80, 80): (
@@ -386,9 +387,7 @@ BETWEEN: dict[tuple[int, int], tuple[Config, ...]] = {
             HELD=not COPIES_OPERANDS,  # copies of K and V would spill
         ),
     ),
-    (96, 96): (
-        FusedConfig(D=96, DV=96, Q_STAGES=4, DO_STAGES=3) if COPIES_OPERANDS else HALVES_OF_96,
-    ),
+    (96, 96): (FusedConfig(D=96, DV=96, Q_STAGES=4, DO_STAGES=3),),
     (192, 128): (
         DqConfig(D=192, DV=128, K_STAGES=2, V_STAGES=2),
         DkdvConfig(D=192, DV=128, Q_STAGES=3, DO_STAGES=2, HELD_K=192, HELD_V=128),
@@ -478,20 +477,21 @@ def tiles_of(p: Problem, copied: bool) -> tuple[Config, ...]:
     size = sizes_of(p.d, p.dv)
     if copied and float32_bias(p):
         return FLOAT32_BIAS[size][:1]
+    fits = [x for x in BETWEEN if p.d <= x[0] and p.dv <= x[1] and x < size]
+    size = fits[0] if fits and p.bias is None else size
     if is_long(p, size):
         return (LONG[size],)
-    fits = [x for x in BETWEEN if p.d <= x[0] and p.dv <= x[1] and x < size]
-    return BETWEEN[fits[0]] if fits and p.bias is None else TILES[size]
+    return BETWEEN[size] if size in BETWEEN else TILES[size]
 
 
 def is_long(p: Problem, size: tuple[int, int]) -> bool:
-    """Return True if the tile of three warpgroups is faster, as far as it was measured."""
+    """Return True if the tile of long sequences is faster, as far as it was measured."""
     if size not in LONG or p.nk < LONG_KEYS[size]:
         return False
     plain = p.bias is None and not (p.varlen or p.prefix or p.documents or p.distance)
     tiles = p.batch * p.hk * -(-p.nk // LONG[size].BLOCK_RESIDENT)
     few_features = not (p.deterministic or p.softcap > 0 or p.left is not None)
-    return plain and few_features and tiles >= LONG_TILES
+    return plain and few_features and tiles >= LONG_TILES[size]
 
 
 _Config = TypeVar("_Config", bound=Config)
