@@ -539,14 +539,14 @@ def halved_step(
     S = issue_half(C, 0, resident, rings, use)
     do, dp = issue_dp(C, c, resident, rings, use)
     S = warpgroup_mma_wait(count(C.DV1), deps=[S])
-    p, P = half_weights(C, MASKED, c, 0, S, m, head, rings, s, tile, sizes, args)
+    w, P = half_weights(C, MASKED, c, 0, S, m, head, rings, s, tile, sizes, args)
     if C.DQ:
         wait_done(C, rings, before, was)
     dp0, dp1 = halves_of(C, warpgroup_mma_wait(0, deps=[dp]))
-    dk, dv = add_half(C, c, 0, state.dk, state.dv, P, p, dp0, do, rings, use)
+    dk, dv = add_half(C, c, 0, state.dk, state.dv, P, w, dp0, do, rings, use)
     S = warpgroup_mma_wait(0, deps=[issue_half(C, 1, resident, rings, use)])
-    p, P = half_weights(C, MASKED, c, 1, S, m, head, rings, s, tile, sizes, args)
-    dk, dv = add_half(C, c, 1, dk, dv, P, p, dp1, do, rings, use)
+    w, P = half_weights(C, MASKED, c, 1, S, m, head, rings, s, tile, sizes, args)
+    dk, dv = add_half(C, c, 1, dk, dv, P, w, dp1, do, rings, use)
     fence_async_shared()
     if C.DQ:
         mine = was & (turn_of(C, before) == c)
