@@ -264,7 +264,10 @@ def test_no_tensor_has_an_element_for_each_pair(
         given["position_ids"] = torch.cat([torch.arange(100), torch.arange(93)])[None]
         given["use_cache"] = False
     elif case == "static":
-        given["past_key_values"] = transformers.StaticCache(model.config, max_cache_len=199)
+        # renamed in transformers 5.24
+        names = signature(model.forward).parameters
+        cache = "cache" if "cache" in names else "past_key_values"
+        given[cache] = transformers.StaticCache(model.config, max_cache_len=199)
     with _Shapes() as seen:
         model(**given).logits.sum().backward()
     assert (1, n, VOCABULARY) in seen.shapes
