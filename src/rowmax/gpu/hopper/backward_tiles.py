@@ -148,6 +148,15 @@ class FusedConfig(Config):
     ABREAST: bool = False  # tile m of every head of a group passes before tile m + 1
     EVERY: int = 2  # steps between two stores of the number of done steps (add_dq)
 
+    def __post_init__(self) -> None:
+        if self.HALVED and (self.BIAS or self.ROW or self.COLUMN or self.AHEAD):
+            raise ValueError("HALVED: got a bias or AHEAD as well; want neither")
+        if self.KEY_TILES > 1 and (self.BIAS or self.PADDED or self.D1 or self.DV1):
+            raise ValueError(
+                f"WARPGROUPS: got {self.WARPGROUPS} with a bias, short tiles or columns in two "
+                f"parts; want {WARPGROUPS}"
+            )
+
     @property
     def READERS(self) -> int:
         """Return the partitions that read a message: the consumers, and the writer of dQ."""
