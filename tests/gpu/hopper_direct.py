@@ -8,6 +8,7 @@ The gradients must also be near those of the Triton backend.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import product
 from unittest import mock
 
@@ -153,24 +154,37 @@ def check_backward(
     return found
 
 
-def check_long(
-    case: Case, dtype: str, repeats: int, device: str = "cuda", reference: str | None = None
-) -> list[str]:
-    """Return what is wrong with a backward whose steps have halves, however short sequences are."""
+@contextmanager
+def halved_steps() -> Iterator[None]:
+    """Compute backwards by halves of a step, of every length and with every feature."""
     from rowmax.gpu.hopper import backward_host, backward_tiles
 
     every = backward_tiles.LONG | {(96, 96): backward_tiles.HALVES_OF_96}
     with (
         mock.patch.object(backward_tiles, "LONG", every),
-        mock.patch.object(backward_tiles, "LONG_KEYS", dict.fromkeys(every, 0)),
-        mock.patch.object(backward_tiles, "LONG_TILES", dict.fromkeys(every, 0)),
+        mock.patch.object(backward_tiles, "is_long", lambda p, size: size in every and not p.bias),
     ):
         backward_host.PLANS.clear()
         try:
-            found = check_backward(case, dtype, False, repeats, device, reference)
-            halved = [plan.works[0].config.HALVED for plan in backward_host.PLANS.values()]
+            yield
         finally:
             backward_host.PLANS.clear()
+
+
+def check_long(
+    case: Case,
+    dtype: str,
+    deterministic: bool,
+    repeats: int,
+    device: str = "cuda",
+    reference: str | None = None,
+) -> list[str]:
+    """Return what is wrong with a backward whose steps have halves, however short sequences are."""
+    from rowmax.gpu.hopper import backward_host
+
+    with halved_steps():
+        found = check_backward(case, dtype, deterministic, repeats, device, reference)
+        halved = [plan.works[0].config.HALVED for plan in backward_host.PLANS.values()]
     return found if found or any(halved) else ["refused: its steps have no halves"]
 
 

@@ -334,10 +334,14 @@ def hopper_long(given: Namespace) -> Iterator[Check]:
         Case("long-grouped", b=2, nq=2100, nk=4224, hq=4, hk=2, d=64),
     ]
     for case in tagged(given.tag) if given.tag else [*longer, *cases("backward")]:
-        dense = not (case.packed or case.documents or case.lengths)
-        if dense and not case.bias and (80 < case.d <= 96 or 32 < case.d <= 64):
-            args = (case, "bfloat16", given.repeats, given.device, given.reference)
-            yield Check("hopper-long", case.name, "bfloat16", "", check_long, args, True)
+        width = max(case.d, case.dv or case.d)
+        if case.bias or not (80 < width <= 96 or 32 < width <= 64):
+            continue
+        for flag in (False, True):
+            dtype = given.half_dtypes[flag % len(given.half_dtypes)]
+            args = (case, dtype, flag, given.repeats, given.device, given.reference)
+            variant = "deterministic" * flag
+            yield Check("hopper-long", case.name, dtype, variant, check_long, args, True)
 
 
 # --- on two devices ----------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
     python -m tests.gpu.random_search --minutes 8 --seed 0 --out random_search.csv
     python -m tests.gpu.random_search --tangents --minutes 8 --backend triton
+    python -m tests.gpu.random_search --halves --dtype bfloat16,float16 --backend hopper
     python -m tests.gpu.random_search --shrink failures.txt --minutes 6
     python -m tests.gpu.random_search --cells failures.txt  # with --tangents where they are of it
     python -m tests.gpu.random_search --memcheck 300 --processes 12 --out memcheck.csv
@@ -67,6 +68,8 @@ MEMORY = 0.85  # share of a GPU's memory for its processes
 BYTES_A_SCORE = 200
 SUMMARY = "searched:"
 FAILURES = ("wrong", "fault", "unprepared", "errors")
+#: head sizes of ``--halves``
+HALVED_WIDTHS = (64, 64, 96, 96, 40, 48, 56, 88)
 
 #: (drawn, backend, device) -> what is wrong; RefusedError, UnpreparedError
 CheckCall = Callable[[Drawn, str, str], list[str]]
@@ -82,6 +85,7 @@ class Group(NamedTuple):
     device: str
     calls: int
     budget: int
+    halves: bool = False  # of head sizes whose backward may compute halves of a step
 
 
 class Report(NamedTuple):
@@ -125,6 +129,9 @@ def calls_of(group: Group) -> Iterator[Drawn]:
     """Yield the calls of a group."""
     rng = random.Random(f"{group.seed} {group.dtype} {group.backend}")
     case = draw_group(rng, group.dtype, group.backend, group.budget)
+    if group.halves:
+        width = rng.choice(HALVED_WIDTHS)
+        case = replace(case, d=width, dv=rng.choice((width, width, width - 8)), bias=None)
     same = None
     if group.backend in ("triton", "hopper"):
         same = partial(compiled_in, dtype=group.dtype, backend=group.backend)
@@ -178,6 +185,14 @@ def second_wrong(drawn: Drawn, backend: str, device: str) -> list[str]:
     return [text for text in found if sum(text.split(":")[0] in names for names in again) > 3]
 
 
+def halved_wrong(drawn: Drawn, backend: str, device: str) -> list[str]:
+    """Return what is wrong with a call whose backward computes halves of a step."""
+    from tests.gpu.hopper_direct import halved_steps
+
+    with halved_steps():
+        return wrong(drawn, backend, device)
+
+
 def run_call(drawn: Drawn, backend: str, device: str, check: CheckCall) -> Iterator[Report]:
     yield judged(drawn, backend, device, check)
 
@@ -227,7 +242,8 @@ class Search:
             cell = min(some, key=lambda cell: self.counts[cell].planned)
             self.counts[cell].planned += given.per_group
             seed += 1
-            found = Group(seed, *cell, given.device, given.per_group, given.budget)
+            sizes = (given.per_group, given.budget, given.halves)
+            found = Group(seed, *cell, given.device, *sizes)
             yield Job((found, self.check))
 
     def add(self, event: Event) -> None:
@@ -306,13 +322,15 @@ def write_failures(given: argparse.Namespace, failed: list[Any]) -> None:
 
 
 def check_of(given: argparse.Namespace) -> CheckCall:
+    if given.halves:
+        return halved_wrong
     return second_wrong if given.tangents else wrong
 
 
 def snippet(given: argparse.Namespace, drawn: Drawn, backend: str) -> str:
     """Return Python that makes a call again and checks it as the search does."""
     check = check_of(given)
-    module = "tests.gpu.random_search" if given.tangents else "tests.drawn"
+    module = "tests.drawn" if check is wrong else "tests.gpu.random_search"
     return drawn.snippet(backend, given.device, check.__name__, module)
 
 
@@ -500,6 +518,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shrink", type=Path, help="failures to make small")
     parser.add_argument("--cells", type=Path, help="failures to run again, one by one")
     parser.add_argument("--tangents", action="store_true", help="and second derivatives, no others")
+    parser.add_argument("--halves", action="store_true", help="backwards by halves of a step")
     parser.add_argument("--sanitize", type=int, help="so many small calls in this process")
     parser.add_argument("--memcheck", type=int, help="so many in processes under a sanitizer")
     parser.add_argument("--sanitizer", default="compute-sanitizer")

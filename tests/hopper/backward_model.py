@@ -44,19 +44,33 @@ PROCESSORS = (1, 2, 3, 5, 7, 9)
 LENGTHS = ((1, 1), (3, 3), (64, 1), (239, 1), (399, 3), (1, 300), (113, 203), (108, 256),
            (255, 256), (256, 255), (64, 128), (192, 384))  # fmt: skip
 #: cases by halves of a step: of long sequences (backward_tiles.LONG), and of head size 96
+PACKED = ((5, 90), (0, 17), (150, 270), (33, 0), (1, 40), (200, 200))
 LONG: dict[str, dict[str, Any]] = {
     **{
         f"{n}-{m}{'-causal' * c}": {"nq": n, "nk": m, "causal": c}
-        for n, m in ((1, 300), (64, 1), (64, 192), (399, 3), (108, 256), (256, 255), (300, 400))
-        for c in (False, True)
+        for n, m, c in (
+            (1, 300, True),
+            (64, 1, False),
+            (64, 192, False),
+            (399, 3, True),
+            (108, 256, True),
+            (256, 255, False),
+            (300, 400, True),
+        )
     },
     "heads": {"b": 2, "nq": 130, "nk": 260, "hq": 4, "hk": 2, "causal": True},
     "many-tiles": {"nq": 200, "nk": 620, "hq": 2, "d": 40, "dv": 64},
+    "packed": {"hq": 2, "hk": 1, "causal": True, "sequences": PACKED},
+    "lengths": {"b": 4, "nq": 70, "nk": 400, "lengths": (1.0, 0.0, 0.43, 0.004)},
+    "window": {"nq": 300, "nk": 450, "left": 70, "right": 30},
+    "documents": {"b": 2, "nq": 200, "nk": 400, "documents": "sorted", "causal": True},
+    "score-terms": {"nq": 130, "nk": 260, "hq": 2, "softcap": 1.5, "alibi": True},
     "96": {"nq": 113, "nk": 203, "hq": 2, "hk": 1, "d": 96},
     "96-causal": {"nq": 256, "nk": 255, "d": 88, "dv": 96, "causal": True},
     "96-ragged": {"nq": 399, "nk": 3, "d": 96},
+    "96-packed": {"hq": 2, "d": 96, "sequences": PACKED},
+    "96-window": {"nq": 300, "left": 70, "right": 30, "d": 96, "softcap": 1.5},
 }
-PACKED = ((5, 90), (0, 17), (150, 270), (33, 0), (1, 40), (200, 200))
 FEATURES: dict[str, dict[str, Any]] = {
     "heads": {"b": 2, "nq": 130, "nk": 260, "hq": 4, "hk": 2, "causal": True},
     "many-tiles": {"nq": 200, "nk": 520, "hq": 2},
@@ -279,7 +293,11 @@ def main() -> int:
     collect_less()
     prepare()
     if options.long:
-        every = {case.name: device.check_long(case, "float16", 0, "cpu") for case in long_cases()}
+        chosen = [case for case in long_cases() if any(part in case.name for part in options.only)]
+        every = {
+            case.name: device.check_long(case, "float16", n % 2 > 0, 0, "cpu")
+            for n, case in enumerate(chosen)
+        }
         print(*(f"{name}: {texts}" for name, texts in every.items() if texts), sep="\n")
         return int(any(every.values()))
     if options.extremes:

@@ -273,8 +273,9 @@ def load_resident(C: gl.constexpr, descs, rings, tile, nth, cut):
     load_keys(C, descs.v, corner, C.DV0, C.DV1, bar, v, s)
     if C.PADDED:
         rows: gl.constexpr = C.BLOCK_RESIDENT
-        cleared_parts(rings.k.full, s, C.KV_STAGES, k, rows, C.D0, C.D1, rest, cut)
-        cleared_parts(rings.v.full, s, C.KV_STAGES, v, rows, C.DV0, C.DV1, rest, cut)
+        n: gl.constexpr = C.KEY_TILES
+        cleared_parts(rings.k.full, s, C.KV_STAGES, k, rows, C.D0, C.D1, rest, cut, n)
+        cleared_parts(rings.v.full, s, C.KV_STAGES, v, rows, C.DV0, C.DV1, rest, cut, n)
         cut += short.to(gl.int32)
     return cut
 

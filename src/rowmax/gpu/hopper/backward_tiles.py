@@ -151,10 +151,10 @@ class FusedConfig(Config):
     def __post_init__(self) -> None:
         if self.HALVED and (self.BIAS or self.ROW or self.COLUMN or self.AHEAD):
             raise ValueError("HALVED: got a bias or AHEAD as well; want neither")
-        if self.KEY_TILES > 1 and (self.BIAS or self.PADDED or self.D1 or self.DV1):
+        if self.KEY_TILES > 1 and (self.BIAS or self.D1 or self.DV1):
             raise ValueError(
-                f"WARPGROUPS: got {self.WARPGROUPS} with a bias, short tiles or columns in two "
-                f"parts; want {WARPGROUPS}"
+                f"WARPGROUPS: got {self.WARPGROUPS} with a bias or columns in two parts; want "
+                f"{WARPGROUPS}"
             )
 
     @property
@@ -384,10 +384,16 @@ LONG = {
     ),
     **({} if COPIES_OPERANDS else {(96, 96): HALVES_OF_96}),
 }  # fmt: skip
-#: by (D, DV), the fewest keys of a long sequence, and the fewest tiles of keys. At 64 those are 8 a
-#: processor: with fewer the last tiles take longer than those of 128 keys
+#: by (D, DV), the fewest keys of a long sequence (in the mean, where sequences are packed), and the
+#: fewest tiles of keys. At 64 those are 8 a processor: with fewer the last tiles take longer than
+#: those of 128 keys
 LONG_KEYS = {(64, 64): 4096, (96, 96): 2048}
 LONG_TILES = {(64, 64): 8 * 132, (96, 96): 0}
+#: the features with which it is slower
+LONG_WITHOUT = {
+    (64, 64): ("window", "lengths", "documents", "alibi"),
+    (96, 96): ("softcap", "alibi"),
+}
 #: head sizes in between, in two parts of columns. A bias takes their registers, and the tile above
 BETWEEN: dict[tuple[int, int], tuple[Config, ...]] = {
     (80, 80): (
@@ -495,12 +501,19 @@ def tiles_of(p: Problem, copied: bool) -> tuple[Config, ...]:
 
 def is_long(p: Problem, size: tuple[int, int]) -> bool:
     """Return True if the tile of long sequences is faster, as far as it was measured."""
-    if size not in LONG or p.nk < LONG_KEYS[size]:
+    if size not in LONG or p.bias is not None:
         return False
-    plain = p.bias is None and not (p.varlen or p.prefix or p.documents or p.distance)
-    tiles = p.batch * p.hk * -(-p.nk // LONG[size].BLOCK_RESIDENT)
-    few_features = not (p.deterministic or p.softcap > 0 or p.left is not None)
-    return plain and few_features and tiles >= LONG_TILES[size]
+    keys = p.total_k // max(p.batch, 1) if p.varlen else p.nk
+    tiles = p.batch * p.hk * -(-keys // LONG[size].BLOCK_RESIDENT)
+    has = {
+        "window": p.left is not None,
+        "lengths": p.prefix,
+        "documents": p.documents,
+        "softcap": p.softcap > 0,
+        "alibi": p.distance,
+    }
+    slower = any(has[name] for name in LONG_WITHOUT[size])
+    return not slower and keys >= LONG_KEYS[size] and tiles >= LONG_TILES[size]
 
 
 _Config = TypeVar("_Config", bound=Config)

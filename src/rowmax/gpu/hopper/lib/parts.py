@@ -107,14 +107,22 @@ def load_parts(copy, corner, W0: gl.constexpr, W1: gl.constexpr, bar, buffers, s
 @gluon.jit
 def cleared_parts(
     full, s, STAGES: gl.constexpr, buffers, ROWS: gl.constexpr, W0: gl.constexpr, W1: gl.constexpr,
-    rows, nth,
+    rows, nth, TILES: gl.constexpr = 1,
 ):  # fmt: skip
-    """Clear the tile in buffer s past its first ``rows``, if it is short: the ``nth`` short one."""
+    """Clear the tile in buffer s past its first ``rows``, if it is short: the ``nth`` short one.
+
+    The tile may be TILES buffers of ROWS / TILES rows.
+    """
     if rows < ROWS:
         mbarrier.wait(full.index(STAGES), nth & 1)
-        clear_rows(buffers.low.index(s), ROWS, W0, rows)
-        if W1:
-            clear_rows(buffers.high.index(s), ROWS, W1, rows)
+        EACH: gl.constexpr = ROWS // TILES
+        for i in gl.static_range(TILES):
+            begin = rows
+            if TILES > 1:
+                begin = gl.minimum(gl.maximum(rows - i * EACH, 0), EACH)
+            clear_rows(buffers.low.index(TILES * s + i), EACH, W0, begin)
+            if W1:
+                clear_rows(buffers.high.index(TILES * s + i), EACH, W1, begin)
         fence_async_shared()
         mbarrier.arrive(full.index(s), count=1)
 
