@@ -21,6 +21,7 @@ import triton
 from rowmax.gpu.hopper.backward_tiles import (
     BETWEEN,
     FLOAT32_BIAS,
+    FOUR,
     LONG,
     SHARED_BIAS,
     TILES,
@@ -59,6 +60,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "causal bias": {"BIAS": True, "RIGHT": True},
     "bias lengths": {"BIAS": True, "PREFIX": True, "RAGGED": True},
     "bias documents": {"BIAS": True, "DOCUMENTS": True, "RIGHT": True},
+    "bias ordered": {"BIAS": True, "ORDERED": True, "FRESH": True},
 }
 #: by kernel of wide heads: further features at the largest head size
 WIDE_FEATURES = {
@@ -114,9 +116,12 @@ def cases():
                     yield tile, name, "bf16"
             yield tile, "causal", "fp16"
     for tile in LONG.values():
-        for name in ("full", "ragged", "causal"):
+        for name in ("full", "ragged", "causal", "ordered", "packed", "softcap"):
             yield tile, name, "bf16"
         yield tile, "causal", "fp16"
+    for name in ("bias", "causal bias", "bias lengths", "bias ordered"):
+        yield FOUR, name, "bf16"
+    yield FOUR, "bias", "fp16"
     for tile in SHARED_BIAS.values():
         for name in ("bias", "causal bias", "bias lengths"):
             yield tile, name, "bf16"
@@ -148,7 +153,7 @@ MORE = {
     ("dq", "alibi block"): ((36, 216), SPILLS),
     ("dq", "dbias"): ((21, 248), (22, 208)),
     ("dbias", "bias"): ((2, 40), (8, 40)),
-    ("dbias", "causal bias"): ((3, 40), (16, 40)),
+    ("dbias", "causal bias"): ((3, 40), (16, 64)),
     ("dbias", "bias lengths"): ((2, 40), (27, 56)),
     ("wide", "packed"): ((0, 320), (0, 352)),  # at the end of a tile the next one is kept
     # only where a tile has several documents: others need no mask, and steps without have 0 or 1
@@ -209,8 +214,13 @@ def test_compiles_to(tile, name, dtype):
             if tile.SCORES_ALONE and of_weights:  # under S of the next step
                 late.append(exponentials_after(texts, waits[0], tile.BLOCK_STREAMED))
             continue
-        assert len(waits) == WAITS[kind] + own_dq + (own_dq and not tile.AHEAD)
-        if is_halved(tile):  # the first half's, between S and dP
+        twice = is_halved(tile) and tile.DP_HALVED
+        assert len(waits) == WAITS[kind] + own_dq + (own_dq and not tile.AHEAD) + twice
+        if twice:  # of each half between S and dP
+            for begin, wait, end in ((0, waits[1], waits[2]), (waits[2], waits[3], len(texts))):
+                part = texts[begin:end]
+                late.append(exponentials_after(part, wait - begin, tile.BLOCK_STREAMED // 2))
+        elif is_halved(tile):  # the first half's, between S and dP
             found = exponentials_after(texts[: waits[2]], waits[1], tile.BLOCK_STREAMED // 2)
             # At head size 96 ptxas moves those of one warpgroup or both. The kernel is still 1.055
             # times as fast as with whole steps (H200).
@@ -218,7 +228,7 @@ def test_compiles_to(tile, name, dtype):
         elif kind != "dkdv":  # which has no other product in flight
             wait = waits[0 if kind == "fused" else 1]
             late.append(exponentials_after(texts, wait, tile.BLOCK_STREAMED))
-    if (tile.D, kind, name) in ONE_IN_TIME:
+    if (tile.D, kind, name) in ONE_IN_TIME and not is_halved(tile):
         late = sorted(late)[: len(late) // 2]
     if (kind, name) in MASKED_LATE:
         late.sort()

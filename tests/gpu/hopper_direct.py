@@ -163,6 +163,7 @@ def halved_steps() -> Iterator[None]:
     with (
         mock.patch.object(backward_tiles, "LONG", every),
         mock.patch.object(backward_tiles, "is_long", lambda p, size: size in every and not p.bias),
+        mock.patch.object(backward_tiles, "FOUR_TILES", 0),
     ):
         backward_host.PLANS.clear()
         try:

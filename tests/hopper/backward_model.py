@@ -43,20 +43,14 @@ SIZES = (
 PROCESSORS = (1, 2, 3, 5, 7, 9)
 LENGTHS = ((1, 1), (3, 3), (64, 1), (239, 1), (399, 3), (1, 300), (113, 203), (108, 256),
            (255, 256), (256, 255), (64, 128), (192, 384))  # fmt: skip
-#: cases by halves of a step: of long sequences (backward_tiles.LONG), and of head size 96
+#: cases by halves of a step: of long sequences (backward_tiles.LONG), of head size 96, and of a
+#: bias that sequences share (backward_tiles.FOUR)
 PACKED = ((5, 90), (0, 17), (150, 270), (33, 0), (1, 40), (200, 200))
 LONG: dict[str, dict[str, Any]] = {
     **{
         f"{n}-{m}{'-causal' * c}": {"nq": n, "nk": m, "causal": c}
-        for n, m, c in (
-            (1, 300, True),
-            (64, 1, False),
-            (64, 192, False),
-            (399, 3, True),
-            (108, 256, True),
-            (256, 255, False),
-            (300, 400, True),
-        )
+        for n, m, c in ((1, 300, True), (64, 1, False), (64, 192, False), (399, 3, True),
+                        (108, 256, True), (256, 255, False), (300, 400, True))
     },
     "heads": {"b": 2, "nq": 130, "nk": 260, "hq": 4, "hk": 2, "causal": True},
     "many-tiles": {"nq": 200, "nk": 620, "hq": 2, "d": 40, "dv": 64},
@@ -70,7 +64,13 @@ LONG: dict[str, dict[str, Any]] = {
     "96-ragged": {"nq": 399, "nk": 3, "d": 96},
     "96-packed": {"hq": 2, "d": 96, "sequences": PACKED},
     "96-window": {"nq": 300, "left": 70, "right": 30, "d": 96, "softcap": 1.5},
-}
+    "bias": {"b": 3, "nq": 130, "nk": 200, "hq": 2, "bias": "1hqk", "d": 32},
+    "bias-causal": {"b": 2, "nq": 300, "nk": 256, "bias": "1hqk", "d": 32, "causal": True},
+    "bias-lengths": {"b": 4, "nq": 100, "nk": 504, "bias": "11qk", "d": 24, "dv": 32,
+                     "lengths": (1.0, 0.0, 0.43, 0.9)},
+    "bias-heads": {"b": 2, "nq": 300, "nk": 504, "hq": 4, "hk": 2, "bias": "1hqk", "d": 32,
+                   "left": 40, "right": 90, "softcap": 1.5},
+}  # fmt: skip
 FEATURES: dict[str, dict[str, Any]] = {
     "heads": {"b": 2, "nq": 130, "nk": 260, "hq": 4, "hk": 2, "causal": True},
     "many-tiles": {"nq": 200, "nk": 520, "hq": 2},

@@ -358,7 +358,7 @@ def test_every_job_has_the_same_options(monkeypatch: pytest.MonkeyPatch) -> None
     """Also on the CPU and other GPUs: rounding does not depend on the way of launching."""
     KERNEL.launches.clear()
     tiles = importlib.import_module("rowmax.gpu.tiles").Tiles(16, 16, 4, 2)
-    job = jobs.Job(KERNEL, SimpleNamespace(tiles=2), (), tiles, 3)
+    job = jobs.Job(KERNEL, SimpleNamespace(tiles=2), (), tiles, 6)
     entered: list[Any] = []
 
     class Module:

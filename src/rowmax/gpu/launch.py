@@ -42,18 +42,20 @@ class JobSpec(NamedTuple):
     alternate: bool = False
     #: it visits only the tiles that a mask of documents or booleans leaves
     lists: bool = True
+    #: tiles of a program
+    together: int = 1
 
 
 class Job:
-    """A kernel with its numbers, constants and grid."""
+    """A kernel with its numbers, constants and grid of ``programs``."""
 
     def __init__(
-        self, kernel: Any, numbers: Numbers, config: Config, tiles: Tiles, heads: int
+        self, kernel: Any, numbers: Numbers, config: Config, tiles: Tiles, programs: int
     ) -> None:
         self.kernel = kernel
         self.numbers = numbers
         self.config = config
-        self.grid = (numbers.tiles * heads, 1, 1)
+        self.grid = (programs, 1, 1)
         self.tiles = tiles
         self.options = {
             "num_warps": tiles.warps,
@@ -112,8 +114,8 @@ def build_job(
     )
     precision = kernel_args.precision_of(tensors)
     config = kernel_args.config(problem, tiles, precision, **constants)
-    programs = heads * (shares or 1) if resident in ("groups", "heads") else heads
-    return Job(spec.kernel, numbers, config, tiles, programs)
+    programs = count * heads * (shares or 1 if resident in ("groups", "heads") else 1)
+    return Job(spec.kernel, numbers, config, tiles, -(-programs // spec.together))
 
 
 def grid_of(problem: Problem, tiles: Tiles, resident: str) -> tuple[int, int]:

@@ -3,8 +3,7 @@
 
 The rest is ``log2(sum_j exp(s_ij - LSE_i))``, the rounding error of LSE. A backward recomputes the
 weights from LSE. In a row whose biases are all -1e9 it lacks log n, and the weights would sum to
-n. A kernel sums the weights of such rows (``FAR``) again; for others the rest is 0, and a program
-ends after it has read its LSE.
+n. A kernel sums the weights of such rows (``FAR``) again; for others the rest is 0.
 """
 
 from __future__ import annotations
@@ -20,7 +19,12 @@ from .launch import Job, JobSpec, launch
 from .rules import LOG2E
 from .tiles import Tiles
 
+#: tiles whose rows a program tests at once: it costs as much as to test those of one
+TOGETHER = 8
+
 _FAR = tl.constexpr(FAR)
+_TOGETHER = tl.constexpr(TOGETHER)
+_ROW_UNIT = tl.constexpr(ROW_UNIT)
 
 
 def padded_rows(problem: Problem) -> tuple[int, int, int]:
@@ -32,23 +36,48 @@ def padded_rows(problem: Problem) -> tuple[int, int, int]:
 # --- the rest of LSE ---------------------------------------------------------------------------
 
 
+@triton.jit
+def is_far(lse):
+    """Return True for rows whose LSE lacks a part of their sum."""
+    return (tl.abs(lse) >= _FAR) & (tl.abs(lse) < float("inf"))
+
+
 @triton.jit(do_not_specialize=["num"])
 def row_sums_kernel(ptr, num, cfg):
-    """Store the rest of LSE of one tile of queries of a head."""
+    """Store the rest of LSE of TOGETHER tiles of queries; of dense rows all are tested at once."""
+    heads = cfg.HQ if cfg.PACKED else num.batch * cfg.HQ
+    first = tl.program_id(0) * _TOGETHER
+    end = tl.minimum(first + _TOGETHER, num.tiles * heads)
+    some = True
+    if not cfg.PACKED:
+        n = tl.arange(0, _TOGETHER * cfg.BLOCK_Q)
+        tile = first + n // cfg.BLOCK_Q
+        row = tile % num.tiles * cfg.BLOCK_Q + n % cfg.BLOCK_Q
+        head = (tile // num.tiles).to(tl.int64)
+        here = (tile < end) & (row < num.total_q)
+        lse = tl.load(ptr.lse + head * num.total_q + row, mask=here, other=0.0)
+        some = tl.max(is_far(lse).to(tl.int32), 0) > 0
+        if not some:
+            rest = ptr.rest + head * (num.rows * _ROW_UNIT) + row
+            tl.store(rest, tl.zeros([_TOGETHER * cfg.BLOCK_Q], tl.float32), mask=here)
+    if some:
+        for i in range(first, end):
+            store_rest(ptr, num, cfg, i % num.tiles, i // num.tiles)
+
+
+@triton.jit
+def store_rest(ptr, num, cfg, tile, head):
+    """Store the rest of LSE of a tile of queries of a head."""
     BLOCK_Q: tl.constexpr = cfg.BLOCK_Q
     BLOCK_K: tl.constexpr = cfg.BLOCK_K
-    tile = tl.program_id(0) % num.tiles
-    head = tl.program_id(0) // num.tiles
     b, tile = lib.sequence_of_queries(ptr, num, cfg, tile, head)
     sizes = lib.sizes_of(ptr, num, cfg, b, False)
     i0 = tile * BLOCK_Q
-    if i0 >= sizes.nq:
-        return
     place = lib.place_of(ptr, num, cfg, b, head % cfg.HQ, sizes)
     rows = i0 + tl.arange(0, BLOCK_Q)
     lse = lib.vector(ptr.lse, place.b, place.head, place.q_start, num.total_q, cfg.HQ, cfg.PACKED)
     lse = lib.load_rows(lse, rows, place.nq, 0.0, True)
-    far = (tl.abs(lse) >= _FAR) & (tl.abs(lse) < float("inf"))
+    far = is_far(lse)
     total = tl.zeros([BLOCK_Q], tl.float32)
     if tl.max(far.to(tl.int32), 0) > 0:
         q = lib.load_queries(ptr.q, num.q, i0, cfg, place, True)
@@ -76,7 +105,7 @@ def row_sums_kernel(ptr, num, cfg):
 
 
 #: its lists would be made at every call, and few calls have rows that it sums
-ROW_SUMS = JobSpec("row_sums", row_sums_kernel, "queries", lists=False)
+ROW_SUMS = JobSpec("row_sums", row_sums_kernel, "queries", lists=False, together=TOGETHER)
 
 
 def row_sums(

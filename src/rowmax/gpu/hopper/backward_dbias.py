@@ -428,15 +428,30 @@ def backward_dbias(q, do, k, v, rows, bias, dbias, t, n, C: gl.constexpr):
         gl.where(n.ids_q > 0, 1, 0), gl.where(n.ids_k > 0, 1, 0),
     )  # fmt: skip
     follow()
-    gl.warp_specialize(
-        [
-            (consumer, (C, 0, dbias, t.parts, rings, sizes, args, seqs, shared)),
-            (consumer, (C, 1, dbias, t.parts, rings, sizes, args, seqs, shared)),
-            (producer, (C, descs, rings, sizes, seqs, shared)),
-        ],
-        [4, 1],
-        [C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS],
-    )
+    R1: gl.constexpr = C.PRODUCER_REGISTERS
+    R0: gl.constexpr = C.CONSUMER_REGISTERS
+    if C.WARPGROUPS == 4:
+        gl.warp_specialize(
+            [
+                (consumer, (C, 0, dbias, t.parts, rings, sizes, args, seqs, shared)),
+                (consumer, (C, 1, dbias, t.parts, rings, sizes, args, seqs, shared)),
+                (consumer, (C, 2, dbias, t.parts, rings, sizes, args, seqs, shared)),
+                (consumer, (C, 3, dbias, t.parts, rings, sizes, args, seqs, shared)),
+                (producer, (C, descs, rings, sizes, seqs, shared)),
+            ],
+            [4, 4, 4, 1],
+            [R0, R0, R0, R1],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consumer, (C, 0, dbias, t.parts, rings, sizes, args, seqs, shared)),
+                (consumer, (C, 1, dbias, t.parts, rings, sizes, args, seqs, shared)),
+                (producer, (C, descs, rings, sizes, seqs, shared)),
+            ],
+            [4, 1],
+            [R0, R1],
+        )
 
 
 @triton.jit

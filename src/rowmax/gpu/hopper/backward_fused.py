@@ -536,17 +536,35 @@ def halved_step(
     before = gl.maximum(use - 1, 0)
     was = use > resident.begin
     s = slot(use, C.Q_STAGES)
+    dtype: gl.constexpr = rings.ds.buffers.dtype
     wait_full(rings.q, use, C.Q_STAGES)
-    S = issue_half(C, 0, resident, rings, use)
-    do, dp = issue_dp(C, c, resident, rings, use)
+    S = issue_half(C, c, 0, resident, rings, use)
+    if C.DP_HALVED:
+        do, dp0 = issue_half_dp(C, c, 0, resident, rings, use)
+    else:
+        do, dp0 = issue_dp(C, c, resident, rings, use)
+    b0, b1 = halves_of_bias(C, c, rings, use)
     S = warpgroup_mma_wait(count(C.DV1), deps=[S])
-    w, P = half_weights(C, MASKED, c, 0, S, m, head, rings, s, tile, sizes, args)
+    lse = row_numbers(C.HALF, rings.rows, s, 0, 0)[None, :]
+    w, P = half_weights(C, MASKED, c, S, lse, b0, 2 * m, head, tile, sizes, args, dtype)
     if C.DQ:
         wait_done(C, rings, before, was)
-    dp0, dp1 = halves_of(C, warpgroup_mma_wait(0, deps=[dp]))
+    dp0 = warpgroup_mma_wait(0, deps=[dp0])
+    dp1 = 0
+    if not C.DP_HALVED:
+        dp0, dp1 = halves_of(C, dp0)
     dk, dv = add_half(C, c, 0, state.dk, state.dv, P, w, dp0, do, rings, use)
-    S = warpgroup_mma_wait(0, deps=[issue_half(C, 1, resident, rings, use)])
-    w, P = half_weights(C, MASKED, c, 1, S, m, head, rings, s, tile, sizes, args)
+    S = issue_half(C, c, 1, resident, rings, use)
+    if C.DP_HALVED:
+        do, dp1 = issue_half_dp(C, c, 1, resident, rings, use)
+        S = warpgroup_mma_wait(count(C.DV1), deps=[S])
+    else:
+        S = warpgroup_mma_wait(0, deps=[S])
+    lse = row_numbers(C.HALF, rings.rows, s, 0, 1)[None, :]
+    w, P = half_weights(C, MASKED, c, S, lse, b1, 2 * m + 1, head, tile, sizes, args, dtype)
+    if C.DP_HALVED:
+        wait_full(rings.q, use, C.Q_STAGES)  # begins a basic block, as in whole_step
+        dp1 = warpgroup_mma_wait(0, deps=[dp1])
     dk, dv = add_half(C, c, 1, dk, dv, P, w, dp1, do, rings, use)
     fence_async_shared()
     if C.DQ:
@@ -559,23 +577,50 @@ def halved_step(
 
 
 @gluon.jit
-def issue_half(C: gl.constexpr, h: gl.constexpr, resident, rings, use):
+def issue_half(C: gl.constexpr, c: gl.constexpr, h: gl.constexpr, resident, rings, use):
     """Issue S^T = K Q^T of half h of a use ``[64, BLOCK_STREAMED / 2]``."""
     N: gl.constexpr = C.HALF.BLOCK_STREAMED
     q = parts_at(rings.q.buffers, slot(use, C.Q_STAGES), C.BLOCK_STREAMED, C.D0, C.D1)
     q = rows_of_parts(q, h * N, N, C.D1)
-    return issue_over_columns(resident.k, q, no_scores(C.HALF), C.D1)
+    k = resident.k
+    if not C.HELD_K:
+        k = own_parts(C, c, rings.k.buffers, resident.slot + (use >> 30), C.D0, C.D1)
+    return issue_over_columns(k, q, no_scores(C.HALF), C.D1)
+
+
+@gluon.jit
+def issue_half_dp(C: gl.constexpr, c: gl.constexpr, h: gl.constexpr, resident, rings, use):
+    """Wait for dO of a use, issue dP^T = V dO^T of half h of it, and return (dO, dP^T)."""
+    N: gl.constexpr = C.HALF.BLOCK_STREAMED
+    wait_full(rings.do, use, C.DO_STAGES, pred=h == 0)
+    do = parts_at(rings.do.buffers, slot(use, C.DO_STAGES), C.BLOCK_STREAMED, C.DV0, C.DV1)
+    v = resident.v
+    if not C.HELD:
+        v = own_parts(C, c, rings.v.buffers, resident.slot + (use >> 30), C.DV0, C.DV1)
+    half = rows_of_parts(do, h * N, N, C.DV1)
+    return do, issue_over_columns(v, half, no_scores(C.HALF), C.DV1)
+
+
+@gluon.jit
+def halves_of_bias(C: gl.constexpr, c: gl.constexpr, rings, use):
+    """Return both halves of the bias of a use, not widened: they are loaded before dS is stored."""
+    low = 0
+    high = 0
+    if C.BIAS:
+        wait_full(rings.ds, use, C.DS_STAGES)
+        low, high = halves_of(C, own_ds(C, c, rings.ds, use).load(score_layout(C)))
+    return low, high
 
 
 @gluon.jit
 def half_weights(
-    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, h: gl.constexpr, S, m, head, rings, s,
-    tile, sizes, args,
+    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, S, lse, bias, m, head, tile, sizes,
+    args, dtype: gl.constexpr,
 ):  # fmt: skip
-    """Return (w, P) of half h of a use: ``backward_lib.weights``, P rounded."""
-    dtype: gl.constexpr = rings.ds.buffers.dtype
-    lse = row_numbers(C.HALF, rings.rows, s, 0, h)[None, :]
-    p, w = weights(C.HALF, MASKED, c, S, lse, 0, 2 * m + h, head, tile, sizes, args, dtype)
+    """Return (w, P) of a half, number m of all: ``backward_lib.weights``, P rounded."""
+    if C.BIAS:
+        bias = widened(bias)
+    p, w = weights(C.HALF, MASKED, c, S, lse, bias, m, head, tile, sizes, args, dtype)
     return w, rounded(p, dtype)
 
 
@@ -930,7 +975,20 @@ def backward(  # noqa: PLR0913, PLR0917  (Triton takes no record of descriptors)
         tiles = gl.load(t.cu_k + n.batch) // C.BLOCK_RESIDENT + n.batch
     few: gl.constexpr = C.PRODUCER_REGISTERS
     many: gl.constexpr = C.CONSUMER_REGISTERS
-    if C.WARPGROUPS == 2:
+    if C.WARPGROUPS == 4:
+        gl.warp_specialize(
+            [
+                (consumer, (C, 0, rings, mail, sizes, args, heads, out)),
+                (consumer, (C, 1, rings, mail, sizes, args, heads, out)),
+                (consumer, (C, 2, rings, mail, sizes, args, heads, out)),
+                (consumer, (C, 3, rings, mail, sizes, args, heads, out)),
+                (producer, (C, descs, rings, mail, order, sizes, seqs, heads)),
+                (writer, (C, dq, rings.dq, mail, t.done, tiles, sizes, heads)),
+            ],
+            [4, 4, 4, 1, 1],
+            [many, many, many, few, few],
+        )
+    elif C.WARPGROUPS == 2:
         gl.warp_specialize(
             [
                 (consumer, (C, 0, rings, mail, sizes, args, heads, out)),

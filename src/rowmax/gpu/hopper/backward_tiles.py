@@ -140,6 +140,7 @@ class FusedConfig(Config):
     HELD: bool = False  # K and V in registers as well, unless a bias needs the registers
     AHEAD: bool = False  # S of the next step starts before dQ, where registers hold both
     HALVED: bool = False  # a step computes S, P and dS of half of its queries at a time
+    DP_HALVED: bool = False  # also dP, where registers are few
     DBIAS: bool = False  # dbias is stored tile by tile: the bias broadcasts over nothing
     DROW: bool = False  # dbias of a row is summed over queries
     DQ: bool = True  # dq is computed here; else afterwards, from dbias (backward_dbias.py)
@@ -149,8 +150,10 @@ class FusedConfig(Config):
     EVERY: int = 2  # steps between two stores of the number of done steps (add_dq)
 
     def __post_init__(self) -> None:
-        if self.HALVED and (self.BIAS or self.ROW or self.COLUMN or self.AHEAD):
-            raise ValueError("HALVED: got a bias or AHEAD as well; want neither")
+        if self.HALVED and (self.DBIAS or self.BIAS_FLOAT32 or self.ROW or self.COLUMN):
+            raise ValueError("HALVED: got a bias that is not a tile of q's dtype, or its gradient")
+        if self.HALVED and self.AHEAD:
+            raise ValueError("HALVED: got AHEAD as well; want one of them")
         if self.KEY_TILES > 1 and (self.BIAS or self.D1 or self.DV1):
             raise ValueError(
                 f"WARPGROUPS: got {self.WARPGROUPS} with a bias or columns in two parts; want "
@@ -172,12 +175,12 @@ class FusedConfig(Config):
     @property
     def HELD_K(self) -> bool:
         """Return True if K is in registers as well."""
-        return self.HELD or self.HALVED
+        return self.HELD or (self.HALVED and not self.DP_HALVED)
 
     @property
     def KEY_TILES(self) -> int:
         """Return the tiles of K, V and dS of a step: 192 keys are three, for powers of two."""
-        return 1 if self.WARPGROUPS == WARPGROUPS else self.WARPGROUPS
+        return 3 if self.WARPGROUPS == 3 else 1
 
     @property
     def DS_STAGES(self) -> int:
@@ -394,6 +397,14 @@ LONG_WITHOUT = {
     (64, 64): ("window", "lengths", "documents", "alibi"),
     (96, 96): ("softcap", "alibi"),
 }
+#: head size 32 with a bias that sequences or heads share: four consumers of 112 registers hide more
+#: of a step. A tile of the bias has 256 keys.
+FOUR = FusedConfig(
+    D=32, DV=32, WARPGROUPS=4, CONSUMER_REGISTERS=112, HALVED=True, DP_HALVED=True, Q_STAGES=4,
+    DO_STAGES=3, KV_STAGES=2, DQ_STAGES=2,
+)  # fmt: skip
+#: the fewest tiles of keys for it: with fewer processors wait
+FOUR_TILES = 4 * 132
 #: head sizes in between, in two parts of columns. A bias takes their registers, and the tile above
 BETWEEN: dict[tuple[int, int], tuple[Config, ...]] = {
     (80, 80): (
@@ -411,7 +422,7 @@ BETWEEN: dict[tuple[int, int], tuple[Config, ...]] = {
 #: by (D, DV): dbias of a bias that sequences or heads share
 SHARED_BIAS = {
     (32, 32): DbiasConfig(
-        D=32, DV=32, BLOCK_STREAMED=128, QK_STAGES=4, VDO_STAGES=4, BIAS_STAGES=2
+        D=32, DV=32, WARPGROUPS=4, CONSUMER_REGISTERS=112, QK_STAGES=3, VDO_STAGES=3, BIAS_STAGES=2
     ),
     (64, 64): DbiasConfig(
         D=64, DV=64, BLOCK_STREAMED=128, QK_STAGES=2, VDO_STAGES=2, BIAS_STAGES=2
@@ -496,6 +507,8 @@ def tiles_of(p: Problem, copied: bool) -> tuple[Config, ...]:
     size = fits[0] if fits and p.bias is None else size
     if is_long(p, size):
         return (LONG[size],)
+    if copied and takes_four(p, size):
+        return (FOUR,)
     return BETWEEN[size] if size in BETWEEN else TILES[size]
 
 
@@ -514,6 +527,17 @@ def is_long(p: Problem, size: tuple[int, int]) -> bool:
     }
     slower = any(has[name] for name in LONG_WITHOUT[size])
     return not slower and keys >= LONG_KEYS[size] and tiles >= LONG_TILES[size]
+
+
+def takes_four(p: Problem, size: tuple[int, int]) -> bool:
+    """Return True if four consumers are faster for a bias that is copied tile by tile."""
+    if size != (FOUR.D, FOUR.DV) or p.bias is None or p.bias[:2] == (p.batch, p.hq):
+        return False
+    if p.documents:  # 19 words spill in the loops
+        return False
+    tiles = -(-p.nk // FOUR.BLOCK_RESIDENT)
+    filled = 2 * tiles == -(-p.nk // (WARPGROUPS * ROWS))
+    return filled and p.batch * p.hk * tiles >= FOUR_TILES
 
 
 _Config = TypeVar("_Config", bound=Config)
@@ -536,7 +560,7 @@ def config_for(p: Problem, tile: _Config, **options: Any) -> _Config:
         "NATURAL": p.natural,
     }
     if isinstance(tile, FusedConfig):
-        ordered = options.get("DQ", True) and (p.deterministic or faster_in_order(p, tile.D))
+        ordered = options.get("DQ", True) and (p.deterministic or faster_in_order(p, tile))
         found["ORDERED"] = ordered
         found["FRESH"] = ordered and every_query_sees(p)
         found["ABREAST"] = ordered and p.group > 1 and p.right is not None and p.left is None
@@ -545,15 +569,16 @@ def config_for(p: Problem, tile: _Config, **options: Any) -> _Config:
     return replace(tile, **{name: x for name, x in (found | options).items() if name in names})
 
 
-def faster_in_order(p: Problem, d: int) -> bool:
+def faster_in_order(p: Problem, tile: FusedConfig) -> bool:
     """Return True if the ordered sum of dQ is faster than the unordered one.
 
     The unordered sum begins with zeros. For short sequences zeroing takes longer than waiting for
     the neighbour's steps, if there are tiles of other heads to compute meanwhile.
     """
     few = p.batch * p.hk * -(-p.nk // (WARPGROUPS * ROWS)) < MANY
-    long = p.nk > IN_ORDER[d, p.right is not None]
-    return not (few or long) and p.bias is None and every_query_sees(p)
+    long = p.nk > IN_ORDER[tile.D, p.right is not None]
+    measured = p.bias is None or tile.WARPGROUPS == FOUR.WARPGROUPS
+    return measured and not (few or long) and every_query_sees(p)
 
 
 def every_query_sees(p: Problem) -> bool:

@@ -270,7 +270,9 @@ class Constants:
             setattr(self, name, gl.constexpr(getattr(config, name)))
 
     def __repr__(self) -> str:
-        return repr(self.config)
+        """Return every name and value: caches on disk know a kernel by this text and its source."""
+        values = {name: getattr(self, name).value for name in filter(str.isupper, vars(self))}
+        return f"{type(self.config).__name__}({values})"
 
     def __hash__(self) -> int:
         return hash(self.config)
