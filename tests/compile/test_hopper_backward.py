@@ -24,6 +24,7 @@ from rowmax.gpu.hopper.backward_tiles import (
     FOUR,
     LONG,
     SHARED_BIAS,
+    SHARED_BY_FOUR,
     TILES,
     WARPGROUPS,
     Config,
@@ -122,7 +123,7 @@ def cases():
     for name in ("bias", "causal bias", "bias lengths", "bias ordered"):
         yield FOUR, name, "bf16"
     yield FOUR, "bias", "fp16"
-    for tile in SHARED_BIAS.values():
+    for tile in (*SHARED_BIAS.values(), SHARED_BY_FOUR):
         for name in ("bias", "causal bias", "bias lengths"):
             yield tile, name, "bf16"
     yield SHARED_BIAS[128, 128], "bias documents", "bf16"
@@ -183,6 +184,8 @@ def identity(tile, name, dtype):
     kind = NAMES[type(tile)] + "-float32" * tile.BIAS_FLOAT32 + "-long" * is_halved(tile)
     if isinstance(tile, WideConfig):
         kind += f"-d{tile.GRADIENT}"
+    if isinstance(tile, DbiasConfig) and tile.WARPGROUPS == 4:
+        kind += "-four"
     return f"{tile.D}x{tile.DV}-{kind}-{name}-{dtype}"
 
 

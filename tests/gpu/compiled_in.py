@@ -82,9 +82,11 @@ def _hopper(p: Problem, case: Case) -> Hashable:
     tile = forward.tile_for(p, how, processors)
     found: list[Hashable] = [forward.config_for(p, tile, how, forward.packed_heads(p, how))]
     by = backward_bias.gradient_by(p) if p.bias is not None else ""
-    for one in backward_tiles.TILES[backward_tiles.sizes_of(p.d, p.dv)]:
+    for one in backward_tiles.tiles_of(p, backward_bias.kind_of(p) == "tile"):
         options = backward_host.bias_options(p, one, by)
         found.append(backward_tiles.config_for(p, one, **options))
+    if by == "shared":
+        found.append(backward_tiles.config_for(p, backward_tiles.shared_bias_tile(p)))
     return (*found, by)
 
 

@@ -422,7 +422,7 @@ BETWEEN: dict[tuple[int, int], tuple[Config, ...]] = {
 #: by (D, DV): dbias of a bias that sequences or heads share
 SHARED_BIAS = {
     (32, 32): DbiasConfig(
-        D=32, DV=32, WARPGROUPS=4, CONSUMER_REGISTERS=112, QK_STAGES=3, VDO_STAGES=3, BIAS_STAGES=2
+        D=32, DV=32, BLOCK_STREAMED=128, QK_STAGES=4, VDO_STAGES=4, BIAS_STAGES=2
     ),
     (64, 64): DbiasConfig(
         D=64, DV=64, BLOCK_STREAMED=128, QK_STAGES=2, VDO_STAGES=2, BIAS_STAGES=2
@@ -433,6 +433,10 @@ SHARED_BIAS = {
     (256, 128): DbiasConfig(D=256, DV=128, QK_STAGES=1, VDO_STAGES=2, BIAS_STAGES=2),
     (256, 256): DbiasConfig(D=256, DV=256, QK_STAGES=1, VDO_STAGES=1, BIAS_STAGES=2),
 }
+#: at head size 32 by four consumers, of 256 queries
+SHARED_BY_FOUR = DbiasConfig(
+    D=32, DV=32, WARPGROUPS=4, CONSUMER_REGISTERS=112, QK_STAGES=3, VDO_STAGES=3, BIAS_STAGES=2
+)
 #: by (D, DV): the same two for a bias of float32 numbers
 FLOAT32_BIAS: dict[tuple[int, int], tuple[FusedConfig, DbiasConfig]] = {
     (32, 32): (
@@ -483,7 +487,16 @@ HELD_WITH_BIAS = 32
 def shared_bias_tile(p: Problem) -> DbiasConfig:
     """Return the tile of the gradient of a bias that sequences or heads share."""
     sizes = sizes_of(p.d, p.dv)
-    return FLOAT32_BIAS[sizes][1] if float32_bias(p) else SHARED_BIAS[sizes]
+    if float32_bias(p):
+        return FLOAT32_BIAS[sizes][1]
+    by_four = sizes == (SHARED_BY_FOUR.D, SHARED_BY_FOUR.DV) and fill_four(p.nq)
+    by_four = by_four and not p.documents  # which take registers
+    return SHARED_BY_FOUR if by_four else SHARED_BIAS[sizes]
+
+
+def fill_four(rows: int) -> bool:
+    """Return True if tiles of four consumers have no more rows than those of two."""
+    return 2 * -(-rows // (4 * ROWS)) == -(-rows // (WARPGROUPS * ROWS))
 
 
 def float32_bias(p: Problem) -> bool:
@@ -533,11 +546,9 @@ def takes_four(p: Problem, size: tuple[int, int]) -> bool:
     """Return True if four consumers are faster for a bias that is copied tile by tile."""
     if size != (FOUR.D, FOUR.DV) or p.bias is None or p.bias[:2] == (p.batch, p.hq):
         return False
-    if p.documents:  # 19 words spill in the loops
-        return False
-    tiles = -(-p.nk // FOUR.BLOCK_RESIDENT)
-    filled = 2 * tiles == -(-p.nk // (WARPGROUPS * ROWS))
-    return filled and p.batch * p.hk * tiles >= FOUR_TILES
+    # with documents 19 words spill in the loops
+    tiles = p.batch * p.hk * -(-p.nk // FOUR.BLOCK_RESIDENT)
+    return not p.documents and fill_four(p.nk) and tiles >= FOUR_TILES
 
 
 _Config = TypeVar("_Config", bound=Config)
