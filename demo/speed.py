@@ -22,7 +22,7 @@ from rowmax.bench.worker import Pace
 from .child import Child, read_arguments, report
 
 PEER = "sdpa"
-TURNS, SECONDS = 3, 0.06  # of each problem and provider, and of each turn
+TURNS, SECONDS = 3, 0.06  # SECONDS are those of a turn
 
 
 class Measurement(NamedTuple):
