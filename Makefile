@@ -42,8 +42,9 @@ lint: $(STAMP) ## style, plain words, types, and which module may import which
 # share; float16 and tiles of every shape without the -k.
 PARTS := unit-files unit-folders unit-cpu unit-backward unit-distributed unit-interpreter \
 	unit-emulator
-# What a change of a GPU kernel needs besides. They take as long as everything else.
-GATES := gates-targets gates-forward gates-backward
+# What a change of a GPU kernel needs besides. They take as long as everything else. The marker
+# "gates" has cases of the emulator at more head sizes; unit-backward has each case at one.
+GATES := gates-targets gates-forward gates-backward gates-sizes
 APART := tests/compile tests/emulator tests/hopper tests/triton tests/distributed
 HOPPER := tests/compile/test_hopper.py tests/compile/test_hopper_backward.py
 BACKWARD := tests/hopper/test_backward.py
@@ -53,7 +54,7 @@ test unit gates: export OPENBLAS_NUM_THREADS := 1
 unit: $(STAMP) ## the tests
 	$(MAKE) -j4 $(PARTS)
 
-gates: $(STAMP) ## compile all GPU kernels for six targets, and read the machine code of Hopper
+gates: $(STAMP) ## compile all GPU kernels for six targets, read Hopper's machine code, emulate more
 	$(MAKE) -j3 $(GATES)
 
 .PHONY: $(PARTS) $(GATES)
@@ -78,8 +79,11 @@ gates-forward: $(STAMP)
 gates-backward: $(STAMP)
 	$(BIN)/python -m pytest tests/compile/test_hopper_backward.py $(ARGS)
 
+gates-sizes: $(STAMP)
+	$(BIN)/python -m pytest $(BACKWARD) -m gates $(ARGS)
+
 unit-backward: $(STAMP)
-	$(BIN)/python -m pytest $(BACKWARD) $(ARGS)
+	$(BIN)/python -m pytest $(BACKWARD) -m "not gates" $(ARGS)
 
 unit-emulator: $(STAMP)
 	$(BIN)/python -m pytest tests/emulator tests/hopper $(BACKWARD:%=--ignore %) $(ARGS)

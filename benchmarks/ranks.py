@@ -28,6 +28,7 @@ import torch.distributed as dist
 ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 #: set where the caller has not chosen: a host without a network has only this interface
 USUAL = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+METHOD = "spawn"  # how processes begin; on a CPU "forkserver" does as well
 START_LIMIT = 90.0  # seconds until a rank has imported torch and joined the group
 GRACE = 5.0  # seconds for ranks to end by themselves
 
@@ -65,12 +66,12 @@ class Ranks:
         self.folder = tempfile.TemporaryDirectory()
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
-        context = multiprocessing.get_context("spawn")
+        context: Any = multiprocessing.get_context(METHOD)
         store = f"{self.folder.name}/store"
         with _environment(device):
             for rank in range(size):
                 here, there = context.Pipe()
-                given = (there, rank, size, device, store, self.end, os.getpid())
+                given = (there, rank, size, device, store, self.end)
                 process = context.Process(target=_serve, args=given, daemon=True)
                 process.start()
                 there.close()
@@ -187,12 +188,10 @@ def _environment(device: str) -> Iterator[None]:
 # --- in the process ----------------------------------------------------------------------------
 
 
-def _serve(
-    pipe: Connection, rank: int, size: int, device: str, store: str, end: float, parent: int
-) -> None:
+def _serve(pipe: Connection, rank: int, size: int, device: str, store: str, end: float) -> None:
     """Join the group, then run functions from the pipe until it closes."""
     warnings.simplefilter("ignore")
-    threading.Thread(target=_end_in_time, args=(end, parent), daemon=True).start()
+    threading.Thread(target=_end_in_time, args=(end,), daemon=True).start()
     if device == "cuda":
         place = torch.device("cuda", rank)
         torch.cuda.set_device(place)
@@ -230,8 +229,9 @@ def _answer(function: Callable[..., Any], self: Rank, args: Any) -> Any:
         return Failure(f"rank {self.rank}: {first}\n{traceback.format_exc(limit=-4)[-1500:]}")
 
 
-def _end_in_time(end: float, parent: int) -> None:
+def _end_in_time(end: float) -> None:
     """End this process at a time, or when its parent is gone."""
-    while time.time() < end and os.getppid() == parent:
+    parent = multiprocessing.parent_process()
+    while time.time() < end and parent is not None and parent.is_alive():
         time.sleep(0.5)
     os._exit(3)

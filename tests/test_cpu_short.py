@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from unittest import mock
@@ -50,29 +49,43 @@ def _check(case: Case, dtype: torch.dtype) -> None:
         assert not found, "\n".join(found)
 
 
-def _ways(case: Case) -> list[bool]:
+def _longer(case: Case) -> Case:
+    """Return a case of short sequences that are not of few queries."""
+    return replace(_short(case), nq=max(9, min(case.nq, 150)))
+
+
+def _ways(case: Case) -> tuple[bool, bool]:
+    """Return whether the (forward, backward) of a case reaches these kernels on one thread."""
     problem = make(case).problem()[0]
-    return [few_calls.way(problem, call) is not None for call in ("forward", "backward")]
+    with mock.patch.object(few_calls, "get_num_threads", return_value=1):
+        forward, backward = (few_calls.way(problem, x) is not None for x in ("forward", "backward"))
+    return forward, backward
+
+
+#: the cases of the table that reach these kernels once they are made small: ``test_backends`` has
+#: the others, which tiles compute
+WAYS = {made: {case: _ways(made(case)) for case in COVERING} for made in (_few, _short, _longer)}
+REACHING = {made: [case for case, way in ways.items() if any(way)] for made, ways in WAYS.items()}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", COVERING, ids=str)
+@pytest.mark.parametrize("case", REACHING[_few], ids=str)
 def test_few_queries(case: Case, dtype: torch.dtype) -> None:
     _check(_few(case), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", COVERING, ids=str)
+@pytest.mark.parametrize("case", REACHING[_short], ids=str)
 def test_short_sequences(case: Case, dtype: torch.dtype) -> None:
     _check(_short(case), dtype)
 
 
-@pytest.mark.parametrize("smaller", [_few, _short])
-def test_the_table_reaches_these_kernels(smaller) -> None:
-    """The cases above would prove nothing if tiles computed them."""
-    count = Counter(tuple(_ways(smaller(case))) for case in COVERING)
-    assert sum(n for (forward, _), n in count.items() if forward) > len(COVERING) * 0.2
-    assert all(forward == backward for forward, backward in count)  # one order of sums
+@pytest.mark.parametrize("made", [_few, _short, _longer])
+def test_the_table_reaches_these_kernels(made: Callable[[Case], Case]) -> None:
+    """Else the tests of cases would prove little."""
+    assert len(REACHING[made]) > len(COVERING) * 0.25
+    ways = WAYS[made].values()
+    assert all(forward == backward for forward, backward in ways)  # one order of sums
 
 
 def _bits(case: Case, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -83,10 +96,10 @@ def _bits(case: Case, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("case", COVERING, ids=str)
+@pytest.mark.parametrize("case", REACHING[_longer], ids=str)
 def test_short_sequences_have_the_bits_of_tiles(case: Case, dtype: torch.dtype) -> None:
     """So the choice may depend on threads, on other sequences and on other queries."""
-    made = replace(_short(case), nq=max(9, min(case.nq, 150)))
+    made = _longer(case)
     with mock.patch.object(few_calls, "get_num_threads", return_value=1):
         short = _bits(made, dtype)
     with mock.patch.object(few_calls, "way", return_value=None):

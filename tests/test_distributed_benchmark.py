@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import multiprocessing
 import os
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import torch.distributed as dist
 pytest.importorskip("triton")
 
 from benchmarks import distributed, distributed_calls
+from benchmarks import ranks as processes
 from benchmarks.distributed_cells import named
 from benchmarks.ranks import ENVIRONMENT, Failure, Rank, Ranks, RanksError
 from rowmax import distributed as rd
@@ -35,6 +37,13 @@ PROVIDERS = ("one:torch", "rowmax:keys:torch", "rowmax:heads:torch")
 def ranks() -> Iterator[Ranks]:
     with Ranks(2, "cpu") as found:
         yield found
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork ranks of a process that has imported this file. Those of ``ranks`` are started."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
+    monkeypatch.setattr(processes, "METHOD", "forkserver")
 
 
 # --- processes -----------------------------------------------------------------------------------
@@ -74,6 +83,7 @@ def test_an_error_that_every_rank_survives_is_reported(ranks: Ranks):
     assert ranks.alive
 
 
+@pytest.mark.usefixtures("forked")
 def test_ranks_that_hang_are_killed():
     found = Ranks(2, "cpu", time.time() + 60)
     begin = time.time()
@@ -95,6 +105,7 @@ def measured(tmp_path: Path, *words: str) -> tuple[int, list[dict[str, str]]]:
         return code, list(csv.DictReader(file))
 
 
+@pytest.mark.usefixtures("forked")
 def test_cells_are_timed_against_one_device(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
@@ -126,6 +137,7 @@ def test_cells_are_timed_against_one_device(
     assert out.count("; not timed\n") == 4  # when it is found, and at the end
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_provider_whose_ranks_hang_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -189,6 +201,7 @@ def test_messages_have_sizes_of_the_cells():
 # --- checks --------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("forked")
 def test_checks_run_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "out.csv"
     words = ["--device", "cpu", "--out", str(out), "--repeats", "2", "--backend", "torch"]

@@ -16,11 +16,12 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-from demo import long_sequence, page, run
+from demo import long_sequence, page, run, speed, timed_checks
 from demo.app import app
 from demo.memory import Memory
 from demo.report import DemoReport
 from rowmax.reference import tolerance
+from tests import kept_definitions
 
 VOID = {"meta", "br", "line", "rect", "path"}
 
@@ -73,6 +74,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[DemoReport, str, Pat
     options += ["--seconds", "250"]  # time enough on a machine that other tests keep busy
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(page, "render", render)
+        patch.setattr(speed, "SECONDS", 0.001)  # no test reads how long a call takes
+        patch.setattr(timed_checks, "check_feature", kept_definitions.check_feature)
         result = CliRunner().invoke(app, [*options, "--report", str(path)])
     assert result.exit_code == 0, result.output
     return reports[0], result.output, path

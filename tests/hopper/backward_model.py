@@ -133,11 +133,11 @@ FEATURES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def kernel_cases(every: bool, third: int | None) -> list[Case]:
+def kernel_cases(every: bool, share: int | None) -> list[Case]:
     """Return every length, mask and mode, as small as tiles allow.
 
-    Each comes at every third head size, or at ``every``. Of the head sizes, ``third`` takes the one
-    of this number and every third after it; None takes all.
+    Each comes at every third head size and at 32, or at ``every``. ``share`` takes a part of them.
+    Part 0 has each once, and all head sizes; parts 1 and 2 have the rest; None takes all.
     """
     alone: dict[str, Any] = {"b": 1, "hq": 1}
     named: dict[str, dict[str, Any]] = {
@@ -147,11 +147,25 @@ def kernel_cases(every: bool, third: int | None) -> list[Case]:
     } | FEATURES
     found = []
     for n, (name, features) in enumerate(named.items()):
-        for m, (d, dv) in enumerate(SIZES):
-            drawn = every or d == 32 or m % 3 == n % 3
-            if drawn and third in (None, m % 3):
-                found.append(Case(f"{name}-{d}-{dv}", **(alone | {"d": d, "dv": dv} | features)))
+        cases = [
+            Case(f"{name}-{d}-{dv}", **(alone | {"d": d, "dv": dv} | features)) for d, dv in SIZES
+        ]
+        (smallest,) = (case for case in cases if case.d == 32)
+        first = cases[3 * (n // 3 % 3) + n % 3]
+        first = first if is_computed(first) else smallest
+        rest = [
+            case
+            for m, case in enumerate(cases)
+            if (every or case.d == 32 or m % 3 == n % 3) and case is not first
+        ]
+        parts = ([first], rest[::2], rest[1::2])
+        found += [case for k, part in enumerate(parts) if share in (None, k) for case in part]
     return found
+
+
+def is_computed(case: Case) -> bool:
+    problem, _ = make(case, dtype=torch.float16).problem()
+    return hopper.supports(problem, "backward") is None
 
 
 def long_cases() -> list[Case]:
@@ -287,7 +301,7 @@ def main() -> int:
     parser.add_argument("--extremes", action="store_true", help="biases and sinks of any size")
     parser.add_argument("--long", action="store_true", help="by tiles of long sequences")
     parser.add_argument("--kernels", action="store_true", help="small cases of every kernel")
-    parser.add_argument("--third", type=int, choices=range(3), help="a third of the head sizes")
+    parser.add_argument("--share", type=int, choices=range(3), help="a part of these cases")
     parser.add_argument("--every-size", action="store_true", help="each of them at every head size")
     options = parser.parse_args()
     collect_less()
@@ -308,7 +322,7 @@ def main() -> int:
 
     every = [*tagged("every barrier", "blocks"), *device.cases("backward")]
     if options.kernels:
-        every = kernel_cases(options.every_size, options.third)
+        every = kernel_cases(options.every_size, options.share)
     chosen = [c for c in every if wanted(c.name)]
     chosen = [c for c in chosen if c.nq * (c.nk or c.nq) * c.hq * c.b <= 4e6]
     named = options.only != [""]

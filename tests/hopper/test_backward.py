@@ -47,9 +47,15 @@ def run_backward(*arguments: str) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("third", range(3))
-def test_every_length_mask_and_bias_is_right(third):
-    run_backward("--kernels", f"--third={third}")
+def test_every_length_mask_and_bias_is_right():
+    run_backward("--kernels", "--share=0")
+
+
+@needs_triton
+@pytest.mark.gates
+@pytest.mark.parametrize("share", [1, 2])
+def test_every_length_mask_and_bias_is_right_at_more_sizes(share):
+    run_backward("--kernels", f"--share={share}")
 
 
 @needs_triton
