@@ -219,7 +219,7 @@ def test_compiles_to(tile, name, dtype):
             continue
         twice = is_halved(tile) and tile.DP_HALVED
         assert len(waits) == WAITS[kind] + own_dq + (own_dq and not tile.AHEAD) + twice
-        if twice:  # of each half between S and dP
+        if twice:  # both halves, between S and dP
             for begin, wait, end in ((0, waits[1], waits[2]), (waits[2], waits[3], len(texts))):
                 part = texts[begin:end]
                 late.append(exponentials_after(part, wait - begin, tile.BLOCK_STREAMED // 2))

@@ -85,7 +85,7 @@ class Group(NamedTuple):
     device: str
     calls: int
     budget: int
-    halves: bool = False  # of head sizes whose backward may compute halves of a step
+    halves: bool = False  # draw head sizes whose backward may compute halves of a step
 
 
 class Report(NamedTuple):
