@@ -5,6 +5,7 @@ GPU backends meet the same table in ``tests/gpu``.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +38,17 @@ HALF_AND_DOUBLE = [
     *(c for c in CASES if c.name.startswith(("bias-float32-", "rows-nq=1-nk=1", "strides"))),
     *tagged("latent"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Give torch's operations on small tensors one thread: others mostly wait for each other."""
+    compiled = "backend" in request.fixturenames and request.getfixturevalue("backend") == "cpu"
+    before = torch.get_num_threads()
+    if not compiled:
+        torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def _want_support(backend: str, problem: Problem) -> None:
