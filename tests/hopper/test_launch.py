@@ -20,6 +20,8 @@ from rowmax.call.inputs import Options, Tensors, Wanted
 from rowmax.call.normalize import normalized
 from rowmax.call.problem import Problem, problem_of
 from rowmax.gpu import hopper
+from rowmax.testing import Case
+from tests import drawn
 
 forward = importlib.import_module("rowmax.gpu.hopper.host")
 backward = importlib.import_module("rowmax.gpu.hopper.backward_host")
@@ -34,6 +36,41 @@ def posed(*, nq: int = 64, nk: int = 256, **options: Any) -> tuple[Problem, Tens
     q, k = (torch.zeros(2, n, 4, 64, dtype=torch.float16) for n in (nq, nk))
     tensors = Tensors(q, k, k)
     return problem_of(tensors, Options(scale=0.125, **options)), tensors
+
+
+def test_the_text_of_constants_has_what_follows_from_a_tile() -> None:
+    """Triton's cache on disk finds a kernel by this text and by its source."""
+    constants = importlib.import_module("rowmax.gpu.hopper.backward_lib").Constants
+    long = tiles.LONG[64, 64]
+    text = repr(constants(long))
+    assert "'KEY_TILES': 3" in text
+    assert f"'DS_STAGES': {long.DS_STAGES}" in text
+    assert "'HALF': FusedConfig({" in text
+    assert text == repr(constants(long))
+
+
+@pytest.mark.parametrize(
+    ("case", "want"),
+    [
+        ({"nq": 4096}, 3),
+        ({"nq": 4096, "causal": True, "softcap": 5.0}, 3),
+        ({"nq": 4096, "causal": True, "deterministic": True}, 3),
+        ({"nq": 4096, "hq": 8}, 2),  # few tiles
+        ({"nq": 2048, "b": 8}, 2),
+        ({"nq": 4096, "left": 1024, "causal": True}, 2),
+        ({"nq": 4096, "alibi": True}, 2),
+        ({"nq": 512, "b": 300, "hq": 4, "d": 32, "bias": "1hqk"}, 4),
+        ({"nq": 384, "b": 300, "hq": 4, "d": 32, "bias": "1hqk"}, 2),
+        ({"nq": 512, "b": 300, "hq": 4, "d": 32, "bias": "bhqk"}, 2),
+        ({"nq": 512, "b": 10, "hq": 4, "d": 32, "bias": "1hqk"}, 2),
+    ],
+    ids=str,
+)
+def test_warpgroups_of_a_backward(case: dict[str, Any], want: int) -> None:
+    usual: dict[str, Any] = {"b": 4, "hq": 32, "d": 64}
+    problem = drawn.problem_of(Case("", **(usual | case)), "bfloat16")
+    first = tiles.tiles_of(problem, biases.kind_of(problem) == "tile")[0]
+    assert want == first.WARPGROUPS
 
 
 @pytest.mark.parametrize(
