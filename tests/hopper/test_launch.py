@@ -140,13 +140,17 @@ def test_no_sequences_are_no_work() -> None:
     assert [g is not None and not g.count_nonzero() for g in found] == list(wanted)
 
 
+@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize(("b", "nq", "nk"), [(2, 0, 8), (2, 5, 0), (0, 5, 8), (2, 0, 0)])
-def test_calls_without_rows_or_keys(b: int, nq: int, nk: int) -> None:
-    """No kernel is there to launch; a sink is still the lse of rows without keys."""
+def test_calls_without_rows_or_keys(b: int, nq: int, nk: int, wide: bool) -> None:
+    """No kernel is there to launch; a sink is still the lse of rows without keys.
+
+    wide: dk and dv are parts of sums, as a rank of several without rows has them.
+    """
     q = torch.randn(b, nq, 4, 64).half()
     k, v = torch.randn(b, nk, 2, 64).half(), torch.randn(b, nk, 2, 32).half()
     tensors = Tensors(q, k, v, torch.randn(b, 4, nq, nk).half(), torch.randn(4))
-    problem = problem_of(tensors, Options(scale=0.125))
+    problem = problem_of(tensors, Options(scale=0.125))._replace(wide=wide)
     out, lse = forward.forward(problem, tensors)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     for wanted in (Wanted(*[True] * 5), Wanted(False, True, False, False, True)):
@@ -155,7 +159,7 @@ def test_calls_without_rows_or_keys(b: int, nq: int, nk: int) -> None:
         for name, x, y in zip(wanted._fields, got, want, strict=True):
             assert (x is None) == (y is None) == (not getattr(wanted, name))
             if x is not None:
-                assert x.dtype == getattr(tensors, name).dtype
+                assert x.dtype == problem.gradient_dtype(name, getattr(tensors, name))
                 torch.testing.assert_close(x, y)
 
 

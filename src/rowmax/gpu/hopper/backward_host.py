@@ -137,7 +137,7 @@ def backward(
     """Return the wanted gradients of a problem that ``supports`` accepts."""
     q, k, v, bias = tensors[:4]
     if not (any(wanted) and out.numel() and q.numel() and k.numel() and problem.batch):
-        return empty_gradients(tensors, dlse, wanted)
+        return empty_gradients(problem, tensors, dlse, wanted)
     if bias is not None:
         problem, usable = aligned_bias(problem, bias, wanted.bias)
         if usable is not bias:
@@ -180,15 +180,19 @@ def aligned_bias(p: Problem, bias: Tensor, gradient: bool) -> tuple[Problem, Ten
     return p, bias.contiguous() if kind == "row" else bias
 
 
-def empty_gradients(tensors: Tensors, dlse: Tensor | None, wanted: Wanted) -> Gradients:
+def empty_gradients(
+    problem: Problem, tensors: Tensors, dlse: Tensor | None, wanted: Wanted
+) -> Gradients:
     """Return the gradients of a call without rows, keys or sequences.
 
     They are zeros, except the sink's: the lse of such a row is its sink.
     """
     found = Gradients(
         *(
-            x.new_zeros(x.shape) if want and x is not None else None
-            for want, x in zip(wanted, tensors[: len(wanted)], strict=True)
+            x.new_zeros(x.shape, dtype=problem.gradient_dtype(name, x))
+            if want and x is not None
+            else None
+            for (name, want), x in zip(wanted._asdict().items(), tensors, strict=False)
         )
     )
     if found.sink is not None and dlse is not None:
