@@ -164,6 +164,7 @@ def halved_steps() -> Iterator[None]:
         mock.patch.object(backward_tiles, "LONG", every),
         mock.patch.object(backward_tiles, "is_long", lambda p, size: size in every and not p.bias),
         mock.patch.object(backward_tiles, "FOUR_TILES", 0),
+        mock.patch.object(backward_tiles, "fill_four", return_value=True),
     ):
         backward_host.PLANS.clear()
         try:

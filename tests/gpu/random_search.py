@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rowmax.testing import Case
 from tests.drawn import (
     CPU_BUDGET,
     GPU_BUDGET,
@@ -68,8 +69,9 @@ MEMORY = 0.85  # share of a GPU's memory for its processes
 BYTES_A_SCORE = 200
 SUMMARY = "searched:"
 FAILURES = ("wrong", "fault", "unprepared", "errors")
-#: head sizes of ``--halves``
-HALVED_WIDTHS = (64, 64, 96, 96, 40, 48, 56, 88)
+#: head sizes of ``--halves``; those up to 32 come with a bias that sequences or heads share
+HALVED_WIDTHS = (64, 64, 96, 96, 32, 32, 24, 40, 48, 56, 88)
+SHARED = ("1hqk", "b1qk", "11qk")
 
 #: (drawn, backend, device) -> what is wrong; RefusedError, UnpreparedError
 CheckCall = Callable[[Drawn, str, str], list[str]]
@@ -130,8 +132,7 @@ def calls_of(group: Group) -> Iterator[Drawn]:
     rng = random.Random(f"{group.seed} {group.dtype} {group.backend}")
     case = draw_group(rng, group.dtype, group.backend, group.budget)
     if group.halves:
-        width = rng.choice(HALVED_WIDTHS)
-        case = replace(case, d=width, dv=rng.choice((width, width, width - 8)), bias=None)
+        case = with_halves(rng, case)
     same = None
     if group.backend in ("triton", "hopper"):
         same = partial(compiled_in, dtype=group.dtype, backend=group.backend)
@@ -139,6 +140,17 @@ def calls_of(group: Group) -> Iterator[Drawn]:
         if n:
             case = varied(rng, case, group.budget, same)
         yield Drawn(case, group.dtype, rng.randrange(2**31))
+
+
+def with_halves(rng: random.Random, case: Case) -> Case:
+    """Return a case whose backward may compute halves of a step."""
+    width = rng.choice(HALVED_WIDTHS)
+    sizes = {"d": width, "dv": rng.choice((width, width, width - 8))}
+    if width > 32:
+        return replace(case, bias=None, **sizes)
+    nk = -(-(case.nq if case.nk is None else case.nk) // 8) * 8  # the keys of a bias that is copied
+    shared = {"bias": rng.choice(SHARED), "bias_float32": False, "transposed": False}
+    return replace(case, nk=nk, sequences=None, documents=None, **sizes, **shared)
 
 
 def judged(drawn: Drawn, backend: str, device: str, check: CheckCall) -> Report:

@@ -7,6 +7,7 @@ interpreter, so the dtypes are float32 and float16.
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,7 @@ pytest.importorskip("triton")
 from rowmax.call import dispatch as backends
 from rowmax.call.blocks import Block, block_of
 from rowmax.operators.autograd import attend
+from rowmax.reference import dense
 from rowmax.testing import (
     CASES,
     COVERING,
@@ -40,6 +42,7 @@ from tests.extreme_bias import checks
 interpreter = importlib.import_module("triton.runtime.interpreter")
 forward = importlib.import_module("rowmax.gpu.triton.forward")
 launch = importlib.import_module("rowmax.gpu.launch")
+preprocess = importlib.import_module("rowmax.gpu.preprocess")
 tiles = importlib.import_module("rowmax.gpu.tiles")
 
 pytestmark = [
@@ -295,3 +298,20 @@ def test_a_triton_of_another_form_is_left_as_it_is(monkeypatch: pytest.MonkeyPat
         faster.speed_up()
         assert interpreter._patch_lang is before
         assert not hasattr(interpreter, faster._DONE)
+
+
+@pytest.mark.parametrize("far", [(), (0,), (17,), (3, 149, 599)], ids=str)
+def test_float32_rest_of_lse_of_many_tiles(far: tuple[int, ...]) -> None:
+    """In a row of biases of -1e9 lse lacks log n, wherever the row is among those of a program."""
+    b, h, nq, nk = 3, 4, 50, 40
+    call = make(Case("rest", b=b, hq=h, nq=nq, nk=nk, d=16, bias="bhqk"))
+    bias = call.keywords["bias"].detach().clone()
+    bias.view(b * h * nq, nk)[list(far)] = -1e9
+    problem, tensors = replace(call, keywords={"bias": bias}).problem()
+    _, lse = dense.attention(problem, tensors, torch.float32)
+    with poisoned():
+        rest = preprocess.row_sums(problem, tensors, lse.float(), tiles.Tiles(16, 16, 4, 2))
+    assert rest is not None
+    want = torch.zeros(b * h * nq)
+    want[list(far)] = math.log2(nk)
+    torch.testing.assert_close(rest[..., :nq].reshape(-1), want, rtol=0, atol=1e-6)

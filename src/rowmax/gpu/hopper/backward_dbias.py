@@ -5,9 +5,10 @@ A tile of the bias is resident; the tiles of all sequences and heads that share 
 again: two products, where the fused kernel has five. No float32 sum is in memory. (A sum in memory,
 to which the fused kernel added, was slower.)
 
-A block holds 128 queries by 128 keys of the bias (64 of wide heads), 64 queries a warpgroup. For
-each sequence and head that shares it, Q and K arrive in one ring of buffers, V and dO in another.
-Barriers of a block, with the arrivals that complete a phase:
+A block holds 128 queries by 128 keys of the bias (64 of wide heads), 64 queries a warpgroup. Four
+warpgroups hold 256 queries by 64 keys. For each sequence and head that shares it, Q and K arrive in
+one ring of buffers, V and dO in another. Barriers of a block, with the arrivals that complete a
+phase:
 
     barrier        arrivals                               waited for by
     qk.full[s]     producer's expect + bytes of Q and K   consumers, before S of the use

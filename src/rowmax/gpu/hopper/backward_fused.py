@@ -1,6 +1,6 @@
 """dk, dv and the sums of dq in one kernel: keys are resident, queries streamed.
 
-A block has two or three consumers of 64 keys each, a producer warp, and a writer warp that adds dQ
+A block has two to four consumers of 64 keys each, a producer warp, and a writer warp that adds dQ
 to memory. Barriers of a block, with the arrivals that complete a phase:
 
     barrier       arrivals                               waited for by
@@ -35,7 +35,7 @@ size. Shared memory bandwidth, and its power, limit a step.)
 
 Three consumers have 160 registers a thread. At head size 64 these hold dK, dV, K and the scores of
 half a step (``halved_step``). A step then reads and adds as much of Q, dO and dQ for 192 keys as
-for 128.
+for 128. Four consumers have 112 registers, enough for head size 32 with a bias (DP_HALVED).
 
 dQ of a step is computed in the next step, when the other warpgroup has long stored its dS. So
 neither waits for the other, and the products of one overlap with the exponentials of the other.
@@ -529,8 +529,8 @@ def halved_step(
 ):  # fmt: skip
     """Return the State after tile m of the queries of a head, half of them at a time.
 
-    S has a product for each half, dP one for both, whose V is read once. The products of the other
-    warpgroups overlap with the exponentials of this one.
+    S has a product for each half, dP one for both, whose V is read once; with DP_HALVED one for
+    each. The products of the other warpgroups overlap with the exponentials of this one.
     """
     use = state.use
     before = gl.maximum(use - 1, 0)

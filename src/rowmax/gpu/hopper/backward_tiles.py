@@ -433,7 +433,7 @@ SHARED_BIAS = {
     (256, 128): DbiasConfig(D=256, DV=128, QK_STAGES=1, VDO_STAGES=2, BIAS_STAGES=2),
     (256, 256): DbiasConfig(D=256, DV=256, QK_STAGES=1, VDO_STAGES=1, BIAS_STAGES=2),
 }
-#: at head size 32 by four consumers, of 256 queries
+#: at head size 32 by four consumers, of 256 queries, where there are no documents
 SHARED_BY_FOUR = DbiasConfig(
     D=32, DV=32, WARPGROUPS=4, CONSUMER_REGISTERS=112, QK_STAGES=3, VDO_STAGES=3, BIAS_STAGES=2
 )
@@ -489,9 +489,9 @@ def shared_bias_tile(p: Problem) -> DbiasConfig:
     sizes = sizes_of(p.d, p.dv)
     if float32_bias(p):
         return FLOAT32_BIAS[sizes][1]
-    by_four = sizes == (SHARED_BY_FOUR.D, SHARED_BY_FOUR.DV) and fill_four(p.nq)
-    by_four = by_four and not p.documents  # which take registers
-    return SHARED_BY_FOUR if by_four else SHARED_BIAS[sizes]
+    if sizes == (SHARED_BY_FOUR.D, SHARED_BY_FOUR.DV) and fill_four(p.nq) and not p.documents:
+        return SHARED_BY_FOUR
+    return SHARED_BIAS[sizes]
 
 
 def fill_four(rows: int) -> bool:
