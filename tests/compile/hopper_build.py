@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import tempfile
@@ -13,7 +14,7 @@ import pytest
 import torch
 from triton.backends.compiler import GPUTarget
 
-from rowmax.gpu.hopper import host
+from rowmax.gpu.hopper import host, tiles
 from rowmax.testing import Case, make
 
 from . import arrivals, sass
@@ -116,21 +117,23 @@ def build(
 ) -> Built:
     """Return the kernel of this case on a GPU with as many processors as an H200.
 
-    ``clocks``: the events whose clocks it stores. ``lags``: with a reference that lags; ``mends``:
-    the second kernel of that plan.
+    ``clocks``: the events whose clocks it stores. ``lags``: with a reference that lags, and scores
+    added to a bias; ``mends``: the second kernel of that plan.
     """
     problem, tensors = make(case, dtype=dtype).problem()
     out = torch.empty(problem.out_shape, dtype=dtype)
     lse = torch.empty(problem.lse_shape)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host, "processors", lambda _: 132)
+        patch.setattr(tiles, "ONTO_OPERATIONS", 0.0 if lags else math.inf)
         words = torch.zeros(64, dtype=torch.int32)
         patch.setattr(host.packed, "order", lambda *_: host.packed.Order(*[words] * 5))
         plan = host.build_plan(problem, tensors, out, CLOCKS=clocks, LAGS=lags)
         t = host.pointers(plan, problem, tensors, out, lse)
         t = t._replace(clocks=words if clocks else None)
-    launch = plan.mends if mends else plan.launch
-    assert launch is not None
+    wanted = plan.mends if mends else plan
+    assert wanted is not None
+    launch = wanted.launch
     args = launch.arguments(t, host.bases(*tensors[:4], out))
     kernel = launch.compile(*args, target=GPUTarget("cuda", 90, 32))
     return _read(plan, kernel.asm["cubin"], kernel.metadata.shared)

@@ -54,6 +54,33 @@ def tanh(args: list[Any], dtype: Any) -> Tensor:
     return Tensor(np.tanh(args[0].a))
 
 
+@means("lg2.approx.ftz.f32 $0, $1;")
+def log2(args: list[Any], dtype: Any) -> Tensor:
+    with np.errstate(divide="ignore"):
+        return Tensor(np.log2(args[0].a))
+
+
+@means(
+    """{
+    .reg .b32 s, t, r;
+    .reg .f32 a, b;
+    cvt.rn.bf16x2.f32 s, $3, $3;
+    and.b32 t, s, 0xffff0000;
+    mov.b32 b, t;
+    sub.f32 a, $3, b;
+    cvt.rn.bf16x2.f32 t, a, a;
+    mul.rn.bf16x2 $0, $2, s;
+    neg.bf16x2 r, $0;
+    fma.rn.bf16x2 r, $2, s, r;
+    fma.rn.bf16x2 $1, $2, t, r;
+    }"""
+)
+def split_product(args: list[Any], dtypes: Any) -> tuple[Tensor, Tensor]:
+    exact = args[0].a.astype(np.float64) * float(raw(args[1]))
+    high = Tensor(exact).to(dtypes[0])
+    return high, Tensor(exact - high.a).to(dtypes[1])
+
+
 @means("cvt.rn.bf16x2.f32 $0, $2, $1;")
 @means("cvt.rn.f16x2.f32 $0, $2, $1;")
 def convert(args: list[Any], dtype: Any) -> Tensor:

@@ -89,6 +89,7 @@ def check_lagging(
     with (
         mock.patch.object(tiles, "LAGS_OPERATIONS", every),
         mock.patch.object(tiles, "LAGS_KEYS", {}),
+        mock.patch.object(tiles, "ONTO_OPERATIONS", 0.0),
     ):
         host._PLANS.clear()
         try:

@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 import torch._dynamo  # looks for triton, so before the machine takes its place
+from torch import Tensor
 
 from tests import emulator
 
@@ -25,7 +26,7 @@ gl: Any = sys.modules["triton.experimental.gluon.language"]
 gl.bfloat16 = gl.float32  # weights and tensors in float32
 
 from rowmax.call.problem import Problem, Tensors  # noqa: E402
-from rowmax.gpu.hopper import host, tiles  # noqa: E402
+from rowmax.gpu.hopper import forward_kernel, host, tiles  # noqa: E402
 from rowmax.reference import dense  # noqa: E402
 from rowmax.testing import Case, complaint, make, poisoned  # noqa: E402
 from tests.hopper.forward_model import prepare  # noqa: E402
@@ -46,6 +47,16 @@ CASES = [
     Case("parts", b=1, nq=200, nk=500, hq=1, d=96, causal=True),
     Case("values", b=1, nq=200, nk=500, hq=1, d=192, dv=128, causal=True),
 ]  # fmt: skip
+#: products are added to a bias that sequences share, strips of it or tiles
+PAIRS = [
+    Case("pairs-full", b=8, nq=150, nk=256, hq=2, d=32, bias="1hqk"),
+    Case("pairs-short", b=8, nq=150, nk=200, hq=2, d=24, bias="1hqk"),
+    Case("pairs-sides", b=8, nq=100, nk=408, hq=2, d=32, bias="1hqk"),
+    Case("pairs-streamed", b=8, nq=100, nk=900, hq=2, d=32, bias="1hqk"),
+    Case("pairs-lengths", b=8, nq=150, nk=256, hq=2, d=32, bias="1hqk",
+         lengths=(1.0, 0.6, 0.0, 0.3, 0.9, 0.99, 0.01, 1.0)),
+    Case("pairs-sink", b=8, nq=150, nk=256, hq=2, hk=1, d=32, dv=16, bias="1hqk", sink=True),
+]  # fmt: skip
 #: the size of the steps in the scores, in base 2, and every how many keys there is one; 0: ordinary
 STEPS = (0, 60, 200, 1000, 1000)
 
@@ -58,7 +69,17 @@ def stepped(problem: Problem, tensors: Tensors, size: float) -> Tensors:
     # half of the queries see the steps
     q[..., 0] = (torch.rand(q.shape[:-1]) < 0.5).float()
     k[..., 0] = sizes[at][None, :, None]
-    return tensors._replace(q=q, k=k)
+    return tensors._replace(q=q, k=k, bias=masking(tensors.bias))
+
+
+def masking(bias: Tensor | None) -> Tensor | None:
+    """Return a bias that masks the last keys for all queries, and all keys for some."""
+    if bias is None:
+        return None
+    bias, low = bias.clone(), (-torch.inf, torch.finfo(torch.float32).min, -1e9)
+    bias[..., random.choice((-1, -70, -130)) :] = random.choice(low)
+    bias[..., torch.rand(bias.shape[2]) < 0.05, :] = random.choice(low)
+    return bias
 
 
 def check(case: Case, size: float, seed: int, mended: bool = True) -> tuple[list[str], int]:
@@ -72,13 +93,15 @@ def check(case: Case, size: float, seed: int, mended: bool = True) -> tuple[list
     ref = dense.attention(problem, tensors, torch.float64)
     std = dense.attention(problem, tensors, torch.float32)
     counts: list[int] = []
+    added: list[bool] = []
 
     def run(plan: host.Plan, t: Any, copied: Any) -> None:
         assert plan.mends is not None
         plan.launch(t, copied)
         counts.append(int(t.lse.isnan().sum()))
+        added.append(plan.constants.config.ONTO_BIAS)
         if mended:
-            plan.mends(t, copied)
+            plan.mends.launch(plan.mends.ordered(t), copied)
 
     with mock.patch.object(host.Plan, "run", run), poisoned():
         got = host.forward(problem, tensors)
@@ -86,6 +109,7 @@ def check(case: Case, size: float, seed: int, mended: bool = True) -> tuple[list
         complaint(name, *three, problem.dtype)
         for name, *three in zip(("out", "lse"), got, ref, std, strict=True)
     ]
+    found += ["no product is added to the bias"] * (case in PAIRS and added != [True])
     return [text for text in found if text], counts[0]
 
 
@@ -133,8 +157,10 @@ def main() -> int:
     parser.add_argument("--unmended", action="store_true", help="leave the second launch out")
     options = parser.parse_args()
     tiles.lags = lambda *_: True  # pyright: ignore
+    tiles.onto_bias = lambda _: True  # pyright: ignore
+    forward_kernel.widened = lambda x: x  # pyright: ignore
     wrong = right = rows = 0
-    for case in (case for case in CASES if options.only in case.name):
+    for case in (case for case in (*CASES, *PAIRS) if options.only in case.name):
         for seed, size in enumerate(STEPS):
             found, overflowed = check(case, size, seed, not options.unmended)
             if size == 0 and overflowed:

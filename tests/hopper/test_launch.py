@@ -20,7 +20,7 @@ from rowmax.call.inputs import Options, Tensors, Wanted
 from rowmax.call.normalize import normalized
 from rowmax.call.problem import Problem, problem_of
 from rowmax.gpu import hopper
-from rowmax.testing import Case
+from rowmax.testing import Case, make
 from tests import drawn
 
 forward = importlib.import_module("rowmax.gpu.hopper.host")
@@ -422,3 +422,13 @@ def test_plans_are_bounded_and_stay_for_graphs(
     assert 39 in plans
     assert len(plans) == 40 if graphs else len(plans) <= 8
     assert len(looked) < 15  # not for each plan
+
+
+@pytest.mark.parametrize(("operations", "noted"), [(0.0, True), (1e9, False)])
+def test_a_note_tells_of_scores_added_to_a_bias(monkeypatch, operations, noted):
+    case = Case("", b=8, nq=64, nk=64, hq=1, d=32, bias="1hqk")  # 4 M operations
+    problem, _ = make(case, dtype=torch.bfloat16).problem()
+    monkeypatch.setattr(forward, "processors", lambda _: 1)
+    monkeypatch.setattr(forward.tiles, "ONTO_OPERATIONS", operations)
+    note = forward.note_of_maxima(problem)
+    assert note is None if not noted else note is not None and "no maxima" in note

@@ -26,12 +26,13 @@ from .gluon_compat import (
     tma_load,
     tma_store,
     tma_store_wait,
+    warpgroup_mma,
     warpgroup_mma_wait,
 )
 from .lib import ring, rules
-from .lib.assembly import turn_text
+from .lib.assembly import LOG2, SPLIT_PRODUCT, turn_text
 from .lib.clocks import mark, mark_time
-from .lib.layouts import output_layout, product_layout
+from .lib.layouts import output_layout, product_layout, weight_layout
 from .lib.order import Order, Row, Sequences, Tile, first_place, next_place, row_ahead, row_at
 from .lib.parts import (
     Parts,
@@ -46,7 +47,9 @@ from .lib.parts import (
 from .lib.ring import Mailbox, Ring
 from .lib.scores import columns, lanes, rows_of, settled, widened
 from .lib.softmax import (
+    FIRST,
     FULL,
+    LEAST,
     LN2,
     LOG2E,
     LOWEST,
@@ -81,6 +84,7 @@ class Pointers(NamedTuple):
     alibi: Any = None  # [Hq]
     sink: Any = None
     bias: Any = None  # unless TMA copies it
+    overflow: Any = None  # LAGS, MENDS: not 0 since some row of this plan overflowed
     clocks: Any = None  # lib/clocks.py
 
 
@@ -151,6 +155,7 @@ class State(NamedTuple):
     l: Any
     s: Any  # LAGS: the sums of the last weights, which the reference m has not followed yet
     strip: Any  # number of the strip of the bias
+    q: Any  # ONTO_BIAS: the queries times the scale
 
 
 # --- tiles -------------------------------------------------------------------------------------
@@ -409,7 +414,8 @@ def scores(C: gl.constexpr, S, copied, j, first, tile, t, n, dtype: gl.constexpr
     L: gl.constexpr = S.type.layout
     bias, slope, distance = None, None, None
     if C.BIAS == "copied":
-        bias = by_lane(widened(copied))
+        if not C.ONTO_BIAS:
+            bias = by_lane(widened(copied))
     elif C.BIAS != "":
         bias = gathered(C, L, j, first, tile, t, n).to(gl.float32)
     if C.ALIBI:
@@ -424,7 +430,9 @@ def scores(C: gl.constexpr, S, copied, j, first, tile, t, n, dtype: gl.constexpr
     scale = n.scale if C.ADDED else None
     inner = n.inner if C.SOFTCAP else None
     p = ScoreTerms(scale, inner, n.scale if C.ADDED else 1.0, bias, distance, slope)
-    if dtype == gl.bfloat16:
+    if C.ONTO_BIAS:  # the product has scaled them and added the bias
+        S = S
+    elif dtype == gl.bfloat16:
         S, y = rules.score_bfloat16(S, p)
     else:
         S, y = rules.score_float16(S, p)
@@ -543,6 +551,45 @@ def issue_scores(C: gl.constexpr, c: gl.constexpr, shared, number, use):
 
 
 @gluon.jit
+def scaled_queries(C: gl.constexpr, c: gl.constexpr, shared, number, n, live):
+    """Return the queries of a tile times the scale, a sum of two parts; release their buffer.
+
+    Parts are left operands in registers. The sum has twice the digits of the dtype.
+    """
+    Q = 0
+    if C.ONTO_BIAS:
+        i = c * C.Q_STAGES + ring.slot(number, C.Q_STAGES)
+        x = ring.tile_at(shared.q.buffers.low, i, 64, C.D).load(weight_layout(C.BLOCK_K))
+        high, low = gl.inline_asm_elementwise(
+            SPLIT_PRODUCT, "=&r,=r,r,f,f", [settled(x), n.scale], dtype=(x.dtype, x.dtype),
+            is_pure=True, pack=2,
+        )  # fmt: skip
+        Q = Parts(low, high)
+        ring.release(shared.q, number, C.Q_STAGES, c, pred=live)
+    return Q
+
+
+@gluon.jit
+def issue_onto(C: gl.constexpr, q, shared, use, bias):
+    """Issue S = bias + Q K^T ``[64, BLOCK_K]``, q with the scale in registers."""
+    k = ring.tile_at(shared.k.buffers.low, ring.slot(use, C.K_STAGES), C.BLOCK_K, C.D)
+    k = k.permute((1, 0))
+    S = warpgroup_mma(q.low, k, widened(bias), is_async=True)
+    return warpgroup_mma(q.high, k, S, is_async=True)
+
+
+@gluon.jit
+def first_scores(C: gl.constexpr, c: gl.constexpr, q, shared, number, use, j, strip, live):
+    """Issue the first scores of query tile ``number``, those of its last key tile j."""
+    if C.ONTO_BIAS:
+        bias = load_bias(C, c, shared.bias, use, j, strip, live)
+        S = issue_onto(C, q, shared, use, bias)
+    else:
+        S = issue_scores(C, c, shared, number, use)
+    return S
+
+
+@gluon.jit
 def issue_output(C: gl.constexpr, p, o0, o1, v, use):
     """Wait for use ``use`` of V, issue O += P V, and return O."""
     ring.wait_full(v, use, C.V_STAGES)
@@ -551,15 +598,22 @@ def issue_output(C: gl.constexpr, p, o0, o1, v, use):
 
 
 @gluon.jit
-def issue_products(C: gl.constexpr, c: gl.constexpr, shared, number, use, state):
+def issue_products(C: gl.constexpr, c: gl.constexpr, shared, number, use, j, state):
     """Issue the scores of use ``use`` and the output of the use before; return (S, O).
 
     OVERLAP: both are in flight, and O runs under the softmax. Otherwise O is finished first, so
-    that its weights and S are never in registers at the same time.
+    that its weights and S are never in registers at the same time. ONTO_BIAS: under its product
+    the bias is loaded into the registers of S.
     """
     if C.OVERLAP:
         S = issue_scores(C, c, shared, number, use)
         o0, o1 = issue_output(C, state.p, state.o0, state.o1, shared.v, use - 1)
+    elif C.ONTO_BIAS:
+        o0, o1 = issue_output(C, state.p, state.o0, state.o1, shared.v, use - 1)
+        bias = load_bias(C, c, shared.bias, use, j, state.strip, True)
+        o0, o1 = wait_output(C, o0, o1)
+        S = issue_onto(C, state.q, shared, use, bias)
+        ring.release(shared.v, use - 1, C.V_STAGES)
     else:
         o0, o1 = whole_output(C, shared, use - 1, state)
         S = issue_scores(C, c, shared, number, use)
@@ -626,6 +680,15 @@ def load_bias(C: gl.constexpr, c: gl.constexpr, biases, use, j, strip, live):
 
 
 @gluon.jit
+def bias_to_add(C: gl.constexpr, c: gl.constexpr, biases, use, j, strip, live):
+    """Return ``load_bias`` for ``scores``, or 0 where the product has added it."""
+    copied = 0
+    if not C.ONTO_BIAS:
+        copied = load_bias(C, c, biases, use, j, strip, live)
+    return copied
+
+
+@gluon.jit
 def release_bias(C: gl.constexpr, c: gl.constexpr, biases, use, live):
     """Release the bias after the softmax, which has read all of it."""
     if C.BIAS == "copied" and C.B_STAGES > 1 and not C.STRIP:
@@ -642,17 +705,17 @@ def step(
     dtype: gl.constexpr = shared.v.buffers.low.dtype
     mark(C, t.clocks, c, use, 0)
     wait_turn(C, c)
-    S, o0, o1 = issue_products(C, c, shared, number, use, state)
+    S, o0, o1 = issue_products(C, c, shared, number, use, j, state)
     pass_turn(C, c, True)
     mark(C, t.clocks, c, use, 1)
-    copied = load_bias(C, c, shared.bias, use, j, state.strip, True)
+    copied = bias_to_add(C, c, shared.bias, use, j, state.strip, True)
     m, l, s = state.m, state.l, gl.full([64, 4], 0.0, gl.float32, state.l.type.layout)
     if C.LAGS and not MASKED:
         m, l, alpha = followed(m, l, state.s)
     S = wait_scores(C, S)
     mark(C, t.clocks, c, use, 2)
     ring.release(shared.k, use, C.K_STAGES)
-    if C.Q_STAGES == 1:
+    if C.Q_STAGES == 1 and not C.ONTO_BIAS:
         ring.release(shared.q, number, 1, c, pred=j == tile.lo)
     S = scores(C, S, copied, j, first, tile, t, n, dtype)
     if MASKED:
@@ -677,7 +740,7 @@ def step(
     o0 = scaled_rows(o0, alpha)
     if C.DV1:
         o1 = scaled_rows(o1, alpha)
-    return use + 1, State(o0, o1, p, m, l, s, state.strip)
+    return use + 1, State(o0, o1, p, m, l, s, state.strip, state.q)
 
 
 @gluon.jit
@@ -701,7 +764,8 @@ def first_weights(C: gl.constexpr, c: gl.constexpr, S, copied, tile, t, n, dtype
     if C.RIGHT or C.LEFT or C.DOCUMENTS or not C.EVEN_K:
         S = masked(C, S, j, first, tile, t, n)
     rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, S.type.layout))
-    m = gl.full([64, 4], LOWEST_NATURAL if C.NATURAL else LOWEST, gl.float32, rows)
+    lowest: gl.constexpr = LOWEST_NATURAL if C.NATURAL else LOWEST
+    m = gl.full([64, 4], FIRST if C.ONTO_BIAS else lowest, gl.float32, rows)
     l = gl.full([64, 4], 0.0, gl.float32, rows)
     scale = LOG2E if C.ADDED else n.scale
     p, m, l, alpha = softmax_step(S, m, l, scale, C.NATURAL, False, dtype)
@@ -709,12 +773,12 @@ def first_weights(C: gl.constexpr, c: gl.constexpr, S, copied, tile, t, n, dtype
 
 
 @gluon.jit
-def first_state(C: gl.constexpr, p, m, l, strip):
+def first_state(C: gl.constexpr, p, m, l, strip, q):
     """Return the State after the first step of a query tile."""
     W1: gl.constexpr = C.DV1 if C.DV1 else 16
     o0 = gl.full([64, C.DV0], 0.0, gl.float32, product_layout(C.DV0))
     o1 = gl.full([64, W1], 0.0, gl.float32, product_layout(W1))
-    return State(o0, o1, p, m, l, gl.full([64, 4], 0.0, gl.float32, l.type.layout), strip)
+    return State(o0, o1, p, m, l, gl.full([64, 4], 0.0, gl.float32, l.type.layout), strip, q)
 
 
 @gluon.jit
@@ -766,14 +830,15 @@ def compute_tiles(C: gl.constexpr, c: gl.constexpr, tile, copies, shared, t, n):
     mark_time(C, t.clocks, c, 0)
     if c:
         wait_turn(C, c)
-    S = issue_scores(C, c, shared, 0, 0)
+    strip = 0
+    q = scaled_queries(C, c, shared, 0, n, True)
+    S = first_scores(C, c, q, shared, 0, 0, tile.hi - 1, strip, True)
     pass_turn(C, c, True)
     S = warpgroup_mma_wait(0, deps=[S])
     ring.release(shared.k, 0, C.K_STAGES)
-    if C.Q_STAGES == 1:
+    if C.Q_STAGES == 1 and not C.ONTO_BIAS:
         ring.release(shared.q, 0, 1, c, pred=tile.lo + 1 == tile.hi)
-    strip = 0
-    copied = load_bias(C, c, shared.bias, use, tile.hi - 1, strip, True)
+    copied = bias_to_add(C, c, shared.bias, use, tile.hi - 1, strip, True)
     p, m, l = first_weights(C, c, S, copied, tile, t, n, dtype)
     if C.BIAS == "copied":
         # begins a basic block, as in step; these values are kept until their product
@@ -783,7 +848,7 @@ def compute_tiles(C: gl.constexpr, c: gl.constexpr, tile, copies, shared, t, n):
 
     live = True
     while live:
-        state = first_state(C, p, m, l, strip)
+        state = first_state(C, p, m, l, strip, q)
         use, state = rest_of_tile(C, c, use, number, state, tile, shared, t, n)
 
         number += 1
@@ -797,22 +862,23 @@ def compute_tiles(C: gl.constexpr, c: gl.constexpr, tile, copies, shared, t, n):
         ring.wait_full(shared.k, use, C.K_STAGES, pred=more)
         ring.wait_full(shared.q, number, C.Q_STAGES, c, pred=more)
         wait_turn(C, c)
-        S = issue_scores(C, c, shared, number, use)
+        q = scaled_queries(C, c, shared, number, n, more)
+        if C.STRIP and C.ONTO_BIAS:  # its last reads were before the scores that a product added
+            strip = next_strip(C, c, shared, strip, tile, after, more, n)
+        S = first_scores(C, c, q, shared, number, use, after.hi - 1, strip, more)
         if C.OVERLAP:
             o0, o1 = issue_output(C, state.p, state.o0, state.o1, shared.v, use - 1)
         pass_turn(C, c, more)
         # released late, because each release waits for the four warps
         ring.release_message(shared.mail, number, after, more)
-        if C.Q_STAGES > 1:
+        if C.Q_STAGES > 1 and not C.ONTO_BIAS:
             ring.release(shared.q, number - 1, C.Q_STAGES, c)
-        if C.STRIP:  # its last reads are in the weights of the product above
-            fresh = more & other_strip(tile, after, n)
-            ring.release(shared.bias, strip, 1, c, pred=fresh)
-            strip += fresh.to(gl.int32)
-        copied = load_bias(C, c, shared.bias, use, after.hi - 1, strip, more)
+        if C.STRIP and not C.ONTO_BIAS:  # its last reads are in the weights of the product above
+            strip = next_strip(C, c, shared, strip, tile, after, more, n)
+        copied = bias_to_add(C, c, shared.bias, use, after.hi - 1, strip, more)
         S = wait_scores(C, S)
         ring.release(shared.k, use, C.K_STAGES, pred=more)
-        if C.Q_STAGES == 1:
+        if C.Q_STAGES == 1 and not C.ONTO_BIAS:
             ring.release(shared.q, number, 1, c, pred=more & (after.lo + 1 == after.hi))
         p, m, l = first_weights(C, c, S, copied, after, t, n, dtype)
         if C.OVERLAP:
@@ -836,6 +902,15 @@ def compute_tiles(C: gl.constexpr, c: gl.constexpr, tile, copies, shared, t, n):
         tma_store_wait(0)
 
 
+@gluon.jit
+def next_strip(C: gl.constexpr, c: gl.constexpr, shared, strip, tile, after, more, n):
+    """Release strip ``strip`` of the bias, if tile ``after`` reads another; return its number."""
+    fresh = more & other_strip(tile, after, n)
+    ring.release(shared.bias, strip, 1, c, pred=fresh)
+    strip += fresh.to(gl.int32)
+    return strip
+
+
 # --- results -----------------------------------------------------------------------------------
 
 
@@ -844,7 +919,10 @@ def store_lse(C: gl.constexpr, c: gl.constexpr, m, l, tile, t, n):
     """Store lse = log sum exp of a finished tile, and return the factor ``[64]`` of O's rows."""
     m = gl.max(m, 1)
     l = gl.sum(l, 1)
-    overflow = gl.where(l < FULL, 0.0, float("nan"))
+    wrong = l >= FULL
+    if C.ONTO_BIAS:  # the reference may be too far above the scores
+        wrong = wrong | ((l < LEAST) & (tile.nk > 0))
+    overflow = gl.where(wrong | (l != l), float("nan"), 0.0)
     r = gl.arange(0, 64, l.type.layout)
     if C.SINK:
         # in natural units: the sink may be the largest number of its dtype
@@ -856,16 +934,24 @@ def store_lse(C: gl.constexpr, c: gl.constexpr, m, l, tile, t, n):
     else:
         inverse = gl.where(l > 0.0, 1.0 / l, 0.0)
     if C.SINK or C.NATURAL:
-        value = m + gl.log2(l) * LN2
+        value = m + log2(l) * LN2
     else:
-        value = (m + gl.log2(l)) * LN2
+        value = (m + log2(l)) * LN2
     value = gl.where(l > 0.0, value, float("-inf"))
     if C.LAGS:
         value += overflow
     first = tile.token + c * C.TOKENS
     at, row = place_of_lse(C, first, tile.head, tile.b, tile.q_row, r, n)
     gl.store(t.lse + at, value, mask=row < tile.nq)
+    if C.LAGS:
+        gl.store(t.overflow + 0 * r, 1, mask=(row < tile.nq) & (value != value))
     return inverse
+
+
+@gluon.jit
+def log2(l):
+    """Return log2 of sums of weights, within 2^-22: those are 0 or normal numbers."""
+    return gl.inline_asm_elementwise(LOG2, "=f,f", [l], gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -881,7 +967,9 @@ def mark_overflow(C: gl.constexpr, c: gl.constexpr, o0, o1, inverse, tile, t, n)
     r = gl.arange(0, 64, L)
     first = tile.token + c * C.TOKENS
     at, row = place_of_lse(C, first, tile.head, tile.b, tile.q_row, r, n)
-    gl.store(t.lse + at, x, mask=(row < tile.nq) & (x != x))
+    wrong = (row < tile.nq) & (x != x)
+    gl.store(t.lse + at, x, mask=wrong)
+    gl.store(t.overflow + 0 * r, 1, mask=wrong)
 
 
 @gluon.jit
@@ -1004,7 +1092,9 @@ def forward(q0, q1, k0, k1, v0, v1, bias, out, t, n, C: gl.constexpr):
     some = n.batch
     if C.MENDS:
         order = Order(t.table, t.ends, t.counter, n.heads, n.kv_heads, n.keys)
-        some = any_overflowed(C, order, Sequences(t.cu_q, t.cu_k, n.batch), t, n)
+        some = gl.load(t.overflow) != 0
+        if some:
+            some = any_overflowed(C, order, Sequences(t.cu_q, t.cu_k, n.batch), t, n)
     R0: gl.constexpr = C.CONSUMER_REGISTERS
     R1: gl.constexpr = C.PRODUCER_REGISTERS
     q, k, v, outs, mail = shared_of(C, copies)

@@ -42,19 +42,25 @@ class Plan(NamedTuple):
     rows: Tensor | None  # the order of the tiles, and each block's end; packed calls make theirs
     ends: Tensor | None
     launch: Launch
-    mends: Launch | None = None  # after a launch whose reference lags
+    overflow: Tensor | None = None  # LAGS: not 0 since a row has overflowed; stays so
+    mends: Plan | None = None  # after a launch whose reference lags: overflowed rows, by maxima
 
     def run(self, t: Pointers, copied: tuple[Any, ...]) -> None:
         """Launch all kernels, with pointers and with the tensors of the descriptors."""
         self.launch(t, copied)
         if self.mends is not None:
-            self.mends(t, copied)
+            self.mends.launch(self.mends.ordered(t), copied)
+
+    def ordered(self, t: Pointers) -> Pointers:
+        """Return pointers with the order of this plan's tiles."""
+        return t if self.rows is None else t._replace(table=self.rows, ends=self.ends)
 
     def compile_ahead(self, t: Pointers, copied: tuple[Any, ...]) -> None:
         """Let a thread compile the second kernel while this one compiles the first."""
         if self.mends is None or not (t.out.is_cuda and threads.enabled() and runs()):
             return
-        job = self.mends.pending(*self.mends.arguments(t, copied))
+        mends = self.mends.launch
+        job = mends.pending(*mends.arguments(self.mends.ordered(t), copied))
         if job is not None:
             threads.THREADS.submit([job])
 
@@ -141,7 +147,7 @@ def pointers(plan: Plan, problem: Problem, tensors: Tensors, out: Tensor, lse: T
     bias = tensors.bias if C.BIAS != "copied" else None
     return Pointers(
         out, lse, table, ends, counter, cu_q, cu_k, lengths, spans, q_range, k_range, q_ids, k_ids,
-        heads, sink, bias,
+        heads, sink, bias, plan.overflow,
     )  # fmt: skip
 
 
@@ -213,31 +219,49 @@ def build_plan(
     tile = tile or best_tile(p, path, q.device)
     group = tiles.packed_heads(p, path)
     C = replace(tiles.config_for(p, tile, path, group), OUT_ROW=out.stride(2))
-    constants = Constants(replace(C, **options))
-    C = constants.config
-    if C.LAGS and (C.STRIP or C.SIDES > 1):
-        raise ValueError(f"LAGS=1 with {C.SIDES} sides and a strip of {C.STRIP} tiles: give LAGS=0")
-    if C.LAGS and isinstance(C, tiles.WideConfig):
+    C = replace(C, **options)
+    if C.ONTO_BIAS and not C.LAGS:
+        raise ValueError("LAGS=0 with onto_bias: give onto_bias=0 too")
+    order = order_of(p, C, q.device)
+    plan = plan_of(p, tensors, out, tile, C, order)
+    if not C.LAGS:
+        return plan
+    if isinstance(C, tiles.WideConfig):
         raise ValueError(
             f"LAGS=1 with {C.DV} columns of values: give LAGS=0, or {tiles.MOST_COLUMNS}"
         )
-    heads = p.hq // group
-    if C.STRIP or C.SIDES > 1:
-        blocks, rows, ends = strip_order(p, C, q.device)
+    if C.ONTO_BIAS:
+        plain = tiles.tile_for(p, path, processors(q.device), held=False)
+        mends = build_plan(p, tensors, out, plain, LAGS=False, MENDS=True)
+    elif C.STRIP or C.SIDES > 1:
+        raise ValueError(f"LAGS=1 with {C.SIDES} sides and a strip of {C.STRIP} tiles: give LAGS=0")
     else:
-        blocks, rows, ends = tile_order(p, C.TILE, tile.block_k, heads, q.device)
-    copies = descriptors(C, q, k, v, bias, out)
+        mends = plan_of(p, tensors, out, tile, replace(C, LAGS=False, MENDS=True), order)
+    overflow = torch.zeros(1, dtype=torch.int32, device=q.device)
+    return plan._replace(overflow=overflow, mends=mends)
+
+
+def order_of(p: Problem, C: Config, device: torch.device) -> tuple[int, Any, Any]:
+    """Return (blocks, the order of the tiles, each block's end) of a launch."""
+    if C.STRIP or C.SIDES > 1:
+        return strip_order(p, C, device)
+    most = processors(device)
+    if C.MENDS:  # rows to mend recur, like a bias, with tiles of a head: an odd number spreads them
+        most -= 1 - most % 2
+    return tile_order(p, C, most, device)
+
+
+def plan_of(
+    p: Problem, tensors: Tensors, out: Tensor, tile: Tile, C: Config, order: tuple[int, Any, Any]
+) -> Plan:
+    """Return the plan of one launch."""
+    blocks, rows, ends = order
+    constants = Constants(C)
+    last = (numbers(p, tensors, C, p.hq // C.GROUP), gl.constexpr(constants))
     options = {"num_warps": 4, "enable_fp_fusion": True}
-    at_run_time = numbers(p, tensors, C, heads)
-
-    def launch_of(constants: Constants) -> Launch:
-        last = (at_run_time, gl.constexpr(constants))
-        return GluonLaunch(kernel_of(C), (blocks, 1, 1), options, last, copies)
-
-    mends = None
-    if C.LAGS:
-        mends = launch_of(Constants(replace(C, LAGS=False, MENDS=True)))
-    return Plan(tile, constants, rows, ends, launch_of(constants), mends)
+    copies = descriptors(C, *tensors[:4], out)
+    launch = GluonLaunch(kernel_of(C), (blocks, 1, 1), options, last, copies)
+    return Plan(tile, constants, rows, ends, launch)
 
 
 def kernel_of(C: Config) -> Any:
@@ -317,9 +341,13 @@ def note_of_tile(p: Problem) -> str | None:
 
 def note_of_maxima(p: Problem) -> str | None:
     """Return a sentence about the second launch of a problem, if it has one."""
-    if p.bias is not None:
-        return None
-    if not tiles.lags(p, ""):
+    device = torch.device(p.device, p.device_index)
+    if p.bias is None:
+        lagging = tiles.lags(p, "")
+    else:
+        copied = p.bias[2:] == (p.nq, p.nk) and p.nk % 8 == 0 and tiles.bias_fits(p)
+        lagging = copied and tiles.tile_for(p, "copied", processors(device)).onto_bias
+    if not lagging:
         return None
     return "full tiles take no maxima: a second launch computes rows again whose weights overflow"
 
@@ -346,14 +374,14 @@ def numbers(p: Problem, tensors: Tensors, c: Config, heads: int) -> Numbers:
 
 
 def tile_order(
-    p: Problem, tokens: int, block_k: int, heads: int, device: torch.device
+    p: Problem, C: Config, most: int, device: torch.device
 ) -> tuple[int, Tensor | None, Tensor | None]:
-    """Return (blocks, the order of the tiles, each block's end)."""
-    most = processors(device)
+    """Return (blocks, the order of the tiles, each block's end) of at most so many blocks."""
+    tokens, heads = C.TILE, p.hq // C.GROUP
     if p.varlen:
         every = packed.most_tiles(p.total_q, p.nq, p.batch, tokens) * heads
         return max(1, min(most, every)), None, None
-    counts = tile_count(tokens, block_k, p.nq, p.nk, p.left, p.right)
+    counts = tile_count(tokens, C.BLOCK_K, p.nq, p.nk, p.left, p.right)
     if p.documents:  # the lengths of tiles are only on the device
         counts = torch.ones_like(counts)
     of_one_head = p.nk * (p.d + p.dv) * 2

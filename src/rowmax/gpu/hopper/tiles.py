@@ -41,6 +41,7 @@ class Tile:
     overlap: bool = True
     strip: bool = False  # b_stages are all key tiles: sequences share the bias of a query tile
     sides: int = 1
+    onto_bias: bool = False  # products add scores to the bias
 
 
 #: by (D, Dv), both padded to one of the sizes below
@@ -125,10 +126,13 @@ LAGS_KEYS = {((96, 96), "full"): LONG_KEYS[96, "full"]}
 STRIP_SHARERS = 4
 #: four consumers: products of one run under the softmax of the others
 _FOUR = {"block_k": 64, "q_stages": 1, "registers": (112, 24), "overlap": False}
+#: the operations from which on four consumers add products to the bias (``onto_bias``)
+ONTO_OPERATIONS = 3e10
+_SIDES = {"sides": 2, "k_stages": 4, "v_stages": 4, **_FOUR}
 #: by preference, the changes of a tile with a strip; at head sizes of 32 alone with four
 #: consumers. Sides of one warpgroup have half the strip, and read keys twice as often.
 STRIPS: tuple[dict[str, Any], ...] = (
-    {"sides": 2, "k_stages": 4, "v_stages": 4, **_FOUR},
+    _SIDES,
     {"sides": 4, "warpgroups": 1, "k_stages": 2, "v_stages": 2, **_FOUR},
     {"k_stages": 4, "v_stages": 4},
     {"k_stages": 4, "v_stages": 4, "q_stages": 1},
@@ -163,6 +167,7 @@ class Config:
     BIAS: str = ""  # path of the bias (host.bias_path), or none
     B_STAGES: int = 1  # buffers of a copied bias
     STRIP: int = 0  # key tiles of a bias that a block keeps for all its sequences; 0: none
+    ONTO_BIAS: bool = False  # products add scores to the bias, with the scale in Q (``onto_bias``)
     SIDES: int = 1
     EVEN_K: bool = False  # key tiles fill every sequence's keys
     STAGED: int = 0  # columns of the output that TMA copies at a time; 0: threads store them
@@ -318,10 +323,13 @@ def is_long(p: Problem, d: int, few: bool) -> bool:
     return dense(p) and not few and min(p.nq, p.nk) > keys
 
 
-def tile_for(p: Problem, bias: str, processors: int, spilled: bool = False) -> Tile:
+def tile_for(
+    p: Problem, bias: str, processors: int, spilled: bool = False, held: bool = True
+) -> Tile:
     """Return the tile of a problem with a bias of this path.
 
-    ``spilled``: the second best, if the kernel of three warpgroups spilled registers.
+    ``spilled``: the second best, if the kernel of three warpgroups spilled registers. ``held``:
+    blocks may keep a bias that sequences share.
     """
     d, dv = sizes_of(p)
     tile = TILES[d, dv]
@@ -337,9 +345,9 @@ def tile_for(p: Problem, bias: str, processors: int, spilled: bool = False) -> T
     if bias != "copied":
         return tile
     assert p.bias_dtype is not None
-    held = strip_for(p, tile, processors)
-    if held is not None:
-        return held
+    strip = strip_for(p, tile, processors) if held else None
+    if strip is not None:
+        return strip
     one = replace(tile, q_stages=1)
     two = replace(one, k_stages=2, v_stages=2)
     every = [replace(t, b_stages=n) for n in (2, 1) for t in (tile, one, two)]
@@ -369,15 +377,22 @@ def strip_for(p: Problem, tile: Tile, processors: int) -> Tile | None:
         if choice.sides > 1 and (max(d, dv) > 32 or sharers % choice.sides):
             continue
         if strip_bytes(choice, d, dv, p.bias_dtype) <= SHARED:
-            return choice
+            return replace(choice, onto_bias=choice.sides > 1 and onto_bias(p))
     if max(d, dv) > 32 or sharers % 2 or p.prefix:
         return None
-    return next(
-        choice
-        for stages in (4, 2)
-        for choice in (replace(tile, **(STRIPS[0] | {"b_stages": stages})),)
-        if strip_bytes(choice, d, dv, p.bias_dtype) <= SHARED
-    )
+    sides = replace(tile, onto_bias=onto_bias(p), **_SIDES)
+    streamed = (replace(sides, b_stages=stages) for stages in (4, 2))
+    return next(t for t in streamed if strip_bytes(t, d, dv, p.bias_dtype) <= SHARED)
+
+
+def onto_bias(p: Problem) -> bool:
+    """Return True if four consumers add products to the bias, without maxima (``lags``).
+
+    Other terms do not come after the scale alone. With fewer operations the second launch, 10 us,
+    takes what the first one saves.
+    """
+    terms = p.heads or p.softcap > 0
+    return p.dtype == torch.bfloat16 and not terms and forward_flops(p) >= ONTO_OPERATIONS
 
 
 def strip_bytes(tile: Tile, d: int, dv: int, bias: torch.dtype) -> int:
@@ -414,21 +429,22 @@ def config_for(p: Problem, tile: Tile, bias: str, group: int) -> Config:
     """Return the config of a problem: the tile, and the features that it has."""
     d, dv = sizes_of(p)
     wide = dv > MOST_COLUMNS
+    added = tile.onto_bias
     return (WideConfig if wide else Config)(
         D=d, DV=dv, DV_OUT=p.dv, OUT_ROW=p.dv, GROUP=group,
         WARPGROUPS=tile.warpgroups, BLOCK_K=tile.block_k,
         K_STAGES=tile.k_stages, V_STAGES=tile.v_stages, Q_STAGES=tile.q_stages,
         LEFT=p.left is not None, RIGHT=p.right is not None,
         VARLEN=p.varlen, PREFIX=p.prefix, DOCUMENTS=p.documents,
-        SOFTCAP=p.softcap > 0, ALIBI=p.distance, SINK=p.sink, NATURAL=p.natural,
+        SOFTCAP=p.softcap > 0, ALIBI=p.distance, SINK=p.sink, NATURAL=p.natural and not added,
         BIAS=bias, B_STAGES=tile.b_stages if bias == "copied" else 1,
-        STRIP=tile.b_stages if tile.strip else 0, SIDES=tile.sides,
+        STRIP=tile.b_stages if tile.strip else 0, SIDES=tile.sides, ONTO_BIAS=added,
         EVEN_K=not (p.varlen or p.prefix) and p.nk % tile.block_k == 0,
         STAGED=0 if wide else staged_columns(p, tile, bias),
         TURNED=wide or is_turned(p, tile, bias),
         OVERLAP=tile.overlap, ROUND_LATE=tile.warpgroups == 3 and tile.overlap,
         ORDERED=tile.ordered and not (p.varlen or p.prefix or p.left is not None),
-        LAGS=lags(p, bias),
+        LAGS=added or lags(p, bias),
         CONSUMER_REGISTERS=tile.registers[0], PRODUCER_REGISTERS=tile.registers[1],
     )  # fmt: skip
 

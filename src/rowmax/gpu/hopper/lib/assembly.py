@@ -12,6 +12,27 @@ TO_FLOAT16 = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
 #: two numbers of bfloat16 are the upper halves of two of float32
 FROM_BFLOAT16 = gl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
 
+#: log2 of a normal number, within 2^-22
+LOG2 = gl.constexpr("lg2.approx.ftz.f32 $0, $1;")
+
+#: Two numbers times a factor, each as a sum: the rounded product, and what it lacks. The factor is
+#: a sum of two numbers, too, and the second FMA adds the lesser one's product.
+SPLIT_PRODUCT = gl.constexpr(
+    """{
+    .reg .b32 s, t, r;
+    .reg .f32 a, b;
+    cvt.rn.bf16x2.f32 s, $3, $3;
+    and.b32 t, s, 0xffff0000;
+    mov.b32 b, t;
+    sub.f32 a, $3, b;
+    cvt.rn.bf16x2.f32 t, a, a;
+    mul.rn.bf16x2 $0, $2, s;
+    neg.bf16x2 r, $0;
+    fma.rn.bf16x2 r, $2, s, r;
+    fma.rn.bf16x2 $1, $2, t, r;
+    }"""
+)
+
 CLOCK = gl.constexpr("mov.u32 $0, %clock;")
 NANOSECONDS = gl.constexpr("mov.u32 $0, %globaltimer_lo;")
 
