@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ from torch.nn import functional as F
 
 import rowmax
 from examples import context_parallel, fsdp_compile, long_context, relative_bias, train_gpt
+from tests import forks
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -107,26 +105,37 @@ def test_switch_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(tokens, results["sdpa"][1])
 
 
-#: the last words of a process in which a thread of Gloo drops a tensor while Python ends: a
-#: destructor needs the interpreter's lock (torch 2.13, seen in a core; 1 of 40 under load)
-GLOO_AT_EXIT = "terminate called without an active exception"
+#: runs an example in two processes, with the variables that torchrun sets
+TWO_PROCESSES = """
+import os, runpy, signal, socket, sys
+
+path, *sys.argv[1:] = sys.argv[1:]
+with socket.create_server(("127.0.0.1", 0)) as free:
+    port = free.getsockname()[1]
+os.environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+child = os.fork()
+signal.alarm(200)
+os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(int(child == 0))
+runpy.run_path(path, run_name="__main__")
+sys.stdout.flush()
+# Without the end of Python, in which a thread of Gloo may drop a tensor: its destructor needs the
+# interpreter's lock (torch 2.13, seen in a core; 1 of 40 under load).
+if child:
+    _, status = os.waitpid(child, 0)
+    os._exit(os.waitstatus_to_exitcode(status))
+os._exit(0)
+"""
 
 
-def losses_of_two_processes(*command: str) -> list[float]:
-    """Return the losses that an example prints under torchrun, in up to three runs."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    for _ in range(3):
-        done = subprocess.run(
-            [*launcher, "--standalone", *command],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=200,
-            cwd=ROOT,
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        if GLOO_AT_EXIT not in done.stderr:
-            break
+def losses_of_two_processes(example: str, *arguments: str) -> list[float]:
+    """Return the losses that an example prints in two processes."""
+    done = forks.run(
+        TWO_PROCESSES,
+        example,
+        *arguments,
+        preload=("torch", "torch._dynamo", "torch.distributed.fsdp", "rowmax"),
+        environment={"CUDA_VISIBLE_DEVICES": ""},
+    )
     assert done.returncode == 0, done.stderr
     return [float(x) for x in re.findall(r"^step \d: loss (\S+)$", done.stdout, flags=re.M)]
 

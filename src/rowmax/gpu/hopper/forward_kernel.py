@@ -408,14 +408,21 @@ def scores(C: gl.constexpr, S, copied, j, first, tile, t, n, dtype: gl.constexpr
     """Return the scores without the mask, ``[64, BLOCK_K/8, 4, 2]``, of the product S.
 
     ``copied`` is the tile of a bias. The exponential scales the scores, unless a term is added:
-    then they are scaled here, without the log2(e) of the exponential.
+    then they are scaled here, without the log2(e) of the exponential, or in Q (ONTO_BIAS).
     """
     S = by_lane(S)
+    if not C.ONTO_BIAS:
+        S = with_terms(C, S, copied, j, first, tile, t, n, dtype)
+    return S
+
+
+@gluon.jit
+def with_terms(C: gl.constexpr, S, copied, j, first, tile, t, n, dtype: gl.constexpr):
+    """Return products S with the terms of ``rules/score.py``."""
     L: gl.constexpr = S.type.layout
     bias, slope, distance = None, None, None
     if C.BIAS == "copied":
-        if not C.ONTO_BIAS:
-            bias = by_lane(widened(copied))
+        bias = by_lane(widened(copied))
     elif C.BIAS != "":
         bias = gathered(C, L, j, first, tile, t, n).to(gl.float32)
     if C.ALIBI:
@@ -430,9 +437,7 @@ def scores(C: gl.constexpr, S, copied, j, first, tile, t, n, dtype: gl.constexpr
     scale = n.scale if C.ADDED else None
     inner = n.inner if C.SOFTCAP else None
     p = ScoreTerms(scale, inner, n.scale if C.ADDED else 1.0, bias, distance, slope)
-    if C.ONTO_BIAS:  # the product has scaled them and added the bias
-        S = S
-    elif dtype == gl.bfloat16:
+    if dtype == gl.bfloat16:
         S, y = rules.score_bfloat16(S, p)
     else:
         S, y = rules.score_float16(S, p)
