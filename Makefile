@@ -25,7 +25,7 @@ demo: $(STAMP) ## check this machine, train a small GPT, run a long sequence; wr
 	$(BIN)/python -m demo $(ARGS)
 
 test: $(STAMP) ## lint, unit and doctest
-	$(MAKE) -j4 lint $(PARTS) doctest
+	$(MAKE) -j5 lint $(PARTS) doctest
 
 lint: $(STAMP) ## style, plain words, types, and which module may import which
 	$(BIN)/ruff check .
@@ -35,7 +35,7 @@ lint: $(STAMP) ## style, plain words, types, and which module may import which
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
-# Parts, four at a time: the longest first, so that both cores have work until the end. One test
+# Parts, five at a time: the longest first, so that both cores have work until the end. One test
 # seldom keeps two cores busy, and some wait. Idle threads sleep: those of torch and numpy spin at
 # the end of an operation, on the core of another part. Triton's interpreter has to be on before
 # anything imports triton: a process of its own. It is slow: float32 here, and a bias that all
@@ -52,7 +52,7 @@ CPU := $(wildcard tests/test_cpu*.py tests/test_amx.py)
 test unit gates: export OMP_WAIT_POLICY := passive
 test unit gates: export OPENBLAS_NUM_THREADS := 1
 unit: $(STAMP) ## the tests
-	$(MAKE) -j4 $(PARTS)
+	$(MAKE) -j5 $(PARTS)
 
 gates: $(STAMP) ## compile all GPU kernels for six targets, read Hopper's machine code, emulate more
 	$(MAKE) -j3 $(GATES)

@@ -29,10 +29,10 @@ from .assembly import FOLLOW, MOVE, MOVE_NATURAL, TO_BFLOAT16, TO_FLOAT16
 LOWEST = gl.constexpr(-1e30)
 #: the lowest number of float32; no natural score is below it
 LOWEST_NATURAL = gl.constexpr(-3.4028234663852886e38)
-#: a first reference, in base 2, that scores may pass by 2^127 / 2^64 before weights overflow
+#: a first reference, in base 2: scores that begin low, under a mask in a bias, may rise to 63
 FIRST = gl.constexpr(-64.0)
-#: the least sum of weights by that reference that is exact
-LEAST = gl.constexpr(2.0**-100)
+#: the least sum of weights by that reference: with less, weights times small values would vanish
+LEAST = gl.constexpr(2.0**-20)
 LOG2E = gl.constexpr(softmax.LOG2E)
 LN2 = gl.constexpr(softmax.LN2)
 FULL = gl.constexpr(softmax.FULL)
