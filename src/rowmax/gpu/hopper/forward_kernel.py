@@ -939,9 +939,9 @@ def store_lse(C: gl.constexpr, c: gl.constexpr, m, l, tile, t, n):
     else:
         inverse = gl.where(l > 0.0, 1.0 / l, 0.0)
     if C.SINK or C.NATURAL:
-        value = m + log2(l) * LN2
+        value = m + log2(C, l) * LN2
     else:
-        value = (m + log2(l)) * LN2
+        value = (m + log2(C, l)) * LN2
     value = gl.where(l > 0.0, value, float("-inf"))
     if C.LAGS:
         value += overflow
@@ -954,9 +954,16 @@ def store_lse(C: gl.constexpr, c: gl.constexpr, m, l, tile, t, n):
 
 
 @gluon.jit
-def log2(l):
-    """Return log2 of sums of weights, within 2^-22: those are 0 or normal numbers."""
-    return gl.inline_asm_elementwise(LOG2, "=f,f", [l], gl.float32, is_pure=True, pack=1)
+def log2(C: gl.constexpr, l):
+    """Return log2 of sums of weights, within 2^-22: those are 0 or normal numbers.
+
+    Of wide values the library's: triton 3.9 would keep more registers in local memory.
+    """
+    if C.DV > 256:
+        x = gl.log2(l)
+    else:
+        x = gl.inline_asm_elementwise(LOG2, "=f,f", [l], gl.float32, is_pure=True, pack=1)
+    return x
 
 
 @gluon.jit
