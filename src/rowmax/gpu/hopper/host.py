@@ -220,8 +220,10 @@ def build_plan(
     group = tiles.packed_heads(p, path)
     C = replace(tiles.config_for(p, tile, path, group), OUT_ROW=out.stride(2))
     C = replace(C, **options)
-    if C.ONTO_BIAS and not C.LAGS:
-        raise ValueError("LAGS=0 with onto_bias: give onto_bias=0 too")
+    if C.ONTO_BIAS and (C.OVERLAP or not C.LAGS):
+        raise ValueError(
+            f"overlap={C.OVERLAP:d} and LAGS={C.LAGS:d} with onto_bias: give 0 and 1, or onto_bias=0"
+        )
     order = order_of(p, C, q.device)
     plan = plan_of(p, tensors, out, tile, C, order)
     if not C.LAGS:
@@ -237,7 +239,8 @@ def build_plan(
         raise ValueError(f"LAGS=1 with {C.SIDES} sides and a strip of {C.STRIP} tiles: give LAGS=0")
     else:
         mends = plan_of(p, tensors, out, tile, replace(C, LAGS=False, MENDS=True), order)
-    overflow = torch.zeros(1, dtype=torch.int32, device=q.device)
+    # copied like the tables: no other stream may find the plan before its memory is set
+    overflow = torch.zeros(1, dtype=torch.int32).to(q.device)
     return plan._replace(overflow=overflow, mends=mends)
 
 
@@ -345,8 +348,13 @@ def note_of_maxima(p: Problem) -> str | None:
     if p.bias is None:
         lagging = tiles.lags(p, "")
     else:
-        copied = p.bias[2:] == (p.nq, p.nk) and p.nk % 8 == 0 and tiles.bias_fits(p)
-        lagging = copied and tiles.tile_for(p, "copied", processors(device)).onto_bias
+        assert p.bias_dtype is not None
+        rows = p.bias[2:] == (p.nq, p.nk) and p.nk * p.bias_dtype.itemsize % 16 == 0
+        lagging = (
+            rows
+            and tiles.bias_fits(p)
+            and tiles.tile_for(p, "copied", processors(device)).onto_bias
+        )
     if not lagging:
         return None
     return "full tiles take no maxima: a second launch computes rows again whose weights overflow"

@@ -388,8 +388,8 @@ def strip_for(p: Problem, tile: Tile, processors: int) -> Tile | None:
 def onto_bias(p: Problem) -> bool:
     """Return True if four consumers add products to the bias, without maxima (``lags``).
 
-    Other terms do not come after the scale alone. With fewer operations the second launch, 10 us,
-    takes what the first one saves.
+    Other terms do not come after the scale alone. With fewer operations the second launch took
+    what the first one saves. It read every lse then.
     """
     terms = p.heads or p.softcap > 0
     return p.dtype == torch.bfloat16 and not terms and forward_flops(p) >= ONTO_OPERATIONS
