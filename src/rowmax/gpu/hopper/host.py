@@ -222,7 +222,7 @@ def build_plan(
     C = replace(C, **options)
     if C.ONTO_BIAS and (C.OVERLAP or not C.LAGS):
         raise ValueError(
-            f"overlap={C.OVERLAP:d} and LAGS={C.LAGS:d} with onto_bias: give 0 and 1, or onto_bias=0"
+            f"overlap={C.OVERLAP:d}, LAGS={C.LAGS:d} with onto_bias: give 0 and 1, or onto_bias=0"
         )
     order = order_of(p, C, q.device)
     plan = plan_of(p, tensors, out, tile, C, order)
