@@ -30,7 +30,7 @@ hopper.forward 128: v_stages=3,q_stages=1 LAGS=0 LAGS=1
 hopper.forward 256: STAGED=0 LAGS=0 LAGS=1
 hopper.forward 32 bias: onto_bias=0 onto_bias=0,sides=1,registers=240+24,overlap
 hopper.forward 32 bias: onto_bias=0,overlap k_stages=2,v_stages=2
-hopper.forward 32 bias: onto_bias=0,strip=0,sides=1,warpgroups=2,block_k=128,b_stages=2,registers=240+24,overlap
+hopper.forward 32 bias: onto_bias=0,strip=0,sides=1,block_k=128,b_stages=2,registers=240+24,overlap
 hopper.forward 64 bias: b_stages=1,k_stages=4,v_stages=4,q_stages=2
 hopper.forward 64 bias: b_stages=2,k_stages=2,v_stages=2,q_stages=2
 hopper.forward 64 bias: b_stages=3,block_k=64,k_stages=4,v_stages=4
