@@ -225,6 +225,10 @@ LAGGING = [
 ]  # fmt: skip
 
 
+#: minima and maxima of a step that moves a reference that lags
+MOVES = 6
+
+
 @pytest.mark.parametrize("case", LAGGING, ids=str)
 def test_steps_that_lag_take_no_maximum(case):
     """Their loops keep to registers, too, and their softmax runs under the output."""
@@ -239,7 +243,7 @@ def test_steps_that_lag_take_no_maximum(case):
         waits = [n for n, text in enumerate(texts) if "WARPGROUP.DEPBAR" in text]
         late = sum("MUFU.EX2" in text for text in texts[waits[-1] :])
         assert late <= 2 or not kernel.plan.tile.overlap
-        free += sum("FMNMX" in text for text in texts) <= 4
+        free += sum("FMNMX" in text for text in texts) <= MOVES
     consumers = kernel.plan.tile.warpgroups * kernel.plan.tile.sides
     assert free >= consumers
     assert kernel.plan.tile.onto_bias is bool(case.bias)
@@ -261,7 +265,7 @@ def test_the_second_launch_is_the_shipped_kernel(case):
     usual = build(case)
     for loop, same in zip(kernel.loops(), usual.loops(), strict=True):
         maxima = [sum("FMNMX" in line.text for line in x) for x in (loop, same)]
-        assert maxima[0] == maxima[1] > 4
+        assert maxima[0] == maxima[1] > MOVES
 
 
 @pytest.mark.parametrize("d", [64, 128])

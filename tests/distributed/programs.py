@@ -24,6 +24,8 @@ from torch.utils.checkpoint import checkpoint
 
 import rowmax
 from rowmax import distributed as rd
+from rowmax.call import dispatch
+from rowmax.call.problem import Problem
 from rowmax.distributed import Layout, collectives, exchange, shared
 from rowmax.distributed.groups import group_of
 from rowmax.distributed.strategies import keys as by_keys
@@ -184,6 +186,20 @@ def one_rank(rank: int, case: Case) -> bool:
             grads = torch.autograd.grad([out, lse], list(leaves.values()), [dout, dlse])
             found.append((out, lse, *grads))
     return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def parts_known(rank: int, case: Case, ranks: int, strategy: str) -> list[bool]:
+    """Return for each backward of a rank if its problem says that lse is of more keys."""
+    known = []
+    run = dispatch.run_backward
+
+    def recorded(plan: Any, problem: Problem, *given: Any) -> Any:
+        known.append(problem.part)
+        return run(plan, problem, *given)
+
+    with mock.patch.object(dispatch, "run_backward", recorded):
+        own_answer(rank, case, torch.float32, "zigzag", ranks, {"strategy": strategy})
+    return known
 
 
 @contextlib.contextmanager

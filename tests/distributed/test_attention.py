@@ -116,6 +116,15 @@ def test_one_rank_is_one_device(world: Worlds) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_backward_knows_that_its_keys_are_a_part(strategy: str, world: Worlds) -> None:
+    """Then no gradient is one of all keys in closed form, as that of a bias with one column."""
+    case = Case("column", b=1, nq=200, d=16, bias="11q1")
+    for known in world(2).run(programs.parts_known, case, 2, strategy):
+        assert known
+        assert set(known) == {strategy == "queries"}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("size", "kind"), PLACES, ids=_name)
 def test_dropout_keeps_the_set_of_one_device(
     size: int, kind: str, strategy: str, world: Worlds

@@ -18,7 +18,7 @@ from . import threads
 from .memory import land_stores
 from .values import Pointer, Tensor, raw
 
-_followed = bound(softmax.followed, where=np.where, log2=np.log2)
+_followed = bound(softmax.followed, where=np.where, log2=np.log2, min=np.fmin)
 
 #: the meaning of each text: a function of the arguments and the dtype of the result
 MEANINGS: dict[str, Callable[[list[Any], Any], Any]] = {}
@@ -189,6 +189,8 @@ def _moved(args: list[Any], threshold: np.float32) -> Tensor:
     max.f32 b, b, t;
     setp.gt.f32 p, a, 0f43800000;
     setp.gt.f32 q, b, 0f43800000;
+    min.f32 a, a, 0f71800000;
+    min.f32 b, b, 0f71800000;
     lg2.approx.f32 a, a;
     lg2.approx.f32 b, b;
     @p add.f32 $0, $4, a;

@@ -3,6 +3,7 @@
     python -m tests.gpu.random_search --minutes 8 --seed 0 --out random_search.csv
     python -m tests.gpu.random_search --tangents --minutes 8 --backend triton
     python -m tests.gpu.random_search --halves --dtype bfloat16,float16 --backend hopper
+    python -m tests.gpu.random_search --lagging --dtype bfloat16 --backend hopper
     python -m tests.gpu.random_search --shrink failures.txt --minutes 6
     python -m tests.gpu.random_search --cells failures.txt  # with --tangents where they are of it
     python -m tests.gpu.random_search --memcheck 300 --processes 12 --out memcheck.csv
@@ -68,6 +69,12 @@ MEMORY = 0.85  # share of a GPU's memory for its processes
 #: most bytes for each score that the references allocate in float64
 BYTES_A_SCORE = 200
 SUMMARY = "searched:"
+#: by the search's special calls, their name among results
+NAMES = {
+    "": "random calls",
+    "halves": "random calls by halves of a step",
+    "lagging": "random calls whose reference lags",
+}
 FAILURES = ("wrong", "fault", "unprepared", "errors")
 #: head sizes of ``--halves``; those up to 32 come with a bias that sequences or heads share
 HALVED_WIDTHS = (64, 64, 96, 96, 32, 32, 24, 40, 48, 56, 88)
@@ -87,7 +94,8 @@ class Group(NamedTuple):
     device: str
     calls: int
     budget: int
-    halves: bool = False  # draw head sizes whose backward may compute halves of a step
+    #: "halves": the backward may compute halves of a step; "lagging": the reference may lag
+    special: str = ""
 
 
 class Report(NamedTuple):
@@ -131,8 +139,8 @@ def calls_of(group: Group) -> Iterator[Drawn]:
     """Yield the calls of a group."""
     rng = random.Random(f"{group.seed} {group.dtype} {group.backend}")
     case = draw_group(rng, group.dtype, group.backend, group.budget)
-    if group.halves:
-        case = with_halves(rng, case)
+    if group.special:
+        case = {"halves": with_halves, "lagging": with_lagging}[group.special](rng, case)
     same = None
     if group.backend in ("triton", "hopper"):
         same = partial(compiled_in, dtype=group.dtype, backend=group.backend)
@@ -151,6 +159,19 @@ def with_halves(rng: random.Random, case: Case) -> Case:
     nk = -(-(case.nq if case.nk is None else case.nk) // 8) * 8  # the keys of a bias that is copied
     shared = {"bias": rng.choice(SHARED), "bias_float32": False, "transposed": False}
     return replace(case, nk=nk, sequences=None, documents=None, **sizes, **shared)
+
+
+def with_lagging(rng: random.Random, case: Case) -> Case:
+    """Return a case whose forward may have a reference that lags: without terms, or with pairs."""
+    terms = {"softcap": 0.0, "alibi": False, "documents": None, "left": None, "positions": None}
+    case = replace(case, bias=None, **terms)
+    if rng.random() < 0.4:
+        return case
+    sizes = {"d": rng.choice((8, 16, 24, 32)), "dv": rng.choice((8, 16, 24, 32))}
+    bands = {"causal": False, "right": None, "step": None, "sequences": None}
+    nk = -(-(case.nq if case.nk is None else case.nk) // 8) * 8  # the keys of a bias that is copied
+    shared = {"bias": rng.choice(SHARED), "bias_float32": rng.random() < 0.4, "transposed": False}
+    return replace(case, b=rng.choice((2, 4)), nk=nk, **sizes, **bands, **shared)
 
 
 def judged(drawn: Drawn, backend: str, device: str, check: CheckCall) -> Report:
@@ -205,6 +226,22 @@ def halved_wrong(drawn: Drawn, backend: str, device: str) -> list[str]:
         return wrong(drawn, backend, device)
 
 
+def lagging_wrong(drawn: Drawn, backend: str, device: str) -> list[str]:
+    """Return what is wrong with a call whose reference lags.
+
+    Raises:
+        RefusedError: no reference lags.
+    """
+    from rowmax.gpu.hopper import host
+    from tests.gpu.hopper_direct import lagging_references
+
+    with lagging_references():
+        found = wrong(drawn, backend, device)
+        if not found and not any(p.constants.config.LAGS for p in host._PLANS.values()):
+            raise RefusedError("no reference lags")
+    return found
+
+
 def run_call(drawn: Drawn, backend: str, device: str, check: CheckCall) -> Iterator[Report]:
     yield judged(drawn, backend, device, check)
 
@@ -254,7 +291,7 @@ class Search:
             cell = min(some, key=lambda cell: self.counts[cell].planned)
             self.counts[cell].planned += given.per_group
             seed += 1
-            sizes = (given.per_group, given.budget, given.halves)
+            sizes = (given.per_group, given.budget, given.special)
             found = Group(seed, *cell, given.device, *sizes)
             yield Job((found, self.check))
 
@@ -286,7 +323,8 @@ class Search:
 
     def tell(self) -> None:
         given, seconds = self.given, time.time() - self.begin
-        write_counts(given.out, "random-search", self.counts, given.device, seconds)
+        of = "random-search", NAMES[given.special]
+        write_counts(given.out, *of, self.counts, given.device, seconds)
         write_failures(given, self.failed)
         calls, kernels = sum(c.calls for c in self.counts.values()), self.pool.kernels
         rate = f", {calls / kernels:.1f} calls a kernel" if kernels else ""
@@ -312,14 +350,14 @@ def cells_of(given: argparse.Namespace) -> list[Cell]:
 
 
 def write_counts(
-    path: Path, kind: str, counts: dict[Cell, Count], device: str, seconds: float
+    path: Path, kind: str, name: str, counts: dict[Cell, Count], device: str, seconds: float
 ) -> None:
     """Write a row for each dtype and backend."""
     rows = []
     for (dtype, backend), c in counts.items():
         bad = [f"{c[name]} {name}" for name in FAILURES if c[name]]
         result = ("wrong: " if bad else "right: ") + ", ".join([*bad, f"{c.calls} calls"])
-        found = (kind, "random calls", dtype, backend, result, f"{seconds:.0f}")
+        found = (kind, name, dtype, backend, result, f"{seconds:.0f}")
         rows.append(results.Row(*found, *results.machine(device)))
     results.write(path, rows)
 
@@ -334,8 +372,8 @@ def write_failures(given: argparse.Namespace, failed: list[Any]) -> None:
 
 
 def check_of(given: argparse.Namespace) -> CheckCall:
-    if given.halves:
-        return halved_wrong
+    if given.special:
+        return {"halves": halved_wrong, "lagging": lagging_wrong}[given.special]
     return second_wrong if given.tangents else wrong
 
 
@@ -502,7 +540,8 @@ def memcheck(given: argparse.Namespace) -> int:
             if code or not errors or not summed:
                 bad += 1
                 print(f"a process ended with {code}:\n{text[-3000:]}", flush=True)
-            write_counts(given.out, "memcheck", counts, given.device, time.time() - begin)
+            of = "memcheck", NAMES[""]
+            write_counts(given.out, *of, counts, given.device, time.time() - begin)
             for (dtype, backend), c in counts.items():
                 print(f"{dtype} {backend}: {c.calls} calls, {c['errors']} errors", flush=True)
     return int(bad > 0)
@@ -530,7 +569,9 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shrink", type=Path, help="failures to make small")
     parser.add_argument("--cells", type=Path, help="failures to run again, one by one")
     parser.add_argument("--tangents", action="store_true", help="and second derivatives, no others")
-    parser.add_argument("--halves", action="store_true", help="backwards by halves of a step")
+    special = {"dest": "special", "action": "store_const", "default": ""}
+    parser.add_argument("--halves", const="halves", help="backwards by halves", **special)
+    parser.add_argument("--lagging", const="lagging", help="references that lag", **special)
     parser.add_argument("--sanitize", type=int, help="so many small calls in this process")
     parser.add_argument("--memcheck", type=int, help="so many in processes under a sanitizer")
     parser.add_argument("--sanitizer", default="compute-sanitizer")

@@ -60,8 +60,8 @@ PAIRS = [
 ]  # fmt: skip
 #: random ones, which have other kernels where few tiles share a bias
 DRAWN = [replace(case, softcap=0.0) for case in drawn_pairs(12, 1)]
-#: the size of the steps in the scores, in base 2, and every how many keys there is one; 0: ordinary
-STEPS = (0, 60, 200, 1000, 1000)
+#: the size of the steps in the scores, in base 2; 0: ordinary. Weights may be 2^126
+STEPS = (0, 63, 200, 1000, 1000)
 
 
 def stepped(problem: Problem, tensors: Tensors, size: float) -> Tensors:

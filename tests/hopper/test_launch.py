@@ -163,6 +163,13 @@ def test_calls_without_rows_or_keys(b: int, nq: int, nk: int, wide: bool) -> Non
                 torch.testing.assert_close(x, y)
 
 
+def test_the_gradient_of_a_column_needs_all_keys() -> None:
+    """Its closed form has the sum of a row's weights, 1 over all keys of its lse."""
+    problem = posed()[0]._replace(bias=(1, 1, 64, 1), bias_dtype=torch.float16)
+    assert hopper.lacks(problem, "backward") == {}
+    assert "part" in hopper.lacks(problem._replace(part=True), "backward")["dbias"]
+
+
 @pytest.mark.parametrize(
     ("left", "right", "sees"),
     [(None, None, True), (5, 0, True), (0, 0, True), (0, -1, False), (3, -3, True), (2, -3, False)],

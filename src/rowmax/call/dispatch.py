@@ -235,24 +235,28 @@ class Prepared:
         dlse: Tensor | None,
         wanted: Wanted,
         wide: bool = False,
+        part: bool = False,
         into: Tensor | None = None,
     ) -> Gradients:
         """Return the wanted gradients.
 
         Args:
             wide: dk and dv as parts of sums (``Problem.wide``).
+            part: out and lse are of more keys than these (``Problem.part``).
             into: memory for the gradient of q, which may be it.
         """
         given = (*tensors, out, lse, dout, dlse)
         # a hook on saved tensors may return others than the forward had
-        key = (wanted, wide, *_placed(given))
+        key = (wanted, wide, part, *_placed(given))
         again: Any = self._again.get(key)
         found: Any = again(given, into) if callable(again) else None
         if found is not None:
-            if not wide and dlse is None and all(x is None for x in tensors[_PLAIN:]):
+            if not (wide or part) and dlse is None and all(x is None for x in tensors[_PLAIN:]):
                 self._backwards.remember(wanted[:_PLAIN], again, *tensors[:_PLAIN], out, lse, dout)
             return found
-        problem = self.problem._replace(wide=True) if wide else self.problem
+        problem = self.problem
+        if wide or part:
+            problem = problem._replace(wide=wide, part=part)
         plan = choose(problem, "backward", self.options.backend)
 
         def run(given: tuple[Any, ...]) -> Gradients:

@@ -56,6 +56,7 @@ class Problem(NamedTuple):
     device_index: int | None = None  # index among the devices of its type; None: the current one
     bidirectional: bool = False  # a prefix of the keys is seen whatever ``right`` is
     wide: bool = False  # dk and dv are parts of sums: in the accumulator's dtype
+    part: bool = False  # out and lse of a backward are of more keys than these
 
     @property
     def offset(self) -> int:

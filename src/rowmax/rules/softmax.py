@@ -30,6 +30,9 @@ log2 = math.log2
 FAR = 2.0**8
 #: the sum l from which a row counts as overflowed: up to 2^126, 1 / l is a normal number
 FULL = 2.0**100
+#: the most by which a reference that lags moves in base 2: the factor of O stays a normal number,
+#: also where ``m - m'`` is rounded
+MOST = 100.0
 
 
 def where(condition: Any, x: Any, y: Any) -> Any:
@@ -54,10 +57,11 @@ def moved(m, peak):
 def followed(m, s):
     """Return the reference, in base 2, after weights with the sum s: ``m + log2 s`` past 2^8.
 
-    The next weights of such scores are then at most 1. It moves by less than the scores have risen,
-    and by the logarithm of the number of weights.
+    The next weights of such scores are then at most 1, or 2^28 after a move by MOST. It moves by
+    less than the scores have risen, and by the logarithm of the number of weights. If it moved by
+    more than 126, ``2^(m - m')`` would be 0 on a GPU, and the row would lose its sums.
     """
-    return where(s > FAR, m + log2(where(s > FAR, s, 1.0)), m)
+    return where(s > FAR, m + min(log2(where(s > FAR, s, 1.0)), MOST), m)
 
 
 def with_sink(m, l, sink):

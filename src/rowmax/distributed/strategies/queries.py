@@ -71,7 +71,7 @@ def backward(
         tensors, options = _block(call, whole, rows, j)
         here = wanted._replace(sink=wanted.sink and tensors.sink is not None)
         job = prepared(tensors, options)
-        found = job.backward(tensors, out, lse, dout, dlse, here, wide=call.wide)
+        found = job.backward(tensors, out, lse, dout, dlse, here, wide=call.wide, part=True)
         if q is not None and found.q is not None:
             q += found.q
         for total, t in ((k, found.k), (v, found.v)):

@@ -43,7 +43,7 @@ def gradient_by(p: Problem) -> str:
 
     "stored": dbias is dS, from the kernel for dq, where nothing is summed over and q has the dtype
     of the bias; "shared": by ``backward_dbias``; "row": sums over queries by the kernel for dk;
-    "column": by ``prepare``.
+    "column": by ``prepare``, from out and lse of all keys.
     """
     kind = kind_of(p)
     assert p.bias is not None
@@ -56,7 +56,10 @@ def gradient_by(p: Problem) -> str:
 
 def refused_gradient(p: Problem) -> str | None:
     """Return the reason why no kernel here computes dbias, or None."""
-    if kind_of(p) != "row":
+    kind = kind_of(p)
+    if kind == "column" and p.part:
+        return "it makes dbias of a column from all keys, these are a part of them"
+    if kind != "row":
         return None
     assert p.bias is not None
     if p.bias[1] > 1 and p.group > 1:

@@ -89,7 +89,8 @@ _MOVE = """{
 MOVE = gl.constexpr(_MOVE.replace("THRESHOLD", "0f41000000"))
 MOVE_NATURAL = gl.constexpr(_MOVE.replace("THRESHOLD", "0f40b17218"))
 
-#: Move the reference of two rows by log2 of the largest sum of weights of their lanes, past 2^8.
+#: Move the reference of two rows by log2 of the largest sum of weights of their lanes, past 2^8,
+#: and by no more than MOST.
 FOLLOW = gl.constexpr(
     """{
     .reg .pred p, q, r;
@@ -110,6 +111,8 @@ FOLLOW = gl.constexpr(
     max.f32 b, b, t;
     setp.gt.f32 p, a, 0f43800000;
     setp.gt.f32 q, b, 0f43800000;
+    min.f32 a, a, 0f71800000;
+    min.f32 b, b, 0f71800000;
     lg2.approx.f32 a, a;
     lg2.approx.f32 b, b;
     @p add.f32 $0, $4, a;
