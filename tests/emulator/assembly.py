@@ -18,6 +18,13 @@ from . import threads
 from .memory import land_stores
 from .values import Pointer, Tensor, raw
 
+
+def exp2(x: Any) -> Any:
+    """Return 2^x; 0 where it is below the normal numbers, as of ``ex2.approx.ftz``."""
+    y = np.exp2(x)
+    return np.where(y < np.finfo(np.float32).tiny, np.float32(0.0), y)
+
+
 _followed = bound(softmax.followed, where=np.where, log2=np.log2, min=np.fmin)
 
 #: the meaning of each text: a function of the arguments and the dtype of the result
@@ -173,16 +180,18 @@ def _moved(args: list[Any], threshold: np.float32) -> Tensor:
     """{
     .reg .pred p, q, r;
     .reg .f32 a, b, s, t;
-    setp.gt.f32 p, $2, 0f43800000;
-    setp.gt.or.f32 r, $3, 0f43800000, p;
-    mov.f32 $0, $4;
-    mov.f32 $1, $5;
+    setp.gt.f32 p, $4, 0f43800000;
+    setp.gt.or.f32 r, $5, 0f43800000, p;
+    mov.f32 $0, $6;
+    mov.f32 $1, $7;
+    mov.f32 $2, 0f3F800000;
+    mov.f32 $3, 0f3F800000;
     vote.sync.any.pred r, r, 0xffffffff;
     @!r bra KEEP;
-    shfl.sync.bfly.b32 a, $2, 1, 31, 0xffffffff;
-    shfl.sync.bfly.b32 b, $3, 1, 31, 0xffffffff;
-    max.f32 a, a, $2;
-    max.f32 b, b, $3;
+    shfl.sync.bfly.b32 a, $4, 1, 31, 0xffffffff;
+    shfl.sync.bfly.b32 b, $5, 1, 31, 0xffffffff;
+    max.f32 a, a, $4;
+    max.f32 b, b, $5;
     shfl.sync.bfly.b32 s, a, 2, 31, 0xffffffff;
     shfl.sync.bfly.b32 t, b, 2, 31, 0xffffffff;
     max.f32 a, a, s;
@@ -191,19 +200,50 @@ def _moved(args: list[Any], threshold: np.float32) -> Tensor:
     setp.gt.f32 q, b, 0f43800000;
     min.f32 a, a, 0f71800000;
     min.f32 b, b, 0f71800000;
-    lg2.approx.f32 a, a;
-    lg2.approx.f32 b, b;
-    @p add.f32 $0, $4, a;
-    @q add.f32 $1, $5, b;
+    lg2.approx.ftz.f32 a, a;
+    lg2.approx.ftz.f32 b, b;
+    @p add.f32 $0, $6, a;
+    @q add.f32 $1, $7, b;
+    sub.f32 a, $6, $0;
+    sub.f32 b, $7, $1;
+    ex2.approx.ftz.f32 $2, a;
+    ex2.approx.ftz.f32 $3, b;
     KEEP:
     }"""
 )
-def follow_sums(args: list[Any], dtype: Any) -> Tensor:
-    """Return the reference of each row after the largest sum of its lanes."""
+def follow_sums(args: list[Any], dtype: Any) -> tuple[Tensor, Tensor]:
+    """Return the reference of each row after the largest sum of its lanes, and the factor of O."""
     s, m = args[0].a, args[1].a
     top = np.broadcast_to(np.fmax.reduce(s, axis=1, keepdims=True), m.shape)
     with np.errstate(invalid="ignore"):
-        return Tensor(_followed(m, top).astype(np.float32))
+        new = _followed(m, top).astype(np.float32)
+        return Tensor(new), Tensor(exp2(m - new))
+
+
+def _scale(n: int) -> None:
+    """Declare the product of n numbers of a thread with the factors of their rows."""
+
+    copies = " ".join(f"mov.f32 ${i}, ${n + i};" for i in range(n))
+    products = " ".join(f"mul.f32 ${i}, ${n + i}, ${2 * n + i};" for i in range(n))
+
+    @means(
+        f"""{{
+        .reg .pred p;
+        setp.neu.f32 p, ${2 * n}, 0f3F800000;
+        setp.neu.or.f32 p, ${2 * n + 2}, 0f3F800000, p;
+        vote.sync.any.pred p, p, 0xffffffff;
+        {copies}
+        @!p bra KEEP;
+        {products}
+        KEEP:
+        }}"""
+    )
+    def scale(args: list[Any], dtype: Any) -> Tensor:
+        return args[0] * args[1]
+
+
+for _n in (8, 16, 32, 64, 128):
+    _scale(_n)
 
 
 # --- order -------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from . import values
-from .assembly import inline_asm
+from .assembly import exp2, inline_asm
 from .host import Grid, Launch, TensorDescriptor
 from .memory import (
     allocate,
@@ -69,12 +69,6 @@ def _where(c: Any, x: Any, y: Any) -> Tensor:
     return Tensor(found if found.ndim else found[()])
 
 
-def _exp2(x: Any) -> Any:
-    """Return 2^x; 0 where it is below the normal numbers, as of ``ex2.approx.ftz``."""
-    y = np.exp2(x)
-    return np.where(y < np.finfo(np.float32).tiny, np.float32(0.0), y)
-
-
 def _full(shape: list[int], value: Any, dtype: DType, layout: Any = None) -> Tensor:
     return Tensor(np.full(shape, value, dtype.kind))
 
@@ -114,7 +108,7 @@ def language() -> types.ModuleType:
     gl.sum, gl.max = _reduction(np.add), _reduction(np.maximum)
     gl.zeros = lambda shape, dtype, layout=None: _full(shape, 0, dtype)
     gl.maximum, gl.minimum = _elementwise(np.maximum), _elementwise(np.minimum)
-    gl.exp2, gl.abs, gl.log2 = _elementwise(_exp2), _elementwise(np.abs), _elementwise(np.log2)
+    gl.exp2, gl.abs, gl.log2 = _elementwise(exp2), _elementwise(np.abs), _elementwise(np.log2)
     gl.load, gl.store = values.load, values.store
     gl.atomic_add = values.atomic(lambda before, x: before + x)
     gl.atomic_xchg = values.atomic(lambda before, x: x)

@@ -30,7 +30,7 @@ from .gluon_compat import (
     warpgroup_mma_wait,
 )
 from .lib import ring, rules
-from .lib.assembly import LOG2, SPLIT_PRODUCT, turn_text
+from .lib.assembly import LOG2, SPLIT_PRODUCT, scale_constraints, scale_text, turn_text
 from .lib.clocks import mark, mark_time
 from .lib.layouts import output_layout, product_layout, weight_layout
 from .lib.order import Order, Row, Sequences, Tile, first_place, next_place, row_ahead, row_at
@@ -48,6 +48,7 @@ from .lib.ring import Mailbox, Ring
 from .lib.scores import columns, lanes, rows_of, settled, widened
 from .lib.softmax import (
     FIRST,
+    FIRST_WEIGHT,
     FULL,
     LEAST,
     LN2,
@@ -616,9 +617,8 @@ def issue_products(C: gl.constexpr, c: gl.constexpr, shared, number, use, j, sta
     elif C.ONTO_BIAS:
         o0, o1 = issue_output(C, state.p, state.o0, state.o1, shared.v, use - 1)
         bias = load_bias(C, c, shared.bias, use, j, state.strip, True)
-        o0, o1 = wait_output(C, o0, o1)
         S = issue_onto(C, state.q, shared, use, bias)
-        ring.release(shared.v, use - 1, C.V_STAGES)
+        o0, o1 = output_before(C, shared, use - 1, o0, o1)
     else:
         o0, o1 = whole_output(C, shared, use - 1, state)
         S = issue_scores(C, c, shared, number, use)
@@ -647,6 +647,14 @@ def wait_output(C: gl.constexpr, o0, o1):
 
 
 @gluon.jit
+def output_before(C: gl.constexpr, shared, use, o0, o1):
+    """Wait for the output of use ``use``, issued before the two products of ``issue_onto``."""
+    o0, o1 = wait_parts(2, Parts(o0, o1), C.DV1)
+    ring.release(shared.v, use, C.V_STAGES)
+    return o0, o1
+
+
+@gluon.jit
 def finish_output(C: gl.constexpr, shared, use, o0, o1):
     """Wait for the output of use ``use`` after its softmax, if it is in flight; return O."""
     if C.OVERLAP:
@@ -656,11 +664,22 @@ def finish_output(C: gl.constexpr, shared, use, o0, o1):
 
 
 @gluon.jit
-def scaled_rows(o, r):
-    """Return o ``[64, D]`` times r ``[64, 4]``, row by row."""
+def scaled_rows(C: gl.constexpr, o, r):
+    """Return o ``[64, D]`` times r ``[64, 4]``, row by row.
+
+    SKIPS: most factors are 1, and a warp whose rows have no other multiplies nothing.
+    """
     o4 = by_lane(o)
     r4 = gl.convert_layout(r, gl.SliceLayout(1, gl.SliceLayout(3, o4.type.layout)))
-    return gl.convert_layout((o4 * along_row(r4)).reshape(o.shape), o.type.layout)
+    r4 = along_row(r4)
+    if C.SKIPS:
+        N: gl.constexpr = o.shape[1] // 2  # numbers of a thread
+        o4 = gl.inline_asm_elementwise(
+            scale_text(N), scale_constraints(N), [o4, r4], gl.float32, is_pure=True, pack=N
+        )
+    else:
+        o4 = o4 * r4
+    return gl.convert_layout(o4.reshape(o.shape), o.type.layout)
 
 
 @gluon.jit
@@ -742,9 +761,9 @@ def step(
     mark(C, t.clocks, c, use, 4)
     release_bias(C, c, shared.bias, use, True)
     p = p.to(dtype)
-    o0 = scaled_rows(o0, alpha)
+    o0 = scaled_rows(C, o0, alpha)
     if C.DV1:
-        o1 = scaled_rows(o1, alpha)
+        o1 = scaled_rows(C, o1, alpha)
     return use + 1, State(o0, o1, p, m, l, s, state.strip, state.q)
 
 
@@ -762,7 +781,7 @@ def steps(
 
 @gluon.jit
 def first_weights(C: gl.constexpr, c: gl.constexpr, S, copied, tile, t, n, dtype: gl.constexpr):
-    """Return (p, m, l) of a query tile's first step: its last key tile, with every limit."""
+    """Return (p, m, l, s) of a query tile's first step: its last key tile, with every limit."""
     first = tile.token + c * C.TOKENS
     j = tile.hi - 1
     S = scores(C, S, copied, j, first, tile, t, n, dtype)
@@ -773,17 +792,21 @@ def first_weights(C: gl.constexpr, c: gl.constexpr, S, copied, tile, t, n, dtype
     m = gl.full([64, 4], FIRST if C.ONTO_BIAS else lowest, gl.float32, rows)
     l = gl.full([64, 4], 0.0, gl.float32, rows)
     scale = LOG2E if C.ADDED else n.scale
-    p, m, l, alpha = softmax_step(S, m, l, scale, C.NATURAL, False, dtype)
-    return p, m, l
+    s = gl.full([64, 4], 0.0, gl.float32, rows)
+    if C.ONTO_BIAS:
+        p, l, s = lagging_step(S, m, l, scale, False, dtype)
+    else:
+        p, m, l, alpha = softmax_step(S, m, l, scale, C.NATURAL, False, dtype)
+    return p, m, l, s
 
 
 @gluon.jit
-def first_state(C: gl.constexpr, p, m, l, strip, q):
+def first_state(C: gl.constexpr, p, m, l, s, strip, q):
     """Return the State after the first step of a query tile."""
     W1: gl.constexpr = C.DV1 if C.DV1 else 16
     o0 = gl.full([64, C.DV0], 0.0, gl.float32, product_layout(C.DV0))
     o1 = gl.full([64, W1], 0.0, gl.float32, product_layout(W1))
-    return State(o0, o1, p, m, l, gl.full([64, 4], 0.0, gl.float32, l.type.layout), strip, q)
+    return State(o0, o1, p, m, l, s, strip, q)
 
 
 @gluon.jit
@@ -844,7 +867,7 @@ def compute_tiles(C: gl.constexpr, c: gl.constexpr, tile, copies, shared, t, n):
     if C.Q_STAGES == 1 and not C.ONTO_BIAS:
         ring.release(shared.q, 0, 1, c, pred=tile.lo + 1 == tile.hi)
     copied = bias_to_add(C, c, shared.bias, use, tile.hi - 1, strip, True)
-    p, m, l = first_weights(C, c, S, copied, tile, t, n, dtype)
+    p, m, l, s = first_weights(C, c, S, copied, tile, t, n, dtype)
     if C.BIAS == "copied":
         # begins a basic block, as in step; these values are kept until their product
         ring.wait_full(shared.v, 0, C.V_STAGES)
@@ -853,11 +876,14 @@ def compute_tiles(C: gl.constexpr, c: gl.constexpr, tile, copies, shared, t, n):
 
     live = True
     while live:
-        state = first_state(C, p, m, l, strip, q)
+        state = first_state(C, p, m, l, s, strip, q)
         use, state = rest_of_tile(C, c, use, number, state, tile, shared, t, n)
 
         number += 1
-        if not C.OVERLAP:  # stored before the next scores take registers
+        o0, o1 = state.o0, state.o1
+        if C.ONTO_BIAS:  # the next scores run under its store
+            o0, o1 = issue_output(C, state.p, o0, o1, shared.v, use - 1)
+        elif not C.OVERLAP:  # stored before the next scores take registers
             o0, o1 = whole_output(C, shared, use - 1, state)
             inverse = store_lse(C, c, state.m, state.l, tile, t, n)
             store_output(C, c, o0, o1, inverse, tile, copies, shared, t, n)
@@ -874,6 +900,10 @@ def compute_tiles(C: gl.constexpr, c: gl.constexpr, tile, copies, shared, t, n):
         if C.OVERLAP:
             o0, o1 = issue_output(C, state.p, state.o0, state.o1, shared.v, use - 1)
         pass_turn(C, c, more)
+        if C.ONTO_BIAS:
+            o0, o1 = output_before(C, shared, use - 1, o0, o1)
+            inverse = store_lse(C, c, state.m, state.l, tile, t, n)
+            store_output(C, c, o0, o1, inverse, tile, copies, shared, t, n)
         # released late, because each release waits for the four warps
         ring.release_message(shared.mail, number, after, more)
         if C.Q_STAGES > 1 and not C.ONTO_BIAS:
@@ -885,7 +915,7 @@ def compute_tiles(C: gl.constexpr, c: gl.constexpr, tile, copies, shared, t, n):
         ring.release(shared.k, use, C.K_STAGES, pred=more)
         if C.Q_STAGES == 1 and not C.ONTO_BIAS:
             ring.release(shared.q, number, 1, c, pred=more & (after.lo + 1 == after.hi))
-        p, m, l = first_weights(C, c, S, copied, after, t, n, dtype)
+        p, m, l, s = first_weights(C, c, S, copied, after, t, n, dtype)
         if C.OVERLAP:
             if C.WARPGROUPS < 3:
                 inverse = store_lse(C, c, state.m, state.l, tile, t, n)
@@ -928,6 +958,12 @@ def store_lse(C: gl.constexpr, c: gl.constexpr, m, l, tile, t, n):
     if C.ONTO_BIAS:  # the reference may be too far above the scores
         wrong = wrong | ((l < LEAST) & (tile.nk > 0))
     overflow = gl.where(wrong | (l != l), float("nan"), 0.0)
+    unit = gl.full([64], 1.0, gl.float32, l.type.layout)
+    if C.ONTO_BIAS:  # log2 of a large sum by a reference that never moved would lose digits
+        first_m = m == FIRST
+        unit = gl.where(first_m, FIRST_WEIGHT, 1.0)
+        m = gl.where(first_m, 0.0, m)
+        l = l * unit
     r = gl.arange(0, 64, l.type.layout)
     if C.SINK:
         # in natural units: the sink may be the largest number of its dtype
@@ -950,7 +986,7 @@ def store_lse(C: gl.constexpr, c: gl.constexpr, m, l, tile, t, n):
     gl.store(t.lse + at, value, mask=row < tile.nq)
     if C.LAGS:
         gl.store(t.overflow + 0 * r, 1, mask=(row < tile.nq) & (value != value))
-    return inverse
+    return inverse * unit
 
 
 @gluon.jit

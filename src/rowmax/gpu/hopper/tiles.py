@@ -244,6 +244,15 @@ class Config:
         return 2 if self.DV == 80 else 1
 
     @property
+    def SKIPS(self) -> bool:
+        """Return True if a warp whose reference stays does not multiply O.
+
+        Three warpgroups would spill. At 96 and 192 columns some exponentials would come behind the
+        wait that they run under.
+        """
+        return self.LAGS and not self.ROUND_LATE and self.DV not in (96, 192)
+
+    @property
     def ADDED(self) -> bool:
         """Return True if there are terms that the scale does not multiply."""
         return self.ALIBI or bool(self.BIAS)

@@ -90,21 +90,23 @@ MOVE = gl.constexpr(_MOVE.replace("THRESHOLD", "0f41000000"))
 MOVE_NATURAL = gl.constexpr(_MOVE.replace("THRESHOLD", "0f40b17218"))
 
 #: Move the reference of two rows by log2 of the largest sum of weights of their lanes, past 2^8,
-#: and by no more than MOST.
+#: and by no more than MOST. Then the factor of O, 1 where it did not move.
 FOLLOW = gl.constexpr(
     """{
     .reg .pred p, q, r;
     .reg .f32 a, b, s, t;
-    setp.gt.f32 p, $2, 0f43800000;
-    setp.gt.or.f32 r, $3, 0f43800000, p;
-    mov.f32 $0, $4;
-    mov.f32 $1, $5;
+    setp.gt.f32 p, $4, 0f43800000;
+    setp.gt.or.f32 r, $5, 0f43800000, p;
+    mov.f32 $0, $6;
+    mov.f32 $1, $7;
+    mov.f32 $2, 0f3F800000;
+    mov.f32 $3, 0f3F800000;
     vote.sync.any.pred r, r, 0xffffffff;
     @!r bra KEEP;
-    shfl.sync.bfly.b32 a, $2, 1, 31, 0xffffffff;
-    shfl.sync.bfly.b32 b, $3, 1, 31, 0xffffffff;
-    max.f32 a, a, $2;
-    max.f32 b, b, $3;
+    shfl.sync.bfly.b32 a, $4, 1, 31, 0xffffffff;
+    shfl.sync.bfly.b32 b, $5, 1, 31, 0xffffffff;
+    max.f32 a, a, $4;
+    max.f32 b, b, $5;
     shfl.sync.bfly.b32 s, a, 2, 31, 0xffffffff;
     shfl.sync.bfly.b32 t, b, 2, 31, 0xffffffff;
     max.f32 a, a, s;
@@ -113,13 +115,44 @@ FOLLOW = gl.constexpr(
     setp.gt.f32 q, b, 0f43800000;
     min.f32 a, a, 0f71800000;
     min.f32 b, b, 0f71800000;
-    lg2.approx.f32 a, a;
-    lg2.approx.f32 b, b;
-    @p add.f32 $0, $4, a;
-    @q add.f32 $1, $5, b;
+    lg2.approx.ftz.f32 a, a;
+    lg2.approx.ftz.f32 b, b;
+    @p add.f32 $0, $6, a;
+    @q add.f32 $1, $7, b;
+    sub.f32 a, $6, $0;
+    sub.f32 b, $7, $1;
+    ex2.approx.ftz.f32 $2, a;
+    ex2.approx.ftz.f32 $3, b;
     KEEP:
     }"""
 )
+
+
+@gluon.constexpr_function
+def scale_text(n):
+    """Return the text that multiplies n numbers, of two rows, by the factors of their rows.
+
+    Nothing is multiplied where all factors of a warp are 1. Numbers 0 and 2 are of both rows.
+    """
+    copies = [f"mov.f32 ${i}, ${n + i};" for i in range(n)]
+    products = [f"mul.f32 ${i}, ${n + i}, ${2 * n + i};" for i in range(n)]
+    lines = [
+        ".reg .pred p;",
+        f"setp.neu.f32 p, ${2 * n}, 0f3F800000;",
+        f"setp.neu.or.f32 p, ${2 * n + 2}, 0f3F800000, p;",
+        "vote.sync.any.pred p, p, 0xffffffff;",
+        *copies,
+        "@!p bra KEEP;",
+        *products,
+        "KEEP:",
+    ]
+    return "{ " + " ".join(lines) + " }"
+
+
+@gluon.constexpr_function
+def scale_constraints(n):
+    """Return the constraints of ``scale_text``."""
+    return ",".join(["=&f"] * n + ["f"] * (2 * n))
 
 
 @gluon.constexpr_function

@@ -29,8 +29,9 @@ from .assembly import FOLLOW, MOVE, MOVE_NATURAL, TO_BFLOAT16, TO_FLOAT16
 LOWEST = gl.constexpr(-1e30)
 #: the lowest number of float32; no natural score is below it
 LOWEST_NATURAL = gl.constexpr(-3.4028234663852886e38)
-#: a first reference, in base 2: scores that begin low, under a mask in a bias, may rise to 63
-FIRST = gl.constexpr(-64.0)
+#: a first reference without a maximum, in base 2: scores of the first tile may be up to 95
+FIRST = gl.constexpr(-32.0)
+FIRST_WEIGHT = gl.constexpr(2.0**-32)
 #: the least sum of weights by that reference: with less, weights times small values would vanish
 LEAST = gl.constexpr(2.0**-20)
 LOG2E = gl.constexpr(softmax.LOG2E)
@@ -111,10 +112,10 @@ def followed(m, l, s):
     Those are of the step before. A row moves by the largest sum of its own lanes, as in ``moved``.
     alpha is the factor of O. None of it waits for scores.
     """
-    m_new = gl.inline_asm_elementwise(
-        FOLLOW, "=&f,=&f,f,f,f,f", [s, m], dtype=gl.float32, is_pure=True, pack=2
-    )
-    alpha = gl.exp2(m - m_new)
+    m_new, alpha = gl.inline_asm_elementwise(
+        FOLLOW, "=&f,=&f,=&f,=&f,f,f,f,f", [s, m], dtype=(gl.float32, gl.float32),
+        is_pure=True, pack=2,
+    )  # fmt: skip
     return m_new, l * alpha, alpha
 
 
