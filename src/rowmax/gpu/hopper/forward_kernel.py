@@ -607,9 +607,9 @@ def issue_output(C: gl.constexpr, p, o0, o1, v, use):
 def issue_products(C: gl.constexpr, c: gl.constexpr, shared, number, use, j, state):
     """Issue the scores of use ``use`` and the output of the use before; return (S, O).
 
-    OVERLAP: both are in flight, and O runs under the softmax. Otherwise O is finished first, so
-    that its weights and S are never in registers at the same time. ONTO_BIAS: under its product
-    the bias is loaded into the registers of S.
+    OVERLAP: both are in flight, and O runs under the softmax. ONTO_BIAS: under the product of O the
+    bias is loaded into the registers of S, and the scores follow it at once. Otherwise O is
+    finished first, so that its weights and S are never in registers at the same time.
     """
     if C.OVERLAP:
         S = issue_scores(C, c, shared, number, use)
@@ -618,7 +618,8 @@ def issue_products(C: gl.constexpr, c: gl.constexpr, shared, number, use, j, sta
         o0, o1 = issue_output(C, state.p, state.o0, state.o1, shared.v, use - 1)
         bias = load_bias(C, c, shared.bias, use, j, state.strip, True)
         S = issue_onto(C, state.q, shared, use, bias)
-        o0, o1 = output_before(C, shared, use - 1, o0, o1)
+        o0, o1 = wait_parts(2, Parts(o0, o1), C.DV1)  # O was issued before two products
+        ring.release(shared.v, use - 1, C.V_STAGES)
     else:
         o0, o1 = whole_output(C, shared, use - 1, state)
         S = issue_scores(C, c, shared, number, use)
@@ -644,14 +645,6 @@ def wait_scores(C: gl.constexpr, S):
 def wait_output(C: gl.constexpr, o0, o1):
     """Wait for the product in flight; return both parts of O."""
     return wait_parts(0, Parts(o0, o1), C.DV1)
-
-
-@gluon.jit
-def output_before(C: gl.constexpr, shared, use, o0, o1):
-    """Wait for the output of use ``use``, issued before the two products of ``issue_onto``."""
-    o0, o1 = wait_parts(2, Parts(o0, o1), C.DV1)
-    ring.release(shared.v, use, C.V_STAGES)
-    return o0, o1
 
 
 @gluon.jit
@@ -793,7 +786,7 @@ def first_weights(C: gl.constexpr, c: gl.constexpr, S, copied, tile, t, n, dtype
     l = gl.full([64, 4], 0.0, gl.float32, rows)
     scale = LOG2E if C.ADDED else n.scale
     s = gl.full([64, 4], 0.0, gl.float32, rows)
-    if C.ONTO_BIAS:
+    if C.FIRST_LAGS:
         p, l, s = lagging_step(S, m, l, scale, False, dtype)
     else:
         p, m, l, alpha = softmax_step(S, m, l, scale, C.NATURAL, False, dtype)
@@ -880,10 +873,7 @@ def compute_tiles(C: gl.constexpr, c: gl.constexpr, tile, copies, shared, t, n):
         use, state = rest_of_tile(C, c, use, number, state, tile, shared, t, n)
 
         number += 1
-        o0, o1 = state.o0, state.o1
-        if C.ONTO_BIAS:  # the next scores run under its store
-            o0, o1 = issue_output(C, state.p, o0, o1, shared.v, use - 1)
-        elif not C.OVERLAP:  # stored before the next scores take registers
+        if not C.OVERLAP:  # stored before the next scores take registers
             o0, o1 = whole_output(C, shared, use - 1, state)
             inverse = store_lse(C, c, state.m, state.l, tile, t, n)
             store_output(C, c, o0, o1, inverse, tile, copies, shared, t, n)
@@ -900,10 +890,6 @@ def compute_tiles(C: gl.constexpr, c: gl.constexpr, tile, copies, shared, t, n):
         if C.OVERLAP:
             o0, o1 = issue_output(C, state.p, state.o0, state.o1, shared.v, use - 1)
         pass_turn(C, c, more)
-        if C.ONTO_BIAS:
-            o0, o1 = output_before(C, shared, use - 1, o0, o1)
-            inverse = store_lse(C, c, state.m, state.l, tile, t, n)
-            store_output(C, c, o0, o1, inverse, tile, copies, shared, t, n)
         # released late, because each release waits for the four warps
         ring.release_message(shared.mail, number, after, more)
         if C.Q_STAGES > 1 and not C.ONTO_BIAS:

@@ -29,7 +29,7 @@ from .assembly import FOLLOW, MOVE, MOVE_NATURAL, TO_BFLOAT16, TO_FLOAT16
 LOWEST = gl.constexpr(-1e30)
 #: the lowest number of float32; no natural score is below it
 LOWEST_NATURAL = gl.constexpr(-3.4028234663852886e38)
-#: a first reference without a maximum, in base 2: scores of the first tile may be up to 95
+#: a first reference, in base 2: scores that begin low, under a mask in a bias, may rise to 95
 FIRST = gl.constexpr(-32.0)
 FIRST_WEIGHT = gl.constexpr(2.0**-32)
 #: the least sum of weights by that reference: with less, weights times small values would vanish
