@@ -728,7 +728,7 @@ def step(
     copied = bias_to_add(C, c, shared.bias, use, j, state.strip, True)
     m, l, s = state.m, state.l, gl.full([64, 4], 0.0, gl.float32, state.l.type.layout)
     if C.LAGS and not MASKED:
-        m, l, alpha = followed(m, l, state.s)
+        m, l, alpha = followed(m, l, state.s, C.SKIPS)
     S = wait_scores(C, S)
     mark(C, t.clocks, c, use, 2)
     ring.release(shared.k, use, C.K_STAGES)

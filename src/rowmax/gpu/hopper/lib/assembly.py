@@ -90,8 +90,39 @@ MOVE = gl.constexpr(_MOVE.replace("THRESHOLD", "0f41000000"))
 MOVE_NATURAL = gl.constexpr(_MOVE.replace("THRESHOLD", "0f40b17218"))
 
 #: Move the reference of two rows by log2 of the largest sum of weights of their lanes, past 2^8,
-#: and by no more than MOST. Then the factor of O, 1 where it did not move.
+#: and by no more than MOST.
 FOLLOW = gl.constexpr(
+    """{
+    .reg .pred p, q, r;
+    .reg .f32 a, b, s, t;
+    setp.gt.f32 p, $2, 0f43800000;
+    setp.gt.or.f32 r, $3, 0f43800000, p;
+    mov.f32 $0, $4;
+    mov.f32 $1, $5;
+    vote.sync.any.pred r, r, 0xffffffff;
+    @!r bra KEEP;
+    shfl.sync.bfly.b32 a, $2, 1, 31, 0xffffffff;
+    shfl.sync.bfly.b32 b, $3, 1, 31, 0xffffffff;
+    max.f32 a, a, $2;
+    max.f32 b, b, $3;
+    shfl.sync.bfly.b32 s, a, 2, 31, 0xffffffff;
+    shfl.sync.bfly.b32 t, b, 2, 31, 0xffffffff;
+    max.f32 a, a, s;
+    max.f32 b, b, t;
+    setp.gt.f32 p, a, 0f43800000;
+    setp.gt.f32 q, b, 0f43800000;
+    min.f32 a, a, 0f71800000;
+    min.f32 b, b, 0f71800000;
+    lg2.approx.f32 a, a;
+    lg2.approx.f32 b, b;
+    @p add.f32 $0, $4, a;
+    @q add.f32 $1, $5, b;
+    KEEP:
+    }"""
+)
+
+#: The same, and the factor of O: 1 where the reference stays.
+FOLLOW_FACTOR = gl.constexpr(
     """{
     .reg .pred p, q, r;
     .reg .f32 a, b, s, t;
