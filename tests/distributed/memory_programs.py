@@ -70,7 +70,12 @@ class _Empty:
         return out, q.new_empty((b, h, n), dtype=torch.float32)
 
     def backward(
-        self, tensors: Any, *given: Any, wide: bool = False, into: Tensor | None = None
+        self,
+        tensors: Any,
+        *given: Any,
+        wide: bool = False,
+        part: bool = False,
+        into: Tensor | None = None,
     ) -> Gradients:
         q, k, v = tensors[:3]
         wide = wide or any(x is True for x in given)

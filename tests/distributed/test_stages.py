@@ -61,8 +61,12 @@ def test_the_definition(case: Case, size: int, kind: str, stages: int, world: Wo
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_the_bits_of_one_stage(stages: int, world: Worlds) -> None:
-    """Heads do not depend on each other: dropout, terms and own rows of a bias are the same."""
-    more = {"deterministic": True}
+    """Heads do not depend on each other: dropout, terms and own rows of a bias are the same.
+
+    By our own kernels. torch's exponential rounds the last numbers of a tensor in another way than
+    those before, at least with AVX2.
+    """
+    more = {"deterministic": True, "backend": "cpu"}
     one, several = (
         _parts(world(3), FEATURES, torch.float32, "zigzag", n, **more) for n in (1, stages)
     )
