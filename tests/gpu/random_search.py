@@ -355,7 +355,7 @@ def write_counts(
     """Write a row for each dtype and backend."""
     rows = []
     for (dtype, backend), c in counts.items():
-        bad = [f"{c[name]} {name}" for name in FAILURES if c[name]]
+        bad = [f"{c[x]} {x}" for x in FAILURES if c[x]]
         result = ("wrong: " if bad else "right: ") + ", ".join([*bad, f"{c.calls} calls"])
         found = (kind, name, dtype, backend, result, f"{seconds:.0f}")
         rows.append(results.Row(*found, *results.machine(device)))
