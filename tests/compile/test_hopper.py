@@ -99,10 +99,20 @@ STACK = 160
 WIDE_STACK = STACK if SPILLS == 0 else 208
 
 
-def kept(case: Case) -> Built:
+#: long calls whose three warpgroups a compiler may refuse registers: triton 3.9.0 does
+MAY_SPILL = {"64x64-long-causal"}
+
+
+def spills(kernel: Built) -> bool:
+    """Return True for three warpgroups that the host would not take."""
+    return kernel.plan.tile in LONG.values() and kernel.stack > 4 * LONG_64_SPILLS
+
+
+def kept(case: Case, *, lags: bool = False) -> Built:
     """Return the kernel of a case. Skip three warpgroups that the host would not take."""
-    kernel = build(case)
-    if kernel.plan.tile in LONG.values() and kernel.stack > 4 * LONG_64_SPILLS:
+    kernel = build(case, lags=lags)
+    if spills(kernel):
+        assert case.name in MAY_SPILL  # a fifth of the speed at head size 64
         pytest.skip("three warpgroups spill with this compiler: the host takes the next tile")
     return kernel
 
@@ -123,7 +133,8 @@ def test_three_warpgroups_give_way_where_they_spill(case):
     kernel = build(case)
     assert kernel.plan.tile == LONG[case.d, case.d]
     spilled = any(re.search(r"\b(LDL|STL)\b", x.text) for loop in kernel.loops() for x in loop)
-    assert spilled is (kernel.stack > 4 * LONG_64_SPILLS)
+    assert spilled is spills(kernel)
+    assert not spilled or case.name in MAY_SPILL
     problem, _ = make(case, dtype=torch.bfloat16).problem()
     assert tile_for(problem, "", 132, spilled=True) == TILES[case.d, case.d]
 
@@ -232,9 +243,7 @@ MOVES = 6
 @pytest.mark.parametrize("case", LAGGING, ids=str)
 def test_steps_that_lag_take_no_maximum(case):
     """Their loops keep to registers, too, and their softmax runs under the output."""
-    kernel = build(case, lags=True)
-    if kernel.plan.tile in LONG.values() and kernel.stack > 4 * LONG_64_SPILLS:
-        pytest.skip("three warpgroups spill with this compiler: the host takes the next tile")
+    kernel = kept(case, lags=True)
     free = 0
     for loop in kernel.loops():
         texts = [line.text for line in loop]

@@ -256,8 +256,7 @@ def follow_sums(args: list[Any], dtype: Any) -> Tensor:
 
 def _scale(n: int) -> None:
     """Declare the product of n numbers of a thread with the factors of their rows."""
-    copies = " ".join(f"mov.f32 ${i}, ${n + i};" for i in range(n))
-    products = " ".join(f"mul.f32 ${i}, ${n + i}, ${2 * n + i};" for i in range(n))
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n))
 
     @means(
         f"""{{
@@ -265,7 +264,6 @@ def _scale(n: int) -> None:
         setp.neu.f32 p, ${2 * n}, 0f3F800000;
         setp.neu.or.f32 p, ${2 * n + 2}, 0f3F800000, p;
         vote.sync.any.pred p, p, 0xffffffff;
-        {copies}
         @!p bra KEEP;
         {products}
         KEEP:

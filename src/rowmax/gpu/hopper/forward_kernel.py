@@ -59,6 +59,7 @@ from .lib.softmax import (
     by_lane,
     followed,
     lagging_step,
+    rounded,
     softmax_step,
 )
 
@@ -657,7 +658,7 @@ def finish_output(C: gl.constexpr, shared, use, o0, o1):
 
 
 @gluon.jit
-def scaled_rows(C: gl.constexpr, o, r):
+def scaled_rows(o, r, SKIPS: gl.constexpr):
     """Return o ``[64, D]`` times r ``[64, 4]``, row by row.
 
     SKIPS: most factors are 1, and a warp whose rows have no other multiplies nothing.
@@ -665,7 +666,7 @@ def scaled_rows(C: gl.constexpr, o, r):
     o4 = by_lane(o)
     r4 = gl.convert_layout(r, gl.SliceLayout(1, gl.SliceLayout(3, o4.type.layout)))
     r4 = along_row(r4)
-    if C.SKIPS:
+    if SKIPS:
         N: gl.constexpr = o.shape[1] // 2  # numbers of a thread
         o4 = gl.inline_asm_elementwise(
             scale_text(N), scale_constraints(N), [o4, r4], gl.float32, is_pure=True, pack=N
@@ -742,10 +743,13 @@ def step(
         else:
             S = masked(C, S, j, first, tile, t, n)
     scale = LOG2E if C.ADDED else n.scale
+    SKIPS: gl.constexpr = C.SKIPS and not MASKED
     if C.LAGS and not MASKED:
         p, l, s = lagging_step(S, m, l, scale, C.ROUND_LATE, dtype)
     else:
         p, m, l, alpha = softmax_step(S, m, l, scale, C.NATURAL, C.ROUND_LATE, dtype)
+    if SKIPS and C.ROUND_LATE:  # l needs all weights: else ptxas would move them below the wait
+        l = settled(l, 2)
     # A wait begins a new basic block. Without one here ptxas moves the softmax below the wait for
     # the product that it overlaps with.
     ring.wait_full(shared.k, use + 1, C.K_STAGES, pred=j > tile.lo)
@@ -753,10 +757,13 @@ def step(
     o0, o1 = finish_output(C, shared, use - 1, o0, o1)
     mark(C, t.clocks, c, use, 4)
     release_bias(C, c, shared.bias, use, True)
-    p = p.to(dtype)
-    o0 = scaled_rows(C, o0, alpha)
+    if not SKIPS:
+        p = p.to(dtype)
+    o0 = scaled_rows(o0, alpha, SKIPS)
     if C.DV1:
-        o1 = scaled_rows(C, o1, alpha)
+        o1 = scaled_rows(o1, alpha, SKIPS)
+    if SKIPS and C.ROUND_LATE:  # behind the branch: before it, ptxas would copy half of p
+        p = rounded(p, dtype)
     return use + 1, State(o0, o1, p, m, l, s, state.strip, state.q)
 
 
@@ -979,9 +986,10 @@ def store_lse(C: gl.constexpr, c: gl.constexpr, m, l, tile, t, n):
 def log2(C: gl.constexpr, l):
     """Return log2 of sums of weights, within 2^-22: those are 0 or normal numbers.
 
-    Of wide values the library's: triton 3.9 would keep more registers in local memory.
+    With wide values, and with three warpgroups, the library's: compilers would keep registers in
+    local memory (42 words of three warpgroups at head size 64).
     """
-    if C.DV > 256:
+    if C.DV > 256 or C.WARPGROUPS == 3:
         x = gl.log2(l)
     else:
         x = gl.inline_asm_elementwise(LOG2, "=f,f", [l], gl.float32, is_pure=True, pack=1)

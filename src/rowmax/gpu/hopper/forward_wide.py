@@ -120,7 +120,7 @@ def step(C: gl.constexpr, MASKED: gl.constexpr, j, number, state, tile, shared, 
     p, m, l, alpha = softmax_step(x, state.m, state.l, scale, C.NATURAL, False, dtype)
     # each tile before has passed its last factor as well
     pass_weights(C, p, alpha, passed, use + number)
-    o = scaled_rows(C, state.o, alpha)
+    o = scaled_rows(state.o, alpha, False)
     ring.wait_full(shared.v, use, C.V_STAGES)
     v = parts_at(shared.v.buffers, ring.slot(use, C.V_STAGES), C.BLOCK_K, C.DV0, C.DV1)
     o = issue_with_columns(p, Parts(v.low, v.low), Parts(o, 0), C.DV0, 0).low
@@ -218,7 +218,7 @@ def compute_values(C: gl.constexpr, tile, shared, passed, t, n):
         o = gl.full([64, C.DV1], 0.0, gl.float32, product_layout(C.DV1))
         end = use + tile.hi - tile.lo
         for i in range(use, end):
-            o = scaled_rows(C, o, passed_factors(passed, i + number, o))
+            o = scaled_rows(o, passed_factors(passed, i + number, o), False)
             ring.wait_full(shared.v, i, C.V_STAGES)
             s = ring.slot(i, C.V_STAGES)
             v = parts_at(shared.v.buffers, s, C.BLOCK_K, C.DV0, C.DV1)

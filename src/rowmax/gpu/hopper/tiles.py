@@ -84,8 +84,8 @@ MOST_COLUMNS = 256
 #: without a left limit, packed sequences or prefixes
 LONG_64 = Tile(3, 128, 4, 4, 2, registers=(160, 32), ordered=True)
 #: words of local memory that a thread of that tile may use. Compiled by triton 3.6.0 (ptxas 12.8 or
-#: 12.9) it uses 0 and, causal, 6, once a query tile; by triton 3.9.0 32, and causal 52, also in its
-#: loops over keys
+#: 12.9) it uses 0 and, causal, 8, once a query tile; by triton 3.9.0 32, once a query tile, and
+#: causal 56, also in its loops over keys
 LONG_64_SPILLS = 32
 #: the same with columns in two parts, for more keys than were measured with two warpgroups. Three
 #: have no registers to overlap their own products and softmax
@@ -99,8 +99,9 @@ LONG = {
 #: by head size and mask, the keys above which three warpgroups are faster; above head size 64 also
 #: the queries
 LONG_KEYS = {
-    **dict.fromkeys([(32, "full"), (64, "full")], 1536),
-    **dict.fromkeys([(32, "causal"), (64, "causal")], 4096),
+    (32, "full"): 768,
+    (64, "full"): 1536,
+    **dict.fromkeys([(32, "causal"), (64, "causal")], 3072),
     **dict.fromkeys([(d, mask) for d in (80, 96) for mask in ("full", "causal")], 8192),
 }
 #: by head sizes and mask, the operations from which on the reference lags (``lags``): where it was
@@ -253,13 +254,11 @@ class Config:
 
     @property
     def SKIPS(self) -> bool:
-        """Return True if a warp whose reference stays does not multiply O.
+        """Return True if a warp whose reference stays does not multiply O, in a full key tile.
 
-        Three warpgroups would spill. At 96 and 192 columns some exponentials would come behind the
-        wait that they run under. Causal at 64 columns it was 0.98 to 0.99 times as fast.
+        Three warpgroups would spill under a causal mask.
         """
-        slower = self.DV in (96, 192) or (self.RIGHT and self.DV <= 64)
-        return self.LAGS and not (self.ROUND_LATE or slower)
+        return not (self.ROUND_LATE and self.RIGHT)
 
     @property
     def ADDED(self) -> bool:

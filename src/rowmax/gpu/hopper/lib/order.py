@@ -130,6 +130,9 @@ def row_ahead(C: gl.constexpr, place, end, order, sequences):
 OVERHEAD = 1.0
 #: half of the L2 cache, for keys and values of the heads in flight
 SECTION_BYTES = 32 << 20
+#: the same in the forward of a batch. Each half of the cache may have a copy, next to the queries
+#: and the output: on an H100, sections of 32 MiB read K and V from memory for every query tile.
+FORWARD_SECTION_BYTES = 8 << 20
 
 
 def tile_count(tokens: int, block_k: int, nq: int, nk: int, left: int | None, right: int | None):
