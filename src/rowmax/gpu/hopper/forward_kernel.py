@@ -748,7 +748,8 @@ def step(
         p, l, s = lagging_step(S, m, l, scale, C.ROUND_LATE, dtype)
     else:
         p, m, l, alpha = softmax_step(S, m, l, scale, C.NATURAL, C.ROUND_LATE, dtype)
-    if SKIPS and C.ROUND_LATE:  # l needs all weights: else ptxas would move them below the wait
+    if SKIPS and C.OVERLAP and (C.ROUND_LATE or C.ADDED):
+        # l needs all weights: ptxas would move some below the wait, to where they are rounded
         l = settled(l, 2)
     # A wait begins a new basic block. Without one here ptxas moves the softmax below the wait for
     # the product that it overlaps with.
