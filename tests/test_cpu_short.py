@@ -223,37 +223,3 @@ def test_on_lesser_machines(
         check=False,
     )
     assert done.stdout.strip() == "right", done.stderr
-
-
-_STEPS = """
-from numba import types
-from rowmax.cpu import products, vector, wide
-for dtype in (types.float32, types.float64, types.uint32):
-    step, lanes = products._step(dtype), products._kind(dtype)[0]
-    span = products.math.lcm(vector.MR, products._panel(dtype))
-    assert step % vector.MR == step % lanes == 0  # rows of dK and dV; vectors of scores
-    assert span % step == 0  # a part that begins at a span ends within its tile
-    assert vector.TILE_K % span == 0
-    if vector.W == wide.LANES and dtype != types.float64:
-        assert step % wide.STEP == 0
-print(vector.W, products._step(types.float32))
-"""
-
-
-@pytest.mark.parametrize(
-    ("features", "sizes"),
-    [
-        ("+avx,+avx2,+fma", "8 24"),
-        ("+avx,+avx2,+fma,+avx512f,+avx512dq,+avx512vl", "16 32"),
-    ],
-)
-def test_widths_are_whole_steps_of_every_loop(features: str, sizes: str) -> None:
-    """Loops over a row would go past its end otherwise; not every machine can run them all."""
-    done = subprocess.run(
-        [sys.executable, "-c", _STEPS],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": features},
-        check=False,
-    )
-    assert done.stdout.strip() == sizes, done.stderr

@@ -22,7 +22,7 @@ from numba import types
 from .amx import STRIP, configure, release
 from .few_vector import narrow
 from .functions import STRICT, SUMS, array, choice, inner, of_dtype, optimised
-from .products import panel, step
+from .products import panel, span
 from .vector import MR, TILE_K, TILE_Q, W, fetch_add
 from .wide import LANES, STEP, finite, multiply, shorten, transpose, weave
 
@@ -86,8 +86,8 @@ def _strip_panels(like, to, rows, row_bytes, first, n, d):
 def _plain_panels(like, to, rows, row_bytes, first, n, d):
     """Write panels eight rows at a time: their cache lines stay in the first cache."""
     size, width, d = like.itemsize, panel(like), depth(like, d)
-    whole = step(like)
-    last = min(first + TILE_K, (n + whole - 1) // whole * whole)
+    step = span(like)
+    last = min(first + TILE_K, (n + step - 1) // step * step)
     for j0 in range(first, last, width):
         real = max(0, min(width, n - j0))
         out = array(to + size * j0 * d, width * d, like)

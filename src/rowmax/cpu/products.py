@@ -19,7 +19,6 @@ from numba import types
 from .amx import STRIP
 from .functions import choice, inner, of_dtype
 from .vector import MR, NV, TILE_K, W, product
-from .wide import LANES, STEP
 
 
 def _kind(dtype) -> tuple[int, ir.Type, ir.Type, int]:
@@ -33,20 +32,10 @@ def _panel(dtype) -> int:
     return STRIP if dtype == types.uint16 else NV * _kind(dtype)[0]
 
 
-def _step(dtype) -> int:
-    """Return whole vectors, and whole rows of dK and dV; wide.py takes two vectors at a time."""
-    if dtype == types.uint16:
-        return STRIP
-    two = W == LANES and dtype != types.float64
-    return math.lcm(MR, STEP if two else _kind(dtype)[0])
-
-
 #: columns of a register tile
 panel = of_dtype(_panel)
-#: columns of which a part of a tile of keys begins at a multiple: whole register tiles
+#: columns of which a step is a multiple: whole register tiles
 span = of_dtype(lambda d: STRIP if d == types.uint16 else math.lcm(MR, _panel(d)))
-#: columns of which its width is a multiple
-step = of_dtype(_step)
 
 
 def _tiled(name, full, single, w, size, a_row):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ..rules.mask import FULL, SKIP
 from .functions import array, inner
 from .operands import depth, paired, row_size, unowned
-from .products import from_columns, panel, span, step
+from .products import from_columns, panel, span
 from .rules import any_range
 from .vector import TILE_K, TILE_Q
 
@@ -28,7 +28,7 @@ class Columns(NamedTuple):
 
     tile: int
     j0: int  # first key
-    width: int  # whole steps of columns; may extend past the last key
+    width: int  # whole steps; may extend past the last key
     keys: int  # columns up to the last that some query of the tile sees
     partial: bool  # documents or a boolean tensor forbid some pairs
 
@@ -91,11 +91,12 @@ def skipped(state, tile):
 @inner
 def columns(like, low, high, tile, state):
     """Return the part of a tile that holds keys [low, high)."""
-    first, whole = tile * TILE_K, step(like)
+    step = span(like)
+    first = tile * TILE_K
     start = 0 if paired(like) else max(low - first, 0)
-    start -= start % span(like)
+    start -= start % step
     stop = min(high - first, TILE_K)
-    width = (stop - start + whole - 1) // whole * whole
+    width = (stop - start + step - 1) // step * step
     partial = state.size > 0 and state[tile] != FULL
     return Columns(tile, first + start, width, stop - start, partial)
 
@@ -107,13 +108,12 @@ def score_tile(like, to, queries, keys, part, n, d, add):
     add is 1 to add it to the numbers that are there. The error of a sum grows with its length, so
     heads of more than ``SUMMED`` columns are added up in blocks.
     """
-    size, wide, d = like.itemsize, panel(like), depth(like, d)
-    for j in range(0, part.width, wide):
-        width = min(wide, part.width - j)
+    size, step, d = like.itemsize, panel(like), depth(like, d)
+    for j in range(0, part.width, step):
         b = keys + size * (part.j0 + j) * d
         c = to + size * j
         for k in range(0, d, SUMMED):
             more = add if k == 0 else 1
             a = queries + size * k * TILE_Q
-            each, rows = min(SUMMED, d - k), b + size * k * wide
-            from_columns(like, n, width, each, c, TILE_K, a, TILE_Q, rows, wide, more)
+            each, rows = min(SUMMED, d - k), b + size * k * step
+            from_columns(like, n, step, each, c, TILE_K, a, TILE_Q, rows, step, more)
