@@ -99,7 +99,9 @@ _BACK = re.compile(r"\bBRA (?:\S+, )?(0x[0-9a-f]+)")
 
 
 def count(body: list[Line], text: str) -> int:
-    return sum(re.search(rf"\b{text}\b", x.text) is not None for x in body)
+    pattern = re.compile(rf"\b{text}\b")
+    lines = (x.text for x in body if text in x.text) if text.isalnum() else (x.text for x in body)
+    return sum(pattern.search(x) is not None for x in lines)
 
 
 def _within(a: list[Line], b: list[Line]) -> bool:
