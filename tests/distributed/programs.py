@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import signal
+import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -637,6 +638,7 @@ _LOCAL_ERRORS: dict[str, Any] = {
     "causal": lambda x: {"causal": 1},
     "unexpected": lambda x: {"is_causal": True},
     "strategy": lambda x: {"strategy": "rings"},
+    "backend": lambda x: {"backend": "hopper"},
     "mask": lambda x: {"mask": rowmax.Documents(torch.zeros(5, dtype=torch.int32))},
 }
 _UNLIKE: dict[str, Any] = {
@@ -669,6 +671,24 @@ def refused(
             more |= dict.fromkeys("qkv", torch.zeros(1, n, 2, 16))
         named |= more
     return _errors([lambda: rd.attention(**named)])[0]
+
+
+def named(rank: int, strategy: str) -> list[Any]:
+    """Return the facts that a named backend checks, of the problem and the wanted gradients."""
+    layout, facts = Layout.zigzag(64, dist.get_world_size()), []
+    n = layout.lengths[rank]
+    x, bias = torch.zeros(1, n, 2, 8), torch.zeros(1, 2, n, 1, requires_grad=True)
+    module = sys.modules["rowmax.distributed.attention"]
+
+    def check(problem: Any, name: str, wanted: Any) -> None:
+        facts.append((name, problem.part, problem.nq, problem.nk, problem.bias, *wanted))
+
+    options: Any = {"layout": layout, "strategy": strategy, "bias": bias, "backend": "torch"}
+    with mock.patch.object(module, "check_named", check):
+        rd.attention(x, x, x, **options)
+        with torch.no_grad():
+            rd.attention(x, x, x, **options)
+    return facts
 
 
 def other_functions(rank: int) -> str:

@@ -22,6 +22,8 @@ LOCAL = {
     "unexpected": "attention() got an unexpected keyword argument 'is_causal'; want causal=True "
     "(aligned bottom-right: the last query sees every key)",
     "strategy": "strategy: got 'rings'; want one of 'auto', 'keys', 'heads'",
+    "backend": "backend: got 'hopper'; it cannot take this forward: hopper: it runs on cuda, the "
+    "tensors are on cpu",
     "mask": "mask: Documents(ids=): got shape [1, 5]; want [384] or [1, 384]",
 }
 
@@ -48,6 +50,14 @@ def test_arguments_that_differ_are_named_on_all_ranks(name: str, world: Worlds) 
     assert f"{name}: got " in texts[0]
     assert " on ranks 0, 2 and " in texts[0]
     assert " on rank 1; want the same on every rank" in texts[0]
+
+
+@pytest.mark.parametrize("strategy", ["keys", "queries"])
+def test_a_named_backend_checks_the_whole_call(strategy: str, world: Worlds) -> None:
+    """And its gradients, as on one device: those of a part of the keys where queries move."""
+    facts = ("torch", strategy == "queries", 64, 64, (1, 2, 64, 1))
+    want = [(*facts, False, False, False, wanted, False, False) for wanted in (True, False)]
+    assert world(2).run(programs.named, strategy) == [want, want]
 
 
 def test_other_functions_are_named(world: Worlds) -> None:

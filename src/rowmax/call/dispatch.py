@@ -427,6 +427,19 @@ def check_wanted(plan: Plan, wanted: Wanted) -> None:
             )
 
 
+def check_named(problem: Problem, name: str, wanted: Wanted) -> None:
+    """Raise if the named backend refuses the forward, or the backward of wanted gradients."""
+    if not any(wanted):
+        choose(problem, "forward", name)
+        return
+    try:
+        plan = choose(problem, "backward", name)
+    except ValueError:
+        choose(problem, "forward", name)  # its own refusal comes first
+        raise
+    check_wanted(plan, wanted)
+
+
 def run_backward(
     plan: Plan,
     problem: Problem,

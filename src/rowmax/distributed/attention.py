@@ -11,8 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..attention import CallOptions, arguments
 from ..call.check import Arguments, Shape, check, check_offsets, check_tensors
-from ..call.inputs import Options, Tensors
+from ..call.dispatch import check_named
+from ..call.inputs import Options, Tensors, Wanted
 from ..call.normalize import normalized
+from ..call.problem import problem_of
 from ..errors import bad, check_device, check_flag, refuse_unexpected, wrong_type
 from ..masks import Mask
 from ..operators.autograd import attend as attend_here
@@ -124,8 +126,29 @@ def normalized_rows(
     drawn = tensors.seed is not None and given.seed is None
     names = (group.name, queries.text, keys.text, chosen(strategy))
     place = Place(*names, reduce_replicated, drawn, documents)
-    name = selected(strategy, ShardedCall(place, tensors, rest, queries, keys, group))
+    call = ShardedCall(place, tensors, rest, queries, keys, group)
+    name = selected(strategy, call)
+    if rest.backend is not None and not torch.compiler.is_compiling():
+        _check_backend(call, rest.backend, name)
     return place._replace(strategy=name), tensors, rest
+
+
+def _check_backend(call: ShardedCall, backend: str, strategy: str) -> None:
+    """Raise if the named backend refuses the call of all rows, or a gradient that is wanted.
+
+    The calls that ranks make have the same terms, and fewer rows.
+    """
+    own, n, nk = call.tensors, call.queries.n, call.keys.n
+    q, k, v = whole_rows(own.q, own.k, own.v, n, nk)
+    pairs = {"bias": own.bias, "allowed": own.allowed}
+    for letter, t in pairs.items():
+        if t is not None:
+            rows = 1 if t.shape[2] < own.q.shape[1] else n
+            pairs[letter] = t.new_empty(()).expand(*t.shape[:2], rows, t.shape[3])
+    problem = problem_of(own._replace(q=q, k=k, v=v, **pairs), call.options)
+    wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in own]
+    part = strategy == "queries" and call.group.size > 1
+    check_named(problem._replace(part=part), backend, Wanted(*wanted[: len(Wanted._fields)]))
 
 
 def _documents(given: Arguments, queries: Layout, keys: Layout) -> str:

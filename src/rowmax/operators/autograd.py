@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.dispatch import PLAIN_OPERATIONS, Prepared, check_wanted, choose
+from ..call.dispatch import PLAIN_OPERATIONS, Prepared, check_named
 from ..call.dispatch import prepared as prepared_of
 from ..call.inputs import Options, Tensors, Wanted
-from ..call.problem import Problem
 from ..torch_compat import (
     DispatchKeySet,
     any_requires_grad,
@@ -96,17 +95,6 @@ def _connected(x: Tensor, tensors: Tensors) -> Tensor:
 # --- the functions of autograd -----------------------------------------------------------------
 
 
-def _check_backward(problem: Problem, name: str, wanted: tuple[bool, ...]) -> None:
-    """Raise now if the named backend will refuse the backward."""
-    try:
-        plan = choose(problem, "backward", name)
-    except ValueError:
-        choose(problem, "forward", name)  # its own refusal comes first
-        raise
-    if plan.whole is None:
-        check_wanted(plan, Wanted(*wanted))
-
-
 class _Attention(Function):
     """The forward operator between autograd and the kernels below it.
 
@@ -124,7 +112,7 @@ class _Attention(Function):
         if isinstance(way, Prepared):
             ctx.prepared, ctx.options = way, way.options
             if way.options.backend is not None:
-                _check_backward(way.problem, way.options.backend, _wanted(ctx))
+                check_named(way.problem, way.options.backend, Wanted(*_wanted(ctx)))
             wanted = None if way.has_run else _wanted(ctx)
             out, lse = way.forward(Tensors(*tensors), None, wanted)
         else:
