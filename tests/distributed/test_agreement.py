@@ -52,11 +52,12 @@ def test_arguments_that_differ_are_named_on_all_ranks(name: str, world: Worlds) 
     assert " on rank 1; want the same on every rank" in texts[0]
 
 
-@pytest.mark.parametrize("strategy", ["keys", "queries"])
+@pytest.mark.parametrize("strategy", ["keys", "queries", "heads"])
 def test_a_named_backend_checks_the_whole_call(strategy: str, world: Worlds) -> None:
-    """And its gradients, as on one device: those of a part of the keys where queries move."""
+    """And its gradients, unless heads are distributed: by "queries" those of a part of the keys."""
     facts = ("torch", strategy == "queries", 64, 64, (1, 2, 64, 1))
-    want = [(*facts, False, False, False, wanted, False, False) for wanted in (True, False)]
+    each = (strategy != "heads", False)
+    want = [(*facts, False, False, False, wanted, False, False) for wanted in each]
     assert world(2).run(programs.named, strategy) == [want, want]
 
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _OPTIONS = frozenset(CallOptions.__annotations__)
+_GRADIENTS = Wanted._fields
 
 
 def attention(
@@ -136,19 +137,21 @@ def normalized_rows(
 def _check_backend(call: ShardedCall, backend: str, strategy: str) -> None:
     """Raise if the named backend refuses the call of all rows, or a gradient that is wanted.
 
-    The calls that ranks make have the same terms, and fewer rows.
+    The calls that ranks make have the same terms and fewer rows. Where heads are distributed, fewer
+    query heads may share a kv head, which decides about gradients: the backward checks those.
     """
     own, n, nk = call.tensors, call.queries.n, call.keys.n
     q, k, v = whole_rows(own.q, own.k, own.v, n, nk)
     pairs = {"bias": own.bias, "allowed": own.allowed}
-    for letter, t in pairs.items():
+    for name, t in pairs.items():
         if t is not None:
             rows = 1 if t.shape[2] < own.q.shape[1] else n
-            pairs[letter] = t.new_empty(()).expand(*t.shape[:2], rows, t.shape[3])
+            pairs[name] = t.new_empty(()).expand(*t.shape[:2], rows, t.shape[3])
     problem = problem_of(own._replace(q=q, k=k, v=v, **pairs), call.options)
-    wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in own]
+    same = strategy != "heads" and not call.group.parts and torch.is_grad_enabled()
+    wanted = Wanted(*(same and t is not None and t.requires_grad for t in own[: len(_GRADIENTS)]))
     part = strategy == "queries" and call.group.size > 1
-    check_named(problem._replace(part=part), backend, Wanted(*wanted[: len(Wanted._fields)]))
+    check_named(problem._replace(part=part), backend, wanted)
 
 
 def _documents(given: Arguments, queries: Layout, keys: Layout) -> str:
