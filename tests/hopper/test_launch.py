@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -439,3 +440,19 @@ def test_a_note_tells_of_scores_added_to_a_bias(monkeypatch, operations, noted):
     monkeypatch.setattr(forward.tiles, "ONTO_OPERATIONS", operations)
     note = forward.note_of_maxima(problem)
     assert note is None if not noted else note is not None and "no maxima" in note
+
+
+def test_a_block_of_sides_has_four_consumers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a tile of few rows has one warpgroup: the kernel would wait for another."""
+    forward_tiles = importlib.import_module("rowmax.gpu.hopper.tiles")
+    problem, tensors = make(
+        Case("", b=4, hq=2, nq=48, nk=300, d=32, bias="1hqk"), dtype=torch.bfloat16
+    ).problem()
+    few = forward_tiles.FEW[32, 32]
+    assert few.warpgroups == 1
+    tile = forward_tiles.strip_for(problem, few, 0)
+    assert (tile.sides, tile.warpgroups) == (2, 2)
+    monkeypatch.setattr(forward, "processors", lambda _: 132)
+    out = torch.empty(problem.out_shape)
+    with pytest.raises(ValueError, match=r"^sides=2 of 1 warpgroups: a block has four, give 2$"):
+        forward.build_plan(problem, tensors, out, replace(tile, warpgroups=1))

@@ -220,6 +220,10 @@ def build_plan(
     group = tiles.packed_heads(p, path)
     C = replace(tiles.config_for(p, tile, path, group), OUT_ROW=out.stride(2))
     C = replace(C, **options)
+    if C.SIDES > 1 and C.SIDES * C.WARPGROUPS != 4:
+        raise ValueError(
+            f"sides={C.SIDES} of {C.WARPGROUPS} warpgroups: a block has four, give {4 // C.SIDES}"
+        )
     if C.ONTO_BIAS and (C.OVERLAP or not C.LAGS):
         raise ValueError(
             f"overlap={C.OVERLAP:d}, LAGS={C.LAGS:d} with onto_bias: give 0 and 1, or onto_bias=0"

@@ -129,7 +129,7 @@ STRIP_SHARERS = 4
 _FOUR = {"block_k": 64, "q_stages": 1, "registers": (112, 24), "overlap": False}
 #: the operations from which on four consumers add products to the bias (``onto_bias``)
 ONTO_OPERATIONS = 3e10
-_SIDES = {"sides": 2, "k_stages": 4, "v_stages": 4, **_FOUR}
+_SIDES = {"sides": 2, "warpgroups": 2, "k_stages": 4, "v_stages": 4, **_FOUR}
 #: by preference, the changes of a tile with a strip; at head sizes of 32 alone with four
 #: consumers. Sides of one warpgroup have half the strip, and read keys twice as often.
 STRIPS: tuple[dict[str, Any], ...] = (
