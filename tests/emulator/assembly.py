@@ -211,47 +211,13 @@ def _moved(args: list[Any], threshold: np.float32) -> Tensor:
     KEEP:
     }"""
 )
-def follow_with_factor(args: list[Any], dtype: Any) -> tuple[Tensor, Tensor]:
+def follow_sums(args: list[Any], dtype: Any) -> tuple[Tensor, Tensor]:
     """Return the reference of each row after the largest sum of its lanes, and the factor of O."""
     s, m = args[0].a, args[1].a
     top = np.broadcast_to(np.fmax.reduce(s, axis=1, keepdims=True), m.shape)
     with np.errstate(invalid="ignore"):
         new = _followed(m, top).astype(np.float32)
         return Tensor(new), Tensor(exp2(m - new))
-
-
-@means(
-    """{
-    .reg .pred p, q, r;
-    .reg .f32 a, b, s, t;
-    setp.gt.f32 p, $2, 0f43800000;
-    setp.gt.or.f32 r, $3, 0f43800000, p;
-    mov.f32 $0, $4;
-    mov.f32 $1, $5;
-    vote.sync.any.pred r, r, 0xffffffff;
-    @!r bra KEEP;
-    shfl.sync.bfly.b32 a, $2, 1, 31, 0xffffffff;
-    shfl.sync.bfly.b32 b, $3, 1, 31, 0xffffffff;
-    max.f32 a, a, $2;
-    max.f32 b, b, $3;
-    shfl.sync.bfly.b32 s, a, 2, 31, 0xffffffff;
-    shfl.sync.bfly.b32 t, b, 2, 31, 0xffffffff;
-    max.f32 a, a, s;
-    max.f32 b, b, t;
-    setp.gt.f32 p, a, 0f43800000;
-    setp.gt.f32 q, b, 0f43800000;
-    min.f32 a, a, 0f71800000;
-    min.f32 b, b, 0f71800000;
-    lg2.approx.f32 a, a;
-    lg2.approx.f32 b, b;
-    @p add.f32 $0, $4, a;
-    @q add.f32 $1, $5, b;
-    KEEP:
-    }"""
-)
-def follow_sums(args: list[Any], dtype: Any) -> Tensor:
-    """Return the reference of each row after the largest sum of its lanes."""
-    return follow_with_factor(args, dtype)[0]
 
 
 def _scale(n: int) -> None:

@@ -728,8 +728,8 @@ def step(
     mark(C, t.clocks, c, use, 1)
     copied = bias_to_add(C, c, shared.bias, use, j, state.strip, True)
     m, l, s = state.m, state.l, gl.full([64, 4], 0.0, gl.float32, state.l.type.layout)
-    if C.LAGS and not MASKED:
-        m, l, alpha = followed(m, l, state.s, C.SKIPS)
+    if C.LAGS and not MASKED and not C.FOLLOWS_LATE:
+        m, l, alpha = followed(m, l, state.s)
     S = wait_scores(C, S)
     mark(C, t.clocks, c, use, 2)
     ring.release(shared.k, use, C.K_STAGES)
@@ -758,6 +758,10 @@ def step(
     o0, o1 = finish_output(C, shared, use - 1, o0, o1)
     mark(C, t.clocks, c, use, 4)
     release_bias(C, c, shared.bias, use, True)
+    if C.FOLLOWS_LATE and not MASKED:  # weights are float32 still, and follow as well
+        m, l, alpha = followed(m, l, s)
+        s = gl.full([64, 4], 0.0, gl.float32, s.type.layout)
+        p = scaled_rows(p, alpha, True)
     if not SKIPS:
         p = p.to(dtype)
     o0 = scaled_rows(o0, alpha, SKIPS)

@@ -21,7 +21,14 @@ from .documents import spans_of
 from .forward_kernel import Numbers, Pointers
 from .forward_kernel import forward as kernel
 from .gluon_compat import GluonASTSource
-from .lib.order import FORWARD_SECTION_BYTES, SECTION_BYTES, dense_table, strip_table, tile_count
+from .lib.order import (
+    FORWARD_SECTION_BYTES,
+    LEAST_IN_OCTAVES,
+    SECTION_BYTES,
+    dense_table,
+    strip_table,
+    tile_count,
+)
 from .lib.tma import Descriptors, aligned, descriptor, is_aligned, strides
 from .tiles import Config, Constants, Tile
 
@@ -398,7 +405,7 @@ def tile_order(
         counts = torch.ones_like(counts)
     section = section_of(p, counts.shape[0], heads, most)
     every = counts.shape[0] * p.batch * heads
-    if every <= 2 * most:  # the tiles of all heads are under way: sections would only part them
+    if every <= 4 * most:  # the longest tiles of all heads come first: few are left to end together
         section = heads
     blocks = min(most, every)
     if bool((counts == counts[0]).all()):
@@ -406,7 +413,7 @@ def tile_order(
         made = _even_table.__wrapped__ if capturing else _even_table  # a graph's memory is its own
         rows, ends = made(counts.shape[0], tokens, p.batch, heads, blocks, device)
     else:
-        rows, ends = dense_table(counts, tokens, p.batch, heads, section, blocks)
+        rows, ends = dense_table(counts, tokens, p.batch, heads, section, blocks, octaves=True)
         rows, ends = rows.to(device), ends.to(device)
     if p.documents:
         ends = torch.tensor([every], dtype=torch.int32, device=device)
@@ -416,12 +423,15 @@ def tile_order(
 def section_of(p: Problem, n: int, heads: int, processors: int) -> int:
     """Return the heads whose query tiles, n each, are in one section of the order.
 
-    Their keys and values stay in the cache, but all processors have a tile: with fewer a launch
-    ends later (0.96 at head size 256).
+    Their keys and values stay in the cache. Heads of few tiles are as many as give all processors a
+    tile. Sections are even: a short last one would end later than the others.
     """
-    of_one_head = p.nk * (p.d + p.dv) * 2
     group = heads // p.hk
-    return max(FORWARD_SECTION_BYTES // of_one_head, -(-processors // (n * group))) * group
+    many = max(1, FORWARD_SECTION_BYTES // (p.nk * (p.d + p.dv) * 2))
+    if n < LEAST_IN_OCTAVES:
+        many = max(many, -(-processors // (n * group)))
+    every = p.batch * p.hk
+    return -(-every // -(-every // many)) * group
 
 
 def strip_order(p: Problem, C: Config, device: torch.device) -> tuple[int, Tensor, Tensor]:

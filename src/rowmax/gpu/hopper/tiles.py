@@ -253,12 +253,20 @@ class Config:
         return self.ONTO_BIAS and 0 < self.STRIP * self.BLOCK_K <= 512
 
     @property
+    def FOLLOWS_LATE(self) -> bool:
+        """Return True if a reference that lags follows a tile's weights before they are rounded.
+
+        Under a causal mask three warpgroups would spill if it followed in the next step.
+        """
+        return self.LAGS and self.ROUND_LATE and self.RIGHT
+
+    @property
     def SKIPS(self) -> bool:
         """Return True if a warp whose reference stays does not multiply O, in a full key tile.
 
         Three warpgroups would spill under a causal mask.
         """
-        return not (self.ROUND_LATE and self.RIGHT)
+        return self.LAGS or not (self.ROUND_LATE and self.RIGHT)
 
     @property
     def ADDED(self) -> bool:

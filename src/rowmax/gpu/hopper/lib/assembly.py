@@ -89,20 +89,24 @@ _MOVE = """{
 MOVE = gl.constexpr(_MOVE.replace("THRESHOLD", "0f41000000"))
 MOVE_NATURAL = gl.constexpr(_MOVE.replace("THRESHOLD", "0f40b17218"))
 
-_FOLLOW = """{
+#: Move the reference of two rows by log2 of the largest sum of weights of their lanes, past 2^8,
+#: and by no more than MOST; and the factor of O: 1 where the reference stays.
+FOLLOW = gl.constexpr(
+    """{
     .reg .pred p, q, r;
     .reg .f32 a, b, s, t;
-    setp.gt.f32 p, S0, 0f43800000;
-    setp.gt.or.f32 r, S1, 0f43800000, p;
-    mov.f32 $0, M0;
-    mov.f32 $1, M1;
-    STAYS
+    setp.gt.f32 p, $4, 0f43800000;
+    setp.gt.or.f32 r, $5, 0f43800000, p;
+    mov.f32 $0, $6;
+    mov.f32 $1, $7;
+    mov.f32 $2, 0f3F800000;
+    mov.f32 $3, 0f3F800000;
     vote.sync.any.pred r, r, 0xffffffff;
     @!r bra KEEP;
-    shfl.sync.bfly.b32 a, S0, 1, 31, 0xffffffff;
-    shfl.sync.bfly.b32 b, S1, 1, 31, 0xffffffff;
-    max.f32 a, a, S0;
-    max.f32 b, b, S1;
+    shfl.sync.bfly.b32 a, $4, 1, 31, 0xffffffff;
+    shfl.sync.bfly.b32 b, $5, 1, 31, 0xffffffff;
+    max.f32 a, a, $4;
+    max.f32 b, b, $5;
     shfl.sync.bfly.b32 s, a, 2, 31, 0xffffffff;
     shfl.sync.bfly.b32 t, b, 2, 31, 0xffffffff;
     max.f32 a, a, s;
@@ -111,34 +115,16 @@ _FOLLOW = """{
     setp.gt.f32 q, b, 0f43800000;
     min.f32 a, a, 0f71800000;
     min.f32 b, b, 0f71800000;
-    LOG a, a;
-    LOG b, b;
-    @p add.f32 $0, M0, a;
-    @q add.f32 $1, M1, b;
-    MOVES
+    lg2.approx.ftz.f32 a, a;
+    lg2.approx.ftz.f32 b, b;
+    @p add.f32 $0, $6, a;
+    @q add.f32 $1, $7, b;
+    sub.f32 a, $6, $0;
+    sub.f32 b, $7, $1;
+    ex2.approx.ftz.f32 $2, a;
+    ex2.approx.ftz.f32 $3, b;
     KEEP:
     }"""
-
-
-def _follow(stays, moves, log, first):
-    """Return _FOLLOW with these parts; operands from ``first`` on are two sums, and two of m."""
-    text = _FOLLOW.replace("STAYS", stays).replace("MOVES", moves).replace("LOG", log)
-    for i, name in enumerate(("S0", "S1", "M0", "M1")):
-        text = text.replace(name, f"${first + i}")
-    return text
-
-
-#: Move the reference of two rows by log2 of the largest sum of weights of their lanes, past 2^8,
-#: and by no more than MOST.
-FOLLOW = gl.constexpr(_follow("", "", "lg2.approx.f32", 2))
-#: The same, and the factor of O: 1 where the reference stays.
-FOLLOW_FACTOR = gl.constexpr(
-    _follow(
-        "mov.f32 $2, 0f3F800000; mov.f32 $3, 0f3F800000;",
-        "sub.f32 a, M0, $0; sub.f32 b, M1, $1; ex2.approx.ftz.f32 $2, a; ex2.approx.ftz.f32 $3, b;",
-        "lg2.approx.ftz.f32",
-        4,
-    )
 )
 
 

@@ -7,6 +7,8 @@ sequences have an order of their own, made on the device (packed.py).
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from heapq import heapify, heapreplace
 from typing import Any, NamedTuple
 
@@ -128,6 +130,10 @@ def row_ahead(C: gl.constexpr, place, end, order, sequences):
 
 #: the cost of a tile without its key tiles, in key tiles
 OVERHEAD = 1.0
+#: the fewest tiles of a head whose last sections may be in octaves
+LEAST_IN_OCTAVES = 16
+#: the work in octaves, in longest tiles of every block
+LATE_TILES = 3
 #: half of the L2 cache, for keys and values of the heads in flight
 SECTION_BYTES = 32 << 20
 #: the same in the forward of a batch. Each half of the cache may have a copy, next to the queries
@@ -160,14 +166,23 @@ def touched_tile_count(
 
 
 def dense_table(
-    counts: Tensor, tokens: int, batch: int, heads: int, section: int, blocks: int
+    counts: Tensor,
+    tokens: int,
+    batch: int,
+    heads: int,
+    section: int,
+    blocks: int,
+    octaves: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return (rows, each block's end) for ``batch x heads`` heads with the same query tiles.
 
-    ``counts`` are those of ``tile_count``. Where they differ, the tiles of each section of heads
-    are sorted, the longest first, and each is assigned to the block that is free first: the order
-    of a counter, computed in advance. Where they do not, the tiles of a head run in parallel and
-    share the cache.
+    ``counts`` are those of ``tile_count``. Where they differ, each tile is assigned to the block
+    that is free first: the order of a counter, computed in advance. Sections of heads follow one
+    another, so that their streamed rows stay in the cache, each with its longest tiles first. Where
+    counts do not differ, the tiles of a head run in parallel and share the cache.
+
+    ``octaves``: where the last section would end late, the last heads follow in octaves of their
+    counts. Launches that add to what other tiles add to were 0.91 to 1.07 times as fast by it.
     """
     n = counts.shape[0]
     head = torch.arange(batch * heads)
@@ -177,14 +192,50 @@ def dense_table(
         ends = order.new_tensor([len(order[i::blocks]) for i in range(blocks)])
         ends = torch.arange(blocks) + ends * blocks
         return table_rows(m[order] * tokens, h[order], heads), ends.int()
-    longest = counts.argsort(descending=True, stable=True)
     parts = head.split(section)
-    m = torch.cat([longest.repeat_interleave(part.shape[0]) for part in parts])
-    h = torch.cat([part.repeat(n) for part in parts])
+    late = late_sections(counts, parts[-1].shape[0], section, blocks) if octaves else 0
+    early = max(0, len(parts) - late)
+    longest = counts.argsort(descending=True, stable=True)
+    pieces = [(longest, part) for part in parts[:early]]
+    if early < len(parts):
+        pieces += in_octaves(counts[longest], longest, torch.cat(parts[early:]), section)
+    m = torch.cat([tiles.repeat_interleave(part.shape[0]) for tiles, part in pieces])
+    h = torch.cat([part.repeat(tiles.shape[0]) for tiles, part in pieces])
     place, ends = _first_free((counts[m] + OVERHEAD).tolist(), blocks)
     rows = torch.zeros(int(max(ends)), 4, dtype=torch.int32)
     rows[place] = table_rows(m * tokens, h, heads)
     return rows, torch.tensor(ends, dtype=torch.int32)
+
+
+def late_sections(counts: Tensor, last: int, section: int, blocks: int) -> int:
+    """Return the number of sections in octaves: 0 if the last one ends with the others.
+
+    That has ``last`` heads. It ends late if all blocks finish it before a block finishes its
+    longest tile. The tiles of few-tile heads read their streamed rows together; in two octaves they
+    would read them twice (0.82 to 0.94 of the speed with 4 or 8 tiles a head).
+    """
+    longest = float(counts.max()) + OVERHEAD
+    work = (float(counts.sum()) + OVERHEAD * counts.shape[0]) / blocks  # a head's, in key tiles of a block
+    if counts.shape[0] < LEAST_IN_OCTAVES or last * work > 0.9 * longest:
+        return 0
+    return math.ceil(LATE_TILES * longest / (work * section))
+
+
+def in_octaves(
+    counts: Tensor, tiles: Tensor, heads: Tensor, section: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (tiles, heads) that follow one another; tiles are sorted, and ``counts`` are theirs.
+
+    An octave has the tiles of more than half of its largest count. It goes through all heads in
+    sections, and the next one, of half the length, has room for twice as many heads. So all heads
+    have short tiles left at the end, and blocks end together.
+    """
+    most = int(counts[0])
+    while tiles.shape[0]:
+        here = (2 * counts > counts[0]) | (counts[0] == 0)
+        for part in heads.split(section * (most // max(int(counts[0]), 1))):
+            yield tiles[here], part
+        counts, tiles = counts[~here], tiles[~here]
 
 
 def strip_table(

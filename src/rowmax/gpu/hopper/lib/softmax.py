@@ -23,7 +23,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ....rules import softmax
-from .assembly import FOLLOW, FOLLOW_FACTOR, MOVE, MOVE_NATURAL, TO_BFLOAT16, TO_FLOAT16
+from .assembly import FOLLOW, MOVE, MOVE_NATURAL, TO_BFLOAT16, TO_FLOAT16
 
 #: below any score, and finite, so that a row that sees nothing has exp2(-inf) = 0, not NaN
 LOWEST = gl.constexpr(-1e30)
@@ -106,22 +106,16 @@ def softmax_step(
 
 
 @gluon.jit
-def followed(m, l, s, SKIPS: gl.constexpr):
+def followed(m, l, s):
     """Return (m, l, alpha) once the reference m has followed s, the lanes' sums of weights.
 
-    Those are of the step before. A row moves by the largest sum of its own lanes, as in ``moved``.
-    alpha is the factor of O. None of it waits for scores.
+    A row moves by the largest sum of its own lanes, as in ``moved``. alpha is the factor of O, and
+    of the weights of s where O does not have them yet.
     """
-    if SKIPS:
-        m_new, alpha = gl.inline_asm_elementwise(
-            FOLLOW_FACTOR, "=&f,=&f,=&f,=&f,f,f,f,f", [s, m], dtype=(gl.float32, gl.float32),
-            is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        m_new = gl.inline_asm_elementwise(
-            FOLLOW, "=&f,=&f,f,f,f,f", [s, m], dtype=gl.float32, is_pure=True, pack=2
-        )
-        alpha = gl.exp2(m - m_new)
+    m_new, alpha = gl.inline_asm_elementwise(
+        FOLLOW, "=&f,=&f,=&f,=&f,f,f,f,f", [s, m], dtype=(gl.float32, gl.float32),
+        is_pure=True, pack=2,
+    )  # fmt: skip
     return m_new, l * alpha, alpha
 
 
