@@ -24,7 +24,19 @@ from .few_vector import narrow
 from .functions import STRICT, SUMS, array, choice, inner, of_dtype, optimised
 from .products import panel, span
 from .vector import MR, TILE_K, TILE_Q, W, fetch_add
-from .wide import LANES, STEP, finite, multiply, shorten, transpose, weave
+from .wide import (
+    LANES,
+    STEP,
+    finite,
+    multiply,
+    shorten,
+    some_turned_floats,
+    some_turned_pairs,
+    transpose,
+    turned_floats,
+    turned_pairs,
+    weave,
+)
 
 HALF_K, HALF_Q = TILE_K // 2, TILE_Q // 2
 _BFLOATS = (types.uint16, types.uint32)
@@ -93,7 +105,7 @@ def _plain_panels(like, to, rows, row_bytes, first, n, d):
         out = array(to + size * j0 * d, width * d, like)
         if real < width:
             out[:] = like.dtype.type(0)
-        done = turn(like, to + size * j0 * d, width, rows + row_bytes * j0, row_bytes, real, d)
+        done = turn(like, to + size * j0 * d, width, rows + row_bytes * j0, row_bytes, real, d, 1.0)
         for j in range(done, real - real % 8, 8):
             _pack_eight(like, out, j, width, rows + row_bytes * (j0 + j), row_bytes, d)
         for j in range(max(done, real - real % 8), real):
@@ -103,22 +115,31 @@ def _plain_panels(like, to, rows, row_bytes, first, n, d):
 
 
 @choice
-def turn(like, to, to_row, rows, row_bytes, n, d) -> Any:
-    """Write as many of n rows as whole vectors allow to columns, ``to_row`` numbers apart.
+def turn(like, to, to_row, rows, row_bytes, n, d, factor) -> Any:
+    """Write n rows as columns, ``to_row`` numbers apart, times factor, except pairs. Return n.
 
-    Return their number.
+    Columns past n are zero as far as a whole vector. Return 0, with nothing written, where rows are
+    not whole vectors.
     """
-    if W != LANES or like.dtype not in (types.float32, types.uint32):
-        return lambda like, to, to_row, rows, row_bytes, n, d: 0
+    if like.dtype not in (types.float32, types.uint32):
+        return lambda like, to, to_row, rows, row_bytes, n, d, factor: 0
+    real = like.dtype == types.float32
+    whole, some = (
+        (turned_floats, some_turned_floats) if real else (turned_pairs, some_turned_pairs)
+    )
 
-    def compute(like, to, to_row, rows, row_bytes, n, d):
-        if d % LANES:
+    def compute(like, to, to_row, rows, row_bytes, n, d, factor):
+        if d % W:
             return 0
-        for j in range(0, n - n % LANES, LANES):
-            for c in range(0, d, LANES):
-                block = to + 4 * (to_row * c + j)
-                transpose(block, 4 * to_row, rows + row_bytes * j + 4 * c, row_bytes)
-        return n - n % LANES
+        times = np.float32(factor)
+        for j in range(0, n, W):
+            for c in range(0, d, W):
+                block, at = to + 4 * (to_row * c + j), rows + row_bytes * j + 4 * c
+                if n - j >= W:
+                    whole(block, 4 * to_row, at, row_bytes, W, times)
+                else:
+                    some(block, 4 * to_row, at, row_bytes, n - j, times)
+        return n
 
     return compute
 
@@ -154,17 +175,15 @@ def pack_columns(like, to, rows, row_bytes, n, d, factor):
     d = depth(like, d)
     out = array(to, d * TILE_Q, like)
     zero = like.dtype.type(0)
-    done = turn(like, to, TILE_Q, rows, row_bytes, n, d)
-    for c in range(d if done and factor != 1 else 0):
-        for i in range(done):
-            out[c * TILE_Q + i] = _times(out[c * TILE_Q + i], factor)
-    for i in range(done, n):
+    written = turn(like, to, TILE_Q, rows, row_bytes, n, d, factor)
+    for i in range(written, n):
         row = array(rows + row_bytes * i, d, like)
         for c in range(d):
             out[c * TILE_Q + i] = _times(row[c], factor)
+    written = (written + W - 1) // W * W if written else n
     whole = (n + MR - 1) // MR * MR  # rows of the products
-    for c in range(d if n < whole else 0):
-        for i in range(n, whole):
+    for c in range(d if written < whole else 0):
+        for i in range(written, whole):
             out[c * TILE_Q + i] = zero
 
 

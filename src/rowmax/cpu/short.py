@@ -22,7 +22,7 @@ from .operands import aligned, pack_columns, pack_panels, rows_are_finite
 from .products import from_columns, from_rows
 from .rows import keep_row, query_scale, score_row
 from .tiles import columns, key_range, place_of, row_at, score_tile, skipped, tile_range, tile_row
-from .vector import TILE_K, TILE_Q, address, fetch_add
+from .vector import TILE_K, TILE_Q, address, fetch, fetch_add
 
 
 class Head(NamedTuple):
@@ -118,6 +118,30 @@ def read_head(call, seq, s, hk, head, passes, like, kind):
     return v, v_bytes
 
 
+@inner
+def fetch_rows(kind, tensor, s, first, n, h, d):
+    """Fetch n rows of a head into the cache: their stride is too long for a processor to see."""
+    at, step = head_rows(kind, tensor, s, first, h)
+    for i in range(n):
+        for byte in range(0, kind.itemsize * d, 64):
+            fetch(at + step * i + byte)
+
+
+@inner
+def fetch_task(header, call, sequences, t, passes, kind):
+    """Fetch what task t reads, if there is one: a thread draws a task before the one ahead of it."""
+    if t >= header[TASKS]:
+        return
+    s, hk = t // call.hk, t % call.hk
+    seq = sequences[s]
+    fetch_rows(kind, call.k, s, seq.key, seq.keys, hk, call.d)
+    fetch_rows(kind, call.v, s, seq.key, seq.keys, hk, call.value_d)
+    for h in range(hk * call.group, (hk + 1) * call.group):
+        fetch_rows(kind, call.q, s, seq.query, seq.queries, h, call.d)
+        if passes == 2:
+            fetch_rows(kind, call.dout, s, seq.query, seq.queries, h, call.value_d)
+
+
 @kernel
 def short_forward(pointer):
     """Compute tasks of a forward until none is left; the pointer is that of a header."""
@@ -128,13 +152,13 @@ def short_forward(pointer):
     head, at = head_of(at, header[KEYS], call, 1)
     tile = tile_of(at, call, 1)
     kept = np.empty(TILE_K + 64 if call.threshold else 0, np.uint8)
-    while True:
-        t = fetch_add(data + 8 * NEXT, 1)
-        if t >= header[TASKS]:
-            break
+    t = fetch_add(data + 8 * NEXT, 1)
+    while t < header[TASKS]:
+        after = fetch_add(data + 8 * NEXT, 1)
         s, hk = t // call.hk, t % call.hk
         seq = sequences[s]
         values = read_head(call, seq, s, hk, head, 1, like, kind)
+        fetch_task(header, call, sequences, after, 1, kind)
         finite = True
         for h in range(hk * call.group, (hk + 1) * call.group):
             for n in range((seq.queries + TILE_Q - 1) // TILE_Q):
@@ -145,6 +169,7 @@ def short_forward(pointer):
                 )
         if not finite:
             fetch_add(data + 8 * INFINITE, 1)
+        t = after
     return owner.size + kept.size + like.size + kind.size
 
 
@@ -191,13 +216,13 @@ def short_backward(pointer):
     head, at = head_of(at, header[KEYS], call, 2)
     tile = tile_of(at, call, 2)
     buffers = buffers_of(call, like)
-    while True:
-        t = fetch_add(data + 8 * NEXT, 1)
-        if t >= header[TASKS]:
-            break
+    t = fetch_add(data + 8 * NEXT, 1)
+    while t < header[TASKS]:
+        after = fetch_add(data + 8 * NEXT, 1)
         s, hk = t // call.hk, t % call.hk
         seq = sequences[s]
         read_head(call, seq, s, hk, head, 2, like, kind)
+        fetch_task(header, call, sequences, after, 2, kind)
         array(head.dk, seq.keys * call.d, like)[:] = np.float32(0)
         array(head.dv, seq.keys * call.value_d, like)[:] = np.float32(0)
         finite = True
@@ -212,6 +237,7 @@ def short_backward(pointer):
         finite &= rows_are_finite(like, head.dv, 4 * call.value_d, seq.keys, call.value_d)
         if not finite:
             fetch_add(data + 8 * INFINITE, 1)
+        t = after
     in_use = buffers.y.size + buffers.x.size + buffers.kept.size
     return in_use + owner.size + like.size + kind.size
 

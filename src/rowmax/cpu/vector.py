@@ -169,6 +169,20 @@ def _fetch_add(typing, address, n):
     return types.int64(types.int64, types.int64), emit
 
 
+def _fetch(typing, address):
+    """Ask for the cache line of an address, which the processor may leave out."""
+
+    def emit(context, builder, signature, arguments):
+        pointer = builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+        kind = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
+        name = "llvm.prefetch.p0i8"
+        call = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        builder.call(call, [pointer, *(ir.Constant(_I32, n) for n in (0, 3, 1))])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), emit
+
+
 def _pointer_to(typing, address, like):
     """Return the address as a pointer to numbers of ``like``'s dtype."""
 
@@ -189,5 +203,6 @@ def _address(typing, pointer):
 
 # Numba passes an intrinsic's first parameter itself: a call has one fewer.
 fetch_add: Any = intrinsic(_fetch_add)
+fetch: Any = intrinsic(_fetch)
 pointer_to: Any = intrinsic(_pointer_to)
 address: Any = intrinsic(_address)

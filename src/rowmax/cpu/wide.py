@@ -18,7 +18,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from ..rules.softmax import score_gradient
-from .vector import FEATURES, TILE_K, TILE_Q
+from .vector import FEATURES, TILE_K, TILE_Q, W
 
 Value = Any  # LLVM's values have no types in its bindings
 
@@ -360,18 +360,59 @@ def gradients(b, p, dp, n, lse, delta, unit):
     loop(b, n, STEP, [], body)
 
 
+def _transposed(b: ir.IRBuilder, x: list[Value]) -> list[Value]:
+    """Return the columns of a square block of rows."""
+    lanes, step = len(x), 1
+    while step < lanes:
+        low, high = halves(step, lanes)
+        for r in range(lanes):
+            if not r & step:
+                u, v = x[r], x[r + step]
+                x[r], x[r + step] = shuffled(b, u, low, v), shuffled(b, u, high, v)
+        step *= 2
+    return x
+
+
 @step_of_row([_ADDRESS, _COUNT, _ADDRESS, _COUNT])
 def transpose(b, to, to_bytes, rows, row_bytes):
     """Transpose 16 x 16 numbers of 4 bytes; rows are so many bytes apart."""
     x = [load(b, b.add(rows, b.mul(row_bytes, const(r))), INTS) for r in range(LANES)]
-    for step in (1, 2, 4, 8):
-        low, high = halves(step, LANES)
-        for r in range(LANES):
-            if not r & step:
-                u, v = x[r], x[r + step]
-                x[r], x[r + step] = shuffled(b, u, low, v), shuffled(b, u, high, v)
-    for r in range(LANES):
-        write(b, x[r], b.add(to, b.mul(to_bytes, const(r))))
+    for r, column in enumerate(_transposed(b, x)):
+        write(b, column, b.add(to, b.mul(to_bytes, const(r))))
+
+
+def _turned(kind: ir.Type, partial: bool) -> Any:
+    """Return a function that writes W numbers of W rows as columns, float32 times a factor.
+
+    ``partial``: only the first n rows are read, and the other columns are zero.
+    """
+    words = ir.VectorType(kind, W)
+    zero = ir.Constant(words, None)
+
+    @step_of_row([_ADDRESS, _COUNT, _ADDRESS, _COUNT, _COUNT, _REAL])
+    def turned(b, to, to_bytes, rows, row_bytes, n, factor):
+        x = []
+        for r in range(W):
+            row = b.mul(row_bytes, const(r))
+            inside = b.icmp_signed("<", const(r), n)
+            if partial:
+                row = b.select(inside, row, const(0))
+            y = load(b, b.add(rows, row), words)
+            x.append(b.select(inside, y, zero) if partial else y)
+        if kind == F32:
+            one = b.insert_element(ir.Constant(words, ir.Undefined), factor, const(0, I32))
+            factor = shuffled(b, one, [0] * W)
+        for r, column in enumerate(_transposed(b, x)):
+            column = b.fmul(column, factor, flags=_FLAGS) if kind == F32 else column
+            write(b, column, b.add(to, b.mul(to_bytes, const(r))))
+
+    return turned
+
+
+#: ``(to, to_bytes, rows, row_bytes, n, factor)``: W rows of float32, and some of them
+turned_floats, some_turned_floats = _turned(F32, False), _turned(F32, True)
+#: the same of pairs of bfloat16, without the factor
+turned_pairs, some_turned_pairs = _turned(I32, False), _turned(I32, True)
 
 
 @step_of_row([_ADDRESS, _ADDRESS, _ADDRESS, _COUNT])
