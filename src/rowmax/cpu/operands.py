@@ -124,9 +124,7 @@ def turn(like, to, to_row, rows, row_bytes, n, d, factor) -> Any:
     if like.dtype not in (types.float32, types.uint32):
         return lambda like, to, to_row, rows, row_bytes, n, d, factor: 0
     real = like.dtype == types.float32
-    whole, some = (
-        (turned_floats, some_turned_floats) if real else (turned_pairs, some_turned_pairs)
-    )
+    whole, some = (turned_floats, some_turned_floats) if real else (turned_pairs, some_turned_pairs)
 
     def compute(like, to, to_row, rows, row_bytes, n, d, factor):
         if d % W:

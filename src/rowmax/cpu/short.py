@@ -129,7 +129,7 @@ def fetch_rows(kind, tensor, s, first, n, h, d):
 
 @inner
 def fetch_task(header, call, sequences, t, passes, kind):
-    """Fetch what task t reads, if there is one: a thread draws a task before the one ahead of it."""
+    """Fetch what task t reads, if there is one; a thread draws each task one ahead."""
     if t >= header[TASKS]:
         return
     s, hk = t // call.hk, t % call.hk

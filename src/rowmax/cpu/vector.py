@@ -170,7 +170,7 @@ def _fetch_add(typing, address, n):
 
 
 def _fetch(typing, address):
-    """Ask for the cache line of an address, which the processor may leave out."""
+    """Fetch the cache line of an address; the processor may leave that out."""
 
     def emit(context, builder, signature, arguments):
         pointer = builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())

@@ -215,7 +215,8 @@ def late_sections(counts: Tensor, last: int, section: int, blocks: int) -> int:
     would read them twice (0.82 to 0.94 of the speed with 4 or 8 tiles a head).
     """
     longest = float(counts.max()) + OVERHEAD
-    work = (float(counts.sum()) + OVERHEAD * counts.shape[0]) / blocks  # a head's, in key tiles of a block
+    # the work of a head, in key tiles of each block
+    work = (float(counts.sum()) + OVERHEAD * counts.shape[0]) / blocks
     if counts.shape[0] < LEAST_IN_OCTAVES or last * work > 0.9 * longest:
         return 0
     return math.ceil(LATE_TILES * longest / (work * section))
