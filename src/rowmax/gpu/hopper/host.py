@@ -405,7 +405,7 @@ def tile_order(
         counts = torch.ones_like(counts)
     section = section_of(p, counts.shape[0], heads, most)
     every = counts.shape[0] * p.batch * heads
-    if every <= 4 * most:  # the longest tiles of all heads come first: few are left to end together
+    if every <= 4 * most:  # few tiles: the longest of all heads of a sequence come first
         section = heads
     blocks = min(most, every)
     if bool((counts == counts[0]).all()):
