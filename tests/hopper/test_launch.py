@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import replace
-from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -230,61 +229,6 @@ def test_a_float32_bias_has_buffers_and_a_gradient_of_its_own(
     assert config.DS_STAGES == 2
     assert tiles.shared_bias_tile(problem).BIAS_FLOAT32
     assert not tiles.tiles_of(problem, False)[0].BIAS_FLOAT32
-
-
-@pytest.mark.parametrize(
-    ("shared", "sides"), [*product([(1, 3), (1, 1)], [1, 2, 4]), ((8, 1), 1), ((8, 1), 3)]
-)
-def test_blocks_with_a_strip_compute_every_tile_once(shared: tuple[int, int], sides: int) -> None:
-    """Sides of a block go through the same strips, at the same places in their order."""
-    batch, heads, n, blocks = 8, 3, 5, 7
-    table, ends = order.strip_table(n, 128, (batch, heads), shared, blocks, sides)
-    columns = len(ends)
-    assert columns % sides == 0
-    assert columns <= blocks * sides
-    seen, most = [], []
-    for first in range(0, columns, sides):
-        strips = []
-        for place in range(first, first + sides):
-            rows = table[place : int(ends[place]) : columns].tolist()
-            most.append(len(rows))
-            seen += [tuple(row) for row in rows]
-            strips.append([(m, h % shared[1], b % shared[0]) for m, h, b, _ in rows])
-        assert all(one == strips[0] for one in strips)
-    every = [(128 * m, h, b, 0) for b in range(batch) for h in range(heads) for m in range(n)]
-    assert sorted(seen) == sorted(every)
-    assert max(most[:-sides], default=most[0]) == min(most[:-sides], default=most[0])
-
-
-@pytest.mark.parametrize(
-    ("case", "most"),
-    [
-        ({"b": 16, "hq": 8, "nq": 1024, "d": 256}, 1.04),  # 8 tiles a head: even sections
-        ({"b": 2, "hq": 8, "nq": 8192, "d": 256}, 1.03),  # was 1.16
-        ({"b": 1, "hq": 16, "nq": 4096, "d": 128}, 1.03),  # few tiles: one section; was 1.32
-        ({"b": 3, "hq": 12, "nq": 4096, "d": 64}, 1.03),  # was 1.14
-        ({"b": 1, "hq": 32, "hk": 8, "nq": 8192, "d": 128}, 1.01),
-        ({"b": 3, "hq": 40, "nq": 2048, "d": 128}, 1.02),
-        ({"b": 2, "hq": 8, "nq": 4000, "nk": 9000, "d": 128}, 1.03),
-        ({"b": 2, "hq": 8, "nq": 9000, "nk": 4000, "d": 128}, 1.03),  # rows that see no key
-        ({"b": 4, "hq": 16, "nq": 4096, "d": 128, "left": 1000}, 1.06),
-    ],
-    ids=str,
-)
-def test_blocks_of_a_causal_forward_end_together(case: dict[str, Any], most: float) -> None:
-    """Every tile is computed once, and no block has much more work than all blocks on average."""
-    forward_tiles = importlib.import_module("rowmax.gpu.hopper.tiles")
-    problem = drawn.problem_of(Case("", **({"causal": True} | case)), "bfloat16")
-    C = forward_tiles.config_for(problem, forward_tiles.tile_for(problem, "", 132), "", 1)
-    counts = order.tile_count(C.TILE, C.BLOCK_K, problem.nq, problem.nk, problem.left, 0)
-    blocks, rows, ends = forward.tile_order(problem, C, 132, torch.device("cpu"))
-    work, seen = [], []
-    for block, end in enumerate(ends.tolist()):
-        mine = rows[block:end:blocks]
-        work.append(int(counts[mine[:, 0] // C.TILE].sum()) + len(mine))
-        seen += [tuple(row) for row in mine.tolist()]
-    assert len(set(seen)) == len(seen) == len(counts) * problem.batch * problem.hq
-    assert max(work) <= most * sum(work) / blocks
 
 
 def test_sums_are_over_what_shares_a_bias() -> None:

@@ -58,7 +58,14 @@ from .backward_tiles import (
 )
 from .documents import tile_ranges, tile_spans
 from .host import GluonLaunch, processors
-from .lib.order import SECTION_BYTES, dense_table, touched_tile_count
+from .lib.order import (
+    LEAST_LAST,
+    SECTION_BYTES,
+    dense_table,
+    even_sections,
+    heads_of_longest,
+    touched_tile_count,
+)
 from .lib.tma import Descriptors, aligned, descriptor, is_aligned, strides
 
 _MOST_PLANS = 256
@@ -725,19 +732,20 @@ def order_for(
         return max(1, min(most, tiles)), None, None
     if of_queries:
         steps = touched_tile_count(tile, p.nq, p.nk, p.left, p.right)
-        section = SECTION_BYTES // (p.nk * 2 * (p.d + p.dv)) * p.group
+        many, group = SECTION_BYTES // (p.nk * 2 * (p.d + p.dv)), p.group
     else:
         steps = touched_tile_count(tile, p.nk, p.nq, p.right, p.left) * p.group
-        section = SECTION_BYTES // (query_bytes(p) * p.nq)
-        if isinstance(c, FusedConfig) and c.ORDERED:
-            section = max(section, most // FOLLOWERS)
-    n, section = steps.shape[0], max(1, section)
+        many, group = SECTION_BYTES // (query_bytes(p) * p.nq), 1
+    n = steps.shape[0]
     programs = min(most, n * p.batch * heads)
     if c.DRAWN:
-        up = isinstance(c, FusedConfig) and c.UP
-        table, ends = counter_table(n, tile[0], p.batch, heads, section, up)
+        fused = isinstance(c, FusedConfig)
+        section = max(1, many * group, most // FOLLOWERS if fused and c.ORDERED else 1)
+        table, ends = counter_table(n, tile[0], p.batch, heads, section, fused and c.UP)
     else:
-        table, ends = dense_table(steps, tile[0], p.batch, heads, section, programs)
+        least = math.ceil(LEAST_LAST * heads_of_longest(steps, most) / group)
+        sections = even_sections(p.batch * heads // group, max(many, least), group)
+        table, ends = dense_table(steps, tile[0], p.batch, heads, sections, programs)
     return programs, table.to(device), ends.to(device)
 
 

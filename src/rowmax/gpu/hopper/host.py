@@ -22,10 +22,12 @@ from .forward_kernel import Numbers, Pointers
 from .forward_kernel import forward as kernel
 from .gluon_compat import GluonASTSource
 from .lib.order import (
+    FEW_TILES,
     FORWARD_SECTION_BYTES,
     LEAST_IN_OCTAVES,
     SECTION_BYTES,
     dense_table,
+    even_sections,
     strip_table,
     tile_count,
 )
@@ -403,35 +405,35 @@ def tile_order(
     counts = tile_count(tokens, C.BLOCK_K, p.nq, p.nk, p.left, p.right)
     if p.documents:  # the lengths of tiles are only on the device
         counts = torch.ones_like(counts)
-    section = section_of(p, counts.shape[0], heads, most)
+    sections = sections_of(p, counts.shape[0], heads, most)
     every = counts.shape[0] * p.batch * heads
-    if every <= 4 * most:  # few tiles: the longest of all heads of a sequence come first
-        section = heads
     blocks = min(most, every)
     if bool((counts == counts[0]).all()):
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         made = _even_table.__wrapped__ if capturing else _even_table  # a graph's memory is its own
         rows, ends = made(counts.shape[0], tokens, p.batch, heads, blocks, device)
     else:
-        rows, ends = dense_table(counts, tokens, p.batch, heads, section, blocks, octaves=True)
+        rows, ends = dense_table(counts, tokens, p.batch, heads, sections, blocks, octaves=True)
         rows, ends = rows.to(device), ends.to(device)
     if p.documents:
         ends = torch.tensor([every], dtype=torch.int32, device=device)
     return blocks, rows, ends
 
 
-def section_of(p: Problem, n: int, heads: int, processors: int) -> int:
-    """Return the heads whose query tiles, n each, are in one section of the order.
+def sections_of(p: Problem, n: int, heads: int, processors: int) -> list[int]:
+    """Return the heads, of n query tiles each, in each section of the order.
 
     Their keys and values stay in the cache. Heads of few tiles are as many as give all processors a
-    tile. Sections are even: a short last one would end later than the others.
+    tile. If a processor has few tiles, the longest of all heads of a sequence come first.
     """
     group = heads // p.hk
     many = max(1, FORWARD_SECTION_BYTES // (p.nk * (p.d + p.dv) * 2))
-    if n < LEAST_IN_OCTAVES:
+    few = n * p.batch * heads <= FEW_TILES * processors
+    if few:
+        many = max(many, p.hk)
+    if few or n < LEAST_IN_OCTAVES:
         many = max(many, -(-processors // (n * group)))
-    every = p.batch * p.hk
-    return -(-every // -(-every // many)) * group
+    return even_sections(p.batch * p.hk, many, group)
 
 
 def strip_order(p: Problem, C: Config, device: torch.device) -> tuple[int, Tensor, Tensor]:
@@ -450,7 +452,8 @@ def _even_table(
 
     It is that of any number of keys: a decode has one more at every step.
     """
-    rows, ends = dense_table(torch.ones(n, dtype=torch.int64), tokens, batch, heads, 1, blocks)
+    counts = torch.ones(n, dtype=torch.int64)
+    rows, ends = dense_table(counts, tokens, batch, heads, [batch * heads], blocks)
     return rows.to(device), ends.to(device)
 
 

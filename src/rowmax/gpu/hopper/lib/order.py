@@ -130,8 +130,12 @@ def row_ahead(C: gl.constexpr, place, end, order, sequences):
 
 #: the cost of a tile without its key tiles, in key tiles
 OVERHEAD = 1.0
+#: the most tiles of a processor that are few
+FEW_TILES = 4
 #: the fewest tiles of a head whose last sections may be in octaves
 LEAST_IN_OCTAVES = 16
+#: the least work of a section whose blocks end together, in longest tiles of every block
+LEAST_LAST = 0.9
 #: the work in octaves, in longest tiles of every block
 LATE_TILES = 3
 #: half of the L2 cache, for keys and values of the heads in flight
@@ -170,16 +174,16 @@ def dense_table(
     tokens: int,
     batch: int,
     heads: int,
-    section: int,
+    sections: list[int],
     blocks: int,
     octaves: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return (rows, each block's end) for ``batch x heads`` heads with the same query tiles.
 
     ``counts`` are those of ``tile_count``. Where they differ, each tile is assigned to the block
-    that is free first: the order of a counter, computed in advance. Sections of heads follow one
-    another, so that their streamed rows stay in the cache, each with its longest tiles first. Where
-    counts do not differ, the tiles of a head run in parallel and share the cache.
+    that is free first: the order of a counter, computed in advance. ``sections`` of heads follow
+    one another, so that their streamed rows stay in the cache, each with its longest tiles first.
+    Where counts do not differ, the tiles of a head run in parallel and share the cache.
 
     ``octaves``: where the last section would end late, the last heads follow in octaves of their
     counts. Launches that add to what other tiles add to were 0.91 to 1.07 times as fast by it.
@@ -192,13 +196,13 @@ def dense_table(
         ends = order.new_tensor([len(order[i::blocks]) for i in range(blocks)])
         ends = torch.arange(blocks) + ends * blocks
         return table_rows(m[order] * tokens, h[order], heads), ends.int()
-    parts = head.split(section)
-    late = late_sections(counts, parts[-1].shape[0], section, blocks) if octaves else 0
+    parts = head.split(sections)
+    late = late_sections(counts, sections, blocks) if octaves else 0
     early = max(0, len(parts) - late)
     longest = counts.argsort(descending=True, stable=True)
     pieces = [(longest, part) for part in parts[:early]]
     if early < len(parts):
-        pieces += in_octaves(counts[longest], longest, torch.cat(parts[early:]), section)
+        pieces += in_octaves(counts[longest], longest, torch.cat(parts[early:]), sections[0])
     m = torch.cat([tiles.repeat_interleave(part.shape[0]) for tiles, part in pieces])
     h = torch.cat([part.repeat(tiles.shape[0]) for tiles, part in pieces])
     place, ends = _first_free((counts[m] + OVERHEAD).tolist(), blocks)
@@ -207,19 +211,32 @@ def dense_table(
     return rows, torch.tensor(ends, dtype=torch.int32)
 
 
-def late_sections(counts: Tensor, last: int, section: int, blocks: int) -> int:
+def even_sections(groups: int, many: int, group: int) -> list[int]:
+    """Return the heads of each section of at most ``many`` groups of heads that read the same rows.
+
+    Blocks would finish a short last section before the longest tiles of a block.
+    """
+    parts = torch.arange(groups).tensor_split(-(-groups // many))
+    return [part.shape[0] * group for part in parts]
+
+
+def heads_of_longest(counts: Tensor, blocks: int) -> float:
+    """Return the number of heads whose tiles keep all blocks busy as long as the longest one."""
+    longest = float(counts.max()) + OVERHEAD
+    return longest * blocks / float((counts + OVERHEAD).sum())
+
+
+def late_sections(counts: Tensor, sections: list[int], blocks: int) -> int:
     """Return the number of sections in octaves: 0 if the last one ends with the others.
 
-    That has ``last`` heads. It ends late if all blocks finish it before a block finishes its
-    longest tile. The tiles of few-tile heads read their streamed rows together; in two octaves they
-    would read them twice (0.82 to 0.94 of the speed with 4 or 8 tiles a head).
+    It ends late if all blocks finish it before a block finishes its longest tile. The tiles of
+    few-tile heads read their streamed rows together; in two octaves they would read them twice
+    (0.82 to 0.94 of the speed with 4 or 8 tiles a head).
     """
-    longest = float(counts.max()) + OVERHEAD
-    # the work of a head, in key tiles of each block
-    work = (float(counts.sum()) + OVERHEAD * counts.shape[0]) / blocks
-    if counts.shape[0] < LEAST_IN_OCTAVES or last * work > 0.9 * longest:
+    longest = heads_of_longest(counts, blocks)
+    if counts.shape[0] < LEAST_IN_OCTAVES or sections[-1] > LEAST_LAST * longest:
         return 0
-    return math.ceil(LATE_TILES * longest / (work * section))
+    return math.ceil(LATE_TILES * longest / sections[0])
 
 
 def in_octaves(
