@@ -31,15 +31,13 @@ from .forward_kernel import (
     full_range,
     issue_scores,
     masked,
-    output_place,
     partial,
     producer,
     scaled_rows,
     scores,
     shared_of,
-    store_lse,
-    store_rows,
 )
+from .forward_results import output_place, store_lse, store_rows
 from .gluon_compat import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from .lib import ring
 from .lib.layouts import matrix, product_layout
