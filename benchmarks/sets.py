@@ -16,6 +16,7 @@ SETS: dict[str, tuple[str, ...]] = {
         "n=4096 d=128 causal=1 dropout=0.1",
         "n=16384 d=128 causal=1 documents=16",
         f"d=128 causal=1 packed={'+'.join(['2048'] * 16)}|{_CUTS}",
+        f"d=128 hq=32 hk=8 causal=1 packed={'+'.join(['2048'] * 8)}|8192+8192",
     ),
     # biases of each pair, shared by sequences, of each key, of each query, with short sequences
     "bias": (
