@@ -13,6 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton.experimental.gluon")
 
+from benchmarks import cache_model
 from rowmax.testing import Case
 from tests import drawn
 
@@ -172,3 +173,28 @@ def test_sections_are_even_and_keep_groups_together() -> None:
         assert max(sections) <= many * group
         assert max(sections) - min(sections) <= group
         assert len(sections) == -(-groups // many)
+
+
+def test_a_model_of_the_cache_counts_what_is_read_again() -> None:
+    """Rows that a block used last stay; those of a full cache that were used first go."""
+    reads = [(0,), (1,), (0,), (2,), (0,), (1,)]
+    assert cache_model.run([iter(reads)], 3) == (3 / 6, 1.0)
+    assert cache_model.run([iter(reads)], 2) == (4 / 6, 1.0)
+    assert cache_model.run([iter(reads), iter(reads[:3])], 3) == (3 / 9, 9 / 12)
+
+
+def test_the_model_has_every_step_of_every_order() -> None:
+    p = cache_model.problem(3, 8, 2, 640, 128)
+    c = backward_tiles.config_for(p, backward_tiles.tiles_of(p, False)[0])
+    tiles = [tile for mine in cache_model.dense_order(p, c) for tile in mine]
+    assert sorted(tiles) == sorted(cache_model.drawn_order(p, c))
+    for ahead in (True, False):
+        mine = cache_model.drawn_by_blocks(iter(tiles), ahead)
+        assert sorted(tile for block in mine for tile in block) == sorted(tiles)
+    every = {at for tile in tiles for at in cache_model.steps(p, c, tile)}
+    assert every == {
+        (b, h, g, m) for b in range(3) for h in range(2) for g in range(4) for m in range(10)
+    }
+    assert cache_model.predict(p, 1e6)["late"].misses == len(every) / sum(
+        1 for tile in tiles for _ in cache_model.steps(p, c, tile, abreast=True)
+    )

@@ -1,0 +1,175 @@
+"""Predict which steps of a causal Hopper backward find their queries in the L2 cache.
+
+    python -m benchmarks.cache_model --cells 8,32,8,2048 2,32,8,8192 --mib 24 40
+
+Every block makes a step at a time, all at the same speed. A step reads Q and dO, and adds dQ, of a
+tile of queries of one head. The cache has the tiles that were used last. The orders:
+
+    dense   the table of the host: each block has tiles of its own
+    drawn   tiles from a counter, as packed sequences have them: a block draws a tile as soon as it
+            begins the one before
+    late    the same, drawn at the end of the tile before
+
+Printed are the steps that miss, and the part of the time in which a block has steps. A cell is
+``batch,query heads,kv heads,positions``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+
+from rowmax.call.inputs import Options, Tensors
+from rowmax.call.problem import Problem, problem_of
+from rowmax.gpu.hopper import backward_host
+from rowmax.gpu.hopper.backward_tiles import FusedConfig, config_for, tiles_of
+
+PROCESSORS = 132
+
+
+class Tile(NamedTuple):
+    """A tile of keys of a kv head."""
+
+    sequence: int
+    head: int
+    first: int  # its first key
+
+
+class Result(NamedTuple):
+    """Shares of an order."""
+
+    misses: float  # steps that miss, of all
+    busy: float  # time with steps, of the time of all blocks
+
+
+def problem(batch: int, heads: int, kv_heads: int, n: int, d: int) -> Problem:
+    """Return a causal call in bfloat16."""
+    q, k = (
+        torch.empty(batch, n, h, d, dtype=torch.bfloat16, device="meta") for h in (heads, kv_heads)
+    )
+    return problem_of(Tensors(q, k, k), Options(scale=1.0, right=0))._replace(device="cuda")
+
+
+def steps(
+    p: Problem, c: FusedConfig, tile: Tile, abreast: bool = False
+) -> Iterator[tuple[int, ...]]:
+    """Yield what each step of a tile reads: the place of a tile of queries."""
+    queries = range(-(-p.nq // c.BLOCK_STREAMED) - 1, tile.first // c.BLOCK_STREAMED - 1, -1)
+    heads = range(p.group)
+    every = (
+        ((g, m) for m in queries for g in heads)
+        if abreast
+        else ((g, m) for g in heads for m in queries)
+    )
+    return ((tile.sequence, tile.head, *at) for at in every)
+
+
+def dense_order(p: Problem, c: FusedConfig) -> list[list[Tile]]:
+    """Return the tiles of each block in the order of the host."""
+    with mock.patch.object(backward_host, "processors", return_value=PROCESSORS):
+        blocks, table, ends = backward_host.order_for(p, c, torch.device("cpu"))
+    assert table is not None
+    assert ends is not None
+    rows = [table[block:end:blocks].tolist() for block, end in enumerate(ends.tolist())]
+    return [[Tile(b, head, first) for first, head, b, _ in mine] for mine in rows]
+
+
+def drawn_order(p: Problem, c: FusedConfig) -> list[Tile]:
+    """Return the tiles in the order of a counter: sections of heads, the longest tiles first."""
+    many = backward_host.SECTION_BYTES // (backward_host.query_bytes(p) * p.nq)
+    sections = torch.arange(p.hk).split(max(1, many))
+    return [
+        Tile(b, head, first)
+        for b in range(p.batch)
+        for section in sections
+        for first in range(0, p.nk, c.BLOCK_RESIDENT)
+        for head in section.tolist()
+    ]
+
+
+def drawn_by_blocks(tiles: Iterable[Tile], ahead: bool) -> list[Iterator[Tile]]:
+    """Return the tiles of each block, which takes them from a counter of all blocks.
+
+    ``ahead``: a block draws a tile as it begins the one before, else at the end of that.
+    """
+    counter = iter(tiles)
+
+    def block(first: Tile | None) -> Iterator[Tile]:
+        tile = first
+        while tile is not None:
+            coming = next(counter, None) if ahead else None
+            yield tile
+            tile = coming if ahead else next(counter, None)
+
+    firsts = [next(counter, None) for _ in range(PROCESSORS)]
+    return [block(first) for first in firsts]
+
+
+def run(blocks: list[Iterator[tuple[int, ...]]], room: int) -> Result:
+    """Make the steps of all blocks; the cache has ``room`` tiles of queries."""
+    cache: OrderedDict[tuple[int, ...], None] = OrderedDict()
+    rounds, total, misses, live = 0, 0, 0, blocks
+    while live:
+        rounds += 1
+        going = []
+        for block in live:
+            at = next(block, None)
+            if at is None:
+                continue
+            going.append(block)
+            total += 1
+            misses += at not in cache
+            cache[at] = None
+            cache.move_to_end(at)
+            if len(cache) > room:
+                cache.popitem(last=False)
+        live = going
+    return Result(misses / total, total / (len(blocks) * (rounds - 1)))
+
+
+def predict(p: Problem, mib: float, abreast: bool = False) -> dict[str, Result]:
+    """Return the result of each order; ``abreast``: a step of each head of a group in turn."""
+    c = config_for(p, tiles_of(p, False)[0])
+    assert isinstance(c, FusedConfig)
+    room = int(mib * 2**20 / (backward_host.query_bytes(p) / p.group * c.BLOCK_STREAMED))
+
+    def walk(tiles: Iterable[Tile]) -> Iterator[tuple[int, ...]]:
+        return (at for tile in tiles for at in steps(p, c, tile, abreast))
+
+    found = {"dense": run([walk(mine) for mine in dense_order(p, c)], room)}
+    for name, ahead in (("drawn", True), ("late", False)):
+        blocks = drawn_by_blocks(drawn_order(p, c), ahead)
+        found[name] = run([walk(block) for block in blocks], room)
+    return found
+
+
+def main() -> None:
+    """Print the results of cells."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--cells", nargs="+", default=["8,32,8,2048", "2,32,8,8192", "2,16,16,8192"]
+    )
+    parser.add_argument("--mib", nargs="+", type=float, default=[24.0, 40.0])
+    parser.add_argument("-d", type=int, default=128, help="head size")
+    parser.add_argument(
+        "--abreast", action="store_true", help="a step of each head of a group in turn"
+    )
+    given = parser.parse_args()
+    for cell in given.cells:
+        for mib in given.mib:
+            batch, heads, kv_heads, n = map(int, cell.split(","))
+            p = problem(batch, heads, kv_heads, n, given.d)
+            for name, result in predict(p, mib, given.abreast).items():
+                text = f"misses {result.misses:.3f} busy {result.busy:.3f}"
+                print(f"{cell:16} {mib:g} MiB  {name:6} {text}")
+
+
+if __name__ == "__main__":
+    main()
