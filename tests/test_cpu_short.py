@@ -23,6 +23,8 @@ from rowmax.cpu import few_calls
 from .few_queries import with_few_queries
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: those that short kernels and tiles compute to the same bits
+EXACT = [dtype for dtype in DTYPES if not few_calls.in_strips(dtype)]
 
 
 def _few(case: Case) -> Case:
@@ -95,17 +97,49 @@ def _bits(case: Case, dtype: torch.dtype) -> list[torch.Tensor]:
     return [got.out, got.lse, *dq]  # parts of dk and dv depend on threads in tiles, too
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def _compare(run: Callable[[], list[torch.Tensor]]) -> None:
+    """Compare the results of short kernels, on one thread, with those of tiles."""
+    with mock.patch.object(few_calls, "get_num_threads", return_value=1):
+        short = run()
+    with mock.patch.object(few_calls, "way", return_value=None):
+        tiles = run()
+    for a, b in zip(short, tiles, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", EXACT, ids=str)
 @pytest.mark.parametrize("case", REACHING[_longer], ids=str)
 def test_short_sequences_have_the_bits_of_tiles(case: Case, dtype: torch.dtype) -> None:
     """So the choice may depend on threads, on other sequences and on other queries."""
-    made = _longer(case)
-    with mock.patch.object(few_calls, "get_num_threads", return_value=1):
-        short = _bits(made, dtype)
-    with mock.patch.object(few_calls, "way", return_value=None):
-        tiles = _bits(made, dtype)
-    for a, b in zip(short, tiles, strict=True):
-        assert torch.equal(a, b)
+    _compare(lambda: _bits(_longer(case), dtype))
+
+
+@pytest.mark.parametrize("dtype", EXACT, ids=str)
+@pytest.mark.parametrize(
+    ("nq", "nk"), [(9, 1), (17, 31), (33, 32), (65, 49), (96, 160), (256, 255)]
+)
+@pytest.mark.parametrize("d", [16, 80, 144])
+def test_sizes_have_the_bits_of_tiles(nq: int, nk: int, d: int, dtype: torch.dtype) -> None:
+    """The order of sums of pairs depends on the number of keys."""
+    _compare(lambda: _bits(Case("size", b=2, nq=nq, nk=nk, hq=6, hk=2, d=d, dv=d + 16), dtype))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("dtype", EXACT, ids=str)
+def test_bad_numbers_have_the_bits_of_tiles(dtype: torch.dtype, bad: float) -> None:
+    """They are computed in float32, wherever they are."""
+    q, k, v, dout = (torch.randn(2, 60, 2, 32, dtype=dtype) for _ in range(4))
+    for t in (k, v):
+        t[0, 30:] = bad
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+
+    def run() -> list[torch.Tensor]:
+        mask = rowmax.PrefixLengths(torch.tensor([30, 60]))
+        out, lse = rowmax.attention(*leaves, mask=mask, return_lse=True, backend="cpu")
+        return [out, lse, *torch.autograd.grad(out, leaves, dout)]
+
+    assert all(t.isfinite().all() for t in run())
+    _compare(run)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

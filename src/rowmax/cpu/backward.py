@@ -35,10 +35,8 @@ from .gradient_rows import (
 from .kernel import INFINITE, kernel, launch
 from .operands import (
     HALF_K,
-    HALF_Q,
     aligned,
     begin_tiles,
-    bfloats,
     count_infinite,
     end_tiles,
     fold_row,
@@ -53,6 +51,7 @@ from .operands import (
     sparse_product,
     sum_size,
     tile_depth,
+    tile_rows,
     unowned,
 )
 from .products import from_columns, from_rows
@@ -61,6 +60,8 @@ from .strips_backward import backward_strips, strip_memory, turn_sums
 from .tiles import (
     columns,
     key_range,
+    keys_of,
+    packed_row,
     place_of,
     row_address,
     row_at,
@@ -116,7 +117,7 @@ def backward(
     rest = torch.zeros_like(lse) if problem.natural else None
     call.tensor("dout", call.rows(dout))
     call.tensor("lse", row_stats.score_lse(lse, problem.natural))
-    if call.operand_like is call.like and not problem.natural and not problem.sink:
+    if not call.strips and not problem.natural and not problem.sink:
         # summed by the kernel, in the order of short calls (short.py)
         delta = torch.empty_like(lse)
         call.tensor("out", call.rows(out))
@@ -309,9 +310,9 @@ def pack_head(call, seq, s, h, memory, finite, infinite, operand_like):
         count_infinite(operand_like, v + v_bytes * j0, v_bytes, n, call.value_d, infinite)
         pack_panels(operand_like, memory.k_panels, k, k_bytes, j0, nk, call.d_operand)
         pack_panels(operand_like, memory.v_panels, v, v_bytes, j0, nk, call.value_d_operand)
-        count = HALF_K if bfloats(operand_like) else TILE_K
-        to = memory.k_rows + sum_size(operand_like) * count * call.d_padded * tile
-        pack_rows(operand_like, to, call.d_padded, rows, k_bytes, n, HALF_K, call.d)
+        first_row = tile_rows(operand_like, HALF_K) * tile
+        to = memory.k_rows + sum_size(operand_like) * first_row * call.d_padded
+        pack_rows(operand_like, to, call.d_padded, rows, k_bytes, n, call.d)
 
 
 @inner
@@ -360,12 +361,12 @@ def _plain_tile(call, seq, state, finite, place, p, head, tile, buffers, like, o
     clean &= rows_are_finite(operand_like, dout, dout_bytes, n, call.value_d)
     pack_columns(operand_like, tile.queries, q, q_bytes, n, call.d_operand, query_scale(call))
     pack_columns(operand_like, tile.douts, dout, dout_bytes, n, call.value_d_operand, 1.0)
-    pack_rows(operand_like, tile.q_rows, d, q, q_bytes, n, HALF_Q, call.d)
-    pack_rows(operand_like, tile.dout_rows, value_d, dout, dout_bytes, n, HALF_Q, call.value_d)
+    pack_rows(operand_like, tile.q_rows, d, q, q_bytes, n, call.d)
+    pack_rows(operand_like, tile.dout_rows, value_d, dout, dout_bytes, n, call.value_d)
     array(tile.dq, n * d, like)[:] = like.dtype.type(0)
 
     low, high = key_range(call, seq, place)
-    rows = rows_of(call, seq, place, like)
+    rows = rows_of(call, seq, place, like, operand_like)
     if call.natural:
         sum_far_rows(call, seq, state, place, rows, head, tile, buffers, like, operand_like)
     for tile_k in tile_range(low, high):
@@ -391,7 +392,7 @@ def tile_gradients(call, seq, place, part, p, rows, head, tile, buffers, like, o
             call, seq, place, r, part, p, rows, (tile.s, tile.dp), buffers, like, operand_like
         )
         dS = array(tile.dp + size * r * TILE_K, width, like)
-        fold_row(operand_like, tile.ds + size * r * TILE_K, dS)
+        fold_row(operand_like, tile.ds + size * r * TILE_K, dS, keys_of(seq, part.tile))
     fold_rows(operand_like, tile.s, n, width)
     fold_rows(operand_like, tile.dp, n, width)
 
@@ -399,30 +400,33 @@ def tile_gradients(call, seq, place, part, p, rows, head, tile, buffers, like, o
 @inner
 def add_products(call, seq, place, part, whole, q, dout, head, tile, like, operand_like):
     """Add ``(P R)^T dO`` to dV, ``dS^T Q`` to dK and ``dS K`` to dQ; ``whole``: all finite."""
+    if paired(operand_like) or whole:
+        add_whole_products(call, seq, place.n, part, head, tile, like, operand_like)
+        return
     size, d, value_d = like.itemsize, call.d_padded, call.value_d_padded
     n, width, keys = place.n, part.width, part.keys
     dv, dk = head.dv + size * value_d * part.j0, head.dk + size * d * part.j0
     at = row_at(call.k, place.s, seq.key + part.j0, place.h // call.group)
     k = call.k.address + row_size(operand_like) * at
-    if paired(operand_like):
-        pairs = head.k_rows + size * HALF_K * d * part.tile
-        half, depth_k = min(n, HALF_Q), tile_depth(operand_like, keys, HALF_K)
-        dv_at, dout_at = (dv, value_d), (tile.dout_rows, value_d, 1)
-        from_columns(operand_like, width, value_d, half, *dv_at, tile.s, TILE_K, *dout_at)
-        from_columns(operand_like, width, d, half, dk, d, tile.dp, TILE_K, tile.q_rows, d, 1)
-        from_rows(operand_like, n, d, depth_k, tile.dq, d, tile.ds, pairs, d, 1)
-    elif whole:
-        rows = head.k_rows + size * d * part.j0
-        from_columns(
-            operand_like, width, value_d, n, dv, value_d, tile.s, TILE_K, tile.dout_rows, value_d, 1
-        )
-        from_columns(operand_like, width, d, n, dk, d, tile.dp, TILE_K, tile.q_rows, d, 1)
-        from_rows(operand_like, n, d, keys, tile.dq, d, tile.dp, rows, d, 1)
-    else:
-        P_t, dS_t, dS = (tile.s, 1, TILE_K), (tile.dp, 1, TILE_K), (tile.dp, TILE_K, 1)
-        sparse_product(dv, value_d, width, P_t, n, dout, call.dout.n, value_d, 0, like)
-        sparse_product(dk, d, width, dS_t, n, q, call.q.n, d, 0, like)
-        sparse_product(tile.dq, d, n, dS, keys, k, call.k.n, d, 0, like)
+    P_t, dS_t, dS = (tile.s, 1, TILE_K), (tile.dp, 1, TILE_K), (tile.dp, TILE_K, 1)
+    sparse_product(dv, value_d, width, P_t, n, dout, call.dout.n, value_d, 0, like)
+    sparse_product(dk, d, width, dS_t, n, q, call.q.n, d, 0, like)
+    sparse_product(tile.dq, d, n, dS, keys, k, call.k.n, d, 0, like)
+
+
+@inner
+def add_whole_products(call, seq, n, part, head, tile, like, operand_like):
+    """Add the products of n queries and a part of a tile of keys; all numbers are finite."""
+    size, d, value_d, width = like.itemsize, call.d_padded, call.value_d_padded, part.width
+    dv, dk = head.dv + size * value_d * part.j0, head.dk + size * d * part.j0
+    k = head.k_rows + size * d * packed_row(operand_like, part)
+    dS = tile.ds if paired(operand_like) else tile.dp
+    q_depth = tile_depth(operand_like, n, n)
+    k_depth = tile_depth(operand_like, part.keys, keys_of(seq, part.tile))
+    dv_at, dout_at = (dv, value_d), (tile.dout_rows, value_d, 1)
+    from_columns(operand_like, width, value_d, q_depth, *dv_at, tile.s, TILE_K, *dout_at)
+    from_columns(operand_like, width, d, q_depth, dk, d, tile.dp, TILE_K, tile.q_rows, d, 1)
+    from_rows(operand_like, n, d, k_depth, tile.dq, d, dS, k, d, 1)
 
 
 @inner

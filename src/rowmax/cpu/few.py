@@ -43,9 +43,17 @@ class Scratch(NamedTuple):
 
 @choice
 def kind_of(pointer) -> Any:
-    """Return an empty array of the dtype that a pointer has: that of the rows of a call."""
-    kind = {types.uint16: np.uint16, types.int16: np.int16}.get(pointer.dtype, np.float32)
+    """Return an empty array of the dtype of a call's rows, by that of a pointer; uint32: pairs."""
+    dtypes = {types.uint16: np.uint16, types.uint32: np.uint16, types.int16: np.int16}
+    kind = dtypes.get(pointer.dtype, np.float32)
     return lambda pointer: np.empty(0, kind)
+
+
+@choice
+def operands_of(pointer) -> Any:
+    """Return an empty array of the dtype of operands, by that of a pointer: float32 or pairs."""
+    dtype = np.uint32 if pointer.dtype == types.uint32 else np.float32
+    return lambda pointer: np.empty(0, dtype)
 
 
 @inner
@@ -188,6 +196,15 @@ def few_backward(pointer):
 
 
 @inner
+def read_lse(call, seq, place, lse, like):
+    """Write lse of a tile of queries in base 2, +inf for a row without weights."""
+    at = numbers_at(call.lse, 4, place.s, place.h, seq.query + place.i0)
+    given = array(at, place.n, like)
+    for i in range(place.n):
+        lse[i] = without_weights(given[i] * np.float32(LOG2E))
+
+
+@inner
 def read_numbers(call, seq, place, places, like, kind):
     """Write lse in base 2 and ``Delta - dLSE`` of a tile of queries.
 
@@ -196,16 +213,15 @@ def read_numbers(call, seq, place, places, like, kind):
     lse_at, delta_at, douts, room = places
     s, h, i0, n = place
     value_d, first = call.value_d, seq.query + i0
-    given = array(numbers_at(call.lse, 4, s, h, first), n, like)
     lse, delta, out = array(lse_at, n, like), array(delta_at, n, like), array(room, value_d, like)
+    read_lse(call, seq, place, lse, like)
     for i in range(n):
         at = row_at(call.out, s, first + i, h)
         widen(kind, room, call.out.address + kind.itemsize * at, value_d)
         total = product_of_rows(out, array(douts + 4 * i * value_d, value_d, like))
         if call.dlse.address:
             total -= array(numbers_at(call.dlse, 4, s, h, first + i), 1, like)[0]
-        delta[i] = np.float32(0) if given[i] == -np.inf else total
-        lse[i] = without_weights(given[i] * np.float32(LOG2E))
+        delta[i] = np.float32(0) if lse[i] == np.inf else total
 
 
 @inner

@@ -29,7 +29,7 @@ _DTYPES |= {torch.float16: types.int16} if HALVES else {}
 MOST_ROWS, MOST_QUERIES = 64, 8
 #: queries and keys of a sequence that a thread packs into its own memory
 MOST_TOKENS = 256
-#: where the processor multiplies bfloat16: keys for which it is widened
+#: where tile instructions multiply bfloat16: keys for which it is widened
 MOST_WIDENED = 24
 MOST_WIDE = 512  # columns of a head
 
@@ -52,26 +52,31 @@ _FEW = (
 )
 _SHORT = (
     Limit(
-        lambda p: not multiplied(p.dtype) or p.nk <= MOST_WIDENED,
-        "this processor multiplies bfloat16, by tiles",
+        lambda p: not in_strips(p.dtype) or p.nk <= MOST_WIDENED,
+        "tile instructions multiply bfloat16",
     ),
     Limit(
-        lambda p: p.nq > 0 and (p.nq <= MOST_TOKENS or multiplied(p.dtype)),
+        lambda p: p.nq > 0 and (p.nq <= MOST_TOKENS or in_strips(p.dtype)),
         "{0.nq} queries are not those of a short sequence",
     ),
     Limit(lambda p: 0 < p.nk <= MOST_TOKENS, "{0.nk} keys are not those of a short sequence"),
 )
 
 
-def multiplied(dtype: torch.dtype) -> bool:
-    """Return True if the processor multiplies numbers of a dtype: tiles round as it does."""
-    return dtype == torch.bfloat16 and (PAIRS or amx.ready())
+def in_strips(dtype: torch.dtype) -> bool:
+    """Return True if tile instructions multiply numbers of a dtype."""
+    return dtype == torch.bfloat16 and amx.ready()
+
+
+def in_pairs(dtype: torch.dtype) -> bool:
+    """Return True if kernels multiply pairs of numbers of a dtype: tiles, and short ones."""
+    return dtype == torch.bfloat16 and PAIRS and not amx.ready()
 
 
 class Way(NamedTuple):
     """A way to compute a call: its limits and its kernel.
 
-    ``exact``: its results are those of tiles to the bit, except of bfloat16 that is multiplied.
+    ``exact``: its results are those of tiles to the bit, except of bfloat16 in strips.
     """
 
     limits: tuple[Limit, ...]
@@ -106,7 +111,7 @@ def way(problem: Problem, call: str) -> Way | None:
     bits: those of a sequence depend neither on threads nor on other sequences.
     """
     found = _way(problem, call)
-    if found is None or not found.exact or multiplied(problem.dtype):
+    if found is None or not found.exact or in_strips(problem.dtype):
         return found
     return None if problem.batch * problem.hk < get_num_threads() else found
 
@@ -134,7 +139,8 @@ class Launch:
         words = np.concatenate([header, call.record.view(np.int64)])
         self.words = words.tobytes()
         self.kind = ctypes.c_int64 * len(words)
-        self.worker = address_of(way.kernel, _DTYPES[p.dtype])
+        pairs = way.exact and in_pairs(p.dtype)
+        self.worker = address_of(way.kernel, types.uint32 if pairs else _DTYPES[p.dtype])
 
     def __call__(self, addresses: list[tuple[int, int]]) -> bool:
         """Run the kernel; return False if results are not finite.

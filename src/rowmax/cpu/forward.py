@@ -26,7 +26,6 @@ from .operands import (
     pack_columns,
     pack_panels,
     pack_rows,
-    paired,
     rescale,
     row_size,
     rows_are_finite,
@@ -34,6 +33,7 @@ from .operands import (
     store,
     sum_size,
     tile_depth,
+    tile_rows,
     unowned,
 )
 from .products import from_rows
@@ -43,7 +43,9 @@ from .strips import add_strips
 from .tiles import (
     columns,
     key_range,
+    keys_of,
     numbers_at,
+    packed_row,
     place_of,
     row_address,
     row_at,
@@ -127,12 +129,7 @@ def forward_worker(calls, sequences, states, tasks, firsts, finite, like, operan
     like_owner, operand_owner = like, operand_like
     like, operand_like = unowned(like), unowned(operand_like)
     pack_keys(call, sequences, firsts, finite, operand_like, counters.ctypes.data)
-    numbers = TILE_Q * (call.d_operand + TILE_K + call.value_d_padded + 2)
-    owner, queries = aligned(numbers, like)
-    S = queries + like.itemsize * TILE_Q * call.d_operand
-    O = S + like.itemsize * TILE_Q * TILE_K
-    m = O + like.itemsize * TILE_Q * call.value_d_padded
-    scratch = Scratch(queries, S, O, m, m + like.itemsize * TILE_Q)
+    owner, scratch = scratch_of(call, like)
     none = like
     begin_tiles(operand_like)
     next_task = counters.ctypes.data + 8 * NEXT
@@ -154,6 +151,18 @@ def forward_worker(calls, sequences, states, tasks, firsts, finite, like, operan
 
 
 @inner
+def scratch_of(call, like):
+    """Return (the array that owns it, the Scratch of a thread)."""
+    size = like.itemsize * TILE_Q
+    numbers = TILE_Q * (call.d_operand + TILE_K + call.value_d_padded + 2)
+    owner, queries = aligned(numbers, like)
+    S = queries + size * call.d_operand
+    O = S + size * TILE_K
+    m = O + size * call.value_d_padded
+    return owner, Scratch(queries, S, O, m, m + size)
+
+
+@inner
 def packed_head(call, firsts, s, h, operand_like):
     """Return the packed kv head h of sequence s."""
     at, total = firsts[s], firsts[-1]
@@ -169,7 +178,7 @@ def packed_head(call, firsts, s, h, operand_like):
 @inner
 def tile_values(call, head, tile, operand_like):
     """Return the address of the packed values of a tile of keys."""
-    rows = tile * (HALF_K if bfloats(operand_like) else TILE_K)
+    rows = tile * tile_rows(operand_like, HALF_K)
     return head.values + sum_size(operand_like) * rows * call.value_d_padded
 
 
@@ -211,7 +220,7 @@ def pack_keys(call, sequences, firsts, finite, operand_like, counters):
             finite[t] &= rows_are_finite(operand_like, more, t_bytes, n, call.value_d)
         if call.values:
             to, padded = tile_values(call, head, tile, operand_like), call.value_d_padded
-            pack_rows(operand_like, to, padded, values, v_bytes, n, HALF_K, call.value_d)
+            pack_rows(operand_like, to, padded, values, v_bytes, n, call.value_d)
         fetch_add(counters + 8 * PACKED, 1)
     while fetch_add(counters + 8 * PACKED, 0) < count:
         pass
@@ -233,13 +242,19 @@ def sequence_of(first_tile, tile):
 @inner
 def forward_tile(call, seq, state, finite, place, head, scratch, none, like, operand_like):
     """Compute out and lse of a tile of queries."""
-    padded = call.value_d_padded
+    m, l = begin_rows(call, place.n, scratch, like)
+    add_keys(call, seq, state, finite, place, head, scratch, m, l, none, like, operand_like)
+    finish_rows(call, seq, place, scratch.O, m, l, like, operand_like)
+
+
+@inner
+def begin_rows(call, n, scratch, like):
+    """Set m, l and O of n queries to those of no keys; return m and l."""
     m, l = array(scratch.m, TILE_Q, like), array(scratch.l, TILE_Q, like)
     m[:] = -np.inf
     l[:] = like.dtype.type(0)
-    array(scratch.O, place.n * padded, like)[:] = like.dtype.type(0)
-    add_keys(call, seq, state, finite, place, head, scratch, m, l, none, like, operand_like)
-    finish_rows(call, seq, place, scratch.O, m, l, like, operand_like)
+    array(scratch.O, n * call.value_d_padded, like)[:] = like.dtype.type(0)
+    return m, l
 
 
 @choice
@@ -249,11 +264,9 @@ def add_keys(call, seq, state, finite, place, head, scratch, m, l, none, like, o
 
 
 def _add_tiles(call, seq, state, finite, place, head, scratch, m, l, none, like, operand_like):
-    size, row_bytes, padded = like.itemsize, row_size(operand_like), call.value_d_padded
-    s, h, i0, n = place
-    q, factor = row_address(call.q, seq, place, operand_like), query_scale(call)
-    q_bytes = row_bytes * call.q.n
-    pack_columns(operand_like, scratch.queries, q, q_bytes, n, call.d_operand, factor)
+    q, q_bytes = row_address(call.q, seq, place, operand_like), row_size(operand_like) * call.q.n
+    d, factor = call.d_operand, query_scale(call)
+    pack_columns(operand_like, scratch.queries, q, q_bytes, place.n, d, factor)
     kept = np.empty(TILE_K + 64 if call.threshold else 0, np.uint8)
 
     low, high = key_range(call, seq, place)
@@ -261,19 +274,31 @@ def _add_tiles(call, seq, state, finite, place, head, scratch, m, l, none, like,
         if skipped(state, tile):
             continue
         part = columns(operand_like, low, high, tile, state)
-        score_tile(operand_like, scratch.S, scratch.queries, head.keys, part, n, call.d_operand, 0)
-        for r in range(n):
-            row = array(scratch.S + size * r * TILE_K, part.width, like)
-            rescale(operand_like, row, factor)
-            score_row(row, none, call, seq, s, h, i0 + r, part)
-            average = array(scratch.O + size * r * padded, padded, like)
-            softmax_step(row, m, l, r, average, call.natural)
-            if call.threshold:
-                kept_row = keep_row(kept, part.width, call, s, h, i0 + r, part.j0)
-                for j in range(part.width):
-                    row[j] *= kept_row[j]
-            fold_row(operand_like, scratch.S + size * r * TILE_K, row)
+        write_weights(call, seq, place, part, head.keys, scratch, m, l, kept, like, operand_like)
         add_values(call, seq, place, part, finite, head, scratch, like, operand_like)
+
+
+@inner
+def write_weights(call, seq, place, part, keys, scratch, m, l, kept, like, operand_like):
+    """Write the weights of a part of a tile to S as products read them; scale the sums so far.
+
+    ``keys`` is the address of panels, ``kept`` memory for a row of dropout's draws.
+    """
+    size, padded, none, factor = like.itemsize, call.value_d_padded, like, query_scale(call)
+    s, h, i0, n = place
+    score_tile(operand_like, scratch.S, scratch.queries, keys, part, n, call.d_operand, 0)
+    for r in range(n):
+        at = scratch.S + size * r * TILE_K
+        row = array(at, part.width, like)
+        rescale(operand_like, row, factor)
+        score_row(row, none, call, seq, s, h, i0 + r, part)
+        average = array(scratch.O + size * r * padded, padded, like)
+        softmax_step(row, m, l, r, average, call.natural)
+        if call.threshold:
+            kept_row = keep_row(kept, part.width, call, s, h, i0 + r, part.j0)
+            for j in range(part.width):
+                row[j] *= kept_row[j]
+        fold_row(operand_like, at, row, keys_of(seq, part.tile))
 
 
 @inner
@@ -283,11 +308,10 @@ def add_values(call, seq, place, part, finite, head, scratch, like, operand_like
     at = row_at(call.v, place.s, seq.key + part.j0, place.h // call.group)
     values, stride = call.v.address + like.itemsize * at, call.v.n
     if call.values:
-        values, stride = tile_values(call, head, part.tile, operand_like), padded
-        if not paired(operand_like):
-            values += like.itemsize * padded * (part.j0 - TILE_K * part.tile)
+        values = head.values + like.itemsize * padded * packed_row(operand_like, part)
+        stride = padded
     if finite[part.tile]:
-        k = tile_depth(operand_like, part.keys, HALF_K)
+        k = tile_depth(operand_like, part.keys, keys_of(seq, part.tile))
         from_rows(operand_like, n, padded, k, scratch.O, padded, scratch.S, values, stride, 1)
         return
     unseen = like.dtype.type(-1)  # no weight is -1

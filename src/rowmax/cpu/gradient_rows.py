@@ -6,10 +6,11 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
+from numba import types
 
 from ..call.problem import FAR
 from ..rules.softmax import LOG2E
-from .functions import STRICT, SUMS, array, choice, exp2, inner, number
+from .functions import STRICT, SUMS, array, bfloat_to_float, choice, exp2, inner, number
 from .heads import add_to_dheads, through_heads
 from .operands import rescale, row_size, store
 from .rows import exponentials, is_wide, keep_row, pair_at, position, power, query_scale, score_row
@@ -52,15 +53,34 @@ def product_of_rows(a, b):
     return total
 
 
+@inner(fastmath=SUMS)
+def product_of_bfloats(a, b):
+    """Return the product of two rows of bfloat16, given their bits, in float32."""
+    total = np.float32(0)
+    for c in range(a.size):
+        total += bfloat_to_float(a[c]) * bfloat_to_float(b[c])
+    return total
+
+
+@choice
+def product_at(a, b, d, like, operand_like) -> Any:
+    """Return the product of two of the caller's rows, by address."""
+    if operand_like.dtype in (types.uint16, types.uint32):
+        return lambda a, b, d, like, operand_like: product_of_bfloats(
+            array(a, d, np.uint16), array(b, d, np.uint16)
+        )
+    return lambda a, b, d, like, operand_like: product_of_rows(array(a, d, like), array(b, d, like))
+
+
 @inner
-def write_deltas(call, seq, place, delta, lse, like):
+def write_deltas(call, seq, place, delta, lse, like, operand_like):
     """Write ``Delta - dLSE`` of a tile of queries; 0 for a row that sees nothing."""
-    size = like.itemsize
+    size, row_bytes = like.itemsize, row_size(operand_like)
     for i in range(place.n):
         at = place.s, seq.query + place.i0 + i, place.h
-        out = array(call.out.address + size * row_at(call.out, *at), call.value_d, like)
-        dout = array(call.dout.address + size * row_at(call.dout, *at), call.value_d, like)
-        total = product_of_rows(out, dout)
+        out = call.out.address + row_bytes * row_at(call.out, *at)
+        dout = call.dout.address + row_bytes * row_at(call.dout, *at)
+        total = product_at(out, dout, call.value_d, like, operand_like)
         if call.dlse.address:
             row = numbers_at(call.dlse, size, place.s, place.h, seq.query + place.i0 + i)
             total -= array(row, 1, like)[0]
@@ -68,13 +88,13 @@ def write_deltas(call, seq, place, delta, lse, like):
 
 
 @inner
-def rows_of(call, seq, place, like):
+def rows_of(call, seq, place, like, operand_like):
     """Return the numbers of the rows of a tile of queries."""
     size, at = like.itemsize, seq.query + place.i0
     delta = array(numbers_at(call.delta, size, place.s, place.h, at), place.n, like)
     lse = array(numbers_at(call.lse, size, place.s, place.h, at), place.n, like)
     if call.out.address:  # else the host has written delta
-        write_deltas(call, seq, place, delta, lse, like)
+        write_deltas(call, seq, place, delta, lse, like, operand_like)
     natural = place.n if call.natural else 0
     return Rows(delta, lse, array(numbers_at(call.rest, size, place.s, place.h, at), natural, like))
 

@@ -2,8 +2,8 @@
 
 On processors with a dot product of bfloat16 pairs, bfloat16 inputs stay as they are: an operand is
 then a uint32 of two numbers, two terms of the sum over k. Along a head these are neighbours; along
-keys and queries, number j of a tile's first half and number j of its second, so that a pair of
-rows gives a row of pairs.
+the keys and queries of a tile, numbers j and ``j + half_of(n)`` of n, so that a pair of rows gives
+a row of pairs.
 
 On processors with tile instructions (amx.py) an operand is a bfloat16 of rows as they are, or of
 pairs of neighbouring rows.
@@ -29,6 +29,8 @@ from .wide import (
     STEP,
     finite,
     multiply,
+    pair_rows,
+    pair_rows_with_zeros,
     shorten,
     some_turned_floats,
     some_turned_pairs,
@@ -61,9 +63,21 @@ def depth(like, d):
 
 
 @inner
-def tile_depth(like, count, half):
-    """Return the number of operands along ``count`` of the ``2 half`` keys or queries of a tile."""
-    return min(count, half) if paired(like) else count
+def half_of(n):
+    """Return half the keys or queries of a tile, rounded up to a whole vector."""
+    return (n + 2 * W - 1) // (2 * W) * W
+
+
+@inner
+def tile_depth(like, count, n):
+    """Return the number of operands along the first ``count`` of n keys or queries of a tile."""
+    return min(count, half_of(n)) if paired(like) else count
+
+
+@inner
+def tile_rows(like, half):
+    """Return how many rows of operands a tile of ``2 half`` keys or queries has."""
+    return half if bfloats(like) else 2 * half
 
 
 # --- transposed copies -------------------------------------------------------------------------
@@ -202,57 +216,55 @@ def _pair(low, high):
 
 
 @choice
-def fold_row(like, to, row) -> Any:
-    """Write a row of weights as pairs of keys, (j, j + HALF_K), to the address ``to``."""
+def fold_row(like, to, row, n) -> Any:
+    """Write a row of weights of a tile of n keys as pairs of keys, to the address ``to``."""
     if like.dtype != types.uint32:
-        return lambda like, to, row: None
+        return lambda like, to, row, n: None
 
-    def fold(like, to, row):
-        out = array(to, HALF_K, like)
-        second = row[HALF_K:]
-        for j in range(second.size):
-            out[j] = _pair(_bfloat(row[j]), _bfloat(second[j]))
-        for j in range(min(row.size, HALF_K) - second.size):
-            out[second.size + j] = _bfloat(row[second.size + j])
+    def fold(like, to, row, n):
+        half = half_of(n)
+        first, both = row.ctypes.data, max(0, row.size - half)
+        alone = min(row.size, half) - both
+        if both:
+            pair_rows(to, first, first + 4 * half, both)
+        if alone:
+            pair_rows_with_zeros(to + 4 * both, first + 4 * both, alone)
 
     return fold
 
 
 @choice
 def fold_rows(like, tile, n, width) -> Any:
-    """Fold n rows of weights into pairs of queries, (i, i + HALF_Q), in place."""
+    """Fold n rows of weights into pairs of queries, in place."""
     if like.dtype != types.uint32:
         return lambda like, tile, n, width: None
 
     def fold(like, tile, n, width):
-        for i in range(min(n, HALF_Q)):
-            row = array(tile + 4 * TILE_K * i, width, np.float32)
-            out = row.view(np.uint32)
-            if i + HALF_Q < n:
-                second = array(tile + 4 * TILE_K * (i + HALF_Q), width, np.float32)
-                for j in range(width):
-                    out[j] = _pair(_bfloat(row[j]), _bfloat(second[j]))
+        half = half_of(n)
+        for i in range(min(n, half)):
+            row = tile + 4 * TILE_K * i
+            if i + half < n:
+                pair_rows(row, row, row + 4 * TILE_K * half, width)
             else:
-                for j in range(width):
-                    out[j] = _bfloat(row[j])
+                pair_rows_with_zeros(row, row, width)
 
     return fold
 
 
 @choice
-def pack_rows(like, to, padded, rows, row_bytes, n, half, d) -> Any:
-    """Write contiguous rows; those of bfloat16 as pairs ``[half, padded]`` of (i, i + half).
+def pack_rows(like, to, padded, rows, row_bytes, n, d) -> Any:
+    """Write contiguous rows of a tile; those of bfloat16 as pairs ``[half_of(n), padded]``.
 
     Pairs are zero past n and d. Rows of one head lie H D apart, which uses few sets of a cache, and
     products read them often.
     """
     if like.dtype == types.uint16:
-        return lambda like, to, padded, rows, row_bytes, n, half, d: pack_neighbours(
+        return lambda like, to, padded, rows, row_bytes, n, d: pack_neighbours(
             like, to, rows, row_bytes, n, padded
         )
     if like.dtype != types.uint32:
 
-        def copy(like, to, padded, rows, row_bytes, n, half, d):
+        def copy(like, to, padded, rows, row_bytes, n, d):
             for i in range(n):
                 out = array(to + like.itemsize * padded * i, padded, like)
                 row = array(rows + row_bytes * i, padded, like)
@@ -261,19 +273,32 @@ def pack_rows(like, to, padded, rows, row_bytes, n, half, d) -> Any:
 
         return copy
 
-    def pack(like, to, padded, rows, row_bytes, n, half, d):
+    def pack(like, to, padded, rows, row_bytes, n, d):
+        half = half_of(n)
         for i in range(min(n, half)):
             out = array(to + 4 * padded * i, padded, like)
             row = array(rows + row_bytes * i, d, np.uint16)
-            second = array(rows + row_bytes * (i + half), d if i + half < n else 0, np.uint16)
-            for c in range(second.size):
-                out[c] = _pair(np.uint32(row[c]), np.uint32(second[c]))
-            for c in range(d - second.size):
-                out[second.size + c] = np.uint32(row[second.size + c])
+            if i + half < n:
+                second = array(rows + row_bytes * (i + half), d, np.uint16)
+                for c in range(d):
+                    out[c] = _pair(np.uint32(row[c]), np.uint32(second[c]))
+            else:
+                for c in range(d):
+                    out[c] = np.uint32(row[c])
             for c in range(d, padded):  # Numba drops an assignment to a slice of an inlined array
                 out[c] = np.uint32(0)
 
     return pack
+
+
+@inner
+def pack_tiles(like, to, rows, row_bytes, n, half, d):
+    """Write n rows of d, whole vectors, by ``pack_rows``: tiles of ``2 half`` of them."""
+    for tile in range((n + 2 * half - 1) // (2 * half)):
+        first = 2 * half * tile
+        at = to + sum_size(like) * d * tile_rows(like, half) * tile
+        count = min(n - first, 2 * half)
+        pack_rows(like, at, d, rows + row_bytes * first, row_bytes, count, d)
 
 
 # --- operands of tile instructions ---------------------------------------------------------------
@@ -386,16 +411,9 @@ def _plain_rows_are_finite(like, rows, row_bytes, n, d):
 @choice
 def rescale(like, row, factor) -> Any:
     """Scale the scores of bfloat16 operands: scaling the queries instead would round them."""
-    if like.dtype == types.uint16:
-        return lambda like, row, factor: multiply(row.ctypes.data, row.size, np.float32(factor))
-    if like.dtype != types.uint32:
+    if like.dtype not in _BFLOATS:
         return lambda like, row, factor: None
-
-    def scale(like, row, factor):
-        for j in range(row.size):
-            row[j] *= np.float32(factor)
-
-    return scale
+    return lambda like, row, factor: multiply(row.ctypes.data, row.size, np.float32(factor))
 
 
 @choice

@@ -1,8 +1,9 @@
 """Short sequences: a task is a kv head of a sequence, which a thread packs into its own memory.
 
-Rows of any dtype become float32 there, so nothing of the size of a tensor is converted or packed.
-Rules of masks and scores are those of tiles. A result that is not finite is computed again by
-tiles, as in few.py.
+Nothing of the size of a tensor is converted or packed. Where the processor multiplies pairs of
+bfloat16, such rows are packed as pairs; rows of other dtypes are widened to float32. Steps and
+their order are those of tiles. A result that is not finite is computed again by tiles, as in
+few.py.
 """
 
 from __future__ import annotations
@@ -12,110 +13,99 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import types
 
-from .few import INFINITE, KEYS, NEXT, TASKS, head_rows, kind_of, opened, read_numbers, read_rows
+from .backward import add_whole_products, head_memory, tile_gradients, tile_memory
+from .few import (
+    INFINITE,
+    KEYS,
+    NEXT,
+    TASKS,
+    head_rows,
+    kind_of,
+    opened,
+    operands_of,
+    read_lse,
+    read_numbers,
+    read_rows,
+)
 from .few_vector import narrow
-from .forward import finish_rows, softmax_step
+from .forward import begin_rows, finish_rows, scratch_of, write_weights
 from .functions import array, choice, inner
-from .gradient_rows import Rows, buffers_of, row_gradients
+from .gradient_rows import Buffers, Rows, buffers_of, write_deltas
 from .kernel import kernel
-from .operands import aligned, pack_columns, pack_panels, rows_are_finite
-from .products import from_columns, from_rows
-from .rows import keep_row, query_scale, score_row
-from .tiles import columns, key_range, place_of, row_at, score_tile, skipped, tile_range, tile_row
+from .operands import (
+    HALF_K,
+    HALF_Q,
+    aligned,
+    count_infinite,
+    pack_columns,
+    pack_panels,
+    pack_tiles,
+    paired,
+    rows_are_finite,
+    tile_depth,
+    unowned,
+)
+from .products import from_rows
+from .rows import query_scale
+from .tiles import (
+    columns,
+    key_range,
+    keys_of,
+    packed_row,
+    place_of,
+    row_at,
+    skipped,
+    tile_range,
+    tile_row,
+)
 from .vector import TILE_K, TILE_Q, address, fetch, fetch_add
 
 
-class Head(NamedTuple):
-    """Addresses of a kv head in a thread's scratch memory, float32."""
+class Room(NamedTuple):
+    """Addresses in a thread's scratch memory of a forward, and of the count of infinite results."""
 
-    k: int  # [keys, d]
-    v: int  # [keys, value_d]
+    q: int  # [TILE_Q, d], widened
+    k: int  # [keys, d], widened
+    v: int  # [keys, value_d], widened, or pairs [keys / 2, value_d]
     k_panels: int  # [keys / panel, d, panel]
-    v_panels: int  # only of a backward, as dk and dv
-    dk: int  # [keys, d]
-    dv: int  # [keys, value_d]
+    infinite: int
 
 
-class Tile(NamedTuple):
-    """Addresses of a tile of queries, likewise."""
+class BackwardRoom(NamedTuple):
+    """Addresses of what a backward needs besides the memory of tiles."""
 
-    q: int  # [n, d]
-    dout: int  # [n, value_d]
-    queries: int  # [d, TILE_Q], scaled
-    douts: int  # [value_d, TILE_Q]
-    S: int  # [TILE_Q, TILE_K], then P R
-    dp: int  # [TILE_Q, TILE_K], then dS
-    O: int  # [TILE_Q, value_d]; of a backward dq, [TILE_Q, d]
-    m: int  # [TILE_Q]; of a backward lse
-    l: int  # [TILE_Q]; of a backward delta
+    v: int  # [keys, value_d], widened
+    lse: int  # [TILE_Q], in base 2
+    delta: int  # [TILE_Q]
+    infinite: int
 
 
 @inner
-def head_of(at, keys, call, passes):
-    """Return the Head at an address, and the address after it; ``passes``: 1, or 2 backward."""
-    d, value_d, size = call.d, call.value_d, 4 * ((keys + TILE_K - 1) // TILE_K * TILE_K)
-    k, v = at, at + size * d
-    k_panels = v + size * value_d
-    v_panels = k_panels + size * d
-    dk = v_panels + (passes - 1) * size * value_d
-    dv = dk + (passes - 1) * size * d
-    return Head(k, v, k_panels, v_panels, dk, dv), dv + (passes - 1) * size * value_d
-
-
-@inner
-def tile_of(at, call, passes):
-    """Return the Tile at an address."""
-    d, value_d, size = call.d, call.value_d, 4 * TILE_Q
-    dout = at + size * d
-    queries = dout + (passes - 1) * size * value_d
-    douts = queries + size * d
-    S = douts + (passes - 1) * size * value_d
-    dP = S + size * TILE_K
-    O = dP + (passes - 1) * size * TILE_K
-    m = O + size * max(d, value_d)
-    return Tile(at, dout, queries, douts, S, dP, O, m, m + size)
-
-
-@inner
-def numbers_of(keys, call):
-    """Return how many numbers a Head and a Tile of a backward take at most."""
-    d, value_d = call.d, call.value_d
-    whole = (keys + TILE_K - 1) // TILE_K * TILE_K
-    return 3 * whole * (d + value_d) + TILE_Q * (3 * (d + value_d) + 2 * TILE_K + 2)
+def whole_tiles(keys):
+    """Return a number of keys rounded up to whole tiles."""
+    return (keys + TILE_K - 1) // TILE_K * TILE_K
 
 
 @choice
-def float_rows(kind, room, tensor, s, first, n, h, d, like) -> Any:
-    """Return the address of n rows of a head as float32, and the bytes from row to row.
+def read_in_place(kind, operand_like, room, tensor, s, first, n, h, d, infinite, like) -> Any:
+    """Return the address of n rows of a head whose numbers are operands, and bytes between rows.
 
-    Those of other dtypes are written to ``room``.
+    Rows that have to be widened are written to ``room``. Those of pairs are counted if not finite.
     """
-    if kind.dtype == types.float32:
-        return lambda kind, room, tensor, s, first, n, h, d, like: head_rows(
-            kind, tensor, s, first, h
-        )
+    if kind.dtype == types.float32 or operand_like.dtype == types.uint32:
 
-    def widened(kind, room, tensor, s, first, n, h, d, like):
+        def in_place(kind, operand_like, room, tensor, s, first, n, h, d, infinite, like):
+            at, step = head_rows(kind, tensor, s, first, h)
+            count_infinite(operand_like, at, step, n, d, infinite)
+            return at, step
+
+        return in_place
+
+    def widened(kind, operand_like, room, tensor, s, first, n, h, d, infinite, like):
         read_rows(kind, room, tensor, s, first, n, h, d, 1.0, like)
         return room, 4 * d
 
     return widened
-
-
-@inner
-def read_head(call, seq, s, hk, head, passes, like, kind):
-    """Write a kv head's panels, and of a backward its keys; return its values and their bytes."""
-    keys, d, value_d = seq.keys, call.d, call.value_d
-    if passes == 2:
-        read_rows(kind, head.k, call.k, s, seq.key, keys, hk, d, 1.0, like)
-    k, k_bytes = float_rows(kind, head.k, call.k, s, seq.key, keys, hk, d, like)
-    v, v_bytes = float_rows(kind, head.v, call.v, s, seq.key, keys, hk, value_d, like)
-    for tile in tile_range(0, keys):
-        j0 = tile * TILE_K
-        pack_panels(like, head.k_panels, k, k_bytes, j0, keys, d)
-        if passes == 2:
-            pack_panels(like, head.v_panels, v, v_bytes, j0, keys, value_d)
-    return v, v_bytes
 
 
 @inner
@@ -142,22 +132,51 @@ def fetch_task(header, call, sequences, t, passes, kind):
             fetch_rows(kind, call.dout, s, seq.query, seq.queries, h, call.value_d)
 
 
+@inner
+def forward_room(call, keys, infinite, like):
+    """Return (the array that owns it, the Room of a thread)."""
+    d, value_d = call.d, call.value_d
+    owner, k_panels = aligned(keys * (2 * d + value_d) + TILE_Q * d, like)
+    k = k_panels + 4 * keys * d
+    v = k + 4 * keys * d
+    return owner, Room(v + 4 * keys * value_d, k, v, k_panels, infinite)
+
+
+@inner
+def read_head(call, seq, s, hk, room, kind, like, operand_like):
+    """Write a kv head's panels of keys; return the address of its values, and bytes of a row."""
+    keys, d, value_d, at = seq.keys, call.d, call.value_d, room.infinite
+    k, k_bytes = read_in_place(
+        kind, operand_like, room.k, call.k, s, seq.key, keys, hk, d, at, like
+    )
+    for tile in tile_range(0, keys):
+        pack_panels(operand_like, room.k_panels, k, k_bytes, tile * TILE_K, keys, d)
+    v, v_bytes = read_in_place(
+        kind, operand_like, room.v, call.v, s, seq.key, keys, hk, value_d, at, like
+    )
+    if paired(operand_like):
+        pack_tiles(operand_like, room.v, v, v_bytes, keys, HALF_K, value_d)
+        return room.v, 4 * value_d
+    return v, v_bytes
+
+
 @kernel
 def short_forward(pointer):
     """Compute tasks of a forward until none is left; the pointer is that of a header."""
-    data, kind, like = address(pointer), kind_of(pointer), np.empty(0, np.float32)
+    data = address(pointer)
+    owners = kind_of(pointer), np.empty(0, np.float32), operands_of(pointer)
+    kind, like, operand_like = unowned(owners[0]), unowned(owners[1]), unowned(owners[2])
     header, calls, sequences, states = opened(data)
     call = calls[0]
-    owner, at = aligned(numbers_of(header[KEYS], call), like)
-    head, at = head_of(at, header[KEYS], call, 1)
-    tile = tile_of(at, call, 1)
+    room_owner, room = forward_room(call, whole_tiles(header[KEYS]), data + 8 * INFINITE, like)
+    scratch_owner, scratch = scratch_of(call, like)
     kept = np.empty(TILE_K + 64 if call.threshold else 0, np.uint8)
     t = fetch_add(data + 8 * NEXT, 1)
     while t < header[TASKS]:
         after = fetch_add(data + 8 * NEXT, 1)
         s, hk = t // call.hk, t % call.hk
         seq = sequences[s]
-        values = read_head(call, seq, s, hk, head, 1, like, kind)
+        values = read_head(call, seq, s, hk, room, kind, like, operand_like)
         fetch_task(header, call, sequences, after, 1, kind)
         finite = True
         for h in range(hk * call.group, (hk + 1) * call.group):
@@ -165,81 +184,115 @@ def short_forward(pointer):
                 place = place_of(seq, s, h, n)
                 state = tile_row(states, s, h, n)
                 finite &= forward_part(
-                    call, seq, state, place, head, values, tile, kept, like, kind
+                    *(call, seq, state, place, values, room, scratch, unowned(kept)),
+                    *(kind, like, operand_like),
                 )
         if not finite:
-            fetch_add(data + 8 * INFINITE, 1)
+            fetch_add(room.infinite, 1)
         t = after
-    return owner.size + kept.size + like.size + kind.size
+    in_use = owners[0].size + owners[1].size + owners[2].size
+    return in_use + room_owner.size + scratch_owner.size + kept.size
 
 
 @inner
-def forward_part(call, seq, state, place, head, values, tile, kept, like, kind):
+def forward_part(call, seq, state, place, values, room, scratch, kept, kind, like, operand_like):
     """Compute out and lse of a tile of queries; return False if they are not finite."""
     s, h, i0, n = place
-    d, value_d = call.d, call.value_d
-    m, l = array(tile.m, n, like), array(tile.l, n, like)
-    m[:] = -np.inf
-    l[:] = np.float32(0)
-    array(tile.O, n * value_d, like)[:] = np.float32(0)
-    q, q_bytes = float_rows(kind, tile.q, call.q, s, seq.query + i0, n, h, d, like)
-    pack_columns(like, tile.queries, q, q_bytes, n, d, query_scale(call))
+    d, value_d, first = call.d, call.value_d, seq.query + i0
+    m, l = begin_rows(call, n, scratch, like)
+    q, q_bytes = read_in_place(
+        kind, operand_like, room.q, call.q, s, first, n, h, d, room.infinite, like
+    )
+    pack_columns(operand_like, scratch.queries, q, q_bytes, n, d, query_scale(call))
     v, v_bytes = values
     low, high = key_range(call, seq, place)
-    for number in tile_range(low, high):
-        if skipped(state, number):
+    for tile in tile_range(low, high):
+        if skipped(state, tile):
             continue
-        part = columns(like, low, high, number, state)
-        score_tile(like, tile.S, tile.queries, head.k_panels, part, n, d, 0)
-        for r in range(n):
-            row = array(tile.S + 4 * r * TILE_K, part.width, like)
-            score_row(row, like, call, seq, s, h, i0 + r, part)
-            average = array(tile.O + 4 * r * value_d, value_d, like)
-            softmax_step(row, m, l, r, average, call.natural)
-            if call.threshold:
-                kept_row = keep_row(kept, part.width, call, s, h, i0 + r, part.j0)
-                for j in range(part.width):
-                    row[j] *= kept_row[j]
-        rows, stride = v + v_bytes * part.j0, v_bytes // 4
-        from_rows(like, n, value_d, part.keys, tile.O, value_d, tile.S, rows, stride, 1)
-    finish_rows(call, seq, place, tile.O, m, l, like, kind)
-    return rows_are_finite(like, tile.O, 4 * value_d, n, value_d)
+        part = columns(operand_like, low, high, tile, state)
+        keys = room.k_panels
+        write_weights(call, seq, place, part, keys, scratch, m, l, kept, like, operand_like)
+        rows, stride = v + v_bytes * packed_row(operand_like, part), v_bytes // 4
+        k = tile_depth(operand_like, part.keys, keys_of(seq, part.tile))
+        from_rows(operand_like, n, value_d, k, scratch.O, value_d, scratch.S, rows, stride, 1)
+    finish_rows(call, seq, place, scratch.O, m, l, like, written(kind, operand_like))
+    return rows_are_finite(like, scratch.O, 4 * value_d, n, value_d)
+
+
+@choice
+def written(kind, operand_like) -> Any:
+    """Return the array whose dtype says how ``store`` writes rows: of pairs as tiles do."""
+    if operand_like.dtype == types.uint32:
+        return lambda kind, operand_like: operand_like
+    return lambda kind, operand_like: kind
+
+
+@inner
+def backward_room(call, keys, infinite, like):
+    """Return (the array that owns it, the BackwardRoom of a thread)."""
+    owner, v = aligned(keys * call.value_d + 2 * TILE_Q, like)
+    lse = v + 4 * keys * call.value_d
+    return owner, BackwardRoom(v, lse, lse + 4 * TILE_Q, infinite)
+
+
+@inner
+def pack_head(call, seq, s, hk, head, room, kind, like, operand_like):
+    """Write a kv head's keys and values as panels, and its keys as rows; set dK and dV to 0."""
+    keys, d, value_d, at = seq.keys, call.d, call.value_d, room.infinite
+    k, k_bytes = read_in_place(
+        kind, operand_like, head.k_rows, call.k, s, seq.key, keys, hk, d, at, like
+    )
+    v, v_bytes = read_in_place(
+        kind, operand_like, room.v, call.v, s, seq.key, keys, hk, value_d, at, like
+    )
+    for tile in tile_range(0, keys):
+        j0 = tile * TILE_K
+        pack_panels(operand_like, head.k_panels, k, k_bytes, j0, keys, d)
+        pack_panels(operand_like, head.v_panels, v, v_bytes, j0, keys, value_d)
+    if k != head.k_rows:
+        pack_tiles(operand_like, head.k_rows, k, k_bytes, keys, HALF_K, d)
+    array(head.dk, keys * d, like)[:] = np.float32(0)
+    array(head.dv, keys * value_d, like)[:] = np.float32(0)
 
 
 @kernel
 def short_backward(pointer):
     """Compute tasks of a backward until none is left; the pointer is that of a header."""
-    data, kind, like = address(pointer), kind_of(pointer), np.empty(0, np.float32)
+    data = address(pointer)
+    owners = kind_of(pointer), np.empty(0, np.float32), operands_of(pointer)
+    kind, like, operand_like = unowned(owners[0]), unowned(owners[1]), unowned(owners[2])
     header, calls, sequences, states = opened(data)
-    call = calls[0]
-    owner, at = aligned(numbers_of(header[KEYS], call), like)
-    head, at = head_of(at, header[KEYS], call, 2)
-    tile = tile_of(at, call, 2)
-    buffers = buffers_of(call, like)
+    call, keys = calls[0], whole_tiles(header[KEYS])
+    head_owner, head = head_memory(call, keys, like)
+    tile_owner, tile = tile_memory(call, like, operand_like)
+    room_owner, room = backward_room(call, keys, data + 8 * INFINITE, like)
+    owned = buffers_of(call, like)
+    buffers = Buffers(unowned(owned.y), unowned(owned.x), unowned(owned.kept))
     t = fetch_add(data + 8 * NEXT, 1)
     while t < header[TASKS]:
         after = fetch_add(data + 8 * NEXT, 1)
         s, hk = t // call.hk, t % call.hk
         seq = sequences[s]
-        read_head(call, seq, s, hk, head, 2, like, kind)
+        pack_head(call, seq, s, hk, head, room, kind, like, operand_like)
         fetch_task(header, call, sequences, after, 2, kind)
-        array(head.dk, seq.keys * call.d, like)[:] = np.float32(0)
-        array(head.dv, seq.keys * call.value_d, like)[:] = np.float32(0)
         finite = True
         for h in range(hk * call.group, (hk + 1) * call.group):
             for n in range((seq.queries + TILE_Q - 1) // TILE_Q):
                 place = place_of(seq, s, h, n)
                 state = tile_row(states, s, h, n)
-                finite &= backward_part(call, seq, state, place, head, tile, buffers, like, kind)
+                finite &= backward_part(
+                    *(call, seq, state, place, head, tile, room, buffers),
+                    *(kind, like, operand_like),
+                )
         write_head(call.dk, head.dk, call, seq, s, hk, call.d, like, kind)
         write_head(call.dv, head.dv, call, seq, s, hk, call.value_d, like, kind)
         finite &= rows_are_finite(like, head.dk, 4 * call.d, seq.keys, call.d)
         finite &= rows_are_finite(like, head.dv, 4 * call.value_d, seq.keys, call.value_d)
         if not finite:
-            fetch_add(data + 8 * INFINITE, 1)
+            fetch_add(room.infinite, 1)
         t = after
-    in_use = buffers.y.size + buffers.x.size + buffers.kept.size
-    return in_use + owner.size + like.size + kind.size
+    in_use = owned.y.size + owned.x.size + owned.kept.size + head_owner.size + tile_owner.size
+    return in_use + room_owner.size + owners[0].size + owners[1].size + owners[2].size
 
 
 @inner
@@ -254,35 +307,50 @@ def write_head(to, rows, call, seq, s, hk, d, like, kind):
 
 
 @inner
-def backward_part(call, seq, state, place, head, tile, buffers, like, kind):
+def pack_queries(call, seq, place, tile, room, kind, like, operand_like):
+    """Write the rows of q and of dO of a tile of queries, and both as columns."""
+    s, h, i0, n = place
+    d, value_d, first, at = call.d, call.value_d, seq.query + i0, room.infinite
+    q, q_bytes = read_in_place(kind, operand_like, tile.q_rows, call.q, s, first, n, h, d, at, like)
+    dout, dout_bytes = read_in_place(
+        kind, operand_like, tile.dout_rows, call.dout, s, first, n, h, value_d, at, like
+    )
+    if q != tile.q_rows:
+        pack_tiles(operand_like, tile.q_rows, q, q_bytes, n, HALF_Q, d)
+        pack_tiles(operand_like, tile.dout_rows, dout, dout_bytes, n, HALF_Q, value_d)
+    pack_columns(operand_like, tile.queries, q, q_bytes, n, d, query_scale(call))
+    pack_columns(operand_like, tile.douts, dout, dout_bytes, n, value_d, 1.0)
+
+
+@inner
+def read_stats(call, seq, place, tile, room, kind, like, operand_like):
+    """Return the Rows of a tile of queries, whose rows of dO are packed."""
+    lse, delta = array(room.lse, place.n, like), array(room.delta, place.n, like)
+    if paired(operand_like):
+        read_lse(call, seq, place, lse, like)
+        write_deltas(call, seq, place, delta, lse, like, operand_like)
+    else:
+        places = room.lse, room.delta, tile.dout_rows, tile.dq
+        read_numbers(call, seq, place, places, like, kind)
+    return Rows(delta, lse, array(room.lse, 0, like))
+
+
+@inner
+def backward_part(call, seq, state, place, head, tile, room, buffers, kind, like, operand_like):
     """Write dq of a tile of queries, add to dK and dV; return False if dq is not finite."""
     s, h, i0, n = place
-    d, value_d = call.d, call.value_d
-    read_rows(kind, tile.q, call.q, s, seq.query + i0, n, h, d, 1.0, like)
-    read_rows(kind, tile.dout, call.dout, s, seq.query + i0, n, h, value_d, 1.0, like)
-    pack_columns(like, tile.queries, tile.q, 4 * d, n, d, query_scale(call))
-    pack_columns(like, tile.douts, tile.dout, 4 * value_d, n, value_d, 1.0)
-    read_numbers(call, seq, place, (tile.m, tile.l, tile.dout, tile.O), like, kind)
-    lse, delta = array(tile.m, n, like), array(tile.l, n, like)
-    rows = Rows(delta, lse, array(tile.m, 0, like))
-    array(tile.O, n * d, like)[:] = np.float32(0)
+    d = call.d
+    pack_queries(call, seq, place, tile, room, kind, like, operand_like)
+    rows = read_stats(call, seq, place, tile, room, kind, like, operand_like)
+    array(tile.dq, n * d, like)[:] = np.float32(0)
     low, high = key_range(call, seq, place)
     for number in tile_range(low, high):
         if skipped(state, number):
             continue
-        part = columns(like, low, high, number, state)
-        score_tile(like, tile.S, tile.queries, head.k_panels, part, n, d, 0)
-        score_tile(like, tile.dp, tile.douts, head.v_panels, part, n, value_d, 0)
-        tiles = tile.S, tile.dp
-        for r in range(n):
-            row_gradients(call, seq, place, r, part, 0, rows, tiles, buffers, like, like)
-        dk, dv = head.dk + 4 * d * part.j0, head.dv + 4 * value_d * part.j0
-        w = part.width
-        from_columns(like, w, value_d, n, dv, value_d, tile.S, TILE_K, tile.dout, value_d, 1)
-        from_columns(like, w, d, n, dk, d, tile.dp, TILE_K, tile.q, d, 1)
-        k = head.k + 4 * d * part.j0
-        from_rows(like, n, d, part.keys, tile.O, d, tile.dp, k, d, 1)
+        part = columns(operand_like, low, high, number, state)
+        tile_gradients(call, seq, place, part, 0, rows, head, tile, buffers, like, operand_like)
+        add_whole_products(call, seq, n, part, head, tile, like, operand_like)
     for r in range(n if call.dq.address else 0):
         at = call.dq.address + kind.itemsize * row_at(call.dq, s, seq.query + i0 + r, h)
-        narrow(kind, at, tile.O + 4 * d * r, d)
-    return rows_are_finite(like, tile.O, 4 * d, n, d)
+        narrow(kind, at, tile.dq + 4 * d * r, d)
+    return rows_are_finite(like, tile.dq, 4 * d, n, d)

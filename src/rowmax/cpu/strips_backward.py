@@ -119,7 +119,7 @@ def strip_gradients(call, seq, strip, r, part, p, head, tile, buffers, like, ope
     d, value_d, width = call.d_operand, call.value_d_operand, part.width
     strip_scores(tile.s, tile.queries + 2 * d * r, head.k_panels, part, d)
     strip_scores(tile.dp, tile.douts + 2 * value_d * r, head.v_panels, part, value_d)
-    rows = rows_of(call, seq, strip, like)
+    rows = rows_of(call, seq, strip, like, operand_like)
     tiles = tile.s, tile.dp
     first = part.j0 - TILE_K * part.tile
     place = 2 * TILE_Q * first + 64 * r
@@ -196,7 +196,7 @@ def sum_far_strips(call, seq, state, place, head, tile, buffers, like, operand_l
     d = call.d_operand
     for r in range(0, place.n, STRIP):
         strip = strip_of(place, r)
-        rows = rows_of(call, seq, strip, like)
+        rows = rows_of(call, seq, strip, like, operand_like)
         if not any_far(rows, strip.n):
             continue
         low, high = key_range(call, seq, strip)

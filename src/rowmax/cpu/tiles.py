@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ..rules.mask import FULL, SKIP
 from .functions import array, inner
-from .operands import depth, paired, row_size, unowned
+from .operands import HALF_K, depth, paired, row_size, tile_rows, unowned
 from .products import from_columns, panel, span
 from .rules import any_range
 from .vector import TILE_K, TILE_Q
@@ -99,6 +99,18 @@ def columns(like, low, high, tile, state):
     width = (stop - start + step - 1) // step * step
     partial = state.size > 0 and state[tile] != FULL
     return Columns(tile, first + start, width, stop - start, partial)
+
+
+@inner
+def keys_of(seq, tile):
+    """Return the number of keys of a tile of keys."""
+    return min(TILE_K, seq.keys - TILE_K * tile)
+
+
+@inner
+def packed_row(like, part):
+    """Return the row of operands, packed by ``pack_rows``, at which a part of a tile begins."""
+    return tile_rows(like, HALF_K) * part.tile if paired(like) else part.j0
 
 
 @inner

@@ -450,6 +450,28 @@ def _write_pairs(b: ir.IRBuilder, rows: list[Lanes], to: Value) -> Value:
     return both
 
 
+@step_of_row([_ADDRESS, _ADDRESS, _ADDRESS, _COUNT])
+def pair_rows(b, to, low, high, n):
+    """Write n float32 of two rows as pairs of bfloat16, those of low first; n is positive."""
+
+    def body(i, _):
+        rows = [floats(b, offset(b, row, i, 4)) for row in (low, high)]
+        _write_pairs(b, rows, offset(b, to, i, 4))
+
+    loop(b, n, LANES, [], body)
+
+
+@step_of_row([_ADDRESS, _ADDRESS, _COUNT])
+def pair_rows_with_zeros(b, to, row, n):
+    """Write n float32 as pairs of bfloat16 with 0; n is positive."""
+
+    def body(i, _):
+        x = floats(b, offset(b, row, i, 4))
+        _write_pairs(b, [x, x.all(0.0)], offset(b, to, i, 4))
+
+    loop(b, n, LANES, [], body)
+
+
 def _write_gradients(b, at, v, p, ds, places):
     """Write P and dS of two rows at column ``at + 16 v``: both as pairs, and dS as rows.
 
