@@ -1,6 +1,6 @@
-"""Predict which steps of a causal Hopper backward find their queries in the L2 cache.
+"""Predict which steps of a Hopper backward find their queries in the L2 cache.
 
-    python -m benchmarks.cache_model --cells 8,32,8,2048 2,32,8,8192 --mib 24 40
+    python -m benchmarks.cache_model --cells "b=8 hq=32 hk=8 d=128 n=2048|4096 causal=1" --mib 24 40
 
 Every block makes a step at a time, all at the same speed. A step reads Q and dO, and adds dQ, of a
 tile of queries of one head. The cache has the tiles that were used last. The orders:
@@ -10,8 +10,8 @@ tile of queries of one head. The cache has the tiles that were used last. The or
             begins the one before
     late    the same, drawn at the end of the tile before
 
-Printed are the steps that miss, and the part of the time in which a block has steps. A cell is
-``batch,query heads,kv heads,positions``.
+Printed are the steps that miss, and the part of the time in which a block has steps. Of a cell only
+``b``, ``hq``, ``hk``, ``d``, ``n`` and ``causal`` are read.
 """
 
 from __future__ import annotations
@@ -19,17 +19,26 @@ from __future__ import annotations
 import argparse
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from itertools import product
 from typing import NamedTuple
 from unittest import mock
 
 import torch
 
+from rowmax.bench.cells import Cell, cells
 from rowmax.call.inputs import Options, Tensors
 from rowmax.call.problem import Problem, problem_of
 from rowmax.gpu.hopper import backward_host
+from rowmax.gpu.hopper.backward_order import counter_table
 from rowmax.gpu.hopper.backward_tiles import FusedConfig, config_for, tiles_of
 
 PROCESSORS = 132
+#: sizes of packed sequences whose backward is slow, and of heads with kv heads of their own
+CELLS = [
+    "b=8 hq=32 hk=8 d=128 n=2048 causal=1",
+    "b=2 hq=32 hk=8 d=128 n=8192 causal=1",
+    "b=2 hq=16 d=128 n=8192 causal=1",
+]
 
 
 class Tile(NamedTuple):
@@ -47,19 +56,22 @@ class Result(NamedTuple):
     busy: float  # time with steps, of the time of all blocks
 
 
-def problem(batch: int, heads: int, kv_heads: int, n: int, d: int) -> Problem:
-    """Return a causal call in bfloat16."""
+def problem(cell: Cell) -> Problem:
+    """Return a call in bfloat16."""
     q, k = (
-        torch.empty(batch, n, h, d, dtype=torch.bfloat16, device="meta") for h in (heads, kv_heads)
+        torch.empty(cell.b, cell.n, h, cell.d, dtype=torch.bfloat16, device="meta")
+        for h in (cell.hq, cell.hk)
     )
-    return problem_of(Tensors(q, k, k), Options(scale=1.0, right=0))._replace(device="cuda")
+    options = Options(scale=1.0, right=0 if cell.causal else None)
+    return problem_of(Tensors(q, k, k), options)._replace(device="cuda")
 
 
 def steps(
     p: Problem, c: FusedConfig, tile: Tile, abreast: bool = False
 ) -> Iterator[tuple[int, ...]]:
     """Yield what each step of a tile reads: the place of a tile of queries."""
-    queries = range(-(-p.nq // c.BLOCK_STREAMED) - 1, tile.first // c.BLOCK_STREAMED - 1, -1)
+    first = tile.first // c.BLOCK_STREAMED if p.right == 0 else 0
+    queries = range(-(-p.nq // c.BLOCK_STREAMED) - 1, first - 1, -1)
     heads = range(p.group)
     every = (
         ((g, m) for m in queries for g in heads)
@@ -80,16 +92,11 @@ def dense_order(p: Problem, c: FusedConfig) -> list[list[Tile]]:
 
 
 def drawn_order(p: Problem, c: FusedConfig) -> list[Tile]:
-    """Return the tiles in the order of a counter: sections of heads, the longest tiles first."""
+    """Return the tiles in the order of a counter: one sequence after another, in sections."""
     many = backward_host.SECTION_BYTES // (backward_host.query_bytes(p) * p.nq)
-    sections = torch.arange(p.hk).split(max(1, many))
-    return [
-        Tile(b, head, first)
-        for b in range(p.batch)
-        for section in sections
-        for first in range(0, p.nk, c.BLOCK_RESIDENT)
-        for head in section.tolist()
-    ]
+    tiles = -(-p.nk // c.BLOCK_RESIDENT)
+    table, _ = counter_table(tiles, c.BLOCK_RESIDENT, 1, p.hk, max(1, many), False)
+    return [Tile(b, head, first) for b in range(p.batch) for first, head, _, _ in table.tolist()]
 
 
 def drawn_by_blocks(tiles: Iterable[Tile], ahead: bool) -> list[Iterator[Tile]]:
@@ -153,22 +160,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--cells", nargs="+", default=["8,32,8,2048", "2,32,8,8192", "2,16,16,8192"]
-    )
+    parser.add_argument("--cells", nargs="+", default=CELLS)
     parser.add_argument("--mib", nargs="+", type=float, default=[24.0, 40.0])
-    parser.add_argument("-d", type=int, default=128, help="head size")
     parser.add_argument(
         "--abreast", action="store_true", help="a step of each head of a group in turn"
     )
     given = parser.parse_args()
-    for cell in given.cells:
-        for mib in given.mib:
-            batch, heads, kv_heads, n = map(int, cell.split(","))
-            p = problem(batch, heads, kv_heads, n, given.d)
-            for name, result in predict(p, mib, given.abreast).items():
-                text = f"misses {result.misses:.3f} busy {result.busy:.3f}"
-                print(f"{cell:16} {mib:g} MiB  {name:6} {text}")
+    for cell, mib in product([x for text in given.cells for x in cells(text)], given.mib):
+        for name, result in predict(problem(cell), mib, given.abreast).items():
+            text = f"misses {result.misses:.3f} busy {result.busy:.3f}"
+            print(f"{cell.name} {mib:g} MiB  {name:6} {text}")
 
 
 if __name__ == "__main__":

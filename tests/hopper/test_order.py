@@ -14,6 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton.experimental.gluon")
 
 from benchmarks import cache_model
+from rowmax.bench import cells
 from rowmax.testing import Case
 from tests import drawn
 
@@ -184,7 +185,7 @@ def test_a_model_of_the_cache_counts_what_is_read_again() -> None:
 
 
 def test_the_model_has_every_step_of_every_order() -> None:
-    p = cache_model.problem(3, 8, 2, 640, 128)
+    p = cache_model.problem(cells.Cell(b=3, hq=8, hk=2, n=640, d=128, causal=True))
     c = backward_tiles.config_for(p, backward_tiles.tiles_of(p, False)[0])
     tiles = [tile for mine in cache_model.dense_order(p, c) for tile in mine]
     assert sorted(tiles) == sorted(cache_model.drawn_order(p, c))
