@@ -251,6 +251,31 @@ def test_the_error_of_a_rounded_lse_is_as_large_as_the_rule_says(shift: int) -> 
             assert known.cut < 2 * limit
 
 
+@pytest.mark.parametrize("features", [{"bias": "b1q1", "sink": True}, {"bias": "bhqk"}])
+def test_the_error_of_rounded_products_is_as_large_as_the_rule_says(features: Any) -> None:
+    """Compare backwards whose dP and Delta are summed in float32 and in float64."""
+    case = Case("few", nq=64, nk=64, hq=4, hk=2, d=32, dv=160, causal=True, left=1, **features)
+    call = make(replace(case, dropout=0.9), dtype=torch.float32)
+    dout, _ = cotangents(call)
+    problem, tensors = call.problem()
+    out, lse = dense.attention(problem, tensors, torch.float64)
+    wanted = Wanted(True, True, True, True, "sink" in features)
+
+    def gradients(dtype: torch.dtype) -> Gradients:
+        here = [t.to(dtype) if t is not None and t.is_floating_point() else t for t in tensors]
+        kind = problem._replace(dtype=dtype)
+        return tiled.backward(
+            kind, Tensors(*here), out.to(dtype), lse.to(dtype), dout.to(dtype), None, wanted
+        )
+
+    noise = rule.noise(problem, tensors, out, lse, dout, None)
+    found = zip(Gradients._fields, gradients(torch.float64), gradients(torch.float32), strict=True)
+    for name, right, rounded in found:
+        if right is not None and name != "v":
+            error = (rounded - right).norm().item()
+            assert 0.02 < error / noise[f"d{name}"].cut < 1, name
+
+
 def test_a_small_score_of_large_products_is_off_by_their_roundings() -> None:
     """The errors of sums of D products in float32, over the size that the rule takes."""
     generator = torch.Generator().manual_seed(0)

@@ -49,6 +49,11 @@ that. Without a softcap every pair of std has such an error, and the factor cove
 leaves it only to pairs with a small x, and in few pairs std's error may be small by chance. There
 noise takes it at two standard deviations, in float32, times the derivative of s by x.
 
+dP is such a sum too, over Dv, and so is Delta. Standard attention takes Delta from the same dP, so
+the error of dP cancels where dP and Delta do. Tiles take ``Delta = dO . o``, and there it stays: in
+rows that see few keys, and in sums of dS over keys. Errors of pairs are independent, and so are
+those of rows. In float32 the norms of both, in the mean square, are added to the second line.
+
 lse is stored in the accumulator. It is rounded once as a natural logarithm, and once in base 2.
 Each error is at most ``u |lse|``, both together ``sqrt(2 / 3) u |lse|`` in the mean square. P and
 dS of the row change by that part of themselves. Three standard deviations are added to the second
@@ -93,7 +98,7 @@ LIMITS[torch.float64] = LIMITS[torch.float32] * TO_FLOAT64
 class Noise(NamedTuple):
     """The noise of a tensor's elements: the largest, and the norm of all.
 
-    ``cut`` is the norm of the errors of tensor cores' truncation, of a softcap, and of Delta.
+    ``cut`` is the norm of further errors: tensor cores' truncation, a softcap, dP, Delta, lse.
     """
 
     largest: float
@@ -227,10 +232,8 @@ def noise(
 
     All have a batch dimension. Numbers of k and v that are not finite count as masked.
     """
-    q, k, v, dO, o = (
-        t.detach().double().nan_to_num(0.0, 0.0, 0.0).abs().transpose(1, 2)
-        for t in (tensors.q, tensors.k, tensors.v, dout, out)
-    )
+    given = (tensors.q, tensors.k, tensors.v, dout, out)
+    q, k, v, dO, o = (t.abs() for t in _heads_first(*given))
     k, v = (t.repeat_interleave(problem.group, 1) for t in (k, v))
     dL = torch.zeros_like(lse) if dlse is None else dlse.double().abs()
     P = _weights(problem._replace(dropout_p=0.0), tensors)
@@ -281,7 +284,9 @@ def noise(
         spread = _spread(problem, tensors, P * delta / 4, by_parameter)
         spread["dsink"] = ((sigma - lse).exp() * delta[..., 0] / 4).norm().item()
     else:
-        spread = _of_rounded_lse(problem, tensors, (P, R), (out, lse, dout, dlse), by_parameter)
+        signed = (problem, tensors, (P, R), (out, lse, dout, dlse), by_parameter)
+        of_lse, of_products = _of_rounded_lse(*signed), _of_rounded_products(*signed)
+        spread = {n: math.hypot(x, of_products.get(n, 0.0)) for n, x in of_lse.items()}
     flushed = _flushed(problem, lse)
 
     def norm_of_errors(name: str, t: Tensor) -> float:
@@ -318,10 +323,7 @@ def _of_rounded_lse(
         given: out, lse, dout and dlse.
     """
     (P, R), (out, lse, dout, dlse) = weights, given
-    v, dO, o = (
-        t.detach().double().nan_to_num(0.0, 0.0, 0.0).transpose(1, 2)
-        for t in (tensors.v, dout, out)
-    )
+    v, dO, o = _heads_first(tensors.v, dout, out)
     v = v.repeat_interleave(problem.group, 1)
     of_row = (dO * o).sum(-1, keepdim=True)
     if dlse is not None:
@@ -339,6 +341,43 @@ def _of_rounded_lse(
     return {name: 3 * norm for name, norm in found.items()}
 
 
+def _of_rounded_products(
+    problem: Problem,
+    tensors: Tensors,
+    weights: tuple[Tensor, Tensor],
+    given: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    by_parameter: dict[str, Tensor],
+) -> dict[str, float]:
+    """Return the norms of the gradients' errors from roundings of dP and of Delta, over u.
+
+    Arguments are those of ``_of_rounded_lse``.
+    """
+    (P, R), (out, lse, dout, _) = weights, given
+    q, k, v, dO, o = _heads_first(tensors.q, tensors.k, tensors.v, dout, out)
+    k, v = (t.repeat_interleave(problem.group, 1) for t in (k, v))
+    of_sum = math.sqrt(problem.dv / 3)
+    dP = (dO @ v.transpose(2, 3)).abs() + (dO.square() @ v.square().transpose(2, 3)).sqrt()
+    of_row = (dO * o).sum(-1, keepdim=True).abs() + (dO * o).square().sum(-1, keepdim=True).sqrt()
+    pairs = (of_sum * R * dP).square()
+    found = {
+        "dq": problem.scale * (pairs @ k.square()).sum().sqrt().item(),
+        "dk": problem.scale * (pairs.transpose(2, 3) @ q.square()).sum().sqrt().item(),
+        "dbias": pairs.sum().sqrt().item(),
+    }
+    for name, each in by_parameter.items():
+        found[f"d{name}"] = (pairs * each.square()).sum().sqrt().item()
+    rows = _spread(problem, tensors, of_sum * P * of_row, by_parameter)
+    if tensors.sink is not None:
+        of_sink = (tensors.sink.detach().double()[:, None] - lse).exp()
+        rows["dsink"] = of_sum * (of_sink * of_row[..., 0]).norm().item()
+    return {name: math.hypot(norm, found.get(name, 0.0)) for name, norm in rows.items()}
+
+
+def _heads_first(*tensors: Tensor) -> list[Tensor]:
+    """Return ``[B, H, N, D]`` in float64, numbers that are not finite as 0."""
+    return [t.detach().double().nan_to_num(0.0, 0.0, 0.0).transpose(1, 2) for t in tensors]
+
+
 def _spread(
     problem: Problem, tensors: Tensors, dS: Tensor, by_parameter: dict[str, Tensor]
 ) -> dict[str, float]:
@@ -346,10 +385,7 @@ def _spread(
 
     dS ``[B, Hq, Nq, Nk]`` is the change by the error of its row, at one standard deviation.
     """
-    q, k = (
-        t.detach().double().nan_to_num(0.0, 0.0, 0.0).transpose(1, 2)
-        for t in (tensors.q, tensors.k)
-    )
+    q, k = _heads_first(tensors.q, tensors.k)
     k = k.repeat_interleave(problem.group, 1)
     found = {
         "dq": problem.scale * (dS @ k).norm().item(),
@@ -480,10 +516,7 @@ def _partial_sums(problem: Problem, tensors: Tensors) -> Tensor:
 
 def _products(problem: Problem, tensors: Tensors) -> Tensor:
     """Return ``q_i . k_j``, ``[B, Hq, Nq, Nk]``; numbers that are not finite count as 0."""
-    q, k = (
-        t.detach().double().nan_to_num(0.0, 0.0, 0.0).transpose(1, 2)
-        for t in (tensors.q, tensors.k)
-    )
+    q, k = _heads_first(tensors.q, tensors.k)
     return q @ k.repeat_interleave(problem.group, 1).transpose(2, 3)
 
 
