@@ -31,6 +31,8 @@ from rowmax.testing import (
 )
 from rowmax.testing.table import pairwise
 
+from .drawn import Drawn, wrong
+
 CASE = Case("rule", causal=True, bias="1hqk", sink=True, allowed="11qk", empty_rows=True)
 
 
@@ -274,6 +276,49 @@ def test_the_error_of_rounded_products_is_as_large_as_the_rule_says(features: An
         if right is not None and name != "v":
             error = (rounded - right).norm().item()
             assert 0.02 < error / noise[f"d{name}"].cut < 1, name
+
+
+#: errors of rounding alone, which the error of standard attention does not cover by chance
+ROUNDED = {
+    "dsink, one row": Drawn(
+        Case(
+            "drawn", b=1, nq=80, nk=80, hk=1, d=104, dv=144, scale=5.0, documents="batched",
+            lengths=(1.0, 1.0, 1.0, 0.77), bias="k", sink=True, transposed=True,
+        ),
+        "float32", 1135514318,
+    ),
+    "out, one query": Drawn(
+        Case(
+            "drawn", nq=1, nk=93, hq=2, hk=1, d=128, dv=128, scale=1.0, documents="sorted",
+            alibi=True, sink=True, dropout=0.05, layout="sliced/bhnd/expanded",
+            positions=(5000, 1045727, 19389568, 4, 1048576), grads=("q", "k", "v", "alibi"),
+            dlse=False,
+        ),
+        "float32", 359283427,
+    ),
+    "dbias, sums over keys": Drawn(
+        Case(
+            "drawn", b=1, nq=32, nk=32, hq=8, hk=1, d=48, dv=48, scale=5.0, causal=True, right=34,
+            documents="queries", allowed="11qk", bias="b1q1", sink=True, dropout=0.95, shift=1,
+            dlse=False,
+        ),
+        "float32", 821329943,
+    ),
+    "dk, few keys": Drawn(
+        Case(
+            "drawn", b=1, nq=179, nk=179, hq=1, hk=1, d=117, dv=192, scale=1.0, causal=True,
+            left=1, documents="sorted", step=7, allowed="Bhqk", empty_rows=True, alibi=True,
+            dropout=0.95, layout="sliced/bhnd/strided", transposed=True, shift=1, grads=("k", "v"),
+        ),
+        "float32", 1410425391,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch", "reference"])
+@pytest.mark.parametrize("name", ROUNDED)
+def test_rounding_is_not_wrong(name: str, backend: str) -> None:
+    assert wrong(ROUNDED[name], backend, "cpu") == []
 
 
 def test_a_small_score_of_large_products_is_off_by_their_roundings() -> None:

@@ -45,9 +45,11 @@ deviation, are added to the second line.
 
 A score ``x = sum q_d k_d`` has D rounded partial sums. Each rounding is of u times ``|x| + sqrt(sum
 (q_d k_d)^2)`` at most, and they are independent: in the mean square x is off by ``sqrt(D / 3)`` of
-that. Without a softcap every pair of std has such an error, and the factor covers them. A softcap
-leaves it only to pairs with a small x, and in few pairs std's error may be small by chance. There
-noise takes it at two standard deviations, in float32, times the derivative of s by x.
+that, times the derivative of s by x. std has such an error too. But in few pairs it may be small by
+chance: where a softcap leaves it only to pairs with a small x, where one query sees few keys, where
+one row has most of the gradient of a sink. In float32 noise takes it at two standard deviations.
+The errors of pairs are independent, and their norms, in the mean square, are added to the second
+line. lse has the mean error of its scores, and so has every P of its row.
 
 dP is such a sum too, over Dv, and so is Delta. Standard attention takes Delta from the same dP, so
 the error of dP cancels where dP and Delta do. Tiles take ``Delta = dO . o``, and there it stays: in
@@ -232,8 +234,8 @@ def noise(
 
     All have a batch dimension. Numbers of k and v that are not finite count as masked.
     """
-    given = (tensors.q, tensors.k, tensors.v, dout, out)
-    q, k, v, dO, o = (t.abs() for t in _heads_first(*given))
+    every = (tensors.q, tensors.k, tensors.v, dout, out)
+    q, k, v, dO, o = (t.abs() for t in _heads_first(*every))
     k, v = (t.repeat_interleave(problem.group, 1) for t in (k, v))
     dL = torch.zeros_like(lse) if dlse is None else dlse.double().abs()
     P = _weights(problem._replace(dropout_p=0.0), tensors)
@@ -266,9 +268,11 @@ def noise(
     ratio = torch.finfo(problem.dtype).eps / torch.finfo(problem.accumulator).eps
     rounded = 4 / math.sqrt(3) * ratio * (dO * o).square().sum(-1, keepdim=True).sqrt()
     delta = rounded if ratio > 1 else torch.zeros_like(rounded)
-    if ratio == 1 and problem.softcap > 0:
-        s = s + 2 * math.sqrt(problem.d / 3) * _partial_sums(problem, tensors)
-    every = sums(2 + s + size.abs(), 2 + sigma.abs() + lse.abs(), 0.0, delta)
+    of_score = torch.zeros_like(s)
+    if ratio == 1:
+        of_score = math.sqrt(problem.d / 3) * _partial_sums(problem, tensors)
+    of_sink = sigma.abs() + lse.abs() + 2 * (P * of_score).norm(dim=-1)
+    every = sums(2 + s + 2 * of_score + size.abs(), 2 + of_sink, 0.0, delta)
     cut = {name: torch.zeros_like(t) for name, t in every.items()}
     if problem.device == "cuda" and problem.dtype == torch.float32:
         c, off = 3 / 16, _partial_sums(problem, tensors)
@@ -284,9 +288,8 @@ def noise(
         spread = _spread(problem, tensors, P * delta / 4, by_parameter)
         spread["dsink"] = ((sigma - lse).exp() * delta[..., 0] / 4).norm().item()
     else:
-        signed = (problem, tensors, (P, R), (out, lse, dout, dlse), by_parameter)
-        of_lse, of_products = _of_rounded_lse(*signed), _of_rounded_products(*signed)
-        spread = {n: math.hypot(x, of_products.get(n, 0.0)) for n, x in of_lse.items()}
+        given = (out, lse, dout, dlse)
+        spread = _of_independent_errors(problem, tensors, (P, R, of_score), given, by_parameter)
     flushed = _flushed(problem, lse)
 
     def norm_of_errors(name: str, t: Tensor) -> float:
@@ -309,68 +312,55 @@ def _flushed(problem: Problem, lse: Tensor) -> dict[str, float]:
     return {"dsink": tiny, "dtsink": tiny}
 
 
-def _of_rounded_lse(
+def _of_independent_errors(
     problem: Problem,
     tensors: Tensors,
-    weights: tuple[Tensor, Tensor],
+    weights: tuple[Tensor, Tensor, Tensor],
     given: tuple[Tensor, Tensor, Tensor, Tensor | None],
     by_parameter: dict[str, Tensor],
 ) -> dict[str, float]:
-    """Return the norms of the gradients' errors from roundings of lse, over u.
+    """Return the norms of errors from roundings of scores, lse, dP and Delta, over u.
 
     Args:
-        weights: P and P R, ``[B, Hq, Nq, Nk]``.
+        weights: P, P R, and the errors of scores over u, ``[B, Hq, Nq, Nk]``.
         given: out, lse, dout and dlse.
     """
-    (P, R), (out, lse, dout, dlse) = weights, given
-    v, dO, o = _heads_first(tensors.v, dout, out)
-    v = v.repeat_interleave(problem.group, 1)
-    of_row = (dO * o).sum(-1, keepdim=True)
-    if dlse is not None:
-        of_row = of_row - dlse.double()[..., None]
-    dS = R * (dO @ v.transpose(2, 3)) - P * of_row
-    deviation = math.sqrt(2 / 3) * lse.masked_fill(lse.isinf(), 0.0).abs()[..., None]
-    found = _spread(problem, tensors, dS * deviation, by_parameter)
-    found["dv"] = ((R * deviation).square().transpose(2, 3) @ dO.square()).sum().sqrt().item()
-    for name, each in by_parameter.items():
-        found[f"d{name}"] = (dS * deviation * each).sum(3).abs().sum((0, 2)).norm().item()
-    if tensors.sink is not None:
-        of_sink = (tensors.sink.detach().double()[:, None] - lse).exp()
-        parts = of_sink * (of_row * deviation)[..., 0]
-        found["dsink"] = parts.abs().sum((0, 2)).norm().item()
-    return {name: 3 * norm for name, norm in found.items()}
-
-
-def _of_rounded_products(
-    problem: Problem,
-    tensors: Tensors,
-    weights: tuple[Tensor, Tensor],
-    given: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    by_parameter: dict[str, Tensor],
-) -> dict[str, float]:
-    """Return the norms of the gradients' errors from roundings of dP and of Delta, over u.
-
-    Arguments are those of ``_of_rounded_lse``.
-    """
-    (P, R), (out, lse, dout, _) = weights, given
+    (P, R, of_score), (out, lse, dout, dlse) = weights, given
     q, k, v, dO, o = _heads_first(tensors.q, tensors.k, tensors.v, dout, out)
     k, v = (t.repeat_interleave(problem.group, 1) for t in (k, v))
+    dP, delta = dO @ v.transpose(2, 3), (dO * o).sum(-1, keepdim=True)
+    of_row = delta if dlse is None else delta - dlse.double()[..., None]
+    dS = R * dP - P * of_row
+
     of_sum = math.sqrt(problem.dv / 3)
-    dP = (dO @ v.transpose(2, 3)).abs() + (dO.square() @ v.square().transpose(2, 3)).sqrt()
-    of_row = (dO * o).sum(-1, keepdim=True).abs() + (dO * o).square().sum(-1, keepdim=True).sqrt()
-    pairs = (of_sum * R * dP).square()
+    of_dP = of_sum * (dP.abs() + (dO.square() @ v.square().transpose(2, 3)).sqrt())
+    of_delta = of_sum * (delta.abs() + (dO * o).square().sum(-1, keepdim=True).sqrt())
+    from_scores = ((R * dP - P * delta) * of_score).norm(dim=-1, keepdim=True)
+    of_delta = torch.hypot(of_delta, from_scores)
+    mean = (P * of_score).norm(dim=-1, keepdim=True)  # the error of lse from its scores
+    far = lse.masked_fill(lse.isinf(), 0.0).abs()[..., None]
+    of_lse = torch.hypot(3 * math.sqrt(2 / 3) * far, mean)
+
+    pairs = (R * of_dP).square() + (dS * of_score).square()
+    weighed = (R * of_score).square() + (R * of_lse).square()
     found = {
-        "dq": problem.scale * (pairs @ k.square()).sum().sqrt().item(),
-        "dk": problem.scale * (pairs.transpose(2, 3) @ q.square()).sum().sqrt().item(),
-        "dbias": pairs.sum().sqrt().item(),
+        "out": (weighed @ v.square()).sum().sqrt(),
+        "lse": mean.norm(),
+        "dv": (weighed.transpose(2, 3) @ dO.square()).sum().sqrt(),
+        "dq": problem.scale * (pairs @ k.square()).sum().sqrt(),
+        "dk": problem.scale * (pairs.transpose(2, 3) @ q.square()).sum().sqrt(),
+        "dbias": pairs.sum().sqrt(),
     }
     for name, each in by_parameter.items():
-        found[f"d{name}"] = (pairs * each.square()).sum().sqrt().item()
-    rows = _spread(problem, tensors, of_sum * P * of_row, by_parameter)
+        rows = (dS * of_lse * each).sum(3).abs().sum((0, 2)).norm()
+        found[f"d{name}"] = torch.hypot((pairs * each.square()).sum().sqrt(), rows)
     if tensors.sink is not None:
         of_sink = (tensors.sink.detach().double()[:, None] - lse).exp()
-        rows["dsink"] = of_sum * (of_sink * of_row[..., 0]).norm().item()
-    return {name: math.hypot(norm, found.get(name, 0.0)) for name, norm in rows.items()}
+        parts = (of_sink[..., None] * of_row * of_lse).abs().sum((0, 2)).norm()
+        found["dsink"] = torch.hypot(parts, (of_sink[..., None] * of_delta).norm())
+    found = {name: t.item() for name, t in found.items()}
+    of_rows = _spread(problem, tensors, torch.hypot(dS * of_lse, P * of_delta), by_parameter)
+    return {name: math.hypot(norm, of_rows.get(name, 0.0)) for name, norm in found.items()}
 
 
 def _heads_first(*tensors: Tensor) -> list[Tensor]:
