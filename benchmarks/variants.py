@@ -92,16 +92,18 @@ def changed(tile: Any, text: str, launch: str = "") -> tuple[Any, dict[str, Any]
     return replace(tile, **of_tile), constants
 
 
-def posed(cell: Cell, x: Inputs) -> tuple[Any, Any]:
-    """Return the arguments of a backend for a cell: tensors and problem."""
+def posed(cell: Cell, x: Inputs) -> tuple[Any, Any, torch.Tensor]:
+    """Return the arguments of a backend for a cell: tensors, problem, and dout."""
     from rowmax.attention import arguments as call_of
     from rowmax.call.normalize import normalized
     from rowmax.call.problem import problem_of
 
-    if cell.packed:
-        raise UnsupportedError("without packed sequences")
-    tensors, options, known = normalized(call_of(x.q, x.k, x.v, **arguments(cell, x)))
-    return tensors, known.problem if known else problem_of(tensors, options)
+    packed = ()
+    if x.offsets is not None:
+        packed = ((x.offsets, x.offsets), (max(cell.packed), max(cell.packed)))
+    tensors, options, known = normalized(call_of(x.q, x.k, x.v, *packed, **arguments(cell, x)))
+    problem = known.problem if known else problem_of(tensors, options)
+    return tensors, problem, x.dout[None] if cell.packed else x.dout
 
 
 # --- Hopper ------------------------------------------------------------------------------------
@@ -110,21 +112,24 @@ def posed(cell: Cell, x: Inputs) -> tuple[Any, Any]:
 def hopper_forward(cell: Cell, x: Inputs, change: str) -> Call:
     """Return the launch of the forward kernel with a change, its plan built before."""
     plan, pointers, bases, out = _forward_launch(cell, x, change)
-    return lambda: (plan.run(pointers, bases), out)[1]
+    if cell.packed or cell.documents:  # the counter of tiles begins at 0
+        return lambda: (plan.run(pointers(), bases), out)[1]
+    made = pointers()
+    return lambda: (plan.run(made, bases), out)[1]
 
 
 def _forward_launch(cell: Cell, x: Inputs, change: str, **more: Any) -> tuple[Any, Any, Any, Any]:
-    """Return the plan of a change and of more constants, its pointers and bases, and the output."""
+    """Return the plan of a change and of constants, what makes its pointers, bases, and out."""
     from rowmax.gpu.hopper import host
     from rowmax.gpu.hopper.tiles import tile_for
 
-    tensors, problem = posed(cell, x)
+    tensors, problem, _ = posed(cell, x)
     q, k, v, bias = tensors[:4]
     out, lse = torch.empty_like(q), torch.empty(problem.lse_shape, device=q.device)
     path = host.bias_path(problem, bias)
     tile, options = changed(tile_for(problem, path, host.processors(q.device)), change)
     plan = host.build_plan(problem, tensors, out, tile, **options, **more)
-    pointers = host.pointers(plan, problem, tensors, out, lse)
+    pointers = partial(host.pointers, plan, problem, tensors, out, lse)
     return plan, pointers, host.bases(q, k, v, bias, out), out
 
 
@@ -135,7 +140,7 @@ def hopper_clocks(cell: Cell, x: Inputs, change: str, events: int) -> tuple[list
     plan, pointers, bases, _ = _forward_launch(cell, x, change, CLOCKS=events)
     shape = (plan.tile.warpgroups + 1, USES.value, 8)
     clocks = torch.zeros(shape, dtype=torch.int32, device=x.q.device)
-    pointers = pointers._replace(clocks=clocks)
+    pointers = pointers()._replace(clocks=clocks)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(15):  # until the power cap is in effect
         plan.launch(pointers, bases)
@@ -163,30 +168,30 @@ def hopper_backward(part: str, cell: Cell, x: Inputs, change: str) -> Call:
     from rowmax.gpu.hopper.backward_bias import kind_of
     from rowmax.gpu.hopper.backward_tiles import tiles_of
 
-    tensors, problem = posed(cell, x)
+    tensors, problem, dout = posed(cell, x)
     shipped = tiles_of(problem, kind_of(problem) == "tile")
     found = [changed(tile, change, _part_of(tile)) for tile in shipped]
     tiles = tuple(tile for tile, _ in found)
     out, lse = hopper.forward(problem, tensors)
-    plan = host.build_plan(problem, tensors, x.dout, tiles, dbias=cell.dbias, **found[0][1])
+    plan = host.build_plan(problem, tensors, dout, tiles, dbias=cell.dbias, **found[0][1])
     wanted = Wanted(True, True, True, cell.dbias, False)
     if not part:
-        return lambda: host.launch(plan, problem, tensors, out, lse, x.dout, None, wanted)[:4]
+        return lambda: host.launch(plan, problem, tensors, out, lse, dout, None, wanted)[:4]
     if cell.bias and plan.dbias not in ("", "shared"):
         raise UnsupportedError("a launch alone with a bias whose gradient others share")
     dbias = torch.empty_like(tensors.bias) if plan.dbias else None
     made = Gradients(*(torch.empty_like(t) for t in tensors[:3]), dbias)
-    rows = (out, lse, x.dout, None)
+    rows = (out, lse, dout, None)
     if part == "rows":
         return lambda: host.prepare(plan, problem, tensors, rows, wanted, made) and None
     t, _ = host.prepare(plan, problem, tensors, rows, wanted, made)
     if part == "dbias":
-        return _shared_bias(plan, problem, tensors, x.dout, t, made)
+        return _shared_bias(plan, problem, tensors, dout, t, made)
     works = [(n, w) for n, w in enumerate(plan.works) if _part_of(w.config) == part]
     if not works:
         raise UnsupportedError(f"no launch {part} at this head size")
     n, work = works[0]
-    return lambda: host.run(work, problem, tensors, x.dout, t, made, n)
+    return lambda: host.run(work, problem, tensors, dout, t, made, n)
 
 
 def _shared_bias(plan: Any, problem: Any, tensors: Any, dout: Any, t: Any, made: Any) -> Call:
@@ -218,7 +223,9 @@ def triton_job(job: str, cell: Cell, x: Inputs, change: str) -> Call:
     from rowmax.gpu.launch import build_job
     from rowmax.gpu.tiles import tiles_for
 
-    tensors, problem = posed(cell, x)
+    if cell.packed:
+        raise UnsupportedError("without packed sequences")
+    tensors, problem, _ = posed(cell, x)
     tiles, options = changed(tiles_for(job, problem, x.q.device), change)
     if job in ("forward", "few"):
         forward = import_module(f"rowmax.gpu.triton.{job}").forward

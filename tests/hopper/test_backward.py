@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -79,6 +80,14 @@ def test_cases_of_the_device_are_right():
         *("first-shared-bias", "first-own-bias", "first-row-bias", "first-column-bias"),
         *("block-causal", "block-window", "block-documents", "block-alibi", "block-packed"),
     )
+
+
+@needs_triton
+def test_heads_abreast_have_no_window():
+    from rowmax.gpu.hopper.backward_tiles import TILES
+
+    with pytest.raises(ValueError, match="ABREAST: got LEFT"):
+        replace(TILES[128, 128][0], ABREAST=True, LEFT=True)
 
 
 @needs_triton

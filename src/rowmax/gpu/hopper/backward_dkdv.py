@@ -65,6 +65,7 @@ from .backward_lib import (
     release_message,
     row_numbers,
     score_layout,
+    steps_before_draw,
     store_parts,
     store_sums,
     sums_by_lane,
@@ -286,9 +287,15 @@ def producer(C: gl.constexpr, descs, rings, mail, order, sizes, seqs, heads):
             nth += 1
             q_use = use + nth if C.ALONE else use
             cut_q = load_step(C, descs, rings, tile, heads, 0, q_use, use, cut_q)
-        n, following = next_tile(C, n, end, message + 1, mail, order, sizes, seqs)
         steps = (tile.hi - tile.lo) * heads.group
-        for i in range(1, steps):
+        some = 1
+        if C.DRAWN:
+            some = steps_before_draw(steps, C.DO_STAGES)
+            for i in range(1, some):
+                q_use = use + nth if C.ALONE else use
+                cut_q = load_step(C, descs, rings, tile, heads, i, q_use + i, use + i, cut_q)
+        n, following = next_tile(C, n, end, message + 1, mail, order, sizes, seqs)
+        for i in range(some, steps):
             q_use = use + nth if C.ALONE else use
             cut_q = load_step(C, descs, rings, tile, heads, i, q_use + i, use + i, cut_q)
         use += steps

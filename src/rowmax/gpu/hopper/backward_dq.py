@@ -43,6 +43,7 @@ from .backward_lib import (
     release_message,
     resident_numbers,
     score_layout,
+    steps_before_draw,
     store_parts,
     tile_buffer,
     weights,
@@ -186,9 +187,14 @@ def producer(C: gl.constexpr, descs, rings, mail, order, sizes, seqs, heads):
             load_resident(C, descs, rings, tile, nth)
             nth += 1
             cut = load_step(C, descs, rings, tile, heads, tile.lo, use, cut)
-        n, following = next_tile(C, n, end, message + 1, mail, order, sizes, seqs)
         steps = tile.hi - tile.lo
-        for i in range(1, steps):
+        some = 1
+        if C.DRAWN:
+            some = steps_before_draw(steps, C.K_STAGES)
+            for i in range(1, some):
+                cut = load_step(C, descs, rings, tile, heads, tile.lo + i, use + i, cut)
+        n, following = next_tile(C, n, end, message + 1, mail, order, sizes, seqs)
+        for i in range(some, steps):
             cut = load_step(C, descs, rings, tile, heads, tile.lo + i, use + i, cut)
         use += steps
         message += 1

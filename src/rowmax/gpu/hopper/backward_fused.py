@@ -72,6 +72,7 @@ from .backward_lib import (
     release_message,
     row_numbers,
     score_layout,
+    steps_before_draw,
     store_rows,
     store_sums,
     sums_by_lane,
@@ -298,8 +299,8 @@ def producer(C: gl.constexpr, descs, rings, mail, order, sizes, seqs, heads):
         steps = (tile.hi - tile.lo) * heads.group
         # as many steps as there is room for, since looking up the next tile is slow
         some = gl.minimum(steps, C.DO_STAGES)
-        if C.DRAWN:  # late: a tile that is drawn early reads other rows than the blocks beside it
-            some = gl.maximum(some, steps - C.DO_STAGES)
+        if C.DRAWN:
+            some = gl.maximum(some, steps_before_draw(steps, C.DO_STAGES))
         for i in range(1, some):
             cut_q = load_step(C, descs, rings, tile, heads, i, use + i, cut_q)
         following = tile

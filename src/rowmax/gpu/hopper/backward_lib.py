@@ -136,6 +136,16 @@ def next_tile(C: gl.constexpr, n, end, message, mail, order, sizes, seqs):
 
 
 @gluon.jit
+def steps_before_draw(steps, stages):
+    """Return the steps of a tile that are loaded before the block draws its next tile.
+
+    A tile that is drawn early begins late. Then it reads other rows than its neighbours, which the
+    cache has no more. The last steps hide the draw.
+    """
+    return gl.maximum(steps - stages, 1)
+
+
+@gluon.jit
 def follow():
     """Wait until the previous launch is done and its results are in memory.
 

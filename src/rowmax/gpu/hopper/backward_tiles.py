@@ -154,6 +154,8 @@ class FusedConfig(Config):
             raise ValueError("HALVED: got a bias that is not a tile of q's dtype, or its gradient")
         if self.HALVED and self.AHEAD:
             raise ValueError("HALVED: got AHEAD as well; want one of them")
+        if self.ABREAST and self.LEFT:  # steps of a window's edge take one head after the other
+            raise ValueError("ABREAST: got LEFT as well; want one of them")
         if self.KEY_TILES > 1 and (self.BIAS or self.D1 or self.DV1):
             raise ValueError(
                 f"WARPGROUPS: got {self.WARPGROUPS} with a bias or columns in two parts; want "

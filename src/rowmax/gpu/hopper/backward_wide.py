@@ -63,6 +63,7 @@ from .backward_lib import (
     resident_numbers,
     row_numbers,
     score_layout,
+    steps_before_draw,
     store_rows,
     thread_layout,
     tile_buffer,
@@ -243,9 +244,14 @@ def producer(C: gl.constexpr, copies, rings, mail, order, sizes, seqs, heads):
             load_resident(C, copies, rings, tile, use + nth, nth)
             nth += 1
             cut = load_step(C, copies, rings, tile, heads, 0, use, nth, cut)
-        n, following = next_tile(C, n, end, message + 1, mail, order, sizes, seqs)
         steps = (tile.hi - tile.lo) * heads.group
-        for i in range(1, steps):
+        some = 1
+        if C.DRAWN:
+            some = steps_before_draw(steps, C.FIRST_STAGES)
+            for i in range(1, some):
+                cut = load_step(C, copies, rings, tile, heads, i, use + i, nth, cut)
+        n, following = next_tile(C, n, end, message + 1, mail, order, sizes, seqs)
+        for i in range(some, steps):
             cut = load_step(C, copies, rings, tile, heads, i, use + i, nth, cut)
         use += steps
         message += 1
