@@ -156,7 +156,9 @@ MORE = {
     ("dbias", "bias"): ((2, 40), (8, 40)),
     ("dbias", "causal bias"): ((3, 40), (16, 64)),
     ("dbias", "bias lengths"): ((2, 40), (27, 56)),
-    ("wide", "packed"): ((0, 320), (0, 352)),  # at the end of a tile the next one is kept
+    # the producer, nine tenths of it, in two loops over steps: it draws the next tile in between,
+    # which is 1.21 times as fast (8 sequences of 2048, 8 heads on 2, H100, 2026-11-25)
+    ("wide", "packed"): ((0, 344), (0, 376)),
     # only where a tile has several documents: others need no mask, and steps without have 0 or 1
     ("dbias", "bias documents"): ((51, 240), (48, 288)),
 }
