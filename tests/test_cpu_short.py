@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,7 +19,9 @@ from rowmax.testing.table import COVERING
 
 pytest.importorskip("numba")
 
-from rowmax.cpu import few_calls
+from rowmax.cpu import few, few_calls
+from rowmax.cpu.call import Call
+from rowmax.cpu.vector import TILE_K
 
 from .few_queries import with_few_queries
 
@@ -174,12 +177,83 @@ def test_sizes_of_vectors(nq: int, nk: int, d: int, dtype: torch.dtype) -> None:
     _check(Case("size", b=2, nq=nq, nk=nk, hq=6, hk=2, d=d, dv=d + 16), dtype)
 
 
+#: chunks that a window leaves empty, at either end and between, and those of one tile
+CHUNKED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "recent": {"causal": True, "left": 300},
+    "distant": {"left": 1200, "right": -900},
+    "last": {"nk": 2 * few.CHUNK * TILE_K + 1},
+    "dropped": {"dropout": 0.2, "softcap": 1.5},
+    "heads": {"alibi": True, "step": 3},
+    "lengths": {"lengths": (0.3, 0.9), "allowed": "b11k", "empty_rows": True},
+    "documents": {"documents": "sorted", "dout": "bhnd"},
+    "strided": {"layout": "sliced/interleaved/strided"},
+}
+
+
+def _of_chunks(options: dict[str, Any]) -> Case:
+    """Return a case of few queries, and of keys in chunks."""
+    sizes = {"b": 2, "nq": 3, "nk": 1300, "hq": 4, "hk": 2, "d": 48, "dv": 80}
+    return Case("chunks", **{**sizes, **options})
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", CHUNKED.values(), ids=CHUNKED)
+def test_chunks_of_keys(options: dict[str, Any], dtype: torch.dtype) -> None:
+    _check(_of_chunks(options), dtype)
+
+
+def _few_bits(case: Case, dtype: torch.dtype, heads: int, threads: int) -> list[torch.Tensor]:
+    """Return the results of kernels of few queries, of so many kv heads a task."""
+    call = make(case, dtype=dtype)
+    problem, tensors = call.problem()
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        with poisoned(), mock.patch.object(few_calls, "heads_of_task", return_value=heads):
+            done = few_calls.forward(problem, tensors)
+            assert done is not None
+            grads = (t.to(x.dtype) for t, x in zip(cotangents(call), done, strict=True))
+            found = few_calls.backward(problem, tensors, *done, *grads, call.wanted)
+            assert found is not None
+    finally:
+        torch.set_num_threads(before)
+    return [*done, *(t for t in found if t is not None)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", CHUNKED.values(), ids=CHUNKED)
+def test_heads_and_threads_do_not_change_the_bits(
+    options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    case = _of_chunks(options)
+    want = _few_bits(case, dtype, 1, 1)
+    for heads, threads in ((1, 4), (2, 1), (2, 4)):
+        got = _few_bits(case, dtype, heads, threads)
+        assert len(got) >= 5
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_all_heads_are_of_one_task_where_memory_is_read_in_order_only_so() -> None:
+    def heads_of(**options: Any) -> list[int]:
+        problem, tensors = make(Case("order", **{"b": 4, "nq": 1, "nk": 2048, **options})).problem()
+        call = Call(problem, tensors, in_place=True)
+        with mock.patch.object(few_calls, "get_num_threads", return_value=4):
+            return [few_calls.heads_of_task(call, way[0]) for way in few_calls.WAYS.values()]
+
+    assert heads_of(hq=8, d=64) == [8, 8]
+    assert heads_of(hq=8, hk=4, d=64) == [1, 4]  # a group's work hides the latency of memory
+    assert heads_of(hq=8, d=64, nk=200) == [1, 1]  # it stays in the caches
+    assert heads_of(hq=8, d=64, layout="bhnd") == [1, 1]
+    assert heads_of(hq=8, d=64, b=1, nk=1500) == [1, 1]  # tasks would be fewer than threads
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("nq", [1, 40])
-def test_bad_numbers_past_the_mask_stay_out(nq: int, bad: float) -> None:
+@pytest.mark.parametrize(("nq", "nk"), [(1, 60), (40, 60), (1, 1300)])
+def test_bad_numbers_past_the_mask_stay_out(nq: int, nk: int, bad: float) -> None:
     """Also in a call that is repeated: it is then computed again by tiles."""
-    mask = rowmax.PrefixLengths(torch.tensor([30, 60]))
-    q, k, v = (torch.randn(2, n, 2, 32) for n in (nq, 60, 60))
+    mask = rowmax.PrefixLengths(torch.tensor([30, nk]))
+    q, k, v = (torch.randn(2, n, 2, 32) for n in (nq, nk, nk))
     leaves = [t.requires_grad_() for t in (q, k, v)]
     want = rowmax.attention(*leaves, mask=mask, backend="reference")
     grads = torch.autograd.grad(want.sum(), leaves)
@@ -194,10 +268,10 @@ def test_bad_numbers_past_the_mask_stay_out(nq: int, bad: float) -> None:
             torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("nq", [1, 40])
-def test_a_repeated_call_reads_its_own_tensors(nq: int) -> None:
+@pytest.mark.parametrize(("nq", "nk"), [(1, 60), (40, 60), (1, 1300)])
+def test_a_repeated_call_reads_its_own_tensors(nq: int, nk: int) -> None:
     for n in range(6):
-        leaves = [torch.randn(2, m, 2, 32).requires_grad_() for m in (nq, 60, 60)]
+        leaves = [torch.randn(2, m, 2, 32).requires_grad_() for m in (nq, nk, nk)]
         if n == 4:
             with torch.no_grad():
                 leaves[2][1, 7, 1, 3] = torch.nan

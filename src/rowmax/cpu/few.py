@@ -1,7 +1,12 @@
-"""Few queries: a task is a kv head of a sequence, whose rows are read in place, each once.
+"""Few queries: a task is some kv heads of a sequence, whose rows are read in place, each once.
 
 The query heads of a kv head share every tile of keys that is read. Nothing is packed, converted or
-kept but the scores of a tile. Rules of masks and scores are those of tiles.
+kept but the scores of a tile. Rules of masks and scores are those of tiles. A task has several kv
+heads where memory is read in its order only so (``few_calls.heads_of_task``).
+
+Many keys are divided into chunks of CHUNK tiles, a task each. The sums of a chunk are its part of
+the result; the task that ends last adds the parts up, in the order of chunks. So results have the
+same bits for any number of threads.
 
 A result that is not finite is computed again by tiles: there a masked NaN or inf stays out of sums.
 """
@@ -15,30 +20,92 @@ from numba import types
 
 from ..rules.softmax import LOG2E
 from .call import CALL, SEQUENCE
-from .few_vector import add_rows, dots, narrow, widen, write_sums
+from .few_vector import (
+    LANES,
+    add_rows,
+    add_rows_of_heads,
+    dots,
+    dots_of_heads,
+    narrow,
+    widen,
+    write_sums,
+)
 from .forward import finish_rows, softmax_step
 from .functions import SUMS, array, choice, inner
 from .gradient_rows import Rows, buffers_of, product_of_rows, row_gradients
 from .kernel import kernel
 from .operands import aligned, rows_are_finite
-from .rows import keep_row, query_scale, score_row
-from .rules import without_weights
+from .rows import keep_row, power, query_scale, score_row
+from .rules import moved, without_weights
 from .tiles import Place, columns, key_range, numbers_at, row_at, skipped, tile_range, tile_row
 from .vector import TILE_K, address, fetch_add
 
 #: words of 8 bytes before the record of a call: what its threads share
 HEADER = 16
 NEXT, INFINITE, TASKS, QUERIES, SEQUENCES, COUNT, STATES, KEYS, SHAPE = 0, 1, 2, 3, 4, 5, 6, 7, 8
+HEADS, CHUNKS = 12, 13  # kv heads of a task, and chunks of a sequence
+PARTS = 14  # address of the parts of chunks
+#: the word after the record, of the chunks that are done of each task's heads
+DONE = HEADER + CALL.itemsize // 8
+#: tiles of keys of a chunk
+CHUNK = max(1, 512 // TILE_K)
 
 
 class Scratch(NamedTuple):
     """Addresses of a task's rows, in a thread's scratch memory: float32, contiguous."""
 
-    q: int  # [group n, d], scaled as scores are
-    S: int  # [group n, TILE_K], then P
-    O: int  # [group n, value_d]
-    m: int  # [group n]
-    l: int  # [group n]
+    q: int  # [rows, d], scaled as scores are; rows: queries of each query head of each kv head
+    S: int  # [rows, TILE_K], then P
+    room: int  # sums of several kv heads
+
+
+class Part(NamedTuple):
+    """Addresses of the rows of a result, over a chunk of keys: float32, contiguous."""
+
+    O: int  # [rows, value_d]
+    m: int  # [rows]
+    l: int  # [rows]
+
+
+class Task(NamedTuple):
+    """Kv heads of a sequence, and a chunk of its keys."""
+
+    s: int
+    hk: int  # the first
+    heads: int
+    chunk: int
+    group: int  # place of the heads among those of all sequences
+
+
+@inner
+def task_of(header, call, t):
+    """Return task t."""
+    heads, chunks = header[HEADS], header[CHUNKS]
+    group, blocks = t // chunks, call.hk // heads
+    return Task(group // blocks, group % blocks * heads, heads, t % chunks, group)
+
+
+@inner
+def tiles_of(task, header, low, high):
+    """Return the tiles of a task's chunk that hold keys [low, high)."""
+    tiles = tile_range(low, high)
+    if header[CHUNKS] == 1:
+        return tiles
+    first = task.chunk * CHUNK
+    return range(max(first, tiles.start), min(first + CHUNK, tiles.stop))
+
+
+@inner
+def part_at(header, number, rows, value_d):
+    """Return the part of a result with a number."""
+    O = header[PARTS] + 4 * number * rows * (value_d + 2)
+    return Part(O, O + 4 * rows * value_d, O + 4 * rows * (value_d + 1))
+
+
+@inner
+def is_last(data, chunks, task):
+    """Return True if all other chunks of the heads of a task are done, and count this one."""
+    return fetch_add(data + 8 * (DONE + task.group), 1) == chunks - 1
 
 
 @choice
@@ -84,11 +151,26 @@ def read_rows(kind, to, tensor, s, first, n, h, d, factor, like):
             scale_row(array(row, d, like), factor)
 
 
+class HeadRows(NamedTuple):
+    """Rows of keys or values of a tile."""
+
+    first: int  # address of the first row
+    step: int  # bytes to the next
+    head: int  # bytes to the next head's
+
+
 @inner
 def head_rows(kind, tensor, s, key, h):
-    """Return the address of a row of keys or values, and the bytes to the next."""
+    """Return the rows of keys or values of a head, from a key on."""
     size = kind.itemsize
-    return tensor.address + size * row_at(tensor, s, key, h), size * tensor.n
+    first = tensor.address + size * row_at(tensor, s, key, h)
+    return HeadRows(first, size * tensor.n, size * tensor.h)
+
+
+@inner
+def room_of(call, heads):
+    """Return the numbers of memory that a row needs where tasks have several kv heads."""
+    return max(LANES * LANES, 2 * max(call.d, call.value_d)) if heads > 1 else 0
 
 
 @kernel
@@ -97,75 +179,142 @@ def few_forward(pointer):
     data, kind, like = address(pointer), kind_of(pointer), np.empty(0, np.float32)
     header, calls, sequences, states = opened(data)
     call = calls[0]
-    most = call.group * header[QUERIES]
-    owner, q = aligned(most * (call.d + TILE_K + call.value_d + 2), like)
+    most, each = header[HEADS] * call.group * header[QUERIES], room_of(call, header[HEADS])
+    owner, room = aligned(most * (each + call.d + TILE_K + call.value_d + 2), like)
+    q = room + 4 * most * each
     S = q + 4 * most * call.d
     O = S + 4 * most * TILE_K
-    m = O + 4 * most * call.value_d
-    rows = Scratch(q, S, O, m, m + 4 * most)
+    own = Part(O, O + 4 * most * call.value_d, O + 4 * most * (call.value_d + 1))
     kept = np.empty(TILE_K + 64 if call.threshold else 0, np.uint8)
     while True:
         t = fetch_add(data + 8 * NEXT, 1)
         if t >= header[TASKS]:
             break
-        s, hk = t // call.hk, t % call.hk
-        if not forward_head(call, sequences[s], states, s, hk, rows, kept, like, kind):
+        task = task_of(header, call, t)
+        seq, part = sequences[task.s], own
+        rows = task.heads * call.group * seq.queries
+        if header[CHUNKS] > 1:
+            part = part_at(header, t, rows, call.value_d)
+        scratch = Scratch(q, S, room)
+        forward_heads(header, call, seq, states, task, part, scratch, kept, like, kind)
+        if header[CHUNKS] > 1:
+            if not is_last(data, header[CHUNKS], task):
+                continue
+            part = part_at(header, t - task.chunk, rows, call.value_d)
+            for chunk in range(1, header[CHUNKS]):
+                other = part_at(header, t - task.chunk + chunk, rows, call.value_d)
+                add_part(part, other, rows, call.value_d, like, call.natural)
+        if not write_rows(call, seq, task, part, rows, like, kind):
             fetch_add(data + 8 * INFINITE, 1)
     return owner.size + kept.size + like.size + kind.size
 
 
 @inner
-def forward_head(call, seq, states, s, hk, rows, kept, like, kind):
-    """Compute out and lse of the queries that share a kv head; return False if not finite."""
-    n, d, value_d, group = seq.queries, call.d, call.value_d, call.group
-    m, l = array(rows.m, group * n, like), array(rows.l, group * n, like)
-    m[:] = -np.inf
-    l[:] = np.float32(0)
-    array(rows.O, group * n * value_d, like)[:] = np.float32(0)
-    for g in range(group):
-        h, to = hk * group + g, rows.q + 4 * g * n * d
-        read_rows(kind, to, call.q, s, seq.query, n, h, d, query_scale(call), like)
-    low, high = key_range(call, seq, Place(s, hk * group, 0, n))
-    for tile in tile_range(low, high):
-        for g in range(group):
-            h = hk * group + g
-            state = tile_row(states, s, h, 0)
-            if skipped(state, tile):
-                continue
-            part = columns(like, low, high, tile, state)
-            k, k_bytes = head_rows(kind, call.k, s, seq.key + part.j0, hk)
-            v, v_bytes = head_rows(kind, call.v, s, seq.key + part.j0, hk)
-            for i in range(n):
-                r = g * n + i
-                at, average = rows.S + 4 * r * TILE_K, rows.O + 4 * r * value_d
-                dots(kind, at, rows.q + 4 * r * d, k, k_bytes, part.keys, d)
-                row = array(at, part.width, like)
-                score_row(row, like, call, seq, s, h, i, part)
-                softmax_step(row, m, l, r, array(average, value_d, like), call.natural)
-                if call.threshold:
-                    kept_row = keep_row(kept, part.width, call, s, h, i, part.j0)
-                    for j in range(part.width):
-                        row[j] *= kept_row[j]
-                add_rows(kind, average, at, v, v_bytes, part.keys, value_d)
-    finite = rows_are_finite(like, rows.O, 4 * value_d, group * n, value_d)
-    for g in range(group):
-        place, first = Place(s, hk * group + g, 0, n), g * n
-        O = rows.O + 4 * first * value_d
-        finish_rows(call, seq, place, O, m[first:], l[first:], like, kind)
+def forward_heads(header, call, seq, states, task, part, rows, kept, like, kind):
+    """Compute the part of a task: O, m and l of the queries of its heads."""
+    n, d, count = seq.queries, call.d, task.heads * call.group
+    array(part.m, count * n, like)[:] = -np.inf
+    array(part.l, count * n, like)[:] = np.float32(0)
+    array(part.O, count * n * call.value_d, like)[:] = np.float32(0)
+    first = task.hk * call.group
+    for g in range(count):
+        to, h = rows.q + 4 * g * n * d, first + g
+        read_rows(kind, to, call.q, task.s, seq.query, n, h, d, query_scale(call), like)
+    low, high = key_range(call, seq, Place(task.s, first, 0, n))
+    for tile in tiles_of(task, header, low, high):
+        limits = low, high, tile
+        forward_tile(call, seq, states, task, limits, part, rows, kept, like, kind)
+
+
+@inner
+def forward_tile(call, seq, states, task, limits, part, rows, kept, like, kind):
+    """Add a tile of keys to the rows of a task; ``limits`` are (low, high, tile)."""
+    n, d, value_d, heads = seq.queries, call.d, call.value_d, task.heads
+    s, hk, count, shared = task.s, task.hk, heads * call.group, call.group * n
+    low, high, tile = limits
+    m, l = array(part.m, count * n, like), array(part.l, count * n, like)
+    first = tile_row(states, s, hk * call.group, 0)
+    inside = columns(like, low, high, tile, first)
+    if heads > 1:  # the state is that of every head
+        if skipped(first, tile):
+            return
+        k = head_rows(kind, call.k, s, seq.key + inside.j0, hk)
+        at = rows.S, rows.room, rows.q, k.first, k.step
+        dots_of_heads(kind, *at, inside.keys, d, heads, k.head, shared)
+    for g in range(count):
+        h = hk * call.group + g
+        state = tile_row(states, s, h, 0)
+        if skipped(state, tile):
+            continue
+        inside = columns(like, low, high, tile, state)
+        k = head_rows(kind, call.k, s, seq.key + inside.j0, h // call.group)
+        v = head_rows(kind, call.v, s, seq.key + inside.j0, h // call.group)
+        for i in range(n):
+            r = g * n + i
+            at, average = rows.S + 4 * r * TILE_K, part.O + 4 * r * value_d
+            if heads == 1:
+                dots(kind, at, rows.q + 4 * r * d, k.first, k.step, inside.keys, d)
+            row = array(at, inside.width, like)
+            score_row(row, like, call, seq, s, h, i, inside)
+            softmax_step(row, m, l, r, array(average, value_d, like), call.natural)
+            if call.threshold:
+                kept_row = keep_row(kept, inside.width, call, s, h, i, inside.j0)
+                for j in range(inside.width):
+                    row[j] *= kept_row[j]
+            if heads == 1:
+                add_rows(kind, average, at, v.first, v.step, inside.keys, value_d)
+    if heads > 1:
+        v = head_rows(kind, call.v, s, seq.key + inside.j0, hk)
+        to = part.O, rows.room, rows.S, v.first, v.step
+        add_rows_of_heads(kind, *to, inside.keys, value_d, heads, v.head, shared)
+
+
+@inner(fastmath=SUMS)
+def scale_and_add(row, factor, other, share):
+    """Replace a row by ``factor row + share other``."""
+    for c in range(row.size):
+        row[c] = row.dtype.type(factor) * row[c] + row.dtype.type(share) * other[c]
+
+
+@inner
+def add_part(part, other, rows, value_d, like, natural):
+    """Add the part of the next chunk: sums over disjoint keys, each with its own maximum."""
+    m, l = array(part.m, rows, like), array(part.l, rows, like)
+    m_other, l_other = array(other.m, rows, like), array(other.l, rows, like)
+    for r in range(rows):
+        m_new, base = moved(m[r], m_other[r])
+        alpha, beta = power(m[r] - base, natural), power(m_other[r] - base, natural)
+        l[r] = alpha * l[r] + beta * l_other[r]
+        m[r] = m_new
+        at = 4 * r * value_d
+        row, more = array(part.O + at, value_d, like), array(other.O + at, value_d, like)
+        scale_and_add(row, alpha, more, beta)
+
+
+@inner
+def write_rows(call, seq, task, part, rows, like, kind):
+    """Write out and lse of the heads of a task; return False if they are not finite."""
+    n, value_d = seq.queries, call.value_d
+    m, l = array(part.m, rows, like), array(part.l, rows, like)
+    finite = rows_are_finite(like, part.O, 4 * value_d, rows, value_d)
+    for g in range(task.heads * call.group):
+        place, at = Place(task.s, task.hk * call.group + g, 0, n), g * n
+        finish_rows(call, seq, place, part.O + 4 * at * value_d, m[at:], l[at:], like, kind)
     return finite
 
 
 class Sums(NamedTuple):
     """Addresses of a task's rows of a backward, in a thread's scratch memory."""
 
-    scaled: int  # [group n, d]: q as of scores
-    q: int  # [group n, d]
-    dout: int  # [group n, value_d]
-    S: int  # [group n, TILE_K], then P R
-    dp: int  # [group n, TILE_K], then dS
-    dq: int  # [group n, d]
-    lse: int  # [group n]
-    delta: int  # [group n]
+    scaled: int  # [rows, d]: q as of scores
+    q: int  # [rows, d]
+    dout: int  # [rows, value_d]
+    S: int  # [rows, TILE_K], then P R
+    dp: int  # [rows, TILE_K], then dS
+    dq: int  # [rows, d]
+    lse: int  # [rows]
+    delta: int  # [rows]
+    room: int  # sums of several kv heads
 
 
 @kernel
@@ -174,22 +323,37 @@ def few_backward(pointer):
     data, kind, like = address(pointer), kind_of(pointer), np.empty(0, np.float32)
     header, calls, sequences, states = opened(data)
     call = calls[0]
-    most, d, value_d = call.group * header[QUERIES], call.d, call.value_d
-    owner, scaled = aligned(most * (3 * d + value_d + 2 * TILE_K + 2), like)
+    d, value_d = call.d, call.value_d
+    most, each = header[HEADS] * call.group * header[QUERIES], room_of(call, header[HEADS])
+    owner, room = aligned(most * (each + 3 * d + value_d + 2 * TILE_K + 2), like)
+    scaled = room + 4 * most * each
     q = scaled + 4 * most * d
     dout = q + 4 * most * d
     S = dout + 4 * most * value_d
     dP = S + 4 * most * TILE_K
     dq = dP + 4 * most * TILE_K
     lse = dq + 4 * most * d
-    rows = Sums(scaled, q, dout, S, dP, dq, lse, lse + 4 * most)
     buffers = buffers_of(call, like)
     while True:
         t = fetch_add(data + 8 * NEXT, 1)
         if t >= header[TASKS]:
             break
-        s, hk = t // call.hk, t % call.hk
-        if not backward_head(call, sequences[s], states, s, hk, rows, buffers, like, kind):
+        task, to = task_of(header, call, t), dq
+        seq = sequences[task.s]
+        rows = task.heads * call.group * seq.queries
+        if header[CHUNKS] > 1:
+            to = header[PARTS] + 4 * t * rows * d
+        sums = Sums(scaled, q, dout, S, dP, to, lse, lse + 4 * most, room)
+        finite = backward_heads(header, call, seq, states, task, sums, buffers, like, kind)
+        if header[CHUNKS] > 1 and finite:
+            if not is_last(data, header[CHUNKS], task):
+                continue
+            to -= 4 * task.chunk * rows * d
+            total = array(to, rows * d, like)
+            for chunk in range(1, header[CHUNKS]):
+                more = array(to + 4 * chunk * rows * d, rows * d, like)
+                scale_and_add(total, 1.0, more, 1.0)
+        if not (finite and write_queries(call, seq, task, to, rows, like, kind)):
             fetch_add(data + 8 * INFINITE, 1)
     in_use = buffers.y.size + buffers.x.size + buffers.kept.size
     return in_use + owner.size + like.size + kind.size
@@ -225,11 +389,12 @@ def read_numbers(call, seq, place, places, like, kind):
 
 
 @inner
-def backward_head(call, seq, states, s, hk, rows, buffers, like, kind):
-    """Write dq, dk and dv of a kv head and its queries; return False if they are not finite."""
-    n, d, value_d, group = seq.queries, call.d, call.value_d, call.group
-    for g in range(group):
-        h, r = hk * group + g, g * n
+def backward_heads(header, call, seq, states, task, rows, buffers, like, kind):
+    """Write dk and dv of a task, and its part of dq; return False if an input is not finite."""
+    n, d, value_d, count = seq.queries, call.d, call.value_d, task.heads * call.group
+    s = task.s
+    for g in range(count):
+        h, r = task.hk * call.group + g, g * n
         scale = query_scale(call)
         read_rows(kind, rows.scaled + 4 * r * d, call.q, s, seq.query, n, h, d, scale, like)
         read_rows(kind, rows.q + 4 * r * d, call.q, s, seq.query, n, h, d, 1.0, like)
@@ -237,68 +402,100 @@ def backward_head(call, seq, states, s, hk, rows, buffers, like, kind):
         read_rows(kind, to, call.dout, s, seq.query, n, h, value_d, 1.0, like)
         numbers = rows.lse + 4 * r, rows.delta + 4 * r, to, rows.dp
         read_numbers(call, seq, Place(s, h, 0, n), numbers, like, kind)
-    array(rows.dq, group * n * d, like)[:] = np.float32(0)
-    for tile in tile_range(0, seq.keys):
-        for g in range(group):
-            head_gradients(call, seq, states, s, hk, g, tile, rows, buffers, like, kind)
-        j0 = tile * TILE_K
-        keys = min(TILE_K, seq.keys - j0)
-        m, k_rows = group * n, (rows.dp, rows.q, d)
-        write_keys(call.dk, call, seq, s, hk, j0, keys, m, k_rows, like, kind)
-        v_rows = rows.S, rows.dout, value_d
-        write_keys(call.dv, call, seq, s, hk, j0, keys, m, v_rows, like, kind)
-    if call.dq.address:
-        for g in range(group):
-            for i in range(n):
-                to = row_at(call.dq, s, seq.query + i, hk * group + g)
-                row = rows.dq + 4 * (g * n + i) * d
-                narrow(kind, call.dq.address + kind.itemsize * to, row, d)
-    finite = rows_are_finite(like, rows.dq, 4 * d, group * n, d)
-    finite &= rows_are_finite(like, rows.q, 4 * d, group * n, d)
-    return finite & rows_are_finite(like, rows.dout, 4 * value_d, group * n, value_d)
+    array(rows.dq, count * n * d, like)[:] = np.float32(0)
+    for tile in tiles_of(task, header, 0, seq.keys):
+        tile_gradients(call, seq, states, task, tile, rows, buffers, like, kind)
+        write_keys(call.dk, call, seq, task, tile, (rows.dp, rows.q, d), like, kind)
+        write_keys(call.dv, call, seq, task, tile, (rows.S, rows.dout, value_d), like, kind)
+    finite = rows_are_finite(like, rows.q, 4 * d, count * n, d)
+    return finite & rows_are_finite(like, rows.dout, 4 * value_d, count * n, value_d)
 
 
 @inner
-def write_keys(to, call, seq, s, hk, j0, keys, m, rows, like, kind):
-    """Write dK or dV of a tile of keys, if wanted: sums of m rows of (weights, others, d)."""
+def write_queries(call, seq, task, dq, rows, like, kind):
+    """Write dq of the heads of a task, if wanted; return False if it is not finite."""
+    n, d = seq.queries, call.d
+    if call.dq.address:
+        for r in range(rows):
+            h, i = task.hk * call.group + r // n, r % n
+            to = row_at(call.dq, task.s, seq.query + i, h)
+            narrow(kind, call.dq.address + kind.itemsize * to, dq + 4 * r * d, d)
+    return rows_are_finite(like, dq, 4 * d, rows, d)
+
+
+@inner
+def write_keys(to, call, seq, task, tile, rows, like, kind):
+    """Write dK or dV of a tile of keys, if wanted: sums of rows of (weights, others, d)."""
     if not to.address:
         return
     weights, others, d = rows
+    j0, m, heads = tile * TILE_K, call.group * seq.queries, task.heads
+    keys, s, hk = min(TILE_K, seq.keys - j0), task.s, task.hk
     if call.wide:
-        at, step = head_rows(like, to, s, seq.key + j0, hk)
-        write_sums(like, at, step, keys, weights, 4 * TILE_K, others, m, d)
+        at = head_rows(like, to, s, seq.key + j0, hk)
+        write_sums(like, at.first, at.step, keys, weights, others, m, d, heads, at.head)
     else:
-        at, step = head_rows(kind, to, s, seq.key + j0, hk)
-        write_sums(kind, at, step, keys, weights, 4 * TILE_K, others, m, d)
+        at = head_rows(kind, to, s, seq.key + j0, hk)
+        write_sums(kind, at.first, at.step, keys, weights, others, m, d, heads, at.head)
 
 
 @inner
-def head_gradients(call, seq, states, s, hk, g, tile, rows, buffers, like, kind):
-    """Write P R and dS of a head's queries and a tile of keys, 0 where masked; add to dq."""
+def tile_gradients(call, seq, states, task, tile, rows, buffers, like, kind):
+    """Write P R and dS of a tile of keys, 0 where masked; add to dq."""
+    n, d, value_d, heads = seq.queries, call.d, call.value_d, task.heads
+    s, hk, first, shared = task.s, task.hk, task.hk * call.group, call.group * n
+    count = heads * call.group
+    low, high = key_range(call, seq, Place(s, first, 0, n))
+    for at in (rows.S, rows.dp):
+        array(at, count * n * TILE_K, like)[:] = np.float32(0)
+    if tile * TILE_K >= high or (tile + 1) * TILE_K <= low:
+        return
+    state = tile_row(states, s, first, 0)
+    inside = columns(like, low, high, tile, state)
+    column = 4 * (inside.j0 - tile * TILE_K)
+    k = head_rows(kind, call.k, s, seq.key + inside.j0, hk)
+    if heads > 1:  # the state is that of every head
+        if skipped(state, tile):
+            return
+        v = head_rows(kind, call.v, s, seq.key + inside.j0, hk)
+        at = rows.S + column, rows.room, rows.scaled, k.first, k.step
+        dots_of_heads(kind, *at, inside.keys, d, heads, k.head, shared)
+        at = rows.dp + column, rows.room, rows.dout, v.first, v.step
+        dots_of_heads(kind, *at, inside.keys, value_d, heads, v.head, shared)
+    for g in range(count):
+        limits = low, high, tile
+        head_gradients(call, seq, states, task, g, limits, rows, buffers, like, kind)
+    if heads > 1:
+        to = rows.dq, rows.room, rows.dp + column, k.first, k.step
+        add_rows_of_heads(kind, *to, inside.keys, d, heads, k.head, shared)
+
+
+@inner
+def head_gradients(call, seq, states, task, g, limits, rows, buffers, like, kind):
+    """Write P R and dS of query head g of a task and a tile; of one kv head their products, too."""
     n, d, value_d = seq.queries, call.d, call.value_d
-    h, first = hk * call.group + g, g * n
-    place = Place(s, h, 0, n)
-    low, high = key_range(call, seq, place)
-    state = tile_row(states, s, h, 0)
-    S, dP = rows.S + 4 * first * TILE_K, rows.dp + 4 * first * TILE_K
-    for at in (S, dP):
-        array(at, n * TILE_K, like)[:] = np.float32(0)
-    if tile * TILE_K >= high or (tile + 1) * TILE_K <= low or skipped(state, tile):
+    low, high, tile = limits
+    s, h, first = task.s, task.hk * call.group + g, g * n
+    place, state = Place(s, h, 0, n), tile_row(states, s, h, 0)
+    if skipped(state, tile):
         return
     part = columns(like, low, high, tile, state)
     column = 4 * (part.j0 - tile * TILE_K)
-    k, k_bytes = head_rows(kind, call.k, s, seq.key + part.j0, hk)
-    v, v_bytes = head_rows(kind, call.v, s, seq.key + part.j0, hk)
+    k = head_rows(kind, call.k, s, seq.key + part.j0, h // call.group)
+    v = head_rows(kind, call.v, s, seq.key + part.j0, h // call.group)
     numbers = Rows(
         array(rows.delta + 4 * first, n, like),
         array(rows.lse + 4 * first, n, like),
         array(rows.lse + 4 * first, 0, like),
     )
-    tiles = S + column, dP + column
+    tiles = rows.S + 4 * first * TILE_K + column, rows.dp + 4 * first * TILE_K + column
     for i in range(n):
         at, inside = first + i, 4 * i * TILE_K
-        dots(kind, tiles[0] + inside, rows.scaled + 4 * at * d, k, k_bytes, part.keys, d)
-        dout = rows.dout + 4 * at * value_d
-        dots(kind, tiles[1] + inside, dout, v, v_bytes, part.keys, value_d)
+        if task.heads == 1:
+            scaled, dout = rows.scaled + 4 * at * d, rows.dout + 4 * at * value_d
+            dots(kind, tiles[0] + inside, scaled, k.first, k.step, part.keys, d)
+            dots(kind, tiles[1] + inside, dout, v.first, v.step, part.keys, value_d)
         row_gradients(call, seq, place, i, part, 0, numbers, tiles, buffers, like, like)
-        add_rows(kind, rows.dq + 4 * at * d, tiles[1] + inside, k, k_bytes, part.keys, d)
+        if task.heads == 1:
+            dq = rows.dq + 4 * at * d
+            add_rows(kind, dq, tiles[1] + inside, k.first, k.step, part.keys, d)

@@ -20,7 +20,7 @@ from .backward import finished, outputs
 from .call import Call, word_of
 from .few_vector import HALVES
 from .kernel import address_of
-from .vector import PAIRS
+from .vector import PAIRS, TILE_K
 
 #: the dtypes of rows, as kernels distinguish them
 _DTYPES = {torch.float32: types.float32, torch.bfloat16: types.uint16}
@@ -83,16 +83,17 @@ class Way(NamedTuple):
     kernel: Any
     passes: int  # over keys and values
     exact: bool = False
+    apart: int = 0  # bytes of keys and values from which a task has all kv heads
 
 
 #: the first that can is taken
 WAYS = {
     "forward": (
-        Way(_ANY + _FEW, few.few_forward, 1),
+        Way(_ANY + _FEW, few.few_forward, 1, apart=1 << 24),
         Way(_ANY + _SHORT, short.short_forward, 1, exact=True),
     ),
     "backward": (
-        Way(_ANY + _FEW, few.few_backward, 3),
+        Way(_ANY + _FEW, few.few_backward, 3, apart=1 << 22),
         Way(_ANY + _SHORT, short.short_backward, 3, exact=True),
     ),
 }
@@ -121,14 +122,37 @@ def _way(problem: Problem, call: str) -> Way | None:
     return next((x for x in WAYS[call] if beyond(x.limits, problem) is None), None)
 
 
+def heads_of_task(call: Call, way: Way) -> int:
+    """Return the kv heads of a task of few queries: one, or all.
+
+    Where a key's rows of all heads are next to one another, rows of one head are far apart, and a
+    processor does not fetch them ahead of use. All heads of a key are read in the order of memory.
+    Results have the same bits either way.
+    """
+    p, record = call.problem, call.record[0]
+    apart = all(record[name]["h"] < record[name]["n"] for name in "kv")
+    size = p.batch * p.nk * p.hk * (p.d + p.dv) * p.dtype.itemsize
+    tasks = p.batch * chunks_of(p)
+    if p.hk == 1 or not apart or tasks < get_num_threads() or call.states.shape[1] > 1:
+        return 1
+    return p.hk if size >= way.apart * (4 if way.passes == 1 and p.group > 1 else 1) else 1
+
+
+def chunks_of(p: Problem) -> int:
+    """Return the chunks of keys of a sequence."""
+    return -(-p.nk // (few.CHUNK * TILE_K))
+
+
 class Launch:
     """The memory that a kernel reads, for one kind of call, and its threads."""
 
     def __init__(self, call: Call, way: Way) -> None:
         p = call.problem
-        self.tasks = p.batch * p.hk
+        heads, chunks = (1, 1) if way.exact else (heads_of_task(call, way), chunks_of(p))
+        groups = p.batch * p.hk // heads
+        self.tasks = groups * chunks
         size = p.dtype.itemsize * way.passes * (p.nk + p.nq * p.nk // 16) * (p.d + p.dv)
-        self.most = min(self.tasks, 1 + self.tasks * size // _BYTES)
+        self.most = min(self.tasks, 1 + p.batch * p.hk * size // _BYTES)
         self.states = np.ascontiguousarray(call.states)
         self.sequences = call.sequences
         header = np.zeros(few.HEADER, np.int64)
@@ -136,7 +160,11 @@ class Launch:
         header[few.SEQUENCES], header[few.COUNT] = self.sequences.ctypes.data, len(self.sequences)
         header[few.STATES], header[few.KEYS] = self.states.ctypes.data, p.nk
         header[few.SHAPE : few.SHAPE + 4] = self.states.shape
-        words = np.concatenate([header, call.record.view(np.int64)])
+        header[few.HEADS], header[few.CHUNKS] = heads, chunks
+        #: the numbers of the parts of all chunks: O, m and l of each row, or dq
+        columns = p.dv + 2 if way.passes == 1 else p.d
+        self.parts = self.tasks * heads * p.group * p.nq * columns if chunks > 1 else 0
+        words = np.concatenate([header, call.record.view(np.int64), np.zeros(groups, np.int64)])
         self.words = words.tobytes()
         self.kind = ctypes.c_int64 * len(words)
         pairs = way.exact and in_pairs(p.dtype)
@@ -150,6 +178,9 @@ class Launch:
         data = self.kind.from_buffer_copy(self.words)
         for word, address in addresses:
             data[word] = address
+        if self.parts:
+            parts = torch.empty(self.parts, dtype=torch.float32)
+            data[few.PARTS] = parts.data_ptr()
         threads.run_compiled(self.worker, data, min(self.most, get_num_threads()))
         return not data[few.INFINITE]
 

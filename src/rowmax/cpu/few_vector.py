@@ -3,6 +3,10 @@
 One query reads every key once, so its speed is that of memory: nothing is packed. Rows of float32,
 bfloat16 or float16 are widened in registers; sums are float32. Rows are whole vectors.
 
+Functions of heads are for tensors where a key's rows of all heads are next to one another. They
+read in the order of memory, so a processor fetches ahead. Sums have the order, and the bits, of
+those of one head.
+
 A function is one of three, by the dtype of ``kind``: float32, uint16 (bfloat16) or int16 (float16).
 """
 
@@ -14,7 +18,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .vector import FEATURES, multiply_add
+from .vector import FEATURES, TILE_K, multiply_add
 from .wide import F32, I16, I32, Value, const, halves, loop, shuffled
 
 #: numbers of a vector, and keys of a step of scores: their sums fill the registers
@@ -28,6 +32,8 @@ _INTS = ir.VectorType(I32, LANES)
 _SHORTS = ir.VectorType(I16, LANES)
 _HALVES = ir.VectorType(ir.HalfType(), LANES)
 _ZERO = ir.Constant(_FLOATS, [0.0] * LANES)
+_VECTOR = 4 * LANES  # bytes of a vector of float32
+_ROW = 4 * TILE_K  # bytes from one row of scores to the next
 
 
 def _kind(dtype: types.Type) -> str:
@@ -118,22 +124,75 @@ def dots(b, kind, to, q, rows, row_bytes, n, d):
             key = b.select(b.icmp_signed("<", key, last), key, last)
             at.append(b.add(rows, b.mul(row_bytes, key)))
 
-        def step(c, sums, count):
-            at_q = [b.add(c, const(LANES * n)) for n in range(count)]
-            x = [_load(b, b.add(q, b.mul(at_c, const(4)))) for at_c in at_q]
-            x = _of_columns(b, x, kind)
-            inside, found = b.mul(c, const(_size(kind))), []
-            for row, total in zip(at, sums, strict=True):
-                place = b.add(row, inside)
-                for part, y in zip(x, _parts(b, place, kind, count), strict=True):
-                    total = _multiply_add(b, y, part, total)
-                found.append(total)
-            return found
-
-        sums = _by_pairs(b, d, [_ZERO] * LANES, step)
+        sums = _products(b, kind, q, at, d)
         _store(b, _totals(b, sums), b.add(to, b.mul(j, const(4))))
 
     loop(b, n, LANES, [], block)
+
+
+def _products(b: ir.IRBuilder, kind: str, q: Value, rows: list[Value], d: Value) -> list[Value]:
+    """Return the products of a float32 row and other rows, a sum of each lane."""
+
+    def step(c, sums, count):
+        at_q = [b.add(c, const(LANES * n)) for n in range(count)]
+        x = [_load(b, b.add(q, b.mul(at_c, const(4)))) for at_c in at_q]
+        x = _of_columns(b, x, kind)
+        inside, found = b.mul(c, const(_size(kind))), []
+        for row, total in zip(rows, sums, strict=True):
+            place = b.add(row, inside)
+            for part, y in zip(x, _parts(b, place, kind, count), strict=True):
+                total = _multiply_add(b, y, part, total)
+            found.append(total)
+        return found
+
+    return _by_pairs(b, d, [_ZERO] * len(rows), step)
+
+
+@_of_kinds(10)
+def dots_of_heads(b, kind, to, room, q, rows, row_bytes, n, d, heads, head_bytes, m):
+    """Write ``dots`` of each kv head, and of m rows of q that share it.
+
+    ``to`` are rows of TILE_K numbers; ``room`` is memory for ``LANES * LANES`` of each row of q.
+    """
+    last, count = b.sub(n, const(1)), b.mul(heads, m)
+
+    def block(j, _):
+        def key(g, _):
+            at = b.add(j, g)
+            at = b.select(b.icmp_signed("<", at, last), at, last)
+            place = b.add(room, b.mul(g, const(_VECTOR)))
+
+            def one(r, row):
+                here = b.add(q, b.mul(r, b.mul(d, const(4))))
+                (total,) = _products(b, kind, here, [row], d)
+                _store(b, total, b.add(place, b.mul(r, const(LANES * _VECTOR))))
+
+            _each_of_heads(b, b.add(rows, b.mul(row_bytes, at)), heads, head_bytes, m, one)
+
+        loop(b, const(LANES), 1, [], key)
+
+        def total(r, _):
+            first = b.add(room, b.mul(r, const(LANES * _VECTOR)))
+            sums = [_load(b, b.add(first, const(_VECTOR * g))) for g in range(LANES)]
+            row = b.add(to, b.mul(r, const(_ROW)))
+            _store(b, _totals(b, sums), b.add(row, b.mul(j, const(4))))
+
+        loop(b, count, 1, [], total)
+
+    loop(b, n, LANES, [], block)
+
+
+def _each_of_heads(
+    b: ir.IRBuilder, row: Value, heads: Value, head_bytes: Value, m: Value, one: Any
+) -> None:
+    """Emit ``one(r, row of its head)`` for the m rows r that share each kv head."""
+
+    def head(h, _):
+        at = b.add(row, b.mul(head_bytes, h))
+        first = b.mul(h, m)
+        loop(b, m, 1, [], lambda i, _: one(b.add(first, i), at))
+
+    loop(b, heads, 1, [], head)
 
 
 def _size(kind: str) -> int:
@@ -219,33 +278,98 @@ def add_rows(b, kind, to, weights, rows, row_bytes, n, d):
     _by_columns(b, d, columns)
 
 
-@_of_kinds(8)
-def write_sums(b, kind, to, row_bytes, n, weights, weight_bytes, others, m, d):
-    """Write n rows: number j is ``sum_r weights[r, j] others[r]`` of m float32 rows of d."""
+@_of_kinds(10)
+def add_rows_of_heads(b, kind, to, room, weights, rows, row_bytes, n, d, heads, head_bytes, m):
+    """Add to m rows of each kv head what ``add_rows`` adds.
+
+    ``weights`` are rows of TILE_K numbers; ``room`` is memory for two rows of each row of ``to``.
+    """
+    size, row_size = _size(kind), b.mul(d, const(4))
+    plane = b.mul(b.mul(heads, m), row_size)
+
+    def clear(c, _):
+        _store(b, _ZERO, b.add(room, b.mul(c, const(4))))
+
+    loop(b, b.mul(b.mul(heads, m), b.mul(d, const(2))), LANES, [], clear)
+
+    def key(j, _):
+        sums = b.add(room, b.mul(plane, b.and_(j, const(1))))  # even and odd rows apart
+        column = b.add(weights, b.mul(j, const(4)))
+
+        def one(r, row):
+            w = _spread(b, b.add(column, b.mul(r, const(_ROW))))
+            total = b.add(sums, b.mul(row_size, r))
+
+            def step(c, _, count):
+                at = b.add(row, b.mul(c, const(size)))
+                place = b.add(total, b.mul(c, const(4)))
+                for v, x in enumerate(_parts(b, at, kind, count)):
+                    here = b.add(place, const(_VECTOR * v))
+                    _store(b, _multiply_add(b, w, x, _load(b, here)), here)
+                return []
+
+            _by_pairs(b, d, [], step)
+
+        _each_of_heads(b, b.add(rows, b.mul(row_bytes, j)), heads, head_bytes, m, one)
+
+    loop(b, n, 1, [], key)
+
+    def finish(r, _):
+        total, row = (b.add(x, b.mul(row_size, r)) for x in (room, to))
+
+        def step(c, _, count):
+            inside = b.mul(c, const(4))
+            at = [b.add(b.add(total, inside), const(_VECTOR * v)) for v in range(count)]
+            found = [b.fadd(_load(b, x), _load(b, b.add(x, plane))) for x in at]
+            for v, x in enumerate(_to_columns(b, found, kind)):
+                place = b.add(b.add(row, inside), const(_VECTOR * v))
+                _store(b, b.fadd(x, _load(b, place)), place)
+            return []
+
+        _by_pairs(b, d, [], step)
+
+    loop(b, b.mul(heads, m), 1, [], finish)
+
+
+@_of_kinds(9)
+def write_sums(b, kind, to, row_bytes, n, weights, others, m, d, heads, head_bytes):
+    """Write n rows of each kv head: row j is ``sum_r weights[r, j] others[r]``.
+
+    r are the m rows of a head: of TILE_K weights, and of d float32.
+    """
     size = _size(kind)
 
-    def columns(c, count):
-        inside = b.mul(c, const(4))
+    def rows_of_head(h, first, rows):
+        start = b.add(b.add(to, b.mul(head_bytes, h)), b.mul(row_bytes, first))
+        start_of_weights, before = b.add(weights, b.mul(first, const(4))), b.mul(h, m)
 
-        def row(j, _):
-            column = b.add(weights, b.mul(j, const(4)))
+        def columns(c, count):
+            inside = b.add(others, b.mul(c, const(4)))
 
-            def one(r, sums):
-                w = _spread(b, b.add(column, b.mul(weight_bytes, r)))
-                other = b.add(b.add(others, b.mul(b.mul(r, d), const(4))), inside)
-                return [
-                    _multiply_add(b, w, _load(b, b.add(other, const(4 * LANES * v))), total)
-                    for v, total in enumerate(sums)
-                ]
+            def row(j, _):
+                column = b.add(start_of_weights, b.mul(j, const(4)))
 
-            sums = loop(b, m, 1, [_ZERO] * count, one)
-            at = b.add(b.add(to, b.mul(row_bytes, j)), b.mul(c, const(size)))
-            for v, total in enumerate(sums):
-                _store(b, total, b.add(at, const(size * LANES * v)), kind)
+                def one(i, sums):
+                    r = b.add(before, i)
+                    w = _spread(b, b.add(column, b.mul(r, const(_ROW))))
+                    other = b.add(inside, b.mul(b.mul(r, d), const(4)))
+                    return [
+                        _multiply_add(b, w, _load(b, b.add(other, const(_VECTOR * v))), total)
+                        for v, total in enumerate(sums)
+                    ]
 
-        loop(b, n, 1, [], row)
+                sums = loop(b, m, 1, [_ZERO] * count, one)
+                place = b.add(b.add(start, b.mul(row_bytes, j)), b.mul(c, const(size)))
+                for v, total in enumerate(sums):
+                    _store(b, total, b.add(place, const(size * LANES * v)), kind)
 
-    _by_columns(b, d, columns)
+            loop(b, rows, 1, [], row)
+
+        _by_columns(b, d, columns)
+
+    # rows of several heads are written one at a time, in the order of memory
+    step = b.select(b.icmp_signed("==", heads, const(1)), n, const(1))
+    loop(b, n, step, [], lambda j, _: loop(b, heads, 1, [], lambda h, _: rows_of_head(h, j, step)))
 
 
 @_of_kinds(3)

@@ -95,7 +95,7 @@ def read_in_place(kind, operand_like, room, tensor, s, first, n, h, d, infinite,
     if kind.dtype == types.float32 or operand_like.dtype == types.uint32:
 
         def in_place(kind, operand_like, room, tensor, s, first, n, h, d, infinite, like):
-            at, step = head_rows(kind, tensor, s, first, h)
+            at, step, _ = head_rows(kind, tensor, s, first, h)
             count_infinite(operand_like, at, step, n, d, infinite)
             return at, step
 
@@ -111,7 +111,7 @@ def read_in_place(kind, operand_like, room, tensor, s, first, n, h, d, infinite,
 @inner
 def fetch_rows(kind, tensor, s, first, n, h, d):
     """Fetch n rows of a head into the cache: their stride is too long for a processor to see."""
-    at, step = head_rows(kind, tensor, s, first, h)
+    at, step, _ = head_rows(kind, tensor, s, first, h)
     for i in range(n):
         for byte in range(0, kind.itemsize * d, 64):
             fetch(at + step * i + byte)

@@ -158,7 +158,7 @@ def offset(b: ir.IRBuilder, address: Value, i: Value, size: int, more: int = 0) 
 def loop(
     b: ir.IRBuilder,
     count: Value,
-    step: int,
+    step: int | Value,
     starts: Sequence[Value],
     body: Callable[[Value, list[Value]], list[Value] | None],
 ) -> list[Value]:
@@ -172,7 +172,7 @@ def loop(
     b.position_at_end(inside)
     i, carried = b.phi(I64), [b.phi(start.type) for start in starts]
     after = body(i, list(carried)) or []
-    following = b.add(i, const(step))
+    following = b.add(i, const(step) if isinstance(step, int) else step)
     starts, new = [const(0), *starts], [following, *after]
     for phi, first, last in zip([i, *carried], starts, new, strict=True):
         phi.add_incoming(first, before)
