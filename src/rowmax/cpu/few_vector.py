@@ -19,7 +19,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from .vector import FEATURES, TILE_K, multiply_add
-from .wide import F32, I16, I32, Value, const, halves, loop, shuffled
+from .wide import F32, I16, I32, I64, Value, const, halves, loop, shuffled
 
 #: numbers of a vector, and keys of a step of scores: their sums fill the registers
 LANES = 16 if {"avx512f", "avx512dq", "avx512vl"} <= FEATURES else 8
@@ -88,15 +88,36 @@ def _totals(b: ir.IRBuilder, x: list[Value]) -> Value:
     return x[0]
 
 
-def _of_kinds(count: int) -> Any:
-    """Return a decorator of ``emit(builder, kind, *int64)``; ``kind`` is an array's dtype."""
+def _function(module: ir.Module, emit: Any, kind: str, count: int) -> ir.Function:
+    """Return the function of a kind, which a module has once however often it is called."""
+    name = f"rowmax.{emit.__name__}.{kind}"
+    if name in module.globals:
+        return module.globals[name]
+    made = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * count), name)
+    made.linkage = "linkonce_odr"
+    made.attributes.add("noinline")
+    builder = ir.IRBuilder(made.append_basic_block())
+    emit(builder, kind, *made.args)
+    builder.ret_void()
+    return made
+
+
+def _of_kinds(count: int, inline: bool = False) -> Any:
+    """Return a decorator of ``emit(builder, kind, *int64)``; ``kind`` is an array's dtype.
+
+    A function compiles sooner, and its registers are its own; a row alone is worth no call.
+    """
 
     def decorate(emit: Any) -> Any:
         names = ", ".join(f"x{n}" for n in range(count))
 
         def typed(kind: Any) -> Any:
             def codegen(context, builder, signature, arguments):
-                emit(builder, _kind(kind.dtype), *arguments[1:])
+                name = _kind(kind.dtype)
+                if inline:
+                    emit(builder, name, *arguments[1:])
+                else:
+                    builder.call(_function(builder.module, emit, name, count), arguments[1:])
                 return context.get_dummy_value()
 
             return types.void(kind, *[types.int64] * count), codegen
@@ -372,13 +393,13 @@ def write_sums(b, kind, to, row_bytes, n, weights, others, m, d, heads, head_byt
     loop(b, n, step, [], lambda j, _: loop(b, heads, 1, [], lambda h, _: rows_of_head(h, j, step)))
 
 
-@_of_kinds(3)
+@_of_kinds(3, inline=True)
 def widen(b, kind, to, row, d):
     """Write a row as float32."""
     _converted(b, to, "float32", row, kind, d)
 
 
-@_of_kinds(3)
+@_of_kinds(3, inline=True)
 def narrow(b, kind, to, row, d):
     """Write a float32 row in the dtype of a kind."""
     _converted(b, to, kind, row, "float32", d)
