@@ -165,8 +165,12 @@ def test_the_private_names_of_the_adapter_exist():
 
 def test_a_cell_is_posed_with_its_terms() -> None:
     cell = Cell(n=64, d=16, b=1, hq=2, window=8, alibi=True, softcap=2.0, dtype="float32")
-    tensors, problem = variants.posed(cell, inputs_of(cell, "cpu"))
+    tensors, problem, _ = variants.posed(cell, inputs_of(cell, "cpu"))
     assert (problem.left, problem.right, problem.softcap) == (8, 0, 2.0)
     assert tensors.heads is not None
     causal = Cell(n=64, d=16, b=1, hq=2, causal=True, dtype="float32")
     assert variants.posed(causal, inputs_of(causal, "cpu"))[1].right == 0
+    packed = Cell(n=64, d=16, b=1, hq=2, packed=(40, 24), dtype="float32")
+    _, problem, dout = variants.posed(packed, inputs_of(packed, "cpu"))
+    assert problem.varlen
+    assert dout.shape == problem.out_shape == (1, 64, 2, 16)
