@@ -12,15 +12,13 @@ from shared memory end in the order in which they began.
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
-from itertools import pairwise
+import struct
 from typing import NamedTuple
 
 from . import sass
 
-_LINE = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+.*?;\s*/\* 0x[0-9a-f]{16} \*/")
-_UPPER = re.compile(r"/\* (0x[0-9a-f]{16}) \*/")
+#: a section of an ELF file: name, type, flags, address, offset, size, and what is not read
+_SECTION = struct.Struct("<IIQQQQIIQQ")
 _COUNTERS = 6
 _NONE = 7
 
@@ -43,22 +41,25 @@ class Load(NamedTuple):
 State = dict[int, Load]
 
 
+def code_of(cubin: bytes) -> bytes:
+    """Return the machine code of a kernel: the one section of an ELF file named ``.text.``."""
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    count, names = struct.unpack_from("<HH", cubin, 60)
+    sections = [_SECTION.unpack_from(cubin, table + _SECTION.size * n) for n in range(count)]
+    first_name = sections[names][4]
+    found = [x for x in sections if cubin.startswith(b".text.", first_name + x[0])]
+    ((_, _, _, _, offset, size, *_),) = found
+    return cubin[offset : offset + size]
+
+
 def controls(cubin: bytes) -> dict[int, Control]:
     """Return the counters of each instruction, by its address."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [sass.TOOLS / "nvdisasm", "-c", "-hex", file.name]
-        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = {}
-    rows = lines.splitlines()
-    for row, after in pairwise(rows):
-        line, upper = _LINE.match(row), _UPPER.search(after)
-        if line and upper:
-            bits = int(upper[1], 16) >> 41
-            sets = bits >> 5 & 7
-            waits = frozenset(n for n in range(_COUNTERS) if bits >> (11 + n) & 1)
-            found[int(line[1], 16)] = Control(waits, None if sets == _NONE else sets)
+    for n, (_, upper) in enumerate(struct.iter_unpack("<QQ", code_of(cubin))):
+        bits = upper >> 41
+        sets = bits >> 5 & 7
+        waits = frozenset(n for n in range(_COUNTERS) if bits >> (11 + n) & 1)
+        found[16 * n] = Control(waits, None if sets == _NONE else sets)
     return found
 
 
