@@ -79,6 +79,17 @@ def test_a_call_that_dies_or_hangs_is_a_fault(tmp_path: Path) -> None:
         assert ("died (-9)" if drawn.seed % 8 else "hangs") in texts[0]
 
 
+def refused(drawn: Drawn, backend: str, device: str) -> list[str]:
+    raise RefusedError("it takes no such thing")
+
+
+def test_a_search_that_computes_nothing_is_not_right(tmp_path: Path) -> None:
+    found = _search(tmp_path, refused, "--minutes", "0.02", "--backend", "torch")
+    assert found.idle == [("float32", "torch")]
+    (row,) = results.read(tmp_path / "out.csv")
+    assert row.result == f"not run: {found.counts['float32', 'torch']['refused']} refused"
+
+
 def test_the_same_seed_draws_the_same_calls() -> None:
     job = random_search.Group(3, "float32", "triton", "cpu", 6, 40_000)
     first, again = (list(random_search.calls_of(job)) for _ in range(2))

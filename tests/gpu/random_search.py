@@ -131,6 +131,14 @@ class Count:
     def bad(self) -> int:
         return sum(self[kind] for kind in FAILURES)
 
+    @property
+    def result(self) -> str:
+        """Return the words for a row of results."""
+        if not self.calls:
+            return f"not run: {self['refused']} refused"
+        bad = [f"{self[x]} {x}" for x in FAILURES if self[x]]
+        return ("wrong: " if bad else "right: ") + ", ".join([*bad, f"{self.calls} calls"])
+
 
 # --- in the process of a group -----------------------------------------------------------------
 
@@ -341,6 +349,11 @@ class Search:
     def bad(self) -> int:
         return sum(count.bad for count in self.counts.values())
 
+    @property
+    def idle(self) -> list[Cell]:
+        """The dtypes and backends of which no call was computed: nothing was found out."""
+        return [cell for cell, count in self.counts.items() if not count.calls]
+
 
 def cells_of(given: argparse.Namespace) -> list[Cell]:
     return [(d, b) for d in given.dtypes for b in given.backends if takes_dtype(d, b)]
@@ -355,9 +368,7 @@ def write_counts(
     """Write a row for each dtype and backend."""
     rows = []
     for (dtype, backend), c in counts.items():
-        bad = [f"{c[x]} {x}" for x in FAILURES if c[x]]
-        result = ("wrong: " if bad else "right: ") + ", ".join([*bad, f"{c.calls} calls"])
-        found = (kind, name, dtype, backend, result, f"{seconds:.0f}")
+        found = (kind, name, dtype, backend, c.result, f"{seconds:.0f}")
         rows.append(results.Row(*found, *results.machine(device)))
     results.write(path, rows)
 
@@ -607,7 +618,9 @@ def main() -> int:
         return memcheck(given)
     search = Search(given, check_of(given))
     search.run()
-    return int(search.bad > 0)
+    for dtype, backend in search.idle:
+        print(f"{dtype} {backend}: no call was computed")
+    return int(search.bad > 0 or bool(search.idle))
 
 
 if __name__ == "__main__":
