@@ -108,8 +108,8 @@ _noted = threading.local()
 def way(problem: Problem, call: str) -> Way | None:
     """Return the way of a forward or backward; None: by tiles.
 
-    A task is a kv head. Tiles are more tasks, for more threads, and taken where they have the same
-    bits: those of a sequence depend neither on threads nor on other sequences.
+    A task of short sequences is a kv head. Tiles are more tasks, for more threads, and taken where
+    they have the same bits: those of a sequence depend neither on threads nor on other sequences.
     """
     found = _way(problem, call)
     if found is None or not found.exact or in_strips(problem.dtype):
