@@ -23,6 +23,7 @@ from rowmax.cpu import few, few_calls
 from rowmax.cpu.call import Call
 from rowmax.cpu.vector import TILE_K
 
+from . import extreme_bias
 from .few_queries import with_few_queries
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -185,6 +186,9 @@ CHUNKED: dict[str, dict[str, Any]] = {
     "last": {"nk": 2 * few.CHUNK * TILE_K + 1},
     "dropped": {"dropout": 0.2, "softcap": 1.5},
     "heads": {"alibi": True, "step": 3},
+    "bias": {"bias": "bhqk", "sink": True},
+    "shared": {"bias": "1h1k", "softcap": 1.5, "left": 700},
+    "columns": {"bias": "b1q1", "bias_float32": True, "causal": True},
     "lengths": {"lengths": (0.3, 0.9), "allowed": "b11k", "empty_rows": True},
     "documents": {"documents": "sorted", "dout": "bhnd"},
     "strided": {"layout": "sliced/interleaved/strided"},
@@ -232,6 +236,14 @@ def test_heads_and_threads_do_not_change_the_bits(
         got = _few_bits(case, dtype, heads, threads)
         assert len(got) >= 5
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize(("nq", "nk"), [(3, 60), (5, 1300), (40, 60)])
+@pytest.mark.parametrize("case", extreme_bias.CASES, ids=str)
+def test_biases_and_sinks_of_any_size(case: Case, nq: int, nk: int) -> None:
+    small = replace(case, nq=nq, nk=nk, d=32, sequences=None)
+    wrong = extreme_bias.checks("cpu", "cpu", cases=[small])
+    assert not wrong, "\n".join(wrong)
 
 
 def test_all_heads_are_of_one_task_where_memory_is_read_in_order_only_so() -> None:

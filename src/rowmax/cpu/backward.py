@@ -117,7 +117,7 @@ def backward(
     rest = torch.zeros_like(lse) if problem.natural else None
     call.tensor("dout", call.rows(dout))
     call.tensor("lse", row_stats.score_lse(lse, problem.natural))
-    if not call.strips and not problem.natural and not problem.sink:
+    if not call.strips:
         # summed by the kernel, in the order of short calls (short.py)
         delta = torch.empty_like(lse)
         call.tensor("out", call.rows(out))
@@ -140,6 +140,7 @@ def backward(
     done = finished(problem, tensors, sums)
     if wanted.sink:
         assert tensors.sink is not None
+        delta = row_stats.of_seen_rows(delta, lse)
         done["sink"] = row_stats.dsink(tensors.sink, lse, delta, rest).to(tensors.sink.dtype)
     return Gradients(**done)
 
@@ -170,11 +171,12 @@ def parts_of(problem: Problem, owners: int) -> int:
 
 
 def outputs(
-    call: Call, tensors: Tensors, wanted: Wanted, parts: int, kind: str = "d"
+    call: Call, tensors: Tensors, wanted: Wanted, parts: int, kind: str = "d", chunks: int = 1
 ) -> dict[str, Tensor]:
     """Return the tensors that kernels write: sums for each part, except dq.
 
-    ``kind`` begins their names: dt for gradients of tangents.
+    ``kind`` begins their names: dt for gradients of tangents. ``chunks`` of keys add to sums of
+    their own for the parameters of heads.
     """
     sums: dict[str, Tensor] = {}
     call.set(parts=parts)
@@ -189,7 +191,7 @@ def outputs(
             call.tensor(f"{kind}{name}", sums[name])
     if wanted.heads:
         assert tensors.heads is not None
-        shape = (parts, call.problem.batch, *tensors.heads.shape)
+        shape = (parts * chunks, call.problem.batch, *tensors.heads.shape)
         sums["heads"] = torch.zeros(shape, dtype=torch.float64)  # a sum over all pairs of a head
         call.tensor(f"{kind}heads", sums["heads"])
     if wanted.bias:

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import types
 
-from ..rules.softmax import LOG2E
 from .call import CALL, SEQUENCE
 from .few_vector import (
     LANES,
@@ -32,10 +31,17 @@ from .few_vector import (
 )
 from .forward import finish_rows, softmax_step
 from .functions import SUMS, array, choice, inner
-from .gradient_rows import Rows, buffers_of, product_of_rows, row_gradients
+from .gradient_rows import (
+    Rows,
+    buffers_of,
+    keep_deltas,
+    product_of_rows,
+    rests_of,
+    row_gradients,
+)
 from .kernel import kernel
 from .operands import aligned, rows_are_finite
-from .rows import keep_row, power, query_scale, score_row
+from .rows import keep_row, log_unit, power, query_scale, score_row
 from .rules import moved, without_weights
 from .tiles import Place, columns, key_range, numbers_at, row_at, skipped, tile_range, tile_row
 from .vector import TILE_K, address, fetch_add
@@ -361,16 +367,16 @@ def few_backward(pointer):
 
 @inner
 def read_lse(call, seq, place, lse, like):
-    """Write lse of a tile of queries in base 2, +inf for a row without weights."""
+    """Write lse of a tile of queries in the units of scores, +inf for a row without weights."""
     at = numbers_at(call.lse, 4, place.s, place.h, seq.query + place.i0)
     given = array(at, place.n, like)
     for i in range(place.n):
-        lse[i] = without_weights(given[i] * np.float32(LOG2E))
+        lse[i] = without_weights(given[i] * np.float32(log_unit(call)))
 
 
 @inner
 def read_numbers(call, seq, place, places, like, kind):
-    """Write lse in base 2 and ``Delta - dLSE`` of a tile of queries.
+    """Write lse, in the units of scores, and ``Delta - dLSE`` of a tile of queries.
 
     ``places`` are the addresses of both, of rows of dO and of memory for a row.
     """
@@ -385,7 +391,8 @@ def read_numbers(call, seq, place, places, like, kind):
         total = product_of_rows(out, array(douts + 4 * i * value_d, value_d, like))
         if call.dlse.address:
             total -= array(numbers_at(call.dlse, 4, s, h, first + i), 1, like)[0]
-        delta[i] = np.float32(0) if lse[i] == np.inf else total
+        delta[i] = total
+    keep_deltas(call, seq, place, delta, like)
 
 
 @inner
@@ -486,7 +493,7 @@ def head_gradients(call, seq, states, task, g, limits, rows, buffers, like, kind
     numbers = Rows(
         array(rows.delta + 4 * first, n, like),
         array(rows.lse + 4 * first, n, like),
-        array(rows.lse + 4 * first, 0, like),
+        rests_of(call, seq, place, like),
     )
     tiles = rows.S + 4 * first * TILE_K + column, rows.dp + 4 * first * TILE_K + column
     for i in range(n):
@@ -495,7 +502,7 @@ def head_gradients(call, seq, states, task, g, limits, rows, buffers, like, kind
             scaled, dout = rows.scaled + 4 * at * d, rows.dout + 4 * at * value_d
             dots(kind, tiles[0] + inside, scaled, k.first, k.step, part.keys, d)
             dots(kind, tiles[1] + inside, dout, v.first, v.step, part.keys, value_d)
-        row_gradients(call, seq, place, i, part, 0, numbers, tiles, buffers, like, like)
+        row_gradients(call, seq, place, i, part, task.chunk, numbers, tiles, buffers, like, like)
         if task.heads == 1:
             dq = rows.dq + 4 * at * d
             add_rows(kind, dq, tiles[1] + inside, k.first, k.step, part.keys, d)

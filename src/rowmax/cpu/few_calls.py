@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -14,7 +14,8 @@ from numba import types
 from torch import Tensor, get_num_threads
 
 from ..call.dispatch import Limit, beyond
-from ..call.problem import Gradients, Problem, Tensors, Wanted
+from ..call.problem import FAR, Gradients, Problem, Tensors, Wanted
+from ..rules import row_stats
 from . import amx, few, short, threads
 from .backward import finished, outputs
 from .call import Call, word_of
@@ -40,9 +41,6 @@ _ANY = (
         lambda p: p.d % 16 == p.dv % 16 == 0 and 0 < p.d <= MOST_WIDE and 0 < p.dv <= MOST_WIDE,
         "head sizes {0.d} and {0.dv} are no whole vectors, or too wide",
     ),
-    # a forward adds its scores up in the order of its backward: else weights do not sum to 1
-    Limit(lambda p: not p.natural, "scores in natural units need a second pass"),
-    Limit(lambda p: not p.sink, "the gradient of a sink is computed by tiles"),
 )
 _FEW = (
     Limit(
@@ -102,6 +100,8 @@ WAYS = {
 _BYTES = 1 << 16
 
 Again = Callable[..., Any]
+#: the place of a tensor among those of a call, and the word of its address
+Places = list[tuple[int, int]]
 _noted = threading.local()
 
 
@@ -189,9 +189,20 @@ def _word(name: str) -> int:
     return few.HEADER + word_of(name)
 
 
-def _plain(tensors: Tensors) -> bool:
-    """Return True for q, k and v alone: nothing of the record depends on values."""
-    return all(x is None for x in tensors[3:])
+#: the inputs that a repeated call reads by their addresses
+_BY_ADDRESS = ("q", "k", "v", "bias", "sink")
+
+
+def _places(call: Call, tensors: Tensors, more: Sequence[Tensor | None] = ()) -> Places | None:
+    """Return the inputs that a kernel reads by address, or None if it needs anything else.
+
+    Then nothing of the record depends on values. ``more`` are other tensors that it reads.
+    """
+    named = [(n, name) for n, name in enumerate(Tensors._fields) if tensors[n] is not None]
+    if not all(name in _BY_ADDRESS for _, name in named):
+        return None
+    given = (*(t for t in tensors if t is not None), *more)
+    return [(n, _word(name)) for n, name in named] if call.reads(given) else None
 
 
 def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor] | None:
@@ -207,16 +218,16 @@ def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor] | None:
     launch = Launch(call, taken)
     if not launch([]):
         return None
-    given = tensors[:3]
-    if _plain(tensors) and call.reads(given):
-        words = [_word(name) for name in ("q", "k", "v", "out", "lse")]
+    places = _places(call, tensors)
+    if places is not None:
+        out_word, lse_word = _word("out"), _word("lse")
         shape, lse_shape, dtype = problem.out_shape, problem.lse_shape, problem.dtype
 
         def again(tensors: Any, into: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
             out, lse = torch.empty(shape, dtype=dtype), torch.empty(lse_shape, dtype=torch.float32)
-            made = (*tensors[:3], out, lse)
-            done = launch([(word, t.data_ptr()) for word, t in zip(words, made, strict=True)])
-            return (out, lse) if done else None
+            addresses = [(word, tensors[n].data_ptr()) for n, word in places]
+            addresses += [(out_word, out.data_ptr()), (lse_word, lse.data_ptr())]
+            return (out, lse) if launch(addresses) else None
 
         _noted.again = again
     return out, lse
@@ -233,37 +244,83 @@ def backward(
 ) -> Gradients | None:
     """Return the gradients, or None: by tiles."""
     taken = way(problem, "backward")
-    if taken is None:
+    if taken is None or not _can(problem, taken, lse, wanted):
         return None
     call = Call(problem, tensors, in_place=True)
-    sums = outputs(call, tensors, wanted, 1)
+    sums = _sums(call, tensors, wanted, taken)
     rows, numbers = {"out": out, "dout": dout}, {"lse": lse, "dlse": dlse}
     for name, t in rows.items():
         call.tensor(name, call.rows(t))
     for name, t in numbers.items():
         if t is not None:
             call.tensor(name, t.detach().to(torch.float32))
+    if problem.natural:
+        call.tensor("rest", torch.zeros(problem.lse_shape))
+    delta = torch.empty(problem.lse_shape)
+    if wanted.sink:
+        call.tensor("delta", delta)
     launch = Launch(call, taken)
     if not launch([]):
         return None
-    if _plain(tensors) and call.reads((*tensors[:3], out, lse, dout, dlse)):
-        count = len(tensors)
-        places = [(n, _word(name)) for n, name in enumerate(("q", "k", "v"))]
-        more = ("out", "lse", "dout") if dlse is None else ("out", "lse", "dout", "dlse")
-        places += [(count + n, _word(name)) for n, name in enumerate(more)]
-        made = [(n, _word(f"d{name}")) for n, name in enumerate("qkv") if wanted[n]]
+    places = _places(call, tensors, (out, lse, dout, dlse))
+    if places is not None and not (wanted.bias or wanted.sink):
+        _noted.again = _backward_again(problem, launch, places, wanted, taken, dlse is not None)
+    if "bias" in sums and tensors.bias is not None:
+        sums["bias"] = sums["bias"].sum_to_size(tensors.bias.shape)[None]
+    done = finished(problem, tensors, sums)
+    if wanted.sink and tensors.sink is not None:
+        delta = row_stats.of_seen_rows(delta, lse)
+        found = row_stats.dsink(tensors.sink, lse, delta, None)
+        done["sink"] = found.to(tensors.sink.dtype)
+    return Gradients(**done)
 
-        def again(given: Any, into: Tensor | None = None) -> Gradients | None:
-            found: list[Tensor | None] = [None] * 6
-            addresses = [(word, given[n].data_ptr()) for n, word in places]
-            for n, word in made:
-                dtype = problem.gradient_dtype("qkv"[n], given[n])
-                found[n] = t = torch.empty(given[n].shape, dtype=dtype)
-                addresses.append((word, t.data_ptr()))
-            return Gradients(*found) if launch(addresses) else None
 
-        _noted.again = again
-    return Gradients(**finished(problem, tensors, sums))
+def _can(problem: Problem, taken: Way, lse: Tensor, wanted: Wanted) -> bool:
+    """Return True if a kernel computes these gradients.
+
+    It does not sum the weights of a row again (``FAR``), and tasks of short sequences share no sum.
+    """
+    if wanted.bias and taken.exact:
+        return False
+    return not problem.natural or not bool((lse.isfinite() & (lse.abs() >= FAR)).any())
+
+
+def _sums(call: Call, tensors: Tensors, wanted: Wanted, taken: Way) -> dict[str, Tensor]:
+    """Return the tensors that a kernel writes.
+
+    Pairs of few queries are few: each has a number in the gradient of a bias.
+    """
+    p = call.problem
+    chunks = 1 if taken.exact else chunks_of(p)
+    sums = outputs(call, tensors, wanted._replace(bias=False), 1, chunks=chunks)
+    if wanted.bias:
+        sums["bias"] = torch.zeros(p.batch, p.hq, p.nq, p.nk)
+        call.tensor("dbias", sums["bias"][None])
+        call.set(store_bias=True)
+    return sums
+
+
+def _backward_again(
+    problem: Problem, launch: Launch, places: Places, wanted: Wanted, taken: Way, dlse: bool
+) -> Again:
+    """Return the function that repeats a backward of the gradients of q, k and v."""
+    count = len(Tensors._fields)
+    more = ("out", "lse", "dout", "dlse") if dlse else ("out", "lse", "dout")
+    places = [*places, *((count + n, _word(name)) for n, name in enumerate(more))]
+    made = [(n, _word(f"d{name}")) for n, name in enumerate("qkv") if wanted[n]]
+
+    def again(given: Any, into: Tensor | None = None) -> Gradients | None:
+        if problem.natural and not _can(problem, taken, given[count + 1], wanted):
+            return None
+        found: list[Tensor | None] = [None] * 6
+        addresses = [(word, given[n].data_ptr()) for n, word in places]
+        for n, word in made:
+            dtype = problem.gradient_dtype("qkv"[n], given[n])
+            found[n] = t = torch.empty(given[n].shape, dtype=dtype)
+            addresses.append((word, t.data_ptr()))
+        return Gradients(*found) if launch(addresses) else None
+
+    return again
 
 
 def record(run: Callable[[Any], Any], given: Any) -> tuple[Any, Again | bool]:

@@ -73,8 +73,8 @@ def product_at(a, b, d, like, operand_like) -> Any:
 
 
 @inner
-def write_deltas(call, seq, place, delta, lse, like, operand_like):
-    """Write ``Delta - dLSE`` of a tile of queries; 0 for a row that sees nothing."""
+def write_deltas(call, seq, place, delta, like, operand_like):
+    """Write ``Delta - dLSE`` of a tile of queries; any number for a row that sees nothing."""
     size, row_bytes = like.itemsize, row_size(operand_like)
     for i in range(place.n):
         at = place.s, seq.query + place.i0 + i, place.h
@@ -84,7 +84,24 @@ def write_deltas(call, seq, place, delta, lse, like, operand_like):
         if call.dlse.address:
             row = numbers_at(call.dlse, size, place.s, place.h, seq.query + place.i0 + i)
             total -= array(row, 1, like)[0]
-        delta[i] = like.dtype.type(0) if lse[i] == np.inf else total
+        delta[i] = total
+
+
+@inner
+def keep_deltas(call, seq, place, delta, like):
+    """Write ``Delta - dLSE`` of a tile of queries for the gradient of a sink, if it is wanted."""
+    if call.delta.address:
+        at = numbers_at(call.delta, like.itemsize, place.s, place.h, seq.query + place.i0)
+        kept = array(at, place.n, like)
+        for i in range(place.n):
+            kept[i] = delta[i]
+
+
+@inner
+def rests_of(call, seq, place, like):
+    """Return the rounding errors of the lse of a tile of queries; none in base 2."""
+    at = numbers_at(call.rest, like.itemsize, place.s, place.h, seq.query + place.i0)
+    return array(at, place.n if call.natural else 0, like)
 
 
 @inner
@@ -94,9 +111,8 @@ def rows_of(call, seq, place, like, operand_like):
     delta = array(numbers_at(call.delta, size, place.s, place.h, at), place.n, like)
     lse = array(numbers_at(call.lse, size, place.s, place.h, at), place.n, like)
     if call.out.address:  # else the host has written delta
-        write_deltas(call, seq, place, delta, lse, like, operand_like)
-    natural = place.n if call.natural else 0
-    return Rows(delta, lse, array(numbers_at(call.rest, size, place.s, place.h, at), natural, like))
+        write_deltas(call, seq, place, delta, like, operand_like)
+    return Rows(delta, lse, rests_of(call, seq, place, like))
 
 
 @inner

@@ -30,7 +30,7 @@ from .few import (
 from .few_vector import narrow
 from .forward import begin_rows, finish_rows, scratch_of, write_weights
 from .functions import array, choice, inner
-from .gradient_rows import Buffers, Rows, buffers_of, write_deltas
+from .gradient_rows import Buffers, Rows, buffers_of, keep_deltas, rests_of, write_deltas
 from .kernel import kernel
 from .operands import (
     HALF_K,
@@ -75,7 +75,7 @@ class BackwardRoom(NamedTuple):
     """Addresses of what a backward needs besides the memory of tiles."""
 
     v: int  # [keys, value_d], widened
-    lse: int  # [TILE_Q], in base 2
+    lse: int  # [TILE_Q], in the units of scores
     delta: int  # [TILE_Q]
     infinite: int
 
@@ -328,11 +328,12 @@ def read_stats(call, seq, place, tile, room, kind, like, operand_like):
     lse, delta = array(room.lse, place.n, like), array(room.delta, place.n, like)
     if paired(operand_like):
         read_lse(call, seq, place, lse, like)
-        write_deltas(call, seq, place, delta, lse, like, operand_like)
+        write_deltas(call, seq, place, delta, like, operand_like)
+        keep_deltas(call, seq, place, delta, like)
     else:
         places = room.lse, room.delta, tile.dout_rows, tile.dq
         read_numbers(call, seq, place, places, like, kind)
-    return Rows(delta, lse, array(room.lse, 0, like))
+    return Rows(delta, lse, rests_of(call, seq, place, like))
 
 
 @inner

@@ -37,14 +37,19 @@ _natural_weight = bound(natural_weight, exp2=torch.exp2)
 
 
 def delta(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
-    """Return ``Delta - dLSE`` like lse, ``[B, Hq, Nq]``; 0 for a row that sees nothing.
-
-    Its gradients are 0, even where dout or dlse is NaN.
-    """
+    """Return ``Delta - dLSE`` like lse, ``[B, Hq, Nq]``; 0 for a row that sees nothing."""
     found = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2)
     if dlse is not None:
         found = found - dlse.to(lse.dtype)
-    return found.masked_fill(lse == -torch.inf, 0.0)
+    return of_seen_rows(found, lse)
+
+
+def of_seen_rows(delta: Tensor, lse: Tensor) -> Tensor:
+    """Return Delta, but 0 for a row that sees nothing.
+
+    Its gradients are 0, even where dout or dlse is NaN.
+    """
+    return delta.masked_fill(lse == -torch.inf, 0.0)
 
 
 def score_lse(lse: Tensor, natural: bool) -> Tensor:
