@@ -71,6 +71,12 @@ SETS: dict[str, tuple[str, ...]] = {
         "dtype=float32|bfloat16|float16 n=16|32|49|128|197 b=512 hq=12 d=64",
         "dtype=float32|bfloat16|float16 n=16|32|49|128|197 b=512 hq=8 d=128",
     ),
+    # a step of a decoder with positions in a bias, and windows of an image with a shared one
+    "cpu-bias": (
+        "dtype=float32|bfloat16 nq=1 n=128|1024|4096 b=1 hq=8 d=64 bias=1hqk",
+        "dtype=float32|bfloat16 nq=1 n=512 b=8 hq=12 d=64 bias=1hqk",
+        "dtype=float32|bfloat16 n=49 b=64|512 hq=8 d=32 bias=1hqk",
+    ),
     "small": ("n=128 d=64 b=1 hq=4|8 causal=1", "n=512 d=64 b=1 hq=16 causal=1"),
     "training": ("n=8192 d=128 b=2 hq=8 causal=1 layers=12",),
     "matmul": ("n=8192 d=8192 hq=1",),

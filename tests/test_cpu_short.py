@@ -296,6 +296,23 @@ def test_a_repeated_call_reads_its_own_tensors(nq: int, nk: int) -> None:
             torch.testing.assert_close(a, b, equal_nan=True, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("nq", "nk"), [(1, 60), (40, 60), (1, 1300)])
+def test_a_repeated_call_reads_its_own_bias(nq: int, nk: int) -> None:
+    """Its gradient is not wanted, so the backward is repeated, too."""
+    for _ in range(6):
+        leaves = [torch.randn(2, m, 2, 32).requires_grad_() for m in (nq, nk, nk)]
+        terms = {"bias": torch.randn(1, 2, nq, nk), "sink": torch.randn(2)}
+        answers = []
+        for backend in ("cpu", "reference"):
+            with poisoned():
+                options = {**terms, "return_lse": True, "backend": backend}
+                out, lse = rowmax.attention(*leaves, **options)  # pyright: ignore
+                loss = out.square().sum() + lse.sin().sum()
+                answers.append((out, lse, *torch.autograd.grad(loss, leaves)))
+        for a, b in zip(*answers, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 _LESSER = """
 import gc; gc.disable()
 import torch, rowmax

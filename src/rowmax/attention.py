@@ -17,7 +17,7 @@ from .call.jagged import jagged, packed
 from .call.normalize import normalized
 from .errors import check_flag, refuse_unexpected
 from .masks import Causal, Mask, as_mask
-from .operators.autograd import attend
+from .operators.autograd import attend, prepared_directly
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -140,12 +140,14 @@ def attention(
             sink=sink, dropout_p=dropout_p, seed=seed, return_lse=return_lse,
             deterministic=deterministic, backend=backend,
         )  # fmt: skip
-    key = None
-    if mask is bias is alibi is sink is seed is None:
+    key, rows = None, (q, k, v)
+    if mask is alibi is seed is None:
         key = recent.key_of(causal, scale, softcap, dropout_p, backend, deterministic)
-        found = None if key is None else recent.calls.recall(key, q, k, v)
+        if key is not None and not (bias is sink is None):
+            key, rows = recent.with_terms(key, rows, bias, sink)
+        found = None if key is None else recent.calls.recall(key, *rows)
         if found is not None:
-            out, lse = attend(Tensors(q, k, v), found.options, found)
+            out, lse = attend(Tensors(q, k, v, bias, sink), found.options, found)
             return (out, lse) if return_lse else out
     if isinstance(q, Tensor) and q.is_nested:
         pairs = _mask(mask, causal)
@@ -157,7 +159,7 @@ def attention(
         )  # fmt: skip
         out, lse = jagged(out, lse, q)
         return (out, lse) if return_lse else out
-    given = q, k, v
+    given = q, k, v, bias, sink
     q, k, v, bias = _autocast(q, k, v, bias)
     # not by ``arguments``: names take longer
     tensors, options, prepared = normalized(
@@ -166,8 +168,10 @@ def attention(
             dropout_p, seed, deterministic, backend,
         )
     )  # fmt: skip
-    if prepared is not None and key is not None and all(map(is_, given, (q, k, v))):
-        recent.calls.remember(key, prepared, q, k, v)
+    if key is not None and all(map(is_, given, tensors)):  # as they are read
+        prepared = prepared or prepared_directly(tensors, options)
+        if prepared is not None:
+            recent.calls.remember(key, prepared, *rows)
     out, lse = attend(tensors, options, prepared)
     return (out, lse) if return_lse else out
 

@@ -87,6 +87,69 @@ def test_another_call_takes_the_usual_way(name: str, calls: list[Any]) -> None:
     assert calls
 
 
+def with_terms(
+    *shape: int, dtype: torch.dtype = torch.float32, sink: torch.dtype | None = torch.float32
+) -> dict[str, Tensor]:
+    """Return a bias of a shape, and a sink."""
+    found = {"bias": torch.randn(shape or (1, 2, 8, 8), dtype=dtype, requires_grad=True)}
+    if sink is not None:
+        found["sink"] = torch.randn(2).to(sink).requires_grad_()
+    return found
+
+
+@pytest.mark.skipif(torch_compat.TensorGuards is None, reason="torch has no such check")
+@pytest.mark.parametrize("backend", ["torch", None])
+@pytest.mark.parametrize("sink", [torch.float32, None])
+def test_a_call_with_terms_is_found(
+    sink: torch.dtype | None, backend: str | None, calls: list[Any]
+) -> None:
+    for n in range(5):
+        q, k, v = qkv(requires_grad=True)
+        terms = with_terms(sink=sink)
+        calls.clear()
+        out = attend(q, k, v, backend=backend, **terms)
+        assert bool(calls) == (n == 0)
+        leaves = (q, k, v, *terms.values())
+        want = rowmax.attention(q, k, v, causal=True, backend="reference", **terms)
+        torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
+        grads = [torch.autograd.grad(t.square().sum(), leaves) for t in (out, want)]
+        torch.testing.assert_close(*grads, atol=1e-4, rtol=1e-4)
+
+
+OTHER_TERMS: dict[str, Callable[[], dict[str, Tensor]]] = {
+    "no sink": lambda: with_terms(sink=None),
+    "sizes": lambda: with_terms(2, 1, 8, 8),
+    "axes": lambda: with_terms(8, 8),
+    "strides": lambda: with_terms() | {"bias": torch.randn(1, 2, 8, 8).transpose(2, 3)},
+    "dtype of the sink": lambda: with_terms(sink=torch.bfloat16),
+    "a sink alone": lambda: {"sink": torch.randn(2)},
+    "alibi": lambda: with_terms() | {"alibi": torch.rand(2)},
+}
+
+
+@pytest.mark.parametrize("name", OTHER_TERMS)
+def test_other_terms_take_the_usual_way(name: str, calls: list[Any]) -> None:
+    q, k, v = qkv()
+    for _ in range(2):
+        attend(q, k, v, **with_terms())
+    calls.clear()
+    terms = OTHER_TERMS[name]()
+    out = attend(q, k, v, **terms)
+    assert calls
+    want = rowmax.attention(q, k, v, causal=True, backend="reference", **terms)
+    torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
+
+
+def test_terms_of_a_wrong_shape_are_refused_after_right_ones() -> None:
+    q, k, v = qkv()
+    for _ in range(2):
+        attend(q, k, v, **with_terms())
+    with pytest.raises(ValueError, match="bias"):
+        attend(q, k, v, bias=torch.zeros(1, 3, 8, 8), sink=torch.zeros(2))
+    with pytest.raises(ValueError, match="sink"):
+        attend(q, k, v, bias=torch.zeros(1, 2, 8, 8), sink=torch.zeros(3))
+
+
 NOT_STRIDED: dict[str, Callable[[], Any]] = {
     "nested": lambda: torch.nested.nested_tensor([torch.randn(8, 2, 16)] * 2),
     "jagged": lambda: torch.nested.nested_tensor([torch.randn(8, 2, 16)] * 2, layout=torch.jagged),

@@ -186,7 +186,7 @@ def _heads(a: Arguments, dtype: torch.dtype) -> Tensor | None:
 
 
 def _four_axes(t: Tensor | None) -> Tensor | None:
-    return None if t is None else t[(None,) * (4 - t.dim())]
+    return t if t is None or t.dim() == 4 else t[(None,) * (4 - t.dim())]
 
 
 def _lengths(lengths: Tensor | None, shape: Shape) -> Tensor | None:

@@ -1,8 +1,9 @@
 """Plain calls that were made before, found by one check in C.
 
-A plain call has q, k and v, a causal mask or none, and numbers. ``normalize`` reads twenty
-attributes of the tensors to know that a call passed the checks; here torch compares them all at
-once. A call that is not found takes the usual way. Backwards of plain calls are found likewise.
+A plain call has q, k and v, perhaps a bias and a sink, a causal mask or none, and numbers.
+``normalize`` reads twenty attributes of the tensors to know that a call passed the checks; here
+torch compares them all at once. A call that is not found takes the usual way. Backwards of calls
+with q, k and v alone are found likewise.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from ..torch_compat import are_strided, is_observed, likeness_of
 if TYPE_CHECKING:
     from .dispatch import Prepared
 
-#: key of a call: (causal, scale, softcap, backend, deterministic, torch's deterministic mode)
+#: key of a call: (causal, scale, softcap, backend, deterministic, torch's deterministic mode), and
+#: which terms there are
 Key = tuple[Any, ...]
 Found = TypeVar("Found")
 
@@ -96,3 +98,11 @@ def key_of(
         return None
     ordered = torch.are_deterministic_algorithms_enabled()
     return causal, scale, softcap, backend, deterministic, ordered
+
+
+def with_terms(
+    key: Key, rows: tuple[Tensor, ...], bias: Tensor | None, sink: Tensor | None
+) -> tuple[Key, tuple[Tensor, ...]]:
+    """Return the key of a call with a bias or a sink, and its tensors."""
+    terms = tuple(t for t in (bias, sink) if t is not None)
+    return (*key, bias is None, sink is None), (*rows, *terms)

@@ -146,7 +146,9 @@ def chunks_of(p: Problem) -> int:
 class Launch:
     """The memory that a kernel reads, for one kind of call, and its threads."""
 
-    def __init__(self, call: Call, way: Way) -> None:
+    def __init__(self, call: Call, way: Way, *kept: Tensor) -> None:
+        """Describe a call; ``kept`` is memory that repeated calls read, too."""
+        self.kept = kept
         p = call.problem
         heads, chunks = (1, 1) if way.exact else (heads_of_task(call, way), chunks_of(p))
         groups = p.batch * p.hk // heads
@@ -254,12 +256,13 @@ def backward(
     for name, t in numbers.items():
         if t is not None:
             call.tensor(name, t.detach().to(torch.float32))
+    rest = torch.zeros(problem.lse_shape if problem.natural else 0)
     if problem.natural:
-        call.tensor("rest", torch.zeros(problem.lse_shape))
+        call.tensor("rest", rest)
     delta = torch.empty(problem.lse_shape)
     if wanted.sink:
         call.tensor("delta", delta)
-    launch = Launch(call, taken)
+    launch = Launch(call, taken, rest)
     if not launch([]):
         return None
     places = _places(call, tensors, (out, lse, dout, dlse))

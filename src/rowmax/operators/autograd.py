@@ -37,12 +37,21 @@ def attend(tensors: Tensors, options: Options, prepared: Prepared | None) -> tup
         out, lse = prepared_of(tensors, options).forward(tensors)  # autograd sees every step
         return _connected(out, tensors), _connected(lse, tensors)
     if prepared is not None:  # for plain tensors that nothing observes
-        return _direct(prepared, tensors if tensors.seed is not None else tensors[:3])
+        plain = tensors.seed is tensors.bias is tensors.sink is None
+        return _direct(prepared, tensors[:3] if plain else tensors)
+    prepared = prepared_directly(tensors, options)
+    if prepared is not None:
+        return _direct(prepared, tensors)
     if not torch.compiler.is_compiling():
-        if _is_direct(tensors):
-            return _direct(prepared_of(tensors, options), tensors)
         flop_counter.register()
     return torch.ops.rowmax.forward(*tensors, *options)
+
+
+def prepared_directly(tensors: Tensors, options: Options) -> Prepared | None:
+    """Return what calls like this one have prepared, or None for one that may be observed."""
+    if torch.compiler.is_compiling() or not _is_direct(tensors):
+        return None
+    return prepared_of(tensors, options)
 
 
 def _direct(prepared: Prepared, tensors: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
