@@ -176,8 +176,8 @@ def _compared(
 ) -> tuple[Answer, Expected]:
     """Return the answer of a backend, and its references.
 
-    On a GPU a second call of a kind is recorded, and a third repeats its launches on other
-    tensors. The answer of half of the calls is that of their third.
+    A second call of a kind is recorded, and a third is repeated on other tensors. The answer of
+    half of the calls is that of their third.
     """
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
@@ -187,7 +187,7 @@ def _compared(
     except Exception as error:
         raise UnpreparedError(f"{type(error).__name__}: {error}") from error
     calls = [call]
-    if device != "cpu" and drawn.seed % 2:
+    if drawn.seed % 2:
         calls = [call, call, drawn.call(device)]
     with poisoned(drawn.case.deterministic):
         answers = [answer(one, *grads, backend=backend) for one in calls]
