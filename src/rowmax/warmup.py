@@ -23,8 +23,8 @@ from .masks import Mask, as_int, as_mask
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-#: on a CPU no kernel depends on the length: a few rows compile it
-SHORT = 16
+#: a CPU has other kernels for few queries and for up to 256 tokens; beyond, a few rows compile them
+LONG = 260
 #: calls that compile side by side on a GPU; each holds the tensors of its call
 THREADS = 8
 
@@ -90,8 +90,8 @@ def warmup(
     For the start of a server or the building of an image. Compiled code stays in the caches of
     Numba and Triton on disk, and on a GPU in this process. Nothing else stays: no tensors, no
     gradients, no change of torch's random numbers. On a GPU forwards and backwards of all lengths
-    compile side by side, and each holds the tensors of its call until it is compiled. On a CPU a
-    few rows stand for any length, unless ``mask`` holds a tensor.
+    compile side by side, and each holds the tensors of its call until it is compiled. On a CPU
+    260 rows stand for any more, unless ``mask`` holds a tensor.
 
     Args:
         heads: of q.
@@ -269,7 +269,7 @@ def _dtypes(
 
 
 def _lengths(lengths: int | Iterable[int | tuple[int, int]], short: bool) -> list[tuple[int, int]]:
-    """Return (Nq, Nk) of each length once; if ``short``, one that stands for all."""
+    """Return (Nq, Nk) of each length once; if ``short``, of at most LONG tokens."""
     every: Any = [lengths] if as_int(lengths) is not None else lengths
     if isinstance(every, str) or not isinstance(every, Iterable):
         raise wrong_type("lengths", repr(lengths), "an int, or several of N or (Nq, Nk)")
@@ -278,7 +278,8 @@ def _lengths(lengths: int | Iterable[int | tuple[int, int]], short: bool) -> lis
         pair = n if isinstance(n, (tuple, list)) else (n, n)
         if len(pair) != 2 or any((as_int(x) or 0) < 1 for x in pair):
             raise bad("lengths", repr(n), "an int of at least 1, or (Nq, Nk)")
-        found.append((SHORT, SHORT) if short else (int(pair[0]), int(pair[1])))
+        nq, nk = int(pair[0]), int(pair[1])
+        found.append((min(nq, LONG), min(nk, LONG)) if short else (nq, nk))
     if not found:
         raise bad("lengths", repr(lengths), "at least one length")
     return list(dict.fromkeys(found))
