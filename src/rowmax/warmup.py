@@ -98,7 +98,8 @@ def warmup(
         head_dim: D.
         kv_heads: of k and v, ``heads`` if None.
         value_dim: Dv, ``head_dim`` if None.
-        batch: sequences of a call. The tiles of a GPU depend on it.
+        batch: sequences of a call. The tiles of a GPU depend on it, and on a CPU the kernel of up
+            to 256 tokens.
         lengths: one or more of N, or of (Nq, Nk). The tiles of a GPU depend on them.
         dtype: one or more; None: bfloat16 on a GPU, float32 on a CPU.
         device: None: the current GPU if there is one, else the CPU.

@@ -134,9 +134,9 @@ class Count:
     @property
     def result(self) -> str:
         """Return the words for a row of results."""
-        if not self.calls:
-            return f"not run: {self['refused']} refused"
         bad = [f"{self[x]} {x}" for x in FAILURES if self[x]]
+        if not (self.calls or bad):
+            return f"not run: {self['refused']} refused"
         return ("wrong: " if bad else "right: ") + ", ".join([*bad, f"{self.calls} calls"])
 
 

@@ -132,15 +132,19 @@ def heads_of_task(call: Call, way: Way) -> int:
     p, record = call.problem, call.record[0]
     apart = all(record[name]["h"] < record[name]["n"] for name in "kv")
     size = p.batch * p.nk * p.hk * (p.d + p.dv) * p.dtype.itemsize
-    tasks = p.batch * chunks_of(p)
-    if p.hk == 1 or not apart or tasks < get_num_threads() or call.states.shape[1] > 1:
+    tasks = p.batch * chunks_of(p, way)
+    if way.exact or p.hk == 1 or tasks < get_num_threads():
         return 1
-    return p.hk if size >= way.apart * (4 if way.passes == 1 and p.group > 1 else 1) else 1
+    if not apart or call.states.shape[1] > 1:
+        return 1
+    # by measurement: with shared heads a forward is limited by its products up to 64 MiB
+    least = way.apart * (4 if way.passes == 1 and p.group > 1 else 1)
+    return p.hk if size >= least else 1
 
 
-def chunks_of(p: Problem) -> int:
-    """Return the chunks of keys of a sequence."""
-    return -(-p.nk // (few.CHUNK * TILE_K))
+def chunks_of(p: Problem, way: Way) -> int:
+    """Return the chunks of keys of a sequence, a task each."""
+    return 1 if way.exact else -(-p.nk // (few.CHUNK * TILE_K))
 
 
 class Launch:
@@ -150,7 +154,7 @@ class Launch:
         """Describe a call; ``kept`` is memory that repeated calls read, too."""
         self.kept = kept
         p = call.problem
-        heads, chunks = (1, 1) if way.exact else (heads_of_task(call, way), chunks_of(p))
+        heads, chunks = heads_of_task(call, way), chunks_of(p, way)
         groups = p.batch * p.hk // heads
         self.tasks = groups * chunks
         size = p.dtype.itemsize * way.passes * (p.nk + p.nq * p.nk // 16) * (p.d + p.dv)
@@ -282,6 +286,8 @@ def _can(problem: Problem, taken: Way, lse: Tensor, wanted: Wanted) -> bool:
     """Return True if a kernel computes these gradients.
 
     It does not sum the weights of a row again (``FAR``), and tasks of short sequences share no sum.
+    Tiles compute those. The order of their scores may not be that of the forward; where lse is less
+    than FAR, this changes weights about as much as the rounding of lse does.
     """
     if wanted.bias and taken.exact:
         return False
@@ -294,8 +300,7 @@ def _sums(call: Call, tensors: Tensors, wanted: Wanted, taken: Way) -> dict[str,
     Pairs of few queries are few: each has a number in the gradient of a bias.
     """
     p = call.problem
-    chunks = 1 if taken.exact else chunks_of(p)
-    sums = outputs(call, tensors, wanted._replace(bias=False), 1, chunks=chunks)
+    sums = outputs(call, tensors, wanted._replace(bias=False), 1, chunks=chunks_of(p, taken))
     if wanted.bias:
         sums["bias"] = torch.zeros(p.batch, p.hq, p.nq, p.nk)
         call.tensor("dbias", sums["bias"][None])
