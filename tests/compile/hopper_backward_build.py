@@ -70,6 +70,7 @@ def _pointers(c: Config, dtype: torch.dtype, parts: bool, wide: bool) -> Pointer
     """Return one of each pointer that a problem with these features has."""
     words, number = torch.empty(4, dtype=torch.int32), torch.empty(4)
     some = torch.empty(8, dtype=dtype)
+    complete = getattr(c, "COMPLETE", False)
     own_bias = isinstance(c, DqConfig) and c.BIAS
     dbias = some if isinstance(c, DqConfig) and c.DBIAS else None
     of_keys = number if wide else some
@@ -80,7 +81,7 @@ def _pointers(c: Config, dtype: torch.dtype, parts: bool, wide: bool) -> Pointer
         table=words,
         ends=words,
         counter=words if c.DRAWN else None,
-        done=words if getattr(c, "ORDERED", False) else None,
+        done=words if getattr(c, "ORDERED", False) or complete else None,
         cu_q=words if c.VARLEN else None,
         cu_k=words if c.VARLEN else None,
         lengths=words if c.PREFIX else None,
@@ -93,6 +94,8 @@ def _pointers(c: Config, dtype: torch.dtype, parts: bool, wide: bool) -> Pointer
         bias=some if c.ROW or c.COLUMN or own_bias else None,
         dbias=number if getattr(c, "DROW", False) else dbias,
         parts=number if parts else None,
+        sums=number if complete else None,
+        dq=some if complete else None,
     )
 
 

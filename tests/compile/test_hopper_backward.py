@@ -46,6 +46,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "causal": {"RIGHT": True},
     "ordered": {"RIGHT": True, "ORDERED": True, "FRESH": True},
     "abreast": {"RIGHT": True, "ORDERED": True, "FRESH": True, "ABREAST": True},
+    "complete": {"RIGHT": True, "COMPLETE": True},
     "window": {"LEFT": True, "RIGHT": True},
     "lengths": {"PREFIX": True, "RAGGED": True},
     "packed": {"VARLEN": True, "RAGGED": True, "RIGHT": True},
@@ -97,7 +98,7 @@ def cases():
     Every size comes plainly, every feature at the size of most models, and at others the features
     that take most registers.
     """
-    every = [name for name in FEATURES if "bias" not in name or "dbias" in name]
+    every = [x for x in FEATURES if ("bias" not in x or "dbias" in x) and x != "complete"]
     for size, tiles in TILES.items():
         for tile in tiles:
             if isinstance(tile, FusedConfig):
@@ -110,6 +111,8 @@ def cases():
                 yield tile, name, "bf16"
             if isinstance(tile, FusedConfig):
                 yield tile, "causal", "fp16"
+    yield TILES[64, 64][0], "complete", "bf16"
+    yield LONG[64, 64], "complete", "bf16"
     for tiles in BETWEEN.values():
         for tile in tiles:
             for name in ("full", "causal", "packed", "ordered", "documents", "softcap", "alibi"):

@@ -290,3 +290,16 @@ def store_release(args: list[Any], dtype: Any) -> None:
     place, value = args
     place.memory[place.at] = raw(value)
     threads.progress()
+
+
+@means(
+    "cp.async.bulk.wait_group 0; fence.proxy.async.global; bar.warp.sync 0xffffffff; "
+    "{ .reg .pred p; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; "
+    "@p red.release.gpu.global.add.s32 [$1], $2; } mov.u32 $0, 0;"
+)
+def add_release(args: list[Any], dtype: Any) -> None:
+    """Wait until this thread's copies are in global memory, then add the number."""
+    land_stores()
+    place, value = args
+    place.memory[place.at] += raw(value)
+    threads.progress()

@@ -183,7 +183,10 @@ def check_backward(
 
 @contextmanager
 def halved_steps() -> Iterator[None]:
-    """Compute backwards by halves of a step, of every length and with every feature."""
+    """Compute backwards by halves of a step, of every length and with every feature.
+
+    Where one launch can both sum and round dq, it does, however few its tiles.
+    """
     from rowmax.gpu.hopper import backward_host, backward_tiles
 
     every = backward_tiles.LONG | {(96, 96): backward_tiles.HALVES_OF_96}
@@ -191,6 +194,8 @@ def halved_steps() -> Iterator[None]:
         mock.patch.object(backward_tiles, "LONG", every),
         mock.patch.object(backward_tiles, "is_long", lambda p, size: size in every and not p.bias),
         mock.patch.object(backward_tiles, "FOUR_TILES", 0),
+        mock.patch.object(backward_tiles, "COMPLETE_KEYS", 0),
+        mock.patch.object(backward_tiles, "COMPLETE_TILES", 0),
         mock.patch.object(backward_tiles, "fill_four", return_value=True),
     ):
         backward_host.PLANS.clear()

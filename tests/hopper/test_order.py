@@ -21,6 +21,7 @@ from tests import drawn
 forward = importlib.import_module("rowmax.gpu.hopper.host")
 forward_tiles = importlib.import_module("rowmax.gpu.hopper.tiles")
 backward = importlib.import_module("rowmax.gpu.hopper.backward_host")
+backward_order = importlib.import_module("rowmax.gpu.hopper.backward_order")
 backward_tiles = importlib.import_module("rowmax.gpu.hopper.backward_tiles")
 order = importlib.import_module("rowmax.gpu.hopper.lib.order")
 
@@ -199,3 +200,29 @@ def test_the_model_has_every_step_of_every_order() -> None:
     assert cache_model.predict(p, 1e6)["late"].misses == len(every) / sum(
         1 for tile in tiles for _ in cache_model.steps(p, c, tile, abreast=True)
     )
+
+
+@pytest.mark.parametrize("by_place", [False, True])
+@pytest.mark.parametrize(
+    ("tiles", "heads", "section"), [(4, 37, 9), (1, 5, 3), (9, 8, 8), (3, 1, 4)]
+)
+def test_an_order_that_completes_dq(tiles: int, heads: int, section: int, by_place: bool) -> None:
+    """Nothing comes before what it waits for, so that any number of blocks can take the places.
+
+    Tiles wait for the first one of their head, unless sums begin with zeros: those of the first
+    section. Places that round wait for all tiles of their head.
+    """
+    rounds, tokens = 2, 128
+    sections = order.even_sections(heads, section, 1)
+    rows, count = backward_order.complete_table(tiles, tokens, sections, heads, rounds, by_place)
+    places = [(int(token) // tokens, int(head)) for token, head, _, _ in rows]
+    assert int(count) == len(places)
+    assert sorted(places) == sorted(product(range(tiles + rounds), range(heads)))
+    at = {place: n for n, place in enumerate(places)}
+    for m, head in places:
+        needed = range(tiles) if m >= tiles else range(min(m, 1))
+        if m >= tiles or head >= sections[0]:
+            assert all(at[first, head] < at[m, head] for first in needed)
+    for head in range(sections[0], heads):  # the first tile of a head runs while others are taken
+        others = [at[m, head] for m in range(1, tiles)]
+        assert not others or min(others) - at[0, head] >= (tiles - 1) * min(sections)

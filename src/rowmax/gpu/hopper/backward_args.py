@@ -31,6 +31,8 @@ class Pointers(NamedTuple):
     bias: Any = None  # the bias, unless TMA copies it and its gradient
     dbias: Any = None  # sums [B, Hk, Nk] of a bias of one row, float32
     parts: Any = None  # dbias of each part of the sequences and heads that share it, float32
+    sums: Any = None  # as in RowPointers, where this launch rounds dq
+    dq: Any = None
 
 
 class Numbers(NamedTuple):
@@ -59,6 +61,7 @@ class Numbers(NamedTuple):
     bias_q: Any
     shift: Any  # for ALiBi's distances in a block of a longer call; None: 0
     parts: Any = None  # parts of the sequences and heads that share a bias; None: one
+    zeroed: Any = 0  # kv heads of all sequences whose sums of dq begin with zeros (COMPLETE)
 
 
 class RowPointers(NamedTuple):
@@ -100,6 +103,7 @@ class RowNumbers(NamedTuple):
     stride_h: Any
     scale: Any
     nq: Any
+    zeroed: Any  # planes of the sums of dq that begin with zeros
 
 
 class RowConstants(NamedTuple):
@@ -112,6 +116,7 @@ class RowConstants(NamedTuple):
     BLOCK_DV: Any
     ROWS: Any
     NATURAL: Any  # scores and lse are in natural units
+    COMPLETE: Any  # done words count tiles (backward_complete.py)
 
 
 class PartPointers(NamedTuple):

@@ -1,7 +1,8 @@
 """dk, dv and the sums of dq in one kernel: keys are resident, queries streamed.
 
 A block has two to four consumers of 64 keys each, a producer warp, and a writer warp that adds dQ
-to memory. Barriers of a block, with the arrivals that complete a phase:
+to memory. Consumers may also round dq (``backward_complete.py``). Barriers of a block, with the
+arrivals that complete a phase:
 
     barrier       arrivals                               waited for by
     q.full[s]     producer's expect + bytes of Q, rows   consumers, before S of the use
@@ -56,6 +57,15 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .backward_complete import (
+    Completion,
+    begin_head,
+    end_tile,
+    is_rounding,
+    read_done,
+    round_sums,
+    store,
+)
 from .backward_lib import (
     Descriptors,
     Heads,
@@ -73,7 +83,6 @@ from .backward_lib import (
     row_numbers,
     score_layout,
     steps_before_draw,
-    store_rows,
     store_sums,
     sums_by_lane,
     tile_buffer,
@@ -102,7 +111,6 @@ from .gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .lib.layouts import output_layout
 from .lib.order import Order
 from .lib.parts import (
     Parts,
@@ -728,7 +736,13 @@ def consumer(C: gl.constexpr, c: gl.constexpr, rings, mail, sizes, args, heads, 
         nth += some.to(gl.int32)
         message += 1
         following, live = peek_message(mail, message)
-        store_tile(C, c, out, state, tile, sizes, heads)
+        if C.COMPLETE:
+            if is_rounding(tile, sizes):
+                round_sums(C, c, out, tile, sizes, heads)
+            else:
+                store_tile(C, c, out, state, tile, sizes, heads)
+        else:
+            store_tile(C, c, out, state, tile, sizes, heads)
         release_message(mail, message, following, live)
         tile = following
     if C.DBIAS:
@@ -757,39 +771,7 @@ def store_tile(C: gl.constexpr, c: gl.constexpr, out, state, tile, sizes, heads)
         store(C, state.dv.high, to, stride, rows, C.DV1, C.DV0, C.DV_OUT)
 
 
-@gluon.jit
-def store(
-    C: gl.constexpr, x, to, stride, rows, WIDTH: gl.constexpr, column: gl.constexpr,
-    OUT: gl.constexpr,
-):  # fmt: skip
-    """Store the first ``rows`` rows of x ``[64, WIDTH]``, the columns from ``column`` on.
-
-    Stores have 16 bytes where shared memory has room to rearrange x. Parts of sums are float32.
-    """
-    if not C.BIAS and to.dtype.element_ty.primitive_bitwidth == 16:
-        x = gl.convert_layout(x.to(to.dtype.element_ty), output_layout(WIDTH))
-    store_rows(x, to + column, stride, rows, min(OUT - column, WIDTH))
-
-
 # --- the writer of dQ --------------------------------------------------------------------------
-
-
-@gluon.jit
-def read_done(place):
-    """Return the number of steps that ``publish_done`` has stored.
-
-    Copies after this call follow the sums of those steps. (A proxy fence without an address space
-    covers all memory of the device and takes as long as a copy.)
-    """
-    return gl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.b32 $0, [$1]; shfl.sync.idx.b32 $0, $0, 0, 31, 0xffffffff; "
-        "fence.proxy.async.global;",
-        "=r,l",
-        [place],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @gluon.jit
@@ -843,7 +825,7 @@ def add_parts(C: gl.constexpr, desc, plane, row, buffers, s):
 
 
 @gluon.jit
-def add_dq(C: gl.constexpr, desc, ring, mail, done, tiles, sizes, heads):
+def add_dq(C: gl.constexpr, desc, ring, mail, done, tiles, sizes, heads, completion):
     """Add dQ of every step to memory, in one warp.
 
     ORDERED: the tiles of keys add to a tile of dQ in the order of ``backward_order.py``. Each
@@ -860,6 +842,8 @@ def add_dq(C: gl.constexpr, desc, ring, mail, done, tiles, sizes, heads):
         if C.ORDERED:
             place = done_place(C, tile, done, tiles, heads)
             lo, hi = neighbour_range(C, tile, sizes)
+        if C.COMPLETE:
+            of_head, writes = begin_head(C, tile, completion, sizes, heads)
         for i in range(end):
             m, g = step_of(C, i, tile, heads.group)
             head = tile.head * heads.group + g
@@ -870,8 +854,10 @@ def add_dq(C: gl.constexpr, desc, ring, mail, done, tiles, sizes, heads):
                 seen = wait_for_neighbour(C, place, seen, ours, i)
             s = slot(use, C.DQ_STAGES)
             wait_full(ring, use, C.DQ_STAGES)
-            if C.FRESH:
-                if ours == 0:
+            if C.FRESH or C.COMPLETE:
+                if C.ORDERED:
+                    writes = ours == 0
+                if writes:
                     tma_store(desc.low, [plane, row, 0], ring.buffers.low.index(s))
                     if C.D1:
                         tma_store(desc.high, [plane, row + 2 * C.D0, 0], ring.buffers.high.index(s))
@@ -888,15 +874,17 @@ def add_dq(C: gl.constexpr, desc, ring, mail, done, tiles, sizes, heads):
             use += 1
         if C.ORDERED:
             publish_done(place, end)
+        if C.COMPLETE:
+            end_tile(of_head, writes, tile, sizes)
         message += 1
         tile, live = read_message(mail, message)
 
 
 @gluon.jit
-def writer(C: gl.constexpr, desc, ring, mail, done, tiles, sizes, heads):
+def writer(C: gl.constexpr, desc, ring, mail, done, tiles, sizes, heads, completion):
     """Add dQ to memory, if this kernel makes it."""
     if C.DQ:
-        add_dq(C, desc, ring, mail, done, tiles, sizes, heads)
+        add_dq(C, desc, ring, mail, done, tiles, sizes, heads, completion)
 
 
 # --- the kernel --------------------------------------------------------------------------------
@@ -971,7 +959,8 @@ def backward(  # noqa: PLR0913, PLR0917  (Triton takes no record of descriptors)
     line = LineBias(t.bias, n.each_b, n.each_h, n.each_h * (n.hq - 1) + 1, length)
     args = ScoreArgs(n.inner, n.scale, t.alibi, n.shift, t.q_ids, t.k_ids, n.ids_q, n.ids_k, line)
     heads = Heads(n.heads, n.group, n.ratio, n.hq, n.each_b, n.each_h)
-    out = Outputs(t.out, t.dv, t.dbias if C.DROW else dbias, n.out_scale)
+    completion = Completion(t.done, t.sums, t.dq, n.rows, n.zeroed)
+    out = Outputs(t.out, t.dv, t.dbias if C.DROW else dbias, n.out_scale, completion)
     follow()
     tiles = (n.nk + C.BLOCK_RESIDENT - 1) // C.BLOCK_RESIDENT
     if C.ORDERED and C.VARLEN:
@@ -986,7 +975,7 @@ def backward(  # noqa: PLR0913, PLR0917  (Triton takes no record of descriptors)
                 (consumer, (C, 2, rings, mail, sizes, args, heads, out)),
                 (consumer, (C, 3, rings, mail, sizes, args, heads, out)),
                 (producer, (C, descs, rings, mail, order, sizes, seqs, heads)),
-                (writer, (C, dq, rings.dq, mail, t.done, tiles, sizes, heads)),
+                (writer, (C, dq, rings.dq, mail, t.done, tiles, sizes, heads, completion)),
             ],
             [4, 4, 4, 1, 1],
             [many, many, many, few, few],
@@ -997,7 +986,7 @@ def backward(  # noqa: PLR0913, PLR0917  (Triton takes no record of descriptors)
                 (consumer, (C, 0, rings, mail, sizes, args, heads, out)),
                 (consumer, (C, 1, rings, mail, sizes, args, heads, out)),
                 (producer, (C, descs, rings, mail, order, sizes, seqs, heads)),
-                (writer, (C, dq, rings.dq, mail, t.done, tiles, sizes, heads)),
+                (writer, (C, dq, rings.dq, mail, t.done, tiles, sizes, heads, completion)),
             ],
             [4, 1, 1],
             [many, few, few],
@@ -1009,7 +998,7 @@ def backward(  # noqa: PLR0913, PLR0917  (Triton takes no record of descriptors)
                 (consumer, (C, 1, rings, mail, sizes, args, heads, out)),
                 (consumer, (C, 2, rings, mail, sizes, args, heads, out)),
                 (producer, (C, descs, rings, mail, order, sizes, seqs, heads)),
-                (writer, (C, dq, rings.dq, mail, t.done, tiles, sizes, heads)),
+                (writer, (C, dq, rings.dq, mail, t.done, tiles, sizes, heads, completion)),
             ],
             [4, 4, 1, 1],
             [many, many, few, few],

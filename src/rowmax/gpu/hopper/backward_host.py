@@ -7,13 +7,15 @@ The launches follow one another:
 - ``backward_dbias``: the gradient of a bias that sequences or heads share;
 - ``backward``: dk, dv and float32 sums of dq; of wide heads ``backward_dq`` and ``backward_dkdv``,
   of wider ones three launches of ``backward_wide``;
-- ``finish``: dq from its sums; or ``dq_of_dbias``, where dS is in memory;
+- ``finish``: dq from its sums, unless ``backward`` rounds them (``backward_complete.py``); or
+  ``dq_of_dbias``, where dS is in memory;
 - ``sum_parts``: the gradient of a bias of few tiles, from its parts.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,9 +42,10 @@ from .backward_args import (
 )
 from .backward_bias import gradient_by, kind_of, new_dbias, refused_gradient, sum_dbias
 from .backward_lib import Constants
-from .backward_order import counter_table, padded_rows
+from .backward_order import complete_table, counter_table, padded_rows
 from .backward_tiles import (
     DQ_OF_DBIAS,
+    ROUNDED_TILES,
     ROW_TILE,
     ROWS,
     WARPGROUPS,
@@ -76,6 +79,8 @@ _OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 _FOLLOWS = _OPTIONS | {"launch_pdl": True}
 #: the most parts of dbias, the fewest sequences and heads of one, and the bytes of all
 MOST_PARTS, LEAST_SHARERS, PART_BYTES = 8, 2, 2**25
+#: (the most steps of a first tile of keys, how long others wait for it, in rounds of all blocks)
+AHEAD = (8, 1.0), (16, 1.5)
 #: the most blocks that work on one head, where each follows another (``backward_order.py``)
 FOLLOWERS = 66
 
@@ -115,7 +120,7 @@ class Plan(NamedTuple):
     dbias: str  # ``gradient_by``; "" where it is not made here
     shared: Work | None  # dbias of a bias that sequences or heads share
     works: tuple[Work, ...]  # the fused kernel; or dq, and dk with dv
-    after: Launch  # dq, from its sums or from dbias
+    after: Launch | None  # dq, from its sums or from dbias; None where the fused kernel rounds it
     done: int  # words of done steps, if dq is added to in an order
     parts: int  # parts of dbias, each of float32
     total: Launch | None  # the sum of the parts, if there are several
@@ -223,7 +228,8 @@ def launch(
     if problem.varlen:
         orders, tensors = packed_orders(plan, problem, tensors)
     # a kernel computes dk and dv together; a dbias that it stores needs the kernel too
-    dq = q.new_empty(q.shape) if wanted.q or plan.dbias == "stored" else None
+    complete = plan.fused is not None and plan.fused.COMPLETE
+    dq = q.new_empty(q.shape) if wanted.q or plan.dbias == "stored" or complete else None
     both = plan.fused is not None or wanted.k or wanted.v or plan.dbias == "row"
     dtype = problem.gradient_dtype("k", q)
     dk = q.new_empty(tensors.k.shape, dtype=dtype) if both else None
@@ -244,7 +250,7 @@ def launch(
     for n, work in enumerate(plan.works):
         order = orders[n] if orders else None
         run(work, problem, tensors, dout, t, made, n, order)
-    if plan.fused and dq is not None:
+    if plan.fused and plan.after is not None and dq is not None:
         if plan.fused.DQ:
             args: Any = RowPointers(sums=t.sums, dq=dq, cu_q=t.cu_q)
         else:
@@ -369,7 +375,7 @@ def run(
         out = dv = None
     if out is None and not isinstance(c, DbiasConfig):
         return
-    args = pointers(work, problem, tensors, t, (out, dv, dbias), nth, order)
+    args = pointers(work, problem, tensors, t, (out, dv, dbias, made.q), nth, order)
     work.launch(args if parts is None else args._replace(parts=parts), operands)
 
 
@@ -390,11 +396,11 @@ def pointers(
     problem: Problem,
     tensors: Tensors,
     t: RowPointers,
-    results: tuple[Tensor | None, Tensor | None, Tensor | None],
+    results: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
     nth: int,
     order: packed.Order | None,
 ) -> Pointers:
-    """Return the pointers of a work that fills ``results``: dk or dq, dv, uncopied dbias."""
+    """Return the pointers of a work that fills ``results``: dk or dq, dv, uncopied dbias, dq."""
     bias, heads, lengths = tensors.bias, tensors.heads, tensors.lengths
     q_ids, k_ids = tensors.q_ids, tensors.k_ids
     c, table, ends = work.config, work.table, work.ends
@@ -416,7 +422,8 @@ def pointers(
         bias = bias.expand(-1, -1, problem.nq, -1).contiguous()
     elif not (c.ROW or (c.BIAS and isinstance(c, DqConfig))):
         bias = None
-    out, dv, dbias = results
+    out, dv, dbias, dq = results
+    complete = isinstance(c, FusedConfig) and c.COMPLETE
     return Pointers(
         out=out,
         dv=dv,
@@ -436,6 +443,8 @@ def pointers(
         alibi=None if heads is None else heads.contiguous(),
         bias=bias,
         dbias=dbias,
+        sums=t.sums if complete else None,
+        dq=dq if complete else None,
     )
 
 
@@ -485,13 +494,20 @@ def build_plan(
         parts = parts_of(p, c, processors(tensors.q.device))
         shared = build_work(p, c, tensors, dout, planes, rows, parts)
         total = sum_of_parts(p, parts) if parts > 1 else None
-    works = tuple(build_work(p, c, tensors, dout, planes, rows) for c in configs)
     fused = configs[0] if isinstance(configs[0], FusedConfig) else None
+    sections = []
+    if fused is not None and fused.COMPLETE:
+        sections = complete_sections(p, fused, processors(tensors.q.device))
+    works = tuple(build_work(p, c, tensors, dout, planes, rows, sections=sections) for c in configs)
     row_tiles = rows // ROW_TILE
-    grid, last = (planes * row_tiles, 1, 1), row_arguments(p, configs[0], dout, row_tiles)
-    after = Launch(row_stats.finish, grid, _FOLLOWS, last)
+    grid = planes * row_tiles, 1, 1
+    zeroed = sections[0] * p.group if sections else planes
+    last = row_arguments(p, configs[0], dout, row_tiles, zeroed)
+    after: Launch | None = Launch(row_stats.finish, grid, _FOLLOWS, last)
     if fused is not None and not fused.DQ:
         after = product_of_dbias(p, fused, tensors.k)
+    elif fused is not None and fused.COMPLETE:
+        after = None
     return Plan(
         tiles=row_tiles,
         stats=planes * 2 * rows,
@@ -501,7 +517,7 @@ def build_plan(
         shared=shared,
         works=works,
         after=after,
-        done=done_words(p) if fused is not None and fused.ORDERED else 0,
+        done=done_words(p, configs[0]),
         parts=parts,
         total=total,
     )
@@ -523,24 +539,39 @@ def bias_options(p: Problem, tile: Config, by: str) -> dict[str, Any]:
     }
 
 
-def done_words(p: Problem) -> int:
-    """Return the number of tiles of keys of all heads.
+def done_words(p: Problem, c: Config) -> int:
+    """Return the number of tiles of keys of all heads, or of heads, where they are counted.
 
     Packed sequence b has those from ``cu // tile + b`` on.
     """
+    if not isinstance(c, FusedConfig) or not (c.ORDERED or c.COMPLETE):
+        return 0
+    if c.COMPLETE:
+        return p.batch * p.hk
     tile = WARPGROUPS * ROWS
     if p.varlen:
         return p.hk * (p.total_k // tile + p.batch)
     return p.batch * p.hk * -(-p.nk // tile)
 
 
-def row_arguments(p: Problem, c: Config, dout: Tensor, tiles: int) -> tuple[Any, ...]:
+def row_arguments(p: Problem, c: Config, dout: Tensor, tiles: int, zeroed: int) -> tuple[Any, ...]:
     """Return the arguments of the passes over rows that follow the pointers."""
     eights = (s // 8 for s in strides(dout)[:3])
     numbers = RowNumbers(
-        p.batch, p.total_q, p.total_k, p.hq, p.hk, tiles, done_words(p), *eights, p.scale, p.nq
+        p.batch,
+        p.total_q,
+        p.total_k,
+        p.hq,
+        p.hk,
+        tiles,
+        done_words(p, c),
+        *eights,
+        p.scale,
+        p.nq,
+        zeroed,
     )
-    constants = (p.d, p.dv, c.D0, c.D1, next_power_of_2(c.DV), ROW_TILE, c.NATURAL)
+    complete = isinstance(c, FusedConfig) and c.COMPLETE
+    constants = (p.d, p.dv, c.D0, c.D1, next_power_of_2(c.DV), ROW_TILE, c.NATURAL, complete)
     return numbers, RowConstants(*map(gl.constexpr, constants))
 
 
@@ -572,11 +603,21 @@ def sum_of_parts(p: Problem, parts: int) -> Launch:
 
 
 def build_work(
-    p: Problem, c: Config, tensors: Tensors, dout: Tensor, planes: int, rows: int, parts: int = 1
+    p: Problem,
+    c: Config,
+    tensors: Tensors,
+    dout: Tensor,
+    planes: int,
+    rows: int,
+    parts: int = 1,
+    sections: Sequence[int] = (),
 ) -> Work:
-    """Return the launch of a kernel; ``planes`` and ``rows`` are those of lse and delta."""
+    """Return the launch of a kernel; ``planes`` and ``rows`` are those of lse and delta.
+
+    ``sections`` are those of ``complete_sections``.
+    """
     of_queries = c.QUERIES_RESIDENT
-    programs, table, ends = order_for(p, c, tensors.q.device, parts)
+    programs, table, ends = order_for(p, c, tensors.q.device, parts, sections)
     ids = (tensors.q_ids, tensors.k_ids)
     each = (0, 0) if p.bias is None else (int(size > 1) for size in p.bias[:2])
     numbers = Numbers(
@@ -597,6 +638,7 @@ def build_work(
         *bias_strides(tensors.bias if kind_of(p) == "tile" else None),
         None if p.positions is None else p.positions.shift,
         parts if parts > 1 else None,
+        sections[0] if sections else 0,
     )
     last = (numbers, gl.constexpr(Constants(c)))
     copies = copies_of(c, tensors, dout, planes, rows)
@@ -718,7 +760,7 @@ def parts_of(p: Problem, c: DbiasConfig, most: int) -> int:
 
 
 def order_for(
-    p: Problem, c: Config, device: torch.device, parts: int = 1
+    p: Problem, c: Config, device: torch.device, parts: int = 1, sections: Sequence[int] = ()
 ) -> tuple[int, Tensor | None, Tensor | None]:
     """Return (blocks, the order of the tiles, the end of each block's places)."""
     most = processors(device)
@@ -740,13 +782,32 @@ def order_for(
     programs = min(most, n * p.batch * heads)
     if c.DRAWN:
         fused = isinstance(c, FusedConfig)
-        section = max(1, many * group, most // FOLLOWERS if fused and c.ORDERED else 1)
-        table, ends = counter_table(n, tile[0], p.batch, heads, section, fused and c.UP)
+        if sections:
+            rounds = -(-p.group * -(-p.nq // ROW_TILE) // ROUNDED_TILES)
+            table, ends = complete_table(n, tile[0], sections, heads, rounds, c.RIGHT)
+        else:
+            section = max(1, many * group, most // FOLLOWERS if fused and c.ORDERED else 1)
+            table, ends = counter_table(n, tile[0], p.batch, heads, section, fused and c.UP)
     else:
         least = math.ceil(LEAST_LAST * heads_of_longest(steps, most) / group)
         sections = even_sections(p.batch * heads // group, max(many, least), group)
         table, ends = dense_table(steps, tile[0], p.batch, heads, sections, programs)
     return programs, table.to(device), ends.to(device)
+
+
+def complete_sections(p: Problem, c: FusedConfig, most: int) -> list[int]:
+    """Return the heads of each section of ``complete_table``, for ``most`` blocks.
+
+    While the first tiles of a section run, blocks take as many other tiles as they are, or twice as
+    many under a diagonal, where the first ones are the longest. Few steps wait for a short while,
+    and the cache has room for fewer heads.
+    """
+    wait = 1.0
+    if c.RIGHT:
+        steps = p.group * -(-p.nq // c.BLOCK_STREAMED)
+        wait = next((x for n, x in AHEAD if steps <= n), 2.0)
+    section = math.ceil(wait * most / max(1, -(-p.nk // c.BLOCK_RESIDENT) - 1))
+    return even_sections(p.batch * p.hk, section, 1)
 
 
 def query_bytes(p: Problem) -> int:

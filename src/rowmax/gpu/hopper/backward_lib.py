@@ -57,6 +57,7 @@ class Outputs(NamedTuple):
     dv: Any
     dbias: Any  # a pointer to the sums of a row, or the descriptor of dbias
     scale: Any  # factor of dk
+    completion: Any = None  # backward_complete.Completion
 
 
 class Heads(NamedTuple):

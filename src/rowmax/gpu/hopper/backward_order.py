@@ -319,3 +319,35 @@ def counter_table(
     h = torch.cat([part.repeat(tiles) for part in parts])
     rows = table_rows(m * tokens, h, heads)
     return rows, torch.tensor([rows.shape[0]], dtype=torch.int32)
+
+
+def complete_table(
+    tiles: int, tokens: int, sections: list[int], heads: int, rounds: int, by_place: bool
+) -> tuple[Tensor, Tensor]:
+    """Return (rows of the order, their number) where a launch completes dq, taken from a counter.
+
+    ``sections`` are numbers of heads, which follow one another. The first tiles of a section come
+    before the others of the section before it, so that nothing waits for them. ``rounds`` places of
+    each head round its sums, one section later. ``by_place``: the tiles of all heads of a section
+    at one place come before those at the next.
+    """
+    parts = torch.arange(sum(sections)).split(sections)
+    places = []
+
+    def add(begin: int, end: int, part: Tensor) -> None:
+        m = torch.arange(begin, end)
+        if by_place:
+            m, h = m.repeat_interleave(part.shape[0]), part.repeat(m.shape[0])
+        else:
+            m, h = m.repeat(part.shape[0]), part.repeat_interleave(m.shape[0])
+        places.append(torch.stack([m, h]))
+
+    for n, part in enumerate(parts):
+        if n + 1 < len(parts):
+            add(0, 1, parts[n + 1])
+        add(min(n, 1), tiles, part)
+        if n:
+            add(tiles, tiles + rounds, parts[n - 1])
+    add(tiles, tiles + rounds, parts[-1])
+    m, h = torch.cat(places, 1)
+    return table_rows(m * tokens, h, heads), torch.tensor([m.shape[0]], dtype=torch.int32)

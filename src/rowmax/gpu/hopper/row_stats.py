@@ -12,9 +12,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..kernel_args import ROW_UNIT
 from ..lib import sequence, sequence_of_slot
 from ..rules import LOG2E, natural_weight, without_weights
+from .backward_tiles import FIRST
 from .packed import clear_rest
 
 _ROW_UNIT = tl.constexpr(ROW_UNIT)
+_FIRST = tl.constexpr(FIRST)
 
 
 @triton.jit
@@ -60,14 +62,17 @@ def clear_part(to, ROWS: tl.constexpr, W: tl.constexpr):
 @triton.jit
 def clear(t, n, c, i):
     """Store zeros in sums and counters, and in gradients past the last packed sequence."""
-    if t.sums is not None:
+    if t.sums is not None and i // n.tiles < n.zeroed:
         to = t.sums + i.to(tl.int64) * (c.ROWS * (c.D0 + c.D1))
         clear_part(to, c.ROWS, c.D0)
         if c.D1:
             clear_part(to + c.ROWS * c.D0, c.ROWS, c.D1)
     if t.done is not None:
         for word in range(i, n.done, tl.num_programs(0)):
-            tl.store(t.done + word, 0)
+            begun = 0
+            if c.COMPLETE:
+                begun = tl.where(word < n.zeroed // (n.hq // n.hk), _FIRST, 0)
+            tl.store(t.done + word, begun)
     if t.counters is not None and i == 0:
         tl.store(t.counters + tl.arange(0, 16), tl.zeros([16], tl.int32))
     if t.cu_q is not None:

@@ -1,0 +1,168 @@
+"""dq in the launch that sums it: no launch writes zeros before, and none rounds after.
+
+The first tile of keys of a head writes every tile of dQ, the others add to it. So they wait until
+the first tile is done; the order has it many places earlier (``backward_order.complete_table``).
+Places after the tiles of keys of a head round its sums. A word a head counts its done tiles: FIRST
+for one that wrote, 1 for one that added. Each waits for tiles of earlier places alone, which a
+block has taken: there is no deadlock, for any number of resident blocks.
+
+Blocks begin with the tiles of the first heads, of which nothing is done. Their sums begin with
+zeros instead, and their words with FIRST (``row_stats.clear``).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from . import backward_tiles
+from .backward_lib import store_rows
+from .backward_order import plane_of
+from .lib.layouts import output_layout
+
+FIRST = gl.constexpr(backward_tiles.FIRST)
+ROUNDED_TILES = gl.constexpr(backward_tiles.ROUNDED_TILES)
+
+
+class Completion(NamedTuple):
+    """The sums of dq, and their result."""
+
+    done: Any  # for each kv head of each sequence, the count of its done tiles of keys
+    sums: Any  # as in RowPointers
+    dq: Any
+    rows: Any  # rows of a plane of the sums
+    zeroed: Any  # heads whose sums begin with zeros
+
+
+@gluon.jit
+def is_rounding(tile, sizes):
+    """Return True if the place of a tile is one that rounds: past the last tile of keys."""
+    return tile.first >= sizes.nk
+
+
+@gluon.jit
+def head_of(tile, heads):
+    """Return the number of a kv head, counted on through all sequences."""
+    return tile.b * heads.resident + tile.head
+
+
+@gluon.jit
+def read_done(place):
+    """Return the number of steps that ``publish_done`` has stored.
+
+    Copies after this call follow the sums of those steps. (A proxy fence without an address space
+    covers all memory of the device and takes as long as a copy.)
+    """
+    return gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.b32 $0, [$1]; shfl.sync.idx.b32 $0, $0, 0, 31, 0xffffffff; "
+        "fence.proxy.async.global;",
+        "=r,l",
+        [place],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def wait_done(place, count):
+    """Wait until the tiles of a head that ``count`` stands for are done."""
+    seen = read_done(place)
+    while seen < count:
+        seen = read_done(place)
+
+
+@gluon.jit
+def begin_head(C: gl.constexpr, tile, completion, sizes, heads):
+    """Wait until a tile of keys may add to dQ; return (its count's place, True if it writes)."""
+    head = head_of(tile, heads)
+    place = completion.done + head
+    writes = (tile.first == 0) & (head >= completion.zeroed)
+    if (tile.hi > tile.lo) & (writes == 0):
+        wait_done(place, FIRST)
+    return place, writes
+
+
+@gluon.jit
+def end_tile(place, writes, tile, sizes):
+    """Count a tile of keys, once all its copies are in memory."""
+    if is_rounding(tile, sizes) == 0:
+        gl.inline_asm_elementwise(
+            "cp.async.bulk.wait_group 0; fence.proxy.async.global; bar.warp.sync 0xffffffff; "
+            "{ .reg .pred p; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; "
+            "@p red.release.gpu.global.add.s32 [$1], $2; } mov.u32 $0, 0;",
+            "=r,l,r",
+            [place, gl.where(writes, FIRST, 1)],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@gluon.constexpr_function
+def sums_layout(width):
+    """Return the layout of 64 rows of sums in the order of threads, four adjacent a thread."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[1], [2], *([128 * n] for n in (1, 2, 4, 8) if 8 * n < width)],
+        lane_bases=[[4], [8], [16], [32], [64]],
+        warp_bases=[[16 * width], [32 * width]],
+        block_bases=[],
+        shape=[64 * width],
+    )
+
+
+@gluon.jit
+def load_sums(at, WIDTH: gl.constexpr):
+    """Return 64 rows of sums ``[64, WIDTH]``, from the order of ``backward_fused.thread_order``."""
+    n = gl.arange(0, 64 * WIDTH, sums_layout(WIDTH))
+    x = gl.load(at + n, cache_modifier=".cg")
+    x = x.reshape([4, WIDTH // 8, 8, 4, 2, 2]).permute((0, 4, 2, 1, 3, 5))
+    return x.reshape([64, WIDTH])
+
+
+@gluon.jit
+def round_sums(C: gl.constexpr, c: gl.constexpr, out, tile, sizes, heads):
+    """Store dq of the rows of a place that rounds, once all tiles of keys of the head are done."""
+    to = out.completion
+    head = head_of(tile, heads)
+    tiles = (sizes.nk + C.BLOCK_RESIDENT - 1) // C.BLOCK_RESIDENT
+    wait_done(to.done + head, FIRST + tiles - gl.where(head < to.zeroed, 0, 1))
+    row_tiles = (sizes.nq + C.ROW_TILE - 1) // C.ROW_TILE
+    begin = (tile.first // C.BLOCK_RESIDENT - tiles) * ROUNDED_TILES
+    end = gl.minimum(begin + ROUNDED_TILES, row_tiles * heads.group)
+    for i in range(begin + c, end, C.WARPGROUPS):
+        g = i // row_tiles
+        round_tile(C, out, tile, tile.head * heads.group + g, i - g * row_tiles, sizes, heads)
+
+
+@gluon.jit
+def round_tile(C: gl.constexpr, out, tile, head, m, sizes, heads):
+    """Store dq of tile m of the rows of a query head."""
+    to = out.completion
+    plane, _ = plane_of(C, tile.b, head, 0, heads.query)
+    first = m * C.ROW_TILE
+    at = to.sums + (plane.to(gl.int64) * to.rows + first) * C.D
+    row = tile.b.to(gl.int64) * sizes.nq + first
+    dq = to.dq + (row * heads.query + head) * C.D_OUT
+    stride = heads.query * C.D_OUT
+    x = load_sums(at, C.D0) * out.scale
+    store(C, x, dq, stride, sizes.nq - first, C.D0, 0, C.D_OUT)
+    if C.D_OUT > C.D0:
+        y = load_sums(at + C.ROW_TILE * C.D0, C.D1) * out.scale
+        store(C, y, dq, stride, sizes.nq - first, C.D1, C.D0, C.D_OUT)
+
+
+@gluon.jit
+def store(
+    C: gl.constexpr, x, to, stride, rows, WIDTH: gl.constexpr, column: gl.constexpr,
+    OUT: gl.constexpr,
+):  # fmt: skip
+    """Store the first ``rows`` rows of x ``[64, WIDTH]``, the columns from ``column`` on.
+
+    Stores have 16 bytes where shared memory has room to rearrange x. Parts of sums are float32.
+    """
+    if not C.BIAS and to.dtype.element_ty.primitive_bitwidth == 16:
+        x = gl.convert_layout(x.to(to.dtype.element_ty), output_layout(WIDTH))
+    store_rows(x, to + column, stride, rows, min(OUT - column, WIDTH))
