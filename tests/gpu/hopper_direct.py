@@ -7,6 +7,7 @@ The gradients must also be near those of the Triton backend.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import product
@@ -194,7 +195,7 @@ def halved_steps() -> Iterator[None]:
         mock.patch.object(backward_tiles, "LONG", every),
         mock.patch.object(backward_tiles, "is_long", lambda p, size: size in every and not p.bias),
         mock.patch.object(backward_tiles, "FOUR_TILES", 0),
-        mock.patch.object(backward_tiles, "COMPLETE_KEYS", 0),
+        mock.patch.object(backward_tiles, "COMPLETE_KEYS", defaultdict(lambda: (0, 2**31))),
         mock.patch.object(backward_tiles, "COMPLETE_TILES", 0),
         mock.patch.object(backward_tiles, "fill_four", return_value=True),
     ):

@@ -490,10 +490,17 @@ IN_ORDER = {
     **dict.fromkeys([(d, causal) for d in (80, 96, 128) for causal in (False, True)], 1024),
 }
 MANY = 512
-#: where the launch that sums dQ also rounds it: the widest heads, the fewest keys, and the fewest
-#: tiles of keys. At head size 128 it was 0.84 to 1.06 times as fast on an H100: sums that wait for
-#: their rounding have twice the bytes in the cache. With few tiles blocks wait at both ends (0.89).
-COMPLETE_D, COMPLETE_KEYS, COMPLETE_TILES = 64, 512, 6 * 132
+#: where the launch that sums dQ also rounds it: the widest heads, and the fewest tiles of keys. At
+#: head size 128 it was 0.84 to 1.06 times as fast on an H100: sums that wait for their rounding
+#: have twice the bytes in the cache. With few tiles blocks wait at both ends (0.89).
+COMPLETE_D, COMPLETE_TILES = 64, 6 * 132
+#: (under a diagonal, heads share keys) -> the fewest and the most keys for which it is faster
+COMPLETE_KEYS = {
+    (False, False): (512, 4096),
+    (True, False): (512, 2**31),
+    (False, True): (1024, 4096),
+    (True, True): (2048, 2**31),
+}
 #: the widest heads whose K and V are in registers next to a bias
 HELD_WITH_BIAS = 32
 
@@ -626,5 +633,6 @@ def completes(p: Problem, tile: FusedConfig) -> bool:
     """
     if tile.D > COMPLETE_D or p.bias is not None or p.left is not None or not every_query_sees(p):
         return False
+    least, most = COMPLETE_KEYS[p.right is not None, p.group > 1]
     tiles = p.batch * p.hk * -(-p.nk // tile.BLOCK_RESIDENT)
-    return p.nk >= COMPLETE_KEYS and tiles >= COMPLETE_TILES
+    return least <= p.nk <= most and tiles >= COMPLETE_TILES
