@@ -82,7 +82,7 @@ def steps(
 
 
 def dense_order(p: Problem, c: FusedConfig) -> list[list[Tile]]:
-    """Return the tiles of each block in the order of the host."""
+    """Return the tiles of each block in the order of the host, where another launch rounds dq."""
     with mock.patch.object(backward_host, "processors", return_value=PROCESSORS):
         blocks, table, ends = backward_host.order_for(p, c, torch.device("cpu"))
     assert table is not None
@@ -141,7 +141,7 @@ def run(blocks: list[Iterator[tuple[int, ...]]], room: int) -> Result:
 
 def predict(p: Problem, mib: float, abreast: bool = False) -> dict[str, Result]:
     """Return the result of each order; ``abreast``: a step of each head of a group in turn."""
-    c = config_for(p, tiles_of(p, False)[0])
+    c = config_for(p, tiles_of(p, False)[0], COMPLETE=False)
     assert isinstance(c, FusedConfig)
     room = int(mib * 2**20 / (backward_host.query_bytes(p) / p.group * c.BLOCK_STREAMED))
 

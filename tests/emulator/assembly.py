@@ -279,27 +279,20 @@ def load_acquire(args: list[Pointer], dtype: Any) -> Tensor:
     return Tensor(place.memory[place.at].copy())
 
 
-@means(
-    "cp.async.bulk.wait_group 0; fence.proxy.async.global; bar.warp.sync 0xffffffff; "
-    "{ .reg .pred p; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; "
-    "@p st.release.gpu.global.b32 [$1], $2; } mov.u32 $0, 0;"
-)
-def store_release(args: list[Any], dtype: Any) -> None:
-    """Wait until this thread's copies are in global memory, then store the number."""
-    land_stores()
-    place, value = args
-    place.memory[place.at] = raw(value)
-    threads.progress()
+def _publish(verb: str, *, adds: bool) -> None:
+    """Declare a store or a sum that follows this thread's copies."""
+
+    @means(
+        "cp.async.bulk.wait_group 0; fence.proxy.async.global; bar.warp.sync 0xffffffff; "
+        "{ .reg .pred p; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; "
+        f"@p {verb} [$1], $2; }} mov.u32 $0, 0;"
+    )
+    def publish(args: list[Any], dtype: Any) -> None:
+        land_stores()
+        place, value = args
+        place.memory[place.at] = raw(value) + (place.memory[place.at] if adds else 0)
+        threads.progress()
 
 
-@means(
-    "cp.async.bulk.wait_group 0; fence.proxy.async.global; bar.warp.sync 0xffffffff; "
-    "{ .reg .pred p; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; "
-    "@p red.release.gpu.global.add.s32 [$1], $2; } mov.u32 $0, 0;"
-)
-def add_release(args: list[Any], dtype: Any) -> None:
-    """Wait until this thread's copies are in global memory, then add the number."""
-    land_stores()
-    place, value = args
-    place.memory[place.at] += raw(value)
-    threads.progress()
+_publish("st.release.gpu.global.b32", adds=False)
+_publish("red.release.gpu.global.add.s32", adds=True)

@@ -168,7 +168,7 @@ class Pointer:
         return types.SimpleNamespace(element_ty=DTYPES[self.memory.dtype])
 
 
-def load(pointer: Pointer, mask: Any = None, other: Any = 0, **_: Any) -> Tensor:
+def load(pointer: Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = "") -> Tensor:
     """Return the values at the addresses. An address outside the allocation raises."""
     threads.pause_sometimes()
     at = pointer.at

@@ -64,6 +64,8 @@ def backward_work(
     blocks, table, ends = backward.order_for(p, c, CPU)
     if c.DRAWN:  # from a counter: one list of all blocks
         blocks = 1
+        table = table[table[:, 0] < (p.nq if c.QUERIES_RESIDENT else p.nk)]  # others round dq
+        ends = torch.tensor([len(table)])
     work = work_of(blocks, table, ends, c.BLOCK_RESIDENT, counts)
     assert sum(work) == int((counts + 1).sum()) * p.batch * heads
     return work

@@ -18,9 +18,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from . import backward_tiles
-from .backward_lib import store_rows
+from .backward_lib import publish, read_done, store
 from .backward_order import plane_of
-from .lib.layouts import output_layout
+from .lib.assembly import ADD
 
 FIRST = gl.constexpr(backward_tiles.FIRST)
 ROUNDED_TILES = gl.constexpr(backward_tiles.ROUNDED_TILES)
@@ -49,25 +49,7 @@ def head_of(tile, heads):
 
 
 @gluon.jit
-def read_done(place):
-    """Return the number of steps that ``publish_done`` has stored.
-
-    Copies after this call follow the sums of those steps. (A proxy fence without an address space
-    covers all memory of the device and takes as long as a copy.)
-    """
-    return gl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.b32 $0, [$1]; shfl.sync.idx.b32 $0, $0, 0, 31, 0xffffffff; "
-        "fence.proxy.async.global;",
-        "=r,l",
-        [place],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def wait_done(place, count):
+def wait_count(place, count):
     """Wait until the tiles of a head that ``count`` stands for are done."""
     seen = read_done(place)
     while seen < count:
@@ -81,7 +63,7 @@ def begin_head(C: gl.constexpr, tile, completion, sizes, heads):
     place = completion.done + head
     writes = (tile.first == 0) & (head >= completion.zeroed)
     if (tile.hi > tile.lo) & (writes == 0):
-        wait_done(place, FIRST)
+        wait_count(place, FIRST)
     return place, writes
 
 
@@ -89,16 +71,7 @@ def begin_head(C: gl.constexpr, tile, completion, sizes, heads):
 def end_tile(place, writes, tile, sizes):
     """Count a tile of keys, once all its copies are in memory."""
     if is_rounding(tile, sizes) == 0:
-        gl.inline_asm_elementwise(
-            "cp.async.bulk.wait_group 0; fence.proxy.async.global; bar.warp.sync 0xffffffff; "
-            "{ .reg .pred p; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; "
-            "@p red.release.gpu.global.add.s32 [$1], $2; } mov.u32 $0, 0;",
-            "=r,l,r",
-            [place, gl.where(writes, FIRST, 1)],
-            dtype=gl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        publish(place, gl.where(writes, FIRST, 1), ADD)
 
 
 @gluon.constexpr_function
@@ -128,7 +101,7 @@ def round_sums(C: gl.constexpr, c: gl.constexpr, out, tile, sizes, heads):
     to = out.completion
     head = head_of(tile, heads)
     tiles = (sizes.nk + C.BLOCK_RESIDENT - 1) // C.BLOCK_RESIDENT
-    wait_done(to.done + head, FIRST + tiles - gl.where(head < to.zeroed, 0, 1))
+    wait_count(to.done + head, FIRST + tiles - gl.where(head < to.zeroed, 0, 1))
     row_tiles = (sizes.nq + C.ROW_TILE - 1) // C.ROW_TILE
     begin = (tile.first // C.BLOCK_RESIDENT - tiles) * ROUNDED_TILES
     end = gl.minimum(begin + ROUNDED_TILES, row_tiles * heads.group)
@@ -152,17 +125,3 @@ def round_tile(C: gl.constexpr, out, tile, head, m, sizes, heads):
     if C.D_OUT > C.D0:
         y = load_sums(at + C.ROW_TILE * C.D0, C.D1) * out.scale
         store(C, y, dq, stride, sizes.nq - first, C.D1, C.D0, C.D_OUT)
-
-
-@gluon.jit
-def store(
-    C: gl.constexpr, x, to, stride, rows, WIDTH: gl.constexpr, column: gl.constexpr,
-    OUT: gl.constexpr,
-):  # fmt: skip
-    """Store the first ``rows`` rows of x ``[64, WIDTH]``, the columns from ``column`` on.
-
-    Stores have 16 bytes where shared memory has room to rearrange x. Parts of sums are float32.
-    """
-    if not C.BIAS and to.dtype.element_ty.primitive_bitwidth == 16:
-        x = gl.convert_layout(x.to(to.dtype.element_ty), output_layout(WIDTH))
-    store_rows(x, to + column, stride, rows, min(OUT - column, WIDTH))

@@ -62,9 +62,7 @@ from .backward_complete import (
     begin_head,
     end_tile,
     is_rounding,
-    read_done,
     round_sums,
-    store,
 )
 from .backward_lib import (
     Descriptors,
@@ -78,11 +76,14 @@ from .backward_lib import (
     next_tile,
     no_scores,
     peek_message,
+    publish,
+    read_done,
     read_message,
     release_message,
     row_numbers,
     score_layout,
     steps_before_draw,
+    store,
     store_sums,
     sums_by_lane,
     tile_buffer,
@@ -111,6 +112,7 @@ from .gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from .lib.assembly import STORE
 from .lib.order import Order
 from .lib.parts import (
     Parts,
@@ -775,21 +777,6 @@ def store_tile(C: gl.constexpr, c: gl.constexpr, out, state, tile, sizes, heads)
 
 
 @gluon.jit
-def publish_done(place, steps):
-    """Store the number of finished steps, once the copies of all of them are in memory."""
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; fence.proxy.async.global; bar.warp.sync 0xffffffff; "
-        "{ .reg .pred p; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; "
-        "@p st.release.gpu.global.b32 [$1], $2; } mov.u32 $0, 0;",
-        "=r,l,r",
-        [place, steps],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
 def done_place(C: gl.constexpr, tile, done, tiles, heads):
     """Return a pointer to a tile's count of done steps, one of the ``tiles`` of a plane."""
     at = tile.first // C.BLOCK_RESIDENT
@@ -810,7 +797,7 @@ def wait_for_neighbour(C: gl.constexpr, place, seen, ours, i):
     if seen < ours:
         seen = read_done(place + C.NEIGHBOUR)
         if seen < ours:
-            publish_done(place, i)
+            publish(place, i, STORE)
             while seen < ours:
                 seen = read_done(place + C.NEIGHBOUR)
     return seen
@@ -870,10 +857,10 @@ def add_dq(C: gl.constexpr, desc, ring, mail, done, tiles, sizes, heads, complet
             if C.ORDERED:
                 due = (i + 1) % C.EVERY == 0
                 if due:
-                    publish_done(place, i + 1)
+                    publish(place, i + 1, STORE)
             use += 1
         if C.ORDERED:
-            publish_done(place, end)
+            publish(place, end, STORE)
         if C.COMPLETE:
             end_tile(of_head, writes, tile, sizes)
         message += 1

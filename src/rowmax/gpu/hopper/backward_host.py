@@ -782,7 +782,8 @@ def order_for(
     programs = min(most, n * p.batch * heads)
     if c.DRAWN:
         fused = isinstance(c, FusedConfig)
-        if sections:
+        if fused and c.COMPLETE:
+            sections = sections or complete_sections(p, c, most)
             rounds = -(-p.group * -(-p.nq // ROW_TILE) // ROUNDED_TILES)
             table, ends = complete_table(n, tile[0], sections, heads, rounds, c.RIGHT)
         else:

@@ -22,7 +22,8 @@ from .backward_order import (
 from .backward_tiles import Config
 from .gluon_compat import reinterpret, warpgroup_mma
 from .lib import ring
-from .lib.layouts import matrix
+from .lib.assembly import publish_text
+from .lib.layouts import matrix, output_layout
 from .lib.rules import product_gradient, score_bfloat16, score_float16
 from .lib.scores import columns, lanes, rows_of
 from .lib.softmax import LOG2E, along_row, by_lane
@@ -157,6 +158,37 @@ def follow():
         "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, 0;",
         "=r",
         [],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def read_done(place):
+    """Return the number, of steps or tiles, that ``publish`` has stored.
+
+    Copies after this call follow the sums of those steps. (A proxy fence without an address space
+    covers all memory of the device and takes as long as a copy.)
+    """
+    return gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.b32 $0, [$1]; shfl.sync.idx.b32 $0, $0, 0, 31, 0xffffffff; "
+        "fence.proxy.async.global;",
+        "=r,l",
+        [place],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def publish(place, number, VERB: gl.constexpr):
+    """Store or add a number of done steps or tiles, once all their copies are in memory."""
+    gl.inline_asm_elementwise(
+        publish_text(VERB),
+        "=r,l,r",
+        [place, number],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
@@ -457,3 +489,17 @@ def store_parts(x, to, stride, rows, W0: gl.constexpr, OUT: gl.constexpr):
     store_rows(x.low, to, stride, rows, min(OUT, W0))
     if OUT > W0:
         store_rows(x.high, to + W0, stride, rows, OUT - W0)
+
+
+@gluon.jit
+def store(
+    C: gl.constexpr, x, to, stride, rows, WIDTH: gl.constexpr, column: gl.constexpr,
+    OUT: gl.constexpr,
+):  # fmt: skip
+    """Store the first ``rows`` rows of x ``[64, WIDTH]``, the columns from ``column`` on.
+
+    Stores have 16 bytes where shared memory has room to rearrange x. Parts of sums are float32.
+    """
+    if not C.BIAS and to.dtype.element_ty.primitive_bitwidth == 16:
+        x = gl.convert_layout(x.to(to.dtype.element_ty), output_layout(WIDTH))
+    store_rows(x, to + column, stride, rows, min(OUT - column, WIDTH))

@@ -160,3 +160,21 @@ def turn_text(verb, c):
     Triton's barriers have lower numbers.
     """
     return f"bar.{verb} {9 + c}, 256; mov.u32 $0, 0;"
+
+
+#: the verbs of ``publish_text``
+STORE = gl.constexpr("st.release.gpu.global.b32")
+ADD = gl.constexpr("red.release.gpu.global.add.s32")
+
+
+@gluon.constexpr_function
+def publish_text(verb):
+    """Return the text that stores or adds a number in global memory, in one lane.
+
+    The copies that the warp has begun are in memory before.
+    """
+    return (
+        "cp.async.bulk.wait_group 0; fence.proxy.async.global; bar.warp.sync 0xffffffff; "
+        "{ .reg .pred p; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; "
+        f"@p {verb} [$1], $2; }} mov.u32 $0, 0;"
+    )
