@@ -28,7 +28,7 @@ import torch
 from rowmax.bench.cells import Cell, cells
 from rowmax.call.inputs import Options, Tensors
 from rowmax.call.problem import Problem, problem_of
-from rowmax.gpu.hopper import backward_host
+from rowmax.gpu.hopper import backward_plan
 from rowmax.gpu.hopper.backward_order import counter_table
 from rowmax.gpu.hopper.backward_tiles import FusedConfig, config_for, tiles_of
 
@@ -83,8 +83,8 @@ def steps(
 
 def dense_order(p: Problem, c: FusedConfig) -> list[list[Tile]]:
     """Return the tiles of each block in the order of the host, where another launch rounds dq."""
-    with mock.patch.object(backward_host, "processors", return_value=PROCESSORS):
-        blocks, table, ends = backward_host.order_for(p, c, torch.device("cpu"))
+    with mock.patch.object(backward_plan, "processors", return_value=PROCESSORS):
+        blocks, table, ends = backward_plan.order_for(p, c, torch.device("cpu"))
     assert table is not None
     assert ends is not None
     rows = [table[block:end:blocks].tolist() for block, end in enumerate(ends.tolist())]
@@ -93,7 +93,7 @@ def dense_order(p: Problem, c: FusedConfig) -> list[list[Tile]]:
 
 def drawn_order(p: Problem, c: FusedConfig) -> list[Tile]:
     """Return the tiles in the order of a counter: one sequence after another, in sections."""
-    many = backward_host.SECTION_BYTES // (backward_host.query_bytes(p) * p.nq)
+    many = backward_plan.SECTION_BYTES // (backward_plan.query_bytes(p) * p.nq)
     tiles = -(-p.nk // c.BLOCK_RESIDENT)
     table, _ = counter_table(tiles, c.BLOCK_RESIDENT, 1, p.hk, max(1, many), False)
     return [Tile(b, head, first) for b in range(p.batch) for first, head, _, _ in table.tolist()]
@@ -143,7 +143,7 @@ def predict(p: Problem, mib: float, abreast: bool = False) -> dict[str, Result]:
     """Return the result of each order; ``abreast``: a step of each head of a group in turn."""
     c = config_for(p, tiles_of(p, False)[0], COMPLETE=False)
     assert isinstance(c, FusedConfig)
-    room = int(mib * 2**20 / (backward_host.query_bytes(p) / p.group * c.BLOCK_STREAMED))
+    room = int(mib * 2**20 / (backward_plan.query_bytes(p) / p.group * c.BLOCK_STREAMED))
 
     def walk(tiles: Iterable[Tile]) -> Iterator[tuple[int, ...]]:
         return (at for tile in tiles for at in steps(p, c, tile, abreast))

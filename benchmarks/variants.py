@@ -166,6 +166,7 @@ def hopper_backward(part: str, cell: Cell, x: Inputs, change: str) -> Call:
     from rowmax.gpu import hopper
     from rowmax.gpu.hopper import backward_host as host
     from rowmax.gpu.hopper.backward_bias import kind_of
+    from rowmax.gpu.hopper.backward_plan import build_plan
     from rowmax.gpu.hopper.backward_tiles import tiles_of
 
     tensors, problem, dout = posed(cell, x)
@@ -173,7 +174,7 @@ def hopper_backward(part: str, cell: Cell, x: Inputs, change: str) -> Call:
     found = [changed(tile, change, _part_of(tile)) for tile in shipped]
     tiles = tuple(tile for tile, _ in found)
     out, lse = hopper.forward(problem, tensors)
-    plan = host.build_plan(problem, tensors, dout, tiles, dbias=cell.dbias, **found[0][1])
+    plan = build_plan(problem, tensors, dout, tiles, dbias=cell.dbias, **found[0][1])
     wanted = Wanted(True, True, True, cell.dbias, False)
     if not part:
         return lambda: host.launch(plan, problem, tensors, out, lse, dout, None, wanted)[:4]

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 
 from rowmax.call.inputs import Wanted
 from rowmax.gpu import ahead, threads
-from rowmax.gpu.hopper import backward_host, host
+from rowmax.gpu.hopper import backward_host, backward_plan, host
 from rowmax.testing import Case, make
 
 
@@ -40,12 +40,12 @@ def main() -> None:
 
     with (
         mock.patch.object(host, "processors", return_value=132),
-        mock.patch.object(backward_host, "processors", return_value=132),
+        mock.patch.object(backward_plan, "processors", return_value=132),
         mock.patch.object(torch.cuda, "current_device", return_value=None),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
     ):
         like = torch.zeros(problem.out_shape, dtype=torch.bfloat16)
-        backward_host.plan_of(problem, tensors, like)
+        backward_plan.plan_of(problem, tensors, like)
         launches = ahead.arguments(problem, tensors, run)
         knobs.compilation.listener = note
         triton.runtime.driver.set_active(driver)  # pyright: ignore

@@ -12,8 +12,9 @@ from triton.experimental.gluon import language as gl
 
 from rowmax.call.problem import Tensors
 from rowmax.gpu.hopper.backward_args import Numbers, Pointers
-from rowmax.gpu.hopper.backward_host import copies_of, kernel_of, reads_rows
+from rowmax.gpu.hopper.backward_host import reads_rows
 from rowmax.gpu.hopper.backward_lib import Constants
+from rowmax.gpu.hopper.backward_plan import copies_of, kernel_of
 from rowmax.gpu.hopper.backward_tiles import (
     HELD_WITH_BIAS,
     Config,

@@ -66,7 +66,7 @@ def _triton(p: Problem) -> Hashable:
 
 def _hopper(p: Problem, case: Case) -> Hashable:
     from rowmax.gpu import hopper
-    from rowmax.gpu.hopper import backward_bias, backward_host, backward_tiles, host
+    from rowmax.gpu.hopper import backward_bias, backward_plan, backward_tiles, host
     from rowmax.gpu.hopper import tiles as forward
 
     refused = beyond(hopper.LIMITS, p), hopper._refused_backward(p)
@@ -83,7 +83,7 @@ def _hopper(p: Problem, case: Case) -> Hashable:
     found: list[Hashable] = [forward.config_for(p, tile, how, forward.packed_heads(p, how))]
     by = backward_bias.gradient_by(p) if p.bias is not None else ""
     for one in backward_tiles.tiles_of(p, backward_bias.kind_of(p) == "tile"):
-        options = backward_host.bias_options(p, one, by)
+        options = backward_plan.bias_options(p, one, by)
         found.append(backward_tiles.config_for(p, one, **options))
     if by == "shared":
         found.append(backward_tiles.config_for(p, backward_tiles.shared_bias_tile(p)))

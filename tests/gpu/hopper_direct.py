@@ -188,7 +188,7 @@ def halved_steps() -> Iterator[None]:
 
     Where one launch can both sum and round dq, it does, however few its tiles.
     """
-    from rowmax.gpu.hopper import backward_host, backward_tiles
+    from rowmax.gpu.hopper import backward_plan, backward_tiles
 
     every = backward_tiles.LONG | {(96, 96): backward_tiles.HALVES_OF_96}
     with (
@@ -199,11 +199,11 @@ def halved_steps() -> Iterator[None]:
         mock.patch.object(backward_tiles, "COMPLETE_TILES", 0),
         mock.patch.object(backward_tiles, "fill_four", return_value=True),
     ):
-        backward_host.PLANS.clear()
+        backward_plan.PLANS.clear()
         try:
             yield
         finally:
-            backward_host.PLANS.clear()
+            backward_plan.PLANS.clear()
 
 
 def check_long(
@@ -215,11 +215,11 @@ def check_long(
     reference: str | None = None,
 ) -> list[str]:
     """Return what is wrong with a backward whose steps have halves, however short sequences are."""
-    from rowmax.gpu.hopper import backward_host
+    from rowmax.gpu.hopper import backward_plan
 
     with halved_steps():
         found = check_backward(case, dtype, deterministic, repeats, device, reference)
-        halved = [plan.works[0].config.HALVED for plan in backward_host.PLANS.values()]
+        halved = [plan.works[0].config.HALVED for plan in backward_plan.PLANS.values()]
     return found if found or any(halved) else ["refused: its steps have no halves"]
 
 

@@ -33,7 +33,7 @@ def forget_plans() -> None:
     importlib.import_module("rowmax.call.normalize")._passed.clear()
     importlib.import_module("rowmax.gpu.launch")._jobs.clear()
     importlib.import_module("rowmax.gpu.hopper.host")._PLANS.clear()
-    importlib.import_module("rowmax.gpu.hopper.backward_host").PLANS.clear()
+    importlib.import_module("rowmax.gpu.hopper.backward_plan").PLANS.clear()
     importlib.import_module("rowmax.gpu.hopper.packed")._placing.cache_clear()
 
 

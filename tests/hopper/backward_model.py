@@ -24,7 +24,13 @@ from torch import Tensor
 from rowmax.call.problem import Wanted
 from rowmax.gpu import hopper, triton
 from rowmax.gpu.compiled import Launch
-from rowmax.gpu.hopper import backward_dbias, backward_host, backward_tiles, packed, row_stats
+from rowmax.gpu.hopper import (
+    backward_dbias,
+    backward_plan,
+    backward_tiles,
+    packed,
+    row_stats,
+)
 from rowmax.reference import dense
 from rowmax.testing import Call, Case, Expected, cotangents, expected, make, poisoned, tagged
 from tests import extreme_bias, interpreter
@@ -183,8 +189,8 @@ def prepare() -> None:
     """Replace launches and uses of a device, so that the checks of a GPU run here."""
     RemoteLaunch.start()
     interpreter.speed_up()
-    backward_host.GluonLaunch = RemoteLaunch  # pyright: ignore
-    backward_host.Launch = packed.Launch = Interpreted  # pyright: ignore
+    backward_plan.GluonLaunch = RemoteLaunch  # pyright: ignore
+    backward_plan.Launch = packed.Launch = Interpreted  # pyright: ignore
     cuda: Any = torch.cuda
     cuda.device = lambda _: contextlib.nullcontext()
     cuda.get_device_properties = lambda _: types.SimpleNamespace(

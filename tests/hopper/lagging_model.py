@@ -27,7 +27,7 @@ gl: Any = sys.modules["triton.experimental.gluon.language"]
 gl.bfloat16 = gl.float32  # weights and tensors in float32
 
 from rowmax.call.problem import Problem, Tensors  # noqa: E402
-from rowmax.gpu.hopper import forward_kernel, host, tiles  # noqa: E402
+from rowmax.gpu.hopper import forward_kernel, forward_scores, host, tiles  # noqa: E402
 from rowmax.reference import dense  # noqa: E402
 from rowmax.testing import Case, complaint, make, poisoned  # noqa: E402
 from tests.hopper.forward_model import drawn_pairs, prepare  # noqa: E402
@@ -163,7 +163,8 @@ def main() -> int:
     options = parser.parse_args()
     tiles.lags = lambda _, bias: not bias  # pyright: ignore
     tiles.onto_bias = lambda _: True  # pyright: ignore
-    forward_kernel.widened = lambda x: x  # pyright: ignore
+    for module in (forward_kernel, forward_scores):
+        module.widened = lambda x: x  # pyright: ignore
     wrong = right = rows = 0
     for case in (case for case in (*CASES, *PAIRS, *DRAWN) if options.only in case.name):
         for seed, size in enumerate(STEPS):

@@ -3,7 +3,7 @@
     python -m tests.hopper.order_model [--seeds 3]
 
 Blocks take tiles of keys and make their steps one at a time, in a random order. Others may learn
-late that a step is done, as far as ``backward_fused.add_dq`` may publish late. No block waits for
+late that a step is done, as far as ``backward_writer.add_dq`` may publish late. No block waits for
 ever, and the tiles of keys add to a tile of dQ in one order.
 """
 

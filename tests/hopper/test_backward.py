@@ -106,7 +106,7 @@ def test_sections_of_heads_fit_the_cache_and_tiles_follow_each_other(
     monkeypatch, batch, tokens, heads, kv_heads, right, section
 ):
     from rowmax.call.problem import Problem
-    from rowmax.gpu.hopper import backward_host
+    from rowmax.gpu.hopper import backward_plan
     from rowmax.gpu.hopper.backward_tiles import TILES, config_for
 
     problem = Problem(
@@ -115,8 +115,8 @@ def test_sections_of_heads_fit_the_cache_and_tiles_follow_each_other(
     )  # fmt: skip
     config = config_for(problem, TILES[128, 128][0])
     assert config.ABREAST is (right is not None and heads > kv_heads)
-    monkeypatch.setattr(backward_host, "processors", lambda device: 132)
-    _, rows, _ = backward_host.order_for(problem, config, torch.device("cpu"))
+    monkeypatch.setattr(backward_plan, "processors", lambda device: 132)
+    _, rows, _ = backward_plan.order_for(problem, config, torch.device("cpu"))
     assert rows is not None
     first = rows[:, 0] == rows[0, 0]
     assert len(rows[: int((~first).int().argmax())]) == section
@@ -142,7 +142,7 @@ def test_sections_of_heads_fit_the_cache_and_tiles_follow_each_other(
     ],
 )
 def test_few_tiles_of_a_shared_bias_are_divided_among_blocks(n, batch, features, parts):
-    from rowmax.gpu.hopper import backward_host
+    from rowmax.gpu.hopper import backward_plan
     from rowmax.gpu.hopper.backward_tiles import SHARED_BIAS, config_for
     from rowmax.testing import Case, make
 
@@ -150,4 +150,4 @@ def test_few_tiles_of_a_shared_bias_are_divided_among_blocks(n, batch, features,
     problem, _ = make(case, dtype=torch.bfloat16).problem()
     problem = problem._replace(batch=batch, bias=(1, 4, n, n))
     config = config_for(problem, SHARED_BIAS[64, 64])
-    assert backward_host.parts_of(problem, config, 132) == parts
+    assert backward_plan.parts_of(problem, config, 132) == parts

@@ -20,7 +20,7 @@ from tests import drawn
 
 forward = importlib.import_module("rowmax.gpu.hopper.host")
 forward_tiles = importlib.import_module("rowmax.gpu.hopper.tiles")
-backward = importlib.import_module("rowmax.gpu.hopper.backward_host")
+backward = importlib.import_module("rowmax.gpu.hopper.backward_plan")
 backward_order = importlib.import_module("rowmax.gpu.hopper.backward_order")
 backward_tiles = importlib.import_module("rowmax.gpu.hopper.backward_tiles")
 order = importlib.import_module("rowmax.gpu.hopper.lib.order")

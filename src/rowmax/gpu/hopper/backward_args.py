@@ -77,7 +77,7 @@ class RowPointers(NamedTuple):
     dsink: Any = None  # float32, one number for each tile of rows
     cu_q: Any = None
     cu_k: Any = None
-    sums: Any = None  # dq, float32 [planes, tiles, ROW_TILE D] (backward_fused.thread_order)
+    sums: Any = None  # dq, float32 [planes, tiles, ROW_TILE D] (backward_steps.thread_order)
     done: Any = None
     counters: Any = None
     dq: Any = None

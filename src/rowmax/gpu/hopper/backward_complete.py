@@ -88,7 +88,7 @@ def sums_layout(width):
 
 @gluon.jit
 def load_sums(at, WIDTH: gl.constexpr):
-    """Return 64 rows of sums ``[64, WIDTH]``, from the order of ``backward_fused.thread_order``."""
+    """Return 64 rows of sums ``[64, WIDTH]``, from the order of ``backward_steps.thread_order``."""
     n = gl.arange(0, 64 * WIDTH, sums_layout(WIDTH))
     x = gl.load(at + n, cache_modifier=".cg")
     x = x.reshape([4, WIDTH // 8, 8, 4, 2, 2]).permute((0, 4, 2, 1, 3, 5))

@@ -20,7 +20,7 @@ from .backward_order import (
     plane_of,
 )
 from .backward_tiles import Config
-from .gluon_compat import reinterpret, warpgroup_mma
+from .gluon_compat import mbarrier, reinterpret, warpgroup_mma
 from .lib import ring
 from .lib.assembly import publish_text
 from .lib.layouts import matrix, output_layout
@@ -193,6 +193,13 @@ def publish(place, number, VERB: gl.constexpr):
         is_pure=False,
         pack=1,
     )
+
+
+@gluon.jit
+def wait_done(C: gl.constexpr, rings, use, pred):
+    """Wait until the consumers are done with a use, one of the last Q_STAGES."""
+    s = ring.slot(use, C.Q_STAGES)
+    mbarrier.wait(rings.q.empty.index(s), ring.phase(use, C.Q_STAGES), pred=pred)
 
 
 # --- layouts -----------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 Where dQ must be the same in every run (ORDERED), the tiles of keys of a head add to a tile of dQ in
 a fixed order. It is the order in which blocks take them from a counter. Each tile of keys follows
-one neighbour and waits for no other (``backward_fused.add_dq``). Every earlier tile is done or
+one neighbour and waits for no other (``backward_writer.add_dq``). Every earlier tile is done or
 runs, so there is no deadlock for any number of blocks. The order keeps waits short:
 
 - Under a diagonal, tiles of queries pass from the diagonal on, and the last tile of keys begins
@@ -83,7 +83,7 @@ def first_place(C: gl.constexpr, order):
     """Return (this block's first place in the order, the end of its places).
 
     Even the first place is from the counter: then every tile of an earlier place is done or runs,
-    and a block may wait for it (``backward_fused.add_dq``).
+    and a block may wait for it (``backward_writer.add_dq``).
     """
     if C.DRAWN:
         n = gl.atomic_add(order.counter, 1)

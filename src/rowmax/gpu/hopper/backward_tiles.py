@@ -132,7 +132,7 @@ class FusedConfig(Config):
     """The constants of ``backward_fused.py``.
 
     A step waits for Q of the next step before it releases its own Q. So there are at least two
-    buffers of Q, and at least as many as of dO (``backward_fused.wait_done``).
+    buffers of Q, and at least as many as of dO (``backward_lib.wait_done``).
     """
 
     D_OUT: int = 0  # head sizes of the tensors, D and DV or less

@@ -10,7 +10,7 @@ columns. One of them computes the scores and the softmax for both:
 P passes through shared memory, with the factor of O of each row (``Passed``); the last factor of a
 tile is 1 / l. S of the next key tile is under way while the softmax of this one is computed.
 
-The producer is that of ``forward_kernel.py``: V is a tile in two parts. Barriers of a block, with
+The producer is that of ``forward_producer.py``: V is a tile in two parts. Barriers of a block, with
 the arrivals that complete a phase, besides those of the producer's rings:
 
     barrier          arrivals                           waited for by
@@ -25,19 +25,11 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .forward_kernel import (
-    Copies,
-    Shared,
-    full_range,
-    issue_scores,
-    masked,
-    partial,
-    producer,
-    scaled_rows,
-    scores,
-    shared_of,
-)
+from .forward_kernel import issue_scores, scaled_rows, shared_of
+from .forward_lib import Copies, Shared, full_range
+from .forward_producer import producer
 from .forward_results import output_place, store_lse, store_rows
+from .forward_scores import masked, partial, scores
 from .gluon_compat import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from .lib import ring
 from .lib.layouts import matrix, product_layout

@@ -18,8 +18,8 @@ from ..compiled import Launch, runs
 from ..kept import Plans
 from . import packed, tiles
 from .documents import spans_of
-from .forward_kernel import Numbers, Pointers
 from .forward_kernel import forward as kernel
+from .forward_lib import Numbers, Pointers
 from .gluon_compat import GluonASTSource
 from .lib.order import (
     FEW_TILES,

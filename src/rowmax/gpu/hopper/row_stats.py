@@ -173,7 +173,7 @@ def finish_part(t, n, c, at, to, rows, W: tl.constexpr, column: tl.constexpr):
     there = (r < rows)[:, None] & (d < c.D)[None, :]
     x = tl.load(t.sums + at + tl.arange(0, c.ROWS * W))
     x = (x * n.scale).to(t.dq.dtype.element_ty)
-    # from the order of backward_fused.thread_order
+    # from the order of backward_steps.thread_order
     x = tl.permute(tl.reshape(x, [4, W // 8, 8, 4, 2, 2]), (0, 4, 2, 1, 3, 5))
     x = tl.reshape(x, [c.ROWS, W])
     tl.store(t.dq + to[:, None] + d[None, :], x, mask=there)

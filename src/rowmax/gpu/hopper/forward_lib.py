@@ -1,0 +1,139 @@
+"""Share what the parts of the forward kernels need: arguments, records of a block, key ranges."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .lib import rules
+from .lib.order import Tile
+from .lib.parts import Parts
+from .lib.ring import Mailbox, Ring
+
+
+class Pointers(NamedTuple):
+    """``t``: the tensors that the kernel reads and writes without TMA.
+
+    None is a constant: the kernel has no code for absent features.
+    """
+
+    out: Any
+    lse: Any
+    table: Any  # the order of the tiles (lib/order.py), each block's end, and the counter
+    ends: Any
+    counter: Any = None
+    cu_q: Any = None
+    cu_k: Any = None
+    lengths: Any = None
+    spans: Any = None  # documents.Spans, with the ranges
+    q_range: Any = None
+    k_range: Any = None
+    q_ids: Any = None
+    k_ids: Any = None
+    alibi: Any = None  # [Hq]
+    sink: Any = None
+    bias: Any = None  # unless TMA copies it
+    overflow: Any = None  # LAGS, MENDS: not 0 since some row of this plan overflowed
+    clocks: Any = None  # lib/clocks.py
+
+
+class Numbers(NamedTuple):
+    """``n``: numbers at run time."""
+
+    heads: Any  # query heads, or kv heads where a tile holds all query heads of one
+    kv_heads: Any
+    keys: Any  # keys and values of a head that fill their share of the L2 cache
+    nq: Any
+    nk: Any
+    left: Any  # None: no limit
+    right: Any
+    batch: Any
+    scale: Any  # the factor of a score in the exponential, or before other terms
+    inner: Any  # the factor inside a softcap
+    bias_b: Any
+    bias_h: Any
+    bias_q: Any
+    bias_k: Any
+    ids_q: Any  # number of ids of a sequence, 0 where all sequences share them
+    ids_k: Any
+    each_b: Any  # 0 where all sequences (each_h: all heads) share the copied bias, else 1
+    each_h: Any
+    hq: Any
+    ratio: Any  # heads of a tile that share a kv head
+    total_q: Any
+    shift: Any  # for ALiBi's distances in a block of a longer call; None: 0
+
+
+class Copies(NamedTuple):
+    """The descriptors of TMA copies, or None."""
+
+    q: Parts
+    k: Parts
+    v: Parts
+    bias: Any
+    out: Any
+
+
+class Shared(NamedTuple):
+    """The shared memory of a block. Each warpgroup has its own rings of q and of the bias."""
+
+    q: Ring
+    k: Ring
+    v: Ring
+    bias: Ring
+    out: Any
+    mail: Mailbox
+
+
+class Source(NamedTuple):
+    """The place of a tile's keys and values: sequence, first row, kv head, and number."""
+
+    part: Any
+    row: Any
+    head: Any
+    nk: Any
+
+
+# --- tiles -------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def tile_of(C: gl.constexpr, row, t, n):
+    """Return the tile of a row."""
+    token, head, b = row
+    nq = n.nq
+    nk = n.nk
+    q_row, k_row = 0, 0
+    if C.VARLEN:
+        q_row = gl.load(t.cu_q + b)
+        k_row = gl.load(t.cu_k + b)
+        nq = gl.load(t.cu_q + b + 1) - q_row
+        nk = gl.load(t.cu_k + b + 1) - k_row
+    offset = nk - nq
+    if C.PREFIX:
+        nk = gl.minimum(nk, gl.load(t.lengths + b))
+    last = gl.minimum(token + C.TILE, nq) - 1
+    low, high = rules.any_range(token, last, offset, n.left, n.right, nk)
+    if C.DOCUMENTS:
+        tiles = (n.nq + C.TILE - 1) // C.TILE
+        at = t.spans + 2 * (b * tiles + token // C.TILE)
+        low = gl.maximum(low, gl.load(at))
+        high = gl.minimum(high, gl.load(at + 1))
+    lo, hi = rules.key_tiles(low, high, C.BLOCK_K)
+    return Tile(token, head, b, q_row, k_row, nq, nk, offset, lo, hi)
+
+
+@gluon.jit
+def full_range(C: gl.constexpr, first, tile, n):
+    """Return (low, high): the keys that all queries of a warpgroup, from ``first`` on, see."""
+    last = first + C.TOKENS - 1
+    return rules.all_range(first, last, tile.offset, n.left, n.right, tile.nk)
+
+
+@gluon.jit
+def other_strip(a, b, n):
+    """Return True if two tiles read the bias of other queries, heads or sequences."""
+    other = (a.token != b.token) | (a.head * n.each_h != b.head * n.each_h)
+    return other | (a.b * n.each_b != b.b * n.each_b)
