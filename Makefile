@@ -5,6 +5,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+NEWEST := $(VENV)/newest
 CANDIDATES := python3 python3.14 python3.13 python3.12 python3.11 python3.10 python
 MODERN := import sys; sys.exit(sys.version_info < (3, 10))
 PYTHON ?= $(shell for p in $(CANDIDATES); do \
@@ -25,7 +26,7 @@ demo: $(STAMP) ## check this machine, train a small GPT, run a long sequence; wr
 	$(BIN)/python -m demo $(ARGS)
 
 test: $(STAMP) ## lint, unit and doctest
-	$(MAKE) -j5 lint $(PARTS) doctest
+	$(MAKE) -j5 $(PARTS) lint doctest
 
 lint: $(STAMP) ## style, plain words, types, and which module may import which
 	$(BIN)/ruff check .
@@ -35,16 +36,17 @@ lint: $(STAMP) ## style, plain words, types, and which module may import which
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
-# Parts, five at a time: the longest first, so that both cores have work until the end. One test
-# seldom keeps two cores busy, and some wait. Idle threads sleep: those of torch and numpy spin at
-# the end of an operation, on the core of another part. Triton's interpreter has to be on before
-# anything imports triton: a process of its own. It is slow: float32 here, and a bias that all
-# share; float16 and tiles of every shape without the -k.
-PARTS := unit-files unit-folders unit-cpu unit-backward unit-distributed unit-interpreter \
-	unit-emulator
+# Parts, five at a time. One test seldom keeps two cores busy, and some wait. The first part compiles
+# the kernels of a CPU, which the last three read from its cache; they are the longest together, so
+# both cores have work until the end. Idle threads sleep: those of torch and numpy spin at the end of
+# an operation, on the core of another part. Triton's interpreter has to be on before anything
+# imports triton: a process of its own. It is slow: float32 here, and a bias that all share; float16
+# and tiles of every shape without the -k.
+PARTS := unit-cpu unit-emulator unit-interpreter unit-backward unit-files unit-folders \
+	unit-distributed
 # What a change of a GPU kernel needs besides. They take as long as everything else. The marker
 # "gates" has cases of the emulator at more head sizes; unit-backward has each case at one.
-GATES := gates-targets gates-forward gates-backward gates-sizes
+GATES := gates-backward gates-forward gates-newest gates-targets gates-sizes
 APART := tests/compile tests/emulator tests/hopper tests/triton tests/distributed
 HOPPER := tests/compile/test_hopper.py tests/compile/test_hopper_backward.py
 BACKWARD := tests/hopper/test_backward.py
@@ -54,7 +56,7 @@ test unit gates: export OPENBLAS_NUM_THREADS := 1
 unit: $(STAMP) ## the tests
 	$(MAKE) -j5 $(PARTS)
 
-gates: $(STAMP) ## compile all GPU kernels for six targets, read Hopper's machine code, emulate more
+gates: $(STAMP) ## compile all GPU kernels for all targets, read Hopper's machine code, emulate more
 	$(MAKE) -j3 $(GATES)
 
 .PHONY: $(PARTS) $(GATES)
@@ -78,6 +80,16 @@ gates-forward: $(STAMP)
 
 gates-backward: $(STAMP)
 	$(BIN)/python -m pytest tests/compile/test_hopper_backward.py $(ARGS)
+
+# The newest triton next to the one of constraints.txt: its private interfaces, and each kind of
+# kernel once.
+gates-newest: $(NEWEST)/installed
+	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest tests/compile -m newest $(ARGS)
+
+$(NEWEST)/installed: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+		--target $(NEWEST) triton
+	@touch $@
 
 gates-sizes: $(STAMP)
 	$(BIN)/python -m pytest $(BACKWARD) -m gates $(ARGS)

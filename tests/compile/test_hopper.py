@@ -18,7 +18,6 @@ if find_spec("triton") is None or sys.platform != "linux":
     pytest.skip("compiling for a GPU needs triton, on Linux", allow_module_level=True)
 
 import torch
-import triton
 
 from rowmax.gpu.hopper.host import bias_path
 from rowmax.gpu.hopper.tiles import (
@@ -33,7 +32,8 @@ from rowmax.gpu.hopper.tiles import (
 from rowmax.testing import Case, make
 
 from . import sass
-from .hopper_build import Built, Line, build
+from .hopper_build import Built, Line, build, count
+from .releases import measured
 
 FEATURES: dict[str, dict[str, Any]] = {
     "full": {},
@@ -86,17 +86,24 @@ STRIPS = [
     }.items()
 ]
 CASES += STRIPS
-#: none with the triton that torch 2.11 pins; 3.9 spills up to three scalars a key tile where
-#: registers are fewest (head size 256 with a window, ALiBi or a bias for each query)
-SPILLS = 0 if triton.__version__.startswith("3.6.") else 3
+#: one of each kind of kernel
+_NEWEST = {"128x128-causal", "64x64-long-causal", "256x256-packed", "512x512-causal", "32-strip"}
+MARKED = [pytest.param(c, marks=pytest.mark.newest if c.name in _NEWEST else ()) for c in CASES]
+assert len([p for p in MARKED if p.marks]) == len(_NEWEST)
+#: none with triton 3.6; 3.9 spills up to three scalars a key tile where registers are fewest (head
+#: size 256 with a window, ALiBi or a bias for each query)
+SPILLS = measured(0, 1, 3)
+#: the same where three warpgroups have 64 columns, for which the host does not give way
+THREE = measured(0, 8, 0)
 #: the same in a loop over query tiles: four consumers have 112 registers each, so 3.9 keeps up to
 #: 25 addresses and limits of a query tile in local memory, outside its loops over key tiles
-ONCE = 0 if SPILLS == 0 else 25
-#: the same where wide values have documents: each key tile has ranges of ids to test
-WIDE_DOCUMENTS = 0 if SPILLS == 0 else 10
+ONCE = measured(0, 2, 25)
+#: the same with wide values, and where these have documents: each key tile has ranges of ids
+WIDE, WIDE_DOCUMENTS = measured((0, 0), (12, 15), (3, 10))
 #: bytes of scalars that a thread may spill once a query tile, out of the loops; with wide values
-STACK = 160
-WIDE_STACK = STACK if SPILLS == 0 else 208
+STACK, WIDE_STACK = measured((160, 160), (160, 192), (160, 208))
+#: exponentials of a key tile that may come after the wait for the product over them
+LATE = measured(0, 2, 0)
 
 
 #: long calls whose three warpgroups a compiler may refuse registers: triton 3.9.0 does
@@ -127,28 +134,41 @@ def is_wide(kernel: Built) -> bool:
     return isinstance(kernel.plan.constants.config, WideConfig)
 
 
+def spills_in(loop: list[Line]) -> int:
+    """Return the loads and stores of local memory in a loop."""
+    return count(loop, "(LDL|STL)")
+
+
+def most_spills(kernel: Built, loop: list[Line], case: Case) -> int:
+    """Return how many a loop may have."""
+    if is_wide(kernel):
+        return WIDE_DOCUMENTS if case.documents else WIDE
+    if kernel.plan.tile in LONG.values() and case.d == 64:
+        return max(SPILLS, THREE)
+    return SPILLS if has_output(kernel, loop) else ONCE
+
+
 @pytest.mark.parametrize("case", LONG_CASES, ids=str)
 def test_three_warpgroups_give_way_where_they_spill(case):
     """The host knows local memory alone: a kernel below its limit must have none in its loops."""
     kernel = build(case)
     assert kernel.plan.tile == LONG[case.d, case.d]
-    spilled = any(re.search(r"\b(LDL|STL)\b", x.text) for loop in kernel.loops() for x in loop)
-    assert spilled is spills(kernel)
-    assert not spilled or case.name in MAY_SPILL
+    spilled = max(map(spills_in, kernel.loops()))
+    most = THREE if case.d == 64 and not spills(kernel) else 0
+    assert spilled <= most or spills(kernel)
+    assert not spills(kernel) or (spilled and case.name in MAY_SPILL)
     problem, _ = make(case, dtype=torch.bfloat16).problem()
     assert tile_for(problem, "", 132, spilled=True) == TILES[case.d, case.d]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", MARKED, ids=str)
 def test_loops_keep_to_registers(case):
     kernel = kept(case)
     loops = kernel.loops()
     consumers = kernel.plan.tile.warpgroups * kernel.plan.tile.sides
     assert len(loops) >= consumers
     for loop in loops:
-        spilled = len([line for line in loop if re.search(r"\b(LDL|STL)\b", line.text)])
-        most = SPILLS if has_output(kernel, loop) else ONCE
-        assert spilled <= (WIDE_DOCUMENTS if is_wide(kernel) and case.documents else most)
+        assert spills_in(loop) <= most_spills(kernel, loop, case)
     assert kernel.stack <= (WIDE_STACK if is_wide(kernel) else STACK)
     assert kernel.shared <= SHARED
     # a barrier that nothing uses would lie where another does
@@ -159,7 +179,7 @@ def test_loops_keep_to_registers(case):
     assert report.findings == report.stack == []
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", MARKED, ids=str)
 def test_products_are_not_serialised(case):
     """One wait for scores and one for the output in a loop; one after each HGMMA otherwise.
 
@@ -172,7 +192,7 @@ def test_products_are_not_serialised(case):
         assert len(waits) == 1 + (has_output(kernel, loop) and not is_wide(kernel))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", MARKED, ids=str)
 def test_softmax_runs_under_the_output(case):
     """All exponentials of the weights come before the wait for the product that hides them.
 
@@ -195,8 +215,8 @@ def test_softmax_runs_under_the_output(case):
         issued = next(n for n, text in enumerate(texts) if "HGMMA" in text)
         begin = issued if is_wide(kernel) else waits[0]
         before = sum("MUFU.EX2" in text for text in texts[begin:ends])
-        assert before >= weights
-        assert after <= 2  # the factor of O may come late
+        assert before >= weights - LATE
+        assert after <= 2 + LATE  # the factor of O may come late
 
 
 @pytest.mark.parametrize("case", STRIPS, ids=str)
@@ -247,8 +267,7 @@ def test_steps_that_lag_take_no_maximum(case):
     free = 0
     for loop in kernel.loops():
         texts = [line.text for line in loop]
-        most = SPILLS if has_output(kernel, loop) else ONCE
-        assert sum(bool(re.search(r"\b(LDL|STL)\b", x)) for x in texts) <= most
+        assert spills_in(loop) <= most_spills(kernel, loop, case)
         waits = [n for n, text in enumerate(texts) if "WARPGROUP.DEPBAR" in text]
         late = sum("MUFU.EX2" in text for text in texts[waits[-1] :])
         assert late <= 2 or not kernel.plan.tile.overlap
@@ -290,7 +309,7 @@ def test_stores_of_clocks_leave_loops_in_registers(d):
     steps = loops[: kernel.plan.tile.warpgroups]
     assert len(steps) == kernel.plan.tile.warpgroups
     for loop in steps:
-        assert not any(re.search(r"\b(LDL|STL)\b", x.text) for x in loop)
+        assert spills_in(loop) <= (THREE if d == 64 else 0)
 
 
 def test_three_warpgroups_take_turns():

@@ -27,6 +27,8 @@ import rowmax.gpu
 from rowmax.gpu import source_compat
 from rowmax.gpu.source_compat import source_hash, source_lines
 
+pytestmark = pytest.mark.newest
+
 
 def all_functions() -> list[Any]:
     """Return every jitted function of the package and of Triton, as far as it is imported."""
