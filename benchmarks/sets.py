@@ -77,6 +77,16 @@ SETS: dict[str, tuple[str, ...]] = {
         "dtype=float32|bfloat16 nq=1 n=512 b=8 hq=12 d=64 bias=1hqk",
         "dtype=float32|bfloat16 n=49 b=64|512 hq=8 d=32 bias=1hqk",
     ),
+    # decoding one token with a cache of fixed size: a prefix of it is in use, by lengths or a mask
+    "cpu-cached": tuple(
+        f"dtype=float32|bfloat16 nq=1 n={n} {more} boolean=0|1"
+        for n in (128, 1024, 4096)
+        for more in (
+            f"b=1 hq=8 d=64 lengths={n * 3 // 4}",
+            f"b=1 hq=32 hk=8 d=128 lengths={n * 3 // 4}",
+            f"b=8 hq=12 d=64 lengths={'+'.join(str(n * i // 8) for i in range(1, 9))}",
+        )
+    ),
     "small": ("n=128 d=64 b=1 hq=4|8 causal=1", "n=512 d=64 b=1 hq=16 causal=1"),
     "training": ("n=8192 d=128 b=2 hq=8 causal=1 layers=12",),
     "matmul": ("n=8192 d=8192 hq=1",),

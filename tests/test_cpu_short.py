@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import rowmax
+from rowmax.call import dispatch
 from rowmax.testing import Case, answer, complaints, cotangents, expected, make, poisoned
 from rowmax.testing.table import COVERING
 
@@ -311,6 +312,60 @@ def test_a_repeated_call_reads_its_own_bias(nq: int, nk: int) -> None:
                 answers.append((out, lse, *torch.autograd.grad(loss, leaves)))
         for a, b in zip(*answers, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def _lengths(b: int, nq: int, nk: int) -> dict[str, Any]:
+    return {"mask": rowmax.PrefixLengths(torch.randint(nq, nk + 1, (b,)), align="lengths")}
+
+
+def _prefix(b: int, nq: int, nk: int) -> dict[str, Any]:
+    return {"mask": rowmax.Prefix(torch.randint(0, nk + 1, (b,)))}
+
+
+def _of_keys(b: int, nq: int, nk: int) -> dict[str, Any]:
+    """Return the mask of a static cache: most tiles of keys are hidden, or all of them."""
+    return {"mask": (torch.arange(nk) < torch.randint(0, nk // 2, (b,))[:, None])[:, None, None]}
+
+
+def _of_pairs(b: int, nq: int, nk: int) -> dict[str, Any]:
+    """Return masks of each head, in which some rows see nothing."""
+    mask = torch.rand(b, 2, nq, nk) < 0.3
+    mask[:, 1, :, : nk // 2] = False
+    mask[:, :, nq // 2 :: 3] = False
+    return {"mask": mask, "sink": torch.randn(2)}
+
+
+def _slopes(b: int, nq: int, nk: int) -> dict[str, Any]:
+    return {"alibi": torch.rand(2), "causal": True}
+
+
+MASKS = (_lengths, _prefix, _of_keys, _of_pairs, _slopes)
+
+
+@pytest.mark.parametrize("terms", MASKS, ids=lambda f: f.__name__[1:])
+@pytest.mark.parametrize(("nq", "nk"), [(1, 60), (40, 60), (3, 1300)])
+@pytest.mark.parametrize("apart", [1 << 24, 1], ids=["heads", "all-heads"])
+def test_a_repeated_call_reads_its_own_mask(
+    apart: int, nq: int, nk: int, terms: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a task has all heads. A repeated call makes no record."""
+    ways = {x: tuple(w._replace(apart=apart) for w in few_calls.WAYS[x]) for x in few_calls.WAYS}
+    monkeypatch.setattr(few_calls, "WAYS", ways)
+    monkeypatch.setattr(dispatch, "_prepared", {})
+    few_calls._way.cache_clear()
+    for n in range(6):
+        leaves = [torch.randn(3, m, 2, 32).requires_grad_() for m in (nq, nk, nk)]
+        given = {**terms(3, nq, nk), "return_lse": True}
+        answers = []
+        for backend in ("cpu", "reference"):
+            with poisoned(), mock.patch.object(few_calls, "Call", wraps=Call) as record:
+                out, lse = rowmax.attention(*leaves, **given, backend=backend)
+                loss = out.square().sum() + torch.where(lse.isfinite(), lse, 0).sin().sum()
+                answers.append((out, lse, *torch.autograd.grad(loss, leaves)))
+            assert n < 2 or not record.called
+        for a, b in zip(*answers, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    few_calls._way.cache_clear()
 
 
 _LESSER = """

@@ -141,13 +141,15 @@ def attention(
             deterministic=deterministic, backend=backend,
         )  # fmt: skip
     key, rows = None, (q, k, v)
-    if mask is alibi is seed is None:
+    allowed = mask if isinstance(mask, Tensor) else None
+    if alibi is seed is None and mask is allowed:
         key = recent.key_of(causal, scale, softcap, dropout_p, backend, deterministic)
-        if key is not None and not (bias is sink is None):
-            key, rows = recent.with_terms(key, rows, bias, sink)
+        if key is not None and not (bias is sink is mask is None):
+            key, rows = recent.with_terms(key, rows, bias, sink, allowed)
         found = None if key is None else recent.calls.recall(key, *rows)
         if found is not None:
-            out, lse = attend(Tensors(q, k, v, bias, sink), found.options, found)
+            tensors = Tensors(q, k, v, bias, sink, allowed=allowed)
+            out, lse = attend(tensors, found.options, found)
             return (out, lse) if return_lse else out
     if isinstance(q, Tensor) and q.is_nested:
         pairs = _mask(mask, causal)
@@ -159,7 +161,7 @@ def attention(
         )  # fmt: skip
         out, lse = jagged(out, lse, q)
         return (out, lse) if return_lse else out
-    given = q, k, v, bias, sink
+    given = Tensors(q, k, v, bias, sink, allowed=allowed)
     q, k, v, bias = _autocast(q, k, v, bias)
     # not by ``arguments``: names take longer
     tensors, options, prepared = normalized(

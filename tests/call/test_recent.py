@@ -87,6 +87,13 @@ def test_another_call_takes_the_usual_way(name: str, calls: list[Any]) -> None:
     assert calls
 
 
+def boolean(*shape: int) -> dict[str, Tensor]:
+    """Return a boolean mask of a shape, in which every query sees a key."""
+    mask = torch.rand(shape) < 0.5
+    mask[..., 0] = True
+    return {"mask": mask}
+
+
 def with_terms(
     *shape: int, dtype: torch.dtype = torch.float32, sink: torch.dtype | None = torch.float32
 ) -> dict[str, Tensor]:
@@ -116,6 +123,25 @@ def test_a_call_with_terms_is_found(
         torch.testing.assert_close(*grads, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.skipif(torch_compat.TensorGuards is None, reason="torch has no such check")
+@pytest.mark.parametrize("backend", ["torch", None])
+@pytest.mark.parametrize("terms", [dict, with_terms], ids=["alone", "with-terms"])
+def test_a_call_with_a_boolean_mask_is_found(
+    terms: Callable[[], dict[str, Tensor]], backend: str | None, calls: list[Any]
+) -> None:
+    """Each call has the pairs of its own mask."""
+    for n in range(5):
+        q, k, v = qkv(requires_grad=True)
+        given = {**terms(), **boolean(2, 1, 8, 8)}
+        calls.clear()
+        out = attend(q, k, v, backend=backend, **given)
+        assert bool(calls) == (n == 0)
+        want = rowmax.attention(q, k, v, causal=True, backend="reference", **given)
+        torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
+        grads = [torch.autograd.grad(t.square().sum(), (q, k, v)) for t in (out, want)]
+        torch.testing.assert_close(*grads, atol=1e-4, rtol=1e-4)
+
+
 OTHER_TERMS: dict[str, Callable[[], dict[str, Tensor]]] = {
     "no sink": lambda: with_terms(sink=None),
     "sizes": lambda: with_terms(2, 1, 8, 8),
@@ -124,6 +150,8 @@ OTHER_TERMS: dict[str, Callable[[], dict[str, Tensor]]] = {
     "dtype of the sink": lambda: with_terms(sink=torch.bfloat16),
     "a sink alone": lambda: {"sink": torch.randn(2)},
     "alibi": lambda: with_terms() | {"alibi": torch.rand(2)},
+    "a mask": lambda: with_terms() | boolean(1, 1, 8, 8),
+    "a mask of fewer axes": lambda: with_terms() | boolean(8, 8),
 }
 
 
@@ -148,6 +176,12 @@ def test_terms_of_a_wrong_shape_are_refused_after_right_ones() -> None:
         attend(q, k, v, bias=torch.zeros(1, 3, 8, 8), sink=torch.zeros(2))
     with pytest.raises(ValueError, match="sink"):
         attend(q, k, v, bias=torch.zeros(1, 2, 8, 8), sink=torch.zeros(3))
+    for _ in range(2):
+        attend(q, k, v, **boolean(1, 1, 8, 8))
+    with pytest.raises(ValueError, match="mask"):
+        attend(q, k, v, **boolean(1, 3, 8, 8))
+    with pytest.raises(TypeError, match="mask"):
+        attend(q, k, v, mask=torch.ones(1, 1, 8, 8))
 
 
 NOT_STRIDED: dict[str, Callable[[], Any]] = {

@@ -37,6 +37,7 @@ class Cell:
     nq: int = 0  # queries; 0: as many as keys
     bias_float32: bool = False  # whatever the dtype of q
     dv: int = 0  # columns of values and results; 0: as many as of q and k
+    boolean: bool = False  # the mask is given as a boolean tensor
 
     def __post_init__(self) -> None:
         if self.nq and (self.packed or self.documents):

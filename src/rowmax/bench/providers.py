@@ -114,6 +114,8 @@ def arguments(cell: Cell, x: Inputs) -> dict[str, Any]:
         mask = mask & rowmax.PrefixLengths(x.lengths)
     found = {"causal": cell.causal, "softcap": cell.softcap, "bias": x.bias, "alibi": x.slopes}
     found |= {"dropout_p": cell.dropout, "seed": 1} if cell.dropout else {}
+    if cell.boolean:
+        return found | {"causal": False, "mask": allowed(cell, x)}
     plain = not (cell.window or cell.documents or cell.lengths)
     return found if plain else found | {"mask": mask}
 

@@ -21,6 +21,7 @@ from .problem import Problem
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 MAX_HEAD_DIM = 576  # keys of latent attention: 512 and 64 rotated
 LARGEST = 1e30  # the largest scale and softcap: times a score, or divided, they stay within float32
+LENGTHS = "mask: PrefixLengths(lengths=)"
 #: the end of an error where ``[B, H, N, D]`` would have passed
 HEADS_FIRST = "; the layout is [B, N, H, D]: pass transpose(1, 2) of q, k, v [B, H, N, D]"
 
@@ -103,7 +104,7 @@ def check(a: Arguments, shape: Shape) -> None:
     if mask.allowed is not None:
         check_device("mask", mask.allowed, q)
         _check_broadcast("mask", mask.allowed, shape, swapped)
-    _check_lengths("mask: PrefixLengths(lengths=)", mask.lengths, shape, q)
+    _check_lengths(LENGTHS, mask.lengths, shape, q)
     _check_lengths("mask: Prefix(lengths=)", mask.prefix, shape, q)
     check_seed(a.seed, q.device)
 
@@ -339,6 +340,11 @@ def _check_lengths(name: str, lengths: Tensor | None, shape: Shape, q: Tensor) -
     check_device(name, lengths, q)
     if lengths.shape[0] != shape.batch:
         raise bad(name, f"{lengths.shape[0]} lengths", f"one for each of {shape.batch} sequences")
+    check_length_values(name, lengths)
+
+
+def check_length_values(name: str, lengths: Tensor) -> None:
+    """Raise if a length is negative, where its value can be read without a wait."""
     if values_are_readable(lengths) and bool((lengths < 0).any()):
         raise bad(name, lengths.tolist(), "lengths of 0 or more")
 

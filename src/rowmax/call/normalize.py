@@ -12,9 +12,11 @@ from ..masks import Ids, Mask, as_int
 from ..rules.mask import both_documents, ids_of_offsets
 from ..torch_compat import PLAIN, is_observed, plain_addresses, values_are_readable
 from .check import (
+    LENGTHS,
     Arguments,
     Shape,
     check,
+    check_length_values,
     check_packed,
     check_seed,
     check_tensors,
@@ -52,7 +54,11 @@ def normalized(a: Arguments) -> tuple[Tensors, Options, Prepared | None]:
             if a.seed is not None or passed.options.dropout_p:
                 check_seed(a.seed, a.q.device)
                 seed = _seed(a.seed, passed.options.dropout_p, a.q.device)
-            return Tensors(a.q, a.k, a.v, seed=seed), passed.options, passed
+            lengths = a.mask.lengths
+            if lengths is not None:
+                check_length_values(LENGTHS, lengths)
+                lengths = _lengths(lengths, a.k.shape[1])
+            return Tensors(a.q, a.k, a.v, seed=seed, lengths=lengths), passed.options, passed
     check_tensors(a)
     if a.cu_seqlens is not None:
         check_packed(a)
@@ -69,20 +75,19 @@ def normalized(a: Arguments) -> tuple[Tensors, Options, Prepared | None]:
 
 
 def _signature(a: Arguments) -> tuple[Any, ...] | None:
-    """Return all that checks and launches read of a call with q, k, v and seed alone.
+    """Return all that checks and launches read of a call with q, k, v, seed and lengths alone.
 
     None for any other call, for one that something observes, and for tensors that are not plain.
-    The seed is checked each time.
+    The seed and the values of lengths are checked each time.
     """
     q, k, v, mask, bias, heads, scale, softcap, sink, dropout_p, seed, flag, backend, cu, _ = a
-    left, right = mask.left, mask.right
+    left, right, lengths = mask.left, mask.right, mask.lengths
     if (
         bias is not None
         or heads
         or sink is not None
         or cu is not None
         or mask.documents
-        or mask.lengths is not None
         or mask.prefix is not None
         or mask.allowed is not None
         or torch.compiler.is_compiling()
@@ -95,15 +100,19 @@ def _signature(a: Arguments) -> tuple[Any, ...] | None:
         or not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN)
     ):
         return None
-    begins = plain_addresses((q, k, v, seed) if isinstance(seed, Tensor) else (q, k, v))
-    if begins is None:
+    more = [t for t in (seed, lengths) if isinstance(t, Tensor)]
+    begins = plain_addresses((q, k, v, *more))
+    if begins is None or not all(type(t) in PLAIN for t in more):
         return None
+    of_lengths = None
+    if lengths is not None:
+        of_lengths = lengths.dtype, lengths.device, lengths.size(), lengths.stride(), mask.align
     return (
         q.dtype, q.device, q.size(), q.stride(), k.dtype, k.device, k.size(), k.stride(),
         v.dtype, v.device, v.size(), v.stride(),
         # an operand off the boundary of 16 bytes is copied, or has a kernel of its own
         *[x & 15 for x in begins],
-        left, right, scale, softcap, dropout_p, backend, flag,
+        left, right, of_lengths, scale, softcap, dropout_p, backend, flag,
         torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
 
@@ -150,7 +159,7 @@ def _tensors(a: Arguments, shape: Shape, options: Options) -> Tensors:
     if a.cu_seqlens is not None:
         q, k, v = q[None], k[None], v[None]
         cu_q, cu_k = (cu.to(torch.int32).contiguous() for cu in a.cu_seqlens)
-    lengths = _lengths(a.mask.lengths, shape)
+    lengths = _lengths(a.mask.lengths, shape.nk)
     q_ids, k_ids = _documents(a.mask, shape, lengths, q.device)
     accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
     return Tensors(
@@ -168,7 +177,7 @@ def _tensors(a: Arguments, shape: Shape, options: Options) -> Tensors:
         cu_seqlens_k=cu_k,
         # after the checks, because it may draw: a call that fails leaves the generator as it was
         seed=_seed(a.seed, options.dropout_p, q.device),
-        prefix=_lengths(a.mask.prefix, shape),
+        prefix=_lengths(a.mask.prefix, shape.nk),
     )
 
 
@@ -189,10 +198,10 @@ def _four_axes(t: Tensor | None) -> Tensor | None:
     return t if t is None or t.dim() == 4 else t[(None,) * (4 - t.dim())]
 
 
-def _lengths(lengths: Tensor | None, shape: Shape) -> Tensor | None:
+def _lengths(lengths: Tensor | None, nk: int) -> Tensor | None:
     if lengths is None or lengths.dtype == torch.int32:
         return lengths
-    return lengths.clamp(max=shape.nk).to(torch.int32)  # a length above nk means nk
+    return lengths.clamp(max=nk).to(torch.int32)  # a length above nk means nk
 
 
 def _documents(

@@ -1,6 +1,7 @@
 """Plain calls that were made before, found by one check in C.
 
-A plain call has q, k and v, perhaps a bias and a sink, a causal mask or none, and numbers.
+A plain call has q, k and v, perhaps a bias, a sink and a boolean mask, a causal mask or none, and
+numbers.
 ``normalize`` reads twenty attributes of the tensors to know that a call passed the checks; here
 torch compares them all at once. A call that is not found takes the usual way. Backwards of calls
 with q, k and v alone are found likewise.
@@ -101,8 +102,8 @@ def key_of(
 
 
 def with_terms(
-    key: Key, rows: tuple[Tensor, ...], bias: Tensor | None, sink: Tensor | None
+    key: Key, rows: tuple[Tensor, ...], *terms: Tensor | None
 ) -> tuple[Key, tuple[Tensor, ...]]:
-    """Return the key of a call with a bias or a sink, and its tensors."""
-    terms = tuple(t for t in (bias, sink) if t is not None)
-    return (*key, bias is None, sink is None), (*rows, *terms)
+    """Return the key of a call with a bias, a sink or a boolean mask, and its tensors."""
+    given = tuple(t for t in terms if t is not None)
+    return (*key, *(t is None for t in terms)), (*rows, *given)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..call.inputs import HEAD_TERMS, INPUTS, Positions, Tangents, Tensors, parameters_of
 from ..call.problem import Problem
-from ..rules.mask import tile_states
+from ..rules.mask import PARTIAL, distinct, tile_states
 from . import amx
 from .vector import MR, NV, PAIRS, TILE_K, TILE_Q, W
 
@@ -109,8 +109,8 @@ class Call:
         self.span = amx.STRIP if self.strips else math.lcm(MR, NV * self.lanes)
         #: numbers of which a row has a multiple
         self.whole = amx.STRIP if self.strips else 2 if self.paired else 1
-        self.sequences = _sequences(problem, tensors)
-        self.states = _tile_map(problem, tensors)
+        self.sequences = sequences_of(problem, tensors)
+        self.states = _tile_map(problem, tensors, in_place)
         words = _numbers(problem, self.whole, max(self.lanes, self.whole)).view(np.int64).copy()
         self.record = words.view(CALL)
         self._words = words.data
@@ -198,35 +198,39 @@ def _numbers(p: Problem, whole: int, lanes: int) -> np.ndarray:
     return record
 
 
-def _sequences(problem: Problem, tensors: Tensors) -> np.ndarray:
+def sequences_of(problem: Problem, tensors: Tensors) -> np.ndarray:
     """Return each sequence; in a batch that is not packed all start at 0."""
     nq, nk = problem.nq, problem.nk
     found = np.empty((problem.batch, SEQUENCE.itemsize // 8), np.int64)
     found[:] = 0, nq, 0, nk, nk, nk - nq, 0
-    found = found.view(SEQUENCE)[:, 0]
+    query, queries, key, keys, end, offset, prefix = found.T
     if tensors.prefix is not None:
-        found["prefix"] = np.asarray(tensors.prefix, np.int64)
-    if not problem.varlen and tensors.lengths is None:
-        return found
+        prefix[:] = tensors.prefix.numpy()
     if tensors.cu_seqlens_q is not None and tensors.cu_seqlens_k is not None:
-        cu_q, cu_k = (np.asarray(t, np.int64) for t in (tensors.cu_seqlens_q, tensors.cu_seqlens_k))
-        found["query"], found["queries"] = cu_q[:-1], np.diff(cu_q)
-        found["key"], found["keys"] = cu_k[:-1], np.diff(cu_k)
-    found["end"] = found["keys"]
+        cu_q, cu_k = tensors.cu_seqlens_q.numpy(), tensors.cu_seqlens_k.numpy()
+        query[:], queries[:] = cu_q[:-1], np.diff(cu_q)
+        key[:], keys[:] = cu_k[:-1], np.diff(cu_k)
+        end[:] = keys
     if tensors.lengths is not None:
-        found["end"] = np.clip(np.asarray(tensors.lengths, np.int64), 0, found["keys"])
-    last = "end" if problem.align == "lengths" else "keys"
-    found["offset"] = found[last] - found["queries"]
-    return found
+        np.minimum(np.maximum(tensors.lengths.numpy(), 0), keys, out=end)
+    np.subtract(end if problem.align == "lengths" else keys, queries, out=offset)
+    return found.view(SEQUENCE)[:, 0]
 
 
 _NO_MAP = np.empty((0, 0, 0, 0), np.uint8)
 
 
-def _tile_map(problem: Problem, tensors: Tensors) -> np.ndarray:
-    """Return the tiles' states under documents and a boolean tensor; kernels apply the band."""
+def _tile_map(problem: Problem, tensors: Tensors, in_place: bool) -> np.ndarray:
+    """Return the tiles' states under documents and a boolean tensor; kernels apply the band.
+
+    Kernels that read rows in place look at a boolean tensor themselves, where there are no
+    documents: its values decide nothing here, and such a call can be repeated.
+    """
     if tensors.k_ids is None and tensors.allowed is None:
         return _NO_MAP
+    if in_place and tensors.k_ids is None and tensors.allowed is not None:
+        tiles = -(-problem.nq // TILE_Q), -(-problem.nk // TILE_K)
+        return np.full((1, distinct(tensors.allowed).shape[1], *tiles), PARTIAL, np.uint8)
     unbanded = problem._replace(left=None, right=None, align="keys")
     return tile_states(unbanded, tensors._replace(lengths=None), TILE_Q, TILE_K).numpy()
 

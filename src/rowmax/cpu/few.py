@@ -41,7 +41,7 @@ from .gradient_rows import (
 )
 from .kernel import kernel
 from .operands import aligned, rows_are_finite
-from .rows import keep_row, log_unit, power, query_scale, score_row
+from .rows import any_allowed, keep_row, log_unit, power, query_scale, score_row
 from .rules import moved, without_weights
 from .tiles import Place, columns, key_range, numbers_at, row_at, skipped, tile_range, tile_row
 from .vector import TILE_K, address, fetch_add
@@ -157,6 +157,17 @@ def read_rows(kind, to, tensor, s, first, n, h, d, factor, like):
             scale_row(array(row, d, like), factor)
 
 
+@inner
+def hidden(call, state, s, h, n, part):
+    """Return True if no pair of n queries and a tile of keys may attend.
+
+    The host makes no map of a boolean tensor alone (``call.py``).
+    """
+    if state.size == 0 or call.k_ids.address or not call.allowed.address:
+        return skipped(state, part.tile)
+    return not any_allowed(call, s, h, n, part)
+
+
 class HeadRows(NamedTuple):
     """Rows of keys or values of a tile."""
 
@@ -242,7 +253,7 @@ def forward_tile(call, seq, states, task, limits, part, rows, kept, like, kind):
     first = tile_row(states, s, hk * call.group, 0)
     inside = columns(like, low, high, tile, first)
     if heads > 1:  # the state is that of every head
-        if skipped(first, tile):
+        if hidden(call, first, s, hk * call.group, n, inside):
             return
         k = head_rows(kind, call.k, s, seq.key + inside.j0, hk)
         at = rows.S, rows.room, rows.q, k.first, k.step
@@ -250,9 +261,9 @@ def forward_tile(call, seq, states, task, limits, part, rows, kept, like, kind):
     for g in range(count):
         h = hk * call.group + g
         state = tile_row(states, s, h, 0)
-        if skipped(state, tile):
-            continue
         inside = columns(like, low, high, tile, state)
+        if heads == 1 and hidden(call, state, s, h, n, inside):
+            continue
         k = head_rows(kind, call.k, s, seq.key + inside.j0, h // call.group)
         v = head_rows(kind, call.v, s, seq.key + inside.j0, h // call.group)
         for i in range(n):
@@ -462,7 +473,7 @@ def tile_gradients(call, seq, states, task, tile, rows, buffers, like, kind):
     column = 4 * (inside.j0 - tile * TILE_K)
     k = head_rows(kind, call.k, s, seq.key + inside.j0, hk)
     if heads > 1:  # the state is that of every head
-        if skipped(state, tile):
+        if hidden(call, state, s, first, n, inside):
             return
         v = head_rows(kind, call.v, s, seq.key + inside.j0, hk)
         at = rows.S + column, rows.room, rows.scaled, k.first, k.step
@@ -484,9 +495,9 @@ def head_gradients(call, seq, states, task, g, limits, rows, buffers, like, kind
     low, high, tile = limits
     s, h, first = task.s, task.hk * call.group + g, g * n
     place, state = Place(s, h, 0, n), tile_row(states, s, h, 0)
-    if skipped(state, tile):
-        return
     part = columns(like, low, high, tile, state)
+    if task.heads == 1 and hidden(call, state, s, h, n, part):
+        return
     column = 4 * (part.j0 - tile * TILE_K)
     k = head_rows(kind, call.k, s, seq.key + part.j0, h // call.group)
     v = head_rows(kind, call.v, s, seq.key + part.j0, h // call.group)

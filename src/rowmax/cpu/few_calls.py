@@ -18,7 +18,7 @@ from ..call.problem import FAR, Gradients, Problem, Tensors, Wanted
 from ..rules import row_stats
 from . import amx, few, short, threads
 from .backward import finished, outputs
-from .call import Call, word_of
+from .call import Call, sequences_of, word_of
 from .few_vector import HALVES
 from .kernel import address_of
 from .vector import PAIRS, TILE_K
@@ -176,14 +176,19 @@ class Launch:
         pairs = way.exact and in_pairs(p.dtype)
         self.worker = address_of(way.kernel, types.uint32 if pairs else _DTYPES[p.dtype])
 
-    def __call__(self, addresses: list[tuple[int, int]]) -> bool:
+    def __call__(
+        self, addresses: list[tuple[int, int]], sequences: np.ndarray | None = None
+    ) -> bool:
         """Run the kernel; return False if results are not finite.
 
-        ``addresses`` are words of the record and their numbers, if they are not as at first.
+        ``addresses`` are words of the record and their numbers, ``sequences`` what lengths say, if
+        they are not as at first.
         """
         data = self.kind.from_buffer_copy(self.words)
         for word, address in addresses:
             data[word] = address
+        if sequences is not None:
+            data[few.SEQUENCES] = sequences.ctypes.data
         if self.parts:
             parts = torch.empty(self.parts, dtype=torch.float32)
             data[few.PARTS] = parts.data_ptr()
@@ -195,20 +200,30 @@ def _word(name: str) -> int:
     return few.HEADER + word_of(name)
 
 
-#: the inputs that a repeated call reads by their addresses
-_BY_ADDRESS = ("q", "k", "v", "bias", "sink")
+#: the inputs that a repeated call reads by their addresses, and those that its sequences hold
+_BY_ADDRESS = ("q", "k", "v", "bias", "sink", "heads", "allowed")
+_IN_SEQUENCES = ("lengths", "prefix")
 
 
 def _places(call: Call, tensors: Tensors, more: Sequence[Tensor | None] = ()) -> Places | None:
     """Return the inputs that a kernel reads by address, or None if it needs anything else.
 
-    Then nothing of the record depends on values. ``more`` are other tensors that it reads.
+    Then nothing of the record depends on values, except the sequences. ``more`` are other tensors
+    that it reads.
     """
-    named = [(n, name) for n, name in enumerate(Tensors._fields) if tensors[n] is not None]
+    given = [(n, name) for n, name in enumerate(Tensors._fields) if tensors[n] is not None]
+    named = [(n, name) for n, name in given if name not in _IN_SEQUENCES]
     if not all(name in _BY_ADDRESS for _, name in named):
         return None
-    given = (*(t for t in tensors if t is not None), *more)
-    return [(n, _word(name)) for n, name in named] if call.reads(given) else None
+    read = (*(tensors[n] for n, _ in named), *more)
+    return [(n, _word(name)) for n, name in named] if call.reads(read) else None
+
+
+def _sequences_again(problem: Problem, tensors: Tensors) -> np.ndarray | None:
+    """Return the sequences of a repeated call, None if lengths do not decide them."""
+    if tensors.lengths is None and tensors.prefix is None:
+        return None
+    return sequences_of(problem, tensors)
 
 
 def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor] | None:
@@ -233,7 +248,8 @@ def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor] | None:
             out, lse = torch.empty(shape, dtype=dtype), torch.empty(lse_shape, dtype=torch.float32)
             addresses = [(word, tensors[n].data_ptr()) for n, word in places]
             addresses += [(out_word, out.data_ptr()), (lse_word, lse.data_ptr())]
-            return (out, lse) if launch(addresses) else None
+            done = launch(addresses, _sequences_again(problem, tensors))
+            return (out, lse) if done else None
 
         _noted.again = again
     return out, lse
@@ -270,7 +286,7 @@ def backward(
     if not launch([]):
         return None
     places = _places(call, tensors, (out, lse, dout, dlse))
-    if places is not None and not (wanted.bias or wanted.sink):
+    if places is not None and not any(wanted[3:]):  # those are summed after the kernel
         _noted.again = _backward_again(problem, launch, places, wanted, taken, dlse is not None)
     if "bias" in sums and tensors.bias is not None:
         sums["bias"] = sums["bias"].sum_to_size(tensors.bias.shape)[None]
@@ -326,7 +342,8 @@ def _backward_again(
             dtype = problem.gradient_dtype("qkv"[n], given[n])
             found[n] = t = torch.empty(given[n].shape, dtype=dtype)
             addresses.append((word, t.data_ptr()))
-        return Gradients(*found) if launch(addresses) else None
+        sequences = _sequences_again(problem, Tensors(*given[:count]))
+        return Gradients(*found) if launch(addresses, sequences) else None
 
     return again
 

@@ -245,6 +245,18 @@ def mask_row(row, nothing, call, s, h, i, j0):
 
 
 @inner
+def any_allowed(call, s, h, n, part):
+    """Return True if the boolean tensor allows a pair of n queries and a part of a tile."""
+    stride, found = call.allowed.j, np.uint8(0)
+    for i in range(n):
+        address = call.allowed.address + pair_at(call.allowed, s, h, i, part.j0)
+        allowed = array(address, max(1, part.keys * stride), np.uint8)
+        for j in range(part.keys):
+            found |= allowed[j * stride]
+    return found != 0
+
+
+@inner
 def log_unit(call):
     """Return the factor from natural units to those of the scores."""
     return 1.0 if call.natural else LOG2E
