@@ -5,7 +5,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
-NEWEST := $(VENV)/newest
+NEWEST := $(CURDIR)/$(VENV)/newest
 CANDIDATES := python3 python3.14 python3.13 python3.12 python3.11 python3.10 python
 MODERN := import sys; sys.exit(sys.version_info < (3, 10))
 PYTHON ?= $(shell for p in $(CANDIDATES); do \
@@ -84,6 +84,8 @@ gates-backward: $(STAMP)
 # The newest triton next to the one of constraints.txt: its private interfaces, and each kind of
 # kernel once.
 gates-newest: $(NEWEST)/installed
+	PYTHONPATH=$(NEWEST) $(BIN)/python -c "import triton; print('triton', triton.__version__); \
+		assert triton.__file__.startswith('$(NEWEST)')"
 	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest tests/compile -m newest $(ARGS)
 
 $(NEWEST)/installed: $(STAMP)

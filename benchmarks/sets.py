@@ -86,6 +86,10 @@ SETS: dict[str, tuple[str, ...]] = {
             f"b=1 hq=32 hk=8 d=128 lengths={n * 3 // 4}",
             f"b=8 hq=12 d=64 lengths={'+'.join(str(n * i // 8) for i in range(1, 9))}",
         )
+    )
+    + tuple(
+        f"dtype=float32|bfloat16 n=49 b=64 hq=8 d=32 lengths={'+'.join([str(n)] * 64)} boolean=1"
+        for n in (49, 30)
     ),
     "small": ("n=128 d=64 b=1 hq=4|8 causal=1", "n=512 d=64 b=1 hq=16 causal=1"),
     "training": ("n=8192 d=128 b=2 hq=8 causal=1 layers=12",),

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import rowmax
-from rowmax.call import dispatch
+from rowmax.call import dispatch, normalize, recent
 from rowmax.testing import Case, answer, complaints, cotangents, expected, make, poisoned
 from rowmax.testing.table import COVERING
 
@@ -351,8 +351,14 @@ def test_a_repeated_call_reads_its_own_mask(
     """Also where a task has all heads. A repeated call makes no record."""
     ways = {x: tuple(w._replace(apart=apart) for w in few_calls.WAYS[x]) for x in few_calls.WAYS}
     monkeypatch.setattr(few_calls, "WAYS", ways)
-    monkeypatch.setattr(dispatch, "_prepared", {})
+    for kept, name in ((dispatch, "_prepared"), (normalize, "_passed"), (recent.calls, "_kinds")):
+        monkeypatch.setattr(kept, name, {})
     few_calls._way.cache_clear()
+    heads: list[int] = []
+    of_task = few_calls.heads_of_task
+    monkeypatch.setattr(
+        few_calls, "heads_of_task", lambda *given: heads.append(of_task(*given)) or heads[-1]
+    )
     for n in range(6):
         leaves = [torch.randn(3, m, 2, 32).requires_grad_() for m in (nq, nk, nk)]
         given = {**terms(3, nq, nk), "return_lse": True}
@@ -366,6 +372,9 @@ def test_a_repeated_call_reads_its_own_mask(
         for a, b in zip(*answers, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     few_calls._way.cache_clear()
+    # heads with masks of their own are tasks of their own; so are those of short sequences
+    every = apart == 1 and nq != 40 and terms is not _of_pairs
+    assert set(heads) == {2 if every else 1}
 
 
 _LESSER = """

@@ -142,7 +142,7 @@ def attention(
         )  # fmt: skip
     key, rows = None, (q, k, v)
     allowed = mask if isinstance(mask, Tensor) else None
-    if alibi is seed is None and mask is allowed:
+    if alibi is seed is None and (mask is None or allowed is not None):
         key = recent.key_of(causal, scale, softcap, dropout_p, backend, deterministic)
         if key is not None and not (bias is sink is mask is None):
             key, rows = recent.with_terms(key, rows, bias, sink, allowed)

@@ -259,3 +259,32 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = recent.calls._kinds
     assert len(kept) <= 4
     assert all(len(kinds) <= recent.Recent.MOST_KINDS for kinds in kept.values())
+
+
+# --- lengths, whose values are read each time --------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_call_with_lengths_reads_their_values(
+    dtype: torch.dtype, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other checks pass once; values may change, and so may what they align."""
+    if backend == "cpu":
+        pytest.importorskip("numba")
+    monkeypatch.setattr(normalize, "_passed", {})
+    for n in range(8):
+        q, k, v = qkv(requires_grad=True)
+        lengths = torch.tensor([(3 + n) % 9, 40], dtype=dtype)  # 40 is past the end
+        mask = rowmax.PrefixLengths(lengths, align="lengths" if n % 3 == 2 else "keys")
+        found = []
+        for name in (backend, "reference"):
+            out = attend(q, k, v, mask=mask, backend=name)
+            found.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+    assert normalize._passed
+    with pytest.raises(ValueError, match=r"PrefixLengths\(lengths=\): got \[3, -1\]"):
+        attend(q, k, v, mask=rowmax.PrefixLengths(torch.tensor([3, -1], dtype=dtype)))
+    with pytest.raises(ValueError, match="got 3 lengths"):
+        attend(q, k, v, mask=rowmax.PrefixLengths(torch.ones(3, dtype=dtype)))

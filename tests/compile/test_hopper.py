@@ -102,8 +102,8 @@ ONCE = measured(0, 2, 25)
 WIDE, WIDE_DOCUMENTS = measured((0, 0), (12, 15), (3, 10))
 #: bytes of scalars that a thread may spill once a query tile, out of the loops; with wide values
 STACK, WIDE_STACK = measured((160, 160), (160, 192), (160, 208))
-#: exponentials of a key tile that may come after the wait for the product over them
-LATE = measured(0, 2, 0)
+#: by case: exponentials of a key tile that may come after the wait for the product over them
+LATE: dict[str, int] = measured({}, {"256x256-packed": 2}, {})
 
 
 #: long calls whose three warpgroups a compiler may refuse registers: triton 3.9.0 does
@@ -215,8 +215,9 @@ def test_softmax_runs_under_the_output(case):
         issued = next(n for n, text in enumerate(texts) if "HGMMA" in text)
         begin = issued if is_wide(kernel) else waits[0]
         before = sum("MUFU.EX2" in text for text in texts[begin:ends])
-        assert before >= weights - LATE
-        assert after <= 2 + LATE  # the factor of O may come late
+        late = LATE.get(case.name, 0)
+        assert before >= weights - late
+        assert after <= 2 + late  # the factor of O may come late
 
 
 @pytest.mark.parametrize("case", STRIPS, ids=str)

@@ -42,6 +42,9 @@ class Cell:
     def __post_init__(self) -> None:
         if self.nq and (self.packed or self.documents):
             raise ValueError(f"nq: got {self.nq} with packed sequences or documents; want 0")
+        masked = self.causal or self.window or self.documents or self.lengths
+        if self.boolean and (self.packed or not masked):
+            raise ValueError("boolean: got True; want a mask, and no packed sequences")
         n = sum(self.packed) or self.n
         heads = self.hq or WIDTH // self.d
         sizes = {"n": n, "b": self.b or max(1, TOKENS // n), "hq": heads, "hk": self.hk or heads}

@@ -37,9 +37,7 @@ def attend(tensors: Tensors, options: Options, prepared: Prepared | None) -> tup
         out, lse = prepared_of(tensors, options).forward(tensors)  # autograd sees every step
         return _connected(out, tensors), _connected(lse, tensors)
     if prepared is not None:  # for plain tensors that nothing observes
-        # others have no prepared call (call/normalize.py, call/recent.py)
-        terms = tensors.seed is tensors.bias is tensors.sink is None
-        plain = terms and tensors.allowed is tensors.lengths is None
+        plain = all(t is None for t in tensors[3:])
         return _direct(prepared, tensors[:3] if plain else tensors)
     prepared = prepared_directly(tensors, options)
     if prepared is not None:
