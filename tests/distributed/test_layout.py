@@ -14,6 +14,7 @@ import rowmax
 from rowmax.call.problem import problem_of
 from rowmax.distributed import Layout
 from rowmax.distributed.area import areas
+from rowmax.distributed.balance import EVEN
 from rowmax.distributed.layout import ALIGNED
 from rowmax.rules import mask as rules
 from rowmax.testing import CASES, Case, make
@@ -197,6 +198,23 @@ def test_documents_are_balanced_and_cut_no_more_than_that_needs(ranks: int) -> N
         for one in (layout, others)
     )
     assert cuts < more / 2
+
+
+@pytest.mark.parametrize(("ranks", "most"), [(2, 1), (4, 1), (8, 2)])
+def test_one_document_makes_ranks_equal(ranks: int, most: int) -> None:
+    """Whole documents leave ranks with unequal rows and pairs; ranges of the longest mend both."""
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        lengths = torch.randint(1, 3000, (60,), generator=generator).tolist()
+        cu = torch.tensor([0, *lengths, 14000 + 500 * seed]).cumsum(0)
+        layout = Layout.documents(cu, ranks)
+        mask = rowmax.Documents(cu_seqlens=cu) & rowmax.Causal()
+        assert layout.imbalance(mask) < EVEN
+        assert max(layout.lengths) - min(layout.lengths) <= 4
+        starts = [c.start for rank in range(ranks) for c in layout.chunks(rank)]
+        begun = torch.searchsorted(cu, torch.tensor(starts), right=True) - 1
+        cut = {d for d, start in zip(begun.tolist(), starts, strict=True) if start != cu[d]}
+        assert len(cut) <= most
 
 
 def test_equal_documents_are_whole() -> None:

@@ -13,13 +13,11 @@ from torch import Tensor
 from ..errors import bad, check_integers, wrong_type
 from ..masks import Mask, as_int
 from .area import areas
+from .balance import distributed
 
 #: chunks start at multiples of it where the sequence is long enough: whole tiles of every kernel,
 #: and whole blocks of keys of dropout's generator
 ALIGNED = 64
-
-#: the load of the most loaded rank over the mean, from which on no further documents are cut
-EVEN = 1.01
 
 Ranges = tuple[tuple[int, int], ...]
 Masks = Mask | Tensor | None | Sequence[Mask | Tensor | None]
@@ -147,11 +145,12 @@ class Layout:
 
     @classmethod
     def documents(cls, cu_seqlens: Tensor | Sequence[int], ranks: int) -> Layout:
-        """Return the layout of packed documents: short ones whole, the longest ones cut as zigzag.
+        """Return the layout of packed documents: short ones whole, the longest ones cut.
 
         It suits causal masks, with a window or without. As few documents are cut as balance needs,
-        so few rows move, and a call of a rank has few sequences. Ranks have equal numbers of rows,
-        to a few, and of pairs, to one in a hundred where that is possible.
+        often one, so few rows move and a call of a rank has few sequences. Of a cut document each
+        rank has an early range and a late one. Ranks have equal numbers of rows, to a few, and of
+        pairs, to one in a hundred where that is possible.
 
         Args:
             cu_seqlens: the offsets of the documents, on the CPU.
@@ -161,22 +160,12 @@ class Layout:
 
         >>> layout = Layout.documents([0, 300, 1000, 1100, 1400], 2)
         >>> layout.lengths, layout.chunks(0)
-        ((700, 700), (range(0, 475), range(825, 1050)))
+        ((700, 700), (range(0, 412), range(812, 1100)))
         """
         cu = _offsets(cu_seqlens)
         n, ranks = _sizes(cu[-1], ranks)
         sizes = [(stop - start, start) for start, stop in pairwise(cu) if start < stop]
-        longest = sorted(sizes, key=lambda one: (-one[0], one[1]))
-        best: tuple[float, list[list[tuple[int, int]]]] | None = None
-        for cut in _trials(len(longest)):
-            owned, loads = _distributed(longest, cut, n, ranks)
-            worst = max(loads) * ranks / max(1, sum(loads))
-            if best is None or worst < best[0]:
-                best = worst, owned
-            if worst <= EVEN:
-                break
-        assert best is not None
-        return cls(tuple(map(tuple, best[1])))
+        return cls(tuple(map(tuple, distributed(sizes, n, ranks))))
 
     def chunks(self, rank: int) -> tuple[range, ...]:
         """Return the ranges of positions of a rank, ascending; adjacent ones are joined."""
@@ -233,50 +222,6 @@ def _offsets(given: Any) -> list[int]:
     if found[0] != 0 or any(a > b for a, b in pairwise(found)):  # pyright: ignore
         raise bad("cu_seqlens", repr(given), "offsets that begin with 0 and never fall")
     return found  # pyright: ignore
-
-
-def _trials(documents: int) -> list[int]:
-    """Return numbers of documents to cut: each of the first, then half as many more at a time."""
-    found = [0]
-    while found[-1] < documents:
-        found.append(min(documents, max(found[-1] + 1, found[-1] * 3 // 2)))
-    return found
-
-
-def _distributed(
-    documents: Sequence[tuple[int, int]], cut: int, n: int, ranks: int
-) -> tuple[list[list[tuple[int, int]]], list[int]]:
-    """Return the ranges and the causal pairs of each rank.
-
-    The first ``cut`` documents, each (length, start), are cut as zigzag. Each other one is for the
-    least loaded rank with room for it. If there is none, the rank with most room begins it.
-    """
-    owned: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
-    room = [n * (r + 1) // ranks - n * r // ranks for r in range(ranks)]
-
-    def give(rank: int, start: int, stop: int, first: int) -> None:
-        owned[rank].append((start, stop))
-        room[rank] -= stop - start
-        loads[rank] += (stop - start) * (start + stop + 1 - 2 * first) // 2
-
-    for length, first in documents[:cut]:
-        ends = [first + length * part // (2 * ranks) for part in range(2 * ranks + 1)]
-        for rank in range(ranks):
-            for part in (rank, 2 * ranks - 1 - rank):
-                give(rank, ends[part], ends[part + 1], first)
-    for length, first in documents[cut:]:
-        start, end = first, first + length
-        while start < end:
-            able = [rank for rank in range(ranks) if room[rank] >= end - start]
-            if able:
-                rank, stop = min(able, key=loads.__getitem__), end
-            else:
-                rank = max(range(ranks), key=room.__getitem__)
-                stop = min(end, start + max(1, room[rank]))
-            give(rank, start, stop, first)
-            start = stop
-    return owned, loads
 
 
 def _load(mask: Masks, n: int, keys: int | None) -> Tensor:

@@ -301,13 +301,18 @@ class _Sums:
             torch.zeros_like(t) if want and t is not None else None
             for t, want in ((own.sink, wanted.sink), (own.heads, wanted.heads))
         )
+        self.bias: Tensor | None = None
+        self.adds_bias = False  # else each call has its own rows and heads of the gradient
         bias = own.bias
-        self.bias = None
         if wanted.bias and bias is not None:
             # a row that parts share is a sum, and a head that stages or other ranks share
-            shared = bias.shape[2] == 1 or (bias.shape[1] == 1 and (stages > 1 or call.wide))
-            dtype = self.wide if shared else bias.dtype
-            self.bias = torch.zeros_like(bias, dtype=dtype, memory_format=_DENSE)
+            self.adds_bias = bias.shape[2] == 1 or (
+                bias.shape[1] == 1 and (stages > 1 or call.wide)
+            )
+            if self.adds_bias:
+                self.bias = torch.zeros_like(bias, dtype=self.wide, memory_format=_DENSE)
+            elif not self.alone:
+                self.bias = torch.empty_like(bias, memory_format=_DENSE)
 
     def begin(self, k: Tensor, v: Tensor) -> None:
         """Begin a stage with its gathered rows."""
@@ -330,11 +335,33 @@ class _Sums:
             self.stage = self.stage or self._zeros()
             for total, t in zip(self.stage, of_keys, strict=True):
                 total[:, part.gathered] += t
-        place = {"h": heads.q, "i": part.rows, "j": part.j}
-        for name in ("sink", "heads", "bias"):
-            total = part_of(name, getattr(self, name), **place)
+        for name in ("sink", "heads"):
+            total = part_of(name, getattr(self, name), h=heads.q)
             if total is not None:
                 total += getattr(found, name)
+        if found.bias is not None:
+            self._add_bias(heads, part, found.bias)
+
+    def _add_bias(self, heads: Heads, part: Part, found: Tensor) -> None:
+        """Add the gradient of a call's bias: of keys that it does not see, it is 0."""
+        given = self.call.tensors.bias
+        assert given is not None
+        if self.alone and not self.adds_bias and found.shape == given.shape:
+            self.bias = found
+            return
+        if self.bias is None:
+            self.bias = torch.empty_like(given, memory_format=_DENSE)
+        rows = part_of("bias", self.bias, h=heads.q, i=part.rows)
+        of_keys = part_of("bias", rows, j=part.j)
+        assert rows is not None
+        assert of_keys is not None
+        if self.adds_bias:
+            of_keys += found
+            return
+        of_keys.copy_(found)
+        if rows.shape[3] > 1:
+            rows[..., : part.j.start].zero_()
+            rows[..., part.j.stop :].zero_()
 
     def send(self, heads: Heads, under_way: UnderWay) -> None:
         """Send the gradients of a stage. Add those of the stage before, which have arrived."""
