@@ -45,7 +45,7 @@ from rowmax.call.inputs import Options, Tensors
 from rowmax.distributed import Layout
 from rowmax.distributed.calls import Place, ShardedCall
 from rowmax.distributed.groups import Group
-from rowmax.distributed.layout import ALIGNED
+from rowmax.distributed.layout import ALIGNED, Ranges
 from rowmax.distributed.routes import route, sight_of
 from rowmax.distributed.strategies.stages import stages_of
 
@@ -198,13 +198,13 @@ def pulled(cell: Cell, backward: bool, devices: int) -> Pulled:
         sent, received = way.rows_of_others(rank)
         come, back = max(come, received * row * HALF), max(back, sent * row * WIDE * backward)
         packing = way.parts[0].packing if way.parts else None
+        shown, held = (_rows(ranges) for ranges in (way.shown, way.received[rank]))
         if packing is None:
-            bytes_ = 4 * own * HALF  # to shared memory, and to their places
+            bytes_ = 2 * (shown + held) * HALF  # to shared memory, and to their places
             # all but the first call's gradients are added to those of the first
             covered = sum(part.gathered.stop - part.gathered.start for part in way.parts)
             sums = 3 * (covered - way.length)
         else:
-            shown = sum(stop - start for start, stop in way.shown)
             bytes_ = (2 * shown + 2 * packing.rows + 4 * received) * HALF
             sums = 2 * way.length + 3 * (packing.rows - way.length)
         if backward:
@@ -214,6 +214,10 @@ def pulled(cell: Cell, backward: bool, devices: int) -> Pulled:
     sizes = [len(one) for one in stages_of(call, backward)]
     calls = max(len(way.parts) for way in ways) * len(sizes)
     return Pulled(come, back, copied, tuple(n / sum(sizes) for n in sizes), calls)
+
+
+def _rows(ranges: Ranges) -> int:
+    return sum(stop - start for start, stop in ranges)
 
 
 def planned(cell: Cell, devices: int) -> ShardedCall:

@@ -250,8 +250,8 @@ def drawn_seed(rank: int, ranks: int, shape: tuple[int, ...] = ()) -> tuple[Tens
     return own, whole[:, mine], rows
 
 
-def received_rows(rank: int, n: int, left: int) -> tuple[int, int]:
-    """Return the rows of k and v that a windowed call gathers, and own rows."""
+def received_rows(rank: int, n: int, left: int) -> int:
+    """Return the rows of k and v that a windowed call gathers, own ones among them."""
     layout = Layout.contiguous(n, 4)
     x = torch.randn(1, layout.lengths[rank], 2, 16)
     seen: list[int] = []
@@ -265,8 +265,8 @@ def received_rows(rank: int, n: int, left: int) -> tuple[int, int]:
     with mock.patch.object(exchange.Gather, "wait", counted):
         mask = rowmax.Window(left, 0)
         rd.attention(x, x, x, layout=layout, mask=mask, backend="torch")
-    assert len(set(seen)) == 1
-    return seen[0], layout.lengths[rank]
+    assert len(set(seen)) <= 1
+    return seen[0] if seen else 0
 
 
 def compiled(rank: int, kind: str, shape: tuple[int, ...] = ()) -> int:

@@ -58,20 +58,28 @@ class Return:
         )
         self.copy = begin_all_to_all(packed(tensors, route.received), sent, self.received, group)
 
-    def wait(self) -> list[Tensor]:
+    def wait(self, own: Sequence[Tensor] = ()) -> list[Tensor]:
         """Return the sums over all ranks for each own row, in the dtype of the tensors.
 
-        Summands are added in the order of ranks.
+        Summands are added in the order of ranks, to ``own`` if it is given.
         """
         parts = self.copy.wait()[0].split(self.received)
-        return summed(parts, self.route.sent, self.rows, self.shapes)
+        return summed(parts, self.route.sent, self.rows, self.shapes, own)
 
 
 def summed(
-    parts: Sequence[Tensor], each: Sequence[Ranges], rows: int, shapes: Shapes
+    parts: Sequence[Tensor],
+    each: Sequence[Ranges],
+    rows: int,
+    shapes: Shapes,
+    own: Sequence[Tensor] = (),
 ) -> list[Tensor]:
-    """Return the sums over all ranks for each own row, of flat parts that hold these ranges."""
-    sums = [parts[0].new_zeros((rows, b, *rest)) for b, _, *rest in shapes]
+    """Return the sums over all ranks for each own row, of flat parts that hold these ranges.
+
+    They are added to ``own``, ``[B, rows, H, D]``, if it is given.
+    """
+    sums = [t.transpose(0, 1) for t in own]
+    sums = sums or [parts[0].new_zeros((rows, b, *rest)) for b, _, *rest in shapes]
     for part, ranges in zip(parts, each, strict=True):
         for total, found in zip(sums, unpacked(part, shapes, ranges), strict=True):
             for (start, stop), (_, piece) in zip(ranges, found, strict=True):
@@ -99,10 +107,24 @@ def packed(tensors: Sequence[Tensor], each: Sequence[Ranges], flat: Tensor | Non
             rows = [t.transpose(0, 1)[start:stop] for start, stop in ranges]
             end = begin + elements([t.shape], ranges)
             if begin < end:
-                to = flat[begin:end].view(-1, *rows[0].shape[1:])
+                to, *rows = words(flat[begin:end].view(-1, *rows[0].shape[1:]), *rows)
                 _ = torch.cat(rows, out=to) if len(rows) > 1 else to.copy_(rows[0])
             begin = end
     return flat
+
+
+def words(*tensors: Tensor) -> list[Tensor]:
+    """Return the same memory as words of 8 bytes, if all rows consist of such; for copies alone.
+
+    torch copies strided rows, such as those of some heads, with one element a thread.
+    """
+    return [t.view(torch.int64) for t in tensors] if all(map(_in_words, tensors)) else [*tensors]
+
+
+def _in_words(t: Tensor) -> bool:
+    size = t.element_size()
+    places = (t.shape[-1], t.storage_offset(), *t.stride()[:-1])
+    return size < 8 and t.stride(-1) == 1 and all(x * size % 8 == 0 for x in places)
 
 
 def unpacked(flat: Tensor, shapes: Shapes, ranges: Ranges) -> list[list[tuple[int, Tensor]]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +22,7 @@ from .attention import check_layouts, normalized_rows
 from .calls import ShardedCall, whole_rows
 from .groups import Group, grid, group_of
 from .layout import Layout, imbalance
-from .routes import route, sight_of
+from .routes import Route, route, sight_of
 from .shared import shares_memory
 from .strategies import STRATEGIES, unable
 from .strategies.grid import ACROSS, across, exchange_within, rows_across
@@ -331,12 +331,14 @@ def _keys_memory(call: ShardedCall, back: bool) -> int:
     # keys of each piece, and their gradients
     packed = sum(part.packing.copied for part in way.parts if part.packing is not None)
     if shares_memory(call.group, call.tensors.k.device):
-        memory = (way.length + max(call.keys.lengths)) * size
+        ways = [route(call.queries, call.keys, sight, one) for one in _ranks(call)]
+        memory = (_rows_shown(ways) + way.length) * size
         if call.packs:
-            memory, packed = _pulled_pieces(call, size)
-        ways = (route(call.queries, call.keys, sight, one) for one in _ranks(call))
+            memory = (_rows_shown(ways) + way.rows_of_others(rank)[1]) * size
+            packed = sum(part.packing.rows for part in way.parts if part.packing is not None)
         shown = max(one.rows_of_others(n)[1] for n, one in enumerate(ways))
-        returned = back * (way.length + shown + sent + sent * (len(sizes) > 1)) * wide
+        here = len(sizes) > 1 or any(part.own is not None for part in way.parts)
+        returned = back * (way.length + shown + sent + sent * here) * wide
         return memory + (returned + packed * (size + back * wide)) * most // total
     # rows arrive, and are then put in order; meanwhile those of the next stage arrive
     arriving = call.group.size * max(call.keys.lengths) if way.whole else way.length
@@ -349,15 +351,9 @@ def _keys_memory(call: ShardedCall, back: bool) -> int:
     return max(a * returned + b * here + c * moving for a, b, c in each) // total
 
 
-def _pulled_pieces(call: ShardedCall, size: int) -> tuple[int, int]:
-    """Return the bytes that are shown and that arrive, and the number of packed keys."""
-    sight, ranks = sight_of(call), _ranks(call)
-    ways = [route(call.queries, call.keys, sight, rank) for rank in ranks]
-    way = ways[call.group.rank]
-    shown = max(sum(stop - start for start, stop in one.shown) for one in ways)
-    _, arriving = way.rows_of_others(call.group.rank)
-    packed = sum(part.packing.rows for part in way.parts if part.packing is not None)
-    return (shown + arriving) * size, packed
+def _rows_shown(ways: Sequence[Route]) -> int:
+    """Return the most rows that a rank shows to others."""
+    return max(sum(stop - start for start, stop in one.shown) for one in ways)
 
 
 def _key_bytes(call: ShardedCall) -> tuple[int, int]:

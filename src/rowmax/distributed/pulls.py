@@ -5,135 +5,134 @@ As ``exchange.py``, with the same order of sums: results are equal to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 from torch import Tensor
 
-from .exchange import elements, packed, summed
+from .exchange import elements, packed, summed, words
 from .groups import Group
-from .layout import Layout, Ranges
+from .layout import Ranges
 from .pieces import Packing
-from .routes import Route, rows_of
+from .routes import Part, Route, rows_of
 from .shared import Pull, Region
 
 
-class PulledRows:
-    """The rows that a rank needs of each ``[B, n, H, D]``, by stages of heads.
-
-    Own rows of all stages are shown at once, those of a stage together.
-    """
+class _Shown:
+    """Own rows that other ranks need, of all stages at once, where others can read them."""
 
     def __init__(
         self,
         tensors: Sequence[Tensor],
         stages: Sequence[slice],
         ways: Sequence[Route],
-        keys: Layout,
         group: Group,
         region: Region,
     ) -> None:
-        self.rank, self.ways, self.keys, self.region = group.rank, ways, keys, region
-        self.dtype = tensors[0].dtype
-        self.parts = [[t[:, :, heads] for t in tensors] for heads in stages]
-        row = sum(t.shape[0] * t.shape[2] * t.shape[3] for t in tensors)
-        own = region.open(max(keys.lengths) * row * tensors[0].element_size()).view(self.dtype)
-        way, n, begin = ways[self.rank], keys.lengths[self.rank], 0
-        #: the gathered rows of each stage, [length, B, H, D]; memory from before the copies
-        self.rows: list[list[Tensor]] = []
-        for part in self.parts:
-            for t in part:
-                to = own[begin : begin + t.numel()].view(n, t.shape[0], *t.shape[2:])
-                to.copy_(t.transpose(0, 1))
-                begin += t.numel()
-            self.rows.append([t.new_empty((way.length, t.shape[0], *t.shape[2:])) for t in part])
-            for to, t in zip(self.rows[-1], part, strict=True):
-                _copy_ranges(to, way.received[self.rank], t.transpose(0, 1), way.sent[self.rank])
-        region.show()
-
-    def begin(self, stage: int) -> PulledStage:
-        """Begin the copies of a stage."""
-        rows, self.rows[stage] = self.rows[stage], []
-        copies = []
-        for other in _others(self.rank, len(self.ways)):
-            n = self.keys.lengths[other]
-            shown = self.region.of(other, self.dtype)
-            begin = n * sum(_row(t) for part in self.parts[:stage] for t in part)
-            for to, t in zip(rows, self.parts[stage], strict=True):
-                size = n * _row(t)
-                origin = shown[begin : begin + size].view(n, *to.shape[1:])
-                begin += size
-                ranges = zip(
-                    self.ways[self.rank].received[other], self.ways[other].sent[self.rank],
-                    strict=True,
-                )  # fmt: skip
-                copies += [(to[a:b], origin[c:d]) for (a, b), (c, d) in ranges]
-        return PulledStage(rows, self.region.pull(copies))
-
-
-class PulledStage:
-    """The rows of a stage, on their way."""
-
-    def __init__(self, rows: list[Tensor], copy: Pull) -> None:
-        self.rows, self.copy = rows, copy
-
-    def wait(self) -> list[Tensor]:
-        """Return the rows ``[B, length, H, D]``, in the order of positions."""
-        self.copy.wait()
-        rows, self.rows = self.rows, []
-        return [t.transpose(0, 1) for t in rows]
-
-
-class PulledPieces:
-    """The packed keys of a rank's pieces (``pieces.py``), by stages of heads.
-
-    Only rows that other ranks need are shown. Own rows are packed while others arrive.
-    """
-
-    def __init__(
-        self,
-        tensors: Sequence[Tensor],
-        stages: Sequence[slice],
-        ways: Sequence[Route],
-        packing: Packing | None,
-        group: Group,
-        region: Region,
-    ) -> None:
-        self.rank, self.ways, self.packing, self.region = group.rank, ways, packing, region
+        self.rank, self.ways, self.region = group.rank, ways, region
         self.dtype = tensors[0].dtype
         self.parts = [[t[:, :, heads] for t in tensors] for heads in stages]
         self.shown = [_length(way.shown) for way in ways]  # rows of each rank
         self.moves = max(self.shown) > 0  # else no rank waits for another
-        way = ways[self.rank]
-        arriving = sum(_length(way.received[other]) for other in _others(self.rank, len(ways)))
-        #: memory for rows of other ranks, from before the copies
-        self.rows = [[t.new_empty((arriving, *t.shape[2:])) for t in part] for part in self.parts]
+        #: memory for rows [length, B, H, D] of each stage, from before the copies
+        self.rows = [
+            [t.new_empty((self.arriving(), t.shape[0], *t.shape[2:])) for t in part]
+            for part in self.parts
+        ]
         if self.moves:
             size = max(self.shown) * sum(map(_row, tensors)) * tensors[0].element_size()
             own, begin = region.open(size).view(self.dtype), 0
+            shown = ways[self.rank].shown
             for part in self.parts:
-                end = begin + elements([t.shape for t in part], way.shown)
-                packed(part, [way.shown], own[begin:end])
+                end = begin + elements([t.shape for t in part], shown)
+                packed(part, [shown], own[begin:end])
                 begin = end
             region.show()
+
+    def arriving(self) -> int:
+        """Return the number of rows to make memory for."""
+        raise NotImplementedError
+
+    def copies(
+        self, stage: int, rows: list[Tensor], at: Callable[[int, int], int]
+    ) -> list[list[tuple[Tensor, Tensor]]]:
+        """Return the copies of a stage: those for the first call that waits, and all others.
+
+        ``at(start, stop)`` returns the row of ``rows`` for a range of gathered rows.
+        """
+        first = next((part.gathered for part in self.ways[self.rank].parts if not part.own), None)
+        found: list[list[tuple[Tensor, Tensor]]] = [[], []]
+        for other in _others(self.rank, len(self.ways)) if self.moves else ():
+            way = self.ways[other]
+            shown = self.region.of(other, self.dtype)
+            begin = self.shown[other] * sum(_row(t) for part in self.parts[:stage] for t in part)
+            origins = rows_of(way.sent[self.rank], way.shown)
+            ranges = list(zip(self.ways[self.rank].received[other], origins, strict=True))
+            for to, t in zip(rows, self.parts[stage], strict=True):
+                size = self.shown[other] * _row(t)
+                origin = shown[begin : begin + size].view(-1, *to.shape[1:])
+                begin += size
+                for (start, stop), (row, _) in ranges:
+                    for late, (a, b) in _by_arrival(start, stop, first):
+                        x, y = at(a, b), row + a - start
+                        found[late].append((to[x : x + b - a], origin[y : y + b - a]))
+        return found
+
+
+class PulledRows(_Shown):
+    """The rows that a rank needs of each ``[B, n, H, D]``, by stages of heads."""
+
+    def arriving(self) -> int:
+        """Return the number of gathered rows."""
+        return self.ways[self.rank].length
+
+    def begin(self, stage: int) -> PulledStage:
+        """Begin the copies of a stage. Own rows are copied meanwhile."""
+        rows, self.rows[stage] = self.rows[stage], []
+        pulls = [self.region.pull(one) for one in self.copies(stage, rows, lambda a, _: a)]
+        way = self.ways[self.rank]
+        for to, t in zip(rows, self.parts[stage], strict=True):
+            own = zip(way.received[self.rank], way.sent[self.rank], strict=True)
+            for (a, b), (c, d) in own:
+                here, there = words(to[a:b], t.transpose(0, 1)[c:d])
+                here.copy_(there)
+        return PulledStage(rows, pulls, way)
+
+
+class PulledStage:
+    """The rows of a stage, on their way: first those of the first call."""
+
+    def __init__(self, rows: list[Tensor], pulls: list[Pull], way: Route) -> None:
+        self.rows, self.pulls = [t.transpose(0, 1) for t in rows], pulls
+        self.first = next((part for part in way.parts if not part.own), None)
+
+    def wait(self, part: Part) -> list[Tensor]:
+        """Return the rows ``[B, length, H, D]``, in the order of positions.
+
+        Those that the call reads are there. Others may be on their way.
+        """
+        for pull in self.pulls[:1] if part is self.first else self.pulls:
+            pull.wait()
+        return self.rows
+
+
+class PulledPieces(_Shown):
+    """The packed keys of a rank's pieces (``pieces.py``), by stages of heads."""
+
+    def arriving(self) -> int:
+        """Return the number of rows from other ranks: own rows have a copy for each piece."""
+        received = self.ways[self.rank].received
+        return sum(_length(received[other]) for other in _others(self.rank, len(self.ways)))
 
     def begin(self, stage: int) -> PackedStage:
         """Begin the copies of a stage."""
         rows, self.rows[stage] = self.rows[stage], []
-        copies, received = [], self.ways[self.rank].received
-        numbers = _numbers(received, self.rank)
-        for other in _others(self.rank, len(self.ways)) if self.moves else ():
-            n, way = self.shown[other], self.ways[other]
-            shown = self.region.of(other, self.dtype)
-            begin = n * sum(_row(t) for part in self.parts[:stage] for t in part)
-            at = rows_of(way.sent[self.rank], way.shown)
-            for to, t in zip(rows, self.parts[stage], strict=True):
-                size = n * _row(t)
-                origin = shown[begin : begin + size].view(n, *t.shape[2:])
-                begin += size
-                for (a, b), (c, d) in zip(received[other], at, strict=True):
-                    first = numbers[a]
-                    copies.append((to[first : first + b - a], origin[c:d]))
-        return PackedStage(self.parts[stage], rows, self.packing, self.region.pull(copies))
+        way = self.ways[self.rank]
+        numbers = _numbers(way.received, self.rank)
+        copies = self.copies(stage, rows, lambda a, _: numbers[a])
+        packing = way.parts[0].packing if way.parts else None
+        pulls = [self.region.pull(one) for one in copies]
+        return PackedStage(self.parts[stage], [t[:, 0] for t in rows], packing, pulls)
 
 
 def _numbers(received: Sequence[Ranges], rank: int) -> dict[int, int]:
@@ -147,26 +146,35 @@ def _numbers(received: Sequence[Ranges], rank: int) -> dict[int, int]:
     return found
 
 
+def _by_arrival(start: int, stop: int, first: slice | None) -> list[tuple[bool, tuple[int, int]]]:
+    """Return a range of gathered rows cut where those of the first call end; True for others."""
+    if first is None:
+        return [(True, (start, stop))]
+    ends = sorted({start, stop, *(x for x in (first.start, first.stop) if start < x < stop)})
+    return [(not first.start <= a < first.stop, (a, b)) for a, b in pairwise(ends)]
+
+
 class PackedStage:
     """The packed keys of a stage, on their way."""
 
     def __init__(
-        self, own: list[Tensor], rows: list[Tensor], packing: Packing | None, copy: Pull
+        self, own: list[Tensor], rows: list[Tensor], packing: Packing | None, pulls: list[Pull]
     ) -> None:
-        self.own, self.rows, self.packing, self.copy = own, rows, packing, copy
+        self.own, self.rows, self.packing, self.pulls = own, rows, packing, pulls
+        self.found: list[Tensor] = []
 
-    def wait(self) -> list[Tensor]:
+    def wait(self, part: Part) -> list[Tensor]:
         """Return the keys of all pieces, ``[1, T, H, D]``."""
-        packing, own, rows = self.packing, self.own, self.rows
-        self.own, self.rows = [], []
-        if packing is None:  # no queries
-            self.copy.wait()
-            return [t[:, :0] for t in own]
-        found = [packing.of_own(t[0]) for t in own]
-        self.copy.wait()
-        for t, arrived in zip(found, rows, strict=True):
-            packing.set_others(t, arrived)
-        return [t[None] for t in found]
+        packing, own, rows = self.packing, self.own, self.rows  # own ones packed while others come
+        if packing is not None and not self.found:
+            self.own, self.rows = [], []
+            found = [packing.of_own(t[0]) for t in own]
+            for pull in self.pulls:
+                pull.wait()
+            for t, arrived in zip(found, rows, strict=True):
+                packing.set_others(t, arrived)
+            self.found = [t[None] for t in found]
+        return self.found
 
 
 class PulledReturn:
@@ -210,11 +218,14 @@ class PulledReturn:
             for other, ranges in enumerate(received)
         ]
 
-    def wait(self) -> list[Tensor]:
-        """Return the sums over all ranks for each own row, in the order of ranks."""
+    def wait(self, own: Sequence[Tensor] = ()) -> list[Tensor]:
+        """Return the sums over all ranks for each own row, in the order of ranks.
+
+        They are added to ``own``, ``[B, rows, H, D]``, if it is given.
+        """
         self.copy.wait()
         parts, self.parts = self.parts, []
-        return summed(parts, self.ways[self.rank].sent, self.rows, self.shapes)
+        return summed(parts, self.ways[self.rank].sent, self.rows, self.shapes, own)
 
 
 def _length(ranges: Ranges) -> int:
@@ -228,8 +239,3 @@ def _row(t: Tensor) -> int:
 def _others(rank: int, size: int) -> list[int]:
     """Return the other ranks, from the next one on: each has one reader at a time."""
     return [(rank + step) % size for step in range(1, size)]
-
-
-def _copy_ranges(to: Tensor, at: Ranges, origin: Tensor, rows: Ranges) -> None:
-    for (a, b), (c, d) in zip(at, rows, strict=True):
-        to[a:b] = origin[c:d]

@@ -1,8 +1,12 @@
-"""Routes: the keys that each rank's queries may see, and the rows that move for them."""
+"""Routes: the keys that each rank's queries may see, and the rows that move for them.
+
+Queries that see own keys alone, in one range, read these where they are. For others, keys of all
+ranks are gathered.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -33,12 +37,13 @@ class Part(NamedTuple):
     j: slice  # the keys, as positions
     gathered: slice  # the keys, as rows of the gathered ones
     packing: Packing | None = None  # then ``i`` and ``j`` are not read
+    own: slice | None = None  # the keys, as rows of this rank: then none are gathered
 
 
 class Route(NamedTuple):
     """The calls of a rank and the rows that move for them."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[Part, ...]  # first those of own keys, then those of few keys
     length: int  # gathered rows, in the order of positions
     sent: tuple[Ranges, ...]  # to each rank: ranges of own rows
     received: tuple[Ranges, ...]  # from each rank: ranges of gathered rows
@@ -92,23 +97,76 @@ def route(queries: Layout, keys: Layout, sight: Sight, rank: int) -> Route:
 
 
 def _parts(queries: Layout, keys: Layout, sight: Sight, rank: int) -> tuple[Part, ...]:
-    """Return a call for each chunk of a rank."""
-    mine = _needed(queries, keys, sight)[rank]
-    rows = _Rows(mine)
-    parts, row = [], 0
-    for i in queries.chunks(rank):
-        start, stop = _seen(i, queries.n, keys.n, sight)
-        begin = rows.of(start) if start < stop else 0
-        parts.append(
-            Part(
-                rows=slice(row, row + len(i)),
-                i=slice(i.start, i.stop),
-                j=slice(start, stop),
-                gathered=slice(begin, begin + stop - start),
-            )
+    """Return a call for each chunk of a rank, or for the parts of a chunk."""
+    rows = _Rows(_needed(queries, keys, sight)[rank])
+    of_queries, of_keys = (_Rows(one.owned[rank]) for one in (queries, keys))
+    found = []
+    for one in _calls(queries, keys, sight, rank):
+        i, (start, stop) = one.queries, one.keys
+        first, own, begin = of_queries.of(i.start), None, 0
+        if one.own:
+            at = of_keys.of(start) if start < stop else 0
+            own = slice(at, at + stop - start)
+        else:
+            begin = rows.of(start)
+        part = Part(
+            rows=slice(first, first + len(i)),
+            i=slice(i.start, i.stop),
+            j=slice(start, stop),
+            gathered=slice(begin, begin + (0 if one.own else stop - start)),
+            own=own,
         )
-        row += len(i)
-    return tuple(parts)
+        found.append(part)
+    return tuple(sorted(found, key=lambda part: part.gathered.stop - part.gathered.start))
+
+
+class _Call(NamedTuple):
+    """Queries of one chunk, the keys that they may see, and True if one own range has these."""
+
+    queries: range
+    keys: tuple[int, int]
+    own: bool
+
+
+@lru_cache(maxsize=512)
+def _calls(queries: Layout, keys: Layout, sight: Sight, rank: int) -> tuple[_Call, ...]:
+    """Return the calls of a rank.
+
+    If half of a chunk or more sees own keys alone, it is a call of its own, for which nothing
+    moves: under a window all of a long chunk but its ends.
+    """
+    found = []
+    for chunk in queries.chunks(rank):
+        for i in _around(chunk, _within(chunk, keys.owned[rank], queries.n, keys.n, sight)):
+            seen = _seen(i, queries.n, keys.n, sight)
+            own = seen == (0, 0) or any(a <= seen[0] and seen[1] <= b for a, b in keys.owned[rank])
+            found.append(_Call(i, seen, own))
+    return tuple(found)
+
+
+def _within(i: range, own: Ranges, nq: int, nk: int, sight: Sight) -> range:
+    """Return the queries, of whole blocks, that see keys of one own range alone."""
+
+    def sees(x: int) -> tuple[int, int]:
+        low, high = any_range(x, x, nk - nq, sight.left, sight.right, nk)
+        return low // ALIGNED * ALIGNED, high
+
+    best = range(0)
+    for a, b in own:  # the ends of what queries see never fall
+        begin = bisect_left(i, True, key=lambda x: sees(x)[0] >= a)
+        end = bisect_left(i, True, key=lambda x: sees(x)[1] > b)
+        start = i.start if begin == 0 else -(-(i.start + begin) // ALIGNED) * ALIGNED
+        stop = i.stop if end == len(i) else (i.start + end) // ALIGNED * ALIGNED
+        best = max(best, range(start, max(start, stop)), key=len)
+    return best
+
+
+def _around(chunk: range, within: range) -> list[range]:
+    """Return a chunk cut around some of it, unless that is less than half."""
+    if 2 * len(within) < len(chunk):
+        return [chunk]
+    each = (range(chunk.start, within.start), within, range(within.stop, chunk.stop))
+    return [one for one in each if one]
 
 
 def _packed_parts(queries: Layout, keys: Layout, sight: Sight, rank: int) -> tuple[Part, ...]:
@@ -151,7 +209,7 @@ def _pairs(i: range, j: range, sight: Sight, offset: int = 0) -> int:
 
 @lru_cache(maxsize=512)
 def _needed(queries: Layout, keys: Layout, sight: Sight) -> tuple[Ranges, ...]:
-    """Return the positions of the keys that each rank's queries may see."""
+    """Return the positions of the keys that each rank gathers for its queries."""
     if sight.documents:
         return tuple(
             _union(
@@ -161,7 +219,7 @@ def _needed(queries: Layout, keys: Layout, sight: Sight) -> tuple[Ranges, ...]:
             for rank in range(queries.ranks)
         )
     return tuple(
-        _union(_seen(i, queries.n, keys.n, sight) for i in queries.chunks(rank))
+        _union(one.keys for one in _calls(queries, keys, sight, rank) if not one.own)
         for rank in range(queries.ranks)
     )
 

@@ -23,7 +23,7 @@ from ...call.dispatch import prepared
 from ...call.inputs import Gradients, Options, Tensors, Wanted, part_of
 from ..calls import ShardedCall
 from ..collectives import UnderWay, Waits
-from ..exchange import Gather, Return
+from ..exchange import Gather, Return, words
 from ..pieces import Packing
 from ..pulls import PulledPieces, PulledReturn, PulledRows
 from ..routes import Part, Route, route, sight_of
@@ -37,9 +37,9 @@ def forward(call: ShardedCall) -> tuple[Tensor, Tensor]:
     way, stages = _planned(call, returns=False)
     whole, found = call.whole(), _Results(call, len(way.parts) * len(stages))
 
-    def compute(heads: Heads, k: Tensor, v: Tensor) -> None:
+    def compute(heads: Heads, rows: Arriving) -> None:
         for part in way.parts:
-            tensors, options = _part(call, whole, heads, part, (k, v))
+            tensors, options = _part(call, whole, heads, part, rows)
             into = found.place(heads, part)
             found.add(heads, part, prepared(tensors, options).forward(tensors, into))
 
@@ -54,16 +54,13 @@ def backward(
     """Return the wanted gradients: of own rows, and this rank's share of replicated inputs."""
     way, stages = _planned(call, returns=True)
     whole, sums = call.whole(), _Sums(call, way, len(stages), wanted)
-    # often the call with most keys sees all of them: sums begin with it, and not with zeros
-    parts = sorted(way.parts, key=lambda part: part.gathered.start - part.gathered.stop)
 
-    def compute(heads: Heads, k: Tensor, v: Tensor) -> None:
-        sums.begin(k, v)
-        for part in parts:
-            tensors, options = _part(call, whole, heads, part, (k, v))
+    def compute(heads: Heads, arriving: Arriving) -> None:
+        for part in way.parts:
+            tensors, options = _part(call, whole, heads, part, arriving)
             rows, h = part.rows, heads.q
-            of_rows = out[:, rows, h].contiguous(), lse[:, h, rows].contiguous()
-            of_lse = None if dlse is None else dlse[:, h, rows].contiguous()
+            of_rows = _dense(out[:, rows, h]), _dense(lse[:, h, rows])
+            of_lse = None if dlse is None else _dense(dlse[:, h, rows])
             given = (*of_rows, dout[:, rows, h], of_lse)
             # partial sums: rounding each would add to the error
             job = prepared(tensors, options)
@@ -78,15 +75,15 @@ def backward(
 
 
 class Arriving(Protocol):
-    """Keys and values of a stage, on their way."""
+    """Gathered keys and values of a stage, on their way."""
 
     @property
-    def copy(self) -> Waits:
+    def pulls(self) -> Sequence[Waits]:
         """The copies."""
         ...
 
-    def wait(self) -> list[Tensor]:
-        """Return them, in the order in which calls read them."""
+    def wait(self, part: Part) -> list[Tensor]:
+        """Return them, in the order in which calls read them, once those of a call are there."""
         ...
 
 
@@ -102,9 +99,9 @@ def _by_stages(
     way: Route,
     stages: Sequence[range],
     under_way: UnderWay,
-    compute: Callable[[Heads, Tensor, Tensor], None],
+    compute: Callable[[Heads, Arriving], None],
 ) -> None:
-    """Call ``compute(heads, k, v)`` for each stage, with the rows of the next on their way.
+    """Call ``compute(heads, arriving)`` for each stage, with the rows of the next on their way.
 
     A copy begins before the kernels that hide it: persistent ones leave no multiprocessor to a
     later kernel. No reference to a stage's k and v outlives its turn.
@@ -112,10 +109,11 @@ def _by_stages(
     group = call.tensors.q.shape[2] // call.tensors.k.shape[2]
     slices = [slice(one.start, one.stop) for one in stages]
     gathers = _gathers(call, way, slices)
+    gathers_some = any(part.own is None for part in way.parts)
 
     def begin(stage: int) -> Arriving:
         gather = gathers(stage)
-        under_way.append(gather.copy)
+        under_way.extend(gather.pulls)
         return gather
 
     arriving = begin(0)
@@ -123,36 +121,40 @@ def _by_stages(
         gather = arriving
         if stage + 1 < len(slices):
             arriving = begin(stage + 1)
-        compute(Heads(slice(group * kv.start, group * kv.stop), kv), *gather.wait())
+        compute(Heads(slice(group * kv.start, group * kv.stop), kv), gather)
+        for copy in () if gathers_some else gather.pulls:  # none outlives its memory
+            copy.wait()
 
 
 def _gathers(call: ShardedCall, way: Route, slices: Sequence[slice]) -> Callable[[int], Arriving]:
     """Return what begins the copies of a stage."""
     own, group = [call.tensors.k, call.tensors.v], call.group
-    packing = way.parts[0].packing if way.parts else None
     regions = regions_of(group, call.tensors.q.device)
     if regions is not None:
+        pulled = PulledPieces if call.packs else PulledRows
         with _or_collectives(call):
-            if call.packs:
-                return PulledPieces(own, slices, _ways(call), packing, group, regions.rows).begin
-            return PulledRows(own, slices, _ways(call), call.keys, group, regions.rows).begin
+            return pulled(own, slices, _ways(call), group, regions.rows).begin
 
     def begin(stage: int) -> Arriving:
-        gather = Gather([t[:, :, slices[stage]] for t in own], way, call.keys, group)
-        return gather if packing is None else _PackedGather(gather, packing)
+        return _Gathered(Gather([t[:, :, slices[stage]] for t in own], way, call.keys, group))
 
     return begin
 
 
-class _PackedGather:
-    """The packed keys of a stage, on their way by a collective."""
+class _Gathered:
+    """The rows of a stage, on their way by a collective."""
 
-    def __init__(self, gather: Gather, packing: Packing) -> None:
-        self.gather, self.packing, self.copy = gather, packing, gather.copy
+    def __init__(self, gather: Gather) -> None:
+        self.gather, self.pulls = gather, [gather.copy]
+        self.found: list[Tensor] | None = None
 
-    def wait(self) -> list[Tensor]:
-        """Return the keys of all pieces, ``[1, T, H, D]``."""
-        return [self.packing.packed(t) for t in self.gather.wait()]
+    def wait(self, part: Part) -> list[Tensor]:
+        """Return the rows ``[B, length, H, D]``, or the keys of all pieces, ``[1, T, H, D]``."""
+        if self.found is None:
+            self.found = self.gather.wait()
+            if part.packing is not None:
+                self.found = [part.packing.packed(t) for t in self.found]
+        return self.found
 
 
 def _returned(call: ShardedCall, way: Route, tensors: Sequence[Tensor]) -> Return | PulledReturn:
@@ -191,12 +193,16 @@ def _ways(call: ShardedCall) -> list[Route]:
 
 
 def _part(
-    call: ShardedCall, whole: Tensors, heads: Heads, part: Part, gathered: tuple[Tensor, Tensor]
+    call: ShardedCall, whole: Tensors, heads: Heads, part: Part, arriving: Arriving
 ) -> tuple[Tensors, Options]:
     """Return the call of a part: the inputs of the whole that its queries and keys read."""
     if part.packing is not None:
-        return _packed_part(call, heads, part.packing, gathered)
-    own, (k, v) = call.tensors, gathered
+        return _packed_part(call, heads, part.packing, arriving.wait(part))
+    own = call.tensors
+    if part.own is not None:
+        k, v = (t[:, part.own, heads.kv] for t in (own.k, own.v))
+    else:
+        k, v = (t[:, part.gathered] for t in arriving.wait(part))
     if all(getattr(own, name) is None for name in _CUT):  # 20 us, and 75 by a block
         ends = tuple((x.start, x.stop) for x in (heads.q, part.i, part.j))
         sizes = tuple(t.shape for t in (whole.q, whole.k, whole.v))
@@ -205,8 +211,8 @@ def _part(
         tensors, options = block_of(whole, call.options, Block(h=heads.q, i=part.i, j=part.j))
     mine = {"i": part.rows, "j": part.j, "h": heads.q}
     tensors = tensors._replace(
-        k=part_of("k", k, j=part.gathered),
-        v=part_of("v", v, j=part.gathered),
+        k=k,
+        v=v,
         # a block without the first key leaves the sink to another
         **{name: part_of(name, getattr(own, name), **mine) for name in _LOCAL},
     )
@@ -224,7 +230,7 @@ def _options_of(
 
 
 def _packed_part(
-    call: ShardedCall, heads: Heads, packing: Packing, packed: tuple[Tensor, Tensor]
+    call: ShardedCall, heads: Heads, packing: Packing, packed: Sequence[Tensor]
 ) -> tuple[Tensors, Options]:
     """Return the packed call of a rank's pieces."""
     (k, v), own, tables = packed, call.tensors, packing.on(packed[0].device)
@@ -294,9 +300,9 @@ class _Sums:
             t.new_empty(t.shape, dtype=self.wide if call.wide else t.dtype) if want else None
             for t, want in ((own.k, wanted.k), (own.v, wanted.v))
         )
-        self.gathered: list[Tensor] = []  # the inputs of a stage with gradients
-        self.stage: list[Tensor] = []  # their gradients, from the first call on
-        self.returning: tuple[Heads, Return | PulledReturn] | None = None
+        #: of a stage, the gradients of gathered rows and of own ones that are not gathered
+        self.gathered, self.own = self._rows(way.length), self._rows(own.k.shape[1])
+        self.returning: _Returning | None = None
         self.sink, self.heads = (
             torch.zeros_like(t) if want and t is not None else None
             for t, want in ((own.sink, wanted.sink), (own.heads, wanted.heads))
@@ -314,9 +320,8 @@ class _Sums:
             elif not self.alone:
                 self.bias = torch.empty_like(bias, memory_format=_DENSE)
 
-    def begin(self, k: Tensor, v: Tensor) -> None:
-        """Begin a stage with its gathered rows."""
-        self.gathered = [t for t, want in ((k, self.wanted.k), (v, self.wanted.v)) if want]
+    def _rows(self, length: int) -> _RowSums:
+        return _RowSums(length, self.wide)
 
     def place(self, heads: Heads, part: Part) -> Tensor | None:
         """Return the memory of a call's gradient of q."""
@@ -329,12 +334,10 @@ class _Sums:
         elif found.q is not None:
             _store(found.q, self.place(heads, part))
         of_keys = [t for t in (found.k, found.v) if t is not None]
-        if not self.stage and part.gathered == slice(0, self.way.length):
-            self.stage = [t.to(self.wide) for t in of_keys]
+        if part.own is None:
+            self.gathered.add(part.gathered, of_keys)
         else:
-            self.stage = self.stage or self._zeros()
-            for total, t in zip(self.stage, of_keys, strict=True):
-                total[:, part.gathered] += t
+            self.own.add(part.own, of_keys)
         for name in ("sink", "heads"):
             total = part_of(name, getattr(self, name), h=heads.q)
             if total is not None:
@@ -365,25 +368,23 @@ class _Sums:
 
     def send(self, heads: Heads, under_way: UnderWay) -> None:
         """Send the gradients of a stage. Add those of the stage before, which have arrived."""
-        if not self.gathered:
+        of_keys = [t[:, :, heads.kv] for t in (self.k, self.v) if t is not None]
+        if not of_keys:
             return
-        back = _returned(self.call, self.way, self.stage or self._zeros())
+        back = _returned(self.call, self.way, self.gathered.total(of_keys))
         under_way.append(back.copy)
-        self.gathered, self.stage = [], []
+        own = self.own.total(of_keys) if self.own.any else []
+        self.gathered, self.own = self._rows(self.gathered.length), self._rows(self.own.length)
         self._receive()
-        self.returning = heads, back
-
-    def _zeros(self) -> list[Tensor]:
-        return [torch.zeros_like(t, dtype=self.wide) for t in self.gathered]
+        self.returning = _Returning(of_keys, back, own)
 
     def _receive(self) -> None:
         """Write the gradients of own rows that a stage returns."""
         if self.returning is None:
             return
-        heads, back = self.returning
-        totals = [t for t in (self.k, self.v) if t is not None]
-        for total, t in zip(totals, back.wait(), strict=True):
-            total[:, :, heads.kv] = t
+        to, back, own = self.returning
+        for total, t in zip(to, back.wait(own), strict=True):
+            total.copy_(t)
         self.returning = None
 
     def total(self) -> Gradients:
@@ -393,10 +394,73 @@ class _Sums:
         return Gradients(self.q, self.k, self.v, bias, sink, heads)
 
 
+class _Returning(NamedTuple):
+    """The gradients of a stage's keys, on their way."""
+
+    to: list[Tensor]  # the memory for those of own rows
+    back: Return | PulledReturn
+    own: list[Tensor]  # what is added to them: gradients of own rows that were not gathered
+
+
+class _RowSums:
+    """The gradients of some rows of keys, and of values, added up over calls."""
+
+    def __init__(self, length: int, dtype: torch.dtype) -> None:
+        self.length, self.dtype = length, dtype
+        self.sums: list[Tensor] = []
+        #: the first call's, until one of all rows comes: sums begin with it, and not with zeros
+        self.first: tuple[slice, list[Tensor]] | None = None
+
+    @property
+    def any(self) -> bool:
+        """True if a call has added to them."""
+        return bool(self.sums) or self.first is not None
+
+    def add(self, rows: slice, found: list[Tensor]) -> None:
+        """Add the gradients of a call."""
+        if not self.sums and rows == slice(0, self.length):
+            self.sums = [t.to(self.dtype) for t in found]
+            self._add_first()
+        elif self.any:
+            self.total(found)
+            self._add(rows, found)
+        else:
+            self.first = rows, found
+
+    def total(self, like: list[Tensor]) -> list[Tensor]:
+        """Return the sums ``[B, length, H, D]``, of as many tensors as ``like``."""
+        if not self.sums:
+            sizes = [(t.shape[0], self.length, *t.shape[2:]) for t in like]
+            self.sums = [
+                t.new_zeros(size, dtype=self.dtype) for t, size in zip(like, sizes, strict=True)
+            ]
+        self._add_first()
+        return self.sums
+
+    def _add_first(self) -> None:
+        if self.first is not None:
+            self._add(*self.first)
+            self.first = None
+
+    def _add(self, rows: slice, found: list[Tensor]) -> None:
+        for total, t in zip(self.sums, found, strict=True):
+            total[:, rows] += t
+
+
 def _store(x: Tensor, place: Tensor | None) -> None:
     """Copy a result to its place, unless a kernel has written it there."""
     if place is not None and x.data_ptr() != place.data_ptr():
         place.copy_(x)
+
+
+def _dense(t: Tensor) -> Tensor:
+    """Return a tensor without gaps, of rows of some heads."""
+    if t.is_contiguous():
+        return t
+    found = torch.empty_like(t, memory_format=_DENSE)
+    to, rows = words(found, t)
+    to.copy_(rows)
+    return found
 
 
 _DENSE = torch.contiguous_format
