@@ -298,10 +298,11 @@ def take_turn(rank: Rank, name: str, what: str, calls: int) -> Turn:
     with one.context():
         if not is_one(name):
             dist.barrier()
-        return _timed(rank, lambda: one.call(what), calls)
+        return _timed(rank, lambda: one.call(what), calls, together=not is_one(name))
 
 
-def _timed(rank: Rank, call: Callable[[], Any], calls: int) -> Turn:
+def _timed(rank: Rank, call: Callable[[], Any], calls: int, together: bool) -> Turn:
+    """Time some calls on the device; ``together``: all ranks begin at the same time."""
     if rank.device.type != "cuda":
         begin = time.perf_counter()
         for _ in range(calls):
@@ -309,8 +310,11 @@ def _timed(rank: Rank, call: Callable[[], Any], calls: int) -> Turn:
         each = 1e3 * (time.perf_counter() - begin) / calls
         return Turn(each, each, calls)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    one = torch.ones(1, device=rank.device)
     torch.cuda.synchronize()
     torch.cuda._sleep(ASLEEP)
+    if together:  # devices sleep unequally long: a rank would measure how long it waits for others
+        dist.all_reduce(one)
     start.record()
     begin = time.perf_counter()
     for _ in range(calls):
@@ -346,7 +350,7 @@ def wire(rank: Rank, name: str, mib: float, calls: int) -> tuple[float, float]:
         function = getattr(dist, new, None) or getattr(dist, old)
     function(*arguments)
     dist.barrier()
-    turn = _timed(rank, lambda: function(*arguments), calls)
+    turn = _timed(rank, lambda: function(*arguments), calls, together=True)
     return turn.ms, 4 * received / 2**20
 
 

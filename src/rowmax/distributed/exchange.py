@@ -6,6 +6,7 @@ A copy begins when its record is made. ``wait`` returns the rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from .collectives import begin_all_gather, begin_all_to_all
 from .groups import Group
 from .layout import Layout, Ranges
-from .routes import Route
+from .routes import Route, rows_of, union
 
 Shapes = Sequence[torch.Size]
 
@@ -49,8 +50,8 @@ class Gather:
 class Return:
     """Gradients of gathered rows ``[B, length, H, D]``, on their way to the ranks of the rows."""
 
-    def __init__(self, tensors: Sequence[Tensor], route: Route, rows: int, group: Group) -> None:
-        self.route, self.rows = route, rows
+    def __init__(self, tensors: Sequence[Tensor], route: Route, group: Group) -> None:
+        self.route = route
         self.shapes = [t.shape for t in tensors]
         sent, self.received = (
             [elements(self.shapes, ranges) for ranges in each]
@@ -58,33 +59,30 @@ class Return:
         )
         self.copy = begin_all_to_all(packed(tensors, route.received), sent, self.received, group)
 
-    def wait(self, own: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Return the sums over all ranks for each own row, in the dtype of the tensors.
-
-        Summands are added in the order of ranks, to ``own`` if it is given.
-        """
+    def wait(self) -> Sums:
+        """Return the sums over all ranks, added in their order, in the dtype of the tensors."""
         parts = self.copy.wait()[0].split(self.received)
-        return summed(parts, self.route.sent, self.rows, self.shapes, own)
+        return summed(parts, self.route.sent, self.shapes)
 
 
-def summed(
-    parts: Sequence[Tensor],
-    each: Sequence[Ranges],
-    rows: int,
-    shapes: Shapes,
-    own: Sequence[Tensor] = (),
-) -> list[Tensor]:
-    """Return the sums over all ranks for each own row, of flat parts that hold these ranges.
+class Sums(NamedTuple):
+    """The sums over ranks of the rows of some ranges: of each tensor ``[B, length, H, D]``."""
 
-    They are added to ``own``, ``[B, rows, H, D]``, if it is given.
-    """
-    sums = [t.transpose(0, 1) for t in own]
-    sums = sums or [parts[0].new_zeros((rows, b, *rest)) for b, _, *rest in shapes]
-    for part, ranges in zip(parts, each, strict=True):
+    ranges: Ranges
+    each: list[Tensor]
+
+
+def summed(parts: Sequence[Tensor], sent: Sequence[Ranges], shapes: Shapes) -> Sums:
+    """Return the sums over all ranks of own rows, of flat parts that hold these ranges."""
+    every = union(pair for ranges in sent for pair in ranges)
+    length = sum(stop - start for start, stop in every)
+    sums = [parts[0].new_zeros((length, b, *rest)) for b, _, *rest in shapes]
+    for part, ranges in zip(parts, sent, strict=True):
+        at = rows_of(ranges, every)
         for total, found in zip(sums, unpacked(part, shapes, ranges), strict=True):
-            for (start, stop), (_, piece) in zip(ranges, found, strict=True):
+            for (start, stop), (_, piece) in zip(at, found, strict=True):
                 total[start:stop] += piece
-    return [total.transpose(0, 1) for total in sums]
+    return Sums(every, [total.transpose(0, 1) for total in sums])
 
 
 def elements(shapes: Shapes, ranges: Ranges) -> int:

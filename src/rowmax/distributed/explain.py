@@ -334,11 +334,13 @@ def _keys_memory(call: ShardedCall, back: bool) -> int:
         ways = [route(call.queries, call.keys, sight, one) for one in _ranks(call)]
         memory = (_rows_shown(ways) + way.length) * size
         if call.packs:
-            memory = (_rows_shown(ways) + way.rows_of_others(rank)[1]) * size
+            memory = _rows_shown(ways) * size
             packed = sum(part.packing.rows for part in way.parts if part.packing is not None)
         shown = max(one.rows_of_others(n)[1] for n, one in enumerate(ways))
-        here = len(sizes) > 1 or any(part.own is not None for part in way.parts)
-        returned = back * (way.length + shown + sent + sent * here) * wide
+        # gradients of own rows that were not gathered wait for those that return
+        alone = [part.own.stop - part.own.start for part in way.parts if part.own is not None]
+        own = sum(alone) if len(alone) < 2 else call.keys.lengths[rank]
+        returned = back * (way.length + shown + sent + sent * (len(sizes) > 1) + own) * wide
         return memory + (returned + packed * (size + back * wide)) * most // total
     # rows arrive, and are then put in order; meanwhile those of the next stage arrive
     arriving = call.group.size * max(call.keys.lengths) if way.whole else way.length

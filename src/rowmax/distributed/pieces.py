@@ -77,10 +77,8 @@ class Tables(NamedTuple):
     cu_q: Tensor  # int32 [pieces + 1]
     cu_k: Tensor
     rows: Tensor  # int64 [T], the gathered row of each packed key
-    own: Tensor  # int64 [T], the own row of each packed key; 0 for one of another rank
-    #: the packed rows of other ranks, and each one's number among the rows that arrive
-    others: Tensor
-    arriving: Tensor
+    #: int64, the packed keys that are own rows, and the own row of each
+    own: tuple[Tensor, Tensor]
     #: for each level the packed rows, and the gathered ones that they are
     levels: tuple[tuple[Tensor, Tensor], ...]
 
@@ -143,11 +141,11 @@ class Packing:
         own = torch.full((self.length,), -1)
         for (start, stop), (first, end) in self.held:
             own[start:stop] = torch.arange(first, end)
-        number, own = (own < 0).cumsum(0) - 1, own[rows]
-        others = (own < 0).nonzero()[:, 0]
-        tables = (cu_q, cu_k, rows, own.clamp(min=0), others, number[rows[others]])
-        cu_q, cu_k, rows, own, others, arriving = (moved(t, device) for t in tables)
-        return Tables(cu_q, cu_k, rows, own, others, arriving, tuple(levels))
+        own = own[rows]
+        mine = (own >= 0).nonzero()[:, 0]
+        tables = (cu_q, cu_k, rows, mine, own[mine])
+        cu_q, cu_k, rows, mine, own = (moved(t, device) for t in tables)
+        return Tables(cu_q, cu_k, rows, (mine, own), tuple(levels))
 
     def packed(self, gathered: Tensor) -> Tensor:
         """Return the keys of all pieces, ``[1, T, H, D]``, of gathered rows."""
@@ -155,17 +153,20 @@ class Packing:
             return gathered
         return gathered[0].index_select(0, self.on(gathered.device).rows)[None]
 
-    def of_own(self, own: Tensor) -> Tensor:
-        """Return the keys of all pieces, ``[T, H, D]``, of own rows: others are not set."""
-        if not own.shape[0]:
-            return own.new_empty((self.rows, *own.shape[1:]))
-        return own.index_select(0, self.on(own.device).own)
+    def places(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """Return (first packed row, start, stop) of each piece of a range of gathered rows."""
+        found, begin = [], 0
+        for first, length in zip(self.starts, self.lengths, strict=True):
+            a, b = max(start, first), min(stop, first + length)
+            if a < b:
+                found.append((begin + a - first, a, b))
+            begin += length
+        return found
 
-    def set_others(self, packed: Tensor, arrived: Tensor) -> None:
-        """Set the packed keys that arrived from other ranks, ``[rows, H, D]``."""
-        if arrived.shape[0]:
-            tables = self.on(packed.device)
-            packed.index_copy_(0, tables.others, arrived.index_select(0, tables.arriving))
+    def set_own(self, packed: Tensor, own: Tensor) -> None:
+        """Set the packed keys ``[T, H, D]`` that are own rows."""
+        to, rows = self.on(packed.device).own
+        packed.index_copy_(0, to, own.index_select(0, rows))
 
     def sums(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the gradients of gathered rows, of those of packed ones.

@@ -5,12 +5,12 @@ As ``exchange.py``, with the same order of sums: results are equal to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 from torch import Tensor
 
-from .exchange import elements, packed, summed, words
+from .exchange import Sums, elements, packed, summed, words
 from .groups import Group
 from .layout import Ranges
 from .pieces import Packing
@@ -53,13 +53,12 @@ class _Shown:
         """Return the number of rows to make memory for."""
         raise NotImplementedError
 
-    def copies(
-        self, stage: int, rows: list[Tensor], at: Callable[[int, int], int]
-    ) -> list[list[tuple[Tensor, Tensor]]]:
-        """Return the copies of a stage: those for the first call that waits, and all others.
+    def places(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """Return (first row of memory, start, stop) of the places of a range of gathered rows."""
+        raise NotImplementedError
 
-        ``at(start, stop)`` returns the row of ``rows`` for a range of gathered rows.
-        """
+    def copies(self, stage: int, rows: list[Tensor]) -> list[list[tuple[Tensor, Tensor]]]:
+        """Return the copies of a stage: those for the first call that waits, and all others."""
         first = next((part.gathered for part in self.ways[self.rank].parts if not part.own), None)
         found: list[list[tuple[Tensor, Tensor]]] = [[], []]
         for other in _others(self.rank, len(self.ways)) if self.moves else ():
@@ -73,9 +72,10 @@ class _Shown:
                 origin = shown[begin : begin + size].view(-1, *to.shape[1:])
                 begin += size
                 for (start, stop), (row, _) in ranges:
-                    for late, (a, b) in _by_arrival(start, stop, first):
-                        x, y = at(a, b), row + a - start
-                        found[late].append((to[x : x + b - a], origin[y : y + b - a]))
+                    for x, a, b in self.places(start, stop):
+                        for late, (c, d) in _by_arrival(a, b, first):
+                            here, there = to[x + c - a :], origin[row + c - start :]
+                            found[late].append((here[: d - c], there[: d - c]))
         return found
 
 
@@ -86,10 +86,14 @@ class PulledRows(_Shown):
         """Return the number of gathered rows."""
         return self.ways[self.rank].length
 
+    def places(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """Return the range itself."""
+        return [(start, start, stop)]
+
     def begin(self, stage: int) -> PulledStage:
         """Begin the copies of a stage. Own rows are copied meanwhile."""
         rows, self.rows[stage] = self.rows[stage], []
-        pulls = [self.region.pull(one) for one in self.copies(stage, rows, lambda a, _: a)]
+        pulls = [self.region.pull(one) for one in self.copies(stage, rows)]
         way = self.ways[self.rank]
         for to, t in zip(rows, self.parts[stage], strict=True):
             own = zip(way.received[self.rank], way.sent[self.rank], strict=True)
@@ -119,31 +123,29 @@ class PulledStage:
 class PulledPieces(_Shown):
     """The packed keys of a rank's pieces (``pieces.py``), by stages of heads."""
 
+    @property
+    def packing(self) -> Packing | None:
+        """The packing of this rank; None without queries."""
+        parts = self.ways[self.rank].parts
+        return parts[0].packing if parts else None
+
     def arriving(self) -> int:
-        """Return the number of rows from other ranks: own rows have a copy for each piece."""
-        received = self.ways[self.rank].received
-        return sum(_length(received[other]) for other in _others(self.rank, len(self.ways)))
+        """Return the number of packed keys."""
+        return self.packing.rows if self.packing else 0
+
+    def places(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """Return the packed keys of each piece that has some of the range."""
+        return self.packing.places(start, stop) if self.packing else []
 
     def begin(self, stage: int) -> PackedStage:
-        """Begin the copies of a stage."""
+        """Begin the copies of a stage. Own rows are packed meanwhile."""
         rows, self.rows[stage] = self.rows[stage], []
-        way = self.ways[self.rank]
-        numbers = _numbers(way.received, self.rank)
-        copies = self.copies(stage, rows, lambda a, _: numbers[a])
-        packing = way.parts[0].packing if way.parts else None
-        pulls = [self.region.pull(one) for one in copies]
-        return PackedStage(self.parts[stage], [t[:, 0] for t in rows], packing, pulls)
-
-
-def _numbers(received: Sequence[Ranges], rank: int) -> dict[int, int]:
-    """Return the number of the first row of each range from other ranks, among all such rows."""
-    found, row = {}, 0
-    for start, stop in sorted(
-        pair for other, ranges in enumerate(received) if other != rank for pair in ranges
-    ):
-        found[start] = row
-        row += stop - start
-    return found
+        pulls = [self.region.pull(one) for one in self.copies(stage, rows)]
+        packed = [t[:, 0] for t in rows]
+        for to, t in zip(packed, self.parts[stage], strict=True):
+            if self.packing:
+                self.packing.set_own(to, t[0])
+        return PackedStage(packed, pulls)
 
 
 def _by_arrival(start: int, stop: int, first: slice | None) -> list[tuple[bool, tuple[int, int]]]:
@@ -157,24 +159,14 @@ def _by_arrival(start: int, stop: int, first: slice | None) -> list[tuple[bool, 
 class PackedStage:
     """The packed keys of a stage, on their way."""
 
-    def __init__(
-        self, own: list[Tensor], rows: list[Tensor], packing: Packing | None, pulls: list[Pull]
-    ) -> None:
-        self.own, self.rows, self.packing, self.pulls = own, rows, packing, pulls
-        self.found: list[Tensor] = []
+    def __init__(self, packed: list[Tensor], pulls: list[Pull]) -> None:
+        self.packed, self.pulls = packed, pulls
 
     def wait(self, part: Part) -> list[Tensor]:
         """Return the keys of all pieces, ``[1, T, H, D]``."""
-        packing, own, rows = self.packing, self.own, self.rows  # own ones packed while others come
-        if packing is not None and not self.found:
-            self.own, self.rows = [], []
-            found = [packing.of_own(t[0]) for t in own]
-            for pull in self.pulls:
-                pull.wait()
-            for t, arrived in zip(found, rows, strict=True):
-                packing.set_others(t, arrived)
-            self.found = [t[None] for t in found]
-        return self.found
+        for pull in self.pulls:
+            pull.wait()
+        return [t[None] for t in self.packed]
 
 
 class PulledReturn:
@@ -184,11 +176,10 @@ class PulledReturn:
         self,
         tensors: Sequence[Tensor],
         ways: Sequence[Route],
-        rows: int,
         group: Group,
         region: Region,
     ) -> None:
-        self.rank, self.ways, self.rows = group.rank, ways, rows
+        self.rank, self.ways = group.rank, ways
         self.shapes = [t.shape for t in tensors]
         me, way = group.rank, ways[group.rank]
         dtype = tensors[0].dtype
@@ -218,14 +209,11 @@ class PulledReturn:
             for other, ranges in enumerate(received)
         ]
 
-    def wait(self, own: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Return the sums over all ranks for each own row, in the order of ranks.
-
-        They are added to ``own``, ``[B, rows, H, D]``, if it is given.
-        """
+    def wait(self) -> Sums:
+        """Return the sums over all ranks, added in their order."""
         self.copy.wait()
         parts, self.parts = self.parts, []
-        return summed(parts, self.ways[self.rank].sent, self.rows, self.shapes, own)
+        return summed(parts, self.ways[self.rank].sent, self.shapes)
 
 
 def _length(ranges: Ranges) -> int:

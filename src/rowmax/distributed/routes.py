@@ -92,7 +92,7 @@ def route(queries: Layout, keys: Layout, sight: Sight, rank: int) -> Route:
         sent=sent,
         received=tuple(rows_of(each[rank], mine) for each in moved),
         whole=all(one == ((0, keys.n),) for one in needed),
-        shown=_union(pair for other, ranges in enumerate(sent) if other != rank for pair in ranges),
+        shown=union(pair for other, ranges in enumerate(sent) if other != rank for pair in ranges),
     )
 
 
@@ -212,14 +212,14 @@ def _needed(queries: Layout, keys: Layout, sight: Sight) -> tuple[Ranges, ...]:
     """Return the positions of the keys that each rank gathers for its queries."""
     if sight.documents:
         return tuple(
-            _union(
+            union(
                 (one.keys.start, one.keys.stop)
                 for one in pieces_of(queries, sight.documents, sight.left, sight.right, rank)
             )
             for rank in range(queries.ranks)
         )
     return tuple(
-        _union(one.keys for one in _calls(queries, keys, sight, rank) if not one.own)
+        union(one.keys for one in _calls(queries, keys, sight, rank) if not one.own)
         for rank in range(queries.ranks)
     )
 
@@ -242,7 +242,7 @@ def _seen(i: range, nq: int, nk: int, sight: Sight) -> tuple[int, int]:
     return (low, high) if low < high else (0, 0)
 
 
-def _union(ranges: Sequence[tuple[int, int]] | object) -> Ranges:
+def union(ranges: Sequence[tuple[int, int]] | object) -> Ranges:
     """Return the positions of some ranges as disjoint ascending ones."""
     found: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):  # pyright: ignore

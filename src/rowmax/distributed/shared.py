@@ -42,9 +42,8 @@ class Pull:
 
     def wait(self) -> None:
         """Let the current stream wait for the copies. The host goes on."""
-        event, self._event = self._event, None
-        if event is not None:
-            torch.cuda.current_stream(self._device).wait_event(event)
+        if self._event is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
 class Region:

@@ -28,6 +28,7 @@ from ..pieces import Packing
 from ..pulls import PulledPieces, PulledReturn, PulledRows
 from ..routes import Part, Route, route, sight_of
 from ..shared import regions_of, without_regions
+from .lanes import Lanes
 from .shares import reduced
 from .stages import stages_of
 
@@ -35,16 +36,25 @@ from .stages import stages_of
 def forward(call: ShardedCall) -> tuple[Tensor, Tensor]:
     """Return (out ``[B, n, Hq, Dv]``, lse ``[B, Hq, n]``) of this rank's queries."""
     way, stages = _planned(call, returns=False)
-    whole, found = call.whole(), _Results(call, len(way.parts) * len(stages))
+    calls = len(way.parts) * len(stages)
+    whole, found, held = call.whole(), _Results(call, calls), []
+    lanes = Lanes(call.tensors.q.device, calls)
 
     def compute(heads: Heads, rows: Arriving) -> None:
+        lanes.ready()
         for part in way.parts:
-            tensors, options = _part(call, whole, heads, part, rows)
-            into = found.place(heads, part)
-            found.add(heads, part, prepared(tensors, options).forward(tensors, into))
+            with lanes.next():
+                tensors, options = _part(call, whole, heads, part, rows)
+                into = found.place(heads, part)
+                found.add(heads, part, prepared(tensors, options).forward(tensors, into))
+        if lanes.several:
+            held.append(rows)
 
     with UnderWay() as under_way:
-        _by_stages(call, way, stages, under_way, compute)
+        try:
+            _by_stages(call, way, stages, under_way, compute)
+        finally:
+            lanes.join()
     return found.total()
 
 
@@ -159,11 +169,11 @@ class _Gathered:
 
 def _returned(call: ShardedCall, way: Route, tensors: Sequence[Tensor]) -> Return | PulledReturn:
     """Return the gradients of gathered rows, on their way to the ranks of the rows."""
-    rows, regions = call.tensors.k.shape[1], regions_of(call.group, call.tensors.q.device)
+    regions = regions_of(call.group, call.tensors.q.device)
     if regions is not None:
         with _or_collectives(call):
-            return PulledReturn(tensors, _ways(call), rows, call.group, regions.gradients)
-    return Return(tensors, way, rows, call.group)
+            return PulledReturn(tensors, _ways(call), call.group, regions.gradients)
+    return Return(tensors, way, call.group)
 
 
 @contextlib.contextmanager
@@ -300,7 +310,7 @@ class _Sums:
             t.new_empty(t.shape, dtype=self.wide if call.wide else t.dtype) if want else None
             for t, want in ((own.k, wanted.k), (own.v, wanted.v))
         )
-        #: of a stage, the gradients of gathered rows and of own ones that are not gathered
+        #: gradients of a stage: of gathered rows, and of own ones that are not gathered
         self.gathered, self.own = self._rows(way.length), self._rows(own.k.shape[1])
         self.returning: _Returning | None = None
         self.sink, self.heads = (
@@ -373,7 +383,7 @@ class _Sums:
             return
         back = _returned(self.call, self.way, self.gathered.total(of_keys))
         under_way.append(back.copy)
-        own = self.own.total(of_keys) if self.own.any else []
+        own = self.own.held()
         self.gathered, self.own = self._rows(self.gathered.length), self._rows(self.own.length)
         self._receive()
         self.returning = _Returning(of_keys, back, own)
@@ -382,9 +392,22 @@ class _Sums:
         """Write the gradients of own rows that a stage returns."""
         if self.returning is None:
             return
-        to, back, own = self.returning
-        for total, t in zip(to, back.wait(own), strict=True):
-            total.copy_(t)
+        to, back, (rows, found) = self.returning
+        ranges, sums = back.wait()
+        for n, total in enumerate(to):
+            own = found[n] if found else total[:, :0]
+            if ranges != ((0, total.shape[1]),):
+                total[:, : rows.start].zero_()
+                total[:, rows].copy_(own)
+                total[:, rows.stop :].zero_()
+            begin = 0
+            for start, stop in ranges:
+                t = sums[n][:, begin : begin + stop - start]
+                begin += stop - start
+                a, b = max(start, rows.start), min(stop, rows.stop)
+                if a < b:
+                    t[:, a - start : b - start] += own[:, a - rows.start : b - rows.start]
+                total[:, start:stop] = t
         self.returning = None
 
     def total(self) -> Gradients:
@@ -399,7 +422,7 @@ class _Returning(NamedTuple):
 
     to: list[Tensor]  # the memory for those of own rows
     back: Return | PulledReturn
-    own: list[Tensor]  # what is added to them: gradients of own rows that were not gathered
+    own: tuple[slice, list[Tensor]]  # gradients of own rows that were not gathered
 
 
 class _RowSums:
@@ -411,17 +434,12 @@ class _RowSums:
         #: the first call's, until one of all rows comes: sums begin with it, and not with zeros
         self.first: tuple[slice, list[Tensor]] | None = None
 
-    @property
-    def any(self) -> bool:
-        """True if a call has added to them."""
-        return bool(self.sums) or self.first is not None
-
     def add(self, rows: slice, found: list[Tensor]) -> None:
         """Add the gradients of a call."""
         if not self.sums and rows == slice(0, self.length):
             self.sums = [t.to(self.dtype) for t in found]
             self._add_first()
-        elif self.any:
+        elif self.sums or self.first is not None:
             self.total(found)
             self._add(rows, found)
         else:
@@ -436,6 +454,12 @@ class _RowSums:
             ]
         self._add_first()
         return self.sums
+
+    def held(self) -> tuple[slice, list[Tensor]]:
+        """Return some rows and their sums: no other row has any."""
+        if self.sums:
+            return slice(0, self.length), self.sums
+        return self.first or (slice(0, 0), [])
 
     def _add_first(self) -> None:
         if self.first is not None:

@@ -151,8 +151,8 @@ def _gathered(tensors: list[Tensor], call: ShardedCall) -> list[Tensor]:
 
 def _returned(tensors: list[Tensor], call: ShardedCall) -> list[Tensor]:
     """Return the sums over ranks of own rows, of parts of all rows."""
-    way, n = every_row(call.queries, call.group.rank), call.tensors.q.shape[1]
-    return Return(tensors, way, n, call.group).wait()
+    way = every_row(call.queries, call.group.rank)
+    return Return(tensors, way, call.group).wait().each
 
 
 def _to_owners(t: Tensor, call: ShardedCall) -> list[Tensor]:
