@@ -1,10 +1,11 @@
 """Show where the time of a distributed call goes: kernels and copies, or functions of the host.
 
     python -m benchmarks.distributed_profile --devices 2 --cell documents-64k
-    python -m benchmarks.distributed_profile --device cpu --cell tiny-documents
+    python -m benchmarks.distributed_profile --device cpu --cell tiny-documents --rank 1
 
-Rank 0 prints two tables for each pass: the device's time by kernel (on a GPU), and the host's time
-by function of rowmax, while the device sleeps or other ranks wait.
+A rank prints two tables for each pass: the device's time by kernel (on a GPU), and the host's time
+by function of rowmax, while the device sleeps or other ranks wait. Of the last calls, with a GPU,
+it prints every kernel and copy in the order of time.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 
 from . import distributed_calls as calls
 from .distributed_cells import CELLS, named
@@ -24,6 +26,7 @@ from .ranks import Rank, Ranks
 
 CALLS = 8
 ROWS = 22  # rows of a table
+WIDTH = 70  # characters of a line of the order
 
 
 def profiled(rank: Rank, cell: Any, name: str, what: str) -> str:
@@ -63,7 +66,15 @@ def _device(one: Any, what: str) -> str:
             one.call(what)
         torch.cuda.synchronize()
     table = profile.key_averages().table(sort_by="cuda_time_total", row_limit=ROWS)
-    return f"{what}: {CALLS} calls by kernel:\n{table}\n"
+    found = [one for one in profile.events() if one.device_type == DeviceType.CUDA]
+    found.sort(key=lambda one: one.time_range.start)
+    last = found[-2 * len(found) // CALLS :]
+    lines = [f"{'stream':>6} {'begin':>9} {'us':>8}"]
+    for one in last:
+        begin = one.time_range.start - last[0].time_range.start
+        lines.append(f"{one.thread:6} {begin:9.1f} {one.time_range.elapsed_us():8.1f} {one.name}")
+    text = "\n".join(line[:WIDTH] for line in lines)
+    return f"{what}: {CALLS} calls by kernel:\n{table}\n{what}: two calls\n{text}\n"
 
 
 def main() -> None:
@@ -74,6 +85,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if gpu else "cpu")
     parser.add_argument("--cell", default="documents-64k", help=f"text, or one of {list(CELLS)}")
     parser.add_argument("--provider", default="rowmax:keys")
+    parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=100.0)
     given = parser.parse_args()
     ranks = Ranks(given.devices, given.device, time.time() + given.seconds)
@@ -81,7 +93,7 @@ def main() -> None:
     try:
         for what in ("forward", "backward"):
             found = ranks.run(profiled, cell, given.provider, what, limit=given.seconds)
-            print(found[0], flush=True)
+            print(found[given.rank], flush=True)
     finally:
         ranks.close()
 

@@ -215,6 +215,31 @@ def time_limit_of(process_group: Any, device: torch.device) -> int:
 
 # --- tensors -----------------------------------------------------------------------------------
 
+_copy_each: Any = getattr(torch, "_foreach_copy_", None)
+_add_each: Any = getattr(torch, "_foreach_add_", None)
+
+
+def copy_each(to: list[Tensor], x: list[Tensor]) -> None:
+    """Copy each tensor to another of its shape. On a GPU, contiguous ones are one launch."""
+    if _copy_each is not None and to:
+        _copy_each(to, x)
+        return
+    for a, b in zip(to, x, strict=True):
+        a.copy_(b)
+
+
+def add_each(to: list[Tensor], x: list[Tensor]) -> None:
+    """Add each tensor to another of its shape and dtype. On a GPU, contiguous ones are one launch.
+
+    No tensor of ``to`` overlaps another.
+    """
+    if _add_each is not None and to:
+        _add_each(to, x)
+        return
+    for a, b in zip(to, x, strict=True):
+        a += b
+
+
 #: dispatch keys of tensors that hold only numbers on a device
 _plain_keys: set[int] = set()
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..torch_compat import add_each, copy_each
 from .collectives import begin_all_gather, begin_all_to_all
 from .groups import Group
 from .layout import Layout, Ranges
@@ -79,9 +80,9 @@ def summed(parts: Sequence[Tensor], sent: Sequence[Ranges], shapes: Shapes) -> S
     sums = [parts[0].new_zeros((length, b, *rest)) for b, _, *rest in shapes]
     for part, ranges in zip(parts, sent, strict=True):
         at = rows_of(ranges, every)
-        for total, found in zip(sums, unpacked(part, shapes, ranges), strict=True):
-            for (start, stop), (_, piece) in zip(at, found, strict=True):
-                total[start:stop] += piece
+        found = unpacked(part, shapes, ranges)
+        to = [total[start:stop] for total in sums for start, stop in at]
+        add_each(to, [piece for each in found for _, piece in each])
     return Sums(every, [total.transpose(0, 1) for total in sums])
 
 
@@ -99,15 +100,17 @@ def packed(tensors: Sequence[Tensor], each: Sequence[Ranges], flat: Tensor | Non
     shapes = [t.shape for t in tensors]
     if flat is None:
         flat = tensors[0].new_empty(sum(elements(shapes, ranges) for ranges in each))
-    begin = 0
+    begin, to, found = 0, [], []
     for ranges in each:
         for t in tensors:
-            rows = [t.transpose(0, 1)[start:stop] for start, stop in ranges]
-            end = begin + elements([t.shape], ranges)
-            if begin < end:
-                to, *rows = words(flat[begin:end].view(-1, *rows[0].shape[1:]), *rows)
-                _ = torch.cat(rows, out=to) if len(rows) > 1 else to.copy_(rows[0])
-            begin = end
+            for start, stop in ranges:
+                rows = t.transpose(0, 1)[start:stop]
+                end = begin + rows.numel()
+                here, there = words(flat[begin:end].view(rows.shape), rows)
+                to.append(here)
+                found.append(there)
+                begin = end
+    copy_each(to, found)
     return flat
 
 

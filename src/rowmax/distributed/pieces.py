@@ -77,8 +77,6 @@ class Tables(NamedTuple):
     cu_q: Tensor  # int32 [pieces + 1]
     cu_k: Tensor
     rows: Tensor  # int64 [T], the gathered row of each packed key
-    #: int64, the packed keys that are own rows, and the own row of each
-    own: tuple[Tensor, Tensor]
     #: for each level the packed rows, and the gathered ones that they are
     levels: tuple[tuple[Tensor, Tensor], ...]
 
@@ -90,17 +88,10 @@ class Packing:
         pieces: in the order of own rows.
         starts: the first key of each, as a row of the gathered ones.
         length: the number of gathered rows.
-        held: the ranges of gathered rows that are this rank's own, each with its own rows.
     """
 
-    def __init__(
-        self,
-        pieces: Sequence[Piece],
-        starts: Sequence[int],
-        length: int,
-        held: tuple[tuple[tuple[int, int], tuple[int, int]], ...],
-    ) -> None:
-        self.starts, self.length, self.held = tuple(starts), length, held
+    def __init__(self, pieces: Sequence[Piece], starts: Sequence[int], length: int) -> None:
+        self.starts, self.length = tuple(starts), length
         self.lengths_q = [len(one.queries) for one in pieces]
         self.lengths = [len(one.keys) for one in pieces]
         self.longest = max(self.lengths_q), max(self.lengths)
@@ -138,14 +129,8 @@ class Packing:
                 sizes
             )
             levels.append((moved(packed, device), moved(rows[packed], device)))
-        own = torch.full((self.length,), -1)
-        for (start, stop), (first, end) in self.held:
-            own[start:stop] = torch.arange(first, end)
-        own = own[rows]
-        mine = (own >= 0).nonzero()[:, 0]
-        tables = (cu_q, cu_k, rows, mine, own[mine])
-        cu_q, cu_k, rows, mine, own = (moved(t, device) for t in tables)
-        return Tables(cu_q, cu_k, rows, (mine, own), tuple(levels))
+        cu_q, cu_k, rows = (moved(t, device) for t in (cu_q, cu_k, rows))
+        return Tables(cu_q, cu_k, rows, tuple(levels))
 
     def packed(self, gathered: Tensor) -> Tensor:
         """Return the keys of all pieces, ``[1, T, H, D]``, of gathered rows."""
@@ -162,11 +147,6 @@ class Packing:
                 found.append((begin + a - first, a, b))
             begin += length
         return found
-
-    def set_own(self, packed: Tensor, own: Tensor) -> None:
-        """Set the packed keys ``[T, H, D]`` that are own rows."""
-        to, rows = self.on(packed.device).own
-        packed.index_copy_(0, to, own.index_select(0, rows))
 
     def sums(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the gradients of gathered rows, of those of packed ones.

@@ -10,12 +10,15 @@ from itertools import pairwise
 
 from torch import Tensor
 
+from ..torch_compat import copy_each
 from .exchange import Sums, elements, packed, summed, words
 from .groups import Group
 from .layout import Ranges
 from .pieces import Packing
 from .routes import Part, Route, rows_of
 from .shared import Pull, Region
+
+Copies = list[tuple[Tensor, Tensor]]  # (to, from)
 
 
 class _Shown:
@@ -57,16 +60,19 @@ class _Shown:
         """Return (first row of memory, start, stop) of the places of a range of gathered rows."""
         raise NotImplementedError
 
-    def copies(self, stage: int, rows: list[Tensor]) -> list[list[tuple[Tensor, Tensor]]]:
-        """Return the copies of a stage: those for the first call that waits, and all others."""
-        first = next((part.gathered for part in self.ways[self.rank].parts if not part.own), None)
-        found: list[list[tuple[Tensor, Tensor]]] = [[], []]
+    def pulls(self, stage: int, rows: list[Tensor]) -> list[Pull]:
+        """Begin the copies of a stage: those for the first call that waits, then all others."""
+        parts = self.ways[self.rank].parts
+        first = next((part.gathered for part in parts if part.own is None), None)
+        found: tuple[list[Copies], list[Copies]] = ([], [])
         for other in _others(self.rank, len(self.ways)) if self.moves else ():
             way = self.ways[other]
             shown = self.region.of(other, self.dtype)
             begin = self.shown[other] * sum(_row(t) for part in self.parts[:stage] for t in part)
             origins = rows_of(way.sent[self.rank], way.shown)
             ranges = list(zip(self.ways[self.rank].received[other], origins, strict=True))
+            for each in found:
+                each.append([])
             for to, t in zip(rows, self.parts[stage], strict=True):
                 size = self.shown[other] * _row(t)
                 origin = shown[begin : begin + size].view(-1, *to.shape[1:])
@@ -75,8 +81,20 @@ class _Shown:
                     for x, a, b in self.places(start, stop):
                         for late, (c, d) in _by_arrival(a, b, first):
                             here, there = to[x + c - a :], origin[row + c - start :]
-                            found[late].append((here[: d - c], there[: d - c]))
-        return found
+                            found[late][-1].append((here[: d - c], there[: d - c]))
+        return [self.region.pull(each) for each in found]
+
+    def copy_own(self, stage: int, rows: list[Tensor]) -> None:
+        """Copy own rows to their places, while others arrive."""
+        way = self.ways[self.rank]
+        own = list(zip(way.received[self.rank], way.sent[self.rank], strict=True))
+        pairs = [
+            words(to[x : x + b - a], t.transpose(0, 1)[row + a - start : row + b - start])
+            for to, t in zip(rows, self.parts[stage], strict=True)
+            for (start, stop), (row, _) in own
+            for x, a, b in self.places(start, stop)
+        ]
+        copy_each([here for here, _ in pairs], [there for _, there in pairs])
 
 
 class PulledRows(_Shown):
@@ -93,14 +111,9 @@ class PulledRows(_Shown):
     def begin(self, stage: int) -> PulledStage:
         """Begin the copies of a stage. Own rows are copied meanwhile."""
         rows, self.rows[stage] = self.rows[stage], []
-        pulls = [self.region.pull(one) for one in self.copies(stage, rows)]
-        way = self.ways[self.rank]
-        for to, t in zip(rows, self.parts[stage], strict=True):
-            own = zip(way.received[self.rank], way.sent[self.rank], strict=True)
-            for (a, b), (c, d) in own:
-                here, there = words(to[a:b], t.transpose(0, 1)[c:d])
-                here.copy_(there)
-        return PulledStage(rows, pulls, way)
+        pulls = self.pulls(stage, rows)
+        self.copy_own(stage, rows)
+        return PulledStage(rows, pulls, self.ways[self.rank])
 
 
 class PulledStage:
@@ -108,7 +121,8 @@ class PulledStage:
 
     def __init__(self, rows: list[Tensor], pulls: list[Pull], way: Route) -> None:
         self.rows, self.pulls = [t.transpose(0, 1) for t in rows], pulls
-        self.first = next((part for part in way.parts if not part.own), None)
+        gathered = [part for part in way.parts if part.own is None]
+        self.first = gathered[0] if len(gathered) > 1 else None
 
     def wait(self, part: Part) -> list[Tensor]:
         """Return the rows ``[B, length, H, D]``, in the order of positions.
@@ -140,12 +154,9 @@ class PulledPieces(_Shown):
     def begin(self, stage: int) -> PackedStage:
         """Begin the copies of a stage. Own rows are packed meanwhile."""
         rows, self.rows[stage] = self.rows[stage], []
-        pulls = [self.region.pull(one) for one in self.copies(stage, rows)]
-        packed = [t[:, 0] for t in rows]
-        for to, t in zip(packed, self.parts[stage], strict=True):
-            if self.packing:
-                self.packing.set_own(to, t[0])
-        return PackedStage(packed, pulls)
+        pulls = self.pulls(stage, rows)
+        self.copy_own(stage, rows)
+        return PackedStage([t[:, 0] for t in rows], pulls)
 
 
 def _by_arrival(start: int, stop: int, first: slice | None) -> list[tuple[bool, tuple[int, int]]]:
@@ -197,8 +208,10 @@ class PulledReturn:
             region.show()
         starts = {other: sum(sizes[other][:me]) for other in _others(me, group.size)}
         self.copy = region.pull(
-            (self.parts[other], region.of(other, dtype)[begin : begin + sizes[other][me]])
-            for other, begin in starts.items()
+            [
+                [(self.parts[other], region.of(other, dtype)[begin : begin + sizes[other][me]])]
+                for other, begin in starts.items()
+            ]
         )
 
     def _sent(self, rank: int) -> list[int]:

@@ -178,9 +178,8 @@ def _packed_parts(queries: Layout, keys: Layout, sight: Sight, rank: int) -> tup
     first = _Rows(mine)
     starts = [first.of(one.keys.start) if one.keys else 0 for one in pieces]
     every, length = slice(0, queries.lengths[rank]), _length(mine)
-    gathered, own = slice(0, length), _moved(queries, keys, sight)[rank][rank]
-    held = tuple(zip(rows_of(own, mine), rows_of(own, keys.owned[rank]), strict=True))
-    return (Part(every, every, gathered, gathered, Packing(pieces, starts, length, held)),)
+    gathered = slice(0, length)
+    return (Part(every, every, gathered, gathered, Packing(pieces, starts, length)),)
 
 
 @lru_cache(maxsize=512)

@@ -28,7 +28,6 @@ from ..pieces import Packing
 from ..pulls import PulledPieces, PulledReturn, PulledRows
 from ..routes import Part, Route, route, sight_of
 from ..shared import regions_of, without_regions
-from .lanes import Lanes
 from .shares import reduced
 from .stages import stages_of
 
@@ -36,25 +35,16 @@ from .stages import stages_of
 def forward(call: ShardedCall) -> tuple[Tensor, Tensor]:
     """Return (out ``[B, n, Hq, Dv]``, lse ``[B, Hq, n]``) of this rank's queries."""
     way, stages = _planned(call, returns=False)
-    calls = len(way.parts) * len(stages)
-    whole, found, held = call.whole(), _Results(call, calls), []
-    lanes = Lanes(call.tensors.q.device, calls)
+    whole, found = call.whole(), _Results(call, len(way.parts) * len(stages))
 
-    def compute(heads: Heads, rows: Arriving) -> None:
-        lanes.ready()
+    def compute(heads: Heads, arriving: Arriving) -> None:
         for part in way.parts:
-            with lanes.next():
-                tensors, options = _part(call, whole, heads, part, rows)
-                into = found.place(heads, part)
-                found.add(heads, part, prepared(tensors, options).forward(tensors, into))
-        if lanes.several:
-            held.append(rows)
+            tensors, options = _part(call, whole, heads, part, arriving)
+            into = found.place(heads, part)
+            found.add(heads, part, prepared(tensors, options).forward(tensors, into))
 
     with UnderWay() as under_way:
-        try:
-            _by_stages(call, way, stages, under_way, compute)
-        finally:
-            lanes.join()
+        _by_stages(call, way, stages, under_way, compute)
     return found.total()
 
 
@@ -280,7 +270,7 @@ class _Results:
 
     def place(self, heads: Heads, part: Part) -> Tensor | None:
         """Return the memory of a call's output."""
-        return None if self.found is None else self.found[0][:, part.rows, heads.q]
+        return None if self.found is None else _place(self.found[0], heads, part)
 
     def add(self, heads: Heads, part: Part, found: tuple[Tensor, Tensor]) -> None:
         """Add the results of a call."""
@@ -335,7 +325,7 @@ class _Sums:
 
     def place(self, heads: Heads, part: Part) -> Tensor | None:
         """Return the memory of a call's gradient of q."""
-        return None if self.q is None else self.q[:, part.rows, heads.q]
+        return None if self.q is None else _place(self.q, heads, part)
 
     def add(self, heads: Heads, part: Part, found: Gradients) -> None:
         """Add the gradients of a call."""
@@ -469,6 +459,15 @@ class _RowSums:
     def _add(self, rows: slice, found: list[Tensor]) -> None:
         for total, t in zip(self.sums, found, strict=True):
             total[:, rows] += t
+
+
+def _place(t: Tensor, heads: Heads, part: Part) -> Tensor:
+    """Return the rows and heads of a call; those of one sequence without gaps have the strides so.
+
+    Kernels write results there that have the strides of a tensor of their own.
+    """
+    found = t[:, part.rows, heads.q]
+    return found[0][None] if t.shape[0] == 1 else found
 
 
 def _store(x: Tensor, place: Tensor | None) -> None:
