@@ -46,7 +46,7 @@ from rowmax.distributed import Layout
 from rowmax.distributed.calls import Place, ShardedCall
 from rowmax.distributed.groups import Group
 from rowmax.distributed.layout import ALIGNED, Ranges
-from rowmax.distributed.routes import route, sight_of
+from rowmax.distributed.routes import Route, common, load_of, pairs_of, route, sight_of
 from rowmax.distributed.strategies.stages import stages_of
 
 from .distributed_cells import layout_for, mask_of, named
@@ -181,6 +181,16 @@ class Pulled(NamedTuple):
     copied: float
     stages: tuple[float, ...]  # the share of kv heads of each
     calls: int
+    arrivals: tuple[Arrival, ...]  # one for each rank
+
+
+class Arrival(NamedTuple):
+    """The bytes that calls of a rank wait for, and the computing before, as shares of the mean."""
+
+    own: float  # computing of own keys alone
+    first: float  # bytes for the first of the other calls
+    call: float  # its computing
+    every: float  # bytes for all calls
 
 
 @lru_cache(maxsize=256)
@@ -193,10 +203,12 @@ def pulled(cell: Cell, backward: bool, devices: int) -> Pulled:
     ways = [route(call.queries, call.keys, sight_of(call), rank) for rank in range(devices)]
     row = 2 * cell.b * cell.hk * cell.d  # elements of k and v
     come = back = copied = 0.0
+    load, arrivals = load_of(call.queries, call.keys, sight_of(call)), []
     for rank, way in enumerate(ways):
         own = call.keys.lengths[rank]
         sent, received = way.rows_of_others(rank)
         come, back = max(come, received * row * HALF), max(back, sent * row * WIDE * backward)
+        arrivals.append(_arrival(call, way, rank, row * HALF, load.pairs))
         packing = way.parts[0].packing if way.parts else None
         shown, held = (_rows(ranges) for ranges in (way.shown, way.received[rank]))
         if packing is None:
@@ -213,7 +225,25 @@ def pulled(cell: Cell, backward: bool, devices: int) -> Pulled:
         copied = max(copied, bytes_ * row)
     sizes = [len(one) for one in stages_of(call, backward)]
     calls = max(len(way.parts) for way in ways) * len(sizes)
-    return Pulled(come, back, copied, tuple(n / sum(sizes) for n in sizes), calls)
+    shares = tuple(n / sum(sizes) for n in sizes)
+    return Pulled(come, back, copied, shares, calls, tuple(arrivals))
+
+
+def _arrival(call: ShardedCall, way: Route, rank: int, row: float, mean: float) -> Arrival:
+    """Return what the calls of a rank wait for; ``row`` are the bytes of a row of keys."""
+    _, received = way.rows_of_others(rank)
+    own = first = share = 0.0
+    for part in way.parts:
+        if part.packing is not None:
+            return Arrival(0.0, received * row, 1.0, received * row)
+        pairs = pairs_of(range(part.i.start, part.i.stop), range(call.keys.n), sight_of(call))
+        if part.own is not None:
+            own += pairs / mean
+        elif not share:
+            share, cut = pairs / mean, ((part.gathered.start, part.gathered.stop),)
+            others = (ranges for n, ranges in enumerate(way.received) if n != rank)
+            first = row * sum(_rows(common(ranges, cut)) for ranges in others)
+    return Arrival(own, first, share, received * row)
 
 
 def _rows(ranges: Ranges) -> int:
@@ -238,16 +268,26 @@ def planned(cell: Cell, devices: int) -> ShardedCall:
 def _staged(found: Pulled, computing: float, machine: Machine) -> tuple[float, float]:
     """Return the seconds of copies of the wire, and those of them that nothing hides.
 
-    While a stage computes, rows of the next one come and gradients of the one before return.
+    While a stage computes, rows of the next one come and gradients of the one before return. The
+    first stage begins with calls that wait for nothing, or for few rows.
     """
     first, last = found.come / machine.pulls / 1e9, found.back / machine.pulls / 1e9
     shares = found.stages
-    exposed = first * shares[0] + last * shares[-1]
+    exposed = last * shares[-1]
+    exposed += max(_waits(one, shares[0], computing, machine) for one in found.arrivals)
     for n, share in enumerate(shares):
         comes = first * shares[n + 1] if n + 1 < len(shares) else 0.0
         returns = last * shares[n - 1] if n else 0.0
         exposed += max(0.0, comes + returns - computing * share)
     return first + last, exposed
+
+
+def _waits(one: Arrival, share: float, computing: float, machine: Machine) -> float:
+    """Return the seconds that the first stage of a rank waits."""
+    own, call = (share * computing * x for x in (one.own, one.call))
+    first, every = (share * x / machine.pulls / 1e9 for x in (one.first, one.every))
+    begin = max(own, first)
+    return begin - own + max(0.0, every - begin - call)
 
 
 # --- time ----------------------------------------------------------------------------------------

@@ -64,15 +64,13 @@ class _Shown:
         """Begin the copies of a stage: those for the first call that waits, then all others."""
         parts = self.ways[self.rank].parts
         first = next((part.gathered for part in parts if part.own is None), None)
-        found: tuple[list[Copies], list[Copies]] = ([], [])
+        found: tuple[Copies, Copies] = ([], [])
         for other in _others(self.rank, len(self.ways)) if self.moves else ():
             way = self.ways[other]
             shown = self.region.of(other, self.dtype)
             begin = self.shown[other] * sum(_row(t) for part in self.parts[:stage] for t in part)
             origins = rows_of(way.sent[self.rank], way.shown)
             ranges = list(zip(self.ways[self.rank].received[other], origins, strict=True))
-            for each in found:
-                each.append([])
             for to, t in zip(rows, self.parts[stage], strict=True):
                 size = self.shown[other] * _row(t)
                 origin = shown[begin : begin + size].view(-1, *to.shape[1:])
@@ -81,7 +79,7 @@ class _Shown:
                     for x, a, b in self.places(start, stop):
                         for late, (c, d) in _by_arrival(a, b, first):
                             here, there = to[x + c - a :], origin[row + c - start :]
-                            found[late][-1].append((here[: d - c], there[: d - c]))
+                            found[late].append((here[: d - c], there[: d - c]))
         return [self.region.pull(each) for each in found]
 
     def copy_own(self, stage: int, rows: list[Tensor]) -> None:
@@ -208,10 +206,8 @@ class PulledReturn:
             region.show()
         starts = {other: sum(sizes[other][:me]) for other in _others(me, group.size)}
         self.copy = region.pull(
-            [
-                [(self.parts[other], region.of(other, dtype)[begin : begin + sizes[other][me]])]
-                for other, begin in starts.items()
-            ]
+            (self.parts[other], region.of(other, dtype)[begin : begin + sizes[other][me]])
+            for other, begin in starts.items()
         )
 
     def _sent(self, rank: int) -> list[int]:

@@ -190,16 +190,16 @@ def load_of(queries: Layout, keys: Layout, sight: Sight) -> Load:
         rows += _length(needed) - _length(_moved(queries, keys, sight)[rank][rank])
         if sight.documents:
             pieces = pieces_of(queries, sight.documents, sight.left, sight.right, rank)
-            pairs += sum(_pairs(one.queries, one.keys, sight) for one in pieces)
+            pairs += sum(pairs_of(one.queries, one.keys, sight) for one in pieces)
             chunks += 1
             continue
         for i in queries.chunks(rank):
-            pairs += _pairs(i, range(keys.n), sight, keys.n - queries.n)
+            pairs += pairs_of(i, range(keys.n), sight, keys.n - queries.n)
             chunks += 1
     return Load(rows / queries.ranks, pairs / queries.ranks, queries.n / max(1, chunks))
 
 
-def _pairs(i: range, j: range, sight: Sight, offset: int = 0) -> int:
+def pairs_of(i: range, j: range, sight: Sight, offset: int = 0) -> int:
     """Return the pairs of queries and keys within the band: those of the middle query, each."""
     middle = (i.start + i.stop - 1) // 2
     low, high = any_range(middle, middle, offset, sight.left, sight.right, j.stop)
@@ -227,7 +227,7 @@ def _needed(queries: Layout, keys: Layout, sight: Sight) -> tuple[Ranges, ...]:
 def _moved(queries: Layout, keys: Layout, sight: Sight) -> tuple[tuple[Ranges, ...], ...]:
     """Return the positions of the keys of each rank that each rank needs, by both."""
     needed = _needed(queries, keys, sight)
-    return tuple(tuple(_common(own, theirs) for theirs in needed) for own in keys.owned)
+    return tuple(tuple(common(own, theirs) for theirs in needed) for own in keys.owned)
 
 
 def _length(ranges: Ranges) -> int:
@@ -254,7 +254,7 @@ def union(ranges: Sequence[tuple[int, int]] | object) -> Ranges:
     return tuple(found)
 
 
-def _common(a: Ranges, b: Ranges) -> Ranges:
+def common(a: Ranges, b: Ranges) -> Ranges:
     """Return the positions that are in both of two ascending lists of ranges."""
     found, x, y = [], 0, 0
     while x < len(a) and y < len(b):

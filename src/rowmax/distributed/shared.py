@@ -16,8 +16,7 @@ import socket
 import tempfile
 import uuid
 import weakref
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +31,19 @@ from .groups import Group
 #: "shared" or "collectives": the way of copies. Unset: shared on GPUs of one host
 VARIABLE = "ROWMAX_DISTRIBUTED_COPIES"
 WAYS = ("shared", "collectives")
-#: streams that pull rows, so that several copy engines work
-STREAMS = 3
 _ROUND = 2 << 20  # sizes are multiples of so many bytes
 
 
 class Pull:
     """Copies under way from the memory of other ranks."""
 
-    def __init__(self, events: list[Any], device: torch.device) -> None:
-        self._events, self._device = events, device
+    def __init__(self, event: Any, device: torch.device) -> None:
+        self._event, self._device = event, device
 
     def wait(self) -> None:
         """Let the current stream wait for the copies. The host goes on."""
-        events, self._events = self._events, []
-        for event in events:
+        event, self._event = self._event, None
+        if event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)
 
 
@@ -63,7 +60,7 @@ class Region:
         self.memory: _Symmetric | _File | None = None
         self.size = 0
         self._shown: Any = None  # an event
-        self._reads: list[Pull] = []  # own copies since the last ``open``
+        self._read: Pull | None = None  # the last of own copies
         self._stream: torch.cuda.Stream | None = None  # the stream of the last use
 
     def open(self, size: int) -> Tensor:
@@ -79,9 +76,9 @@ class Region:
             if self._stream is not None and self._stream != current and not captures:
                 current.wait_stream(self._stream)
             self._stream = None if captures else current
-        for pull in self._reads:
-            pull.wait()
-        self._reads = []
+        if self._read is not None:
+            self._read.wait()
+            self._read = None
         if size > self.size:
             self._grow(size)
         assert self.memory is not None
@@ -100,26 +97,19 @@ class Region:
         assert self.memory is not None
         return self.memory.bytes[rank].view(dtype)
 
-    def pull(self, copies: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> Pull:
-        """Begin copies (to, from) of contiguous tensors, in a list for each other rank.
-
-        Those of each rank have a stream, and so a copy engine if there is one: a single engine
-        reaches half the rate of the wire, with copies of 8 MB. Memory to write is older than
-        ``show``.
-        """
+    def pull(self, copies: Iterable[tuple[Tensor, Tensor]]) -> Pull:
+        """Begin copies (to, from), both contiguous. Memory to write is older than ``show``."""
         if self._shown is None:
-            for to, origin in chain.from_iterable(copies):
+            for to, origin in copies:
                 to.copy_(origin)
-            return Pull([], self.device)
-        events = []
-        for stream, each in zip(_copy_streams(self.device, len(copies)), copies, strict=True):
-            stream.wait_event(self._shown)
-            with torch.cuda.stream(stream):
-                for to, origin in each:
-                    to.copy_(origin, non_blocking=True)
-                events.append(stream.record_event())
-        self._reads.append(Pull(events, self.device))
-        return self._reads[-1]
+            return Pull(None, self.device)
+        stream = _copy_stream(self.device)
+        stream.wait_event(self._shown)
+        with torch.cuda.stream(stream):
+            for to, origin in copies:
+                to.copy_(origin, non_blocking=True)
+            self._read = Pull(stream.record_event(), self.device)
+        return self._read
 
     def _grow(self, size: int) -> None:
         """Replace the memory by a larger one, on all ranks."""
@@ -200,7 +190,7 @@ class Regions:
         self.rows, self.gradients = Region(group, device), Region(group, device)
 
 
-_streams: dict[torch.device, list[torch.cuda.Stream]] = {}
+_streams: dict[torch.device, torch.cuda.Stream] = {}
 #: by name of group and device: the group, because another may have its name later, and its
 #: regions, or None where its ranks cannot share memory
 _known: dict[tuple[str, torch.device], tuple[Any, Regions | None]] = {}
@@ -281,8 +271,7 @@ def _host() -> str:
     return socket.gethostname()
 
 
-def _copy_streams(device: torch.device, ranks: int) -> list[torch.cuda.Stream]:
-    """Return a stream for each of some ranks; more than STREAMS share some."""
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     if device not in _streams:
-        _streams[device] = [torch.cuda.Stream(device) for _ in range(STREAMS)]
-    return [_streams[device][n % STREAMS] for n in range(ranks)]
+        _streams[device] = torch.cuda.Stream(device)
+    return _streams[device]
