@@ -313,7 +313,7 @@ def _timed(rank: Rank, call: Callable[[], Any], calls: int, together: bool) -> T
     one = torch.ones(1, device=rank.device)
     torch.cuda.synchronize()
     torch.cuda._sleep(ASLEEP)
-    if together:  # devices sleep unequally long: a rank would measure how long it waits for others
+    if together:  # a rank that begins early would measure how long it waits for others
         dist.all_reduce(one)
     start.record()
     begin = time.perf_counter()

@@ -45,8 +45,16 @@ from rowmax.call.inputs import Options, Tensors
 from rowmax.distributed import Layout
 from rowmax.distributed.calls import Place, ShardedCall
 from rowmax.distributed.groups import Group
-from rowmax.distributed.layout import ALIGNED, Ranges
-from rowmax.distributed.routes import Route, common, load_of, pairs_of, route, sight_of
+from rowmax.distributed.layout import ALIGNED
+from rowmax.distributed.routes import (
+    Route,
+    common,
+    length_of,
+    load_of,
+    pairs_of,
+    route,
+    sight_of,
+)
 from rowmax.distributed.strategies.stages import stages_of
 
 from .distributed_cells import layout_for, mask_of, named
@@ -210,14 +218,16 @@ def pulled(cell: Cell, backward: bool, devices: int) -> Pulled:
         come, back = max(come, received * row * HALF), max(back, sent * row * WIDE * backward)
         arrivals.append(_arrival(call, way, rank, row * HALF, load.pairs))
         packing = way.parts[0].packing if way.parts else None
-        shown, held = (_rows(ranges) for ranges in (way.shown, way.received[rank]))
+        shown, held = (length_of(ranges) for ranges in (way.shown, way.received[rank]))
         if packing is None:
             bytes_ = 2 * (shown + held) * HALF  # to shared memory, and to their places
             # all but the first call's gradients are added to those of the first
             covered = sum(part.gathered.stop - part.gathered.start for part in way.parts)
             sums = 3 * (covered - way.length)
         else:
-            bytes_ = (2 * shown + 2 * packing.rows + 4 * received) * HALF
+            places = (packing.places(*one) for one in way.received[rank])
+            held = sum(stop - start for each in places for _, start, stop in each)
+            bytes_ = 2 * (shown + held) * HALF  # those of others arrive at their places
             sums = 2 * way.length + 3 * (packing.rows - way.length)
         if backward:
             # packed, added to zeros in the order of ranks, and rounded
@@ -242,12 +252,8 @@ def _arrival(call: ShardedCall, way: Route, rank: int, row: float, mean: float) 
         elif not share:
             share, cut = pairs / mean, ((part.gathered.start, part.gathered.stop),)
             others = (ranges for n, ranges in enumerate(way.received) if n != rank)
-            first = row * sum(_rows(common(ranges, cut)) for ranges in others)
+            first = row * sum(length_of(common(ranges, cut)) for ranges in others)
     return Arrival(own, first, share, received * row)
-
-
-def _rows(ranges: Ranges) -> int:
-    return sum(stop - start for start, stop in ranges)
 
 
 def planned(cell: Cell, devices: int) -> ShardedCall:

@@ -15,7 +15,7 @@ from ..torch_compat import add_each, copy_each
 from .collectives import begin_all_gather, begin_all_to_all
 from .groups import Group
 from .layout import Layout, Ranges
-from .routes import Route, rows_of, union
+from .routes import Route, length_of, rows_of, union
 
 Shapes = Sequence[torch.Size]
 
@@ -76,7 +76,7 @@ class Sums(NamedTuple):
 def summed(parts: Sequence[Tensor], sent: Sequence[Ranges], shapes: Shapes) -> Sums:
     """Return the sums over all ranks of own rows, of flat parts that hold these ranges."""
     every = union(pair for ranges in sent for pair in ranges)
-    length = sum(stop - start for start, stop in every)
+    length = length_of(every)
     sums = [parts[0].new_zeros((length, b, *rest)) for b, _, *rest in shapes]
     for part, ranges in zip(parts, sent, strict=True):
         at = rows_of(ranges, every)
@@ -88,7 +88,7 @@ def summed(parts: Sequence[Tensor], sent: Sequence[Ranges], shapes: Shapes) -> S
 
 def elements(shapes: Shapes, ranges: Ranges) -> int:
     """Return the number of elements of some rows of all tensors."""
-    rows = sum(stop - start for start, stop in ranges)
+    rows = length_of(ranges)
     return sum(rows * b * h * d for b, _, h, d in shapes)
 
 

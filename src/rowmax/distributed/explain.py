@@ -22,7 +22,7 @@ from .attention import check_layouts, normalized_rows
 from .calls import ShardedCall, whole_rows
 from .groups import Group, grid, group_of
 from .layout import Layout, imbalance
-from .routes import Route, route, sight_of
+from .routes import Route, length_of, route, sight_of
 from .shared import shares_memory
 from .strategies import STRATEGIES, unable
 from .strategies.grid import ACROSS, across, exchange_within, rows_across
@@ -327,7 +327,7 @@ def _keys_memory(call: ShardedCall, back: bool) -> int:
     way = route(call.queries, call.keys, sight, rank)
     sizes = [len(one) for one in stages_of(call, back)]
     most, total = max(sizes), sum(sizes)
-    sent = sum(stop - start for ranges in way.sent for start, stop in ranges)  # own rows too
+    sent = sum(map(length_of, way.sent))  # own rows too
     # keys of each piece, and their gradients
     packed = sum(part.packing.copied for part in way.parts if part.packing is not None)
     if shares_memory(call.group, call.tensors.k.device):
@@ -355,7 +355,7 @@ def _keys_memory(call: ShardedCall, back: bool) -> int:
 
 def _rows_shown(ways: Sequence[Route]) -> int:
     """Return the most rows that a rank shows to others."""
-    return max(sum(stop - start for start, stop in one.shown) for one in ways)
+    return max(length_of(one.shown) for one in ways)
 
 
 def _key_bytes(call: ShardedCall) -> tuple[int, int]:

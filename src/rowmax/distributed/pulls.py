@@ -13,9 +13,8 @@ from torch import Tensor
 from ..torch_compat import copy_each
 from .exchange import Sums, elements, packed, summed, words
 from .groups import Group
-from .layout import Ranges
 from .pieces import Packing
-from .routes import Part, Route, rows_of
+from .routes import Part, Route, length_of, rows_of
 from .shared import Pull, Region
 
 Copies = list[tuple[Tensor, Tensor]]  # (to, from)
@@ -35,7 +34,7 @@ class _Shown:
         self.rank, self.ways, self.region = group.rank, ways, region
         self.dtype = tensors[0].dtype
         self.parts = [[t[:, :, heads] for t in tensors] for heads in stages]
-        self.shown = [_length(way.shown) for way in ways]  # rows of each rank
+        self.shown = [length_of(way.shown) for way in ways]  # rows of each rank
         self.moves = max(self.shown) > 0  # else no rank waits for another
         #: memory for rows [length, B, H, D] of each stage, from before the copies
         self.rows = [
@@ -62,8 +61,7 @@ class _Shown:
 
     def pulls(self, stage: int, rows: list[Tensor]) -> list[Pull]:
         """Begin the copies of a stage: those for the first call that waits, then all others."""
-        parts = self.ways[self.rank].parts
-        first = next((part.gathered for part in parts if part.own is None), None)
+        first = self.ways[self.rank].first
         found: tuple[Copies, Copies] = ([], [])
         for other in _others(self.rank, len(self.ways)) if self.moves else ():
             way = self.ways[other]
@@ -77,7 +75,7 @@ class _Shown:
                 begin += size
                 for (start, stop), (row, _) in ranges:
                     for x, a, b in self.places(start, stop):
-                        for late, (c, d) in _by_arrival(a, b, first):
+                        for late, (c, d) in _by_arrival(a, b, first.gathered if first else None):
                             here, there = to[x + c - a :], origin[row + c - start :]
                             found[late].append((here[: d - c], there[: d - c]))
         return [self.region.pull(each) for each in found]
@@ -119,8 +117,7 @@ class PulledStage:
 
     def __init__(self, rows: list[Tensor], pulls: list[Pull], way: Route) -> None:
         self.rows, self.pulls = [t.transpose(0, 1) for t in rows], pulls
-        gathered = [part for part in way.parts if part.own is None]
-        self.first = gathered[0] if len(gathered) > 1 else None
+        self.first = way.first if way.parts and way.first is not way.parts[-1] else None
 
     def wait(self, part: Part) -> list[Tensor]:
         """Return the rows ``[B, length, H, D]``, in the order of positions.
@@ -223,10 +220,6 @@ class PulledReturn:
         self.copy.wait()
         parts, self.parts = self.parts, []
         return summed(parts, self.ways[self.rank].sent, self.shapes)
-
-
-def _length(ranges: Ranges) -> int:
-    return sum(stop - start for start, stop in ranges)
 
 
 def _row(t: Tensor) -> int:

@@ -50,10 +50,15 @@ class Route(NamedTuple):
     whole: bool  # every rank needs all rows
     shown: Ranges = ()  # the own rows that any other rank needs
 
+    @property
+    def first(self) -> Part | None:
+        """The first call that reads gathered rows, if one does; those after it do as well."""
+        return next((part for part in self.parts if part.own is None), None)
+
     def rows_of_others(self, rank: int) -> tuple[int, int]:
         """Return the number of rows that this rank sends to others and receives from them."""
         sent, received = (
-            sum(_length(ranges) for other, ranges in enumerate(each) if other != rank)
+            sum(length_of(ranges) for other, ranges in enumerate(each) if other != rank)
             for each in (self.sent, self.received)
         )
         return sent, received
@@ -88,7 +93,7 @@ def route(queries: Layout, keys: Layout, sight: Sight, rank: int) -> Route:
     parts = _packed_parts if sight.documents else _parts
     return Route(
         parts=parts(queries, keys, sight, rank),
-        length=_length(mine),
+        length=length_of(mine),
         sent=sent,
         received=tuple(rows_of(each[rank], mine) for each in moved),
         whole=all(one == ((0, keys.n),) for one in needed),
@@ -177,7 +182,7 @@ def _packed_parts(queries: Layout, keys: Layout, sight: Sight, rank: int) -> tup
     mine = _needed(queries, keys, sight)[rank]
     first = _Rows(mine)
     starts = [first.of(one.keys.start) if one.keys else 0 for one in pieces]
-    every, length = slice(0, queries.lengths[rank]), _length(mine)
+    every, length = slice(0, queries.lengths[rank]), length_of(mine)
     gathered = slice(0, length)
     return (Part(every, every, gathered, gathered, Packing(pieces, starts, length)),)
 
@@ -187,7 +192,7 @@ def load_of(queries: Layout, keys: Layout, sight: Sight) -> Load:
     """Return the load of the mean rank."""
     rows = pairs = chunks = 0
     for rank, needed in enumerate(_needed(queries, keys, sight)):
-        rows += _length(needed) - _length(_moved(queries, keys, sight)[rank][rank])
+        rows += length_of(needed) - length_of(_moved(queries, keys, sight)[rank][rank])
         if sight.documents:
             pieces = pieces_of(queries, sight.documents, sight.left, sight.right, rank)
             pairs += sum(pairs_of(one.queries, one.keys, sight) for one in pieces)
@@ -230,7 +235,8 @@ def _moved(queries: Layout, keys: Layout, sight: Sight) -> tuple[tuple[Ranges, .
     return tuple(tuple(common(own, theirs) for theirs in needed) for own in keys.owned)
 
 
-def _length(ranges: Ranges) -> int:
+def length_of(ranges: Ranges) -> int:
+    """Return the number of positions of disjoint ranges."""
     return sum(stop - start for start, stop in ranges)
 
 

@@ -24,6 +24,7 @@ from ...call.inputs import Gradients, Options, Tensors, Wanted, part_of
 from ..calls import ShardedCall
 from ..collectives import UnderWay, Waits
 from ..exchange import Gather, Return, words
+from ..layout import Ranges
 from ..pieces import Packing
 from ..pulls import PulledPieces, PulledReturn, PulledRows
 from ..routes import Part, Route, route, sight_of
@@ -109,7 +110,6 @@ def _by_stages(
     group = call.tensors.q.shape[2] // call.tensors.k.shape[2]
     slices = [slice(one.start, one.stop) for one in stages]
     gathers = _gathers(call, way, slices)
-    gathers_some = any(part.own is None for part in way.parts)
 
     def begin(stage: int) -> Arriving:
         gather = gathers(stage)
@@ -122,7 +122,7 @@ def _by_stages(
         if stage + 1 < len(slices):
             arriving = begin(stage + 1)
         compute(Heads(slice(group * kv.start, group * kv.stop), kv), gather)
-        for copy in () if gathers_some else gather.pulls:  # none outlives its memory
+        for copy in () if way.first else gather.pulls:  # none outlives its memory
             copy.wait()
 
 
@@ -384,20 +384,8 @@ class _Sums:
             return
         to, back, (rows, found) = self.returning
         ranges, sums = back.wait()
-        for n, total in enumerate(to):
-            own = found[n] if found else total[:, :0]
-            if ranges != ((0, total.shape[1]),):
-                total[:, : rows.start].zero_()
-                total[:, rows].copy_(own)
-                total[:, rows.stop :].zero_()
-            begin = 0
-            for start, stop in ranges:
-                t = sums[n][:, begin : begin + stop - start]
-                begin += stop - start
-                a, b = max(start, rows.start), min(stop, rows.stop)
-                if a < b:
-                    t[:, a - start : b - start] += own[:, a - rows.start : b - rows.start]
-                total[:, start:stop] = t
+        for n, (total, returned) in enumerate(zip(to, sums, strict=True)):
+            _settle(total, ranges, returned, rows, found[n] if found else total[:, :0])
         self.returning = None
 
     def total(self) -> Gradients:
@@ -461,10 +449,27 @@ class _RowSums:
             total[:, rows] += t
 
 
-def _place(t: Tensor, heads: Heads, part: Part) -> Tensor:
-    """Return the rows and heads of a call; those of one sequence without gaps have the strides so.
+def _settle(total: Tensor, ranges: Ranges, returned: Tensor, rows: slice, own: Tensor) -> None:
+    """Write the sum of what returned for some ranges of own rows and of ``own`` for ``rows``."""
+    if ranges != ((0, total.shape[1]),):
+        total[:, : rows.start].zero_()
+        total[:, rows].copy_(own)
+        total[:, rows.stop :].zero_()
+    begin = 0
+    for start, stop in ranges:
+        t = returned[:, begin : begin + stop - start]
+        begin += stop - start
+        a, b = max(start, rows.start), min(stop, rows.stop)
+        if a < b:
+            t[:, a - start : b - start] += own[:, a - rows.start : b - rows.start]
+        total[:, start:stop] = t
 
-    Kernels write results there that have the strides of a tensor of their own.
+
+def _place(t: Tensor, heads: Heads, part: Part) -> Tensor:
+    """Return the rows and heads of a call, as memory for its results.
+
+    A kernel writes into memory with the strides of a new tensor. With one sequence, its stride is
+    no matter: here it becomes that of a new tensor.
     """
     found = t[:, part.rows, heads.q]
     return found[0][None] if t.shape[0] == 1 else found
