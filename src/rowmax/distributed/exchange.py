@@ -52,7 +52,7 @@ class Return:
     """Gradients of gathered rows ``[B, length, H, D]``, on their way to the ranks of the rows."""
 
     def __init__(self, tensors: Sequence[Tensor], route: Route, group: Group) -> None:
-        self.route = route
+        self.route, self.rank = route, group.rank
         self.shapes = [t.shape for t in tensors]
         sent, self.received = (
             [elements(self.shapes, ranges) for ranges in each]
@@ -61,9 +61,9 @@ class Return:
         self.copy = begin_all_to_all(packed(tensors, route.received), sent, self.received, group)
 
     def wait(self) -> Sums:
-        """Return the sums over all ranks, added in their order, in the dtype of the tensors."""
+        """Return the sums over all ranks, in the dtype of the tensors."""
         parts = self.copy.wait()[0].split(self.received)
-        return summed(parts, self.route.sent, self.shapes)
+        return summed(parts, self.route.sent, self.shapes, self.rank)
 
 
 class Sums(NamedTuple):
@@ -73,17 +73,31 @@ class Sums(NamedTuple):
     each: list[Tensor]
 
 
-def summed(parts: Sequence[Tensor], sent: Sequence[Ranges], shapes: Shapes) -> Sums:
-    """Return the sums over all ranks of own rows, of flat parts that hold these ranges."""
+def summed(parts: Sequence[Tensor], sent: Sequence[Ranges], shapes: Shapes, rank: int) -> Sums:
+    """Return the sums over all ranks of own rows, of flat parts that hold these ranges.
+
+    A rank adds its own part first, then that of the next rank, and so on: parts in the memory of
+    other ranks have one reader at a time. The sums may take the memory of the own part.
+    """
     every = union(pair for ranges in sent for pair in ranges)
     length = length_of(every)
-    sums = [parts[0].new_zeros((length, b, *rest)) for b, _, *rest in shapes]
-    for part, ranges in zip(parts, sent, strict=True):
-        at = rows_of(ranges, every)
-        found = unpacked(part, shapes, ranges)
+    own, *others = (rank, *others_of(rank, len(parts)))
+    if sent[own] == every:
+        sums = [rows for each in unpacked(parts[own], shapes, ((0, length),)) for _, rows in each]
+    else:
+        sums = [parts[own].new_zeros((length, b, *rest)) for b, _, *rest in shapes]
+        others = [own, *others]
+    for other in others:
+        at = rows_of(sent[other], every)
+        found = unpacked(parts[other], shapes, sent[other])
         to = [total[start:stop] for total in sums for start, stop in at]
         add_each(to, [piece for each in found for _, piece in each])
     return Sums(every, [total.transpose(0, 1) for total in sums])
+
+
+def others_of(rank: int, size: int) -> list[int]:
+    """Return the other ranks, from the next one on: each has one reader at a time."""
+    return [(rank + step) % size for step in range(1, size)]
 
 
 def elements(shapes: Shapes, ranges: Ranges) -> int:

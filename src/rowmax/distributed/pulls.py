@@ -11,7 +11,7 @@ from itertools import pairwise
 from torch import Tensor
 
 from ..torch_compat import copy_each
-from .exchange import Sums, elements, packed, summed, words
+from .exchange import Sums, elements, others_of, packed, summed, words
 from .groups import Group
 from .pieces import Packing
 from .routes import Part, Route, length_of, rows_of
@@ -60,10 +60,20 @@ class _Shown:
         raise NotImplementedError
 
     def pulls(self, stage: int, rows: list[Tensor]) -> list[Pull]:
-        """Begin the copies of a stage: those for the first call that waits, then all others."""
-        first = self.ways[self.rank].first
+        """Begin the copies of a stage: those for the first call that waits, then all others.
+
+        Of the first stage, the former are read if nothing computes meanwhile.
+        """
+        first, parts = self.ways[self.rank].first, self.ways[self.rank].parts
+        now, later = self._copies(stage, rows, first)
+        idle = stage == 0 and first is not None and first is parts[0]
+        begun = self.region.read(now) if idle else self.region.pull(now)
+        return [begun, self.region.pull(later)]
+
+    def _copies(self, stage: int, rows: list[Tensor], first: Part | None) -> tuple[Copies, Copies]:
+        """Return the copies of a stage: those for the first call that waits, and all others."""
         found: tuple[Copies, Copies] = ([], [])
-        for other in _others(self.rank, len(self.ways)) if self.moves else ():
+        for other in others_of(self.rank, len(self.ways)) if self.moves else ():
             way = self.ways[other]
             shown = self.region.of(other, self.dtype)
             begin = self.shown[other] * sum(_row(t) for part in self.parts[:stage] for t in part)
@@ -78,7 +88,7 @@ class _Shown:
                         for late, (c, d) in _by_arrival(a, b, first.gathered if first else None):
                             here, there = to[x + c - a :], origin[row + c - start :]
                             found[late].append((here[: d - c], there[: d - c]))
-        return [self.region.pull(each) for each in found]
+        return found
 
     def copy_own(self, stage: int, rows: list[Tensor]) -> None:
         """Copy own rows to their places, while others arrive."""
@@ -176,7 +186,10 @@ class PackedStage:
 
 
 class PulledReturn:
-    """Gradients of gathered rows ``[B, length, H, D]``, on their way to the ranks of the rows."""
+    """Gradients of gathered rows ``[B, length, H, D]``, on their way to the ranks of the rows.
+
+    ``idle`` is True if nothing computes until ``wait``, which then adds the parts where they are.
+    """
 
     def __init__(
         self,
@@ -184,6 +197,7 @@ class PulledReturn:
         ways: Sequence[Route],
         group: Group,
         region: Region,
+        idle: bool,
     ) -> None:
         self.rank, self.ways = group.rank, ways
         self.shapes = [t.shape for t in tensors]
@@ -201,11 +215,15 @@ class PulledReturn:
         self.parts[me] = packed(tensors, [way.received[me]])
         if most:
             region.show()
-        starts = {other: sum(sizes[other][:me]) for other in _others(me, group.size)}
-        self.copy = region.pull(
-            (self.parts[other], region.of(other, dtype)[begin : begin + sizes[other][me]])
-            for other, begin in starts.items()
-        )
+        shown = {}
+        for other in others_of(me, group.size) if most else ():
+            begin = sum(sizes[other][:me])
+            shown[other] = region.of(other, dtype)[begin : begin + sizes[other][me]]
+        if idle:
+            for other, part in shown.items():
+                self.parts[other] = part
+            shown = {}
+        self.copy = region.pull([(self.parts[other], part) for other, part in shown.items()])
 
     def _sent(self, rank: int) -> list[int]:
         """Return how many elements a rank shows for each other."""
@@ -216,16 +234,11 @@ class PulledReturn:
         ]
 
     def wait(self) -> Sums:
-        """Return the sums over all ranks, added in their order."""
+        """Return the sums over all ranks."""
         self.copy.wait()
         parts, self.parts = self.parts, []
-        return summed(parts, self.ways[self.rank].sent, self.shapes)
+        return summed(parts, self.ways[self.rank].sent, self.shapes, self.rank)
 
 
 def _row(t: Tensor) -> int:
     return t.shape[0] * t.shape[2] * t.shape[3]
-
-
-def _others(rank: int, size: int) -> list[int]:
-    """Return the other ranks, from the next one on: each has one reader at a time."""
-    return [(rank + step) % size for step in range(1, size)]

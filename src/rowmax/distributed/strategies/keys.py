@@ -157,12 +157,14 @@ class _Gathered:
         return self.found
 
 
-def _returned(call: ShardedCall, way: Route, tensors: Sequence[Tensor]) -> Return | PulledReturn:
+def _returned(
+    call: ShardedCall, way: Route, tensors: Sequence[Tensor], last: bool
+) -> Return | PulledReturn:
     """Return the gradients of gathered rows, on their way to the ranks of the rows."""
     regions = regions_of(call.group, call.tensors.q.device)
     if regions is not None:
         with _or_collectives(call):
-            return PulledReturn(tensors, _ways(call), call.group, regions.gradients)
+            return PulledReturn(tensors, _ways(call), call.group, regions.gradients, idle=last)
     return Return(tensors, way, call.group)
 
 
@@ -371,7 +373,8 @@ class _Sums:
         of_keys = [t[:, :, heads.kv] for t in (self.k, self.v) if t is not None]
         if not of_keys:
             return
-        back = _returned(self.call, self.way, self.gathered.total(of_keys))
+        last = heads.kv.stop == self.call.tensors.k.shape[2]
+        back = _returned(self.call, self.way, self.gathered.total(of_keys), last)
         under_way.append(back.copy)
         own = self.own.held()
         self.gathered, self.own = self._rows(self.gathered.length), self._rows(self.own.length)
