@@ -50,8 +50,9 @@ def build(
     shifted: bool = False,
     parts: bool = False,
     wide: bool = False,
+    placed: bool = False,
 ) -> Built:
-    """Return the kernel; ``wide``: dk and dv are parts of sums."""
+    """Return the kernel; ``wide``: dk and dv are parts of sums, ``placed``: at places."""
     like: dict[str, Any] = dict.fromkeys(Numbers._fields, 1)
     like |= {"inner": 1.0, "scale": 1.0, "out_scale": 1.0, "shift": 1 if shifted else None}
     like["parts"] = 2 if parts else None
@@ -59,7 +60,7 @@ def build(
     launch = GluonLaunch(kernel_of(type(c)), (1, 1, 1), options)
     made = launch.compile(
         *_copies(c, _DTYPES[dtype]),
-        _pointers(c, _DTYPES[dtype], parts, wide),
+        _pointers(c, _DTYPES[dtype], parts, wide or placed, placed),
         Numbers(**like),
         gl.constexpr(Constants(c)),
         target=GPUTarget("cuda", 90, 32),
@@ -67,7 +68,7 @@ def build(
     return _read(None, made.asm["cubin"], made.metadata.shared)  # pyright: ignore
 
 
-def _pointers(c: Config, dtype: torch.dtype, parts: bool, wide: bool) -> Pointers:
+def _pointers(c: Config, dtype: torch.dtype, parts: bool, wide: bool, placed: bool) -> Pointers:
     """Return one of each pointer that a problem with these features has."""
     words, number = torch.empty(4, dtype=torch.int32), torch.empty(4)
     some = torch.empty(8, dtype=dtype)
@@ -75,6 +76,7 @@ def _pointers(c: Config, dtype: torch.dtype, parts: bool, wide: bool) -> Pointer
     own_bias = isinstance(c, DqConfig) and c.BIAS
     dbias = some if isinstance(c, DqConfig) and c.DBIAS else None
     of_keys = number if wide else some
+    places = torch.empty(4, dtype=torch.int64) if placed else None
     return Pointers(
         out=some if isinstance(c, DqConfig) else of_keys,
         dv=of_keys if isinstance(c, (FusedConfig, DkdvConfig)) else None,
@@ -97,6 +99,8 @@ def _pointers(c: Config, dtype: torch.dtype, parts: bool, wide: bool) -> Pointer
         parts=number if parts else None,
         sums=number if complete else None,
         dq=some if complete else None,
+        dk_rows=places,
+        dv_rows=places,
     )
 
 

@@ -264,9 +264,16 @@ def test_a_part_of_a_shared_bias_stays_in_registers():
     assert sass.report(kernel.cubin).findings == []
 
 
-def test_parts_of_sums_stay_in_registers():
-    """dk and dv in float32: loops are those of a whole call."""
-    kernel = build(config(TILES[128, 128][0], **FEATURES["causal"]), wide=True)
+@pytest.mark.parametrize("placed", [False, True])
+def test_parts_of_sums_stay_in_registers(placed: bool) -> None:
+    """dk and dv in float32, their rows at places or not: loops are those of a whole call.
+
+    Stores have 8 bytes, as many as a thread has of a row side by side.
+    """
+    features = FEATURES["causal"]
+    kernel = build(config(TILES[128, 128][0], **features), wide=True, placed=placed)
+    assert sum("STG.E.64" in line.text for line in kernel.lines) == 128
+    assert not any("STG.E " in line.text for line in kernel.lines)
     stays_in_registers(kernel, kernel.loops(0), "fused", "causal")
     assert kernel.too_early(WARPGROUPS) == []
     assert sass.report(kernel.cubin).findings == []

@@ -76,6 +76,7 @@ class _Empty:
         wide: bool = False,
         part: bool = False,
         into: Tensor | None = None,
+        places: None = None,
     ) -> Gradients:
         q, k, v = tensors[:3]
         wide = wide or any(x is True for x in given)

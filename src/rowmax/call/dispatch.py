@@ -21,6 +21,7 @@ from .inputs import (
     Cotangents,
     Gradients,
     Options,
+    Places,
     Results,
     Tangents,
     Tensors,
@@ -237,6 +238,7 @@ class Prepared:
         wide: bool = False,
         part: bool = False,
         into: Tensor | None = None,
+        places: Places | None = None,
     ) -> Gradients:
         """Return the wanted gradients.
 
@@ -244,10 +246,14 @@ class Prepared:
             wide: dk and dv as parts of sums (``Problem.wide``).
             part: out and lse are of more keys than these (``Problem.part``).
             into: memory for the gradient of q, which may be it.
+            places: memory for dk and dv, both wanted, if the backend can write there: then they
+                are None. They are wide.
         """
         given = (*tensors, out, lse, dout, dlse)
         # a hook on saved tensors may return others than the forward had
         key = (wanted, wide, part, *_placed(given))
+        if places is not None:
+            key, given = (*key, "places"), (*given, *places)
         again: Any = self._again.get(key)
         found: Any = again(given, into) if callable(again) else None
         if found is not None:
@@ -258,12 +264,19 @@ class Prepared:
         if wide or part:
             problem = problem._replace(wide=wide, part=part)
         plan = choose(problem, "backward", self.options.backend)
+        backend: Any = plan.computes(wanted)
+        takes_places = getattr(backend, "takes_places", None)
+        if places is not None and not (takes_places and takes_places(problem)):
+            return self.backward(tensors, out, lse, dout, dlse, wanted, wide, part, into)
+        inputs, rows = len(Tensors._fields), 4
 
         def run(given: tuple[Any, ...]) -> Gradients:
-            *inputs, out, lse, dout, dlse = given
-            return run_backward(plan, problem, Tensors(*inputs), out, lse, dout, dlse, wanted)
+            at = Places(*given[inputs + rows :]) if places is not None else None
+            out, lse, dout, dlse = given[inputs : inputs + rows]
+            t = Tensors(*given[:inputs])
+            return run_backward(plan, problem, t, out, lse, dout, dlse, wanted, at)
 
-        return self._run(key, plan.computes(wanted), run, given)
+        return self._run(key, backend, run, given)
 
     def repeated_backward(
         self, rows: tuple[Tensor, ...], wanted: tuple[bool, ...]
@@ -449,9 +462,12 @@ def run_backward(
     dout: Tensor,
     dlse: Tensor | None,
     wanted: Wanted,
+    places: Places | None = None,
 ) -> Gradients:
     """Return the wanted gradients, each from the backend of its job."""
-    whole = plan.computes(wanted)
+    whole: Any = plan.computes(wanted)
+    if places is not None:  # of a plan with one backend, which takes them
+        return whole.backward(problem, tensors, out, lse, dout, dlse, wanted, places)
     if whole is not None:
         return whole.backward(problem, tensors, out, lse, dout, dlse, wanted)
     check_wanted(plan, wanted)

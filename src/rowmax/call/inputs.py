@@ -132,6 +132,18 @@ class Wanted(NamedTuple):
     heads: bool = False
 
 
+class Places(NamedTuple):
+    """Memory for dk and dv of a backward, float32, of any rows that the device reaches.
+
+    Row r of ``[B Nk, Hk, D]`` begins ``4 dk_rows[r]`` numbers after the first one of ``dk``.
+    """
+
+    dk: Tensor  # float32
+    dv: Tensor
+    dk_rows: Tensor  # int64 [B Nk]
+    dv_rows: Tensor
+
+
 class Tangents(NamedTuple):
     """The tangents of the inputs, each of its input's shape and dtype. None is zero."""
 

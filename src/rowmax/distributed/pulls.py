@@ -1,6 +1,6 @@
 """Copies of rows between ranks that share memory (``shared.py``): each pulls what it needs.
 
-As ``exchange.py``, with the same order of sums: results are equal to the bit.
+The rows are those of ``exchange.py``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from itertools import pairwise
 from torch import Tensor
 
 from ..torch_compat import copy_each
-from .exchange import Sums, elements, others_of, packed, summed, words
+from .exchange import elements, others_of, packed, words
 from .groups import Group
 from .pieces import Packing
 from .routes import Part, Route, length_of, rows_of
@@ -62,16 +62,10 @@ class _Shown:
     def pulls(self, stage: int, rows: list[Tensor]) -> list[Pull]:
         """Begin the copies of a stage: those for the first call that waits, then all others.
 
-        Of the first stage, the former are read if nothing computes meanwhile.
+        Under a causal mask the former come from the ranks before this one. So they begin with the
+        rank before, the others with the next one: each has one reader at a time.
         """
-        first, parts = self.ways[self.rank].first, self.ways[self.rank].parts
-        now, later = self._copies(stage, rows, first)
-        idle = stage == 0 and first is not None and first is parts[0]
-        begun = self.region.read(now) if idle else self.region.pull(now)
-        return [begun, self.region.pull(later)]
-
-    def _copies(self, stage: int, rows: list[Tensor], first: Part | None) -> tuple[Copies, Copies]:
-        """Return the copies of a stage: those for the first call that waits, and all others."""
+        first = self.ways[self.rank].first
         found: tuple[Copies, Copies] = ([], [])
         for other in others_of(self.rank, len(self.ways)) if self.moves else ():
             way = self.ways[other]
@@ -88,7 +82,8 @@ class _Shown:
                         for late, (c, d) in _by_arrival(a, b, first.gathered if first else None):
                             here, there = to[x + c - a :], origin[row + c - start :]
                             found[late].append((here[: d - c], there[: d - c]))
-        return found
+        found[0].reverse()
+        return [self.region.pull(each) for each in found]
 
     def copy_own(self, stage: int, rows: list[Tensor]) -> None:
         """Copy own rows to their places, while others arrive."""
@@ -183,61 +178,6 @@ class PackedStage:
         for pull in self.pulls:
             pull.wait()
         return [t[None] for t in self.packed]
-
-
-class PulledReturn:
-    """Gradients of gathered rows ``[B, length, H, D]``, on their way to the ranks of the rows.
-
-    ``idle`` is True if nothing computes until ``wait``, which then adds the parts where they are.
-    """
-
-    def __init__(
-        self,
-        tensors: Sequence[Tensor],
-        ways: Sequence[Route],
-        group: Group,
-        region: Region,
-        idle: bool,
-    ) -> None:
-        self.rank, self.ways = group.rank, ways
-        self.shapes = [t.shape for t in tensors]
-        me, way = group.rank, ways[group.rank]
-        dtype = tensors[0].dtype
-        sizes = [self._sent(rank) for rank in range(group.size)]  # elements of each rank for each
-        most = max(map(sum, sizes))
-        own = tensors[0].new_empty(0)
-        if most:  # else no rank waits for another
-            own = region.open(most * tensors[0].element_size()).view(dtype)
-        others = [() if rank == me else ranges for rank, ranges in enumerate(way.received)]
-        packed(tensors, others, own)
-        #: own rows need no copy
-        self.parts = [own.new_empty(each[me]) for each in sizes]
-        self.parts[me] = packed(tensors, [way.received[me]])
-        if most:
-            region.show()
-        shown = {}
-        for other in others_of(me, group.size) if most else ():
-            begin = sum(sizes[other][:me])
-            shown[other] = region.of(other, dtype)[begin : begin + sizes[other][me]]
-        if idle:
-            for other, part in shown.items():
-                self.parts[other] = part
-            shown = {}
-        self.copy = region.pull([(self.parts[other], part) for other, part in shown.items()])
-
-    def _sent(self, rank: int) -> list[int]:
-        """Return how many elements a rank shows for each other."""
-        received = self.ways[rank].received
-        return [
-            0 if other == rank else elements(self.shapes, ranges)
-            for other, ranges in enumerate(received)
-        ]
-
-    def wait(self) -> Sums:
-        """Return the sums over all ranks."""
-        self.copy.wait()
-        parts, self.parts = self.parts, []
-        return summed(parts, self.ways[self.rank].sent, self.shapes, self.rank)
 
 
 def _row(t: Tensor) -> int:

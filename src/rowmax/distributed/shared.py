@@ -35,7 +35,7 @@ _ROUND = 2 << 20  # sizes are multiples of so many bytes
 
 
 class Pull:
-    """Copies under way from the memory of other ranks."""
+    """Copies under way from the memory of other ranks, or to it."""
 
     def __init__(self, event: Any, device: torch.device) -> None:
         self._event, self._device = event, device
@@ -48,19 +48,22 @@ class Pull:
 
 
 class Region:
-    """Memory in which each rank shows rows to the others, one use after the other.
+    """Memory of each rank that the others read or write, one use after the other.
 
-    ``open`` returns own memory, once the others have read what it showed before. ``show`` lets
-    them read. Both are for all ranks of the group, on the current stream, and stop no host with a
-    GPU. Graphs of calls may be replayed: a use depends on no number of uses.
+    ``open`` lets this rank write, its own memory and that of others, once all have read what they
+    had before. ``show`` ends the writes: all ranks may read. Both are for all ranks of the group,
+    on the current stream, and stop no host with a GPU. Graphs of calls may be replayed: a use
+    depends on no number of uses.
     """
 
     def __init__(self, group: Group, device: torch.device) -> None:
         self.group, self.device = group, device
         self.memory: _Symmetric | _File | None = None
+        self.addresses: tuple[int, ...] = ()
         self.size = 0
         self._shown: Any = None  # an event
         self._read: Pull | None = None  # the last of own copies
+        self._written: list[tuple[Pull, Any]] = []  # copies to others, and what they read
         self._stream: torch.cuda.Stream | None = None  # the stream of the last use
 
     def open(self, size: int) -> Tensor:
@@ -88,24 +91,31 @@ class Region:
     def show(self) -> None:
         """Let other ranks read what this one has written since ``open``."""
         assert self.memory is not None
+        for pull, _ in self._written:
+            pull.wait()
+        self._written.clear()
         self.memory.barrier()
         if self.device.type == "cuda":
             self._shown = torch.cuda.current_stream(self.device).record_event()
 
     def of(self, rank: int, dtype: torch.dtype) -> Tensor:
-        """Return the memory that a rank shows."""
+        """Return the memory of a rank."""
         assert self.memory is not None
         return self.memory.bytes[rank].view(dtype)
 
-    def read(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Pull:
-        """Make copies (to, from), all contiguous, by multiprocessors: what follows finds them made.
-
-        They are faster than a copy engine (``docs/performance.md``). Later pulls begin after them.
-        """
-        copy_each([to for to, _ in copies], [origin for _, origin in copies])
-        if self._shown is not None:
-            self._shown = torch.cuda.current_stream(self.device).record_event()
-        return Pull(None, self.device)
+    def push(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Pull:
+        """Begin copies (to, from) of what is ready now. ``show`` waits for them."""
+        if self.device.type != "cuda":
+            copy_each([to for to, _ in copies], [origin for _, origin in copies])
+            return Pull(None, self.device)
+        stream = _copy_stream(self.device)
+        stream.wait_event(torch.cuda.current_stream(self.device).record_event())
+        with torch.cuda.stream(stream):
+            for to, origin in copies:
+                to.copy_(origin, non_blocking=True)
+            done = stream.record_event()
+        self._written.append((Pull(done, self.device), copies))
+        return Pull(done, self.device)
 
     def pull(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Pull:
         """Begin copies (to, from), both contiguous. Memory to write is older than ``show``."""
@@ -141,6 +151,7 @@ class Region:
             del made
             raise MemoryError(f"rowmax.distributed: no shared memory of {size} bytes: {errors[0]}")
         self.memory, self.size = made, size
+        self.addresses = tuple(t.data_ptr() for t in made.bytes)
 
 
 class _Symmetric:

@@ -23,10 +23,11 @@ from ...call.dispatch import prepared
 from ...call.inputs import Gradients, Options, Tensors, Wanted, part_of
 from ..calls import ShardedCall
 from ..collectives import UnderWay, Waits
-from ..exchange import Gather, Return, words
-from ..layout import Ranges
+from ..exchange import Gather, words
 from ..pieces import Packing
-from ..pulls import PulledPieces, PulledReturn, PulledRows
+from ..pulls import PulledPieces, PulledRows
+from ..pushes import Pushed
+from ..returns import Returned
 from ..routes import Part, Route, route, sight_of
 from ..shared import regions_of, without_regions
 from .shares import reduced
@@ -57,7 +58,7 @@ def backward(
     whole, sums = call.whole(), _Sums(call, way, len(stages), wanted)
 
     def compute(heads: Heads, arriving: Arriving) -> None:
-        for part in way.parts:
+        for n, part in enumerate(way.parts):
             tensors, options = _part(call, whole, heads, part, arriving)
             rows, h = part.rows, heads.q
             of_rows = _dense(out[:, rows, h]), _dense(lse[:, h, rows])
@@ -65,10 +66,12 @@ def backward(
             given = (*of_rows, dout[:, rows, h], of_lse)
             # partial sums: rounding each would add to the error
             job = prepared(tensors, options)
-            into = sums.place(heads, part)
-            made = job.backward(tensors, *given, wanted, wide=True, into=into)
-            sums.add(heads, part, made if part.packing is None else _summed(part.packing, made))
-        sums.send(heads, under_way)
+            into, places = sums.place(heads, part), sums.keys.places(heads.kv, n)
+            made = job.backward(tensors, *given, wanted, wide=True, into=into, places=places)
+            sums.add(heads, part, made)
+            of_keys = [t for t in (made.k, made.v) if t is not None]
+            sums.keys.add(heads.kv, n, of_keys, under_way)
+        sums.keys.send(heads.kv, under_way)
 
     with UnderWay() as under_way:
         _by_stages(call, way, stages, under_way, compute)
@@ -157,15 +160,13 @@ class _Gathered:
         return self.found
 
 
-def _returned(
-    call: ShardedCall, way: Route, tensors: Sequence[Tensor], last: bool
-) -> Return | PulledReturn:
-    """Return the gradients of gathered rows, on their way to the ranks of the rows."""
+def _key_gradients(call: ShardedCall, way: Route, wanted: Wanted) -> Pushed | Returned:
+    """Return what adds up the gradients of keys over calls and ranks."""
     regions = regions_of(call.group, call.tensors.q.device)
     if regions is not None:
         with _or_collectives(call):
-            return PulledReturn(tensors, _ways(call), call.group, regions.gradients, idle=last)
-    return Return(tensors, way, call.group)
+            return Pushed(call, wanted, regions.gradients)
+    return Returned(call, wanted, way)
 
 
 @contextlib.contextmanager
@@ -245,15 +246,6 @@ def _packed_part(
     )
 
 
-def _summed(packing: Packing, found: Gradients) -> Gradients:
-    """Return the gradients with those of gathered keys, of those of the packed ones."""
-    k, v = (
-        None if t is None else packing.sums(t, torch.promote_types(t.dtype, torch.float32))
-        for t in (found.k, found.v)
-    )
-    return found._replace(k=k, v=v)
-
-
 Ends = tuple[int, int]
 #: inputs of the whole that a block cuts
 _CUT = ("heads", "q_ids", "k_ids", "lengths", "prefix")
@@ -292,19 +284,12 @@ class _Sums:
     """The gradients of a rank: those of keys by stages, the others added up over all calls."""
 
     def __init__(self, call: ShardedCall, way: Route, stages: int, wanted: Wanted) -> None:
-        self.call, self.way, self.wanted, self.wide = call, way, wanted, call.accumulator
+        self.call, self.wanted, self.wide = call, wanted, call.accumulator
         own = call.tensors
         self.alone = len(way.parts) * stages == 1
         several = wanted.q and not self.alone
         self.q = torch.empty_like(own.q, memory_format=_DENSE) if several else None
-        #: the gradients of own rows; a stage writes its heads
-        self.k, self.v = (
-            t.new_empty(t.shape, dtype=self.wide if call.wide else t.dtype) if want else None
-            for t, want in ((own.k, wanted.k), (own.v, wanted.v))
-        )
-        #: gradients of a stage: of gathered rows, and of own ones that are not gathered
-        self.gathered, self.own = self._rows(way.length), self._rows(own.k.shape[1])
-        self.returning: _Returning | None = None
+        self.keys = _key_gradients(call, way, wanted)
         self.sink, self.heads = (
             torch.zeros_like(t) if want and t is not None else None
             for t, want in ((own.sink, wanted.sink), (own.heads, wanted.heads))
@@ -322,24 +307,16 @@ class _Sums:
             elif not self.alone:
                 self.bias = torch.empty_like(bias, memory_format=_DENSE)
 
-    def _rows(self, length: int) -> _RowSums:
-        return _RowSums(length, self.wide)
-
     def place(self, heads: Heads, part: Part) -> Tensor | None:
         """Return the memory of a call's gradient of q."""
         return None if self.q is None else _place(self.q, heads, part)
 
     def add(self, heads: Heads, part: Part, found: Gradients) -> None:
-        """Add the gradients of a call."""
+        """Add the gradients of a call, but those of keys."""
         if self.alone:
             self.q = found.q
         elif found.q is not None:
             _store(found.q, self.place(heads, part))
-        of_keys = [t for t in (found.k, found.v) if t is not None]
-        if part.own is None:
-            self.gathered.add(part.gathered, of_keys)
-        else:
-            self.own.add(part.own, of_keys)
         for name in ("sink", "heads"):
             total = part_of(name, getattr(self, name), h=heads.q)
             if total is not None:
@@ -368,104 +345,12 @@ class _Sums:
             rows[..., : part.j.start].zero_()
             rows[..., part.j.stop :].zero_()
 
-    def send(self, heads: Heads, under_way: UnderWay) -> None:
-        """Send the gradients of a stage. Add those of the stage before, which have arrived."""
-        of_keys = [t[:, :, heads.kv] for t in (self.k, self.v) if t is not None]
-        if not of_keys:
-            return
-        last = heads.kv.stop == self.call.tensors.k.shape[2]
-        back = _returned(self.call, self.way, self.gathered.total(of_keys), last)
-        under_way.append(back.copy)
-        own = self.own.held()
-        self.gathered, self.own = self._rows(self.gathered.length), self._rows(self.own.length)
-        self._receive()
-        self.returning = _Returning(of_keys, back, own)
-
-    def _receive(self) -> None:
-        """Write the gradients of own rows that a stage returns."""
-        if self.returning is None:
-            return
-        to, back, (rows, found) = self.returning
-        ranges, sums = back.wait()
-        for n, (total, returned) in enumerate(zip(to, sums, strict=True)):
-            _settle(total, ranges, returned, rows, found[n] if found else total[:, :0])
-        self.returning = None
-
     def total(self) -> Gradients:
         """Return the gradients, those of keys and values from all ranks."""
-        self._receive()
+        found = iter(self.keys.total())
+        k, v = (next(found) if want else None for want in (self.wanted.k, self.wanted.v))
         bias, sink, heads = reduced(self.call, self.bias, self.sink, self.heads)
-        return Gradients(self.q, self.k, self.v, bias, sink, heads)
-
-
-class _Returning(NamedTuple):
-    """The gradients of a stage's keys, on their way."""
-
-    to: list[Tensor]  # the memory for those of own rows
-    back: Return | PulledReturn
-    own: tuple[slice, list[Tensor]]  # gradients of own rows that were not gathered
-
-
-class _RowSums:
-    """The gradients of some rows of keys, and of values, added up over calls."""
-
-    def __init__(self, length: int, dtype: torch.dtype) -> None:
-        self.length, self.dtype = length, dtype
-        self.sums: list[Tensor] = []
-        #: the first call's, until one of all rows comes: sums begin with it, and not with zeros
-        self.first: tuple[slice, list[Tensor]] | None = None
-
-    def add(self, rows: slice, found: list[Tensor]) -> None:
-        """Add the gradients of a call."""
-        if not self.sums and rows == slice(0, self.length):
-            self.sums = [t.to(self.dtype) for t in found]
-            self._add_first()
-        elif self.sums or self.first is not None:
-            self.total(found)
-            self._add(rows, found)
-        else:
-            self.first = rows, found
-
-    def total(self, like: list[Tensor]) -> list[Tensor]:
-        """Return the sums ``[B, length, H, D]``, of as many tensors as ``like``."""
-        if not self.sums:
-            sizes = [(t.shape[0], self.length, *t.shape[2:]) for t in like]
-            self.sums = [
-                t.new_zeros(size, dtype=self.dtype) for t, size in zip(like, sizes, strict=True)
-            ]
-        self._add_first()
-        return self.sums
-
-    def held(self) -> tuple[slice, list[Tensor]]:
-        """Return some rows and their sums: no other row has any."""
-        if self.sums:
-            return slice(0, self.length), self.sums
-        return self.first or (slice(0, 0), [])
-
-    def _add_first(self) -> None:
-        if self.first is not None:
-            self._add(*self.first)
-            self.first = None
-
-    def _add(self, rows: slice, found: list[Tensor]) -> None:
-        for total, t in zip(self.sums, found, strict=True):
-            total[:, rows] += t
-
-
-def _settle(total: Tensor, ranges: Ranges, returned: Tensor, rows: slice, own: Tensor) -> None:
-    """Write the sum of what returned for some ranges of own rows and of ``own`` for ``rows``."""
-    if ranges != ((0, total.shape[1]),):
-        total[:, : rows.start].zero_()
-        total[:, rows].copy_(own)
-        total[:, rows.stop :].zero_()
-    begin = 0
-    for start, stop in ranges:
-        t = returned[:, begin : begin + stop - start]
-        begin += stop - start
-        a, b = max(start, rows.start), min(stop, rows.stop)
-        if a < b:
-            t[:, a - start : b - start] += own[:, a - rows.start : b - rows.start]
-        total[:, start:stop] = t
+        return Gradients(self.q, k, v, bias, sink, heads)
 
 
 def _place(t: Tensor, heads: Heads, part: Part) -> Tensor:

@@ -36,9 +36,10 @@ def stages_of(call: ShardedCall, returns: bool) -> tuple[range, ...]:
     """Return the kv heads of each stage, the same on every rank.
 
     The rule reads the sizes of the call, its dtype, layouts and band. ``returns`` is True for a
-    backward, whose last stage waits until its gradients have returned.
+    backward. By collectives gradients return from its stages, and it waits for those of the last.
     """
     own = call.tensors
+    returns = returns and not shares_memory(call.group, own.k.device)
     b, _, heads, _ = own.k.shape
     if heads == 1 or not may_hide(call.group, own.k.device):
         return (range(heads),)

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from ...call.dispatch import Limit, beyond
+from ...call.inputs import Places
 from ...call.problem import Gradients, Problem, Tensors, Wanted
 from ...imports import without_collections
 from .. import parts
 
 __all__ = [
-    "backward", "compile_ahead", "defers", "forward", "lacks", "notes", "record", "supports"
+    "backward", "compile_ahead", "defers", "forward", "lacks", "notes", "record", "supports",
+    "takes_places",
 ]  # fmt: skip
 
 
@@ -121,12 +123,21 @@ def backward(
     dout: Tensor,
     dlse: Tensor | None,
     wanted: Wanted,
+    places: Places | None = None,
 ) -> Gradients:
-    """Return the gradients that are wanted and not among ``lacks``."""
+    """Return the gradients that are wanted and not among ``lacks``.
+
+    With places, dk and dv are written there, and are None.
+    """
     with without_collections(f"{__name__}.backward_host"):
         from . import backward_host
 
-    return backward_host.backward(problem, tensors, out, lse, dout, dlse, wanted)
+    return backward_host.backward(problem, tensors, out, lse, dout, dlse, wanted, places)
+
+
+def takes_places(problem: Problem) -> bool:
+    """Return True if ``backward`` can write dk and dv to places."""
+    return problem.wide and max(problem.d, problem.dv) <= 256 and problem.nk > 0 < problem.nq
 
 
 def _refused_backward(p: Problem) -> str | None:

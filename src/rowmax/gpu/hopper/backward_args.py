@@ -33,6 +33,8 @@ class Pointers(NamedTuple):
     parts: Any = None  # dbias of each part of the sequences and heads that share it, float32
     sums: Any = None  # as in RowPointers, where this launch rounds dq
     dq: Any = None
+    dk_rows: Any = None  # where rows of dk and dv are, if not one after the other (inputs.Places)
+    dv_rows: Any = None
 
 
 class Numbers(NamedTuple):

@@ -61,6 +61,7 @@ from .backward_lib import (
     next_tile,
     no_scores,
     peek_message,
+    place_of,
     read_message,
     release_message,
     row_numbers,
@@ -482,9 +483,10 @@ def consumer(C: gl.constexpr, OF_DK: gl.constexpr, out, rings, mail, sizes, args
         message += 1
         following, live = peek_message(mail, message)
         row = gradient_row(C, 0, tile)
-        to = out.dk if OF_DK else out.dv
-        to = to + (row.to(gl.int64) * heads.resident + tile.head) * OUT
-        store_parts(x, to, heads.resident * OUT, rows_left(C, 0, tile), W0, OUT)
+        table = out.dk_rows if OF_DK else out.dv_rows
+        to = place_of(out.dk if OF_DK else out.dv, row, tile.head, heads.resident, OUT, table)
+        stride = heads.resident * OUT
+        store_parts(x, to, stride, rows_left(C, 0, tile), W0, OUT, table, row)
         release_message(mail, message, following, live)
         tile = following
 
@@ -523,7 +525,7 @@ def backward_dkdv(k, v, q, do, rows, bias, t, n, C: gl.constexpr):
     line = LineBias(t.bias, n.each_b, n.each_h, n.each_h * (n.hq - 1) + 1, length)
     args = ScoreArgs(n.inner, n.scale, t.alibi, n.shift, t.q_ids, t.k_ids, n.ids_q, n.ids_k, line)
     heads = Heads(n.heads, n.group, n.ratio, n.hq, n.each_b, n.each_h)
-    out = Outputs(t.out, t.dv, t.dbias, n.out_scale)
+    out = Outputs(t.out, t.dv, t.dbias, n.out_scale, None, t.dk_rows, t.dv_rows)
     follow()
     gl.warp_specialize(
         [

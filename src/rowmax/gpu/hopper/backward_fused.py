@@ -66,6 +66,7 @@ from .backward_lib import (
     ScoreArgs,
     follow,
     peek_message,
+    place_of,
     read_message,
     release_message,
     score_layout,
@@ -177,21 +178,21 @@ def store_tile(C: gl.constexpr, c: gl.constexpr, out, state, tile, sizes, heads)
     """Store dK, dV and sums of dbias of the warpgroup's keys of a tile."""
     row = gradient_row(C, c, tile)
     rows = rows_left(C, c, tile)
-    place = row.to(gl.int64) * heads.resident + tile.head
-    to = out.dk + place * C.D_OUT
+    to = place_of(out.dk, row, tile.head, heads.resident, C.D_OUT, out.dk_rows)
     stride = heads.resident * C.D_OUT
-    store(C, state.dk.low * out.scale, to, stride, rows, C.D0, 0, C.D_OUT)
+    store(C, state.dk.low * out.scale, to, stride, rows, C.D0, 0, C.D_OUT, out.dk_rows, row)
     if C.D_OUT > C.D0:
-        store(C, state.dk.high * out.scale, to, stride, rows, C.D1, C.D0, C.D_OUT)
+        high = state.dk.high * out.scale
+        store(C, high, to, stride, rows, C.D1, C.D0, C.D_OUT, out.dk_rows, row)
     if C.DROW:
         plane = (tile.b * heads.resident + tile.head).to(gl.int64)
         to = out.dbias + plane * sizes.nk + tile.first + c * C.TOKENS
         store_sums(state.drow, to, rows)
-    to = out.dv + place * C.DV_OUT
+    to = place_of(out.dv, row, tile.head, heads.resident, C.DV_OUT, out.dv_rows)
     stride = heads.resident * C.DV_OUT
-    store(C, state.dv.low, to, stride, rows, C.DV0, 0, C.DV_OUT)
+    store(C, state.dv.low, to, stride, rows, C.DV0, 0, C.DV_OUT, out.dv_rows, row)
     if C.DV_OUT > C.DV0:
-        store(C, state.dv.high, to, stride, rows, C.DV1, C.DV0, C.DV_OUT)
+        store(C, state.dv.high, to, stride, rows, C.DV1, C.DV0, C.DV_OUT, out.dv_rows, row)
 
 
 # --- the kernel --------------------------------------------------------------------------------
@@ -267,7 +268,8 @@ def backward(  # noqa: PLR0913, PLR0917  (Triton takes no record of descriptors)
     args = ScoreArgs(n.inner, n.scale, t.alibi, n.shift, t.q_ids, t.k_ids, n.ids_q, n.ids_k, line)
     heads = Heads(n.heads, n.group, n.ratio, n.hq, n.each_b, n.each_h)
     completion = Completion(t.done, t.sums, t.dq, n.rows, n.zeroed)
-    out = Outputs(t.out, t.dv, t.dbias if C.DROW else dbias, n.out_scale, completion)
+    of_bias = t.dbias if C.DROW else dbias
+    out = Outputs(t.out, t.dv, of_bias, n.out_scale, completion, t.dk_rows, t.dv_rows)
     follow()
     tiles = (n.nk + C.BLOCK_RESIDENT - 1) // C.BLOCK_RESIDENT
     if C.ORDERED and C.VARLEN:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...call.inputs import Places
 from ...call.problem import Gradients, Problem, Tensors, Wanted
 from ..compiled import Span
 from . import packed
@@ -41,6 +42,7 @@ def backward(
     dout: Tensor,
     dlse: Tensor | None,
     wanted: Wanted,
+    places: Places | None = None,
 ) -> Gradients:
     """Return the wanted gradients of a problem that ``supports`` accepts."""
     q, k, v, bias = tensors[:4]
@@ -64,8 +66,8 @@ def backward(
     given = (problem, tensors, out, lse, dout, dlse)
     if q.device.index != torch.cuda.current_device():
         with torch.cuda.device(q.device):
-            return launch(plan, *given, wanted)
-    return launch(plan, *given, wanted)
+            return launch(plan, *given, wanted, places)
+    return launch(plan, *given, wanted, places)
 
 
 def without_repeats(p: Problem, bias: Tensor) -> tuple[Problem, Tensor]:
@@ -117,6 +119,7 @@ def launch(
     dout: Tensor,
     dlse: Tensor | None,
     wanted: Wanted,
+    places: Places | None,
 ) -> Gradients:
     """Return the wanted gradients of aligned tensors."""
     q = tensors.q
@@ -128,9 +131,9 @@ def launch(
     dq = q.new_empty(q.shape) if wanted.q or plan.dbias == "stored" or complete else None
     both = plan.fused is not None or wanted.k or wanted.v or plan.dbias == "row"
     dtype = problem.gradient_dtype("k", q)
-    dk = q.new_empty(tensors.k.shape, dtype=dtype) if both else None
-    dv = q.new_empty(tensors.v.shape, dtype=dtype) if both else None
-    dbias = None
+    dk = dv = dbias = None
+    if both and places is None:
+        dk, dv = (q.new_empty(t.shape, dtype=dtype) for t in (tensors.k, tensors.v))
     if tensors.bias is not None:
         dbias = new_dbias(plan.dbias, problem, tensors.bias, lse)
     made = Gradients(dq, dk, dv, dbias)
@@ -143,9 +146,11 @@ def launch(
         parts = lse.new_empty((plan.parts, *dbias.shape))
     if plan.shared is not None:
         run(plan.shared, problem, tensors, dout, t, made, parts=parts)
+    if places is not None:
+        made = made._replace(k=places.dk, v=places.dv)
     for n, work in enumerate(plan.works):
         order = orders[n] if orders else None
-        run(work, problem, tensors, dout, t, made, n, order)
+        run(work, problem, tensors, dout, t, made, n, order, places=places)
     if plan.fused and plan.after is not None and dq is not None:
         if plan.fused.DQ:
             args: Any = RowPointers(sums=t.sums, dq=dq, cu_q=t.cu_q)
@@ -156,7 +161,8 @@ def launch(
         plan.after(args)
     if plan.total is not None:
         plan.total(PartPointers(parts, dbias))
-    dq, dk, dv = (x if w else None for x, w in zip(made[:3], wanted[:3], strict=True))
+    found = (dq, dk, dv)
+    dq, dk, dv = (x if w else None for x, w in zip(found, wanted[:3], strict=True))
     return Gradients(dq, dk, dv, sum_dbias(dbias, tensors.bias), dsink)
 
 
@@ -248,6 +254,7 @@ def run(
     nth: int = 0,
     order: packed.Order | None = None,
     parts: Tensor | None = None,
+    places: Places | None = None,
 ) -> None:
     """Launch a work, unless it makes nothing of ``made``. ``nth`` is its counter."""
     q, k, v, bias = tensors[:4]
@@ -272,6 +279,8 @@ def run(
     if out is None and not isinstance(c, DbiasConfig):
         return
     args = pointers(work, problem, tensors, t, (out, dv, dbias, made.q), nth, order)
+    if places is not None and not c.QUERIES_RESIDENT:
+        args = args._replace(dk_rows=places.dk_rows, dv_rows=places.dv_rows)
     work.launch(args if parts is None else args._replace(parts=parts), operands)
 
 

@@ -59,6 +59,8 @@ class Outputs(NamedTuple):
     dbias: Any  # a pointer to the sums of a row, or the descriptor of dbias
     scale: Any  # factor of dk
     completion: Any = None  # backward_complete.Completion
+    dk_rows: Any = None  # as in backward_args.Pointers
+    dv_rows: Any = None
 
 
 class Heads(NamedTuple):
@@ -479,29 +481,46 @@ def store_sums(x, to, rows):
 
 
 @gluon.jit
-def store_rows(x, to, stride, rows, OUT: gl.constexpr):
-    """Store the first ``rows`` rows and OUT columns of x ``[64, WIDTH]`` in its own layout."""
+def place_of(to, row, head, heads, OUT: gl.constexpr, table):
+    """Return where a head of a row is; with a table, where it would be in a row at place 0."""
+    place = head
+    if table is None:
+        place = row.to(gl.int64) * heads + head
+    return to + place * OUT
+
+
+@gluon.jit
+def store_rows(x, to, stride, rows, OUT: gl.constexpr, table=None, row=0):
+    """Store the first ``rows`` rows and OUT columns of x ``[64, WIDTH]`` in its own layout.
+
+    A table has the places of rows from ``row`` on, in units of 4 numbers, so that stores are
+    known to be aligned. Without one rows have the stride.
+    """
     L: gl.constexpr = x.type.layout
     r = gl.arange(0, x.shape[0], gl.SliceLayout(1, L))
     d = gl.arange(0, x.shape[1], gl.SliceLayout(0, L))
     there = (r < rows)[:, None]
     if x.shape[1] != OUT:
         there = there & (d < OUT)[None, :]
-    gl.store(to + (r * stride)[:, None] + d[None, :], x.to(to.dtype.element_ty), mask=there)
+    if table is None:
+        place = r * stride
+    else:
+        place = 4 * gl.load(table + row + r, mask=r < rows, other=0)
+    gl.store(to + place[:, None] + d[None, :], x.to(to.dtype.element_ty), mask=there)
 
 
 @gluon.jit
-def store_parts(x, to, stride, rows, W0: gl.constexpr, OUT: gl.constexpr):
+def store_parts(x, to, stride, rows, W0: gl.constexpr, OUT: gl.constexpr, table=None, row=0):
     """Store the first ``rows`` rows and OUT columns of Parts x ``[64, WIDTH]``."""
-    store_rows(x.low, to, stride, rows, min(OUT, W0))
+    store_rows(x.low, to, stride, rows, min(OUT, W0), table, row)
     if OUT > W0:
-        store_rows(x.high, to + W0, stride, rows, OUT - W0)
+        store_rows(x.high, to + W0, stride, rows, OUT - W0, table, row)
 
 
 @gluon.jit
 def store(
     C: gl.constexpr, x, to, stride, rows, WIDTH: gl.constexpr, column: gl.constexpr,
-    OUT: gl.constexpr,
+    OUT: gl.constexpr, table=None, row=0,
 ):  # fmt: skip
     """Store the first ``rows`` rows of x ``[64, WIDTH]``, the columns from ``column`` on.
 
@@ -509,4 +528,4 @@ def store(
     """
     if not C.BIAS and to.dtype.element_ty.primitive_bitwidth == 16:
         x = gl.convert_layout(x.to(to.dtype.element_ty), output_layout(WIDTH))
-    store_rows(x, to + column, stride, rows, min(OUT - column, WIDTH))
+    store_rows(x, to + column, stride, rows, min(OUT - column, WIDTH), table, row)

@@ -1,0 +1,106 @@
+"""Gradients of keys, written by each call to the memory of the ranks that hold the keys.
+
+A kernel that takes places (``call.inputs.Places``) writes there itself: over NVLink, while it
+computes. What others compute is copied. The sums are those of ``exchange.py``, to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..call.inputs import Places, Wanted
+from ..torch_compat import copy_each
+from .calls import ShardedCall
+from .collectives import UnderWay
+from .exchange import words
+from .routes import sight_of
+from .shared import Region
+from .slots import Memory, placed, slots_of
+
+
+class Pushed:
+    """The gradients of the keys of a rank, in its memory: of all calls that see some of them."""
+
+    def __init__(self, call: ShardedCall, wanted: Wanted, region: Region) -> None:
+        own, self.rank, self.region = call.tensors, call.group.rank, region
+        self.like = [t for t, want in ((own.k, wanted.k), (own.v, wanted.v)) if want]
+        self.slots = slots_of(call.queries, call.keys, sight_of(call))
+        self.dtype, self.device, self.wide = call.accumulator, own.q.device, call.wide
+        self.batch = own.k.shape[0]
+        self.widths = [t.shape[2] * t.shape[3] for t in self.like]
+        row = self.batch * sum(self.widths)
+        size = max(self.slots.rows) * row * self.dtype.itemsize
+        self.shared = size > 0 and self.slots.moves  # else no rank waits for another
+        if self.shared:
+            region.open(size)
+            self.memory = region.of(self.rank, self.dtype)
+        else:
+            self.memory = own.k.new_empty(self.slots.rows[self.rank] * row, dtype=self.dtype)
+
+    def places(self, kv: slice, part: int) -> Places | None:
+        """Return the places of dk and dv of a call, of some heads; None if it is to return them."""
+        if self.device.type != "cuda" or len(self.like) < 2 or self.dtype != torch.float32:
+            return None
+        k, v = self.widths
+        addresses = self.region.addresses if self.shared else (0,) * len(self.slots.ranks)
+        memory = Memory(addresses, self.batch, (k, v))
+        tables = self.slots.places(self.rank, part, memory, self.device)
+        return placed(self.memory, tables, tuple(kv.start * t.shape[3] for t in self.like))
+
+    def add(self, kv: slice, part: int, found: Sequence[Tensor], under_way: UnderWay) -> None:
+        """Copy the gradients of a call, ``[B, keys, h, D]``, to the slots of some heads."""
+        copies: list[tuple[Tensor, Tensor]] = []
+        for rank, slot in self.slots.of_call(self.rank, part) if found else ():
+            for to, t in zip(self._of(rank), found, strict=True):
+                start, stop = slot.keys
+                into = to[slot.first : slot.first + stop - start, :, kv]
+                into, given = words(into, t.transpose(0, 1)[start:stop])
+                copies.append((into, given))
+        if self.shared:
+            under_way.append(self.region.push(copies))
+        else:
+            copy_each([to for to, _ in copies], [t for _, t in copies])
+
+    def send(self, kv: slice, under_way: UnderWay) -> None:
+        """Do nothing: each call has written its gradients."""
+
+    def total(self) -> list[Tensor]:
+        """Return the sums of own rows ``[B, n, H, D]``."""
+        if self.shared:
+            self.region.show()
+        table = self.slots.summands(self.rank, self.device)
+        found = []
+        for memory, t in zip(self._of(self.rank), self.like, strict=True):
+            total = t.new_empty(t.shape, dtype=self.dtype if self.wide else t.dtype)
+            if self.device.type == "cuda":
+                from ..gpu.slot_sums import sum_slots
+
+                sum_slots(memory, table, total)
+            else:
+                self._add(memory, total)
+            found.append(total)
+        return found
+
+    def _of(self, rank: int) -> list[Tensor]:
+        """Return the memory of a rank for dk, and for dv, ``[rows, B, H, D]``."""
+        flat = self.region.of(rank, self.dtype) if self.shared else self.memory
+        found, begin = [], 0
+        for t, width in zip(self.like, self.widths, strict=True):
+            end = begin + self.slots.rows[rank] * self.batch * width
+            found.append(flat[begin:end].view(-1, self.batch, *t.shape[2:]))
+            begin = end
+        return found
+
+    def _add(self, memory: Tensor, total: Tensor) -> None:
+        """Write the sums, as a kernel does."""
+        rows = memory.new_zeros((total.shape[1], *memory.shape[1:]))
+        for group in self.slots.groups[self.rank]:
+            part = torch.zeros_like(rows)
+            for slot in group:
+                (start, stop), first = slot.rows, slot.first
+                part[start:stop] += memory[first : first + stop - start]
+            rows += part
+        total.copy_(rows.transpose(0, 1))
