@@ -5,7 +5,8 @@
 
 A rank prints two tables for each pass: the device's time by kernel (on a GPU), and the host's time
 by function of rowmax, while the device sleeps or other ranks wait. Of the last calls, with a GPU,
-it prints every kernel and copy in the order of time.
+it prints every kernel and copy in the order of time. Then a line of each rank follows: microseconds
+of a call by kind, where barriers are waits for other ranks.
 """
 
 from __future__ import annotations
@@ -27,14 +28,22 @@ from .ranks import Rank, Ranks
 CALLS = 8
 ROWS = 22  # rows of a table
 WIDTH = 70  # characters of a line of the order
+KINDS = {
+    "forward": "attention", "backward": "attention", "prepare": "attention", "finish": "attention",
+    "barrier": "barriers", "Memcpy": "copies",
+}  # fmt: skip
 
 
-def profiled(rank: Rank, cell: Any, name: str, what: str) -> str:
-    """Return the tables of a pass, after calls that compile and plan."""
+def profiled(rank: Rank, cell: Any, name: str, what: str) -> tuple[str, str]:
+    """Return the tables of a pass, after calls that compile and plan, and the line of the rank."""
     one = calls.contestant(rank, cell, name)
     for _ in range(3):
         one.call(what)
-    return _host(rank, one, what) + (_device(one, what) if rank.device.type == "cuda" else "")
+    host = _host(rank, one, what)
+    if rank.device.type != "cuda":
+        return host, ""
+    text, line = _device(one, what)
+    return host + text, f"{what}: rank {rank.rank}: {line}"
 
 
 def _host(rank: Rank, one: Any, what: str) -> str:
@@ -58,23 +67,34 @@ def _host(rank: Rank, one: Any, what: str) -> str:
     return f"{what}: host {plain:.3f} ms a call; {CALLS} calls by function:\n{text.getvalue()}"
 
 
-def _device(one: Any, what: str) -> str:
+def _device(one: Any, what: str) -> tuple[str, str]:
     torch.cuda.synchronize()
     activity = torch.profiler.ProfilerActivity.CUDA
     with torch.profiler.profile(activities=[activity]) as profile:
+        torch.cuda._sleep(2 * calls.ASLEEP)  # the host enqueues all calls meanwhile
         for _ in range(CALLS):
             one.call(what)
         torch.cuda.synchronize()
     table = profile.key_averages().table(sort_by="cuda_time_total", row_limit=ROWS)
     found = [one for one in profile.events() if one.device_type == DeviceType.CUDA]
     found.sort(key=lambda one: one.time_range.start)
+    found = found[1:]  # without the sleep
     last = found[-2 * len(found) // CALLS :]
     lines = [f"{'stream':>6} {'begin':>9} {'us':>8}"]
     for one in last:
         begin = one.time_range.start - last[0].time_range.start
         lines.append(f"{one.thread:6} {begin:9.1f} {one.time_range.elapsed_us():8.1f} {one.name}")
     text = "\n".join(line[:WIDTH] for line in lines)
-    return f"{what}: {CALLS} calls by kernel:\n{table}\n{what}: two calls\n{text}\n"
+    return f"{what}: {CALLS} calls by kernel:\n{table}\n{what}: two calls\n{text}\n", _line(found)
+
+
+def _line(found: list[Any]) -> str:
+    """Return the microseconds of a call by kind, and from the start of the first to the last end."""
+    sums: dict[str, float] = {"span": found[-1].time_range.end - found[0].time_range.start}
+    for one in found:
+        kind = next((kind for word, kind in KINDS.items() if word in one.name), "others")
+        sums[kind] = sums.get(kind, 0.0) + one.time_range.elapsed_us()
+    return ", ".join(f"{kind} {total / CALLS:.0f}" for kind, total in sums.items())
 
 
 def main() -> None:
@@ -93,7 +113,7 @@ def main() -> None:
     try:
         for what in ("forward", "backward"):
             found = ranks.run(profiled, cell, given.provider, what, limit=given.seconds)
-            print(found[given.rank], flush=True)
+            print(found[given.rank][0], *(line for _, line in found), sep="\n", flush=True)
     finally:
         ranks.close()
 

@@ -284,7 +284,9 @@ def attention_varlen(
         )
     tensors, options, prepared = normalized(arguments(q, k, v, cu_seqlens, max_seqlens, **given))
     out, lse = attend(tensors, options, prepared)
-    return (out[0], lse[0]) if return_lse else out[0]
+    # a view: the derivative of a selection is a copy among zeros
+    out, lse = out.squeeze(0), lse.squeeze(0)
+    return (out, lse) if return_lse else out
 
 
 def arguments(

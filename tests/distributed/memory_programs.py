@@ -19,6 +19,7 @@ from rowmax.call.inputs import Gradients
 from rowmax.distributed import operators
 from rowmax.distributed.attention import normalized_rows
 from rowmax.distributed.groups import group_of
+from rowmax.distributed.shared import Region
 from rowmax.distributed.strategies import heads as by_heads
 from rowmax.distributed.strategies import keys as by_keys
 from rowmax.distributed.strategies import queries as by_queries
@@ -118,9 +119,10 @@ def memory(
             (operators._forward_kernel, given, plan.forward),
             (operators._backward_kernel, back, plan.backward),
         ):
-            live, results = min((_run(kernel, inputs) for _ in range(TRIES)), key=_peak)
+            live, results, shared = min((_run(kernel, inputs) for _ in range(TRIES)), key=_peak)
             found.append({
                 "peak": live.peak,
+                "shared": shared,
                 "largest": live.largest,
                 "formula": one.memory,
                 "results": results,
@@ -130,12 +132,18 @@ def memory(
     return found
 
 
-def _run(kernel: Any, inputs: Any) -> tuple[Live, int]:
-    """Return what lived while the kernel ran, and the bytes of its results."""
-    with Live() as live:
+def _run(kernel: Any, inputs: Any) -> tuple[Live, int, int]:
+    """Return what lived while the kernel ran, and the bytes of its results and of files."""
+    asked, opened = [], Region.open
+
+    def count(region: Region, size: int) -> Tensor:
+        asked.append(size)
+        return opened(region, size)
+
+    with mock.patch.object(Region, "open", count), Live() as live:
         results = kernel(*inputs)
-    return live, sum(t.nbytes for t in results)
+    return live, sum(t.nbytes for t in results), sum(asked)
 
 
-def _peak(run: tuple[Live, int]) -> int:
+def _peak(run: tuple[Live, int, int]) -> int:
     return run[0].peak

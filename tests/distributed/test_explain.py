@@ -68,16 +68,17 @@ def test_a_plan_without_processes() -> None:
 
 
 def test_memory_that_ranks_share() -> None:
-    """Rows of all stages, own rows that others read, and gradients that return both ways.
+    """Rows of all stages, own rows that others read, and gradients of keys from every call.
 
-    The first chunk of rank 0 sees own keys alone, so their gradients are apart.
+    The first chunk of rank 0 is seen by both calls of three ranks and by one of the last, which has
+    neighbouring chunks; the last chunk by one call. A call has gradients of all keys at most.
     """
     layout = rd.Layout.zigzag(65536, 4)
     shard = 16384 * 2 * 2 * 128 * 2
     with copies("shared"):
         found = rd.explain(*rows(16384), layout=layout, causal=True, device="H200")
         assert found.forward.memory == (4 + 1) * shard
-        assert found.backward.memory == (5 + 2 * (4 + 3 + 2.5 + 0.5)) * shard
+        assert found.backward.memory == (5 + 2 * ((7 + 1) / 2 + 4)) * shard
 
 
 def test_what_does_not_fit_under_compute() -> None:

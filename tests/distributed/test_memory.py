@@ -35,8 +35,8 @@ def test_keys(stages: int, shape: tuple[int, ...], way: str, world: Worlds) -> N
     for both in world(4).run(memory_programs.memory, "keys", stages, shape, way, N, False):
         for back, found in enumerate(both):
             peak, formula = found["peak"] - found["results"], found["formula"]
-            if way == "shared":  # own rows, and gradients of others: in files
-                assert 0.5 * formula < peak <= 1.05 * formula, found
+            if way == "shared":  # own rows, and gradients of all ranks, are in files
+                assert 0.85 * formula < peak + found["shared"] <= 1.05 * formula, found
             elif not shape:
                 assert 0.99 * formula < peak <= (1.2 if back else 1.25) * formula, found
             else:

@@ -264,9 +264,8 @@ class Prepared:
         if wide or part:
             problem = problem._replace(wide=wide, part=part)
         plan = choose(problem, "backward", self.options.backend)
-        backend: Any = plan.computes(wanted)
-        takes_places = getattr(backend, "takes_places", None)
-        if places is not None and not (takes_places and takes_places(problem)):
+        backend = plan.computes(wanted)
+        if places is not None and not _takes_places(backend, problem):
             return self.backward(tensors, out, lse, dout, dlse, wanted, wide, part, into)
         inputs, rows = len(Tensors._fields), 4
 
@@ -422,6 +421,21 @@ def choose(problem: Problem, call: Call, name: str | None = None) -> Plan:
     whole = loaded[0] if len(jobs) == 1 else None
     backends = (*loaded, *([None] if missing else []))
     return Plan(tuple(jobs), backends, loaded[0], whole)
+
+
+def takes_places(problem: Problem, name: str | None) -> bool:
+    """Return True if the backend of a backward can write dk and dv to places (``Places``)."""
+    problem = problem._replace(wide=True)
+    try:
+        backend = choose(problem, "backward", name).whole
+    except ValueError:
+        return False
+    return backend is not None and _takes_places(backend, problem)
+
+
+def _takes_places(backend: Any, problem: Problem) -> bool:
+    takes = getattr(backend, "takes_places", None)
+    return takes is not None and takes(problem)
 
 
 def check_wanted(plan: Plan, wanted: Wanted) -> None:

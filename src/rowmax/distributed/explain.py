@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,7 +13,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..call.blocks import Block, block_of
+from ..call.dispatch import takes_places
 from ..call.inputs import Options, Tensors
+from ..call.problem import problem_of
 from ..errors import bad, wrong_type
 from ..explain import scaled
 from ..masks import as_int
@@ -22,8 +24,10 @@ from .attention import check_layouts, normalized_rows
 from .calls import ShardedCall, whole_rows
 from .groups import Group, grid, group_of
 from .layout import Layout, imbalance
-from .routes import Route, length_of, route, sight_of
+from .pulls import moves_of
+from .routes import length_of, route, sight_of
 from .shared import shares_memory
+from .slots import slots_of
 from .strategies import STRATEGIES, unable
 from .strategies.grid import ACROSS, across, exchange_within, rows_across
 from .strategies.heads import Exchange, shared_heads, split_heads
@@ -308,13 +312,20 @@ def _keys_wire(call: ShardedCall, rank: int, back: bool) -> Wire:
     """Return the bytes of the keys and values that move, and of their gradients."""
     size, wide = _key_bytes(call)
     way = route(call.queries, call.keys, sight_of(call), rank)
-    sent, received = way.rows_of_others(rank)
+    sent, received = returned = way.rows_of_others(rank)
     rows = Wire(sent, received)
     if way.whole and not shares_memory(call.group, call.tensors.k.device):
         # padded to the longest rank
         rows = Wire(*[(call.group.size - 1) * max(call.keys.lengths)] * 2)
     found = Wire(rows.sent * size, rows.received * size)
-    return found + Wire(received * wide, sent * wide) if back else found
+    if back and shares_memory(call.group, call.tensors.k.device):  # from each call, not from a rank
+        slots = slots_of(call.queries, call.keys, sight_of(call))
+        leave, arrive = (
+            sum(slots.sent(*ends) for ends in each)
+            for each in zip(*(((rank, one), (one, rank)) for one in slots.ranks), strict=True)
+        )
+        returned = arrive, leave
+    return found + Wire(returned[1] * wide, returned[0] * wide) if back else found
 
 
 def _keys_memory(call: ShardedCall, back: bool) -> int:
@@ -327,21 +338,23 @@ def _keys_memory(call: ShardedCall, back: bool) -> int:
     way = route(call.queries, call.keys, sight, rank)
     sizes = [len(one) for one in stages_of(call, back)]
     most, total = max(sizes), sum(sizes)
+    device = call.tensors.k.device
+    if shares_memory(call.group, device):
+        place = call.queries, call.keys, sight
+        shown = max(length_of(route(*place, one).shown) for one in _ranks(call))
+        memory = (shown + moves_of(*place, rank).arriving) * size
+        if not back:
+            return memory
+        slots = slots_of(*place)
+        memory += max(slots.rows) * wide
+        if not takes_places(problem_of(call.whole(), call.options), call.options.backend):
+            # gradients of a call, that a GPU copies while it computes the next one
+            keys = [0, *slots.parts[rank]]
+            memory += (sum if device.type == "cuda" else max)(keys) * wide * most // total
+        return memory
     sent = sum(map(length_of, way.sent))  # own rows too
     # keys of each piece, and their gradients
     packed = sum(part.packing.copied for part in way.parts if part.packing is not None)
-    if shares_memory(call.group, call.tensors.k.device):
-        ways = [route(call.queries, call.keys, sight, one) for one in _ranks(call)]
-        memory = (_rows_shown(ways) + way.length) * size
-        if call.packs:
-            memory = _rows_shown(ways) * size
-            packed = sum(part.packing.rows for part in way.parts if part.packing is not None)
-        shown = max(one.rows_of_others(n)[1] for n, one in enumerate(ways))
-        # gradients of own rows that were not gathered wait for those that return
-        alone = [part.own.stop - part.own.start for part in way.parts if part.own is not None]
-        own = sum(alone) if len(alone) < 2 else call.keys.lengths[rank]
-        returned = back * (way.length + shown + sent + sent * (len(sizes) > 1) + own) * wide
-        return memory + (returned + packed * (size + back * wide)) * most // total
     # rows arrive, and are then put in order; meanwhile those of the next stage arrive
     arriving = call.group.size * max(call.keys.lengths) if way.whole else way.length
     here = (way.length + (0 if back else arriving)) * size + packed * (size + back * wide)
@@ -351,11 +364,6 @@ def _keys_memory(call: ShardedCall, back: bool) -> int:
         returned = (way.length + sent) * wide
     each = zip([0, *sizes], sizes, [*sizes[1:], 0], strict=False)
     return max(a * returned + b * here + c * moving for a, b, c in each) // total
-
-
-def _rows_shown(ways: Sequence[Route]) -> int:
-    """Return the most rows that a rank shows to others."""
-    return max(length_of(one.shown) for one in ways)
 
 
 def _key_bytes(call: ShardedCall) -> tuple[int, int]:

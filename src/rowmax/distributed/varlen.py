@@ -78,7 +78,9 @@ def attention_varlen(
         *(t[None] for t in (q, k, v)), mesh=mesh, layout=layout, k_layout=k_layout,
         mask=pairs & documents, return_lse=True, **options,
     )  # fmt: skip
-    return (out[0], lse[0]) if return_lse else out[0]
+    # a view: the derivative of a selection is a copy among zeros
+    out, lse = out.squeeze(0), lse.squeeze(0)
+    return (out, lse) if return_lse else out
 
 
 def _refuse(options: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ from ..calls import ShardedCall
 from ..collectives import UnderWay, Waits
 from ..exchange import Gather, words
 from ..pieces import Packing
-from ..pulls import PulledPieces, PulledRows
+from ..pulls import PulledRows
 from ..pushes import Pushed
 from ..returns import Returned
 from ..routes import Part, Route, route, sight_of
@@ -71,6 +71,7 @@ def backward(
             sums.add(heads, part, made)
             of_keys = [t for t in (made.k, made.v) if t is not None]
             sums.keys.add(heads.kv, n, of_keys, under_way)
+            del made, of_keys  # the next call makes others
         sums.keys.send(heads.kv, under_way)
 
     with UnderWay() as under_way:
@@ -134,9 +135,9 @@ def _gathers(call: ShardedCall, way: Route, slices: Sequence[slice]) -> Callable
     own, group = [call.tensors.k, call.tensors.v], call.group
     regions = regions_of(group, call.tensors.q.device)
     if regions is not None:
-        pulled = PulledPieces if call.packs else PulledRows
+        place = call.queries, call.keys, sight_of(call)
         with _or_collectives(call):
-            return pulled(own, slices, _ways(call), group, regions.rows).begin
+            return PulledRows(own, slices, place, group, regions.rows).begin
 
     def begin(stage: int) -> Arriving:
         return _Gathered(Gather([t[:, :, slices[stage]] for t in own], way, call.keys, group))
@@ -186,13 +187,8 @@ def overlaps(call: ShardedCall) -> bool:
 def _planned(call: ShardedCall, returns: bool) -> tuple[Route, tuple[range, ...]]:
     """Return the route of this rank, and the stages; ranks agree first on the way of copies."""
     regions_of(call.group, call.tensors.q.device)
-    return _ways(call)[call.group.rank], stages_of(call, returns=returns)
-
-
-def _ways(call: ShardedCall) -> list[Route]:
-    """Return the routes of all ranks."""
-    sight = sight_of(call)
-    return [route(call.queries, call.keys, sight, rank) for rank in range(call.group.size)]
+    way = route(call.queries, call.keys, sight_of(call), call.group.rank)
+    return way, stages_of(call, returns=returns)
 
 
 def _part(
