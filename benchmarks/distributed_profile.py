@@ -89,7 +89,7 @@ def _device(one: Any, what: str) -> tuple[str, str]:
 
 
 def _line(found: list[Any]) -> str:
-    """Return the microseconds of a call by kind, and from the start of the first to the last end."""
+    """Return the microseconds of a call by kind, and those of a call as a whole."""
     sums: dict[str, float] = {"span": found[-1].time_range.end - found[0].time_range.start}
     for one in found:
         kind = next((kind for word, kind in KINDS.items() if word in one.name), "others")

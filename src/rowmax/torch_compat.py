@@ -225,7 +225,7 @@ _FEW = 2
 
 
 def copy_each(to: list[Tensor], x: list[Tensor]) -> None:
-    """Copy each tensor to another of its shape. On a GPU, several contiguous ones are one launch."""
+    """Copy each tensor to another of its shape. On a GPU, some contiguous ones are one launch."""
     if _copy_each is not None and len(to) > _FEW:
         _copy_each(to, x)
         return

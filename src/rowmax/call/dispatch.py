@@ -480,7 +480,7 @@ def run_backward(
 ) -> Gradients:
     """Return the wanted gradients, each from the backend of its job."""
     whole: Any = plan.computes(wanted)
-    if places is not None:  # of a plan with one backend, which takes them
+    if places is not None:  # the plan has one backend, which takes them
         return whole.backward(problem, tensors, out, lse, dout, dlse, wanted, places)
     if whole is not None:
         return whole.backward(problem, tensors, out, lse, dout, dlse, wanted)

@@ -1,7 +1,7 @@
 """Gradients of keys, written by each call to the memory of the ranks that hold the keys.
 
 A kernel that takes places (``call.inputs.Places``) writes there itself: over NVLink, while it
-computes. What others compute is copied. The sums are those of ``exchange.py``, to the bit.
+computes. Results of other kernels are copied. The sums are those of ``exchange.py``, to the bit.
 """
 
 from __future__ import annotations
