@@ -14,9 +14,9 @@ Efficiency is the time of one device / devices / that sum.
 
 Strategies, as ``rowmax.distributed`` has them:
 
-    keys    on one host: copy engines pull K, V from shared memory, and dK, dV in float32, by the
-            stages of kv heads of the actual rule; rows are those of the actual routes. Between
-            hosts NCCL copies, in one stage: all exposed
+    keys    on one host: copy engines pull K, V from shared memory by the stages of kv heads of the
+            actual rule, and kernels write dK, dV in float32 while they compute; rows are those of
+            the actual routes. Between hosts NCCL copies, in one stage: all exposed
     heads   rows for heads and back: all exposed; the backward exchanges q, k, v, out and dout again
     grid    a mesh of two dimensions: heads within a node, keys between nodes
 
@@ -55,6 +55,7 @@ from rowmax.distributed.routes import (
     route,
     sight_of,
 )
+from rowmax.distributed.slots import slots_of
 from rowmax.distributed.strategies.stages import stages_of
 
 from .distributed_cells import layout_for, mask_of, named
@@ -185,7 +186,7 @@ class Pulled(NamedTuple):
     """The bytes that the slowest rank of a host pulls, copies in own memory, and its calls."""
 
     come: float
-    back: float
+    back: float  # written to other ranks by kernels
     copied: float
     stages: tuple[float, ...]  # the share of kv heads of each
     calls: int
@@ -212,28 +213,28 @@ def pulled(cell: Cell, backward: bool, devices: int) -> Pulled:
     row = 2 * cell.b * cell.hk * cell.d  # elements of k and v
     come = back = copied = 0.0
     load, arrivals = load_of(call.queries, call.keys, sight_of(call)), []
+    slots = slots_of(call.queries, call.keys, sight_of(call))
     for rank, way in enumerate(ways):
         own = call.keys.lengths[rank]
-        sent, received = way.rows_of_others(rank)
-        come, back = max(come, received * row * HALF), max(back, sent * row * WIDE * backward)
+        _, received = way.rows_of_others(rank)
+        written = max(
+            sum(slots.sent(rank, other) for other in slots.ranks),
+            sum(slots.sent(other, rank) for other in slots.ranks),
+        )
+        come, back = max(come, received * row * HALF), max(back, written * row * WIDE * backward)
         arrivals.append(_arrival(call, way, rank, row * HALF, load.pairs))
         packing = way.parts[0].packing if way.parts else None
         shown, held = (length_of(ranges) for ranges in (way.shown, way.received[rank]))
         if packing is None:
             bytes_ = 2 * (shown + held) * HALF  # to shared memory, and to their places
-            # all but the first call's gradients are added to those of the first
-            covered = sum(part.gathered.stop - part.gathered.start for part in way.parts)
-            sums = 3 * (covered - way.length)
         else:
             places = (packing.places(*one) for one in way.received[rank])
             held = sum(stop - start for each in places for _, start, stop in each)
             bytes_ = 2 * (shown + held) * HALF  # those of others arrive at their places
-            sums = 2 * way.length + 3 * (packing.rows - way.length)
-        if backward:
-            # packed, added to zeros in the order of ranks, and rounded
-            bytes_ += (sums + 2 * way.length + own + 3 * (sent + own) + own) * WIDE + own * HALF
+        if backward:  # the sums of slots
+            bytes_ += slots.rows[rank] * WIDE + own * HALF
         copied = max(copied, bytes_ * row)
-    sizes = [len(one) for one in stages_of(call, backward)]
+    sizes = [len(one) for one in stages_of(call, returns=False)]
     calls = max(len(way.parts) for way in ways) * len(sizes)
     shares = tuple(n / sum(sizes) for n in sizes)
     return Pulled(come, back, copied, shares, calls, tuple(arrivals))
@@ -274,17 +275,15 @@ def planned(cell: Cell, devices: int) -> ShardedCall:
 def _staged(found: Pulled, computing: float, machine: Machine) -> tuple[float, float]:
     """Return the seconds of copies of the wire, and those of them that nothing hides.
 
-    While a stage computes, rows of the next one come and gradients of the one before return. The
-    first stage begins with calls that wait for nothing, or for few rows.
+    While a stage computes, rows of the next one come, and its gradients go. The first stage begins
+    with calls that wait for nothing, or for few rows.
     """
     first, last = found.come / machine.pulls / 1e9, found.back / machine.pulls / 1e9
     shares = found.stages
-    exposed = last * shares[-1]
-    exposed += max(_waits(one, shares[0], computing, machine) for one in found.arrivals)
+    exposed = max(_waits(one, shares[0], computing, machine) for one in found.arrivals)
     for n, share in enumerate(shares):
         comes = first * shares[n + 1] if n + 1 < len(shares) else 0.0
-        returns = last * shares[n - 1] if n else 0.0
-        exposed += max(0.0, comes + returns - computing * share)
+        exposed += max(0.0, comes - computing * share)
     return first + last, exposed
 
 

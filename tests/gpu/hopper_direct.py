@@ -8,13 +8,14 @@ The gradients must also be near those of the Triton backend.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import product
 from unittest import mock
 
 import torch
 
+from rowmax.call.inputs import Places
 from rowmax.call.problem import Gradients, Wanted
 from rowmax.gpu import hopper, triton
 from rowmax.reference import dense
@@ -172,7 +173,13 @@ def check_backward(
     )
     found += [text] if text else []
     if problem.hk < problem.hq:
-        found += rounded_parts(got, hopper.backward(problem._replace(wide=True), *arguments[1:]))
+        problem = problem._replace(wide=True)
+        parts = hopper.backward(problem, *arguments[1:])
+        found += rounded_parts(got, parts)
+        if hopper.takes_places(problem) and got.k is not None and got.v is not None:
+            found += misplaced(parts, lambda to: hopper.backward(problem, *arguments[1:], to))
+            if device != "cpu":
+                torch.cuda.synchronize()
     if reference is None:
         found += far_from_triton(got, triton.backward(*arguments), LIMITS[problem.dtype])
     for n in range(repeats):
@@ -232,6 +239,28 @@ def rounded_parts(got: Gradients, parts: Gradients) -> list[str]:
             found.append(f"d{name}: a part of a sum is {part.dtype}")
         elif x is not None and not torch.equal(part.to(x.dtype), x):
             found.append(f"d{name}: the part of a sum differs before rounding")
+    return found
+
+
+def misplaced(parts: Gradients, backward: Callable[[Places], Gradients]) -> list[str]:
+    """Return what is wrong with dk and dv that are written to rows in any order (``Places``)."""
+    order = torch.Generator().manual_seed(0)
+    memory, tables, rows = [], [], []
+    for t in parts[1:3]:
+        n, width = t.shape[0] * t.shape[1], t.shape[2] * t.shape[3]
+        place = torch.randperm(2 * n, generator=order)[:n].to(t.device)
+        memory.append(t.new_full((2 * n, width), float("nan")))
+        tables.append(place * (width // 4))
+        rows.append(place)
+    got, found = backward(Places(*memory, *tables)), []
+    for name, t, to, place in zip("kv", parts[1:3], memory, rows, strict=True):
+        if getattr(got, name) is not None:
+            found.append(f"d{name} is returned, and not at its places")
+        if not torch.equal(to[place], t.view(len(place), -1)):
+            found.append(f"d{name} differs at its places")
+        to[place] = float("nan")
+        if not to.isnan().all():
+            found.append(f"d{name} is written past its places")
     return found
 
 

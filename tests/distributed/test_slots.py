@@ -1,0 +1,85 @@
+"""The gradients of every key of every call have a place of their own, and each place is added."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from rowmax.distributed import Layout
+from rowmax.distributed.routes import Sight, route
+from rowmax.distributed.slots import UNIT, Memory, slots_of
+
+CPU = torch.device("cpu")
+DOCUMENTS = "0,90,91,400,700,1000"
+#: (layout, limits) of 1000 positions
+KINDS = [
+    (Layout.zigzag(1000, 4), Sight(None, 0)),
+    (Layout.zigzag(1000, 3), Sight(None, None)),
+    (Layout.contiguous(1000, 4), Sight(130, 0)),
+    (Layout(((), ((0, 300), (600, 1000)), ((300, 600),))), Sight(70, 20)),
+    (Layout.zigzag(1000, 4), Sight(None, 0, DOCUMENTS)),
+    (Layout.contiguous(1000, 2), Sight(None, None, DOCUMENTS)),
+    (Layout.zigzag(1000, 2), Sight(100, 0, DOCUMENTS)),
+]
+
+
+def positions_of(layout: Layout, rank: int) -> list[int]:
+    return [x for start, stop in layout.owned[rank] for x in range(start, stop)]
+
+
+@pytest.mark.parametrize(("layout", "sight"), KINDS, ids=str)
+def test_each_key_of_a_call_has_one_place(layout: Layout, sight: Sight) -> None:
+    slots, taken = slots_of(layout, layout, sight), set()
+    for source in slots.ranks:
+        for n, part in enumerate(route(layout, layout, sight, source).parts):
+            seen = []
+            for rank, slot in slots.of_call(source, n):
+                (start, stop), rows = slot.keys, range(*slot.rows)
+                assert stop - start == len(rows)
+                seen += range(start, stop)
+                taken |= {(rank, slot.first + x) for x in range(len(rows))}
+                if part.packing is None:  # keys are positions from the first one of the call on
+                    held = positions_of(layout, rank)
+                    assert [held[x] for x in rows] == [part.j.start + x for x in range(start, stop)]
+            assert sorted(seen) == list(range(slots.parts[source][n]))
+    assert taken == {(rank, x) for rank, n in enumerate(slots.rows) for x in range(n)}
+
+
+@pytest.mark.parametrize(("layout", "sight"), KINDS, ids=str)
+def test_every_place_is_added_to_the_row_of_its_key(layout: Layout, sight: Sight) -> None:
+    slots = slots_of(layout, layout, sight)
+    for rank in slots.ranks:
+        want: list[list[int]] = [[] for _ in range(layout.lengths[rank])]
+        for group in slots.groups[rank]:
+            assert len({slot.source for slot in group}) == 1
+            for slot in group:
+                for x, row in enumerate(range(*slot.rows)):
+                    want[row].append(slot.first + x)
+        table = slots.summands(rank, CPU)
+        assert table.shape[0] == len(slots.groups[rank])
+        got = [[x for x in column if x >= 0] for column in table.flatten(0, 1).T.tolist()]
+        assert got == want
+
+
+def test_places_are_those_of_slots_in_the_memory_of_all_ranks() -> None:
+    """Rows of k, then rows of v, of every rank; addresses are bytes and may come in any order."""
+    layout, sight = KINDS[0]
+    slots, random_ = slots_of(layout, layout, sight), random.Random(1)
+    batch, widths = 2, (8, 12)
+    size = max(slots.rows) * batch * sum(widths) * 4
+    starts = random_.sample(range(0, 40 * size, size), 4)
+    memory = Memory(tuple(starts), batch, widths)
+    for source in slots.ranks:
+        for part, n in enumerate(slots.parts[source]):
+            tables = slots.places(source, part, memory, CPU)
+            for (rank, slot), b in (
+                (one, b) for one in slots.of_call(source, part) for b in (0, 1)
+            ):
+                begin = starts[rank]
+                for table, width in zip(tables, widths, strict=True):
+                    for x, key in enumerate(range(*slot.keys)):
+                        place = starts[source] + 4 * UNIT * int(table[b * n + key])
+                        assert place == begin + 4 * width * ((slot.first + x) * batch + b)
+                    begin += 4 * width * slots.rows[rank] * batch
