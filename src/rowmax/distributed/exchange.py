@@ -76,8 +76,8 @@ class Sums(NamedTuple):
 def summed(parts: Sequence[Tensor], sent: Sequence[Ranges], shapes: Shapes, rank: int) -> Sums:
     """Return the sums over all ranks of own rows, of flat parts that hold these ranges.
 
-    A rank adds its own part first, then that of the next rank, and so on: parts in the memory of
-    other ranks have one reader at a time. The sums may take the memory of the own part.
+    A rank adds its own part first, then that of the next rank, and so on. The sums may take the
+    memory of the own part.
     """
     every = union(pair for ranges in sent for pair in ranges)
     length = length_of(every)

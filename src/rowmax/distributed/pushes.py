@@ -52,8 +52,10 @@ class Pushed:
 
     def add(self, kv: slice, part: int, found: Sequence[Tensor], under_way: UnderWay) -> None:
         """Copy the gradients of a call, ``[B, keys, h, D]``, to the slots of some heads."""
+        if not found:
+            return  # the kernel has written them
         copies: list[tuple[Tensor, Tensor]] = []
-        for rank, slot in self.slots.of_call(self.rank, part) if found else ():
+        for rank, slot in self.slots.of_call(self.rank, part):
             for to, t in zip(self._of(rank), found, strict=True):
                 start, stop = slot.keys
                 into = to[slot.first : slot.first + stop - start, :, kv]

@@ -70,6 +70,10 @@ class Slots:
         self.rows = [sum(_length(slot) for each in one for slot in each) for one in groups]
         #: a rank writes to the memory of another
         self.moves = any(self.sent(source, rank) for source in self.ranks for rank in self.ranks)
+        self._of_call: dict[tuple[int, int], list[tuple[int, Slot]]] = {}
+        for rank, one in enumerate(groups):
+            for slot in (slot for each in one for slot in each):
+                self._of_call.setdefault((slot.source, slot.part), []).append((rank, slot))
         self._summands: dict[tuple[int, torch.device], Tensor] = {}
         self._places: dict[tuple[int, int, Memory, torch.device], tuple[Tensor, Tensor]] = {}
 
@@ -86,13 +90,7 @@ class Slots:
 
     def of_call(self, source: int, part: int) -> list[tuple[int, Slot]]:
         """Return the slots of a call, each with the rank that holds its keys."""
-        return [
-            (rank, slot)
-            for rank in self.ranks
-            for each in self.groups[rank]
-            for slot in _of(each, source)
-            if slot.part == part
-        ]
+        return self._of_call.get((source, part), [])
 
     def summands(self, rank: int, device: torch.device) -> Tensor:
         """Return the rows of memory that are added for each own row, int32 [groups, most, n].

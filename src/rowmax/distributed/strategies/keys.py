@@ -277,7 +277,7 @@ class _Results:
 
 
 class _Sums:
-    """The gradients of a rank: those of keys by stages, the others added up over all calls."""
+    """The gradients of a rank, added up over all calls; ``keys`` has those of keys."""
 
     def __init__(self, call: ShardedCall, way: Route, stages: int, wanted: Wanted) -> None:
         self.call, self.wanted, self.wide = call, wanted, call.accumulator
