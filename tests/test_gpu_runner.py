@@ -7,6 +7,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 pytest.importorskip("triton")
 
 from rowmax import tiled
+from rowmax.call.inputs import Places
 from rowmax.gpu import hopper, triton
 from rowmax.testing import CASES, Case
 
@@ -195,14 +197,25 @@ def test_direct_calls_are_held_to_the_rule(
         found = tiled.backward(*arguments)
         return found._replace(k=found.k * 2)
 
+    def at_places(*arguments: Any, off: int = 0) -> Any:
+        *given, places = arguments
+        if not isinstance(places, Places):
+            return tiled.backward(*arguments)
+        found = tiled.backward(*given)
+        for name in "kv":
+            rows = getattr(found, name).flatten(0, 1).flatten(1)
+            at = 4 * getattr(places, f"d{name}_rows") // rows.shape[1]
+            getattr(places, f"d{name}")[at[off:]] = rows[: len(rows) - off]
+        return found._replace(k=None, v=None)
+
     def reads_padding(problem: Any, tensors: Any) -> Any:
         out, lse = tiled.forward(problem, tensors)
         return out, lse + int(tensors.v.isnan().any())
 
     case = Case("", b=2, nq=20, nk=30, lengths=(0.4, 0.7), bias="1hqk", causal=True)
     packed = Case("", sequences=((5, 9), (7, 4)), hk=2, sink=True)
-    for module in (hopper, triton):
-        monkeypatch.setattr(module, "backward", tiled.backward)
+    monkeypatch.setattr(triton, "backward", tiled.backward)
+    monkeypatch.setattr(hopper, "backward", at_places)
     monkeypatch.setattr(hopper, "forward", tiled.forward)
     for one in (case, packed):
         assert hopper_direct.check_forward(one, "float16", 2, "cpu")[0].startswith("refused")
@@ -212,6 +225,10 @@ def test_direct_calls_are_held_to_the_rule(
         assert not hopper_direct.check_forward(one, "float16", 2, "cpu", elsewhere)
         for flag in (False, True):
             assert not hopper_direct.check_backward(one, "float16", flag, 2, "cpu", elsewhere)
+    monkeypatch.setattr(hopper, "backward", partial(at_places, off=1))
+    found = hopper_direct.check_backward(packed, "float16", True, 0, "cpu", elsewhere)
+    assert found == [f"d{name} differs at its places" for name in "kv"]
+    monkeypatch.setattr(hopper, "takes_places", lambda _: False)
     monkeypatch.setattr(hopper, "forward", reads_padding)
     assert "past the end" in hopper_direct.check_forward(case, "float16", 0, "cpu", elsewhere)[0]
     monkeypatch.setattr(hopper, "backward", wrong_keys)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from . import programs
+from . import agreement_programs
 from .world import RankError, World
 
 Worlds = Callable[[int], World]
@@ -30,21 +30,21 @@ LOCAL = {
 
 @pytest.mark.parametrize("name", LOCAL)
 def test_an_error_of_one_rank_reaches_all(name: str, world: Worlds) -> None:
-    own, *others = world(3).run(programs.refused, "local", name, 0)
+    own, *others = world(3).run(agreement_programs.refused, "local", name, 0)
     assert own.startswith(LOCAL[name])
     assert others == [f"rowmax.distributed: rank 0 refused this call: {own}"] * 2
 
 
 @pytest.mark.parametrize("name", LOCAL)
 def test_an_error_of_all_ranks_is_their_own(name: str, world: Worlds) -> None:
-    for rank, text in enumerate(world(3).run(programs.refused, "local", name, None)):
+    for rank, text in enumerate(world(3).run(agreement_programs.refused, "local", name, None)):
         assert text.partition(":")[0] == LOCAL[name].partition(":")[0], rank
         assert "refused this call" not in text
 
 
-@pytest.mark.parametrize("name", programs._UNLIKE)
+@pytest.mark.parametrize("name", agreement_programs._UNLIKE)
 def test_arguments_that_differ_are_named_on_all_ranks(name: str, world: Worlds) -> None:
-    texts = world(3).run(programs.refused, "unlike", name, 1)
+    texts = world(3).run(agreement_programs.refused, "unlike", name, 1)
     assert texts == [texts[0]] * 3
     assert texts[0].startswith("rowmax.distributed: ranks differ. ")
     assert f"{name}: got " in texts[0]
@@ -58,23 +58,23 @@ def test_a_named_backend_checks_the_whole_call(strategy: str, world: Worlds) -> 
     facts = ("torch", strategy == "queries", 64, 64, (1, 2, 64, 1))
     each = (strategy != "heads", False)
     want = [(*facts, False, False, False, wanted, False, False) for wanted in each]
-    assert world(2).run(programs.named, strategy) == [want, want]
+    assert world(2).run(agreement_programs.named, strategy) == [want, want]
 
 
 def test_other_functions_are_named(world: Worlds) -> None:
-    texts = world(3).run(programs.other_functions)
+    texts = world(3).run(agreement_programs.other_functions)
     assert texts == [texts[0]] * 3
     want = "call: got forward on ranks 0, 2 and unshard along 1 on rank 1; want the same"
     assert texts[0].startswith(f"rowmax.distributed: ranks differ. {want}")
 
 
 def test_a_call_after_an_error_is_right(world: Worlds) -> None:
-    world(3).run(programs.refused, "unlike", "scale", 2)
-    assert world(3).run(programs.refused, "unlike", "scale", None) == ["no error"] * 3
+    world(3).run(agreement_programs.refused, "unlike", "scale", 2)
+    assert world(3).run(agreement_programs.refused, "unlike", "scale", None) == ["no error"] * 3
 
 
 def test_gradients_that_differ(world: Worlds) -> None:
-    texts = world(3).run(programs.unlike_gradients)
+    texts = world(3).run(agreement_programs.unlike_gradients)
     assert texts == [texts[0]] * 3
     assert "requires_grad of k or v: got True on ranks 0, 2 and False on rank 1" in texts[0]
 
@@ -91,7 +91,7 @@ def test_a_rank_that_ends_or_raises_ends_the_others(way: str, shape: tuple[int, 
     world = World(4 if shape else 3, timeout=4.0)
     try:
         began = time.monotonic()
-        world.start(programs.killed, way, shape)
+        world.start(agreement_programs.killed, way, shape)
         for rank in range(world.size):
             if rank == 1:
                 continue
@@ -109,4 +109,4 @@ def test_a_rank_that_ends_or_raises_ends_the_others(way: str, shape: tuple[int, 
 def test_a_rank_that_is_late_changes_no_bit(
     size: int, way: str, shape: tuple[int, ...], world: Worlds
 ) -> None:
-    assert all(world(size).run(programs.late, 15, way, shape))
+    assert all(world(size).run(agreement_programs.late, 15, way, shape))

@@ -19,7 +19,7 @@ from rowmax.testing import (
     make,
 )
 
-from . import programs
+from . import attention_programs, programs
 from .references import reference
 from .world import World
 
@@ -112,14 +112,14 @@ def test_the_chosen_backend(world: Worlds) -> None:
 def test_one_rank_is_one_device(world: Worlds) -> None:
     """Equal to the bit, and without any collective."""
     for case in (FEATURES, *COVERING_DENSE[:3]):
-        assert world(1).run(programs.one_rank, case) == [True]
+        assert world(1).run(attention_programs.one_rank, case) == [True]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_backward_knows_that_its_keys_are_a_part(strategy: str, world: Worlds) -> None:
     """Then no gradient is one of all keys in closed form, as that of a bias with one column."""
     case = Case("column", b=1, nq=200, d=16, bias="11q1")
-    for known in world(2).run(programs.parts_known, case, 2, strategy):
+    for known in world(2).run(attention_programs.parts_known, case, 2, strategy):
         assert known
         assert set(known) == {strategy == "queries"}
 
@@ -131,10 +131,10 @@ def test_dropout_keeps_the_set_of_one_device(
 ) -> None:
     """With values that are a unit matrix, out is the weights: those of dropped pairs are 0."""
     case = Case("kept", b=2, nq=190, nk=230, hk=2, d=8, dv=230, dropout=0.4)
-    call = programs.with_unit_values(make(case))
+    call = attention_programs.with_unit_values(make(case))
     want = call(backend="torch")[0]
     assert 0.3 < (want == 0).float().mean() < 0.5
-    parts = world(size).run(programs.kept, case, kind, size, strategy)
+    parts = world(size).run(attention_programs.kept, case, kind, size, strategy)
     queries, _ = programs.layouts(case, kind, size)
     for rank, part in enumerate(parts):
         assert torch.equal(part, want[:, queries.positions(rank)] != 0)
@@ -184,7 +184,7 @@ def test_own_rows_of_bias_are_not_summed(strategy: str, world: Worlds) -> None:
 
 def test_a_seed_of_none_is_that_of_the_first_rank(world: Worlds) -> None:
     """Ranks draw different seeds; the results are those of one device with the first one's."""
-    parts = world(3).run(programs.drawn_seed, 3)
+    parts = world(3).run(attention_programs.drawn_seed, 3)
     assert len({int(seed) for seed, _, _ in parts}) == 3
     for _, whole, rows in parts:
         torch.testing.assert_close(rows, whole)
@@ -202,30 +202,30 @@ def test_only_rows_that_are_seen_move(world: Worlds) -> None:
 
     Queries that see them are a call; the others of a rank see own keys, which are not gathered.
     """
-    assert world(4).run(programs.received_rows, 2048, 64) == [0, 128, 128, 128]
+    assert world(4).run(attention_programs.received_rows, 2048, 64) == [0, 128, 128, 128]
 
 
 @pytest.mark.parametrize("mesh", ["mesh", "group", "default"])
 def test_compiled_in_one_graph(mesh: str, world: Worlds) -> None:
-    for frames in world(2).run(programs.compiled, mesh):
+    for frames in world(2).run(attention_programs.compiled, mesh):
         assert frames == 1
 
 
 def test_checkpoints_train_alike(world: Worlds) -> None:
-    assert all(world(2).run(programs.checkpointed))
+    assert all(world(2).run(attention_programs.checkpointed))
 
 
 @pytest.mark.parametrize("name", ["second", "forward mode"])
 def test_derivatives_that_are_not_there(name: str, world: Worlds) -> None:
-    for text in world(2).run(programs.refused_derivative, name):
+    for text in world(2).run(attention_programs.refused_derivative, name):
         assert text.startswith("rowmax.distributed: attention across ranks has first derivatives")
 
 
 def test_no_cotangent_on_one_rank_hangs_no_other(world: Worlds) -> None:
     """A rank whose loss reads lse alone, or multiplies by zero, takes part in the backward."""
-    assert world(2).run(programs.loss_of_one) == [True, True]
+    assert world(2).run(attention_programs.loss_of_one) == [True, True]
 
 
 def test_groups_without_names_in_torch(world: Worlds) -> None:
     """A torch that finds no group by its name leaves it to those of earlier calls."""
-    assert world(2).run(programs.without_names) == ["no error"] * 2
+    assert world(2).run(attention_programs.without_names) == ["no error"] * 2

@@ -13,7 +13,15 @@ from rowmax import distributed as rd
 from rowmax.distributed import Layout
 from rowmax.testing import COVERING, Answer, Case, complaints, make
 
-from . import context_programs, programs
+from . import (
+    agreement_programs,
+    attention_programs,
+    context_programs,
+    programs,
+    sharding_programs,
+    shared_programs,
+    varlen_programs,
+)
 from .references import reference
 from .test_attention import CHUNKS, FEATURES
 from .test_explain import rows
@@ -121,7 +129,7 @@ def test_stages(world: Worlds) -> None:
     )
     _equal(one, two)
     with_shared = (FEATURES, torch.float32, "zigzag", 4, {"backend": "torch", **more}, 2, (2, 2))
-    found = world(4).run(programs.shared_answer, *with_shared)
+    found = world(4).run(shared_programs.shared_answer, *with_shared)
     assert all(uses > 4 for _, uses in found)
     _equal(two, [answer for answer, _ in found])
 
@@ -130,15 +138,15 @@ def test_stages(world: Worlds) -> None:
 @pytest.mark.parametrize("kind", programs.LAYOUTS)
 def test_dropout_keeps_the_set_of_one_device(kind: str, strategy: str, world: Worlds) -> None:
     case = Case("kept", b=2, nq=190, nk=230, hk=2, d=8, dv=230, dropout=0.4)
-    want = programs.with_unit_values(make(case))(backend="torch")[0]
-    parts = world(4).run(programs.kept, case, kind, 4, strategy, (2, 2))
+    want = attention_programs.with_unit_values(make(case))(backend="torch")[0]
+    parts = world(4).run(attention_programs.kept, case, kind, 4, strategy, (2, 2))
     queries, _ = programs.layouts(case, kind, 4)
     for rank, part in enumerate(parts):
         assert torch.equal(part, want[:, queries.positions(rank)] != 0)
 
 
 def test_a_seed_of_none_is_that_of_the_first_rank(world: Worlds) -> None:
-    parts = world(4).run(programs.drawn_seed, 4, (2, 2))
+    parts = world(4).run(attention_programs.drawn_seed, 4, (2, 2))
     assert len({int(seed) for seed, _, _ in parts}) == 4
     for _, whole, own in parts:
         torch.testing.assert_close(own, whole)
@@ -178,10 +186,10 @@ def test_own_rows_of_bias_are_not_summed(world: Worlds) -> None:
 def test_packed(case: Case, kind: str, world: Worlds) -> None:
     """Documents are one packed call of own heads, where one dimension has one."""
     call = make(case)
-    queries, keys = programs.packed_layouts(call, kind, 4)
-    found = world(4).run(programs.packed_answer, case, torch.float32, kind, 4, 1, (2, 2))
+    queries, keys = varlen_programs.packed_layouts(call, kind, 4)
+    found = world(4).run(varlen_programs.packed_answer, case, torch.float32, kind, 4, 1, (2, 2))
     parts = [answer for answer, _ in found]
-    whole = programs.whole_answer(programs.one_sequence(call), queries, keys, parts)
+    whole = programs.whole_answer(varlen_programs.one_sequence(call), queries, keys, parts)
     gradients = {n: t[0] if n in "qkv" else t for n, t in whole.gradients.items()}
     got = Answer(whole.out[0], whole.lse[0], gradients)
     wrong = complaints(got, reference(case, torch.float32))
@@ -191,13 +199,13 @@ def test_packed(case: Case, kind: str, world: Worlds) -> None:
 
 
 def test_rows_come_back(world: Worlds) -> None:
-    assert all(world(4).run(programs.round_trips, "uneven", 4, (2, 2)))
+    assert all(world(4).run(sharding_programs.round_trips, "uneven", 4, (2, 2)))
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
 def test_compiled_in_one_graph(shape: tuple[int, ...], world: Worlds) -> None:
     """Graphs hold names: here of the dimension with two ranks, else of both."""
-    assert world(2).run(programs.compiled, "grid", shape) == [1] * 2
+    assert world(2).run(attention_programs.compiled, "grid", shape) == [1] * 2
 
 
 def test_a_context(world: Worlds) -> None:
@@ -240,14 +248,14 @@ def test_a_plan_without_processes() -> None:
 
 @pytest.mark.parametrize("name", ["q", "mask"])
 def test_an_error_of_one_rank_reaches_all(name: str, world: Worlds) -> None:
-    *others, own = world(4).run(programs.refused, "local", name, 3, (2, 2))
+    *others, own = world(4).run(agreement_programs.refused, "local", name, 3, (2, 2))
     assert own.startswith(f"{name}: ")
     assert others == [f"rowmax.distributed: rank 3 refused this call: {own}"] * 3
 
 
 @pytest.mark.parametrize("name", ["scale", "sink", "dropout_p", "head terms", "dtype"])
 def test_arguments_that_differ_are_named_on_all_ranks(name: str, world: Worlds) -> None:
-    texts = world(4).run(programs.refused, "unlike", name, 2, (2, 2))
+    texts = world(4).run(agreement_programs.refused, "unlike", name, 2, (2, 2))
     assert texts == [texts[0]] * 4
     assert f"{name}: got " in texts[0]
     assert " on ranks 0, 1, 3 and " in texts[0]

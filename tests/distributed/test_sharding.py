@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from . import programs
+from . import programs, sharding_programs
 from .world import World
 
 Worlds = Callable[[int], World]
@@ -16,14 +16,14 @@ Worlds = Callable[[int], World]
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", programs.LAYOUTS)
 def test_unshard_joins_what_shard_cuts(kind: str, size: int, world: Worlds) -> None:
-    assert all(world(size).run(programs.round_trips, kind, size))
+    assert all(world(size).run(sharding_programs.round_trips, kind, size))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("kind", programs.LAYOUTS)
 def test_each_is_the_adjoint_of_the_other(kind: str, size: int, world: Worlds) -> None:
     """The sum over ranks of <shard(x), y> is <x, unshard(y)>, by derivatives in both modes too."""
-    parts = world(size).run(programs.dot_products, kind, size)
+    parts = world(size).run(sharding_programs.dot_products, kind, size)
     whole = {part.pop("whole") for part in parts}
     assert len(whole) == 1  # equal on every rank
     want = whole.pop()
@@ -36,7 +36,7 @@ def test_each_is_the_adjoint_of_the_other(kind: str, size: int, world: Worlds) -
 
 
 def test_wrong_values(world: Worlds) -> None:
-    parts = world(2).run(programs.wrong_shards)
+    parts = world(2).run(sharding_programs.wrong_shards)
     assert parts[0] == [
         "layout: got 3 ranks; want those of the group, 2",
         "x: got 7 rows; want 8, as the layout has",
@@ -52,7 +52,7 @@ def test_wrong_values(world: Worlds) -> None:
 
 
 def test_ranks_with_other_sizes_raise_alike(world: Worlds) -> None:
-    texts = world(2).run(programs.unlike_shards)
+    texts = world(2).run(sharding_programs.unlike_shards)
     assert texts[0] == texts[1]
     assert "x: got torch.float32 [3] without its rows on rank 0 and torch.float32 [4]" in texts[0]
 

@@ -9,7 +9,7 @@ import torch
 
 from rowmax.testing import Case, complaints, cotangents, expected, make
 
-from . import programs
+from . import programs, shared_programs
 from .test_stages import CASES
 from .world import World
 
@@ -23,7 +23,7 @@ def test_the_definition_and_the_bits_of_collectives(
 ) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         given = (case, dtype, kind, size, {"backend": "torch"}, stages)
-        found = world(size).run(programs.shared_answer, *given)
+        found = world(size).run(shared_programs.shared_answer, *given)
         parts, used = zip(*found, strict=True)
         # two to agree; unless one rank of two holds all rows, those of the forward and of the
         # backward, and gradients
@@ -42,7 +42,7 @@ def test_the_definition_and_the_bits_of_collectives(
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_calls_of_sizes_that_change(size: int, world: Worlds) -> None:
-    assert world(size).run(programs.one_after_the_other, size, 7) == [0.0] * size
+    assert world(size).run(shared_programs.one_after_the_other, size, 7) == [0.0] * size
 
 
 @pytest.mark.parametrize(
@@ -52,10 +52,10 @@ def test_calls_of_sizes_that_change(size: int, world: Worlds) -> None:
 def test_ranks_agree_where_memory_cannot_be_shared(
     trouble: str, shares: bool, world: Worlds
 ) -> None:
-    assert world(2).run(programs.shared_or_not, trouble) == [(shares, True, "")] * 2
+    assert world(2).run(shared_programs.shared_or_not, trouble) == [(shares, True, "")] * 2
 
 
 def test_a_wrong_word(world: Worlds) -> None:
-    found = world(2).run(programs.shared_or_not, "word")
+    found = world(2).run(shared_programs.shared_or_not, "word")
     want = "ROWMAX_DISTRIBUTED_COPIES: got 'shmem'; want one of 'shared', 'collectives'"
     assert found == [(False, False, want)] * 2

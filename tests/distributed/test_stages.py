@@ -18,7 +18,7 @@ from rowmax.distributed.routes import Sight, load_of
 from rowmax.distributed.strategies.stages import may_hide, stage_sizes, stages_of
 from rowmax.testing import Answer, Case, complaints, cotangents, expected, make
 
-from . import programs
+from . import programs, stage_programs
 from .world import RankError, World
 
 Worlds = Callable[[int], World]
@@ -79,7 +79,7 @@ def test_the_bits_of_one_stage(stages: int, world: Worlds) -> None:
 
 def test_copies_begin_before_the_calls_that_hide_them(world: Worlds) -> None:
     two = ["call", "call"]  # a chunk each
-    for forward, backward, text in world(2).run(programs.staged, 3):
+    for forward, backward, text in world(2).run(stage_programs.staged, 3):
         assert text == "no error, no error"
         assert forward == [
             *("begin 0", "begin 1", "wait 0", *two),
@@ -96,7 +96,7 @@ def test_copies_begin_before_the_calls_that_hide_them(world: Worlds) -> None:
 
 @pytest.mark.parametrize("fail", [1, 3, 6])
 def test_no_copy_outlives_an_error(fail: int, world: Worlds) -> None:
-    for forward, backward, text in world(2).run(programs.staged, 3, fail):
+    for forward, backward, text in world(2).run(stage_programs.staged, 3, fail):
         assert text == "a call that fails, a call that fails"
         for events in (forward, backward):
             begun, waited = (
@@ -104,7 +104,7 @@ def test_no_copy_outlives_an_error(fail: int, world: Worlds) -> None:
             )
             assert events.count("call") == fail
             assert begun == waited
-    for _, _, text in world(2).run(programs.staged, 3):
+    for _, _, text in world(2).run(stage_programs.staged, 3):
         assert text == "no error, no error"
 
 
@@ -113,7 +113,7 @@ def test_an_error_of_one_rank_between_stages_ends_all() -> None:
     world = World(3, timeout=3.0)
     try:
         began = time.monotonic()
-        world.start(programs.fails_alone)
+        world.start(stage_programs.fails_alone)
         texts = [world.result(rank, wait=30.0) for rank in range(3)]
         assert texts[1] == "a call that fails"
         for rank in (0, 2):
@@ -126,7 +126,7 @@ def test_an_error_of_one_rank_between_stages_ends_all() -> None:
 
 def test_gradients_of_keys_are_rounded_once(world: Worlds) -> None:
     """With parts that are rounded before they are added, 58 of 100 elements are equal."""
-    for share in world(2).run(programs.equal_to_one_device):
+    for share in world(2).run(stage_programs.equal_to_one_device):
         assert share > 0.99
 
 

@@ -15,7 +15,7 @@ from rowmax.distributed.pieces import few_copies, pieces_of
 from rowmax.distributed.routes import Sight, route
 from rowmax.testing import CASES, Answer, Case, complaints, cotangents, expected, make
 
-from . import programs
+from . import programs, varlen_programs
 from .world import World
 
 Worlds = Callable[[int], World]
@@ -68,10 +68,10 @@ def test_packed(case: Case, size: int, kind: str, dtype: torch.dtype, world: Wor
 def _check(world: World, case: Case, dtype: torch.dtype, kind: str, stages: int = 1) -> list[int]:
     """Compare a packed call with the definition; return the number of calls of each rank."""
     call = make(case, dtype=dtype)
-    queries, keys = programs.packed_layouts(call, kind, world.size)
-    found = world.run(programs.packed_answer, case, dtype, kind, world.size, stages)
+    queries, keys = varlen_programs.packed_layouts(call, kind, world.size)
+    found = world.run(varlen_programs.packed_answer, case, dtype, kind, world.size, stages)
     parts = [answer for answer, _ in found]
-    whole = programs.whole_answer(programs.one_sequence(call), queries, keys, parts)
+    whole = programs.whole_answer(varlen_programs.one_sequence(call), queries, keys, parts)
     gradients = {n: t[0] if n in "qkv" else t for n, t in whole.gradients.items()}
     got = Answer(whole.out[0], whole.lse[0], gradients)
     wrong = complaints(got, expected(call, *cotangents(call)))
@@ -99,21 +99,21 @@ def test_pieces_in_half(dtype: torch.dtype, world: Worlds) -> None:
 @pytest.mark.parametrize(("case", "size", "kind", "stages"), DRAWN[:6], ids=str)
 def test_shared_memory(case: Case, size: int, kind: str, stages: int, world: Worlds) -> None:
     given = (case, torch.float32, kind, size, stages)
-    assert all(world(size).run(programs.packed_in_shared_memory, *given))
+    assert all(world(size).run(varlen_programs.packed_in_shared_memory, *given))
 
 
 def test_whole_documents_move_nothing(world: Worlds) -> None:
-    assert world(2).run(programs.shows_of_whole_documents) == [0, 0]
+    assert world(2).run(varlen_programs.shows_of_whole_documents) == [0, 0]
 
 
 def test_sums_over_pieces_repeat_to_the_bit(world: Worlds) -> None:
-    first, again = (world(3).run(programs.packed_bits, 20) for _ in range(2))
+    first, again = (world(3).run(varlen_programs.packed_bits, 20) for _ in range(2))
     for a, b in zip(first, again, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def test_offsets_that_change_in_place(world: Worlds) -> None:
-    assert all(world(2).run(programs.offsets_in_place))
+    assert all(world(2).run(varlen_programs.offsets_in_place))
 
 
 def test_few_copies() -> None:
@@ -179,5 +179,5 @@ def test_refusals(world: Worlds) -> None:
         "causal: got 1; want True or False",
         "no error",
     ]
-    for found in world(2).run(programs.wrong_packed):
+    for found in world(2).run(varlen_programs.wrong_packed):
         assert found == texts

@@ -57,7 +57,8 @@ from rowmax.distributed.shared import shares_memory
 from rowmax.distributed.strategies import STRATEGIES
 from rowmax.distributed.strategies import keys as by_keys
 from rowmax.testing import COVERING, Answer, Call, Case, complaints, cotangents, expected, make
-from tests.distributed.programs import LAYOUTS, copies, even, has_rows, own_call, with_unit_values
+from tests.distributed.attention_programs import with_unit_values
+from tests.distributed.programs import LAYOUTS, copies, even, has_rows, own_call
 from tests.gpu import results
 from tests.gpu.check import EVERY, Report
 from tests.gpu.kinds import Check

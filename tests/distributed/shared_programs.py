@@ -1,0 +1,88 @@
+"""The functions that ranks run for the tests of shared memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from typing import Any
+from unittest import mock
+
+import torch
+
+import rowmax
+from rowmax import distributed as rd
+from rowmax.distributed import Layout, collectives, shared
+from rowmax.distributed.groups import group_of
+from rowmax.testing import Answer
+
+from .programs import copies, own_answer
+
+
+def shared_answer(rank: int, *given: Any) -> tuple[Answer, int]:
+    """Return the answer of a rank's rows with shared memory, and the uses of it."""
+    used = 0
+    show = shared.Region.show
+
+    def counted(region: shared.Region) -> None:
+        nonlocal used
+        used += 1
+        show(region)
+
+    with copies("shared"), mock.patch.object(shared.Region, "show", counted):
+        return own_answer(rank, *given), used
+
+
+def one_after_the_other(rank: int, size: int, calls: int) -> float:
+    """Return the largest difference of calls with shared memory, of sizes that change."""
+    worst = 0.0
+    for way in ("shared", "collectives"):
+        generator, found = torch.Generator().manual_seed(0), []
+        with copies(way):
+            for one in range(calls):
+                n = (64, 1024, 192)[one % 3] * size
+                layout = Layout.zigzag(n, size)
+                q = torch.randn(3, 1, n, 4, 64, generator=generator)[:, :, layout.positions(rank)]
+                leaves = [t.clone().requires_grad_() for t in q]
+                if rank == one % size:
+                    time.sleep(0.02)  # another rank comes late
+                out: Any = rd.attention(*leaves, layout=layout, backend="torch", mask=_CAUSAL)
+                found += [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+        if way == "shared":
+            first = found
+        else:
+            pairs = zip(first, found, strict=True)
+            worst = max(float((a - b).abs().max()) for a, b in pairs)
+    return worst
+
+
+_CAUSAL = rowmax.Causal()
+
+
+def shared_or_not(rank: int, trouble: str) -> tuple[bool, bool, str]:
+    """Return if memory is shared where rank 1 has a trouble, if the result is right, the error."""
+    layout = Layout.zigzag(4096, 2)
+    x = torch.randn(1, 4096, 2, 128, generator=torch.Generator().manual_seed(0))
+    mine = x[:, layout.positions(rank)]
+    want = rowmax.attention(x, x, x, backend="torch")[:, layout.positions(rank)]  # pyright: ignore
+    makes = shared._File.__init__
+
+    def failing(self: Any, size: int, group: Any, device: torch.device) -> None:
+        if trouble == "at once" or size > 1 << 21:
+            collectives.all_objects(("", "no room"), group)
+            raise OSError("no room")
+        makes(self, size, group, device)
+
+    patches = {
+        "host": mock.patch.object(shared, "_host", return_value=f"host {rank}"),
+        "word": mock.patch.dict(os.environ, {shared.VARIABLE: "shmem"} if rank else {}),
+        "none": contextlib.nullcontext(),
+    }
+    patch = patches.get(trouble) or mock.patch.object(shared._File, "__init__", failing)
+    with copies("shared"), patch:
+        try:
+            got: Any = rd.attention(mine, mine, mine, layout=layout, backend="torch")
+        except ValueError as error:
+            return False, False, str(error)
+        regions = shared.shares_memory(group_of(None), x.device)
+    return regions, torch.allclose(got, want, atol=1e-5), ""
