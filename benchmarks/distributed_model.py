@@ -217,10 +217,7 @@ def pulled(cell: Cell, backward: bool, devices: int) -> Pulled:
     for rank, way in enumerate(ways):
         own = call.keys.lengths[rank]
         _, received = way.rows_of_others(rank)
-        written = max(
-            sum(slots.sent(rank, other) for other in slots.ranks),
-            sum(slots.sent(other, rank) for other in slots.ranks),
-        )
+        written = max(slots.rows_of_others(rank))
         come, back = max(come, received * row * HALF), max(back, written * row * WIDE * backward)
         arrivals.append(_arrival(call, way, rank, row * HALF, load.pairs))
         packing = way.parts[0].packing if way.parts else None

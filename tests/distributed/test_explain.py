@@ -79,6 +79,11 @@ def test_memory_that_ranks_share() -> None:
         found = rd.explain(*rows(16384), layout=layout, causal=True, device="H200")
         assert found.forward.memory == (4 + 1) * shard
         assert found.backward.memory == (5 + 2 * ((7 + 1) / 2 + 4)) * shard
+        # chunks of gradients, in float32: the last rank writes those of its one call
+        both = zip(found.backward.wire, found.forward.wire, strict=True)
+        moved = [(a.sent - b.sent, a.received - b.received) for a, b in both]
+        assert [sent // shard for sent, _ in moved] == [6, 6, 6, 3]
+        assert [received // shard for _, received in moved] == [5, 5, 5, 6]
 
 
 def test_what_does_not_fit_under_compute() -> None:

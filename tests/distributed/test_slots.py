@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+import sys
 
 import pytest
 import torch
 
-from rowmax.distributed import Layout
+from rowmax.distributed import Layout, pushes
 from rowmax.distributed.routes import Sight, route
 from rowmax.distributed.slots import UNIT, Memory, slots_of
 
@@ -83,3 +84,10 @@ def test_places_are_those_of_slots_in_the_memory_of_all_ranks() -> None:
                         place = starts[source] + 4 * UNIT * int(table[b * n + key])
                         assert place == begin + 4 * width * ((slot.first + x) * batch + b)
                     begin += 4 * width * slots.rows[rank] * batch
+
+
+def test_without_triton_no_kernel_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rowmax.gpu.slot_sums", None)
+    t = torch.full((1, 2, 1, 8), 3.0)
+    assert not pushes._by_kernel(t, torch.zeros(1, 1, 2, dtype=torch.int32), t)
+    assert torch.equal(t, torch.full_like(t, 3.0))

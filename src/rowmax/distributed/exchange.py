@@ -76,18 +76,12 @@ class Sums(NamedTuple):
 def summed(parts: Sequence[Tensor], sent: Sequence[Ranges], shapes: Shapes, rank: int) -> Sums:
     """Return the sums over all ranks of own rows, of flat parts that hold these ranges.
 
-    A rank adds its own part first, then that of the next rank, and so on. The sums may take the
-    memory of the own part.
+    A rank adds its own part first, then that of the next rank, and so on, as it adds slots.
     """
     every = union(pair for ranges in sent for pair in ranges)
     length = length_of(every)
-    own, *others = (rank, *others_of(rank, len(parts)))
-    if sent[own] == every:
-        sums = [rows for each in unpacked(parts[own], shapes, ((0, length),)) for _, rows in each]
-    else:
-        sums = [parts[own].new_zeros((length, b, *rest)) for b, _, *rest in shapes]
-        others = [own, *others]
-    for other in others:
+    sums = [parts[rank].new_zeros((length, b, *rest)) for b, _, *rest in shapes]
+    for other in (rank, *others_of(rank, len(parts))):
         at = rows_of(sent[other], every)
         found = unpacked(parts[other], shapes, sent[other])
         to = [total[start:stop] for total in sums for start, stop in at]

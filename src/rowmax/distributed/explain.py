@@ -312,20 +312,19 @@ def _keys_wire(call: ShardedCall, rank: int, back: bool) -> Wire:
     """Return the bytes of the keys and values that move, and of their gradients."""
     size, wide = _key_bytes(call)
     way = route(call.queries, call.keys, sight_of(call), rank)
-    sent, received = returned = way.rows_of_others(rank)
+    sent, received = way.rows_of_others(rank)
+    shares = shares_memory(call.group, call.tensors.k.device)
     rows = Wire(sent, received)
-    if way.whole and not shares_memory(call.group, call.tensors.k.device):
-        # padded to the longest rank
+    if way.whole and not shares:  # padded to the longest rank
         rows = Wire(*[(call.group.size - 1) * max(call.keys.lengths)] * 2)
     found = Wire(rows.sent * size, rows.received * size)
-    if back and shares_memory(call.group, call.tensors.k.device):  # from each call, not from a rank
-        slots = slots_of(call.queries, call.keys, sight_of(call))
-        leave, arrive = (
-            sum(slots.sent(*ends) for ends in each)
-            for each in zip(*(((rank, one), (one, rank)) for one in slots.ranks), strict=True)
-        )
-        returned = arrive, leave
-    return found + Wire(returned[1] * wide, returned[0] * wide) if back else found
+    if not back:
+        return found
+    # gradients go the other way: from a rank, or from each of its calls
+    out, into = received, sent
+    if shares:
+        out, into = slots_of(call.queries, call.keys, sight_of(call)).rows_of_others(rank)
+    return found + Wire(out * wide, into * wide)
 
 
 def _keys_memory(call: ShardedCall, back: bool) -> int:

@@ -77,11 +77,7 @@ class Pushed:
         found = []
         for memory, t in zip(self._of(self.rank), self.like, strict=True):
             total = t.new_empty(t.shape, dtype=self.dtype if self.wide else t.dtype)
-            if self.device.type == "cuda":
-                from ..gpu.slot_sums import sum_slots
-
-                sum_slots(memory, table, total)
-            else:
+            if not (self.device.type == "cuda" and _by_kernel(memory, table, total)):
                 self._add(memory, total)
             found.append(total)
         return found
@@ -106,3 +102,13 @@ class Pushed:
                 part[start:stop] += memory[first : first + stop - start]
             rows += part
         total.copy_(rows.transpose(0, 1))
+
+
+def _by_kernel(memory: Tensor, table: Tensor, total: Tensor) -> bool:
+    """Write the sums in one launch; return False without Triton."""
+    try:
+        from ..gpu.slot_sums import sum_slots
+    except ImportError:
+        return False
+    sum_slots(memory, table, total)
+    return True

@@ -88,6 +88,17 @@ class Slots:
             return 0
         return sum(_length(slot) for each in self.groups[rank] for slot in _of(each, source))
 
+    def rows_of_others(self, rank: int) -> tuple[int, int]:
+        """Return how many rows a rank writes to the memory of others, and they to its own."""
+        sent, received = (
+            sum(self.sent(*ends) for ends in each)
+            for each in (
+                [(rank, other) for other in self.ranks],
+                [(other, rank) for other in self.ranks],
+            )
+        )
+        return sent, received
+
     def of_call(self, source: int, part: int) -> list[tuple[int, Slot]]:
         """Return the slots of a call, each with the rank that holds its keys."""
         return self._of_call.get((source, part), [])

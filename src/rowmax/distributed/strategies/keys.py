@@ -5,7 +5,8 @@ those of one device, and no results are merged. The backward gathers again and s
 documents that the host knows, all chunks are one packed call (``pieces.py``).
 
 Stages of kv heads hide the copies (``stages.py``): while a stage computes, the keys and values of
-the next one arrive, and in the backward the gradients of the one before return.
+the next one arrive. Gradients of keys go to the memory of their ranks (``pushes.py``) or, by
+collectives, return while the next stage computes (``returns.py``).
 """
 
 from __future__ import annotations

@@ -25,10 +25,10 @@ EXPOSED = 1 / 8
 FULL = 256
 #: bytes of a copy that reach most of the rate of the wire
 WIDE = 8 << 20
-#: bytes of copies, of a forward and of a backward, that take as long as the calls that stages add:
-#: their launches and last waves. Two H200, 32 query heads of 128, one stage and the best of others,
-#: in ms: forward 67 MB 26.5 and 26.9, 268 MB 7.50 and 7.59; backward 201 MB 76.5 and 76.7, 805 MB
-#: 22.5 and 21.9
+#: bytes of copies that take as long as the calls that stages add, with their launches and last
+#: waves: of rows that arrive alone, and with gradients that return. Two H200, 32 query heads of
+#: 128, one stage and the best of others, in ms: forward 67 MB 26.5 and 26.9, 268 MB 7.50 and 7.59;
+#: backward, whose gradients then returned, 201 MB 76.5 and 76.7, 805 MB 22.5 and 21.9
 COST = (512 << 20, 384 << 20)
 
 
