@@ -204,6 +204,25 @@ class SymmetricBytes:
         self.handle.barrier(0, milliseconds)
 
 
+@lru_cache(maxsize=1)
+def store_on_stream() -> Callable[[Tensor, int], None] | None:
+    """Return the function that stores a number in an int32 tensor once its stream is there.
+
+    The store is no kernel: it comes before later kernels end. None: this torch has none.
+    """
+    try:
+        from torch._C._distributed_c10d import _SymmetricMemory  # pyright: ignore
+
+        store = _SymmetricMemory.stream_write_value32
+    except (ImportError, AttributeError):
+        return None
+
+    def stored(t: Tensor, number: int) -> None:
+        store(t.view(torch.uint32), 0, number)
+
+    return stored
+
+
 def time_limit_of(process_group: Any, device: torch.device) -> int:
     """Return the time limit of a group in milliseconds, or torch's own if it cannot be read."""
     try:

@@ -116,11 +116,13 @@ def build(
     clocks: int = 0,
     lags: bool = False,
     mends: bool = False,
+    arriving: bool = False,
 ) -> Built:
     """Return the kernel of this case on a GPU with as many processors as an H200.
 
     ``clocks``: the events whose clocks it stores. ``lags``: with a reference that lags, and scores
-    added to a bias; ``mends``: the second kernel of that plan.
+    added to a bias; ``mends``: the second kernel of that plan. ``arriving``: its keys arrive
+    while it runs.
     """
     problem, tensors = make(case, dtype=dtype).problem()
     out = torch.empty(problem.out_shape, dtype=dtype)
@@ -133,6 +135,8 @@ def build(
         plan = host.build_plan(problem, tensors, out, CLOCKS=clocks, LAGS=lags)
         t = host.pointers(plan, problem, tensors, out, lse)
         t = t._replace(clocks=words if clocks else None)
+        if arriving:
+            t = t._replace(arrived=words, needed=words)
     wanted = plan.mends if mends else plan
     assert wanted is not None
     launch = wanted.launch

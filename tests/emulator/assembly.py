@@ -279,6 +279,36 @@ def load_acquire(args: list[Pointer], dtype: Any) -> Tensor:
     return Tensor(place.memory[place.at].copy())
 
 
+@means(
+    """{
+    .reg .pred p;
+    .reg .b64 begin, now;
+    mov.u64 begin, %globaltimer;
+    AGAIN:
+    ld.acquire.sys.global.b32 $0, [$1];
+    setp.ge.s32 p, $0, $2;
+    @p bra DONE;
+    nanosleep.u32 100;
+    mov.u64 now, %globaltimer;
+    sub.u64 now, now, begin;
+    setp.lt.u64 p, now, 600000000000;
+    @p bra AGAIN;
+    trap;
+    DONE:
+    bar.warp.sync 0xffffffff;
+    shfl.sync.idx.b32 $0, $0, 0, 31, 0xffffffff;
+    fence.proxy.async.global;
+    }"""
+)
+def wait_for_count(args: list[Any], dtype: Any) -> Tensor:
+    """Return the number at a place, once it is at least another."""
+    place, number = args
+    while place.memory[place.at] < raw(number):
+        threads.pause(2e-4)
+        threads.check()
+    return Tensor(place.memory[place.at].copy())
+
+
 def _publish(verb: str, *, adds: bool) -> None:
     """Declare a store or a sum that follows this thread's copies."""
 

@@ -7,19 +7,23 @@ The gradients must also be near those of the Triton backend.
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import product
+from itertools import pairwise, product
 from unittest import mock
 
 import torch
+from torch import Tensor
 
-from rowmax.call.inputs import Places
-from rowmax.call.problem import Gradients, Wanted
+from rowmax.call.inputs import Arrivals, Places, Tensors
+from rowmax.call.problem import Gradients, Problem, Wanted
 from rowmax.gpu import hopper, triton
+from rowmax.gpu.hopper.lib.tma import is_aligned
 from rowmax.reference import dense
 from rowmax.reference.tolerance import GRADIENT, LIMITS
+from rowmax.rules.arrivals import ALL, needed
 from rowmax.testing import (
     CASES,
     Case,
@@ -32,6 +36,7 @@ from rowmax.testing import (
     poisoned,
     tagged,
 )
+from rowmax.torch_compat import store_on_stream
 from tests.poison_padding import padding_matters, padding_matters_backward
 
 #: sequences that share a bias of each pair, with so many tiles that blocks keep it
@@ -78,8 +83,47 @@ def check_forward(
         if not all(torch.equal(a, b) for a, b in zip(got, again, strict=True)):
             found.append(f"repeat {n} differs")
             break
+    if problem.total_k and hopper.takes_arrivals(problem) and got[0].is_cuda:
+        found += differs_late(got, problem, tensors)
     found += slower_tiles()
     return [text for text in found if text]
+
+
+def differs_late(got: tuple[Tensor, Tensor], problem: Problem, tensors: Tensors) -> list[str]:
+    """Return what differs from a forward whose keys arrive before it begins (``Arrivals``).
+
+    They come from pinned memory of the host, in parts that a copy engine brings; the last rows
+    first. Until then they are NaN.
+    """
+    both = tensors.k, tensors.v
+    if not all(map(is_aligned, both)):
+        return []
+    store = store_on_stream()
+    assert store is not None
+    rows, device = tensors.k.shape[1], tensors.k.device
+    order = random.Random(0)
+    ends = sorted({0, rows, *(order.randrange(rows) for _ in range(4))})
+    copies = list(pairwise(ends))[::-1]
+    table = torch.tensor(needed(copies, 0, rows), dtype=torch.int32).to(device)
+    count = torch.zeros(1, dtype=torch.int32, device=device)
+    origins = [t.contiguous().cpu().pin_memory() for t in both]
+    late = [torch.full_like(t, float("nan"), memory_format=torch.contiguous_format) for t in both]
+    stream = torch.cuda.Stream(device)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000)
+        for number, (start, stop) in enumerate(copies, 1):
+            for to, t in zip(late, origins, strict=True):
+                for b in range(t.shape[0]):
+                    to[b, start:stop].copy_(t[b, start:stop], non_blocking=True)
+            store(count, ALL if number == len(copies) else number)
+    k, v = late
+    found = hopper.forward(problem, tensors._replace(k=k, v=v), Arrivals(count, table))
+    torch.cuda.synchronize()
+    each = zip(("out", "lse"), found, got, strict=True)
+    return [
+        f"{name} differs of keys that arrive late" for name, x, y in each if not torch.equal(x, y)
+    ]
 
 
 def slower_tiles() -> list[str]:

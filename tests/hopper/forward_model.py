@@ -12,6 +12,7 @@ import argparse
 import random
 import sys
 import time
+from itertools import pairwise
 
 import torch
 import torch._dynamo  # looks for triton, so before the machine takes its place
@@ -21,9 +22,12 @@ from tests import emulator
 emulator.install()
 
 from rowmax.call.dispatch import beyond  # noqa: E402
+from rowmax.call.inputs import Arrivals  # noqa: E402
 from rowmax.gpu.hopper import LIMITS, host, packed, tiles  # noqa: E402
 from rowmax.reference import dense  # noqa: E402
+from rowmax.rules.arrivals import ALL, needed  # noqa: E402
 from rowmax.testing import CASES, Answer, Case, complaint, make, poisoned, tagged  # noqa: E402
+from tests.emulator.threads import run_later  # noqa: E402
 from tests.extreme_bias import CASES as EXTREMES  # noqa: E402
 from tests.extreme_bias import complaints as extreme_complaints  # noqa: E402
 from tests.extreme_bias import extreme, limit, row_complaints  # noqa: E402
@@ -246,6 +250,48 @@ def past_the_last(sink: bool) -> list[str]:
     return [name for name, bad in wrong.items() if bad]
 
 
+def check_arrivals(case: Case, seed: int) -> list[str]:
+    """Return the faults of a case whose keys and values arrive while the kernel runs.
+
+    Copies of some rows, in any order, land in memory full of NaN.
+    """
+    random.seed(f"{case.name} {seed}")
+    torch.manual_seed(seed)
+    prepare(random.choice((1, 2, 3, 64)))
+    problem, tensors = make(case, dtype=torch.float16).problem()
+    if beyond(LIMITS, problem) or not (problem.nq and problem.total_k and problem.batch):
+        return ["refused"]
+    want = host.forward(problem, tensors)
+    rows = tensors.k.shape[1]
+    ends = sorted({0, rows, *(random.randrange(rows) for _ in range(random.choice((0, 1, 5, 9))))})
+    copies = list(pairwise(ends))
+    random.shuffle(copies)
+    if random.random() < 0.3:  # the first rows are there
+        copies = copies[1:] or copies
+    there = [all(not a <= row < b for a, b in copies) for row in range(rows)]
+    memory = []
+    for t in (tensors.k, tensors.v):
+        memory.append(t.clone())
+        memory[-1][:, [not here for here in there]] = torch.nan
+    count = torch.zeros(1, dtype=torch.int32)
+    table = torch.tensor(needed(copies, 0, rows), dtype=torch.int32)
+
+    def land(number: int) -> None:
+        rows = slice(*copies[number])
+        for to, t in zip(memory, (tensors.k, tensors.v), strict=True):
+            to[:, rows] = t[:, rows]
+        number += 1
+        count.fill_(ALL if number == len(copies) else number)
+        if number < len(copies):
+            run_later(lambda: land(number))
+
+    run_later(lambda: land(0))
+    k, v = memory
+    with poisoned():
+        got = host.forward(problem, tensors._replace(k=k, v=v), Arrivals(count, table))
+    return [n for n, x, y in zip(("out", "lse"), got, want, strict=True) if not torch.equal(x, y)]
+
+
 def out_of_range(seed: int) -> list[str]:
     """Return the faults of offsets that fall or lie outside: ``in_range`` of them acts alike."""
     torch.manual_seed(seed)
@@ -296,6 +342,12 @@ def main() -> int:
         if found and found != ["refused"]:
             wrong += 1
             print(f"{case.name} {kind} seed 0: {'; '.join(found)}", flush=True)
+    for case in [c for c in (*MORE, *CASES) if options.only in c.name][:: 6 * options.every]:
+        found = check_arrivals(case, 0)
+        refused, right = refused + (found == ["refused"]), right + (not found)
+        if found and found != ["refused"]:
+            wrong += 1
+            print(f"{case.name} seed 0: of keys that arrive: {'; '.join(found)}", flush=True)
     for sink in (False, True):
         found = past_the_last(sink)
         right, wrong = right + (not found), wrong + bool(found)

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..imports import without_collections
 from .inputs import (
     HEAD_TERMS,
+    Arrivals,
     Cotangents,
     Gradients,
     Options,
@@ -176,7 +177,7 @@ class Prepared:
     The second call of a kind is recorded where its backend can; later ones repeat its launches.
     """
 
-    __slots__ = ("_again", "_backwards", "options", "problem")
+    __slots__ = ("_again", "_backwards", "_takes_arrivals", "options", "problem")
 
     def __init__(self, options: Options, problem: Problem) -> None:
         self.options = options
@@ -186,11 +187,37 @@ class Prepared:
         #: by direction, and what the tensors of a backward are like; None after the first call,
         #: False where calls cannot be recorded
         self._again: dict[Any, Callable[..., Any] | bool | None] = {}
+        self._takes_arrivals: bool | None = None
 
     @property
     def has_run(self) -> bool:
         """True after a forward of this kind: its backward needs no compiling ahead."""
         return "forward" in self._again
+
+    @property
+    def takes_arrivals(self) -> bool:
+        """True if the forward can begin before its keys and values have arrived."""
+        if self._takes_arrivals is None:
+            self._takes_arrivals = takes_arrivals(self.problem, self.options.backend)
+        return self._takes_arrivals
+
+    def arriving_forward(
+        self, tensors: Tensors, arrivals: Arrivals, into: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return (out, lse) of keys and values that arrive meanwhile (``takes_arrivals``)."""
+        given, inputs = (*tensors, *arrivals), len(tensors)
+        again = self._again.get("arriving")
+        found = again(given, into) if callable(again) else None
+        if found is not None:
+            return found
+        backend: Any = choose(self.problem, "forward", self.options.backend).first
+
+        def run(given: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+            return backend.forward(
+                self.problem, Tensors(*given[:inputs]), Arrivals(*given[inputs:])
+            )
+
+        return self._run("arriving", backend, run, given)
 
     def forward(
         self, tensors: Tensors, into: Tensor | None = None, wanted: Wanted | None = None
@@ -431,6 +458,16 @@ def takes_places(problem: Problem, name: str | None) -> bool:
     except ValueError:
         return False
     return backend is not None and _takes_places(backend, problem)
+
+
+def takes_arrivals(problem: Problem, name: str | None) -> bool:
+    """Return True if the backend of a forward can begin before its keys have arrived."""
+    try:
+        backend = choose(problem, "forward", name).first
+    except ValueError:
+        return False
+    takes = getattr(backend, "takes_arrivals", None)
+    return takes is not None and takes(problem)
 
 
 def _takes_places(backend: Any, problem: Problem) -> bool:

@@ -144,6 +144,13 @@ class Places(NamedTuple):
     dv_rows: Tensor
 
 
+class Arrivals(NamedTuple):
+    """Keys and values of a forward that copies still write (``rules/arrivals.py``)."""
+
+    arrived: Tensor  # int32 [1], the copies that are done
+    needed: Tensor  # int32, those that a tile of keys waits for
+
+
 class Tangents(NamedTuple):
     """The tangents of the inputs, each of its input's shape and dtype. None is zero."""
 

@@ -24,7 +24,7 @@ from .attention import check_layouts, normalized_rows
 from .calls import ShardedCall, whole_rows
 from .groups import Group, grid, group_of
 from .layout import Layout, imbalance
-from .pulls import moves_of
+from .moves import moves_of
 from .routes import length_of, route, sight_of
 from .shared import shares_memory
 from .slots import slots_of

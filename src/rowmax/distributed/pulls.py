@@ -7,36 +7,18 @@ places; a row of several pieces comes once for each.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
-from itertools import pairwise
-from typing import NamedTuple
 
 from torch import Tensor
 
+from ..call.inputs import Arrivals
 from ..torch_compat import copy_each
-from .exchange import elements, others_of, packed, words
+from .arrivals import MOST_BYTES, Ordered, ordered
+from .exchange import elements, packed, words
 from .groups import Group
 from .layout import Layout
-from .routes import Part, Route, Sight, length_of, route, rows_of
+from .moves import Move, moves_of
+from .routes import Part, Route, Sight, length_of, route
 from .shared import Pull, Region
-
-
-class Move(NamedTuple):
-    """Rows that a rank copies from those that another shows, or from its own."""
-
-    rank: int
-    to: int  # the first row in its memory
-    origin: int
-    rows: int
-
-
-class Moves(NamedTuple):
-    """The copies of a rank."""
-
-    arriving: int  # rows in its memory
-    own: tuple[Move, ...]
-    first: tuple[Move, ...]  # those of others for the first call that waits
-    later: tuple[Move, ...]
 
 
 class PulledRows:
@@ -49,13 +31,20 @@ class PulledRows:
         place: tuple[Layout, Layout, Sight],
         group: Group,
         region: Region,
+        counted: bool = False,
     ) -> None:
         ways = [route(*place, rank) for rank in range(group.size)]
         self.way, self.moves, self.region = ways[group.rank], moves_of(*place, group.rank), region
         self.dtype = tensors[0].dtype
         self.parts = [[t[:, :, heads] for t in tensors] for heads in stages]
         self.shown = [length_of(way.shown) for way in ways]  # rows of each rank
-        size = (self.moves.arriving, tensors[0].shape[0])
+        b, row = tensors[0].shape[0], max(map(_row, tensors)) * tensors[0].element_size()
+        self.count: Tensor | None = None
+        self.ordered: Ordered | None = None
+        if counted and len(stages) == 1:
+            heads, most = b * tensors[0].shape[2], max(1, MOST_BYTES // row)
+            self.ordered = ordered(*place, group.rank, heads, most)
+        size = (self.moves.arriving, b)
         #: memory for rows [arriving, B, H, D] of each stage, from before the copies
         self.rows = [[t.new_empty((*size, *t.shape[2:])) for t in part] for part in self.parts]
         if max(self.shown):  # else no rank waits for another
@@ -65,20 +54,18 @@ class PulledRows:
                 end = begin + elements([t.shape for t in part], self.way.shown)
                 packed(part, [self.way.shown], own[begin:end])
                 begin = end
+            if self.ordered is not None:
+                self.count = region.restart()
             region.show()
 
     def begin(self, stage: int) -> PulledStage:
         """Begin the copies of a stage. Own rows are copied meanwhile."""
         rows, self.rows[stage] = self.rows[stage], []
-        shown = {move.rank: self._shown(move.rank, stage) for move in self._of_others}
-        pulls = []
-        for moves in (self.moves.first, self.moves.later):
-            copies = [
-                (to[move.to : move.to + move.rows], t[move.origin : move.origin + move.rows])
-                for move in moves
-                for to, t in zip(rows, shown[move.rank], strict=True)
-            ]
-            pulls.append(self.region.pull(copies))
+        if self.ordered is not None:
+            pulls = [self._pull(rows, stage, self.ordered.moves, counted=True)]
+        else:
+            each = (self.moves.first, self.moves.later)
+            pulls = [self._pull(rows, stage, moves) for moves in each]
         for to, t in zip(rows, self.parts[stage], strict=True):
             here, own = words(to, t.transpose(0, 1))
             moves = self.moves.own
@@ -86,11 +73,19 @@ class PulledRows:
                 [here[move.to : move.to + move.rows] for move in moves],
                 [own[move.origin : move.origin + move.rows] for move in moves],
             )
-        return PulledStage(rows, pulls, self.way)
+        return PulledStage(rows, pulls, self.way, self.ordered, self.count)
 
-    @property
-    def _of_others(self) -> tuple[Move, ...]:
-        return self.moves.first + self.moves.later
+    def _pull(
+        self, rows: list[Tensor], stage: int, moves: Sequence[Move], counted: bool = False
+    ) -> Pull:
+        """Begin the copies of some moves, and count them."""
+        shown = {rank: self._shown(rank, stage) for rank in {move.rank for move in moves}}
+        copies = [
+            (to[move.to : move.to + move.rows], t[move.origin : move.origin + move.rows])
+            for move in moves
+            for to, t in zip(rows, shown[move.rank], strict=True)
+        ]
+        return self.region.pull(copies, len(rows) * counted)
 
     def _shown(self, rank: int, stage: int) -> list[Tensor]:
         """Return the rows that a rank shows of each tensor of a stage, ``[rows, B, H, D]``."""
@@ -106,51 +101,33 @@ class PulledRows:
 class PulledStage:
     """The rows of a stage, on their way: first those of the first call."""
 
-    def __init__(self, rows: list[Tensor], pulls: list[Pull], way: Route) -> None:
-        self.rows, self.pulls = [t.transpose(0, 1) for t in rows], pulls
+    def __init__(
+        self,
+        rows: list[Tensor],
+        pulls: list[Pull],
+        way: Route,
+        ordered: Ordered | None = None,
+        count: Tensor | None = None,
+    ) -> None:
+        self._rows, self.pulls, self.way = [t.transpose(0, 1) for t in rows], pulls, way
         self.first = way.first if way.parts and way.first is not way.parts[-1] else None
+        self._ordered, self._count = ordered, count
 
-    def wait(self, part: Part) -> list[Tensor]:
-        """Return the rows ``[B, length, H, D]`` in the order of positions, or packed keys.
+    def rows(self, part: Part) -> list[Tensor]:
+        """Return memory ``[B, length, H, D]`` in the order of positions, or for packed keys."""
+        return self._rows
 
-        Those that the call reads are there. Others may be on their way.
-        """
-        for pull in self.pulls[:1] if part is self.first else self.pulls:
+    def wait(self, part: Part) -> None:
+        """Let the current stream wait for the rows that a call reads."""
+        several = part is self.first and len(self.pulls) > 1
+        for pull in self.pulls[:1] if several else self.pulls:
             pull.wait()
-        return self.rows
 
-
-@lru_cache(maxsize=256)
-def moves_of(queries: Layout, keys: Layout, sight: Sight, rank: int) -> Moves:
-    """Return the copies of a rank.
-
-    Under a causal mask the first call needs rows of the ranks before this one. So its copies begin
-    with the rank before, the others with the next one: each has one reader at a time.
-    """
-    way = route(queries, keys, sight, rank)
-    packing = way.parts[0].packing if way.parts else None
-    first = None if way.first is None else way.first.gathered
-    own, now, later = [], [], []
-    for other in (rank, *others_of(rank, keys.ranks)):
-        there = route(queries, keys, sight, other)
-        origins = way.sent[rank] if other == rank else rows_of(there.sent[rank], there.shown)
-        for (start, stop), (origin, _) in zip(way.received[other], origins, strict=True):
-            places = [(start, start, stop)] if packing is None else packing.places(start, stop)
-            for to, a, b in places:
-                for late, (c, d) in _by_arrival(a, b, None if other == rank else first):
-                    move = Move(other, to + c - a, origin + c - start, d - c)
-                    (own if other == rank else later if late else now).append(move)
-    now.sort(key=lambda move: (move.rank - rank) % keys.ranks, reverse=True)
-    length = way.length if packing is None else packing.rows
-    return Moves(length, *map(tuple, (own, now, later)))
-
-
-def _by_arrival(start: int, stop: int, first: slice | None) -> list[tuple[bool, tuple[int, int]]]:
-    """Return a range of gathered rows cut where those of the first call end; True for others."""
-    if first is None:
-        return [(True, (start, stop))]
-    ends = sorted({start, stop, *(x for x in (first.start, first.stop) if start < x < stop)})
-    return [(not first.start <= a < first.stop, (a, b)) for a, b in pairwise(ends)]
+    def arrivals(self, part: int) -> Arrivals | None:
+        """Return what a call may wait for in its kernel, or None: then ``wait``."""
+        if self._ordered is None or self._count is None:
+            return None
+        return self._ordered.arrivals(part, self._count)
 
 
 def _row(t: Tensor) -> int:

@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..torch_compat import SymmetricBytes, copy_each, time_limit_of
+from ..rules.arrivals import ALL
+from ..torch_compat import SymmetricBytes, copy_each, store_on_stream, time_limit_of
 from .collectives import all_objects
 from .groups import Group
 
@@ -61,6 +62,7 @@ class Region:
         self.memory: _Symmetric | _File | None = None
         self.addresses: tuple[int, ...] = ()
         self.size = 0
+        self._count: Tensor | None = None
         self._shown: Any = None  # an event
         self._read: Pull | None = None  # the last of own copies
         self._written: list[tuple[Pull, Any]] = []  # copies to others, and what they read
@@ -87,6 +89,14 @@ class Region:
         assert self.memory is not None
         self.memory.barrier()
         return self.memory.bytes[self.group.rank]
+
+    def restart(self) -> Tensor:
+        """Set the count of copies to 0, before ``show``, and return it, int32 [1]."""
+        if self._count is None:
+            with torch.inference_mode(False):
+                self._count = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self._store_count(0)
+        return self._count
 
     def show(self) -> None:
         """Let other ranks read what this one has written since ``open``."""
@@ -117,18 +127,30 @@ class Region:
         self._written.append((Pull(done, self.device), copies))
         return Pull(done, self.device)
 
-    def pull(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Pull:
-        """Begin copies (to, from), both contiguous. Memory to write is older than ``show``."""
+    def pull(self, copies: Sequence[tuple[Tensor, Tensor]], counted: int = 0) -> Pull:
+        """Begin copies (to, from), both contiguous. Memory to write is older than ``show``.
+
+        Where ``counted`` is not 0, each group of so many copies is counted (``restart``), and the
+        last one as all.
+        """
         if self._shown is None or not copies:
             copy_each([to for to, _ in copies], [origin for _, origin in copies])
             return Pull(None, self.device)
         stream = _copy_stream(self.device)
         stream.wait_event(self._shown)
         with torch.cuda.stream(stream):
-            for to, origin in copies:
+            for n, (to, origin) in enumerate(copies, 1):
                 to.copy_(origin, non_blocking=True)
+                if counted and n % counted == 0:
+                    self._store_count(ALL if n == len(copies) else n // counted)
             self._read = Pull(stream.record_event(), self.device)
         return self._read
+
+    def _store_count(self, number: int) -> None:
+        store = store_on_stream()
+        assert store is not None
+        assert self._count is not None
+        store(self._count, number)
 
     def _grow(self, size: int) -> None:
         """Replace the memory by a larger one, on all ranks."""
@@ -262,14 +284,17 @@ def _wanted(device: torch.device) -> str:
 
 
 def _agreed(group: Group, device: torch.device) -> Regions | None:
-    """Return regions if all ranks want them, are on one host and can have a little memory."""
+    """Return regions if all ranks want them, are on one host and can have a little memory.
+
+    Their GPUs are of one kind, because plans of calls depend on it.
+    """
     try:
         wanted = _wanted(device)
     except ValueError as error:
         wanted = f"error: {error}"
-    facts = all_objects((wanted, _host(), device.type), group)
+    facts = all_objects((wanted, _host(), _kind(device)), group)
     if len(set(facts)) > 1 or facts[0][0] != "shared" or device.type not in _MEMORY:
-        for text, _, _ in facts:
+        for text, *_ in facts:
             if text.startswith("error"):
                 raise ValueError(text[len("error: ") :])
         return None
@@ -289,6 +314,13 @@ def _host() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {boot}"
     return socket.gethostname()
+
+
+def _kind(device: torch.device) -> tuple[Any, ...]:
+    """Return the type of a device, and the compute capability of a GPU."""
+    if device.type != "cuda":
+        return (device.type,)
+    return device.type, *torch.cuda.get_device_capability(device)
 
 
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from ...call.blocks import Block, block_of
 from ...call.dispatch import prepared
-from ...call.inputs import Gradients, Options, Tensors, Wanted, part_of
+from ...call.inputs import Arrivals, Gradients, Options, Tensors, Wanted, part_of
+from ..arrivals import arrives, may_count
 from ..calls import ShardedCall
 from ..collectives import UnderWay, Waits
 from ..exchange import Gather, words
@@ -41,13 +42,20 @@ def forward(call: ShardedCall) -> tuple[Tensor, Tensor]:
     whole, found = call.whole(), _Results(call, len(way.parts) * len(stages))
 
     def compute(heads: Heads, arriving: Arriving) -> None:
-        for part in way.parts:
+        for n, part in enumerate(way.parts):
             tensors, options = _part(call, whole, heads, part, arriving)
-            into = found.place(heads, part)
-            found.add(heads, part, prepared(tensors, options).forward(tensors, into))
+            job, into = prepared(tensors, options), found.place(heads, part)
+            arrivals = arriving.arrivals(n)
+            if arrivals is not None and job.takes_arrivals:
+                results = job.arriving_forward(tensors, arrivals, into)
+            else:
+                _wait(arriving, part)
+                results = job.forward(tensors, into)
+            found.add(heads, part, results)
 
+    counted = arrives(call) and may_count(call.tensors.q.device)
     with UnderWay() as under_way:
-        _by_stages(call, way, stages, under_way, compute)
+        _by_stages(call, way, stages, under_way, compute, counted)
     return found.total()
 
 
@@ -61,6 +69,7 @@ def backward(
     def compute(heads: Heads, arriving: Arriving) -> None:
         for n, part in enumerate(way.parts):
             tensors, options = _part(call, whole, heads, part, arriving)
+            _wait(arriving, part)
             rows, h = part.rows, heads.q
             of_rows = _dense(out[:, rows, h]), _dense(lse[:, h, rows])
             of_lse = None if dlse is None else _dense(dlse[:, h, rows])
@@ -88,9 +97,22 @@ class Arriving(Protocol):
         """The copies."""
         ...
 
-    def wait(self, part: Part) -> list[Tensor]:
-        """Return them, in the order in which calls read them, once those of a call are there."""
+    def rows(self, part: Part) -> list[Tensor]:
+        """Return their memory, in the order in which calls read them."""
         ...
+
+    def wait(self, part: Part) -> None:
+        """Wait for those that a call reads."""
+        ...
+
+    def arrivals(self, part: int) -> Arrivals | None:
+        """Return what the kernel of a call, by number, may wait for itself; else ``wait``."""
+        ...
+
+
+def _wait(arriving: Arriving, part: Part) -> None:
+    if part.own is None:
+        arriving.wait(part)
 
 
 class Heads(NamedTuple):
@@ -106,15 +128,17 @@ def _by_stages(
     stages: Sequence[range],
     under_way: UnderWay,
     compute: Callable[[Heads, Arriving], None],
+    counted: bool = False,
 ) -> None:
     """Call ``compute(heads, arriving)`` for each stage, with the rows of the next on their way.
 
     A copy begins before the kernels that hide it: persistent ones leave no multiprocessor to a
-    later kernel. No reference to a stage's k and v outlives its turn.
+    later kernel. No reference to a stage's k and v outlives its turn. ``counted``: kernels may wait
+    for the rows of a single stage (``arrivals.py``).
     """
     group = call.tensors.q.shape[2] // call.tensors.k.shape[2]
     slices = [slice(one.start, one.stop) for one in stages]
-    gathers = _gathers(call, way, slices)
+    gathers = _gathers(call, way, slices, counted)
 
     def begin(stage: int) -> Arriving:
         gather = gathers(stage)
@@ -127,18 +151,20 @@ def _by_stages(
         if stage + 1 < len(slices):
             arriving = begin(stage + 1)
         compute(Heads(slice(group * kv.start, group * kv.stop), kv), gather)
-        for copy in () if way.first else gather.pulls:  # none outlives its memory
+        for copy in gather.pulls:  # none outlives its memory
             copy.wait()
 
 
-def _gathers(call: ShardedCall, way: Route, slices: Sequence[slice]) -> Callable[[int], Arriving]:
+def _gathers(
+    call: ShardedCall, way: Route, slices: Sequence[slice], counted: bool
+) -> Callable[[int], Arriving]:
     """Return what begins the copies of a stage."""
     own, group = [call.tensors.k, call.tensors.v], call.group
     regions = regions_of(group, call.tensors.q.device)
     if regions is not None:
         place = call.queries, call.keys, sight_of(call)
         with _or_collectives(call):
-            return PulledRows(own, slices, place, group, regions.rows).begin
+            return PulledRows(own, slices, place, group, regions.rows, counted).begin
 
     def begin(stage: int) -> Arriving:
         return _Gathered(Gather([t[:, :, slices[stage]] for t in own], way, call.keys, group))
@@ -153,13 +179,20 @@ class _Gathered:
         self.gather, self.pulls = gather, [gather.copy]
         self.found: list[Tensor] | None = None
 
-    def wait(self, part: Part) -> list[Tensor]:
+    def rows(self, part: Part) -> list[Tensor]:
         """Return the rows ``[B, length, H, D]``, or the keys of all pieces, ``[1, T, H, D]``."""
         if self.found is None:
             self.found = self.gather.wait()
             if part.packing is not None:
                 self.found = [part.packing.packed(t) for t in self.found]
         return self.found
+
+    def wait(self, part: Part) -> None:
+        """Do nothing: ``rows`` has waited."""
+
+    def arrivals(self, part: int) -> Arrivals | None:
+        """Return None: no kernel waits for a collective."""
+        return None
 
 
 def _key_gradients(call: ShardedCall, way: Route, wanted: Wanted) -> Pushed | Returned:
@@ -197,12 +230,12 @@ def _part(
 ) -> tuple[Tensors, Options]:
     """Return the call of a part: the inputs of the whole that its queries and keys read."""
     if part.packing is not None:
-        return _packed_part(call, heads, part.packing, arriving.wait(part))
+        return _packed_part(call, heads, part.packing, arriving.rows(part))
     own = call.tensors
     if part.own is not None:
         k, v = (t[:, part.own, heads.kv] for t in (own.k, own.v))
     else:
-        k, v = (t[:, part.gathered] for t in arriving.wait(part))
+        k, v = (t[:, part.gathered] for t in arriving.rows(part))
     if all(getattr(own, name) is None for name in _CUT):  # 20 us, and 75 by a block
         ends = tuple((x.start, x.stop) for x in (heads.q, part.i, part.j))
         sizes = tuple(t.shape for t in (whole.q, whole.k, whole.v))

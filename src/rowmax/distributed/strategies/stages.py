@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
+from ..arrivals import arrives
 from ..calls import ShardedCall
 from ..groups import Group
 from ..routes import load_of, sight_of
@@ -39,6 +40,8 @@ def stages_of(call: ShardedCall, returns: bool) -> tuple[range, ...]:
     backward. By collectives gradients return from its stages, and it waits for those of the last.
     """
     own = call.tensors
+    if not returns and arrives(call):
+        return (range(own.k.shape[2]),)
     returns = returns and not shares_memory(call.group, own.k.device)
     b, _, heads, _ = own.k.shape
     if heads == 1 or not may_hide(call.group, own.k.device):

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from ...call.dispatch import Limit, beyond
-from ...call.inputs import Places
+from ...call.inputs import Arrivals, Places
 from ...call.problem import Gradients, Problem, Tensors, Wanted
 from ...imports import without_collections
 from .. import parts
 
 __all__ = [
     "backward", "compile_ahead", "defers", "forward", "lacks", "notes", "record", "supports",
-    "takes_places",
+    "takes_arrivals", "takes_places",
 ]  # fmt: skip
 
 
@@ -93,12 +93,19 @@ def notes(problem: Problem, call: str) -> list[str]:
     return [text for text in found if text]
 
 
-def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
-    """Return (out, lse)."""
+def forward(
+    problem: Problem, tensors: Tensors, arrivals: Arrivals | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return (out, lse). With arrivals, keys and values may arrive while the kernel runs."""
     with without_collections(f"{__name__}.host"):
         from . import host
 
-    return host.forward(problem, tensors)
+    return host.forward(problem, tensors, arrivals)
+
+
+def takes_arrivals(problem: Problem) -> bool:
+    """Return True if ``forward`` takes arrivals: TMA reads keys and values where they arrive."""
+    return problem.nq > 0 < problem.nk
 
 
 def compile_ahead(problem: Problem, tensors: Tensors, backward: Any, wanted: Wanted) -> Any:

@@ -36,6 +36,8 @@ class Pointers(NamedTuple):
     sink: Any = None
     bias: Any = None  # unless TMA copies it
     overflow: Any = None  # LAGS, MENDS: not 0 since some row of this plan overflowed
+    arrived: Any = None  # int32 [1], the copies to the memory of keys that are done (lib/arrivals)
+    needed: Any = None  # int32, those that a tile of keys waits for (rules/arrivals.py)
     clocks: Any = None  # lib/clocks.py
 
 

@@ -12,6 +12,7 @@ from .forward_lib import Source, other_strip, tile_of
 from .forward_results import place_of_lse
 from .gluon_compat import mbarrier, tma_load
 from .lib import ring
+from .lib.arrivals import await_keys
 from .lib.clocks import mark
 from .lib.order import Order, Row, Sequences, first_place, next_place, row_ahead, row_at
 from .lib.parts import cleared_parts, load_parts
@@ -79,9 +80,15 @@ def load_queries(C: gl.constexpr, copies, shared, tile, number):
 
 
 @gluon.jit
-def load_keys(C: gl.constexpr, side: gl.constexpr, copies, shared, source, tile, j, use, n):
-    """Copy keys of tile j, and the bias of all sides, as use ``use`` of their rings."""
+def load_keys(
+    C: gl.constexpr, side: gl.constexpr, copies, shared, source, tile, j, use, seen, t, n
+):  # fmt: skip
+    """Copy keys of tile j, and the bias of all sides, as use ``use`` of their rings.
+
+    Return the copies to memory that are seen to be done; ``seen`` were so before.
+    """
     s = ring.slot(use, C.K_STAGES)
+    seen = await_keys(t, source.row + j * C.BLOCK_K, seen)
     ring.wait_empty(shared.k, use, C.K_STAGES)
     corner = (source.part, source.row + j * C.BLOCK_K, source.head)
     load_parts(copies.k, corner, C.D0, C.D1, shared.k.full.index(s), shared.k.buffers, s)
@@ -90,6 +97,7 @@ def load_keys(C: gl.constexpr, side: gl.constexpr, copies, shared, source, tile,
             ring.wait_empty(shared.bias, use, C.B_STAGES, c)
             i = c * C.B_STAGES + ring.slot(use, C.B_STAGES)
             copy_bias(C, c, copies, shared.bias, tile, j, i, n)
+    return seen
 
 
 @gluon.jit
@@ -158,6 +166,7 @@ def producer(C: gl.constexpr, side: gl.constexpr, copies, shared, t, n, some):
     cut = 0
     strip = 0
     fresh = True  # the tile begins a strip of the bias
+    seen = 0  # copies to the memory of keys that are done
     behind = Source(0, 0, 0, 0)  # the tile before; its values of key tile ``last`` come next
     last = 0
     while place < end:
@@ -165,7 +174,7 @@ def producer(C: gl.constexpr, side: gl.constexpr, copies, shared, t, n, some):
         source = Source(part, tile.k_row, tile.head // n.ratio, tile.nk)
         lo = tile.lo
         hi = tile.hi
-        load_keys(C, side, copies, shared, source, tile, hi - 1, use, n)
+        seen = load_keys(C, side, copies, shared, source, tile, hi - 1, use, seen, t, n)
         if number:
             cut = load_values(C, copies, shared, behind, last, use - 1, cut)
         load_queries(C, copies, shared, tile, number)
@@ -193,7 +202,7 @@ def producer(C: gl.constexpr, side: gl.constexpr, copies, shared, t, n, some):
         for i in range(lo + 1, hi):
             j = hi - 1 - i + lo
             mark(C, t.clocks, C.WARPGROUPS, use, 0)
-            load_keys(C, side, copies, shared, source, this, j, use, n)
+            seen = load_keys(C, side, copies, shared, source, this, j, use, seen, t, n)
             mark(C, t.clocks, C.WARPGROUPS, use, 1)
             cut = load_values(C, copies, shared, behind, j + 1, use - 1, cut)
             mark(C, t.clocks, C.WARPGROUPS, use, 2)

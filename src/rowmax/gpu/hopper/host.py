@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
+from ...call.inputs import Arrivals
 from ...call.problem import Problem, Tensors
 from ...rules.softmax import LOG2E
 from .. import compat, threads
@@ -61,7 +62,8 @@ class Plan(NamedTuple):
             self.mends.launch(self.mends.ordered(t), copied)
 
     def ordered(self, t: Pointers) -> Pointers:
-        """Return pointers with the order of this plan's tiles."""
+        """Return the pointers of a second launch: the order of its tiles, and no arrivals."""
+        t = t._replace(arrived=None, needed=None)
         return t if self.rows is None else t._replace(table=self.rows, ends=self.ends)
 
     def compile_ahead(self, t: Pointers, copied: tuple[Any, ...]) -> None:
@@ -79,9 +81,13 @@ _PLANS = Plans(_MOST_PLANS)
 _SPILLED: dict[Config, bool] = {}
 
 
-def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
+def forward(
+    problem: Problem, tensors: Tensors, arrivals: Arrivals | None = None
+) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of a problem that ``supports`` accepts."""
     q, k, v = tensors[:3]
+    if arrivals is not None and not (is_aligned(k) and is_aligned(v)):
+        raise ValueError("k, v: rows that arrive have to begin on 16 bytes: a copy would be early")
     out = q.new_empty(problem.out_shape)
     lse = q.new_empty(problem.lse_shape, dtype=torch.float32)
     if not (lse.numel() and problem.total_k and problem.nq and problem.batch):
@@ -91,28 +97,32 @@ def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
         return out.zero_(), lse
     if q.device.index != torch.cuda.current_device():
         with torch.cuda.device(q.device):
-            launch_all(problem, tensors, out, lse)
+            launch_all(problem, tensors, out, lse, arrivals)
     else:
-        launch_all(problem, tensors, out, lse)
+        launch_all(problem, tensors, out, lse, arrivals)
     return out, lse
 
 
-def launch_all(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None:
+def launch_all(
+    problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, arrivals: Arrivals | None = None
+) -> None:
     """Launch the kernel; once for every ``tiles.MOST_COLUMNS`` columns of values that are wider.
 
     Each of those launches computes all scores again. Where ``tiles.is_wide`` there is one.
     """
     most = tiles.MOST_COLUMNS
     if problem.dv <= most or tiles.is_wide(problem, bias_path(problem, tensors.bias)):
-        launch(problem, tensors, out, lse)
+        launch(problem, tensors, out, lse, arrivals)
         return
     for first in range(0, problem.dv, most):
         width = min(most, problem.dv - first)
         v, some = (x.narrow(3, first, width) for x in (tensors.v, out))
-        launch(problem._replace(dv=width), tensors._replace(v=v), some, lse)
+        launch(problem._replace(dv=width), tensors._replace(v=v), some, lse, arrivals)
 
 
-def launch(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None:
+def launch(
+    problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, arrivals: Arrivals | None = None
+) -> None:
     """Launch the kernel. Prepare a plan where the cache has none."""
     q, k, v, bias = tensors[:4]
     key = key_of(problem, tensors, out)
@@ -131,6 +141,8 @@ def launch(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None
         except KeyError:  # another thread has dropped it; this call still uses it
             pass
     t = pointers(plan, problem, tensors, out, lse)
+    if arrivals is not None:
+        t = t._replace(arrived=arrivals.arrived, needed=arrivals.needed)
     copied = bases(q, k, v, bias, out)
     if new:
         plan.compile_ahead(t, copied)

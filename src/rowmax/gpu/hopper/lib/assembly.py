@@ -33,6 +33,30 @@ SPLIT_PRODUCT = gl.constexpr(
     }"""
 )
 
+#: Wait until a number in memory, which other engines store, is at least $2, and return it. After
+#: 600 seconds the kernel ends with an error. Later copies by TMA read what was stored before it.
+WAIT_FOR_COUNT = gl.constexpr(
+    """{
+    .reg .pred p;
+    .reg .b64 begin, now;
+    mov.u64 begin, %globaltimer;
+    AGAIN:
+    ld.acquire.sys.global.b32 $0, [$1];
+    setp.ge.s32 p, $0, $2;
+    @p bra DONE;
+    nanosleep.u32 100;
+    mov.u64 now, %globaltimer;
+    sub.u64 now, now, begin;
+    setp.lt.u64 p, now, 600000000000;
+    @p bra AGAIN;
+    trap;
+    DONE:
+    bar.warp.sync 0xffffffff;
+    shfl.sync.idx.b32 $0, $0, 0, 31, 0xffffffff;
+    fence.proxy.async.global;
+    }"""
+)
+
 CLOCK = gl.constexpr("mov.u32 $0, %clock;")
 NANOSECONDS = gl.constexpr("mov.u32 $0, %globaltimer_lo;")
 
