@@ -1,6 +1,8 @@
-"""Which copies a tile of keys waits for."""
+"""Tiles of keys wait for their copies, and for no others."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +14,7 @@ from rowmax.rules.arrivals import GRANULE, MOST_KEYS, needed
 def copies(draw: st.DrawFn) -> tuple[list[tuple[int, int]], int, int]:
     rows = draw(st.integers(1, 900))
     ends = sorted({0, rows, *draw(st.lists(st.integers(0, rows), max_size=6))})
-    found = draw(st.permutations(list(zip(ends, ends[1:], strict=False))))
+    found = draw(st.permutations(list(pairwise(ends))))
     start = draw(st.integers(0, rows - 1))
     return list(found), start, draw(st.integers(start + 1, rows))
 

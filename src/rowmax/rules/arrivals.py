@@ -25,7 +25,7 @@ def needed(copies: Sequence[tuple[int, int]], start: int, stop: int) -> list[int
         start: the row of key 0.
         stop: the row after the last key.
     """
-    last = (MOST_KEYS + GRANULE - 2) // GRANULE  # of a tile that begins at the last key of its own
+    last = (MOST_KEYS + GRANULE - 2) // GRANULE  # a tile may begin at the last of its keys
     numbers = [0] * max(1, -(-(stop - start) // GRANULE))
     for count, (low, high) in enumerate(copies, 1):
         first, end = max(low, start) - start, min(high, stop) - start
