@@ -167,6 +167,19 @@ def test_a_drawn_order_has_every_tile_once(seed: int, monkeypatch: pytest.Monkey
         backward_work(case, draw.randint(0, 1), monkeypatch, processors)
 
 
+def test_heads_that_read_the_same_keys_of_a_window_go_together() -> None:
+    """A block of the queries of a longer call has no tile with fewer keys than others."""
+    case = {"nq": 2048, "nk": 3072, "hq": 8, "hk": 2, "d": 128, "left": 1024, "right": 0}
+    p = drawn.problem_of(Case("", b=1, **case), "bfloat16")
+    C = forward_tiles.config_for(p, forward_tiles.tile_for(p, "", 3), "", 1)
+    counts = order.tile_count(C.TILE, C.BLOCK_K, p.nq, p.nk, p.left, p.right)
+    assert bool((counts == counts[0]).all())
+    blocks, rows, ends = forward.tile_order(p, C, 3, CPU)
+    assert sum(work_of(blocks, rows, ends, C.TILE, counts)) == int((counts + 1).sum()) * p.hq
+    assert {int(head) for head in rows[:12, 1]} == set(range(8))
+    assert int(rows[:12, 0].max()) == C.TILE
+
+
 def test_sections_are_even_and_keep_groups_together() -> None:
     draw = random.Random(0)
     for _ in range(300):

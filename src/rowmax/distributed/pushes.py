@@ -35,7 +35,7 @@ class Pushed:
         size = max(self.slots.rows) * row * self.dtype.itemsize
         self.shared = size > 0 and self.slots.moves  # else no rank waits for another
         if self.shared:
-            region.open(size)
+            region.open(size, meets=False)  # keys are pulled next: ``slots.moves``
             self.memory = region.of(self.rank, self.dtype)
         else:
             self.memory = own.k.new_empty(self.slots.rows[self.rank] * row, dtype=self.dtype)

@@ -68,8 +68,10 @@ class Region:
         self._written: list[tuple[Pull, Any]] = []  # copies to others, and what they read
         self._stream: torch.cuda.Stream | None = None  # the stream of the last use
 
-    def open(self, size: int) -> Tensor:
+    def open(self, size: int, *, meets: bool = True) -> Tensor:
         """Return own memory to write, of at least so many bytes, the same number on all ranks.
+
+        ``meets``: False if all ranks open another region after this one, before they write.
 
         Raises:
             MemoryError: a rank cannot have the memory; on all ranks.
@@ -87,7 +89,8 @@ class Region:
         if size > self.size:
             self._grow(size)
         assert self.memory is not None
-        self.memory.barrier()
+        if meets:
+            self.memory.barrier()
         return self.memory.bytes[self.group.rank]
 
     def restart(self) -> Tensor:

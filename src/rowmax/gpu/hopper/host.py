@@ -415,17 +415,19 @@ def tile_order(
         every = packed.most_tiles(p.total_q, p.nq, p.batch, tokens) * heads
         return max(1, min(most, every)), None, None
     counts = tile_count(tokens, C.BLOCK_K, p.nq, p.nk, p.left, p.right)
+    near = not p.documents and int(counts.max()) * C.BLOCK_K < p.nk
     if p.documents:  # the lengths of tiles are only on the device
         counts = torch.ones_like(counts)
     sections = sections_of(p, counts.shape[0], heads, most)
     every = counts.shape[0] * p.batch * heads
     blocks = min(most, every)
-    if bool((counts == counts[0]).all()):
+    if not near and bool((counts == counts[0]).all()):
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         made = _even_table.__wrapped__ if capturing else _even_table  # a graph's memory is its own
         rows, ends = made(counts.shape[0], tokens, p.batch, heads, blocks, device)
     else:
-        rows, ends = dense_table(counts, tokens, p.batch, heads, sections, blocks, octaves=True)
+        given = (counts, tokens, p.batch, heads, sections, blocks)
+        rows, ends = dense_table(*given, octaves=True, near=near)
         rows, ends = rows.to(device), ends.to(device)
     if p.documents:
         ends = torch.tensor([every], dtype=torch.int32, device=device)

@@ -177,6 +177,7 @@ def dense_table(
     sections: list[int],
     blocks: int,
     octaves: bool = False,
+    near: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return (rows, each block's end) for ``batch x heads`` heads with the same query tiles.
 
@@ -187,10 +188,13 @@ def dense_table(
 
     ``octaves``: where the last section would end late, the last heads follow in octaves of their
     counts. Launches that add to what other tiles add to were 0.91 to 1.07 times as fast by it.
+
+    ``near``: each tile reads streamed rows near it, as in a window. Then the heads of a section go
+    together even where counts do not differ.
     """
     n = counts.shape[0]
     head = torch.arange(batch * heads)
-    if bool((counts == counts[0]).all()):
+    if not near and bool((counts == counts[0]).all()):
         m, h = torch.arange(n).repeat(batch * heads), head.repeat_interleave(n)
         order = torch.arange(n * batch * heads)
         ends = order.new_tensor([len(order[i::blocks]) for i in range(blocks)])
