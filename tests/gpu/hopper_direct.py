@@ -23,7 +23,7 @@ from rowmax.gpu import hopper, triton
 from rowmax.gpu.hopper.lib.tma import is_aligned
 from rowmax.reference import dense
 from rowmax.reference.tolerance import GRADIENT, LIMITS
-from rowmax.rules.arrivals import ALL, needed
+from rowmax.rules.arrivals import ALL, Landing, table
 from rowmax.testing import (
     CASES,
     Case,
@@ -103,22 +103,29 @@ def differs_late(got: tuple[Tensor, Tensor], problem: Problem, tensors: Tensors)
     rows, device = tensors.k.shape[1], tensors.k.device
     order = random.Random(0)
     ends = sorted({0, rows, *(order.randrange(rows) for _ in range(4))})
-    copies = list(pairwise(ends))[::-1]
-    table = torch.tensor(needed(copies, 0, rows), dtype=torch.int32).to(device)
+    heads = order.choice((1, tensors.k.shape[2]))  # all of them at once, or one after the other
+    copies = [(head, *pair) for head in range(heads) for pair in list(pairwise(ends))[::-1]]
+    landings: list[list[Landing]] = [[] for _ in range(heads)]
+    for number, (head, *pair) in enumerate(copies, 1):
+        landings[head].append(Landing(number, *pair))
+    numbers = torch.tensor(table(landings, 0, rows), dtype=torch.int32).to(device)
     count = torch.zeros(1, dtype=torch.int32, device=device)
-    origins = [t.contiguous().cpu().pin_memory() for t in both]
-    late = [torch.full_like(t, float("nan"), memory_format=torch.contiguous_format) for t in both]
+    # [heads, B, rows, ...], so that a copy is contiguous
+    origins = [t.unflatten(2, (heads, -1)).permute(2, 0, 1, 3, 4) for t in both]
+    origins = [t.contiguous().cpu().pin_memory() for t in origins]
+    memory = [torch.full(t.shape, float("nan"), dtype=t.dtype, device=device) for t in origins]
     stream = torch.cuda.Stream(device)
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(200_000)
-        for number, (start, stop) in enumerate(copies, 1):
-            for to, t in zip(late, origins, strict=True):
-                for b in range(t.shape[0]):
-                    to[b, start:stop].copy_(t[b, start:stop], non_blocking=True)
+        for number, (head, start, stop) in enumerate(copies, 1):
+            for to, t in zip(memory, origins, strict=True):
+                for b in range(t.shape[1]):
+                    to[head, b, start:stop].copy_(t[head, b, start:stop], non_blocking=True)
             store(count, ALL if number == len(copies) else number)
-    k, v = late
-    found = hopper.forward(problem, tensors._replace(k=k, v=v), Arrivals(count, table))
+    k, v = (to.permute(1, 2, 0, 3, 4).flatten(2, 3) for to in memory)
+    assert k.data_ptr() == memory[0].data_ptr()
+    found = hopper.forward(problem, tensors._replace(k=k, v=v), Arrivals(count, numbers))
     torch.cuda.synchronize()
     each = zip(("out", "lse"), found, got, strict=True)
     return [

@@ -24,8 +24,9 @@ emulator.install()
 from rowmax.call.dispatch import beyond  # noqa: E402
 from rowmax.call.inputs import Arrivals  # noqa: E402
 from rowmax.gpu.hopper import LIMITS, host, packed, tiles  # noqa: E402
+from rowmax.gpu.hopper.lib.tma import is_aligned  # noqa: E402
 from rowmax.reference import dense  # noqa: E402
-from rowmax.rules.arrivals import ALL, needed  # noqa: E402
+from rowmax.rules.arrivals import ALL, Landing, table  # noqa: E402
 from rowmax.testing import CASES, Answer, Case, complaint, make, poisoned, tagged  # noqa: E402
 from tests.emulator.threads import run_later  # noqa: E402
 from tests.extreme_bias import CASES as EXTREMES  # noqa: E402
@@ -253,7 +254,7 @@ def past_the_last(sink: bool) -> list[str]:
 def check_arrivals(case: Case, seed: int) -> list[str]:
     """Return the faults of a case whose keys and values arrive while the kernel runs.
 
-    Copies of some rows, in any order, land in memory full of NaN.
+    Copies of some rows of all heads or of one, in any order, land in memory full of NaN.
     """
     random.seed(f"{case.name} {seed}")
     torch.manual_seed(seed)
@@ -261,25 +262,31 @@ def check_arrivals(case: Case, seed: int) -> list[str]:
     problem, tensors = make(case, dtype=torch.float16).problem()
     if beyond(LIMITS, problem) or not (problem.nq and problem.total_k and problem.batch):
         return ["refused"]
+    if not (is_aligned(tensors.k) and is_aligned(tensors.v)):
+        return ["refused"]
     want = host.forward(problem, tensors)
-    rows = tensors.k.shape[1]
+    rows, heads = tensors.k.shape[1:3]
     ends = sorted({0, rows, *(random.randrange(rows) for _ in range(random.choice((0, 1, 5, 9))))})
-    copies = list(pairwise(ends))
+    names = [slice(None)] if random.random() < 0.5 else [slice(h, h + 1) for h in range(heads)]
+    copies = [(name, *pair) for name in names for pair in pairwise(ends)]
     random.shuffle(copies)
-    if random.random() < 0.3:  # the first rows are there
+    if random.random() < 0.3:  # some rows are there
         copies = copies[1:] or copies
-    there = [all(not a <= row < b for a, b in copies) for row in range(rows)]
-    memory = []
-    for t in (tensors.k, tensors.v):
-        memory.append(t.clone())
-        memory[-1][:, [not here for here in there]] = torch.nan
+    memory = [t.clone() for t in (tensors.k, tensors.v)]
+    for name, start, stop in copies:
+        for t in memory:
+            t[:, start:stop, name] = torch.nan
     count = torch.zeros(1, dtype=torch.int32)
-    table = torch.tensor(needed(copies, 0, rows), dtype=torch.int32)
+    landings = [
+        [Landing(n, *pair) for n, (other, *pair) in enumerate(copies, 1) if other == name]
+        for name in names
+    ]
+    numbers = torch.tensor(table(landings, 0, rows), dtype=torch.int32)
 
     def land(number: int) -> None:
-        rows = slice(*copies[number])
+        name, start, stop = copies[number]
         for to, t in zip(memory, (tensors.k, tensors.v), strict=True):
-            to[:, rows] = t[:, rows]
+            to[:, start:stop, name] = t[:, start:stop, name]
         number += 1
         count.fill_(ALL if number == len(copies) else number)
         if number < len(copies):
@@ -288,7 +295,7 @@ def check_arrivals(case: Case, seed: int) -> list[str]:
     run_later(lambda: land(0))
     k, v = memory
     with poisoned():
-        got = host.forward(problem, tensors._replace(k=k, v=v), Arrivals(count, table))
+        got = host.forward(problem, tensors._replace(k=k, v=v), Arrivals(count, numbers))
     return [n for n, x, y in zip(("out", "lse"), got, want, strict=True) if not torch.equal(x, y)]
 
 

@@ -148,7 +148,7 @@ class Arrivals(NamedTuple):
     """Keys and values of a forward that copies still write (``rules/arrivals.py``)."""
 
     arrived: Tensor  # int32 [1], the copies that are done
-    needed: Tensor  # int32, those that a tile of keys waits for
+    needed: Tensor  # int32, those that each tile of keys waits for
 
 
 class Tangents(NamedTuple):

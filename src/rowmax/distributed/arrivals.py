@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from ..call.dispatch import takes_arrivals
 from ..call.inputs import Arrivals
 from ..call.problem import problem_of
-from ..rules.arrivals import needed
+from ..rules.arrivals import Landing, table
 from ..torch_compat import store_on_stream
 from .calls import ShardedCall
 from .layout import Layout
@@ -25,35 +26,45 @@ from .pieces import Packing
 from .routes import Part, Sight, route
 from .shared import shares_memory
 
-#: bytes of the rows of k that one copy moves, at most: 48 us over NVLink
+#: bytes that one copy moves, at most: 48 us over NVLink
 MOST_BYTES = 16 << 20
+#: the bytes of a head in the mean copy from which on heads arrive one after the other. A kernel
+#: reads them so, but more copies take longer: 2 us each
+LEAST_BYTES = 1 << 20
 #: Without a causal mask all ranks read the last keys first, and copies of one order have one
 #: source. That is as fast as tiles need them if kv heads of a batch, times the ranks past two, are
 #: fewer: 132 tiles of 128 queries compute while 340 GB/s arrive, at 1820 operations a byte
 FEW_HEADS = 9
 
 
+class Copy(NamedTuple):
+    """Rows of one kv head, or of all heads (None)."""
+
+    head: int | None
+    move: Move
+
+
 class Ordered:
     """The copies of a rank in the order in which they are done.
 
     Args:
-        moves: the copies.
+        copies: those of first calls come first, then heads one after the other.
         tables: by call, what its tiles wait for.
     """
 
-    def __init__(self, moves: Sequence[Move], tables: Sequence[Sequence[int]]) -> None:
-        self.moves, self.tables = tuple(moves), tables
+    def __init__(self, copies: Sequence[Copy], tables: Sequence[Sequence[int]]) -> None:
+        self.copies, self.tables = tuple(copies), tables
         self._on: dict[tuple[int, torch.device], Tensor] = {}
 
     def arrivals(self, part: int, count: Tensor) -> Arrivals | None:
         """Return what a call waits for, or None if nothing arrives for it."""
         key = part, count.device
         if key not in self._on:
-            if not any(self.tables[part]):
+            if not any(self.tables[part][1:]):
                 return None
             with torch.inference_mode(False):
-                table = torch.tensor(self.tables[part], dtype=torch.int32)
-                self._on[key] = moved(table, count.device)
+                numbers = torch.tensor(self.tables[part], dtype=torch.int32)
+                self._on[key] = moved(numbers, count.device)
         return Arrivals(count, self._on[key])
 
 
@@ -88,30 +99,51 @@ def may_count(device: torch.device) -> bool:
 
 
 @lru_cache(maxsize=256)
-def ordered(
-    queries: Layout, keys: Layout, sight: Sight, rank: int, heads: int, most: int
-) -> Ordered:
-    """Return the copies of a rank, of at most so many rows each.
+def come_by_heads(queries: Layout, keys: Layout, sight: Sight, heads: int, row: int) -> bool:
+    """Return True if heads arrive one after the other: the same on every rank.
 
-    A kernel reads the last keys of its queries first; of packed pieces, those of most queries come
-    first. ``heads`` are the kv heads of all sequences.
+    Args:
+        heads: the number of kv heads.
+        row: bytes of a row of k and v of one head, of all sequences.
     """
+    each = [moves_of(queries, keys, sight, rank) for rank in range(keys.ranks)]
+    rows = [move.rows for moves in each for move in moves.first + moves.later]
+    return not sight.documents and heads > 1 and row * sum(rows) >= LEAST_BYTES * max(1, len(rows))
+
+
+@lru_cache(maxsize=256)
+def ordered(
+    queries: Layout, keys: Layout, sight: Sight, rank: int, heads: int, row: int
+) -> Ordered:
+    """Return the copies of a rank (``come_by_heads``).
+
+    A kernel reads the last keys of its queries first; of packed pieces, those of most queries.
+    """
+    by_heads = come_by_heads(queries, keys, sight, heads, row)
     way, moves = route(queries, keys, sight, rank), moves_of(queries, keys, sight, rank)
-    packing = way.parts[0].packing if way.parts else None
-    found = [
-        (late, piece)
-        for late, each in enumerate((moves.first, moves.later))
-        for move in each
-        for piece in _cut(move, most)
+    most = max(1, MOST_BYTES // (row if by_heads else row * heads))
+    each = [
+        [piece for move in some for piece in _cut(move, most)]
+        for some in (moves.first, moves.later)
     ]
-    if packing is not None:
-        found.sort(key=lambda one: (-_queries_at(packing, one[1].to), -one[1].to))
-    elif sight.right is not None or heads * (keys.ranks - 2) < FEW_HEADS:
-        found.sort(key=lambda one: (one[0], -one[1].to))
-    found = [piece for _, piece in found]
-    rows = [(move.to, move.to + move.rows) for move in found]
-    tables = [needed(rows, *_keys_of(part, moves.arriving)) for part in way.parts]
-    return Ordered(found, tables)
+    packing = way.parts[0].packing if way.parts else None
+    for some in each:
+        if packing is not None:
+            some.sort(key=lambda move: (-_queries_at(packing, move.to), -move.to))
+        elif sight.right is not None or (not by_heads and heads * (keys.ranks - 2) < FEW_HEADS):
+            some.sort(key=lambda move: -move.to)
+    names = range(heads) if by_heads else (None,)
+    copies = [Copy(head, move) for some in each for head in names for move in some]
+    landings = [
+        [
+            Landing(count, move.to, move.to + move.rows)
+            for count, (head, move) in enumerate(copies, 1)
+            if head == name
+        ]
+        for name in names
+    ]
+    tables = [table(landings, *_keys_of(part, moves.arriving)) for part in way.parts]
+    return Ordered(copies, tables)
 
 
 def _cut(move: Move, most: int) -> list[Move]:

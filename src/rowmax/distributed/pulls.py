@@ -7,22 +7,54 @@ places; a row of several pieces comes once for each.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from torch import Tensor
 
 from ..call.inputs import Arrivals
 from ..torch_compat import copy_each
-from .arrivals import MOST_BYTES, Ordered, ordered
-from .exchange import elements, packed, words
+from .arrivals import Copy, Ordered, come_by_heads, may_count, ordered
+from .exchange import words
 from .groups import Group
-from .layout import Layout
-from .moves import Move, moves_of
+from .layout import Layout, Ranges
+from .moves import moves_of
 from .routes import Part, Route, Sight, length_of, route
 from .shared import Pull, Region
 
 
+class Rows:
+    """Rows of k and v in flat memory.
+
+    Those of one tensor, then of the next: ``[rows, B, H, D]``. Or by kv heads, each row of k beside
+    that of v: ``[H, rows, B, D + Dv]``.
+    """
+
+    def __init__(self, flat: Tensor, rows: int, like: Sequence[Tensor], *, by_heads: bool) -> None:
+        each = [(t.shape[0], *t.shape[2:]) for t in like]
+        if by_heads:
+            (b, heads, _), widths = each[0], [d for _, _, d in each]
+            memory = flat[: rows * sum(map(_row, like))].view(heads, rows, b, sum(widths))
+            #: what copies of rows move, one after the other
+            self.units = list(memory)
+            self.views = [part.permute(1, 2, 0, 3) for part in memory.split(widths, 3)]
+            return
+        parts = flat[: rows * sum(map(_row, like))].split([rows * _row(t) for t in like])
+        self.units = [x.view(rows, *sizes) for x, sizes in zip(parts, each, strict=True)]
+        #: of each tensor, [rows, B, H, D]
+        self.views = self.units
+
+    def put(self, like: Sequence[Tensor], moves: Sequence[tuple[int, int, int]]) -> None:
+        """Copy (to, from, rows) of tensors ``[B, n, H, D]``, by words where it can be."""
+        for to, t in zip(self.views, like, strict=True):
+            here, own = words(to, t.transpose(0, 1))
+            copy_each([here[a : a + n] for a, _, n in moves], [own[b : b + n] for _, b, n in moves])
+
+
 class PulledRows:
-    """The rows that a rank needs of each ``[B, n, H, D]``, by stages of heads."""
+    """The rows that a rank needs of each ``[B, n, H, D]``, by stages of heads.
+
+    ``arriving``: kernels may wait for the rows of a single stage themselves (``arrivals.py``).
+    """
 
     def __init__(
         self,
@@ -31,71 +63,76 @@ class PulledRows:
         place: tuple[Layout, Layout, Sight],
         group: Group,
         region: Region,
-        counted: bool = False,
+        arriving: bool = False,
     ) -> None:
         ways = [route(*place, rank) for rank in range(group.size)]
         self.way, self.moves, self.region = ways[group.rank], moves_of(*place, group.rank), region
-        self.dtype = tensors[0].dtype
         self.parts = [[t[:, :, heads] for t in tensors] for heads in stages]
         self.shown = [length_of(way.shown) for way in ways]  # rows of each rank
-        b, row = tensors[0].shape[0], max(map(_row, tensors)) * tensors[0].element_size()
+        self.widths = [sum(map(_row, part)) for part in self.parts]
         self.count: Tensor | None = None
         self.ordered: Ordered | None = None
-        if counted and len(stages) == 1:
-            heads, most = b * tensors[0].shape[2], max(1, MOST_BYTES // row)
-            self.ordered = ordered(*place, group.rank, heads, most)
-        size = (self.moves.arriving, b)
-        #: memory for rows [arriving, B, H, D] of each stage, from before the copies
-        self.rows = [[t.new_empty((*size, *t.shape[2:])) for t in part] for part in self.parts]
+        self.by_heads = False
+        if arriving and len(stages) == 1:
+            heads = tensors[0].shape[2]
+            size = heads, self.widths[0] // heads * tensors[0].element_size()
+            self.by_heads = come_by_heads(*place, *size)
+            if may_count(tensors[0].device):
+                self.ordered = ordered(*place, group.rank, *size)
+        #: memory for the rows of each stage, from before the copies
+        self.memory: list[Tensor | None] = [
+            tensors[0].new_empty(self.moves.arriving * width) for width in self.widths
+        ]
         if max(self.shown):  # else no rank waits for another
-            size = max(self.shown) * sum(map(_row, tensors)) * tensors[0].element_size()
-            own, begin = region.open(size).view(self.dtype), 0
-            for part in self.parts:
-                end = begin + elements([t.shape for t in part], self.way.shown)
-                packed(part, [self.way.shown], own[begin:end])
-                begin = end
+            region.open(max(self.shown) * sum(self.widths) * tensors[0].element_size())
+            shown = [(to, start, stop - start) for to, (start, stop) in _packed(self.way.shown)]
+            for stage, part in enumerate(self.parts):
+                self._shown(group.rank, stage).put(part, shown)
             if self.ordered is not None:
                 self.count = region.restart()
             region.show()
 
     def begin(self, stage: int) -> PulledStage:
         """Begin the copies of a stage. Own rows are copied meanwhile."""
-        rows, self.rows[stage] = self.rows[stage], []
+        part, moves, memory = self.parts[stage], self.moves, self.memory[stage]
+        assert memory is not None
+        rows, self.memory[stage] = Rows(memory, moves.arriving, part, by_heads=self.by_heads), None
         if self.ordered is not None:
-            pulls = [self._pull(rows, stage, self.ordered.moves, counted=True)]
+            pulls = [self._pull(rows, stage, self.ordered.copies, counted=True)]
         else:
-            each = (self.moves.first, self.moves.later)
-            pulls = [self._pull(rows, stage, moves) for moves in each]
-        for to, t in zip(rows, self.parts[stage], strict=True):
-            here, own = words(to, t.transpose(0, 1))
-            moves = self.moves.own
-            copy_each(
-                [here[move.to : move.to + move.rows] for move in moves],
-                [own[move.origin : move.origin + move.rows] for move in moves],
-            )
-        return PulledStage(rows, pulls, self.way, self.ordered, self.count)
+            heads = range(len(rows.units)) if self.by_heads else (None,)
+            pulls = [
+                self._pull(rows, stage, [Copy(head, move) for head in heads for move in each])
+                for each in (moves.first, moves.later)
+            ]
+        rows.put(part, [(move.to, move.origin, move.rows) for move in moves.own])
+        return PulledStage(rows.views, pulls, self.way, self.ordered, self.count)
 
-    def _pull(
-        self, rows: list[Tensor], stage: int, moves: Sequence[Move], counted: bool = False
-    ) -> Pull:
-        """Begin the copies of some moves, and count them."""
-        shown = {rank: self._shown(rank, stage) for rank in {move.rank for move in moves}}
-        copies = [
-            (to[move.to : move.to + move.rows], t[move.origin : move.origin + move.rows])
-            for move in moves
-            for to, t in zip(rows, shown[move.rank], strict=True)
-        ]
-        return self.region.pull(copies, len(rows) * counted)
+    def _pull(self, rows: Rows, stage: int, copies: Sequence[Copy], counted: bool = False) -> Pull:
+        """Begin copies, and count them."""
+        shown = {rank: self._shown(rank, stage) for rank in {move.rank for _, move in copies}}
+        found = []
+        for head, move in copies:
+            units = rows.units, shown[move.rank].units
+            if head is not None:
+                units = [each[head : head + 1] for each in units]
+            for to, origin in zip(*units, strict=True):
+                a, b = move.to, move.origin
+                found.append((to[a : a + move.rows], origin[b : b + move.rows]))
+        group = 1 if self.by_heads else len(rows.units)
+        return self.region.pull(found, group * counted)
 
-    def _shown(self, rank: int, stage: int) -> list[Tensor]:
-        """Return the rows that a rank shows of each tensor of a stage, ``[rows, B, H, D]``."""
-        flat, shown = self.region.of(rank, self.dtype), self.shown[rank]
-        begin, found = shown * sum(_row(t) for part in self.parts[:stage] for t in part), []
-        for t in self.parts[stage]:
-            end = begin + shown * _row(t)
-            found.append(flat[begin:end].view(shown, t.shape[0], *t.shape[2:]))
-            begin = end
-        return found
+    def _shown(self, rank: int, stage: int) -> Rows:
+        """Return the rows that a rank shows of a stage."""
+        part, shown = self.parts[stage], self.shown[rank]
+        flat = self.region.of(rank, part[0].dtype)[shown * sum(self.widths[:stage]) :]
+        return Rows(flat, shown, part, by_heads=self.by_heads)
+
+
+def _packed(ranges: Ranges) -> list[tuple[int, tuple[int, int]]]:
+    """Return each range with its first row where all are one after the other."""
+    starts = accumulate((stop - start for start, stop in ranges), initial=0)
+    return list(zip(starts, ranges, strict=False))
 
 
 class PulledStage:

@@ -22,7 +22,7 @@ from torch import Tensor
 from ...call.blocks import Block, block_of
 from ...call.dispatch import prepared
 from ...call.inputs import Arrivals, Gradients, Options, Tensors, Wanted, part_of
-from ..arrivals import arrives, may_count
+from ..arrivals import arrives
 from ..calls import ShardedCall
 from ..collectives import UnderWay, Waits
 from ..exchange import Gather, words
@@ -53,9 +53,8 @@ def forward(call: ShardedCall) -> tuple[Tensor, Tensor]:
                 results = job.forward(tensors, into)
             found.add(heads, part, results)
 
-    counted = arrives(call) and may_count(call.tensors.q.device)
     with UnderWay() as under_way:
-        _by_stages(call, way, stages, under_way, compute, counted)
+        _by_stages(call, way, stages, under_way, compute, arrives(call))
     return found.total()
 
 
@@ -128,35 +127,36 @@ def _by_stages(
     stages: Sequence[range],
     under_way: UnderWay,
     compute: Callable[[Heads, Arriving], None],
-    counted: bool = False,
+    arriving: bool = False,
 ) -> None:
     """Call ``compute(heads, arriving)`` for each stage, with the rows of the next on their way.
 
     A copy begins before the kernels that hide it: persistent ones leave no multiprocessor to a
-    later kernel. No reference to a stage's k and v outlives its turn. ``counted``: kernels may wait
-    for the rows of a single stage (``arrivals.py``).
+    later kernel. No reference to a stage's k and v outlives its turn. ``arriving``: kernels may
+    wait for the rows of a single stage (``arrivals.py``).
     """
     group = call.tensors.q.shape[2] // call.tensors.k.shape[2]
     slices = [slice(one.start, one.stop) for one in stages]
-    gathers = _gathers(call, way, slices, counted)
+    gathers = _gathers(call, way, slices, arriving)
 
     def begin(stage: int) -> Arriving:
         gather = gathers(stage)
         under_way.extend(gather.pulls)
         return gather
 
-    arriving = begin(0)
+    following = begin(0)
     for stage, kv in enumerate(slices):
-        gather = arriving
+        gather = following
         if stage + 1 < len(slices):
-            arriving = begin(stage + 1)
+            following = begin(stage + 1)
         compute(Heads(slice(group * kv.start, group * kv.stop), kv), gather)
-        for copy in gather.pulls:  # none outlives its memory
+        waited = way.first is not None and not arriving
+        for copy in () if waited else gather.pulls:  # none outlives its memory
             copy.wait()
 
 
 def _gathers(
-    call: ShardedCall, way: Route, slices: Sequence[slice], counted: bool
+    call: ShardedCall, way: Route, slices: Sequence[slice], arriving: bool
 ) -> Callable[[int], Arriving]:
     """Return what begins the copies of a stage."""
     own, group = [call.tensors.k, call.tensors.v], call.group
@@ -164,7 +164,7 @@ def _gathers(
     if regions is not None:
         place = call.queries, call.keys, sight_of(call)
         with _or_collectives(call):
-            return PulledRows(own, slices, place, group, regions.rows, counted).begin
+            return PulledRows(own, slices, place, group, regions.rows, arriving).begin
 
     def begin(stage: int) -> Arriving:
         return _Gathered(Gather([t[:, :, slices[stage]] for t in own], way, call.keys, group))

@@ -88,7 +88,7 @@ def load_keys(
     Return the copies to memory that are seen to be done; ``seen`` were so before.
     """
     s = ring.slot(use, C.K_STAGES)
-    seen = await_keys(t, source.row + j * C.BLOCK_K, seen)
+    seen = await_keys(t, source.head, source.row + j * C.BLOCK_K, seen)
     ring.wait_empty(shared.k, use, C.K_STAGES)
     corner = (source.part, source.row + j * C.BLOCK_K, source.head)
     load_parts(copies.k, corner, C.D0, C.D1, shared.k.full.index(s), shared.k.buffers, s)
