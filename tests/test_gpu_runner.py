@@ -204,8 +204,13 @@ def test_direct_calls_are_held_to_the_rule(
         found = tiled.backward(*given)
         for name in "kv":
             rows = getattr(found, name).flatten(0, 1).flatten(1)
-            at = 4 * getattr(places, f"d{name}_rows") // rows.shape[1]
-            getattr(places, f"d{name}")[at[off:]] = rows[: len(rows) - off]
+            at = getattr(places, f"d{name}_rows")
+            for memory, place in (
+                (getattr(places, f"d{name}"), at),
+                (getattr(places, f"d{name}_alone"), -1 - at),
+            ):
+                x, place = rows[place >= 0], (4 * place // rows.shape[1])[place >= 0]
+                memory[place[off:]] = x[: len(x) - off].to(memory.dtype)
         return found._replace(k=None, v=None)
 
     def reads_padding(problem: Any, tensors: Any) -> Any:
@@ -227,7 +232,8 @@ def test_direct_calls_are_held_to_the_rule(
             assert not hopper_direct.check_backward(one, "float16", flag, 2, "cpu", elsewhere)
     monkeypatch.setattr(hopper, "backward", partial(at_places, off=1))
     found = hopper_direct.check_backward(packed, "float16", True, 0, "cpu", elsewhere)
-    assert found == [f"d{name} differs at its places" for name in "kv"]
+    texts = ("", " alone")
+    assert found == [f"d{name} differs at its places{text}" for name in "kv" for text in texts]
     monkeypatch.setattr(hopper, "takes_places", lambda _: False)
     monkeypatch.setattr(hopper, "forward", reads_padding)
     assert "past the end" in hopper_direct.check_forward(case, "float16", 0, "cpu", elsewhere)[0]

@@ -51,8 +51,12 @@ def build(
     parts: bool = False,
     wide: bool = False,
     placed: bool = False,
+    alone: bool = False,
 ) -> Built:
-    """Return the kernel; ``wide``: dk and dv are parts of sums, ``placed``: at places."""
+    """Return the kernel.
+
+    ``wide``: dk and dv are parts of sums, ``placed``: at places, ``alone``: some are no parts.
+    """
     like: dict[str, Any] = dict.fromkeys(Numbers._fields, 1)
     like |= {"inner": 1.0, "scale": 1.0, "out_scale": 1.0, "shift": 1 if shifted else None}
     like["parts"] = 2 if parts else None
@@ -60,7 +64,7 @@ def build(
     launch = GluonLaunch(kernel_of(type(c)), (1, 1, 1), options)
     made = launch.compile(
         *_copies(c, _DTYPES[dtype]),
-        _pointers(c, _DTYPES[dtype], parts, wide or placed, placed),
+        _pointers(c, _DTYPES[dtype], parts, wide or placed, placed, alone),
         Numbers(**like),
         gl.constexpr(Constants(c)),
         target=GPUTarget("cuda", 90, 32),
@@ -68,7 +72,9 @@ def build(
     return _read(None, made.asm["cubin"], made.metadata.shared)  # pyright: ignore
 
 
-def _pointers(c: Config, dtype: torch.dtype, parts: bool, wide: bool, placed: bool) -> Pointers:
+def _pointers(
+    c: Config, dtype: torch.dtype, parts: bool, wide: bool, placed: bool, alone: bool
+) -> Pointers:
     """Return one of each pointer that a problem with these features has."""
     words, number = torch.empty(4, dtype=torch.int32), torch.empty(4)
     some = torch.empty(8, dtype=dtype)
@@ -101,6 +107,8 @@ def _pointers(c: Config, dtype: torch.dtype, parts: bool, wide: bool, placed: bo
         dq=some if complete else None,
         dk_rows=places,
         dv_rows=places,
+        dk_alone=some if alone else None,
+        dv_alone=some if alone else None,
     )
 
 

@@ -264,16 +264,18 @@ def test_a_part_of_a_shared_bias_stays_in_registers():
     assert sass.report(kernel.cubin).findings == []
 
 
-@pytest.mark.parametrize("placed", [False, True])
-def test_parts_of_sums_stay_in_registers(placed: bool) -> None:
+@pytest.mark.parametrize("places", ["", "placed", "alone"])
+def test_parts_of_sums_stay_in_registers(places: str) -> None:
     """dk and dv in float32, their rows at places or not: loops are those of a whole call.
 
-    Stores have 8 bytes, as many as a thread has of a row side by side.
+    Stores have 8 bytes, as many as a thread has of a row side by side; those of rows that are no
+    parts of sums have 4.
     """
-    features = FEATURES["causal"]
-    kernel = build(config(TILES[128, 128][0], **features), wide=True, placed=placed)
+    placed, alone = places != "", places == "alone"
+    tile = config(TILES[128, 128][0], **FEATURES["causal"])
+    kernel = build(tile, wide=True, placed=placed, alone=alone)
     assert sum("STG.E.64" in line.text for line in kernel.lines) == 128
-    assert not any("STG.E " in line.text for line in kernel.lines)
+    assert sum("STG.E " in line.text for line in kernel.lines) == 128 * alone
     stays_in_registers(kernel, kernel.loops(0), "fused", "causal")
     assert kernel.too_early(WARPGROUPS) == []
     assert sass.report(kernel.cubin).findings == []

@@ -36,11 +36,15 @@ def test_each_key_of_a_call_has_one_place(layout: Layout, sight: Sight) -> None:
     for source in slots.ranks:
         for n, part in enumerate(route(layout, layout, sight, source).parts):
             seen = []
-            for rank, slot in slots.of_call(source, n):
+            alone = slots.alone_of_call(source, n)
+            for rank, slot in [*slots.of_call(source, n), *((source, slot) for slot in alone)]:
                 (start, stop), rows = slot.keys, range(*slot.rows)
                 assert stop - start == len(rows)
                 seen += range(start, stop)
-                taken |= {(rank, slot.first + x) for x in range(len(rows))}
+                if slot in alone:
+                    assert slot.first == rows.start
+                else:
+                    taken |= {(rank, slot.first + x) for x in range(len(rows))}
                 if part.packing is None:  # keys are positions from the first one of the call on
                     held = positions_of(layout, rank)
                     assert [held[x] for x in rows] == [part.j.start + x for x in range(start, stop)]
@@ -59,9 +63,34 @@ def test_every_place_is_added_to_the_row_of_its_key(layout: Layout, sight: Sight
                 for x, row in enumerate(range(*slot.rows)):
                     want[row].append(slot.first + x)
         table = slots.summands(rank, CPU)
-        assert table.shape[0] == len(slots.groups[rank])
-        got = [[x for x in column if x >= 0] for column in table.flatten(0, 1).T.tolist()]
-        assert got == want
+        assert table.shape[0] >= len(slots.groups[rank])
+        columns = table.flatten(0, 1).T.tolist()
+        assert [[x for x in column if x >= 0] for column in columns] == want
+        alone = [x for slot in slots.alone[rank] for x in range(*slot.rows)]
+        assert [x for x, column in enumerate(columns) if -2 in column] == sorted(alone)
+        assert all(columns[x][0] == -2 for x in alone)
+
+
+@pytest.mark.parametrize(("layout", "sight"), KINDS, ids=str)
+def test_rows_are_alone_that_one_call_of_their_rank_sees(layout: Layout, sight: Sight) -> None:
+    slots = slots_of(layout, layout, sight)
+    for rank in slots.ranks:
+        calls: list[list[int]] = [[] for _ in range(layout.lengths[rank])]
+        for source in slots.ranks:
+            for n in range(len(slots.parts[source])):
+                every = [slot for held, slot in slots.of_call(source, n) if held == rank]
+                every += slots.alone_of_call(source, n) if source == rank else []
+                for slot in every:
+                    for row in range(*slot.rows):
+                        calls[row].append(source)
+        alone = {x for slot in slots.alone[rank] for x in range(*slot.rows)}
+        assert alone == {row for row, sources in enumerate(calls) if sources == [rank]}
+
+
+def test_few_rows_of_a_window_are_sums() -> None:
+    layout = Layout.contiguous(4096, 4)
+    slots = slots_of(layout, layout, Sight(128, 0))
+    assert all(rows <= 2 * (2 * 128 + 64) for rows in slots.rows)
 
 
 def test_places_are_those_of_slots_in_the_memory_of_all_ranks() -> None:
@@ -84,6 +113,11 @@ def test_places_are_those_of_slots_in_the_memory_of_all_ranks() -> None:
                         place = starts[source] + 4 * UNIT * int(table[b * n + key])
                         assert place == begin + 4 * width * ((slot.first + x) * batch + b)
                     begin += 4 * width * slots.rows[rank] * batch
+            for slot, b in ((one, b) for one in slots.alone_of_call(source, part) for b in (0, 1)):
+                for table, width in zip(tables, widths, strict=True):
+                    for key, row in zip(range(*slot.keys), range(*slot.rows), strict=True):
+                        place = UNIT * (-1 - int(table[b * n + key]))
+                        assert place == (b * layout.lengths[source] + row) * width
 
 
 def test_without_triton_no_kernel_adds(monkeypatch: pytest.MonkeyPatch) -> None:

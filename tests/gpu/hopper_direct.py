@@ -11,6 +11,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise, product
 from unittest import mock
 
@@ -228,7 +229,8 @@ def check_backward(
         parts = hopper.backward(problem, *arguments[1:])
         found += rounded_parts(got, parts)
         if hopper.takes_places(problem) and got.k is not None and got.v is not None:
-            found += misplaced(parts, lambda to: hopper.backward(problem, *arguments[1:], to))
+            run = partial(hopper.backward, problem, *arguments[1:])
+            found += misplaced(parts, problem.dtype, run)
             if device != "cpu":
                 torch.cuda.synchronize()
     if reference is None:
@@ -293,25 +295,35 @@ def rounded_parts(got: Gradients, parts: Gradients) -> list[str]:
     return found
 
 
-def misplaced(parts: Gradients, backward: Callable[[Places], Gradients]) -> list[str]:
-    """Return what is wrong with dk and dv that are written to rows in any order (``Places``)."""
+def misplaced(
+    parts: Gradients, dtype: torch.dtype, backward: Callable[[Places], Gradients]
+) -> list[str]:
+    """Return what is wrong with dk and dv that are written to rows in any order (``Places``).
+
+    Some are no parts of sums: these are rounded to ``dtype``, in memory of their own.
+    """
     order = torch.Generator().manual_seed(0)
-    memory, tables, rows = [], [], []
+    memories, tables, rows = [], [], []
     for t in parts[1:3]:
         n, width = t.shape[0] * t.shape[1], t.shape[2] * t.shape[3]
-        place = torch.randperm(2 * n, generator=order)[:n].to(t.device)
-        memory.append(t.new_full((2 * n, width), float("nan")))
-        tables.append(place * (width // 4))
-        rows.append(place)
-    got, found = backward(Places(*memory, *tables)), []
-    for name, t, to, place in zip("kv", parts[1:3], memory, rows, strict=True):
+        place, alone = (torch.randperm(2 * n, generator=order)[:n] for _ in range(2))
+        share = torch.rand(n, generator=order) < 0.4
+        unit = torch.where(share, -1 - alone * (width // 4), place * (width // 4))
+        memories.append([t.new_full((2 * n, width), float("nan"), dtype=x) for x in (None, dtype)])
+        tables.append(unit.to(t.device))
+        rows.append([(place[~share].to(t.device), ~share), (alone[share].to(t.device), share)])
+    wide, rounded = zip(*memories, strict=True)
+    got, found = backward(Places(*wide, *tables, *rounded)), []
+    for name, t, memory, each in zip("kv", parts[1:3], memories, rows, strict=True):
         if getattr(got, name) is not None:
             found.append(f"d{name} is returned, and not at its places")
-        if not torch.equal(to[place], t.view(len(place), -1)):
-            found.append(f"d{name} differs at its places")
-        to[place] = float("nan")
-        if not to.isnan().all():
-            found.append(f"d{name} is written past its places")
+        for to, (place, there), text in zip(memory, each, ("", " alone"), strict=True):
+            want = t.flatten(0, 1).flatten(1)[there.to(t.device)]
+            if not torch.equal(to[place], want.to(to.dtype)):
+                found.append(f"d{name} differs at its places{text}")
+            to[place] = float("nan")
+            if not to.isnan().all():
+                found.append(f"d{name} is written past its places{text}")
     return found
 
 

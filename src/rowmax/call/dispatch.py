@@ -280,7 +280,7 @@ class Prepared:
         # a hook on saved tensors may return others than the forward had
         key = (wanted, wide, part, *_placed(given))
         if places is not None:
-            key, given = (*key, "places"), (*given, *places)
+            key, given = (*key, "places", places.dk_alone is None), (*given, *places)
         again: Any = self._again.get(key)
         found: Any = again(given, into) if callable(again) else None
         if found is not None:

@@ -135,13 +135,17 @@ class Wanted(NamedTuple):
 class Places(NamedTuple):
     """Memory for dk and dv of a backward, float32, of any rows that the device reaches.
 
-    Row r of ``[B Nk, Hk, D]`` begins ``4 dk_rows[r]`` numbers after the first one of ``dk``.
+    Row r of ``[B Nk, Hk, D]`` begins ``4 dk_rows[r]`` numbers after the first one of ``dk``. If
+    ``dk_rows[r]`` is below 0, no other call adds to the row: it is rounded to the dtype of
+    ``dk_alone``, and begins ``4 (-1 - dk_rows[r])`` numbers after the first one there.
     """
 
     dk: Tensor  # float32
     dv: Tensor
     dk_rows: Tensor  # int64 [B Nk]
     dv_rows: Tensor
+    dk_alone: Tensor | None = None
+    dv_alone: Tensor | None = None
 
 
 class Arrivals(NamedTuple):

@@ -16,7 +16,7 @@ from ..torch_compat import copy_each
 from .calls import ShardedCall
 from .collectives import UnderWay
 from .exchange import words
-from .routes import sight_of
+from .routes import gaps, sight_of, union
 from .shared import Region
 from .slots import Memory, placed, slots_of
 
@@ -31,6 +31,8 @@ class Pushed:
         self.dtype, self.device, self.wide = call.accumulator, own.q.device, call.wide
         self.batch = own.k.shape[0]
         self.widths = [t.shape[2] * t.shape[3] for t in self.like]
+        #: the sums of own rows, from before calls if these write some of them
+        self.sums = self._new_sums() if self.slots.alone[self.rank] else []
         row = self.batch * sum(self.widths)
         size = max(self.slots.rows) * row * self.dtype.itemsize
         self.shared = size > 0 and self.slots.moves  # else no rank waits for another
@@ -48,12 +50,16 @@ class Pushed:
         addresses = self.region.addresses if self.shared else (0,) * len(self.slots.ranks)
         memory = Memory(addresses, self.batch, (k, v))
         tables = self.slots.places(self.rank, part, memory, self.device)
-        return placed(self.memory, tables, tuple(kv.start * t.shape[3] for t in self.like))
+        columns = [kv.start * t.shape[3] for t in self.like]
+        return placed(self.memory, tables, columns, [t.view(-1) for t in self.sums])
 
     def add(self, kv: slice, part: int, found: Sequence[Tensor], under_way: UnderWay) -> None:
         """Copy the gradients of a call, ``[B, keys, h, D]``, to the slots of some heads."""
         if not found:
             return  # the kernel has written them
+        for slot in self.slots.alone_of_call(self.rank, part):
+            for to, t in zip(self.sums, found, strict=True):
+                to[:, slice(*slot.rows), kv] = t[:, slice(*slot.keys)]
         copies: list[tuple[Tensor, Tensor]] = []
         for rank, slot in self.slots.of_call(self.rank, part):
             for to, t in zip(self._of(rank), found, strict=True):
@@ -74,13 +80,15 @@ class Pushed:
         if self.shared:
             self.region.show()
         table = self.slots.summands(self.rank, self.device)
-        found = []
-        for memory, t in zip(self._of(self.rank), self.like, strict=True):
-            total = t.new_empty(t.shape, dtype=self.dtype if self.wide else t.dtype)
+        found = self.sums or self._new_sums()
+        for memory, total in zip(self._of(self.rank), found, strict=True):
             if not (self.device.type == "cuda" and _by_kernel(memory, table, total)):
                 self._add(memory, total)
-            found.append(total)
         return found
+
+    def _new_sums(self) -> list[Tensor]:
+        each = [self.dtype if self.wide else t.dtype for t in self.like]
+        return [t.new_empty(t.shape, dtype=dtype) for t, dtype in zip(self.like, each, strict=True)]
 
     def _of(self, rank: int) -> list[Tensor]:
         """Return the memory of a rank for dk, and for dv, ``[rows, B, H, D]``."""
@@ -101,7 +109,9 @@ class Pushed:
                 (start, stop), first = slot.rows, slot.first
                 part[start:stop] += memory[first : first + stop - start]
             rows += part
-        total.copy_(rows.transpose(0, 1))
+        alone = [slot.rows for slot in self.slots.alone[self.rank]]
+        for start, stop in gaps((0, total.shape[1]), union(alone)):
+            total[:, start:stop] = rows[start:stop].transpose(0, 1)
 
 
 def _by_kernel(memory: Tensor, table: Tensor, total: Tensor) -> bool:

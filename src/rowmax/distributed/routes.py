@@ -274,6 +274,12 @@ def common(a: Ranges, b: Ranges) -> Ranges:
     return tuple(found)
 
 
+def gaps(rows: tuple[int, int], taken: Ranges) -> list[tuple[int, int]]:
+    """Return what is left of rows without ascending ranges of them."""
+    ends = [rows[0], *(x for pair in taken for x in pair), rows[1]]
+    return [(a, b) for a, b in zip(ends[::2], ends[1::2], strict=True) if a < b]
+
+
 class _Rows:
     """The rows of positions among those of some ranges."""
 

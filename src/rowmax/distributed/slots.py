@@ -6,8 +6,10 @@ rank adds its slots in a fixed order: that of a gather and a return of gradients
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -18,9 +20,10 @@ from .exchange import others_of
 from .layout import Layout, Ranges
 from .offsets import moved
 from .pieces import pieces_of
-from .routes import Sight, common, route, rows_of
+from .routes import Sight, common, gaps, route, rows_of, union
 
 UNIT = 4  # numbers: places are multiples of so many
+ALONE = -2  # marks rows that no sum is for
 
 
 class Slot(NamedTuple):
@@ -56,6 +59,8 @@ class Slots:
     Args:
         groups: by rank that holds the keys, then by group. A rank adds the slots of a group, then
             the sums of groups.
+        alone: by rank, keys that only one call sees, and that of their own rank. They are no parts
+            of sums, and have no memory: their ``first`` is a row of the rank.
         lengths: the number of keys of each rank.
         parts: the number of keys of each call of each rank.
     """
@@ -63,10 +68,11 @@ class Slots:
     def __init__(
         self,
         groups: tuple[tuple[tuple[Slot, ...], ...], ...],
+        alone: tuple[tuple[Slot, ...], ...],
         lengths: Sequence[int],
         parts: tuple[tuple[int, ...], ...],
     ) -> None:
-        self.groups, self.lengths, self.parts = groups, lengths, parts
+        self.groups, self.alone, self.lengths, self.parts = groups, alone, lengths, parts
         self.rows = [sum(_length(slot) for each in one for slot in each) for one in groups]
         #: a rank writes to the memory of another
         self.moves = any(self.sent(source, rank) for source in self.ranks for rank in self.ranks)
@@ -103,26 +109,36 @@ class Slots:
         """Return the slots of a call, each with the rank that holds its keys."""
         return self._of_call.get((source, part), [])
 
+    def alone_of_call(self, source: int, part: int) -> list[Slot]:
+        """Return the keys of a call that no other sees, of its own rank."""
+        return [slot for slot in self.alone[source] if slot.part == part]
+
     def summands(self, rank: int, device: torch.device) -> Tensor:
         """Return the rows of memory that are added for each own row, int32 [groups, most, n].
 
-        -1 is none.
+        -1 is none, and -2 in the first one a row that is not to be written.
         """
         key = rank, device
         if key not in self._summands:
             n = self.lengths[rank]
             each = [_levels(group, n) for group in self.groups[rank]]
             most = max(map(len, each), default=0)
-            table = torch.full((len(each), most, n), -1, dtype=torch.int32)
-            for to, levels in zip(table, each, strict=True):
+            size = (max(1, len(each)), max(1, most)) if self.alone[rank] else (len(each), most)
+            table = torch.full((*size, n), -1, dtype=torch.int32)
+            for to, levels in zip(table, each, strict=False):
                 to[: len(levels)] = torch.stack(levels)
+            for slot in self.alone[rank]:
+                table[0, 0, slice(*slot.rows)] = ALONE
             self._summands[key] = _kept(table, device)
         return self._summands[key]
 
     def places(
         self, source: int, part: int, memory: Memory, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Return where the rows of dk and dv of a call go (``Places``), from the own memory on."""
+        """Return where the rows of dk and dv of a call go (``Places``), from the own memory on.
+
+        Rows that are alone go to tensors ``[B, n, H, D]``.
+        """
         key = source, part, memory, device
         if key not in self._places:
             size = memory.batch, self.parts[source][part]
@@ -136,25 +152,38 @@ class Slots:
                         (rows * memory.batch + sequences) * row // UNIT
                     )
                     begin += self.rows[rank] * memory.batch * row // UNIT
+            for slot in self.alone_of_call(source, part):
+                rows = slot.first + torch.arange(_length(slot))
+                for table, row in zip(tables, memory.rows, strict=True):
+                    at = (sequences * self.lengths[source] + rows) * row // UNIT
+                    table[:, slice(*slot.keys)] = -1 - at
             k, v = (_kept(table.view(-1), device) for table in tables)
             self._places[key] = k, v
         return self._places[key]
 
 
-def placed(memory: Tensor, tables: tuple[Tensor, Tensor], columns: tuple[int, int]) -> Places:
-    """Return places in memory, from these columns of rows on."""
+def placed(
+    memory: Tensor,
+    tables: tuple[Tensor, Tensor],
+    columns: Sequence[int],
+    alone: Sequence[Tensor],
+) -> Places:
+    """Return places in memory, and in flat memory for rows that are alone; both from these columns.
+
+    ``alone`` is empty, or of dk and of dv.
+    """
     k, v = (memory[column:] for column in columns)
-    return Places(k, v, *tables)
+    return Places(k, v, *tables, *(t[n:] for t, n in zip(alone, columns, strict=bool(alone))))
 
 
 @lru_cache(maxsize=256)
 def slots_of(queries: Layout, keys: Layout, sight: Sight) -> Slots:
     """Return the slots of a call."""
     seen = [_seen(queries, keys, sight, rank) for rank in range(queries.ranks)]
-    found = []
+    found, alone = [], []
     for rank, owned in enumerate(keys.owned):
         order = [(source, False) for source in (rank, *others_of(rank, keys.ranks))]
-        first, groups = 0, []
+        groups = []
         for source, own in (*order, (rank, True)):
             group = []
             for one in seen[source]:
@@ -163,14 +192,50 @@ def slots_of(queries: Layout, keys: Layout, sight: Sight) -> Slots:
                 ranges: Ranges = common((one.positions,), owned)
                 for (start, stop), rows in zip(ranges, rows_of(ranges, owned), strict=True):
                     begin = one.first + start - one.positions[0]
-                    slot = Slot(source, one.part, (begin, begin + stop - start), rows, first)
-                    group.append(slot)
-                    first += stop - start
-            if group:
-                groups.append(tuple(group))
-        found.append(tuple(groups))
+                    group.append(Slot(source, one.part, (begin, begin + stop - start), rows, 0))
+            groups.append(group)
+        single = _single([slot for group in groups for slot in group], keys.lengths[rank])
+        summed, mine = _without(groups, rank, single)
+        found.append(summed)
+        alone.append(mine)
     parts = tuple(_parts(queries, keys, sight, rank) for rank in range(queries.ranks))
-    return Slots(tuple(found), keys.lengths, parts)
+    return Slots(tuple(found), tuple(alone), keys.lengths, parts)
+
+
+def _single(slots: Sequence[Slot], n: int) -> Ranges:
+    """Return the rows, of n, that one slot alone has."""
+    steps = Counter(slot.rows[0] for slot in slots)
+    steps.subtract(slot.rows[1] for slot in slots)
+    found, count = [], 0
+    for start, stop in pairwise(sorted({0, n, *steps})):
+        count += steps[start]
+        if count == 1:
+            found.append((start, stop))
+    return union(found)
+
+
+def _without(
+    groups: Sequence[Sequence[Slot]], rank: int, single: Ranges
+) -> tuple[tuple[tuple[Slot, ...], ...], tuple[Slot, ...]]:
+    """Return the groups without single rows of calls of their own rank, and these."""
+    found, alone, first = [], [], 0
+    for group in groups:
+        kept = []
+        for slot in group:
+            mine = common((slot.rows,), single) if slot.source == rank else ()
+            alone += [_some(slot, rows, rows[0]) for rows in mine]
+            for rows in gaps(slot.rows, mine):
+                kept.append(_some(slot, rows, first))
+                first += rows[1] - rows[0]
+        if kept:
+            found.append(tuple(kept))
+    return tuple(found), tuple(alone)
+
+
+def _some(slot: Slot, rows: tuple[int, int], first: int) -> Slot:
+    """Return some rows of a slot, at a place of their own."""
+    begin = slot.keys[0] + rows[0] - slot.rows[0]
+    return slot._replace(keys=(begin, begin + rows[1] - rows[0]), rows=rows, first=first)
 
 
 def _parts(queries: Layout, keys: Layout, sight: Sight, rank: int) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ class SumPointers(NamedTuple):
     """``t`` of the kernel."""
 
     memory: Any  # float32 or float64 [rows, B, width]
-    rows: Any  # int32 [groups, most, n]: rows of memory, -1 for none
+    rows: Any  # int32 [groups, most, n]: rows of memory, -1 for none; first -2: not written
     total: Any  # [B, n, width]
 
 
@@ -55,8 +55,11 @@ def sum_slots_kernel(t, n, c):
             place = (slot.to(tl.int64) * n.batch + b) * c.WIDTH
             part += tl.load(t.memory + place + i, mask=(slot >= 0) & (i < c.WIDTH), other=0.0)
         total += part
+    there = i < c.WIDTH
+    if c.GROUPS * c.MOST > 0:
+        there = there & (tl.load(t.rows + row) != -2)
     place = (b.to(tl.int64) * n.n + row) * c.WIDTH
-    tl.store(t.total + place + i, total.to(t.total.dtype.element_ty), mask=i < c.WIDTH)
+    tl.store(t.total + place + i, total.to(t.total.dtype.element_ty), mask=there)
 
 
 @lru_cache(maxsize=64)
@@ -70,7 +73,8 @@ def _launch(device: torch.device, batch: int, n: int, width: int, groups: int, m
 def sum_slots(memory: Tensor, rows: Tensor, total: Tensor) -> None:
     """Write the sums of slots to ``total`` ``[B, n, H, D]``, contiguous.
 
-    ``memory`` is ``[rows, B, H, D]``; ``rows`` has the rows to add, int32 ``[groups, most, n]``.
+    ``memory`` is ``[rows, B, H, D]``; ``rows`` has the rows to add, int32 ``[groups, most, n]``:
+    ``Slots.summands``.
     """
     b, n, *rest = total.shape
     width = rest[0] * rest[1]

@@ -35,6 +35,8 @@ class Pointers(NamedTuple):
     dq: Any = None
     dk_rows: Any = None  # where rows of dk and dv are, if not one after the other (inputs.Places)
     dv_rows: Any = None
+    dk_alone: Any = None  # rows of dk and dv that no other call adds to
+    dv_alone: Any = None
 
 
 class Numbers(NamedTuple):

@@ -70,6 +70,7 @@ from .backward_lib import (
     store_parts,
     store_sums,
     sums_by_lane,
+    table_of,
     thread_layout,
     tile_buffer,
     weights,
@@ -483,10 +484,10 @@ def consumer(C: gl.constexpr, OF_DK: gl.constexpr, out, rings, mail, sizes, args
         message += 1
         following, live = peek_message(mail, message)
         row = gradient_row(C, 0, tile)
-        table = out.dk_rows if OF_DK else out.dv_rows
-        to = place_of(out.dk if OF_DK else out.dv, row, tile.head, heads.resident, OUT, table)
-        stride = heads.resident * OUT
-        store_parts(x, to, stride, rows_left(C, 0, tile), W0, OUT, table, row)
+        places = out.dk_places if OF_DK else out.dv_places
+        to = place_of(out.dk if OF_DK else out.dv, row, tile.head, heads.resident, OUT, places)
+        stride, begin = heads.resident * OUT, tile.head * OUT
+        store_parts(x, to, stride, rows_left(C, 0, tile), W0, OUT, places, row, begin)
         release_message(mail, message, following, live)
         tile = following
 
@@ -525,7 +526,8 @@ def backward_dkdv(k, v, q, do, rows, bias, t, n, C: gl.constexpr):
     line = LineBias(t.bias, n.each_b, n.each_h, n.each_h * (n.hq - 1) + 1, length)
     args = ScoreArgs(n.inner, n.scale, t.alibi, n.shift, t.q_ids, t.k_ids, n.ids_q, n.ids_k, line)
     heads = Heads(n.heads, n.group, n.ratio, n.hq, n.each_b, n.each_h)
-    out = Outputs(t.out, t.dv, t.dbias, n.out_scale, None, t.dk_rows, t.dv_rows)
+    dk, dv = table_of(t.dk_rows, t.dk_alone), table_of(t.dv_rows, t.dv_alone)
+    out = Outputs(t.out, t.dv, t.dbias, n.out_scale, None, dk, dv)
     follow()
     gl.warp_specialize(
         [

@@ -73,6 +73,7 @@ from .backward_lib import (
     store,
     store_sums,
     sums_by_lane,
+    table_of,
     wait_done,
 )
 from .backward_order import Sequences, Sizes, full_range, gradient_row, rows_left
@@ -178,21 +179,25 @@ def store_tile(C: gl.constexpr, c: gl.constexpr, out, state, tile, sizes, heads)
     """Store dK, dV and sums of dbias of the warpgroup's keys of a tile."""
     row = gradient_row(C, c, tile)
     rows = rows_left(C, c, tile)
-    to = place_of(out.dk, row, tile.head, heads.resident, C.D_OUT, out.dk_rows)
+    begin = tile.head * C.D_OUT
+    to = place_of(out.dk, row, tile.head, heads.resident, C.D_OUT, out.dk_places)
     stride = heads.resident * C.D_OUT
-    store(C, state.dk.low * out.scale, to, stride, rows, C.D0, 0, C.D_OUT, out.dk_rows, row)
+    low = state.dk.low * out.scale
+    store(C, low, to, stride, rows, C.D0, 0, C.D_OUT, out.dk_places, row, begin)
     if C.D_OUT > C.D0:
         high = state.dk.high * out.scale
-        store(C, high, to, stride, rows, C.D1, C.D0, C.D_OUT, out.dk_rows, row)
+        store(C, high, to, stride, rows, C.D1, C.D0, C.D_OUT, out.dk_places, row, begin)
     if C.DROW:
         plane = (tile.b * heads.resident + tile.head).to(gl.int64)
         to = out.dbias + plane * sizes.nk + tile.first + c * C.TOKENS
         store_sums(state.drow, to, rows)
-    to = place_of(out.dv, row, tile.head, heads.resident, C.DV_OUT, out.dv_rows)
+    begin = tile.head * C.DV_OUT
+    to = place_of(out.dv, row, tile.head, heads.resident, C.DV_OUT, out.dv_places)
     stride = heads.resident * C.DV_OUT
-    store(C, state.dv.low, to, stride, rows, C.DV0, 0, C.DV_OUT, out.dv_rows, row)
+    store(C, state.dv.low, to, stride, rows, C.DV0, 0, C.DV_OUT, out.dv_places, row, begin)
     if C.DV_OUT > C.DV0:
-        store(C, state.dv.high, to, stride, rows, C.DV1, C.DV0, C.DV_OUT, out.dv_rows, row)
+        high = state.dv.high
+        store(C, high, to, stride, rows, C.DV1, C.DV0, C.DV_OUT, out.dv_places, row, begin)
 
 
 # --- the kernel --------------------------------------------------------------------------------
@@ -269,7 +274,8 @@ def backward(  # noqa: PLR0913, PLR0917  (Triton takes no record of descriptors)
     heads = Heads(n.heads, n.group, n.ratio, n.hq, n.each_b, n.each_h)
     completion = Completion(t.done, t.sums, t.dq, n.rows, n.zeroed)
     of_bias = t.dbias if C.DROW else dbias
-    out = Outputs(t.out, t.dv, of_bias, n.out_scale, completion, t.dk_rows, t.dv_rows)
+    dk, dv = table_of(t.dk_rows, t.dk_alone), table_of(t.dv_rows, t.dv_alone)
+    out = Outputs(t.out, t.dv, of_bias, n.out_scale, completion, dk, dv)
     follow()
     tiles = (n.nk + C.BLOCK_RESIDENT - 1) // C.BLOCK_RESIDENT
     if C.ORDERED and C.VARLEN:

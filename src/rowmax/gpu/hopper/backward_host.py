@@ -280,7 +280,12 @@ def run(
         return
     args = pointers(work, problem, tensors, t, (out, dv, dbias, made.q), nth, order)
     if places is not None and not c.QUERIES_RESIDENT:
-        args = args._replace(dk_rows=places.dk_rows, dv_rows=places.dv_rows)
+        args = args._replace(
+            dk_rows=places.dk_rows,
+            dv_rows=places.dv_rows,
+            dk_alone=places.dk_alone,
+            dv_alone=places.dv_alone,
+        )
     work.launch(args if parts is None else args._replace(parts=parts), operands)
 
 
