@@ -70,7 +70,6 @@ from .backward_lib import (
     store_parts,
     store_sums,
     sums_by_lane,
-    table_of,
     thread_layout,
     tile_buffer,
     weights,
@@ -484,10 +483,14 @@ def consumer(C: gl.constexpr, OF_DK: gl.constexpr, out, rings, mail, sizes, args
         message += 1
         following, live = peek_message(mail, message)
         row = gradient_row(C, 0, tile)
-        places = out.dk_places if OF_DK else out.dv_places
-        to = place_of(out.dk if OF_DK else out.dv, row, tile.head, heads.resident, OUT, places)
-        stride, begin = heads.resident * OUT, tile.head * OUT
-        store_parts(x, to, stride, rows_left(C, 0, tile), W0, OUT, places, row, begin)
+        table, alone = out.dv_rows, out.dv_alone
+        if OF_DK:
+            table, alone = out.dk_rows, out.dk_alone
+        to = place_of(out.dk if OF_DK else out.dv, row, tile.head, heads.resident, OUT, table)
+        if alone is not None:
+            alone = alone + tile.head * OUT
+        stride = heads.resident * OUT
+        store_parts(x, to, stride, rows_left(C, 0, tile), W0, OUT, table, row, alone)
         release_message(mail, message, following, live)
         tile = following
 
@@ -526,8 +529,9 @@ def backward_dkdv(k, v, q, do, rows, bias, t, n, C: gl.constexpr):
     line = LineBias(t.bias, n.each_b, n.each_h, n.each_h * (n.hq - 1) + 1, length)
     args = ScoreArgs(n.inner, n.scale, t.alibi, n.shift, t.q_ids, t.k_ids, n.ids_q, n.ids_k, line)
     heads = Heads(n.heads, n.group, n.ratio, n.hq, n.each_b, n.each_h)
-    dk, dv = table_of(t.dk_rows, t.dk_alone), table_of(t.dv_rows, t.dv_alone)
-    out = Outputs(t.out, t.dv, t.dbias, n.out_scale, None, dk, dv)
+    out = Outputs(
+        t.out, t.dv, t.dbias, n.out_scale, None, t.dk_rows, t.dv_rows, t.dk_alone, t.dv_alone
+    )
     follow()
     gl.warp_specialize(
         [

@@ -73,7 +73,6 @@ from .backward_lib import (
     store,
     store_sums,
     sums_by_lane,
-    table_of,
     wait_done,
 )
 from .backward_order import Sequences, Sizes, full_range, gradient_row, rows_left
@@ -179,25 +178,29 @@ def store_tile(C: gl.constexpr, c: gl.constexpr, out, state, tile, sizes, heads)
     """Store dK, dV and sums of dbias of the warpgroup's keys of a tile."""
     row = gradient_row(C, c, tile)
     rows = rows_left(C, c, tile)
-    begin = tile.head * C.D_OUT
-    to = place_of(out.dk, row, tile.head, heads.resident, C.D_OUT, out.dk_places)
+    to, alone = out.dk, out.dk_alone
+    to = place_of(to, row, tile.head, heads.resident, C.D_OUT, out.dk_rows)
+    if alone is not None:
+        alone = alone + tile.head * C.D_OUT
     stride = heads.resident * C.D_OUT
-    low = state.dk.low * out.scale
-    store(C, low, to, stride, rows, C.D0, 0, C.D_OUT, out.dk_places, row, begin)
+    x = state.dk.low * out.scale
+    store(C, x, to, stride, rows, C.D0, 0, C.D_OUT, out.dk_rows, row, alone)
     if C.D_OUT > C.D0:
-        high = state.dk.high * out.scale
-        store(C, high, to, stride, rows, C.D1, C.D0, C.D_OUT, out.dk_places, row, begin)
+        x = state.dk.high * out.scale
+        store(C, x, to, stride, rows, C.D1, C.D0, C.D_OUT, out.dk_rows, row, alone)
     if C.DROW:
         plane = (tile.b * heads.resident + tile.head).to(gl.int64)
         to = out.dbias + plane * sizes.nk + tile.first + c * C.TOKENS
         store_sums(state.drow, to, rows)
-    begin = tile.head * C.DV_OUT
-    to = place_of(out.dv, row, tile.head, heads.resident, C.DV_OUT, out.dv_places)
+    to, alone = out.dv, out.dv_alone
+    to = place_of(to, row, tile.head, heads.resident, C.DV_OUT, out.dv_rows)
+    if alone is not None:
+        alone = alone + tile.head * C.DV_OUT
     stride = heads.resident * C.DV_OUT
-    store(C, state.dv.low, to, stride, rows, C.DV0, 0, C.DV_OUT, out.dv_places, row, begin)
+    store(C, state.dv.low, to, stride, rows, C.DV0, 0, C.DV_OUT, out.dv_rows, row, alone)
     if C.DV_OUT > C.DV0:
-        high = state.dv.high
-        store(C, high, to, stride, rows, C.DV1, C.DV0, C.DV_OUT, out.dv_places, row, begin)
+        x = state.dv.high
+        store(C, x, to, stride, rows, C.DV1, C.DV0, C.DV_OUT, out.dv_rows, row, alone)
 
 
 # --- the kernel --------------------------------------------------------------------------------
@@ -274,8 +277,9 @@ def backward(  # noqa: PLR0913, PLR0917  (Triton takes no record of descriptors)
     heads = Heads(n.heads, n.group, n.ratio, n.hq, n.each_b, n.each_h)
     completion = Completion(t.done, t.sums, t.dq, n.rows, n.zeroed)
     of_bias = t.dbias if C.DROW else dbias
-    dk, dv = table_of(t.dk_rows, t.dk_alone), table_of(t.dv_rows, t.dv_alone)
-    out = Outputs(t.out, t.dv, of_bias, n.out_scale, completion, dk, dv)
+    out = Outputs(
+        t.out, t.dv, of_bias, n.out_scale, completion, t.dk_rows, t.dv_rows, t.dk_alone, t.dv_alone
+    )
     follow()
     tiles = (n.nk + C.BLOCK_RESIDENT - 1) // C.BLOCK_RESIDENT
     if C.ORDERED and C.VARLEN:

@@ -59,15 +59,10 @@ class Outputs(NamedTuple):
     dbias: Any  # a pointer to the sums of a row, or the descriptor of dbias
     scale: Any  # factor of dk
     completion: Any = None  # backward_complete.Completion
-    dk_places: Any = None  # Table of rows that are not one after the other, or None
-    dv_places: Any = None
-
-
-class Table(NamedTuple):
-    """The places of rows (``inputs.Places``)."""
-
-    rows: Any
-    alone: Any = None  # memory for rows below 0, or None
+    dk_rows: Any = None  # as in backward_args.Pointers
+    dv_rows: Any = None
+    dk_alone: Any = None
+    dv_alone: Any = None
 
 
 class Heads(NamedTuple):
@@ -488,29 +483,21 @@ def store_sums(x, to, rows):
 
 
 @gluon.jit
-def table_of(rows, alone):
-    """Return the Table of places, or None."""
-    table = None
-    if rows is not None:
-        table = Table(rows, alone)
-    return table
-
-
-@gluon.jit
-def place_of(to, row, head, heads, OUT: gl.constexpr, places):
-    """Return where a head of a row is; with places, where it would be in a row at place 0."""
+def place_of(to, row, head, heads, OUT: gl.constexpr, table):
+    """Return where a head of a row is; with a table, where it would be in a row at place 0."""
     place = head
-    if places is None:
+    if table is None:
         place = row.to(gl.int64) * heads + head
     return to + place * OUT
 
 
 @gluon.jit
-def store_rows(x, to, stride, rows, OUT: gl.constexpr, places=None, row=0, column=0):
+def store_rows(x, to, stride, rows, OUT: gl.constexpr, table=None, row=0, alone=None):
     """Store the first ``rows`` rows and OUT columns of x ``[64, WIDTH]`` in its own layout.
 
-    Places are those of rows from ``row`` on, in units of 4 numbers, so that stores are known to be
-    aligned; ``column`` is where x begins in a row. Without them rows have the stride.
+    A table has the places of rows from ``row`` on, in units of 4 numbers, so that stores are known
+    to be aligned; those below 0 count back from -1, in memory ``alone``. Without one rows have the
+    stride.
     """
     L: gl.constexpr = x.type.layout
     r = gl.arange(0, x.shape[0], gl.SliceLayout(1, L))
@@ -518,40 +505,42 @@ def store_rows(x, to, stride, rows, OUT: gl.constexpr, places=None, row=0, colum
     there = (r < rows)[:, None]
     if x.shape[1] != OUT:
         there = there & (d < OUT)[None, :]
-    if places is None:
+    if table is None:
         place = r * stride
     else:
-        unit = gl.load(places.rows + row + r, mask=r < rows, other=0)
-        if places.alone is not None:
-            at = (4 * (-1 - unit))[:, None] + d[None, :]
-            rounded = x.to(places.alone.dtype.element_ty)
-            gl.store(places.alone + column + at, rounded, mask=there & (unit < 0)[:, None])
-            there = there & (unit >= 0)[:, None]
-        place = 4 * unit
+        place = 4 * gl.load(table + row + r, mask=r < rows, other=0)
+        if alone is not None:
+            at = -4 - place[:, None] + d[None, :]
+            rounded = x.to(alone.dtype.element_ty)
+            gl.store(alone + at, rounded, mask=there & (place < 0)[:, None])
+            there = there & (place >= 0)[:, None]
     gl.store(to + place[:, None] + d[None, :], x.to(to.dtype.element_ty), mask=there)
 
 
 @gluon.jit
 def store_parts(
-    x, to, stride, rows, W0: gl.constexpr, OUT: gl.constexpr, places=None, row=0, column=0
+    x, to, stride, rows, W0: gl.constexpr, OUT: gl.constexpr, table=None, row=0, alone=None
 ):  # fmt: skip
     """Store the first ``rows`` rows and OUT columns of Parts x ``[64, WIDTH]``."""
-    store_rows(x.low, to, stride, rows, min(OUT, W0), places, row, column)
+    store_rows(x.low, to, stride, rows, min(OUT, W0), table, row, alone)
     if OUT > W0:
-        store_rows(x.high, to + W0, stride, rows, OUT - W0, places, row, column + W0)
+        high = alone
+        if alone is not None:
+            high = alone + W0
+        store_rows(x.high, to + W0, stride, rows, OUT - W0, table, row, high)
 
 
 @gluon.jit
 def store(
     C: gl.constexpr, x, to, stride, rows, WIDTH: gl.constexpr, column: gl.constexpr,
-    OUT: gl.constexpr, places=None, row=0, begin=0,
+    OUT: gl.constexpr, table=None, row=0, alone=None,
 ):  # fmt: skip
     """Store the first ``rows`` rows of x ``[64, WIDTH]``, the columns from ``column`` on.
 
     Stores have 16 bytes where shared memory has room to rearrange x. Parts of sums are float32.
-    ``begin`` is where the head begins in a row.
     """
     if not C.BIAS and to.dtype.element_ty.primitive_bitwidth == 16:
         x = gl.convert_layout(x.to(to.dtype.element_ty), output_layout(WIDTH))
-    width: gl.constexpr = min(OUT - column, WIDTH)
-    store_rows(x, to + column, stride, rows, width, places, row, begin + column)
+    if alone is not None:
+        alone = alone + column
+    store_rows(x, to + column, stride, rows, min(OUT - column, WIDTH), table, row, alone)
