@@ -12,8 +12,9 @@ import torch
 
 import rowmax
 from rowmax import distributed as rd
-from rowmax.distributed import Layout, collectives, shared
+from rowmax.distributed import Layout, arrivals, collectives, pulls, shared
 from rowmax.distributed.groups import group_of
+from rowmax.distributed.strategies import keys as by_keys
 from rowmax.testing import Answer
 
 from .programs import copies, own_answer
@@ -31,6 +32,28 @@ def shared_answer(rank: int, *given: Any) -> tuple[Answer, int]:
 
     with copies("shared"), mock.patch.object(shared.Region, "show", counted):
         return own_answer(rank, *given), used
+
+
+def answer_by_heads(rank: int, *given: Any) -> tuple[Answer, int]:
+    """Return the answer of a rank's rows, and how often heads arrived one after the other."""
+    used, real = 0, pulls.Rows.__init__
+
+    def counted(rows: pulls.Rows, *given: Any, by_heads: bool) -> None:
+        nonlocal used
+        used += by_heads
+        real(rows, *given, by_heads=by_heads)
+
+    with (
+        copies("shared"),
+        mock.patch.object(by_keys, "arrives", return_value=True),
+        mock.patch.object(arrivals, "LEAST_BYTES", 0),
+        mock.patch.object(pulls.Rows, "__init__", counted),
+    ):
+        arrivals.come_by_heads.cache_clear()
+        try:
+            return own_answer(rank, *given), used
+        finally:
+            arrivals.come_by_heads.cache_clear()
 
 
 def one_after_the_other(rank: int, size: int, calls: int) -> float:

@@ -40,6 +40,24 @@ def test_the_definition_and_the_bits_of_collectives(
                 assert torch.equal(grad, theirs.gradients[name]), name
 
 
+@pytest.mark.parametrize(("case", "size", "kind"), CASES, ids=str)
+def test_heads_that_arrive_one_after_the_other_have_the_same_bits(
+    case: Case, size: int, kind: str, world: Worlds
+) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        given = (case, dtype, kind, size, {"backend": "torch"})
+        found = world(size).run(shared_programs.answer_by_heads, *given)
+        for (mine, used), theirs in zip(
+            found, world(size).run(programs.own_answer, *given), strict=True
+        ):
+            alone = 0 in programs.layouts(case, kind, size)[0].lengths and size == 2
+            assert used > 0 or alone
+            assert torch.equal(mine.out, theirs.out)
+            assert torch.equal(mine.lse, theirs.lse)
+            for name, grad in mine.gradients.items():
+                assert torch.equal(grad, theirs.gradients[name]), name
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_calls_of_sizes_that_change(size: int, world: Worlds) -> None:
     assert world(size).run(shared_programs.one_after_the_other, size, 7) == [0.0] * size

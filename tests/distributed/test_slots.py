@@ -101,6 +101,8 @@ def test_places_are_those_of_slots_in_the_memory_of_all_ranks() -> None:
     size = max(slots.rows) * batch * sum(widths) * 4
     starts = random_.sample(range(0, 40 * size, size), 4)
     memory = Memory(tuple(starts), batch, widths)
+    assert starts[memory.lowest] == min(starts)
+    assert memory.lowest != 0
     for source in slots.ranks:
         for part, n in enumerate(slots.parts[source]):
             tables = slots.places(source, part, memory, CPU)
@@ -110,7 +112,8 @@ def test_places_are_those_of_slots_in_the_memory_of_all_ranks() -> None:
                 begin = starts[rank]
                 for table, width in zip(tables, widths, strict=True):
                     for x, key in enumerate(range(*slot.keys)):
-                        place = starts[source] + 4 * UNIT * int(table[b * n + key])
+                        assert int(table[b * n + key]) >= 0
+                        place = min(starts) + 4 * UNIT * int(table[b * n + key])
                         assert place == begin + 4 * width * ((slot.first + x) * batch + b)
                     begin += 4 * width * slots.rows[rank] * batch
             for slot, b in ((one, b) for one in slots.alone_of_call(source, part) for b in (0, 1)):

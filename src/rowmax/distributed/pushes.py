@@ -51,7 +51,10 @@ class Pushed:
         memory = Memory(addresses, self.batch, (k, v))
         tables = self.slots.places(self.rank, part, memory, self.device)
         columns = [kv.start * t.shape[3] for t in self.like]
-        return placed(self.memory, tables, columns, [t.view(-1) for t in self.sums])
+        lowest = self.memory
+        if self.shared:
+            lowest = self.region.of(memory.lowest, self.dtype)
+        return placed(lowest, tables, columns, [t.view(-1) for t in self.sums])
 
     def add(self, kv: slice, part: int, found: Sequence[Tensor], under_way: UnderWay) -> None:
         """Copy the gradients of a call, ``[B, keys, h, D]``, to the slots of some heads."""

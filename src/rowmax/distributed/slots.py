@@ -52,6 +52,11 @@ class Memory(NamedTuple):
     batch: int
     rows: tuple[int, int]  # numbers of a row of k, and of v
 
+    @property
+    def lowest(self) -> int:
+        """The rank whose memory comes first in the addresses of this one."""
+        return self.addresses.index(min(self.addresses))
+
 
 class Slots:
     """The slots of the ranks of a call.
@@ -135,9 +140,9 @@ class Slots:
     def places(
         self, source: int, part: int, memory: Memory, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Return where the rows of dk and dv of a call go (``Places``), from the own memory on.
+        """Return where the rows of dk and dv of a call go (``Places``), from the lowest memory on.
 
-        Rows that are alone go to tensors ``[B, n, H, D]``.
+        So no place is below 0, but those of rows that are alone, in tensors ``[B, n, H, D]``.
         """
         key = source, part, memory, device
         if key not in self._places:
@@ -145,7 +150,7 @@ class Slots:
             tables = [torch.zeros(size, dtype=torch.int64) for _ in "kv"]
             sequences = torch.arange(memory.batch)[:, None]
             for rank, slot in self.of_call(source, part):
-                begin = (memory.addresses[rank] - memory.addresses[source]) // (4 * UNIT)
+                begin = (memory.addresses[rank] - min(memory.addresses)) // (4 * UNIT)
                 rows = slot.first + torch.arange(_length(slot))
                 for table, row in zip(tables, memory.rows, strict=True):
                     table[:, slice(*slot.keys)] = begin + (
