@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import rowmax
 from rowmax import distributed as rd
-from rowmax.distributed import Layout, shared
+from rowmax.distributed import Layout, arrivals, shared
 from rowmax.distributed.strategies import keys as by_keys
 from rowmax.masks import as_mask
 from rowmax.testing import Answer, Call, Case, cotangents, make
@@ -84,6 +84,22 @@ def even(count: int) -> Any:
         return tuple(range(heads * s // n, heads * (s + 1) // n) for s in range(n))
 
     return rule
+
+
+@contextlib.contextmanager
+def heads_apart() -> Iterator[None]:
+    """Let heads arrive one after the other however short their copies are."""
+
+    def forget() -> None:
+        arrivals.come_by_heads.cache_clear()
+        arrivals.ordered.cache_clear()
+
+    with mock.patch.object(arrivals, "LEAST_BYTES", 0):
+        forget()
+        try:
+            yield
+        finally:
+            forget()
 
 
 @cache

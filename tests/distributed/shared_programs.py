@@ -12,12 +12,12 @@ import torch
 
 import rowmax
 from rowmax import distributed as rd
-from rowmax.distributed import Layout, arrivals, collectives, pulls, shared
+from rowmax.distributed import Layout, collectives, pulls, shared
 from rowmax.distributed.groups import group_of
 from rowmax.distributed.strategies import keys as by_keys
 from rowmax.testing import Answer
 
-from .programs import copies, own_answer
+from .programs import copies, heads_apart, own_answer
 
 
 def shared_answer(rank: int, *given: Any) -> tuple[Answer, int]:
@@ -46,14 +46,10 @@ def answer_by_heads(rank: int, *given: Any) -> tuple[Answer, int]:
     with (
         copies("shared"),
         mock.patch.object(by_keys, "arrives", return_value=True),
-        mock.patch.object(arrivals, "LEAST_BYTES", 0),
+        heads_apart(),
         mock.patch.object(pulls.Rows, "__init__", counted),
     ):
-        arrivals.come_by_heads.cache_clear()
-        try:
-            return own_answer(rank, *given), used
-        finally:
-            arrivals.come_by_heads.cache_clear()
+        return own_answer(rank, *given), used
 
 
 def one_after_the_other(rank: int, size: int, calls: int) -> float:

@@ -34,13 +34,13 @@ class Rows:
         if by_heads:
             (b, heads, _), widths = each[0], [d for _, _, d in each]
             memory = flat[: rows * sum(map(_row, like))].view(heads, rows, b, sum(widths))
-            #: what copies of rows move, one after the other
+            #: memory in which a range of rows is one copy
             self.units = list(memory)
             self.views = [part.permute(1, 2, 0, 3) for part in memory.split(widths, 3)]
             return
         parts = flat[: rows * sum(map(_row, like))].split([rows * _row(t) for t in like])
         self.units = [x.view(rows, *sizes) for x, sizes in zip(parts, each, strict=True)]
-        #: of each tensor, [rows, B, H, D]
+        #: each tensor as [rows, B, H, D]
         self.views = self.units
 
     def put(self, like: Sequence[Tensor], moves: Sequence[tuple[int, int, int]]) -> None:

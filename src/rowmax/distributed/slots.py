@@ -121,7 +121,7 @@ class Slots:
     def summands(self, rank: int, device: torch.device) -> Tensor:
         """Return the rows of memory that are added for each own row, int32 [groups, most, n].
 
-        -1 is none, and -2 in the first one a row that is not to be written.
+        -1 is none, and -2 in the first one a row that stays as it is.
         """
         key = rank, device
         if key not in self._summands:

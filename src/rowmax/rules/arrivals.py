@@ -20,7 +20,7 @@ ALL = 1 << 30
 class Landing(NamedTuple):
     """One copy of rows of keys."""
 
-    number: int  # of the copies that are done with it
+    number: int  # copies that are done, with this one
     start: int  # rows of memory
     stop: int
 
