@@ -14,9 +14,10 @@ Efficiency is the time of one device / devices / that sum.
 
 Strategies, as ``rowmax.distributed`` has them:
 
-    keys    on one host: copy engines pull K, V from shared memory by the stages of kv heads of the
-            actual rule, and kernels write dK, dV in float32 while they compute; rows are those of
-            the actual routes. Between hosts NCCL copies, in one stage: all exposed
+    keys    on one host: copy engines pull K, V from shared memory. Forward kernels wait for the
+            first of the actual copies, the backward for those of its first stage. Kernels write
+            dK, dV in float32 while they compute; rows are those of the actual routes. Between
+            hosts NCCL copies, in one stage: all exposed
     heads   rows for heads and back: all exposed; the backward exchanges q, k, v, out and dout again
     grid    a mesh of two dimensions: heads within a node, keys between nodes
 
@@ -43,6 +44,7 @@ from rowmax.bench.cells import Cell
 from rowmax.bench.run import PRODUCTS
 from rowmax.call.inputs import Options, Tensors
 from rowmax.distributed import Layout
+from rowmax.distributed.arrivals import come_by_heads, ordered
 from rowmax.distributed.calls import Place, ShardedCall
 from rowmax.distributed.groups import Group
 from rowmax.distributed.layout import ALIGNED
@@ -232,6 +234,9 @@ def pulled(cell: Cell, backward: bool, devices: int) -> Pulled:
             bytes_ += slots.rows[rank] * WIDE + own * HALF
         copied = max(copied, bytes_ * row)
     sizes = [len(one) for one in stages_of(call, returns=False)]
+    if not backward:  # kernels wait for keys (arrivals.py)
+        sizes = [cell.hk]
+        arrivals = [_early(call, rank, one, cell) for rank, one in enumerate(arrivals)]
     calls = max(len(way.parts) for way in ways) * len(sizes)
     shares = tuple(n / sum(sizes) for n in sizes)
     return Pulled(come, back, copied, shares, calls, tuple(arrivals))
@@ -252,6 +257,15 @@ def _arrival(call: ShardedCall, way: Route, rank: int, row: float, mean: float) 
             others = (ranges for n, ranges in enumerate(way.received) if n != rank)
             first = row * sum(length_of(common(ranges, cut)) for ranges in others)
     return Arrival(own, first, share, received * row)
+
+
+def _early(call: ShardedCall, rank: int, one: Arrival, cell: Cell) -> Arrival:
+    """Return what the calls of a rank wait for if their kernels do: the first head or copy."""
+    size = cell.hk, 2 * cell.b * cell.d * HALF
+    place = call.queries, call.keys, sight_of(call)
+    by_heads = come_by_heads(*place, *size)
+    parts = cell.hk if by_heads else max(1, len(ordered(*place, rank, *size).copies))
+    return one._replace(first=one.first / parts, call=max(0.0, 1.0 - one.own))
 
 
 def planned(cell: Cell, devices: int) -> ShardedCall:

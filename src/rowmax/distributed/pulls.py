@@ -25,8 +25,8 @@ from .shared import Pull, Region
 class Rows:
     """Rows of k and v in flat memory.
 
-    Those of one tensor, then of the next: ``[rows, B, H, D]``. Or by kv heads, each row of k beside
-    that of v: ``[H, rows, B, D + Dv]``.
+    Those of one tensor, then of the next: ``[rows, B, H, D]``. Or by kv heads, each row of k next
+    to that of v: ``[H, rows, B, D + Dv]``.
     """
 
     def __init__(self, flat: Tensor, rows: int, like: Sequence[Tensor], *, by_heads: bool) -> None:
