@@ -32,8 +32,8 @@ MOST_BYTES = 16 << 20
 #: reads them so, but more copies take longer: 2 us each
 LEAST_BYTES = 1 << 20
 #: Without a causal mask all ranks read the last keys first, and copies of one order have one
-#: source. That is as fast as tiles need them if kv heads of a batch, times the ranks past two, are
-#: fewer: 132 tiles of 128 queries compute while 340 GB/s arrive, at 1820 operations a byte
+#: source. That is as fast as tiles need them if kv heads, times the ranks past two, are fewer:
+#: 132 tiles of 128 queries compute while 340 GB/s arrive, at 1820 operations a byte
 FEW_HEADS = 9
 
 
