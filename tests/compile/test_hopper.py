@@ -179,6 +179,19 @@ def test_loops_keep_to_registers(case):
     assert report.findings == report.stack == []
 
 
+@pytest.mark.parametrize("name", ["128x128-causal", "256x256-packed"])
+def test_a_producer_that_waits_for_keys_keeps_to_registers(name: str) -> None:
+    """The loops over key tiles are as long as without."""
+    case = next(case for case in CASES if case.name == name)
+    kernel, whole = build(case, arriving=True), build(case)
+    assert kernel.count(r"LD\S*\.STRONG\.SYS") == 2  # one where tiles begin, one within them
+    assert [len(x) for x in kernel.loops()] == [len(x) for x in whole.loops()]
+    assert max(map(spills_in, kernel.loops())) <= SPILLS
+    assert kernel.stack <= STACK
+    assert kernel.shared <= SHARED
+    assert sass.report(kernel.cubin).findings == []
+
+
 @pytest.mark.parametrize("case", MARKED, ids=str)
 def test_products_are_not_serialised(case):
     """One wait for scores and one for the output in a loop; one after each HGMMA otherwise.
