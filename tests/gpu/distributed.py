@@ -37,7 +37,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import cycle, islice, product
 from pathlib import Path
 from typing import Any
@@ -159,19 +159,23 @@ def layouts_of(call: Call, kind: str, ranks: int) -> tuple[Layout, Layout]:
     return queries, keys
 
 
+def maybe_apart(case: Case) -> AbstractContextManager[None]:
+    """Let heads arrive one after the other in half of the cases, by name."""
+    return nullcontext() if crc32(case.name.encode()) % 2 else heads_apart()
+
+
 def check_case(
     rank: Rank, case: Case, dtype: str, size: int, kind: str, strategy: str, backend: str | None
 ) -> list[str]:
     """Return what is wrong with a case; the first rank alone compares.
 
-    In half of the cases heads arrive one after the other.
+    In half of the cases heads arrive one after the other (``maybe_apart``).
     """
     torch.backends.cuda.matmul.allow_tf32 = False
     call = make(case, rank.device, getattr(torch, dtype), size=size)
     layouts = layouts_of(call, kind, rank.size)
-    apart = crc32(case.name.encode()) % 2
     try:
-        with heads_apart() if apart else nullcontext():
+        with maybe_apart(case):
             own = prepared(rank, call, layouts, {"strategy": strategy, "backend": backend})()
     except ValueError as error:
         if not any(text in str(error) for text in REFUSED):
@@ -227,16 +231,17 @@ def check_repeats(
     layouts = layouts_of(call, kind, rank.size)
     more = {"strategy": strategy, "deterministic": True, "backend": backend}
     once = prepared(rank, call, layouts, more)
-    first = once()
-    draw = random.Random(0)
-    zero = torch.zeros((), dtype=torch.int64, device=rank.device)
-    counts = {name: zero.clone() for name, *_ in first.items()}
-    for _ in range(times):
-        if rank.rank == rank.size - 1:
-            _delay(rank, draw.random() * DELAY)
-        again = once()
-        for (name, a, _), (_, b, _) in zip(first.items(), again.items(), strict=True):
-            counts[name] += (a != b).any()
+    with maybe_apart(case):
+        first = once()
+        draw = random.Random(0)
+        zero = torch.zeros((), dtype=torch.int64, device=rank.device)
+        counts = {name: zero.clone() for name, *_ in first.items()}
+        for _ in range(times):
+            if rank.rank == rank.size - 1:
+                _delay(rank, draw.random() * DELAY)
+            again = once()
+            for (name, a, _), (_, b, _) in zip(first.items(), again.items(), strict=True):
+                counts[name] += (a != b).any()
     return [f"{name} differs in {int(n)} of {times}" for name, n in counts.items() if int(n)]
 
 
