@@ -9,7 +9,7 @@ import torch
 
 import rowmax
 from rowmax.masks import Mask
-from tests.test_mask import allowed
+from tests.masked import allowed
 
 flex = pytest.importorskip("torch.nn.attention.flex_attention")
 
