@@ -12,9 +12,11 @@ import torch
 
 import rowmax
 from rowmax import distributed as rd
+from rowmax.call.inputs import Arrivals
 from rowmax.distributed import Layout, collectives, pulls, shared
 from rowmax.distributed.groups import group_of
 from rowmax.distributed.strategies import keys as by_keys
+from rowmax.rules.arrivals import ALL
 from rowmax.testing import Answer
 
 from .programs import copies, heads_apart, own_answer
@@ -50,6 +52,46 @@ def answer_by_heads(rank: int, *given: Any) -> tuple[Answer, int]:
         mock.patch.object(pulls.Rows, "__init__", counted),
     ):
         return own_answer(rank, *given), used
+
+
+class _Early:
+    """A prepared call whose forward takes arrivals: all copies are counted before it."""
+
+    def __init__(self, job: Any, seen: list[int]) -> None:
+        self.job, self.seen, self.takes_arrivals = job, seen, True
+
+    def forward(self, tensors: Any, into: Any, arrivals: Arrivals | None = None) -> Any:
+        if arrivals is not None:
+            assert int(arrivals.arrived) == ALL
+            self.seen.append(int(arrivals.needed[1:].max()))
+        return self.job.forward(tensors, into)
+
+    def backward(self, *given: Any, **more: Any) -> Any:
+        return self.job.backward(*given, **more)
+
+
+def early_answer(rank: int, *given: Any) -> tuple[Answer, list[int], list[int]]:
+    """Return the answer of forwards that take arrivals, the copies of each, and those needed."""
+    seen: list[int] = []
+    groups: list[int] = []
+    pull, ready = shared.Region.pull, by_keys.prepared
+
+    def counted_pull(region: shared.Region, copies: Any, counted: int = 0) -> Any:
+        found = pull(region, copies, counted)
+        if counted and copies:
+            groups.append(len(copies) // counted)
+            region._store_count(ALL)
+        return found
+
+    with (
+        copies("shared"),
+        mock.patch.object(by_keys, "arrives", return_value=True),
+        mock.patch.object(pulls, "may_count", return_value=True),
+        mock.patch.object(shared, "store_on_stream", return_value=lambda t, n: t.fill_(n)),
+        mock.patch.object(shared.Region, "pull", counted_pull),
+        mock.patch.object(by_keys, "prepared", lambda *given: _Early(ready(*given), seen)),
+    ):
+        return own_answer(rank, *given), groups, seen
 
 
 def one_after_the_other(rank: int, size: int, calls: int) -> float:

@@ -58,6 +58,22 @@ def test_heads_that_arrive_one_after_the_other_have_the_same_bits(
                 assert torch.equal(grad, theirs.gradients[name]), name
 
 
+@pytest.mark.parametrize(("case", "size", "kind"), CASES, ids=str)
+def test_forwards_that_take_arrivals_need_the_copies_that_come(
+    case: Case, size: int, kind: str, world: Worlds
+) -> None:
+    """Their results have the bits of forwards that wait."""
+    given = (case, torch.float32, kind, size, {"backend": "torch"})
+    found = world(size).run(shared_programs.early_answer, *given)
+    theirs = world(size).run(programs.own_answer, *given)
+    for (mine, groups, seen), other in zip(found, theirs, strict=True):
+        assert torch.equal(mine.out, other.out)
+        assert torch.equal(mine.lse, other.lse)
+        assert max(seen, default=0) == sum(groups)  # one call needs the last copy
+    alone = size == 2 and 0 in programs.layouts(case, kind, size)[0].lengths
+    assert any(groups for _, groups, _ in found) or alone
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_calls_of_sizes_that_change(size: int, world: Worlds) -> None:
     assert world(size).run(shared_programs.one_after_the_other, size, 7) == [0.0] * size

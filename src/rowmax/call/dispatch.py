@@ -201,43 +201,41 @@ class Prepared:
             self._takes_arrivals = takes_arrivals(self.problem, self.options.backend)
         return self._takes_arrivals
 
-    def arriving_forward(
-        self, tensors: Tensors, arrivals: Arrivals, into: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return (out, lse) of keys and values that arrive meanwhile (``takes_arrivals``)."""
-        given, inputs = (*tensors, *arrivals), len(tensors)
-        again = self._again.get("arriving")
-        found = again(given, into) if callable(again) else None
-        if found is not None:
-            return found
-        backend: Any = choose(self.problem, "forward", self.options.backend).first
-
-        def run(given: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-            return backend.forward(
-                self.problem, Tensors(*given[:inputs]), Arrivals(*given[inputs:])
-            )
-
-        return self._run("arriving", backend, run, given)
-
     def forward(
-        self, tensors: Tensors, into: Tensor | None = None, wanted: Wanted | None = None
+        self,
+        tensors: Tensors,
+        into: Tensor | None = None,
+        wanted: Wanted | None = None,
+        arrivals: Arrivals | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return (out, lse).
 
         Args:
             into: memory for out, which may be it.
             wanted: the gradients that a backward will compute.
+            arrivals: keys and values arrive meanwhile; for ``takes_arrivals`` alone.
         """
-        again = self._again.get("forward")
-        found = again(tensors, into) if callable(again) else None
+        key: str = "forward"
+        given: tuple[Any, ...] = tensors
+        if arrivals is not None:
+            key, given = "arriving", (*tensors, *arrivals)
+        again = self._again.get(key)
+        found = again(given, into) if callable(again) else None
         if found is not None:
             return found
-        backend = choose(self.problem, "forward", self.options.backend).first
-        run = partial(backend.forward, self.problem)
+        backend: Any = choose(self.problem, "forward", self.options.backend).first
+        run, inputs = partial(backend.forward, self.problem), len(tensors)
+        if arrivals is not None:
+            return self._run(
+                key,
+                backend,
+                lambda given: run(Tensors(*given[:inputs]), Arrivals(*given[inputs:])),
+                given,
+            )
         if wanted is None or self.has_run:
-            return self._run("forward", backend, run, tensors)
+            return self._run(key, backend, run, given)
         with self._compile_ahead(tensors, wanted):
-            return self._run("forward", backend, run, tensors)
+            return self._run(key, backend, run, given)
 
     def _compile_ahead(self, tensors: Tensors, wanted: Wanted) -> AbstractContextManager[None]:
         """Return a context in which the backward's kernels begin to compile, if its backend can."""
@@ -292,7 +290,7 @@ class Prepared:
             problem = problem._replace(wide=wide, part=part)
         plan = choose(problem, "backward", self.options.backend)
         backend = plan.computes(wanted)
-        if places is not None and not _takes_places(backend, problem):
+        if places is not None and not _takes("places", backend, problem):
             return self.backward(tensors, out, lse, dout, dlse, wanted, wide, part, into)
         inputs, rows = len(Tensors._fields), 4
 
@@ -457,7 +455,7 @@ def takes_places(problem: Problem, name: str | None) -> bool:
         backend = choose(problem, "backward", name).whole
     except ValueError:
         return False
-    return backend is not None and _takes_places(backend, problem)
+    return backend is not None and _takes("places", backend, problem)
 
 
 def takes_arrivals(problem: Problem, name: str | None) -> bool:
@@ -466,12 +464,11 @@ def takes_arrivals(problem: Problem, name: str | None) -> bool:
         backend = choose(problem, "forward", name).first
     except ValueError:
         return False
-    takes = getattr(backend, "takes_arrivals", None)
-    return takes is not None and takes(problem)
+    return _takes("arrivals", backend, problem)
 
 
-def _takes_places(backend: Any, problem: Problem) -> bool:
-    takes = getattr(backend, "takes_places", None)
+def _takes(what: str, backend: Any, problem: Problem) -> bool:
+    takes = getattr(backend, f"takes_{what}", None)
     return takes is not None and takes(problem)
 
 

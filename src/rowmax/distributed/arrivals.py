@@ -75,7 +75,8 @@ _MOST = 1024
 def arrives(call: ShardedCall) -> bool:
     """Return True if kernels of the forward can wait for keys; ranks of one kind of GPU agree."""
     q, k, v = call.tensors[:3]
-    if not (q.is_cuda and shares_memory(call.group, q.device)):
+    # ``whole`` has no boolean mask
+    if call.mask_rows != "none" or not (q.is_cuda and shares_memory(call.group, q.device)):
         return False
     given = tuple(t is not None for t in call.tensors)
     key = (call.options, q.device, q.dtype, call.queries.n, call.keys.n, q.shape, given)

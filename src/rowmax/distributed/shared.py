@@ -63,6 +63,7 @@ class Region:
         self.addresses: tuple[int, ...] = ()
         self.size = 0
         self._count: Tensor | None = None
+        self._counting: torch.cuda.Stream | None = None
         self._shown: Any = None  # an event
         self._read: Pull | None = None  # the last of own copies
         self._written: list[tuple[Pull, Any]] = []  # copies to others, and what they read
@@ -134,12 +135,13 @@ class Region:
         """Begin copies (to, from), both contiguous. Memory to write is older than ``show``.
 
         Where ``counted`` is not 0, each group of so many copies is counted (``restart``), and the
-        last one as all.
+        last one as all. A kernel may wait for these, so they wait for ``show`` alone: their
+        stream is the region's own.
         """
         if self._shown is None or not copies:
             copy_each([to for to, _ in copies], [origin for _, origin in copies])
             return Pull(None, self.device)
-        stream = _copy_stream(self.device)
+        stream = self._stream_of_counts() if counted else _copy_stream(self.device)
         stream.wait_event(self._shown)
         with torch.cuda.stream(stream):
             for n, (to, origin) in enumerate(copies, 1):
@@ -148,6 +150,11 @@ class Region:
                     self._store_count(ALL if n == len(copies) else n // counted)
             self._read = Pull(stream.record_event(), self.device)
         return self._read
+
+    def _stream_of_counts(self) -> torch.cuda.Stream:
+        if self._counting is None:
+            self._counting = torch.cuda.Stream(self.device)
+        return self._counting
 
     def _store_count(self, number: int) -> None:
         store = store_on_stream()

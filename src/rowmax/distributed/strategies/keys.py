@@ -47,7 +47,7 @@ def forward(call: ShardedCall) -> tuple[Tensor, Tensor]:
             job, into = prepared(tensors, options), found.place(heads, part)
             arrivals = arriving.arrivals(n)
             if arrivals is not None and job.takes_arrivals:
-                results = job.arriving_forward(tensors, arrivals, into)
+                results = job.forward(tensors, into, arrivals=arrivals)
             else:
                 _wait(arriving, part)
                 results = job.forward(tensors, into)

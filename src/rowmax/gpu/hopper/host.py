@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 
 from ...call.inputs import Arrivals
 from ...call.problem import Problem, Tensors
+from ...rules.arrivals import MOST_KEYS
 from ...rules.softmax import LOG2E
 from .. import compat, threads
 from ..compiled import Launch, runs
@@ -142,6 +143,8 @@ def launch(
             pass
     t = pointers(plan, problem, tensors, out, lse)
     if arrivals is not None:
+        if plan.constants.config.BLOCK_K > MOST_KEYS:  # a tile would be read too early
+            raise ValueError(f"arrivals: tiles have more than {MOST_KEYS} keys")
         t = t._replace(arrived=arrivals.arrived, needed=arrivals.needed)
     copied = bases(q, k, v, bias, out)
     if new:
