@@ -15,6 +15,8 @@ Kinds:
     meshes     two dimensions: one of them as long as the group has the bits of a strategy; on 4
                ranks, and more, both have the definition's results
     graphs     replays of a CUDA graph, between other calls, are right (GPUs)
+    streams    calls of two groups of the same ranks, each on its stream, are equal to the bit while
+               one rank is delayed at random (GPUs)
     multicast  no pointer of it exists (GPUs)
     waits      warm calls copy nothing to the host (GPUs)
     memory     peaks are within their bounds (GPUs)
@@ -326,6 +328,37 @@ def check_graph(rank: Rank, case: Case, strategy: str, backend: str | None) -> l
     return found
 
 
+def check_streams(
+    rank: Rank, case: Case, strategy: str, times: int, backend: str | None
+) -> list[str]:
+    """Return the results that differ where two groups call at the same time, on two streams."""
+    if "twins" not in rank.kept:
+        rank.kept["twins"] = [dist.new_group(list(range(rank.size))) for _ in range(2)]
+    call = make(case, rank.device, torch.bfloat16, size=SIZE)
+    layouts = layouts_of(call, "zigzag", rank.size)
+    more = {"strategy": strategy, "deterministic": True, "backend": backend}
+    calls = [prepared(rank, call, layouts, {**more, "mesh": mesh}) for mesh in rank.kept["twins"]]
+    streams = [torch.cuda.Stream(rank.device) for _ in calls]
+    torch.cuda.synchronize()
+    with heads_apart():
+        first = calls[0]()
+        torch.cuda.synchronize()
+        draw = random.Random(0)
+        zero = torch.zeros((), dtype=torch.int64, device=rank.device)
+        counts = [{name: zero.clone() for name, *_ in first.items()} for _ in streams]
+        torch.cuda.synchronize()
+        for n in range(times):
+            if rank.rank == n % rank.size:
+                _delay(rank, draw.random() * DELAY)
+            for one, stream, count in zip(calls, streams, counts, strict=True):
+                with torch.cuda.stream(stream):
+                    for (name, a, _), (_, b, _) in zip(first.items(), one().items(), strict=True):
+                        count[name] += (a != b).any()
+        torch.cuda.synchronize()
+    differ = {name: sum(int(count[name]) for count in counts) for name in counts[0]}
+    return [f"{name} differs in {n} of {2 * times}" for name, n in differ.items() if n]
+
+
 def check_multicast(rank: Rank, strategy: str, backend: str | None) -> list[str]:
     """Return the multicast pointers of workspaces that a call has made."""
     found = [f"{key} is not {x}" for key, x in ENVIRONMENT.items() if os.environ.get(key) != x]
@@ -462,6 +495,15 @@ def graphs(given: argparse.Namespace) -> Iterator[Check]:
         yield Check("", f"graph: {case.name}", "bfloat16", f"zigzag {strategy}", check_graph, args)
 
 
+def streams(given: argparse.Namespace) -> Iterator[Check]:
+    """Yield calls of two groups at the same time."""
+    for case, strategy in product(CALLS, STRATEGIES):
+        name = f"streams: {case.name}"
+        args = (case, strategy, given.repeats // 10)
+        found = Check("", name, "bfloat16", f"zigzag {strategy}", check_streams, args)
+        yield found._replace(limit=COMPILE + given.repeats * 0.02)
+
+
 def multicast(given: argparse.Namespace) -> Iterator[Check]:
     """Yield checks that no multicast pointer exists."""
     for strategy in STRATEGIES:
@@ -487,6 +529,7 @@ KINDS = {
     "stages": stages,
     "meshes": meshes,
     "graphs": graphs,
+    "streams": streams,
     "memory": memory,
     "waits": waits,
     "multicast": multicast,
