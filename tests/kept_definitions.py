@@ -9,9 +9,10 @@ import torch
 
 from rowmax.cli import checks
 from rowmax.cli.features import Feature
+from rowmax.testing import Expected
 
-_JUDGES: dict[tuple[Feature, torch.device, int], checks.Judge] = {}
-_check_feature, _judge = checks.check_feature, checks.Judge
+_EXPECTED: dict[tuple[Feature, torch.device, int], Expected] = {}
+_check_feature, _expected = checks.check_feature, checks.expected
 
 
 def check_feature(
@@ -23,10 +24,10 @@ def check_feature(
     """
     key = feature, device, seed
 
-    def kept(*call: Any) -> checks.Judge:
-        if key not in _JUDGES:
-            _JUDGES[key] = _judge(*call)
-        return _JUDGES[key]
+    def kept(*call: Any) -> Expected:
+        if key not in _EXPECTED:
+            _EXPECTED[key] = _expected(*call)
+        return _EXPECTED[key]
 
-    with mock.patch.object(checks, "Judge", kept):
+    with mock.patch.object(checks, "expected", kept):
         return _check_feature(feature, device, names, seed)

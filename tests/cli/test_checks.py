@@ -11,10 +11,10 @@ pytest.importorskip("rich")
 
 from rich.console import Console
 
-import rowmax
 from rowmax.cli import checks
 from rowmax.cli.check_table import check_table
-from rowmax.cli.features import FEATURES, Feature, Maker
+from rowmax.cli.features import FEATURES, Feature
+from rowmax.testing import Case, make
 from rowmax.tiled import backward as tiled_backward
 
 CPU = torch.device("cpu")
@@ -36,8 +36,7 @@ def test_the_backends_that_run_here_are_found():
 
 def test_the_features_cover_the_arguments():
     """Each argument of attention that changes the result is in some feature."""
-    maker = Maker(CPU, torch.float32, 0)
-    used = {name for feature in FEATURES for name in feature.make(maker).options}
+    used = {name for feature in FEATURES for name in make(feature.case).keywords}
     assert used >= {"causal", "mask", "bias", "alibi", "softcap", "sink", "dropout_p", "seed"}
 
 
@@ -111,7 +110,7 @@ def test_the_table_shows_what_is_wrong():
 
 
 def test_a_feature_of_the_users_own_can_be_checked():
-    own = Feature("wide window", lambda m: m.call(mask=rowmax.Window(150, 150)))
+    own = Feature(Case("wide window", nq=200, left=150, right=150))
     found = checks.run_checks(CPU, ("torch",), features=(own,))
     assert found.count == (1, 1)
 

@@ -6,15 +6,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..bench.cells import Cell
 from ..bench.providers import arguments
 from ..bench.run import Run
 from ..bench.worker import Task, Worker
-from .checks import Judge, Values
-from .features import Call
+from ..testing import Call, Case, expected
+from .checks import Values, judge
 
 #: scores that the definition may hold, about a dozen times in float64
 MOST = {"cuda": 2**27, "cpu": 2**23}
@@ -34,13 +33,12 @@ def error_rows(cell: Cell, run: Run) -> Iterator[dict[str, Any]]:
     worker = Worker(run.pace)
     x = worker.inputs_for(small)
     options = {key: y for key, y in arguments(small, x).items() if y is not None}
-    lse = torch.zeros(1, small.hq, small.n, device=device)
-    judge = Judge(Call(x.q, x.k, x.v, options), x.dout, lse)
+    want = expected(Call(Case(cell.name), (x.q, x.k, x.v), options), x.dout, None)
     for name in run.providers:
         if name == "none" or (cell.dropout and not name.startswith("rowmax")):
             continue  # a peer draws weights of its own
         try:
-            result = judge(_values(worker, small, name))
+            result = judge(_values(worker, small, name), want)
         except Exception as error:
             run.say(f"{cell.name} error: {name}: {type(error).__name__}: {str(error)[:200]}")
             continue

@@ -12,16 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-import rowmax
-
-from ..attention import arguments
 from ..call import dispatch
-from ..call.inputs import Tensors
-from ..call.normalize import normalized
-from ..call.problem import Problem, problem_of
-from ..reference import dense, tolerance
-from ..testing.cases import field_of
-from .features import FEATURES, Call, Feature, Maker
+from ..reference import tolerance
+from ..reference.tolerance import GRADIENT, OUTPUT
+from ..testing import Expected, answer, complaint, cotangents, expected, field_of
+from .features import FEATURES, Feature
 
 Values = dict[str, Tensor]  # out, lse, dq, dk, dv, and dbias and dsink where the call has them
 
@@ -92,8 +87,7 @@ def usual_dtype(device: torch.device) -> torch.dtype:
 
 def find_backends(device: torch.device) -> tuple[tuple[str, ...], dict[str, str]]:
     """Return the backends that run on a device, and the reason of each other one."""
-    call = FEATURES[0].make(Maker(device, usual_dtype(device), 0))
-    problem, _ = _build_problem(call, call.leaves())
+    problem, _ = FEATURES[0].make(device, usual_dtype(device), 0).problem()
     candidates = [name for name in dispatch.NAMES if name != "reference"]
     reasons = {name: dispatch.refusal(name, problem, "forward") for name in candidates}
     absent = {name: reason for name, reason in reasons.items() if reason is not None}
@@ -137,115 +131,50 @@ def check_feature(
     feature: Feature, device: torch.device, names: tuple[str, ...], seed: int
 ) -> dict[str, Result]:
     """Return the result of one feature on each of the backends."""
-    maker = Maker(device, feature.dtype or usual_dtype(device), seed)
-    call = feature.make(maker)
-    dout = maker.normal(*call.q.shape[:-1], call.v.shape[-1])
-    dlse = maker.normal(*call.q.shape[:-3], call.q.shape[-2], call.q.shape[-3], wide=True)
-    judge, leaves = Judge(call, dout, dlse), call.leaves()
-    problem = judge.problem
+    call = feature.make(device, usual_dtype(device), seed)
+    dout, dlse = cotangents(call, seed + 1)
+    want, (problem, _) = expected(call, dout, dlse), call.problem()
     results = {}
     for name in names:
         forward, backward = (dispatch.refusal(name, problem, c) for c in ("forward", "backward"))
         if forward is not None:
             results[name] = Result(refusal=forward)
             continue
+        grads = () if backward is not None else tuple(call.leaves)
         lacking = {} if backward is not None else dispatch.lacks(name, problem, "backward")
         if lacking:
             backward = "; ".join(f"no {result}: {reason}" for result, reason in lacking.items())
+            grads = tuple(leaf for leaf in grads if f"d{field_of(leaf)}" not in lacking)
         try:
-            without = set(leaves) if backward and not lacking else set()
-            without |= {name for name in leaves if f"d{field_of(name)}" in lacking}
-            values = _computed(call, dout, dlse, name, without)
+            some = replace(call, case=replace(call.case, grads=grads))
+            got = answer(some, dout, dlse, backend=name)
         except Exception as error:  # the table shows any error, and the other checks go on
             wrong = (f"{type(error).__name__}: {error}",)
             results[name] = Result(math.nan, math.nan, wrong)
         else:
-            results[name] = replace(judge(values), refusal=backward)
+            values = {of: x for of, x, _ in got.items()}
+            results[name] = replace(judge(values, want), refusal=backward)
     return results
 
 
-class Judge:
-    """The definition of a call, and the rule that its values must meet."""
-
-    def __init__(self, call: Call, dout: Tensor, dlse: Tensor) -> None:
-        self.dtype = call.q.dtype
-        half = torch.float32 if self.dtype == torch.float64 else self.dtype
-        self.ref = _definition(call, dout, dlse, torch.float64)
-        self.std = _definition(call, dout, dlse, half)
-        self.problem, tensors = _build_problem(call, call.leaves())
-        known = (self.ref["out"], self.ref["lse"], dout, dlse)
-        known = tuple(t[None] for t in known) if self.problem.varlen else known
-        self.noise = tolerance.noise(self.problem, tensors, *known)
-
-    def __call__(self, values: Values) -> Result:
-        """Return the errors of the values, and a sentence for each that breaks the rule."""
-        return _judge(values, self.ref, self.std, self.noise, self.dtype)
-
-
-def _judge(
-    values: Values, ref: Values, std: Values, noise: dict[str, tolerance.Noise], dtype: torch.dtype
-) -> Result:
+def judge(values: Values, want: Expected) -> Result:
     """Return the errors of the values, and a sentence for each that breaks the rule."""
-    errors: dict[str, list[float]] = {"forward": [], "gradients": []}
-    shares: dict[str, list[float]] = {"forward": [], "gradients": []}
+    refs, stds = ({name: x for name, x, _ in known.items()} for known in (want.ref, want.std))
+    errors: dict[float, list[float]] = {OUTPUT: [], GRADIENT: []}
+    shares: dict[float, list[float]] = {OUTPUT: [], GRADIENT: []}
     wrong = []
     for name, x in values.items():
-        kind = "forward" if name in ("out", "lse") else "gradients"
-        factor = tolerance.OUTPUT if kind == "forward" else tolerance.GRADIENT
-        rule = (x, ref[name], std[name], dtype, factor, noise[name])
-        text = tolerance.complaint(*rule)
-        if text is not None:
-            wrong.append(f"{name}: {text}")
-        errors[kind].append(tolerance.relative_error(x, ref[name]))
-        shares[kind].append(tolerance.share(*rule))
-    forward, gradients = (_worst(x) for x in errors.values())
-    parts = _worst(shares["forward"]), _worst(shares["gradients"])
-    return Result(forward, gradients, tuple(wrong), shares=parts)
+        factor = OUTPUT if name in ("out", "lse") else GRADIENT
+        rule = (x, refs[name], stds[name], want.dtype, factor, want.noise[name])
+        wrong.append(complaint(name, *rule))
+        errors[factor].append(tolerance.relative_error(x, refs[name]))
+        shares[factor].append(tolerance.share(*rule))
+    forward, gradients = map(_worst, errors.values())
+    parts = _worst(shares[OUTPUT]), _worst(shares[GRADIENT])
+    return Result(forward, gradients, tuple(filter(None, wrong)), shares=parts)
 
 
 def _worst(errors: list[float]) -> float | None:
     if not errors:
         return None
     return math.nan if any(map(math.isnan, errors)) else max(errors)
-
-
-# --- the definition and the backends -----------------------------------------------------------
-
-
-def _build_problem(call: Call, leaves: Values) -> tuple[Problem, Tensors]:
-    """Return the problem and the tensors that a backend takes for a call over these leaves."""
-    given = arguments(cu_seqlens=call.offsets, **{**call.options, **leaves})
-    tensors, found, _ = normalized(given)
-    return problem_of(tensors, found), tensors
-
-
-def _definition(call: Call, dout: Tensor, dlse: Tensor, dtype: torch.dtype) -> Values:
-    """Return the values of the dense definition, every step of it in ``dtype``."""
-    leaves = call.leaves(dtype)
-    problem, tensors = _build_problem(call, leaves)
-    out, lse = dense.attention(problem, tensors, dtype)
-    if call.offsets is not None:
-        out, lse = out[0], lse[0]
-    return _with_gradients(out, lse, leaves, dout, dlse)
-
-
-def _computed(call: Call, dout: Tensor, dlse: Tensor, name: str, without: set[str]) -> Values:
-    """Return the values of one backend, without the gradients of the inputs in ``without``."""
-    leaves = {n: t.detach() if n in without else t for n, t in call.leaves().items()}
-    options = {**call.options, **leaves, "return_lse": True, "backend": name}
-    if call.offsets is None:
-        out, lse = rowmax.attention(**options)
-    else:
-        first, second = call.offsets
-        out, lse = rowmax.attention_varlen(cu_seqlens_q=first, cu_seqlens_k=second, **options)
-    leaves = {n: t for n, t in leaves.items() if t.requires_grad}
-    if not leaves:
-        return {"out": out, "lse": lse}
-    return _with_gradients(out, lse, leaves, dout, dlse)
-
-
-def _with_gradients(out: Tensor, lse: Tensor, leaves: Values, dout: Tensor, dlse: Tensor) -> Values:
-    cotangents = [dout.to(out.dtype), dlse.to(lse.dtype)]
-    gradients = torch.autograd.grad([out, lse], list(leaves.values()), cotangents)
-    named = zip(leaves, gradients, strict=True)
-    return {"out": out.detach(), "lse": lse.detach()} | {f"d{n}": g for n, g in named}
