@@ -25,10 +25,9 @@ from ..torch_compat import (
     is_traced,
     is_traced_by_make_fx,
     plain_addresses,
-    single_level_autograd,
 )
 from . import flop_counter, library, second_order
-from .functions import Along, Function, redispatch, register, unpacked
+from .functions import Along, Function, recorded, redispatch, register, unpacked
 
 
 def attend(tensors: Tensors, options: Options, prepared: Prepared | None) -> tuple[Tensor, Tensor]:
@@ -156,9 +155,8 @@ class _Attention(Function):
             prepared = prepared or prepared_of(tensors, Options(*ctx.options))
             gradients = prepared.backward(tensors, out, lse, dout, dlse, wanted)
         else:
-            given = (dout, dlse, out, lse, list(wanted), *tensors, *ctx.options)
-            gradients = torch.ops.rowmax.backward(*given)
-            gradients = [g if want else None for g, want in zip(gradients, wanted, strict=True)]
+            given = (*tensors, *ctx.options)
+            gradients = second_order.backward(dout, dlse, (out, lse), wanted, given)
         found = [None, *gradients][: 1 + ctx.n_inputs]
         return (*found, *(None,) * (1 + ctx.n_inputs - len(found)))
 
@@ -169,7 +167,7 @@ def _wanted(ctx: Any) -> Wanted:
     return Wanted(*needed, *(False,) * (library.N_DIFFERENTIABLE - len(needed)))
 
 
-_N_ROWS = 5  # arguments of the backward operator before the tensors
+_N_ROWS = library.LAYOUTS["backward"].before
 
 
 class _AttentionBackward(Function):
@@ -214,23 +212,14 @@ def _forward(operator: Any, below: DispatchKeySet, *inputs: Any) -> Any:
     if dual is not None:
         primals, tangents = dual
         way = second_order.along_forward(primals, tangents[: library.N_TANGENTS])
-    return _recorded(_Attention, operator, way, inputs)
+    return recorded(_Attention, operator, way, inputs)
 
 
 def _backward(operator: Any, below: DispatchKeySet, *inputs: Any) -> Any:
     """Return the gradients, and record their derivatives at this level of differentiation."""
     dual = unpacked(inputs)
     way = below if dual is None else second_order.along_backward(*dual)
-    return _recorded(_AttentionBackward, operator, way, inputs)
-
-
-def _recorded(
-    function: type[Function], operator: Any, way: DispatchKeySet | Along, inputs: tuple[Any, ...]
-) -> Any:
-    if not isinstance(way, Along) and not any_requires_grad(inputs):
-        return operator.redispatch(way, *inputs)
-    with single_level_autograd():
-        return function.apply(way, *inputs)  # pyright: ignore
+    return recorded(_AttentionBackward, operator, way, inputs)
 
 
 register("forward", _forward)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..call import flops
 from ..call.problem import Problem, problem_of
 from ..torch_compat import active_dispatch_modes, is_fake
-from .library import N_TANGENTS, second_arguments, split
+from .library import LAYOUTS, split
 
 
 def register() -> None:
@@ -31,30 +31,12 @@ def register() -> None:
                 registry.setdefault(getattr(torch.ops.rowmax, name), formula)
 
 
-def _forward_flops(*inputs: Any, out_val: Any = None) -> int:
-    return flops.forward_flops(*_measured(inputs))
+def _formula(name: str, before: int) -> Callable[..., int]:
+    count: Callable[..., int] = getattr(flops, f"{name}_flops")
+    return lambda *inputs, out_val=None: count(*_measured(inputs[before:]))
 
 
-def _backward_flops(
-    dout: Tensor, dlse: Any, out: Any, lse: Any, wanted: Any, *inputs: Any, out_val: Any = None
-) -> int:
-    return flops.backward_flops(*_measured(inputs))
-
-
-def _tangent_flops(*inputs: Any, out_val: Any = None) -> int:
-    return flops.tangent_flops(*_measured(inputs[N_TANGENTS:]))
-
-
-def _tangent_backward_flops(*inputs: Any, out_val: Any = None) -> int:
-    return flops.tangent_backward_flops(*_measured(second_arguments(*inputs).inputs))
-
-
-_FORMULAS = {
-    "forward": _forward_flops,
-    "backward": _backward_flops,
-    "tangent": _tangent_flops,
-    "tangent_backward": _tangent_backward_flops,
-}
+_FORMULAS = {name: _formula(name, layout.before) for name, layout in LAYOUTS.items()}
 
 
 def _measured(inputs: tuple[Any, ...]) -> tuple[Problem, flops.Lengths | None]:

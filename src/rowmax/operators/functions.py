@@ -15,6 +15,7 @@ from torch import Tensor
 from ..torch_compat import (
     DispatchKeySet,
     SingleLevelFunction,
+    any_requires_grad,
     below_autograd,
     forward_mode_enabled,
     is_transformed,
@@ -76,11 +77,11 @@ class Function(SingleLevelFunction):
 
 
 class ThirdOrder(Function):
-    """An operator whose derivatives are not there."""
+    """The operator ``tangent_backward``, whose derivatives are not there."""
 
     @staticmethod
-    def forward(ctx: Any, operator: Any, below: DispatchKeySet, *inputs: Any) -> Any:
-        return redispatch(operator, below, inputs)
+    def forward(ctx: Any, below: DispatchKeySet, *inputs: Any) -> Any:
+        return redispatch(torch.ops.rowmax.tangent_backward.default, below, inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
@@ -100,6 +101,19 @@ def redispatch(operator: Any, below: DispatchKeySet, inputs: tuple[Any, ...]) ->
         return operator.redispatch(below, *inputs)
     with torch.enable_grad(), forward_mode_enabled(True):
         return operator.redispatch(below, *inputs)
+
+
+def recorded(
+    function: type[Function], operator: Any, way: DispatchKeySet | Along, inputs: tuple[Any, ...]
+) -> Any:
+    """Return the results of an operator, and record their derivative at this level if one needs it.
+
+    ``way`` holds the dispatch keys below autograd, or the results with their tangents.
+    """
+    if not isinstance(way, Along) and not any_requires_grad(inputs):
+        return operator.redispatch(way, *inputs)
+    with single_level_autograd():
+        return function.apply(way, *inputs)  # pyright: ignore
 
 
 class _Tangents(SingleLevelFunction):
@@ -132,6 +146,17 @@ def unpacked(inputs: Sequence[Any]) -> tuple[list[Any], list[Tensor | None]] | N
         return None
     pairs = zip(inputs, found, strict=True)
     return [x if t is None else primal_of(x) for x, t in pairs], tangents
+
+
+def without_tangents(function: type[Function], refusal: str) -> Callable[..., Any]:
+    """Return the autograd kernel of an operator that refuses inputs with tangents."""
+
+    def kernel(operator: Any, below: DispatchKeySet, *inputs: Any) -> Any:
+        if unpacked(inputs) is not None:
+            raise NotImplementedError(refusal)
+        return recorded(function, operator, below, inputs)
+
+    return kernel
 
 
 def register(name: str, kernel: Callable[..., Any]) -> None:

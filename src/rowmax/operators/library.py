@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,12 +26,31 @@ from ..call.inputs import (
     schema,
 )
 from ..call.problem import Problem, problem_of
-from . import vmap as vmap_rules
+from .vmap import rule
 
 _SCHEMA = schema()
 N_TENSORS = len(Tensors._fields)
 N_DIFFERENTIABLE = len(DIFFERENTIABLE)  # the first inputs
-N_TANGENTS = N_DIFFERENTIABLE  # the first arguments of the operators of tangents
+N_TANGENTS = N_DIFFERENTIABLE
+
+
+class Layout(NamedTuple):
+    """The number of an operator's arguments before the tensors and options."""
+
+    tangents: int  # of the inputs
+    rows: int  # results of a call and their gradients; behind them, ``wanted``
+
+    @property
+    def before(self) -> int:
+        return self.tangents + self.rows + (self.rows > 0)
+
+
+LAYOUTS = {
+    "forward": Layout(0, 0),
+    "backward": Layout(0, 4),
+    "tangent": Layout(N_TANGENTS, 0),
+    "tangent_backward": Layout(N_TANGENTS, 8),
+}
 
 LIBRARY = torch.library.Library("rowmax", "DEF")
 LIBRARY.define(f"forward({_SCHEMA}) -> (Tensor out, Tensor lse)")
@@ -89,13 +109,14 @@ class SecondArguments(NamedTuple):
 
 def second_arguments(*given: Any) -> SecondArguments:
     """Return the arguments of ``tangent_backward`` by name."""
-    *rows, wanted = given[N_TANGENTS : N_TANGENTS + 9]
+    before = LAYOUTS["tangent_backward"].before
+    *rows, wanted = given[N_TANGENTS:before]
     return SecondArguments(
         Tangents(*given[:N_TANGENTS]),
         tuple(rows[:4]),
         Cotangents(*rows[4:]),
         WantedSecond(Wanted(*wanted[:N_DIFFERENTIABLE]), Wanted(*wanted[N_DIFFERENTIABLE:])),
-        given[N_TANGENTS + 9 :],
+        given[before:],
     )
 
 
@@ -108,51 +129,42 @@ def _tangent_backward_kernel(*given: Any) -> tuple[Tensor, ...]:
     return tuple(out.new_empty(0) if g is None else g for half in found for g in half)
 
 
-for _name, _kernel in {
-    "forward": _forward_kernel,
-    "backward": _backward_kernel,
-    "tangent": _tangent_kernel,
-    "tangent_backward": _tangent_backward_kernel,
-}.items():
-    LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("rowmax::forward")
-def _(*inputs: Any) -> tuple[Tensor, Tensor]:
+def _forward_fake(*inputs: Any) -> tuple[Tensor, Tensor]:
     tensors, options = split(inputs)
     problem: Problem = problem_of(tensors, options)
     out = tensors.q.new_empty(problem.out_shape)
     return out, tensors.q.new_empty(problem.lse_shape, dtype=problem.accumulator)
 
 
-@torch.library.register_fake("rowmax::backward")
-def _(
+def _backward_fake(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, wanted: list[bool], *inputs: Any
 ) -> tuple[Tensor, ...]:
-    return tuple(
-        x.new_empty(x.shape) if want else dout.new_empty(0)
-        for want, x in zip(wanted, inputs, strict=False)
-    )
+    return _gradients_fake(out, wanted, inputs)
 
 
-@torch.library.register_fake("rowmax::tangent")
-def _(*inputs: Any) -> tuple[Tensor, ...]:
-    tensors, options = split(inputs[N_TANGENTS:])
-    problem = problem_of(tensors, options)
-    q, wide = tensors.q, problem.accumulator
-    out, lse = q.new_empty(problem.out_shape), q.new_empty(problem.lse_shape, dtype=wide)
+def _tangent_fake(*inputs: Any) -> tuple[Tensor, ...]:
+    out, lse = _forward_fake(*inputs[N_TANGENTS:])
     return out, lse, torch.empty_like(out), torch.empty_like(lse)
 
 
-@torch.library.register_fake("rowmax::tangent_backward")
-def _(*given: Any) -> tuple[Tensor, ...]:
+def _tangent_backward_fake(*given: Any) -> tuple[Tensor, ...]:
     a = second_arguments(*given)
-    return tuple(
-        x.new_empty(x.shape) if want else a.results[0].new_empty(0)
-        for part in a.wanted
-        for want, x in zip(part, a.inputs, strict=False)
-    )
+    return tuple(g for part in a.wanted for g in _gradients_fake(a.results[0], part, a.inputs))
 
 
-for _name in ("forward", "backward", "tangent", "tangent_backward"):
-    torch.library.register_vmap(f"rowmax::{_name}", getattr(vmap_rules, _name), lib=LIBRARY)
+def _gradients_fake(
+    out: Tensor, wanted: Iterable[bool], inputs: tuple[Any, ...]
+) -> tuple[Tensor, ...]:
+    pairs = zip(wanted, inputs, strict=False)
+    return tuple(x.new_empty(x.shape) if want else out.new_empty(0) for want, x in pairs)
+
+
+for _name, _kernel, _fake in (
+    ("forward", _forward_kernel, _forward_fake),
+    ("backward", _backward_kernel, _backward_fake),
+    ("tangent", _tangent_kernel, _tangent_fake),
+    ("tangent_backward", _tangent_backward_kernel, _tangent_backward_fake),
+):
+    LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"rowmax::{_name}", _fake)
+    torch.library.register_vmap(f"rowmax::{_name}", rule(_name, *LAYOUTS[_name]), lib=LIBRARY)

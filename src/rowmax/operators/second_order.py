@@ -15,12 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..torch_compat import (
-    DispatchKeySet,
-    any_requires_grad,
-    single_level_autograd,
+from ..torch_compat import DispatchKeySet
+from .functions import (
+    NO_THIRD,
+    Along,
+    Function,
+    ThirdOrder,
+    redispatch,
+    register,
+    without_tangents,
 )
-from .functions import NO_THIRD, Along, Function, ThirdOrder, redispatch, register, unpacked
 from .library import N_TANGENTS, N_TENSORS
 
 NONE = (None,) * N_TANGENTS
@@ -32,8 +36,8 @@ class _Tangent(Function):
     """The operator ``tangent``; its inputs are the tangents, the tensors and the options."""
 
     @staticmethod
-    def forward(ctx: Any, operator: Any, below: DispatchKeySet, *inputs: Any) -> tuple[Tensor, ...]:
-        results = redispatch(operator, below, inputs)
+    def forward(ctx: Any, below: DispatchKeySet, *inputs: Any) -> tuple[Tensor, ...]:
+        results = redispatch(torch.ops.rowmax.tangent.default, below, inputs)
         ctx.set_materialize_grads(False)
         ctx.options = inputs[N_TANGENTS + N_TENSORS :]
         ctx.save_for_backward(*inputs[: N_TANGENTS + N_TENSORS], *results)
@@ -45,42 +49,22 @@ class _Tangent(Function):
         tangents = given[:N_TANGENTS]
         inputs = (*given[N_TANGENTS : N_TANGENTS + N_TENSORS], *ctx.options)
         results = given[N_TANGENTS + N_TENSORS :]
-        needed = ctx.needs_input_grad[2:]
+        needed = ctx.needs_input_grad[1:]
         first, second = needed[N_TANGENTS : 2 * N_TANGENTS], needed[:N_TANGENTS]
         dout, dlse, dtout, dtlse = grads
         if dtout is None and dtlse is None:
             found = NONE
             if any(first) and not (dout is None and dlse is None):
-                found = _backward(dout, dlse, results[:2], first, inputs)
+                found = backward(dout, dlse, results[:2], first, inputs)
             found = (*NONE, *found)
         else:
             both = tangent_backward(tangents, results, grads, (*first, *second), inputs)
             found = (*both[N_TANGENTS:], *both[:N_TANGENTS])
-        return (None, None, *found, *(None,) * (len(needed) - len(found)))
+        return (None, *found, *(None,) * (len(needed) - len(found)))
 
 
-def _tangent(operator: Any, below: DispatchKeySet, *inputs: Any) -> Any:
-    """Return the results of ``tangent``, and record its derivative at this level."""
-    if unpacked(inputs) is not None:
-        raise NotImplementedError(NO_THIRD)
-    if not any_requires_grad(inputs):
-        return operator.redispatch(below, *inputs)
-    with single_level_autograd():
-        return _Tangent.apply(operator, below, *inputs)  # pyright: ignore
-
-
-def _tangent_backward(operator: Any, below: DispatchKeySet, *inputs: Any) -> Any:
-    """Return the results of ``tangent_backward``; its derivatives raise."""
-    if unpacked(inputs) is not None:
-        raise NotImplementedError(NO_THIRD)
-    if not any_requires_grad(inputs):
-        return operator.redispatch(below, *inputs)
-    with single_level_autograd():
-        return ThirdOrder.apply(operator, below, *inputs)  # pyright: ignore
-
-
-register("tangent", _tangent)
-register("tangent_backward", _tangent_backward)
+register("tangent", without_tangents(_Tangent, NO_THIRD))
+register("tangent_backward", without_tangents(ThirdOrder, NO_THIRD))
 
 
 # --- calls of the operators ----------------------------------------------------------------------
@@ -99,7 +83,7 @@ def tangent_backward(
     return [g if want else None for g, want in zip(found, wanted, strict=True)]
 
 
-def _backward(
+def backward(
     dout: Tensor | None,
     dlse: Tensor | None,
     results: Sequence[Tensor],
@@ -127,7 +111,7 @@ def along_backward(primals: Sequence[Any], tangents: Gradients) -> Along:
         found = torch.ops.rowmax.backward(*primals)
         moved: Gradients = NONE
         if e is not None or a is not None:
-            moved = _backward(e, a, (out, lse), wanted, inputs)
+            moved = backward(e, a, (out, lse), wanted, inputs)
         return Along(found, moved)
     if tout is None or tlse is None:  # else those of the forward, at this level
         _, _, tout, tlse = torch.ops.rowmax.tangent(*along, *inputs)
@@ -154,10 +138,7 @@ def of_backward(
     _, _, tout, tlse = torch.ops.rowmax.tangent(*grads, *inputs)
     found: list[Tensor | None] = list(NONE)
     if any(needed):
-        rows, cots, wanted = (
-            (*results, tout, tlse),
-            (None, None, *cotangents),
-            (*needed, *_NOT_WANTED),
-        )
-        found = tangent_backward(grads, rows, cots, wanted, inputs)[:N_TANGENTS]
+        rows, cots = (*results, tout, tlse), (None, None, *cotangents)
+        both = tangent_backward(grads, rows, cots, (*needed, *_NOT_WANTED), inputs)
+        found = both[:N_TANGENTS]
     return tout, None if cotangents[1] is None else tlse, found

@@ -31,62 +31,34 @@ _PER_SEQUENCE = tuple(n for n, x in INPUTS.items() if x.axes[:1] == "b" and "h?"
 _TERMS = tuple(n for n, x in INPUTS.items() if "h?" in x.axes)
 
 
-def forward(info: Any, in_dims: Sequence[Any], *inputs: Any) -> tuple[Any, Any]:
-    """Return (results, their vmapped dimensions) of ``rowmax::forward``."""
-    slices = Tensors(*_leading(inputs[:_N], in_dims[:_N]))
-    folded = _folded(info.batch_size, slices, _names(in_dims[:_N]), None)
-    if folded is None:
-        return _one_by_one(info.batch_size, torch.ops.rowmax.forward, in_dims, inputs)
-    results = torch.ops.rowmax.forward(*folded, *inputs[_N:])
-    batch = slices.q.shape[0 if in_dims[0] is None else 1]
-    return tuple(r.unflatten(0, (info.batch_size, batch)) for r in results), (0, 0)
+def rule(name: str, tangents: int, rows: int) -> Callable[..., tuple[Any, Any]]:
+    """Return the rule of an operator (``library.Layout``).
 
-
-def backward(info: Any, in_dims: Sequence[Any], *inputs: Any) -> tuple[Any, Any]:
-    """Return the same for ``rowmax::backward``.
-
-    Its first arguments are dout, dlse, out, lse and wanted.
+    It returns (results, their vmapped dimensions).
     """
-    size, wanted, dims = info.batch_size, Wanted(*inputs[4]), in_dims[5 : 5 + _N]
-    slices = Tensors(*_leading(inputs[5 : 5 + _N], dims))
-    folded = _folded(size, slices, _names(dims), wanted)
-    if folded is None:
-        return _one_by_one(size, torch.ops.rowmax.backward, in_dims, inputs)
-    rows = _rows(size, inputs[:4], in_dims[:4])
-    results = torch.ops.rowmax.backward(*rows, inputs[4], *folded, *inputs[5 + _N :])
-    return _apart(size, results, wanted, slices, dims)
+    before = slice(tangents, tangents + rows)
+    at = before.stop + (rows > 0)
 
+    def fold(info: Any, in_dims: Sequence[Any], *inputs: Any) -> tuple[Any, Any]:
+        size, operator = info.batch_size, getattr(torch.ops.rowmax, name)
+        dims = in_dims[:tangents], in_dims[at : at + _N]
+        slices = Tensors(*_leading(inputs[at : at + _N], dims[1]))
+        along = Tangents(*_leading(inputs[:tangents], dims[0]))
+        wanted = inputs[at - 1] if rows else None
+        folded = _folded_pair(size, slices, along, dims, wanted)
+        if folded is None:
+            return _one_by_one(size, operator, in_dims, inputs)
+        given = _rows(size, inputs[before], in_dims[before])
+        flag = () if wanted is None else (wanted,)
+        tail = inputs[at + _N :]
+        results = operator(*folded[1][:tangents], *given, *flag, *folded[0], *tail)
+        if wanted is not None:
+            times = len(wanted) // _T
+            return _apart(size, results, wanted, times * slices[:_T], times * tuple(dims[1][:_T]))
+        batch = slices.q.shape[0 if dims[1][0] is None else 1]
+        return tuple(r.unflatten(0, (size, batch)) for r in results), (0,) * len(results)
 
-def tangent(info: Any, in_dims: Sequence[Any], *inputs: Any) -> tuple[Any, Any]:
-    """Return the same for ``rowmax::tangent``, whose first arguments are the tangents."""
-    size, dims = info.batch_size, (in_dims[:_T], in_dims[_T : _T + _N])
-    slices = Tensors(*_leading(inputs[_T : _T + _N], dims[1]))
-    along = Tangents(*_leading(inputs[:_T], dims[0]))
-    folded = _folded_pair(size, slices, along, dims, None)
-    if folded is None:
-        return _one_by_one(size, torch.ops.rowmax.tangent, in_dims, inputs)
-    batch = slices.q.shape[0 if dims[1][0] is None else 1]
-    results = torch.ops.rowmax.tangent(*folded[1], *folded[0], *inputs[_T + _N :])
-    return tuple(r.unflatten(0, (size, batch)) for r in results), (0,) * len(results)
-
-
-def tangent_backward(info: Any, in_dims: Sequence[Any], *inputs: Any) -> tuple[Any, Any]:
-    """Return the same for ``rowmax::tangent_backward``.
-
-    After the tangents it has out, lse, tout, tlse, their gradients, and wanted.
-    """
-    size, wanted, at = info.batch_size, inputs[_T + 8], _T + 9
-    dims = in_dims[:_T], in_dims[at : at + _N]
-    slices = Tensors(*_leading(inputs[at : at + _N], dims[1]))
-    along = Tangents(*_leading(inputs[:_T], dims[0]))
-    either = Wanted(*(a or b for a, b in zip(wanted[:_T], wanted[_T:], strict=True)))
-    folded = _folded_pair(size, slices, along, dims, either)
-    if folded is None:
-        return _one_by_one(size, torch.ops.rowmax.tangent_backward, in_dims, inputs)
-    rows = _rows(size, inputs[_T : _T + 8], in_dims[_T : _T + 8])
-    tail = inputs[at + _N :]
-    results = torch.ops.rowmax.tangent_backward(*folded[1], *rows, wanted, *folded[0], *tail)
-    return _apart(size, results, wanted, 2 * slices[:_T], 2 * tuple(dims[1][:_T]))
+    return fold
 
 
 def _rows(size: int, rows: Sequence[Any], dims: Sequence[Any]) -> list[Tensor | None]:
@@ -101,24 +73,26 @@ def _apart(
     """Return gradients by slices; ``inputs`` are theirs, with these vmapped dimensions."""
     apart = (
         r.unflatten(0, (size, x.shape[0 if d is None else 1])) if want else r
-        for r, want, x, d in zip(results, wanted, inputs, dims, strict=False)
+        for r, want, x, d in zip(results, wanted, inputs, dims, strict=True)
     )
     return tuple(apart), tuple(0 if want else None for want in wanted)
 
 
 def _folded_pair(
-    size: int, t: Tensors, along: Tangents, dims: Sequence[Any], wanted: Wanted | None
+    size: int, t: Tensors, along: Tangents, dims: Sequence[Any], wanted: Sequence[bool] | None
 ) -> tuple[Tensors, Tangents] | None:
     """Return the inputs and tangents of one call over all slices, or None as ``_folded``.
 
-    ``dims`` has those of the tangents, then those of the inputs.
+    ``dims`` has those of the tangents, then those of the inputs; ``wanted`` the gradients of the
+    inputs, then perhaps those of the tangents.
     """
     own, batched = _names(dims[0]), _names(dims[1])
     if own & {"sink", "heads"}:
         return None
     if t.bias is not None and "bias" in own - batched:
         t, batched = t._replace(bias=t.bias.expand(size, *t.bias.shape)), batched | {"bias"}
-    folded = _folded(size, t, batched, wanted)
+    either = None if wanted is None else Wanted(*(any(wanted[n::_T]) for n in range(_T)))
+    folded = _folded(size, t, batched, either)
     if folded is None:
         return None
     joined = {name: _joined(size, getattr(along, name), name in own) for name in "qkv"}
