@@ -37,7 +37,7 @@ N_TANGENTS = N_DIFFERENTIABLE
 class Layout(NamedTuple):
     """The number of an operator's arguments before the tensors and options."""
 
-    tangents: int  # of the inputs
+    tangents: int  # those of the inputs
     rows: int  # results of a call and their gradients; behind them, ``wanted``
 
     @property
