@@ -14,6 +14,7 @@ import random
 import sys
 from collections import defaultdict
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,6 @@ from tests.emulator.values import Pointer
 emulator.install()
 
 from rowmax.gpu.hopper.backward_order import (  # noqa: E402
-    Sizes,
-    Tile,
     counter_table,
     neighbour_range,
     step_of,
@@ -35,6 +34,7 @@ from rowmax.gpu.hopper.backward_order import (  # noqa: E402
 )
 from rowmax.gpu.hopper.backward_tiles import FusedConfig  # noqa: E402
 from rowmax.gpu.hopper.documents import tile_spans  # noqa: E402
+from rowmax.gpu.hopper.lib.order import Tile  # noqa: E402
 
 BLOCK_Q, BLOCK_K = 64, 128
 
@@ -94,19 +94,20 @@ def simulate(case: Case, blocks: int, dice: random.Random) -> dict[Any, list[int
         ORDERED=True, LEFT=case.left is not None, RIGHT=case.right is not None,
         PREFIX=case.used is not None, DOCUMENTS=bool(case.documents), ABREAST=case.abreast,
     )  # fmt: skip
-    sizes = Sizes(case.nq, case.nk, case.left, case.right, Pointer(spans_of(case)))
+    n = SimpleNamespace(nq=case.nq, nk=case.nk, left=case.left, right=case.right)
+    t = SimpleNamespace(spans=Pointer(spans_of(case)))
     used = case.nk if case.used is None else case.used
     count = -(-case.nk // BLOCK_K)
     table, _ = counter_table(count, BLOCK_K, 1, case.heads, case.section, C.UP)
     offset = case.nk - case.nq
 
     def tile_of(first: int) -> Tile:
-        found = streamed_range(C, first, 0, case.nq, used, offset, sizes)
-        lo, hi = (int(n) for n in found)
+        found = streamed_range(C, first, 0, case.nq, used, offset, t, n)
+        lo, hi = (int(x) for x in found)
         return Tile(first, 0, 0, 0, 0, case.nq, used, offset, lo, hi)
 
     tiles = [tile_of(first) for first in range(0, case.nk, BLOCK_K)]
-    before = [[int(n) for n in neighbour_range(C, tile, sizes)] for tile in tiles]
+    before = [[int(x) for x in neighbour_range(C, tile, t, n)] for tile in tiles]
     waiting = [(int(first) // BLOCK_K, int(head)) for first, head, _, _ in table]
     done: dict[tuple[int, int], int] = defaultdict(int)
     published: dict[tuple[int, int], int] = defaultdict(int)

@@ -12,8 +12,6 @@ zeros instead, and their words with FIRST (``row_stats.clear``).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -26,26 +24,16 @@ FIRST = gl.constexpr(backward_tiles.FIRST)
 ROUNDED_TILES = gl.constexpr(backward_tiles.ROUNDED_TILES)
 
 
-class Completion(NamedTuple):
-    """The sums of dq, and their result."""
-
-    done: Any  # for each kv head of each sequence, the count of its done tiles of keys
-    sums: Any  # as in RowPointers
-    dq: Any
-    rows: Any  # rows of a plane of the sums
-    zeroed: Any  # heads whose sums begin with zeros
-
-
 @gluon.jit
-def is_rounding(tile, sizes):
+def is_rounding(tile, n):
     """Return True if the place of a tile is one that rounds: past the last tile of keys."""
-    return tile.first >= sizes.nk
+    return tile.first >= n.nk
 
 
 @gluon.jit
-def head_of(tile, heads):
+def head_of(tile, n):
     """Return the number of a kv head, counted on through all sequences."""
-    return tile.b * heads.resident + tile.head
+    return tile.b * n.heads + tile.head
 
 
 @gluon.jit
@@ -57,20 +45,20 @@ def wait_count(place, count):
 
 
 @gluon.jit
-def begin_head(C: gl.constexpr, tile, completion, sizes, heads):
+def begin_head(C: gl.constexpr, tile, t, n):
     """Wait until a tile of keys may add to dQ; return (its count's place, True if it writes)."""
-    head = head_of(tile, heads)
-    place = completion.done + head
-    writes = (tile.first == 0) & (head >= completion.zeroed)
+    head = head_of(tile, n)
+    place = t.done + head
+    writes = (tile.first == 0) & (head >= n.zeroed)
     if (tile.hi > tile.lo) & (writes == 0):
         wait_count(place, FIRST)
     return place, writes
 
 
 @gluon.jit
-def end_tile(place, writes, tile, sizes):
+def end_tile(place, writes, tile, n):
     """Count a tile of keys, once all its copies are in memory."""
-    if is_rounding(tile, sizes) == 0:
+    if is_rounding(tile, n) == 0:
         publish(place, gl.where(writes, FIRST, 1), ADD)
 
 
@@ -96,32 +84,26 @@ def load_sums(at, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def round_sums(C: gl.constexpr, c: gl.constexpr, out, tile, sizes, heads):
+def round_sums(C: gl.constexpr, c: gl.constexpr, tile, t, n):
     """Store dq of the rows of a place that rounds, once all tiles of keys of the head are done."""
-    to = out.completion
-    head = head_of(tile, heads)
-    tiles = (sizes.nk + C.BLOCK_RESIDENT - 1) // C.BLOCK_RESIDENT
-    wait_count(to.done + head, FIRST + tiles - gl.where(head < to.zeroed, 0, 1))
-    row_tiles = (sizes.nq + C.ROW_TILE - 1) // C.ROW_TILE
+    head = head_of(tile, n)
+    tiles = (n.nk + C.BLOCK_RESIDENT - 1) // C.BLOCK_RESIDENT
+    wait_count(t.done + head, FIRST + tiles - gl.where(head < n.zeroed, 0, 1))
+    row_tiles = (n.nq + C.ROW_TILE - 1) // C.ROW_TILE
     begin = (tile.first // C.BLOCK_RESIDENT - tiles) * ROUNDED_TILES
-    end = gl.minimum(begin + ROUNDED_TILES, row_tiles * heads.group)
+    end = gl.minimum(begin + ROUNDED_TILES, row_tiles * n.group)
     for i in range(begin + c, end, C.WARPGROUPS):
         g = i // row_tiles
-        round_tile(C, out, tile, tile.head * heads.group + g, i - g * row_tiles, sizes, heads)
+        round_tile(C, tile, tile.head * n.group + g, i - g * row_tiles, t, n)
 
 
 @gluon.jit
-def round_tile(C: gl.constexpr, out, tile, head, m, sizes, heads):
+def round_tile(C: gl.constexpr, tile, head, m, t, n):
     """Store dq of tile m of the rows of a query head."""
-    to = out.completion
-    plane, _ = plane_of(C, tile.b, head, 0, heads.query)
+    plane, _ = plane_of(C, tile.b, head, 0, n.hq)
     first = m * C.ROW_TILE
-    at = to.sums + (plane.to(gl.int64) * to.rows + first) * C.D
-    row = tile.b.to(gl.int64) * sizes.nq + first
-    dq = to.dq + (row * heads.query + head) * C.D_OUT
-    stride = heads.query * C.D_OUT
-    x = load_sums(at, C.D0) * out.scale
-    store(C, x, dq, stride, sizes.nq - first, C.D0, 0, C.D_OUT)
-    if C.D_OUT > C.D0:
-        y = load_sums(at + C.ROW_TILE * C.D0, C.D1) * out.scale
-        store(C, y, dq, stride, sizes.nq - first, C.D1, C.D0, C.D_OUT)
+    at = t.sums + (plane.to(gl.int64) * n.rows + first) * C.D
+    row = tile.b.to(gl.int64) * n.nq + first
+    dq = t.dq + (row * n.hq + head) * C.D_OUT
+    x = load_sums(at, C.D) * n.out_scale  # columns in one part: ``backward_tiles.completes``
+    store(C, x, dq, n.hq * C.D_OUT, n.nq - first, C.D, 0, C.D_OUT)

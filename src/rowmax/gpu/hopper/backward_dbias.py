@@ -43,18 +43,15 @@ from triton.language.extra.cuda import gdc_wait
 from ..rules import any_range
 from .backward_lib import (
     Descriptors,
-    LineBias,
-    ScoreArgs,
     follow,
     from_memory_order,
     issue_product,
     memory_by_row,
     own_rows,
     score_layout,
-    tile_buffer,
     weights,
 )
-from .backward_order import Sequences, Sizes, full_range, tile_of
+from .backward_order import full_range, tile_of
 from .gluon_compat import (
     fence_async_shared,
     mbarrier,
@@ -64,7 +61,16 @@ from .gluon_compat import (
     tma_store_wait,
     warpgroup_mma_wait,
 )
-from .lib.ring import Ring, barriers, release, slot, tile_buffers, wait_empty, wait_full
+from .lib.ring import (
+    Ring,
+    barriers,
+    release,
+    slot,
+    tile_at,
+    tile_buffers,
+    wait_empty,
+    wait_full,
+)
 from .lib.rules import score_gradient
 from .lib.scores import settled, widened
 
@@ -136,10 +142,10 @@ class State(NamedTuple):
 
 
 @gluon.jit
-def grid_of(C: gl.constexpr, sizes, shared):
+def grid_of(C: gl.constexpr, shared, n):
     """Return the Grid of a bias ``[planes, nq, nk]``."""
-    across = (sizes.nk + C.BLOCK_STREAMED - 1) // C.BLOCK_STREAMED
-    down = (sizes.nq + C.BLOCK_RESIDENT - 1) // C.BLOCK_RESIDENT
+    across = (n.nk + C.BLOCK_STREAMED - 1) // C.BLOCK_STREAMED
+    down = (n.nq + C.BLOCK_RESIDENT - 1) // C.BLOCK_RESIDENT
     tiles = down * across * shared.planes
     total = tiles
     if shared.parts is not None:
@@ -174,18 +180,18 @@ def portion_of(C: gl.constexpr, place, shared):
 
 
 @gluon.jit
-def tile_of_run(C: gl.constexpr, place, run, sizes, seqs, shared):
+def tile_of_run(C: gl.constexpr, place, run, shared, t, n):
     """Return (Tile, seen, alike) of the tile in the sequences of a run.
 
     seen: its queries may see its keys; alike: all of them are of one document.
     """
     b = place.plane // shared.heads + run
-    tile = tile_of(C, place.first, 0, b, sizes, seqs)
+    tile = tile_of(C, place.first, 0, b, t, n)
     seen = (place.t >= tile.lo) & (place.t < tile.hi)
     alike = seen
     if C.DOCUMENTS:
-        down = (sizes.nq + C.BLOCK_RESIDENT - 1) // C.BLOCK_RESIDENT
-        across = (sizes.nk + C.BLOCK_STREAMED - 1) // C.BLOCK_STREAMED
+        down = (n.nq + C.BLOCK_RESIDENT - 1) // C.BLOCK_RESIDENT
+        across = (n.nk + C.BLOCK_STREAMED - 1) // C.BLOCK_STREAMED
         of_q = shared.q_range + 2 * (b * shared.each_q * down + place.first // C.BLOCK_RESIDENT)
         of_k = shared.k_range + 2 * (b * shared.each_k * across + place.t)
         low, high = gl.load(of_q), gl.load(of_q + 1)
@@ -233,11 +239,11 @@ def load_step(C: gl.constexpr, descs, rings, place, b, head, shared, use):
 
 
 @gluon.jit
-def producer(C: gl.constexpr, descs, rings, sizes, seqs, shared):
+def producer(C: gl.constexpr, descs, rings, shared, t, n):
     """Load all tiles of this block into shared memory, in one warp."""
     use = 0
     nth = 0
-    grid = grid_of(C, sizes, shared)
+    grid = grid_of(C, shared, n)
     i = gl.program_id(0)
     while i < grid.all:
         place = place_of(C, i, grid, nth, shared.parts)
@@ -252,7 +258,7 @@ def producer(C: gl.constexpr, descs, rings, sizes, seqs, shared):
         nth += 1
         some = portion_of(C, place, shared)
         for run in range(some.run, some.end_run):
-            _, seen, _ = tile_of_run(C, place, run, sizes, seqs, shared)
+            _, seen, _ = tile_of_run(C, place, run, shared, t, n)
             for s in range(some.s, gl.where(seen, some.end, some.s)):
                 b, head = sharer(place, run, s, shared)
                 load_step(C, descs, rings, place, b, head, shared, use)
@@ -286,18 +292,18 @@ def load_rows(C: gl.constexpr, c: gl.constexpr, rows, s):
 @gluon.jit
 def step(
     C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, place, head, s, end, state, rings,
-    tile, sizes, args,
+    tile, t, n,
 ):  # fmt: skip
     """Return the State with pair s of a run, whose pairs end before ``end``."""
     use = state.use
     a = slot(use, C.QK_STAGES)
     u = slot(use, C.VDO_STAGES)
     # use >> 30 is 0, which the compiler cannot derive
-    k = tile_buffer(rings.k, a, C.BLOCK_STREAMED, C.D)
+    k = tile_at(rings.k, a, C.BLOCK_STREAMED, C.D)
     q = own_rows(C, c, rings.qk.buffers, a + (use >> 30), C.D)
     S = issue_product(C, q, k)
     wait_full(rings.vdo, use, C.VDO_STAGES)
-    v = tile_buffer(rings.vdo.buffers, u, C.BLOCK_STREAMED, C.DV)
+    v = tile_at(rings.vdo.buffers, u, C.BLOCK_STREAMED, C.DV)
     do = own_rows(C, c, rings.do, u + (use >> 30), C.DV)
     dp = issue_product(C, do, v)
     S = warpgroup_mma_wait(1, deps=[S])
@@ -308,7 +314,7 @@ def step(
     bias = widened(bias)
     dtype: gl.constexpr = rings.k.dtype
     less = lse[:, None]
-    p, _ = weights(C, MASKED, c, S, less, bias, place.t, head, tile, sizes, args, dtype)
+    p, _ = weights(C, MASKED, c, S, less, bias, place.t, head, tile, t, n, dtype)
     after = use + 1
     # begins a basic block, so that the exponentials overlap with the product
     wait_full(rings.qk, after, C.QK_STAGES, pred=s + 1 < end)
@@ -323,44 +329,43 @@ def step(
 
 @gluon.jit
 def add_run(
-    C: gl.constexpr, c: gl.constexpr, place, first, run, some, state, rings, sizes, args, seqs,
-    shared,
+    C: gl.constexpr, c: gl.constexpr, place, first, run, some, state, rings, shared, t, n
 ):  # fmt: skip
     """Return the State after a run; ``first`` is the warpgroup's first query."""
-    tile, seen, alike = tile_of_run(C, place, run, sizes, seqs, shared)
+    tile, seen, alike = tile_of_run(C, place, run, shared, t, n)
     seen = seen & (some.s < some.end)
     wait_full(rings.qk, state.use, C.QK_STAGES, pred=seen)
-    full = full_range(C, first, tile, sizes)
+    full = full_range(C, first, tile, n)
     whole = (place.t >= full.begin) & (place.t < full.end) & alike
     if C.MASKS:
         for s in range(some.s, gl.where(seen & (whole == 0), some.end, some.s)):
             b, head = sharer(place, run, s, shared)
-            state = step(C, True, c, place, head, s, some.end, state, rings, tile, sizes, args)
+            state = step(C, True, c, place, head, s, some.end, state, rings, tile, t, n)
     for s in range(some.s, gl.where(seen & whole, some.end, some.s)):
         b, head = sharer(place, run, s, shared)
-        state = step(C, False, c, place, head, s, some.end, state, rings, tile, sizes, args)
+        state = step(C, False, c, place, head, s, some.end, state, rings, tile, t, n)
     return state
 
 
 @gluon.jit
-def store_part(C: gl.constexpr, c: gl.constexpr, x, to, place, sizes, shared):
+def store_part(C: gl.constexpr, c: gl.constexpr, x, to, place, shared, n):
     """Store the sum x ``[64, BLOCK_STREAMED]`` of a part in ``[parts, planes, nq, nk]``."""
     L: gl.constexpr = x.type.layout
     first = place.first + c * C.TOKENS
     plane = (place.part * shared.planes + place.plane).to(gl.int64)
-    to += (plane * sizes.nq + first) * sizes.nk + place.t * C.BLOCK_STREAMED
+    to += (plane * n.nq + first) * n.nk + place.t * C.BLOCK_STREAMED
     r = gl.arange(0, x.shape[0], gl.SliceLayout(1, L))
     j = gl.arange(0, x.shape[1], gl.SliceLayout(0, L))
-    inside = (r < sizes.nq - first)[:, None] & (j < sizes.nk - place.t * C.BLOCK_STREAMED)[None, :]
-    gl.store(to + (r * sizes.nk)[:, None] + j[None, :], x, mask=inside)
+    inside = (r < n.nq - first)[:, None] & (j < n.nk - place.t * C.BLOCK_STREAMED)[None, :]
+    gl.store(to + (r * n.nk)[:, None] + j[None, :], x, mask=inside)
 
 
 @gluon.jit
-def consumer(C: gl.constexpr, c: gl.constexpr, dbias, parts, rings, sizes, args, seqs, shared):
+def consumer(C: gl.constexpr, c: gl.constexpr, dbias, rings, shared, t, n):
     """Compute dbias of queries ``64 c`` to ``64 c + 63`` of every tile of this block."""
     use = 0
     nth = 0
-    grid = grid_of(C, sizes, shared)
+    grid = grid_of(C, shared, n)
     i = gl.program_id(0)
     while i < grid.all:
         place = place_of(C, i, grid, nth, shared.parts)
@@ -370,10 +375,10 @@ def consumer(C: gl.constexpr, c: gl.constexpr, dbias, parts, rings, sizes, args,
         state = State(use, x)
         some = portion_of(C, place, shared)
         for run in range(some.run, some.end_run):
-            state = add_run(C, c, place, first, run, some, state, rings, sizes, args, seqs, shared)
+            state = add_run(C, c, place, first, run, some, state, rings, shared, t, n)
         use = state.use
-        if parts is not None:
-            store_part(C, c, state.x, parts, place, sizes, shared)
+        if t.parts is not None:
+            store_part(C, c, state.x, t.parts, place, shared, n)
         else:
             own = own_bias(C, c, rings.bias.buffers, nth)
             own.store(state.x.to(dbias.dtype))
@@ -410,11 +415,6 @@ def backward_dbias(q, do, k, v, rows, bias, dbias, t, n, C: gl.constexpr):
     own = Ring(biases, barriers(C.BIAS_STAGES, 1), barriers(C.BIAS_STAGES, C.WARPGROUPS))
     rings = Rings(qk, ks, vdo, dos, stats, own)
     fence_async_shared()
-    sizes = Sizes(n.nq, n.nk, n.left if C.LEFT else None, n.right if C.RIGHT else None, t.spans)
-    seqs = Sequences(t.cu_q, t.cu_k, n.batch, t.lengths)
-    length = n.nq if C.COLUMN else n.nk
-    line = LineBias(t.bias, n.each_b, n.each_h, n.each_h * (n.hq - 1) + 1, length)
-    args = ScoreArgs(n.inner, n.scale, t.alibi, n.shift, t.q_ids, t.k_ids, n.ids_q, n.ids_k, line)
     heads = n.each_h * (n.hq - 1) + 1
     batch = n.each_b * (n.batch - 1) + 1
     each = n.hq // heads
@@ -434,11 +434,11 @@ def backward_dbias(q, do, k, v, rows, bias, dbias, t, n, C: gl.constexpr):
     if C.WARPGROUPS == 4:
         gl.warp_specialize(
             [
-                (consumer, (C, 0, dbias, t.parts, rings, sizes, args, seqs, shared)),
-                (consumer, (C, 1, dbias, t.parts, rings, sizes, args, seqs, shared)),
-                (consumer, (C, 2, dbias, t.parts, rings, sizes, args, seqs, shared)),
-                (consumer, (C, 3, dbias, t.parts, rings, sizes, args, seqs, shared)),
-                (producer, (C, descs, rings, sizes, seqs, shared)),
+                (consumer, (C, 0, dbias, rings, shared, t, n)),
+                (consumer, (C, 1, dbias, rings, shared, t, n)),
+                (consumer, (C, 2, dbias, rings, shared, t, n)),
+                (consumer, (C, 3, dbias, rings, shared, t, n)),
+                (producer, (C, descs, rings, shared, t, n)),
             ],
             [4, 4, 4, 1],
             [R0, R0, R0, R1],
@@ -446,9 +446,9 @@ def backward_dbias(q, do, k, v, rows, bias, dbias, t, n, C: gl.constexpr):
     else:
         gl.warp_specialize(
             [
-                (consumer, (C, 0, dbias, t.parts, rings, sizes, args, seqs, shared)),
-                (consumer, (C, 1, dbias, t.parts, rings, sizes, args, seqs, shared)),
-                (producer, (C, descs, rings, sizes, seqs, shared)),
+                (consumer, (C, 0, dbias, rings, shared, t, n)),
+                (consumer, (C, 1, dbias, rings, shared, t, n)),
+                (producer, (C, descs, rings, shared, t, n)),
             ],
             [4, 1],
             [R0, R1],

@@ -51,37 +51,21 @@ from triton.experimental.gluon import language as gl
 
 from .backward_lib import (
     Descriptors,
-    Heads,
-    LineBias,
-    Outputs,
-    ScoreArgs,
-    first_tile,
     follow,
     held_layout,
-    next_tile,
+    masked_steps,
     no_scores,
-    peek_message,
     place_of,
-    read_message,
-    release_message,
+    produce,
     row_numbers,
     score_layout,
-    steps_before_draw,
     store_parts,
     store_sums,
     sums_by_lane,
     thread_layout,
-    tile_buffer,
     weights,
 )
-from .backward_order import (
-    Sequences,
-    Sizes,
-    full_range,
-    gradient_row,
-    plane_of,
-    rows_left,
-)
+from .backward_order import full_range, gradient_row, plane_of, rows_left
 from .gluon_compat import (
     fence_async_shared,
     mbarrier,
@@ -91,7 +75,6 @@ from .gluon_compat import (
     warpgroup_mma_wait,
 )
 from .lib.layouts import matrix
-from .lib.order import Order
 from .lib.parts import (
     Parts,
     columns_of,
@@ -109,8 +92,12 @@ from .lib.ring import (
     full_barriers,
     landing,
     mailbox,
+    read_message,
     release,
+    release_message,
     slot,
+    take_message,
+    tile_at,
     tile_buffers,
     wait_empty,
     wait_full,
@@ -150,12 +137,15 @@ class State(NamedTuple):
 
 
 @gluon.jit
-def load_step(C: gl.constexpr, descs, rings, tile, heads, i, q_use, use, cut):
-    """Load Q, lse and delta, dO and the bias of step i of a tile of keys.
+def load_step(C: gl.constexpr, descs, rings, tile, i, use, nth, cut, n):
+    """Load Q, lse and delta, dO and the bias of step i of the nth tile of keys.
 
-    ``q_use`` is the use of the ring of Q, which differs where K and V arrive in that ring. Return
+    ``use`` is the tile's first; the ring of Q has ``nth`` more where K and V arrive in it. Return
     the number of tiles so far that end after their sequence; ``cut`` were before this step.
     """
+    q_use = use + nth if C.ALONE else use
+    q_use = q_use + i
+    use = use + i
     steps = tile.hi - tile.lo
     g = i // steps
     part = 0 if C.VARLEN else tile.b
@@ -166,8 +156,8 @@ def load_step(C: gl.constexpr, descs, rings, tile, heads, i, q_use, use, cut):
     bar = landing(rings.q.full, s, C.Q_STAGES, C.VARLEN, short)
     wait_empty(rings.q, q_use, C.Q_STAGES)
     row = tile.q_row + first
-    head = tile.head * heads.group + g
-    plane, at = plane_of(C, tile.b, head, tile.q_row, heads.query)
+    head = tile.head * n.group + g
+    plane, at = plane_of(C, tile.b, head, tile.q_row, n.hq)
     mbarrier.expect(bar, descs.q.block_type.nbytes + descs.rows.block_type.nbytes)
     tma_load(descs.rows, [plane, 0, at + first], bar, rings.rows.index(s))
     q = rings.q.buffers.index(s)
@@ -181,7 +171,7 @@ def load_step(C: gl.constexpr, descs, rings, tile, heads, i, q_use, use, cut):
         mbarrier.expect(bar, descs.do.block_type.nbytes + descs.bias.block_type.nbytes)
         box: gl.constexpr = [2] + descs.bias.block_type.shape
         halves = reinterpret(rings.w.buffers.index(u), descs.do.dtype, box, descs.bias.layout)
-        corner = [tile.b * heads.each_b, head * heads.each_h, first, tile.first]
+        corner = [tile.b * n.each_b, head * n.each_h, first, tile.first]
         tma_load(descs.bias, corner, bar, halves.index(0))
     else:
         mbarrier.expect(bar, descs.do.block_type.nbytes)
@@ -194,7 +184,7 @@ def load_step(C: gl.constexpr, descs, rings, tile, heads, i, q_use, use, cut):
 
 
 @gluon.jit
-def load_resident(C: gl.constexpr, descs, rings, tile, nth, cut):
+def load_resident(C: gl.constexpr, descs, rings, tile, use, nth, cut):
     """Load K and V of the nth tile that has steps; ``cut`` as of ``load_step``.
 
     Rows of dK and dV for keys past a prefix length are stored, and V contributes to them: so these
@@ -271,37 +261,10 @@ def load_both(C: gl.constexpr, descs, part, row, head, HALF: gl.constexpr, bar, 
 
 
 @gluon.jit
-def producer(C: gl.constexpr, descs, rings, mail, order, sizes, seqs, heads):
+def producer(C: gl.constexpr, descs, rings, mail, t, n):
     """Load all tiles of this block into shared memory, in one warp."""
-    message = 0
-    use = 0
-    nth = 0
-    cut_q = 0
-    cut_k = 0
-    n, end, tile = first_tile(C, mail, order, sizes, seqs)
-    while n < end:
-        if tile.lo < tile.hi:
-            if C.ALONE:
-                cut_k = load_halves(C, descs, rings, tile, use + nth, nth, cut_k)
-            else:
-                cut_k = load_resident(C, descs, rings, tile, nth, cut_k)
-            nth += 1
-            q_use = use + nth if C.ALONE else use
-            cut_q = load_step(C, descs, rings, tile, heads, 0, q_use, use, cut_q)
-        steps = (tile.hi - tile.lo) * heads.group
-        some = 1
-        if C.DRAWN:
-            some = steps_before_draw(steps, C.DO_STAGES)
-            for i in range(1, some):
-                q_use = use + nth if C.ALONE else use
-                cut_q = load_step(C, descs, rings, tile, heads, i, q_use + i, use + i, cut_q)
-        n, following = next_tile(C, n, end, message + 1, mail, order, sizes, seqs)
-        for i in range(some, steps):
-            q_use = use + nth if C.ALONE else use
-            cut_q = load_step(C, descs, rings, tile, heads, i, q_use + i, use + i, cut_q)
-        use += steps
-        message += 1
-        tile = following
+    LOAD: gl.constexpr = load_halves if C.ALONE else load_resident
+    produce(C, LOAD, load_step, C.DO_STAGES, descs, rings, mail, n.group, n.heads, t, n)
 
 
 # --- the consumers -----------------------------------------------------------------------------
@@ -316,8 +279,8 @@ def product(
     HELD columns of the resident tile are in registers; each product takes as many.
     """
     FROM: gl.constexpr = HELD if C.ALONE else 0  # first column in shared memory
-    a = tile_buffer(resident, zero, C.BLOCK_RESIDENT, WIDTH - FROM)
-    b = tile_buffer(streamed, s, C.BLOCK_STREAMED, WIDTH)
+    a = tile_at(resident, zero, C.BLOCK_RESIDENT, WIDTH - FROM)
+    b = tile_at(streamed, s, C.BLOCK_STREAMED, WIDTH)
     x = gl.full([C.BLOCK_RESIDENT, C.BLOCK_STREAMED], 0.0, gl.float32, score_layout(C))
     for i in gl.static_range(WIDTH // HELD):
         part = b.slice(i * HELD, HELD, dim=1).permute((1, 0))
@@ -340,25 +303,25 @@ def held_columns(C: gl.constexpr, OF_K: gl.constexpr, use, some, rings):
         FROM: gl.constexpr = 0 if OF_K else C.HELD_K
         s = slot(use, C.Q_STAGES)
         wait_full(rings.q, use, C.Q_STAGES, pred=some)
-        both = tile_buffer(rings.q.buffers, s, C.BLOCK_STREAMED, C.D)
+        both = tile_at(rings.q.buffers, s, C.BLOCK_STREAMED, C.D)
         x = settled(both.slice(FROM, HELD, dim=1).load(held_layout(C)))
         release(rings.q, use, C.Q_STAGES, pred=some)
     elif OF_K and C.D1:
-        k = tile_buffer(rings.own.buffers, 0, C.BLOCK_RESIDENT, C.BUFFER_D)
+        k = tile_at(rings.own.buffers, 0, C.BLOCK_RESIDENT, C.BUFFER_D)
         both = columns_of(k, C.D0, C.D1)
         x = Parts(both.low.load(held_layout(C)), both.high.load(held_layout(C)))
     elif OF_K:
-        k = tile_buffer(rings.own.buffers, 0, C.BLOCK_RESIDENT, C.D)
+        k = tile_at(rings.own.buffers, 0, C.BLOCK_RESIDENT, C.D)
         x = k.slice(0, HELD, dim=1).load(held_layout(C))
     else:
-        v = tile_buffer(rings.v, 0, C.BLOCK_RESIDENT, C.DV)
+        v = tile_at(rings.v, 0, C.BLOCK_RESIDENT, C.DV)
         x = v.slice(0, HELD, dim=1).load(held_layout(C))
     return x
 
 
 @gluon.jit
 def step_of_dv(
-    C: gl.constexpr, MASKED: gl.constexpr, m, head, state, k, rings, tile, sizes, args
+    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, m, head, state, k, rings, tile, t, n
 ):  # fmt: skip
     """Return the State after tile m of the queries of a head; k is the Held part of K."""
     use = state.use
@@ -369,7 +332,7 @@ def step_of_dv(
     wait_full(rings.q, q_use, C.Q_STAGES)
     # use >> 30 is 0, which the compiler cannot derive
     if C.D1:
-        q = tile_buffer(rings.q.buffers, s, C.BLOCK_STREAMED, C.BUFFER_D)
+        q = tile_at(rings.q.buffers, s, C.BLOCK_STREAMED, C.BUFFER_D)
         S = issue_over_columns(k.columns, columns_of(q, C.D0, C.D1), no_scores(C), C.D1)
     else:
         S = product(C, C.HELD_K, k.columns, rings.own.buffers, rings.q.buffers, s, use >> 30, C.D)
@@ -382,11 +345,11 @@ def step_of_dv(
         box: gl.constexpr = [2, C.BLOCK_STREAMED, C.BLOCK_RESIDENT]
         halves = reinterpret(rings.w.buffers.index(u), dtype, box, layout)
         bias = halves.index(0).permute((1, 0)).load(score_layout(C))
-    p, w = weights(C, MASKED, 0, S, lse, bias, m, head, tile, sizes, args, dtype)
+    p, w = weights(C, MASKED, c, S, lse, bias, m, head, tile, t, n, dtype)
     P = rounded(p, dtype)
     if not C.BIAS:
         wait_full(rings.do, use, C.DO_STAGES)
-    do = columns_of(tile_buffer(rings.do.buffers, u, C.BLOCK_STREAMED, C.DV), C.DV, 0)
+    do = columns_of(tile_at(rings.do.buffers, u, C.BLOCK_STREAMED, C.DV), C.DV, 0)
     dv = issue_with_columns(P, do, state.x, C.DV, 0)
     rings.w.buffers.index(u).store(w)
     mbarrier.arrive(rings.w.full.index(u), count=1)
@@ -417,7 +380,7 @@ def step_of_dk(C: gl.constexpr, state, v, rings):
     drow = state.drow
     if C.DROW:
         drow = drow + sums_by_lane(ds)
-    q = columns_of(tile_buffer(rings.q.buffers, s, C.BLOCK_STREAMED, C.BUFFER_D), C.D0, C.D1)
+    q = columns_of(tile_at(rings.q.buffers, s, C.BLOCK_STREAMED, C.BUFFER_D), C.D0, C.D1)
     dk = issue_with_columns(rounded(ds, dtype), q, state.x, C.D0, C.D1)
     release(rings.do, use, C.DO_STAGES)
     dk = wait_parts(0, dk, C.D1)
@@ -426,24 +389,7 @@ def step_of_dk(C: gl.constexpr, state, v, rings):
 
 
 @gluon.jit
-def steps_of_dv(C: gl.constexpr, state, k, rings, tile, sizes, args, group):
-    """Return the State after all tiles of queries of all heads of the group."""
-    full = full_range(C, tile.first, tile, sizes)
-    for g in range(group):
-        head = tile.head * group + g
-        if C.LOW_MASKED:
-            for m in range(tile.lo, full.begin):
-                state = step_of_dv(C, True, m, head, state, k, rings, tile, sizes, args)
-        for m in range(full.begin, full.end):
-            state = step_of_dv(C, False, m, head, state, k, rings, tile, sizes, args)
-        if C.HIGH_MASKED:
-            for m in range(full.end, tile.hi):
-                state = step_of_dv(C, True, m, head, state, k, rings, tile, sizes, args)
-    return state
-
-
-@gluon.jit
-def consumer(C: gl.constexpr, OF_DK: gl.constexpr, out, rings, mail, sizes, args, heads):
+def consumer(C: gl.constexpr, OF_DK: gl.constexpr, rings, mail, t, n):
     """Compute dK, or dV, of every tile of this block."""
     W0: gl.constexpr = C.D0 if OF_DK else C.DV
     W1: gl.constexpr = C.D1 if OF_DK else 0
@@ -451,7 +397,7 @@ def consumer(C: gl.constexpr, OF_DK: gl.constexpr, out, rings, mail, sizes, args
     message = 0
     use = 0
     nth = 0
-    tile, live = read_message(mail, 0)
+    tile, live = take_message(mail, 0)
     while live:
         some = tile.lo < tile.hi
         wait_full(rings.own, nth, 1, pred=some)
@@ -466,30 +412,31 @@ def consumer(C: gl.constexpr, OF_DK: gl.constexpr, out, rings, mail, sizes, args
                 shape: gl.constexpr = [C.BLOCK_RESIDENT, C.BLOCK_STREAMED]
                 drow = sums_by_lane(gl.full(shape, 0.0, gl.float32, score_layout(C)))
             state = State(use, x, drow)
-            for _ in range((tile.hi - tile.lo) * heads.group):
+            for _ in range((tile.hi - tile.lo) * n.group):
                 state = step_of_dk(C, state, operand, rings)
-            x = scaled_parts(state.x, out.scale, W1)
+            x = scaled_parts(state.x, n.out_scale, W1)
             if C.DROW:
-                plane = (tile.b * heads.resident + tile.head).to(gl.int64)
-                to = out.dbias + plane * sizes.nk + tile.first
+                plane = (tile.b * n.heads + tile.head).to(gl.int64)
+                to = t.dbias + plane * n.nk + tile.first
                 store_sums(state.drow, to, tile.nq + tile.offset - tile.first)
         else:
             state = State(use, x, 0)
-            state = steps_of_dv(C, state, operand, rings, tile, sizes, args, heads.group)
+            full = full_range(C, tile.first, tile, n)
+            state = masked_steps(C, step_of_dv, 0, state, operand, rings, tile, full, t, n)
             x = state.x
         use = state.use
         release(rings.own, nth, 1, pred=some)
         nth += some.to(gl.int32)
         message += 1
-        following, live = peek_message(mail, message)
+        following, live = read_message(mail, message)
         row = gradient_row(C, 0, tile)
-        table, alone = out.dv_rows, out.dv_alone
+        table, alone = t.dv_rows, t.dv_alone
         if OF_DK:
-            table, alone = out.dk_rows, out.dk_alone
-        to = place_of(out.dk if OF_DK else out.dv, row, tile.head, heads.resident, OUT, table)
+            table, alone = t.dk_rows, t.dk_alone
+        to = place_of(t.out if OF_DK else t.dv, row, tile.head, n.heads, OUT, table)
         if alone is not None:
             alone = alone + tile.head * OUT
-        stride = heads.resident * OUT
+        stride = n.heads * OUT
         store_parts(x, to, stride, rows_left(C, 0, tile), W0, OUT, table, row, alone)
         release_message(mail, message, following, live)
         tile = following
@@ -522,22 +469,12 @@ def backward_dkdv(k, v, q, do, rows, bias, t, n, C: gl.constexpr):
     w_ring = Ring(ws, barriers(C.DO_STAGES, 1), None)
     rings = Rings(own, vs, q_ring, stats, do_ring, w_ring)
     fence_async_shared()
-    sizes = Sizes(n.nq, n.nk, n.left if C.LEFT else None, n.right if C.RIGHT else None, t.spans)
-    order = Order(t.table, t.ends, t.counter, n.heads, n.heads, n.streamed)
-    seqs = Sequences(t.cu_k, t.cu_q, n.batch, t.lengths)
-    length = n.nq if C.COLUMN else n.nk
-    line = LineBias(t.bias, n.each_b, n.each_h, n.each_h * (n.hq - 1) + 1, length)
-    args = ScoreArgs(n.inner, n.scale, t.alibi, n.shift, t.q_ids, t.k_ids, n.ids_q, n.ids_k, line)
-    heads = Heads(n.heads, n.group, n.ratio, n.hq, n.each_b, n.each_h)
-    out = Outputs(
-        t.out, t.dv, t.dbias, n.out_scale, None, t.dk_rows, t.dv_rows, t.dk_alone, t.dv_alone
-    )
     follow()
     gl.warp_specialize(
         [
-            (consumer, (C, False, out, rings, mail, sizes, args, heads)),
-            (consumer, (C, True, out, rings, mail, sizes, args, heads)),
-            (producer, (C, descs, rings, mail, order, sizes, seqs, heads)),
+            (consumer, (C, False, rings, mail, t, n)),
+            (consumer, (C, True, rings, mail, t, n)),
+            (producer, (C, descs, rings, mail, t, n)),
         ],
         [4, 1],
         [C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS],

@@ -29,39 +29,24 @@ from triton.experimental.gluon import language as gl
 
 from .backward_lib import (
     Descriptors,
-    Heads,
-    LineBias,
-    ScoreArgs,
-    first_tile,
     follow,
     issue_product,
-    next_tile,
+    masked_steps,
     no_scores,
     own_rows,
-    peek_message,
-    read_message,
-    release_message,
+    produce,
     resident_numbers,
     score_layout,
-    steps_before_draw,
     store_parts,
-    tile_buffer,
     weights,
 )
-from .backward_order import (
-    Sequences,
-    Sizes,
-    full_range,
-    gradient_row,
-    rows_left,
-)
+from .backward_order import full_range, gradient_row, rows_left
 from .gluon_compat import (
     fence_async_shared,
     mbarrier,
     tma_load,
     warpgroup_mma_wait,
 )
-from .lib.order import Order
 from .lib.parts import (
     columns_of,
     issue_over_columns,
@@ -77,8 +62,12 @@ from .lib.ring import (
     full_barriers,
     landing,
     mailbox,
+    read_message,
     release,
+    release_message,
     slot,
+    take_message,
+    tile_at,
     tile_buffers,
     wait_empty,
     wait_full,
@@ -94,20 +83,6 @@ class Rings(NamedTuple):
     do: Any
     k: Any
     v: Any
-
-
-class Memory(NamedTuple):
-    """The tensors that consumers read and write in global memory."""
-
-    out: Any
-    out_scale: Any
-    rows: Any  # lse and delta
-    plane: Any  # rows of a plane of lse and delta
-    bias: Any
-    bias_b: Any  # strides in units of 8
-    bias_h: Any
-    bias_q: Any
-    dbias: Any
 
 
 class Rows(NamedTuple):
@@ -131,20 +106,21 @@ class State(NamedTuple):
 
 
 @gluon.jit
-def load_step(C: gl.constexpr, descs, rings, tile, heads, t, use, cut):
-    """Load K and V of streamed tile t.
+def load_step(C: gl.constexpr, descs, rings, tile, i, use, nth, cut, n):
+    """Load K and V of step i of the nth tile, whose first use is ``use``.
 
     Return the number of tiles so far that end after their sequence; ``cut`` were before this step.
     """
     part = 0 if C.VARLEN else tile.b
-    first = t * C.BLOCK_STREAMED
+    use = use + i
+    first = (tile.lo + i) * C.BLOCK_STREAMED
     rest = tile.used - first
     short = rest < C.BLOCK_STREAMED
     s = slot(use, C.K_STAGES)
     bar = landing(rings.k.full, s, C.K_STAGES, C.PADDED, short)
     wait_empty(rings.k, use, C.K_STAGES)
     row = tile.k_row + first
-    head = tile.head // heads.ratio
+    head = tile.head // n.ratio
     mbarrier.expect(bar, descs.k.block_type.nbytes)
     k = rings.k.buffers.index(s)
     tma_load(descs.k, [part, row, head, 0], bar, k)
@@ -163,7 +139,7 @@ def load_step(C: gl.constexpr, descs, rings, tile, heads, t, use, cut):
 
 
 @gluon.jit
-def load_resident(C: gl.constexpr, descs, rings, tile, nth):
+def load_resident(C: gl.constexpr, descs, rings, tile, use, nth, cut):
     """Load Q and dO of the nth tile that has steps."""
     part = 0 if C.VARLEN else tile.b
     row = tile.q_row + tile.first
@@ -172,33 +148,14 @@ def load_resident(C: gl.constexpr, descs, rings, tile, nth):
     mbarrier.expect(bar, descs.q.block_type.nbytes + descs.do.block_type.nbytes)
     tma_load(descs.do, [part, row, tile.head, 0], bar, rings.do.index(0))
     tma_load(descs.q, [part, row, tile.head, 0], bar, rings.own.buffers.index(0))
+    return cut
 
 
 @gluon.jit
-def producer(C: gl.constexpr, descs, rings, mail, order, sizes, seqs, heads):
+def producer(C: gl.constexpr, descs, rings, mail, t, n):
     """Load all tiles of this block into shared memory, in one warp."""
-    message = 0
-    use = 0
-    nth = 0
-    cut = 0
-    n, end, tile = first_tile(C, mail, order, sizes, seqs)
-    while n < end:
-        if tile.lo < tile.hi:
-            load_resident(C, descs, rings, tile, nth)
-            nth += 1
-            cut = load_step(C, descs, rings, tile, heads, tile.lo, use, cut)
-        steps = tile.hi - tile.lo
-        some = 1
-        if C.DRAWN:
-            some = steps_before_draw(steps, C.K_STAGES)
-            for i in range(1, some):
-                cut = load_step(C, descs, rings, tile, heads, tile.lo + i, use + i, cut)
-        n, following = next_tile(C, n, end, message + 1, mail, order, sizes, seqs)
-        for i in range(some, steps):
-            cut = load_step(C, descs, rings, tile, heads, tile.lo + i, use + i, cut)
-        use += steps
-        message += 1
-        tile = following
+    kv_heads = n.heads // n.ratio
+    produce(C, load_resident, load_step, C.K_STAGES, descs, rings, mail, 1, kv_heads, t, n)
 
 
 # --- the consumers -----------------------------------------------------------------------------
@@ -218,60 +175,59 @@ def bias_rows(C: gl.constexpr, c: gl.constexpr, tile, stride_b, stride_h, stride
 
 
 @gluon.jit
-def bias_tile(C: gl.constexpr, t, bias, rows, tile):
+def bias_tile(C: gl.constexpr, m, bias, rows, tile):
     """Return (places, mask) of the pairs of a streamed tile in a bias.
 
     The number of keys is a multiple of 8. The kernel reads the bias and writes its gradient in
     global memory: shared memory has no room for a tile.
     """
     col = gl.arange(0, C.BLOCK_STREAMED, gl.SliceLayout(0, score_layout(C)))
-    end = (tile.nq + tile.offset) // 8 * 8 - t * C.BLOCK_STREAMED
-    return bias + (rows[:, None] + (t * C.BLOCK_STREAMED + col)[None, :]), (col < end)[None, :]
+    end = (tile.nq + tile.offset) // 8 * 8 - m * C.BLOCK_STREAMED
+    return bias + (rows[:, None] + (m * C.BLOCK_STREAMED + col)[None, :]), (col < end)[None, :]
 
 
 @gluon.jit
-def load_rows(C: gl.constexpr, c: gl.constexpr, memory, tile, heads, end):
+def load_rows(C: gl.constexpr, c: gl.constexpr, tile, end, t, n):
     """Return the Rows of the warpgroup."""
-    lse, delta = resident_numbers(C, c, memory.rows, memory.plane, tile, heads)
+    lse, delta = resident_numbers(C, c, tile, t, n)
     bias = 0
     dbias = 0
     if C.BIAS:
-        bias = bias_rows(C, c, tile, memory.bias_b, memory.bias_h, memory.bias_q)
+        bias = bias_rows(C, c, tile, n.bias_b, n.bias_h, n.bias_q)
         if C.DBIAS:  # dbias is contiguous
             keys = (tile.nq + tile.offset) // 8
             each = tile.nq.to(gl.int64) * keys
-            dbias = bias_rows(C, c, tile, heads.query * each, each, keys)
+            dbias = bias_rows(C, c, tile, n.hq * each, each, keys)
     return Rows(lse, delta, bias, dbias, end)
 
 
 @gluon.jit
 def step(
-    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, t, head, state, own, memory, rings,
-    tile, sizes, args,
+    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, m, head, state, own, rings, tile, t, n
 ):  # fmt: skip
-    """Return the State after streamed tile t. ``own`` are the Rows of the queries."""
+    """Return the State after streamed tile m. ``own`` are the Rows of the queries."""
     use = state.use
     dtype: gl.constexpr = rings.do.dtype
     s = slot(use, C.K_STAGES)
     u = slot(use, C.V_STAGES)
     # use >> 30 is 0, which the compiler cannot derive
     q = columns_of(own_rows(C, c, rings.own.buffers, use >> 30, C.BUFFER_D), C.D0, C.D1)
-    k = columns_of(tile_buffer(rings.k.buffers, s, C.BLOCK_STREAMED, C.BUFFER_D), C.D0, C.D1)
+    k = columns_of(tile_at(rings.k.buffers, s, C.BLOCK_STREAMED, C.BUFFER_D), C.D0, C.D1)
     S = issue_over_columns(q, k, no_scores(C), C.D1)
     wait_full(rings.v, use, C.V_STAGES)
     do = own_rows(C, c, rings.do, use >> 30, C.DV)
-    v = tile_buffer(rings.v.buffers, u, C.BLOCK_STREAMED, C.DV)
+    v = tile_at(rings.v.buffers, u, C.BLOCK_STREAMED, C.DV)
     dp = issue_product(C, do, v)
     bias = 0
     if C.BIAS:
-        at, there = bias_tile(C, t, memory.bias, own.bias, tile)
+        at, there = bias_tile(C, m, t.bias, own.bias, tile)
         if MASKED:
             bias = gl.load(at, mask=there, other=0.0)
         else:
             bias = gl.load(at)
     S = warpgroup_mma_wait(1, deps=[S])
     lse = own.lse[:, None]
-    p, w = weights(C, MASKED, c, S, lse, bias, t, head, tile, sizes, args, dtype)
+    p, w = weights(C, MASKED, c, S, lse, bias, m, head, tile, t, n, dtype)
     after = use + 1
     # begins a basic block, so that the exponentials overlap with the product
     wait_full(rings.k, after, C.K_STAGES, pred=after < own.end)
@@ -279,7 +235,7 @@ def step(
     release(rings.v, use, C.V_STAGES)
     ds = rounded(score_gradient(w, dp, own.delta[:, None]), dtype)
     if C.DBIAS:
-        at, there = bias_tile(C, t, memory.dbias, own.dbias, tile)
+        at, there = bias_tile(C, m, t.dbias, own.dbias, tile)
         r = gl.arange(0, C.TOKENS, gl.SliceLayout(1, score_layout(C)))
         ok = (r < tile.nq - tile.first - c * C.TOKENS)[:, None]
         if MASKED:
@@ -291,39 +247,30 @@ def step(
 
 
 @gluon.jit
-def consumer(C: gl.constexpr, c: gl.constexpr, memory, rings, mail, sizes, args, heads):
+def consumer(C: gl.constexpr, c: gl.constexpr, rings, mail, t, n):
     """Compute dQ of queries ``64 c`` to ``64 c + 63`` of every tile of this block."""
     message = 0
     use = 0
     nth = 0
-    tile, live = read_message(mail, 0)
+    tile, live = take_message(mail, 0)
     while live:
-        full = full_range(C, tile.first + c * C.TOKENS, tile, sizes)
+        full = full_range(C, tile.first + c * C.TOKENS, tile, n)
         some = tile.lo < tile.hi
-        end = use + (tile.hi - tile.lo) * heads.group
+        end = use + (tile.hi - tile.lo) * n.group
         wait_full(rings.own, nth, 1, pred=some)
         wait_full(rings.k, use, C.K_STAGES, pred=some)
-        own = load_rows(C, c, memory, tile, heads, end)
+        own = load_rows(C, c, tile, end, t, n)
         x = State(use, zeros(C.TOKENS, C.D0, C.D1))
-        for g in range(heads.group):  # one pass; without the loop too much is kept in registers
-            head = tile.head * heads.group + g
-            if C.LOW_MASKED:
-                for t in range(tile.lo, full.begin):
-                    x = step(C, True, c, t, head, x, own, memory, rings, tile, sizes, args)
-            for t in range(full.begin, full.end):
-                x = step(C, False, c, t, head, x, own, memory, rings, tile, sizes, args)
-            if C.HIGH_MASKED:
-                for t in range(full.end, tile.hi):
-                    x = step(C, True, c, t, head, x, own, memory, rings, tile, sizes, args)
+        x = masked_steps(C, step, c, x, own, rings, tile, full, t, n)
         use = x.use
         release(rings.own, nth, 1, pred=some)
         nth += some.to(gl.int32)
         message += 1
-        following, live = peek_message(mail, message)
+        following, live = read_message(mail, message)
         row = gradient_row(C, c, tile)
-        to = memory.out + (row.to(gl.int64) * heads.resident + tile.head) * C.D_OUT
-        dq = scaled_parts(x.dq, memory.out_scale, C.D1)
-        store_parts(dq, to, heads.resident * C.D_OUT, rows_left(C, c, tile), C.D0, C.D_OUT)
+        to = t.out + (row.to(gl.int64) * n.heads + tile.head) * C.D_OUT
+        dq = scaled_parts(x.dq, n.out_scale, C.D1)
+        store_parts(dq, to, n.heads * C.D_OUT, rows_left(C, c, tile), C.D0, C.D_OUT)
         release_message(mail, message, following, live)
         tile = following
 
@@ -350,22 +297,12 @@ def backward_dq(q, do, k, v, t, n, C: gl.constexpr):
     v_ring = Ring(vs, v_full, barriers(C.V_STAGES, C.WARPGROUPS))
     fence_async_shared()
     rings = Rings(own, dos, k_ring, v_ring)
-    sizes = Sizes(n.nq, n.nk, n.left if C.LEFT else None, n.right if C.RIGHT else None, t.spans)
-    order = Order(t.table, t.ends, t.counter, n.heads, n.heads // n.ratio, n.streamed)
-    seqs = Sequences(t.cu_q, t.cu_k, n.batch, t.lengths)
-    length = n.nq if C.COLUMN else n.nk
-    line = LineBias(t.bias, n.each_b, n.each_h, n.each_h * (n.hq - 1) + 1, length)
-    args = ScoreArgs(n.inner, n.scale, t.alibi, n.shift, t.q_ids, t.k_ids, n.ids_q, n.ids_k, line)
-    heads = Heads(n.heads, n.group, n.ratio, n.hq, n.each_b, n.each_h)
-    memory = Memory(
-        t.out, n.out_scale, t.rows, n.rows, t.bias, n.bias_b, n.bias_h, n.bias_q, t.dbias
-    )
     follow()
     gl.warp_specialize(
         [
-            (consumer, (C, 0, memory, rings, mail, sizes, args, heads)),
-            (consumer, (C, 1, memory, rings, mail, sizes, args, heads)),
-            (producer, (C, descs, rings, mail, order, sizes, seqs, heads)),
+            (consumer, (C, 0, rings, mail, t, n)),
+            (consumer, (C, 1, rings, mail, t, n)),
+            (producer, (C, descs, rings, mail, t, n)),
         ],
         [4, 1],
         [C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS],

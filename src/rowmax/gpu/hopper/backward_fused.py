@@ -57,25 +57,18 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .backward_complete import Completion, is_rounding, round_sums
+from .backward_complete import is_rounding, round_sums
 from .backward_lib import (
     Descriptors,
-    Heads,
-    LineBias,
-    Outputs,
-    ScoreArgs,
     follow,
-    peek_message,
     place_of,
-    read_message,
-    release_message,
     score_layout,
     store,
     store_sums,
     sums_by_lane,
     wait_done,
 )
-from .backward_order import Sequences, Sizes, full_range, gradient_row, rows_left
+from .backward_order import full_range, gradient_row, rows_left
 from .backward_producer import producer
 from .backward_steps import (
     Resident,
@@ -88,15 +81,17 @@ from .backward_steps import (
 )
 from .backward_writer import writer
 from .gluon_compat import fence_async_shared, tma_store_wait, warpgroup_mma_wait
-from .lib.order import Order
 from .lib.parts import Parts, part_buffers, zeros
 from .lib.ring import (
     Ring,
     barriers,
     full_barriers,
     mailbox,
+    read_message,
     release,
+    release_message,
     slot,
+    take_message,
     tile_buffers,
     wait_full,
 )
@@ -119,16 +114,16 @@ class Rings(NamedTuple):
 
 
 @gluon.jit
-def consumer(C: gl.constexpr, c: gl.constexpr, rings, mail, sizes, args, heads, out):
+def consumer(C: gl.constexpr, c: gl.constexpr, rings, mail, dbias, t, n):
     """Compute dK and dV of keys ``64 c`` to ``64 c + 63`` of every tile of this block."""
     message = 0
     use = 0
     nth = 0
-    tile, live = read_message(mail, 0)
+    tile, live = take_message(mail, 0)
     while live:
-        full = full_range(C, tile.first + c * C.TOKENS, tile, sizes)
+        full = full_range(C, tile.first + c * C.TOKENS, tile, n)
         some = tile.lo < tile.hi
-        end = use + (tile.hi - tile.lo) * heads.group
+        end = use + (tile.hi - tile.lo) * n.group
         at = slot(nth, C.KV_STAGES)
         wait_full(rings.k, nth, C.KV_STAGES, pred=some)
         wait_full(rings.q, use, C.Q_STAGES, pred=some)
@@ -147,9 +142,7 @@ def consumer(C: gl.constexpr, c: gl.constexpr, rings, mail, sizes, args, heads, 
             none = gl.full([C.TOKENS, C.BLOCK_STREAMED], 0.0, gl.float32, score_layout(C))
             drow = sums_by_lane(none)
         state = State(use, S, dk, dv, drow)
-        state = all_steps(
-            C, c, state, resident, rings, tile, full, sizes, args, heads.group, out.dbias
-        )
+        state = all_steps(C, c, state, resident, rings, tile, full, dbias, t, n)
         use = state.use
         if C.DQ:
             last = gl.maximum(end - 1, 0)
@@ -159,14 +152,14 @@ def consumer(C: gl.constexpr, c: gl.constexpr, rings, mail, sizes, args, heads, 
         release(rings.k, nth, C.KV_STAGES, pred=some)
         nth += some.to(gl.int32)
         message += 1
-        following, live = peek_message(mail, message)
+        following, live = read_message(mail, message)
         if C.COMPLETE:
-            if is_rounding(tile, sizes):
-                round_sums(C, c, out, tile, sizes, heads)
+            if is_rounding(tile, n):
+                round_sums(C, c, tile, t, n)
             else:
-                store_tile(C, c, out, state, tile, sizes, heads)
+                store_tile(C, c, state, tile, t, n)
         else:
-            store_tile(C, c, out, state, tile, sizes, heads)
+            store_tile(C, c, state, tile, t, n)
         release_message(mail, message, following, live)
         tile = following
     if C.DBIAS:
@@ -174,33 +167,33 @@ def consumer(C: gl.constexpr, c: gl.constexpr, rings, mail, sizes, args, heads, 
 
 
 @gluon.jit
-def store_tile(C: gl.constexpr, c: gl.constexpr, out, state, tile, sizes, heads):
+def store_tile(C: gl.constexpr, c: gl.constexpr, state, tile, t, n):
     """Store dK, dV and sums of dbias of the warpgroup's keys of a tile."""
     row = gradient_row(C, c, tile)
     rows = rows_left(C, c, tile)
-    to, alone = out.dk, out.dk_alone
-    to = place_of(to, row, tile.head, heads.resident, C.D_OUT, out.dk_rows)
+    to, alone = t.out, t.dk_alone
+    to = place_of(to, row, tile.head, n.heads, C.D_OUT, t.dk_rows)
     if alone is not None:
         alone = alone + tile.head * C.D_OUT
-    stride = heads.resident * C.D_OUT
-    x = state.dk.low * out.scale
-    store(C, x, to, stride, rows, C.D0, 0, C.D_OUT, out.dk_rows, row, alone)
+    stride = n.heads * C.D_OUT
+    x = state.dk.low * n.out_scale
+    store(C, x, to, stride, rows, C.D0, 0, C.D_OUT, t.dk_rows, row, alone)
     if C.D_OUT > C.D0:
-        x = state.dk.high * out.scale
-        store(C, x, to, stride, rows, C.D1, C.D0, C.D_OUT, out.dk_rows, row, alone)
+        x = state.dk.high * n.out_scale
+        store(C, x, to, stride, rows, C.D1, C.D0, C.D_OUT, t.dk_rows, row, alone)
     if C.DROW:
-        plane = (tile.b * heads.resident + tile.head).to(gl.int64)
-        to = out.dbias + plane * sizes.nk + tile.first + c * C.TOKENS
+        plane = (tile.b * n.heads + tile.head).to(gl.int64)
+        to = t.dbias + plane * n.nk + tile.first + c * C.TOKENS
         store_sums(state.drow, to, rows)
-    to, alone = out.dv, out.dv_alone
-    to = place_of(to, row, tile.head, heads.resident, C.DV_OUT, out.dv_rows)
+    to, alone = t.dv, t.dv_alone
+    to = place_of(to, row, tile.head, n.heads, C.DV_OUT, t.dv_rows)
     if alone is not None:
         alone = alone + tile.head * C.DV_OUT
-    stride = heads.resident * C.DV_OUT
-    store(C, state.dv.low, to, stride, rows, C.DV0, 0, C.DV_OUT, out.dv_rows, row, alone)
+    stride = n.heads * C.DV_OUT
+    store(C, state.dv.low, to, stride, rows, C.DV0, 0, C.DV_OUT, t.dv_rows, row, alone)
     if C.DV_OUT > C.DV0:
         x = state.dv.high
-        store(C, x, to, stride, rows, C.DV1, C.DV0, C.DV_OUT, out.dv_rows, row, alone)
+        store(C, x, to, stride, rows, C.DV1, C.DV0, C.DV_OUT, t.dv_rows, row, alone)
 
 
 # --- the kernel --------------------------------------------------------------------------------
@@ -268,18 +261,6 @@ def backward(  # noqa: PLR0913, PLR0917  (Triton takes no record of descriptors)
     descs = Descriptors(Parts(q0, q1), Parts(do0, do1), Parts(k0, k1), Parts(v0, v1), rows, bias)
     dq = Parts(dq0, dq1)
     rings, mail = all_rings(C, descs, dq)
-    sizes = Sizes(n.nq, n.nk, n.left if C.LEFT else None, n.right if C.RIGHT else None, t.spans)
-    order = Order(t.table, t.ends, t.counter, n.heads, n.heads, n.streamed)
-    seqs = Sequences(t.cu_k, t.cu_q, n.batch, t.lengths)
-    length = n.nq if C.COLUMN else n.nk
-    line = LineBias(t.bias, n.each_b, n.each_h, n.each_h * (n.hq - 1) + 1, length)
-    args = ScoreArgs(n.inner, n.scale, t.alibi, n.shift, t.q_ids, t.k_ids, n.ids_q, n.ids_k, line)
-    heads = Heads(n.heads, n.group, n.ratio, n.hq, n.each_b, n.each_h)
-    completion = Completion(t.done, t.sums, t.dq, n.rows, n.zeroed)
-    of_bias = t.dbias if C.DROW else dbias
-    out = Outputs(
-        t.out, t.dv, of_bias, n.out_scale, completion, t.dk_rows, t.dv_rows, t.dk_alone, t.dv_alone
-    )
     follow()
     tiles = (n.nk + C.BLOCK_RESIDENT - 1) // C.BLOCK_RESIDENT
     if C.ORDERED and C.VARLEN:
@@ -289,12 +270,12 @@ def backward(  # noqa: PLR0913, PLR0917  (Triton takes no record of descriptors)
     if C.WARPGROUPS == 4:
         gl.warp_specialize(
             [
-                (consumer, (C, 0, rings, mail, sizes, args, heads, out)),
-                (consumer, (C, 1, rings, mail, sizes, args, heads, out)),
-                (consumer, (C, 2, rings, mail, sizes, args, heads, out)),
-                (consumer, (C, 3, rings, mail, sizes, args, heads, out)),
-                (producer, (C, descs, rings, mail, order, sizes, seqs, heads)),
-                (writer, (C, dq, rings.dq, mail, t.done, tiles, sizes, heads, completion)),
+                (consumer, (C, 0, rings, mail, dbias, t, n)),
+                (consumer, (C, 1, rings, mail, dbias, t, n)),
+                (consumer, (C, 2, rings, mail, dbias, t, n)),
+                (consumer, (C, 3, rings, mail, dbias, t, n)),
+                (producer, (C, descs, rings, mail, t, n)),
+                (writer, (C, dq, rings.dq, mail, tiles, t, n)),
             ],
             [4, 4, 4, 1, 1],
             [many, many, many, few, few],
@@ -302,10 +283,10 @@ def backward(  # noqa: PLR0913, PLR0917  (Triton takes no record of descriptors)
     elif C.WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (consumer, (C, 0, rings, mail, sizes, args, heads, out)),
-                (consumer, (C, 1, rings, mail, sizes, args, heads, out)),
-                (producer, (C, descs, rings, mail, order, sizes, seqs, heads)),
-                (writer, (C, dq, rings.dq, mail, t.done, tiles, sizes, heads, completion)),
+                (consumer, (C, 0, rings, mail, dbias, t, n)),
+                (consumer, (C, 1, rings, mail, dbias, t, n)),
+                (producer, (C, descs, rings, mail, t, n)),
+                (writer, (C, dq, rings.dq, mail, tiles, t, n)),
             ],
             [4, 1, 1],
             [many, few, few],
@@ -313,11 +294,11 @@ def backward(  # noqa: PLR0913, PLR0917  (Triton takes no record of descriptors)
     else:
         gl.warp_specialize(
             [
-                (consumer, (C, 0, rings, mail, sizes, args, heads, out)),
-                (consumer, (C, 1, rings, mail, sizes, args, heads, out)),
-                (consumer, (C, 2, rings, mail, sizes, args, heads, out)),
-                (producer, (C, descs, rings, mail, order, sizes, seqs, heads)),
-                (writer, (C, dq, rings.dq, mail, t.done, tiles, sizes, heads, completion)),
+                (consumer, (C, 0, rings, mail, dbias, t, n)),
+                (consumer, (C, 1, rings, mail, dbias, t, n)),
+                (consumer, (C, 2, rings, mail, dbias, t, n)),
+                (producer, (C, descs, rings, mail, t, n)),
+                (writer, (C, dq, rings.dq, mail, tiles, t, n)),
             ],
             [4, 4, 1, 1],
             [many, many, few, few],

@@ -12,18 +12,12 @@ from triton.experimental.gluon import language as gl
 
 from ...rules.score import ScoreTerms
 from . import tiles
-from .backward_order import (
-    Tile,
-    first_place,
-    next_place,
-    place_tile,
-    plane_of,
-)
+from .backward_order import first_place, next_place, place_tile, plane_of
 from .backward_tiles import Config
 from .gluon_compat import mbarrier, reinterpret, warpgroup_mma
 from .lib import ring
 from .lib.assembly import publish_text
-from .lib.layouts import matrix, output_layout
+from .lib.layouts import output_layout
 from .lib.rules import product_gradient, score_bfloat16, score_float16
 from .lib.scores import columns, lanes, rows_of
 from .lib.softmax import LOG2E, along_row, by_lane
@@ -51,94 +45,23 @@ class Descriptors(NamedTuple):
     bias: Any = None
 
 
-class Outputs(NamedTuple):
-    """The descriptors and numbers of the stores of a tile of keys."""
-
-    dk: Any
-    dv: Any
-    dbias: Any  # a pointer to the sums of a row, or the descriptor of dbias
-    scale: Any  # factor of dk
-    completion: Any = None  # backward_complete.Completion
-    dk_rows: Any = None  # as in backward_args.Pointers
-    dv_rows: Any = None
-    dk_alone: Any = None
-    dv_alone: Any = None
-
-
-class Heads(NamedTuple):
-    """The numbers of heads, and the strides of a bias by sequence and head."""
-
-    resident: Any  # heads of the resident side
-    group: Any  # streamed heads of a resident head
-    ratio: Any  # query heads of a kv head
-    query: Any
-    each_b: Any  # 0 where all sequences (each_h: all heads) share the bias, else 1
-    each_h: Any
-
-
-class LineBias(NamedTuple):
-    """A bias of one number for each key, or for each query."""
-
-    bias: Any
-    each_b: Any
-    each_h: Any
-    heads: Any
-    length: Any
-
-
-class ScoreArgs(NamedTuple):
-    """The arguments of the weights other than products and lse."""
-
-    inner: Any  # factor of the products inside a softcap
-    scale: Any  # factor from a product to the units of the scores
-    alibi: Any
-    shift: Any  # for ALiBi's distances; None: 0
-    q_ids: Any
-    k_ids: Any
-    ids_q: Any  # number of ids of a sequence, 0 where all sequences share them
-    ids_k: Any
-    line: Any
-
-
 @gluon.jit
-def read_message(mail, n):
-    """Read message n and release its slot; return (Tile, True if it is one)."""
-    tile, live = peek_message(mail, n)
-    release_message(mail, n, tile, live)
-    return tile, live
-
-
-@gluon.jit
-def peek_message(mail, n):
-    """Read message n; return (Tile, True if it is one). ``release_message`` must follow."""
-    words, live = ring.read_message(mail, n)
-    return Tile(*words), live
-
-
-@gluon.jit
-def release_message(mail, n, tile, live):
-    """Release the slot of message n, which ``peek_message`` returned."""
-    ring.release_message(mail, n, tile, live)
-
-
-@gluon.jit
-def first_tile(C: gl.constexpr, mail, order, sizes, seqs):
+def first_tile(C: gl.constexpr, mail, kv_heads, t, n):
     """Post the first tile to all partitions; return (its place, end of places, Tile)."""
-    n, end = first_place(C, order)
-    here = gl.where(n < end, n, 0) if C.DRAWN else n
-    tile = place_tile(C, here, order, sizes, seqs)
-    ring.post_message(mail, 0, tile, n < end)
-    return n, end, tile
+    place, end = first_place(C, t, n)
+    here = gl.where(place < end, place, 0) if C.DRAWN else place
+    tile = place_tile(C, here, kv_heads, t, n)
+    ring.post_message(mail, 0, tile, place < end)
+    return place, end, tile
 
 
 @gluon.jit
-def next_tile(C: gl.constexpr, n, end, message, mail, order, sizes, seqs):
-    """Post the tile after place n to all partitions; return (its place, Tile)."""
-    here = n
-    n = next_place(C, n, order)
-    tile = place_tile(C, gl.where(n < end, n, here), order, sizes, seqs)
-    ring.post_message(mail, message, tile, n < end)
-    return n, tile
+def next_tile(C: gl.constexpr, here, end, message, mail, kv_heads, t, n):
+    """Post the tile after place ``here`` to all partitions; return (its place, Tile)."""
+    place = next_place(C, here, t)
+    tile = place_tile(C, gl.where(place < end, place, here), kv_heads, t, n)
+    ring.post_message(mail, message, tile, place < end)
+    return place, tile
 
 
 @gluon.jit
@@ -149,6 +72,63 @@ def steps_before_draw(steps, stages):
     cache has no more. The last steps hide the draw.
     """
     return gl.maximum(steps - stages, 1)
+
+
+@gluon.jit
+def produce(
+    C: gl.constexpr, LOAD_RESIDENT: gl.constexpr, LOAD_STEP: gl.constexpr, STAGES: gl.constexpr,
+    copies, rings, mail, group, kv_heads, t, n,
+):  # fmt: skip
+    """Load all tiles of this block into shared memory, in one warp, by functions of the kernel.
+
+    LOAD_RESIDENT loads the nth tile that has steps, LOAD_STEP a step of it, one of STAGES in
+    flight. A resident row has steps for ``group`` heads. Both return the number of tiles so far
+    that end after their sequence.
+    """
+    message = 0
+    use = 0
+    nth = 0
+    cut_step = 0
+    cut_resident = 0
+    place, end, tile = first_tile(C, mail, kv_heads, t, n)
+    while place < end:
+        if tile.lo < tile.hi:
+            cut_resident = LOAD_RESIDENT(C, copies, rings, tile, use + nth, nth, cut_resident)
+            nth += 1
+            cut_step = LOAD_STEP(C, copies, rings, tile, 0, use, nth, cut_step, n)
+        steps = (tile.hi - tile.lo) * group
+        some = 1
+        if C.DRAWN:
+            some = steps_before_draw(steps, STAGES)
+            for i in range(1, some):
+                cut_step = LOAD_STEP(C, copies, rings, tile, i, use, nth, cut_step, n)
+        place, following = next_tile(C, place, end, message + 1, mail, kv_heads, t, n)
+        for i in range(some, steps):
+            cut_step = LOAD_STEP(C, copies, rings, tile, i, use, nth, cut_step, n)
+        use += steps
+        message += 1
+        tile = following
+
+
+@gluon.jit
+def masked_steps(
+    C: gl.constexpr, STEP: gl.constexpr, c: gl.constexpr, state, own, rings, tile, full, t, n
+):  # fmt: skip
+    """Return the State after all streamed tiles of all heads, by the STEP of a warpgroup.
+
+    ``own`` are its operands; tiles outside ``full`` need a mask.
+    """
+    for g in range(n.group):  # one pass for dq; without the loop too much is kept in registers
+        head = tile.head * n.group + g
+        if C.LOW_MASKED:
+            for m in range(tile.lo, full.begin):
+                state = STEP(C, True, c, m, head, state, own, rings, tile, t, n)
+        for m in range(full.begin, full.end):
+            state = STEP(C, False, c, m, head, state, own, rings, tile, t, n)
+        if C.HIGH_MASKED:
+            for m in range(full.end, tile.hi):
+                state = STEP(C, True, c, m, head, state, own, rings, tile, t, n)
+    return state
 
 
 @gluon.jit
@@ -291,29 +271,18 @@ def row_numbers(C: gl.constexpr, rows, s, i: gl.constexpr, part: gl.constexpr = 
 
 
 @gluon.jit
-def resident_numbers(C: gl.constexpr, c: gl.constexpr, rows, plane_rows, tile, heads):
-    """Return (lse, delta) of the warpgroup's queries ``[64]``: +inf and 0 past the last query.
-
-    ``rows`` points to planes of ``plane_rows`` rows, of lse and of delta.
-    """
-    plane, row = plane_of(C, tile.b, tile.head, tile.q_row, heads.query)
+def resident_numbers(C: gl.constexpr, c: gl.constexpr, tile, t, n):
+    """Return (lse, delta) of the warpgroup's queries ``[64]``: +inf and 0 past the last query."""
+    plane, row = plane_of(C, tile.b, tile.head, tile.q_row, n.hq)
     L: gl.constexpr = gl.SliceLayout(1, score_layout(C))
     r = tile.first + c * C.TOKENS + gl.arange(0, C.TOKENS, L)
-    at = rows + (plane.to(gl.int64) * 2 * plane_rows + row) + memory_place(r)
+    at = t.rows + (plane.to(gl.int64) * 2 * n.rows + row) + memory_place(r)
     lse = gl.load(at, mask=r < tile.nq, other=float("inf"))
-    delta = gl.load(at + plane_rows, mask=r < tile.nq, other=0.0)
+    delta = gl.load(at + n.rows, mask=r < tile.nq, other=0.0)
     return lse, delta
 
 
 # --- products ----------------------------------------------------------------------------------
-
-
-@gluon.jit
-def tile_buffer(buffers, s, ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    """Return buffer s as ``[ROWS, WIDTH]``."""
-    return reinterpret(
-        buffers.index(s), buffers.dtype, [ROWS, WIDTH], matrix(ROWS, WIDTH, buffers.dtype)
-    )
 
 
 @gluon.jit
@@ -323,7 +292,7 @@ def own_rows(C: gl.constexpr, c: gl.constexpr, buffers, at, WIDTH: gl.constexpr)
     ``at`` includes a 0 that the compiler cannot derive, such as ``use >> 30``. Otherwise it keeps
     operands that are the same in every step in registers, of which there are too few.
     """
-    return tile_buffer(buffers, at, C.BLOCK_RESIDENT, WIDTH).slice(c * C.TOKENS, C.TOKENS, dim=0)
+    return ring.tile_at(buffers, at, C.BLOCK_RESIDENT, WIDTH).slice(c * C.TOKENS, C.TOKENS, dim=0)
 
 
 @gluon.jit
@@ -346,13 +315,13 @@ def issue_product(C: gl.constexpr, resident, streamed):
 
 
 @gluon.jit
-def load_ids(ids, b, each, at, n):
-    """Return the document ids of positions ``at`` of sequence b; ``each`` is as in ScoreArgs."""
-    return gl.load(ids + b * each + at, mask=at < n, other=0)
+def load_ids(ids, b, each, at, length):
+    """Return the document ids of positions ``at`` of sequence b, ``each`` ids after the last's."""
+    return gl.load(ids + b * each + at, mask=at < length, other=0)
 
 
 @gluon.jit
-def visible(C: gl.constexpr, p, first, m, tile, sizes, args):
+def visible(C: gl.constexpr, p, first, m, tile, t, n):
     """Return True for the pairs that may attend, of streamed tile m and 64 rows from ``first`` on.
 
     The layout is that of p ``[64, BLOCK_STREAMED / 8, 4, 2]``.
@@ -366,29 +335,29 @@ def visible(C: gl.constexpr, p, first, m, tile, sizes, args):
         at = at + tile.offset - before
         end = tile.used - before + 0 * at
         if C.RIGHT:
-            end = gl.minimum(at + sizes.right + 1, end)
+            end = gl.minimum(at + n.right + 1, end)
         ok = col < along_row(end)
         if C.LEFT:
-            ok = ok & (col >= along_row(at - sizes.left))
+            ok = ok & (col >= along_row(at - n.left))
     else:
         here = at - tile.offset - before
         low = 0 * here
         if C.RIGHT:
-            low = here - sizes.right
+            low = here - n.right
         if C.RAGGED:
             low = gl.where(at < tile.used, low, C.BLOCK_STREAMED)
         ok = col >= along_row(low)
         if C.LEFT:
-            ok = ok & (col <= along_row(here + sizes.left))
+            ok = ok & (col <= along_row(here + n.left))
     if C.DOCUMENTS:
         row = first + rows_of(L)
         other = col + along_row(before)
         if C.QUERIES_RESIDENT:
-            of_row = load_ids(args.q_ids, tile.b, args.ids_q, row, sizes.nq)
-            of_other = load_ids(args.k_ids, tile.b, args.ids_k, other, sizes.nk)
+            of_row = load_ids(t.q_ids, tile.b, n.ids_q, row, n.nq)
+            of_other = load_ids(t.k_ids, tile.b, n.ids_k, other, n.nk)
         else:
-            of_row = load_ids(args.k_ids, tile.b, args.ids_k, row, sizes.nk)
-            of_other = load_ids(args.q_ids, tile.b, args.ids_q, other, sizes.nq)
+            of_row = load_ids(t.k_ids, tile.b, n.ids_k, row, n.nk)
+            of_other = load_ids(t.q_ids, tile.b, n.ids_q, other, n.nq)
         ok = ok & (of_other == along_row(of_row))
     return ok
 
@@ -408,24 +377,26 @@ def distance(C: gl.constexpr, S, first, m, tile, shift):
 
 
 @gluon.jit
-def line_bias(C: gl.constexpr, S, first, m, head, tile, line):
-    """Return the numbers of a LineBias, ``[1, BLOCK_STREAMED]`` or ``[64, 1]``."""
+def line_bias(C: gl.constexpr, S, first, m, head, tile, t, n):
+    """Return a bias of one number a key, or a query, ``[1, BLOCK_STREAMED]`` or ``[64, 1]``."""
     L: gl.constexpr = S.type.layout
-    plane = tile.b * line.each_b * line.heads + head * line.each_h
-    start = line.bias + plane.to(gl.int64) * line.length
+    heads = n.each_h * (n.hq - 1) + 1
+    length = n.nq if C.COLUMN else n.nk
+    plane = tile.b * n.each_b * heads + head * n.each_h
+    start = t.bias + plane.to(gl.int64) * length
     if C.QUERIES_RESIDENT == C.ROW:  # one number for each streamed row
         j = m * C.BLOCK_STREAMED + gl.arange(0, C.BLOCK_STREAMED, gl.SliceLayout(0, L))
-        x = gl.load(start + j, mask=j < line.length, other=0.0)[None, :]
+        x = gl.load(start + j, mask=j < length, other=0.0)[None, :]
     else:
         j = first + gl.arange(0, C.TOKENS, gl.SliceLayout(1, L))
-        x = gl.load(start + j, mask=j < line.length, other=0.0)[:, None]
+        x = gl.load(start + j, mask=j < length, other=0.0)[:, None]
     return x
 
 
 @gluon.jit
 def weights(
-    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, S, lse, bias, m, head, tile, sizes,
-    args, dtype: gl.constexpr,
+    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, S, lse, bias, m, head, tile, t, n,
+    dtype: gl.constexpr,
 ):  # fmt: skip
     """Return (P, w) of the products S: the weights, and w with ``dX = w (dP - Delta)``.
 
@@ -435,18 +406,18 @@ def weights(
     """
     first = tile.first + c * C.TOKENS
     if C.ROW or C.COLUMN:
-        bias = line_bias(C, S, first, m, head, tile, args.line)
-    inner = args.inner if C.SOFTCAP else None
-    terms = ScoreTerms(scale=args.scale, inner=inner, cap=args.scale)
+        bias = line_bias(C, S, first, m, head, tile, t, n)
+    inner = n.inner if C.SOFTCAP else None
+    terms = ScoreTerms(scale=n.scale, inner=inner, cap=n.scale)
     if C.ALIBI:
-        far = distance(C, S, first, m, tile, args.shift)
-        slope = gl.load(args.alibi + head)
+        far = distance(C, S, first, m, tile, n.shift)
+        slope = gl.load(t.alibi + head)
         if not C.NATURAL:  # added to lse, so that an exponent is one FMA
             lse = lse + far * (slope * LOG2E)
     if C.NATURAL:
-        terms = ScoreTerms(scale=args.scale, inner=inner, cap=args.scale, bias=bias)
+        terms = ScoreTerms(scale=n.scale, inner=inner, cap=n.scale, bias=bias)
         if C.ALIBI:
-            terms = ScoreTerms(args.scale, inner, args.scale, bias, far, slope)
+            terms = ScoreTerms(n.scale, inner, n.scale, bias, far, slope)
     if dtype == gl.bfloat16:
         s, y = score_bfloat16(S, terms)
     else:
@@ -457,7 +428,7 @@ def weights(
         p = gl.exp2(s - lse)
     if MASKED:
         p4 = by_lane(p)
-        ok = visible(C, p4, first, m, tile, sizes, args)
+        ok = visible(C, p4, first, m, tile, t, n)
         p = gl.convert_layout(gl.where(ok, p4, 0.0).reshape(p.shape), p.type.layout)
     w = p
     if C.SOFTCAP:

@@ -30,45 +30,11 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .lib.order import row_at, table_rows
+from .lib.order import Order, Tile, row_at, table_rows
 from .lib.rules import all_range, any_range, touched_tiles
 
 #: greater than any position
 UNBOUNDED = gl.constexpr(2**31 - 1)
-
-
-class Sizes(NamedTuple):
-    """The lengths, the limits of the band, and the tiles that documents leave."""
-
-    nq: Any  # length of the longest sequence
-    nk: Any
-    left: Any  # None: no limit
-    right: Any
-    spans: Any  # the streamed tiles that share a document with each resident tile
-
-
-class Sequences(NamedTuple):
-    """The offsets of packed sequences, and prefix lengths."""
-
-    cu_resident: Any
-    cu_streamed: Any
-    batch: Any
-    lengths: Any
-
-
-class Tile(NamedTuple):
-    """A resident tile, and the streamed tiles lo to hi - 1 that it needs, maybe none."""
-
-    first: Any  # its first row within the sequence
-    head: Any  # head of the resident side
-    b: Any
-    q_row: Any  # first row of a packed sequence, else 0
-    k_row: Any
-    nq: Any  # queries of the sequence
-    used: Any  # its keys in use; ``nq + offset`` is the number of all its keys
-    offset: Any  # the key position of query 0
-    lo: Any
-    hi: Any
 
 
 class Full(NamedTuple):
@@ -79,64 +45,66 @@ class Full(NamedTuple):
 
 
 @gluon.jit
-def first_place(C: gl.constexpr, order):
+def first_place(C: gl.constexpr, t, n):
     """Return (this block's first place in the order, the end of its places).
 
     Even the first place is from the counter: then every tile of an earlier place is done or runs,
     and a block may wait for it (``backward_writer.add_dq``).
     """
     if C.DRAWN:
-        n = gl.atomic_add(order.counter, 1)
-        end = gl.load(order.ends)
+        place = gl.atomic_add(t.counter, 1)
+        end = gl.load(t.ends)
         if C.VARLEN:
-            end = end * order.heads
+            end = end * n.heads
     else:
-        n = gl.program_id(0)
-        end = gl.load(order.ends + n)
-    return n, end
+        place = gl.program_id(0)
+        end = gl.load(t.ends + place)
+    return place, end
 
 
 @gluon.jit
-def next_place(C: gl.constexpr, n, order):
-    """Return the place after n: from the counter, or one stride on."""
+def next_place(C: gl.constexpr, place, t):
+    """Return the place after this one: from the counter, or one stride on."""
     if C.DRAWN:
-        n = gl.atomic_add(order.counter, 1)
+        place = gl.atomic_add(t.counter, 1)
     else:
-        n = n + gl.num_programs(0)
-    return n
+        place = place + gl.num_programs(0)
+    return place
 
 
 @gluon.jit
-def in_documents(C: gl.constexpr, lo, hi, first, b, sizes):
+def in_documents(C: gl.constexpr, lo, hi, first, b, t, n):
     """Return (lo, hi) cut to the tiles that may share a document with the resident tile."""
     if C.SPANS:
-        n = sizes.nq if C.QUERIES_RESIDENT else sizes.nk
-        tiles = (n + C.BLOCK_RESIDENT - 1) // C.BLOCK_RESIDENT
+        length = n.nq if C.QUERIES_RESIDENT else n.nk
+        tiles = (length + C.BLOCK_RESIDENT - 1) // C.BLOCK_RESIDENT
         m = gl.minimum(gl.maximum(first, 0) // C.BLOCK_RESIDENT, tiles - 1)
-        at = sizes.spans + 2 * (b * tiles + m)
+        at = t.spans + 2 * (b * tiles + m)
         lo = gl.maximum(lo, gl.load(at))
         hi = gl.maximum(gl.minimum(hi, gl.load(at + 1)), lo)
     return lo, hi
 
 
 @gluon.jit
-def streamed_range(C: gl.constexpr, first, b, nq, used, offset, sizes):
+def streamed_range(C: gl.constexpr, first, b, nq, used, offset, t, n):
     """Return (lo, hi), the streamed tiles that see some row of the resident tile at ``first``."""
+    left = n.left if C.LEFT else None
+    right = n.right if C.RIGHT else None
     if C.QUERIES_RESIDENT:
         last = gl.minimum(first + C.BLOCK_RESIDENT, nq) - 1
-        low, high = any_range(first, last, offset, sizes.left, sizes.right, used)
+        low, high = any_range(first, last, offset, left, right, used)
     else:
         last = gl.minimum(first + C.BLOCK_RESIDENT, used) - 1
-        low, high = any_range(first, last, -offset, sizes.right, sizes.left, nq)
+        low, high = any_range(first, last, -offset, right, left, nq)
     lo, hi = touched_tiles(low, high, C.BLOCK_STREAMED)
-    lo, hi = in_documents(C, lo, hi, first, b, sizes)
+    lo, hi = in_documents(C, lo, hi, first, b, t, n)
     if not C.QUERIES_RESIDENT:
         hi = gl.where(first < used, hi, lo)
     return lo, hi
 
 
 @gluon.jit
-def full_range(C: gl.constexpr, first, tile, sizes):
+def full_range(C: gl.constexpr, first, tile, n):
     """Return the Full tiles of the 64 resident rows from ``first`` on.
 
     Queries past the last one need no mask: their lse is +inf.
@@ -147,12 +115,14 @@ def full_range(C: gl.constexpr, first, tile, sizes):
     moved = last + C.BLOCK_STREAMED - 1
     full = tile.lo
     end = tile.hi
+    left = n.left if C.LEFT else None
+    right = n.right if C.RIGHT else None
     if C.QUERIES_RESIDENT:
-        low, high = all_range(first, moved, tile.offset, sizes.left, sizes.right, UNBOUNDED)
+        low, high = all_range(first, moved, tile.offset, left, right, UNBOUNDED)
         LOW: gl.constexpr = C.LEFT
         HIGH: gl.constexpr = C.RIGHT
     else:
-        low, high = all_range(first, moved, -tile.offset, sizes.right, sizes.left, UNBOUNDED)
+        low, high = all_range(first, moved, -tile.offset, right, left, UNBOUNDED)
         LOW: gl.constexpr = C.RIGHT
         HIGH: gl.constexpr = C.LEFT
     if LOW:
@@ -171,30 +141,33 @@ def full_range(C: gl.constexpr, first, tile, sizes):
 
 
 @gluon.jit
-def tile_of(C: gl.constexpr, first, head, b, sizes, seqs):
+def tile_of(C: gl.constexpr, first, head, b, t, n):
     """Return the Tile of a sequence's resident rows from ``first`` on."""
-    nq, nk = sizes.nq, sizes.nk
+    nq, nk = n.nq, n.nk
     q_row, k_row = 0, 0
     if C.VARLEN:
-        cu_q = seqs.cu_resident if C.QUERIES_RESIDENT else seqs.cu_streamed
-        cu_k = seqs.cu_streamed if C.QUERIES_RESIDENT else seqs.cu_resident
-        q_row = gl.load(cu_q + b)
-        k_row = gl.load(cu_k + b)
-        nq = gl.load(cu_q + b + 1) - q_row
-        nk = gl.load(cu_k + b + 1) - k_row
+        q_row = gl.load(t.cu_q + b)
+        k_row = gl.load(t.cu_k + b)
+        nq = gl.load(t.cu_q + b + 1) - q_row
+        nk = gl.load(t.cu_k + b + 1) - k_row
     offset = nk - nq
     used = nk
     if C.PREFIX:
-        used = gl.maximum(gl.minimum(nk, gl.load(seqs.lengths + b)), 0)
-    lo, hi = streamed_range(C, first, b, nq, used, offset, sizes)
+        used = gl.maximum(gl.minimum(nk, gl.load(t.lengths + b)), 0)
+    lo, hi = streamed_range(C, first, b, nq, used, offset, t, n)
     return Tile(first, head, b, q_row, k_row, nq, used, offset, lo, hi)
 
 
 @gluon.jit
-def place_tile(C: gl.constexpr, n, order, sizes, seqs):
-    """Return the Tile at place n of the order."""
-    first, head, b = row_at(C, n, order, seqs)
-    return tile_of(C, first, head, b, sizes, seqs)
+def place_tile(C: gl.constexpr, place, kv_heads, t, n):
+    """Return the Tile at a place of the order."""
+    resident = t.cu_q if C.QUERIES_RESIDENT else t.cu_k
+    streamed = t.cu_k if C.QUERIES_RESIDENT else t.cu_q
+    order = Order(
+        t.table, t.ends, t.counter, n.heads, kv_heads, n.streamed, resident, streamed, n.batch
+    )
+    first, head, b = row_at(C, place, order)
+    return tile_of(C, first, head, b, t, n)
 
 
 @gluon.jit
@@ -268,14 +241,14 @@ def step_of(C: gl.constexpr, i, tile, group):
 
 
 @gluon.jit
-def neighbour_range(C: gl.constexpr, tile, sizes):
+def neighbour_range(C: gl.constexpr, tile, t, n):
     """Return (lo, hi): the tiles of queries of the neighbour of a tile of keys, maybe none.
 
     Bounds never decrease from one tile of keys to the next. So if the neighbour does not have a
     tile of queries, no earlier tile of keys has it.
     """
     first = tile.first + C.NEIGHBOUR * C.BLOCK_RESIDENT
-    lo, hi = streamed_range(C, first, tile.b, tile.nq, tile.used, tile.offset, sizes)
+    lo, hi = streamed_range(C, first, tile.b, tile.nq, tile.used, tile.offset, t, n)
     return lo, gl.where(first >= 0, hi, lo)
 
 

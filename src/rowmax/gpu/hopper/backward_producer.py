@@ -22,15 +22,15 @@ def wait_free(C: gl.constexpr, rings, use):
 
 
 @gluon.jit
-def load_step(C: gl.constexpr, descs, rings, tile, heads, i, use, cut):
+def load_step(C: gl.constexpr, descs, rings, tile, i, use, cut, n):
     """Load Q, lse and delta, dO and the bias of step i of a tile of keys.
 
     Return the number of tiles so far that end after their sequence; ``cut`` were before this step.
     """
-    m, g = step_of(C, i, tile, heads.group)
+    m, g = step_of(C, i, tile, n.group)
     part = 0 if C.VARLEN else tile.b
-    head = tile.head * heads.group + g
-    plane, row = plane_of(C, tile.b, head, tile.q_row, heads.query)
+    head = tile.head * n.group + g
+    plane, row = plane_of(C, tile.b, head, tile.q_row, n.hq)
     first = m * C.BLOCK_STREAMED
     rest = tile.nq - first
     short = rest < C.BLOCK_STREAMED
@@ -50,7 +50,7 @@ def load_step(C: gl.constexpr, descs, rings, tile, heads, i, use, cut):
     do = rings.do.buffers
     load_parts(descs.do, corner, C.DV0, C.DV1, bar, do, u)
     if C.BIAS_FLOAT32:
-        of_bias = [tile.b * heads.each_b, head * heads.each_h, first, tile.first]
+        of_bias = [tile.b * n.each_b, head * n.each_h, first, tile.first]
         load_float32(C, descs.bias, rings.bias, rings, of_bias, use)
     elif C.BIAS:
         t = slot(use, C.DS_STAGES)
@@ -60,7 +60,7 @@ def load_step(C: gl.constexpr, descs, rings, tile, heads, i, use, cut):
         ds = rings.ds.buffers
         box: gl.constexpr = [1, 1, C.BLOCK_STREAMED, C.BLOCK_RESIDENT]
         to = reinterpret(ds.index(t), ds.dtype, box, descs.bias.layout)
-        at = [tile.b * heads.each_b, head * heads.each_h, first, tile.first]
+        at = [tile.b * n.each_b, head * n.each_h, first, tile.first]
         tma_load(descs.bias, at, bar, to)
     if C.VARLEN:
         cleared_parts(rings.do.full, u, C.DO_STAGES, do, C.BLOCK_STREAMED, C.DV0, C.DV1, rest, cut)
@@ -117,34 +117,34 @@ def load_resident(C: gl.constexpr, descs, rings, tile, nth, cut):
 
 
 @gluon.jit
-def producer(C: gl.constexpr, descs, rings, mail, order, sizes, seqs, heads):
+def producer(C: gl.constexpr, descs, rings, mail, t, n):
     """Load all tiles of this block into shared memory, in one warp."""
     message = 0
     use = 0
     nth = 0
     cut_q = 0
     cut_k = 0
-    n, end, tile = first_tile(C, mail, order, sizes, seqs)
-    while n < end:
+    place, end, tile = first_tile(C, mail, n.heads, t, n)
+    while place < end:
         if tile.lo < tile.hi:
             # the rings have room for the first step while K and V of the last tile are in use
-            cut_q = load_step(C, descs, rings, tile, heads, 0, use, cut_q)
+            cut_q = load_step(C, descs, rings, tile, 0, use, cut_q, n)
             cut_k = load_resident(C, descs, rings, tile, nth, cut_k)
             nth += 1
-        steps = (tile.hi - tile.lo) * heads.group
+        steps = (tile.hi - tile.lo) * n.group
         # as many steps as there is room for, since looking up the next tile is slow
         some = gl.minimum(steps, C.DO_STAGES)
         if C.DRAWN:
             some = gl.maximum(some, steps_before_draw(steps, C.DO_STAGES))
         for i in range(1, some):
-            cut_q = load_step(C, descs, rings, tile, heads, i, use + i, cut_q)
+            cut_q = load_step(C, descs, rings, tile, i, use + i, cut_q, n)
         following = tile
         if not C.ORDERED:
-            n, following = next_tile(C, n, end, message + 1, mail, order, sizes, seqs)
+            place, following = next_tile(C, place, end, message + 1, mail, n.heads, t, n)
         for i in range(gl.maximum(some, 1), steps):
-            cut_q = load_step(C, descs, rings, tile, heads, i, use + i, cut_q)
+            cut_q = load_step(C, descs, rings, tile, i, use + i, cut_q, n)
         use += steps
         if C.ORDERED:  # late, because other blocks wait for every tile that a block has taken
-            n, following = next_tile(C, n, end, message + 1, mail, order, sizes, seqs)
+            place, following = next_tile(C, place, end, message + 1, mail, n.heads, t, n)
         message += 1
         tile = following

@@ -16,7 +16,6 @@ from .backward_lib import (
     row_numbers,
     score_layout,
     sums_by_lane,
-    tile_buffer,
     wait_done,
     weights,
 )
@@ -40,7 +39,7 @@ from .lib.parts import (
     wait_two,
     zeros,
 )
-from .lib.ring import release, slot, wait_empty, wait_full
+from .lib.ring import release, slot, tile_at, wait_empty, wait_full
 from .lib.rules import score_gradient
 from .lib.scores import widened
 from .lib.softmax import rounded
@@ -120,7 +119,7 @@ def own_bias(C: gl.constexpr, c: gl.constexpr, rings, use):
     if C.BIAS_FLOAT32:
         wait_full(rings.bias, use, C.BIAS_STAGES)
         i = C.WARPGROUPS * slot(use, C.BIAS_STAGES) + c
-        half = tile_buffer(rings.bias.buffers, i, C.BLOCK_STREAMED, C.TOKENS)
+        half = tile_at(rings.bias.buffers, i, C.BLOCK_STREAMED, C.TOKENS)
         x = half.permute((1, 0)).load(score_layout(C))
     else:
         wait_full(rings.ds, use, C.DS_STAGES)
@@ -176,9 +175,9 @@ def make_dq(C: gl.constexpr, resident, rings, use):
     s = slot(use, C.DQ_STAGES)
     wait_empty(rings.dq, use, C.DQ_STAGES)
     to = rings.dq.buffers
-    tile_buffer(to.low, s, 2 * C.D0, 32).store(thread_order(dq.low, C.D0))
+    tile_at(to.low, s, 2 * C.D0, 32).store(thread_order(dq.low, C.D0))
     if C.D1:
-        tile_buffer(to.high, s, 2 * C.D1, 32).store(thread_order(dq.high, C.D1))
+        tile_at(to.high, s, 2 * C.D1, 32).store(thread_order(dq.high, C.D1))
     fence_async_shared()
     mbarrier.arrive(rings.dq.full.index(s), count=1)
 
@@ -208,20 +207,20 @@ def store_dbias(C: gl.constexpr, c: gl.constexpr, dbias, ds, use, m, head, tile)
 @gluon.jit
 def step(
     C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, m, head, state, resident, rings,
-    tile, sizes, args, dbias,
+    tile, dbias, t, n,
 ):  # fmt: skip
     """Return the State after tile m of the queries of a head."""
     if C.HALVED:
-        after = halved_step(C, MASKED, c, m, head, state, resident, rings, tile, sizes, args)
+        after = halved_step(C, MASKED, c, m, head, state, resident, rings, tile, t, n)
     else:
-        after = whole_step(C, MASKED, c, m, head, state, resident, rings, tile, sizes, args, dbias)
+        after = whole_step(C, MASKED, c, m, head, state, resident, rings, tile, dbias, t, n)
     return after
 
 
 @gluon.jit
 def whole_step(
     C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, m, head, state, resident, rings,
-    tile, sizes, args, dbias,
+    tile, dbias, t, n,
 ):  # fmt: skip
     """Return the State after tile m of the queries of a head.
 
@@ -238,7 +237,7 @@ def whole_step(
     bias = 0
     if C.BIAS:
         bias = own_bias(C, c, rings, use)
-    p, w = weights(C, MASKED, c, state.s, lse, bias, m, head, tile, sizes, args, dtype)
+    p, w = weights(C, MASKED, c, state.s, lse, bias, m, head, tile, t, n, dtype)
     P = rounded(p, dtype)
     # A wait begins a new basic block. Without one here ptxas moves the exponentials below the wait
     # for the products that they overlap with.
@@ -276,7 +275,7 @@ def whole_step(
 @gluon.jit
 def halved_step(
     C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, m, head, state, resident, rings,
-    tile, sizes, args,
+    tile, t, n,
 ):  # fmt: skip
     """Return the State after tile m of the queries of a head, half of them at a time.
 
@@ -297,7 +296,7 @@ def halved_step(
     b0, b1 = halves_of_bias(C, c, rings, use)
     S = warpgroup_mma_wait(count(C.DV1), deps=[S])
     lse = row_numbers(C.HALF, rings.rows, s, 0, 0)[None, :]
-    w, P = half_weights(C, MASKED, c, S, lse, b0, 2 * m, head, tile, sizes, args, dtype)
+    w, P = half_weights(C, MASKED, c, S, lse, b0, 2 * m, head, tile, t, n, dtype)
     if C.DQ:
         wait_done(C, rings, before, was)
     dp0 = warpgroup_mma_wait(0, deps=[dp0])
@@ -312,7 +311,7 @@ def halved_step(
     else:
         S = warpgroup_mma_wait(0, deps=[S])
     lse = row_numbers(C.HALF, rings.rows, s, 0, 1)[None, :]
-    w, P = half_weights(C, MASKED, c, S, lse, b1, 2 * m + 1, head, tile, sizes, args, dtype)
+    w, P = half_weights(C, MASKED, c, S, lse, b1, 2 * m + 1, head, tile, t, n, dtype)
     if C.DP_HALVED:
         wait_full(rings.q, use, C.Q_STAGES)  # begins a basic block, as in whole_step
         dp1 = warpgroup_mma_wait(0, deps=[dp1])
@@ -365,13 +364,13 @@ def halves_of_bias(C: gl.constexpr, c: gl.constexpr, rings, use):
 
 @gluon.jit
 def half_weights(
-    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, S, lse, bias, m, head, tile, sizes,
-    args, dtype: gl.constexpr,
+    C: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr, S, lse, bias, m, head, tile, t, n,
+    dtype: gl.constexpr,
 ):  # fmt: skip
     """Return (w, P) of a half, number m of all: ``backward_lib.weights``, P rounded."""
     if C.BIAS:
         bias = widened(bias)
-    p, w = weights(C.HALF, MASKED, c, S, lse, bias, m, head, tile, sizes, args, dtype)
+    p, w = weights(C.HALF, MASKED, c, S, lse, bias, m, head, tile, t, n, dtype)
     return w, rounded(p, dtype)
 
 
@@ -402,33 +401,33 @@ def halves_of(C: gl.constexpr, x):
 
 @gluon.jit
 def all_steps(
-    C: gl.constexpr, c: gl.constexpr, state, resident, rings, tile, full, sizes, args, group, dbias
-):
+    C: gl.constexpr, c: gl.constexpr, state, resident, rings, tile, full, dbias, t, n
+):  # fmt: skip
     """Return the State after all steps of a tile of keys, in the order of ``step_of``."""
-    rounds, side = group, 1
+    rounds, side = n.group, 1
     if C.ABREAST:
-        rounds, side = 1, group
+        rounds, side = 1, n.group
     for g in range(rounds):
-        head = tile.head * group + g
+        head = tile.head * n.group + g
         if C.UP:
             for i in range(tile.lo, full.begin):
-                state = step(C, True, c, i, head, state, resident, rings, tile, sizes, args, dbias)
+                state = step(C, True, c, i, head, state, resident, rings, tile, dbias, t, n)
         if C.LEFT:
             for i in range(full.end, tile.hi):
                 m = tile.hi - 1 - i + full.end
-                state = step(C, True, c, m, head, state, resident, rings, tile, sizes, args, dbias)
+                state = step(C, True, c, m, head, state, resident, rings, tile, dbias, t, n)
         if not C.DOCUMENTS:
-            for n in range(full.begin * side, full.end * side):
-                i, head = abreast(C, n, g, group)
-                head += tile.head * group
-                m = full.end - 1 - i + full.begin
+            for i in range(full.begin * side, full.end * side):
+                k, head = abreast(C, i, g, n.group)
+                head += tile.head * n.group
+                m = full.end - 1 - k + full.begin
                 if C.UP:
-                    m = i
-                state = step(C, False, c, m, head, state, resident, rings, tile, sizes, args, dbias)
+                    m = k
+                state = step(C, False, c, m, head, state, resident, rings, tile, dbias, t, n)
         if C.MASKS and not C.UP:
-            for n in range(tile.lo * side, full.begin * side):
-                i, head = abreast(C, n, g, group)
-                head += tile.head * group
-                m = full.begin - 1 - i + tile.lo
-                state = step(C, True, c, m, head, state, resident, rings, tile, sizes, args, dbias)
+            for i in range(tile.lo * side, full.begin * side):
+                k, head = abreast(C, i, g, n.group)
+                head += tile.head * n.group
+                m = full.begin - 1 - k + tile.lo
+                state = step(C, True, c, m, head, state, resident, rings, tile, dbias, t, n)
     return state

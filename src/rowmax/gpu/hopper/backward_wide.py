@@ -49,34 +49,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .backward_lib import (
-    Heads,
-    LineBias,
-    ScoreArgs,
-    first_tile,
     follow,
     held_layout,
-    next_tile,
     no_scores,
-    peek_message,
-    read_message,
-    release_message,
+    produce,
     resident_numbers,
     row_numbers,
     score_layout,
-    steps_before_draw,
     store_rows,
     thread_layout,
-    tile_buffer,
     weights,
 )
-from .backward_order import (
-    Sequences,
-    Sizes,
-    full_range,
-    gradient_row,
-    plane_of,
-    rows_left,
-)
+from .backward_order import full_range, gradient_row, plane_of, rows_left
 from .gluon_compat import (
     fence_async_shared,
     mbarrier,
@@ -86,7 +70,6 @@ from .gluon_compat import (
     warpgroup_mma_wait,
 )
 from .lib.layouts import matrix
-from .lib.order import Order
 from .lib.parts import Parts, issue_with_columns, zeros
 from .lib.ring import (
     Ring,
@@ -95,8 +78,12 @@ from .lib.ring import (
     full_barriers,
     landing,
     mailbox,
+    read_message,
     release,
+    release_message,
     slot,
+    take_message,
+    tile_at,
     tile_buffers,
     wait_empty,
     wait_full,
@@ -150,22 +137,23 @@ class State(NamedTuple):
 
 
 @gluon.jit
-def load_step(C: gl.constexpr, copies, rings, tile, heads, i, use, shift, cut):
-    """Load both streamed tensors of step i of a tile, and lse and delta of queries.
+def load_step(C: gl.constexpr, copies, rings, tile, i, use, nth, cut, n):
+    """Load both streamed tensors of step i of the nth tile, and lse and delta of queries.
 
-    The step is use ``use + shift`` of the first ring. Return the number of tiles so far that end
-    after their sequence; ``cut`` were before this step.
+    ``use`` is the tile's first; the first ring has ``nth`` more. Return the number of tiles so far
+    that end after their sequence; ``cut`` were before this step.
     """
+    use = use + i
     steps = tile.hi - tile.lo
     g = i // steps
     begin = (tile.lo + i - g * steps) * C.BLOCK_STREAMED
     part = 0 if C.VARLEN else tile.b
     if C.QUERIES_RESIDENT:
-        row, head, rest = tile.k_row + begin, tile.head // heads.ratio, tile.used - begin
+        row, head, rest = tile.k_row + begin, tile.head // n.ratio, tile.used - begin
     else:
-        row, head, rest = tile.q_row + begin, tile.head * heads.group + g, tile.nq - begin
+        row, head, rest = tile.q_row + begin, tile.head * n.group + g, tile.nq - begin
     short = rest < C.BLOCK_STREAMED
-    first_use = use + shift
+    first_use = use + nth
     s = slot(first_use, C.FIRST_STAGES)
     bar = landing(rings.first.full, s, C.FIRST_STAGES, C.VARLEN, short)
     wait_empty(rings.first, first_use, C.FIRST_STAGES)
@@ -173,7 +161,7 @@ def load_step(C: gl.constexpr, copies, rings, tile, heads, i, use, shift, cut):
         mbarrier.expect(bar, copies.first.block_type.nbytes)
     else:
         mbarrier.expect(bar, copies.first.block_type.nbytes + copies.rows.block_type.nbytes)
-        plane, at = plane_of(C, tile.b, head, tile.q_row, heads.query)
+        plane, at = plane_of(C, tile.b, head, tile.q_row, n.hq)
         tma_load(copies.rows, [plane, 0, at + begin], bar, rings.rows.index(s))
     first = rings.first.buffers.index(s)
     tma_load(copies.first, [part, row, head, 0], bar, first)
@@ -197,7 +185,7 @@ def load_step(C: gl.constexpr, copies, rings, tile, heads, i, use, shift, cut):
 
 
 @gluon.jit
-def load_resident(C: gl.constexpr, copies, rings, tile, use, nth):
+def load_resident(C: gl.constexpr, copies, rings, tile, use, nth, cut):
     """Load the resident tensors of the nth tile that has steps.
 
     The columns that are held arrive as use ``use`` of the first ring.
@@ -221,6 +209,7 @@ def load_resident(C: gl.constexpr, copies, rings, tile, use, nth):
     for i in gl.static_range(rest):
         corner = [part, row, tile.head, (i + 1) * C.HELD]
         tma_load(copies.own, corner, bar, rings.own.buffers.index(i))
+    return cut
 
 
 @gluon.jit
@@ -232,30 +221,11 @@ def held_buffer(C: gl.constexpr, copies, rings, s):
 
 
 @gluon.jit
-def producer(C: gl.constexpr, copies, rings, mail, order, sizes, seqs, heads):
+def producer(C: gl.constexpr, copies, rings, mail, kv_heads, t, n):
     """Load all tiles of this block into shared memory, in one warp."""
-    message = 0
-    use = 0
-    nth = 0
-    cut = 0
-    n, end, tile = first_tile(C, mail, order, sizes, seqs)
-    while n < end:
-        if tile.lo < tile.hi:
-            load_resident(C, copies, rings, tile, use + nth, nth)
-            nth += 1
-            cut = load_step(C, copies, rings, tile, heads, 0, use, nth, cut)
-        steps = (tile.hi - tile.lo) * heads.group
-        some = 1
-        if C.DRAWN:
-            some = steps_before_draw(steps, C.FIRST_STAGES)
-            for i in range(1, some):
-                cut = load_step(C, copies, rings, tile, heads, i, use + i, nth, cut)
-        n, following = next_tile(C, n, end, message + 1, mail, order, sizes, seqs)
-        for i in range(some, steps):
-            cut = load_step(C, copies, rings, tile, heads, i, use + i, nth, cut)
-        use += steps
-        message += 1
-        tile = following
+    produce(
+        C, load_resident, load_step, C.FIRST_STAGES, copies, rings, mail, n.group, kv_heads, t, n
+    )
 
 
 # --- the operand of the sum --------------------------------------------------------------------
@@ -269,10 +239,10 @@ def issue_sum(C: gl.constexpr, c: gl.constexpr, a, rings, use, shift, x):
     """
     if C.SCORES_ALONE:
         u = slot(2 * use + c, C.SECOND_STAGES)
-        b = tile_buffer(rings.second.buffers, u, C.BLOCK_STREAMED, C.HALF)
+        b = tile_at(rings.second.buffers, u, C.BLOCK_STREAMED, C.HALF)
     else:
         s = slot(use + shift, C.FIRST_STAGES)
-        b = tile_buffer(rings.first.buffers, s, C.BLOCK_STREAMED, C.WIDTH)
+        b = tile_at(rings.first.buffers, s, C.BLOCK_STREAMED, C.WIDTH)
         b = b.slice(c * C.HALF, C.HALF, dim=1)
     if c == (0 if C.SCORES_ALONE else 1):
         low = issue_with_columns(a, Parts(b, b), Parts(x, 0), C.HALF, 0).low
@@ -318,23 +288,23 @@ def held_columns(C: gl.constexpr, rings, use, some):
 def issue_scores(C: gl.constexpr, own, rings, use):
     """Issue S of a step; of a tile that is not there for no one."""
     s = slot(use + own.shift, C.FIRST_STAGES)
-    streamed = tile_buffer(rings.first.buffers, s, C.BLOCK_STREAMED, C.D)
+    streamed = tile_at(rings.first.buffers, s, C.BLOCK_STREAMED, C.D)
     S = no_scores(C)
     for i in gl.static_range(C.D // C.HELD):
         b = streamed.slice(i * C.HELD, C.HELD, dim=1).permute((1, 0))
         if i == 0:
             S = warpgroup_mma(own.held, b, S, use_acc=False, is_async=True)
         else:  # use >> 30 is 0, which the compiler cannot derive: it would keep the operand
-            a = tile_buffer(rings.own.buffers, (use >> 30) + i - 1, C.TOKENS, C.HELD)
+            a = tile_at(rings.own.buffers, (use >> 30) + i - 1, C.TOKENS, C.HELD)
             S = warpgroup_mma(a, b, S, use_acc=True, is_async=True)
     return S
 
 
 @gluon.jit
 def step_of_weights(
-    C: gl.constexpr, MASKED: gl.constexpr, t, head, state, own, rings, tile, sizes, args,
+    C: gl.constexpr, MASKED: gl.constexpr, m, head, state, own, rings, tile, t, n
 ):  # fmt: skip
-    """Return the State after streamed tile t; ``head`` is the query head."""
+    """Return the State after streamed tile m; ``head`` is the query head."""
     use = state.use
     after = use + 1
     first_use = use + own.shift
@@ -347,7 +317,7 @@ def step_of_weights(
         release(rings.first, first_use, C.FIRST_STAGES)
         wait_full(rings.first, first_use + 1, C.FIRST_STAGES, pred=after < own.end)
         S = issue_scores(C, own, rings, after)
-        p, _ = weights(C, MASKED, 0, state.product, lse, 0, t, head, tile, sizes, args, dtype)
+        p, _ = weights(C, MASKED, 0, state.product, lse, 0, m, head, tile, t, n, dtype)
         p = rounded(p, dtype)
         pass_operand(C, p, rings, use)
         wait_full(rings.second, 2 * use, C.SECOND_STAGES)
@@ -355,7 +325,7 @@ def step_of_weights(
         x, S = warpgroup_mma_wait(0, deps=[x, S])
         release(rings.second, 2 * use, C.SECOND_STAGES)
     else:
-        _, w = weights(C, MASKED, 0, state.product, lse, 0, t, head, tile, sizes, args, dtype)
+        _, w = weights(C, MASKED, 0, state.product, lse, 0, m, head, tile, t, n, dtype)
         rings.w.buffers.index(0).store(w)
         mbarrier.arrive(rings.w.full.index(0), count=1)
         ds = passed_operand(C, rings, use)
@@ -370,22 +340,22 @@ def step_of_weights(
 
 
 @gluon.jit
-def steps_of_weights(C: gl.constexpr, use, own, rings, tile, sizes, args, heads):
+def steps_of_weights(C: gl.constexpr, use, own, rings, tile, t, n):
     """Return the State of the warpgroup of weights after all steps of a tile."""
     wait_full(rings.first, use + own.shift, C.FIRST_STAGES, pred=use < own.end)
     S = warpgroup_mma_wait(0, deps=[issue_scores(C, own, rings, use)])
-    full = full_range(C, tile.first, tile, sizes)
+    full = full_range(C, tile.first, tile, n)
     x = State(use, zeros(C.TOKENS, C.HALF, 0).low, S)
-    for g in range(heads.group):
-        head = tile.head * heads.group + g
+    for g in range(n.group):
+        head = tile.head * n.group + g
         if C.LOW_MASKED:
             for i in range(tile.lo, full.begin):
-                x = step_of_weights(C, True, i, head, x, own, rings, tile, sizes, args)
+                x = step_of_weights(C, True, i, head, x, own, rings, tile, t, n)
         for i in range(full.begin, full.end):
-            x = step_of_weights(C, False, i, head, x, own, rings, tile, sizes, args)
+            x = step_of_weights(C, False, i, head, x, own, rings, tile, t, n)
         if C.HIGH_MASKED:
             for i in range(full.end, tile.hi):
-                x = step_of_weights(C, True, i, head, x, own, rings, tile, sizes, args)
+                x = step_of_weights(C, True, i, head, x, own, rings, tile, t, n)
     return x
 
 
@@ -398,12 +368,12 @@ def issue_gradients(C: gl.constexpr, own, rings, use):
     some = use < own.end
     dp = no_scores(C)
     # use >> 30 is 0, which the compiler cannot derive
-    resident = tile_buffer(rings.other, use >> 30, C.TOKENS, C.DV)
+    resident = tile_at(rings.other, use >> 30, C.TOKENS, C.DV)
     for h in gl.static_range(2):
         wait_full(rings.second, 2 * use + h, C.SECOND_STAGES, pred=some)
         u = slot(2 * use + h, C.SECOND_STAGES)
         a = resident.slice(h * C.HALF_V, C.HALF_V, dim=1)
-        b = tile_buffer(rings.second.buffers, u, C.BLOCK_STREAMED, C.HALF_V).permute((1, 0))
+        b = tile_at(rings.second.buffers, u, C.BLOCK_STREAMED, C.HALF_V).permute((1, 0))
         dp = warpgroup_mma(a, b, dp, use_acc=h > 0, is_async=True)
     return dp
 
@@ -468,15 +438,15 @@ def steps_of_gradients(C: gl.constexpr, use, own, rings):
 
 
 @gluon.jit
-def consumer(C: gl.constexpr, c: gl.constexpr, t, n, rings, mail, sizes, args, heads):
+def consumer(C: gl.constexpr, c: gl.constexpr, rings, mail, t, n):
     """Compute half c of the columns of every tile; 0 is of weights, 1 of gradients."""
     message = 0
     use = 0
     nth = 0
-    tile, live = read_message(mail, 0)
+    tile, live = take_message(mail, 0)
     while live:
         some = tile.lo < tile.hi
-        end = use + (tile.hi - tile.lo) * heads.group
+        end = use + (tile.hi - tile.lo) * n.group
         held = 0
         if c == 0:
             held = held_columns(C, rings, use + nth, some)
@@ -486,32 +456,32 @@ def consumer(C: gl.constexpr, c: gl.constexpr, t, n, rings, mail, sizes, args, h
         wait_full(rings.own, nth, 1, pred=some)
         own = Own(held, 0, 0, nth + 1, end)
         if C.QUERIES_RESIDENT:
-            lse, delta = resident_numbers(C, 0, t.rows, n.rows, tile, heads)
+            lse, delta = resident_numbers(C, 0, tile, t, n)
             own = Own(held, lse, delta, nth + 1, end)
         if c == 0:
-            x = steps_of_weights(C, use, own, rings, tile, sizes, args, heads)
+            x = steps_of_weights(C, use, own, rings, tile, t, n)
         else:
             x = steps_of_gradients(C, use, own, rings)
         use = end
         release(rings.own, nth, 1, pred=some)
         nth += some.to(gl.int32)
         message += 1
-        following, live = peek_message(mail, message)
-        store_half(C, c, x.x, t.out, n.out_scale, tile, heads)
+        following, live = read_message(mail, message)
+        store_half(C, c, x.x, tile, t, n)
         release_message(mail, message, following, live)
         tile = following
 
 
 @gluon.jit
-def store_half(C: gl.constexpr, c: gl.constexpr, x, out, scale, tile, heads):
+def store_half(C: gl.constexpr, c: gl.constexpr, x, tile, t, n):
     """Store the columns of the gradient that the warpgroup has."""
     if not C.SCORES_ALONE:
-        x = x * scale
+        x = x * n.out_scale
     OUT: gl.constexpr = min(C.OUT - c * C.HALF, C.HALF)
     if OUT > 0:
         row = gradient_row(C, 0, tile)
-        to = out + (row.to(gl.int64) * heads.resident + tile.head) * C.OUT + c * C.HALF
-        store_rows(x, to, heads.resident * C.OUT, rows_left(C, 0, tile), OUT)
+        to = t.out + (row.to(gl.int64) * n.heads + tile.head) * C.OUT + c * C.HALF
+        store_rows(x, to, n.heads * C.OUT, rows_left(C, 0, tile), OUT)
 
 
 # --- the kernel --------------------------------------------------------------------------------
@@ -553,22 +523,13 @@ def backward_wide(own, other, first, second, rows, t, n, C: gl.constexpr):
     of_operand = Ring(operands, barriers(stages, 1), barriers(stages, 1))
     fence_async_shared()
     rings = Rings(of_own, others, of_first, of_second, stats, of_w, of_operand)
-    sizes = Sizes(n.nq, n.nk, n.left if C.LEFT else None, n.right if C.RIGHT else None, t.spans)
     kv_heads = n.heads // n.ratio if C.QUERIES_RESIDENT else n.heads
-    order = Order(t.table, t.ends, t.counter, n.heads, kv_heads, n.streamed)
-    if C.QUERIES_RESIDENT:
-        seqs = Sequences(t.cu_q, t.cu_k, n.batch, t.lengths)
-    else:
-        seqs = Sequences(t.cu_k, t.cu_q, n.batch, t.lengths)
-    line = LineBias(t.bias, n.each_b, n.each_h, 0, 0)
-    args = ScoreArgs(n.inner, n.scale, t.alibi, n.shift, t.q_ids, t.k_ids, n.ids_q, n.ids_k, line)
-    heads = Heads(n.heads, n.group, n.ratio, n.hq, n.each_b, n.each_h)
     follow()
     gl.warp_specialize(
         [
-            (consumer, (C, 0, t, n, rings, mail, sizes, args, heads)),
-            (consumer, (C, 1, t, n, rings, mail, sizes, args, heads)),
-            (producer, (C, copies, rings, mail, order, sizes, seqs, heads)),
+            (consumer, (C, 0, rings, mail, t, n)),
+            (consumer, (C, 1, rings, mail, t, n)),
+            (producer, (C, copies, rings, mail, kv_heads, t, n)),
         ],
         [4, 1],
         [C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS],

@@ -6,23 +6,23 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .backward_complete import begin_head, end_tile
-from .backward_lib import publish, read_done, read_message
+from .backward_lib import publish, read_done
 from .backward_order import neighbour_range, plane_of, step_of, steps_before
 from .gluon_compat import tma_add, tma_store, tma_store_wait
 from .lib.assembly import STORE
-from .lib.ring import release, slot, wait_full
+from .lib.ring import release, slot, take_message, wait_full
 
 
 @gluon.jit
-def done_place(C: gl.constexpr, tile, done, tiles, heads):
+def done_place(C: gl.constexpr, tile, tiles, t, n):
     """Return a pointer to a tile's count of done steps, one of the ``tiles`` of a plane."""
     at = tile.first // C.BLOCK_RESIDENT
     if C.VARLEN:
         plane = tile.head
         at += tile.k_row // C.BLOCK_RESIDENT + tile.b
     else:
-        plane = tile.b * heads.resident + tile.head
-    return done + (plane * tiles + at)
+        plane = tile.b * n.heads + tile.head
+    return t.done + (plane * tiles + at)
 
 
 @gluon.jit
@@ -49,7 +49,7 @@ def add_parts(C: gl.constexpr, desc, plane, row, buffers, s):
 
 
 @gluon.jit
-def add_dq(C: gl.constexpr, desc, ring, mail, done, tiles, sizes, heads, completion):
+def add_dq(C: gl.constexpr, desc, ring, mail, tiles, t, n):
     """Add dQ of every step to memory, in one warp.
 
     ORDERED: the tiles of keys add to a tile of dQ in the order of ``backward_order.py``. Each
@@ -59,22 +59,22 @@ def add_dq(C: gl.constexpr, desc, ring, mail, done, tiles, sizes, heads, complet
     """
     message = 0
     use = 0
-    tile, live = read_message(mail, 0)
+    tile, live = take_message(mail, 0)
     while live:
-        end = (tile.hi - tile.lo) * heads.group
+        end = (tile.hi - tile.lo) * n.group
         seen = 0
         if C.ORDERED:
-            place = done_place(C, tile, done, tiles, heads)
-            lo, hi = neighbour_range(C, tile, sizes)
+            place = done_place(C, tile, tiles, t, n)
+            lo, hi = neighbour_range(C, tile, t, n)
         if C.COMPLETE:
-            of_head, writes = begin_head(C, tile, completion, sizes, heads)
+            of_head, writes = begin_head(C, tile, t, n)
         for i in range(end):
-            m, g = step_of(C, i, tile, heads.group)
-            head = tile.head * heads.group + g
-            plane, row = plane_of(C, tile.b, head, tile.q_row, heads.query)
+            m, g = step_of(C, i, tile, n.group)
+            head = tile.head * n.group + g
+            plane, row = plane_of(C, tile.b, head, tile.q_row, n.hq)
             row = (row // C.ROW_TILE + m) * (2 * C.D)  # in units of 32 numbers (thread_order)
             if C.ORDERED:
-                ours = steps_before(C, g, m, lo, hi, heads.group)
+                ours = steps_before(C, g, m, lo, hi, n.group)
                 seen = wait_for_neighbour(C, place, seen, ours, i)
             s = slot(use, C.DQ_STAGES)
             wait_full(ring, use, C.DQ_STAGES)
@@ -99,13 +99,13 @@ def add_dq(C: gl.constexpr, desc, ring, mail, done, tiles, sizes, heads, complet
         if C.ORDERED:
             publish(place, end, STORE)
         if C.COMPLETE:
-            end_tile(of_head, writes, tile, sizes)
+            end_tile(of_head, writes, tile, n)
         message += 1
-        tile, live = read_message(mail, message)
+        tile, live = take_message(mail, message)
 
 
 @gluon.jit
-def writer(C: gl.constexpr, desc, ring, mail, done, tiles, sizes, heads, completion):
+def writer(C: gl.constexpr, desc, ring, mail, tiles, t, n):
     """Add dQ to memory, if this kernel makes it."""
     if C.DQ:
-        add_dq(C, desc, ring, mail, done, tiles, sizes, heads, completion)
+        add_dq(C, desc, ring, mail, tiles, t, n)

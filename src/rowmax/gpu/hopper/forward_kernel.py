@@ -34,7 +34,7 @@ from .lib import ring
 from .lib.assembly import SPLIT_PRODUCT, scale_constraints, scale_text, turn_text
 from .lib.clocks import mark, mark_time
 from .lib.layouts import product_layout, weight_layout
-from .lib.order import Order, Sequences
+from .lib.order import Order
 from .lib.parts import (
     Parts,
     issue_over_columns,
@@ -272,7 +272,7 @@ def step(
     t, n,
 ):  # fmt: skip
     """Compute the scores of key tile j, and the output of the one before under its softmax."""
-    first = tile.token + c * C.TOKENS
+    first = tile.first + c * C.TOKENS
     dtype: gl.constexpr = shared.v.buffers.low.dtype
     mark(C, t.clocks, c, use, 0)
     wait_turn(C, c)
@@ -340,7 +340,7 @@ def steps(
 @gluon.jit
 def first_weights(C: gl.constexpr, c: gl.constexpr, S, copied, tile, t, n, dtype: gl.constexpr):
     """Return (p, m, l, s) of a query tile's first step: its last key tile, with every limit."""
-    first = tile.token + c * C.TOKENS
+    first = tile.first + c * C.TOKENS
     j = tile.hi - 1
     S = scores(C, S, copied, j, first, tile, t, n, dtype)
     if C.RIGHT or C.LEFT or C.DOCUMENTS or not C.EVEN_K:
@@ -370,7 +370,7 @@ def first_state(C: gl.constexpr, p, m, l, s, strip, q):
 @gluon.jit
 def rest_of_tile(C: gl.constexpr, c: gl.constexpr, use, number, state, tile, shared, t, n):
     """Compute all key tiles of a query tile after its first step, and return (use, state)."""
-    first = tile.token + c * C.TOKENS
+    first = tile.first + c * C.TOKENS
     lo = tile.lo
     end = tile.hi - 1
     ring.wait_full(shared.k, use, C.K_STAGES, pred=lo < end)
@@ -399,8 +399,7 @@ def rest_of_tile(C: gl.constexpr, c: gl.constexpr, use, number, state, tile, sha
 @gluon.jit
 def consumer(C: gl.constexpr, c: gl.constexpr, copies, shared, t, n):
     """Compute rows ``64 c`` to ``64 c + 63`` of every tile of this block, in warpgroup c."""
-    tile, live = ring.read_message(shared.mail, 0)
-    ring.release_message(shared.mail, 0, tile, live)
+    tile, live = ring.take_message(shared.mail, 0)
     if live:
         compute_tiles(C, c, tile, copies, shared, t, n)
 
@@ -536,10 +535,12 @@ def forward(q0, q1, k0, k1, v0, v1, bias, out, t, n, C: gl.constexpr):
         )
     some = n.batch
     if C.MENDS:
-        order = Order(t.table, t.ends, t.counter, n.heads, n.kv_heads, n.keys)
+        order = Order(
+            t.table, t.ends, t.counter, n.heads, n.kv_heads, n.keys, t.cu_q, t.cu_k, n.batch
+        )
         some = gl.load(t.overflow) != 0
         if some:
-            some = any_overflowed(C, order, Sequences(t.cu_q, t.cu_k, n.batch), t, n)
+            some = any_overflowed(C, order, t, n)
     R0: gl.constexpr = C.CONSUMER_REGISTERS
     R1: gl.constexpr = C.PRODUCER_REGISTERS
     q, k, v, outs, mail = shared_of(C, copies)

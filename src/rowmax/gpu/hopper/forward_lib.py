@@ -104,7 +104,7 @@ class Source(NamedTuple):
 @gluon.jit
 def tile_of(C: gl.constexpr, row, t, n):
     """Return the tile of a row."""
-    token, head, b = row
+    first, head, b = row
     nq = n.nq
     nk = n.nk
     q_row, k_row = 0, 0
@@ -116,26 +116,26 @@ def tile_of(C: gl.constexpr, row, t, n):
     offset = nk - nq
     if C.PREFIX:
         nk = gl.minimum(nk, gl.load(t.lengths + b))
-    last = gl.minimum(token + C.TILE, nq) - 1
-    low, high = rules.any_range(token, last, offset, n.left, n.right, nk)
+    last = gl.minimum(first + C.TILE, nq) - 1
+    low, high = rules.any_range(first, last, offset, n.left, n.right, nk)
     if C.DOCUMENTS:
         tiles = (n.nq + C.TILE - 1) // C.TILE
-        at = t.spans + 2 * (b * tiles + token // C.TILE)
+        at = t.spans + 2 * (b * tiles + first // C.TILE)
         low = gl.maximum(low, gl.load(at))
         high = gl.minimum(high, gl.load(at + 1))
     lo, hi = rules.key_tiles(low, high, C.BLOCK_K)
-    return Tile(token, head, b, q_row, k_row, nq, nk, offset, lo, hi)
+    return Tile(first, head, b, q_row, k_row, nq, nk, offset, lo, hi)
 
 
 @gluon.jit
 def full_range(C: gl.constexpr, first, tile, n):
     """Return (low, high): the keys that all queries of a warpgroup, from ``first`` on, see."""
     last = first + C.TOKENS - 1
-    return rules.all_range(first, last, tile.offset, n.left, n.right, tile.nk)
+    return rules.all_range(first, last, tile.offset, n.left, n.right, tile.used)
 
 
 @gluon.jit
 def other_strip(a, b, n):
     """Return True if two tiles read the bias of other queries, heads or sequences."""
-    other = (a.token != b.token) | (a.head * n.each_h != b.head * n.each_h)
+    other = (a.first != b.first) | (a.head * n.each_h != b.head * n.each_h)
     return other | (a.b * n.each_b != b.b * n.each_b)

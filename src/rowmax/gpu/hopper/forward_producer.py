@@ -14,20 +14,20 @@ from .gluon_compat import mbarrier, tma_load
 from .lib import ring
 from .lib.arrivals import await_keys
 from .lib.clocks import mark
-from .lib.order import Order, Row, Sequences, first_place, next_place, row_ahead, row_at
+from .lib.order import Order, Row, first_place, next_place, row_ahead, row_at
 from .lib.parts import cleared_parts, load_parts
 
 # --- tiles to mend -----------------------------------------------------------------------------
 
 
 @gluon.jit
-def overflowed(C: gl.constexpr, COUNT: gl.constexpr, place, end, order, sequences, t, n):
+def overflowed(C: gl.constexpr, COUNT: gl.constexpr, place, end, order, t, n):
     """Return True if a row of COUNT tiles, a stride apart from ``place`` on, has NaN as its lse."""
     L: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
     places = place + gl.arange(0, COUNT, gl.SliceLayout(1, L)) * gl.num_programs(0)
     there = places < end
-    token, head, b = row_at(C, gl.where(there, places, place), order, sequences)
-    q_row, nq = 0 * token, n.nq + 0 * token
+    first, head, b = row_at(C, gl.where(there, places, place), order)
+    q_row, nq = 0 * first, n.nq + 0 * first
     if C.VARLEN:
         q_row = gl.load(t.cu_q + b)
         nq = gl.load(t.cu_q + b + 1) - q_row
@@ -35,31 +35,31 @@ def overflowed(C: gl.constexpr, COUNT: gl.constexpr, place, end, order, sequence
     r = gl.arange(0, 64, gl.SliceLayout(0, L))[None, :]
     found = gl.full([COUNT, 64], 0, gl.int32, L)
     for c in gl.static_range(C.WARPGROUPS):
-        first = (token + c * C.TOKENS)[:, None]
-        at, row = place_of_lse(C, first, head[:, None], b[:, None], q_row[:, None], r, n)
+        row = (first + c * C.TOKENS)[:, None]
+        at, row = place_of_lse(C, row, head[:, None], b[:, None], q_row[:, None], r, n)
         lse = gl.load(t.lse + at, mask=row < nq, other=0.0)
         found = found | (lse != lse).to(gl.int32)
     return gl.max(gl.max(found, 1), 0) != 0
 
 
 @gluon.jit
-def any_overflowed(C: gl.constexpr, order, sequences, t, n):
+def any_overflowed(C: gl.constexpr, order, t, n):
     """Return True if a row of this block's tiles has NaN as its lse: many tiles at a time."""
     COUNT: gl.constexpr = 16
     place, end = first_place(C, order)
     found = place < 0
     while place < end:
-        found = found | overflowed(C, COUNT, place, end, order, sequences, t, n)
+        found = found | overflowed(C, COUNT, place, end, order, t, n)
         place += COUNT * gl.num_programs(0)
     return found
 
 
 @gluon.jit
-def next_overflowed(C: gl.constexpr, place, end, order, sequences, t, n):
+def next_overflowed(C: gl.constexpr, place, end, order, t, n):
     """Return the first place of this block from ``place`` on whose tile has such a row."""
     going = place < end
     while going:
-        clean = overflowed(C, 1, place, end, order, sequences, t, n) == 0
+        clean = overflowed(C, 1, place, end, order, t, n) == 0
         place += gl.where(clean, gl.num_programs(0), 0)
         going = clean & (place < end)
     return place
@@ -75,7 +75,7 @@ def load_queries(C: gl.constexpr, copies, shared, tile, number):
         i = c * C.Q_STAGES + ring.slot(number, C.Q_STAGES)
         ring.wait_empty(shared.q, number, C.Q_STAGES, c)
         part = 0 if C.VARLEN else tile.b
-        corner = (part, tile.q_row + tile.token + c * C.TOKENS, tile.head, 0)
+        corner = (part, tile.q_row + tile.first + c * C.TOKENS, tile.head, 0)
         load_parts(copies.q, corner, C.D0, C.D1, shared.q.full.index(i), shared.q.buffers, i)
 
 
@@ -105,7 +105,7 @@ def copy_bias(C: gl.constexpr, c: gl.constexpr, copies, biases, tile, j, i, n):
     """Copy the bias of a warpgroup's queries and key tile j into buffer i."""
     bar = biases.full.index(i)
     mbarrier.expect(bar, copies.bias.block_type.nbytes)
-    corner = [tile.b * n.each_b, tile.head * n.each_h, tile.token + 64 * c, j * C.BLOCK_K]
+    corner = [tile.b * n.each_b, tile.head * n.each_h, tile.first + 64 * c, j * C.BLOCK_K]
     tma_load(copies.bias, corner, bar, biases.buffers.index(i))
 
 
@@ -147,21 +147,20 @@ def producer(C: gl.constexpr, side: gl.constexpr, copies, shared, t, n, some):
     Keys are free a softmax and a product earlier than the values of the key tile before. MENDS:
     only tiles to mend, and none unless there are ``some``.
     """
-    order = Order(t.table, t.ends, t.counter, n.heads, n.kv_heads, n.keys)
-    sequences = Sequences(t.cu_q, t.cu_k, n.batch)
+    order = Order(t.table, t.ends, t.counter, n.heads, n.kv_heads, n.keys, t.cu_q, t.cu_k, n.batch)
     place, end = first_place(C, order, side)
     if C.MENDS:
         end = gl.where(some, end, 0)
-        place = next_overflowed(C, place, end, order, sequences, t, n)
+        place = next_overflowed(C, place, end, order, t, n)
     number = 0  # number of the tile and of its message
     use = 0
     # in an order that the host made every block has a tile
     here = gl.where(place < end, place, 0) if C.SOUGHT else place
-    tile = tile_of(C, row_at(C, here, order, sequences), t, n)
+    tile = tile_of(C, row_at(C, here, order), t, n)
     # the next tile is loaded early, because a load from memory is slow
-    coming = Row(tile.token, tile.head, tile.b)
+    coming = Row(tile.first, tile.head, tile.b)
     if not C.SOUGHT:
-        coming = row_ahead(C, place, end, order, sequences)
+        coming = row_ahead(C, place, end, order)
     ring.post_message(shared.mail, 0, tile, place < end)
     cut = 0
     strip = 0
@@ -171,7 +170,7 @@ def producer(C: gl.constexpr, side: gl.constexpr, copies, shared, t, n, some):
     last = 0
     while place < end:
         part = tile.b * 0 if C.VARLEN else tile.b
-        source = Source(part, tile.k_row, tile.head // n.ratio, tile.nk)
+        source = Source(part, tile.k_row, tile.head // n.ratio, tile.used)
         lo = tile.lo
         hi = tile.hi
         seen = load_keys(C, side, copies, shared, source, tile, hi - 1, use, seen, t, n)
@@ -187,15 +186,15 @@ def producer(C: gl.constexpr, side: gl.constexpr, copies, shared, t, n, some):
         here = place
         place = next_place(C, place, order)
         if C.MENDS:
-            place = next_overflowed(C, place, end, order, sequences, t, n)
+            place = next_overflowed(C, place, end, order, t, n)
         if C.SOUGHT:
-            coming = row_at(C, gl.where(place < end, place, here), order, sequences)
+            coming = row_at(C, gl.where(place < end, place, here), order)
         tile = tile_of(C, coming, t, n)
         if C.STRIP and side == 0:
             fresh = other_strip(this, tile, n)
         ring.post_message(shared.mail, number + 1, tile, place < end)
         if not C.SOUGHT:
-            coming = row_ahead(C, place, end, order, sequences)
+            coming = row_ahead(C, place, end, order)
         behind = source
         last = lo
         use += 1

@@ -34,7 +34,7 @@ def store_lse(C: gl.constexpr, c: gl.constexpr, m, l, tile, t, n):
     l = gl.sum(l, 1)
     wrong = l >= FULL
     if C.ONTO_BIAS:  # the reference may be too far above the scores
-        wrong = wrong | ((l < LEAST) & (tile.nk > 0))
+        wrong = wrong | ((l < LEAST) & (tile.used > 0))
     overflow = gl.where(wrong | (l != l), float("nan"), 0.0)
     unit = gl.full([64], 1.0, gl.float32, l.type.layout)
     if C.ONTO_BIAS:  # log2 of a large sum by a reference that never moved would lose digits
@@ -59,7 +59,7 @@ def store_lse(C: gl.constexpr, c: gl.constexpr, m, l, tile, t, n):
     value = gl.where(l > 0.0, value, float("-inf"))
     if C.LAGS:
         value += overflow
-    first = tile.token + c * C.TOKENS
+    first = tile.first + c * C.TOKENS
     at, row = place_of_lse(C, first, tile.head, tile.b, tile.q_row, r, n)
     gl.store(t.lse + at, value, mask=row < tile.nq)
     if C.LAGS:
@@ -92,7 +92,7 @@ def mark_overflow(C: gl.constexpr, c: gl.constexpr, o0, o1, inverse, tile, t, n)
     if C.DV1:
         x += sums_of_zeros(o1, L)
     r = gl.arange(0, 64, L)
-    first = tile.token + c * C.TOKENS
+    first = tile.first + c * C.TOKENS
     at, row = place_of_lse(C, first, tile.head, tile.b, tile.q_row, r, n)
     wrong = (row < tile.nq) & (x != x)
     gl.store(t.lse + at, x, mask=wrong)
@@ -113,7 +113,7 @@ def store_output(
     """Store out = O / l of a finished tile."""
     if C.LAGS:
         mark_overflow(C, c, o0, o1, inverse, tile, t, n)
-    first = tile.token + c * C.TOKENS
+    first = tile.first + c * C.TOKENS
     base, rest = output_place(C, first, tile, t, n)
     if C.STAGED and not C.VARLEN:
         corner = (tile.b, first, tile.head, 0)

@@ -64,7 +64,7 @@ def gathered(C: gl.constexpr, L: gl.constexpr, j, first, tile, t, n):
     at = t.bias + tile.b.to(gl.int64) * n.bias_b + (tile.head * C.GROUP).to(gl.int64) * n.bias_h
     if C.BIAS == "row":  # all queries share it
         at = at + (j * C.BLOCK_K).to(gl.int64) * n.bias_k
-        there = column < tile.nk - j * C.BLOCK_K
+        there = column < tile.used - j * C.BLOCK_K
         x = gl.load(at + column * n.bias_k, mask=there, other=0.0)
     else:
         at = at + first.to(gl.int64) * n.bias_q
@@ -74,7 +74,7 @@ def gathered(C: gl.constexpr, L: gl.constexpr, j, first, tile, t, n):
             x = along_row(gl.load(at + within, mask=there, other=0.0))
         else:
             at = at + (j * C.BLOCK_K).to(gl.int64) * n.bias_k
-            there = along_row(there) & (column < tile.nk - j * C.BLOCK_K)
+            there = along_row(there) & (column < tile.used - j * C.BLOCK_K)
             x = gl.load(at + along_row(within) + column * n.bias_k, mask=there, other=0.0)
     return x
 
@@ -91,9 +91,9 @@ def masked(C: gl.constexpr, S, j, first, tile, t, n):
     before = j * C.BLOCK_K + lanes(L)
     at = first + rows_of(L) // C.GROUP + tile.offset
     if C.RIGHT:
-        limit = gl.minimum(at + n.right + 1, tile.nk) - before
+        limit = gl.minimum(at + n.right + 1, tile.used) - before
     else:
-        limit = tile.nk - before
+        limit = tile.used - before
     seen = col < along_row(limit)
     if C.LEFT:
         seen = seen & (col >= along_row(at - n.left - before))
@@ -101,7 +101,7 @@ def masked(C: gl.constexpr, S, j, first, tile, t, n):
         row = first + rows_of(L) // C.GROUP
         of_row = gl.load(t.q_ids + tile.b * n.ids_q + row, mask=row < tile.nq, other=0)
         key = col + along_row(before)
-        of_key = gl.load(t.k_ids + tile.b * n.ids_k + key, mask=key < tile.nk, other=0)
+        of_key = gl.load(t.k_ids + tile.b * n.ids_k + key, mask=key < tile.used, other=0)
         seen = seen & (of_key == along_row(of_row))
     return gl.where(seen, S, float("-inf"))
 

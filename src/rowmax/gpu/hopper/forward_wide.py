@@ -99,13 +99,13 @@ def step(C: gl.constexpr, MASKED: gl.constexpr, j, number, state, tile, shared, 
     more = j > tile.lo
     ring.wait_full(shared.k, use + 1, C.K_STAGES, pred=more)
     S = issue_scores(C, 0, shared, number, use + 1)  # for no one after the last tile
-    x = scores(C, state.S, 0, j, tile.token, tile, t, n, dtype)
+    x = scores(C, state.S, 0, j, tile.first, tile, t, n, dtype)
     if MASKED:
         if C.DOCUMENTS:
-            if partial(C, j, tile.token, tile, t, n):
-                x = masked(C, x, j, tile.token, tile, t, n)
+            if partial(C, j, tile.first, tile, t, n):
+                x = masked(C, x, j, tile.first, tile, t, n)
         else:
-            x = masked(C, x, j, tile.token, tile, t, n)
+            x = masked(C, x, j, tile.first, tile, t, n)
     scale = LOG2E if C.ADDED else n.scale
     p, m, l, alpha = softmax_step(x, state.m, state.l, scale, C.NATURAL, False, dtype)
     # each tile before has passed its last factor as well
@@ -142,7 +142,7 @@ def all_steps(C: gl.constexpr, number, state, tile, shared, passed, t, n):
     if C.DOCUMENTS:  # any tile may be partial, so each is tested
         full_end = lo
     elif C.LEFT or C.RIGHT:
-        low, high = full_range(C, tile.token, tile, n)
+        low, high = full_range(C, tile.first, tile, n)
         if C.RIGHT:
             full_end = gl.minimum(gl.maximum(high // C.BLOCK_K, lo), end)
         if C.LEFT:
@@ -179,7 +179,7 @@ def compute_weights(C: gl.constexpr, tile, shared, passed, t, n):
         ring.release(shared.q, number, C.Q_STAGES)
         number += 1
         after, more = ring.read_message(shared.mail, number)
-        base, rest = output_place(C, tile.token, tile, t, n)
+        base, rest = output_place(C, tile.first, tile, t, n)
         store_rows(C, state.o, inverse, base, 0, rest, n)
         ring.release_message(shared.mail, number, after, more)
         S = next_scores(C, shared, number, use, more)
@@ -221,7 +221,7 @@ def compute_values(C: gl.constexpr, tile, shared, passed, t, n):
         ring.release(passed, use + number, 2)
         number += 1
         after, more = ring.read_message(shared.mail, number)
-        base, rest = output_place(C, tile.token, tile, t, n)
+        base, rest = output_place(C, tile.first, tile, t, n)
         store_rows(C, o, inverse, base, C.DV0, rest, n)
         ring.release_message(shared.mail, number, after, more)
         tile = after
@@ -234,8 +234,7 @@ def compute_values(C: gl.constexpr, tile, shared, passed, t, n):
 @gluon.jit
 def consumer(C: gl.constexpr, c: gl.constexpr, shared, passed, t, n):
     """Compute half c of the columns of every tile of this block; 0 is of weights, 1 of values."""
-    tile, live = ring.read_message(shared.mail, 0)
-    ring.release_message(shared.mail, 0, tile, live)
+    tile, live = ring.take_message(shared.mail, 0)
     if live:
         if c == 0:
             compute_weights(C, tile, shared, passed, t, n)

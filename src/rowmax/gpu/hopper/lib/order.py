@@ -29,12 +29,7 @@ class Order(NamedTuple):
     heads: Any  # heads of the resident side
     kv_heads: Any
     streamed: Any  # streamed positions of a head that fill their share of the L2 cache
-
-
-class Sequences(NamedTuple):
-    """The offsets of packed sequences, or None."""
-
-    cu_resident: Any
+    cu_resident: Any  # the offsets of packed sequences, or None
     cu_streamed: Any
     batch: Any
 
@@ -42,37 +37,37 @@ class Sequences(NamedTuple):
 class Row(NamedTuple):
     """A row of the order, as a kernel loads it."""
 
-    token: Any
+    first: Any
     head: Any
     b: Any
 
 
 class Tile(NamedTuple):
-    """A tile of queries and the key tiles that it sees."""
+    """A resident tile, and the streamed tiles lo to hi - 1 that it needs, maybe none."""
 
-    token: Any  # its first query
-    head: Any
+    first: Any  # its first row within the sequence
+    head: Any  # head of the resident side
     b: Any
-    q_row: Any  # the first row of a packed sequence, else 0
+    q_row: Any  # first row of a packed sequence, else 0
     k_row: Any
-    nq: Any
-    nk: Any
+    nq: Any  # queries of the sequence
+    used: Any  # its keys in use; ``nq + offset`` is the number of all its keys
     offset: Any  # the key position of query 0
-    lo: Any  # key tiles lo to hi - 1
+    lo: Any
     hi: Any
 
 
 @gluon.jit
-def row_at(C: gl.constexpr, n, order, sequences):
+def row_at(C: gl.constexpr, n, order):
     """Return the row at place n."""
     if C.VARLEN:
         # packed.py: the start of each sequence, then the sequence of each tile of one head
         heads = order.heads
-        b = gl.load(order.table + sequences.batch + n // heads)
+        b = gl.load(order.table + order.batch + n // heads)
         begin = gl.load(order.table + b)
-        length = gl.load(sequences.cu_resident + b + 1) - gl.load(sequences.cu_resident + b)
+        length = gl.load(order.cu_resident + b + 1) - gl.load(order.cu_resident + b)
         tiles = (length + C.TILE - 1) // C.TILE
-        nk = gl.load(sequences.cu_streamed + b + 1) - gl.load(sequences.cu_streamed + b)
+        nk = gl.load(order.cu_streamed + b + 1) - gl.load(order.cu_streamed + b)
         # as many heads in parallel as have room in the cache for keys and values
         many = gl.minimum(gl.maximum(order.streamed // gl.maximum(nk, 1), 1), order.kv_heads)
         many = many * (heads // order.kv_heads)
@@ -85,12 +80,12 @@ def row_at(C: gl.constexpr, n, order, sequences):
         head = head + place - m * wide
         if C.LAST_FIRST:
             m = tiles - 1 - m
-        token = m * C.TILE
+        first = m * C.TILE
     else:
-        token = gl.load(order.table + 4 * n)
+        first = gl.load(order.table + 4 * n)
         head = gl.load(order.table + 4 * n + 1)
         b = gl.load(order.table + 4 * n + 2)
-    return Row(token, head, b)
+    return Row(first, head, b)
 
 
 @gluon.jit
@@ -119,11 +114,11 @@ def next_place(C: gl.constexpr, place, order):
 
 
 @gluon.jit
-def row_ahead(C: gl.constexpr, place, end, order, sequences):
+def row_ahead(C: gl.constexpr, place, end, order):
     """Return the row a stride on, loaded early; past the end it may be any row."""
     following = place + C.SIDES * gl.num_programs(0)
     following = gl.where(following < end, following, gl.program_id(0))
-    return row_at(C, following, order, sequences)
+    return row_at(C, following, order)
 
 
 # --- on the host -------------------------------------------------------------------------------

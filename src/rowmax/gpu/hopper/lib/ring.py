@@ -200,3 +200,11 @@ def release_message(mail, n, tile, live):
         total += tile[i]
     settled(total, 1)
     release(mail, n, 2)
+
+
+@gluon.jit
+def take_message(mail, n):
+    """Read message n and release its slot; return (tile, True if it is one)."""
+    tile, live = read_message(mail, n)
+    release_message(mail, n, tile, live)
+    return tile, live
