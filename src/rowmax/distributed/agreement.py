@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from ..call.inputs import Wanted
@@ -60,8 +61,11 @@ def agree(kind: Any, group: Group, facts: Callable[[], dict[str, str]]) -> dict[
 
 
 def refuse_together(group: Group, error: Exception) -> NoReturn:
-    """Raise the error of this rank's arguments, after other ranks have received it."""
-    if group.size > 1:
+    """Raise the error of this rank's arguments, after other ranks have received it.
+
+    An error while compiling is the same on every rank.
+    """
+    if group.size > 1 and not torch.compiler.is_compiling():
         all_objects({_ERROR: str(error)}, group)
     raise error
 

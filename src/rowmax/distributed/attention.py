@@ -81,13 +81,10 @@ def attention(
     flags = strategy, reduce_replicated, return_lse
     local: dict[str, Any] = dict(options)
     given = (q, k, v), group, (layout, k_layout), flags, local
-    if torch.compiler.is_compiling():  # an error while compiling is the same on every rank
+    try:
         place, tensors, rest = normalized_rows(*given)
-    else:
-        try:
-            place, tensors, rest = normalized_rows(*given)
-        except (TypeError, ValueError) as error:
-            refuse_together(group, error)
+    except (TypeError, ValueError) as error:
+        refuse_together(group, error)
     if group.size == 1:
         # not ``rowmax.attention``: a context may compute that
         out, lse = attend_here(*normalized(arguments(q, k, v, **options)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -115,8 +114,6 @@ class Context:
 
     def refuse(self, error: Exception) -> None:
         """Raise an error of this rank's arguments on all ranks."""
-        if torch.compiler.is_compiling():  # an error while compiling is the same on every rank
-            raise error
         refuse_together(self.group, error)
 
     def _place(self, options: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ class Gather:
     """The rows that a rank needs of each ``[B, n, H, D]``, on their way to it."""
 
     def __init__(self, tensors: Sequence[Tensor], route: Route, keys: Layout, group: Group) -> None:
-        self.tensors, self.route = tensors, route
+        self.route = route
         self.shapes = [t.shape for t in tensors]
         self.received = [elements(self.shapes, ranges) for ranges in route.received]
         if route.whole:
@@ -41,11 +41,9 @@ class Gather:
         found = self.copy.wait()
         if not self.route.whole:
             found = found[0].split(self.received)
-        pieces: list[list[tuple[int, Tensor]]] = [[] for _ in self.tensors]
-        for flat, ranges in zip(found, self.route.received, strict=True):
-            for place, each in zip(pieces, unpacked(flat, self.shapes, ranges), strict=True):
-                place += each
-        return [_joined(t, place) for t, place in zip(self.tensors, pieces, strict=True)]
+        received = self.route.received
+        each = (unpacked(*one, self.shapes) for one in zip(found, received, strict=True))
+        return [in_order(parts, received).transpose(0, 1) for parts in zip(*each, strict=True)]
 
 
 class Return:
@@ -83,9 +81,9 @@ def summed(parts: Sequence[Tensor], sent: Sequence[Ranges], shapes: Shapes, rank
     sums = [parts[rank].new_zeros((length, b, *rest)) for b, _, *rest in shapes]
     for other in (rank, *others_of(rank, len(parts))):
         at = rows_of(sent[other], every)
-        found = unpacked(parts[other], shapes, sent[other])
         to = [total[start:stop] for total in sums for start, stop in at]
-        add_each(to, [piece for each in found for _, piece in each])
+        found = unpacked(parts[other], at, shapes)
+        add_each(to, [rows for each in found for rows in each.split(_lengths(at))])
     return Sums(every, [total.transpose(0, 1) for total in sums])
 
 
@@ -136,22 +134,22 @@ def _in_words(t: Tensor) -> bool:
     return size < 8 and t.stride(-1) == 1 and all(x * size % 8 == 0 for x in places)
 
 
-def unpacked(flat: Tensor, shapes: Shapes, ranges: Ranges) -> list[list[tuple[int, Tensor]]]:
-    """Return (first row, rows ``[n, B, H, D]``) of each range of each tensor of one rank."""
-    found, begin = [], 0
-    for b, _, h, d in shapes:
-        each = []
-        for start, stop in ranges:
-            end = begin + (stop - start) * b * h * d
-            each.append((start, flat[begin:end].view(stop - start, b, h, d)))
-            begin = end
-        found.append(each)
-    return found
+def unpacked(flat: Tensor, ranges: Ranges, shapes: Shapes) -> list[Tensor]:
+    """Return the rows ``[n, B, H, D]`` of some ranges of each tensor of one rank."""
+    each = flat.split([elements([shape], ranges) for shape in shapes])
+    sizes = [(length_of(ranges), b, h, d) for b, _, h, d in shapes]
+    return [rows.view(size) for rows, size in zip(each, sizes, strict=True)]
 
 
-def _joined(t: Tensor, pieces: list[tuple[int, Tensor]]) -> Tensor:
-    """Return ``[B, length, H, D]`` of pieces that together are all rows."""
-    if not pieces:
-        return t[:, :0]
-    rows = [piece for _, piece in sorted(pieces, key=lambda one: one[0])]
-    return (torch.cat(rows) if len(rows) > 1 else rows[0]).transpose(0, 1)
+def in_order(parts: Sequence[Tensor], each: Sequence[Ranges]) -> Tensor:
+    """Return the rows of all parts ``[n, ...]`` in the order of the ranges that they hold."""
+    pieces: list[tuple[int, Tensor]] = []
+    for rows, ranges in zip(parts, each, strict=True):
+        starts = [start for start, _ in ranges]
+        pieces += zip(starts, rows.split(_lengths(ranges)), strict=True)
+    ordered = [rows for _, rows in sorted(pieces, key=lambda one: one[0])]
+    return ordered[0] if len(ordered) == 1 else torch.cat(ordered or [parts[0]])
+
+
+def _lengths(ranges: Ranges) -> list[int]:
+    return [stop - start for start, stop in ranges]

@@ -21,6 +21,7 @@ from ..torch_compat import DispatchKeySet, any_requires_grad, single_level_autog
 from .agreement import agree, digest, refuse_together
 from .calls import layout_of
 from .collectives import all_gather
+from .exchange import in_order
 from .groups import Group, group_named, group_of
 from .layout import Layout
 
@@ -68,8 +69,6 @@ def unshard(
             got = f"{x.shape[axis]} rows on rank {group.rank}"
             raise bad("x", got, f"{want}, as the layout has")
     except (TypeError, ValueError) as error:
-        if torch.compiler.is_compiling():
-            raise
         refuse_together(group, error)
     return torch.ops.rowmax.unshard(x, axis, group.name, layout.text)
 
@@ -100,25 +99,21 @@ def _shard_kernel(x: Tensor, dim: int, group: str, layout: str) -> Tensor:
 def _unshard_kernel(x: Tensor, dim: int, group: str, layout: str) -> Tensor:
     whole, here = layout_of(layout), group_named(group)
     others = (*x.shape[:dim], *x.shape[dim + 1 :])
-    if here.size > 1:
-        agree(
-            ("unshard", dim, others, x.dtype, layout),
-            here,
-            lambda: {
-                "call": f"unshard along {dim}",
-                "layout": digest(whole),
-                "x": f"{x.dtype} {list(others)} without its rows",
-            },
-        )
-    rows, wide = x.movedim(dim, 0), torch.Size(others).numel()
-    flat = all_gather(rows.flatten(), [n * wide for n in whole.lengths], here)
-    pieces = []
-    for part, owned, n in zip(flat, whole.owned, whole.lengths, strict=True):
-        each = part.view(n, *others).split([stop - start for start, stop in owned])
-        pieces += [(start, piece) for (start, _), piece in zip(owned, each, strict=True)]
-    joined = [piece for _, piece in sorted(pieces, key=lambda one: one[0])]
-    found = torch.cat(joined) if joined else rows.clone()
-    return found.movedim(0, dim).contiguous()
+    if here.size == 1:
+        return x.clone(memory_format=torch.contiguous_format)
+    agree(
+        ("unshard", dim, others, x.dtype, layout),
+        here,
+        lambda: {
+            "call": f"unshard along {dim}",
+            "layout": digest(whole),
+            "x": f"{x.dtype} {list(others)} without its rows",
+        },
+    )
+    wide = torch.Size(others).numel()
+    flat = all_gather(x.movedim(dim, 0).flatten(), [n * wide for n in whole.lengths], here)
+    parts = [t.view(n, *others) for n, t in zip(whole.lengths, flat, strict=True)]
+    return in_order(parts, whole.owned).movedim(0, dim).contiguous()
 
 
 LIBRARY.impl("shard", _shard_kernel, "CompositeExplicitAutograd")

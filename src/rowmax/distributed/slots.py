@@ -62,8 +62,8 @@ class Slots:
     """The slots of the ranks of a call.
 
     Args:
-        groups: by rank that holds the keys, then by group. A rank adds the slots of a group, then
-            the sums of groups.
+        groups: by rank that holds the keys, then by group, of one source. A rank adds the slots of
+            a group, then the sums of groups.
         alone: by rank, keys that only one call sees, and that of their own rank. They are no parts
             of sums, and have no memory: their ``first`` is a row of the rank.
         lengths: the number of keys of each rank.
@@ -97,18 +97,13 @@ class Slots:
         """Return how many rows one rank writes to the memory of another."""
         if source == rank:
             return 0
-        return sum(_length(slot) for each in self.groups[rank] for slot in _of(each, source))
+        groups = (each for each in self.groups[rank] if each[0].source == source)
+        return sum(_length(slot) for each in groups for slot in each)
 
     def rows_of_others(self, rank: int) -> tuple[int, int]:
         """Return how many rows a rank writes to the memory of others, and they to its own."""
-        sent, received = (
-            sum(self.sent(*ends) for ends in each)
-            for each in (
-                [(rank, other) for other in self.ranks],
-                [(other, rank) for other in self.ranks],
-            )
-        )
-        return sent, received
+        sent = sum(self.sent(rank, other) for other in self.ranks)
+        return sent, sum(self.sent(other, rank) for other in self.ranks)
 
     def of_call(self, source: int, part: int) -> list[tuple[int, Slot]]:
         """Return the slots of a call, each with the rank that holds its keys."""
@@ -281,11 +276,6 @@ def _levels(group: Sequence[Slot], n: int) -> list[Tensor]:
             levels[level][here][at] = memory[at].int()
         counts[here] += 1
     return levels
-
-
-def _of(group: Sequence[Slot], source: int) -> Sequence[Slot]:
-    """Return the slots of a source: a group has one."""
-    return group if group[0].source == source else ()
 
 
 def _length(slot: Slot) -> int:

@@ -71,8 +71,6 @@ def attention_varlen(
         )
         documents = _documents(cu_seqlens_q, cu_seqlens_k, layout, placed, q.device)
     except (TypeError, ValueError) as error:
-        if torch.compiler.is_compiling():
-            raise
         refuse_together(group, error)
     out, lse = attention(
         *(t[None] for t in (q, k, v)), mesh=mesh, layout=layout, k_layout=k_layout,

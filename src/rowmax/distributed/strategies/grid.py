@@ -8,7 +8,6 @@ move.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from types import ModuleType
 
@@ -20,7 +19,7 @@ from ..layout import Layout
 from ..routes import rows_of
 from . import keys as by_keys
 from . import queries as by_queries
-from .heads import Exchange, Inside, exchange_of, exchanged_backward, exchanged_forward
+from .heads import Exchange, exchange_of, exchanged_backward, exchanged_forward
 
 #: strategies of the first dimension
 ACROSS: dict[str, ModuleType] = {"keys": by_keys, "queries": by_queries}
@@ -28,30 +27,24 @@ ACROSS: dict[str, ModuleType] = {"keys": by_keys, "queries": by_queries}
 
 def forward(call: ShardedCall) -> tuple[Tensor, Tensor]:
     """Return (out ``[B, n, Hq, Dv]``, lse ``[B, Hq, n]``) of this rank's queries."""
-    return exchanged_forward(call, exchange_within(call), _across(call))
+    strategy = ACROSS[call.place.strategy]
+
+    def inside(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
+        return strategy.forward(across(call, tensors, options))
+
+    return exchanged_forward(call, exchange_within(call), inside)
 
 
 def backward(
     call: ShardedCall, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wanted: Wanted
 ) -> Gradients:
     """Return the wanted gradients: of own rows, and this rank's share of replicated inputs."""
-    ranks, inside = exchange_within(call), _across(call)
-    return exchanged_backward(call, ranks, inside, (out, lse, dout, dlse), wanted)
-
-
-def _across(call: ShardedCall) -> Inside:
-    """Return the way inside of an exchange: a call of the first dimension."""
     strategy = ACROSS[call.place.strategy]
 
-    def forward(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
-        return strategy.forward(across(call, tensors, options))
-
-    def backward(
-        tensors: Tensors, options: Options, given: Sequence[Tensor], wanted: Wanted
-    ) -> Gradients:
+    def inside(tensors: Tensors, options: Options, *given: Tensor) -> Gradients:
         return strategy.backward(across(call, tensors, options), *given, wanted)
 
-    return Inside(forward, backward)
+    return exchanged_backward(call, exchange_within(call), inside, (out, lse, dout, dlse), wanted)
 
 
 def exchange_within(call: ShardedCall) -> Exchange:

@@ -19,6 +19,7 @@ from ...call.dispatch import prepared
 from ...call.inputs import Gradients, Options, Tensors, Wanted, part_of
 from ..calls import ShardedCall
 from ..collectives import all_to_all
+from ..exchange import in_order
 from ..groups import Group
 from ..layout import Layout
 from .shares import reduced
@@ -36,40 +37,32 @@ class Exchange(NamedTuple):
     kv: Heads
 
 
-class Inside(NamedTuple):
-    """The way to compute the call of own heads, with the rows of all ranks of an exchange."""
-
-    forward: Callable[[Tensors, Options], tuple[Tensor, Tensor]]
-    #: takes the tensors and options, (out, lse, dout, dlse) and the wanted gradients
-    backward: Callable[[Tensors, Options, Sequence[Tensor], Wanted], Gradients]
-
-
-def _alone(call: ShardedCall) -> tuple[Exchange, Inside]:
-    """Return the exchange of all ranks, and the way inside of it: on one device."""
-    # ranks that share a kv head have parts of its gradient
-    wide = call.tensors.k.shape[2] < call.group.size
-
-    def forward(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
-        return prepared(tensors, options).forward(tensors)
-
-    def backward(
-        tensors: Tensors, options: Options, given: Sequence[Tensor], wanted: Wanted
-    ) -> Gradients:
-        return prepared(tensors, options).backward(tensors, *given, wanted, wide)  # pyright: ignore
-
-    return exchange_of(call, call.group, call.queries, call.keys), Inside(forward, backward)
+def _everyone(call: ShardedCall) -> Exchange:
+    """Return the exchange of all ranks, inside of which each call is that of one device."""
+    return exchange_of(call, call.group, call.queries, call.keys)
 
 
 def forward(call: ShardedCall) -> tuple[Tensor, Tensor]:
     """Return (out ``[B, n, Hq, Dv]``, lse ``[B, Hq, n]``) of this rank's queries."""
-    return exchanged_forward(call, *_alone(call))
+
+    def inside(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
+        return prepared(tensors, options).forward(tensors)
+
+    return exchanged_forward(call, _everyone(call), inside)
 
 
-def exchanged_forward(call: ShardedCall, ranks: Exchange, inside: Inside) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) of this rank's queries, computed inside of an exchange."""
+def exchanged_forward(
+    call: ShardedCall,
+    ranks: Exchange,
+    inside: Callable[[Tensors, Options], tuple[Tensor, Tensor]],
+) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) of this rank's queries.
+
+    ``inside`` computes the call of own heads, with the rows of all ranks of the exchange.
+    """
     tensors, options = _part(call, ranks)
     if tensors.q.shape[2]:
-        out, lse = inside.forward(tensors, options)
+        out, lse = inside(tensors, options)
     else:
         b, n, _, _ = tensors.q.shape
         out = tensors.q.new_empty((b, n, 0, tensors.v.shape[3]))
@@ -83,17 +76,26 @@ def backward(
     call: ShardedCall, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wanted: Wanted
 ) -> Gradients:
     """Return the wanted gradients: of own rows, and this rank's share of replicated inputs."""
-    return exchanged_backward(call, *_alone(call), (out, lse, dout, dlse), wanted)
+    # ranks that share a kv head have parts of its gradient
+    wide = call.tensors.k.shape[2] < call.group.size
+
+    def inside(tensors: Tensors, options: Options, *given: Tensor) -> Gradients:
+        return prepared(tensors, options).backward(tensors, *given, wanted, wide)  # pyright: ignore
+
+    return exchanged_backward(call, _everyone(call), inside, (out, lse, dout, dlse), wanted)
 
 
 def exchanged_backward(
     call: ShardedCall,
     ranks: Exchange,
-    inside: Inside,
+    inside: Callable[..., Gradients],
     given: tuple[Tensor, Tensor, Tensor, Tensor | None],
     wanted: Wanted,
 ) -> Gradients:
-    """Return the wanted gradients, computed inside of an exchange, of (out, lse, dout, dlse)."""
+    """Return the wanted gradients of (out, lse, dout, dlse).
+
+    ``inside`` takes the tensors and options of own heads, and these four for them.
+    """
     out, lse, dout, dlse = given
     tensors, options = _part(call, ranks)
     out, dout = (_to_heads(t, ranks, ranks.queries, ranks.q) for t in (out, dout))
@@ -107,13 +109,8 @@ def exchanged_backward(
     )
     found = Gradients()
     if tensors.q.shape[2]:
-        found = inside.backward(tensors, options, (out, lse, dout, dlse), wanted)
+        found = inside(tensors, options, out, lse, dout, dlse)
     return _returned(call, ranks, tensors, found, wanted)
-
-
-def overlaps(call: ShardedCall) -> bool:
-    """Return False: the exchanges come before and after the kernels."""
-    return False
 
 
 def _returned(
@@ -254,13 +251,8 @@ def _to_heads(t: Tensor, ranks: Exchange, layout: Layout, heads: Heads) -> Tenso
     mine = len(heads[rank])
     received = [n * b * mine * x for n in layout.lengths]
     flat = all_to_all(torch.cat(pieces), [p.numel() for p in pieces], received, ranks.group)
-    found: list[tuple[int, Tensor]] = []
-    for n, ranges, piece in zip(layout.lengths, layout.owned, flat.split(received), strict=True):
-        each = piece.view(n, b, mine, x).split([stop - start for start, stop in ranges])
-        found += [(start, rows) for (start, _), rows in zip(ranges, each, strict=True)]
-    ordered = [rows for _, rows in sorted(found, key=lambda one: one[0])]
-    joined = torch.cat(ordered) if ordered else flat.view(0, b, mine, x)
-    return joined.transpose(0, 1)
+    parts = zip(layout.lengths, flat.split(received), strict=True)
+    return in_order([t.view(n, b, mine, x) for n, t in parts], layout.owned).transpose(0, 1)
 
 
 def _to_rows(t: Tensor, ranks: Exchange, layout: Layout, heads: Heads, total: int) -> Tensor:
