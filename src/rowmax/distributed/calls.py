@@ -17,7 +17,7 @@ from .pieces import few_copies
 
 
 class Place(NamedTuple):
-    """The numbers of a distributed call that operators carry, before tensors and options."""
+    """The values of a distributed call that operators carry, before tensors and options."""
 
     group: str
     layout: str  # the text of a layout

@@ -201,7 +201,7 @@ def explain(
     call = call if group.parts or call.packs else call.with_ids()
     roofline = _roofline(device, tensors.q)
     loads = _loads(call)
-    chosen = place.strategy
+    chosen, last = place.strategy, _calls_of_grid(call, group.rank)[-1]
     names = ACROSS if group.parts else (chosen,) if group.axes == "heads" else STRATEGIES
     return Explanation(
         call=_text(call),
@@ -213,7 +213,7 @@ def explain(
         forward=_direction(call, loads, roofline, False),
         backward=_direction(call, loads, roofline, True),
         roofline=roofline,
-        overlaps=STRATEGIES[chosen].overlaps(_calls_of_grid(call, group.rank)[-1]),
+        overlaps=chosen == "keys" and len(stages_of(last, returns=True)) > 1,
     )
 
 

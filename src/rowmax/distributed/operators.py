@@ -5,7 +5,7 @@ Collectives run inside of them, so a compiled call is one graph with one node fo
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
@@ -20,10 +20,7 @@ from .collectives import broadcast
 from .strategies import module_of
 
 _N_PLACE = len(Place._fields)
-_PLACE = (
-    "str group, str layout, str k_layout, str strategy, bool reduce_replicated, bool drawn, "
-    "str documents"
-)
+_PLACE = ", ".join(f"{kind.__name__} {name}" for name, kind in get_type_hints(Place).items())
 _ARGUMENTS = f"{_PLACE}, {schema()}"
 _ONCE = (
     "rowmax.distributed: attention across ranks has first derivatives in reverse mode; want "

@@ -156,6 +156,8 @@ class PulledStage:
 
     def wait(self, part: Part) -> None:
         """Let the current stream wait for the rows that a call reads."""
+        if part.own is not None:
+            return
         several = part is self.first and len(self.pulls) > 1
         for pull in self.pulls[:1] if several else self.pulls:
             pull.wait()

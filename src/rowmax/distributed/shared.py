@@ -16,7 +16,7 @@ import socket
 import tempfile
 import uuid
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -274,16 +274,6 @@ def shares_memory(group: Group, device: torch.device) -> bool:
     if there is not None:
         return found is not None
     return group.size > 1 and _wanted(device) == "shared"
-
-
-@contextlib.contextmanager
-def forgotten() -> Iterator[None]:
-    """Let groups agree again within a block and after it: for tests."""
-    _known.clear()
-    try:
-        yield
-    finally:
-        _known.clear()
 
 
 def _wanted(device: torch.device) -> str:

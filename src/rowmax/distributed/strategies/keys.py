@@ -14,20 +14,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...call.blocks import Block, block_of
 from ...call.dispatch import prepared
-from ...call.inputs import Arrivals, Gradients, Options, Tensors, Wanted, part_of
+from ...call.inputs import Gradients, Options, Tensors, Wanted, part_of
 from ..arrivals import arrives
 from ..calls import ShardedCall
-from ..collectives import UnderWay, Waits
+from ..collectives import UnderWay
 from ..exchange import Gather, words
 from ..pieces import Packing
-from ..pulls import PulledRows
+from ..pulls import PulledRows, PulledStage
 from ..pushes import Pushed
 from ..returns import Returned
 from ..routes import Part, Route, route, sight_of
@@ -49,7 +49,7 @@ def forward(call: ShardedCall) -> tuple[Tensor, Tensor]:
             if arrivals is not None and job.takes_arrivals:
                 results = job.forward(tensors, into, arrivals=arrivals)
             else:
-                _wait(arriving, part)
+                arriving.wait(part)
                 results = job.forward(tensors, into)
             found.add(heads, part, results)
 
@@ -68,7 +68,7 @@ def backward(
     def compute(heads: Heads, arriving: Arriving) -> None:
         for n, part in enumerate(way.parts):
             tensors, options = _part(call, whole, heads, part, arriving)
-            _wait(arriving, part)
+            arriving.wait(part)
             rows, h = part.rows, heads.q
             of_rows = _dense(out[:, rows, h]), _dense(lse[:, h, rows])
             of_lse = None if dlse is None else _dense(dlse[:, h, rows])
@@ -86,32 +86,6 @@ def backward(
     with UnderWay() as under_way:
         _by_stages(call, way, stages, under_way, compute)
         return sums.total()
-
-
-class Arriving(Protocol):
-    """Gathered keys and values of a stage, on their way."""
-
-    @property
-    def pulls(self) -> Sequence[Waits]:
-        """The copies."""
-        ...
-
-    def rows(self, part: Part) -> list[Tensor]:
-        """Return their memory, in the order in which calls read them."""
-        ...
-
-    def wait(self, part: Part) -> None:
-        """Wait for those that a call reads."""
-        ...
-
-    def arrivals(self, part: int) -> Arrivals | None:
-        """Return what the kernel of a call, by number, may wait for itself; else ``wait``."""
-        ...
-
-
-def _wait(arriving: Arriving, part: Part) -> None:
-    if part.own is None:
-        arriving.wait(part)
 
 
 class Heads(NamedTuple):
@@ -190,9 +164,12 @@ class _Gathered:
     def wait(self, part: Part) -> None:
         """Do nothing: ``rows`` has waited."""
 
-    def arrivals(self, part: int) -> Arrivals | None:
+    def arrivals(self, part: int) -> None:
         """Return None: no kernel waits for a collective."""
-        return None
+
+
+#: gathered keys and values of a stage, on their way
+Arriving = PulledStage | _Gathered
 
 
 def _key_gradients(call: ShardedCall, way: Route, wanted: Wanted) -> Pushed | Returned:
@@ -211,11 +188,6 @@ def _or_collectives(call: ShardedCall) -> Iterator[None]:
         yield
     except MemoryError:
         without_regions(call.group, call.tensors.q.device)
-
-
-def overlaps(call: ShardedCall) -> bool:
-    """Return True if rows of one stage move while another computes."""
-    return len(stages_of(call, returns=True)) > 1
 
 
 def _planned(call: ShardedCall, returns: bool) -> tuple[Route, tuple[range, ...]]:

@@ -92,11 +92,6 @@ def backward(
     return Gradients(q, k, v, bias, sink, heads)
 
 
-def overlaps(call: ShardedCall) -> bool:
-    """Return False: the copies come before and after the kernels."""
-    return False
-
-
 # --- the calls of own keys ---------------------------------------------------------------------
 
 
