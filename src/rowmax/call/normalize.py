@@ -43,7 +43,7 @@ def normalized(a: Arguments) -> tuple[Tensors, Options, Prepared | None]:
     Raises:
         TypeError, ValueError: naming the argument, what it got and what it accepts.
     """
-    signature = _signature(a)
+    signature = signature_of(a)
     if signature is not None:
         try:
             passed = _passed.get(signature)
@@ -74,7 +74,7 @@ def normalized(a: Arguments) -> tuple[Tensors, Options, Prepared | None]:
     return tensors, options, passed
 
 
-def _signature(a: Arguments) -> tuple[Any, ...] | None:
+def signature_of(a: Arguments) -> tuple[Any, ...] | None:
     """Return all that checks and launches read of a call with q, k, v, seed and lengths alone.
 
     None for any other call, for one that something observes, and for tensors that are not plain.

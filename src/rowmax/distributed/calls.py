@@ -75,6 +75,11 @@ class ShardedCall(NamedTuple):
         ids = ids_on(self.place.documents, self.keys.n, device or self.tensors.q.device)
         return self._replace(tensors=self.tensors._replace(q_ids=ids, k_ids=ids))
 
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        """Return the sizes of q, k and v of the whole call."""
+        t, n, nk = self.tensors, self.queries.n, self.keys.n
+        return tuple((x.shape[0], m, *x.shape[2:]) for x, m in ((t.q, n), (t.k, nk), (t.v, nk)))
+
     def whole(self) -> Tensors:
         """Return the inputs of the whole call, with tensors of its sizes for the rows of others."""
         own = self.tensors

@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..errors import bad, wrong_type
 from ..torch_compat import constant_in_graphs, process_group_named
 
-#: the groups of calls, for a torch that does not find them by name. While a call is traced, the
-#: object in its place may stand for a group and have no collectives
-_groups: dict[str, ProcessGroup] = {}
+#: by name: the groups of calls, and their records, for a torch that does not find them by name.
+#: While a call is traced, the object in its place may stand for a group and have no collectives
+_known: dict[str, tuple[ProcessGroup, Group]] = {}
 #: between the names of the groups of a grid
 _BETWEEN = " x "
 
@@ -36,7 +36,7 @@ class Group(NamedTuple):
 
     @property
     def process_group(self) -> ProcessGroup:
-        return process_group_named(self.name) or _groups[self.name]
+        return process_group_named(self.name) or _known[self.name][0]
 
     def at(self, rank: int) -> Group:
         """Return the group as another of its ranks would see it, for plans."""
@@ -89,12 +89,14 @@ def group_of(mesh: DeviceMesh | ProcessGroup | None) -> Group:
 
 
 def _group(group: Any) -> Group:
-    rank = dist.get_rank(group)
-    if rank < 0:
-        raise bad("mesh", "a group without this process", "a group that it is a rank of")
-    name = group.group_name
-    _groups[name] = group
-    return Group(name, rank, dist.get_world_size(group))
+    known = _known.get(getattr(group, "group_name", ""))
+    if known is None or known[0] is not group:  # torch's checks take 30 us
+        rank = dist.get_rank(group)
+        if rank < 0:
+            raise bad("mesh", "a group without this process", "a group that it is a rank of")
+        known = group, Group(group.group_name, rank, dist.get_world_size(group))
+        _known[group.group_name] = known
+    return known[1]
 
 
 def group_named(name: str) -> Group:
@@ -102,5 +104,4 @@ def group_named(name: str) -> Group:
     if _BETWEEN in name:
         keys, heads = map(group_named, name.split(_BETWEEN))
         return grid(keys, heads)
-    group = process_group_named(name) or _groups[name]
-    return Group(name, dist.get_rank(group), dist.get_world_size(group))
+    return _group(process_group_named(name) or _known[name][0])

@@ -7,6 +7,7 @@ places; a row of several pieces comes once for each.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate
 
 from torch import Tensor
@@ -30,22 +31,35 @@ class Rows:
     """
 
     def __init__(self, flat: Tensor, rows: int, like: Sequence[Tensor], *, by_heads: bool) -> None:
-        each = [(t.shape[0], *t.shape[2:]) for t in like]
+        self.flat, self.rows, self.like, self.by_heads = flat, rows, like, by_heads
+        sizes = [_row(t) for t in like]
         if by_heads:
-            (b, heads, _), widths = each[0], [d for _, _, d in each]
-            memory = flat[: rows * sum(map(_row, like))].view(heads, rows, b, sum(widths))
-            #: memory in which a range of rows is one copy
-            self.units = list(memory)
-            self.views = [part.permute(1, 2, 0, 3) for part in memory.split(widths, 3)]
-            return
-        parts = flat[: rows * sum(map(_row, like))].split([rows * _row(t) for t in like])
-        self.units = [x.view(rows, *sizes) for x, sizes in zip(parts, each, strict=True)]
-        #: each tensor as [rows, B, H, D]
-        self.views = self.units
+            sizes = [sum(sizes) // like[0].shape[2]] * like[0].shape[2]
+        starts = accumulate((rows * size for size in sizes), initial=0)
+        #: memory in which a range of rows is one copy: its first element, the elements of a row
+        self.units = list(zip(starts, sizes, strict=False))
 
-    def put(self, like: Sequence[Tensor], moves: Sequence[tuple[int, int, int]]) -> None:
-        """Copy (to, from, rows) of tensors ``[B, n, H, D]``, by words where it can be."""
-        for to, t in zip(self.views, like, strict=True):
+    @cached_property
+    def views(self) -> Sequence[Tensor]:
+        """The rows of each tensor, ``[rows, B, H, D]``."""
+        flat, rows, like = self.flat[: self.rows * sum(map(_row, self.like))], self.rows, self.like
+        each = [(t.shape[0], *t.shape[2:]) for t in like]
+        if self.by_heads:
+            (b, heads, _), widths = each[0], [d for _, _, d in each]
+            memory = flat.view(heads, rows, b, sum(widths))
+            return [part.permute(1, 2, 0, 3) for part in memory.split(widths, 3)]
+        parts = flat.split([rows * _row(t) for t in like])
+        return [x.view(rows, *sizes) for x, sizes in zip(parts, each, strict=True)]
+
+    def ranges(self, head: int | None, first: int, count: int) -> list[Tensor]:
+        """Return some rows of the unit of a head, or those of all units, each as it lies."""
+        units = self.units if head is None else self.units[head : head + 1]
+        at = [(start + first * size, count * size) for start, size in units]
+        return [self.flat[begin : begin + n] for begin, n in at]
+
+    def put(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        """Copy (to, from, rows) of the tensors, by words where it can be."""
+        for to, t in zip(self.views, self.like, strict=True):
             here, own = words(to, t.transpose(0, 1))
             copy_each([here[a : a + n] for a, _, n in moves], [own[b : b + n] for _, b, n in moves])
 
@@ -86,8 +100,8 @@ class PulledRows:
         if max(self.shown):  # else no rank waits for another
             region.open(max(self.shown) * sum(self.widths) * tensors[0].element_size())
             shown = [(to, start, stop - start) for to, (start, stop) in _packed(self.way.shown)]
-            for stage, part in enumerate(self.parts):
-                self._shown(group.rank, stage).put(part, shown)
+            for stage in range(len(stages)):
+                self._shown(group.rank, stage).put(shown)
             if self.ordered is not None:
                 self.count = region.restart()
             region.show()
@@ -105,20 +119,16 @@ class PulledRows:
                 self._pull(rows, stage, [Copy(head, move) for head in heads for move in each])
                 for each in (moves.first, moves.later)
             ]
-        rows.put(part, [(move.to, move.origin, move.rows) for move in moves.own])
+        rows.put([(move.to, move.origin, move.rows) for move in moves.own])
         return PulledStage(rows.views, pulls, self.way, self.ordered, self.count)
 
     def _pull(self, rows: Rows, stage: int, copies: Sequence[Copy], counted: bool = False) -> Pull:
         """Begin copies, and count them."""
         shown = {rank: self._shown(rank, stage) for rank in {move.rank for _, move in copies}}
-        found = []
+        found: list[tuple[Tensor, Tensor]] = []
         for head, move in copies:
-            units = rows.units, shown[move.rank].units
-            if head is not None:
-                units = [each[head : head + 1] for each in units]
-            for to, origin in zip(*units, strict=True):
-                a, b = move.to, move.origin
-                found.append((to[a : a + move.rows], origin[b : b + move.rows]))
+            to = rows.ranges(head, move.to, move.rows)
+            found += zip(to, shown[move.rank].ranges(head, move.origin, move.rows), strict=True)
         group = 1 if self.by_heads else len(rows.units)
         return self.region.pull(found, group * counted)
 
@@ -140,7 +150,7 @@ class PulledStage:
 
     def __init__(
         self,
-        rows: list[Tensor],
+        rows: Sequence[Tensor],
         pulls: list[Pull],
         way: Route,
         ordered: Ordered | None = None,

@@ -45,7 +45,7 @@ class Pull:
         """Let the current stream wait for the copies. The host goes on."""
         event, self._event = self._event, None
         if event is not None:
-            torch.cuda.current_stream(self._device).wait_event(event)
+            torch.cuda.current_stream(self._device.index).wait_event(event)
 
 
 class Region:
@@ -78,7 +78,7 @@ class Region:
             MemoryError: a rank cannot have the memory; on all ranks.
         """
         if self.device.type == "cuda":
-            current = torch.cuda.current_stream(self.device)
+            current = torch.cuda.current_stream(self.device.index)
             captures = torch.cuda.is_current_stream_capturing()
             # a graph waits for no stream outside of it; torch synchronizes before it captures
             if self._stream is not None and self._stream != current and not captures:
@@ -110,7 +110,7 @@ class Region:
         self._written.clear()
         self.memory.barrier()
         if self.device.type == "cuda":
-            self._shown = torch.cuda.current_stream(self.device).record_event()
+            self._shown = torch.cuda.current_stream(self.device.index).record_event()
 
     def of(self, rank: int, dtype: torch.dtype) -> Tensor:
         """Return the memory of a rank."""
@@ -123,7 +123,7 @@ class Region:
             copy_each([to for to, _ in copies], [origin for _, origin in copies])
             return Pull(None, self.device)
         stream = _copy_stream(self.device)
-        stream.wait_event(torch.cuda.current_stream(self.device).record_event())
+        stream.wait_event(torch.cuda.current_stream(self.device.index).record_event())
         with torch.cuda.stream(stream):
             for to, origin in copies:
                 to.copy_(origin, non_blocking=True)

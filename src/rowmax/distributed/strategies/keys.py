@@ -39,11 +39,11 @@ from .stages import stages_of
 def forward(call: ShardedCall) -> tuple[Tensor, Tensor]:
     """Return (out ``[B, n, Hq, Dv]``, lse ``[B, Hq, n]``) of this rank's queries."""
     way, stages = _planned(call, returns=False)
-    whole, found = call.whole(), _Results(call, len(way.parts) * len(stages))
+    found = _Results(call, len(way.parts) * len(stages))
 
     def compute(heads: Heads, arriving: Arriving) -> None:
         for n, part in enumerate(way.parts):
-            tensors, options = _part(call, whole, heads, part, arriving)
+            tensors, options = _part(call, heads, part, arriving)
             job, into = prepared(tensors, options), found.place(heads, part)
             arrivals = arriving.arrivals(n)
             if arrivals is not None and job.takes_arrivals:
@@ -51,7 +51,7 @@ def forward(call: ShardedCall) -> tuple[Tensor, Tensor]:
             else:
                 arriving.wait(part)
                 results = job.forward(tensors, into)
-            found.add(heads, part, results)
+            found.add(heads, part, results, into)
 
     with UnderWay() as under_way:
         _by_stages(call, way, stages, under_way, compute, arrives(call))
@@ -63,11 +63,11 @@ def backward(
 ) -> Gradients:
     """Return the wanted gradients: of own rows, and this rank's share of replicated inputs."""
     way, stages = _planned(call, returns=True)
-    whole, sums = call.whole(), _Sums(call, way, len(stages), wanted)
+    sums = _Sums(call, way, len(stages), wanted)
 
     def compute(heads: Heads, arriving: Arriving) -> None:
         for n, part in enumerate(way.parts):
-            tensors, options = _part(call, whole, heads, part, arriving)
+            tensors, options = _part(call, heads, part, arriving)
             arriving.wait(part)
             rows, h = part.rows, heads.q
             of_rows = _dense(out[:, rows, h]), _dense(lse[:, h, rows])
@@ -77,7 +77,7 @@ def backward(
             job = prepared(tensors, options)
             into, places = sums.place(heads, part), sums.keys.places(heads.kv, n)
             made = job.backward(tensors, *given, wanted, wide=True, into=into, places=places)
-            sums.add(heads, part, made)
+            sums.add(heads, part, made, into)
             of_keys = [t for t in (made.k, made.v) if t is not None]
             sums.keys.add(heads.kv, n, of_keys, under_way)
             del made, of_keys  # the next call makes others
@@ -198,7 +198,7 @@ def _planned(call: ShardedCall, returns: bool) -> tuple[Route, tuple[range, ...]
 
 
 def _part(
-    call: ShardedCall, whole: Tensors, heads: Heads, part: Part, arriving: Arriving
+    call: ShardedCall, heads: Heads, part: Part, arriving: Arriving
 ) -> tuple[Tensors, Options]:
     """Return the call of a part: the inputs of the whole that its queries and keys read."""
     if part.packing is not None:
@@ -210,10 +210,10 @@ def _part(
         k, v = (t[:, part.gathered] for t in arriving.rows(part))
     if all(getattr(own, name) is None for name in _CUT):  # 20 us, and 75 by a block
         ends = tuple((x.start, x.stop) for x in (heads.q, part.i, part.j))
-        sizes = tuple(t.shape for t in (whole.q, whole.k, whole.v))
-        tensors, options = own, _options_of(call.options, sizes, own.q.dtype, ends)
+        tensors, options = own, _options_of(call.options, call.sizes(), own.q.dtype, ends)
     else:
-        tensors, options = block_of(whole, call.options, Block(h=heads.q, i=part.i, j=part.j))
+        block = Block(h=heads.q, i=part.i, j=part.j)
+        tensors, options = block_of(call.whole(), call.options, block)
     mine = {"i": part.rows, "j": part.j, "h": heads.q}
     tensors = tensors._replace(
         k=k,
@@ -226,7 +226,7 @@ def _part(
 
 @lru_cache(maxsize=512)
 def _options_of(
-    options: Options, sizes: tuple[torch.Size, ...], dtype: torch.dtype, ends: Sequence[Ends]
+    options: Options, sizes: Sequence[tuple[int, ...]], dtype: torch.dtype, ends: Sequence[Ends]
 ) -> Options:
     """Return the options of a block of a call of these sizes; ``ends`` are those of h, i and j."""
     q, k, v = (torch.empty((), dtype=dtype).expand(size) for size in sizes)
@@ -268,12 +268,14 @@ class _Results:
         """Return the memory of a call's output."""
         return None if self.found is None else _place(self.found[0], heads, part)
 
-    def add(self, heads: Heads, part: Part, found: tuple[Tensor, Tensor]) -> None:
+    def add(
+        self, heads: Heads, part: Part, found: tuple[Tensor, Tensor], place: Tensor | None
+    ) -> None:
         """Add the results of a call."""
         if self.found is None:
             self.found = found
             return
-        _store(found[0], self.place(heads, part))
+        _store(found[0], place)
         self.found[1][:, heads.q, part.rows] = found[1]
 
     def total(self) -> tuple[Tensor, Tensor]:
@@ -313,12 +315,12 @@ class _Sums:
         """Return the memory of a call's gradient of q."""
         return None if self.q is None else _place(self.q, heads, part)
 
-    def add(self, heads: Heads, part: Part, found: Gradients) -> None:
+    def add(self, heads: Heads, part: Part, found: Gradients, place: Tensor | None) -> None:
         """Add the gradients of a call, but those of keys."""
         if self.alone:
             self.q = found.q
         elif found.q is not None:
-            _store(found.q, self.place(heads, part))
+            _store(found.q, place)
         for name in ("sink", "heads"):
             total = part_of(name, getattr(self, name), h=heads.q)
             if total is not None:
