@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import random
 import signal
@@ -23,6 +24,8 @@ from rowmax.distributed import Layout
 from rowmax.distributed.strategies import keys as by_keys
 
 from .programs import copies, errors_of, even, mesh_of
+
+attention: Any = importlib.import_module("rowmax.distributed.attention")
 
 _LOCAL_ERRORS: dict[str, Any] = {
     "q": lambda x: {"q": x[:, 1:]},
@@ -64,6 +67,20 @@ def refused(
             more |= dict.fromkeys("qkv", torch.zeros(1, n, 2, 16))
         named |= more
     return errors_of([lambda: rd.attention(**named)])[0]
+
+
+def refused_later(rank: int, name: str) -> tuple[int, str]:
+    """Return how often plain calls are checked, and the error of one with a wrong argument."""
+    layout = Layout.zigzag(384, dist.get_world_size())
+    x = torch.zeros(1, layout.lengths[rank], 2, 16)
+    named: dict[str, Any] = {"q": x, "k": x, "v": x, "layout": layout, "scale": 0.123}
+    attention._passed.clear()
+    with mock.patch.object(attention, "_whole", wraps=attention._whole) as checks:
+        for _ in range(3):
+            rd.attention(**named)
+        rd.attention(**named, strategy="queries")
+    wrong = _LOCAL_ERRORS[name](x)
+    return checks.call_count, errors_of([lambda: rd.attention(**{**named, **wrong})])[0]
 
 
 def named(rank: int, strategy: str) -> list[Any]:

@@ -35,6 +35,13 @@ def test_an_error_of_one_rank_reaches_all(name: str, world: Worlds) -> None:
     assert others == [f"rowmax.distributed: rank 0 refused this call: {own}"] * 2
 
 
+@pytest.mark.parametrize("name", sorted(set(LOCAL) - {"backend"}))
+def test_a_call_that_is_not_checked_again_hides_no_error(name: str, world: Worlds) -> None:
+    for checks, text in world(3).run(agreement_programs.refused_later, name):
+        assert checks == 2  # one of each strategy
+        assert text.partition(":")[0] == LOCAL[name].partition(":")[0]
+
+
 @pytest.mark.parametrize("name", LOCAL)
 def test_an_error_of_all_ranks_is_their_own(name: str, world: Worlds) -> None:
     for rank, text in enumerate(world(3).run(agreement_programs.refused, "local", name, None)):
