@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _OPTIONS = frozenset(CallOptions.__annotations__)
 _GRADIENTS = Wanted._fields
-#: by the signature of a plain call, and all else that decides: what its checks have found
+#: by the signature of a plain call, and everything else that decides: what its checks have found
 _passed: dict[Any, tuple[Place, Options]] = {}
 _LIMIT = 4096
 

@@ -68,6 +68,13 @@ class ShardedCall(NamedTuple):
             return False
         return few_copies(self.queries, self.place.documents, o.left, o.right)
 
+    @property
+    def pairs(self) -> dict[str, tuple[Tensor, str]]:
+        """The bias and the boolean mask, of those that are given, each with its rows."""
+        bias, allowed = self.tensors.bias, self.tensors.allowed
+        found = {"bias": (bias, self.bias_rows), "allowed": (allowed, self.mask_rows)}
+        return {name: (t, rows) for name, (t, rows) in found.items() if t is not None}
+
     def with_ids(self, device: torch.device | None = None) -> ShardedCall:
         """Return the call with ids of documents that the host knows."""
         if not self.place.documents or self.tensors.k_ids is not None:

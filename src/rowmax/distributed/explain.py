@@ -184,7 +184,7 @@ def explain(
     Wire(sent=100663296, received=201326592)
     """
     group = _group(mesh, layout)
-    check_layouts(layout, k_layout, group)
+    queries, keys = check_layouts(layout, k_layout, group)
     if rank is not None:
         whole = as_int(rank)
         if whole is None or not 0 <= whole < group.size:
@@ -195,7 +195,6 @@ def explain(
     place, tensors, rest = normalized_rows(
         (q, k, v), group, (layout, k_layout), (strategy, False, False), dict(options)
     )
-    queries, keys = check_layouts(layout, k_layout, group)
     rows = [_rows(t, tensors.q) for t in (tensors.bias, tensors.allowed)]
     call = ShardedCall(place, tensors, rest, queries, keys, group, rows[0], rows[1])
     call = call if group.parts or call.packs else call.with_ids()
@@ -402,8 +401,8 @@ def _exchanges(call: ShardedCall, back: bool) -> Iterator[_Exchanged]:
     size, q, k = t.q.dtype.itemsize, call.queries, call.keys
     yield _Exchanged(heads.q, q, b * d * size, True)
     yield _Exchanged(heads.kv, k, b * (d + dv) * size, True)
-    for one, rows in ((t.bias, call.bias_rows), (t.allowed, call.mask_rows)):
-        if one is not None and rows == "own":
+    for one, rows in call.pairs.values():
+        if rows == "own":
             unit = one.shape[0] * one.shape[3]
             split = shared_heads(one, heads.q)
             yield _Exchanged(split, q, unit * one.dtype.itemsize, True)
@@ -436,8 +435,8 @@ def _query_bytes(call: ShardedCall, back: bool) -> tuple[int, int]:
     gathered, returned = b * hq * d * size, b * hq * (d if back else dv + 1) * wide
     if back:  # out and its cotangent, lse and its
         gathered += b * hq * 2 * (dv * size + wide)
-    for one, rows in ((t.bias, call.bias_rows), (t.allowed, call.mask_rows)):
-        if one is not None and rows != "one":
+    for one, rows in call.pairs.values():
+        if rows != "one":
             row = one.shape[0] * one.shape[1] * one.shape[3]
             gathered += row * one.dtype.itemsize
             returned += row * wide * (back and one is t.bias)
@@ -500,13 +499,7 @@ def _calls_of_grid(call: ShardedCall, rank: int) -> tuple[ShardedCall, ...]:
     ranks, mine = exchange_within(call), group.parts[1].rank
     q, k, v = whole_rows(t.q, t.k, t.v, ranks.queries.n, ranks.keys.n)
     hq, hk = len(ranks.q[mine]), len(ranks.kv[mine])
-    terms = {
-        name: None if one is None else _rows_of_heads(one, ranks, rows)
-        for name, one, rows in (
-            ("bias", t.bias, call.bias_rows),
-            ("allowed", t.allowed, call.mask_rows),
-        )
-    }
+    terms = {name: _rows_of_heads(one, ranks, rows) for name, (one, rows) in call.pairs.items()}
     own = t._replace(q=q[:, :, :hq], k=k[:, :, :hk], v=v[:, :, :hk], **terms)
     within = call._replace(group=ranks.group, queries=ranks.queries, keys=ranks.keys)
     return within, across(call, own, call.options)

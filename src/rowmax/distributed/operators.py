@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ..call.inputs import DIFFERENTIABLE, Options, Tensors, Wanted, schema
-from ..operators.functions import Function, redispatch, register, unpacked
+from ..operators.functions import Function, redispatch, register, without_tangents
 from ..operators.library import LIBRARY, N_DIFFERENTIABLE, split
-from ..torch_compat import DispatchKeySet, any_requires_grad, single_level_autograd
+from ..torch_compat import DispatchKeySet
 from .agreement import agreed
 from .calls import Place, ShardedCall, sharded
 from .collectives import broadcast
@@ -133,17 +133,5 @@ class _Once(Function):
         raise NotImplementedError(_ONCE)
 
 
-def _recorded(function: type[Function]) -> Any:
-    def kernel(operator: Any, below: DispatchKeySet, *inputs: Any) -> Any:
-        if unpacked(inputs) is not None:
-            raise NotImplementedError(_ONCE)
-        if not any_requires_grad(inputs):
-            return operator.redispatch(below, *inputs)
-        with single_level_autograd():
-            return function.apply(below, *inputs)  # pyright: ignore
-
-    return kernel
-
-
-register("distributed_forward", _recorded(_Attention))
-register("distributed_backward", _recorded(_Once))
+register("distributed_forward", without_tangents(_Attention, _ONCE))
+register("distributed_backward", without_tangents(_Once, _ONCE))

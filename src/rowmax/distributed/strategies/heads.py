@@ -215,13 +215,8 @@ def _part(call: ShardedCall, ranks: Exchange) -> tuple[Tensors, Options]:
     own = call.tensors
     q = _to_heads(own.q, ranks, ranks.queries, ranks.q)
     k, v = (_to_heads(t, ranks, ranks.keys, ranks.kv) for t in (own.k, own.v))
-    terms = {
-        name: _term_of_heads(name, t, rows, ranks)
-        for name, t, rows in (
-            ("bias", own.bias, call.bias_rows),
-            ("allowed", own.allowed, call.mask_rows),
-        )
-    }
+    pairs = call.pairs.items()
+    terms = {name: _term_of_heads(name, t, rows, ranks) for name, (t, rows) in pairs}
     mine = ranks.q[ranks.group.rank]
     if not mine:
         return own._replace(q=q, k=k, v=v, **terms), call.options
@@ -229,10 +224,8 @@ def _part(call: ShardedCall, ranks: Exchange) -> tuple[Tensors, Options]:
     return tensors._replace(q=q, k=k, v=v, **terms), options
 
 
-def _term_of_heads(name: str, t: Tensor | None, rows: str, ranks: Exchange) -> Tensor | None:
+def _term_of_heads(name: str, t: Tensor, rows: str, ranks: Exchange) -> Tensor | None:
     """Return a bias or boolean mask of own heads, with all rows."""
-    if t is None:
-        return None
     if rows == "one":
         return part_of(name, t, h=slice(*_ends(ranks.q[ranks.group.rank])))
     split = shared_heads(t, ranks.q)

@@ -97,14 +97,12 @@ def backward(
 
 def _whole(call: ShardedCall) -> Tensors:
     """Return the inputs of the whole call, with all rows of q, bias and boolean mask."""
-    own = call.tensors
-    (q,) = _gathered([own.q], call)
-    terms = {"bias": own.bias, "allowed": own.allowed}
-    for name, rows in (("bias", call.bias_rows), ("allowed", call.mask_rows)):
-        t = terms[name]
-        if t is not None and rows != "one":
-            (joined,) = _gathered([t.transpose(1, 2)], call)
-            terms[name] = joined.transpose(1, 2)
+    (q,) = _gathered([call.tensors.q], call)
+    terms = {}
+    for name, (t, rows) in call.pairs.items():
+        if rows != "one":
+            t = _gathered([t.transpose(1, 2)], call)[0].transpose(1, 2)
+        terms[name] = t
     return call.whole()._replace(q=q, **terms)
 
 
