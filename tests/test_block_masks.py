@@ -27,6 +27,10 @@ def prefix(b: Any, h: Any, q: Any, k: Any) -> Any:
     return k < PREFIX[b]
 
 
+def kept(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return KEEP[b, k]
+
+
 MODS = {
     "causal": causal,
     "noop": flex.noop_mask,
@@ -40,6 +44,9 @@ MODS = {
     "lengths": lambda b, h, q, k: (k < LENGTHS[b]) & (q >= k),
     "left padding": lambda b, h, q, k: (k >= PREFIX[b]) & (q >= k),
     "padding": lambda b, h, q, k: KEEP[b, k] & (q >= k),
+    "composed padding": flex.and_masks(kept, causal),
+    "padding last": lambda b, h, q, k: (q >= k) & KEEP[b, k],
+    "padding or some": flex.or_masks(kept, lambda b, h, q, k: k == 3),
     "not padding": lambda b, h, q, k: ~KEEP[b, k],
     "prefix": flex.or_masks(prefix, causal),
     "dilated": lambda b, h, q, k: (q - k) % 4 == 0,

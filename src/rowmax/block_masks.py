@@ -1,24 +1,21 @@
 """The masks of FlexAttention as masks of rowmax.
 
-A ``mask_mod`` is called once with symbols in place of its indices. Comparisons of symbols return
-masks, which ``&``, ``|`` and ``~`` combine, so that what it returns is the value.
+A ``mask_mod`` is called once with symbols in place of its indices (``symbols.py``). Comparisons
+return masks, which ``&``, ``|`` and ``~`` combine, so that what it returns is the value.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from .errors import check_flag, wrong_type
-from .masks import Dilated, Documents, KeyPadding, LeftPadding, Mask, PrefixLengths, Window, as_int
-
-
-class UnknownMaskError(Exception):
-    """The function has no form that a mask expresses."""
+from .masks import Dilated, Documents, KeyPadding, LeftPadding, Mask, PrefixLengths, Window
+from .symbols import Distance, Index, PerSequence, Symbol, UnknownRuleError, called, whole
 
 
 class Sizes(NamedTuple):
@@ -32,6 +29,13 @@ class Sizes(NamedTuple):
 
     def count(self, side: str) -> int:
         return self.nq if side == "q" else self.nk
+
+    def band(self, left: int | None, right: int | None) -> _Rule:
+        """Return the keys from ``-left`` to ``right``, counted from the index of the query."""
+        offset = self.nk - self.nq
+        left = None if left is None else left + offset
+        right = None if right is None else right - offset
+        return _Rule(Window(left, right))
 
 
 def from_block_mask(block_mask: Any, *, dense: bool = False) -> Mask:
@@ -64,9 +68,9 @@ def from_block_mask(block_mask: Any, *, dense: bool = False) -> Mask:
     sizes = Sizes(batch, heads, nq, nk, block_mask.kv_num_blocks.device)
     try:
         if not _blocks_agree(block_mask, sizes):
-            raise UnknownMaskError("its blocks hide or show other pairs than its mask_mod")
+            raise UnknownRuleError("its blocks hide or show other pairs than its mask_mod")
         return _value(block_mask.mask_mod, sizes)
-    except UnknownMaskError as error:
+    except UnknownRuleError as error:
         if not dense:
             raise TypeError(
                 f"block_mask: got one without a value ({error}); want from_block_mask(block_mask, "
@@ -78,23 +82,16 @@ def from_block_mask(block_mask: Any, *, dense: bool = False) -> Mask:
 
 
 def _value(mask_mod: Callable[..., Any], sizes: Sizes) -> Mask:
-    symbols = _Batch(sizes), _Symbol(), _Index(sizes, "q"), _Index(sizes, "k")
-    try:
-        with _ReadTables(sizes):
-            found = _mask_of(mask_mod(*symbols))
-    except UnknownMaskError:
-        raise
-    except Exception as error:  # a function of a user may raise anything if given symbols
-        raise UnknownMaskError(f"{type(error).__name__}: {error}") from error
-    return found
+    symbols = _Batch(sizes), Symbol(), _Index(sizes, "q"), _Index(sizes, "k")
+    return _mask_of(called(mask_mod, symbols, partial(_read, sizes)))
 
 
 def _mask_of(x: Any) -> Mask:
-    if isinstance(x, Mask):
-        return x
+    if isinstance(x, _Rule):
+        return x.mask
     if isinstance(x, _Entry) and x.side == "k" and x.table.dtype == torch.bool:
         return KeyPadding(keep=x.table)
-    raise UnknownMaskError(f"its result is a {type(x).__name__}")
+    raise UnknownRuleError(f"its result is a {type(x).__name__}")
 
 
 # --- blocks ------------------------------------------------------------------------------------
@@ -144,70 +141,47 @@ def _blocks_agree(block_mask: Any, sizes: Sizes) -> bool:
 # --- symbols -----------------------------------------------------------------------------------
 
 
-class _ReadTables(TorchFunctionMode):
-    """Read ``table[index]``, ``table[b, index]`` and ``table[b]`` of symbols."""
-
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__()
-        self.sizes = sizes
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is Tensor.__getitem__:
-            table, index = args
-            index = index if isinstance(index, tuple) else (index,)
-            if any(isinstance(x, _Symbol) for x in index):
-                return _read(table, index, self.sizes)
-        return func(*args, **(kwargs or {}))
-
-
-def _read(table: Tensor, index: tuple[Any, ...], sizes: Sizes) -> _Symbol:
+def _read(sizes: Sizes, table: Tensor, index: tuple[Any, ...]) -> Symbol:
     first = index[0]
     if len(index) != table.dim():
-        raise UnknownMaskError("a table that is read in part")
+        raise UnknownRuleError("a table that is read in part")
     if isinstance(first, _Batch) and len(index) == 1:
-        return _PerSequence(table[: sizes.batch])
+        return PerSequence(table[: sizes.batch])
     rows = table[None] if len(index) == 1 else table[: sizes.batch]
     if len(index) == 2 and not isinstance(first, _Batch):
-        raise UnknownMaskError("a table that is not read by sequence")
+        raise UnknownRuleError("a table that is not read by sequence")
     place = index[-1]
     if not isinstance(place, (_Index, _Entry)):
-        raise UnknownMaskError("a table that is not read by query or key")
+        raise UnknownRuleError("a table that is not read by query or key")
     places = place.table[0] if isinstance(place, _Entry) else place.places()
     if bool(((places < 0) | (places >= rows.shape[1])).any()):
-        raise UnknownMaskError("a table that is read past its end")
+        raise UnknownRuleError("a table that is read past its end")
     return _Entry(place.side, rows[:, places])
 
 
-class _Symbol:
-    """An index that is known by its meaning alone; also that of the head."""
+class _Pairs(Symbol):
+    """Something that may be a mask."""
 
-    __hash__ = None  # pyright: ignore
+    def __and__(self, other: Any) -> _Rule:
+        return _Rule(_mask_of(self) & _mask_of(other))
 
-    def _unknown(self, *_: Any) -> NoReturn:
-        raise UnknownMaskError(f"an operation of {type(self).__name__.strip('_').lower()}")
-
-    __bool__ = __index__ = __int__ = __float__ = __invert__ = __neg__ = __abs__ = _unknown
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __rmod__ = _unknown
-    __floordiv__ = __rfloordiv__ = __truediv__ = __rtruediv__ = _unknown
-    __xor__ = __rxor__ = __lt__ = __le__ = __gt__ = __ge__ = _unknown
-    __eq__ = __ne__ = _unknown  # pyright: ignore
-
-    def __and__(self, other: Any) -> Mask:
-        return _mask_of(self) & _mask_of(other)
-
-    def __or__(self, other: Any) -> Mask:
-        return _mask_of(self) | _mask_of(other)
+    def __or__(self, other: Any) -> _Rule:
+        return _Rule(_mask_of(self) | _mask_of(other))
 
     __rand__, __ror__ = __and__, __or__
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise UnknownMaskError(f"torch's {getattr(func, '__name__', func)}")
+
+class _Rule(_Pairs):
+    """A mask."""
+
+    def __init__(self, mask: Mask) -> None:
+        self.mask = mask
+
+    def __invert__(self) -> _Rule:
+        return _Rule(~self.mask)
 
 
-class _Batch(_Symbol):
+class _Batch(Symbol):
     """The index of the sequence."""
 
     def __init__(self, sizes: Sizes) -> None:
@@ -217,21 +191,14 @@ class _Batch(_Symbol):
     def device(self) -> torch.device:
         return self.sizes.device
 
-    def new_ones(self, *_: Any, **__: Any) -> Mask:
-        return Mask()
+    def new_ones(self, *_: Any, **__: Any) -> _Rule:
+        return _Rule(Mask())
 
-    def new_zeros(self, *_: Any, **__: Any) -> Mask:
-        return Window(-1, -1)
-
-
-class _PerSequence(_Symbol):
-    """A number for each sequence."""
-
-    def __init__(self, table: Tensor) -> None:
-        self.table = table
+    def new_zeros(self, *_: Any, **__: Any) -> _Rule:
+        return _Rule(Window(-1, -1))
 
 
-class _Entry(_Symbol):
+class _Entry(_Pairs):
     """A number for each query or key, ``[B|1, N]``."""
 
     def __init__(self, side: str, table: Tensor) -> None:
@@ -245,14 +212,15 @@ class _Entry(_Symbol):
     def __eq__(self, other: Any) -> Any:
         if isinstance(other, _Entry) and {self.side, other.side} == {"q", "k"}:
             query, key = (self, other) if self.side == "q" else (other, self)
-            return Documents(key.table.to(torch.int64), q_ids=query.table.to(torch.int64))
-        return _Entry(self.side, self.table == _whole(other))
+            ids, q_ids = (one.table.to(torch.int64) for one in (key, query))
+            return _Rule(Documents(ids, q_ids=q_ids))
+        return _Entry(self.side, self.table == whole(other))
 
     def __ne__(self, other: Any) -> Any:
-        return ~_Entry(self.side, self.table == _whole(other))
+        return ~_Entry(self.side, self.table == whole(other))
 
 
-class _Index(_Symbol):
+class _Index(Index):
     """The index of the query or key, plus a constant."""
 
     def __init__(self, sizes: Sizes, side: str, shift: int = 0) -> None:
@@ -262,123 +230,57 @@ class _Index(_Symbol):
         return torch.arange(self.sizes.count(self.side), device=self.sizes.device) + self.shift
 
     def __add__(self, n: Any) -> _Index:
-        return _Index(self.sizes, self.side, self.shift + _whole(n))
+        return _Index(self.sizes, self.side, self.shift + whole(n))
 
     __radd__ = __add__
 
     def __sub__(self, other: Any) -> Any:
         if not isinstance(other, _Index):
-            return self + -_whole(other)
+            return self + -whole(other)
         if self.side == other.side:
             self._unknown()
         return _Distance(self.sizes, self.shift - other.shift, self.side == "k")
 
     def __floordiv__(self, size: Any) -> _Entry:
-        return _Entry(self.side, (self.places() // _whole(size))[None])
+        return _Entry(self.side, (self.places() // whole(size))[None])
 
     def __mod__(self, size: Any) -> _Entry:
-        return _Entry(self.side, (self.places() % _whole(size))[None])
+        return _Entry(self.side, (self.places() % whole(size))[None])
 
-    def __le__(self, other: Any) -> Mask:
-        if isinstance(other, _Index):
-            return self - other <= 0
-        return self < (other if isinstance(other, _PerSequence) else _whole(other)) + 1
+    def _before(self, n: Any) -> _Rule:
+        if isinstance(n, PerSequence) and self.side == "k":
+            return _Rule(PrefixLengths((n.table - self.shift).clamp(min=0)))
+        return self._entry(self.places() < whole(n))
 
-    def __lt__(self, other: Any) -> Mask:
-        if isinstance(other, _Index):
-            return self - other <= -1
-        if isinstance(other, _PerSequence) and self.side == "k":
-            return PrefixLengths((other.table - self.shift).clamp(min=0))
-        return self._entry(self.places() < _whole(other))
-
-    def __ge__(self, other: Any) -> Mask:
-        if isinstance(other, _Index):
-            return self - other >= 0
-        if isinstance(other, _PerSequence) and self.side == "k":
-            return LeftPadding((other.table - self.shift).clamp(min=0))
-        return self._entry(self.places() >= _whole(other))
-
-    def __gt__(self, other: Any) -> Mask:
-        if isinstance(other, _Index):
-            return self - other >= 1
-        return self >= _whole(other) + 1
+    def _from(self, n: Any) -> _Rule:
+        if isinstance(n, PerSequence) and self.side == "k":
+            return _Rule(LeftPadding((n.table - self.shift).clamp(min=0)))
+        return self._entry(self.places() >= whole(n))
 
     def __eq__(self, other: Any) -> Any:
         if isinstance(other, _Index):
-            return (self - other <= 0) & (self - other >= 0)
-        return self._entry(self.places() == _whole(other))
+            return self - other == 0
+        return self._entry(self.places() == whole(other))
 
-    def _entry(self, there: Tensor) -> Mask:
-        return _mask_of(_Entry(self.side, there[None]))
+    def _entry(self, there: Tensor) -> _Rule:
+        return _Rule(_mask_of(_Entry(self.side, there[None])))
 
 
-class _Distance(_Symbol):
-    """``key - query + shift``, or ``query - key + shift`` unless the key is first."""
-
-    def __init__(self, sizes: Sizes, shift: int, key_first: bool) -> None:
-        self.sizes, self.shift, self.key_first = sizes, shift, key_first
-
-    def __add__(self, n: Any) -> _Distance:
-        return _Distance(self.sizes, self.shift + _whole(n), self.key_first)
-
-    __radd__ = __add__
-
-    def __sub__(self, n: Any) -> _Distance:
-        return self + -_whole(n)
-
-    def __abs__(self) -> _Absolute:
-        return _Absolute(self)
-
-    abs = __abs__
+class _Distance(Distance):
+    """A distance, of which there are remainders."""
 
     def __mod__(self, step: Any) -> _Remainder:
-        return _Remainder(self, _whole(step))
-
-    def __le__(self, n: Any) -> Mask:
-        offset, most = self.sizes.nk - self.sizes.nq, _whole(n) - self.shift
-        return Window(None, most - offset) if self.key_first else Window(most + offset, None)
-
-    def __ge__(self, n: Any) -> Mask:
-        return _Distance(self.sizes, -self.shift, not self.key_first) <= -_whole(n)
-
-    def __lt__(self, n: Any) -> Mask:
-        return self <= _whole(n) - 1
-
-    def __gt__(self, n: Any) -> Mask:
-        return self >= _whole(n) + 1
-
-    def __eq__(self, n: Any) -> Any:
-        return (self <= n) & (self >= n)
+        return _Remainder(self, whole(step))
 
 
-class _Absolute(_Symbol):
-    """The absolute value of a distance."""
-
-    def __init__(self, distance: _Distance) -> None:
-        self.distance = distance
-
-    def __le__(self, n: Any) -> Mask:
-        return (self.distance <= n) & (self.distance >= -_whole(n))
-
-    def __lt__(self, n: Any) -> Mask:
-        return self <= _whole(n) - 1
-
-
-class _Remainder(_Symbol):
+class _Remainder(Symbol):
     """A distance modulo a step."""
 
     def __init__(self, distance: _Distance, step: int) -> None:
         self.distance, self.step = distance, step
 
     def __eq__(self, n: Any) -> Any:
-        sizes = self.distance.sizes
-        if _whole(n) != 0 or self.distance.shift or (sizes.nk - sizes.nq) % self.step:
+        sizes = self.distance.of
+        if whole(n) != 0 or self.distance.shift or (sizes.nk - sizes.nq) % self.step:
             self._unknown()
-        return Dilated(self.step)
-
-
-def _whole(n: Any) -> int:
-    whole = as_int(n)
-    if whole is None:
-        raise UnknownMaskError(f"a constant of {type(n).__name__}")
-    return whole
+        return _Rule(Dilated(self.step))

@@ -15,8 +15,9 @@ from torch.nn import functional
 
 import rowmax
 
+from ...symbols import UnknownRuleError
 from .. import parallel
-from .pattern import Band, Chunks, Place, Same, Term, UnknownPatternError
+from .pattern import Band, Chunks, Place, Same, Term
 
 _DOCUMENTS = "context_parallel(..., mask=rowmax.Documents(...))"
 
@@ -44,7 +45,7 @@ def of_whole(terms: tuple[Term, ...]) -> tuple[tuple[Term, ...], bool]:
     """Return the terms that need no table of own rows, and True if there were packed sequences.
 
     Raises:
-        UnknownPatternError: a table that is not of positions.
+        UnknownRuleError: a table that is not of positions.
     """
     kept: list[Term] = []
     packs = False
@@ -56,9 +57,9 @@ def of_whole(terms: tuple[Term, ...]) -> tuple[tuple[Term, ...], bool]:
         elif isinstance(term, Same) and isinstance(term.key, Chunks) and _is_index(term.key):
             kept.append(term)
         else:
-            raise UnknownPatternError("a table of own rows")
+            raise UnknownRuleError("a table of own rows")
     if packs and any(isinstance(term, Same) for term in kept):
-        raise UnknownPatternError("chunks of packed sequences")
+        raise UnknownRuleError("chunks of packed sequences")
     return tuple(kept), packs
 
 
@@ -66,7 +67,7 @@ def _is_index(chunks: Chunks) -> bool:
     return chunks.starts is None and chunks.place.table is None
 
 
-def refuse_pattern(context: Any, error: UnknownPatternError) -> None:
+def refuse_pattern(context: Any, error: UnknownRuleError) -> None:
     """Raise for a mask function without a form of the whole sequence, if there is a context."""
     if context is not None:
         got = f"a mask function in context_parallel: {error}"

@@ -13,9 +13,10 @@ from transformers.utils.import_utils import is_tracing
 
 import rowmax
 
+from ...symbols import UnknownRuleError
 from .. import parallel
 from . import across
-from .pattern import Band, Chunks, InUse, Place, Same, Term, UnknownPatternError, terms_of
+from .pattern import Band, Chunks, InUse, Place, Same, Term, terms_of
 
 _skips_full_masks = True
 
@@ -274,12 +275,12 @@ def attention_mask(
         sizes = sizes._replace(nq=whole[0], nk=whole[1])
     try:
         if attention_mask is not None and attention_mask.dim() != 2:
-            raise UnknownPatternError("a padding mask that is not [B, Nk]")
+            raise UnknownRuleError("a padding mask that is not [B, Nk]")
         terms = terms_of(mask_function)
         if not use_vmap and _is_computed_with(
             terms, sizes, allow_is_bidirectional_skip if bidirectional else allow_is_causal_skip
         ):
-            raise UnknownPatternError("the model computes with its mask")
+            raise UnknownRuleError("the model computes with its mask")
         if context is not None:
             terms, packs = across.of_whole(terms)
             by_positions = packs or by_positions
@@ -287,7 +288,7 @@ def attention_mask(
             found = value_of(terms, sizes, device, None)
         else:
             found = value_of(terms, sizes, device, attention_mask)
-    except UnknownPatternError as error:
+    except UnknownRuleError as error:
         across.refuse_pattern(context, error)
         return sdpa_mask(
             batch_size=batch_size,
@@ -335,7 +336,7 @@ def value_of(
     """Return the value of terms and of a padding mask ``[B, keys seen]``.
 
     Raises:
-        UnknownPatternError: a value cannot express them.
+        UnknownRuleError: a value cannot express them.
     """
     same = [term for term in terms if isinstance(term, Same)]
     left, right = _band(terms, same, sizes)
@@ -369,7 +370,7 @@ def _band(terms: tuple[Term, ...], same: list[Same], sizes: Sizes) -> tuple[int 
         if not isinstance(term, Band):
             continue
         if term.table is not None and not _is_packed(term.table, same, sizes):
-            raise UnknownPatternError("a band of positions that are not those of packed sequences")
+            raise UnknownRuleError("a band of positions that are not those of packed sequences")
         if term.left is not None:
             left = term.left if left is None else min(left, term.left)
         if term.right is not None:
@@ -421,7 +422,7 @@ def _aligned(
             return *_binding(left, right, nq, keys), None, keys if keys < nk else None
         lengths = torch.full((batch,), last, dtype=torch.int32, device=device)
     if right != 0:
-        raise UnknownPatternError("a band past the last query of a static cache")
+        raise UnknownRuleError("a band past the last query of a static cache")
     left = None if left is not None and left >= nk - 1 else left
     if nq == 1 and left is None:  # the length alone hides the keys after the query
         right = None
@@ -451,7 +452,7 @@ def _entries(table: Tensor, sizes: Sizes, side: str, device: torch.device) -> Te
         found = table.to(device)[:, start : start + n]
         if found.shape[1] < n:
             if side == "q" or table.dtype != torch.bool:
-                raise UnknownPatternError("a table that ends before the last index")
+                raise UnknownRuleError("a table that ends before the last index")
             found = torch.nn.functional.pad(found, (0, n - found.shape[1]))
     return found.expand(sizes.batch, n)
 
