@@ -282,6 +282,12 @@ def load_rows(x, row, end, other, RAGGED: tl.constexpr):
 
 
 @triton.jit
+def load_vector(x, rows, num, cfg, place, other, RAGGED: tl.constexpr):
+    """Return the numbers of rows in a vector of padded rows."""
+    return load_rows(row_vector(x, num, cfg, place), rows, place.nq, other, RAGGED)
+
+
+@triton.jit
 def row_numbers(rows, do, i0, ptr, num, cfg, place, RAGGED: tl.constexpr):
     """Return (lse in the units of the scores, Delta - dlse) of the rows of dO from i0 on.
 
@@ -290,9 +296,8 @@ def row_numbers(rows, do, i0, ptr, num, cfg, place, RAGGED: tl.constexpr):
     """
     nq = place.nq
     if ptr.delta is not None:
-        lse2 = load_rows(row_vector(ptr.lse2, num, cfg, place), rows, nq, float("inf"), RAGGED)
-        delta = load_rows(row_vector(ptr.delta, num, cfg, place), rows, nq, 0.0, RAGGED)
-        return lse2, delta
+        lse2 = load_vector(ptr.lse2, rows, num, cfg, place, float("inf"), RAGGED)
+        return lse2, load_vector(ptr.delta, rows, num, cfg, place, 0.0, RAGGED)
     else:
         start, total = place.q_start, num.total_q
         lse = vector(ptr.lse, place.b, place.head, start, total, cfg.HQ, cfg.PACKED)
@@ -313,7 +318,7 @@ def load_rest(ptr, num, cfg, place, row, RAGGED: tl.constexpr):
     """Return the rest of LSE (``preprocess.py``) of the rows; 0 without natural scores."""
     rest = 0.0
     if cfg.NATURAL:
-        rest = load_rows(row_vector(ptr.rest, num, cfg, place), row, place.nq, 0.0, RAGGED)
+        rest = load_vector(ptr.rest, row, num, cfg, place, 0.0, RAGGED)
     return rest
 
 
@@ -356,9 +361,8 @@ def listed_plan(ptr, num, place, tile):
 
 
 @triton.jit
-def plan_band(i0, ptr, num, cfg, place):
-    """Return the plan of the tiles of keys that the tile of queries from i0 on sees by its band."""
-    i1 = tl.minimum(i0 + cfg.BLOCK_Q, place.nq) - 1
+def plan_band(i0, i1, ptr, num, cfg, place):
+    """Return the plan of the tiles of keys that queries i0 to i1 see by their band."""
     prefix = None
     if ptr.prefix is not None:
         prefix = place.prefix
@@ -373,7 +377,8 @@ def plan_keys(ptr, num, cfg, place, tile):
         return listed_plan(ptr, num, place, tile)
     else:
         i0 = tile * cfg.BLOCK_Q
-        return plan_band(i0, ptr, num, cfg, place)
+        i1 = tl.minimum(i0 + cfg.BLOCK_Q, place.nq) - 1
+        return plan_band(i0, i1, ptr, num, cfg, place)
 
 
 @triton.jit
@@ -430,6 +435,15 @@ def load_bias(ptr, num, cfg, place, row, col):
         return tl.load(at, mask=row < place.nq, other=0.0)
     else:
         return tl.load(at)
+
+
+@triton.jit
+def store_pairs(x, g, num, cfg, place, row, col, inside):
+    """Store a tile of gradients of the bias; ``inside`` is True for rows before the end."""
+    if cfg.RAGGED_K:
+        inside = inside & (col < place.nk)
+    at = pair_pointers(x, num.dbias, place, row, col)
+    tl.store(at, g.to(x.dtype.element_ty), mask=inside)
 
 
 @triton.jit

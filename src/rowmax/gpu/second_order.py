@@ -97,16 +97,12 @@ def product_gradients(ds, dts, tx, y, num, cfg):
 
 
 @triton.jit
-def load_tlse(rows, ptr, num, cfg, place, RAGGED: tl.constexpr):
-    """Return LSE' of the rows."""
-    x = lib.vector(ptr.tlse, place.b, place.head, place.q_start, num.total_q, cfg.HQ, cfg.PACKED)
-    return lib.load_rows(x, rows, place.nq, 0.0, RAGGED)
-
-
-@triton.jit
-def load_vector(x, rows, num, cfg, place, other, RAGGED: tl.constexpr):
-    """Return the numbers of rows in a vector of padded rows."""
-    return lib.load_rows(lib.row_vector(x, num, cfg, place), rows, place.nq, other, RAGGED)
+def load_numbers(rows, ptr, num, cfg, place, RAGGED: tl.constexpr):
+    """Return (lse2, rest, tlse) of the rows."""
+    lse2 = lib.load_vector(ptr.lse2, rows, num, cfg, place, float("inf"), RAGGED)
+    rest = lib.load_rest(ptr, num, cfg, place, rows, RAGGED)
+    tlse = lib.vector(ptr.tlse, place.b, place.head, place.q_start, num.total_q, cfg.HQ, cfg.PACKED)
+    return lse2, rest, lib.load_rows(tlse, rows, place.nq, 0.0, RAGGED)
 
 
 @triton.jit
@@ -134,13 +130,3 @@ def score_gradients(w, beta, gamma, b, c, ptr, num):
         beta = tl.where(keep, beta * num.keep_scale, 0.0)
         gamma = tl.where(keep, gamma * num.keep_scale, 0.0)
     return rules.score_gradients(w.p, beta, gamma, w.d, b, c)
-
-
-@triton.jit
-def store_pairs(x, g, at, num, cfg, place, inside):
-    """Store a tile of gradients of the bias; ``inside`` is True for rows before the end."""
-    to = lib.pair_pointers(x, num.dbias, place, at.row, at.col)
-    mask = inside
-    if cfg.RAGGED_K:
-        mask = mask & (at.col < place.nk)
-    tl.store(to, g.to(x.dtype.element_ty), mask=mask)

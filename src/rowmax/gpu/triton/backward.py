@@ -9,14 +9,14 @@ A kernel of its own, or torch on O(N) partial sums, sums over the batch and head
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ...call.problem import Gradients, Problem, Tensors, Wanted
 from .. import preprocess, short_keys
 from ..kernel_args import PARAMETER_ROWS, aligned, prepared
-from ..launch import launch
+from ..launch import JobSpec, launch
 from ..tiles import BOTH_UP_TO, Tiles
 from . import short
 from .backward_dbias import DBIAS
@@ -24,8 +24,14 @@ from .backward_dheads import DHEADS
 from .backward_dkdv import DK, DKDV, DV
 from .backward_dq import DQ
 
-#: tensors that all kernels of gradients read, other than inputs
-Read = dict[str, Any]
+
+class Given(NamedTuple):
+    """The arguments of each kernel of gradients."""
+
+    problem: Problem
+    tensors: Tensors
+    tiles: Tiles | None
+    read: dict[str, Any]  # the tensors that all of them read, other than inputs, by name
 
 
 def backward(
@@ -59,23 +65,23 @@ def backward(
         problem, tensors, out, lse, rest, dout, dlse, wanted.sink, tiles
     )
     read = {"dout": dout, "lse2": lse2, "rest": rest, "delta": delta}
-    given = problem, tensors, tiles, read
+    given = Given(problem, tensors, tiles, read)
     how = bias_sum(problem) if wanted.bias else None
-    dq = dk = dv = dbias = None
+    sums = bias_memory(given, how)
+    dq = dk = dv = None
     if wanted.k or wanted.v or how == "cols":
-        dk, dv, dbias = key_gradients(*given, how)
+        dk, dv = key_gradients(given, sums if how == "cols" else {})
     if wanted.q or how in ("direct", "rows"):
-        dq, of_queries = query_gradients(*given, how)
-        dbias = dbias if of_queries is None else of_queries
-    if how == "tiles":
-        dbias = bias_gradient(*given)
+        dq = tensors.q.new_empty(tensors.q.shape)
+        of_bias = sums if how in ("direct", "rows") else {}
+        launch(DQ, problem, tensors, tiles, {**read, "dq": dq, **of_bias})
     return Gradients(
         dq if wanted.q else None,
         dk if wanted.k else None,
         dv if wanted.v else None,
-        dbias,
+        *(bias_gradients(given, how, sums, DBIAS) or (None,)),
         dsink,
-        head_gradients(*given) if wanted.heads else None,
+        *(head_gradients(given, DHEADS) if wanted.heads else ()),
     )
 
 
@@ -95,60 +101,67 @@ def bias_sum(problem: Problem) -> str:
     return "direct" if whole else "tiles"
 
 
-def key_gradients(
-    problem: Problem, tensors: Tensors, tiles: Tiles | None, read: Read, how: str | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return (dk, dv, dbias): dbias of a bias that broadcasts over queries, else None."""
+def key_gradients(given: Given, sums: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return (dk, dv); ``sums`` are those of the bias over queries, if any."""
+    problem, tensors, tiles, read = given
     dk, dv = (  # kernels round to the dtype that they store to
         t.new_empty(t.shape, dtype=problem.gradient_dtype(name, t))
         for name, t in (("k", tensors.k), ("v", tensors.v))
     )
-    cols = None
-    if how == "cols":
-        cols = read["delta"].new_zeros((problem.batch, problem.hq, problem.nk))
     if dk.numel() and max(problem.d, problem.dv) > BOTH_UP_TO:
-        launch(DK, problem, tensors, tiles, {**read, "dk": dk, "dbias_cols": cols})
+        launch(DK, problem, tensors, tiles, {**read, "dk": dk, **sums})
         launch(DV, problem, tensors, tiles, {**read, "dv": dv})
     elif dk.numel():
-        launch(DKDV, problem, tensors, tiles, {**read, "dk": dk, "dv": dv, "dbias_cols": cols})
-    return dk, dv, None if cols is None else summed(cols.unsqueeze(2), tensors.bias)
+        launch(DKDV, problem, tensors, tiles, {**read, "dk": dk, "dv": dv, **sums})
+    return dk, dv
 
 
-def query_gradients(
-    problem: Problem, tensors: Tensors, tiles: Tiles | None, read: Read, how: str | None
-) -> tuple[Tensor, Tensor | None]:
-    """Return (dq, dbias): dbias of a bias that broadcasts over keys or nothing, else None."""
-    q, bias = tensors.q, tensors.bias
-    dq, dbias, rows = q.new_empty(q.shape), None, None
-    if how == "direct":
-        assert bias is not None
-        gaps = problem.masked or problem.varlen  # tiles that no program visits
-        dbias = bias.new_zeros(bias.shape) if gaps else bias.new_empty(bias.shape)
-    elif how == "rows":
-        rows = read["delta"].new_zeros((problem.batch, problem.hq, problem.nq))
-    launch(DQ, problem, tensors, tiles, {**read, "dq": dq, "dbias": dbias, "dbias_rows": rows})
-    return dq, dbias if rows is None else summed(rows.unsqueeze(3), bias)
+# --- gradients of the bias and of heads, and those of their tangents: by "d" and "dt" ------------
 
 
-def bias_gradient(problem: Problem, tensors: Tensors, tiles: Tiles | None, read: Read) -> Tensor:
-    """Return dbias of a bias that broadcasts over the batch or the heads alone."""
-    assert tensors.bias is not None
-    dbias = tensors.bias.new_empty(tensors.bias.shape)
-    if dbias.numel():
-        launch(DBIAS, problem, tensors, tiles, {**read, "dbias": dbias})
-    return dbias
+def bias_memory(
+    given: Given, how: str | None, marks: tuple[str, ...] = ("d",)
+) -> dict[str, Tensor]:
+    """Return the memory that kernels write: gradients of the bias, or sums over keys or queries."""
+    problem, tensors, _, read = given
+    if how is None or tensors.bias is None:
+        return {}
+    if how in ("rows", "cols"):
+        shape = (problem.batch, problem.hq, problem.nq if how == "rows" else problem.nk)
+        return {f"{mark}bias_{how}": read["delta"].new_zeros(shape) for mark in marks}
+    gaps = how == "direct" and (problem.masked or problem.varlen)  # tiles that no program visits
+    new = tensors.bias.new_zeros if gaps else tensors.bias.new_empty
+    return {f"{mark}bias": new(tensors.bias.shape) for mark in marks}
 
 
-def head_gradients(problem: Problem, tensors: Tensors, tiles: Tiles | None, read: Read) -> Tensor:
-    """Return the gradient of the parameters of heads, ``[P, Hq]``."""
-    assert tensors.heads is not None
-    dheads = read["delta"].new_empty((*problem.lse_shape, PARAMETER_ROWS))
-    launch(DHEADS, problem, tensors, tiles, {**read, "dheads": dheads})
-    return dheads.sum((0, 2)).T[: tensors.heads.shape[0]].contiguous()
+def bias_gradients(
+    given: Given, how: str | None, sums: dict[str, Tensor], tiled: JobSpec
+) -> tuple[Tensor, ...]:
+    """Return the gradients of the bias from ``bias_memory``; ``tiled`` computes those by tiles."""
+    problem, tensors, tiles, read = given
+    if how in ("rows", "cols"):
+        bias, axis = tensors.bias, 3 if how == "rows" else 2
+        return tuple(_summed(x.unsqueeze(axis), bias) for x in sums.values())
+    if how == "tiles" and next(iter(sums.values())).numel():
+        launch(tiled, problem, tensors, tiles, {**read, **sums})
+    return tuple(sums.values())
 
 
-def summed(parts: Tensor, bias: Tensor | None) -> Tensor:
+def _summed(parts: Tensor, bias: Tensor | None) -> Tensor:
     """Return the partial sums ``[B, H, Nq|1, Nk|1]``, summed to the shape of the bias."""
     assert bias is not None
     over = [d for d in range(4) if bias.shape[d] == 1 and parts.shape[d] != 1]
     return (parts.sum(over, keepdim=True) if over else parts).to(bias.dtype)
+
+
+def head_gradients(
+    given: Given, spec: JobSpec, marks: tuple[str, ...] = ("d",)
+) -> tuple[Tensor, ...]:
+    """Return the gradients of the parameters of heads, ``[P, Hq]`` each."""
+    problem, tensors, tiles, read = given
+    assert tensors.heads is not None
+    shape = (*problem.lse_shape, PARAMETER_ROWS)
+    rows = {f"{mark}heads": read["delta"].new_empty(shape) for mark in marks}
+    launch(spec, problem, tensors, tiles, {**read, **rows})
+    count = tensors.heads.shape[0]
+    return tuple(x.sum((0, 2)).T[:count].contiguous() for x in rows.values())

@@ -49,7 +49,7 @@ def tile_state(ptr, num, cfg, tile, place):
     else:
         i0 = tile.tile_q * cfg.BLOCK_Q
         end = i0 + cfg.BLOCK_Q
-        plan = lib.plan_band(i0, ptr, num, cfg, place)
+        plan = lib.plan_band(i0, tl.minimum(end, place.nq) - 1, ptr, num, cfg, place)
         k = tile.tile_k
         some = (i0 < place.nq) & (k >= plan.first) & (k < plan.first + plan.count)
         every = some & (end <= place.nq) & (k >= plan.full) & (k < plan.full + plan.n_full)
@@ -95,10 +95,7 @@ def add_sharers(acc, first, end, ptr, num, cfg, tile):
         k = load_columns(k, num.k, j0, used, d0, cfg, BLOCK_K, cfg.RAGGED_K)
         do = load_columns(do, num.dout, i0, nq, d0, cfg, BLOCK_Q, cfg.RAGGED_Q)
         v = load_columns(v, num.v, j0, used, d0, cfg, BLOCK_K, cfg.RAGGED_K)
-        lse2 = lib.row_vector(ptr.lse2, num, cfg, place)
-        lse2 = lib.load_rows(lse2, rows, nq, float("inf"), cfg.RAGGED_Q)
-        delta = lib.row_vector(ptr.delta, num, cfg, place)
-        delta = lib.load_rows(delta, rows, nq, 0.0, cfg.RAGGED_Q)
+        lse2, delta = lib.row_numbers(rows, do, i0, ptr, num, cfg, place, cfg.RAGGED_Q)
         x = x_bits.to(tl.float32, bitcast=True)
         x = tl.dot(q, tl.trans(k), x, input_precision=cfg.PRECISION)
         dp = dp_bits.to(tl.float32, bitcast=True)
@@ -121,6 +118,26 @@ def add_sharers(acc, first, end, ptr, num, cfg, tile):
     return acc
 
 
+@triton.jit
+def tile_of_program(ptr, num, cfg):
+    """Return (BiasTile, its rows, its columns, the place of all sharers) of this program."""
+    HEADS: tl.constexpr = cfg.HQ // cfg.SHARING
+    nq = num.longest_q
+    nk = num.longest_k
+    tiles_k = tl.cdiv(nk, cfg.BLOCK_K)
+    i = tl.program_id(0) % num.tiles
+    plane = tl.program_id(0) // num.tiles
+    b = plane // HEADS
+    head = plane % HEADS
+    tile_q = i // tiles_k
+    tile_k = i % tiles_k
+    row = tile_q * cfg.BLOCK_Q + tl.arange(0, cfg.BLOCK_Q)[:, None]
+    col = tile_k * cfg.BLOCK_K + tl.arange(0, cfg.BLOCK_K)[None, :]
+    shared = lib.Place(b, head, 0, 0, nq, 0, nk, nk, 0, 0)
+    bias = lib.load_bias(ptr, num, cfg, shared, row, col)
+    return BiasTile(b, head, tile_q, tile_k, bias), row, col, shared
+
+
 @triton.jit(do_not_specialize=["num"])
 def backward_dbias_kernel(ptr, num, cfg):
     """Store dbias of one tile of a plane of the bias."""
@@ -128,24 +145,8 @@ def backward_dbias_kernel(ptr, num, cfg):
     VARIES: tl.constexpr = (
         ptr.states is not None or ptr.lengths is not None or ptr.prefix is not None or cfg.PACKED
     )
-    HEADS: tl.constexpr = cfg.HQ // cfg.SHARING
-    BLOCK_Q: tl.constexpr = cfg.BLOCK_Q
-    BLOCK_K: tl.constexpr = cfg.BLOCK_K
-    nq = num.longest_q
-    nk = num.longest_k
-    tiles_k = tl.cdiv(nk, BLOCK_K)
-    i = tl.program_id(0) % num.tiles
-    plane = tl.program_id(0) // num.tiles
-    b = plane // HEADS
-    head = plane % HEADS
-    tile_q = i // tiles_k
-    tile_k = i % tiles_k
-    row = tile_q * BLOCK_Q + tl.arange(0, BLOCK_Q)[:, None]
-    col = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-    shared = lib.Place(b, head, 0, 0, nq, 0, nk, nk, 0, 0)
-    bias = lib.load_bias(ptr, num, cfg, shared, row, col)
-    tile = BiasTile(b, head, tile_q, tile_k, bias)
-    acc = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
+    tile, row, col, shared = tile_of_program(ptr, num, cfg)
+    acc = tl.zeros([cfg.BLOCK_Q, cfg.BLOCK_K], tl.float32)
     sharers = cfg.SHARING * (num.batch // num.bias_batch)
     if VARIES:
         # One by one: for runs of sharers that see the tile, with a begin that the loop carries,
@@ -156,8 +157,8 @@ def backward_dbias_kernel(ptr, num, cfg):
     else:
         state = tile_state(ptr, num, cfg, tile, sharer(0, ptr, num, cfg, tile))
         acc = add_sharers(acc, 0, tl.where(state > 0, sharers, 0), ptr, num, cfg, tile)
-    at = lib.pair_pointers(ptr.dbias, num.dbias, shared, row, col)
-    tl.store(at, acc.to(ptr.dbias.dtype.element_ty), mask=(row < nq) & (col < nk))
+    inside = (row < shared.nq) & (col < shared.nk)
+    lib.store_pairs(ptr.dbias, acc, num, cfg, shared, row, col, inside)
 
 
 DBIAS = JobSpec("dbias", backward_dbias_kernel, "bias", ("dout",))

@@ -10,9 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .. import lib, rules
+from .. import lib
 from ..launch import JobSpec
-from .backward_dq import load_queries
+from .backward_dq import load_queries, tile_gradient
 
 
 @triton.jit
@@ -25,24 +25,26 @@ def add_keys(sums, x, ptr, num, cfg, place, plan):
     for i in tl.range(0, plan.count):
         tile, partial = lib.nth_tile(i, ptr, plan, "any")
         j0 = tile * BLOCK_K
-        k = lib.load_tile(k_base, num.k, j0, place.used, BLOCK_K, cfg.RAGGED_K)
-        s = tl.dot(x.q, tl.trans(k), input_precision=cfg.PRECISION)
-        v = lib.load_tile(v_base, num.v, j0, place.used, BLOCK_K, cfg.RAGGED_K)
-        dp = tl.dot(x.do, tl.trans(v), input_precision=cfg.PRECISION)
-        p, y = lib.weights(
-            s, x.lse2[:, None], x.rest, ptr, num, cfg, place, x.row, j0 + j, partial, "any"
-        )
-        _, dp = lib.dropped(p, dp, ptr, num, place, x.row, j0, j, BLOCK_K)
-        ds = rules.score_gradient(p, dp, x.delta[:, None])
+        _, s, y, ds = tile_gradient(x, k_base, v_base, j0, j, partial, ptr, num, cfg, place, "any")
         ds = lib.only_seen(ds, ptr, num, cfg, place, x.row, j0 + j, partial, "any")
         sums += lib.head_gradients(ds, s, y, ptr, num, cfg, place, x.row, j0 + j)
     return sums
 
 
+@triton.jit
+def store_sums(x, sums, i0, num, cfg, place):
+    """Store ``[PARAMETER_ROWS, BLOCK_Q]`` of the rows from i0 on."""
+    ROWS: tl.constexpr = lib.PARAMETER_ROWS
+    start = place.q_start * ROWS
+    to = lib.vector(x, place.b, place.head, start, num.total_q * ROWS, cfg.HQ, cfg.PACKED)
+    row = i0 + tl.arange(0, cfg.BLOCK_Q)
+    at = row[None, :] * ROWS + tl.arange(0, ROWS)[:, None]
+    tl.store(to + at, sums, mask=(row < place.nq)[None, :])
+
+
 @triton.jit(do_not_specialize=["num"])
 def backward_dheads_kernel(ptr, num, cfg):
     """Store the gradients of the parameters of one head from one tile of queries."""
-    ROWS: tl.constexpr = lib.PARAMETER_ROWS
     tile, head = lib.tile_and_head(num)
     b, tile = lib.sequence_of_queries(ptr, num, cfg, tile, head)
     sizes = lib.sizes_of(ptr, num, cfg, b, False)
@@ -52,13 +54,9 @@ def backward_dheads_kernel(ptr, num, cfg):
     place = lib.place_of(ptr, num, cfg, b, head % cfg.HQ, sizes)
     x = load_queries(i0, ptr, num, cfg, place)
     plan = lib.plan_keys(ptr, num, cfg, place, tile)
-    sums = tl.zeros([ROWS, cfg.BLOCK_Q], tl.float32)
+    sums = tl.zeros([lib.PARAMETER_ROWS, cfg.BLOCK_Q], tl.float32)
     sums = add_keys(sums, x, ptr, num, cfg, place, plan)
-    start = place.q_start * ROWS
-    to = lib.vector(ptr.dheads, place.b, place.head, start, num.total_q * ROWS, cfg.HQ, cfg.PACKED)
-    row = i0 + tl.arange(0, cfg.BLOCK_Q)
-    at = row[None, :] * ROWS + tl.arange(0, ROWS)[:, None]
-    tl.store(to + at, sums, mask=(row < place.nq)[None, :])
+    store_sums(ptr.dheads, sums, i0, num, cfg, place)
 
 
 DHEADS = JobSpec("dheads", backward_dheads_kernel, "queries", ("dout",), alternate=True)

@@ -133,6 +133,15 @@ def resident_keys(tile, ptr, num, cfg, place):
 
 
 @triton.jit
+def store_cols(x, cols, j0, num, cfg, place):
+    """Store sums over queries ``[BLOCK_K]`` of keys from j0 on, unless x is None."""
+    if x is not None:
+        col = j0 + tl.arange(0, cfg.BLOCK_K)
+        to = lib.vector(x, place.b, place.head, 0, num.longest_k, cfg.HQ, False)
+        tl.store(to + col, cols, mask=col < tl.where(place.b < num.batch, place.nk, 0))
+
+
+@triton.jit
 def sum_over_group(tile, ptr, num, cfg, place):
     """Return (dK, dV) of a tile over the heads of its group; store the sums over queries."""
     BLOCK_K: tl.constexpr = cfg.BLOCK_K
@@ -147,10 +156,7 @@ def sum_over_group(tile, ptr, num, cfg, place):
             dk, dv, cols = add_queries(dk, dv, cols, k, v, j0, ptr, num, cfg, here, plan, "partial")
         else:
             dk, dv, cols = add_queries(dk, dv, cols, k, v, j0, ptr, num, cfg, here, plan, "any")
-        if ptr.dbias_cols is not None:
-            col = j0 + tl.arange(0, BLOCK_K)
-            to = lib.vector(ptr.dbias_cols, here.b, here.head, 0, num.longest_k, cfg.HQ, False)
-            tl.store(to + col, cols, mask=col < tl.where(here.b < num.batch, here.nk, 0))
+        store_cols(ptr.dbias_cols, cols, j0, num, cfg, here)
     return dk, dv
 
 

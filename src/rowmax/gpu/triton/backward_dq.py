@@ -31,16 +31,30 @@ class QueryTile(NamedTuple):
 @triton.jit
 def load_queries(i0, ptr, num, cfg, place):
     """Return the QueryTile from row i0 on."""
-    BLOCK_Q: tl.constexpr = cfg.BLOCK_Q
-    nq = place.nq
-    row = i0 + tl.arange(0, BLOCK_Q)
+    rows = i0 + tl.arange(0, cfg.BLOCK_Q)
     q = lib.load_queries(ptr.q, num.q, i0, cfg, place, True)
     do = lib.load_queries(ptr.dout, num.dout, i0, cfg, place, True)
-    lse2 = lib.load_rows(lib.row_vector(ptr.lse2, num, cfg, place), row, nq, float("inf"), True)
-    delta = lib.load_rows(lib.row_vector(ptr.delta, num, cfg, place), row, nq, 0.0, True)
-    rest = lib.load_rest(ptr, num, cfg, place, row[:, None], True)
-    inside = (row < nq)[:, None]
-    return QueryTile(q, do, lse2, rest, delta, tl.minimum(row, nq - 1)[:, None], inside)
+    lse2, delta = lib.row_numbers(rows, do, i0, ptr, num, cfg, place, True)
+    rest = lib.load_rest(ptr, num, cfg, place, rows[:, None], True)
+    row = tl.minimum(rows, place.nq - 1)[:, None]
+    return QueryTile(q, do, lse2, rest, delta, row, (rows < place.nq)[:, None])
+
+
+@triton.jit
+def tile_gradient(
+    x, k_base, v_base, j0, j, partial, ptr, num, cfg, place, KIND: tl.constexpr
+):  # fmt: skip
+    """Return (k, q.k, y of ``rules.score``, dS) of the resident tile x with the keys from j0 on."""
+    BLOCK_K: tl.constexpr = cfg.BLOCK_K
+    k = lib.load_tile(k_base, num.k, j0, place.used, BLOCK_K, cfg.RAGGED_K)
+    s = tl.dot(x.q, tl.trans(k), input_precision=cfg.PRECISION)
+    v = lib.load_tile(v_base, num.v, j0, place.used, BLOCK_K, cfg.RAGGED_K)
+    dp = tl.dot(x.do, tl.trans(v), input_precision=cfg.PRECISION)
+    p, y = lib.weights(
+        s, x.lse2[:, None], x.rest, ptr, num, cfg, place, x.row, j0 + j, partial, KIND
+    )
+    _, dp = lib.dropped(p, dp, ptr, num, place, x.row, j0, j, BLOCK_K)
+    return k, s, y, rules.score_gradient(p, dp, x.delta[:, None])
 
 
 @triton.jit
@@ -56,22 +70,10 @@ def add_keys(dq, sums, x, ptr, num, cfg, place, plan, KIND: tl.constexpr):
     for i in tl.range(0, lib.tile_count(plan, KIND)):
         tile, partial = lib.nth_tile(i, ptr, plan, KIND)
         j0 = tile * BLOCK_K
-        k = lib.load_tile(k_base, num.k, j0, place.used, BLOCK_K, cfg.RAGGED_K)
-        s = tl.dot(x.q, tl.trans(k), input_precision=cfg.PRECISION)
-        v = lib.load_tile(v_base, num.v, j0, place.used, BLOCK_K, cfg.RAGGED_K)
-        dp = tl.dot(x.do, tl.trans(v), input_precision=cfg.PRECISION)
-        p, y = lib.weights(
-            s, x.lse2[:, None], x.rest, ptr, num, cfg, place, x.row, j0 + j, partial, KIND
-        )
-        _, dp = lib.dropped(p, dp, ptr, num, place, x.row, j0, j, BLOCK_K)
-        ds = rules.score_gradient(p, dp, x.delta[:, None])
+        k, _, y, ds = tile_gradient(x, k_base, v_base, j0, j, partial, ptr, num, cfg, place, KIND)
         if ptr.dbias is not None:
             ds = lib.only_seen(ds, ptr, num, cfg, place, x.row, j0 + j, partial, KIND)
-            at = lib.pair_pointers(ptr.dbias, num.dbias, place, x.row, j0 + j)
-            mask = x.inside
-            if cfg.RAGGED_K:
-                mask = mask & (j0 + j < place.nk)
-            tl.store(at, ds.to(ptr.dbias.dtype.element_ty), mask=mask)
+            lib.store_pairs(ptr.dbias, ds, num, cfg, place, x.row, j0 + j, x.inside)
         if ptr.dbias_rows is not None:
             ds = lib.only_seen(ds, ptr, num, cfg, place, x.row, j0 + j, partial, KIND)
             sums += tl.sum(ds, 1)
@@ -104,6 +106,15 @@ def add_each_key(x, ptr, num, cfg, place):
     return dq
 
 
+@triton.jit
+def store_rows(x, sums, i0, num, cfg, place):
+    """Store sums over keys ``[BLOCK_Q]`` of rows from i0 on, unless x is None."""
+    if x is not None:
+        to = lib.vector(x, place.b, place.head, 0, num.longest_q, cfg.HQ, False)
+        row = i0 + tl.arange(0, cfg.BLOCK_Q)
+        tl.store(to + row, sums, mask=row < tl.where(place.b < num.batch, place.nq, 0))
+
+
 @triton.jit(do_not_specialize=["num"])
 def backward_dq_kernel(ptr, num, cfg):
     """Store dQ of one tile of queries of a head."""
@@ -111,9 +122,8 @@ def backward_dq_kernel(ptr, num, cfg):
     tile, head = lib.tile_and_head(num)
     b, tile = lib.sequence_of_queries(ptr, num, cfg, tile, head)
     sizes = lib.sizes_of(ptr, num, cfg, b, False)
-    nq = sizes.nq
     i0 = tile * BLOCK_Q
-    if i0 >= nq:
+    if i0 >= sizes.nq:
         return
     place = lib.place_of(ptr, num, cfg, b, head % cfg.HQ, sizes)
     x = load_queries(i0, ptr, num, cfg, place)
@@ -132,10 +142,7 @@ def backward_dq_kernel(ptr, num, cfg):
             x = load_queries(i0, ptr, num, cfg, place)
             dq = add_each_key(x, ptr, num, cfg, place)
     lib.store_queries(ptr.dq, num.dq, dq, i0, cfg, place, num.scale)
-    if ptr.dbias_rows is not None:
-        to = lib.vector(ptr.dbias_rows, place.b, place.head, 0, num.longest_q, cfg.HQ, False)
-        row = i0 + tl.arange(0, BLOCK_Q)
-        tl.store(to + row, sums, mask=row < tl.where(place.b < num.batch, nq, 0))
+    store_rows(ptr.dbias_rows, sums, i0, num, cfg, place)
 
 
 DQ = JobSpec("dq", backward_dq_kernel, "queries", ("dout", "dq"), alternate=True)

@@ -33,13 +33,7 @@ def plan_part(part, i0, i1, ptr, num, cfg, place):
 
     The tiles that are seen are divided evenly, whatever the lengths and bands on the device.
     """
-    prefix = None
-    if ptr.prefix is not None:
-        prefix = place.prefix
-    left = num.left
-    plan = lib.band_plan(
-        i0, i1, place.offset, left, left, num.right, place.used, prefix, cfg.BLOCK_K
-    )
+    plan = lib.plan_band(i0, i1, ptr, num, cfg, place)
     n_full = plan.n_full
     if ptr.q_ids is not None or ptr.allowed is not None:
         n_full = 0  # they may forbid any pair

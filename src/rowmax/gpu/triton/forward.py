@@ -21,6 +21,18 @@ from ..tiles import Tiles
 
 
 @triton.jit
+def softmax_step(s, m, num, cfg):
+    """Return (P, alpha, m) of a tile of scores, after rows of maximum m."""
+    if cfg.FOLDED:
+        m_new, base = rules.moved(m, tl.max(s, 1) * num.scale2)
+        p = tl.exp2(s * num.scale2 - base[:, None])
+    else:
+        m_new, base = rules.moved(m, tl.max(s, 1))
+        p = lib.power(s - base[:, None], cfg)
+    return p, lib.power(m - base, cfg), m_new
+
+
+@triton.jit
 def attend_tiles(m, l, acc, q, ptr, num, cfg, place, row, plan):
     """Return (m, l, O) after the tiles of the plan; m is in the units of the scores.
 
@@ -39,15 +51,8 @@ def attend_tiles(m, l, acc, q, ptr, num, cfg, place, row, plan):
         if cfg.EDGES:
             if partial:
                 s = tl.where(lib.seen(ptr, num, place, row, j0 + j), s, float("-inf"))
-        if cfg.FOLDED:
-            m_new, base = rules.moved(m, tl.max(s, 1) * num.scale2)
-            p = tl.exp2(s * num.scale2 - base[:, None])
-        else:
-            m_new, base = rules.moved(m, tl.max(s, 1))
-            p = lib.power(s - base[:, None], cfg)
-        alpha = lib.power(m - base, cfg)
+        p, alpha, m = softmax_step(s, m, num, cfg)
         l = l * alpha + tl.sum(p, 1)
-        m = m_new
         acc = acc * alpha[:, None]
         if ptr.seed is not None:
             p = tl.where(lib.kept(ptr, num, place, row, j0, j, BLOCK_K), p, 0.0)

@@ -23,7 +23,7 @@ from ..kernel_args import aligned, prepared
 from ..launch import Job, JobSpec, launch
 from ..tiles import Tiles
 from .backward_dkdv import at_head, sum_each_over_group
-from .backward_dq import QueryTile, add_each_key
+from .backward_dq import add_each_key, load_queries
 
 #: keys of a program of the second kernel
 ADDED_KEYS = 16
@@ -111,17 +111,9 @@ def add_tiles(dk, dv, sums, k, v, first, count, ptr, num, cfg, place):
 @triton.jit
 def store_each_dq(first, count, ptr, num, cfg, place):
     """Store dQ of tiles of queries from the keys that each row sees."""
-    BLOCK_Q: tl.constexpr = cfg.BLOCK_Q
     for n in tl.range(0, count * cfg.GROUP, num_stages=1):
         here, i0 = tile_of(n, first, count, cfg, place)
-        rows = i0 + tl.arange(0, BLOCK_Q)
-        q = lib.load_queries(ptr.q, num.q, i0, cfg, here, True)
-        do = lib.load_queries(ptr.dout, num.dout, i0, cfg, here, True)
-        lse2, delta = lib.row_numbers(rows, do, i0, ptr, num, cfg, here, True)
-        rest = lib.load_rest(ptr, num, cfg, here, rows[:, None], True)
-        row = tl.minimum(rows, here.nq - 1)[:, None]
-        x = QueryTile(q, do, lse2, rest, delta, row, (rows < here.nq)[:, None])
-        dq = add_each_key(x, ptr, num, cfg, here)
+        dq = add_each_key(load_queries(i0, ptr, num, cfg, here), ptr, num, cfg, here)
         lib.store_queries(ptr.dq, num.dq, dq, i0, cfg, here, num.scale)
 
 

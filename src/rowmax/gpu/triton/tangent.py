@@ -21,6 +21,7 @@ from ..kernel_args import prepared_tangents
 from ..launch import JobSpec, launch
 from ..rules import LN2
 from ..tiles import Tiles
+from .forward import softmax_step
 
 
 class Queries(NamedTuple):
@@ -62,14 +63,7 @@ def attend_tiles(m, l, acc, sums, r, tacc, x, ptr, num, cfg, place, plan):
         if cfg.EDGES:
             if partial:
                 s = tl.where(lib.seen(ptr, num, place, x.row, j0 + j), s, float("-inf"))
-        if cfg.FOLDED:
-            m_new, base = rules.moved(m, tl.max(s, 1) * num.scale2)
-            p = tl.exp2(s * num.scale2 - base[:, None])
-        else:
-            m_new, base = rules.moved(m, tl.max(s, 1))
-            p = lib.power(s - base[:, None], cfg)
-        alpha = lib.power(m - base, cfg)
-        m = m_new
+        p, alpha, m = softmax_step(s, m, num, cfg)
         tile_l = tl.sum(p, 1)
         tx = tangent_of_product(x, k, tk, cfg)
         t = second_order.score_tangent(tx, y, ptr, num, cfg, place, x.row, j0 + j)

@@ -6,17 +6,15 @@ wanted. No sum has more than one program.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 from torch import Tensor
 
 from ...call.inputs import Cotangents, Gradients, Results, Tangents, Wanted, WantedSecond
 from ...call.problem import Problem, Tensors
 from .. import preprocess
-from ..kernel_args import PARAMETER_ROWS, aligned, prepared
+from ..kernel_args import aligned, prepared
 from ..launch import launch
 from ..tiles import Tiles
-from .backward import bias_sum, summed
+from .backward import Given, bias_gradients, bias_memory, bias_sum, head_gradients
 from .tangent import named
 from .tangent_dbias import TANGENT_DBIAS
 from .tangent_dheads import TANGENT_DHEADS
@@ -26,18 +24,11 @@ from .tangent_rows import row_numbers
 
 #: bytes of the widest head for which one kernel holds the sums of keys: two sums, or more
 TWO_UP_TO, ALL_UP_TO = 256, 128
-#: the gradients of an input and of its tangent
-Both = tuple[Tensor | None, Tensor | None]
-_NEITHER: Both = (None, None)
-
-
-class Given(NamedTuple):
-    """The arguments of each kernel of gradients."""
-
-    problem: Problem
-    tensors: Tensors
-    tiles: Tiles | None
-    read: dict[str, Any]  # the tensors other than inputs, by name
+#: the gradients of an input and of its tangent, by the marks of their names
+_MARKS = ("d", "dt")
+_NEITHER = (None, None)
+#: gradients by name, None for those that are not wanted
+Memory = dict[str, Tensor | None]
 
 
 def tangent_backward(
@@ -71,95 +62,55 @@ def tangent_backward(
     along.pop("tsink")
     given = Given(problem, tensors, tiles, {**along, **rows, **numbers, "tlse": made["tlse"]})
     how = bias_sum(problem) if both.bias else None
-    dk, dtk, dv, dtv, dbias = key_gradients(given, wanted, how)
-    dq, of_queries = query_gradients(given, wanted, how)
-    dbias = bias_gradients(given) if how == "tiles" else of_queries or dbias or _NEITHER
-    dheads = head_gradients(given) if both.heads else _NEITHER
-    found = (dq, (dk, dtk), (dv, dtv), dbias, (dsink, dtsink), dheads)
+    sums = bias_memory(given, how, _MARKS)
+    of_k, of_v = key_gradients(given, wanted, sums if how == "cols" else {})
+    of_q = _wanted_memory("q", tensors, wanted)
+    of_bias = sums if how in ("direct", "rows") else {}
+    if of_bias or any(_present(of_q)):
+        launch(TANGENT_DQ, problem, tensors, tiles, {**given.read, **of_q, **of_bias})
+    found = (
+        *(x.values() for x in (of_q, of_k, of_v)),
+        bias_gradients(given, how, sums, TANGENT_DBIAS) or _NEITHER,
+        (dsink, dtsink),
+        head_gradients(given, TANGENT_DHEADS, _MARKS) if both.heads else _NEITHER,
+    )
     first, second = zip(*found, strict=True)
     return _kept(first, wanted.inputs), _kept(second, wanted.tangents)
 
 
-def key_gradients(given: Given, wanted: WantedSecond, how: str | None) -> tuple[Any, ...]:
-    """Return (dk, dtk, dv, dtv, those of a bias that broadcasts over queries or None)."""
+def key_gradients(
+    given: Given, wanted: WantedSecond, sums: dict[str, Tensor]
+) -> tuple[Memory, Memory]:
+    """Return ((dk, dtk), (dv, dtv)); ``sums`` are those of the bias over queries, if any."""
     problem, tensors, tiles, read = given
-    first, second = wanted
-    k, v, q = tensors.k, tensors.v, tensors.q
-    of_k = {"dk": first.k, "dtk": second.k}
-    of_v = {"dv": first.v, "dtv": second.v}
-    of_k = {name: q.new_empty(k.shape) if want else None for name, want in of_k.items()}
-    of_v = {name: q.new_empty(v.shape) if want else None for name, want in of_v.items()}
-    cols: dict[str, Tensor] = {}
-    if how == "cols":
-        shape = (problem.batch, problem.hq, problem.nk)
-        cols = {name: read["delta"].new_zeros(shape) for name in ("dbias_cols", "dtbias_cols")}
-    want_k, want_v = any(present(of_k)) or bool(cols), any(present(of_v))
-    if k.numel() or v.numel():
-        count = sum((*present(of_k), *present(of_v)))
+    of_k, of_v = (_wanted_memory(name, tensors, wanted) for name in "kv")
+    want_k, want_v = any(_present(of_k)) or bool(sums), any(_present(of_v))
+    if tensors.k.numel() or tensors.v.numel():
+        count = sum((*_present(of_k), *_present(of_v)))
         width = max(problem.d, problem.dv) * problem.dtype.itemsize
         if want_k and want_v and width <= (TWO_UP_TO if count == 2 else ALL_UP_TO):
-            launch(TANGENT_DKDV, problem, tensors, tiles, {**read, **of_k, **of_v, **cols})
+            launch(TANGENT_DKDV, problem, tensors, tiles, {**read, **of_k, **of_v, **sums})
         else:
             if want_k:
-                launch(TANGENT_DK, problem, tensors, tiles, {**read, **of_k, **cols})
+                launch(TANGENT_DK, problem, tensors, tiles, {**read, **of_k, **sums})
             if want_v:
                 launch(TANGENT_DV, problem, tensors, tiles, {**read, **of_v})
-    dbias = tuple(summed(x.unsqueeze(2), tensors.bias) for x in cols.values()) or None
-    return *of_k.values(), *of_v.values(), dbias
+    return of_k, of_v
 
 
-def present(made: dict[str, Tensor | None]) -> list[bool]:
+def _wanted_memory(name: str, tensors: Tensors, wanted: WantedSecond) -> Memory:
+    """Return memory for the gradients of an input and of its tangent, None if not wanted."""
+    like = getattr(tensors, name)
+    pairs = zip(_MARKS, wanted, strict=True)
+    return {
+        mark + name: tensors.q.new_empty(like.shape) if getattr(want, name) else None
+        for mark, want in pairs
+    }
+
+
+def _present(made: Memory) -> list[bool]:
     """Return True for each tensor that there is."""
     return [x is not None for x in made.values()]
-
-
-def query_gradients(given: Given, wanted: WantedSecond, how: str | None) -> tuple[Both, Any]:
-    """Return (those of q, those of a bias that broadcasts over keys or nothing, or None)."""
-    problem, tensors, tiles, read = given
-    q, bias = tensors.q, tensors.bias
-    made: dict[str, Tensor | None] = {
-        name: q.new_empty(q.shape) if want else None
-        for name, want in (("dq", wanted.inputs.q), ("dtq", wanted.tangents.q))
-    }
-    of_bias: dict[str, Tensor] = {}
-    if how == "direct":
-        assert bias is not None
-        gaps = problem.masked or problem.varlen  # tiles that no program visits
-        new = bias.new_zeros if gaps else bias.new_empty
-        of_bias = {name: new(bias.shape) for name in ("dbias", "dtbias")}
-    elif how == "rows":
-        shape = (problem.batch, problem.hq, problem.nq)
-        of_bias = {x: read["delta"].new_zeros(shape) for x in ("dbias_rows", "dtbias_rows")}
-    if of_bias or any(present(made)):
-        launch(TANGENT_DQ, problem, tensors, tiles, {**read, **made, **of_bias})
-    both = tuple(of_bias.values())
-    if how == "rows":
-        both = tuple(summed(x.unsqueeze(3), bias) for x in both)
-    return (made["dq"], made["dtq"]), both or None
-
-
-def bias_gradients(given: Given) -> Both:
-    """Return those of a bias that broadcasts over the batch or the heads alone."""
-    problem, tensors, tiles, read = given
-    assert tensors.bias is not None
-    dbias, dtbias = (tensors.bias.new_empty(tensors.bias.shape) for _ in range(2))
-    if dbias.numel():
-        made = {**read, "dbias": dbias, "dtbias": dtbias}
-        launch(TANGENT_DBIAS, problem, tensors, tiles, made)
-    return dbias, dtbias
-
-
-def head_gradients(given: Given) -> Both:
-    """Return those of the parameters of heads, ``[P, Hq]`` each."""
-    problem, tensors, tiles, read = given
-    assert tensors.heads is not None
-    count = tensors.heads.shape[0]
-    shape = (*problem.lse_shape, PARAMETER_ROWS)
-    dheads, dtheads = (read["delta"].new_empty(shape) for _ in range(2))
-    made = {**read, "dheads": dheads, "dtheads": dtheads}
-    launch(TANGENT_DHEADS, problem, tensors, tiles, made)
-    first, second = (x.sum((0, 2)).T[:count].contiguous() for x in (dheads, dtheads))
-    return first, second
 
 
 def _zeros(tensors: Tensors, wanted: Wanted) -> Gradients:

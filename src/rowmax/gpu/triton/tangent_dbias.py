@@ -13,7 +13,7 @@ import triton.language as tl
 from .. import lib, second_order
 from ..launch import JobSpec
 from ..second_order import At
-from .backward_dbias import BiasTile, load_columns, sharer, tile_state
+from .backward_dbias import load_columns, sharer, tile_of_program, tile_state
 from .tangent_dq import load_numbers
 
 
@@ -70,9 +70,9 @@ def add_sharer(acc, tacc, place, state, ptr, num, cfg, tile):
     j = tl.arange(0, cfg.BLOCK_K)[None, :]
     at = At(row, j0 + j, j0, j, False)
     x, tx, beta, gamma = sharer_products(i0, j0, ptr, num, cfg, place)
-    lse2, rest, tlse, b, c = load_numbers(i0, ptr, num, cfg, place)
+    numbers, b, c = load_numbers(i0, ptr, num, cfg, place)
     w = second_order.weights(
-        x, tx, (lse2, rest, tlse), at, ptr, num, cfg, place, "full", cfg.BLOCK_K, tile.bias
+        x, tx, numbers, at, ptr, num, cfg, place, "full", cfg.BLOCK_K, tile.bias
     )
     ds, dts = second_order.score_gradients(w, beta, gamma, b, c, ptr, num)
     partial = state < 2
@@ -84,20 +84,7 @@ def add_sharer(acc, tacc, place, state, ptr, num, cfg, tile):
 @triton.jit(do_not_specialize=["num"])
 def tangent_dbias_kernel(ptr, num, cfg):
     """Store the gradients of one tile of a plane of the bias and of its tangent."""
-    HEADS: tl.constexpr = cfg.HQ // cfg.SHARING
-    nq = num.longest_q
-    nk = num.longest_k
-    tiles_k = tl.cdiv(nk, cfg.BLOCK_K)
-    i = tl.program_id(0) % num.tiles
-    plane = tl.program_id(0) // num.tiles
-    b = plane // HEADS
-    head = plane % HEADS
-    tile_q = i // tiles_k
-    tile_k = i % tiles_k
-    row = tile_q * cfg.BLOCK_Q + tl.arange(0, cfg.BLOCK_Q)[:, None]
-    col = tile_k * cfg.BLOCK_K + tl.arange(0, cfg.BLOCK_K)[None, :]
-    shared = lib.Place(b, head, 0, 0, nq, 0, nk, nk, 0, 0)
-    tile = BiasTile(b, head, tile_q, tile_k, lib.load_bias(ptr, num, cfg, shared, row, col))
+    tile, row, col, shared = tile_of_program(ptr, num, cfg)
     acc = tl.zeros([cfg.BLOCK_Q, cfg.BLOCK_K], tl.float32)
     tacc = tl.zeros([cfg.BLOCK_Q, cfg.BLOCK_K], tl.float32)
     sharers = cfg.SHARING * (num.batch // num.bias_batch)
@@ -106,11 +93,9 @@ def tangent_dbias_kernel(ptr, num, cfg):
         state = tile_state(ptr, num, cfg, tile, place)
         if state > 0:
             acc, tacc = add_sharer(acc, tacc, place, state, ptr, num, cfg, tile)
-    mask = (row < nq) & (col < nk)
-    at = lib.pair_pointers(ptr.dbias, num.dbias, shared, row, col)
-    tl.store(at, acc.to(ptr.dbias.dtype.element_ty), mask=mask)
-    at = lib.pair_pointers(ptr.dtbias, num.dbias, shared, row, col)
-    tl.store(at, tacc.to(ptr.dtbias.dtype.element_ty), mask=mask)
+    inside = (row < shared.nq) & (col < shared.nk)
+    lib.store_pairs(ptr.dbias, acc, num, cfg, shared, row, col, inside)
+    lib.store_pairs(ptr.dtbias, tacc, num, cfg, shared, row, col, inside)
 
 
 TANGENT_DBIAS = JobSpec(

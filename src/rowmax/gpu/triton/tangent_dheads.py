@@ -12,6 +12,7 @@ import triton.language as tl
 from .. import lib
 from ..launch import JobSpec
 from ..second_order import At
+from .backward_dheads import store_sums
 from .tangent_dq import load_queries, tile_gradients
 
 
@@ -38,17 +39,6 @@ def add_keys(sums, tsums, x, ptr, num, cfg, place, plan):
     return sums, tsums
 
 
-@triton.jit
-def store_sums(x, sums, i0, ptr, num, cfg, place):
-    """Store ``[PARAMETER_ROWS, BLOCK_Q]`` of the rows from i0 on."""
-    ROWS: tl.constexpr = lib.PARAMETER_ROWS
-    start = place.q_start * ROWS
-    to = lib.vector(x, place.b, place.head, start, num.total_q * ROWS, cfg.HQ, cfg.PACKED)
-    row = i0 + tl.arange(0, cfg.BLOCK_Q)
-    at = row[None, :] * ROWS + tl.arange(0, ROWS)[:, None]
-    tl.store(to + at, sums, mask=(row < place.nq)[None, :])
-
-
 @triton.jit(do_not_specialize=["num"])
 def tangent_dheads_kernel(ptr, num, cfg):
     """Store the gradients of the parameters of one head from one tile of queries."""
@@ -63,8 +53,8 @@ def tangent_dheads_kernel(ptr, num, cfg):
     plan = lib.plan_keys(ptr, num, cfg, place, tile)
     sums = tl.zeros([lib.PARAMETER_ROWS, cfg.BLOCK_Q], tl.float32)
     sums, tsums = add_keys(sums, sums, x, ptr, num, cfg, place, plan)
-    store_sums(ptr.dheads, sums, i0, ptr, num, cfg, place)
-    store_sums(ptr.dtheads, tsums, i0, ptr, num, cfg, place)
+    store_sums(ptr.dheads, sums, i0, num, cfg, place)
+    store_sums(ptr.dtheads, tsums, i0, num, cfg, place)
 
 
 TANGENT_DHEADS = JobSpec(

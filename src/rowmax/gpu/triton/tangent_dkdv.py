@@ -16,7 +16,7 @@ import triton.language as tl
 from .. import lib, second_order
 from ..launch import JobSpec
 from ..second_order import At
-from .backward_dkdv import at_head, plan_queries
+from .backward_dkdv import at_head, plan_queries, store_cols
 
 
 class KeyTile(NamedTuple):
@@ -38,14 +38,6 @@ class Sums(NamedTuple):
     dtv: Any
     cols: Any  # [BLOCK_K], of dS of one head
     tcols: Any  # those of dS'
-
-
-@triton.jit
-def load_numbers(rows, ptr, num, cfg, place, RAGGED: tl.constexpr):
-    """Return (lse2, rest, tlse) of the rows."""
-    lse2 = second_order.load_vector(ptr.lse2, rows, num, cfg, place, float("inf"), RAGGED)
-    rest = lib.load_rest(ptr, num, cfg, place, rows, RAGGED)
-    return lse2, rest, second_order.load_tlse(rows, ptr, num, cfg, place, RAGGED)
 
 
 @triton.jit
@@ -73,7 +65,7 @@ def add_queries(sums, x, ptr, num, cfg, place, plan, KIND: tl.constexpr):
         tx = tl.zeros([cfg.BLOCK_K, BLOCK_Q], tl.float32)
         if x.tk is not None or tq is not None:
             tx = second_order.two_products(x.tk, q, x.k, tq, cfg)
-        numbers = load_numbers(at.row, ptr, num, cfg, place, cfg.RAGGED_Q)
+        numbers = second_order.load_numbers(at.row, ptr, num, cfg, place, cfg.RAGGED_Q)
         w = second_order.weights(s, tx, numbers, at, ptr, num, cfg, place, KIND, cfg.BLOCK_K)
         pr = w.pr.to(g.dtype)
         if ptr.dtv is not None:
@@ -88,8 +80,8 @@ def add_queries(sums, x, ptr, num, cfg, place, plan, KIND: tl.constexpr):
             gamma = tl.zeros([cfg.BLOCK_K, BLOCK_Q], tl.float32)
             if x.tv is not None or e is not None:
                 gamma = second_order.two_products(x.tv, g, x.v, e, cfg)
-            b = second_order.load_vector(ptr.tdelta, at.row, num, cfg, place, 0.0, cfg.RAGGED_Q)
-            c = second_order.load_vector(ptr.delta, at.row, num, cfg, place, 0.0, cfg.RAGGED_Q)
+            b = lib.load_vector(ptr.tdelta, at.row, num, cfg, place, 0.0, cfg.RAGGED_Q)
+            c = lib.load_vector(ptr.delta, at.row, num, cfg, place, 0.0, cfg.RAGGED_Q)
             ds, dts = second_order.score_gradients(w, beta, gamma, b, c, ptr, num)
             if ptr.dbias_cols is not None:
                 ds = lib.only_seen(ds, ptr, num, cfg, place, at.row, at.col, partial, KIND)
@@ -126,11 +118,11 @@ def add_each_query(sums, x, ptr, num, cfg, place):
         gamma = zero
         if x.tv is not None or e is not None:
             gamma = second_order.two_times_row(x.tv, g, x.v, e)
-        numbers = load_numbers(row, ptr, num, cfg, place, False)
+        numbers = second_order.load_numbers(row, ptr, num, cfg, place, False)
         s = lib.times_row(x.k, q)
         w = second_order.weights(s, tx, numbers, at, ptr, num, cfg, place, "full", cfg.BLOCK_K)
-        b = second_order.load_vector(ptr.tdelta, row, num, cfg, place, 0.0, False)
-        c = second_order.load_vector(ptr.delta, row, num, cfg, place, 0.0, False)
+        b = lib.load_vector(ptr.tdelta, row, num, cfg, place, 0.0, False)
+        c = lib.load_vector(ptr.delta, row, num, cfg, place, 0.0, False)
         beta = lib.times_row(x.v, g)
         ds, dts = second_order.score_gradients(w, beta, gamma, b, c, ptr, num)
         dx, dtx = second_order.product_gradients(ds, dts, tx, w.y, num, cfg)
@@ -144,14 +136,6 @@ def add_each_query(sums, x, ptr, num, cfg, place):
         if ptr.dout is not None:
             dv += tl.where(ok, w.pr * e, 0.0)
     return Sums(dk, dtk, dv, dtv, cols, tcols)
-
-
-@triton.jit
-def store_cols(x, cols, j0, num, cfg, place):
-    """Store sums over queries ``[BLOCK_K]`` of keys from j0 on."""
-    col = j0 + tl.arange(0, cfg.BLOCK_K)
-    to = lib.vector(x, place.b, place.head, 0, num.longest_k, cfg.HQ, False)
-    tl.store(to + col, cols, mask=col < tl.where(place.b < num.batch, place.nk, 0))
 
 
 @triton.jit
@@ -185,9 +169,8 @@ def sum_over_group(tile, ptr, num, cfg, place, EACH: tl.constexpr):
                 sums = add_queries(sums, x, ptr, num, cfg, here, plan, "partial")
             else:
                 sums = add_queries(sums, x, ptr, num, cfg, here, plan, "any")
-            if ptr.dbias_cols is not None:
-                store_cols(ptr.dbias_cols, sums.cols, j0, num, cfg, here)
-                store_cols(ptr.dtbias_cols, sums.tcols, j0, num, cfg, here)
+            store_cols(ptr.dbias_cols, sums.cols, j0, num, cfg, here)
+            store_cols(ptr.dtbias_cols, sums.tcols, j0, num, cfg, here)
     return sums
 
 

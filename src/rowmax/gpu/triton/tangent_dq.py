@@ -15,6 +15,7 @@ import triton.language as tl
 from .. import lib, second_order
 from ..launch import JobSpec
 from ..second_order import At
+from .backward_dq import store_rows
 
 
 class QueryTile(NamedTuple):
@@ -42,14 +43,11 @@ class Sums(NamedTuple):
 
 @triton.jit
 def load_numbers(i0, ptr, num, cfg, place):
-    """Return (lse2, rest, tlse, b, c) of a tile of queries, ``[BLOCK_Q, 1]`` each."""
+    """Return ((lse2, rest, tlse), b, c) of a tile of queries, ``[BLOCK_Q, 1]`` each."""
     rows = i0 + tl.arange(0, cfg.BLOCK_Q)[:, None]
-    lse2 = second_order.load_vector(ptr.lse2, rows, num, cfg, place, float("inf"), True)
-    rest = lib.load_rest(ptr, num, cfg, place, rows, True)
-    tlse = second_order.load_tlse(rows, ptr, num, cfg, place, True)
-    b = second_order.load_vector(ptr.tdelta, rows, num, cfg, place, 0.0, True)
-    c = second_order.load_vector(ptr.delta, rows, num, cfg, place, 0.0, True)
-    return lse2, rest, tlse, b, c
+    numbers = second_order.load_numbers(rows, ptr, num, cfg, place, True)
+    b = lib.load_vector(ptr.tdelta, rows, num, cfg, place, 0.0, True)
+    return numbers, b, lib.load_vector(ptr.delta, rows, num, cfg, place, 0.0, True)
 
 
 @triton.jit
@@ -60,8 +58,7 @@ def load_queries(i0, ptr, num, cfg, place):
     e = lib.load_queries(ptr.dout, num.dout, i0, cfg, place, True)
     q = lib.load_queries(ptr.q, num.q, i0, cfg, place, True)
     g = lib.load_queries(ptr.dtout, num.dtout, i0, cfg, place, True)
-    lse2, rest, tlse, b, c = load_numbers(i0, ptr, num, cfg, place)
-    numbers = (lse2, rest, tlse)
+    numbers, b, c = load_numbers(i0, ptr, num, cfg, place)
     last = tl.minimum(row, place.nq - 1)
     return QueryTile(q, tq, e, g, numbers, b, c, last, row < place.nq)
 
@@ -103,8 +100,8 @@ def add_keys(sums, x, ptr, num, cfg, place, plan, KIND: tl.constexpr):
             ds = lib.only_seen(ds, ptr, num, cfg, place, x.row, at.col, partial, KIND)
             dts = lib.only_seen(dts, ptr, num, cfg, place, x.row, at.col, partial, KIND)
             if ptr.dbias is not None:
-                second_order.store_pairs(ptr.dbias, ds, at, num, cfg, place, x.inside)
-                second_order.store_pairs(ptr.dtbias, dts, at, num, cfg, place, x.inside)
+                lib.store_pairs(ptr.dbias, ds, num, cfg, place, x.row, at.col, x.inside)
+                lib.store_pairs(ptr.dtbias, dts, num, cfg, place, x.row, at.col, x.inside)
             else:
                 rows += tl.sum(ds, 1)
                 trows += tl.sum(dts, 1)
@@ -165,14 +162,6 @@ def add_seen_keys(sums, i0, ptr, num, cfg, place, plan, EACH: tl.constexpr):
         return add_keys(sums, x, ptr, num, cfg, place, plan, "any")
 
 
-@triton.jit
-def store_rows(x, sums, i0, ptr, num, cfg, place):
-    """Store sums of rows ``[BLOCK_Q]`` from row i0 on."""
-    to = lib.vector(x, place.b, place.head, 0, num.longest_q, cfg.HQ, False)
-    row = i0 + tl.arange(0, cfg.BLOCK_Q)
-    tl.store(to + row, sums, mask=row < tl.where(place.b < num.batch, place.nq, 0))
-
-
 @triton.jit(do_not_specialize=["num"])
 def tangent_dq_kernel(ptr, num, cfg):
     """Store dQ and dQ' of one tile of queries of a head."""
@@ -194,9 +183,8 @@ def tangent_dq_kernel(ptr, num, cfg):
             sums = add_seen_keys(sums, i0, ptr, num, cfg, place, plan, True)
     lib.store_queries(ptr.dq, num.dq, sums.dq, i0, cfg, place, num.scale)
     lib.store_queries(ptr.dtq, num.dtq, sums.dtq, i0, cfg, place, num.scale)
-    if ptr.dbias_rows is not None:
-        store_rows(ptr.dbias_rows, sums.rows, i0, ptr, num, cfg, place)
-        store_rows(ptr.dtbias_rows, sums.trows, i0, ptr, num, cfg, place)
+    store_rows(ptr.dbias_rows, sums.rows, i0, num, cfg, place)
+    store_rows(ptr.dtbias_rows, sums.trows, i0, num, cfg, place)
 
 
 TANGENT_DQ = JobSpec(
