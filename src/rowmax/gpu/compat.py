@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import inspect
-import json
 import re
 import subprocess
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from . import source_compat  # noqa: F401  (first: it hastens the import of trit
 import triton
 from triton import knobs
 
-from .folder import write
+from .folder import read, write
 from .versions import version_text
 
 
@@ -189,13 +188,12 @@ def remember_key(folder: Path) -> None:
         return
     root = Path(cache.__file__).parent.parent
     stamp, path = _stamp(root), folder / "triton_key.json"
-    key = None
-    with suppress(OSError, ValueError, AttributeError):
-        found = json.loads(path.read_text())
-        key = found.get("key") if found.get("stamp") == stamp else None
+    found = read(path)
+    key = found.get("key") if found.get("stamp") == stamp else None
     if not isinstance(key, str):
         key = compute()
-        write(path, json.dumps({"stamp": stamp, "key": key}))
+        with suppress(OSError):
+            write(path, {"stamp": stamp, "key": key})
 
     def kept_key() -> str:
         return key

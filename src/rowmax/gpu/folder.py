@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 
 def cache_folder() -> Path:
@@ -18,13 +20,27 @@ def cache_folder() -> Path:
     return Path(given) if given else Path(home or Path.home() / ".cache") / "rowmax"
 
 
-def write(path: Path, text: str) -> None:
-    """Write a file at once: another process reads the old text or the new. Errors are ignored."""
+def read(path: Path) -> dict[str, Any]:
+    """Return what a file holds; nothing if it is missing or damaged."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def write(path: Path, values: dict[str, Any], indent: int | None = None) -> None:
+    """Write a file at once: another process reads the old values or the new.
+
+    Raises:
+        OSError: a folder that cannot be written, or a full disk.
+    """
     part = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(text)
+        part.write_text(json.dumps(values, indent=indent, sort_keys=indent is not None))
         part.replace(path)
-    except OSError:  # a folder that cannot be written, or a full disk
+    except OSError:
         with suppress(OSError):
             part.unlink()
+        raise

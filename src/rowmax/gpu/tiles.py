@@ -6,8 +6,6 @@ the fastest in the user's cache directory; they take precedence over the table.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
@@ -17,7 +15,7 @@ import torch
 
 from ..call.problem import Problem
 from . import assembler
-from .folder import cache_folder
+from .folder import cache_folder, read, write
 
 
 @dataclass(frozen=True)
@@ -337,8 +335,8 @@ def cache_file() -> Path:
 def user_tiles(device: str) -> dict[str, Tiles]:
     """Return the tiles that ``rowmax tune`` stored for the device of this name."""
     try:
-        found = json.loads(cache_file().read_text())
-    except (OSError, ValueError, RuntimeError):  # RuntimeError: this user has no home
+        found = read(cache_file())
+    except RuntimeError:  # this user has no home
         return {}
     return {kind: Tiles(*shape) for kind, shape in found.get(device, {}).items()}
 
@@ -353,23 +351,12 @@ def keep(device: str, found: dict[str, Tiles]) -> Path:
     """
     try:
         path = cache_file()
-        everything = _stored(path)
+        everything = read(path)
         shapes = {kind: list(astuple(t)) for kind, t in found.items()}
         everything[device] = {**everything.get(device, {}), **shapes}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps(everything, indent=1, sort_keys=True))
-        part.replace(path)
+        write(path, everything, indent=1)
     except (OSError, RuntimeError) as error:
         want = "set ROWMAX_CACHE to a folder that can be written"
         raise OSError(f"tuned tiles cannot be kept: {error}; {want}") from error
     user_tiles.cache_clear()
     return path
-
-
-def _stored(path: Path) -> dict[str, dict[str, list]]:
-    """Return what the file holds; nothing if it is missing or damaged."""
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}

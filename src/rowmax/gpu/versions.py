@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import threading
@@ -10,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from .folder import cache_folder, write
+from .folder import cache_folder, read, write
 
 _lock = threading.Lock()
 
@@ -32,17 +31,15 @@ def version_text(path: str, **options: Any) -> bytes:
         if folder is None:
             return subprocess.check_output([path, "--version"], **options)
         file = folder / "versions.json"
-        kept: dict[str, Any] = {}
-        with suppress(OSError, ValueError):
-            found = json.loads(file.read_text())
-            kept = found if isinstance(found, dict) else {}
+        kept = read(file)
         with suppress(TypeError, KeyError, ValueError, AttributeError):
             if kept[name]["stamp"] == stamp:
                 return kept[name]["output"].encode("utf-8", "surrogateescape")
         output = subprocess.check_output([path, "--version"], **options)
         if _stamp(path) == stamp:
             entry = {"stamp": stamp, "output": output.decode("utf-8", "surrogateescape")}
-            write(file, json.dumps(kept | {name: entry}))
+            with suppress(OSError):
+                write(file, kept | {name: entry})
         return output
 
 
