@@ -280,14 +280,12 @@ def _choices(choice: Choice) -> tuple[Any, ...]:
 
 
 def _shapes(p: Problem) -> str:
+    first, packed = [p.batch], ""
     if p.varlen:
+        first = []
         packed = f", {p.batch} packed sequences of at most {p.nq} queries and {p.nk} keys"
-        q, k = [p.total_q, p.hq, p.d], [p.total_k, p.hk, p.d]
-        v = [p.total_k, p.hk, p.dv]
-    else:
-        packed = ""
-        q, k = [p.batch, p.nq, p.hq, p.d], [p.batch, p.nk, p.hk, p.d]
-        v = [p.batch, p.nk, p.hk, p.dv]
+    rows = ([p.total_q, p.hq, p.d], [p.total_k, p.hk, p.d], [p.total_k, p.hk, p.dv])
+    q, k, v = (first + sizes for sizes in rows)
     return f"q {q}, k {k}, v {v}{packed}"
 
 

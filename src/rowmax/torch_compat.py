@@ -82,11 +82,6 @@ def is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-def is_traced_or_transformed() -> bool:
-    """Return True while a call is compiled, traced or transformed by ``torch.func``."""
-    return torch.compiler.is_compiling() or is_traced() or is_transformed()
-
-
 def is_traced() -> bool:
     """Return True inside ``torch.jit.trace``."""
     return torch._C._get_tracing_state() is not None

@@ -225,27 +225,17 @@ def _run(method: str, arguments: tuple[Any, ...]) -> Any:
 
 
 class Alone:
-    """A worker in a process of its own, which has a peak of memory of its own."""
+    """A worker in a process of its own, which has a peak of memory of its own.
+
+    A method of it runs the method of ``Worker`` there.
+    """
 
     def __init__(self, pace: Pace) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._pool = ProcessPoolExecutor(1, spawn, _begin, (pace,))
 
-    def prepare(self, name: str, task: Task) -> dict[str, Any]:
-        """Prepare a call there and run it once; return its facts, or the error."""
-        return self._pool.submit(_run, "prepare", (name, task)).result()
-
-    def turn(self, name: str) -> float:
-        """Return milliseconds, or MiB of a memory pass."""
-        return self._pool.submit(_run, "turn", (name,)).result()
-
-    def check(self, name: str) -> dict[str, Any]:
-        """Return the difference from a peer's results, in norm."""
-        return self._pool.submit(_run, "check", (name,)).result()
-
-    def release(self) -> None:
-        """Drop all calls and inputs."""
-        self._pool.submit(_run, "release", ()).result()
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        return lambda *arguments: self._pool.submit(_run, method, arguments).result()
 
     def __enter__(self) -> Alone:
         return self

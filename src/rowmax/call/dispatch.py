@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
 from importlib import import_module
-from itertools import accumulate
+from itertools import islice
 from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
@@ -224,14 +224,10 @@ class Prepared:
         if found is not None:
             return found
         backend: Any = choose(self.problem, "forward", self.options.backend).first
-        run, inputs = partial(backend.forward, self.problem), len(tensors)
+        run = partial(backend.forward, self.problem)
         if arrivals is not None:
-            return self._run(
-                key,
-                backend,
-                lambda given: run(Tensors(*given[:inputs]), Arrivals(*given[inputs:])),
-                given,
-            )
+            both = Tensors, Arrivals
+            return self._run(key, backend, lambda flat: run(*_grouped(flat, *both)), given)
         if wanted is None or self.has_run:
             return self._run(key, backend, run, given)
         with self._compile_ahead(tensors, wanted):
@@ -320,11 +316,9 @@ class Prepared:
     def tangent(self, tensors: Tensors, tangents: Tangents) -> tuple[Tensor, ...]:
         """Return (out, lse, tout, tlse)."""
         backend: Any = choose(self.problem, "tangent", self.options.backend).first
-        split = len(tensors)
 
         def run(given: tuple[Any, ...]) -> tuple[Tensor, ...]:
-            parts = Tensors(*given[:split]), Tangents(*given[split:])
-            return backend.tangent(self.problem, *parts)
+            return backend.tangent(self.problem, *_grouped(given, Tensors, Tangents))
 
         return self._again_or_run(("tangent",), backend, run, (*tensors, *tangents))
 
@@ -338,19 +332,15 @@ class Prepared:
     ) -> tuple[Gradients, Gradients]:
         """Return the wanted gradients, from the results of ``tangent``."""
         backend: Any = choose(self.problem, "tangent_backward", self.options.backend).first
-        parts = (tuple(tensors), tuple(tangents), tuple(results), tuple(cotangents))
-        stops = tuple(accumulate(map(len, parts)))
 
         def run(given: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
-            inputs, along, rows, cots = (
-                given[stop - len(part) : stop] for part, stop in zip(parts, stops, strict=True)
-            )
-            records = Tensors(*inputs), Tangents(*along), Results(*rows), Cotangents(*cots)
+            records = _grouped(given, Tensors, Tangents, Results, Cotangents)
             found = backend.tangent_backward(self.problem, *records, wanted)
             return (*found[0], *found[1])
 
         key = ("tangent_backward", wanted)
-        flat = self._again_or_run(key, backend, run, sum(parts, ()))
+        given = (*tensors, *tangents, *results, *cotangents)
+        flat = self._again_or_run(key, backend, run, given)
         half = len(Gradients._fields)
         return Gradients(*flat[:half]), Gradients(*flat[half:])
 
@@ -374,6 +364,12 @@ class Prepared:
             return run(given)
         results, self._again[key] = record(run, given)
         return results
+
+
+def _grouped(given: Iterable[Any], *kinds: Any) -> list[Any]:
+    """Return the members of ``given``, one after the other, as records of these kinds."""
+    rest = iter(given)
+    return [kind(*islice(rest, len(kind._fields))) for kind in kinds]
 
 
 def _placed(given: Iterable[Tensor | None]) -> list[Any]:

@@ -120,9 +120,7 @@ def _prefers_plain_operations() -> bool:
     A compiler fuses plain operations. Tangents of an autograd.Function do not nest: forward mode
     over forward mode would be silently wrong.
     """
-    if torch.compiler.is_compiling():
-        return True
-    return forward_mode_levels() > 1
+    return torch.compiler.is_compiling() or forward_mode_levels() > 1
 
 
 def _plain(x: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
