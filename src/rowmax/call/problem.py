@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .inputs import HEAD_TERMS, Gradients, Options, Positions, Tensors, Wanted, part_of  # noqa: F401
+from .inputs import HEAD_TERMS, Gradients, Options, Positions, Tensors, Wanted, part_of
 
 Shape4 = tuple[int, int, int, int]
 
@@ -177,6 +177,18 @@ def problem_of(tensors: Tensors, options: Options) -> Problem:
         align=options.align if placed else "keys",
         device_index=q.device.index,
         bidirectional=tensors.prefix is not None and right is not None,
+    )
+
+
+def zero_gradients(problem: Problem, tensors: Tensors, wanted: Wanted) -> Gradients:
+    """Return zeros for the wanted gradients."""
+    return Gradients(
+        *(
+            x.new_zeros(x.shape, dtype=problem.gradient_dtype(name, x))
+            if want and x is not None
+            else None
+            for (name, want), x in zip(wanted._asdict().items(), tensors, strict=False)
+        )
     )
 
 

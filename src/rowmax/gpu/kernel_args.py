@@ -207,11 +207,9 @@ def prepared(tensors: Tensors) -> Tensors:
         y = aligned(x)
         if y is not x:
             fixed[name] = y
-    for name, x in (("q_ids", q_ids), ("k_ids", k_ids), ("sink", sink), ("heads", heads)):
+    names = ("q_ids", "k_ids", "sink", "heads", "lengths", "prefix")
+    for name, x in zip(names, (q_ids, k_ids, sink, heads, lengths, prefix), strict=True):
         if x is not None and x.stride(-1) != 1:
-            fixed[name] = x.contiguous()
-    for name, x in (("lengths", lengths), ("prefix", prefix)):
-        if x is not None and not x.is_contiguous():
             fixed[name] = x.contiguous()
     return tensors._replace(**fixed) if fixed else tensors
 

@@ -8,6 +8,8 @@ n. A kernel sums the weights of such rows (``FAR``) again; for others the rest i
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -204,13 +206,34 @@ def delta(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return (lse in the units of the scores, Delta - dlse, dsink)."""
     dlse = None if dlse is None else dlse.contiguous()
-    made = {"out": out, "lse": lse, "rest": rest, "dout": dout, "dlse": dlse}
-    lse2, delta = (lse.new_empty(padded_rows(problem)) for _ in range(2))
+    read = {"out": out, "lse": lse, "rest": rest, "dout": dout, "dlse": dlse}
+    sinks = {"sink": tensors.sink} if want_sink else {}
+    (lse2, delta), dsink = row_vectors(
+        DELTA, problem, tensors, read, ("lse2", "delta"), sinks, tiles
+    )
+    return lse2, delta, dsink[0] if dsink else None
 
-    def sink(job: Job) -> dict[str, Tensor | None]:
-        parts = lse.new_empty((*lse.shape[:2], job.numbers.tiles))
-        return {"sink": tensors.sink, "dsink": parts}
 
-    made |= {"lse2": lse2, "delta": delta}
-    ptr = launch(DELTA, problem, tensors, tiles, made, sink if want_sink else None)
-    return lse2, delta, ptr.dsink.sum((0, 2)) if want_sink else None
+def row_vectors(
+    spec: JobSpec,
+    problem: Problem,
+    tensors: Tensors,
+    read: dict[str, Any],
+    names: tuple[str, ...],
+    sinks: dict[str, Tensor | None],
+    tiles: Tiles | None,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return (the named vectors of padded rows, the gradients of ``sinks``) that a job computes.
+
+    ``read`` has the tensors that it reads, by name. A tile stores its part of a gradient.
+    """
+    lse = read["lse"]
+    made = {name: lse.new_empty(padded_rows(problem)) for name in names}
+
+    def parts(job: Job) -> dict[str, Tensor]:
+        shape = (*lse.shape[:2], job.numbers.tiles)
+        return {f"d{name}": lse.new_empty(shape) for name in sinks}
+
+    more = parts if sinks else None
+    ptr = launch(spec, problem, tensors, tiles, {**read, **made, **sinks}, more)
+    return list(made.values()), [getattr(ptr, f"d{name}").sum((0, 2)) for name in sinks]

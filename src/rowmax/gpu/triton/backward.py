@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ...call.problem import Gradients, Problem, Tensors, Wanted
+from ...call.problem import Gradients, Problem, Tensors, Wanted, zero_gradients
 from .. import preprocess, short_keys
 from ..kernel_args import PARAMETER_ROWS, aligned, prepared
 from ..launch import JobSpec, launch
@@ -51,14 +51,7 @@ def backward(
     tensors = prepared(tensors)
     out, dout = out.contiguous(), aligned(dout)
     if not lse.numel() or not any(wanted):
-        return Gradients(
-            **{
-                name: x.new_zeros(x.shape, dtype=problem.gradient_dtype(name, x))
-                for name, want in wanted._asdict().items()
-                if want
-                for x in [getattr(tensors, name)]
-            }
-        )
+        return zero_gradients(problem, tensors, wanted)
     lse = lse.contiguous()
     rest = preprocess.row_sums(problem, tensors, lse, tiles)
     lse2, delta, dsink = preprocess.delta(

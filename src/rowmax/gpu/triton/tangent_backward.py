@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...call.inputs import Cotangents, Gradients, Results, Tangents, Wanted, WantedSecond
-from ...call.problem import Problem, Tensors
+from ...call.problem import Problem, Tensors, zero_gradients
 from .. import preprocess
 from ..kernel_args import aligned, prepared
 from ..launch import launch
@@ -20,7 +20,7 @@ from .tangent_dbias import TANGENT_DBIAS
 from .tangent_dheads import TANGENT_DHEADS
 from .tangent_dkdv import TANGENT_DK, TANGENT_DKDV, TANGENT_DV
 from .tangent_dq import TANGENT_DQ
-from .tangent_rows import row_numbers
+from .tangent_rows import TANGENT_ROWS
 
 #: bytes of the widest head for which one kernel holds the sums of keys: two sums, or more
 TWO_UP_TO, ALL_UP_TO = 256, 128
@@ -44,7 +44,8 @@ def tangent_backward(
     tensors = prepared(tensors)
     out = results.out
     if not results.lse.numel() or not any((*wanted.inputs, *wanted.tangents)):
-        return _zeros(tensors, wanted.inputs), _zeros(tensors, wanted.tangents)
+        first, second = (zero_gradients(problem, tensors, want) for want in wanted)
+        return first, second
     e, a, g, at = cotangents
     made = {name: x.contiguous() for name, x in results._asdict().items()}
     rows = {
@@ -56,10 +57,13 @@ def tangent_backward(
     lse_rows = {name: None if x is None else x.contiguous() for name, x in lse_rows.items()}
     along = named(tangents)
     both = Wanted(*(x or y for x, y in zip(*wanted, strict=True)))
-    numbers, dsink, dtsink = row_numbers(
-        problem, tensors, along["tsink"], made | rows | lse_rows, both.sink, tiles
+    tsink = along.pop("tsink")
+    sinks = {"sink": tensors.sink, "tsink": tsink} if both.sink else {}
+    names = ("lse2", "delta", "tdelta")
+    vectors, dsinks = preprocess.row_vectors(
+        TANGENT_ROWS, problem, tensors, made | rows | lse_rows, names, sinks, tiles
     )
-    along.pop("tsink")
+    numbers = dict(zip(names, vectors, strict=True))
     given = Given(problem, tensors, tiles, {**along, **rows, **numbers, "tlse": made["tlse"]})
     how = bias_sum(problem) if both.bias else None
     sums = bias_memory(given, how, _MARKS)
@@ -71,7 +75,7 @@ def tangent_backward(
     found = (
         *(x.values() for x in (of_q, of_k, of_v)),
         bias_gradients(given, how, sums, TANGENT_DBIAS) or _NEITHER,
-        (dsink, dtsink),
+        dsinks or _NEITHER,
         head_gradients(given, TANGENT_DHEADS, _MARKS) if both.heads else _NEITHER,
     )
     first, second = zip(*found, strict=True)
@@ -111,12 +115,6 @@ def _wanted_memory(name: str, tensors: Tensors, wanted: WantedSecond) -> Memory:
 def _present(made: Memory) -> list[bool]:
     """Return True for each tensor that there is."""
     return [x is not None for x in made.values()]
-
-
-def _zeros(tensors: Tensors, wanted: Wanted) -> Gradients:
-    """Return zeros for the wanted gradients."""
-    both = zip(wanted, tensors, strict=False)
-    return Gradients(*(x.new_zeros(x.shape) if w and x is not None else None for w, x in both))
 
 
 def _kept(found: tuple[Tensor | None, ...], wanted: Wanted) -> Gradients:

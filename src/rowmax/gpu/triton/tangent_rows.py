@@ -6,17 +6,12 @@ The kernel also stores lse in the units of the scores, and the parts of the grad
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ...call.problem import Problem, Tensors
 from .. import lib, preprocess, rules
-from ..launch import Job, JobSpec, launch
-from ..preprocess import padded_rows, row_dots, rows_of_program, store_lse2, weight_of_sink
-from ..tiles import Tiles
+from ..launch import JobSpec
+from ..preprocess import row_dots, rows_of_program, store_lse2, weight_of_sink
 
 
 @triton.jit(do_not_specialize=["num"])
@@ -52,29 +47,3 @@ def tangent_rows_kernel(ptr, num, cfg):
 TANGENT_ROWS = JobSpec(
     "tangent_rows", tangent_rows_kernel, "rows", ("out", "tout", "dout", "dtout")
 )
-
-
-def row_numbers(
-    problem: Problem,
-    tensors: Tensors,
-    tsink: Tensor | None,
-    read: dict[str, Any],
-    want_sink: bool,
-    tiles: Tiles | None,
-) -> tuple[dict[str, Tensor], Tensor | None, Tensor | None]:
-    """Return (lse2, delta and tdelta by name, the gradients of the sink and of its tangent).
-
-    ``read`` holds the results of the tangent, their cotangents and ``rest``, by name.
-    """
-    lse = read["lse"]
-    made = {x: lse.new_empty(padded_rows(problem)) for x in ("lse2", "delta", "tdelta")}
-
-    def sink(job: Job) -> dict[str, Tensor | None]:
-        dsink, dtsink = (lse.new_empty((*lse.shape[:2], job.numbers.tiles)) for _ in range(2))
-        return {"sink": tensors.sink, "tsink": tsink, "dsink": dsink, "dtsink": dtsink}
-
-    more = sink if want_sink else None
-    ptr = launch(TANGENT_ROWS, problem, tensors, tiles, read | made, more)
-    if not want_sink:
-        return made, None, None
-    return made, ptr.dsink.sum((0, 2)), ptr.dtsink.sum((0, 2))
