@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ...call.inputs import Places
-from ...call.problem import Gradients, Problem, Tensors, Wanted
+from ...call.problem import Gradients, Problem, Tensors, Wanted, zero_gradients
 from ..compiled import Span
 from . import packed
 from .backward_args import PartPointers, Pointers, ProductPointers, RowPointers
@@ -97,14 +97,7 @@ def empty_gradients(
 
     They are zeros, except the sink's: the lse of such a row is its sink.
     """
-    found = Gradients(
-        *(
-            x.new_zeros(x.shape, dtype=problem.gradient_dtype(name, x))
-            if want and x is not None
-            else None
-            for (name, want), x in zip(wanted._asdict().items(), tensors, strict=False)
-        )
-    )
+    found = zero_gradients(problem, tensors, wanted)
     if found.sink is not None and dlse is not None:
         found.sink.copy_(dlse.sum((0, 2)))
     return found
