@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
-from rowmax.call.check import Arguments
+from rowmax.attention import arguments
 from rowmax.call.normalize import normalized
 from rowmax.call.problem import problem_of
 from rowmax.integrations.sdpa import dense
-from rowmax.masks import Causal, Mask, as_mask
 from rowmax.reference import dense as definition
 from rowmax.reference import tolerance
 
@@ -180,11 +179,9 @@ def _cast(call: dense.Call, dtype: torch.dtype) -> dense.Call:
 
 def _noise(call: dense.Call, dout: Tensor) -> dict[str, tolerance.Noise]:
     """Return the noise of each result by the project's rule."""
-    given = dense.arguments(call)
-    mask: Mask = as_mask(given.mask) & Causal() if given.causal else as_mask(given.mask)
-    bias = None if given.bias is None else given.bias.detach()
-    q, k, v = (t.detach() for t in given[:3])
-    tensors, options, _ = normalized(Arguments(q, k, v, mask, bias, scale=given.scale))
+    given = dense.arguments(call._replace(dropout_p=0.0))
+    fixed = {name: x.detach() if isinstance(x, Tensor) else x for name, x in given.items()}
+    tensors, options, _ = normalized(arguments(**fixed))
     problem = problem_of(tensors, options)
     out, lse = definition.attention(problem, tensors)
     if call.query.dim() == 4:

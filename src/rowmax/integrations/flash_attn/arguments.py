@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,14 +41,32 @@ def band(window_size: Any) -> Mask | None:
     return Window(None if left < 0 else left, None if right < 0 else right)
 
 
-def slopes_of(alibi_slopes: Tensor | None, batch: int, heads: int) -> Tensor | None:
-    """Return slopes ``[H]`` if all sequences share them, ``[B, H]`` if not, or None.
+def by_slopes(call: Callable[..., Any], alibi_slopes: Tensor | None, *rows: Tensor | None) -> Any:
+    """Return the results of ``call(*rows, slopes)``, with slopes ``[H]`` or None.
+
+    With slopes ``[B, H]`` each sequence is a call. The first of the rows is q ``[B, Nq, H, D]``.
+    """
+    if alibi_slopes is None:
+        return call(*rows, None)
+    q = rows[0]
+    assert q is not None
+    slopes = slopes_of(alibi_slopes, q.shape[0], q.shape[2])
+    if slopes.dim() == 1:
+        return call(*rows, slopes)
+    # split, whose gradient is one cat
+    parts = ([None] * len(slopes) if t is None else t.split(1) for t in rows)
+    each = [call(*one) for one in zip(*parts, slopes, strict=True)]
+    if isinstance(each[0], tuple):
+        return tuple(torch.cat(one) for one in zip(*each, strict=True))
+    return torch.cat(each)
+
+
+def slopes_of(alibi_slopes: Tensor, batch: int, heads: int) -> Tensor:
+    """Return slopes ``[H]`` if all sequences share them, else ``[B, H]``.
 
     Sequences share the slopes of an expanded tensor (stride 0); values are not read, because that
     waits for the device.
     """
-    if alibi_slopes is None:
-        return None
     want = f"a tensor [H] = [{heads}] or [B, H] = [{batch}, {heads}]"
     if not isinstance(alibi_slopes, Tensor):
         raise TypeError(f"alibi_slopes: got {type(alibi_slopes).__name__}; want {want}")

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ... import attention, attention_varlen
-from .arguments import keywords, refuse_pages, refuse_probabilities, slopes_of, unpacked
+from .arguments import (
+    by_slopes,
+    keywords,
+    refuse_pages,
+    refuse_probabilities,
+    slopes_of,
+    unpacked,
+)
 
 #: out, or (out, softmax_lse, S_dmask) with return_attn_probs
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
@@ -62,14 +68,11 @@ def flash_attn_func(
     refuse_probabilities(dropout_p, return_attn_probs)
     options = keywords(softmax_scale, causal, window_size, softcap)
     options.update(dropout_p=dropout_p, deterministic=deterministic, return_lse=return_attn_probs)
-    slopes = None
-    if alibi_slopes is not None:
-        slopes = slopes_of(alibi_slopes, q.shape[0], q.shape[2])
-    if slopes is None or slopes.dim() == 1:
-        found = attention(q, k, v, alibi=slopes, **options)
-    else:
-        found = _by_sequence(q, k, v, slopes, options)
-    return _result(found, q, return_attn_probs)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None) -> Any:
+        return attention(q, k, v, alibi=slopes, **options)
+
+    return _result(by_slopes(call, alibi_slopes, q, k, v), q, return_attn_probs)
 
 
 def flash_attn_qkvpacked_func(
@@ -176,7 +179,7 @@ def flash_attn_varlen_func(
     if alibi_slopes is not None:
         batch = cu_seqlens_q.shape[0] - 1
         slopes = slopes_of(alibi_slopes, batch, q.shape[1])
-        if slopes is not None and slopes.dim() == 2:
+        if slopes.dim() == 2:
             raise NotImplementedError(
                 f"alibi_slopes: got slopes [B, H] = {list(slopes.shape)} of packed sequences; want "
                 "[H], or slopes.expand(B, H) of it, or flash_attn_func for a padded batch: "
@@ -251,15 +254,6 @@ def flash_attn_varlen_kvpacked_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
         causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
     )  # fmt: skip
-
-
-def _by_sequence(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, options: dict[str, Any]) -> Any:
-    """Return out ``[B, Nq, H, D]``, or (out, lse), with slopes ``[B, H]``: a call a sequence."""
-    rows = zip(q.split(1), k.split(1), v.split(1), slopes, strict=True)  # gradient: one cat
-    each = [attention(*qkv, alibi=slope, **options) for *qkv, slope in rows]
-    if options["return_lse"]:
-        return tuple(torch.cat(parts) for parts in zip(*each, strict=True))
-    return torch.cat(each)
 
 
 def _result(found: Any, q: Tensor, return_attn_probs: bool) -> Result:

@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ... import Documents, Mask, PrefixLengths, attention
-from .arguments import band, keywords, refuse_pages, slopes_of
-
-
-class _Rows(NamedTuple):
-    """The tensors of a call, with one row for each sequence."""
-
-    q: Tensor  # [B, Nq, H, D]
-    k: Tensor  # [B, Nk, Hk, D], the cache
-    v: Tensor
-    lengths: Tensor | None  # [B] int32, the keys in use; None: all
-    leftpad: Tensor | None  # [B] the first key in use; None: 0
-
-    def one(self, b: int) -> _Rows:
-        """Return the tensors of one sequence, a batch of one."""
-        lengths, leftpad = (None if t is None else t[b : b + 1] for t in self[3:])
-        return _Rows(self.q[b : b + 1], self.k[b : b + 1], self.v[b : b + 1], lengths, leftpad)
+from .arguments import band, by_slopes, keywords, refuse_pages
 
 
 def flash_attn_with_kvcache(
@@ -106,24 +92,27 @@ def flash_attn_with_kvcache(
         k_rows, v_rows = (_rows(t, cache_batch_idx, q.shape[0]) for t in (k_cache, v_cache))
         options = keywords(softmax_scale, causal, window_size, softcap)
         options["return_lse"] = return_softmax_lse
-        rows = _Rows(q, k_rows, v_rows, used, cache_leftpad)
-        return _attend(rows, slopes_of(alibi_slopes, q.shape[0], q.shape[2]), options)
+        call = partial(_attend, options)
+        return by_slopes(call, alibi_slopes, q, k_rows, v_rows, used, cache_leftpad)
 
 
-def _attend(rows: _Rows, slopes: Tensor | None, options: dict[str, Any]) -> Any:
-    """Return out, or (out, lse), with slopes ``[H]``, ``[B, H]`` (a call a sequence) or None."""
-    if slopes is not None and slopes.dim() == 2:
-        each = [_attend(rows.one(b), slope, options) for b, slope in enumerate(slopes)]
-        if options["return_lse"]:
-            return tuple(torch.cat(parts) for parts in zip(*each, strict=True))
-        return torch.cat(each)
+def _attend(
+    options: dict[str, Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor | None,
+    leftpad: Tensor | None,
+    slopes: Tensor | None,
+) -> Any:
+    """Return out, or (out, lse), of caches with lengths ``[B]`` and first keys ``[B]``, or None."""
     mask = options.get("mask")
-    if rows.lengths is not None:
-        mask = _and(mask, PrefixLengths(rows.lengths, align="lengths"))
-    if rows.leftpad is not None:
-        mask = _and(mask, _after(rows.leftpad, rows.q.shape[1], rows.k.shape[1]))
+    if lengths is not None:
+        mask = _and(mask, PrefixLengths(lengths, align="lengths"))
+    if leftpad is not None:
+        mask = _and(mask, _after(leftpad, q.shape[1], k.shape[1]))
     options = dict(options, mask=mask)
-    return attention(rows.q, rows.k, rows.v, alibi=slopes, **options)
+    return attention(q, k, v, alibi=slopes, **options)
 
 
 def _and(a: Mask | None, b: Mask) -> Mask:

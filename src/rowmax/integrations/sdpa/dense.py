@@ -39,19 +39,6 @@ class Call(NamedTuple):
     enable_gqa: bool = False
 
 
-class Arguments(NamedTuple):
-    """The arguments of ``rowmax.attention`` for a call."""
-
-    q: Tensor  # [B, Nq, Hq, D]
-    k: Tensor  # [B, Nk, Hk, D]
-    v: Tensor  # [B, Nk, Hk, Dv]
-    causal: bool = False
-    mask: Mask | Tensor | None = None
-    bias: Tensor | None = None
-    scale: float | None = None
-    dropout_p: float = 0.0
-
-
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -107,8 +94,7 @@ def by_torch(call: Call) -> Tensor:
 
 def by_rowmax(call: Call) -> Tensor:
     """Compute a call that ``refusal`` accepts."""
-    q, k, v, causal, mask, bias, scale, dropout_p = arguments(call)
-    out = attention(q, k, v, causal=causal, mask=mask, bias=bias, scale=scale, dropout_p=dropout_p)
+    out = attention(**arguments(call))
     axes = call.query.dim()
     if axes == 4:
         return out.transpose(1, 2)
@@ -122,7 +108,7 @@ def by_rowmax(call: Call) -> Tensor:
 # --- the arguments of rowmax -------------------------------------------------------------------
 
 
-def arguments(call: Call) -> Arguments:
+def arguments(call: Call) -> dict[str, Any]:
     """Return the arguments of ``rowmax.attention`` for a call that ``refusal`` accepts."""
     query, key, value, attn_mask, dropout_p, is_causal, scale, _ = call
     if query.dim() == 4:
@@ -130,22 +116,22 @@ def arguments(call: Call) -> Arguments:
     else:
         shared = _shares_keys(call)
         q, k, v = (_four_axes(t, shared) for t in (query, key, value))
-    causal, mask, bias = False, None, None
+    found = {"q": q, "k": k, "v": v, "scale": scale, "dropout_p": dropout_p}
     if attn_mask is None:
         if is_causal:
             nq, nk = parallel.lengths(query.shape[-2], key.shape[-2])
             extra = nq - nk
             if torch.compiler.is_compiling() or extra != 0:
-                mask = Window(right=extra)  # a comparison would tie a graph to its lengths
+                found["mask"] = Window(right=extra)  # a comparison would tie a graph to its lengths
             else:
-                causal = True
+                found["causal"] = True
     elif _is_causal_bias(attn_mask):
-        causal, mask = _band(attn_mask)
+        found["causal"], found["mask"] = _band(attn_mask)
     elif attn_mask.dtype == torch.bool:
-        mask = _mask(attn_mask, call)
+        found["mask"] = _mask(attn_mask, call)
     else:
-        bias = _mask(attn_mask, call)
-    return Arguments(q, k, v, causal, mask, bias, scale, dropout_p)
+        found["bias"] = _mask(attn_mask, call)
+    return found
 
 
 def _shares_keys(call: Call) -> bool:

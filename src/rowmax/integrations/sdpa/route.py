@@ -52,7 +52,7 @@ def explain(*args: Any, **keywords: Any) -> Route:
     reason = dense.refusal(call)
     if reason is not None:
         return _by_torch(reason)
-    return _by_rowmax(rowmax.explain(**dense.arguments(call)._asdict()))
+    return _by_rowmax(rowmax.explain(**dense.arguments(call)))
 
 
 def explain_varlen(*args: Any, **keywords: Any) -> Route:
