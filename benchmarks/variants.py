@@ -251,10 +251,13 @@ def _triton_operands(job: str, problem: Any, tensors: Any, x: Inputs) -> tuple[A
     rest = None
     if problem.natural:
         rest = lse.new_zeros(preprocess.padded_rows(problem))
-    lse2, delta, _ = preprocess.delta(problem, tensors, out, lse, rest, x.dout, None, False, None)
-    rows = {"dout": x.dout, "lse2": lse2, "delta": delta, "rest": rest}
+    rows: dict[str, Any] = {"dout": x.dout, "rest": rest}
+    read, names = {**rows, "out": out, "lse": lse}, ("lse2", "delta")
+    given = preprocess.DELTA, problem, tensors, read, names, {}, None
+    vectors, _ = preprocess.row_vectors(*given)
+    rows |= vectors
     if job == "delta":
-        return preprocess.DELTA, {**rows, "out": out, "lse": lse}, (delta,)
+        return preprocess.DELTA, read | vectors, (vectors["delta"],)
     q, k, v = (torch.empty_like(t) for t in tensors[:3])
     written: dict[str, dict[str, Any]] = {
         "dq": {"dq": q},

@@ -193,27 +193,6 @@ def delta_kernel(ptr, num, cfg):
 DELTA = JobSpec("delta", delta_kernel, "rows", ("out", "dout"))
 
 
-def delta(
-    problem: Problem,
-    tensors: Tensors,
-    out: Tensor,
-    lse: Tensor,
-    rest: Tensor | None,
-    dout: Tensor,
-    dlse: Tensor | None,
-    want_sink: bool,
-    tiles: Tiles | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return (lse in the units of the scores, Delta - dlse, dsink)."""
-    dlse = None if dlse is None else dlse.contiguous()
-    read = {"out": out, "lse": lse, "rest": rest, "dout": dout, "dlse": dlse}
-    sinks = {"sink": tensors.sink} if want_sink else {}
-    (lse2, delta), dsink = row_vectors(
-        DELTA, problem, tensors, read, ("lse2", "delta"), sinks, tiles
-    )
-    return lse2, delta, dsink[0] if dsink else None
-
-
 def row_vectors(
     spec: JobSpec,
     problem: Problem,
@@ -222,7 +201,7 @@ def row_vectors(
     names: tuple[str, ...],
     sinks: dict[str, Tensor | None],
     tiles: Tiles | None,
-) -> tuple[list[Tensor], list[Tensor]]:
+) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Return (the named vectors of padded rows, the gradients of ``sinks``) that a job computes.
 
     ``read`` has the tensors that it reads, by name. A tile stores its part of a gradient.
@@ -236,4 +215,4 @@ def row_vectors(
 
     more = parts if sinks else None
     ptr = launch(spec, problem, tensors, tiles, {**read, **made, **sinks}, more)
-    return list(made.values()), [getattr(ptr, f"d{name}").sum((0, 2)) for name in sinks]
+    return made, [getattr(ptr, f"d{name}").sum((0, 2)) for name in sinks]

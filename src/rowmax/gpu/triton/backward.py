@@ -53,11 +53,13 @@ def backward(
     if not lse.numel() or not any(wanted):
         return zero_gradients(problem, tensors, wanted)
     lse = lse.contiguous()
-    rest = preprocess.row_sums(problem, tensors, lse, tiles)
-    lse2, delta, dsink = preprocess.delta(
-        problem, tensors, out, lse, rest, dout, dlse, wanted.sink, tiles
+    read = {"dout": dout, "rest": preprocess.row_sums(problem, tensors, lse, tiles)}
+    rows = {"out": out, "lse": lse, "dlse": None if dlse is None else dlse.contiguous()}
+    sinks = {"sink": tensors.sink} if wanted.sink else {}
+    vectors, dsink = preprocess.row_vectors(
+        preprocess.DELTA, problem, tensors, read | rows, ("lse2", "delta"), sinks, tiles
     )
-    read = {"dout": dout, "lse2": lse2, "rest": rest, "delta": delta}
+    read |= vectors
     given = Given(problem, tensors, tiles, read)
     how = bias_sum(problem) if wanted.bias else None
     sums = bias_memory(given, how)
@@ -73,7 +75,7 @@ def backward(
         dk if wanted.k else None,
         dv if wanted.v else None,
         *(bias_gradients(given, how, sums, DBIAS) or (None,)),
-        dsink,
+        dsink[0] if dsink else None,
         *(head_gradients(given, DHEADS) if wanted.heads else ()),
     )
 

@@ -59,11 +59,10 @@ def tangent_backward(
     both = Wanted(*(x or y for x, y in zip(*wanted, strict=True)))
     tsink = along.pop("tsink")
     sinks = {"sink": tensors.sink, "tsink": tsink} if both.sink else {}
-    names = ("lse2", "delta", "tdelta")
-    vectors, dsinks = preprocess.row_vectors(
-        TANGENT_ROWS, problem, tensors, made | rows | lse_rows, names, sinks, tiles
+    names, read = ("lse2", "delta", "tdelta"), made | rows | lse_rows
+    numbers, dsinks = preprocess.row_vectors(
+        TANGENT_ROWS, problem, tensors, read, names, sinks, tiles
     )
-    numbers = dict(zip(names, vectors, strict=True))
     given = Given(problem, tensors, tiles, {**along, **rows, **numbers, "tlse": made["tlse"]})
     how = bias_sum(problem) if both.bias else None
     sums = bias_memory(given, how, _MARKS)
