@@ -14,7 +14,18 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .masks import Ids, Mask
+    from .masks import Mask
+
+
+class Ids(NamedTuple):
+    """The arguments of one ``Documents``: ids or offsets of the keys, and ids of the queries."""
+
+    ids: Tensor | None = None  # [N] or [B, N]
+    cu_seqlens: Tensor | None = None  # [documents + 1]
+    q_ids: Tensor | None = None  # [Nq] or [B, Nq]; None: the id at the query's key position
+    q_id: int | None = None  # the id of every query, instead of q_ids
+    step: int | None = None  # instead of all others: ids are positions modulo step
+    starts: Tensor | None = None  # [B], with a q_id of 0: the id of earlier keys is 1, of others 0
 
 
 class Band(NamedTuple):
@@ -245,7 +256,7 @@ def complement(a: Mask) -> dict[str, Any]:
     if sum(parts) > 1 or not band.whole or a.align == "lengths":
         raise UnionError
     if a.lengths is not None:
-        return {"documents": a.padded_before(a.lengths)}
+        return {"documents": (Ids(starts=a.lengths, q_id=0),)}
     if a.allowed is not None:
         return {"allowed": ~a.allowed}
     one, *more = a.documents

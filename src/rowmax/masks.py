@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 from numbers import Integral
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch import Tensor
 from .errors import bad, check_booleans, check_integers, wrong_type
 from .mask_algebra import (
     Band,
+    Ids,
     UnionError,
     both_bands,
     both_tensors,
@@ -42,17 +43,6 @@ _INSTEAD_OF_UNIONS = (
     "merge((out1, lse1), (out2, lse2))"
 )
 _MOST = 2**32  # the distance of two positions is always less
-
-
-class Ids(NamedTuple):
-    """The arguments of one ``Documents``: ids or offsets of the keys, and ids of the queries."""
-
-    ids: Tensor | None = None  # [N] or [B, N]
-    cu_seqlens: Tensor | None = None  # [documents + 1]
-    q_ids: Tensor | None = None  # [Nq] or [B, Nq]; None: the id at the query's key position
-    q_id: int | None = None  # the id of every query, instead of q_ids
-    step: int | None = None  # instead of all others: ids are positions modulo step
-    starts: Tensor | None = None  # [B], with a q_id of 0: the id of earlier keys is 1, of others 0
 
 
 class Mask:
@@ -181,11 +171,6 @@ class Mask:
     def band(self) -> Band:
         """The limits, with the prefix that ``right`` does not limit."""
         return Band(self.left, self.right, self.prefix)
-
-    @staticmethod
-    def padded_before(starts: Tensor) -> tuple[Ids, ...]:
-        """Return the documents of sequences that begin at these keys."""
-        return (Ids(starts=starts, q_id=0),)
 
     def fields(self) -> dict[str, Any]:
         """Return the arguments of ``Mask`` that make this mask."""
@@ -412,7 +397,7 @@ class LeftPadding(Mask):
 
     def __init__(self, starts: Tensor) -> None:
         check_integers("LeftPadding(starts=)", starts, (1,))
-        super().__init__(documents=self.padded_before(starts))
+        super().__init__(documents=(Ids(starts=starts, q_id=0),))
 
 
 class Prefix(Mask):

@@ -411,14 +411,13 @@ def _aligned(
         lengths = (q_offset.to(device).reshape(1) + (nq - kv_offset)).to(torch.int32).repeat(batch)
     else:
         last = q_offset - kv_offset + nq  # past the last query's place
-        if last == nk or right is None or last + right < 0:
-            shift = last - nk
-            left, right = None if left is None else left - shift, _plus(right, shift)
-            return *_binding(left, right, nq, nk), None, None
-        if nq > 1 or right != 0:
-            keys = min(nk, last + right)
+        reach = nk if right is None else last + right
+        whole = last == nk or right is None or reach < 0
+        if whole or nq > 1 or right != 0:
+            keys = nk if whole else min(nk, reach)
             shift = last - keys
-            left, right = None if left is None else left - shift, _plus(right, shift)
+            left = None if left is None else left - shift
+            right = None if right is None else right + shift
             return *_binding(left, right, nq, keys), None, keys if keys < nk else None
         lengths = torch.full((batch,), last, dtype=torch.int32, device=device)
     if right != 0:
@@ -427,10 +426,6 @@ def _aligned(
     if nq == 1 and left is None:  # the length alone hides the keys after the query
         right = None
     return left, right, lengths, None
-
-
-def _plus(limit: int | None, shift: int) -> int | None:
-    return None if limit is None else limit + shift
 
 
 def _binding(
