@@ -85,7 +85,7 @@ class Layout:
         >>> Layout.contiguous(1000, 2).lengths
         (512, 488)
         """
-        starts = _starts(*_sizes(n, ranks), ranks)
+        starts = _starts(*_sizes(n, ranks))
         return cls(tuple((pair,) for pair in pairwise(starts)))
 
     @classmethod
@@ -99,7 +99,7 @@ class Layout:
         (range(128, 256), range(768, 896))
         """
         n, ranks = _sizes(n, ranks)
-        each = list(pairwise(_starts(n, ranks, 2 * ranks)))
+        each = list(pairwise(_starts(n, 2 * ranks)))
         return cls(tuple((each[r], each[-1 - r]) for r in range(ranks)))
 
     @classmethod
@@ -244,7 +244,7 @@ def _chunk_size(n: int, ranks: int, most: int) -> int:
     return size if size < ALIGNED else size // ALIGNED * ALIGNED
 
 
-def _starts(n: int, ranks: int, parts: int) -> list[int]:
+def _starts(n: int, parts: int) -> list[int]:
     """Return where each part begins, and n."""
     if n < ALIGNED * parts:
         return [n * part // parts for part in range(parts + 1)]

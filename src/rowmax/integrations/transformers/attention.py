@@ -165,13 +165,13 @@ def _attend_packed(
         raise ValueError(
             f"cu_seq_lens_q: got a batch of {query.shape[0]}; want packed sequences in a batch of 1"
         )
-    longest = (_longest(more.get("max_length_q"), cu_q), _longest(more.get("max_length_k"), cu_k))
+    longest = (_longest(more.get("max_length_q")), _longest(more.get("max_length_k")))
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
     options.pop("bias")
     return rowmax.attention_varlen(q, k, v, cu_q, cu_k, *longest, **options)[None]
 
 
-def _longest(n: Any, cu: Tensor) -> int | None:
+def _longest(n: Any) -> int | None:
     """Return a bound of the lengths as an int. None is found, and on a GPU is the total."""
     if isinstance(n, Tensor):
         return None if n.is_cuda or torch.compiler.is_compiling() else int(n)

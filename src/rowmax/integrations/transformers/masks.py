@@ -415,10 +415,11 @@ def _aligned(
         whole = last == nk or right is None or reach < 0
         if whole or nq > 1 or right != 0:
             keys = nk if whole else min(nk, reach)
+            # the last query stands at the last of the keys; a limit past all of them hides none
             shift = last - keys
-            left = None if left is None else left - shift
-            right = None if right is None else right + shift
-            return *_binding(left, right, nq, keys), None, keys if keys < nk else None
+            left = None if left is None or left - shift >= keys - 1 else left - shift
+            right = None if right is None or right + shift >= nq - 1 else right + shift
+            return left, right, None, keys if keys < nk else None
         lengths = torch.full((batch,), last, dtype=torch.int32, device=device)
     if right != 0:
         raise UnknownRuleError("a band past the last query of a static cache")
@@ -426,15 +427,6 @@ def _aligned(
     if nq == 1 and left is None:  # the length alone hides the keys after the query
         right = None
     return left, right, lengths, None
-
-
-def _binding(
-    left: int | None, right: int | None, nq: int, nk: int
-) -> tuple[int | None, int | None]:
-    """Return the limits that hide a key. The last query stands at the last of nk keys."""
-    left = None if left is not None and left >= nk - 1 else left
-    right = None if right is not None and right >= nq - 1 else right
-    return left, right
 
 
 def _entries(table: Tensor, sizes: Sizes, side: str, device: torch.device) -> Tensor:
