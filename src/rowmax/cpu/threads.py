@@ -38,10 +38,8 @@ def run(body: Callable[[], None], threads: int) -> None:
         except BaseException as error:
             errors.append(error)
 
-    parallel = None if _forked else _openmp()
-    if parallel is not None:
-        parallel(_BODY(guarded), None, threads, 0)
-    else:
+    compiled = _BODY(guarded)
+    if not _run_by_openmp(ctypes.cast(compiled, ctypes.c_void_p), None, threads):
         others = [_pool(os.getpid()).submit(guarded) for _ in range(threads - 1)]
         guarded()
         for other in others:
@@ -52,13 +50,7 @@ def run(body: Callable[[], None], threads: int) -> None:
 
 def run_compiled(address: int, data: Any, threads: int) -> None:
     """Call compiled code ``int64 f(void *data)`` on each of up to ``threads`` threads, and wait."""
-    if threads <= 1:
-        _compiled(address)(data)
-        return
-    parallel = None if _forked else _openmp_for_compiled()
-    if parallel is not None:
-        parallel(address, data, threads, 0)
-    else:
+    if threads <= 1 or not _run_by_openmp(address, data, threads):
         run(lambda: _compiled(address)(data), threads)
 
 
@@ -67,14 +59,13 @@ def _compiled(address: int) -> Callable:
     return ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p)(address)
 
 
-@lru_cache(maxsize=1)
-def _openmp_for_compiled() -> Callable | None:
-    """Return ``GOMP_parallel`` for the address of a function; it ignores the result."""
-    function: Any = _openmp()
-    if function is None:
-        return None
-    kind: Any = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 2, *[ctypes.c_uint] * 2)
-    return kind(ctypes.cast(function, ctypes.c_void_p).value)
+def _run_by_openmp(address: Any, data: Any, threads: int) -> bool:
+    """Call the function at an address on threads of OpenMP; return False if it is not there."""
+    parallel = None if _forked else _openmp()
+    if parallel is None:
+        return False
+    parallel(address, data, threads, 0)
+    return True
 
 
 _forked = False
@@ -101,7 +92,7 @@ def _openmp() -> Callable | None:
         except (OSError, AttributeError, TypeError):
             continue
         function.restype = None
-        function.argtypes = [_BODY, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
         return function
     return None
 
