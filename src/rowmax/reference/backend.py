@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.functional import jvp
 
 from ..call.inputs import Cotangents, Results, Tangents, WantedSecond
 from ..call.problem import Gradients, Problem, Tensors, Wanted
@@ -42,9 +43,7 @@ def backward(
             for x in [getattr(tensors, name)]
         }
         o, e = attention(problem, tensors._replace(**leaves), problem.accumulator)
-        pairs = [(o, dout.to(o.dtype)), (e, dlse)]  # lse does not depend on v
-        used = [(x, g) for x, g in pairs if g is not None and x.requires_grad]
-        found = _grad(used, list(leaves.values()))
+        found = _grad((o, e), (dout, dlse), list(leaves.values()))  # lse does not depend on v
     return Gradients(**dict(zip(leaves, found, strict=True)))
 
 
@@ -77,25 +76,26 @@ def tangent_backward(
     with torch.enable_grad(), torch.autocast(problem.device, enabled=False):
         first, second = leaves
         found = _along(problem, tensors._replace(**first), tangents._replace(**second))
-        pairs = [
-            (x, g.to(x.dtype))
-            for x, g in zip(found, cotangents, strict=True)
-            if g is not None and x.requires_grad
-        ]
-        every = [*first.values(), *second.values()]
-        made = _grad(pairs, every)
+        made = _grad(found, cotangents, [*first.values(), *second.values()])
     return (
         Gradients(**dict(zip(first, made, strict=False))),
         Gradients(**dict(zip(second, made[len(first) :], strict=True))),
     )
 
 
-def _grad(pairs: Sequence[tuple[Tensor, Tensor]], leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients of the leaves from (result, cotangent), contiguous."""
+def _grad(
+    results: Sequence[Tensor], cotangents: Sequence[Tensor | None], leaves: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return the gradients of the leaves from the results that have a cotangent, contiguous."""
+    pairs = [
+        (x, g.to(x.dtype))
+        for x, g in zip(results, cotangents, strict=True)
+        if g is not None and x.requires_grad
+    ]
     found: Sequence[Tensor | None] = [None] * len(leaves)
     if pairs and leaves:
-        outputs, cotangents = zip(*pairs, strict=True)
-        found = torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True)
+        used, given = zip(*pairs, strict=True)
+        found = torch.autograd.grad(used, leaves, given, allow_unused=True)
     return [
         torch.zeros_like(x) if g is None else g.contiguous()
         for g, x in zip(found, leaves, strict=True)
@@ -105,31 +105,21 @@ def _grad(pairs: Sequence[tuple[Tensor, Tensor]], leaves: Sequence[Tensor]) -> l
 def _along(problem: Problem, tensors: Tensors, tangents: Tangents) -> Results:
     """Return the results and their tangents, differentiable.
 
-    By reverse mode twice: the vjp is linear in its cotangents u, and the jvp is its derivative by
-    u. A level of forward mode may be in use already, and torch has only one.
+    By reverse mode twice: a level of forward mode may be in use already, and torch has only one.
     """
-    leaves = {
-        name: x if x.requires_grad else x.detach().requires_grad_()
-        for name, t in tangents._asdict().items()
-        if t is not None
-        for x in [getattr(tensors, name)]
-    }
-    out, lse = attention(problem, tensors._replace(**leaves), problem.accumulator)
-    results = [out, lse]
-    found = [torch.zeros_like(out), torch.zeros_like(lse)]
-    used = [n for n, x in enumerate(results) if leaves and x.requires_grad]
-    if used:
-        u = [torch.zeros_like(results[n]).requires_grad_() for n in used]
-        outputs, inputs = [results[n] for n in used], list(leaves.values())
-        grads = torch.autograd.grad(outputs, inputs, u, create_graph=True, allow_unused=True)
-        given = [getattr(tangents, name) for name in leaves]
-        pairs = [(g, t.to(g.dtype)) for g, t in zip(grads, given, strict=True) if g is not None]
-        if pairs:
-            lefts, rights = zip(*pairs, strict=True)
-            jvp = torch.autograd.grad(lefts, u, rights, create_graph=True, allow_unused=True)
-            for n, t in zip(used, jvp, strict=True):
-                found[n] = found[n] if t is None else t
-    return Results(out, lse, *found)
+    given = {name: t for name, t in tangents._asdict().items() if t is not None}
+    inputs = tuple(getattr(tensors, name) for name in given)
+
+    def results(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+        named = dict(zip(given, inputs, strict=True))
+        return attention(problem, tensors._replace(**named), problem.accumulator)
+
+    if not given:
+        out, lse = results()
+        return Results(out, lse, torch.zeros_like(out), torch.zeros_like(lse))
+    along = tuple(t.to(x.dtype) for t, x in zip(given.values(), inputs, strict=True))
+    (out, lse), (tout, tlse) = jvp(results, inputs, along, create_graph=True)
+    return Results(out, lse, tout, tlse)
 
 
 def _or_zeros(given: Tensors | Tangents, tensors: Tensors, name: str) -> Tensor:
