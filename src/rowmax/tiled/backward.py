@@ -16,14 +16,12 @@ from .scores import (
     bias_tile,
     factor,
     head_terms,
-    hidden,
-    hide,
     kept,
     placed_terms,
     power_,
     product,
     scale_of_factor,
-    scores,
+    seen_scores,
     sink_of,
     tame,
 )
@@ -156,10 +154,7 @@ def sum_of_weights(strip: Strip, q: Tensor, lse: Tensor, rest: Tensor | None) ->
 def weights(strip: Strip, cols: slice, full: bool, q: Tensor, lse: Tensor) -> Tile:
     """Return a tile of the rows: q with ``factor``, lse in the units of the scores."""
     k = strip.keys(strip.tensors.k, cols)
-    S, y = scores(strip, cols, q, k)
-    unseen, apart = hidden(strip, cols, full)
-    if unseen is not None and apart is None:
-        hide(strip, S, unseen)
+    S, y, apart = seen_scores(strip, cols, full, q, k)
     P = power_(strip.problem, S.sub_(lse))
     if apart is not None:
         P.masked_fill_(apart, 0.0)

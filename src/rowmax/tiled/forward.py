@@ -10,13 +10,11 @@ from ..rules.over_tensors import moved, with_sink
 from ..rules.softmax import headroom
 from .scores import (
     factor,
-    hidden,
-    hide,
     kept,
     log_unit,
     power_,
     product,
-    scores,
+    seen_scores,
     sink_of,
     tame,
 )
@@ -64,12 +62,7 @@ def _strip(strip: Strip, c: float = 1.0) -> tuple[Tensor, Tensor]:
     l = torch.zeros_like(m)
     O = q.new_zeros(*q.shape[:2], problem.dv)
     for cols, full in strip.tiles:
-        S, _ = scores(strip, cols, q, strip.keys(tensors.k, cols))
-        unseen, apart = hidden(strip, cols, full)
-        if apart is not None:
-            S.masked_fill_(apart, -torch.inf)
-        elif unseen is not None:
-            hide(strip, S, unseen)
+        S, _, apart = seen_scores(strip, cols, full, q, strip.keys(tensors.k, cols))
         m_new, base = moved(m, S.amax(-1, keepdim=True))
         P = power_(problem, S.sub_(base))
         alpha = power_(problem, m - base)

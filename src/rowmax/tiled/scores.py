@@ -6,7 +6,7 @@ Scores are in base 2, and log2(e) is in the factor of q: a weight is an ``exp2``
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,6 +57,25 @@ def scores(strip: Strip, cols: slice, q: Tensor, k: Tensor) -> tuple[Tensor, Ten
         terms = terms._replace(inner=1, cap=problem.softcap * unit)
     S, y = score(strip.unfolded(x), terms)
     return S.view(x.shape), y.view(x.shape)
+
+
+def seen_scores(
+    strip: Strip, cols: slice, full: bool, q: Tensor, k: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return (scores, y, apart); scores are -inf where a pair may not attend, and nowhere if full.
+
+    ``apart`` is True in these pairs where they must be excluded by index; else None.
+    """
+    S, y = scores(strip, cols, q, k)
+    if full:
+        return S, y, None
+    unseen = hidden(strip, cols)
+    if strip.exact:
+        apart = strip.folded(unseen)
+        return S.masked_fill_(apart, -torch.inf), y, apart
+    # 1 - 1 / seen is 0 or -inf. On a CPU this is vector code; filling by a mask is not.
+    strip.unfolded(S).add_((~unseen).to(S.dtype).reciprocal_().neg_().add_(1.0))
+    return S, y, None
 
 
 def head_terms(strip: Strip, unit: float = 1.0) -> ScoreTerms:
@@ -130,20 +149,11 @@ def _distances(strip: Strip, cols: slice, like: Tensor) -> Tensor:
     return _heads_split(distance, problem)
 
 
-class Hidden(NamedTuple):
-    """The pairs of a tile that may not attend; both None if every pair may."""
+def hidden(strip: Strip, cols: slice) -> Tensor:
+    """Return True where a pair of a tile may not attend; it broadcasts against a tile unfolded.
 
-    unseen: Tensor | None  # broadcasts against a tile unfolded
-    apart: Tensor | None  # the same as a tile, where pairs must be excluded by index; else None
-
-
-def hidden(strip: Strip, cols: slice, full: bool) -> Hidden:
-    """Return the hidden pairs of a tile; ``full``: there are none.
-
-    They are the mask of a smaller problem whose first row is the first row of the tile.
+    It is the mask of a smaller problem whose first row is the first row of the tile.
     """
-    if full:
-        return Hidden(None, None)
     problem, tensors = strip.problem, strip.tensors
     part = problem._replace(nq=strip.rows.stop - strip.rows.start, nk=cols.stop - cols.start)
     start = strip.rows.start + strip.offset - cols.start
@@ -152,16 +162,7 @@ def hidden(strip: Strip, cols: slice, full: bool) -> Hidden:
     for name in ("lengths", "prefix"):  # counted from the first column
         t = getattr(tensors, name)
         masks[name] = None if t is None else t[strip.batch] - cols.start
-    unseen = _heads_split(~mask.dense(part, tensors._replace(**masks), start), problem)
-    return Hidden(unseen, strip.folded(unseen) if strip.exact else None)
-
-
-def hide(strip: Strip, S: Tensor, unseen: Tensor) -> None:
-    """Add -inf where a pair may not attend; exact only where ``tame``.
-
-    1 - 1 / seen is 0 or -inf. On a CPU this is vector code; filling by a mask is not.
-    """
-    strip.unfolded(S).add_((~unseen).to(S.dtype).reciprocal_().neg_().add_(1.0))
+    return _heads_split(~mask.dense(part, tensors._replace(**masks), start), problem)
 
 
 def kept(strip: Strip, cols: slice) -> Tensor | None:

@@ -9,15 +9,13 @@ from ..call.problem import Problem
 from ..rules.over_tensors import moved, out_tangent, sink_in_tangent, tangent_base, with_sink
 from .scores import (
     factor,
-    hidden,
-    hide,
     kept,
     log_unit,
     natural_terms,
     power_,
     product,
     product_tangent,
-    scores,
+    seen_scores,
     sink_of,
     tame,
     tangents_of_scores,
@@ -55,15 +53,11 @@ def _strip(strip: Strip, tangents: Tangents) -> Results:
     tO = torch.zeros_like(O)
     for cols, full in strip.tiles:
         k, tk = strip.keys(tensors.k, cols), strip.keys(tangents.k, cols)
-        S, y = scores(strip, cols, q, k)
+        S, y, apart = seen_scores(strip, cols, full, q, k)
         terms = natural_terms(strip, cols, S)
         T = tangents_of_scores(strip, tangents, cols, (product_tangent(q, tq, k, tk), y), terms)
-        unseen, apart = hidden(strip, cols, full)
         if apart is not None:
             T = T.masked_fill(apart, 0.0)
-            S.masked_fill_(apart, -torch.inf)
-        elif unseen is not None:
-            hide(strip, S, unseen)
         m_new, base = moved(m, S.amax(-1, keepdim=True))
         P = power_(problem, S.sub_(base))
         alpha = power_(problem, m - base)
