@@ -20,8 +20,7 @@ from llvmlite import ir
 from numba import types
 
 from .functions import inner
-from .vector import FEATURES
-from .wide import Value, const, loop, step_of_row
+from .vector import FEATURES, Value, const, emitted, loop
 
 STRIP = 32  # rows of C
 
@@ -54,12 +53,12 @@ def _emit(b: ir.IRBuilder, text: str, *arguments: Value) -> None:
     b.call(ir.InlineAsm(kind, text, places, True), arguments)
 
 
-@step_of_row([types.int64])
+@emitted([types.int64])
 def _configure(b, palette):
     _emit(b, "ldtilecfg ($0)", palette)
 
 
-@step_of_row([])
+@emitted([])
 def release(b):
     """Give the tile registers back: the system then saves none of them for this thread."""
     _emit(b, "tilerelease")
@@ -77,7 +76,7 @@ def configure():
     return owner.size
 
 
-@step_of_row([types.int64] * 8)
+@emitted([types.int64] * 8)
 def product(b, c, c_bytes, a, a_bytes, pairs, pair_bytes, k, add):
     """Compute ``C[32, 32] (+)= A[32, 32 k] B[32 k, 32]``: addresses, bytes from row to row."""
     half = const(4)

@@ -23,7 +23,6 @@ from .amx import STRIP
 from .call import Call
 from .functions import array, choice, inner
 from .gradient_rows import (
-    Buffers,
     add_far_rows,
     any_far,
     buffers_of,
@@ -35,13 +34,13 @@ from .gradient_rows import (
 from .kernel import INFINITE, kernel, launch
 from .operands import (
     HALF_K,
-    aligned,
     begin_tiles,
     count_infinite,
     end_tiles,
     fold_row,
     fold_rows,
     in_strips,
+    memory_of,
     pack_columns,
     pack_panels,
     pack_rows,
@@ -58,6 +57,7 @@ from .products import from_columns, from_rows
 from .rows import query_scale
 from .strips_backward import backward_strips, strip_memory, turn_sums
 from .tiles import (
+    all_sequences,
     columns,
     key_range,
     keys_of,
@@ -66,9 +66,7 @@ from .tiles import (
     row_address,
     row_at,
     score_tile,
-    skipped,
     tile_range,
-    tile_row,
 )
 from .vector import TILE_K, TILE_Q, fetch_add
 
@@ -132,7 +130,7 @@ def backward(
     tasks = len(starts) - 1
     parts = parts_of(problem, tasks)
     sums = outputs(call, tensors, wanted, parts)
-    arguments = (call.record, call.sequences, call.states, starts, order)
+    arguments = (call.record, starts, order)
     arguments = (*arguments, call.like, call.operand_like)
     flops = backward_flops(problem)
     if not launch(backward_worker, *arguments, tasks=tasks * parts, flops=flops):
@@ -217,16 +215,15 @@ def finished(problem: Problem, tensors: Tensors, sums: dict[str, Tensor]) -> dic
 
 
 @kernel
-def backward_worker(calls, sequences, states, starts, order, like, operand_like, counters):
+def backward_worker(calls, starts, order, like, operand_like, counters):
     """Compute the tasks of one thread until the counter of owners has passed the last."""
     call = calls[0]
-    like_owner, operand_owner = like, operand_like
+    sequences = all_sequences(call)
     like, operand_like = unowned(like), unowned(operand_like)
     longest = (call.longest_k + TILE_K - 1) // TILE_K * TILE_K
     heads_owner, memory = head_memory(call, longest, like)
     tiles_owner, tile_mem = tile_memory(call, like, operand_like)
-    owned = buffers_of(call, like)
-    buffers = Buffers(unowned(owned.y), unowned(owned.x), unowned(owned.kept))
+    buffers_owner, buffers = buffers_of(call, call.dheads.address, like)
     finite = np.empty(longest // TILE_K, np.bool_)
     begin_tiles(operand_like)
     while True:
@@ -247,35 +244,29 @@ def backward_worker(calls, sequences, states, starts, order, like, operand_like,
             count = (seq.queries + TILE_Q - 1) // TILE_Q
             for h in range(hk * call.group, (hk + 1) * call.group):
                 for tile in range(p, count, call.parts):
-                    state, place = tile_row(states, s, h, tile), place_of(seq, s, h, tile)
+                    place = place_of(seq, s, h, tile)
                     for rows, d in ((call.q, call.d), (call.dout, call.value_d)):
                         at = row_address(rows, seq, place, operand_like)
                         row_bytes = row_size(operand_like) * rows.n
                         count_infinite(operand_like, at, row_bytes, place.n, d, infinite)
                     backward_tile(
-                        *(call, seq, state, finite, place, p),
+                        *(call, seq, finite, place, p),
                         *(memory, tile_mem, buffers, like, operand_like),
                     )
             finish_sums(call, seq, memory, tile_mem, like, operand_like)
             write_parts(call.dk, memory.dk, call.d, call, seq, (p, s, hk), like, operand_like)
             write_parts(call.dv, memory.dv, call.value_d, call, seq, (p, s, hk), like, operand_like)
     end_tiles(operand_like)
-    in_use = heads_owner.size + tiles_owner.size
-    in_use += owned.y.size + owned.x.size + owned.kept.size
-    return in_use + like_owner.size + operand_owner.size
+    return heads_owner.size + tiles_owner.size + buffers_owner.size
 
 
 @inner
 def head_memory(call, longest, like):
     """Return (the array that owns it, the memory of a kv head of up to ``longest`` keys)."""
     d, value_d = call.d_padded, call.value_d_padded
-    numbers = longest * (call.d_operand + call.value_d_operand + 2 * d + value_d)
-    owner, k_panels = aligned(numbers, like)
-    size = like.itemsize * longest
-    v_panels = k_panels + size * call.d_operand
-    dk = v_panels + size * call.value_d_operand
-    dv = dk + size * d
-    return owner, HeadMemory(k_panels, v_panels, dk, dv, dv + size * value_d)
+    columns = call.d_operand, call.value_d_operand, d, value_d, d
+    owner, at = memory_of(like, longest, columns)
+    return owner, HeadMemory(*at)
 
 
 @choice
@@ -287,14 +278,9 @@ def tile_memory(call, like, operand_like) -> Any:
 def plain_memory(call, like, operand_like):
     """Return (the array that owns it, the memory of a tile), except for tile instructions."""
     d, value_d = call.d_padded, call.value_d_padded
-    numbers = call.d_operand + call.value_d_operand + 3 * TILE_K + 2 * d + value_d
-    owner, queries = aligned(TILE_Q * numbers, like)
-    size = like.itemsize * TILE_Q
-    douts = queries + size * call.d_operand
-    S = douts + size * call.value_d_operand
-    dP, dS, dq = S + size * TILE_K, S + 2 * size * TILE_K, S + 3 * size * TILE_K
-    q_rows = dq + size * d
-    return owner, TileMemory(queries, douts, S, dP, dS, dq, q_rows, q_rows + size * d)
+    columns = call.d_operand, call.value_d_operand, TILE_K, TILE_K, TILE_K, d, d, value_d
+    owner, at = memory_of(like, TILE_Q, columns)
+    return owner, TileMemory(*at)
 
 
 @inner
@@ -346,14 +332,12 @@ def finish_sums(call, seq, head, tile, like, operand_like) -> Any:
 
 
 @choice
-def backward_tile(
-    call, seq, state, finite, place, p, head, tile, buffers, like, operand_like
-) -> Any:
+def backward_tile(call, seq, finite, place, p, head, tile, buffers, like, operand_like) -> Any:
     """Compute a tile of queries over its keys: add to dK and dV, write dQ."""
     return backward_strips if operand_like.dtype == types.uint16 else _plain_tile
 
 
-def _plain_tile(call, seq, state, finite, place, p, head, tile, buffers, like, operand_like):
+def _plain_tile(call, seq, finite, place, p, head, tile, buffers, like, operand_like):
     row_bytes, d, value_d = row_size(operand_like), call.d_padded, call.value_d_padded
     n = place.n
     q = row_address(call.q, seq, place, operand_like)
@@ -370,11 +354,11 @@ def _plain_tile(call, seq, state, finite, place, p, head, tile, buffers, like, o
     low, high = key_range(call, seq, place)
     rows = rows_of(call, seq, place, like, operand_like)
     if call.natural:
-        sum_far_rows(call, seq, state, place, rows, head, tile, buffers, like, operand_like)
+        sum_far_rows(call, seq, place, rows, head, tile, buffers, like, operand_like)
     for tile_k in tile_range(low, high):
-        if skipped(state, tile_k):
+        part = columns(call, place, low, high, tile_k, operand_like)
+        if part.width <= 0:
             continue
-        part = columns(operand_like, low, high, tile_k, state)
         tile_gradients(call, seq, place, part, p, rows, head, tile, buffers, like, operand_like)
         whole = clean and finite[tile_k]
         add_products(call, seq, place, part, whole, q, dout, head, tile, like, operand_like)
@@ -428,19 +412,19 @@ def add_whole_products(call, seq, n, part, head, tile, like, operand_like):
     dv_at, dout_at = (dv, value_d), (tile.dout_rows, value_d, 1)
     from_columns(operand_like, width, value_d, q_depth, *dv_at, tile.s, TILE_K, *dout_at)
     from_columns(operand_like, width, d, q_depth, dk, d, tile.dp, TILE_K, tile.q_rows, d, 1)
-    from_rows(operand_like, n, d, k_depth, tile.dq, d, dS, k, d, 1)
+    from_rows(operand_like, n, d, k_depth, tile.dq, d, dS, k, d)
 
 
 @inner
-def sum_far_rows(call, seq, state, place, rows, head, tile, buffers, like, operand_like):
+def sum_far_rows(call, seq, place, rows, head, tile, buffers, like, operand_like):
     """Write the log of the sum of ``exp(s - lse)``, which rounding took from lse, to rest."""
     if not any_far(rows, place.n):
         return
     low, high = key_range(call, seq, place)
     for tile_k in tile_range(low, high):
-        if skipped(state, tile_k):
+        part = columns(call, place, low, high, tile_k, operand_like)
+        if part.width <= 0:
             continue
-        part = columns(operand_like, low, high, tile_k, state)
         score_tile(
             operand_like, tile.s, tile.queries, head.k_panels, part, place.n, call.d_operand, 0
         )

@@ -37,14 +37,20 @@ _AXES |= {"tout": "bnhd", "dtout": "bnhd", "tlse": "bhn", "row_b": "bhn", "row_c
 for _d in ("d", "dt"):  # gradients, and those of tangents
     _AXES |= {f"{_d}q": _AXES["q"], f"{_d}heads": "pbth"}
     _AXES |= {f"{_d}{name}": "p" + _AXES[name] for name in ("k", "v", "bias")}
-_MEMORY = ("panels", "tangent_panels", "values")  # addresses of memory that kernels fill
-_SIZES = ["hq", "hk", "group", "d", "value_d", "d_operand", "value_d_operand", "d_padded"]
+#: the states of tiles of queries and keys
+_AXES["states"] = "bhij"
+#: addresses: of the sequences, and of memory that kernels fill
+_MEMORY = ("sequences", "panels", "tangent_panels", "values")
+_SIZES = ["batch", "hq", "hk", "group", "d", "value_d", "d_operand", "value_d_operand", "d_padded"]
 _SIZES += ["value_d_padded", "left", "right", "seed", "threshold", "natural", "bias_kind"]
 _SIZES += ["longest_k", "parts", "store_bias", "bent", "wide"]
 #: 1 + the row of each parameter of head terms; 0: absent
 _SIZES += [f"head_{name}" for name in parameters_of()]
 #: from ``Positions``: the shift of distances, and the first of each of dropout's counters
 _SIZES += ["shift", "first_query", "first_key", "first_head", "first_sequence"]
+#: for few queries and short sequences: two counts of their threads, the tasks, kv heads of a task,
+#: chunks of a sequence, and the address of the chunks' parts of a result
+_SIZES += ["next", "infinite", "tasks", "task_heads", "chunks", "chunk_parts"]
 _NUMBERS = ["scale", "softcap", "keep_scale"]
 
 
@@ -110,12 +116,15 @@ class Call:
         #: numbers of which a row has a multiple
         self.whole = amx.STRIP if self.strips else 2 if self.paired else 1
         self.sequences = sequences_of(problem, tensors)
-        self.states = _tile_map(problem, tensors, in_place)
         words = _numbers(problem, self.whole, max(self.lanes, self.whole)).view(np.int64).copy()
         self.record = words.view(CALL)
         self._words = words.data
         self.set(longest_k=int(self.sequences["keys"].max(initial=0)))
+        self.set(sequences=self.sequences.ctypes.data)
         self._kept: list[Tensor] = []
+        self.states = _tile_map(problem, tensors, in_place)
+        if self.states is not None:
+            self.tensor("states", self.states)
         for name in _READ:
             if (t := getattr(tensors, name)) is not None:
                 self.tensor(name, self._readable(name, t.detach()))
@@ -189,7 +198,7 @@ def _numbers(p: Problem, whole: int, lanes: int) -> np.ndarray:
         "bent": p.softcap > 0 or not all(HEAD_TERMS[name].added for name in p.heads),
     }
     fields |= {f"head_{name}": 1 + n for n, name in enumerate(parameters_of(p.heads))}
-    for name in ("hq", "hk", "group", "d", "natural", "scale", "softcap", "keep_scale", "wide"):
+    for name in ("batch", "hq", "hk", "group", "d", "natural", "wide", *_NUMBERS):
         fields[name] = getattr(p, name)
     for name, value in (p.positions or Positions())._asdict().items():
         fields[name if name == "shift" else f"first_{name}"] = value
@@ -217,22 +226,19 @@ def sequences_of(problem: Problem, tensors: Tensors) -> np.ndarray:
     return found.view(SEQUENCE)[:, 0]
 
 
-_NO_MAP = np.empty((0, 0, 0, 0), np.uint8)
-
-
-def _tile_map(problem: Problem, tensors: Tensors, in_place: bool) -> np.ndarray:
+def _tile_map(problem: Problem, tensors: Tensors, in_place: bool) -> Tensor | None:
     """Return the tiles' states under documents and a boolean tensor; kernels apply the band.
 
     Kernels that read rows in place look at a boolean tensor themselves, where there are no
     documents: its values decide nothing here, and such a call can be repeated.
     """
     if tensors.k_ids is None and tensors.allowed is None:
-        return _NO_MAP
+        return None
     if in_place and tensors.k_ids is None and tensors.allowed is not None:
-        tiles = -(-problem.nq // TILE_Q), -(-problem.nk // TILE_K)
-        return np.full((1, distinct(tensors.allowed).shape[1], *tiles), PARTIAL, np.uint8)
+        shape = (1, distinct(tensors.allowed).shape[1], 1, 1)
+        return torch.full(shape, PARTIAL, dtype=torch.uint8)
     unbanded = problem._replace(left=None, right=None, align="keys")
-    return tile_states(unbanded, tensors._replace(lengths=None), TILE_Q, TILE_K).numpy()
+    return tile_states(unbanded, tensors._replace(lengths=None), TILE_Q, TILE_K)
 
 
 @lru_cache(maxsize=64)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import types
 
-from .call import CALL, SEQUENCE
+from .call import CALL, word_of
 from .few_vector import (
     LANES,
     add_rows,
@@ -40,19 +40,16 @@ from .gradient_rows import (
     row_gradients,
 )
 from .kernel import kernel
-from .operands import aligned, rows_are_finite
+from .operands import memory_of, rows_are_finite
 from .rows import any_allowed, keep_row, log_unit, power, query_scale, score_row
 from .rules import moved, without_weights
-from .tiles import Place, columns, key_range, numbers_at, row_at, skipped, tile_range, tile_row
-from .vector import TILE_K, address, fetch_add
+from .tiles import Place, all_sequences, columns, key_range, numbers_at, row_at, tile_range
+from .vector import TILE_K, address, ends, fetch_add
 
-#: words of 8 bytes before the record of a call: what its threads share
-HEADER = 16
-NEXT, INFINITE, TASKS, QUERIES, SEQUENCES, COUNT, STATES, KEYS, SHAPE = 0, 1, 2, 3, 4, 5, 6, 7, 8
-HEADS, CHUNKS = 12, 13  # kv heads of a task, and chunks of a sequence
-PARTS = 14  # address of the parts of chunks
+#: bytes from the record of a call to what its threads count
+NEXT, INFINITE = 8 * word_of("next"), 8 * word_of("infinite")
 #: the word after the record, of the chunks that are done of each task's heads
-DONE = HEADER + CALL.itemsize // 8
+DONE = CALL.itemsize // 8
 #: tiles of keys of a chunk
 CHUNK = max(1, 512 // TILE_K)
 
@@ -60,9 +57,9 @@ CHUNK = max(1, 512 // TILE_K)
 class Scratch(NamedTuple):
     """Addresses of a task's rows, in a thread's scratch memory: float32, contiguous."""
 
+    room: int  # sums of several kv heads
     q: int  # [rows, d], scaled as scores are; rows: queries of each query head of each kv head
     S: int  # [rows, TILE_K], then P
-    room: int  # sums of several kv heads
 
 
 class Part(NamedTuple):
@@ -84,28 +81,28 @@ class Task(NamedTuple):
 
 
 @inner
-def task_of(header, call, t):
+def task_of(call, t):
     """Return task t."""
-    heads, chunks = header[HEADS], header[CHUNKS]
+    heads, chunks = call.task_heads, call.chunks
     group, blocks = t // chunks, call.hk // heads
     return Task(group // blocks, group % blocks * heads, heads, t % chunks, group)
 
 
 @inner
-def tiles_of(task, header, low, high):
+def tiles_of(task, call, low, high):
     """Return the tiles of a task's chunk that hold keys [low, high)."""
     tiles = tile_range(low, high)
-    if header[CHUNKS] == 1:
+    if call.chunks == 1:
         return tiles
     first = task.chunk * CHUNK
     return range(max(first, tiles.start), min(first + CHUNK, tiles.stop))
 
 
 @inner
-def part_at(header, number, rows, value_d):
+def part_at(call, number, rows):
     """Return the part of a result with a number."""
-    O = header[PARTS] + 4 * number * rows * (value_d + 2)
-    return Part(O, O + 4 * rows * value_d, O + 4 * rows * (value_d + 1))
+    first = call.chunk_parts + 4 * number * rows * (call.value_d + 2)
+    return Part(*ends(first, 4 * rows, (call.value_d, 1, 1))[:-1])
 
 
 @inner
@@ -119,25 +116,14 @@ def kind_of(pointer) -> Any:
     """Return an empty array of the dtype of a call's rows, by that of a pointer; uint32: pairs."""
     dtypes = {types.uint16: np.uint16, types.uint32: np.uint16, types.int16: np.int16}
     kind = dtypes.get(pointer.dtype, np.float32)
-    return lambda pointer: np.empty(0, kind)
+    return lambda pointer: array(0, 0, kind)
 
 
 @choice
 def operands_of(pointer) -> Any:
     """Return an empty array of the dtype of operands, by that of a pointer: float32 or pairs."""
     dtype = np.uint32 if pointer.dtype == types.uint32 else np.float32
-    return lambda pointer: np.empty(0, dtype)
-
-
-@inner
-def opened(data):
-    """Return (header, the record in an array, sequences, states of tiles) of a header's address."""
-    header = array(data, HEADER, np.int64)
-    calls = array(data + 8 * HEADER, 1, CALL)
-    sequences = array(header[SEQUENCES], header[COUNT], SEQUENCE)
-    a, b, c, d = header[SHAPE], header[SHAPE + 1], header[SHAPE + 2], header[SHAPE + 3]
-    states = array(header[STATES], a * b * c * d, np.uint8).reshape((a, b, c, d))
-    return header, calls, sequences, states
+    return lambda pointer: array(0, 0, dtype)
 
 
 @inner(fastmath=SUMS)
@@ -158,14 +144,14 @@ def read_rows(kind, to, tensor, s, first, n, h, d, factor, like):
 
 
 @inner
-def hidden(call, state, s, h, n, part):
+def hidden(call, place, part):
     """Return True if no pair of n queries and a tile of keys may attend.
 
     The host makes no map of a boolean tensor alone (``call.py``).
     """
-    if state.size == 0 or call.k_ids.address or not call.allowed.address:
-        return skipped(state, part.tile)
-    return not any_allowed(call, s, h, n, part)
+    if call.k_ids.address or not call.allowed.address:
+        return part.width <= 0
+    return not any_allowed(call, place.s, place.h, place.n, part)
 
 
 class HeadRows(NamedTuple):
@@ -192,42 +178,39 @@ def room_of(call, heads):
 
 @kernel
 def few_forward(pointer):
-    """Compute tasks of a forward until none is left; the pointer is that of a header."""
-    data, kind, like = address(pointer), kind_of(pointer), np.empty(0, np.float32)
-    header, calls, sequences, states = opened(data)
-    call = calls[0]
-    most, each = header[HEADS] * call.group * header[QUERIES], room_of(call, header[HEADS])
-    owner, room = aligned(most * (each + call.d + TILE_K + call.value_d + 2), like)
-    q = room + 4 * most * each
-    S = q + 4 * most * call.d
-    O = S + 4 * most * TILE_K
-    own = Part(O, O + 4 * most * call.value_d, O + 4 * most * (call.value_d + 1))
+    """Compute tasks of a forward until none is left; the pointer is that of its record."""
+    data, kind, like = address(pointer), kind_of(pointer), array(0, 0, np.float32)
+    call = array(data, 1, CALL)[0]
+    sequences = all_sequences(call)
+    most = call.task_heads * call.group * sequences[0].queries
+    each = room_of(call, call.task_heads)
+    owner, at = memory_of(like, most, (each, call.d, TILE_K, call.value_d, 1, 1))
+    scratch, own = Scratch(*at[:3]), Part(*at[3:])
     kept = np.empty(TILE_K + 64 if call.threshold else 0, np.uint8)
     while True:
-        t = fetch_add(data + 8 * NEXT, 1)
-        if t >= header[TASKS]:
+        t = fetch_add(data + NEXT, 1)
+        if t >= call.tasks:
             break
-        task = task_of(header, call, t)
+        task = task_of(call, t)
         seq, part = sequences[task.s], own
         rows = task.heads * call.group * seq.queries
-        if header[CHUNKS] > 1:
-            part = part_at(header, t, rows, call.value_d)
-        scratch = Scratch(q, S, room)
-        forward_heads(header, call, seq, states, task, part, scratch, kept, like, kind)
-        if header[CHUNKS] > 1:
-            if not is_last(data, header[CHUNKS], task):
+        if call.chunks > 1:
+            part = part_at(call, t, rows)
+        forward_heads(call, seq, task, part, scratch, kept, like, kind)
+        if call.chunks > 1:
+            if not is_last(data, call.chunks, task):
                 continue
-            part = part_at(header, t - task.chunk, rows, call.value_d)
-            for chunk in range(1, header[CHUNKS]):
-                other = part_at(header, t - task.chunk + chunk, rows, call.value_d)
+            part = part_at(call, t - task.chunk, rows)
+            for chunk in range(1, call.chunks):
+                other = part_at(call, t - task.chunk + chunk, rows)
                 add_part(part, other, rows, call.value_d, like, call.natural)
         if not write_rows(call, seq, task, part, rows, like, kind):
-            fetch_add(data + 8 * INFINITE, 1)
-    return owner.size + kept.size + like.size + kind.size
+            fetch_add(data + INFINITE, 1)
+    return owner.size + kept.size
 
 
 @inner
-def forward_heads(header, call, seq, states, task, part, rows, kept, like, kind):
+def forward_heads(call, seq, task, part, rows, kept, like, kind):
     """Compute the part of a task: O, m and l of the queries of its heads."""
     n, d, count = seq.queries, call.d, task.heads * call.group
     array(part.m, count * n, like)[:] = -np.inf
@@ -238,31 +221,31 @@ def forward_heads(header, call, seq, states, task, part, rows, kept, like, kind)
         to, h = rows.q + 4 * g * n * d, first + g
         read_rows(kind, to, call.q, task.s, seq.query, n, h, d, query_scale(call), like)
     low, high = key_range(call, seq, Place(task.s, first, 0, n))
-    for tile in tiles_of(task, header, low, high):
+    for tile in tiles_of(task, call, low, high):
         limits = low, high, tile
-        forward_tile(call, seq, states, task, limits, part, rows, kept, like, kind)
+        forward_tile(call, seq, task, limits, part, rows, kept, like, kind)
 
 
 @inner
-def forward_tile(call, seq, states, task, limits, part, rows, kept, like, kind):
+def forward_tile(call, seq, task, limits, part, rows, kept, like, kind):
     """Add a tile of keys to the rows of a task; ``limits`` are (low, high, tile)."""
     n, d, value_d, heads = seq.queries, call.d, call.value_d, task.heads
     s, hk, count, shared = task.s, task.hk, heads * call.group, call.group * n
     low, high, tile = limits
     m, l = array(part.m, count * n, like), array(part.l, count * n, like)
-    first = tile_row(states, s, hk * call.group, 0)
-    inside = columns(like, low, high, tile, first)
+    first = Place(s, hk * call.group, 0, n)
+    inside = columns(call, first, low, high, tile, like)
     if heads > 1:  # the state is that of every head
-        if hidden(call, first, s, hk * call.group, n, inside):
+        if hidden(call, first, inside):
             return
         k = head_rows(kind, call.k, s, seq.key + inside.j0, hk)
         at = rows.S, rows.room, rows.q, k.first, k.step
         dots_of_heads(kind, *at, inside.keys, d, heads, k.head, shared)
     for g in range(count):
         h = hk * call.group + g
-        state = tile_row(states, s, h, 0)
-        inside = columns(like, low, high, tile, state)
-        if heads == 1 and hidden(call, state, s, h, n, inside):
+        place = Place(s, h, 0, n)
+        inside = columns(call, place, low, high, tile, like)
+        if heads == 1 and hidden(call, place, inside):
             continue
         k = head_rows(kind, call.k, s, seq.key + inside.j0, h // call.group)
         v = head_rows(kind, call.v, s, seq.key + inside.j0, h // call.group)
@@ -323,57 +306,50 @@ def write_rows(call, seq, task, part, rows, like, kind):
 class Sums(NamedTuple):
     """Addresses of a task's rows of a backward, in a thread's scratch memory."""
 
+    dq: int  # [rows, d]
+    room: int  # sums of several kv heads
     scaled: int  # [rows, d]: q as of scores
     q: int  # [rows, d]
     dout: int  # [rows, value_d]
     S: int  # [rows, TILE_K], then P R
     dp: int  # [rows, TILE_K], then dS
-    dq: int  # [rows, d]
     lse: int  # [rows]
     delta: int  # [rows]
-    room: int  # sums of several kv heads
 
 
 @kernel
 def few_backward(pointer):
-    """Compute tasks of a backward until none is left; the pointer is that of a header."""
-    data, kind, like = address(pointer), kind_of(pointer), np.empty(0, np.float32)
-    header, calls, sequences, states = opened(data)
-    call = calls[0]
+    """Compute tasks of a backward until none is left; the pointer is that of its record."""
+    data, kind, like = address(pointer), kind_of(pointer), array(0, 0, np.float32)
+    call = array(data, 1, CALL)[0]
+    sequences = all_sequences(call)
     d, value_d = call.d, call.value_d
-    most, each = header[HEADS] * call.group * header[QUERIES], room_of(call, header[HEADS])
-    owner, room = aligned(most * (each + 3 * d + value_d + 2 * TILE_K + 2), like)
-    scaled = room + 4 * most * each
-    q = scaled + 4 * most * d
-    dout = q + 4 * most * d
-    S = dout + 4 * most * value_d
-    dP = S + 4 * most * TILE_K
-    dq = dP + 4 * most * TILE_K
-    lse = dq + 4 * most * d
-    buffers = buffers_of(call, like)
+    most = call.task_heads * call.group * sequences[0].queries
+    each = room_of(call, call.task_heads)
+    owner, at = memory_of(like, most, (d, each, d, d, value_d, TILE_K, TILE_K, 1, 1))
+    buffers_owner, buffers = buffers_of(call, call.dheads.address, like)
     while True:
-        t = fetch_add(data + 8 * NEXT, 1)
-        if t >= header[TASKS]:
+        t = fetch_add(data + NEXT, 1)
+        if t >= call.tasks:
             break
-        task, to = task_of(header, call, t), dq
+        task, to = task_of(call, t), Sums(*at).dq
         seq = sequences[task.s]
         rows = task.heads * call.group * seq.queries
-        if header[CHUNKS] > 1:
-            to = header[PARTS] + 4 * t * rows * d
-        sums = Sums(scaled, q, dout, S, dP, to, lse, lse + 4 * most, room)
-        finite = backward_heads(header, call, seq, states, task, sums, buffers, like, kind)
-        if header[CHUNKS] > 1 and finite:
-            if not is_last(data, header[CHUNKS], task):
+        if call.chunks > 1:
+            to = call.chunk_parts + 4 * t * rows * d
+        sums = Sums(to, *at[1:])
+        finite = backward_heads(call, seq, task, sums, buffers, like, kind)
+        if call.chunks > 1 and finite:
+            if not is_last(data, call.chunks, task):
                 continue
             to -= 4 * task.chunk * rows * d
             total = array(to, rows * d, like)
-            for chunk in range(1, header[CHUNKS]):
+            for chunk in range(1, call.chunks):
                 more = array(to + 4 * chunk * rows * d, rows * d, like)
                 scale_and_add(total, 1.0, more, 1.0)
         if not (finite and write_queries(call, seq, task, to, rows, like, kind)):
-            fetch_add(data + 8 * INFINITE, 1)
-    in_use = buffers.y.size + buffers.x.size + buffers.kept.size
-    return in_use + owner.size + like.size + kind.size
+            fetch_add(data + INFINITE, 1)
+    return owner.size + buffers_owner.size
 
 
 @inner
@@ -407,7 +383,7 @@ def read_numbers(call, seq, place, places, like, kind):
 
 
 @inner
-def backward_heads(header, call, seq, states, task, rows, buffers, like, kind):
+def backward_heads(call, seq, task, rows, buffers, like, kind):
     """Write dk and dv of a task, and its part of dq; return False if an input is not finite."""
     n, d, value_d, count = seq.queries, call.d, call.value_d, task.heads * call.group
     s = task.s
@@ -421,8 +397,8 @@ def backward_heads(header, call, seq, states, task, rows, buffers, like, kind):
         numbers = rows.lse + 4 * r, rows.delta + 4 * r, to, rows.dp
         read_numbers(call, seq, Place(s, h, 0, n), numbers, like, kind)
     array(rows.dq, count * n * d, like)[:] = np.float32(0)
-    for tile in tiles_of(task, header, 0, seq.keys):
-        tile_gradients(call, seq, states, task, tile, rows, buffers, like, kind)
+    for tile in tiles_of(task, call, 0, seq.keys):
+        tile_gradients(call, seq, task, tile, rows, buffers, like, kind)
         write_keys(call.dk, call, seq, task, tile, (rows.dp, rows.q, d), like, kind)
         write_keys(call.dv, call, seq, task, tile, (rows.S, rows.dout, value_d), like, kind)
     finite = rows_are_finite(like, rows.q, 4 * d, count * n, d)
@@ -458,22 +434,22 @@ def write_keys(to, call, seq, task, tile, rows, like, kind):
 
 
 @inner
-def tile_gradients(call, seq, states, task, tile, rows, buffers, like, kind):
+def tile_gradients(call, seq, task, tile, rows, buffers, like, kind):
     """Write P R and dS of a tile of keys, 0 where masked; add to dq."""
     n, d, value_d, heads = seq.queries, call.d, call.value_d, task.heads
     s, hk, first, shared = task.s, task.hk, task.hk * call.group, call.group * n
     count = heads * call.group
-    low, high = key_range(call, seq, Place(s, first, 0, n))
+    place = Place(s, first, 0, n)
+    low, high = key_range(call, seq, place)
     for at in (rows.S, rows.dp):
         array(at, count * n * TILE_K, like)[:] = np.float32(0)
     if tile * TILE_K >= high or (tile + 1) * TILE_K <= low:
         return
-    state = tile_row(states, s, first, 0)
-    inside = columns(like, low, high, tile, state)
+    inside = columns(call, place, low, high, tile, like)
     column = 4 * (inside.j0 - tile * TILE_K)
     k = head_rows(kind, call.k, s, seq.key + inside.j0, hk)
     if heads > 1:  # the state is that of every head
-        if hidden(call, state, s, first, n, inside):
+        if hidden(call, place, inside):
             return
         v = head_rows(kind, call.v, s, seq.key + inside.j0, hk)
         at = rows.S + column, rows.room, rows.scaled, k.first, k.step
@@ -482,21 +458,21 @@ def tile_gradients(call, seq, states, task, tile, rows, buffers, like, kind):
         dots_of_heads(kind, *at, inside.keys, value_d, heads, v.head, shared)
     for g in range(count):
         limits = low, high, tile
-        head_gradients(call, seq, states, task, g, limits, rows, buffers, like, kind)
+        head_gradients(call, seq, task, g, limits, rows, buffers, like, kind)
     if heads > 1:
         to = rows.dq, rows.room, rows.dp + column, k.first, k.step
         add_rows_of_heads(kind, *to, inside.keys, d, heads, k.head, shared)
 
 
 @inner
-def head_gradients(call, seq, states, task, g, limits, rows, buffers, like, kind):
+def head_gradients(call, seq, task, g, limits, rows, buffers, like, kind):
     """Write P R and dS of query head g of a task and a tile; of one kv head their products, too."""
     n, d, value_d = seq.queries, call.d, call.value_d
     low, high, tile = limits
     s, h, first = task.s, task.hk * call.group + g, g * n
-    place, state = Place(s, h, 0, n), tile_row(states, s, h, 0)
-    part = columns(like, low, high, tile, state)
-    if task.heads == 1 and hidden(call, state, s, h, n, part):
+    place = Place(s, h, 0, n)
+    part = columns(call, place, low, high, tile, like)
+    if task.heads == 1 and hidden(call, place, part):
         return
     column = 4 * (part.j0 - tile * TILE_K)
     k = head_rows(kind, call.k, s, seq.key + part.j0, h // call.group)

@@ -135,7 +135,7 @@ def heads_of_task(call: Call, way: Way) -> int:
     tasks = p.batch * chunks_of(p, way)
     if way.exact or p.hk == 1 or tasks < get_num_threads():
         return 1
-    if not apart or call.states.shape[1] > 1:
+    if not apart or record["states"]["h"]:
         return 1
     # by measurement: with shared heads a forward is limited by its products up to 64 MiB
     least = way.apart * (4 if way.passes == 1 and p.group > 1 else 1)
@@ -147,30 +147,26 @@ def chunks_of(p: Problem, way: Way) -> int:
     return 1 if way.exact else -(-p.nk // (few.CHUNK * TILE_K))
 
 
+_SEQUENCES, _PARTS, _INFINITE = map(word_of, ("sequences", "chunk_parts", "infinite"))
+
+
 class Launch:
     """The memory that a kernel reads, for one kind of call, and its threads."""
 
     def __init__(self, call: Call, way: Way, *kept: Tensor) -> None:
         """Describe a call; ``kept`` is memory that repeated calls read, too."""
-        self.kept = kept
+        self.kept = call.sequences, call.states, *kept
         p = call.problem
         heads, chunks = heads_of_task(call, way), chunks_of(p, way)
         groups = p.batch * p.hk // heads
         self.tasks = groups * chunks
         size = p.dtype.itemsize * way.passes * (p.nk + p.nq * p.nk // 16) * (p.d + p.dv)
         self.most = min(self.tasks, 1 + p.batch * p.hk * size // _BYTES)
-        self.states = np.ascontiguousarray(call.states)
-        self.sequences = call.sequences
-        header = np.zeros(few.HEADER, np.int64)
-        header[few.TASKS], header[few.QUERIES] = self.tasks, p.nq
-        header[few.SEQUENCES], header[few.COUNT] = self.sequences.ctypes.data, len(self.sequences)
-        header[few.STATES], header[few.KEYS] = self.states.ctypes.data, p.nk
-        header[few.SHAPE : few.SHAPE + 4] = self.states.shape
-        header[few.HEADS], header[few.CHUNKS] = heads, chunks
+        call.set(tasks=self.tasks, task_heads=heads, chunks=chunks)
         #: the numbers of the parts of all chunks: O, m and l of each row, or dq
         columns = p.dv + 2 if way.passes == 1 else p.d
         self.parts = self.tasks * heads * p.group * p.nq * columns if chunks > 1 else 0
-        words = np.concatenate([header, call.record.view(np.int64), np.zeros(groups, np.int64)])
+        words = np.concatenate([call.record.view(np.int64), np.zeros(groups, np.int64)])
         self.words = words.tobytes()
         self.kind = ctypes.c_int64 * len(words)
         pairs = way.exact and in_pairs(p.dtype)
@@ -188,16 +184,12 @@ class Launch:
         for word, address in addresses:
             data[word] = address
         if sequences is not None:
-            data[few.SEQUENCES] = sequences.ctypes.data
+            data[_SEQUENCES] = sequences.ctypes.data
         if self.parts:
             parts = torch.empty(self.parts, dtype=torch.float32)
-            data[few.PARTS] = parts.data_ptr()
+            data[_PARTS] = parts.data_ptr()
         threads.run_compiled(self.worker, data, min(self.most, get_num_threads()))
-        return not data[few.INFINITE]
-
-
-def _word(name: str) -> int:
-    return few.HEADER + word_of(name)
+        return not data[_INFINITE]
 
 
 #: the inputs that a repeated call reads by their addresses, and those that its sequences hold
@@ -216,7 +208,7 @@ def _places(call: Call, tensors: Tensors, more: Sequence[Tensor | None] = ()) ->
     if not all(name in _BY_ADDRESS for _, name in named):
         return None
     read = (*(tensors[n] for n, _ in named), *more)
-    return [(n, _word(name)) for n, name in named] if call.reads(read) else None
+    return [(n, word_of(name)) for n, name in named] if call.reads(read) else None
 
 
 def _sequences_again(problem: Problem, tensors: Tensors) -> np.ndarray | None:
@@ -232,27 +224,23 @@ def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor] | None:
     if taken is None:
         return None
     call = Call(problem, tensors, in_place=True)
-    out = torch.empty(problem.out_shape, dtype=problem.dtype)
-    lse = torch.empty(problem.lse_shape)
-    call.tensor("out", out)
-    call.tensor("lse", lse)
-    launch = Launch(call, taken)
-    if not launch([]):
-        return None
-    places = _places(call, tensors)
-    if places is not None:
-        out_word, lse_word = _word("out"), _word("lse")
-        shape, lse_shape, dtype = problem.out_shape, problem.lse_shape, problem.dtype
+    shape, lse_shape, dtype = problem.out_shape, problem.lse_shape, problem.dtype
+    call.tensor("out", torch.empty(shape, device="meta"))  # each run has its own
+    call.tensor("lse", torch.empty(lse_shape, device="meta"))
+    launch, places = Launch(call, taken), _places(call, tensors)
+    out_word, lse_word = word_of("out"), word_of("lse")
 
-        def again(tensors: Any, into: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
-            out, lse = torch.empty(shape, dtype=dtype), torch.empty(lse_shape, dtype=torch.float32)
-            addresses = [(word, tensors[n].data_ptr()) for n, word in places]
-            addresses += [(out_word, out.data_ptr()), (lse_word, lse.data_ptr())]
-            done = launch(addresses, _sequences_again(problem, tensors))
-            return (out, lse) if done else None
+    def run(tensors: Any, into: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
+        out, lse = torch.empty(shape, dtype=dtype), torch.empty(lse_shape, dtype=torch.float32)
+        addresses = [(word, tensors[n].data_ptr()) for n, word in places or ()]
+        addresses += [(out_word, out.data_ptr()), (lse_word, lse.data_ptr())]
+        done = launch(addresses, _sequences_again(problem, tensors))
+        return (out, lse) if done else None
 
-        _noted.again = again
-    return out, lse
+    results = run(tensors)
+    if results is not None and places is not None:
+        _noted.again = run
+    return results
 
 
 def backward(
@@ -330,8 +318,8 @@ def _backward_again(
     """Return the function that repeats a backward of the gradients of q, k and v."""
     count = len(Tensors._fields)
     more = ("out", "lse", "dout", "dlse") if dlse else ("out", "lse", "dout")
-    places = [*places, *((count + n, _word(name)) for n, name in enumerate(more))]
-    made = [(n, _word(f"d{name}")) for n, name in enumerate("qkv") if wanted[n]]
+    places = [*places, *((count + n, word_of(name)) for n, name in enumerate(more))]
+    made = [(n, word_of(f"d{name}")) for n, name in enumerate("qkv") if wanted[n]]
 
     def again(given: Any, into: Tensor | None = None) -> Gradients | None:
         if problem.natural and not _can(problem, taken, given[count + 1], wanted):

@@ -12,14 +12,30 @@ A function is one of three, by the dtype of ``kind``: float32, uint16 (bfloat16)
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .vector import FEATURES, TILE_K, multiply_add
-from .wide import F32, I16, I32, I64, Value, const, halves, loop, shuffled
+from .vector import (
+    F32,
+    FEATURES,
+    I16,
+    I32,
+    I64,
+    TILE_K,
+    Value,
+    const,
+    guarded,
+    loop,
+    multiply_add,
+    repeated,
+    rounded,
+    shuffled,
+)
+from .wide import halves
 
 #: numbers of a vector, and keys of a step of scores: their sums fill the registers
 LANES = 16 if {"avx512f", "avx512dq", "avx512vl"} <= FEATURES else 8
@@ -55,21 +71,13 @@ def _store(b: ir.IRBuilder, x: Value, address: Value, kind: str = "float32") -> 
     if kind == "float16":
         x = b.fptrunc(x, _HALVES)
     elif kind == "bfloat16":
-        bits = b.bitcast(x, _INTS)
-        sixteen, one, most, quiet = (
-            ir.Constant(_INTS, [n] * LANES) for n in (16, 1, 0x7FFF, 0x7FC0)
-        )
-        odd = b.and_(b.lshr(bits, sixteen), one)
-        rounded = b.lshr(b.add(bits, b.add(odd, most)), sixteen)
-        x = b.trunc(b.select(b.fcmp_unordered("uno", x, x), quiet, rounded), _SHORTS)
+        x = rounded(b, x)
     b.store(x, b.inttoptr(address, x.type.as_pointer()), align=2)
 
 
 def _spread(b: ir.IRBuilder, address: Value) -> Value:
     """Return the float32 at an address in every lane."""
-    x = b.load(b.inttoptr(address, F32.as_pointer()), align=4)
-    one = b.insert_element(ir.Constant(_FLOATS, ir.Undefined), x, const(0, I32))
-    return b.shuffle_vector(one, one, ir.Constant(_INTS, [0] * LANES))
+    return repeated(b, b.load(b.inttoptr(address, F32.as_pointer()), align=4), LANES)
 
 
 def _multiply_add(b: ir.IRBuilder, x: Value, y: Value, z: Value) -> Value:
@@ -109,9 +117,8 @@ def _of_kinds(count: int, inline: bool = False) -> Any:
     """
 
     def decorate(emit: Any) -> Any:
-        names = ", ".join(f"x{n}" for n in range(count))
-
-        def typed(kind: Any) -> Any:
+        @wraps(emit)  # Numba reads the names of the parameters
+        def typed(typing: Any, kind: Any, *_: Any) -> Any:
             def codegen(context, builder, signature, arguments):
                 name = _kind(kind.dtype)
                 if inline:
@@ -122,10 +129,7 @@ def _of_kinds(count: int, inline: bool = False) -> Any:
 
             return types.void(kind, *[types.int64] * count), codegen
 
-        space: dict[str, Any] = {"typed": typed}
-        text = f"def {emit.__name__}(typing, kind, {names}): return typed(kind)"
-        exec(text, space)
-        return intrinsic(space[emit.__name__])
+        return intrinsic(typed)
 
     return decorate
 
@@ -224,10 +228,10 @@ def _by_pairs(b: ir.IRBuilder, d: Value, values: list[Value], step: Any) -> list
     """Emit ``values = step(c, values, count)`` for pairs of vectors of d, then for the last one."""
     whole = b.and_(d, const(-2 * LANES))
     pairs = b.icmp_signed(">", whole, const(0))
-    values = _guarded(
+    values = guarded(
         b, pairs, values, lambda v: loop(b, whole, 2 * LANES, v, lambda c, x: step(c, x, 2))
     )
-    return _guarded(b, b.icmp_signed("<", whole, d), values, lambda v: step(whole, v, 1))
+    return guarded(b, b.icmp_signed("<", whole, d), values, lambda v: step(whole, v, 1))
 
 
 def _parts(b: ir.IRBuilder, address: Value, kind: str, count: int) -> list[Value]:
@@ -286,9 +290,9 @@ def add_rows(b, kind, to, weights, rows, row_bytes, n, d):
         at = [b.add(to, b.mul(b.add(c, const(LANES * v)), const(4))) for v in range(count)]
         sums = [_ZERO] * (2 * count)
         some = b.icmp_signed(">", whole, const(0))
-        sums = _guarded(b, some, sums, lambda s: loop(b, whole, 2, s, two))
+        sums = guarded(b, some, sums, lambda s: loop(b, whole, 2, s, two))
         odd = b.icmp_signed("<", whole, n)
-        sums = _guarded(b, odd, sums, lambda s: one(whole, s[:count]) + s[count:])
+        sums = guarded(b, odd, sums, lambda s: one(whole, s[:count]) + s[count:])
         totals = [b.fadd(sums[v], sums[count + v]) for v in range(count)]
         found = []
         for both in pairs:
@@ -411,21 +415,6 @@ def _converted(b: ir.IRBuilder, to: Value, to_kind: str, row: Value, kind: str, 
         _store(b, x, b.add(to, b.mul(c, const(_size(to_kind)))), to_kind)
 
     loop(b, d, LANES, [], step)
-
-
-def _guarded(b: ir.IRBuilder, condition: Value, values: list[Value], body: Any) -> list[Value]:
-    """Emit ``values = body(values)`` where the condition holds."""
-    before = b.block
-    with b.if_then(condition):
-        found = body(values)
-        inside = b.block
-    phis = []
-    for old, new in zip(values, found, strict=True):
-        phi = b.phi(old.type)
-        phi.add_incoming(old, before)
-        phi.add_incoming(new, inside)
-        phis.append(phi)
-    return phis
 
 
 def _by_columns(b: ir.IRBuilder, d: Value, columns: Any) -> None:

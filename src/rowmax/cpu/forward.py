@@ -17,12 +17,12 @@ from .functions import array, choice, inner
 from .kernel import INFINITE, kernel, launch
 from .operands import (
     HALF_K,
-    aligned,
     begin_tiles,
     bfloats,
     count_infinite,
     end_tiles,
     fold_row,
+    memory_of,
     pack_columns,
     pack_panels,
     pack_rows,
@@ -41,6 +41,7 @@ from .rows import exponentials, hide, keep_row, log_unit, power, query_scale, ro
 from .rules import moved, with_sink
 from .strips import add_strips
 from .tiles import (
+    all_sequences,
     columns,
     key_range,
     keys_of,
@@ -50,9 +51,7 @@ from .tiles import (
     row_address,
     row_at,
     score_tile,
-    skipped,
     tile_range,
-    tile_row,
 )
 from .vector import TILE_K, TILE_Q, fetch_add
 
@@ -101,7 +100,7 @@ def forward(problem: Problem, tensors: Tensors, bfloats: bool = True) -> tuple[T
     elif problem.nq > TILE_Q and tensors.v.stride(1) != padded:
         call.memory("values", rows * padded)
     tasks = query_tasks(call)
-    arguments = (call.record, call.sequences, call.states, tasks, firsts, finite)
+    arguments = (call.record, tasks, firsts, finite)
     flops = forward_flops(problem)
     arguments = (*arguments, call.like, call.operand_like)
     if not launch(forward_worker, *arguments, tasks=len(tasks), flops=flops):
@@ -123,14 +122,13 @@ def firsts_of(call: Call) -> np.ndarray:
 
 
 @kernel
-def forward_worker(calls, sequences, states, tasks, firsts, finite, like, operand_like, counters):
+def forward_worker(calls, tasks, firsts, finite, like, operand_like, counters):
     """Pack keys and values with the other threads, then compute tiles of queries."""
     call = calls[0]
-    like_owner, operand_owner = like, operand_like
+    sequences = all_sequences(call)
     like, operand_like = unowned(like), unowned(operand_like)
     pack_keys(call, sequences, firsts, finite, operand_like, counters.ctypes.data)
     owner, scratch = scratch_of(call, like)
-    none = like
     begin_tiles(operand_like)
     next_task = counters.ctypes.data + 8 * NEXT
     while True:
@@ -141,25 +139,18 @@ def forward_worker(calls, sequences, states, tasks, firsts, finite, like, operan
         seq = sequences[task.s]
         place = place_of(seq, task.s, task.h, task.tile)
         head = packed_head(call, firsts, task.s, task.h // call.group, operand_like)
-        state = tile_row(states, task.s, task.h, task.tile)
-        ok = finite[head.first_tile :]
-        rows = row_address(call.q, seq, place, operand_like), row_size(operand_like) * call.q.n
-        count_infinite(operand_like, *rows, place.n, call.d, counters.ctypes.data + 8 * INFINITE)
-        forward_tile(call, seq, state, ok, place, head, scratch, none, like, operand_like)
+        ok, infinite = finite[head.first_tile :], counters.ctypes.data + 8 * INFINITE
+        forward_tile(call, seq, ok, place, head, scratch, infinite, like, operand_like)
     end_tiles(operand_like)
-    return owner.size + like_owner.size + operand_owner.size
+    return owner.size
 
 
 @inner
 def scratch_of(call, like):
     """Return (the array that owns it, the Scratch of a thread)."""
-    size = like.itemsize * TILE_Q
-    numbers = TILE_Q * (call.d_operand + TILE_K + call.value_d_padded + 2)
-    owner, queries = aligned(numbers, like)
-    S = queries + size * call.d_operand
-    O = S + size * TILE_K
-    m = O + size * call.value_d_padded
-    return owner, Scratch(queries, S, O, m, m + size)
+    columns = call.d_operand, TILE_K, call.value_d_padded, 1, 1
+    owner, at = memory_of(like, TILE_Q, columns)
+    return owner, Scratch(*at)
 
 
 @inner
@@ -240,10 +231,12 @@ def sequence_of(first_tile, tile):
 
 
 @inner
-def forward_tile(call, seq, state, finite, place, head, scratch, none, like, operand_like):
+def forward_tile(call, seq, finite, place, head, scratch, infinite, like, operand_like):
     """Compute out and lse of a tile of queries."""
+    rows = row_address(call.q, seq, place, operand_like), row_size(operand_like) * call.q.n
+    count_infinite(operand_like, *rows, place.n, call.d, infinite)
     m, l = begin_rows(call, place.n, scratch, like)
-    add_keys(call, seq, state, finite, place, head, scratch, m, l, none, like, operand_like)
+    add_keys(call, seq, finite, place, head, scratch, m, l, like, operand_like)
     finish_rows(call, seq, place, scratch.O, m, l, like, operand_like)
 
 
@@ -258,12 +251,12 @@ def begin_rows(call, n, scratch, like):
 
 
 @choice
-def add_keys(call, seq, state, finite, place, head, scratch, m, l, none, like, operand_like) -> Any:
+def add_keys(call, seq, finite, place, head, scratch, m, l, like, operand_like) -> Any:
     """Add the keys that a tile of queries sees to m, l and O."""
     return add_strips if operand_like.dtype == types.uint16 else _add_tiles
 
 
-def _add_tiles(call, seq, state, finite, place, head, scratch, m, l, none, like, operand_like):
+def _add_tiles(call, seq, finite, place, head, scratch, m, l, like, operand_like):
     q, q_bytes = row_address(call.q, seq, place, operand_like), row_size(operand_like) * call.q.n
     d, factor = call.d_operand, query_scale(call)
     pack_columns(operand_like, scratch.queries, q, q_bytes, place.n, d, factor)
@@ -271,9 +264,9 @@ def _add_tiles(call, seq, state, finite, place, head, scratch, m, l, none, like,
 
     low, high = key_range(call, seq, place)
     for tile in tile_range(low, high):
-        if skipped(state, tile):
+        part = columns(call, place, low, high, tile, operand_like)
+        if part.width <= 0:
             continue
-        part = columns(operand_like, low, high, tile, state)
         write_weights(call, seq, place, part, head.keys, scratch, m, l, kept, like, operand_like)
         add_values(call, seq, place, part, finite, head, scratch, like, operand_like)
 
@@ -312,7 +305,7 @@ def add_values(call, seq, place, part, finite, head, scratch, like, operand_like
         stride = padded
     if finite[part.tile]:
         k = tile_depth(operand_like, part.keys, keys_of(seq, part.tile))
-        from_rows(operand_like, n, padded, k, scratch.O, padded, scratch.S, values, stride, 1)
+        from_rows(operand_like, n, padded, k, scratch.O, padded, scratch.S, values, stride)
         return
     unseen = like.dtype.type(-1)  # no weight is -1
     for r in range(n):

@@ -12,7 +12,7 @@ from ..call.problem import FAR
 from ..rules.softmax import LOG2E
 from .functions import STRICT, SUMS, array, bfloat_to_float, choice, exp2, inner, number
 from .heads import add_to_dheads, through_heads
-from .operands import rescale, row_size, store
+from .operands import memory_of, rescale, row_size, store
 from .rows import exponentials, is_wide, keep_row, pair_at, position, power, query_scale, score_row
 from .rules import natural_weight, score_gradient, through_softcap
 from .tiles import numbers_at, row_at
@@ -32,33 +32,32 @@ class Buffers(NamedTuple):
     """Arrays of one row of a tile, ``[TILE_K]``; empty if the call does not use them."""
 
     y: np.ndarray  # y of ``rules.score``
-    x: np.ndarray  # scaled products, for the gradient of heads' parameters
+    x: np.ndarray  # scaled products, or x' of tangents
     kept: np.ndarray  # 1 where dropout keeps the pair, else 0
 
 
 @inner
-def buffers_of(call, like):
-    """Return the Buffers of a thread."""
-    y = np.empty(TILE_K if call.bent else 0, like.dtype)
-    x = np.empty(TILE_K if call.dheads.address else 0, like.dtype)
-    return Buffers(y, x, np.empty(TILE_K + 64 if call.threshold else 0, np.uint8))
+def buffers_of(call, reads_x, like):
+    """Return (the array that owns them, the Buffers of a thread)."""
+    y, x = TILE_K if call.bent else 0, TILE_K if reads_x else 0
+    kept = TILE_K + 64 if call.threshold else 0
+    owner, at = memory_of(like, 1, (y, x, kept // like.itemsize))
+    kept_at = array(at[2], kept, np.uint8)
+    return owner, Buffers(array(at[0], y, like), array(at[1], x, like), kept_at)
+
+
+@choice(inline="always")
+def _real(x) -> Any:
+    """Return a number of a row; uint16: the bits of a bfloat16, as float32."""
+    return (lambda x: bfloat_to_float(x)) if x == types.uint16 else (lambda x: x)
 
 
 @inner(fastmath=SUMS)
 def product_of_rows(a, b):
-    """Return the product of two rows."""
-    total = a.dtype.type(0)
+    """Return the product of two rows; those of bfloat16 are their bits."""
+    total = _real(a.dtype.type(0))
     for c in range(a.size):
-        total += a[c] * b[c]
-    return total
-
-
-@inner(fastmath=SUMS)
-def product_of_bfloats(a, b):
-    """Return the product of two rows of bfloat16, given their bits, in float32."""
-    total = np.float32(0)
-    for c in range(a.size):
-        total += bfloat_to_float(a[c]) * bfloat_to_float(b[c])
+        total += _real(a[c]) * _real(b[c])
     return total
 
 
@@ -66,7 +65,7 @@ def product_of_bfloats(a, b):
 def product_at(a, b, d, like, operand_like) -> Any:
     """Return the product of two of the caller's rows, by address."""
     if operand_like.dtype in (types.uint16, types.uint32):
-        return lambda a, b, d, like, operand_like: product_of_bfloats(
+        return lambda a, b, d, like, operand_like: product_of_rows(
             array(a, d, np.uint16), array(b, d, np.uint16)
         )
     return lambda a, b, d, like, operand_like: product_of_rows(array(a, d, like), array(b, d, like))

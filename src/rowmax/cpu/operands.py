@@ -23,7 +23,7 @@ from .amx import STRIP, configure, release
 from .few_vector import narrow
 from .functions import STRICT, SUMS, array, choice, inner, of_dtype, optimised
 from .products import panel, span
-from .vector import MR, TILE_K, TILE_Q, W, fetch_add
+from .vector import MR, TILE_K, TILE_Q, W, ends, fetch_add
 from .wide import (
     LANES,
     STEP,
@@ -419,18 +419,6 @@ def rescale(like, row, factor) -> Any:
 @choice
 def store(like, to, row, factor) -> Any:
     """Write a row of sums, times factor, in the caller's dtype, to the address ``to``."""
-    if like.dtype == types.uint16:
-
-        def short(like, to, row, factor):
-            if row.size % STEP == 0:
-                shorten(to, row.ctypes.data, row.size, np.float32(factor))
-                return
-            out = array(to, row.size, like)
-            for c in range(row.size):
-                out[c] = np.uint16(_bfloat(row[c] * factor))
-
-        return short
-
     if like.dtype == types.int16:  # float16
 
         def half(like, to, row, factor):
@@ -440,7 +428,7 @@ def store(like, to, row, factor) -> Any:
 
         return half
 
-    if like.dtype != types.uint32:
+    if like.dtype not in _BFLOATS:
 
         def plain(like, to, row, factor):
             out = array(to, row.size, like)
@@ -450,6 +438,9 @@ def store(like, to, row, factor) -> Any:
         return plain
 
     def rounded(like, to, row, factor):
+        if in_strips(like) and row.size % STEP == 0:
+            shorten(to, row.ctypes.data, row.size, np.float32(factor))
+            return
         out = array(to, row.size, np.uint16)
         for c in range(row.size):
             out[c] = np.uint16(_bfloat(row[c] * factor))
@@ -478,10 +469,14 @@ def sparse_product(c, c_row, m, weights, k, b, b_row, n, skip, like):
 
 
 @inner
-def aligned(numbers, like):
-    """Return scratch memory: (the array that owns it, an address in it on a cache line)."""
-    owner = np.empty(numbers + 64 // like.itemsize, like.dtype)
-    return owner, (owner.ctypes.data + 63) // 64 * 64
+def memory_of(like, rows, columns):
+    """Return scratch memory: (the array that owns it, the address of each part in it).
+
+    Parts have ``rows`` rows of so many numbers; the first begins on a cache line.
+    """
+    row = like.itemsize * rows
+    owner = np.empty(ends(0, row, columns)[-1] + 64, np.uint8)
+    return owner, ends((owner.ctypes.data + 63) // 64 * 64, row, columns)[:-1]
 
 
 @inner

@@ -14,14 +14,12 @@ import numpy as np
 from numba import types
 
 from .backward import add_whole_products, head_memory, tile_gradients, tile_memory
+from .call import CALL
 from .few import (
     INFINITE,
-    KEYS,
     NEXT,
-    TASKS,
     head_rows,
     kind_of,
-    opened,
     operands_of,
     read_lse,
     read_numbers,
@@ -30,13 +28,13 @@ from .few import (
 from .few_vector import narrow
 from .forward import begin_rows, finish_rows, scratch_of, write_weights
 from .functions import array, choice, inner
-from .gradient_rows import Buffers, Rows, buffers_of, keep_deltas, rests_of, write_deltas
+from .gradient_rows import Rows, buffers_of, keep_deltas, rests_of, write_deltas
 from .kernel import kernel
 from .operands import (
     HALF_K,
     HALF_Q,
-    aligned,
     count_infinite,
+    memory_of,
     pack_columns,
     pack_panels,
     pack_tiles,
@@ -48,36 +46,35 @@ from .operands import (
 from .products import from_rows
 from .rows import query_scale
 from .tiles import (
+    all_sequences,
     columns,
     key_range,
     keys_of,
     packed_row,
     place_of,
     row_at,
-    skipped,
     tile_range,
-    tile_row,
 )
 from .vector import TILE_K, TILE_Q, address, fetch, fetch_add
 
 
 class Room(NamedTuple):
-    """Addresses in a thread's scratch memory of a forward, and of the count of infinite results."""
+    """Addresses of the count of infinite results, and in a thread's scratch memory of a forward."""
 
-    q: int  # [TILE_Q, d], widened
+    infinite: int
+    k_panels: int  # [keys / panel, d, panel]
     k: int  # [keys, d], widened
     v: int  # [keys, value_d], widened, or pairs [keys / 2, value_d]
-    k_panels: int  # [keys / panel, d, panel]
-    infinite: int
+    q: int  # [TILE_Q, d], widened
 
 
 class BackwardRoom(NamedTuple):
     """Addresses of what a backward needs besides the memory of tiles."""
 
+    infinite: int
     v: int  # [keys, value_d], widened
     lse: int  # [TILE_Q], in the units of scores
     delta: int  # [TILE_Q]
-    infinite: int
 
 
 @inner
@@ -118,9 +115,9 @@ def fetch_rows(kind, tensor, s, first, n, h, d):
 
 
 @inner
-def fetch_task(header, call, sequences, t, passes, kind):
+def fetch_task(call, sequences, t, passes, kind):
     """Fetch what task t reads, if there is one; a thread draws each task one ahead."""
-    if t >= header[TASKS]:
+    if t >= call.tasks:
         return
     s, hk = t // call.hk, t % call.hk
     seq = sequences[s]
@@ -136,10 +133,8 @@ def fetch_task(header, call, sequences, t, passes, kind):
 def forward_room(call, keys, infinite, like):
     """Return (the array that owns it, the Room of a thread)."""
     d, value_d = call.d, call.value_d
-    owner, k_panels = aligned(keys * (2 * d + value_d) + TILE_Q * d, like)
-    k = k_panels + 4 * keys * d
-    v = k + 4 * keys * d
-    return owner, Room(v + 4 * keys * value_d, k, v, k_panels, infinite)
+    owner, at = memory_of(like, 1, (keys * d, keys * d, keys * value_d, TILE_Q * d))
+    return owner, Room(infinite, *at)
 
 
 @inner
@@ -162,40 +157,37 @@ def read_head(call, seq, s, hk, room, kind, like, operand_like):
 
 @kernel
 def short_forward(pointer):
-    """Compute tasks of a forward until none is left; the pointer is that of a header."""
+    """Compute tasks of a forward until none is left; the pointer is that of its record."""
     data = address(pointer)
-    owners = kind_of(pointer), np.empty(0, np.float32), operands_of(pointer)
-    kind, like, operand_like = unowned(owners[0]), unowned(owners[1]), unowned(owners[2])
-    header, calls, sequences, states = opened(data)
-    call = calls[0]
-    room_owner, room = forward_room(call, whole_tiles(header[KEYS]), data + 8 * INFINITE, like)
+    kind, like, operand_like = kind_of(pointer), array(0, 0, np.float32), operands_of(pointer)
+    call = array(data, 1, CALL)[0]
+    sequences = all_sequences(call)
+    room_owner, room = forward_room(call, whole_tiles(call.longest_k), data + INFINITE, like)
     scratch_owner, scratch = scratch_of(call, like)
     kept = np.empty(TILE_K + 64 if call.threshold else 0, np.uint8)
-    t = fetch_add(data + 8 * NEXT, 1)
-    while t < header[TASKS]:
-        after = fetch_add(data + 8 * NEXT, 1)
+    t = fetch_add(data + NEXT, 1)
+    while t < call.tasks:
+        after = fetch_add(data + NEXT, 1)
         s, hk = t // call.hk, t % call.hk
         seq = sequences[s]
         values = read_head(call, seq, s, hk, room, kind, like, operand_like)
-        fetch_task(header, call, sequences, after, 1, kind)
+        fetch_task(call, sequences, after, 1, kind)
         finite = True
         for h in range(hk * call.group, (hk + 1) * call.group):
             for n in range((seq.queries + TILE_Q - 1) // TILE_Q):
                 place = place_of(seq, s, h, n)
-                state = tile_row(states, s, h, n)
                 finite &= forward_part(
-                    *(call, seq, state, place, values, room, scratch, unowned(kept)),
+                    *(call, seq, place, values, room, scratch, unowned(kept)),
                     *(kind, like, operand_like),
                 )
         if not finite:
             fetch_add(room.infinite, 1)
         t = after
-    in_use = owners[0].size + owners[1].size + owners[2].size
-    return in_use + room_owner.size + scratch_owner.size + kept.size
+    return room_owner.size + scratch_owner.size + kept.size
 
 
 @inner
-def forward_part(call, seq, state, place, values, room, scratch, kept, kind, like, operand_like):
+def forward_part(call, seq, place, values, room, scratch, kept, kind, like, operand_like):
     """Compute out and lse of a tile of queries; return False if they are not finite."""
     s, h, i0, n = place
     d, value_d, first = call.d, call.value_d, seq.query + i0
@@ -207,14 +199,14 @@ def forward_part(call, seq, state, place, values, room, scratch, kept, kind, lik
     v, v_bytes = values
     low, high = key_range(call, seq, place)
     for tile in tile_range(low, high):
-        if skipped(state, tile):
+        part = columns(call, place, low, high, tile, operand_like)
+        if part.width <= 0:
             continue
-        part = columns(operand_like, low, high, tile, state)
         keys = room.k_panels
         write_weights(call, seq, place, part, keys, scratch, m, l, kept, like, operand_like)
         rows, stride = v + v_bytes * packed_row(operand_like, part), v_bytes // 4
         k = tile_depth(operand_like, part.keys, keys_of(seq, part.tile))
-        from_rows(operand_like, n, value_d, k, scratch.O, value_d, scratch.S, rows, stride, 1)
+        from_rows(operand_like, n, value_d, k, scratch.O, value_d, scratch.S, rows, stride)
     finish_rows(call, seq, place, scratch.O, m, l, like, written(kind, operand_like))
     return rows_are_finite(like, scratch.O, 4 * value_d, n, value_d)
 
@@ -230,9 +222,8 @@ def written(kind, operand_like) -> Any:
 @inner
 def backward_room(call, keys, infinite, like):
     """Return (the array that owns it, the BackwardRoom of a thread)."""
-    owner, v = aligned(keys * call.value_d + 2 * TILE_Q, like)
-    lse = v + 4 * keys * call.value_d
-    return owner, BackwardRoom(v, lse, lse + 4 * TILE_Q, infinite)
+    owner, at = memory_of(like, 1, (keys * call.value_d, TILE_Q, TILE_Q))
+    return owner, BackwardRoom(infinite, *at)
 
 
 @inner
@@ -257,31 +248,29 @@ def pack_head(call, seq, s, hk, head, room, kind, like, operand_like):
 
 @kernel
 def short_backward(pointer):
-    """Compute tasks of a backward until none is left; the pointer is that of a header."""
+    """Compute tasks of a backward until none is left; the pointer is that of its record."""
     data = address(pointer)
-    owners = kind_of(pointer), np.empty(0, np.float32), operands_of(pointer)
-    kind, like, operand_like = unowned(owners[0]), unowned(owners[1]), unowned(owners[2])
-    header, calls, sequences, states = opened(data)
-    call, keys = calls[0], whole_tiles(header[KEYS])
+    kind, like, operand_like = kind_of(pointer), array(0, 0, np.float32), operands_of(pointer)
+    call = array(data, 1, CALL)[0]
+    sequences = all_sequences(call)
+    keys = whole_tiles(call.longest_k)
     head_owner, head = head_memory(call, keys, like)
     tile_owner, tile = tile_memory(call, like, operand_like)
-    room_owner, room = backward_room(call, keys, data + 8 * INFINITE, like)
-    owned = buffers_of(call, like)
-    buffers = Buffers(unowned(owned.y), unowned(owned.x), unowned(owned.kept))
-    t = fetch_add(data + 8 * NEXT, 1)
-    while t < header[TASKS]:
-        after = fetch_add(data + 8 * NEXT, 1)
+    room_owner, room = backward_room(call, keys, data + INFINITE, like)
+    buffers_owner, buffers = buffers_of(call, call.dheads.address, like)
+    t = fetch_add(data + NEXT, 1)
+    while t < call.tasks:
+        after = fetch_add(data + NEXT, 1)
         s, hk = t // call.hk, t % call.hk
         seq = sequences[s]
         pack_head(call, seq, s, hk, head, room, kind, like, operand_like)
-        fetch_task(header, call, sequences, after, 2, kind)
+        fetch_task(call, sequences, after, 2, kind)
         finite = True
         for h in range(hk * call.group, (hk + 1) * call.group):
             for n in range((seq.queries + TILE_Q - 1) // TILE_Q):
                 place = place_of(seq, s, h, n)
-                state = tile_row(states, s, h, n)
                 finite &= backward_part(
-                    *(call, seq, state, place, head, tile, room, buffers),
+                    *(call, seq, place, head, tile, room, buffers),
                     *(kind, like, operand_like),
                 )
         write_head(call.dk, head.dk, call, seq, s, hk, call.d, like, kind)
@@ -291,8 +280,7 @@ def short_backward(pointer):
         if not finite:
             fetch_add(room.infinite, 1)
         t = after
-    in_use = owned.y.size + owned.x.size + owned.kept.size + head_owner.size + tile_owner.size
-    return in_use + room_owner.size + owners[0].size + owners[1].size + owners[2].size
+    return head_owner.size + tile_owner.size + room_owner.size + buffers_owner.size
 
 
 @inner
@@ -337,7 +325,7 @@ def read_stats(call, seq, place, tile, room, kind, like, operand_like):
 
 
 @inner
-def backward_part(call, seq, state, place, head, tile, room, buffers, kind, like, operand_like):
+def backward_part(call, seq, place, head, tile, room, buffers, kind, like, operand_like):
     """Write dq of a tile of queries, add to dK and dV; return False if dq is not finite."""
     s, h, i0, n = place
     d = call.d
@@ -346,9 +334,9 @@ def backward_part(call, seq, state, place, head, tile, room, buffers, kind, like
     array(tile.dq, n * d, like)[:] = np.float32(0)
     low, high = key_range(call, seq, place)
     for number in tile_range(low, high):
-        if skipped(state, number):
+        part = columns(call, place, low, high, number, operand_like)
+        if part.width <= 0:
             continue
-        part = columns(operand_like, low, high, number, state)
         tile_gradients(call, seq, place, part, 0, rows, head, tile, buffers, like, operand_like)
         add_whole_products(call, seq, n, part, head, tile, like, operand_like)
     for r in range(n if call.dq.address else 0):

@@ -16,7 +16,7 @@ from .functions import array, inner
 from .operands import HALF_K, copy_rows, rescale
 from .rows import hide, keep_row, power, query_scale, score_row
 from .rules import any_range, moved
-from .tiles import Place, columns, key_range, row_address, skipped, tile_range
+from .tiles import Place, columns, key_range, row_address, tile_range
 from .vector import TILE_K
 from .wide import bfloat_exponentials, greatest, multiply, natural_bfloat_exponentials
 
@@ -36,10 +36,10 @@ def strip_of(place, r):
 
 
 @inner
-def part_of_strip(call, seq, strip, tile, state, operand_like):
+def part_of_strip(call, seq, strip, tile, operand_like):
     """Return the columns of a tile of keys that a strip sees; their width may be 0 or less."""
     low, high = key_range(call, seq, strip)
-    return columns(operand_like, low, high, tile, state)
+    return columns(call, strip, low, high, tile, operand_like)
 
 
 @inner
@@ -72,7 +72,7 @@ def strip_scores(S, rows, panels, part, d):
         product(S + 4 * j, 4 * TILE_K, rows, 2 * d, b, 4 * STRIP, d // STRIP, 0)
 
 
-def add_strips(call, seq, state, finite, place, head, scratch, m, l, none, like, operand_like):
+def add_strips(call, seq, finite, place, head, scratch, m, l, like, operand_like):
     """Add the keys that a tile of queries sees to m, l and O: a choice of ``add_keys``."""
     n = place.n
     d, padded = call.d_operand, call.value_d_padded
@@ -81,14 +81,12 @@ def add_strips(call, seq, state, finite, place, head, scratch, m, l, none, like,
     copy_rows(operand_like, scratch.queries, q, 2 * call.q.n, n, count, d)
     weights = scratch.S + 4 * STRIP * TILE_K
     memory = Strip(scratch.S, weights, weights + 2 * STRIP * TILE_K)
-    kept = array(memory.kept, TILE_K + 64, state)
+    kept = array(memory.kept, TILE_K + 64, np.uint8)
     low, high = key_range(call, seq, place)
     for tile in tile_range(low, high):
-        if skipped(state, tile):
-            continue
         for r in range(0, n, STRIP):
             strip = strip_of(place, r)
-            part = part_of_strip(call, seq, strip, tile, state, operand_like)
+            part = part_of_strip(call, seq, strip, tile, operand_like)
             if part.width <= 0:
                 continue
             strip_scores(memory.S, scratch.queries + 2 * d * r, head.keys, part, d)

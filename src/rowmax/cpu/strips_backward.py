@@ -21,10 +21,10 @@ from .gradient_rows import (
     rows_of,
     write_rows,
 )
-from .operands import HALF_K, aligned, copy_rows, pack_neighbours, pack_transposed, rescale
+from .operands import HALF_K, copy_rows, memory_of, pack_neighbours, pack_transposed, rescale
 from .rows import hide, score_row
 from .strips import covered, part_of_strip, score_factor, strip_of, strip_scores
-from .tiles import columns, key_range, row_address, skipped, tile_range
+from .tiles import columns, key_range, row_address, tile_range
 from .vector import TILE_K, TILE_Q
 from .wide import LANES, bfloat_gradients, pair_gradients, transpose
 
@@ -49,19 +49,12 @@ class StripMemory(NamedTuple):
 def strip_memory(call, like, operand_like):
     """Return (the array that owns it, the memory of a tile): a choice of ``tile_memory``."""
     d, value_d = call.d_operand, call.value_d_operand
-    numbers = TILE_Q * (2 * d + value_d) + 2 * STRIP * TILE_K + TILE_Q * TILE_K * 3 // 2
-    owner, queries = aligned(numbers + 2 * STRIP + TILE_Q // 2 * max(d, value_d), like)
-    douts = queries + 2 * TILE_Q * d
-    queries_t = douts + 2 * TILE_Q * value_d
-    douts_t = queries_t + 2 * TILE_Q * d
-    S = douts_t + 2 * TILE_Q * value_d
-    dP = S + 4 * STRIP * TILE_K
-    P2 = dP + 4 * STRIP * TILE_K
-    dS2, dS = P2 + 2 * TILE_Q * TILE_K, P2 + 4 * TILE_Q * TILE_K
-    dq = dS + 2 * TILE_Q * TILE_K
-    terms = dq + 4 * TILE_Q * d
-    rest = P2, dS2, dS, dq, terms, terms + 8 * STRIP
-    return owner, StripMemory(queries, douts, queries_t, douts_t, S, dP, *rest)
+    half, strip = TILE_Q // 2, STRIP * TILE_K  # a float32 has the size of two bfloat16
+    operands = half * d, half * value_d, half * d, half * value_d
+    pairs = half * TILE_K, half * TILE_K, half * TILE_K
+    rest = TILE_Q * d, 2 * STRIP, half * max(d, value_d)
+    owner, at = memory_of(like, 1, (*operands, strip, strip, *pairs, *rest))
+    return owner, StripMemory(*at)
 
 
 @inner
@@ -73,7 +66,7 @@ def pack_tile(rows, seq, place, to, to_t, room, d, like):
     pack_transposed(to_t, room, TILE_Q, d)
 
 
-def backward_strips(call, seq, state, finite, place, p, head, tile, buffers, like, operand_like):
+def backward_strips(call, seq, finite, place, p, head, tile, buffers, like, operand_like):
     """Compute a tile of queries over its keys: a choice of ``backward_tile``."""
     n, d, value_d = place.n, call.d_operand, call.value_d_operand
     q, dout = (tile.queries, tile.queries_t), (tile.douts, tile.douts_t)
@@ -81,15 +74,15 @@ def backward_strips(call, seq, state, finite, place, p, head, tile, buffers, lik
     pack_tile(call.dout, seq, place, *dout, tile.room, value_d, operand_like)
     array(tile.dq, TILE_Q * d, like)[:] = np.float32(0)
     if call.natural:
-        sum_far_strips(call, seq, state, place, head, tile, buffers, like, operand_like)
+        sum_far_strips(call, seq, place, head, tile, buffers, like, operand_like)
     low, high = key_range(call, seq, place)
     for tile_k in tile_range(low, high):
-        if skipped(state, tile_k):
+        part = columns(call, place, low, high, tile_k, operand_like)
+        if part.width <= 0:
             continue
-        part = columns(operand_like, low, high, tile_k, state)
         for r in range(0, n, STRIP):
             strip = strip_of(place, r)
-            own = part_of_strip(call, seq, strip, tile_k, state, operand_like)
+            own = part_of_strip(call, seq, strip, tile_k, operand_like)
             if own.j0 > part.j0 or own.width < part.width:
                 clear_pairs(tile, r)
             if own.width > 0:
@@ -191,7 +184,7 @@ def add_strip_products(call, place, part, head, tile):
 
 
 @inner
-def sum_far_strips(call, seq, state, place, head, tile, buffers, like, operand_like):
+def sum_far_strips(call, seq, place, head, tile, buffers, like, operand_like):
     """Write the log of the sum of ``exp(s - lse)``, which rounding took from lse, to rest."""
     d = call.d_operand
     for r in range(0, place.n, STRIP):
@@ -201,9 +194,9 @@ def sum_far_strips(call, seq, state, place, head, tile, buffers, like, operand_l
             continue
         low, high = key_range(call, seq, strip)
         for tile_k in tile_range(low, high):
-            if skipped(state, tile_k):
+            part = columns(call, strip, low, high, tile_k, operand_like)
+            if part.width <= 0:
                 continue
-            part = columns(operand_like, low, high, tile_k, state)
             strip_scores(tile.s, tile.queries + 2 * d * r, head.k_panels, part, d)
             add_far_rows(call, seq, strip, part, rows, tile.s, buffers, like, operand_like)
         finish_far_rows(call, strip, rows, like)

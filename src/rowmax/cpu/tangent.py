@@ -17,21 +17,22 @@ from ..call.problem import Problem
 from .call import Call, query_tasks
 from .forward import NEXT, firsts_of, pack_keys, packed_head, softmax_step
 from .functions import STRICT, SUMS, array, inner, number
+from .gradient_rows import buffers_of
 from .kernel import kernel, launch
-from .operands import aligned, pack_columns, sparse_product, store
+from .operands import memory_of, pack_columns, rows_are_finite, sparse_product, store
 from .products import from_rows
 from .rows import hide, keep_row, log_unit, query_scale, score_row, tangent_row
 from .rules import out_tangent, sink_in_tangent, tangent_base, with_sink
 from .tiles import (
+    all_sequences,
     columns,
     key_range,
     numbers_at,
     place_of,
+    row_address,
     row_at,
     score_tile,
-    skipped,
     tile_range,
-    tile_row,
 )
 from .vector import TILE_K, TILE_Q, fetch_add
 
@@ -59,13 +60,6 @@ class Sums(NamedTuple):
     base: np.ndarray  # r of the rules, which is subtracted from each s' of a row
 
 
-class Buffers(NamedTuple):
-    """Arrays of one row of a tile, ``[TILE_K]``; empty if the call does not use them."""
-
-    y: np.ndarray  # y of ``rules.score``
-    kept: np.ndarray  # 1 where dropout keeps the pair, else 0
-
-
 def tangent(problem: Problem, tensors: Tensors, tangents: Tangents) -> Results:
     """Return the results and their tangents."""
     call = Call(problem, tensors, bfloats=False)
@@ -82,21 +76,19 @@ def tangent(problem: Problem, tensors: Tensors, tangents: Tangents) -> Results:
     if tangents.k is not None:
         call.memory("tangent_panels", rows * problem.d)
     tasks = query_tasks(call)
-    arguments = (call.record, call.sequences, call.states, tasks, firsts, finite, call.like)
+    arguments = (call.record, tasks, firsts, finite, call.like)
     launch(tangent_worker, *arguments, tasks=len(tasks), flops=tangent_flops(problem))
     return results._replace(out=out.to(problem.dtype), tout=results.tout.to(problem.dtype))
 
 
 @kernel
-def tangent_worker(calls, sequences, states, tasks, firsts, finite, like, counters):
+def tangent_worker(calls, tasks, firsts, finite, like, counters):
     """Pack keys with the other threads, then compute tiles of queries."""
     call = calls[0]
+    sequences = all_sequences(call)
     pack_keys(call, sequences, firsts, finite, like, counters.ctypes.data)
     owner, scratch = scratch_memory(call, like)
-    buffers = Buffers(
-        np.empty(TILE_K if call.bent else 0, like.dtype),
-        np.empty(TILE_K + 64 if call.threshold else 0, np.uint8),
-    )
+    buffers_owner, buffers = buffers_of(call, False, like)
     next_task = counters.ctypes.data + 8 * NEXT
     while True:
         t = fetch_add(next_task, 1)
@@ -106,44 +98,41 @@ def tangent_worker(calls, sequences, states, tasks, firsts, finite, like, counte
         seq = sequences[task.s]
         place = place_of(seq, task.s, task.h, task.tile)
         head = packed_head(call, firsts, task.s, task.h // call.group, like)
-        state = tile_row(states, task.s, task.h, task.tile)
         ok = finite[head.first_tile :]
-        tangent_tile(call, seq, state, ok, place, head, scratch, buffers, like)
-    return owner.size
+        tangent_tile(call, seq, ok, place, head, scratch, buffers, like)
+    return owner.size + buffers_owner.size
 
 
 @inner
 def scratch_memory(call, like):
     """Return (the array that owns it, the scratch memory of a thread)."""
-    size = like.itemsize * TILE_Q
     d, value_d = call.d_operand, call.value_d_padded
-    owner, queries = aligned(TILE_Q * (2 * d + 2 * TILE_K + 2 * value_d + 4), like)
-    S = queries + 2 * size * d
-    T, O = S + size * TILE_K, S + 2 * size * TILE_K
-    return owner, Scratch(queries, queries + size * d, S, T, O, O + 2 * size * value_d)
+    owner, at = memory_of(like, TILE_Q, (d, d, TILE_K, TILE_K, 2 * value_d, 4))
+    return owner, Scratch(*at)
 
 
 @inner
-def tangent_tile(call, seq, state, finite, place, head, scratch, buffers, like):
+def tangent_tile(call, seq, finite, place, head, scratch, buffers, like):
     """Compute out, lse and their tangents of a tile of queries."""
-    size, padded = like.itemsize, 2 * call.value_d_padded
+    size, d, padded = like.itemsize, call.d_operand, 2 * call.value_d_padded
     s, h, i0, n = place
     numbers = array(scratch.sums, 4 * TILE_Q, like).reshape(4, TILE_Q)
     sums = Sums(numbers[0], numbers[1], numbers[2], numbers[3])
     numbers[:] = like.dtype.type(0)
     sums.m[:] = -np.inf
     array(scratch.O, TILE_Q * padded, like)[:] = like.dtype.type(0)
-    pack_queries(call, call.q, scratch.queries, seq, place, like)
-    pack_queries(call, call.tq, scratch.tqueries, seq, place, like)
+    for rows, to in ((call.q, scratch.queries), (call.tq, scratch.tqueries)):
+        pack_queries(rows, to, seq, place, d, query_scale(call), like)
 
     low, high = key_range(call, seq, place)
     for tile in tile_range(low, high):
-        if skipped(state, tile):
+        part = columns(call, place, low, high, tile, like)
+        if part.width <= 0:
             continue
-        part = columns(like, low, high, tile, state)
-        keys = head.keys, head.tangent_keys
-        score_tile(like, scratch.S, scratch.queries, head.keys, part, n, call.d_operand, 0)
-        product_tangents(call, scratch.T, (scratch.queries, scratch.tqueries), keys, part, n, like)
+        score_tile(like, scratch.S, scratch.queries, head.keys, part, n, d, 0)
+        first = call.tq, scratch.tqueries, head.keys
+        second = call.tk, scratch.queries, head.tangent_keys
+        sum_of_products(scratch.T, first, second, part, n, d, like)
         for r in range(n):
             P = array(scratch.S + size * r * TILE_K, part.width, like)
             T = array(scratch.T + size * r * TILE_K, part.width, like)
@@ -164,28 +153,33 @@ def tangent_tile(call, seq, state, finite, place, head, scratch, buffers, like):
 
 
 @inner
-def pack_queries(call, rows, to, seq, place, like):
-    """Write a tile of queries, or of other rows like them, as columns times ``query_scale``."""
-    if rows.address:
-        address = rows.address + like.itemsize * row_at(
-            rows, place.s, seq.query + place.i0, place.h
-        )
-        row_bytes = like.itemsize * rows.n
-        pack_columns(like, to, address, row_bytes, place.n, call.d_operand, query_scale(call))
+def pack_queries(rows, to, seq, place, d, factor, like):
+    """Write a tile of q or of rows like it as columns, times factor; return True if all are finite.
+
+    Write nothing of an absent tensor.
+    """
+    if not rows.address:
+        return True
+    address, row_bytes = row_address(rows, seq, place, like), like.itemsize * rows.n
+    pack_columns(like, to, address, row_bytes, place.n, d, factor)
+    return rows_are_finite(like, address, row_bytes, place.n, d)
 
 
 @inner
-def product_tangents(call, to, queries, keys, part, n, like):
-    """Compute ``Q' K^T + Q K'^T``; each pair of operands is (the packed rows, their tangents)."""
-    q, tq = queries
-    k, tk = keys
-    if call.tq.address:
-        score_tile(like, to, tq, k, part, n, call.d_operand, 0)
+def sum_of_products(to, first, second, part, n, d, like):
+    """Write the sum of two products as ``score_tile`` does; each is (rows, queries, keys).
+
+    A product is 0 if the rows, which its packed queries or keys are made of, are absent.
+    """
+    rows, queries, keys = first
+    if rows.address:
+        score_tile(like, to, queries, keys, part, n, d, 0)
     else:
         for r in range(n):
             array(to + like.itemsize * r * TILE_K, part.width, like)[:] = like.dtype.type(0)
-    if call.tk.address:
-        score_tile(like, to, q, tk, part, n, call.d_operand, 1)
+    rows, queries, keys = second
+    if rows.address:
+        score_tile(like, to, queries, keys, part, n, d, 1)
 
 
 @inner
@@ -243,10 +237,10 @@ def add_values(call, seq, place, part, finite, scratch, like):
     O, tO, S, T = scratch.O, scratch.O + size * padded, scratch.S, scratch.T
     row = 2 * padded
     if finite:
-        from_rows(like, n, padded, keys, O, row, S, v, call.v.n, 1)
-        from_rows(like, n, padded, keys, tO, row, T, v, call.v.n, 1)
+        from_rows(like, n, padded, keys, O, row, S, v, call.v.n)
+        from_rows(like, n, padded, keys, tO, row, T, v, call.v.n)
         if call.tv.address:
-            from_rows(like, n, padded, keys, tO, row, S, tv, call.tv.n, 1)
+            from_rows(like, n, padded, keys, tO, row, S, tv, call.tv.n)
         return
     unseen = like.dtype.type(UNSEEN)
     for r in range(n):

@@ -18,24 +18,24 @@ from ..rules.softmax import LOG2E
 from .backward import finished, outputs, owners_of, parts_of, sum_far_rows, write_parts
 from .call import Call
 from .functions import STRICT, array, inner, number
-from .gradient_rows import add_to_bias, weight, write_rows
+from .gradient_rows import add_to_bias, buffers_of, weight, write_rows
 from .heads import add_to_dheads
 from .kernel import kernel, launch
-from .operands import aligned, pack_columns, pack_panels, rows_are_finite, sparse_product
+from .operands import memory_of, pack_panels, rows_are_finite, sparse_product
 from .products import from_columns, from_rows
-from .rows import keep_row, position, score_row, tangent_row
+from .rows import keep_row, position, query_scale, score_row, tangent_row
 from .rules import curved_by_softcap, score_gradients
-from .tangent import pack_queries, product_tangents
+from .tangent import pack_queries, sum_of_products
 from .tiles import (
+    all_sequences,
     columns,
     key_range,
     numbers_at,
     place_of,
+    row_address,
     row_at,
     score_tile,
-    skipped,
     tile_range,
-    tile_row,
 )
 from .vector import TILE_K, TILE_Q, fetch_add
 
@@ -78,24 +78,6 @@ class Rows(NamedTuple):
     rest: np.ndarray  # the rounding error of LSE, natural; empty where scores are in base 2
 
 
-class Buffers(NamedTuple):
-    """Arrays of one row of a tile, ``[TILE_K]``; empty if the call does not use them."""
-
-    y: np.ndarray  # y of ``rules.score``
-    x: np.ndarray  # empty: no gradient here reads the scaled products
-    tx: np.ndarray  # x'
-    kept: np.ndarray  # 1 where dropout keeps the pair, else 0
-
-
-class Given(NamedTuple):
-    """Addresses of the caller's first row of a tile of queries; 0 for an absent tensor."""
-
-    q: int
-    tq: int
-    e: int
-    g: int
-
-
 def tangent_backward(
     problem: Problem,
     tensors: Tensors,
@@ -126,7 +108,7 @@ def tangent_backward(
         outputs(call, tensors, wanted.inputs, parts, "d"),
         outputs(call, tensors, wanted.tangents, parts, "dt"),
     ]
-    arguments = (call.record, call.sequences, call.states, starts, order, call.like)
+    arguments = (call.record, starts, order, call.like)
     flops = tangent_backward_flops(problem)
     launch(tangent_backward_worker, *arguments, tasks=tasks * parts, flops=flops)
     done = [finished(problem, tensors, s) for s in sums]
@@ -140,19 +122,14 @@ def tangent_backward(
 
 
 @kernel
-def tangent_backward_worker(calls, sequences, states, starts, order, like, counters):
+def tangent_backward_worker(calls, starts, order, like, counters):
     """Compute the tasks of one thread until the counter of owners has passed the last."""
     call = calls[0]
+    sequences = all_sequences(call)
     longest = (call.longest_k + TILE_K - 1) // TILE_K * TILE_K
     heads_owner, memory = head_memory(call, longest, like)
     tiles_owner, tile_mem = tile_memory(call, like)
-    bent = TILE_K if call.bent else 0
-    buffers = Buffers(
-        np.empty(bent, like.dtype),
-        np.empty(0, like.dtype),
-        np.empty(bent, like.dtype),
-        np.empty(TILE_K + 64 if call.threshold else 0, np.uint8),
-    )
+    buffers_owner, buffers = buffers_of(call, call.bent, like)
     finite = np.empty(longest // TILE_K, np.bool_)
     while True:
         t = fetch_add(counters.ctypes.data, 1)
@@ -166,10 +143,10 @@ def tangent_backward_worker(calls, sequences, states, starts, order, like, count
             count = (seq.queries + TILE_Q - 1) // TILE_Q
             for h in range(hk * call.group, (hk + 1) * call.group):
                 for tile in range(p, count, call.parts):
-                    state, place = tile_row(states, s, h, tile), place_of(seq, s, h, tile)
-                    second_tile(call, seq, state, finite, place, p, memory, tile_mem, buffers, like)
+                    place = place_of(seq, s, h, tile)
+                    second_tile(call, seq, finite, place, p, memory, tile_mem, buffers, like)
             write_head(call, seq, (p, s, hk), memory, like)
-    return heads_owner.size + tiles_owner.size
+    return heads_owner.size + tiles_owner.size + buffers_owner.size
 
 
 @inner
@@ -177,28 +154,18 @@ def head_memory(call, longest, like):
     """Return (the array that owns it, the memory of a kv head of up to ``longest`` keys)."""
     d, value_d = call.d_operand, call.value_d_operand
     padded, value_padded = call.d_padded, call.value_d_padded
-    owner, k = aligned(2 * longest * (d + value_d + padded + value_padded), like)
-    size = like.itemsize * longest
-    v = k + 2 * size * d
-    dk = v + 2 * size * value_d
-    dv = dk + 2 * size * padded
-    panels = k, k + size * d, v, v + size * value_d
-    return owner, HeadMemory(*panels, dk, dk + size * padded, dv, dv + size * value_padded)
+    columns = d, d, value_d, value_d, padded, padded, value_padded, value_padded
+    owner, at = memory_of(like, longest, columns)
+    return owner, HeadMemory(*at)
 
 
 @inner
 def tile_memory(call, like):
     """Return (the array that owns it, the memory of a tile)."""
     d, value_d, padded = call.d_operand, call.value_d_operand, call.d_padded
-    owner, q = aligned(TILE_Q * 2 * (d + value_d + 2 * TILE_K + padded), like)
-    size = like.itemsize * TILE_Q
-    e = q + 2 * size * d
-    S = e + 2 * size * value_d
-    tile = size * TILE_K
-    dq = S + 4 * tile
-    operands = q, q + size * d, e, e + size * value_d
-    tiles = S, S + tile, S + 2 * tile, S + 3 * tile
-    return owner, TileMemory(*operands, *tiles, dq, dq + size * padded)
+    tiles = TILE_K, TILE_K, TILE_K, TILE_K
+    owner, at = memory_of(like, TILE_Q, (d, d, value_d, value_d, *tiles, padded, padded))
+    return owner, TileMemory(*at)
 
 
 @inner
@@ -244,59 +211,39 @@ def write_head(call, seq, at, memory, like):
 
 
 @inner
-def second_tile(call, seq, state, finite, place, p, head, tile, buffers, like):
+def second_tile(call, seq, finite, place, p, head, tile, buffers, like):
     """Compute a tile of queries over its keys: add to the sums of keys, write dQ and dQ'."""
-    size, d, value_d, n = like.itemsize, call.d_padded, call.value_d_operand, place.n
-    given = Given(
-        address_of(call.q, seq, place, like),
-        address_of(call.tq, seq, place, like),
-        address_of(call.dout, seq, place, like),
-        address_of(call.dtout, seq, place, like),
-    )
-    pack_queries(call, call.q, tile.queries, seq, place, like)
-    pack_queries(call, call.tq, tile.tqueries, seq, place, like)
-    clean = rows_are_finite(like, given.q, size * call.q.n, n, call.d)
-    clean = clean and rows_are_finite(like, given.g, size * call.dtout.n, n, call.value_d)
-    pack_columns(like, tile.dtouts, given.g, size * call.dtout.n, n, value_d, 1.0)
-    if given.tq:
-        clean = clean and rows_are_finite(like, given.tq, size * call.tq.n, n, call.d)
-    if given.e:
-        clean = clean and rows_are_finite(like, given.e, size * call.dout.n, n, call.value_d)
-        pack_columns(like, tile.douts, given.e, size * call.dout.n, n, value_d, 1.0)
+    n, d, value_d, factor = place.n, call.d_operand, call.value_d_operand, query_scale(call)
+    clean = pack_queries(call.q, tile.queries, seq, place, d, factor, like)
+    clean &= pack_queries(call.tq, tile.tqueries, seq, place, d, factor, like)
+    clean &= pack_queries(call.dout, tile.douts, seq, place, value_d, 1.0, like)
+    clean &= pack_queries(call.dtout, tile.dtouts, seq, place, value_d, 1.0, like)
     for to in (tile.dq, tile.dtq):
-        array(to, TILE_Q * d, like)[:] = like.dtype.type(0)
+        array(to, TILE_Q * call.d_padded, like)[:] = like.dtype.type(0)
 
     low, high = key_range(call, seq, place)
     rows = rows_of(call, seq, place, like)
     if call.natural:
-        sum_far_rows(call, seq, state, place, rows, head, tile, buffers, like, like)
+        sum_far_rows(call, seq, place, rows, head, tile, buffers, like, like)
     for tile_k in tile_range(low, high):
-        if skipped(state, tile_k):
+        part = columns(call, place, low, high, tile_k, like)
+        if part.width <= 0:
             continue
-        part = columns(like, low, high, tile_k, state)
         score_products(call, part, n, head, tile, like)
         for r in range(n):
             second_row(call, seq, place, r, part, p, rows, tile, buffers, like)
         whole = clean and finite[tile_k]
-        add_to_keys(call, part, n, whole, given, head, tile, like)
+        add_to_keys(call, seq, place, part, whole, head, tile, like)
         add_to_queries(call, seq, place, part, whole, tile, like)
     write_queries(call.dq, tile.dq, call, seq, place, like)
     write_queries(call.dtq, tile.dtq, call, seq, place, like)
 
 
 @inner
-def address_of(rows, seq, place, like):
-    """Return the address of the first row of a tile of queries, 0 for an absent tensor."""
-    if not rows.address:
-        return 0
-    return rows.address + like.itemsize * row_at(rows, place.s, seq.query + place.i0, place.h)
-
-
-@inner
 def write_queries(to, rows, call, seq, place, like):
     """Write a tile of dQ, or of dQ', if it is wanted."""
     if to.address:
-        address = address_of(to, seq, place, like)
+        address = row_address(to, seq, place, like)
         write_rows(address, to.n, rows, place.n, call.d, call.d_padded, like, like)
 
 
@@ -317,19 +264,13 @@ def rows_of(call, seq, place, like):
 @inner
 def score_products(call, part, n, head, tile, like):
     """Write the products ``Q K^T``, x', beta and gamma of a tile of keys, ``[n, part.width]``."""
-    value_d = call.value_d_operand
-    score_tile(like, tile.s, tile.queries, head.k_panels, part, n, call.d_operand, 0)
-    queries, keys = (tile.queries, tile.tqueries), (head.k_panels, head.tk_panels)
-    product_tangents(call, tile.t, queries, keys, part, n, like)
+    d, value_d = call.d_operand, call.value_d_operand
+    score_tile(like, tile.s, tile.queries, head.k_panels, part, n, d, 0)
+    first = call.tq, tile.tqueries, head.k_panels
+    sum_of_products(tile.t, first, (call.tk, tile.queries, head.tk_panels), part, n, d, like)
     score_tile(like, tile.beta, tile.dtouts, head.v_panels, part, n, value_d, 0)
-    if call.dout.address:
-        score_tile(like, tile.gamma, tile.douts, head.v_panels, part, n, value_d, 0)
-    else:
-        for r in range(n):
-            row = array(tile.gamma + like.itemsize * r * TILE_K, part.width, like)
-            row[:] = like.dtype.type(0)
-    if call.tv.address:
-        score_tile(like, tile.gamma, tile.dtouts, head.tv_panels, part, n, value_d, 1)
+    first, second = (call.dout, tile.douts, head.v_panels), (call.tv, tile.dtouts, head.tv_panels)
+    sum_of_products(tile.gamma, first, second, part, n, value_d, like)
 
 
 @inner
@@ -342,7 +283,7 @@ def second_row(call, seq, place, r, part, p, rows, tile, buffers, like):
     offset = like.itemsize * r * TILE_K
     P, T = array(tile.s + offset, width, like), array(tile.t + offset, width, like)
     dts, ds = array(tile.beta + offset, width, like), array(tile.gamma + offset, width, like)
-    y, tx = buffers.y[:width], buffers.tx[:width]
+    y, tx = buffers.y[:width], buffers.x[:width]
     score_row(P, y, call, seq, s, h, i, part)
     for j in range(tx.size):
         tx[j] = T[j]
@@ -420,54 +361,53 @@ def scaled_dx(ds, dts, tx, y, scale):
 
 
 @inner
-def add_to_keys(call, part, n, whole, given, head, tile, like):
+def add_to_keys(call, seq, place, part, whole, head, tile, like):
     """Add a tile's part to dK, dK', dV and dV'; ``whole``: all rows are finite."""
-    size, d, value_d, width = like.itemsize, call.d_padded, call.value_d_padded, part.width
-    keys, values = size * d * part.j0, size * value_d * part.j0
-    of_q, of_e, of_g = (given.q, call.q.n), (given.e, call.dout.n), (given.g, call.dtout.n)
+    d, value_d, on = call.d_padded, call.value_d_padded, (seq, place, part, whole, like)
     if call.dv.address:
-        down_columns(tile.t, *of_g, head.dv + values, value_d, n, width, whole, like)
-        if given.e:
-            down_columns(tile.s, *of_e, head.dv + values, value_d, n, width, whole, like)
+        down_columns(tile.t, call.dtout, head.dv, value_d, *on)
+        down_columns(tile.s, call.dout, head.dv, value_d, *on)
     if call.dtv.address:
-        down_columns(tile.s, *of_g, head.dtv + values, value_d, n, width, whole, like)
+        down_columns(tile.s, call.dtout, head.dtv, value_d, *on)
     if call.dk.address:
-        down_columns(tile.gamma, *of_q, head.dk + keys, d, n, width, whole, like)
-        if given.tq:
-            of_tq = given.tq, call.tq.n
-            down_columns(tile.beta, *of_tq, head.dk + keys, d, n, width, whole, like)
+        down_columns(tile.gamma, call.q, head.dk, d, *on)
+        down_columns(tile.beta, call.tq, head.dk, d, *on)
     if call.dtk.address:
-        down_columns(tile.beta, *of_q, head.dtk + keys, d, n, width, whole, like)
+        down_columns(tile.beta, call.q, head.dtk, d, *on)
 
 
 @inner
-def down_columns(weights, rows, stride, to, d, n, width, whole, like):
-    """Add ``W^T X`` of a tile of weights ``[n, width]`` and n of the caller's rows."""
+def down_columns(weights, rows, to, d, seq, place, part, whole, like):
+    """Add ``W^T X`` of a tile of weights and the caller's rows of its queries, if there are any."""
+    if not rows.address:
+        return
+    at, n, width = row_address(rows, seq, place, like), place.n, part.width
+    to += like.itemsize * d * part.j0
     if whole:
-        from_columns(like, width, d, n, to, d, weights, TILE_K, rows, stride, 1)
+        from_columns(like, width, d, n, to, d, weights, TILE_K, at, rows.n, 1)
     else:
-        sparse_product(to, d, width, (weights, 1, TILE_K), n, rows, stride, d, 0, like)
+        sparse_product(to, d, width, (weights, 1, TILE_K), n, at, rows.n, d, 0, like)
 
 
 @inner
 def add_to_queries(call, seq, place, part, whole, tile, like):
     """Add a tile's part to dQ and dQ'; ``whole``: all rows are finite."""
-    size, d, n, keys = like.itemsize, call.d_padded, place.n, part.keys
-    at = place.s, seq.key + part.j0, place.h // call.group
-    k = call.k.address + size * row_at(call.k, *at)
+    on = call, seq, place, part, whole, like
     if call.dq.address:
-        along_rows(tile.gamma, k, call.k.n, tile.dq, d, n, keys, whole, like)
-        if call.tk.address:
-            tk = call.tk.address + size * row_at(call.tk, *at)
-            along_rows(tile.beta, tk, call.tk.n, tile.dq, d, n, keys, whole, like)
+        along_rows(tile.gamma, call.k, tile.dq, *on)
+        along_rows(tile.beta, call.tk, tile.dq, *on)
     if call.dtq.address:
-        along_rows(tile.beta, k, call.k.n, tile.dtq, d, n, keys, whole, like)
+        along_rows(tile.beta, call.k, tile.dtq, *on)
 
 
 @inner
-def along_rows(weights, rows, stride, to, d, n, keys, whole, like):
-    """Add ``W X`` of a tile of weights ``[n, keys]`` and the caller's rows of these keys."""
+def along_rows(weights, rows, to, call, seq, place, part, whole, like):
+    """Add ``W X`` of a tile of weights and the caller's rows of its keys, if there are any."""
+    if not rows.address:
+        return
+    at = row_at(rows, place.s, seq.key + part.j0, place.h // call.group)
+    at, d, n, keys = rows.address + like.itemsize * at, call.d_padded, place.n, part.keys
     if whole:
-        from_rows(like, n, d, keys, to, d, weights, rows, stride, 1)
+        from_rows(like, n, d, keys, to, d, weights, at, rows.n)
     else:
-        sparse_product(to, d, n, (weights, TILE_K, 1), keys, rows, stride, d, 0, like)
+        sparse_product(to, d, n, (weights, TILE_K, 1), keys, at, rows.n, d, 0, like)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from ..rules.mask import FULL, SKIP
+from .call import SEQUENCE
 from .functions import array, inner
-from .operands import HALF_K, depth, paired, row_size, tile_rows, unowned
+from .operands import HALF_K, depth, paired, row_size, tile_rows
 from .products import from_columns, panel, span
+from .rows import pair_at
 from .rules import any_range
 from .vector import TILE_K, TILE_Q
 
@@ -59,12 +63,9 @@ def numbers_at(tensor, size, s, h, n):
 
 
 @inner
-def tile_row(states, s, h, tile):
-    """Return the states of the tiles of keys for a tile of queries; empty without a map."""
-    if states.size == 0:
-        return array(0, 0, states)
-    row = states[min(s, states.shape[0] - 1), min(h, states.shape[1] - 1), tile]
-    return unowned(row)
+def all_sequences(call):
+    """Return the array of the sequences of a call."""
+    return array(call.sequences, call.batch, SEQUENCE)
 
 
 @inner
@@ -83,21 +84,19 @@ def tile_range(low, high):
 
 
 @inner
-def skipped(state, tile):
-    """Return True if no pair of a tile of keys may attend."""
-    return state.size > 0 and state[tile] == SKIP
-
-
-@inner
-def columns(like, low, high, tile, state):
-    """Return the part of a tile that holds keys [low, high)."""
+def columns(call, place, low, high, tile, like):
+    """Return the part of a tile that holds keys [low, high); without width if none may attend."""
     step = span(like)
     first = tile * TILE_K
     start = 0 if paired(like) else max(low - first, 0)
     start -= start % step
     stop = min(high - first, TILE_K)
     width = (stop - start + step - 1) // step * step
-    partial = state.size > 0 and state[tile] != FULL
+    partial = False
+    if call.states.address:
+        at = pair_at(call.states, place.s, place.h, place.i0 // TILE_Q, tile)
+        state = array(call.states.address + at, 1, np.uint8)[0]
+        width, partial = 0 if state == SKIP else width, state != FULL
     return Columns(tile, first + start, width, stop - start, partial)
 
 

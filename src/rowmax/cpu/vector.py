@@ -1,14 +1,10 @@
-"""The machine's vectors, and one tile product as LLVM IR.
-
-A matrix product is a loop over one register tile: ``MR`` rows by ``NV`` vectors of ``W`` numbers,
-held in registers while k runs. Written as LLVM vectors it uses every register and both multipliers
-of a core, which no compiler-vectorised loop does. It needs no BLAS. Only the shape differs between
-machines.
-"""
+"""The machine's vectors, and LLVM IR as functions of compiled code."""
 
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any, NamedTuple
 
 import llvmlite.binding as llvm
@@ -56,93 +52,104 @@ W, MR, NV, TILE_Q, TILE_K, PAIRS = _machine()
 if PAIRS:
     llvm.initialize_native_asmparser()  # their instruction is named in assembly below
 
-_I64 = ir.IntType(64)
-_I32 = ir.IntType(32)
+Value = Any  # LLVM's values have no types in its bindings
+
+I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 
 
-def product(width: int, mr: int, nv: int, a_row: int, sums: ir.Type, operands: ir.Type):
-    """Return an intrinsic for ``C[mr, nv * width] (+)= A[mr, k] B[k, nv * width]``.
+def const(value: int, kind: ir.Type = I64) -> ir.Constant:
+    """Return a constant integer."""
+    return ir.Constant(kind, value)
 
-    Arguments are addresses, strides in elements, k >= 1, and 1 to add to C:
-    ``(C, c_row, A, a_stride, B, b_stride, k, add)``. ``A[r, i]`` is at ``r a_row + i a_stride``;
-    a_row is a constant, so that one moving pointer reaches the whole of A. Operands of int32 are
-    pairs of bfloat16, two terms of the sum over k each. The sum over k begins with 0, and C is
-    added to it: sums of long rows in blocks have smaller errors.
+
+def shuffled(b: ir.IRBuilder, x: Value, lanes: Sequence[int], y: Value | None = None) -> Any:
+    """Return the named lanes of x, or of x and y one after the other."""
+    mask = ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes))
+    return b.shuffle_vector(x, x if y is None else y, mask)
+
+
+def repeated(b: ir.IRBuilder, x: Value, lanes: int) -> Value:
+    """Return a number in every lane of a vector."""
+    blank = ir.Constant(ir.VectorType(x.type, lanes), ir.Undefined)
+    return shuffled(b, b.insert_element(blank, x, const(0, I32)), [0] * lanes)
+
+
+def rounded(b: ir.IRBuilder, x: Value) -> Value:
+    """Return a vector of float32 as bfloat16, to nearest, ties to even."""
+    lanes = x.type.count
+    ints, shorts = ir.VectorType(I32, lanes), ir.VectorType(I16, lanes)
+    sixteen, one, most, quiet = (ir.Constant(ints, [n] * lanes) for n in (16, 1, 0x7FFF, 0x7FC0))
+    bits = b.bitcast(x, ints)
+    odd = b.and_(b.lshr(bits, sixteen), one)
+    nearest = b.lshr(b.add(bits, b.add(odd, most)), sixteen)
+    return b.trunc(b.select(b.fcmp_unordered("uno", x, x), quiet, nearest), shorts)
+
+
+def loop(
+    b: ir.IRBuilder,
+    count: Value,
+    step: int | Value,
+    starts: Sequence[Value],
+    body: Callable[[Value, list[Value]], list[Value] | None],
+) -> list[Value]:
+    """Emit ``for i in range(0, count, step): carried = body(i, carried)``; count is positive.
+
+    A body that carries nothing returns None.
     """
-    vector, words = ir.VectorType(sums, width), ir.VectorType(operands, width)
-    size = 8 if isinstance(sums, ir.DoubleType) else 4
+    before, inside = b.block, b.append_basic_block("loop")
+    done = b.append_basic_block("done")
+    b.branch(inside)
+    b.position_at_end(inside)
+    i, carried = b.phi(I64), [b.phi(start.type) for start in starts]
+    after = body(i, list(carried)) or []
+    following = b.add(i, const(step) if isinstance(step, int) else step)
+    starts, new = [const(0), *starts], [following, *after]
+    for phi, first, last in zip([i, *carried], starts, new, strict=True):
+        phi.add_incoming(first, before)
+        phi.add_incoming(last, b.block)
+    b.cbranch(b.icmp_signed("<", following, count), inside, done)
+    b.position_at_end(done)
+    return after
 
-    def n(value: int) -> ir.Constant:
-        return ir.Constant(_I64, value)
 
-    @intrinsic
-    def tile_product(typing, c, c_row, a, a_stride, b, b_stride, k, add):
-        def emit(context, builder, signature, arguments):
-            c, c_row, a, a_stride, b, b_stride, k, add = arguments
-            fma = multiply_add(builder, vector, words)
-            c = builder.inttoptr(c, sums.as_pointer())
-            a, b = (builder.inttoptr(x, operands.as_pointer()) for x in (a, b))
-            loop, done, added, stored = (
-                builder.append_basic_block(label) for label in ("loop", "done", "sum", "stored")
-            )
+def guarded(b: ir.IRBuilder, condition: Value, values: list[Value], body: Any) -> list[Value]:
+    """Emit ``values = body(values)`` where the condition holds."""
+    before = b.block
+    with b.if_then(condition):
+        found = body(values)
+        inside = b.block
+    phis = []
+    for old, new in zip(values, found, strict=True):
+        phi = b.phi(old.type)
+        phi.add_incoming(old, before)
+        phi.add_incoming(new, inside)
+        phis.append(phi)
+    return phis
 
-            def tile(r: int, v: int) -> ir.Value:
-                at = builder.add(builder.mul(c_row, n(r)), n(v * width))
-                return builder.bitcast(builder.gep(c, [at]), vector.as_pointer())
 
-            def lanes(address: ir.Value, v: int) -> ir.Value:
-                at = builder.gep(address, [n(v * width)])
-                return builder.load(builder.bitcast(at, words.as_pointer()), align=size)
+def emitted(
+    parameters: Sequence[types.Type], result: types.Type = types.void
+) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator: ``emit(builder, *arguments)`` becomes a function for compiled code."""
+    signature = result(*parameters)
 
-            def spread(address: ir.Value, r: int) -> ir.Value:
-                one = builder.load(builder.gep(address, [n(r * a_row)]))
-                blank = ir.Constant(words, ir.Undefined)
-                first = builder.insert_element(blank, one, ir.Constant(_I32, 0))
-                zeros = ir.Constant(ir.VectorType(_I32, width), [0] * width)
-                return builder.shuffle_vector(first, blank, zeros)
+    def decorate(emit: Callable[..., Any]) -> Any:
+        def codegen(context, builder, signature, arguments):
+            value = emit(builder, *arguments)
+            return context.get_dummy_value() if value is None else value
 
-            cells = [(r, v) for r in range(mr) for v in range(nv)]
-            results: list[tuple[int, int, ir.Value]] = []
-            start = builder.block
-            builder.branch(loop)
-            builder.position_at_end(loop)
-            i = builder.phi(_I64)
-            pa, pb = builder.phi(operands.as_pointer()), builder.phi(operands.as_pointer())
-            running = [builder.phi(vector) for _ in cells]
-            zero = ir.Constant(vector, [0.0] * width)
-            for phi, value in ((i, n(0)), (pa, a), (pb, b), *((x, zero) for x in running)):
-                phi.add_incoming(value, start)
-            row = [lanes(pb, v) for v in range(nv)]
-            after = []
-            for r in range(mr):
-                x = spread(pa, r)
-                after += [fma(x, row[v], running[r * nv + v]) for v in range(nv)]
-            moved = (builder.add(i, n(1)), builder.gep(pa, [a_stride]), builder.gep(pb, [b_stride]))
-            for phi, new in zip((i, pa, pb, *running), (*moved, *after), strict=True):
-                phi.add_incoming(new, loop)
-            builder.cbranch(builder.icmp_signed("<", moved[0], k), loop, done)
+        @wraps(emit)  # Numba reads the names of the parameters
+        def typed(*_):
+            return signature, codegen
 
-            builder.position_at_end(done)
-            builder.cbranch(builder.icmp_signed("!=", add, n(0)), added, stored)
-            builder.position_at_end(added)
-            totals = [
-                builder.fadd(builder.load(tile(r, v), align=size), value)
-                for (r, v), value in zip(cells, after, strict=True)
-            ]
-            builder.branch(stored)
-            builder.position_at_end(stored)
-            for (r, v), value, total in zip(cells, after, totals, strict=True):
-                result = builder.phi(vector)
-                result.add_incoming(value, done)
-                result.add_incoming(total, added)
-                results.append((r, v, result))
-            for r, v, result in results:
-                builder.store(result, tile(r, v), align=size)
-            return context.get_dummy_value()
+        return intrinsic(typed)
 
-        return types.void(*[types.int64] * 8), emit
+    return decorate
 
-    return tile_product
+
+def declared(builder: ir.IRBuilder, name: str, kind: ir.FunctionType) -> ir.Function:
+    """Return LLVM's function of a name, which a module declares once."""
+    return builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
 
 
 def multiply_add(builder: ir.IRBuilder, vector: ir.VectorType, words: ir.VectorType):
@@ -153,34 +160,23 @@ def multiply_add(builder: ir.IRBuilder, vector: ir.VectorType, words: ir.VectorT
         return lambda a, b, c: builder.call(pairs, [c, a, b])
     # LLVM makes this one instruction if the machine has it, else two
     name = f"llvm.fmuladd.v{words.count}f{64 if isinstance(words.element, ir.DoubleType) else 32}"
-    fma = builder.module.globals.get(name) or ir.Function(
-        builder.module, ir.FunctionType(vector, [vector] * 3), name
-    )
+    fma = declared(builder, name, ir.FunctionType(vector, [vector] * 3))
     return lambda a, b, c: builder.call(fma, [a, b, c])
 
 
-def _fetch_add(typing, address, n):
+@emitted([types.int64] * 2, types.int64)
+def fetch_add(b, address, n):
     """Add n to the int64 at an address, atomically, and return its value before."""
-
-    def emit(context, builder, signature, arguments):
-        at = builder.inttoptr(arguments[0], _I64.as_pointer())
-        return builder.atomic_rmw("add", at, arguments[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), emit
+    return b.atomic_rmw("add", b.inttoptr(address, I64.as_pointer()), n, "seq_cst")
 
 
-def _fetch(typing, address):
+@emitted([types.int64])
+def fetch(b, address):
     """Fetch the cache line of an address; the processor may leave that out."""
-
-    def emit(context, builder, signature, arguments):
-        pointer = builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
-        kind = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
-        name = "llvm.prefetch.p0i8"
-        call = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
-        builder.call(call, [pointer, *(ir.Constant(_I32, n) for n in (0, 3, 1))])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), emit
+    pointer = b.inttoptr(address, ir.IntType(8).as_pointer())
+    kind = ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
+    function = declared(b, "llvm.prefetch.p0i8", kind)
+    b.call(function, [pointer, *(const(n, I32) for n in (0, 3, 1))])
 
 
 def _pointer_to(typing, address, like):
@@ -196,13 +192,28 @@ def _address(typing, pointer):
     """Return the address that a pointer holds."""
 
     def emit(context, builder, signature, arguments):
-        return builder.ptrtoint(arguments[0], _I64)
+        return builder.ptrtoint(arguments[0], I64)
 
     return types.int64(pointer), emit
 
 
+def _ends(typing, start, size, counts):
+    """Return where parts of memory begin, and where the last ends: ``counts`` times size bytes."""
+    kind = types.UniTuple(types.int64, len(counts) + 1)
+
+    def emit(context, builder, signature, arguments):
+        at, size, counts = arguments
+        found = ir.Constant(context.get_value_type(kind), ir.Undefined)
+        for n, count in enumerate(signature.args[2]):
+            found = builder.insert_value(found, at, n)
+            number = context.cast(builder, builder.extract_value(counts, n), count, types.int64)
+            at = builder.add(at, builder.mul(size, number))
+        return builder.insert_value(found, at, len(signature.args[2]))
+
+    return kind(types.int64, types.int64, counts), emit
+
+
 # Numba passes an intrinsic's first parameter itself: a call has one fewer.
-fetch_add: Any = intrinsic(_fetch_add)
-fetch: Any = intrinsic(_fetch)
 pointer_to: Any = intrinsic(_pointer_to)
 address: Any = intrinsic(_address)
+ends: Any = intrinsic(_ends)

@@ -15,12 +15,25 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from ..rules.softmax import score_gradient
-from .vector import FEATURES, TILE_K, TILE_Q, W
-
-Value = Any  # LLVM's values have no types in its bindings
+from .vector import (
+    F32,
+    FEATURES,
+    I16,
+    I32,
+    TILE_K,
+    TILE_Q,
+    Value,
+    W,
+    const,
+    declared,
+    emitted,
+    loop,
+    repeated,
+    rounded,
+    shuffled,
+)
 
 LANES, STEP = 16, 32  # numbers of a vector; of a step of a loop
 
@@ -43,17 +56,11 @@ _EXP2 = (
 )
 _FLAGS = ("contract", "nsz")  # NaN, inf and the order of additions stay
 
-I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
-BFLOATS, TWO_BFLOATS = ir.VectorType(I16, LANES), ir.VectorType(I16, 2 * LANES)
+TWO_BFLOATS = ir.VectorType(I16, 2 * LANES)
 
 _ROUNDS = {"avx512f", "avx512dq"} <= FEATURES  # has instructions for floor and 2^floor
 _SHORTENS = {"avx512f", "avx512bf16"} <= FEATURES  # has one for float32 to bfloat16
-
-
-def const(value: int, kind: ir.Type = I64) -> ir.Constant:
-    """Return a constant integer."""
-    return ir.Constant(kind, value)
 
 
 class Lanes:
@@ -92,8 +99,7 @@ class Lanes:
         """Call an LLVM function of this vector."""
         arguments = [self.value, *more]
         kind = ir.FunctionType(FLOATS, [x.type for x in arguments])
-        module = self.builder.module
-        function = module.globals.get(name) or ir.Function(module, kind, name)
+        function = declared(self.builder, name, kind)
         return Lanes(self.builder, self.builder.call(function, arguments))
 
     def total(self) -> Value:
@@ -114,12 +120,6 @@ class Lanes:
         return self.builder.extract_element(x.value, const(0, I32))
 
 
-def shuffled(b: ir.IRBuilder, x: Value, lanes: Sequence[int], y: Value | None = None) -> Any:
-    """Return the named lanes of x, or of x and y one after the other."""
-    mask = ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes))
-    return b.shuffle_vector(x, x if y is None else y, mask)
-
-
 def halves(step: int, lanes: int) -> tuple[list[int], list[int]]:
     """Return lanes of a pair of vectors: of the first where the bit ``step`` is 0, else the second.
 
@@ -131,8 +131,7 @@ def halves(step: int, lanes: int) -> tuple[list[int], list[int]]:
 
 def spread(b: ir.IRBuilder, x: Value) -> Lanes:
     """Return a number in every lane."""
-    one = b.insert_element(ir.Constant(FLOATS, ir.Undefined), x, const(0, I32))
-    return Lanes(b, shuffled(b, one, [0] * LANES))
+    return Lanes(b, repeated(b, x, LANES))
 
 
 def load(b: ir.IRBuilder, address: Value, kind: ir.Type = FLOATS) -> Value:
@@ -153,33 +152,6 @@ def floats(b: ir.IRBuilder, address: Value) -> Lanes:
 def offset(b: ir.IRBuilder, address: Value, i: Value, size: int, more: int = 0) -> Value:
     """Return the address of element ``i + more``, of ``size`` bytes."""
     return b.add(address, b.mul(b.add(i, const(more)), const(size)))
-
-
-def loop(
-    b: ir.IRBuilder,
-    count: Value,
-    step: int | Value,
-    starts: Sequence[Value],
-    body: Callable[[Value, list[Value]], list[Value] | None],
-) -> list[Value]:
-    """Emit ``for i in range(0, count, step): carried = body(i, carried)``; count is positive.
-
-    A body that carries nothing returns None.
-    """
-    before, inside = b.block, b.append_basic_block("loop")
-    done = b.append_basic_block("done")
-    b.branch(inside)
-    b.position_at_end(inside)
-    i, carried = b.phi(I64), [b.phi(start.type) for start in starts]
-    after = body(i, list(carried)) or []
-    following = b.add(i, const(step) if isinstance(step, int) else step)
-    starts, new = [const(0), *starts], [following, *after]
-    for phi, first, last in zip([i, *carried], starts, new, strict=True):
-        phi.add_incoming(first, before)
-        phi.add_incoming(last, b.block)
-    b.cbranch(b.icmp_signed("<", following, count), inside, done)
-    b.position_at_end(done)
-    return after
 
 
 def exp2(x: Lanes, coefficients: Sequence[float]) -> Lanes:
@@ -212,43 +184,15 @@ def bfloats(low: Lanes, high: Lanes) -> Value:
         kind = ir.FunctionType(TWO_BFLOATS, [FLOATS, FLOATS])
         convert = ir.InlineAsm(kind, "vcvtne2ps2bf16 $1, $2, $0", "=v,v,v")
         return b.call(convert, [low.value, high.value])
-    halves = []
-    for x in (low, high):
-        bits = b.bitcast(x.value, INTS)
-        sixteen, one, most = (ir.Constant(INTS, [n] * LANES) for n in (16, 1, 0x7FFF))
-        odd = b.and_(b.lshr(bits, sixteen), one)
-        rounded = b.lshr(b.add(bits, b.add(odd, most)), sixteen)
-        quiet = ir.Constant(INTS, [0x7FC0] * LANES)
-        nan = b.fcmp_unordered("uno", x.value, x.value)
-        halves.append(b.trunc(b.select(nan, quiet, rounded), BFLOATS))
-    return shuffled(b, halves[0], range(2 * LANES), halves[1])
-
-
-def step_of_row(
-    parameters: Sequence[types.Type], result: types.Type = types.void
-) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator: ``emit(builder, *arguments)`` becomes a function for compiled code."""
-
-    def decorate(emit: Callable[..., Any]) -> Any:
-        names = ", ".join(f"x{n}" for n in range(len(parameters)))
-
-        def codegen(context, builder, signature, arguments):
-            value = emit(builder, *arguments)
-            return context.get_dummy_value() if value is None else value
-
-        signature = result(*parameters)
-        space: dict[str, Any] = {"signature": signature, "codegen": codegen}
-        exec(f"def {emit.__name__}(typing, {names}): return signature, codegen", space)
-        return intrinsic(space[emit.__name__])
-
-    return decorate
+    first, second = (rounded(b, x.value) for x in (low, high))
+    return shuffled(b, first, range(2 * LANES), second)
 
 
 _ADDRESS = _COUNT = types.int64
 _REAL = types.float32
 
 
-@step_of_row([_ADDRESS, _COUNT], _REAL)
+@emitted([_ADDRESS, _COUNT], _REAL)
 def greatest(b, row, n):
     """Return the greatest score; where one is NaN, NaN or another score."""
     least = ir.Constant(FLOATS, [float("-inf")] * LANES)
@@ -264,7 +208,7 @@ def greatest(b, row, n):
     return x.where(">", y, x, y).greatest()
 
 
-@step_of_row([_ADDRESS, _COUNT], types.boolean)
+@emitted([_ADDRESS, _COUNT], types.boolean)
 def finite(b, row, n):
     """Return True if n bfloat16 are neither inf nor NaN: no exponent is full."""
     mask = ir.Constant(TWO_BFLOATS, [0x7F80] * STEP)
@@ -278,7 +222,7 @@ def finite(b, row, n):
     return b.icmp_unsigned("==", b.bitcast(full, I32), const(0, I32))
 
 
-@step_of_row([_ADDRESS, _COUNT, _REAL])
+@emitted([_ADDRESS, _COUNT, _REAL])
 def multiply(b, row, n, factor):
     """Multiply a row by a number."""
     factor = spread(b, factor)
@@ -291,7 +235,7 @@ def multiply(b, row, n, factor):
 
 
 def _exponentials(natural: bool) -> Any:
-    @step_of_row([_ADDRESS, _COUNT, _REAL, _REAL], _REAL)
+    @emitted([_ADDRESS, _COUNT, _REAL, _REAL], _REAL)
     def exponentials(b, row, n, shift, unit):
         shift, unit = spread(b, shift), spread(b, unit)
         zero = shift.all(0.0).value
@@ -318,7 +262,7 @@ exponentials, natural_exponentials = _exponentials(False), _exponentials(True)
 
 
 def _bfloat_exponentials(natural: bool) -> Any:
-    @step_of_row([_ADDRESS, _ADDRESS, _COUNT, _REAL, _REAL, _REAL], _REAL)
+    @emitted([_ADDRESS, _ADDRESS, _COUNT, _REAL, _REAL, _REAL], _REAL)
     def bfloat_exponentials(b, row, to, n, factor, shift, unit):
         factor, shift, unit = spread(b, factor), spread(b, shift), spread(b, unit)
         zero = shift.all(0.0).value
@@ -344,7 +288,7 @@ bfloat_exponentials = _bfloat_exponentials(False)
 natural_bfloat_exponentials = _bfloat_exponentials(True)
 
 
-@step_of_row([_ADDRESS, _ADDRESS, _COUNT, _REAL, _REAL, _REAL])
+@emitted([_ADDRESS, _ADDRESS, _COUNT, _REAL, _REAL, _REAL])
 def gradients(b, p, dp, n, lse, delta, unit):
     """Replace scores by weights P, and dP by ``unit dS``; a weight of 0 has no gradient."""
     lse, delta, unit = spread(b, lse), spread(b, delta), spread(b, unit)
@@ -373,7 +317,7 @@ def _transposed(b: ir.IRBuilder, x: list[Value]) -> list[Value]:
     return x
 
 
-@step_of_row([_ADDRESS, _COUNT, _ADDRESS, _COUNT])
+@emitted([_ADDRESS, _COUNT, _ADDRESS, _COUNT])
 def transpose(b, to, to_bytes, rows, row_bytes):
     """Transpose 16 x 16 numbers of 4 bytes; rows are so many bytes apart."""
     x = [load(b, b.add(rows, b.mul(row_bytes, const(r))), INTS) for r in range(LANES)]
@@ -389,7 +333,7 @@ def _turned(kind: ir.Type, partial: bool) -> Any:
     words = ir.VectorType(kind, W)
     zero = ir.Constant(words, None)
 
-    @step_of_row([_ADDRESS, _COUNT, _ADDRESS, _COUNT, _COUNT, _REAL])
+    @emitted([_ADDRESS, _COUNT, _ADDRESS, _COUNT, _COUNT, _REAL])
     def turned(b, to, to_bytes, rows, row_bytes, n, factor):
         x = []
         for r in range(W):
@@ -400,8 +344,7 @@ def _turned(kind: ir.Type, partial: bool) -> Any:
             y = load(b, b.add(rows, row), words)
             x.append(b.select(inside, y, zero) if partial else y)
         if kind == F32:
-            one = b.insert_element(ir.Constant(words, ir.Undefined), factor, const(0, I32))
-            factor = shuffled(b, one, [0] * W)
+            factor = repeated(b, factor, W)
         for r, column in enumerate(_transposed(b, x)):
             column = b.fmul(column, factor, flags=_FLAGS) if kind == F32 else column
             write(b, column, b.add(to, b.mul(to_bytes, const(r))))
@@ -415,7 +358,7 @@ turned_floats, some_turned_floats = _turned(F32, False), _turned(F32, True)
 turned_pairs, some_turned_pairs = _turned(I32, False), _turned(I32, True)
 
 
-@step_of_row([_ADDRESS, _ADDRESS, _ADDRESS, _COUNT])
+@emitted([_ADDRESS, _ADDRESS, _ADDRESS, _COUNT])
 def weave(b, to, first, second, n):
     """Write two rows of n bfloat16 as n pairs of neighbours."""
 
@@ -428,7 +371,7 @@ def weave(b, to, first, second, n):
     loop(b, n, STEP, [], body)
 
 
-@step_of_row([_ADDRESS, _ADDRESS, _COUNT, _REAL])
+@emitted([_ADDRESS, _ADDRESS, _COUNT, _REAL])
 def shorten(b, to, row, n, factor):
     """Write n float32 times factor as bfloat16."""
     factor = spread(b, factor)
@@ -450,7 +393,7 @@ def _write_pairs(b: ir.IRBuilder, rows: list[Lanes], to: Value) -> Value:
     return both
 
 
-@step_of_row([_ADDRESS, _ADDRESS, _ADDRESS, _COUNT])
+@emitted([_ADDRESS, _ADDRESS, _ADDRESS, _COUNT])
 def pair_rows(b, to, low, high, n):
     """Write n float32 of two rows as pairs of bfloat16, those of low first; n is positive."""
 
@@ -461,7 +404,7 @@ def pair_rows(b, to, low, high, n):
     loop(b, n, LANES, [], body)
 
 
-@step_of_row([_ADDRESS, _ADDRESS, _COUNT])
+@emitted([_ADDRESS, _ADDRESS, _COUNT])
 def pair_rows_with_zeros(b, to, row, n):
     """Write n float32 as pairs of bfloat16 with 0; n is positive."""
 
@@ -492,7 +435,7 @@ def _two_rows(b, row, at, v):
     return [floats(b, first), floats(b, b.add(first, const(4 * TILE_K)))]
 
 
-@step_of_row([_ADDRESS] * 5 + [_COUNT])
+@emitted([_ADDRESS] * 5 + [_COUNT])
 def pair_gradients(b, p, dp, p_pairs, ds_pairs, ds_rows, n):
     """Write two rows of P and dS, which are float32, as operands of bfloat16."""
 
@@ -504,7 +447,7 @@ def pair_gradients(b, p, dp, p_pairs, ds_pairs, ds_rows, n):
     loop(b, n, STEP, [], body)
 
 
-@step_of_row([_ADDRESS] * 5 + [_COUNT, _ADDRESS, _ADDRESS, _REAL, _REAL])
+@emitted([_ADDRESS] * 5 + [_COUNT, _ADDRESS, _ADDRESS, _REAL, _REAL])
 def bfloat_gradients(b, s, dp, p_pairs, ds_pairs, ds_rows, n, lse, delta, factor, unit):
     """Write P and ``unit dS`` of two rows of scores as operands of bfloat16.
 
