@@ -14,7 +14,7 @@ import pytest
 import torch
 from triton.backends.compiler import GPUTarget
 
-from rowmax.gpu.hopper import host, tiles
+from rowmax.gpu.hopper import documents, host, tiles
 from rowmax.testing import Case, make
 
 from . import arrivals, sass
@@ -132,6 +132,7 @@ def build(
         patch.setattr(tiles, "ONTO_OPERATIONS", 0.0 if lags else math.inf)
         words = torch.zeros(64, dtype=torch.int32)
         patch.setattr(host.packed, "order", lambda *_: host.packed.Order(*[words] * 5))
+        patch.setattr(host, "spans_of", lambda *_: documents.Spans(*[words] * 4))
         plan = host.build_plan(problem, tensors, out, CLOCKS=clocks, LAGS=lags)
         t = host.pointers(plan, problem, tensors, out, lse)
         t = t._replace(clocks=words if clocks else None)

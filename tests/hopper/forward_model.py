@@ -33,6 +33,7 @@ from tests.extreme_bias import CASES as EXTREMES  # noqa: E402
 from tests.extreme_bias import complaints as extreme_complaints  # noqa: E402
 from tests.extreme_bias import extreme, limit, row_complaints  # noqa: E402
 from tests.garbage import collect_less  # noqa: E402
+from tests.hopper import document_spans  # noqa: E402
 from tests.hopper.packed_calls import in_range, with_rows_past_the_last  # noqa: E402
 from tests.poison_padding import padding_matters  # noqa: E402
 
@@ -178,6 +179,7 @@ TALL = [key for key in LONG_KEYS if key[0] > 64]
 def prepare(processors: int) -> None:
     host.processors = lambda _: processors
     host.spills = lambda *_: False  # nothing is compiled
+    host.spans_of = document_spans.tables  # pyright: ignore  (the emulator has no such kernels)
     packed._CLEARING = 3  # each of few programs clears several parts
     host._PLANS.clear()
     torch.cuda.current_device = lambda: None  # pyright: ignore

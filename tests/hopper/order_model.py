@@ -33,8 +33,8 @@ from rowmax.gpu.hopper.backward_order import (  # noqa: E402
     streamed_range,
 )
 from rowmax.gpu.hopper.backward_tiles import FusedConfig  # noqa: E402
-from rowmax.gpu.hopper.documents import tile_spans  # noqa: E402
 from rowmax.gpu.hopper.lib.order import Tile  # noqa: E402
+from tests.hopper.document_spans import sorted_spans  # noqa: E402
 
 BLOCK_Q, BLOCK_K = 64, 128
 
@@ -160,7 +160,7 @@ def spans_of(case: Case) -> np.ndarray:
     ids = rng.integers(0, 5, case.nk)
     ids = torch.from_numpy(np.sort(ids) if case.documents == "sorted" else ids)[None]
     at = torch.arange(case.nq).clamp(max=case.nk - 1)
-    return tile_spans(ids, ids[:, at], BLOCK_K, BLOCK_Q, 1).numpy().reshape(-1)
+    return sorted_spans(ids, ids[:, at], BLOCK_K, BLOCK_Q, 1).numpy().reshape(-1)
 
 
 def main() -> int:

@@ -11,16 +11,11 @@ import torch
 from torch import Tensor
 
 from rowmax.gpu.hopper import documents
+from tests.hopper.document_spans import sorted_spans, tables
 
 pytestmark = pytest.mark.skipif(
     not documents._is_interpreted(), reason="needs TRITON_INTERPRET=1 before triton is imported"
 )
-
-
-def in_torch(monkeypatch: pytest.MonkeyPatch, function: Any, *given: Any) -> Any:
-    with monkeypatch.context() as patch:
-        patch.setattr(documents, "_is_interpreted", lambda: False)
-        return function(*given)
 
 
 def ids(rng: random.Random, batch: int, n: int) -> Tensor:
@@ -30,7 +25,7 @@ def ids(rng: random.Random, batch: int, n: int) -> Tensor:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_tables_of_documents_float32(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_of_documents_float32(seed: int) -> None:
     """Numbers of tiles on both sides of a step of 256, blocks that are no power of two."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -40,14 +35,10 @@ def test_tables_of_documents_float32(seed: int, monkeypatch: pytest.MonkeyPatch)
         ids(rng, batch, rng.choice((1, 100, 900))),
     )
     blocks = rng.choice((16, 64, 21)), rng.choice((1, 3, 64, 128))
-    given = (q, k, *blocks, batch)
-    got, want = (
-        documents.tile_spans(*given),
-        in_torch(monkeypatch, documents.tile_spans, *given),
-    )
-    assert torch.equal(got, want)
-    tensors = SimpleNamespace(q_ids=q, k_ids=k)
-    given = (SimpleNamespace(batch=batch), tensors, rng.choice((1, 2, 3)), *blocks)
-    both = documents.spans_of(*given), in_torch(monkeypatch, documents.spans_of, *given)
-    for got, want in zip(*both, strict=True):
+    sides = (q, k, *blocks, batch)
+    assert torch.equal(documents.tile_spans(*sides), sorted_spans(*sides))
+    problem: Any = SimpleNamespace(batch=batch)
+    tensors: Any = SimpleNamespace(q_ids=q, k_ids=k)
+    given = (problem, tensors, rng.choice((1, 2, 3)), *blocks)
+    for got, want in zip(documents.spans_of(*given), tables(*given), strict=True):
         assert torch.equal(got, want)

@@ -10,13 +10,11 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...call.problem import Problem, Tensors
-from ...rules.mask import tile_range
 from ..compiled import Launch
 
 _FAR = tl.constexpr(2**31 - 1)
@@ -40,22 +38,21 @@ def tile_spans(
     The arguments are the ids of both sides, ``[B|1, N]``. Neither bound decreases from one tile to
     the next, so the resident tiles of a streamed one are an interval too.
     """
-    if resident.device.type == "cpu" and not _is_interpreted():
-        begin, end = _met(tile_range(resident, block), tile_range(streamed, block_streamed))
-        begin = begin.flip(1).cummin(1)[0].flip(1)
-        end = end.cummax(1)[0]
-        return torch.stack([begin, end], -1).int().expand(batch, -1, -1).contiguous()
-    ranges = _ranges(resident, block), _ranges(streamed, block_streamed)
+    ranges = tile_ranges(resident, block), tile_ranges(streamed, block_streamed)
     spans = _spans(*ranges, 1, 1, batch)
     _run(_sorted_launch(batch, spans.shape[1], ranges[1].shape[1]), SpanPointers(spans=spans))
     return spans
 
 
-def tile_ranges(ids: Tensor, block: int) -> Tensor:
-    """Return ``[B|1, tiles, 2]``, the least and greatest id of each tile of ids ``[B|1, N]``."""
-    if ids.device.type == "cpu" and not _is_interpreted():
-        return torch.stack(tile_range(ids, block), -1).contiguous()
-    return _ranges(ids, block)
+def tile_ranges(ids: Tensor, block: int, counter: Tensor | None = None) -> Tensor:
+    """Return int32 ``[B|1, tiles, 2]``, the least and greatest id of each tile of ids ``[B|1, N]``.
+
+    ``counter`` is set to 0 if it is given.
+    """
+    batch, n = ids.shape
+    ranges = ids.new_empty(batch, -(-n // block), 2)
+    _run(_ranges_launch(batch, n, block), SpanPointers(ids, ranges, counter=counter))
+    return ranges
 
 
 def spans_of(p: Problem, t: Tensors, warpgroups: int, tokens: int, block_k: int) -> Spans:
@@ -64,23 +61,8 @@ def spans_of(p: Problem, t: Tensors, warpgroups: int, tokens: int, block_k: int)
     assert t.k_ids is not None
     q_ids, k_ids = t.q_ids.contiguous(), t.k_ids.contiguous()
     counter = q_ids.new_empty(1)
-    if q_ids.device.type == "cpu" and not _is_interpreted():
-        q_range, k_range = tile_range(q_ids, tokens), tile_range(k_ids, block_k)
-        begin, end = _met(tile_range(q_ids, tokens * warpgroups), k_range)
-        spans = (torch.stack([begin, end], -1) * block_k).expand(p.batch, -1, -1)
-        q_range, k_range = (torch.stack(x, -1).contiguous() for x in (q_range, k_range))
-        return Spans(spans.int().contiguous(), q_range, k_range, counter.zero_())
-    q_range, k_range = _ranges(q_ids, tokens, counter), _ranges(k_ids, block_k)
+    q_range, k_range = tile_ranges(q_ids, tokens, counter), tile_ranges(k_ids, block_k)
     return Spans(_spans(q_range, k_range, warpgroups, block_k, p.batch), q_range, k_range, counter)
-
-
-def _met(ids: tuple[Tensor, Tensor], others: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return (begin, end) of the other tiles whose range of ids overlaps with that of each tile."""
-    (low, high), (other_low, other_high) = ids, others
-    meet = (low[:, :, None] <= other_high[:, None]) & (other_low[:, None] <= high[:, :, None])
-    n = meet.shape[2]
-    tile = torch.arange(n, device=meet.device)
-    return torch.where(meet, tile, n).amin(2), torch.where(meet, tile + 1, 0).amax(2)
 
 
 # --- kernels -----------------------------------------------------------------------------------
@@ -210,14 +192,6 @@ def _sorted_launch(batch: int, n: int, others: int) -> Launch:
 
 def _run(launch: Launch, t: SpanPointers) -> None:
     (launch.public if _is_interpreted() else launch)(t)
-
-
-def _ranges(ids: Tensor, block: int, counter: Tensor | None = None) -> Tensor:
-    """Return the least and the greatest id of each tile, int32 ``[B|1, tiles, 2]``."""
-    batch, n = ids.shape
-    ranges = ids.new_empty(batch, -(-n // block), 2)
-    _run(_ranges_launch(batch, n, block), SpanPointers(ids, ranges, counter=counter))
-    return ranges
 
 
 def _spans(ranges: Tensor, others: Tensor, group: int, unit: int, batch: int) -> Tensor:
