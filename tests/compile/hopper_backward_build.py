@@ -13,7 +13,6 @@ from triton.experimental.gluon import language as gl
 from rowmax.call.problem import Tensors
 from rowmax.gpu.hopper.backward_args import Numbers, Pointers
 from rowmax.gpu.hopper.backward_host import reads_rows
-from rowmax.gpu.hopper.backward_lib import Constants
 from rowmax.gpu.hopper.backward_plan import copies_of, kernel_of
 from rowmax.gpu.hopper.backward_tiles import (
     HELD_WITH_BIAS,
@@ -24,6 +23,7 @@ from rowmax.gpu.hopper.backward_tiles import (
 )
 from rowmax.gpu.hopper.host import GluonLaunch
 from rowmax.gpu.hopper.lib.tma import Descriptors
+from rowmax.gpu.hopper.tiles import Constants
 
 from .hopper_build import Built, _read
 

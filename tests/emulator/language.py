@@ -165,7 +165,6 @@ def install() -> None:
             store_wait=tma_store_wait,
         ),
         warpgroup_mma=warpgroup_mma,
-        warpgroup_mma_init=lambda x: x,
         warpgroup_mma_wait=warpgroup_mma_wait,
     )
     _module("triton.experimental.gluon.nvidia")

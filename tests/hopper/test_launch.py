@@ -40,7 +40,7 @@ def posed(*, nq: int = 64, nk: int = 256, **options: Any) -> tuple[Problem, Tens
 
 def test_the_text_of_constants_has_what_follows_from_a_tile() -> None:
     """Triton's cache on disk finds a kernel by this text and by its source."""
-    constants = importlib.import_module("rowmax.gpu.hopper.backward_lib").Constants
+    constants = importlib.import_module("rowmax.gpu.hopper.tiles").Constants
     long = tiles.LONG[64, 64]
     text = repr(constants(long))
     assert "'KEY_TILES': 3" in text

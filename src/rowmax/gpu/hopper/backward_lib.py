@@ -11,9 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...rules.score import ScoreTerms
-from . import tiles
 from .backward_order import first_place, next_place, place_tile, plane_of
-from .backward_tiles import Config
 from .gluon_compat import mbarrier, reinterpret, warpgroup_mma
 from .lib import ring
 from .lib.assembly import publish_text
@@ -21,17 +19,6 @@ from .lib.layouts import output_layout
 from .lib.rules import product_gradient, score_bfloat16, score_float16
 from .lib.scores import columns, lanes, rows_of
 from .lib.softmax import LOG2E, along_row, by_lane
-
-
-class Constants(tiles.Constants):
-    """A config as kernels read it: every name in capitals is a constexpr."""
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        for name in filter(str.isupper, dir(config)):
-            value = getattr(config, name)
-            value = Constants(value) if isinstance(value, Config) else value
-            setattr(self, name, gl.constexpr(value))
 
 
 class Descriptors(NamedTuple):

@@ -28,7 +28,6 @@ from .backward_args import (
     RowNumbers,
 )
 from .backward_bias import gradient_by, kind_of, refused_gradient
-from .backward_lib import Constants
 from .backward_order import complete_table, counter_table, padded_rows
 from .backward_tiles import (
     DQ_OF_DBIAS,
@@ -56,6 +55,7 @@ from .lib.order import (
     touched_tile_count,
 )
 from .lib.tma import Descriptors, descriptor, strides
+from .tiles import Constants
 
 _MOST_PLANS = 256
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}

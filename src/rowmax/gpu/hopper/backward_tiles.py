@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ...call.problem import Problem
 from .gluon_compat import COPIES_OPERANDS
-from .tiles import first_part
+from .tiles import Widths
 
 ROWS = 64  # rows of one warpgroup: the height of a wgmma
 WARPGROUPS = 2
@@ -25,7 +25,7 @@ ROUNDED_TILES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Widths):
     """The constants of all backward kernels, under the names that kernels use.
 
     A resident tile stays in shared memory while streamed tiles pass.
@@ -54,22 +54,6 @@ class Config:
     QUERIES_RESIDENT = False
 
     @property
-    def D0(self) -> int:
-        return first_part(self.D)
-
-    @property
-    def D1(self) -> int:
-        return self.D - self.D0
-
-    @property
-    def DV0(self) -> int:
-        return first_part(self.DV)
-
-    @property
-    def DV1(self) -> int:
-        return self.DV - self.DV0
-
-    @property
     def BUFFER_D(self) -> int:
         """Return the columns of a buffer that holds both parts of D side by side."""
         return self.D0 << (self.D1 > 0)
@@ -91,11 +75,6 @@ class Config:
     def TILE(self) -> int:
         """Return the positions of a tile of the order (order.row_at)."""
         return self.BLOCK_RESIDENT
-
-    @property
-    def PADDED(self) -> bool:
-        """Return True if a tile of keys may end in rows past its sequence."""
-        return self.VARLEN or self.PREFIX
 
     @property
     def MASKS(self) -> bool:
@@ -352,41 +331,38 @@ class DbiasConfig(Config):
         return self.PREFIX or self.DOCUMENTS
 
 
+def by_sizes(*tiles: tuple[Config, ...]) -> dict[tuple[int, int], tuple[Config, ...]]:
+    """Return the tiles of kernels by their head sizes."""
+    return {(kernels[0].D, kernels[0].DV): kernels for kernels in tiles}
+
+
+_32 = FusedConfig(
+    D=32, DV=32, Q_STAGES=4, DO_STAGES=3, KV_STAGES=2, DQ_STAGES=2, HELD=True, AHEAD=True
+)
+_64 = replace(_32, D=64, DV=64)
 #: by (D, DV), both padded to one of these: the kernels of dq, dk and dv
-TILES: dict[tuple[int, int], tuple[Config, ...]] = {
-    (32, 32): (
-        FusedConfig(
-            D=32, DV=32, Q_STAGES=4, DO_STAGES=3, KV_STAGES=2, DQ_STAGES=2, HELD=True, AHEAD=True
-        ),
-    ),
-    (64, 64): (
-        FusedConfig(
-            D=64, DV=64, Q_STAGES=4, DO_STAGES=3, KV_STAGES=2, DQ_STAGES=2, HELD=True, AHEAD=True
-        ),
-    ),
-    (128, 128): (FusedConfig(D=128, DV=128, Q_STAGES=3, DO_STAGES=2),),
+TILES: dict[tuple[int, int], tuple[Config, ...]] = by_sizes(
+    (_32,),
+    (_64,),
+    (FusedConfig(D=128, DV=128, Q_STAGES=3, DO_STAGES=2),),
     # the fused kernel has no registers for heads of 256
-    (256, 128): (
+    (
         DqConfig(D=256, DV=128, K_STAGES=2, V_STAGES=2),
         DkdvConfig(D=256, DV=128, Q_STAGES=3, DO_STAGES=2, HELD_K=256, HELD_V=128),
     ),
-    (256, 256): (
+    (
         DqConfig(D=256, DV=256, K_STAGES=2, V_STAGES=1),
         DkdvConfig(D=256, DV=256, Q_STAGES=3, DO_STAGES=2, HELD_K=128, HELD_V=128, ALONE=True),
     ),
-    (512, 512): (
+    (
         WideConfig(D=512, DV=512, GRADIENT="q", FIRST_STAGES=2, SECOND_STAGES=2),
         WideConfig(D=512, DV=512, GRADIENT="k", FIRST_STAGES=2, SECOND_STAGES=2),
         WideConfig(
-            D=512,
-            DV=512,
-            GRADIENT="v",
-            FIRST_STAGES=3,
-            SECOND_STAGES=4,
+            D=512, DV=512, GRADIENT="v", FIRST_STAGES=3, SECOND_STAGES=4,
             HELD=64 if COPIES_OPERANDS else 128,  # copies of more would spill
         ),
     ),
-}
+)  # fmt: skip
 #: half of a step at a time leaves registers for K and V, but not for copies of them
 HALVES_OF_96 = FusedConfig(D=96, DV=96, Q_STAGES=4, DO_STAGES=2, HALVED=True, HELD=True)
 #: by (D, DV): long sequences (``is_long``). At 64 Q, dO and sums of dQ pass once for 192 keys
@@ -416,32 +392,29 @@ FOUR = FusedConfig(
 #: the fewest tiles of keys for it: with fewer processors wait
 FOUR_TILES = 4 * 132
 #: head sizes in between, in two parts of columns. A bias takes their registers, and the tile above
-BETWEEN: dict[tuple[int, int], tuple[Config, ...]] = {
-    (80, 80): (
+BETWEEN: dict[tuple[int, int], tuple[Config, ...]] = by_sizes(
+    (
         FusedConfig(
             D=80, DV=80, Q_STAGES=3, DO_STAGES=3, KV_STAGES=2, DQ_STAGES=2,
             HELD=not COPIES_OPERANDS,  # copies of K and V would spill
         ),
     ),
-    (96, 96): (FusedConfig(D=96, DV=96, Q_STAGES=4, DO_STAGES=3),),
-    (192, 128): (
+    (FusedConfig(D=96, DV=96, Q_STAGES=4, DO_STAGES=3),),
+    (
         DqConfig(D=192, DV=128, K_STAGES=2, V_STAGES=2),
         DkdvConfig(D=192, DV=128, Q_STAGES=3, DO_STAGES=2, HELD_K=192, HELD_V=128),
     ),
-}  # fmt: skip
+)  # fmt: skip
 #: by (D, DV): dbias of a bias that sequences or heads share
 SHARED_BIAS = {
-    (32, 32): DbiasConfig(
-        D=32, DV=32, BLOCK_STREAMED=128, QK_STAGES=4, VDO_STAGES=4, BIAS_STAGES=2
-    ),
-    (64, 64): DbiasConfig(
-        D=64, DV=64, BLOCK_STREAMED=128, QK_STAGES=2, VDO_STAGES=2, BIAS_STAGES=2
-    ),
-    (128, 128): DbiasConfig(
-        D=128, DV=128, BLOCK_STREAMED=128, QK_STAGES=2, VDO_STAGES=1, BIAS_STAGES=1
-    ),
-    (256, 128): DbiasConfig(D=256, DV=128, QK_STAGES=1, VDO_STAGES=2, BIAS_STAGES=2),
-    (256, 256): DbiasConfig(D=256, DV=256, QK_STAGES=1, VDO_STAGES=1, BIAS_STAGES=2),
+    (c.D, c.DV): c
+    for c in (
+        DbiasConfig(D=32, DV=32, BLOCK_STREAMED=128, QK_STAGES=4, VDO_STAGES=4, BIAS_STAGES=2),
+        DbiasConfig(D=64, DV=64, BLOCK_STREAMED=128, QK_STAGES=2, VDO_STAGES=2, BIAS_STAGES=2),
+        DbiasConfig(D=128, DV=128, BLOCK_STREAMED=128, QK_STAGES=2, VDO_STAGES=1, BIAS_STAGES=1),
+        DbiasConfig(D=256, DV=128, QK_STAGES=1, VDO_STAGES=2, BIAS_STAGES=2),
+        DbiasConfig(D=256, DV=256, QK_STAGES=1, VDO_STAGES=1, BIAS_STAGES=2),
+    )
 }
 #: at head size 32 by four consumers, of 256 queries, where there are no documents
 SHARED_BY_FOUR = DbiasConfig(
@@ -450,25 +423,14 @@ SHARED_BY_FOUR = DbiasConfig(
 #: by (D, DV): the same two for a bias of float32 numbers
 FLOAT32_BIAS: dict[tuple[int, int], tuple[FusedConfig, DbiasConfig]] = {
     (32, 32): (
-        FusedConfig(
-            D=32, DV=32, Q_STAGES=4, DO_STAGES=3, KV_STAGES=2, DQ_STAGES=2, BIAS_STAGES=3,
-            HELD=True, AHEAD=True, BIAS_FLOAT32=True,
-        ),
-        DbiasConfig(
-            D=32, DV=32, BLOCK_STREAMED=128, QK_STAGES=2, VDO_STAGES=2, BIAS_STAGES=2,
-            BIAS_FLOAT32=True,
-        ),
+        replace(_32, BIAS_STAGES=3, BIAS_FLOAT32=True),
+        replace(SHARED_BIAS[32, 32], QK_STAGES=2, VDO_STAGES=2, BIAS_FLOAT32=True),
     ),
     (64, 64): (
-        FusedConfig(
-            D=64, DV=64, Q_STAGES=4, DO_STAGES=3, DQ_STAGES=2, AHEAD=True, BIAS_FLOAT32=True
-        ),
-        DbiasConfig(
-            D=64, DV=64, BLOCK_STREAMED=128, QK_STAGES=2, VDO_STAGES=2, BIAS_STAGES=1,
-            BIAS_FLOAT32=True,
-        ),
+        replace(_64, KV_STAGES=1, HELD=False, BIAS_FLOAT32=True),
+        replace(SHARED_BIAS[64, 64], BIAS_STAGES=1, BIAS_FLOAT32=True),
     ),
-}  # fmt: skip
+}
 
 
 class ProductTile(NamedTuple):

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .forward_lib import Copies, Shared, full_range, other_strip
+from .forward_lib import Copies, Shared, full_tiles, other_strip
 from .forward_producer import any_overflowed, producer
 from .forward_results import store_lse, store_output
-from .forward_scores import masked, partial, scores
+from .forward_scores import masked, masked_where_partial, scores
 from .gluon_compat import (
     fence_async_shared,
     mbarrier,
@@ -290,11 +290,7 @@ def step(
         ring.release(shared.q, number, 1, c, pred=j == tile.lo)
     S = scores(C, S, copied, j, first, tile, t, n, dtype)
     if MASKED:
-        if C.DOCUMENTS:
-            if partial(C, j, first, tile, t, n):
-                S = masked(C, S, j, first, tile, t, n)
-        else:
-            S = masked(C, S, j, first, tile, t, n)
+        S = masked_where_partial(C, S, j, first, tile, t, n)
     scale = LOG2E if C.ADDED else n.scale
     SKIPS: gl.constexpr = C.SKIPS and not MASKED
     if C.LAGS and not MASKED:
@@ -377,17 +373,7 @@ def rest_of_tile(C: gl.constexpr, c: gl.constexpr, use, number, state, tile, sha
     if C.DOCUMENTS:  # any tile may be partial, so each is tested
         use, state = steps(C, True, c, lo, end, use, number, state, tile, shared, t, n)
     else:
-        full = lo
-        full_end = end
-        if C.LEFT or C.RIGHT:
-            # without filled_tiles, whose scalars spill at head size 256
-            low, high = full_range(C, first, tile, n)
-            if C.RIGHT:
-                if C.LAGS:  # the tile with the last key of the first row, so that m exists
-                    high -= 1
-                full_end = gl.minimum(gl.maximum(high // C.BLOCK_K, lo), end)
-            if C.LEFT:
-                full = gl.minimum(gl.maximum((low + C.BLOCK_K - 1) // C.BLOCK_K, lo), full_end)
+        full, full_end = full_tiles(C, first, tile, n)
         if C.RIGHT:
             use, state = steps(C, True, c, full_end, end, use, number, state, tile, shared, t, n)
         use, state = steps(C, False, c, full, full_end, use, number, state, tile, shared, t, n)
@@ -500,8 +486,8 @@ def next_strip(C: gl.constexpr, c: gl.constexpr, shared, strip, tile, after, mor
 
 
 @gluon.jit
-def shared_of(C: gl.constexpr, copies):
-    """Return (q, k, v, out, mail) of a side of a block (``Shared``)."""
+def shared_of(C: gl.constexpr, copies, biases):
+    """Return the Shared of a side of a block; all sides share the ring of the bias."""
     each: gl.constexpr = C.ROW_GROUPS * C.Q_STAGES
     qs = part_buffers(copies.q, each, C.D1)
     ks = part_buffers(copies.k, C.K_STAGES, C.D1)
@@ -514,7 +500,7 @@ def shared_of(C: gl.constexpr, copies):
     outs = qs.low
     if C.STAGED:
         outs = ring.tile_buffers(copies.out, C.WARPGROUPS)
-    return q_ring, k_ring, v_ring, outs, mail
+    return Shared(q_ring, k_ring, v_ring, biases, outs, mail)
 
 
 @gluon.jit
@@ -526,7 +512,7 @@ def forward(q0, q1, k0, k1, v0, v1, bias, out, t, n, C: gl.constexpr):
     """
     copies = Copies(Parts(q0, q1), Parts(k0, k1), Parts(v0, v1), bias, out)
     # an unused barrier would share memory with another buffer
-    biases = None
+    biases = 0
     if C.BIAS == "copied":
         tiles: gl.constexpr = C.WARPGROUPS * C.B_STAGES
         free: gl.constexpr = C.WARPGROUPS if C.STRIP else tiles
@@ -543,15 +529,11 @@ def forward(q0, q1, k0, k1, v0, v1, bias, out, t, n, C: gl.constexpr):
             some = any_overflowed(C, order, t, n)
     R0: gl.constexpr = C.CONSUMER_REGISTERS
     R1: gl.constexpr = C.PRODUCER_REGISTERS
-    q, k, v, outs, mail = shared_of(C, copies)
-    a = Shared(q, k, v, biases, outs, mail)
+    a = shared_of(C, copies, biases)
     if C.SIDES == 4:
-        q, k, v, outs, mail = shared_of(C, copies)
-        b = Shared(q, k, v, biases, outs, mail)
-        q, k, v, outs, mail = shared_of(C, copies)
-        c = Shared(q, k, v, biases, outs, mail)
-        q, k, v, outs, mail = shared_of(C, copies)
-        d = Shared(q, k, v, biases, outs, mail)
+        b = shared_of(C, copies, biases)
+        c = shared_of(C, copies, biases)
+        d = shared_of(C, copies, biases)
         fence_async_shared()
         gl.warp_specialize(
             [(consumer, (C, 0, copies, a, t, n)), (consumer, (C, 0, copies, b, t, n)),
@@ -561,8 +543,7 @@ def forward(q0, q1, k0, k1, v0, v1, bias, out, t, n, C: gl.constexpr):
             [4, 4, 4, 1, 1, 1, 1], [R0, R0, R0, R1, R1, R1, R1],
         )  # fmt: skip
     elif C.SIDES == 2:
-        q, k, v, outs, mail = shared_of(C, copies)
-        b = Shared(q, k, v, biases, outs, mail)
+        b = shared_of(C, copies, biases)
         fence_async_shared()
         gl.warp_specialize(
             [(consumer, (C, 0, copies, a, t, n)), (consumer, (C, 1, copies, a, t, n)),

@@ -135,6 +135,26 @@ def full_range(C: gl.constexpr, first, tile, n):
 
 
 @gluon.jit
+def full_tiles(C: gl.constexpr, first, tile, n):
+    """Return (begin, end) of the key tiles before the last that the band does not cut.
+
+    The 64 rows begin at ``first``.
+    """
+    begin = tile.lo
+    end = tile.hi - 1
+    if C.LEFT or C.RIGHT:
+        # without filled_tiles, whose scalars spill at head size 256
+        low, high = full_range(C, first, tile, n)
+        if C.RIGHT:
+            if C.LAGS:  # the tile with the last key of the first row, so that m exists
+                high -= 1
+            end = gl.minimum(gl.maximum(high // C.BLOCK_K, begin), end)
+        if C.LEFT:
+            begin = gl.minimum(gl.maximum((low + C.BLOCK_K - 1) // C.BLOCK_K, begin), end)
+    return begin, end
+
+
+@gluon.jit
 def other_strip(a, b, n):
     """Return True if two tiles read the bias of other queries, heads or sequences."""
     other = (a.first != b.first) | (a.head * n.each_h != b.head * n.each_h)

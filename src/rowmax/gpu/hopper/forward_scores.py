@@ -107,6 +107,17 @@ def masked(C: gl.constexpr, S, j, first, tile, t, n):
 
 
 @gluon.jit
+def masked_where_partial(C: gl.constexpr, S, j, first, tile, t, n):
+    """Return ``masked`` scores, of documents only where a pair of the key tile may be forbidden."""
+    if C.DOCUMENTS:
+        if partial(C, j, first, tile, t, n):
+            S = masked(C, S, j, first, tile, t, n)
+    else:
+        S = masked(C, S, j, first, tile, t, n)
+    return S
+
+
+@gluon.jit
 def partial(C: gl.constexpr, j, first, tile, t, n):
     """Return True if a mask with documents may forbid a pair of key tile j."""
     # ranges are kept for each sequence where ids are, else once for all

@@ -26,10 +26,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .forward_kernel import issue_scores, scaled_rows, shared_of
-from .forward_lib import Copies, Shared, full_range
+from .forward_lib import Copies, full_tiles
 from .forward_producer import producer
 from .forward_results import output_place, store_lse, store_rows
-from .forward_scores import masked, partial, scores
+from .forward_scores import masked_where_partial, scores
 from .gluon_compat import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from .lib import ring
 from .lib.layouts import matrix, product_layout
@@ -101,11 +101,7 @@ def step(C: gl.constexpr, MASKED: gl.constexpr, j, number, state, tile, shared, 
     S = issue_scores(C, 0, shared, number, use + 1)  # for no one after the last tile
     x = scores(C, state.S, 0, j, tile.first, tile, t, n, dtype)
     if MASKED:
-        if C.DOCUMENTS:
-            if partial(C, j, tile.first, tile, t, n):
-                x = masked(C, x, j, tile.first, tile, t, n)
-        else:
-            x = masked(C, x, j, tile.first, tile, t, n)
+        x = masked_where_partial(C, x, j, tile.first, tile, t, n)
     scale = LOG2E if C.ADDED else n.scale
     p, m, l, alpha = softmax_step(x, state.m, state.l, scale, C.NATURAL, False, dtype)
     # each tile before has passed its last factor as well
@@ -134,28 +130,17 @@ def steps(
 @gluon.jit
 def all_steps(C: gl.constexpr, number, state, tile, shared, passed, t, n):
     """Return the State after all key tiles; the last has every limit, as in forward_kernel.py."""
-    lo = tile.lo
-    end = tile.hi - 1
-    LIMITS: gl.constexpr = C.RIGHT or C.LEFT or C.DOCUMENTS or not C.EVEN_K
-    full = lo
-    full_end = end
     if C.DOCUMENTS:  # any tile may be partial, so each is tested
-        full_end = lo
-    elif C.LEFT or C.RIGHT:
-        low, high = full_range(C, tile.first, tile, n)
-        if C.RIGHT:
-            full_end = gl.minimum(gl.maximum(high // C.BLOCK_K, lo), end)
-        if C.LEFT:
-            full = gl.minimum(gl.maximum((low + C.BLOCK_K - 1) // C.BLOCK_K, lo), full_end)
-    if LIMITS:
-        state = steps(C, True, full_end, tile.hi, number, state, tile, shared, passed, t, n)
-        end = full_end
+        state = steps(C, True, tile.lo, tile.hi, number, state, tile, shared, passed, t, n)
     else:
-        end = tile.hi
-    if not C.DOCUMENTS:
+        full, end = full_tiles(C, tile.first, tile, n)
+        if C.RIGHT or C.LEFT or not C.EVEN_K:
+            state = steps(C, True, end, tile.hi, number, state, tile, shared, passed, t, n)
+        else:
+            end = tile.hi
         state = steps(C, False, full, end, number, state, tile, shared, passed, t, n)
-    if C.LEFT and not C.DOCUMENTS:
-        state = steps(C, True, lo, full, number, state, tile, shared, passed, t, n)
+        if C.LEFT:
+            state = steps(C, True, tile.lo, full, number, state, tile, shared, passed, t, n)
     return state
 
 
@@ -246,8 +231,7 @@ def consumer(C: gl.constexpr, c: gl.constexpr, shared, passed, t, n):
 def forward_wide(q0, q1, k0, k1, v0, v1, bias, out, t, n, C: gl.constexpr):
     """Compute out and lse. The arguments are those of ``forward_kernel.forward``."""
     copies = Copies(Parts(q0, q1), Parts(k0, k1), Parts(v0, v1), bias, out)
-    q, k, v, outs, mail = shared_of(C, copies)
-    shared = Shared(q, k, v, None, outs, mail)
+    shared = shared_of(C, copies, 0)
     weights = gl.allocate_shared_memory(
         v0.dtype, [2, 64, C.BLOCK_K], matrix(64, C.BLOCK_K, v0.dtype)
     )

@@ -14,7 +14,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -59,6 +58,5 @@ __all__ = [
     "tma_store",
     "tma_store_wait",
     "warpgroup_mma",
-    "warpgroup_mma_init",
     "warpgroup_mma_wait",
 ]

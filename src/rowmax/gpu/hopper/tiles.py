@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -143,8 +143,38 @@ STRIPS: tuple[dict[str, Any], ...] = (
 )
 
 
+class Widths:
+    """The parts of columns of a tile (lib/parts.py), and its ends, for all kernels."""
+
+    D: int
+    DV: int
+    VARLEN: bool
+    PREFIX: bool
+
+    @property
+    def D0(self) -> int:
+        return first_part(self.D)
+
+    @property
+    def D1(self) -> int:
+        return self.D - self.D0
+
+    @property
+    def DV0(self) -> int:
+        return first_part(self.DV)
+
+    @property
+    def DV1(self) -> int:
+        return self.DV - self.DV0
+
+    @property
+    def PADDED(self) -> bool:
+        """Return True if a key tile may end past its sequence, in values that must not be read."""
+        return self.VARLEN or self.PREFIX
+
+
 @dataclass(frozen=True)
-class Config:
+class Config(Widths):
     """The constants of one kernel, under the names that the kernel uses."""
 
     D: int  # head sizes of the tile
@@ -184,22 +214,6 @@ class Config:
     PRODUCER_REGISTERS: int = 24
 
     @property
-    def D0(self) -> int:
-        return first_part(self.D)
-
-    @property
-    def D1(self) -> int:
-        return self.D - self.D0
-
-    @property
-    def DV0(self) -> int:
-        return first_part(self.DV)
-
-    @property
-    def DV1(self) -> int:
-        return self.DV - self.DV0
-
-    @property
     def TOKENS(self) -> int:
         """Return the query positions of one warpgroup."""
         return ROWS // self.GROUP
@@ -213,11 +227,6 @@ class Config:
     def TILE(self) -> int:
         """Return the query positions of all warpgroups."""
         return self.ROW_GROUPS * self.TOKENS
-
-    @property
-    def PADDED(self) -> bool:
-        """Return True if a key tile may end past its sequence, in values that must not be read."""
-        return self.VARLEN or self.PREFIX
 
     @property
     def DRAWN(self) -> bool:
@@ -292,12 +301,14 @@ class WideConfig(Config):
 
 
 class Constants:
-    """A config as kernels read it: every field and every property a constexpr."""
+    """A config as kernels read it: every name in capitals is a constexpr."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
         for name in filter(str.isupper, dir(config)):
-            setattr(self, name, gl.constexpr(getattr(config, name)))
+            value = getattr(config, name)
+            value = Constants(value) if is_dataclass(value) else value  # half of a step
+            setattr(self, name, gl.constexpr(value))
 
     def __repr__(self) -> str:
         """Return every name and value: caches on disk know a kernel by this text and its source."""

@@ -25,16 +25,6 @@ def tanh_from_exponential(x):
 
 
 @gluon.jit
-def tanh(x, dtype: gl.constexpr):
-    """Return tanh x for products of ``dtype``."""
-    if dtype == gl.bfloat16:
-        y = tanh_of_hardware(x)
-    else:
-        y = tanh_from_exponential(x)
-    return y
-
-
-@gluon.jit
 def widened(x):
     """Return x in float32, an instruction a number (the compiler takes three for two)."""
     if x.dtype == gl.bfloat16:
