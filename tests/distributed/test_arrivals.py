@@ -19,7 +19,8 @@ from rowmax.distributed import arrivals
 from rowmax.distributed.arrivals import come_by_heads, ordered
 from rowmax.distributed.layout import Layout
 from rowmax.distributed.moves import moves_of
-from rowmax.distributed.routes import Sight, route
+from rowmax.distributed.pieces import Sight
+from rowmax.distributed.routes import route
 from rowmax.rules.arrivals import GRANULE
 
 from .test_slots import KINDS

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rowmax.distributed import Layout
-from rowmax.distributed.routes import Sight, route
+from rowmax.distributed.pieces import Sight
+from rowmax.distributed.routes import route
 from rowmax.rules.band import any_range
 
 LIMITS = st.one_of(st.none(), st.integers(0, 500))

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rowmax.distributed import Layout, pushes
-from rowmax.distributed.routes import Sight, route
+from rowmax.distributed.pieces import Sight
+from rowmax.distributed.routes import route
 from rowmax.distributed.slots import UNIT, Memory, slots_of
 
 CPU = torch.device("cpu")

@@ -14,7 +14,8 @@ from rowmax.call.inputs import Options, Tensors
 from rowmax.distributed import Layout
 from rowmax.distributed.calls import Place, ShardedCall
 from rowmax.distributed.groups import Group
-from rowmax.distributed.routes import Sight, load_of
+from rowmax.distributed.pieces import Sight
+from rowmax.distributed.routes import load_of
 from rowmax.distributed.strategies.stages import may_hide, stage_sizes, stages_of
 from rowmax.testing import Answer, Case, complaints, cotangents, expected, make
 

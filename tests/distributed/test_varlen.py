@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from rowmax.distributed import Layout
-from rowmax.distributed.pieces import few_copies, pieces_of
-from rowmax.distributed.routes import Sight, route
+from rowmax.distributed.pieces import Sight, few_copies, pieces_of
+from rowmax.distributed.routes import route
 from rowmax.testing import CASES, Answer, Case, complaints, cotangents, expected, make
 
 from . import programs, varlen_programs
@@ -120,10 +120,10 @@ def test_few_copies() -> None:
     """One document in chunks of 64 has its first keys in every piece: too many copies."""
     document, short = "0,8192", ",".join(map(str, range(0, 8193, 64)))
     layout = Layout.balanced(None, 8192, 2, chunk=64)
-    assert not few_copies(layout, document, None, 0)
-    assert few_copies(layout, document, 64, 0)
-    assert few_copies(layout, short, None, 0)
-    assert few_copies(Layout.zigzag(8192, 2), document, None, 0)
+    assert not few_copies(layout, Sight(None, 0, document))
+    assert few_copies(layout, Sight(64, 0, document))
+    assert few_copies(layout, Sight(None, 0, short))
+    assert few_copies(Layout.zigzag(8192, 2), Sight(None, 0, document))
 
 
 def test_a_document_of_many_chunks_is_not_copied(world: Worlds) -> None:
@@ -144,7 +144,7 @@ def test_packings(number: int) -> None:
     sight = Sight(*draw.choice(((None, None), (None, 0), (9, 0), (4, -1))), text)
     for rank in range(3):
         way = route(layout, layout, sight, rank)
-        pieces = pieces_of(layout, text, sight.left, sight.right, rank)
+        pieces = pieces_of(layout, sight, rank)
         assert [i for one in pieces for i in one.queries] == layout.positions(rank).tolist()
         if not pieces:
             assert way.parts == ()

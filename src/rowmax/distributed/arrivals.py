@@ -22,8 +22,8 @@ from .calls import ShardedCall
 from .layout import Layout
 from .moves import Move, moves_of
 from .offsets import captured, moved
-from .pieces import Packing
-from .routes import Part, Sight, route
+from .pieces import Packing, Sight
+from .routes import Part, route
 from .shared import shares_memory
 
 #: bytes that one copy moves, at most: 48 us over NVLink

@@ -13,7 +13,7 @@ from ..call.problem import reads_distance
 from .groups import Group, group_named
 from .layout import Layout
 from .offsets import ids_on
-from .pieces import few_copies
+from .pieces import Sight, few_copies
 
 
 class Place(NamedTuple):
@@ -66,7 +66,7 @@ class ShardedCall(NamedTuple):
             return False  # the keys of a piece end after it, so nothing may read its alignment
         if o.right is not None and o.right > 0:
             return False
-        return few_copies(self.queries, self.place.documents, o.left, o.right)
+        return few_copies(self.queries, Sight(o.left, o.right, self.place.documents))
 
     @property
     def pairs(self) -> dict[str, tuple[Tensor, str]]:

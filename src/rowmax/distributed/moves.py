@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from .exchange import others_of
 from .layout import Layout
-from .routes import Sight, route, rows_of
+from .pieces import Sight
+from .routes import route, rows_of
 
 
 class Move(NamedTuple):

@@ -23,6 +23,17 @@ from .offsets import moved, parsed
 MOST = 4
 
 
+class Sight(NamedTuple):
+    """The limits of a mask that the host knows: those of ``rules.band.any_range``, and documents.
+
+    With documents a rank has one call, whose sequences are its pieces.
+    """
+
+    left: int | None
+    right: int | None
+    documents: str = ""
+
+
 class Piece(NamedTuple):
     """Queries of one document on one rank, and the keys that they may see, as positions."""
 
@@ -31,14 +42,13 @@ class Piece(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def pieces_of(
-    layout: Layout, documents: str, left: int | None, right: int | None, rank: int
-) -> tuple[Piece, ...]:
+def pieces_of(layout: Layout, sight: Sight, rank: int) -> tuple[Piece, ...]:
     """Return the pieces of a rank, in the order of its rows.
 
     The band is aligned to the ends of pieces: ``right`` is None, then without ``left``, or at most
     0.
     """
+    left, right, documents = sight
     cu, found = parsed(documents), []
     for chunk in layout.chunks(rank):
         start, document = chunk.start, bisect_right(cu, chunk.start) - 1
@@ -55,14 +65,14 @@ def pieces_of(
 
 
 @lru_cache(maxsize=256)
-def few_copies(layout: Layout, documents: str, left: int | None, right: int | None) -> bool:
+def few_copies(layout: Layout, sight: Sight) -> bool:
     """Return True if the keys of all pieces are few enough to copy, on every rank.
 
     Chunks of 512 of a document of 128k tokens would be 128 copies of its first rows.
     """
     every = needed = 0
     for rank in range(layout.ranks):
-        pieces = pieces_of(layout, documents, left, right, rank)
+        pieces = pieces_of(layout, sight, rank)
         rows = end = 0
         for _, keys in pieces:
             rows += max(0, keys.stop - max(end, keys.start))

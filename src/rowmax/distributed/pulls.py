@@ -19,7 +19,8 @@ from .exchange import words
 from .groups import Group
 from .layout import Layout, Ranges
 from .moves import moves_of
-from .routes import Part, Route, Sight, length_of, route
+from .pieces import Sight
+from .routes import Part, Route, length_of, route
 from .shared import Pull, Region
 
 

@@ -15,18 +15,7 @@ from typing import NamedTuple
 from ..rules.band import any_range
 from .calls import ShardedCall
 from .layout import ALIGNED, Layout, Ranges
-from .pieces import Packing, pieces_of
-
-
-class Sight(NamedTuple):
-    """The limits of a mask that the host knows: those of ``rules.band.any_range``, and documents.
-
-    With documents a rank has one call, whose sequences are its pieces.
-    """
-
-    left: int | None
-    right: int | None
-    documents: str = ""
+from .pieces import Packing, Sight, pieces_of
 
 
 class Part(NamedTuple):
@@ -176,7 +165,7 @@ def _around(chunk: range, within: range) -> list[range]:
 
 def _packed_parts(queries: Layout, keys: Layout, sight: Sight, rank: int) -> tuple[Part, ...]:
     """Return one call for all pieces of a rank."""
-    pieces = pieces_of(queries, sight.documents, sight.left, sight.right, rank)
+    pieces = pieces_of(queries, sight, rank)
     if not pieces:
         return ()
     mine = _needed(queries, keys, sight)[rank]
@@ -194,7 +183,7 @@ def load_of(queries: Layout, keys: Layout, sight: Sight) -> Load:
     for rank, needed in enumerate(_needed(queries, keys, sight)):
         rows += length_of(needed) - length_of(_moved(queries, keys, sight)[rank][rank])
         if sight.documents:
-            pieces = pieces_of(queries, sight.documents, sight.left, sight.right, rank)
+            pieces = pieces_of(queries, sight, rank)
             pairs += sum(pairs_of(one.queries, one.keys, sight) for one in pieces)
             chunks += 1
             continue
@@ -216,10 +205,7 @@ def _needed(queries: Layout, keys: Layout, sight: Sight) -> tuple[Ranges, ...]:
     """Return the positions of the keys that each rank gathers for its queries."""
     if sight.documents:
         return tuple(
-            union(
-                (one.keys.start, one.keys.stop)
-                for one in pieces_of(queries, sight.documents, sight.left, sight.right, rank)
-            )
+            union((one.keys.start, one.keys.stop) for one in pieces_of(queries, sight, rank))
             for rank in range(queries.ranks)
         )
     return tuple(

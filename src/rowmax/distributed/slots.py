@@ -19,8 +19,8 @@ from ..call.inputs import Places
 from .exchange import others_of
 from .layout import Layout, Ranges
 from .offsets import moved
-from .pieces import pieces_of
-from .routes import Sight, common, gaps, route, rows_of, union
+from .pieces import Sight, pieces_of
+from .routes import common, gaps, route, rows_of, union
 
 UNIT = 4  # numbers: places are multiples of so many
 ALONE = -2  # marks rows that no sum is for
@@ -253,9 +253,8 @@ def _seen(queries: Layout, keys: Layout, sight: Sight, rank: int) -> list[Seen]:
         if part.packing is None:
             found.append(Seen(n, 0, (part.j.start, part.j.stop), part.own is not None))
             continue
-        pieces, end = pieces_of(queries, sight.documents, sight.left, sight.right, rank), 0
-        each = []
-        for piece in pieces:
+        each, end = [], 0
+        for piece in pieces_of(queries, sight, rank):
             each.append(Seen(n, end, (piece.keys.start, piece.keys.stop), False))
             end += len(piece.keys)
         found += reversed(each)

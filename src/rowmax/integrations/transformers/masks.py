@@ -284,10 +284,8 @@ def attention_mask(
         if context is not None:
             terms, packs = across.of_whole(terms)
             by_positions = packs or by_positions
-        if attention_mask is not None and _hides_nothing(attention_mask, sizes):
-            found = value_of(terms, sizes, device, None)
-        else:
-            found = value_of(terms, sizes, device, attention_mask)
+        full = attention_mask is not None and _hides_nothing(attention_mask, sizes)
+        found = value_of(terms, sizes, device, None if full else attention_mask)
     except UnknownRuleError as error:
         across.refuse_pattern(context, error)
         return sdpa_mask(
