@@ -76,6 +76,9 @@ TANGENTS = [
     *((Case(f"{d}-causal", nq=512, hq=1, d=d, causal=True), torch.bfloat16) for d in (64, 128)),
     (Case("64-float32", b=1, nq=512, hq=1, d=64), torch.float32),
     (Case("64-terms", nq=200, hq=2, d=64, bias="1hqk", alibi=True, sink=True), torch.bfloat16),
+    # tangents of some inputs, and no cotangent of out, as in the backward of a backward
+    (Case("64-of-q", nq=200, hq=2, d=64, alibi=True, grads=("q",)), torch.bfloat16),
+    (Case("64-of-v", nq=200, hq=2, d=64, bias="1hqk", grads=("v",)), torch.bfloat16),
 ]
 
 #: calls with kernels that ptxas 12.8.93 assembles wrong: three of those that failed on an H200
@@ -129,7 +132,7 @@ def tangent_cases(name: str) -> list[tuple[Case, torch.dtype]]:
     """Return the cases of tangents of a target: all of Hopper, each compiler's main ones."""
     if name == "sm_90":
         return TANGENTS
-    some = ("128-causal", "64-terms", *["64-float32"] * (name in THOROUGH))
+    some = ("128-causal", "64-terms", "64-of-q", *["64-float32"] * (name in THOROUGH))
     return [given for given in TANGENTS if given[0].name in some]
 
 
@@ -176,9 +179,15 @@ def made(case: Case, dtype: torch.dtype, name: str, what: str = "features") -> l
         few.forward(problem, tensors)
         return found
     if what == "tangents":
-        along = Tangents(*(getattr(tensors, name) for name in Tangents._fields))
+        some = case.grads or Tangents._fields
+        along = Tangents(
+            **{name: getattr(tensors, name) for name in Tangents._fields if name in some}
+        )
         results = tangent.tangent(problem, tensors, along)
-        given = problem, tensors, along, results, Cotangents(*results)
+        cotangents = Cotangents(*results)
+        if case.grads is not None:
+            cotangents = cotangents._replace(out=None, lse=None)
+        given = problem, tensors, along, results, cotangents
         tangent_backward.tangent_backward(*given, WantedSecond(wanted, wanted))
         return found
     dout = torch.zeros(problem.out_shape, dtype=dtype)

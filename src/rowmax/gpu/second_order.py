@@ -38,28 +38,32 @@ class Weights(NamedTuple):
 
 @triton.jit
 def two_products(a, b, c, d, cfg):
-    """Return ``a @ b^T + c @ d^T``, of which None makes a product 0; a or c is a tile."""
-    if a is not None and b is not None:
+    """Return ``a @ b^T + c @ d^T`` of tiles; a product is 0 if a or d is None."""
+    if a is not None:
         first = tl.dot(a, tl.trans(b), input_precision=cfg.PRECISION)
-        if c is not None and d is not None:
+        if d is not None:
             return tl.dot(c, tl.trans(d), first, input_precision=cfg.PRECISION)
         else:
             return first
-    else:
+    elif d is not None:
         return tl.dot(c, tl.trans(d), input_precision=cfg.PRECISION)
+    else:
+        return tl.zeros([c.shape[0], b.shape[0]], tl.float32)
 
 
 @triton.jit
 def two_times_row(a, b, c, d):
-    """Return ``a @ b^T + c @ d^T`` of rows b and d as a column, in float32."""
-    if a is not None and b is not None:
+    """Return ``a @ b^T + c @ d^T`` of rows b and d as a column; None makes a product 0."""
+    if a is not None:
         first = lib.times_row(a, b)
-        if c is not None and d is not None:
+        if d is not None:
             return first + lib.times_row(c, d)
         else:
             return first
-    else:
+    elif d is not None:
         return lib.times_row(c, d)
+    else:
+        return tl.zeros([c.shape[0], 1], tl.float32)
 
 
 @triton.jit

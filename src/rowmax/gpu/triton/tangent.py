@@ -33,15 +33,6 @@ class Queries(NamedTuple):
 
 
 @triton.jit
-def tangent_of_product(x, k, tk, cfg):
-    """Return ``q'.k + q.k'`` of a tile, 0 without tangents."""
-    if x.tq is not None or tk is not None:
-        return second_order.two_products(x.tq, k, x.q, tk, cfg)
-    else:
-        return tl.zeros([cfg.BLOCK_Q, cfg.BLOCK_K], tl.float32)
-
-
-@triton.jit
 def attend_tiles(m, l, acc, sums, r, tacc, x, ptr, num, cfg, place, plan):
     """Return (m, l, O, tl, r, tO) after the tiles of the plan; m is in the units of the scores.
 
@@ -65,7 +56,7 @@ def attend_tiles(m, l, acc, sums, r, tacc, x, ptr, num, cfg, place, plan):
                 s = tl.where(lib.seen(ptr, num, place, x.row, j0 + j), s, float("-inf"))
         p, alpha, m = softmax_step(s, m, num, cfg)
         tile_l = tl.sum(p, 1)
-        tx = tangent_of_product(x, k, tk, cfg)
+        tx = second_order.two_products(x.tq, k, x.q, tk, cfg)
         t = second_order.score_tangent(tx, y, ptr, num, cfg, place, x.row, j0 + j)
         if cfg.EDGES:
             if partial:  # s' of a pair that is not seen may be NaN
@@ -108,9 +99,7 @@ def attend_keys(m, r, x, ptr, num, cfg, place):
         column = tl.full([1, 1], 0, tl.int32) + (j - j0)
         k = lib.load_row(k_base, num.k, j)
         tk = lib.key_row(ptr.tk, num.tk, j, cfg, place)
-        tx = tl.zeros([cfg.BLOCK_Q, 1], tl.float32)
-        if x.tq is not None or ptr.tk is not None:
-            tx = second_order.two_times_row(x.tq, k, x.q, tk)
+        tx = second_order.two_times_row(x.tq, k, x.q, tk)
         s, y = lib.scored(lib.times_row(x.q, k), ptr, num, cfg, place, x.row, j0 + column)
         t = second_order.score_tangent(tx, y, ptr, num, cfg, place, x.row, j0 + column)
         if cfg.FOLDED:

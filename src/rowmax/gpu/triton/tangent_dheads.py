@@ -13,7 +13,7 @@ from .. import lib
 from ..launch import JobSpec
 from ..second_order import At
 from .backward_dheads import store_sums
-from .tangent_dq import load_queries, tile_gradients
+from .tangent_dq import QueryTile, load_rows, tile_gradients
 
 
 @triton.jit
@@ -49,7 +49,10 @@ def tangent_dheads_kernel(ptr, num, cfg):
     if i0 >= sizes.nq:
         return
     place = lib.place_of(ptr, num, cfg, b, head % cfg.HQ, sizes)
-    x = load_queries(i0, ptr, num, cfg, place)
+    tq = lib.load_queries(ptr.tq, num.tq, i0, cfg, place, True)
+    e = lib.load_queries(ptr.dout, num.dout, i0, cfg, place, True)
+    q, g, numbers, b, c, row, inside = load_rows(i0, ptr, num, cfg, place)
+    x = QueryTile(q, tq, e, g, numbers, b, c, row, inside)
     plan = lib.plan_keys(ptr, num, cfg, place, tile)
     sums = tl.zeros([lib.PARAMETER_ROWS, cfg.BLOCK_Q], tl.float32)
     sums, tsums = add_keys(sums, sums, x, ptr, num, cfg, place, plan)

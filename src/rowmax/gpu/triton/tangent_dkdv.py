@@ -62,9 +62,7 @@ def add_queries(sums, x, ptr, num, cfg, place, plan, KIND: tl.constexpr):
         tq = lib.load_queries(ptr.tq, num.tq, i0, cfg, place, cfg.RAGGED_Q)
         e = lib.load_queries(ptr.dout, num.dout, i0, cfg, place, cfg.RAGGED_Q)
         s = tl.dot(x.k, tl.trans(q), input_precision=cfg.PRECISION)
-        tx = tl.zeros([cfg.BLOCK_K, BLOCK_Q], tl.float32)
-        if x.tk is not None or tq is not None:
-            tx = second_order.two_products(x.tk, q, x.k, tq, cfg)
+        tx = second_order.two_products(x.tk, q, x.k, tq, cfg)
         numbers = second_order.load_numbers(at.row, ptr, num, cfg, place, cfg.RAGGED_Q)
         w = second_order.weights(s, tx, numbers, at, ptr, num, cfg, place, KIND, cfg.BLOCK_K)
         pr = w.pr.to(g.dtype)
@@ -77,9 +75,7 @@ def add_queries(sums, x, ptr, num, cfg, place, plan, KIND: tl.constexpr):
                 dv = tl.dot(pr, e, dv, input_precision=cfg.PRECISION)
         if WANT_DS:
             beta = tl.dot(x.v, tl.trans(g), input_precision=cfg.PRECISION)
-            gamma = tl.zeros([cfg.BLOCK_K, BLOCK_Q], tl.float32)
-            if x.tv is not None or e is not None:
-                gamma = second_order.two_products(x.tv, g, x.v, e, cfg)
+            gamma = second_order.two_products(x.tv, g, x.v, e, cfg)
             b = lib.load_vector(ptr.tdelta, at.row, num, cfg, place, 0.0, cfg.RAGGED_Q)
             c = lib.load_vector(ptr.delta, at.row, num, cfg, place, 0.0, cfg.RAGGED_Q)
             ds, dts = second_order.score_gradients(w, beta, gamma, b, c, ptr, num)
@@ -104,7 +100,6 @@ def add_each_query(sums, x, ptr, num, cfg, place):
     """Return the Sums with the queries of one head that see each key."""
     dk, dtk, dv, dtv, cols, tcols = sums
     j = tl.arange(0, cfg.BLOCK_K)[:, None]
-    zero = tl.zeros([cfg.BLOCK_K, 1], tl.float32)
     for i in tl.range(0, place.nq, num_stages=1):
         row = tl.full([1, 1], 0, tl.int32) + i
         at = At(row, x.j0 + j, x.j0, j, False)
@@ -112,12 +107,8 @@ def add_each_query(sums, x, ptr, num, cfg, place):
         g = lib.query_row(ptr.dtout, num.dtout, i, cfg, place)
         tq = lib.query_row(ptr.tq, num.tq, i, cfg, place)
         e = lib.query_row(ptr.dout, num.dout, i, cfg, place)
-        tx = zero
-        if x.tk is not None or tq is not None:
-            tx = second_order.two_times_row(x.tk, q, x.k, tq)
-        gamma = zero
-        if x.tv is not None or e is not None:
-            gamma = second_order.two_times_row(x.tv, g, x.v, e)
+        tx = second_order.two_times_row(x.tk, q, x.k, tq)
+        gamma = second_order.two_times_row(x.tv, g, x.v, e)
         numbers = second_order.load_numbers(row, ptr, num, cfg, place, False)
         s = lib.times_row(x.k, q)
         w = second_order.weights(s, tx, numbers, at, ptr, num, cfg, place, "full", cfg.BLOCK_K)

@@ -51,30 +51,26 @@ def load_numbers(i0, ptr, num, cfg, place):
 
 
 @triton.jit
-def load_queries(i0, ptr, num, cfg, place):
-    """Return the QueryTile from row i0 on."""
+def load_rows(i0, ptr, num, cfg, place):
+    """Return (q, g, numbers, b, c, row, inside) of the QueryTile from row i0 on.
+
+    Without tq and e: triton 3.6 refuses to return None, alone or in a record.
+    """
     row = i0 + tl.arange(0, cfg.BLOCK_Q)[:, None]
-    tq = lib.load_queries(ptr.tq, num.tq, i0, cfg, place, True)
-    e = lib.load_queries(ptr.dout, num.dout, i0, cfg, place, True)
     q = lib.load_queries(ptr.q, num.q, i0, cfg, place, True)
     g = lib.load_queries(ptr.dtout, num.dtout, i0, cfg, place, True)
     numbers, b, c = load_numbers(i0, ptr, num, cfg, place)
-    last = tl.minimum(row, place.nq - 1)
-    return QueryTile(q, tq, e, g, numbers, b, c, last, row < place.nq)
+    return q, g, numbers, b, c, tl.minimum(row, place.nq - 1), row < place.nq
 
 
 @triton.jit
 def tile_gradients(x, k, tk, v, tv, at, ptr, num, cfg, place, KIND: tl.constexpr):
     """Return (dS, dS', q.k, its tangent, y) of the resident tile with a tile of keys."""
     s = tl.dot(x.q, tl.trans(k), input_precision=cfg.PRECISION)
-    tx = tl.zeros([cfg.BLOCK_Q, cfg.BLOCK_K], tl.float32)
-    if x.tq is not None or tk is not None:
-        tx = second_order.two_products(x.tq, k, x.q, tk, cfg)
+    tx = second_order.two_products(x.tq, k, x.q, tk, cfg)
     w = second_order.weights(s, tx, x.numbers, at, ptr, num, cfg, place, KIND, cfg.BLOCK_K)
     beta = tl.dot(x.g, tl.trans(v), input_precision=cfg.PRECISION)
-    gamma = tl.zeros([cfg.BLOCK_Q, cfg.BLOCK_K], tl.float32)
-    if x.e is not None or tv is not None:
-        gamma = second_order.two_products(x.e, v, x.g, tv, cfg)
+    gamma = second_order.two_products(x.e, v, x.g, tv, cfg)
     ds, dts = second_order.score_gradients(w, beta, gamma, x.b, x.c, ptr, num)
     return ds, dts, s, tx, w.y
 
@@ -129,12 +125,8 @@ def add_each_key(x, ptr, num, cfg, place):
         v = lib.key_row(ptr.v, num.v, j, cfg, place)
         tk = lib.key_row(ptr.tk, num.tk, j, cfg, place)
         tv = lib.key_row(ptr.tv, num.tv, j, cfg, place)
-        tx = tl.zeros([cfg.BLOCK_Q, 1], tl.float32)
-        if x.tq is not None or tk is not None:
-            tx = second_order.two_times_row(x.tq, k, x.q, tk)
-        gamma = tl.zeros([cfg.BLOCK_Q, 1], tl.float32)
-        if x.e is not None or tv is not None:
-            gamma = second_order.two_times_row(x.e, v, x.g, tv)
+        tx = second_order.two_times_row(x.tq, k, x.q, tk)
+        gamma = second_order.two_times_row(x.e, v, x.g, tv)
         x_k = lib.times_row(x.q, k)
         w = second_order.weights(x_k, tx, x.numbers, at, ptr, num, cfg, place, "full", 16)
         beta = lib.times_row(x.g, v)
@@ -151,7 +143,10 @@ def add_each_key(x, ptr, num, cfg, place):
 @triton.jit
 def add_seen_keys(sums, i0, ptr, num, cfg, place, plan, EACH: tl.constexpr):
     """Return the Sums of the tile of queries from i0 on: key by key if EACH, else tile by tile."""
-    x = load_queries(i0, ptr, num, cfg, place)
+    tq = lib.load_queries(ptr.tq, num.tq, i0, cfg, place, True)
+    e = lib.load_queries(ptr.dout, num.dout, i0, cfg, place, True)
+    q, g, numbers, b, c, row, inside = load_rows(i0, ptr, num, cfg, place)
+    x = QueryTile(q, tq, e, g, numbers, b, c, row, inside)
     if EACH:
         dq, dtq = add_each_key(x, ptr, num, cfg, place)
         return Sums(dq, dtq, sums.rows, sums.trows)
