@@ -97,11 +97,6 @@ class Shared(NamedTuple):
     planes: Any  # sequences times heads of the bias
     runs: Any
     over: Any  # number of (sequence, head) pairs of a run
-    ratio: Any  # query heads of a kv head
-    hq: Any
-    parts: Any  # blocks that share the runs, or the pairs of the one run; None: one
-    q_range: Any  # the least and the greatest document of each tile of queries
-    k_range: Any
     each_q: Any  # 0 where all sequences share the documents, else 1
     each_k: Any
 
@@ -148,8 +143,8 @@ def grid_of(C: gl.constexpr, shared, n):
     down = (n.nq + C.BLOCK_RESIDENT - 1) // C.BLOCK_RESIDENT
     tiles = down * across * shared.planes
     total = tiles
-    if shared.parts is not None:
-        total = tiles * shared.parts
+    if n.parts is not None:
+        total = tiles * n.parts
     return Grid(down, across, tiles, total)
 
 
@@ -166,14 +161,14 @@ def place_of(C: gl.constexpr, i, grid, nth, parts):
 
 
 @gluon.jit
-def portion_of(C: gl.constexpr, place, shared):
+def portion_of(C: gl.constexpr, place, shared, n):
     """Return the Portion of a place."""
-    n = shared.runs if C.RUNS else shared.over
+    many = shared.runs if C.RUNS else shared.over
     begin = 0
-    end = n
-    if shared.parts is not None:
-        begin = n * place.part // shared.parts
-        end = n * (place.part + 1) // shared.parts
+    end = many
+    if n.parts is not None:
+        begin = many * place.part // n.parts
+        end = many * (place.part + 1) // n.parts
     if C.RUNS:
         return Portion(begin, end, 0, shared.over)
     return Portion(0, 1, begin, end)
@@ -192,8 +187,8 @@ def tile_of_run(C: gl.constexpr, place, run, shared, t, n):
     if C.DOCUMENTS:
         down = (n.nq + C.BLOCK_RESIDENT - 1) // C.BLOCK_RESIDENT
         across = (n.nk + C.BLOCK_STREAMED - 1) // C.BLOCK_STREAMED
-        of_q = shared.q_range + 2 * (b * shared.each_q * down + place.first // C.BLOCK_RESIDENT)
-        of_k = shared.k_range + 2 * (b * shared.each_k * across + place.t)
+        of_q = t.q_range + 2 * (b * shared.each_q * down + place.first // C.BLOCK_RESIDENT)
+        of_k = t.k_range + 2 * (b * shared.each_k * across + place.t)
         low, high = gl.load(of_q), gl.load(of_q + 1)
         least, greatest = gl.load(of_k), gl.load(of_k + 1)
         seen = seen & (low <= greatest) & (least <= high)
@@ -218,10 +213,10 @@ def own_bias(C: gl.constexpr, c: gl.constexpr, buffers, nth):
 
 
 @gluon.jit
-def load_step(C: gl.constexpr, descs, rings, place, b, head, shared, use):
+def load_step(C: gl.constexpr, descs, rings, place, b, head, use, n):
     """Load Q, K, lse and delta, V and dO of a sequence and head."""
     col = place.t * C.BLOCK_STREAMED
-    kv_head = head // shared.ratio
+    kv_head = head // n.ratio
     s = slot(use, C.QK_STAGES)
     bar = rings.qk.full.index(s)
     wait_empty(rings.qk, use, C.QK_STAGES)
@@ -233,7 +228,7 @@ def load_step(C: gl.constexpr, descs, rings, place, b, head, shared, use):
     wait_empty(rings.vdo, use, C.VDO_STAGES)
     both: gl.constexpr = descs.v.block_type.nbytes + descs.do.block_type.nbytes
     mbarrier.expect(bar, both + descs.rows.block_type.nbytes)
-    tma_load(descs.rows, [b * shared.hq + head, 0, place.first], bar, rings.rows.index(u))
+    tma_load(descs.rows, [b * n.hq + head, 0, place.first], bar, rings.rows.index(u))
     tma_load(descs.v, [b, col, kv_head, 0], bar, rings.vdo.buffers.index(u))
     tma_load(descs.do, [b, place.first, head, 0], bar, rings.do.index(u))
 
@@ -246,7 +241,7 @@ def producer(C: gl.constexpr, descs, rings, shared, t, n):
     grid = grid_of(C, shared, n)
     i = gl.program_id(0)
     while i < grid.all:
-        place = place_of(C, i, grid, nth, shared.parts)
+        place = place_of(C, i, grid, nth, n.parts)
         bar = rings.bias.full.index(slot(nth, C.BIAS_STAGES))
         wait_empty(rings.bias, nth, C.BIAS_STAGES)
         mbarrier.expect(bar, C.WARPGROUPS * descs.bias.block_type.nbytes)
@@ -256,12 +251,12 @@ def producer(C: gl.constexpr, descs, rings, shared, t, n):
             first = place.first + c * C.TOKENS
             tma_load(descs.bias, corner(C, place, first, shared), bar, to)
         nth += 1
-        some = portion_of(C, place, shared)
+        some = portion_of(C, place, shared, n)
         for run in range(some.run, some.end_run):
             _, seen, _ = tile_of_run(C, place, run, shared, t, n)
             for s in range(some.s, gl.where(seen, some.end, some.s)):
                 b, head = sharer(place, run, s, shared)
-                load_step(C, descs, rings, place, b, head, shared, use)
+                load_step(C, descs, rings, place, b, head, use, n)
                 use += 1
         i += gl.num_programs(0)
 
@@ -368,12 +363,12 @@ def consumer(C: gl.constexpr, c: gl.constexpr, dbias, rings, shared, t, n):
     grid = grid_of(C, shared, n)
     i = gl.program_id(0)
     while i < grid.all:
-        place = place_of(C, i, grid, nth, shared.parts)
+        place = place_of(C, i, grid, nth, n.parts)
         first = place.first + c * C.TOKENS
         wait_full(rings.bias, nth, C.BIAS_STAGES)
         x = gl.full([C.TOKENS, C.BLOCK_STREAMED], 0.0, gl.float32, score_layout(C))
         state = State(use, x)
-        some = portion_of(C, place, shared)
+        some = portion_of(C, place, shared, n)
         for run in range(some.run, some.end_run):
             state = add_run(C, c, place, first, run, some, state, rings, shared, t, n)
         use = state.use
@@ -424,10 +419,8 @@ def backward_dbias(q, do, k, v, rows, bias, dbias, t, n, C: gl.constexpr):
     if C.RUNS:
         runs = many
         over = each
-    shared = Shared(
-        heads, each, heads * batch, runs, over, n.ratio, n.hq, n.parts, t.q_range, t.k_range,
-        gl.where(n.ids_q > 0, 1, 0), gl.where(n.ids_k > 0, 1, 0),
-    )  # fmt: skip
+    own_q, own_k = gl.where(n.ids_q > 0, 1, 0), gl.where(n.ids_k > 0, 1, 0)
+    shared = Shared(heads, each, heads * batch, runs, over, own_q, own_k)
     follow()
     R1: gl.constexpr = C.PRODUCER_REGISTERS
     R0: gl.constexpr = C.CONSUMER_REGISTERS

@@ -52,20 +52,14 @@ class Config(Widths):
     NATURAL: bool = False  # scores and lse are in natural units, else in base 2 (Problem.natural)
 
     QUERIES_RESIDENT = False
+    LAST_FIRST = False  # the last tile of a sequence comes first
+    TOKENS = ROWS  # rows of one warpgroup
+    ROW_TILE = ROW_TILE
 
     @property
     def BUFFER_D(self) -> int:
         """Return the columns of a buffer that holds both parts of D side by side."""
         return self.D0 << (self.D1 > 0)
-
-    @property
-    def TOKENS(self) -> int:
-        """Return the rows of one warpgroup."""
-        return ROWS
-
-    @property
-    def ROW_TILE(self) -> int:
-        return ROW_TILE
 
     @property
     def BLOCK_RESIDENT(self) -> int:
@@ -99,11 +93,6 @@ class Config(Widths):
     def DRAWN(self) -> bool:
         """Return True if blocks take their tiles from a counter."""
         return self.VARLEN or self.DOCUMENTS
-
-    @property
-    def LAST_FIRST(self) -> bool:
-        """Return True if the last tile of a sequence comes first."""
-        return False
 
 
 @dataclass(frozen=True, kw_only=True)
