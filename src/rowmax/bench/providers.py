@@ -147,7 +147,8 @@ def of_sdpa(cell: Cell, x: Inputs, kernel: SDPBackend | None) -> Attend:
 
         return one_by_one
     few = cell.nq and cell.causal  # SDPA aligns positions to the first key
-    plain = not (cell.window or cell.lengths or cell.documents or cell.alibi or cell.bias or few)
+    masked = cell.window or cell.lengths or cell.documents or cell.boolean
+    plain = not (masked or cell.alibi or cell.bias or few)
     pairs, bias = None if plain else allowed(cell, x), x.bias
     if x.slopes is not None:
         refuse(cell, "bias")
@@ -194,8 +195,11 @@ def of_flex(cell: Cell, x: Inputs) -> Attend:
     torch._dynamo.config.accumulated_recompile_limit = 4096
     bias, slopes, ids, lengths = x.bias, x.slopes, x.ids, x.lengths
     offset = cell.n - cell.queries
+    pairs = allowed(cell, x) if cell.boolean else None
 
     def keep(b: Any, h: Any, i: Any, j: Any) -> Any:
+        if pairs is not None:  # one sequence and one head stand for all, or there are lengths
+            return pairs[b if lengths is not None else 0, 0, i, j]
         i = i + offset
         ok = i >= j if cell.causal or cell.window else i >= 0
         ok = ok & (i - j <= cell.window) if cell.window else ok
@@ -234,7 +238,7 @@ def installed(module: str) -> Any:
 
 def of_flash(cell: Cell, x: Inputs, name: str) -> Attend:
     """Return flash-attn's call; raise if its release lacks a keyword that the cell needs."""
-    refuse(cell, "bias lengths documents")
+    refuse(cell, "bias lengths documents boolean")
     module = installed(name)
     function = module.flash_attn_varlen_func if cell.packed else module.flash_attn_func
     options = {
@@ -261,7 +265,7 @@ def of_flash(cell: Cell, x: Inputs, name: str) -> Attend:
 
 def of_xformers(cell: Cell, x: Inputs) -> Attend:
     """Return xformers' memory_efficient_attention."""
-    refuse(cell, "softcap alibi packed window documents lengths nq")
+    refuse(cell, "softcap alibi packed window documents lengths boolean nq")
     ops = installed("xformers.ops")
     if cell.hq != cell.hk or (cell.causal and cell.bias):
         raise UnsupportedError("without grouped heads, and without causal beside a bias")

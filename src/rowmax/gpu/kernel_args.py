@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..call.inputs import Tangents, parameters_of
 from ..call.problem import Problem, Tensors
+from ..rules.mask import distinct
 from ..rules.softmax import LOG2E
 from .tiles import Tiles, padded
 
@@ -200,9 +201,11 @@ class Config(NamedTuple):
 
 
 def prepared(tensors: Tensors) -> Tensors:
-    """Return the tensors as kernels read them: q, k and v aligned, small ones contiguous."""
-    q, k, v, _, sink, heads, _, q_ids, k_ids, lengths, *_, prefix = tensors
+    """Return the tensors as kernels read them: rows aligned, small ones contiguous."""
+    q, k, v, _, sink, heads, allowed, q_ids, k_ids, lengths, *_, prefix = tensors
     fixed: dict[str, Tensor] = {}
+    if allowed is not None and not in_units(allowed):
+        fixed["allowed"] = copied_in_units(distinct(allowed)).expand(allowed.shape)
     for name, x in (("q", q), ("k", k), ("v", v)):
         y = aligned(x)
         if y is not x:
@@ -232,8 +235,27 @@ def aligned(x: Tensor) -> Tensor:
     whole = (d == 1 or x.shape[3] == 1) and x.data_ptr() % 16 == 0
     if whole and ((b | n | h) % unit == 0 or not any(s % unit for s in strides(x)[:3])):
         return x
+    return copied_in_units(x)
+
+
+def copied_in_units(x: Tensor) -> Tensor:
+    """Return a copy of which every row begins at a multiple of 16 bytes."""
+    unit = 16 // x.element_size()
     *sizes, width = x.shape
     return x.new_empty(*sizes, -(-width // unit) * unit)[..., :width].copy_(x)
+
+
+def in_units(x: Tensor) -> bool:
+    """Return True if a term ``[B, H, Nq, Nk]`` can be read 16 bytes at a time, up to each end."""
+    n, unit = x.shape[3], 16 // x.element_size()
+    if n == 1:
+        return True
+    rows = strides(x)[:3]
+    if x.stride(3) != 1 or x.data_ptr() % 16 or common_align(rows, unit) != unit:
+        return False
+    last = sum(s * (size - 1) for s, size in zip(rows, x.shape, strict=False))
+    end = x.storage_offset() + last + -(-n // unit) * unit
+    return n % unit == 0 or end * x.element_size() <= x.untyped_storage().nbytes()
 
 
 def strides(x: Tensor) -> tuple[int, ...]:
@@ -287,14 +309,16 @@ def pair_strides(tensors: Tensors, tbias: Tensor | None = None) -> dict[str, Any
     found: dict[str, Any] = {}
     if tensors.bias is not None:
         read, written = strides(tensors.bias), contiguous_strides(tensors.bias.shape)
-        unit = 16 // tensors.bias.element_size()
-        align = common_align((*read[:3], *written[:3]), unit)
+        n, unit = tensors.bias.shape[3], 16 // tensors.bias.element_size()
+        # units of a row may end past it, so a row of another length is read by elements
+        align = common_align((*read[:3], *written[:3], n if n > 1 else 0), unit)
         found |= {"bias": pairs(read, align), "dbias": pairs(written, align)}
         if tbias is not None:
             read = strides(tbias)
-            found["tbias"] = pairs(read, common_align(read[:3], unit))
+            found["tbias"] = pairs(read, common_align((*read[:3], n if n > 1 else 0), unit))
     if tensors.allowed is not None:
-        found["allowed"] = pairs(strides(tensors.allowed), 1)
+        read = strides(tensors.allowed)
+        found["allowed"] = pairs(read, common_align(read[:3], 16))
     if tensors.q_ids is not None and tensors.k_ids is not None:
         found |= {"q_ids": strides(tensors.q_ids)[0], "k_ids": strides(tensors.k_ids)[0]}
     return found
@@ -355,6 +379,7 @@ def positions(problem: Problem) -> dict[str, int | None]:
 def config(problem: Problem, tiles: Tiles, precision: str, **more: Any) -> Config:
     """Return the constants; ``more`` replaces or adds some."""
     ragged_k = problem.varlen or problem.prefix or problem.nk % tiles.block_k != 0
+    by_pairs = problem.allowed is not None  # full tiles then wait for no mask
     values = {
         "HQ": problem.hq,
         "GROUP": problem.group,
@@ -363,7 +388,7 @@ def config(problem: Problem, tiles: Tiles, precision: str, **more: Any) -> Confi
         "PACKED": problem.varlen,
         "RAGGED_Q": problem.varlen or problem.nq % tiles.block_q != 0,
         "RAGGED_K": ragged_k,
-        "SPLIT": tiles.split and problem.masked and not problem.prefix,
+        "SPLIT": by_pairs or (tiles.split and problem.masked and not problem.prefix),
         "EDGES": problem.masked or ragged_k,
         "MASKS": problem.masked,
         "TO_LENGTHS": problem.align == "lengths",

@@ -170,8 +170,9 @@ def launch(
     given = strided(made)
     key = _key(spec, problem, tensors, tiles, given)
     job = _jobs.get(key)
-    q, k, v = tensors[:3]
-    if job is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+    q, k, v, allowed = *tensors[:3], tensors.allowed
+    unlike = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
+    if job is None or unlike or not (allowed is None or kernel_args.in_units(allowed)):
         # strides of a kept job are such as ``prepared`` leaves alone
         tensors = prepared(tensors)
         key = _key(spec, problem, tensors, tiles, given)

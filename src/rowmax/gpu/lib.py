@@ -426,13 +426,17 @@ def distances(num, place, row, col):
 
 
 @triton.jit
-def load_bias(ptr, num, cfg, place, row, col):
-    """Return a tile of the bias, 0 past its end."""
-    at = pair_pointers(ptr.bias, num.bias, place, row, col)
+def load_pairs(x, pairs, cfg, place, row, col):
+    """Return a tile of a term ``[B, H, Nq, Nk]``, 0 past its rows.
+
+    Rows are read by units, the last one to its end (``kernel_args.in_units``).
+    """
+    at = pair_pointers(x, pairs, place, row, col)
     if cfg.RAGGED_K:
-        return tl.load(at, mask=(row < place.nq) & (col < place.nk), other=0.0)
+        end = tl.cdiv(place.nk, pairs.ALIGN) * pairs.ALIGN
+        return tl.load(at, mask=(row < place.nq) & (col < end), other=0)
     elif cfg.RAGGED_Q:
-        return tl.load(at, mask=row < place.nq, other=0.0)
+        return tl.load(at, mask=row < place.nq, other=0)
     else:
         return tl.load(at)
 
@@ -454,7 +458,7 @@ def scored(x, ptr, num, cfg, place, row, col, bias=None):
     """
     distance = None
     if ptr.bias is not None and bias is None:
-        bias = load_bias(ptr, num, cfg, place, row, col)
+        bias = load_pairs(ptr.bias, num.bias, cfg, place, row, col)
     if cfg.DISTANCE:
         distance = distances(num, place, row, col)
     scale = None if cfg.FOLDED else num.scale2
@@ -480,7 +484,7 @@ def power(x, cfg):
 
 
 @triton.jit
-def seen(ptr, num, place, row, col):
+def seen(ptr, num, cfg, place, row, col):
     """Return True for the pairs of a partial tile that may attend."""
     ok = (row < place.nq) & (col < place.used)
     if num.left is not None:
@@ -496,9 +500,7 @@ def seen(ptr, num, place, row, col):
         q_id = tl.load(q_ids + row, mask=row < place.nq, other=0)
         ok = ok & (q_id == tl.load(k_ids + col, mask=col < place.used, other=0))
     if ptr.allowed is not None:
-        at = pair_pointers(ptr.allowed, num.allowed, place, row, col)
-        inside = (row < place.nq) & (col < place.used)
-        ok = ok & (tl.load(at, mask=inside, other=0) != 0)
+        ok = ok & (load_pairs(ptr.allowed, num.allowed, cfg, place, row, col) != 0)
     return ok
 
 
@@ -507,7 +509,7 @@ def only_seen(x, ptr, num, cfg, place, row, col, partial, KIND: tl.constexpr):
     """Return x, with 0 for the pairs of a partial tile that may not attend."""
     if cfg.EDGES and KIND != "full":
         if KIND == "partial" or partial:
-            x = tl.where(seen(ptr, num, place, row, col), x, 0.0)
+            x = tl.where(seen(ptr, num, cfg, place, row, col), x, 0.0)
     return x
 
 

@@ -134,7 +134,7 @@ def tile_of_program(ptr, num, cfg):
     row = tile_q * cfg.BLOCK_Q + tl.arange(0, cfg.BLOCK_Q)[:, None]
     col = tile_k * cfg.BLOCK_K + tl.arange(0, cfg.BLOCK_K)[None, :]
     shared = lib.Place(b, head, 0, 0, nq, 0, nk, nk, 0, 0)
-    bias = lib.load_bias(ptr, num, cfg, shared, row, col)
+    bias = lib.load_pairs(ptr.bias, num.bias, cfg, shared, row, col)
     return BiasTile(b, head, tile_q, tile_k, bias), row, col, shared
 
 

@@ -107,7 +107,7 @@ def add_each_query(dk, dv, k, v, j0, i0, i1, ptr, num, cfg, place):
         lse2, delta = lib.row_numbers(i + tl.arange(0, 1), do, i, ptr, num, cfg, place, False)
         s = lib.times_row(k, q)
         p, y = lib.weights(s, lse2[None, :], rest, ptr, num, cfg, place, row, col, False, "full")
-        ok = lib.seen(ptr, num, place, row, col)
+        ok = lib.seen(ptr, num, cfg, place, row, col)
         dp = lib.times_row(v, do)
         pr, dp = lib.dropped(p, dp, ptr, num, place, row, j0, j, cfg.BLOCK_K)
         ds = lib.product_gradient(

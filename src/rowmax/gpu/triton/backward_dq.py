@@ -102,7 +102,7 @@ def add_each_key(x, ptr, num, cfg, place):
         ds = lib.product_gradient(
             rules.score_gradient(p, dp, x.delta[:, None]), y, ptr, num, cfg, place
         )
-        dq += tl.where(lib.seen(ptr, num, place, x.row, j0 + column), ds * k, 0.0)
+        dq += tl.where(lib.seen(ptr, num, cfg, place, x.row, j0 + column), ds * k, 0.0)
     return dq
 
 

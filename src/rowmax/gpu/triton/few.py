@@ -91,7 +91,7 @@ def few_kernel(ptr, num, cfg):
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, num.v.BLOCK_D], tl.float32)
-    m, l, acc = attend_tiles(m, l, acc, q, ptr, num, cfg, place, row, plan)
+    m, l, acc = attend_tiles(m, l, acc, q, ptr, num, cfg, place, row, plan, "any")
     if cfg.MASKS:
         if lib.has_nan(acc):
             # loaded again: kept until here, it would take registers from the loop

@@ -33,7 +33,7 @@ def softmax_step(s, m, num, cfg):
 
 
 @triton.jit
-def attend_tiles(m, l, acc, q, ptr, num, cfg, place, row, plan):
+def attend_tiles(m, l, acc, q, ptr, num, cfg, place, row, plan, KIND: tl.constexpr):
     """Return (m, l, O) after the tiles of the plan; m is in the units of the scores.
 
     m and l are ``[BLOCK_Q]``, q and acc ``[BLOCK_Q, BLOCK_D]``, row ``[BLOCK_Q, 1]``.
@@ -42,15 +42,15 @@ def attend_tiles(m, l, acc, q, ptr, num, cfg, place, row, plan):
     k_base = lib.keys(ptr.k, num.k, cfg, place)
     v_base = lib.keys(ptr.v, num.v, cfg, place)
     j = tl.arange(0, BLOCK_K)[None, :]
-    for i in tl.range(0, plan.count):
-        tile, partial = lib.nth_tile(i, ptr, plan, "any")
+    for i in tl.range(0, lib.tile_count(plan, KIND)):
+        tile, partial = lib.nth_tile(i, ptr, plan, KIND)
         j0 = tile * BLOCK_K
         k = lib.load_tile(k_base, num.k, j0, place.used, BLOCK_K, cfg.RAGGED_K)
         s = tl.dot(q, tl.trans(k), input_precision=cfg.PRECISION)
         s, _ = lib.scored(s, ptr, num, cfg, place, row, j0 + j)
-        if cfg.EDGES:
-            if partial:
-                s = tl.where(lib.seen(ptr, num, place, row, j0 + j), s, float("-inf"))
+        if cfg.EDGES and KIND != "full":
+            if KIND == "partial" or partial:
+                s = tl.where(lib.seen(ptr, num, cfg, place, row, j0 + j), s, float("-inf"))
         p, alpha, m = softmax_step(s, m, num, cfg)
         l = l * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
@@ -81,7 +81,7 @@ def attend_keys(m, q, start, end, ptr, num, cfg, place, row):
         if ptr.seed is not None:
             p = tl.where(lib.kept(ptr, num, place, row, j0, column, 16), p, 0.0)
         v = lib.load_row(v_base, num.v, j)
-        acc += tl.where(lib.seen(ptr, num, place, row, j0 + column), p * v, 0.0)
+        acc += tl.where(lib.seen(ptr, num, cfg, place, row, j0 + column), p * v, 0.0)
     return acc
 
 
@@ -121,7 +121,11 @@ def forward_kernel(ptr, num, cfg):
     m = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, num.v.BLOCK_D], tl.float32)
-    m, l, acc = attend_tiles(m, l, acc, q, ptr, num, cfg, place, row, plan)
+    if cfg.SPLIT:
+        m, l, acc = attend_tiles(m, l, acc, q, ptr, num, cfg, place, row, plan, "full")
+        m, l, acc = attend_tiles(m, l, acc, q, ptr, num, cfg, place, row, plan, "partial")
+    else:
+        m, l, acc = attend_tiles(m, l, acc, q, ptr, num, cfg, place, row, plan, "any")
     if cfg.MASKS:
         if lib.has_nan(acc):
             # loaded again: kept until here, it would take registers from the loop

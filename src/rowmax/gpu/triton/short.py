@@ -36,7 +36,7 @@ def seen_keys(ptr, num, cfg, place, row, col):
     A band is a range of keys for each row: one comparison a pair where ``lib.seen`` has four.
     """
     if ptr.q_ids is not None or ptr.allowed is not None:
-        return lib.seen(ptr, num, place, row, col)
+        return lib.seen(ptr, num, cfg, place, row, col)
     else:
         prefix = None
         if ptr.prefix is not None:

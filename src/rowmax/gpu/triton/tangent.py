@@ -53,7 +53,7 @@ def attend_tiles(m, l, acc, sums, r, tacc, x, ptr, num, cfg, place, plan):
         s, y = lib.scored(s, ptr, num, cfg, place, x.row, j0 + j)
         if cfg.EDGES:
             if partial:
-                s = tl.where(lib.seen(ptr, num, place, x.row, j0 + j), s, float("-inf"))
+                s = tl.where(lib.seen(ptr, num, cfg, place, x.row, j0 + j), s, float("-inf"))
         p, alpha, m = softmax_step(s, m, num, cfg)
         tile_l = tl.sum(p, 1)
         tx = second_order.two_products(x.tq, k, x.q, tk, cfg)
@@ -110,7 +110,7 @@ def attend_keys(m, r, x, ptr, num, cfg, place):
             keep = lib.kept(ptr, num, place, x.row, j0, column, 16)
             p = tl.where(keep, p, 0.0)
             t = tl.where(keep, t, 0.0)
-        ok = lib.seen(ptr, num, place, x.row, j0 + column)
+        ok = lib.seen(ptr, num, cfg, place, x.row, j0 + column)
         v = lib.load_row(v_base, num.v, j)
         acc += tl.where(ok, p * v, 0.0)
         tacc += tl.where(ok, t * v, 0.0)

@@ -117,7 +117,7 @@ def add_each_query(sums, x, ptr, num, cfg, place):
         beta = lib.times_row(x.v, g)
         ds, dts = second_order.score_gradients(w, beta, gamma, b, c, ptr, num)
         dx, dtx = second_order.product_gradients(ds, dts, tx, w.y, num, cfg)
-        ok = lib.seen(ptr, num, place, row, at.col)
+        ok = lib.seen(ptr, num, cfg, place, row, at.col)
         dtk += tl.where(ok, dtx * q, 0.0)
         dk += tl.where(ok, dx * q, 0.0)
         if ptr.tq is not None:

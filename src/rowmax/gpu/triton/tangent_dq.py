@@ -132,7 +132,7 @@ def add_each_key(x, ptr, num, cfg, place):
         beta = lib.times_row(x.g, v)
         ds, dts = second_order.score_gradients(w, beta, gamma, x.b, x.c, ptr, num)
         dx, dtx = second_order.product_gradients(ds, dts, tx, w.y, num, cfg)
-        ok = lib.seen(ptr, num, place, x.row, at.col)
+        ok = lib.seen(ptr, num, cfg, place, x.row, at.col)
         dq += tl.where(ok, dx * k, 0.0)
         if ptr.tk is not None:
             dq += tl.where(ok, dtx * tk, 0.0)
