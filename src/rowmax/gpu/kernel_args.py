@@ -48,7 +48,7 @@ class Pointers(NamedTuple):
     prefix: Any = None
     out: Any = None
     lse: Any = None
-    order: Any = None  # int32, a row's tiles by number: full ones, then partial ones
+    order: Any = None  # int32 [lists, 2 length], tiles by number: full ones, then partial ones
     counts: Any = None  # int32 [..., 2], the number of each
     states: Any = None  # uint8, a map of tiles
     dout: Any = None

@@ -6,6 +6,7 @@ A job is a kernel with all of its arguments but the pointers. It is built once a
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -16,14 +17,21 @@ from ..call.problem import Problem, Tensors
 from . import kernel_args
 from .compat import current_device
 from .compiled import Launch, runs
-from .kernel_args import Config, Numbers, Pointers, prepared, strided
+from .kernel_args import Config, Numbers, Pointers, constant, prepared, strided
 from .parts import parts_of
-from .tile_maps import listed, tile_pointers, tile_strides
+from .tile_lists import tile_lists_kernel
+from .tile_maps import list_sizes, listed, tile_pointers, tile_strides
 from .tiles import Tiles, columns, kind_of, smaller, tiles_for
 
 #: jobs kept, by everything that they depend on
 _jobs: dict[Any, Job] = {}
 _LIMIT = 4096
+#: the numbers and constants, and the pointers, that lists of tiles depend on
+_OF_LISTS = frozenset((
+    *("batch", "longest_q", "longest_k", "left", "right", "order", "allowed", "q_ids", "k_ids"),
+    *("GROUP", "BLOCK_Q", "BLOCK_K", "PACKED", "RAGGED_Q", "RAGGED_K", "TO_LENGTHS"),
+))  # fmt: skip
+_READ_BY_LISTS = ("allowed", "q_ids", "k_ids", "lengths", "prefix", "order", "counts")
 #: bytes that heads whose tiles alternate may stream together
 TOGETHER_BYTES = 8 << 20
 
@@ -50,9 +58,17 @@ class Job:
     """A kernel with its numbers, constants and grid of ``programs``."""
 
     def __init__(
-        self, kernel: Any, numbers: Numbers, config: Config, tiles: Tiles, programs: int
+        self,
+        kernel: Any,
+        numbers: Numbers,
+        config: Config,
+        tiles: Tiles,
+        programs: int,
+        more: tuple[Any, ...] = (),
+        lists: Job | None = None,
     ) -> None:
         self.kernel = kernel
+        self.lists = lists  # a job that makes the lists of tiles, before
         self.numbers = numbers
         self.config = config
         self.grid = (programs, 1, 1)
@@ -62,7 +78,7 @@ class Job:
             "num_stages": tiles.stages,
             "enable_fp_fusion": True,  # the default up to triton 3.9; 3.10 has it off
         }
-        self.launch = Launch(kernel, self.grid, self.options, (numbers, config))
+        self.launch = Launch(kernel, self.grid, self.options, (numbers, config, *more))
 
     def run(self, ptr: Pointers) -> None:
         """Launch on the current stream of the pointers' device."""
@@ -115,7 +131,25 @@ def build_job(
     precision = kernel_args.precision_of(tensors)
     config = kernel_args.config(problem, tiles, precision, **constants)
     programs = count * heads * (shares or 1 if resident in ("groups", "heads") else 1)
-    return Job(spec.kernel, numbers, config, tiles, -(-programs // spec.together))
+    programs, lists = -(-programs // spec.together), None
+    if numbers.order is not None:
+        of_lists = list_sizes(problem, tensors, tiles, resident)
+        lists = list_job(numbers, config, prod(of_lists[:3]), resident == "keys")
+    return Job(spec.kernel, numbers, config, tiles, programs, lists=lists)
+
+
+def list_job(numbers: Numbers, config: Config, lists: int, keys: bool) -> Job:
+    """Return the job that makes the lists of a job: one kernel for jobs whose tiles are alike."""
+    numbers = Numbers(*(x if name in _OF_LISTS else None for name, x in numbers._asdict().items()))
+    config = Config(*(x if name in _OF_LISTS else None for name, x in config._asdict().items()))
+    tiles = Tiles(config.BLOCK_Q.value, config.BLOCK_K.value, 8, 2)
+    return Job(tile_lists_kernel, numbers, config, tiles, lists, (constant(keys),))
+
+
+def of_lists(ptr: Pointers) -> Pointers:
+    """Return the pointers of the job that makes the lists of a job with these."""
+    named = ptr._asdict()
+    return Pointers(ptr.q, **{name: named[name] for name in _READ_BY_LISTS})
 
 
 def grid_of(problem: Problem, tiles: Tiles, resident: str) -> tuple[int, int]:
@@ -211,6 +245,8 @@ def _run(
     if not rows and spec.lists and listed(problem):
         made = made | tile_pointers(problem, tensors, job.tiles, spec.resident)
     ptr = Pointers(tensors.q, **made) if rows else Pointers(*tensors, **made)
+    if job.lists is not None:
+        job.lists.run(of_lists(ptr))
     job.run(ptr)
     return ptr
 

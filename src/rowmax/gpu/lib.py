@@ -53,8 +53,8 @@ class TilePlan(NamedTuple):
 
     count: Any
     n_full: Any  # full tiles among them
-    first: Any  # the first tile, or a pointer into the list
-    full: Any  # the first full tile; 0 with a list
+    first: Any  # the first tile, or a pointer to a list
+    full: Any  # the first full tile, or where the partial ones of the list begin
 
 
 # --- places ------------------------------------------------------------------------------------
@@ -357,7 +357,8 @@ def listed_plan(ptr, num, place, tile):
     number += tl.cast(place.head, tl.int64) * stride.head + tile
     n_full = tl.load(ptr.counts + 2 * number)
     n_partial = tl.load(ptr.counts + 2 * number + 1)
-    return TilePlan(n_full + n_partial, n_full, ptr.order + number * stride.length, 0)
+    first = ptr.order + number * 2 * stride.length
+    return TilePlan(n_full + n_partial, n_full, first, stride.length)
 
 
 @triton.jit
@@ -400,9 +401,14 @@ def nth_tile(i, ptr, plan, KIND: tl.constexpr):
     tests but double the code and its prologue.
     """
     if ptr.order is not None:
-        if KIND == "partial":
-            i += plan.n_full
-        return tl.load(plan.first + i), i >= plan.n_full
+        if KIND == "full":
+            return tl.load(plan.first + i), False
+        elif KIND == "partial":
+            return tl.load(plan.first + plan.full + i), True
+        else:
+            partial = i >= plan.n_full
+            i += tl.where(partial, plan.full - plan.n_full, 0)
+            return tl.load(plan.first + i), partial
     else:
         if KIND == "full":
             tile = plan.full + i

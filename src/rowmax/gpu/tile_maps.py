@@ -25,20 +25,17 @@ def listed(problem: Problem) -> bool:
 def tile_pointers(
     problem: Problem, tensors: Tensors, tiles: Tiles, resident: str
 ) -> dict[str, Tensor]:
-    """Return the pointers of a job: the map for a resident "bias", else the lists, int32.
+    """Return the pointers of a job: the map for a resident "bias", else memory for int32 lists.
 
-    ``order [B|1, Hq|1, resident, streamed]`` holds the full tiles, then the partial ones, then
-    those to skip. ``counts [B|1, Hq|1, resident, 2]`` holds the numbers of full and partial ones.
+    ``order [lists, 2 streamed]`` has room for the full tiles of a resident one and, from the second
+    half on, for the partial ones. ``counts [lists, 2]`` is for their numbers (``tile_lists.py``).
     """
-    states = tile_states(problem, tensors, tiles)
     if resident == "bias":
-        return {"states": states.contiguous()}
-    if resident == "keys":
-        states = states.transpose(2, 3).contiguous()
-    order = states.argsort(dim=-1, descending=True, stable=True)
-    full, partial = (states == kind for kind in (mask.FULL, mask.PARTIAL))
-    counts = torch.stack([full.sum(-1), partial.sum(-1)], -1)
-    return {"order": order.to(torch.int32), "counts": counts.to(torch.int32)}
+        return {"states": tile_states(problem, tensors, tiles).contiguous()}
+    batch, heads, count, streamed = list_sizes(problem, tensors, tiles, resident)
+    n, empty = batch * heads * count, tensors.q.new_empty
+    order, counts = (empty((n, width), dtype=torch.int32) for width in (2 * streamed, 2))
+    return {"order": order, "counts": counts}
 
 
 def tile_states(problem: Problem, tensors: Tensors, tiles: Tiles) -> Tensor:
@@ -61,8 +58,10 @@ def tile_states(problem: Problem, tensors: Tensors, tiles: Tiles) -> Tensor:
     return states
 
 
-def tile_strides(problem: Problem, tensors: Tensors, tiles: Tiles, resident: str) -> dict[str, Any]:
-    """Return the strides of the pointers of ``tile_pointers``."""
+def list_sizes(
+    problem: Problem, tensors: Tensors, tiles: Tiles, resident: str
+) -> tuple[int, int, int, int]:
+    """Return (sequences, heads, resident tiles, streamed tiles) of the lists of a job."""
     batch, heads = 1, 1
     if tensors.allowed is not None:
         batch, heads = mask.distinct(tensors.allowed).shape[:2]
@@ -71,10 +70,15 @@ def tile_strides(problem: Problem, tensors: Tensors, tiles: Tiles, resident: str
         for x in (tensors.lengths, tensors.q_ids, tensors.k_ids, prefix):
             batch = max(batch, 1 if x is None else x.shape[0])
     n_q, n_k = -(-problem.nq // tiles.block_q), -(-problem.nk // tiles.block_k)
-    count, streamed = (n_k, n_q) if resident == "keys" else (n_q, n_k)
+    return batch, heads, *((n_k, n_q) if resident == "keys" else (n_q, n_k))
+
+
+def tile_strides(problem: Problem, tensors: Tensors, tiles: Tiles, resident: str) -> dict[str, Any]:
+    """Return the strides of the pointers of ``tile_pointers``."""
+    batch, heads, count, streamed = list_sizes(problem, tensors, tiles, resident)
     if resident == "bias":
-        count *= n_k
+        count *= streamed
     b, head = count * heads if batch > 1 else 0, count if heads > 1 else 0
     if resident == "bias":
-        return {"states": Pairs(b, head, n_k)}
+        return {"states": Pairs(b, head, streamed)}
     return {"order": Lists(b, head, streamed)}
