@@ -103,7 +103,8 @@ unit-emulator: $(STAMP)
 	$(BIN)/python -m pytest tests/emulator tests/hopper $(BACKWARD:%=--ignore %) $(ARGS)
 
 unit-interpreter: $(STAMP)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/triton -k "float32 or shared-11qk or another_form" $(ARGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/triton \
+		-k "float32 or shared-11qk or another_form or lists_hold" $(ARGS)
 
 doctest: $(STAMP) ## the examples in docstrings
 	$(BIN)/python -m pytest --doctest-modules src demo

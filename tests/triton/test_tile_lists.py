@@ -1,4 +1,4 @@
-"""The lists of tiles, beside the map of ``rules/mask.tile_states``."""
+"""The lists of tiles, compared with the map of ``rules/mask.tile_states``."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from rowmax.call.inputs import Tensors
 from rowmax.gpu import kernel_args, launch, tile_maps
+from rowmax.gpu.compat import is_compiled
 from rowmax.gpu.kernel_args import Pointers
+from rowmax.gpu.tile_lists import tile_lists_kernel
 from rowmax.gpu.tiles import Tiles
 from rowmax.gpu.triton.backward_dkdv import DKDV
 from rowmax.gpu.triton.forward import FORWARD
@@ -30,6 +33,9 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.skipif(
+    is_compiled(tile_lists_kernel), reason="the kernels were imported without TRITON_INTERPRET=1"
+)
 @pytest.mark.parametrize("blocks", [(16, 32), (64, 16), (128, 64)])
 @pytest.mark.parametrize("spec", [FORWARD, DKDV], ids=["queries", "keys"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -59,3 +65,31 @@ def test_lists_hold_the_tiles_of_the_map(case: Case, spec: Any, blocks: tuple[in
         assert order[half : half + partial].tolist() == (state == PARTIAL).nonzero()[:, 0].tolist()
         assert (order[full:half] == -1).all()
         assert (order[half + partial :] == -1).all()
+
+
+@pytest.mark.parametrize(
+    ("t", "whole"),
+    [
+        (torch.ones(2, 3, 5, 64, dtype=torch.bool), True),
+        (torch.ones(2, 1, 5, 64, dtype=torch.bool).expand(2, 3, 5, 64), True),
+        (torch.ones(2, 3, 5, 1, dtype=torch.bool), True),
+        (torch.ones(1, 1, 5, 64, dtype=torch.bool)[..., :50], True),
+        (torch.ones(1, 1, 5, 64, dtype=torch.bool).view(-1)[: 4 * 64 + 50].as_strided(
+            (1, 1, 5, 50), (320, 320, 64, 1)), True),
+        (torch.ones(4 * 64 + 50, dtype=torch.bool).as_strided((1, 1, 5, 50), (320, 320, 64, 1)),
+         False),  # the last row ends with the memory
+        (torch.ones(1, 1, 5, 50, dtype=torch.bool), False),
+        (torch.ones(1, 1, 64, 5, dtype=torch.bool).transpose(2, 3), False),
+        (torch.ones(1, 1, 5, 80, dtype=torch.bool)[..., 1:65], False),
+    ],
+)  # fmt: skip
+def test_masks_are_read_by_units(t: torch.Tensor, whole: bool) -> None:
+    assert kernel_args.in_units(t) == whole
+    q = torch.zeros(2, 5, 3, 16)
+    allowed = kernel_args.prepared(Tensors(q, q, q, allowed=t)).allowed
+    assert allowed is not None
+    assert (allowed is t) == whole
+    assert torch.equal(allowed, t)
+    assert kernel_args.in_units(allowed)
+    if t.stride(1) == 0:  # heads share the copy
+        assert allowed.stride(1) == 0
