@@ -67,7 +67,18 @@ FEATURES = [
     Case("packed", hq=2, hk=1, d=80, sequences=((100, 100), (28, 60)), causal=True),
     Case("wide", b=1, nq=128, hq=1, d=512),
     Case("block", nq=128, d=64, dropout=0.1, alibi=True, positions=(5, 6, 64, 7, 8)),
-    Case("prefix", b=2, nq=200, hq=4, hk=2, d=64, prefix=(0.5,), left=90, bias="1hqk"),
+    Case(
+        "prefix",
+        b=2,
+        nq=200,
+        hq=4,
+        hk=2,
+        d=64,
+        prefix=(0.5,),
+        left=90,
+        bias="1hqk",
+        allowed="11qk",
+    ),
 ]
 
 #: tangents and second derivatives of these: the entries of the table, and every kernel once

@@ -80,7 +80,7 @@ def compiled(target: str, what: str) -> list[dict[str, Any]]:
 def test_features(target: str) -> None:
     found = compiled(target, "features")
     kernels = {f["kernel"] for f in found}
-    assert len(kernels) == 7, kernels
+    assert len(kernels) == 8, kernels
     for fact in found:
         assert fact["binary"] > 0
         assert fact["refused"] == 0, fact
