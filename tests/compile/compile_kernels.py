@@ -225,6 +225,7 @@ def tuned() -> list[Case]:
             ("full", {}),
             ("causal", {"causal": True}),
             ("bias", {"bias": "bhqk"}),
+            ("mask", {"allowed": "11qk"}),
             ("long-causal", {"causal": True, "nq": 4096}),
         )
     ]
