@@ -25,7 +25,7 @@ ALLOWED_SPILLS = {
     ("256-causal", "forward_kernel"): 1,
     ("256-long-causal", "forward_kernel"): 1,
     ("128-long-causal", "backward_dkdv_kernel"): 8,
-    ("64-mask", "backward_dq_kernel"): 11,  # of a thousand instructions, in partial tiles
+    ("64-mask", "backward_dq_kernel"): 11,  # the loop of partial tiles has a thousand
 }
 
 #: loads of loop invariants among a thousand instructions; smaller tiles, without, do more work
