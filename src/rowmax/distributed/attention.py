@@ -117,7 +117,7 @@ def normalized_rows(
     queries, keys = check_layouts(*layouts, group)
     given = arguments(*rows, **options)
     names = group.name, queries.text, keys.text, chosen(strategy)
-    key = _plain(given), names, strategy, group.rank, reduce_replicated
+    key = _plain(given), group, names, strategy, reduce_replicated
     passed = None if key[0] is None else _passed.get(key)
     if passed is not None:
         place, rest = passed

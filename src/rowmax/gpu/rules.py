@@ -8,7 +8,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ..rules import band, bound, dropout, row_stats, softmax, tangent
+from ..rules import band, bound, dropout, mask, row_stats, softmax, tangent
 from ..rules import score as scores
 from . import compat
 
@@ -68,6 +68,8 @@ all_range = compiled(band.all_range, max="maximum", min="minimum")
 back_of_key = compiled(band.back_of_key, where="where")
 touched_tiles = compiled(band.touched_tiles, max="maximum")
 filled_tiles = compiled(band.filled_tiles, max="maximum", min="minimum")
+touches, fills = compiled(band.touches), compiled(band.fills)
+may_be_equal, are_equal = compiled(mask.may_be_equal), compiled(mask.are_equal)
 score = compiled(scores.score, tanh=tanh)
 score_precise = compiled(scores.score, tanh=tanh_precise)
 product_gradient = compiled(scores.product_gradient)

@@ -89,15 +89,15 @@ def tile_states(tile, resident, ptr, num, cfg, place, KEYS: tl.constexpr):
             prefix = place.prefix
         end = place.used
         low, high = rules.any_range(i0, i1, place.offset, num.left, num.right, end, prefix)
-        some = some & (low <= j1) & (j0 < high)
+        some = rules.touches(some, low, high, j0, j1)
         low, high = rules.all_range(i0, i1, place.offset, num.left, num.right, end, prefix)
-        every = every & (low <= j0) & (j1 < high)
+        every = rules.fills(every, low, high, j0, j1)
     if ptr.q_ids is not None:
         b = tl.cast(place.b, tl.int64)
         q_low, q_high = id_range(ptr.q_ids + b * num.q_ids, i0, place.nq, BLOCK_Q)
         k_low, k_high = id_range(ptr.k_ids + b * num.k_ids, j0, place.nk, BLOCK_K)
-        some = some & (q_low <= k_high) & (k_low <= q_high)
-        every = every & (q_low == k_high) & (k_low == q_high)
+        some = rules.may_be_equal(some, q_low, q_high, k_low, k_high)
+        every = rules.are_equal(every, q_low, q_high, k_low, k_high)
     if ptr.allowed is not None:
         row = i0[:, None] + tl.arange(0, BLOCK_Q)[:, None]
         col = j0[None, :] + tl.arange(0, BLOCK_K)[None, :]

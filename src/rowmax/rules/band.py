@@ -51,6 +51,16 @@ def all_range(x0, x1, shift, back, ahead, end, prefix=None):
     return low, high
 
 
+def touches(also, low, high, y0, y1):
+    """Return True where some of the positions y0 to y1 is in [low, high), and ``also``."""
+    return also & (low <= y1) & (y0 < high)
+
+
+def fills(also, low, high, y0, y1):
+    """Return True where all of the positions y0 to y1 are in [low, high), and ``also``."""
+    return also & (low <= y0) & (y1 < high)
+
+
 def back_of_key(key, prefix, right, most):
     """Return the limit ``back`` of the queries that see a key.
 

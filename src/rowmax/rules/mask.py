@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..call.problem import Problem, Tensors
+from .band import fills, touches
 from .over_tensors import all_range, any_range
 
 #: the states of a tile of (queries, keys): no pair, some pairs or all pairs may attend
@@ -58,21 +59,31 @@ def tile_states(problem: Problem, tensors: Tensors, block_q: int, block_k: int) 
     j1 = (j0 + block_k).clamp(max=nk) - 1
     band = band_of(problem, tensors)
     low, high = any_range(i0, i1, *band)
-    some = ((low <= j1) & (j0 < high)).expand(-1, -1, i0.shape[2], -1)
+    some = touches(True, low, high, j0, j1).expand(-1, -1, i0.shape[2], -1)
     low, high = all_range(i0, i1, *band)
-    every = ((low <= j0) & (j1 < high)).expand(-1, -1, i0.shape[2], -1)
+    every = fills(True, low, high, j0, j1).expand(-1, -1, i0.shape[2], -1)
     if tensors.q_ids is not None and tensors.k_ids is not None:
         q_low, q_high = tile_range(tensors.q_ids, block_q)
         k_low, k_high = tile_range(tensors.k_ids, block_k)
         q_low, q_high = q_low[:, None, :, None], q_high[:, None, :, None]
         k_low, k_high = k_low[:, None, None, :], k_high[:, None, None, :]
-        some = some & (q_low <= k_high) & (k_low <= q_high)
-        every = every & (q_low == k_high) & (k_low == q_high)
+        some = may_be_equal(some, q_low, q_high, k_low, k_high)
+        every = are_equal(every, q_low, q_high, k_low, k_high)
     if tensors.allowed is not None:
         any_allowed, all_allowed = _tile_any_all(problem, tensors.allowed, block_q, block_k)
         some = some & any_allowed
         every = every & all_allowed
     return some.to(torch.uint8) + (some & every).to(torch.uint8)
+
+
+def may_be_equal(also, q_low, q_high, k_low, k_high):
+    """Return True where ids of queries and of keys may be equal, by their ranges, and ``also``."""
+    return also & (q_low <= k_high) & (k_low <= q_high)
+
+
+def are_equal(also, q_low, q_high, k_low, k_high):
+    """Return True where the ids of queries and of keys are all one, and ``also``."""
+    return also & (q_low == k_high) & (k_low == q_high)
 
 
 def band_of(problem: Problem, tensors: Tensors, start: int | Tensor | None = None) -> tuple:

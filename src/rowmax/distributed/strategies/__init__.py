@@ -24,9 +24,9 @@ def chosen(name: object) -> str:
     """
     if name == "auto":
         return next(iter(STRATEGIES))
-    if name not in STRATEGIES:
+    if not isinstance(name, str) or name not in STRATEGIES:
         raise bad("strategy", repr(name), "one of " + ", ".join(map(repr, ("auto", *STRATEGIES))))
-    return str(name)
+    return name
 
 
 def module_of(call: ShardedCall) -> ModuleType:
