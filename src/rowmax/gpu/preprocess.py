@@ -69,10 +69,12 @@ def row_sums_kernel(ptr, num, cfg):
 
 @triton.jit
 def store_rest(ptr, num, cfg, tile, head):
-    """Store the rest of LSE of a tile of queries of a head."""
+    """Store the rest of LSE of a tile of queries of a head: of dense rows that of its number."""
     BLOCK_Q: tl.constexpr = cfg.BLOCK_Q
     BLOCK_K: tl.constexpr = cfg.BLOCK_K
-    b, tile = lib.sequence_of_queries(ptr, num, cfg, tile, head)
+    b = head // cfg.HQ
+    if cfg.PACKED:
+        b, tile = lib.sequence_of_slot(ptr.cu_q, tile, num.batch, num.total_q, BLOCK_Q)
     sizes = lib.sizes_of(ptr, num, cfg, b, False)
     i0 = tile * BLOCK_Q
     place = lib.place_of(ptr, num, cfg, b, head % cfg.HQ, sizes)

@@ -568,6 +568,7 @@ _EXTREME = [
     _extreme("extreme-full-softcap-alibi", bias="bhqk", softcap=2.0, alibi=True),
     _extreme("extreme-full-deep", bias="bhqk", nq=150, nk=400, b=1),
     _extreme("extreme-full-wide", bias="bhqk", d=256, b=1),
+    _extreme("extreme-full-few-rows", bias="bhqk", nq=1100, right=1050, b=1),
     _extreme("extreme-row", bias="b11k", b=8),
     _extreme("extreme-row-heads", bias="bh1k", b=8, hk=4),
     _extreme("extreme-row-causal-sink", bias="b11k", sink=True, causal=True, b=8, nq=104),
