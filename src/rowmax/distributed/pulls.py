@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..call.inputs import Arrivals
@@ -22,6 +24,9 @@ from .moves import moves_of
 from .pieces import Sight
 from .routes import Part, Route, length_of, route
 from .shared import Pull, Region
+
+#: bytes of own rows from which on their copy is worth a second stream, about 25 us of the host
+LEAST_OWN = 16 << 20
 
 
 class Rows:
@@ -60,9 +65,13 @@ class Rows:
 
     def put(self, moves: Sequence[tuple[int, int, int]]) -> None:
         """Copy (to, from, rows) of the tensors, by words where it can be."""
-        for to, t in zip(self.views, self.like, strict=True):
-            here, own = words(to, t.transpose(0, 1))
-            copy_each([here[a : a + n] for a, _, n in moves], [own[b : b + n] for _, b, n in moves])
+        to: list[Tensor] = []
+        origins: list[Tensor] = []
+        for view, t in zip(self.views, self.like, strict=True):
+            here, own = words(view, t.transpose(0, 1))
+            to += [here[a : a + n] for a, _, n in moves]
+            origins += [own[b : b + n] for _, b, n in moves]
+        copy_each(to, origins)
 
 
 class PulledRows:
@@ -94,12 +103,21 @@ class PulledRows:
             self.by_heads = come_by_heads(*place, *size)
             if may_count(tensors[0].device):
                 self.ordered = ordered(*place, group.rank, *size)
-        #: memory for the rows of each stage, from before the copies
-        self.memory: list[Tensor | None] = [
-            tensors[0].new_empty(self.moves.arriving * width) for width in self.widths
-        ]
+        #: the rows of each stage, in memory from before the copies
+        self.rows: list[Rows | None] = [
+            Rows(part[0].new_empty(self.moves.arriving * width), self.moves.arriving, part,
+                 by_heads=self.by_heads)
+            for part, width in zip(self.parts, self.widths, strict=True)
+        ]  # fmt: skip
+        self.second: torch.cuda.Stream | None = None
         if max(self.shown):  # else no rank waits for another
+            self.second = self._second_stream()
+            before: Any = None if self.second is None else _current(self.second).record_event()
             region.open(max(self.shown) * sum(self.widths) * tensors[0].element_size())
+            if self.second is not None:
+                self.second.wait_event(before)
+                with torch.cuda.stream(self.second):
+                    self._put_own(0)
             shown = [(to, start, stop - start) for to, (start, stop) in _packed(self.way.shown)]
             for stage in range(len(stages)):
                 self._shown(group.rank, stage).put(shown)
@@ -107,11 +125,25 @@ class PulledRows:
                 self.count = region.restart()
             region.show()
 
+    def _second_stream(self) -> torch.cuda.Stream | None:
+        """Return the stream of own rows, and of all calls but the first; None: there is one."""
+        device = self.region.device
+        if self.ordered is None or device.type != "cuda":
+            return None
+        own = sum(move.rows for move in self.moves.own) * self.widths[0]
+        several = len(self.way.parts) > 1
+        least = LEAST_OWN // self.parts[0][0].element_size()
+        return self.region.own_stream("calls") if several or own >= least else None
+
+    def _put_own(self, stage: int) -> None:
+        rows = self.rows[stage]
+        assert rows is not None
+        rows.put([(move.to, move.origin, move.rows) for move in self.moves.own])
+
     def begin(self, stage: int) -> PulledStage:
         """Begin the copies of a stage. Own rows are copied meanwhile."""
-        part, moves, memory = self.parts[stage], self.moves, self.memory[stage]
-        assert memory is not None
-        rows, self.memory[stage] = Rows(memory, moves.arriving, part, by_heads=self.by_heads), None
+        moves, rows = self.moves, self.rows[stage]
+        assert rows is not None
         if self.ordered is not None:
             pulls = [self._pull(rows, stage, self.ordered.copies, counted=True)]
         else:
@@ -120,8 +152,12 @@ class PulledRows:
                 self._pull(rows, stage, [Copy(head, move) for head in heads for move in each])
                 for each in (moves.first, moves.later)
             ]
-        rows.put([(move.to, move.origin, move.rows) for move in moves.own])
-        return PulledStage(rows.views, pulls, self.way, self.ordered, self.count)
+        if self.second is None:
+            self._put_own(stage)
+        elif self.way.parts and self.way.parts[0].own is None:
+            _current(self.second).wait_stream(self.second)
+        self.rows[stage] = None
+        return PulledStage(rows.views, pulls, self.way, self.ordered, self.count, self.second)
 
     def _pull(self, rows: Rows, stage: int, copies: Sequence[Copy], counted: bool = False) -> Pull:
         """Begin copies, and count them."""
@@ -156,10 +192,12 @@ class PulledStage:
         way: Route,
         ordered: Ordered | None = None,
         count: Tensor | None = None,
+        second: torch.cuda.Stream | None = None,
     ) -> None:
         self._rows, self.pulls, self.way = [t.transpose(0, 1) for t in rows], pulls, way
         self.first = way.first if way.parts and way.first is not way.parts[-1] else None
         self._ordered, self._count = ordered, count
+        self.second = second  # the stream of all calls but the first, or None
 
     def rows(self, part: Part) -> list[Tensor]:
         """Return memory ``[B, length, H, D]`` in the order of positions, or for packed keys."""
@@ -178,6 +216,10 @@ class PulledStage:
         if self._ordered is None or self._count is None:
             return None
         return self._ordered.arrivals(part, self._count)
+
+
+def _current(other: torch.cuda.Stream) -> torch.cuda.Stream:
+    return torch.cuda.current_stream(other.device)
 
 
 def _row(t: Tensor) -> int:

@@ -40,12 +40,16 @@ class Pull:
 
     def __init__(self, event: Any, device: torch.device) -> None:
         self._event, self._device = event, device
+        self._waited: torch.cuda.Stream | None = None
 
     def wait(self) -> None:
         """Let the current stream wait for the copies. The host goes on."""
-        event, self._event = self._event, None
-        if event is not None:
-            torch.cuda.current_stream(self._device.index).wait_event(event)
+        if self._event is None:
+            return
+        current = torch.cuda.current_stream(self._device.index)
+        if current != self._waited:
+            current.wait_event(self._event)
+            self._waited = current
 
 
 class Region:
@@ -63,7 +67,7 @@ class Region:
         self.addresses: tuple[int, ...] = ()
         self.size = 0
         self._count: Tensor | None = None
-        self._counting: torch.cuda.Stream | None = None
+        self._streams: dict[str, torch.cuda.Stream] = {}
         self._shown: Any = None  # an event
         self._read: Pull | None = None  # the last of own copies
         self._written: list[tuple[Pull, Any]] = []  # copies to others, and what they read
@@ -135,13 +139,13 @@ class Region:
         """Begin copies (to, from), both contiguous. Memory to write is older than ``show``.
 
         Where ``counted`` is not 0, each group of so many copies is counted (``restart``), and the
-        last one as all. A kernel may wait for these, so they wait for ``show`` alone: their
-        stream is the region's own.
+        last one as all. A kernel may wait for these, so they wait for ``show`` alone
+        (``own_stream``).
         """
         if self._shown is None or not copies:
             copy_each([to for to, _ in copies], [origin for _, origin in copies])
             return Pull(None, self.device)
-        stream = self._stream_of_counts() if counted else _copy_stream(self.device)
+        stream = self.own_stream("counts") if counted else _copy_stream(self.device)
         stream.wait_event(self._shown)
         with torch.cuda.stream(stream):
             for n, (to, origin) in enumerate(copies, 1):
@@ -151,10 +155,15 @@ class Region:
             self._read = Pull(stream.record_event(), self.device)
         return self._read
 
-    def _stream_of_counts(self) -> torch.cuda.Stream:
-        if self._counting is None:
-            self._counting = torch.cuda.Stream(self.device)
-        return self._counting
+    def own_stream(self, purpose: str) -> torch.cuda.Stream:
+        """Return the stream for a purpose that no other group has.
+
+        Kernels wait for copies. In a stream of two groups, those of one would wait for the other's:
+        without end, where ranks begin them in different orders.
+        """
+        if purpose not in self._streams:
+            self._streams[purpose] = torch.cuda.Stream(self.device)
+        return self._streams[purpose]
 
     def _store_count(self, number: int) -> None:
         store = store_on_stream()

@@ -22,6 +22,7 @@ from torch import Tensor
 from ...call.blocks import Block, block_of
 from ...call.dispatch import prepared
 from ...call.inputs import Gradients, Options, Tensors, Wanted, part_of
+from ..abreast import Abreast
 from ..arrivals import arrives
 from ..calls import ShardedCall
 from ..collectives import UnderWay
@@ -42,16 +43,18 @@ def forward(call: ShardedCall) -> tuple[Tensor, Tensor]:
     found = _Results(call, len(way.parts) * len(stages))
 
     def compute(heads: Heads, arriving: Arriving) -> None:
-        for n, part in enumerate(way.parts):
-            tensors, options = _part(call, heads, part, arriving)
-            job, into = prepared(tensors, options), found.place(heads, part)
-            arrivals = arriving.arrivals(n)
-            if arrivals is not None and job.takes_arrivals:
-                results = job.forward(tensors, into, arrivals=arrivals)
-            else:
-                arriving.wait(part)
-                results = job.forward(tensors, into)
-            found.add(heads, part, results, into)
+        with Abreast(arriving.second if len(way.parts) > 1 else None) as streams:
+            for n, part in enumerate(way.parts):
+                with streams.call():
+                    tensors, options = _part(call, heads, part, arriving)
+                    job, into = prepared(tensors, options), found.place(heads, part)
+                    arrivals = arriving.arrivals(n)
+                    if arrivals is not None and job.takes_arrivals:
+                        results = job.forward(tensors, into, arrivals=arrivals)
+                    else:
+                        arriving.wait(part)
+                        results = job.forward(tensors, into)
+                    found.add(heads, part, results, into)
 
     with UnderWay() as under_way:
         _by_stages(call, way, stages, under_way, compute, arrives(call))
@@ -148,6 +151,8 @@ def _gathers(
 
 class _Gathered:
     """The rows of a stage, on their way by a collective."""
+
+    second = None  # one stream has all calls
 
     def __init__(self, gather: Gather) -> None:
         self.gather, self.pulls = gather, [gather.copy]
