@@ -47,7 +47,7 @@ class Pull:
         if self._event is None:
             return
         current = torch.cuda.current_stream(self._device.index)
-        if current != self._waited:
+        if self._waited is None or current != self._waited:  # a stream != None is False
             current.wait_event(self._event)
             self._waited = current
 
