@@ -553,7 +553,7 @@ def checks_of(given: argparse.Namespace) -> list[Check]:
         )
         for one in found
     ]
-    return [one for one in named if any(text in one.name for text in given.only)]
+    return [x for x in named if any(text in f"{x.name} {x.variant}" for text in given.only)]
 
 
 def result_of(ranks: Ranks, check: Check) -> str:
@@ -625,7 +625,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--kind", dest="kinds", help=f"some of {', '.join(KINDS)}")
     parser.add_argument("--backend", help="of every call, for that of the device")
-    parser.add_argument("--only", default="", help="texts, with commas; names have one of them")
+    parser.add_argument("--only", default="", help="texts of names or variants")
     parser.add_argument("--all", action="store_true", help="each case with every pair")
     parser.add_argument("--repeats", type=int, default=1000, help="of deterministic calls")
     parser.add_argument("--out", type=Path, default=Path("distributed_check.csv"))
