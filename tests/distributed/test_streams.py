@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,22 +10,18 @@ import pytest
 import torch
 
 from rowmax.distributed.abreast import Abreast
+from rowmax.distributed.layout import Layout
+from rowmax.distributed.pieces import Sight
+from rowmax.distributed.pulls import LEAST_OWN, gains_by_two_streams
+from rowmax.distributed.routes import route
 from rowmax.distributed.shared import Pull
 
 
 class Stream:
-    """A stream that notes what it waits for. As in torch, ``stream != None`` is False."""
+    """A stream that notes what it waits for."""
 
     def __init__(self, name: str) -> None:
         self.name, self.device, self.waits = name, torch.device("cpu"), []
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __ne__(self, other: object) -> bool:
-        return other is not None and self is not other
-
-    __hash__ = None  # pyright: ignore
 
     def wait_event(self, event: Any) -> None:
         self.waits.append(event)
@@ -51,21 +46,11 @@ def current(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
     return streams
 
 
-def test_a_fake_stream_compares_as_one_of_torch() -> None:
-    for stream in (Stream("one"), torch.Stream(device="cpu")):
-        assert not operator.ne(stream, None)
-        assert operator.eq(stream, stream)
-
-
-def test_every_stream_waits_once_for_copies(current: list[Stream]) -> None:
-    pull, second = Pull("done", torch.device("cpu")), Stream("second")
+def test_one_stream_waits_for_copies_once(current: list[Stream]) -> None:
+    pull = Pull("done", torch.device("cpu"))
     for _ in range(2):
         pull.wait()
-    current.append(second)
-    pull.wait()
-    current.pop()
     assert current[0].waits == ["done"]
-    assert second.waits == ["done"]
 
 
 def test_nothing_is_waited_for_where_copies_were_made_at_once(current: list[Stream]) -> None:
@@ -100,3 +85,21 @@ def test_one_stream_has_all_calls_if_no_other_is_given(current: list[Stream]) ->
             with streams.call():
                 assert current[-1].name == "first"
     assert current[0].waits == []
+
+
+def test_calls_that_all_wait_for_keys_have_one_stream() -> None:
+    """Under a window most queries of a rank see own keys alone, under a diagonal few."""
+    window, diagonal = Sight(1024, 0), Sight(None, 0)
+    documents = Sight(None, 0, "0,5000,16384")
+    even, zigzag = Layout.contiguous(16384, 4), Layout.zigzag(16384, 4)
+    for rank in range(4):
+        parts = route(even, even, window, rank).parts
+        assert len(parts) == 1 + (rank > 0)
+        assert gains_by_two_streams(parts, 0) == (rank > 0)
+        parts = route(zigzag, zigzag, diagonal, rank).parts
+        assert len(parts) == (1 if rank == 3 else 2)  # the last chunks of rank 3 are neighbours
+        assert gains_by_two_streams(parts, LEAST_OWN) == (rank == 3)
+        (part,) = route(even, even, documents, rank).parts
+        assert gains_by_two_streams([part], LEAST_OWN)
+        assert not gains_by_two_streams([part], LEAST_OWN - 1)
+    assert not gains_by_two_streams([], 0)

@@ -126,14 +126,12 @@ class PulledRows:
             region.show()
 
     def _second_stream(self) -> torch.cuda.Stream | None:
-        """Return the stream of own rows, and of all calls but the first; None: there is one."""
-        device = self.region.device
-        if self.ordered is None or device.type != "cuda":
+        """Return the stream of own rows, and of all calls but the first, or None."""
+        if self.ordered is None or self.region.device.type != "cuda":
             return None
         own = sum(move.rows for move in self.moves.own) * self.widths[0]
-        several = len(self.way.parts) > 1
-        least = LEAST_OWN // self.parts[0][0].element_size()
-        return self.region.own_stream("calls") if several or own >= least else None
+        used = gains_by_two_streams(self.way.parts, own * self.parts[0][0].element_size())
+        return self.region.own_stream("calls") if used else None
 
     def _put_own(self, stage: int) -> None:
         rows = self.rows[stage]
@@ -154,7 +152,7 @@ class PulledRows:
             ]
         if self.second is None:
             self._put_own(stage)
-        elif self.way.parts and self.way.parts[0].own is None:
+        elif self.way.parts[0].own is None:
             _current(self.second).wait_stream(self.second)
         self.rows[stage] = None
         return PulledStage(rows.views, pulls, self.way, self.ordered, self.count, self.second)
@@ -174,6 +172,18 @@ class PulledRows:
         part, shown = self.parts[stage], self.shown[rank]
         flat = self.region.of(rank, part[0].dtype)[shown * sum(self.widths[:stage]) :]
         return Rows(flat, shown, part, by_heads=self.by_heads)
+
+
+def gains_by_two_streams(parts: Sequence[Part], own: int) -> bool:
+    """Return True for a long call of own keys before others, or one call with many own bytes.
+
+    Calls that all wait for keys have one stream: blocks of a later call would wait where those of
+    the first could compute.
+    """
+    if len(parts) == 1:
+        return own >= LEAST_OWN
+    rows = [part.rows.stop - part.rows.start for part in parts]
+    return len(parts) > 1 and parts[0].own is not None and 2 * rows[0] > sum(rows)
 
 
 def _packed(ranges: Ranges) -> list[tuple[int, tuple[int, int]]]:

@@ -40,16 +40,12 @@ class Pull:
 
     def __init__(self, event: Any, device: torch.device) -> None:
         self._event, self._device = event, device
-        self._waited: torch.cuda.Stream | None = None
 
     def wait(self) -> None:
-        """Let the current stream wait for the copies. The host goes on."""
-        if self._event is None:
-            return
-        current = torch.cuda.current_stream(self._device.index)
-        if self._waited is None or current != self._waited:  # a stream != None is False
-            current.wait_event(self._event)
-            self._waited = current
+        """Let the current stream wait for the copies, once. The host goes on."""
+        event, self._event = self._event, None
+        if event is not None:
+            torch.cuda.current_stream(self._device.index).wait_event(event)
 
 
 class Region:
