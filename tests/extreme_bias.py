@@ -32,6 +32,7 @@ from rowmax.testing import (
     refusal,
     tagged,
 )
+from tests.drawn import Drawn, RefusedError, UnpreparedError
 
 CASES = tagged("extreme biases")
 #: dtypes of q and of the bias
@@ -44,6 +45,7 @@ DTYPES = (
     (torch.float64, torch.float64),
 )
 KINDS = 8  # kinds of rows
+FEW_KEYS = 8  # fewer may leave a row one, whose dS is the difference of two large numbers
 LONG, FIRST = 1000, 40  # with more queries than LONG, only the FIRST have extreme biases
 
 
@@ -70,25 +72,38 @@ def biases(kind: Tensor, j: Tensor, random: Tensor) -> Tensor:
     return found
 
 
-def extreme(case: Case, dtype: torch.dtype, bias_dtype: torch.dtype, device: str) -> Call:
-    """Return a case with extreme biases, and sinks of every size."""
-    call = make(replace(case, bias_float32=bias_dtype != dtype), device, dtype)
+def extreme(
+    case: Case,
+    dtype: torch.dtype,
+    bias_dtype: torch.dtype,
+    device: str,
+    seed: int = 0,
+    share: float = 1.0,
+) -> Call:
+    """Return a case with extreme biases in a share of its rows, and sinks of every size."""
+    call = make(replace(case, bias_float32=bias_dtype != dtype), device, dtype, seed)
     leaves = call.leaves
     bias = leaves.get("bias")
     if bias is not None:
+        shape = (1,) * (4 - bias.dim()) + bias.shape
         b, h, i, j = (
             torch.arange(n, device=device).view([-1 if d == e else 1 for e in range(4)])
-            for d, n in enumerate(bias.shape)
+            for d, n in enumerate(shape)
         )
         # a bias that broadcasts over queries has a kind for each sequence
-        kind = ((i if bias.shape[2] > 1 else b + 1) + h) % KINDS
+        kind = ((i if shape[2] > 1 else b + 1) + h) % KINDS
         if case.nq > LONG:  # most tiles have no such row
             kind = torch.where(i < FIRST, kind, 0)
-        leaves["bias"] = biases(kind, j if bias.shape[3] > 1 else j + 3, bias)
+        if share < 1.0:
+            draw = torch.rand(kind.shape, generator=torch.Generator().manual_seed(seed))
+            kind = torch.where(draw.to(device) < share, kind, 0)
+        found = biases(kind, j if shape[3] > 1 else j + 3, bias.view(shape))
+        leaves["bias"] = found.view(bias.shape)
     if "sink" in leaves:
         top = torch.finfo(leaves["sink"].dtype).max
         big = 3e38 if top < 1e39 else 1.5e308
-        leaves["sink"] = leaves["sink"].new_tensor([big, -big, -top, 0.5])
+        sizes = leaves["sink"].new_tensor([big, -big, -top, 0.5])
+        leaves["sink"] = sizes.repeat(-(-case.hq // 4))[: case.hq]
     return call.with_leaves(leaves)
 
 
@@ -182,10 +197,45 @@ def check(
     if reason := refusal(extreme(case, dtype, bias_dtype, device), backend):
         return [f"refused: {reason}"]
     call, grads, ref = reference(case, dtype, bias_dtype, device)
+    return wrong(call, grads, ref, backend, limit(dtype, bias_dtype))
+
+
+def wrong(
+    call: Call, grads: tuple[Tensor, Tensor], ref: Answer, backend: str, allowed: float
+) -> list[str]:
+    """Return what is wrong with a backend's answer of a call with extreme biases."""
     with poisoned():
         got = answer(call, *grads, backend=backend)
-    allowed = limit(dtype, bias_dtype)
     return complaints(got, ref, allowed) + row_complaints(got, ref, allowed)
+
+
+def random_wrong(drawn: Drawn, backend: str, device: str) -> list[str]:
+    """Return what is wrong with a random call, some of whose biases and sinks are extreme.
+
+    Raises:
+        RefusedError: the backend does not take the call, or it has no bias and no sink.
+        UnpreparedError: the call or its reference cannot be made.
+    """
+    # other scores are of ordinary size: their rounding grows with the scale
+    case, dtype = replace(drawn.case, scale=None), getattr(torch, drawn.dtype)
+    if not (case.bias or case.sink):
+        raise RefusedError("neither bias nor sink")
+    keys = [nk for _, nk in case.sequences or ((0, case.nq if case.nk is None else case.nk),)]
+    if max(keys, default=0) < FEW_KEYS:
+        raise RefusedError("so few keys that dS cancels")
+    bias_dtype = torch.float32 if case.bias_float32 else dtype
+    share = (1.0, 0.3, 0.02)[drawn.seed % 3]
+    try:
+        call = extreme(case, dtype, bias_dtype, device, drawn.seed, share)
+        grads = cotangents(call, drawn.seed + 1)
+        ref = definition(call, *grads, torch.float64)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise UnpreparedError(f"{type(error).__name__}: {error}") from error
+    if reason := refusal(call, backend):
+        raise RefusedError(reason)
+    return wrong(call, grads, ref, backend, limit(dtype, bias_dtype))
 
 
 def checks(

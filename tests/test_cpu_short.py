@@ -424,3 +424,34 @@ def test_on_lesser_machines(
         check=False,
     )
     assert done.stdout.strip() == "right", done.stderr
+
+
+_ONE_ROW = """
+import torch
+import rowmax
+
+for dtype in (torch.float32, torch.bfloat16):
+    for d, value_d in ((512, 512), (16, 512), (320, 48), (48, 320), (272, 208)):
+        for nk in (12, 300) * 10:
+            shapes = (1, d), (nk, d), (nk, value_d)
+            q, k, v = (torch.randn(1, n, 2, width, dtype=dtype) for n, width in shapes)
+            leaves = [t.requires_grad_() for t in (q, k, v)]
+            dout = torch.randn(1, 1, 2, value_d, dtype=dtype)
+            found, want = (
+                torch.autograd.grad(rowmax.attention(*leaves, backend=name), leaves, dout)
+                for name in ("cpu", "reference")
+            )
+            for x, y in zip(found, want):
+                error = float((x - y).norm() / y.norm())
+                allowed = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+                assert error < allowed, (dtype, d, value_d, nk, error)
+print("right")
+"""
+
+
+def test_one_row_of_a_wide_head_stays_in_its_memory() -> None:
+    """A process whose memory is overwritten ends, or its results are wrong."""
+    done = subprocess.run(
+        [sys.executable, "-c", _ONE_ROW], capture_output=True, text=True, timeout=400, check=False
+    )
+    assert done.stdout.strip() == "right", (done.returncode, done.stderr)

@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ pytest.importorskip("triton")
 
 from rowmax.testing import Case, make
 
+from . import extreme_bias
 from .drawn import Drawn, RefusedError, from_json, reduced
 from .gpu import random_search, results
 
@@ -153,3 +155,22 @@ def test_a_packed_failure_is_made_small() -> None:
     assert small.sequences is not None
     assert len(small.sequences) == 1
     assert not small.sink
+
+
+def test_calls_with_extreme_biases_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = random_search.Group(5, "float32", "torch", "cpu", 8, 20_000, "extremes")
+    calls = [x for x in random_search.calls_of(job) if (x.case.nk or 0) >= extreme_bias.FEW_KEYS]
+    assert calls
+    for one in calls:
+        assert one.case.bias in random_search.OF_PAIRS
+        assert extreme_bias.random_wrong(one, "torch", "cpu") == []
+    right = extreme_bias.answer
+
+    def off(*given: Any, **more: Any) -> Any:
+        found = right(*given, **more)
+        return replace(found, out=found.out * 1.01)
+
+    monkeypatch.setattr(extreme_bias, "answer", off)
+    assert extreme_bias.random_wrong(calls[0], "torch", "cpu")
+    with pytest.raises(RefusedError, match="neither"):
+        extreme_bias.random_wrong(replace(calls[0], case=Case("plain")), "torch", "cpu")

@@ -4,6 +4,7 @@
     python -m tests.gpu.random_search --tangents --minutes 8 --backend triton
     python -m tests.gpu.random_search --halves --dtype bfloat16,float16 --backend hopper
     python -m tests.gpu.random_search --lagging --dtype bfloat16 --backend hopper
+    python -m tests.gpu.random_search --extremes --minutes 4
     python -m tests.gpu.random_search --shrink failures.txt --minutes 6
     python -m tests.gpu.random_search --cells failures.txt  # with --tangents where they are of it
     python -m tests.gpu.random_search --memcheck 300 --processes 12 --out memcheck.csv
@@ -49,6 +50,7 @@ from tests.drawn import (
     varied,
     wrong,
 )
+from tests.extreme_bias import random_wrong as extreme_wrong
 from tests.gpu import results
 from tests.gpu.compiled_in import compiled_in
 from tests.gpu.kinds import takes_dtype, wrong_tangents
@@ -74,11 +76,14 @@ NAMES = {
     "": "random calls",
     "halves": "random calls by halves of a step",
     "lagging": "random calls whose reference lags",
+    "extremes": "random calls with extreme biases",
 }
 FAILURES = ("wrong", "fault", "unprepared", "errors")
 #: head sizes of ``--halves``; those up to 32 come with a bias that sequences or heads share
 HALVED_WIDTHS = (64, 64, 96, 96, 32, 32, 24, 40, 48, 56, 88)
 SHARED = ("1hqk", "b1qk", "11qk")
+#: biases whose gradient is no sum over keys or queries, in which everything may cancel
+OF_PAIRS = ("bhqk", "1hqk", "b1qk", "11qk")
 
 #: (drawn, backend, device) -> what is wrong; RefusedError, UnpreparedError
 CheckCall = Callable[[Drawn, str, str], list[str]]
@@ -94,7 +99,8 @@ class Group(NamedTuple):
     device: str
     calls: int
     budget: int
-    #: "halves": the backward may compute halves of a step; "lagging": the reference may lag
+    #: "halves": the backward may compute halves of a step; "lagging": the reference may lag;
+    #: "extremes": biases and sinks as large as their dtype allows
     special: str = ""
 
 
@@ -148,7 +154,7 @@ def calls_of(group: Group) -> Iterator[Drawn]:
     rng = random.Random(f"{group.seed} {group.dtype} {group.backend}")
     case = draw_group(rng, group.dtype, group.backend, group.budget)
     if group.special:
-        case = {"halves": with_halves, "lagging": with_lagging}[group.special](rng, case)
+        case = DRAWS[group.special](rng, case)
     same = None
     if group.backend in ("triton", "hopper"):
         same = partial(compiled_in, dtype=group.dtype, backend=group.backend)
@@ -180,6 +186,24 @@ def with_lagging(rng: random.Random, case: Case) -> Case:
     nk = -(-(case.nq if case.nk is None else case.nk) // 8) * 8  # the keys of a bias that is copied
     shared = {"bias": rng.choice(SHARED), "bias_float32": rng.random() < 0.4, "transposed": False}
     return replace(case, b=rng.choice((2, 4)), nk=nk, **sizes, **bands, **shared)
+
+
+def with_extremes(rng: random.Random, case: Case) -> Case:
+    """Return a case with a bias of each pair, and without what makes other scores large.
+
+    Nor does it have masks that leave a row one key, where dS cancels, rows of few values, or a
+    sink, whose gradient is a sum.
+    """
+    terms = {"softcap": 0.0, "alibi": False, "sink": False, "dropout": 0.0}
+    masks = {"left": None, "right": None, "documents": None, "prefix": None, "allowed": None}
+    case = replace(case, dv=max(16, case.dv or case.d), **terms, **masks)
+    if case.bias in OF_PAIRS:
+        return case
+    return replace(case, bias=rng.choice(OF_PAIRS), transposed=False)
+
+
+#: by the special calls, what draws them
+DRAWS = {"halves": with_halves, "lagging": with_lagging, "extremes": with_extremes}
 
 
 def judged(drawn: Drawn, backend: str, device: str, check: CheckCall) -> Report:
@@ -248,6 +272,9 @@ def lagging_wrong(drawn: Drawn, backend: str, device: str) -> list[str]:
         if not found and not any(p.constants.config.LAGS for p in host._PLANS.values()):
             raise RefusedError("no reference lags")
     return found
+
+
+CHECKS = {"halves": halved_wrong, "lagging": lagging_wrong, "extremes": extreme_wrong}
 
 
 def run_call(drawn: Drawn, backend: str, device: str, check: CheckCall) -> Iterator[Report]:
@@ -384,14 +411,14 @@ def write_failures(given: argparse.Namespace, failed: list[Any]) -> None:
 
 def check_of(given: argparse.Namespace) -> CheckCall:
     if given.special:
-        return {"halves": halved_wrong, "lagging": lagging_wrong}[given.special]
+        return CHECKS[given.special]
     return second_wrong if given.tangents else wrong
 
 
 def snippet(given: argparse.Namespace, drawn: Drawn, backend: str) -> str:
     """Return Python that makes a call again and checks it as the search does."""
     check = check_of(given)
-    module = "tests.drawn" if check is wrong else "tests.gpu.random_search"
+    module = "tests.gpu.random_search" if check.__module__ == "__main__" else check.__module__
     return drawn.snippet(backend, given.device, check.__name__, module)
 
 
@@ -583,6 +610,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     special = {"dest": "special", "action": "store_const", "default": ""}
     parser.add_argument("--halves", const="halves", help="backwards by halves", **special)
     parser.add_argument("--lagging", const="lagging", help="references that lag", **special)
+    parser.add_argument("--extremes", const="extremes", help="extreme biases", **special)
     parser.add_argument("--sanitize", type=int, help="so many small calls in this process")
     parser.add_argument("--memcheck", type=int, help="so many in processes under a sanitizer")
     parser.add_argument("--sanitizer", default="compute-sanitizer")

@@ -312,7 +312,7 @@ class Sums(NamedTuple):
     q: int  # [rows, d]
     dout: int  # [rows, value_d]
     S: int  # [rows, TILE_K], then P R
-    dp: int  # [rows, TILE_K], then dS
+    dp: int  # [rows, TILE_K], then dS; at first a row of out
     lse: int  # [rows]
     delta: int  # [rows]
 
@@ -326,7 +326,8 @@ def few_backward(pointer):
     d, value_d = call.d, call.value_d
     most = call.task_heads * call.group * sequences[0].queries
     each = room_of(call, call.task_heads)
-    owner, at = memory_of(like, most, (d, each, d, d, value_d, TILE_K, TILE_K, 1, 1))
+    tile = max(TILE_K, value_d)  # a row of out is read into that of dp
+    owner, at = memory_of(like, most, (d, each, d, d, value_d, TILE_K, tile, 1, 1))
     buffers_owner, buffers = buffers_of(call, call.dheads.address, like)
     while True:
         t = fetch_add(data + NEXT, 1)
