@@ -100,7 +100,7 @@ class Group(NamedTuple):
     calls: int
     budget: int
     #: "halves": the backward may compute halves of a step; "lagging": the reference may lag;
-    #: "extremes": biases and sinks as large as their dtype allows
+    #: "extremes": biases as large as their dtype allows
     special: str = ""
 
 

@@ -1,7 +1,7 @@
 """The calls of a rank on two streams, so that no multiprocessor waits for the last tiles of one.
 
-A kernel has a block for each multiprocessor, and its blocks end at different times: the last tile
-under 64k keys takes 0.7 ms. Where one has ended, a block of the next call begins.
+A kernel has a block for each multiprocessor, and its blocks end at different times. Where one has
+ended, a block of the next call begins. ``pulls.gains_by_two_streams`` says which calls gain.
 """
 
 from __future__ import annotations
