@@ -1,8 +1,9 @@
 """The order of the tiles of packed sequences, made on the device: the host reads no offsets.
 
-The longest sequence comes first, then the next, so that keys and values of one stay in the L2
-cache. A sequence has sections of heads, and a section begins with its longest tile. Blocks take
-their tiles from a counter, since the lengths are only on the device.
+One sequence comes after the other, so that its keys and values stay in the L2 cache. The first has
+most positions of the other side, keys for tiles of queries: its tiles take longest. A sequence has
+sections of heads, and a section begins with its longest tile. Blocks take their tiles from a
+counter, since the lengths are only on the device.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def _place(t, n, HEADER: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr
     b = tl.program_id(0)
     at = tl.arange(0, CHUNK)
     floor, floor_other = b * 0, b * 0
-    begins, ends, begins_other = b * 0, b * 0, b * 0
+    begins, ends, begins_other, ends_other = b * 0, b * 0, b * 0, b * 0
     for first in range(0, n.batch + 1, CHUNK):
         x = _risen(t.cu, first + at, n.batch, n.total, floor)
         y = _risen(t.other, first + at, n.batch, n.total_other, floor_other)
@@ -99,34 +100,45 @@ def _place(t, n, HEADER: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr
         begins += tl.sum(tl.where(first + at == b, x, 0), 0)
         ends += tl.sum(tl.where(first + at == b + 1, x, 0), 0)
         begins_other += tl.sum(tl.where(first + at == b, y, 0), 0)
+        ends_other += tl.sum(tl.where(first + at == b + 1, y, 0), 0)
     offsets = t.order + HEADER + n.batch + n.most
     if b <= n.batch:
         tl.store(offsets + b, begins)
         tl.store(offsets + n.batch + 1 + b, begins_other)
     if b < n.batch:
-        _place_one(t, n, b, ends - begins, HEADER, TOKENS, CHUNK)
+        _place_one(t, n, b, ends - begins, ends_other - begins_other, HEADER, TOKENS, CHUNK)
     if t.out is not None:
         clear_rest(t.out, floor, n.total, n.width)
         _clear_rest_of_lse(t, n, floor, CHUNK)
 
 
 @triton.jit
-def _place_one(
-    t, n, b, length, HEADER: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr
-):  # fmt: skip
-    """Write b in the rows of a sequence of this length, and the first of these rows."""
+def _sizes(cu, first, batch, total, floor, CHUNK: tl.constexpr):
+    """Return (the lengths of sequences from ``first`` on, the greatest offset at their begins)."""
     at = tl.arange(0, CHUNK)
-    floor = b * 0
+    x = _risen(cu, first + at, batch, total, floor)
+    begin = tl.max(tl.where(at == 0, x, 0), 0)
+    return _risen(cu, first + at + 1, batch, total, begin) - x, tl.max(x, 0)
+
+
+@triton.jit
+def _place_one(
+    t, n, b, length, length_other, HEADER: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """Write b in the rows of a sequence of these lengths, and the first of these rows."""
+    at = tl.arange(0, CHUNK)
+    floor, floor_other = b * 0, b * 0
     before = tl.zeros([CHUNK], tl.int32)
     every = tl.zeros([CHUNK], tl.int32)
     for first in range(0, n.batch, CHUNK):
         other = first + at
-        x = _risen(t.cu, other, n.batch, n.total, floor)
-        size = _risen(t.cu, other + 1, n.batch, n.total, tl.max(tl.where(at == 0, x, 0), 0)) - x
-        floor = tl.max(x, 0)
+        size, floor = _sizes(t.cu, first, n.batch, n.total, floor, CHUNK)
+        size_other, floor_other = _sizes(t.other, first, n.batch, n.total_other, floor_other, CHUNK)
         tiles = tl.where(other < n.batch, (size + TOKENS - 1) // TOKENS, 0)
         every += tiles
-        before += tl.where((size > length) | ((size == length) & (other < b)), tiles, 0)
+        same = size_other == length_other
+        earlier = (size > length) | ((size == length) & (other < b))
+        before += tl.where((size_other > length_other) | (same & earlier), tiles, 0)
     begin = tl.sum(before, 0)
     tl.store(t.order + HEADER + b, begin)
     rows = t.order + HEADER + n.batch
