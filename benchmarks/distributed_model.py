@@ -48,6 +48,7 @@ from rowmax.distributed.arrivals import come_by_heads, ordered
 from rowmax.distributed.calls import Place, ShardedCall
 from rowmax.distributed.groups import Group
 from rowmax.distributed.layout import ALIGNED
+from rowmax.distributed.moves import in_place
 from rowmax.distributed.routes import (
     Route,
     common,
@@ -224,8 +225,9 @@ def pulled(cell: Cell, backward: bool, devices: int) -> Pulled:
         arrivals.append(_arrival(call, way, rank, row * HALF, load.pairs))
         packing = way.parts[0].packing if way.parts else None
         shown, held = (length_of(ranges) for ranges in (way.shown, way.received[rank]))
-        if packing is None:
-            bytes_ = 2 * (shown + held) * HALF  # to shared memory, and to their places
+        if packing is None:  # to shared memory, and to their places there or elsewhere
+            together = in_place(call.queries, call.keys, sight_of(call), row * HALF)
+            bytes_ = 2 * (max(shown, held) if together else shown + held) * HALF
         else:
             places = (packing.places(*one) for one in way.received[rank])
             held = sum(stop - start for each in places for _, start, stop in each)

@@ -36,6 +36,42 @@ def shared_answer(rank: int, *given: Any) -> tuple[Answer, int]:
         return own_answer(rank, *given), used
 
 
+def answer_apart(rank: int, *given: Any) -> tuple[Answer, int]:
+    """Return the answer of rows that are shown and gathered in two places, and rows in one."""
+    with copies("shared"):
+        together, used = own_answer(rank, *given), 0
+        real = pulls.PulledRows.begin
+
+        def begun(rows: pulls.PulledRows, stage: int) -> Any:
+            nonlocal used
+            used += rows.in_place
+            return real(rows, stage)
+
+        with mock.patch.object(pulls, "in_place", return_value=False):
+            apart = own_answer(rank, *given)
+        with mock.patch.object(pulls.PulledRows, "begin", begun):
+            again = own_answer(rank, *given)
+    for mine in (together, again):
+        for (name, a, _), (_, b, _) in zip(apart.items(), mine.items(), strict=True):
+            assert torch.equal(a, b), name
+    return apart, used
+
+
+def memory_of_graphs(rank: int) -> list[int]:
+    """Return the first bytes of memory that a graph read, after its region has grown twice."""
+    group = group_of(None)
+    with copies("shared"):
+        region = shared.Region(group, torch.device("cpu"))
+        first = region.open(64)
+        first.fill_(rank + 1)
+        region._captured = True
+        for size in (region.size + 1, 2 * region.size + 1):
+            region.open(size).fill_(99)
+            region.show()
+        (kept,) = region._of_graphs
+        return [int(t[0]) for t in kept.bytes]
+
+
 def answer_by_heads(rank: int, *given: Any) -> tuple[Answer, int]:
     """Return the answer of a rank's rows, and how often heads arrived one after the other."""
     used, real = 0, pulls.Rows.__init__

@@ -18,7 +18,7 @@ from rowmax.call.problem import problem_of
 from rowmax.distributed import arrivals
 from rowmax.distributed.arrivals import come_by_heads, ordered
 from rowmax.distributed.layout import Layout
-from rowmax.distributed.moves import moves_of
+from rowmax.distributed.moves import MOST_IN_PLACE, in_place, moves_of
 from rowmax.distributed.pieces import Sight
 from rowmax.distributed.routes import route
 from rowmax.rules.arrivals import GRANULE
@@ -43,6 +43,44 @@ def test_every_row_of_others_comes_once_for_each_head(kind: tuple[Layout, Sight]
             rows = [move.to + x for move in mine for x in range(move.rows)]
             assert sorted(rows) == sorted(want)
             assert all(row * move.rows <= arrivals.MOST_BYTES for move in mine)
+
+
+def positions(layout: Layout, sight: Sight, rank: int) -> dict[int, int]:
+    """Return the positions of the rows that a rank gathers, of copies from shown rows."""
+    own = [[x for a, b in each for x in range(a, b)] for each in layout.owned]
+    ways = [route(layout, layout, sight, other) for other in range(layout.ranks)]
+    shown = [[own[n][x] for a, b in way.shown for x in range(a, b)] for n, way in enumerate(ways)]
+    moves = moves_of(layout, layout, sight, rank)
+    found = {move.to + x: own[rank][move.origin + x] for move in moves.own
+             for x in range(move.rows)}  # fmt: skip
+    for move in moves.first + moves.later:
+        found |= {move.to + x: shown[move.rank][move.origin + x] for x in range(move.rows)}
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_rows_in_place_have_one_position(kind: tuple[Layout, Sight]) -> None:
+    layout, sight = kind
+    if not in_place(layout, layout, sight, SHORT):
+        return
+    of = [positions(layout, sight, rank) for rank in range(layout.ranks)]
+    for rank in range(layout.ranks):
+        apart, moves = (moves_of(layout, layout, sight, rank, to) for to in (False, True))
+        assert moves.own == apart.own
+        for move, other in zip(moves.first + moves.later, apart.first + apart.later, strict=True):
+            assert move._replace(origin=0) == other._replace(origin=0)
+            for x in range(move.rows):
+                assert of[rank][move.to + x] == of[move.rank][move.origin + x]
+
+
+def test_which_rows_are_in_place() -> None:
+    layout = Layout.zigzag(1 << 14, 4)
+    assert in_place(layout, layout, Sight(None, 0), MOST_IN_PLACE >> 14)
+    assert not in_place(layout, layout, Sight(None, 0), (MOST_IN_PLACE >> 14) + 1)
+    window = Layout.contiguous(1 << 14, 4)  # ranks show keys that their own calls read elsewhere
+    assert not in_place(window, window, Sight(100, 0), SHORT)
+    assert in_place(window, window, Sight(None, None), SHORT)
+    assert sum(in_place(one, one, sight, SHORT) for one, sight in KINDS) > 1
 
 
 @pytest.mark.parametrize(("kind", "row"), [*product(KINDS, (SHORT, LONG))], ids=str)

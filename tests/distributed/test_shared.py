@@ -40,6 +40,25 @@ def test_the_definition_and_the_bits_of_collectives(
                 assert torch.equal(grad, theirs.gradients[name]), name
 
 
+@pytest.mark.parametrize("stages", [1, 3])
+def test_own_rows_that_are_copied_once_have_the_same_bits(stages: int, world: Worlds) -> None:
+    """Rows of a rank, in the memory that others read, where it gathers those of others."""
+    once, causal = 0, Case("causal", b=2, nq=170, hq=8, hk=4, d=16, causal=True)
+    for case, size, kind in (*CASES, (causal, 4, "zigzag"), (causal, 3, "contiguous")):
+        given = (case, torch.float32, kind, size, {"backend": "torch"}, stages)
+        found = world(size).run(shared_programs.answer_apart, *given)
+        theirs = world(size).run(programs.own_answer, *given)
+        for (mine, used), other in zip(found, theirs, strict=True):
+            once += used > 0
+            for (name, a, _), (_, b, _) in zip(mine.items(), other.items(), strict=True):
+                assert torch.equal(a, b), name
+    assert once > 8
+
+
+def test_memory_of_a_graph_stays_when_it_grows(world: Worlds) -> None:
+    assert world(2).run(shared_programs.memory_of_graphs) == [[1, 2]] * 2
+
+
 @pytest.mark.parametrize(("case", "size", "kind"), CASES, ids=str)
 def test_heads_that_arrive_one_after_the_other_have_the_same_bits(
     case: Case, size: int, kind: str, world: Worlds

@@ -114,14 +114,20 @@ def come_by_heads(queries: Layout, keys: Layout, sight: Sight, heads: int, row: 
 
 @lru_cache(maxsize=256)
 def ordered(
-    queries: Layout, keys: Layout, sight: Sight, rank: int, heads: int, row: int
+    queries: Layout,
+    keys: Layout,
+    sight: Sight,
+    rank: int,
+    heads: int,
+    row: int,
+    in_place: bool = False,
 ) -> Ordered:
     """Return the copies of a rank (``come_by_heads``).
 
     A kernel reads the last keys of its queries first; of packed pieces, those of most queries.
     """
     by_heads = come_by_heads(queries, keys, sight, heads, row)
-    way, moves = route(queries, keys, sight, rank), moves_of(queries, keys, sight, rank)
+    way, moves = route(queries, keys, sight, rank), moves_of(queries, keys, sight, rank, in_place)
     most = max(1, MOST_BYTES // (row if by_heads else row * heads))
     each = [
         [piece for move in some for piece in _cut(move, most)]

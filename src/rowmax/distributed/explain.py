@@ -24,7 +24,7 @@ from .attention import check_layouts, normalized_rows
 from .calls import ShardedCall, whole_rows
 from .groups import Group, grid, group_of
 from .layout import Layout, imbalance
-from .moves import moves_of
+from .moves import in_place, moves_of
 from .routes import length_of, route, sight_of
 from .shared import shares_memory
 from .slots import slots_of
@@ -329,7 +329,7 @@ def _keys_wire(call: ShardedCall, rank: int, back: bool) -> Wire:
 def _keys_memory(call: ShardedCall, back: bool) -> int:
     """Return the bytes of copies, gathered rows and gradients at the peak, besides results.
 
-    With shared memory: of the rows of all stages, and of what this rank shows to others.
+    With shared memory: of the rows of all stages, and of what this rank shows to others elsewhere.
     """
     size, wide = _key_bytes(call)
     sight, rank = sight_of(call), call.group.rank
@@ -340,15 +340,21 @@ def _keys_memory(call: ShardedCall, back: bool) -> int:
     if shares_memory(call.group, device):
         place = call.queries, call.keys, sight
         shown = max(length_of(route(*place, one).shown) for one in _ranks(call))
-        memory = (shown + moves_of(*place, rank).arriving) * size
+        if shown and in_place(*place, size):
+            memory = max(moves_of(*place, one).arriving for one in _ranks(call)) * size
+        else:
+            memory = (shown + moves_of(*place, rank).arriving) * size
         if not back:
             return memory
         slots = slots_of(*place)
         memory += max(slots.rows) * wide
         if not takes_places(problem_of(call.whole(), call.options), call.options.backend):
-            # gradients of a call, that a GPU copies while it computes the next one
+            # gradients of a call, that a GPU copies while it computes the next one. A CPU then
+            # adds own rows of k in two tensors, and those of v
             keys = [0, *slots.parts[rank]]
-            memory += (sum if device.type == "cuda" else max)(keys) * wide * most // total
+            on_gpu = device.type == "cuda"
+            made = (sum if on_gpu else max)(keys) * wide * most // total
+            memory += made if on_gpu else max(made, call.keys.lengths[rank] * wide)
         return memory
     sent = sum(map(length_of, way.sent))  # own rows too
     # keys of each piece, and their gradients

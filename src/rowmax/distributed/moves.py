@@ -1,4 +1,8 @@
-"""Moves: the copies by which a rank pulls the rows of others that it needs, and puts its own."""
+"""Moves: the copies by which a rank pulls the rows of others that it needs, and puts its own.
+
+A rank shows own rows to others in memory that they share, and gathers rows in memory of its own. Or
+it does both in shared memory: then own rows are copied once (``in_place``).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,10 @@ from typing import NamedTuple
 from .exchange import others_of
 from .layout import Layout
 from .pieces import Sight
-from .routes import route, rows_of
+from .routes import held_rows, route, rows_of
+
+#: the most bytes of gathered keys and values in shared memory, which stays between calls
+MOST_IN_PLACE = 2 << 30
 
 
 class Move(NamedTuple):
@@ -31,8 +38,24 @@ class Moves(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def moves_of(queries: Layout, keys: Layout, sight: Sight, rank: int) -> Moves:
-    """Return the copies of a rank.
+def in_place(queries: Layout, keys: Layout, sight: Sight, row: int) -> bool:
+    """Return True if ranks show own rows where they gather them: the same on every rank.
+
+    ``row``: bytes of a row of k and v. Packed keys are left out: those of others are few, and own
+    ones are copied while ranks meet.
+    """
+    if sight.documents:
+        return False
+    ranks, place = range(keys.ranks), (queries, keys, sight)
+    held = all(held_rows(*place, a, b) is not None for a in ranks for b in ranks if a != b)
+    return held and row * max(moves_of(*place, rank).arriving for rank in ranks) <= MOST_IN_PLACE
+
+
+@lru_cache(maxsize=256)
+def moves_of(
+    queries: Layout, keys: Layout, sight: Sight, rank: int, in_place: bool = False
+) -> Moves:
+    """Return the copies of a rank. The origins of others are rows that they show, or gather.
 
     Under a causal mask the first call needs rows of the ranks before this one. So its copies begin
     with the rank before, the others with the next one: each has one reader at a time.
@@ -43,7 +66,12 @@ def moves_of(queries: Layout, keys: Layout, sight: Sight, rank: int) -> Moves:
     own, now, later = [], [], []
     for other in (rank, *others_of(rank, keys.ranks)):
         there = route(queries, keys, sight, other)
-        origins = way.sent[rank] if other == rank else rows_of(there.sent[rank], there.shown)
+        if other == rank:
+            origins = way.sent[rank]
+        elif in_place:
+            origins = held_rows(queries, keys, sight, other, rank) or ()
+        else:
+            origins = rows_of(there.sent[rank], there.shown)
         for (start, stop), (origin, _) in zip(way.received[other], origins, strict=True):
             places = [(start, start, stop)] if packing is None else packing.places(start, stop)
             for to, a, b in places:

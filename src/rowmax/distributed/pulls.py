@@ -20,13 +20,15 @@ from .arrivals import Copy, Ordered, come_by_heads, may_count, ordered
 from .exchange import words
 from .groups import Group
 from .layout import Layout, Ranges
-from .moves import moves_of
+from .moves import in_place, moves_of
 from .pieces import Sight
 from .routes import Part, Route, length_of, route
 from .shared import Pull, Region
 
 #: bytes of own rows from which on their copy is worth a second stream, about 25 us of the host
 LEAST_OWN = 16 << 20
+#: memory of a stage begins at multiples of so many elements
+ALIGNED = 128
 
 
 class Rows:
@@ -90,46 +92,63 @@ class PulledRows:
         arriving: bool = False,
     ) -> None:
         ways = [route(*place, rank) for rank in range(group.size)]
-        self.way, self.moves, self.region = ways[group.rank], moves_of(*place, group.rank), region
+        self.way, self.region, self.rank = ways[group.rank], region, group.rank
         self.parts = [[t[:, :, heads] for t in tensors] for heads in stages]
-        self.shown = [length_of(way.shown) for way in ways]  # rows of each rank
         self.widths = [sum(map(_row, part)) for part in self.parts]
+        size = sum(self.widths) * tensors[0].element_size()
+        #: rows of each rank in shared memory
+        self.shared = [length_of(way.shown) for way in ways]
+        self.in_place = max(self.shared) > 0 and in_place(*place, size)
+        self.moves = moves_of(*place, group.rank, self.in_place)
+        if self.in_place:
+            self.shared = [moves_of(*place, rank).arriving for rank in range(group.size)]
         self.count: Tensor | None = None
         self.ordered: Ordered | None = None
         self.by_heads = False
         if arriving and len(stages) == 1:
             heads = tensors[0].shape[2]
-            size = heads, self.widths[0] // heads * tensors[0].element_size()
-            self.by_heads = come_by_heads(*place, *size)
+            row = heads, size // heads
+            self.by_heads = come_by_heads(*place, *row)
             if may_count(tensors[0].device):
-                self.ordered = ordered(*place, group.rank, *size)
+                self.ordered = ordered(*place, group.rank, *row, self.in_place)
+        self.second: torch.cuda.Stream | None = None
         #: the rows of each stage, in memory from before the copies
-        self.rows: list[Rows | None] = [
+        self.rows: list[Rows | None] = [] if self.in_place else [
             Rows(part[0].new_empty(self.moves.arriving * width), self.moves.arriving, part,
                  by_heads=self.by_heads)
             for part, width in zip(self.parts, self.widths, strict=True)
         ]  # fmt: skip
-        self.second: torch.cuda.Stream | None = None
-        if max(self.shown):  # else no rank waits for another
-            self.second = self._second_stream()
-            before: Any = None if self.second is None else _current(self.second).record_event()
-            region.open(max(self.shown) * sum(self.widths) * tensors[0].element_size())
+        if max(self.shared):  # else no rank waits for another
+            self._show(max(self.shared) * size + len(stages) * ALIGNED * tensors[0].element_size())
+
+    def _show(self, size: int) -> None:
+        """Let other ranks read own rows, once they have read those of the last call."""
+        stages, region = range(len(self.parts)), self.region
+        self.second = self._second_stream()
+        before: Any = None if self.second is None else _current(self.second).record_event()
+        region.open(size)
+        if self.in_place:
+            self.rows = [self._shown(self.rank, stage) for stage in stages]
+            for stage in stages:
+                self._put_own(stage)
+        else:
             if self.second is not None:
                 self.second.wait_event(before)
                 with torch.cuda.stream(self.second):
                     self._put_own(0)
             shown = [(to, start, stop - start) for to, (start, stop) in _packed(self.way.shown)]
-            for stage in range(len(stages)):
-                self._shown(group.rank, stage).put(shown)
-            if self.ordered is not None:
-                self.count = region.restart()
-            region.show()
+            for stage in stages:
+                self._shown(self.rank, stage).put(shown)
+        if self.ordered is not None:
+            self.count = region.restart()
+        region.show()
 
     def _second_stream(self) -> torch.cuda.Stream | None:
         """Return the stream of own rows, and of all calls but the first, or None."""
         if self.ordered is None or self.region.device.type != "cuda":
             return None
-        own = sum(move.rows for move in self.moves.own) * self.widths[0]
+        rows = 0 if self.in_place else sum(move.rows for move in self.moves.own)
+        own = rows * self.widths[0]
         used = gains_by_two_streams(self.way.parts, own * self.parts[0][0].element_size())
         return self.region.own_stream("calls") if used else None
 
@@ -151,7 +170,8 @@ class PulledRows:
                 for each in (moves.first, moves.later)
             ]
         if self.second is None:
-            self._put_own(stage)
+            if not self.in_place:
+                self._put_own(stage)
         elif self.way.parts[0].own is None:
             _current(self.second).wait_stream(self.second)
         self.rows[stage] = None
@@ -168,10 +188,11 @@ class PulledRows:
         return self.region.pull(found, group * counted)
 
     def _shown(self, rank: int, stage: int) -> Rows:
-        """Return the rows that a rank shows of a stage."""
-        part, shown = self.parts[stage], self.shown[rank]
-        flat = self.region.of(rank, part[0].dtype)[shown * sum(self.widths[:stage]) :]
-        return Rows(flat, shown, part, by_heads=self.by_heads)
+        """Return the rows of a rank in shared memory, of a stage."""
+        part, rows = self.parts[stage], self.shared[rank]
+        begin = sum(-(-rows * width // ALIGNED) * ALIGNED for width in self.widths[:stage])
+        flat = self.region.of(rank, part[0].dtype)[begin:]
+        return Rows(flat, rows, part, by_heads=self.by_heads)
 
 
 def gains_by_two_streams(parts: Sequence[Part], own: int) -> bool:

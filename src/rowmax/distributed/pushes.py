@@ -112,6 +112,7 @@ class Pushed:
                 (start, stop), first = slot.rows, slot.first
                 part[start:stop] += memory[first : first + stop - start]
             rows += part
+            del part  # before the next one
         alone = [slot.rows for slot in self.slots.alone[self.rank]]
         for start, stop in gaps((0, total.shape[1]), union(alone)):
             total[:, start:stop] = rows[start:stop].transpose(0, 1)

@@ -221,6 +221,16 @@ def _moved(queries: Layout, keys: Layout, sight: Sight) -> tuple[tuple[Ranges, .
     return tuple(tuple(common(own, theirs) for theirs in needed) for own in keys.owned)
 
 
+def held_rows(queries: Layout, keys: Layout, sight: Sight, holder: int, rank: int) -> Ranges | None:
+    """Return the rows of a holder's own keys that a rank needs, among those that it gathers itself.
+
+    None if the holder does not gather all of them.
+    """
+    needed, moved = _needed(queries, keys, sight), _moved(queries, keys, sight)
+    wanted = moved[holder][rank]
+    return rows_of(wanted, needed[holder]) if common(wanted, needed[holder]) == wanted else None
+
+
 def length_of(ranges: Ranges) -> int:
     """Return the number of positions of disjoint ranges."""
     return sum(stop - start for start, stop in ranges)

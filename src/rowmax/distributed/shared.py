@@ -68,6 +68,8 @@ class Region:
         self._read: Pull | None = None  # the last of own copies
         self._written: list[tuple[Pull, Any]] = []  # copies to others, and what they read
         self._stream: torch.cuda.Stream | None = None  # the stream of the last use
+        self._captured = False  # a graph reads the memory
+        self._of_graphs: list[Any] = []  # smaller memory, which graphs still read
 
     def open(self, size: int, *, meets: bool = True) -> Tensor:
         """Return own memory to write, of at least so many bytes, the same number on all ranks.
@@ -84,6 +86,7 @@ class Region:
             if self._stream is not None and self._stream != current and not captures:
                 current.wait_stream(self._stream)
             self._stream = None if captures else current
+            self._captured |= captures
         if self._read is not None:
             self._read.wait()
             self._read = None
@@ -171,6 +174,9 @@ class Region:
         """Replace the memory by a larger one, on all ranks."""
         size = -(-size // _ROUND) * _ROUND
         old, error = self.memory, ""
+        if self._captured:
+            self._of_graphs.append(old)
+            self._captured = False
         if old is not None:
             old.barrier()
             if self.device.type == "cuda":
