@@ -81,6 +81,8 @@ FEATURES = Case(
 )  # fmt: skip
 PLAIN = Case("causal", b=1, nq=1000, hq=8, hk=4, d=128, causal=True)
 CALLS = (PLAIN, FEATURES)
+#: a call of own keys runs before that of others, which has a stream of its own
+WINDOW = Case("window", b=1, nq=4096, hq=8, hk=4, d=128, left=300, causal=True)
 _LENGTHS = ((60, 60), (3, 3), (0, 0), (130, 130), (57, 57))
 #: the table's packed cases have features that packed calls across ranks refuse
 PACKED_CASES = (
@@ -299,12 +301,19 @@ def check_mesh(
     return [f"{name} differs" for (name, a, _), (_, b, _) in pairs if not torch.equal(a, b)]
 
 
-def check_graph(rank: Rank, case: Case, strategy: str, backend: str | None) -> list[str]:
-    """Return the results of a CUDA graph that differ from calls outside of it."""
+def check_graph(rank: Rank, case: Case, kind: str, strategy: str, backend: str | None) -> list[str]:
+    """Return the results of a CUDA graph that differ from calls outside of it.
+
+    A longer call has replaced the shared memory before the graph is replayed.
+    """
     # chunks of whole blocks: others are for torch's operations, which no graph takes
-    call = make(case, rank.device, torch.bfloat16, size=2 * rank.size)
     more = {"strategy": strategy, "deterministic": True, "backend": backend}
-    once = prepared(rank, call, layouts_of(call, "zigzag", rank.size), more)
+
+    def of_size(size: int) -> Callable[[], Answer]:
+        call = make(case, rank.device, torch.bfloat16, size=size * rank.size)
+        return prepared(rank, call, layouts_of(call, kind, rank.size), more)
+
+    once, longer = of_size(2), of_size(4)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -314,6 +323,7 @@ def check_graph(rank: Rank, case: Case, strategy: str, backend: str | None) -> l
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         got = once()
+    longer()
     found = []
     for n in range(4):
         for _, t, _ in got.items():
@@ -329,13 +339,13 @@ def check_graph(rank: Rank, case: Case, strategy: str, backend: str | None) -> l
 
 
 def check_streams(
-    rank: Rank, case: Case, strategy: str, times: int, backend: str | None
+    rank: Rank, case: Case, kind: str, strategy: str, times: int, backend: str | None
 ) -> list[str]:
     """Return the results that differ where two groups call at the same time, on two streams."""
     if "twins" not in rank.kept:
         rank.kept["twins"] = [dist.new_group(list(range(rank.size))) for _ in range(2)]
     call = make(case, rank.device, torch.bfloat16, size=SIZE)
-    layouts = layouts_of(call, "zigzag", rank.size)
+    layouts = layouts_of(call, kind, rank.size)
     more = {"strategy": strategy, "deterministic": True, "backend": backend}
     calls = [prepared(rank, call, layouts, {**more, "mesh": mesh}) for mesh in rank.kept["twins"]]
     streams = [torch.cuda.Stream(rank.device) for _ in calls]
@@ -457,13 +467,20 @@ def one_rank(given: argparse.Namespace) -> Iterator[Check]:
             yield Check("", f"one rank: {case.name}", dtype, "", check_one_rank, (case, dtype))
 
 
+def ways() -> Iterator[tuple[Case, str, str]]:
+    """Yield (case, layout, strategy)."""
+    for case, strategy in product(CALLS, STRATEGIES):
+        yield case, "zigzag", strategy
+    yield WINDOW, "contiguous", "keys"
+
+
 def repeats(given: argparse.Namespace) -> Iterator[Check]:
     """Yield repeated calls with random delays."""
-    for case, strategy in product(CALLS, STRATEGIES):
-        args = (case, "zigzag", strategy, given.repeats)
+    for case, kind, strategy in (*ways(), (PACKED_CASES[0], "contiguous", "keys")):
+        args = (case, kind, strategy, given.repeats)
         name = f"{given.repeats} repeats: {case.name}"
         limit = COMPILE + given.repeats * 0.1
-        found = Check("", name, "bfloat16", f"zigzag {strategy}", check_repeats, args)
+        found = Check("", name, "bfloat16", f"{kind} {strategy}", check_repeats, args)
         yield found._replace(limit=limit)
 
 
@@ -490,17 +507,17 @@ def meshes(given: argparse.Namespace) -> Iterator[Check]:
 
 def graphs(given: argparse.Namespace) -> Iterator[Check]:
     """Yield CUDA graphs of calls."""
-    for case, strategy in product(CALLS, STRATEGIES):
-        args = (case, strategy)
-        yield Check("", f"graph: {case.name}", "bfloat16", f"zigzag {strategy}", check_graph, args)
+    for case, kind, strategy in ways():
+        args = (case, kind, strategy)
+        yield Check("", f"graph: {case.name}", "bfloat16", f"{kind} {strategy}", check_graph, args)
 
 
 def streams(given: argparse.Namespace) -> Iterator[Check]:
     """Yield calls of two groups at the same time."""
-    for case, strategy in product(CALLS, STRATEGIES):
+    for case, kind, strategy in ways():
         name = f"streams: {case.name}"
-        args = (case, strategy, given.repeats // 10)
-        found = Check("", name, "bfloat16", f"zigzag {strategy}", check_streams, args)
+        args = (case, kind, strategy, given.repeats // 10)
+        found = Check("", name, "bfloat16", f"{kind} {strategy}", check_streams, args)
         yield found._replace(limit=COMPILE + given.repeats * 0.02)
 
 

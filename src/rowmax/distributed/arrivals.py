@@ -124,7 +124,7 @@ def ordered(
 ) -> Ordered:
     """Return the copies of a rank (``come_by_heads``).
 
-    A kernel reads the last keys of its queries first; of packed pieces, those of most queries.
+    A kernel reads the last keys of its queries first; of packed pieces, those of most pairs.
     """
     by_heads = come_by_heads(queries, keys, sight, heads, row)
     way, moves = route(queries, keys, sight, rank), moves_of(queries, keys, sight, rank, in_place)
@@ -136,7 +136,7 @@ def ordered(
     packing = way.parts[0].packing if way.parts else None
     for some in each:
         if packing is not None:
-            some.sort(key=lambda move: (-_queries_at(packing, move.to), -move.to))
+            some.sort(key=lambda move: (*_order(packing, move.to), -move.to))
         elif sight.right is not None or (not by_heads and heads * (keys.ranks - 2) < FEW_HEADS):
             some.sort(key=lambda move: -move.to)
     names = range(heads) if by_heads else (None,)
@@ -164,13 +164,13 @@ def _cut(move: Move, most: int) -> list[Move]:
     ]
 
 
-def _queries_at(packing: Packing, row: int) -> int:
-    """Return the queries of the piece with a packed key."""
+def _order(packing: Packing, row: int) -> tuple[int, int]:
+    """Return what a kernel orders the piece of a packed key by (``gpu/hopper/packed.py``)."""
     for queries, length in zip(packing.lengths_q, packing.lengths, strict=True):
         if row < length:
-            return queries
+            return -queries * length, -queries
         row -= length
-    return 0
+    return 0, 0
 
 
 def _keys_of(part: Part, arriving: int) -> tuple[int, int]:

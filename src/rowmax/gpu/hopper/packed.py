@@ -1,9 +1,9 @@
 """The order of the tiles of packed sequences, made on the device: the host reads no offsets.
 
 One sequence comes after the other, so that its keys and values stay in the L2 cache. The first has
-most positions of the other side, keys for tiles of queries: its tiles take longest. A sequence has
-sections of heads, and a section begins with its longest tile. Blocks take their tiles from a
-counter, since the lengths are only on the device.
+most pairs of a query and a key: a few queries of many keys have long tiles, with which no block
+should end. A sequence has sections of heads, and a section begins with its longest tile. Blocks
+take their tiles from a counter, since the lengths are only on the device.
 """
 
 from __future__ import annotations
@@ -130,15 +130,16 @@ def _place_one(
     floor, floor_other = b * 0, b * 0
     before = tl.zeros([CHUNK], tl.int32)
     every = tl.zeros([CHUNK], tl.int32)
+    own_pairs = length.to(tl.int64) * length_other
     for first in range(0, n.batch, CHUNK):
         other = first + at
         size, floor = _sizes(t.cu, first, n.batch, n.total, floor, CHUNK)
         size_other, floor_other = _sizes(t.other, first, n.batch, n.total_other, floor_other, CHUNK)
         tiles = tl.where(other < n.batch, (size + TOKENS - 1) // TOKENS, 0)
         every += tiles
-        same = size_other == length_other
+        pairs = size.to(tl.int64) * size_other
         earlier = (size > length) | ((size == length) & (other < b))
-        before += tl.where((size_other > length_other) | (same & earlier), tiles, 0)
+        before += tl.where((pairs > own_pairs) | ((pairs == own_pairs) & earlier), tiles, 0)
     begin = tl.sum(before, 0)
     tl.store(t.order + HEADER + b, begin)
     rows = t.order + HEADER + n.batch
