@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -12,8 +13,9 @@ import torch
 
 import rowmax
 from rowmax import distributed as rd
+from rowmax.call.dispatch import prepared
 from rowmax.call.inputs import Arrivals
-from rowmax.distributed import Layout, collectives, pulls, shared
+from rowmax.distributed import Layout, arrivals, collectives, pulls, shared
 from rowmax.distributed.groups import group_of
 from rowmax.distributed.strategies import keys as by_keys
 from rowmax.rules.arrivals import ALL
@@ -96,7 +98,10 @@ class _Early:
     def __init__(self, job: Any, seen: list[int]) -> None:
         self.job, self.seen, self.takes_arrivals = job, seen, True
 
-    def forward(self, tensors: Any, into: Any, arrivals: Arrivals | None = None) -> Any:
+    def forward(
+        self, tensors: Any, into: Any, arrivals: Arrivals | None = None, gap: Any = None
+    ) -> Any:
+        assert gap is None
         if arrivals is not None:
             assert int(arrivals.arrived) == ALL
             self.seen.append(int(arrivals.needed[1:].max()))
@@ -106,9 +111,9 @@ class _Early:
         return self.job.backward(*given, **more)
 
 
-def early_answer(rank: int, *given: Any) -> tuple[Answer, list[int], list[int]]:
-    """Return the answer of forwards that take arrivals, the copies of each, and those needed."""
-    seen: list[int] = []
+@contextlib.contextmanager
+def _arriving(job: Callable[[Any], Any]) -> Iterator[list[int]]:
+    """Let forwards of a job take arrivals; yield the copies of each."""
     groups: list[int] = []
     pull, ready = shared.Region.pull, by_keys.prepared
 
@@ -125,9 +130,51 @@ def early_answer(rank: int, *given: Any) -> tuple[Answer, list[int], list[int]]:
         mock.patch.object(pulls, "may_count", return_value=True),
         mock.patch.object(shared, "store_on_stream", return_value=lambda t, n: t.fill_(n)),
         mock.patch.object(shared.Region, "pull", counted_pull),
-        mock.patch.object(by_keys, "prepared", lambda *given: _Early(ready(*given), seen)),
+        mock.patch.object(by_keys, "prepared", lambda *given: job(ready(*given))),
     ):
+        yield groups
+
+
+def early_answer(rank: int, *given: Any) -> tuple[Answer, list[int], list[int]]:
+    """Return the answer of forwards that take arrivals, the copies of each, and those needed."""
+    seen: list[int] = []
+    with _arriving(lambda job: _Early(job, seen)) as groups:
         return own_answer(rank, *given), groups, seen
+
+
+class _Joined(_Early):
+    """A prepared call whose forward takes a gap: a call of each chunk."""
+
+    def forward(self, tensors: Any, into: Any, arrivals: Any = None, gap: Any = None) -> Any:
+        if gap is None:
+            return self.job.forward(tensors, into)
+        assert arrivals is not None
+        self.seen.append(gap.queries)
+        nk, nq = tensors.k.shape[1], tensors.q.shape[1]
+        chunks = (
+            (slice(0, gap.queries), nk - nq + gap.queries - gap.keys),
+            (slice(gap.queries, nq), nk),
+        )
+        found = []
+        for rows, keys in chunks:
+            some = tensors._replace(
+                q=tensors.q[:, rows], k=tensors.k[:, :keys], v=tensors.v[:, :keys]
+            )
+            found.append(prepared(some, self.job.options).forward(some))
+        return torch.cat([out for out, _ in found], 1), torch.cat([lse for _, lse in found], 2)
+
+
+def joined_answer(rank: int, *given: Any) -> tuple[Answer, list[int]]:
+    """Return the answer of a rank whose chunks are one call of its forward, and their queries."""
+    seen: list[int] = []
+    with (
+        _arriving(lambda job: _Joined(job, seen)),
+        mock.patch.object(arrivals, "takes_gap", return_value=True),
+        mock.patch.object(arrivals, "arrives", return_value=True),
+        mock.patch.object(arrivals, "may_count", return_value=True),
+        mock.patch.object(arrivals, "_known", {}),
+    ):
+        return own_answer(rank, *given), seen
 
 
 def one_after_the_other(rank: int, size: int, calls: int) -> float:

@@ -93,6 +93,29 @@ def test_forwards_that_take_arrivals_need_the_copies_that_come(
     assert any(groups for _, groups, _ in found) or alone
 
 
+@pytest.mark.parametrize("kind", ["zigzag", "uneven", "contiguous"])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_both_chunks_of_a_rank_are_one_call(size: int, kind: str, world: Worlds) -> None:
+    """The results are those of a call of each chunk.
+
+    Other masks have no gap, and neither has the last rank, whose chunks are one.
+    """
+    causal = Case("causal", b=2, nq=512, hq=4, hk=2, d=16, causal=True, sink=True, softcap=5.0)
+    window = Case("window", b=1, nq=512, hq=4, hk=2, d=16, left=300, causal=True)
+    biased = Case("biased", b=1, nq=512, hq=4, hk=2, d=16, causal=True, bias="1hqk")
+    for case in (causal, window, biased):
+        given = (case, torch.float32, kind, size, {"backend": "torch"})
+        found = world(size).run(shared_programs.joined_answer, *given)
+        theirs = world(size).run(programs.own_answer, *given)
+        for (mine, _), other in zip(found, theirs, strict=True):
+            for (name, a, _), (_, b, _) in zip(mine.items(), other.items(), strict=True):
+                assert torch.allclose(a, b, rtol=1e-5, atol=1e-5), name
+        used = [bool(seen) for _, seen in found]
+        if kind != "uneven" or case is not causal:
+            gaps = case is causal and kind == "zigzag"
+            assert used == [gaps and rank < size - 1 for rank in range(size)]
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_calls_of_sizes_that_change(size: int, world: Worlds) -> None:
     assert world(size).run(shared_programs.one_after_the_other, size, 7) == [0.0] * size

@@ -20,6 +20,7 @@ from .inputs import (
     HEAD_TERMS,
     Arrivals,
     Cotangents,
+    Gap,
     Gradients,
     Options,
     Places,
@@ -207,6 +208,7 @@ class Prepared:
         into: Tensor | None = None,
         wanted: Wanted | None = None,
         arrivals: Arrivals | None = None,
+        gap: Gap | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return (out, lse).
 
@@ -214,17 +216,20 @@ class Prepared:
             into: memory for out, which may be it.
             wanted: the gradients that a backward will compute.
             arrivals: keys and values arrive meanwhile; for ``takes_arrivals`` alone.
+            gap: with arrivals; for ``takes_gap`` alone.
         """
-        key: str = "forward"
+        key: Any = "forward"
         given: tuple[Any, ...] = tensors
+        problem = self.problem
         if arrivals is not None:
-            key, given = "arriving", (*tensors, *arrivals)
+            key, given = ("arriving", gap), (*tensors, *arrivals)
+            problem = problem if gap is None else problem._replace(gap=gap)
         again = self._again.get(key)
         found = again(given, into) if callable(again) else None
         if found is not None:
             return found
         backend: Any = choose(self.problem, "forward", self.options.backend).first
-        run = partial(backend.forward, self.problem)
+        run = partial(backend.forward, problem)
         if arrivals is not None:
             both = Tensors, Arrivals
             return self._run(key, backend, lambda flat: run(*_grouped(flat, *both)), given)
@@ -461,6 +466,15 @@ def takes_arrivals(problem: Problem, name: str | None) -> bool:
     except ValueError:
         return False
     return _takes("arrivals", backend, problem)
+
+
+def takes_gap(problem: Problem, name: str | None) -> bool:
+    """Return True if the backend of a forward takes the gap of a problem (``Gap``)."""
+    try:
+        backend = choose(problem._replace(gap=None), "forward", name).first
+    except ValueError:
+        return False
+    return _takes("gap", backend, problem)
 
 
 def _takes(what: str, backend: Any, problem: Problem) -> bool:

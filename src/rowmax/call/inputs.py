@@ -155,6 +155,17 @@ class Arrivals(NamedTuple):
     needed: Tensor  # int32, those that each tile of keys waits for
 
 
+class Gap(NamedTuple):
+    """Positions that the queries of a forward skip: two chunks of a longer call are one call.
+
+    The last queries are aligned to the keys. The first ``queries`` of them stand ``keys`` earlier
+    than the last ones say.
+    """
+
+    queries: int
+    keys: int
+
+
 class Tangents(NamedTuple):
     """The tangents of the inputs, each of its input's shape and dtype. None is zero."""
 

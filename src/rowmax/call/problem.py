@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .inputs import HEAD_TERMS, Gradients, Options, Positions, Tensors, Wanted, part_of
+from .inputs import HEAD_TERMS, Gap, Gradients, Options, Positions, Tensors, Wanted, part_of
 
 Shape4 = tuple[int, int, int, int]
 
@@ -57,6 +57,7 @@ class Problem(NamedTuple):
     bidirectional: bool = False  # a prefix of the keys is seen whatever ``right`` is
     wide: bool = False  # dk and dv are parts of sums: in the accumulator's dtype
     part: bool = False  # out and lse of a backward are of more keys than these
+    gap: Gap | None = None  # of a forward whose backend takes one
 
     @property
     def offset(self) -> int:

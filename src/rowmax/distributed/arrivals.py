@@ -1,19 +1,21 @@
 """Forwards that begin before their keys have arrived, and wait for them tile by tile.
 
+Where a kernel takes a gap between queries, both chunks of a rank are one call (``joined_of``).
+
 Copies of keys come in the order in which a kernel reads these, and a count of those that are done
 follows each (``rules/arrivals.py``). So a call needs no stages, and waits for almost nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..call.dispatch import takes_arrivals
+from ..call.dispatch import takes_arrivals, takes_gap
 from ..call.inputs import Arrivals
 from ..call.problem import problem_of
 from ..rules.arrivals import Landing, table
@@ -23,7 +25,7 @@ from .layout import Layout
 from .moves import Move, moves_of
 from .offsets import captured, moved
 from .pieces import Packing, Sight
-from .routes import Part, route
+from .routes import Part, joined, route, sight_of
 from .shared import shares_memory
 
 #: bytes that one copy moves, at most: 48 us over NVLink
@@ -68,26 +70,53 @@ class Ordered:
         return Arrivals(count, self._on[key])
 
 
-_known: dict[Hashable, bool] = {}
+_known: dict[Hashable, Any] = {}
 _MOST = 1024
 
 
 def arrives(call: ShardedCall) -> bool:
     """Return True if kernels of the forward can wait for keys; ranks of one kind of GPU agree."""
-    q, k, v = call.tensors[:3]
+    q = call.tensors.q
     # ``whole`` has no boolean mask
     if call.mask_rows != "none" or not (q.is_cuda and shares_memory(call.group, q.device)):
         return False
+
+    def takes() -> bool:
+        problem = problem_of(call.whole(), call.options)
+        return store_on_stream() is not None and takes_arrivals(problem, call.options.backend)
+
+    return _kept((), call, takes)
+
+
+def joined_of(call: ShardedCall) -> Part | None:
+    """Return the call of both chunks of this rank, or None: then each chunk is one."""
+    q, rank = call.tensors.q, call.group.rank
+    if not (arrives(call) and may_count(q.device)):
+        return None
+    part = joined(call.queries, call.keys, sight_of(call), rank)
+    if part is None or call.bias_rows != "none":
+        return None
+
+    def takes() -> bool:
+        n, nk = q.shape[1], part.j.stop - part.j.start
+        whole = problem_of(call.whole(), call.options)
+        problem = whole._replace(nq=n, total_q=n, nk=nk, total_k=nk, gap=part.gap)
+        return takes_gap(problem, call.options.backend)
+
+    return part if _kept((call.queries, call.keys, rank), call, takes) else None
+
+
+def _kept(more: Hashable, call: ShardedCall, find: Callable[[], bool]) -> bool:
+    """Return what was found for a call like this one before."""
+    q, k, v = call.tensors[:3]
     given = tuple(t is not None for t in call.tensors)
-    key = (call.options, q.device, q.dtype, call.queries.n, call.keys.n, q.shape, given)
+    key = (more, call.options, q.device, q.dtype, call.queries.n, call.keys.n, q.shape, given)
     key = (*key, k.shape[2:], v.shape[2:])
     found = _known.get(key)
     if found is None:
         if len(_known) >= _MOST:
             _known.clear()
-        problem = problem_of(call.whole(), call.options)
-        found = store_on_stream() is not None and takes_arrivals(problem, call.options.backend)
-        _known[key] = found
+        found = _known[key] = find()
     return found
 
 
@@ -121,18 +150,17 @@ def ordered(
     heads: int,
     row: int,
     in_place: bool = False,
+    one: bool = False,
 ) -> Ordered:
-    """Return the copies of a rank (``come_by_heads``).
+    """Return the copies of a rank (``come_by_heads``); ``one``: for the call of both chunks.
 
     A kernel reads the last keys of its queries first; of packed pieces, those of most pairs.
     """
     by_heads = come_by_heads(queries, keys, sight, heads, row)
     way, moves = route(queries, keys, sight, rank), moves_of(queries, keys, sight, rank, in_place)
     most = max(1, MOST_BYTES // (row if by_heads else row * heads))
-    each = [
-        [piece for move in some for piece in _cut(move, most)]
-        for some in (moves.first, moves.later)
-    ]
+    both = (moves.first + moves.later,) if one else (moves.first, moves.later)
+    each = [[piece for move in some for piece in _cut(move, most)] for some in both]
     packing = way.parts[0].packing if way.parts else None
     for some in each:
         if packing is not None:
@@ -149,7 +177,8 @@ def ordered(
         ]
         for name in names
     ]
-    tables = [table(landings, *_keys_of(part, moves.arriving)) for part in way.parts]
+    parts = way.parts[-1:] if one else way.parts
+    tables = [table(landings, *_keys_of(part, moves.arriving)) for part in parts]
     return Ordered(copies, tables)
 
 

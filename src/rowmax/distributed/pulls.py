@@ -80,6 +80,7 @@ class PulledRows:
     """The rows that a rank needs of each ``[B, n, H, D]``, by stages of heads.
 
     ``arriving``: kernels may wait for the rows of a single stage themselves (``arrivals.py``).
+    ``one``: both chunks of this rank are one call.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class PulledRows:
         group: Group,
         region: Region,
         arriving: bool = False,
+        one: bool = False,
     ) -> None:
         ways = [route(*place, rank) for rank in range(group.size)]
         self.way, self.region, self.rank = ways[group.rank], region, group.rank
@@ -110,7 +112,7 @@ class PulledRows:
             row = heads, size // heads
             self.by_heads = come_by_heads(*place, *row)
             if may_count(tensors[0].device):
-                self.ordered = ordered(*place, group.rank, *row, self.in_place)
+                self.ordered = ordered(*place, group.rank, *row, self.in_place, one)
         self.second: torch.cuda.Stream | None = None
         #: the rows of each stage, in memory from before the copies
         self.rows: list[Rows | None] = [] if self.in_place else [

@@ -12,6 +12,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
+from ..call.inputs import Gap
 from ..rules.band import any_range
 from .calls import ShardedCall
 from .layout import ALIGNED, Layout, Ranges
@@ -27,6 +28,7 @@ class Part(NamedTuple):
     gathered: slice  # the keys, as rows of the gathered ones
     packing: Packing | None = None  # then ``i`` and ``j`` are not read
     own: slice | None = None  # the keys, as rows of this rank: then none are gathered
+    gap: Gap | None = None  # of a call of two chunks
 
 
 class Route(NamedTuple):
@@ -88,6 +90,29 @@ def route(queries: Layout, keys: Layout, sight: Sight, rank: int) -> Route:
         whole=all(one == ((0, keys.n),) for one in needed),
         shown=union(pair for other, ranges in enumerate(sent) if other != rank for pair in ranges),
     )
+
+
+@lru_cache(maxsize=256)
+def joined(queries: Layout, keys: Layout, sight: Sight, rank: int) -> Part | None:
+    """Return the call of both chunks of a rank under a causal mask, or None.
+
+    Tiles of the early chunk are short: blocks end together, where those of the late one alone do
+    not. Its keys are the first ones of the late chunk.
+    """
+    way = route(queries, keys, sight, rank)
+    _, arriving = way.rows_of_others(rank)
+    if sight != Sight(None, 0) or queries.n != keys.n or len(way.parts) != 2 or not arriving:
+        return None
+    early, late = way.parts
+    n = queries.lengths[rank]
+    rows = early.rows, late.rows
+    if late.own is not None or rows != (slice(0, early.rows.stop), slice(early.rows.stop, n)):
+        return None
+    if early.j.start != late.j.start or late.i.stop != late.j.stop or early.i.stop != early.j.stop:
+        return None
+    i = slice(late.i.stop - n, late.i.stop)
+    gap = Gap(early.rows.stop, i.start - early.i.start)
+    return late._replace(rows=slice(0, n), i=i, gap=gap)
 
 
 def _parts(queries: Layout, keys: Layout, sight: Sight, rank: int) -> tuple[Part, ...]:

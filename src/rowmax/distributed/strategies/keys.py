@@ -23,7 +23,7 @@ from ...call.blocks import Block, block_of
 from ...call.dispatch import prepared
 from ...call.inputs import Gradients, Options, Tensors, Wanted, part_of
 from ..abreast import Abreast
-from ..arrivals import arrives
+from ..arrivals import arrives, joined_of
 from ..calls import ShardedCall
 from ..collectives import UnderWay
 from ..exchange import Gather, words
@@ -40,25 +40,31 @@ from .stages import stages_of
 def forward(call: ShardedCall) -> tuple[Tensor, Tensor]:
     """Return (out ``[B, n, Hq, Dv]``, lse ``[B, Hq, n]``) of this rank's queries."""
     way, stages = _planned(call, returns=False)
-    found = _Results(call, len(way.parts) * len(stages))
+    found: _Results | None = None
 
     def compute(heads: Heads, arriving: Arriving) -> None:
-        with Abreast(arriving.second if len(way.parts) > 1 else None) as streams:
-            for n, part in enumerate(way.parts):
+        nonlocal found
+        one = joined_of(call)  # None if there was no room for shared memory
+        parts = way.parts if one is None else (one,)
+        found = found or _Results(call, len(parts) * len(stages))
+        with Abreast(arriving.second if len(parts) > 1 else None) as streams:
+            for n, part in enumerate(parts):
                 with streams.call():
                     tensors, options = _part(call, heads, part, arriving)
                     job, into = prepared(tensors, options), found.place(heads, part)
                     arrivals = arriving.arrivals(n)
                     if arrivals is not None and job.takes_arrivals:
-                        results = job.forward(tensors, into, arrivals=arrivals)
+                        results = job.forward(tensors, into, arrivals=arrivals, gap=part.gap)
                     else:
+                        assert part.gap is None
                         arriving.wait(part)
                         results = job.forward(tensors, into)
                     found.add(heads, part, results, into)
 
     with UnderWay() as under_way:
-        _by_stages(call, way, stages, under_way, compute, arrives(call))
-    return found.total()
+        together = joined_of(call) is not None
+        _by_stages(call, way, stages, under_way, compute, arrives(call), together)
+    return found.total() if found is not None else call.new_results()
 
 
 def backward(
@@ -105,16 +111,17 @@ def _by_stages(
     under_way: UnderWay,
     compute: Callable[[Heads, Arriving], None],
     arriving: bool = False,
+    one: bool = False,
 ) -> None:
     """Call ``compute(heads, arriving)`` for each stage, with the rows of the next on their way.
 
     A copy begins before the kernels that hide it: persistent ones leave no multiprocessor to a
     later kernel. No reference to a stage's k and v outlives its turn. ``arriving``: kernels may
-    wait for the rows of a single stage (``arrivals.py``).
+    wait for the rows of a single stage (``arrivals.py``). ``one``: both chunks are one call.
     """
     group = call.tensors.q.shape[2] // call.tensors.k.shape[2]
     slices = [slice(one.start, one.stop) for one in stages]
-    gathers = _gathers(call, way, slices, arriving)
+    gathers = _gathers(call, way, slices, arriving, one)
 
     def begin(stage: int) -> Arriving:
         gather = gathers(stage)
@@ -133,7 +140,7 @@ def _by_stages(
 
 
 def _gathers(
-    call: ShardedCall, way: Route, slices: Sequence[slice], arriving: bool
+    call: ShardedCall, way: Route, slices: Sequence[slice], arriving: bool, one: bool
 ) -> Callable[[int], Arriving]:
     """Return what begins the copies of a stage."""
     own, group = [call.tensors.k, call.tensors.v], call.group
@@ -141,7 +148,7 @@ def _gathers(
     if regions is not None:
         place = call.queries, call.keys, sight_of(call)
         with _or_collectives(call):
-            return PulledRows(own, slices, place, group, regions.rows, arriving).begin
+            return PulledRows(own, slices, place, group, regions.rows, arriving, one).begin
 
     def begin(stage: int) -> Arriving:
         return _Gathered(Gather([t[:, :, slices[stage]] for t in own], way, call.keys, group))

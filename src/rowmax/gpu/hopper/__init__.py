@@ -20,7 +20,7 @@ from .. import parts
 
 __all__ = [
     "backward", "compile_ahead", "defers", "forward", "lacks", "notes", "record", "supports",
-    "takes_arrivals", "takes_places",
+    "takes_arrivals", "takes_gap", "takes_places",
 ]  # fmt: skip
 
 
@@ -106,6 +106,16 @@ def forward(
 def takes_arrivals(problem: Problem) -> bool:
     """Return True if ``forward`` takes arrivals: TMA reads keys and values where they arrive."""
     return problem.nq > 0 < problem.nk
+
+
+def takes_gap(problem: Problem) -> bool:
+    """Return True if ``forward`` takes the gap of a problem, between tiles of queries.
+
+    Queries before the gap have other tiles of keys; nothing but the band may read positions.
+    """
+    from . import host
+
+    return host.takes_gap(problem)
 
 
 def compile_ahead(problem: Problem, tensors: Tensors, backward: Any, wanted: Wanted) -> Any:

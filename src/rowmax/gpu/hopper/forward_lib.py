@@ -66,6 +66,8 @@ class Numbers(NamedTuple):
     ratio: Any  # heads of a tile that share a kv head
     total_q: Any
     shift: Any  # for ALiBi's distances in a block of a longer call; None: 0
+    early: Any = None  # queries before a gap (``call.inputs.Gap``); None: there is no gap
+    gap: Any = None  # its keys
 
 
 class Copies(NamedTuple):
@@ -114,6 +116,8 @@ def tile_of(C: gl.constexpr, row, t, n):
         nq = gl.load(t.cu_q + b + 1) - q_row
         nk = gl.load(t.cu_k + b + 1) - k_row
     offset = nk - nq
+    if n.early is not None:
+        offset -= gl.where(first < n.early, n.gap, 0)
     if C.PREFIX:
         nk = gl.minimum(nk, gl.load(t.lengths + b))
     last = gl.minimum(first + C.TILE, nq) - 1

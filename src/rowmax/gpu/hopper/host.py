@@ -406,6 +406,7 @@ def numbers(p: Problem, tensors: Tensors, c: Config, heads: int) -> Numbers:
     return Numbers(
         heads, p.hk, keys, p.nq, p.nk, *p.limits, p.batch, scale, inner, *bias_strides, *id_strides,
         *each, p.hq, ratio, p.total_q, None if p.positions is None else p.positions.shift,
+        *(p.gap or (None, None)),
     )  # fmt: skip
 
 
@@ -417,7 +418,11 @@ def tile_order(
     if p.varlen:
         every = packed.most_tiles(p.total_q, p.nq, p.batch, tokens) * heads
         return max(1, min(most, every)), None, None
-    counts = tile_count(tokens, C.BLOCK_K, p.nq, p.nk, p.left, p.right)
+    early = 0 if p.gap is None else p.gap.queries
+    counts = tile_count(tokens, C.BLOCK_K, p.nq - early, p.nk, p.left, p.right)
+    if p.gap is not None:  # the last of these queries stands at the last key that they see
+        seen = p.nk - p.nq + early - p.gap.keys
+        counts = torch.cat([tile_count(tokens, C.BLOCK_K, early, seen, p.left, p.right), counts])
     near = not p.documents and int(counts.max()) * C.BLOCK_K < p.nk
     if p.documents:  # the lengths of tiles are only on the device
         counts = torch.ones_like(counts)
@@ -435,6 +440,22 @@ def tile_order(
     if p.documents:
         ends = torch.tensor([every], dtype=torch.int32, device=device)
     return blocks, rows, ends
+
+
+def takes_gap(p: Problem) -> bool:
+    """Return True if the kernel takes the gap of a problem: queries before it fill tiles.
+
+    The mask is causal, and no term reads positions.
+    """
+    assert p.gap is not None
+    others = (p.allowed, p.bias, p.positions, p.left)
+    plain = not (p.documents or p.prefix or p.varlen or p.distance or p.dropout_p)
+    if not plain or p.right != 0 or any(x is not None for x in others) or max(p.d, p.dv) > 256:
+        return False
+    # three warpgroups may give way to two
+    tile = tiles.tile_for(p, "", processors(torch.device(p.device, p.device_index)))
+    rows = tiles.ROWS * tile.warpgroups
+    return p.gap.queries % rows == 0 and p.gap.queries % (2 * tiles.ROWS) == 0
 
 
 def sections_of(p: Problem, n: int, heads: int, processors: int) -> list[int]:
