@@ -59,6 +59,26 @@ def answer_apart(rank: int, *given: Any) -> tuple[Answer, int]:
     return apart, used
 
 
+def meetings(rank: int) -> list[tuple[int, int]]:
+    """Return for uses of regions which they are, and how often ranks met before they wrote."""
+    size = 2 << 20
+    with copies("shared"), mock.patch.object(shared, "MOST_IN_TURN", 1 << 20):
+        regions, found = shared.Regions(group_of(None), torch.device("cpu")), []
+        for region in regions.rows:
+            region.open(size)
+            region.show()
+        uses = regions.rows[0].uses
+        for wanted, captured in ((64, False), (64, False), (size, False), (64, False), (64, True)):
+            uses.captured |= captured
+            for _ in range(2):
+                region, meets = regions.turn(wanted)
+                assert region.memory is not None
+                with mock.patch.object(region.memory, "barrier", mock.Mock()) as barrier:
+                    region.open(wanted, meets=meets)
+                found.append((regions.rows.index(region), barrier.call_count))
+        return found
+
+
 def memory_of_graphs(rank: int) -> list[int]:
     """Return the first bytes of memory that a graph read, after its region has grown twice."""
     group = group_of(None)
@@ -178,13 +198,28 @@ def joined_answer(rank: int, *given: Any) -> tuple[Answer, list[int]]:
 
 
 def one_after_the_other(rank: int, size: int, calls: int) -> float:
-    """Return the largest difference of calls with shared memory, of sizes that change."""
-    worst = 0.0
+    """Return the largest difference of calls with shared memory, of sizes that change.
+
+    A rank begins late, and another reads late. Some rows are too long to take turns.
+    """
+    worst, pull, pulls_so_far = 0.0, shared.Region.pull, 0
+
+    def late(region: shared.Region, *given: Any) -> Any:
+        nonlocal pulls_so_far
+        pulls_so_far += 1
+        if pulls_so_far % size == rank:
+            time.sleep(0.02)
+        return pull(region, *given)
+
     for way in ("shared", "collectives"):
         generator, found = torch.Generator().manual_seed(0), []
-        with copies(way):
+        with (
+            copies(way),
+            mock.patch.object(shared.Region, "pull", late),
+            mock.patch.object(shared, "MOST_IN_TURN", 1 << 20),
+        ):
             for one in range(calls):
-                n = (64, 1024, 192)[one % 3] * size
+                n = (64, 1024, 192, 256)[one % 4] * size
                 layout = Layout.zigzag(n, size)
                 q = torch.randn(3, 1, n, 4, 64, generator=generator)[:, :, layout.positions(rank)]
                 leaves = [t.clone().requires_grad_() for t in q]

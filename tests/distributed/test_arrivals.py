@@ -112,6 +112,20 @@ def test_keys_come_in_the_order_in_which_a_kernel_reads_them() -> None:
         assert order == sorted(order)
 
 
+def test_keys_of_one_call_come_head_by_head() -> None:
+    """Those of the early chunk are not before the others, and the call waits for all it reads."""
+    layout, sight = KINDS[0]
+    for rank in range(layout.ranks - 1):
+        found = ordered(layout, layout, sight, rank, HEADS, LONG, one=True)
+        apart = ordered(layout, layout, sight, rank, HEADS, LONG)
+        assert sorted(found.copies) == sorted(apart.copies)
+        order = [(head, -move.to) for head, move in found.copies]
+        assert order == sorted(order)
+        ((stride, *numbers),) = found.tables
+        for count, (head, move) in enumerate(found.copies, 1):
+            assert numbers[(head or 0) * stride + move.to // GRANULE] >= count
+
+
 def test_a_call_of_own_keys_waits_for_none() -> None:
     layout, sight = KINDS[0]
     count = torch.zeros(1, dtype=torch.int32)

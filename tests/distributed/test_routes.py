@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from rowmax.distributed import Layout
 from rowmax.distributed.pieces import Sight
-from rowmax.distributed.routes import route
+from rowmax.distributed.routes import joined, route
 from rowmax.rules.band import any_range
 
+CAUSAL = Sight(None, 0)
 LIMITS = st.one_of(st.none(), st.integers(0, 500))
 
 
@@ -45,6 +46,26 @@ def test_calls_have_all_keys_of_their_queries(
                 low, high = any_range(i, i, 0, left, right, n)
                 assert high <= low or (part.j.start <= low and high <= part.j.stop)
         assert sorted(seen) == list(range(len(mine)))
+
+
+@pytest.mark.parametrize("layout", [Layout.zigzag(96, 3), Layout.zigzag(1024, 4)], ids=str)
+def test_one_call_of_both_chunks_has_the_positions_of_each(layout: Layout) -> None:
+    for rank in range(layout.ranks - 1):
+        part = joined(layout, layout, CAUSAL, rank)
+        assert part is not None
+        assert part.gap is not None
+        early = part.gap.queries
+        rows = range(part.rows.start, part.rows.stop)
+        aligned = [part.j.stop - len(rows) + x for x in rows]
+        found = [x - part.gap.keys for x in aligned[:early]] + aligned[early:]
+        assert found == layout.positions(rank).tolist()
+        assert part.gathered.stop - part.gathered.start == part.j.stop - part.j.start
+        for one in route(layout, layout, CAUSAL, rank).parts:
+            assert part.j.start == one.j.start
+            assert one.j.stop <= part.j.stop
+    assert joined(layout, layout, CAUSAL, layout.ranks - 1) is None  # its chunks are one
+    assert joined(layout, layout, Sight(40, 0), 0) is None
+    assert joined(layout, layout, Sight(None, None), 0) is None
 
 
 @pytest.mark.parametrize(("left", "own"), [(1023, 15360), (100, 16256), (9000, 0)])

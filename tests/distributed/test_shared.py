@@ -25,10 +25,10 @@ def test_the_definition_and_the_bits_of_collectives(
         given = (case, dtype, kind, size, {"backend": "torch"}, stages)
         found = world(size).run(shared_programs.shared_answer, *given)
         parts, used = zip(*found, strict=True)
-        # two to agree; unless one rank of two holds all rows, those of the forward and of the
+        # three to agree; unless one rank of two holds all rows, those of the forward and of the
         # backward, and gradients
         moves = size > 2 or 0 not in programs.layouts(case, kind, size)[0].lengths
-        assert set(used) == {2 + moves * 3}
+        assert set(used) == {3 + moves * 3}
         call = make(case, dtype=dtype)
         got = programs.whole_answer(call, *programs.layouts(case, kind, size), parts)
         wrong = complaints(got, expected(call, *cotangents(call)))
@@ -53,6 +53,13 @@ def test_own_rows_that_are_copied_once_have_the_same_bits(stages: int, world: Wo
             for (name, a, _), (_, b, _) in zip(mine.items(), other.items(), strict=True):
                 assert torch.equal(a, b), name
     assert once > 8
+
+
+def test_ranks_meet_once_where_regions_take_turns(world: Worlds) -> None:
+    """They meet before long uses, and before all uses once a graph has one."""
+    short, long, later = [(1, 0), (0, 0)], [(0, 1), (0, 1)], [(0, 1), (0, 1)]
+    want = [*short, *short, *long, *short, *later]
+    assert world(2).run(shared_programs.meetings) == [want] * 2
 
 
 def test_memory_of_a_graph_stays_when_it_grows(world: Worlds) -> None:

@@ -57,7 +57,7 @@ class Problem(NamedTuple):
     bidirectional: bool = False  # a prefix of the keys is seen whatever ``right`` is
     wide: bool = False  # dk and dv are parts of sums: in the accumulator's dtype
     part: bool = False  # out and lse of a backward are of more keys than these
-    gap: Gap | None = None  # of a forward whose backend takes one
+    gap: Gap | None = None  # between the queries of a forward, where its backend takes one
 
     @property
     def offset(self) -> int:

@@ -76,7 +76,7 @@ _MOST = 1024
 
 def arrives(call: ShardedCall) -> bool:
     """Return True if kernels of the forward can wait for keys; ranks of one kind of GPU agree."""
-    q = call.tensors.q
+    q = call.tensors[0]
     # ``whole`` has no boolean mask
     if call.mask_rows != "none" or not (q.is_cuda and shares_memory(call.group, q.device)):
         return False

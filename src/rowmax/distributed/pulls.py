@@ -23,7 +23,7 @@ from .layout import Layout, Ranges
 from .moves import in_place, moves_of
 from .pieces import Sight
 from .routes import Part, Route, length_of, route
-from .shared import Pull, Region
+from .shared import Pull, Regions
 
 #: bytes of own rows from which on their copy is worth a second stream, about 25 us of the host
 LEAST_OWN = 16 << 20
@@ -89,12 +89,12 @@ class PulledRows:
         stages: Sequence[slice],
         place: tuple[Layout, Layout, Sight],
         group: Group,
-        region: Region,
+        regions: Regions,
         arriving: bool = False,
         one: bool = False,
     ) -> None:
         ways = [route(*place, rank) for rank in range(group.size)]
-        self.way, self.region, self.rank = ways[group.rank], region, group.rank
+        self.way, self.rank = ways[group.rank], group.rank
         self.parts = [[t[:, :, heads] for t in tensors] for heads in stages]
         self.widths = [sum(map(_row, part)) for part in self.parts]
         size = sum(self.widths) * tensors[0].element_size()
@@ -120,15 +120,18 @@ class PulledRows:
                  by_heads=self.by_heads)
             for part, width in zip(self.parts, self.widths, strict=True)
         ]  # fmt: skip
+        self.region = regions.rows[0]
         if max(self.shared):  # else no rank waits for another
-            self._show(max(self.shared) * size + len(stages) * ALIGNED * tensors[0].element_size())
+            size = max(self.shared) * size + len(stages) * ALIGNED * tensors[0].element_size()
+            self.region, meets = regions.turn(size)
+            self._show(size, meets)
 
-    def _show(self, size: int) -> None:
-        """Let other ranks read own rows, once they have read those of the last call."""
+    def _show(self, size: int, meets: bool) -> None:
+        """Let other ranks read own rows, where they read none any more."""
         stages, region = range(len(self.parts)), self.region
         self.second = self._second_stream()
         before: Any = None if self.second is None else _current(self.second).record_event()
-        region.open(size)
+        region.open(size, meets=meets)
         if self.in_place:
             self.rows = [self._shown(self.rank, stage) for stage in stages]
             for stage in stages:

@@ -28,7 +28,7 @@ class Part(NamedTuple):
     gathered: slice  # the keys, as rows of the gathered ones
     packing: Packing | None = None  # then ``i`` and ``j`` are not read
     own: slice | None = None  # the keys, as rows of this rank: then none are gathered
-    gap: Gap | None = None  # of a call of two chunks
+    gap: Gap | None = None  # between the queries, in a call of two chunks
 
 
 class Route(NamedTuple):

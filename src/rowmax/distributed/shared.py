@@ -33,6 +33,8 @@ from .groups import Group
 VARIABLE = "ROWMAX_DISTRIBUTED_COPIES"
 WAYS = ("shared", "collectives")
 _ROUND = 2 << 20  # sizes are multiples of so many bytes
+#: the most bytes of a region that takes turns. Ranks meet in 12 to 17 us (four H200)
+MOST_IN_TURN = 512 << 20
 
 
 class Pull:
@@ -48,6 +50,15 @@ class Pull:
             torch.cuda.current_stream(self._device.index).wait_event(event)
 
 
+class _Uses:
+    """The last use of a region, or of regions that take turns."""
+
+    def __init__(self) -> None:
+        self.stream: torch.cuda.Stream | None = None
+        self.read: Pull | None = None  # the last of own copies
+        self.captured = False  # a graph that may be replayed has such a use
+
+
 class Region:
     """Memory of each rank that the others read or write, one use after the other.
 
@@ -57,24 +68,22 @@ class Region:
     depends on no number of uses.
     """
 
-    def __init__(self, group: Group, device: torch.device) -> None:
-        self.group, self.device = group, device
+    def __init__(self, group: Group, device: torch.device, uses: _Uses | None = None) -> None:
+        self.group, self.device, self.uses = group, device, uses or _Uses()
         self.memory: _Symmetric | _File | None = None
         self.addresses: tuple[int, ...] = ()
         self.size = 0
         self._count: Tensor | None = None
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._shown: Any = None  # an event
-        self._read: Pull | None = None  # the last of own copies
         self._written: list[tuple[Pull, Any]] = []  # copies to others, and what they read
-        self._stream: torch.cuda.Stream | None = None  # the stream of the last use
         self._captured = False  # a graph reads the memory
         self._of_graphs: list[Any] = []  # smaller memory, which graphs still read
 
     def open(self, size: int, *, meets: bool = True) -> Tensor:
         """Return own memory to write, of at least so many bytes, the same number on all ranks.
 
-        ``meets``: False if all ranks open another region after this one, before they write.
+        ``meets``: False if all ranks have met since the last use, or will before they write.
 
         Raises:
             MemoryError: a rank cannot have the memory; on all ranks.
@@ -83,13 +92,14 @@ class Region:
             current = torch.cuda.current_stream(self.device.index)
             captures = torch.cuda.is_current_stream_capturing()
             # a graph waits for no stream outside of it; torch synchronizes before it captures
-            if self._stream is not None and self._stream != current and not captures:
-                current.wait_stream(self._stream)
-            self._stream = None if captures else current
+            last = self.uses.stream
+            if last is not None and last != current and not captures:
+                current.wait_stream(last)
+            self.uses.stream = None if captures else current
             self._captured |= captures
-        if self._read is not None:
-            self._read.wait()
-            self._read = None
+        if self.uses.read is not None:
+            self.uses.read.wait()
+            self.uses.read = None
         if size > self.size:
             self._grow(size)
         assert self.memory is not None
@@ -151,8 +161,8 @@ class Region:
                 to.copy_(origin, non_blocking=True)
                 if counted and n % counted == 0:
                     self._store_count(ALL if n == len(copies) else n // counted)
-            self._read = Pull(stream.record_event(), self.device)
-        return self._read
+            self.uses.read = Pull(stream.record_event(), self.device)
+        return self.uses.read
 
     def own_stream(self, purpose: str) -> torch.cuda.Stream:
         """Return the stream for a purpose that no other group has.
@@ -247,10 +257,31 @@ _MEMORY: dict[str, Any] = {"cuda": _Symmetric, "cpu": _File}
 
 
 class Regions:
-    """The regions of a group: one for rows, one for gradients that return."""
+    """The regions of a group: two for rows, which take turns, and one for gradients that return.
+
+    Ranks meet in ``show``. Before it, each has waited for its copies of the use before. So they
+    need not meet again to write where the last use has not read.
+    """
 
     def __init__(self, group: Group, device: torch.device) -> None:
-        self.rows, self.gradients = Region(group, device), Region(group, device)
+        uses = _Uses()
+        self.rows = Region(group, device, uses), Region(group, device, uses)
+        self.gradients = Region(group, device)
+        self._last = 0
+
+    def turn(self, size: int) -> tuple[Region, bool]:
+        """Return the region for rows of the next use, of so many bytes, and if ranks meet first.
+
+        They do for a long use, whose memory is not there twice, and after a use in a graph: its
+        replays are uses that the host does not see.
+        """
+        uses, captures = self.rows[0].uses, False
+        if self.gradients.device.type == "cuda":
+            captures = torch.cuda.is_current_stream_capturing()
+        uses.captured |= captures
+        if not uses.captured:
+            self._last = 0 if size > MOST_IN_TURN else 1 - self._last
+        return self.rows[self._last], uses.captured or size > MOST_IN_TURN
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -311,7 +342,7 @@ def _agreed(group: Group, device: torch.device) -> Regions | None:
         return None
     regions = Regions(group, device)
     try:
-        for region in (regions.rows, regions.gradients):
+        for region in (*regions.rows, regions.gradients):
             region.open(_ROUND)
             region.show()
     except MemoryError:

@@ -148,7 +148,7 @@ def _gathers(
     if regions is not None:
         place = call.queries, call.keys, sight_of(call)
         with _or_collectives(call):
-            return PulledRows(own, slices, place, group, regions.rows, arriving, one).begin
+            return PulledRows(own, slices, place, group, regions, arriving, one).begin
 
     def begin(stage: int) -> Arriving:
         return _Gathered(Gather([t[:, :, slices[stage]] for t in own], way, call.keys, group))

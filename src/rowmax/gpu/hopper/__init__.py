@@ -111,7 +111,7 @@ def takes_arrivals(problem: Problem) -> bool:
 def takes_gap(problem: Problem) -> bool:
     """Return True if ``forward`` takes the gap of a problem, between tiles of queries.
 
-    Queries before the gap have other tiles of keys; nothing but the band may read positions.
+    Queries before the gap have other tiles of keys; only the band may read positions.
     """
     from . import host
 
