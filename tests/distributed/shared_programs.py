@@ -168,7 +168,6 @@ class _Joined(_Early):
     def forward(self, tensors: Any, into: Any, arrivals: Any = None, gap: Any = None) -> Any:
         if gap is None:
             return self.job.forward(tensors, into)
-        assert arrivals is not None
         self.seen.append(gap.queries)
         nk, nq = tensors.k.shape[1], tensors.q.shape[1]
         chunks = (
@@ -184,14 +183,17 @@ class _Joined(_Early):
         return torch.cat([out for out, _ in found], 1), torch.cat([lse for _, lse in found], 2)
 
 
-def joined_answer(rank: int, *given: Any) -> tuple[Answer, list[int]]:
-    """Return the answer of a rank whose chunks are one call of its forward, and their queries."""
+def joined_answer(rank: int, counts: bool, *given: Any) -> tuple[Answer, list[int]]:
+    """Return the answer of a rank whose chunks are one call of its forward, and their queries.
+
+    ``counts``: False as in a graph, where calls wait for all keys.
+    """
     seen: list[int] = []
     with (
         _arriving(lambda job: _Joined(job, seen)),
         mock.patch.object(arrivals, "takes_gap", return_value=True),
         mock.patch.object(arrivals, "arrives", return_value=True),
-        mock.patch.object(arrivals, "may_count", return_value=True),
+        mock.patch.object(pulls, "may_count", return_value=counts),
         mock.patch.object(arrivals, "_known", {}),
     ):
         return own_answer(rank, *given), seen

@@ -68,7 +68,7 @@ def test_a_plan_without_processes() -> None:
 
 
 def test_memory_that_ranks_share() -> None:
-    """Rows of all stages, where others read own ones, and gradients of keys from every call.
+    """Rows of all stages, where others read own ones, twice, and gradients of keys of every call.
 
     The first chunk of rank 0 is seen by both calls of three ranks and by one of the last, which has
     neighbouring chunks; the last chunk by one call. A call has gradients of all keys at most.
@@ -77,8 +77,8 @@ def test_memory_that_ranks_share() -> None:
     shard = 16384 * 2 * 2 * 128 * 2
     with copies("shared"):
         found = rd.explain(*rows(16384), layout=layout, causal=True, device="H200")
-        assert found.forward.memory == 4 * shard
-        assert found.backward.memory == (4 + 2 * ((7 + 1) / 2 + 4)) * shard
+        assert found.forward.memory == 2 * 4 * shard
+        assert found.backward.memory == (2 * 4 + 2 * ((7 + 1) / 2 + 4)) * shard
         # chunks of gradients, in float32: the last rank writes those of its one call
         both = zip(found.backward.wire, found.forward.wire, strict=True)
         moved = [(a.sent - b.sent, a.received - b.received) for a, b in both]

@@ -100,9 +100,12 @@ def test_forwards_that_take_arrivals_need_the_copies_that_come(
     assert any(groups for _, groups, _ in found) or alone
 
 
+@pytest.mark.parametrize("counts", [True, False])
 @pytest.mark.parametrize("kind", ["zigzag", "uneven", "contiguous"])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_both_chunks_of_a_rank_are_one_call(size: int, kind: str, world: Worlds) -> None:
+def test_both_chunks_of_a_rank_are_one_call(
+    size: int, kind: str, counts: bool, world: Worlds
+) -> None:
     """The results are those of a call of each chunk.
 
     Other masks have no gap, and neither has the last rank, whose chunks are one.
@@ -112,7 +115,7 @@ def test_both_chunks_of_a_rank_are_one_call(size: int, kind: str, world: Worlds)
     biased = Case("biased", b=1, nq=512, hq=4, hk=2, d=16, causal=True, bias="1hqk")
     for case in (causal, window, biased):
         given = (case, torch.float32, kind, size, {"backend": "torch"})
-        found = world(size).run(shared_programs.joined_answer, *given)
+        found = world(size).run(shared_programs.joined_answer, counts, *given)
         theirs = world(size).run(programs.own_answer, *given)
         for (mine, _), other in zip(found, theirs, strict=True):
             for (name, a, _), (_, b, _) in zip(mine.items(), other.items(), strict=True):

@@ -216,14 +216,13 @@ class Prepared:
             into: memory for out, which may be it.
             wanted: the gradients that a backward will compute.
             arrivals: keys and values arrive meanwhile; for ``takes_arrivals`` alone.
-            gap: with arrivals; for ``takes_gap`` alone.
+            gap: positions that queries skip; for ``takes_gap`` alone.
         """
-        key: Any = "forward"
+        key: Any = "forward" if gap is None else ("forward", gap)
         given: tuple[Any, ...] = tensors
-        problem = self.problem
+        problem = self.problem if gap is None else self.problem._replace(gap=gap)
         if arrivals is not None:
             key, given = ("arriving", gap), (*tensors, *arrivals)
-            problem = problem if gap is None else problem._replace(gap=gap)
         again = self._again.get(key)
         found = again(given, into) if callable(again) else None
         if found is not None:

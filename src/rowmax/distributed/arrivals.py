@@ -89,9 +89,12 @@ def arrives(call: ShardedCall) -> bool:
 
 
 def joined_of(call: ShardedCall) -> Part | None:
-    """Return the call of both chunks of this rank, or None: then each chunk is one."""
+    """Return the call of both chunks of this rank, or None: then each chunk is one.
+
+    A call in a graph is the same one, whose tables the device then has.
+    """
     q, rank = call.tensors.q, call.group.rank
-    if not (arrives(call) and may_count(q.device)):
+    if not arrives(call):
         return None
     part = joined(call.queries, call.keys, sight_of(call), rank)
     if part is None or call.bias_rows != "none":

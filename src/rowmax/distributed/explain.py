@@ -26,7 +26,7 @@ from .groups import Group, grid, group_of
 from .layout import Layout, imbalance
 from .moves import in_place, moves_of
 from .routes import length_of, route, sight_of
-from .shared import shares_memory
+from .shared import MOST_IN_TURN, shares_memory
 from .slots import slots_of
 from .strategies import STRATEGIES, unable
 from .strategies.grid import ACROSS, across, exchange_within, rows_across
@@ -329,7 +329,8 @@ def _keys_wire(call: ShardedCall, rank: int, back: bool) -> Wire:
 def _keys_memory(call: ShardedCall, back: bool) -> int:
     """Return the bytes of copies, gathered rows and gradients at the peak, besides results.
 
-    With shared memory: of the rows of all stages, and of what this rank shows to others elsewhere.
+    With shared memory: of the rows of all stages, of what this rank shows to others elsewhere, and
+    of as much shared memory again where calls take turns.
     """
     size, wide = _key_bytes(call)
     sight, rank = sight_of(call), call.group.rank
@@ -339,11 +340,12 @@ def _keys_memory(call: ShardedCall, back: bool) -> int:
     device = call.tensors.k.device
     if shares_memory(call.group, device):
         place = call.queries, call.keys, sight
-        shown = max(length_of(route(*place, one).shown) for one in _ranks(call))
+        shown = max(length_of(route(*place, one).shown) for one in _ranks(call)) * size
+        memory = moves_of(*place, rank).arriving * size
         if shown and in_place(*place, size):
-            memory = max(moves_of(*place, one).arriving for one in _ranks(call)) * size
-        else:
-            memory = (shown + moves_of(*place, rank).arriving) * size
+            shown = max(moves_of(*place, one).arriving for one in _ranks(call)) * size
+            memory = 0
+        memory += shown * (2 if shown <= MOST_IN_TURN else 1)
         if not back:
             return memory
         slots = slots_of(*place)

@@ -56,9 +56,8 @@ def forward(call: ShardedCall) -> tuple[Tensor, Tensor]:
                     if arrivals is not None and job.takes_arrivals:
                         results = job.forward(tensors, into, arrivals=arrivals, gap=part.gap)
                     else:
-                        assert part.gap is None
                         arriving.wait(part)
-                        results = job.forward(tensors, into)
+                        results = job.forward(tensors, into, gap=part.gap)
                     found.add(heads, part, results, into)
 
     with UnderWay() as under_way:
