@@ -171,6 +171,20 @@ def test_calls_with_extreme_biases_are_compared(monkeypatch: pytest.MonkeyPatch)
         return replace(found, out=found.out * 1.01)
 
     monkeypatch.setattr(extreme_bias, "answer", off)
-    assert extreme_bias.random_wrong(calls[0], "torch", "cpu")
+    assert any(extreme_bias.random_wrong(one, "torch", "cpu") for one in calls)  # 0 may be right
+    (masked, *_) = (x for x in calls if extreme_bias.masked(x.case) and not x.case.packed)
+    for name in ("q", "k", "v", "bias"):  # under a mask, each element has its own limit
+
+        def wrong_there(*given: Any, name: str = name, **more: Any) -> Any:
+            found = right(*given, **more)
+            t = found.gradients[name].clone()
+            t.view(-1)[-1] += 1.0
+            return replace(found, gradients={**found.gradients, name: t})
+
+        monkeypatch.setattr(extreme_bias, "answer", wrong_there)
+        assert any(
+            text.startswith(f"{name}: ")
+            for text in extreme_bias.random_wrong(masked, "torch", "cpu")
+        )
     with pytest.raises(RefusedError, match="neither"):
         extreme_bias.random_wrong(replace(calls[0], case=Case("plain")), "torch", "cpu")

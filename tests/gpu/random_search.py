@@ -191,12 +191,10 @@ def with_lagging(rng: random.Random, case: Case) -> Case:
 def with_extremes(rng: random.Random, case: Case) -> Case:
     """Return a case with a bias of each pair, and without what makes other scores large.
 
-    Nor does it have masks that leave a row one key, where dS cancels, rows of few values, or a
-    sink, whose gradient is a sum.
+    Nor does it have rows of few values, or a sink, whose gradient is a sum.
     """
     terms = {"softcap": 0.0, "alibi": False, "sink": False, "dropout": 0.0}
-    masks = {"left": None, "right": None, "documents": None, "prefix": None, "allowed": None}
-    case = replace(case, dv=max(16, case.dv or case.d), **terms, **masks)
+    case = replace(case, dv=max(16, case.dv or case.d), **terms)
     if case.bias in OF_PAIRS:
         return case
     return replace(case, bias=rng.choice(OF_PAIRS), transposed=False)
