@@ -199,6 +199,15 @@ def joined_answer(rank: int, counts: bool, *given: Any) -> tuple[Answer, list[in
         return own_answer(rank, *given), seen
 
 
+def joined_without_memory(rank: int, *given: Any) -> tuple[Answer, list[int]]:
+    """Return the answer where chunks would be one call, and there is no shared memory for rows."""
+    with (
+        mock.patch.object(by_keys, "PulledRows", side_effect=MemoryError),
+        mock.patch.object(by_keys, "without_regions"),
+    ):
+        return joined_answer(rank, True, *given)
+
+
 def one_after_the_other(rank: int, size: int, calls: int) -> float:
     """Return the largest difference of calls with shared memory, of sizes that change.
 

@@ -126,6 +126,16 @@ def test_both_chunks_of_a_rank_are_one_call(
             assert used == [gaps and rank < size - 1 for rank in range(size)]
 
 
+def test_chunks_are_calls_of_their_own_without_shared_memory(world: Worlds) -> None:
+    case = Case("causal", b=2, nq=512, hq=4, hk=2, d=16, causal=True)
+    given = (case, torch.float32, "zigzag", 3, {"backend": "torch"})
+    found = world(3).run(shared_programs.joined_without_memory, *given)
+    for (mine, seen), other in zip(found, world(3).run(programs.own_answer, *given), strict=True):
+        assert not seen
+        for (name, a, _), (_, b, _) in zip(mine.items(), other.items(), strict=True):
+            assert torch.equal(a, b), name
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_calls_of_sizes_that_change(size: int, world: Worlds) -> None:
     assert world(size).run(shared_programs.one_after_the_other, size, 7) == [0.0] * size

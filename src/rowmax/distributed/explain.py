@@ -345,7 +345,7 @@ def _keys_memory(call: ShardedCall, back: bool) -> int:
         if shown and in_place(*place, size):
             shown = max(moves_of(*place, one).arriving for one in _ranks(call)) * size
             memory = 0
-        memory += shown * (2 if shown <= MOST_IN_TURN else 1)
+        memory += shown * (2 if shown < MOST_IN_TURN else 1)
         if not back:
             return memory
         slots = slots_of(*place)

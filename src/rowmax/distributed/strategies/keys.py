@@ -40,12 +40,13 @@ from .stages import stages_of
 def forward(call: ShardedCall) -> tuple[Tensor, Tensor]:
     """Return (out ``[B, n, Hq, Dv]``, lse ``[B, Hq, n]``) of this rank's queries."""
     way, stages = _planned(call, returns=False)
-    found: _Results | None = None
+    one, found = joined_of(call), None
 
     def compute(heads: Heads, arriving: Arriving) -> None:
         nonlocal found
-        one = joined_of(call)  # None if there was no room for shared memory
-        parts = way.parts if one is None else (one,)
+        # without room for shared memory rows come by a collective, and each chunk is a call
+        shared = isinstance(arriving, PulledStage)
+        parts = (one,) if one is not None and shared else way.parts
         found = found or _Results(call, len(parts) * len(stages))
         with Abreast(arriving.second if len(parts) > 1 else None) as streams:
             for n, part in enumerate(parts):
@@ -61,8 +62,7 @@ def forward(call: ShardedCall) -> tuple[Tensor, Tensor]:
                     found.add(heads, part, results, into)
 
     with UnderWay() as under_way:
-        together = joined_of(call) is not None
-        _by_stages(call, way, stages, under_way, compute, arrives(call), together)
+        _by_stages(call, way, stages, under_way, compute, arrives(call), one is not None)
     return found.total() if found is not None else call.new_results()
 
 

@@ -113,7 +113,8 @@ def takes_gap(problem: Problem) -> bool:
 
     Queries before the gap have other tiles of keys; only the band may read positions.
     """
-    from . import host
+    with without_collections(f"{__name__}.host"):
+        from . import host
 
     return host.takes_gap(problem)
 
