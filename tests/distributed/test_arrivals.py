@@ -13,7 +13,7 @@ import torch
 from rowmax import torch_compat
 from rowmax.call import dispatch
 from rowmax.call.dispatch import Prepared, choose, prepared
-from rowmax.call.inputs import Arrivals, Options, Tensors
+from rowmax.call.inputs import Arrivals, Gap, Options, Tensors
 from rowmax.call.problem import problem_of
 from rowmax.distributed import arrivals
 from rowmax.distributed.arrivals import come_by_heads, ordered
@@ -173,6 +173,31 @@ def test_a_forward_hands_arrivals_to_a_backend_that_takes_them(
     assert job.forward(tensors, arrivals=given) is want
     assert job.forward(tensors) is want
     assert [one if one is None else one.needed is given.needed for one in seen] == [True, None]
+
+
+def test_a_forward_hands_a_gap_to_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With keys that arrive or without, and to no call that has none."""
+    q, k, v = torch.randn(3, 1, 5, 2, 8)
+    tensors, options = Tensors(q, k, v), Options(0.3, backend="torch")
+    want, gap, seen = prepared(tensors, options).forward(tensors), Gap(2, 7), []
+    given = Arrivals(torch.zeros(1), torch.ones(2))
+
+    def forward(problem: Any, tensors: Any, arrivals: Any = None) -> Any:
+        seen.append((problem.gap, arrivals is not None))
+        return want
+
+    backend = SimpleNamespace(forward=forward, takes_gap=lambda p: p.gap == gap)
+    problem = problem_of(tensors, options)
+    plan = choose(problem, "forward", "torch")._replace(first=backend)  # pyright: ignore
+    monkeypatch.setattr(dispatch, "choose", lambda *_: plan)
+    assert dispatch.takes_gap(problem._replace(gap=gap), None)
+    assert not dispatch.takes_gap(problem._replace(gap=Gap(3, 7)), None)
+    job = Prepared(options, problem)
+    for _ in range(2):  # a call, and one like it
+        for arrivals in (given, None):
+            assert job.forward(tensors, arrivals=arrivals, gap=gap) is want
+            assert job.forward(tensors, arrivals=arrivals) is want
+    assert seen == 2 * [(gap, True), (None, True), (gap, False), (None, False)]
 
 
 @pytest.mark.parametrize("rows", ["none", "own"])
