@@ -194,9 +194,9 @@ def test_a_forward_hands_a_gap_to_its_backend(monkeypatch: pytest.MonkeyPatch) -
     assert not dispatch.takes_gap(problem._replace(gap=Gap(3, 7)), None)
     job = Prepared(options, problem)
     for _ in range(2):  # a call, and one like it
-        for arrivals in (given, None):
-            assert job.forward(tensors, arrivals=arrivals, gap=gap) is want
-            assert job.forward(tensors, arrivals=arrivals) is want
+        for arriving in (given, None):
+            assert job.forward(tensors, arrivals=arriving, gap=gap) is want
+            assert job.forward(tensors, arrivals=arriving) is want
     assert seen == 2 * [(gap, True), (None, True), (gap, False), (None, False)]
 
 
