@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,7 +70,7 @@ class Ordered:
         return Arrivals(count, self._on[key])
 
 
-_known: dict[Hashable, Any] = {}
+_known: dict[Hashable, bool] = {}
 _MOST = 1024
 
 

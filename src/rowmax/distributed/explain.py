@@ -24,7 +24,7 @@ from .attention import check_layouts, normalized_rows
 from .calls import ShardedCall, whole_rows
 from .groups import Group, grid, group_of
 from .layout import Layout, imbalance
-from .moves import in_place, moves_of
+from .moves import in_place, moves_of, shared_rows
 from .routes import length_of, route, sight_of
 from .shared import MOST_IN_TURN, shares_memory
 from .slots import slots_of
@@ -340,12 +340,9 @@ def _keys_memory(call: ShardedCall, back: bool) -> int:
     device = call.tensors.k.device
     if shares_memory(call.group, device):
         place = call.queries, call.keys, sight
-        shown = max(length_of(route(*place, one).shown) for one in _ranks(call)) * size
-        memory = moves_of(*place, rank).arriving * size
-        if shown and in_place(*place, size):
-            shown = max(moves_of(*place, one).arriving for one in _ranks(call)) * size
-            memory = 0
-        memory += shown * (2 if shown < MOST_IN_TURN else 1)
+        memory = 0 if in_place(*place, size) else moves_of(*place, rank).arriving * size
+        shared = max(shared_rows(*place, size)) * size
+        memory += shared * (2 if shared < MOST_IN_TURN else 1)
         if not back:
             return memory
         slots = slots_of(*place)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from .exchange import others_of
 from .layout import Layout
 from .pieces import Sight
-from .routes import held_rows, route, rows_of
+from .routes import held_rows, length_of, route, rows_of
 
 #: the most bytes of gathered keys and values in shared memory, which stays between calls
 MOST_IN_PLACE = 2 << 30
@@ -44,11 +44,20 @@ def in_place(queries: Layout, keys: Layout, sight: Sight, row: int) -> bool:
     ``row``: bytes of a row of k and v. Packed keys are left out: those of others are few, and own
     ones are copied while ranks meet.
     """
-    if sight.documents:
-        return False
     ranks, place = range(keys.ranks), (queries, keys, sight)
+    if sight.documents or not any(route(*place, rank).shown for rank in ranks):
+        return False
     held = all(held_rows(*place, a, b) is not None for a in ranks for b in ranks if a != b)
     return held and row * max(moves_of(*place, rank).arriving for rank in ranks) <= MOST_IN_PLACE
+
+
+@lru_cache(maxsize=256)
+def shared_rows(queries: Layout, keys: Layout, sight: Sight, row: int) -> tuple[int, ...]:
+    """Return the rows of each rank in shared memory: those that it gathers, or that it shows."""
+    ranks, place = range(keys.ranks), (queries, keys, sight)
+    if in_place(*place, row):
+        return tuple(moves_of(*place, rank).arriving for rank in ranks)
+    return tuple(length_of(route(*place, rank).shown) for rank in ranks)
 
 
 @lru_cache(maxsize=256)

@@ -20,9 +20,9 @@ from .arrivals import Copy, Ordered, come_by_heads, may_count, ordered
 from .exchange import words
 from .groups import Group
 from .layout import Layout, Ranges
-from .moves import in_place, moves_of
+from .moves import in_place, moves_of, shared_rows
 from .pieces import Sight
-from .routes import Part, Route, length_of, route
+from .routes import Part, Route, route
 from .shared import Pull, Regions
 
 #: bytes of own rows from which on their copy is worth a second stream, about 25 us of the host
@@ -93,17 +93,14 @@ class PulledRows:
         arriving: bool = False,
         one: bool = False,
     ) -> None:
-        ways = [route(*place, rank) for rank in range(group.size)]
-        self.way, self.rank = ways[group.rank], group.rank
+        self.way, self.rank = route(*place, group.rank), group.rank
         self.parts = [[t[:, :, heads] for t in tensors] for heads in stages]
         self.widths = [sum(map(_row, part)) for part in self.parts]
         size = sum(self.widths) * tensors[0].element_size()
         #: rows of each rank in shared memory
-        self.shared = [length_of(way.shown) for way in ways]
-        self.in_place = max(self.shared) > 0 and in_place(*place, size)
+        self.shared = shared_rows(*place, size)
+        self.in_place = in_place(*place, size)
         self.moves = moves_of(*place, group.rank, self.in_place)
-        if self.in_place:
-            self.shared = [moves_of(*place, rank).arriving for rank in range(group.size)]
         self.count: Tensor | None = None
         self.ordered: Ordered | None = None
         self.by_heads = False
@@ -174,10 +171,9 @@ class PulledRows:
                 self._pull(rows, stage, [Copy(head, move) for head in heads for move in each])
                 for each in (moves.first, moves.later)
             ]
-        if self.second is None:
-            if not self.in_place:
-                self._put_own(stage)
-        elif self.way.parts[0].own is None:
+        if self.second is None and not self.in_place:
+            self._put_own(stage)
+        elif self.second is not None and self.way.parts[0].own is None:
             _current(self.second).wait_stream(self.second)
         self.rows[stage] = None
         return PulledStage(rows.views, pulls, self.way, self.ordered, self.count, self.second)
