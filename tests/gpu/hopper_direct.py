@@ -38,6 +38,7 @@ from rowmax.testing import (
     tagged,
 )
 from rowmax.torch_compat import store_on_stream
+from tests import gaps
 from tests.poison_padding import padding_matters, padding_matters_backward
 
 #: sequences that share a bias of each pair, with so many tiles that blocks keep it
@@ -132,6 +133,20 @@ def differs_late(got: tuple[Tensor, Tensor], problem: Problem, tensors: Tensors)
     return [
         f"{name} differs of keys that arrive late" for name, x, y in each if not torch.equal(x, y)
     ]
+
+
+def check_gap(seed: int, dtype: str, longest: int, device: str = "cuda") -> list[str]:
+    """Return what is wrong with a drawn call that has a gap between its queries."""
+    problem, tensors = gaps.drawn(seed, device, getattr(torch, dtype), longest)
+    reason = hopper.supports(problem._replace(gap=None), "forward")
+    if reason is not None or not hopper.takes_gap(problem):
+        return [f"refused: {reason or 'a gap within tiles'}"]
+    with poisoned():
+        got = hopper.forward(problem, tensors)
+    found = gaps.complaints(problem, tensors, got)
+    if hopper.takes_arrivals(problem):
+        found += differs_late(got, problem, tensors)
+    return found
 
 
 def slower_tiles() -> list[str]:

@@ -298,6 +298,16 @@ def hopper_forward(given: Namespace) -> Iterator[Check]:
             yield Check("hopper-forward", case.name, dtype, "", check_forward, args, True)
 
 
+def hopper_gaps(given: Namespace) -> Iterator[Check]:
+    """Yield drawn calls of the Hopper forward with a gap between their queries."""
+    from tests.gpu.hopper_direct import check_gap
+
+    for seed in range(96):
+        dtype = given.half_dtypes[seed % len(given.half_dtypes)]
+        args = (seed, dtype, 4096 if seed % 8 == 0 else 1024, given.device)
+        yield Check("hopper-gaps", f"gap-{seed}", dtype, "", check_gap, args, True)
+
+
 def hopper_lagging(given: Namespace) -> Iterator[Check]:
     """Yield cases of the Hopper forward with a reference that lags: few score terms, or pairs."""
     from tests.gpu.hopper_direct import PAIRS, cases, check_lagging
@@ -369,6 +379,7 @@ KINDS: dict[str, Kind] = {
     "known-faults": known_faults,
     "launches": launches,
     "hopper-forward": hopper_forward,
+    "hopper-gaps": hopper_gaps,
     "hopper-lagging": hopper_lagging,
     "hopper-backward": hopper_backward,
     "hopper-long": hopper_long,

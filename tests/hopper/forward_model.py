@@ -22,12 +22,13 @@ from tests import emulator
 emulator.install()
 
 from rowmax.call.dispatch import beyond  # noqa: E402
-from rowmax.call.inputs import Arrivals, Gap  # noqa: E402
+from rowmax.call.inputs import Arrivals  # noqa: E402
 from rowmax.gpu.hopper import LIMITS, host, packed, takes_gap, tiles  # noqa: E402
 from rowmax.gpu.hopper.lib.tma import is_aligned  # noqa: E402
 from rowmax.reference import dense  # noqa: E402
 from rowmax.rules.arrivals import ALL, Landing, table  # noqa: E402
 from rowmax.testing import CASES, Answer, Case, complaint, make, poisoned, tagged  # noqa: E402
+from tests import gaps  # noqa: E402
 from tests.emulator.threads import run_later  # noqa: E402
 from tests.extreme_bias import CASES as EXTREMES  # noqa: E402
 from tests.extreme_bias import complaints as extreme_complaints  # noqa: E402
@@ -303,35 +304,12 @@ def check_arrivals(case: Case, seed: int) -> list[str]:
 
 def check_gap(seed: int) -> list[str]:
     """Return the faults of two chunks of queries in one call, against a call of each."""
-    rng = random.Random(seed)
-    torch.manual_seed(seed)
-    prepare(rng.choice((1, 2, 3, 64)))
-    early, late = 128 * rng.choice((1, 2)), rng.choice((7, 128, 200))
-    gap, before = rng.choice((0, 1, 64, 300)), rng.choice((0, 5, 128))
-    nk, d = early + gap + late + before, rng.choice((32, 64, 96, 128, 256))
-    case = Case(
-        "gap", b=1, nq=early + late, nk=nk, hq=4, hk=rng.choice((1, 2, 4)), d=d, causal=True,
-        sink=rng.random() < 0.3, softcap=rng.choice((0.0, 9.0)),
-    )  # fmt: skip
-    problem, tensors = make(case, dtype=torch.float16).problem()
-    problem = problem._replace(gap=Gap(early, gap))
+    prepare((1, 2, 3, 64)[seed % 4])
+    problem, tensors = gaps.drawn(seed, "cpu", torch.float16, 256)
     if not takes_gap(problem):
         return ["refused"]
     with poisoned():
-        got = host.forward(problem, tensors)
-    found = []
-    chunks = ((slice(0, early), before + early), (slice(early, None), nk))
-    for rows, keys in chunks:
-        k, v = (t[:, :keys] for t in (tensors.k, tensors.v))
-        some = tensors._replace(q=tensors.q[:, rows], k=k, v=v)
-        n = some.q.shape[1]
-        plain = problem._replace(nq=n, total_q=n, nk=keys, total_k=keys, gap=None)
-        ref = dense.attention(plain, some, torch.float64)
-        std = dense.attention(plain, some, plain.dtype)
-        mine = got[0][:, rows], got[1][..., rows]
-        each = zip(("out", "lse"), mine, ref, std, strict=True)
-        found += [complaint(name, *three, plain.dtype) for name, *three in each]
-    return [text for text in found if text]
+        return gaps.complaints(problem, tensors, host.forward(problem, tensors))
 
 
 def out_of_range(seed: int) -> list[str]:
@@ -395,9 +373,9 @@ def main() -> int:
         right, wrong = right + (not found), wrong + bool(found)
         if found:
             print(f"past the last, sink {sink}, seed 0: {'; '.join(found)}", flush=True)
-    gaps = [check_gap(seed) for seed in range(0, 24, options.every)]
-    right += sum(not found for found in gaps)
-    for seed, found in enumerate(gaps):
+    of_gaps = [check_gap(seed) for seed in range(0, 24, options.every)]
+    right += sum(not found for found in of_gaps)
+    for seed, found in enumerate(of_gaps):
         wrong += bool(found)  # none may be refused
         if found:
             print(f"gap, seed {seed * options.every}: {'; '.join(found)}", flush=True)
