@@ -80,7 +80,7 @@ def _hopper(p: Problem, case: Case) -> Hashable:
     cuda = torch.cuda.is_available()
     processors = host.processors(torch.device("cuda", 0)) if cuda else PROCESSORS
     tile = forward.tile_for(p, how, processors)
-    found: list[Hashable] = [forward.config_for(p, tile, how, forward.packed_heads(p, how))]
+    found: list[Hashable] = [forward.config_for(p, tile, how, forward.packed_heads(p, tile, how))]
     by = backward_bias.gradient_by(p) if p.bias is not None else ""
     for one in backward_tiles.tiles_of(p, backward_bias.kind_of(p) == "tile"):
         options = backward_plan.bias_options(p, one, by)

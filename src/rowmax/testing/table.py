@@ -231,6 +231,7 @@ PACKED = [
     Case("packed-causal", sequences=_RAGGED, causal=True),
     Case("packed-unequal", sequences=_UNEQUAL),
     Case("packed-unequal-causal", sequences=_UNEQUAL, causal=True, hk=2),
+    Case("packed-group-of-six", sequences=_UNEQUAL, causal=True, hq=6, hk=1),
     Case("packed-unequal-sink", sequences=_UNEQUAL, sink=True),
     Case("packed-window", sequences=_RAGGED, left=20, right=4),
     Case("packed-bound", sequences=_UNEQUAL, max_given=True, causal=True),

@@ -241,7 +241,7 @@ def build_plan(
     q, k, v, bias = tensors[:4]
     path = bias_path(p, bias)
     tile = tile or best_tile(p, path, q.device)
-    group = tiles.packed_heads(p, path)
+    group = tiles.packed_heads(p, tile, path)
     C = replace(tiles.config_for(p, tile, path, group), OUT_ROW=out.stride(2))
     C = replace(C, **options)
     if C.SIDES > 1 and C.SIDES * C.WARPGROUPS != 4:
@@ -346,7 +346,7 @@ def bases(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor) -> 
 def long_spills(p: Problem) -> bool | None:
     """Return ``spills`` of three warpgroups for a problem, None until that kernel is compiled."""
     tile = tiles.LONG[tiles.sizes_of(p)]
-    return _SPILLED.get(tiles.config_for(p, tile, "", tiles.packed_heads(p, "")))
+    return _SPILLED.get(tiles.config_for(p, tile, "", tiles.packed_heads(p, tile, "")))
 
 
 def best_tile(p: Problem, bias: str, device: torch.device) -> Tile:
@@ -402,7 +402,7 @@ def numbers(p: Problem, tensors: Tensors, c: Config, heads: int) -> Numbers:
             s if size > 1 else 0 for s, size in zip(tensors.bias.stride(), sizes, strict=True)
         )
     id_strides = (0 if x is None or x.shape[0] == 1 else x.shape[1] for x in ids)
-    keys, ratio = SECTION_BYTES // (2 * (p.d + p.dv)), 1 if c.GROUP > 1 else p.group
+    keys, ratio = SECTION_BYTES // (2 * (p.d + p.dv)), p.group // c.GROUP
     return Numbers(
         heads, p.hk, keys, p.nq, p.nk, *p.limits, p.batch, scale, inner, *bias_strides, *id_strides,
         *each, p.hq, ratio, p.total_q, None if p.positions is None else p.positions.shift,

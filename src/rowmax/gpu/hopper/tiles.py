@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from ...call.flops import forward_flops
 from ...call.problem import Problem
+from .lib.order import tile_count
 
 ROWS = 64  # query rows of one warpgroup: the height of a wgmma
 SHARED = 227 * 1024  # bytes of shared memory a block may have
@@ -125,6 +126,8 @@ LAGS_OPERATIONS: dict[tuple[tuple[int, int], str], float] = {
 LAGS_KEYS = {((96, 96), "full"): LONG_KEYS[96, "full"]}
 #: the fewest tiles of a block, and of sequences and heads, that share a strip of a bias
 STRIP_SHARERS = 4
+#: the steps of tiles that heads share, of those of tiles of one head, below which they share them
+FEWER_STEPS = 0.99
 #: four consumers: products of one run under the softmax of the others
 _FOUR = {"block_k": 64, "q_stages": 1, "registers": (112, 24), "overlap": False}
 #: the operations from which on four consumers add products to the bias (``onto_bias``)
@@ -526,11 +529,18 @@ def is_turned(p: Problem, tile: Tile, bias: str) -> bool:
     return shared_bytes(tile, *sizes_of(p)) <= SHARED
 
 
-def packed_heads(p: Problem, bias: str) -> int:
-    """Return the query heads of a kv head that share a tile: all, if one has few rows."""
-    sizes, group = sizes_of(p), p.group
-    tokens = ROWS if sizes[1] > MOST_COLUMNS else TILES[sizes].warpgroups * ROWS
-    if bias in ("copied", "row") or group == 1 or group > ROWS or group & (group - 1):
+def packed_heads(p: Problem, tile: Tile, bias: str) -> int:
+    """Return the query heads of a kv head that share a tile: 1, or a power of 2.
+
+    Tiles of fewer positions read fewer keys that their queries do not see, and short sequences fill
+    more of them. Where they read as many, one head was up to 2% faster.
+    """
+    group = min(p.group & -p.group, ROWS)  # the greatest power of 2 that divides it
+    if bias in ("copied", "row") or group == 1:
         return 1
-    filled = p.nq / (-(-p.nq // tokens) * tokens)
-    return group if filled < 0.9 and p.nq < 4 * tokens else 1
+    rows = ROWS * (1 if p.dv > MOST_COLUMNS else tile.warpgroups)
+    one, all_heads = (
+        n * int(tile_count(rows // g, tile.block_k, p.nq, p.nk, p.left, p.right).sum())
+        for n, g in ((group, 1), (1, group))
+    )
+    return group if p.varlen or all_heads < FEWER_STEPS * one else 1
