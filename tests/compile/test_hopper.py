@@ -41,7 +41,9 @@ FEATURES: dict[str, dict[str, Any]] = {
     "window": {"left": 100, "right": 0},
     "lengths": {"lengths": (0.5,)},
     "packed": {"sequences": ((100, 100), (28, 60)), "causal": True},
+    "packed-grouped": {"sequences": ((100, 100), (28, 60)), "causal": True, "hk": 8},
     "documents": {"documents": "sorted", "causal": True},
+    "documents-grouped": {"documents": "sorted", "causal": True, "hk": 8},
     "softcap": {"softcap": 2.0, "causal": True},
     "alibi": {"alibi": True, "causal": True},
     "alibi-block": {"alibi": True, "causal": True, "positions": (5, 0, 0, 0, 0)},
@@ -66,6 +68,10 @@ LONG_CASES = [
     Case(f"{d}x{d}-long-{name}", b=2, hq=2, nq=9000, nk=9001, d=d, **FEATURES[name])
     for d, _ in LONG
     for name in ("full", "causal")
+]
+LONG_CASES += [
+    Case(f"{d}x{d}-long-grouped", b=2, hq=8, hk=2, nq=9000, nk=9001, d=d, causal=True)
+    for d, _ in LONG
 ]
 CASES += LONG_CASES
 #: blocks that keep a bias: with two sides and four of heads of 32, with one of 64
@@ -101,9 +107,10 @@ ONCE = measured(0, 2, 25)
 #: the same with wide values, and where these have documents: each key tile has ranges of ids
 WIDE, WIDE_DOCUMENTS = measured((0, 0), (12, 15), (3, 10))
 #: bytes of scalars that a thread may spill once a query tile, out of the loops; with wide values
-STACK, WIDE_STACK = measured((160, 160), (160, 192), (160, 208))
+STACK, WIDE_STACK = measured((160, 160), (160, 200), (160, 208))
+_LATE = {"256x256-packed": 2}
 #: by case: exponentials of a key tile that may come after the wait for the product over them
-LATE: dict[str, int] = measured({}, {"256x256-packed": 2}, {})
+LATE: dict[str, int] = measured(_LATE | {"256x256-packed-grouped": 2}, _LATE, {})
 
 
 #: long calls whose three warpgroups a compiler may refuse registers: triton 3.9.0 does

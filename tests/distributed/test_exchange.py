@@ -11,12 +11,11 @@ from rowmax.distributed.exchange import words
 @pytest.mark.parametrize(
     ("dtype", "size", "word"),
     [
-        (torch.bfloat16, 64, torch.complex128),
+        (torch.bfloat16, 64, torch.int64),
         (torch.float16, 12, torch.int64),
         (torch.float16, 10, torch.float16),
-        (torch.float32, 8, torch.complex128),
         (torch.float32, 6, torch.int64),
-        (torch.float64, 2, torch.complex128),
+        (torch.float32, 3, torch.float32),
         (torch.float64, 3, torch.float64),
     ],
 )
@@ -32,12 +31,7 @@ def test_copies_keep_every_bit(dtype: torch.dtype, size: int, word: torch.dtype)
     assert torch.equal(to.view(torch.int16), bits[:, :, 1:3])
 
 
-def test_contiguous_rows_stay_as_they_are() -> None:
-    x = torch.zeros(6, 1, 2, 64, dtype=torch.bfloat16)
-    assert [t.dtype for t in words(x, x[1:])] == 2 * [torch.bfloat16]
-
-
-def test_rows_off_a_word_keep_its_elements() -> None:
+def test_rows_off_a_word_keep_their_elements() -> None:
     x = torch.zeros(6, 1, 2, 64, dtype=torch.bfloat16)[..., 1:33]
     (found,) = words(x)
     assert found.dtype == torch.bfloat16

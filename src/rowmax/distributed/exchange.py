@@ -121,23 +121,17 @@ def packed(tensors: Sequence[Tensor], each: Sequence[Ranges], flat: Tensor | Non
 
 
 def words(*tensors: Tensor) -> list[Tensor]:
-    """Return the same memory as the widest words of which all rows consist; for copies alone.
+    """Return the same memory as words of 8 bytes, if all rows consist of such; for copies alone.
 
-    torch copies strided rows, such as those of some heads, with one element a thread. Contiguous
-    tensors stay as they are: of these a block copies so many elements, whatever their size.
+    torch copies strided rows, such as those of some heads, with one element a thread.
     """
-    if not all(t.is_contiguous() for t in tensors):
-        for dtype in (torch.complex128, torch.int64):
-            if all(_consists_of(t, dtype.itemsize) for t in tensors):
-                return [t.view(dtype) for t in tensors]
-    return [*tensors]
+    return [t.view(torch.int64) for t in tensors] if all(map(_in_words, tensors)) else [*tensors]
 
 
-def _consists_of(t: Tensor, word: int) -> bool:
-    """Return True if all rows of t consist of words of so many bytes, more than an element has."""
+def _in_words(t: Tensor) -> bool:
     size = t.element_size()
     places = (t.shape[-1], t.storage_offset(), *t.stride()[:-1])
-    return size < word and t.stride(-1) == 1 and all(x * size % word == 0 for x in places)
+    return size < 8 and t.stride(-1) == 1 and all(x * size % 8 == 0 for x in places)
 
 
 def unpacked(flat: Tensor, ranges: Ranges, shapes: Shapes) -> list[Tensor]:
