@@ -539,9 +539,10 @@ def packed_heads(p: Problem, tile: Tile, bias: str) -> int:
     group = min(p.group & -p.group, ROWS)  # the greatest power of 2 that divides it
     if bias in ("copied", "row") or group == 1 or tile == LONG[96, 96]:
         return 1
-    if p.varlen or p.documents:  # any tile may be cut
+    wide = p.dv > MOST_COLUMNS  # packed ones were not measured
+    if (p.varlen or p.documents) and not wide:  # any tile may be cut
         return group
-    rows = ROWS * (1 if p.dv > MOST_COLUMNS else tile.warpgroups)
+    rows = ROWS * (1 if wide else tile.warpgroups)
     one, shared = (
         n * int(tile_count(rows // g, tile.block_k, p.nq, p.nk, p.left, p.right).sum())
         for n, g in ((group, 1), (1, group))
