@@ -417,6 +417,37 @@ def test_a_note_tells_of_scores_added_to_a_bias(monkeypatch, operations, noted):
     assert note is None if not noted else note is not None and "no maxima" in note
 
 
+@pytest.mark.parametrize(
+    ("given", "heads"),
+    [
+        ({"d": 128, "causal": True}, 1),  # key tiles are even
+        ({"d": 128, "nk": 5001, "causal": True}, 4),
+        ({"d": 128, "left": 960, "right": 0}, 4),
+        ({"d": 128, "sequences": ((100, 100), (28, 60))}, 4),
+        ({"d": 128, "documents": "sorted"}, 4),
+        ({"d": 128, "documents": "sorted", "hk": 8}, 1),
+        ({"d": 128, "documents": "sorted", "hq": 6, "hk": 1}, 2),
+        ({"d": 128, "nq": 40}, 4),  # a tile that one head would leave empty
+        ({"d": 64, "causal": True}, 4),  # three warpgroups are taller than a key tile
+        ({"d": 96, "nq": 9000, "nk": 9000, "causal": True}, 1),
+        ({"d": 128, "nq": 256, "nk": 256, "bias": "bhqk", "right": 3}, 1),
+    ],
+)
+def test_heads_share_tiles_that_are_cut(
+    given: dict[str, Any], heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward_tiles = importlib.import_module("rowmax.gpu.hopper.tiles")
+    monkeypatch.setattr(forward, "processors", lambda _: 132)
+    case = Case("", **{"b": 8, "hq": 8, "hk": 2, "nq": 4096, "nk": 4096} | given)
+    problem, tensors = make(case, dtype=torch.bfloat16).problem()
+    tile = forward_tiles.tile_for(problem, forward.bias_path(problem, tensors.bias), 132)
+    path = forward.bias_path(problem, tensors.bias)
+    assert forward_tiles.packed_heads(problem, tile, path) == heads
+    if problem.bias is None:
+        note = forward.note_of_heads(problem)
+        assert note is None if heads == 1 else note is not None and f"{heads} query heads" in note
+
+
 def test_a_block_of_sides_has_four_consumers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a tile of few rows has one warpgroup: the kernel would wait for another."""
     forward_tiles = importlib.import_module("rowmax.gpu.hopper.tiles")

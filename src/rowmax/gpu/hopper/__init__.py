@@ -89,7 +89,8 @@ def notes(problem: Problem, call: str) -> list[str]:
 
     found = [assembler.note(problem.device_index)]
     if call == "forward":
-        found = [host.note_of_tile(problem), host.note_of_maxima(problem), *found]
+        of_forward = host.note_of_tile, host.note_of_heads, host.note_of_maxima
+        found = [*(note(problem) for note in of_forward), *found]
     return [text for text in found if text]
 
 

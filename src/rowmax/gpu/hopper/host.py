@@ -370,6 +370,13 @@ def note_of_tile(p: Problem) -> str | None:
     return "three warpgroups"
 
 
+def note_of_heads(p: Problem) -> str | None:
+    """Return a sentence about a tile of several heads, where no bias decides on it."""
+    device = torch.device(p.device, p.device_index)
+    heads = 1 if p.bias is not None else tiles.packed_heads(p, best_tile(p, "", device), "")
+    return None if heads == 1 else f"{heads} query heads of a kv head share a tile"
+
+
 def note_of_maxima(p: Problem) -> str | None:
     """Return a sentence about the second launch of a problem, if it has one."""
     device = torch.device(p.device, p.device_index)
