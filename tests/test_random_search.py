@@ -51,9 +51,9 @@ def _search(tmp_path: Path, check: random_search.CheckCall, *words: str) -> rand
 
 
 def test_failures_are_counted_and_the_search_goes_on(tmp_path: Path) -> None:
-    found = _search(tmp_path, partial(at_times, "any"), "--calls", "60")
+    found = _search(tmp_path, partial(at_times, "any"), "--calls", "150")
     counts = list(found.counts.values())
-    assert all(c.calls >= 60 for c in counts)
+    assert all(c.calls >= 150 for c in counts)
     assert all(c[kind] for c in counts for kind in ("right", "wrong", "fault", "refused"))
     rows = results.read(tmp_path / "out.csv")
     assert [row.variant for row in rows] == ["cpu", "torch"]

@@ -427,6 +427,8 @@ def test_a_note_tells_of_scores_added_to_a_bias(monkeypatch, operations, noted):
         ({"d": 128, "documents": "sorted"}, 4),
         ({"d": 128, "documents": "sorted", "hk": 8}, 1),
         ({"d": 128, "documents": "sorted", "hq": 6, "hk": 1}, 2),
+        ({"d": 128, "documents": "sorted", "hq": 64, "hk": 1}, 8),
+        ({"d": 128, "nq": 5, "hq": 64, "hk": 1}, 64),  # few queries
         ({"d": 128, "nq": 40}, 4),  # a tile that one head would leave empty
         ({"d": 64, "causal": True}, 4),  # three warpgroups are taller than a key tile
         ({"d": 96, "nq": 9000, "nk": 9000, "causal": True}, 1),

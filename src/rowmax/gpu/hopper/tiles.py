@@ -126,6 +126,8 @@ LAGS_OPERATIONS: dict[tuple[tuple[int, int], str], float] = {
 LAGS_KEYS = {((96, 96), "full"): LONG_KEYS[96, "full"]}
 #: the fewest tiles of a block, and of sequences and heads, that share a strip of a bias
 STRIP_SHARERS = 4
+#: the most heads that share a tile, unless queries are few: so many more positions cut few keys
+SHARING = 8
 #: heads share tiles that have fewer steps than so many of those of tiles of one head
 FEWER_STEPS = 0.99
 #: four consumers: products of one run under the softmax of the others
@@ -540,11 +542,12 @@ def packed_heads(p: Problem, tile: Tile, bias: str) -> int:
     if bias in ("copied", "row") or group == 1 or tile == LONG[96, 96]:
         return 1
     wide = p.dv > MOST_COLUMNS  # packed ones were not measured
-    if (p.varlen or p.documents) and not wide:  # any tile may be cut
-        return group
     rows = ROWS * (1 if wide else tile.warpgroups)
+    most = group if p.nq <= rows // SHARING else min(group, SHARING)
+    if (p.varlen or p.documents) and not wide:  # any tile may be cut
+        return most
     one, shared = (
         n * int(tile_count(rows // g, tile.block_k, p.nq, p.nk, p.left, p.right).sum())
-        for n, g in ((group, 1), (1, group))
+        for n, g in ((most, 1), (1, most))
     )
-    return group if shared < FEWER_STEPS * one else 1
+    return most if shared < FEWER_STEPS * one else 1
