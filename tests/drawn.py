@@ -263,7 +263,7 @@ def _group(rng: random.Random, dtype: str, hopper: bool) -> Case:
     values: dict[str, Any] = {
         "b": rng.choice((1, 1, 2, 2, 3, 4)),
         "hk": hk,
-        "hq": hk * rng.choice((1, 1, 1, 2, 2, 3, 4, 6, 8)),
+        "hq": hk * rng.choice((1, 1, 1, 2, 2, 3, 4, 6, 8, 16)),
         "d": d,
         "dv": d if same else head_size(rng, hopper),
         "nq": length(rng),

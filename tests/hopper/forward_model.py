@@ -13,6 +13,7 @@ import random
 import sys
 import time
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch._dynamo  # looks for triton, so before the machine takes its place
@@ -70,8 +71,31 @@ def drawn_pairs(count: int, seed: int) -> list[Case]:
     return found
 
 
+def drawn_groups(count: int, seed: int) -> list[Case]:
+    """Return random calls whose heads may share tiles: packed, documents, limits of every kind."""
+    found, rng = [], random.Random(seed)
+    for n in range(count):
+        hk, d = rng.choice((1, 1, 2, 3)), rng.choice((32, 64, 96, 128, 256))
+        values: dict[str, Any] = {"b": rng.choice((1, 2)), "hk": hk, "d": d}
+        values["hq"] = hk * rng.choice((2, 3, 4, 6, 8, 16, 24))
+        kind = rng.choice(("packed", "sorted", "batched", "unsorted", "queries", "dense"))
+        if kind == "packed":
+            some = range(rng.randint(1, 5))
+            values["sequences"] = tuple((rng.randint(0, 90), rng.randint(0, 200)) for _ in some)
+            values["b"] = 1
+        else:
+            values |= {"nq": rng.randint(1, 200), "nk": rng.randint(1, 500)}
+            values["documents"] = None if kind == "dense" else kind
+        limits = rng.choice(({}, {"causal": True}, {"left": rng.randint(0, 200), "right": 0},
+                             {"left": 70, "right": rng.randint(0, 90)}))  # fmt: skip
+        values |= limits | {"sink": rng.random() < 0.3, "alibi": rng.random() < 0.2}
+        found.append(Case(f"drawn-groups-{n}", **values))
+    return found
+
+
 MORE = [
     *drawn_pairs(40, 0),
+    *drawn_groups(40, 0),
     *(
         Case(f"odd-{n}-{m}{'-causal' * causal}", b=1, nq=n, nk=m, hq=2, d=64, causal=causal)
         for n, m in LENGTHS

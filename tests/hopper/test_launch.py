@@ -442,8 +442,8 @@ def test_heads_share_tiles_that_are_cut(
     monkeypatch.setattr(forward, "processors", lambda _: 132)
     case = Case("", **{"b": 8, "hq": 8, "hk": 2, "nq": 4096, "nk": 4096} | given)
     problem, tensors = make(case, dtype=torch.bfloat16).problem()
-    tile = forward_tiles.tile_for(problem, forward.bias_path(problem, tensors.bias), 132)
     path = forward.bias_path(problem, tensors.bias)
+    tile = forward_tiles.tile_for(problem, path, 132)
     assert forward_tiles.packed_heads(problem, tile, path) == heads
     if problem.bias is None:
         note = forward.note_of_heads(problem)

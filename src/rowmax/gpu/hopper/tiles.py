@@ -126,7 +126,8 @@ LAGS_OPERATIONS: dict[tuple[tuple[int, int], str], float] = {
 LAGS_KEYS = {((96, 96), "full"): LONG_KEYS[96, "full"]}
 #: the fewest tiles of a block, and of sequences and heads, that share a strip of a bias
 STRIP_SHARERS = 4
-#: the most heads that share a tile, unless queries are few: so many more positions cut few keys
+#: the most heads that share a tile, unless queries are few. Tiles of 128 rows then have 16
+#: positions; with fewer they would save few keys more
 SHARING = 8
 #: heads share tiles that have fewer steps than so many of those of tiles of one head
 FEWER_STEPS = 0.99
@@ -546,8 +547,10 @@ def packed_heads(p: Problem, tile: Tile, bias: str) -> int:
     most = group if p.nq <= rows // SHARING else min(group, SHARING)
     if (p.varlen or p.documents) and not wide:  # any tile may be cut
         return most
-    one, shared = (
-        n * int(tile_count(rows // g, tile.block_k, p.nq, p.nk, p.left, p.right).sum())
-        for n, g in ((most, 1), (1, most))
-    )
-    return most if shared < FEWER_STEPS * one else 1
+
+    def steps(heads: int) -> int:
+        """Return the key tiles of ``most`` heads, of which so many share tiles."""
+        each = tile_count(rows // heads, tile.block_k, p.nq, p.nk, p.left, p.right)
+        return most // heads * int(each.sum())
+
+    return most if steps(most) < FEWER_STEPS * steps(1) else 1
