@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from itertools import pairwise
+from collections import defaultdict
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -17,41 +18,111 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def made(cu: Tensor, other: Tensor, totals: tuple[int, int], tokens: int) -> packed.Order:
+def made(
+    cu: Tensor, other: Tensor, totals: tuple[int, int], tokens: int, late: packed.Late
+) -> packed.Order:
     """Return the order, made by the kernel in the interpreter, in memory that is not 0."""
     batch, most = cu.shape[0] - 1, totals[0] // tokens + cu.shape[0] - 1
-    words = torch.full([packed.HEADER + 3 * batch + most + 2], -7, dtype=torch.int32)
+    room = packed.HEADER + packed.tables(late.runs) * batch + most
+    words = torch.full([room + 2 * batch + 2], -7, dtype=torch.int32)
     t = packed.Pointers(words, cu, other)
-    n = packed.Numbers(batch, most, *totals)
-    packed._place[(batch + 1,)](t, n, packed.HEADER, tokens, packed._CHUNK)  # pyright: ignore
-    ranged = words[packed.HEADER + batch + most :]
-    cu, rest = ranged[: batch + 1], ranged[batch + 1 :]
+    n = packed.Numbers(batch, most, *totals, kv_heads=late.kv_heads, blocks=late.blocks)
+    packed._place[(batch + 1,)](t, n, packed.shape(tokens, late.runs))  # pyright: ignore
+    cu, rest = words[room:][: batch + 1], words[room:][batch + 1 :]
     return packed.Order(words, words[1:], words[packed.HEADER :], cu, rest)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_sequences_with_most_pairs_come_first_float32(seed: int) -> None:
-    """More sequences than a step of 64, empty ones, equal ones, and offsets out of order.
+def drawn(
+    seed: int, sequences: tuple[int, ...]
+) -> tuple[int, int, Tensor, tuple[int, int], list[list[int]]]:
+    """Return (sequences, positions of a tile, offsets of both sides, totals, lengths).
 
-    The pairs of long ones are more than 2^32.
+    Empty ones, equal ones, and offsets out of order. The pairs of long ones are more than 2^32.
     """
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    batch, tokens = rng.choice((1, 3, 64, 65, 130)), rng.choice((16, 128))
-    most = rng.choice((2, 40, 500)) if batch > 3 else 200_000
+    batch, tokens = rng.choice(sequences), rng.choice((16, 128))
+    most = rng.choice((2, 40, 500)) if batch > 7 else rng.choice((3000, 200_000))
     sizes = torch.randint(0, most, (2, batch))
+    if rng.random() < 0.3:
+        sizes[:] = sizes[:, :1]
     offsets = torch.cat([torch.zeros(2, 1, dtype=torch.int64), sizes.cumsum(1)], 1).int()
     if rng.random() < 0.3:
         offsets += torch.randint(-30, 30, offsets.shape, dtype=torch.int32)
     totals = max(1, int(sizes[0].sum())), max(1, int(sizes[1].sum()))
-    found = made(*offsets, totals, tokens)
-    cu = in_range(offsets, totals)
-    assert torch.equal(torch.stack([found.cu, found.other]), cu)
-    own, others = ([b - a for a, b in pairwise(row.tolist())] for row in cu)
-    order = sorted(range(batch), key=lambda b: (-own[b] * others[b], -own[b], b))
-    tiles = [b for b in order for _ in range(-(-own[b] // tokens))]
+    lengths = [[b - a for a, b in pairwise(row.tolist())] for row in in_range(offsets, totals)]
+    return batch, tokens, offsets, totals, lengths
+
+
+def in_order(own: list[int], others: list[int]) -> list[int]:
+    """Return the sequences, those with most pairs first."""
+    return sorted(range(len(own)), key=lambda b: (-own[b] * others[b], -own[b], b))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_sequences_with_most_pairs_come_first_float32(seed: int) -> None:
+    """More sequences than a step of 64."""
+    batch, tokens, offsets, totals, (own, others) = drawn(seed, (1, 3, 64, 65, 130))
+    found = made(*offsets, totals, tokens, packed.Late())
+    assert torch.equal(torch.stack([found.cu, found.other]), in_range(offsets, totals))
+    tiles = [b for b in in_order(own, others) for _ in range(-(-own[b] // tokens))]
     assert int(found.counter[0]) == 0
     assert int(found.ends[0]) == len(tiles)
     assert found.table[batch : batch + len(tiles)].tolist() == tiles
     for b in set(tiles):
         assert int(found.table[b]) == tiles.index(b)
+
+
+def runs_of_tiles(
+    own: list[int], others: list[int], tokens: int, late: packed.Late
+) -> list[tuple[int, int, int]]:
+    """Return (run, sequence, tile) of all tiles, in order.
+
+    Tile m of the keys of a late sequence is in run r if more than a part ``2^-(r + 1)`` of the
+    longest late tile's queries see it. Others are in run 0.
+    """
+    order, tiles, after = in_order(own, others), [], 0.0
+    least = [min(pair) for pair in zip(own, others, strict=True)]
+    late_ones = set()
+    for b in reversed(order):
+        if after * late.kv_heads < least[b] * late.blocks:
+            late_ones.add(b)
+        after += least[b] * (own[b] - least[b] / 2) / tokens
+    longest = max((least[b] for b in late_ones), default=0)
+    for b in order:
+        for m in range(-(-own[b] // tokens)):
+            seen = min(others[b], own[b] - m * tokens)
+            parts = (r for r in range(late.runs - 1) if seen > longest >> (r + 1))
+            tiles.append((next(parts, late.runs - 1) if b in late_ones else 0, order.index(b), m))
+    return [(r, order[at], m) for r, at, m in sorted(tiles)]
+
+
+@pytest.mark.parametrize("blocks", [1, 5, 132])
+@pytest.mark.parametrize("seed", range(12))
+def test_the_last_sequences_are_in_runs_float32(seed: int, blocks: int) -> None:
+    batch, tokens, offsets, totals, (own, others) = drawn(seed, (1, 2, 3, 7, 20, 63, 64))
+    late = packed.Late(4, 2, blocks)
+    found = made(*offsets, totals, tokens, late)
+    assert torch.equal(torch.stack([found.cu, found.other]), in_range(offsets, totals))
+    tiles = runs_of_tiles(own, others, tokens, late)
+    assert int(found.counter[0]) == 0
+    assert int(found.ends[0]) == len(tiles)
+    rows = found.table[packed.tables(4) * batch :]
+    assert rows[: len(tiles)].tolist() == [4 * b + r for r, b, _ in tiles]
+    for at, (r, b, m) in enumerate(tiles):
+        run = 4 * b + r
+        assert int(found.table[run]) + m - int(found.table[4 * batch + run]) == at
+
+
+def test_drawn_sequences_have_all_kinds_of_runs() -> None:
+    """Some are late and some not, and some have tiles in every run."""
+    kinds = set()
+    for seed, blocks in product(range(12), (1, 5, 132)):
+        _, tokens, _, _, lengths = drawn(seed, (1, 2, 3, 7, 20, 63, 64))
+        tiles = runs_of_tiles(lengths[0], lengths[1], tokens, packed.Late(4, 2, blocks))
+        of: defaultdict[int, set[int]] = defaultdict(set)
+        for r, b, _ in tiles:
+            of[b].add(r)
+        kinds |= {len(runs) for runs in of.values()}
+        kinds |= {"partly late"} if len({max(runs) > 0 for runs in of.values()}) == 2 else set()
+    assert {1, 2, 3, 4, "partly late"} <= kinds

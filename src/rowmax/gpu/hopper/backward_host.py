@@ -169,11 +169,13 @@ def packed_orders(
     totals = (problem.total_q, problem.total_k)
     orders = []
     for work in plan.works:
-        if work.config.QUERIES_RESIDENT:
-            order = packed.order(cu_q, cu_k, totals, work.config.BLOCK_RESIDENT)
+        c = work.config
+        if c.QUERIES_RESIDENT:
+            order = packed.order(cu_q, cu_k, totals, c.BLOCK_RESIDENT)
             cu_q, cu_k = order.cu, order.other
         else:
-            order = packed.order(cu_k, cu_q, totals[::-1], work.config.BLOCK_RESIDENT)
+            late = packed.Late(c.LATE_RUNS, problem.hk, work.launch.grid[0])
+            order = packed.order(cu_k, cu_q, totals[::-1], c.BLOCK_RESIDENT, late=late)
             cu_k, cu_q = order.cu, order.other
         orders.append(order)
     return orders, tensors._replace(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ...call.problem import Problem
 from .gluon_compat import COPIES_OPERANDS
+from .packed import MOST_IN_RUNS
 from .tiles import Widths
 
 ROWS = 64  # rows of one warpgroup: the height of a wgmma
@@ -22,6 +23,9 @@ ROW_TILE = 64
 FIRST = 1 << 24
 #: tiles of rows that a place of the order rounds
 ROUNDED_TILES = 16
+#: runs of the last packed sequences under a diagonal (packed.py); the least head size and the most
+#: tiles of keys where they were measured to be faster
+LATE_RUNS, LATE_D, LATE_TILES = 4, 128, 2000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +53,7 @@ class Config(Widths):
     BIAS_FLOAT32: bool = False  # it has float32 numbers, whatever the dtype of q
     ROW: bool = False  # the bias is a number for each key
     COLUMN: bool = False  # the bias is a number for each query
+    LATE_RUNS: int = 1  # runs of the last packed sequences in the order (packed.py)
     NATURAL: bool = False  # scores and lse are in natural units, else in base 2 (Problem.natural)
 
     QUERIES_RESIDENT = False
@@ -542,17 +547,29 @@ def config_for(p: Problem, tile: _Config, **options: Any) -> _Config:
         "ALIBI": p.distance,
         "NATURAL": p.natural,
     }
+    if isinstance(tile, (FusedConfig, DkdvConfig)) and has_late_runs(p, tile):
+        found["LATE_RUNS"] = LATE_RUNS
     if isinstance(tile, FusedConfig):
         makes = options.get("DQ", True)
         complete = makes and not p.deterministic and completes(p, tile)
         ordered = makes and (p.deterministic or (not complete and faster_in_order(p, tile)))
         found["ORDERED"] = ordered
+        if ordered:  # the neighbour of a tile of keys has an earlier place
+            found["LATE_RUNS"] = 1
         found["FRESH"] = ordered and every_query_sees(p)
         found["ABREAST"] = ordered and p.group > 1 and p.right is not None and p.left is None
         found["COMPLETE"] = complete
         found["HELD"] = tile.HELD and not (options.get("BIAS") and tile.D > HELD_WITH_BIAS)
     names = {field.name for field in fields(tile)}
     return replace(tile, **{name: x for name, x in (found | options).items() if name in names})
+
+
+def has_late_runs(p: Problem, tile: Config) -> bool:
+    """Return True if the last packed sequences have several runs in the order of tiles of keys."""
+    falls = p.right is not None and p.left is None  # tiles of a window are as long as each other
+    tiles = p.hk * -(-p.total_k // tile.BLOCK_RESIDENT)
+    few = p.batch <= MOST_IN_RUNS and tiles <= LATE_TILES
+    return p.varlen and falls and few and tile.D >= LATE_D
 
 
 def faster_in_order(p: Problem, tile: FusedConfig) -> bool:

@@ -4,6 +4,12 @@ One sequence comes after the other, so that its keys and values stay in the L2 c
 most pairs of a query and a key: a few queries of many keys have long tiles, with which no block
 should end. A sequence has sections of heads, and a section begins with its longest tile. Blocks
 take their tiles from a counter, since the lengths are only on the device.
+
+Under a diagonal blocks would not end together: the last sequence has tiles as long as those of the
+first. So the last sequences have their tiles of keys in several runs. Each run has the tiles longer
+than half of its longest one. The longest runs of all these sequences come first. A sequence is one
+of them if those after it end before its longest tile. They are few: each run reads the queries
+again.
 """
 
 from __future__ import annotations
@@ -20,7 +26,10 @@ from ..compiled import Launch
 
 #: numbers before the starts of sequences: the counter, and the number of tiles of one head
 HEADER = 2
+_HEADER = tl.constexpr(HEADER)
 _CHUNK = 64
+#: the most sequences of an order with several runs
+MOST_IN_RUNS = _CHUNK
 #: number of programs that clear the rows past the last sequence
 _CLEARING = 128
 
@@ -45,6 +54,8 @@ class Numbers(NamedTuple):
     total_other: int
     heads: int = 0
     width: int = 0  # numbers in a row of out, all heads
+    kv_heads: int = 1  # for runs: Late
+    blocks: int = 1
 
 
 @triton.jit
@@ -83,12 +94,13 @@ def _clear_rest_of_lse(t, n, rest, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _place(t, n, HEADER: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr):
+def _place(t, n, c):
     """Write the tiles of sequence b, and its offset in order, in program b.
 
-    Each row of its tiles holds b. Program ``batch`` writes the end of the last sequence. All
-    programs clear the rows past that end.
+    Each row of its tiles holds the number of their run. Program ``batch`` writes the end of the
+    last sequence. All programs clear the rows past that end.
     """
+    CHUNK: tl.constexpr = c.CHUNK
     b = tl.program_id(0)
     at = tl.arange(0, CHUNK)
     floor, floor_other = b * 0, b * 0
@@ -101,12 +113,15 @@ def _place(t, n, HEADER: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr
         ends += tl.sum(tl.where(first + at == b + 1, x, 0), 0)
         begins_other += tl.sum(tl.where(first + at == b, y, 0), 0)
         ends_other += tl.sum(tl.where(first + at == b + 1, y, 0), 0)
-    offsets = t.order + HEADER + n.batch + n.most
+    offsets = t.order + _HEADER + c.TABLES * n.batch + n.most
     if b <= n.batch:
         tl.store(offsets + b, begins)
         tl.store(offsets + n.batch + 1 + b, begins_other)
     if b < n.batch:
-        _place_one(t, n, b, ends - begins, ends_other - begins_other, HEADER, TOKENS, CHUNK)
+        if c.RUNS > 1:
+            _place_runs(t, n, b, ends - begins, ends_other - begins_other, c)
+        else:
+            _place_one(t, n, b, ends - begins, ends_other - begins_other, c)
     if t.out is not None:
         clear_rest(t.out, floor, n.total, n.width)
         _clear_rest_of_lse(t, n, floor, CHUNK)
@@ -122,37 +137,126 @@ def _sizes(cu, first, batch, total, floor, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _place_one(
-    t, n, b, length, length_other, HEADER: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr
-):  # fmt: skip
+def _precedes(size, size_other, at, than, than_other, than_at):
+    """Return True if a sequence comes before another: more pairs, or more rows, or by number."""
+    pairs, than_pairs = size.to(tl.int64) * size_other, than.to(tl.int64) * than_other
+    more = (size > than) | ((size == than) & (at < than_at))
+    return (pairs > than_pairs) | ((pairs == than_pairs) & more)
+
+
+@triton.jit
+def _place_one(t, n, b, length, length_other, c):
     """Write b in the rows of a sequence of these lengths, and the first of these rows."""
+    CHUNK: tl.constexpr = c.CHUNK
     at = tl.arange(0, CHUNK)
     floor, floor_other = b * 0, b * 0
     before = tl.zeros([CHUNK], tl.int32)
     every = tl.zeros([CHUNK], tl.int32)
-    own_pairs = length.to(tl.int64) * length_other
     for first in range(0, n.batch, CHUNK):
         other = first + at
         size, floor = _sizes(t.cu, first, n.batch, n.total, floor, CHUNK)
         size_other, floor_other = _sizes(t.other, first, n.batch, n.total_other, floor_other, CHUNK)
-        tiles = tl.where(other < n.batch, (size + TOKENS - 1) // TOKENS, 0)
+        tiles = tl.where(other < n.batch, (size + c.TOKENS - 1) // c.TOKENS, 0)
         every += tiles
-        pairs = size.to(tl.int64) * size_other
-        earlier = (size > length) | ((size == length) & (other < b))
-        before += tl.where((pairs > own_pairs) | ((pairs == own_pairs) & earlier), tiles, 0)
+        earlier = _precedes(size, size_other, other, length, length_other, b)
+        before += tl.where(earlier, tiles, 0)
     begin = tl.sum(before, 0)
-    tl.store(t.order + HEADER + b, begin)
-    rows = t.order + HEADER + n.batch
-    if b == 0:
-        count = tl.sum(every, 0)
-        tl.store(t.order, 0)
-        tl.store(t.order + 1, tl.minimum(count, n.most))
-        if count == 0:  # a block reads a first tile before it reads their number
-            tl.store(rows, 0)
-    tiles = (length + TOKENS - 1) // TOKENS
+    tl.store(t.order + _HEADER + b, begin)
+    _place_count(t, n, b, tl.sum(every, 0), c)
+    tiles = (length + c.TOKENS - 1) // c.TOKENS
+    rows = t.order + _HEADER + n.batch
     for first in range(0, tiles, CHUNK):
         m = first + at
         tl.store(rows + begin + m, b + 0 * m, (m < tiles) & (begin + m < n.most))
+
+
+@triton.jit
+def _place_count(t, n, b, count, c):
+    """Write the counter and the number of tiles of all sequences, in program 0."""
+    if b == 0:
+        tl.store(t.order, 0)
+        tl.store(t.order + 1, tl.minimum(count, n.most))
+        if count == 0:  # a block reads a first tile before it reads their number
+            tl.store(t.order + _HEADER + c.TABLES * n.batch, 0)
+
+
+# --- several runs of a sequence ----------------------------------------------------------------
+
+
+@triton.jit
+def _longer(size, seen, than, c):
+    """Return how many tiles of the keys of a sequence are seen by more than ``than`` queries.
+
+    Under a diagonal that ends at the last positions, tile n is not seen by the first
+    ``n TOKENS + nq - nk`` of the ``seen`` queries.
+    """
+    tiles = (size + c.TOKENS - 1) // c.TOKENS
+    found = tl.maximum(size - than + c.TOKENS - 1, 0) // c.TOKENS
+    return tl.where(seen > than, tl.minimum(found, tiles), 0)
+
+
+@triton.jit
+def _are_late(size, seen, n, c):
+    """Return True for sequences whose longest tile ends after all sequences that follow.
+
+    The work of a tile is the number of queries that see it, so that of a sequence is its number of
+    pairs under the diagonal in tiles.
+    """
+    at = tl.arange(0, c.CHUNK)
+    least = tl.minimum(size, seen).to(tl.float32)
+    work = least * (size - least / 2) / c.TOKENS
+    after = _precedes(
+        size[:, None], seen[:, None], at[:, None], size[None, :], seen[None, :], at[None, :]
+    )
+    left = tl.sum(tl.where(after, work[None, :], 0.0), 1)
+    return left * n.kv_heads < least * n.blocks
+
+
+@triton.jit
+def _bounds_of_runs(size, seen, n, c):
+    """Return (begin, end), int32 ``[RUNS, sequences]``: the tiles of each run."""
+    late = _are_late(size, seen, n, c)
+    longest = tl.max(tl.where(late, tl.minimum(size, seen), 0), 0)
+    late = late[None, :]
+    r = tl.arange(0, c.RUNS)[:, None]
+    size, seen = size[None, :], seen[None, :]
+    tiles = (size + c.TOKENS - 1) // c.TOKENS
+    begin = _longer(size, seen, longest >> r, c)
+    end = _longer(size, seen, longest >> (r + 1), c)
+    begin = tl.where(late, begin, tiles)
+    return tl.where(r > 0, begin, 0), tl.where(late & (r < c.RUNS - 1), end, tiles)
+
+
+@triton.jit
+def _place_runs(t, n, b, length, length_other, c):
+    """Write the first place and the first tile of each run of a sequence, and the run of tiles.
+
+    At most CHUNK sequences.
+    """
+    at = tl.arange(0, c.CHUNK)
+    r = tl.arange(0, c.RUNS)
+    size, _ = _sizes(t.cu, 0, n.batch, n.total, b * 0, c.CHUNK)
+    seen, _ = _sizes(t.other, 0, n.batch, n.total_other, b * 0, c.CHUNK)
+    begins, ends = _bounds_of_runs(size, seen, n, c)
+    tiles = ends - begins
+    of_runs = tl.sum(tiles, 1)
+    earlier = _precedes(size, seen, at, length, length_other, b)
+    place = tl.sum(tl.where(earlier[None, :], tiles, 0), 1)
+    place += tl.sum(tl.where(r[None, :] < r[:, None], of_runs[None, :], 0), 1)
+    begin = tl.sum(tl.where((at == b)[None, :], begins, 0), 1)
+    end = tl.sum(tl.where((at == b)[None, :], ends, 0), 1)
+    runs = t.order + _HEADER + b * c.RUNS
+    tl.store(runs + r, place)
+    tl.store(runs + n.batch * c.RUNS + r, begin)
+    _place_count(t, n, b, tl.sum(of_runs, 0), c)
+    rows = t.order + _HEADER + c.TABLES * n.batch
+    every = (length + c.TOKENS - 1) // c.TOKENS
+    for first in range(0, every, c.CHUNK):
+        m = first + at
+        within = (begin[:, None] <= m[None, :]) & (m[None, :] < end[:, None])
+        to = m + tl.sum(tl.where(within, (place - begin)[:, None], 0), 0)
+        run = b * c.RUNS + tl.sum(tl.where(within, r[:, None], 0), 0)
+        tl.store(rows + to, run, (m < every) & (to < n.most))
 
 
 def most_tiles(total: int, longest: int, batch: int, tokens: int) -> int:
@@ -160,12 +264,39 @@ def most_tiles(total: int, longest: int, batch: int, tokens: int) -> int:
     return min(total // tokens + batch, batch * -(-longest // tokens))
 
 
+class Shape(NamedTuple):
+    """``c``: the constants of the kernel."""
+
+    TOKENS: Any  # positions of a tile
+    CHUNK: Any
+    RUNS: Any  # runs of a sequence, a power of 2
+    TABLES: Any  # numbers of each sequence before the rows of tiles
+
+
+def shape(tokens: int, runs: int) -> Shape:
+    """Return the constants of an order in tiles of ``tokens`` positions."""
+    return Shape(*map(tl.constexpr, (tokens, _CHUNK, runs, tables(runs))))
+
+
+def tables(runs: int) -> int:
+    """Return the numbers of a sequence before the rows: each run's first place, and first tile."""
+    return runs if runs == 1 else 2 * runs
+
+
 @lru_cache(maxsize=256)
-def _placing(numbers: Numbers, tokens: int, device: torch.device) -> Launch:
+def _placing(numbers: Numbers, tokens: int, runs: int, device: torch.device) -> Launch:
     # the key includes the device: a launch keeps its loaded kernel
     programs = max(numbers.batch + 1, _CLEARING if numbers.heads else 1)
-    last = (numbers, *map(tl.constexpr, (HEADER, tokens, _CHUNK)))
-    return Launch(_place, (programs, 1, 1), {"num_warps": 4, "enable_fp_fusion": True}, last)
+    options = {"num_warps": 4, "enable_fp_fusion": True}
+    return Launch(_place, (programs, 1, 1), options, (numbers, shape(tokens, runs)))
+
+
+class Late(NamedTuple):
+    """The runs of the last sequences, and what their number depends on."""
+
+    runs: int = 1
+    kv_heads: int = 1
+    blocks: int = 1  # that take the tiles
 
 
 class Order(NamedTuple):
@@ -173,7 +304,7 @@ class Order(NamedTuple):
 
     counter: Tensor
     ends: Tensor  # the number of tiles of one head
-    table: Tensor  # the first tile of each sequence, then the sequence of each tile
+    table: Tensor  # each run's first place, and first tile if there are several; each tile's run
     cu: Tensor  # offsets, clamped to the range
     other: Tensor
 
@@ -186,19 +317,23 @@ def order(
     out: Tensor | None = None,
     lse: Tensor | None = None,
     sink: Tensor | None = None,
+    late: Late | None = None,
 ) -> Order:
     """Return the order of sequences with the offsets ``cu``, in tiles of ``tokens`` positions.
 
     ``other`` are the offsets of the other side. The returned offsets always begin with 0, never
     decrease and are within the ``totals``. ``out`` and ``lse``, if given, are cleared past the last
-    sequence.
+    sequence. ``late``: how the last sequences are in runs, where ``cu`` are offsets of keys
+    under a diagonal; None: one run each.
     """
     batch = cu.shape[0] - 1
     most = totals[0] // tokens + batch  # even if the given longest length is wrong
-    room = HEADER + batch + most
+    late = late or Late()
+    room = HEADER + tables(late.runs) * batch + most
     words = torch.empty(room + 2 * (batch + 1), dtype=torch.int32, device=cu.device)
     rows = (0, 0) if out is None else (out.shape[2], out.shape[2] * out.shape[3])
-    launch = _placing(Numbers(batch, most, *totals, *rows), tokens, cu.device)
+    numbers = Numbers(batch, most, *totals, *rows, late.kv_heads, late.blocks)
+    launch = _placing(numbers, tokens, late.runs, cu.device)
     launch(Pointers(words, cu, other, out, lse, sink))
     ranged = words[room:]
     cu, rest = ranged[: batch + 1], ranged[batch + 1 :]

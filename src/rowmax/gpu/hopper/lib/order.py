@@ -58,29 +58,45 @@ class Tile(NamedTuple):
 
 
 @gluon.jit
+def packed_row(C: gl.constexpr, n, order):
+    """Return (first token, head, sequence) at place n of packed sequences (``packed.py``)."""
+    heads = order.heads
+    runs = order.batch * C.LATE_RUNS
+    rows = runs
+    if C.LATE_RUNS > 1:
+        rows = 2 * runs
+    run = gl.load(order.table + rows + n // heads)
+    b = run // C.LATE_RUNS
+    begin = gl.load(order.table + run)
+    length = gl.load(order.cu_resident + b + 1) - gl.load(order.cu_resident + b)
+    every = (length + C.TILE - 1) // C.TILE
+    first, tiles = 0, every
+    if C.LATE_RUNS > 1:
+        first = gl.load(order.table + runs + run)
+        end = gl.load(order.table + runs + run + 1)
+        tiles = gl.where(run % C.LATE_RUNS == C.LATE_RUNS - 1, every, end) - first
+    nk = gl.load(order.cu_streamed + b + 1) - gl.load(order.cu_streamed + b)
+    # as many heads in parallel as have room in the cache for keys and values
+    many = gl.minimum(gl.maximum(order.streamed // gl.maximum(nk, 1), 1), order.kv_heads)
+    many = many * (heads // order.kv_heads)
+    place = n - begin * heads
+    section = place // (many * tiles)
+    place = place - section * many * tiles
+    head = section * many
+    wide = gl.minimum(many, heads - head)
+    m = place // wide
+    head = head + place - m * wide
+    m = first + m
+    if C.LAST_FIRST:
+        m = every - 1 - m
+    return m * C.TILE, head, b
+
+
+@gluon.jit
 def row_at(C: gl.constexpr, n, order):
     """Return the row at place n."""
     if C.VARLEN:
-        # packed.py: the start of each sequence, then the sequence of each tile of one head
-        heads = order.heads
-        b = gl.load(order.table + order.batch + n // heads)
-        begin = gl.load(order.table + b)
-        length = gl.load(order.cu_resident + b + 1) - gl.load(order.cu_resident + b)
-        tiles = (length + C.TILE - 1) // C.TILE
-        nk = gl.load(order.cu_streamed + b + 1) - gl.load(order.cu_streamed + b)
-        # as many heads in parallel as have room in the cache for keys and values
-        many = gl.minimum(gl.maximum(order.streamed // gl.maximum(nk, 1), 1), order.kv_heads)
-        many = many * (heads // order.kv_heads)
-        place = n - begin * heads
-        section = place // (many * tiles)
-        place = place - section * many * tiles
-        head = section * many
-        wide = gl.minimum(many, heads - head)
-        m = place // wide
-        head = head + place - m * wide
-        if C.LAST_FIRST:
-            m = tiles - 1 - m
-        first = m * C.TILE
+        first, head, b = packed_row(C, n, order)
     else:
         first = gl.load(order.table + 4 * n)
         head = gl.load(order.table + 4 * n + 1)
