@@ -23,9 +23,9 @@ ROW_TILE = 64
 FIRST = 1 << 24
 #: tiles of rows that a place of the order rounds
 ROUNDED_TILES = 16
-#: runs of the last packed sequences under a diagonal (packed.py); the least head size and the most
-#: tiles of keys where they were measured to be faster
-LATE_RUNS, LATE_D, LATE_TILES = 4, 128, 2000
+#: runs of the last packed sequences under a diagonal (packed.py); the least head size, the least
+#: mean length and the most tiles of keys where they were measured to be faster
+LATE_RUNS, LATE_D, LATE_KEYS, LATE_TILES = 4, 128, 512, 2000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -569,7 +569,8 @@ def has_late_runs(p: Problem, tile: Config) -> bool:
     falls = p.right is not None and p.left is None  # tiles of a window are as long as each other
     tiles = p.hk * -(-p.total_k // tile.BLOCK_RESIDENT)
     few = p.batch <= MOST_IN_RUNS and tiles <= LATE_TILES
-    return p.varlen and falls and few and tile.D >= LATE_D
+    long = tile.D >= LATE_D and p.total_k >= LATE_KEYS * p.batch
+    return p.varlen and falls and few and long
 
 
 def faster_in_order(p: Problem, tile: FusedConfig) -> bool:
