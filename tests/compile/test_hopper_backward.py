@@ -20,6 +20,8 @@ from rowmax.gpu.hopper.backward_tiles import (
     BETWEEN,
     FLOAT32_BIAS,
     FOUR,
+    LATE_D,
+    LATE_RUNS,
     LONG,
     SHARED_BIAS,
     SHARED_BY_FOUR,
@@ -49,6 +51,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "window": {"LEFT": True, "RIGHT": True},
     "lengths": {"PREFIX": True, "RAGGED": True},
     "packed": {"VARLEN": True, "RAGGED": True, "RIGHT": True},
+    "packed late": {"VARLEN": True, "RAGGED": True, "RIGHT": True, "LATE_RUNS": LATE_RUNS},
     "documents": {"DOCUMENTS": True, "RIGHT": True},
     "softcap": {"SOFTCAP": True, "RIGHT": True},
     "alibi": {"ALIBI": True, "RIGHT": True},
@@ -70,6 +73,7 @@ WIDE_FEATURES = {
         "window",
         "lengths",
         "packed",
+        "packed late",
         "documents",
         "softcap",
         "alibi",
@@ -122,6 +126,8 @@ def cases():
         for name in ("full", "ragged", "causal", "ordered", "packed", "softcap"):
             yield tile, name, "bf16"
         yield tile, "causal", "fp16"
+        if tile.D >= LATE_D:
+            yield tile, "packed late", "bf16"
     for name in ("bias", "causal bias", "bias lengths", "bias ordered"):
         yield FOUR, name, "bf16"
     yield FOUR, "bias", "fp16"
@@ -146,6 +152,7 @@ MORE = {
     ("fused", "row"): ((5, 144), (4, 176), (17, 208)),
     # the next tile, while this one is stored
     ("fused", "packed"): (SPILLS, (1, 168), (6, 232)),
+    ("fused", "packed late"): (SPILLS, (1, 168), (6, 232)),
     ("dkdv", "row"): (SPILLS, SPILLS, (9, 208)),
     # a number for each query is 16 more in a thread; such a bias changes lse alone, so it is rare
     # (measured with 3.9, and used for 3.6 as well)

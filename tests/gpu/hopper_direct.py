@@ -261,7 +261,8 @@ def check_backward(
 def halved_steps() -> Iterator[None]:
     """Compute backwards by halves of a step, of every length and with every feature.
 
-    Where one launch can both sum and round dq, it does, however few its tiles.
+    Where one launch can both sum and round dq, it does, however few its tiles. The last packed
+    sequences have several runs, however short they are.
     """
     from rowmax.gpu.hopper import backward_plan, backward_tiles
 
@@ -272,6 +273,7 @@ def halved_steps() -> Iterator[None]:
         mock.patch.object(backward_tiles, "FOUR_TILES", 0),
         mock.patch.object(backward_tiles, "COMPLETE_KEYS", defaultdict(lambda: (0, 2**31))),
         mock.patch.object(backward_tiles, "COMPLETE_TILES", 0),
+        mock.patch.multiple(backward_tiles, LATE_D=0, LATE_KEYS=0, LATE_TILES=2**31),
         mock.patch.object(backward_tiles, "fill_four", return_value=True),
     ):
         backward_plan.PLANS.clear()
