@@ -9,6 +9,7 @@ tile of queries of one head. The cache has the tiles that were used last. The or
     drawn   tiles from a counter, as packed sequences have them: a block draws a tile as soon as it
             begins the one before
     late    the same, drawn at the end of the tile before
+    runs    the same, the longest tiles of the last sequences first (gpu/hopper/packed.py)
 
 Printed are the steps that miss, and the part of the time in which a block has steps. Of a cell only
 ``b``, ``hq``, ``hk``, ``d``, ``n`` and ``causal`` are read.
@@ -30,7 +31,7 @@ from rowmax.call.inputs import Options, Tensors
 from rowmax.call.problem import Problem, problem_of
 from rowmax.gpu.hopper import backward_plan
 from rowmax.gpu.hopper.backward_order import counter_table
-from rowmax.gpu.hopper.backward_tiles import FusedConfig, config_for, tiles_of
+from rowmax.gpu.hopper.backward_tiles import LATE_RUNS, FusedConfig, config_for, tiles_of
 
 PROCESSORS = 132
 #: sizes of packed sequences whose backward is slow, and of heads with kv heads of their own
@@ -99,6 +100,25 @@ def drawn_order(p: Problem, c: FusedConfig) -> list[Tile]:
     return [Tile(b, head, first) for b in range(p.batch) for first, head, _, _ in table.tolist()]
 
 
+def in_runs(p: Problem, c: FusedConfig, tiles: list[Tile]) -> list[Tile]:
+    """Return the tiles with those of the last sequences in runs of halved lengths.
+
+    A sequence is one of the last if those after it end before its longest tile.
+    """
+    longest = min(p.nq, p.nk)
+    work = p.hk * longest * (p.nk - longest / 2) / c.BLOCK_RESIDENT
+    last = -(-longest * PROCESSORS // max(work, 1.0))  # sequences
+
+    def run_of(tile: Tile) -> int:
+        if tile.sequence < p.batch - last:
+            return 0
+        seen = min(p.nq, p.nk - tile.first)
+        parts = (r for r in range(LATE_RUNS - 1) if seen > longest >> (r + 1))
+        return next(parts, LATE_RUNS - 1)
+
+    return sorted(tiles, key=run_of)
+
+
 def drawn_by_blocks(tiles: Iterable[Tile], ahead: bool) -> list[Iterator[Tile]]:
     """Return the tiles of each block, which takes them from a counter of all blocks.
 
@@ -149,8 +169,12 @@ def predict(p: Problem, mib: float, abreast: bool = False) -> dict[str, Result]:
         return (at for tile in tiles for at in steps(p, c, tile, abreast))
 
     found = {"dense": run([walk(mine) for mine in dense_order(p, c)], room)}
-    for name, ahead in (("drawn", True), ("late", False)):
-        blocks = drawn_by_blocks(drawn_order(p, c), ahead)
+    tiles = drawn_order(p, c)
+    orders = [("drawn", tiles, True), ("late", tiles, False)]
+    if p.right is not None:
+        orders.append(("runs", in_runs(p, c, tiles), False))
+    for name, order, ahead in orders:
+        blocks = drawn_by_blocks(order, ahead)
         found[name] = run([walk(block) for block in blocks], room)
     return found
 

@@ -205,6 +205,7 @@ def test_the_model_has_every_step_of_every_order() -> None:
     c = backward_tiles.config_for(p, backward_tiles.tiles_of(p, False)[0])
     tiles = [tile for mine in cache_model.dense_order(p, c) for tile in mine]
     assert sorted(tiles) == sorted(cache_model.drawn_order(p, c))
+    assert sorted(tiles) == sorted(cache_model.in_runs(p, c, tiles))
     for ahead in (True, False):
         mine = cache_model.drawn_by_blocks(iter(tiles), ahead)
         assert sorted(tile for block in mine for tile in block) == sorted(tiles)

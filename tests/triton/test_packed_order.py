@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 
 import pytest
 import torch
 from torch import Tensor
 
+from rowmax.distributed import arrivals
+from rowmax.distributed.pieces import Packing, Piece
 from rowmax.gpu.hopper import documents, packed
 from tests.hopper.packed_calls import in_range
 
@@ -71,6 +73,23 @@ def test_sequences_with_most_pairs_come_first_float32(seed: int) -> None:
     assert found.table[batch : batch + len(tiles)].tolist() == tiles
     for b in set(tiles):
         assert int(found.table[b]) == tiles.index(b)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_copies_arrive_in_the_order_of_sequences_float32(seed: int) -> None:
+    """Pieces of a distributed call: the first of the order has its keys first."""
+    rng = random.Random(seed)
+    queries = [rng.choice((1, 30, rng.randint(1, 300))) for _ in range(rng.choice((1, 9, 70)))]
+    keys = [rng.choice((n, n + 100, rng.randint(1, 900))) for n in queries]
+    pieces = [Piece(range(q), range(k)) for q, k in zip(queries, keys, strict=True)]
+    packing = Packing(pieces, [0] * len(pieces), max(keys))
+    cu, other = (torch.tensor([0, *accumulate(each)]) for each in (queries, keys))
+    found = made(cu.int(), other.int(), (sum(queries), sum(keys)), 16, packed.Late())
+    rows = found.table[len(pieces) :][: int(found.ends[0])].tolist()
+    first_keys = [int(other[b]) for b in dict.fromkeys(rows)]
+    order = [arrivals._order(packing, row) for row in first_keys]
+    assert len(order) == len(pieces)
+    assert order == sorted(order)
 
 
 def runs_of_tiles(
