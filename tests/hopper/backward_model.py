@@ -178,6 +178,21 @@ def long_cases() -> list[Case]:
     return [Case(f"long-{name}", **({"b": 1, "hq": 1, "d": 64} | x)) for name, x in LONG.items()]
 
 
+def drawn_packed(count: int, seed: int) -> list[Case]:
+    """Return random packed calls under a diagonal: the last sequences have several runs."""
+    found, rng = [], random.Random(seed)
+    for n in range(count):
+        hk = rng.choice((1, 2, 3))
+        values: dict[str, Any] = {"b": 1, "hk": hk, "hq": hk * rng.choice((1, 2, 3))}
+        pairs = [(rng.randint(0, 120), rng.randint(0, 700)) for _ in range(rng.randint(1, 5))]
+        same = [(k, k) for _, k in pairs if k < 400]
+        values["sequences"] = tuple(rng.choice((pairs, same or pairs)))
+        values["d"] = rng.choice((16, 64, 96, 128, 128, 256))
+        values |= rng.choice(({"causal": True}, {"right": rng.randint(1, 90)}))
+        found.append(Case(f"drawn-packed-{n}", **values))
+    return found
+
+
 class Interpreted(Launch):
     """A launch by Triton's interpreter."""
 
@@ -331,7 +346,7 @@ def main() -> int:
     def wanted(name: str) -> bool:
         return any(part in name for part in options.only)
 
-    every = [*tagged("every barrier", "blocks"), *device.cases("backward")]
+    every = [*tagged("every barrier", "blocks"), *device.cases("backward"), *drawn_packed(16, 0)]
     if options.kernels:
         every = kernel_cases(options.every_size, options.share)
     chosen = [c for c in every if wanted(c.name)]

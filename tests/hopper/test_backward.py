@@ -79,6 +79,7 @@ def test_cases_of_the_device_are_right():
         *("--only", "first-64", "first-lengths", "empty-batch", "past-the-last"),
         *("first-shared-bias", "first-own-bias", "first-row-bias", "first-column-bias"),
         *("block-causal", "block-window", "block-documents", "block-alibi", "block-packed"),
+        "drawn-packed",
     )
 
 

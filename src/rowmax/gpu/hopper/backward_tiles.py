@@ -547,19 +547,19 @@ def config_for(p: Problem, tile: _Config, **options: Any) -> _Config:
         "ALIBI": p.distance,
         "NATURAL": p.natural,
     }
-    if isinstance(tile, (FusedConfig, DkdvConfig)) and has_late_runs(p, tile):
-        found["LATE_RUNS"] = LATE_RUNS
     if isinstance(tile, FusedConfig):
         makes = options.get("DQ", True)
         complete = makes and not p.deterministic and completes(p, tile)
         ordered = makes and (p.deterministic or (not complete and faster_in_order(p, tile)))
         found["ORDERED"] = ordered
-        if ordered:  # the neighbour of a tile of keys has an earlier place
-            found["LATE_RUNS"] = 1
         found["FRESH"] = ordered and every_query_sees(p)
         found["ABREAST"] = ordered and p.group > 1 and p.right is not None and p.left is None
         found["COMPLETE"] = complete
         found["HELD"] = tile.HELD and not (options.get("BIAS") and tile.D > HELD_WITH_BIAS)
+    # in order the neighbour of a tile of keys has an earlier place
+    by_keys = isinstance(tile, (FusedConfig, DkdvConfig)) and not found.get("ORDERED")
+    if by_keys and has_late_runs(p, tile):
+        found["LATE_RUNS"] = LATE_RUNS
     names = {field.name for field in fields(tile)}
     return replace(tile, **{name: x for name, x in (found | options).items() if name in names})
 
