@@ -201,7 +201,7 @@ class SymmetricBytes:
 
 @lru_cache(maxsize=1)
 def store_on_stream() -> Callable[[Tensor, int], None] | None:
-    """Return the function that stores a number in an int32 tensor once its stream is there.
+    """Return the function that stores a number in a uint32 tensor once its stream is there.
 
     The store is no kernel: it comes before later kernels end. None: this torch has none.
     """
@@ -213,7 +213,7 @@ def store_on_stream() -> Callable[[Tensor, int], None] | None:
         return None
 
     def stored(t: Tensor, number: int) -> None:
-        store(t.view(torch.uint32), 0, number)
+        store(t, 0, number)
 
     return stored
 

@@ -131,6 +131,11 @@ class _Early:
         return self.job.backward(*given, **more)
 
 
+def stored(count: Any, number: int) -> None:
+    """Store a number at once."""
+    count.view(torch.int32).fill_(number)
+
+
 @contextlib.contextmanager
 def _arriving(job: Callable[[Any], Any]) -> Iterator[list[int]]:
     """Let forwards of a job take arrivals; yield the copies of each."""
@@ -148,7 +153,7 @@ def _arriving(job: Callable[[Any], Any]) -> Iterator[list[int]]:
         copies("shared"),
         mock.patch.object(by_keys, "arrives", return_value=True),
         mock.patch.object(pulls, "may_count", return_value=True),
-        mock.patch.object(shared, "store_on_stream", return_value=lambda t, n: t.fill_(n)),
+        mock.patch.object(shared, "store_on_stream", return_value=stored),
         mock.patch.object(shared.Region, "pull", counted_pull),
         mock.patch.object(by_keys, "prepared", lambda *given: job(ready(*given))),
     ):

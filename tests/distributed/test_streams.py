@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from rowmax.distributed import abreast
 from rowmax.distributed.abreast import Abreast
 from rowmax.distributed.layout import Layout
 from rowmax.distributed.pieces import Sight
@@ -42,7 +43,7 @@ def current(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
         streams.pop()
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _=None: streams[-1])
-    monkeypatch.setattr(torch.cuda, "stream", entered)
+    monkeypatch.setattr(abreast, "OnStream", entered)
     return streams
 
 

@@ -124,7 +124,7 @@ def differs_late(got: tuple[Tensor, Tensor], problem: Problem, tensors: Tensors)
             for to, t in zip(memory, origins, strict=True):
                 for b in range(t.shape[1]):
                     to[head, b, start:stop].copy_(t[head, b, start:stop], non_blocking=True)
-            store(count, ALL if number == len(copies) else number)
+            store(count.view(torch.uint32), ALL if number == len(copies) else number)
     k, v = (to.permute(1, 2, 0, 3, 4).flatten(2, 3) for to in memory)
     assert k.data_ptr() == memory[0].data_ptr()
     found = hopper.forward(problem, tensors._replace(k=k, v=v), Arrivals(count, numbers))
@@ -264,7 +264,7 @@ def halved_steps() -> Iterator[None]:
     Where one launch can both sum and round dq, it does, however few its tiles. The last packed
     sequences have several runs, however short they are.
     """
-    from rowmax.gpu.hopper import backward_plan, backward_tiles
+    from rowmax.gpu.hopper import backward_tiles
 
     every = backward_tiles.LONG | {(96, 96): backward_tiles.HALVES_OF_96}
     with (
@@ -273,9 +273,18 @@ def halved_steps() -> Iterator[None]:
         mock.patch.object(backward_tiles, "FOUR_TILES", 0),
         mock.patch.object(backward_tiles, "COMPLETE_KEYS", defaultdict(lambda: (0, 2**31))),
         mock.patch.object(backward_tiles, "COMPLETE_TILES", 0),
-        mock.patch.multiple(backward_tiles, LATE_D=0, LATE_KEYS=0, LATE_TILES=2**31),
         mock.patch.object(backward_tiles, "fill_four", return_value=True),
+        late_runs(),
     ):
+        yield
+
+
+@contextmanager
+def late_runs() -> Iterator[None]:
+    """Put tiles of the last packed sequences in several runs, however short sequences are."""
+    from rowmax.gpu.hopper import backward_plan, backward_tiles
+
+    with mock.patch.multiple(backward_tiles, LATE_D=0, LATE_KEYS=0, LATE_TILES=2**31):
         backward_plan.PLANS.clear()
         try:
             yield

@@ -4,6 +4,7 @@
     python -m tests.gpu.random_search --tangents --minutes 8 --backend triton
     python -m tests.gpu.random_search --halves --dtype bfloat16,float16 --backend hopper
     python -m tests.gpu.random_search --lagging --dtype bfloat16 --backend hopper
+    python -m tests.gpu.random_search --packed --dtype bfloat16,float16 --backend hopper
     python -m tests.gpu.random_search --extremes --minutes 4
     python -m tests.gpu.random_search --shrink failures.txt --minutes 6
     python -m tests.gpu.random_search --cells failures.txt  # with --tangents where they are of it
@@ -76,6 +77,7 @@ NAMES = {
     "": "random calls",
     "halves": "random calls by halves of a step",
     "lagging": "random calls whose reference lags",
+    "packed": "random packed calls with late runs",
     "extremes": "random calls with extreme biases",
 }
 FAILURES = ("wrong", "fault", "unprepared", "errors")
@@ -100,7 +102,8 @@ class Group(NamedTuple):
     calls: int
     budget: int
     #: "halves": the backward may compute halves of a step; "lagging": the reference may lag;
-    #: "extremes": biases as large as their dtype allows
+    #: "packed": tiles of the last sequences are in several runs; "extremes": biases as large as
+    #: their dtype allows
     special: str = ""
 
 
@@ -188,6 +191,20 @@ def with_lagging(rng: random.Random, case: Case) -> Case:
     return replace(case, b=rng.choice((2, 4)), nk=nk, **sizes, **bands, **shared)
 
 
+def with_packed(rng: random.Random, case: Case) -> Case:
+    """Return a packed case under a diagonal, whose last sequences have several runs of tiles."""
+    width = rng.choice((16, 64, 96, 128, 128, 128, 256))
+    sizes = {"b": 1, "d": width, "dv": rng.choice((width, width, width - 8))}
+    pairs = [(rng.randint(0, 700), rng.randint(0, 2500)) for _ in range(rng.randint(1, 5))]
+    sequences = tuple(rng.choice((pairs, [(k, k) for _, k in pairs])))
+    band = rng.choice(({"causal": True}, {"causal": False, "right": rng.randint(1, 300)}))
+    others = {"lengths": None, "padding": None, "step": None, "documents": None, "left": None}
+    values = sizes | band | others
+    return replace(
+        case, sequences=sequences, bias=None, positions=None, deterministic=False, **values
+    )
+
+
 def with_extremes(rng: random.Random, case: Case) -> Case:
     """Return a case with a bias of each pair, and without what makes other scores large.
 
@@ -201,7 +218,12 @@ def with_extremes(rng: random.Random, case: Case) -> Case:
 
 
 #: by the special calls, what draws them
-DRAWS = {"halves": with_halves, "lagging": with_lagging, "extremes": with_extremes}
+DRAWS = {
+    "halves": with_halves,
+    "lagging": with_lagging,
+    "packed": with_packed,
+    "extremes": with_extremes,
+}
 
 
 def judged(drawn: Drawn, backend: str, device: str, check: CheckCall) -> Report:
@@ -272,7 +294,29 @@ def lagging_wrong(drawn: Drawn, backend: str, device: str) -> list[str]:
     return found
 
 
-CHECKS = {"halves": halved_wrong, "lagging": lagging_wrong, "extremes": extreme_wrong}
+def packed_wrong(drawn: Drawn, backend: str, device: str) -> list[str]:
+    """Return what is wrong with a packed call whose last sequences have several runs of tiles.
+
+    Raises:
+        RefusedError: no kernel of it has runs.
+    """
+    from rowmax.gpu.hopper import backward_plan
+    from tests.gpu.hopper_direct import late_runs
+
+    with late_runs():
+        found = wrong(drawn, backend, device)
+        works = [work for plan in backward_plan.PLANS.values() for work in plan.works]
+    if not found and all(work.config.LATE_RUNS == 1 for work in works):
+        raise RefusedError("no kernel has late runs")
+    return found
+
+
+CHECKS = {
+    "halves": halved_wrong,
+    "lagging": lagging_wrong,
+    "packed": packed_wrong,
+    "extremes": extreme_wrong,
+}
 
 
 def run_call(drawn: Drawn, backend: str, device: str, check: CheckCall) -> Iterator[Report]:
@@ -608,6 +652,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     special = {"dest": "special", "action": "store_const", "default": ""}
     parser.add_argument("--halves", const="halves", help="backwards by halves", **special)
     parser.add_argument("--lagging", const="lagging", help="references that lag", **special)
+    parser.add_argument("--packed", const="packed", help="packed, with late runs", **special)
     parser.add_argument("--extremes", const="extremes", help="extreme biases", **special)
     parser.add_argument("--sanitize", type=int, help="so many small calls in this process")
     parser.add_argument("--memcheck", type=int, help="so many in processes under a sanitizer")

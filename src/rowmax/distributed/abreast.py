@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from .streams import OnStream
+
 
 class Abreast:
     """Streams of some calls: the current one for the first, ``second`` for the others, if given.
@@ -33,7 +35,7 @@ class Abreast:
         self._calls += 1
         if self._second is None or self._calls == 1:
             return nullcontext()
-        return torch.cuda.stream(self._second)
+        return OnStream(self._second)
 
     def __exit__(self, *error: Any) -> None:
         if self._second is not None:

@@ -91,11 +91,9 @@ def arrives(call: ShardedCall) -> bool:
 def joined_of(call: ShardedCall) -> Part | None:
     """Return the call of both chunks of this rank, or None: then each chunk is one.
 
-    A call in a graph is the same one, whose tables the device then has.
+    Its kernels can wait for keys (``arrives``). A call in a graph is the same one, whose tables the device then has.
     """
     q, rank = call.tensors.q, call.group.rank
-    if not arrives(call):
-        return None
     part = joined(call.queries, call.keys, sight_of(call), rank)
     if part is None or call.bias_rows != "none":
         return None

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..rules.mask import ids_of_offsets
 from ..torch_compat import assert_later, has_values
+from .streams import OnStream
 
 Offsets = tuple[int, ...]
 
@@ -60,8 +61,8 @@ def _check_unchanged(cu: Tensor, copy: Tensor) -> None:
     stream = _checks.get(cu.device)
     if stream is None:
         stream = _checks[cu.device] = torch.cuda.Stream(cu.device)
-    stream.wait_stream(torch.cuda.current_stream(cu.device))
-    with torch.cuda.stream(stream):
+    stream.wait_stream(torch.cuda.current_stream(cu.device.index))
+    with OnStream(stream):
         assert_later((cu == copy).all(), message)
     for t in (cu, copy):  # no memory of theirs is given away before
         t.record_stream(stream)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from ..call.inputs import DIFFERENTIABLE, Options, Tensors, Wanted, schema
+from ..operators.autograd import is_direct
 from ..operators.functions import Function, redispatch, register, without_tangents
 from ..operators.library import LIBRARY, N_DIFFERENTIABLE, split
-from ..torch_compat import DispatchKeySet
+from ..torch_compat import DispatchKeySet, any_requires_grad
 from .agreement import agreed
 from .calls import Place, ShardedCall, sharded
 from .collectives import broadcast
@@ -36,7 +37,12 @@ LIBRARY.define(
 
 def attend(place: Place, tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of this rank's queries, differentiable once."""
-    return torch.ops.rowmax.distributed_forward(*place, *tensors, *options)
+    given = *place, *tensors, *options
+    if torch.compiler.is_compiling() or not is_direct(tensors):
+        return torch.ops.rowmax.distributed_forward(*given)
+    if any_requires_grad(tensors):
+        return _Attention.apply(None, *given)  # pyright: ignore
+    return _forward_kernel(*given)
 
 
 def _call(given: tuple[Any, ...], wanted: Wanted | None = None) -> ShardedCall:
@@ -96,11 +102,17 @@ def _(
 
 
 class _Attention(Function):
-    """The forward operator. Only own rows are saved."""
+    """The forward operator. Only own rows are saved.
+
+    ``below`` is None for a call past the dispatcher.
+    """
 
     @staticmethod
-    def forward(ctx: Any, below: DispatchKeySet, *inputs: Any) -> tuple[Tensor, Tensor]:
-        out, lse = redispatch(torch.ops.rowmax.distributed_forward.default, below, inputs)
+    def forward(ctx: Any, below: DispatchKeySet | None, *inputs: Any) -> tuple[Tensor, Tensor]:
+        if below is None:
+            out, lse = _forward_kernel(*inputs)
+        else:
+            out, lse = redispatch(torch.ops.rowmax.distributed_forward.default, below, inputs)
         ctx.set_materialize_grads(False)
         tensors, ctx.options = split(inputs[_N_PLACE:])
         ctx.place, ctx.n_inputs = inputs[:_N_PLACE], len(inputs)
@@ -115,7 +127,11 @@ class _Attention(Function):
         # also without any cotangent: other ranks wait for this one
         dout = torch.zeros_like(out) if dout is None else dout
         given = (dout, dlse, out, lse, list(wanted), *ctx.place, *tensors, *ctx.options)
-        found = torch.ops.rowmax.distributed_backward(*given)
+        dispatched = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        if dispatched or not is_direct((dout, dlse, out, lse, *tensors)):
+            found = torch.ops.rowmax.distributed_backward(*given)
+        else:
+            found = _backward_kernel(*given)
         found = [g if want else None for g, want in zip(found, wanted, strict=True)]
         rest = ctx.n_inputs - _N_PLACE - N_DIFFERENTIABLE
         return (*(None,) * (1 + _N_PLACE), *found, *(None,) * rest)

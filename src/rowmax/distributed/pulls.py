@@ -7,9 +7,9 @@ places; a row of several pieces comes once for each.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +20,11 @@ from .arrivals import Copy, Ordered, come_by_heads, may_count, ordered
 from .exchange import words
 from .groups import Group
 from .layout import Layout, Ranges
-from .moves import in_place, moves_of, shared_rows
+from .moves import Moves, in_place, moves_of, shared_rows
 from .pieces import Sight
 from .routes import Part, Route, route
 from .shared import Pull, Regions
+from .streams import OnStream
 
 #: bytes of own rows from which on their copy is worth a second stream, about 25 us of the host
 LEAST_OWN = 16 << 20
@@ -40,12 +41,15 @@ class Rows:
 
     def __init__(self, flat: Tensor, rows: int, like: Sequence[Tensor], *, by_heads: bool) -> None:
         self.flat, self.rows, self.like, self.by_heads = flat, rows, like, by_heads
-        sizes = [_row(t) for t in like]
-        if by_heads:
-            sizes = [sum(sizes) // like[0].shape[2]] * like[0].shape[2]
-        starts = accumulate((rows * size for size in sizes), initial=0)
-        #: memory in which a range of rows is one copy: its first element, the elements of a row
-        self.units = list(zip(starts, sizes, strict=False))
+
+    @cached_property
+    def units(self) -> list[tuple[int, int]]:
+        """Memory in which a range of rows is one copy: its first element, the elements of a row."""
+        sizes = [_row(t) for t in self.like]
+        if self.by_heads:
+            sizes = [sum(sizes) // self.like[0].shape[2]] * self.like[0].shape[2]
+        starts = accumulate((self.rows * size for size in sizes), initial=0)
+        return list(zip(starts, sizes, strict=False))
 
     @cached_property
     def views(self) -> Sequence[Tensor]:
@@ -59,14 +63,19 @@ class Rows:
         parts = flat.split([rows * _row(t) for t in like])
         return [x.view(rows, *sizes) for x, sizes in zip(parts, each, strict=True)]
 
+    def places(self, head: int | None, first: int, count: int) -> list[tuple[int, int]]:
+        """Return (first element, elements) of rows of the unit of a head, or of all units."""
+        units = self.units if head is None else self.units[head : head + 1]
+        return [(start + first * size, count * size) for start, size in units]
+
     def ranges(self, head: int | None, first: int, count: int) -> list[Tensor]:
         """Return some rows of the unit of a head, or those of all units, each as it lies."""
-        units = self.units if head is None else self.units[head : head + 1]
-        at = [(start + first * size, count * size) for start, size in units]
-        return [self.flat[begin : begin + n] for begin, n in at]
+        return [self.flat[begin : begin + n] for begin, n in self.places(head, first, count)]
 
-    def put(self, moves: Sequence[tuple[int, int, int]]) -> None:
-        """Copy (to, from, rows) of the tensors, by words where it can be."""
+    def put(self, moves: tuple[tuple[int, int, int], ...]) -> None:
+        """Copy (to, from, rows) of the tensors, in one launch or by words where it can be."""
+        if self.flat.is_cuda and _by_kernel(self, moves):
+            return
         to: list[Tensor] = []
         origins: list[Tensor] = []
         for view, t in zip(self.views, self.like, strict=True):
@@ -74,6 +83,58 @@ class Rows:
             to += [here[a : a + n] for a, _, n in moves]
             origins += [own[b : b + n] for _, b, n in moves]
         copy_each(to, origins)
+
+    def distances(self) -> tuple[tuple[int, int], ...]:
+        """Return the elements from row to row of k and of v, batch to batch, head to head.
+
+        Then come those of the first row.
+        """
+        (b, heads, d), (_, _, dv) = ((t.shape[0], *t.shape[2:]) for t in self.like)
+        if self.by_heads:
+            both = d + dv
+            return (b * both,) * 2, (both,) * 2, (self.rows * b * both,) * 2, (0, d)
+        row = b * heads
+        return (row * d, row * dv), (heads * d, heads * dv), (d, dv), (0, self.rows * row * d)
+
+
+def _by_kernel(rows: Rows, moves: tuple[tuple[int, int, int], ...]) -> bool:
+    """Copy rows of k and v in one launch; return False without Triton."""
+    try:
+        from ..gpu.row_copies import Placement, copy_rows
+    except ImportError:
+        return False
+    k, v = rows.like
+    if k.stride(3) != 1 or v.stride(3) != 1:
+        return False
+    copy_rows(k, v, rows.flat, Placement(*rows.distances()), moves)
+    return True
+
+
+class _Copies(NamedTuple):
+    """Copies from shared memory to flat memory of a size: their sources, and where they go.
+
+    Views take 3 us each, and some calls have a hundred copies.
+    """
+
+    sources: list[Tensor]
+    sizes: list[int]  # parts of the memory
+    parts: list[int]  # by copy, which part it goes to
+
+    def to(self, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return the copies to this memory, each with its source."""
+        parts = flat.split(self.sizes)
+        return [(parts[n], source) for n, source in zip(self.parts, self.sources, strict=True)]
+
+
+def _copies(pairs: Sequence[tuple[tuple[int, int], Tensor]], size: int) -> _Copies:
+    """Return copies to places (first element, elements) of flat memory, each from its source."""
+    sizes, parts, end = [], [0] * len(pairs), 0
+    for n, ((begin, count), _) in sorted(enumerate(pairs), key=lambda one: one[1][0]):
+        sizes.append(begin - end)
+        parts[n] = len(sizes)
+        sizes.append(count)
+        end = begin + count
+    return _Copies([source for _, source in pairs], [*sizes, size - end], parts)
 
 
 class PulledRows:
@@ -136,9 +197,9 @@ class PulledRows:
         else:
             if self.second is not None:
                 self.second.wait_event(before)
-                with torch.cuda.stream(self.second):
+                with OnStream(self.second):
                     self._put_own(0)
-            shown = [(to, start, stop - start) for to, (start, stop) in _packed(self.way.shown)]
+            shown = _shown_moves(self.way.shown)
             for stage in stages:
                 self._shown(self.rank, stage).put(shown)
         if self.ordered is not None:
@@ -157,14 +218,15 @@ class PulledRows:
     def _put_own(self, stage: int) -> None:
         rows = self.rows[stage]
         assert rows is not None
-        rows.put([(move.to, move.origin, move.rows) for move in self.moves.own])
+        rows.put(_own_moves(self.moves))
 
     def begin(self, stage: int) -> PulledStage:
         """Begin the copies of a stage. Own rows are copied meanwhile."""
         moves, rows = self.moves, self.rows[stage]
         assert rows is not None
         if self.ordered is not None:
-            pulls = [self._pull(rows, stage, self.ordered.copies, counted=True)]
+            group = 1 if self.by_heads else len(rows.units)
+            pulls = [self.region.pull(self._ordered_copies(rows, stage).to(rows.flat), group)]
         else:
             heads = range(len(rows.units)) if self.by_heads else (None,)
             pulls = [
@@ -178,15 +240,31 @@ class PulledRows:
         self.rows[stage] = None
         return PulledStage(rows.views, pulls, self.way, self.ordered, self.count, self.second)
 
-    def _pull(self, rows: Rows, stage: int, copies: Sequence[Copy], counted: bool = False) -> Pull:
-        """Begin copies, and count them."""
+    def _ordered_copies(self, rows: Rows, stage: int) -> _Copies:
+        """Return the copies that are counted, in their order."""
+        assert self.ordered is not None
+        flat, copies = rows.flat, self.ordered.copies
+        shapes = tuple(t.shape for t in rows.like)
+        key = self.ordered, flat.dtype, flat.numel(), shapes
+
+        def made() -> _Copies:
+            sources = self._sources(stage, copies)
+            places = [at for head, move in copies for at in rows.places(head, move.to, move.rows)]
+            return _copies(list(zip(places, sources, strict=True)), flat.numel())
+
+        return self.region.kept(key, made)
+
+    def _sources(self, stage: int, copies: Sequence[Copy]) -> list[Tensor]:
+        """Return what copies read."""
         shown = {rank: self._shown(rank, stage) for rank in {move.rank for _, move in copies}}
-        found: list[tuple[Tensor, Tensor]] = []
-        for head, move in copies:
-            to = rows.ranges(head, move.to, move.rows)
-            found += zip(to, shown[move.rank].ranges(head, move.origin, move.rows), strict=True)
-        group = 1 if self.by_heads else len(rows.units)
-        return self.region.pull(found, group * counted)
+        each = [shown[move.rank].ranges(head, move.origin, move.rows) for head, move in copies]
+        return [part for parts in each for part in parts]
+
+    def _pull(self, rows: Rows, stage: int, copies: Sequence[Copy]) -> Pull:
+        """Begin copies."""
+        each = [rows.ranges(head, move.to, move.rows) for head, move in copies]
+        to = [part for parts in each for part in parts]
+        return self.region.pull(list(zip(to, self._sources(stage, copies), strict=True)))
 
     def _shown(self, rank: int, stage: int) -> Rows:
         """Return the rows of a rank in shared memory, of a stage."""
@@ -208,10 +286,18 @@ def gains_by_two_streams(parts: Sequence[Part], own: int) -> bool:
     return len(parts) > 1 and parts[0].own is not None and 2 * rows[0] > sum(rows)
 
 
-def _packed(ranges: Ranges) -> list[tuple[int, tuple[int, int]]]:
-    """Return each range with its first row where all are one after the other."""
+@lru_cache(maxsize=256)
+def _shown_moves(ranges: Ranges) -> tuple[tuple[int, int, int], ...]:
+    """Return (to, from, rows) of ranges of own rows, one after the other."""
     starts = accumulate((stop - start for start, stop in ranges), initial=0)
-    return list(zip(starts, ranges, strict=False))
+    pairs = zip(starts, ranges, strict=False)
+    return tuple((to, start, stop - start) for to, (start, stop) in pairs)
+
+
+@lru_cache(maxsize=256)
+def _own_moves(moves: Moves) -> tuple[tuple[int, int, int], ...]:
+    """Return (to, from, rows) of own rows."""
+    return tuple((move.to, move.origin, move.rows) for move in moves.own)
 
 
 class PulledStage:

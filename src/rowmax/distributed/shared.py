@@ -16,9 +16,9 @@ import socket
 import tempfile
 import uuid
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,13 +28,17 @@ from ..rules.arrivals import ALL
 from ..torch_compat import SymmetricBytes, copy_each, store_on_stream, time_limit_of
 from .collectives import all_objects
 from .groups import Group
+from .streams import OnStream
 
 #: "shared" or "collectives": the way of copies. Unset: shared on GPUs of one host
 VARIABLE = "ROWMAX_DISTRIBUTED_COPIES"
 WAYS = ("shared", "collectives")
+_MOST_KEPT = 256  # views of a region's memory, by what they are for
 _ROUND = 2 << 20  # sizes are multiples of so many bytes
 #: the most bytes of a region that takes turns. Ranks meet in 12 to 17 us (four H200)
 MOST_IN_TURN = 512 << 20
+
+Made = TypeVar("Made")
 
 
 class Pull:
@@ -74,6 +78,8 @@ class Region:
         self.addresses: tuple[int, ...] = ()
         self.size = 0
         self._count: Tensor | None = None
+        self._count_words: Tensor | None = None  # the same, as ``store_on_stream`` takes it
+        self._kept: dict[Any, Any] = {}  # views of the memory
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._shown: Any = None  # an event
         self._written: list[tuple[Pull, Any]] = []  # copies to others, and what they read
@@ -107,11 +113,21 @@ class Region:
             self.memory.barrier()
         return self.memory.bytes[self.group.rank]
 
+    def kept(self, key: Any, make: Callable[[], Made]) -> Made:
+        """Return views of this memory, made once."""
+        found = self._kept.get(key)
+        if found is None:
+            if len(self._kept) >= _MOST_KEPT:
+                self._kept.clear()
+            found = self._kept[key] = make()
+        return found
+
     def restart(self) -> Tensor:
         """Set the count of copies to 0, before ``show``, and return it, int32 [1]."""
         if self._count is None:
             with torch.inference_mode(False):
                 self._count = torch.zeros(1, dtype=torch.int32, device=self.device)
+                self._count_words = self._count.view(torch.uint32)
         self._store_count(0)
         return self._count
 
@@ -137,7 +153,7 @@ class Region:
             return Pull(None, self.device)
         stream = _copy_stream(self.device)
         stream.wait_event(torch.cuda.current_stream(self.device.index).record_event())
-        with torch.cuda.stream(stream):
+        with OnStream(stream):
             for to, origin in copies:
                 to.copy_(origin, non_blocking=True)
             done = stream.record_event()
@@ -156,7 +172,7 @@ class Region:
             return Pull(None, self.device)
         stream = self.own_stream("counts") if counted else _copy_stream(self.device)
         stream.wait_event(self._shown)
-        with torch.cuda.stream(stream):
+        with OnStream(stream):
             for n, (to, origin) in enumerate(copies, 1):
                 to.copy_(origin, non_blocking=True)
                 if counted and n % counted == 0:
@@ -177,8 +193,8 @@ class Region:
     def _store_count(self, number: int) -> None:
         store = store_on_stream()
         assert store is not None
-        assert self._count is not None
-        store(self._count, number)
+        assert self._count_words is not None
+        store(self._count_words, number)
 
     def _grow(self, size: int) -> None:
         """Replace the memory by a larger one, on all ranks."""
@@ -192,6 +208,7 @@ class Region:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
         self.memory, self.size = None, 0
+        self._kept.clear()
         del old
         try:
             made = _MEMORY[self.device.type](size, self.group, self.device)

@@ -48,7 +48,7 @@ def attend(tensors: Tensors, options: Options, prepared: Prepared | None) -> tup
 
 def prepared_directly(tensors: Tensors, options: Options) -> Prepared | None:
     """Return what calls like this one have prepared, or None for one that may be observed."""
-    if torch.compiler.is_compiling() or not _is_direct(tensors):
+    if torch.compiler.is_compiling() or not is_direct(tensors):
         return None
     return prepared_of(tensors, options)
 
@@ -63,7 +63,7 @@ def _direct(prepared: Prepared, tensors: tuple[Any, ...]) -> tuple[Tensor, Tenso
     return prepared.forward(Tensors(*tensors))
 
 
-def _is_direct(tensors: tuple[Tensor | None, ...]) -> bool:
+def is_direct(tensors: tuple[Tensor | None, ...]) -> bool:
     """Return True if no tracer, mode, transform, profiler or subclass can observe the call.
 
     The dispatcher would then change nothing, and take a third of a small call's time.
@@ -151,7 +151,7 @@ class _Attention(Function):
         *inputs, out, lse = saved
         tensors, wanted = Tensors(*inputs), _wanted(ctx)
         dout = torch.zeros_like(out) if dout is None else dout
-        if not dispatched and _is_direct((*inputs, out, lse, dout, dlse)):
+        if not dispatched and is_direct((*inputs, out, lse, dout, dlse)):
             prepared = prepared or prepared_of(tensors, Options(*ctx.options))
             gradients = prepared.backward(tensors, out, lse, dout, dlse, wanted)
         else:

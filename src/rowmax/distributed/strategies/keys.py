@@ -40,7 +40,8 @@ from .stages import stages_of
 def forward(call: ShardedCall) -> tuple[Tensor, Tensor]:
     """Return (out ``[B, n, Hq, Dv]``, lse ``[B, Hq, n]``) of this rank's queries."""
     way, stages = _planned(call, returns=False)
-    one, found = joined_of(call), None
+    early = arrives(call)
+    one, found = joined_of(call) if early else None, None
 
     def compute(heads: Heads, arriving: Arriving) -> None:
         nonlocal found
@@ -62,7 +63,7 @@ def forward(call: ShardedCall) -> tuple[Tensor, Tensor]:
                     found.add(heads, part, results, into)
 
     with UnderWay() as under_way:
-        _by_stages(call, way, stages, under_way, compute, arrives(call), one is not None)
+        _by_stages(call, way, stages, under_way, compute, early, one is not None)
     return found.total() if found is not None else call.new_results()
 
 
@@ -226,13 +227,10 @@ def _part(
         block = Block(h=heads.q, i=part.i, j=part.j)
         tensors, options = block_of(call.whole(), call.options, block)
     mine = {"i": part.rows, "j": part.j, "h": heads.q}
-    tensors = tensors._replace(
-        k=k,
-        v=v,
-        # a block without the first key leaves the sink to another
-        **{name: part_of(name, getattr(own, name), **mine) for name in _LOCAL},
-    )
-    return tensors, options
+    given = ((name, getattr(own, name)) for name in _LOCAL)
+    # a block without the first key leaves the sink to another
+    cut = {name: part_of(name, t, **mine) for name, t in given if t is not None}
+    return tensors._replace(k=k, v=v, **cut), options
 
 
 @lru_cache(maxsize=512)
