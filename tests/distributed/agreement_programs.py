@@ -23,7 +23,7 @@ from rowmax import distributed as rd
 from rowmax.distributed import Layout
 from rowmax.distributed.strategies import keys as by_keys
 
-from .programs import copies, errors_of, even, mesh_of
+from .programs import copies, errors_of, in_stages, mesh_of
 
 attention: Any = importlib.import_module("rowmax.distributed.attention")
 
@@ -153,7 +153,7 @@ def killed(rank: int, way: str, shape: tuple[int, ...] = ()) -> str:
     patch = contextlib.nullcontext()
     if rank == 1:  # while rows of the next stage move, and before those of the last
         patch = mock.patch.object(by_keys, "prepared", end)
-    with mock.patch.object(by_keys, "stages_of", even(4)), patch:
+    with in_stages(4), patch:
         try:
             f()
         except RuntimeError as error:
@@ -169,7 +169,7 @@ def late(rank: int, repeats: int, way: str, shape: tuple[int, ...] = ()) -> bool
     rows = [t.requires_grad_() for t in x[:, :, layout.positions(rank)].unbind()]
     mesh: Any = mesh_of(*shape) if shape else None
     first: list[Tensor] = []
-    with copies(way), mock.patch.object(by_keys, "stages_of", even(2)):
+    with copies(way), in_stages(2):
         for _ in range(repeats):
             out: Any = rd.attention(
                 *rows, layout=layout, mesh=mesh, causal=True, deterministic=True, backend="torch"

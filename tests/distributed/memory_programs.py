@@ -24,7 +24,7 @@ from rowmax.distributed.strategies import heads as by_heads
 from rowmax.distributed.strategies import keys as by_keys
 from rowmax.distributed.strategies import queries as by_queries
 
-from .programs import copies, even, mesh_of
+from .programs import copies, even, in_stages, mesh_of
 
 #: gloo's threads may drop a tensor after the collective has returned, which only adds to a peak
 TRIES = 4
@@ -105,7 +105,7 @@ def memory(
     mesh: Any = mesh_of(*shape) if shape else None
     options: dict[str, Any] = {"mask": rowmax.Causal(), "backend": "torch"}
     found = []
-    with copies(way), mock.patch.object(by_keys, "stages_of", even(stages)), _computing(real):
+    with copies(way), in_stages(stages), _computing(real):
         flags = (strategy, False, True)
         place, tensors, rest = normalized_rows(
             (q, k, v), group_of(mesh), (layout, None), flags, options

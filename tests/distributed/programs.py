@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import rowmax
 from rowmax import distributed as rd
-from rowmax.distributed import Layout, arrivals, shared
+from rowmax.distributed import Layout, agreement, arrivals, shared
 from rowmax.distributed.strategies import keys as by_keys
 from rowmax.masks import as_mask
 from rowmax.testing import Answer, Call, Case, cotangents, make
@@ -87,6 +87,23 @@ def even(count: int) -> Any:
 
 
 @contextlib.contextmanager
+def in_stages(count: int) -> Iterator[None]:
+    """Compute kv heads in so many stages. Calls are planned again, here and after."""
+
+    def forget() -> None:
+        for kinds in agreement._agreed.values():
+            for kind in kinds.values():
+                kind.plans.clear()
+
+    forget()
+    try:
+        with mock.patch.object(by_keys, "stages_of", even(count)):
+            yield
+    finally:
+        forget()
+
+
+@contextlib.contextmanager
 def heads_apart() -> Iterator[None]:
     """Let heads arrive one after the other however short their copies are."""
 
@@ -121,7 +138,7 @@ def own_answer(
     """Return the answer of a rank's rows; ``shape`` is that of a mesh of two dimensions."""
     if shape:
         overrides = {**overrides, "mesh": mesh_of(*shape)}
-    with mock.patch.object(by_keys, "stages_of", even(stages)):
+    with in_stages(stages):
         return _own_answer(rank, case, dtype, kind, ranks, overrides)
 
 

@@ -46,7 +46,7 @@ def answer_apart(rank: int, *given: Any) -> tuple[Answer, int]:
 
         def begun(rows: pulls.PulledRows, stage: int) -> Any:
             nonlocal used
-            used += rows.in_place
+            used += rows.plan.in_place
             return real(rows, stage)
 
         with mock.patch.object(pulls, "in_place", return_value=False):
@@ -96,18 +96,18 @@ def memory_of_graphs(rank: int) -> list[int]:
 
 def answer_by_heads(rank: int, *given: Any) -> tuple[Answer, int]:
     """Return the answer of a rank's rows, and how often heads arrived one after the other."""
-    used, real = 0, pulls.Rows.__init__
+    used, real = 0, pulls.PulledRows.begin
 
-    def counted(rows: pulls.Rows, *given: Any, by_heads: bool) -> None:
+    def begun(rows: pulls.PulledRows, stage: int) -> Any:
         nonlocal used
-        used += by_heads
-        real(rows, *given, by_heads=by_heads)
+        used += rows.plan.gathered[stage].by_heads
+        return real(rows, stage)
 
     with (
         copies("shared"),
         mock.patch.object(by_keys, "arrives", return_value=True),
         heads_apart(),
-        mock.patch.object(pulls.Rows, "__init__", counted),
+        mock.patch.object(pulls.PulledRows, "begin", begun),
     ):
         return own_answer(rank, *given), used
 
@@ -152,7 +152,7 @@ def _arriving(job: Callable[[Any], Any]) -> Iterator[list[int]]:
     with (
         copies("shared"),
         mock.patch.object(by_keys, "arrives", return_value=True),
-        mock.patch.object(pulls, "may_count", return_value=True),
+        mock.patch.object(by_keys, "may_count", return_value=True),
         mock.patch.object(shared, "store_on_stream", return_value=stored),
         mock.patch.object(shared.Region, "pull", counted_pull),
         mock.patch.object(by_keys, "prepared", lambda *given: job(ready(*given))),
@@ -198,7 +198,7 @@ def joined_answer(rank: int, counts: bool, *given: Any) -> tuple[Answer, list[in
         _arriving(lambda job: _Joined(job, seen)),
         mock.patch.object(arrivals, "takes_gap", return_value=True),
         mock.patch.object(arrivals, "arrives", return_value=True),
-        mock.patch.object(pulls, "may_count", return_value=counts),
+        mock.patch.object(by_keys, "may_count", return_value=counts),
         mock.patch.object(arrivals, "_known", {}),
     ):
         return own_answer(rank, *given), seen

@@ -15,7 +15,7 @@ from rowmax import distributed as rd
 from rowmax.distributed import Layout, collectives, exchange
 from rowmax.distributed.strategies import keys as by_keys
 
-from .programs import errors_of, even
+from .programs import errors_of, in_stages
 
 
 class Events:
@@ -78,7 +78,7 @@ def staged(rank: int, stages: int, fail: int | None = None) -> tuple[list[str], 
     def f() -> Any:
         return rd.attention(q, k, k, layout=layout, backend="torch")
 
-    with mock.patch.object(by_keys, "stages_of", even(stages)):
+    with in_stages(stages):
         out = f()
         events, texts = (Events(fail), Events(fail)), []
         for one, function in zip(events, (f, lambda: out.sum().backward()), strict=True):
@@ -112,7 +112,7 @@ def fails_alone(rank: int) -> str:
     layout = Layout.zigzag(256, 3)
     x = torch.randn(1, layout.lengths[rank], 4, 16)
     events = Events(fail=1 if rank == 1 else None)
-    with mock.patch.object(by_keys, "stages_of", even(4)):
+    with in_stages(4):
         rd.attention(x, x, x, layout=layout, backend="torch")
         with events.recorded():
             try:

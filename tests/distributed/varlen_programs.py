@@ -15,7 +15,7 @@ from rowmax.distributed import Layout, shared
 from rowmax.distributed.strategies import keys as by_keys
 from rowmax.testing import Answer, Call, Case, cotangents, make
 
-from .programs import LAYOUTS, copies, errors_of, even, mesh_of
+from .programs import LAYOUTS, copies, errors_of, in_stages, mesh_of
 
 
 def packed_layouts(call: Call, kind: str, ranks: int) -> tuple[Layout, Layout]:
@@ -57,7 +57,7 @@ def packed_answer(
     cu_q, cu_k = call.inputs[3:5]
     more |= {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "layout": queries, "k_layout": keys}
     with (
-        mock.patch.object(by_keys, "stages_of", even(stages)),
+        in_stages(stages),
         mock.patch.object(by_keys, "prepared", wraps=by_keys.prepared) as calls,
     ):
         out, lse = rd.attention_varlen(**named, **more, return_lse=True, backend="torch")

@@ -59,10 +59,9 @@ from rowmax.distributed import Layout
 from rowmax.distributed.groups import group_of
 from rowmax.distributed.shared import shares_memory
 from rowmax.distributed.strategies import STRATEGIES
-from rowmax.distributed.strategies import keys as by_keys
 from rowmax.testing import COVERING, Answer, Call, Case, complaints, cotangents, expected, make
 from tests.distributed.attention_programs import with_unit_values
-from tests.distributed.programs import LAYOUTS, copies, even, has_rows, heads_apart, own_call
+from tests.distributed.programs import LAYOUTS, copies, has_rows, heads_apart, in_stages, own_call
 from tests.gpu import results
 from tests.gpu.check import EVERY, Report
 from tests.gpu.kinds import Check
@@ -261,12 +260,12 @@ def check_stages(rank: Rank, case: Case, stages: int, times: int, backend: str |
     call = make(case, rank.device, torch.bfloat16, size=2)
     layouts = layouts_of(call, "zigzag", rank.size)
     once = prepared(rank, call, layouts, {"deterministic": True, "backend": backend})
-    with copies("collectives"), mock.patch.object(by_keys, "stages_of", even(stages)):
+    with copies("collectives"), in_stages(stages):
         first = once()
     draw = random.Random(0)
     zero = torch.zeros((), dtype=torch.int64, device=rank.device)
     counts = {name: zero.clone() for name, *_ in first.items()}
-    with copies("shared"), mock.patch.object(by_keys, "stages_of", even(stages)):
+    with copies("shared"), in_stages(stages):
         for n in range(times):
             if rank.rank == n % rank.size:
                 _delay(rank, draw.random() * DELAY)

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from rowmax.distributed.pulls import Rows
+from rowmax.distributed.pulls import RowPlaces, put
 from rowmax.gpu import row_copies
 from rowmax.gpu.compat import is_compiled
 
@@ -39,17 +39,17 @@ def test_rows_come_to_where_torch_copies_them(seed: int, monkeypatch: pytest.Mon
         moves.append((at, origin, rows))
         at += rows
     draw.shuffle(moves)
+    k, v = tensors
+    sizes = (b, heads, k.shape[3]), (b, heads, v.shape[3])
     for by_heads in (False, True):
-        found = []
+        found, places = [], RowPlaces(sizes, at + 2, by_heads)
         for kernel in (False, True):
             size = (at + 2) * b * heads * sum(t.shape[3] for t in tensors) + 5
             flat = torch.full((size,), float("nan"), dtype=dtype)
-            rows = Rows(flat, at + 2, tensors, by_heads=by_heads)
             if kernel:
-                place = row_copies.Placement(*rows.distances())
-                row_copies.copy_rows(*tensors, flat, place, tuple(moves))
+                row_copies.copy_rows(k, v, flat, places.distances, tuple(moves))
             else:
-                rows.put(tuple(moves))
+                put(flat, places, tensors, tuple(moves))
             found.append(flat)
         assert torch.equal(found[0].isnan(), found[1].isnan())
         assert torch.equal(found[0].nan_to_num(), found[1].nan_to_num())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -23,9 +23,17 @@ from .groups import Group
 from .layout import Layout
 
 _ERROR = "error"
-#: by group, because its ranks see the same kinds in the same order: kinds on which all ranks have
-#: agreed, and what they found
-_agreed: dict[Group, dict[Any, dict[str, str]]] = {}
+
+
+class Kind(NamedTuple):
+    """What ranks have agreed on for calls of a kind, and what this rank has planned for them."""
+
+    facts: dict[str, str]
+    plans: dict[Any, Any]
+
+
+#: by group, because its ranks see the same kinds in the same order
+_agreed: dict[Group, dict[Any, Kind]] = {}
 _LIMIT = 4096
 
 
@@ -37,26 +45,27 @@ def agreed(call: ShardedCall, wanted: Wanted | None = None) -> ShardedCall:
     """
     alike = [None if t is None else (t.dtype, t.shape) for t in call.tensors]
     options = call.options._replace(scale=float(call.options.scale))
-    found = agree((call.place, options, wanted, *alike), call.group, lambda: _facts(call, wanted))
-    rows = found["rows of bias"]
+    key = call.place, options, wanted, call.tensors.q.device, *alike
+    kind = agree(key, call.group, lambda: _facts(call, wanted))
+    rows = kind.facts["rows of bias"]
     if rows == "either" and call.place.reduce_replicated and wanted is not None and wanted.bias:
         want = "reduce_replicated=False: own rows and one row for all cannot be distinguished"
         raise bad("bias", "one row on every rank, each with one query", want)
-    return call._replace(bias_rows=rows, mask_rows=found["rows of mask"])
+    return call._replace(bias_rows=rows, mask_rows=kind.facts["rows of mask"], plans=kind.plans)
 
 
-def agree(kind: Any, group: Group, facts: Callable[[], dict[str, str]]) -> dict[str, str]:
-    """Return what ranks agree on for this kind: the facts, with "either" decided by other ranks.
+def agree(key: Any, group: Group, facts: Callable[[], dict[str, str]]) -> Kind:
+    """Return what ranks agree on for a kind: the facts, with "either" decided by other ranks.
 
     Raises:
         ValueError: naming the arguments in which ranks differ, on every rank.
     """
     known = _agreed.setdefault(group, {})
-    found = known.get(kind)
+    found = known.get(key)
     if found is None:
         if len(known) >= _LIMIT:
             known.clear()
-        found = known[kind] = _compared(all_objects(facts(), group))
+        found = known[key] = Kind(_compared(all_objects(facts(), group)), {})
     return found
 
 

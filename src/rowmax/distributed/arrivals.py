@@ -91,7 +91,8 @@ def arrives(call: ShardedCall) -> bool:
 def joined_of(call: ShardedCall) -> Part | None:
     """Return the call of both chunks of this rank, or None: then each chunk is one.
 
-    Its kernels can wait for keys (``arrives``). A call in a graph is the same one, whose tables the device then has.
+    Its kernels can wait for keys (``arrives``). A call in a graph is the same one, whose tables the
+    device then has.
     """
     q, rank = call.tensors.q, call.group.rank
     part = joined(call.queries, call.keys, sight_of(call), rank)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from .groups import Group, group_named
 from .layout import Layout
 from .offsets import ids_on
 from .pieces import Sight, few_copies
+
+Planned = TypeVar("Planned")
 
 
 class Place(NamedTuple):
@@ -43,6 +46,17 @@ class ShardedCall(NamedTuple):
     #: gradients are parts of sums over other ranks: those of keys, values and shared inputs stay
     #: in the accumulator's dtype
     wide: bool = False
+    #: what calls of this kind have in common on this rank, from when ranks have agreed
+    plans: dict[Any, Any] | None = None
+
+    def planned(self, key: Any, plan: Callable[[], Planned]) -> Planned:
+        """Return what calls of this kind have in common, planned once."""
+        if self.plans is None:
+            return plan()
+        found = self.plans.get(key)
+        if found is None:
+            found = self.plans[key] = plan()
+        return found
 
     @property
     def accumulator(self) -> torch.dtype:

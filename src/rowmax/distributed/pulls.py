@@ -7,8 +7,10 @@ places; a row of several pieces comes once for each.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -16,13 +18,12 @@ from torch import Tensor
 
 from ..call.inputs import Arrivals
 from ..torch_compat import copy_each
-from .arrivals import Copy, Ordered, come_by_heads, may_count, ordered
+from .arrivals import Copy, Ordered, come_by_heads, ordered
 from .exchange import words
-from .groups import Group
-from .layout import Layout, Ranges
-from .moves import Moves, in_place, moves_of, shared_rows
+from .layout import Layout
+from .moves import in_place, moves_of, shared_rows
 from .pieces import Sight
-from .routes import Part, Route, route
+from .routes import Part, route
 from .shared import Pull, Regions
 from .streams import OnStream
 
@@ -32,81 +33,87 @@ LEAST_OWN = 16 << 20
 ALIGNED = 128
 
 
-class Rows:
-    """Rows of k and v in flat memory.
+Moved = tuple[tuple[int, int, int], ...]  # to, from, rows
+Sizes = tuple[int, int, int]  # B, H, D
+
+
+@dataclass(frozen=True)
+class RowPlaces:
+    """Where rows of k and v are in flat memory.
 
     Those of one tensor, then of the next: ``[rows, B, H, D]``. Or by kv heads, each row of k next
     to that of v: ``[H, rows, B, D + Dv]``.
     """
 
-    def __init__(self, flat: Tensor, rows: int, like: Sequence[Tensor], *, by_heads: bool) -> None:
-        self.flat, self.rows, self.like, self.by_heads = flat, rows, like, by_heads
+    sizes: tuple[Sizes, Sizes]
+    rows: int
+    by_heads: bool
+
+    @cached_property
+    def width(self) -> int:
+        """Elements of a row of k and v."""
+        return sum(map(prod, self.sizes))
 
     @cached_property
     def units(self) -> list[tuple[int, int]]:
         """Memory in which a range of rows is one copy: its first element, the elements of a row."""
-        sizes = [_row(t) for t in self.like]
+        sizes = [prod(each) for each in self.sizes]
         if self.by_heads:
-            sizes = [sum(sizes) // self.like[0].shape[2]] * self.like[0].shape[2]
+            heads = self.sizes[0][1]
+            sizes = [self.width // heads] * heads
         starts = accumulate((self.rows * size for size in sizes), initial=0)
         return list(zip(starts, sizes, strict=False))
 
-    @cached_property
-    def views(self) -> Sequence[Tensor]:
-        """The rows of each tensor, ``[rows, B, H, D]``."""
-        flat, rows, like = self.flat[: self.rows * sum(map(_row, self.like))], self.rows, self.like
-        each = [(t.shape[0], *t.shape[2:]) for t in like]
-        if self.by_heads:
-            (b, heads, _), widths = each[0], [d for _, _, d in each]
-            memory = flat.view(heads, rows, b, sum(widths))
-            return [part.permute(1, 2, 0, 3) for part in memory.split(widths, 3)]
-        parts = flat.split([rows * _row(t) for t in like])
-        return [x.view(rows, *sizes) for x, sizes in zip(parts, each, strict=True)]
-
-    def places(self, head: int | None, first: int, count: int) -> list[tuple[int, int]]:
+    def of(self, head: int | None, first: int, count: int) -> list[tuple[int, int]]:
         """Return (first element, elements) of rows of the unit of a head, or of all units."""
         units = self.units if head is None else self.units[head : head + 1]
         return [(start + first * size, count * size) for start, size in units]
 
-    def ranges(self, head: int | None, first: int, count: int) -> list[Tensor]:
-        """Return some rows of the unit of a head, or those of all units, each as it lies."""
-        return [self.flat[begin : begin + n] for begin, n in self.places(head, first, count)]
-
-    def put(self, moves: tuple[tuple[int, int, int], ...]) -> None:
-        """Copy (to, from, rows) of the tensors, in one launch or by words where it can be."""
-        if self.flat.is_cuda and _by_kernel(self, moves):
-            return
-        to: list[Tensor] = []
-        origins: list[Tensor] = []
-        for view, t in zip(self.views, self.like, strict=True):
-            here, own = words(view, t.transpose(0, 1))
-            to += [here[a : a + n] for a, _, n in moves]
-            origins += [own[b : b + n] for _, b, n in moves]
-        copy_each(to, origins)
-
+    @cached_property
     def distances(self) -> tuple[tuple[int, int], ...]:
-        """Return the elements from row to row of k and of v, batch to batch, head to head.
+        """The elements from row to row of k and of v, from batch to batch, and head to head.
 
-        Then come those of the first row.
+        Then come those before the first row.
         """
-        (b, heads, d), (_, _, dv) = ((t.shape[0], *t.shape[2:]) for t in self.like)
+        (b, heads, d), (_, _, dv) = self.sizes
         if self.by_heads:
             both = d + dv
             return (b * both,) * 2, (both,) * 2, (self.rows * b * both,) * 2, (0, d)
         row = b * heads
         return (row * d, row * dv), (heads * d, heads * dv), (d, dv), (0, self.rows * row * d)
 
+    def tensors(self, flat: Tensor) -> list[Tensor]:
+        """Return k and v, ``[B, rows, H, D]``."""
+        begin, found = flat.storage_offset(), []
+        for (b, h, d), row, batch, head, first in zip(self.sizes, *self.distances, strict=True):
+            strides = batch, row, head, 1
+            found.append(flat.as_strided((b, self.rows, h, d), strides, begin + first))
+        return found
 
-def _by_kernel(rows: Rows, moves: tuple[tuple[int, int, int], ...]) -> bool:
+
+def put(flat: Tensor, places: RowPlaces, tensors: Sequence[Tensor], moves: Moved) -> None:
+    """Copy rows of k and v to their places, in one launch or by words where it can be."""
+    if flat.is_cuda and _by_kernel(flat, places, tensors, moves):
+        return
+    to: list[Tensor] = []
+    origins: list[Tensor] = []
+    for place, t in zip(places.tensors(flat), tensors, strict=True):
+        here, own = words(place.transpose(0, 1), t.transpose(0, 1))
+        to += [here[a : a + n] for a, _, n in moves]
+        origins += [own[b : b + n] for _, b, n in moves]
+    copy_each(to, origins)
+
+
+def _by_kernel(flat: Tensor, places: RowPlaces, tensors: Sequence[Tensor], moves: Moved) -> bool:
     """Copy rows of k and v in one launch; return False without Triton."""
     try:
-        from ..gpu.row_copies import Placement, copy_rows
+        from ..gpu.row_copies import copy_rows
     except ImportError:
         return False
-    k, v = rows.like
+    k, v = tensors
     if k.stride(3) != 1 or v.stride(3) != 1:
         return False
-    copy_rows(k, v, rows.flat, Placement(*rows.distances()), moves)
+    copy_rows(k, v, flat, places.distances, moves)
     return True
 
 
@@ -126,22 +133,27 @@ class _Copies(NamedTuple):
         return [(parts[n], source) for n, source in zip(self.parts, self.sources, strict=True)]
 
 
-def _copies(pairs: Sequence[tuple[tuple[int, int], Tensor]], size: int) -> _Copies:
-    """Return copies to places (first element, elements) of flat memory, each from its source."""
-    sizes, parts, end = [], [0] * len(pairs), 0
-    for n, ((begin, count), _) in sorted(enumerate(pairs), key=lambda one: one[1][0]):
+def _copies(places: Sequence[tuple[int, int]], sources: list[Tensor], size: int) -> _Copies:
+    """Return copies to places (first element, elements) of flat memory."""
+    sizes, parts, end = [], [0] * len(places), 0
+    for n, (begin, count) in sorted(enumerate(places), key=lambda one: one[1]):
         sizes.append(begin - end)
         parts[n] = len(sizes)
         sizes.append(count)
         end = begin + count
-    return _Copies([source for _, source in pairs], [*sizes, size - end], parts)
+    return _Copies(sources, [*sizes, size - end], parts)
 
 
-class PulledRows:
-    """The rows that a rank needs of each ``[B, n, H, D]``, by stages of heads.
+class PullPlan:
+    """How a rank of calls of one kind shows its rows, and gets those that it needs.
 
-    ``arriving``: kernels may wait for the rows of a single stage themselves (``arrivals.py``).
-    ``one``: both chunks of this rank are one call.
+    Args:
+        tensors: k and v ``[B, n, H, D]``, for their sizes.
+        stages: the heads of each stage.
+        place: of queries, and of keys.
+        arriving: kernels can wait for the rows of the single stage themselves (``arrivals.py``).
+        counts: they do.
+        one: both chunks of this rank are one call.
     """
 
     def __init__(
@@ -149,49 +161,78 @@ class PulledRows:
         tensors: Sequence[Tensor],
         stages: Sequence[slice],
         place: tuple[Layout, Layout, Sight],
-        group: Group,
-        regions: Regions,
-        arriving: bool = False,
-        one: bool = False,
+        rank: int,
+        arriving: bool,
+        counts: bool,
+        one: bool,
     ) -> None:
-        self.way, self.rank = route(*place, group.rank), group.rank
-        self.parts = [[t[:, :, heads] for t in tensors] for heads in stages]
-        self.widths = [sum(map(_row, part)) for part in self.parts]
-        size = sum(self.widths) * tensors[0].element_size()
+        self.way, self.rank, self.stages = route(*place, rank), rank, stages
+        b, _, heads, _ = tensors[0].shape
+        widths = [t.shape[3] for t in tensors]
+        bytes_of_head = b * sum(widths) * tensors[0].element_size()
+        size = heads * bytes_of_head
         #: rows of each rank in shared memory
         self.shared = shared_rows(*place, size)
         self.in_place = in_place(*place, size)
-        self.moves = moves_of(*place, group.rank, self.in_place)
-        self.count: Tensor | None = None
+        self.moves = moves_of(*place, rank, self.in_place)
+        self.own: Moved = tuple((x.to, x.origin, x.rows) for x in self.moves.own)
+        starts = accumulate((stop - start for start, stop in self.way.shown), initial=0)
+        pairs = zip(starts, self.way.shown, strict=False)
+        self.shown: Moved = tuple((to, start, stop - start) for to, (start, stop) in pairs)
         self.ordered: Ordered | None = None
-        self.by_heads = False
-        if arriving and len(stages) == 1:
-            heads = tensors[0].shape[2]
-            row = heads, size // heads
-            self.by_heads = come_by_heads(*place, *row)
-            if may_count(tensors[0].device):
-                self.ordered = ordered(*place, group.rank, *row, self.in_place, one)
+        by_heads = arriving and come_by_heads(*place, heads, bytes_of_head)
+        if counts:
+            self.ordered = ordered(*place, rank, heads, bytes_of_head, self.in_place, one)
+        sizes = [[(b, kv.stop - kv.start, d) for d in widths] for kv in stages]
+        #: of each stage, the gathered rows
+        self.gathered = [RowPlaces((k, v), self.moves.arriving, by_heads) for k, v in sizes]
+        #: of each stage, the rows of each rank in shared memory
+        self.there = [[RowPlaces((k, v), n, by_heads) for n in self.shared] for k, v in sizes]
+        each = [
+            [-(-one.rows * one.width // ALIGNED) * ALIGNED for one in stage] for stage in self.there
+        ]
+        #: the first element of each stage in the memory of each rank
+        self.begins = list(accumulate(each, _added, initial=[0] * len(self.shared)))
+        #: bytes of shared memory, the same on all ranks
+        self.bytes = max(self.shared) * size
+        self.bytes += len(stages) * ALIGNED * tensors[0].element_size()
+        own = 0 if self.in_place else sum(move.rows for move in self.moves.own)
+        #: calls have two streams
+        self.abreast = self.ordered is not None and gains_by_two_streams(self.way.parts, own * size)
+
+
+def _added(a: list[int], b: list[int]) -> list[int]:
+    return [x + y for x, y in zip(a, b, strict=True)]
+
+
+class PulledRows:
+    """The rows that a rank needs of k and v ``[B, n, H, D]``, by stages of heads."""
+
+    def __init__(self, tensors: Sequence[Tensor], plan: PullPlan, regions: Regions) -> None:
+        self.plan, self.region = plan, regions.rows[0]
+        heads = tensors[0].shape[2]
+        whole = plan.stages == [slice(0, heads)]
+        self.parts = [tensors if whole else [t[:, :, kv] for t in tensors] for kv in plan.stages]
+        self.count: Tensor | None = None
         self.second: torch.cuda.Stream | None = None
         #: the rows of each stage, in memory from before the copies
-        self.rows: list[Rows | None] = [] if self.in_place else [
-            Rows(part[0].new_empty(self.moves.arriving * width), self.moves.arriving, part,
-                 by_heads=self.by_heads)
-            for part, width in zip(self.parts, self.widths, strict=True)
+        self.rows: list[Tensor | None] = [] if plan.in_place else [
+            tensors[0].new_empty(one.rows * one.width) for one in plan.gathered
         ]  # fmt: skip
-        self.region = regions.rows[0]
-        if max(self.shared):  # else no rank waits for another
-            size = max(self.shared) * size + len(stages) * ALIGNED * tensors[0].element_size()
-            self.region, meets = regions.turn(size)
-            self._show(size, meets)
+        if max(plan.shared):  # else no rank waits for another
+            self.region, meets = regions.turn(plan.bytes)
+            self._show(meets)
 
-    def _show(self, size: int, meets: bool) -> None:
+    def _show(self, meets: bool) -> None:
         """Let other ranks read own rows, where they read none any more."""
-        stages, region = range(len(self.parts)), self.region
-        self.second = self._second_stream()
+        plan, region = self.plan, self.region
+        stages = range(len(self.parts))
+        if plan.abreast and region.device.type == "cuda":
+            self.second = region.own_stream("calls")
         before: Any = None if self.second is None else _current(self.second).record_event()
-        region.open(size, meets=meets)
-        if self.in_place:
-            self.rows = [self._shown(self.rank, stage) for stage in stages]
+        region.open(plan.bytes, meets=meets)
+        if plan.in_place:
+            self.rows = [self._shared(plan.rank, stage) for stage in stages]
             for stage in stages:
                 self._put_own(stage)
         else:
@@ -199,79 +240,74 @@ class PulledRows:
                 self.second.wait_event(before)
                 with OnStream(self.second):
                     self._put_own(0)
-            shown = _shown_moves(self.way.shown)
             for stage in stages:
-                self._shown(self.rank, stage).put(shown)
-        if self.ordered is not None:
+                flat, places = self._shared(plan.rank, stage), plan.there[stage][plan.rank]
+                put(flat, places, self.parts[stage], plan.shown)
+        if plan.ordered is not None:
             self.count = region.restart()
         region.show()
 
-    def _second_stream(self) -> torch.cuda.Stream | None:
-        """Return the stream of own rows, and of all calls but the first, or None."""
-        if self.ordered is None or self.region.device.type != "cuda":
-            return None
-        rows = 0 if self.in_place else sum(move.rows for move in self.moves.own)
-        own = rows * self.widths[0]
-        used = gains_by_two_streams(self.way.parts, own * self.parts[0][0].element_size())
-        return self.region.own_stream("calls") if used else None
-
     def _put_own(self, stage: int) -> None:
-        rows = self.rows[stage]
-        assert rows is not None
-        rows.put(_own_moves(self.moves))
+        flat = self.rows[stage]
+        assert flat is not None
+        put(flat, self.plan.gathered[stage], self.parts[stage], self.plan.own)
 
     def begin(self, stage: int) -> PulledStage:
         """Begin the copies of a stage. Own rows are copied meanwhile."""
-        moves, rows = self.moves, self.rows[stage]
-        assert rows is not None
-        if self.ordered is not None:
-            group = 1 if self.by_heads else len(rows.units)
-            pulls = [self.region.pull(self._ordered_copies(rows, stage).to(rows.flat), group)]
+        plan, flat, places = self.plan, self.rows[stage], self.plan.gathered[stage]
+        assert flat is not None
+        if plan.ordered is not None:
+            group = 1 if places.by_heads else len(places.units)
+            pulls = [self.region.pull(self._ordered_copies(flat, stage).to(flat), group)]
         else:
-            heads = range(len(rows.units)) if self.by_heads else (None,)
+            heads = range(len(places.units)) if places.by_heads else (None,)
             pulls = [
-                self._pull(rows, stage, [Copy(head, move) for head in heads for move in each])
-                for each in (moves.first, moves.later)
+                self._pull(flat, stage, [Copy(head, move) for head in heads for move in each])
+                for each in (plan.moves.first, plan.moves.later)
             ]
-        if self.second is None and not self.in_place:
+        if self.second is None and not plan.in_place:
             self._put_own(stage)
-        elif self.second is not None and self.way.parts[0].own is None:
+        elif self.second is not None and plan.way.parts[0].own is None:
             _current(self.second).wait_stream(self.second)
         self.rows[stage] = None
-        return PulledStage(rows.views, pulls, self.way, self.ordered, self.count, self.second)
+        return PulledStage(places.tensors(flat), pulls, plan, self.count, self.second)
 
-    def _ordered_copies(self, rows: Rows, stage: int) -> _Copies:
+    def _ordered_copies(self, flat: Tensor, stage: int) -> _Copies:
         """Return the copies that are counted, in their order."""
-        assert self.ordered is not None
-        flat, copies = rows.flat, self.ordered.copies
-        shapes = tuple(t.shape for t in rows.like)
-        key = self.ordered, flat.dtype, flat.numel(), shapes
+        plan, size = self.plan, flat.numel()
+        assert plan.ordered is not None
 
         def made() -> _Copies:
-            sources = self._sources(stage, copies)
-            places = [at for head, move in copies for at in rows.places(head, move.to, move.rows)]
-            return _copies(list(zip(places, sources, strict=True)), flat.numel())
+            copies, places = plan.ordered.copies, plan.gathered[stage]  # pyright: ignore
+            to = [at for head, move in copies for at in places.of(head, move.to, move.rows)]
+            return _copies(to, self._sources(stage, copies), size)
 
-        return self.region.kept(key, made)
+        return self.region.kept((plan, size, flat.dtype), made)
 
     def _sources(self, stage: int, copies: Sequence[Copy]) -> list[Tensor]:
         """Return what copies read."""
-        shown = {rank: self._shown(rank, stage) for rank in {move.rank for _, move in copies}}
-        each = [shown[move.rank].ranges(head, move.origin, move.rows) for head, move in copies]
-        return [part for parts in each for part in parts]
+        found: list[Tensor] = []
+        for head, move in copies:
+            flat, places = self._shared(move.rank, stage), self.plan.there[stage][move.rank]
+            at = places.of(head, move.origin, move.rows)
+            found += [flat[begin : begin + n] for begin, n in at]
+        return found
 
-    def _pull(self, rows: Rows, stage: int, copies: Sequence[Copy]) -> Pull:
+    def _pull(self, flat: Tensor, stage: int, copies: Sequence[Copy]) -> Pull:
         """Begin copies."""
-        each = [rows.ranges(head, move.to, move.rows) for head, move in copies]
-        to = [part for parts in each for part in parts]
+        places = self.plan.gathered[stage]
+        at = [one for head, move in copies for one in places.of(head, move.to, move.rows)]
+        to = [flat[begin : begin + n] for begin, n in at]
         return self.region.pull(list(zip(to, self._sources(stage, copies), strict=True)))
 
-    def _shown(self, rank: int, stage: int) -> Rows:
-        """Return the rows of a rank in shared memory, of a stage."""
-        part, rows = self.parts[stage], self.shared[rank]
-        begin = sum(-(-rows * width // ALIGNED) * ALIGNED for width in self.widths[:stage])
-        flat = self.region.of(rank, part[0].dtype)[begin:]
-        return Rows(flat, rows, part, by_heads=self.by_heads)
+    def _shared(self, rank: int, stage: int) -> Tensor:
+        """Return the memory of a rank that others read, from a stage on."""
+        begin, dtype = self.plan.begins[stage][rank], self.parts[0][0].dtype
+
+        def made() -> Tensor:
+            return self.region.of(rank, dtype)[begin:]
+
+        return self.region.kept((rank, dtype, begin), made)
 
 
 def gains_by_two_streams(parts: Sequence[Part], own: int) -> bool:
@@ -286,20 +322,6 @@ def gains_by_two_streams(parts: Sequence[Part], own: int) -> bool:
     return len(parts) > 1 and parts[0].own is not None and 2 * rows[0] > sum(rows)
 
 
-@lru_cache(maxsize=256)
-def _shown_moves(ranges: Ranges) -> tuple[tuple[int, int, int], ...]:
-    """Return (to, from, rows) of ranges of own rows, one after the other."""
-    starts = accumulate((stop - start for start, stop in ranges), initial=0)
-    pairs = zip(starts, ranges, strict=False)
-    return tuple((to, start, stop - start) for to, (start, stop) in pairs)
-
-
-@lru_cache(maxsize=256)
-def _own_moves(moves: Moves) -> tuple[tuple[int, int, int], ...]:
-    """Return (to, from, rows) of own rows."""
-    return tuple((move.to, move.origin, move.rows) for move in moves.own)
-
-
 class PulledStage:
     """The rows of a stage, on their way: first those of the first call."""
 
@@ -307,17 +329,17 @@ class PulledStage:
         self,
         rows: Sequence[Tensor],
         pulls: list[Pull],
-        way: Route,
-        ordered: Ordered | None = None,
-        count: Tensor | None = None,
-        second: torch.cuda.Stream | None = None,
+        plan: PullPlan,
+        count: Tensor | None,
+        second: torch.cuda.Stream | None,
     ) -> None:
-        self._rows, self.pulls, self.way = [t.transpose(0, 1) for t in rows], pulls, way
+        self._rows, self.pulls = rows, pulls
+        way = plan.way
         self.first = way.first if way.parts and way.first is not way.parts[-1] else None
-        self._ordered, self._count = ordered, count
+        self._ordered, self._count = plan.ordered, count
         self.second = second  # the stream of all calls but the first, or None
 
-    def rows(self, part: Part) -> list[Tensor]:
+    def rows(self, part: Part) -> Sequence[Tensor]:
         """Return memory ``[B, length, H, D]`` in the order of positions, or for packed keys."""
         return self._rows
 
@@ -338,7 +360,3 @@ class PulledStage:
 
 def _current(other: torch.cuda.Stream) -> torch.cuda.Stream:
     return torch.cuda.current_stream(other.device)
-
-
-def _row(t: Tensor) -> int:
-    return t.shape[0] * t.shape[2] * t.shape[3]

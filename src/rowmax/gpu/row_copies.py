@@ -28,15 +28,8 @@ _KNOWN = Plans(256)
 
 #: (first row there, first row of k and v, number of rows)
 RowMove = tuple[int, int, int]
-
-
-class Placement(NamedTuple):
-    """Place the element [row, b, h, d] of k, and of v: distances in elements."""
-
-    row: tuple[int, int]
-    batch: tuple[int, int]
-    head: tuple[int, int]
-    first: tuple[int, int]
+#: elements from row to row of k and of v, from batch to batch, from head to head, before the first
+Distances = tuple[tuple[int, int], ...]
 
 
 class RowPointers(NamedTuple):
@@ -126,7 +119,7 @@ def _blocks(moves: tuple[RowMove, ...], rows: int, device: torch.device) -> Tens
 
 @lru_cache(maxsize=256)
 def _launch(
-    programs: int, sizes: tuple[int, ...], strides: tuple[int, ...], place: Placement
+    programs: int, sizes: tuple[int, ...], strides: tuple[int, ...], place: Distances
 ) -> Launch:
     b, h, d, dv = sizes
     unit = gcd(_MOST_UNIT, d, dv, *strides, *chain(*place))
@@ -138,7 +131,7 @@ def _launch(
 
 
 def copy_rows(
-    k: Tensor, v: Tensor, to: Tensor, place: Placement, moves: tuple[RowMove, ...]
+    k: Tensor, v: Tensor, to: Tensor, place: Distances, moves: tuple[RowMove, ...]
 ) -> None:
     """Copy rows of k and v, ``[B, n, H, D]``, to flat memory.
 

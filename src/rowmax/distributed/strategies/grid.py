@@ -69,8 +69,9 @@ def across(call: ShardedCall, tensors: Tensors, options: Options) -> ShardedCall
     # ranks with one query each have own rows together
     bias, mask = ("own" if one == "either" else one for one in (call.bias_rows, call.mask_rows))
     found = ShardedCall(
-        *(place, tensors, options, *layouts, of_keys), bias_rows=bias, mask_rows=mask, wide=True
-    )
+        *(place, tensors, options, *layouts, of_keys), bias_rows=bias, mask_rows=mask, wide=True,
+        plans=None if call.plans is None else call.plans.setdefault("across", {}),
+    )  # fmt: skip
     return found if found.packs else found.with_ids()
 
 

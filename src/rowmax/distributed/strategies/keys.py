@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -23,12 +22,12 @@ from ...call.blocks import Block, block_of
 from ...call.dispatch import prepared
 from ...call.inputs import Gradients, Options, Tensors, Wanted, part_of
 from ..abreast import Abreast
-from ..arrivals import arrives, joined_of
+from ..arrivals import arrives, joined_of, may_count
 from ..calls import ShardedCall
 from ..collectives import UnderWay
 from ..exchange import Gather, words
-from ..pieces import Packing
-from ..pulls import PulledRows, PulledStage
+from ..pieces import Packing, Sight
+from ..pulls import PulledRows, PulledStage, PullPlan
 from ..pushes import Pushed
 from ..returns import Returned
 from ..routes import Part, Route, route, sight_of
@@ -39,16 +38,14 @@ from .stages import stages_of
 
 def forward(call: ShardedCall) -> tuple[Tensor, Tensor]:
     """Return (out ``[B, n, Hq, Dv]``, lse ``[B, Hq, n]``) of this rank's queries."""
-    way, stages = _planned(call, returns=False)
-    early = arrives(call)
-    one, found = joined_of(call) if early else None, None
+    plan, found = _planned(call, returns=False), None
 
     def compute(heads: Heads, arriving: Arriving) -> None:
         nonlocal found
         # without room for shared memory rows come by a collective, and each chunk is a call
-        shared = isinstance(arriving, PulledStage)
-        parts = (one,) if one is not None and shared else way.parts
-        found = found or _Results(call, len(parts) * len(stages))
+        joins = plan.one is not None and isinstance(arriving, PulledStage)
+        parts = (plan.one,) if joins else plan.way.parts
+        found = found or _Results(call, len(parts) * len(plan.stages))
         with Abreast(arriving.second if len(parts) > 1 else None) as streams:
             for n, part in enumerate(parts):
                 with streams.call():
@@ -63,7 +60,7 @@ def forward(call: ShardedCall) -> tuple[Tensor, Tensor]:
                     found.add(heads, part, results, into)
 
     with UnderWay() as under_way:
-        _by_stages(call, way, stages, under_way, compute, early, one is not None)
+        _by_stages(call, plan, under_way, compute)
     return found.total() if found is not None else call.new_results()
 
 
@@ -71,11 +68,11 @@ def backward(
     call: ShardedCall, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wanted: Wanted
 ) -> Gradients:
     """Return the wanted gradients: of own rows, and this rank's share of replicated inputs."""
-    way, stages = _planned(call, returns=True)
-    sums = _Sums(call, way, len(stages), wanted)
+    plan = _planned(call, returns=True)
+    sums = _Sums(call, plan.way, len(plan.stages), wanted)
 
     def compute(heads: Heads, arriving: Arriving) -> None:
-        for n, part in enumerate(way.parts):
+        for n, part in enumerate(plan.way.parts):
             tensors, options = _part(call, heads, part, arriving)
             arriving.wait(part)
             rows, h = part.rows, heads.q
@@ -93,7 +90,7 @@ def backward(
         sums.keys.send(heads.kv, under_way)
 
     with UnderWay() as under_way:
-        _by_stages(call, way, stages, under_way, compute)
+        _by_stages(call, plan, under_way, compute)
         return sums.total()
 
 
@@ -104,24 +101,28 @@ class Heads(NamedTuple):
     kv: slice
 
 
+class _Plan(NamedTuple):
+    """What calls of a kind have in common on a rank."""
+
+    way: Route
+    sight: Sight
+    stages: tuple[Heads, ...]
+    one: Part | None  # both chunks are this call
+    arriving: bool  # kernels wait for the rows of the single stage (``arrivals.py``)
+
+
 def _by_stages(
     call: ShardedCall,
-    way: Route,
-    stages: Sequence[range],
+    plan: _Plan,
     under_way: UnderWay,
     compute: Callable[[Heads, Arriving], None],
-    arriving: bool = False,
-    one: bool = False,
 ) -> None:
     """Call ``compute(heads, arriving)`` for each stage, with the rows of the next on their way.
 
     A copy begins before the kernels that hide it: persistent ones leave no multiprocessor to a
-    later kernel. No reference to a stage's k and v outlives its turn. ``arriving``: kernels may
-    wait for the rows of a single stage (``arrivals.py``). ``one``: both chunks are one call.
+    later kernel. No reference to a stage's k and v outlives its turn.
     """
-    group = call.tensors.q.shape[2] // call.tensors.k.shape[2]
-    slices = [slice(one.start, one.stop) for one in stages]
-    gathers = _gathers(call, way, slices, arriving, one)
+    gathers = _gathers(call, plan)
 
     def begin(stage: int) -> Arriving:
         gather = gathers(stage)
@@ -129,29 +130,34 @@ def _by_stages(
         return gather
 
     following = begin(0)
-    for stage, kv in enumerate(slices):
+    for stage, heads in enumerate(plan.stages):
         gather = following
-        if stage + 1 < len(slices):
+        if stage + 1 < len(plan.stages):
             following = begin(stage + 1)
-        compute(Heads(slice(group * kv.start, group * kv.stop), kv), gather)
-        waited = way.first is not None and not arriving
+        compute(heads, gather)
+        waited = plan.way.first is not None and not plan.arriving
         for copy in () if waited else gather.pulls:  # none outlives its memory
             copy.wait()
 
 
-def _gathers(
-    call: ShardedCall, way: Route, slices: Sequence[slice], arriving: bool, one: bool
-) -> Callable[[int], Arriving]:
+def _gathers(call: ShardedCall, plan: _Plan) -> Callable[[int], Arriving]:
     """Return what begins the copies of a stage."""
-    own, group = [call.tensors.k, call.tensors.v], call.group
+    own, group = (call.tensors.k, call.tensors.v), call.group
     regions = regions_of(group, call.tensors.q.device)
     if regions is not None:
-        place = call.queries, call.keys, sight_of(call)
+        counts = plan.arriving and may_count(own[0].device)
+
+        def made() -> PullPlan:
+            place, slices = (call.queries, call.keys, plan.sight), [one.kv for one in plan.stages]
+            flags = plan.arriving, counts, plan.one is not None
+            return PullPlan(own, slices, place, group.rank, *flags)
+
         with _or_collectives(call):
-            return PulledRows(own, slices, place, group, regions, arriving, one).begin
+            return PulledRows(own, call.planned(("pulls", counts), made), regions).begin
 
     def begin(stage: int) -> Arriving:
-        return _Gathered(Gather([t[:, :, slices[stage]] for t in own], way, call.keys, group))
+        some = [t[:, :, plan.stages[stage].kv] for t in own]
+        return _Gathered(Gather(some, plan.way, call.keys, group))
 
     return begin
 
@@ -202,11 +208,21 @@ def _or_collectives(call: ShardedCall) -> Iterator[None]:
         without_regions(call.group, call.tensors.q.device)
 
 
-def _planned(call: ShardedCall, returns: bool) -> tuple[Route, tuple[range, ...]]:
-    """Return the route of this rank, and the stages; ranks agree first on the way of copies."""
-    regions_of(call.group, call.tensors.q.device)
-    way = route(call.queries, call.keys, sight_of(call), call.group.rank)
-    return way, stages_of(call, returns=returns)
+def _planned(call: ShardedCall, returns: bool) -> _Plan:
+    """Return the plan of this rank; ranks agree first on the way of copies."""
+    shares = regions_of(call.group, call.tensors.q.device) is not None
+
+    def made() -> _Plan:
+        sight, arriving = sight_of(call), not returns and arrives(call)
+        way = route(call.queries, call.keys, sight, call.group.rank)
+        group = call.tensors.q.shape[2] // call.tensors.k.shape[2]
+        stages = tuple(
+            Heads(slice(group * one.start, group * one.stop), slice(one.start, one.stop))
+            for one in stages_of(call, returns=returns)
+        )
+        return _Plan(way, sight, stages, joined_of(call) if arriving else None, arriving)
+
+    return call.planned(("keys", shares), made)
 
 
 def _part(
@@ -219,28 +235,27 @@ def _part(
     if part.own is not None:
         k, v = (t[:, part.own, heads.kv] for t in (own.k, own.v))
     else:
-        k, v = (t[:, part.gathered] for t in arriving.rows(part))
+        k, v = (within(t, part.gathered) for t in arriving.rows(part))
+    block = call.options, Block(h=heads.q, i=part.i, j=part.j)
     if all(getattr(own, name) is None for name in _CUT):  # 20 us, and 75 by a block
         ends = tuple((x.start, x.stop) for x in (heads.q, part.i, part.j))
-        tensors, options = own, _options_of(call.options, call.sizes(), own.q.dtype, ends)
+        tensors = own
+        options = call.planned(("options", ends), lambda: block_of(call.whole(), *block)[1])
     else:
-        block = Block(h=heads.q, i=part.i, j=part.j)
-        tensors, options = block_of(call.whole(), call.options, block)
+        tensors, options = block_of(call.whole(), *block)
     mine = {"i": part.rows, "j": part.j, "h": heads.q}
-    given = ((name, getattr(own, name)) for name in _LOCAL)
+    given = ((name, getattr(own, name)) for name in _PAIRS)
     # a block without the first key leaves the sink to another
     cut = {name: part_of(name, t, **mine) for name, t in given if t is not None}
-    return tensors._replace(k=k, v=v, **cut), options
+    q = within(within(own.q, part.rows), heads.q, 2)
+    return tensors._replace(q=q, k=k, v=v, **cut), options
 
 
-@lru_cache(maxsize=512)
-def _options_of(
-    options: Options, sizes: Sequence[tuple[int, ...]], dtype: torch.dtype, ends: Sequence[Ends]
-) -> Options:
-    """Return the options of a block of a call of these sizes; ``ends`` are those of h, i and j."""
-    q, k, v = (torch.empty((), dtype=dtype).expand(size) for size in sizes)
-    h, i, j = (slice(*each) for each in ends)
-    return block_of(Tensors(q, k, v), options, Block(h=h, i=i, j=j))[1]
+def within(t: Tensor, some: slice, axis: int = 1) -> Tensor:
+    """Return some of a tensor along an axis: itself, without the time of a view, if it is all."""
+    if some.start == 0 and some.stop == t.shape[axis]:
+        return t
+    return t.narrow(axis, some.start, some.stop - some.start)
 
 
 def _packed_part(
@@ -257,11 +272,10 @@ def _packed_part(
     )
 
 
-Ends = tuple[int, int]
 #: inputs of the whole that a block cuts
 _CUT = ("heads", "q_ids", "k_ids", "lengths", "prefix")
-#: inputs whose queries are own rows, and the sink
-_LOCAL = ("q", "bias", "allowed", "sink")
+#: inputs of own queries, and the sink
+_PAIRS = ("bias", "allowed", "sink")
 
 
 class _Results:
