@@ -140,12 +140,12 @@ def stored(count: Any, number: int) -> None:
 def _arriving(job: Callable[[Any], Any]) -> Iterator[list[int]]:
     """Let forwards of a job take arrivals; yield the copies of each."""
     groups: list[int] = []
-    pull, ready = shared.Region.pull, by_keys.prepared
+    pull, ready = shared.Region.pull_counted, by_keys.prepared
 
-    def counted_pull(region: shared.Region, copies: Any, counted: int = 0) -> Any:
-        found = pull(region, copies, counted)
-        if counted and copies:
-            groups.append(len(copies) // counted)
+    def counted_pull(region: shared.Region, steps: Any) -> Any:
+        found = pull(region, steps)
+        if steps:
+            groups.append(steps[-1][0])
             region._store_count(ALL)
         return found
 
@@ -154,7 +154,7 @@ def _arriving(job: Callable[[Any], Any]) -> Iterator[list[int]]:
         mock.patch.object(by_keys, "arrives", return_value=True),
         mock.patch.object(by_keys, "may_count", return_value=True),
         mock.patch.object(shared, "store_on_stream", return_value=stored),
-        mock.patch.object(shared.Region, "pull", counted_pull),
+        mock.patch.object(shared.Region, "pull_counted", counted_pull),
         mock.patch.object(by_keys, "prepared", lambda *given: job(ready(*given))),
     ):
         yield groups

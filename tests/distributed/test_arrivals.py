@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import builtins
-from itertools import product
+from itertools import accumulate, groupby, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -100,6 +100,20 @@ def test_a_tile_waits_for_the_last_copy_of_its_rows(kind: tuple[Layout, Sight], 
                 for x in {move.to, move.to + move.rows - 1} & set(rows):
                     at = (x - rows.start) // GRANULE
                     assert numbers[(head or 0) * stride + at] >= count
+
+
+@pytest.mark.parametrize(("kind", "row"), [*product(KINDS, (SHORT, LONG))], ids=str)
+def test_copies_of_a_head_but_the_first_are_counted_together(
+    kind: tuple[Layout, Sight], row: int
+) -> None:
+    """No tile waits for a count that is never stored."""
+    layout, sight = kind
+    for rank in range(layout.ranks):
+        found = ordered(layout, layout, sight, rank, HEADS, row)
+        runs = [len(list(run)) for _, run in groupby(found.copies, lambda copy: copy.head)]
+        ends = list(accumulate(runs))
+        assert list(found.steps) == [*range(1, (ends or [1])[0]), *ends]
+        assert {x for _, *numbers in found.tables for x in numbers} <= {0, *found.steps}
 
 
 def test_keys_come_in_the_order_in_which_a_kernel_reads_them() -> None:

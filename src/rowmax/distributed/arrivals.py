@@ -8,6 +8,7 @@ follows each (``rules/arrivals.py``). So a call needs no stages, and waits for a
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -51,11 +52,14 @@ class Ordered:
 
     Args:
         copies: those of first calls come first, then heads one after the other.
+        steps: the numbers of copies after which they are counted.
         tables: by call, what its tiles wait for.
     """
 
-    def __init__(self, copies: Sequence[Copy], tables: Sequence[Sequence[int]]) -> None:
-        self.copies, self.tables = tuple(copies), tables
+    def __init__(
+        self, copies: Sequence[Copy], steps: Sequence[int], tables: Sequence[Sequence[int]]
+    ) -> None:
+        self.copies, self.steps, self.tables = tuple(copies), tuple(steps), tables
         self._on: dict[tuple[int, torch.device], Tensor] = {}
 
     def arrivals(self, part: int, count: Tensor) -> Arrivals | None:
@@ -171,17 +175,24 @@ def ordered(
             some.sort(key=lambda move: -move.to)
     names = range(heads) if by_heads else (None,)
     copies = [Copy(head, move) for some in each for head in names for move in some]
-    landings = [
-        [
-            Landing(count, move.to, move.to + move.rows)
-            for count, (head, move) in enumerate(copies, 1)
-            if head == name
-        ]
-        for name in names
-    ]
+    steps = _steps(copies)
+    landings: list[list[Landing]] = [[] for _ in names]
+    for count, (head, move) in enumerate(copies, 1):
+        number = steps[bisect_left(steps, count)]
+        landings[head or 0].append(Landing(number, move.to, move.to + move.rows))
     parts = way.parts[-1:] if one else way.parts
     tables = [table(landings, *_keys_of(part, moves.arriving)) for part in parts]
-    return Ordered(copies, tables)
+    return Ordered(copies, steps, tables)
+
+
+def _steps(copies: Sequence[Copy]) -> list[int]:
+    """Return after how many copies they are counted: each of the first head, then once a head.
+
+    A kernel waits for the first head alone, and a count takes 5 us of the copies.
+    """
+    heads = [head for head, _ in copies]
+    last = [n for n, head in enumerate(heads, 1) if n == len(heads) or heads[n] != head]
+    return [*range(1, last[0]), *last] if last else []
 
 
 def _cut(move: Move, most: int) -> list[Move]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,7 @@ from .agreement import refuse_together
 from .calls import Place, ShardedCall, whole_rows
 from .groups import Group, group_of
 from .layout import Layout
-from .offsets import offsets_of, text_of
+from .offsets import Offsets, offsets_of, text_of
 from .operators import attend
 from .strategies import chosen, selected
 
@@ -34,6 +35,7 @@ _GRADIENTS = Wanted._fields
 #: by the signature of a plain call, and everything else that decides: what its checks have found
 _passed: dict[Any, tuple[Place, Options]] = {}
 _LIMIT = 4096
+_DOCUMENTS = "mask: Documents(cu_seqlens=)"
 
 
 def attention(
@@ -116,8 +118,11 @@ def normalized_rows(
     check_flag("reduce_replicated", reduce_replicated)
     queries, keys = check_layouts(*layouts, group)
     given = arguments(*rows, **options)
+    values = _offsets(given, queries, keys)
+    if values:
+        given = given._replace(mask=_without_documents(given.mask))
     names = group.name, queries.text, keys.text, chosen(strategy)
-    key = _plain(given), group, names, strategy, reduce_replicated
+    key = _plain(given), values, group, names, strategy, reduce_replicated
     passed = None if key[0] is None else _passed.get(key)
     if passed is not None:
         place, rest = passed
@@ -125,13 +130,11 @@ def normalized_rows(
     check_tensors(given)
     _check_rows("q", given.q, queries, group.rank)
     _check_rows("k", given.k, keys, group.rank)
-    documents = _documents(given, queries, keys)
-    if documents:
-        mask = Mask(**{**given.mask.fields(), "documents": ()})
-        given = given._replace(mask=mask)
+    if values:
+        check_offsets(_DOCUMENTS, values, "the number of keys", keys.n)
     tensors, rest = _whole(given, queries, keys)
     drawn = tensors.seed is not None and given.seed is None
-    place = Place(*names, reduce_replicated, drawn, documents)
+    place = Place(*names, reduce_replicated, drawn, text_of(values) if values else "")
     call = ShardedCall(place, tensors, rest, queries, keys, group)
     name = selected(strategy, call)
     if rest.backend is not None and not torch.compiler.is_compiling():
@@ -173,21 +176,30 @@ def _check_backend(call: ShardedCall, backend: str, strategy: str) -> None:
     check_named(problem._replace(part=part), backend, wanted)
 
 
-def _documents(given: Arguments, queries: Layout, keys: Layout) -> str:
-    """Return the text of the documents of a mask where the host knows their offsets, else ""."""
+def _offsets(given: Arguments, queries: Layout, keys: Layout) -> Offsets | None:
+    """Return the offsets of the documents of a mask where the host knows them, else None."""
     mask = given.mask
     if len(mask.documents) != 1 or queries.n != keys.n or mask.align == "lengths":
-        return ""
+        return None
     (one,) = mask.documents
-    if one.cu_seqlens is None or one.q_ids is not None:
-        return ""
-    name = "mask: Documents(cu_seqlens=)"
-    check_device(name, one.cu_seqlens, given.q)
-    values = offsets_of(one.cu_seqlens)
-    if not values:
-        return ""
-    check_offsets(name, values, "the number of keys", keys.n)
-    return text_of(values)
+    known = one.cu_seqlens is not None and one.q_ids is None
+    if not known or not isinstance(given.q, Tensor):  # the checks of tensors will refuse it
+        return None
+    check_device(_DOCUMENTS, one.cu_seqlens, given.q)
+    return offsets_of(one.cu_seqlens) or None
+
+
+def _without_documents(mask: Mask) -> Mask:
+    """Return a mask without its documents."""
+    others = mask.lengths, mask.prefix, mask.allowed
+    if all(t is None for t in others) and mask.align == "keys":
+        return _band_of(mask.left, mask.right)
+    return Mask(**{**mask.fields(), "documents": ()})
+
+
+@lru_cache(maxsize=64)
+def _band_of(left: int | None, right: int | None) -> Mask:
+    return Mask(left, right)
 
 
 def _whole(given: Arguments, queries: Layout, keys: Layout) -> tuple[Tensors, Options]:

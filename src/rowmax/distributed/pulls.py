@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, NamedTuple
 
@@ -126,22 +126,29 @@ class _Copies(NamedTuple):
     sources: list[Tensor]
     sizes: list[int]  # parts of the memory
     parts: list[int]  # by copy, which part it goes to
+    steps: list[tuple[int, slice]]  # copies that are counted together, with the count
 
-    def to(self, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return the copies to this memory, each with its source."""
+    def to(self, flat: Tensor) -> list[tuple[int, list[tuple[Tensor, Tensor]]]]:
+        """Return the copies to this memory, each with its source, in steps."""
         parts = flat.split(self.sizes)
-        return [(parts[n], source) for n, source in zip(self.parts, self.sources, strict=True)]
+        both = [(parts[n], source) for n, source in zip(self.parts, self.sources, strict=True)]
+        return [(count, both[some]) for count, some in self.steps]
 
 
-def _copies(places: Sequence[tuple[int, int]], sources: list[Tensor], size: int) -> _Copies:
-    """Return copies to places (first element, elements) of flat memory."""
+def _copies(
+    places: Sequence[tuple[int, int]], sources: list[Tensor], size: int, steps: Sequence[int]
+) -> _Copies:
+    """Return copies to places (first element, elements) of flat memory, counted in steps."""
     sizes, parts, end = [], [0] * len(places), 0
     for n, (begin, count) in sorted(enumerate(places), key=lambda one: one[1]):
         sizes.append(begin - end)
         parts[n] = len(sizes)
         sizes.append(count)
         end = begin + count
-    return _Copies(sources, [*sizes, size - end], parts)
+    each = len(places) // steps[-1] if steps else 1  # k and v, or rows of both
+    ends = pairwise([0, *steps])
+    counted = [(b, slice(a * each, b * each)) for a, b in ends]
+    return _Copies(sources, [*sizes, size - end], parts, counted)
 
 
 class PullPlan:
@@ -257,8 +264,7 @@ class PulledRows:
         plan, flat, places = self.plan, self.rows[stage], self.plan.gathered[stage]
         assert flat is not None
         if plan.ordered is not None:
-            group = 1 if places.by_heads else len(places.units)
-            pulls = [self.region.pull(self._ordered_copies(flat, stage).to(flat), group)]
+            pulls = [self.region.pull_counted(self._ordered_copies(flat, stage).to(flat))]
         else:
             heads = range(len(places.units)) if places.by_heads else (None,)
             pulls = [
@@ -275,12 +281,13 @@ class PulledRows:
     def _ordered_copies(self, flat: Tensor, stage: int) -> _Copies:
         """Return the copies that are counted, in their order."""
         plan, size = self.plan, flat.numel()
-        assert plan.ordered is not None
+        order = plan.ordered
+        assert order is not None
 
         def made() -> _Copies:
-            copies, places = plan.ordered.copies, plan.gathered[stage]  # pyright: ignore
-            to = [at for head, move in copies for at in places.of(head, move.to, move.rows)]
-            return _copies(to, self._sources(stage, copies), size)
+            places = plan.gathered[stage]
+            to = [at for head, move in order.copies for at in places.of(head, move.to, move.rows)]
+            return _copies(to, self._sources(stage, order.copies), size, order.steps)
 
         return self.region.kept((plan, size, flat.dtype), made)
 

@@ -38,6 +38,7 @@ _ROUND = 2 << 20  # sizes are multiples of so many bytes
 #: the most bytes of a region that takes turns. Ranks meet in 12 to 17 us (four H200)
 MOST_IN_TURN = 512 << 20
 
+Copies = Sequence[tuple[Tensor, Tensor]]  # to, from
 Made = TypeVar("Made")
 
 
@@ -146,7 +147,7 @@ class Region:
         assert self.memory is not None
         return self.memory.bytes[rank].view(dtype)
 
-    def push(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Pull:
+    def push(self, copies: Copies) -> Pull:
         """Begin copies (to, from) of what is ready now. ``show`` waits for them."""
         if self.device.type != "cuda":
             copy_each([to for to, _ in copies], [origin for _, origin in copies])
@@ -160,23 +161,35 @@ class Region:
         self._written.append((Pull(done, self.device), copies))
         return Pull(done, self.device)
 
-    def pull(self, copies: Sequence[tuple[Tensor, Tensor]], counted: int = 0) -> Pull:
-        """Begin copies (to, from), both contiguous. Memory to write is older than ``show``.
+    def pull(self, copies: Copies) -> Pull:
+        """Begin copies (to, from), both contiguous. Memory to write is older than ``show``."""
+        return self._pull(_copy_stream, [(0, copies)])
 
-        Where ``counted`` is not 0, each group of so many copies is counted (``restart``), and the
-        last one as all. A kernel may wait for these, so they wait for ``show`` alone
-        (``own_stream``).
+    def pull_counted(self, steps: Sequence[tuple[int, Copies]]) -> Pull:
+        """Begin copies likewise, and store the number of each step once its copies are done.
+
+        The last one is stored as ``ALL``. A kernel may wait for these (``restart``), so they wait
+        for ``show`` alone (``own_stream``).
         """
-        if self._shown is None or not copies:
-            copy_each([to for to, _ in copies], [origin for _, origin in copies])
+        steps = [*steps[:-1], *((ALL, copies) for _, copies in steps[-1:])]
+        return self._pull(lambda _: self.own_stream("counts"), steps)
+
+    def _pull(
+        self, stream_on: Callable[[torch.device], Any], steps: Sequence[tuple[int, Copies]]
+    ) -> Pull:
+        """Begin copies; a number that is not 0 is stored after those of its step."""
+        if self._shown is None or not any(copies for _, copies in steps):
+            for _, copies in steps:
+                copy_each([to for to, _ in copies], [origin for _, origin in copies])
             return Pull(None, self.device)
-        stream = self.own_stream("counts") if counted else _copy_stream(self.device)
+        stream = stream_on(self.device)
         stream.wait_event(self._shown)
         with OnStream(stream):
-            for n, (to, origin) in enumerate(copies, 1):
-                to.copy_(origin, non_blocking=True)
-                if counted and n % counted == 0:
-                    self._store_count(ALL if n == len(copies) else n // counted)
+            for number, copies in steps:
+                for to, origin in copies:
+                    to.copy_(origin, non_blocking=True)
+                if number:
+                    self._store_count(number)
             self.uses.read = Pull(stream.record_event(), self.device)
         return self.uses.read
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from .agreement import refuse_together
 from .attention import attention
 from .groups import group_of
 from .layout import Layout
-from .offsets import captured, offsets_of, on_device
+from .offsets import Offsets, captured, offsets_of, on_device
 
 _DENSE = "attention of [1, n, H, D] with mask=Documents(cu_seqlens=...)"
 
@@ -66,15 +67,13 @@ def attention_varlen(
                 raise bad(name, got, "a 3-D tensor [n, H, D] of own rows")
         _refuse(options)
         pairs = _band(mask, causal)
-        placed = (
-            pairs.left is not None or pairs.right is not None or options.get("alibi") is not None
-        )
-        documents = _documents(cu_seqlens_q, cu_seqlens_k, layout, placed, q.device)
+        placed = options.get("alibi") is not None
+        both = _documents(cu_seqlens_q, cu_seqlens_k, layout, pairs, placed, q.device)
     except (TypeError, ValueError) as error:
         refuse_together(group, error)
     out, lse = attention(
         *(t[None] for t in (q, k, v)), mesh=mesh, layout=layout, k_layout=k_layout,
-        mask=pairs & documents, return_lse=True, **options,
+        mask=both, return_lse=True, **options,
     )  # fmt: skip
     # a view: the derivative of a selection is a copy among zeros
     out, lse = out.squeeze(0), lse.squeeze(0)
@@ -91,6 +90,8 @@ def _refuse(options: dict[str, Any]) -> None:
 
 
 def _band(mask: Any, causal: bool) -> Mask:
+    if mask is None and isinstance(causal, bool):
+        return _CAUSAL if causal else _FULL
     given = as_mask(mask)
     others = (given.documents or None, given.lengths, given.prefix, given.allowed)
     if any(x is not None for x in others):
@@ -100,8 +101,21 @@ def _band(mask: Any, causal: bool) -> Mask:
     return given & Causal() if causal else given
 
 
-def _documents(cu_q: Tensor, cu_k: Tensor, layout: Any, placed: bool, device: torch.device) -> Mask:
-    """Return the mask of packed sequences."""
+_FULL, _CAUSAL = Mask(), Causal() & Mask()
+
+
+@lru_cache(maxsize=64)
+def _known_documents(
+    values: Offsets, device: torch.device, left: int | None, right: int | None
+) -> Mask:
+    """Return the mask of packed sequences within a band, of offsets that the host knows."""
+    return Mask(left, right) & Documents(cu_seqlens=on_device(values, device))
+
+
+def _documents(
+    cu_q: Tensor, cu_k: Tensor, layout: Any, pairs: Mask, placed: bool, device: torch.device
+) -> Mask:
+    """Return the mask of packed sequences within a band; ``placed``: distances are read."""
     for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
         check_integers(name, cu, (1,))
     if cu_q.shape != cu_k.shape:
@@ -114,9 +128,11 @@ def _documents(cu_q: Tensor, cu_k: Tensor, layout: Any, placed: bool, device: to
     if values_q and values_q[-1] != layout.n:
         want = f"the rows of all ranks, {layout.n}"
         raise bad("cu_seqlens_q", f"last offset {values_q[-1]}", want)
+    if values_q is not None and values_q == values_k:
+        return _known_documents(values_q, device, pairs.left, pairs.right)
     if values_q is not None and values_k is not None:
         cu_q, cu_k = (on_device(values, device) for values in (values_q, values_k))
-        same = values_q == values_k
+        same = False
     else:
         same = cu_q is cu_k
         for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
@@ -126,8 +142,8 @@ def _documents(cu_q: Tensor, cu_k: Tensor, layout: Any, placed: bool, device: to
         cu_q, cu_k = cu_q.to(device), cu_k.to(device)
         same = same or (not torch.compiler.is_compiling() and torch.equal(cu_q, cu_k))
     if same:
-        return Documents(cu_seqlens=cu_k)
-    if placed:
+        return pairs & Documents(cu_seqlens=cu_k)
+    if placed or pairs.left is not None or pairs.right is not None:
         want = (
             "those of cu_seqlens_q (while compiling, the same tensor): causal, windows and alibi "
             "align each sequence to its own keys"
@@ -135,4 +151,4 @@ def _documents(cu_q: Tensor, cu_k: Tensor, layout: Any, placed: bool, device: to
         raise bad("cu_seqlens_k", "other offsets", want)
     checked = Documents(cu_seqlens=cu_q).documents[0].cu_seqlens
     assert checked is not None
-    return Documents(cu_seqlens=cu_k, q_ids=ids_of_offsets(checked, layout.n)[0])
+    return pairs & Documents(cu_seqlens=cu_k, q_ids=ids_of_offsets(checked, layout.n)[0])
