@@ -26,7 +26,7 @@ _ERROR = "error"
 
 
 class Kind(NamedTuple):
-    """What ranks have agreed on for calls of a kind, and what this rank has planned for them."""
+    """Hold what ranks have agreed on for calls of a kind, and what this rank has planned."""
 
     facts: dict[str, str]
     plans: dict[Any, Any]

@@ -182,8 +182,9 @@ def _offsets(given: Arguments, queries: Layout, keys: Layout) -> Offsets | None:
     if len(mask.documents) != 1 or queries.n != keys.n or mask.align == "lengths":
         return None
     (one,) = mask.documents
-    known = one.cu_seqlens is not None and one.q_ids is None
-    if not known or not isinstance(given.q, Tensor):  # the checks of tensors will refuse it
+    if one.cu_seqlens is None or one.q_ids is not None:
+        return None
+    if not isinstance(given.q, Tensor):  # the checks of tensors will refuse it
         return None
     check_device(_DOCUMENTS, one.cu_seqlens, given.q)
     return offsets_of(one.cu_seqlens) or None

@@ -46,7 +46,7 @@ class ShardedCall(NamedTuple):
     #: gradients are parts of sums over other ranks: those of keys, values and shared inputs stay
     #: in the accumulator's dtype
     wide: bool = False
-    #: what calls of this kind have in common on this rank, from when ranks have agreed
+    #: plans for calls of this kind on this rank, once ranks have agreed
     plans: dict[Any, Any] | None = None
 
     def planned(self, key: Any, plan: Callable[[], Planned]) -> Planned:

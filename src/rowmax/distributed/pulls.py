@@ -39,7 +39,7 @@ Sizes = tuple[int, int, int]  # B, H, D
 
 @dataclass(frozen=True)
 class RowPlaces:
-    """Where rows of k and v are in flat memory.
+    """Place rows of k and v in flat memory.
 
     Those of one tensor, then of the next: ``[rows, B, H, D]``. Or by kv heads, each row of k next
     to that of v: ``[H, rows, B, D + Dv]``.
@@ -78,7 +78,8 @@ class RowPlaces:
         (b, heads, d), (_, _, dv) = self.sizes
         if self.by_heads:
             both = d + dv
-            return (b * both,) * 2, (both,) * 2, (self.rows * b * both,) * 2, (0, d)
+            row, head = b * both, self.rows * b * both
+            return (row, row), (both, both), (head, head), (0, d)
         row = b * heads
         return (row * d, row * dv), (heads * d, heads * dv), (d, dv), (0, self.rows * row * d)
 
@@ -152,7 +153,7 @@ def _copies(
 
 
 class PullPlan:
-    """How a rank of calls of one kind shows its rows, and gets those that it needs.
+    """Plan how a rank shows its rows, and gets those that it needs, in calls of one kind.
 
     Args:
         tensors: k and v ``[B, n, H, D]``, for their sizes.
@@ -191,14 +192,14 @@ class PullPlan:
         if counts:
             self.ordered = ordered(*place, rank, heads, bytes_of_head, self.in_place, one)
         sizes = [[(b, kv.stop - kv.start, d) for d in widths] for kv in stages]
-        #: of each stage, the gathered rows
+        #: gathered rows, by stage
         self.gathered = [RowPlaces((k, v), self.moves.arriving, by_heads) for k, v in sizes]
-        #: of each stage, the rows of each rank in shared memory
+        #: rows in shared memory, by stage and rank
         self.there = [[RowPlaces((k, v), n, by_heads) for n in self.shared] for k, v in sizes]
         each = [
             [-(-one.rows * one.width // ALIGNED) * ALIGNED for one in stage] for stage in self.there
         ]
-        #: the first element of each stage in the memory of each rank
+        #: the first element of a stage, by stage and rank
         self.begins = list(accumulate(each, _added, initial=[0] * len(self.shared)))
         #: bytes of shared memory, the same on all ranks
         self.bytes = max(self.shared) * size

@@ -43,8 +43,8 @@ def forward(call: ShardedCall) -> tuple[Tensor, Tensor]:
     def compute(heads: Heads, arriving: Arriving) -> None:
         nonlocal found
         # without room for shared memory rows come by a collective, and each chunk is a call
-        joins = plan.one is not None and isinstance(arriving, PulledStage)
-        parts = (plan.one,) if joins else plan.way.parts
+        shared = isinstance(arriving, PulledStage)
+        parts = (plan.one,) if plan.one is not None and shared else plan.way.parts
         found = found or _Results(call, len(parts) * len(plan.stages))
         with Abreast(arriving.second if len(parts) > 1 else None) as streams:
             for n, part in enumerate(parts):
@@ -102,7 +102,7 @@ class Heads(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What calls of a kind have in common on a rank."""
+    """Hold what calls of a kind have in common on a rank."""
 
     way: Route
     sight: Sight
