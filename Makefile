@@ -48,6 +48,8 @@ PARTS := unit-cpu unit-emulator unit-interpreter unit-backward unit-files unit-f
 # "gates" has cases of the emulator at more head sizes; unit-backward has each case at one.
 GATES := gates-backward gates-forward gates-newest gates-targets gates-sizes
 APART := tests/compile tests/emulator tests/hopper tests/triton tests/distributed
+# files of tests/triton that run whole
+QUICK := test_ahead or test_few or test_launch or test_packed_order or test_replay or test_row_copies
 HOPPER := tests/compile/test_hopper.py tests/compile/test_hopper_backward.py
 BACKWARD := tests/hopper/test_backward.py
 CPU := $(wildcard tests/test_cpu*.py tests/test_amx.py)
@@ -104,7 +106,7 @@ unit-emulator: $(STAMP)
 
 unit-interpreter: $(STAMP)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/triton \
-		-k "float32 or shared-11qk or another_form or lists_hold" $(ARGS)
+		-k "float32 or shared-11qk or another_form or lists_hold or $(QUICK)" $(ARGS)
 
 doctest: $(STAMP) ## the examples in docstrings
 	$(BIN)/python -m pytest --doctest-modules src demo

@@ -6,8 +6,8 @@
 
 Kinds:
 
-    cases      covering cases in bfloat16 and float16, some in float32: each with one or two pairs
-               of layout and strategy, with --all every pair
+    cases      covering cases in bfloat16 and float16, some in float32 and float64: each with one or
+               two pairs of layout and strategy, with --all every pair
     dropout    the kept set is that of one device
     one-rank   a group of one rank equals one device to the bit
     repeats    deterministic calls are equal to the bit while one rank is delayed at random
@@ -439,12 +439,15 @@ def check_memory(rank: Rank, n: int, kind: str, strategy: str, backend: str | No
 
 # --- the checks ----------------------------------------------------------------------------------
 
+#: (dtype, every how many cases, pairs of layout and strategy of each)
+_DTYPES = (("bfloat16", 1, 2), ("float16", 1, 1), ("float32", 6, 1), ("float64", 12, 1))
+
 
 def cases(given: argparse.Namespace) -> Iterator[Check]:
     """Yield covering cases, with pairs of layout and strategy that follow each other."""
     following = cycle(PAIRS)
     size = 1 if given.device == "cpu" else SIZE
-    for dtype, every, some in (("bfloat16", 1, 2), ("float16", 1, 1), ("float32", 6, 1)):
+    for dtype, every, some in _DTYPES:
         for case in (*PACKED_CASES, *COVERING)[::every]:
             pairs = PAIRS if given.all else list(islice(following, some))
             for kind, strategy in dict.fromkeys(pairs):

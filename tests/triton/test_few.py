@@ -235,10 +235,13 @@ def test_calls_that_are_not_split() -> None:
 
 @pytest.mark.parametrize("more", [{}, {"documents": "sorted"}, {"allowed": "b11k", "sink": True}])
 def test_a_replay_can_repeat_the_launches(more: dict[str, Any], monkeypatch: Any) -> None:
-    """A forward makes empty tensors and launches two kernels, with masks as well."""
+    """A forward makes empty tensors and launches two kernels, with masks as well.
+
+    A boolean mask whose rows are no multiple of 16 bytes would be copied.
+    """
     monkeypatch.setattr(launch.Job, "run", lambda job, ptr: ran.append(job))
     ran: list[Any] = []
-    case = Case("", b=2, nq=2, nk=2100, hq=4, hk=2, d=16, **more)
+    case = Case("", b=2, nq=2, nk=2112, hq=4, hk=2, d=16, **more)
     given, tensors = make(case, dtype=torch.float16).problem()
     assert parts.parts_of(given) == 32
     with replay._Watch() as watch:

@@ -27,6 +27,7 @@ from .folder import cache_folder
 from .source_compat import quick_source
 
 _TYPES = {
+    torch.float64: "*fp64",
     torch.float32: "*fp32",
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
