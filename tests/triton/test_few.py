@@ -241,7 +241,7 @@ def test_a_replay_can_repeat_the_launches(more: dict[str, Any], monkeypatch: Any
     """
     monkeypatch.setattr(launch.Job, "run", lambda job, ptr: ran.append(job))
     ran: list[Any] = []
-    case = Case("", b=2, nq=2, nk=2112, hq=4, hk=2, d=16, **more)
+    case = Case("", b=2, nq=2, nk=2096, hq=4, hk=2, d=16, **more)
     given, tensors = make(case, dtype=torch.float16).problem()
     assert parts.parts_of(given) == 32
     with replay._Watch() as watch:
