@@ -6,7 +6,7 @@ places; a row of several pieces comes once for each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -24,7 +24,7 @@ from .layout import Layout
 from .moves import in_place, moves_of, shared_rows
 from .pieces import Sight
 from .routes import Part, route
-from .shared import Pull, Regions
+from .shared import Copies, Pull, Regions
 from .streams import OnStream
 
 #: bytes of own rows from which on their copy is worth a second stream, about 25 us of the host
@@ -34,6 +34,7 @@ ALIGNED = 128
 
 
 Moved = tuple[tuple[int, int, int], ...]  # to, from, rows
+Steps = Sequence[tuple[int, Copies]]  # copies that are counted together, with the count
 Sizes = tuple[int, int, int]  # B, H, D
 
 
@@ -129,8 +130,10 @@ class _Copies(NamedTuple):
     parts: list[int]  # by copy, which part it goes to
     steps: list[tuple[int, slice]]  # copies that are counted together, with the count
 
-    def to(self, flat: Tensor) -> list[tuple[int, list[tuple[Tensor, Tensor]]]]:
+    def to(self, flat: Tensor) -> Steps:
         """Return the copies to this memory, each with its source, in steps."""
+        if not self.sources:
+            return []
         parts = flat.split(self.sizes)
         both = [(parts[n], source) for n, source in zip(self.parts, self.sources, strict=True)]
         return [(count, both[some]) for count, some in self.steps]
@@ -265,13 +268,11 @@ class PulledRows:
         plan, flat, places = self.plan, self.rows[stage], self.plan.gathered[stage]
         assert flat is not None
         if plan.ordered is not None:
-            pulls = [self.region.pull_counted(self._ordered_copies(flat, stage).to(flat))]
+            order = plan.ordered
+            steps = self._steps(flat, stage, "all", lambda: (order.copies, order.steps))
+            pulls = [self.region.pull_counted(steps)]
         else:
-            heads = range(len(places.units)) if places.by_heads else (None,)
-            pulls = [
-                self._pull(flat, stage, [Copy(head, move) for head in heads for move in each])
-                for each in (plan.moves.first, plan.moves.later)
-            ]
+            pulls = [self.region.pull(self._plain(flat, stage, x)) for x in ("first", "later")]
         if self.second is None and not plan.in_place:
             self._put_own(stage)
         elif self.second is not None and plan.way.parts[0].own is None:
@@ -279,34 +280,41 @@ class PulledRows:
         self.rows[stage] = None
         return PulledStage(places.tensors(flat), pulls, plan, self.count, self.second)
 
-    def _ordered_copies(self, flat: Tensor, stage: int) -> _Copies:
-        """Return the copies that are counted, in their order."""
-        plan, size = self.plan, flat.numel()
-        order = plan.ordered
-        assert order is not None
+    def _plain(self, flat: Tensor, stage: int, name: str) -> Copies:
+        """Return the copies for the first call that waits, or for later ones."""
+        places = self.plan.gathered[stage]
+
+        def found() -> tuple[Sequence[Copy], Sequence[int]]:
+            heads = range(len(places.units)) if places.by_heads else (None,)
+            moves = getattr(self.plan.moves, name)
+            copies = [Copy(head, move) for head in heads for move in moves]
+            return copies, [len(copies)] if copies else []
+
+        steps = self._steps(flat, stage, name, found)
+        return steps[0][1] if steps else []
+
+    def _steps(
+        self,
+        flat: Tensor,
+        stage: int,
+        name: str,
+        find: Callable[[], tuple[Sequence[Copy], Sequence[int]]],
+    ) -> Steps:
+        """Return some copies to this memory, and the numbers after which they are counted."""
+        size = flat.numel()
 
         def made() -> _Copies:
-            places = plan.gathered[stage]
-            to = [at for head, move in order.copies for at in places.of(head, move.to, move.rows)]
-            return _copies(to, self._sources(stage, order.copies), size, order.steps)
+            copies, steps = find()
+            places, to, sources = self.plan.gathered[stage], [], []
+            for head, move in copies:
+                to += places.of(head, move.to, move.rows)
+                there = self.plan.there[stage][move.rank].of(head, move.origin, move.rows)
+                shared = self._shared(move.rank, stage)
+                sources += [shared[begin : begin + n] for begin, n in there]
+            return _copies(to, sources, size, steps)
 
-        return self.region.kept((plan, size, flat.dtype), made)
-
-    def _sources(self, stage: int, copies: Sequence[Copy]) -> list[Tensor]:
-        """Return what copies read."""
-        found: list[Tensor] = []
-        for head, move in copies:
-            flat, places = self._shared(move.rank, stage), self.plan.there[stage][move.rank]
-            at = places.of(head, move.origin, move.rows)
-            found += [flat[begin : begin + n] for begin, n in at]
-        return found
-
-    def _pull(self, flat: Tensor, stage: int, copies: Sequence[Copy]) -> Pull:
-        """Begin copies."""
-        places = self.plan.gathered[stage]
-        at = [one for head, move in copies for one in places.of(head, move.to, move.rows)]
-        to = [flat[begin : begin + n] for begin, n in at]
-        return self.region.pull(list(zip(to, self._sources(stage, copies), strict=True)))
+        key = self.plan, stage, name, size, flat.dtype
+        return self.region.kept(key, made).to(flat)
 
     def _shared(self, rank: int, stage: int) -> Tensor:
         """Return the memory of a rank that others read, from a stage on."""
