@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys, torch
 from triton.backends.compiler import GPUTarget
-from rowmax.distributed.pulls import RowPlaces
+from rowmax.distributed.row_places import RowPlaces
 from rowmax.gpu import row_copies
 
 heads, d, by_heads = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "True"

@@ -14,16 +14,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import rowmax
 from rowmax import distributed as rd
 from rowmax.call import dispatch
 from rowmax.call.problem import Problem
-from rowmax.distributed import Layout, collectives, exchange
+from rowmax.distributed import Layout, collectives, exchange, operators
+from rowmax.operators.autograd import is_direct
 from rowmax.testing import Call, Case, cotangents, make
 
-from .programs import errors_of, layouts, mesh_of, own_answer, own_call
+from .programs import copies, errors_of, layouts, mesh_of, own_answer, own_call
 
 
 def one_rank(rank: int, case: Case) -> bool:
@@ -104,6 +106,74 @@ def drawn_seed(rank: int, ranks: int, shape: tuple[int, ...] = ()) -> tuple[Tens
     rows = rd.attention(*(x[:, mine],) * 3, layout=layout, dropout_p=0.3, backend="torch", **more)
     assert isinstance(rows, Tensor)
     return own, whole[:, mine], rows
+
+
+class _Seen(TorchDispatchMode):
+    """A mode that notes the operators of rowmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names += [func.name()] if func.namespace == "rowmax" else []
+        return func(*args, **(kwargs or {}))
+
+
+def observed(rank: int, way: str) -> list[tuple[list[str], list[bool]]]:
+    """Return the operators that a mode sees of calls of one kind, and which pass the dispatcher by.
+
+    The calls are equal to the bit.
+
+    Inputs differ in strides, and in which of them need gradients.
+    """
+    layout, found, first = Layout.zigzag(200, 2), [], None
+    x = torch.randn(3, 1, layout.lengths[rank], 4, 16)
+    other = x.transpose(2, 3).contiguous().transpose(2, 3)
+    with copies(way):
+        for n in range(6):
+            given = (other if n % 2 else x).clone(memory_format=torch.preserve_format)
+            q, k, v = (t.requires_grad_(n != 4) for t in given.unbind())
+            seen, direct = _Seen(), []
+
+            def noted(tensors: Any, direct: list[bool] = direct) -> bool:
+                direct.append(is_direct(tensors))
+                return direct[-1]
+
+            patch = mock.patch.object(operators, "is_direct", noted)
+            with seen if n % 3 == 2 else contextlib.nullcontext(), patch:
+                out: Any = rd.attention(q, k, v, layout=layout, causal=True, backend="torch")
+                got = [out.detach()]
+                if n != 4:
+                    got += torch.autograd.grad(out, (q, k, v), out.detach())
+            found.append((seen.names, direct))
+            first = first or got
+            assert all(torch.equal(a, b) for a, b in zip(first, got, strict=False))
+    return found
+
+
+def after_inference(rank: int, way: str) -> list[bool]:
+    """Return True for calls that train after calls of their sizes in inference mode, and are right.
+
+    The second calls replace the memory that ranks share by more.
+    """
+    found = []
+    with copies(way):
+        for n in (200, 70_000):
+            layout = Layout.zigzag(n, 2)
+            x = torch.randn(1, n, 2, 8, generator=torch.Generator().manual_seed(0))
+            own = x[:, layout.positions(rank)]
+            mask = rowmax.Window(20, 0)
+            with torch.inference_mode():
+                first: Any = rd.attention(own, own, own, layout=layout, mask=mask, backend="torch")
+            leaf = own.clone().requires_grad_()
+            out: Any = rd.attention(leaf, leaf, leaf, layout=layout, mask=mask, backend="torch")
+            (got,) = torch.autograd.grad(out.sum(), leaf)
+            with torch.inference_mode():
+                again: Any = rd.attention(own, own, own, layout=layout, mask=mask, backend="torch")
+            found.append(torch.equal(first, out.detach()) and torch.equal(again, first))
+            found.append(bool(got.isfinite().all()))
+    return found
 
 
 def received_rows(rank: int, n: int, left: int) -> int:

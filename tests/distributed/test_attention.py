@@ -197,6 +197,21 @@ def test_some_gradients_alone(world: Worlds) -> None:
         _check(world(2), case, torch.float32, "zigzag", backend="torch")
 
 
+@pytest.mark.parametrize("way", ["shared", "collectives"])
+def test_calls_of_a_kind_are_equal_whether_a_mode_sees_them_or_not(way: str, world: Worlds) -> None:
+    """The dispatcher is left out where nothing observes a call; plans are made once."""
+    for found in world(2).run(attention_programs.observed, way):
+        names = ["rowmax::distributed_forward", "rowmax::distributed_backward"]
+        plain, seen = ([], [True, True]), (names, [False, False])
+        assert found == [plain, plain, seen, plain, ([], [True]), seen]
+
+
+@pytest.mark.parametrize("way", ["shared", "collectives"])
+def test_calls_train_after_inference(way: str, world: Worlds) -> None:
+    """Memory that stays between calls is no tensor of inference mode."""
+    assert all(all(one) for one in world(2).run(attention_programs.after_inference, way))
+
+
 def test_only_rows_that_are_seen_move(world: Worlds) -> None:
     """A window of 64 keys over 4 ranks of 512 rows: 64 keys of the rank before, and 64 own ones.
 

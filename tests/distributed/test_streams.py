@@ -16,6 +16,7 @@ from rowmax.distributed.pieces import Sight
 from rowmax.distributed.pulls import LEAST_OWN, gains_by_two_streams
 from rowmax.distributed.routes import route
 from rowmax.distributed.shared import Pull
+from rowmax.distributed.streams import OnStream
 
 
 class Stream:
@@ -45,6 +46,35 @@ def current(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _=None: streams[-1])
     monkeypatch.setattr(abreast, "OnStream", entered)
     return streams
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_a_stream_is_current_within(device: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another device than the current one, torch's context changes that as well."""
+    seen: list[Any] = []
+
+    @contextlib.contextmanager
+    def of_torch(stream: Any) -> Iterator[None]:
+        seen.append(("enter", stream.name))
+        yield
+        seen.append("exit")
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: f"before on {index}")
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda x: seen.append(getattr(x, "name", x)))
+    monkeypatch.setattr(torch.cuda, "stream", of_torch)
+    stream: Any = Stream("other")
+    stream.device_index = device
+
+    def within() -> None:
+        with OnStream(stream):
+            seen.append("within")
+            raise ValueError("of the body")
+
+    with pytest.raises(ValueError, match="of the body"):
+        within()
+    want = ["other", "within", "before on 0"]
+    assert seen == (want if device == 0 else [("enter", "other"), "within"])
 
 
 def test_one_stream_waits_for_copies_once(current: list[Stream]) -> None:

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from rowmax.distributed.pulls import RowPlaces, put
+from rowmax.distributed.row_places import RowPlaces, put
 from rowmax.gpu import row_copies
 from rowmax.gpu.compat import is_compiled
 

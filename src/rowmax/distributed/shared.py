@@ -224,7 +224,8 @@ class Region:
         self._kept.clear()
         del old
         try:
-            made = _MEMORY[self.device.type](size, self.group, self.device)
+            with torch.inference_mode(False):  # later calls may train
+                made = _MEMORY[self.device.type](size, self.group, self.device)
         except (RuntimeError, OSError) as problem:
             made, error = None, str(problem) or type(problem).__name__
         errors = [text for text in all_objects(error, self.group) if text]

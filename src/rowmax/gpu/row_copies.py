@@ -1,4 +1,4 @@
-"""Copies of rows of k and v to memory of another order (``distributed/pulls.py``), in one launch.
+"""Copies of rows of k and v to memory of another order, in one launch (``row_places.py``).
 
 torch would need a launch for each range of rows of each tensor, and 15 us of the host for each.
 """

@@ -213,13 +213,14 @@ def _planned(call: ShardedCall, returns: bool) -> _Plan:
     shares = regions_of(call.group, call.tensors.q.device) is not None
 
     def made() -> _Plan:
-        sight, arriving = sight_of(call), not returns and arrives(call)
+        sight = sight_of(call)
         way = route(call.queries, call.keys, sight, call.group.rank)
         group = call.tensors.q.shape[2] // call.tensors.k.shape[2]
         stages = tuple(
             Heads(slice(group * one.start, group * one.stop), slice(one.start, one.stop))
             for one in stages_of(call, returns=returns)
         )
+        arriving = not returns and len(stages) == 1 and arrives(call)
         return _Plan(way, sight, stages, joined_of(call) if arriving else None, arriving)
 
     return call.planned(("keys", shares), made)
