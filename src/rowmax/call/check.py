@@ -345,7 +345,8 @@ def _check_lengths(name: str, lengths: Tensor | None, shape: Shape, q: Tensor) -
 
 def check_length_values(name: str, lengths: Tensor) -> None:
     """Raise if a length is negative, where its value can be read without a wait."""
-    if values_are_readable(lengths) and bool((lengths < 0).any()):
+    # without elements a minimum raises
+    if values_are_readable(lengths) and lengths.numel() and int(lengths.min()) < 0:
         raise bad(name, lengths.tolist(), "lengths of 0 or more")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 
 import numpy as np
@@ -220,10 +220,35 @@ def sequences_of(problem: Problem, tensors: Tensors) -> np.ndarray:
         query[:], queries[:] = cu_q[:-1], np.diff(cu_q)
         key[:], keys[:] = cu_k[:-1], np.diff(cu_k)
         end[:] = keys
+    sequences = found.view(SEQUENCE)[:, 0]
     if tensors.lengths is not None:
-        np.minimum(np.maximum(tensors.lengths.numpy(), 0), keys, out=end)
+        limit(sequences, tensors.lengths)
     np.subtract(end if problem.align == "lengths" else keys, queries, out=offset)
-    return found.view(SEQUENCE)[:, 0]
+    return sequences
+
+
+def limit(sequences: np.ndarray, lengths: Tensor) -> None:
+    """Let sequences end at their lengths."""
+    np.minimum(np.maximum(lengths.numpy(), 0), sequences["keys"], out=sequences["end"])
+
+
+def sequences_again(problem: Problem, tensors: Tensors) -> Callable[[Tensors], np.ndarray | None]:
+    """Return the function of the sequences of calls like this one; None: they stay as they are."""
+    if tensors.lengths is None and tensors.prefix is None:
+        return lambda _: None
+    packed = tensors.cu_seqlens_q is not None
+    if packed or tensors.prefix is not None or problem.align == "lengths":
+        return lambda tensors: sequences_of(problem, tensors)
+    first = sequences_of(problem, tensors)
+
+    def again(tensors: Tensors) -> np.ndarray:
+        """Return the sequences: lengths decide nothing but their ends."""
+        found = first.copy()
+        assert tensors.lengths is not None
+        limit(found, tensors.lengths)
+        return found
+
+    return again
 
 
 def _tile_map(problem: Problem, tensors: Tensors, in_place: bool) -> Tensor | None:

@@ -18,7 +18,7 @@ from ..call.problem import FAR, Gradients, Problem, Tensors, Wanted
 from ..rules import row_stats
 from . import amx, few, short, threads
 from .backward import finished, outputs
-from .call import Call, sequences_of, word_of
+from .call import Call, sequences_again, word_of
 from .few_vector import HALVES
 from .kernel import address_of
 from .vector import PAIRS, TILE_K
@@ -211,13 +211,6 @@ def _places(call: Call, tensors: Tensors, more: Sequence[Tensor | None] = ()) ->
     return [(n, word_of(name)) for n, name in named] if call.reads(read) else None
 
 
-def _sequences_again(problem: Problem, tensors: Tensors) -> np.ndarray | None:
-    """Return the sequences of a repeated call, None if lengths do not decide them."""
-    if tensors.lengths is None and tensors.prefix is None:
-        return None
-    return sequences_of(problem, tensors)
-
-
 def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor] | None:
     """Return (out, lse), or None: by tiles."""
     taken = way(problem, "forward")
@@ -228,13 +221,14 @@ def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor] | None:
     call.tensor("out", torch.empty(shape, device="meta"))  # each run has its own
     call.tensor("lse", torch.empty(lse_shape, device="meta"))
     launch, places = Launch(call, taken), _places(call, tensors)
+    sequences = sequences_again(problem, tensors)
     out_word, lse_word = word_of("out"), word_of("lse")
 
     def run(tensors: Any, into: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
         out, lse = torch.empty(shape, dtype=dtype), torch.empty(lse_shape, dtype=torch.float32)
         addresses = [(word, tensors[n].data_ptr()) for n, word in places or ()]
         addresses += [(out_word, out.data_ptr()), (lse_word, lse.data_ptr())]
-        done = launch(addresses, _sequences_again(problem, tensors))
+        done = launch(addresses, sequences(tensors))
         return (out, lse) if done else None
 
     results = run(tensors)
@@ -275,7 +269,8 @@ def backward(
         return None
     places = _places(call, tensors, (out, lse, dout, dlse))
     if places is not None and not any(wanted[3:]):  # those are summed after the kernel
-        _noted.again = _backward_again(problem, launch, places, wanted, taken, dlse is not None)
+        more = sequences_again(problem, tensors), dlse is not None
+        _noted.again = _backward_again(problem, launch, places, wanted, taken, *more)
     if "bias" in sums and tensors.bias is not None:
         sums["bias"] = sums["bias"].sum_to_size(tensors.bias.shape)[None]
     done = finished(problem, tensors, sums)
@@ -313,7 +308,13 @@ def _sums(call: Call, tensors: Tensors, wanted: Wanted, taken: Way) -> dict[str,
 
 
 def _backward_again(
-    problem: Problem, launch: Launch, places: Places, wanted: Wanted, taken: Way, dlse: bool
+    problem: Problem,
+    launch: Launch,
+    places: Places,
+    wanted: Wanted,
+    taken: Way,
+    sequences: Callable[[Tensors], np.ndarray | None],
+    dlse: bool,
 ) -> Again:
     """Return the function that repeats a backward of the gradients of q, k and v."""
     count = len(Tensors._fields)
@@ -330,8 +331,8 @@ def _backward_again(
             dtype = problem.gradient_dtype("qkv"[n], given[n])
             found[n] = t = torch.empty(given[n].shape, dtype=dtype)
             addresses.append((word, t.data_ptr()))
-        sequences = _sequences_again(problem, Tensors(*given[:count]))
-        return Gradients(*found) if launch(addresses, sequences) else None
+        done = launch(addresses, sequences(Tensors(*given[:count])))
+        return Gradients(*found) if done else None
 
     return again
 
