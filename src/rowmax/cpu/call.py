@@ -242,7 +242,7 @@ def sequences_again(problem: Problem, tensors: Tensors) -> Callable[[Tensors], n
     first = sequences_of(problem, tensors)
 
     def again(tensors: Tensors) -> np.ndarray:
-        """Return the sequences: lengths decide nothing but their ends."""
+        """Return the sequences: lengths decide their ends alone."""
         found = first.copy()
         assert tensors.lengths is not None
         limit(found, tensors.lengths)
