@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..rules.mask import ids_of_offsets
-from ..torch_compat import assert_later, has_values
+from ..torch_compat import assert_later, has_values, moved
 from .streams import OnStream
 
 Offsets = tuple[int, ...]
@@ -86,13 +86,6 @@ def on_device(values: Offsets, device: torch.device) -> Tensor:
         cu = moved(torch.tensor(values, dtype=torch.int32), device)
     _remember(cu, values, None)
     return cu
-
-
-def moved(t: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the CPU on a device. The host does not wait for the device."""
-    if device.type == "cuda":
-        return t.pin_memory().to(device, non_blocking=True)
-    return t.to(device)
 
 
 @lru_cache(maxsize=64)

@@ -16,8 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..torch_compat import moved
 from .layout import Layout
-from .offsets import moved, parsed
+from .offsets import parsed
 
 #: keys of a packed call for each key that a rank needs: past it, copies take too much memory
 MOST = 4

@@ -73,7 +73,8 @@ class PullPlan:
     Args:
         tensors: k and v ``[B, n, H, D]``, for their sizes.
         stages: the heads of each stage.
-        place: of queries, and of keys.
+        place: the layouts of queries and of keys, and the limits of the mask.
+        rank: this rank of the group.
         arriving: kernels can wait for the rows of the single stage themselves (``arrivals.py``).
         counts: they do.
         one: both chunks of this rank are one call.

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ..call.inputs import Places
+from ..torch_compat import moved
 from .exchange import others_of
 from .layout import Layout, Ranges
-from .offsets import moved
 from .pieces import Sight, pieces_of
 from .routes import common, gaps, route, rows_of, union
 

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..torch_compat import moved
 from .compat import current_device
 from .compiled import Launch
 from .kept import Plans
@@ -110,9 +111,7 @@ def _blocks(moves: tuple[RowMove, ...], rows: int, device: torch.device) -> Tens
         for start in range(0, count, rows)
     ]
     with torch.inference_mode(False):
-        table = torch.tensor(parts, dtype=torch.int32)
-        if device.type == "cuda":  # the host does not wait for the device
-            table = table.pin_memory().to(device, non_blocking=True)
+        table = moved(torch.tensor(parts, dtype=torch.int32), device)
     _KNOWN.keep(key, table)
     return table
 
