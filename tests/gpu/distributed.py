@@ -99,8 +99,8 @@ COPIES = {"keys": (4.0, 14.0), "heads": (8.0, 16.0)}
 
 def prepared(
     rank: Rank, call: Call, layouts: tuple[Layout, Layout], more: dict[str, Any]
-) -> Callable[[], Answer]:
-    """Return a function that returns the answer of own rows."""
+) -> Callable[..., Answer]:
+    """Return a function of a factor of q, k and v, 1 by default, that returns own rows' answer."""
     queries, keys = layouts
     i, j = (one.positions(rank.rank, rank.device) for one in layouts)
     dout, dlse = cotangents(call)
@@ -115,10 +115,13 @@ def prepared(
         named = {**keywords, "q": q, "k": k, "v": v}
         grads = [dout[:, i], dlse[..., i]]
 
-    def answer() -> Answer:
-        leaves = {name: named[name].detach().requires_grad_() for name in call.leaves}
+    def answer(factor: float = 1.0) -> Answer:
+        scaled = dict(named)
+        if factor != 1.0:  # a product has other strides
+            scaled |= {name: factor * named[name] for name in "qkv"}
+        leaves = {name: scaled[name].detach().requires_grad_() for name in call.leaves}
         function: Any = rd.attention_varlen if call.case.packed else rd.attention
-        out, lse = function(**{**named, **leaves}, **options)
+        out, lse = function(**{**scaled, **leaves}, **options)
         got = torch.autograd.grad([out, lse], list(leaves.values()), grads)
         return Answer(out.detach(), lse.detach(), dict(zip(leaves, got, strict=True)))
 
@@ -172,14 +175,18 @@ def check_case(
 ) -> list[str]:
     """Return what is wrong with a case; the first rank alone compares.
 
-    In half of the cases heads arrive one after the other (``maybe_apart``).
+    In half of the cases heads arrive one after the other (``maybe_apart``). Calls of other values
+    come before, one in each region of rows: a missing copy would leave those.
     """
     torch.backends.cuda.matmul.allow_tf32 = False
     call = make(case, rank.device, getattr(torch, dtype), size=size)
     layouts = layouts_of(call, kind, rank.size)
     try:
         with maybe_apart(case):
-            own = prepared(rank, call, layouts, {"strategy": strategy, "backend": backend})()
+            answer = prepared(rank, call, layouts, {"strategy": strategy, "backend": backend})
+            for factor in (-0.5, 2.0):
+                answer(factor)
+            own = answer()
     except ValueError as error:
         if not any(text in str(error) for text in REFUSED):
             raise
@@ -447,6 +454,9 @@ def cases(given: argparse.Namespace) -> Iterator[Check]:
     """Yield covering cases, with pairs of layout and strategy that follow each other."""
     following = cycle(PAIRS)
     size = 1 if given.device == "cpu" else SIZE
+    if given.device != "cpu":
+        args = (WINDOW, "bfloat16", 1, "contiguous", "keys")
+        yield Check("", WINDOW.name, "bfloat16", "contiguous keys", check_case, args)
     for dtype, every, some in _DTYPES:
         for case in (*PACKED_CASES, *COVERING)[::every]:
             pairs = PAIRS if given.all else list(islice(following, some))

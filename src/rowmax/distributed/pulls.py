@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -150,26 +150,41 @@ class PulledRows:
     def _show(self, meets: bool) -> None:
         """Let other ranks read own rows, where they read none any more."""
         plan, region = self.plan, self.region
+        if not plan.abreast or region.device.type != "cuda":
+            self._write(meets)
+            region.show()
+            return
+        # a first call of own keys waits for no rank, but begins after the copies of rows: they need
+        # multiprocessors
+        alone = plan.way.parts[0].own is not None
+        second = self.second = region.own_stream("calls" if alone else "rows", urgent=alone)
+        here = _current(second)
+        second.wait_stream(here)
+        if not plan.in_place:
+            with OnStream(here if alone else second):
+                self._put_own(0)
+        with OnStream(second if alone else here):
+            self._write(meets)
+            written = _current(second).record_event()
+            region.show()
+        if alone:
+            here.wait_event(written)
+
+    def _write(self, meets: bool) -> None:
+        """Copy own rows to where other ranks read them."""
+        plan, region = self.plan, self.region
         stages = range(len(self.parts))
-        if plan.abreast and region.device.type == "cuda":
-            self.second = region.own_stream("calls")
-        before: Any = None if self.second is None else _current(self.second).record_event()
         region.open(plan.bytes, meets=meets)
         if plan.in_place:
             self.rows = [self._shared(plan.rank, stage) for stage in stages]
             for stage in stages:
                 self._put_own(stage)
         else:
-            if self.second is not None:
-                self.second.wait_event(before)
-                with OnStream(self.second):
-                    self._put_own(0)
             for stage in stages:
                 flat, places = self._shared(plan.rank, stage), plan.there[stage][plan.rank]
                 put(flat, places, self.parts[stage], plan.shown)
         if plan.ordered is not None:
             self.count = region.restart()
-        region.show()
 
     def _put_own(self, stage: int) -> None:
         flat = self.rows[stage]

@@ -193,14 +193,16 @@ class Region:
             self.uses.read = Pull(stream.record_event(), self.device)
         return self.uses.read
 
-    def own_stream(self, purpose: str) -> torch.cuda.Stream:
+    def own_stream(self, purpose: str, urgent: bool = False) -> torch.cuda.Stream:
         """Return the stream for a purpose that no other group has.
+
+        ``urgent``: blocks of its kernels begin before those of others that wait.
 
         Kernels wait for copies. In a stream of two groups, those of one would wait for the other's:
         without end, where ranks begin them in different orders.
         """
         if purpose not in self._streams:
-            self._streams[purpose] = torch.cuda.Stream(self.device)
+            self._streams[purpose] = torch.cuda.Stream(self.device, priority=-1 if urgent else 0)
         return self._streams[purpose]
 
     def _store_count(self, number: int) -> None:
