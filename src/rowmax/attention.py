@@ -14,7 +14,7 @@ from .call import around, recent
 from .call.check import Arguments
 from .call.inputs import Tensors
 from .call.jagged import jagged, packed
-from .call.normalize import normalized
+from .call.normalize import checked_lengths, normalized
 from .errors import check_flag, refuse_unexpected
 from .masks import Causal, Mask, as_mask
 from .operators.autograd import attend, prepared_directly
@@ -141,14 +141,19 @@ def attention(
             deterministic=deterministic, backend=backend,
         )  # fmt: skip
     key, rows = None, (q, k, v)
-    allowed = mask if isinstance(mask, Tensor) else None
-    if alibi is seed is None and (mask is None or allowed is not None):
+    allowed, lengths = (mask, None) if isinstance(mask, Tensor) else (None, None)
+    limits: recent.Key | None = ()
+    if mask is not allowed and (limits := recent.limits_of(mask)) is not None:
+        lengths = mask.lengths  # pyright: ignore
+    if alibi is seed is None and limits is not None:
         key = recent.key_of(causal, scale, softcap, dropout_p, backend, deterministic)
         if key is not None and not (bias is sink is mask is None):
-            key, rows = recent.with_terms(key, rows, bias, sink, allowed)
+            key, rows = recent.with_terms(key + limits, rows, bias, sink, allowed, lengths)
         found = None if key is None else recent.calls.recall(key, *rows)
         if found is not None:
-            tensors = Tensors(q, k, v, bias, sink, allowed=allowed)
+            if lengths is not None:
+                lengths = checked_lengths(lengths, k.shape[1])
+            tensors = Tensors(q, k, v, bias, sink, lengths=lengths, allowed=allowed)
             out, lse = attend(tensors, found.options, found)
             return (out, lse) if return_lse else out
     if isinstance(q, Tensor) and q.is_nested:
@@ -170,6 +175,7 @@ def attention(
             dropout_p, seed, deterministic, backend,
         )
     )  # fmt: skip
+    given = given._replace(lengths=tensors.lengths)
     if key is not None and all(map(is_, given, tensors)):  # as they are read
         prepared = prepared or prepared_directly(tensors, options)
         if prepared is not None:

@@ -33,6 +33,8 @@ from .torch_compat import values_are_readable
 
 #: the values of ``align``
 ALIGNMENTS = ("keys", "lengths")
+#: types of limits that are numbers: a symbolic one has no hash
+WHOLE = frozenset((int, type(None)))
 
 _INTERSECTIONS = ("and_", "bitwise_and", "iand", "__and__", "__rand__", "__iand__")
 _UNIONS = ("or_", "bitwise_or", "ior", "__or__", "__ror__", "__ior__")

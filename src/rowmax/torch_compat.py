@@ -377,7 +377,7 @@ def is_batched(t: Tensor | None) -> bool:
 
 def values_are_readable(t: Tensor) -> bool:
     """Return True if reading values is free: not on a GPU, which waits, and not while tracing."""
-    return t.device.type == "cpu" and has_values(t)
+    return t.is_cpu and has_values(t)
 
 
 def has_values(t: Tensor) -> bool:

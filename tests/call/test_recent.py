@@ -142,6 +142,68 @@ def test_a_call_with_a_boolean_mask_is_found(
         torch.testing.assert_close(*grads, atol=1e-4, rtol=1e-4)
 
 
+BANDS = {"none": {}, "causal": {"right": 0}, "window": {"left": 3, "right": 1}}
+
+
+@pytest.mark.skipif(torch_compat.TensorGuards is None, reason="torch has no such check")
+@pytest.mark.parametrize("backend", ["torch", None])
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+@pytest.mark.parametrize("align", ["keys", "lengths"])
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize("nq", [1, 8])
+def test_a_call_with_lengths_is_found(
+    nq: int, band: str, align: str, kind: torch.dtype, backend: str | None, calls: list[Any]
+) -> None:
+    """Each call has the keys of its own lengths, longer ones than the keys too."""
+    for n, values in enumerate(((3, 8), (8, 1), (100, 5), (0, 7), (6, 6))):
+        q, k, v = qkv(requires_grad=True)
+        q = q[:, :nq].detach().requires_grad_()
+        lengths = torch.tensor(values, dtype=kind)
+        mask = rowmax.Mask(**BANDS[band], lengths=lengths, align=align)
+        calls.clear()
+        out = attend(q, k, v, mask=mask, causal=False, backend=backend)
+        assert bool(calls) == (n == 0)
+        want = attend(q, k, v, mask=mask, causal=False, backend="reference")
+        torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
+        grads = [torch.autograd.grad(t.square().sum(), (q, k, v)) for t in (out, want)]
+        torch.testing.assert_close(*grads, atol=1e-4, rtol=1e-4)
+        calls.clear()
+    with pytest.raises(ValueError, match="lengths"):
+        attend(q, k, v, mask=rowmax.PrefixLengths(torch.tensor([3, -1], dtype=kind)), causal=False)
+
+
+OTHER_MASKS: dict[str, Callable[[], Any]] = {
+    "no lengths": lambda: rowmax.Causal(),
+    "other limits": lambda: rowmax.Window(3, 1) & of_lengths(),
+    "other alignment": lambda: rowmax.Causal() & of_lengths(align="lengths"),
+    "documents": lambda: rowmax.Causal() & of_lengths() & rowmax.Documents(torch.zeros(8).long()),
+    "prefix": lambda: rowmax.Prefix(torch.tensor([2, 3])) & of_lengths(),
+    "a boolean mask": lambda: rowmax.Causal() & of_lengths() & torch.ones(8, 8).bool(),
+    "more lengths": lambda: rowmax.Causal() & of_lengths(3),
+}
+
+
+def of_lengths(size: int = 2, **more: Any) -> rowmax.Mask:
+    return rowmax.PrefixLengths(torch.arange(size) + 2, **more)
+
+
+@pytest.mark.parametrize("name", OTHER_MASKS)
+def test_other_masks_take_the_usual_way(name: str, calls: list[Any]) -> None:
+    q, k, v = qkv()
+    for _ in range(2):
+        attend(q, k, v, mask=rowmax.Causal() & of_lengths(), causal=False)
+    calls.clear()
+    mask = OTHER_MASKS[name]()
+    if name == "more lengths":
+        with pytest.raises(ValueError, match="lengths"):
+            attend(q, k, v, mask=mask, causal=False)
+        return
+    out = attend(q, k, v, mask=mask, causal=False)
+    assert calls
+    want = attend(q, k, v, mask=mask, causal=False, backend="reference")
+    torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
+
+
 OTHER_TERMS: dict[str, Callable[[], dict[str, Tensor]]] = {
     "no sink": lambda: with_terms(sink=None),
     "sizes": lambda: with_terms(2, 1, 8, 8),

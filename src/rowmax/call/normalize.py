@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..masks import Ids, Mask, as_int
+from ..masks import WHOLE, Ids, Mask, as_int
 from ..rules.mask import both_documents, ids_of_offsets
 from ..torch_compat import PLAIN, is_observed, plain_addresses, values_are_readable
 from .check import (
@@ -30,8 +30,6 @@ from .problem import reads_distance
 
 #: types of the other arguments in a signature. bool is left out: True == 1 would hit the entry of 1
 _USUAL = frozenset((float, int, str, type(None)))
-#: types of limits in a signature. A symbolic one has no hash
-_WHOLE = frozenset((int, type(None)))
 #: by the signature of a call that passed the checks
 _passed: dict[Any, Prepared] = {}
 _LIMIT = 4096
@@ -56,8 +54,7 @@ def normalized(a: Arguments) -> tuple[Tensors, Options, Prepared | None]:
                 seed = _seed(a.seed, passed.options.dropout_p, a.q.device)
             lengths = a.mask.lengths
             if lengths is not None:
-                check_length_values(LENGTHS, lengths)
-                lengths = _lengths(lengths, a.k.shape[1])
+                lengths = checked_lengths(lengths, a.k.shape[1])
             return Tensors(a.q, a.k, a.v, seed=seed, lengths=lengths), passed.options, passed
     check_tensors(a)
     if a.cu_seqlens is not None:
@@ -92,8 +89,8 @@ def signature_of(a: Arguments) -> tuple[Any, ...] | None:
         or mask.allowed is not None
         or torch.compiler.is_compiling()
         or is_observed()
-        or type(left) not in _WHOLE
-        or type(right) not in _WHOLE
+        or type(left) not in WHOLE
+        or type(right) not in WHOLE
         or type(flag) is not bool
         or not (type(scale) in _USUAL and type(softcap) in _USUAL and type(dropout_p) in _USUAL)
         or not (backend is None or type(backend) is str)
@@ -196,6 +193,16 @@ def _heads(a: Arguments, dtype: torch.dtype) -> Tensor | None:
 
 def _four_axes(t: Tensor | None) -> Tensor | None:
     return t if t is None or t.dim() == 4 else t[(None,) * (4 - t.dim())]
+
+
+def checked_lengths(lengths: Tensor, nk: int) -> Tensor | None:
+    """Return lengths as backends read them.
+
+    Raises:
+        ValueError: one is negative, where its value can be read without a wait.
+    """
+    check_length_values(LENGTHS, lengths)
+    return _lengths(lengths, nk)
 
 
 def _lengths(lengths: Tensor | None, nk: int) -> Tensor | None:

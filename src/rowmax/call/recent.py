@@ -1,6 +1,6 @@
 """Plain calls that were made before, found by one check in C.
 
-A plain call has q, k and v, perhaps a bias, a sink and a boolean mask, a causal mask or none, and
+A plain call has q, k and v, perhaps a bias, a sink, a boolean mask or lengths, a band or none, and
 numbers.
 ``normalize`` reads twenty attributes of the tensors to know that a call passed the checks; here
 torch compares them all at once. A call that is not found takes the usual way. Backwards of calls
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from ..masks import WHOLE, Mask
 from ..torch_compat import are_strided, is_observed, likeness_of
 
 if TYPE_CHECKING:
@@ -101,9 +102,28 @@ def key_of(
     return causal, scale, softcap, backend, deterministic, ordered
 
 
+def limits_of(mask: object) -> Key | None:
+    """Return the part of a key that a mask decides, or None if it has more than a band and lengths.
+
+    The lengths are a tensor of the call.
+    """
+    if not isinstance(mask, Mask):
+        return None
+    left, right = mask.left, mask.right
+    if (
+        mask.documents
+        or mask.prefix is not None
+        or mask.allowed is not None
+        or type(left) not in WHOLE
+        or type(right) not in WHOLE
+    ):
+        return None
+    return left, right, mask.align
+
+
 def with_terms(
     key: Key, rows: tuple[Tensor, ...], *terms: Tensor | None
 ) -> tuple[Key, tuple[Tensor, ...]]:
-    """Return the key of a call with a bias, a sink or a boolean mask, and its tensors."""
+    """Return the key of a call with a bias, a sink, a mask or lengths, and its tensors."""
     given = tuple(t for t in terms if t is not None)
     return (*key, *(t is None for t in terms)), (*rows, *given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Iterable
 from functools import lru_cache
@@ -71,6 +72,9 @@ _WORD = {name: field[1] // 8 for name, field in (CALL.fields or {}).items()}
 #: the first query and key, how many there are, how many keys lengths leave; query i stands at key
 #: position ``i + offset``; ``right`` limits no key of the prefix
 SEQUENCE = _fields("query", "queries", "key", "keys", "end", "offset", "prefix")
+_END = (SEQUENCE.names or ()).index("end")
+_FEW_SEQUENCES = 16  # for which a loop takes less time than numpy
+Words = ctypes.Array[ctypes.c_int64]  # memory that kernels read
 TASK = _fields("s", "h", "tile")  # sequence, query head, tile of queries
 
 _BIAS_KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -232,20 +236,26 @@ def limit(sequences: np.ndarray, lengths: Tensor) -> None:
     np.minimum(np.maximum(lengths.numpy(), 0), sequences["keys"], out=sequences["end"])
 
 
-def sequences_again(problem: Problem, tensors: Tensors) -> Callable[[Tensors], np.ndarray | None]:
+def sequences_again(problem: Problem, tensors: Tensors) -> Callable[[Tensors], Words | None]:
     """Return the function of the sequences of calls like this one; None: they stay as they are."""
     if tensors.lengths is None and tensors.prefix is None:
         return lambda _: None
+    first = sequences_of(problem, tensors)
+    kind = ctypes.c_int64 * (first.nbytes // 8)
     packed = tensors.cu_seqlens_q is not None
     if packed or tensors.prefix is not None or problem.align == "lengths":
-        return lambda tensors: sequences_of(problem, tensors)
-    first = sequences_of(problem, tensors)
+        return lambda tensors: kind.from_buffer(sequences_of(problem, tensors).data)
+    words, nk, step = first.tobytes(), problem.nk, SEQUENCE.itemsize // 8
 
-    def again(tensors: Tensors) -> np.ndarray:
+    def again(tensors: Tensors) -> Words:
         """Return the sequences: lengths decide their ends alone."""
-        found = first.copy()
+        found = kind.from_buffer_copy(words)
         assert tensors.lengths is not None
-        limit(found, tensors.lengths)
+        if problem.batch > _FEW_SEQUENCES:
+            limit(np.frombuffer(memoryview(found), SEQUENCE), tensors.lengths)
+            return found
+        for n, length in enumerate(tensors.lengths.tolist()):
+            found[n * step + _END] = min(max(length, 0), nk)
         return found
 
     return again

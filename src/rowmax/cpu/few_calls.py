@@ -18,7 +18,7 @@ from ..call.problem import FAR, Gradients, Problem, Tensors, Wanted
 from ..rules import row_stats
 from . import amx, few, short, threads
 from .backward import finished, outputs
-from .call import Call, sequences_again, word_of
+from .call import Call, Words, sequences_again, word_of
 from .few_vector import HALVES
 from .kernel import address_of
 from .vector import PAIRS, TILE_K
@@ -172,9 +172,7 @@ class Launch:
         pairs = way.exact and in_pairs(p.dtype)
         self.worker = address_of(way.kernel, types.uint32 if pairs else _DTYPES[p.dtype])
 
-    def __call__(
-        self, addresses: list[tuple[int, int]], sequences: np.ndarray | None = None
-    ) -> bool:
+    def __call__(self, addresses: list[tuple[int, int]], sequences: Words | None = None) -> bool:
         """Run the kernel; return False if results are not finite.
 
         ``addresses`` are words of the record and their numbers, ``sequences`` what lengths say, if
@@ -184,7 +182,7 @@ class Launch:
         for word, address in addresses:
             data[word] = address
         if sequences is not None:
-            data[_SEQUENCES] = sequences.ctypes.data
+            data[_SEQUENCES] = ctypes.addressof(sequences)
         if self.parts:
             parts = torch.empty(self.parts, dtype=torch.float32)
             data[_PARTS] = parts.data_ptr()
@@ -313,7 +311,7 @@ def _backward_again(
     places: Places,
     wanted: Wanted,
     taken: Way,
-    sequences: Callable[[Tensors], np.ndarray | None],
+    sequences: Callable[[Tensors], Words | None],
     dlse: bool,
 ) -> Again:
     """Return the function that repeats a backward of the gradients of q, k and v."""
