@@ -309,11 +309,17 @@ def _public_empty(sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch
     return torch.empty_strided(sizes, strides, dtype=dtype, device="cuda")
 
 
-#: (sizes, strides, dtype) -> a tensor without values on the current GPU. Past the dispatcher, in
-#: half of the time; torch's deterministic mode does not fill it
-empty_on_gpu: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] = getattr(
-    getattr(getattr(_C, "_dynamo", None), "guards", None), "_empty_strided_cuda", _public_empty
-)
+def filled_on_cpu(sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return a tensor that torch fills, in its deterministic mode."""
+    return torch.empty_strided(sizes, strides, dtype=dtype, device="cpu")
+
+
+Empty = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
+_guards = getattr(getattr(_C, "_dynamo", None), "guards", None)
+#: (sizes, strides, dtype) -> a tensor without values on the current GPU, or on the CPU. Past the
+#: dispatcher, in half of the time; torch's deterministic mode does not fill it
+empty_on_gpu: Empty = getattr(_guards, "_empty_strided_cuda", _public_empty)
+empty_on_cpu: Empty = getattr(_guards, "_empty_strided_cpu", filled_on_cpu)
 
 
 def are_strided(tensors: Iterable[Any]) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor, get_num_threads
 from ..call.dispatch import Limit, beyond
 from ..call.problem import FAR, Gradients, Problem, Tensors, Wanted
 from ..rules import row_stats
+from ..torch_compat import Empty, empty_on_cpu, filled_on_cpu
 from . import amx, few, short, threads
 from .backward import finished, outputs
 from .call import Call, Words, sequences_again, word_of
@@ -221,9 +222,10 @@ def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor] | None:
     launch, places = Launch(call, taken), _places(call, tensors)
     sequences = sequences_again(problem, tensors)
     out_word, lse_word = word_of("out"), word_of("lse")
+    empty, likes = _empty(problem), (_like(shape, dtype), _like(lse_shape, torch.float32))
 
     def run(tensors: Any, into: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
-        out, lse = torch.empty(shape, dtype=dtype), torch.empty(lse_shape, dtype=torch.float32)
+        out, lse = empty(*likes[0]), empty(*likes[1])
         addresses = [(word, tensors[n].data_ptr()) for n, word in places or ()]
         addresses += [(out_word, out.data_ptr()), (lse_word, lse.data_ptr())]
         done = launch(addresses, sequences(tensors))
@@ -268,7 +270,7 @@ def backward(
     places = _places(call, tensors, (out, lse, dout, dlse))
     if places is not None and not any(wanted[3:]):  # those are summed after the kernel
         more = sequences_again(problem, tensors), dlse is not None
-        _noted.again = _backward_again(problem, launch, places, wanted, taken, *more)
+        _noted.again = _backward_again(problem, tensors, launch, places, wanted, taken, *more)
     if "bias" in sums and tensors.bias is not None:
         sums["bias"] = sums["bias"].sum_to_size(tensors.bias.shape)[None]
     done = finished(problem, tensors, sums)
@@ -305,8 +307,19 @@ def _sums(call: Call, tensors: Tensors, wanted: Wanted, taken: Way) -> dict[str,
     return sums
 
 
+def _empty(problem: Problem) -> Empty:
+    """Return the function that makes results: torch may fill them in its deterministic mode."""
+    return filled_on_cpu if problem.deterministic else empty_on_cpu
+
+
+def _like(sizes: Sequence[int], dtype: torch.dtype) -> tuple[Any, Any, torch.dtype]:
+    """Return the sizes, strides and dtype of a new contiguous tensor."""
+    return tuple(sizes), torch.empty(sizes, device="meta").stride(), dtype
+
+
 def _backward_again(
     problem: Problem,
+    tensors: Tensors,
     launch: Launch,
     places: Places,
     wanted: Wanted,
@@ -318,18 +331,23 @@ def _backward_again(
     count = len(Tensors._fields)
     more = ("out", "lse", "dout", "dlse") if dlse else ("out", "lse", "dout")
     places = [*places, *((count + n, word_of(name)) for n, name in enumerate(more))]
-    made = [(n, word_of(f"d{name}")) for n, name in enumerate("qkv") if wanted[n]]
+    made = [
+        (n, word_of(f"d{name}"), _like(t.shape, problem.gradient_dtype(name, t)))
+        for n, (name, t) in enumerate(zip("qkv", tensors[:3], strict=True))
+        if wanted[n]
+    ]
+    empty = _empty(problem)
+    unchanged = tensors.lengths is None and tensors.prefix is None
 
     def again(given: Any, into: Tensor | None = None) -> Gradients | None:
         if problem.natural and not _can(problem, taken, given[count + 1], wanted):
             return None
         found: list[Tensor | None] = [None] * 6
         addresses = [(word, given[n].data_ptr()) for n, word in places]
-        for n, word in made:
-            dtype = problem.gradient_dtype("qkv"[n], given[n])
-            found[n] = t = torch.empty(given[n].shape, dtype=dtype)
+        for n, word, like in made:
+            found[n] = t = empty(*like)
             addresses.append((word, t.data_ptr()))
-        done = launch(addresses, sequences(Tensors(*given[:count])))
+        done = launch(addresses, None if unchanged else sequences(Tensors(*given[:count])))
         return Gradients(*found) if done else None
 
     return again
