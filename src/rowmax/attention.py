@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from .call import around, recent
-from .call.check import Arguments
+from .call.check import Arguments, check_packed_values
 from .call.inputs import Tensors
 from .call.jagged import jagged, packed
-from .call.normalize import checked_lengths, normalized
+from .call.normalize import checked_lengths, normalized, packed_tensors
 from .errors import check_flag, refuse_unexpected
 from .masks import Causal, Mask, as_mask
 from .operators.autograd import attend, prepared_directly
@@ -288,7 +288,24 @@ def attention_varlen(
         return context.attention_varlen(
             q, k, v, *cu_seqlens, max_seqlens=max_seqlens, return_lse=return_lse, **given
         )
-    tensors, options, prepared = normalized(arguments(q, k, v, cu_seqlens, max_seqlens, **given))
+    rows = alike = q, k, v
+    key = None
+    limits = () if mask is None else recent.limits_of(mask)
+    if limits is not None and bias is alibi is sink is seed is getattr(mask, "lengths", None):
+        key = recent.key_of(causal, scale, softcap, dropout_p, backend, deterministic)
+        if key is not None:
+            key, alike = recent.of_packed(key + limits, rows, cu_seqlens, max_seqlens)
+    prepared = None if key is None else recent.packed_calls.recall(key, *alike)
+    if prepared is not None:
+        tensors, options = packed_tensors(rows, cu_seqlens), prepared.options
+        check_packed_values(tensors, options)
+    else:
+        tensors, options, prepared = normalized(arguments(*rows, cu_seqlens, max_seqlens, **given))
+        cast = (tensors.q, tensors.k, tensors.v)  # autocast may change dtypes
+        if key is not None and all(x.dtype == t.dtype for x, t in zip(cast, rows, strict=True)):
+            prepared = prepared_directly(tensors, options)
+            if prepared is not None:
+                recent.packed_calls.remember(key, prepared, *alike)
     out, lse = attend(tensors, options, prepared)
     # a view: the derivative of a selection is a copy among zeros
     out, lse = out.squeeze(0), lse.squeeze(0)

@@ -27,6 +27,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return usual(a)
 
     monkeypatch.setattr(recent.calls, "_kinds", {})
+    monkeypatch.setattr(recent.packed_calls, "_kinds", {})
     # the function has the name of its module
     monkeypatch.setattr(sys.modules["rowmax.attention"], "normalized", normalized)
     return found
@@ -350,3 +351,100 @@ def test_a_call_with_lengths_reads_their_values(
         attend(q, k, v, mask=rowmax.PrefixLengths(torch.tensor([3, -1], dtype=dtype)))
     with pytest.raises(ValueError, match="got 3 lengths"):
         attend(q, k, v, mask=rowmax.PrefixLengths(torch.ones(3, dtype=dtype)))
+
+
+# --- packed sequences --------------------------------------------------------------------------
+
+
+def packed(
+    *lengths: int, kind: torch.dtype = torch.int32, **more: Any
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Return q, k and v of 16 rows, and offsets of sequences of these lengths."""
+    rows = tuple(torch.randn(16, 2, 16, **more) for _ in "qkv")
+    return rows, torch.tensor([0, *lengths], dtype=kind).cumsum(0).to(kind)
+
+
+def attend_packed(rows: tuple[Tensor, ...], *offsets: Tensor, **more: Any) -> Any:
+    offsets = offsets if len(offsets) > 1 else 2 * offsets
+    usual = {"causal": True, "max_seqlen_q": 16, "max_seqlen_k": 16, "backend": "torch"}
+    return rowmax.attention_varlen(*rows, *offsets, **(usual | more))  # pyright: ignore
+
+
+@pytest.mark.skipif(torch_compat.TensorGuards is None, reason="torch has no such check")
+@pytest.mark.parametrize("backend", ["torch", None])
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+@pytest.mark.parametrize("twice", [True, False])
+def test_a_packed_call_is_found(
+    twice: bool, kind: torch.dtype, backend: str | None, calls: list[Any]
+) -> None:
+    """Each call has the sequences of its own offsets."""
+    for n, lengths in enumerate(((8, 8), (3, 13), (16, 0), (1, 15), (9, 7))):
+        rows, cu = packed(*lengths, kind=kind, requires_grad=True)
+        offsets = (cu, cu) if twice else (cu, cu.clone())
+        calls.clear()
+        out, lse = attend_packed(rows, *offsets, backend=backend, return_lse=True)
+        assert bool(calls) == (n == 0)
+        want, _ = attend_packed(rows, *offsets, backend="reference", return_lse=True)
+        assert lse.shape == (2, 16)
+        torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
+        grads = [torch.autograd.grad(t.square().sum(), rows) for t in (out, want)]
+        torch.testing.assert_close(*grads, atol=1e-4, rtol=1e-4)
+
+
+OTHER_PACKED: dict[str, Callable[[tuple[Tensor, ...], Tensor], Any]] = {
+    "more sequences": lambda rows, _: attend_packed(rows, packed(4, 4, 8)[1]),
+    "longest": lambda rows, cu: attend_packed(rows, cu, max_seqlen_k=15),
+    "longest unknown": lambda rows, cu: attend_packed(rows, cu, max_seqlen_q=None),
+    "two tensors": lambda rows, cu: attend_packed(rows, cu, cu.clone()),
+    "dtype of offsets": lambda rows, cu: attend_packed(rows, cu.long()),
+    "full": lambda rows, cu: attend_packed(rows, cu, causal=False),
+    "window": lambda rows, cu: attend_packed(rows, cu, mask=rowmax.Window(3, 0)),
+    "lengths": lambda rows, cu: attend_packed(
+        rows, cu, mask=rowmax.PrefixLengths(torch.tensor([3, 9]))
+    ),
+    "sink": lambda rows, cu: attend_packed(rows, cu, sink=torch.zeros(2)),
+    "bias": lambda rows, cu: attend_packed(rows, cu, bias=torch.zeros(16, 16)),
+    "alibi": lambda rows, cu: attend_packed(rows, cu, alibi=torch.ones(2)),
+    "dropout": lambda rows, cu: attend_packed(rows, cu, dropout_p=0.5),
+    "strides": lambda rows, cu: attend_packed(
+        tuple(t.transpose(0, 1).contiguous().transpose(0, 1) for t in rows), cu
+    ),
+    "one tensor": lambda rows, cu: attend_packed(3 * rows[:1], cu),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_PACKED)
+def test_another_packed_call_takes_the_usual_way(name: str, calls: list[Any]) -> None:
+    rows, cu = packed(3, 13)
+    attend_packed(rows, cu)
+    calls.clear()
+    attend_packed(rows, cu)
+    assert not calls or torch_compat.TensorGuards is None
+    OTHER_PACKED[name](rows, cu)
+    assert calls
+
+
+WRONG: dict[str, tuple[list[int], dict[str, int]]] = {
+    "first offset": ([1, 3, 16], {}),
+    "fall": ([0, 17, 16], {}),
+    "last offset": ([0, 3, 15], {}),
+    "longest sequence": ([0, 3, 16], {"max_seqlen_q": 12, "max_seqlen_k": 13}),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_offsets_are_checked_in_each_call(name: str) -> None:
+    rows, _ = packed()
+    offsets, more = WRONG[name]
+    right = torch.tensor([0, 8, 16], dtype=torch.int32)
+    for _ in range(2):
+        attend_packed(rows, right, **more)
+    with pytest.raises(ValueError, match=name):
+        attend_packed(rows, torch.tensor(offsets, dtype=torch.int32), **more)
+
+
+def test_a_packed_call_under_autocast_has_its_dtype() -> None:
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert attend_packed(*packed(3, 13)).dtype == torch.bfloat16
+        assert attend_packed(*packed(3, 13)).dtype == torch.float32

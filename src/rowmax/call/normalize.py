@@ -152,17 +152,12 @@ def _options(a: Arguments, shape: Shape) -> Options:
 
 
 def _tensors(a: Arguments, shape: Shape, options: Options) -> Tensors:
-    q, k, v, cu_q, cu_k = a.q, a.k, a.v, None, None
-    if a.cu_seqlens is not None:
-        q, k, v = q[None], k[None], v[None]
-        cu_q, cu_k = (cu.to(torch.int32).contiguous() for cu in a.cu_seqlens)
+    rows = a.q, a.k, a.v
+    found = Tensors(*rows) if a.cu_seqlens is None else packed_tensors(rows, a.cu_seqlens)
     lengths = _lengths(a.mask.lengths, shape.nk)
-    q_ids, k_ids = _documents(a.mask, shape, lengths, q.device)
-    accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return Tensors(
-        q=q,
-        k=k,
-        v=v,
+    q_ids, k_ids = _documents(a.mask, shape, lengths, a.q.device)
+    accumulator = torch.float64 if a.q.dtype == torch.float64 else torch.float32
+    return found._replace(
         bias=_four_axes(a.bias),
         sink=None if a.sink is None else a.sink.to(accumulator),
         heads=_heads(a, accumulator),
@@ -170,12 +165,19 @@ def _tensors(a: Arguments, shape: Shape, options: Options) -> Tensors:
         q_ids=q_ids,
         k_ids=k_ids,
         lengths=lengths,
-        cu_seqlens_q=cu_q,
-        cu_seqlens_k=cu_k,
         # after the checks, because it may draw: a call that fails leaves the generator as it was
-        seed=_seed(a.seed, options.dropout_p, q.device),
+        seed=_seed(a.seed, options.dropout_p, a.q.device),
         prefix=_lengths(a.mask.prefix, shape.nk),
     )
+
+
+def packed_tensors(
+    rows: tuple[Tensor, Tensor, Tensor], cu_seqlens: tuple[Tensor, Tensor]
+) -> Tensors:
+    """Return the tensors of packed sequences as backends read them."""
+    q, k, v = (t[None] for t in rows)
+    cu_q, cu_k = (cu.to(torch.int32).contiguous() for cu in cu_seqlens)
+    return Tensors(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
 
 
 def _given(a: Arguments) -> tuple[str, ...]:

@@ -71,8 +71,9 @@ def _begins(tensors: tuple[Tensor, ...]) -> list[int]:
     return [x.data_ptr() & 15 for x in tensors]
 
 
-#: plain calls, with what they have prepared
+#: plain calls, with what they have prepared; those of packed sequences
 calls: Recent[Prepared] = Recent()
+packed_calls: Recent[Prepared] = Recent()
 
 
 def key_of(
@@ -127,3 +128,24 @@ def with_terms(
     """Return the key of a call with a bias, a sink, a mask or lengths, and its tensors."""
     given = tuple(t for t in terms if t is not None)
     return (*key, *(t is None for t in terms)), (*rows, *given)
+
+
+def of_packed(
+    key: Key,
+    rows: tuple[Tensor, ...],
+    offsets: tuple[Tensor, Tensor],
+    longest: tuple[int | None, int | None],
+) -> tuple[Key | None, tuple[Tensor, ...]]:
+    """Return the key of a call of packed sequences, and its tensors.
+
+    None where the longest sequence is read from offsets.
+    """
+    cu_q, cu_k = offsets
+    max_q, max_k = longest
+    if type(max_q) not in WHOLE or type(max_k) not in WHOLE or not isinstance(cu_q, Tensor):
+        return None, rows
+    if (max_q is None or max_k is None) and not cu_q.is_cuda:
+        return None, rows
+    # torch's check takes no tensor twice
+    given = (cu_q,) if cu_k is cu_q else offsets
+    return (*key, max_q, max_k, len(given)), (*rows, *given)
