@@ -197,7 +197,8 @@ def with_packed(rng: random.Random, case: Case) -> Case:
     sizes = {"b": 1, "d": width, "dv": rng.choice((width, width, width - 8))}
     pairs = [(rng.randint(0, 700), rng.randint(0, 2500)) for _ in range(rng.randint(1, 5))]
     sequences = tuple(rng.choice((pairs, [(k, k) for _, k in pairs])))
-    band = rng.choice(({"causal": True}, {"causal": False, "right": rng.randint(1, 300)}))
+    right = {"causal": False, "right": rng.randint(1, 300), "prefix": None}
+    band = rng.choice(({"causal": True}, right))
     others = {"lengths": None, "padding": None, "step": None, "documents": None, "left": None}
     values = sizes | band | others
     return replace(
