@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import rowmax
 from rowmax import torch_compat
 from rowmax.operators import autograd
+from rowmax.testing import poisoned
 
 from .small_calls import attention, inputs
 
@@ -140,6 +141,37 @@ def test_memory_of_a_gpu_is_made_by_public_functions_where_torch_has_no_other(
     monkeypatch.setattr(torch, "empty_strided", empty_strided)
     x = torch_compat._public_empty((2, 3), (1, 2), torch.float16)
     assert (x.shape, x.stride(), x.dtype) == ((2, 3), (1, 2), torch.float16)
+
+
+@pytest.mark.parametrize("name", ["empty_on_cpu", "filled_on_cpu"])
+@pytest.mark.parametrize("inference", [False, True])
+def test_memory_of_a_cpu_is_that_of_torch(name: str, inference: bool) -> None:
+    """The second function is public, and stands for the first where torch has no other."""
+    made = getattr(torch_compat, name)
+    with torch.inference_mode(inference):
+        x = made((2, 3), (1, 2), torch.float16)
+        assert torch_compat.is_plain(x)
+    assert (x.shape, x.stride(), x.dtype) == ((2, 3), (1, 2), torch.float16)
+    assert (x.device.type, x.requires_grad, x.is_inference()) == ("cpu", False, inference)
+
+
+def test_repeated_calls_have_results_that_torch_may_fill() -> None:
+    """In its deterministic mode, in which a kernel that leaves a number unwritten shows a NaN."""
+    q, k, v = torch.randn(1, 1, 2, 16), torch.randn(1, 9, 2, 16), torch.randn(1, 9, 2, 16)
+    want, made = rowmax.attention(q, k, v, backend="reference"), []
+    usual = torch.empty_strided
+
+    def empty_strided(*args: Any, **more: Any) -> Tensor:
+        found = usual(*args, **more)
+        made.append(bool(found.isnan().all()))
+        return found
+
+    with poisoned(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty_strided", empty_strided)
+        for _ in range(4):
+            made.clear()
+            torch.testing.assert_close(rowmax.attention(q, k, v, backend="cpu"), want)
+    assert made == [True, True]  # out and lse
 
 
 def test_a_cotangent_of_zeros_that_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
