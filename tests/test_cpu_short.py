@@ -129,6 +129,59 @@ def test_sizes_have_the_bits_of_tiles(nq: int, nk: int, d: int, dtype: torch.dty
     _compare(lambda: _bits(Case("size", b=2, nq=nq, nk=nk, hq=6, hk=2, d=d, dv=d + 16), dtype))
 
 
+#: (queries, keys) of packed sequences: none, one, more than a tile, none of the other
+_LENGTHS = ((60, 60), (0, 0), (1, 1), (130, 140), (0, 9), (3, 0), (33, 200), (7, 7))
+PACKED: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"left": 20, "right": 5, "alibi": True},
+    "terms": {"causal": True, "sink": True, "softcap": 3.0, "dropout": 0.2},
+    "bias": {"bias": "bhqk", "shift": 4},
+    "mask": {"allowed": "bhqk", "empty_rows": True, "bias": "1h1k"},
+    "lengths": {"lengths": (0.3, 0.9, 1.0, 0.0), "causal": True},
+    "aligned": {"lengths": (0.3, 0.9, 1.0, 0.0), "causal": True, "align": "lengths"},
+    "prefix": {"prefix": (0.5, 0.0, 1.5, 0.2)},
+    "bounds": {"max_given": True, "causal": True},
+    "strided": {"layout": "sliced/interleaved/strided", "dout": "bhnd"},
+    "heads": {"hk": 1, "hq": 1, "causal": True},
+    "one": {"sequences": ((9, 9),), "causal": True},
+}
+
+
+def _packed(options: dict[str, Any]) -> Case:
+    """Return a case of packed short sequences."""
+    return Case("packed", **{"sequences": _LENGTHS, "hq": 4, "hk": 2, "d": 48, "dv": 64, **options})
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_short_sequences(name: str, dtype: torch.dtype) -> None:
+    case = _packed(PACKED[name])
+    assert _ways(case) == (True, True)
+    _check(case, dtype)
+
+
+@pytest.mark.parametrize("dtype", EXACT, ids=str)
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_short_sequences_have_the_bits_of_tiles(name: str, dtype: torch.dtype) -> None:
+    _compare(lambda: _bits(_packed(PACKED[name]), dtype))
+
+
+@pytest.mark.parametrize("dtype", EXACT, ids=str)
+def test_a_repeated_packed_call_has_its_own_sequences(dtype: torch.dtype) -> None:
+    """The first ones are the shortest: memory is for the longest that the bounds allow."""
+    rows = [torch.randn(240, 4, 32, dtype=dtype).requires_grad_() for _ in "qkv"]
+    for ends in ((80, 160), (80, 160), (80, 160), (10, 230), (0, 240), (239, 240), (100, 101)):
+        cu = torch.tensor([0, *ends, 240], dtype=torch.int32)
+        found = []
+        for backend in ("cpu", "torch"):
+            out = rowmax.attention_varlen(*rows, cu, cu, 240, 240, causal=True, backend=backend)
+            found.append([out, *torch.autograd.grad(out.float().square().sum(), rows)])
+        for a, b in zip(*found, strict=True):
+            rtol = 1e-4 if dtype == torch.float32 else 3e-2
+            torch.testing.assert_close(a, b, rtol=rtol, atol=rtol)
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("dtype", EXACT, ids=str)
 def test_bad_numbers_have_the_bits_of_tiles(dtype: torch.dtype, bad: float) -> None:

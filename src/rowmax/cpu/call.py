@@ -236,9 +236,15 @@ def limit(sequences: np.ndarray, lengths: Tensor) -> None:
     np.minimum(np.maximum(lengths.numpy(), 0), sequences["keys"], out=sequences["end"])
 
 
+def sequences_stay(tensors: Tensors) -> bool:
+    """Return True if the sequences of a call depend on no values."""
+    found = tensors.lengths, tensors.prefix, tensors.cu_seqlens_q
+    return all(t is None for t in found)
+
+
 def sequences_again(problem: Problem, tensors: Tensors) -> Callable[[Tensors], Words | None]:
     """Return the function of the sequences of calls like this one; None: they stay as they are."""
-    if tensors.lengths is None and tensors.prefix is None:
+    if sequences_stay(tensors):
         return lambda _: None
     first = sequences_of(problem, tensors)
     kind = ctypes.c_int64 * (first.nbytes // 8)

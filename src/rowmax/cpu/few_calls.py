@@ -19,7 +19,7 @@ from ..rules import row_stats
 from ..torch_compat import Empty, empty_on_cpu, filled_on_cpu
 from . import amx, few, short, threads
 from .backward import finished, outputs
-from .call import Call, Words, sequences_again, word_of
+from .call import Call, Words, sequences_again, sequences_stay, word_of
 from .few_vector import HALVES
 from .kernel import address_of
 from .vector import PAIRS, TILE_K
@@ -37,13 +37,13 @@ MOST_WIDE = 512  # columns of a head
 
 _ANY = (
     Limit(lambda p: p.dtype in _DTYPES, "{0.dtype} is computed by tiles"),
-    Limit(lambda p: not p.varlen, "packed sequences are computed by tiles"),
     Limit(
         lambda p: p.d % 16 == p.dv % 16 == 0 and 0 < p.d <= MOST_WIDE and 0 < p.dv <= MOST_WIDE,
         "head sizes {0.d} and {0.dv} are no whole vectors, or too wide",
     ),
 )
 _FEW = (
+    Limit(lambda p: not p.varlen, "packed sequences are short, or computed by tiles"),
     Limit(
         lambda p: p.nk > 0 and 0 < p.nq <= MOST_QUERIES and p.nq * p.group <= MOST_ROWS,
         "{0.nq} queries a head in groups of {0.group} are not few",
@@ -193,7 +193,7 @@ class Launch:
 
 #: the inputs that a repeated call reads by their addresses, and those that its sequences hold
 _BY_ADDRESS = ("q", "k", "v", "bias", "sink", "heads", "allowed")
-_IN_SEQUENCES = ("lengths", "prefix")
+_IN_SEQUENCES = ("lengths", "prefix", "cu_seqlens_q", "cu_seqlens_k")
 
 
 def _places(call: Call, tensors: Tensors, more: Sequence[Tensor | None] = ()) -> Places | None:
@@ -210,12 +210,20 @@ def _places(call: Call, tensors: Tensors, more: Sequence[Tensor | None] = ()) ->
     return [(n, word_of(name)) for n, name in named] if call.reads(read) else None
 
 
+def _call(problem: Problem, tensors: Tensors) -> Call:
+    """Return the record of a call, with memory for the longest sequence of calls like it."""
+    call = Call(problem, tensors, in_place=True)
+    if problem.varlen:
+        call.set(longest_k=problem.nk)
+    return call
+
+
 def forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor] | None:
     """Return (out, lse), or None: by tiles."""
     taken = way(problem, "forward")
     if taken is None:
         return None
-    call = Call(problem, tensors, in_place=True)
+    call = _call(problem, tensors)
     shape, lse_shape, dtype = problem.out_shape, problem.lse_shape, problem.dtype
     call.tensor("out", torch.empty(shape, device="meta"))  # each run has its own
     call.tensor("lse", torch.empty(lse_shape, device="meta"))
@@ -250,7 +258,7 @@ def backward(
     taken = way(problem, "backward")
     if taken is None or not _can(problem, taken, lse, wanted):
         return None
-    call = Call(problem, tensors, in_place=True)
+    call = _call(problem, tensors)
     sums = _sums(call, tensors, wanted, taken)
     rows, numbers = {"out": out, "dout": dout}, {"lse": lse, "dlse": dlse}
     for name, t in rows.items():
@@ -337,7 +345,7 @@ def _backward_again(
         if wanted[n]
     ]
     empty = _empty(problem)
-    unchanged = tensors.lengths is None and tensors.prefix is None
+    unchanged = sequences_stay(tensors)
 
     def again(given: Any, into: Tensor | None = None) -> Gradients | None:
         if problem.natural and not _can(problem, taken, given[count + 1], wanted):
