@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from rowmax.cpu.call import Call
 from rowmax.cpu.vector import TILE_K
 
 from . import extreme_bias
+from .drawn import drawn
 from .few_queries import with_few_queries
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -165,6 +167,31 @@ def test_packed_short_sequences(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_short_sequences_have_the_bits_of_tiles(name: str, dtype: torch.dtype) -> None:
     _compare(lambda: _bits(_packed(PACKED[name]), dtype))
+
+
+def _drawn_packed(seed: int, dtype: torch.dtype) -> Case:
+    """Return a random case of packed short sequences."""
+    rng = random.Random(seed)
+    case = drawn(seed, str(dtype).removeprefix("torch.")).case
+
+    def length() -> int:
+        return rng.choice((0, 1, rng.randint(0, 30), rng.randint(0, few_calls.MOST_TOKENS)))
+
+    pairs = [(length(), length()) for _ in range(rng.randint(1, 7))]
+    sequences = tuple(rng.choice((pairs, [(n, n) for n, _ in pairs])))
+    sizes = {"b": 1, "d": rng.choice((16, 48, 64, 144)), "dv": rng.choice((16, 64, 80))}
+    others = {"documents": None, "padding": None, "step": None, "positions": None}
+    return replace(case, sequences=sequences, **sizes, **others)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_random_packed_short_sequences(dtype: torch.dtype) -> None:
+    reached = 0
+    for seed in range(12):
+        case = _drawn_packed(seed, dtype)
+        reached += _ways(case)[0]
+        _check(case, dtype)
+    assert reached > 6
 
 
 @pytest.mark.parametrize("dtype", EXACT, ids=str)
