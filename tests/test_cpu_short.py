@@ -341,6 +341,21 @@ def test_all_heads_are_of_one_task_where_memory_is_read_in_order_only_so() -> No
     assert heads_of(hq=8, d=64, b=1, nk=1500) == [1, 1]  # tasks would be fewer than threads
 
 
+@pytest.mark.parametrize("batch", [16, 17])
+@pytest.mark.parametrize("nq", [1, 40])
+def test_a_repeated_call_has_its_own_lengths(nq: int, batch: int) -> None:
+    """Few sequences are limited one by one, many at once; lengths past the keys are all keys."""
+    for _ in range(5):
+        q, k, v = (torch.randn(batch, n, 2, 32).requires_grad_() for n in (nq, 60, 60))
+        mask = rowmax.PrefixLengths(torch.randint(0, 80, (batch,), dtype=torch.int32))
+        found = []
+        for backend in ("cpu", "reference"):
+            out = rowmax.attention(q, k, v, mask=mask, backend=backend)
+            found.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize(("nq", "nk"), [(1, 60), (40, 60), (1, 1300)])
 def test_bad_numbers_past_the_mask_stay_out(nq: int, nk: int, bad: float) -> None:
