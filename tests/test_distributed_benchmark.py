@@ -273,6 +273,7 @@ def test_every_kind_lists_its_checks():
     assert {one.dtype for one in found} == {"bfloat16", "float16", "float32", "float64"}
     assert sum(one.function is checks.check_waits for one in found) == 3 * 3
     assert sum(one.function is checks.check_memory for one in found) == 3
+    assert sum(one.function is checks.check_in_use for one in found) == 1
     given.all = True
     assert len(checks.checks_of(given)) > 3 * len(found)
 

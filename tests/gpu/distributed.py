@@ -19,7 +19,7 @@ Kinds:
                one rank is delayed at random (GPUs)
     multicast  no pointer of it exists (GPUs)
     waits      warm calls copy nothing to the host (GPUs)
-    memory     peaks are within their bounds (GPUs)
+    memory     peaks, and what a GPU holds with a million tokens on four, are within bounds (GPUs)
 
 Several groups of ranks share the GPUs (``--groups``): most of the time kernels compile. Ranks that
 hang or die are replaced, and the others go on. Checks that do not begin in ``--minutes`` are left
@@ -92,6 +92,8 @@ PACKED_CASES = (
 #: the most memory that a call adds, in copies of the keys and values of all ranks: forward,
 #: backward. It has out, gradients, gathered rows (as received and in order) and float32 sums
 COPIES = {"keys": (4.0, 14.0), "heads": (8.0, 16.0)}
+#: positions of a rank, a million on four; and the most GiB of a GPU in use after both passes
+LONG_RANK, MOST_IN_USE = 2**18, 32.0
 
 
 # --- what ranks run ------------------------------------------------------------------------------
@@ -444,6 +446,28 @@ def check_memory(rank: Rank, n: int, kind: str, strategy: str, backend: str | No
     return wrong or ["right: " + ", ".join(text)]
 
 
+def check_in_use(rank: Rank, backend: str | None) -> list[str]:
+    """Return the GiB in use on the fullest GPU after both passes of a long call.
+
+    The driver counts them: the context, kernels, inputs, results, memory that ranks share, and the
+    peak of torch's allocator. Another process of the GPU would count as well.
+    """
+    layout = LAYOUTS["zigzag"](LONG_RANK * rank.size, rank.size)
+    q, dout = (torch.randn(1, LONG_RANK, 32, 128, device=rank.device).bfloat16() for _ in "qd")
+    k, v = (torch.randn(1, LONG_RANK, 8, 128, device=rank.device).bfloat16() for _ in "kv")
+    torch.cuda.empty_cache()  # no float32 numbers that were drawn
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out = rd.attention(*leaves, layout=layout, causal=True, strategy="keys", backend=backend)
+    grads = torch.autograd.grad(out, leaves, dout)
+    free, total = torch.cuda.mem_get_info(rank.device)
+    most = torch.tensor((total - free) / 2**30, device=rank.device)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    finite = all(bool(t.isfinite().all()) for t in (out, *grads))
+    text = f"{most.item():.1f} of {MOST_IN_USE:g} GiB are in use"
+    wrong = ([text] if most.item() > MOST_IN_USE else []) + ([] if finite else ["not finite"])
+    return wrong or [f"right: {text}"]
+
+
 # --- the checks ----------------------------------------------------------------------------------
 
 #: (dtype, every how many cases, pairs of layout and strategy of each)
@@ -551,6 +575,7 @@ def memory(given: argparse.Namespace) -> Iterator[Check]:
     for kind, strategy in (("zigzag", "keys"), ("contiguous", "keys"), ("contiguous", "heads")):
         args = (32768, kind, strategy)
         yield Check("", "memory", "bfloat16", f"{kind} {strategy}", check_memory, args)
+    yield Check("", "memory in use", "bfloat16", "zigzag keys", check_in_use, ())
 
 
 KINDS = {
