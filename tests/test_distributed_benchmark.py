@@ -211,7 +211,7 @@ def test_checks_run_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     names = {row.check for row in rows}
     assert {"2 repeats: features", "dropout", "one rank: features", "packed-causal"} <= names
     assert {row.kind for row in rows} == {"distributed"}
-    assert {row.dtype for row in rows} == {"bfloat16", "float16", "float32", "float64"}
+    assert {row.dtype for row in rows} == {*checks.DTYPES, "all"}
     assert all(row.variant.startswith("2 ranks") for row in rows)
     assert sum(row.right for row in rows) > 15
     assert "0 wrong" in capsys.readouterr().out
@@ -270,7 +270,8 @@ def test_every_kind_lists_its_checks():
     found = checks.checks_of(given)
     keys = [one.key for one in found]
     assert len(set(keys)) == len(keys)
-    assert {one.dtype for one in found} == {"bfloat16", "float16", "float32", "float64"}
+    assert {one.dtype for one in found} == {*checks.DTYPES, "all"}
+    assert sum(one.function is checks.check_dtypes for one in found) == 3 * 2
     assert sum(one.function is checks.check_waits for one in found) == 3 * 3
     assert sum(one.function is checks.check_memory for one in found) == 3
     assert sum(one.function is checks.check_in_use for one in found) == 1

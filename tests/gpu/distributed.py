@@ -8,6 +8,7 @@ Kinds:
 
     cases      covering cases in bfloat16 and float16, some in float32 and float64: each with one or
                two pairs of layout and strategy, with --all every pair
+    dtypes     calls of the same sizes in one dtype after the other
     dropout    the kept set is that of one device
     one-rank   a group of one rank equals one device to the bit
     repeats    deterministic calls are equal to the bit while one rank is delayed at random
@@ -89,6 +90,7 @@ PACKED_CASES = (
     Case("packed-window", sequences=_LENGTHS, d=64, left=20, right=5, alibi=True),
     Case("packed-full", sequences=((60, 30), (1, 200), (130, 7)), hk=1, d=64),
 )
+DTYPES = ("bfloat16", "float16", "float32", "float64")
 #: the most memory that a call adds, in copies of the keys and values of all ranks: forward,
 #: backward. It has out, gradients, gathered rows (as received and in order) and float32 sums
 COPIES = {"keys": (4.0, 14.0), "heads": (8.0, 16.0)}
@@ -195,6 +197,15 @@ def check_case(
         return [f"refused: {error}"]
     got = joined(call, layouts, rank.rank, own)
     return complaints(got, expected(call, *cotangents(call))) if rank.rank == 0 else []
+
+
+def check_dtypes(rank: Rank, case: Case, kind: str, backend: str | None) -> list[str]:
+    """Return what is wrong with a case in one dtype after another: what is kept fits one alone."""
+    found = []
+    for dtype in (*DTYPES, DTYPES[0]):
+        texts = check_case(rank, case, dtype, 1, kind, "keys", backend)
+        found += [f"{dtype}: {text}" for text in texts]
+    return found
 
 
 def check_dropout(rank: Rank, kind: str, strategy: str, backend: str | None) -> list[str]:
@@ -489,6 +500,13 @@ def cases(given: argparse.Namespace) -> Iterator[Check]:
                 yield Check("", case.name, dtype, f"{kind} {strategy}", check_case, args)
 
 
+def dtypes(given: argparse.Namespace) -> Iterator[Check]:
+    """Yield calls of the same sizes in several dtypes: plain, packed, with features."""
+    for case, kind in product((PLAIN, FEATURES, PACKED_CASES[0]), ("contiguous", "uneven")):
+        args = (case, kind)
+        yield Check("", f"dtypes: {case.name}", "all", f"{kind} keys", check_dtypes, args)
+
+
 def dropout(given: argparse.Namespace) -> Iterator[Check]:
     """Yield a check of the kept set for each pair of layout and strategy."""
     for kind, strategy in PAIRS:
@@ -588,11 +606,12 @@ KINDS = {
     "waits": waits,
     "multicast": multicast,
     "dropout": dropout,
+    "dtypes": dtypes,
     "one-rank": one_rank,
     "cases": cases,
 }
 #: kinds that need no GPU
-ON_CPU = ("repeats", "stages", "meshes", "dropout", "one-rank", "cases")
+ON_CPU = ("repeats", "stages", "meshes", "dropout", "dtypes", "one-rank", "cases")
 
 
 def checks_of(given: argparse.Namespace) -> list[Check]:

@@ -212,6 +212,18 @@ def test_each_device_has_its_kernel(launch: Any, monkeypatch: pytest.MonkeyPatch
     assert streams == {0: ["stream of 0"] * 2, 1: ["stream of 1"]}
 
 
+def test_each_dtype_has_its_kernel(launch: Any) -> None:
+    """A launch that is kept by sizes alone serves tensors of several dtypes."""
+    given = [torch.zeros(4, dtype=x) for x in (torch.bfloat16, torch.float16, torch.float64)]
+    for x in (*given, given[0]):
+        launch((x, None))
+    launches = [kept.kernel.launches for kept in compiled._kernels.values()]
+    pointers = [[one[-3] for one in each] for each in launches]
+    assert sorted(map(len, pointers)) == [1, 1, 2]
+    of_first = next(each for each in pointers if len(each) == 2)
+    assert of_first == [given[0].data_ptr()] * 2
+
+
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
 @pytest.mark.parametrize("chain", [False, True])
 def test_a_launch_hook_is_called(

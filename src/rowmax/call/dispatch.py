@@ -377,8 +377,8 @@ def _grouped(given: Iterable[Any], *kinds: Any) -> list[Any]:
 
 
 def _placed(given: Iterable[Tensor | None]) -> list[Any]:
-    """Return the strides of each tensor and where it begins, past a boundary of 16 bytes."""
-    return [None if x is None else (x.data_ptr() & 15, x.stride()) for x in given]
+    """Return the dtype and strides of each tensor, and where it begins past 16 bytes."""
+    return [None if x is None else (x.dtype, x.data_ptr() & 15, x.stride()) for x in given]
 
 
 _prepared: dict[Any, Prepared] = {}

@@ -221,8 +221,8 @@ class Launch:
         self._copies: list[tuple[int, Any, dict[int, compat.Parts]]] = [
             (place, x, {}) for place, x in present
         ]
-        #: by the device, and which pointers there are and are aligned
-        self._ready: dict[tuple[int | bool | None, ...], Ready] = {}
+        #: by the device, and which tensors there are: their dtypes, and if they are aligned
+        self._ready: dict[Any, Ready] = {}
 
     def __call__(self, t: Any, bases: tuple[Any, ...] = ()) -> None:
         """Launch on the current stream.
@@ -297,7 +297,8 @@ class Launch:
     def _ready_for(self, pointers: list[int | None], t: Any, bases: tuple[Any, ...]) -> Ready:
         compiled = compat.is_compiled(self.kernel)
         device = compat.current_device() if compiled else None
-        kind = (device, *[None if x is None else not x & 15 for x in pointers])
+        given = zip(t, pointers, strict=True)
+        kind = (device, *[None if at is None else (x.dtype, not at & 15) for x, at in given])
         found = self._ready.get(kind)
         if found is not None:
             return found
