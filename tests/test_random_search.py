@@ -188,3 +188,25 @@ def test_calls_with_extreme_biases_are_compared(monkeypatch: pytest.MonkeyPatch)
         )
     with pytest.raises(RefusedError, match="neither"):
         extreme_bias.random_wrong(replace(calls[0], case=Case("plain")), "torch", "cpu")
+
+
+def test_calls_are_compared_in_other_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own comes last; a dtype that is refused is left out, unless it is its own."""
+    group = random_search.Group(3, "float32", "torch", "cpu", 1, 20_000, "dtypes")
+    (drawn,) = random_search.calls_of(group)
+    assert random_search.dtypes_wrong(drawn, "torch", "cpu") == []
+    seen, refused = [], "float16"
+
+    def wrong(one: Any, *given: Any) -> list[str]:
+        seen.append(one.dtype)
+        if one.dtype == refused:
+            raise random_search.RefusedError("no such dtype")
+        return [] if one.dtype == "float32" else ["out"]
+
+    monkeypatch.setattr(random_search, "wrong", wrong)
+    found = random_search.dtypes_wrong(drawn, "torch", "cpu")
+    assert seen == ["bfloat16", "float16", "float64", "float32"]
+    assert found == ["bfloat16: out", "float64: out"]
+    refused = "float32"
+    with pytest.raises(random_search.RefusedError):
+        random_search.dtypes_wrong(drawn, "torch", "cpu")

@@ -6,6 +6,7 @@
     python -m tests.gpu.random_search --lagging --dtype bfloat16 --backend hopper
     python -m tests.gpu.random_search --packed --dtype bfloat16,float16 --backend hopper
     python -m tests.gpu.random_search --extremes --minutes 4
+    python -m tests.gpu.random_search --other-dtypes --minutes 4
     python -m tests.gpu.random_search --shrink failures.txt --minutes 6
     python -m tests.gpu.random_search --cells failures.txt  # with --tangents where they are of it
     python -m tests.gpu.random_search --memcheck 300 --processes 12 --out memcheck.csv
@@ -31,6 +32,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -79,11 +81,13 @@ NAMES = {
     "lagging": "random calls whose reference lags",
     "packed": "random packed calls with late runs",
     "extremes": "random calls with extreme biases",
+    "dtypes": "random calls, each in several dtypes",
 }
 FAILURES = ("wrong", "fault", "unprepared", "errors")
 #: head sizes of ``--halves``; those up to 32 come with a bias that sequences or heads share
 HALVED_WIDTHS = (64, 64, 96, 96, 32, 32, 24, 40, 48, 56, 88)
 SHARED = ("1hqk", "b1qk", "11qk")
+DTYPES = ("bfloat16", "float16", "float32", "float64")
 #: biases whose gradient is no sum over keys or queries, in which everything may cancel
 OF_PAIRS = ("bhqk", "1hqk", "b1qk", "11qk")
 
@@ -103,7 +107,7 @@ class Group(NamedTuple):
     budget: int
     #: "halves": the backward may compute halves of a step; "lagging": the reference may lag;
     #: "packed": tiles of the last sequences are in several runs; "extremes": biases as large as
-    #: their dtype allows
+    #: their dtype allows; "dtypes": the same call in several of them
     special: str = ""
 
 
@@ -156,7 +160,7 @@ def calls_of(group: Group) -> Iterator[Drawn]:
     """Yield the calls of a group."""
     rng = random.Random(f"{group.seed} {group.dtype} {group.backend}")
     case = draw_group(rng, group.dtype, group.backend, group.budget)
-    if group.special:
+    if group.special in DRAWS:
         case = DRAWS[group.special](rng, case)
     same = None
     if group.backend in ("triton", "hopper"):
@@ -312,11 +316,29 @@ def packed_wrong(drawn: Drawn, backend: str, device: str) -> list[str]:
     return found
 
 
+def dtypes_wrong(drawn: Drawn, backend: str, device: str) -> list[str]:
+    """Return what is wrong with a call in each dtype that the backend takes, its own last.
+
+    What is kept of a call must not serve one of the same sizes in another dtype.
+
+    Raises:
+        RefusedError: the backend refuses the call in its own dtype.
+    """
+    found = []
+    for dtype in DTYPES:
+        if dtype != drawn.dtype and takes_dtype(dtype, backend):
+            with suppress(RefusedError):
+                texts = wrong(replace(drawn, dtype=dtype), backend, device)
+                found += [f"{dtype}: {text}" for text in texts]
+    return found + wrong(drawn, backend, device)
+
+
 CHECKS = {
     "halves": halved_wrong,
     "lagging": lagging_wrong,
     "packed": packed_wrong,
     "extremes": extreme_wrong,
+    "dtypes": dtypes_wrong,
 }
 
 
@@ -655,6 +677,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lagging", const="lagging", help="references that lag", **special)
     parser.add_argument("--packed", const="packed", help="packed, with late runs", **special)
     parser.add_argument("--extremes", const="extremes", help="extreme biases", **special)
+    parser.add_argument("--other-dtypes", const="dtypes", help="each in several", **special)
     parser.add_argument("--sanitize", type=int, help="so many small calls in this process")
     parser.add_argument("--memcheck", type=int, help="so many in processes under a sanitizer")
     parser.add_argument("--sanitizer", default="compute-sanitizer")
