@@ -98,20 +98,20 @@ def kernels_of(drawn: Drawn, known: set[Hashable]) -> int:
 
     Nothing runs: jobs stop before their launch, with tiles for an H200.
     """
-    launch = importlib.import_module("rowmax.gpu.launch")
-    run, limits = launch.Job.run, plain.limits_of
+    compiled = importlib.import_module("rowmax.gpu.compiled")
+    on, limits = compiled.Launch.on, plain.limits_of
     before = len(known)
 
-    def note(job: Any, t: Any) -> None:
-        signature = job.launch.signature(*job.launch.arguments(t))
-        options = tuple(job.options.items())
-        known.add((id(job.kernel), *(tuple(x.items()) for x in signature), options))
+    def note(launch: Any, like: Any, t: Any) -> None:
+        signature = launch.signature(*launch.arguments(t))
+        options = tuple(launch.options.items())
+        known.add((id(launch.kernel), *(tuple(x.items()) for x in signature), options))
 
-    launch.Job.run, plain.limits_of = note, lambda _: H200
+    compiled.Launch.on, plain.limits_of = note, lambda _: H200
     try:
         _stopped(drawn)
     finally:
-        launch.Job.run, plain.limits_of = run, limits
+        compiled.Launch.on, plain.limits_of = on, limits
     return len(known) - before
 
 

@@ -319,7 +319,7 @@ def packed_wrong(drawn: Drawn, backend: str, device: str) -> list[str]:
 def dtypes_wrong(drawn: Drawn, backend: str, device: str) -> list[str]:
     """Return what is wrong with a call in each dtype that the backend takes, its own last.
 
-    What is kept of a call must not serve one of the same sizes in another dtype.
+    A kernel that is kept for a call must not run on one of the same sizes in another dtype.
 
     Raises:
         RefusedError: the backend refuses the call in its own dtype.

@@ -20,7 +20,6 @@ ahead = importlib.import_module("rowmax.gpu.ahead")
 compiled = importlib.import_module("rowmax.gpu.compiled")
 backward = importlib.import_module("rowmax.gpu.hopper.backward_host")
 plans = importlib.import_module("rowmax.gpu.hopper.backward_plan")
-jobs = importlib.import_module("rowmax.gpu.launch")
 host = importlib.import_module("rowmax.gpu.hopper.host")
 
 
@@ -30,7 +29,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "_missing", lambda index: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(jobs.Job, "run", lambda job, t: job.launch(t))
+    monkeypatch.setattr(compiled.Launch, "on", lambda launch, like, t: launch(t))
     for module in (host, plans):
         monkeypatch.setattr(module, "processors", lambda device: 132)
 

@@ -23,6 +23,7 @@ from tests.triton.test_interpreter import _watched, interpreter  # noqa: F401  (
 
 forward = importlib.import_module("rowmax.gpu.triton.forward")
 few = importlib.import_module("rowmax.gpu.triton.few")
+compiled = importlib.import_module("rowmax.gpu.compiled")
 launch = importlib.import_module("rowmax.gpu.launch")
 tiles = importlib.import_module("rowmax.gpu.tiles")
 
@@ -233,21 +234,25 @@ def test_calls_that_are_not_split() -> None:
     assert parts.splits(problem(b=1024))  # a group reads its keys once
 
 
+@pytest.mark.parametrize("nk", [2096, 2100])
 @pytest.mark.parametrize("more", [{}, {"documents": "sorted"}, {"allowed": "b11k", "sink": True}])
-def test_a_replay_can_repeat_the_launches(more: dict[str, Any], monkeypatch: Any) -> None:
+def test_a_replay_can_repeat_the_launches(
+    more: dict[str, Any], nk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A forward makes empty tensors and launches two kernels, with masks as well.
 
-    A boolean mask whose rows are no multiple of 16 bytes would be copied.
+    A third one copies a boolean mask whose rows are no multiple of 16 bytes.
     """
-    monkeypatch.setattr(launch.Job, "run", lambda job, ptr: ran.append(job))
+    monkeypatch.setattr(compiled.Launch, "on", lambda launch, like, ptr: ran.append(launch))
     ran: list[Any] = []
-    case = Case("", b=2, nq=2, nk=2096, hq=4, hk=2, d=16, **more)
+    case = Case("", b=2, nq=2, nk=nk, hq=4, hk=2, d=16, **more)
     given, tensors = make(case, dtype=torch.float16).problem()
     assert parts.parts_of(given) == 32
     with replay._Watch() as watch:
         few.forward(given, tensors)
     assert watch.complete
-    assert [job.grid[0] for job in ran] == [4 * 32, 16]
+    copies = [1] if nk == 2100 and "allowed" in more else []
+    assert [one.grid[0] for one in ran] == [*copies, 4 * 32, 16]
 
 
 @pytest.mark.parametrize("name", ["backward_dbias.DBIAS", "forward.FORWARD"])

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton")
 
@@ -40,6 +41,7 @@ from tests.extreme_bias import checks
 
 interpreter = importlib.import_module("triton.runtime.interpreter")
 forward = importlib.import_module("rowmax.gpu.triton.forward")
+compiled = importlib.import_module("rowmax.gpu.compiled")
 launch = importlib.import_module("rowmax.gpu.launch")
 preprocess = importlib.import_module("rowmax.gpu.preprocess")
 tiles = importlib.import_module("rowmax.gpu.tiles")
@@ -123,18 +125,18 @@ class Watched:
 @pytest.fixture(autouse=True)
 def _watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     watched = Watched(interpreter._interpreter)
-    run = launch.Job.run
+    run = compiled.Launch.on
 
-    def checked_run(job: Any, t: Any) -> None:
+    def checked_run(one: Any, like: Tensor, t: Any) -> None:
         named = {name: x for name, x in t._asdict().items() if x is not None}
         storages = {name: x.untyped_storage() for name, x in named.items()}
         watched.ranges = [
             (s.data_ptr(), s.data_ptr() + s.nbytes(), name) for name, s in storages.items()
         ]
-        run(job, t)
+        run(one, like, t)
 
     monkeypatch.setattr(interpreter, "_interpreter", watched)
-    monkeypatch.setattr(launch.Job, "run", checked_run)
+    monkeypatch.setattr(compiled.Launch, "on", checked_run)
     monkeypatch.setitem(backends._DEVICES, "triton", ("cpu", "cuda", "xpu"))
     backends.choose.cache_clear()
     launch._jobs.clear()

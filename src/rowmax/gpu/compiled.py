@@ -243,6 +243,20 @@ class Launch:
             parts = self._parts([bases[place].data_ptr() for place, _, _ in self._copies], parts_of)
         run(*parts, *[x for x in pointers if x is not None], *numbers)
 
+    def on(self, like: Tensor, t: Any) -> None:
+        """Launch on the current stream of a tensor's device; on a CPU in the interpreter."""
+        if not like.is_cuda:
+            if like.device.type == "cpu":
+                self.public(t)
+            else:
+                with torch.get_device_module(like.device).device(like.device):
+                    self.public(t)
+        elif like.get_device() != compat.current_device():
+            with torch.cuda.device(like.device):
+                self(t)
+        else:
+            self(t)
+
     def addressed(self, t: Any, bases: tuple[Any, ...] = ()) -> Addressed | None:
         """Return the launch at addresses, or None if only the public way launches.
 

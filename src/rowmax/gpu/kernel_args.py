@@ -19,6 +19,7 @@ from ..call.problem import Problem, Tensors
 from ..rules.mask import distinct
 from ..rules.softmax import LOG2E
 from .tiles import Tiles, padded
+from .unit_copies import copied_in_units
 
 #: constants of kernels are kept: 40 new ones would take 28 us of every new length (a CPU's host)
 constant = lru_cache(maxsize=4096, typed=True)(tl.constexpr)
@@ -236,13 +237,6 @@ def aligned(x: Tensor) -> Tensor:
     if whole and ((b | n | h) % unit == 0 or not any(s % unit for s in strides(x)[:3])):
         return x
     return copied_in_units(x)
-
-
-def copied_in_units(x: Tensor) -> Tensor:
-    """Return a copy of which every row begins at a multiple of 16 bytes."""
-    unit = 16 // x.element_size()
-    *sizes, width = x.shape
-    return x.new_empty(*sizes, -(-width // unit) * unit)[..., :width].copy_(x)
 
 
 def in_units(x: Tensor) -> bool:

@@ -9,13 +9,11 @@ from collections.abc import Callable
 from math import prod
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from ..call.problem import Problem, Tensors
 from . import kernel_args
-from .compat import current_device
 from .compiled import Launch, runs
 from .kernel_args import Config, Numbers, Pointers, constant, prepared, strided
 from .parts import parts_of
@@ -82,18 +80,7 @@ class Job:
 
     def run(self, ptr: Pointers) -> None:
         """Launch on the current stream of the pointers' device."""
-        q = ptr.q
-        if not q.is_cuda:
-            if q.device.type == "cpu":  # the interpreter
-                self.launch.public(ptr)
-            else:
-                with torch.get_device_module(q.device).device(q.device):
-                    self.launch.public(ptr)
-        elif q.get_device() != current_device():
-            with torch.cuda.device(q.device):
-                self.launch(ptr)
-        else:
-            self.launch(ptr)
+        self.launch.on(ptr.q, ptr)
 
     def compile(self, ptr: Pointers, target: Any) -> Any:
         """Return the kernel for these pointers and another target."""

@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ..torch_compat import moved
-from .compat import current_device
 from .compiled import Launch
 from .kept import Plans
 
@@ -143,11 +142,4 @@ def copy_rows(
     blocks = _blocks(moves, rows, k.device)
     strides = tuple(t.stride(axis) for t in (k, v) for axis in (0, 1, 2))
     launch = _launch(blocks.shape[0], (b, h, d, v.shape[3]), strides, place)
-    pointers = RowPointers(k, v, to, blocks)
-    if not k.is_cuda:  # the interpreter
-        launch.public(pointers)
-    elif k.get_device() != current_device():
-        with torch.cuda.device(k.device):
-            launch(pointers)
-    else:
-        launch(pointers)
+    launch.on(k, RowPointers(k, v, to, blocks))

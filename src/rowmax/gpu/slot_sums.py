@@ -81,8 +81,4 @@ def sum_slots(memory: Tensor, rows: Tensor, total: Tensor) -> None:
     if not total.numel():
         return
     launch = _launch(total.device, b, n, width, *rows.shape[:2])
-    if not total.is_cuda:  # the interpreter
-        launch.public(SumPointers(memory, rows, total))
-        return
-    with torch.cuda.device(total.device):
-        launch(SumPointers(memory, rows, total))
+    launch.on(total, SumPointers(memory, rows, total))
