@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -44,8 +44,8 @@ GPU_BUDGET, CPU_BUDGET = 32_000_000, 40_000
 #: elements that q, k and v may each have; with a large budget, an eighth of it
 _WIDTH = 60_000
 _TRIES = 40
-#: calls with other numbers that run after one that seems wrong
-MORE = 7
+#: calls with other numbers that run after one that seems wrong, and after these
+MORE = 7, 24
 
 #: tile edges and their neighbours
 _EDGES = (
@@ -141,9 +141,13 @@ def wrong(
     texts = complaints(*found[0])
     if not texts or any(_is_clear(text) for text in texts):
         return texts
-    seeds = range(drawn.seed + 1, drawn.seed + 1 + MORE)
-    found += [_compared(replace(drawn, seed=n), backend, device, reference) for n in seeds]
-    return together(found)
+    for more in MORE:
+        seeds = range(drawn.seed + len(found), drawn.seed + len(found) + more)
+        found += [_compared(replace(drawn, seed=n), backend, device, reference) for n in seeds]
+        texts = together(found)
+        if not texts:
+            break
+    return texts
 
 
 def _is_clear(text: str) -> bool:
@@ -412,6 +416,53 @@ def _varied(rng: random.Random, case: Case) -> Case:
     if case.positions is not None:
         values["positions"] = positions(rng)
     return replace(case, **values)
+
+
+def siblings(rng: random.Random, drawn: Drawn, dtypes: Sequence[str], count: int) -> list[Drawn]:
+    """Return calls that differ from this one in one thing each: the first in its dtype.
+
+    A cache must not give one of them the kernel or the plan of another.
+    """
+    found = [replace(drawn, dtype=rng.choice([x for x in dtypes if x != drawn.dtype]))]
+    names = rng.sample(list(_OTHERS), k=min(count - 1, len(_OTHERS)))
+    for name in names:
+        now = getattr(drawn.case, name)
+        values = [x for x in _OTHERS[name] if x != now]
+        found.append(replace(drawn, case=replace(drawn.case, **{name: rng.choice(values)})))
+    return found
+
+
+#: by field of a case, values for a sibling
+_OTHERS: dict[str, tuple[Any, ...]] = {
+    "scale": (None, 0.3, 2.0),
+    "softcap": (0.0, 5.0, 30.0),
+    "causal": (False, True),
+    "left": (None, 0, 5, 40),
+    "right": (None, 0, 5, 40),
+    "lengths": (None, (0.5, 0.0, 1.5, 1.0), (1.0, 0.2, 0.9)),
+    "align": ("keys", "lengths"),
+    "prefix": (None, (0.5, 0.0, 1.5, 0.2)),
+    "step": (None, 3, 64),
+    "padding": (None, "left", "starts", "any"),
+    "documents": (None, "sorted", "unsorted", "batched", "queries", "offsets"),
+    "allowed": (None, "bhqk", "11qk", "111k", "b11k"),
+    "empty_rows": (False, True),
+    "bias": (None, "bhqk", "1hqk", "11q1", "111k"),
+    "bias_float32": (False, True),
+    "alibi": (False, True),
+    "sink": (False, True),
+    "dropout": (0.0, 0.1, 0.5),
+    "layout": _LAYOUTS,
+    "dout": _LAYOUTS,
+    "transposed": (False, True),
+    "shift": (0, 1, 4),
+    "max_given": (False, True),
+    "wide_offsets": (False, True),
+    "positions": (None, (7, 3, 64, 2, 9), (-2, 1, 128, 1, 40)),
+    "grads": (None, ("q",), ("k", "v")),
+    "dlse": (False, True),
+    "deterministic": (False, True),
+}
 
 
 def alike(rng: random.Random, n: int) -> int:

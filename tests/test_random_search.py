@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from rowmax.testing import Case, make
 
 from . import extreme_bias
-from .drawn import Drawn, RefusedError, from_json, reduced
+from .drawn import Drawn, RefusedError, changed, from_json, reduced
 from .gpu import random_search, results
 
 SMALL = Drawn(Case("small", b=1, nq=5, hq=1, d=4), "float32", 0)
@@ -190,23 +190,32 @@ def test_calls_with_extreme_biases_are_compared(monkeypatch: pytest.MonkeyPatch)
         extreme_bias.random_wrong(replace(calls[0], case=Case("plain")), "torch", "cpu")
 
 
-def test_calls_are_compared_in_other_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own comes last; a dtype that is refused is left out, unless it is its own."""
-    group = random_search.Group(3, "float32", "torch", "cpu", 1, 20_000, "dtypes")
+def test_calls_are_compared_between_their_siblings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each differs in one thing, the first and the last in the dtype; refused ones are left out."""
+    group = random_search.Group(3, "float32", "torch", "cpu", 1, 20_000, "siblings")
     (drawn,) = random_search.calls_of(group)
-    assert random_search.dtypes_wrong(drawn, "torch", "cpu") == []
-    seen, refused = [], "float16"
+    assert random_search.siblings_wrong(drawn, "torch", "cpu") == []
+    seen: list[Any] = []
+    refused = drawn
 
     def wrong(one: Any, *given: Any) -> list[str]:
-        seen.append(one.dtype)
-        if one.dtype == refused:
-            raise random_search.RefusedError("no such dtype")
-        return [] if one.dtype == "float32" else ["out"]
+        seen.append(one)
+        if one == refused:
+            raise random_search.RefusedError("none takes it")
+        return [] if len(seen) < 6 else ["out"]
 
     monkeypatch.setattr(random_search, "wrong", wrong)
-    found = random_search.dtypes_wrong(drawn, "torch", "cpu")
-    assert seen == ["bfloat16", "float16", "float64", "float32"]
-    assert found == ["bfloat16: out", "float64: out"]
-    refused = "float32"
     with pytest.raises(random_search.RefusedError):
-        random_search.dtypes_wrong(drawn, "torch", "cpu")
+        random_search.siblings_wrong(drawn, "torch", "cpu")
+    assert seen[-1] is drawn
+    seen.clear()
+    refused = replace(drawn, seed=drawn.seed + 1)
+    (text,) = random_search.siblings_wrong(drawn, "torch", "cpu")
+    assert text == f"{seen[0].dtype}: out"
+    assert len(seen) == random_search.SIBLINGS + 2
+    assert seen[0] == seen[-1]
+    assert seen[0].dtype != drawn.dtype
+    for one in seen[1 : random_search.SIBLINGS]:
+        assert one.dtype == drawn.dtype
+        here, there = changed(one.case), changed(drawn.case)
+        assert len({x for x in here | there if here.get(x) != there.get(x)}) == 1

@@ -6,7 +6,7 @@
     python -m tests.gpu.random_search --lagging --dtype bfloat16 --backend hopper
     python -m tests.gpu.random_search --packed --dtype bfloat16,float16 --backend hopper
     python -m tests.gpu.random_search --extremes --minutes 4
-    python -m tests.gpu.random_search --other-dtypes --minutes 4
+    python -m tests.gpu.random_search --siblings --minutes 4
     python -m tests.gpu.random_search --shrink failures.txt --minutes 6
     python -m tests.gpu.random_search --cells failures.txt  # with --tangents where they are of it
     python -m tests.gpu.random_search --memcheck 300 --processes 12 --out memcheck.csv
@@ -32,7 +32,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -47,9 +46,11 @@ from tests.drawn import (
     Drawn,
     RefusedError,
     UnpreparedError,
+    changed,
     draw_group,
     from_json,
     reduced,
+    siblings,
     varied,
     wrong,
 )
@@ -81,13 +82,14 @@ NAMES = {
     "lagging": "random calls whose reference lags",
     "packed": "random packed calls with late runs",
     "extremes": "random calls with extreme biases",
-    "dtypes": "random calls, each in several dtypes",
+    "siblings": "random calls between their siblings",
 }
 FAILURES = ("wrong", "fault", "unprepared", "errors")
 #: head sizes of ``--halves``; those up to 32 come with a bias that sequences or heads share
 HALVED_WIDTHS = (64, 64, 96, 96, 32, 32, 24, 40, 48, 56, 88)
 SHARED = ("1hqk", "b1qk", "11qk")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+SIBLINGS = 4  # of a call
 #: biases whose gradient is no sum over keys or queries, in which everything may cancel
 OF_PAIRS = ("bhqk", "1hqk", "b1qk", "11qk")
 
@@ -107,7 +109,7 @@ class Group(NamedTuple):
     budget: int
     #: "halves": the backward may compute halves of a step; "lagging": the reference may lag;
     #: "packed": tiles of the last sequences are in several runs; "extremes": biases as large as
-    #: their dtype allows; "dtypes": the same call in several of them
+    #: their dtype allows; "siblings": between calls that differ in one thing each
     special: str = ""
 
 
@@ -316,21 +318,33 @@ def packed_wrong(drawn: Drawn, backend: str, device: str) -> list[str]:
     return found
 
 
-def dtypes_wrong(drawn: Drawn, backend: str, device: str) -> list[str]:
-    """Return what is wrong with a call in each dtype that the backend takes, its own last.
-
-    A kernel that is kept for a call must not run on one of the same sizes in another dtype.
+def siblings_wrong(drawn: Drawn, backend: str, device: str) -> list[str]:
+    """Return what is wrong with a call, between calls that differ from it in one thing each.
 
     Raises:
-        RefusedError: the backend refuses the call in its own dtype.
+        RefusedError: the backend refuses the call itself.
     """
+    dtypes = [x for x in DTYPES if takes_dtype(x, backend)]
+    others = siblings(random.Random(drawn.seed), drawn, dtypes, SIBLINGS)
     found = []
-    for dtype in DTYPES:
-        if dtype != drawn.dtype and takes_dtype(dtype, backend):
-            with suppress(RefusedError):
-                texts = wrong(replace(drawn, dtype=dtype), backend, device)
-                found += [f"{dtype}: {text}" for text in texts]
-    return found + wrong(drawn, backend, device)
+    for one in (*others, drawn, others[0]):
+        try:
+            texts = wrong(one, backend, device)
+        except (RefusedError, UnpreparedError):
+            if one is drawn:
+                raise
+            continue
+        found += [f"{_differences(one, drawn)}: {text}" for text in texts]
+    return found
+
+
+def _differences(one: Drawn, other: Drawn) -> str:
+    """Return in what a call differs from another."""
+    if one.dtype != other.dtype:
+        return one.dtype
+    here, there = changed(one.case), changed(other.case)
+    names = [name for name in here | there if here.get(name) != there.get(name)]
+    return ", ".join(f"{name}={here.get(name)}" for name in names) or "itself"
 
 
 CHECKS = {
@@ -338,7 +352,7 @@ CHECKS = {
     "lagging": lagging_wrong,
     "packed": packed_wrong,
     "extremes": extreme_wrong,
-    "dtypes": dtypes_wrong,
+    "siblings": siblings_wrong,
 }
 
 
@@ -677,7 +691,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lagging", const="lagging", help="references that lag", **special)
     parser.add_argument("--packed", const="packed", help="packed, with late runs", **special)
     parser.add_argument("--extremes", const="extremes", help="extreme biases", **special)
-    parser.add_argument("--other-dtypes", const="dtypes", help="each in several", **special)
+    parser.add_argument("--siblings", const="siblings", help="calls that hardly differ", **special)
     parser.add_argument("--sanitize", type=int, help="so many small calls in this process")
     parser.add_argument("--memcheck", type=int, help="so many in processes under a sanitizer")
     parser.add_argument("--sanitizer", default="compute-sanitizer")
