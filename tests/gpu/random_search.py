@@ -89,7 +89,7 @@ FAILURES = ("wrong", "fault", "unprepared", "errors")
 HALVED_WIDTHS = (64, 64, 96, 96, 32, 32, 24, 40, 48, 56, 88)
 SHARED = ("1hqk", "b1qk", "11qk")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-SIBLINGS = 4  # of a call
+SIBLINGS = 4
 #: biases whose gradient is no sum over keys or queries, in which everything may cancel
 OF_PAIRS = ("bhqk", "1hqk", "b1qk", "11qk")
 
