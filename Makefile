@@ -45,11 +45,13 @@ lint: $(STAMP) ## style, plain words, types, and which module may import which
 PARTS := unit-cpu unit-emulator unit-interpreter unit-backward unit-files unit-folders \
 	unit-distributed
 # What a change of a GPU kernel needs besides. They take as long as everything else. The marker
-# "gates" has cases of the emulator at more head sizes; unit-backward has each case at one.
+# "gates" has cases of the emulator at more head sizes, and drawn ones; unit-backward has each case
+# at one size.
 GATES := gates-backward gates-forward gates-newest gates-targets gates-sizes
 APART := tests/compile tests/emulator tests/hopper tests/triton tests/distributed
 # files of tests/triton that run whole
-QUICK := test_ahead or test_few or test_launch or test_packed_order or test_replay or test_row_copies
+QUICK := test_ahead or test_few or test_launch or test_packed_order or test_replay or \
+	test_row_copies or test_slot_sums or test_unit_copies
 HOPPER := tests/compile/test_hopper.py tests/compile/test_hopper_backward.py
 BACKWARD := tests/hopper/test_backward.py
 CPU := $(wildcard tests/test_cpu*.py tests/test_amx.py)

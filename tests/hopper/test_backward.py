@@ -79,8 +79,13 @@ def test_cases_of_the_device_are_right():
         *("--only", "first-64", "first-lengths", "empty-batch", "past-the-last"),
         *("first-shared-bias", "first-own-bias", "first-row-bias", "first-column-bias"),
         *("block-causal", "block-window", "block-documents", "block-alibi", "block-packed"),
-        "drawn-packed",
     )
+
+
+@needs_triton
+@pytest.mark.gates
+def test_drawn_packed_calls_are_right():
+    run_backward("--only", "drawn-packed")
 
 
 @needs_triton
