@@ -12,12 +12,13 @@ from torch import Tensor
 
 from .call import around, recent
 from .call.check import Arguments, check_packed_values
+from .call.dispatch import PLAIN_OPERATIONS
 from .call.inputs import Tensors
 from .call.jagged import jagged, packed
 from .call.normalize import checked_lengths, normalized, packed_tensors
 from .errors import check_flag, refuse_unexpected
 from .masks import Causal, Mask, as_mask
-from .operators.autograd import attend, prepared_directly
+from .operators.autograd import attend, attend_again, prepared_directly
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -151,10 +152,12 @@ def attention(
             key, rows = recent.with_terms(key + limits, rows, bias, sink, allowed, lengths)
         found = None if key is None else recent.calls.recall(key, *rows)
         if found is not None:
+            tensors: tuple[Any, ...] = rows
             if lengths is not None:
                 lengths = checked_lengths(lengths, k.shape[1])
-            tensors = Tensors(q, k, v, bias, sink, lengths=lengths, allowed=allowed)
-            out, lse = attend(tensors, found.options, found)
+            if len(rows) > 3:
+                tensors = Tensors(q, k, v, bias, sink, lengths=lengths, allowed=allowed)
+            out, lse = attend_again(found, tensors)
             return (out, lse) if return_lse else out
     if isinstance(q, Tensor) and q.is_nested:
         pairs = _mask(mask, causal)
@@ -178,7 +181,7 @@ def attention(
     given = given._replace(lengths=tensors.lengths)
     if key is not None and all(map(is_, given, tensors)):  # as they are read
         prepared = prepared or prepared_directly(tensors, options)
-        if prepared is not None:
+        if prepared is not None and options.backend not in PLAIN_OPERATIONS:
             recent.calls.remember(key, prepared, *rows)
     out, lse = attend(tensors, options, prepared)
     return (out, lse) if return_lse else out

@@ -448,3 +448,15 @@ def test_a_packed_call_under_autocast_has_its_dtype() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             assert attend_packed(*packed(3, 13)).dtype == torch.bfloat16
         assert attend_packed(*packed(3, 13)).dtype == torch.float32
+
+
+def test_repeated_calls_of_plain_operations_have_every_derivative() -> None:
+    """Autograd sees every step of the reference: no call of it is found by one check."""
+    recent.calls._kinds.clear()
+    for _ in range(3):
+        q, k, v = (torch.randn(1, 5, 2, 4, dtype=torch.float64, requires_grad=True) for _ in "qkv")
+        found = rowmax.attention(q, k, v, backend="reference")
+        for _ in range(3):
+            (found,) = torch.autograd.grad(found.square().sum(), q, create_graph=True)
+        assert found.isfinite().all()
+    assert not recent.calls._kinds

@@ -237,6 +237,14 @@ class Prepared:
         with self._compile_ahead(tensors, wanted):
             return self._run(key, backend, run, given)
 
+    def repeated(self, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor] | None:
+        """Return (out, lse) of a forward like one before, or None if none is repeated.
+
+        ``tensors`` are all inputs, or the first of them if no other is given.
+        """
+        again = self._again.get("forward")
+        return again(tensors) if callable(again) else None
+
     def _compile_ahead(self, tensors: Tensors, wanted: Wanted) -> AbstractContextManager[None]:
         """Return a context in which the backward's kernels begin to compile, if its backend can."""
         try:

@@ -35,12 +35,11 @@ def attend(tensors: Tensors, options: Options, prepared: Prepared | None) -> tup
     if options.backend in PLAIN_OPERATIONS and _has_values(tensors):
         out, lse = prepared_of(tensors, options).forward(tensors)  # autograd sees every step
         return _connected(out, tensors), _connected(lse, tensors)
-    if prepared is not None:  # for plain tensors that nothing observes
-        plain = all(t is None for t in tensors[3:])
-        return _direct(prepared, tensors[:3] if plain else tensors)
-    prepared = prepared_directly(tensors, options)
+    if prepared is None:
+        prepared = prepared_directly(tensors, options)
     if prepared is not None:
-        return _direct(prepared, tensors)
+        plain = all(t is None for t in tensors[3:])
+        return attend_again(prepared, tensors[:3] if plain else tensors)
     if not torch.compiler.is_compiling():
         flop_counter.register()
     return torch.ops.rowmax.forward(*tensors, *options)
@@ -53,14 +52,15 @@ def prepared_directly(tensors: Tensors, options: Options) -> Prepared | None:
     return prepared_of(tensors, options)
 
 
-def _direct(prepared: Prepared, tensors: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) past the dispatcher, of the first inputs or all of them.
+def attend_again(prepared: Prepared, tensors: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) past the dispatcher, of all inputs, or of q, k and v if no other is given.
 
-    Autograd takes time for every argument.
+    The tensors are plain ones that nothing observes. Autograd takes time for every argument.
     """
     if any_requires_grad(tensors):
         return _Attention.apply(prepared, *tensors)  # pyright: ignore
-    return prepared.forward(Tensors(*tensors))
+    found = prepared.repeated(tensors)
+    return prepared.forward(Tensors(*tensors)) if found is None else found
 
 
 def is_direct(tensors: tuple[Tensor | None, ...]) -> bool:
